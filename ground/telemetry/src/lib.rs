@@ -1,1 +1,12 @@
-//! Under construction.
+//! Counters, rate-limited logging of what guests trigger, tracing set-up.
+
+pub mod counter;
+pub mod guest_log;
+
+pub use counter::Counter;
+
+/// For this crate's macros only.
+#[doc(hidden)]
+pub mod reexport {
+    pub use tracing;
+}
