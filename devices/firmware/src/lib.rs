@@ -1,1 +1,47 @@
-//! Under construction.
+//! What a PC's firmware leaves behind for an operating system: the kernel in memory, its boot
+//! parameters, and ACPI tables. Nothing of it runs; everything is written before the first instruction.
+//!
+//! This crate knows guest memory but nothing of KVM: registers come back as plain values
+//! ([`registers::BootRegisters`]) that the monitor converts.
+//!
+//! ```text
+//! layout      every fixed guest-physical address and port
+//! map         MachineMap: RAM, CPUs, NUMA nodes, PCI windows, interrupt routing
+//! kernel      files -> guest memory + registers  (bzImage, vmlinux; Linux 64-bit protocol, PVH)
+//! acpi        MachineMap -> tables in guest memory
+//! ```
+
+pub mod acpi;
+pub mod image;
+pub mod kernel;
+pub mod layout;
+pub mod map;
+pub mod registers;
+
+pub use kernel::{BootFiles, BootProtocol, KernelError, LoadedKernel};
+pub use map::MachineMap;
+pub use registers::BootRegisters;
+
+use machine::memory::GuestMemory;
+
+/// Boot could not be prepared.
+#[derive(Debug, thiserror::Error)]
+pub enum FirmwareError {
+    /// The kernel, an initrd or the command line.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    /// The ACPI tables.
+    #[error(transparent)]
+    Acpi(#[from] acpi::AcpiError),
+}
+
+/// Writes ACPI tables, boot parameters, kernel, initrds and command line into `memory`; returns how
+/// the boot CPU starts. Safe to call again for a reset of the same machine: everything is rewritten.
+pub fn prepare(
+    memory: &GuestMemory,
+    map: &MachineMap,
+    files: &BootFiles<'_>,
+) -> Result<LoadedKernel, FirmwareError> {
+    let rsdp = acpi::write(memory, map)?;
+    Ok(kernel::load(memory, &map.ram, files, rsdp)?)
+}

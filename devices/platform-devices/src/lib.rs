@@ -1,1 +1,76 @@
-//! Under construction.
+//! Devices at fixed addresses: the 16550 console, the power button, sleep and reset registers.
+//!
+//! Each is a [`machine::bus::BusDevice`] that knows its guest interface and nothing of KVM: an interrupt
+//! is a closure ([`Interrupt`]), what concerns the whole machine is a [`MachineEvent`].
+
+pub mod console;
+pub mod legacy;
+pub mod power;
+pub mod serial;
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+/// What a platform device asks of the monitor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MachineEvent {
+    /// The guest wants a reset.
+    Reset(ResetCause),
+    /// The guest entered S5: power off.
+    PowerOff,
+    /// The user typed Ctrl-A x on the console.
+    ConsoleQuit,
+}
+
+/// Which register reset the machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ResetCause {
+    /// ACPI reset register.
+    Acpi,
+    /// Keyboard controller, port 0x64.
+    KeyboardController,
+    /// PCI reset control, port 0xCF9.
+    ResetControl,
+}
+
+/// Receives [`MachineEvent`]s, on the thread of the vCPU or console that caused them: it only hands
+/// them on. May be called more than once for one reset or power-off.
+pub type EventSink = Arc<dyn Fn(MachineEvent) + Send + Sync>;
+
+/// Pulses an edge-triggered interrupt.
+pub type Interrupt = Arc<dyn Fn() -> io::Result<()> + Send + Sync>;
+
+/// An [`Interrupt`] that writes 1 to an eventfd (KVM irqfd).
+pub fn eventfd_interrupt(eventfd: Arc<OwnedFd>) -> Interrupt {
+    Arc::new(move || {
+        match rustix::io::write(eventfd.as_fd(), &1u64.to_ne_bytes()) {
+            // A full counter means that the interrupt is pending already.
+            Ok(_) | Err(rustix::io::Errno::AGAIN) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    })
+}
+
+/// A saved state can't be restored.
+#[derive(Debug, thiserror::Error)]
+pub enum RestoreError {
+    /// Its version is not known here.
+    #[error("The saved state of {device} has version {found}; this program restores version {known}")]
+    Version {
+        /// Device.
+        device: &'static str,
+        /// Version found.
+        found: u32,
+        /// Version known.
+        known: u32,
+    },
+    /// A value is out of range.
+    #[error("The saved state of {device} is damaged: {what}")]
+    Damaged {
+        /// Device.
+        device: &'static str,
+        /// What is wrong.
+        what: String,
+    },
+}

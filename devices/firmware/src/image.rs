@@ -1,0 +1,111 @@
+//! Where kernel and initrd bytes come from: a file, or a byte slice in tests and fuzzers.
+
+use std::fs::File;
+use std::io::{self, Seek, SeekFrom};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use machine::memory::{Bytes, GuestAddress, GuestMemory};
+
+use crate::kernel::KernelError;
+
+/// Random access to an image. Implementations never change while they are being loaded as far as
+/// memory safety goes: a file that shrinks meanwhile ends in an error.
+pub trait Image {
+    /// Name for error texts: the path.
+    fn name(&self) -> String;
+    /// Bytes.
+    fn len(&self) -> u64;
+    /// Whether it has no bytes.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+    /// Fills `buffer` from `offset`.
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()>;
+    /// Copies `len` bytes from `offset` straight to guest address `target`, which must be RAM.
+    fn read_to_guest(&self, offset: u64, memory: &GuestMemory, target: u64, len: u64) -> io::Result<()>;
+}
+
+/// An image in a regular file. Uses the file's cursor, so it must not be shared while loading.
+#[derive(Debug)]
+pub struct ImageFile {
+    path: PathBuf,
+    file: File,
+    len: u64,
+}
+
+impl ImageFile {
+    /// Opens `path` for reading. `role` names it in errors: "kernel" or "initrd".
+    pub fn open(path: &Path, role: &'static str) -> Result<Self, KernelError> {
+        let error = |source| KernelError::Open { role, path: path.to_owned(), source };
+        let file = File::open(path).map_err(error)?;
+        Self::from_file(file, path, role)
+    }
+
+    /// Takes a file that is already open; `path` is for error texts only.
+    pub fn from_file(file: File, path: &Path, role: &'static str) -> Result<Self, KernelError> {
+        let error = |source| KernelError::Open { role, path: path.to_owned(), source };
+        let meta = file.metadata().map_err(error)?;
+        if !meta.is_file() {
+            let what = if meta.is_dir() { "a directory" } else { "not a regular file" };
+            return Err(KernelError::NotAFile { role, path: path.to_owned(), what });
+        }
+        Ok(Self { path: path.to_owned(), file, len: meta.len() })
+    }
+}
+
+impl Image for ImageFile {
+    fn name(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    fn len(&self) -> u64 {
+        self.len
+    }
+
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+        self.file.read_exact_at(buffer, offset)
+    }
+
+    fn read_to_guest(&self, offset: u64, memory: &GuestMemory, target: u64, len: u64) -> io::Result<()> {
+        let len = usize::try_from(len).map_err(io::Error::other)?;
+        (&self.file).seek(SeekFrom::Start(offset))?;
+        memory
+            .read_exact_volatile_from(GuestAddress(target), &mut (&self.file), len)
+            .map_err(io::Error::other)
+    }
+}
+
+/// An image in memory.
+#[derive(Debug, Clone, Copy)]
+pub struct ImageBytes<'a>(pub &'a [u8]);
+
+impl ImageBytes<'_> {
+    fn slice(&self, offset: u64, len: u64) -> io::Result<&[u8]> {
+        let range = || {
+            let start = usize::try_from(offset).ok()?;
+            let end = start.checked_add(usize::try_from(len).ok()?)?;
+            self.0.get(start..end)
+        };
+        range().ok_or_else(|| io::Error::from(io::ErrorKind::UnexpectedEof))
+    }
+}
+
+impl Image for ImageBytes<'_> {
+    fn name(&self) -> String {
+        "(bytes)".to_owned()
+    }
+
+    fn len(&self) -> u64 {
+        self.0.len() as u64
+    }
+
+    fn read_at(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+        buffer.copy_from_slice(self.slice(offset, buffer.len() as u64)?);
+        Ok(())
+    }
+
+    fn read_to_guest(&self, offset: u64, memory: &GuestMemory, target: u64, len: u64) -> io::Result<()> {
+        memory.write_slice(self.slice(offset, len)?, GuestAddress(target)).map_err(io::Error::other)
+    }
+}

@@ -1,0 +1,114 @@
+//! What is left of a PC's legacy ports: two ways to reset, and ports that kernels write for a delay.
+
+use std::sync::Arc;
+
+use machine::bus::BusDevice;
+use telemetry::Counter;
+
+use crate::{EventSink, MachineEvent, ResetCause};
+
+/// Keyboard controller ports 0x60 to 0x64, only as far as a reset needs.
+pub const KEYBOARD_CONTROLLER: u16 = 0x60;
+/// Ports taken at [`KEYBOARD_CONTROLLER`].
+pub const KEYBOARD_CONTROLLER_PORTS: u64 = 5;
+/// POST code port, written for a delay by `io_delay=0x80`.
+pub const POST_PORT: u16 = 0x80;
+/// Alternative delay port.
+pub const DELAY_PORT: u16 = 0xed;
+/// PCI configuration address (four ports) and data (four ports); byte 1 is the reset control register.
+pub const PCI_CONFIGURATION: u16 = 0xcf8;
+
+/// Offset of the status and command port.
+const COMMAND: u64 = 4;
+/// "Pulse output port, bit 0 low": the CPU's reset line.
+const PULSE_RESET: u8 = 0xfe;
+/// Offset of the reset control register from 0xCF8.
+const RESET_CONTROL: u64 = 1;
+/// RST_CPU: a transition from 0 to 1 resets.
+const RESET_CPU: u8 = 1 << 2;
+
+/// Keyboard controller without a keyboard: status reads as idle, command 0xFE resets the machine.
+pub struct KeyboardReset {
+    events: EventSink,
+    resets: Counter,
+}
+
+impl KeyboardReset {
+    /// New.
+    pub fn new(events: EventSink) -> Self {
+        Self { events, resets: Counter::new() }
+    }
+
+    /// Counters.
+    pub fn inspect(&self) -> serde_json::Value {
+        serde_json::json!({ "resets": self.resets.get() })
+    }
+}
+
+impl BusDevice for KeyboardReset {
+    fn read(&self, _offset: u64, data: &mut [u8]) {
+        // Status 0: no byte to read, ready for a command. Kernels wait for that before they reset.
+        data.fill(0);
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        if offset == COMMAND && data == [PULSE_RESET] {
+            self.resets.increment();
+            (self.events)(MachineEvent::Reset(ResetCause::KeyboardController));
+        }
+    }
+}
+
+/// Ports 0xCF8 to 0xCFF: the reset control register at byte 0xCF9, everything else goes to the PCI root.
+pub struct ResetControl {
+    pci: Arc<dyn BusDevice>,
+    events: EventSink,
+    resets: Counter,
+}
+
+impl ResetControl {
+    /// In front of `pci`, which answers at the same eight ports.
+    pub fn new(pci: Arc<dyn BusDevice>, events: EventSink) -> Self {
+        Self { pci, events, resets: Counter::new() }
+    }
+
+    /// Counters.
+    pub fn inspect(&self) -> serde_json::Value {
+        serde_json::json!({ "resets": self.resets.get() })
+    }
+}
+
+impl BusDevice for ResetControl {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        if offset == RESET_CONTROL && data.len() == 1 {
+            data[0] = 0;
+        } else {
+            self.pci.read(offset, data);
+        }
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        // Only byte accesses reach the register; 0xCF8 itself is written as a dword.
+        match (offset, data) {
+            (RESET_CONTROL, &[value]) => {
+                if value & RESET_CPU != 0 {
+                    self.resets.increment();
+                    (self.events)(MachineEvent::Reset(ResetCause::ResetControl));
+                }
+            }
+            _ => self.pci.write(offset, data),
+        }
+    }
+}
+
+/// A port whose writes do nothing. It exists so that they are counted by name, and are cheap.
+#[derive(Debug, Default)]
+pub struct DelayPort;
+
+impl BusDevice for DelayPort {
+    fn read(&self, _offset: u64, data: &mut [u8]) {
+        data.fill(0xff);
+    }
+
+    fn write(&self, _offset: u64, _data: &[u8]) {}
+}

@@ -1,0 +1,175 @@
+//! Sleep, reset and event registers, and the power button.
+//!
+//! ```text
+//! offset 0  reset register         write RESET_VALUE: reset        reads 0
+//! offset 4  sleep control          SLP_TYP bits 4:2, SLP_EN bit 5  reads SLP_TYP
+//! offset 5  sleep status           WAK_STS bit 7, write 1 clears
+//! offset 8  pending events         bit 0 power button, reading clears
+//! ```
+//! Sources: ACPI 6.5, 4.8.3.6 (reset register), 4.8.3.7 (sleep control and status), 5.6.9 (generic event device).
+
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use machine::bus::BusDevice;
+use telemetry::Counter;
+
+use crate::{EventSink, Interrupt, MachineEvent, ResetCause, RestoreError};
+
+/// Ports taken.
+pub const PORTS: u64 = 16;
+/// Offset of the reset register.
+pub const RESET: u16 = 0;
+/// Value that resets.
+pub const RESET_VALUE: u8 = 1;
+/// Offset of the sleep control register.
+pub const SLEEP_CONTROL: u16 = 4;
+/// Offset of the sleep status register.
+pub const SLEEP_STATUS: u16 = 5;
+/// Offset of the event register.
+pub const EVENTS: u16 = 8;
+/// SLP_TYP of S5, as the `_S5` package names it.
+pub const SLEEP_TYPE_S5: u8 = 5;
+
+/// Bit of the power button in the event register.
+const EVENT_POWER_BUTTON: u8 = 1;
+/// SLP_EN.
+const SLEEP_ENABLE: u8 = 1 << 5;
+
+/// Version of [`SavedPower`].
+const VERSION: u32 = 1;
+
+/// Saved state of [`PowerRegisters`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct SavedPower {
+    /// Version of this structure.
+    pub version: u32,
+    /// Events that the guest has not read yet.
+    pub pending_events: u8,
+    /// Sleep type last written.
+    pub sleep_type: u8,
+}
+
+/// The registers, and the power button. All state is atomic; calls may come from any thread.
+pub struct PowerRegisters {
+    pending: AtomicU8,
+    sleep_type: AtomicU8,
+    events: EventSink,
+    interrupt: Interrupt,
+    presses: Counter,
+    resets: Counter,
+    power_offs: Counter,
+}
+
+impl PowerRegisters {
+    /// At power-on state. `interrupt` pulses the pin of the generic event device.
+    pub fn new(events: EventSink, interrupt: Interrupt) -> Self {
+        Self {
+            pending: AtomicU8::new(0),
+            sleep_type: AtomicU8::new(0),
+            events,
+            interrupt,
+            presses: Counter::new(),
+            resets: Counter::new(),
+            power_offs: Counter::new(),
+        }
+    }
+
+    /// Continues from a saved state. An event that the guest has not read yet is signalled again: the
+    /// edge may have been lost between save and restore, and a spurious one is harmless.
+    pub fn restore(saved: &SavedPower, events: EventSink, interrupt: Interrupt) -> Result<Self, RestoreError> {
+        if saved.version != VERSION {
+            return Err(RestoreError::Version { device: "power", found: saved.version, known: VERSION });
+        }
+        if saved.pending_events & !EVENT_POWER_BUTTON != 0 || saved.sleep_type > 7 {
+            return Err(RestoreError::Damaged {
+                device: "power",
+                what: format!("pending events {:#x}, sleep type {}", saved.pending_events, saved.sleep_type),
+            });
+        }
+        let device = Self::new(events, interrupt);
+        device.pending.store(saved.pending_events, Ordering::SeqCst);
+        device.sleep_type.store(saved.sleep_type, Ordering::SeqCst);
+        if saved.pending_events != 0 {
+            (device.interrupt)()
+                .map_err(|error| RestoreError::Damaged { device: "power", what: format!("no interrupt: {error}") })?;
+        }
+        Ok(device)
+    }
+
+    /// Saves; the vCPUs are paused.
+    pub fn save(&self) -> SavedPower {
+        SavedPower {
+            version: VERSION,
+            pending_events: self.pending.load(Ordering::SeqCst),
+            sleep_type: self.sleep_type.load(Ordering::SeqCst),
+        }
+    }
+
+    /// Presses the power button: the guest gets an ACPI notification and decides what to do.
+    pub fn press_button(&self) -> std::io::Result<()> {
+        self.presses.increment();
+        // Before the interrupt: whoever sees the edge must see the event.
+        self.pending.fetch_or(EVENT_POWER_BUTTON, Ordering::SeqCst);
+        (self.interrupt)()
+    }
+
+    /// Machine reset: back to power-on state.
+    pub fn reset(&self) {
+        self.pending.store(0, Ordering::SeqCst);
+        self.sleep_type.store(0, Ordering::SeqCst);
+    }
+
+    /// State and counters.
+    pub fn inspect(&self) -> serde_json::Value {
+        serde_json::json!({
+            "pending_events": self.pending.load(Ordering::SeqCst),
+            "sleep_type": self.sleep_type.load(Ordering::SeqCst),
+            "button_presses": self.presses.get(),
+            "resets": self.resets.get(),
+            "power_offs": self.power_offs.get(),
+        })
+    }
+
+    fn read_byte(&self, offset: u64) -> u8 {
+        match u16::try_from(offset) {
+            Ok(RESET) => 0,
+            Ok(SLEEP_CONTROL) => self.sleep_type.load(Ordering::SeqCst) << 2,
+            // S5 never wakes up, so WAK_STS is never set.
+            Ok(SLEEP_STATUS) => 0,
+            Ok(EVENTS) => self.pending.swap(0, Ordering::SeqCst),
+            _ => 0xff,
+        }
+    }
+
+    fn write_byte(&self, offset: u64, value: u8) {
+        match u16::try_from(offset) {
+            Ok(RESET) if value == RESET_VALUE => {
+                self.resets.increment();
+                (self.events)(MachineEvent::Reset(ResetCause::Acpi));
+            }
+            Ok(SLEEP_CONTROL) => {
+                let sleep_type = (value >> 2) & 7;
+                self.sleep_type.store(sleep_type, Ordering::SeqCst);
+                if value & SLEEP_ENABLE != 0 && sleep_type == SLEEP_TYPE_S5 {
+                    self.power_offs.increment();
+                    (self.events)(MachineEvent::PowerOff);
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+impl BusDevice for PowerRegisters {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        for (at, byte) in (offset..).zip(data) {
+            *byte = self.read_byte(at);
+        }
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        for (at, &byte) in (offset..).zip(data) {
+            self.write_byte(at, byte);
+        }
+    }
+}
