@@ -1,10 +1,238 @@
 //! Dispatch of exits by address: one [`AddressSpace`] for I/O ports, one for memory-mapped I/O.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
+use arc_swap::ArcSwap;
+
+use crate::exits::{RangeId, RangeNames};
+
 /// A device at a range of addresses. Called from vCPU threads, possibly several at once.
 pub trait BusDevice: Send + Sync {
     /// Reads `data.len()` (1, 2, 4 or 8) bytes at `offset` from the start of the range. Offset and length
-    /// come from the guest.
+    /// come from the guest; the access lies within the range.
     fn read(&self, offset: u64, data: &mut [u8]);
     /// Writes likewise.
     fn write(&self, offset: u64, data: &[u8]);
+}
+
+/// A range could not be claimed or released.
+#[derive(Debug, thiserror::Error, PartialEq, Eq)]
+pub enum BusError {
+    /// Two devices at one address.
+    #[error(
+        "Range {start:#x}..={last:#x} of {name} overlaps {other} at {other_start:#x}..={other_last:#x} on the {space} bus"
+    )]
+    Overlap {
+        /// Bus name.
+        space: &'static str,
+        /// Who asked.
+        name: String,
+        /// First address.
+        start: u64,
+        /// Last address.
+        last: u64,
+        /// Who is there.
+        other: String,
+        /// Its first address.
+        other_start: u64,
+        /// Its last address.
+        other_last: u64,
+    },
+    /// Empty, or beyond the end of the address space.
+    #[error(
+        "Range of {name} at {start:#x} with {len:#x} bytes doesn't fit the {space} bus, whose last address is {limit:#x}"
+    )]
+    BadRange {
+        /// Bus name.
+        space: &'static str,
+        /// Who asked.
+        name: String,
+        /// First address.
+        start: u64,
+        /// Length in bytes.
+        len: u64,
+        /// Last address of the bus.
+        limit: u64,
+    },
+    /// Nothing is registered there.
+    #[error("No device is registered at {start:#x} with {len:#x} bytes on the {space} bus")]
+    Absent {
+        /// Bus name.
+        space: &'static str,
+        /// First address.
+        start: u64,
+        /// Length in bytes.
+        len: u64,
+    },
+}
+
+/// One registered range, as [`AddressSpace::ranges`] lists it.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct RangeInfo {
+    /// Name given at registration.
+    pub name: String,
+    /// First address.
+    pub start: u64,
+    /// Length in bytes.
+    pub len: u64,
+}
+
+#[derive(Clone)]
+struct Entry {
+    start: u64,
+    last: u64,
+    name: Arc<str>,
+    id: RangeId,
+    device: Arc<dyn BusDevice>,
+}
+
+/// The devices of one address space. Look-ups take no lock and may run on all vCPU threads at once; changes
+/// are serialised and seen by accesses that begin afterwards.
+pub struct AddressSpace {
+    name: &'static str,
+    limit: u64,
+    names: Arc<RangeNames>,
+    entries: ArcSwap<Vec<Entry>>,
+    writer: Mutex<()>,
+}
+
+impl AddressSpace {
+    /// The 64 Ki I/O ports.
+    pub fn ports(names: Arc<RangeNames>) -> Self {
+        Self::new("port", 0xffff, names)
+    }
+
+    /// Guest-physical memory.
+    pub fn memory(names: Arc<RangeNames>) -> Self {
+        Self::new("memory", u64::MAX, names)
+    }
+
+    fn new(name: &'static str, limit: u64, names: Arc<RangeNames>) -> Self {
+        Self { name, limit, names, entries: ArcSwap::from_pointee(Vec::new()), writer: Mutex::new(()) }
+    }
+
+    /// Registers `device` at `start` for `len` bytes. `name` shows up in exit tables; a range that moves keeps its
+    /// counters when it keeps its name.
+    pub fn insert(
+        &self,
+        start: u64,
+        len: u64,
+        name: &str,
+        device: Arc<dyn BusDevice>,
+    ) -> Result<(), BusError> {
+        let bad =
+            || BusError::BadRange { space: self.name, name: name.to_owned(), start, len, limit: self.limit };
+        let last = len.checked_sub(1).and_then(|n| start.checked_add(n)).ok_or_else(bad)?;
+        if last > self.limit {
+            return Err(bad());
+        }
+        let _writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut entries = Vec::clone(&self.entries.load());
+        let at = entries.partition_point(|e| e.last < start);
+        if let Some(other) = entries.get(at).filter(|e| e.start <= last) {
+            return Err(BusError::Overlap {
+                space: self.name,
+                name: name.to_owned(),
+                start,
+                last,
+                other: other.name.to_string(),
+                other_start: other.start,
+                other_last: other.last,
+            });
+        }
+        let id = self.names.intern(self.name, name);
+        entries.insert(at, Entry { start, last, name: Arc::from(name), id, device });
+        self.entries.store(Arc::new(entries));
+        Ok(())
+    }
+
+    /// Removes the range registered with exactly this start and length. An access that another vCPU began before may
+    /// still reach the device shortly after this returns.
+    pub fn remove(&self, start: u64, len: u64) -> Result<(), BusError> {
+        let _writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut entries = Vec::clone(&self.entries.load());
+        let found = entries.iter().position(|e| e.start == start && e.last - e.start == len.wrapping_sub(1));
+        let at = found.ok_or(BusError::Absent { space: self.name, start, len })?;
+        entries.remove(at);
+        self.entries.store(Arc::new(entries));
+        Ok(())
+    }
+
+    /// Reads at `address`. Bytes that no range claims read as 0xFF. Returns the range of the first byte.
+    pub fn read(&self, address: u64, data: &mut [u8]) -> RangeId {
+        let entries = self.entries.load();
+        let mut claimed_by = None;
+        let mut done = 0;
+        while done < data.len() {
+            let (entry, offset, piece) = self.piece(&entries, address, done, data.len());
+            let part = &mut data[done..done + piece];
+            part.fill(0xff);
+            if let Some(entry) = entry {
+                entry.device.read(offset, part);
+            }
+            claimed_by.get_or_insert(entry.map_or(RangeId::UNCLAIMED, |e| e.id));
+            done += piece;
+        }
+        claimed_by.unwrap_or(RangeId::UNCLAIMED)
+    }
+
+    /// Writes at `address`. Bytes that no range claims are dropped. Returns the range of the first byte.
+    pub fn write(&self, address: u64, data: &[u8]) -> RangeId {
+        let entries = self.entries.load();
+        let mut claimed_by = None;
+        let mut done = 0;
+        while done < data.len() {
+            let (entry, offset, piece) = self.piece(&entries, address, done, data.len());
+            if let Some(entry) = entry {
+                entry.device.write(offset, &data[done..done + piece]);
+            }
+            claimed_by.get_or_insert(entry.map_or(RangeId::UNCLAIMED, |e| e.id));
+            done += piece;
+        }
+        claimed_by.unwrap_or(RangeId::UNCLAIMED)
+    }
+
+    /// The largest part of an access from byte `done` on that one device (or none) can take in one call: 1, 2, 4 or 8
+    /// bytes, not beyond the range. Guests may access across range ends and with odd lengths.
+    fn piece<'a>(
+        &self,
+        entries: &'a [Entry],
+        address: u64,
+        done: usize,
+        len: usize,
+    ) -> (Option<&'a Entry>, u64, usize) {
+        let left = len - done;
+        // Beyond the last address nothing answers; no wrap-around to address 0.
+        let at = u64::try_from(done).ok().and_then(|n| address.checked_add(n)).filter(|at| *at <= self.limit);
+        let Some(at) = at else { return (None, 0, largest_part(left)) };
+        let index = entries.partition_point(|e| e.last < at);
+        let (entry, offset, room) = match entries.get(index) {
+            Some(e) if e.start <= at => (Some(e), at - e.start, (e.last - at).saturating_add(1)),
+            Some(e) => (None, 0, e.start - at),
+            None => (None, 0, u64::MAX),
+        };
+        (entry, offset, largest_part(left.min(usize::try_from(room).unwrap_or(usize::MAX))))
+    }
+
+    /// What is registered, ascending by address.
+    pub fn ranges(&self) -> Vec<RangeInfo> {
+        let entries = self.entries.load();
+        entries
+            .iter()
+            .map(|e| RangeInfo {
+                name: e.name.to_string(),
+                start: e.start,
+                len: (e.last - e.start).saturating_add(1),
+            })
+            .collect()
+    }
+}
+
+fn largest_part(len: usize) -> usize {
+    match len {
+        8.. => 8,
+        4..=7 => 4,
+        2..=3 => 2,
+        _ => 1,
+    }
 }

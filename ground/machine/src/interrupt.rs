@@ -1,10 +1,12 @@
 //! Interrupt controllers behind one trait: in the kernel, or (for VMs that span hosts) in user space.
 
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
+use crate::state::SavedInterruptController;
+
 /// A message-signalled interrupt: the write a device makes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub struct MsiMessage {
     /// Guest-physical address.
     pub address: u64,
@@ -12,7 +14,7 @@ pub struct MsiMessage {
     pub data: u32,
 }
 
-/// A route from an eventfd to an MSI. Masked until it is given a message.
+/// A route from an eventfd to an MSI. Masked until it is given a message. Dropping it frees the route.
 pub trait MsiRoute: Send + Sync {
     /// Sets the message, or masks the route with `None`.
     fn set(&self, message: Option<MsiMessage>) -> std::io::Result<()>;
@@ -22,14 +24,32 @@ pub trait MsiRoute: Send + Sync {
     fn eventfd(&self) -> Option<BorrowedFd<'_>>;
 }
 
-/// The interrupt controllers of one VM: IOAPIC pins and MSI.
+/// A level-triggered pin driven by eventfds.
+#[derive(Debug, Clone)]
+pub struct LevelLine {
+    /// Writing asserts the pin.
+    pub trigger: Arc<OwnedFd>,
+    /// Readable when the guest has acknowledged the interrupt (end of interrupt) and the pin was deasserted; whoever
+    /// still wants service writes `trigger` again.
+    pub resample: Arc<OwnedFd>,
+}
+
+/// The interrupt controllers of one VM: IOAPIC pins and MSI. Thread-safe.
 pub trait InterruptController: Send + Sync {
     /// Drives IOAPIC pin `gsi` (0 to 23).
     fn set_line(&self, gsi: u32, asserted: bool) -> std::io::Result<()>;
-    /// An eventfd whose writes pulse edge-triggered pin `gsi`.
-    fn edge_eventfd(&self, gsi: u32) -> std::io::Result<Arc<std::os::fd::OwnedFd>>;
+    /// An eventfd whose writes pulse edge-triggered pin `gsi`. The same one at each call.
+    fn edge_eventfd(&self, gsi: u32) -> std::io::Result<Arc<OwnedFd>>;
+    /// Eventfds for level-triggered pin `gsi`, to be driven by another process or a poll loop. One pair per call; several
+    /// pairs on one pin are ORed.
+    fn level_eventfds(&self, gsi: u32) -> std::io::Result<LevelLine>;
     /// Sends one MSI now.
     fn signal_msi(&self, message: MsiMessage) -> std::io::Result<()>;
-    /// Allocates `count` MSI routes.
+    /// Allocates `count` MSI routes, all masked. `ErrorKind::StorageFull` when that many aren't left.
     fn allocate_msi(&self, count: u16) -> std::io::Result<Vec<Arc<dyn MsiRoute>>>;
+    /// State of the controllers outside the vCPUs, while all vCPUs are paused. Routes aren't included: their owners
+    /// allocate and set them again.
+    fn save(&self) -> std::io::Result<SavedInterruptController>;
+    /// Puts saved state into fresh controllers, before any vCPU runs.
+    fn restore(&self, saved: &SavedInterruptController) -> std::io::Result<()>;
 }

@@ -1,7 +1,26 @@
 //! KVM, guest memory, vCPU threads and interrupt controllers, wrapped once.
 //!
 //! No other crate names `kvm-ioctls`, `kvm-bindings` or `vm-memory`; they use what is here.
+//!
+//! ```text
+//! kvm::Host --create_vm--> vm::Vm --+-- slots::Slots        memslots, dirty log
+//!                                   +-- irqchip::KernelIrqchip (interrupt::InterruptController)
+//!                                   +-- ioeventfds
+//! memory::RamLayout -> memory::GuestRam (sealed memfds) --> Slots::add_ram
+//! bus::AddressSpace (ports), bus::AddressSpace (memory) --+
+//! x86::guest_cpuid, vcpu::VcpuStart --------------------- +--> vcpu::VcpuManager: one thread per vCPU
+//!                                                              exits::ExitAccounting, state::SavedVcpu
+//! ```
 
 pub mod bus;
+pub mod exits;
 pub mod interrupt;
+pub mod irqchip;
+pub mod kvm;
 pub mod memory;
+pub mod slots;
+pub mod state;
+pub mod stats;
+pub mod vcpu;
+pub mod vm;
+pub mod x86;

@@ -1,0 +1,73 @@
+//! Guest memory types. RAM lies only in sealed memfds, so that it can be handed to other processes.
+
+mod layout;
+mod ram;
+
+pub use layout::{HIGH_RAM_START, LOW_RAM_END, RamLayout, RamRange};
+pub use ram::{GuestRam, HostNuma, NumaMode, PageSize, RamOptions, RamRegion};
+
+pub use vm_memory::bitmap::{AtomicBitmap, Bitmap, BitmapSlice};
+pub use vm_memory::{
+    Address, ByteValued, Bytes, FileOffset, GuestAddress, GuestAddressSpace, GuestMemoryAtomic,
+    GuestMemoryBackend, GuestMemoryError, GuestMemoryRegion, GuestUsize, Le16, Le32, Le64, VolatileSlice,
+};
+
+/// One guest's RAM, with a bitmap of the pages that devices of this process have written.
+pub type GuestMemory = vm_memory::GuestMemoryMmap<AtomicBitmap>;
+/// The same, replaceable while devices run. Devices take a snapshot per request: `space.memory()`.
+pub type GuestMemorySpace = GuestMemoryAtomic<GuestMemory>;
+
+/// Guest RAM could not be laid out or allocated.
+#[derive(Debug, thiserror::Error)]
+pub enum MemoryError {
+    /// A size that can't be.
+    #[error("Memory of {size} bytes for NUMA node {node} is not possible: {reason}")]
+    BadSize {
+        /// Guest NUMA node.
+        node: usize,
+        /// Bytes asked for.
+        size: u64,
+        /// Why, and what to choose.
+        reason: String,
+    },
+    /// No memory at all.
+    #[error("The VM has no memory node; give it at least one with 1 MiB or more")]
+    NoNodes,
+    /// More than the host has.
+    #[error(
+        "The VM wants {wanted} bytes of memory, but the host has {available} bytes available; choose less"
+    )]
+    TooLarge {
+        /// Bytes asked for.
+        wanted: u64,
+        /// MemAvailable of the host.
+        available: u64,
+    },
+    /// Not enough huge pages.
+    #[error(
+        "{wanted} huge pages of {page_kib} KiB are needed for NUMA node {node}, but {free} are free; reserve more: echo {suggest} > /sys/kernel/mm/hugepages/hugepages-{page_kib}kB/nr_hugepages"
+    )]
+    NoHugePages {
+        /// Guest NUMA node.
+        node: usize,
+        /// Pages needed.
+        wanted: u64,
+        /// Pages free.
+        free: u64,
+        /// Size of a page in KiB.
+        page_kib: u64,
+        /// What to write into nr_hugepages.
+        suggest: u64,
+    },
+    /// The host refused.
+    #[error("Memory for NUMA node {node} could not be {what}")]
+    Host {
+        /// Guest NUMA node.
+        node: usize,
+        /// What was tried, with its values.
+        what: String,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+}

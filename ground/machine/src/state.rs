@@ -1,0 +1,81 @@
+//! Saved state: versioned types apart from the run-time ones.
+
+use crate::x86;
+
+/// Version of [`SavedVcpu`] that this program writes.
+pub const VCPU_STATE_VERSION: u32 = 1;
+
+/// One MSR.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct SavedMsr {
+    /// Its number.
+    pub index: u32,
+    /// Its value.
+    pub value: u64,
+}
+
+/// Everything of one vCPU.
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
+pub struct SavedVcpu {
+    /// [`VCPU_STATE_VERSION`] of the writer.
+    pub version: u32,
+    /// vCPU and APIC id.
+    pub id: u32,
+    /// CPUID leaves.
+    pub cpuid: Vec<x86::kvm_cpuid_entry2>,
+    /// General registers.
+    pub regs: x86::kvm_regs,
+    /// System registers.
+    pub sregs: x86::kvm_sregs,
+    /// XSAVE area, as long as this vCPU's features need.
+    pub xsave: Vec<u8>,
+    /// XCR0 and so on.
+    pub xcrs: x86::kvm_xcrs,
+    /// DR0 to DR7.
+    pub debugregs: x86::kvm_debugregs,
+    /// Local APIC page, where the interrupt controllers are in the kernel.
+    pub lapic: Option<x86::kvm_lapic_state>,
+    /// Running, halted, waiting for SIPI.
+    pub mp_state: x86::kvm_mp_state,
+    /// Pending exceptions, NMIs, interrupts.
+    pub events: x86::kvm_vcpu_events,
+    /// Model-specific registers.
+    pub msrs: Vec<SavedMsr>,
+    /// TSC frequency in kHz, where KVM knows it.
+    pub tsc_khz: Option<u32>,
+}
+
+/// State of the interrupt controllers outside the vCPUs.
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
+pub enum SavedInterruptController {
+    /// [`crate::irqchip::KernelIrqchip`].
+    KernelIrqchip(Box<SavedKernelIrqchip>),
+}
+
+/// PICs, IOAPIC and PIT of KVM.
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
+pub struct SavedKernelIrqchip {
+    /// Version of this type.
+    pub version: u32,
+    /// First PIC.
+    pub pic_master: x86::kvm_irqchip,
+    /// Second PIC.
+    pub pic_slave: x86::kvm_irqchip,
+    /// IOAPIC.
+    pub ioapic: x86::kvm_irqchip,
+    /// 8254 timer, where it was created.
+    pub pit: Option<x86::kvm_pit_state2>,
+}
+
+/// KVM's paravirtual clock.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct SavedClock {
+    /// Version of this type.
+    pub version: u32,
+    /// Nanoseconds of guest time.
+    pub clock_ns: u64,
+    /// Host wall-clock nanoseconds at that moment, where KVM tells.
+    pub realtime_ns: Option<u64>,
+    /// Host TSC at that moment, where KVM tells.
+    pub host_tsc: Option<u64>,
+}
