@@ -1,0 +1,200 @@
+//! One split virtqueue in use by a device.
+
+use std::num::Wrapping;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::Ordering;
+
+use machine::memory::{Address, Bytes, GuestAddress, GuestMemory, GuestMemoryBackend};
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+use virtio_queue::{Queue, QueueT};
+
+use super::chain::{Chain, Source};
+use super::error::RingError;
+use crate::device::ActiveQueue;
+
+const AVAIL_F_NO_INTERRUPT: u16 = 1;
+
+/// A queue with the rules that were negotiated for it. Belongs to one thread at a time.
+///
+/// After any [`RingError`] the ring must not be used again, apart from [`Ring::into_active`].
+pub struct Ring {
+    active: ActiveQueue,
+    indirect: bool,
+    in_flight: u16,
+    /// Completions since the last [`Ring::should_interrupt`].
+    unsignalled: bool,
+}
+
+/// `features` as a bit test.
+fn has(features: u64, bit: u32) -> bool {
+    features & (1 << bit) != 0
+}
+
+impl Ring {
+    /// Takes a queue that the transport activated under `features`. The transport has set event
+    /// suppression on the queue; setting it again here makes rings right that a test or a fuzzer built.
+    pub fn new(mut active: ActiveQueue, features: u64) -> Self {
+        debug_assert!(has(features, VIRTIO_F_VERSION_1), "legacy drivers are never activated");
+        active.queue.set_event_idx(has(features, VIRTIO_RING_F_EVENT_IDX));
+        Self {
+            active,
+            indirect: has(features, VIRTIO_RING_F_INDIRECT_DESC),
+            in_flight: 0,
+            unsignalled: false,
+        }
+    }
+
+    /// Queue index.
+    pub fn index(&self) -> u16 {
+        self.active.index
+    }
+
+    /// Entries, as the driver chose.
+    pub fn size(&self) -> u16 {
+        self.active.queue.size()
+    }
+
+    /// Chains popped and not yet completed.
+    pub fn in_flight(&self) -> u16 {
+        self.in_flight
+    }
+
+    /// The eventfd that the driver's notification signals.
+    pub fn kick(&self) -> BorrowedFd<'_> {
+        self.active.kick.as_fd()
+    }
+
+    /// Empties the kick eventfd. Call before looking at the ring, so that a kick that comes later wakes again.
+    pub fn drain_kick(&self) {
+        // EAGAIN (no kick) is as good as success; the counter has no other way to fail.
+        let _ = rustix::io::read(&*self.active.kick, &mut [0u8; 8]);
+    }
+
+    /// Gives the queue back with its positions; nothing may be in flight.
+    pub fn into_active(self) -> ActiveQueue {
+        debug_assert_eq!(self.in_flight, 0, "chains of queue {} are in flight", self.active.index);
+        self.active
+    }
+
+    /// Checks that the whole ring lies in RAM (2.7.1). Call once per activation.
+    pub fn check(&self, memory: &GuestMemory) -> Result<(), RingError> {
+        let queue = self.active.index;
+        let q = &self.active.queue;
+        if !q.ready() {
+            return Err(RingError::NotReady { queue });
+        }
+        let size = u64::from(q.size());
+        for (part, address, len) in [
+            ("descriptor table", q.desc_table(), 16 * size),
+            ("available ring", q.avail_ring(), 6 + 2 * size),
+            ("used ring", q.used_ring(), 6 + 8 * size),
+        ] {
+            let inside = address.checked_add(len).is_some()
+                && usize::try_from(len).is_ok_and(|len| memory.check_range(GuestAddress(address), len));
+            if !inside {
+                return Err(RingError::RingOutsideRam { queue, part, address });
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes the next chain that the driver made available, `None` when there is no more.
+    pub fn pop(&mut self, memory: &GuestMemory) -> Result<Option<Chain>, RingError> {
+        let queue = self.active.index;
+        let q = &mut self.active.queue;
+        if !q.ready() {
+            return Err(RingError::NotReady { queue });
+        }
+        let size = q.size();
+        let outside = RingError::RingOutsideRam { queue, part: "available ring", address: q.avail_ring() };
+        // Acquire: the ring entries and descriptors were written before the index.
+        let Ok(available) = q.avail_idx(memory, Ordering::Acquire) else { return Err(outside) };
+        let from = q.next_avail();
+        let waiting = (available - Wrapping(from)).0;
+        if waiting == 0 {
+            return Ok(None);
+        }
+        if waiting > size {
+            return Err(RingError::AvailableIndex { queue, from, to: available.0, size });
+        }
+        if self.in_flight >= size {
+            return Err(RingError::TooManyInFlight { queue, size });
+        }
+        let entry = 4 + 2 * u64::from(from % size);
+        let Some(entry) = GuestAddress(q.avail_ring()).checked_add(entry) else { return Err(outside) };
+        let Ok(head) = memory.load::<u16>(entry, Ordering::Relaxed) else { return Err(outside) };
+        let source =
+            Source { memory, queue, table: GuestAddress(q.desc_table()), size, indirect: self.indirect };
+        let chain = source.collect(u16::from_le(head))?;
+        q.set_next_avail(from.wrapping_add(1));
+        self.in_flight += 1;
+        Ok(Some(chain))
+    }
+
+    /// Puts a chain into the used ring. `written` is the number of bytes the device wrote to the chain's writable
+    /// buffers, from their start.
+    pub fn complete(&mut self, memory: &GuestMemory, head: u16, written: u32) -> Result<(), RingError> {
+        let queue = self.active.index;
+        self.active
+            .queue
+            .add_used(memory, head, written)
+            .map_err(|error| RingError::Library { queue, what: error.to_string() })?;
+        self.in_flight = self.in_flight.saturating_sub(1);
+        self.unsignalled = true;
+        Ok(())
+    }
+
+    /// Takes back the last [`Ring::pop`], for a device that can't serve the chain yet (a receive queue whose buffer
+    /// is too small so far). Only while nothing popped later is in flight.
+    pub fn undo_pop(&mut self) {
+        let q = &mut self.active.queue;
+        q.set_next_avail(q.next_avail().wrapping_sub(1));
+        self.in_flight = self.in_flight.saturating_sub(1);
+    }
+
+    /// Whether the driver wants an interrupt for what was completed since the last call (2.7.7).
+    pub fn should_interrupt(&mut self, memory: &GuestMemory) -> Result<bool, RingError> {
+        if !std::mem::take(&mut self.unsignalled) {
+            return Ok(false);
+        }
+        let queue = self.active.index;
+        let q = &mut self.active.queue;
+        // Contains the full fence between the used index and the driver's suppression fields.
+        let wanted = q
+            .needs_notification(memory)
+            .map_err(|error| RingError::Library { queue, what: error.to_string() })?;
+        if q.event_idx_enabled() {
+            return Ok(wanted);
+        }
+        // Without EVENT_IDX the flag decides; the library doesn't look at it.
+        let address = q.avail_ring();
+        match memory.load::<u16>(GuestAddress(address), Ordering::Relaxed) {
+            Ok(flags) => Ok(u16::from_le(flags) & AVAIL_F_NO_INTERRUPT == 0),
+            Err(_) => Err(RingError::RingOutsideRam { queue, part: "available ring", address }),
+        }
+    }
+
+    /// Asks the driver to notify again. Returns whether chains became available meanwhile: then serve them first.
+    pub fn enable_kicks(&mut self, memory: &GuestMemory) -> Result<bool, RingError> {
+        let queue = self.active.index;
+        self.active
+            .queue
+            .enable_notification(memory)
+            .map_err(|error| RingError::Library { queue, what: error.to_string() })
+    }
+
+    /// Tells the driver that it need not notify; a hint only.
+    pub fn disable_kicks(&mut self, memory: &GuestMemory) -> Result<(), RingError> {
+        let queue = self.active.index;
+        self.active
+            .queue
+            .disable_notification(memory)
+            .map_err(|error| RingError::Library { queue, what: error.to_string() })
+    }
+
+    /// The library's queue, for state displays.
+    pub fn queue(&self) -> &Queue {
+        &self.active.queue
+    }
+}

@@ -1,0 +1,268 @@
+//! A device's own thread: waits for eventfds, serves queues, never takes the process down with it.
+//!
+//! ```text
+//! spawn ── state moves into the thread ── body(&mut state, &poller) until the stop event
+//!   body returns Err(reason) or panics: interrupt.failed(reason), the thread ends
+//! stop  ── signals, joins, hands the state back, whatever happened
+//! ```
+
+use std::any::Any;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+
+use crate::device::VirtioInterrupt;
+
+/// System calls that every worker thread makes here (waiting and its own end); a device adds those of its
+/// body.
+pub const SYSCALLS: &[i64] = &[
+    libc::SYS_epoll_wait,
+    libc::SYS_epoll_pwait,
+    libc::SYS_epoll_pwait2,
+    libc::SYS_epoll_ctl,
+    libc::SYS_read,
+    libc::SYS_write,
+    libc::SYS_close,
+    libc::SYS_futex,
+    libc::SYS_mmap,
+    libc::SYS_munmap,
+    libc::SYS_mprotect,
+    libc::SYS_mremap,
+    libc::SYS_madvise,
+    libc::SYS_brk,
+    libc::SYS_sigaltstack,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_set_robust_list,
+    libc::SYS_rseq,
+    libc::SYS_prctl,
+    libc::SYS_gettid,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_sched_yield,
+    libc::SYS_clock_gettime,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_getrandom,
+    libc::SYS_exit,
+    libc::SYS_restart_syscall,
+];
+
+/// System calls that the thread which starts and stops workers makes: the one that handles the driver's
+/// DRIVER_OK and reset (a vCPU thread), and the API thread at a pause.
+pub const SPAWN_SYSCALLS: &[i64] = &[
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_eventfd2,
+    libc::SYS_clone,
+    libc::SYS_clone3,
+    libc::SYS_mmap,
+    libc::SYS_mprotect,
+    libc::SYS_munmap,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_futex,
+    libc::SYS_write,
+    libc::SYS_close,
+];
+
+const STOP: u64 = u64::MAX;
+
+/// A new eventfd as notifications use it: non-blocking, closed on exec.
+pub fn new_event() -> io::Result<OwnedFd> {
+    Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
+}
+
+/// Signals an eventfd. A full counter (EAGAIN) means that it is signalled already.
+pub fn signal(event: impl AsFd) {
+    let _ = rustix::io::write(event, &1u64.to_ne_bytes());
+}
+
+/// Empties an eventfd; returns whether it was signalled.
+pub fn take(event: impl AsFd) -> bool {
+    rustix::io::read(event, &mut [0u8; 8]).is_ok()
+}
+
+/// What to wait for on a file descriptor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Interest {
+    /// Data to read, or a signalled eventfd.
+    pub readable: bool,
+    /// Room to write.
+    pub writable: bool,
+}
+
+impl Interest {
+    /// Readable only.
+    pub const READ: Self = Self { readable: true, writable: false };
+    /// Writable only.
+    pub const WRITE: Self = Self { readable: false, writable: true };
+    /// Both.
+    pub const BOTH: Self = Self { readable: true, writable: true };
+    /// Neither: only errors and hang-ups are reported.
+    pub const NONE: Self = Self { readable: false, writable: false };
+
+    fn flags(self) -> epoll::EventFlags {
+        let mut flags = epoll::EventFlags::empty();
+        flags.set(epoll::EventFlags::IN, self.readable);
+        flags.set(epoll::EventFlags::OUT, self.writable);
+        flags
+    }
+}
+
+/// Something happened on a file descriptor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ready {
+    /// Token it was added with.
+    pub token: u64,
+    /// Readable.
+    pub readable: bool,
+    /// Writable.
+    pub writable: bool,
+    /// Error or hang-up.
+    pub closed: bool,
+}
+
+/// What [`Poller::wait`] brought.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wake {
+    /// Look at the events (none: the time is over).
+    Events,
+    /// The device is being stopped: finish what is in flight and return.
+    Stop,
+}
+
+/// Waits for several file descriptors and the stop event (level-triggered epoll).
+pub struct Poller {
+    epoll: OwnedFd,
+    stop: Arc<OwnedFd>,
+}
+
+impl Poller {
+    fn new(stop: Arc<OwnedFd>) -> io::Result<Self> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        epoll::add(&epoll, &stop, epoll::EventData::new_u64(STOP), epoll::EventFlags::IN)?;
+        Ok(Self { epoll, stop })
+    }
+
+    /// Adds a file descriptor. `token` comes back in [`Ready`]; `u64::MAX` is taken.
+    pub fn add(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
+        debug_assert_ne!(token, STOP, "this token is the stop event's");
+        Ok(epoll::add(&self.epoll, fd, epoll::EventData::new_u64(token), interest.flags())?)
+    }
+
+    /// Changes what is waited for.
+    pub fn modify(&self, fd: impl AsFd, token: u64, interest: Interest) -> io::Result<()> {
+        Ok(epoll::modify(&self.epoll, fd, epoll::EventData::new_u64(token), interest.flags())?)
+    }
+
+    /// Removes a file descriptor (before it is closed).
+    pub fn remove(&self, fd: impl AsFd) -> io::Result<()> {
+        Ok(epoll::delete(&self.epoll, fd)?)
+    }
+
+    /// Waits until something happens or `timeout` is over; `ready` is replaced by what happened.
+    /// [`Wake::Stop`] is reported every time from the stop on.
+    pub fn wait(&self, ready: &mut Vec<Ready>, timeout: Option<Duration>) -> io::Result<Wake> {
+        ready.clear();
+        let timeout = timeout.and_then(|time| Timespec::try_from(time).ok());
+        let mut buffer: [std::mem::MaybeUninit<epoll::Event>; 32] = [std::mem::MaybeUninit::uninit(); 32];
+        let events = match epoll::wait(&self.epoll, &mut buffer, timeout.as_ref()) {
+            Ok((events, _)) => events,
+            Err(rustix::io::Errno::INTR) => return Ok(Wake::Events),
+            Err(error) => return Err(error.into()),
+        };
+        let mut wake = Wake::Events;
+        for event in events {
+            let (flags, token) = (event.flags, event.data.u64());
+            if token == STOP {
+                wake = Wake::Stop;
+                continue;
+            }
+            ready.push(Ready {
+                token,
+                readable: flags.contains(epoll::EventFlags::IN),
+                writable: flags.contains(epoll::EventFlags::OUT),
+                closed: flags.intersects(epoll::EventFlags::ERR | epoll::EventFlags::HUP),
+            });
+        }
+        Ok(wake)
+    }
+
+    /// Whether a stop was asked for, without waiting.
+    pub fn stopping(&self) -> bool {
+        let mut fds = [rustix::event::PollFd::new(&self.stop, rustix::event::PollFlags::IN)];
+        rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+    }
+}
+
+/// A running thread that owns the state `S`.
+pub struct Worker<S> {
+    name: String,
+    stop: Arc<OwnedFd>,
+    thread: Option<JoinHandle<S>>,
+}
+
+impl<S: Send + 'static> Worker<S> {
+    /// Starts a thread called `name` (the kernel shows its first 15 bytes). `body` returns when
+    /// [`Poller::wait`] says [`Wake::Stop`], or earlier with the reason why the device has failed.
+    pub fn spawn<F>(name: &str, interrupt: Arc<dyn VirtioInterrupt>, state: S, body: F) -> io::Result<Self>
+    where
+        F: FnOnce(&mut S, &Poller) -> Result<(), String> + Send + 'static,
+    {
+        let stop = Arc::new(new_event()?);
+        let poller = Poller::new(Arc::clone(&stop))?;
+        let thread_name: String = name.chars().filter(|c| *c != '\0').collect();
+        let thread = std::thread::Builder::new().name(thread_name).spawn(move || {
+            let mut state = state;
+            let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| body(&mut state, &poller)));
+            match outcome {
+                Ok(Ok(())) => {}
+                Ok(Err(reason)) => interrupt.failed(&reason),
+                Err(panic) => {
+                    interrupt
+                        .failed(&format!("its thread panicked ({}); this is a bug", panic_text(&*panic)));
+                }
+            }
+            state
+        })?;
+        Ok(Self { name: name.to_owned(), stop, thread: Some(thread) })
+    }
+
+    /// Stops the thread and waits for its end; its state comes back even if the device had failed. `None` only
+    /// if the thread died while it reported a failure.
+    pub fn stop(mut self) -> Option<S> {
+        self.join()
+    }
+
+    fn join(&mut self) -> Option<S> {
+        let thread = self.thread.take()?;
+        signal(&*self.stop);
+        match thread.join() {
+            Ok(state) => Some(state),
+            Err(panic) => {
+                tracing::error!("Worker {} panicked at its end: {}", self.name, panic_text(&*panic));
+                None
+            }
+        }
+    }
+}
+
+impl<S> Drop for Worker<S> {
+    fn drop(&mut self) {
+        if let Some(thread) = self.thread.take() {
+            signal(&*self.stop);
+            let _ = thread.join();
+        }
+    }
+}
+
+fn panic_text(panic: &(dyn Any + Send)) -> &str {
+    panic
+        .downcast_ref::<&str>()
+        .copied()
+        .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("no text")
+}
