@@ -1,1 +1,5 @@
-//! Under construction.
+//! The VM process: assembles machine, devices, boot, API and sandbox.
+
+pub mod api;
+pub mod description;
+pub mod sandbox;

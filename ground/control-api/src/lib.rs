@@ -1,1 +1,22 @@
-//! Under construction.
+//! The API of a running VM as its clients see it: the types that travel ([`types`]), how running VMs are found
+//! ([`discovery`]) and a client ([`Client`]).
+//!
+//! The API is HTTP/1.1 with JSON on a Unix socket, one socket per VM. The server is in the crate `monitor`, which
+//! generates the OpenAPI description from these types and its own routes.
+//!
+//! | request | answer |
+//! |---|---|
+//! | `GET /v1/vm` | [`types::VmSummary`] |
+//! | `DELETE /v1/vm` | stops the VM at once, as pulling the plug does |
+//! | `GET /v1/inspect?path=a/b` | the live device tree, or what is below a path |
+//! | `PUT /v1/pause`, `/v1/resume`, `/v1/power-button`, `/v1/reset` | [`types::Done`] |
+//! | `GET /v1/exits` | [`types::ExitTable`] |
+//! | `GET /metrics` | Prometheus text |
+//! | `GET /openapi.json` | the description of all this |
+//!
+//! An error is an HTTP status and a [`types::Problem`].
+
+pub mod client;
+pub mod discovery;
+pub mod types;
+

@@ -2,6 +2,8 @@
 
 pub mod counter;
 pub mod guest_log;
+pub mod logging;
+pub mod metrics;
 
 pub use counter::Counter;
 

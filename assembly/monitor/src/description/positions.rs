@@ -1,0 +1,120 @@
+//! Where each key of a description file stands, so that an error names its line.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use toml::de::{DeTable, DeValue};
+
+use super::{DescriptionError, Invalid, Key};
+
+/// The keys of a file and their lines.
+#[derive(Debug)]
+pub struct Positions {
+    path: PathBuf,
+    /// Byte offset of each line's start, ascending; the first is 0.
+    line_starts: Vec<usize>,
+    entries: Vec<Entry>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    key: Key,
+    /// From the key's first byte to the value's last.
+    span: Range<usize>,
+}
+
+impl Positions {
+    /// Finds the keys in the text of a file.
+    pub(super) fn of(text: &str, path: &Path) -> Result<Self, DescriptionError> {
+        let line_starts =
+            std::iter::once(0).chain(text.match_indices('\n').map(|(offset, _)| offset + 1)).collect();
+        let mut positions = Self { path: path.to_owned(), line_starts, entries: Vec::new() };
+        let table = DeTable::parse(text).map_err(|error| positions.syntax_error(&error))?;
+        collect_table(table.get_ref(), None, &mut positions.entries);
+        Ok(positions)
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn line_of(&self, offset: usize) -> usize {
+        self.line_starts.partition_point(|start| *start <= offset)
+    }
+
+    /// The line (from 1) on which a key, or the closest key that holds it, is written.
+    pub fn line(&self, key: &Key) -> Option<usize> {
+        let mut wanted = Some(key.clone());
+        while let Some(key) = wanted {
+            if let Some(entry) = self.entries.iter().find(|entry| entry.key == key) {
+                return Some(self.line_of(entry.span.start));
+            }
+            wanted = key.parent();
+        }
+        None
+    }
+
+    /// An error of the TOML parser or of deserialisation, with file, line and key.
+    pub(super) fn syntax_error(&self, error: &toml::de::Error) -> DescriptionError {
+        let offset = error.span().map_or(0, |span| span.start);
+        // The innermost key around the place.
+        let around = self.entries.iter().filter(|entry| entry.span.contains(&offset));
+        let key = around.min_by_key(|entry| entry.span.len()).map(|entry| entry.key.clone());
+        DescriptionError::Malformed {
+            path: self.path.clone(),
+            line: self.line_of(offset),
+            key,
+            problem: one_sentence(error.message()),
+        }
+    }
+
+    /// A problem found by validation, with file and line.
+    pub fn invalid(&self, invalid: Invalid) -> DescriptionError {
+        DescriptionError::Invalid { path: self.path.clone(), line: self.line(&invalid.key), invalid }
+    }
+}
+
+fn collect_table(table: &DeTable<'_>, parent: Option<&Key>, entries: &mut Vec<Entry>) {
+    for (name, value) in table {
+        let key = parent.map_or_else(|| Key::root(name.get_ref()), |parent| parent.below(name.get_ref()));
+        let start = name.span().start;
+        // Dotted keys and sub-tables stand apart from the header that opens them.
+        let end = value.span().end.max(name.span().end);
+        collect_value(value.get_ref(), &key, entries);
+        entries.push(Entry { key, span: start..end });
+    }
+}
+
+fn collect_value(value: &DeValue<'_>, key: &Key, entries: &mut Vec<Entry>) {
+    match value {
+        DeValue::Table(table) => collect_table(table, Some(key), entries),
+        DeValue::Array(items) => {
+            for (index, item) in items.iter().enumerate() {
+                let key = key.item(index);
+                collect_value(item.get_ref(), &key, entries);
+                entries.push(Entry { key, span: item.span() });
+            }
+        }
+        _ => {}
+    }
+}
+
+/// serde's and the parser's messages on one line, in the words of the manual.
+fn one_sentence(message: &str) -> String {
+    let message = message.split('\n').map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ");
+    let message = if let Some(rest) = message.strip_prefix("unknown field ") {
+        format!("Unknown key {}", rest.replacen(", expected one of ", "; known are ", 1).replacen(", expected ", "; known is ", 1))
+    } else if let Some(rest) = message.strip_prefix("unknown variant ") {
+        format!("Unknown value {}", rest.replacen(", expected one of ", "; allowed are ", 1))
+    } else if let Some(rest) = message.strip_prefix("missing field ") {
+        format!("The key {rest} is missing")
+    } else {
+        message
+    };
+    let mut letters = message.chars();
+    match letters.next() {
+        Some(first) => first.to_uppercase().chain(letters).collect(),
+        None => "Not valid TOML".to_owned(),
+    }
+}

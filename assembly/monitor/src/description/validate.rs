@@ -1,0 +1,464 @@
+//! From what was written to what holds. Pure: opens no file, asks no kernel.
+
+use std::path::Path;
+
+use super::vm::{
+    Console, Cpus, Disk, DiskFormat, Guest, HugePages, LinuxBoot, Memory, Net, NetBackend, NumaNode, Payload,
+    VmDescription, Vsock,
+};
+use super::{BootProtocol, ByteSize, CpuList, Invalid, Key, MacAddress, OnReboot, SandboxMode, written};
+
+/// Most vCPUs: APIC ids are 8 bits wide in the MADT, 255 is broadcast, and the IOAPIC takes one.
+const MOST_CPUS: u64 = 254;
+/// Most RAM: 16 TiB.
+const MOST_MEMORY: u64 = 16 << 40;
+/// Least RAM: what page tables, boot data and a small payload need.
+const LEAST_MEMORY: u64 = 2 << 20;
+const DEFAULT_MEMORY: u64 = 512 << 20;
+/// Most NUMA nodes, as many as the SLIT is worth filling for.
+const MOST_NODES: usize = 64;
+/// Linux truncates longer ones (`COMMAND_LINE_SIZE` of arch/x86 less the NUL).
+const LONGEST_CMDLINE: usize = 2047;
+const LONGEST_NAME: usize = 64;
+/// virtio 1.2, 5.2.6.1: VIRTIO_BLK_ID_BYTES.
+const LONGEST_SERIAL: usize = 20;
+/// PCI Express slots that devices of one kind can fill.
+const MOST_DEVICES: usize = 26;
+const MOST_QUEUES: u64 = 32;
+/// IFNAMSIZ without the NUL.
+const LONGEST_INTERFACE: usize = 15;
+/// sun_path without the NUL.
+const LONGEST_SOCKET_PATH: usize = 107;
+
+/// Checks a description and fills in the defaults. The error names the key and says what is allowed.
+pub fn validate(vm: &written::Vm) -> Result<VmDescription, Invalid> {
+    let name = name(vm.name.as_deref())?;
+    let hugepages = hugepages(vm.hugepages)?;
+    let cpus = cpus(vm)?;
+    let (memory, numa) = memory(vm, cpus, hugepages)?;
+    let console = console(vm.console.as_deref())?;
+    let net = vm.net.iter().flatten().enumerate();
+    let net = net.map(|(index, net)| network(&name, index, net)).collect::<Result<Vec<_>, _>>()?;
+    unique(&net, "mac", "net", |net| Some(net.mac.to_string()))?;
+    unique(&net, "tap", "net", |net| match &net.backend {
+        NetBackend::Tap(name) => Some(name.clone()),
+        _ => None,
+    })?;
+    unique(&net, "fd", "net", |net| match &net.backend {
+        NetBackend::Fd(fd) => Some(fd.to_string()),
+        _ => None,
+    })?;
+    at_most("net", net.len(), MOST_DEVICES)?;
+    let disks = vm.disks.iter().flatten().enumerate();
+    let disks = disks.map(|(index, written)| disk(index, written)).collect::<Result<Vec<_>, _>>()?;
+    at_most("disks", disks.len(), MOST_DEVICES)?;
+    writable_once(&disks)?;
+    let api_socket = vm.api_socket.clone();
+    if let Some(path) = &api_socket {
+        socket_path(&Key::root("api_socket"), path)?;
+    }
+    Ok(VmDescription {
+        pinning: pinning(vm.pin.as_deref(), cpus)?,
+        guest: guest(vm)?,
+        vsock: vm.vsock.as_ref().map(vsock).transpose()?,
+        rng: vm.rng.unwrap_or(true),
+        sandbox: vm.sandbox.unwrap_or(SandboxMode::On),
+        on_reboot: vm.on_reboot.unwrap_or(OnReboot::Restart),
+        name,
+        cpus,
+        memory,
+        numa,
+        disks,
+        net,
+        console,
+        api_socket,
+    })
+}
+
+fn quoted(text: &str) -> String {
+    format!("\"{}\"", text.escape_debug())
+}
+
+fn at_most(key: &str, count: usize, most: usize) -> Result<(), Invalid> {
+    if count > most {
+        return Err(Invalid::new(Key::root(key).item(most), format!("{count} are too many; at most {most} fit")));
+    }
+    Ok(())
+}
+
+fn name(name: Option<&str>) -> Result<String, Invalid> {
+    let key = || Key::root("name");
+    let Some(name) = name else {
+        return Err(Invalid::new(key(), "the VM has no name; give it one"));
+    };
+    let fits = (1..=LONGEST_NAME).contains(&name.len())
+        && name.starts_with(|c: char| c.is_ascii_alphanumeric())
+        && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
+    if !fits {
+        let rule = "a name has 1 to 64 of a-z, A-Z, 0-9, '.', '_', '-', and begins with a letter or digit";
+        return Err(Invalid::new(key(), format!("{} is not a name: {rule}", quoted(name))));
+    }
+    Ok(name.to_owned())
+}
+
+fn hugepages(size: Option<ByteSize>) -> Result<HugePages, Invalid> {
+    match size.map(|size| size.0) {
+        None => Ok(HugePages::None),
+        Some(0x20_0000) => Ok(HugePages::Size2M),
+        Some(0x4000_0000) => Ok(HugePages::Size1G),
+        Some(other) => Err(Invalid::new(
+            Key::root("hugepages"),
+            format!("x86-64 has no huge pages of {}; allowed are 2M and 1G", ByteSize(other)),
+        )),
+    }
+}
+
+fn cpus(vm: &written::Vm) -> Result<Cpus, Invalid> {
+    let key = Key::root("cpus");
+    let (sockets, cores) = match vm.cpus {
+        Some(written::Cpus::Count(count)) => (1, count),
+        Some(written::Cpus::Topology(topology)) => (topology.sockets, topology.cores),
+        None => {
+            let named = vm.numa.iter().flatten().map(|node| node.cpus.len() as u64).sum();
+            (1, std::cmp::max(named, 1))
+        }
+    };
+    let count = sockets.checked_mul(cores).filter(|count| (1..=MOST_CPUS).contains(count));
+    let fit = |number: u64| u8::try_from(number).ok();
+    match (count, fit(sockets), fit(cores)) {
+        (Some(_), Some(sockets), Some(cores)) => Ok(Cpus { sockets, cores }),
+        _ if sockets == 1 => Err(Invalid::new(key, format!("{cores} vCPUs are not possible; allowed are 1 to 254"))),
+        _ => Err(Invalid::new(
+            key,
+            format!("{sockets} sockets of {cores} cores are not possible; their product is 1 to 254"),
+        )),
+    }
+}
+
+fn pinning(pin: Option<&[CpuList]>, cpus: Cpus) -> Result<Vec<CpuList>, Invalid> {
+    let key = Key::root("pin");
+    let Some(pin) = pin else { return Ok(Vec::new()) };
+    if let Some(index) = pin.iter().position(CpuList::is_empty) {
+        return Err(Invalid::new(key.item(index), "the list is empty; name the host CPUs that the vCPU may run on"));
+    }
+    if pin.len() != usize::from(cpus.count()) {
+        let problem = format!("{} entries don't fit {} vCPUs; write one for each", pin.len(), cpus.count());
+        return Err(Invalid::new(key, problem));
+    }
+    Ok(pin.to_vec())
+}
+
+fn memory(vm: &written::Vm, cpus: Cpus, hugepages: HugePages) -> Result<(Memory, Vec<NumaNode>), Invalid> {
+    let key = Key::root("memory");
+    let nodes = vm.numa.as_deref().unwrap_or_default();
+    let numa_key = Key::root("numa");
+    if nodes.len() > MOST_NODES {
+        return Err(Invalid::new(numa_key.item(MOST_NODES), format!("{} nodes are too many; at most 64", nodes.len())));
+    }
+    let sum = nodes.iter().try_fold(0_u64, |sum, node| sum.checked_add(node.memory.0));
+    let Some(sum) = sum.filter(|sum| *sum <= MOST_MEMORY) else {
+        return Err(Invalid::new(numa_key, "the nodes' memory adds up to more than 16T"));
+    };
+    let size = match vm.memory {
+        Some(size) if !nodes.is_empty() && size.0 != sum => {
+            let problem = format!("{size} is not what the NUMA nodes add up to, {}; leave one of them out", ByteSize(sum));
+            return Err(Invalid::new(key, problem));
+        }
+        Some(size) => size.0,
+        None if nodes.is_empty() => DEFAULT_MEMORY.max(hugepages.page_size()),
+        None => sum,
+    };
+    let written = if vm.memory.is_none() && !nodes.is_empty() { &numa_key } else { &key };
+    if !(LEAST_MEMORY..=MOST_MEMORY).contains(&size) {
+        return Err(Invalid::new(written.clone(), format!("{} is not possible; allowed are 2M to 16T", ByteSize(size))));
+    }
+    let page = hugepages.page_size();
+    let whole = |size: u64, key: &Key| {
+        if size.is_multiple_of(page) {
+            return Ok(());
+        }
+        let problem = format!("{} is not a whole number of {} pages", ByteSize(size), ByteSize(page));
+        Err(Invalid::new(key.clone(), problem))
+    };
+    whole(size, written)?;
+    for (index, node) in nodes.iter().enumerate() {
+        whole(node.memory.0, &numa_key.item(index).below("memory"))?;
+    }
+    let memory = Memory { size, hugepages };
+    if nodes.is_empty() {
+        let everything = NumaNode {
+            cpus: (0..u16::from(cpus.count())).collect(),
+            memory: size,
+            distances: vec![10],
+            host_node: None,
+        };
+        return Ok((memory, vec![everything]));
+    }
+    Ok((memory, numa(nodes, cpus)?))
+}
+
+fn numa(nodes: &[written::Numa], cpus: Cpus) -> Result<Vec<NumaNode>, Invalid> {
+    let key = Key::root("numa");
+    let mut owner = vec![None; usize::from(cpus.count())];
+    for (index, node) in nodes.iter().enumerate() {
+        let key = key.item(index).below("cpus");
+        for cpu in node.cpus.iter() {
+            let Some(slot) = owner.get_mut(usize::from(cpu)) else {
+                let problem = format!("vCPU {cpu} doesn't exist; the VM has 0 to {}", cpus.count() - 1);
+                return Err(Invalid::new(key, problem));
+            };
+            if let Some(other) = slot.replace(index) {
+                return Err(Invalid::new(key, format!("vCPU {cpu} is in node {other} already")));
+            }
+        }
+    }
+    if let Some(cpu) = owner.iter().position(Option::is_none) {
+        return Err(Invalid::new(key, format!("vCPU {cpu} is in no node; name it in the cpus of one")));
+    }
+    nodes.iter().enumerate().map(|(index, node)| numa_node(nodes.len(), index, node)).collect()
+}
+
+fn numa_node(count: usize, index: usize, node: &written::Numa) -> Result<NumaNode, Invalid> {
+    let key = Key::root("numa").item(index);
+    if node.cpus.is_empty() && node.memory.0 == 0 {
+        return Err(Invalid::new(key, "the node has neither vCPUs nor memory; give it one of them"));
+    }
+    let distances = match &node.distances {
+        None => (0..count).map(|other| if other == index { 10 } else { 20 }).collect(),
+        Some(written) => {
+            let key = key.below("distances");
+            if written.len() != count {
+                let problem = format!("{} distances don't fit {count} nodes; write one to each", written.len());
+                return Err(Invalid::new(key, problem));
+            }
+            let check = |(other, distance): (usize, &u64)| {
+                let fits = if other == index { *distance == 10 } else { (11..=255).contains(distance) };
+                u8::try_from(*distance).ok().filter(|_| fits).ok_or_else(|| {
+                    let problem = format!(
+                        "{distance} is not a distance from node {index} to node {other}; it is 10 to itself and \
+                         11 to 255 to others"
+                    );
+                    Invalid::new(key.item(other), problem)
+                })
+            };
+            written.iter().enumerate().map(check).collect::<Result<Vec<_>, _>>()?
+        }
+    };
+    Ok(NumaNode { cpus: node.cpus.clone(), memory: node.memory.0, distances, host_node: node.host_node })
+}
+
+fn guest(vm: &written::Vm) -> Result<Guest, Invalid> {
+    match (&vm.kernel, &vm.payload) {
+        (None, None) => Err(Invalid::new(Key::root("kernel"), "there is nothing to run; name a kernel or a payload")),
+        (Some(_), Some(_)) => {
+            Err(Invalid::new(Key::root("payload"), "a VM runs a kernel or a payload; leave one of them out"))
+        }
+        (Some(kernel), None) => linux(vm, kernel).map(Guest::Linux),
+        (None, Some(payload)) => {
+            let present = [
+                ("initrd", vm.initrd.is_some()),
+                ("cmdline", vm.cmdline.is_some()),
+                ("protocol", vm.protocol.is_some()),
+            ];
+            if let Some((name, _)) = present.into_iter().find(|(_, present)| *present) {
+                return Err(Invalid::new(Key::root(name), "it belongs to a kernel; a payload takes arguments only"));
+            }
+            let key = Key::root("payload");
+            path(&key.below("program"), &payload.program)?;
+            for (index, argument) in payload.arguments.iter().enumerate() {
+                no_nul(&key.below("arguments").item(index), argument)?;
+            }
+            // Arguments lie on the payload's stack.
+            let total: usize = payload.arguments.iter().map(|argument| argument.len() + 1).sum();
+            if total > 64 << 10 {
+                let problem = format!("{total} bytes are too many; arguments take at most 65536");
+                return Err(Invalid::new(key.below("arguments"), problem));
+            }
+            Ok(Guest::Payload(Payload { program: payload.program.clone(), arguments: payload.arguments.clone() }))
+        }
+    }
+}
+
+fn linux(vm: &written::Vm, kernel: &Path) -> Result<LinuxBoot, Invalid> {
+    path(&Key::root("kernel"), kernel)?;
+    let initrd = vm.initrd.as_ref().map(|list| list.0.as_slice()).unwrap_or_default();
+    for (index, archive) in initrd.iter().enumerate() {
+        path(&Key::root("initrd").item(index), archive)?;
+    }
+    let cmdline = vm.cmdline.clone().unwrap_or_default();
+    let key = Key::root("cmdline");
+    no_nul(&key, &cmdline)?;
+    if cmdline.len() > LONGEST_CMDLINE {
+        let problem = format!("{} bytes are too long; Linux takes at most {LONGEST_CMDLINE}", cmdline.len());
+        return Err(Invalid::new(key, problem));
+    }
+    if cmdline.contains('\n') {
+        return Err(Invalid::new(key, "it has a line break; a command line is one line"));
+    }
+    Ok(LinuxBoot {
+        kernel: kernel.to_owned(),
+        initrd: initrd.to_vec(),
+        cmdline,
+        protocol: vm.protocol.unwrap_or(BootProtocol::Auto),
+    })
+}
+
+fn no_nul(key: &Key, text: &str) -> Result<(), Invalid> {
+    if text.contains('\0') {
+        return Err(Invalid::new(key.clone(), format!("{} has a NUL character, which ends a text", quoted(text))));
+    }
+    Ok(())
+}
+
+fn path(key: &Key, path: &Path) -> Result<(), Invalid> {
+    if path.as_os_str().is_empty() {
+        return Err(Invalid::new(key.clone(), "the path is empty; name a file"));
+    }
+    no_nul(key, &path.to_string_lossy())
+}
+
+fn socket_path(key: &Key, socket: &Path) -> Result<(), Invalid> {
+    path(key, socket)?;
+    let len = socket.as_os_str().len();
+    if len > LONGEST_SOCKET_PATH {
+        let problem = format!("the path has {len} bytes; Unix sockets take at most {LONGEST_SOCKET_PATH}");
+        return Err(Invalid::new(key.clone(), problem));
+    }
+    Ok(())
+}
+
+fn disk(index: usize, disk: &written::Disk) -> Result<Disk, Invalid> {
+    let key = Key::root("disks").item(index);
+    path(&key.below("path"), &disk.path)?;
+    if let Some(serial) = &disk.serial {
+        let key = key.below("serial");
+        if serial.len() > LONGEST_SERIAL {
+            let problem = format!("{} has {} bytes; at most 20 fit", quoted(serial), serial.len());
+            return Err(Invalid::new(key, problem));
+        }
+        if serial.is_empty() || !serial.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ') {
+            return Err(Invalid::new(key, format!("{} is not printable ASCII", quoted(serial))));
+        }
+    }
+    let format = match disk.format {
+        written::DiskFormat::Raw => DiskFormat::Raw,
+        written::DiskFormat::Qcow2 => DiskFormat::Qcow2,
+        written::DiskFormat::Auto if disk.path.extension().is_some_and(|name| name == "qcow2") => DiskFormat::Qcow2,
+        written::DiskFormat::Auto => DiskFormat::Raw,
+    };
+    Ok(Disk {
+        path: disk.path.clone(),
+        readonly: disk.readonly,
+        serial: disk.serial.clone(),
+        queues: queues(&key.below("queues"), disk.queues)?,
+        direct: disk.direct,
+        format,
+    })
+}
+
+/// Two devices that write one image destroy it.
+fn writable_once(disks: &[Disk]) -> Result<(), Invalid> {
+    for (index, disk) in disks.iter().enumerate() {
+        let other = disks[..index].iter().position(|other| other.path == disk.path);
+        if let Some(other) = other.filter(|other| !(disk.readonly && disks[*other].readonly)) {
+            let problem = format!("disk {other} has the same file, and one of them may write; make both readonly");
+            return Err(Invalid::new(Key::root("disks").item(index).below("path"), problem));
+        }
+    }
+    Ok(())
+}
+
+fn queues(key: &Key, queues: Option<u64>) -> Result<u16, Invalid> {
+    let queues = queues.unwrap_or(1);
+    u16::try_from(queues)
+        .ok()
+        .filter(|_| (1..=MOST_QUEUES).contains(&queues))
+        .ok_or_else(|| Invalid::new(key.clone(), format!("{queues} queues are not possible; allowed are 1 to 32")))
+}
+
+fn network(vm: &str, index: usize, net: &written::Net) -> Result<Net, Invalid> {
+    let key = Key::root("net").item(index);
+    let backend = match (&net.tap, net.fd, net.user) {
+        (Some(name), None, false) => NetBackend::Tap(interface(&key.below("tap"), name)?),
+        (None, Some(fd), false) => {
+            let fits = i32::try_from(fd).ok().filter(|fd| *fd >= 3);
+            NetBackend::Fd(fits.ok_or_else(|| {
+                let problem = format!("{fd} is not an inherited file descriptor; they are 3 or more");
+                Invalid::new(key.below("fd"), problem)
+            })?)
+        }
+        (None, None, true) => NetBackend::User,
+        _ => return Err(Invalid::new(key, "write exactly one of tap = \"NAME\", fd = NUMBER and user = true")),
+    };
+    let mac = net.mac.unwrap_or_else(|| MacAddress::derived(vm, index));
+    if !mac.is_unicast() {
+        let problem = format!("{mac} is a group address or zero; a device's own address has an even first byte");
+        return Err(Invalid::new(key.below("mac"), problem));
+    }
+    let mtu = net.mtu.map(|mtu| {
+        u16::try_from(mtu)
+            .ok()
+            .filter(|mtu| *mtu >= 68)
+            .ok_or_else(|| Invalid::new(key.below("mtu"), format!("{mtu} is not an MTU; allowed are 68 to 65535")))
+    });
+    let queues = queues(&key.below("queues"), net.queues)?;
+    if queues > 1 && backend == NetBackend::User {
+        return Err(Invalid::new(key.below("queues"), "the user network has one queue pair; leave it out or use a tap"));
+    }
+    Ok(Net { backend, mac, queues, mtu: mtu.transpose()? })
+}
+
+fn interface(key: &Key, name: &str) -> Result<String, Invalid> {
+    let fits = (1..=LONGEST_INTERFACE).contains(&name.len())
+        && name != "."
+        && name != ".."
+        && name.bytes().all(|byte| byte.is_ascii_graphic() && !b"/:%".contains(&byte));
+    if !fits {
+        let problem = format!("{} is not an interface name; it has 1 to 15 characters without space, /, : and %", quoted(name));
+        return Err(Invalid::new(key.clone(), problem));
+    }
+    Ok(name.to_owned())
+}
+
+fn unique<T>(items: &[T], key: &str, list: &str, value: impl Fn(&T) -> Option<String>) -> Result<(), Invalid> {
+    for (index, item) in items.iter().enumerate() {
+        let Some(wanted) = value(item) else { continue };
+        if let Some(other) = items[..index].iter().position(|other| value(other).as_deref() == Some(&wanted)) {
+            let problem = format!("{wanted} is taken by {list}[{other}] already");
+            return Err(Invalid::new(Key::root(list).item(index).below(key), problem));
+        }
+    }
+    Ok(())
+}
+
+fn vsock(vsock: &written::Vsock) -> Result<Vsock, Invalid> {
+    let key = Key::root("vsock");
+    socket_path(&key.below("socket"), &vsock.socket)?;
+    let cid = u32::try_from(vsock.cid).ok().filter(|cid| (3..u32::MAX).contains(cid)).ok_or_else(|| {
+        let problem = format!("{} is not a guest's context id; allowed are 3 to 4294967294", vsock.cid);
+        Invalid::new(key.below("cid"), problem)
+    })?;
+    Ok(Vsock { cid, socket: vsock.socket.clone() })
+}
+
+fn console(console: Option<&str>) -> Result<Console, Invalid> {
+    let key = Key::root("console");
+    let Some(console) = console else { return Ok(Console::Stdio) };
+    match (console, console.split_once(':')) {
+        ("stdio", _) => Ok(Console::Stdio),
+        ("pty", _) => Ok(Console::Pty),
+        ("null", _) => Ok(Console::Null),
+        (_, Some(("file", file))) => {
+            path(&key, Path::new(file))?;
+            Ok(Console::File(file.into()))
+        }
+        (_, Some(("socket", socket))) => {
+            socket_path(&key, Path::new(socket))?;
+            Ok(Console::Socket(socket.into()))
+        }
+        _ => Err(Invalid::new(
+            key,
+            format!("{} is not known; allowed are stdio, pty, file:PATH, socket:PATH and null", quoted(console)),
+        )),
+    }
+}

@@ -1,0 +1,248 @@
+//! A validated VM description. Every value in it has been checked by [`super::validate`].
+
+use std::path::PathBuf;
+
+use serde::Serialize;
+
+use super::{CpuList, MacAddress};
+
+/// What a VM is to be.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct VmDescription {
+    /// 1 to 64 of letters, digits, `.`, `_` and `-`, beginning with a letter or digit.
+    pub name: String,
+    /// Virtual CPUs.
+    pub cpus: Cpus,
+    /// Per vCPU, the host CPUs it may run on; empty: no pinning.
+    pub pinning: Vec<CpuList>,
+    /// RAM.
+    pub memory: Memory,
+    /// NUMA nodes, never empty: one node with everything when the description names none. Their memory adds up to
+    /// [`Memory::size`], and every vCPU is in exactly one.
+    pub numa: Vec<NumaNode>,
+    /// What runs in it.
+    pub guest: Guest,
+    /// virtio-block devices `disk0`, `disk1`, ...
+    pub disks: Vec<Disk>,
+    /// virtio-net devices `net0`, `net1`, ...
+    pub net: Vec<Net>,
+    /// Whether there is a virtio-rng device.
+    pub rng: bool,
+    /// The virtio-vsock device.
+    pub vsock: Option<Vsock>,
+    /// Where the serial console goes.
+    pub console: Console,
+    /// Path of the API socket; `None`: the program chooses (`NAME.sock` in the runtime directory).
+    pub api_socket: Option<PathBuf>,
+    /// Confinement of the monitor process.
+    pub sandbox: SandboxMode,
+    /// What a guest's reboot does.
+    pub on_reboot: OnReboot,
+}
+
+/// Virtual CPUs: `sockets * cores`, 1 to 254.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Cpus {
+    /// Sockets.
+    pub sockets: u8,
+    /// Cores per socket.
+    pub cores: u8,
+}
+
+impl Cpus {
+    /// How many vCPUs there are, 1 to 254.
+    pub fn count(self) -> u8 {
+        // Validation has bounded the product.
+        self.sockets.saturating_mul(self.cores)
+    }
+}
+
+/// RAM of the whole VM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct Memory {
+    /// Bytes, a multiple of the page size in use.
+    pub size: u64,
+    /// Pages that back it.
+    pub hugepages: HugePages,
+}
+
+/// Page size of guest RAM on the host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub enum HugePages {
+    /// 4 KiB pages; transparent huge pages as the host decides.
+    #[serde(rename = "none")]
+    None,
+    /// Reserved 2 MiB pages (hugetlbfs).
+    #[serde(rename = "2M")]
+    Size2M,
+    /// Reserved 1 GiB pages (hugetlbfs).
+    #[serde(rename = "1G")]
+    Size1G,
+}
+
+impl HugePages {
+    /// Page size in bytes.
+    pub fn page_size(self) -> u64 {
+        match self {
+            Self::None => 4 << 10,
+            Self::Size2M => 2 << 20,
+            Self::Size1G => 1 << 30,
+        }
+    }
+}
+
+/// One NUMA node that the guest sees.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct NumaNode {
+    /// vCPU numbers.
+    pub cpus: CpuList,
+    /// Bytes of RAM; zero for a node with only CPUs.
+    pub memory: u64,
+    /// Distance to each node in order, as the ACPI SLIT has it: 10 to itself, else 11 to 254 (255: unreachable).
+    pub distances: Vec<u8>,
+    /// Host node that its RAM is bound to.
+    pub host_node: Option<u32>,
+}
+
+/// What a VM runs.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Guest {
+    /// A Linux kernel.
+    Linux(LinuxBoot),
+    /// A static program that runs in ring 3 from its first instruction.
+    Payload(Payload),
+}
+
+/// Boot of a Linux kernel.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct LinuxBoot {
+    /// bzImage or vmlinux.
+    pub kernel: PathBuf,
+    /// Initramfs archives, laid one after the other in this order.
+    pub initrd: Vec<PathBuf>,
+    /// Kernel command line, as written: at most 2047 bytes without NUL.
+    pub cmdline: String,
+    /// How the kernel is entered.
+    pub protocol: BootProtocol,
+}
+
+/// How a kernel is entered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum BootProtocol {
+    /// PVH where the kernel has its note, else the Linux 64-bit protocol.
+    Auto,
+    /// PVH.
+    Pvh,
+    /// The Linux 64-bit protocol.
+    Linux64,
+}
+
+/// A ring-3 program as the whole guest.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Payload {
+    /// Static x86-64 ELF.
+    pub program: PathBuf,
+    /// Its arguments, without the program's name; none has a NUL byte.
+    pub arguments: Vec<String>,
+}
+
+/// A virtio-block device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Disk {
+    /// Image file or block device.
+    pub path: PathBuf,
+    /// Whether the guest may only read.
+    pub readonly: bool,
+    /// Serial number that the guest sees, at most 20 printable ASCII bytes.
+    pub serial: Option<String>,
+    /// Request queues, 1 to 32.
+    pub queues: u16,
+    /// Whether to go around the host's page cache (`O_DIRECT`).
+    pub direct: bool,
+    /// Image format.
+    pub format: DiskFormat,
+}
+
+/// Format of a disk image.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DiskFormat {
+    /// The file's bytes are the disk's.
+    Raw,
+    /// QCOW2.
+    Qcow2,
+}
+
+/// A virtio-net device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Net {
+    /// What is behind it.
+    pub backend: NetBackend,
+    /// Its address: as written, or made from the VM's name and the device's number.
+    pub mac: MacAddress,
+    /// Queue pairs, 1 to 32.
+    pub queues: u16,
+    /// MTU offered to the guest, 68 to 65535.
+    pub mtu: Option<u16>,
+}
+
+/// What is behind a virtio-net device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum NetBackend {
+    /// A tap interface of this name, 1 to 15 bytes.
+    Tap(String),
+    /// An open tap file descriptor that the monitor inherited, 3 or more.
+    Fd(i32),
+    /// Network without root, through passt.
+    User,
+}
+
+/// A virtio-vsock device.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Vsock {
+    /// The guest's context id, 3 to 2^32 - 2.
+    pub cid: u32,
+    /// Unix socket: the host connects to it, and the guest's connections to port P go to `socket_P`.
+    pub socket: PathBuf,
+}
+
+/// Where the serial console goes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Console {
+    /// Standard input and output.
+    Stdio,
+    /// A new pseudo-terminal, whose path is logged and shown by `causeway inspect`.
+    Pty,
+    /// Output is appended to a file.
+    File(PathBuf),
+    /// A Unix socket that one client at a time connects to.
+    Socket(PathBuf),
+    /// Nowhere.
+    Null,
+}
+
+/// Confinement of the monitor process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum SandboxMode {
+    /// Enforced.
+    On,
+    /// Shows what would be refused and lets it pass.
+    Log,
+    /// None.
+    Off,
+}
+
+/// What a guest's reboot does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnReboot {
+    /// The machine is reset and boots again.
+    Restart,
+    /// The monitor ends.
+    Stop,
+}

@@ -1,0 +1,219 @@
+//! The description as it is written: one type per TOML table, nothing checked beyond the type of each value.
+
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize;
+
+use super::{BootProtocol, ByteSize, CpuList, MacAddress, OneOrMany, OnReboot, SandboxMode};
+
+/// The whole file.
+#[derive(Debug, Clone, PartialEq, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Vm {
+    /// Name of the VM; the file's name without extension when it isn't written.
+    pub name: Option<String>,
+    /// vCPUs: a number, or `{ sockets = 2, cores = 4 }`. Default 1, or as many as `numa` names.
+    pub cpus: Option<Cpus>,
+    /// Per vCPU, the host CPUs it may run on: `pin = ["2", "3", "4-7"]`.
+    pub pin: Option<Vec<CpuList>>,
+    /// RAM: `"1G"`. Default 512M, or the sum of `numa`.
+    pub memory: Option<ByteSize>,
+    /// `"2M"` or `"1G"`: back RAM by reserved huge pages of that size.
+    pub hugepages: Option<ByteSize>,
+    /// NUMA nodes.
+    pub numa: Option<Vec<Numa>>,
+    /// Linux kernel: bzImage or vmlinux.
+    pub kernel: Option<PathBuf>,
+    /// Initramfs archives: one, or a list.
+    pub initrd: Option<OneOrMany<PathBuf>>,
+    /// Kernel command line.
+    pub cmdline: Option<String>,
+    /// `auto`, `pvh` or `linux64`.
+    pub protocol: Option<BootProtocol>,
+    /// A program instead of a kernel.
+    pub payload: Option<Payload>,
+    /// Disks.
+    pub disks: Option<Vec<Disk>>,
+    /// Network devices.
+    pub net: Option<Vec<Net>>,
+    /// Whether there is a random-number device. Default true.
+    pub rng: Option<bool>,
+    /// vsock device.
+    pub vsock: Option<Vsock>,
+    /// `stdio`, `pty`, `file:PATH`, `socket:PATH` or `null`.
+    pub console: Option<String>,
+    /// Path of the API socket.
+    pub api_socket: Option<PathBuf>,
+    /// `on`, `log` or `off`.
+    pub sandbox: Option<SandboxMode>,
+    /// `restart` or `stop`.
+    pub on_reboot: Option<OnReboot>,
+}
+
+/// vCPUs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Cpus {
+    /// `cpus = 4`: one socket.
+    Count(u64),
+    /// `cpus = { sockets = 2, cores = 4 }`.
+    Topology(Topology),
+}
+
+/// Sockets and cores.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Topology {
+    /// Sockets. Default 1.
+    #[serde(default = "one")]
+    pub sockets: u64,
+    /// Cores per socket. Default 1.
+    #[serde(default = "one")]
+    pub cores: u64,
+}
+
+fn one() -> u64 {
+    1
+}
+
+impl<'de> Deserialize<'de> for Cpus {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Visitor;
+        impl<'de> serde::de::Visitor<'de> for Visitor {
+            type Value = Cpus;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a number of vCPUs, or a table like { sockets = 1, cores = 2 }")
+            }
+            fn visit_i64<E: serde::de::Error>(self, count: i64) -> Result<Cpus, E> {
+                u64::try_from(count)
+                    .map(Cpus::Count)
+                    .map_err(|_| E::invalid_value(serde::de::Unexpected::Signed(count), &self))
+            }
+            fn visit_u64<E: serde::de::Error>(self, count: u64) -> Result<Cpus, E> {
+                Ok(Cpus::Count(count))
+            }
+            fn visit_map<A: serde::de::MapAccess<'de>>(self, map: A) -> Result<Cpus, A::Error> {
+                Topology::deserialize(serde::de::value::MapAccessDeserializer::new(map)).map(Cpus::Topology)
+            }
+        }
+        deserializer.deserialize_any(Visitor)
+    }
+}
+
+/// A `[[numa]]` table.
+#[derive(Debug, Clone, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Numa {
+    /// vCPUs in it: `"0-3"` or `[0, 1]`.
+    #[serde(default)]
+    pub cpus: CpuList,
+    /// RAM in it.
+    pub memory: ByteSize,
+    /// Distances to all nodes, in order. Default 10 to itself, 20 to others.
+    pub distances: Option<Vec<u64>>,
+    /// Host node that the RAM is bound to.
+    pub host_node: Option<u32>,
+}
+
+/// The `[payload]` table.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Payload {
+    /// Static ELF.
+    pub program: PathBuf,
+    /// Arguments.
+    #[serde(default)]
+    pub arguments: Vec<String>,
+}
+
+/// A `[[disks]]` table.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Disk {
+    /// Image file or block device.
+    pub path: PathBuf,
+    /// Default false.
+    #[serde(default)]
+    pub readonly: bool,
+    /// At most 20 characters.
+    pub serial: Option<String>,
+    /// Request queues. Default 1.
+    pub queues: Option<u64>,
+    /// Around the page cache. Default false.
+    #[serde(default)]
+    pub direct: bool,
+    /// Default `auto`.
+    #[serde(default)]
+    pub format: DiskFormat,
+}
+
+/// Format of an image as it is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DiskFormat {
+    /// By the file's name: `.qcow2` is QCOW2, everything else raw. The content is never asked, because a guest
+    /// with a raw disk can write a QCOW2 header that names any file of the host as its backing file.
+    #[default]
+    Auto,
+    /// Raw.
+    Raw,
+    /// QCOW2.
+    Qcow2,
+}
+
+/// A `[[net]]` table; exactly one of `tap`, `fd` and `user`.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Net {
+    /// Name of a tap interface.
+    pub tap: Option<String>,
+    /// Inherited tap file descriptor.
+    pub fd: Option<i64>,
+    /// `true`: through passt.
+    #[serde(default)]
+    pub user: bool,
+    /// Address.
+    pub mac: Option<MacAddress>,
+    /// Queue pairs. Default 1.
+    pub queues: Option<u64>,
+    /// Offered MTU.
+    pub mtu: Option<u64>,
+}
+
+/// The `[vsock]` table.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Vsock {
+    /// Context id of the guest.
+    pub cid: u64,
+    /// Unix socket.
+    pub socket: PathBuf,
+}
+
+impl Vm {
+    /// Takes every relative path from `base`.
+    pub(super) fn resolve_paths(&mut self, base: &Path) {
+        if base.as_os_str().is_empty() {
+            return;
+        }
+        let resolve = |path: &mut PathBuf| {
+            // An empty path stays empty, so that validation sees it.
+            if !path.as_os_str().is_empty() {
+                *path = base.join(&*path);
+            }
+        };
+        self.kernel.iter_mut().for_each(resolve);
+        self.initrd.iter_mut().flat_map(|list| list.0.iter_mut()).for_each(resolve);
+        self.payload.iter_mut().map(|payload| &mut payload.program).for_each(resolve);
+        self.disks.iter_mut().flatten().map(|disk| &mut disk.path).for_each(resolve);
+        self.vsock.iter_mut().map(|vsock| &mut vsock.socket).for_each(resolve);
+        self.api_socket.iter_mut().for_each(resolve);
+        if let Some(console) = &mut self.console {
+            for prefix in ["file:", "socket:"] {
+                if let Some(path) = console.strip_prefix(prefix).filter(|path| !path.is_empty()) {
+                    *console = format!("{prefix}{}", base.join(path).display());
+                    break;
+                }
+            }
+        }
+    }
+}

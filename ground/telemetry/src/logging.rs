@@ -1,0 +1,97 @@
+//! Set-up of `tracing`: lines on standard error, as text or JSON. Standard output is left to the guest's console
+//! and to what commands print.
+
+use std::io::IsTerminal as _;
+
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::LevelFilter;
+
+/// What is logged and how.
+#[derive(Debug, Clone, Default)]
+pub struct LogOptions {
+    /// A filter as `RUST_LOG` has it (`debug`, `monitor=trace,info`). `None`: `RUST_LOG`, else `info`.
+    pub filter: Option<String>,
+    /// One JSON object per line instead of text.
+    pub json: bool,
+}
+
+/// Logging could not be set up.
+#[derive(Debug)]
+pub enum LogError {
+    /// The filter isn't one.
+    Filter {
+        /// What was given.
+        filter: String,
+        /// Where it came from: a flag or a variable.
+        origin: &'static str,
+        /// Why it isn't a filter.
+        problem: String,
+    },
+    /// Something else has set up logging in this process.
+    Taken,
+}
+
+impl std::fmt::Display for LogError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Filter { filter, origin, problem } => write!(
+                f,
+                "\"{}\" of {origin} is not a log filter ({problem}); write error, warn, info, debug, trace or \
+                 off, or TARGET=LEVEL,...",
+                filter.escape_debug()
+            ),
+            Self::Taken => f.write_str("Logging has been set up in this process already"),
+        }
+    }
+}
+
+impl std::error::Error for LogError {}
+
+/// Sets up logging for the whole process, once.
+///
+/// # Errors
+///
+/// When the filter isn't one, or logging was set up before.
+pub fn init(options: &LogOptions) -> Result<(), LogError> {
+    let (text, origin) = match (&options.filter, std::env::var("RUST_LOG")) {
+        (Some(filter), _) => (filter.clone(), "--log-level"),
+        (None, Ok(filter)) => (filter, "RUST_LOG"),
+        (None, Err(_)) => (String::new(), "RUST_LOG"),
+    };
+    let filter = parse(&text).map_err(|problem| LogError::Filter { filter: text, origin, problem })?;
+    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let result = if options.json {
+        builder.json().flatten_event(true).try_init()
+    } else {
+        builder.with_ansi(std::io::stderr().is_terminal()).with_target(false).try_init()
+    };
+    result.map_err(|_| LogError::Taken)
+}
+
+fn parse(text: &str) -> Result<EnvFilter, String> {
+    // EnvFilter takes any single word for a target, so that a misspelt level would silently log nothing.
+    let text = text.trim();
+    let bare = text.split(',').map(str::trim).filter(|part| !part.contains(['=', '[', ':', '_']));
+    for word in bare.filter(|word| !word.is_empty()) {
+        word.parse::<LevelFilter>().map_err(|_| format!("\"{}\" is no level", word.escape_debug()))?;
+    }
+    EnvFilter::builder()
+        .with_default_directive(LevelFilter::INFO.into())
+        .parse(text)
+        .map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::parse;
+
+    #[test]
+    fn levels_and_targets_are_filters_and_misspelt_levels_are_not() {
+        for text in ["", "debug", "monitor=trace,info", "off", "virtio_devices=debug"] {
+            assert!(parse(text).is_ok(), "{text}");
+        }
+        for text in ["verbose", "info,loud", "monitor=loud"] {
+            assert!(parse(text).is_err(), "{text}");
+        }
+    }
+}
