@@ -1,0 +1,11 @@
+//! The measured loops. A payload in a VM and the benchmark's peer in a host process run the same
+//! instructions: the loops are assembly, so that no compiler setting comes between them.
+
+#![no_std]
+#![allow(unsafe_code)] // The loops are assembly over raw addresses; that is what they measure.
+
+pub mod access;
+pub mod copy;
+pub mod job;
+pub mod line;
+pub mod tsc;

@@ -1,0 +1,38 @@
+//! A barrier that spins.
+
+use core::hint::spin_loop;
+use core::sync::atomic::{AtomicU32, Ordering};
+
+/// Holds vCPUs until all have come. Usable again at once; put one in a `static`.
+#[derive(Debug)]
+pub struct Barrier {
+    arrived: AtomicU32,
+    generation: AtomicU32,
+}
+
+impl Barrier {
+    /// A barrier that nobody has reached.
+    pub const fn new() -> Self {
+        Self { arrived: AtomicU32::new(0), generation: AtomicU32::new(0) }
+    }
+
+    /// Waits until `count` vCPUs have called this; all pass the same `count`. What was written before it is
+    /// seen after it by every one of them.
+    pub fn wait(&self, count: u32) {
+        let generation = self.generation.load(Ordering::Acquire);
+        if self.arrived.fetch_add(1, Ordering::AcqRel).wrapping_add(1) >= count {
+            self.arrived.store(0, Ordering::Relaxed);
+            self.generation.store(generation.wrapping_add(1), Ordering::Release);
+            return;
+        }
+        while self.generation.load(Ordering::Acquire) == generation {
+            spin_loop();
+        }
+    }
+}
+
+impl Default for Barrier {
+    fn default() -> Self {
+        Self::new()
+    }
+}

@@ -1,0 +1,59 @@
+//! Printing. A line is gathered on the stack and goes out whole, so that lines of several vCPUs don't mix.
+
+use core::fmt::{self, Write};
+
+/// Longest piece that goes out in one exit; longer lines take several.
+const PIECE: usize = 256;
+
+struct Console {
+    piece: [u8; PIECE],
+    filled: usize,
+}
+
+impl Console {
+    fn flush(&mut self) {
+        if let Some(bytes) = self.piece.get(..self.filled)
+            && !bytes.is_empty()
+        {
+            crate::ports::write_console(bytes);
+        }
+        self.filled = 0;
+    }
+}
+
+impl Write for Console {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        for byte in text.bytes() {
+            if self.filled == PIECE {
+                self.flush();
+            }
+            if let Some(slot) = self.piece.get_mut(self.filled) {
+                *slot = byte;
+                self.filled += 1;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// For the macros.
+#[doc(hidden)]
+pub fn print(arguments: fmt::Arguments<'_>) {
+    let mut console = Console { piece: [0; PIECE], filled: 0 };
+    // Writing to the console can't fail.
+    let _ = console.write_fmt(arguments);
+    console.flush();
+}
+
+/// Prints to the console.
+#[macro_export]
+macro_rules! print {
+    ($($argument:tt)*) => { $crate::console::print(::core::format_args!($($argument)*)) };
+}
+
+/// Prints a line to the console.
+#[macro_export]
+macro_rules! println {
+    () => { $crate::print!("\n") };
+    ($($argument:tt)*) => { $crate::console::print(::core::format_args!("{}\n", ::core::format_args!($($argument)*))) };
+}

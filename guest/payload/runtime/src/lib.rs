@@ -1,0 +1,44 @@
+//! Entry, console, arguments, barrier and exit for payload programs. A program is
+//!
+//! ```ignore
+//! #![no_std]
+//! #![no_main]
+//! payload_runtime::entry!(main);
+//! fn main(vcpu: Vcpu) -> u32 { 0 }
+//! ```
+//!
+//! `main` runs on every vCPU. What vCPU 0 returns is the exit code of the VM; the others stop.
+
+#![no_std]
+
+pub mod barrier;
+pub mod console;
+pub mod ports;
+mod start;
+mod symbols;
+pub mod vcpu;
+
+pub use barrier::Barrier;
+pub use payload_abi as abi;
+pub use payload_loops as loops;
+pub use vcpu::Vcpu;
+
+/// Names the program's main function, `fn(Vcpu) -> u32`, and defines its panic handler.
+#[macro_export]
+macro_rules! entry {
+    ($main:path) => {
+        // Called by the runtime's `_start` on every vCPU.
+        #[expect(unsafe_code, reason = "the runtime finds the program's main function by name")]
+        // SAFETY: the one definition of this name, with the signature that the runtime declares.
+        #[unsafe(no_mangle)]
+        extern "Rust" fn payload_main(vcpu: $crate::Vcpu) -> u32 {
+            $main(vcpu)
+        }
+
+        #[panic_handler]
+        fn panic(info: &::core::panic::PanicInfo<'_>) -> ! {
+            $crate::println!("{info}");
+            $crate::ports::exit($crate::ports::PANIC_EXIT_CODE)
+        }
+    };
+}

@@ -1,0 +1,85 @@
+//! What a vCPU knows about itself and its machine.
+
+#![allow(unsafe_code)] // Arguments lie on the stack as C strings, put there by the monitor.
+
+use core::ffi::{CStr, c_char};
+use payload_abi::BootInfo;
+
+/// The vCPU that `main` runs on.
+#[derive(Debug, Clone, Copy)]
+pub struct Vcpu {
+    info: &'static BootInfo,
+    /// argc, then argv: pointers to C strings.
+    arguments: *const u64,
+}
+
+impl Vcpu {
+    /// # Safety
+    /// `arguments` is the address of argc, followed by argc pointers to C strings, all valid for ever.
+    pub(crate) unsafe fn new(info: &'static BootInfo, arguments: *const u64) -> Self {
+        Self { info, arguments }
+    }
+
+    /// What the monitor says about the machine.
+    pub fn info(&self) -> &'static BootInfo {
+        self.info
+    }
+
+    /// This vCPU, from 0.
+    pub fn index(&self) -> u32 {
+        self.info.vcpu_index
+    }
+
+    /// vCPUs of the VM.
+    pub fn count(&self) -> u32 {
+        self.info.vcpu_count
+    }
+
+    /// The arguments, the program's name first. One that isn't UTF-8 reads as "?".
+    pub fn arguments(&self) -> impl Iterator<Item = &'static str> + use<> {
+        let at = self.arguments;
+        // SAFETY: promised to `new`.
+        let count = unsafe { at.read() };
+        (0..usize::try_from(count).unwrap_or(0)).map(move |index| {
+            // SAFETY: promised to `new`: argc pointers follow argc, each to a C string.
+            let text = unsafe {
+                let pointer = at.add(1).add(index).read();
+                CStr::from_ptr(core::ptr::with_exposed_provenance::<c_char>(pointer as usize))
+            };
+            text.to_str().unwrap_or("?")
+        })
+    }
+
+    /// Argument `index` (0 is the program's name) as a number, decimal or `0x` hexadecimal, with the suffixes
+    /// K, M and G; `default` when it is absent.
+    ///
+    /// # Panics
+    /// With a sentence for the user when the argument isn't a number.
+    pub fn number(&self, index: usize, default: u64) -> u64 {
+        match self.arguments().nth(index) {
+            None => default,
+            Some(text) => parse_number(text).unwrap_or_else(|| {
+                panic!("Argument {index} is '{text}'; give a number such as 4096, 0x1000 or 4K")
+            }),
+        }
+    }
+
+    /// Ticks as nanoseconds.
+    pub fn nanoseconds(&self, ticks: u64) -> f64 {
+        payload_loops::tsc::nanoseconds(ticks, self.info.tsc_khz)
+    }
+}
+
+fn parse_number(text: &str) -> Option<u64> {
+    let (digits, shift) = match text.as_bytes().last()? {
+        b'K' => (text.strip_suffix('K')?, 10),
+        b'M' => (text.strip_suffix('M')?, 20),
+        b'G' => (text.strip_suffix('G')?, 30),
+        _ => (text, 0),
+    };
+    let number = match digits.strip_prefix("0x") {
+        Some(hexadecimal) => u64::from_str_radix(hexadecimal, 16).ok()?,
+        None => digits.parse().ok()?,
+    };
+    number.checked_mul(1 << shift)
+}
