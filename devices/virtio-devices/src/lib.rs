@@ -6,4 +6,5 @@
 
 pub mod device;
 pub mod queue;
+pub mod testing;
 pub mod worker;
