@@ -161,8 +161,25 @@ pub trait BarPlacer: Send + Sync {
     /// Makes a BAR answer at `address`: register it with the I/O or memory bus, attach its doorbells as
     /// ioeventfds, map its [`BarMapping`]s as memslots.
     fn place(&self, function: &Arc<dyn PciFunction>, bar: BarLayout, address: u64) -> Result<(), PlaceError>;
-    /// Undoes [`BarPlacer::place`].
-    fn unplace(&self, function: &Arc<dyn PciFunction>, bar: BarLayout, address: u64) -> Result<(), PlaceError>;
+    /// Undoes [`BarPlacer::place`]. Succeeds when the BAR isn't placed there.
+    fn unplace(
+        &self,
+        function: &Arc<dyn PciFunction>,
+        bar: BarLayout,
+        address: u64,
+    ) -> Result<(), PlaceError>;
+    /// A placed BAR's doorbells or mappings changed: attaches the present ones instead of those that
+    /// [`BarPlacer::place`] attached (remember them, the function no longer tells). After an error the bus
+    /// unplaces the BAR. By default the BAR goes away for a moment; where vCPUs run meanwhile, do better.
+    fn refresh(
+        &self,
+        function: &Arc<dyn PciFunction>,
+        bar: BarLayout,
+        address: u64,
+    ) -> Result<(), PlaceError> {
+        self.unplace(function, bar, address)?;
+        self.place(function, bar, address)
+    }
 }
 
 /// A BAR could not be placed where the guest put it.
