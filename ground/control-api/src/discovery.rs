@@ -1,1 +1,242 @@
-//! Discovery.
+//! Which VMs run on this host, for this user: each has a socket `NAME.sock` in the runtime directory.
+
+use std::io;
+use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+
+use crate::client::Client;
+
+/// Where system-wide VMs are found.
+const SYSTEM_DIRECTORY: &str = "/run/causeway";
+const SUFFIX: &str = ".sock";
+
+/// The runtime directory: `$XDG_RUNTIME_DIR/causeway` where that is set to an absolute path, else
+/// `/run/causeway`. It may not exist.
+pub fn runtime_directory() -> PathBuf {
+    directory_in(std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from))
+}
+
+fn directory_in(xdg: Option<PathBuf>) -> PathBuf {
+    match xdg {
+        // The XDG specification has relative paths ignored.
+        Some(directory) if directory.is_absolute() => directory.join("causeway"),
+        _ => PathBuf::from(SYSTEM_DIRECTORY),
+    }
+}
+
+/// The socket of the VM called `name` in a runtime directory.
+pub fn socket_of(directory: &Path, name: &str) -> PathBuf {
+    directory.join(format!("{name}{SUFFIX}"))
+}
+
+/// Running VMs could not be looked for, or one could not be found.
+#[derive(Debug, thiserror::Error)]
+pub enum DiscoveryError {
+    /// The runtime directory can't be used.
+    #[error("The runtime directory {} can't be {what}; set XDG_RUNTIME_DIR to a directory of your own", directory.display())]
+    Directory {
+        /// The directory.
+        directory: PathBuf,
+        /// `read` or `created`.
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Somebody else can write into it.
+    #[error(
+        "The runtime directory {} belongs to user {owner} with mode {mode:03o}, so others could stand in for a VM; \
+         remove it or set XDG_RUNTIME_DIR to a directory of your own",
+        directory.display()
+    )]
+    Untrusted {
+        /// The directory.
+        directory: PathBuf,
+        /// Its owner.
+        owner: u32,
+        /// Its permission bits.
+        mode: u32,
+    },
+    /// No VM has this name.
+    #[error("No VM called \"{}\" runs here; running: {}", name.escape_debug(), list(running))]
+    NoSuchVm {
+        /// What was looked for.
+        name: String,
+        /// The names that would do.
+        running: Vec<String>,
+    },
+    /// No name was given and it isn't clear which VM is meant.
+    #[error("{}", ambiguous(running))]
+    WhichVm {
+        /// The names that would do.
+        running: Vec<String>,
+    },
+}
+
+fn list(names: &[String]) -> String {
+    if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+}
+
+fn ambiguous(names: &[String]) -> String {
+    match names {
+        [] => "No VM runs here".to_owned(),
+        _ => format!("Several VMs run here, so name one of them: {}", names.join(", ")),
+    }
+}
+
+/// What a socket in the runtime directory turned out to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SocketState {
+    /// A monitor listens.
+    Live,
+    /// A monitor has left it behind.
+    Stale,
+    /// It can't be said, for instance because it belongs to another user.
+    Unknown,
+}
+
+/// A socket in the runtime directory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FoundVm {
+    /// Name of the VM.
+    pub name: String,
+    /// Its socket.
+    pub socket: PathBuf,
+    /// Whether somebody listens there.
+    pub state: SocketState,
+}
+
+impl FoundVm {
+    /// A client of it.
+    pub fn client(&self) -> Client {
+        Client::new(&self.socket)
+    }
+}
+
+/// All sockets in a runtime directory, by name. A directory that doesn't exist has none.
+pub fn find(directory: &Path) -> Result<Vec<FoundVm>, DiscoveryError> {
+    let unreadable =
+        |source| DiscoveryError::Directory { directory: directory.to_owned(), what: "read", source };
+    let entries = match std::fs::read_dir(directory) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        entries => entries.map_err(unreadable)?,
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(unreadable)?;
+        let name = entry.file_name();
+        let Some(name) = name.to_str().and_then(|name| name.strip_suffix(SUFFIX)) else { continue };
+        // An entry that vanishes meanwhile is none.
+        if !entry.file_type().is_ok_and(|kind| kind.is_socket()) {
+            continue;
+        }
+        let socket = entry.path();
+        found.push(FoundVm { name: name.to_owned(), state: probe(&socket), socket });
+    }
+    found.sort_by(|a, b| a.name.cmp(&b.name));
+    Ok(found)
+}
+
+/// Tells whether somebody listens at a socket, by connecting. A dead monitor's socket file refuses.
+pub fn probe(socket: &Path) -> SocketState {
+    match UnixStream::connect(socket) {
+        Ok(_) => SocketState::Live,
+        Err(error) => match error.kind() {
+            io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound => SocketState::Stale,
+            _ => SocketState::Unknown,
+        },
+    }
+}
+
+/// The running VM called `name`; without a name the only one.
+pub fn select(directory: &Path, name: Option<&str>) -> Result<FoundVm, DiscoveryError> {
+    let mut running = find(directory)?;
+    running.retain(|vm| vm.state != SocketState::Stale);
+    let names = |running: &[FoundVm]| running.iter().map(|vm| vm.name.clone()).collect();
+    match name {
+        Some(name) => match running.iter().find(|vm| vm.name == name) {
+            Some(vm) => Ok(vm.clone()),
+            None => Err(DiscoveryError::NoSuchVm { name: name.to_owned(), running: names(&running) }),
+        },
+        None => match running.as_slice() {
+            [only] => Ok(only.clone()),
+            _ => Err(DiscoveryError::WhichVm { running: names(&running) }),
+        },
+    }
+}
+
+/// Makes the runtime directory with mode 0700 where it is missing, and checks that only this user or root can
+/// write into it.
+pub fn prepare_directory(directory: &Path) -> Result<(), DiscoveryError> {
+    use std::os::unix::fs::DirBuilderExt as _;
+
+    let failed =
+        |what| move |source| DiscoveryError::Directory { directory: directory.to_owned(), what, source };
+    match std::fs::DirBuilder::new().mode(0o700).create(directory) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(failed("created")(error)),
+        _ => {}
+    }
+    let metadata = std::fs::metadata(directory).map_err(failed("read"))?;
+    let ours = std::fs::metadata("/proc/self").map_err(failed("read"))?.uid();
+    if (metadata.uid() != ours && metadata.uid() != 0) || metadata.mode() & 0o022 != 0 {
+        return Err(DiscoveryError::Untrusted {
+            directory: directory.to_owned(),
+            owner: metadata.uid(),
+            mode: metadata.mode() & 0o777,
+        });
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt as _;
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn the_users_runtime_directory_comes_before_the_systems() {
+        assert_eq!(directory_in(Some("/run/user/7".into())), Path::new("/run/user/7/causeway"));
+        assert_eq!(directory_in(Some("relative".into())), Path::new("/run/causeway"));
+        assert_eq!(directory_in(None), Path::new("/run/causeway"));
+    }
+
+    #[test]
+    fn live_sockets_stale_ones_and_other_files_are_told_apart() {
+        let directory = tempfile::tempdir().unwrap();
+        let live = UnixListener::bind(socket_of(directory.path(), "live")).unwrap();
+        drop(UnixListener::bind(socket_of(directory.path(), "gone")).unwrap());
+        std::fs::write(socket_of(directory.path(), "file"), "").unwrap();
+        std::fs::write(directory.path().join("note.txt"), "").unwrap();
+        let found = find(directory.path()).unwrap();
+        let states: Vec<_> = found.iter().map(|vm| (vm.name.as_str(), vm.state)).collect();
+        assert_eq!(states, [("gone", SocketState::Stale), ("live", SocketState::Live)]);
+        assert_eq!(select(directory.path(), None).unwrap().name, "live");
+        assert_eq!(select(directory.path(), Some("live")).unwrap().name, "live");
+        let error = select(directory.path(), Some("gone")).unwrap_err().to_string();
+        assert_eq!(error, "No VM called \"gone\" runs here; running: live");
+        drop(live);
+        assert_eq!(select(directory.path(), None).unwrap_err().to_string(), "No VM runs here");
+    }
+
+    #[test]
+    fn no_directory_means_no_vms() {
+        assert!(find(Path::new("/nonexistent/causeway")).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_directory_that_others_can_write_is_refused() {
+        let parent = tempfile::tempdir().unwrap();
+        let directory = parent.path().join("causeway");
+        prepare_directory(&directory).unwrap();
+        assert_eq!(std::fs::metadata(&directory).unwrap().mode() & 0o777, 0o700);
+        prepare_directory(&directory).unwrap();
+        std::fs::set_permissions(&directory, std::fs::Permissions::from_mode(0o777)).unwrap();
+        let error = prepare_directory(&directory).unwrap_err().to_string();
+        assert!(error.contains("with mode 777, so others could"), "{error}");
+        let below = parent.path().join("missing/causeway");
+        assert!(matches!(prepare_directory(&below), Err(DiscoveryError::Directory { what: "created", .. })));
+    }
+}

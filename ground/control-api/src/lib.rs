@@ -20,3 +20,4 @@ pub mod client;
 pub mod discovery;
 pub mod types;
 
+pub use client::{Client, ClientError};

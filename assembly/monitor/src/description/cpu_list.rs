@@ -58,9 +58,8 @@ impl FromStr for CpuList {
     fn from_str(text: &str) -> Result<Self, String> {
         let mut list = Self::default();
         for part in text.split(',').map(str::trim) {
-            let refused = || {
-                format!("\"{}\" is not a list of CPU numbers; write it like 0-3,8", text.escape_debug())
-            };
+            let refused =
+                || format!("\"{}\" is not a list of CPU numbers; write it like 0-3,8", text.escape_debug());
             let number = |digits: &str| -> Result<u64, String> {
                 if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
                     return Err(refused());

@@ -80,7 +80,14 @@ mod tests {
     #[test]
     fn only_six_pairs_of_digits_are_an_address() {
         assert_eq!("02:aB:00:00:00:ff".parse(), Ok(MacAddress([2, 0xab, 0, 0, 0, 0xff])));
-        for text in ["", "02:00:00:00:00", "02:00:00:00:00:00:00", "02-00-00-00-00-01", "0g:00:00:00:00:00", "+2:0:0:0:0:0"] {
+        for text in [
+            "",
+            "02:00:00:00:00",
+            "02:00:00:00:00:00:00",
+            "02-00-00-00-00-01",
+            "0g:00:00:00:00:00",
+            "+2:0:0:0:0:0",
+        ] {
             assert!(text.parse::<MacAddress>().is_err(), "{text}");
         }
     }

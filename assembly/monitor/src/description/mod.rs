@@ -27,8 +27,8 @@ pub use positions::Positions;
 pub use size::ByteSize;
 pub use validate::validate;
 pub use vm::{
-    BootProtocol, Console, Cpus, Disk, DiskFormat, Guest, HugePages, LinuxBoot, Memory, Net, NetBackend, NumaNode,
-    OnReboot, Payload, SandboxMode, VmDescription, Vsock,
+    BootProtocol, Console, Cpus, Disk, DiskFormat, Guest, HugePages, LinuxBoot, Memory, Net, NetBackend,
+    NumaNode, OnReboot, Payload, SandboxMode, VmDescription, Vsock,
 };
 
 use std::path::Path;

@@ -102,9 +102,13 @@ fn collect_value(value: &DeValue<'_>, key: &Key, entries: &mut Vec<Entry>) {
 
 /// serde's and the parser's messages on one line, in the words of the manual.
 fn one_sentence(message: &str) -> String {
-    let message = message.split('\n').map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ");
+    let message =
+        message.split('\n').map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ");
     let message = if let Some(rest) = message.strip_prefix("unknown field ") {
-        format!("Unknown key {}", rest.replacen(", expected one of ", "; known are ", 1).replacen(", expected ", "; known is ", 1))
+        format!(
+            "Unknown key {}",
+            rest.replacen(", expected one of ", "; known are ", 1).replacen(", expected ", "; known is ", 1)
+        )
     } else if let Some(rest) = message.strip_prefix("unknown variant ") {
         format!("Unknown value {}", rest.replacen(", expected one of ", "; allowed are ", 1))
     } else if let Some(rest) = message.strip_prefix("missing field ") {

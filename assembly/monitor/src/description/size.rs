@@ -10,8 +10,17 @@ use serde::{Deserialize, Deserializer};
 pub struct ByteSize(pub u64);
 
 /// Suffixes and the powers of two they stand for.
-const UNITS: [(&str, u32); 9] =
-    [("KiB", 10), ("MiB", 20), ("GiB", 30), ("TiB", 40), ("K", 10), ("M", 20), ("G", 30), ("T", 40), ("B", 0)];
+const UNITS: [(&str, u32); 9] = [
+    ("KiB", 10),
+    ("MiB", 20),
+    ("GiB", 30),
+    ("TiB", 40),
+    ("K", 10),
+    ("M", 20),
+    ("G", 30),
+    ("T", 40),
+    ("B", 0),
+];
 
 /// At most this many digits after the point; more only hide a number that isn't whole bytes.
 const LONGEST_FRACTION: usize = 6;
@@ -37,7 +46,10 @@ impl FromStr for ByteSize {
             return Err(refused("units are K, M, G, T or KiB, MiB, GiB, TiB (powers of 1024), and B"));
         };
         let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
-        if fraction.len() > LONGEST_FRACTION || fraction.contains('.') || (number.contains('.') && fraction.is_empty()) {
+        if fraction.len() > LONGEST_FRACTION
+            || fraction.contains('.')
+            || (number.contains('.') && fraction.is_empty())
+        {
             return Err(refused("the number is not a decimal one with at most six digits after the point"));
         }
         let too_large = || refused("it doesn't fit into 64 bits");
@@ -102,7 +114,21 @@ mod tests {
 
     #[test]
     fn what_can_be_misread_is_refused() {
-        for text in ["", "1", "1GB", "1g", "-1G", "1.G", ".5G", "1..5G", "1,5G", "0.0001K", "99999999999999T", "G", "1 G x"] {
+        for text in [
+            "",
+            "1",
+            "1GB",
+            "1g",
+            "-1G",
+            "1.G",
+            ".5G",
+            "1..5G",
+            "1,5G",
+            "0.0001K",
+            "99999999999999T",
+            "G",
+            "1 G x",
+        ] {
             assert!(text.parse::<ByteSize>().is_err(), "{text}");
         }
     }

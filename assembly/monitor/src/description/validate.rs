@@ -81,7 +81,10 @@ fn quoted(text: &str) -> String {
 
 fn at_most(key: &str, count: usize, most: usize) -> Result<(), Invalid> {
     if count > most {
-        return Err(Invalid::new(Key::root(key).item(most), format!("{count} are too many; at most {most} fit")));
+        return Err(Invalid::new(
+            Key::root(key).item(most),
+            format!("{count} are too many; at most {most} fit"),
+        ));
     }
     Ok(())
 }
@@ -127,7 +130,9 @@ fn cpus(vm: &written::Vm) -> Result<Cpus, Invalid> {
     let fit = |number: u64| u8::try_from(number).ok();
     match (count, fit(sockets), fit(cores)) {
         (Some(_), Some(sockets), Some(cores)) => Ok(Cpus { sockets, cores }),
-        _ if sockets == 1 => Err(Invalid::new(key, format!("{cores} vCPUs are not possible; allowed are 1 to 254"))),
+        _ if sockets == 1 => {
+            Err(Invalid::new(key, format!("{cores} vCPUs are not possible; allowed are 1 to 254")))
+        }
         _ => Err(Invalid::new(
             key,
             format!("{sockets} sockets of {cores} cores are not possible; their product is 1 to 254"),
@@ -139,7 +144,10 @@ fn pinning(pin: Option<&[CpuList]>, cpus: Cpus) -> Result<Vec<CpuList>, Invalid>
     let key = Key::root("pin");
     let Some(pin) = pin else { return Ok(Vec::new()) };
     if let Some(index) = pin.iter().position(CpuList::is_empty) {
-        return Err(Invalid::new(key.item(index), "the list is empty; name the host CPUs that the vCPU may run on"));
+        return Err(Invalid::new(
+            key.item(index),
+            "the list is empty; name the host CPUs that the vCPU may run on",
+        ));
     }
     if pin.len() != usize::from(cpus.count()) {
         let problem = format!("{} entries don't fit {} vCPUs; write one for each", pin.len(), cpus.count());
@@ -153,7 +161,10 @@ fn memory(vm: &written::Vm, cpus: Cpus, hugepages: HugePages) -> Result<(Memory,
     let nodes = vm.numa.as_deref().unwrap_or_default();
     let numa_key = Key::root("numa");
     if nodes.len() > MOST_NODES {
-        return Err(Invalid::new(numa_key.item(MOST_NODES), format!("{} nodes are too many; at most 64", nodes.len())));
+        return Err(Invalid::new(
+            numa_key.item(MOST_NODES),
+            format!("{} nodes are too many; at most 64", nodes.len()),
+        ));
     }
     let sum = nodes.iter().try_fold(0_u64, |sum, node| sum.checked_add(node.memory.0));
     let Some(sum) = sum.filter(|sum| *sum <= MOST_MEMORY) else {
@@ -161,7 +172,10 @@ fn memory(vm: &written::Vm, cpus: Cpus, hugepages: HugePages) -> Result<(Memory,
     };
     let size = match vm.memory {
         Some(size) if !nodes.is_empty() && size.0 != sum => {
-            let problem = format!("{size} is not what the NUMA nodes add up to, {}; leave one of them out", ByteSize(sum));
+            let problem = format!(
+                "{size} is not what the NUMA nodes add up to, {}; leave one of them out",
+                ByteSize(sum)
+            );
             return Err(Invalid::new(key, problem));
         }
         Some(size) => size.0,
@@ -170,7 +184,10 @@ fn memory(vm: &written::Vm, cpus: Cpus, hugepages: HugePages) -> Result<(Memory,
     };
     let written = if vm.memory.is_none() && !nodes.is_empty() { &numa_key } else { &key };
     if !(LEAST_MEMORY..=MOST_MEMORY).contains(&size) {
-        return Err(Invalid::new(written.clone(), format!("{} is not possible; allowed are 2M to 16T", ByteSize(size))));
+        return Err(Invalid::new(
+            written.clone(),
+            format!("{} is not possible; allowed are 2M to 16T", ByteSize(size)),
+        ));
     }
     let page = hugepages.page_size();
     let whole = |size: u64, key: &Key| {
@@ -228,7 +245,8 @@ fn numa_node(count: usize, index: usize, node: &written::Numa) -> Result<NumaNod
         Some(written) => {
             let key = key.below("distances");
             if written.len() != count {
-                let problem = format!("{} distances don't fit {count} nodes; write one to each", written.len());
+                let problem =
+                    format!("{} distances don't fit {count} nodes; write one to each", written.len());
                 return Err(Invalid::new(key, problem));
             }
             let check = |(other, distance): (usize, &u64)| {
@@ -249,7 +267,9 @@ fn numa_node(count: usize, index: usize, node: &written::Numa) -> Result<NumaNod
 
 fn guest(vm: &written::Vm) -> Result<Guest, Invalid> {
     match (&vm.kernel, &vm.payload) {
-        (None, None) => Err(Invalid::new(Key::root("kernel"), "there is nothing to run; name a kernel or a payload")),
+        (None, None) => {
+            Err(Invalid::new(Key::root("kernel"), "there is nothing to run; name a kernel or a payload"))
+        }
         (Some(_), Some(_)) => {
             Err(Invalid::new(Key::root("payload"), "a VM runs a kernel or a payload; leave one of them out"))
         }
@@ -261,7 +281,10 @@ fn guest(vm: &written::Vm) -> Result<Guest, Invalid> {
                 ("protocol", vm.protocol.is_some()),
             ];
             if let Some((name, _)) = present.into_iter().find(|(_, present)| *present) {
-                return Err(Invalid::new(Key::root(name), "it belongs to a kernel; a payload takes arguments only"));
+                return Err(Invalid::new(
+                    Key::root(name),
+                    "it belongs to a kernel; a payload takes arguments only",
+                ));
             }
             let key = Key::root("payload");
             path(&key.below("program"), &payload.program)?;
@@ -274,7 +297,10 @@ fn guest(vm: &written::Vm) -> Result<Guest, Invalid> {
                 let problem = format!("{total} bytes are too many; arguments take at most 65536");
                 return Err(Invalid::new(key.below("arguments"), problem));
             }
-            Ok(Guest::Payload(Payload { program: payload.program.clone(), arguments: payload.arguments.clone() }))
+            Ok(Guest::Payload(Payload {
+                program: payload.program.clone(),
+                arguments: payload.arguments.clone(),
+            }))
         }
     }
 }
@@ -305,7 +331,10 @@ fn linux(vm: &written::Vm, kernel: &Path) -> Result<LinuxBoot, Invalid> {
 
 fn no_nul(key: &Key, text: &str) -> Result<(), Invalid> {
     if text.contains('\0') {
-        return Err(Invalid::new(key.clone(), format!("{} has a NUL character, which ends a text", quoted(text))));
+        return Err(Invalid::new(
+            key.clone(),
+            format!("{} has a NUL character, which ends a text", quoted(text)),
+        ));
     }
     Ok(())
 }
@@ -343,7 +372,9 @@ fn disk(index: usize, disk: &written::Disk) -> Result<Disk, Invalid> {
     let format = match disk.format {
         written::DiskFormat::Raw => DiskFormat::Raw,
         written::DiskFormat::Qcow2 => DiskFormat::Qcow2,
-        written::DiskFormat::Auto if disk.path.extension().is_some_and(|name| name == "qcow2") => DiskFormat::Qcow2,
+        written::DiskFormat::Auto if disk.path.extension().is_some_and(|name| name == "qcow2") => {
+            DiskFormat::Qcow2
+        }
         written::DiskFormat::Auto => DiskFormat::Raw,
     };
     Ok(Disk {
@@ -361,7 +392,8 @@ fn writable_once(disks: &[Disk]) -> Result<(), Invalid> {
     for (index, disk) in disks.iter().enumerate() {
         let other = disks[..index].iter().position(|other| other.path == disk.path);
         if let Some(other) = other.filter(|other| !(disk.readonly && disks[*other].readonly)) {
-            let problem = format!("disk {other} has the same file, and one of them may write; make both readonly");
+            let problem =
+                format!("disk {other} has the same file, and one of them may write; make both readonly");
             return Err(Invalid::new(Key::root("disks").item(index).below("path"), problem));
         }
     }
@@ -370,10 +402,9 @@ fn writable_once(disks: &[Disk]) -> Result<(), Invalid> {
 
 fn queues(key: &Key, queues: Option<u64>) -> Result<u16, Invalid> {
     let queues = queues.unwrap_or(1);
-    u16::try_from(queues)
-        .ok()
-        .filter(|_| (1..=MOST_QUEUES).contains(&queues))
-        .ok_or_else(|| Invalid::new(key.clone(), format!("{queues} queues are not possible; allowed are 1 to 32")))
+    u16::try_from(queues).ok().filter(|_| (1..=MOST_QUEUES).contains(&queues)).ok_or_else(|| {
+        Invalid::new(key.clone(), format!("{queues} queues are not possible; allowed are 1 to 32"))
+    })
 }
 
 fn network(vm: &str, index: usize, net: &written::Net) -> Result<Net, Invalid> {
@@ -388,22 +419,27 @@ fn network(vm: &str, index: usize, net: &written::Net) -> Result<Net, Invalid> {
             })?)
         }
         (None, None, true) => NetBackend::User,
-        _ => return Err(Invalid::new(key, "write exactly one of tap = \"NAME\", fd = NUMBER and user = true")),
+        _ => {
+            return Err(Invalid::new(key, "write exactly one of tap = \"NAME\", fd = NUMBER and user = true"));
+        }
     };
     let mac = net.mac.unwrap_or_else(|| MacAddress::derived(vm, index));
     if !mac.is_unicast() {
-        let problem = format!("{mac} is a group address or zero; a device's own address has an even first byte");
+        let problem =
+            format!("{mac} is a group address or zero; a device's own address has an even first byte");
         return Err(Invalid::new(key.below("mac"), problem));
     }
     let mtu = net.mtu.map(|mtu| {
-        u16::try_from(mtu)
-            .ok()
-            .filter(|mtu| *mtu >= 68)
-            .ok_or_else(|| Invalid::new(key.below("mtu"), format!("{mtu} is not an MTU; allowed are 68 to 65535")))
+        u16::try_from(mtu).ok().filter(|mtu| *mtu >= 68).ok_or_else(|| {
+            Invalid::new(key.below("mtu"), format!("{mtu} is not an MTU; allowed are 68 to 65535"))
+        })
     });
     let queues = queues(&key.below("queues"), net.queues)?;
     if queues > 1 && backend == NetBackend::User {
-        return Err(Invalid::new(key.below("queues"), "the user network has one queue pair; leave it out or use a tap"));
+        return Err(Invalid::new(
+            key.below("queues"),
+            "the user network has one queue pair; leave it out or use a tap",
+        ));
     }
     Ok(Net { backend, mac, queues, mtu: mtu.transpose()? })
 }
@@ -414,16 +450,25 @@ fn interface(key: &Key, name: &str) -> Result<String, Invalid> {
         && name != ".."
         && name.bytes().all(|byte| byte.is_ascii_graphic() && !b"/:%".contains(&byte));
     if !fits {
-        let problem = format!("{} is not an interface name; it has 1 to 15 characters without space, /, : and %", quoted(name));
+        let problem = format!(
+            "{} is not an interface name; it has 1 to 15 characters without space, /, : and %",
+            quoted(name)
+        );
         return Err(Invalid::new(key.clone(), problem));
     }
     Ok(name.to_owned())
 }
 
-fn unique<T>(items: &[T], key: &str, list: &str, value: impl Fn(&T) -> Option<String>) -> Result<(), Invalid> {
+fn unique<T>(
+    items: &[T],
+    key: &str,
+    list: &str,
+    value: impl Fn(&T) -> Option<String>,
+) -> Result<(), Invalid> {
     for (index, item) in items.iter().enumerate() {
         let Some(wanted) = value(item) else { continue };
-        if let Some(other) = items[..index].iter().position(|other| value(other).as_deref() == Some(&wanted)) {
+        if let Some(other) = items[..index].iter().position(|other| value(other).as_deref() == Some(&wanted))
+        {
             let problem = format!("{wanted} is taken by {list}[{other}] already");
             return Err(Invalid::new(Key::root(list).item(index).below(key), problem));
         }
@@ -458,7 +503,10 @@ fn console(console: Option<&str>) -> Result<Console, Invalid> {
         }
         _ => Err(Invalid::new(
             key,
-            format!("{} is not known; allowed are stdio, pty, file:PATH, socket:PATH and null", quoted(console)),
+            format!(
+                "{} is not known; allowed are stdio, pty, file:PATH, socket:PATH and null",
+                quoted(console)
+            ),
         )),
     }
 }

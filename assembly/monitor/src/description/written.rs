@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use super::{BootProtocol, ByteSize, CpuList, MacAddress, OneOrMany, OnReboot, SandboxMode};
+use super::{BootProtocol, ByteSize, CpuList, MacAddress, OnReboot, OneOrMany, SandboxMode};
 
 /// The whole file.
 #[derive(Debug, Clone, PartialEq, Default, Deserialize)]
