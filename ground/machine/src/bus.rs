@@ -91,6 +91,7 @@ struct Entry {
 pub struct AddressSpace {
     name: &'static str,
     limit: u64,
+    unclaimed: RangeId,
     names: Arc<RangeNames>,
     entries: ArcSwap<Vec<Entry>>,
     writer: Mutex<()>,
@@ -99,16 +100,17 @@ pub struct AddressSpace {
 impl AddressSpace {
     /// The 64 Ki I/O ports.
     pub fn ports(names: Arc<RangeNames>) -> Self {
-        Self::new("port", 0xffff, names)
+        Self::new("port", 0xffff, RangeId::UNCLAIMED_PORT, names)
     }
 
     /// Guest-physical memory.
     pub fn memory(names: Arc<RangeNames>) -> Self {
-        Self::new("memory", u64::MAX, names)
+        Self::new("memory", u64::MAX, RangeId::UNCLAIMED_MEMORY, names)
     }
 
-    fn new(name: &'static str, limit: u64, names: Arc<RangeNames>) -> Self {
-        Self { name, limit, names, entries: ArcSwap::from_pointee(Vec::new()), writer: Mutex::new(()) }
+    fn new(name: &'static str, limit: u64, unclaimed: RangeId, names: Arc<RangeNames>) -> Self {
+        let entries = ArcSwap::from_pointee(Vec::new());
+        Self { name, limit, unclaimed, names, entries, writer: Mutex::new(()) }
     }
 
     /// Registers `device` at `start` for `len` bytes. `name` shows up in exit tables; a range that moves keeps its
@@ -170,10 +172,10 @@ impl AddressSpace {
             if let Some(entry) = entry {
                 entry.device.read(offset, part);
             }
-            claimed_by.get_or_insert(entry.map_or(RangeId::UNCLAIMED, |e| e.id));
+            claimed_by.get_or_insert(entry.map_or(self.unclaimed, |e| e.id));
             done += piece;
         }
-        claimed_by.unwrap_or(RangeId::UNCLAIMED)
+        claimed_by.unwrap_or(self.unclaimed)
     }
 
     /// Writes at `address`. Bytes that no range claims are dropped. Returns the range of the first byte.
@@ -186,10 +188,10 @@ impl AddressSpace {
             if let Some(entry) = entry {
                 entry.device.write(offset, &data[done..done + piece]);
             }
-            claimed_by.get_or_insert(entry.map_or(RangeId::UNCLAIMED, |e| e.id));
+            claimed_by.get_or_insert(entry.map_or(self.unclaimed, |e| e.id));
             done += piece;
         }
-        claimed_by.unwrap_or(RangeId::UNCLAIMED)
+        claimed_by.unwrap_or(self.unclaimed)
     }
 
     /// The largest part of an access from byte `done` on that one device (or none) can take in one call: 1, 2, 4 or 8

@@ -21,6 +21,7 @@ pub mod memory;
 pub mod slots;
 pub mod state;
 pub mod stats;
+mod sys;
 pub mod vcpu;
 pub mod vm;
 pub mod x86;

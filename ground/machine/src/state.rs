@@ -4,6 +4,10 @@ use crate::x86;
 
 /// Version of [`SavedVcpu`] that this program writes.
 pub const VCPU_STATE_VERSION: u32 = 1;
+/// Version of [`SavedKernelIrqchip`] that this program writes.
+pub const IRQCHIP_STATE_VERSION: u32 = 1;
+/// Version of [`SavedClock`] that this program writes.
+pub const CLOCK_STATE_VERSION: u32 = 1;
 
 /// One MSR.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]

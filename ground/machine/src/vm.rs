@@ -1,10 +1,25 @@
 //! One VM: what belongs to neither memory, interrupts nor vCPUs.
 
-use std::os::fd::OwnedFd;
+use std::io;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use kvm_bindings::{
+    KVM_CLOCK_HOST_TSC, KVM_CLOCK_REALTIME, kvm_clock_data, kvm_ioeventfd, kvm_ioeventfd_flag_nr_datamatch,
+    kvm_ioeventfd_flag_nr_deassign, kvm_ioeventfd_flag_nr_pio,
+};
+use kvm_ioctls::{Cap, Kvm, VmFd};
 
 use crate::slots::Slots;
-use crate::state::SavedClock;
+use crate::state::{CLOCK_STATE_VERSION, SavedClock};
+use crate::stats::{KernelStats, StatsReader};
+use crate::sys;
+
+/// Where KVM on Intel keeps its real-mode TSS (three pages); inside the PCI hole, where no RAM lies.
+pub const TSS_ADDRESS: u64 = 0xfffb_d000;
+/// Where KVM on Intel keeps its identity map (one page).
+pub const IDENTITY_MAP_ADDRESS: u64 = 0xfffb_c000;
 
 /// KVM refused something about a VM.
 #[derive(Debug, thiserror::Error)]
@@ -16,7 +31,7 @@ pub enum VmError {
         what: String,
         /// Why.
         #[source]
-        source: std::io::Error,
+        source: io::Error,
     },
     /// An ioeventfd that can't be.
     #[error("No eventfd can be attached to {space} address {address:#x} with width {width}: {reason}")]
@@ -30,6 +45,28 @@ pub enum VmError {
         /// Why.
         reason: &'static str,
     },
+    /// Saved state of another program.
+    #[error("Saved state of the {what} has version {found}, but this program reads up to {known}")]
+    Version {
+        /// Whose.
+        what: &'static str,
+        /// Version found.
+        found: u32,
+        /// Newest known.
+        known: u32,
+    },
+}
+
+impl VmError {
+    /// `refused("do this", error)` for `map_err`.
+    pub(crate) fn refused(what: impl Into<String>, source: impl Into<io::Error>) -> Self {
+        Self::Refused { what: what.into(), source: source.into() }
+    }
+}
+
+/// kvm-ioctls' errors as `io::Error`.
+pub(crate) fn errno(error: kvm_ioctls::Error) -> io::Error {
+    io::Error::from_raw_os_error(error.errno())
 }
 
 /// Which address space an ioeventfd listens in.
@@ -39,6 +76,15 @@ pub enum IoSpace {
     Port,
     /// Guest-physical memory.
     Memory,
+}
+
+impl IoSpace {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Port => "port",
+            Self::Memory => "memory",
+        }
+    }
 }
 
 /// A guest write that only signals an eventfd, without leaving the kernel.
@@ -56,36 +102,210 @@ pub struct IoEvent {
     pub fd: Arc<OwnedFd>,
 }
 
-/// One VM.
+impl IoEvent {
+    fn check(&self) -> Result<(), &'static str> {
+        if !matches!(self.width, 0 | 1 | 2 | 4 | 8) {
+            return Err("widths are 0 (any), 1, 2, 4 and 8 bytes");
+        }
+        match (self.width, self.datamatch) {
+            (0, Some(_)) => return Err("a value to match needs a width"),
+            (width @ 1..8, Some(value)) if value >> (width * 8) != 0 => {
+                return Err("the value to match is wider than the writes");
+            }
+            _ => {}
+        }
+        if self.space == IoSpace::Port && self.width == 8 {
+            return Err("port writes have at most 4 bytes");
+        }
+        let last = self.address.checked_add(u64::from(self.width.max(1)) - 1);
+        match (self.space, last) {
+            (_, None) => Err("it ends beyond the address space"),
+            (IoSpace::Port, Some(last)) if last > 0xffff => Err("it ends beyond the address space"),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// One VM. Thread-safe.
+#[derive(Debug)]
 pub struct Vm {
-    #[allow(dead_code)]
-    fd: Arc<kvm_ioctls::VmFd>,
+    fd: Arc<VmFd>,
     slots: Slots,
+    kernel_irqchip: AtomicBool,
+    irq_routes: usize,
+    max_vcpus: usize,
+    /// Bytes of KVM_GET_XSAVE2, 4096 or more.
+    xsave_bytes: usize,
+    /// MSRs that belong to a vCPU's state.
+    msr_indices: Vec<u32>,
 }
 
 impl Vm {
+    pub(crate) fn create(kvm: &Kvm) -> Result<Arc<Self>, VmError> {
+        let fd = loop {
+            match kvm.create_vm() {
+                Ok(fd) => break Arc::new(fd),
+                // A signal while KVM registers its notifier.
+                Err(error) if error.errno() == libc::EINTR => {}
+                Err(error) => return Err(VmError::refused("create a VM", errno(error))),
+            }
+        };
+        fd.set_identity_map_address(IDENTITY_MAP_ADDRESS).map_err(|e| {
+            VmError::refused(format!("put its identity map at {IDENTITY_MAP_ADDRESS:#x}"), errno(e))
+        })?;
+        fd.set_tss_address(usize::try_from(TSS_ADDRESS).unwrap_or(usize::MAX))
+            .map_err(|e| VmError::refused(format!("put its TSS at {TSS_ADDRESS:#x}"), errno(e)))?;
+        let msr_indices = kvm
+            .get_msr_index_list()
+            .map_err(|e| VmError::refused("list the MSRs of a vCPU", errno(e)))?
+            .as_slice()
+            .to_vec();
+        let number = |cap| usize::try_from(fd.check_extension_int(cap)).unwrap_or(0);
+        let (irq_routes, xsave, memslots) =
+            (number(Cap::IrqRouting), number(Cap::Xsave2), number(Cap::NrMemslots));
+        Ok(Arc::new(Self {
+            slots: Slots::new(Arc::clone(&fd), memslots),
+            kernel_irqchip: AtomicBool::new(false),
+            irq_routes,
+            max_vcpus: kvm.get_max_vcpus(),
+            xsave_bytes: xsave.max(4096),
+            msr_indices,
+            fd,
+        }))
+    }
+
     /// Its memslots.
     pub fn slots(&self) -> &Slots {
         &self.slots
     }
 
+    /// Most vCPUs that this VM can have.
+    pub fn max_vcpus(&self) -> usize {
+        self.max_vcpus
+    }
+
+    pub(crate) fn fd(&self) -> &VmFd {
+        &self.fd
+    }
+
+    pub(crate) fn irq_routes(&self) -> usize {
+        self.irq_routes
+    }
+
+    pub(crate) fn xsave_bytes(&self) -> usize {
+        self.xsave_bytes
+    }
+
+    pub(crate) fn msr_indices(&self) -> &[u32] {
+        &self.msr_indices
+    }
+
+    pub(crate) fn set_kernel_irqchip(&self) {
+        self.kernel_irqchip.store(true, Ordering::Release);
+    }
+
+    /// Whether local APICs are in the kernel. Then HLT doesn't exit.
+    pub fn has_kernel_irqchip(&self) -> bool {
+        self.kernel_irqchip.load(Ordering::Acquire)
+    }
+
     /// Attaches an ioeventfd. `Refused` with EEXIST when the same address, width and value is taken.
-    pub fn add_ioevent(&self, _event: &IoEvent) -> Result<(), VmError> {
-        todo!()
+    pub fn add_ioevent(&self, event: &IoEvent) -> Result<(), VmError> {
+        self.ioevent(event, "attach", 0)
     }
 
     /// Detaches it; all fields must be those given before.
-    pub fn remove_ioevent(&self, _event: &IoEvent) -> Result<(), VmError> {
-        todo!()
+    pub fn remove_ioevent(&self, event: &IoEvent) -> Result<(), VmError> {
+        self.ioevent(event, "detach", 1 << kvm_ioeventfd_flag_nr_deassign)
+    }
+
+    fn ioevent(&self, event: &IoEvent, verb: &str, flags: u32) -> Result<(), VmError> {
+        let IoEvent { space, address, width, datamatch, .. } = *event;
+        event.check().map_err(|reason| VmError::BadIoEvent {
+            space: space.name(),
+            address,
+            width,
+            reason,
+        })?;
+        let port = if space == IoSpace::Port { 1 << kvm_ioeventfd_flag_nr_pio } else { 0 };
+        let matching = if datamatch.is_some() { 1 << kvm_ioeventfd_flag_nr_datamatch } else { 0 };
+        let request = kvm_ioeventfd {
+            datamatch: datamatch.unwrap_or(0),
+            addr: address,
+            len: u32::from(width),
+            fd: event.fd.as_raw_fd(),
+            flags: flags | port | matching,
+            ..Default::default()
+        };
+        sys::ioeventfd(&*self.fd, &request).map_err(|source| {
+            VmError::refused(
+                format!("{verb} an eventfd at {} address {address:#x} with width {width}", space.name()),
+                source,
+            )
+        })
     }
 
     /// The paravirtual clock, while all vCPUs are paused.
     pub fn save_clock(&self) -> Result<SavedClock, VmError> {
-        todo!()
+        let data =
+            self.fd.get_clock().map_err(|e| VmError::refused("tell the paravirtual clock", errno(e)))?;
+        Ok(SavedClock {
+            version: CLOCK_STATE_VERSION,
+            clock_ns: data.clock,
+            realtime_ns: (data.flags & KVM_CLOCK_REALTIME != 0).then_some(data.realtime),
+            host_tsc: (data.flags & KVM_CLOCK_HOST_TSC != 0).then_some(data.host_tsc),
+        })
     }
 
-    /// Sets the paravirtual clock of a fresh VM, before any vCPU runs.
-    pub fn restore_clock(&self, _saved: &SavedClock) -> Result<(), VmError> {
-        todo!()
+    /// Sets the paravirtual clock of a fresh VM, before any vCPU runs. Where the wall-clock time of the save is known,
+    /// the time since then is added, so that the guest's clock doesn't fall behind.
+    pub fn restore_clock(&self, saved: &SavedClock) -> Result<(), VmError> {
+        if saved.version > CLOCK_STATE_VERSION {
+            return Err(VmError::Version {
+                what: "paravirtual clock",
+                found: saved.version,
+                known: CLOCK_STATE_VERSION,
+            });
+        }
+        let plain = kvm_clock_data { clock: saved.clock_ns, ..Default::default() };
+        if let Some(realtime) = saved.realtime_ns {
+            let data = kvm_clock_data { flags: KVM_CLOCK_REALTIME, realtime, ..plain };
+            match self.fd.set_clock(&data) {
+                Ok(()) => return Ok(()),
+                // Kernels before 5.16 know no flags.
+                Err(error) if error.errno() == libc::EINVAL => {}
+                Err(error) => return Err(VmError::refused("set the paravirtual clock", errno(error))),
+            }
+        }
+        self.fd.set_clock(&plain).map_err(|e| VmError::refused("set the paravirtual clock", errno(e)))
+    }
+
+    /// KVM's own statistics of the VM.
+    pub fn kernel_stats(&self) -> KernelStats {
+        StatsReader::open(&*self.fd).read()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn event(space: IoSpace, address: u64, width: u8, datamatch: Option<u64>) -> IoEvent {
+        IoEvent { space, address, width, datamatch, fd: Arc::new(sys::eventfd().unwrap()) }
+    }
+
+    #[test]
+    fn impossible_ioeventfds_are_refused_before_kvm_sees_them() {
+        for (bad, good) in [
+            (event(IoSpace::Memory, 0, 3, None), event(IoSpace::Memory, 0, 4, None)),
+            (event(IoSpace::Memory, 0, 0, Some(1)), event(IoSpace::Memory, 0, 0, None)),
+            (event(IoSpace::Memory, 0, 1, Some(256)), event(IoSpace::Memory, 0, 1, Some(255))),
+            (event(IoSpace::Port, 0, 8, None), event(IoSpace::Memory, 0, 8, Some(u64::MAX))),
+            (event(IoSpace::Port, 0xffff, 2, None), event(IoSpace::Port, 0xffff, 1, None)),
+            (event(IoSpace::Memory, u64::MAX, 2, None), event(IoSpace::Memory, u64::MAX, 0, None)),
+        ] {
+            assert!(bad.check().is_err(), "{bad:?}");
+            assert_eq!(good.check(), Ok(()), "{good:?}");
+        }
     }
 }

@@ -40,7 +40,7 @@ pub enum MemoryError {
     TooLarge {
         /// Bytes asked for.
         wanted: u64,
-        /// MemAvailable of the host.
+        /// Memory and swap of the host; with prefault, what is available of it now.
         available: u64,
     },
     /// Not enough huge pages.

@@ -1,0 +1,68 @@
+//! The few system calls that no crate wraps the way they are needed here.
+#![allow(unsafe_code)] // Raw ioctls and system calls; each block says why it is sound.
+
+use std::io;
+use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
+
+use kvm_bindings::{KVMIO, kvm_ioeventfd, kvm_irqfd, kvm_userspace_memory_region};
+use vmm_sys_util::ioctl::{ioctl, ioctl_with_ref};
+use vmm_sys_util::{ioctl_io_nr, ioctl_iow_nr};
+
+ioctl_iow_nr!(KVM_SET_USER_MEMORY_REGION, KVMIO, 0x46, kvm_userspace_memory_region);
+ioctl_iow_nr!(KVM_IRQFD, KVMIO, 0x76, kvm_irqfd);
+ioctl_iow_nr!(KVM_IOEVENTFD, KVMIO, 0x79, kvm_ioeventfd);
+ioctl_io_nr!(KVM_GET_STATS_FD, KVMIO, 0xce);
+
+/// Runs a system call again while it says EINTR.
+fn retry(mut call: impl FnMut() -> i32) -> io::Result<i32> {
+    loop {
+        let result = call();
+        if result >= 0 {
+            return Ok(result);
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
+/// KVM_SET_USER_MEMORY_REGION. The caller keeps `region.userspace_addr` mapped until the slot is gone.
+///
+/// # Safety
+/// The host range must be mapped, and stay so while the slot exists.
+pub(crate) unsafe fn set_memory_region(
+    vm: &impl AsRawFd,
+    region: &kvm_userspace_memory_region,
+) -> io::Result<()> {
+    // SAFETY: the request takes a pointer to this struct, which outlives the call; the range is the caller's promise.
+    retry(|| unsafe { ioctl_with_ref(vm, KVM_SET_USER_MEMORY_REGION(), region) }).map(drop)
+}
+
+/// KVM_IOEVENTFD.
+pub(crate) fn ioeventfd(vm: &impl AsRawFd, event: &kvm_ioeventfd) -> io::Result<()> {
+    // SAFETY: the request takes a pointer to this struct, which outlives the call. KVM takes its own reference to the fd.
+    retry(|| unsafe { ioctl_with_ref(vm, KVM_IOEVENTFD(), event) }).map(drop)
+}
+
+/// KVM_IRQFD.
+pub(crate) fn irqfd(vm: &impl AsRawFd, irqfd: &kvm_irqfd) -> io::Result<()> {
+    // SAFETY: the request takes a pointer to this struct, which outlives the call. KVM takes its own reference to the fd.
+    retry(|| unsafe { ioctl_with_ref(vm, KVM_IRQFD(), irqfd) }).map(drop)
+}
+
+/// KVM_GET_STATS_FD of a VM or vCPU.
+pub(crate) fn stats_fd(vm_or_vcpu: &impl AsRawFd) -> io::Result<OwnedFd> {
+    // SAFETY: the request takes no argument.
+    let fd = retry(|| unsafe { ioctl(vm_or_vcpu, KVM_GET_STATS_FD()) })?;
+    // SAFETY: a fresh descriptor that nobody else knows.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// An eventfd, non-blocking and closed on exec.
+pub(crate) fn eventfd() -> io::Result<OwnedFd> {
+    Ok(rustix::event::eventfd(
+        0,
+        rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK,
+    )?)
+}
