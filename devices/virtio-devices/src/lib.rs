@@ -4,6 +4,7 @@
 //! of them use to talk to a driver safely, [`worker`] the thread that serves a device. Each device folder has
 //! the same files: `device`, `worker`, `request` or `packet`, and its tests.
 
+pub mod block;
 pub mod device;
 pub mod queue;
 pub mod testing;

@@ -11,6 +11,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -134,16 +135,29 @@ pub enum Wake {
     Stop,
 }
 
+/// The wish to stop: a flag to look at and an event to wake up by.
+struct Stop {
+    asked: AtomicBool,
+    event: OwnedFd,
+}
+
+impl Stop {
+    fn ask(&self) {
+        self.asked.store(true, Ordering::Release);
+        signal(&self.event);
+    }
+}
+
 /// Waits for several file descriptors and the stop event (level-triggered epoll).
 pub struct Poller {
     epoll: OwnedFd,
-    stop: Arc<OwnedFd>,
+    stop: Arc<Stop>,
 }
 
 impl Poller {
-    fn new(stop: Arc<OwnedFd>) -> io::Result<Self> {
+    fn new(stop: Arc<Stop>) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        epoll::add(&epoll, &stop, epoll::EventData::new_u64(STOP), epoll::EventFlags::IN)?;
+        epoll::add(&epoll, &stop.event, epoll::EventData::new_u64(STOP), epoll::EventFlags::IN)?;
         Ok(Self { epoll, stop })
     }
 
@@ -191,17 +205,17 @@ impl Poller {
         Ok(wake)
     }
 
-    /// Whether a stop was asked for, without waiting.
+    /// Whether a stop was asked for, without waiting and without a system call: for loops that a guest can
+    /// keep busy.
     pub fn stopping(&self) -> bool {
-        let mut fds = [rustix::event::PollFd::new(&self.stop, rustix::event::PollFlags::IN)];
-        rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
+        self.stop.asked.load(Ordering::Acquire)
     }
 }
 
 /// A running thread that owns the state `S`.
 pub struct Worker<S> {
     name: String,
-    stop: Arc<OwnedFd>,
+    stop: Arc<Stop>,
     thread: Option<JoinHandle<S>>,
 }
 
@@ -212,7 +226,7 @@ impl<S: Send + 'static> Worker<S> {
     where
         F: FnOnce(&mut S, &Poller) -> Result<(), String> + Send + 'static,
     {
-        let stop = Arc::new(new_event()?);
+        let stop = Arc::new(Stop { asked: AtomicBool::new(false), event: new_event()? });
         let poller = Poller::new(Arc::clone(&stop))?;
         let thread_name: String = name.chars().filter(|c| *c != '\0').collect();
         let thread = std::thread::Builder::new().name(thread_name).spawn(move || {
@@ -231,6 +245,11 @@ impl<S: Send + 'static> Worker<S> {
         Ok(Self { name: name.to_owned(), stop, thread: Some(thread) })
     }
 
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     /// Stops the thread and waits for its end; its state comes back even if the device had failed. `None` only
     /// if the thread died while it reported a failure.
     pub fn stop(mut self) -> Option<S> {
@@ -239,7 +258,7 @@ impl<S: Send + 'static> Worker<S> {
 
     fn join(&mut self) -> Option<S> {
         let thread = self.thread.take()?;
-        signal(&*self.stop);
+        self.stop.ask();
         match thread.join() {
             Ok(state) => Some(state),
             Err(panic) => {
@@ -253,7 +272,7 @@ impl<S: Send + 'static> Worker<S> {
 impl<S> Drop for Worker<S> {
     fn drop(&mut self) {
         if let Some(thread) = self.thread.take() {
-            signal(&*self.stop);
+            self.stop.ask();
             let _ = thread.join();
         }
     }

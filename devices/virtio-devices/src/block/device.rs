@@ -1,0 +1,462 @@
+//! The virtio block device (virtio 1.2, 5.2).
+
+use std::fs::File;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use serde_json::json;
+use virtio_bindings::virtio_blk::{
+    VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH,
+    VIRTIO_BLK_F_MQ, VIRTIO_BLK_F_RO, VIRTIO_BLK_F_SEG_MAX, VIRTIO_BLK_F_SIZE_MAX, VIRTIO_BLK_F_TOPOLOGY,
+    VIRTIO_BLK_F_WRITE_ZEROES,
+};
+use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
+use virtio_bindings::virtio_ids::VIRTIO_ID_BLOCK;
+use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
+
+use super::counters::BlockCounters;
+use super::disk::Disk;
+use super::error::BlockError;
+use super::image::{Backend, Image};
+use super::request::{ID_BYTES, MAX_DISCARD_SECTORS, MAX_RANGES, MAX_ZERO_SECTORS, SECTOR};
+use super::sync::Synchronous;
+use super::uring::Uring;
+use super::worker::{self, BlockQueue, Engine};
+use crate::device::{Activation, ActiveQueue, DeviceError, SavedDevice, VirtioDevice};
+use crate::queue::Ring;
+use crate::worker::Worker;
+
+/// Entries of each queue.
+pub const QUEUE_SIZE: u16 = 256;
+/// Most queues.
+pub const MAX_QUEUES: u16 = 64;
+/// Data buffers in one request: a chain of the queue's size, less header and status.
+const SEG_MAX: u32 = QUEUE_SIZE as u32 - 2;
+/// Bytes of one data buffer.
+const SIZE_MAX: u32 = 4 << 20;
+const SAVED_VERSION: u32 = 1;
+
+/// How the bytes of an image are to be understood.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum ImageFormat {
+    /// By the first bytes: qcow2, else raw. Files that a qcow2 image refers to are never opened, so a guest
+    /// that writes a qcow2 header to a raw disk gains nothing.
+    #[default]
+    Auto,
+    /// Byte for byte, whatever they look like.
+    Raw,
+    /// qcow2, read-only.
+    Qcow2,
+}
+
+/// Who does the I/O.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum EngineChoice {
+    /// io_uring where it works (raw images only), else synchronous; which one it is is logged and shown.
+    #[default]
+    Auto,
+    /// io_uring or an error.
+    Uring,
+    /// One request at a time per queue.
+    Synchronous,
+}
+
+/// What a disk is to be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BlockConfig {
+    /// Device name, unique in the VM (`disk0`).
+    pub name: String,
+    /// Regular file or block device.
+    pub path: PathBuf,
+    /// Refuse writes. Required for qcow2.
+    pub read_only: bool,
+    /// Serial number: 1 to 20 printable ASCII characters; without one, the name as far as it fits.
+    pub serial: Option<String>,
+    /// Queues, each with a thread: 1 to [`MAX_QUEUES`]. One per vCPU is a good choice.
+    pub queues: u16,
+    /// Go around the host's page cache where requests are aligned for it.
+    pub direct: bool,
+    /// Format of the image.
+    pub format: ImageFormat,
+    /// Who does the I/O.
+    pub engine: EngineChoice,
+}
+
+impl BlockConfig {
+    /// A writable disk with one queue and no wishes.
+    pub fn new(name: impl Into<String>, path: impl Into<PathBuf>) -> Self {
+        Self {
+            name: name.into(),
+            path: path.into(),
+            read_only: false,
+            serial: None,
+            queues: 1,
+            direct: false,
+            format: ImageFormat::Auto,
+            engine: EngineChoice::Auto,
+        }
+    }
+}
+
+/// A virtio disk.
+pub struct Block {
+    disk: Arc<Disk>,
+    queues: u16,
+    /// One per queue while no thread has it. Made before the VM starts, so that the sandbox need not allow it.
+    engines: Vec<Option<Engine>>,
+    engine_choice: EngineChoice,
+    engine_name: &'static str,
+    workers: Vec<Worker<BlockQueue>>,
+    /// The driver's choice of cache mode (`VIRTIO_BLK_F_CONFIG_WCE`); on at reset.
+    writeback: bool,
+    /// Features of the present activation.
+    features: u64,
+}
+
+/// Device-specific saved state.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+struct SavedBlock {
+    capacity: u64,
+    serial: [u8; ID_BYTES],
+    queues: u16,
+    writeback: bool,
+}
+
+impl Block {
+    /// Opens and locks the image. Returns before anything is read from it but its format.
+    pub fn open(config: BlockConfig) -> Result<Self, BlockError> {
+        let serial = check(&config)?;
+        let image = Image::open(&config)?;
+        Self::with_image(config, serial, image)
+    }
+
+    /// The same with a file that is open already (`config.path` is only shown).
+    pub fn from_file(file: File, config: BlockConfig) -> Result<Self, BlockError> {
+        let serial = check(&config)?;
+        let image = Image::from_file(file, &config)?;
+        Self::with_image(config, serial, image)
+    }
+
+    /// A disk as it was saved, over the image that `config` names (here, or at the destination of a migration).
+    pub fn restore(config: BlockConfig, saved: &SavedDevice) -> Result<Self, BlockError> {
+        let name = config.name.clone();
+        let bad = |reason| BlockError::Restore { name: name.clone(), reason };
+        if saved.version != SAVED_VERSION {
+            return Err(bad(format!("version {} is not {SAVED_VERSION}", saved.version)));
+        }
+        let state: SavedBlock =
+            serde_json::from_slice(&saved.state).map_err(|error| bad(format!("it is damaged: {error}")))?;
+        let mut block = Self::open(config)?;
+        if state.capacity != block.disk.limits.capacity {
+            return Err(bad(format!(
+                "the disk had {} sectors, the image has {}",
+                state.capacity, block.disk.limits.capacity
+            )));
+        }
+        if state.queues != block.queues {
+            return Err(bad(format!("the disk had {} queues, now it has {}", state.queues, block.queues)));
+        }
+        if state.serial != block.disk.serial {
+            return Err(bad("the serial number differs".to_owned()));
+        }
+        block.writeback = state.writeback;
+        Ok(block)
+    }
+
+    fn with_image(config: BlockConfig, serial: [u8; ID_BYTES], image: Image) -> Result<Self, BlockError> {
+        let raw = matches!(image.backend, Backend::Raw { .. });
+        let choice = if raw { config.engine } else { EngineChoice::Synchronous };
+        let mut engines = Vec::new();
+        let mut engine_name = "synchronous";
+        for _ in 0..config.queues {
+            let (engine, name) = new_engine(choice, &config.name)?;
+            engine_name = name;
+            engines.push(Some(engine));
+        }
+        tracing::info!(
+            "Disk {}: {} ({} bytes{}{}), {} engine",
+            config.name,
+            config.path.display(),
+            image.size,
+            if raw { "" } else { ", qcow2" },
+            if image.read_only { ", read-only" } else { "" },
+            engine_name
+        );
+        Ok(Self {
+            disk: Arc::new(Disk::new(&config.name, serial, image)),
+            queues: config.queues,
+            engines,
+            engine_choice: choice,
+            engine_name,
+            workers: Vec::new(),
+            writeback: true,
+            features: 0,
+        })
+    }
+
+    /// What the disk has done.
+    pub fn counters(&self) -> &BlockCounters {
+        &self.disk.counters
+    }
+
+    /// A queue of this disk without a thread, for tests and fuzzing: the caller calls [`BlockQueue::serve`]. The
+    /// engine is the synchronous one.
+    pub fn queue(&self, ring: Ring, memory: machine::memory::GuestMemorySpace) -> BlockQueue {
+        let engine = Engine::Synchronous(Synchronous::default());
+        BlockQueue::new(ring, Arc::clone(&self.disk), memory, engine)
+    }
+
+    fn has(&self, bit: u32) -> bool {
+        self.features & (1 << bit) != 0
+    }
+
+    /// 5.2.5.2: with `CONFIG_WCE` the driver chooses; else a driver that can flush gets a write-back cache.
+    fn apply_cache_mode(&self) {
+        let writeback =
+            if self.has(VIRTIO_BLK_F_CONFIG_WCE) { self.writeback } else { self.has(VIRTIO_BLK_F_FLUSH) };
+        self.disk.set_write_through(!writeback);
+    }
+
+    /// `struct virtio_blk_config`.
+    fn config_space(&self) -> [u8; 60] {
+        let disk = &self.disk;
+        let mut space = [0u8; 60];
+        let mut put =
+            |offset: usize, bytes: &[u8]| space[offset..offset + bytes.len()].copy_from_slice(bytes);
+        let block = disk.image.block_size;
+        let blocks = |bytes: u32| bytes / block;
+        put(0, &disk.limits.capacity.to_le_bytes());
+        put(8, &SIZE_MAX.to_le_bytes());
+        put(12, &SEG_MAX.to_le_bytes());
+        put(20, &block.to_le_bytes());
+        // Topology, in blocks: exponent of the physical block, alignment, minimal and best I/O size.
+        let physical = blocks(disk.image.physical_block).max(1);
+        put(24, &[u8::try_from(physical.ilog2()).unwrap_or(0), 0]);
+        put(26, &u16::try_from(physical).unwrap_or(1).to_le_bytes());
+        put(32, &[u8::from(self.writeback)]);
+        put(34, &self.queues.to_le_bytes());
+        if disk.limits.discard {
+            put(36, &MAX_DISCARD_SECTORS.to_le_bytes());
+            put(40, &MAX_RANGES.to_le_bytes());
+            put(44, &(disk.image.physical_block / 512).to_le_bytes());
+        }
+        if disk.limits.write_zeroes {
+            put(48, &MAX_ZERO_SECTORS.to_le_bytes());
+            put(52, &MAX_RANGES.to_le_bytes());
+            put(56, &[u8::from(disk.limits.discard)]);
+        }
+        space
+    }
+}
+
+/// Byte offset of `writeback` in the configuration.
+const WRITEBACK: u64 = 32;
+
+fn check(config: &BlockConfig) -> Result<[u8; ID_BYTES], BlockError> {
+    if config.queues == 0 || config.queues > MAX_QUEUES {
+        return Err(BlockError::Queues { name: config.name.clone(), queues: config.queues, max: MAX_QUEUES });
+    }
+    let mut serial = [0u8; ID_BYTES];
+    match &config.serial {
+        Some(text) => {
+            let fits = !text.is_empty() && text.len() <= ID_BYTES;
+            if !fits || !text.bytes().all(|byte| byte.is_ascii_graphic() || byte == b' ') {
+                return Err(BlockError::Serial { name: config.name.clone(), serial: text.clone() });
+            }
+            serial[..text.len()].copy_from_slice(text.as_bytes());
+        }
+        None => {
+            for (to, from) in serial.iter_mut().zip(config.name.bytes().filter(u8::is_ascii_graphic)) {
+                *to = from;
+            }
+        }
+    }
+    Ok(serial)
+}
+
+fn new_engine(choice: EngineChoice, name: &str) -> Result<(Engine, &'static str), BlockError> {
+    let synchronous = || (Engine::Synchronous(Synchronous::default()), "synchronous");
+    if choice == EngineChoice::Synchronous {
+        return Ok(synchronous());
+    }
+    match Uring::new(QUEUE_SIZE) {
+        Ok(ring) => Ok((Engine::Uring(Box::new(ring)), "io_uring")),
+        Err(source) if choice == EngineChoice::Uring => {
+            Err(BlockError::NoUring { name: name.to_owned(), source })
+        }
+        Err(error) => {
+            tracing::warn!(
+                "Disk {name}: this host refuses io_uring ({error}); I/O is synchronous, which is slower"
+            );
+            Ok(synchronous())
+        }
+    }
+}
+
+impl VirtioDevice for Block {
+    fn name(&self) -> &str {
+        &self.disk.name
+    }
+
+    fn device_id(&self) -> u16 {
+        u16::try_from(VIRTIO_ID_BLOCK).unwrap_or(2)
+    }
+
+    fn features(&self) -> u64 {
+        let limits = &self.disk.limits;
+        let mut bits = vec![
+            VIRTIO_F_VERSION_1,
+            VIRTIO_RING_F_EVENT_IDX,
+            VIRTIO_RING_F_INDIRECT_DESC,
+            VIRTIO_BLK_F_SIZE_MAX,
+            VIRTIO_BLK_F_SEG_MAX,
+            VIRTIO_BLK_F_BLK_SIZE,
+            VIRTIO_BLK_F_FLUSH,
+            VIRTIO_BLK_F_TOPOLOGY,
+        ];
+        if limits.read_only {
+            bits.push(VIRTIO_BLK_F_RO);
+        } else {
+            bits.push(VIRTIO_BLK_F_CONFIG_WCE);
+        }
+        if self.queues > 1 {
+            bits.push(VIRTIO_BLK_F_MQ);
+        }
+        if limits.discard {
+            bits.push(VIRTIO_BLK_F_DISCARD);
+        }
+        if limits.write_zeroes {
+            bits.push(VIRTIO_BLK_F_WRITE_ZEROES);
+        }
+        bits.into_iter().fold(0, |all, bit| all | 1 << bit)
+    }
+
+    fn queue_sizes(&self) -> Vec<u16> {
+        vec![QUEUE_SIZE; usize::from(self.queues)]
+    }
+
+    fn config_read(&self, offset: u64, data: &mut [u8]) {
+        let space = self.config_space();
+        for (at, byte) in (0u64..).zip(data.iter_mut()) {
+            let place = offset.checked_add(at).and_then(|place| usize::try_from(place).ok());
+            *byte = place.and_then(|place| space.get(place).copied()).unwrap_or(0);
+        }
+    }
+
+    fn config_write(&mut self, offset: u64, data: &[u8]) {
+        let Some(at) = WRITEBACK.checked_sub(offset).and_then(|at| usize::try_from(at).ok()) else { return };
+        let Some(value) = data.get(at) else { return };
+        if self.disk.limits.read_only || !self.has(VIRTIO_BLK_F_CONFIG_WCE) {
+            return;
+        }
+        let writeback = *value & 1 != 0;
+        if self.writeback && !writeback {
+            // From now on completed means durable; that shall hold for what is completed already.
+            if let Some(Err(error)) = self.disk.backend().raw().map(File::sync_data) {
+                tracing::warn!(
+                    "Disk {}: flushing failed as the write cache was turned off: {error}",
+                    self.disk.name
+                );
+            }
+        }
+        self.writeback = writeback;
+        self.apply_cache_mode();
+    }
+
+    fn activate(&mut self, activation: Activation) -> Result<(), DeviceError> {
+        self.features = activation.features;
+        self.apply_cache_mode();
+        for active in activation.queues {
+            let index = usize::from(active.index);
+            let engine = match self.engines.get_mut(index).and_then(Option::take) {
+                Some(engine) => engine,
+                // Lost with a thread that died; made anew.
+                None => match new_engine(self.engine_choice, &self.disk.name) {
+                    Ok((engine, _)) => engine,
+                    Err(error) => {
+                        return Err(self.host("set up its I/O engine", std::io::Error::other(error)));
+                    }
+                },
+            };
+            let ring = Ring::new(active, activation.features);
+            let queue = BlockQueue::new(ring, Arc::clone(&self.disk), activation.memory.clone(), engine);
+            let interrupt = Arc::clone(&activation.interrupt);
+            let name = format!("{}-q{index}", self.disk.name);
+            let worker =
+                Worker::spawn(&name, Arc::clone(&activation.interrupt), queue, move |queue, poller| {
+                    worker::run(queue, &*interrupt, poller)
+                });
+            match worker {
+                Ok(worker) => self.workers.push(worker),
+                Err(source) => return Err(self.host(&format!("start the thread {name}"), source)),
+            }
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self) -> Result<Vec<ActiveQueue>, DeviceError> {
+        let mut queues = Vec::new();
+        let mut lost = None;
+        for worker in std::mem::take(&mut self.workers) {
+            let name = worker.name().to_owned();
+            let Some(queue) = worker.stop() else {
+                lost = Some(name);
+                continue;
+            };
+            let (ring, engine) = queue.into_parts();
+            let index = usize::from(ring.index());
+            if let Some(slot) = self.engines.get_mut(index) {
+                *slot = Some(engine);
+            }
+            queues.push(ring.into_active());
+        }
+        match lost {
+            None => Ok(queues),
+            Some(name) => {
+                Err(self.host(&format!("stop the thread {name}"), std::io::Error::other("it had died")))
+            }
+        }
+    }
+
+    fn reset(&mut self) {
+        self.writeback = true;
+        self.features = 0;
+    }
+
+    fn save(&self) -> Result<SavedDevice, DeviceError> {
+        let state = SavedBlock {
+            capacity: self.disk.limits.capacity,
+            serial: self.disk.serial,
+            queues: self.queues,
+            writeback: self.writeback,
+        };
+        let state = serde_json::to_vec(&state)
+            .map_err(|error| self.host("serialise its state", std::io::Error::other(error)))?;
+        Ok(SavedDevice { version: SAVED_VERSION, state })
+    }
+
+    fn inspect(&self) -> serde_json::Value {
+        let image = &self.disk.image;
+        json!({
+            "path": image.path.display().to_string(),
+            "format": if matches!(image.backend, Backend::Raw { .. }) { "raw" } else { "qcow2" },
+            "engine": self.engine_name,
+            "direct": matches!(&image.backend, Backend::Raw { direct: Some(_), .. }),
+            "bytes": self.disk.limits.capacity * SECTOR,
+            "block_size": image.block_size,
+            "read_only": image.read_only,
+            "locked": image.locked,
+            "write_cache": !self.disk.write_through(),
+            "serial": String::from_utf8_lossy(&self.disk.serial).trim_end_matches('\0'),
+            "queues": self.queues,
+            "running": !self.workers.is_empty(),
+            "counters": self.disk.counters.inspect(),
+        })
+    }
+}
+
+impl Block {
+    fn host(&self, what: &str, source: std::io::Error) -> DeviceError {
+        DeviceError::Host { name: self.disk.name.clone(), what: what.to_owned(), source }
+    }
+}

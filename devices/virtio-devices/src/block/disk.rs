@@ -1,0 +1,73 @@
+//! A disk as its queues share it: the image, its rules, its counters.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use telemetry::guest_log::GuestLog;
+
+use super::counters::BlockCounters;
+use super::image::{Backend, Image};
+use super::request::{ID_BYTES, Limits, SECTOR};
+
+/// What all queues of a disk share.
+pub struct Disk {
+    /// Device name.
+    pub(super) name: String,
+    pub(super) limits: Limits,
+    pub(super) serial: [u8; ID_BYTES],
+    pub(super) image: Image,
+    pub(super) counters: BlockCounters,
+    /// What the guest causes is logged through this.
+    pub(super) log: GuestLog,
+    /// Every write is durable before it completes: the driver can't flush, or has asked for it.
+    write_through: AtomicBool,
+    /// The file system turned out to be unable to zero a range; zeroes are written instead.
+    zero_by_writing: AtomicBool,
+}
+
+impl Disk {
+    pub(super) fn new(name: &str, serial: [u8; ID_BYTES], image: Image) -> Self {
+        let limits = Limits {
+            capacity: image.size / SECTOR,
+            read_only: image.read_only,
+            discard: image.can_punch,
+            write_zeroes: !image.read_only,
+        };
+        Self {
+            name: name.to_owned(),
+            limits,
+            serial,
+            image,
+            counters: BlockCounters::default(),
+            log: GuestLog::new(),
+            write_through: AtomicBool::new(false),
+            zero_by_writing: AtomicBool::new(false),
+        }
+    }
+
+    pub(super) fn backend(&self) -> &Backend {
+        &self.image.backend
+    }
+
+    pub(super) fn write_through(&self) -> bool {
+        self.write_through.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_write_through(&self, on: bool) {
+        self.write_through.store(on, Ordering::Relaxed);
+    }
+
+    pub(super) fn zeroes_by_writing(&self) -> bool {
+        self.zero_by_writing.load(Ordering::Relaxed)
+    }
+
+    /// Remembers, and says once, that ranges are zeroed by writing.
+    pub(super) fn zero_by_writing(&self) {
+        if !self.zero_by_writing.swap(true, Ordering::Relaxed) {
+            tracing::info!(
+                "Disk {}: the file system of {} can't zero ranges, so zeroes are written",
+                self.name,
+                self.image.path.display()
+            );
+        }
+    }
+}

@@ -1,0 +1,22 @@
+//! virtio-blk (virtio 1.2, 5.2): disks from raw images, block devices and (read-only) qcow2 images.
+//!
+//! Writes complete when they are in the host's page cache, so they survive the end of this process; a
+//! flush completes after `fdatasync`, so what it covers survives the end of the host. [`request`] parses and
+//! checks, `task` turns a request into system calls, two engines make them (io_uring, or one at a time),
+//! [`worker`] connects a ring to an engine.
+
+mod counters;
+mod device;
+mod disk;
+mod error;
+mod image;
+pub mod request;
+mod sync;
+mod task;
+mod uring;
+pub mod worker;
+
+pub use counters::BlockCounters;
+pub use device::{Block, BlockConfig, EngineChoice, ImageFormat, MAX_QUEUES, QUEUE_SIZE};
+pub use error::BlockError;
+pub use worker::{BlockQueue, SYSCALLS};

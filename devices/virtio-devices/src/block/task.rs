@@ -1,0 +1,389 @@
+//! One request being served: which system call comes next, and what its result means. Knows neither
+//! io_uring nor threads; both engines drive it.
+//!
+//! ```text
+//! Task::start ─▶ Running(task) ── op() ─▶ engine does it ─▶ advance(result) ─▶ None: next op()
+//!            └─▶ Done(status)                                              └─▶ Some(status)
+//! ```
+
+use std::os::fd::{AsRawFd, RawFd};
+use std::sync::Arc;
+
+use machine::memory::{GuestAddress, GuestMemory};
+use telemetry::guest_warn;
+
+use super::disk::Disk;
+use super::image::{Backend, Direct};
+use super::request::{ID_BYTES, Operation, Range, Request, Status};
+use crate::queue::{self, GuestIoVecs, RingError, Segment, mark_written, total_len};
+
+/// Most entries the kernel takes in one vectored request (`UIO_MAXIOV`).
+const MAX_VECS: usize = 1024;
+/// What is written where a file system can't zero a range.
+static ZEROES: [u8; 256 << 10] = [0; 256 << 10];
+/// A call that is interrupted this often in a row has failed.
+const MAX_RETRIES: u32 = 1000;
+
+/// A system call to make, on a raw image. Pointers and descriptors stay valid while the task lives.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Op {
+    Readv {
+        fd: RawFd,
+        vecs: *const libc::iovec,
+        count: u32,
+        offset: u64,
+    },
+    Writev {
+        fd: RawFd,
+        vecs: *const libc::iovec,
+        count: u32,
+        offset: u64,
+        durable: bool,
+    },
+    /// From memory of this process that never goes away.
+    WriteStatic {
+        fd: RawFd,
+        data: &'static [u8],
+        offset: u64,
+    },
+    DataSync {
+        fd: RawFd,
+    },
+    Fallocate {
+        fd: RawFd,
+        mode: i32,
+        offset: u64,
+        len: u64,
+    },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Step {
+    Read {
+        offset: u64,
+    },
+    Write {
+        offset: u64,
+        durable: bool,
+    },
+    Sync,
+    /// Give space back; may fail silently unless `zeroing`.
+    Punch {
+        range: Range,
+        zeroing: bool,
+    },
+    Zero {
+        range: Range,
+    },
+    /// Zero by writing, from `start + done`.
+    Overwrite {
+        range: Range,
+        done: u64,
+    },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Read,
+    Write,
+    Flush,
+    Discard,
+    WriteZeroes,
+    Other,
+}
+
+/// A request being served.
+pub(super) struct Task {
+    head: u16,
+    status: GuestAddress,
+    kind: Kind,
+    /// First byte of the disk and bytes, for the log.
+    place: (u64, u64),
+    /// Guest buffers that are written.
+    incoming: Vec<Segment>,
+    /// Guest memory of a read or write that is still to be moved.
+    vecs: Option<GuestIoVecs>,
+    /// Remaining steps, the next one last.
+    steps: Vec<Step>,
+    retries: u32,
+    /// Bytes of writable buffers in front of the status byte.
+    writable: u32,
+}
+
+/// What became of a chain.
+pub(super) enum Start {
+    /// System calls are to be made.
+    Running(Box<Task>),
+    /// Nothing to do but [`Task::finish`].
+    Done(Box<Task>, Status),
+}
+
+impl Task {
+    /// Begins a parsed request.
+    pub(super) fn start(
+        request: Request,
+        memory: &Arc<GuestMemory>,
+        disk: &Disk,
+    ) -> Result<Start, RingError> {
+        let mut task = Box::new(Self {
+            head: request.head,
+            status: request.status,
+            kind: Kind::Other,
+            place: (0, 0),
+            incoming: Vec::new(),
+            vecs: None,
+            steps: Vec::new(),
+            retries: 0,
+            writable: request.writable,
+        });
+        let done = |task, status| Ok(Start::Done(task, status));
+        match request.operation {
+            Operation::Read { offset, data } => {
+                task.kind = Kind::Read;
+                task.place = (offset, total_len(&data));
+                if task.place.1 > 0 {
+                    if matches!(disk.backend(), Backend::Raw { .. }) {
+                        task.vecs = Some(GuestIoVecs::new(memory, &data)?);
+                    }
+                    task.steps.push(Step::Read { offset });
+                }
+                task.incoming = data;
+            }
+            Operation::Write { offset, data } => {
+                task.kind = Kind::Write;
+                task.place = (offset, total_len(&data));
+                if task.place.1 > 0 {
+                    task.vecs = Some(GuestIoVecs::new(memory, &data)?);
+                    task.steps.push(Step::Write { offset, durable: disk.write_through() });
+                }
+            }
+            Operation::Flush => {
+                task.kind = Kind::Flush;
+                // Nobody can write a read-only disk through us.
+                if !disk.limits.read_only {
+                    task.steps.push(Step::Sync);
+                }
+            }
+            Operation::Discard(ranges) => {
+                task.kind = Kind::Discard;
+                task.set_ranges(ranges, disk, |range| Step::Punch { range, zeroing: false });
+            }
+            Operation::WriteZeroes(ranges) => {
+                task.kind = Kind::WriteZeroes;
+                let punch = disk.limits.discard;
+                let write = disk.zeroes_by_writing();
+                task.set_ranges(ranges, disk, |range| match range.unmap && punch {
+                    true => Step::Punch { range, zeroing: true },
+                    false if write => Step::Overwrite { range, done: 0 },
+                    false => Step::Zero { range },
+                });
+            }
+            Operation::GetId { data } => {
+                let len = usize::try_from(total_len(&data)).unwrap_or(usize::MAX).min(disk.serial.len());
+                queue::write(memory, &data, 0, &disk.serial[..len])?;
+                if total_len(&data) > disk.serial.len() as u64 {
+                    // There is a gap in front of the status byte: `finish` reports what lies before it.
+                    task.writable = u32::try_from(ID_BYTES).unwrap_or(1).saturating_sub(1);
+                }
+                return done(task, Status::Ok);
+            }
+            Operation::Refuse { status, reason } => {
+                guest_warn!(disk.log, "Disk {}: a request was refused: {reason}", disk.name);
+                return done(task, status);
+            }
+        }
+        if task.steps.is_empty() { done(task, Status::Ok) } else { Ok(Start::Running(task)) }
+    }
+
+    fn set_ranges(&mut self, ranges: Vec<Range>, disk: &Disk, step: impl Fn(Range) -> Step) {
+        self.place = (
+            ranges.first().map_or(0, |range| range.start),
+            ranges.iter().map(|range| range.len).fold(0, u64::saturating_add),
+        );
+        if disk.write_through() && !ranges.is_empty() {
+            self.steps.push(Step::Sync);
+        }
+        self.steps.extend(ranges.into_iter().rev().map(step));
+    }
+
+    /// The next system call on a raw image; `None` when the image isn't one.
+    pub(super) fn op(&self, disk: &Disk) -> Option<Op> {
+        let Backend::Raw { file, direct } = disk.backend() else { return None };
+        let fd = file.as_raw_fd();
+        let vectored = |offset| {
+            let vecs = self.vecs.as_ref().map_or(&[][..], GuestIoVecs::as_slice);
+            let vecs = &vecs[..vecs.len().min(MAX_VECS)];
+            let fd = match direct {
+                Some(direct) if aligned(vecs, offset, direct) => direct.file.as_raw_fd(),
+                _ => fd,
+            };
+            (fd, vecs.as_ptr(), u32::try_from(vecs.len()).unwrap_or(0))
+        };
+        let punch = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        let zero = libc::FALLOC_FL_ZERO_RANGE | libc::FALLOC_FL_KEEP_SIZE;
+        Some(match *self.steps.last()? {
+            Step::Read { offset } => {
+                let (fd, vecs, count) = vectored(offset);
+                Op::Readv { fd, vecs, count, offset }
+            }
+            Step::Write { offset, durable } => {
+                let (fd, vecs, count) = vectored(offset);
+                Op::Writev { fd, vecs, count, offset, durable }
+            }
+            Step::Sync => Op::DataSync { fd },
+            Step::Punch { range, .. } => {
+                Op::Fallocate { fd, mode: punch, offset: range.start, len: range.len }
+            }
+            Step::Zero { range } => Op::Fallocate { fd, mode: zero, offset: range.start, len: range.len },
+            Step::Overwrite { range, done } => overwrite(fd, range, done),
+        })
+    }
+
+    /// What is left of a read: its place on the disk and in [`Task::incoming`]. For images that aren't raw.
+    pub(super) fn pending_read(&self) -> Option<(u64, u64)> {
+        match self.steps.last()? {
+            Step::Read { offset } => Some((*offset, self.place.0 + self.place.1 - offset)),
+            _ => None,
+        }
+    }
+
+    /// Where the guest wants the data of a read.
+    pub(super) fn incoming(&self) -> &[Segment] {
+        &self.incoming
+    }
+
+    /// First byte of the disk that the request is about.
+    pub(super) fn first_byte(&self) -> u64 {
+        self.place.0
+    }
+
+    /// Takes the result of the last [`Task::op`]: bytes or zero, or an errno. `None`: there is more to do.
+    pub(super) fn advance(&mut self, disk: &Disk, result: Result<usize, i32>) -> Option<Status> {
+        let Some(step) = self.steps.last().copied() else { return Some(Status::Ok) };
+        let moved = match result {
+            Ok(moved) => moved,
+            Err(libc::EINTR | libc::EAGAIN) if self.retries < MAX_RETRIES => {
+                self.retries += 1;
+                return None;
+            }
+            Err(libc::EOPNOTSUPP) if matches!(step, Step::Punch { .. } | Step::Zero { .. }) => {
+                return self.without_fallocate(disk, step);
+            }
+            Err(errno) => return Some(self.failed(disk, errno)),
+        };
+        self.retries = 0;
+        match step {
+            Step::Read { offset } | Step::Write { offset, .. } => {
+                let end = self.place.0 + self.place.1;
+                let moved = u64::try_from(moved).unwrap_or(u64::MAX).min(end - offset);
+                if moved == 0 {
+                    // The image became shorter behind our back.
+                    return Some(self.failed(disk, libc::EIO));
+                }
+                if offset + moved < end {
+                    if let Some(vecs) = &mut self.vecs {
+                        vecs.advance(usize::try_from(moved).unwrap_or(usize::MAX));
+                    }
+                    let offset = offset + moved;
+                    let rest = match step {
+                        Step::Write { durable, .. } => Step::Write { offset, durable },
+                        _ => Step::Read { offset },
+                    };
+                    return self.replace(rest);
+                }
+            }
+            Step::Overwrite { range, done } => {
+                if moved == 0 {
+                    return Some(self.failed(disk, libc::EIO));
+                }
+                let done = done.saturating_add(u64::try_from(moved).unwrap_or(u64::MAX));
+                if done < range.len {
+                    return self.replace(Step::Overwrite { range, done });
+                }
+            }
+            Step::Sync | Step::Punch { .. } | Step::Zero { .. } => {}
+        }
+        self.next()
+    }
+
+    fn replace(&mut self, step: Step) -> Option<Status> {
+        self.steps.pop();
+        self.steps.push(step);
+        None
+    }
+
+    fn next(&mut self) -> Option<Status> {
+        self.steps.pop();
+        self.steps.is_empty().then_some(Status::Ok)
+    }
+
+    fn without_fallocate(&mut self, disk: &Disk, step: Step) -> Option<Status> {
+        match step {
+            Step::Punch { range, zeroing: true } => self.replace(Step::Zero { range }),
+            Step::Zero { range } => {
+                disk.zero_by_writing();
+                self.replace(Step::Overwrite { range, done: 0 })
+            }
+            // A discard is a hint.
+            _ => self.next(),
+        }
+    }
+
+    fn failed(&self, disk: &Disk, errno: i32) -> Status {
+        let (offset, len) = self.place;
+        guest_warn!(
+            disk.log,
+            "Disk {}: {:?} of {len} bytes at {offset} failed: {}",
+            disk.name,
+            self.kind,
+            std::io::Error::from_raw_os_error(errno)
+        );
+        Status::IoError
+    }
+
+    /// Tells the guest: writes the status byte, marks what was written as dirty, counts. Returns what goes
+    /// into the used ring: the head of the chain and the bytes written to it.
+    pub(super) fn finish(
+        &self,
+        status: Status,
+        memory: &GuestMemory,
+        disk: &Disk,
+    ) -> Result<(u16, u32), RingError> {
+        mark_written(memory, &self.incoming, total_len(&self.incoming));
+        queue::write(memory, &[Segment { address: self.status, len: 1 }], 0, &[status as u8])?;
+        let counters = &disk.counters;
+        let bytes = self.place.1;
+        match (status, self.kind) {
+            (Status::Ok, Kind::Read) => {
+                counters.reads_completed.increment();
+                counters.read_bytes.add(bytes);
+            }
+            (Status::Ok, Kind::Write) => {
+                counters.writes_completed.increment();
+                counters.written_bytes.add(bytes);
+            }
+            (Status::Ok, Kind::Flush) => counters.flushes.increment(),
+            (Status::Ok, Kind::Discard) => counters.discards.increment(),
+            (Status::Ok, Kind::WriteZeroes) => counters.write_zeroes.increment(),
+            (Status::Ok, Kind::Other) => {}
+            _ => counters.errors.increment(),
+        }
+        // 2.7.8: the length counts from the first writable byte, so the status byte is in it only when all in
+        // front of it was written as well.
+        let whole = status == Status::Ok || self.writable == 0;
+        Ok((self.head, if whole { self.writable.saturating_add(1) } else { 0 }))
+    }
+}
+
+fn overwrite(fd: RawFd, range: Range, done: u64) -> Op {
+    let left = usize::try_from(range.len.saturating_sub(done)).unwrap_or(usize::MAX);
+    Op::WriteStatic { fd, data: &ZEROES[..left.min(ZEROES.len())], offset: range.start + done }
+}
+
+fn aligned(vecs: &[libc::iovec], offset: u64, direct: &Direct) -> bool {
+    let unit = usize::try_from(direct.offset).unwrap_or(usize::MAX);
+    offset.is_multiple_of(direct.offset)
+        && vecs
+            .iter()
+            .all(|vec| vec.iov_base.addr().is_multiple_of(direct.memory) && vec.iov_len.is_multiple_of(unit))
+}
