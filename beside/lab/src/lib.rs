@@ -1,1 +1,54 @@
-//! Under construction.
+//! The virtual lab: emulated hosts (QEMU, TCG) that run Causeway on real KVM, scenarios that are tests, and the images
+//! they boot. See the README for how to use it.
+
+mod agent;
+mod apt;
+mod channel;
+mod command;
+pub mod cpio;
+mod host;
+pub mod image;
+mod kernel;
+mod lab;
+pub mod paths;
+pub mod protocol;
+mod qemu;
+pub mod recipe;
+pub mod scenario;
+pub mod scenarios;
+mod shell;
+pub mod topology;
+mod transcript;
+
+pub use agent::serve as serve_agent;
+pub use channel::{Output, Session, Sink};
+pub use host::Host;
+pub use lab::Lab;
+pub use shell::interactive;
+pub use transcript::Transcript;
+
+/// A line of progress on stderr, with the seconds since the program began.
+#[macro_export]
+macro_rules! progress {
+    ($($arg:tt)*) => { $crate::say(&format!($($arg)*)) };
+}
+
+/// Hands a session's output on to this process's own.
+pub fn print_sink() -> channel::Sink {
+    Box::new(|kind, bytes| {
+        // Nobody may be reading any more.
+        let _ = match kind {
+            protocol::Kind::Stderr => std::io::Write::write_all(&mut std::io::stderr(), bytes),
+            _ => std::io::Write::write_all(&mut std::io::stdout(), bytes).and_then(|()| std::io::Write::flush(&mut std::io::stdout())),
+        };
+    })
+}
+
+static START: std::sync::OnceLock<std::time::Instant> = std::sync::OnceLock::new();
+
+/// Prints a progress line; see [`progress!`].
+pub fn say(line: &str) {
+    let start = START.get_or_init(std::time::Instant::now);
+    // Nobody may be reading any more: that's no reason to end.
+    let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("[{:7.1}] {line}\n", start.elapsed().as_secs_f64()));
+}

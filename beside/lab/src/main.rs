@@ -1,2 +1,205 @@
-//! Under construction.
-fn main() {}
+//! The lab's command line.
+
+use anyhow::{Context, Result, bail};
+use clap::{Args, Parser, Subcommand};
+use lab::topology::Topology;
+use lab::{Lab, scenario};
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+/// The virtual lab: emulated hosts that run Causeway on real KVM.
+#[derive(Debug, Parser)]
+#[command(name = "lab", subcommand_required = false, arg_required_else_help = true)]
+struct Cli {
+    /// List the scenarios.
+    #[arg(long)]
+    list: bool,
+    #[command(subcommand)]
+    command: Option<Verb>,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Open a host interactively.
+    Shell {
+        /// With the hosts of this scenario.
+        #[arg(long)]
+        scenario: Option<String>,
+        /// Which of its hosts.
+        #[arg(long, default_value_t = 0)]
+        host: usize,
+        /// Files to put into the hosts' /share/bin.
+        #[arg(long)]
+        bin: Vec<PathBuf>,
+    },
+    /// Boot one host, run a command in it, print its output, end with its status.
+    Try {
+        /// The command, for a shell.
+        #[arg(long)]
+        cmd: String,
+        /// Files to put into /share/bin, besides those in target/lab-bin and the monitor.
+        #[arg(long)]
+        bin: Vec<PathBuf>,
+        /// Seconds until it is given up.
+        #[arg(long, default_value_t = 300)]
+        timeout: u64,
+        /// Where to copy what the command leaves in /share/out.
+        #[arg(long)]
+        out: Option<PathBuf>,
+        /// CPUs of the host.
+        #[arg(long, default_value_t = 2)]
+        cpus: u32,
+        /// Memory of the host in MiB.
+        #[arg(long, default_value_t = 3072)]
+        memory: u32,
+    },
+    /// Build the images that are missing or outdated.
+    Images,
+    /// What runs inside a host.
+    #[command(hide = true)]
+    Agent {
+        /// The port to serve.
+        port: PathBuf,
+    },
+    /// Run the scenario of that name.
+    #[command(external_subcommand)]
+    Scenario(Vec<String>),
+}
+
+/// A scenario and what its run may be told.
+#[derive(Debug, Parser)]
+#[command(name = "lab", no_binary_name = true)]
+struct ScenarioCli {
+    /// The scenario.
+    name: String,
+    #[command(flatten)]
+    options: OptionArgs,
+}
+
+#[derive(Debug, Args)]
+struct OptionArgs {
+    /// How many times (boots, kills…).
+    #[arg(long)]
+    count: Option<u32>,
+    /// How long, in seconds.
+    #[arg(long)]
+    seconds: Option<u64>,
+    /// Only this kernel; may be given again.
+    #[arg(long = "kernel")]
+    kernels: Vec<String>,
+    /// Only this number of vCPUs; may be given again.
+    #[arg(long = "cpus")]
+    cpus: Vec<u32>,
+}
+
+impl From<OptionArgs> for scenario::Options {
+    fn from(a: OptionArgs) -> Self {
+        scenario::Options { count: a.count, seconds: a.seconds, kernels: a.kernels, cpus: a.cpus }
+    }
+}
+
+fn main() -> ExitCode {
+    match real_main(Cli::parse()) {
+        Ok(code) => code,
+        Err(e) => {
+            eprintln!("lab: {e:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn status(code: i32) -> ExitCode {
+    u8::try_from(code).map_or(ExitCode::FAILURE, ExitCode::from)
+}
+
+fn install(lab: &Lab, files: &[PathBuf]) -> Result<()> {
+    if lab::paths::causeway().is_ok() {
+        lab.install_causeway()?;
+    }
+    for file in files {
+        for host in lab.hosts() {
+            host.install(file)?;
+        }
+    }
+    Ok(())
+}
+
+fn real_main(cli: Cli) -> Result<ExitCode> {
+    if cli.list {
+        for s in scenario::all() {
+            println!("{:16} {}", s.name, s.about);
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    match cli.command {
+        None => bail!("Say what to do: a scenario's name, `shell`, `try`, `images` or `--list`"),
+        Some(Verb::Agent { port }) => lab::serve_agent(&port).map(|()| ExitCode::SUCCESS),
+        Some(Verb::Images) => lab::image::Images::ready().map(|_| ExitCode::SUCCESS),
+        Some(Verb::Scenario(words)) => {
+            let cli = match ScenarioCli::try_parse_from(words) {
+                Ok(cli) => cli,
+                Err(e) => e.exit(),
+            };
+            scenario::run(scenario::find(&cli.name)?, &cli.options.into())?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Some(Verb::Shell { scenario, host, bin }) => {
+            let topology = match scenario {
+                Some(name) => (scenario::find(&name)?.topology)(&scenario::Options::default()),
+                None => Topology::single(),
+            };
+            let lab = Lab::boot(&topology)?;
+            install(&lab, &bin)?;
+            lab::interactive(lab.host(host)?).map(status)
+        }
+        Some(Verb::Try { cmd, bin, timeout, out, cpus, memory }) => {
+            let host = lab::topology::HostSpec::new("host").cpus(cpus).memory(memory);
+            let lab = Lab::boot(&Topology::new().host(host))?;
+            install(&lab, &bin)?;
+            let host = lab.host(0)?;
+            let code = follow(host, &cmd, Duration::from_secs(timeout));
+            if let Some(out) = out {
+                copy_out(&host.share().join("out"), &out)?;
+            }
+            code.map(status)
+        }
+    }
+}
+
+fn follow(host: &lab::Host, script: &str, timeout: Duration) -> Result<i32> {
+    let session = host.start(script, None, Some(lab::print_sink()))?;
+    match session.wait(timeout)? {
+        Some(code) => Ok(code),
+        None => {
+            eprint!("{}", host.tails());
+            bail!("The command didn't end within {} s", timeout.as_secs())
+        }
+    }
+}
+
+fn copy_out(from: &std::path::Path, to: &std::path::Path) -> Result<()> {
+    std::fs::create_dir_all(to)?;
+    let status = std::process::Command::new("cp").arg("-a").arg(from.join(".")).arg(to).status().context("Can't run cp")?;
+    std::io::stdout().flush()?;
+    if !status.success() {
+        bail!("Can't copy the results to {}", to.display());
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn scenarios_take_their_options() {
+        let cli = Cli::try_parse_from(["lab", "boot", "--count", "50", "--cpus", "1", "--cpus", "4"]).unwrap();
+        let Some(Verb::Scenario(words)) = cli.command else { panic!("not a scenario") };
+        let s = ScenarioCli::try_parse_from(words).unwrap();
+        assert_eq!((s.name.as_str(), s.options.count, s.options.cpus), ("boot", Some(50), vec![1, 4]));
+        assert!(ScenarioCli::try_parse_from(["boot", "--nonsense"]).is_err());
+        assert!(Cli::try_parse_from(["lab", "--list"]).unwrap().list);
+    }
+}

@@ -1,0 +1,165 @@
+//! The lab's hand inside an emulated host: starts processes, carries their input and output, and their end.
+
+use crate::protocol::{Frame, Kind, Start, receive, send};
+use anyhow::{Context, Result};
+use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+use rustix::termios::{Winsize, tcsetwinsize};
+use std::collections::HashMap;
+use std::fs::{File, OpenOptions};
+use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+type Port = Arc<Mutex<File>>;
+
+struct Running {
+    group: Pid,
+    input: Option<std::sync::mpsc::Sender<Vec<u8>>>,
+    terminal: Option<OwnedFd>,
+}
+
+fn tell(port: &Port, session: u32, kind: Kind, data: &[u8]) {
+    if let Ok(mut port) = port.lock() {
+        // The lab is gone when this fails, and with it the host, in a moment.
+        let _ = send(&mut *port, session, kind, data);
+    }
+}
+
+/// Serves the port until it closes.
+pub fn serve(port: &Path) -> Result<()> {
+    let file = OpenOptions::new().read(true).write(true).open(port);
+    let mut reader = file.with_context(|| format!("Can't open the port {}", port.display()))?;
+    let port: Port = Arc::new(Mutex::new(reader.try_clone()?));
+    tell(&port, 0, Kind::Hello, &[]);
+    let mut sessions: HashMap<u32, Running> = HashMap::new();
+    loop {
+        let frame = receive(&mut reader)?;
+        let Frame { session, kind, data } = frame;
+        match kind {
+            Kind::Ping => tell(&port, session, Kind::Pong, &[]),
+            Kind::Start => match start(&port, session, &data) {
+                Ok(running) => drop(sessions.insert(session, running)),
+                Err(e) => tell(&port, session, Kind::Failed, format!("{e:#}").as_bytes()),
+            },
+            Kind::Stdin => {
+                if let Some(input) = sessions.get(&session).and_then(|s| s.input.as_ref()) {
+                    let _ = input.send(data);
+                }
+            }
+            Kind::StdinEnd => {
+                if let Some(s) = sessions.get_mut(&session) {
+                    s.input = None;
+                }
+            }
+            Kind::Resize => {
+                if let (Some(s), [a, b, c, d]) = (sessions.get(&session), data.as_slice())
+                    && let Some(terminal) = &s.terminal
+                {
+                    let (rows, cols) = (u16::from_le_bytes([*a, *b]), u16::from_le_bytes([*c, *d]));
+                    let _ = tcsetwinsize(terminal, Winsize { ws_row: rows, ws_col: cols, ws_xpixel: 0, ws_ypixel: 0 });
+                }
+            }
+            Kind::Signal => {
+                if let (Some(s), Ok(four)) = (sessions.get(&session), <[u8; 4]>::try_from(data.as_slice()))
+                    && let Some(signal) = Signal::from_named_raw(i32::from_le_bytes(four))
+                {
+                    let _ = kill_process_group(s.group, signal);
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
+fn start(port: &Port, session: u32, data: &[u8]) -> Result<Running> {
+    let what: Start = serde_json::from_slice(data).context("Can't read what to start")?;
+    let mut terminal = None;
+    let mut command;
+    if let Some((rows, cols)) = what.terminal {
+        let control = openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY)?;
+        grantpt(&control)?;
+        unlockpt(&control)?;
+        tcsetwinsize(&control, Winsize { ws_row: rows, ws_col: cols, ws_xpixel: 0, ws_ypixel: 0 })?;
+        let name = ptsname(&control, Vec::new())?;
+        let side = OpenOptions::new().read(true).write(true).open(std::ffi::OsStr::from_bytes(name.as_bytes()))?;
+        command = Command::new("setsid");
+        command.args(["--ctty", "--wait", "/bin/sh", "-c", &what.script]);
+        command.stdin(side.try_clone()?).stdout(side.try_clone()?).stderr(side);
+        terminal = Some(control);
+    } else {
+        command = Command::new("/bin/sh");
+        command.args(["-c", &what.script]).process_group(0);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    }
+    let mut child = command.spawn().context("Can't start /bin/sh")?;
+    drop(command);
+    let group = Pid::from_raw(i32::try_from(child.id())?).context("A process without an id")?;
+    let (input, bytes) = channel::<Vec<u8>>();
+    let mut readers = Vec::new();
+    if let Some(control) = &terminal {
+        let sink = File::from(control.try_clone()?);
+        readers.push(pump(port, session, Kind::Stdout, File::from(control.try_clone()?)));
+        feed(sink, bytes);
+    } else {
+        if let Some(out) = child.stdout.take() {
+            readers.push(pump(port, session, Kind::Stdout, out));
+        }
+        if let Some(err) = child.stderr.take() {
+            readers.push(pump(port, session, Kind::Stderr, err));
+        }
+        if let Some(sink) = child.stdin.take() {
+            feed(sink, bytes);
+        }
+    }
+    reap(port, session, child, readers);
+    Ok(Running { group, input: Some(input), terminal })
+}
+
+fn feed(mut sink: impl Write + Send + 'static, bytes: Receiver<Vec<u8>>) {
+    std::thread::spawn(move || {
+        while let Ok(some) = bytes.recv() {
+            if sink.write_all(&some).is_err() {
+                return;
+            }
+        }
+    });
+}
+
+/// Carries output until its end; the receiver hears when that is.
+fn pump(port: &Port, session: u32, kind: Kind, mut from: impl Read + Send + 'static) -> Receiver<()> {
+    let (done, finished) = channel();
+    let port = Arc::clone(port);
+    std::thread::spawn(move || {
+        let mut buffer = vec![0; 32 << 10];
+        while let Ok(n) = from.read(&mut buffer) {
+            if n == 0 {
+                break;
+            }
+            tell(&port, session, kind, &buffer[..n]);
+        }
+        let _ = done.send(());
+    });
+    finished
+}
+
+fn reap(port: &Port, session: u32, mut child: Child, readers: Vec<Receiver<()>>) {
+    let port = Arc::clone(port);
+    std::thread::spawn(move || {
+        let code = match child.wait() {
+            Ok(status) => status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0)),
+            Err(_) => 255,
+        };
+        // A process left in the background may hold the pipes open: its output isn't waited for.
+        for reader in readers {
+            let _ = reader.recv_timeout(Duration::from_millis(300));
+        }
+        tell(&port, session, Kind::Exit, &code.to_le_bytes());
+    });
+}

@@ -1,0 +1,232 @@
+//! One running host: its emulator, its console, its command channel and its share.
+
+use crate::channel::{Channel, Output, Session, Sink};
+use crate::image::Images;
+use crate::qemu::{Emulator, nic_table};
+use crate::topology::HostSpec;
+use crate::transcript::Transcript;
+use anyhow::{Context, Result, bail};
+use std::fs::{self, File};
+use std::io::Read;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+/// An emulated host. Dropping it ends the emulator.
+pub struct Host {
+    name: String,
+    dir: PathBuf,
+    child: Mutex<Child>,
+    channel: Channel,
+    consoles: Mutex<Vec<Transcript>>,
+    booted: Duration,
+}
+
+/// A host whose emulator has been started and which isn't up yet.
+pub struct Booting {
+    name: String,
+    dir: PathBuf,
+    child: Child,
+    start: Instant,
+}
+
+/// How long a host may take to boot: a few seconds when the machine is idle, a minute when it's crowded.
+const BOOT: Duration = Duration::from_secs(180);
+
+fn console_tail(dir: &Path, lines: usize) -> String {
+    let mut text = Vec::new();
+    if let Ok(mut f) = File::open(dir.join("console")) {
+        // A console that can't be read is shown as far as it could.
+        let _ = f.read_to_end(&mut text);
+    }
+    let text = String::from_utf8_lossy(&text);
+    let all: Vec<&str> = text.lines().collect();
+    all[all.len().saturating_sub(lines)..].join("\n")
+}
+
+impl Booting {
+    /// Starts the emulator. The process is tied to the calling thread's life: call this from one that lasts.
+    pub fn start(images: &Images, emulator: &Emulator, spec: &HostSpec, index: usize, dir: &Path, links: &Path) -> Result<Self> {
+        fs::create_dir_all(dir.join("share/.lab"))?;
+        fs::create_dir_all(dir.join("share/bin"))?;
+        fs::create_dir_all(dir.join("share/out"))?;
+        fs::write(dir.join("share/.lab/nics"), nic_table(spec, index))?;
+        // The emulator itself dies with the lab, even when the lab is killed: setpriv asks the kernel for that.
+        let mut command = Command::new("setpriv");
+        emulator.environment(images, &mut command);
+        command.args(["--pdeathsig", "KILL", "--"]).arg(emulator.program(images));
+        command.args(emulator.arguments(images, spec, index, dir, links));
+        let log = File::create(dir.join("qemu.log"))?;
+        let child = command
+            .stdin(Stdio::null())
+            .stdout(log.try_clone()?)
+            .stderr(log)
+            .spawn()
+            .context("Can't start the emulator through setpriv; is util-linux installed?")?;
+        Ok(Booting { name: spec.name.clone(), dir: dir.to_path_buf(), child, start: Instant::now() })
+    }
+
+    /// Waits until the host takes commands.
+    pub fn wait(mut self) -> Result<Host> {
+        let name = self.name.clone();
+        let explain = |booting: &Booting, what: &str| {
+            let log = fs::read_to_string(booting.dir.join("qemu.log")).unwrap_or_default();
+            anyhow::anyhow!("Host {name} {what}\n--- console of {name} ---\n{}\n--- emulator ---\n{}", console_tail(&booting.dir, 25), log.trim())
+        };
+        let channel = loop {
+            if let Some(status) = self.child.try_wait()? {
+                return Err(explain(&self, &format!("didn't boot: the emulator ended with {status}")));
+            }
+            if let Ok(channel) = Channel::connect(&self.dir.join("agent")) {
+                break channel;
+            }
+            if self.start.elapsed() > BOOT {
+                return Err(explain(&self, "didn't boot: the emulator opened no socket"));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        };
+        let mut hello = false;
+        while !hello {
+            if let Some(status) = self.child.try_wait()? {
+                return Err(explain(&self, &format!("didn't boot: the emulator ended with {status}")));
+            }
+            if self.start.elapsed() > BOOT {
+                return Err(explain(&self, &format!("didn't take commands within {} s", BOOT.as_secs())));
+            }
+            hello = channel.wait_hello(Duration::from_millis(500));
+        }
+        // The child moves into the host, which ends it from now on.
+        let booted = self.start.elapsed();
+        let (child, spare) = (Command::new("true").spawn()?, self.dir.clone());
+        let child = std::mem::replace(&mut self.child, child);
+        Ok(Host { name: self.name.clone(), dir: spare, child: Mutex::new(child), channel, consoles: Mutex::default(), booted })
+    }
+}
+
+impl Drop for Booting {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if let Ok(child) = self.child.get_mut() {
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+impl Host {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// From the emulator's start to the first command it could take.
+    pub fn boot_time(&self) -> Duration {
+        self.booted
+    }
+
+    /// The folder that the host sees as `/share`.
+    pub fn share(&self) -> PathBuf {
+        self.dir.join("share")
+    }
+
+    /// Runs a shell script to its end.
+    pub fn run(&self, script: &str, timeout: Duration) -> Result<Output> {
+        self.channel.start(&self.name, script, None, None)?.output(timeout).map_err(|e| self.hung(e))
+    }
+
+    /// Runs a shell script that must succeed, and returns what it printed.
+    pub fn sh(&self, script: &str) -> Result<String> {
+        let first = script.trim().lines().next().unwrap_or_default();
+        self.run(script, Duration::from_secs(120))?.success().with_context(|| format!("{first:?} failed on {}", self.name))
+    }
+
+    /// Starts a shell script that goes on running; its output is a console that is shown when something hangs.
+    pub fn spawn(&self, name: &str, script: &str) -> Result<Session> {
+        let session = self.channel.start(name, script, None, None)?;
+        if let Ok(mut consoles) = self.consoles.lock() {
+            consoles.push(session.out.clone());
+            consoles.push(session.err.clone());
+        }
+        Ok(session)
+    }
+
+    /// Starts a script in a terminal, or with its output handed on as it comes.
+    pub fn start(&self, script: &str, terminal: Option<(u16, u16)>, sink: Option<Sink>) -> Result<Session> {
+        self.channel.start(&self.name, script, terminal, sink)
+    }
+
+    /// Forgets the consoles of what has ended.
+    pub fn forget_consoles(&self) {
+        if let Ok(mut consoles) = self.consoles.lock() {
+            consoles.clear();
+        }
+    }
+
+    /// Whether the host still answers. When it doesn't, what hangs is the emulator or the host's kernel, not what runs on it.
+    pub fn answers(&self) -> bool {
+        self.channel.ping(Duration::from_secs(20))
+    }
+
+    /// Adds who is to blame to the error of something that took too long.
+    fn hung(&self, error: anyhow::Error) -> anyhow::Error {
+        if self.answers() {
+            error
+        } else {
+            error.context(format!("Host {} doesn't answer any more: the EMULATOR (or the emulated host's kernel) hangs, which says nothing about the monitor", self.name))
+        }
+    }
+
+    /// The tails of its console and of those of everything that was started on it, and what its kernel complained of.
+    pub fn tails(&self) -> String {
+        let mut text = format!("--- console of host {} ---\n{}\n", self.name, console_tail(&self.dir, 25));
+        if self.answers() {
+            let look = "dmesg | grep -v 'Unhandled WRMSR' | tail -n 12; echo '-- busiest threads'; top -H -b -n 1 | head -n 14 | tail -n 9; \
+                        for k in /sys/kernel/debug/kvm/*-*; do [ -d $k ] && echo \"-- ${k##*/} exits $(cat $k/exits 2>/dev/null)\"; done; sleep 2; \
+                        for k in /sys/kernel/debug/kvm/*-*; do [ -d $k ] && echo \"-- ${k##*/} exits 2 s later $(cat $k/exits 2>/dev/null)\"; done; true";
+            match self.channel.start("look", look, None, None).and_then(|s| s.output(Duration::from_secs(60))) {
+                Ok(o) => text.push_str(&format!("--- host {} answers ---\n{}", self.name, o.stdout)),
+                Err(e) => text.push_str(&format!("--- host {} can't be looked at: {e:#} ---\n", self.name)),
+            }
+        } else {
+            text.push_str(&format!("--- host {} DOES NOT ANSWER: the emulator or its kernel hangs ---\n", self.name));
+        }
+        if let Ok(consoles) = self.consoles.lock() {
+            for c in consoles.iter() {
+                text.push_str(&c.tail(25));
+            }
+        }
+        text
+    }
+
+    /// Copies a program or file into the host's `/share/bin`.
+    pub fn install(&self, file: &Path) -> Result<()> {
+        let name = file.file_name().with_context(|| format!("{} has no file name", file.display()))?;
+        let to = self.share().join("bin").join(name);
+        if to.exists() {
+            fs::remove_file(&to)?;
+        }
+        fs::copy(file, &to).with_context(|| format!("Can't copy {} to the host's share", file.display()))?;
+        Ok(())
+    }
+
+    /// Asks the host to power off and waits a little; the emulator is ended in any case.
+    pub fn shut_down(&self) -> Result<()> {
+        let _ = self.channel.start("off", "sync; busybox poweroff -f", None, None)?;
+        for _ in 0..100 {
+            let Ok(mut child) = self.child.lock() else { break };
+            if child.try_wait()?.is_some() {
+                return Ok(());
+            }
+            drop(child);
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        bail!("Host {} didn't power off within 10 s", self.name)
+    }
+}

@@ -1,0 +1,112 @@
+//! A running topology: hosts booted together, and one folder that goes away with them.
+
+use crate::host::{Booting, Host};
+use crate::image::Images;
+use crate::qemu::Emulator;
+use crate::topology::Topology;
+use crate::{paths, progress};
+use anyhow::{Context, Result};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use tempfile::TempDir;
+
+/// Hosts that run until this is dropped.
+pub struct Lab {
+    hosts: Vec<Host>,
+    emulator: String,
+    // After the hosts: they use files in it.
+    dir: TempDir,
+}
+
+const PREFIX: &str = "causeway-lab-";
+
+/// Removes the folders of labs that were killed.
+fn sweep() {
+    let Ok(entries) = fs::read_dir(std::env::temp_dir()) else { return };
+    for entry in entries.flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let pid = name.strip_prefix(PREFIX).and_then(|r| r.split('-').next()).and_then(|p| p.parse::<u32>().ok());
+        if let Some(pid) = pid
+            && !Path::new(&format!("/proc/{pid}")).exists()
+        {
+            // Another user's leftovers can't be removed; they do no harm.
+            let _ = fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
+impl Lab {
+    /// Builds images where needed and boots all hosts of a topology, at the same time.
+    pub fn boot(topology: &Topology) -> Result<Self> {
+        Self::boot_with(topology, &Emulator::chosen()?)
+    }
+
+    /// As [`Lab::boot`], with an emulator of one's choice.
+    pub(crate) fn boot_with(topology: &Topology, emulator: &Emulator) -> Result<Self> {
+        topology.check()?;
+        let images = Images::ready()?;
+        sweep();
+        let dir = tempfile::Builder::new().prefix(&format!("{PREFIX}{}-", std::process::id())).tempdir()?;
+        let describe = emulator.describe(&images);
+        progress!("lab: {describe}");
+        let agent = paths::agent()?;
+        let links = dir.path().join("links");
+        fs::create_dir_all(&links)?;
+        let mut booting = Vec::new();
+        for (index, spec) in topology.hosts.iter().enumerate() {
+            let home = dir.path().join(&spec.name);
+            fs::create_dir_all(home.join("share/.lab"))?;
+            let program = home.join("share/.lab/lab");
+            fs::copy(&agent, &program).with_context(|| format!("Can't copy {} to the host's share", agent.display()))?;
+            fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
+            booting.push(Booting::start(&images, emulator, spec, index, &home, &links)?);
+        }
+        let mut hosts = Vec::new();
+        for b in booting {
+            let host = b.wait()?;
+            progress!("lab: host {} is up after {:.1} s", host.name(), host.boot_time().as_secs_f64());
+            hosts.push(host);
+        }
+        let lab = Lab { hosts, emulator: describe, dir };
+        let extra = fs::read_dir(paths::binaries()).into_iter().flatten().flatten();
+        for file in extra.map(|e| e.path()).filter(|p| p.is_file()) {
+            for host in &lab.hosts {
+                host.install(&file)?;
+            }
+        }
+        Ok(lab)
+    }
+
+    /// The hosts, in the topology's order.
+    pub fn hosts(&self) -> &[Host] {
+        &self.hosts
+    }
+
+    /// A host by its number.
+    pub fn host(&self, number: usize) -> Result<&Host> {
+        self.hosts.get(number).with_context(|| format!("There is no host number {number}; there are {}", self.hosts.len()))
+    }
+
+    /// Which emulator runs it, with its settings.
+    pub fn emulator(&self) -> &str {
+        &self.emulator
+    }
+
+    /// The folder with everything of this run.
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// Copies the monitor into every host.
+    pub fn install_causeway(&self) -> Result<()> {
+        let program = paths::causeway()?;
+        progress!("lab: the monitor is {}", program.display());
+        self.hosts.iter().try_for_each(|h| h.install(&program))
+    }
+
+    /// The tails of all consoles.
+    pub fn tails(&self) -> String {
+        self.hosts.iter().map(Host::tails).collect()
+    }
+}

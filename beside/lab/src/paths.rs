@@ -1,0 +1,58 @@
+//! Where the lab keeps things.
+
+use anyhow::{Context, Result, bail};
+use std::path::{Path, PathBuf};
+
+/// The work tree this crate was built from.
+pub fn workspace() -> PathBuf {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    here.parent().and_then(Path::parent).unwrap_or(here).to_path_buf()
+}
+
+/// Cargo's target folder.
+pub fn target() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace().join("target"), PathBuf::from)
+}
+
+/// The cache of images: `LAB_CACHE`, or `target/lab-cache`.
+pub fn cache() -> PathBuf {
+    std::env::var_os("LAB_CACHE").map_or_else(|| target().join("lab-cache"), PathBuf::from)
+}
+
+/// The folder whose files every host gets in `/share/bin`: `target/lab-bin`.
+pub fn binaries() -> PathBuf {
+    target().join("lab-bin")
+}
+
+/// The monitor that the lab runs: `CAUSEWAY_BIN`, or the newest of the profiles `lab` and `release`.
+pub fn causeway() -> Result<PathBuf> {
+    if let Some(path) = std::env::var_os("CAUSEWAY_BIN") {
+        let path = PathBuf::from(path);
+        if !path.is_file() {
+            bail!("CAUSEWAY_BIN names {}, which is not a file", path.display());
+        }
+        return Ok(path);
+    }
+    ["lab", "release"]
+        .iter()
+        .map(|profile| target().join(profile).join("causeway"))
+        .filter(|p| p.is_file())
+        .max_by_key(|p| p.metadata().and_then(|m| m.modified()).ok())
+        .context("There is no causeway binary yet: build it with `cargo build --profile lab -p causeway`, or name one in CAUSEWAY_BIN")
+}
+
+/// The lab's own program, which is also the agent inside hosts.
+pub fn agent() -> Result<PathBuf> {
+    let me = std::env::current_exe().context("Can't tell which program is running")?;
+    if me.file_name().is_some_and(|n| n == "lab") {
+        return Ok(me);
+    }
+    if let Some(path) = std::env::var_os("LAB_AGENT") {
+        return Ok(path.into());
+    }
+    ["lab", "release", "debug"]
+        .iter()
+        .map(|profile| target().join(profile).join("lab"))
+        .find(|p| p.is_file())
+        .context("Lab tests need the lab's program inside the hosts: build it with `cargo build --profile lab -p lab`")
+}

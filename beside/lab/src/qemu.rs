@@ -1,0 +1,182 @@
+//! The emulator: which QEMU, with what settings, and the command line of a host. STABILITY.md has the evidence.
+
+use crate::image::Images;
+use crate::topology::{HostSpec, mac};
+use anyhow::{Result, bail};
+use std::path::{Path, PathBuf};
+
+/// How hosts are emulated.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Emulator {
+    /// The newer QEMU unpacked from the backports, or the system's.
+    pub newer: bool,
+    /// One TCG thread per vCPU, or one for all.
+    pub multi: bool,
+    /// The `-cpu` argument.
+    pub cpu: String,
+    /// Whether KVM in the host uses nested paging.
+    pub npt: bool,
+}
+
+impl Default for Emulator {
+    fn default() -> Self {
+        Emulator { newer: true, multi: true, cpu: "max,+svm,-la57,-xsave".into(), npt: true }
+    }
+}
+
+impl Emulator {
+    /// The default, changed by `LAB_EMULATOR`, a list such as `qemu=system,threads=single,npt=0`.
+    pub fn chosen() -> Result<Self> {
+        match std::env::var("LAB_EMULATOR") {
+            Ok(text) => Self::parse(&text),
+            Err(_) => Ok(Self::default()),
+        }
+    }
+
+    fn parse(text: &str) -> Result<Self> {
+        let mut e = Self::default();
+        for word in text.split(',').filter(|w| !w.is_empty()) {
+            match word {
+                "qemu=system" => e.newer = false,
+                "qemu=newer" => e.newer = true,
+                "threads=single" => e.multi = false,
+                "threads=multi" => e.multi = true,
+                "npt=0" => e.npt = false,
+                "npt=1" => e.npt = true,
+                _ => bail!("LAB_EMULATOR has {word:?}; it takes qemu=system|newer, threads=single|multi and npt=0|1, with commas"),
+            }
+        }
+        Ok(e)
+    }
+
+    /// QEMU's program.
+    pub fn program(&self, images: &Images) -> PathBuf {
+        if self.newer { images.qemu_root().join("usr/bin/qemu-system-x86_64") } else { "qemu-system-x86_64".into() }
+    }
+
+    /// One line that says what is used.
+    pub fn describe(&self, images: &Images) -> String {
+        let mut command = std::process::Command::new(self.program(images));
+        self.environment(images, &mut command);
+        let version = command.arg("--version").output().map(|o| String::from_utf8_lossy(&o.stdout).lines().next().unwrap_or("?").to_owned());
+        format!(
+            "{}, TCG with {}, -cpu {}, npt={}",
+            version.unwrap_or_else(|e| format!("QEMU that doesn't run ({e})")),
+            if self.multi { "a thread per CPU" } else { "one thread" },
+            self.cpu,
+            u8::from(self.npt)
+        )
+    }
+
+    /// The unpacked QEMU brings libraries that the system may lack.
+    pub fn environment(&self, images: &Images, command: &mut std::process::Command) {
+        if self.newer {
+            let root = images.qemu_root();
+            let dirs = ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu/pulseaudio"];
+            let own: Vec<String> = dirs.iter().map(|d| root.join(d).display().to_string()).collect();
+            command.env("LD_LIBRARY_PATH", own.join(":"));
+        }
+    }
+
+    /// The arguments for one host whose files are in `dir`. Link sockets are in `links`.
+    pub fn arguments(&self, images: &Images, host: &HostSpec, index: usize, dir: &Path, links: &Path) -> Vec<String> {
+        let mut a: Vec<String> = Vec::new();
+        let mut add = |flag: &str, value: String| {
+            a.push(flag.to_owned());
+            if !value.is_empty() {
+                a.push(value);
+            }
+        };
+        let d = dir.display();
+        add("-name", host.name.clone());
+        add("-nodefaults", String::new());
+        add("-no-user-config", String::new());
+        if self.newer {
+            for data in ["usr/share/qemu", "usr/share/seabios", "usr/lib/ipxe/qemu"] {
+                add("-L", images.qemu_root().join(data).display().to_string());
+            }
+        }
+        let iommu = host.qemu.iter().any(|q| q.contains("iommu"));
+        add("-machine", if iommu { "q35,kernel-irqchip=split".into() } else { "q35".into() });
+        add("-accel", format!("tcg,thread={},tb-size=512", if self.multi { "multi" } else { "single" }));
+        add("-cpu", self.cpu.clone());
+        add("-smp", host.cpus.to_string());
+        add("-m", format!("{}M", host.memory_mib));
+        add("-display", "none".into());
+        add("-no-reboot", String::new());
+        add("-serial", format!("file:{d}/console"));
+        add("-qmp", format!("unix:{d}/qmp,server=on,wait=off"));
+        add("-kernel", images.host_kernel().display().to_string());
+        add("-initrd", images.host_initrd().display().to_string());
+        let mut words = vec![
+            "console=ttyS0".to_owned(),
+            "quiet".into(),
+            "panic=-1".into(),
+            "mitigations=off".into(),
+            "tsc=reliable".into(),
+            "random.trust_cpu=on".into(),
+            "cryptomgr.notests".into(),
+            "apparmor=0".into(),
+            format!("lab.name={}", host.name),
+            format!("kvm_amd.npt={}", u8::from(self.npt)),
+        ];
+        words.extend(host.kernel.iter().cloned());
+        add("-append", words.join(" "));
+        for (id, image) in [("root", images.host_root()), ("lab", images.guest_disk())] {
+            add("-drive", format!("if=none,id={id},format=raw,readonly=on,file={}", image.display()));
+            add("-device", format!("virtio-blk-pci,drive={id}"));
+        }
+        add("-device", "virtio-serial-pci,id=serial0".into());
+        add("-chardev", format!("socket,id=agent,path={d}/agent,server=on,wait=off"));
+        add("-device", "virtserialport,bus=serial0.0,chardev=agent,name=lab".into());
+        add("-fsdev", format!("local,id=share,path={d}/share,security_model=none,multidevs=remap"));
+        add("-device", "virtio-9p-pci,fsdev=share,mount_tag=share".into());
+        for (n, nic) in host.nics.iter().enumerate() {
+            let id = format!("net{n}");
+            match nic.link {
+                Some((link, end)) => {
+                    let path = |e: usize| links.join(format!("{link}.{e}")).display().to_string();
+                    add(
+                        "-netdev",
+                        format!(
+                            "dgram,id={id},local.type=unix,local.path={},remote.type=unix,remote.path={}",
+                            path(end),
+                            path(1 - end)
+                        ),
+                    );
+                }
+                None => add("-netdev", format!("hubport,id={id},hubid={}", 100 + n)),
+            }
+            add("-device", format!("{},netdev={id},mac={},romfile=", nic.model, mac(index, n)));
+        }
+        a.extend(host.qemu.iter().cloned());
+        a
+    }
+}
+
+/// The file that tells a host's first program its NICs: address, name, IP address or `-`.
+pub fn nic_table(host: &HostSpec, index: usize) -> String {
+    let lines = host.nics.iter().enumerate().map(|(n, nic)| {
+        format!("{} {} {}\n", mac(index, n), nic.name, nic.address.as_deref().unwrap_or("-"))
+    });
+    lines.collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::topology::Topology;
+
+    #[test]
+    fn settings_are_read() {
+        let e = Emulator::parse("qemu=system,threads=single,npt=0").unwrap();
+        assert!(!e.newer && !e.multi && !e.npt);
+        assert!(Emulator::parse("fast=yes").unwrap_err().to_string().contains("fast=yes"));
+    }
+
+    #[test]
+    fn nics_are_listed_for_the_host() {
+        let t = Topology::ring(2);
+        assert_eq!(nic_table(&t.hosts[1], 1), "52:54:00:77:01:00 x0 10.77.0.2/24\n");
+    }
+}

@@ -1,0 +1,173 @@
+//! What the images are made of: package lists, kernel modules and scripts, and the hash that decides
+//! whether a cached image is still good.
+
+/// Raised when the way images are put together changes in a way the lists below don't show.
+pub const VERSION: u32 = 1;
+
+/// Debian packages in the root file system of an emulated host.
+pub const HOST_PACKAGES: &[&str] = &[
+    "base-files", "base-passwd", "bash", "bridge-utils", "busybox-static", "bsdextrautils", "coreutils", "dash",
+    "diffutils", "e2fsprogs", "ethtool", "findutils", "fio", "gawk", "gdb", "grep", "gzip", "hostname",
+    "ibverbs-providers", "ibverbs-utils", "infiniband-diags", "iperf3", "ipxe-qemu", "iproute2", "iptables",
+    "iputils-ping", "kmod", "less", "libc-bin", "lsof", "mount", "ncurses-base", "ncurses-bin", "netcat-openbsd",
+    "nftables", "passt", "pciutils", "perftest", "procps", "psmisc", "python3-minimal", "python3", "qemu-system-x86",
+    "qemu-utils", "rdma-core", "rdmacm-utils", "seabios", "sed", "socat", "strace", "sysvinit-utils", "tar", "tcpdump",
+    "util-linux", "util-linux-extra", "vim-tiny", "xz-utils",
+];
+
+/// Debian packages in the root file system of a guest.
+pub const GUEST_PACKAGES: &[&str] = &[
+    "base-files", "bash", "busybox-static", "coreutils", "dash", "e2fsprogs", "ethtool", "fio", "grep",
+    "ibverbs-providers", "ibverbs-utils", "iperf3", "iproute2", "iputils-ping", "kmod", "libc-bin", "mount",
+    "pciutils", "perftest", "procps", "rdma-core", "rdmacm-utils", "sed", "socat", "util-linux",
+];
+
+/// The newer QEMU that is unpacked beside the system's.
+pub const QEMU_PACKAGES: &[&str] = &["qemu-system-x86", "seabios"];
+
+/// A Debian kernel that guests (and hosts) boot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KernelRecipe {
+    /// Name used by scenarios and folders.
+    pub name: &'static str,
+    /// The package that depends on the newest kernel of the kind.
+    pub meta: &'static str,
+    /// How the name of that kernel's package begins.
+    pub prefix: &'static str,
+}
+
+/// The kernels of the lab. The first is also the kernel of the hosts.
+pub const KERNELS: &[KernelRecipe] = &[
+    KernelRecipe { name: "6.1-generic", meta: "linux-image-amd64", prefix: "linux-image-6.1." },
+    KernelRecipe { name: "6.1-cloud", meta: "linux-image-cloud-amd64", prefix: "linux-image-6.1." },
+    KernelRecipe { name: "6.12-generic", meta: "linux-image-amd64", prefix: "linux-image-6.12." },
+    KernelRecipe { name: "6.12-cloud", meta: "linux-image-cloud-amd64", prefix: "linux-image-6.12." },
+];
+
+/// Modules in the initramfs of a host: enough to reach its root disk.
+pub const HOST_INITRD_MODULES: &[&str] =
+    &["virtio_pci", "virtio_blk", "crc32c_generic", "crc32c-intel", "ext4", "overlay"];
+
+/// Modules in the initramfs of a guest; all of them are loaded.
+pub const GUEST_INITRD_MODULES: &[&str] = &[
+    "virtio_pci", "virtio_mmio", "virtio_blk", "crc32c_generic", "ext4", "overlay", "virtio_net", "virtio-rng",
+    "virtio_console", "vmw_vsock_virtio_transport", "evdev", "button",
+];
+
+/// Modules in a guest's root disk, for scripts to `modprobe`.
+pub const GUEST_ROOT_MODULES: &[&str] = &[
+    "rdma_rxe", "rdma_ucm", "ib_uverbs", "ib_umad", "vmxnet3", "8139too", "8139cp", "ne2k-pci", "e1000", "e1000e",
+    "nvme", "tun", "bridge", "veth", "9p", "9pnet_virtio", "virtiofs", "vsock_diag", "dm-mod", "loop", "pcnet32",
+    "e100", "uio_pci_generic", "null_blk", "brd", "tcp_bbr", "msr", "userio",
+];
+
+/// Folders of kernel modules that an emulated host never needs.
+pub const HOST_MODULES_LEFT_OUT: &[&str] = &[
+    "sound", "drivers/gpu", "drivers/media", "drivers/staging", "drivers/iio", "drivers/net/wireless",
+    "drivers/infiniband/hw", "drivers/isdn", "drivers/hid", "drivers/mtd", "drivers/usb", "drivers/scsi",
+    "drivers/bluetooth", "drivers/hwmon", "drivers/leds", "drivers/power", "drivers/rtc", "drivers/regulator",
+    "drivers/mfd", "drivers/message", "drivers/firewire", "drivers/thunderbolt", "drivers/comedi", "net/mac80211",
+    "net/wireless", "net/bluetooth", "net/nfc", "drivers/nfc", "drivers/input", "drivers/i2c", "drivers/target",
+    "drivers/net/ethernet/mellanox", "drivers/net/ethernet/broadcom", "drivers/net/ethernet/chelsio",
+    "drivers/net/ethernet/qlogic", "drivers/net/ethernet/sfc", "drivers/net/ethernet/cavium", "drivers/net/usb",
+    "fs/ocfs2", "fs/gfs2", "fs/nfs", "fs/nfsd", "fs/ceph", "fs/btrfs", "fs/f2fs", "fs/reiserfs", "fs/jfs", "fs/smb",
+    "fs/afs", "fs/nilfs2", "fs/ubifs", "fs/jffs2", "drivers/pinctrl", "drivers/platform", "drivers/edac", "net/sctp",
+];
+
+/// PID 1 of a host's initramfs.
+pub const HOST_INITRD_INIT: &str = include_str!("../assets/host-initrd-init.sh");
+/// PID 1 of a host.
+pub const HOST_INIT: &str = include_str!("../assets/host-init.sh");
+/// PID 1 of a guest.
+pub const GUEST_INIT: &str = include_str!("../assets/guest-init.sh");
+
+/// A 64-bit FNV-1a hash over parts, each closed by its length so that `["ab", "c"]` and `["a", "bc"]` differ.
+pub fn hash<'a>(parts: impl IntoIterator<Item = &'a str>) -> String {
+    let mut h: u64 = 0xcbf2_9ce4_8422_2325;
+    let mut eat = |bytes: &[u8]| {
+        for b in bytes {
+            h ^= u64::from(*b);
+            h = h.wrapping_mul(0x0100_0000_01b3);
+        }
+    };
+    for part in parts {
+        eat(part.as_bytes());
+        eat(&(part.len() as u64).to_le_bytes());
+    }
+    format!("{h:016x}")
+}
+
+/// One thing that is built once and kept until its recipe changes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Artifact {
+    /// QEMU from the backports.
+    Qemu,
+    /// Kernels, unpacked.
+    Kernels,
+    /// A host's root disk and initramfs.
+    Host,
+    /// The disk with everything guests boot from.
+    Guest,
+}
+
+impl Artifact {
+    /// All of them, in build order.
+    pub const ALL: [Artifact; 4] = [Artifact::Qemu, Artifact::Kernels, Artifact::Host, Artifact::Guest];
+
+    /// Name of its stamp file and in progress lines.
+    pub fn name(self) -> &'static str {
+        match self {
+            Artifact::Qemu => "qemu",
+            Artifact::Kernels => "kernels",
+            Artifact::Host => "host",
+            Artifact::Guest => "guest",
+        }
+    }
+
+    /// The hash of everything that decides what the artifact holds.
+    pub fn recipe(self) -> String {
+        let version = VERSION.to_string();
+        let kernels: Vec<&str> = KERNELS.iter().flat_map(|k| [k.name, k.meta, k.prefix]).collect();
+        let mut parts = vec![self.name(), version.as_str()];
+        match self {
+            Artifact::Qemu => parts.extend(QEMU_PACKAGES),
+            Artifact::Kernels => parts.extend(kernels),
+            Artifact::Host => {
+                parts.extend(HOST_PACKAGES);
+                parts.extend(&kernels[..3]);
+                parts.extend(HOST_INITRD_MODULES);
+                parts.extend(HOST_MODULES_LEFT_OUT);
+                parts.extend([HOST_INITRD_INIT, HOST_INIT]);
+            }
+            Artifact::Guest => {
+                parts.extend(GUEST_PACKAGES);
+                parts.extend(kernels);
+                parts.extend(GUEST_INITRD_MODULES);
+                parts.extend(GUEST_ROOT_MODULES);
+                parts.push(GUEST_INIT);
+            }
+        }
+        hash(parts)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn boundaries_between_parts_count() {
+        assert_ne!(hash(["ab", "c"]), hash(["a", "bc"]));
+        assert_ne!(hash(["a"]), hash(["a", ""]));
+        assert_eq!(hash(["fio", "iperf3"]), hash(["fio", "iperf3"]));
+        assert_ne!(hash(["fio", "iperf3"]), hash(["iperf3", "fio"]));
+    }
+
+    #[test]
+    fn every_artifact_has_its_own_recipe() {
+        let mut all: Vec<String> = Artifact::ALL.iter().map(|a| a.recipe()).collect();
+        all.sort();
+        all.dedup();
+        assert_eq!(all.len(), Artifact::ALL.len());
+    }
+}

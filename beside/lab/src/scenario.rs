@@ -1,0 +1,119 @@
+//! What a scenario is: a name, a line of description, a topology, and a function whose figures are the last line.
+
+use crate::lab::Lab;
+use crate::topology::Topology;
+use crate::{progress, scenarios};
+use anyhow::{Result, anyhow, bail};
+use serde_json::{Map, Value};
+
+/// What the command line may say about a scenario.
+#[derive(Debug, Clone, Default)]
+pub struct Options {
+    /// How many times (boots, kills…); each scenario has its own default.
+    pub count: Option<u32>,
+    /// How long, in seconds, where a scenario runs for a time.
+    pub seconds: Option<u64>,
+    /// Only these kernels.
+    pub kernels: Vec<String>,
+    /// Only these numbers of vCPUs.
+    pub cpus: Vec<u32>,
+}
+
+/// A scenario's figures and whether its checks hold.
+#[derive(Debug, Default)]
+pub struct Report {
+    figures: Map<String, Value>,
+    broken: Vec<String>,
+}
+
+impl Report {
+    /// Sets a figure.
+    pub fn figure(&mut self, name: &str, value: impl Into<Value>) {
+        self.figures.insert(name.to_owned(), value.into());
+    }
+
+    /// A check: when it doesn't hold, the scenario fails and the text says why.
+    pub fn check(&mut self, holds: bool, text: impl Into<String>) {
+        if !holds {
+            let text = text.into();
+            progress!("CHECK FAILED: {text}");
+            self.broken.push(text);
+        }
+    }
+
+    /// The last line on standard output.
+    pub fn line(&self) -> String {
+        Value::Object(self.figures.clone()).to_string()
+    }
+}
+
+/// A scenario.
+pub struct Scenario {
+    /// Its name on the command line.
+    pub name: &'static str,
+    /// What it shows, in a line.
+    pub about: &'static str,
+    /// The hosts it needs.
+    pub topology: fn(&Options) -> Topology,
+    /// What it does.
+    pub run: fn(&Lab, &Options, &mut Report) -> Result<()>,
+}
+
+/// All scenarios.
+pub fn all() -> &'static [Scenario] {
+    scenarios::ALL
+}
+
+/// A scenario by name.
+pub fn find(name: &str) -> Result<&'static Scenario> {
+    all().iter().find(|s| s.name == name).ok_or_else(|| {
+        let names: Vec<&str> = all().iter().map(|s| s.name).collect();
+        anyhow!("There is no scenario {name:?}; there are {}", names.join(", "))
+    })
+}
+
+/// Runs a scenario to its end: figures on stdout, everything else on stderr.
+pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
+    progress!("{}: {}", scenario.name, scenario.about);
+    let lab = Lab::boot(&(scenario.topology)(options))?;
+    let mut report = Report::default();
+    let result = (scenario.run)(&lab, options, &mut report);
+    if let Err(e) = &result {
+        progress!("{} failed: {e:#}", scenario.name);
+        eprint!("{}", lab.tails());
+    }
+    report.figure("scenario", scenario.name);
+    report.figure("emulator", lab.emulator());
+    report.figure("ok", result.is_ok() && report.broken.is_empty());
+    drop(lab);
+    println!("{}", report.line());
+    result?;
+    if !report.broken.is_empty() {
+        bail!("{}: {}", scenario.name, report.broken.join("; "));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_line_is_one_json_object() {
+        let mut r = Report::default();
+        r.figure("boots", 3);
+        r.figure("text", "two\nlines");
+        let line = r.line();
+        assert!(!line.contains('\n'));
+        assert_eq!(serde_json::from_str::<Value>(&line).unwrap()["boots"], 3);
+    }
+
+    #[test]
+    fn names_are_unique_and_unknown_ones_are_refused() {
+        let mut names: Vec<&str> = all().iter().map(|s| s.name).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), all().len());
+        assert!(find("nonsense").err().unwrap().to_string().contains("boot"));
+    }
+}

@@ -1,0 +1,85 @@
+//! `lab shell`: a host's shell in this terminal.
+
+use crate::host::Host;
+use crate::protocol::Kind;
+use anyhow::{Result, bail};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::termios::{OptionalActions, Termios, isatty, tcgetattr, tcgetwinsize, tcsetattr};
+use std::io::{IsTerminal, Read, Write};
+use std::time::{Duration, Instant};
+
+/// Restores the terminal when it goes out of scope.
+struct Raw {
+    before: Termios,
+}
+
+impl Raw {
+    fn enter() -> Result<Self> {
+        let before = tcgetattr(std::io::stdin())?;
+        let mut raw = before.clone();
+        raw.make_raw();
+        tcsetattr(std::io::stdin(), OptionalActions::Now, &raw)?;
+        Ok(Raw { before })
+    }
+}
+
+impl Drop for Raw {
+    fn drop(&mut self) {
+        let _ = tcsetattr(std::io::stdin(), OptionalActions::Now, &self.before);
+    }
+}
+
+fn size() -> (u16, u16) {
+    tcgetwinsize(std::io::stdin()).map_or((24, 80), |w| (w.ws_row.max(1), w.ws_col.max(1)))
+}
+
+/// Opens a login shell on the host until it ends or the user leaves with Ctrl-].
+pub fn interactive(host: &Host) -> Result<i32> {
+    if !isatty(std::io::stdin()) || !std::io::stdout().is_terminal() {
+        bail!("`lab shell` needs a terminal; use `lab try --cmd '…'` for scripts");
+    }
+    let intro = format!(
+        "\r\nThis is {} (PID 1 and all: you are root). /share is shared with the outside, /lab has guest kernels and disks,\r\n\
+         /share/bin is in PATH. Leave with `exit` or Ctrl-]; everything of the host is gone then, except what you copied out of /share.\r\n\r\n",
+        host.name()
+    );
+    let mut out = std::io::stdout();
+    out.write_all(intro.as_bytes())?;
+    out.flush()?;
+    let raw = Raw::enter()?;
+    let sink = Box::new(|_: Kind, bytes: &[u8]| {
+        let mut out = std::io::stdout();
+        // The terminal may have closed; the loop below ends then.
+        let _ = out.write_all(bytes).and_then(|()| out.flush());
+    });
+    let mut last = size();
+    let session = host.start("cd /root; exec bash -l", Some(last), Some(sink))?;
+    let mut buffer = [0; 4096];
+    let mut checked = Instant::now();
+    let code = loop {
+        if let Some(code) = session.try_wait() {
+            break code;
+        }
+        if checked.elapsed() > Duration::from_millis(300) {
+            checked = Instant::now();
+            let now = size();
+            if now != last {
+                last = now;
+                session.resize(now.0, now.1)?;
+            }
+        }
+        let stdin = std::io::stdin();
+        let mut fds = [PollFd::new(&stdin, PollFlags::IN)];
+        let timeout = rustix::event::Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+        if poll(&mut fds, Some(&timeout)).is_ok_and(|n| n > 0) {
+            let n = stdin.lock().read(&mut buffer)?;
+            if n == 0 || buffer[..n].contains(&0x1d) {
+                break 0;
+            }
+            session.input(&buffer[..n])?;
+        }
+    };
+    drop(raw);
+    println!("\nLeft {}.", host.name());
+    Ok(code)
+}

@@ -1,0 +1,156 @@
+//! What a process or a console has said so far, line by line with times, and waiting for it to say something.
+
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// The longest text kept; older lines are dropped in halves.
+const KEPT_LINES: usize = 200_000;
+
+#[derive(Debug, Default)]
+struct Inside {
+    lines: Vec<(Duration, String)>,
+    partial: Vec<u8>,
+    dropped: usize,
+    ended: bool,
+}
+
+/// A growing text, shared between its writer and those who wait for it.
+#[derive(Debug, Clone)]
+pub struct Transcript {
+    name: Arc<str>,
+    start: Instant,
+    inside: Arc<(Mutex<Inside>, Condvar)>,
+}
+
+/// How waiting ended.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Waited {
+    /// The line, and when it came.
+    Line(String, Duration),
+    /// The writer ended without it.
+    Ended,
+    /// The time ran out.
+    Timeout,
+}
+
+impl Transcript {
+    /// An empty one.
+    pub fn new(name: &str) -> Self {
+        Transcript { name: name.into(), start: Instant::now(), inside: Arc::default() }
+    }
+
+    /// What it is the transcript of.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inside> {
+        self.inside.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Adds bytes as they come.
+    pub fn push(&self, bytes: &[u8]) {
+        let now = self.start.elapsed();
+        let mut inside = self.lock();
+        inside.partial.extend(bytes);
+        while let Some(end) = inside.partial.iter().position(|b| *b == b'\n') {
+            let line: Vec<u8> = inside.partial.drain(..=end).collect();
+            let text = String::from_utf8_lossy(&line).trim_end_matches(['\n', '\r']).to_owned();
+            inside.lines.push((now, text));
+        }
+        if inside.lines.len() > KEPT_LINES {
+            inside.lines.drain(..KEPT_LINES / 2);
+            inside.dropped += KEPT_LINES / 2;
+        }
+        self.inside.1.notify_all();
+    }
+
+    /// No more will come.
+    pub fn end(&self) {
+        self.lock().ended = true;
+        self.inside.1.notify_all();
+    }
+
+    /// How many lines there are: a position to wait from.
+    pub fn position(&self) -> usize {
+        let inside = self.lock();
+        inside.dropped + inside.lines.len()
+    }
+
+    /// Waits for a line, at or after `from`, that contains `what`. An unfinished last line counts too.
+    pub fn wait_for(&self, what: &str, from: usize, timeout: Duration) -> Waited {
+        let until = Instant::now() + timeout;
+        let mut seen = from;
+        let mut inside = self.lock();
+        loop {
+            let first = seen.saturating_sub(inside.dropped);
+            if let Some((when, line)) = inside.lines.iter().skip(first).find(|l| l.1.contains(what)) {
+                return Waited::Line(line.clone(), *when);
+            }
+            seen = inside.dropped + inside.lines.len();
+            let partial = String::from_utf8_lossy(&inside.partial);
+            if partial.contains(what) {
+                return Waited::Line(partial.into_owned(), self.start.elapsed());
+            }
+            if inside.ended {
+                return Waited::Ended;
+            }
+            let Some(left) = until.checked_duration_since(Instant::now()) else { return Waited::Timeout };
+            inside = self.inside.1.wait_timeout(inside, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// All lines that contain `what`, with their times.
+    pub fn find(&self, what: &str) -> Vec<(Duration, String)> {
+        self.lock().lines.iter().filter(|l| l.1.contains(what)).cloned().collect()
+    }
+
+    /// Everything said so far.
+    pub fn text(&self) -> String {
+        let inside = self.lock();
+        let mut text: String = inside.lines.iter().map(|l| format!("{}\n", l.1)).collect();
+        text.push_str(&String::from_utf8_lossy(&inside.partial));
+        text
+    }
+
+    /// The last lines, under a heading.
+    pub fn tail(&self, lines: usize) -> String {
+        let inside = self.lock();
+        let skip = inside.lines.len().saturating_sub(lines);
+        let mut text = format!("--- {} (last {} lines) ---\n", self.name, inside.lines.len() - skip);
+        for (when, line) in &inside.lines[skip..] {
+            text.push_str(&format!("{:8.2}  {line}\n", when.as_secs_f64()));
+        }
+        if !inside.partial.is_empty() {
+            text.push_str(&format!("          {}\n", String::from_utf8_lossy(&inside.partial)));
+        }
+        text
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_are_joined_from_pieces_and_found() {
+        let t = Transcript::new("x");
+        t.push(b"LAB-L2 in");
+        t.push(b"it 1.5\r\nnext");
+        assert!(matches!(t.wait_for("init", 0, Duration::ZERO), Waited::Line(l, _) if l == "LAB-L2 init 1.5"));
+        assert!(matches!(t.wait_for("next", 0, Duration::ZERO), Waited::Line(..)));
+        assert_eq!(t.wait_for("init", t.position(), Duration::ZERO), Waited::Timeout);
+        t.end();
+        assert_eq!(t.wait_for("never", 0, Duration::from_secs(9)), Waited::Ended);
+        assert!(t.tail(5).contains("LAB-L2 init 1.5"));
+    }
+
+    #[test]
+    fn a_waiter_is_woken() {
+        let t = Transcript::new("x");
+        let other = t.clone();
+        let writer = std::thread::spawn(move || other.push(b"hello\n"));
+        assert!(matches!(t.wait_for("hello", 0, Duration::from_secs(20)), Waited::Line(..)));
+        writer.join().unwrap();
+    }
+}
