@@ -78,8 +78,8 @@ impl Positions {
 fn collect_table(table: &DeTable<'_>, parent: Option<&Key>, entries: &mut Vec<Entry>) {
     for (name, value) in table {
         let key = parent.map_or_else(|| Key::root(name.get_ref()), |parent| parent.below(name.get_ref()));
-        let start = name.span().start;
-        // Dotted keys and sub-tables stand apart from the header that opens them.
+        // A header's table begins at its bracket, before the name; a dotted key's begins after it.
+        let start = value.span().start.min(name.span().start);
         let end = value.span().end.max(name.span().end);
         collect_value(value.get_ref(), &key, entries);
         entries.push(Entry { key, span: start..end });
@@ -102,20 +102,23 @@ fn collect_value(value: &DeValue<'_>, key: &Key, entries: &mut Vec<Entry>) {
 
 /// serde's and the parser's messages on one line, in the words of the manual.
 fn one_sentence(message: &str) -> String {
+    const PLAINER: [(&str, &str, &str); 3] = [
+        ("unknown field ", "Unknown key ", "known: "),
+        ("unknown variant ", "Unknown value ", "allowed: "),
+        ("missing field ", "Missing key ", ""),
+    ];
     let message =
         message.split('\n').map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join("; ");
-    let message = if let Some(rest) = message.strip_prefix("unknown field ") {
-        format!(
-            "Unknown key {}",
-            rest.replacen(", expected one of ", "; known are ", 1).replacen(", expected ", "; known is ", 1)
-        )
-    } else if let Some(rest) = message.strip_prefix("unknown variant ") {
-        format!("Unknown value {}", rest.replacen(", expected one of ", "; allowed are ", 1))
-    } else if let Some(rest) = message.strip_prefix("missing field ") {
-        format!("The key {rest} is missing")
-    } else {
-        message
-    };
+    for (prefix, plain, choice) in PLAINER {
+        let Some(rest) = message.strip_prefix(prefix) else { continue };
+        return match rest.split_once(", expected ") {
+            Some((name, known)) => {
+                let known = known.strip_prefix("one of ").unwrap_or(known);
+                format!("{plain}{name}; {choice}{known}")
+            }
+            None => format!("{plain}{rest}"),
+        };
+    }
     let mut letters = message.chars();
     match letters.next() {
         Some(first) => first.to_uppercase().chain(letters).collect(),

@@ -420,7 +420,10 @@ fn network(vm: &str, index: usize, net: &written::Net) -> Result<Net, Invalid> {
         }
         (None, None, true) => NetBackend::User,
         _ => {
-            return Err(Invalid::new(key, "write exactly one of tap = \"NAME\", fd = NUMBER and user = true"));
+            return Err(Invalid::new(
+                key,
+                "write exactly one of tap = \"NAME\", fd = NUMBER and user = true",
+            ));
         }
     };
     let mac = net.mac.unwrap_or_else(|| MacAddress::derived(vm, index));
