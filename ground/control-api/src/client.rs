@@ -190,7 +190,15 @@ impl Client {
             request: what.to_owned(),
             source,
         };
-        let stream = UnixStream::connect(&self.socket).await.map_err(connect)?;
+        let stream = loop {
+            match UnixStream::connect(&self.socket).await {
+                // The queue of those who wait to be accepted is full; the caller's time limit ends this.
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                    tokio::time::sleep(Duration::from_millis(10)).await;
+                }
+                connected => break connected.map_err(connect)?,
+            }
+        };
         let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
             .await
             .map_err(|error| broken(error.into()))?;

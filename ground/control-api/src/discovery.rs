@@ -2,7 +2,6 @@
 
 use std::io;
 use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 
 use crate::client::Client;
@@ -138,12 +137,18 @@ pub fn find(directory: &Path) -> Result<Vec<FoundVm>, DiscoveryError> {
     Ok(found)
 }
 
-/// Tells whether somebody listens at a socket, by connecting. A dead monitor's socket file refuses.
+/// Tells whether somebody listens at a socket, by connecting. A dead monitor's socket file refuses. Never waits.
 pub fn probe(socket: &Path) -> SocketState {
-    match UnixStream::connect(socket) {
-        Ok(_) => SocketState::Live,
+    let connect = || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().build()?;
+        runtime.block_on(tokio::net::UnixStream::connect(socket)).map(drop)
+    };
+    match connect() {
+        Ok(()) => SocketState::Live,
         Err(error) => match error.kind() {
             io::ErrorKind::ConnectionRefused | io::ErrorKind::NotFound => SocketState::Stale,
+            // Too many wait to be accepted, so somebody listens.
+            io::ErrorKind::WouldBlock => SocketState::Live,
             _ => SocketState::Unknown,
         },
     }

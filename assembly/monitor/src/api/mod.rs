@@ -1,3 +1,24 @@
-//! The API of this VM: HTTP and JSON on a Unix socket.
+//! The API of this VM: HTTP and JSON on a Unix socket, one request per connection.
+//!
+//! ```text
+//! ApiListener::bind   socket (0600) and runtime are made    before the sandbox closes
+//! ApiListener::serve  a thread of its own, "api"            calls VmControl, one request at a time
+//! ApiServer::stop     answers under way get out             the socket file goes
+//! ```
+//!
+//! The only asynchronous code of the monitor. Clients of the same user (or root) only; the peer's credentials are
+//! checked besides the file's mode. A client can neither hold a connection open for long nor send much.
+
 mod control;
+mod document;
+mod inspect_path;
+mod routes;
+mod server;
+mod socket;
+
 pub use control::{ControlError, VmControl};
+pub use document::openapi;
+pub use server::{ApiError, ApiListener, ApiServer, SYSCALLS};
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,195 @@
+//! One function per request.
+
+use axum::Json;
+use axum::extract::rejection::QueryRejection;
+use axum::extract::{Query, State};
+use axum::http::{Method, StatusCode, Uri, header};
+use axum::response::{IntoResponse, Response};
+use control_api::types::{Done, ExitTable, Problem, VmSummary};
+use serde::Deserialize;
+use utoipa::IntoParams;
+
+use super::control::{ControlError, VmControl};
+use super::document::Vm;
+use super::inspect_path;
+
+/// A refusal: a status and a [`Problem`].
+pub(super) struct Refusal(StatusCode, Problem);
+
+impl Refusal {
+    fn new(status: StatusCode, error: impl Into<String>) -> Self {
+        Self(status, Problem { error: error.into(), causes: Vec::new() })
+    }
+}
+
+impl IntoResponse for Refusal {
+    fn into_response(self) -> Response {
+        (self.0, Json(self.1)).into_response()
+    }
+}
+
+impl From<ControlError> for Refusal {
+    fn from(error: ControlError) -> Self {
+        let status = match error {
+            ControlError::WrongState { .. } => StatusCode::CONFLICT,
+            ControlError::Unsupported { .. } => StatusCode::NOT_IMPLEMENTED,
+            ControlError::Failed { .. } => StatusCode::INTERNAL_SERVER_ERROR,
+        };
+        tracing::warn!(error = %Problem::of(&error), "An API request failed");
+        Self(status, Problem::of(&error))
+    }
+}
+
+fn done(vm: &dyn VmControl, what: &str) -> Json<Done> {
+    let state = vm.summary().state;
+    tracing::info!(%state, "API: {what}");
+    Json(Done { state })
+}
+
+/// The VM in a few words.
+#[utoipa::path(get, path = "/v1/vm", operation_id = "summary", responses((status = 200, body = VmSummary)))]
+pub(super) async fn summary(State(vm): State<Vm>) -> Json<VmSummary> {
+    Json(vm.summary())
+}
+
+/// Ends the VM at once, as pulling the plug does.
+#[utoipa::path(
+    delete,
+    path = "/v1/vm",
+    operation_id = "stop",
+    responses((status = 200, body = Done), (status = 500, body = Problem))
+)]
+pub(super) async fn stop(State(vm): State<Vm>) -> Result<Json<Done>, Refusal> {
+    vm.stop()?;
+    Ok(done(&*vm, "stop"))
+}
+
+/// Which part of the tree.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+#[serde(deny_unknown_fields)]
+pub(super) struct InspectQuery {
+    /// Keys and list numbers from the root on: `disks/disk0`. Default: the whole tree.
+    #[serde(default)]
+    path: String,
+}
+
+/// The live device tree with counters, or the part of it that a path names.
+#[utoipa::path(
+    get,
+    path = "/v1/inspect",
+    operation_id = "inspect",
+    params(InspectQuery),
+    responses((status = 200, body = serde_json::Value), (status = 400, body = Problem), (status = 404, body = Problem))
+)]
+pub(super) async fn inspect(
+    State(vm): State<Vm>,
+    query: Result<Query<InspectQuery>, QueryRejection>,
+) -> Result<Json<serde_json::Value>, Refusal> {
+    let Query(query) = query.map_err(|error| Refusal::new(StatusCode::BAD_REQUEST, error.body_text()))?;
+    inspect_path::select(vm.inspect(), &query.path)
+        .map(Json)
+        .map_err(|error| Refusal::new(StatusCode::NOT_FOUND, error))
+}
+
+/// Stops vCPUs and devices until `resume`.
+#[utoipa::path(
+    put,
+    path = "/v1/pause",
+    operation_id = "pause",
+    responses((status = 200, body = Done), (status = 409, body = Problem), (status = 500, body = Problem))
+)]
+pub(super) async fn pause(State(vm): State<Vm>) -> Result<Json<Done>, Refusal> {
+    vm.pause()?;
+    Ok(done(&*vm, "pause"))
+}
+
+/// Lets a paused VM go on.
+#[utoipa::path(
+    put,
+    path = "/v1/resume",
+    operation_id = "resume",
+    responses((status = 200, body = Done), (status = 409, body = Problem), (status = 500, body = Problem))
+)]
+pub(super) async fn resume(State(vm): State<Vm>) -> Result<Json<Done>, Refusal> {
+    vm.resume()?;
+    Ok(done(&*vm, "resume"))
+}
+
+/// Presses the ACPI power button.
+#[utoipa::path(
+    put,
+    path = "/v1/power-button",
+    operation_id = "power_button",
+    responses(
+        (status = 200, body = Done),
+        (status = 409, body = Problem),
+        (status = 500, body = Problem),
+        (status = 501, body = Problem)
+    )
+)]
+pub(super) async fn power_button(State(vm): State<Vm>) -> Result<Json<Done>, Refusal> {
+    vm.power_button()?;
+    Ok(done(&*vm, "power button"))
+}
+
+/// Resets the machine at once.
+#[utoipa::path(
+    put,
+    path = "/v1/reset",
+    operation_id = "reset",
+    responses(
+        (status = 200, body = Done),
+        (status = 409, body = Problem),
+        (status = 500, body = Problem),
+        (status = 501, body = Problem)
+    )
+)]
+pub(super) async fn reset(State(vm): State<Vm>) -> Result<Json<Done>, Refusal> {
+    vm.reset()?;
+    Ok(done(&*vm, "reset"))
+}
+
+/// VM exits since the start, by cause and address range.
+#[utoipa::path(get, path = "/v1/exits", operation_id = "exits", responses((status = 200, body = ExitTable)))]
+pub(super) async fn exits(State(vm): State<Vm>) -> Json<ExitTable> {
+    Json(vm.exits())
+}
+
+/// Counters as Prometheus text.
+#[utoipa::path(
+    get,
+    path = "/metrics",
+    operation_id = "metrics",
+    responses((status = 200, body = String, content_type = "text/plain; version=0.0.4"), (status = 500, body = Problem))
+)]
+pub(super) async fn metrics(State(vm): State<Vm>) -> Result<Response, Refusal> {
+    let name = vm.summary().name;
+    let text = telemetry::metrics::encode(&vm.metrics(), &[("vm", &name)])
+        .map_err(|error| Refusal(StatusCode::INTERNAL_SERVER_ERROR, Problem::of(&error)))?;
+    Ok(([(header::CONTENT_TYPE, telemetry::metrics::CONTENT_TYPE)], text).into_response())
+}
+
+/// This description.
+#[utoipa::path(
+    get,
+    path = "/openapi.json",
+    operation_id = "openapi",
+    responses((status = 200, body = serde_json::Value))
+)]
+pub(super) async fn openapi_json() -> Json<utoipa::openapi::OpenApi> {
+    // Made anew each time: it is asked for rarely, and isn't worth memory meanwhile.
+    Json(super::document::openapi())
+}
+
+/// A path that isn't there.
+pub(super) async fn not_found(uri: Uri) -> Refusal {
+    let error = format!("There is no {}; GET /openapi.json says what there is", uri.path());
+    Refusal::new(StatusCode::NOT_FOUND, error)
+}
+
+/// A path that doesn't take this method.
+pub(super) async fn wrong_method(method: Method, uri: Uri) -> Refusal {
+    let error = format!("{} doesn't take {method}; GET /openapi.json says what it takes", uri.path());
+    Refusal::new(StatusCode::METHOD_NOT_ALLOWED, error)
+}

@@ -1,0 +1,75 @@
+//! The Unix socket: made with the right mode, never stolen from a running VM, removed at the end.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+use control_api::discovery::{SocketState, probe};
+use rustix::fs::{FlockOperation, Mode, OFlags};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+use super::ApiError;
+
+/// Connections that may wait to be accepted.
+const BACKLOG: i32 = 128;
+
+/// A socket file that is removed when this is dropped, unless another file has taken its place.
+#[derive(Debug)]
+pub(super) struct SocketFile {
+    path: PathBuf,
+    identity: (u64, u64),
+}
+
+impl Drop for SocketFile {
+    fn drop(&mut self) {
+        let ours = std::fs::symlink_metadata(&self.path)
+            .is_ok_and(|metadata| (metadata.dev(), metadata.ino()) == self.identity);
+        if ours && let Err(error) = std::fs::remove_file(&self.path) {
+            tracing::warn!(%error, "The API socket {} could not be removed", self.path.display());
+        }
+    }
+}
+
+/// Listens at `path`, mode 0600. A socket that a dead monitor left behind is replaced.
+pub(super) fn listen(path: &Path) -> Result<(UnixListener, SocketFile), ApiError> {
+    let failed = |what| move |source: io::Error| ApiError::Socket { path: path.to_owned(), what, source };
+    // Two monitors that start at once must not both take the same stale socket for theirs.
+    let _lock = lock_directory(path).map_err(failed("locked"))?;
+    let bound = match bind(path) {
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            if probe(path) != SocketState::Stale {
+                return Err(ApiError::Taken { path: path.to_owned() });
+            }
+            std::fs::remove_file(path).map_err(failed("replaced"))?;
+            bind(path)
+        }
+        bound => bound,
+    };
+    let listener = UnixListener::from(bound.map_err(failed("bound"))?);
+    let metadata = std::fs::symlink_metadata(path).map_err(failed("read"))?;
+    let file = SocketFile { path: path.to_owned(), identity: (metadata.dev(), metadata.ino()) };
+    Ok((listener, file))
+}
+
+fn lock_directory(path: &Path) -> io::Result<OwnedFd> {
+    let directory = match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    };
+    let fd =
+        rustix::fs::open(directory, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())?;
+    rustix::fs::flock(&fd, FlockOperation::LockExclusive)?;
+    Ok(fd)
+}
+
+fn bind(path: &Path) -> io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    // The file that bind(2) makes gets this mode at once; the process-wide umask needn't change.
+    rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
+    rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    rustix::net::listen(&socket, BACKLOG)?;
+    Ok(socket)
+}
