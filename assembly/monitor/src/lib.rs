@@ -2,4 +2,5 @@
 
 pub mod api;
 pub mod description;
+pub mod payload;
 pub mod sandbox;

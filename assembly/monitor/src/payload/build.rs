@@ -1,0 +1,408 @@
+//! From settings to a payload VM ready to start.
+
+use super::layout::{self, Layout, MAX_VCPUS};
+use super::ports::{Console, Control, DoorbellPage, HostPortDevice, HostPorts, on_event};
+use super::vm::PayloadVm;
+use super::{PayloadError, arguments, elf};
+use machine::bus::AddressSpace;
+use machine::exits::RangeNames;
+use machine::kvm::Host;
+use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestRam, PageSize, RamLayout, RamOptions};
+use machine::slots::HostMapping;
+use machine::vcpu::{StartRegisters, VcpuConfig, VcpuManager, VcpuOptions, VcpuStart};
+use machine::vm::{IoEvent, IoSpace};
+use machine::x86::{CpuId, CpuTopology, guest_cpuid, kvm_dtable, kvm_regs, kvm_segment, kvm_sregs};
+use payload_abi::{
+    BootInfo, DOORBELL_ADDRESS, DOORBELL_SIZE, DOORBELL_STRIDE, MAGIC, MAX_DOORBELLS, PORT_CONSOLE,
+    PORT_HOST, PORT_HOST_COUNT, Region, VERSION,
+};
+use std::io::Write;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::{Arc, Mutex, mpsc};
+
+/// RAM comes in pieces of this many bytes.
+const MEMORY_UNIT: u64 = 2 << 20;
+/// Least RAM: the monitor's tables and as much again.
+const MEMORY_LEAST: u64 = 4 << 20;
+
+/// Settings of a payload VM. Those not set have the defaults named at each.
+pub struct PayloadBuilder {
+    name: String,
+    program: Vec<u8>,
+    arguments: Vec<String>,
+    vcpus: u32,
+    pin: Vec<Vec<usize>>,
+    memory: u64,
+    pages: PageSize,
+    transparent_huge: bool,
+    prefault: bool,
+    stack_size: u64,
+    doorbells: u32,
+    window: Option<Arc<HostMapping>>,
+    console: Box<dyn Write + Send>,
+    host_ports: Option<Arc<dyn HostPorts>>,
+}
+
+impl PayloadBuilder {
+    pub(super) fn new(name: &str, program: Vec<u8>) -> Self {
+        Self {
+            name: name.to_owned(),
+            program,
+            arguments: Vec::new(),
+            vcpus: 1,
+            pin: Vec::new(),
+            memory: 64 << 20,
+            pages: PageSize::Base,
+            transparent_huge: false,
+            prefault: false,
+            stack_size: 64 << 10,
+            doorbells: 1,
+            window: None,
+            console: Box::new(std::io::stdout()),
+            host_ports: None,
+        }
+    }
+
+    pub(super) fn from_file(path: &Path) -> Result<Self, PayloadError> {
+        let program =
+            std::fs::read(path).map_err(|source| PayloadError::Read { path: path.to_owned(), source })?;
+        Ok(Self::new(&path.to_string_lossy(), program))
+    }
+
+    /// The program's arguments, its name not among them. Default: none.
+    pub fn arguments<T: Into<String>>(mut self, arguments: impl IntoIterator<Item = T>) -> Self {
+        self.arguments = arguments.into_iter().map(Into::into).collect();
+        self
+    }
+
+    /// vCPUs, 1 to [`MAX_VCPUS`]. Default: 1.
+    pub fn vcpus(mut self, vcpus: u32) -> Self {
+        self.vcpus = vcpus;
+        self
+    }
+
+    /// Host CPUs per vCPU; vCPUs beyond the list's end, and those with an empty entry, run anywhere. Default:
+    /// none pinned.
+    pub fn pin(mut self, pin: Vec<Vec<usize>>) -> Self {
+        self.pin = pin;
+        self
+    }
+
+    /// RAM in bytes, a multiple of 2 MiB. Default: 64 MiB.
+    pub fn memory(mut self, bytes: u64) -> Self {
+        self.memory = bytes;
+        self
+    }
+
+    /// Pages behind RAM. Default: 4 KiB.
+    pub fn pages(mut self, pages: PageSize) -> Self {
+        self.pages = pages;
+        self
+    }
+
+    /// Advise the kernel to use transparent huge pages. Default: no.
+    pub fn transparent_huge(mut self, on: bool) -> Self {
+        self.transparent_huge = on;
+        self
+    }
+
+    /// Allocate all RAM now rather than at first touch. Default: no.
+    pub fn prefault(mut self, on: bool) -> Self {
+        self.prefault = on;
+        self
+    }
+
+    /// Bytes of each vCPU's stack, a multiple of 4 KiB. Default: 64 KiB.
+    pub fn stack_size(mut self, bytes: u64) -> Self {
+        self.stack_size = bytes;
+        self
+    }
+
+    /// Doorbells, up to [`MAX_DOORBELLS`]. Default: 1.
+    pub fn doorbells(mut self, count: u32) -> Self {
+        self.doorbells = count;
+        self
+    }
+
+    /// Memory that the program can read and not write. Default: none.
+    pub fn window(mut self, window: Arc<HostMapping>) -> Self {
+        self.window = Some(window);
+        self
+    }
+
+    /// Where the console goes. Default: standard output.
+    pub fn console(mut self, output: impl Write + Send + 'static) -> Self {
+        self.console = Box::new(output);
+        self
+    }
+
+    /// Who serves the host ports. Default: nobody; they read as all ones.
+    pub fn host_ports(mut self, ports: Arc<dyn HostPorts>) -> Self {
+        self.host_ports = Some(ports);
+        self
+    }
+
+    /// Loads the program and creates the VM, its vCPUs not yet running. Everything that can be wrong with
+    /// settings and program is told before KVM is touched.
+    pub fn build(self) -> Result<PayloadVm, PayloadError> {
+        let layout = self.checked_layout()?;
+        let too_small = |what: String| PayloadError::TooSmall { memory: layout.low_end(), what };
+        let stacks_start = layout
+            .stacks_start()
+            .ok_or_else(|| too_small(format!("{} stacks of {:#x} bytes", self.vcpus, self.stack_size)))?;
+        let program = elf::Program::parse(&self.program, stacks_start)
+            .map_err(|source| PayloadError::Program { name: self.name.clone(), source })?;
+        let free_start = program.end.next_multiple_of(layout::PAGE).min(stacks_start);
+        let free = Region { start: free_start, size: stacks_start - free_start };
+
+        let host = Host::open()?;
+        let vm = host.create_vm()?;
+        let ram = GuestRam::allocate(
+            &RamLayout::new(&[self.memory])?,
+            &RamOptions {
+                name: "payload".to_owned(),
+                pages: self.pages,
+                transparent_huge: self.transparent_huge,
+                prefault: self.prefault,
+                ..RamOptions::default()
+            },
+        )?;
+        vm.slots().add_ram(&ram)?;
+        if let Some(window) = &self.window {
+            vm.slots().add("window", layout.window.start, window.clone(), true)?;
+        }
+        let memory = ram.memory();
+        let memory = memory.memory();
+        layout.write(&memory)?;
+        for segment in &program.segments {
+            let bytes = self.program.get(segment.file.clone()).unwrap_or_default();
+            memory.write_slice(bytes, GuestAddress(segment.start))?;
+        }
+
+        let names = RangeNames::new();
+        let ports = Arc::new(AddressSpace::ports(names.clone()));
+        let mmio = Arc::new(AddressSpace::memory(names.clone()));
+        let (sender, messages) = mpsc::channel();
+        let console = Console::new(self.console, sender.clone());
+        ports.insert(PORT_CONSOLE.into(), 1, "console", console.clone())?;
+        if let Some(host_ports) = self.host_ports {
+            let device = Arc::new(HostPortDevice(host_ports));
+            ports.insert(PORT_HOST.into(), PORT_HOST_COUNT.into(), "host ports", device)?;
+        }
+        mmio.insert(DOORBELL_ADDRESS, DOORBELL_SIZE, "doorbell page", Arc::new(DoorbellPage))?;
+        let mut doorbells = Vec::new();
+        for index in 0..self.doorbells {
+            let fd = Arc::new(doorbell(index)?);
+            vm.add_ioevent(&IoEvent {
+                space: IoSpace::Memory,
+                address: DOORBELL_ADDRESS + u64::from(index) * DOORBELL_STRIDE,
+                width: 4,
+                datamatch: None,
+                fd: fd.clone(),
+            })?;
+            doorbells.push(fd);
+        }
+
+        let topology = CpuTopology::flat(self.vcpus)?;
+        let mut configs = Vec::new();
+        for index in 0..self.vcpus {
+            let cpuid = guest_cpuid(&host, &topology, index)?;
+            let registers = start_registers(&layout, index, program.entry, Features::of(&cpuid));
+            configs.push(VcpuConfig {
+                id: topology.apic_id(index),
+                cpuid,
+                start: VcpuStart::Registers(Box::new(registers)),
+                pin_to: self.pin.get(to_usize(index)).cloned().unwrap_or_default(),
+            });
+        }
+        let features: Vec<Features> = configs.iter().map(|config| Features::of(&config.cpuid)).collect();
+        let options = VcpuOptions {
+            ports,
+            memory: mmio,
+            names,
+            on_event: on_event(sender.clone()),
+            exit_handler: Some(Arc::new(Control { messages: Mutex::new(sender.clone()) })),
+        };
+        let manager = VcpuManager::start(&vm, configs, options)?;
+
+        let mut arguments = vec![self.name.clone()];
+        arguments.extend(self.arguments);
+        // Extended control registers can only be set as part of a whole state, so each vCPU is taken as it was
+        // made, completed and put back. That also gives the TSC frequency.
+        for ((index, mut saved), features) in (0..).zip(manager.save()?).zip(features) {
+            let xcr0 = features.xcr0;
+            if xcr0 != 0 {
+                saved.xcrs.nr_xcrs = 1;
+                saved.xcrs.xcrs[0].xcr = 0;
+                saved.xcrs.xcrs[0].value = xcr0;
+            }
+            let mut info = BootInfo {
+                magic: MAGIC,
+                version: VERSION,
+                size: u32::try_from(size_of::<BootInfo>()).unwrap_or(u32::MAX),
+                vcpu_count: self.vcpus,
+                vcpu_index: index,
+                node_count: 1,
+                node_index: 0,
+                tsc_khz: saved.tsc_khz.unwrap_or(0).into(),
+                xcr0,
+                ram_count: u32::try_from(layout.ram.len()).unwrap_or(0),
+                doorbell_count: self.doorbells,
+                free,
+                stack: layout.stack(index),
+                doorbell: Region { start: DOORBELL_ADDRESS, size: DOORBELL_SIZE },
+                window: layout.window,
+                ..BootInfo::default()
+            };
+            for (slot, region) in info.ram.iter_mut().zip(&layout.ram) {
+                *slot = *region;
+            }
+            memory.write_slice(&info.to_bytes(), GuestAddress(layout.boot_info(index)))?;
+            let stack =
+                arguments::lay_out(layout.stack(index), &arguments, program.entry, layout.boot_info(index))
+                    .ok_or_else(|| too_small("the arguments, which take more than half a stack".to_owned()))?;
+            memory.write_slice(&stack.bytes, GuestAddress(stack.address))?;
+            saved.regs.rsp = stack.address;
+            saved.regs.rdi = layout.boot_info(index);
+            manager.set_state(topology.apic_id(index), VcpuStart::Restored(Box::new(saved)))?;
+        }
+        drop(memory);
+        let parts = super::vm::Parts {
+            vm,
+            ram,
+            manager,
+            layout,
+            topology,
+            free,
+            doorbells,
+            console,
+            messages,
+            sender,
+            vcpus: self.vcpus,
+        };
+        Ok(PayloadVm::new(parts))
+    }
+
+    fn checked_layout(&self) -> Result<Layout, PayloadError> {
+        let setting = |what: String, reason: String| PayloadError::Setting { what, reason };
+        if !(1..=MAX_VCPUS).contains(&self.vcpus) {
+            return Err(setting(format!("{} vCPUs", self.vcpus), format!("choose 1 to {MAX_VCPUS}")));
+        }
+        if self.memory < MEMORY_LEAST || !self.memory.is_multiple_of(MEMORY_UNIT) {
+            return Err(setting(
+                format!("{:#x} bytes of memory", self.memory),
+                format!("choose a multiple of 2 MiB, at least {} MiB", MEMORY_LEAST >> 20),
+            ));
+        }
+        if self.stack_size < layout::PAGE || !self.stack_size.is_multiple_of(layout::PAGE) {
+            let what = format!("stacks of {:#x} bytes", self.stack_size);
+            return Err(setting(what, "choose a positive multiple of 4 KiB".to_owned()));
+        }
+        if self.doorbells > MAX_DOORBELLS {
+            return Err(setting(
+                format!("{} doorbells", self.doorbells),
+                format!("choose 0 to {MAX_DOORBELLS}"),
+            ));
+        }
+        if let Some(argument) = self.arguments.iter().chain([&self.name]).find(|text| text.contains('\0')) {
+            let what = format!("the argument {argument:?}");
+            return Err(setting(what, "leave out the null character".to_owned()));
+        }
+        let window = self.window.as_ref().map_or(0, |window| window.len());
+        Ok(Layout::new(self.memory, window, self.vcpus, self.stack_size)?)
+    }
+}
+
+fn to_usize(index: u32) -> usize {
+    usize::try_from(index).unwrap_or(usize::MAX)
+}
+
+fn doorbell(index: u32) -> Result<OwnedFd, PayloadError> {
+    use rustix::event::{EventfdFlags, eventfd};
+    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        .map_err(|error| PayloadError::Doorbell { index, source: error.into() })
+}
+
+/// What of the processor is switched on.
+#[derive(Debug, Clone, Copy)]
+struct Features {
+    fsgsbase: bool,
+    /// 0 without XSAVE.
+    xcr0: u64,
+}
+
+impl Features {
+    /// x87, SSE, AVX, and the three components of AVX-512.
+    const STATE: u64 = 0xe7;
+
+    fn of(cpuid: &CpuId) -> Self {
+        let leaf = |function: u32, index: u32| {
+            cpuid.as_slice().iter().find(move |entry| entry.function == function && entry.index == index)
+        };
+        let xsave = leaf(1, 0).is_some_and(|entry| entry.ecx & 1 << 26 != 0);
+        let components = leaf(0xd, 0).map_or(0, |entry| u64::from(entry.edx) << 32 | u64::from(entry.eax));
+        Self {
+            fsgsbase: leaf(7, 0).is_some_and(|entry| entry.ebx & 1 != 0),
+            xcr0: if xsave { components & Self::STATE } else { 0 },
+        }
+    }
+}
+
+fn start_registers(layout: &Layout, index: u32, entry: u64, features: Features) -> StartRegisters {
+    const CR0_PE_MP_ET_NE_WP_PG: u64 = 0x8001_0033;
+    const CR4_PAE_OSFXSR_OSXMMEXCPT: u64 = 1 << 5 | 1 << 9 | 1 << 10;
+    const CR4_FSGSBASE: u64 = 1 << 16;
+    const CR4_OSXSAVE: u64 = 1 << 18;
+    const EFER_LME_LMA: u64 = 1 << 8 | 1 << 10;
+    const RFLAGS_IOPL_3: u64 = 0x3002;
+
+    let code = kvm_segment {
+        limit: u32::MAX,
+        selector: layout::CODE_SELECTOR,
+        type_: 11,
+        present: 1,
+        dpl: 3,
+        s: 1,
+        l: 1,
+        g: 1,
+        ..kvm_segment::default()
+    };
+    let data = kvm_segment { selector: layout::DATA_SELECTOR, type_: 3, l: 0, db: 1, ..code };
+    let task = kvm_segment {
+        base: layout.tss(index),
+        limit: 0x67,
+        selector: 0x40,
+        type_: 11,
+        present: 1,
+        ..kvm_segment::default()
+    };
+    let mut cr4 = CR4_PAE_OSFXSR_OSXMMEXCPT;
+    if features.fsgsbase {
+        cr4 |= CR4_FSGSBASE;
+    }
+    if features.xcr0 != 0 {
+        cr4 |= CR4_OSXSAVE;
+    }
+    StartRegisters {
+        regs: kvm_regs { rip: entry, rflags: RFLAGS_IOPL_3, ..kvm_regs::default() },
+        sregs: kvm_sregs {
+            cs: code,
+            ds: data,
+            es: data,
+            fs: data,
+            gs: data,
+            ss: data,
+            tr: task,
+            ldt: kvm_segment { unusable: 1, ..kvm_segment::default() },
+            gdt: kvm_dtable { base: layout::GDT, limit: layout::GDT_LIMIT, ..kvm_dtable::default() },
+            idt: kvm_dtable { base: layout::IDT, limit: layout::IDT_LIMIT, ..kvm_dtable::default() },
+            cr0: CR0_PE_MP_ET_NE_WP_PG,
+            cr3: layout.page_tables(),
+            cr4,
+            efer: EFER_LME_LMA,
+            ..kvm_sregs::default()
+        },
+        ..StartRegisters::default()
+    }
+}

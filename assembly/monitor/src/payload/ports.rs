@@ -1,0 +1,209 @@
+//! The ports of a payload machine, seen from the monitor.
+
+use super::PayloadError;
+use machine::bus::BusDevice;
+use machine::vcpu::{ExitAction, VcpuEvent, VcpuExitHandler};
+use payload_abi::{PORT_EXCEPTION, PORT_EXIT, PORT_PARK};
+use std::io::Write;
+use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Serves the ports from [`payload_abi::PORT_HOST`] on, for library users. Called on vCPU threads, several at
+/// once.
+pub trait HostPorts: Send + Sync {
+    /// A read of port `PORT_HOST + index`, zero-extended to 32 bits where the program reads less. May block: the
+    /// vCPU waits and uses no processor; it must return soon after the VM is asked to stop.
+    fn read(&self, index: u16) -> u32;
+    /// A write, zero-extended likewise.
+    fn write(&self, index: u16, value: u32) {
+        let _ = (index, value);
+    }
+}
+
+/// What vCPU threads tell whoever waits for the VM.
+#[derive(Debug)]
+pub(super) enum Message {
+    /// The program gave an exit code.
+    Exit(u32),
+    /// A vCPU ended itself.
+    Park,
+    /// A vCPU is in an exception stub.
+    Exception(u32),
+    /// The console can't be written.
+    Console(std::io::Error),
+    /// A vCPU ended without our doing.
+    Event(VcpuEvent),
+    /// `PayloadVm::stop` was called.
+    Asked,
+}
+
+/// Ports that end a vCPU, which no bus device can.
+pub(super) struct Control {
+    pub(super) messages: Mutex<Sender<Message>>,
+}
+
+impl Control {
+    fn tell(&self, message: Message) {
+        // Fails when nobody waits any more, and then nobody cares.
+        let _ = self.messages.lock().unwrap_or_else(PoisonError::into_inner).send(message);
+    }
+}
+
+impl VcpuExitHandler for Control {
+    fn port_out(&self, vcpu: u32, port: u16, data: &[u8]) -> ExitAction {
+        match port {
+            PORT_EXIT => self.tell(Message::Exit(zero_extend(data))),
+            PORT_PARK => self.tell(Message::Park),
+            PORT_EXCEPTION => self.tell(Message::Exception(vcpu)),
+            _ => return ExitAction::Pass,
+        }
+        ExitAction::Stop
+    }
+}
+
+/// Passes a vCPU's own ending on; those by [`Control`] have been told.
+pub(super) fn on_event(messages: Sender<Message>) -> Arc<dyn Fn(VcpuEvent) + Send + Sync> {
+    let messages = Mutex::new(messages);
+    Arc::new(move |event| {
+        if !matches!(event, VcpuEvent::Stopped { .. }) {
+            let _ = messages.lock().unwrap_or_else(PoisonError::into_inner).send(Message::Event(event));
+        }
+    })
+}
+
+/// The console port.
+pub(super) struct Console {
+    state: Mutex<ConsoleState>,
+}
+
+struct ConsoleState {
+    output: Box<dyn Write + Send>,
+    messages: Sender<Message>,
+    broken: bool,
+}
+
+impl Console {
+    pub(super) fn new(output: Box<dyn Write + Send>, messages: Sender<Message>) -> Arc<Self> {
+        Arc::new(Self { state: Mutex::new(ConsoleState { output, messages, broken: false }) })
+    }
+
+    /// What is still buffered goes out.
+    pub(super) fn flush(&self) -> Result<(), PayloadError> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if state.broken { Ok(()) } else { state.output.flush().map_err(PayloadError::Console) }
+    }
+}
+
+impl BusDevice for Console {
+    fn read(&self, _offset: u64, data: &mut [u8]) {
+        // As QEMU's and Bochs's debug port reads, so that programs can tell that there is one.
+        data.fill(0xe9);
+    }
+
+    fn write(&self, _offset: u64, data: &[u8]) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if !state.broken
+            && let Err(error) = state.output.write_all(data)
+        {
+            state.broken = true;
+            let _ = state.messages.send(Message::Console(error));
+        }
+    }
+}
+
+/// The host ports, on the port bus.
+pub(super) struct HostPortDevice(pub(super) Arc<dyn HostPorts>);
+
+impl BusDevice for HostPortDevice {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        let value = self.0.read(u16::try_from(offset).unwrap_or(u16::MAX)).to_le_bytes();
+        for (byte, value) in data.iter_mut().zip(value) {
+            *byte = value;
+        }
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        self.0.write(u16::try_from(offset).unwrap_or(u16::MAX), zero_extend(data));
+    }
+}
+
+/// What isn't a doorbell in the doorbell page: reads as zero, swallows writes.
+pub(super) struct DoorbellPage;
+
+impl BusDevice for DoorbellPage {
+    fn read(&self, _offset: u64, data: &mut [u8]) {
+        data.fill(0);
+    }
+
+    fn write(&self, _offset: u64, _data: &[u8]) {}
+}
+
+fn zero_extend(data: &[u8]) -> u32 {
+    let mut value = [0; 4];
+    for (value, byte) in value.iter_mut().zip(data) {
+        *value = *byte;
+    }
+    u32::from_le_bytes(value)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Console, Control, HostPortDevice, HostPorts, Message, zero_extend};
+    use machine::bus::BusDevice;
+    use machine::vcpu::{ExitAction, VcpuExitHandler};
+    use std::sync::{Arc, Mutex, mpsc};
+
+    #[test]
+    fn control_ports_stop_the_vcpu_and_say_why_and_others_pass() {
+        let (sender, messages) = mpsc::channel();
+        let control = Control { messages: Mutex::new(sender) };
+        assert_eq!(control.port_out(3, payload_abi::PORT_EXIT, &[7, 0, 0, 0]), ExitAction::Stop);
+        assert_eq!(control.port_out(3, payload_abi::PORT_PARK, &[0]), ExitAction::Stop);
+        assert_eq!(control.port_out(3, payload_abi::PORT_EXCEPTION, &[0]), ExitAction::Stop);
+        assert_eq!(control.port_out(3, payload_abi::PORT_CONSOLE, b"x"), ExitAction::Pass);
+        assert!(matches!(messages.recv().unwrap(), Message::Exit(7)));
+        assert!(matches!(messages.recv().unwrap(), Message::Park));
+        assert!(matches!(messages.recv().unwrap(), Message::Exception(3)));
+    }
+
+    #[test]
+    fn a_broken_console_is_told_once() {
+        struct Broken;
+        impl std::io::Write for Broken {
+            fn write(&mut self, _: &[u8]) -> std::io::Result<usize> {
+                Err(std::io::Error::from(std::io::ErrorKind::BrokenPipe))
+            }
+            fn flush(&mut self) -> std::io::Result<()> {
+                Ok(())
+            }
+        }
+        let (sender, messages) = mpsc::channel();
+        let console = Console::new(Box::new(Broken), sender);
+        console.write(0, b"a");
+        console.write(0, b"b");
+        assert!(matches!(messages.try_recv().unwrap(), Message::Console(_)));
+        assert!(messages.try_recv().is_err());
+        console.flush().unwrap();
+    }
+
+    #[test]
+    fn host_ports_see_32_bit_values_whatever_the_width() {
+        struct Recorder(Mutex<Vec<(u16, u32)>>);
+        impl HostPorts for Recorder {
+            fn read(&self, index: u16) -> u32 {
+                0x1122_3300 + u32::from(index)
+            }
+            fn write(&self, index: u16, value: u32) {
+                self.0.lock().unwrap().push((index, value));
+            }
+        }
+        let recorder = Arc::new(Recorder(Mutex::default()));
+        let device = HostPortDevice(recorder.clone());
+        let mut data = [0; 2];
+        device.read(5, &mut data);
+        assert_eq!(data, [0x05, 0x33]);
+        device.write(2, &[0xff]);
+        assert_eq!(*recorder.0.lock().unwrap(), [(2, 255)]);
+        assert_eq!(zero_extend(&[1, 2, 3, 4, 5]), 0x0403_0201);
+    }
+}

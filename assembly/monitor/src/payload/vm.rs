@@ -1,0 +1,209 @@
+//! A payload VM while it runs.
+
+use super::PayloadError;
+use super::build::PayloadBuilder;
+use super::layout::Layout;
+use super::ports::{Console, Message};
+use super::report::ExceptionReport;
+use machine::exits::ExitSnapshot;
+use machine::memory::{GuestAddressSpace, GuestMemorySpace, GuestRam};
+use machine::stats::KernelStats;
+use machine::vcpu::{VcpuEvent, VcpuManager};
+use machine::vm::Vm;
+use machine::x86::CpuTopology;
+use payload_abi::Region;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
+use std::time::{Duration, Instant};
+
+pub(super) struct Parts {
+    pub(super) vm: Arc<Vm>,
+    pub(super) ram: GuestRam,
+    pub(super) manager: VcpuManager,
+    pub(super) layout: Layout,
+    pub(super) topology: CpuTopology,
+    pub(super) free: Region,
+    pub(super) doorbells: Vec<Arc<OwnedFd>>,
+    pub(super) console: Arc<Console>,
+    pub(super) messages: Receiver<Message>,
+    pub(super) sender: Sender<Message>,
+    pub(super) vcpus: u32,
+}
+
+/// A payload VM. Dropping it stops its vCPUs; a [`super::HostPorts`] that blocks must have been told before.
+pub struct PayloadVm {
+    parts: Parts,
+    parked: u32,
+}
+
+impl PayloadVm {
+    /// Settings for a program that is in memory already; `name` becomes its first argument.
+    pub fn builder(name: &str, program: Vec<u8>) -> PayloadBuilder {
+        PayloadBuilder::new(name, program)
+    }
+
+    /// Settings for a program in a file.
+    pub fn from_file(path: &Path) -> Result<PayloadBuilder, PayloadError> {
+        PayloadBuilder::from_file(path)
+    }
+
+    pub(super) fn new(parts: Parts) -> Self {
+        Self { parts, parked: 0 }
+    }
+
+    /// Lets the vCPUs run.
+    pub fn start(&self) -> Result<(), PayloadError> {
+        Ok(self.parts.manager.resume()?)
+    }
+
+    /// Waits until the program gives an exit code, and returns it, or until it can't go on. Then the vCPUs are
+    /// stopped; memory and exit counts stay readable.
+    pub fn wait(&mut self) -> Result<u32, PayloadError> {
+        loop {
+            if let Some(code) = self.wait_for(Duration::from_secs(3600))? {
+                return Ok(code);
+            }
+        }
+    }
+
+    /// The same for at most `timeout`; `None` when the program still runs then.
+    pub fn wait_for(&mut self, timeout: Duration) -> Result<Option<u32>, PayloadError> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let message = match self.parts.messages.recv_timeout(left) {
+                Ok(message) => message,
+                Err(RecvTimeoutError::Timeout) => return Ok(None),
+                // Not while we hold a sender.
+                Err(RecvTimeoutError::Disconnected) => Message::Asked,
+            };
+            if let Some(outcome) = self.judge(message) {
+                let stopped = self.parts.manager.stop();
+                let flushed = self.parts.console.flush();
+                let code = outcome?;
+                stopped?;
+                flushed?;
+                return Ok(Some(code));
+            }
+        }
+    }
+
+    /// Starts the program and waits for its exit code.
+    pub fn run(&mut self) -> Result<u32, PayloadError> {
+        self.start()?;
+        self.wait()
+    }
+
+    /// What a message means for the whole VM; `None`: it goes on.
+    fn judge(&mut self, message: Message) -> Option<Result<u32, PayloadError>> {
+        Some(match message {
+            Message::Exit(code) => Ok(code),
+            Message::Park => {
+                self.parked += 1;
+                if self.parked < self.parts.vcpus {
+                    return None;
+                }
+                Err(PayloadError::AllParked { vcpus: self.parts.vcpus })
+            }
+            Message::Exception(vcpu) | Message::Event(VcpuEvent::Shutdown { vcpu, .. }) => {
+                Err(self.report(vcpu).unwrap_or_else(|error| error))
+            }
+            Message::Console(error) => Err(PayloadError::Console(error)),
+            Message::Asked => Err(PayloadError::Vcpu(machine::vcpu::VcpuError::Gone)),
+            Message::Event(event) => {
+                let (vcpu, what) = match event {
+                    VcpuEvent::Failed { vcpu, what } => (vcpu, what),
+                    VcpuEvent::Panicked { vcpu, what } => (vcpu, format!("the monitor panicked: {what}")),
+                    VcpuEvent::SystemEvent { vcpu, kind } => {
+                        (vcpu, format!("KVM reports system event {kind}"))
+                    }
+                    VcpuEvent::Halted { vcpu } => (vcpu, "it halted, which ring 3 can't".to_owned()),
+                    VcpuEvent::Stopped { .. } | VcpuEvent::Shutdown { .. } => return None,
+                };
+                Err(PayloadError::Failed { vcpu, what })
+            }
+        })
+    }
+
+    fn report(&self, id: u32) -> Result<PayloadError, PayloadError> {
+        self.parts.manager.pause()?;
+        let states = self.parts.manager.save()?;
+        let index =
+            (0..self.parts.vcpus).find(|index| self.parts.topology.apic_id(*index) == id).unwrap_or(0);
+        let state = states
+            .iter()
+            .find(|state| state.id == id)
+            .ok_or(PayloadError::Vcpu(machine::vcpu::VcpuError::Absent(id)))?;
+        let memory = self.parts.ram.memory();
+        let report = ExceptionReport::collect(index, state, &memory.memory());
+        Ok(PayloadError::Exception(Box::new(report)))
+    }
+
+    /// Stops the vCPUs, wherever they are. Memory and exit counts stay readable.
+    pub fn stop(&self) -> Result<(), PayloadError> {
+        let _ = self.parts.sender.send(Message::Asked);
+        Ok(self.parts.manager.stop()?)
+    }
+
+    /// Guest memory, to read and write while the program runs.
+    pub fn memory(&self) -> GuestMemorySpace {
+        self.parts.ram.memory()
+    }
+
+    /// Where `length` bytes of RAM at a guest-physical address lie in this process, if they lie in one piece. Valid
+    /// while this VM lives; the program writes there, too.
+    pub fn host_address(&self, address: u64, length: u64) -> Option<usize> {
+        let end = address.checked_add(length)?;
+        self.parts.ram.regions().iter().find_map(|region| {
+            let offset = address.checked_sub(region.range.start)?;
+            let inside = end <= region.range.start.checked_add(region.range.size)?;
+            inside
+                .then(|| usize::try_from(offset).ok())?
+                .and_then(|offset| region.host_address.checked_add(offset))
+        })
+    }
+
+    /// RAM that only the program uses.
+    pub fn free_memory(&self) -> Region {
+        self.parts.free
+    }
+
+    /// Where the read-only window begins.
+    pub fn window(&self) -> Region {
+        self.parts.layout.window
+    }
+
+    /// The eventfd (non-blocking) that doorbell `index` signals.
+    pub fn doorbell(&self, index: usize) -> Option<&Arc<OwnedFd>> {
+        self.parts.doorbells.get(index)
+    }
+
+    /// Exits to the monitor so far, by cause and address range.
+    pub fn exits(&self) -> ExitSnapshot {
+        self.parts.manager.exits()
+    }
+
+    /// KVM's own counters per vCPU: also exits that stayed in the kernel.
+    pub fn kernel_stats(&self) -> Vec<(u32, KernelStats)> {
+        self.parts.manager.kernel_stats()
+    }
+
+    /// The VM, for memslots and ioeventfds of a benchmark's own.
+    pub fn vm(&self) -> &Arc<Vm> {
+        &self.parts.vm
+    }
+}
+
+impl Drop for PayloadVm {
+    fn drop(&mut self) {
+        // Gone already after `wait`; a failure leaves threads that end with the process.
+        let _ = self.parts.manager.stop();
+    }
+}
+
+/// The process exit status for a program's exit code: itself up to 255, and 255 for all larger ones.
+pub fn process_status(code: u32) -> u8 {
+    u8::try_from(code).unwrap_or(u8::MAX)
+}
