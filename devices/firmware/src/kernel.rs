@@ -1,6 +1,31 @@
-//! Kernel loading.
-use std::path::PathBuf;
-use machine::memory::GuestMemory;
+//! Puts a Linux kernel into guest memory, with its boot parameters.
+//!
+//! ```text
+//! detect     first 4 KiB of the file: "HdrS" -> bzImage, "\x7fELF" -> vmlinux
+//! plan       headers -> Plan: what goes where; nothing has been written yet
+//! place      initrds and command line, checked against the plan
+//! write      file pages straight into guest memory, then the parameters of the protocol
+//! ```
+//!
+//! Everything in a file is untrusted, for a user may be handed one: sizes are checked with overflow in
+//! mind, headers are bounded, and writes go only to ranges that the plan has checked. No threads, no
+//! global state: [`load`] suits a fuzzer as it is.
+
+mod bzimage;
+mod elf;
+mod error;
+mod linux;
+mod memory_map;
+mod place;
+mod pvh;
+#[cfg(test)]
+mod tests;
+
+pub use error::KernelError;
+
+use linux_loader::loader::bootparam::setup_header;
+use machine::memory::{Bytes, GuestAddress, GuestMemory};
+
 use crate::image::Image;
 use crate::map::{AddressRange, RamRange};
 use crate::registers::BootRegisters;
@@ -8,20 +33,21 @@ use crate::registers::BootRegisters;
 /// How control is handed to the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum BootProtocol {
-    /// What the image offers: PVH for a vmlinux with the note, the Linux 64-bit protocol otherwise.
+    /// What the image offers: PVH for a vmlinux that has the note, the Linux 64-bit protocol otherwise.
     #[default]
     Auto,
-    /// Linux 64-bit boot protocol.
+    /// Linux 64-bit boot protocol (Documentation/arch/x86/boot.rst).
     Linux64,
-    /// PVH.
+    /// PVH (Xen's x86/HVM direct boot ABI).
     Pvh,
 }
 
 /// What to boot.
+#[derive(Clone, Copy)]
 pub struct BootFiles<'a> {
     /// bzImage or vmlinux.
     pub kernel: &'a dyn Image,
-    /// Initramfs archives, loaded one after the other.
+    /// Initramfs archives, loaded one after the other, each aligned to 4 bytes.
     pub initrds: &'a [&'a dyn Image],
     /// Kernel command line.
     pub command_line: &'a str,
@@ -29,12 +55,32 @@ pub struct BootFiles<'a> {
     pub protocol: BootProtocol,
 }
 
+/// What guest memory holds before a kernel is loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Contents {
+    /// Only zeroes: a new VM. What an ELF file wants zeroed is left alone, which saves time and memory.
+    Zeroes,
+    /// Anything: a reset.
+    Anything,
+}
+
+/// Image formats.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KernelFormat {
+    /// bzImage: compressed, with a setup header.
+    BzImage,
+    /// vmlinux: uncompressed ELF.
+    Elf,
+}
+
 /// What was loaded, and how to start it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LoadedKernel {
-    /// Protocol in use.
+    /// Format found.
+    pub format: KernelFormat,
+    /// Protocol in use, never [`BootProtocol::Auto`].
     pub protocol: BootProtocol,
-    /// Memory that the kernel's image takes.
+    /// Memory that the kernel takes, from its first to its last byte.
     pub kernel: AddressRange,
     /// Memory that the initrds take.
     pub initrd: Option<AddressRange>,
@@ -42,38 +88,170 @@ pub struct LoadedKernel {
     pub registers: BootRegisters,
 }
 
-/// A kernel can't be loaded.
-#[derive(Debug, thiserror::Error)]
-pub enum KernelError {
-    /// Open.
-    #[error("The {role} {} can't be opened", path.display())]
-    Open {
-        /// Role.
-        role: &'static str,
-        /// Path.
-        path: PathBuf,
-        /// Why.
-        #[source]
-        source: std::io::Error,
-    },
-    /// Not a file.
-    #[error("The {role} {} is {what}; give a file", path.display())]
-    NotAFile {
-        /// Role.
-        role: &'static str,
-        /// Path.
-        path: PathBuf,
-        /// What it is.
-        what: &'static str,
-    },
+/// A part of the file and where it goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Segment {
+    file_offset: u64,
+    file_len: u64,
+    /// `range.len >= file_len`; the rest is zero where `zero_rest` says so.
+    range: AddressRange,
+    zero_rest: bool,
 }
 
-/// Loads.
+/// What a format's parser found.
+struct Plan {
+    format: KernelFormat,
+    protocol: BootProtocol,
+    segments: Vec<Segment>,
+    /// From the lowest to the highest byte.
+    kernel: AddressRange,
+    entry: u64,
+    /// bzImage only: the header to hand on.
+    header: Option<setup_header>,
+    /// Longest command line in bytes, without its NUL.
+    command_line_max: u64,
+    /// Initrds must end at or below this address, unless `initrd_above_4g`.
+    initrd_end_max: u64,
+    initrd_above_4g: bool,
+}
+
+/// Loads kernel, initrds and command line, and writes the boot parameters. `ram` must be RAM of
+/// `memory`, ascending, disjoint, from address 0; `rsdp` is the address of the ACPI RSDP.
+///
+/// # Errors
+/// One sentence that names the file and what is wrong with it. Nothing has been written when the fault
+/// is in a header or there is no room; a file that can't be read to its end may leave parts behind.
 pub fn load(
-    _memory: &GuestMemory,
-    _ram: &[RamRange],
-    _files: &BootFiles<'_>,
-    _rsdp: u64,
+    memory: &GuestMemory,
+    ram: &[RamRange],
+    files: &BootFiles<'_>,
+    contents: Contents,
+    rsdp: u64,
 ) -> Result<LoadedKernel, KernelError> {
-    Err(KernelError::NotAFile { role: "kernel", path: "x".into(), what: "x" })
+    let ram = place::checked_ram(memory, ram)?;
+    let plan = plan(files)?;
+    place::check_kernel(files.kernel, &plan, &ram)?;
+    let command_line = place::command_line(files.command_line, plan.command_line_max)?;
+    let initrd = place::initrds(files.initrds, &plan, &ram)?;
+
+    for segment in &plan.segments {
+        write_segment(memory, files.kernel, segment, contents)?;
+    }
+    if let Some(range) = initrd {
+        write_initrds(memory, files.initrds, range)?;
+    }
+    write(memory, &command_line, crate::layout::COMMAND_LINE, "the command line")?;
+    let registers = match plan.protocol {
+        BootProtocol::Pvh => pvh::write(memory, &ram, plan.entry, initrd, rsdp)?,
+        BootProtocol::Linux64 | BootProtocol::Auto => {
+            linux::write(memory, &ram, &plan, initrd, command_line.len(), rsdp)?
+        }
+    };
+    Ok(LoadedKernel { format: plan.format, protocol: plan.protocol, kernel: plan.kernel, initrd, registers })
+}
+
+fn plan(files: &BootFiles<'_>) -> Result<Plan, KernelError> {
+    let kernel = files.kernel;
+    if kernel.is_empty() {
+        return Err(KernelError::Empty { role: "kernel", name: kernel.name() });
+    }
+    // A page holds every header that decides what the file is.
+    let mut head = [0u8; 4096];
+    let len = usize::try_from(kernel.len()).unwrap_or(usize::MAX).min(head.len());
+    let head = &mut head[..len];
+    read_header(kernel, 0, head)?;
+    if head.starts_with(&elf::MAGIC) {
+        elf::plan(kernel, head, files.protocol)
+    } else if bzimage::matches(head) {
+        bzimage::plan(kernel, head, files.protocol)
+    } else {
+        Err(KernelError::Unrecognised { name: kernel.name(), hint: hint(head) })
+    }
+}
+
+/// What a file that is no kernel is, where that is easy to tell.
+fn hint(head: &[u8]) -> &'static str {
+    let at = |offset: usize, magic: &[u8]| head.get(offset..).is_some_and(|rest| rest.starts_with(magic));
+    if at(0, &[0x1f, 0x8b]) {
+        "it is compressed with gzip: decompress it first"
+    } else if at(0, &[0xfd, b'7', b'z', b'X', b'Z']) {
+        "it is compressed with xz: decompress it first"
+    } else if at(0, &[0x28, 0xb5, 0x2f, 0xfd]) {
+        "it is compressed with zstd: decompress it first"
+    } else if at(0x38, b"ARM\x64") {
+        "it is a kernel for ARM64, and this machine is x86-64"
+    } else if at(0x30, b"RISCV\0\0\0") {
+        "it is a kernel for RISC-V, and this machine is x86-64"
+    } else if at(0, b"070701") || at(0, b"070702") {
+        "it is a cpio archive, perhaps the initrd"
+    } else if at(0, b"MZ") {
+        "it is an EFI program without a Linux setup header"
+    } else {
+        "give a bzImage or a vmlinux for x86-64"
+    }
+}
+
+fn read_header(image: &dyn Image, offset: u64, buffer: &mut [u8]) -> Result<(), KernelError> {
+    image.read_at(offset, buffer).map_err(|source| KernelError::Read {
+        role: "kernel",
+        name: image.name(),
+        offset,
+        source,
+    })
+}
+
+fn write_segment(
+    memory: &GuestMemory,
+    kernel: &dyn Image,
+    segment: &Segment,
+    contents: Contents,
+) -> Result<(), KernelError> {
+    kernel.read_to_guest(segment.file_offset, memory, segment.range.start, segment.file_len).map_err(
+        |source| KernelError::Read {
+            role: "kernel",
+            name: kernel.name(),
+            offset: segment.file_offset,
+            source,
+        },
+    )?;
+    if segment.zero_rest && contents == Contents::Anything {
+        let zeroes = [0u8; 65536];
+        let mut at = segment.range.start + segment.file_len;
+        while at < segment.range.end() {
+            let part = usize::try_from(segment.range.end() - at).unwrap_or(usize::MAX).min(zeroes.len());
+            write(memory, &zeroes[..part], at, "zeroes after a kernel segment")?;
+            at += part as u64;
+        }
+    }
+    Ok(())
+}
+
+fn write_initrds(
+    memory: &GuestMemory,
+    initrds: &[&dyn Image],
+    range: AddressRange,
+) -> Result<(), KernelError> {
+    let mut at = range.start;
+    for initrd in initrds {
+        initrd.read_to_guest(0, memory, at, initrd.len()).map_err(|source| KernelError::Read {
+            role: "initrd",
+            name: initrd.name(),
+            offset: 0,
+            source,
+        })?;
+        at += initrd.len();
+        let padding = place::initrd_padding(initrd.len());
+        write(memory, &[0u8; 3][..padding], at, "padding after an initrd")?;
+        at += padding as u64;
+    }
+    Ok(())
+}
+
+/// Writes a boot structure at an address that the plan has checked.
+fn write(memory: &GuestMemory, bytes: &[u8], address: u64, what: &'static str) -> Result<(), KernelError> {
+    memory.write_slice(bytes, GuestAddress(address)).map_err(|source| KernelError::Memory {
+        what,
+        address,
+        source,
+    })
 }

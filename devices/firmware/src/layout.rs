@@ -27,10 +27,10 @@ pub const MINIMUM_RAM: u64 = 16 * MIB;
 /// Most CPUs: APIC ids 0 to 253; 255 is the xAPIC broadcast id and the I/O APIC has id 254.
 pub const MAXIMUM_CPUS: u32 = 254;
 
-/// Global descriptor table: null, code, data, task state.
+/// Global descriptor table: two unused entries, code, data, task state.
 pub const GDT: u64 = 0x500;
 /// Entries of the table at [`GDT`].
-pub const GDT_ENTRIES: u64 = 4;
+pub const GDT_ENTRIES: u64 = 6;
 /// PVH `hvm_start_info`.
 pub const PVH_START_INFO: u64 = 0x6000;
 /// PVH module list.
@@ -100,7 +100,9 @@ const _: () = {
     assert!(BOOT_STACK_TOP < PML4 && PML4 + PAGE_SIZE == PDPT && PDPT + PAGE_SIZE == PAGE_DIRECTORIES);
     assert!(PAGE_DIRECTORIES + 4 * PAGE_SIZE <= COMMAND_LINE);
     assert!(COMMAND_LINE + COMMAND_LINE_CAPACITY <= CONVENTIONAL_END);
-    assert!(CONVENTIONAL_END < ACPI_TABLES && ACPI_TABLES < ACPI_TABLES_END && ACPI_TABLES_END <= KERNEL_MINIMUM);
+    assert!(
+        CONVENTIONAL_END < ACPI_TABLES && ACPI_TABLES < ACPI_TABLES_END && ACPI_TABLES_END <= KERNEL_MINIMUM
+    );
     assert!(PCI_MEMORY32.start + PCI_MEMORY32.len <= ECAM.start);
     assert!(ECAM.start.is_multiple_of(256 * MIB));
     assert!(ECAM.start + ECAM.len <= IO_APIC);
@@ -150,10 +152,7 @@ mod tests {
     fn ram_is_split_at_the_hole_and_keeps_its_node() {
         let placed = place_ram(&[2 * GIB, 2 * GIB, GIB]);
         let flat: Vec<_> = placed.iter().map(|r| (r.range.start, r.range.len, r.node)).collect();
-        assert_eq!(
-            flat,
-            [(0, 2 * GIB, 0), (2 * GIB, GIB, 1), (4 * GIB, GIB, 1), (5 * GIB, GIB, 2)]
-        );
+        assert_eq!(flat, [(0, 2 * GIB, 0), (2 * GIB, GIB, 1), (4 * GIB, GIB, 1), (5 * GIB, GIB, 2)]);
         assert_eq!(place_ram(&[3 * GIB]).len(), 1);
         assert_eq!(place_ram(&[3 * GIB, GIB])[1].range.start, 4 * GIB);
     }
