@@ -104,3 +104,48 @@ impl State {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::IntxPin;
+    use crate::config::{CapabilityBuilder, ConfigSpace, Identity, InterruptPin};
+    use crate::msix::MsixLayout;
+    use crate::registers::{CAP_MSIX, COMMAND, COMMAND_INTX_DISABLE, STATUS, STATUS_INTERRUPT};
+    use crate::testing::FakeLine;
+
+    fn config() -> ConfigSpace {
+        let mut builder = ConfigSpace::builder(Identity::default());
+        builder.interrupt_pin(InterruptPin::A);
+        builder.capability(CapabilityBuilder::msix(&MsixLayout::exclusive(0, 1).unwrap())).unwrap();
+        builder.build()
+    }
+
+    #[test]
+    fn disable_bit_and_msix_keep_the_wire_quiet_but_not_the_status() {
+        let (mut config, pin, line) = (config(), IntxPin::new(), FakeLine::new());
+        pin.attach(line.clone()).unwrap();
+        pin.set_pending(true).unwrap();
+        assert!(line.asserted());
+        let msix_control = config.capability_offset(CAP_MSIX).unwrap() + 2;
+        for (offset, off, on) in [(COMMAND, COMMAND_INTX_DISABLE, 0), (msix_control, 0x8000, 0)] {
+            config.write(offset, &off.to_le_bytes());
+            pin.follow(&config).unwrap();
+            assert!(!line.asserted());
+            pin.publish(&mut config);
+            assert_eq!(config.u16(STATUS) & STATUS_INTERRUPT, STATUS_INTERRUPT);
+            config.write(offset, &u16::to_le_bytes(on));
+            pin.follow(&config).unwrap();
+            assert!(line.asserted());
+        }
+    }
+
+    #[test]
+    fn a_wire_attached_late_shows_what_is_pending() {
+        let (pin, line) = (IntxPin::new(), FakeLine::new());
+        pin.set_pending(true).unwrap();
+        pin.attach(line.clone()).unwrap();
+        assert!(line.asserted());
+        pin.set_pending(false).unwrap();
+        assert!(!line.asserted() && !pin.pending());
+    }
+}

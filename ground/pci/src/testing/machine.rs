@@ -1,0 +1,273 @@
+//! Stand-ins for what the monitor implements. They panic where the code under test breaks a promise.
+
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Mutex};
+
+use crate::function::{BarKind, BarLayout, BarPlacer, PciFunction, PlaceError};
+use crate::interrupt::{InterruptError, IntxLine, Msi, MsiMessage, MsiVector};
+use crate::root::{AddressRange, FIRST_INTX_GSI, IntxSink};
+use crate::sync::lock;
+
+/// Counts what it sends; panics when it is triggered while masked.
+#[derive(Debug, Default)]
+pub struct FakeVector {
+    state: Mutex<VectorState>,
+}
+
+#[derive(Debug, Default)]
+struct VectorState {
+    message: Option<MsiMessage>,
+    sent: Vec<MsiMessage>,
+    refusing: bool,
+}
+
+impl FakeVector {
+    /// A masked vector.
+    #[must_use]
+    pub fn new() -> Arc<Self> {
+        Arc::new(Self::default())
+    }
+
+    /// The messages that were sent, oldest first.
+    #[must_use]
+    pub fn sent(&self) -> Vec<MsiMessage> {
+        lock(&self.state).sent.clone()
+    }
+
+    /// How many were sent.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        lock(&self.state).sent.len()
+    }
+
+    /// The present message, `None` while masked.
+    #[must_use]
+    pub fn message(&self) -> Option<MsiMessage> {
+        lock(&self.state).message
+    }
+
+    /// From now on every call fails, or no longer.
+    pub fn refuse(&self, refusing: bool) {
+        lock(&self.state).refusing = refusing;
+    }
+}
+
+fn refusal(what: &str) -> InterruptError {
+    InterruptError::Refused { what: what.to_owned(), source: std::io::Error::other("a test wants it") }
+}
+
+impl MsiVector for FakeVector {
+    fn set(&self, message: Option<MsiMessage>) -> Result<(), InterruptError> {
+        let mut state = lock(&self.state);
+        if state.refusing {
+            return Err(refusal("set a message"));
+        }
+        state.message = message;
+        Ok(())
+    }
+
+    fn trigger(&self) -> Result<(), InterruptError> {
+        let mut state = lock(&self.state);
+        if state.refusing {
+            return Err(refusal("send a message"));
+        }
+        let message = state.message;
+        assert!(message.is_some(), "a masked vector was triggered");
+        state.sent.extend(message);
+        Ok(())
+    }
+
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+/// Allocates [`FakeVector`]s and keeps them.
+#[derive(Debug, Default)]
+pub struct FakeMsi {
+    vectors: Mutex<Vec<Arc<FakeVector>>>,
+}
+
+impl FakeMsi {
+    /// With nothing allocated.
+    #[must_use]
+    pub fn new() -> Arc<Self> {
+        Arc::new(Self::default())
+    }
+
+    /// Everything that was allocated, in order.
+    #[must_use]
+    pub fn vectors(&self) -> Vec<Arc<FakeVector>> {
+        lock(&self.vectors).clone()
+    }
+}
+
+impl Msi for FakeMsi {
+    fn allocate(&self, count: u16) -> Result<Vec<Arc<dyn MsiVector>>, InterruptError> {
+        let new: Vec<_> = (0..count).map(|_| FakeVector::new()).collect();
+        lock(&self.vectors).extend(new.iter().cloned());
+        Ok(new.into_iter().map(|vector| -> Arc<dyn MsiVector> { vector }).collect())
+    }
+}
+
+/// Remembers its level.
+#[derive(Debug, Default)]
+pub struct FakeLine {
+    asserted: Mutex<bool>,
+}
+
+impl FakeLine {
+    /// A line that isn't asserted.
+    #[must_use]
+    pub fn new() -> Arc<Self> {
+        Arc::new(Self::default())
+    }
+
+    /// Its level.
+    #[must_use]
+    pub fn asserted(&self) -> bool {
+        *lock(&self.asserted)
+    }
+}
+
+impl IntxLine for FakeLine {
+    fn set_level(&self, asserted: bool) -> Result<(), InterruptError> {
+        *lock(&self.asserted) = asserted;
+        Ok(())
+    }
+}
+
+/// Remembers the level of each GSI; panics when a level is set that it has already, or on a GSI that isn't INTx's.
+#[derive(Debug, Default)]
+pub struct FakeIntx {
+    levels: Mutex<[bool; 4]>,
+}
+
+impl FakeIntx {
+    /// With no GSI asserted.
+    #[must_use]
+    pub fn new() -> Arc<Self> {
+        Arc::new(Self::default())
+    }
+
+    /// Whether a GSI from 16 to 19 is asserted.
+    #[must_use]
+    pub fn asserted(&self, gsi: u32) -> bool {
+        lock(&self.levels)[Self::index(gsi)]
+    }
+
+    fn index(gsi: u32) -> usize {
+        gsi.checked_sub(FIRST_INTX_GSI)
+            .and_then(|index| usize::try_from(index).ok())
+            .filter(|index| *index < 4)
+            .unwrap_or_else(|| panic!("GSI {gsi} isn't one of INTx's"))
+    }
+}
+
+impl IntxSink for FakeIntx {
+    fn set_gsi(&self, gsi: u32, asserted: bool) -> Result<(), InterruptError> {
+        let level = &mut lock(&self.levels)[Self::index(gsi)];
+        assert_ne!(*level, asserted, "GSI {gsi} was set to the level it has");
+        *level = asserted;
+        Ok(())
+    }
+}
+
+/// A BAR that is placed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlacedBar {
+    /// Function name.
+    pub name: String,
+    /// The BAR.
+    pub layout: BarLayout,
+    /// Address or port.
+    pub address: u64,
+}
+
+impl PlacedBar {
+    fn overlaps(&self, kind: BarKind, address: u64, size: u64) -> bool {
+        (self.layout.kind == BarKind::Io) == (kind == BarKind::Io)
+            && self.address < address + size
+            && address < self.address + self.layout.size
+    }
+}
+
+/// Remembers what is placed; panics when two BARs overlap, when one is placed twice, or one is unplaced
+/// that isn't there. Refuses memory where the test says that RAM or another device is.
+#[derive(Debug, Default)]
+pub struct RecordingPlacer {
+    placed: Mutex<Vec<PlacedBar>>,
+    calls: Mutex<u64>,
+    occupied: Vec<AddressRange>,
+}
+
+impl RecordingPlacer {
+    /// With nothing placed and nothing occupied.
+    #[must_use]
+    pub fn new() -> Arc<Self> {
+        Arc::new(Self::default())
+    }
+
+    /// With memory ranges that hold RAM or other devices.
+    #[must_use]
+    pub fn with_occupied(occupied: Vec<AddressRange>) -> Arc<Self> {
+        Arc::new(Self { occupied, ..Self::default() })
+    }
+
+    /// What is placed now, in order of placing.
+    #[must_use]
+    pub fn placed(&self) -> Vec<PlacedBar> {
+        lock(&self.placed).clone()
+    }
+
+    /// Where a BAR is placed now.
+    #[must_use]
+    pub fn address(&self, name: &str, bar: u8) -> Option<u64> {
+        lock(&self.placed)
+            .iter()
+            .find(|placed| placed.name == name && placed.layout.index == bar)
+            .map(|placed| placed.address)
+    }
+
+    /// Number of calls to place or unplace so far.
+    #[must_use]
+    pub fn calls(&self) -> u64 {
+        *lock(&self.calls)
+    }
+}
+
+impl BarPlacer for RecordingPlacer {
+    fn place(&self, function: &Arc<dyn PciFunction>, bar: BarLayout, address: u64) -> Result<(), PlaceError> {
+        *lock(&self.calls) += 1;
+        let new = PlacedBar { name: function.name().to_owned(), layout: bar, address };
+        let mut placed = lock(&self.placed);
+        for other in placed.iter() {
+            assert!(!other.overlaps(bar.kind, address, bar.size), "{new:?} overlaps {other:?}");
+            assert!(other.name != new.name || other.layout.index != bar.index, "{new:?} is placed twice");
+        }
+        let occupied = self.occupied.iter().any(|range| {
+            bar.kind != BarKind::Io && range.start < address + bar.size && address < range.start + range.len
+        });
+        if occupied {
+            let reason = "RAM is there".to_owned();
+            return Err(PlaceError { name: new.name, bar: bar.index, address, reason });
+        }
+        placed.push(new);
+        Ok(())
+    }
+
+    fn unplace(
+        &self,
+        function: &Arc<dyn PciFunction>,
+        bar: BarLayout,
+        address: u64,
+    ) -> Result<(), PlaceError> {
+        *lock(&self.calls) += 1;
+        let gone = PlacedBar { name: function.name().to_owned(), layout: bar, address };
+        let mut placed = lock(&self.placed);
+        let before = placed.len();
+        placed.retain(|other| *other != gone);
+        assert_eq!(placed.len() + 1, before, "{gone:?} isn't placed");
+        Ok(())
+    }
+}
