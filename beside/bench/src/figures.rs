@@ -1,0 +1,275 @@
+//! Figures: samples beside those of a peer, as JSON and as a table.
+
+use serde::Serialize;
+
+/// Which way is good.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Better {
+    /// Bandwidth and the like.
+    Higher,
+    /// Time.
+    Lower,
+}
+
+/// Samples in a nutshell.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Summary {
+    /// The middle one, or the mean of the two in the middle.
+    pub median: f64,
+    /// The smallest.
+    pub minimum: f64,
+    /// The largest.
+    pub maximum: f64,
+    /// How many.
+    pub samples: usize,
+}
+
+impl Summary {
+    /// Of at least one sample; `None` for no samples, or when one isn't a finite number.
+    pub fn of(samples: &[f64]) -> Option<Self> {
+        if samples.is_empty() || samples.iter().any(|sample| !sample.is_finite()) {
+            return None;
+        }
+        let mut sorted = samples.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        Some(Self {
+            median: median(&sorted),
+            minimum: *sorted.first()?,
+            maximum: *sorted.last()?,
+            samples: sorted.len(),
+        })
+    }
+}
+
+fn median(sorted: &[f64]) -> f64 {
+    let upper = sorted.len() / 2;
+    let lower = if sorted.len().is_multiple_of(2) { upper.saturating_sub(1) } else { upper };
+    match (sorted.get(lower), sorted.get(upper)) {
+        (Some(low), Some(high)) => f64::midpoint(*low, *high),
+        _ => f64::NAN,
+    }
+}
+
+/// The other way of doing the same, measured in the same run.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Peer {
+    /// What it is.
+    pub name: String,
+    /// Its samples.
+    #[serde(flatten)]
+    pub summary: Summary,
+}
+
+/// One figure.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Figure {
+    /// Its name, for machines.
+    pub name: String,
+    /// What was measured, for people.
+    pub what: String,
+    /// Unit of all its numbers save the ratios.
+    pub unit: &'static str,
+    /// Which way is good.
+    pub better: Better,
+    /// Its samples.
+    #[serde(flatten)]
+    pub summary: Summary,
+    /// What it is measured against.
+    pub peer: Peer,
+    /// Median of the figure by median of the peer.
+    pub ratio: f64,
+    /// Median of the ratios of samples taken one after the other.
+    pub paired_ratio: f64,
+    /// The ratio it should have: at least that where higher is better, at most that where lower is.
+    pub aim: Option<f64>,
+    /// Whether `ratio` is on the right side of `aim`.
+    pub aim_met: Option<bool>,
+}
+
+/// Samples of a figure and its peer, in the order they were taken.
+#[derive(Debug, Clone, Default)]
+pub struct Pairs {
+    /// (ours, the peer's).
+    pub pairs: Vec<(f64, f64)>,
+}
+
+impl Pairs {
+    /// Takes `count` pairs, after one of each that isn't counted, with ours first in every other pair: whoever goes
+    /// second finds warmer caches and a warmer processor.
+    pub fn take(
+        count: usize,
+        mut ours: impl FnMut() -> anyhow::Result<f64>,
+        mut peer: impl FnMut() -> anyhow::Result<f64>,
+    ) -> anyhow::Result<Self> {
+        ours()?;
+        peer()?;
+        let mut pairs = Vec::with_capacity(count);
+        for turn in 0..count {
+            pairs.push(if turn % 2 == 0 {
+                let first = ours()?;
+                (first, peer()?)
+            } else {
+                let first = peer()?;
+                (ours()?, first)
+            });
+        }
+        Ok(Self { pairs })
+    }
+}
+
+impl Figure {
+    /// From samples. `None` when there are none, or one isn't a positive number.
+    pub fn new(
+        name: &str,
+        what: &str,
+        unit: &'static str,
+        better: Better,
+        peer: &str,
+        pairs: &Pairs,
+        aim: Option<f64>,
+    ) -> Option<Self> {
+        let (ours, peers): (Vec<f64>, Vec<f64>) = pairs.pairs.iter().copied().unzip();
+        if ours.iter().chain(&peers).any(|sample| *sample <= 0.0) {
+            return None;
+        }
+        let ratios: Vec<f64> = pairs.pairs.iter().map(|(ours, peer)| ours / peer).collect();
+        let summary = Summary::of(&ours)?;
+        let peer = Peer { name: peer.to_owned(), summary: Summary::of(&peers)? };
+        let ratio = summary.median / peer.summary.median;
+        let aim_met = aim.map(|aim| match better {
+            Better::Higher => ratio >= aim,
+            Better::Lower => ratio <= aim,
+        });
+        Some(Self {
+            name: name.to_owned(),
+            what: what.to_owned(),
+            unit,
+            better,
+            summary,
+            peer,
+            ratio,
+            paired_ratio: Summary::of(&ratios)?.median,
+            aim,
+            aim_met,
+        })
+    }
+}
+
+/// What a group leaves in its file.
+#[derive(Debug, Serialize)]
+pub struct Report {
+    /// Its name.
+    pub group: &'static str,
+    /// Why nothing was measured, where nothing was.
+    pub skipped: Option<String>,
+    /// What machine it was.
+    pub conditions: crate::conditions::Conditions,
+    /// The figures.
+    pub figures: Vec<Figure>,
+}
+
+/// The figures as a table for people.
+pub fn table(figures: &[Figure]) -> String {
+    let span = |summary: &Summary| {
+        format!("{} [{} .. {}]", short(summary.median), short(summary.minimum), short(summary.maximum))
+    };
+    let mut rows = vec![
+        ["figure", "unit", "ours: median [min .. max]", "peer: median [min .. max]", "ratio", "aim"]
+            .map(str::to_owned),
+    ];
+    for figure in figures {
+        let aim = match (figure.aim, figure.aim_met) {
+            (Some(aim), Some(met)) => {
+                let sign = if figure.better == Better::Higher { ">=" } else { "<=" };
+                format!("{sign} {aim} {}", if met { "met" } else { "MISSED" })
+            }
+            _ => String::new(),
+        };
+        rows.push([
+            figure.what.clone(),
+            figure.unit.to_owned(),
+            span(&figure.summary),
+            span(&figure.peer.summary),
+            format!("{:.3}", figure.ratio),
+            aim,
+        ]);
+    }
+    let mut text = String::new();
+    let width = |column: usize| {
+        rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.chars().count()).max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..6).map(width).collect();
+    for row in &rows {
+        let cells: Vec<String> =
+            row.iter().zip(&widths).map(|(cell, width)| format!("{cell:<width$}")).collect();
+        text.push_str(cells.join("  ").trim_end());
+        text.push('\n');
+    }
+    text
+}
+
+/// Three significant digits.
+fn short(number: f64) -> String {
+    match number.abs() {
+        0.0..10.0 => format!("{number:.2}"),
+        10.0..100.0 => format!("{number:.1}"),
+        _ => format!("{number:.0}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Better, Figure, Pairs, Summary, table};
+    use proptest::prelude::*;
+
+    #[test]
+    fn medians_of_odd_and_even_counts() {
+        assert_eq!(Summary::of(&[3.0, 1.0, 2.0]).unwrap().median, 2.0);
+        assert_eq!(Summary::of(&[4.0, 1.0, 2.0, 3.0]).unwrap().median, 2.5);
+        assert_eq!(Summary::of(&[]), None);
+        assert_eq!(Summary::of(&[f64::NAN]), None);
+    }
+
+    #[test]
+    fn pairs_take_turns_after_one_of_each() {
+        let order = std::cell::RefCell::new(String::new());
+        let pairs = Pairs::take(
+            3,
+            || {
+                order.borrow_mut().push('o');
+                Ok(1.0)
+            },
+            || {
+                order.borrow_mut().push('p');
+                Ok(2.0)
+            },
+        )
+        .unwrap();
+        assert_eq!(*order.borrow(), "opoppoop");
+        assert_eq!(pairs.pairs, [(1.0, 2.0); 3]);
+    }
+
+    #[test]
+    fn aims_point_the_right_way() {
+        let pairs = Pairs { pairs: vec![(9.0, 10.0)] };
+        let figure = |better| Figure::new("n", "w", "u", better, "p", &pairs, Some(0.95)).unwrap();
+        assert_eq!(figure(Better::Higher).aim_met, Some(false));
+        assert_eq!(figure(Better::Lower).aim_met, Some(true));
+        assert!(table(&[figure(Better::Higher)]).contains(">= 0.95 MISSED"));
+        let zero = Pairs { pairs: vec![(0.0, 1.0)] };
+        assert!(Figure::new("n", "w", "u", Better::Lower, "p", &zero, None).is_none());
+    }
+
+    proptest! {
+        /// The median lies between minimum and maximum, and as many samples below it as above.
+        #[test]
+        fn summaries_are_ordered(samples in prop::collection::vec(-1e9_f64..1e9, 1..50)) {
+            let summary = Summary::of(&samples).unwrap();
+            prop_assert!(summary.minimum <= summary.median && summary.median <= summary.maximum);
+            let below = samples.iter().filter(|sample| **sample < summary.median).count();
+            let above = samples.iter().filter(|sample| **sample > summary.median).count();
+            prop_assert!(below <= samples.len() / 2 && above <= samples.len() / 2);
+        }
+    }
+}

@@ -1,0 +1,19 @@
+//! The groups of `make bench`.
+
+pub mod vm;
+
+use crate::figures::Report;
+
+/// A group: measures, and says what it found.
+pub struct Group {
+    /// Its name on the command line and of its file.
+    pub name: &'static str,
+    /// What it measures, in a few words.
+    pub about: &'static str,
+    /// Does it. With `quick`, few samples: to see that it works.
+    pub run: fn(quick: bool) -> anyhow::Result<Report>,
+}
+
+/// All groups, in the order they run.
+pub const ALL: &[Group] =
+    &[Group { name: "vm", about: "memory, cache lines and exits in a VM against the host", run: vm::run }];

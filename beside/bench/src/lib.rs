@@ -1,0 +1,20 @@
+//! Benchmarks against peers, natively: `make bench`, or `cargo run --release -p bench -- [group...]`.
+//!
+//! A group measures figures, each beside its peer: the same work by other means, in the same run, the two
+//! taking turns so that what disturbs one disturbs the other. A group leaves `target/bench/<group>.json`.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | `programs` | builds the payload programs |
+//! | `measuring_vm` | a VM that runs measurements one by one |
+//! | `peers` | the same measurements in host threads |
+//! | `figures` | samples, medians, ratios; the JSON and the table |
+//! | `conditions` | what machine it was |
+//! | `groups` | the groups themselves |
+
+pub mod conditions;
+pub mod figures;
+pub mod groups;
+pub mod measuring_vm;
+pub mod peers;
+pub mod programs;

@@ -1,0 +1,218 @@
+//! A VM that runs measurements one by one: the program `measure`, and the ports it asks for work on.
+
+use anyhow::{Context, bail};
+use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemorySpace, PageSize};
+use machine::slots::HostMapping;
+use monitor::payload::{HostPorts, PayloadVm};
+use payload_loops::job::{JOB_SIZE, Job};
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Longest that any measurement may take, and the guest may need to ask for work.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How often it is looked whether the program still runs, meanwhile.
+const GLANCE: Duration = Duration::from_millis(200);
+const PAGE: u64 = 4096;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Desk {
+    /// The vCPU hasn't asked for work.
+    Away,
+    /// It waits for work.
+    Waiting,
+    /// Work lies in its page.
+    Given,
+}
+
+/// Where vCPUs wait for work and the driver for them.
+struct Desks {
+    desks: Mutex<(Vec<Desk>, bool)>,
+    changed: Condvar,
+}
+
+impl Desks {
+    fn new(vcpus: u32) -> Arc<Self> {
+        let desks = (0..vcpus).map(|_| Desk::Away).collect();
+        Arc::new(Self { desks: Mutex::new((desks, false)), changed: Condvar::new() })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, (Vec<Desk>, bool)> {
+        self.desks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn close(&self) {
+        self.lock().1 = true;
+        self.changed.notify_all();
+    }
+
+    fn is_closed(&self) -> bool {
+        self.lock().1
+    }
+
+    /// Waits until vCPU `index` asks for work; false when it hasn't after [`GLANCE`].
+    fn await_vcpu(&self, index: usize) -> bool {
+        let (_state, waited) = self
+            .changed
+            .wait_timeout_while(self.lock(), GLANCE, |(desks, _)| {
+                desks.get(index).is_some_and(|desk| *desk != Desk::Waiting)
+            })
+            .unwrap_or_else(PoisonError::into_inner);
+        !waited.timed_out()
+    }
+
+    fn give(&self, index: usize) {
+        if let Some(desk) = self.lock().0.get_mut(index) {
+            *desk = Desk::Given;
+        }
+        self.changed.notify_all();
+    }
+}
+
+impl HostPorts for Desks {
+    fn read(&self, index: u16) -> u32 {
+        let index = usize::from(index);
+        let mut state = self.lock();
+        let Some(desk) = state.0.get_mut(index) else { return 0 };
+        *desk = Desk::Waiting;
+        self.changed.notify_all();
+        let state = self
+            .changed
+            .wait_while(state, |(desks, closed)| {
+                !*closed && desks.get(index).is_some_and(|desk| *desk == Desk::Waiting)
+            })
+            .unwrap_or_else(PoisonError::into_inner);
+        u32::from(!state.1)
+    }
+}
+
+/// What the VM is to have.
+pub struct Settings<'a> {
+    /// The program `measure`.
+    pub program: &'a Path,
+    /// CPU that each vCPU is pinned to; one vCPU per entry.
+    pub cpus: Vec<usize>,
+    /// RAM in bytes.
+    pub memory: u64,
+    /// Pages behind it.
+    pub pages: PageSize,
+    /// The read-only window.
+    pub window: Option<Arc<HostMapping>>,
+}
+
+/// The VM. While it waits for work it uses no processor.
+pub struct MeasuringVm {
+    vm: PayloadVm,
+    desks: Arc<Desks>,
+    memory: GuestMemorySpace,
+    job_pages: u64,
+    vcpus: u32,
+}
+
+impl MeasuringVm {
+    /// Starts it.
+    pub fn start(settings: Settings<'_>) -> anyhow::Result<Self> {
+        let vcpus = u32::try_from(settings.cpus.len()).unwrap_or(u32::MAX);
+        let desks = Desks::new(vcpus);
+        let mut builder = PayloadVm::from_file(settings.program)?
+            .vcpus(vcpus)
+            .pin(settings.cpus.iter().map(|cpu| vec![*cpu]).collect())
+            .memory(settings.memory)
+            .pages(settings.pages)
+            .prefault(true)
+            .host_ports(desks.clone());
+        if let Some(window) = settings.window {
+            builder = builder.window(window);
+        }
+        let vm = builder.build()?;
+        let memory = vm.memory();
+        let job_pages = vm.free_memory().start.next_multiple_of(PAGE);
+        let this = Self { vm, desks, memory, job_pages, vcpus };
+        this.vm.start()?;
+        Ok(this)
+    }
+
+    /// RAM that is free for measurements, from a page of 2 MiB on: first address and bytes.
+    pub fn free(&self) -> (u64, u64) {
+        let free = self.vm.free_memory();
+        let start = (self.job_pages + u64::from(self.vcpus) * PAGE).next_multiple_of(2 << 20);
+        (start, (free.start + free.size).saturating_sub(start))
+    }
+
+    /// Where guest memory lies in this process.
+    pub fn host_address(&self, address: u64, length: u64) -> anyhow::Result<u64> {
+        let found = self.vm.host_address(address, length);
+        Ok(found
+            .with_context(|| format!("{length} bytes at {address:#x} don't lie in the measuring VM's RAM"))?
+            as u64)
+    }
+
+    /// Where the read-only window lies in the guest.
+    pub fn window(&self) -> u64 {
+        self.vm.window().start
+    }
+
+    /// The eventfd of the first doorbell.
+    pub fn doorbell(&self) -> anyhow::Result<&Arc<OwnedFd>> {
+        self.vm.doorbell(0).context("The measuring VM has no doorbell")
+    }
+
+    /// Exits to the monitor so far.
+    pub fn exits(&self) -> u64 {
+        self.vm.exits().total()
+    }
+
+    /// Lets each of the first vCPUs run one job, all at once, and returns the ticks each took.
+    pub fn run(&mut self, jobs: &[Job]) -> anyhow::Result<Vec<u64>> {
+        for index in 0..jobs.len() {
+            self.await_vcpu(index)?;
+        }
+        let pages: Vec<u64> =
+            (0..).take(jobs.len()).map(|index: u64| self.job_pages + index * PAGE).collect();
+        for (page, job) in pages.iter().zip(jobs) {
+            self.memory.memory().write_slice(&job.to_bytes(), GuestAddress(*page))?;
+        }
+        for index in 0..jobs.len() {
+            self.desks.give(index);
+        }
+        let mut ticks = Vec::with_capacity(jobs.len());
+        for (index, page) in pages.iter().enumerate() {
+            self.await_vcpu(index)?;
+            ticks.push(self.memory.memory().read_obj::<u64>(GuestAddress(page + JOB_SIZE as u64))?);
+        }
+        Ok(ticks)
+    }
+
+    fn await_vcpu(&mut self, index: usize) -> anyhow::Result<()> {
+        let deadline = Instant::now() + PATIENCE;
+        while !self.desks.await_vcpu(index) {
+            if let Some(code) = self.vm.wait_for(Duration::ZERO).context("The measuring VM ended early")? {
+                bail!("The program 'measure' ended early with exit code {code}");
+            }
+            if Instant::now() > deadline {
+                bail!("vCPU {index} of the measuring VM didn't finish within {PATIENCE:?}");
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the program and waits for its exit code.
+    pub fn finish(mut self) -> anyhow::Result<()> {
+        self.desks.close();
+        match self.vm.wait_for(PATIENCE)? {
+            Some(0) => Ok(()),
+            Some(code) => bail!("The program 'measure' ended with exit code {code}"),
+            None => bail!("The program 'measure' didn't end within {PATIENCE:?}"),
+        }
+    }
+}
+
+impl Drop for MeasuringVm {
+    fn drop(&mut self) {
+        // So that no vCPU thread waits for work while the VM is stopped.
+        if !self.desks.is_closed() {
+            self.desks.close();
+        }
+    }
+}

@@ -1,0 +1,85 @@
+//! The peers: the same loops in host threads, and the system calls that exits are compared with.
+
+#![allow(unsafe_code)] // Jobs carry addresses; system calls are made without the C library's wrappers.
+
+use anyhow::{Context, bail};
+use payload_loops::job::Job;
+use payload_loops::tsc;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::sync::Barrier;
+use std::time::Instant;
+
+/// Puts the calling thread on one CPU.
+pub fn pin(cpu: usize) -> anyhow::Result<()> {
+    if core_affinity::set_for_current(core_affinity::CoreId { id: cpu }) {
+        Ok(())
+    } else {
+        bail!("A measuring thread can't be put on CPU {cpu}; is it online and allowed?")
+    }
+}
+
+/// Runs a job on a thread per entry, each pinned, begun together, and returns the ticks each took.
+///
+/// # Safety
+/// As for [`Job::run`], with addresses of this process.
+pub unsafe fn run(jobs: &[(usize, Job)]) -> anyhow::Result<Vec<u64>> {
+    let barrier = Barrier::new(jobs.len());
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = jobs
+            .iter()
+            .map(|(cpu, job)| {
+                let barrier = &barrier;
+                scope.spawn(move || {
+                    let pinned = pin(*cpu);
+                    barrier.wait();
+                    pinned?;
+                    // SAFETY: the caller vouches for the job.
+                    Ok(unsafe { job.run() })
+                })
+            })
+            .collect();
+        threads
+            .into_iter()
+            .map(|thread| match thread.join() {
+                Ok(ticks) => ticks,
+                Err(_) => bail!("A measuring thread panicked"),
+            })
+            .collect()
+    })
+}
+
+/// Ticks that `times` of the cheapest system call take.
+pub fn null_system_calls(times: u64) -> u64 {
+    let started = tsc::start();
+    for _ in 0..times {
+        // SAFETY: getppid takes nothing and can't fail.
+        unsafe { libc::syscall(libc::SYS_getppid) };
+    }
+    tsc::end().wrapping_sub(started)
+}
+
+/// Ticks that `times` writes to an eventfd take.
+pub fn eventfd_writes(fd: BorrowedFd<'_>, times: u64) -> anyhow::Result<u64> {
+    let one = 1_u64;
+    let started = tsc::start();
+    for _ in 0..times {
+        // SAFETY: the eight bytes are read from a local variable.
+        let written = unsafe { libc::write(fd.as_raw_fd(), (&raw const one).cast(), 8) };
+        if written != 8 {
+            return Err(std::io::Error::last_os_error()).context("An eventfd could not be written");
+        }
+    }
+    Ok(tsc::end().wrapping_sub(started))
+}
+
+/// Frequency of the time stamp counter in kHz, measured over a fifth of a second.
+pub fn tsc_khz() -> f64 {
+    let (started, ticks) = (Instant::now(), tsc::start());
+    while started.elapsed().as_millis() < 200 {
+        std::hint::spin_loop();
+    }
+    let ticks = tsc::end().wrapping_sub(ticks);
+    #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
+    let khz = ticks as f64 / started.elapsed().as_secs_f64() / 1000.0;
+    khz
+}

@@ -1,0 +1,60 @@
+//! Builds the payload programs, which are a workspace of their own.
+
+use anyhow::{Context, bail};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The root of the work tree.
+pub fn repository() -> PathBuf {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    here.ancestors().nth(2).unwrap_or(here).to_owned()
+}
+
+/// Where results go.
+pub fn results() -> PathBuf {
+    target().join("bench")
+}
+
+fn target() -> PathBuf {
+    repository().join("target")
+}
+
+/// The payload programs, built.
+#[derive(Debug, Clone)]
+pub struct Programs {
+    folder: PathBuf,
+}
+
+impl Programs {
+    /// Builds them with the cargo that runs this, into `target/payload`; nothing happens when they are built.
+    pub fn build() -> anyhow::Result<Self> {
+        let root = repository();
+        let target = target().join("payload");
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let output = Command::new(&cargo)
+            .args(["build", "--quiet", "--release", "--locked", "-p", "payload-programs", "--manifest-path"])
+            .arg(root.join("guest/payload/Cargo.toml"))
+            .arg("--target-dir")
+            .arg(&target)
+            // The outer build's flags aren't meant for programs without a standard library.
+            .env_remove("RUSTFLAGS")
+            .env_remove("CARGO_ENCODED_RUSTFLAGS")
+            .env_remove("CARGO_BUILD_TARGET")
+            .output()
+            .with_context(|| {
+                format!("{} could not be started to build the payload programs", cargo.display())
+            })?;
+        if !output.status.success() {
+            bail!(
+                "The payload programs could not be built:\n{}",
+                String::from_utf8_lossy(&output.stderr).trim_end()
+            );
+        }
+        Ok(Self { folder: target.join("release") })
+    }
+
+    /// The file of one program.
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.folder.join(name)
+    }
+}
