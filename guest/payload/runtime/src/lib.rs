@@ -23,6 +23,12 @@ pub use payload_abi as abi;
 pub use payload_loops as loops;
 pub use vcpu::Vcpu;
 
+/// A guest-physical address as a pointer: page tables map one to one.
+pub fn pointer_to<T>(address: u64) -> *mut T {
+    #[expect(clippy::cast_possible_truncation, reason = "x86-64 has 64-bit pointers")]
+    core::ptr::with_exposed_provenance_mut(address as usize)
+}
+
 /// Names the program's main function, `fn(Vcpu) -> u32`, and defines its panic handler.
 #[macro_export]
 macro_rules! entry {

@@ -42,10 +42,7 @@ impl Vcpu {
         let count = unsafe { at.read() };
         (0..usize::try_from(count).unwrap_or(0)).map(move |index| {
             // SAFETY: promised to `new`: argc pointers follow argc, each to a C string.
-            let text = unsafe {
-                let pointer = at.add(1).add(index).read();
-                CStr::from_ptr(core::ptr::with_exposed_provenance::<c_char>(pointer as usize))
-            };
+            let text = unsafe { CStr::from_ptr(at.add(1).add(index).cast::<*const c_char>().read()) };
             text.to_str().unwrap_or("?")
         })
     }

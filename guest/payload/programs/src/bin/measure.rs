@@ -10,7 +10,7 @@
 
 use payload_runtime::abi::{PORT_HOST, PORT_HOST_COUNT};
 use payload_runtime::loops::job::{JOB_SIZE, Job};
-use payload_runtime::{Vcpu, ports, println};
+use payload_runtime::{Vcpu, pointer_to, ports, println};
 
 payload_runtime::entry!(main);
 
@@ -19,8 +19,8 @@ fn main(vcpu: Vcpu) -> u32 {
         return 0;
     };
     let page = vcpu.info().free.start.next_multiple_of(4096) + u64::from(port) * 4096;
-    let job_at = core::ptr::with_exposed_provenance::<[u8; JOB_SIZE]>(page as usize);
-    let result_at = core::ptr::with_exposed_provenance_mut::<u64>(page as usize + JOB_SIZE);
+    let job_at = pointer_to::<[u8; JOB_SIZE]>(page);
+    let result_at = pointer_to::<u64>(page + JOB_SIZE as u64);
     while ports::read(PORT_HOST + port) == 1 {
         // SAFETY: the page lies in free RAM; the host wrote it before it answered.
         let Some(job) = Job::from_bytes(&unsafe { job_at.read_volatile() }) else {
