@@ -24,6 +24,7 @@ use super::uring::Uring;
 use super::worker::{self, BlockQueue, Engine};
 use crate::device::{Activation, ActiveQueue, DeviceError, SavedDevice, VirtioDevice};
 use crate::queue::Ring;
+use crate::saved;
 use crate::worker::Worker;
 
 /// Entries of each queue.
@@ -145,7 +146,7 @@ impl Block {
             return Err(bad(format!("version {} is not {SAVED_VERSION}", saved.version)));
         }
         let state: SavedBlock =
-            serde_json::from_slice(&saved.state).map_err(|error| bad(format!("it is damaged: {error}")))?;
+            saved::decode(&saved.state).map_err(|error| bad(format!("it is damaged: {error}")))?;
         let mut block = Self::open(config)?;
         if state.capacity != block.disk.limits.capacity {
             return Err(bad(format!(
@@ -430,8 +431,7 @@ impl VirtioDevice for Block {
             queues: self.queues,
             writeback: self.writeback,
         };
-        let state = serde_json::to_vec(&state)
-            .map_err(|error| self.host("serialise its state", std::io::Error::other(error)))?;
+        let state = saved::encode(&state).map_err(|error| self.host("serialise its state", error))?;
         Ok(SavedDevice { version: SAVED_VERSION, state })
     }
 

@@ -1,0 +1,17 @@
+//! How saved state becomes bytes: CBOR with field names, so that a version can leave out or add fields
+//! and still read the other's state.
+
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// Serialises saved state.
+pub fn encode<T: Serialize>(state: &T) -> std::io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    ciborium::into_writer(state, &mut bytes).map_err(std::io::Error::other)?;
+    Ok(bytes)
+}
+
+/// Reads saved state back. The error says where it is damaged.
+pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
+    ciborium::from_reader(bytes).map_err(|error| error.to_string())
+}

@@ -1,0 +1,28 @@
+//! virtio over PCI (virtio 1.2, 4.1), modern only: makes a PCI function of a [`crate::device::VirtioDevice`].
+//!
+//! ```text
+//!            vCPU: BAR access                    device thread
+//!                 │                                   │
+//!     VirtioPciFunction (one lock: registers,   Interrupts (no common lock:
+//!     device, configuration space)               MSI-X, INTx, ISR, failure)
+//!                 │ activate / stop                   ▲ queue / config / failed
+//!                 └────────▶ VirtioDevice ────────────┘
+//! kicks: guest store ─▶ ioeventfd ─▶ device thread (or bar_write ─▶ the same eventfd)
+//! ```
+
+mod function;
+mod interrupts;
+mod layout;
+mod registers;
+mod saved;
+#[cfg(test)]
+mod tests;
+
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+pub use function::{TransportError, VirtioPciFunction};
+
+/// Locks, also after a panic of another thread: what is guarded is valid between any two statements.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
