@@ -47,9 +47,13 @@ pub trait InterruptController: Send + Sync {
     fn signal_msi(&self, message: MsiMessage) -> std::io::Result<()>;
     /// Allocates `count` MSI routes, all masked. `ErrorKind::StorageFull` when that many aren't left.
     fn allocate_msi(&self, count: u16) -> std::io::Result<Vec<Arc<dyn MsiRoute>>>;
+    /// Power-on state, for a machine reset while all vCPUs are paused. Routes stay; lines that devices still assert stay
+    /// asserted.
+    fn reset(&self) -> std::io::Result<()>;
     /// State of the controllers outside the vCPUs, while all vCPUs are paused. Routes aren't included: their owners
     /// allocate and set them again.
     fn save(&self) -> std::io::Result<SavedInterruptController>;
-    /// Puts saved state into fresh controllers, before any vCPU runs.
+    /// Puts saved state into fresh controllers, before any vCPU runs. Devices assert their level-triggered lines again
+    /// afterwards.
     fn restore(&self, saved: &SavedInterruptController) -> std::io::Result<()>;
 }

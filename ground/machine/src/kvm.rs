@@ -1,10 +1,21 @@
 //! /dev/kvm: opening it, and what this host's KVM can do.
 
+#![allow(unsafe_code)] // Handing the opened descriptor to kvm-ioctls.
+
+use std::os::fd::{FromRawFd, IntoRawFd};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::vm::{Vm, VmError};
+use kvm_bindings::KVM_MAX_CPUID_ENTRIES;
+use kvm_ioctls::{Cap, Kvm};
+use rustix::fs::{Mode, OFlags};
+
+use crate::vm::{Vm, VmError, errno};
 use crate::x86::CpuId;
+
+/// Unchanged since Linux 2.6.22.
+const API_VERSION: i32 = 12;
 
 /// KVM can't be used.
 #[derive(Debug, thiserror::Error)]
@@ -104,23 +115,33 @@ pub struct Capabilities {
     pub optional: Vec<(&'static str, bool)>,
 }
 
-/// Whether kernel code runs at native speed.
-#[derive(Debug, Clone, PartialEq, serde::Serialize)]
-pub struct Ring0Probe {
-    /// Whether an ordinary kernel can be expected to boot.
-    pub ordinary_kernels: bool,
-    /// What was seen, as one sentence.
-    pub finding: String,
-    /// Nanoseconds per simple ring-0 instruction, where the probe ran to its end.
-    pub ns_per_instruction: Option<f64>,
-}
-
 /// KVM of this host, opened.
 #[derive(Debug)]
 pub struct Host {
-    #[allow(dead_code)]
-    kvm: kvm_ioctls::Kvm,
+    kvm: Kvm,
 }
+
+/// What Causeway can't do without.
+const REQUIRED: &[(&str, Cap)] = &[
+    ("user memory", Cap::UserMemory),
+    ("interrupt controllers", Cap::Irqchip),
+    ("irqfd", Cap::Irqfd),
+    ("interrupt routing", Cap::IrqRouting),
+    ("MSI signalling", Cap::SignalMsi),
+    ("ioeventfd", Cap::Ioeventfd),
+    ("ioeventfd of any length", Cap::IoeventfdNoLength),
+    ("read-only memory", Cap::ReadonlyMem),
+    ("immediate exit", Cap::ImmediateExit),
+    ("TSS address", Cap::SetTssAddr),
+    ("identity map address", Cap::SetIdentityMapAddr),
+    ("CPUID", Cap::ExtCpuid),
+    ("multiprocessor state", Cap::MpState),
+    ("vCPU events", Cap::VcpuEvents),
+    ("debug registers", Cap::Debugregs),
+    ("XSAVE", Cap::Xsave),
+    ("XCRs", Cap::Xcrs),
+    ("clock adjustment", Cap::AdjustClock),
+];
 
 impl Host {
     /// Opens /dev/kvm and checks the API version and the capabilities that Causeway needs.
@@ -129,28 +150,164 @@ impl Host {
     }
 
     /// Opens a given device node.
-    pub fn open_at(_path: &Path) -> Result<Self, HostError> {
-        todo!()
+    pub fn open_at(path: &Path) -> Result<Self, HostError> {
+        let fd = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
+            .map_err(|error| open_error(path, error))?;
+        // SAFETY: the descriptor is owned here and given away whole. That it is KVM's is checked next: another device
+        // answers the version ioctl with an error or another number.
+        let kvm = unsafe { Kvm::from_raw_fd(fd.into_raw_fd()) };
+        let found = kvm.get_api_version();
+        if found != API_VERSION {
+            return Err(HostError::ApiVersion { path: path.to_owned(), found });
+        }
+        let host = Self { kvm };
+        let missing = host.missing();
+        if missing.is_empty() { Ok(host) } else { Err(HostError::Lacks { missing: missing.join(", ") }) }
+    }
+
+    fn missing(&self) -> Vec<&'static str> {
+        REQUIRED.iter().filter(|(_, cap)| !self.kvm.check_extension(*cap)).map(|(name, _)| *name).collect()
     }
 
     /// What this host can do.
     pub fn capabilities(&self) -> Capabilities {
-        todo!()
+        let number = |cap| usize::try_from(self.kvm.check_extension_int(cap)).unwrap_or(0);
+        let raw = |cap: u32| self.kvm.check_extension_raw(cap.into()) > 0;
+        let has = |cap| self.kvm.check_extension(cap);
+        Capabilities {
+            api_version: self.kvm.get_api_version(),
+            back_end: back_end(),
+            max_vcpus: self.kvm.get_max_vcpus(),
+            recommended_vcpus: self.kvm.get_nr_vcpus(),
+            memslots: self.kvm.get_nr_memslots(),
+            irq_routes: number(Cap::IrqRouting),
+            missing: self.missing(),
+            optional: vec![
+                ("dirty_ring", raw(kvm_bindings::KVM_CAP_DIRTY_LOG_RING)),
+                ("manual_dirty_log", raw(kvm_bindings::KVM_CAP_MANUAL_DIRTY_LOG_PROTECT2)),
+                ("binary_stats", raw(kvm_bindings::KVM_CAP_BINARY_STATS_FD)),
+                ("irqfd_resample", has(Cap::IrqfdResample)),
+                ("pit", has(Cap::Pit2)),
+                ("split_irqchip", has(Cap::SplitIrqchip)),
+                ("x2apic_api", has(Cap::X2ApicApi)),
+                ("tsc_control", has(Cap::TscControl)),
+                ("tsc_deadline", has(Cap::TscDeadlineTimer)),
+                ("xsave2", has(Cap::Xsave2)),
+                ("sync_mmu", has(Cap::SyncMmu)),
+                ("coalesced_mmio", has(Cap::CoalescedMmio)),
+                ("user_space_msr", has(Cap::X86UserSpaceMsr)),
+                ("memory_fault_exits", has(Cap::MemoryFaultInfo)),
+                ("nested_state", has(Cap::NestedState)),
+                ("guest_memfd", has(Cap::GuestMemfd)),
+                ("disable_exits", raw(kvm_bindings::KVM_CAP_X86_DISABLE_EXITS)),
+                ("exit_on_emulation_failure", raw(kvm_bindings::KVM_CAP_EXIT_ON_EMULATION_FAILURE)),
+            ],
+        }
     }
 
     /// The CPUID leaves that KVM can give to guests. See [`crate::x86::guest_cpuid`] for those of one vCPU.
     pub fn supported_cpuid(&self) -> Result<CpuId, HostError> {
-        todo!()
+        self.kvm
+            .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
+            .map_err(|e| HostError::Refused { what: "list its CPUID leaves".into(), source: errno(e) })
+    }
+
+    /// Whether KVM emulates the APIC's TSC-deadline timer. Its CPUID bit isn't among the supported ones, because it needs
+    /// the in-kernel APIC.
+    pub(crate) fn has_tsc_deadline(&self) -> bool {
+        self.kvm.check_extension(Cap::TscDeadlineTimer)
     }
 
     /// Creates a VM without memory, interrupt controllers or vCPUs.
     pub fn create_vm(&self) -> Result<Arc<Vm>, VmError> {
-        todo!()
+        Vm::create(&self.kvm)
+    }
+}
+
+fn open_error(path: &Path, error: rustix::io::Errno) -> HostError {
+    let path = path.to_owned();
+    match error {
+        rustix::io::Errno::NOENT | rustix::io::Errno::NXIO | rustix::io::Errno::NODEV => {
+            HostError::Absent { path }
+        }
+        rustix::io::Errno::ACCESS | rustix::io::Errno::PERM => match std::fs::metadata(&path) {
+            Ok(metadata) => HostError::NoPermission {
+                uid: rustix::process::geteuid().as_raw(),
+                owner: metadata.uid(),
+                group: metadata.gid(),
+                group_name: group_name(metadata.gid()).unwrap_or_else(|| "unnamed".into()),
+                mode: metadata.mode() & 0o777,
+                path,
+            },
+            Err(source) => HostError::Open { path, source },
+        },
+        other => HostError::Open { path, source: other.into() },
+    }
+}
+
+fn group_name(gid: u32) -> Option<String> {
+    let groups = std::fs::read_to_string("/etc/group").ok()?;
+    groups.lines().find_map(|line| {
+        let mut fields = line.split(':');
+        let name = fields.next()?;
+        (fields.nth(1)?.parse() == Ok(gid)).then(|| name.to_owned())
+    })
+}
+
+/// What is underneath KVM, from the processor's flags and the loaded modules.
+pub fn back_end() -> BackEnd {
+    let module = |name: &str| Path::new("/sys/module").join(name).exists();
+    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    classify(&cpuinfo, module)
+}
+
+fn classify(cpuinfo: &str, module: impl Fn(&str) -> bool) -> BackEnd {
+    let flags = cpuinfo.lines().find(|line| line.starts_with("flags")).unwrap_or_default();
+    let flag = |name: &str| flags.split_ascii_whitespace().any(|flag| flag == name);
+    // PVM first: its module may be there on processors whose own virtualisation is switched off or taken.
+    if module("kvm_pvm") {
+        BackEnd::Pvm
+    } else if module("kvm_amd") && flag("svm") {
+        BackEnd::Svm
+    } else if module("kvm_intel") && flag("vmx") {
+        BackEnd::Vmx
+    } else if flag("svm") {
+        // Built into the kernel: no module directory unless it has parameters.
+        BackEnd::Svm
+    } else if flag("vmx") {
+        BackEnd::Vmx
+    } else {
+        BackEnd::Unknown
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_absent_device_is_named_with_what_to_do() {
+        let error = Host::open_at(Path::new("/nonexistent/kvm")).unwrap_err().to_string();
+        assert!(error.contains("/nonexistent/kvm") && error.contains("kvm_amd"), "{error}");
     }
 
-    /// Runs a few thousand simple ring-0 instructions in a throw-away VM and tells whether ordinary kernels can run.
-    /// Takes at most half a second.
-    pub fn probe_ring0(&self) -> Result<Ring0Probe, VmError> {
-        todo!()
+    #[test]
+    fn a_device_that_is_not_kvm_is_refused() {
+        let error = Host::open_at(Path::new("/dev/null")).unwrap_err();
+        assert!(matches!(error, HostError::ApiVersion { .. }), "{error}");
+    }
+
+    #[test]
+    fn the_back_end_follows_modules_and_flags() {
+        let amd = "processor : 0\nflags\t\t: fpu svm sse\n";
+        let intel = "processor : 0\nflags\t\t: fpu vmx sse\n";
+        let plain = "processor : 0\nflags\t\t: fpu sse\n";
+        let loaded = |names: &'static [&'static str]| move |name: &str| names.contains(&name);
+        assert_eq!(classify(amd, loaded(&["kvm_amd", "kvm"])), BackEnd::Svm);
+        assert_eq!(classify(intel, loaded(&["kvm_intel", "kvm"])), BackEnd::Vmx);
+        assert_eq!(classify(plain, loaded(&["kvm_pvm", "kvm"])), BackEnd::Pvm);
+        assert_eq!(classify(plain, loaded(&["kvm"])), BackEnd::Unknown);
+        assert_eq!(classify(amd, loaded(&[])), BackEnd::Svm);
+        assert_eq!(classify("", loaded(&[])), BackEnd::Unknown);
     }
 }

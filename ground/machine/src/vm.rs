@@ -134,8 +134,8 @@ pub struct Vm {
     kernel_irqchip: AtomicBool,
     irq_routes: usize,
     max_vcpus: usize,
-    /// Bytes of KVM_GET_XSAVE2, 4096 or more.
-    xsave_bytes: usize,
+    /// Bytes of KVM_GET_XSAVE2, 4096 or more, where KVM has it.
+    xsave2_bytes: Option<usize>,
     /// MSRs that belong to a vCPU's state.
     msr_indices: Vec<u32>,
 }
@@ -168,7 +168,7 @@ impl Vm {
             kernel_irqchip: AtomicBool::new(false),
             irq_routes,
             max_vcpus: kvm.get_max_vcpus(),
-            xsave_bytes: xsave.max(4096),
+            xsave2_bytes: (xsave >= 4096).then_some(xsave),
             msr_indices,
             fd,
         }))
@@ -192,8 +192,8 @@ impl Vm {
         self.irq_routes
     }
 
-    pub(crate) fn xsave_bytes(&self) -> usize {
-        self.xsave_bytes
+    pub(crate) fn xsave2_bytes(&self) -> Option<usize> {
+        self.xsave2_bytes
     }
 
     pub(crate) fn msr_indices(&self) -> &[u32] {

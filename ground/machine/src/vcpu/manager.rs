@@ -1,13 +1,28 @@
 //! The vCPUs of a VM as one thing to start, pause and stop.
 
-use std::sync::Arc;
+use std::cell::Cell;
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
+use kvm_ioctls::VcpuFd;
+use rustix::thread::CpuSet;
+
+use super::control::{Control, RunPage, Want, install_kick_handler, kick, mask_signals};
+use super::registers::Vcpu;
+use super::run::VcpuThread;
 use super::{VcpuConfig, VcpuError, VcpuEvent, VcpuExitHandler, VcpuStart};
 use crate::bus::AddressSpace;
-use crate::exits::{ExitSnapshot, RangeNames};
+use crate::exits::{ExitSnapshot, RangeNames, VcpuExits};
 use crate::state::SavedVcpu;
-use crate::stats::KernelStats;
-use crate::vm::Vm;
+use crate::stats::{KernelStats, StatsReader};
+use crate::vm::{Vm, errno};
+use crate::x86::{kvm_regs, kvm_sregs};
+
+/// How long a device handler may keep a vCPU from pausing.
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// What vCPU threads work with.
 pub struct VcpuOptions {
@@ -23,69 +38,357 @@ pub struct VcpuOptions {
     pub exit_handler: Option<Arc<dyn VcpuExitHandler>>,
 }
 
+/// One vCPU as the manager sees it.
+struct Member {
+    id: u32,
+    control: Arc<Control>,
+    exits: Arc<VcpuExits>,
+    stats: StatsReader,
+    /// Gone once joined.
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Member {
+    fn thread(&self) -> MutexGuard<'_, Option<JoinHandle<()>>> {
+        self.thread.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn kick(&self) {
+        if let Some(thread) = &*self.thread() {
+            kick(thread);
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Life {
+    Paused,
+    Running,
+    Stopped,
+}
+
+thread_local! {
+    /// The manager that a vCPU thread belongs to.
+    static MANAGER: Cell<u64> = const { Cell::new(0) };
+}
+
 /// All vCPUs of a VM, each with a thread called `vcpu<id>`. Thread-safe; calls that change the run state are serialised.
 ///
 /// ```text
 /// start -> paused <-- pause/resume --> running ;  either -> stopped (threads joined)
 /// ```
 pub struct VcpuManager {
-    _private: (),
+    number: u64,
+    members: Vec<Member>,
+    names: Arc<RangeNames>,
+    life: Mutex<Life>,
 }
 
 impl VcpuManager {
     /// Creates the vCPUs, paused, with their start state set.
-    pub fn start(_vm: &Arc<Vm>, _configs: Vec<VcpuConfig>, _options: VcpuOptions) -> Result<Self, VcpuError> {
-        todo!()
+    pub fn start(vm: &Arc<Vm>, configs: Vec<VcpuConfig>, options: VcpuOptions) -> Result<Self, VcpuError> {
+        static NUMBER: AtomicU64 = AtomicU64::new(1);
+        check(vm, &configs)?;
+        let first = configs.first().map_or(0, |config| config.id);
+        install_kick_handler().map_err(|source| VcpuError::Thread {
+            vcpu: first,
+            what: "given a signal handler".into(),
+            source,
+        })?;
+        let names = Arc::clone(&options.names);
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let options = Arc::new(options);
+        let mut manager = Self { number, members: Vec::new(), names, life: Mutex::new(Life::Paused) };
+        for config in configs {
+            // On an error, dropping `manager` ends the threads started so far.
+            manager.members.push(create(vm, &config, &options, number)?);
+        }
+        let until = Instant::now() + PATIENCE;
+        for member in &manager.members {
+            if !member.control.wait_parked(until) {
+                return Err(stuck(member.id));
+            }
+        }
+        Ok(manager)
+    }
+
+    fn life(&self) -> MutexGuard<'_, Life> {
+        self.life.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn not_own_thread(&self, what: &'static str) -> Result<(), VcpuError> {
+        if MANAGER.get() == self.number { Err(VcpuError::OwnThread(what)) } else { Ok(()) }
+    }
+
+    /// The lock, where a change to `what` is possible.
+    fn change(&self, what: &'static str) -> Result<MutexGuard<'_, Life>, VcpuError> {
+        self.not_own_thread(what)?;
+        let life = self.life();
+        if *life == Life::Stopped { Err(VcpuError::Gone) } else { Ok(life) }
     }
 
     /// Lets all vCPUs run. Those that ended (an event was reported) stay so until [`VcpuManager::set_state`].
     pub fn resume(&self) -> Result<(), VcpuError> {
-        todo!()
+        let mut life = self.change("resume its VM")?;
+        for member in &self.members {
+            member.control.want(Want::Run);
+        }
+        *life = Life::Running;
+        Ok(())
     }
 
     /// Brings all vCPUs out of the guest and out of device handlers; a port or memory access under way is complete.
-    /// No interrupt is lost: they stay pending in the interrupt controllers.
+    /// No interrupt is lost: they stay pending in the interrupt controllers. After [`VcpuError::Stuck`] the others are
+    /// paused, and the stuck one pauses as soon as it can; call again or resume.
     pub fn pause(&self) -> Result<(), VcpuError> {
-        todo!()
+        let mut life = self.change("pause its VM")?;
+        self.ask_all(Want::Pause);
+        let until = Instant::now() + PATIENCE;
+        for member in &self.members {
+            if !member.control.wait_parked(until) {
+                return Err(stuck(member.id));
+            }
+        }
+        *life = Life::Paused;
+        Ok(())
+    }
+
+    fn ask_all(&self, want: Want) {
+        for member in &self.members {
+            member.control.want(want);
+            member.kick();
+        }
     }
 
     /// Whether the vCPUs are paused.
     pub fn is_paused(&self) -> bool {
-        todo!()
+        *self.life() == Life::Paused
     }
 
-    /// Makes one vCPU leave and re-enter the guest.
-    pub fn kick(&self, _vcpu: u32) -> Result<(), VcpuError> {
-        todo!()
+    /// Makes one vCPU leave and re-enter the guest. Doesn't wait for it.
+    pub fn kick(&self, vcpu: u32) -> Result<(), VcpuError> {
+        let member = self.member(vcpu)?;
+        member.control.nudge();
+        member.kick();
+        Ok(())
     }
 
-    /// Sets the state of one vCPU while paused: reset or restore.
-    pub fn set_state(&self, _vcpu: u32, _start: VcpuStart) -> Result<(), VcpuError> {
-        todo!()
+    fn member(&self, vcpu: u32) -> Result<&Member, VcpuError> {
+        self.members.iter().find(|member| member.id == vcpu).ok_or(VcpuError::Absent(vcpu))
     }
 
-    /// Saves all vCPUs, in order of creation, while paused.
+    /// Runs `work` on the vCPU's own thread, which must be parked.
+    fn call<R: Send + 'static>(
+        member: &Member,
+        what: &'static str,
+        work: impl FnOnce(&mut VcpuThread) -> R + Send + 'static,
+    ) -> Result<R, VcpuError> {
+        let (sender, receiver) = mpsc::sync_channel(1);
+        let taken = member.control.command(Box::new(move |thread| {
+            // The receiver waits below for as long as this takes.
+            let _ = sender.send(work(thread));
+        }));
+        if !taken {
+            return Err(VcpuError::NotPaused(what));
+        }
+        receiver.recv().map_err(|_| VcpuError::Panicked { vcpu: member.id, what })
+    }
+
+    /// The lock, where the vCPUs are paused.
+    fn paused(&self, what: &'static str) -> Result<MutexGuard<'_, Life>, VcpuError> {
+        let life = self.change(what)?;
+        if *life == Life::Paused { Ok(life) } else { Err(VcpuError::NotPaused(what)) }
+    }
+
+    /// Sets the state of one vCPU while paused: reset or restore. A vCPU that had ended runs again after the next
+    /// [`VcpuManager::resume`].
+    pub fn set_state(&self, vcpu: u32, start: VcpuStart) -> Result<(), VcpuError> {
+        let _life = self.paused("set the state of a vCPU")?;
+        let member = self.member(vcpu)?;
+        Self::call(member, "set the state of a vCPU", move |thread| {
+            let power_on = Arc::clone(&thread.power_on);
+            thread.vcpu().start(&power_on, &start, false)
+        })??;
+        member.control.lock().ended = false;
+        Ok(())
+    }
+
+    /// Saves all vCPUs, in order of creation, while paused. One that ended can't be saved.
     pub fn save(&self) -> Result<Vec<SavedVcpu>, VcpuError> {
-        todo!()
+        let what = "save a vCPU";
+        let _life = self.paused(what)?;
+        let save = |member: &Member| {
+            if member.control.lock().ended {
+                let reason = "it has stopped for an event that it reported".to_owned();
+                return Err(VcpuError::NotSaveable { vcpu: member.id, reason });
+            }
+            Self::call(member, what, |thread| thread.vcpu().save())?
+        };
+        self.members.iter().map(save).collect()
+    }
+
+    /// General and system registers of one vCPU, while paused or ended; for messages and tests.
+    pub fn registers(&self, vcpu: u32) -> Result<(kvm_regs, kvm_sregs), VcpuError> {
+        let what = "show the registers of a vCPU";
+        let _life = self.change(what)?;
+        let member = self.member(vcpu)?;
+        let refused = move |error| VcpuError::Refused {
+            vcpu,
+            what: "tell the registers of".into(),
+            source: errno(error),
+        };
+        Self::call(member, what, move |thread| {
+            Ok((thread.fd.get_regs().map_err(refused)?, thread.fd.get_sregs().map_err(refused)?))
+        })?
     }
 
     /// Ends all threads and waits for them. Later calls return [`VcpuError::Gone`].
     pub fn stop(&self) -> Result<(), VcpuError> {
-        todo!()
+        self.not_own_thread("stop its VM")?;
+        let mut life = self.life();
+        *life = Life::Stopped;
+        self.ask_all(Want::Stop);
+        let until = Instant::now() + PATIENCE;
+        let mut result = Ok(());
+        for member in &self.members {
+            if !member.control.wait_gone(until) {
+                result = Err(stuck(member.id));
+                continue;
+            }
+            let thread = member.thread().take();
+            if thread.is_some_and(|thread| thread.join().is_err()) {
+                result = Err(VcpuError::Panicked { vcpu: member.id, what: "stop" });
+            }
+        }
+        result
     }
 
     /// Ids of the vCPUs, in order of creation.
     pub fn ids(&self) -> Vec<u32> {
-        todo!()
+        self.members.iter().map(|member| member.id).collect()
     }
 
     /// Exits so far. May be called at any time.
     pub fn exits(&self) -> ExitSnapshot {
-        todo!()
+        let one = |member: &Member| member.exits.snapshot(member.id, &self.names);
+        ExitSnapshot { vcpus: self.members.iter().map(one).collect() }
     }
 
     /// KVM's own statistics of each vCPU. May be called at any time.
     pub fn kernel_stats(&self) -> Vec<(u32, KernelStats)> {
-        todo!()
+        self.members.iter().map(|member| (member.id, member.stats.read())).collect()
     }
+}
+
+impl Drop for VcpuManager {
+    fn drop(&mut self) {
+        if let Err(error) = self.stop() {
+            tracing::error!(%error, "vCPU threads are left behind");
+        }
+    }
+}
+
+impl VcpuThread {
+    fn vcpu(&self) -> Vcpu<'_> {
+        Vcpu { id: self.id, fd: &self.fd, vm: &self.vm }
+    }
+}
+
+fn stuck(vcpu: u32) -> VcpuError {
+    VcpuError::Stuck { vcpu, seconds: PATIENCE.as_secs() }
+}
+
+fn check(vm: &Vm, configs: &[VcpuConfig]) -> Result<(), VcpuError> {
+    let mut ids = BTreeSet::new();
+    for config in configs {
+        let vcpu = config.id;
+        if !ids.insert(vcpu) {
+            return Err(VcpuError::BadConfig { vcpu, reason: "another one has the same id".into() });
+        }
+        if ids.len() > vm.max_vcpus() {
+            let reason = format!("KVM of this host allows {} vCPUs in a VM", vm.max_vcpus());
+            return Err(VcpuError::BadConfig { vcpu, reason });
+        }
+    }
+    Ok(())
+}
+
+fn create(
+    vm: &Arc<Vm>,
+    config: &VcpuConfig,
+    options: &Arc<VcpuOptions>,
+    number: u64,
+) -> Result<Member, VcpuError> {
+    let id = config.id;
+    let refused = |what: &'static str| {
+        move |error: kvm_ioctls::Error| VcpuError::Refused {
+            vcpu: id,
+            what: what.into(),
+            source: errno(error),
+        }
+    };
+    let fd: VcpuFd = vm.fd().create_vcpu(u64::from(id)).map_err(refused("create"))?;
+    if !matches!(config.start, VcpuStart::Restored(_)) {
+        fd.set_cpuid2(&config.cpuid).map_err(refused("set CPUID of"))?;
+    }
+    let vcpu = Vcpu { id, fd: &fd, vm };
+    let power_on = Arc::new(vcpu.save()?);
+    vcpu.start(&power_on, &config.start, true)?;
+    let stats = StatsReader::open(&fd);
+    let page = RunPage::map(&fd).map_err(|source| VcpuError::Refused {
+        vcpu: id,
+        what: "map the run page of".into(),
+        source,
+    })?;
+    let control = Arc::new(Control::new(page));
+    let exits = Arc::new(VcpuExits::new());
+    let thread = VcpuThread {
+        id,
+        fd,
+        vm: Arc::clone(vm),
+        power_on,
+        control: Arc::clone(&control),
+        exits: Arc::clone(&exits),
+        options: Arc::clone(options),
+    };
+    let pin_to = config.pin_to.clone();
+    let (sender, receiver) = mpsc::sync_channel(1);
+    let body = move || {
+        MANAGER.set(number);
+        let ready = prepare_thread(id, &pin_to);
+        let go_on = ready.is_ok();
+        // `create` waits for it.
+        let _ = sender.send(ready);
+        if go_on {
+            thread.work();
+        }
+    };
+    let handle = std::thread::Builder::new()
+        .name(format!("vcpu{id}"))
+        .spawn(body)
+        .map_err(|source| VcpuError::Thread { vcpu: id, what: "started".into(), source })?;
+    receiver.recv().map_err(|_| VcpuError::Panicked { vcpu: id, what: "start" })??;
+    Ok(Member { id, control, exits, stats, thread: Mutex::new(Some(handle)) })
+}
+
+fn prepare_thread(vcpu: u32, pin_to: &[usize]) -> Result<(), VcpuError> {
+    let what = "given its signal mask".to_owned();
+    mask_signals().map_err(|source| VcpuError::Thread { vcpu, what, source })?;
+    if pin_to.is_empty() {
+        return Ok(());
+    }
+    let pinned = || format!("pinned to host CPUs {pin_to:?}");
+    let mut set = CpuSet::new();
+    for &cpu in pin_to {
+        if cpu >= CpuSet::MAX_CPU {
+            let source = std::io::ErrorKind::InvalidInput.into();
+            return Err(VcpuError::Thread { vcpu, what: pinned(), source });
+        }
+        set.set(cpu);
+    }
+    rustix::thread::sched_setaffinity(None, &set).map_err(|error| VcpuError::Thread {
+        vcpu,
+        what: pinned(),
+        source: error.into(),
+    })
 }

@@ -1,6 +1,9 @@
 //! vCPU threads: run loop, pause, kick, resume, stop, save and restore.
 
+mod control;
 mod manager;
+mod registers;
+mod run;
 
 pub use manager::{VcpuManager, VcpuOptions};
 
@@ -158,6 +161,33 @@ pub enum VcpuError {
         vcpu: u32,
         /// Why.
         reason: String,
+    },
+    /// A bug, reported rather than passed on.
+    #[error("The thread of vCPU {vcpu} panicked when asked to {what}; the log has the panic's text")]
+    Panicked {
+        /// vCPU.
+        vcpu: u32,
+        /// What was tried.
+        what: &'static str,
+    },
+    /// The VM description asks for what can't be.
+    #[error("vCPU {vcpu} can't be created: {reason}")]
+    BadConfig {
+        /// vCPU.
+        vcpu: u32,
+        /// Why.
+        reason: String,
+    },
+    /// The host gave no thread, or wouldn't pin it.
+    #[error("The thread of vCPU {vcpu} could not be {what}")]
+    Thread {
+        /// vCPU.
+        vcpu: u32,
+        /// What was tried.
+        what: String,
+        /// Why.
+        #[source]
+        source: std::io::Error,
     },
     /// No such vCPU.
     #[error("There is no vCPU {0}")]

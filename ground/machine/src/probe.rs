@@ -1,0 +1,1 @@
+//! Whether kernel code runs natively under this host's KVM.
