@@ -18,7 +18,7 @@ pub mod interrupt;
 pub mod irqchip;
 pub mod kvm;
 pub mod memory;
-mod probe;
+pub mod probe;
 pub mod slots;
 pub mod state;
 pub mod stats;

@@ -1,1 +1,229 @@
 //! Whether kernel code runs natively under this host's KVM.
+
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::time::{Duration, Instant};
+
+use crate::bus::AddressSpace;
+use crate::exits::RangeNames;
+use crate::kvm::{Host, HostError};
+use crate::memory::{
+    Bytes, GuestAddress, GuestAddressSpace, GuestMemoryError, GuestRam, MemoryError, RamLayout, RamOptions,
+};
+use crate::slots::SlotError;
+use crate::vcpu::{
+    ExitAction, StartRegisters, VcpuConfig, VcpuError, VcpuEvent, VcpuExitHandler, VcpuManager, VcpuOptions,
+    VcpuStart,
+};
+use crate::vm::VmError;
+use crate::x86::{CpuTopology, guest_cpuid, kvm_dtable, kvm_regs, kvm_segment, kvm_sregs};
+
+/// Whether kernel code runs at native speed.
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
+pub struct Ring0Probe {
+    /// Whether an ordinary kernel can be expected to boot.
+    pub ordinary_kernels: bool,
+    /// What was seen, as one sentence.
+    pub finding: String,
+    /// Nanoseconds per simple ring-0 instruction, where the probe got that far.
+    pub ns_per_instruction: Option<f64>,
+}
+
+/// The probe itself could not be set up.
+#[derive(Debug, thiserror::Error)]
+#[error("The probe for ring-0 code could not be set up")]
+pub struct ProbeError(#[source] Box<dyn std::error::Error + Send + Sync>);
+
+macro_rules! probe_error_from {
+    ($($source:ty),+) => {
+        $(impl From<$source> for ProbeError {
+            fn from(source: $source) -> Self {
+                Self(Box::new(source))
+            }
+        })+
+    };
+}
+probe_error_from!(HostError, VmError, MemoryError, SlotError, VcpuError, GuestMemoryError);
+
+const RAM: u64 = 2 << 20;
+const PML4: u64 = 0x1000;
+const PDPT: u64 = 0x2000;
+const PAGE_DIRECTORY: u64 = 0x3000;
+const CODE: u64 = 0x1_0000;
+const STACK: u64 = 0x9000;
+const ITERATIONS: u32 = 10_000;
+const PORT_BEGIN: u16 = 0x80;
+const PORT_COUNTED: u16 = 0x81;
+const PORT_END: u16 = 0x82;
+/// Two instructions per iteration. Emulators take microseconds each, processors less than a nanosecond; a virtual
+/// machine inside a binary translator takes a few nanoseconds and still counts as able.
+const SLOWEST_NS: f64 = 50.0;
+const TIME_LIMIT: Duration = Duration::from_millis(500);
+
+/// Counts down in ring 0, then does what kernels do: control registers, EFER, interrupt flag.
+fn code() -> Vec<u8> {
+    let mut code = vec![0xe6, 0x80, 0xb9]; // out 0x80, al; mov ecx, ...
+    code.extend(ITERATIONS.to_le_bytes());
+    code.extend([
+        0xff, 0xc9, // dec ecx
+        0x75, 0xfc, // jnz to the dec
+        0xe6, 0x81, // out 0x81, al
+        0x0f, 0x20, 0xd8, 0x0f, 0x22, 0xd8, // mov rax, cr3; mov cr3, rax
+        0x0f, 0x20, 0xe0, 0x0f, 0x22, 0xe0, // mov rax, cr4; mov cr4, rax
+        0xb9, 0x80, 0x00, 0x00, 0xc0, 0x0f, 0x32, 0x0f, 0x30, // mov ecx, 0xc0000080; rdmsr; wrmsr
+        0xfa, // cli
+        0xe6, 0x82, // out 0x82, al
+        0xf4, 0xeb, 0xfd, // hlt; jmp to the hlt
+    ]);
+    code
+}
+
+fn registers() -> StartRegisters {
+    let segment = |selector, type_, l, db| kvm_segment {
+        limit: u32::MAX,
+        selector,
+        type_,
+        present: 1,
+        s: 1,
+        g: 1,
+        l,
+        db,
+        ..Default::default()
+    };
+    let (cs, data) = (segment(8, 11, 1, 0), segment(16, 3, 0, 1));
+    let tr = kvm_segment { limit: 0x67, selector: 24, type_: 11, present: 1, ..Default::default() };
+    let table = kvm_dtable { base: 0, limit: 0, ..Default::default() };
+    let sregs = kvm_sregs {
+        cs,
+        ds: data,
+        es: data,
+        fs: data,
+        gs: data,
+        ss: data,
+        tr,
+        gdt: table,
+        idt: table,
+        cr0: 0x8005_0033,
+        cr3: PML4,
+        cr4: 0x620,
+        efer: 0x500,
+        ..Default::default()
+    };
+    let regs = kvm_regs { rip: CODE, rsp: STACK, rflags: 2, ..Default::default() };
+    StartRegisters { regs, sregs, ..Default::default() }
+}
+
+/// When the program reached which port.
+#[derive(Default)]
+struct Marks(Mutex<[Option<Instant>; 3]>);
+
+impl Marks {
+    fn get(&self) -> [Option<Instant>; 3] {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl VcpuExitHandler for Marks {
+    fn port_out(&self, _vcpu: u32, port: u16, _data: &[u8]) -> ExitAction {
+        let mark = match port {
+            PORT_BEGIN => 0,
+            PORT_COUNTED => 1,
+            PORT_END => 2,
+            _ => return ExitAction::Pass,
+        };
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)[mark] = Some(Instant::now());
+        if port == PORT_END { ExitAction::Stop } else { ExitAction::Handled }
+    }
+}
+
+impl Host {
+    /// Runs a few thousand simple ring-0 instructions in a throw-away VM and tells whether ordinary kernels can run.
+    /// Takes at most about half a second.
+    pub fn probe_ring0(&self) -> Result<Ring0Probe, ProbeError> {
+        let vm = self.create_vm()?;
+        let ram = GuestRam::allocate(
+            &RamLayout::new(&[RAM])?,
+            &RamOptions { name: "probe".into(), ..RamOptions::default() },
+        )?;
+        vm.slots().add_ram(&ram)?;
+        let memory = ram.memory().memory();
+        // Present, writable, accessed, dirty; the last level maps 2 MiB.
+        memory.write_obj(PDPT | 0x23, GuestAddress(PML4))?;
+        memory.write_obj(PAGE_DIRECTORY | 0x23, GuestAddress(PDPT))?;
+        memory.write_obj(0xe3u64, GuestAddress(PAGE_DIRECTORY))?;
+        memory.write_slice(&code(), GuestAddress(CODE))?;
+        let (sender, events) = mpsc::channel();
+        let marks = Arc::new(Marks::default());
+        let names = RangeNames::new();
+        let options = VcpuOptions {
+            ports: Arc::new(AddressSpace::ports(Arc::clone(&names))),
+            memory: Arc::new(AddressSpace::memory(Arc::clone(&names))),
+            names,
+            on_event: Arc::new(move |event| drop(sender.send(event))),
+            exit_handler: Some(Arc::clone(&marks) as Arc<dyn VcpuExitHandler>),
+        };
+        let topology = CpuTopology::flat(1).map_err(|error| ProbeError(Box::new(error)))?;
+        let config = VcpuConfig {
+            id: 0,
+            cpuid: guest_cpuid(self, &topology, 0)?,
+            start: VcpuStart::Registers(Box::new(registers())),
+            pin_to: Vec::new(),
+        };
+        let manager = VcpuManager::start(&vm, vec![config], options)?;
+        manager.resume()?;
+        let event = events.recv_timeout(TIME_LIMIT).ok();
+        manager.stop()?;
+        Ok(judge(event, marks.get()))
+    }
+}
+
+fn judge(event: Option<VcpuEvent>, marks: [Option<Instant>; 3]) -> Ring0Probe {
+    let [begin, counted, end] = marks;
+    let spent = begin.zip(counted).map(|(begin, counted)| counted.duration_since(begin));
+    let ns_per_instruction = spent.map(|spent| spent.as_secs_f64() * 1e9 / f64::from(2 * ITERATIONS));
+    let (ordinary_kernels, finding) = match (event, ns_per_instruction) {
+        (Some(VcpuEvent::Stopped { .. }), Some(ns)) if end.is_some() && ns <= SLOWEST_NS => {
+            (true, format!("Ring-0 code runs natively, {ns:.2} ns per simple instruction"))
+        }
+        (Some(VcpuEvent::Stopped { .. }), Some(ns)) => (
+            false,
+            format!(
+                "Ring-0 code is emulated, {ns:.0} ns per simple instruction: ordinary kernels won't boot"
+            ),
+        ),
+        (Some(VcpuEvent::Failed { what, .. }), _) => (false, format!("Ring-0 code fails: {what}")),
+        (Some(VcpuEvent::Shutdown { rip, .. }), _) => {
+            (false, format!("Ring-0 code ends in a triple fault at rip {:#x}", rip.unwrap_or(0)))
+        }
+        (Some(event), _) => (false, format!("Ring-0 code ends unexpectedly: {event:?}")),
+        (None, Some(_)) => {
+            (false, "Privileged instructions don't come to an end within half a second".into())
+        }
+        (None, None) => {
+            (false, "20,000 simple ring-0 instructions don't come to an end within half a second".into())
+        }
+    };
+    Ring0Probe { ordinary_kernels, finding, ns_per_instruction }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn marks(nanoseconds: u64, end: bool) -> [Option<Instant>; 3] {
+        let begin = Instant::now();
+        let counted = begin + Duration::from_nanos(nanoseconds);
+        [Some(begin), Some(counted), end.then_some(counted)]
+    }
+
+    #[test]
+    fn only_fast_and_complete_runs_promise_ordinary_kernels() {
+        let stopped = || Some(VcpuEvent::Stopped { vcpu: 0 });
+        assert!(judge(stopped(), marks(100_000, true)).ordinary_kernels);
+        assert!(!judge(stopped(), marks(20_000_000, true)).ordinary_kernels);
+        assert!(!judge(None, marks(100_000, false)).ordinary_kernels);
+        assert!(!judge(None, [None; 3]).ordinary_kernels);
+        let failed = VcpuEvent::Failed { vcpu: 0, what: "no way".into() };
+        let probe = judge(Some(failed), marks(100_000, false));
+        assert!(!probe.ordinary_kernels && probe.finding.contains("no way"));
+    }
+}

@@ -1,5 +1,6 @@
 //! The vCPUs of a VM as one thing to start, pause and stop.
 
+use std::borrow::Cow;
 use std::cell::Cell;
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -11,7 +12,7 @@ use kvm_ioctls::VcpuFd;
 use rustix::thread::CpuSet;
 
 use super::control::{Control, RunPage, Want, install_kick_handler, kick, mask_signals};
-use super::registers::Vcpu;
+use super::registers::{self, Vcpu};
 use super::run::VcpuThread;
 use super::{VcpuConfig, VcpuError, VcpuEvent, VcpuExitHandler, VcpuStart};
 use crate::bus::AddressSpace;
@@ -328,9 +329,12 @@ fn create(
         }
     };
     let fd: VcpuFd = vm.fd().create_vcpu(u64::from(id)).map_err(refused("create"))?;
-    if !matches!(config.start, VcpuStart::Restored(_)) {
-        fd.set_cpuid2(&config.cpuid).map_err(refused("set CPUID of"))?;
-    }
+    // Before the power-on state is taken, so that a later reset finds these leaves in it.
+    let cpuid = match &config.start {
+        VcpuStart::Restored(saved) => Cow::Owned(registers::cpuid_of(saved)?),
+        _ => Cow::Borrowed(&config.cpuid),
+    };
+    fd.set_cpuid2(&cpuid).map_err(refused("set CPUID of"))?;
     let vcpu = Vcpu { id, fd: &fd, vm };
     let power_on = Arc::new(vcpu.save()?);
     vcpu.start(&power_on, &config.start, true)?;

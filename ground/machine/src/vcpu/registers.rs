@@ -169,11 +169,11 @@ impl Vcpu<'_> {
             return Err(self.bad("it was saved with local APICs in another place (kernel or user space)"));
         }
         let fd = self.fd;
-        // CPUID decides which registers and MSRs exist. Once the vCPU has run it can't change any more, and KVM takes
-        // only the same again.
-        let cpuid = CpuId::from_entries(&saved.cpuid)
-            .map_err(|error| self.bad(format!("{} CPUID leaves don't fit: {error:?}", saved.cpuid.len())))?;
-        fd.set_cpuid2(&cpuid).map_err(self.refused("set CPUID of"))?;
+        // CPUID decides which registers and MSRs exist. Once the vCPU has run it can't change any more.
+        let present = fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).map_err(self.refused("tell CPUID of"))?;
+        if present.as_slice() != saved.cpuid {
+            fd.set_cpuid2(&cpuid_of(saved)?).map_err(self.refused("set CPUID of"))?;
+        }
         self.restore_tsc_frequency(saved.tsc_khz)?;
         if self.vm.has_kernel_irqchip() {
             fd.set_mp_state(saved.mp_state).map_err(self.refused("set whether it runs:"))?;
@@ -243,6 +243,14 @@ impl Vcpu<'_> {
         }
         self.set_msrs(&start.msrs)
     }
+}
+
+/// The saved CPUID leaves as KVM takes them.
+pub(super) fn cpuid_of(saved: &SavedVcpu) -> Result<CpuId, VcpuError> {
+    CpuId::from_entries(&saved.cpuid).map_err(|error| VcpuError::BadState {
+        vcpu: saved.id,
+        reason: format!("{} CPUID leaves don't fit: {error:?}", saved.cpuid.len()),
+    })
 }
 
 /// VMX (leaf 1, ECX bit 5) or SVM (leaf 0x8000_0001, ECX bit 2).
