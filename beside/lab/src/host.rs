@@ -52,6 +52,8 @@ impl Booting {
         fs::create_dir_all(dir.join("share/bin"))?;
         fs::create_dir_all(dir.join("share/out"))?;
         fs::write(dir.join("share/.lab/nics"), nic_table(spec, index))?;
+        // An empty disk for what needs a real file system inside; it costs nothing until written.
+        File::create(dir.join("scratch"))?.set_len(4 << 30)?;
         // The emulator itself dies with the lab, even when the lab is killed: setpriv asks the kernel for that.
         let mut command = Command::new("setpriv");
         emulator.environment(images, &mut command);

@@ -63,6 +63,24 @@ enum Verb {
         /// The port to serve.
         port: PathBuf,
     },
+    /// Fill a device with records (inside a guest).
+    #[command(hide = true)]
+    RecordsWrite {
+        /// The device.
+        device: PathBuf,
+        /// The number of the run.
+        run: u64,
+    },
+    /// Look for acknowledged records in an image (inside a host).
+    #[command(hide = true)]
+    RecordsCheck {
+        /// The image.
+        image: PathBuf,
+        /// The number of the run.
+        run: u64,
+        /// The last record that was acknowledged.
+        last: u64,
+    },
     /// Run the scenario of that name.
     #[command(external_subcommand)]
     Scenario(Vec<String>),
@@ -92,11 +110,14 @@ struct OptionArgs {
     /// Only this number of vCPUs; may be given again.
     #[arg(long = "cpus")]
     cpus: Vec<u32>,
+    /// Who runs the guests, to try the lab itself: causeway, microvm or q35.
+    #[arg(long)]
+    monitor: Option<String>,
 }
 
 impl From<OptionArgs> for scenario::Options {
     fn from(a: OptionArgs) -> Self {
-        scenario::Options { count: a.count, seconds: a.seconds, kernels: a.kernels, cpus: a.cpus }
+        scenario::Options { count: a.count, seconds: a.seconds, kernels: a.kernels, cpus: a.cpus, monitor: a.monitor }
     }
 }
 
@@ -137,6 +158,8 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
         None => bail!("Say what to do: a scenario's name, `shell`, `try`, `images` or `--list`"),
         Some(Verb::Agent { port }) => lab::serve_agent(&port).map(|()| ExitCode::SUCCESS),
         Some(Verb::Images) => lab::image::Images::ready().map(|_| ExitCode::SUCCESS),
+        Some(Verb::RecordsWrite { device, run }) => lab::records::write(&device, run).map(|()| ExitCode::SUCCESS),
+        Some(Verb::RecordsCheck { image, run, last }) => lab::records::check(&image, run, last).map(|()| ExitCode::SUCCESS),
         Some(Verb::Scenario(words)) => {
             let cli = match ScenarioCli::try_parse_from(words) {
                 Ok(cli) => cli,

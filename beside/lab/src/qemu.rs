@@ -126,6 +126,8 @@ impl Emulator {
             add("-drive", format!("if=none,id={id},format=raw,readonly=on,file={}", image.display()));
             add("-device", format!("virtio-blk-pci,drive={id}"));
         }
+        add("-drive", format!("if=none,id=scratch,format=raw,cache=unsafe,discard=unmap,file={d}/scratch"));
+        add("-device", "virtio-blk-pci,drive=scratch".into());
         add("-device", "virtio-serial-pci,id=serial0".into());
         add("-chardev", format!("socket,id=agent,path={d}/agent,server=on,wait=off"));
         add("-device", "virtserialport,bus=serial0.0,chardev=agent,name=lab".into());

@@ -1,5 +1,6 @@
 //! What a scenario is: a name, a line of description, a topology, and a function whose figures are the last line.
 
+use crate::guest::Vmm;
 use crate::lab::Lab;
 use crate::topology::Topology;
 use crate::{progress, scenarios};
@@ -17,6 +18,15 @@ pub struct Options {
     pub kernels: Vec<String>,
     /// Only these numbers of vCPUs.
     pub cpus: Vec<u32>,
+    /// Who runs the guests, where a scenario can try another: `causeway`, `microvm` or `q35`.
+    pub monitor: Option<String>,
+}
+
+impl Options {
+    /// Who runs the guests.
+    pub fn vmm(&self) -> Result<Vmm> {
+        Vmm::parse(self.monitor.as_deref().unwrap_or("causeway"))
+    }
 }
 
 /// A scenario's figures and whether its checks hold.

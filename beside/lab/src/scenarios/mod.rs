@@ -1,8 +1,11 @@
 //! The scenarios.
 
+mod block_crash;
+mod boot;
 mod host;
+mod net;
 
 use crate::scenario::Scenario;
 
 /// All of them, in the order of `--list`.
-pub const ALL: &[Scenario] = &[host::SCENARIO];
+pub const ALL: &[Scenario] = &[boot::SCENARIO, block_crash::SCENARIO, net::SCENARIO, host::SCENARIO];

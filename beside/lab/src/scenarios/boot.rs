@@ -1,0 +1,156 @@
+//! Debian kernels boot to user space with 1, 2 and 4 vCPUs; power-off, reboot and the power button work.
+
+use crate::guest::{Guest, GuestSpec, Vmm};
+use crate::host::Host;
+use crate::lab::Lab;
+use crate::progress;
+use crate::scenario::{Options, Report, Scenario};
+use crate::topology::Topology;
+use anyhow::{Result, bail};
+use std::time::Duration;
+
+/// The scenario.
+pub const SCENARIO: Scenario = Scenario {
+    name: "boot",
+    about: "Debian kernels 6.1, 6.1 cloud and 6.12 with 1, 2 and 4 vCPUs: user space, power-off, reboot, power button (--count N: N boots in a row)",
+    topology: |_| Topology::single(),
+    run,
+};
+
+const PATIENCE: Duration = Duration::from_secs(150);
+
+/// How a guest's life ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    PowerOff,
+    Reboot,
+    Button,
+}
+
+fn one(host: &Host, vmm: Vmm, kernel: &str, cpus: u32, bzimage: bool, end: End) -> Result<Duration> {
+    let word = match end {
+        End::PowerOff => "lab.end=poweroff",
+        End::Reboot => "lab.end=reboot",
+        End::Button => "lab.end=halt",
+    };
+    let mut spec = GuestSpec::new("boot", kernel, cpus).root().cmdline([word]);
+    spec.bzimage = bzimage;
+    let guest = Guest::start(host, &spec, vmm)?;
+    let (_, init) = guest.expect("LAB-L2 init", PATIENCE)?;
+    let (line, _) = guest.expect("LAB-L2 user space", PATIENCE)?;
+    if !line.contains(&format!("cpus {cpus} ")) {
+        bail!("The guest should have {cpus} vCPUs and says {line:?}");
+    }
+    guest.expect("LAB-L2 exit 0", PATIENCE)?;
+    match end {
+        End::PowerOff => guest.ended(PATIENCE)?,
+        End::Reboot => {
+            // A monitor restarts its guest in place; the second init proves it. QEMU is told not to differ.
+            let from = guest.session.out.position();
+            guest.expect_from("LAB-L2 init", from, PATIENCE)?;
+            guest.expect_from("LAB-L2 user space", from, PATIENCE)?;
+            guest.session.signal(15)?;
+            if guest.session.wait(PATIENCE)?.is_none() {
+                bail!("The monitor didn't end after SIGTERM");
+            }
+        }
+        End::Button => {
+            press(host, &guest)?;
+            guest.expect("LAB-L2 power button", PATIENCE)?;
+            guest.ended(PATIENCE)?;
+        }
+    }
+    let trouble = guest.trouble();
+    if !trouble.is_empty() {
+        bail!("The guest's console has {}", trouble.join(" / "));
+    }
+    Ok(init)
+}
+
+fn press(host: &Host, guest: &Guest) -> Result<()> {
+    let name = &guest.spec.name;
+    let command = match guest.vmm {
+        Vmm::Causeway => format!("causeway stop --power-button {}", guest.spec.name),
+        _ => format!("(echo '{{\"execute\":\"qmp_capabilities\"}}{{\"execute\":\"system_powerdown\"}}'; sleep 1) | socat - UNIX-CONNECT:/tmp/{name}.qmp"),
+    };
+    host.sh(&command).map(drop)
+}
+
+/// The runs: (kernel, vCPUs, bzImage, end).
+fn plan(options: &Options) -> Vec<(String, u32, bool, End)> {
+    let kernels: Vec<String> = if options.kernels.is_empty() {
+        ["6.1-cloud", "6.1-generic", "6.12-generic"].map(String::from).to_vec()
+    } else {
+        options.kernels.clone()
+    };
+    let cpus = if options.cpus.is_empty() { vec![1, 2, 4] } else { options.cpus.clone() };
+    let mut all = Vec::new();
+    for k in &kernels {
+        for c in &cpus {
+            all.push((k.clone(), *c, false, End::PowerOff));
+        }
+    }
+    if let Some(n) = options.count {
+        return all.into_iter().cycle().take(n as usize).collect();
+    }
+    for (i, k) in kernels.iter().enumerate() {
+        let c = cpus[i % cpus.len()];
+        all.push((k.clone(), c, true, End::PowerOff));
+        all.push((k.clone(), c, false, End::Reboot));
+        all.push((k.clone(), c, false, End::Button));
+    }
+    all
+}
+
+fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
+    let vmm = options.vmm()?;
+    if vmm == Vmm::Causeway {
+        lab.install_causeway()?;
+    }
+    let host = lab.host(0)?;
+    let runs = plan(options);
+    let (mut failures, mut fastest, mut slowest) = (0, f64::MAX, 0f64);
+    for (n, (kernel, cpus, bzimage, end)) in runs.iter().enumerate() {
+        let what = format!("boot {}/{}: {kernel}{}, {cpus} vCPU, {end:?}", n + 1, runs.len(), if *bzimage { " bzImage" } else { "" });
+        host.forget_consoles();
+        match one(host, vmm, kernel, *cpus, *bzimage, *end) {
+            Ok(init) => {
+                fastest = fastest.min(init.as_secs_f64());
+                slowest = slowest.max(init.as_secs_f64());
+                progress!("{what}: init after {:.2} s", init.as_secs_f64());
+            }
+            Err(e) => {
+                failures += 1;
+                progress!("{what}: FAILED: {e:#}");
+                eprint!("{}", host.tails());
+                if !host.answers() {
+                    bail!("The emulated host hangs: no verdict about the monitor after {} boots", n + 1);
+                }
+                if failures >= 5 && failures * 2 > n {
+                    report.check(false, format!("gave up after {} boots", n + 1));
+                    break;
+                }
+            }
+        }
+    }
+    report.figure("boots", runs.len());
+    report.figure("failures", failures);
+    report.figure("init_s_fastest", fastest);
+    report.figure("init_s_slowest", slowest);
+    report.figure("monitor", vmm.name());
+    report.check(failures == 0, format!("{failures} boots failed"));
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_plan_covers_kernels_and_vcpus() {
+        let all = plan(&Options::default());
+        assert_eq!(all.len(), 9 + 9);
+        assert_eq!(plan(&Options { count: Some(50), ..Options::default() }).len(), 50);
+        assert!(all.iter().any(|r| r.0 == "6.12-generic" && r.1 == 4));
+    }
+}
