@@ -22,6 +22,11 @@ impl MacAddress {
         Self([0x02, hash[0] ^ hash[5], hash[1] ^ hash[6], hash[2] ^ hash[7], hash[3], hash[4]])
     }
 
+    /// Its six bytes in the order of transmission.
+    pub fn octets(self) -> [u8; 6] {
+        self.0
+    }
+
     /// Whether it can be a device's own address: neither a group address nor all zeroes.
     pub fn is_unicast(self) -> bool {
         self.0[0] & 1 == 0 && self.0 != [0; 6]

@@ -217,10 +217,7 @@ const WRONG: &[(&str, &str)] = &[
         "line 4, net[0].mac: \"no\" is not an Ethernet address",
     ),
     ("kernel = \"k\"\n[[net]]\nuser = true\nmtu = 67", "line 4, net[0].mtu: 67 is not an MTU"),
-    (
-        "kernel = \"k\"\n[[net]]\nuser = true\nqueues = 2",
-        "line 4, net[0].queues: the user network has one queue",
-    ),
+    ("kernel = \"k\"\n[[net]]\nuser = true\nqueues = 2", "line 4, net[0].queues: only tap = "),
     ("kernel = \"k\"\n[vsock]\ncid = 2\nsocket = \"s\"", "line 3, vsock.cid: 2 is not a guest's context id"),
     ("kernel = \"k\"\n[vsock]\ncid = 3", "line 2, vsock: Missing key `socket`"),
     ("kernel = \"k\"\nconsole = \"tty\"", "line 2, console: \"tty\" is not known; allowed are stdio"),

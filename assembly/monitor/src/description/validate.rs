@@ -438,11 +438,9 @@ fn network(vm: &str, index: usize, net: &written::Net) -> Result<Net, Invalid> {
         })
     });
     let queues = queues(&key.below("queues"), net.queues)?;
-    if queues > 1 && backend == NetBackend::User {
-        return Err(Invalid::new(
-            key.below("queues"),
-            "the user network has one queue pair; leave it out or use a tap",
-        ));
+    if queues > 1 && !matches!(backend, NetBackend::Tap(_)) {
+        let problem = format!("only tap = \"NAME\" can have {queues} queue pairs; leave queues out");
+        return Err(Invalid::new(key.below("queues"), problem));
     }
     Ok(Net { backend, mac, queues, mtu: mtu.transpose()? })
 }

@@ -1,1 +1,229 @@
-//! Confinement of the monitor process.
+//! Confinement of the monitor process: what an attacker who has taken over a device model can still do.
+//!
+//! ```text
+//! Sandbox::prepare        filters are compiled, paths opened        an error is an error before anything ran
+//! enter_process           once all files are open, before the first thread is made:
+//!                         no core dumps, no capabilities, no new privileges, Landlock, process-wide seccomp rules
+//! thread_filter().apply() in each thread, first thing: its own seccomp filter
+//! ```
+//!
+//! A refused system call ends the process with [`REFUSED_EXIT_CODE`] and a line that names the call and the thread.
+//! In log mode it is written to standard error and let through. What could not be put in force (an old kernel) is
+//! said in a log line and in [`Report`]; it is never silent.
+
+mod allow_lists;
+mod device_syscalls;
+mod filesystem;
+mod observer;
+mod privileges;
+mod seccomp;
+mod trap;
+
+use std::collections::BTreeMap;
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use serde::Serialize;
+
+use crate::description::{SandboxMode, VmDescription};
+use observer::Observer;
+use seccomp::Program;
+
+pub use trap::REFUSED_EXIT_CODE;
+
+/// The kinds of threads of the monitor, by what they may do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ThreadKind {
+    /// Waits for the VM's end.
+    Main,
+    /// Runs guest code.
+    Vcpu,
+    /// Serves queues of a device.
+    DeviceWorker,
+    /// Serves the API.
+    Api,
+    /// Moves the console's bytes.
+    Console,
+}
+
+impl ThreadKind {
+    /// All of them.
+    pub const ALL: [Self; 5] = [Self::Main, Self::Vcpu, Self::DeviceWorker, Self::Api, Self::Console];
+}
+
+/// The sandbox could not be made or entered.
+#[derive(Debug, thiserror::Error)]
+pub enum SandboxError {
+    /// A seccomp filter can't be compiled.
+    #[error("The seccomp filter of {kind:?} threads can't be compiled")]
+    Compile {
+        /// Whose.
+        kind: ThreadKind,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// The kernel refused a filter.
+    #[error("The kernel refused the seccomp filter of {whose}; --sandbox off runs without")]
+    Seccomp {
+        /// Whose: a kind of thread, or the process.
+        whose: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A path that the monitor needs later can't be opened.
+    #[error("The sandbox can't open {} to let the monitor use it", path.display())]
+    Path {
+        /// The path.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// Landlock failed on a kernel that has it.
+    #[error("Landlock can't be put in force; --sandbox off runs without")]
+    Landlock {
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// Privileges can't be dropped.
+    #[error("The monitor can't {what}; --sandbox off runs without")]
+    Privileges {
+        /// What was tried.
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// What is in force, for the log and `causeway inspect`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Report {
+    /// As the description asks.
+    pub mode: SandboxMode,
+    /// `enforced`, `logged` or `off`.
+    pub seccomp: &'static str,
+    /// What Landlock does, and what the kernel lacks for more.
+    pub landlock: String,
+    /// Whether programs could gain privileges.
+    pub no_new_privileges: bool,
+    /// Whether all capabilities are gone.
+    pub capabilities_dropped: bool,
+    /// Whether the process can leave a core dump.
+    pub core_dumps: bool,
+}
+
+/// The confinement of this process, ready to be put in force.
+#[derive(Debug)]
+pub struct Sandbox {
+    mode: SandboxMode,
+    programs: BTreeMap<ThreadKind, Arc<Program>>,
+    process: Program,
+    filesystem: filesystem::Filesystem,
+    observer: Option<Arc<Observer>>,
+}
+
+impl Sandbox {
+    /// Compiles the filters for a VM. In log mode, starts the thread that reports.
+    pub fn prepare(description: &VmDescription) -> Result<Self, SandboxError> {
+        let mode = description.sandbox;
+        let mut programs = BTreeMap::new();
+        if mode != SandboxMode::Off {
+            for kind in ThreadKind::ALL {
+                programs.insert(kind, Arc::new(seccomp::thread_program(kind, mode)?));
+            }
+        }
+        let observer = match mode {
+            SandboxMode::Log => Some(Observer::start()?),
+            _ => None,
+        };
+        Ok(Self {
+            mode,
+            programs,
+            process: seccomp::process_program()?,
+            filesystem: filesystem::Filesystem::prepare(description),
+            observer,
+        })
+    }
+
+    /// Confines the calling thread and all threads that it will make. Called once, on the main thread, when
+    /// every file, socket and tap is open and before any other thread exists.
+    pub fn enter_process(&self) -> Result<Report, SandboxError> {
+        let report = match self.mode {
+            SandboxMode::Off => Report {
+                mode: self.mode,
+                seccomp: "off",
+                landlock: "off".to_owned(),
+                no_new_privileges: false,
+                capabilities_dropped: false,
+                core_dumps: true,
+            },
+            SandboxMode::Log => {
+                // Everything below would hide what later steps would refuse, so only what seccomp needs is done.
+                privileges::forbid_new()?;
+                Report {
+                    mode: self.mode,
+                    seccomp: "logged",
+                    landlock: "off: it can't log without refusing; opening a file shows as a system call"
+                        .to_owned(),
+                    no_new_privileges: true,
+                    capabilities_dropped: false,
+                    core_dumps: true,
+                }
+            }
+            SandboxMode::On => {
+                trap::install()?;
+                privileges::forbid_core_dumps()?;
+                privileges::drop_capabilities()?;
+                privileges::forbid_new()?;
+                let landlock = self.filesystem.enforce()?;
+                self.process
+                    .install()
+                    .map_err(|source| SandboxError::Seccomp { whose: "the process".to_owned(), source })?;
+                Report {
+                    mode: self.mode,
+                    seccomp: "enforced",
+                    landlock,
+                    no_new_privileges: true,
+                    capabilities_dropped: true,
+                    core_dumps: false,
+                }
+            }
+        };
+        tracing::info!(seccomp = report.seccomp, landlock = report.landlock, "Sandbox {:?}", report.mode);
+        Ok(report)
+    }
+
+    /// The filter for a thread of a kind. Cheap to clone and to hand to the thread.
+    pub fn thread_filter(&self, kind: ThreadKind) -> ThreadFilter {
+        ThreadFilter { kind, program: self.programs.get(&kind).cloned(), observer: self.observer.clone() }
+    }
+}
+
+/// The seccomp filter for one kind of thread.
+#[derive(Debug, Clone)]
+pub struct ThreadFilter {
+    kind: ThreadKind,
+    program: Option<Arc<Program>>,
+    observer: Option<Arc<Observer>>,
+}
+
+impl ThreadFilter {
+    /// Confines the calling thread, and threads that it makes from now on. Nothing happens with `--sandbox off`.
+    pub fn apply(&self) -> Result<(), SandboxError> {
+        let Some(program) = &self.program else { return Ok(()) };
+        let applied = match &self.observer {
+            None => program.install(),
+            Some(observer) => observer.watch(program),
+        };
+        applied.map_err(|source| SandboxError::Seccomp { whose: format!("{:?} threads", self.kind), source })
+    }
+}
+
+#[cfg(test)]
+mod tests;

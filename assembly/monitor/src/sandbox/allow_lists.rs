@@ -1,0 +1,106 @@
+//! Which system calls each kind of thread may make.
+//!
+//! The lists stand beside the code that makes the calls: every module with threads of its own publishes a
+//! `SYSCALLS`. Here they are put together, with what Rust's and the C library's run time needs in every thread.
+//!
+//! A thread inherits the filter of the thread that made it, and filters only ever add up. vCPU threads start device
+//! workers (when the driver sets DRIVER_OK) and the API thread restarts them (after a pause), so what a worker may do,
+//! those may do too: `device worker` is part of `vcpu` and of `api`, and `main` is all of them.
+
+use std::collections::BTreeSet;
+
+use super::ThreadKind;
+use super::device_syscalls::{CONSOLE, END, SPAWNERS, VCPUS, WORKERS};
+
+/// Every thread.
+const BASE: &[i64] = &[
+    // Files and eventfds that are open.
+    libc::SYS_read,
+    libc::SYS_write,
+    libc::SYS_readv,
+    libc::SYS_writev,
+    libc::SYS_close,
+    // Locks, conditions, joining.
+    libc::SYS_futex,
+    // The allocator; arena and stack set-up of a thread. Never executable, see `seccomp.rs`.
+    libc::SYS_mmap,
+    libc::SYS_munmap,
+    libc::SYS_mremap,
+    libc::SYS_mprotect,
+    libc::SYS_madvise,
+    libc::SYS_brk,
+    // Start and end of a thread; stack-overflow detection of Rust's run time.
+    libc::SYS_sigaltstack,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_rt_sigaction,
+    libc::SYS_set_robust_list,
+    libc::SYS_rseq,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_restart_syscall,
+    // Names of threads; further filters, which only narrow. Arguments are checked, see `seccomp.rs`.
+    libc::SYS_prctl,
+    libc::SYS_seccomp,
+    // Kicking a vCPU, abort(3).
+    libc::SYS_tgkill,
+    libc::SYS_gettid,
+    libc::SYS_getpid,
+    // Number of CPUs for the allocator's arenas; spinning locks.
+    libc::SYS_sched_getaffinity,
+    libc::SYS_sched_yield,
+    libc::SYS_getcpu,
+    // Time, where the vDSO can't tell it.
+    libc::SYS_clock_gettime,
+    libc::SYS_clock_getres,
+    libc::SYS_gettimeofday,
+    libc::SYS_nanosleep,
+    libc::SYS_clock_nanosleep,
+    // Seeds of hash maps.
+    libc::SYS_getrandom,
+    // Waiting.
+    libc::SYS_poll,
+    libc::SYS_ppoll,
+];
+
+/// Making threads. `clone` only makes threads, `clone3` isn't to be had; see `seccomp.rs`.
+const SPAWN: &[i64] = &[libc::SYS_clone, libc::SYS_clone3];
+
+/// vCPU threads by themselves: KVM_RUN and the ioctls around it, kept signal mask for kicks.
+const VCPU: &[i64] = &[libc::SYS_ioctl, libc::SYS_rt_sigtimedwait, libc::SYS_rt_sigpending];
+
+/// The main thread: waits for the end, pins vCPUs, reads back files for a reset, cleans up.
+const MAIN: &[i64] = &[
+    libc::SYS_epoll_create1,
+    libc::SYS_eventfd2,
+    libc::SYS_signalfd4,
+    libc::SYS_pread64,
+    libc::SYS_preadv,
+    libc::SYS_lseek,
+    libc::SYS_fstat,
+    libc::SYS_statx,
+    libc::SYS_newfstatat,
+    libc::SYS_unlink,
+    libc::SYS_unlinkat,
+    libc::SYS_fallocate,
+    libc::SYS_sched_setaffinity,
+    libc::SYS_wait4,
+    libc::SYS_waitid,
+];
+
+/// The system calls of a kind of thread.
+pub(super) fn allowed(kind: ThreadKind) -> BTreeSet<i64> {
+    parts(kind).iter().flat_map(|list| list.iter().copied()).collect()
+}
+
+fn parts(kind: ThreadKind) -> Vec<&'static [i64]> {
+    let vcpu = || [&[BASE, SPAWN, VCPU], WORKERS, SPAWNERS, VCPUS].concat();
+    match kind {
+        ThreadKind::DeviceWorker => [&[BASE], WORKERS].concat(),
+        ThreadKind::Vcpu => vcpu(),
+        // A pause, a reset or a look at counters does to vCPUs and devices what vCPU threads do.
+        ThreadKind::Api => [vcpu(), vec![crate::api::SYSCALLS]].concat(),
+        ThreadKind::Console => [&[BASE], CONSOLE].concat(),
+        ThreadKind::Main => [parts(ThreadKind::Api).as_slice(), CONSOLE, END, &[MAIN]].concat(),
+    }
+}

@@ -1,0 +1,93 @@
+//! Landlock: no file can be opened any more, no TCP port used. What the monitor works with is open by then; all
+//! that is left is connecting to and removing its own sockets.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+use landlock::{
+    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible as _, LandlockStatus,
+    PathBeneath, PathFd, Ruleset, RulesetAttr as _, RulesetCreatedAttr as _, RulesetStatus, Scope,
+};
+
+use super::SandboxError;
+use crate::description::{Console, VmDescription};
+
+/// The newest set of rights that is known here. An older kernel gets what it has.
+const KNOWN: ABI = ABI::V9;
+
+/// Directories that stay usable, and for what.
+#[derive(Debug)]
+pub(super) struct Filesystem {
+    /// The sockets in them are removed at the end.
+    own: BTreeSet<PathBuf>,
+    /// The guest's vsock connections go to sockets in them.
+    connected: BTreeSet<PathBuf>,
+}
+
+fn directory_of(socket: &Path) -> PathBuf {
+    match socket.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
+        _ => PathBuf::from("."),
+    }
+}
+
+impl Filesystem {
+    pub(super) fn prepare(description: &VmDescription) -> Self {
+        let console = match &description.console {
+            Console::Socket(path) => Some(path),
+            _ => None,
+        };
+        let vsock = description.vsock.as_ref().map(|vsock| &vsock.socket);
+        let own = [description.api_socket.as_ref(), console, vsock].into_iter().flatten();
+        Self {
+            own: own.map(|path| directory_of(path)).collect(),
+            connected: vsock.into_iter().map(|path| directory_of(path)).collect(),
+        }
+    }
+
+    /// Confines the calling thread and those it makes. Returns what is in force.
+    pub(super) fn enforce(&self) -> Result<String, SandboxError> {
+        let failed = |source: landlock::RulesetError| SandboxError::Landlock { source: source.into() };
+        let mut ruleset = Ruleset::default()
+            .set_compatibility(CompatLevel::BestEffort)
+            .handle_access(AccessFs::from_all(KNOWN))
+            .map_err(failed)?
+            .handle_access(AccessNet::from_all(KNOWN))
+            .map_err(failed)?
+            .scope(Scope::from_all(KNOWN))
+            .map_err(failed)?
+            .create()
+            .map_err(failed)?;
+        for (paths, access) in [
+            (&self.own, BitFlags::from(AccessFs::RemoveFile)),
+            (&self.connected, AccessFs::ResolveUnix.into()),
+        ] {
+            for path in paths {
+                let fd = PathFd::new(path)
+                    .map_err(|source| SandboxError::Path { path: path.clone(), source: source.into() })?;
+                ruleset = ruleset.add_rule(PathBeneath::new(fd, access)).map_err(failed)?;
+            }
+        }
+        let status = ruleset.restrict_self().map_err(failed)?;
+        let kernel = match status.landlock {
+            LandlockStatus::NotEnabled => {
+                "the kernel has it turned off (boot with lsm=landlock,...)".to_owned()
+            }
+            LandlockStatus::NotImplemented => "the kernel lacks it (Linux 5.13 or newer has it)".to_owned(),
+            LandlockStatus::Available { effective_abi, kernel_abi } => {
+                format!("ABI {}", kernel_abi.unwrap_or(effective_abi as i32))
+            }
+        };
+        let summary = match status.ruleset {
+            RulesetStatus::FullyEnforced => format!("enforced, {kernel}"),
+            RulesetStatus::PartiallyEnforced => {
+                format!("enforced as far as the kernel can, {kernel} of {}", KNOWN as i32)
+            }
+            RulesetStatus::NotEnforced => format!("not in force: {kernel}"),
+        };
+        if status.ruleset == RulesetStatus::NotEnforced {
+            tracing::warn!("Landlock is {summary}; files are guarded by seccomp alone");
+        }
+        Ok(summary)
+    }
+}

@@ -1,0 +1,47 @@
+//! Privileges of the process: capabilities, set-user-id programs, core dumps.
+
+use std::io;
+
+use rustix::process::{DumpableBehavior, Resource, Rlimit};
+use rustix::thread::{CapabilitySet, CapabilitySets};
+
+use super::SandboxError;
+
+fn failed(what: &'static str) -> impl Fn(rustix::io::Errno) -> SandboxError {
+    move |errno| SandboxError::Privileges { what, source: io::Error::from(errno) }
+}
+
+/// No program that this process runs gains privileges. Seccomp and Landlock need it too.
+pub(super) fn forbid_new() -> Result<(), SandboxError> {
+    rustix::thread::set_no_new_privs(true).map_err(failed("give up new privileges"))
+}
+
+/// A core dump would hold guest memory. Not being dumpable also keeps other processes of the same user from
+/// attaching, and from reopening the guest's memory through /proc.
+pub(super) fn forbid_core_dumps() -> Result<(), SandboxError> {
+    let none = Rlimit { current: Some(0), maximum: Some(0) };
+    rustix::process::setrlimit(Resource::Core, none).map_err(failed("turn off core dumps"))?;
+    rustix::process::set_dumpable_behavior(DumpableBehavior::NotDumpable)
+        .map_err(failed("turn off core dumps"))
+}
+
+/// Drops all capabilities, for good: also from the bounding set where that is allowed.
+pub(super) fn drop_capabilities() -> Result<(), SandboxError> {
+    let held = rustix::thread::capabilities(None).map_err(failed("read its capabilities"))?;
+    if held.effective.contains(CapabilitySet::SETPCAP) {
+        for capability in CapabilitySet::all().iter() {
+            match rustix::thread::remove_capability_from_bounding_set(capability) {
+                // This kernel doesn't have that one.
+                Ok(()) | Err(rustix::io::Errno::INVAL) => {}
+                Err(errno) => return Err(failed("drop its bounding capabilities")(errno)),
+            }
+        }
+    }
+    rustix::thread::clear_ambient_capability_set().map_err(failed("drop its ambient capabilities"))?;
+    let none = CapabilitySets {
+        effective: CapabilitySet::empty(),
+        permitted: CapabilitySet::empty(),
+        inheritable: CapabilitySet::empty(),
+    };
+    rustix::thread::set_capabilities(None, none).map_err(failed("drop its capabilities"))
+}

@@ -1,0 +1,165 @@
+//! Seccomp programs: compiled once, installed by each thread.
+#![allow(unsafe_code)] // seccomp(2) with a listener has no safe wrapper.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{FromRawFd as _, OwnedFd};
+
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+    TargetArch,
+};
+
+use super::{SandboxError, ThreadKind, allow_lists};
+use crate::description::SandboxMode;
+
+/// What the compiler is told instead, since it doesn't know user notification: `SECCOMP_RET_TRACE` with this mark.
+const STAND_IN: SeccompAction = SeccompAction::Trace(0x5a5a);
+
+/// ioctl requests by mask and value. Types are bits 8 to 15, numbers bits 0 to 7 (Linux, ioctl-number.rst).
+const IOCTLS: &[(u64, u64)] = &[
+    // KVM: running vCPUs; memory slots, interrupt routes and eventfds as BARs move; state for a pause.
+    (0xff00, 0xae00),
+    // TUN: numbers from 192 on of type 'T'. Below are the terminal's, and among them TIOCSTI, which could type
+    // commands into the user's shell.
+    (0xffc0, 0x54c0),
+    // Terminal of the console, by exact request: TCGETS, TCSETS, TCSETSW, TCSETSF, their second versions, TIOCGWINSZ.
+    (u64::MAX, 0x5401),
+    (u64::MAX, 0x5402),
+    (u64::MAX, 0x5403),
+    (u64::MAX, 0x5404),
+    (u64::MAX, 0x802c_542a),
+    (u64::MAX, 0x402c_542b),
+    (u64::MAX, 0x402c_542c),
+    (u64::MAX, 0x402c_542d),
+    (u64::MAX, 0x5413),
+    // FIONREAD, FIONBIO.
+    (u64::MAX, 0x541b),
+    (u64::MAX, 0x5421),
+    // Block devices as images: BLKDISCARD, BLKZEROOUT.
+    (u64::MAX, 0x1277),
+    (u64::MAX, 0x127f),
+];
+
+/// prctl operations: names of threads, no new privileges (comes with each filter), names of allocator mappings.
+const PRCTLS: &[libc::c_int] =
+    &[libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_NO_NEW_PRIVS, libc::PR_SET_VMA];
+
+const PROT_EXEC: u64 = 4;
+/// `CLONE_THREAD` of linux/sched.h.
+const CLONE_THREAD: u64 = 0x1_0000;
+const SECCOMP_SET_MODE_FILTER: u64 = libc::SECCOMP_SET_MODE_FILTER as u64;
+
+/// A compiled seccomp filter.
+#[derive(Debug)]
+pub(super) struct Program(BpfProgram);
+
+/// `struct sock_fprog` of linux/filter.h.
+#[repr(C)]
+struct Header {
+    len: libc::c_ushort,
+    filter: *const seccompiler::sock_filter,
+}
+
+impl Program {
+    /// Confines the calling thread.
+    pub(super) fn install(&self) -> io::Result<()> {
+        self.set_filter(0).map(drop)
+    }
+
+    /// Confines the calling thread; refused calls are reported to the returned listener, and wait for its answer.
+    pub(super) fn install_with_listener(&self) -> io::Result<OwnedFd> {
+        let fd = self.set_filter(libc::SECCOMP_FILTER_FLAG_NEW_LISTENER)?;
+        let fd = i32::try_from(fd).map_err(io::Error::other)?;
+        // SAFETY: with this flag the call returns a new descriptor that nobody else owns.
+        Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+    }
+
+    fn set_filter(&self, flags: libc::c_ulong) -> io::Result<i64> {
+        let len = libc::c_ushort::try_from(self.0.len()).map_err(io::Error::other)?;
+        let header = Header { len, filter: self.0.as_ptr() };
+        rustix::thread::set_no_new_privs(true)?;
+        // SAFETY: the kernel copies the header and the `len` instructions that it points to, and keeps neither
+        // pointer.
+        let result =
+            unsafe { libc::syscall(libc::SYS_seccomp, SECCOMP_SET_MODE_FILTER, flags, &raw const header) };
+        if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+    }
+}
+
+type BackendError = seccompiler::BackendError;
+
+fn compare(argument: u8, mask: u64, value: u64) -> Result<SeccompRule, BackendError> {
+    let operator = if mask == u64::MAX { SeccompCmpOp::Eq } else { SeccompCmpOp::MaskedEq(mask) };
+    SeccompRule::new(vec![SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value)?])
+}
+
+/// What the arguments of a call must be; no rules: anything.
+fn rules(syscall: i64) -> Result<Vec<SeccompRule>, BackendError> {
+    match syscall {
+        libc::SYS_ioctl => IOCTLS.iter().map(|(mask, request)| compare(1, *mask, *request)).collect(),
+        libc::SYS_prctl => PRCTLS
+            .iter()
+            .map(|operation| compare(0, u64::MAX, u64::from(operation.cast_unsigned())))
+            .collect(),
+        libc::SYS_seccomp => Ok(vec![compare(0, u64::MAX, SECCOMP_SET_MODE_FILTER)?]),
+        // Memory never becomes executable.
+        libc::SYS_mmap | libc::SYS_mprotect => Ok(vec![compare(2, PROT_EXEC, 0)?]),
+        // Threads, never processes.
+        libc::SYS_clone => Ok(vec![compare(0, CLONE_THREAD, CLONE_THREAD)?]),
+        // No network; a vsock device connects to Unix sockets.
+        libc::SYS_socket => Ok(vec![compare(0, u64::MAX, u64::from(libc::AF_UNIX.cast_unsigned()))?]),
+        // Signals to our own threads only.
+        libc::SYS_tgkill => Ok(vec![compare(0, u64::MAX, u64::from(std::process::id()))?]),
+        _ => Ok(Vec::new()),
+    }
+}
+
+/// The filter of a kind of thread: what is listed passes; the rest traps, or is reported in log mode.
+pub(super) fn thread_program(kind: ThreadKind, mode: SandboxMode) -> Result<Program, SandboxError> {
+    let refusal = match mode {
+        SandboxMode::Log => STAND_IN,
+        SandboxMode::On | SandboxMode::Off => SeccompAction::Trap,
+    };
+    let compile = || {
+        let allowed = allow_lists::allowed(kind);
+        let rules = allowed
+            .into_iter()
+            .map(|call| Ok((call, rules(call)?)))
+            .collect::<Result<BTreeMap<_, _>, BackendError>>()?;
+        let filter = SeccompFilter::new(rules, refusal.clone(), SeccompAction::Allow, TargetArch::x86_64)?;
+        BpfProgram::try_from(filter)
+    };
+    let mut program = compile().map_err(|source| SandboxError::Compile { kind, source: source.into() })?;
+    for instruction in &mut program {
+        // BPF_RET with the stand-in's value.
+        if instruction.code == 0x06 && instruction.k == u32::from(STAND_IN) {
+            instruction.k = libc::SECCOMP_RET_USER_NOTIF;
+        }
+    }
+    Ok(Program(program))
+}
+
+/// The same for log mode where a listener watches already: refused calls go to the kernel's log.
+pub(super) fn kernel_logged(program: &Program) -> Program {
+    let mut instructions = program.0.clone();
+    for instruction in &mut instructions {
+        if instruction.code == 0x06 && instruction.k == libc::SECCOMP_RET_USER_NOTIF {
+            instruction.k = libc::SECCOMP_RET_LOG;
+        }
+    }
+    Program(instructions)
+}
+
+/// Rules for the whole process, beneath the threads' own: `clone3` passes its flags in memory, where no filter can
+/// see them, so it is said not to exist and the C library falls back to `clone`.
+pub(super) fn process_program() -> Result<Program, SandboxError> {
+    let compile = || {
+        let missing = SeccompAction::Errno(libc::ENOSYS.cast_unsigned());
+        let rules = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
+        BpfProgram::try_from(SeccompFilter::new(rules, SeccompAction::Allow, missing, TargetArch::x86_64)?)
+    };
+    compile()
+        .map(Program)
+        .map_err(|source| SandboxError::Compile { kind: ThreadKind::Main, source: source.into() })
+}

@@ -1,0 +1,195 @@
+//! Each case runs in a process of its own: this test program again, with the case's name in the environment.
+#![allow(unsafe_code)] // Forbidden calls are made on purpose.
+
+use std::os::unix::process::ExitStatusExt as _;
+use std::process::{Command, Output};
+
+use super::*;
+use crate::description;
+
+const CASE: &str = "CAUSEWAY_SANDBOX_CASE";
+
+fn run(case: &str) -> Output {
+    Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "sandbox::tests::case", "--nocapture", "--test-threads=1"])
+        .env(CASE, case)
+        .env_remove("RUST_LOG")
+        .output()
+        .unwrap()
+}
+
+fn sandbox(mode: SandboxMode) -> Sandbox {
+    let text = "kernel = \"k\"\napi_socket = \"/tmp/causeway-test.sock\"";
+    let (mut vm, _) = description::parse(text, "vm.toml".as_ref()).unwrap();
+    vm.sandbox = Some(mode);
+    Sandbox::prepare(&description::validate(&vm).unwrap()).unwrap()
+}
+
+/// Enters on a thread of its own, as the monitor's main thread would, and does something as a thread of a kind.
+fn confined(mode: SandboxMode, kind: ThreadKind, act: impl FnOnce() + Send + 'static) {
+    let sandbox = sandbox(mode);
+    std::thread::Builder::new()
+        .name("confined".to_owned())
+        .spawn(move || {
+            let report = sandbox.enter_process().unwrap();
+            eprintln!("report: {}", serde_json::to_string(&report).unwrap());
+            sandbox.thread_filter(kind).apply().unwrap();
+            act();
+            eprintln!("survived");
+        })
+        .unwrap()
+        .join()
+        .unwrap();
+}
+
+fn ordinary_work() {
+    let text = "x".repeat(3 << 20);
+    assert!(text.len() > 1 << 20);
+    let start = std::time::Instant::now();
+    std::thread::sleep(std::time::Duration::from_millis(1));
+    assert!(start.elapsed().as_nanos() > 0);
+    assert!(std::collections::HashMap::from([(1, 2)]).contains_key(&1));
+    let lock = std::sync::Mutex::new(0);
+    *lock.lock().unwrap() += 1;
+}
+
+/// Not a test by itself: the body of the child process. Does nothing when run as an ordinary test.
+#[test]
+fn case() {
+    let Ok(case) = std::env::var(CASE) else { return };
+    let open = || drop(std::fs::File::open("/etc/hostname"));
+    match case.as_str() {
+        "work" => confined(SandboxMode::On, ThreadKind::DeviceWorker, ordinary_work),
+        "spawn" => {
+            confined(SandboxMode::On, ThreadKind::Vcpu, || std::thread::spawn(ordinary_work).join().unwrap())
+        }
+        "narrow" => {
+            let worker = sandbox(SandboxMode::On).thread_filter(ThreadKind::DeviceWorker);
+            confined(SandboxMode::On, ThreadKind::Vcpu, move || {
+                std::thread::spawn(move || {
+                    worker.apply().unwrap();
+                    ordinary_work();
+                })
+                .join()
+                .unwrap();
+            });
+        }
+        "open" => confined(SandboxMode::On, ThreadKind::Vcpu, open),
+        // SAFETY: plain system calls without memory arguments that matter; they are to be refused.
+        "exec-memory" => confined(SandboxMode::On, ThreadKind::Main, || unsafe {
+            libc::mmap(std::ptr::null_mut(), 4096, 7, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1, 0);
+        }),
+        // SAFETY: as above.
+        "tiocsti" => confined(SandboxMode::On, ThreadKind::Main, || unsafe {
+            libc::ioctl(0, libc::TIOCSTI, c"x".as_ptr());
+        }),
+        // SAFETY: as above.
+        "fork" => confined(SandboxMode::On, ThreadKind::Main, || unsafe {
+            libc::fork();
+        }),
+        // SAFETY: as above.
+        "kill" => confined(SandboxMode::On, ThreadKind::Main, || unsafe {
+            libc::kill(1, 0);
+        }),
+        "landlock" => {
+            let sandbox = sandbox(SandboxMode::On);
+            // Without a thread filter, so that what is left is Landlock's doing.
+            let report = sandbox.enter_process().unwrap();
+            let error = std::fs::File::open("/etc/hostname").unwrap_err();
+            eprintln!("landlock: {} error: {error:?}", report.landlock);
+            let held = rustix::thread::capabilities(None).unwrap();
+            assert!(held.effective.is_empty() && held.permitted.is_empty());
+            assert!(rustix::thread::no_new_privs().unwrap());
+            eprintln!("survived");
+        }
+        "log" => {
+            telemetry::logging::init(&telemetry::logging::LogOptions::default()).unwrap();
+            confined(SandboxMode::Log, ThreadKind::Vcpu, || {
+                assert!(std::fs::File::open("/etc/passwd").is_ok());
+                assert!(std::fs::File::open("/etc/passwd").is_ok());
+                std::thread::spawn(ordinary_work).join().unwrap();
+            });
+            // The report is written before the call goes on, but by another thread.
+            std::thread::sleep(std::time::Duration::from_millis(200));
+        }
+        "off" => confined(SandboxMode::Off, ThreadKind::Vcpu, open),
+        other => panic!("no case {other}"),
+    }
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8_lossy(&output.stderr).into_owned()
+}
+
+#[test]
+fn ordinary_work_and_making_threads_are_allowed() {
+    for case in ["work", "spawn", "narrow", "off"] {
+        let output = run(case);
+        assert!(output.status.success() && stderr(&output).contains("survived"), "{case}: {output:?}");
+    }
+}
+
+#[test]
+fn what_is_refused_ends_the_process_and_is_named() {
+    for (case, call) in [
+        ("open", "openat (257)"),
+        ("exec-memory", "mmap (9)"),
+        ("tiocsti", "ioctl (16)"),
+        ("fork", "clone (56)"),
+        ("kill", "kill (62)"),
+    ] {
+        let output = run(case);
+        let text = stderr(&output);
+        assert_eq!(
+            output.status.code(),
+            Some(REFUSED_EXIT_CODE),
+            "{case}: {:?} {text}",
+            output.status.signal()
+        );
+        let line = format!("the sandbox refused the system call {call} in thread \"confined\"");
+        assert!(text.contains(&line) && !text.contains("survived"), "{case}: {text}");
+    }
+}
+
+#[test]
+fn files_are_out_of_reach_and_capabilities_gone() {
+    let output = run("landlock");
+    let text = stderr(&output);
+    if text.contains("landlock: not in force") || !output.status.success() && text.contains("unwrap_err") {
+        eprintln!("skipped: no Landlock in this kernel");
+        return;
+    }
+    assert!(output.status.success() && text.contains("survived"), "{text}");
+    assert!(text.contains("PermissionDenied"), "{text}");
+}
+
+#[test]
+fn log_mode_names_each_refused_call_once_and_lets_it_pass() {
+    let output = run("log");
+    let text = stderr(&output);
+    assert!(output.status.success() && text.contains("survived"), "{text}");
+    let lines = text.lines().filter(|line| line.contains("would refuse")).collect::<Vec<_>>();
+    assert_eq!(lines.iter().filter(|line| line.contains("openat")).count(), 1, "{text}");
+    assert!(lines.iter().all(|line| line.contains("confined")), "{text}");
+}
+
+#[test]
+fn workers_may_do_less_than_those_who_make_them() {
+    let allowed = super::allow_lists::allowed;
+    let worker = allowed(ThreadKind::DeviceWorker);
+    for kind in [ThreadKind::Vcpu, ThreadKind::Api, ThreadKind::Main] {
+        assert!(worker.is_subset(&allowed(kind)), "{kind:?}");
+    }
+    let never = [
+        libc::SYS_execve,
+        libc::SYS_open,
+        libc::SYS_openat,
+        libc::SYS_socket,
+        libc::SYS_connect,
+        libc::SYS_ptrace,
+    ];
+    for kind in ThreadKind::ALL {
+        let allowed = allowed(kind);
+        assert!(never.iter().all(|call| !allowed.contains(call)), "{kind:?}");
+    }
+}
