@@ -112,3 +112,67 @@ impl BusDevice for DelayPort {
 
     fn write(&self, _offset: u64, _data: &[u8]) {}
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+
+    fn sink() -> (EventSink, Arc<Mutex<Vec<MachineEvent>>>) {
+        let events = Arc::new(Mutex::new(Vec::new()));
+        let into = Arc::clone(&events);
+        (Arc::new(move |event| into.lock().unwrap().push(event)), events)
+    }
+
+    #[test]
+    fn the_keyboard_controller_resets_on_0xfe_and_is_always_ready() {
+        let (sink, events) = sink();
+        let device = KeyboardReset::new(sink);
+        let mut status = [0xff];
+        device.read(COMMAND, &mut status);
+        assert_eq!(status, [0]);
+        device.write(COMMAND, &[0xd1]);
+        device.write(0, &[PULSE_RESET]);
+        assert!(events.lock().unwrap().is_empty());
+        device.write(COMMAND, &[PULSE_RESET]);
+        assert_eq!(*events.lock().unwrap(), [MachineEvent::Reset(ResetCause::KeyboardController)]);
+    }
+
+    /// Records what reaches the PCI root.
+    #[derive(Default)]
+    struct Root(Mutex<Vec<(u64, Vec<u8>)>>);
+
+    impl BusDevice for Root {
+        fn read(&self, offset: u64, data: &mut [u8]) {
+            data.fill(u8::try_from(offset).unwrap());
+        }
+
+        fn write(&self, offset: u64, data: &[u8]) {
+            self.0.lock().unwrap().push((offset, data.to_vec()));
+        }
+    }
+
+    #[test]
+    fn the_reset_control_register_shares_its_port_with_the_pci_address() {
+        let (sink, events) = sink();
+        let root = Arc::new(Root::default());
+        let device = ResetControl::new(Arc::clone(&root) as _, sink);
+        // Linux writes 0x02, then 0x06.
+        device.write(1, &[0x02]);
+        assert!(events.lock().unwrap().is_empty());
+        device.write(1, &[0x06]);
+        assert_eq!(*events.lock().unwrap(), [MachineEvent::Reset(ResetCause::ResetControl)]);
+        // An address with bit 10 set is no reset.
+        device.write(0, &0x8000_0400u32.to_le_bytes());
+        device.write(4, &[6]);
+        assert_eq!(*root.0.lock().unwrap(), [(0, vec![0, 4, 0, 0x80]), (4, vec![6])]);
+        assert_eq!(events.lock().unwrap().len(), 1);
+        let mut data = [0; 2];
+        device.read(6, &mut data);
+        assert_eq!(data, [6, 6]);
+        let mut byte = [9];
+        device.read(1, &mut byte);
+        assert_eq!(byte, [0]);
+    }
+}

@@ -52,6 +52,11 @@ pub fn eventfd_interrupt(eventfd: Arc<OwnedFd>) -> Interrupt {
     })
 }
 
+/// The ports that an access of `len` bytes at `offset` touches; `None` for what lies beyond any range.
+fn ports(offset: u64, len: usize) -> impl Iterator<Item = Option<u16>> {
+    (0..len as u64).map(move |byte| offset.checked_add(byte).and_then(|port| u16::try_from(port).ok()))
+}
+
 /// A saved state can't be restored.
 #[derive(Debug, thiserror::Error)]
 pub enum RestoreError {
@@ -72,5 +77,23 @@ pub enum RestoreError {
         device: &'static str,
         /// What is wrong.
         what: String,
+    },
+    /// Its console failed.
+    #[error("The {device} device can't be restored with its console")]
+    Console {
+        /// Device.
+        device: &'static str,
+        /// Why.
+        #[source]
+        source: console::ConsoleError,
+    },
+    /// Its interrupt failed.
+    #[error("The {device} device can't be restored, as it can't interrupt the guest")]
+    Interrupt {
+        /// Device.
+        device: &'static str,
+        /// Why.
+        #[source]
+        source: io::Error,
     },
 }

@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use machine::bus::BusDevice;
 use telemetry::Counter;
 
-use crate::{EventSink, Interrupt, MachineEvent, ResetCause, RestoreError};
+use crate::{EventSink, Interrupt, MachineEvent, ResetCause, RestoreError, ports};
 
 /// Ports taken.
 pub const PORTS: u64 = 16;
@@ -76,7 +76,11 @@ impl PowerRegisters {
 
     /// Continues from a saved state. An event that the guest has not read yet is signalled again: the
     /// edge may have been lost between save and restore, and a spurious one is harmless.
-    pub fn restore(saved: &SavedPower, events: EventSink, interrupt: Interrupt) -> Result<Self, RestoreError> {
+    pub fn restore(
+        saved: &SavedPower,
+        events: EventSink,
+        interrupt: Interrupt,
+    ) -> Result<Self, RestoreError> {
         if saved.version != VERSION {
             return Err(RestoreError::Version { device: "power", found: saved.version, known: VERSION });
         }
@@ -90,8 +94,7 @@ impl PowerRegisters {
         device.pending.store(saved.pending_events, Ordering::SeqCst);
         device.sleep_type.store(saved.sleep_type, Ordering::SeqCst);
         if saved.pending_events != 0 {
-            (device.interrupt)()
-                .map_err(|error| RestoreError::Damaged { device: "power", what: format!("no interrupt: {error}") })?;
+            (device.interrupt)().map_err(|source| RestoreError::Interrupt { device: "power", source })?;
         }
         Ok(device)
     }
@@ -130,24 +133,24 @@ impl PowerRegisters {
         })
     }
 
-    fn read_byte(&self, offset: u64) -> u8 {
-        match u16::try_from(offset) {
-            Ok(RESET) => 0,
-            Ok(SLEEP_CONTROL) => self.sleep_type.load(Ordering::SeqCst) << 2,
+    fn read_byte(&self, port: Option<u16>) -> u8 {
+        match port {
+            Some(RESET) => 0,
+            Some(SLEEP_CONTROL) => self.sleep_type.load(Ordering::SeqCst) << 2,
             // S5 never wakes up, so WAK_STS is never set.
-            Ok(SLEEP_STATUS) => 0,
-            Ok(EVENTS) => self.pending.swap(0, Ordering::SeqCst),
+            Some(SLEEP_STATUS) => 0,
+            Some(EVENTS) => self.pending.swap(0, Ordering::SeqCst),
             _ => 0xff,
         }
     }
 
-    fn write_byte(&self, offset: u64, value: u8) {
-        match u16::try_from(offset) {
-            Ok(RESET) if value == RESET_VALUE => {
+    fn write_byte(&self, port: Option<u16>, value: u8) {
+        match port {
+            Some(RESET) if value == RESET_VALUE => {
                 self.resets.increment();
                 (self.events)(MachineEvent::Reset(ResetCause::Acpi));
             }
-            Ok(SLEEP_CONTROL) => {
+            Some(SLEEP_CONTROL) => {
                 let sleep_type = (value >> 2) & 7;
                 self.sleep_type.store(sleep_type, Ordering::SeqCst);
                 if value & SLEEP_ENABLE != 0 && sleep_type == SLEEP_TYPE_S5 {
@@ -162,14 +165,114 @@ impl PowerRegisters {
 
 impl BusDevice for PowerRegisters {
     fn read(&self, offset: u64, data: &mut [u8]) {
-        for (at, byte) in (offset..).zip(data) {
-            *byte = self.read_byte(at);
+        for (port, byte) in ports(offset, data.len()).zip(data) {
+            *byte = self.read_byte(port);
         }
     }
 
     fn write(&self, offset: u64, data: &[u8]) {
-        for (at, &byte) in (offset..).zip(data) {
-            self.write_byte(at, byte);
+        for (port, &byte) in ports(offset, data.len()).zip(data) {
+            self.write_byte(port, byte);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+
+    struct Bench {
+        device: PowerRegisters,
+        events: Arc<Mutex<Vec<MachineEvent>>>,
+        interrupts: Arc<Counter>,
+    }
+
+    fn sinks() -> (EventSink, Interrupt, Arc<Mutex<Vec<MachineEvent>>>, Arc<Counter>) {
+        let (events, interrupts) = (Arc::new(Mutex::new(Vec::new())), Arc::new(Counter::new()));
+        let (into, count) = (Arc::clone(&events), Arc::clone(&interrupts));
+        let sink: EventSink = Arc::new(move |event| into.lock().unwrap().push(event));
+        let interrupt: Interrupt = Arc::new(move || {
+            count.increment();
+            Ok(())
+        });
+        (sink, interrupt, events, interrupts)
+    }
+
+    fn bench() -> Bench {
+        let (sink, interrupt, events, interrupts) = sinks();
+        Bench { device: PowerRegisters::new(sink, interrupt), events, interrupts }
+    }
+
+    fn read(device: &PowerRegisters, offset: u16) -> u8 {
+        let mut byte = [0];
+        device.read(offset.into(), &mut byte);
+        byte[0]
+    }
+
+    #[test]
+    fn only_the_right_value_resets() {
+        let bench = bench();
+        bench.device.write(RESET.into(), &[0]);
+        bench.device.write(RESET.into(), &[2]);
+        assert!(bench.events.lock().unwrap().is_empty());
+        bench.device.write(RESET.into(), &[RESET_VALUE]);
+        assert_eq!(*bench.events.lock().unwrap(), [MachineEvent::Reset(ResetCause::Acpi)]);
+    }
+
+    #[test]
+    fn only_s5_with_sleep_enable_powers_off() {
+        let bench = bench();
+        bench.device.write(SLEEP_CONTROL.into(), &[SLEEP_TYPE_S5 << 2]);
+        bench.device.write(SLEEP_CONTROL.into(), &[3 << 2 | SLEEP_ENABLE]);
+        assert!(bench.events.lock().unwrap().is_empty());
+        assert_eq!(read(&bench.device, SLEEP_CONTROL), 3 << 2);
+        bench.device.write(SLEEP_CONTROL.into(), &[SLEEP_TYPE_S5 << 2 | SLEEP_ENABLE]);
+        assert_eq!(*bench.events.lock().unwrap(), [MachineEvent::PowerOff]);
+    }
+
+    #[test]
+    fn a_press_is_seen_once_by_the_guest() {
+        let bench = bench();
+        assert_eq!(read(&bench.device, EVENTS), 0);
+        bench.device.press_button().unwrap();
+        bench.device.press_button().unwrap();
+        assert_eq!(bench.interrupts.get(), 2);
+        assert_eq!(read(&bench.device, EVENTS), 1);
+        assert_eq!(read(&bench.device, EVENTS), 0);
+    }
+
+    #[test]
+    fn a_press_before_a_save_reaches_the_guest_after_the_restore() {
+        let source = bench();
+        source.device.press_button().unwrap();
+        let saved = source.device.save();
+        let (sink, interrupt, _, interrupts) = sinks();
+        let restored = PowerRegisters::restore(&saved, sink, interrupt).unwrap();
+        assert_eq!(interrupts.get(), 1);
+        assert_eq!(read(&restored, EVENTS), 1);
+        restored.press_button().unwrap();
+        restored.reset();
+        assert_eq!(read(&restored, EVENTS), 0);
+
+        let refuse = |saved: SavedPower| {
+            let (sink, interrupt, ..) = sinks();
+            PowerRegisters::restore(&saved, sink, interrupt).err().unwrap().to_string()
+        };
+        assert!(refuse(SavedPower { version: 2, ..saved }).contains("version 2"));
+        assert!(refuse(SavedPower { pending_events: 0x80, ..saved }).contains("0x80"));
+        assert!(refuse(SavedPower { sleep_type: 8, ..saved }).contains("sleep type 8"));
+    }
+
+    #[test]
+    fn any_access_is_harmless() {
+        let bench = bench();
+        for offset in (0..PORTS).chain([u64::MAX - 3, u64::MAX]) {
+            let mut data = [0xa5; 8];
+            bench.device.read(offset, &mut data);
+            bench.device.write(offset, &[0; 8]);
+        }
+        assert!(bench.events.lock().unwrap().is_empty());
     }
 }

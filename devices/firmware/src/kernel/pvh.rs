@@ -18,8 +18,9 @@ const VERSION: u32 = 1;
 /// Protection enabled, and the bit that always reads 1.
 const CR0: u64 = 1 << 0 | 1 << 4;
 
-const ENTRIES_MAX: usize =
-    ((layout::ZERO_PAGE - layout::PVH_MEMORY_MAP) / size_of::<hvm_memmap_table_entry>() as u64) as usize;
+/// Entries that there is room for.
+const ENTRIES_MAX: u64 =
+    (layout::ZERO_PAGE - layout::PVH_MEMORY_MAP) / size_of::<hvm_memmap_table_entry>() as u64;
 
 /// Writes start info, module list and memory map; returns the registers.
 pub(super) fn write(
@@ -30,7 +31,7 @@ pub(super) fn write(
     rsdp: u64,
 ) -> Result<BootRegisters, KernelError> {
     let map = memory_map(ram);
-    if map.len() > ENTRIES_MAX {
+    if map.len() as u64 > ENTRIES_MAX {
         return Err(KernelError::Ram {
             what: format!("RAM is in {} pieces; {ENTRIES_MAX} are possible", map.len()),
         });
