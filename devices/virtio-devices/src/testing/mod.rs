@@ -5,6 +5,8 @@
 //! on misuse by the test.
 #![allow(clippy::unwrap_used, clippy::missing_panics_doc)] // Test support: a failure ends the test.
 
+mod pci;
+
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
@@ -17,6 +19,8 @@ use virtio_queue::{Queue, QueueT};
 
 use crate::device::{Activation, ActiveQueue, VirtioInterrupt};
 use crate::worker;
+
+pub use self::pci::{COMMON, DEVICE, ISR, MSIX_TABLE, NOTIFY, PciDriver};
 
 /// `VERSION_1` and nothing else.
 pub const PLAIN: u64 = 1 << VIRTIO_F_VERSION_1;
