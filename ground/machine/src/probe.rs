@@ -160,6 +160,7 @@ impl Host {
             names,
             on_event: Arc::new(move |event| drop(sender.send(event))),
             exit_handler: Some(Arc::clone(&marks) as Arc<dyn VcpuExitHandler>),
+            on_thread_start: None,
         };
         let topology = CpuTopology::flat(1).map_err(|error| ProbeError(Box::new(error)))?;
         let config = VcpuConfig {

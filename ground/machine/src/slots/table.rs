@@ -286,7 +286,10 @@ mod tests {
                         prop_assert!(!clash);
                         model.push((id, start, len));
                     }
-                    Err(error) => prop_assert!(clash && matches!(error, SlotError::Overlap { .. })),
+                    Err(error) => {
+                        let overlap = matches!(error, SlotError::Overlap { .. });
+                        prop_assert!(clash && overlap);
+                    },
                 }
                 for probe in (0..80).map(|p| p * PAGE + 17) {
                     let owner = model.iter().find(|(_, s, l)| (*s..s + l).contains(&probe)).map(|(id, ..)| *id);

@@ -37,6 +37,8 @@ pub struct VcpuOptions {
     pub on_event: Arc<dyn Fn(VcpuEvent) + Send + Sync>,
     /// Sees port accesses and HLT first.
     pub exit_handler: Option<Arc<dyn VcpuExitHandler>>,
+    /// Runs first on each vCPU thread, before any guest code: the place for its seccomp filter.
+    pub on_thread_start: Option<Arc<dyn Fn() + Send + Sync>>,
 }
 
 /// One vCPU as the manager sees it.
@@ -360,6 +362,9 @@ fn create(
     let body = move || {
         MANAGER.set(number);
         let ready = prepare_thread(id, &pin_to);
+        if let Some(hook) = &thread.options.on_thread_start {
+            hook();
+        }
         let go_on = ready.is_ok();
         // `create` waits for it.
         let _ = sender.send(ready);

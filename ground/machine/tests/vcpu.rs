@@ -1,0 +1,210 @@
+//! vCPU threads on real KVM: exits and their counters, events, pause and resume.
+
+mod common;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::{CODE, Guest, Recorder, STOP, WINDOW, host, program, start};
+use machine::bus::BusDevice;
+use machine::stats::KernelStats;
+use machine::vcpu::{VcpuError, VcpuEvent, VcpuStart};
+use machine::x86::kvm_regs;
+
+#[test]
+fn port_accesses_reach_their_device_and_are_counted() {
+    let Some(host) = host() else { return };
+    let guest = Guest::new(host, 1);
+    let device = Arc::new(Recorder::default());
+    *device.next.lock().unwrap() = 0x77;
+    guest.ports.insert(0x10, 4, "recorder", Arc::clone(&device) as Arc<dyn BusDevice>).unwrap();
+    // out 0x12, al; in al, 0x10; then the word across the range's end: out 0x13, ax; and a port nobody has: in eax, 0x50
+    let code = program(&[&[0xe6, 0x12, 0xe4, 0x10, 0x88, 0xc3, 0x66, 0xe7, 0x13, 0xe5, 0x50], &STOP]);
+    let regs = guest.run_to_stop(&code, kvm_regs { rax: 0xaa5a, ..Default::default() });
+    assert_eq!(regs.rbx & 0xff, 0x77, "what the device answered");
+    assert_eq!(regs.rax & 0xffff_ffff, 0xffff_ffff, "an unclaimed port reads as ones");
+    let expected = vec![(2, vec![0x5a]), (3, vec![0x77])];
+    assert_eq!(*device.writes.lock().unwrap(), expected, "of the word, one byte is the device's");
+    assert_eq!((guest.exits("io_out"), guest.exits("io_in")), (3, 2));
+    assert_eq!((guest.exits("port:recorder"), guest.exits("port:unclaimed")), (3, 1));
+    assert_eq!(regs.rip, CODE + code.len() as u64, "the stopping `out` is complete");
+}
+
+#[test]
+fn string_output_reaches_the_device_item_by_item() {
+    let Some(host) = host() else { return };
+    let guest = Guest::new(host, 1);
+    let device = Arc::new(Recorder::default());
+    guest.ports.insert(0x10, 1, "recorder", Arc::clone(&device) as Arc<dyn BusDevice>).unwrap();
+    guest.load(0x8000, b"hello");
+    // mov edx, 0x10; rep outsb
+    let code = program(&[&[0xba, 0x10, 0, 0, 0, 0xf3, 0x6e], &STOP]);
+    guest.run_to_stop(&code, kvm_regs { rsi: 0x8000, rcx: 5, ..Default::default() });
+    let bytes: Vec<u8> = device.writes.lock().unwrap().iter().flat_map(|(_, data)| data.clone()).collect();
+    assert_eq!(bytes, b"hello");
+}
+
+#[test]
+fn memory_accesses_reach_their_device_with_their_width() {
+    let Some(host) = host() else { return };
+    let guest = Guest::new(host, 1);
+    let device = Arc::new(Recorder::default());
+    *device.next.lock().unwrap() = 0x1122_3344_5566_7788;
+    guest.memory.insert(WINDOW, 0x1000, "recorder", Arc::clone(&device) as Arc<dyn BusDevice>).unwrap();
+    // mov rbx, [rdi]; mov [rdi+8], ax; mov rdx, [rdi+0x1000] (unclaimed)
+    let code =
+        program(&[&[0x48, 0x8b, 0x1f, 0x66, 0x89, 0x47, 0x08, 0x48, 0x8b, 0x97, 0, 0x10, 0, 0], &STOP]);
+    let regs = guest.run_to_stop(&code, kvm_regs { rdi: WINDOW, rax: 0xbeef, ..Default::default() });
+    assert_eq!(regs.rbx, 0x1122_3344_5566_7788);
+    assert_eq!(regs.rdx, u64::MAX);
+    assert_eq!(*device.writes.lock().unwrap(), vec![(8, vec![0xef, 0xbe])]);
+    assert_eq!((guest.exits("memory:recorder"), guest.exits("memory:unclaimed")), (2, 1));
+    assert_eq!((guest.exits("mmio_read"), guest.exits("mmio_write")), (2, 1));
+}
+
+#[test]
+fn hlt_without_interrupt_controllers_is_an_event() {
+    let Some(host) = host() else { return };
+    let guest = Guest::new(host, 1);
+    // HLT faults in ring 3; PVM hands it on all the same.
+    let event = guest.run(&[0xf4], kvm_regs::default());
+    assert!(
+        matches!(
+            event,
+            VcpuEvent::Halted { vcpu: 0 } | VcpuEvent::Shutdown { vcpu: 0, .. } | VcpuEvent::Failed { .. }
+        ),
+        "{event:?}"
+    );
+}
+
+#[test]
+fn a_triple_fault_is_an_event_and_the_vcpu_can_be_reset() {
+    let Some(host) = host() else { return };
+    let guest = Guest::new(host, 1);
+    // ud2 without an interrupt table
+    let event = guest.run(&[0x0f, 0x0b], kvm_regs::default());
+    assert!(matches!(event, VcpuEvent::Shutdown { vcpu: 0, .. } | VcpuEvent::Failed { .. }), "{event:?}");
+    assert!(matches!(guest.vcpus.save(), Err(VcpuError::NotSaveable { vcpu: 0, .. })));
+    let regs = guest.run_to_stop(&STOP, kvm_regs { rbx: 42, ..Default::default() });
+    assert_eq!(regs.rbx, 42);
+}
+
+struct Bomb;
+
+impl BusDevice for Bomb {
+    fn read(&self, _offset: u64, _data: &mut [u8]) {
+        panic!("the bomb went off");
+    }
+    fn write(&self, _offset: u64, _data: &[u8]) {}
+}
+
+#[test]
+fn a_panicking_device_is_reported_instead_of_hanging() {
+    let Some(host) = host() else { return };
+    let guest = Guest::new(host, 1);
+    guest.ports.insert(0x20, 1, "bomb", Arc::new(Bomb)).unwrap();
+    let event = guest.run(&[0xe4, 0x20], kvm_regs::default());
+    assert_eq!(event, VcpuEvent::Panicked { vcpu: 0, what: "the bomb went off".into() });
+    guest.vcpus.stop().unwrap();
+    assert!(matches!(guest.vcpus.resume(), Err(VcpuError::Gone)));
+}
+
+#[test]
+fn pausing_stops_all_vcpus_and_resuming_lets_them_go_on() {
+    let Some(host) = host() else { return };
+    let guest = Guest::new(host, 2);
+    // inc qword [rdi]; jmp back
+    guest.load(CODE, &[0x48, 0xff, 0x07, 0xeb, 0xfb]);
+    let counters = [0x8000, 0x8100];
+    for (vcpu, rdi) in (0..).zip(counters) {
+        guest.vcpus.set_state(vcpu, start(kvm_regs { rdi, ..Default::default() })).unwrap();
+    }
+    for _ in 0..200 {
+        let before = counters.map(|at| guest.read_u64(at));
+        guest.vcpus.resume().unwrap();
+        let patience = Instant::now() + Duration::from_secs(10);
+        while counters.iter().zip(before).any(|(at, before)| guest.read_u64(*at) == before) {
+            assert!(Instant::now() < patience, "a vCPU makes no progress after resume");
+            std::thread::yield_now();
+        }
+        guest.vcpus.pause().unwrap();
+        assert!(guest.vcpus.is_paused());
+        let paused = counters.map(|at| guest.read_u64(at));
+        std::thread::sleep(Duration::from_micros(50));
+        assert_eq!(counters.map(|at| guest.read_u64(at)), paused, "a paused vCPU runs");
+    }
+    assert_eq!(guest.vcpus.exits().vcpus.len(), 2);
+    assert!(guest.vcpus.exits().vcpus.iter().all(|vcpu| vcpu.causes["kick"] > 0));
+}
+
+#[test]
+fn a_pause_between_a_port_read_and_its_result_loses_nothing() {
+    let Some(host) = host() else { return };
+    let guest = Guest::new(host, 1);
+    let device = Arc::new(Recorder::default());
+    guest.ports.insert(0x20, 4, "sequence", Arc::clone(&device) as Arc<dyn BusDevice>).unwrap();
+    guest.memory.insert(WINDOW, 8, "sequence", Arc::clone(&device) as Arc<dyn BusDevice>).unwrap();
+    // next: in eax, 0x20; cmp eax, ebx; jne out; inc ebx; mov eax, [rdi]; cmp eax, ebx; jne out; inc ebx; jmp next
+    let code = [
+        0xe5, 0x20, 0x39, 0xd8, 0x75, 0x0c, 0xff, 0xc3, 0x8b, 0x07, 0x39, 0xd8, 0x75, 0x04, 0xff, 0xc3, 0xeb,
+        0xee, 0xe6, 0xf4,
+    ];
+    guest.load(CODE, &code);
+    guest.vcpus.set_state(0, start(kvm_regs { rdi: WINDOW, ..Default::default() })).unwrap();
+    for round in 0..300 {
+        guest.vcpus.resume().unwrap();
+        // Different lengths, so that pauses hit different moments.
+        (0..round % 37 * 20).for_each(|_| std::hint::spin_loop());
+        if round % 3 == 0 {
+            guest.vcpus.kick(0).unwrap();
+        }
+        guest.vcpus.pause().unwrap();
+        let saved = guest.vcpus.save().unwrap().remove(0);
+        guest.vcpus.set_state(0, VcpuStart::Restored(Box::new(saved))).unwrap();
+    }
+    let event = guest.events.try_recv();
+    assert!(event.is_err(), "the guest saw a value twice or not at all: {event:?}");
+    let (regs, _) = guest.vcpus.registers(0).unwrap();
+    let handed_out = *device.next.lock().unwrap();
+    assert!(handed_out > 0 && (handed_out - regs.rbx) <= 1, "{handed_out} values given, {} seen", regs.rbx);
+}
+
+#[test]
+fn the_wrong_moment_is_an_error() {
+    let Some(host) = host() else { return };
+    let guest = Guest::new(host, 1);
+    guest.load(CODE, &[0xeb, 0xfe]);
+    guest.vcpus.set_state(0, start(kvm_regs::default())).unwrap();
+    guest.vcpus.resume().unwrap();
+    assert!(matches!(guest.vcpus.save(), Err(VcpuError::NotPaused(_))));
+    assert!(matches!(guest.vcpus.set_state(0, VcpuStart::WaitForSipi), Err(VcpuError::NotPaused(_))));
+    assert!(matches!(guest.vcpus.kick(9), Err(VcpuError::Absent(9))));
+    guest.vcpus.pause().unwrap();
+    assert!(matches!(guest.vcpus.set_state(0, VcpuStart::WaitForSipi), Err(VcpuError::BadState { .. })));
+}
+
+#[test]
+fn the_kernels_own_statistics_are_read_or_said_to_be_absent() {
+    let Some(host) = host() else { return };
+    let guest = Guest::new(host, 1);
+    guest.run_to_stop(&STOP, kvm_regs::default());
+    for stats in [guest.vm.kernel_stats(), guest.vcpus.kernel_stats().remove(0).1] {
+        match stats {
+            KernelStats::Counters(counters) => assert!(!counters.is_empty()),
+            KernelStats::Absent(why) => println!("absent: {why}"),
+        }
+    }
+    if let KernelStats::Counters(counters) = &guest.vcpus.kernel_stats()[0].1 {
+        assert!(counters["exits"] >= 1, "{counters:?}");
+    }
+}
+
+#[test]
+fn the_ring_0_probe_comes_to_a_verdict_in_time() {
+    let Some(host) = host() else { return };
+    let begin = Instant::now();
+    let probe = host.probe_ring0().unwrap();
+    println!("{probe:?} {:?}", host.capabilities());
+    assert!(!probe.finding.is_empty());
+    assert!(begin.elapsed() < Duration::from_secs(5));
+}
