@@ -6,6 +6,7 @@
 
 pub mod block;
 pub mod device;
+pub mod net;
 pub mod queue;
 pub mod saved;
 pub mod testing;

@@ -2,7 +2,7 @@
 
 use std::num::Wrapping;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{Ordering, fence};
 
 use machine::memory::{Address, Bytes, GuestAddress, GuestMemory, GuestMemoryBackend};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
@@ -22,8 +22,8 @@ pub struct Ring {
     active: ActiveQueue,
     indirect: bool,
     in_flight: u16,
-    /// Completions since the last [`Ring::should_interrupt`].
-    unsignalled: bool,
+    /// Position in the used ring at the last [`Ring::should_interrupt`].
+    signalled: Wrapping<u16>,
 }
 
 /// `features` as a bit test.
@@ -37,12 +37,8 @@ impl Ring {
     pub fn new(mut active: ActiveQueue, features: u64) -> Self {
         debug_assert!(has(features, VIRTIO_F_VERSION_1), "legacy drivers are never activated");
         active.queue.set_event_idx(has(features, VIRTIO_RING_F_EVENT_IDX));
-        Self {
-            active,
-            indirect: has(features, VIRTIO_RING_F_INDIRECT_DESC),
-            in_flight: 0,
-            unsignalled: false,
-        }
+        let signalled = Wrapping(active.queue.next_used());
+        Self { active, indirect: has(features, VIRTIO_RING_F_INDIRECT_DESC), in_flight: 0, signalled }
     }
 
     /// Queue index.
@@ -141,8 +137,34 @@ impl Ring {
             .add_used(memory, head, written)
             .map_err(|error| RingError::Library { queue, what: error.to_string() })?;
         self.in_flight = self.in_flight.saturating_sub(1);
-        self.unsignalled = true;
         Ok(())
+    }
+
+    /// Puts several chains into the used ring at once: the driver sees all of them or none, as it must when
+    /// they hold one frame together (5.1.6.4).
+    pub fn complete_together(&mut self, memory: &GuestMemory, done: &[(u16, u32)]) -> Result<(), RingError> {
+        let Some(((head, written), earlier)) = done.split_last() else { return Ok(()) };
+        let queue = self.active.index;
+        let q = &mut self.active.queue;
+        let (size, address) = (q.size(), q.used_ring());
+        let outside = RingError::RingOutsideRam { queue, part: "used ring", address };
+        let mut next = q.next_used();
+        for (head, written) in earlier {
+            let Some(entry) = GuestAddress(address).checked_add(4 + 8 * u64::from(next % size)) else {
+                return Err(outside);
+            };
+            let mut element = [0; 8];
+            element[..4].copy_from_slice(&u32::from(*head).to_le_bytes());
+            element[4..].copy_from_slice(&written.to_le_bytes());
+            if memory.write_slice(&element, entry).is_err() {
+                return Err(outside);
+            }
+            next = next.wrapping_add(1);
+        }
+        q.set_next_used(next);
+        self.in_flight = self.in_flight.saturating_sub(u16::try_from(earlier.len()).unwrap_or(u16::MAX));
+        // Publishes the index with release order, behind all the entries.
+        self.complete(memory, *head, *written)
     }
 
     /// Takes back the last [`Ring::pop`], for a device that can't serve the chain yet (a receive queue whose buffer
@@ -155,24 +177,29 @@ impl Ring {
 
     /// Whether the driver wants an interrupt for what was completed since the last call (2.7.7).
     pub fn should_interrupt(&mut self, memory: &GuestMemory) -> Result<bool, RingError> {
-        if !std::mem::take(&mut self.unsignalled) {
+        let queue = self.active.index;
+        let q = &self.active.queue;
+        let used = Wrapping(q.next_used());
+        let before = std::mem::replace(&mut self.signalled, used);
+        if used == before {
             return Ok(false);
         }
-        let queue = self.active.index;
-        let q = &mut self.active.queue;
-        // Contains the full fence between the used index and the driver's suppression fields.
-        let wanted = q
-            .needs_notification(memory)
-            .map_err(|error| RingError::Library { queue, what: error.to_string() })?;
-        if q.event_idx_enabled() {
-            return Ok(wanted);
-        }
-        // Without EVENT_IDX the flag decides; the library doesn't look at it.
+        // The used index must be visible before the driver's suppression fields are read.
+        fence(Ordering::SeqCst);
         let address = q.avail_ring();
-        match memory.load::<u16>(GuestAddress(address), Ordering::Relaxed) {
-            Ok(flags) => Ok(u16::from_le(flags) & AVAIL_F_NO_INTERRUPT == 0),
-            Err(_) => Err(RingError::RingOutsideRam { queue, part: "available ring", address }),
+        // The library counts completions one by one, which `complete_together` doesn't do: decided here.
+        let offset = if q.event_idx_enabled() { 4 + 2 * u64::from(q.size()) } else { 0 };
+        let field = GuestAddress(address)
+            .checked_add(offset)
+            .and_then(|field| memory.load::<u16>(field, Ordering::Relaxed).ok())
+            .map(u16::from_le);
+        let Some(field) = field else {
+            return Err(RingError::RingOutsideRam { queue, part: "available ring", address });
+        };
+        if q.event_idx_enabled() {
+            return Ok(used - Wrapping(field) - Wrapping(1) < used - before);
         }
+        Ok(field & AVAIL_F_NO_INTERRUPT == 0)
     }
 
     /// Asks the driver to notify again. Returns whether chains became available meanwhile: then serve them first.

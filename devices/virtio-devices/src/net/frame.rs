@@ -1,0 +1,172 @@
+//! One frame as the kernel reads or writes it: guest buffers (and a spill buffer of the host's) without a
+//! copy.
+#![allow(unsafe_code)] // Vectored I/O on guest memory: rustix takes Rust slices, which guest memory can't be.
+
+use std::io;
+use std::marker::PhantomData;
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use crate::queue::GuestIoVecs;
+
+/// Most entries of one vectored call (`UIO_MAXIOV`).
+const IOVECS_MAX: usize = 1024;
+
+fn entry(bytes: &mut [u8]) -> libc::iovec {
+    libc::iovec { iov_base: bytes.as_mut_ptr().cast(), iov_len: bytes.len() }
+}
+
+fn transferred(result: isize) -> io::Result<usize> {
+    usize::try_from(result).map_err(|_| io::Error::last_os_error())
+}
+
+/// The allocation of a [`FrameSink`] between two frames.
+#[derive(Default)]
+pub struct Storage(Vec<libc::iovec>);
+
+// SAFETY: It is empty: the pointers of the last frame were cleared.
+unsafe impl Send for Storage {}
+
+/// Where a frame from the host goes: guest buffers in order, then the host's spill buffer for what they
+/// can't hold.
+pub struct FrameSink<'a> {
+    /// Entry 0 is kept free for the header of the back end.
+    vecs: Vec<libc::iovec>,
+    guest: usize,
+    spill: usize,
+    /// The guest memory and the spill buffer that `vecs` points into.
+    _lent: PhantomData<&'a mut [u8]>,
+}
+
+impl<'a> FrameSink<'a> {
+    /// Guest buffers `parts`, of which the first `skip` bytes are left out, then `spill`.
+    /// `storage` is an allocation to use again.
+    pub fn new(
+        storage: Storage,
+        parts: impl Iterator<Item = &'a GuestIoVecs>,
+        skip: usize,
+        spill: &'a mut [u8],
+    ) -> Self {
+        let mut vecs = storage.0;
+        vecs.push(libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 });
+        let (mut skip, mut guest) = (skip, 0);
+        // Two entries are kept for the header and the spill buffer.
+        for vec in parts.flat_map(|part| part.as_slice()) {
+            if vecs.len() > IOVECS_MAX - 2 {
+                break;
+            }
+            let now = skip.min(vec.iov_len);
+            skip -= now;
+            if now == vec.iov_len {
+                continue;
+            }
+            // SAFETY: `now` is less than the entry's length, so the result stays inside the same buffer.
+            let base = unsafe { vec.iov_base.cast::<u8>().add(now) };
+            vecs.push(libc::iovec { iov_base: base.cast(), iov_len: vec.iov_len - now });
+            guest += vec.iov_len - now;
+        }
+        vecs.push(entry(spill));
+        Self { vecs, guest, spill: spill.len(), _lent: PhantomData }
+    }
+
+    /// Bytes that the guest buffers hold; what is longer goes to the spill buffer.
+    pub fn guest_capacity(&self) -> usize {
+        self.guest
+    }
+
+    /// Bytes that fit altogether.
+    pub fn capacity(&self) -> usize {
+        self.guest + self.spill
+    }
+
+    /// Reads one message: `header.len()` bytes to `header`, the rest to the buffers. Returns the bytes of both.
+    pub fn read_from(&mut self, fd: BorrowedFd<'_>, header: &mut [u8]) -> io::Result<usize> {
+        self.vecs[0] = entry(header);
+        let count = libc::c_int::try_from(self.vecs.len()).unwrap_or(0);
+        // SAFETY: every entry points to memory that is lent to `self` or is `header`, all valid for writes of
+        // its length; guest memory has no Rust references.
+        let result = unsafe { libc::readv(fd.as_raw_fd(), self.vecs.as_ptr(), count) };
+        self.vecs[0] = libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 };
+        transferred(result)
+    }
+
+    /// Copies a frame from host memory; false when it doesn't fit (then nothing is written).
+    pub fn fill(&mut self, frame: &[u8]) -> bool {
+        if frame.len() > self.capacity() {
+            return false;
+        }
+        let mut rest = frame;
+        for vec in &self.vecs[1..] {
+            let (now, later) = rest.split_at(rest.len().min(vec.iov_len));
+            // SAFETY: the entry is valid for writes of its length, which `now` doesn't exceed; guest memory
+            // and the spill buffer are disjoint from the back end's own buffer that `frame` lies in.
+            unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), vec.iov_base.cast(), now.len()) };
+            rest = later;
+        }
+        true
+    }
+
+    /// The allocation, to use again.
+    pub fn into_storage(mut self) -> Storage {
+        self.vecs.clear();
+        Storage(self.vecs)
+    }
+}
+
+/// A frame of the guest's, in guest memory.
+pub struct FrameSource<'a> {
+    frame: &'a GuestIoVecs,
+    length: usize,
+}
+
+impl<'a> FrameSource<'a> {
+    /// The bytes of `frame`; `None` when they have too many pieces for one call.
+    pub fn new(frame: &'a GuestIoVecs) -> Option<Self> {
+        (frame.as_slice().len() < IOVECS_MAX).then(|| Self { frame, length: frame.total() })
+    }
+
+    /// Bytes of the frame.
+    pub fn length(&self) -> usize {
+        self.length
+    }
+
+    /// Writes `prefix` and the frame with one call. Returns the bytes of both that were taken.
+    pub fn write_to(&self, fd: BorrowedFd<'_>, prefix: &[u8]) -> io::Result<usize> {
+        let mut vecs = Vec::with_capacity(1 + self.frame.as_slice().len());
+        vecs.push(libc::iovec { iov_base: prefix.as_ptr().cast_mut().cast(), iov_len: prefix.len() });
+        vecs.extend_from_slice(self.frame.as_slice());
+        let count = libc::c_int::try_from(vecs.len()).unwrap_or(0);
+        // SAFETY: the kernel only reads; `prefix` and the guest memory that `frame` holds are valid for reads.
+        transferred(unsafe { libc::writev(fd.as_raw_fd(), vecs.as_ptr(), count) })
+    }
+
+    /// Writes `prefix` and the frame to a stream socket; a reader that has gone is an error, not a signal.
+    pub fn send_to(&self, fd: BorrowedFd<'_>, prefix: &[u8]) -> io::Result<usize> {
+        let mut vecs = Vec::with_capacity(1 + self.frame.as_slice().len());
+        vecs.push(libc::iovec { iov_base: prefix.as_ptr().cast_mut().cast(), iov_len: prefix.len() });
+        vecs.extend_from_slice(self.frame.as_slice());
+        // SAFETY: msghdr is plain data, for which zero is a valid value.
+        let mut message: libc::msghdr = unsafe { std::mem::zeroed() };
+        message.msg_iov = vecs.as_mut_ptr();
+        message.msg_iovlen = vecs.len();
+        let flags = libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT;
+        // SAFETY: the kernel only reads; `prefix` and the guest memory that `frame` holds are valid for reads.
+        transferred(unsafe { libc::sendmsg(fd.as_raw_fd(), &message, flags) })
+    }
+
+    /// Appends the frame from byte `skip` on to `out`.
+    pub fn copy_to(&self, skip: usize, out: &mut Vec<u8>) {
+        let mut skip = skip;
+        for vec in self.frame.as_slice() {
+            let now = skip.min(vec.iov_len);
+            skip -= now;
+            let (at, count) = (out.len(), vec.iov_len - now);
+            out.resize(at + count, 0);
+            // SAFETY: `count` bytes from `now` on lie inside the entry's guest memory, and `out` was just grown
+            // by as much. The guest may write meanwhile: the bytes are then any bytes, which a frame may be.
+            unsafe {
+                let from = vec.iov_base.cast::<u8>().cast_const().add(now);
+                std::ptr::copy_nonoverlapping(from, out[at..].as_mut_ptr(), count);
+            }
+        }
+    }
+}
