@@ -14,6 +14,8 @@ mod chain;
 mod error;
 mod ring;
 mod saved;
+#[cfg(test)]
+mod tests;
 
 pub use buffers::{GuestIoVecs, mark_written, read, write};
 pub use chain::{Chain, MAX_SEGMENTS, Segment, part, total_len};
