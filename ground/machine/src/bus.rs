@@ -238,3 +238,167 @@ fn largest_part(len: usize) -> usize {
         _ => 1,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::exits::VcpuExits;
+    use proptest::prelude::*;
+    use std::collections::BTreeMap;
+
+    /// Remembers bytes by offset; checks what the bus promises.
+    struct Bytes {
+        len: u64,
+        stored: Mutex<BTreeMap<u64, u8>>,
+    }
+
+    impl Bytes {
+        fn new(len: u64) -> Arc<Self> {
+            Arc::new(Self { len, stored: Mutex::default() })
+        }
+
+        fn check(&self, offset: u64, len: usize) {
+            assert!(matches!(len, 1 | 2 | 4 | 8), "length {len}");
+            assert!(offset + (len as u64) - 1 < self.len, "offset {offset:#x} length {len}");
+        }
+    }
+
+    impl BusDevice for Bytes {
+        fn read(&self, offset: u64, data: &mut [u8]) {
+            self.check(offset, data.len());
+            for (at, byte) in (offset..).zip(data) {
+                *byte = self.stored.lock().unwrap().get(&at).copied().unwrap_or(0);
+            }
+        }
+
+        fn write(&self, offset: u64, data: &[u8]) {
+            self.check(offset, data.len());
+            self.stored.lock().unwrap().extend((offset..).zip(data.iter().copied()));
+        }
+    }
+
+    #[test]
+    fn unclaimed_addresses_read_as_ones_and_swallow_writes() {
+        let space = AddressSpace::memory(RangeNames::new());
+        let mut data = [0; 8];
+        assert_eq!(space.read(0x1000, &mut data), RangeId::UNCLAIMED_MEMORY);
+        assert_eq!(data, [0xff; 8]);
+        assert_eq!(space.write(u64::MAX, &data), RangeId::UNCLAIMED_MEMORY);
+    }
+
+    #[test]
+    fn an_access_across_the_end_of_a_range_is_split_there() {
+        let space = AddressSpace::ports(RangeNames::new());
+        let device = Bytes::new(4);
+        space.insert(0x3f8, 4, "serial", Arc::clone(&device) as Arc<dyn BusDevice>).unwrap();
+        space.write(0x3fa, &[1, 2, 3, 4]);
+        assert_eq!(*device.stored.lock().unwrap(), BTreeMap::from([(2, 1), (3, 2)]));
+        let mut data = [0; 4];
+        assert_eq!(space.read(0x3f7, &mut data), RangeId::UNCLAIMED_PORT);
+        assert_eq!(data, [0xff, 0, 0, 1]);
+    }
+
+    #[test]
+    fn nothing_wraps_around_at_the_last_address() {
+        let names = RangeNames::new();
+        let (ports, memory) = (AddressSpace::ports(Arc::clone(&names)), AddressSpace::memory(names));
+        for (space, last) in [(&ports, 0xffff), (&memory, u64::MAX)] {
+            let (low, high) = (Bytes::new(1), Bytes::new(1));
+            space.insert(0, 1, "low", Arc::clone(&low) as Arc<dyn BusDevice>).unwrap();
+            space.insert(last, 1, "high", Arc::clone(&high) as Arc<dyn BusDevice>).unwrap();
+            space.write(last, &[5, 6, 7, 8]);
+            assert_eq!(*high.stored.lock().unwrap(), BTreeMap::from([(0, 5)]));
+            assert!(low.stored.lock().unwrap().is_empty());
+            let mut data = [0; 2];
+            space.read(last, &mut data);
+            assert_eq!(data, [5, 0xff]);
+        }
+        assert!(matches!(ports.insert(0xffff, 2, "long", Bytes::new(2)), Err(BusError::BadRange { .. })));
+        assert!(matches!(memory.insert(u64::MAX, 2, "long", Bytes::new(2)), Err(BusError::BadRange { .. })));
+        assert!(matches!(memory.insert(0x1000, 0, "empty", Bytes::new(1)), Err(BusError::BadRange { .. })));
+    }
+
+    #[test]
+    fn overlaps_name_both_sides() {
+        let space = AddressSpace::ports(RangeNames::new());
+        space.insert(0x60, 5, "keyboard", Bytes::new(5)).unwrap();
+        let text = space.insert(0x64, 1, "other", Bytes::new(1)).unwrap_err().to_string();
+        assert_eq!(text, "Range 0x64..=0x64 of other overlaps keyboard at 0x60..=0x64 on the port bus");
+        assert!(matches!(space.remove(0x60, 4), Err(BusError::Absent { .. })));
+        space.remove(0x60, 5).unwrap();
+        space.insert(0x64, 1, "other", Bytes::new(1)).unwrap();
+        assert_eq!(space.ranges(), [RangeInfo { name: "other".into(), start: 0x64, len: 1 }]);
+    }
+
+    #[test]
+    fn a_moved_range_keeps_its_counter() {
+        let names = RangeNames::new();
+        let space = AddressSpace::memory(Arc::clone(&names));
+        let exits = VcpuExits::new();
+        for start in [0x1000, 0x9000] {
+            space.insert(start, 16, "bar", Bytes::new(16)).unwrap();
+            exits.count_range(space.write(start + 4, &[0; 4]));
+            space.remove(start, 16).unwrap();
+        }
+        assert_eq!(exits.snapshot(0, &names).ranges, BTreeMap::from([("memory:bar".to_owned(), 2)]));
+    }
+
+    #[test]
+    fn ranges_come_and_go_under_running_accesses() {
+        let space = AddressSpace::memory(RangeNames::new());
+        std::thread::scope(|scope| {
+            let churn = scope.spawn(|| {
+                for _ in 0..2000 {
+                    space.insert(0x1000, 8, "bar", Bytes::new(8)).unwrap();
+                    space.remove(0x1000, 8).unwrap();
+                }
+            });
+            while !churn.is_finished() {
+                let mut data = [1; 8];
+                space.read(0x1000, &mut data);
+                assert!(data == [0; 8] || data == [0xff; 8], "half of a device answered: {data:x?}");
+            }
+        });
+    }
+
+    proptest! {
+        /// Any accesses to any ranges: devices see only lengths and offsets that the bus promises, and every byte goes
+        /// where a byte-wise bus would send it.
+        #[test]
+        fn dispatch_agrees_with_a_bytewise_model(
+            ranges in prop::collection::vec((0u64..48, 1u64..12), 0..8),
+            accesses in prop::collection::vec((0u64..64, 1usize..9, any::<bool>()), 1..40),
+            base in prop::sample::select(vec![0u64, 0x1000, u64::MAX - 40]),
+        ) {
+            let space = AddressSpace::memory(RangeNames::new());
+            let mut claimed: Vec<(u64, u64)> = Vec::new();
+            for (start, len) in ranges {
+                let Some(start) = base.checked_add(start) else { continue };
+                let fits = start.checked_add(len - 1).is_some();
+                let last = start.saturating_add(len - 1);
+                let clash = claimed.iter().any(|(s, l)| *s <= last && start <= *l);
+                let result = space.insert(start, len, "range", Bytes::new(len));
+                prop_assert_eq!(result.is_ok(), fits && !clash);
+                if result.is_ok() {
+                    claimed.push((start, last));
+                }
+            }
+            let mut model: BTreeMap<u64, u8> = BTreeMap::new();
+            let owned = |at: u64| claimed.iter().any(|(s, l)| (*s..=*l).contains(&at));
+            for (n, (address, len, is_write)) in (1u8..).zip(accesses) {
+                let address = base.saturating_add(address);
+                let places = (0..len as u64).map(|i| address.checked_add(i).filter(|at| owned(*at)));
+                if is_write {
+                    space.write(address, &vec![n; len]);
+                    model.extend(places.flatten().map(|at| (at, n)));
+                } else {
+                    let mut data = vec![0xaa; len];
+                    space.read(address, &mut data);
+                    let expected: Vec<u8> =
+                        places.map(|at| at.map_or(0xff, |at| model.get(&at).copied().unwrap_or(0))).collect();
+                    prop_assert_eq!(data, expected);
+                }
+            }
+        }
+    }
+}

@@ -1,5 +1,7 @@
 //! Memslots, dirty logging and ioeventfds on real KVM.
 
+#![allow(clippy::unwrap_used)] // A test that cannot go on panics.
+
 mod common;
 
 use std::os::fd::{AsFd, OwnedFd};

@@ -1,5 +1,7 @@
 //! Saved state and interrupt controllers on real KVM.
 
+#![allow(clippy::unwrap_used)] // A test that cannot go on panics.
+
 mod common;
 
 use std::sync::Arc;

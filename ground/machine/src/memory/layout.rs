@@ -45,7 +45,7 @@ impl RamLayout {
             if size == 0 {
                 return Err(bad(node, size, "a node needs memory"));
             }
-            if size % PAGE != 0 {
+            if !size.is_multiple_of(PAGE) {
                 return Err(bad(node, size, "sizes are multiples of 4096"));
             }
             let mut placed = 0;
@@ -133,7 +133,7 @@ mod tests {
 
     #[test]
     fn impossible_sizes_are_errors() {
-        for nodes in [&[] as &[u64], &[0], &[4096], &[GIB + 1], &[GIB, 0], &[u64::MAX & !4095], &[1 << 52]] {
+        for nodes in [&[] as &[u64], &[0], &[4096], &[GIB + 1], &[GIB, 0], &[!4095], &[1 << 52]] {
             assert!(RamLayout::new(nodes).is_err(), "{nodes:?}");
         }
     }

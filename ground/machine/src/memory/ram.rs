@@ -176,7 +176,7 @@ fn meminfo(field: &str) -> Option<u64> {
 fn check_host_size(layout: &RamLayout, options: &RamOptions) -> Result<(), MemoryError> {
     let page = options.pages.bytes();
     for (node, &size) in layout.nodes().iter().enumerate() {
-        if size % page != 0 {
+        if !size.is_multiple_of(page) {
             let reason = format!("with huge pages, sizes are multiples of {page}");
             return Err(MemoryError::BadSize { node, size, reason });
         }

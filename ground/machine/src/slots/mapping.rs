@@ -39,7 +39,7 @@ impl HostMapping {
             source,
         };
         let bad = |reason| SlotError::Bad { name: name.to_owned(), start: offset, len, reason };
-        if len == 0 || len % PAGE != 0 || offset % PAGE != 0 {
+        if len == 0 || !len.is_multiple_of(PAGE) || !offset.is_multiple_of(PAGE) {
             return Err(bad(
                 "offset and length in its file must be whole pages of 4096 bytes, and not empty",
             ));

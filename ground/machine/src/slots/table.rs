@@ -73,7 +73,7 @@ impl Slot {
         for (carried, new) in self.carried.iter_mut().zip(log) {
             *carried |= new;
         }
-        if let Some(last) = self.carried.last_mut().filter(|_| pages % 64 != 0) {
+        if let Some(last) = self.carried.last_mut().filter(|_| !pages.is_multiple_of(64)) {
             *last &= (1 << (pages % 64)) - 1;
         }
     }
@@ -112,7 +112,7 @@ impl Table {
         read_only: bool,
     ) -> Result<Slot, SlotError> {
         let bad = |reason| SlotError::Bad { name: name.to_owned(), start, len, reason };
-        if len == 0 || start % PAGE != 0 || len % PAGE != 0 {
+        if len == 0 || !start.is_multiple_of(PAGE) || !len.is_multiple_of(PAGE) {
             return Err(bad("address and length must be whole pages of 4096 bytes, and not empty"));
         }
         let last = start.checked_add(len - 1).ok_or_else(|| bad("it ends beyond the address space"))?;

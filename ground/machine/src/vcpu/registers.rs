@@ -89,7 +89,7 @@ impl Vcpu<'_> {
 
     fn restore_xsave(&self, saved: &[u8]) -> Result<(), VcpuError> {
         let room = self.vm.xsave2_bytes().unwrap_or(4096);
-        if saved.len() > room || saved.len() < 4096 || saved.len() % 4 != 0 {
+        if saved.len() > room || saved.len() < 4096 || !saved.len().is_multiple_of(4) {
             return Err(self.bad(format!(
                 "its XSAVE area has {} bytes, but this host's processor features take {room}",
                 saved.len()
