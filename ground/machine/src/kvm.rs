@@ -151,6 +151,13 @@ impl Host {
 
     /// Opens a given device node.
     pub fn open_at(path: &Path) -> Result<Self, HostError> {
+        let host = Self::open_to_look(path)?;
+        let missing = host.missing();
+        if missing.is_empty() { Ok(host) } else { Err(HostError::Lacks { missing: missing.join(", ") }) }
+    }
+
+    /// Opens a device node whatever its capabilities are: for reporting them ([`Capabilities::missing`]), not for VMs.
+    pub fn open_to_look(path: &Path) -> Result<Self, HostError> {
         let fd = rustix::fs::open(path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())
             .map_err(|error| open_error(path, error))?;
         // SAFETY: the descriptor is owned here and given away whole. That it is KVM's is checked next: another device
@@ -160,9 +167,7 @@ impl Host {
         if found != API_VERSION {
             return Err(HostError::ApiVersion { path: path.to_owned(), found });
         }
-        let host = Self { kvm };
-        let missing = host.missing();
-        if missing.is_empty() { Ok(host) } else { Err(HostError::Lacks { missing: missing.join(", ") }) }
+        Ok(Self { kvm })
     }
 
     fn missing(&self) -> Vec<&'static str> {

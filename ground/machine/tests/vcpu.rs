@@ -4,13 +4,15 @@
 
 mod common;
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
 use common::{CODE, Guest, Recorder, STOP, WINDOW, host, program, start};
-use machine::bus::BusDevice;
+use machine::bus::{AddressSpace, BusDevice};
+use machine::exits::RangeNames;
+use machine::irqchip::{IrqchipOptions, KernelIrqchip};
 use machine::stats::KernelStats;
-use machine::vcpu::{VcpuError, VcpuEvent, VcpuStart};
+use machine::vcpu::{VcpuConfig, VcpuError, VcpuEvent, VcpuManager, VcpuOptions, VcpuStart};
 use machine::x86::kvm_regs;
 
 #[test]
@@ -214,4 +216,88 @@ fn the_ring_0_probe_comes_to_a_verdict_in_time() {
     println!("{probe:?} {:?}", host.capabilities());
     assert!(!probe.finding.is_empty());
     assert!(begin.elapsed() < Duration::from_secs(5));
+}
+
+/// Tries to stop the VM from within.
+#[derive(Default)]
+struct Suicide {
+    vcpus: OnceLock<Weak<VcpuManager>>,
+    answers: Mutex<Vec<Result<(), VcpuError>>>,
+}
+
+impl BusDevice for Suicide {
+    fn read(&self, _offset: u64, _data: &mut [u8]) {}
+    fn write(&self, _offset: u64, _data: &[u8]) {
+        let vcpus = self.vcpus.get().unwrap().upgrade().unwrap();
+        self.answers.lock().unwrap().extend([vcpus.pause(), vcpus.resume(), vcpus.stop()]);
+    }
+}
+
+#[test]
+fn a_device_that_waits_for_its_own_vcpu_gets_an_error_instead_of_a_deadlock() {
+    let Some(host) = host() else { return };
+    let guest = Guest::new(host, 1);
+    let device = Arc::new(Suicide::default());
+    device.vcpus.set(Arc::downgrade(&guest.vcpus)).unwrap();
+    guest.ports.insert(0x10, 1, "suicide", Arc::clone(&device) as Arc<dyn BusDevice>).unwrap();
+    guest.run_to_stop(&program(&[&[0xe6, 0x10], &STOP]), kvm_regs::default());
+    let answers = device.answers.lock().unwrap();
+    assert_eq!(answers.len(), 3);
+    assert!(answers.iter().all(|answer| matches!(answer, Err(VcpuError::OwnThread(_)))), "{answers:?}");
+}
+
+fn options() -> VcpuOptions {
+    let names = RangeNames::new();
+    VcpuOptions {
+        ports: Arc::new(AddressSpace::ports(Arc::clone(&names))),
+        memory: Arc::new(AddressSpace::memory(Arc::clone(&names))),
+        names,
+        on_event: Arc::new(|_| {}),
+        exit_handler: None,
+        on_thread_start: None,
+    }
+}
+
+#[test]
+fn vcpus_that_can_not_be_created_are_named() {
+    let Some(host) = host() else { return };
+    let vm = host.create_vm().unwrap();
+    let one = || common::config(&host, 1, 0, start(kvm_regs::default()));
+    let twice = VcpuManager::start(&vm, vec![one(), one()], options());
+    assert!(matches!(twice.err(), Some(VcpuError::BadConfig { vcpu: 0, .. })));
+    let nowhere = VcpuManager::start(&vm, vec![VcpuConfig { pin_to: vec![100_000], ..one() }], options());
+    let text = nowhere.err().unwrap().to_string();
+    assert_eq!(text, "The thread of vCPU 0 could not be pinned to host CPUs [100000]");
+}
+
+#[test]
+fn threads_have_names_and_run_where_they_are_pinned() {
+    let Some(host) = host() else { return };
+    let vm = host.create_vm().unwrap();
+    let config = common::config(&host, 8, 7, start(kvm_regs::default()));
+    let vcpus = VcpuManager::start(&vm, vec![VcpuConfig { pin_to: vec![0], ..config }], options()).unwrap();
+    let pinned = std::fs::read_dir("/proc/self/task").unwrap().any(|task| {
+        let status = std::fs::read_to_string(task.unwrap().path().join("status")).unwrap_or_default();
+        status.contains("Name:\tvcpu7\n") && status.contains("Cpus_allowed_list:\t0\n")
+    });
+    assert!(pinned);
+    vcpus.stop().unwrap();
+}
+
+#[test]
+fn as_many_vcpus_as_apic_ids_allow_can_be_paused_and_saved() {
+    let Some(host) = host() else { return };
+    let starts =
+        (0..254).map(|i| if i == 0 { start(kvm_regs::default()) } else { VcpuStart::WaitForSipi }).collect();
+    let guest = Guest::with(host, common::new_ram(), starts, |vm| {
+        KernelIrqchip::create(vm, IrqchipOptions::default()).unwrap();
+    });
+    guest.load(CODE, &[0xeb, 0xfe]);
+    for _ in 0..3 {
+        guest.vcpus.resume().unwrap();
+        guest.vcpus.pause().unwrap();
+    }
+    assert_eq!(guest.vcpus.save().unwrap().len(), 254);
+    assert_eq!(guest.vcpus.ids().last(), Some(&253));
+    guest.vcpus.stop().unwrap();
 }

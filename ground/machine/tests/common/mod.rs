@@ -63,7 +63,7 @@ impl BusDevice for Recorder {
 }
 
 pub struct Guest {
-    pub vcpus: VcpuManager,
+    pub vcpus: Arc<VcpuManager>,
     pub events: mpsc::Receiver<VcpuEvent>,
     pub ports: Arc<AddressSpace>,
     pub memory: Arc<AddressSpace>,
@@ -130,7 +130,7 @@ impl Guest {
         };
         let vcpus = u32::try_from(starts.len()).unwrap();
         let configs = (0u32..).zip(starts).map(|(i, start)| config(&host, vcpus, i, start)).collect();
-        let vcpus = VcpuManager::start(&vm, configs, options).unwrap();
+        let vcpus = Arc::new(VcpuManager::start(&vm, configs, options).unwrap());
         Self { vcpus, events, ports, memory, ram, ram_slots, vm, host }
     }
 
