@@ -1,2 +1,26 @@
-//! Under construction.
-fn main() {}
+//! `causeway`: virtual machines on Linux KVM. One module per command in `commands/`.
+//!
+//! Exit status: 0 when the command did what it says, 1 otherwise; `run --payload` ends with the payload's own status.
+
+mod cli;
+mod commands;
+mod doctor;
+mod failure;
+mod output;
+mod run;
+
+use std::process::ExitCode;
+
+use clap::Parser as _;
+
+fn main() -> ExitCode {
+    failure::install_panic_hook();
+    let cli = match cli::Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return failure::usage(&error),
+    };
+    let json = cli.json;
+    let log = telemetry::logging::LogOptions { filter: cli.log_level.clone(), json: cli.log_json };
+    let result = telemetry::logging::init(&log).map_err(anyhow::Error::new).and_then(|()| commands::run(cli));
+    result.unwrap_or_else(|error| failure::report(&error, json))
+}

@@ -24,6 +24,23 @@ pub(super) struct Filesystem {
     connected: BTreeSet<PathBuf>,
 }
 
+/// The Landlock ABI of this kernel, or why there is none. A thread is confined to find out, and ends.
+pub fn landlock_abi() -> Result<i32, String> {
+    let probe = || -> Result<LandlockStatus, landlock::RulesetError> {
+        let ruleset = Ruleset::default().handle_access(AccessFs::Execute)?.create()?;
+        Ok(ruleset.restrict_self()?.landlock)
+    };
+    match std::thread::spawn(probe).join() {
+        Ok(Ok(LandlockStatus::Available { effective_abi, kernel_abi })) => {
+            Ok(kernel_abi.unwrap_or(effective_abi as i32))
+        }
+        Ok(Ok(LandlockStatus::NotEnabled)) => Err("the kernel has it turned off".to_owned()),
+        Ok(Ok(LandlockStatus::NotImplemented)) => Err("the kernel lacks it".to_owned()),
+        Ok(Err(error)) => Err(error.to_string()),
+        Err(_) => Err("the probe panicked".to_owned()),
+    }
+}
+
 fn directory_of(socket: &Path) -> PathBuf {
     match socket.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),

@@ -30,6 +30,7 @@ use crate::description::{SandboxMode, VmDescription};
 use observer::Observer;
 use seccomp::Program;
 
+pub use filesystem::landlock_abi;
 pub use trap::REFUSED_EXIT_CODE;
 
 /// The kinds of threads of the monitor, by what they may do.

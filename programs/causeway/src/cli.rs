@@ -1,0 +1,159 @@
+//! The command line.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+use monitor::description::{BootProtocol, ByteSize, CpuList, OnReboot, SandboxMode, written};
+
+use crate::run::flags;
+
+/// Virtual machines on Linux KVM.
+#[derive(Debug, Parser)]
+#[command(name = "causeway", version, max_term_width = 110, arg_required_else_help = true)]
+pub struct Cli {
+    /// Print JSON to standard output, and errors as JSON
+    #[arg(long, global = true)]
+    pub json: bool,
+    /// What to log to standard error: error, warn, info, debug, trace, off, or TARGET=LEVEL,...  [default: info; or RUST_LOG]
+    #[arg(long, global = true, value_name = "FILTER")]
+    pub log_level: Option<String>,
+    /// Log one JSON object per line
+    #[arg(long, global = true)]
+    pub log_json: bool,
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Run a VM in the foreground, described by a TOML file, by flags, or by both (flags win)
+    Run(Box<RunArgs>),
+    /// List the VMs of this user that run on this host
+    List,
+    /// Show a VM's live device tree with counters
+    Inspect(InspectArgs),
+    /// Stop a VM's vCPUs and devices until `resume`
+    Pause(Target),
+    /// Let a paused VM go on
+    Resume(Target),
+    /// Press a VM's reset button
+    Reset(Target),
+    /// End a VM: by its power button, or at once
+    Stop(StopArgs),
+    /// Say what this host can do, what is missing and how to get it
+    Doctor,
+}
+
+/// Which VM.
+#[derive(Debug, Args)]
+pub struct Target {
+    /// Name of the VM; not needed when only one runs
+    pub name: Option<String>,
+    /// The VM whose API is at this socket, instead of a name
+    #[arg(long, value_name = "PATH", conflicts_with = "name")]
+    pub socket: Option<PathBuf>,
+}
+
+/// `causeway inspect`.
+#[derive(Debug, Args)]
+pub struct InspectArgs {
+    /// Name of the VM; not needed when only one runs
+    pub name: Option<String>,
+    /// Which part of the tree, for instance disks/disk0
+    pub path: Option<String>,
+    /// The VM whose API is at this socket, instead of a name
+    #[arg(long, value_name = "PATH")]
+    pub socket: Option<PathBuf>,
+}
+
+/// `causeway stop`.
+#[derive(Debug, Args)]
+pub struct StopArgs {
+    /// Which VM.
+    #[command(flatten)]
+    pub target: Target,
+    /// Press the power button and wait until the guest has powered off (this is the default)
+    #[arg(long, conflicts_with = "force")]
+    pub power_button: bool,
+    /// End the VM at once, as pulling the plug does
+    #[arg(long)]
+    pub force: bool,
+    /// How long to wait for the VM to end
+    #[arg(long, value_name = "SECONDS", default_value_t = 60)]
+    pub timeout: u64,
+}
+
+/// `causeway run`.
+#[derive(Debug, Args, Default)]
+pub struct RunArgs {
+    /// A VM description (TOML); with --payload, the program's arguments (after -- where they begin with a dash)
+    #[arg(value_name = "VM.TOML | ARGUMENTS")]
+    pub words: Vec<OsString>,
+    /// Name of the VM  [default: the description's file name, or vm-PID]
+    #[arg(long)]
+    pub name: Option<String>,
+    /// Linux kernel: bzImage or vmlinux
+    #[arg(long, value_name = "FILE")]
+    pub kernel: Option<PathBuf>,
+    /// Initramfs archive; may be given several times
+    #[arg(long, value_name = "FILE")]
+    pub initrd: Vec<PathBuf>,
+    /// Kernel command line
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
+    pub cmdline: Option<String>,
+    /// How the kernel is entered: auto, pvh or linux64
+    #[arg(long, value_parser = flags::protocol)]
+    pub protocol: Option<BootProtocol>,
+    /// A static ELF program that is the whole guest, in ring 3 from its first instruction
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["kernel", "initrd", "cmdline", "protocol"])]
+    pub payload: Option<PathBuf>,
+    /// vCPUs: a number, or sockets=S,cores=C
+    #[arg(long, value_parser = flags::cpus)]
+    pub cpus: Option<written::Cpus>,
+    /// Host CPUs per vCPU, separated by commas: 2,3,4-7
+    #[arg(long, value_name = "LIST,...", value_delimiter = ',')]
+    pub pin: Option<Vec<CpuList>>,
+    /// RAM: 512M, 1G
+    #[arg(long, value_name = "SIZE")]
+    pub memory: Option<ByteSize>,
+    /// Back RAM by reserved huge pages: 2M or 1G
+    #[arg(long, value_name = "SIZE")]
+    pub hugepages: Option<ByteSize>,
+    /// Disk: FILE[,readonly][,serial=S][,queues=N][,direct][,format=raw|qcow2|auto]; may be given several times
+    #[arg(long, value_name = "DISK", value_parser = flags::disk)]
+    pub disk: Vec<written::Disk>,
+    /// Network: tap:NAME, fd:N or user, then [,mac=M][,queues=N][,mtu=N]; may be given several times
+    #[arg(long, value_name = "NET", value_parser = flags::net)]
+    pub net: Vec<written::Net>,
+    /// Random-number device: on or off  [default: on]
+    #[arg(long, value_name = "on|off", num_args = 0..=1, require_equals = true, default_missing_value = "on", value_parser = flags::on_off)]
+    pub rng: Option<bool>,
+    /// vsock device: cid=N,socket=PATH
+    #[arg(long, value_name = "VSOCK", value_parser = flags::vsock)]
+    pub vsock: Option<written::Vsock>,
+    /// Serial console: stdio, pty, file:PATH, socket:PATH or null  [default: stdio]
+    #[arg(long, value_name = "WHERE")]
+    pub console: Option<String>,
+    /// API socket  [default: NAME.sock in $XDG_RUNTIME_DIR/causeway or /run/causeway]
+    #[arg(long, value_name = "PATH")]
+    pub api_socket: Option<PathBuf>,
+    /// Confinement: on, log (show what would be refused) or off  [default: on]
+    #[arg(long, value_parser = flags::sandbox)]
+    pub sandbox: Option<SandboxMode>,
+    /// What a guest's reboot does: restart or stop  [default: restart]
+    #[arg(long, value_parser = flags::on_reboot)]
+    pub on_reboot: Option<OnReboot>,
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    #[test]
+    fn the_command_line_is_consistent() {
+        super::Cli::command().debug_assert();
+    }
+}

@@ -1,0 +1,39 @@
+//! The commands, one module each.
+
+mod control;
+mod doctor;
+mod inspect;
+mod list;
+mod stop;
+
+use std::process::ExitCode;
+
+use control_api::client::Client;
+use control_api::discovery;
+
+use crate::cli::{Cli, Command, Target};
+
+/// Does what the command line says.
+pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
+    let json = cli.json;
+    match cli.command {
+        Command::Run(args) => return crate::run::run(*args, json),
+        Command::List => list::list(json)?,
+        Command::Inspect(args) => inspect::inspect(args, json)?,
+        Command::Pause(target) => control::control(&target, json, "paused", Client::pause)?,
+        Command::Resume(target) => control::control(&target, json, "running again", Client::resume)?,
+        Command::Reset(target) => control::control(&target, json, "reset", Client::reset)?,
+        Command::Stop(args) => stop::stop(&args, json)?,
+        Command::Doctor => return doctor::doctor(json),
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The VM that a command is for: what to call it, and its client.
+fn select(target: &Target) -> anyhow::Result<(String, Client)> {
+    if let Some(socket) = &target.socket {
+        return Ok((socket.display().to_string(), Client::new(socket)));
+    }
+    let found = discovery::select(&discovery::runtime_directory(), target.name.as_deref())?;
+    Ok((found.name.clone(), found.client()))
+}

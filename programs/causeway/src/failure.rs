@@ -1,0 +1,98 @@
+//! How the program fails: one sentence, its causes as a list, a non-zero exit.
+
+use std::io::Write as _;
+use std::process::ExitCode;
+
+use clap::error::ErrorKind;
+
+/// Exit status of every failure.
+const FAILED: u8 = 1;
+/// Exit status after a panic, as Rust's own.
+const PANICKED: i32 = 101;
+
+/// Prints an error and what caused it to standard error.
+pub fn report(error: &anyhow::Error, json: bool) -> ExitCode {
+    let causes: Vec<String> = error.chain().skip(1).map(ToString::to_string).collect();
+    let text = if json {
+        serde_json::json!({ "error": error.to_string(), "causes": causes }).to_string()
+    } else {
+        let mut text = format!("causeway: {error}");
+        for cause in causes {
+            text.push_str("\n  because: ");
+            text.push_str(&cause);
+        }
+        text
+    };
+    print_error(&text);
+    ExitCode::from(FAILED)
+}
+
+/// Prints help or version where that was asked for, else what is wrong with the command line, in one sentence.
+pub fn usage(error: &clap::Error) -> ExitCode {
+    if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
+        // Fails only when nobody reads.
+        let _ = error.print();
+        return ExitCode::SUCCESS;
+    }
+    if error.kind() == ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand {
+        print_error("causeway: No command was given; causeway --help lists them");
+        return ExitCode::from(FAILED);
+    }
+    print_error(&format!("causeway: {}", sentence(&error.render().to_string())));
+    ExitCode::from(FAILED)
+}
+
+/// clap's first paragraph and its tips, on one line.
+fn sentence(rendered: &str) -> String {
+    let mut paragraphs = rendered.split("\n\n").map(|paragraph| {
+        paragraph.split('\n').map(str::trim).filter(|line| !line.is_empty()).collect::<Vec<_>>().join(" ")
+    });
+    let first = paragraphs.next().unwrap_or_default();
+    let first = first.strip_prefix("error: ").unwrap_or(&first);
+    let mut letters = first.chars();
+    let mut sentence: String =
+        letters.next().into_iter().flat_map(char::to_uppercase).chain(letters).collect();
+    for tip in paragraphs.filter_map(|paragraph| paragraph.strip_prefix("tip: ").map(str::to_owned)) {
+        sentence.push_str("; ");
+        sentence.push_str(&tip);
+    }
+    sentence
+}
+
+fn print_error(text: &str) {
+    // Nobody to tell when standard error is closed.
+    let _ = writeln!(std::io::stderr(), "{text}");
+}
+
+/// A panic is a bug of ours: says so, where, and ends the whole process. A monitor of which a thread is missing
+/// would only hang.
+pub fn install_panic_hook() {
+    std::panic::set_hook(Box::new(|info| {
+        let what = info.payload_as_str().unwrap_or("no message");
+        let place = info.location().map(|at| format!("{}:{}", at.file(), at.line())).unwrap_or_default();
+        let thread = std::thread::current();
+        let name = thread.name().unwrap_or("unnamed");
+        print_error(&format!(
+            "causeway: This is a bug of causeway {}: thread {name} panicked at {place}: {what}",
+            env!("CARGO_PKG_VERSION")
+        ));
+        if std::env::var_os("RUST_BACKTRACE").is_some_and(|value| value != "0") {
+            print_error(&std::backtrace::Backtrace::force_capture().to_string());
+        }
+        std::process::exit(PANICKED);
+    }));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::sentence;
+
+    #[test]
+    fn what_clap_says_becomes_one_line() {
+        let rendered = "error: unexpected argument '--cpu' found\n\n  tip: a similar argument exists: '--cpus'\n\nUsage: x\n";
+        assert_eq!(
+            sentence(rendered),
+            "Unexpected argument '--cpu' found; a similar argument exists: '--cpus'"
+        );
+    }
+}

@@ -1,0 +1,192 @@
+//! Parsers of single flags. What is checked here is form; whether the values make sense is up to
+//! [`monitor::description::validate`].
+
+use std::path::PathBuf;
+
+use monitor::description::{BootProtocol, OnReboot, SandboxMode, written};
+
+use super::options::Options;
+
+fn one_of<T: Copy>(text: &str, choices: &[(&str, T)]) -> Result<T, String> {
+    choices.iter().find(|(name, _)| *name == text).map(|(_, value)| *value).ok_or_else(|| {
+        let names: Vec<_> = choices.iter().map(|(name, _)| *name).collect();
+        format!("allowed: {}", names.join(", "))
+    })
+}
+
+/// `--protocol`.
+pub fn protocol(text: &str) -> Result<BootProtocol, String> {
+    let choices =
+        [("auto", BootProtocol::Auto), ("pvh", BootProtocol::Pvh), ("linux64", BootProtocol::Linux64)];
+    one_of(text, &choices)
+}
+
+/// `--sandbox`.
+pub fn sandbox(text: &str) -> Result<SandboxMode, String> {
+    one_of(text, &[("on", SandboxMode::On), ("log", SandboxMode::Log), ("off", SandboxMode::Off)])
+}
+
+/// `--on-reboot`.
+pub fn on_reboot(text: &str) -> Result<OnReboot, String> {
+    one_of(text, &[("restart", OnReboot::Restart), ("stop", OnReboot::Stop)])
+}
+
+/// `--rng`.
+pub fn on_off(text: &str) -> Result<bool, String> {
+    one_of(text, &[("on", true), ("off", false)])
+}
+
+/// `--cpus 4` or `--cpus sockets=2,cores=2`.
+pub fn cpus(text: &str) -> Result<written::Cpus, String> {
+    const KNOWN: &[&str] = &["sockets", "cores"];
+    if let Ok(count) = text.parse() {
+        return Ok(written::Cpus::Count(count));
+    }
+    if !text.contains('=') {
+        return Err("write a number of vCPUs, or sockets=S,cores=C".to_owned());
+    }
+    let mut options = Options::parse(text)?;
+    let sockets = options.parsed("sockets")?.unwrap_or(1);
+    let cores = options.parsed("cores")?.unwrap_or(1);
+    options.finish(KNOWN)?;
+    Ok(written::Cpus::Topology(written::Topology { sockets, cores }))
+}
+
+/// `--disk root.raw,readonly,serial=S`.
+pub fn disk(text: &str) -> Result<written::Disk, String> {
+    const KNOWN: &[&str] = &["path", "readonly", "serial", "queues", "direct", "format"];
+    let mut options = Options::parse(text)?;
+    let path = match options.first(KNOWN) {
+        Some(path) => path,
+        None => options.value("path")?.ok_or("the image is missing; write it first, or as path=FILE")?,
+    };
+    let format = match options.value("format")? {
+        None => written::DiskFormat::Auto,
+        Some(format) => one_of(
+            format,
+            &[
+                ("auto", written::DiskFormat::Auto),
+                ("raw", written::DiskFormat::Raw),
+                ("qcow2", written::DiskFormat::Qcow2),
+            ],
+        )
+        .map_err(|error| format!("format={} is not known; {error}", format.escape_debug()))?,
+    };
+    let disk = written::Disk {
+        path: PathBuf::from(path),
+        readonly: options.switch("readonly")?,
+        serial: options.value("serial")?.map(str::to_owned),
+        queues: options.parsed("queues")?,
+        direct: options.switch("direct")?,
+        format,
+    };
+    options.finish(KNOWN)?;
+    Ok(disk)
+}
+
+/// `--net tap:tap0,mac=...`.
+pub fn net(text: &str) -> Result<written::Net, String> {
+    const KNOWN: &[&str] = &["mac", "queues", "mtu"];
+    let mut options = Options::parse(text)?;
+    let backend = options.first(KNOWN).ok_or("begin with tap:NAME, fd:NUMBER or user")?;
+    let mut net = written::Net::default();
+    match backend.split_once(':') {
+        Some(("tap", name)) => net.tap = Some(name.to_owned()),
+        Some(("fd", number)) => {
+            net.fd =
+                Some(number.parse().map_err(|_| {
+                    format!("fd:{} has no number of a file descriptor", number.escape_debug())
+                })?);
+        }
+        None if backend == "user" => net.user = true,
+        _ => {
+            return Err(format!(
+                "\"{}\" is not known; begin with tap:NAME, fd:NUMBER or user",
+                backend.escape_debug()
+            ));
+        }
+    }
+    net.mac = options.parsed("mac")?;
+    net.queues = options.parsed("queues")?;
+    net.mtu = options.parsed("mtu")?;
+    options.finish(KNOWN)?;
+    Ok(net)
+}
+
+/// `--vsock cid=3,socket=PATH`.
+pub fn vsock(text: &str) -> Result<written::Vsock, String> {
+    const KNOWN: &[&str] = &["cid", "socket"];
+    let mut options = Options::parse(text)?;
+    let vsock = written::Vsock {
+        cid: options.parsed("cid")?.ok_or("cid is missing; write cid=N,socket=PATH")?,
+        socket: options.value("socket")?.ok_or("socket is missing; write cid=N,socket=PATH")?.into(),
+    };
+    options.finish(KNOWN)?;
+    Ok(vsock)
+}
+
+#[cfg(test)]
+mod tests {
+    use monitor::description::MacAddress;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn the_manuals_examples_are_understood() {
+        let root = disk("root.raw,readonly,serial=S").unwrap();
+        assert_eq!(
+            (root.path.to_str(), root.readonly, root.serial.as_deref()),
+            (Some("root.raw"), true, Some("S"))
+        );
+        assert_eq!(disk("path=a=b,queues=4").unwrap().path.to_str(), Some("a=b"));
+        assert_eq!(disk("readonly,path=x").unwrap().path.to_str(), Some("x"));
+        let tap = net("tap:tap0,mac=02:00:00:00:00:01,queues=2,mtu=9000").unwrap();
+        assert_eq!((tap.tap.as_deref(), tap.queues, tap.mtu), (Some("tap0"), Some(2), Some(9000)));
+        assert_eq!(tap.mac, Some(MacAddress([2, 0, 0, 0, 0, 1])));
+        assert!(net("user").unwrap().user);
+        assert_eq!(net("fd:7").unwrap().fd, Some(7));
+        assert_eq!(vsock("cid=3,socket=/x").unwrap().cid, 3);
+        assert_eq!(cpus("4"), Ok(written::Cpus::Count(4)));
+        let topology = written::Topology { sockets: 2, cores: 3 };
+        assert_eq!(cpus("sockets=2,cores=3"), Ok(written::Cpus::Topology(topology)));
+    }
+
+    #[test]
+    fn wrong_options_are_named_with_what_is_known() {
+        for (error, expected) in [
+            (disk("").unwrap_err(), "nothing between"),
+            (disk("a,b").unwrap_err(), "\"b\" is not an option; known: path, readonly"),
+            (disk("readonly").unwrap_err(), "the image is missing"),
+            (disk("a,serial").unwrap_err(), "serial needs a value"),
+            (disk("a,queues=x").unwrap_err(), "queues=x: invalid digit"),
+            (disk("a,format=vmdk").unwrap_err(), "format=vmdk is not known; allowed: auto, raw, qcow2"),
+            (disk("a,direct,direct").unwrap_err(), "\"direct\" is given twice"),
+            (disk("a,readonly=maybe").unwrap_err(), "readonly=maybe is not known"),
+            (net("tap").unwrap_err(), "\"tap\" is not known; begin with"),
+            (net("fd:x").unwrap_err(), "fd:x has no number"),
+            (net("mac=1").unwrap_err(), "begin with tap:NAME"),
+            (net("user,mac=zz").unwrap_err(), "mac=zz: \"zz\" is not an Ethernet address"),
+            (net("user,speed=1").unwrap_err(), "\"speed\" is not an option; known: mac, queues, mtu"),
+            (vsock("socket=x").unwrap_err(), "cid is missing"),
+            (vsock("cid=3").unwrap_err(), "socket is missing"),
+            (cpus("many").unwrap_err(), "write a number of vCPUs"),
+            (cpus("threads=2").unwrap_err(), "\"threads\" is not an option; known: sockets, cores"),
+            (on_off("yes").unwrap_err(), "allowed: on, off"),
+        ] {
+            assert!(error.contains(expected), "{error:?} has no {expected:?}");
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 4000, ..ProptestConfig::default() })]
+
+        /// Whatever is given, the answer is a value or one line.
+        #[test]
+        fn no_text_panics(text in "((tap|fd|user|path|readonly|serial|queues|mac|mtu|cid|socket|cores)?[:=,]?\\PC{0,6}){0,6}") {
+            for error in [disk(&text).err(), net(&text).err(), vsock(&text).err(), cpus(&text).err()].into_iter().flatten() {
+                prop_assert!(!error.is_empty() && !error.contains('\n'), "{:?}", error);
+            }
+        }
+    }
+}

@@ -1,0 +1,50 @@
+//! Runs a payload guest: a ring-3 program that is the whole guest.
+
+use std::process::ExitCode;
+
+use anyhow::{Context as _, bail};
+use machine::memory::PageSize;
+use monitor::description::{Console, HugePages, Payload, VmDescription};
+use monitor::payload::{PayloadVm, process_status};
+use monitor::sandbox::{Sandbox, ThreadKind};
+
+use crate::output;
+
+/// Runs the program; its exit code is ours.
+pub fn run(description: &VmDescription, payload: &Payload, json: bool) -> anyhow::Result<ExitCode> {
+    let mut builder = PayloadVm::from_file(&payload.program)?
+        .arguments(payload.arguments.iter().cloned())
+        .vcpus(description.cpus.count().into())
+        .memory(description.memory.size)
+        .pages(match description.memory.hugepages {
+            HugePages::None => PageSize::Base,
+            HugePages::Size2M => PageSize::Huge2M,
+            HugePages::Size1G => PageSize::Huge1G,
+        })
+        .pin(description.pinning.iter().map(|cpus| cpus.iter().map(usize::from).collect()).collect());
+    builder = match &description.console {
+        Console::Stdio => builder.console(std::io::stdout()),
+        Console::Null => builder.console(std::io::sink()),
+        Console::File(path) => {
+            let file = std::fs::OpenOptions::new().create(true).append(true).open(path);
+            builder.console(
+                file.with_context(|| format!("The console file {} can't be opened", path.display()))?,
+            )
+        }
+        Console::Pty | Console::Socket(_) => {
+            bail!("--console: a payload only writes to its console; use stdio, file:PATH or null")
+        }
+    };
+    let sandbox = Sandbox::prepare(description)?;
+    let mut vm = builder.build()?;
+    // Its vCPU threads exist by now, but have not run guest code.
+    let report = sandbox.enter_process()?;
+    tracing::debug!(?report, "vCPU threads of payload guests run without a filter of their own");
+    vm.start()?;
+    sandbox.thread_filter(ThreadKind::Main).apply()?;
+    let code = vm.wait()?;
+    if json {
+        output::print_json(&serde_json::json!({ "outcome": "exit", "code": code, "exits": vm.exits() }))?;
+    }
+    Ok(ExitCode::from(process_status(code)))
+}
