@@ -8,6 +8,7 @@ pub mod block;
 pub mod device;
 pub mod net;
 pub mod queue;
+pub mod rng;
 pub mod saved;
 pub mod testing;
 pub mod transport;
