@@ -139,7 +139,6 @@ const REQUIRED: &[(&str, Cap)] = &[
     ("vCPU events", Cap::VcpuEvents),
     ("debug registers", Cap::Debugregs),
     ("XSAVE", Cap::Xsave),
-    ("XCRs", Cap::Xcrs),
     ("clock adjustment", Cap::AdjustClock),
 ];
 

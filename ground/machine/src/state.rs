@@ -33,8 +33,8 @@ pub struct SavedVcpu {
     pub sregs: x86::kvm_sregs,
     /// XSAVE area, as long as this vCPU's features need.
     pub xsave: Vec<u8>,
-    /// XCR0 and so on.
-    pub xcrs: x86::kvm_xcrs,
+    /// XCR0 and so on; absent where the host's CPU has no XSAVE.
+    pub xcrs: Option<x86::kvm_xcrs>,
     /// DR0 to DR7.
     pub debugregs: x86::kvm_debugregs,
     /// Local APIC page, where the interrupt controllers are in the kernel.

@@ -136,6 +136,8 @@ pub struct Vm {
     max_vcpus: usize,
     /// Bytes of KVM_GET_XSAVE2, 4096 or more, where KVM has it.
     xsave2_bytes: Option<usize>,
+    /// Whether vCPUs have XCRs: not on processors without XSAVE.
+    xcrs: bool,
     /// MSRs that belong to a vCPU's state.
     msr_indices: Vec<u32>,
 }
@@ -168,6 +170,7 @@ impl Vm {
             kernel_irqchip: AtomicBool::new(false),
             irq_routes,
             max_vcpus: kvm.get_max_vcpus(),
+            xcrs: fd.check_extension(Cap::Xcrs),
             xsave2_bytes: (xsave >= 4096).then_some(xsave),
             msr_indices,
             fd,
@@ -194,6 +197,10 @@ impl Vm {
 
     pub(crate) fn xsave2_bytes(&self) -> Option<usize> {
         self.xsave2_bytes
+    }
+
+    pub(crate) fn has_xcrs(&self) -> bool {
+        self.xcrs
     }
 
     pub(crate) fn msr_indices(&self) -> &[u32] {

@@ -50,6 +50,11 @@ impl Vcpu<'_> {
         } else {
             None
         };
+        let xcrs = if self.vm.has_xcrs() {
+            Some(fd.get_xcrs().map_err(self.refused("tell the XCRs of"))?)
+        } else {
+            None
+        };
         Ok(SavedVcpu {
             version: VCPU_STATE_VERSION,
             id: self.id,
@@ -57,7 +62,7 @@ impl Vcpu<'_> {
             regs: fd.get_regs().map_err(self.refused("tell the registers of"))?,
             sregs: fd.get_sregs().map_err(self.refused("tell the system registers of"))?,
             xsave: self.save_xsave()?,
-            xcrs: fd.get_xcrs().map_err(self.refused("tell the XCRs of"))?,
+            xcrs,
             debugregs: fd.get_debug_regs().map_err(self.refused("tell the debug registers of"))?,
             lapic,
             mp_state,
@@ -182,7 +187,11 @@ impl Vcpu<'_> {
         // The APIC base in here decides how the APIC page is read.
         fd.set_sregs(&saved.sregs).map_err(self.refused("set the system registers of"))?;
         self.restore_xsave(&saved.xsave)?;
-        fd.set_xcrs(&saved.xcrs).map_err(self.refused("set the XCRs of"))?;
+        match &saved.xcrs {
+            Some(xcrs) if self.vm.has_xcrs() => fd.set_xcrs(xcrs).map_err(self.refused("set the XCRs of"))?,
+            Some(_) => return Err(self.bad("it uses XSAVE, which this host's processor doesn't have")),
+            None => {}
+        }
         fd.set_debug_regs(&saved.debugregs).map_err(self.refused("set the debug registers of"))?;
         if let Some(lapic) = &saved.lapic {
             fd.set_lapic(lapic).map_err(self.refused("set the local APIC of"))?;
