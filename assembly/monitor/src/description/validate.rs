@@ -61,7 +61,8 @@ pub fn validate(vm: &written::Vm) -> Result<VmDescription, Invalid> {
         pinning: pinning(vm.pin.as_deref(), cpus)?,
         guest: guest(vm)?,
         vsock: vm.vsock.as_ref().map(vsock).transpose()?,
-        rng: vm.rng.unwrap_or(true),
+        // A payload has no drivers.
+        rng: vm.rng.unwrap_or(vm.payload.is_none()),
         sandbox: vm.sandbox.unwrap_or(SandboxMode::On),
         on_reboot: vm.on_reboot.unwrap_or(OnReboot::Restart),
         name,
@@ -279,12 +280,16 @@ fn guest(vm: &written::Vm) -> Result<Guest, Invalid> {
                 ("initrd", vm.initrd.is_some()),
                 ("cmdline", vm.cmdline.is_some()),
                 ("protocol", vm.protocol.is_some()),
+                ("disks", vm.disks.is_some()),
+                ("net", vm.net.is_some()),
+                ("vsock", vm.vsock.is_some()),
+                ("rng", vm.rng == Some(true)),
+                ("numa", vm.numa.is_some()),
+                ("api_socket", vm.api_socket.is_some()),
             ];
             if let Some((name, _)) = present.into_iter().find(|(_, present)| *present) {
-                return Err(Invalid::new(
-                    Key::root(name),
-                    "it belongs to a kernel; a payload takes arguments only",
-                ));
+                let problem = "it belongs to a kernel; a payload has vCPUs, memory, arguments and a console";
+                return Err(Invalid::new(Key::root(name), problem));
             }
             let key = Key::root("payload");
             path(&key.below("program"), &payload.program)?;

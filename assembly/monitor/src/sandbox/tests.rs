@@ -88,8 +88,12 @@ fn case() {
             libc::fork();
         }),
         // SAFETY: as above.
-        "kill" => confined(SandboxMode::On, ThreadKind::Main, || unsafe {
-            libc::kill(1, 0);
+        "network" => confined(SandboxMode::On, ThreadKind::Main, || unsafe {
+            libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0);
+        }),
+        // SAFETY: as above.
+        "signal-others" => confined(SandboxMode::On, ThreadKind::Vcpu, || unsafe {
+            libc::syscall(libc::SYS_tgkill, 1, 1, 0);
         }),
         "landlock" => {
             let sandbox = sandbox(SandboxMode::On);
@@ -136,7 +140,8 @@ fn what_is_refused_ends_the_process_and_is_named() {
         ("exec-memory", "mmap (9)"),
         ("tiocsti", "ioctl (16)"),
         ("fork", "clone (56)"),
-        ("kill", "kill (62)"),
+        ("network", "socket (41)"),
+        ("signal-others", "tgkill (234)"),
     ] {
         let output = run(case);
         let text = stderr(&output);
