@@ -6,7 +6,7 @@ use std::io::Write;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const PATIENCE: Duration = Duration::from_secs(10);
 
 /// The programs, or `None` without KVM.
 fn programs(test: &str) -> Option<&'static Programs> {
@@ -41,7 +41,10 @@ fn run(builder: PayloadBuilder) -> (Result<u32, PayloadError>, String) {
     let output = Output::default();
     let result = builder.console(output.clone()).build().and_then(|mut vm| {
         vm.start()?;
-        Ok(vm.wait_for(PATIENCE)?.unwrap_or_else(|| panic!("it still runs after {PATIENCE:?}: {}", output.text())))
+        Ok(vm.wait_for(PATIENCE)?.unwrap_or_else(|| {
+            let (exits, stats) = (vm.exits(), vm.kernel_stats());
+            panic!("it still runs after {PATIENCE:?}: printed {:?}, {exits:?}, {stats:?}", output.text())
+        }))
     });
     (result, output.text())
 }
@@ -57,7 +60,9 @@ fn hello_says_what_it_was_given() {
         for vcpu in 0..vcpus {
             assert!(text.contains(&format!("Hello from vCPU {vcpu} of {vcpus}\n")), "{text}");
         }
-        for line in ["Argument 1: one\n", "Argument 2: two words\n", "Argument 3: \n", "Argument 4: exit=42\n"] {
+        for line in
+            ["Argument 1: one\n", "Argument 2: two words\n", "Argument 3: \n", "Argument 4: exit=42\n"]
+        {
             assert!(text.contains(line), "{text}");
         }
     }
@@ -81,7 +86,7 @@ fn faults_are_told_clearly() {
     ] {
         let (result, text) = fault(what);
         let error = result.unwrap_err();
-        assert!(error.to_string().contains(words), "{what}: {error}");
+        assert!(error.to_string().contains(words), "{what}: {error:?}");
         assert!(error.to_string().contains("rax "), "{what}: {error}");
         let PayloadError::Exception(report) = error else { panic!("{what}: {error:?}") };
         assert_eq!(report.vector, Some(vector), "{what}");
@@ -124,8 +129,8 @@ fn doorbells_stay_in_the_kernel_and_other_exits_are_counted() {
     rustix::io::read(vm.doorbell(0).unwrap(), &mut count).unwrap();
     assert_eq!(u64::from_ne_bytes(count), 50);
     let exits = vm.exits();
-    assert_eq!(exits.ranges().get("doorbell page"), Some(&50), "{exits:?}");
-    assert!(exits.ranges().contains_key("console"), "{exits:?}");
+    assert_eq!(exits.ranges().get("memory:doorbell page"), Some(&50), "{exits:?}");
+    assert!(exits.ranges().contains_key("port:console"), "{exits:?}");
 }
 
 /// The largest VM comes up, and one that spins can be stopped from outside.

@@ -11,7 +11,7 @@ use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestRam, PageSize
 use machine::slots::HostMapping;
 use machine::vcpu::{StartRegisters, VcpuConfig, VcpuManager, VcpuOptions, VcpuStart};
 use machine::vm::{IoEvent, IoSpace};
-use machine::x86::{CpuId, CpuTopology, guest_cpuid, kvm_dtable, kvm_regs, kvm_segment, kvm_sregs};
+use machine::x86::{CpuId, CpuTopology, guest_cpuid, kvm_dtable, kvm_regs, kvm_segment, kvm_sregs, kvm_xcrs};
 use payload_abi::{
     BootInfo, DOORBELL_ADDRESS, DOORBELL_SIZE, DOORBELL_STRIDE, MAGIC, MAX_DOORBELLS, PORT_CONSOLE,
     PORT_HOST, PORT_HOST_COUNT, Region, VERSION,
@@ -223,6 +223,7 @@ impl PayloadBuilder {
             names,
             on_event: on_event(sender.clone()),
             exit_handler: Some(Arc::new(Control { messages: Mutex::new(sender.clone()) })),
+            on_thread_start: None,
         };
         let manager = VcpuManager::start(&vm, configs, options)?;
 
@@ -231,11 +232,10 @@ impl PayloadBuilder {
         // Extended control registers can only be set as part of a whole state, so each vCPU is taken as it was
         // made, completed and put back. That also gives the TSC frequency.
         for ((index, mut saved), features) in (0..).zip(manager.save()?).zip(features) {
-            let xcr0 = features.xcr0;
-            if xcr0 != 0 {
-                saved.xcrs.nr_xcrs = 1;
-                saved.xcrs.xcrs[0].xcr = 0;
-                saved.xcrs.xcrs[0].value = xcr0;
+            if features.xcr0 != 0 {
+                let mut xcrs = kvm_xcrs { nr_xcrs: 1, ..kvm_xcrs::default() };
+                xcrs.xcrs[0].value = features.xcr0; // register 0, as all is zero
+                saved.xcrs = Some(xcrs);
             }
             let mut info = BootInfo {
                 magic: MAGIC,
@@ -246,7 +246,6 @@ impl PayloadBuilder {
                 node_count: 1,
                 node_index: 0,
                 tsc_khz: saved.tsc_khz.unwrap_or(0).into(),
-                xcr0,
                 ram_count: u32::try_from(layout.ram.len()).unwrap_or(0),
                 doorbell_count: self.doorbells,
                 free,
@@ -371,7 +370,7 @@ fn start_registers(layout: &Layout, index: u32, entry: u64, features: Features) 
     let data = kvm_segment { selector: layout::DATA_SELECTOR, type_: 3, l: 0, db: 1, ..code };
     let task = kvm_segment {
         base: layout.tss(index),
-        limit: 0x67,
+        limit: layout.tss_limit(index),
         selector: 0x40,
         type_: 11,
         present: 1,

@@ -42,6 +42,9 @@ const PER_VCPU: u64 = 0x4000;
 const TSS_STRIDE: u64 = 128;
 const BOOT_INFO_STRIDE: u64 = 256;
 const EXCEPTION_STACK_SIZE: u64 = 256;
+/// A bit per port, and the byte of ones that must follow. All zero: every port is allowed. One for all TSSs,
+/// which lie within 64 KiB below it.
+const IO_MAP_SIZE: u64 = 0x1_0000 / 8 + 1;
 
 /// Selectors as Linux has them; PVM asks for these two.
 pub(super) const CODE_SELECTOR: u16 = 0x33;
@@ -56,7 +59,9 @@ pub const ADDRESS_LIMIT: u64 = 256 * GIB;
 
 const _: () = {
     assert!(size_of::<payload_abi::BootInfo>() as u64 <= BOOT_INFO_STRIDE);
-    let per_vcpu = (TSS_STRIDE + BOOT_INFO_STRIDE + EXCEPTION_STACK_SIZE) * MAX_VCPUS as u64 + 3 * PAGE;
+    let per_vcpu =
+        (TSS_STRIDE + BOOT_INFO_STRIDE + EXCEPTION_STACK_SIZE) * MAX_VCPUS as u64 + 3 * PAGE + IO_MAP_SIZE;
+    assert!(TSS_STRIDE * MAX_VCPUS as u64 + IO_MAP_SIZE <= 0xffff);
     // Two upper tables, two of 4 KiB pages, one per GiB.
     assert!(PER_VCPU + per_vcpu + (4 + ADDRESS_LIMIT / GIB) * PAGE <= LOWEST_LOAD_ADDRESS);
 };
@@ -136,8 +141,22 @@ impl Layout {
         self.boot_infos() + u64::from(index) * BOOT_INFO_STRIDE
     }
 
+    /// Limit of the task state segment of vCPU `index`: up to the byte after the I/O permission map.
+    pub(super) fn tss_limit(&self, index: u32) -> u32 {
+        u32::from(self.io_map_offset(index)) + u32::try_from(IO_MAP_SIZE).unwrap_or(0) - 1
+    }
+
+    fn io_map(&self) -> u64 {
+        PER_VCPU + self.vcpus * TSS_STRIDE
+    }
+
+    fn io_map_offset(&self, index: u32) -> u16 {
+        // At most 254 * 128.
+        u16::try_from(self.io_map() - self.tss(index)).unwrap_or(u16::MAX)
+    }
+
     fn boot_infos(&self) -> u64 {
-        (PER_VCPU + self.vcpus * TSS_STRIDE).next_multiple_of(PAGE)
+        (self.io_map() + IO_MAP_SIZE).next_multiple_of(PAGE)
     }
 
     fn exception_stacks(&self) -> u64 {
@@ -170,8 +189,9 @@ impl Layout {
             put(IDT + u64::from(vector) * 16, &gate(stub).to_le_bytes())?;
         }
         for index in 0..u32::try_from(self.vcpus).unwrap_or(MAX_VCPUS) {
-            put(self.tss(index), &task_state(self.exception_stack_top(index)))?;
+            put(self.tss(index), &task_state(self.exception_stack_top(index), self.io_map_offset(index)))?;
         }
+        put(self.io_map() + IO_MAP_SIZE - 1, &[0xff])?;
         self.write_page_tables(&put)
     }
 
@@ -242,13 +262,13 @@ fn gate(handler: u64) -> u128 {
     u128::from(low) | (u128::from(handler >> 32) << 64)
 }
 
-/// Of which only IST 1 (and, for completeness, RSP 0) matters.
-fn task_state(stack_top: u64) -> [u8; 0x68] {
+/// Of which IST 1 (and, for completeness, RSP 0) and the I/O permission map matter: PVM forgets IOPL and asks
+/// the map.
+fn task_state(stack_top: u64, io_map_offset: u16) -> [u8; 0x68] {
     let mut tss = [0; 0x68];
     tss[0x04..0x0c].copy_from_slice(&stack_top.to_le_bytes());
     tss[0x24..0x2c].copy_from_slice(&stack_top.to_le_bytes());
-    // No I/O permission map: beyond the limit. IOPL 3 lets every port through.
-    tss[0x66..0x68].copy_from_slice(&0x68_u16.to_le_bytes());
+    tss[0x66..0x68].copy_from_slice(&io_map_offset.to_le_bytes());
     tss
 }
 

@@ -78,6 +78,24 @@ fn gates_lead_to_stubs_in_ring_3_on_a_stack_of_their_own() {
 }
 
 #[test]
+fn every_port_is_allowed_on_every_vcpu() {
+    let layout = Layout::new(64 << 20, 0, MAX_VCPUS, 0x1_0000).unwrap();
+    let memory = written(&layout);
+    for index in [0, 1, MAX_VCPUS - 1] {
+        let tss = layout.tss(index);
+        let offset: u16 = memory.read_obj(GuestAddress(tss + 0x66)).unwrap();
+        assert_eq!(u64::from(layout.tss_limit(index)), u64::from(offset) + 0x2000);
+        let mut map = [1; 0x2000];
+        memory.read_slice(&mut map, GuestAddress(tss + u64::from(offset))).unwrap();
+        assert_eq!(map, [0; 0x2000]);
+        let last: u8 = memory.read_obj(GuestAddress(tss + u64::from(layout.tss_limit(index)))).unwrap();
+        assert_eq!(last, 0xff);
+        let end = tss + u64::from(layout.tss_limit(index));
+        assert!(end < layout.boot_info(0));
+    }
+}
+
+#[test]
 fn the_largest_machine_fits_and_larger_ones_are_refused() {
     let layout = Layout::new(ADDRESS_LIMIT - (1 << 30), 0, MAX_VCPUS, 0x1_0000).unwrap();
     let memory = written(&layout);

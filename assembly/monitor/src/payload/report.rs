@@ -2,7 +2,7 @@
 
 use super::layout::Layout;
 use machine::memory::{Bytes, GuestAddress, GuestMemory};
-use machine::state::SavedVcpu;
+use machine::x86::{kvm_regs, kvm_sregs};
 use std::fmt;
 
 /// An exception that ended a payload program.
@@ -29,8 +29,7 @@ pub struct ExceptionReport {
 impl ExceptionReport {
     /// Reads what the stub of an exception left, from a vCPU that wrote to the exception port; or, where the
     /// vCPU isn't in a stub, what KVM knows of a shutdown.
-    pub(super) fn collect(index: u32, state: &SavedVcpu, memory: &GuestMemory) -> Self {
-        let regs = &state.regs;
+    pub(super) fn collect(index: u32, regs: &kvm_regs, sregs: &kvm_sregs, memory: &GuestMemory) -> Self {
         let registers = [
             ("rax", regs.rax),
             ("rbx", regs.rbx),
@@ -66,7 +65,7 @@ impl ExceptionReport {
                 rip: word(2),
                 rsp: word(5),
                 rflags: word(4),
-                fault_address: state.sregs.cr2,
+                fault_address: sregs.cr2,
                 registers,
             };
         }
@@ -77,7 +76,7 @@ impl ExceptionReport {
             rip: regs.rip,
             rsp: regs.rsp,
             rflags: regs.rflags,
-            fault_address: state.sregs.cr2,
+            fault_address: sregs.cr2,
             registers,
         }
     }

@@ -129,15 +129,11 @@ impl PayloadVm {
 
     fn report(&self, id: u32) -> Result<PayloadError, PayloadError> {
         self.parts.manager.pause()?;
-        let states = self.parts.manager.save()?;
+        let (regs, sregs) = self.parts.manager.registers(id)?;
         let index =
             (0..self.parts.vcpus).find(|index| self.parts.topology.apic_id(*index) == id).unwrap_or(0);
-        let state = states
-            .iter()
-            .find(|state| state.id == id)
-            .ok_or(PayloadError::Vcpu(machine::vcpu::VcpuError::Absent(id)))?;
         let memory = self.parts.ram.memory();
-        let report = ExceptionReport::collect(index, state, &memory.memory());
+        let report = ExceptionReport::collect(index, &regs, &sregs, &memory.memory());
         Ok(PayloadError::Exception(Box::new(report)))
     }
 

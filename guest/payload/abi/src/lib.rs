@@ -77,8 +77,6 @@ pub struct BootInfo {
     pub node_index: u32,
     /// Frequency of the time stamp counter in kHz; 0 when the host can't tell.
     pub tsc_khz: u64,
-    /// State components switched on (XCR0); 0 when the processor has no XSAVE.
-    pub xcr0: u64,
     /// Valid entries of `ram`.
     pub ram_count: u32,
     /// Doorbells in the page, at multiples of [`DOORBELL_STRIDE`] from its start.
@@ -98,12 +96,12 @@ pub struct BootInfo {
 }
 
 const _: () = {
-    assert!(size_of::<BootInfo>() == 184);
+    assert!(size_of::<BootInfo>() == 176);
     assert!(offset_of!(BootInfo, vcpu_count) == 16);
     assert!(offset_of!(BootInfo, tsc_khz) == 32);
-    assert!(offset_of!(BootInfo, ram) == 56);
-    assert!(offset_of!(BootInfo, free) == 120);
-    assert!(offset_of!(BootInfo, window) == 168);
+    assert!(offset_of!(BootInfo, ram) == 48);
+    assert!(offset_of!(BootInfo, free) == 112);
+    assert!(offset_of!(BootInfo, window) == 160);
 };
 
 impl BootInfo {
@@ -122,7 +120,6 @@ impl BootInfo {
             put(&word.to_le_bytes());
         }
         put(&self.tsc_khz.to_le_bytes());
-        put(&self.xcr0.to_le_bytes());
         put(&self.ram_count.to_le_bytes());
         put(&self.doorbell_count.to_le_bytes());
         for region in self.ram.iter().chain([&self.free, &self.stack, &self.doorbell, &self.window]) {

@@ -52,7 +52,7 @@ impl Variant {
         Self::ALL.into_iter().find(|variant| variant.number() == number)
     }
 
-    /// Whether it needs AVX state switched on (XCR0 bit 2).
+    /// Whether it needs AVX.
     pub fn needs_avx(self) -> bool {
         matches!(self, Self::Avx | Self::AvxStream)
     }

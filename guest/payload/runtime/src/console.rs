@@ -1,8 +1,13 @@
-//! Printing. A line is gathered on the stack and goes out whole, so that lines of several vCPUs don't mix.
+//! Printing. What one call prints goes out in one piece, so that lines of several vCPUs don't mix.
 
 use core::fmt::{self, Write};
+use core::hint::spin_loop;
+use core::sync::atomic::{AtomicBool, Ordering};
 
-/// Longest piece that goes out in one exit; longer lines take several.
+/// Held while one vCPU prints.
+static PRINTING: AtomicBool = AtomicBool::new(false);
+
+/// Bytes gathered before they go out.
 const PIECE: usize = 256;
 
 struct Console {
@@ -39,6 +44,16 @@ impl Write for Console {
 /// For the macros.
 #[doc(hidden)]
 pub fn print(arguments: fmt::Arguments<'_>) {
+    while PRINTING.swap(true, Ordering::Acquire) {
+        spin_loop();
+    }
+    print_now(arguments);
+    PRINTING.store(false, Ordering::Release);
+}
+
+/// For panics, which may happen while a line is being printed and must not wait for it.
+#[doc(hidden)]
+pub fn print_now(arguments: fmt::Arguments<'_>) {
     let mut console = Console { piece: [0; PIECE], filled: 0 };
     // Writing to the console can't fail.
     let _ = console.write_fmt(arguments);

@@ -43,7 +43,7 @@ macro_rules! entry {
 
         #[panic_handler]
         fn panic(info: &::core::panic::PanicInfo<'_>) -> ! {
-            $crate::println!("{info}");
+            $crate::console::print_now(::core::format_args!("{info}\n"));
             $crate::ports::exit($crate::ports::PANIC_EXIT_CODE)
         }
     };

@@ -39,7 +39,7 @@ pub fn write(port: u16, value: u32) {
     unsafe { asm!("out dx, eax", in("dx") port, in("eax") value, options(nostack, preserves_flags)) };
 }
 
-/// Writes bytes to the console with one instruction.
+/// Writes bytes to the console with one instruction; KVM may still exit for each.
 pub(crate) fn write_console(bytes: &[u8]) {
     // SAFETY: reads exactly the bytes of the slice.
     unsafe {

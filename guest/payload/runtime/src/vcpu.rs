@@ -2,6 +2,8 @@
 
 #![allow(unsafe_code)] // Arguments lie on the stack as C strings, put there by the monitor.
 
+use core::arch::asm;
+use core::arch::x86_64::__cpuid;
 use core::ffi::{CStr, c_char};
 use payload_abi::BootInfo;
 
@@ -59,6 +61,23 @@ impl Vcpu {
                 panic!("Argument {index} is '{text}'; give a number such as 4096, 0x1000 or 4K")
             }),
         }
+    }
+
+    /// Whether AVX instructions can be used, found out as in any user program: CPUID says that the processor has
+    /// them and that extended state is switched on, and XCR0 that this includes theirs.
+    pub fn has_avx(&self) -> bool {
+        const OSXSAVE_AND_AVX: u32 = 1 << 27 | 1 << 28;
+        const SSE_AND_AVX_STATE: u32 = 6;
+        let features = __cpuid(1).ecx;
+        if features & OSXSAVE_AND_AVX != OSXSAVE_AND_AVX {
+            return false;
+        }
+        let xcr0: u32;
+        // SAFETY: XGETBV works in ring 3 when OSXSAVE is set.
+        unsafe {
+            asm!("xgetbv", in("ecx") 0, out("eax") xcr0, out("edx") _, options(nomem, nostack, preserves_flags))
+        };
+        xcr0 & SSE_AND_AVX_STATE == SSE_AND_AVX_STATE
     }
 
     /// Ticks as nanoseconds.

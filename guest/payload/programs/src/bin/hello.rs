@@ -24,8 +24,11 @@ fn main(vcpu: Vcpu) -> u32 {
     }
     let info = vcpu.info();
     println!(
-        "TSC {} kHz, XCR0 {:#x}, free RAM {:#x} bytes from {:#x}",
-        info.tsc_khz, info.xcr0, info.free.size, info.free.start
+        "TSC {} kHz, AVX: {}, free RAM {:#x} bytes from {:#x}",
+        info.tsc_khz,
+        vcpu.has_avx(),
+        info.free.size,
+        info.free.start
     );
     code
 }

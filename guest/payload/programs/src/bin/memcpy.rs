@@ -48,7 +48,7 @@ fn main(vcpu: Vcpu) -> u32 {
         if wanted.is_some_and(|name| name != variant.name()) {
             continue;
         }
-        if variant.needs_avx() && vcpu.info().xcr0 & 4 == 0 {
+        if variant.needs_avx() && !vcpu.has_avx() {
             println!("{}: not on this processor", variant.name());
             continue;
         }
