@@ -16,7 +16,7 @@ use crate::msix::{Msix, MsixLayout, SavedMsix};
 use crate::sync::lock;
 
 /// Bytes of memory behind each BAR; larger BARs read as zero beyond.
-const MEMORY: usize = 4096;
+const MEMORY: usize = 256;
 
 /// What a [`FakeFunction`] is made of.
 pub struct FakeFunctionBuilder {
