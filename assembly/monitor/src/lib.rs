@@ -4,3 +4,4 @@ pub mod api;
 pub mod description;
 pub mod payload;
 pub mod sandbox;
+pub mod vm;

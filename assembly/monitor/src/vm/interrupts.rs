@@ -20,10 +20,9 @@ impl ControllerMsi {
 
 impl Msi for ControllerMsi {
     fn allocate(&self, count: u16) -> Result<Vec<Arc<dyn MsiVector>>, InterruptError> {
-        let routes = self
-            .controller
-            .allocate_msi(count)
-            .map_err(|source| refused(format!("allocate {count} message-signalled interrupt routes"), source))?;
+        let routes = self.controller.allocate_msi(count).map_err(|source| {
+            refused(format!("allocate {count} message-signalled interrupt routes"), source)
+        })?;
         Ok(routes.into_iter().map(|route| Arc::new(RouteVector { route }) as Arc<dyn MsiVector>).collect())
     }
 }
@@ -35,7 +34,9 @@ struct RouteVector {
 impl MsiVector for RouteVector {
     fn set(&self, message: Option<MsiMessage>) -> Result<(), InterruptError> {
         let what = || match message {
-            Some(MsiMessage { address, data }) => format!("route a vector to address {address:#x}, data {data:#x}"),
+            Some(MsiMessage { address, data }) => {
+                format!("route a vector to address {address:#x}, data {data:#x}")
+            }
             None => "mask a vector".to_owned(),
         };
         self.route
@@ -44,7 +45,9 @@ impl MsiVector for RouteVector {
     }
 
     fn trigger(&self) -> Result<(), InterruptError> {
-        self.route.trigger().map_err(|source| refused("send a message-signalled interrupt".to_owned(), source))
+        self.route
+            .trigger()
+            .map_err(|source| refused("send a message-signalled interrupt".to_owned(), source))
     }
 
     fn eventfd(&self) -> Option<BorrowedFd<'_>> {

@@ -2,7 +2,7 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemorySpace};
 use pci::config::{ConfigError, ConfigSpace};
@@ -20,6 +20,7 @@ use super::layout::{self, BAR, BAR_SIZE, MAX_QUEUES, NOTIFY, NOTIFY_STEP, Region
 use super::lock;
 use super::registers::{Action, DRIVER_OK, Registers};
 use super::saved::{self, SavedTransport, VERSION};
+use super::threads::{self, DeviceThreads, SharedDevice};
 use crate::device::{Activation, ActiveQueue, SavedDevice, VirtioDevice, VirtioInterrupt};
 use crate::worker::{new_event, signal, take};
 
@@ -95,11 +96,13 @@ pub struct VirtioPciFunction {
     state: Mutex<State>,
     /// Notifications that came as exits rather than through an ioeventfd.
     exits: Counter,
+    /// Where devices are activated; the calling thread before it is set.
+    threads: OnceLock<Arc<dyn DeviceThreads>>,
 }
 
 struct State {
     registers: Registers,
-    device: Box<dyn VirtioDevice>,
+    device: SharedDevice,
     /// The device has been activated and not stopped since.
     running: bool,
     quiesced: bool,
@@ -114,6 +117,11 @@ impl VirtioPciFunction {
         msi: &dyn Msi,
     ) -> Result<Arc<Self>, TransportError> {
         Self::build(device, memory, msi, None).map(Arc::new)
+    }
+
+    /// Has the device activated by way of `threads` from now on. Once set, it stays.
+    pub fn activate_on(&self, threads: Arc<dyn DeviceThreads>) {
+        self.threads.get_or_init(|| threads);
     }
 
     /// Makes it from saved state. `device` was restored by its own constructor from
@@ -220,8 +228,14 @@ impl VirtioPciFunction {
             kicks,
             window,
             config: Mutex::new(config),
-            state: Mutex::new(State { registers, device, running: false, quiesced: false }),
+            state: Mutex::new(State {
+                registers,
+                device: Arc::new(Mutex::new(device)),
+                running: false,
+                quiesced: false,
+            }),
             exits: Counter::new(),
+            threads: OnceLock::new(),
         })
     }
 
@@ -266,7 +280,8 @@ impl VirtioPciFunction {
             interrupt: Arc::clone(&self.interrupts) as Arc<dyn VirtioInterrupt>,
         };
         state.running = true;
-        if let Err(error) = state.device.activate(activation) {
+        let threads = self.threads.get().map(|threads| &**threads);
+        if let Err(error) = threads::activate(threads, &state.device, activation) {
             tracing::error!(error = &error as &dyn std::error::Error, "Device {} did not start", self.name);
             self.interrupts.failed(&chain(&error));
             self.stop(state);
@@ -283,7 +298,7 @@ impl VirtioPciFunction {
         if !std::mem::take(&mut state.running) {
             return;
         }
-        match state.device.stop() {
+        match lock(&state.device).stop() {
             Ok(queues) => {
                 for active in queues {
                     use virtio_queue::QueueT;
@@ -307,7 +322,7 @@ impl VirtioPciFunction {
     /// The driver (or the machine) resets the device.
     fn reset_device(&self, state: &mut State) {
         self.stop(state);
-        state.device.reset();
+        lock(&state.device).reset();
         state.registers.reset();
         self.interrupts.reset();
         for kick in &self.kicks {
@@ -378,7 +393,7 @@ impl Drop for VirtioPciFunction {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         if std::mem::take(&mut state.running)
-            && let Err(error) = state.device.stop()
+            && let Err(error) = lock(&state.device).stop()
         {
             tracing::error!(error = &error as &dyn std::error::Error, "Device {} did not stop", self.name);
         }
@@ -443,7 +458,7 @@ impl PciFunction for VirtioPciFunction {
                     *first = self.interrupts.read_isr();
                 }
             }
-            Region::Device(at) => lock(&self.state).device.config_read(at, data),
+            Region::Device(at) => lock(&lock(&self.state).device).config_read(at, data),
             Region::Notify(_) | Region::Nothing => {}
         }
     }
@@ -458,7 +473,7 @@ impl PciFunction for VirtioPciFunction {
                 let action = state.registers.write(at, data);
                 self.act(&mut state, action);
             }
-            Region::Device(at) => lock(&self.state).device.config_write(at, data),
+            Region::Device(at) => lock(&lock(&self.state).device).config_write(at, data),
             Region::Notify(queue) => {
                 self.exits.increment();
                 self.kick(usize::try_from(queue).unwrap_or(usize::MAX));
@@ -525,7 +540,7 @@ impl PciFunction for VirtioPciFunction {
         if !state.quiesced {
             return Err(self.failed("save its state", "it is running; quiesce it first"));
         }
-        let device = state.device.save().map_err(|error| match error {
+        let device = lock(&state.device).save().map_err(|error| match error {
             crate::device::DeviceError::NotSaveable { name, reason } => {
                 FunctionError::NotSaveable { name, reason }
             }
@@ -580,7 +595,7 @@ impl PciFunction for VirtioPciFunction {
             "notify_exits": self.exits.get(),
             "interrupts": self.interrupts.inspect(),
             "pci": lock(&self.config).inspect(),
-            "device": state.device.inspect(),
+            "device": lock(&state.device).inspect(),
         })
     }
 }

@@ -17,10 +17,12 @@ mod registers;
 mod saved;
 #[cfg(test)]
 mod tests;
+mod threads;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 pub use function::{TransportError, VirtioPciFunction};
+pub use threads::DeviceThreads;
 
 /// Locks, also after a panic of another thread: what is guarded is valid between any two statements.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

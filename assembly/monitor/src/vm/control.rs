@@ -1,0 +1,145 @@
+//! The running VM as its API sees it.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use ::machine::stats::KernelStats;
+use control_api::types::{ExitTable, VcpuExits, VmState, VmSummary};
+use serde_json::{Map, Value, json};
+use telemetry::metrics::Family;
+
+use super::error::Error;
+use super::event::Event;
+use super::machine::Machine;
+use super::metrics;
+use crate::api::{ControlError, VmControl};
+use crate::description::Guest;
+use crate::sandbox::Report;
+
+/// Implements the API over a [`Machine`].
+pub struct Control {
+    machine: Arc<Machine>,
+    sandbox: Report,
+}
+
+impl Control {
+    /// `sandbox` is what the device tree says about confinement.
+    pub fn new(machine: Arc<Machine>, sandbox: Report) -> Self {
+        Self { machine, sandbox }
+    }
+
+    fn require(&self, what: &'static str, allowed: &[VmState]) -> Result<(), ControlError> {
+        let state = *self.machine.state();
+        if allowed.contains(&state) { Ok(()) } else { Err(ControlError::WrongState { state, what }) }
+    }
+}
+
+fn failed(what: &'static str) -> impl FnOnce(Error) -> ControlError {
+    move |source| ControlError::Failed { what, source: Box::new(source) }
+}
+
+impl VmControl for Control {
+    fn summary(&self) -> VmSummary {
+        let description = &self.machine.description;
+        VmSummary {
+            name: description.name.clone(),
+            pid: std::process::id(),
+            state: *self.machine.state(),
+            guest: match &description.guest {
+                Guest::Linux(linux) => linux.kernel.display().to_string(),
+                Guest::Payload(payload) => payload.program.display().to_string(),
+            },
+            vcpus: description.cpus.count().into(),
+            memory_bytes: description.memory.size,
+            uptime_seconds: self.machine.started.elapsed().as_secs_f64(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+        }
+    }
+
+    fn inspect(&self) -> Value {
+        let machine = &self.machine;
+        let mut platform = Map::new();
+        platform.insert("power".to_owned(), machine.devices.power.inspect());
+        if let Some(serial) = &machine.devices.serial {
+            platform.insert("com1".to_owned(), serial.inspect());
+        }
+        let ranges = |space: &::machine::bus::AddressSpace| -> Value {
+            let entry = |range: ::machine::bus::RangeInfo| json!({ "name": range.name, "start": format!("{:#x}", range.start), "len": range.len });
+            space.ranges().into_iter().map(entry).collect()
+        };
+        json!({
+            "summary": self.summary(),
+            "description": machine.description,
+            "memory": {
+                "slots": machine.vm.slots().list(),
+                "ranges": machine.ram().layout().ranges(),
+            },
+            "buses": { "ports": ranges(&machine.ports), "memory": ranges(&machine.memory) },
+            "platform": platform,
+            "pci": machine.root.inspect(),
+            "exits": self.exits(),
+            "sandbox": self.sandbox,
+        })
+    }
+
+    fn pause(&self) -> Result<(), ControlError> {
+        self.require("be paused", &[VmState::Running, VmState::Paused])?;
+        self.machine.pause().map_err(failed("pause"))
+    }
+
+    fn resume(&self) -> Result<(), ControlError> {
+        self.require("be resumed", &[VmState::Running, VmState::Paused])?;
+        self.machine.resume().map_err(failed("resume"))
+    }
+
+    fn power_button(&self) -> Result<(), ControlError> {
+        self.require("take its power button", &[VmState::Running])?;
+        self.machine.devices.power.press_button().map_err(|source| ControlError::Failed {
+            what: "press the power button",
+            source: Box::new(source),
+        })
+    }
+
+    fn reset(&self) -> Result<(), ControlError> {
+        self.require("be reset", &[VmState::Running, VmState::Paused])?;
+        self.machine.events.send(Event::Reset);
+        Ok(())
+    }
+
+    fn stop(&self) -> Result<(), ControlError> {
+        self.machine.events.send(Event::Stop);
+        Ok(())
+    }
+
+    fn exits(&self) -> ExitTable {
+        let snapshot = self.machine.vcpus.exits();
+        let mut kernel: BTreeMap<String, u64> = BTreeMap::new();
+        for (_, stats) in self.machine.vcpus.kernel_stats() {
+            if let KernelStats::Counters(stats) = stats {
+                for (name, value) in stats {
+                    *kernel.entry(name).or_default() += value;
+                }
+            }
+        }
+        ExitTable {
+            total: snapshot.total(),
+            causes: snapshot.causes(),
+            ranges: snapshot.ranges(),
+            vcpus: snapshot
+                .vcpus
+                .into_iter()
+                .map(|vcpu| VcpuExits {
+                    vcpu: vcpu.vcpu,
+                    total: vcpu.total,
+                    causes: vcpu.causes,
+                    ranges: vcpu.ranges,
+                })
+                .collect(),
+            kernel,
+        }
+    }
+
+    fn metrics(&self) -> Vec<Family> {
+        metrics::families(&self.machine, &self.exits())
+    }
+}

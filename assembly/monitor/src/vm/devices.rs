@@ -1,0 +1,249 @@
+//! The devices of a machine: opened before the sandbox closes, plugged while the machine is assembled.
+
+use std::sync::Arc;
+
+use firmware::{MachineMap, layout};
+use machine::bus::{AddressSpace, BusDevice};
+use machine::interrupt::InterruptController;
+use machine::memory::GuestRam;
+use machine::vm::Vm;
+use pci::function::PciFunction;
+use pci::root::{AddressRange, CONFIG_PORTS_LEN, CONFIG_PORTS_START, PciRoot, RootConfig, Windows};
+use platform_devices::console::{Console, ConsoleBackend};
+use platform_devices::legacy::{self, DelayPort, KeyboardReset, ResetControl};
+use platform_devices::power::{self, PowerRegisters};
+use platform_devices::serial::Serial;
+use platform_devices::{EventSink, eventfd_interrupt};
+use virtio_devices::block::{Block, BlockConfig, ImageFormat};
+use virtio_devices::device::VirtioDevice;
+use virtio_devices::net::{self, Net, NetConfig};
+use virtio_devices::rng::Rng;
+use virtio_devices::transport::VirtioPciFunction;
+use virtio_devices::vsock::{Vsock, VsockConfig};
+
+use super::error::Error;
+use super::event::{Event, Events};
+use super::inherited;
+use super::interrupts::ControllerMsi;
+use super::placer::MachinePlacer;
+use super::threads::DeviceThreadMaker;
+use crate::description::{self, DiskFormat, NetBackend, VmDescription};
+use crate::sandbox::{Sandbox, ThreadKind};
+
+/// Devices whose files, sockets and interfaces are open, without a machine yet.
+pub struct OpenedDevices {
+    console: Option<Console>,
+    virtio: Vec<Box<dyn VirtioDevice>>,
+    sink: EventSink,
+}
+
+impl OpenedDevices {
+    /// Opens what the description names.
+    pub fn new(description: &VmDescription, events: &Events) -> Result<Self, Error> {
+        let sink: EventSink = {
+            let events = events.clone();
+            Arc::new(move |event| events.send(Event::Machine(event)))
+        };
+        let console = match &description.console {
+            description::Console::Null => None,
+            description::Console::Stdio => Some(ConsoleBackend::Stdio),
+            description::Console::Pty => Some(ConsoleBackend::Pty { link: None }),
+            description::Console::File(path) => Some(ConsoleBackend::File { path: path.clone() }),
+            description::Console::Socket(path) => Some(ConsoleBackend::Socket { path: path.clone() }),
+        };
+        let console = Console::open(&console.unwrap_or(ConsoleBackend::Null), Arc::clone(&sink))?;
+        if let Some(path) = console.pty_path() {
+            tracing::info!(path = %path.display(), "the console is a pseudo-terminal");
+        }
+        let mut virtio: Vec<Box<dyn VirtioDevice>> = Vec::new();
+        for (index, disk) in description.disks.iter().enumerate() {
+            virtio.push(Box::new(open_disk(&format!("disk{index}"), disk)?));
+        }
+        for (index, interface) in description.net.iter().enumerate() {
+            virtio.push(Box::new(open_net(&format!("net{index}"), interface)?));
+        }
+        if description.rng {
+            virtio.push(Box::new(Rng::new("rng0")));
+        }
+        if let Some(vsock) = &description.vsock {
+            let config =
+                VsockConfig { name: "vsock0".to_owned(), cid: vsock.cid, socket: vsock.socket.clone() };
+            virtio.push(Box::new(Vsock::open(config).map_err(|error| Error::device("vsock0", error))?));
+        }
+        Ok(Self { console: Some(console), virtio, sink })
+    }
+
+    /// Whether firmware should describe a console.
+    pub fn has_console(&self) -> bool {
+        self.console.is_some()
+    }
+
+    /// Connects everything to a machine.
+    #[allow(clippy::too_many_arguments)]
+    pub fn plug(
+        self,
+        vm: &Arc<Vm>,
+        ram: &GuestRam,
+        controller: &Arc<dyn InterruptController>,
+        ports: &Arc<AddressSpace>,
+        memory: &Arc<AddressSpace>,
+        map: &MachineMap,
+        sandbox: &Sandbox,
+    ) -> Result<(Devices, Arc<PciRoot>), Error> {
+        let edge = |gsi| {
+            controller
+                .edge_eventfd(gsi)
+                .map_err(|source| Error::Monitor { what: "set up an interrupt pin", source })
+        };
+        let power = Arc::new(PowerRegisters::new(
+            Arc::clone(&self.sink),
+            eventfd_interrupt(edge(layout::EVENT_GSI)?),
+        ));
+        ports.insert(layout::POWER_REGISTERS.into(), power::PORTS, "power", Arc::clone(&power) as _)?;
+        let keyboard = Arc::new(KeyboardReset::new(Arc::clone(&self.sink)));
+        ports.insert(
+            legacy::KEYBOARD_CONTROLLER.into(),
+            legacy::KEYBOARD_CONTROLLER_PORTS,
+            "keyboard-controller",
+            keyboard,
+        )?;
+        for port in [legacy::POST_PORT, legacy::DELAY_PORT] {
+            ports.insert(port.into(), 1, "delay", Arc::new(DelayPort))?;
+        }
+        let serial = match self.console {
+            Some(console) => {
+                let serial = Serial::new("com1", console, eventfd_interrupt(edge(layout::COM1_GSI)?))?;
+                let serial = Arc::new(serial);
+                ports.insert(layout::COM1.into(), Serial::PORTS, "com1", Arc::clone(&serial) as _)?;
+                Some(serial)
+            }
+            None => None,
+        };
+
+        let placer = Arc::new(MachinePlacer::new(Arc::clone(vm), Arc::clone(ports), Arc::clone(memory)));
+        let range = |range: firmware::map::AddressRange| AddressRange { start: range.start, len: range.len };
+        let root = PciRoot::new(RootConfig {
+            windows: Windows {
+                memory32: range(map.pci.memory32),
+                memory64: map.pci.memory64.map(range),
+                io: Some(AddressRange {
+                    start: layout::PCI_IO_FIRST.into(),
+                    len: u64::from(layout::PCI_IO_LAST - layout::PCI_IO_FIRST) + 1,
+                }),
+            },
+            placer,
+            intx: Arc::new(IntxPins { controller: Arc::clone(controller) }),
+        });
+        let root = Arc::new(root);
+        let threads = Arc::new(
+            DeviceThreadMaker::start(sandbox.thread_filter(ThreadKind::DeviceWorker))
+                .map_err(|source| Error::Monitor { what: "start the thread that starts devices", source })?,
+        );
+        let msi = ControllerMsi::new(Arc::clone(controller));
+        for device in self.virtio {
+            let name = device.name().to_owned();
+            let function = VirtioPciFunction::new(device, ram.memory(), &msi)
+                .map_err(|error| Error::device(&name, error))?;
+            function.activate_on(Arc::clone(&threads) as _);
+            root.plug_next(function as Arc<dyn PciFunction>)?;
+        }
+        root.assign_bars()?;
+        memory.insert(layout::ECAM.start, layout::ECAM.len, "pci-ecam", Arc::new(Ecam(Arc::clone(&root))))?;
+        let ports_of_root = Arc::new(ConfigPorts(Arc::clone(&root)));
+        let reset_control = Arc::new(ResetControl::new(ports_of_root, Arc::clone(&self.sink)));
+        ports.insert(CONFIG_PORTS_START.into(), CONFIG_PORTS_LEN.into(), "pci-config", reset_control)?;
+        Ok((Devices { serial, power }, root))
+    }
+}
+
+/// Platform devices of a running machine; PCI functions are found through the root bus.
+pub struct Devices {
+    /// Console.
+    pub serial: Option<Arc<Serial>>,
+    /// Power, reset and sleep registers with the power button.
+    pub power: Arc<PowerRegisters>,
+}
+
+impl Devices {
+    /// Machine reset.
+    pub fn reset(&self) {
+        if let Some(serial) = &self.serial {
+            serial.reset();
+        }
+        self.power.reset();
+    }
+}
+
+fn open_disk(name: &str, disk: &description::Disk) -> Result<Block, Error> {
+    let config = BlockConfig {
+        format: match disk.format {
+            DiskFormat::Raw => ImageFormat::Raw,
+            DiskFormat::Qcow2 => ImageFormat::Qcow2,
+        },
+        read_only: disk.readonly,
+        serial: disk.serial.clone(),
+        queues: disk.queues,
+        direct: disk.direct,
+        ..BlockConfig::new(name, disk.path.clone())
+    };
+    Block::open(config).map_err(|error| Error::device(name, error))
+}
+
+fn open_net(name: &str, interface: &description::Net) -> Result<Net, Error> {
+    let config = NetConfig {
+        name: name.to_owned(),
+        backend: match &interface.backend {
+            NetBackend::Tap(ifname) => net::Backend::Tap { ifname: ifname.clone() },
+            NetBackend::Fd(number) => {
+                let fd = inherited::take(*number)
+                    .map_err(|source| Error::InheritedFd { number: *number, source })?;
+                net::Backend::TapFd(vec![fd])
+            }
+            NetBackend::User => net::Backend::User,
+        },
+        mac: Some(net::MacAddress(interface.mac.octets())),
+        queue_pairs: interface.queues,
+        mtu: interface.mtu,
+    };
+    Net::open(config).map_err(|error| Error::device(name, error))
+}
+
+/// INTx wires of the root bus end at IOAPIC pins.
+struct IntxPins {
+    controller: Arc<dyn InterruptController>,
+}
+
+impl pci::root::IntxSink for IntxPins {
+    fn set_gsi(&self, gsi: u32, asserted: bool) -> Result<(), pci::interrupt::InterruptError> {
+        self.controller.set_line(gsi, asserted).map_err(|source| pci::interrupt::InterruptError::Refused {
+            what: format!("drive interrupt pin {gsi} to {}", u8::from(asserted)),
+            source,
+        })
+    }
+}
+
+/// The ECAM window.
+struct Ecam(Arc<PciRoot>);
+
+impl BusDevice for Ecam {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        self.0.ecam_read(offset, data);
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        self.0.ecam_write(offset, data);
+    }
+}
+
+/// Ports 0xCF8 to 0xCFF.
+struct ConfigPorts(Arc<PciRoot>);
+
+impl BusDevice for ConfigPorts {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        self.0.ports_read(offset, data);
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        self.0.ports_write(offset, data);
+    }
+}

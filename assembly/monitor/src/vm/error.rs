@@ -1,0 +1,92 @@
+//! Why a VM could not be started, or had to be ended.
+
+use crate::sandbox::SandboxError;
+
+/// A VM could not be started, or had to be ended. The text says what was tried; the sources say why.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// /dev/kvm.
+    #[error(transparent)]
+    Host(#[from] machine::kvm::HostError),
+    /// The VM as KVM sees it.
+    #[error(transparent)]
+    Vm(#[from] machine::vm::VmError),
+    /// Guest RAM.
+    #[error(transparent)]
+    Memory(#[from] machine::memory::MemoryError),
+    /// Memslots.
+    #[error(transparent)]
+    Slot(#[from] machine::slots::SlotError),
+    /// vCPUs.
+    #[error(transparent)]
+    Vcpu(#[from] machine::vcpu::VcpuError),
+    /// Processor topology.
+    #[error(transparent)]
+    Topology(#[from] machine::x86::TopologyError),
+    /// Fixed addresses.
+    #[error(transparent)]
+    Bus(#[from] machine::bus::BusError),
+    /// Kernel, initrd, command line, ACPI tables.
+    #[error(transparent)]
+    Firmware(#[from] firmware::FirmwareError),
+    /// Kernel and initrd files.
+    #[error(transparent)]
+    Kernel(#[from] firmware::KernelError),
+    /// The serial console.
+    #[error(transparent)]
+    Console(#[from] platform_devices::console::ConsoleError),
+    /// The PCI bus.
+    #[error(transparent)]
+    Pci(#[from] pci::root::RootError),
+    /// A PCI function.
+    #[error(transparent)]
+    Function(#[from] pci::function::FunctionError),
+    /// A device could not be made.
+    #[error("Device {name} could not be set up")]
+    Device {
+        /// Its name.
+        name: String,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// The API.
+    #[error(transparent)]
+    Api(#[from] crate::api::ApiError),
+    /// Confinement.
+    #[error(transparent)]
+    Sandbox(#[from] SandboxError),
+    /// An interrupt controller or thread of this process.
+    #[error("The monitor could not {what}")]
+    Monitor {
+        /// What was tried.
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// `--net fd:N` without such a descriptor.
+    #[error(
+        "There is no open file descriptor {number} for the network device; open the tap in the parent process and let it be inherited"
+    )]
+    InheritedFd {
+        /// Its number.
+        number: i32,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The guest can't go on.
+    #[error("The guest can't go on: {0}")]
+    GuestFailed(String),
+    /// The description asks for a payload where a kernel is needed.
+    #[error("VM {0} is described as a payload guest, which has no devices and boots no kernel")]
+    NotLinux(String),
+}
+
+impl Error {
+    /// A device error with its source boxed.
+    pub fn device(name: &str, source: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self::Device { name: name.to_owned(), source: Box::new(source) }
+    }
+}

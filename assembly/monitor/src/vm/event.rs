@@ -1,0 +1,39 @@
+//! What wakes the main thread.
+
+use std::sync::mpsc::Sender;
+
+use machine::vcpu::VcpuEvent;
+use platform_devices::MachineEvent;
+
+/// Something the main thread acts on. Senders never wait.
+#[derive(Debug)]
+pub enum Event {
+    /// From a platform device.
+    Machine(MachineEvent),
+    /// From a vCPU thread.
+    Vcpu(VcpuEvent),
+    /// The API asks for a reset.
+    Reset,
+    /// The API asks to end the VM.
+    Stop,
+    /// A signal asks to end the VM.
+    Signal(i32),
+}
+
+/// Where events go; closed once the main thread has left its loop, and then nobody needs them.
+#[derive(Debug, Clone)]
+pub struct Events(Sender<Event>);
+
+impl Events {
+    /// Sends through `sender`.
+    pub fn new(sender: Sender<Event>) -> Self {
+        Self(sender)
+    }
+
+    /// Hands an event on. Dropped when the VM is ending already.
+    pub fn send(&self, event: Event) {
+        if self.0.send(event).is_err() {
+            tracing::debug!("an event came after the VM had ended");
+        }
+    }
+}

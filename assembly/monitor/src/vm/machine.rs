@@ -1,0 +1,308 @@
+//! The assembled machine: made once from a description, then run, paused, reset and taken apart.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use control_api::types::VmState;
+use firmware::MachineMap;
+use firmware::image::{Image, ImageFile};
+use machine::bus::AddressSpace;
+use machine::exits::RangeNames;
+use machine::interrupt::InterruptController;
+use machine::irqchip::{IrqchipOptions, KernelIrqchip};
+use machine::kvm::Host;
+use machine::memory::{GuestAddressSpace, GuestRam, HostNuma, NumaMode, PageSize, RamLayout, RamOptions};
+use machine::state::SavedInterruptController;
+use machine::vcpu::{VcpuConfig, VcpuManager, VcpuOptions, VcpuStart};
+use machine::vm::Vm;
+use machine::x86::{CpuTopology, guest_cpuid};
+use pci::root::PciRoot;
+
+use super::boot;
+use super::devices::{Devices, OpenedDevices};
+use super::error::Error;
+use super::event::{Event, Events};
+use super::threads;
+use crate::description::{BootProtocol, Guest, HugePages, LinuxBoot, VmDescription};
+use crate::sandbox::{Sandbox, ThreadKind};
+
+/// Files of the guest's kernel, kept open for resets: a sandboxed monitor can open nothing.
+struct BootFiles {
+    kernel: ImageFile,
+    initrds: Vec<ImageFile>,
+}
+
+/// Everything that was opened for a VM before the sandbox closed.
+pub struct Opened {
+    host: Host,
+    vm: Arc<Vm>,
+    boot: BootFiles,
+    devices: OpenedDevices,
+}
+
+impl Opened {
+    /// Opens KVM and every file, socket and interface that the description names.
+    pub fn new(description: &VmDescription, events: &Events) -> Result<Self, Error> {
+        let linux = linux(description)?;
+        let kernel = ImageFile::open(&linux.kernel, "kernel")?;
+        let initrds =
+            linux.initrd.iter().map(|path| ImageFile::open(path, "initrd")).collect::<Result<Vec<_>, _>>()?;
+        let host = Host::open()?;
+        let vm = host.create_vm()?;
+        let devices = OpenedDevices::new(description, events)?;
+        Ok(Self { host, vm, boot: BootFiles { kernel, initrds }, devices })
+    }
+}
+
+/// A machine with its guest. Thread-safe: the main thread and the API thread use it.
+pub struct Machine {
+    /// What was asked for.
+    pub description: VmDescription,
+    /// KVM's VM.
+    pub vm: Arc<Vm>,
+    /// vCPUs.
+    pub vcpus: VcpuManager,
+    /// Ports.
+    pub ports: Arc<AddressSpace>,
+    /// Memory-mapped I/O.
+    pub memory: Arc<AddressSpace>,
+    /// PCI bus.
+    pub root: Arc<PciRoot>,
+    /// Devices.
+    pub devices: Devices,
+    /// Where events go.
+    pub events: Events,
+    /// When the monitor started.
+    pub started: Instant,
+    ram: GuestRam,
+    topology: CpuTopology,
+    controller: Arc<dyn InterruptController>,
+    controller_at_start: SavedInterruptController,
+    map: MachineMap,
+    boot: BootFiles,
+    state: Mutex<VmState>,
+}
+
+impl Machine {
+    /// Assembles the machine, with its vCPUs paused before their first instruction.
+    pub fn assemble(
+        description: VmDescription,
+        opened: Opened,
+        events: Events,
+        sandbox: &Sandbox,
+        started: Instant,
+    ) -> Result<Self, Error> {
+        let Opened { host, vm, boot, devices } = opened;
+        let ram = allocate_ram(&description)?;
+        vm.slots().add_ram(&ram)?;
+
+        let irqchip = KernelIrqchip::create(&vm, IrqchipOptions { pit: false })?;
+        let controller: Arc<dyn InterruptController> = irqchip;
+        let controller_at_start = controller.save().map_err(|source| Error::Monitor {
+            what: "read the interrupt controllers' initial state",
+            source,
+        })?;
+
+        let names = RangeNames::new();
+        let ports = Arc::new(AddressSpace::ports(Arc::clone(&names)));
+        let memory = Arc::new(AddressSpace::memory(Arc::clone(&names)));
+
+        let topology = CpuTopology::packages(&vec![
+            u32::from(description.cpus.cores);
+            usize::from(description.cpus.sockets)
+        ])?;
+        let boot_cpuid = guest_cpuid(&host, &topology, 0)?;
+        let map = boot::machine_map(
+            &description,
+            ram.layout(),
+            &topology,
+            boot::physical_bits(&boot_cpuid),
+            devices.has_console(),
+        );
+
+        let (devices, root) = devices.plug(&vm, &ram, &controller, &ports, &memory, &map, sandbox)?;
+
+        let registers = load(&ram, &map, &boot, &description)?;
+        let mut configs = Vec::with_capacity(usize::from(description.cpus.count()));
+        for index in 0..topology.vcpus() {
+            let pin_to = description
+                .pinning
+                .get(usize::try_from(index).unwrap_or(usize::MAX))
+                .map(|list| list.iter().map(usize::from).collect())
+                .unwrap_or_default();
+            configs.push(VcpuConfig {
+                id: topology.apic_id(index),
+                cpuid: guest_cpuid(&host, &topology, index)?,
+                start: if index == 0 { registers.clone() } else { VcpuStart::WaitForSipi },
+                pin_to,
+            });
+        }
+        let vcpu_events = events.clone();
+        let vcpus = VcpuManager::start(
+            &vm,
+            configs,
+            VcpuOptions {
+                ports: Arc::clone(&ports),
+                memory: Arc::clone(&memory),
+                names,
+                on_event: Arc::new(move |event| vcpu_events.send(Event::Vcpu(event))),
+                exit_handler: None,
+                on_thread_start: Some(threads::hook(sandbox, ThreadKind::Vcpu)),
+            },
+        )?;
+
+        Ok(Self {
+            description,
+            vm,
+            vcpus,
+            ports,
+            memory,
+            root,
+            devices,
+            events,
+            started,
+            ram,
+            topology,
+            controller,
+            controller_at_start,
+            map,
+            boot,
+            state: Mutex::new(VmState::Starting),
+        })
+    }
+
+    /// What the machine is doing. Held while it changes, so that two changes never mix.
+    pub fn state(&self) -> MutexGuard<'_, VmState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// RAM, for the device tree.
+    pub fn ram(&self) -> &GuestRam {
+        &self.ram
+    }
+
+    /// Lets the vCPUs run their first instruction.
+    pub fn start(&self) -> Result<(), Error> {
+        let mut state = self.state();
+        self.vcpus.resume()?;
+        *state = VmState::Running;
+        Ok(())
+    }
+
+    /// vCPUs first, then devices: nothing is in flight afterwards.
+    pub fn pause(&self) -> Result<(), Error> {
+        let mut state = self.state();
+        if *state == VmState::Running {
+            self.vcpus.pause()?;
+            for (_, function) in self.root.functions() {
+                function.quiesce()?;
+            }
+            *state = VmState::Paused;
+        }
+        Ok(())
+    }
+
+    /// Devices first, then vCPUs.
+    pub fn resume(&self) -> Result<(), Error> {
+        let mut state = self.state();
+        if *state == VmState::Paused {
+            for (_, function) in self.root.functions() {
+                function.unquiesce()?;
+            }
+            self.vcpus.resume()?;
+            *state = VmState::Running;
+        }
+        Ok(())
+    }
+
+    /// Puts everything back to power-on state, loads the kernel again and runs it.
+    pub fn reset(&self) -> Result<(), Error> {
+        let mut state = self.state();
+        self.vcpus.pause()?;
+        if *state == VmState::Paused {
+            for (_, function) in self.root.functions() {
+                function.unquiesce()?;
+            }
+        }
+        self.root.reset()?;
+        self.devices.reset();
+        self.controller
+            .restore(&self.controller_at_start)
+            .map_err(|source| Error::Monitor { what: "reset the interrupt controllers", source })?;
+        let registers = load(&self.ram, &self.map, &self.boot, &self.description)?;
+        for index in (0..self.topology.vcpus()).rev() {
+            let start = if index == 0 { registers.clone() } else { VcpuStart::WaitForSipi };
+            self.vcpus.set_state(self.topology.apic_id(index), start)?;
+        }
+        self.vcpus.resume()?;
+        *state = VmState::Running;
+        Ok(())
+    }
+
+    /// Ends vCPUs and devices. What devices have acknowledged is on the disks' files before this returns.
+    pub fn end(&self) -> Result<(), Error> {
+        let mut state = self.state();
+        let devices_stand = *state == VmState::Paused;
+        *state = VmState::Stopping;
+        self.vcpus.stop()?;
+        if !devices_stand {
+            for (_, function) in self.root.functions() {
+                function.quiesce()?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The description's kernel.
+pub fn linux(description: &VmDescription) -> Result<&LinuxBoot, Error> {
+    match &description.guest {
+        Guest::Linux(linux) => Ok(linux),
+        Guest::Payload(_) => Err(Error::NotLinux(description.name.clone())),
+    }
+}
+
+fn load(
+    ram: &GuestRam,
+    map: &MachineMap,
+    files: &BootFiles,
+    description: &VmDescription,
+) -> Result<VcpuStart, Error> {
+    let linux = linux(description)?;
+    let initrds: Vec<&dyn Image> = files.initrds.iter().map(|file| file as &dyn Image).collect();
+    let boot_files = firmware::BootFiles {
+        kernel: &files.kernel,
+        initrds: &initrds,
+        command_line: &linux.cmdline,
+        protocol: match linux.protocol {
+            BootProtocol::Auto => firmware::BootProtocol::Auto,
+            BootProtocol::Pvh => firmware::BootProtocol::Pvh,
+            BootProtocol::Linux64 => firmware::BootProtocol::Linux64,
+        },
+    };
+    let space = ram.memory();
+    let loaded = firmware::prepare(&space.memory(), map, &boot_files)?;
+    tracing::debug!(?loaded, "kernel loaded");
+    Ok(VcpuStart::Registers(Box::new(boot::start_registers(&loaded.registers))))
+}
+
+fn allocate_ram(description: &VmDescription) -> Result<GuestRam, Error> {
+    let sizes: Vec<u64> = description.numa.iter().map(|node| node.memory).collect();
+    let layout = RamLayout::new(&sizes)?;
+    let options = RamOptions {
+        name: description.name.clone(),
+        pages: match description.memory.hugepages {
+            HugePages::None => PageSize::Base,
+            HugePages::Size2M => PageSize::Huge2M,
+            HugePages::Size1G => PageSize::Huge1G,
+        },
+        transparent_huge: description.memory.hugepages == HugePages::None,
+        numa: description
+            .numa
+            .iter()
+            .map(|node| node.host_node.map(|host| HostNuma { mode: NumaMode::Bind, nodes: vec![host] }))
+            .collect(),
+        prefault: false,
+    };
+    Ok(GuestRam::allocate(&layout, &options)?)
+}

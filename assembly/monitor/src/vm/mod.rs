@@ -1,0 +1,152 @@
+//! A VM from its description to its end.
+//!
+//! ```text
+//! description -> Opened (files, sockets, /dev/kvm) -> sandbox closes -> Machine (memory, devices, kernel, vCPUs)
+//!      -> running <-> paused ;  reset -> running ;  power off | stop | failure -> ended
+//! ```
+
+mod boot;
+mod control;
+mod devices;
+mod error;
+mod event;
+mod inherited;
+mod interrupts;
+mod machine;
+mod metrics;
+mod placer;
+mod threads;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::time::Instant;
+
+use ::machine::vcpu::VcpuEvent;
+use platform_devices::MachineEvent;
+
+pub use error::Error;
+
+use self::control::Control;
+use self::event::{Event, Events};
+use self::machine::{Machine, Opened};
+use crate::api::ApiListener;
+use crate::description::{OnReboot, VmDescription};
+use crate::sandbox::{Sandbox, ThreadKind};
+
+/// How a VM ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// The guest powered off.
+    PowerOff,
+    /// The guest rebooted, and the description says to end then.
+    Reboot,
+    /// The API, the console's user or a signal ended it.
+    Stopped,
+}
+
+/// Runs a VM to its end. `api_socket` is where its API listens; the socket file is removed afterwards.
+///
+/// # Errors
+///
+/// When it can't be started as described, or the guest can't go on.
+pub fn run(description: VmDescription, api_socket: PathBuf) -> Result<Outcome, Error> {
+    let started = Instant::now();
+    let (sender, receiver) = mpsc::channel();
+    let events = Events::new(sender);
+
+    let listener = ApiListener::bind(&api_socket)?;
+    let opened = Opened::new(&description, &events)?;
+    let sandbox = Sandbox::prepare(&description)?;
+    let confinement = sandbox.enter_process()?;
+
+    // From here on threads are made, and nothing is opened.
+    let signals = signals(&events)?;
+    let machine = Arc::new(Machine::assemble(description, opened, events.clone(), &sandbox, started)?);
+    let control = Arc::new(Control::new(Arc::clone(&machine), confinement));
+    let api_filter = sandbox.thread_filter(ThreadKind::Api);
+    let server = listener.serve(control, move || threads::confine(&api_filter))?;
+    machine.start()?;
+    sandbox.thread_filter(ThreadKind::Main).apply()?;
+
+    let result = wait(&machine, &receiver);
+    let ended = machine.end();
+    server.stop();
+    signals.close();
+    let outcome = result?;
+    ended?;
+    Ok(outcome)
+}
+
+/// Acts on events until one of them ends the VM.
+fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Error> {
+    loop {
+        // `machine` holds a sender, so the channel can't close.
+        let Ok(event) = events.recv() else { return Ok(Outcome::Stopped) };
+        match event {
+            Event::Machine(MachineEvent::PowerOff) => {
+                tracing::info!("the guest powered off");
+                return Ok(Outcome::PowerOff);
+            }
+            Event::Stop | Event::Machine(MachineEvent::ConsoleQuit) => return Ok(Outcome::Stopped),
+            Event::Signal(signal) => {
+                tracing::info!(signal, "ended by a signal");
+                return Ok(Outcome::Stopped);
+            }
+            Event::Machine(MachineEvent::Reset(_)) | Event::Vcpu(VcpuEvent::Shutdown { .. })
+                if machine.description.on_reboot == OnReboot::Stop =>
+            {
+                tracing::info!(?event, "the guest rebooted");
+                return Ok(Outcome::Reboot);
+            }
+            Event::Reset
+            | Event::Machine(MachineEvent::Reset(_))
+            | Event::Vcpu(VcpuEvent::Shutdown { .. }) => {
+                tracing::info!(?event, "resetting the machine");
+                machine.reset()?;
+                // Requests of the guest that was: each of its vCPUs may have asked.
+                while let Ok(stale) = events.try_recv() {
+                    match stale {
+                        Event::Stop | Event::Machine(MachineEvent::ConsoleQuit) | Event::Signal(_) => {
+                            return Ok(Outcome::Stopped);
+                        }
+                        other => tracing::debug!(?other, "dropped with the reset"),
+                    }
+                }
+            }
+            Event::Vcpu(event) => return Err(Error::GuestFailed(describe(&event))),
+        }
+    }
+}
+
+fn describe(event: &VcpuEvent) -> String {
+    match event {
+        VcpuEvent::Failed { vcpu, what } => format!("vCPU {vcpu}: {what}"),
+        VcpuEvent::Panicked { vcpu, what } => format!("the monitor's thread of vCPU {vcpu} panicked: {what}"),
+        VcpuEvent::Halted { vcpu } => {
+            format!("vCPU {vcpu} halted without an interrupt controller to wake it")
+        }
+        VcpuEvent::SystemEvent { vcpu, kind } => format!("vCPU {vcpu} reported system event {kind}"),
+        VcpuEvent::Shutdown { vcpu, .. } => format!("vCPU {vcpu} shut down"),
+        VcpuEvent::Stopped { vcpu } => format!("vCPU {vcpu} stopped"),
+    }
+}
+
+/// SIGINT, SIGTERM and SIGHUP end the VM in order.
+fn signals(events: &Events) -> Result<signal_hook::iterator::Handle, Error> {
+    use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+
+    let failed = |source| Error::Monitor { what: "listen to signals", source };
+    let mut signals = signal_hook::iterator::Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(failed)?;
+    let handle = signals.handle();
+    let events = events.clone();
+    std::thread::Builder::new()
+        .name("signals".to_owned())
+        .spawn(move || {
+            for signal in signals.forever() {
+                events.send(Event::Signal(signal));
+            }
+        })
+        .map_err(failed)?;
+    Ok(handle)
+}

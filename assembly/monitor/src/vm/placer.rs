@@ -1,0 +1,153 @@
+//! Puts BARs where the guest wants them: on the I/O or memory bus, doorbells as ioeventfds, mapped ranges
+//! as memslots.
+
+use std::collections::HashMap;
+use std::os::fd::AsFd;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use machine::bus::{AddressSpace, BusDevice};
+use machine::slots::{HostMapping, SlotId};
+use machine::vm::{IoEvent, IoSpace, Vm};
+use pci::function::{BarKind, BarLayout, BarPlacer, PciFunction, PlaceError};
+
+/// Places BARs of one machine.
+pub struct MachinePlacer {
+    vm: Arc<Vm>,
+    ports: Arc<AddressSpace>,
+    memory: Arc<AddressSpace>,
+    placed: Mutex<HashMap<(String, u8), Placed>>,
+}
+
+/// What a placed BAR holds.
+#[derive(Default)]
+struct Placed {
+    slots: Vec<SlotId>,
+    events: Vec<IoEvent>,
+    on_bus: bool,
+}
+
+impl MachinePlacer {
+    /// For one machine.
+    pub fn new(vm: Arc<Vm>, ports: Arc<AddressSpace>, memory: Arc<AddressSpace>) -> Self {
+        Self { vm, ports, memory, placed: Mutex::new(HashMap::new()) }
+    }
+
+    fn bus(&self, kind: BarKind) -> (&AddressSpace, IoSpace) {
+        match kind {
+            BarKind::Io => (&self.ports, IoSpace::Port),
+            BarKind::Memory32 | BarKind::Memory64 => (&self.memory, IoSpace::Memory),
+        }
+    }
+
+    fn attach(
+        &self,
+        function: &Arc<dyn PciFunction>,
+        bar: BarLayout,
+        address: u64,
+        placed: &mut Placed,
+    ) -> Result<(), String> {
+        let name = format!("{} BAR {}", function.name(), bar.index);
+        let (bus, space) = self.bus(bar.kind);
+        let device = Arc::new(BarRange { function: Arc::clone(function), bar: bar.index });
+        bus.insert(address, bar.size, &name, device).map_err(|error| describe(&error))?;
+        placed.on_bus = true;
+        for doorbell in function.doorbells().into_iter().filter(|doorbell| doorbell.bar == bar.index) {
+            let event = IoEvent {
+                space,
+                address: address
+                    .checked_add(doorbell.offset)
+                    .ok_or("a doorbell lies beyond the address space")?,
+                width: doorbell.width,
+                datamatch: doorbell.datamatch,
+                fd: doorbell.fd,
+            };
+            self.vm.add_ioevent(&event).map_err(|error| describe(&error))?;
+            placed.events.push(event);
+        }
+        for mapping in function.mappings().into_iter().filter(|mapping| mapping.bar == bar.index) {
+            let at =
+                address.checked_add(mapping.offset).ok_or("a mapped range lies beyond the address space")?;
+            let host = HostMapping::new(&name, mapping.fd.as_fd(), mapping.fd_offset, mapping.len, true)
+                .map_err(|error| describe(&error))?;
+            let slot =
+                self.vm.slots().add(&name, at, host, mapping.read_only).map_err(|error| describe(&error))?;
+            placed.slots.push(slot);
+        }
+        Ok(())
+    }
+
+    /// Takes back all that `attach` did, as far as it came. The first failure is reported, the rest still happens.
+    fn detach(&self, bar: BarLayout, address: u64, placed: &Placed) -> Result<(), String> {
+        let mut first = Ok(());
+        let mut note = |result: Result<(), String>| {
+            if first.is_ok() {
+                first = result;
+            }
+        };
+        for slot in &placed.slots {
+            note(self.vm.slots().remove(*slot).map_err(|error| describe(&error)));
+        }
+        for event in &placed.events {
+            note(self.vm.remove_ioevent(event).map_err(|error| describe(&error)));
+        }
+        if placed.on_bus {
+            note(self.bus(bar.kind).0.remove(address, bar.size).map_err(|error| describe(&error)));
+        }
+        first
+    }
+}
+
+impl BarPlacer for MachinePlacer {
+    fn place(&self, function: &Arc<dyn PciFunction>, bar: BarLayout, address: u64) -> Result<(), PlaceError> {
+        let mut table = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut placed = Placed::default();
+        if let Err(reason) = self.attach(function, bar, address, &mut placed) {
+            let reason = match self.detach(bar, address, &placed) {
+                Ok(()) => reason,
+                Err(also) => format!("{reason}; taking it back failed as well: {also}"),
+            };
+            return Err(place_error(function, bar, address, reason));
+        }
+        table.insert((function.name().to_owned(), bar.index), placed);
+        Ok(())
+    }
+
+    fn unplace(
+        &self,
+        function: &Arc<dyn PciFunction>,
+        bar: BarLayout,
+        address: u64,
+    ) -> Result<(), PlaceError> {
+        let mut table = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
+        let placed = table
+            .remove(&(function.name().to_owned(), bar.index))
+            .ok_or_else(|| place_error(function, bar, address, "it is not placed".to_owned()))?;
+        self.detach(bar, address, &placed).map_err(|reason| place_error(function, bar, address, reason))
+    }
+}
+
+fn place_error(function: &Arc<dyn PciFunction>, bar: BarLayout, address: u64, reason: String) -> PlaceError {
+    PlaceError { name: function.name().to_owned(), bar: bar.index, address, reason }
+}
+
+/// An error and what it was caused by, in one line: [`PlaceError`] holds text, not a source.
+fn describe(error: &dyn std::error::Error) -> String {
+    let sources = std::iter::successors(error.source(), |error| error.source());
+    std::iter::once(error.to_string()).chain(sources.map(ToString::to_string)).collect::<Vec<_>>().join(": ")
+}
+
+/// A BAR as a device on a bus.
+struct BarRange {
+    function: Arc<dyn PciFunction>,
+    bar: u8,
+}
+
+impl BusDevice for BarRange {
+    fn read(&self, offset: u64, data: &mut [u8]) {
+        self.function.bar_read(self.bar, offset, data);
+    }
+
+    fn write(&self, offset: u64, data: &[u8]) {
+        self.function.bar_write(self.bar, offset, data);
+    }
+}

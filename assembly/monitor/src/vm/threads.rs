@@ -1,0 +1,63 @@
+//! Seccomp filters for threads that others make: each hook runs first thing on the new thread.
+
+use std::io;
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
+
+use virtio_devices::transport::DeviceThreads;
+
+use crate::sandbox::{Sandbox, ThreadFilter, ThreadKind};
+
+/// Runs on a new thread before anything else.
+pub type ThreadHook = Arc<dyn Fn() + Send + Sync>;
+
+/// The hook for a kind of thread.
+pub fn hook(sandbox: &Sandbox, kind: ThreadKind) -> ThreadHook {
+    let filter = sandbox.thread_filter(kind);
+    Arc::new(move || confine(&filter))
+}
+
+/// Confines the calling thread. A thread that can't be confined must not run: the process ends.
+pub fn confine(filter: &ThreadFilter) {
+    if let Err(error) = filter.apply() {
+        tracing::error!(error = &error as &dyn std::error::Error, "A thread can't be confined; ending");
+        std::process::exit(1);
+    }
+}
+
+/// A job for the device-thread maker.
+type Job = Box<dyn FnOnce() + Send>;
+
+/// The thread on which devices are activated, so that their threads inherit its filter and not a vCPU's.
+/// It ends when this is dropped.
+pub struct DeviceThreadMaker {
+    jobs: Mutex<mpsc::Sender<(Job, mpsc::SyncSender<()>)>>,
+}
+
+impl DeviceThreadMaker {
+    /// Starts it, confined by `filter`.
+    pub fn start(filter: ThreadFilter) -> io::Result<Self> {
+        let (jobs, queue) = mpsc::channel::<(Job, mpsc::SyncSender<()>)>();
+        std::thread::Builder::new().name("devices".to_owned()).spawn(move || {
+            confine(&filter);
+            for (job, done) in queue {
+                // A device that panics while it starts is reported by whoever waits for its answer.
+                if std::panic::catch_unwind(std::panic::AssertUnwindSafe(job)).is_err() {
+                    tracing::error!("A device panicked while it started; this is a bug");
+                }
+                let _ = done.send(());
+            }
+        })?;
+        Ok(Self { jobs: Mutex::new(jobs) })
+    }
+}
+
+impl DeviceThreads for DeviceThreadMaker {
+    fn run(&self, job: Job) {
+        let (done, finished) = mpsc::sync_channel(1);
+        let sent = self.jobs.lock().unwrap_or_else(PoisonError::into_inner).send((job, done));
+        if sent.is_ok() {
+            // An error means that the thread has ended, and the job with it.
+            let _ = finished.recv();
+        }
+    }
+}
