@@ -20,7 +20,7 @@ pub trait MsiRoute: Send + Sync {
     fn set(&self, message: Option<MsiMessage>) -> std::io::Result<()>;
     /// Sends it now; nothing happens while masked.
     fn trigger(&self) -> std::io::Result<()>;
-    /// The eventfd that sends it, where the controller listens to one.
+    /// The eventfd that sends it, where the controller listens to one (and the process has a descriptor left for it).
     fn eventfd(&self) -> Option<BorrowedFd<'_>>;
 }
 

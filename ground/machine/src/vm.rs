@@ -21,6 +21,10 @@ pub const TSS_ADDRESS: u64 = 0xfffb_d000;
 /// Where KVM on Intel keeps its identity map (one page).
 pub const IDENTITY_MAP_ADDRESS: u64 = 0xfffb_c000;
 
+/// Hyper-V's MSRs. Guests aren't offered Hyper-V's interfaces, so KVM refuses them these; for itself it lists them, and
+/// some are counters that run by themselves.
+const HYPERV_MSRS: std::ops::RangeInclusive<u32> = 0x4000_0000..=0x4000_01ff;
+
 /// KVM refused something about a VM.
 #[derive(Debug, thiserror::Error)]
 pub enum VmError {
@@ -161,7 +165,10 @@ impl Vm {
             .get_msr_index_list()
             .map_err(|e| VmError::refused("list the MSRs of a vCPU", errno(e)))?
             .as_slice()
-            .to_vec();
+            .iter()
+            .copied()
+            .filter(|index| !HYPERV_MSRS.contains(index))
+            .collect();
         let number = |cap| usize::try_from(fd.check_extension_int(cap)).unwrap_or(0);
         let (irq_routes, xsave, memslots) =
             (number(Cap::IrqRouting), number(Cap::Xsave2), number(Cap::NrMemslots));
