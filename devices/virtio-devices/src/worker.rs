@@ -285,3 +285,75 @@ fn panic_text(panic: &(dyn Any + Send)) -> &str {
         .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
         .unwrap_or("no text")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::MockInterrupt;
+
+    fn interrupt() -> (Arc<MockInterrupt>, Arc<dyn VirtioInterrupt>) {
+        let mock = MockInterrupt::new();
+        (Arc::clone(&mock), mock)
+    }
+
+    #[test]
+    fn a_panic_fails_the_device_and_the_state_comes_back() {
+        let (mock, interrupt) = interrupt();
+        let worker = Worker::spawn("test", interrupt, vec![1], |state: &mut Vec<i32>, _| {
+            state.push(2);
+            panic!("on purpose");
+        })
+        .unwrap();
+        let reason = mock.wait_failure().unwrap();
+        assert!(reason.contains("on purpose"), "{reason}");
+        assert_eq!(worker.stop(), Some(vec![1, 2]));
+    }
+
+    #[test]
+    fn an_error_fails_the_device_with_its_text() {
+        let (mock, interrupt) = interrupt();
+        let worker = Worker::spawn("test", interrupt, (), |(), _| Err("the ring is broken".to_owned())).unwrap();
+        assert_eq!(mock.wait_failure().as_deref(), Some("the ring is broken"));
+        assert_eq!(worker.stop(), Some(()));
+    }
+
+    #[test]
+    fn a_stop_wakes_a_sleeping_thread_and_is_no_failure() {
+        let (mock, interrupt) = interrupt();
+        let worker = Worker::spawn("test", interrupt, 0, |wakes: &mut i32, poller| {
+            let mut ready = Vec::new();
+            while poller.wait(&mut ready, None).map_err(|error| error.to_string())? != Wake::Stop {
+                *wakes += 1;
+            }
+            assert!(poller.stopping());
+            Ok(())
+        })
+        .unwrap();
+        std::thread::sleep(Duration::from_millis(20));
+        assert_eq!(worker.stop(), Some(0));
+        assert_eq!(mock.failure(), None);
+    }
+
+    #[test]
+    fn events_come_with_their_tokens_and_time_runs_out_without_any() {
+        let stop = Arc::new(Stop { asked: AtomicBool::new(false), event: new_event().unwrap() });
+        let poller = Poller::new(stop).unwrap();
+        let (first, second) = (new_event().unwrap(), new_event().unwrap());
+        poller.add(&first, 7, Interest::READ).unwrap();
+        poller.add(&second, 8, Interest::NONE).unwrap();
+        let mut ready = Vec::new();
+        poller.wait(&mut ready, Some(Duration::from_millis(1))).unwrap();
+        assert!(ready.is_empty());
+        signal(&first);
+        signal(&second);
+        poller.wait(&mut ready, None).unwrap();
+        assert_eq!(ready.iter().map(|event| event.token).collect::<Vec<_>>(), [7]);
+        assert!(take(&first) && !take(&first));
+        poller.modify(&second, 8, Interest::READ).unwrap();
+        poller.wait(&mut ready, None).unwrap();
+        assert_eq!(ready.iter().map(|event| event.token).collect::<Vec<_>>(), [8]);
+        poller.remove(&second).unwrap();
+        poller.wait(&mut ready, Some(Duration::ZERO)).unwrap();
+        assert!(ready.is_empty());
+    }
+}

@@ -13,6 +13,8 @@ mod image;
 pub mod request;
 mod sync;
 mod task;
+#[cfg(test)]
+mod tests;
 mod uring;
 pub mod worker;
 

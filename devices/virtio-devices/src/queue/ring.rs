@@ -67,9 +67,9 @@ impl Ring {
         let _ = rustix::io::read(&*self.active.kick, &mut [0u8; 8]);
     }
 
-    /// Gives the queue back with its positions; nothing may be in flight.
+    /// Gives the queue back with its positions. Nothing may be in flight, unless the device has failed: what is, stays
+    /// unanswered.
     pub fn into_active(self) -> ActiveQueue {
-        debug_assert_eq!(self.in_flight, 0, "chains of queue {} are in flight", self.active.index);
         self.active
     }
 

@@ -1,0 +1,213 @@
+//! What can be attached, and what is refused with which sentence.
+
+use std::path::Path;
+
+use imago::{DenyImplicitOpenGate, FormatAccess, FormatCreateBuilder, FormatDriverBuilder, Storage};
+
+use super::*;
+use crate::block::{BlockError, ImageFormat};
+use crate::device::VirtioDevice;
+
+fn file(path: &Path, size: u64) {
+    std::fs::File::create(path).unwrap().set_len(size).unwrap();
+}
+
+fn refused(config: BlockConfig) -> BlockError {
+    let error = Block::open(config).err().expect("refused");
+    let text = error.to_string();
+    assert!(text.starts_with("Disk") || text.starts_with("Serial") || text.starts_with("Saved"), "{text}");
+    error
+}
+
+#[test]
+fn what_is_no_disk_is_refused_with_a_sentence() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = |name: &str| directory.path().join(name);
+    file(&path("odd"), 1000);
+    file(&path("empty"), 0);
+    rustix::fs::mknodat(rustix::fs::CWD, path("pipe"), rustix::fs::FileType::Fifo, 0o600.into(), 0).unwrap();
+    let open = |name: &str| refused(BlockConfig::new("disk0", path(name)));
+    assert!(matches!(open("missing"), BlockError::Missing { .. }));
+    assert!(matches!(open("."), BlockError::WrongKind { kind: "directory", .. }));
+    assert!(matches!(open("pipe"), BlockError::WrongKind { kind: "pipe or socket", .. }));
+    assert!(matches!(open("odd"), BlockError::Size { size: 1000, unit: 512, .. }));
+    assert!(matches!(open("empty"), BlockError::Size { size: 0, .. }));
+    assert!(matches!(open("odd/below"), BlockError::Host { .. }));
+    let mut config = BlockConfig::new("disk0", "/dev/null");
+    config.read_only = true;
+    assert!(matches!(refused(config), BlockError::WrongKind { kind: "character device", .. }));
+}
+
+#[test]
+fn wishes_that_cannot_be_are_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.raw");
+    file(&path, MIB);
+    let config = |change: fn(&mut BlockConfig)| {
+        let mut config = BlockConfig::new("disk0", &path);
+        change(&mut config);
+        config
+    };
+    assert!(matches!(refused(config(|c| c.queues = 0)), BlockError::Queues { .. }));
+    assert!(matches!(refused(config(|c| c.queues = 65)), BlockError::Queues { .. }));
+    for serial in ["", "123456789012345678901", "tab\t", "ünï"] {
+        let mut config = config(|_| {});
+        config.serial = Some(serial.to_owned());
+        assert!(matches!(refused(config), BlockError::Serial { .. }), "{serial:?}");
+    }
+    assert!(matches!(refused(config(|c| c.format = ImageFormat::Qcow2)), BlockError::NotQcow2 { .. }));
+}
+
+/// Two monitors can't write one image, nor one write what the other reads; two may read.
+#[test]
+fn images_are_locked_against_a_second_writer() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.raw");
+    file(&path, MIB);
+    let config = |read_only: bool| {
+        let mut config = BlockConfig::new("disk0", &path);
+        config.read_only = read_only;
+        config
+    };
+    let writer = Block::open(config(false)).unwrap();
+    assert_eq!(writer.inspect()["locked"], true);
+    assert!(matches!(refused(config(false)), BlockError::Locked { .. }));
+    assert!(matches!(refused(config(true)), BlockError::Locked { .. }));
+    drop(writer);
+    let first = Block::open(config(true)).unwrap();
+    let second = Block::open(config(true)).unwrap();
+    assert!(matches!(refused(config(false)), BlockError::Locked { .. }));
+    drop((first, second));
+    Block::open(config(false)).unwrap();
+}
+
+/// Makes a qcow2 image with `data` at the start of its second megabyte.
+fn qcow2(path: &Path, size: u64, data: &[u8], backing: bool) {
+    file(path, 0);
+    let storage =
+        imago::file::File::open(imago::StorageOpenOptions::new().filename(path).write(true)).unwrap();
+    let mut builder = imago::qcow2::Qcow2::<imago::file::File>::create_builder(storage).size(size);
+    if backing {
+        builder = builder.backing("/etc/passwd".to_owned(), "raw".to_owned());
+    }
+    builder.create().unwrap();
+    if !data.is_empty() {
+        let options = imago::StorageOpenOptions::new().filename(path).write(true);
+        let storage = imago::file::File::open(options).unwrap();
+        let image = imago::qcow2::Qcow2::<imago::file::File>::builder(storage)
+            .write(true)
+            .open(DenyImplicitOpenGate::default())
+            .unwrap();
+        let image = FormatAccess::new(image);
+        image.write(data, MIB).unwrap();
+        image.flush().unwrap();
+    }
+}
+
+#[test]
+fn qcow2_is_read_and_never_written() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.qcow2");
+    let data: Vec<u8> = (0..200_000u32 / 512 * 512).map(|i| (i % 253) as u8).collect();
+    qcow2(&path, 64 * MIB, &data, false);
+    assert!(matches!(refused(BlockConfig::new("disk0", &path)), BlockError::Qcow2Writable { .. }));
+    let mut config = BlockConfig::new("disk0", &path);
+    config.read_only = true;
+    let block = Block::open(config.clone()).unwrap();
+    assert_eq!(block.inspect()["format"], "qcow2");
+    assert_eq!(block.inspect()["bytes"], 64 * MIB);
+    let mut bench = Bench::new(&block);
+    assert_eq!(bench.read(MIB / 512, data.len()), (OK, data));
+    assert_eq!(bench.read(0, 4096), (OK, vec![0; 4096]));
+    assert_eq!(bench.read(64 * MIB / 512 - 1, 512), (OK, vec![0; 512]));
+    assert_eq!(bench.write(0, &[1; 512]), IOERR);
+    assert_eq!(bench.request(FLUSH, 0, &[]), OK);
+    // As raw, the same file is its header.
+    config.format = ImageFormat::Raw;
+    let raw = Block::open(config).unwrap();
+    assert_eq!(Bench::new(&raw).read(0, 512).1[..4], *b"QFI\xfb");
+}
+
+/// A guest that writes a qcow2 header into its raw disk can't make the next start read another file.
+#[test]
+fn files_that_a_header_names_are_never_opened() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.qcow2");
+    qcow2(&path, 4 * MIB, &[], true);
+    let mut config = BlockConfig::new("disk0", &path);
+    config.read_only = true;
+    let error = refused(config);
+    assert!(matches!(&error, BlockError::Qcow2References { other, .. } if other == "/etc/passwd"), "{error}");
+}
+
+/// Truncated and bit-flipped images end in an error, or in a disk that answers every read with a status.
+#[test]
+fn damaged_qcow2_images_are_survived() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.qcow2");
+    qcow2(&path, 4 * MIB, &[7; 4096], false);
+    let whole = std::fs::read(&path).unwrap();
+    let damaged = directory.path().join("damaged.qcow2");
+    let mut noise = 0x9E37_79B9_7F4A_7C15u64;
+    for round in 0..300usize {
+        let mut bytes = whole.clone();
+        if round % 3 == 0 {
+            bytes.truncate(whole.len() * round / 300);
+        } else {
+            for _ in 0..=round % 4 {
+                noise ^= noise << 13;
+                noise ^= noise >> 7;
+                noise ^= noise << 17;
+                // Mostly in the header.
+                let at = if round % 2 == 0 { noise as usize % 112 } else { noise as usize % bytes.len() };
+                bytes[at] ^= 1 << (noise >> 60 & 7);
+            }
+        }
+        std::fs::write(&damaged, &bytes).unwrap();
+        let mut config = BlockConfig::new("disk0", &damaged);
+        config.read_only = true;
+        if let Ok(block) = Block::open(config) {
+            let mut bench = Bench::new(&block);
+            for sector in [0, 2048, 4000] {
+                let (status, _) = bench.read(sector, 512);
+                assert!(status == OK || status == IOERR);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_saved_disk_is_restored_over_the_same_image_only() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.raw");
+    file(&path, MIB);
+    let config = BlockConfig::new("disk0", &path);
+    let saved = Block::open(config.clone()).unwrap().save().unwrap();
+    let block = Block::restore(config.clone(), &saved).unwrap();
+    assert_eq!(block.save().unwrap(), saved);
+    drop(block);
+    let mut more = config.clone();
+    more.queues = 2;
+    assert!(matches!(Block::restore(more, &saved), Err(BlockError::Restore { .. })));
+    file(&path, 2 * MIB);
+    let error = Block::restore(config, &saved).err().unwrap().to_string();
+    assert!(error.contains("2048 sectors"), "{error}");
+}
+
+#[test]
+fn configuration_space_says_what_the_disk_is() {
+    let block = disk(8 * MIB, |config| config.queues = 3);
+    let read = |offset: u64, len: usize| {
+        let mut data = vec![0; len];
+        block.config_read(offset, &mut data);
+        data
+    };
+    assert_eq!(read(0, 8), (16384u64).to_le_bytes());
+    assert_eq!(read(12, 4), 254u32.to_le_bytes());
+    assert_eq!(read(20, 4), 512u32.to_le_bytes());
+    assert_eq!(read(32, 1), [1]);
+    assert_eq!(read(34, 2), 3u16.to_le_bytes());
+    assert_eq!(read(56, 1), [1]);
+    assert_eq!(read(60, 8), [0; 8]);
+    assert_eq!(read(u64::MAX, 4), [0; 4]);
+}
