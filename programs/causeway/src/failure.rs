@@ -68,7 +68,12 @@ fn print_error(text: &str) {
 /// would only hang.
 pub fn install_panic_hook() {
     std::panic::set_hook(Box::new(|info| {
-        let what = info.payload_as_str().unwrap_or("no message");
+        let payload = info.payload();
+        let what = match (payload.downcast_ref::<&str>(), payload.downcast_ref::<String>()) {
+            (Some(text), _) => text,
+            (None, Some(text)) => text.as_str(),
+            (None, None) => "no message",
+        };
         let place = info.location().map(|at| format!("{}:{}", at.file(), at.line())).unwrap_or_default();
         let thread = std::thread::current();
         let name = thread.name().unwrap_or("unnamed");

@@ -196,7 +196,7 @@ impl Sandbox {
                 }
             }
         };
-        tracing::info!(seccomp = report.seccomp, landlock = report.landlock, "Sandbox {:?}", report.mode);
+        tracing::info!(mode = ?report.mode, seccomp = report.seccomp, landlock = report.landlock, "Sandbox");
         Ok(report)
     }
 

@@ -45,6 +45,10 @@ const IOCTLS: &[(u64, u64)] = &[
 const PRCTLS: &[libc::c_int] =
     &[libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_NO_NEW_PRIVS, libc::PR_SET_VMA];
 
+/// fcntl operations: flags of a descriptor and of its file, copies of descriptors.
+const FCNTLS: &[libc::c_int] =
+    &[libc::F_GETFD, libc::F_SETFD, libc::F_GETFL, libc::F_SETFL, libc::F_DUPFD_CLOEXEC];
+
 const PROT_EXEC: u64 = 4;
 /// `CLONE_THREAD` of linux/sched.h.
 const CLONE_THREAD: u64 = 0x1_0000;
@@ -94,21 +98,23 @@ fn compare(argument: u8, mask: u64, value: u64) -> Result<SeccompRule, BackendEr
     SeccompRule::new(vec![SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value)?])
 }
 
+fn operation_is(argument: u8, operation: libc::c_int) -> Result<SeccompRule, BackendError> {
+    compare(argument, u64::MAX, u64::from(operation.cast_unsigned()))
+}
+
 /// What the arguments of a call must be; no rules: anything.
 fn rules(syscall: i64) -> Result<Vec<SeccompRule>, BackendError> {
     match syscall {
         libc::SYS_ioctl => IOCTLS.iter().map(|(mask, request)| compare(1, *mask, *request)).collect(),
-        libc::SYS_prctl => PRCTLS
-            .iter()
-            .map(|operation| compare(0, u64::MAX, u64::from(operation.cast_unsigned())))
-            .collect(),
+        libc::SYS_prctl => PRCTLS.iter().map(|operation| operation_is(0, *operation)).collect(),
+        libc::SYS_fcntl => FCNTLS.iter().map(|operation| operation_is(1, *operation)).collect(),
         libc::SYS_seccomp => Ok(vec![compare(0, u64::MAX, SECCOMP_SET_MODE_FILTER)?]),
         // Memory never becomes executable.
         libc::SYS_mmap | libc::SYS_mprotect => Ok(vec![compare(2, PROT_EXEC, 0)?]),
         // Threads, never processes.
         libc::SYS_clone => Ok(vec![compare(0, CLONE_THREAD, CLONE_THREAD)?]),
         // No network; a vsock device connects to Unix sockets.
-        libc::SYS_socket => Ok(vec![compare(0, u64::MAX, u64::from(libc::AF_UNIX.cast_unsigned()))?]),
+        libc::SYS_socket => Ok(vec![operation_is(0, libc::AF_UNIX)?]),
         // Signals to our own threads only.
         libc::SYS_tgkill => Ok(vec![compare(0, u64::MAX, u64::from(std::process::id()))?]),
         _ => Ok(Vec::new()),
