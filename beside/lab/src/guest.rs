@@ -153,7 +153,7 @@ impl GuestSpec {
         match vmm {
             Vmm::Causeway => {
                 add(format!("exec causeway run --name {} --kernel {kernel} --initrd {initrd} --cmdline '{words}'", self.name));
-                add(format!("--cpus {} --memory {}M --console stdio --api-socket {}", self.cpus, self.memory_mib, self.socket()));
+                add(format!("--cpus {} --memory {}M --console stdio", self.cpus, self.memory_mib));
                 for d in &self.disks {
                     add(format!("--disk path={}{}", d.path, if d.readonly { ",readonly" } else { "" }));
                 }
@@ -162,6 +162,9 @@ impl GuestSpec {
                 }
                 for e in &self.extra {
                     add(e.clone());
+                }
+                if let Ok(more) = std::env::var("LAB_CAUSEWAY_ARGS") {
+                    add(more);
                 }
             }
             Vmm::QemuMicrovm | Vmm::QemuQ35 => {
@@ -183,11 +186,6 @@ impl GuestSpec {
             }
         }
         c.trim_end().to_owned()
-    }
-
-    /// Where its monitor's API listens.
-    pub fn socket(&self) -> String {
-        format!("/tmp/{}.sock", self.name)
     }
 }
 
@@ -231,7 +229,7 @@ impl Guest {
             host.sh(prepare.trim_end_matches(" && "))?;
         }
         let name = format!("guest {} ({}, {} vCPU) under {}", spec.name, spec.kernel, spec.cpus, vmm.name());
-        let session = host.spawn(&name, &format!("rm -f {}; {}", spec.socket(), spec.command(vmm, &initrd)))?;
+        let session = host.spawn(&name, &spec.command(vmm, &initrd))?;
         Ok(Guest { spec: spec.clone(), vmm, session })
     }
 

@@ -171,9 +171,15 @@ impl Host {
         }
     }
 
+    /// How the emulator ended, when it has: a host that resets ends it too.
+    fn emulator_ended(&self) -> Option<String> {
+        let mut child = self.child.lock().ok()?;
+        child.try_wait().ok()?.map(|s| s.to_string())
+    }
+
     /// Whether the host still answers. When it doesn't, what hangs is the emulator or the host's kernel, not what runs on it.
     pub fn answers(&self) -> bool {
-        self.channel.ping(Duration::from_secs(20))
+        self.emulator_ended().is_none() && self.channel.ping(Duration::from_secs(20))
     }
 
     /// Adds who is to blame to the error of something that took too long.
@@ -197,7 +203,8 @@ impl Host {
                 Err(e) => text.push_str(&format!("--- host {} can't be looked at: {e:#} ---\n", self.name)),
             }
         } else {
-            text.push_str(&format!("--- host {} DOES NOT ANSWER: the emulator or its kernel hangs ---\n", self.name));
+            let how = self.emulator_ended().map_or_else(|| "the emulator or the emulated kernel hangs".to_owned(), |s| format!("the emulator ended with {s}"));
+            text.push_str(&format!("--- host {} DOES NOT ANSWER: {how} ---\n", self.name));
         }
         if let Ok(consoles) = self.consoles.lock() {
             for c in consoles.iter() {

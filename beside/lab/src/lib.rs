@@ -11,6 +11,7 @@ mod host;
 pub mod image;
 mod kernel;
 mod lab;
+pub mod measure;
 pub mod paths;
 pub mod protocol;
 mod qemu;

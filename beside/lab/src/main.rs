@@ -81,6 +81,14 @@ enum Verb {
         /// The last record that was acknowledged.
         last: u64,
     },
+    /// Memory and KVM counters of a monitor (inside a host).
+    #[command(hide = true)]
+    Measure {
+        /// The monitor's process.
+        pid: u32,
+        /// Its guest's RAM in MiB.
+        ram_mib: u64,
+    },
     /// Run the scenario of that name.
     #[command(external_subcommand)]
     Scenario(Vec<String>),
@@ -160,6 +168,7 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
         Some(Verb::Images) => lab::image::Images::ready().map(|_| ExitCode::SUCCESS),
         Some(Verb::RecordsWrite { device, run }) => lab::records::write(&device, run).map(|()| ExitCode::SUCCESS),
         Some(Verb::RecordsCheck { image, run, last }) => lab::records::check(&image, run, last).map(|()| ExitCode::SUCCESS),
+        Some(Verb::Measure { pid, ram_mib }) => lab::measure::print(pid, ram_mib).map(|()| ExitCode::SUCCESS),
         Some(Verb::Scenario(words)) => {
             let cli = match ScenarioCli::try_parse_from(words) {
                 Ok(cli) => cli,

@@ -78,7 +78,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     report.check(lost == 0, format!("{lost} acknowledged records were lost"));
     // The same disks serve on: fio writes and verifies, to the end.
     host.forget_consoles();
-    let fio = "fio --name=v --filename=/dev/vdc --rw=randwrite --bs=4k --iodepth=8 --ioengine=libaio --direct=1 --size=8m --verify=crc32c --do_verify=1 --verify_fatal=1 --fsync=32 --output-format=terse >/tmp/o 2>&1; r=$?; tail -c 600 /tmp/o | grep -v '^3;'; exit $r";
+    let fio = "fio --eta=never --name=v --filename=/dev/vdc --rw=randwrite --bs=4k --iodepth=8 --ioengine=libaio --direct=1 --size=8m --verify=crc32c --do_verify=1 --verify_fatal=1 --fsync=32 --output-format=terse >/tmp/o 2>&1; r=$?; tail -c 600 /tmp/o | grep -v '^3;'; exit $r";
     let spec = GuestSpec { script: Some(format!("#!/bin/sh\n{fio}\n")), ..guest(0, kernel)? };
     let g = Guest::start(host, &spec, vmm)?;
     let status = g.script_status(Duration::from_secs(240))?;

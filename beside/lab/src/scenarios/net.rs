@@ -65,7 +65,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     }
     let host = lab.host(0)?;
     tap(host, "tap0", "10.78.0")?;
-    let (mib, rounds) = (32, options.count.unwrap_or(4));
+    let (mib, rounds) = (16, options.count.unwrap_or(3));
     let seconds = options.seconds.unwrap_or(8);
     let _iperf = host.spawn("iperf3 server", "exec iperf3 -s")?;
     // Up: what arrives is summed. Down: every connection gets fresh bytes, summed as they leave.

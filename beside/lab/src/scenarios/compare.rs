@@ -1,0 +1,144 @@
+//! Our monitor and QEMU with KVM, side by side in one host: time to the guest's first program, memory, exits.
+
+use crate::guest::{Guest, GuestSpec, Vmm};
+use crate::host::Host;
+use crate::lab::Lab;
+use crate::measure::Measured;
+use crate::progress;
+use crate::scenario::{Options, Report, Scenario};
+use crate::topology::Topology;
+use anyhow::{Context, Result};
+use serde_json::{Map, Value, json};
+use std::time::Duration;
+
+/// The scenario.
+pub const SCENARIO: Scenario = Scenario {
+    name: "qemu-compare",
+    about: "Causeway against QEMU/KVM microvm and q35 in the same host: exec to guest init, memory beyond guest RAM, exits by cause",
+    topology: |_| Topology::single(),
+    run,
+};
+
+const PATIENCE: Duration = Duration::from_secs(200);
+
+struct Boot {
+    init: f64,
+    user: f64,
+    measured: Measured,
+}
+
+fn pid_of(host: &Host, vmm: Vmm) -> Result<u32> {
+    // The monitor may have helpers; the process that holds the VM is the one KVM lists.
+    let name = if vmm == Vmm::Causeway { "causeway" } else { "qemu-system-x86" };
+    let text = host.sh("ls /sys/kernel/debug/kvm | grep -E '^[0-9]+-[0-9]+$' | cut -d- -f1 | sort -u")?;
+    text.lines().find_map(|l| l.trim().parse().ok()).with_context(|| format!("KVM lists no VM while {name} runs"))
+}
+
+fn boot(host: &Host, vmm: Vmm, kernel: &str, cpus: u32) -> Result<Boot> {
+    let name = format!("cmp-{}", vmm.name());
+    let spec = GuestSpec::new(&name, kernel, cpus).root().cmdline(["lab.end=halt"]);
+    host.forget_consoles();
+    let guest = Guest::start(host, &spec, vmm)?;
+    let (_, init) = guest.expect("LAB-L2 init", PATIENCE)?;
+    let (_, user) = guest.expect("LAB-L2 exit 0", PATIENCE)?;
+    std::thread::sleep(Duration::from_millis(500));
+    let pid = pid_of(host, vmm)?;
+    let measured = Measured::parse(&host.sh(&format!("/share/.lab/lab measure {pid} {}", spec.memory_mib))?);
+    guest.session.kill()?;
+    guest.session.wait(PATIENCE)?;
+    Ok(Boot { init: init.as_secs_f64(), user: user.as_secs_f64(), measured })
+}
+
+fn median(values: &[f64]) -> f64 {
+    let mut v = values.to_vec();
+    v.sort_by(f64::total_cmp);
+    match v.len() {
+        0 => f64::NAN,
+        n if n % 2 == 1 => v[n / 2],
+        n => f64::midpoint(v[n / 2 - 1], v[n / 2]),
+    }
+}
+
+/// The counters that say why a guest left, most frequent first.
+fn causes(m: &Measured) -> Value {
+    const CAUSES: &[&str] = &[
+        "exits", "io_exits", "mmio_exits", "halt_exits", "irq_exits", "irq_window_exits", "nmi_window_exits", "signal_exits",
+        "hypercalls", "insn_emulation", "pf_taken", "pf_mmio_spte_created", "req_event", "irq_injections", "fpu_reload",
+    ];
+    let map: Map<String, Value> = CAUSES.iter().filter(|c| m.counter(c) > 0).map(|c| ((*c).to_owned(), json!(m.counter(c)))).collect();
+    Value::Object(map)
+}
+
+fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
+    lab.install_causeway()?;
+    let host = lab.host(0)?;
+    let kernel = options.kernels.first().map_or("6.1-cloud", String::as_str);
+    let cpus = options.cpus.first().copied().unwrap_or(1);
+    let rounds = options.count.unwrap_or(3);
+    let peers = [Vmm::Causeway, Vmm::QemuMicrovm, Vmm::QemuQ35];
+    // One boot of each that doesn't count: programs and kernels come from the disk the first time.
+    let mut boots: Vec<Vec<Boot>> = vec![Vec::new(), Vec::new(), Vec::new()];
+    for round in 0..=rounds {
+        for (i, vmm) in peers.into_iter().enumerate() {
+            let b = boot(host, vmm, kernel, cpus)?;
+            progress!(
+                "{} {}: init after {:.2} s, user space done after {:.2} s, {} exits, {:.1} MiB beyond guest RAM (PSS {:.1})",
+                if round == 0 { "warm-up" } else { "measured" },
+                vmm.name(),
+                b.init,
+                b.user,
+                b.measured.counter("exits"),
+                mib(b.measured.rss_kib),
+                mib(b.measured.pss_kib)
+            );
+            if round > 0 {
+                boots[i].push(b);
+            }
+        }
+    }
+    let init: Vec<f64> = boots.iter().map(|b| median(&b.iter().map(|x| x.init).collect::<Vec<_>>())).collect();
+    let pss: Vec<f64> = boots.iter().map(|b| median(&b.iter().map(|x| mib(x.measured.pss_kib)).collect::<Vec<_>>())).collect();
+    let rss: Vec<f64> = boots.iter().map(|b| median(&b.iter().map(|x| mib(x.measured.rss_kib)).collect::<Vec<_>>())).collect();
+    let (ratio_microvm, ratio_q35) = (init[0] / init[1], init[0] / init[2]);
+    report.figure("init_ratio_microvm", round3(ratio_microvm));
+    report.figure("init_ratio_q35", round3(ratio_q35));
+    report.figure("rss_mib", round3(pss[0]));
+    report.figure("qemu_rss_mib", round3(pss[1]));
+    report.figure("qemu_q35_rss_mib", round3(pss[2]));
+    report.figure("memory", "proportional set size without guest RAM; plain resident set in *_plain_mib");
+    report.figure("rss_plain_mib", round3(rss[0]));
+    report.figure("qemu_rss_plain_mib", round3(rss[1]));
+    for (i, vmm) in peers.into_iter().enumerate() {
+        report.figure(&format!("init_s_{}", vmm.name()), json!(boots[i].iter().map(|b| round3(b.init)).collect::<Vec<_>>()));
+        if let Some(last) = boots[i].last() {
+            report.figure(&format!("exits_{}", vmm.name()), causes(&last.measured));
+        }
+    }
+    report.figure("rounds", rounds);
+    report.figure("kernel", kernel);
+    report.check(ratio_microvm <= 0.7, format!("exec to init is {ratio_microvm:.2} of microvm's; at most 0.7 is promised"));
+    report.check(pss[0] <= 15.0, format!("the monitor takes {:.1} MiB beyond guest RAM; at most 15 are promised", pss[0]));
+    report.check(pss[0] * 2.0 <= pss[1], format!("the monitor takes {:.1} MiB and QEMU {:.1}: more than half", pss[0], pss[1]));
+    Ok(())
+}
+
+#[expect(clippy::cast_precision_loss, reason = "sizes of processes are far below 2^52 KiB")]
+fn mib(kib: u64) -> f64 {
+    kib as f64 / 1024.0
+}
+
+fn round3(v: f64) -> f64 {
+    (v * 1000.0).round() / 1000.0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians_of_even_and_odd_counts() {
+        assert!((median(&[3.0, 1.0, 2.0]) - 2.0).abs() < 1e-9);
+        assert!((median(&[4.0, 1.0, 2.0, 3.0]) - 2.5).abs() < 1e-9);
+        assert!(median(&[]).is_nan());
+    }
+}
