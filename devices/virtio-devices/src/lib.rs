@@ -12,4 +12,5 @@ pub mod rng;
 pub mod saved;
 pub mod testing;
 pub mod transport;
+pub mod vsock;
 pub mod worker;

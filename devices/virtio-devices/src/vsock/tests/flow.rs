@@ -1,0 +1,152 @@
+//! Credit in both directions, many connections.
+
+use super::*;
+use crate::vsock::connection::BUFFER;
+use crate::vsock::muxer::{CONNECTIONS_MAX, GREETERS_MAX};
+
+#[test]
+fn the_guest_is_never_sent_more_than_it_has_room_for() {
+    let mut bench = Bench::new();
+    let server = bench.serve(1);
+    let mut program = bench.guest_connects(9, 1, &server);
+    let words = pattern(50_000, 3);
+    program.write_all(&words).unwrap();
+    let room = |taken: u32| Header { buf_alloc: 3000, fwd_cnt: taken, ..from_guest(9, 1, Op::CREDIT_UPDATE) };
+    bench.packet(room(0), &[]);
+    let mut got = Vec::new();
+    while got.len() < words.len() {
+        let mut burst = 0;
+        while let Some((header, payload)) = bench.next() {
+            match header.op {
+                Op::RW => {
+                    burst += payload.len();
+                    got.extend(payload);
+                }
+                op => assert_eq!(op, Op::CREDIT_REQUEST),
+            }
+        }
+        assert!((1..=3000).contains(&burst), "{burst} bytes in one window");
+        bench.packet(room(u32::try_from(got.len()).unwrap()), &[]);
+    }
+    assert!(got == words, "the bytes differ");
+    // A guest that claims to have taken more than it was sent has no room.
+    program.write_all(b"more").unwrap();
+    bench.packet(room(u32::try_from(got.len()).unwrap() + 1), &[]);
+    bench.expect(Op::CREDIT_REQUEST);
+    bench.expect_nothing();
+}
+
+#[test]
+fn the_guest_may_send_as_much_as_it_was_told_and_no_more() {
+    let mut bench = Bench::new();
+    let server = bench.serve(1);
+    let _program = bench.guest_connects(9, 1, &server);
+    // The program reads nothing. What the socket takes counts as forwarded.
+    let (mut sent, mut told) = (0u32, 0u32);
+    let chunk = pattern(32_768, 4);
+    for _ in 0..1000 {
+        if sent - told + 32_768 > BUFFER {
+            break;
+        }
+        bench.packet(from_guest(9, 1, Op::RW), &chunk);
+        sent += 32_768;
+        while let Some((header, _)) = bench.next() {
+            assert_eq!(header.op, Op::CREDIT_UPDATE);
+            told = header.fwd_cnt;
+        }
+    }
+    assert_eq!(sent - told, BUFFER, "the window fills");
+    bench.packet(from_guest(9, 1, Op::CREDIT_REQUEST), &[]);
+    let (answer, _) = bench.expect(Op::CREDIT_UPDATE);
+    assert_eq!((answer.fwd_cnt, answer.buf_alloc), (told, BUFFER));
+    assert_eq!(bench.muxer.connections(), 1);
+    bench.packet(from_guest(9, 1, Op::RW), b"x");
+    bench.expect(Op::RST);
+    assert_eq!(bench.muxer.connections(), 0);
+}
+
+#[test]
+fn a_slow_program_gets_every_byte() {
+    let mut bench = Bench::new();
+    let server = bench.serve(1);
+    let mut program = bench.guest_connects(9, 1, &server);
+    let words = pattern(3_000_000, 5);
+    let (mut sent, mut told, mut got) = (0usize, 0usize, Vec::<u8>::new());
+    let mut buffer = vec![0; 7_001];
+    while got.len() < words.len() {
+        let room = BUFFER as usize - (sent - told);
+        let now = room.min(words.len() - sent).min(65_536);
+        if now > 0 {
+            bench.packet(from_guest(9, 1, Op::RW), &words[sent..sent + now]);
+            sent += now;
+        }
+        let count = program.read(&mut buffer).unwrap();
+        got.extend(&buffer[..count]);
+        while let Some((header, _)) = bench.next() {
+            assert_eq!(header.op, Op::CREDIT_UPDATE);
+            told = header.fwd_cnt as usize;
+        }
+    }
+    assert!(got == words, "the bytes differ");
+}
+
+#[test]
+fn as_many_connections_as_allowed_and_each_gets_its_turn() {
+    let mut bench = Bench::new();
+    let server = bench.serve(1);
+    let mut programs = Vec::new();
+    for guest in 0..u32::try_from(CONNECTIONS_MAX).unwrap() {
+        programs.push(bench.guest_connects(guest, 1, &server));
+    }
+    bench.packet(from_guest(70_000, 1, Op::REQUEST), &[]);
+    bench.expect(Op::RST);
+    let program = bench.connect("CONNECT 5\n");
+    bench.expect_nothing();
+    drop(program);
+    for (number, program) in programs.iter_mut().enumerate() {
+        program.write_all(&pattern(200_000, number as u64)[..100_000]).unwrap();
+    }
+    let mut got = vec![Vec::new(); CONNECTIONS_MAX];
+    let mut rounds = 0;
+    while let Some((header, payload)) = bench.next() {
+        if header.op == Op::RW {
+            let list = &mut got[header.dst_port as usize];
+            list.extend(payload);
+            rounds += 1;
+            if rounds == CONNECTIONS_MAX {
+                assert!(got.iter().all(|bytes| !bytes.is_empty()), "somebody starves");
+            }
+        }
+        if rounds >= 2 * CONNECTIONS_MAX {
+            break;
+        }
+    }
+    for (number, bytes) in got.iter().enumerate() {
+        assert!(*bytes == pattern(100_000, number as u64)[..bytes.len()], "connection {number}");
+    }
+    bench.muxer.clear();
+    assert_eq!(bench.counters.connections(), 0);
+    for program in &mut programs {
+        program.set_nonblocking(true).unwrap();
+        assert!(
+            !matches!(program.read(&mut [0; 8]), Err(error) if error.kind() == io::ErrorKind::WouldBlock)
+        );
+    }
+}
+
+#[test]
+fn silent_programs_are_bounded_and_the_next_ones_wait() {
+    let mut bench = Bench::new();
+    let mut silent: Vec<_> = (0..GREETERS_MAX)
+        .map(|_| {
+            let program = bench.connect("");
+            bench.turn();
+            program
+        })
+        .collect();
+    let late = bench.connect("CONNECT 8\n");
+    bench.expect_nothing();
+    silent.pop();
+    assert_eq!(bench.expect(Op::REQUEST).0.dst_port, 8);
+    drop(late);
+}
