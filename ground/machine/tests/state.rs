@@ -7,7 +7,7 @@ mod common;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{CODE, Guest, host, new_ram, start};
+use common::{CODE, Guest, host, new_ram, start, start_registers};
 use machine::interrupt::{InterruptController, MsiMessage};
 use machine::irqchip::{IrqchipOptions, KernelIrqchip};
 use machine::state::{SavedInterruptController, SavedVcpu};
@@ -194,4 +194,33 @@ fn a_vcpu_that_waits_for_sipi_can_be_paused_saved_and_reset() {
     guest.vcpus.set_state(1, VcpuStart::WaitForSipi).unwrap();
     guest.vcpus.resume().unwrap();
     guest.vcpus.stop().unwrap();
+}
+
+#[test]
+fn a_vcpu_that_changed_its_own_cpuid_bits_can_be_reset() {
+    let Some(host) = host() else { return };
+    let has_xsave = host
+        .supported_cpuid()
+        .unwrap()
+        .as_slice()
+        .iter()
+        .any(|leaf| leaf.function == 1 && leaf.ecx >> 26 & 1 == 1);
+    let guest = Guest::new(host, 1);
+    let mut registers = start_registers(kvm_regs { rbx: 7, ..Default::default() });
+    if has_xsave {
+        // CR4.OSXSAVE shows in CPUID.
+        registers.sregs.cr4 |= 1 << 18;
+    }
+    guest.load(CODE, &[0xeb, 0xfe]);
+    for _ in 0..3 {
+        guest.vcpus.set_state(0, VcpuStart::Registers(Box::new(registers.clone()))).unwrap();
+        guest.vcpus.resume().unwrap();
+        guest.vcpus.pause().unwrap();
+        let saved = guest.vcpus.save().unwrap().remove(0);
+        let osxsave = saved.cpuid.iter().any(|leaf| leaf.function == 1 && leaf.ecx >> 27 & 1 == 1);
+        assert_eq!(osxsave, has_xsave);
+        guest.vcpus.set_state(0, VcpuStart::Restored(Box::new(saved))).unwrap();
+        guest.vcpus.set_state(0, start(kvm_regs::default())).unwrap();
+        assert_eq!(guest.vcpus.registers(0).unwrap().0.rbx, 0);
+    }
 }

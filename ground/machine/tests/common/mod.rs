@@ -168,7 +168,12 @@ impl Guest {
 }
 
 /// Ring 3 in long mode with flat segments. `rip`, `rsp` and `rflags` are filled in where they are 0.
-pub fn start(mut regs: kvm_regs) -> VcpuStart {
+pub fn start(regs: kvm_regs) -> VcpuStart {
+    VcpuStart::Registers(Box::new(start_registers(regs)))
+}
+
+/// The same, to be changed.
+pub fn start_registers(mut regs: kvm_regs) -> StartRegisters {
     let segment = |selector, type_, l, db| kvm_segment {
         limit: u32::MAX,
         selector,
@@ -202,7 +207,7 @@ pub fn start(mut regs: kvm_regs) -> VcpuStart {
             *register = default;
         }
     }
-    VcpuStart::Registers(Box::new(StartRegisters { regs, sregs, ..Default::default() }))
+    StartRegisters { regs, sregs, ..Default::default() }
 }
 
 /// `out PORT_STOP, al`.
