@@ -87,6 +87,8 @@ pub struct ApiListener {
     file: SocketFile,
     runtime: tokio::runtime::Runtime,
     path: PathBuf,
+    /// Whose clients are served, besides root's.
+    user: u32,
 }
 
 impl ApiListener {
@@ -105,7 +107,8 @@ impl ApiListener {
             source,
         })?;
         drop(guard);
-        Ok(Self { listener, file, runtime, path: path.to_owned() })
+        let user = rustix::process::geteuid().as_raw();
+        Ok(Self { listener, file, runtime, path: path.to_owned(), user })
     }
 
     /// The socket's path.
@@ -119,7 +122,7 @@ impl ApiListener {
         vm: Arc<dyn VmControl>,
         prepare: impl FnOnce() + Send + 'static,
     ) -> Result<ApiServer, ApiError> {
-        let Self { listener, file, runtime, path } = self;
+        let Self { listener, file, runtime, path, user } = self;
         let (stop, stopped) = oneshot::channel();
         let thread = std::thread::Builder::new()
             .name("api".to_owned())
@@ -128,7 +131,7 @@ impl ApiListener {
             .spawn(move || {
                 prepare();
                 let _file = file;
-                runtime.block_on(accept_until(listener, vm, stopped));
+                runtime.block_on(accept_until(listener, user, vm, stopped));
             })
             .map_err(|source| ApiError::Start { what: "thread", source })?;
         Ok(ApiServer { stop: Some(stop), thread: Some(thread), path })
@@ -174,7 +177,12 @@ impl Drop for ApiServer {
     }
 }
 
-async fn accept_until(listener: UnixListener, vm: Arc<dyn VmControl>, mut stopped: oneshot::Receiver<()>) {
+async fn accept_until(
+    listener: UnixListener,
+    user: u32,
+    vm: Arc<dyn VmControl>,
+    mut stopped: oneshot::Receiver<()>,
+) {
     let router = super::document::router()
         .0
         .fallback(super::routes::not_found)
@@ -182,7 +190,6 @@ async fn accept_until(listener: UnixListener, vm: Arc<dyn VmControl>, mut stoppe
         .with_state(vm);
     let places = Arc::new(Semaphore::new(MOST_CONNECTIONS));
     let log = GuestLog::new();
-    let uid = rustix::process::geteuid().as_raw();
     let mut connections = JoinSet::new();
     loop {
         let accepted = tokio::select! {
@@ -193,7 +200,7 @@ async fn accept_until(listener: UnixListener, vm: Arc<dyn VmControl>, mut stoppe
         };
         match accepted {
             Ok((stream, place)) => {
-                if is_allowed(&stream, uid, &log) {
+                if is_allowed(&stream, user, &log) {
                     let router = router.clone();
                     connections.spawn(async move {
                         serve_connection(stream, router).await;
