@@ -3,14 +3,15 @@
 //! The lists stand beside the code that makes the calls: every module with threads of its own publishes a
 //! `SYSCALLS`. Here they are put together, with what Rust's and the C library's run time needs in every thread.
 //!
-//! A thread inherits the filter of the thread that made it, and filters only ever add up. vCPU threads start device
-//! workers (when the driver sets DRIVER_OK) and the API thread restarts them (after a pause), so what a worker may do,
-//! those may do too: `device worker` is part of `vcpu` and of `api`, and `main` is all of them.
+//! A thread inherits the filter of the thread that made it, and filters only ever add up. Device workers are therefore
+//! made by a thread of their own kind (`vm::threads::DeviceThreadMaker`), whoever asks for them: vCPU threads need
+//! neither what workers do nor to make threads. `main` is all of them.
 
 use std::collections::BTreeSet;
 
 use super::ThreadKind;
-use super::device_syscalls::{CONSOLE, END, SPAWNERS, VCPUS, WORKERS};
+use super::device_syscalls::{CONSOLE, END, SPAWNERS, VCPUS, workers};
+use crate::description::VmDescription;
 
 /// Every thread.
 const BASE: &[i64] = &[
@@ -90,19 +91,20 @@ const MAIN: &[i64] = &[
     libc::SYS_waitid,
 ];
 
-/// The system calls of a kind of thread.
-pub(super) fn allowed(kind: ThreadKind) -> BTreeSet<i64> {
-    parts(kind).iter().flat_map(|list| list.iter().copied()).collect()
+/// The system calls of a kind of thread of a VM.
+pub(super) fn allowed(kind: ThreadKind, vm: &VmDescription) -> BTreeSet<i64> {
+    parts(kind, vm).iter().flat_map(|list| list.iter().copied()).collect()
 }
 
 fn parts(kind: ThreadKind) -> Vec<&'static [i64]> {
-    let vcpu = || [&[BASE, SPAWN, VCPU], WORKERS, SPAWNERS, VCPUS].concat();
+    let vcpu = || [&[BASE, VCPU], VCPUS].concat();
+    let devices = || [&[BASE, SPAWN], WORKERS, SPAWNERS].concat();
     match kind {
-        ThreadKind::DeviceWorker => [&[BASE], WORKERS].concat(),
+        ThreadKind::DeviceWorker => devices(),
         ThreadKind::Vcpu => vcpu(),
         // A pause, a reset or a look at counters does to vCPUs and devices what vCPU threads do.
         ThreadKind::Api => [vcpu(), vec![crate::api::SYSCALLS]].concat(),
         ThreadKind::Console => [&[BASE], CONSOLE].concat(),
-        ThreadKind::Main => [parts(ThreadKind::Api).as_slice(), CONSOLE, END, &[MAIN]].concat(),
+        ThreadKind::Main => [parts(ThreadKind::Api), devices(), CONSOLE.to_vec(), END.to_vec(), vec![MAIN]].concat(),
     }
 }

@@ -1,22 +1,33 @@
-//! The lists that device modules publish for their threads.
+//! The lists that device modules publish for their threads; only those of devices that the VM has.
 
-/// Worker threads of virtio devices: one list per module that runs in them.
-pub(super) const WORKERS: &[&[i64]] = &[
-    virtio_devices::worker::SYSCALLS,
-    virtio_devices::block::SYSCALLS,
-    virtio_devices::net::worker::SYSCALLS,
-    virtio_devices::net::tap::SYSCALLS,
-    virtio_devices::net::passt::SYSCALLS,
-];
+use virtio_devices::{block, net, rng, vsock, worker};
+
+use crate::description::{NetBackend, VmDescription};
+
+/// Worker threads of the VM's virtio devices: one list per module that runs in them.
+pub(super) fn workers(vm: &VmDescription) -> Vec<&'static [i64]> {
+    let tap = vm.net.iter().any(|net| net.backend != NetBackend::User);
+    let user = vm.net.iter().any(|net| net.backend == NetBackend::User);
+    let lists: [(bool, &'static [i64]); 7] = [
+        (true, worker::SYSCALLS),
+        (!vm.disks.is_empty(), block::SYSCALLS),
+        (!vm.net.is_empty(), net::worker::SYSCALLS),
+        (tap, net::tap::SYSCALLS),
+        (user, net::passt::SYSCALLS),
+        (vm.rng, rng::SYSCALLS),
+        (vm.vsock.is_some(), vsock::SYSCALLS),
+    ];
+    lists.into_iter().filter(|(present, _)| *present).map(|(_, list)| list).collect()
+}
 
 /// Threads that start and stop workers when the driver or the API says so.
-pub(super) const SPAWNERS: &[&[i64]] = &[virtio_devices::worker::SPAWN_SYSCALLS];
+pub(super) const SPAWNERS: &[i64] = worker::SPAWN_SYSCALLS;
 
 /// The console's thread.
-pub(super) const CONSOLE: &[&[i64]] = &[platform_devices::console::SYSCALLS];
+pub(super) const CONSOLE: &[i64] = platform_devices::console::SYSCALLS;
 
 /// vCPU threads that write to the console.
-pub(super) const VCPUS: &[&[i64]] = &[platform_devices::console::VCPU_SYSCALLS];
+pub(super) const VCPUS: &[i64] = platform_devices::console::VCPU_SYSCALLS;
 
 /// The main thread as it takes devices apart.
-pub(super) const END: &[&[i64]] = &[virtio_devices::net::passt::END_SYSCALLS];
+pub(super) const END: &[i64] = net::passt::END_SYSCALLS;

@@ -136,7 +136,7 @@ impl Sandbox {
         let mut programs = BTreeMap::new();
         if mode != SandboxMode::Off {
             for kind in ThreadKind::ALL {
-                programs.insert(kind, Arc::new(seccomp::thread_program(kind, mode)?));
+                programs.insert(kind, Arc::new(seccomp::thread_program(kind, description)?));
             }
         }
         let observer = match mode {

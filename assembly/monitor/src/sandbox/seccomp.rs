@@ -11,7 +11,7 @@ use seccompiler::{
 };
 
 use super::{SandboxError, ThreadKind, allow_lists};
-use crate::description::SandboxMode;
+use crate::description::{SandboxMode, VmDescription};
 
 /// What the compiler is told instead, since it doesn't know user notification: `SECCOMP_RET_TRACE` with this mark.
 const STAND_IN: SeccompAction = SeccompAction::Trace(0x5a5a);
@@ -122,13 +122,13 @@ fn rules(syscall: i64) -> Result<Vec<SeccompRule>, BackendError> {
 }
 
 /// The filter of a kind of thread: what is listed passes; the rest traps, or is reported in log mode.
-pub(super) fn thread_program(kind: ThreadKind, mode: SandboxMode) -> Result<Program, SandboxError> {
-    let refusal = match mode {
+pub(super) fn thread_program(kind: ThreadKind, vm: &VmDescription) -> Result<Program, SandboxError> {
+    let refusal = match vm.sandbox {
         SandboxMode::Log => STAND_IN,
         SandboxMode::On | SandboxMode::Off => SeccompAction::Trap,
     };
     let compile = || {
-        let allowed = allow_lists::allowed(kind);
+        let allowed = allow_lists::allowed(kind, vm);
         let rules = allowed
             .into_iter()
             .map(|call| Ok((call, rules(call)?)))

@@ -18,11 +18,15 @@ fn run(case: &str) -> Output {
         .unwrap()
 }
 
+fn describe(text: &str) -> VmDescription {
+    let (vm, _) = description::parse(text, "vm.toml".as_ref()).unwrap();
+    description::validate(&vm).unwrap()
+}
+
 fn sandbox(mode: SandboxMode) -> Sandbox {
-    let text = "kernel = \"k\"\napi_socket = \"/tmp/causeway-test.sock\"";
-    let (mut vm, _) = description::parse(text, "vm.toml".as_ref()).unwrap();
-    vm.sandbox = Some(mode);
-    Sandbox::prepare(&description::validate(&vm).unwrap()).unwrap()
+    let mut vm = describe("kernel = \"k\"\napi_socket = \"/tmp/causeway-test.sock\"");
+    vm.sandbox = mode;
+    Sandbox::prepare(&vm).unwrap()
 }
 
 /// Enters on a thread of its own, as the monitor's main thread would, and does something as a thread of a kind.
@@ -180,21 +184,30 @@ fn log_mode_names_each_refused_call_once_and_lets_it_pass() {
 
 #[test]
 fn workers_may_do_less_than_those_who_make_them() {
-    let allowed = super::allow_lists::allowed;
+    let vm = describe(
+        "kernel = \"k\"\n[[disks]]\npath = \"d\"\n[[net]]\nuser = true\n[[net]]\ntap = \"t\"\n\
+         [vsock]\ncid = 3\nsocket = \"s\"",
+    );
+    let allowed = |kind| super::allow_lists::allowed(kind, &vm);
     let worker = allowed(ThreadKind::DeviceWorker);
     for kind in [ThreadKind::Vcpu, ThreadKind::Api, ThreadKind::Main] {
         assert!(worker.is_subset(&allowed(kind)), "{kind:?}");
     }
-    let never = [
-        libc::SYS_execve,
-        libc::SYS_open,
-        libc::SYS_openat,
-        libc::SYS_socket,
-        libc::SYS_connect,
-        libc::SYS_ptrace,
-    ];
+    let never = [libc::SYS_execve, libc::SYS_open, libc::SYS_openat, libc::SYS_ptrace, libc::SYS_bind];
     for kind in ThreadKind::ALL {
-        let allowed = allowed(kind);
-        assert!(never.iter().all(|call| !allowed.contains(call)), "{kind:?}");
+        assert!(never.iter().all(|call| !allowed(kind).contains(call)), "{kind:?}");
+    }
+}
+
+#[test]
+fn a_device_that_the_vm_has_not_widens_nothing() {
+    let without = describe("kernel = \"k\"");
+    let with = describe("kernel = \"k\"\n[vsock]\ncid = 3\nsocket = \"s\"\n[[disks]]\npath = \"d\"");
+    for kind in [ThreadKind::DeviceWorker, ThreadKind::Vcpu] {
+        let allowed = super::allow_lists::allowed(kind, &without);
+        let more = super::allow_lists::allowed(kind, &with);
+        for call in [libc::SYS_connect, libc::SYS_io_uring_enter] {
+            assert!(!allowed.contains(&call) && more.contains(&call), "{kind:?} {call}");
+        }
     }
 }
