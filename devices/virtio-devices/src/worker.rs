@@ -29,6 +29,8 @@ pub const SYSCALLS: &[i64] = &[
     libc::SYS_read,
     libc::SYS_write,
     libc::SYS_close,
+    // The standard library checks descriptors before it closes them, in debug builds.
+    libc::SYS_fcntl,
     libc::SYS_futex,
     libc::SYS_mmap,
     libc::SYS_munmap,
@@ -65,8 +67,10 @@ pub const SPAWN_SYSCALLS: &[i64] = &[
     libc::SYS_munmap,
     libc::SYS_rt_sigprocmask,
     libc::SYS_futex,
+    libc::SYS_read,
     libc::SYS_write,
     libc::SYS_close,
+    libc::SYS_fcntl,
 ];
 
 const STOP: u64 = u64::MAX;
@@ -312,7 +316,8 @@ mod tests {
     #[test]
     fn an_error_fails_the_device_with_its_text() {
         let (mock, interrupt) = interrupt();
-        let worker = Worker::spawn("test", interrupt, (), |(), _| Err("the ring is broken".to_owned())).unwrap();
+        let worker =
+            Worker::spawn("test", interrupt, (), |(), _| Err("the ring is broken".to_owned())).unwrap();
         assert_eq!(mock.wait_failure().as_deref(), Some("the ring is broken"));
         assert_eq!(worker.stop(), Some(()));
     }

@@ -1,6 +1,7 @@
 //! The virtio block device (virtio 1.2, 5.2).
 
 use std::fs::File;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -25,7 +26,7 @@ use super::worker::{self, BlockQueue, Engine};
 use crate::device::{Activation, ActiveQueue, DeviceError, SavedDevice, VirtioDevice};
 use crate::queue::Ring;
 use crate::saved;
-use crate::worker::Worker;
+use crate::worker::{Worker, signal};
 
 /// Entries of each queue.
 pub const QUEUE_SIZE: u16 = 256;
@@ -112,6 +113,8 @@ pub struct Block {
     writeback: bool,
     /// Features of the present activation.
     features: u64,
+    /// The first queue's notification, to wake its thread.
+    kick: Option<Arc<OwnedFd>>,
 }
 
 /// Device-specific saved state.
@@ -192,6 +195,7 @@ impl Block {
             workers: Vec::new(),
             writeback: true,
             features: 0,
+            kick: None,
         })
     }
 
@@ -352,12 +356,11 @@ impl VirtioDevice for Block {
         }
         let writeback = *value & 1 != 0;
         if self.writeback && !writeback {
-            // From now on completed means durable; that shall hold for what is completed already.
-            if let Some(Err(error)) = self.disk.backend().raw().map(File::sync_data) {
-                tracing::warn!(
-                    "Disk {}: flushing failed as the write cache was turned off: {error}",
-                    self.disk.name
-                );
+            // From now on completed means durable; that shall hold for what is completed already. A queue's
+            // thread does it: this one is a vCPU's.
+            self.disk.want_flush();
+            if let Some(kick) = &self.kick {
+                signal(&**kick);
             }
         }
         self.writeback = writeback;
@@ -367,6 +370,7 @@ impl VirtioDevice for Block {
     fn activate(&mut self, activation: Activation) -> Result<(), DeviceError> {
         self.features = activation.features;
         self.apply_cache_mode();
+        self.kick = activation.queues.first().map(|active| Arc::clone(&active.kick));
         for active in activation.queues {
             let index = usize::from(active.index);
             let engine = match self.engines.get_mut(index).and_then(Option::take) {
@@ -396,6 +400,7 @@ impl VirtioDevice for Block {
     }
 
     fn stop(&mut self) -> Result<Vec<ActiveQueue>, DeviceError> {
+        self.kick = None;
         let mut queues = Vec::new();
         let mut lost = None;
         for worker in std::mem::take(&mut self.workers) {

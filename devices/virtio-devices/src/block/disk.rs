@@ -1,8 +1,10 @@
 //! A disk as its queues share it: the image, its rules, its counters.
 
+use std::fs::File;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use telemetry::guest_log::GuestLog;
+use telemetry::guest_warn;
 
 use super::counters::BlockCounters;
 use super::image::{Backend, Image};
@@ -20,6 +22,8 @@ pub struct Disk {
     pub(super) log: GuestLog,
     /// Every write is durable before it completes: the driver can't flush, or has asked for it.
     write_through: AtomicBool,
+    /// The driver turned the write cache off: what is completed shall become durable.
+    flush_wanted: AtomicBool,
     /// The file system turned out to be unable to zero a range; zeroes are written instead.
     zero_by_writing: AtomicBool,
 }
@@ -40,6 +44,7 @@ impl Disk {
             counters: BlockCounters::default(),
             log: GuestLog::new(),
             write_through: AtomicBool::new(false),
+            flush_wanted: AtomicBool::new(false),
             zero_by_writing: AtomicBool::new(false),
         }
     }
@@ -54,6 +59,25 @@ impl Disk {
 
     pub(super) fn set_write_through(&self, on: bool) {
         self.write_through.store(on, Ordering::Relaxed);
+    }
+
+    /// Asks the next thread that serves a queue for a flush.
+    pub(super) fn want_flush(&self) {
+        self.flush_wanted.store(true, Ordering::Release);
+    }
+
+    /// Flushes, where [`Disk::want_flush`] was called since the last time.
+    pub(super) fn flush_if_wanted(&self) {
+        if !self.flush_wanted.swap(false, Ordering::AcqRel) {
+            return;
+        }
+        if let Some(Err(error)) = self.backend().raw().map(File::sync_data) {
+            guest_warn!(
+                self.log,
+                "Disk {}: flushing failed as the write cache was turned off: {error}",
+                self.name
+            );
+        }
     }
 
     pub(super) fn zeroes_by_writing(&self) -> bool {

@@ -22,7 +22,7 @@ use crate::worker::{Interest, Poller, Wake};
 
 /// System calls of this device's threads, beside [`crate::worker::SYSCALLS`].
 pub const SYSCALLS: &[i64] = &[
-    // uring.rs
+    // uring.rs; a ring is set up again only after a thread that had one died.
     libc::SYS_io_uring_enter,
     libc::SYS_io_uring_setup,
     libc::SYS_io_uring_register,
@@ -36,8 +36,7 @@ pub const SYSCALLS: &[i64] = &[
     libc::SYS_preadv,
     libc::SYS_pread64,
     libc::SYS_lseek,
-    // The driver turning off the write cache (device.rs), and interrupts by eventfd.
-    libc::SYS_fsync,
+    // Interrupts by eventfd.
     libc::SYS_write,
 ];
 
@@ -92,6 +91,7 @@ impl BlockQueue {
     ) -> Result<(), String> {
         let memory = self.space.memory().into_inner();
         self.ring.check(&memory).map_err(text)?;
+        self.disk.flush_if_wanted();
         loop {
             self.ring.disable_kicks(&memory).map_err(text)?;
             let mut progress = false;

@@ -5,16 +5,17 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemorySpace};
-use pci::config::{ConfigError, ConfigSpace};
+use pci::config::ConfigSpace;
 use pci::function::{
     BarLayout, BarMapping, BarPlace, ConfigEffect, Doorbell, FunctionError, PciFunction, SavedFunction,
 };
-use pci::interrupt::{InterruptError, IntxLine, Msi};
-use pci::msix::{Msix, MsixError, SavedMsix};
+use pci::interrupt::{IntxLine, Msi};
+use pci::msix::{Msix, SavedMsix};
 use serde_json::json;
 use telemetry::{Counter, guest_warn};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 
+use super::error::TransportError;
 use super::interrupts::Interrupts;
 use super::layout::{self, BAR, BAR_SIZE, MAX_QUEUES, NOTIFY, NOTIFY_STEP, Region};
 use super::lock;
@@ -23,65 +24,6 @@ use super::saved::{self, SavedTransport, VERSION};
 use super::threads::{self, DeviceThreads, SharedDevice};
 use crate::device::{Activation, ActiveQueue, SavedDevice, VirtioDevice, VirtioInterrupt};
 use crate::worker::{new_event, signal, take};
-
-/// A virtio function can't be made, or not from this saved state.
-#[derive(Debug, thiserror::Error)]
-pub enum TransportError {
-    /// The device has too many queues.
-    #[error("Device {name} can't have {queues} queues; give 1 to {MAX_QUEUES}")]
-    Queues {
-        /// Device name.
-        name: String,
-        /// As the device says.
-        queues: usize,
-    },
-    /// Interrupt vectors.
-    #[error("Device {name} could not get {vectors} interrupt vectors")]
-    Vectors {
-        /// Device name.
-        name: String,
-        /// How many.
-        vectors: u16,
-        /// Why.
-        #[source]
-        source: InterruptError,
-    },
-    /// MSI-X state.
-    #[error("Device {name} could not set up MSI-X")]
-    Msix {
-        /// Device name.
-        name: String,
-        /// Why.
-        #[source]
-        source: MsixError,
-    },
-    /// Configuration space.
-    #[error("Device {name} could not set up its configuration space")]
-    Config {
-        /// Device name.
-        name: String,
-        /// Why.
-        #[source]
-        source: ConfigError,
-    },
-    /// Eventfds.
-    #[error("Device {name} could not create an eventfd for its notifications")]
-    Event {
-        /// Device name.
-        name: String,
-        /// Why.
-        #[source]
-        source: io::Error,
-    },
-    /// Saved state that doesn't fit.
-    #[error("Saved state of device {name} doesn't fit: {reason}")]
-    Saved {
-        /// Device name.
-        name: String,
-        /// Why.
-        reason: String,
-    },
-}
 
 /// A virtio device as a PCI function. Calls lock it; the device's threads don't.
 pub struct VirtioPciFunction {

@@ -10,6 +10,7 @@
 //! kicks: guest store ─▶ ioeventfd ─▶ device thread (or bar_write ─▶ the same eventfd)
 //! ```
 
+mod error;
 mod function;
 mod interrupts;
 mod layout;
@@ -21,7 +22,8 @@ mod threads;
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-pub use function::{TransportError, VirtioPciFunction};
+pub use error::TransportError;
+pub use function::VirtioPciFunction;
 pub use threads::DeviceThreads;
 
 /// Locks, also after a panic of another thread: what is guarded is valid between any two statements.

@@ -128,6 +128,42 @@ fn qcow2_is_read_and_never_written() {
     assert_eq!(Bench::new(&raw).read(0, 512).1[..4], *b"QFI\xfb");
 }
 
+/// Images as qemu-img makes them, with compressed clusters and of both versions, read as what went in.
+#[test]
+fn images_of_qemu_img_are_read() {
+    let directory = tempfile::tempdir().unwrap();
+    let (raw, qcow2) = (directory.path().join("disk.raw"), directory.path().join("disk.qcow2"));
+    let data: Vec<u8> = (0..300 * 1024u32).map(|i| (i / 1000) as u8).collect();
+    file(&raw, 8 * MIB);
+    std::os::unix::fs::FileExt::write_all_at(
+        &std::fs::File::options().write(true).open(&raw).unwrap(),
+        &data,
+        MIB,
+    )
+    .unwrap();
+    for options in [&["-o", "compat=1.1"][..], &["-o", "compat=0.10"], &["-c"], &["-o", "cluster_size=4096"]]
+    {
+        let made = std::process::Command::new("qemu-img")
+            .args(["convert", "-O", "qcow2"])
+            .args(options)
+            .args([&raw, &qcow2])
+            .status();
+        match made {
+            Ok(status) => assert!(status.success()),
+            Err(error) => {
+                eprintln!("skipped: no qemu-img ({error})");
+                return;
+            }
+        }
+        let mut config = BlockConfig::new("disk0", &qcow2);
+        config.read_only = true;
+        let block = Block::open(config).unwrap();
+        let mut bench = Bench::new(&block);
+        assert_eq!(bench.read(MIB / 512, data.len()), (OK, data.clone()), "{options:?}");
+        assert_eq!(bench.read(0, 4096), (OK, vec![0; 4096]));
+    }
+}
+
 /// A guest that writes a qcow2 header into its raw disk can't make the next start read another file.
 #[test]
 fn files_that_a_header_names_are_never_opened() {
