@@ -96,15 +96,15 @@ pub(super) fn allowed(kind: ThreadKind, vm: &VmDescription) -> BTreeSet<i64> {
     parts(kind, vm).iter().flat_map(|list| list.iter().copied()).collect()
 }
 
-fn parts(kind: ThreadKind) -> Vec<&'static [i64]> {
-    let vcpu = || [&[BASE, VCPU], VCPUS].concat();
-    let devices = || [&[BASE, SPAWN], WORKERS, SPAWNERS].concat();
+fn parts(kind: ThreadKind, vm: &VmDescription) -> Vec<&'static [i64]> {
+    let vcpu = || vec![BASE, VCPU, VCPUS];
+    let devices = || [vec![BASE, SPAWN, SPAWNERS], workers(vm)].concat();
     match kind {
         ThreadKind::DeviceWorker => devices(),
         ThreadKind::Vcpu => vcpu(),
         // A pause, a reset or a look at counters does to vCPUs and devices what vCPU threads do.
         ThreadKind::Api => [vcpu(), vec![crate::api::SYSCALLS]].concat(),
-        ThreadKind::Console => [&[BASE], CONSOLE].concat(),
-        ThreadKind::Main => [parts(ThreadKind::Api), devices(), CONSOLE.to_vec(), END.to_vec(), vec![MAIN]].concat(),
+        ThreadKind::Console => vec![BASE, CONSOLE],
+        ThreadKind::Main => [parts(ThreadKind::Api, vm), devices(), vec![CONSOLE, END, MAIN]].concat(),
     }
 }
