@@ -6,6 +6,7 @@ mod images;
 mod model;
 mod requests;
 mod running;
+mod steps;
 
 use std::fs::File;
 
