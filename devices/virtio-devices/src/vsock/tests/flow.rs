@@ -96,19 +96,23 @@ fn as_many_connections_as_allowed_and_each_gets_its_turn() {
     let server = bench.serve(1);
     let mut programs = Vec::new();
     for guest in 0..u32::try_from(CONNECTIONS_MAX).unwrap() {
-        programs.push(bench.guest_connects(guest, 1, &server));
+        bench.packet(from_guest(guest, 1, Op::REQUEST), &[]);
+        assert_eq!(bench.pop().unwrap().0.op, Op::RESPONSE);
+        programs.push(server.accept().unwrap().0);
     }
     bench.packet(from_guest(70_000, 1, Op::REQUEST), &[]);
     bench.expect(Op::RST);
     let program = bench.connect("CONNECT 5\n");
     bench.expect_nothing();
     drop(program);
+    let words = pattern(100_000 + CONNECTIONS_MAX, 6);
     for (number, program) in programs.iter_mut().enumerate() {
-        program.write_all(&pattern(200_000, number as u64)[..100_000]).unwrap();
+        program.write_all(&words[number..number + 100_000]).unwrap();
     }
     let mut got = vec![Vec::new(); CONNECTIONS_MAX];
     let mut rounds = 0;
-    while let Some((header, payload)) = bench.next() {
+    bench.turn();
+    while let Some((header, payload)) = bench.pop() {
         if header.op == Op::RW {
             let list = &mut got[header.dst_port as usize];
             list.extend(payload);
@@ -122,7 +126,7 @@ fn as_many_connections_as_allowed_and_each_gets_its_turn() {
         }
     }
     for (number, bytes) in got.iter().enumerate() {
-        assert!(*bytes == pattern(100_000, number as u64)[..bytes.len()], "connection {number}");
+        assert!(*bytes == words[number..number + bytes.len()], "connection {number}");
     }
     bench.muxer.clear();
     assert_eq!(bench.counters.connections(), 0);
