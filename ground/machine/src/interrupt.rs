@@ -20,7 +20,7 @@ pub trait MsiRoute: Send + Sync {
     fn set(&self, message: Option<MsiMessage>) -> std::io::Result<()>;
     /// Sends it now; nothing happens while masked.
     fn trigger(&self) -> std::io::Result<()>;
-    /// The eventfd that sends it, where the controller listens to one (and the process has a descriptor left for it).
+    /// The eventfd that sends it, where the controller listens to one.
     fn eventfd(&self) -> Option<BorrowedFd<'_>>;
 }
 
@@ -45,7 +45,7 @@ pub trait InterruptController: Send + Sync {
     fn level_eventfds(&self, gsi: u32) -> std::io::Result<LevelLine>;
     /// Sends one MSI now.
     fn signal_msi(&self, message: MsiMessage) -> std::io::Result<()>;
-    /// Allocates `count` MSI routes, all masked. `ErrorKind::StorageFull` when that many aren't left.
+    /// Allocates `count` MSI routes, all masked, with an eventfd each. `ErrorKind::StorageFull` when that many aren't left.
     fn allocate_msi(&self, count: u16) -> std::io::Result<Vec<Arc<dyn MsiRoute>>>;
     /// Power-on state, for a machine reset while all vCPUs are paused. Routes stay; lines that devices still assert stay
     /// asserted.

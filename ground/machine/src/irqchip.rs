@@ -200,8 +200,21 @@ impl InterruptController for KernelIrqchip {
             );
             io::Error::new(io::ErrorKind::StorageFull, text)
         })?;
-        let route = |gsi| Arc::new(IrqfdRoute::new(Arc::clone(&self.shared), gsi)) as Arc<dyn MsiRoute>;
-        Ok(gsis.into_iter().map(route).collect())
+        let mut routes: Vec<Arc<dyn MsiRoute>> = Vec::with_capacity(gsis.len());
+        let mut gsis = gsis.into_iter();
+        while let Some(gsi) = gsis.next() {
+            match sys::eventfd() {
+                Ok(fd) => routes.push(Arc::new(IrqfdRoute::new(Arc::clone(&self.shared), gsi, fd))),
+                Err(error) => {
+                    let mut routing = self.shared.routing();
+                    std::iter::once(gsi).chain(gsis).for_each(|gsi| routing.free(gsi));
+                    // Before `routes` is dropped: each takes the lock to free its own.
+                    drop(routing);
+                    return Err(error);
+                }
+            }
+        }
+        Ok(routes)
     }
 
     fn reset(&self) -> io::Result<()> {

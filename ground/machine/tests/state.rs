@@ -122,6 +122,10 @@ fn message(vector: u32) -> MsiMessage {
 #[test]
 fn messages_reach_the_local_apic_unless_masked() {
     let Some((guest, irqchip)) = with_irqchip() else { return };
+    // An eventfd per route is more than the usual soft limit.
+    let limits = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    let all = rustix::process::Rlimit { current: limits.maximum, ..limits };
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, all).unwrap();
     irqchip.signal_msi(message(0x31)).unwrap();
     assert_eq!(pending(&guest), [0x31]);
     let routes = irqchip.allocate_msi(1024).unwrap();

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use kvm_bindings::{
     KVM_IRQ_ROUTING_IRQCHIP, KVM_IRQ_ROUTING_MSI, KVM_IRQCHIP_IOAPIC, KVM_IRQCHIP_PIC_MASTER,
@@ -13,7 +13,6 @@ use kvm_bindings::{
 
 use super::{IOAPIC_PINS, Shared};
 use crate::interrupt::{MsiMessage, MsiRoute};
-use crate::sys;
 
 /// ISA interrupts also reach the PICs.
 const PIC_INPUTS: u32 = 16;
@@ -110,27 +109,18 @@ fn msi_entry(gsi: u32, message: &MsiMessage) -> kvm_irq_routing_entry {
 pub(super) struct IrqfdRoute {
     shared: Arc<Shared>,
     gsi: u32,
-    /// Made when first needed: guests leave most MSI-X vectors masked for ever, and descriptors are few.
-    fd: OnceLock<OwnedFd>,
+    /// Made at once, not when first unmasked: by then the sandbox may forbid it.
+    fd: OwnedFd,
     message: Mutex<Option<MsiMessage>>,
 }
 
 impl IrqfdRoute {
-    pub(super) fn new(shared: Arc<Shared>, gsi: u32) -> Self {
-        Self { shared, gsi, fd: OnceLock::new(), message: Mutex::new(None) }
-    }
-
-    fn fd(&self) -> io::Result<&OwnedFd> {
-        if let Some(fd) = self.fd.get() {
-            return Ok(fd);
-        }
-        let fd = sys::eventfd()?;
-        // When another thread was faster, its descriptor counts and this one is closed.
-        Ok(self.fd.get_or_init(|| fd))
+    pub(super) fn new(shared: Arc<Shared>, gsi: u32, fd: OwnedFd) -> Self {
+        Self { shared, gsi, fd, message: Mutex::new(None) }
     }
 
     fn mask(&self) -> io::Result<()> {
-        self.shared.irqfd(self.fd()?, self.gsi, KVM_IRQFD_FLAG_DEASSIGN, None)?;
+        self.shared.irqfd(&self.fd, self.gsi, KVM_IRQFD_FLAG_DEASSIGN, None)?;
         self.shared.route(self.gsi, None)
     }
 }
@@ -147,7 +137,7 @@ impl MsiRoute for IrqfdRoute {
             (_, Some(new)) => self.shared.route(self.gsi, Some(new))?,
         }
         if now.is_none()
-            && let Err(error) = self.fd().and_then(|fd| self.shared.irqfd(fd, self.gsi, 0, None))
+            && let Err(error) = self.shared.irqfd(&self.fd, self.gsi, 0, None)
         {
             self.shared.route(self.gsi, None)?;
             return Err(error);
@@ -162,7 +152,7 @@ impl MsiRoute for IrqfdRoute {
         if message.is_none() {
             return Ok(());
         }
-        match rustix::io::write(self.fd()?, &1u64.to_ne_bytes()) {
+        match rustix::io::write(&self.fd, &1u64.to_ne_bytes()) {
             // Full: 2^64 - 2 unread signals can't be, KVM takes them at once; one is pending in any case.
             Ok(_) | Err(rustix::io::Errno::AGAIN) => Ok(()),
             Err(error) => Err(error.into()),
@@ -170,8 +160,7 @@ impl MsiRoute for IrqfdRoute {
     }
 
     fn eventfd(&self) -> Option<BorrowedFd<'_>> {
-        // Without a descriptor left, callers fall back on `trigger`, which tells the error.
-        self.fd().ok().map(AsFd::as_fd)
+        Some(self.fd.as_fd())
     }
 }
 
