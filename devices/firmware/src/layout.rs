@@ -56,7 +56,9 @@ pub const CONVENTIONAL_END: u64 = 0x9_fc00;
 /// ACPI tables. The RSDP comes first, where a scan for it begins, too.
 pub const ACPI_TABLES: u64 = 0xe_0000;
 /// End of the space for ACPI tables.
-pub const ACPI_TABLES_END: u64 = 0x10_0000;
+pub const ACPI_TABLES_END: u64 = 0xf_f000;
+/// Where a PC's BIOS begins (F000:FFF0); 16 bytes.
+pub const RESET_VECTOR: u64 = 0xf_fff0;
 /// Kernels and initrds lie at or above this.
 pub const KERNEL_MINIMUM: u64 = MIB;
 

@@ -9,6 +9,7 @@
 //! map         MachineMap: RAM, CPUs, NUMA nodes, PCI windows, interrupt routing
 //! kernel      files -> guest memory + registers  (bzImage, vmlinux; Linux 64-bit protocol, PVH)
 //! acpi        MachineMap -> tables in guest memory
+//! (private)   reset vector, for kernels that reboot by jumping to it
 //! ```
 
 pub mod acpi;
@@ -17,6 +18,7 @@ pub mod kernel;
 pub mod layout;
 pub mod map;
 pub mod registers;
+mod reset_vector;
 
 pub use kernel::{BootFiles, BootProtocol, Contents, KernelError, LoadedKernel};
 pub use map::MachineMap;
@@ -42,8 +44,7 @@ pub fn prepare(
     map: &MachineMap,
     files: &BootFiles<'_>,
 ) -> Result<LoadedKernel, FirmwareError> {
-    let rsdp = acpi::write(memory, map)?;
-    Ok(kernel::load(memory, &map.ram, files, Contents::Anything, rsdp)?)
+    load(memory, map, files, Contents::Anything)
 }
 
 /// The same for a new VM, whose memory holds only zeroes: faster, and pages that stay zero stay unused.
@@ -52,6 +53,16 @@ pub fn prepare_fresh(
     map: &MachineMap,
     files: &BootFiles<'_>,
 ) -> Result<LoadedKernel, FirmwareError> {
+    load(memory, map, files, Contents::Zeroes)
+}
+
+fn load(
+    memory: &GuestMemory,
+    map: &MachineMap,
+    files: &BootFiles<'_>,
+    contents: Contents,
+) -> Result<LoadedKernel, FirmwareError> {
     let rsdp = acpi::write(memory, map)?;
-    Ok(kernel::load(memory, &map.ram, files, Contents::Zeroes, rsdp)?)
+    reset_vector::write(memory, &map.power)?;
+    Ok(kernel::load(memory, &map.ram, files, contents, rsdp)?)
 }
