@@ -133,6 +133,27 @@ fn doorbells_stay_in_the_kernel_and_other_exits_are_counted() {
     assert!(exits.ranges().contains_key("port:console"), "{exits:?}");
 }
 
+/// A window shows the host's memory as it is now, and a store into it is a page fault.
+#[test]
+fn a_window_can_be_read_and_not_written() {
+    use machine::slots::HostMapping;
+    use std::os::fd::AsFd;
+    let Some(programs) = programs("a_window_can_be_read_and_not_written") else { return };
+    let memfd = rustix::fs::memfd_create("window", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&memfd, 4096).unwrap();
+    let window = HostMapping::new("window", memfd.as_fd(), 0, 4096, false).unwrap();
+    let builder = PayloadVm::from_file(&programs.path("fault")).unwrap();
+    let (result, _) = run(builder.window(window.clone()).arguments(["write-window"]));
+    let error = result.unwrap_err().to_string();
+    assert!(error.contains("writing at 0x100000000, which is protected"), "{error}");
+
+    rustix::io::pwrite(&memfd, b"read me", 0).unwrap();
+    let builder = PayloadVm::from_file(&programs.path("hello")).unwrap();
+    let (result, text) = run(builder.window(window));
+    assert_eq!(result.unwrap(), 0);
+    assert!(text.contains("Window begins with: read me"), "{text}");
+}
+
 /// The largest VM comes up, and one that spins can be stopped from outside.
 #[test]
 fn many_vcpus_and_stopping() {

@@ -2,8 +2,10 @@
 
 #![no_std]
 #![no_main]
+#![allow(unsafe_code)] // Reads the window.
 
-use payload_runtime::{Barrier, Vcpu, println};
+use payload_runtime::abi::Region;
+use payload_runtime::{Barrier, Vcpu, pointer_to, println};
 
 static BARRIER: Barrier = Barrier::new();
 
@@ -30,5 +32,20 @@ fn main(vcpu: Vcpu) -> u32 {
         info.free.size,
         info.free.start
     );
+    show_window(info.window);
     code
+}
+
+/// The first bytes of the window that are printable.
+fn show_window(window: Region) {
+    let mut text = [0_u8; 16];
+    if window.size < 16 {
+        return;
+    }
+    // SAFETY: the window is mapped for reading, and at least that long.
+    unsafe { pointer_to::<[u8; 16]>(window.start).copy_to_nonoverlapping(&raw mut text, 1) };
+    let printable = text.iter().take_while(|byte| (b' '..0x7f).contains(*byte)).count();
+    if let Some(Ok(text)) = text.get(..printable).map(core::str::from_utf8) {
+        println!("Window begins with: {text}");
+    }
 }
