@@ -23,10 +23,6 @@ use crate::queue::Ring;
 use crate::saved;
 use crate::worker::{self, Worker};
 
-/// System calls of the device's threads besides those of [`crate::worker::SYSCALLS`].
-pub const SYSCALLS: &[&[i64]] =
-    &[super::worker::SYSCALLS, tap::SYSCALLS, super::passt::SYSCALLS, super::passt::END_SYSCALLS];
-
 /// Entries of each receive and transmit queue.
 pub const QUEUE_SIZE: u16 = 512;
 const CONTROL_QUEUE_SIZE: u16 = 64;

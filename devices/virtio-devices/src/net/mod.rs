@@ -12,6 +12,9 @@
 //! - [`control`]: the control queue.
 //! - [`tap`], [`passt`], [`pair`]: back ends behind [`backend::NetBackend`] and [`backend::NetChannel`].
 //!
+//! The lists of system calls, for the sandbox: [`worker::SYSCALLS`] in every device's threads and those of
+//! its back end, [`tap::SYSCALLS`] or [`passt::SYSCALLS`].
+//!
 //! Frames longer than what the guest has posted (a segmentation-offloaded frame over many mergeable
 //! buffers) spill into a buffer of the host's and are finished when buffers come; nothing is truncated
 //! silently, every frame is delivered or counted as dropped.
@@ -32,7 +35,7 @@ pub mod worker;
 
 use std::os::fd::OwnedFd;
 
-pub use device::{Net, QUEUE_SIZE, SYSCALLS};
+pub use device::{Net, QUEUE_SIZE};
 pub use error::NetError;
 pub use frame::{FrameSink, FrameSource, Storage};
 pub use mac::{BadMac, MacAddress};

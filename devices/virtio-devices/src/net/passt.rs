@@ -23,7 +23,19 @@ use super::frame::{FrameSink, FrameSource};
 use super::header::{FRAME_MAX, FRAME_MIN, VnetHeader};
 
 /// System calls made by the threads of a device with this back end, after it was opened.
-pub const SYSCALLS: &[i64] = &[libc::SYS_recvfrom, libc::SYS_sendmsg, libc::SYS_sendto, libc::SYS_close];
+pub const SYSCALLS: &[i64] = &[
+    libc::SYS_recvfrom,
+    libc::SYS_sendmsg,
+    libc::SYS_sendto,
+    libc::SYS_close,
+    // To say why passt has ended.
+    libc::SYS_wait4,
+    libc::SYS_waitid,
+    libc::SYS_lseek,
+    libc::SYS_statx,
+    libc::SYS_read,
+    libc::SYS_clock_nanosleep,
+];
 
 /// System calls made when the device is dropped and passt ends.
 pub const END_SYSCALLS: &[i64] = &[
@@ -33,8 +45,6 @@ pub const END_SYSCALLS: &[i64] = &[
     libc::SYS_kill,
     libc::SYS_pidfd_send_signal,
     libc::SYS_clock_nanosleep,
-    libc::SYS_lseek,
-    libc::SYS_read,
     libc::SYS_close,
 ];
 
@@ -62,10 +72,15 @@ impl Passt {
     /// The kernel ends passt together with the *thread* that called this, so call it from one that lives as long as
     /// the VM.
     pub fn start(name: &str, mtu: Option<u16>) -> Result<Self, NetError> {
-        Self::start_program("passt", name, mtu)
+        Self::start_program("passt", name, mtu, START_TIME)
     }
 
-    fn start_program(program: &str, name: &str, mtu: Option<u16>) -> Result<Self, NetError> {
+    fn start_program(
+        program: &str,
+        name: &str,
+        mtu: Option<u16>,
+        start_time: Duration,
+    ) -> Result<Self, NetError> {
         let failed = |what: &str, source: io::Error| NetError::Host {
             name: name.to_owned(),
             what: what.to_owned(),
@@ -111,14 +126,14 @@ impl Passt {
         })?;
         drop(theirs);
         let passt = Self { child: Mutex::new(child), socket: ours, output: Mutex::new(output) };
-        passt.check_start()?;
+        passt.check_start(start_time)?;
         Ok(passt)
     }
 
     /// A passt that can't start closes the socket soon; one that runs says nothing.
-    fn check_start(&self) -> Result<(), NetError> {
+    fn check_start(&self, start_time: Duration) -> Result<(), NetError> {
         let mut fds = [PollFd::new(&self.socket, PollFlags::empty())];
-        let timeout = Timespec::try_from(START_TIME).ok();
+        let timeout = Timespec::try_from(start_time).ok();
         if poll(&mut fds, timeout.as_ref()).is_ok_and(|ready| ready == 0) {
             return Ok(());
         }
@@ -341,14 +356,15 @@ mod tests {
 
     #[test]
     fn a_missing_program_is_named_with_its_package() {
-        let error = Passt::start_program("/nonexistent/passt", "net0", None).err().map(|e| e.to_string());
+        let error =
+            Passt::start_program("/nonexistent/passt", "net0", None, START_TIME).err().map(|e| e.to_string());
         let text = "--net user needs the program passt, which isn't installed; install it with: apt-get install passt";
         assert_eq!(error.as_deref(), Some(text));
     }
 
     #[test]
     fn a_program_that_ends_at_once_is_an_error_with_its_status() {
-        let error = Passt::start_program("/bin/false", "net0", None).err();
+        let error = Passt::start_program("/bin/false", "net0", None, Duration::from_secs(20)).err();
         assert!(matches!(error, Some(NetError::PasstEnded { .. })), "{error:?}");
     }
 

@@ -3,6 +3,7 @@
 mod data_path;
 mod device;
 mod hostile;
+mod real_passt;
 mod real_tap;
 
 use std::os::fd::OwnedFd;
