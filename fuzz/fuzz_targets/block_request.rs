@@ -195,7 +195,7 @@ fn run(disks: &Disks, input: &Input) {
     if input.read_only {
         let mut content = [0; DISK_BYTES as usize];
         file.read_exact_at(&mut content, 0).expect("a small file");
-        assert!(content.iter().all(|byte| *byte == READ_ONLY_BYTE), "a read-only disk was written");
+        assert!(content == [READ_ONLY_BYTE; DISK_BYTES as usize], "a read-only disk was written");
     }
     let tame = input.pokes.is_empty()
         && input.shape.descriptors.is_empty()

@@ -11,7 +11,7 @@ use firmware::kernel::{BootFiles, BootProtocol, Contents, load};
 use firmware::layout;
 use firmware::map::{AddressRange, RamRange};
 use libfuzzer_sys::fuzz_target;
-use machine::memory::{Bitmap, GuestAddress, GuestMemory, GuestMemoryBackend, GuestMemoryRegion};
+use machine::memory::{GuestAddress, GuestMemory, GuestMemoryBackend, GuestMemoryRegion};
 
 /// RAM that the loader is told of.
 const RAM: u64 = 16 << 20;
@@ -117,9 +117,6 @@ fn run(fixture: &Fixture, input: &Input) {
         image.truncate(len.into());
     }
     let memory = &fixture.memory;
-    for region in memory.iter() {
-        (**region).bitmap().reset();
-    }
     let mut ram = vec![RamRange { range: AddressRange { start: 0, len: RAM }, node: 0 }];
     if input.high {
         ram.push(RamRange { range: AddressRange { start: layout::HIGH_RAM_START, len: HIGH }, node: 0 });
@@ -153,10 +150,10 @@ fn run(fixture: &Fixture, input: &Input) {
         }
     };
     for region in memory.iter() {
-        let bitmap = region.bitmap();
-        for offset in (0..region.len()).step_by(4096) {
-            if bitmap.dirty_at(offset as usize) {
-                let address = region.start_addr().0 + offset;
+        // A word of the bitmap is 64 pages.
+        for (at, word) in (0_u64..).zip((**region).bitmap().get_and_reset()) {
+            for bit in (0..64).filter(|bit| word != 0 && word >> bit & 1 != 0) {
+                let address = region.start_addr().0 + (at * 64 + bit) * 4096;
                 let inside = |range: &AddressRange| range.start < address + 4096 && address < range.end();
                 assert!(allowed.iter().any(inside), "wrote at {address:#x}, result {result:?}");
             }

@@ -84,6 +84,7 @@ struct Bench {
     root: PciRoot,
     placer: Arc<RecordingPlacer>,
     functions: Vec<Arc<FakeFunction>>,
+    msi: Arc<FakeMsi>,
 }
 
 fn bench() -> Bench {
@@ -102,19 +103,20 @@ fn bench() -> Bench {
         FakeFunction::builder("plain").bar(0, BarKind::Memory32, 0x1000).bar(5, BarKind::Memory32, 0x10),
         FakeFunction::builder("io").bar(0, BarKind::Io, 4).bar(4, BarKind::Memory64, 0x1000),
     ];
+    let msi = FakeMsi::new();
     let functions: Vec<_> = functions
         .into_iter()
         .zip(PLACES)
         .map(|(builder, (slot, function))| {
             let function_pin = if function == 0 { InterruptPin::A } else { InterruptPin::D };
-            let built = builder.msix(3, 3, FakeMsi::new()).pin(function_pin).build();
+            let built = builder.msix(3, 3, msi.clone()).pin(function_pin).build();
             let at = FunctionAddress::new(slot, function).expect("a possible address");
             root.plug(at, built.clone()).expect("free addresses");
             built
         })
         .collect();
     root.assign_bars().expect("room for small BARs");
-    Bench { root, placer, functions }
+    Bench { root, placer, functions, msi }
 }
 
 fn ecam(target: u8, register: u16) -> u64 {
@@ -127,6 +129,16 @@ fn bytes(value: &[u8; 8], len: u8) -> &[u8] {
 }
 
 impl Bench {
+    /// The state that a new bench has; a reset is checked as well.
+    fn power_on(&self) {
+        self.root.reset().expect("fakes can be reset");
+        assert!(self.placer.placed().is_empty(), "a BAR survived a reset");
+        for vector in self.msi.vectors() {
+            assert_eq!(vector.message(), None, "a vector isn't masked after a reset");
+            vector.forget_sent();
+        }
+    }
+
     fn function(&self, target: u8) -> &FakeFunction {
         &self.functions[usize::from(target) % self.functions.len()]
     }
@@ -200,10 +212,17 @@ impl Bench {
     }
 }
 
+thread_local! {
+    static BENCH: Bench = bench();
+}
+
 fuzz_target!(|ops: Vec<Op>| {
-    let bench = bench();
-    for op in &ops {
-        bench.apply(op);
-    }
-    bench.check();
+    BENCH.with(|bench| {
+        // Making functions anew would take most of the time.
+        bench.power_on();
+        for op in &ops {
+            bench.apply(op);
+        }
+        bench.check();
+    });
 });

@@ -40,6 +40,11 @@ impl FakeVector {
         lock(&self.state).sent.len()
     }
 
+    /// Starts counting anew.
+    pub fn forget_sent(&self) {
+        lock(&self.state).sent.clear();
+    }
+
     /// The present message, `None` while masked.
     #[must_use]
     pub fn message(&self) -> Option<MsiMessage> {
