@@ -63,7 +63,10 @@ pub fn serve(port: &Path) -> Result<()> {
                     && let Some(terminal) = &s.terminal
                 {
                     let (rows, cols) = (u16::from_le_bytes([*a, *b]), u16::from_le_bytes([*c, *d]));
-                    let _ = tcsetwinsize(terminal, Winsize { ws_row: rows, ws_col: cols, ws_xpixel: 0, ws_ypixel: 0 });
+                    let _ = tcsetwinsize(
+                        terminal,
+                        Winsize { ws_row: rows, ws_col: cols, ws_xpixel: 0, ws_ypixel: 0 },
+                    );
                 }
             }
             Kind::Signal => {
@@ -88,7 +91,8 @@ fn start(port: &Port, session: u32, data: &[u8]) -> Result<Running> {
         unlockpt(&control)?;
         tcsetwinsize(&control, Winsize { ws_row: rows, ws_col: cols, ws_xpixel: 0, ws_ypixel: 0 })?;
         let name = ptsname(&control, Vec::new())?;
-        let side = OpenOptions::new().read(true).write(true).open(std::ffi::OsStr::from_bytes(name.as_bytes()))?;
+        let side =
+            OpenOptions::new().read(true).write(true).open(std::ffi::OsStr::from_bytes(name.as_bytes()))?;
         command = Command::new("setsid");
         command.args(["--ctty", "--wait", "/bin/sh", "-c", &what.script]);
         command.stdin(side.try_clone()?).stdout(side.try_clone()?).stderr(side);

@@ -65,7 +65,8 @@ fn with_backports(text: &str, codename: &str, deb822: bool) -> Option<String> {
             let words: Vec<&str> = line.split_whitespace().collect();
             ours |= words.iter().any(|w| w.starts_with(codename));
             if words.contains(&codename) && !text.contains(&backports) {
-                let twin: Vec<&str> = words.iter().map(|w| if *w == codename { backports.as_str() } else { w }).collect();
+                let twin: Vec<&str> =
+                    words.iter().map(|w| if *w == codename { backports.as_str() } else { w }).collect();
                 out.push_str(&format!("\n{}", twin.join(" ")));
             }
         }
@@ -76,7 +77,10 @@ fn with_backports(text: &str, codename: &str, deb822: bool) -> Option<String> {
 
 fn codename() -> Result<String> {
     let text = fs::read_to_string("/etc/os-release").context("Can't read /etc/os-release")?;
-    let value = text.lines().find_map(|l| l.strip_prefix("VERSION_CODENAME=")).map(|v| v.trim_matches('"').to_owned());
+    let value = text
+        .lines()
+        .find_map(|l| l.strip_prefix("VERSION_CODENAME="))
+        .map(|v| v.trim_matches('"').to_owned());
     match value {
         Some(c) if text.contains("ID=debian") => Ok(c),
         _ => bail!("The lab builds its images from Debian's package sources; this system isn't Debian"),
@@ -88,24 +92,30 @@ impl Apt {
     pub fn new(dir: &Path) -> Result<Self> {
         let apt = Apt { dir: dir.to_path_buf(), codename: codename()? };
         for sub in ["lists/partial", "archives/partial", "sources"] {
-            fs::create_dir_all(apt.dir.join(sub)).with_context(|| format!("Can't create {}", apt.dir.display()))?;
+            fs::create_dir_all(apt.dir.join(sub))
+                .with_context(|| format!("Can't create {}", apt.dir.display()))?;
         }
         fs::write(apt.dir.join("status"), "")?;
         let mut found = 0;
-        let listed = fs::read_dir("/etc/apt/sources.list.d").into_iter().flatten().flatten().map(|e| e.path());
+        let listed =
+            fs::read_dir("/etc/apt/sources.list.d").into_iter().flatten().flatten().map(|e| e.path());
         for path in listed.chain([PathBuf::from("/etc/apt/sources.list")]) {
             let deb822 = path.extension().is_some_and(|e| e == "sources");
             if !deb822 && path.extension().is_none_or(|e| e != "list") {
                 continue;
             }
             let Ok(text) = fs::read_to_string(&path) else { continue };
-            if let (Some(text), Some(name)) = (with_backports(&text, &apt.codename, deb822), path.file_name()) {
+            if let (Some(text), Some(name)) = (with_backports(&text, &apt.codename, deb822), path.file_name())
+            {
                 fs::write(apt.dir.join("sources").join(name), text)?;
                 found += 1;
             }
         }
         if found == 0 {
-            bail!("No package source for Debian {} in /etc/apt: the lab has nothing to build its images from", apt.codename);
+            bail!(
+                "No package source for Debian {} in /etc/apt: the lab has nothing to build its images from",
+                apt.codename
+            );
         }
         // How to reach the mirror is the system's business; everything else is ours.
         let system = output(Command::new("apt-config").arg("dump")).unwrap_or_default();
@@ -181,13 +191,24 @@ impl Apt {
     pub fn kernel(&self, meta: &str, prefix: &str) -> Result<PathBuf> {
         let find = || -> Result<PathBuf> {
             let text = String::from_utf8_lossy(&self.run("apt-cache", &["show", meta])?).into_owned();
-            let name = dependency(&text, prefix)
-                .with_context(|| format!("No version of {meta} depends on a kernel called {prefix}…; are the backports reachable?"))?;
-            let shown = String::from_utf8_lossy(&self.run("apt-cache", &["show", "--no-all-versions", &name])?).into_owned();
-            let field = |f: &str| shown.lines().find_map(|l| l.strip_prefix(f)).map(str::trim).unwrap_or_default().to_owned();
-            let resolved = Resolved { name: name.clone(), version: field("Version:"), arch: field("Architecture:") };
+            let name = dependency(&text, prefix).with_context(|| {
+                format!(
+                    "No version of {meta} depends on a kernel called {prefix}…; are the backports reachable?"
+                )
+            })?;
+            let shown =
+                String::from_utf8_lossy(&self.run("apt-cache", &["show", "--no-all-versions", &name])?)
+                    .into_owned();
+            let field = |f: &str| {
+                shown.lines().find_map(|l| l.strip_prefix(f)).map(str::trim).unwrap_or_default().to_owned()
+            };
+            let resolved =
+                Resolved { name: name.clone(), version: field("Version:"), arch: field("Architecture:") };
             let mut command = Command::new("apt-get");
-            command.env("APT_CONFIG", self.dir.join("apt.conf")).env("LC_ALL", "C").current_dir(self.dir.join("archives"));
+            command
+                .env("APT_CONFIG", self.dir.join("apt.conf"))
+                .env("LC_ALL", "C")
+                .current_dir(self.dir.join("archives"));
             output(command.args(["-q", "download", &format!("{name}={}", resolved.version)]))?;
             self.archive(&resolved.file())
         };
@@ -206,7 +227,14 @@ fn dependency(text: &str, prefix: &str) -> Option<String> {
 }
 
 /// Documentation and translations: a third of many packages, and nobody reads them in the lab.
-const LEFT_OUT: &[&str] = &["./usr/share/doc", "./usr/share/man", "./usr/share/locale", "./usr/share/info", "./usr/share/lintian", "./usr/share/bug"];
+const LEFT_OUT: &[&str] = &[
+    "./usr/share/doc",
+    "./usr/share/man",
+    "./usr/share/locale",
+    "./usr/share/info",
+    "./usr/share/lintian",
+    "./usr/share/bug",
+];
 
 /// Unpacks packages over each other into a tree whose `/bin`, `/sbin` and `/lib` are links into `/usr`.
 pub fn unpack(packages: &[PathBuf], root: &Path) -> Result<()> {
@@ -269,13 +297,15 @@ mod tests {
         assert!(got.contains("Suites: bookworm-security\n"));
         assert_eq!(with_backports(&got, "bookworm", true).unwrap(), got);
         assert_eq!(with_backports("Suites: nodistro\n", "bookworm", true), None);
-        let line = with_backports("deb [a=b] http://mirror/debian bookworm main\n", "bookworm", false).unwrap();
+        let line =
+            with_backports("deb [a=b] http://mirror/debian bookworm main\n", "bookworm", false).unwrap();
         assert!(line.contains("deb [a=b] http://mirror/debian bookworm-backports main"));
     }
 
     #[test]
     fn a_kernel_is_found_in_the_dependencies() {
-        let text = "Depends: linux-image-6.12.95+deb12-amd64 (= 6)\n\nDepends: linux-image-6.1.0-56-amd64 (= 6.1)\n";
+        let text =
+            "Depends: linux-image-6.12.95+deb12-amd64 (= 6)\n\nDepends: linux-image-6.1.0-56-amd64 (= 6.1)\n";
         assert_eq!(dependency(text, "linux-image-6.1.").unwrap(), "linux-image-6.1.0-56-amd64");
         assert_eq!(dependency(text, "linux-image-7."), None);
     }

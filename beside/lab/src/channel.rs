@@ -79,7 +79,8 @@ pub struct Session {
 impl Channel {
     /// Connects to a host's port.
     pub fn connect(path: &Path) -> Result<Self> {
-        let stream = UnixStream::connect(path).with_context(|| format!("Can't connect to {}", path.display()))?;
+        let stream =
+            UnixStream::connect(path).with_context(|| format!("Can't connect to {}", path.display()))?;
         let mut reader = stream.try_clone()?;
         let channel = Channel {
             inside: Arc::new(Inside {
@@ -165,11 +166,18 @@ impl Channel {
     /// Whether the host answers at all.
     pub fn ping(&self, timeout: Duration) -> bool {
         let before = self.lock().pongs;
-        self.send(0, Kind::Ping, &[]).is_ok() && self.wait(timeout, |s| (s.pongs > before).then_some(())).is_some()
+        self.send(0, Kind::Ping, &[]).is_ok()
+            && self.wait(timeout, |s| (s.pongs > before).then_some(())).is_some()
     }
 
     /// Starts a shell script.
-    pub fn start(&self, name: &str, script: &str, terminal: Option<(u16, u16)>, sink: Option<Sink>) -> Result<Session> {
+    pub fn start(
+        &self,
+        name: &str,
+        script: &str,
+        terminal: Option<(u16, u16)>,
+        sink: Option<Sink>,
+    ) -> Result<Session> {
         let id = self.inside.next.fetch_add(1, Ordering::Relaxed);
         let out = Transcript::new(name);
         let err = Transcript::new(&format!("{name}: standard error"));
@@ -247,7 +255,13 @@ impl Session {
                 self.err.tail(10)
             );
         };
-        let bytes = self.channel.lock().sessions.get_mut(&self.id).map(|e| std::mem::take(&mut e.bytes)).unwrap_or_default();
+        let bytes = self
+            .channel
+            .lock()
+            .sessions
+            .get_mut(&self.id)
+            .map(|e| std::mem::take(&mut e.bytes))
+            .unwrap_or_default();
         Ok(Output { code, stdout: String::from_utf8_lossy(&bytes).into_owned(), stderr: self.err.text() })
     }
 

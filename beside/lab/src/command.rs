@@ -7,7 +7,10 @@ use std::process::{Command, Stdio};
 /// Runs a program to its end and returns what it printed.
 pub fn output(command: &mut Command) -> Result<Vec<u8>> {
     let name = command.get_program().to_string_lossy().into_owned();
-    let got = command.stdin(Stdio::null()).output().with_context(|| format!("Can't run {name}; is it installed?"))?;
+    let got = command
+        .stdin(Stdio::null())
+        .output()
+        .with_context(|| format!("Can't run {name}; is it installed?"))?;
     if !got.status.success() {
         let err = String::from_utf8_lossy(&got.stderr);
         let tail: Vec<&str> = err.lines().rev().take(6).collect::<Vec<_>>().into_iter().rev().collect();

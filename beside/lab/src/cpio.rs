@@ -131,7 +131,11 @@ mod tests {
     #[test]
     fn parents_come_first_and_once() {
         let mut a = Archive::new();
-        a.file("/a/b/c", 0o644, b"x").file("a/b/d", 0o755, b"").link("bin/sh", "busybox").character("dev/console", 5, 1);
+        a.file("/a/b/c", 0o644, b"x").file("a/b/d", 0o755, b"").link("bin/sh", "busybox").character(
+            "dev/console",
+            5,
+            1,
+        );
         let got = parse(&a.finish());
         let paths: Vec<&str> = got.iter().map(|e| e.0.as_str()).collect();
         assert_eq!(paths, ["a", "a/b", "a/b/c", "a/b/d", "bin", "bin/sh", "dev", "dev/console"]);

@@ -152,7 +152,10 @@ impl GuestSpec {
         };
         match vmm {
             Vmm::Causeway => {
-                add(format!("exec causeway run --name {} --kernel {kernel} --initrd {initrd} --cmdline '{words}'", self.name));
+                add(format!(
+                    "exec causeway run --name {} --kernel {kernel} --initrd {initrd} --cmdline '{words}'",
+                    self.name
+                ));
                 add(format!("--cpus {} --memory {}M --console stdio", self.cpus, self.memory_mib));
                 for d in &self.disks {
                     add(format!("--disk path={}{}", d.path, if d.readonly { ",readonly" } else { "" }));
@@ -172,16 +175,24 @@ impl GuestSpec {
                     Vmm::QemuMicrovm => ("microvm,accel=kvm,pit=off,pic=off,rtc=on", "device"),
                     _ => ("q35,accel=kvm", "pci"),
                 };
-                add(format!("exec qemu-system-x86_64 -name {} -M {machine} -cpu host -nodefaults -no-user-config", self.name));
+                add(format!(
+                    "exec qemu-system-x86_64 -name {} -M {machine} -cpu host -nodefaults -no-user-config",
+                    self.name
+                ));
                 add(format!("-display none -serial stdio -smp {} -m {}", self.cpus, self.memory_mib));
                 add(format!("-qmp unix:/tmp/{}.qmp,server=on,wait=off", self.name));
                 add(format!("-kernel {kernel} -initrd {initrd} -append '{words}'"));
                 for (n, d) in self.disks.iter().enumerate() {
                     let ro = if d.readonly { ",readonly=on" } else { "" };
-                    add(format!("-drive if=none,id=d{n},format=raw,file={}{ro} -device virtio-blk-{bus},drive=d{n}", d.path));
+                    add(format!(
+                        "-drive if=none,id=d{n},format=raw,file={}{ro} -device virtio-blk-{bus},drive=d{n}",
+                        d.path
+                    ));
                 }
                 for (n, t) in self.taps.iter().enumerate() {
-                    add(format!("-netdev tap,id=n{n},ifname={t},script=no,downscript=no,vnet_hdr=on -device virtio-net-{bus},netdev=n{n}"));
+                    add(format!(
+                        "-netdev tap,id=n{n},ifname={t},script=no,downscript=no,vnet_hdr=on -device virtio-net-{bus},netdev=n{n}"
+                    ));
                 }
             }
         }
@@ -205,7 +216,17 @@ pub struct Guest {
 static STARTED: AtomicU32 = AtomicU32::new(0);
 
 /// Signs in a console that something went badly wrong inside the guest.
-const BAD: &[&str] = &["Kernel panic", "BUG:", "Oops", "soft lockup", "rcu_sched detected", "rcu_preempt detected", "self-detected stall", "did not load", "Call Trace"];
+const BAD: &[&str] = &[
+    "Kernel panic",
+    "BUG:",
+    "Oops",
+    "soft lockup",
+    "rcu_sched detected",
+    "rcu_preempt detected",
+    "self-detected stall",
+    "did not load",
+    "Call Trace",
+];
 
 impl Guest {
     /// Starts a guest on a host.
@@ -214,10 +235,12 @@ impl Guest {
         let mut initrd = base.clone();
         let mut prepare = String::new();
         if let Some(script) = &spec.script {
-            let files: Vec<(&str, &[u8])> = spec.files.iter().map(|(n, b)| (n.as_str(), b.as_slice())).collect();
+            let files: Vec<(&str, &[u8])> =
+                spec.files.iter().map(|(n, b)| (n.as_str(), b.as_slice())).collect();
             let n = STARTED.fetch_add(1, Ordering::Relaxed);
             let own = format!(".lab/{}-{n}.cpio", spec.name);
-            fs::write(host.share().join(&own), cpio::script(script, &files)).context("Can't write the guest's script to the share")?;
+            fs::write(host.share().join(&own), cpio::script(script, &files))
+                .context("Can't write the guest's script to the share")?;
             initrd = format!("/tmp/{}-{n}.initrd", spec.name);
             prepare = format!("cat {base} /share/{own} > {initrd} && rm /share/{own} && ");
         }
@@ -244,9 +267,15 @@ impl Guest {
             Waited::Line(line, when) => Ok((line, when)),
             Waited::Ended => {
                 let code = self.session.try_wait();
-                bail!("Guest {} ended with status {code:?} before it said {what:?}; its monitor said: {}", self.spec.name, self.complaint())
+                bail!(
+                    "Guest {} ended with status {code:?} before it said {what:?}; its monitor said: {}",
+                    self.spec.name,
+                    self.complaint()
+                )
             }
-            Waited::Timeout => bail!("Guest {} didn't say {what:?} within {:.0} s", self.spec.name, timeout.as_secs_f64()),
+            Waited::Timeout => {
+                bail!("Guest {} didn't say {what:?} within {:.0} s", self.spec.name, timeout.as_secs_f64())
+            }
         }
     }
 
@@ -260,8 +289,16 @@ impl Guest {
     pub fn ended(&self, timeout: Duration) -> Result<()> {
         match self.session.wait(timeout)? {
             Some(0) => Ok(()),
-            Some(code) => bail!("The monitor of guest {} ended with status {code}: {}", self.spec.name, self.complaint()),
-            None => bail!("The monitor of guest {} didn't end within {:.0} s", self.spec.name, timeout.as_secs_f64()),
+            Some(code) => bail!(
+                "The monitor of guest {} ended with status {code}: {}",
+                self.spec.name,
+                self.complaint()
+            ),
+            None => bail!(
+                "The monitor of guest {} didn't end within {:.0} s",
+                self.spec.name,
+                timeout.as_secs_f64()
+            ),
         }
     }
 
@@ -273,7 +310,11 @@ impl Guest {
     /// The status of the guest's script, from its last marker.
     pub fn script_status(&self, timeout: Duration) -> Result<i32> {
         let (line, _) = self.expect("LAB-L2 exit ", timeout)?;
-        let status = line.split("LAB-L2 exit ").nth(1).and_then(|r| r.split_whitespace().next()).and_then(|n| n.parse().ok());
+        let status = line
+            .split("LAB-L2 exit ")
+            .nth(1)
+            .and_then(|r| r.split_whitespace().next())
+            .and_then(|n| n.parse().ok());
         status.with_context(|| format!("Guest {} said {line:?}, which has no status", self.spec.name))
     }
 }
@@ -284,9 +325,15 @@ mod tests {
 
     #[test]
     fn both_monitors_get_the_same_guest() {
-        let g = GuestSpec::new("g", "6.1-cloud", 2).root().disk("/tmp/d", false).tap("tap0").cmdline(["lab.end=halt"]);
+        let g = GuestSpec::new("g", "6.1-cloud", 2)
+            .root()
+            .disk("/tmp/d", false)
+            .tap("tap0")
+            .cmdline(["lab.end=halt"]);
         let ours = g.command(Vmm::Causeway, "/i");
-        assert!(ours.starts_with("exec causeway run --name g --kernel /lab/6.1-cloud/vmlinux --initrd /i --cmdline 'console"));
+        assert!(ours.starts_with(
+            "exec causeway run --name g --kernel /lab/6.1-cloud/vmlinux --initrd /i --cmdline 'console"
+        ));
         assert!(ours.contains("lab.end=halt' --cpus 2 --memory 512M"));
         assert!(ours.contains("--disk path=/lab/root.img,readonly --disk path=/tmp/d --net tap:tap0"));
         let theirs = g.command(Vmm::QemuMicrovm, "/i");

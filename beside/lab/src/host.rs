@@ -47,7 +47,14 @@ fn console_tail(dir: &Path, lines: usize) -> String {
 
 impl Booting {
     /// Starts the emulator. The process is tied to the calling thread's life: call this from one that lasts.
-    pub fn start(images: &Images, emulator: &Emulator, spec: &HostSpec, index: usize, dir: &Path, links: &Path) -> Result<Self> {
+    pub fn start(
+        images: &Images,
+        emulator: &Emulator,
+        spec: &HostSpec,
+        index: usize,
+        dir: &Path,
+        links: &Path,
+    ) -> Result<Self> {
         fs::create_dir_all(dir.join("share/.lab"))?;
         fs::create_dir_all(dir.join("share/bin"))?;
         fs::create_dir_all(dir.join("share/out"))?;
@@ -74,7 +81,11 @@ impl Booting {
         let name = self.name.clone();
         let explain = |booting: &Booting, what: &str| {
             let log = fs::read_to_string(booting.dir.join("qemu.log")).unwrap_or_default();
-            anyhow::anyhow!("Host {name} {what}\n--- console of {name} ---\n{}\n--- emulator ---\n{}", console_tail(&booting.dir, 25), log.trim())
+            anyhow::anyhow!(
+                "Host {name} {what}\n--- console of {name} ---\n{}\n--- emulator ---\n{}",
+                console_tail(&booting.dir, 25),
+                log.trim()
+            )
         };
         let channel = loop {
             if let Some(status) = self.child.try_wait()? {
@@ -102,7 +113,14 @@ impl Booting {
         let booted = self.start.elapsed();
         let (child, spare) = (Command::new("true").spawn()?, self.dir.clone());
         let child = std::mem::replace(&mut self.child, child);
-        Ok(Host { name: self.name.clone(), dir: spare, child: Mutex::new(child), channel, consoles: Mutex::default(), booted })
+        Ok(Host {
+            name: self.name.clone(),
+            dir: spare,
+            child: Mutex::new(child),
+            channel,
+            consoles: Mutex::default(),
+            booted,
+        })
     }
 }
 
@@ -146,7 +164,9 @@ impl Host {
     /// Runs a shell script that must succeed, and returns what it printed.
     pub fn sh(&self, script: &str) -> Result<String> {
         let first = script.trim().lines().next().unwrap_or_default();
-        self.run(script, Duration::from_secs(120))?.success().with_context(|| format!("{first:?} failed on {}", self.name))
+        self.run(script, Duration::from_secs(120))?
+            .success()
+            .with_context(|| format!("{first:?} failed on {}", self.name))
     }
 
     /// Starts a shell script that goes on running; its output is a console that is shown when something hangs.
@@ -198,12 +218,16 @@ impl Host {
             let look = "dmesg | grep -v 'Unhandled WRMSR' | tail -n 12; echo '-- busiest threads'; top -H -b -n 1 | head -n 14 | tail -n 9; \
                         for k in /sys/kernel/debug/kvm/*-*; do [ -d $k ] && echo \"-- ${k##*/} exits $(cat $k/exits 2>/dev/null)\"; done; sleep 2; \
                         for k in /sys/kernel/debug/kvm/*-*; do [ -d $k ] && echo \"-- ${k##*/} exits 2 s later $(cat $k/exits 2>/dev/null)\"; done; true";
-            match self.channel.start("look", look, None, None).and_then(|s| s.output(Duration::from_secs(60))) {
+            match self.channel.start("look", look, None, None).and_then(|s| s.output(Duration::from_secs(60)))
+            {
                 Ok(o) => text.push_str(&format!("--- host {} answers ---\n{}", self.name, o.stdout)),
                 Err(e) => text.push_str(&format!("--- host {} can't be looked at: {e:#} ---\n", self.name)),
             }
         } else {
-            let how = self.emulator_ended().map_or_else(|| "the emulator or the emulated kernel hangs".to_owned(), |s| format!("the emulator ended with {s}"));
+            let how = self.emulator_ended().map_or_else(
+                || "the emulator or the emulated kernel hangs".to_owned(),
+                |s| format!("the emulator ended with {s}"),
+            );
             text.push_str(&format!("--- host {} DOES NOT ANSWER: {how} ---\n", self.name));
         }
         if let Ok(consoles) = self.consoles.lock() {

@@ -24,7 +24,8 @@ impl Images {
     /// Builds what is missing or outdated, and says what it does on stderr.
     pub fn ready() -> Result<Self> {
         let dir = paths::cache();
-        fs::create_dir_all(&dir).with_context(|| format!("Can't create the lab's cache {}", dir.display()))?;
+        fs::create_dir_all(&dir)
+            .with_context(|| format!("Can't create the lab's cache {}", dir.display()))?;
         let images = Images { dir: fs::canonicalize(&dir)? };
         if images.outdated().is_empty() {
             return Ok(images);
@@ -41,7 +42,9 @@ impl Images {
             progress!("images: package lists");
             apt.update(false)?;
             for artifact in todo {
-                images.build(artifact, &apt).with_context(|| format!("Can't build the lab's {} image", artifact.name()))?;
+                images
+                    .build(artifact, &apt)
+                    .with_context(|| format!("Can't build the lab's {} image", artifact.name()))?;
             }
         }
         Ok(images)
@@ -133,12 +136,15 @@ impl Images {
                     .with_context(|| format!("The package {} has no {what}", package.display()))
             };
             let image = find("vmlinuz-")?;
-            let release = image.file_name().map(|n| n.to_string_lossy().replace("vmlinuz-", "")).unwrap_or_default();
+            let release =
+                image.file_name().map(|n| n.to_string_lossy().replace("vmlinuz-", "")).unwrap_or_default();
             fs::write(dir.join("vmlinux"), kernel::vmlinux(&fs::read(&image)?)?)?;
             fs::rename(image, dir.join("vmlinuz"))?;
             fs::rename(find("config-")?, dir.join("config"))?;
-            let modules = [dir.join("usr/lib/modules"), dir.join("lib/modules")].into_iter().find(|p| p.is_dir());
-            let modules = modules.with_context(|| format!("The package {} has no modules", package.display()))?;
+            let modules =
+                [dir.join("usr/lib/modules"), dir.join("lib/modules")].into_iter().find(|p| p.is_dir());
+            let modules =
+                modules.with_context(|| format!("The package {} has no modules", package.display()))?;
             fs::rename(modules.join(&release), dir.join("modules"))?;
             fs::write(dir.join("release"), &release)?;
             for rest in ["boot", "lib", "usr"] {
@@ -203,8 +209,15 @@ impl Images {
 /// Programs that building needs; all said at once.
 fn tools() -> Result<()> {
     const NEEDED: &[(&str, &str)] = &[
-        ("apt-get", "apt"), ("dpkg-deb", "dpkg"), ("tar", "tar"), ("xz", "xz-utils"), ("zstd", "zstd"), ("lz4", "lz4"),
-        ("mke2fs", "e2fsprogs"), ("setpriv", "util-linux"), ("qemu-system-x86_64", "qemu-system-x86"),
+        ("apt-get", "apt"),
+        ("dpkg-deb", "dpkg"),
+        ("tar", "tar"),
+        ("xz", "xz-utils"),
+        ("zstd", "zstd"),
+        ("lz4", "lz4"),
+        ("mke2fs", "e2fsprogs"),
+        ("setpriv", "util-linux"),
+        ("qemu-system-x86_64", "qemu-system-x86"),
     ];
     let dirs = std::env::var("PATH").unwrap_or_default() + ":/usr/sbin:/sbin";
     let missing: Vec<&str> = NEEDED
@@ -212,7 +225,11 @@ fn tools() -> Result<()> {
         .filter(|(program, _)| !dirs.split(':').any(|d| Path::new(d).join(program).exists()))
         .map(|(_, package)| *package)
         .collect();
-    if missing.is_empty() { Ok(()) } else { bail!("The lab needs these Debian packages: {}", missing.join(", ")) }
+    if missing.is_empty() {
+        Ok(())
+    } else {
+        bail!("The lab needs these Debian packages: {}", missing.join(", "))
+    }
 }
 
 fn fresh(dir: &Path) -> Result<PathBuf> {
@@ -238,16 +255,29 @@ fn write(path: &Path, text: &str, mode: u32) -> Result<()> {
 
 /// What maintainer scripts would have done, as far as it's needed.
 fn basics(root: &Path, name: &str) -> Result<()> {
-    for dir in ["proc", "sys", "dev", "run", "tmp", "root", "share", "lab", "var/tmp", "var/log", "mnt", "etc", "ro", "rw", "new"] {
+    for dir in [
+        "proc", "sys", "dev", "run", "tmp", "root", "share", "lab", "var/tmp", "var/log", "mnt", "etc", "ro",
+        "rw", "new",
+    ] {
         fs::create_dir_all(root.join(dir))?;
     }
     let users = "root:x:0:0:root:/root:/bin/bash\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\nguest1:x:1001:1001::/tmp:/bin/bash\nguest2:x:1002:1002::/tmp:/bin/bash\n";
     write(&root.join("etc/passwd"), users, 0o644)?;
-    write(&root.join("etc/group"), "root:x:0:\ntty:x:5:\nkvm:x:104:guest1,guest2\nnogroup:x:65534:\nguest1:x:1001:\nguest2:x:1002:\n", 0o644)?;
+    write(
+        &root.join("etc/group"),
+        "root:x:0:\ntty:x:5:\nkvm:x:104:guest1,guest2\nnogroup:x:65534:\nguest1:x:1001:\nguest2:x:1002:\n",
+        0o644,
+    )?;
     write(&root.join("etc/hosts"), "127.0.0.1 localhost\n", 0o644)?;
     write(&root.join("etc/hostname"), &format!("{name}\n"), 0o644)?;
     write(&root.join("root/.bashrc"), "PS1='\\h:\\w# '\nalias ll='ls -l'\n", 0o644)?;
-    for (link, to) in [("usr/bin/sh", "bash"), ("usr/bin/awk", "gawk"), ("usr/bin/nc", "nc.openbsd"), ("usr/sbin/iptables", "iptables-nft"), ("usr/bin/vi", "vim.tiny")] {
+    for (link, to) in [
+        ("usr/bin/sh", "bash"),
+        ("usr/bin/awk", "gawk"),
+        ("usr/bin/nc", "nc.openbsd"),
+        ("usr/sbin/iptables", "iptables-nft"),
+        ("usr/bin/vi", "vim.tiny"),
+    ] {
         let path = root.join(link);
         let there = path.parent().is_some_and(|p| p.join(to).exists());
         if there && !path.exists() {
@@ -287,7 +317,15 @@ fn depmod(modules: &Path, target: &Path, tools: &Path, base: &Path, release: &st
     }
     let lib = tools.join("usr/lib/x86_64-linux-gnu");
     let mut command = Command::new(tools.join("usr/lib64/ld-linux-x86-64.so.2"));
-    command.arg("--argv0").arg("depmod").arg("--library-path").arg(lib).arg(tools.join("usr/bin/kmod")).arg("-b").arg(base).arg(release);
+    command
+        .arg("--argv0")
+        .arg("depmod")
+        .arg("--library-path")
+        .arg(lib)
+        .arg(tools.join("usr/bin/kmod"))
+        .arg("-b")
+        .arg(base)
+        .arg(release);
     output(&mut command).map(drop)
 }
 
@@ -298,7 +336,11 @@ fn initrd(root: &Path, init: &str, modules: &[(String, PathBuf)]) -> Result<Vec<
     }
     a.character("dev/console", 5, 1).character("dev/null", 1, 3).character("dev/kmsg", 1, 11);
     let busybox = root.join("usr/bin/busybox");
-    a.file("bin/busybox", 0o755, &fs::read(&busybox).with_context(|| format!("Can't read {}", busybox.display()))?);
+    a.file(
+        "bin/busybox",
+        0o755,
+        &fs::read(&busybox).with_context(|| format!("Can't read {}", busybox.display()))?,
+    );
     a.file("init", 0o755, init.as_bytes());
     let mut order = String::new();
     for (name, path) in modules {
@@ -312,10 +354,14 @@ fn initrd(root: &Path, init: &str, modules: &[(String, PathBuf)]) -> Result<Vec<
 
 /// Makes a file system image of a tree, with some room to spare.
 fn ext4(tree: &Path, image: &Path, label: &str, spare_percent: u64) -> Result<()> {
-    let text = String::from_utf8_lossy(&output(Command::new("du").args(["-sm", "--apparent-size"]).arg(tree))?).into_owned();
-    let apparent: u64 = text.split_whitespace().next().and_then(|n| n.parse().ok()).context("du printed no number")?;
+    let text =
+        String::from_utf8_lossy(&output(Command::new("du").args(["-sm", "--apparent-size"]).arg(tree))?)
+            .into_owned();
+    let apparent: u64 =
+        text.split_whitespace().next().and_then(|n| n.parse().ok()).context("du printed no number")?;
     let text = String::from_utf8_lossy(&output(Command::new("du").arg("-sm").arg(tree))?).into_owned();
-    let used: u64 = text.split_whitespace().next().and_then(|n| n.parse().ok()).context("du printed no number")?;
+    let used: u64 =
+        text.split_whitespace().next().and_then(|n| n.parse().ok()).context("du printed no number")?;
     let size = apparent.max(used) * (100 + spare_percent) / 100 + 32;
     let part = image.with_extension("part");
     if part.exists() {
@@ -323,7 +369,21 @@ fn ext4(tree: &Path, image: &Path, label: &str, spare_percent: u64) -> Result<()
     }
     let mut command = Command::new("mke2fs");
     command.env("PATH", std::env::var("PATH").unwrap_or_default() + ":/usr/sbin:/sbin");
-    command.args(["-q", "-F", "-t", "ext4", "-O", "^has_journal,^metadata_csum", "-E", "root_owner=0:0,lazy_itable_init=0", "-m", "0", "-L", label, "-d"]);
+    command.args([
+        "-q",
+        "-F",
+        "-t",
+        "ext4",
+        "-O",
+        "^has_journal,^metadata_csum",
+        "-E",
+        "root_owner=0:0,lazy_itable_init=0",
+        "-m",
+        "0",
+        "-L",
+        label,
+        "-d",
+    ]);
     output(command.arg(tree).arg(&part).arg(format!("{size}M")))?;
     fs::rename(&part, image).with_context(|| format!("Can't put {} in place", image.display()))
 }

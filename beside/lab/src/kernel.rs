@@ -93,7 +93,12 @@ impl Modules {
         Ok(order)
     }
 
-    fn visit(&self, name: &str, seen: &mut BTreeSet<String>, order: &mut Vec<(String, PathBuf)>) -> Result<()> {
+    fn visit(
+        &self,
+        name: &str,
+        seen: &mut BTreeSet<String>,
+        order: &mut Vec<(String, PathBuf)>,
+    ) -> Result<()> {
         let Some(path) = self.files.get(name) else { return Ok(()) };
         if !seen.insert(name.to_owned()) {
             return Ok(());

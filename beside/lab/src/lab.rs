@@ -26,7 +26,8 @@ fn sweep() {
     let Ok(entries) = fs::read_dir(std::env::temp_dir()) else { return };
     for entry in entries.flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
-        let pid = name.strip_prefix(PREFIX).and_then(|r| r.split('-').next()).and_then(|p| p.parse::<u32>().ok());
+        let pid =
+            name.strip_prefix(PREFIX).and_then(|r| r.split('-').next()).and_then(|p| p.parse::<u32>().ok());
         if let Some(pid) = pid
             && !Path::new(&format!("/proc/{pid}")).exists()
         {
@@ -58,7 +59,8 @@ impl Lab {
             let home = dir.path().join(&spec.name);
             fs::create_dir_all(home.join("share/.lab"))?;
             let program = home.join("share/.lab/lab");
-            fs::copy(&agent, &program).with_context(|| format!("Can't copy {} to the host's share", agent.display()))?;
+            fs::copy(&agent, &program)
+                .with_context(|| format!("Can't copy {} to the host's share", agent.display()))?;
             fs::set_permissions(&program, fs::Permissions::from_mode(0o755))?;
             booting.push(Booting::start(&images, emulator, spec, index, &home, &links)?);
         }
@@ -85,7 +87,9 @@ impl Lab {
 
     /// A host by its number.
     pub fn host(&self, number: usize) -> Result<&Host> {
-        self.hosts.get(number).with_context(|| format!("There is no host number {number}; there are {}", self.hosts.len()))
+        self.hosts
+            .get(number)
+            .with_context(|| format!("There is no host number {number}; there are {}", self.hosts.len()))
     }
 
     /// Which emulator runs it, with its settings.

@@ -4,6 +4,7 @@
 mod agent;
 mod apt;
 mod channel;
+mod clock;
 mod command;
 pub mod cpio;
 pub mod guest;
@@ -15,8 +16,8 @@ pub mod measure;
 pub mod paths;
 pub mod protocol;
 mod qemu;
-pub mod records;
 pub mod recipe;
+pub mod records;
 pub mod scenario;
 pub mod scenarios;
 mod shell;
@@ -42,7 +43,8 @@ pub fn print_sink() -> channel::Sink {
         // Nobody may be reading any more.
         let _ = match kind {
             protocol::Kind::Stderr => std::io::Write::write_all(&mut std::io::stderr(), bytes),
-            _ => std::io::Write::write_all(&mut std::io::stdout(), bytes).and_then(|()| std::io::Write::flush(&mut std::io::stdout())),
+            _ => std::io::Write::write_all(&mut std::io::stdout(), bytes)
+                .and_then(|()| std::io::Write::flush(&mut std::io::stdout())),
         };
     })
 }
@@ -53,5 +55,8 @@ static START: std::sync::OnceLock<std::time::Instant> = std::sync::OnceLock::new
 pub fn say(line: &str) {
     let start = START.get_or_init(std::time::Instant::now);
     // Nobody may be reading any more: that's no reason to end.
-    let _ = std::io::Write::write_fmt(&mut std::io::stderr(), format_args!("[{:7.1}] {line}\n", start.elapsed().as_secs_f64()));
+    let _ = std::io::Write::write_fmt(
+        &mut std::io::stderr(),
+        format_args!("[{:7.1}] {line}\n", start.elapsed().as_secs_f64()),
+    );
 }

@@ -125,7 +125,13 @@ struct OptionArgs {
 
 impl From<OptionArgs> for scenario::Options {
     fn from(a: OptionArgs) -> Self {
-        scenario::Options { count: a.count, seconds: a.seconds, kernels: a.kernels, cpus: a.cpus, monitor: a.monitor }
+        scenario::Options {
+            count: a.count,
+            seconds: a.seconds,
+            kernels: a.kernels,
+            cpus: a.cpus,
+            monitor: a.monitor,
+        }
     }
 }
 
@@ -166,8 +172,12 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
         None => bail!("Say what to do: a scenario's name, `shell`, `try`, `images` or `--list`"),
         Some(Verb::Agent { port }) => lab::serve_agent(&port).map(|()| ExitCode::SUCCESS),
         Some(Verb::Images) => lab::image::Images::ready().map(|_| ExitCode::SUCCESS),
-        Some(Verb::RecordsWrite { device, run }) => lab::records::write(&device, run).map(|()| ExitCode::SUCCESS),
-        Some(Verb::RecordsCheck { image, run, last }) => lab::records::check(&image, run, last).map(|()| ExitCode::SUCCESS),
+        Some(Verb::RecordsWrite { device, run }) => {
+            lab::records::write(&device, run).map(|()| ExitCode::SUCCESS)
+        }
+        Some(Verb::RecordsCheck { image, run, last }) => {
+            lab::records::check(&image, run, last).map(|()| ExitCode::SUCCESS)
+        }
         Some(Verb::Measure { pid, ram_mib }) => lab::measure::print(pid, ram_mib).map(|()| ExitCode::SUCCESS),
         Some(Verb::Scenario(words)) => {
             let cli = match ScenarioCli::try_parse_from(words) {
@@ -213,7 +223,12 @@ fn follow(host: &lab::Host, script: &str, timeout: Duration) -> Result<i32> {
 
 fn copy_out(from: &std::path::Path, to: &std::path::Path) -> Result<()> {
     std::fs::create_dir_all(to)?;
-    let status = std::process::Command::new("cp").arg("-a").arg(from.join(".")).arg(to).status().context("Can't run cp")?;
+    let status = std::process::Command::new("cp")
+        .arg("-a")
+        .arg(from.join("."))
+        .arg(to)
+        .status()
+        .context("Can't run cp")?;
     std::io::stdout().flush()?;
     if !status.success() {
         bail!("Can't copy the results to {}", to.display());
@@ -227,7 +242,8 @@ mod tests {
 
     #[test]
     fn scenarios_take_their_options() {
-        let cli = Cli::try_parse_from(["lab", "boot", "--count", "50", "--cpus", "1", "--cpus", "4"]).unwrap();
+        let cli =
+            Cli::try_parse_from(["lab", "boot", "--count", "50", "--cpus", "1", "--cpus", "4"]).unwrap();
         let Some(Verb::Scenario(words)) = cli.command else { panic!("not a scenario") };
         let s = ScenarioCli::try_parse_from(words).unwrap();
         assert_eq!((s.name.as_str(), s.options.count, s.options.cpus), ("boot", Some(50), vec![1, 4]));

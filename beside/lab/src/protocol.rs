@@ -91,7 +91,9 @@ pub fn receive(from: &mut impl Read) -> Result<Frame> {
     from.read_exact(&mut head)?;
     let [a, b, c, d, kind, e, f, g, h] = head;
     let length = u32::from_le_bytes([e, f, g, h]) as usize;
-    let Some(kind) = Kind::from(kind) else { bail!("The channel carries a frame of kind {kind}: the two ends have lost each other") };
+    let Some(kind) = Kind::from(kind) else {
+        bail!("The channel carries a frame of kind {kind}: the two ends have lost each other")
+    };
     if length > LONGEST {
         bail!("The channel announces a frame of {length} bytes: the two ends have lost each other");
     }

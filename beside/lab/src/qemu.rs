@@ -20,7 +20,7 @@ pub struct Emulator {
 
 impl Default for Emulator {
     fn default() -> Self {
-        Emulator { newer: true, multi: true, cpu: "max,+svm,-la57,-xsave".into(), npt: true }
+        Emulator { newer: false, multi: true, cpu: "max,+svm,-la57,-xsave".into(), npt: true }
     }
 }
 
@@ -43,7 +43,9 @@ impl Emulator {
                 "threads=multi" => e.multi = true,
                 "npt=0" => e.npt = false,
                 "npt=1" => e.npt = true,
-                _ => bail!("LAB_EMULATOR has {word:?}; it takes qemu=system|newer, threads=single|multi and npt=0|1, with commas"),
+                _ => bail!(
+                    "LAB_EMULATOR has {word:?}; it takes qemu=system|newer, threads=single|multi and npt=0|1, with commas"
+                ),
             }
         }
         Ok(e)
@@ -51,14 +53,21 @@ impl Emulator {
 
     /// QEMU's program.
     pub fn program(&self, images: &Images) -> PathBuf {
-        if self.newer { images.qemu_root().join("usr/bin/qemu-system-x86_64") } else { "qemu-system-x86_64".into() }
+        if self.newer {
+            images.qemu_root().join("usr/bin/qemu-system-x86_64")
+        } else {
+            "qemu-system-x86_64".into()
+        }
     }
 
     /// One line that says what is used.
     pub fn describe(&self, images: &Images) -> String {
         let mut command = std::process::Command::new(self.program(images));
         self.environment(images, &mut command);
-        let version = command.arg("--version").output().map(|o| String::from_utf8_lossy(&o.stdout).lines().next().unwrap_or("?").to_owned());
+        let version = command
+            .arg("--version")
+            .output()
+            .map(|o| String::from_utf8_lossy(&o.stdout).lines().next().unwrap_or("?").to_owned());
         format!(
             "{}, TCG with {}, -cpu {}, npt={}",
             version.unwrap_or_else(|e| format!("QEMU that doesn't run ({e})")),
@@ -72,14 +81,22 @@ impl Emulator {
     pub fn environment(&self, images: &Images, command: &mut std::process::Command) {
         if self.newer {
             let root = images.qemu_root();
-            let dirs = ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu/pulseaudio"];
+            let dirs =
+                ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu/pulseaudio"];
             let own: Vec<String> = dirs.iter().map(|d| root.join(d).display().to_string()).collect();
             command.env("LD_LIBRARY_PATH", own.join(":"));
         }
     }
 
     /// The arguments for one host whose files are in `dir`. Link sockets are in `links`.
-    pub fn arguments(&self, images: &Images, host: &HostSpec, index: usize, dir: &Path, links: &Path) -> Vec<String> {
+    pub fn arguments(
+        &self,
+        images: &Images,
+        host: &HostSpec,
+        index: usize,
+        dir: &Path,
+        links: &Path,
+    ) -> Vec<String> {
         let mut a: Vec<String> = Vec::new();
         let mut add = |flag: &str, value: String| {
             a.push(flag.to_owned());
@@ -114,6 +131,7 @@ impl Emulator {
             "panic=-1".into(),
             "mitigations=off".into(),
             "tsc=reliable".into(),
+            format!("tsc_early_khz={}", crate::clock::tsc_khz()),
             "random.trust_cpu=on".into(),
             "cryptomgr.notests".into(),
             "apparmor=0".into(),

@@ -51,7 +51,10 @@ pub fn is_record(block: &[u8], run: u64, number: u64) -> bool {
 
 /// Writes records to a device until it is full or the guest dies; the last word before the end is `FULL`.
 pub fn write(device: &Path, run: u64) -> Result<()> {
-    let mut file = OpenOptions::new().write(true).open(device).with_context(|| format!("Can't open {}", device.display()))?;
+    let mut file = OpenOptions::new()
+        .write(true)
+        .open(device)
+        .with_context(|| format!("Can't open {}", device.display()))?;
     let size = file.seek(std::io::SeekFrom::End(0))?;
     let slots = size / RECORD as u64;
     let mut state = run ^ 0x1234_5678_9abc_def1;
@@ -89,7 +92,10 @@ pub fn lost(image: &mut (impl Read + Seek), run: u64, last: u64) -> Result<u64> 
 
 /// Checks an image and prints how many acknowledged records are missing.
 pub fn check(image: &Path, run: u64, last: u64) -> Result<()> {
-    let mut file = std::io::BufReader::with_capacity(1 << 20, File::open(image).with_context(|| format!("Can't open {}", image.display()))?);
+    let mut file = std::io::BufReader::with_capacity(
+        1 << 20,
+        File::open(image).with_context(|| format!("Can't open {}", image.display()))?,
+    );
     let lost = lost(&mut file, run, last)?;
     println!("LOST {lost} OF {}", last + 1);
     if lost > 0 {

@@ -102,7 +102,9 @@ pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
             eprint!("{}", lab.tails());
             if !lab.hosts().iter().all(Host::answers) {
                 emulator_failures += 1;
-                progress!("EMULATOR FAILURE {emulator_failures}: a host died under the scenario; that is no verdict about the monitor");
+                progress!(
+                    "EMULATOR FAILURE {emulator_failures}: a host died under the scenario; that is no verdict about the monitor"
+                );
                 if emulator_failures < ATTEMPTS {
                     continue;
                 }

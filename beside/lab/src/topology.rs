@@ -35,7 +35,14 @@ pub struct HostSpec {
 impl HostSpec {
     /// A host with the lab's usual size and no NICs.
     pub fn new(name: &str) -> Self {
-        HostSpec { name: name.to_owned(), cpus: 2, memory_mib: 3072, nics: Vec::new(), qemu: Vec::new(), kernel: Vec::new() }
+        HostSpec {
+            name: name.to_owned(),
+            cpus: 2,
+            memory_mib: 3072,
+            nics: Vec::new(),
+            qemu: Vec::new(),
+            kernel: Vec::new(),
+        }
     }
 
     /// Sets the number of CPUs.
@@ -146,14 +153,25 @@ impl Topology {
                 bail!("Two hosts are called {}", h.name);
             }
             if h.cpus == 0 || h.cpus > 16 {
-                bail!("Host {} has {} CPUs (a link that names an unknown host counts as none); 1 to 16 are possible", h.name, h.cpus);
+                bail!(
+                    "Host {} has {} CPUs (a link that names an unknown host counts as none); 1 to 16 are possible",
+                    h.name,
+                    h.cpus
+                );
             }
             if !(512..=16384).contains(&h.memory_mib) {
                 bail!("Host {} has {} MiB of memory; 512 to 16384 are possible", h.name, h.memory_mib);
             }
             for (n, nic) in h.nics.iter().enumerate() {
-                if nic.name.is_empty() || nic.name.len() > 15 || h.nics[..n].iter().any(|o| o.name == nic.name) {
-                    bail!("Host {} can't have a NIC called {:?}: 1 to 15 characters, each name once", h.name, nic.name);
+                if nic.name.is_empty()
+                    || nic.name.len() > 15
+                    || h.nics[..n].iter().any(|o| o.name == nic.name)
+                {
+                    bail!(
+                        "Host {} can't have a NIC called {:?}: 1 to 15 characters, each name once",
+                        h.name,
+                        nic.name
+                    );
                 }
             }
         }
@@ -174,7 +192,8 @@ mod tests {
     fn links_name_both_ends() {
         let t = Topology::ring(3);
         t.check().unwrap();
-        let names: Vec<Vec<&str>> = t.hosts.iter().map(|h| h.nics.iter().map(|n| n.name.as_str()).collect()).collect();
+        let names: Vec<Vec<&str>> =
+            t.hosts.iter().map(|h| h.nics.iter().map(|n| n.name.as_str()).collect()).collect();
         assert_eq!(names, [vec!["x0", "x2"], vec!["x0", "x1"], vec!["x1", "x2"]]);
         assert_eq!(t.hosts[2].nics[1].address.as_deref(), Some("10.77.2.1/24"));
         assert_eq!(Topology::ring(2).hosts[1].nics.len(), 1);

@@ -133,7 +133,9 @@ mod tests {
         let t = Transcript::new("x");
         t.push(b"LAB-L2 in");
         t.push(b"it 1.5\r\nnext");
-        assert!(matches!(t.wait_for("init", 0, Duration::ZERO), Waited::Line(l, _) if l == "LAB-L2 init 1.5"));
+        assert!(
+            matches!(t.wait_for("init", 0, Duration::ZERO), Waited::Line(l, _) if l == "LAB-L2 init 1.5")
+        );
         assert_eq!(t.wait_for("next", 0, Duration::ZERO), Waited::Timeout);
         assert_eq!(t.wait_for("init", t.position(), Duration::ZERO), Waited::Timeout);
         t.end();

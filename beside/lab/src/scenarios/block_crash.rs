@@ -36,7 +36,12 @@ fn guest(run: u64, kernel: &str) -> Result<GuestSpec> {
         "fio --name=load --filename=/dev/vdc --rw=randwrite --bs=8k --ioengine=psync --fsync=8 --rate_iops=60 --verify=crc32c --do_verify=0 --time_based --runtime=600 --size=64m >/dev/null 2>&1 &\n\
          exec /lab/tool records-write /dev/vdb {run}"
     );
-    Ok(GuestSpec::new("crash", kernel, 2).root().disk("/disks/records", false).disk("/disks/fio", false).script(&script).file("tool", tool))
+    Ok(GuestSpec::new("crash", kernel, 2)
+        .root()
+        .disk("/disks/records", false)
+        .disk("/disks/fio", false)
+        .script(&script)
+        .file("tool", tool))
 }
 
 fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
@@ -48,7 +53,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     prepare(host)?;
     let kernel = options.kernels.first().map_or("6.1-cloud", String::as_str);
     let kills = options.count.unwrap_or(20);
-    let mut seed = SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |d| u64::from(d.subsec_nanos()) | 1);
+    let mut seed =
+        SystemTime::now().duration_since(UNIX_EPOCH).map_or(1, |d| u64::from(d.subsec_nanos()) | 1);
     let (mut lost, mut records_seen) = (0, 0);
     for n in 1..=kills {
         let run = u64::from(n);
@@ -64,9 +70,16 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         }
         g.session.kill()?;
         g.session.wait(PATIENCE)?.context("The monitor outlived SIGKILL by minutes")?;
-        let last = records::last_ack(&g.session.out.text(), run).context("No acknowledgement on the console")?;
-        let check = host.run(&format!("/share/.lab/lab records-check /disks/records {run} {last}"), PATIENCE)?;
-        let missing: u64 = check.stdout.split_whitespace().nth(1).and_then(|w| w.parse().ok()).with_context(|| format!("The checker failed: {}", check.stderr))?;
+        let last =
+            records::last_ack(&g.session.out.text(), run).context("No acknowledgement on the console")?;
+        let check =
+            host.run(&format!("/share/.lab/lab records-check /disks/records {run} {last}"), PATIENCE)?;
+        let missing: u64 = check
+            .stdout
+            .split_whitespace()
+            .nth(1)
+            .and_then(|w| w.parse().ok())
+            .with_context(|| format!("The checker failed: {}", check.stderr))?;
         lost += missing;
         records_seen += last + 1;
         progress!("kill {n}/{kills}: {} records acknowledged, {missing} lost", last + 1);

@@ -71,7 +71,9 @@ fn press(host: &Host, guest: &Guest) -> Result<()> {
     let name = &guest.spec.name;
     let command = match guest.vmm {
         Vmm::Causeway => format!("causeway stop --power-button {}", guest.spec.name),
-        _ => format!("(echo '{{\"execute\":\"qmp_capabilities\"}}{{\"execute\":\"system_powerdown\"}}'; sleep 1) | socat - UNIX-CONNECT:/tmp/{name}.qmp"),
+        _ => format!(
+            "(echo '{{\"execute\":\"qmp_capabilities\"}}{{\"execute\":\"system_powerdown\"}}'; sleep 1) | socat - UNIX-CONNECT:/tmp/{name}.qmp"
+        ),
     };
     host.sh(&command).map(drop)
 }
@@ -111,7 +113,12 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let runs = plan(options);
     let (mut failures, mut fastest, mut slowest) = (0, f64::MAX, 0f64);
     for (n, (kernel, cpus, bzimage, end)) in runs.iter().enumerate() {
-        let what = format!("boot {}/{}: {kernel}{}, {cpus} vCPU, {end:?}", n + 1, runs.len(), if *bzimage { " bzImage" } else { "" });
+        let what = format!(
+            "boot {}/{}: {kernel}{}, {cpus} vCPU, {end:?}",
+            n + 1,
+            runs.len(),
+            if *bzimage { " bzImage" } else { "" }
+        );
         host.forget_consoles();
         match one(host, vmm, kernel, *cpus, *bzimage, *end) {
             Ok(init) => {

@@ -31,7 +31,9 @@ fn pid_of(host: &Host, vmm: Vmm) -> Result<u32> {
     // The monitor may have helpers; the process that holds the VM is the one KVM lists.
     let name = if vmm == Vmm::Causeway { "causeway" } else { "qemu-system-x86" };
     let text = host.sh("ls /sys/kernel/debug/kvm | grep -E '^[0-9]+-[0-9]+$' | cut -d- -f1 | sort -u")?;
-    text.lines().find_map(|l| l.trim().parse().ok()).with_context(|| format!("KVM lists no VM while {name} runs"))
+    text.lines()
+        .find_map(|l| l.trim().parse().ok())
+        .with_context(|| format!("KVM lists no VM while {name} runs"))
 }
 
 fn boot(host: &Host, vmm: Vmm, kernel: &str, cpus: u32) -> Result<Boot> {
@@ -62,10 +64,24 @@ fn median(values: &[f64]) -> f64 {
 /// The counters that say why a guest left, most frequent first.
 fn causes(m: &Measured) -> Value {
     const CAUSES: &[&str] = &[
-        "exits", "io_exits", "mmio_exits", "halt_exits", "irq_exits", "irq_window_exits", "nmi_window_exits", "signal_exits",
-        "hypercalls", "insn_emulation", "pf_taken", "pf_mmio_spte_created", "req_event", "irq_injections", "fpu_reload",
+        "exits",
+        "io_exits",
+        "mmio_exits",
+        "halt_exits",
+        "irq_exits",
+        "irq_window_exits",
+        "nmi_window_exits",
+        "signal_exits",
+        "hypercalls",
+        "insn_emulation",
+        "pf_taken",
+        "pf_mmio_spte_created",
+        "req_event",
+        "irq_injections",
+        "fpu_reload",
     ];
-    let map: Map<String, Value> = CAUSES.iter().filter(|c| m.counter(c) > 0).map(|c| ((*c).to_owned(), json!(m.counter(c)))).collect();
+    let map: Map<String, Value> =
+        CAUSES.iter().filter(|c| m.counter(c) > 0).map(|c| ((*c).to_owned(), json!(m.counter(c)))).collect();
     Value::Object(map)
 }
 
@@ -96,9 +112,16 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             }
         }
     }
-    let init: Vec<f64> = boots.iter().map(|b| median(&b.iter().map(|x| x.init).collect::<Vec<_>>())).collect();
-    let pss: Vec<f64> = boots.iter().map(|b| median(&b.iter().map(|x| mib(x.measured.pss_kib)).collect::<Vec<_>>())).collect();
-    let rss: Vec<f64> = boots.iter().map(|b| median(&b.iter().map(|x| mib(x.measured.rss_kib)).collect::<Vec<_>>())).collect();
+    let init: Vec<f64> =
+        boots.iter().map(|b| median(&b.iter().map(|x| x.init).collect::<Vec<_>>())).collect();
+    let pss: Vec<f64> = boots
+        .iter()
+        .map(|b| median(&b.iter().map(|x| mib(x.measured.pss_kib)).collect::<Vec<_>>()))
+        .collect();
+    let rss: Vec<f64> = boots
+        .iter()
+        .map(|b| median(&b.iter().map(|x| mib(x.measured.rss_kib)).collect::<Vec<_>>()))
+        .collect();
     let (ratio_microvm, ratio_q35) = (init[0] / init[1], init[0] / init[2]);
     report.figure("init_ratio_microvm", round3(ratio_microvm));
     report.figure("init_ratio_q35", round3(ratio_q35));
@@ -109,16 +132,28 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     report.figure("rss_plain_mib", round3(rss[0]));
     report.figure("qemu_rss_plain_mib", round3(rss[1]));
     for (i, vmm) in peers.into_iter().enumerate() {
-        report.figure(&format!("init_s_{}", vmm.name()), json!(boots[i].iter().map(|b| round3(b.init)).collect::<Vec<_>>()));
+        report.figure(
+            &format!("init_s_{}", vmm.name()),
+            json!(boots[i].iter().map(|b| round3(b.init)).collect::<Vec<_>>()),
+        );
         if let Some(last) = boots[i].last() {
             report.figure(&format!("exits_{}", vmm.name()), causes(&last.measured));
         }
     }
     report.figure("rounds", rounds);
     report.figure("kernel", kernel);
-    report.check(ratio_microvm <= 0.7, format!("exec to init is {ratio_microvm:.2} of microvm's; at most 0.7 is promised"));
-    report.check(pss[0] <= 15.0, format!("the monitor takes {:.1} MiB beyond guest RAM; at most 15 are promised", pss[0]));
-    report.check(pss[0] * 2.0 <= pss[1], format!("the monitor takes {:.1} MiB and QEMU {:.1}: more than half", pss[0], pss[1]));
+    report.check(
+        ratio_microvm <= 0.7,
+        format!("exec to init is {ratio_microvm:.2} of microvm's; at most 0.7 is promised"),
+    );
+    report.check(
+        pss[0] <= 15.0,
+        format!("the monitor takes {:.1} MiB beyond guest RAM; at most 15 are promised", pss[0]),
+    );
+    report.check(
+        pss[0] * 2.0 <= pss[1],
+        format!("the monitor takes {:.1} MiB and QEMU {:.1}: more than half", pss[0], pss[1]),
+    );
     Ok(())
 }
 

@@ -46,7 +46,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     host.sh("mke2fs -q -F -t ext4 -O ^has_journal /dev/vdc 1G && mkdir -p /disks && mount /dev/vdc /disks && truncate -s 64M /disks/demo")?;
     let _iperf = host.spawn("iperf3 server", "exec iperf3 -s")?;
     let kernel = options.kernels.first().map_or("6.1-cloud", String::as_str);
-    let spec = GuestSpec::new("demo", kernel, 2).root().disk("/disks/demo", false).tap("tap0").script(&script());
+    let spec =
+        GuestSpec::new("demo", kernel, 2).root().disk("/disks/demo", false).tap("tap0").script(&script());
     progress!("demo: {}", spec.command(vmm, "…"));
     let guest = Guest::start(host, &spec, vmm)?;
     let (_, init) = guest.expect("LAB-L2 init", PATIENCE)?;
@@ -57,7 +58,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         progress!("demo: guest: {}", line.trim_start_matches("DEMO ").trim());
     }
     let pid = host.sh("ls /sys/kernel/debug/kvm | grep -E '^[0-9]+-[0-9]+$' | cut -d- -f1 | head -n 1")?;
-    let measured = Measured::parse(&host.sh(&format!("/share/.lab/lab measure {} {}", pid.trim(), spec.memory_mib))?);
+    let measured =
+        Measured::parse(&host.sh(&format!("/share/.lab/lab measure {} {}", pid.trim(), spec.memory_mib))?);
     progress!("demo: exits as KVM counts them");
     for (name, count) in &measured.counters {
         if name.ends_with("exits") || name == "hypercalls" || name == "pf_taken" || name == "insn_emulation" {
@@ -81,10 +83,11 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
 /// The monitor's own table: every exit by cause, and by address where there is one.
 fn exits_by_cause(lab: &Lab, report: &mut Report) -> Result<()> {
     let text = lab.host(0)?.sh("causeway inspect demo --json")?;
-    let tree: serde_json::Value = serde_json::from_str(&text).context("`causeway inspect demo --json` printed no JSON")?;
+    let tree: serde_json::Value =
+        serde_json::from_str(&text).context("`causeway inspect demo --json` printed no JSON")?;
     let mut rows = Vec::new();
     collect(&tree, "", false, &mut rows);
-    rows.sort_by(|a, b| b.1.cmp(&a.1));
+    rows.sort_by_key(|r| std::cmp::Reverse(r.1));
     progress!("demo: exits as the monitor counts them, most frequent first");
     for (cause, count) in rows.iter().take(24) {
         progress!("demo:   {cause:56} {count:>9}");

@@ -19,7 +19,10 @@ pub const SCENARIO: Scenario = Scenario {
 
 /// Makes a tap with an address in the host; the guest's side is .2.
 pub fn tap(host: &Host, name: &str, net: &str) -> Result<()> {
-    host.sh(&format!("ip tuntap add {name} mode tap vnet_hdr && ip addr add {net}.1/24 dev {name} && ip link set {name} up")).map(drop)
+    host.sh(&format!(
+        "ip tuntap add {name} mode tap vnet_hdr && ip addr add {net}.1/24 dev {name} && ip link set {name} up"
+    ))
+    .map(drop)
 }
 
 /// What a guest does first: its NIC up.
@@ -77,7 +80,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let _up = host.spawn("sink", "exec socat TCP-LISTEN:7001,reuseaddr,fork EXEC:/tmp/n/up")?;
     let _down = host.spawn("source", "exec socat TCP-LISTEN:7002,reuseaddr,fork EXEC:/tmp/n/down")?;
     let kernel = options.kernels.first().map_or("6.1-cloud", String::as_str);
-    let spec = GuestSpec::new("net", kernel, 2).memory(768).root().tap("tap0").script(&script(mib, rounds, seconds));
+    let spec =
+        GuestSpec::new("net", kernel, 2).memory(768).root().tap("tap0").script(&script(mib, rounds, seconds));
     let g = Guest::start(host, &spec, vmm)?;
     let status = g.script_status(Duration::from_secs(300 + u64::from(rounds) * 60 + seconds * 4))?;
     g.ended(Duration::from_secs(60))?;
@@ -97,7 +101,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         }
     }
     for direction in ["up", "down"] {
-        let r = rate(&guest, direction).with_context(|| format!("iperf3 printed no rate for {direction}: {}", g.session.out.tail(10)))?;
+        let r = rate(&guest, direction)
+            .with_context(|| format!("iperf3 printed no rate for {direction}: {}", g.session.out.tail(10)))?;
         progress!("iperf3 {direction}: {r:.0} Mbit/s (emulated: only says that it works)");
         report.figure(&format!("iperf3_{direction}_mbits"), r);
     }
@@ -106,7 +111,10 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     report.figure("monitor", vmm.name());
     report.check(status == 0, format!("the guest's script ended with status {status}"));
     report.check(mismatches == 0, format!("{mismatches} transfers arrived changed"));
-    report.check(verified == u64::from(rounds) * 2 * (u64::from(mib) << 20), format!("only {verified} bytes were verified"));
+    report.check(
+        verified == u64::from(rounds) * 2 * (u64::from(mib) << 20),
+        format!("only {verified} bytes were verified"),
+    );
     Ok(())
 }
 
