@@ -22,6 +22,9 @@ pub enum KernelStats {
     Absent(String),
 }
 
+/// What reading statistics calls, on whichever thread asks ([`crate::vcpu::VcpuManager::kernel_stats`]).
+pub const SYSCALLS: &[i64] = &[libc::SYS_pread64];
+
 /// Descriptors past this count, or names longer than this, are not those of any KVM.
 const MOST: u32 = 4096;
 
