@@ -72,9 +72,6 @@ const SPAWN: &[i64] = &[libc::SYS_clone, libc::SYS_clone3];
 /// vCPU threads by themselves: KVM_RUN and the ioctls around it, kept signal mask for kicks.
 const VCPU: &[i64] = &[libc::SYS_ioctl, libc::SYS_rt_sigtimedwait, libc::SYS_rt_sigpending];
 
-/// Whoever looks at counters: KVM's own are read from its statistics files (machine, `stats.rs`).
-const COUNTERS: &[i64] = &[libc::SYS_pread64];
-
 /// The main thread: waits for the end, pins vCPUs, reads back files for a reset, cleans up.
 const MAIN: &[i64] = &[
     libc::SYS_epoll_create1,
@@ -106,7 +103,7 @@ fn parts(kind: ThreadKind, vm: &VmDescription) -> Vec<&'static [i64]> {
         ThreadKind::DeviceWorker => devices(),
         ThreadKind::Vcpu => vcpu(),
         // A pause, a reset or a look at counters does to vCPUs and devices what vCPU threads do.
-        ThreadKind::Api => [vcpu(), vec![COUNTERS, crate::api::SYSCALLS]].concat(),
+        ThreadKind::Api => [vcpu(), vec![crate::api::SYSCALLS, machine::stats::SYSCALLS]].concat(),
         ThreadKind::Console => vec![BASE, CONSOLE],
         ThreadKind::Main => [parts(ThreadKind::Api, vm), devices(), vec![CONSOLE, END, MAIN]].concat(),
     }
