@@ -39,7 +39,7 @@ fn script(mib: u32, rounds: u32, seconds: u64) -> String {
     s.push_str(&format!(
         "for d in up down; do r=; [ $d = down ] && r=-R\n\
          iperf3 -c 10.78.0.1 -t {seconds} $r -f m > /tmp/i 2>&1 || {{ cat /tmp/i; exit 2; }}\n\
-         echo \"IPERF $d $(grep receiver /tmp/i | sed 's/.*MBytes *//;s/ Mbits.*//')\"; done\n\
+         echo \"IPERF $d $(grep receiver /tmp/i | sed 's/.*Bytes *//;s/ Mbits.*//')\"; done\n\
          for i in $(seq {rounds}); do\n\
          head -c {bytes} /dev/urandom > /tmp/up; echo \"SUM up $i $(sha256sum < /tmp/up | cut -c1-64)\"\n\
          socat -u FILE:/tmp/up TCP:10.78.0.1:7001 || exit 3; rm /tmp/up\n\
