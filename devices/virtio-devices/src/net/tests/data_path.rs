@@ -202,3 +202,65 @@ fn both_directions_at_once_lose_and_mix_nothing() {
     assert_eq!(guest.counter("receive_packets"), u64::from(COUNT));
     assert_eq!(guest.interrupt.failure(), None);
 }
+
+#[test]
+fn a_merged_frame_raises_the_interrupt_that_the_driver_asked_for_at_its_first_buffer() {
+    let (mut guest, others) = Guest::paired(1, MERGEABLE | OFFLOADS);
+    guest.activate();
+    for round in 0..20u32 {
+        guest.post(0, BUFFERS, 50, 1500);
+        let before = guest.interrupt.queues();
+        // The used event is that of the next buffer; 44 appear at once.
+        other_send(&others[0], VnetHeader::default(), &frame(round, 65_000));
+        let start = Instant::now();
+        while guest.interrupt.queues() == before {
+            assert!(start.elapsed() < Duration::from_secs(5), "no interrupt in round {round}");
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        let mut buffers = 0;
+        while guest.receive[0].pop_used().is_some() {
+            buffers += 1;
+        }
+        assert_eq!(buffers, 44, "all of them or none");
+    }
+}
+
+/// Finds a thread by its name. The list skips threads while others end, so it is asked more than once.
+fn thread_status(name: &str) -> std::path::PathBuf {
+    let wanted = format!("Name:\t{name}\n");
+    let start = Instant::now();
+    loop {
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+        for status in tasks.map(|task| task.path().join("status")) {
+            if std::fs::read_to_string(&status).is_ok_and(|text| text.starts_with(&wanted)) {
+                return status;
+            }
+        }
+        assert!(start.elapsed() < Duration::from_secs(10), "no thread {name}");
+    }
+}
+
+#[test]
+fn a_device_whose_guest_posts_no_buffers_sleeps_while_frames_wait() {
+    let (backend, others) = PairBackend::new(1, OFFLOADS).unwrap();
+    let channels = backend.channels().unwrap();
+    let mac = MacAddress([2, 0, 0, 0, 0, 1]);
+    // No other test has threads of this name.
+    let net = Net::with_backend("sleeper".to_owned(), Box::new(backend), channels, mac, None);
+    let mut guest = Guest::new(net, 1, testing::RINGS | MERGEABLE | OFFLOADS);
+    guest.activate();
+    for _ in 0..20 {
+        other_send(&others[0], VnetHeader::default(), &frame(1, 100));
+    }
+    let status = thread_status("sleeper/0");
+    let switches = || -> u64 {
+        let text = std::fs::read_to_string(&status).unwrap();
+        let line = text.lines().find(|line| line.starts_with("voluntary_ctxt_switches:")).unwrap();
+        line.split_whitespace().nth(1).unwrap().parse().unwrap()
+    };
+    std::thread::sleep(Duration::from_millis(100));
+    let before = switches();
+    std::thread::sleep(Duration::from_millis(300));
+    let woken = switches() - before;
+    assert!(woken <= 2, "{woken} wake-ups");
+}
