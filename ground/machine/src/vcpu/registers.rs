@@ -1,9 +1,11 @@
 //! Complete vCPU state: reading it from KVM, and putting it back in the order that KVM needs.
 #![allow(unsafe_code)] // XSAVE areas end in an array whose length only KVM knows.
 
+use std::collections::BTreeSet;
+
 use kvm_bindings::{
     CpuId, KVM_MAX_CPUID_ENTRIES, KVM_MP_STATE_RUNNABLE, KVM_MP_STATE_UNINITIALIZED, Msrs, Xsave,
-    kvm_mp_state, kvm_msr_entry, kvm_xsave,
+    kvm_cpuid_entry2, kvm_mp_state, kvm_msr_entry, kvm_xsave,
 };
 use kvm_ioctls::VcpuFd;
 
@@ -174,11 +176,7 @@ impl Vcpu<'_> {
             return Err(self.bad("it was saved with local APICs in another place (kernel or user space)"));
         }
         let fd = self.fd;
-        // CPUID decides which registers and MSRs exist. Once the vCPU has run it can't change any more.
-        let present = fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).map_err(self.refused("tell CPUID of"))?;
-        if present.as_slice() != saved.cpuid {
-            fd.set_cpuid2(&cpuid_of(saved)?).map_err(self.refused("set CPUID of"))?;
-        }
+        self.restore_cpuid(saved)?;
         self.restore_tsc_frequency(saved.tsc_khz)?;
         if self.vm.has_kernel_irqchip() {
             fd.set_mp_state(saved.mp_state).map_err(self.refused("set whether it runs:"))?;
@@ -198,6 +196,23 @@ impl Vcpu<'_> {
         }
         self.set_msrs(&in_order(&saved.msrs, keep_time))?;
         fd.set_vcpu_events(&saved.events).map_err(self.refused("set pending events of"))
+    }
+
+    /// CPUID decides which registers and MSRs exist, so it comes first. Once a vCPU has run, KVM takes only the same leaves
+    /// again, and takes offence at bits that change by themselves.
+    fn restore_cpuid(&self, saved: &SavedVcpu) -> Result<(), VcpuError> {
+        let present = self.fd.get_cpuid2(KVM_MAX_CPUID_ENTRIES).map_err(self.refused("tell CPUID of"))?;
+        let difference = cpuid_difference(present.as_slice(), &saved.cpuid);
+        if difference.is_empty() {
+            return Ok(());
+        }
+        self.fd.set_cpuid2(&cpuid_of(saved)?).map_err(|error| {
+            let leaves: Vec<String> =
+                difference.iter().map(|(leaf, index)| format!("{leaf:#x}.{index}")).collect();
+            let leaves = leaves.join(", ");
+            let source = errno(error);
+            VcpuError::Refused { vcpu: self.id, what: format!("change CPUID leaves {leaves} of"), source }
+        })
     }
 
     fn restore_tsc_frequency(&self, saved: Option<u32>) -> Result<(), VcpuError> {
@@ -262,6 +277,34 @@ pub(super) fn cpuid_of(saved: &SavedVcpu) -> Result<CpuId, VcpuError> {
     })
 }
 
+/// A leaf without what follows the vCPU's own registers: OSXSAVE, MONITOR and the APIC's bit, OSPKE, and the size of the
+/// XSAVE area.
+fn without_running_bits(leaf: &kvm_cpuid_entry2) -> kvm_cpuid_entry2 {
+    let mut leaf = *leaf;
+    match (leaf.function, leaf.index) {
+        (1, _) => {
+            leaf.ecx &= !(1 << 27 | 1 << 3);
+            leaf.edx &= !(1 << 9);
+        }
+        (7, 0) => leaf.ecx &= !(1 << 4),
+        (0xd, 0 | 1) => leaf.ebx = 0,
+        (0x8000_0001, _) => leaf.edx &= !(1 << 9),
+        _ => {}
+    }
+    leaf
+}
+
+/// Leaves and subleaves in which two sets differ, but for bits that change by themselves.
+fn cpuid_difference(present: &[kvm_cpuid_entry2], wanted: &[kvm_cpuid_entry2]) -> BTreeSet<(u32, u32)> {
+    let lacks = |set: &[kvm_cpuid_entry2], leaf: &kvm_cpuid_entry2| {
+        !set.iter().any(|other| without_running_bits(other) == without_running_bits(leaf))
+    };
+    let name = |leaf: &kvm_cpuid_entry2| (leaf.function, leaf.index);
+    let gone = present.iter().filter(|leaf| lacks(wanted, leaf)).map(name);
+    let new = wanted.iter().filter(|leaf| lacks(present, leaf)).map(name);
+    gone.chain(new).collect()
+}
+
 /// VMX (leaf 1, ECX bit 5) or SVM (leaf 0x8000_0001, ECX bit 2).
 fn offers_virtualisation(cpuid: &CpuId) -> bool {
     cpuid.as_slice().iter().any(|leaf| match leaf.function {
@@ -291,6 +334,16 @@ fn in_order(saved: &[SavedMsr], keep_time: bool) -> Vec<kvm_msr_entry> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bits_that_change_by_themselves_are_no_difference() {
+        let leaf = |function, index, ecx| kvm_cpuid_entry2 { function, index, ecx, ..Default::default() };
+        let before = [leaf(1, 0, 1 << 3 | 1), leaf(7, 0, 0), leaf(4, 1, 1 << 27)];
+        let after = [leaf(1, 0, 1 << 27 | 1), leaf(7, 0, 1 << 4), leaf(4, 1, 1 << 27)];
+        assert!(cpuid_difference(&before, &after).is_empty());
+        let other = [leaf(1, 0, 3), leaf(7, 0, 0), leaf(4, 1, 0), leaf(5, 0, 0)];
+        assert_eq!(cpuid_difference(&before, &other), BTreeSet::from([(1, 0), (4, 1), (5, 0)]));
+    }
 
     #[test]
     fn the_counter_is_restored_before_the_deadline() {
