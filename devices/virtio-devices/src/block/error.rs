@@ -53,7 +53,7 @@ pub enum BlockError {
         pid: Option<i32>,
     },
     /// qcow2 opened for writing.
-    #[error("Disk image {} is in qcow2 format, which can only be read; attach it read-only, or convert it: qemu-img convert -O raw {} disk.raw", .path.display(), .path.display())]
+    #[error("Disk image {} is in qcow2 format, which can only be read; attach it read-only, convert it (qemu-img convert -O raw {} disk.raw), or give the format raw if that is what it is", .path.display(), .path.display())]
     Qcow2Writable {
         /// The image.
         path: PathBuf,
