@@ -118,6 +118,9 @@ struct OptionArgs {
     /// Only this number of vCPUs; may be given again.
     #[arg(long = "cpus")]
     cpus: Vec<u32>,
+    /// Only guests that end in this way: poweroff, reboot or button; may be given again.
+    #[arg(long = "end")]
+    ends: Vec<String>,
     /// Who runs the guests, to try the lab itself: causeway, microvm or q35.
     #[arg(long)]
     monitor: Option<String>,
@@ -130,6 +133,7 @@ impl From<OptionArgs> for scenario::Options {
             seconds: a.seconds,
             kernels: a.kernels,
             cpus: a.cpus,
+            ends: a.ends,
             monitor: a.monitor,
         }
     }

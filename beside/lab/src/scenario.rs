@@ -19,6 +19,8 @@ pub struct Options {
     pub kernels: Vec<String>,
     /// Only these numbers of vCPUs.
     pub cpus: Vec<u32>,
+    /// Only these ways for a guest to end: `poweroff`, `reboot`, `button`.
+    pub ends: Vec<String>,
     /// Who runs the guests, where a scenario can try another: `causeway`, `microvm` or `q35`.
     pub monitor: Option<String>,
 }

@@ -27,6 +27,17 @@ enum End {
     Button,
 }
 
+impl End {
+    fn parse(text: &str) -> Result<Self> {
+        Ok(match text {
+            "poweroff" => End::PowerOff,
+            "reboot" => End::Reboot,
+            "button" => End::Button,
+            _ => bail!("A guest can't end by {text:?}; it can by poweroff, reboot and button"),
+        })
+    }
+}
+
 fn one(host: &Host, vmm: Vmm, kernel: &str, cpus: u32, bzimage: bool, end: End) -> Result<Duration> {
     let word = match end {
         End::PowerOff => "lab.end=poweroff",
@@ -79,7 +90,8 @@ fn press(host: &Host, guest: &Guest) -> Result<()> {
 }
 
 /// The runs: (kernel, vCPUs, bzImage, end).
-fn plan(options: &Options) -> Vec<(String, u32, bool, End)> {
+fn plan(options: &Options) -> Result<Vec<(String, u32, bool, End)>> {
+    let ends: Vec<End> = options.ends.iter().map(|e| End::parse(e)).collect::<Result<_>>()?;
     let kernels: Vec<String> = if options.kernels.is_empty() {
         ["6.1-cloud", "6.1-generic", "6.12-generic"].map(String::from).to_vec()
     } else {
@@ -92,16 +104,26 @@ fn plan(options: &Options) -> Vec<(String, u32, bool, End)> {
             all.push((k.clone(), *c, false, End::PowerOff));
         }
     }
-    if let Some(n) = options.count {
-        return all.into_iter().cycle().take(n as usize).collect();
+    if options.count.is_none() {
+        for (i, k) in kernels.iter().enumerate() {
+            let c = cpus[i % cpus.len()];
+            all.push((k.clone(), c, true, End::PowerOff));
+            all.push((k.clone(), c, false, End::Reboot));
+            all.push((k.clone(), c, false, End::Button));
+        }
     }
-    for (i, k) in kernels.iter().enumerate() {
-        let c = cpus[i % cpus.len()];
-        all.push((k.clone(), c, true, End::PowerOff));
-        all.push((k.clone(), c, false, End::Reboot));
-        all.push((k.clone(), c, false, End::Button));
+    if !ends.is_empty() {
+        // Asked for by name: every kernel with every number of vCPUs ends in each of these ways.
+        all = all
+            .iter()
+            .filter(|r| r.3 == End::PowerOff && !r.2)
+            .flat_map(|r| ends.iter().map(|e| (r.0.clone(), r.1, r.2, *e)))
+            .collect();
     }
-    all
+    Ok(match options.count {
+        Some(n) => all.into_iter().cycle().take(n as usize).collect(),
+        None => all,
+    })
 }
 
 fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
@@ -110,7 +132,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         lab.install_causeway()?;
     }
     let host = lab.host(0)?;
-    let runs = plan(options);
+    let runs = plan(options)?;
     let (mut failures, mut fastest, mut slowest) = (0, f64::MAX, 0f64);
     for (n, (kernel, cpus, bzimage, end)) in runs.iter().enumerate() {
         let what = format!(
@@ -155,9 +177,13 @@ mod tests {
 
     #[test]
     fn the_plan_covers_kernels_and_vcpus() {
-        let all = plan(&Options::default());
+        let all = plan(&Options::default()).unwrap();
         assert_eq!(all.len(), 9 + 9);
-        assert_eq!(plan(&Options { count: Some(50), ..Options::default() }).len(), 50);
+        assert_eq!(plan(&Options { count: Some(50), ..Options::default() }).unwrap().len(), 50);
+        let buttons =
+            plan(&Options { ends: vec!["button".into()], cpus: vec![1], ..Options::default() }).unwrap();
+        assert!(buttons.len() == 3 && buttons.iter().all(|r| r.3 == End::Button));
+        assert!(plan(&Options { ends: vec!["unplug".into()], ..Options::default() }).is_err());
         assert!(all.iter().any(|r| r.0 == "6.12-generic" && r.1 == 4));
     }
 }
