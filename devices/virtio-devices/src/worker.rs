@@ -52,6 +52,8 @@ pub const SYSCALLS: &[i64] = &[
     libc::SYS_getrandom,
     libc::SYS_exit,
     libc::SYS_restart_syscall,
+    // A driver without MSI-X is interrupted by a wire, which KVM drives by KVM_IRQ_LINE.
+    libc::SYS_ioctl,
 ];
 
 /// System calls that the thread which starts and stops workers makes: the one that handles the driver's
