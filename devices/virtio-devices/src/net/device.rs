@@ -148,15 +148,22 @@ impl Net {
     /// those that the guest knows. The guest is asked to announce itself.
     pub fn restore(config: NetConfig, from: &SavedDevice) -> Result<Self, NetError> {
         let name = config.name.clone();
-        Self::open(config)?.with_saved(from).map_err(|reason| NetError::Saved { name, reason })
+        let bad = |reason| NetError::Saved { name: name.clone(), reason };
+        // With the guest's MTU, so that a tap here that can't carry it is refused.
+        let mtu = Self::decode(from).map_err(bad)?.mtu;
+        Self::open(NetConfig { mtu, ..config })?.with_saved(from).map_err(bad)
+    }
+
+    fn decode(from: &SavedDevice) -> Result<SavedNet, String> {
+        if from.version != SAVED_VERSION {
+            return Err(format!("its version is {}, known is {SAVED_VERSION}", from.version));
+        }
+        saved::decode(&from.state)
     }
 
     /// Takes over saved state.
     pub fn with_saved(mut self, from: &SavedDevice) -> Result<Self, String> {
-        if from.version != SAVED_VERSION {
-            return Err(format!("its version is {}, known is {SAVED_VERSION}", from.version));
-        }
-        let state: SavedNet = saved::decode(&from.state)?;
+        let state = Self::decode(from)?;
         if state.pairs != self.pairs || !(1..=self.pairs).contains(&state.active_pairs) {
             let (was, active, is) = (state.pairs, state.active_pairs, self.pairs);
             return Err(format!("{active} of {was} queue pairs were active; {is} are configured here"));

@@ -16,8 +16,8 @@ use super::header::{FRAME_MAX, FRAME_MIN, HEADER_LEN, VnetHeader, has};
 use crate::device::{ActiveQueue, VirtioInterrupt};
 use crate::queue::{self, Chain, GuestIoVecs, Ring, RingError, part, total_len};
 
-/// Frames moved in one direction before the other has its turn.
-pub const BUDGET: usize = 256;
+/// Frames moved in one direction before the other has its turn and the guest its interrupt.
+pub const BUDGET: usize = 64;
 
 /// A guest broke the device's rules, not just those of one frame: the device stops.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
