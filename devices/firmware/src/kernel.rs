@@ -138,7 +138,7 @@ pub fn load(
         write_segment(memory, files.kernel, segment, contents)?;
     }
     if let Some(range) = initrd {
-        write_initrds(memory, files.initrds, range)?;
+        write_initrds(memory, files.initrds, range, contents)?;
     }
     write(memory, &command_line, crate::layout::COMMAND_LINE, "the command line")?;
     let registers = match plan.protocol {
@@ -206,14 +206,9 @@ fn write_segment(
     segment: &Segment,
     contents: Contents,
 ) -> Result<(), KernelError> {
-    kernel.read_to_guest(segment.file_offset, memory, segment.range.start, segment.file_len).map_err(
-        |source| KernelError::Read {
-            role: "kernel",
-            name: kernel.name(),
-            offset: segment.file_offset,
-            source,
-        },
-    )?;
+    let (offset, target) = (segment.file_offset, segment.range.start);
+    read_to_guest(kernel, offset, memory, target, segment.file_len, contents)
+        .map_err(|source| KernelError::Read { role: "kernel", name: kernel.name(), offset, source })?;
     if segment.zero_rest && contents == Contents::Anything {
         let zeroes = [0u8; 65536];
         let mut at = segment.range.start + segment.file_len;
@@ -226,10 +221,25 @@ fn write_segment(
     Ok(())
 }
 
+fn read_to_guest(
+    image: &dyn Image,
+    offset: u64,
+    memory: &GuestMemory,
+    target: u64,
+    len: u64,
+    contents: Contents,
+) -> std::io::Result<()> {
+    match contents {
+        Contents::Zeroes => image.read_to_fresh_guest(offset, memory, target, len),
+        Contents::Anything => image.read_to_guest(offset, memory, target, len),
+    }
+}
+
 fn write_initrds(
     memory: &GuestMemory,
     initrds: &[&dyn Image],
     range: AddressRange,
+    contents: Contents,
 ) -> Result<(), KernelError> {
     let mut at = range.start;
     for initrd in initrds {

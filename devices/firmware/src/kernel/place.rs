@@ -64,7 +64,9 @@ pub(super) fn check_kernel(image: &dyn Image, plan: &Plan, ram: &[AddressRange])
                 ),
             });
         }
-        if !ram.iter().any(|r| r.contains(range.start, range.len)) {
+        // Above the hole nothing is mapped when the kernel starts, and "the kernel's memory" would span the hole.
+        let low = range.end() <= layout::LOW_RAM_END;
+        if !low || !ram.iter().any(|r| r.contains(range.start, range.len)) {
             return Err(no_room(image, *range, ram));
         }
     }

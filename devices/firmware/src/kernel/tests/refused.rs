@@ -111,6 +111,22 @@ fn damaged_vmlinuxes() {
     assert_says(&error, &["no PVH entry note"]);
 }
 
+/// Found by the fuzz target `kernel_loader`: one segment in RAM above the PCI hole was taken.
+#[test]
+fn a_segment_above_the_hole_is_refused_even_where_there_is_ram() {
+    let (low, high) = (64 * MIB, MIB);
+    let regions = [(GuestAddress(0), low), (GuestAddress(layout::HIGH_RAM_START), high)];
+    let regions = regions.map(|(start, len)| (start, usize::try_from(len).unwrap()));
+    let memory = GuestMemory::from_ranges(&regions).unwrap();
+    let ram = [(0, low), (layout::HIGH_RAM_START, high)]
+        .map(|(start, len)| RamRange { range: AddressRange { start, len }, node: 0 });
+    let kernel = patched(vmlinux(), 64 + 56 + 24, &layout::HIGH_RAM_START.to_le_bytes());
+    let kernel = ImageBytes(&kernel);
+    let files = BootFiles { kernel: &kernel, initrds: &[], command_line: "", protocol: BootProtocol::Auto };
+    let error = load(&memory, &ram, &files, Contents::Zeroes, RSDP).unwrap_err().to_string();
+    assert_says(&error, &["kernels must lie below 0xc0000000"]);
+}
+
 #[test]
 fn what_does_not_fit_says_how_much_memory_would_do() {
     // 16 MiB to 16 MiB + 60 MiB, and 64 MiB of RAM.
