@@ -26,6 +26,8 @@ pub struct Conditions {
     pub kvm_back_end: Option<BackEnd>,
     /// Pages behind the memory measured.
     pub pages: String,
+    /// How the measuring threads are scheduled.
+    pub scheduling: &'static str,
     /// Load average over one minute at the start: what others did.
     pub load_before: f64,
     /// The same at the end; includes ourselves.
@@ -58,6 +60,7 @@ impl Conditions {
                 .unwrap_or_else(|| "none visible".to_owned()),
             kvm_back_end: host.map(|host| host.capabilities().back_end),
             pages: pages.to_owned(),
+            scheduling: "ordinary",
             load_before: load(),
             load_after: 0.0,
             stolen: 0.0,
@@ -80,7 +83,7 @@ impl Conditions {
     /// One line for people.
     pub fn line(&self) -> String {
         format!(
-            "{} ({} CPUs{}), Linux {}, governor: {}, KVM back end: {}, pages: {}, load {} before and {} after, {:.1} % stolen",
+            "{} ({} CPUs{}), Linux {}, governor: {}, KVM back end: {}, pages: {}, scheduling: {}, load {} before and {} after, {:.1} % stolen",
             self.cpu,
             self.cpus,
             if self.virtualised { ", itself a VM" } else { "" },
@@ -89,6 +92,7 @@ impl Conditions {
             self.kvm_back_end
                 .map_or_else(|| "none".to_owned(), |back_end| format!("{back_end:?}").to_uppercase()),
             self.pages,
+            self.scheduling,
             self.load_before,
             self.load_after,
             self.stolen * 100.0

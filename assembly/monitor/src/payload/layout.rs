@@ -192,14 +192,13 @@ impl Layout {
             put(self.tss(index), &task_state(self.exception_stack_top(index), self.io_map_offset(index)))?;
         }
         put(self.io_map() + IO_MAP_SIZE - 1, &[0xff])?;
-        self.write_page_tables(&put)
+        self.write_page_tables(memory)
     }
 
-    fn write_page_tables(
-        &self,
-        put: &dyn Fn(u64, &[u8]) -> Result<(), GuestMemoryError>,
-    ) -> Result<(), GuestMemoryError> {
-        let entry = |table: u64, index: u64, value: u64| put(table + index * 8, &value.to_le_bytes());
+    fn write_page_tables(&self, memory: &GuestMemory) -> Result<(), GuestMemoryError> {
+        let entry = |table: u64, index: u64, value: u64| {
+            memory.write_slice(&value.to_le_bytes(), GuestAddress(table + index * 8))
+        };
         let top = self.page_tables();
         let upper = top + PAGE;
         let lowest = upper + PAGE;

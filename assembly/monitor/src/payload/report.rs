@@ -114,7 +114,7 @@ impl fmt::Display for ExceptionReport {
         match self.vector {
             None => write!(
                 formatter,
-                "The program shut its vCPU {} down by an exception that could not be delivered, near rip {:#x}",
+                "The program's vCPU {} shut down near rip {:#x}: an exception could not be delivered, or the program itself wrote to the exception port",
                 self.vcpu, self.rip
             )?,
             Some(vector) => {

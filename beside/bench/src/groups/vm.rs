@@ -28,10 +28,10 @@ const MEMORY: u64 = 560 * MIB;
 const COPIES: [(u64, u64, &str); 3] =
     [(64 * KIB, 3000, "64KiB"), (MIB, 160, "1MiB"), (256 * MIB, 1, "256MiB")];
 const COPY_AIM: f64 = 0.95;
-const ROUNDS: u64 = 50_000;
-const EXITS: u64 = 200;
+const ROUNDS: u64 = 10_000;
+const EXITS: u64 = 100;
 /// Bytes read through the window, and loads per sample.
-const WINDOWS: [(u64, u64, &str); 2] = [(64 * KIB, 2_000_000, "64KiB"), (16 * MIB, 200_000, "16MiB")];
+const WINDOWS: [(u64, u64, &str); 2] = [(64 * KIB, 200_000, "64KiB"), (16 * MIB, 10_000, "16MiB")];
 const WINDOW_SIZE: u64 = 32 * MIB;
 const LINE: u64 = 64;
 
@@ -49,7 +49,8 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     };
     let programs = Programs::build()?;
     let mut conditions = Conditions::now(Some(&host), "4 KiB, one memfd for both sides");
-    let mut session = Session::start(&programs, if quick { 3 } else { 31 })?;
+    conditions.scheduling = peers::prefer_this_process();
+    let mut session = Session::start(&programs, if quick { 3 } else { 101 })?;
     session.copies()?;
     session.cache_line()?;
     session.exits()?;
