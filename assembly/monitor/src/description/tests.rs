@@ -232,6 +232,14 @@ const WRONG: &[(&str, &str)] = &[
 ];
 
 #[test]
+fn an_image_that_can_only_be_read_is_never_attached_for_writing() {
+    for disk in ["path = \"d.qcow2\"", "path = \"d\"\nformat = \"qcow2\""] {
+        let error = check(&format!("kernel = \"k\"\n[[disks]]\n{disk}")).unwrap_err();
+        assert!(error.contains("disks[0].format: a qcow2 image can only be read"), "{error}");
+    }
+}
+
+#[test]
 fn every_wrong_value_is_named_with_file_line_and_key() {
     for (text, expected) in WRONG {
         let error = check(text).expect_err(text);

@@ -382,6 +382,10 @@ fn disk(index: usize, disk: &written::Disk) -> Result<Disk, Invalid> {
         }
         written::DiskFormat::Auto => DiskFormat::Raw,
     };
+    if format == DiskFormat::Qcow2 && !disk.readonly {
+        let problem = "a qcow2 image can only be read; make the disk readonly, or convert the image to raw";
+        return Err(Invalid::new(key.below("format"), problem));
+    }
     Ok(Disk {
         path: disk.path.clone(),
         readonly: disk.readonly,

@@ -10,7 +10,7 @@ use landlock::{
 };
 
 use super::SandboxError;
-use crate::description::{Console, VmDescription};
+use crate::description::{Console, Guest, VmDescription};
 
 /// The newest set of rights that is known here. An older kernel gets what it has.
 const KNOWN: ABI = ABI::V9;
@@ -22,6 +22,8 @@ pub(super) struct Filesystem {
     own: BTreeSet<PathBuf>,
     /// The guest's vsock connections go to sockets in them.
     connected: BTreeSet<PathBuf>,
+    /// Opened while the VM is made.
+    devices: BTreeSet<PathBuf>,
 }
 
 /// The Landlock ABI of this kernel, or why there is none. A thread is confined to find out, and ends.
@@ -59,6 +61,12 @@ impl Filesystem {
         Self {
             own: own.map(|path| directory_of(path)).collect(),
             connected: vsock.into_iter().map(|path| directory_of(path)).collect(),
+            // The payload machine makes its threads as it opens KVM, so it is made inside. A device that isn't
+            // there is the payload machine's to tell.
+            devices: match description.guest {
+                Guest::Payload(_) if Path::new("/dev/kvm").exists() => BTreeSet::from(["/dev/kvm".into()]),
+                Guest::Payload(_) | Guest::Linux(_) => BTreeSet::new(),
+            },
         }
     }
 
@@ -78,6 +86,7 @@ impl Filesystem {
         for (paths, access) in [
             (&self.own, BitFlags::from(AccessFs::RemoveFile)),
             (&self.connected, AccessFs::ResolveUnix.into()),
+            (&self.devices, AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::IoctlDev),
         ] {
             for path in paths {
                 let fd = PathFd::new(path)

@@ -222,7 +222,20 @@ impl ThreadFilter {
             None => program.install(),
             Some(observer) => observer.watch(program),
         };
-        applied.map_err(|source| SandboxError::Seccomp { whose: format!("{:?} threads", self.kind), source })
+        applied.map_err(|source| self.refused(source))
+    }
+
+    /// Confines every thread of the process, for those made by code that knows of no sandbox. In log mode, only the
+    /// calling thread: the one that reports must stay free.
+    pub fn apply_everywhere(&self) -> Result<(), SandboxError> {
+        match (&self.program, &self.observer) {
+            (Some(program), None) => program.install_everywhere().map_err(|source| self.refused(source)),
+            _ => self.apply(),
+        }
+    }
+
+    fn refused(&self, source: io::Error) -> SandboxError {
+        SandboxError::Seccomp { whose: format!("{:?} threads", self.kind), source }
     }
 }
 

@@ -71,6 +71,15 @@ impl Program {
         self.set_filter(0).map(drop)
     }
 
+    /// Confines every thread of the process.
+    pub(super) fn install_everywhere(&self) -> io::Result<()> {
+        match self.set_filter(libc::SECCOMP_FILTER_FLAG_TSYNC)? {
+            0 => Ok(()),
+            // Its filters are not an extension of ours.
+            thread => Err(io::Error::other(format!("thread {thread} has filters of its own"))),
+        }
+    }
+
     /// Confines the calling thread; refused calls are reported to the returned listener, and wait for its answer.
     pub(super) fn install_with_listener(&self) -> io::Result<OwnedFd> {
         let fd = self.set_filter(libc::SECCOMP_FILTER_FLAG_NEW_LISTENER)?;

@@ -120,6 +120,22 @@ fn case() {
             // The report is written before the call goes on, but by another thread.
             std::thread::sleep(std::time::Duration::from_millis(200));
         }
+        "everywhere" => {
+            let sandbox = sandbox(SandboxMode::On);
+            let (go, wait) = std::sync::mpsc::channel::<()>();
+            let older = std::thread::Builder::new().name("confined".to_owned()).spawn(move || {
+                wait.recv().unwrap();
+                open();
+            });
+            let newer = std::thread::spawn(move || {
+                sandbox.enter_process().unwrap();
+                sandbox.thread_filter(ThreadKind::Main).apply_everywhere().unwrap();
+                go.send(()).unwrap();
+                older.unwrap().join().unwrap();
+                eprintln!("survived");
+            });
+            newer.join().unwrap();
+        }
         "off" => confined(SandboxMode::Off, ThreadKind::Vcpu, open),
         other => panic!("no case {other}"),
     }
@@ -141,6 +157,7 @@ fn ordinary_work_and_making_threads_are_allowed() {
 fn what_is_refused_ends_the_process_and_is_named() {
     for (case, call) in [
         ("open", "openat (257)"),
+        ("everywhere", "openat (257)"),
         ("exec-memory", "mmap (9)"),
         ("tiocsti", "ioctl (16)"),
         ("fork", "clone (56)"),

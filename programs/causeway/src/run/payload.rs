@@ -36,12 +36,11 @@ pub fn run(description: &VmDescription, payload: &Payload, json: bool) -> anyhow
         }
     };
     let sandbox = Sandbox::prepare(description)?;
+    sandbox.enter_process()?;
     let mut vm = builder.build()?;
     // Its vCPU threads exist by now, but have not run guest code.
-    let report = sandbox.enter_process()?;
-    tracing::debug!(?report, "vCPU threads of payload guests run without a filter of their own");
+    sandbox.thread_filter(ThreadKind::Main).apply_everywhere()?;
     vm.start()?;
-    sandbox.thread_filter(ThreadKind::Main).apply()?;
     let code = vm.wait()?;
     if json {
         output::print_json(&serde_json::json!({ "outcome": "exit", "code": code, "exits": vm.exits() }))?;
