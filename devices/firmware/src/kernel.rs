@@ -243,12 +243,8 @@ fn write_initrds(
 ) -> Result<(), KernelError> {
     let mut at = range.start;
     for initrd in initrds {
-        initrd.read_to_guest(0, memory, at, initrd.len()).map_err(|source| KernelError::Read {
-            role: "initrd",
-            name: initrd.name(),
-            offset: 0,
-            source,
-        })?;
+        read_to_guest(*initrd, 0, memory, at, initrd.len(), contents)
+            .map_err(|source| KernelError::Read { role: "initrd", name: initrd.name(), offset: 0, source })?;
         at += initrd.len();
         let padding = place::initrd_padding(initrd.len());
         write(memory, &[0u8; 3][..padding], at, "padding after an initrd")?;
