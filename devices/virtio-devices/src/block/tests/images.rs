@@ -81,6 +81,26 @@ fn images_are_locked_against_a_second_writer() {
     Block::open(config(false)).unwrap();
 }
 
+/// QEMU follows the same protocol: it can't write what this monitor writes.
+#[test]
+fn qemu_respects_the_lock() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.raw");
+    file(&path, MIB);
+    let block = Block::open(BlockConfig::new("disk0", &path)).unwrap();
+    let grow = || {
+        std::process::Command::new("qemu-img").args(["resize", "-f", "raw"]).arg(&path).arg("+1M").output()
+    };
+    let Ok(locked) = grow() else {
+        eprintln!("skipped: no qemu-img");
+        return;
+    };
+    let text = String::from_utf8_lossy(&locked.stderr).into_owned();
+    assert!(!locked.status.success() && text.contains("lock"), "{text}");
+    drop(block);
+    assert!(grow().unwrap().status.success());
+}
+
 /// Makes a qcow2 image with `data` at the start of its second megabyte.
 fn qcow2(path: &Path, size: u64, data: &[u8], backing: bool) {
     file(path, 0);
