@@ -63,9 +63,14 @@ impl Booting {
         File::create(dir.join("scratch"))?.set_len(4 << 30)?;
         // The emulator itself dies with the lab, even when the lab is killed: setpriv asks the kernel for that.
         let mut command = Command::new("setpriv");
-        emulator.environment(images, &mut command);
-        command.args(["--pdeathsig", "KILL", "--"]).arg(emulator.program(images));
-        command.args(emulator.arguments(images, spec, index, dir, links));
+        command.args(["--pdeathsig", "KILL", "--"]);
+        if emulator.native {
+            crate::native::arguments(&mut command, images, spec, dir)?;
+        } else {
+            emulator.environment(images, &mut command);
+            command.arg(emulator.program(images));
+            command.args(emulator.arguments(images, spec, index, dir, links));
+        }
         let log = File::create(dir.join("qemu.log"))?;
         let child = command
             .stdin(Stdio::null())

@@ -13,6 +13,7 @@ pub mod image;
 mod kernel;
 mod lab;
 pub mod measure;
+mod native;
 pub mod paths;
 pub mod protocol;
 mod qemu;

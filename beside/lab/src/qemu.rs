@@ -16,11 +16,13 @@ pub struct Emulator {
     pub cpu: String,
     /// Whether KVM in the host uses nested paging.
     pub npt: bool,
+    /// No emulator at all: this machine in namespaces of its own ([`crate::native`]).
+    pub native: bool,
 }
 
 impl Default for Emulator {
     fn default() -> Self {
-        Emulator { newer: false, multi: true, cpu: "max,+svm,-la57,-xsave".into(), npt: true }
+        Emulator { newer: false, multi: true, cpu: "max,+svm,-la57,-xsave".into(), npt: true, native: false }
     }
 }
 
@@ -43,8 +45,9 @@ impl Emulator {
                 "threads=multi" => e.multi = true,
                 "npt=0" => e.npt = false,
                 "npt=1" => e.npt = true,
+                "native" => e.native = true,
                 _ => bail!(
-                    "LAB_EMULATOR has {word:?}; it takes qemu=system|newer, threads=single|multi and npt=0|1, with commas"
+                    "LAB_EMULATOR has {word:?}; it takes native, or qemu=system|newer, threads=single|multi and npt=0|1, with commas"
                 ),
             }
         }
@@ -62,6 +65,9 @@ impl Emulator {
 
     /// One line that says what is used.
     pub fn describe(&self, images: &Images) -> String {
+        if self.native {
+            return "no emulator: this machine's own KVM".to_owned();
+        }
         let mut command = std::process::Command::new(self.program(images));
         self.environment(images, &mut command);
         let version = command
