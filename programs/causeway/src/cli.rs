@@ -31,7 +31,7 @@ pub struct Cli {
 pub enum Command {
     /// Run a VM in the foreground, described by a TOML file, by flags, or by both (flags win)
     Run(Box<RunArgs>),
-    /// List the VMs of this user that run on this host
+    /// List the VMs that run on this host, by their sockets in the runtime directory
     List,
     /// Show a VM's live device tree with counters
     Inspect(InspectArgs),

@@ -5,7 +5,7 @@ use axum::extract::rejection::QueryRejection;
 use axum::extract::{Query, State};
 use axum::http::{Method, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
-use control_api::types::{Done, ExitTable, Problem, VmSummary};
+use control_api::types::{Done, ExitTable, Problem, VmState, VmSummary};
 use serde::Deserialize;
 use utoipa::IntoParams;
 
@@ -61,7 +61,9 @@ pub(super) async fn summary(State(vm): State<Vm>) -> Json<VmSummary> {
 )]
 pub(super) async fn stop(State(vm): State<Vm>) -> Result<Json<Done>, Refusal> {
     vm.stop()?;
-    Ok(done(&*vm, "stop"))
+    tracing::info!("API: stop");
+    // It has been asked to, whether or not it has begun.
+    Ok(Json(Done { state: VmState::Stopping }))
 }
 
 /// Which part of the tree.
