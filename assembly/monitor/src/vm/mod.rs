@@ -54,6 +54,7 @@ pub enum Outcome {
 pub fn run(description: VmDescription, api_socket: PathBuf) -> Result<Outcome, Error> {
     let started = Instant::now();
     allocator::use_one_arena();
+    raise_descriptor_limit();
     let (sender, receiver) = mpsc::channel();
     let events = Events::new(sender);
 
@@ -78,6 +79,17 @@ pub fn run(description: VmDescription, api_socket: PathBuf) -> Result<Outcome, E
     let outcome = result?;
     ended?;
     Ok(outcome)
+}
+
+/// Raises the soft limit of open files to the hard one: each vCPU and each interrupt vector takes descriptors, and a
+/// machine with many of both needs more than the customary 1024.
+fn raise_descriptor_limit() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+    let limit = getrlimit(Resource::Nofile);
+    if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum }) {
+        tracing::warn!(%error, ?limit, "the limit of open files can't be raised; many vCPUs or queues may not fit");
+    }
 }
 
 /// Acts on events until one of them ends the VM.
