@@ -22,7 +22,11 @@ pub fn violations(metadata: &Metadata) -> Vec<String> {
         .into_iter()
         .filter(|(_, versions)| versions.len() > 1)
         .map(|(name, versions)| {
-            format!("{name} is in the lock file {} times ({}): align the requirements", versions.len(), versions.join(", "))
+            format!(
+                "{name} is in the lock file {} times ({}): align the requirements",
+                versions.len(),
+                versions.join(", ")
+            )
         })
         .collect()
 }

@@ -7,7 +7,8 @@ use crate::metadata::{Metadata, Package};
 const ROWS: [&str; 6] = ["ground", "cores", "devices", "assembly", "programs", "beside"];
 
 /// Crates that name a library so that no other crate has to.
-const SOLE_USERS: [(&str, &str); 3] = [("vm-memory", "machine"), ("kvm-ioctls", "machine"), ("kvm-bindings", "machine")];
+const SOLE_USERS: [(&str, &str); 3] =
+    [("vm-memory", "machine"), ("kvm-ioctls", "machine"), ("kvm-bindings", "machine")];
 
 /// What breaks the rule, one sentence each.
 pub fn violations(metadata: &Metadata) -> Vec<String> {
@@ -23,11 +24,16 @@ pub fn violations(metadata: &Metadata) -> Vec<String> {
             ));
             continue;
         };
-        for dependency in package.dependencies.iter().filter(|dependency| dependency.kind.as_deref() != Some("dev")) {
+        for dependency in
+            package.dependencies.iter().filter(|dependency| dependency.kind.as_deref() != Some("dev"))
+        {
             if let Some((library, user)) = SOLE_USERS.iter().find(|(library, _)| *library == dependency.name)
                 && package.name != *user
             {
-                found.push(format!("{} depends on {library}, which only {user} may name: use its re-exports", package.name));
+                found.push(format!(
+                    "{} depends on {library}, which only {user} may name: use its re-exports",
+                    package.name
+                ));
             }
             let Some(target) = ours.iter().find(|other| other.name == dependency.name) else { continue };
             let Some(target_row) = row_of(&metadata.workspace_root, target) else { continue };
@@ -78,10 +84,12 @@ mod tests {
 
     #[test]
     fn downward_edges_pass_and_others_are_named() {
-        let fine = workspace(vec![package("ground", "machine", &[]), package("devices", "virtio", &["machine"])]);
+        let fine =
+            workspace(vec![package("ground", "machine", &[]), package("devices", "virtio", &["machine"])]);
         assert!(violations(&fine).is_empty());
 
-        let upward = workspace(vec![package("ground", "machine", &["virtio"]), package("devices", "virtio", &[])]);
+        let upward =
+            workspace(vec![package("ground", "machine", &["virtio"]), package("devices", "virtio", &[])]);
         assert_eq!(violations(&upward).len(), 1);
 
         let sideways = workspace(vec![package("devices", "a", &["b"]), package("devices", "b", &[])]);

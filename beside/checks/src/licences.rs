@@ -29,7 +29,12 @@ pub fn violations(metadata: &Metadata) -> Vec<String> {
                 Some(text) if is_allowed(text) => return None,
                 Some(text) => format!("is under '{text}'"),
             };
-            Some(format!("{} {} {problem}: allowed are {}", package.name, package.version, ALLOWED.join(", ")))
+            Some(format!(
+                "{} {} {problem}: allowed are {}",
+                package.name,
+                package.version,
+                ALLOWED.join(", ")
+            ))
         })
         .collect()
 }
