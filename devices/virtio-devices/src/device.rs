@@ -62,7 +62,8 @@ pub trait VirtioDevice: Send {
     fn config_read(&self, offset: u64, data: &mut [u8]);
     /// Writes it; what isn't writable is ignored.
     fn config_write(&mut self, offset: u64, data: &[u8]);
-    /// Starts the device's threads. On an error the transport marks the device as failed.
+    /// Starts the device's threads. On an error the transport marks the device as failed and calls `stop`, so threads
+    /// that did start end there.
     fn activate(&mut self, activation: Activation) -> Result<(), DeviceError>;
     /// Stops the threads and waits for requests in flight (completed or returned unserved, never lost
     /// after being acknowledged). Returns the queues with their positions, so that a pause can go on
