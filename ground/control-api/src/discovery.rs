@@ -37,7 +37,7 @@ pub enum DiscoveryError {
     Directory {
         /// The directory.
         directory: PathBuf,
-        /// `read` or `created`.
+        /// `read`, `created` or `used`.
         what: &'static str,
         /// Why.
         #[source]
@@ -183,6 +183,9 @@ pub fn prepare_directory(directory: &Path) -> Result<(), DiscoveryError> {
         _ => {}
     }
     let metadata = std::fs::metadata(directory).map_err(failed("read"))?;
+    if !metadata.is_dir() {
+        return Err(failed("used")(io::ErrorKind::NotADirectory.into()));
+    }
     let ours = std::fs::metadata("/proc/self").map_err(failed("read"))?.uid();
     if (metadata.uid() != ours && metadata.uid() != 0) || metadata.mode() & 0o022 != 0 {
         return Err(DiscoveryError::Untrusted {

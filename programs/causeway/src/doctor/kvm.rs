@@ -69,8 +69,11 @@ fn unusable(error: &HostError, files: &Files) -> Finding {
         HostError::Absent { .. } => {
             "turn on virtualisation in the firmware, then modprobe kvm_intel or kvm_amd"
         }
+        HostError::NoPermission { group_name, .. } if group_name == "kvm" => {
+            "usermod -aG kvm USER, then log in again"
+        }
         HostError::NoPermission { .. } => {
-            "add the user to the device's group (usermod -aG kvm NAME) and log in again"
+            "chgrp kvm /dev/kvm && chmod 660 /dev/kvm, then usermod -aG kvm USER, then log in again"
         }
         _ => "use a current Linux kernel with KVM",
     };
