@@ -15,6 +15,9 @@ mount -t tmpfs -o mode=1777,size=75% tmp /tmp
 mount -t debugfs debugfs /sys/kernel/debug
 mount -t tracefs tracefs /sys/kernel/tracing 2>/dev/null
 mount -t cgroup2 cgroup2 /sys/fs/cgroup 2>/dev/null
+# Guest RAM is a memfd: with 4 KiB pages a boot takes 18,000 page faults of KVM more, and two to three times as long. QEMU's
+# anonymous memory gets huge pages by Debian's default; this gives shared memory the same where it is asked for.
+echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled
 opts=
 name=lab
 for w in $(cat /proc/cmdline); do case $w in

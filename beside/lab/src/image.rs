@@ -176,7 +176,10 @@ impl Images {
         ext4(&root, &self.host_root(), "labhost", 25)?;
         let order = Modules::scan(&modules)?.in_order(recipe::HOST_INITRD_MODULES)?;
         let initrd = initrd(&root, recipe::HOST_INITRD_INIT, &order)?;
-        fs::write(self.host_initrd(), initrd).context("Can't write the hosts' initramfs")
+        // In one step: another lab may be about to boot from the old one.
+        let part = self.host_initrd().with_extension("part");
+        fs::write(&part, initrd).context("Can't write the hosts' initramfs")?;
+        fs::rename(&part, self.host_initrd()).context("Can't put the hosts' initramfs in place")
     }
 
     fn guest(&self, apt: &Apt, work: &Path) -> Result<()> {

@@ -14,6 +14,7 @@ pub const HOST_PACKAGES: &[&str] = &[
     "bsdextrautils",
     "coreutils",
     "dash",
+    "debianutils",
     "diffutils",
     "e2fsprogs",
     "ethtool",

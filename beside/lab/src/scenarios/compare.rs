@@ -140,6 +140,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             report.figure(&format!("exits_{}", vmm.name()), causes(&last.measured));
         }
     }
+    let thp = host.sh("cat /sys/kernel/mm/transparent_hugepage/shmem_enabled")?;
+    report.figure("host_shmem_thp", thp.trim());
     report.figure("rounds", rounds);
     report.figure("kernel", kernel);
     report.check(
