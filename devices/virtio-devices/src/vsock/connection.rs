@@ -341,15 +341,12 @@ impl Connection {
         if owed.credit {
             return simple(self, Op::CREDIT_UPDATE);
         }
-        if self.readable {
-            let room = self.credit().min(space).min(PAYLOAD_MAX).min(buffer.len());
-            if room == 0 {
-                if self.asked || self.credit() > 0 {
-                    return None;
-                }
-                self.asked = true;
-                return simple(self, Op::CREDIT_REQUEST);
-            }
+        let room = self.credit().min(space).min(PAYLOAD_MAX).min(buffer.len());
+        if self.readable && room == 0 && !self.asked {
+            self.asked = true;
+            return simple(self, Op::CREDIT_REQUEST);
+        }
+        if self.readable && room > 0 {
             match rustix::net::recv(&self.socket, &mut buffer[..room], RecvFlags::DONTWAIT) {
                 Ok((0, _)) => {
                     self.readable = false;

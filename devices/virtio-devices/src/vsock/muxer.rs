@@ -381,7 +381,9 @@ impl Muxer {
         if let Some(reset) = self.resets.pop_front() {
             return Some(reset);
         }
-        while let Some(token) = self.senders.pop_front() {
+        // Once around the list: whoever had nothing to say after all isn't asked twice.
+        for _ in 0..self.senders.len() {
+            let Some(token) = self.senders.pop_front() else { break };
             let Some(connection) = self.connections.get_mut(&token) else { continue };
             connection.queued = false;
             let packet = connection.next(space, buffer);

@@ -37,6 +37,39 @@ fn the_guest_is_never_sent_more_than_it_has_room_for() {
 }
 
 #[test]
+fn a_program_that_leaves_while_the_guest_has_no_room_is_reported_and_nothing_spins() {
+    let mut bench = Bench::new();
+    let server = bench.serve(1);
+    let mut program = bench.guest_connects(9, 1, &server);
+    let full = |taken: u32| Header { buf_alloc: 10, fwd_cnt: taken, ..from_guest(9, 1, Op::CREDIT_UPDATE) };
+    bench.packet(full(0), &[]);
+    program.write_all(&pattern(100, 8)).unwrap();
+    assert_eq!(bench.expect(Op::RW).1.len(), 10);
+    bench.expect(Op::CREDIT_REQUEST);
+    bench.expect_nothing();
+    // It leaves; what it wrote is still in the socket and the guest still has no room.
+    drop(program);
+    bench.packet(from_guest_full(b"x"), b"x");
+    assert_eq!(bench.expect(Op::SHUTDOWN).0.flags, crate::vsock::packet::shutdown::RECEIVE);
+    bench.expect_nothing();
+    let mut got = 10;
+    while got < 100 {
+        bench.packet(full(got), &[]);
+        while let Some((header, _)) = bench.next() {
+            got += header.len;
+        }
+    }
+    bench.packet(full(got), &[]);
+    assert_eq!(bench.expect(Op::SHUTDOWN).0.flags, crate::vsock::packet::shutdown::BOTH);
+}
+
+/// Data of a guest whose buffer of 10 bytes is full.
+fn from_guest_full(payload: &[u8]) -> Header {
+    assert!(!payload.is_empty());
+    Header { buf_alloc: 10, fwd_cnt: 0, ..from_guest(9, 1, Op::RW) }
+}
+
+#[test]
 fn the_guest_may_send_as_much_as_it_was_told_and_no_more() {
     let mut bench = Bench::new();
     let server = bench.serve(1);
