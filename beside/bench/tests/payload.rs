@@ -1,8 +1,6 @@
 //! Payload programs in real VMs. Needs /dev/kvm; without it each test says so loudly and passes.
 #![allow(clippy::unwrap_used)] // A test that can't go on panics.
 
-#![allow(clippy::unwrap_used)] // Helpers of tests, which clippy doesn't take for tests.
-
 use bench::programs::Programs;
 use monitor::payload::{PayloadBuilder, PayloadError, PayloadVm};
 use std::io::Write;
