@@ -10,7 +10,7 @@
 use std::collections::BTreeSet;
 
 use super::ThreadKind;
-use super::device_syscalls::{CONSOLE, END, SPAWNERS, VCPUS, workers};
+use super::device_syscalls::{CONSOLE, SPAWNERS, VCPUS, end, workers};
 use crate::description::VmDescription;
 
 /// Every thread.
@@ -105,6 +105,6 @@ fn parts(kind: ThreadKind, vm: &VmDescription) -> Vec<&'static [i64]> {
         // A pause, a reset or a look at counters does to vCPUs and devices what vCPU threads do.
         ThreadKind::Api => [vcpu(), vec![crate::api::SYSCALLS, machine::stats::SYSCALLS]].concat(),
         ThreadKind::Console => vec![BASE, CONSOLE],
-        ThreadKind::Main => [parts(ThreadKind::Api, vm), devices(), vec![CONSOLE, END, MAIN]].concat(),
+        ThreadKind::Main => [parts(ThreadKind::Api, vm), devices(), vec![CONSOLE, end(vm), MAIN]].concat(),
     }
 }

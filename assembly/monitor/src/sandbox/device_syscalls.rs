@@ -7,7 +7,7 @@ use crate::description::{NetBackend, VmDescription};
 /// Worker threads of the VM's virtio devices: one list per module that runs in them.
 pub(super) fn workers(vm: &VmDescription) -> Vec<&'static [i64]> {
     let tap = vm.net.iter().any(|net| net.backend != NetBackend::User);
-    let user = vm.net.iter().any(|net| net.backend == NetBackend::User);
+    let user = has_passt(vm);
     let lists: [(bool, &'static [i64]); 7] = [
         (true, worker::SYSCALLS),
         (!vm.disks.is_empty(), block::SYSCALLS),
@@ -30,4 +30,11 @@ pub(super) const CONSOLE: &[i64] = platform_devices::console::SYSCALLS;
 pub(super) const VCPUS: &[i64] = platform_devices::console::VCPU_SYSCALLS;
 
 /// The main thread as it takes devices apart.
-pub(super) const END: &[i64] = net::passt::END_SYSCALLS;
+pub(super) fn end(vm: &VmDescription) -> &'static [i64] {
+    if has_passt(vm) { net::passt::END_SYSCALLS } else { &[] }
+}
+
+/// Whether the VM has a passt process, which is outside the sandbox and is ended by us.
+pub(super) fn has_passt(vm: &VmDescription) -> bool {
+    vm.net.iter().any(|net| net.backend == NetBackend::User)
+}

@@ -10,6 +10,7 @@ use landlock::{
 };
 
 use super::SandboxError;
+use super::device_syscalls::has_passt;
 use crate::description::{Console, Guest, VmDescription};
 
 /// The newest set of rights that is known here. An older kernel gets what it has.
@@ -24,6 +25,8 @@ pub(super) struct Filesystem {
     connected: BTreeSet<PathBuf>,
     /// Opened while the VM is made.
     devices: BTreeSet<PathBuf>,
+    /// What doesn't reach processes outside the sandbox.
+    scope: BitFlags<Scope>,
 }
 
 /// The Landlock ABI of this kernel, or why there is none. A thread is confined to find out, and ends.
@@ -59,6 +62,11 @@ impl Filesystem {
         let vsock = description.vsock.as_ref().map(|vsock| &vsock.socket);
         let own = [description.api_socket.as_ref(), console, vsock].into_iter().flatten();
         Self {
+            scope: match has_passt(description) {
+                // It is ended by a signal when it doesn't end by itself.
+                true => Scope::AbstractUnixSocket.into(),
+                false => Scope::from_all(KNOWN),
+            },
             own: own.map(|path| directory_of(path)).collect(),
             connected: vsock.into_iter().map(|path| directory_of(path)).collect(),
             // The payload machine makes its threads as it opens KVM, so it is made inside. A device that isn't
@@ -79,7 +87,7 @@ impl Filesystem {
             .map_err(failed)?
             .handle_access(AccessNet::from_all(KNOWN))
             .map_err(failed)?
-            .scope(Scope::from_all(KNOWN))
+            .scope(self.scope)
             .map_err(failed)?
             .create()
             .map_err(failed)?;
