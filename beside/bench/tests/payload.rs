@@ -1,5 +1,4 @@
 //! Payload programs in real VMs. Needs /dev/kvm; without it each test says so loudly and passes.
-#![allow(clippy::unwrap_used)] // A test that can't go on panics.
 
 use bench::programs::Programs;
 use monitor::payload::{PayloadBuilder, PayloadError, PayloadVm};
