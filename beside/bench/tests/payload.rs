@@ -1,4 +1,5 @@
 //! Payload programs in real VMs. Needs /dev/kvm; without it each test says so loudly and passes.
+#![allow(clippy::unwrap_used)] // Helpers of tests, which clippy does not take for tests.
 
 use bench::programs::Programs;
 use monitor::payload::{PayloadBuilder, PayloadError, PayloadVm};
