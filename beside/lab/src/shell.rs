@@ -33,15 +33,24 @@ fn size() -> (u16, u16) {
     tcgetwinsize(std::io::stdin()).map_or((24, 80), |w| (w.ws_row.max(1), w.ws_col.max(1)))
 }
 
-/// Opens a login shell on the host until it ends or the user leaves with Ctrl-].
+/// The terminal's type, when its name is one that a shell can't misread.
+fn terminal_type() -> String {
+    let name = std::env::var("TERM").unwrap_or_default();
+    let plain = !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || "-+.".contains(c));
+    if plain { name } else { "linux".into() }
+}
+
+/// Opens a shell on the host until it ends or the user leaves with Ctrl-].
 pub fn interactive(host: &Host) -> Result<i32> {
     if !isatty(std::io::stdin()) || !std::io::stdout().is_terminal() {
         bail!("`lab shell` needs a terminal; use `lab try --cmd '…'` for scripts");
     }
     let intro = format!(
         "\r\nThis is {} (PID 1 and all: you are root). /share is shared with the outside, /lab has guest kernels and disks,\r\n\
-         /share/bin is in PATH. Leave with `exit` or Ctrl-]; everything of the host is gone then, except what you copied out of /share.\r\n\r\n",
-        host.name()
+         /share/bin is in PATH. Outside, /share is {} while the host runs.\r\n\
+         Leave with `exit` or Ctrl-]; host and share are gone then.\r\n\r\n",
+        host.name(),
+        host.share().display()
     );
     let mut out = std::io::stdout();
     out.write_all(intro.as_bytes())?;
@@ -53,7 +62,8 @@ pub fn interactive(host: &Host) -> Result<i32> {
         let _ = out.write_all(bytes).and_then(|()| out.flush());
     });
     let mut last = size();
-    let session = host.start("cd /root; exec bash -l", Some(last), Some(sink))?;
+    let session =
+        host.start(&format!("export TERM={}; cd /root; exec bash", terminal_type()), Some(last), Some(sink))?;
     let mut buffer = [0; 4096];
     let mut checked = Instant::now();
     let code = loop {
