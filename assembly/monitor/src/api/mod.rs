@@ -21,4 +21,4 @@ pub use document::openapi;
 pub use server::{ApiError, ApiListener, ApiServer, SYSCALLS};
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

@@ -14,7 +14,7 @@ use telemetry::metrics::Family;
 use super::*;
 
 /// A VM that only remembers its state.
-struct Fake(Mutex<VmState>);
+pub(crate) struct Fake(pub(crate) Mutex<VmState>);
 
 impl Fake {
     fn go(&self, what: &'static str, from: VmState, to: VmState) -> Result<(), ControlError> {

@@ -95,6 +95,18 @@ fn every_key_arrives_and_relative_paths_start_at_the_file() {
 }
 
 #[test]
+fn the_manuals_example_is_valid_and_uses_every_key_of_the_file() {
+    let manual = include_str!("../../../../docs/vm-description.md");
+    let example = manual.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
+    check(example).unwrap();
+    for key in
+        ["hugepages", "pin", "api_socket", "on_reboot", "direct", "host_node", "distances", "mtu", "cid"]
+    {
+        assert!(example.contains(&format!("{key} = ")), "{key}");
+    }
+}
+
+#[test]
 fn one_line_is_enough() {
     let vm = valid("kernel = \"/boot/vmlinuz\"");
     assert_eq!((vm.name.as_str(), vm.cpus.count(), vm.memory.size), ("vm", 1, 512 << 20));

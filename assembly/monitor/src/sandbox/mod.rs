@@ -11,6 +11,7 @@
 //! In log mode it is written to standard error and let through. What could not be put in force (an old kernel) is
 //! said in a log line and in [`Report`]; it is never silent.
 
+mod allocator;
 mod allow_lists;
 mod device_syscalls;
 mod filesystem;
@@ -130,11 +131,13 @@ pub struct Sandbox {
 }
 
 impl Sandbox {
-    /// Compiles the filters for a VM. In log mode, starts the thread that reports.
+    /// Compiles the filters for a VM, before the process has other threads. In log mode, starts the thread that
+    /// reports.
     pub fn prepare(description: &VmDescription) -> Result<Self, SandboxError> {
         let mode = description.sandbox;
         let mut programs = BTreeMap::new();
         if mode != SandboxMode::Off {
+            allocator::use_one_arena();
             for kind in ThreadKind::ALL {
                 programs.insert(kind, Arc::new(seccomp::thread_program(kind, description)?));
             }

@@ -13,6 +13,8 @@ fn run(case: &str) -> Output {
     Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "sandbox::tests::case", "--nocapture", "--test-threads=1"])
         .env(CASE, case)
+        // The harness has threads before the sandbox can say so itself.
+        .env("MALLOC_ARENA_MAX", "1")
         .env_remove("RUST_LOG")
         .output()
         .unwrap()
@@ -136,6 +138,38 @@ fn case() {
             });
             newer.join().unwrap();
         }
+        "api" => {
+            let directory = tempfile::tempdir().unwrap();
+            let socket = directory.path().join("vm.sock");
+            let mut vm = describe("kernel = \"k\"");
+            vm.api_socket = Some(socket.clone());
+            let (address, serving) = std::sync::mpsc::channel();
+            let (finish, finished) = std::sync::mpsc::channel::<()>();
+            let server = std::thread::spawn(move || {
+                let listener = crate::api::ApiListener::bind(&socket).unwrap();
+                let sandbox = Sandbox::prepare(&vm).unwrap();
+                sandbox.enter_process().unwrap();
+                let fake =
+                    crate::api::tests::Fake(std::sync::Mutex::new(control_api::types::VmState::Running));
+                let filter = sandbox.thread_filter(ThreadKind::Api);
+                let server = listener.serve(Arc::new(fake), move || filter.apply().unwrap()).unwrap();
+                sandbox.thread_filter(ThreadKind::Main).apply().unwrap();
+                address.send(socket.clone()).unwrap();
+                finished.recv().unwrap();
+                server.stop();
+            });
+            let client = control_api::Client::new(serving.recv().unwrap());
+            client.summary().unwrap();
+            client.pause().unwrap();
+            assert!(client.reset().is_err() && client.inspect(Some("nothing")).is_err());
+            client.metrics().unwrap();
+            client.openapi().unwrap();
+            client.stop().unwrap();
+            finish.send(()).unwrap();
+            server.join().unwrap();
+            assert!(!client.socket().exists());
+            eprintln!("survived");
+        }
         "off" => confined(SandboxMode::Off, ThreadKind::Vcpu, open),
         other => panic!("no case {other}"),
     }
@@ -147,7 +181,7 @@ fn stderr(output: &Output) -> String {
 
 #[test]
 fn ordinary_work_and_making_threads_are_allowed() {
-    for case in ["work", "spawn", "narrow", "off"] {
+    for case in ["work", "spawn", "narrow", "api", "off"] {
         let output = run(case);
         assert!(output.status.success() && stderr(&output).contains("survived"), "{case}: {output:?}");
     }

@@ -1,0 +1,12 @@
+//! The C library's allocator, so that it gets by with what the filters allow.
+#![allow(unsafe_code)] // mallopt(3) has no safe wrapper.
+
+/// Lets all threads share one arena: when a thread's own arena shrinks, glibc opens
+/// `/proc/sys/vm/overcommit_memory`. Call it before other threads exist; twice does no harm.
+pub(super) fn use_one_arena() {
+    // SAFETY: sets a parameter of the allocator, under its own lock.
+    let accepted = unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
+    if accepted != 1 {
+        tracing::warn!("The C library refused M_ARENA_MAX=1; the sandbox may refuse what its allocator does");
+    }
+}
