@@ -86,8 +86,12 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let status = g.script_status(Duration::from_secs(300 + u64::from(rounds) * 60 + seconds * 4))?;
     g.ended(Duration::from_secs(60))?;
     let guest = g.session.out.text();
-    std::thread::sleep(Duration::from_secs(1));
-    let outside = host.sh("cat /tmp/n/up.sums /tmp/n/down.sums 2>/dev/null; true")?;
+    // The host's side sums what has arrived after the guest is done with it.
+    let all = format!(
+        "i=0; while [ $i -lt 120 ] && [ $(cat /tmp/n/*.sums 2>/dev/null | wc -l) -lt {} ]; do i=$((i+1)); sleep 0.5; done; cat /tmp/n/up.sums /tmp/n/down.sums; true",
+        rounds * 2
+    );
+    let outside = host.sh(&all)?;
     let mut mismatches = 0;
     let mut verified = 0u64;
     for direction in ["up", "down"] {
@@ -97,6 +101,12 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
                 verified += u64::from(mib) << 20;
             } else {
                 mismatches += 1;
+                progress!(
+                    "transfer {} {direction}: the guest has {:?}, the host {:?}",
+                    i + 1,
+                    a.get(i),
+                    b.get(i)
+                );
             }
         }
     }
