@@ -91,6 +91,44 @@ const MAIN: &[i64] = &[
     libc::SYS_waitid,
 ];
 
+/// What no thread of the process may do, those without a filter of their own included: other programs, other
+/// processes' memory, the kernel's modules and mounts, names in other namespaces.
+pub(super) const NEVER: &[i64] = &[
+    libc::SYS_execve,
+    libc::SYS_execveat,
+    libc::SYS_fork,
+    libc::SYS_vfork,
+    libc::SYS_ptrace,
+    libc::SYS_process_vm_readv,
+    libc::SYS_process_vm_writev,
+    libc::SYS_pidfd_getfd,
+    libc::SYS_bpf,
+    libc::SYS_perf_event_open,
+    libc::SYS_keyctl,
+    libc::SYS_add_key,
+    libc::SYS_request_key,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_mount,
+    libc::SYS_umount2,
+    libc::SYS_move_mount,
+    libc::SYS_open_tree,
+    libc::SYS_fsopen,
+    libc::SYS_pivot_root,
+    libc::SYS_chroot,
+    libc::SYS_setns,
+    libc::SYS_unshare,
+    libc::SYS_init_module,
+    libc::SYS_finit_module,
+    libc::SYS_delete_module,
+    libc::SYS_kexec_load,
+    libc::SYS_kexec_file_load,
+    libc::SYS_reboot,
+    libc::SYS_swapon,
+    libc::SYS_swapoff,
+    libc::SYS_syslog,
+    libc::SYS_personality,
+];
+
 /// The system calls of a kind of thread of a VM.
 pub(super) fn allowed(kind: ThreadKind, vm: &VmDescription) -> BTreeSet<i64> {
     parts(kind, vm).iter().flat_map(|list| list.iter().copied()).collect()

@@ -125,7 +125,7 @@ pub struct Report {
 pub struct Sandbox {
     mode: SandboxMode,
     programs: BTreeMap<ThreadKind, Arc<Program>>,
-    process: Program,
+    process: [Program; 2],
     filesystem: filesystem::Filesystem,
     observer: Option<Arc<Observer>>,
 }
@@ -149,7 +149,7 @@ impl Sandbox {
         Ok(Self {
             mode,
             programs,
-            process: seccomp::process_program()?,
+            process: seccomp::process_programs()?,
             filesystem: filesystem::Filesystem::prepare(description),
             observer,
         })
@@ -186,9 +186,12 @@ impl Sandbox {
                 privileges::drop_capabilities()?;
                 privileges::forbid_new()?;
                 let landlock = self.filesystem.enforce()?;
-                self.process
-                    .install()
-                    .map_err(|source| SandboxError::Seccomp { whose: "the process".to_owned(), source })?;
+                for program in &self.process {
+                    program.install().map_err(|source| SandboxError::Seccomp {
+                        whose: "the process".to_owned(),
+                        source,
+                    })?;
+                }
                 Report {
                     mode: self.mode,
                     seccomp: "enforced",

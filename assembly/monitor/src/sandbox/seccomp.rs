@@ -166,15 +166,25 @@ pub(super) fn kernel_logged(program: &Program) -> Program {
     Program(instructions)
 }
 
-/// Rules for the whole process, beneath the threads' own: `clone3` passes its flags in memory, where no filter can
-/// see them, so it is said not to exist and the C library falls back to `clone`.
-pub(super) fn process_program() -> Result<Program, SandboxError> {
+/// Rules for the whole process, beneath the threads' own, for threads that have none too.
+pub(super) fn process_programs() -> Result<[Program; 2], SandboxError> {
+    // `clone3` passes its flags in memory, where no filter can see them, so it is said not to exist and the C library
+    // falls back to `clone`.
+    let missing = SeccompAction::Errno(libc::ENOSYS.cast_unsigned());
+    let clone = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
     let compile = || {
-        let missing = SeccompAction::Errno(libc::ENOSYS.cast_unsigned());
-        let rules = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
-        BpfProgram::try_from(SeccompFilter::new(rules, SeccompAction::Allow, missing, TargetArch::x86_64)?)
+        let mut never: BTreeMap<_, _> = allow_lists::NEVER.iter().map(|call| (*call, Vec::new())).collect();
+        for call in [libc::SYS_mmap, libc::SYS_mprotect] {
+            never.insert(call, vec![compare(2, PROT_EXEC, PROT_EXEC)?]);
+        }
+        Ok([(clone, missing), (never, SeccompAction::Trap)])
     };
-    compile()
-        .map(Program)
-        .map_err(|source| SandboxError::Compile { kind: ThreadKind::Main, source: source.into() })
+    let program = |(rules, refusal)| {
+        let filter = SeccompFilter::new(rules, SeccompAction::Allow, refusal, TargetArch::x86_64)?;
+        BpfProgram::try_from(filter).map(Program)
+    };
+    let failed =
+        |source: BackendError| SandboxError::Compile { kind: ThreadKind::Main, source: source.into() };
+    let [first, second] = compile().map_err(failed)?;
+    Ok([program(first).map_err(failed)?, program(second).map_err(failed)?])
 }

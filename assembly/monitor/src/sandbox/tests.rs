@@ -93,6 +93,17 @@ fn case() {
         "fork" => confined(SandboxMode::On, ThreadKind::Main, || unsafe {
             libc::fork();
         }),
+        // No filter of its own: what holds for the whole process.
+        "exec-anywhere" => {
+            let sandbox = sandbox(SandboxMode::On);
+            let thread = std::thread::Builder::new().name("confined".to_owned()).spawn(move || {
+                sandbox.enter_process().unwrap();
+                let nothing: [*const libc::c_char; 1] = [std::ptr::null()];
+                // SAFETY: a path and two empty lists, all NUL-terminated.
+                unsafe { libc::execve(c"/bin/true".as_ptr(), nothing.as_ptr(), nothing.as_ptr()) };
+            });
+            thread.unwrap().join().unwrap();
+        }
         // SAFETY: as above.
         "network" => confined(SandboxMode::On, ThreadKind::Main, || unsafe {
             libc::socket(libc::AF_INET, libc::SOCK_STREAM, 0);
@@ -192,6 +203,7 @@ fn what_is_refused_ends_the_process_and_is_named() {
     for (case, call) in [
         ("open", "openat (257)"),
         ("everywhere", "openat (257)"),
+        ("exec-anywhere", "execve (59)"),
         ("exec-memory", "mmap (9)"),
         ("tiocsti", "ioctl (16)"),
         ("fork", "clone (56)"),
