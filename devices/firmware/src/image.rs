@@ -5,10 +5,7 @@ use std::io::{self, Seek, SeekFrom};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use machine::memory::{
-    Address, Bitmap, Bytes, GuestAddress, GuestMemory, GuestMemoryBackend, GuestMemoryRegion, GuestUsize,
-};
-use rustix::io::Errno;
+use machine::memory::{Bytes, GuestAddress, GuestMemory};
 
 use crate::kernel::KernelError;
 
@@ -27,20 +24,10 @@ pub trait Image {
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()>;
     /// Copies `len` bytes from `offset` straight to guest address `target`, which must be RAM.
     fn read_to_guest(&self, offset: u64, memory: &GuestMemory, target: u64, len: u64) -> io::Result<()>;
-    /// The same for memory that nobody has touched yet, where there may be a faster way.
-    fn read_to_fresh_guest(
-        &self,
-        offset: u64,
-        memory: &GuestMemory,
-        target: u64,
-        len: u64,
-    ) -> io::Result<()> {
-        self.read_to_guest(offset, memory, target, len)
-    }
 }
 
 /// System calls of loading from files, for the seccomp filter of a thread that does.
-pub const SYSCALLS: &[i64] = &[libc::SYS_lseek, libc::SYS_pread64, libc::SYS_read, libc::SYS_sendfile];
+pub const SYSCALLS: &[i64] = &[libc::SYS_lseek, libc::SYS_pread64, libc::SYS_read];
 
 /// An image in a regular file. Uses the file's cursor, so it must not be shared while loading.
 #[derive(Debug)]
@@ -83,57 +70,14 @@ impl Image for ImageFile {
         self.file.read_exact_at(buffer, offset)
     }
 
+    // Through the mapping, page faults and all: that is where RAM gets its huge pages. `sendfile` into the
+    // memfd takes half the time when pages are small, but leaves small pages behind where huge ones would be.
     fn read_to_guest(&self, offset: u64, memory: &GuestMemory, target: u64, len: u64) -> io::Result<()> {
         let len = usize::try_from(len).map_err(io::Error::other)?;
         (&self.file).seek(SeekFrom::Start(offset))?;
         memory
             .read_exact_volatile_from(GuestAddress(target), &mut (&self.file), len)
             .map_err(io::Error::other)
-    }
-
-    fn read_to_fresh_guest(
-        &self,
-        offset: u64,
-        memory: &GuestMemory,
-        target: u64,
-        len: u64,
-    ) -> io::Result<()> {
-        let done = self.send_to_guest(offset, memory, target, len)?;
-        match len - done {
-            0 => Ok(()),
-            rest => self.read_to_guest(offset + done, memory, target + done, rest),
-        }
-    }
-}
-
-impl ImageFile {
-    /// Copies from the file's pages to those of the memfd behind guest memory, within the kernel. Reading
-    /// through the mapping would fault on every page first, which takes as long again. Returns how many
-    /// bytes were copied: less than `len` where memory has no file, or one that can't be written so (huge
-    /// pages).
-    fn send_to_guest(&self, offset: u64, memory: &GuestMemory, target: u64, len: u64) -> io::Result<u64> {
-        let mut done = 0;
-        while done < len {
-            let address = GuestAddress(target + done);
-            let Some(region) = memory.find_region(address) else { break };
-            let Some(backing) = region.file_offset() else { break };
-            let start = address.unchecked_offset_from(region.start_addr());
-            let part = (len - done).min(region.len() - start);
-            backing.file().seek(SeekFrom::Start(backing.start() + start))?;
-            let mut from = offset + done;
-            let count = usize::try_from(part).map_err(io::Error::other)?;
-            match rustix::fs::sendfile(backing.file(), &self.file, Some(&mut from), count) {
-                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok(sent) => {
-                    region.bitmap().mark_dirty(usize::try_from(start).map_err(io::Error::other)?, sent);
-                    done += sent as GuestUsize;
-                }
-                Err(Errno::INTR) => {}
-                Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => break,
-                Err(errno) => return Err(errno.into()),
-            }
-        }
-        Ok(done)
     }
 }
 
@@ -175,48 +119,36 @@ impl Image for ImageBytes<'_> {
 mod tests {
     use std::io::Write;
 
-    use machine::memory::FileOffset;
+    use machine::memory::{Bitmap, GuestMemoryBackend, GuestMemoryRegion};
     use rustix::fs::{MemfdFlags, memfd_create};
 
     use super::*;
 
-    fn memfd(bytes: &[u8]) -> File {
+    fn image(bytes: &[u8]) -> ImageFile {
         let mut file = File::from(memfd_create("image-test", MemfdFlags::CLOEXEC).unwrap());
         file.write_all(bytes).unwrap();
-        file
+        ImageFile::from_file(file, Path::new("test"), "kernel").unwrap()
     }
 
-    fn image(bytes: &[u8]) -> ImageFile {
-        ImageFile::from_file(memfd(bytes), Path::new("test"), "kernel").unwrap()
-    }
-
-    /// Two regions side by side; the first 64 KiB into its file.
+    /// Two regions side by side.
     fn memory() -> GuestMemory {
-        let region = |address: u64, offset: u64| {
-            let file = memfd(&[]);
-            file.set_len(0x3_0000).unwrap();
-            (GuestAddress(address), 0x1_0000, Some(FileOffset::new(file, offset)))
-        };
-        GuestMemory::from_ranges_with_files([region(0, 0x1_0000), region(0x1_0000, 0)]).unwrap()
+        let regions = [(GuestAddress(0), 0x1_0000), (GuestAddress(0x1_0000), 0x1_0000)];
+        GuestMemory::from_ranges(&regions).unwrap()
     }
 
     #[test]
-    fn both_ways_of_reading_give_the_same_memory_and_mark_it_dirty() {
+    fn files_and_bytes_give_the_same_memory_across_regions_and_mark_it_dirty() {
         let bytes: Vec<u8> = (0..0x1_2345u32).map(|n| n.to_le_bytes()[0] ^ n.to_le_bytes()[1]).collect();
-        let image = image(&bytes);
-        for fresh in [false, true] {
+        let (file, slice) = (image(&bytes), ImageBytes(&bytes));
+        let images: [&dyn Image; 2] = [&file, &slice];
+        for image in images {
             let memory = memory();
-            let (offset, target, len) = (0x123, 0x5432, 0x1_2000);
-            if fresh {
-                assert_eq!(image.send_to_guest(offset, &memory, target, len).unwrap(), len);
-            } else {
-                image.read_to_guest(offset, &memory, target, len).unwrap();
-            }
+            image.read_to_guest(0x123, &memory, 0x5432, 0x1_2000).unwrap();
             let mut found = vec![0; 0x2_0000];
             memory.read_slice(&mut found, GuestAddress(0)).unwrap();
             let mut expected = vec![0; 0x2_0000];
             expected[0x5432..0x1_7432].copy_from_slice(&bytes[0x123..0x1_2123]);
-            assert!(found == expected, "fresh: {fresh}");
+            assert!(found == expected);
             let mut dirty = memory.iter().map(|region| {
                 (0..16).map(|page| u8::from(region.bitmap().dirty_at(page * 4096))).collect::<Vec<_>>()
             });
@@ -226,19 +158,8 @@ mod tests {
     }
 
     #[test]
-    fn memory_without_a_file_is_read_into_all_the_same() {
-        let memory = GuestMemory::from_ranges(&[(GuestAddress(0), 0x1_0000)]).unwrap();
-        image(b"kernel").read_to_fresh_guest(1, &memory, 0x100, 5).unwrap();
-        let mut found = [0; 5];
-        memory.read_slice(&mut found, GuestAddress(0x100)).unwrap();
-        assert_eq!(&found, b"ernel");
-    }
-
-    #[test]
-    fn a_file_that_is_too_short_is_an_error_either_way() {
-        let (memory, image) = (memory(), image(b"kernel"));
-        assert!(image.read_to_guest(0, &memory, 0, 7).is_err());
-        assert!(image.read_to_fresh_guest(0, &memory, 0, 7).is_err());
-        assert!(ImageBytes(b"kernel").read_to_guest(0, &memory, 0, 7).is_err());
+    fn a_file_that_is_too_short_is_an_error() {
+        assert!(image(b"kernel").read_to_guest(0, &memory(), 0, 7).is_err());
+        assert!(ImageBytes(b"kernel").read_to_guest(0, &memory(), 0, 7).is_err());
     }
 }

@@ -138,7 +138,7 @@ pub fn load(
         write_segment(memory, files.kernel, segment, contents)?;
     }
     if let Some(range) = initrd {
-        write_initrds(memory, files.initrds, range, contents)?;
+        write_initrds(memory, files.initrds, range)?;
     }
     write(memory, &command_line, crate::layout::COMMAND_LINE, "the command line")?;
     let registers = match plan.protocol {
@@ -207,8 +207,12 @@ fn write_segment(
     contents: Contents,
 ) -> Result<(), KernelError> {
     let (offset, target) = (segment.file_offset, segment.range.start);
-    read_to_guest(kernel, offset, memory, target, segment.file_len, contents)
-        .map_err(|source| KernelError::Read { role: "kernel", name: kernel.name(), offset, source })?;
+    kernel.read_to_guest(offset, memory, target, segment.file_len).map_err(|source| KernelError::Read {
+        role: "kernel",
+        name: kernel.name(),
+        offset,
+        source,
+    })?;
     if segment.zero_rest && contents == Contents::Anything {
         let zeroes = [0u8; 65536];
         let mut at = segment.range.start + segment.file_len;
@@ -221,30 +225,19 @@ fn write_segment(
     Ok(())
 }
 
-fn read_to_guest(
-    image: &dyn Image,
-    offset: u64,
-    memory: &GuestMemory,
-    target: u64,
-    len: u64,
-    contents: Contents,
-) -> std::io::Result<()> {
-    match contents {
-        Contents::Zeroes => image.read_to_fresh_guest(offset, memory, target, len),
-        Contents::Anything => image.read_to_guest(offset, memory, target, len),
-    }
-}
-
 fn write_initrds(
     memory: &GuestMemory,
     initrds: &[&dyn Image],
     range: AddressRange,
-    contents: Contents,
 ) -> Result<(), KernelError> {
     let mut at = range.start;
     for initrd in initrds {
-        read_to_guest(*initrd, 0, memory, at, initrd.len(), contents)
-            .map_err(|source| KernelError::Read { role: "initrd", name: initrd.name(), offset: 0, source })?;
+        initrd.read_to_guest(0, memory, at, initrd.len()).map_err(|source| KernelError::Read {
+            role: "initrd",
+            name: initrd.name(),
+            offset: 0,
+            source,
+        })?;
         at += initrd.len();
         let padding = place::initrd_padding(initrd.len());
         write(memory, &[0u8; 3][..padding], at, "padding after an initrd")?;
