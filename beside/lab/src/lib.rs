@@ -29,7 +29,7 @@ pub use agent::serve as serve_agent;
 pub use channel::{Output, Session, Sink};
 pub use host::Host;
 pub use lab::Lab;
-pub use shell::interactive;
+pub use shell::{interactive, need_terminal};
 pub use transcript::Transcript;
 
 /// A line of progress on stderr, with the seconds since the program began.

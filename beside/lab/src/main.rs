@@ -192,6 +192,7 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
             Ok(ExitCode::SUCCESS)
         }
         Some(Verb::Shell { scenario, host, bin }) => {
+            lab::need_terminal()?;
             let topology = match scenario {
                 Some(name) => (scenario::find(&name)?.topology)(&scenario::Options::default()),
                 None => Topology::single(),

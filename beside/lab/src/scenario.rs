@@ -3,6 +3,7 @@
 use crate::guest::Vmm;
 use crate::host::Host;
 use crate::lab::Lab;
+use crate::recipe::KERNELS;
 use crate::topology::Topology;
 use crate::{progress, scenarios};
 use anyhow::{Result, anyhow, bail};
@@ -29,6 +30,26 @@ impl Options {
     /// Who runs the guests.
     pub fn vmm(&self) -> Result<Vmm> {
         Vmm::parse(self.monitor.as_deref().unwrap_or("causeway"))
+    }
+
+    /// Refuses what no scenario can mean, before anything is booted.
+    pub fn check(&self) -> Result<()> {
+        self.vmm()?;
+        if let Some(end) = self.ends.iter().find(|e| !["poweroff", "reboot", "button"].contains(&e.as_str()))
+        {
+            bail!("A guest can't end by {end:?}; it can by poweroff, reboot and button");
+        }
+        let known: Vec<&str> = KERNELS.iter().map(|k| k.name).collect();
+        if let Some(kernel) = self.kernels.iter().find(|k| !known.contains(&k.as_str())) {
+            bail!("There is no kernel {kernel:?}; there are {}", known.join(", "));
+        }
+        if let Some(cpus) = self.cpus.iter().find(|c| !(1..=254).contains(*c)) {
+            bail!("A guest can't have {cpus} vCPUs; 1 to 254 are possible");
+        }
+        if self.count == Some(0) {
+            bail!("A count of 0 would show nothing");
+        }
+        Ok(())
     }
 }
 
@@ -93,6 +114,7 @@ const ATTEMPTS: u32 = 3;
 /// When a host's emulator dies or hangs, what was seen says nothing about the monitor: the scenario begins again on
 /// fresh hosts, and the figure `emulator_failures` says how often that happened. Nothing else is ever tried again.
 pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
+    options.check()?;
     progress!("{}: {}", scenario.name, scenario.about);
     let mut emulator_failures = 0;
     loop {
@@ -138,6 +160,17 @@ mod tests {
         let line = r.line();
         assert!(!line.contains('\n'));
         assert_eq!(serde_json::from_str::<Value>(&line).unwrap()["boots"], 3);
+    }
+
+    #[test]
+    fn nonsense_is_refused_before_anything_boots() {
+        let bad = |o: Options| o.check().unwrap_err().to_string();
+        assert!(bad(Options { kernels: vec!["5.10".into()], ..Options::default() }).contains("6.1-cloud"));
+        assert!(bad(Options { cpus: vec![0], ..Options::default() }).contains("0 vCPUs"));
+        assert!(bad(Options { ends: vec!["unplug".into()], ..Options::default() }).contains("unplug"));
+        assert!(bad(Options { monitor: Some("xen".into()), ..Options::default() }).contains("xen"));
+        assert!(bad(Options { count: Some(0), ..Options::default() }).contains("0"));
+        Options::default().check().unwrap();
     }
 
     #[test]

@@ -40,11 +40,17 @@ fn terminal_type() -> String {
     if plain { name } else { "linux".into() }
 }
 
-/// Opens a shell on the host until it ends or the user leaves with Ctrl-].
-pub fn interactive(host: &Host) -> Result<i32> {
+/// Fails when there is no terminal to open a shell in.
+pub fn need_terminal() -> Result<()> {
     if !isatty(std::io::stdin()) || !std::io::stdout().is_terminal() {
         bail!("`lab shell` needs a terminal; use `lab try --cmd '…'` for scripts");
     }
+    Ok(())
+}
+
+/// Opens a shell on the host until it ends or the user leaves with Ctrl-].
+pub fn interactive(host: &Host) -> Result<i32> {
+    need_terminal()?;
     let intro = format!(
         "\r\nThis is {} (PID 1 and all: you are root). /share is shared with the outside, /lab has guest kernels and disks,\r\n\
          /share/bin is in PATH. Outside, /share is {} while the host runs.\r\n\
