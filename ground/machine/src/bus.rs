@@ -160,6 +160,12 @@ impl AddressSpace {
         Ok(())
     }
 
+    /// Removes all ranges, when the machine ends: a bus holds its devices, and some devices hold the bus.
+    pub fn clear(&self) {
+        let _writer = self.writer.lock().unwrap_or_else(PoisonError::into_inner);
+        self.entries.store(Arc::new(Vec::new()));
+    }
+
     /// Reads at `address`. Bytes that no range claims read as 0xFF. Returns the range of the first byte.
     pub fn read(&self, address: u64, data: &mut [u8]) -> RangeId {
         let entries = self.entries.load();

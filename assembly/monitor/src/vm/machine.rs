@@ -250,6 +250,10 @@ impl Machine {
                 function.quiesce()?;
             }
         }
+        // The buses hold the PCI root, which holds what places its BARs on the buses: without this nothing would be
+        // dropped, and no socket file removed.
+        self.ports.clear();
+        self.memory.clear();
         Ok(())
     }
 }
