@@ -90,8 +90,9 @@ pub const COM1: u16 = 0x3f8;
 pub const COM1_GSI: u32 = 4;
 /// Reset, sleep and event registers: I/O port base.
 pub const POWER_REGISTERS: u16 = 0x600;
-/// Generic event device (power button): I/O APIC pin, edge-triggered.
-pub const EVENT_GSI: u32 = 9;
+/// Generic event device (power button): I/O APIC pin, edge-triggered. Not below 16, as those pins are wired
+/// to the PICs too, where a pulse stays latched for ever: no kernel drives them on this machine.
+pub const EVENT_GSI: u32 = 20;
 /// I/O APIC pins for PCI INTx, level-triggered.
 pub const PCI_GSIS: [u32; 4] = [16, 17, 18, 19];
 
