@@ -22,7 +22,7 @@ pub struct Emulator {
 
 impl Default for Emulator {
     fn default() -> Self {
-        Emulator { newer: false, multi: true, cpu: "max,+svm,-la57,-xsave".into(), npt: true, native: false }
+        Emulator { newer: true, multi: true, cpu: "max,+svm,-la57,-xsave".into(), npt: true, native: false }
     }
 }
 
@@ -137,6 +137,8 @@ impl Emulator {
             "panic=-1".into(),
             "mitigations=off".into(),
             "tsc=reliable".into(),
+            // A crowded machine is too slow for the check, and the host then waits for a timer for ever.
+            "no_timer_check".into(),
             format!("tsc_early_khz={}", crate::clock::tsc_khz()),
             "random.trust_cpu=on".into(),
             "cryptomgr.notests".into(),

@@ -123,7 +123,10 @@ impl KernelIrqchip {
             return Err(io::Error::new(io::ErrorKind::InvalidData, text));
         }
         let fd = self.shared.vm.fd();
-        for chip in chips {
+        // The slave PIC first: KVM works out the cascade after each, and a request that the slave still holds from
+        // before would be latched in a master that was just restored. The next boot then takes a spurious
+        // interrupt at vector 7.
+        for chip in [&saved.pic_slave, &saved.pic_master, &saved.ioapic] {
             fd.set_irqchip(chip).map_err(errno)?;
         }
         if let Some(pit) = &saved.pit {

@@ -122,7 +122,7 @@ impl Machine {
 
         let (devices, root) = devices.plug(&vm, &ram, &controller, &ports, &memory, &map, sandbox)?;
 
-        let registers = load(&ram, &map, &boot, &description)?;
+        let registers = load(&ram, &map, &boot, &description, firmware::prepare_fresh)?;
         let mut configs = Vec::with_capacity(usize::from(description.cpus.count()));
         for index in 0..topology.vcpus() {
             let pin_to = description
@@ -229,7 +229,7 @@ impl Machine {
         self.controller
             .restore(&self.controller_at_start)
             .map_err(|source| Error::Monitor { what: "reset the interrupt controllers", source })?;
-        let registers = load(&self.ram, &self.map, &self.boot, &self.description)?;
+        let registers = load(&self.ram, &self.map, &self.boot, &self.description, firmware::prepare)?;
         for index in (0..self.topology.vcpus()).rev() {
             let start = if index == 0 { registers.clone() } else { VcpuStart::WaitForSipi };
             self.vcpus.set_state(self.topology.apic_id(index), start)?;
@@ -266,11 +266,19 @@ pub fn linux(description: &VmDescription) -> Result<&LinuxBoot, Error> {
     }
 }
 
+/// How kernel and tables get into RAM: fresh, or over what a guest has left there.
+type Prepare = fn(
+    &machine::memory::GuestMemory,
+    &MachineMap,
+    &firmware::BootFiles<'_>,
+) -> Result<firmware::LoadedKernel, firmware::FirmwareError>;
+
 fn load(
     ram: &GuestRam,
     map: &MachineMap,
     files: &BootFiles,
     description: &VmDescription,
+    prepare: Prepare,
 ) -> Result<VcpuStart, Error> {
     let linux = linux(description)?;
     let initrds: Vec<&dyn Image> = files.initrds.iter().map(|file| file as &dyn Image).collect();
@@ -285,7 +293,7 @@ fn load(
         },
     };
     let space = ram.memory();
-    let loaded = firmware::prepare(&space.memory(), map, &boot_files)?;
+    let loaded = prepare(&space.memory(), map, &boot_files)?;
     tracing::debug!(?loaded, "kernel loaded");
     Ok(VcpuStart::Registers(Box::new(boot::start_registers(&loaded.registers))))
 }

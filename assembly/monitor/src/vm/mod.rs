@@ -5,7 +5,6 @@
 //!      -> running <-> paused ;  reset -> running ;  power off | stop | failure -> ended
 //! ```
 
-mod allocator;
 mod boot;
 mod control;
 mod devices;
@@ -53,7 +52,6 @@ pub enum Outcome {
 /// When it can't be started as described, or the guest can't go on.
 pub fn run(description: VmDescription, api_socket: PathBuf) -> Result<Outcome, Error> {
     let started = Instant::now();
-    allocator::use_one_arena();
     raise_descriptor_limit();
     let (sender, receiver) = mpsc::channel();
     let events = Events::new(sender);
