@@ -76,22 +76,22 @@ impl MachinePlacer {
         Ok(())
     }
 
-    /// Takes back all that `attach` did, as far as it came. The first failure is reported, the rest still happens.
-    fn detach(&self, bar: BarLayout, address: u64, placed: &Placed) -> Result<(), String> {
+    /// Takes back all that `attach` did, as far as it came. What can't be taken back stays in `placed`; the first
+    /// failure is reported, the rest still happens.
+    fn detach(&self, bar: BarLayout, address: u64, placed: &mut Placed) -> Result<(), String> {
         let mut first = Ok(());
         let mut note = |result: Result<(), String>| {
+            let failed = result.is_err();
             if first.is_ok() {
                 first = result;
             }
+            failed
         };
-        for slot in &placed.slots {
-            note(self.vm.slots().remove(*slot).map_err(|error| describe(&error)));
-        }
-        for event in &placed.events {
-            note(self.vm.remove_ioevent(event).map_err(|error| describe(&error)));
-        }
+        placed.slots.retain(|slot| note(self.vm.slots().remove(*slot).map_err(|error| describe(&error))));
+        placed.events.retain(|event| note(self.vm.remove_ioevent(event).map_err(|error| describe(&error))));
         if placed.on_bus {
-            note(self.bus(bar.kind).0.remove(address, bar.size).map_err(|error| describe(&error)));
+            let removed = self.bus(bar.kind).0.remove(address, bar.size);
+            placed.on_bus = note(removed.map_err(|error| describe(&error)));
         }
         first
     }
@@ -102,7 +102,7 @@ impl BarPlacer for MachinePlacer {
         let mut table = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
         let mut placed = Placed::default();
         if let Err(reason) = self.attach(function, bar, address, &mut placed) {
-            let reason = match self.detach(bar, address, &placed) {
+            let reason = match self.detach(bar, address, &mut placed) {
                 Ok(()) => reason,
                 Err(also) => format!("{reason}; taking it back failed as well: {also}"),
             };
@@ -119,10 +119,13 @@ impl BarPlacer for MachinePlacer {
         address: u64,
     ) -> Result<(), PlaceError> {
         let mut table = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
-        let placed = table
-            .remove(&(function.name().to_owned(), bar.index))
-            .ok_or_else(|| place_error(function, bar, address, "it is not placed".to_owned()))?;
-        self.detach(bar, address, &placed).map_err(|reason| place_error(function, bar, address, reason))
+        let key = (function.name().to_owned(), bar.index);
+        let Some(mut placed) = table.remove(&key) else { return Ok(()) };
+        self.detach(bar, address, &mut placed).map_err(|reason| {
+            // Kept, so that a retry takes back the rest.
+            table.insert(key, placed);
+            place_error(function, bar, address, reason)
+        })
     }
 }
 
