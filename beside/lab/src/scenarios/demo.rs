@@ -76,6 +76,11 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     report.figure("user_space_s", user.as_secs_f64());
     report.figure("kvm_counters", json!(measured.counters));
     report.figure("beyond_ram_mib_pss", measured.pss_kib / 1024);
+    if vmm == Vmm::Causeway {
+        let mib = measured.pss_kib / 1024;
+        report
+            .check(mib < 15, format!("the monitor takes {mib} MiB beyond guest RAM; under 15 are promised"));
+    }
     report.check(status == 0, format!("the guest's script ended with status {status}"));
     Ok(())
 }
