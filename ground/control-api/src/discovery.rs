@@ -9,6 +9,8 @@ use crate::client::Client;
 /// Where system-wide VMs are found.
 const SYSTEM_DIRECTORY: &str = "/run/causeway";
 const SUFFIX: &str = ".sock";
+/// What the host's daemon is called: no VM is found under this name.
+const DAEMON: &str = "host";
 
 /// The runtime directory: `$XDG_RUNTIME_DIR/causeway` where that is set to an absolute path, else
 /// `/run/causeway`. It may not exist.
@@ -126,6 +128,10 @@ pub fn find(directory: &Path) -> Result<Vec<FoundVm>, DiscoveryError> {
         let entry = entry.map_err(unreadable)?;
         let name = entry.file_name();
         let Some(name) = name.to_str().and_then(|name| name.strip_suffix(SUFFIX)) else { continue };
+        // The host's daemon may listen in the same directory; it is no VM.
+        if name == DAEMON {
+            continue;
+        }
         // An entry that vanishes meanwhile is none.
         if !entry.file_type().is_ok_and(|kind| kind.is_socket()) {
             continue;

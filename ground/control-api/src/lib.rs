@@ -18,6 +18,7 @@
 
 pub mod client;
 pub mod discovery;
+pub mod host;
 pub mod types;
 
 pub use client::{Client, ClientError};

@@ -15,6 +15,7 @@ use crate::slots::Slots;
 use crate::state::{CLOCK_STATE_VERSION, SavedClock};
 use crate::stats::{KernelStats, StatsReader};
 use crate::sys;
+use crate::x86::mtrr;
 
 /// Where KVM on Intel keeps its real-mode TSS (three pages); inside the PCI hole, where no RAM lies.
 pub const TSS_ADDRESS: u64 = 0xfffb_d000;
@@ -161,14 +162,9 @@ impl Vm {
         })?;
         fd.set_tss_address(usize::try_from(TSS_ADDRESS).unwrap_or(usize::MAX))
             .map_err(|e| VmError::refused(format!("put its TSS at {TSS_ADDRESS:#x}"), errno(e)))?;
-        let msr_indices = kvm
-            .get_msr_index_list()
-            .map_err(|e| VmError::refused("list the MSRs of a vCPU", errno(e)))?
-            .as_slice()
-            .iter()
-            .copied()
-            .filter(|index| !HYPERV_MSRS.contains(index))
-            .collect();
+        let listed =
+            kvm.get_msr_index_list().map_err(|e| VmError::refused("list the MSRs of a vCPU", errno(e)))?;
+        let msr_indices = state_msrs(listed.as_slice());
         let number = |cap| usize::try_from(fd.check_extension_int(cap)).unwrap_or(0);
         let (irq_routes, xsave, memslots) =
             (number(Cap::IrqRouting), number(Cap::Xsave2), number(Cap::NrMemslots));
@@ -300,9 +296,26 @@ impl Vm {
     }
 }
 
+/// The MSRs of a vCPU's state, from KVM's list: without those no guest has, with MTRRs at the end.
+fn state_msrs(listed: &[u32]) -> Vec<u32> {
+    let mut indices: Vec<u32> = listed.iter().copied().filter(|index| !HYPERV_MSRS.contains(index)).collect();
+    indices.retain(|index| !mtrr::msrs().any(|mtrr| mtrr == *index));
+    indices.extend(mtrr::msrs());
+    indices
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn mtrrs_belong_to_the_state_once_whether_listed_or_not() {
+        let mtrrs: Vec<u32> = mtrr::msrs().collect();
+        for listed in [vec![0x10, 0x4000_0020], vec![0x2ff, 0x10, 0x250]] {
+            let indices = state_msrs(&listed);
+            assert_eq!((indices[0], &indices[1..]), (0x10, mtrrs.as_slice()));
+        }
+    }
 
     fn event(space: IoSpace, address: u64, width: u8, datamatch: Option<u64>) -> IoEvent {
         IoEvent { space, address, width, datamatch, fd: Arc::new(sys::eventfd().unwrap()) }

@@ -228,3 +228,38 @@ fn a_vcpu_that_changed_its_own_cpuid_bits_can_be_reset() {
         assert_eq!(guest.vcpus.registers(0).unwrap().0.rbx, 0);
     }
 }
+
+#[test]
+fn mtrrs_are_on_from_the_start_and_after_a_reset_and_belong_to_the_state() {
+    const DEFAULT_TYPE: u32 = 0x2ff;
+    const FIRST_MASK: u32 = 0x201;
+    let Some(host) = host() else { return };
+    let starts = vec![start(kvm_regs::default()), VcpuStart::WaitForSipi];
+    let guest = Guest::with(host, new_ram(), starts, |vm| {
+        KernelIrqchip::create(vm, IrqchipOptions { pit: false }).unwrap();
+    });
+    let msr = |vcpu: usize, index| {
+        let saved = guest.vcpus.save().unwrap().remove(vcpu);
+        let mut found = saved.msrs.iter().filter(|msr| msr.index == index);
+        let value = found.next().unwrap_or_else(|| panic!("MSR {index:#x} is saved")).value;
+        assert!(found.next().is_none(), "MSR {index:#x} is saved once");
+        value
+    };
+    assert_eq!([msr(0, DEFAULT_TYPE), msr(1, DEFAULT_TYPE)], [0x806; 2]);
+
+    // A guest that has set up a range of its own, and goes on elsewhere.
+    let mut saved = guest.vcpus.save().unwrap().remove(0);
+    for changed in &mut saved.msrs {
+        match changed.index {
+            DEFAULT_TYPE => changed.value = 0xc06,
+            FIRST_MASK => changed.value = 0x8_0000_0800,
+            _ => {}
+        }
+    }
+    guest.vcpus.set_state(0, VcpuStart::Restored(Box::new(saved))).unwrap();
+    assert_eq!((msr(0, DEFAULT_TYPE), msr(0, FIRST_MASK)), (0xc06, 0x8_0000_0800));
+
+    guest.vcpus.set_state(0, start(kvm_regs::default())).unwrap();
+    guest.vcpus.set_state(1, VcpuStart::WaitForSipi).unwrap();
+    assert_eq!([msr(0, DEFAULT_TYPE), msr(0, FIRST_MASK), msr(1, DEFAULT_TYPE)], [0x806, 0, 0x806]);
+}

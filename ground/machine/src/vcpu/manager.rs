@@ -338,6 +338,8 @@ fn create(
     };
     fd.set_cpuid2(&cpuid).map_err(refused("set CPUID of"))?;
     let vcpu = Vcpu { id, fd: &fd, vm };
+    // What firmware does on every processor. As part of the power-on state it is there after a reset too.
+    vcpu.enable_mtrrs()?;
     let power_on = Arc::new(vcpu.save()?);
     vcpu.start(&power_on, &config.start, true)?;
     let stats = StatsReader::open(&fd);

@@ -12,6 +12,7 @@ use kvm_ioctls::VcpuFd;
 use super::{StartRegisters, VcpuError, VcpuStart};
 use crate::state::{SavedMsr, SavedVcpu, VCPU_STATE_VERSION};
 use crate::vm::{Vm, errno};
+use crate::x86::mtrr;
 
 const MSR_IA32_TSC: u32 = 0x10;
 const MSR_IA32_TSC_ADJUST: u32 = 0x3b;
@@ -158,6 +159,16 @@ impl Vcpu<'_> {
             }
         }
         Ok(())
+    }
+
+    /// Switches MTRRs on, with write-back as the type of all memory.
+    pub(super) fn enable_mtrrs(&self) -> Result<(), VcpuError> {
+        let entry = kvm_msr_entry {
+            index: mtrr::MSR_MTRR_DEF_TYPE,
+            data: mtrr::MTRR_WRITE_BACK,
+            ..Default::default()
+        };
+        self.set_msrs(&[entry])
     }
 
     /// Puts saved state back. With `keep_time` the time-stamp counter goes on instead of being set back.

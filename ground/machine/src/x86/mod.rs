@@ -1,6 +1,7 @@
 //! x86 register types (KVM's own) and the CPUID leaves of a guest.
 
 mod cpuid;
+pub(crate) mod mtrr;
 mod topology;
 
 pub use cpuid::guest_cpuid;

@@ -1,0 +1,8 @@
+//! Makes Rust of the .proto files, without protoc.
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    println!("cargo::rerun-if-changed=proto");
+    let descriptors = protox::compile(["proto/host.proto"], ["proto"])?;
+    tonic_prost_build::configure().compile_fds(descriptors)?;
+    Ok(())
+}

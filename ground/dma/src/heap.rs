@@ -1,0 +1,163 @@
+//! Plain memory behind [`Dma`], for tests, simulation and model checking. Accesses outside are faults, and
+//! all accesses can be listed, so that an oracle can say what a device touched.
+
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use crate::access::{CopyFault, Dma, DmaFault};
+
+/// Memory from address 0 (or a chosen base) on; clones share it.
+#[derive(Debug, Clone)]
+pub struct HeapMemory {
+    base: u64,
+    bytes: Arc<[AtomicU8]>,
+    /// Word accesses and copies are made one at a time, so words are atomic here as well.
+    words: Arc<Mutex<()>>,
+    log: Arc<Mutex<Option<Vec<Access>>>>,
+}
+
+/// An access that a device made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Access {
+    /// First byte.
+    pub address: u64,
+    /// Bytes.
+    pub len: u64,
+    /// Whether it wrote.
+    pub write: bool,
+}
+
+impl HeapMemory {
+    /// `len` zero bytes from address 0 on.
+    #[must_use]
+    pub fn new(len: usize) -> Self {
+        Self::at(0, len)
+    }
+
+    /// `len` zero bytes from `base` on.
+    #[must_use]
+    pub fn at(base: u64, len: usize) -> Self {
+        Self {
+            base,
+            bytes: (0..len).map(|_| AtomicU8::new(0)).collect(),
+            words: Arc::default(),
+            log: Arc::default(),
+        }
+    }
+
+    /// From now on accesses are remembered.
+    pub fn record(&self) {
+        *lock(&self.log) = Some(Vec::new());
+    }
+
+    /// Takes the accesses since [`HeapMemory::record`] or the last call.
+    #[must_use]
+    pub fn take_record(&self) -> Vec<Access> {
+        lock(&self.log).as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    fn range(&self, address: u64, len: u64, write: bool) -> Result<&[AtomicU8], DmaFault> {
+        let fault = DmaFault { address, len };
+        let start = address.checked_sub(self.base).ok_or(fault)?;
+        let end = start.checked_add(len).ok_or(fault)?;
+        let start = usize::try_from(start).map_err(|_| fault)?;
+        let end = usize::try_from(end).map_err(|_| fault)?;
+        let range = self.bytes.get(start..end).ok_or(fault)?;
+        if let Some(log) = lock(&self.log).as_mut() {
+            log.push(Access { address, len, write });
+        }
+        Ok(range)
+    }
+
+    fn word<const N: usize>(
+        &self,
+        address: u64,
+        write: bool,
+        change: impl FnOnce([u8; N]) -> Option<[u8; N]>,
+    ) -> Result<[u8; N], DmaFault> {
+        let len = N as u64;
+        if !address.is_multiple_of(len) {
+            return Err(DmaFault { address, len });
+        }
+        let range = self.range(address, len, write)?;
+        let _guard = lock(&self.words);
+        let before: [u8; N] = std::array::from_fn(|i| range[i].load(Ordering::SeqCst));
+        if let Some(after) = change(before) {
+            for (cell, byte) in range.iter().zip(after) {
+                cell.store(byte, Ordering::SeqCst);
+            }
+        }
+        Ok(before)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+impl Dma for HeapMemory {
+    fn read(&self, address: u64, into: &mut [u8]) -> Result<(), DmaFault> {
+        let range = self.range(address, into.len() as u64, false)?;
+        for (byte, cell) in into.iter_mut().zip(range) {
+            *byte = cell.load(Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    fn write(&self, address: u64, from: &[u8]) -> Result<(), DmaFault> {
+        let range = self.range(address, from.len() as u64, true)?;
+        for (byte, cell) in from.iter().zip(range) {
+            cell.store(*byte, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    fn zero(&self, address: u64, len: u64) -> Result<(), DmaFault> {
+        for cell in self.range(address, len, true)? {
+            cell.store(0, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    fn load_u32(&self, address: u64) -> Result<u32, DmaFault> {
+        self.word(address, false, |_| None).map(u32::from_le_bytes)
+    }
+
+    fn store_u32(&self, address: u64, value: u32) -> Result<(), DmaFault> {
+        self.word(address, true, |_| Some(value.to_le_bytes())).map(drop)
+    }
+
+    fn swap_u32(&self, address: u64, value: u32) -> Result<u32, DmaFault> {
+        self.word(address, true, |_| Some(value.to_le_bytes())).map(u32::from_le_bytes)
+    }
+
+    fn compare_exchange_u64(&self, address: u64, expected: u64, new: u64) -> Result<u64, DmaFault> {
+        self.word(address, true, |before| (before == expected.to_le_bytes()).then_some(new.to_le_bytes()))
+            .map(u64::from_le_bytes)
+    }
+
+    fn fetch_add_u64(&self, address: u64, operand: u64) -> Result<u64, DmaFault> {
+        self.word(address, true, |before| {
+            Some(u64::from_le_bytes(before).wrapping_add(operand).to_le_bytes())
+        })
+        .map(u64::from_le_bytes)
+    }
+
+    fn copy_to(&self, from: u64, to: &Self, address: u64, len: u64) -> Result<(), CopyFault> {
+        let source = self.range(from, len, false).map_err(CopyFault::Source)?;
+        let target = to.range(address, len, true).map_err(CopyFault::Destination)?;
+        // As memmove: the two may be one guest's memory, and overlap.
+        let copy: Vec<u8> = source.iter().map(|cell| cell.load(Ordering::Relaxed)).collect();
+        for (cell, byte) in target.iter().zip(copy) {
+            cell.store(byte, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    fn check(&self, address: u64, len: u64) -> Result<(), DmaFault> {
+        let fault = DmaFault { address, len };
+        let start = address.checked_sub(self.base).ok_or(fault)?;
+        let end = start.checked_add(len).ok_or(fault)?;
+        if end <= self.bytes.len() as u64 { Ok(()) } else { Err(fault) }
+    }
+}

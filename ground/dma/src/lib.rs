@@ -1,0 +1,18 @@
+//! Guest memory as a device reaches it: by the addresses that the guest hands out, every access checked.
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`access`] | the trait [`Dma`]: all that a device model may do with guest memory |
+//! | [`mapped`] | [`MappedMemory`]: the RAM of a guest that runs in another process, mapped from its memfds |
+//! | [`heap`] | [`HeapMemory`]: plain memory for tests, simulation and model checking |
+//!
+//! The guest's CPUs write this memory at any time. Nothing here hands out a reference into it: data is copied
+//! out once, validated, and the copy is used; single words are loaded and stored atomically.
+
+pub mod access;
+pub mod heap;
+pub mod mapped;
+
+pub use access::{Dma, DmaFault};
+pub use heap::HeapMemory;
+pub use mapped::{MapError, MappedMemory, MemoryRegion};

@@ -1,0 +1,360 @@
+//! The RAM of a guest that runs in another process, mapped from the memfds that process handed over.
+
+#![allow(unsafe_code)] // Maps shared memory and reaches it by pointer; the only module here that may.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering, fence};
+
+use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use crate::access::{CopyFault, Dma, DmaFault};
+
+/// x86-64 base page, bytes.
+const PAGE: u64 = 4096;
+
+/// Why a range of guest memory can't be mapped.
+#[derive(Debug, thiserror::Error)]
+pub enum MapError {
+    /// The range is empty, unaligned, or wraps around.
+    #[error("Guest memory at {address:#x} with {size:#x} bytes is not a range of whole pages")]
+    Shape {
+        /// Guest address.
+        address: u64,
+        /// Size in bytes.
+        size: u64,
+    },
+    /// It overlaps a range that is mapped already.
+    #[error(
+        "Guest memory at {address:#x} with {size:#x} bytes overlaps what is mapped at {other:#x}; unmap that first"
+    )]
+    Overlap {
+        /// Guest address.
+        address: u64,
+        /// Size in bytes.
+        size: u64,
+        /// Guest address of the range in the way.
+        other: u64,
+    },
+    /// The file could shrink under us, which would kill this process by SIGBUS.
+    #[error(
+        "The memory file for {address:#x} is not sealed against shrinking; guest RAM must be a memfd with F_SEAL_SHRINK"
+    )]
+    NotSealed {
+        /// Guest address.
+        address: u64,
+    },
+    /// The file is shorter than the range.
+    #[error("The memory file for {address:#x} has {len:#x} bytes, the range needs {needed:#x}")]
+    TooShort {
+        /// Guest address.
+        address: u64,
+        /// File length.
+        len: u64,
+        /// Bytes needed.
+        needed: u64,
+    },
+    /// The kernel refused.
+    #[error("Guest memory at {address:#x} with {size:#x} bytes can't be mapped")]
+    Kernel {
+        /// Guest address.
+        address: u64,
+        /// Size in bytes.
+        size: u64,
+        /// Why.
+        #[source]
+        source: rustix::io::Errno,
+    },
+}
+
+/// One mapped range; unmapped when the last table that holds it goes.
+#[derive(Debug)]
+pub struct MemoryRegion {
+    address: u64,
+    size: u64,
+    host: *mut u8,
+    writable: bool,
+}
+
+// SAFETY: the mapping is shared memory that lives as long as the region; all accesses through it are volatile copies or
+// atomics, which tolerate any concurrent access.
+unsafe impl Send for MemoryRegion {}
+// SAFETY: as above.
+unsafe impl Sync for MemoryRegion {}
+
+impl MemoryRegion {
+    /// Maps `size` bytes of `file` from `offset` on as guest memory at `address`. The file must be sealed against
+    /// shrinking, so that no later act of its owner can fault this process.
+    pub fn map(
+        address: u64,
+        size: u64,
+        file: &OwnedFd,
+        offset: u64,
+        writable: bool,
+    ) -> Result<Self, MapError> {
+        let kernel = |source| MapError::Kernel { address, size, source };
+        let page = PAGE;
+        let aligned = [address, size, offset].iter().all(|v| v.is_multiple_of(page));
+        let (Some(needed), Some(_), true) =
+            (offset.checked_add(size), address.checked_add(size), aligned && size > 0)
+        else {
+            return Err(MapError::Shape { address, size });
+        };
+        if !fcntl_get_seals(file.as_fd()).is_ok_and(|seals| seals.contains(SealFlags::SHRINK)) {
+            return Err(MapError::NotSealed { address });
+        }
+        let len = u64::try_from(fstat(file.as_fd()).map_err(kernel)?.st_size).unwrap_or(0);
+        if len < needed {
+            return Err(MapError::TooShort { address, len, needed });
+        }
+        let bytes = usize::try_from(size).map_err(|_| MapError::Shape { address, size })?;
+        let protection = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
+        let host =
+            // SAFETY: a new shared mapping at an address of the kernel's choice touches nothing that exists.
+            unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, file.as_fd(), offset) }
+                .map_err(kernel)?;
+        Ok(Self { address, size, host: host.cast(), writable })
+    }
+
+    /// First guest address.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.address
+    }
+
+    /// Size in bytes.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        self.size
+    }
+
+    fn end(&self) -> u64 {
+        self.address + self.size
+    }
+}
+
+impl Drop for MemoryRegion {
+    fn drop(&mut self) {
+        // The size came from a usize in `map`.
+        let bytes = usize::try_from(self.size).unwrap_or(0);
+        // SAFETY: this region made the mapping, nothing else refers to it once it is dropped.
+        let unmapped = unsafe { munmap(self.host.cast(), bytes) };
+        debug_assert!(unmapped.is_ok(), "munmap of an own mapping fails only on wrong arguments");
+    }
+}
+
+/// A guest's memory: an immutable table of regions, cheap to clone. Changing it makes a new table
+/// ([`MappedMemory::with`], [`MappedMemory::without`]); whoever still holds the old one keeps its mappings alive.
+#[derive(Debug, Clone, Default)]
+pub struct MappedMemory {
+    /// Sorted by address, disjoint.
+    regions: Arc<[Arc<MemoryRegion>]>,
+}
+
+impl MappedMemory {
+    /// This table and one more region.
+    pub fn with(&self, region: MemoryRegion) -> Result<Self, MapError> {
+        if let Some(other) =
+            self.regions.iter().find(|r| r.address < region.end() && region.address < r.end())
+        {
+            return Err(MapError::Overlap {
+                address: region.address,
+                size: region.size,
+                other: other.address,
+            });
+        }
+        let mut regions: Vec<_> = self.regions.to_vec();
+        regions.push(Arc::new(region));
+        regions.sort_by_key(|r| r.address);
+        Ok(Self { regions: regions.into() })
+    }
+
+    /// This table without the regions that lie wholly within a range (as vfio-user's DMA_UNMAP has it). Also says how many
+    /// went.
+    #[must_use]
+    pub fn without(&self, address: u64, size: u64) -> (Self, usize) {
+        let end = address.saturating_add(size);
+        let kept: Vec<_> =
+            self.regions.iter().filter(|r| !(address <= r.address && r.end() <= end)).cloned().collect();
+        let gone = self.regions.len() - kept.len();
+        (Self { regions: kept.into() }, gone)
+    }
+
+    /// The regions, sorted by address.
+    #[must_use]
+    pub fn regions(&self) -> &[Arc<MemoryRegion>] {
+        &self.regions
+    }
+
+    /// Pointer to `address` and how many bytes follow it in its region.
+    #[inline]
+    fn find(&self, address: u64) -> Option<(&MemoryRegion, *mut u8, u64)> {
+        // A guest has one to three regions: a linear search beats a binary one.
+        let region = self.regions.iter().find(|r| address.wrapping_sub(r.address) < r.size)?;
+        let offset = address - region.address;
+        // SAFETY: the offset lies within the mapping.
+        let pointer = unsafe { region.host.add(usize::try_from(offset).ok()?) };
+        Some((region, pointer, region.size - offset))
+    }
+
+    /// Calls `each` with the pieces of a range, in order. All of the range is checked before the first call.
+    #[inline]
+    fn pieces(
+        &self,
+        address: u64,
+        len: u64,
+        write: bool,
+        mut each: impl FnMut(*mut u8, usize),
+    ) -> Result<(), DmaFault> {
+        let fault = DmaFault { address, len };
+        let size = usize::try_from(len).map_err(|_| fault)?;
+        match self.find(address) {
+            Some((region, pointer, room)) if len <= room && (region.writable || !write) => {
+                each(pointer, size);
+                return Ok(());
+            }
+            _ if len == 0 => return Ok(()),
+            _ => self.check_pieces(address, len, write)?,
+        }
+        let (mut at, mut left) = (address, len);
+        while left > 0 {
+            let (_, pointer, room) = self.find(at).ok_or(fault)?;
+            let now = left.min(room);
+            each(pointer, usize::try_from(now).map_err(|_| fault)?);
+            at += now;
+            left -= now;
+        }
+        Ok(())
+    }
+
+    fn check_pieces(&self, address: u64, len: u64, write: bool) -> Result<(), DmaFault> {
+        let fault = DmaFault { address, len };
+        address.checked_add(len).ok_or(fault)?;
+        let (mut at, mut left) = (address, len);
+        while left > 0 {
+            let (region, _, room) = self.find(at).ok_or(fault)?;
+            if write && !region.writable {
+                return Err(fault);
+            }
+            let now = left.min(room);
+            at += now;
+            left -= now;
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn word_u32(&self, address: u64, write: bool) -> Result<&AtomicU32, DmaFault> {
+        let pointer = self.word(address, 4, write)?;
+        // SAFETY: mapped for as long as `self`, aligned to 4, and only ever reached atomically or by raw copies.
+        Ok(unsafe { AtomicU32::from_ptr(pointer.cast()) })
+    }
+
+    #[inline]
+    fn word_u64(&self, address: u64) -> Result<&AtomicU64, DmaFault> {
+        let pointer = self.word(address, 8, true)?;
+        // SAFETY: mapped for as long as `self`, aligned to 8, and only ever reached atomically or by raw copies.
+        Ok(unsafe { AtomicU64::from_ptr(pointer.cast()) })
+    }
+
+    #[inline]
+    fn word(&self, address: u64, len: u64, write: bool) -> Result<*mut u8, DmaFault> {
+        let fault = DmaFault { address, len };
+        let (region, pointer, room) = self.find(address).ok_or(fault)?;
+        // Regions and their mappings are page-aligned, so an aligned guest address is an aligned pointer.
+        if !address.is_multiple_of(len) || room < len || (write && !region.writable) {
+            return Err(fault);
+        }
+        Ok(pointer)
+    }
+}
+
+impl Dma for MappedMemory {
+    #[inline]
+    fn read(&self, address: u64, into: &mut [u8]) -> Result<(), DmaFault> {
+        let mut done = 0;
+        self.pieces(address, into.len() as u64, false, |pointer, len| {
+            // SAFETY: the piece is `len` mapped bytes, `into` has room for it; the guest may write meanwhile, so
+            // the bytes are any mixture, which all callers expect.
+            unsafe { std::ptr::copy_nonoverlapping(pointer, into.as_mut_ptr().add(done), len) };
+            done += len;
+        })
+    }
+
+    #[inline]
+    fn write(&self, address: u64, from: &[u8]) -> Result<(), DmaFault> {
+        let mut done = 0;
+        self.pieces(address, from.len() as u64, true, |pointer, len| {
+            // SAFETY: as in `read`, the other way round.
+            unsafe { std::ptr::copy_nonoverlapping(from.as_ptr().add(done), pointer, len) };
+            done += len;
+        })
+    }
+
+    fn zero(&self, address: u64, len: u64) -> Result<(), DmaFault> {
+        self.pieces(address, len, true, |pointer, len| {
+            // SAFETY: the piece is `len` mapped, writable bytes.
+            unsafe { std::ptr::write_bytes(pointer, 0, len) };
+        })
+    }
+
+    #[inline]
+    fn load_u32(&self, address: u64) -> Result<u32, DmaFault> {
+        Ok(u32::from_le(self.word_u32(address, false)?.load(Ordering::Acquire)))
+    }
+
+    #[inline]
+    fn store_u32(&self, address: u64, value: u32) -> Result<(), DmaFault> {
+        self.word_u32(address, true)?.store(value.to_le(), Ordering::Release);
+        Ok(())
+    }
+
+    #[inline]
+    fn swap_u32(&self, address: u64, value: u32) -> Result<u32, DmaFault> {
+        Ok(u32::from_le(self.word_u32(address, true)?.swap(value.to_le(), Ordering::SeqCst)))
+    }
+
+    fn compare_exchange_u64(&self, address: u64, expected: u64, new: u64) -> Result<u64, DmaFault> {
+        let word = self.word_u64(address)?;
+        let result = word.compare_exchange(expected.to_le(), new.to_le(), Ordering::SeqCst, Ordering::SeqCst);
+        Ok(u64::from_le(result.unwrap_or_else(|before| before)))
+    }
+
+    fn fetch_add_u64(&self, address: u64, operand: u64) -> Result<u64, DmaFault> {
+        let word = self.word_u64(address)?;
+        let before = word.fetch_add(operand.to_le(), Ordering::SeqCst);
+        Ok(u64::from_le(before))
+    }
+
+    fn copy_to(&self, from: u64, to: &Self, address: u64, len: u64) -> Result<(), CopyFault> {
+        self.check_pieces(from, len, false).map_err(CopyFault::Source)?;
+        to.check_pieces(address, len, true).map_err(CopyFault::Destination)?;
+        let mut at = address;
+        let mut destination = Ok(());
+        self.pieces(from, len, false, |source, len| {
+            let mut done = 0;
+            let piece = to.pieces(at, len as u64, true, |target, len| {
+                // SAFETY: both are `len` mapped bytes; they may be the same guest's memory, hence a copy that allows
+                // overlap.
+                unsafe { std::ptr::copy(source.add(done), target, len) };
+                done += len;
+            });
+            if destination.is_ok() {
+                destination = piece;
+            }
+            at += len as u64;
+        })
+        .map_err(CopyFault::Source)?;
+        // Later word stores (ring indices) must not pass the data.
+        fence(Ordering::Release);
+        destination.map_err(CopyFault::Destination)
+    }
+
+    fn check(&self, address: u64, len: u64) -> Result<(), DmaFault> {
+        self.check_pieces(address, len, false)
+    }
+}
+
+#[cfg(test)]
+mod tests;

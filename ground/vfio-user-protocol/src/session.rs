@@ -1,0 +1,299 @@
+//! What a server does with one client's messages: checks them and calls the device. No sockets here.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::OwnedFd;
+
+use rustix::io::Errno;
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::device::{Device, DmaMapping, Interrupts, REGION_VGA, Region, SetInterrupts};
+use crate::region_info::{self, Encoded, RegionError};
+use crate::version::{MAX_DMA_MAPS, Offer, PeerLimits};
+use crate::wire::{
+    DEVICE_PCI, DEVICE_RESETTABLE, DMA_READABLE, DMA_WRITABLE, DeviceInfo, DmaMap, DmaUnmap, IRQ_AUTOMASKED,
+    IRQ_EVENTFD, IRQ_MASKABLE, IRQ_NO_RESIZE, IoFdsInfo, IrqInfo, IrqSet, MAX_TRANSFER, RegionAccess,
+    RegionInfo, SET_ACTION_MASK, SET_ACTION_TRIGGER, SET_ACTION_UNMASK, SET_ACTIONS, SET_DATA_BOOL,
+    SET_DATA_EVENTFD, SET_DATA_MASK, SET_DATA_NONE, VERSION_MAJOR, VERSION_MINOR, Version, command, wire_len,
+};
+
+/// The most interrupts of one index that a device may have (MSI-X has 2048).
+const MAX_INTERRUPTS: u32 = 4096;
+
+/// One client's state.
+pub(crate) struct Session<'a> {
+    device: &'a dyn Device,
+    regions: BTreeMap<u32, Region>,
+    interrupts: BTreeMap<u32, Interrupts>,
+    /// Address to size.
+    dma: BTreeMap<u64, u64>,
+    peer: Option<PeerLimits>,
+}
+
+/// Why a message gets an error reply.
+#[derive(Debug)]
+pub(crate) enum Refusal {
+    /// The client goes on.
+    Error(io::Error),
+    /// The connection ends after the reply.
+    Fatal(io::Error),
+}
+
+impl Refusal {
+    pub(crate) fn errno(&self) -> u32 {
+        let (Self::Error(error) | Self::Fatal(error)) = self;
+        let code = error.raw_os_error().unwrap_or(Errno::IO.raw_os_error());
+        u32::try_from(code).unwrap_or(0)
+    }
+}
+
+impl From<io::Error> for Refusal {
+    fn from(error: io::Error) -> Self {
+        Self::Error(error)
+    }
+}
+
+impl From<Errno> for Refusal {
+    fn from(error: Errno) -> Self {
+        Self::Error(error.into())
+    }
+}
+
+impl<'a> Session<'a> {
+    /// For one client of `device`.
+    pub(crate) fn new(device: &'a dyn Device) -> Result<Self, RegionError> {
+        let mut regions = BTreeMap::new();
+        for region in device.regions() {
+            region_info::check(&region)?;
+            regions.insert(region.index, region);
+        }
+        let interrupts = device.interrupts().into_iter().map(|kind| (kind.index, kind)).collect();
+        Ok(Self { device, regions, interrupts, dma: BTreeMap::new(), peer: None })
+    }
+
+    /// Handles one command; the reply is dropped by the caller where none is wanted.
+    pub(crate) fn handle(
+        &mut self,
+        command: u16,
+        body: &[u8],
+        fds: Vec<OwnedFd>,
+    ) -> Result<Encoded, Refusal> {
+        if command == command::VERSION {
+            return self.version(body);
+        }
+        let Some(peer) = self.peer else { return Err(Refusal::Fatal(Errno::PROTO.into())) };
+        let body = match command {
+            command::DMA_MAP => self.dma_map(body, fds)?,
+            command::DMA_UNMAP => self.dma_unmap(body)?,
+            command::DEVICE_GET_INFO => self.device_info(body)?,
+            command::DEVICE_GET_REGION_INFO => return self.region_info(body),
+            command::DEVICE_GET_REGION_IO_FDS => return self.region_io_fds(body, peer),
+            command::DEVICE_GET_IRQ_INFO => self.interrupt_info(body)?,
+            command::DEVICE_SET_IRQS => self.set_interrupts(body, fds)?,
+            command::REGION_READ => self.region_read(body, peer)?,
+            command::REGION_WRITE => self.region_write(body)?,
+            command::DEVICE_RESET => {
+                self.device.reset()?;
+                Vec::new()
+            }
+            _ => return Err(Errno::NOTSUP.into()),
+        };
+        Ok(Encoded { body, fds: Vec::new() })
+    }
+
+    fn version(&mut self, body: &[u8]) -> Result<Encoded, Refusal> {
+        let fatal = |error: Errno| Refusal::Fatal(error.into());
+        if self.peer.is_some() {
+            return Err(Errno::INVAL.into());
+        }
+        let (version, data) = Version::read_from_prefix(body).map_err(|_| fatal(Errno::INVAL))?;
+        if version.major != VERSION_MAJOR {
+            return Err(fatal(Errno::NOTSUP));
+        }
+        let offer = Offer::parse(data).ok_or_else(|| fatal(Errno::INVAL))?;
+        self.peer = Some(offer.limits());
+        let answer = Version { major: VERSION_MAJOR, minor: version.minor.min(VERSION_MINOR) };
+        let mut body = answer.as_bytes().to_vec();
+        body.extend_from_slice(&offer.answer());
+        Ok(Encoded { body, fds: Vec::new() })
+    }
+
+    fn dma_map(&mut self, body: &[u8], fds: Vec<OwnedFd>) -> Result<Vec<u8>, Refusal> {
+        let map = fixed::<DmaMap>(body)?;
+        let end = map.address.checked_add(map.size).ok_or(Errno::INVAL)?;
+        let known_flags = DMA_READABLE | DMA_WRITABLE;
+        if map.size == 0 || map.flags & !known_flags != 0 || fds.len() > 1 {
+            return Err(Errno::INVAL.into());
+        }
+        if map.offset.checked_add(map.size).is_none() {
+            return Err(Errno::INVAL.into());
+        }
+        // Ranges don't overlap each other, so that the last one that begins before the end decides.
+        let before = self.dma.range(..end).next_back();
+        if before.is_some_and(|(start, size)| start.saturating_add(*size) > map.address) {
+            return Err(Errno::EXIST.into());
+        }
+        if self.dma.len() >= usize::try_from(MAX_DMA_MAPS).unwrap_or(usize::MAX) {
+            return Err(Errno::NOSPC.into());
+        }
+        self.device.dma_map(DmaMapping {
+            address: map.address,
+            size: map.size,
+            readable: map.flags & DMA_READABLE != 0,
+            writable: map.flags & DMA_WRITABLE != 0,
+            fd: fds.into_iter().next(),
+            fd_offset: map.offset,
+        })?;
+        self.dma.insert(map.address, map.size);
+        Ok(Vec::new())
+    }
+
+    fn dma_unmap(&mut self, body: &[u8]) -> Result<Vec<u8>, Refusal> {
+        let unmap = fixed::<DmaUnmap>(body)?;
+        if unmap.flags != 0 {
+            return Err(Errno::NOTSUP.into());
+        }
+        if self.dma.get(&unmap.address) != Some(&unmap.size) {
+            return Err(Errno::NOENT.into());
+        }
+        self.device.dma_unmap(unmap.address, unmap.size)?;
+        self.dma.remove(&unmap.address);
+        Ok(DmaUnmap { argsz: wire_len(size_of::<DmaUnmap>()), ..unmap }.as_bytes().to_vec())
+    }
+
+    fn device_info(&self, body: &[u8]) -> Result<Vec<u8>, Refusal> {
+        fixed::<DeviceInfo>(body)?;
+        let count = |last: Option<&u32>, least: u32| last.map_or(0, |last| last.saturating_add(1)).max(least);
+        let info = DeviceInfo {
+            argsz: wire_len(size_of::<DeviceInfo>()),
+            flags: DEVICE_RESETTABLE | DEVICE_PCI,
+            num_regions: count(self.regions.keys().next_back(), REGION_VGA + 1),
+            num_irqs: count(self.interrupts.keys().next_back(), crate::device::INTERRUPT_REQUEST + 1),
+        };
+        Ok(info.as_bytes().to_vec())
+    }
+
+    fn region_info(&self, body: &[u8]) -> Result<Encoded, Refusal> {
+        let wanted = fixed::<RegionInfo>(body)?;
+        let region = self.regions.get(&wanted.index);
+        if region.is_none() && wanted.index > REGION_VGA {
+            return Err(Errno::INVAL.into());
+        }
+        Ok(region_info::encode(wanted.index, region, wanted.argsz))
+    }
+
+    fn region_io_fds(&self, body: &[u8], peer: PeerLimits) -> Result<Encoded, Refusal> {
+        let wanted = fixed::<IoFdsInfo>(body)?;
+        if wanted.flags != 0 || wanted.count != 0 {
+            return Err(Errno::INVAL.into());
+        }
+        let region = self.regions.get(&wanted.index).ok_or(Errno::INVAL)?;
+        Ok(region_info::encode_io_fds(region, wanted.argsz, peer.max_fds)?)
+    }
+
+    fn interrupt_info(&self, body: &[u8]) -> Result<Vec<u8>, Refusal> {
+        let wanted = fixed::<IrqInfo>(body)?;
+        let found = self.interrupts.get(&wanted.index);
+        if found.is_none() && wanted.index > crate::device::INTERRUPT_REQUEST {
+            return Err(Errno::INVAL.into());
+        }
+        let flags = found.map_or(0, |found| {
+            let flags = &found.flags;
+            [
+                (flags.eventfd, IRQ_EVENTFD),
+                (flags.maskable, IRQ_MASKABLE),
+                (flags.automasked, IRQ_AUTOMASKED),
+                (flags.no_resize, IRQ_NO_RESIZE),
+            ]
+            .iter()
+            .fold(0, |bits, (set, bit)| bits | if *set { *bit } else { 0 })
+        });
+        let info = IrqInfo {
+            argsz: wire_len(size_of::<IrqInfo>()),
+            flags,
+            index: wanted.index,
+            count: found.map_or(0, |found| found.count),
+        };
+        Ok(info.as_bytes().to_vec())
+    }
+
+    fn set_interrupts(&self, body: &[u8], fds: Vec<OwnedFd>) -> Result<Vec<u8>, Refusal> {
+        let (set, data) = IrqSet::read_from_prefix(body).map_err(|_| Errno::INVAL)?;
+        let available = self.interrupts.get(&set.index).ok_or(Errno::INVAL)?.count.min(MAX_INTERRUPTS);
+        let end = set.start.checked_add(set.count).ok_or(Errno::INVAL)?;
+        if set.flags & !(SET_DATA_MASK | SET_ACTIONS) != 0 || end > available {
+            return Err(Errno::INVAL.into());
+        }
+        let count = usize::try_from(set.count).map_err(|_| Errno::INVAL)?;
+        let change = match (set.flags & SET_DATA_MASK, set.flags & SET_ACTIONS) {
+            (SET_DATA_NONE, SET_ACTION_TRIGGER) if count == 0 && set.start == 0 => SetInterrupts::Disable,
+            _ if count == 0 => return Err(Errno::INVAL.into()),
+            (SET_DATA_EVENTFD, SET_ACTION_TRIGGER) if fds.is_empty() => {
+                SetInterrupts::Eventfds((0..count).map(|_| None).collect())
+            }
+            (SET_DATA_EVENTFD, SET_ACTION_TRIGGER) if fds.len() == count => {
+                SetInterrupts::Eventfds(fds.into_iter().map(Some).collect())
+            }
+            // Events for masking concern devices that mask by themselves: none of ours.
+            (SET_DATA_EVENTFD, SET_ACTION_MASK | SET_ACTION_UNMASK) => return Err(Errno::NOTSUP.into()),
+            (SET_DATA_NONE, action) => on_all(action, vec![true; count])?,
+            (SET_DATA_BOOL, action) if data.len() == count => {
+                on_all(action, data.iter().map(|byte| *byte != 0).collect())?
+            }
+            _ => return Err(Errno::INVAL.into()),
+        };
+        self.device.set_interrupts(set.index, set.start, set.count, change)?;
+        Ok(Vec::new())
+    }
+
+    /// The region, if an access of `count` bytes lies within it.
+    fn access(&self, access: &RegionAccess) -> Result<&Region, Refusal> {
+        let region = self.regions.get(&access.region).ok_or(Errno::INVAL)?;
+        let end = access.offset.checked_add(u64::from(access.count)).ok_or(Errno::INVAL)?;
+        if access.count == 0 || access.count > MAX_TRANSFER || end > region.size {
+            return Err(Errno::INVAL.into());
+        }
+        Ok(region)
+    }
+
+    fn region_read(&self, body: &[u8], peer: PeerLimits) -> Result<Vec<u8>, Refusal> {
+        let access = fixed::<RegionAccess>(body)?;
+        if !self.access(&access)?.readable {
+            return Err(Errno::ACCESS.into());
+        }
+        if access.count > peer.max_transfer {
+            return Err(Errno::INVAL.into());
+        }
+        let mut body = access.as_bytes().to_vec();
+        let head = body.len();
+        body.resize(head + usize::try_from(access.count).map_err(|_| Errno::INVAL)?, 0);
+        self.device.region_read(access.region, access.offset, &mut body[head..])?;
+        Ok(body)
+    }
+
+    fn region_write(&self, body: &[u8]) -> Result<Vec<u8>, Refusal> {
+        let (access, data) = RegionAccess::read_from_prefix(body).map_err(|_| Errno::INVAL)?;
+        if !self.access(&access)?.writable {
+            return Err(Errno::ACCESS.into());
+        }
+        if usize::try_from(access.count) != Ok(data.len()) {
+            return Err(Errno::INVAL.into());
+        }
+        self.device.region_write(access.region, access.offset, data)?;
+        Ok(access.as_bytes().to_vec())
+    }
+}
+
+fn on_all(action: u32, which: Vec<bool>) -> Result<SetInterrupts, Refusal> {
+    match action {
+        SET_ACTION_TRIGGER => Ok(SetInterrupts::Trigger(which)),
+        SET_ACTION_MASK => Ok(SetInterrupts::Mask(which)),
+        SET_ACTION_UNMASK => Ok(SetInterrupts::Unmask(which)),
+        _ => Err(Errno::INVAL.into()),
+    }
+}
+
+/// A request that has no more than its fixed part.
+fn fixed<T: FromBytes>(body: &[u8]) -> Result<T, Refusal> {
+    T::read_from_bytes(body).map_err(|_| Errno::INVAL.into())
+}
