@@ -1,0 +1,163 @@
+//! Queue pair attributes and states (IBTA 10.3, 11.2.5), in the numbering of verbs.
+
+use crate::names::{Gid, Qpn};
+
+/// What a queue pair transports.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+pub enum QpKind {
+    /// Reliable connection.
+    Rc,
+    /// Unreliable connection. PVRDMA doesn't offer it; other front ends do.
+    Uc,
+    /// Unreliable datagram.
+    Ud,
+    /// General services: a datagram queue pair with number 1.
+    Gsi,
+}
+
+/// Queue pair state.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[repr(u32)]
+pub enum QpState {
+    /// Reset.
+    Reset = 0,
+    /// Initialized: receives may be posted.
+    Init = 1,
+    /// Ready to receive.
+    ReadyToReceive = 2,
+    /// Ready to send.
+    ReadyToSend = 3,
+    /// Send queue drained.
+    SendQueueDrained = 4,
+    /// Send queue error (UD, UC).
+    SendQueueError = 5,
+    /// Error.
+    Error = 6,
+}
+
+bitflags::bitflags! {
+    /// Which attributes a modify call carries (`enum ib_qp_attr_mask`).
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    pub struct QpAttributeMask: u32 {
+        /// `state`.
+        const STATE = 1 << 0;
+        /// `current_state`.
+        const CURRENT_STATE = 1 << 1;
+        /// Wants the event when the send queue has drained.
+        const SQD_NOTIFY = 1 << 2;
+        /// `access`.
+        const ACCESS_FLAGS = 1 << 3;
+        /// `pkey_index`.
+        const PKEY_INDEX = 1 << 4;
+        /// `port`.
+        const PORT = 1 << 5;
+        /// `qkey`.
+        const QKEY = 1 << 6;
+        /// `address`.
+        const ADDRESS_VECTOR = 1 << 7;
+        /// `path_mtu`.
+        const PATH_MTU = 1 << 8;
+        /// `timeout`.
+        const TIMEOUT = 1 << 9;
+        /// `retry_count`.
+        const RETRY_COUNT = 1 << 10;
+        /// `rnr_retry`.
+        const RNR_RETRY = 1 << 11;
+        /// `rq_psn`.
+        const RQ_PSN = 1 << 12;
+        /// `max_rd_atomic`.
+        const MAX_RD_ATOMIC = 1 << 13;
+        /// Alternate path: accepted where the state table has it, and never used.
+        const ALTERNATE_PATH = 1 << 14;
+        /// `min_rnr_timer`.
+        const MIN_RNR_TIMER = 1 << 15;
+        /// `sq_psn`.
+        const SQ_PSN = 1 << 16;
+        /// `max_dest_rd_atomic`.
+        const MAX_DEST_RD_ATOMIC = 1 << 17;
+        /// Path migration state.
+        const PATH_MIGRATION = 1 << 18;
+        /// Capacities; can't be changed.
+        const CAPACITIES = 1 << 19;
+        /// `destination_qpn`.
+        const DESTINATION_QPN = 1 << 20;
+    }
+}
+
+bitflags::bitflags! {
+    /// Access rights of memory regions and, its remote ones, of queue pairs (`enum ib_access_flags`).
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+    #[serde(transparent)]
+    pub struct Access: u32 {
+        /// Received data and read responses may be placed there.
+        const LOCAL_WRITE = 1;
+        /// Peers may write.
+        const REMOTE_WRITE = 2;
+        /// Peers may read.
+        const REMOTE_READ = 4;
+        /// Peers may execute atomics.
+        const REMOTE_ATOMIC = 8;
+        /// Addresses count from 0.
+        const ZERO_BASED = 32;
+    }
+}
+
+/// The path to a peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct AddressVector {
+    /// Destination.
+    pub dgid: Gid,
+    /// Index into the own GID table.
+    pub sgid_index: u8,
+    /// Flow label, 20 bits.
+    pub flow_label: u32,
+    /// Hop limit.
+    pub hop_limit: u8,
+    /// Traffic class.
+    pub traffic_class: u8,
+    /// Service level.
+    pub service_level: u8,
+    /// Destination MAC as the guest resolved it.
+    pub dmac: [u8; 6],
+}
+
+/// Attributes of a queue pair; on modify only those that the mask names count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct QpAttributes {
+    /// State to go to, or on query the present one.
+    pub state: QpState,
+    /// State that the caller believes in.
+    pub current_state: QpState,
+    /// Path MTU code: 1 to 5 for 256 to 4096 bytes.
+    pub path_mtu: u8,
+    /// Q_Key.
+    pub qkey: u32,
+    /// Expected first PSN, 24 bits.
+    pub rq_psn: u32,
+    /// First PSN to send, 24 bits.
+    pub sq_psn: u32,
+    /// The peer's queue pair.
+    pub destination_qpn: Qpn,
+    /// What the peer may do.
+    pub access: Access,
+    /// P_Key index; only 0 exists.
+    pub pkey_index: u16,
+    /// Whether the event SQ_DRAINED is wanted.
+    pub sqd_notify: bool,
+    /// Reads and atomics outstanding as initiator.
+    pub max_rd_atomic: u8,
+    /// Reads and atomics outstanding as responder.
+    pub max_dest_rd_atomic: u8,
+    /// RNR timer code, 0 to 31.
+    pub min_rnr_timer: u8,
+    /// Port; 1.
+    pub port: u8,
+    /// Local ACK timeout code.
+    pub timeout: u8,
+    /// Transport retries, 0 to 7.
+    pub retry_count: u8,
+    /// RNR retries, 0 to 7; 7 is for ever.
+    pub rnr_retry: u8,
+    /// The path.
+    pub address: AddressVector,
+}

@@ -1,0 +1,178 @@
+//! Completions and their events.
+
+use crate::names::{CqHandle, DeviceId};
+use crate::objects::{CqRef, NOT_NOTIFIED, ObjectRef};
+use crate::provider::{CompletionQueue, Provider, Sink};
+use crate::work::{Arm, AsyncEvent, Completion, Status};
+
+use super::Engine;
+
+impl<P: Provider> Engine<P> {
+    /// Delivers a completion. When that fails the completion queue fails, and its queue pairs after this turn.
+    #[inline]
+    pub(crate) fn push(&mut self, device: u32, cq: ObjectRef, completion: &Completion, solicited: bool) {
+        let Some(found) = self.devices.get_mut(device as usize).and_then(|d| d.as_deref_mut()) else {
+            return;
+        };
+        let Some(queue) = found.cqs.get_mut(cq.handle).filter(|queue| queue.stamp == cq.stamp) else {
+            return;
+        };
+        if queue.failed || !found.enabled {
+            found.counters.cq_overruns += 1;
+            return;
+        }
+        if queue.ring.push(&found.memory, completion).is_err() {
+            queue.failed = true;
+            found.counters.cq_overruns += 1;
+            self.failed_cqs.push(CqRef { device, handle: cq.handle, stamp: cq.stamp });
+            self.event(device, AsyncEvent::CqError(CqHandle(cq.handle)));
+            return;
+        }
+        found.counters.completions += 1;
+        queue.pushed += 1;
+        let solicited = solicited || completion.status != Status::Success;
+        if solicited {
+            queue.solicited = queue.pushed;
+        }
+        match queue.arm {
+            Some(Arm::Next) => self.notify(device, cq.handle),
+            Some(Arm::Solicited) if solicited => self.notify(device, cq.handle),
+            _ if !queue.exact && !queue.watched => self.watch(device, cq.handle),
+            _ => {}
+        }
+    }
+
+    /// The consumer wants an event with the next completion. What lies there already raises none where arms are exact: the call returns
+    /// before the consumer goes on, so it finds that by polling, as programs do after arming (IBTA 11.4.2.2), and some post again
+    /// after every event. Where arms are sampled the consumer may have polled before the completion came and sleep since: it is
+    /// watched.
+    pub fn arm_cq(&mut self, device: DeviceId, cq: CqHandle, arm: Arm, sink: &mut impl Sink) {
+        let Some(queue) = self.device_mut(device.0).and_then(|found| found.cqs.get_mut(cq.0)) else { return };
+        queue.arm = match (queue.arm, arm) {
+            // An arm for any completion is not weakened by a later one for solicited ones.
+            (Some(Arm::Next), Arm::Solicited) => Some(Arm::Next),
+            _ => Some(arm),
+        };
+        if !queue.exact {
+            self.watch(device.0, cq.0);
+        }
+        self.deliver(sink);
+    }
+
+    /// Sends the event that is armed, if what it waits for lies unconsumed.
+    pub(super) fn notify_if_awaited(&mut self, device: u32, cq: u32) {
+        let Some(found) = self.device(device) else { return };
+        let Some(queue) = found.cqs.get(cq) else { return };
+        if !found.enabled || queue.failed {
+            return;
+        }
+        let Some(consumer) = queue.ring.consumer(&found.memory) else { return };
+        let consumed = queue.pushed.saturating_sub(u64::from(consumer.unconsumed));
+        let due = match queue.arm {
+            None => false,
+            Some(Arm::Next) => consumer.unconsumed > 0,
+            Some(Arm::Solicited) => queue.solicited > consumed,
+        };
+        if due {
+            self.notify(device, cq);
+        }
+    }
+
+    /// Looks at the consumer after a while, since it may sleep with an arm that never reached us.
+    pub(super) fn watch(&mut self, device: u32, cq: u32) {
+        let due = self.now.saturating_add(self.config.notify_after_ns);
+        let Some(found) = self.device_mut(device) else { return };
+        if !found.enabled {
+            return;
+        }
+        let Some(queue) = found.cqs.get_mut(cq).filter(|queue| !queue.watched) else { return };
+        let Some(consumer) = queue.ring.consumer(&found.memory) else { return };
+        queue.watched_at = queue.pushed.wrapping_sub(u64::from(consumer.unconsumed));
+        queue.watched = true;
+        let stamp = queue.stamp;
+        self.watched.push_back((due, CqRef { device, handle: cq, stamp }));
+    }
+
+    /// Looks at the consumers whose time has come.
+    pub(super) fn run_watches(&mut self) {
+        for _ in 0..self.config.timers_per_poll {
+            let Some(&(due, cq)) = self.watched.front() else { break };
+            if due > self.now {
+                break;
+            }
+            self.watched.pop_front();
+            let next = self.now.saturating_add(self.config.notify_after_ns);
+            let Some(found) = self.device_mut(cq.device) else { continue };
+            let Some(queue) = found.cqs.get_mut(cq.handle).filter(|queue| queue.stamp == cq.stamp) else {
+                continue;
+            };
+            queue.watched = false;
+            if queue.exact || queue.failed || !found.enabled {
+                continue;
+            }
+            let Some(consumer) = queue.ring.consumer(&found.memory) else { continue };
+            let consumed = queue.pushed.wrapping_sub(u64::from(consumer.unconsumed));
+            if consumer.unconsumed == 0 || queue.notified_at == consumed {
+                continue;
+            }
+            if queue.watched_at == consumed {
+                self.notify(cq.device, cq.handle);
+            } else {
+                queue.watched_at = consumed;
+                queue.watched = true;
+                self.watched.push_back((next, cq));
+            }
+        }
+    }
+
+    /// An event is due. It is delivered with the next [`Engine::deliver`].
+    fn notify(&mut self, device: u32, cq: u32) {
+        let Some(found) = self.device_mut(device) else { return };
+        let Some(queue) = found.cqs.get_mut(cq) else { return };
+        queue.arm = None;
+        if !queue.exact {
+            let consumer = queue.ring.consumer(&found.memory);
+            queue.notified_at = consumer
+                .map_or(NOT_NOTIFIED, |consumer| queue.pushed.wrapping_sub(u64::from(consumer.unconsumed)));
+        }
+        if !queue.notifying {
+            queue.notifying = true;
+            let stamp = queue.stamp;
+            self.notifications.push(CqRef { device, handle: cq, stamp });
+        }
+    }
+
+    /// Hands events to the sink. Completion events that it has no room for are kept for [`Engine::retry_events`].
+    pub(super) fn deliver(&mut self, sink: &mut impl Sink) {
+        for (device, event) in self.events.drain(..) {
+            sink.async_event(DeviceId(device), event);
+        }
+        let mut index = 0;
+        while let Some(&cq) = self.notifications.get(index) {
+            index += 1;
+            let Some(found) = self.devices.get_mut(cq.device as usize).and_then(|d| d.as_deref_mut()) else {
+                continue;
+            };
+            let Some(queue) = found.cqs.get_mut(cq.handle).filter(|queue| queue.stamp == cq.stamp) else {
+                continue;
+            };
+            if sink.completion_event(DeviceId(cq.device), CqHandle(cq.handle)) {
+                queue.notifying = false;
+                found.counters.completion_events += 1;
+            } else {
+                if self.undelivered.is_empty() {
+                    self.retry_at = self.now.saturating_add(self.config.retry_events_ns);
+                }
+                self.undelivered.push(cq);
+            }
+        }
+        self.notifications.clear();
+    }
+
+    /// Tries events again that found no room, from time to time.
+    pub(super) fn retry_events(&mut self) {
+        if !self.undelivered.is_empty() && self.retry_at <= self.now {
+            self.notifications.append(&mut self.undelivered);
+        }
+    }
+}

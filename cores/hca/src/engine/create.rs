@@ -1,0 +1,390 @@
+//! Verbs that create and change objects, queue pairs' states excepted.
+
+use crate::attributes::{Access, AddressVector, QpAttributes, QpKind, QpState};
+use crate::counters::QpCounters;
+use crate::error::VerbsError;
+use crate::memory::{Extent, Kind, Region};
+use crate::names::{
+    ContextHandle, CqHandle, DeviceId, GSI, Gid, MrHandle, PdHandle, QpHandle, Qpn, SrqHandle,
+};
+use crate::objects::{Context, Cq, Device, NOT_NOTIFIED, ObjectRef, Path, Pd, Qp, Srq, Wait};
+use crate::provider::{Provider, ReceiveQueue};
+
+use super::{Engine, MrInfo, MrInit, QpInfo, QpInit, SrqAttributes, SrqInit};
+
+/// Fails when `count` objects fill a quota.
+fn room(what: &'static str, count: u32, quota: u32) -> Result<(), VerbsError> {
+    if count < quota { Ok(()) } else { Err(VerbsError::OutOfResources { what, limit: u64::from(quota) }) }
+}
+
+/// Fails when a size is not within 1..=`most`.
+fn within(what: &'static str, value: u32, most: u32) -> Result<(), VerbsError> {
+    if (1..=most).contains(&value) { Ok(()) } else { Err(VerbsError::invalid(what, value)) }
+}
+
+fn full(what: &'static str, limit: u32) -> VerbsError {
+    VerbsError::OutOfResources { what, limit: u64::from(limit) }
+}
+
+impl<P: Provider> Engine<P> {
+    pub(crate) fn of(&mut self, device: DeviceId) -> Result<&mut Device<P>, VerbsError> {
+        self.device_mut(device.0).ok_or(VerbsError::NoSuchDevice(device))
+    }
+
+    /// Opens a context for a user process. The kernel's, 0, is always there.
+    pub fn create_context(&mut self, device: DeviceId) -> Result<ContextHandle, VerbsError> {
+        let stamp = self.stamp();
+        let found = self.of(device)?;
+        // The kernel's doesn't count.
+        room("contexts", found.contexts.len() - 1, found.limits.contexts)?;
+        let exact = found.exact;
+        found
+            .contexts
+            .insert(|_| Context { stamp, exact, ..Context::default() })
+            .map(ContextHandle)
+            .ok_or(full("contexts", found.capabilities.max_contexts))
+    }
+
+    /// Creates a protection domain.
+    pub fn create_pd(&mut self, device: DeviceId, context: ContextHandle) -> Result<PdHandle, VerbsError> {
+        let found = self.of(device)?;
+        room("protection domains", found.pds.len(), found.limits.protection_domains)?;
+        let owner = found.contexts.get_mut(context.0).ok_or(VerbsError::missing("context", context.0))?;
+        let handle = found
+            .pds
+            .insert(|_| Pd { context: context.0, owned: 0 })
+            .ok_or(full("protection domains", found.capabilities.max_pd))?;
+        owner.owned += 1;
+        Ok(PdHandle(handle))
+    }
+
+    /// Registers user memory. Fails when the page list does not fit the length, a page is not aligned, or a quota is full.
+    pub fn register_mr(
+        &mut self,
+        device: DeviceId,
+        pd: PdHandle,
+        init: MrInit,
+    ) -> Result<MrInfo, VerbsError> {
+        let found = self.of(device)?;
+        let first = init.start % 4096;
+        if init.length == 0 || init.length > found.capabilities.max_mr_size {
+            return Err(VerbsError::invalid("The length of a memory region", init.length));
+        }
+        // Both are far below 2^64: the length is at most max_mr_size, the offset below a page.
+        if init.pages.len() as u64 != (first + init.length).div_ceil(4096) {
+            return Err(VerbsError::invalid(
+                "The number of pages of a memory region of that length",
+                init.pages.len() as u64,
+            ));
+        }
+        let access = Access::from_bits_truncate(init.access);
+        let start = if access.contains(Access::ZERO_BASED) { 0 } else { init.start };
+        start
+            .checked_add(init.length)
+            .ok_or(VerbsError::invalid("The start of a memory region", init.start))?;
+        let extent = Extent::from_pages(first, &init.pages)
+            .ok_or(VerbsError::invalid("A page of a memory region", init.pages[0]))?;
+        let bytes = found.registered_bytes.saturating_add(init.length);
+        if bytes > found.limits.registered_bytes {
+            return Err(VerbsError::OutOfResources {
+                what: "registered bytes",
+                limit: found.limits.registered_bytes,
+            });
+        }
+        let region = Region {
+            key: 0,
+            pd: pd.0,
+            access,
+            valid: true,
+            kind: Kind::User,
+            start,
+            length: init.length,
+            extent,
+        };
+        let info = self.add_region(device, pd, region)?;
+        self.of(device)?.registered_bytes = bytes;
+        Ok(info)
+    }
+
+    /// Makes a region of all guest memory, addressed by guest addresses. Only its owner can use it: remote rights are left out.
+    pub fn register_dma_mr(
+        &mut self,
+        device: DeviceId,
+        pd: PdHandle,
+        access: u32,
+    ) -> Result<MrInfo, VerbsError> {
+        let access = Access::from_bits_truncate(access) & Access::LOCAL_WRITE;
+        let region = Region {
+            key: 0,
+            pd: pd.0,
+            access,
+            valid: true,
+            kind: Kind::Dma,
+            start: 0,
+            length: u64::MAX,
+            extent: Extent::Identity,
+        };
+        self.add_region(device, pd, region)
+    }
+
+    /// Makes an empty region that fast registrations of up to `max_pages` pages fill.
+    pub fn allocate_fast_mr(
+        &mut self,
+        device: DeviceId,
+        pd: PdHandle,
+        max_pages: u32,
+    ) -> Result<MrInfo, VerbsError> {
+        let most = self.of(device)?.capabilities.max_fast_register_pages;
+        within("The number of pages of a fast-register region", max_pages, most)?;
+        let region = Region {
+            key: 0,
+            pd: pd.0,
+            access: Access::empty(),
+            valid: false,
+            kind: Kind::Fast { max_pages },
+            start: 0,
+            length: 0,
+            extent: Extent::Identity,
+        };
+        self.add_region(device, pd, region)
+    }
+
+    fn add_region(&mut self, device: DeviceId, pd: PdHandle, region: Region) -> Result<MrInfo, VerbsError> {
+        let seed = self.stamp();
+        let found = self.of(device)?;
+        room("memory regions", found.regions.table().len(), found.limits.memory_regions)?;
+        let owner = found.pds.get_mut(pd.0).ok_or(VerbsError::missing("protection domain", pd.0))?;
+        let (handle, key) =
+            found.regions.insert(region, seed).ok_or(full("memory regions", found.capabilities.max_mr))?;
+        owner.owned += 1;
+        Ok(MrInfo { handle: MrHandle(handle), lkey: key, rkey: key })
+    }
+
+    /// Creates a completion queue of `entries`.
+    pub fn create_cq(
+        &mut self,
+        device: DeviceId,
+        context: ContextHandle,
+        entries: u32,
+        ring: P::CompletionQueue,
+    ) -> Result<CqHandle, VerbsError> {
+        let stamp = self.stamp();
+        let found = self.of(device)?;
+        room("completion queues", found.cqs.len(), found.limits.completion_queues)?;
+        within("The number of entries of a completion queue", entries, found.capabilities.max_cqe)?;
+        let owner = found.contexts.get_mut(context.0).ok_or(VerbsError::missing("context", context.0))?;
+        let exact = owner.exact;
+        let cq = |_| Cq {
+            stamp,
+            ring,
+            context: context.0,
+            failed: false,
+            exact,
+            arm: None,
+            pushed: 0,
+            solicited: 0,
+            watched: false,
+            watched_at: 0,
+            notified_at: NOT_NOTIFIED,
+            notifying: false,
+            users: Vec::new(),
+        };
+        let handle = found.cqs.insert(cq).ok_or(full("completion queues", found.capabilities.max_cq))?;
+        owner.owned += 1;
+        Ok(CqHandle(handle))
+    }
+
+    /// Creates a shared receive queue. Its ring is started at once.
+    pub fn create_srq(
+        &mut self,
+        device: DeviceId,
+        pd: PdHandle,
+        init: SrqInit,
+        mut ring: P::ReceiveQueue,
+    ) -> Result<SrqHandle, VerbsError> {
+        let stamp = self.stamp();
+        let found = self.of(device)?;
+        room("shared receive queues", found.srqs.len(), found.limits.shared_receive_queues)?;
+        within("The size of a shared receive queue", init.max_wr, found.capabilities.max_srq_wr)?;
+        within("The elements of a shared request", init.max_sge, found.capabilities.max_srq_sge)?;
+        if init.limit > init.max_wr {
+            return Err(VerbsError::invalid("The limit of a shared receive queue", init.limit));
+        }
+        let owner = found.pds.get_mut(pd.0).ok_or(VerbsError::missing("protection domain", pd.0))?;
+        let context = owner.context;
+        ring.start(&found.memory);
+        let srq = |_| Srq {
+            stamp,
+            ring,
+            pd: pd.0,
+            context,
+            max_wr: init.max_wr,
+            max_sge: init.max_sge,
+            limit: init.limit,
+            users: Vec::new(),
+            waiters: std::collections::VecDeque::new(),
+        };
+        let handle =
+            found.srqs.insert(srq).ok_or(full("shared receive queues", found.capabilities.max_srq))?;
+        owner.owned += 1;
+        if let Some(context) = found.contexts.get_mut(context) {
+            context.srqs.push(handle);
+        }
+        Ok(SrqHandle(handle))
+    }
+
+    /// Arms the limit event of a shared receive queue; 0 disarms it.
+    pub fn modify_srq(&mut self, device: DeviceId, srq: SrqHandle, limit: u32) -> Result<(), VerbsError> {
+        let found =
+            self.of(device)?.srqs.get_mut(srq.0).ok_or(VerbsError::missing("shared receive queue", srq.0))?;
+        if limit > found.max_wr {
+            return Err(VerbsError::invalid("The limit of a shared receive queue", limit));
+        }
+        found.limit = limit;
+        Ok(())
+    }
+
+    /// Attributes of a shared receive queue.
+    pub fn query_srq(&self, device: DeviceId, srq: SrqHandle) -> Result<SrqAttributes, VerbsError> {
+        let found = self
+            .device(device.0)
+            .ok_or(VerbsError::NoSuchDevice(device))?
+            .srqs
+            .get(srq.0)
+            .ok_or(VerbsError::missing("shared receive queue", srq.0))?;
+        Ok(SrqAttributes { max_wr: found.max_wr, max_sge: found.max_sge, limit: found.limit })
+    }
+
+    /// Creates a queue pair in RESET. One with a shared receive queue has no receive ring of its own, all others have.
+    pub fn create_qp(
+        &mut self,
+        device: DeviceId,
+        init: QpInit,
+        send: P::SendQueue,
+        receive: Option<P::ReceiveQueue>,
+    ) -> Result<QpInfo, VerbsError> {
+        let stamp = self.stamp();
+        let found = self.of(device)?;
+        room("queue pairs", found.qps.len(), found.limits.queue_pairs)?;
+        within("The size of a send queue", init.max_send_wr, found.capabilities.max_qp_wr)?;
+        if init.max_send_sge > found.capabilities.max_sge {
+            return Err(VerbsError::invalid("The elements of a send request", init.max_send_sge));
+        }
+        if init.max_receive_sge > found.capabilities.max_sge {
+            return Err(VerbsError::invalid("The elements of a receive request", init.max_receive_sge));
+        }
+        if init.max_receive_wr > found.capabilities.max_qp_wr {
+            return Err(VerbsError::invalid("The size of a receive queue", init.max_receive_wr));
+        }
+        if init.srq.is_some() == receive.is_some() || (init.kind == QpKind::Gsi && init.srq.is_some()) {
+            return Err(VerbsError::invalid(
+                "Whether a queue pair has a shared receive queue",
+                init.srq.is_some(),
+            ));
+        }
+        if init.kind == QpKind::Gsi && found.gsi != 0 {
+            return Err(full("general services queue pairs", 1));
+        }
+        let context =
+            found.pds.get(init.pd.0).ok_or(VerbsError::missing("protection domain", init.pd.0))?.context;
+        let cq = |handle: CqHandle| match found.cqs.get(handle.0) {
+            Some(cq) if cq.context == context => Ok(ObjectRef { handle: handle.0, stamp: cq.stamp }),
+            _ => Err(VerbsError::missing("completion queue of that context", handle.0)),
+        };
+        let (send_cq, receive_cq) = (cq(init.send_cq)?, cq(init.receive_cq)?);
+        let srq = match init.srq {
+            None => None,
+            Some(handle) => match found.srqs.get(handle.0) {
+                Some(srq) if srq.context == context => Some(ObjectRef { handle: handle.0, stamp: srq.stamp }),
+                _ => return Err(VerbsError::missing("shared receive queue of that context", handle.0)),
+            },
+        };
+        // Numbers below 2^16 are not used, so that none is 0 or 1 by accident.
+        let generation = u32::from(u8::try_from(stamp % 255).unwrap_or(0)) + 1;
+        let qp = |handle| {
+            let qpn = if init.kind == QpKind::Gsi { GSI } else { Qpn((generation << 16) | handle) };
+            Box::new(Qp::<P> {
+                stamp,
+                state: QpState::Reset,
+                kind: init.kind,
+                active: false,
+                signal_all: init.signal_all,
+                empty_looks: 0,
+                wait: Wait::None,
+                pd: init.pd.0,
+                path: Path::Unreachable,
+                path_at: 0,
+                send_cq,
+                receive_cq,
+                current: None,
+                stashed: None,
+                waiter: None,
+                send_queue: send,
+                receive_queue: receive,
+                srq,
+                handle: QpHandle(handle),
+                qpn,
+                context,
+                incarnation: 0,
+                attributes: power_on_attributes(),
+                source_gid: Gid([0; 16]),
+                established: false,
+                deadline: None,
+                awaits: None,
+                counters: QpCounters::default(),
+            })
+        };
+        let handle = found.qps.insert(qp).ok_or(full("queue pairs", found.capabilities.max_qp))?;
+        if init.kind == QpKind::Gsi {
+            found.gsi = handle;
+        }
+        if let Some(pd) = found.pds.get_mut(init.pd.0) {
+            pd.owned += 1;
+        }
+        if let Some(context) = found.contexts.get_mut(context) {
+            context.qps.push(handle);
+        }
+        for cq in [send_cq, receive_cq] {
+            if let Some(cq) = found.cqs.get_mut(cq.handle) {
+                cq.users.push(handle);
+            }
+        }
+        if let Some(srq) = srq.and_then(|srq| found.srqs.get_mut(srq.handle)) {
+            srq.users.push(handle);
+        }
+        let qpn = found.qps.get(handle).map_or(Qpn(0), |qp| qp.qpn);
+        Ok(QpInfo { handle: QpHandle(handle), qpn })
+    }
+}
+
+/// Attributes of a queue pair in RESET.
+pub(crate) fn power_on_attributes() -> QpAttributes {
+    QpAttributes {
+        state: QpState::Reset,
+        current_state: QpState::Reset,
+        path_mtu: 1,
+        qkey: 0,
+        rq_psn: 0,
+        sq_psn: 0,
+        destination_qpn: Qpn(0),
+        access: Access::empty(),
+        pkey_index: 0,
+        sqd_notify: false,
+        max_rd_atomic: 0,
+        max_dest_rd_atomic: 0,
+        min_rnr_timer: 0,
+        port: 1,
+        timeout: 0,
+        retry_count: 0,
+        rnr_retry: 0,
+        address: AddressVector {
+            dgid: Gid([0; 16]),
+            sgid_index: 0,
+            flow_label: 0,
+            hop_limit: 0,
+            traffic_class: 0,
+            service_level: 0,
+            dmac: [0; 6],
+        },
+    }
+}

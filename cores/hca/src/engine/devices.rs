@@ -1,0 +1,214 @@
+//! Devices and their addresses.
+
+use crate::error::VerbsError;
+use crate::limits::Limits;
+use crate::names::{ContextHandle, DeviceId, Gid};
+use crate::objects::{Device, GidEntry, NOT_NOTIFIED, QpRef};
+use crate::provider::{CompletionQueue, Provider};
+use crate::work::{Arm, MAX_SGE};
+
+use super::{DeviceConfig, Engine, Timer};
+
+impl<P: Provider> Engine<P> {
+    /// Adds a device, without objects. Its identity is never used again.
+    pub fn add_device(&mut self, config: DeviceConfig, memory: P::Memory) -> Result<DeviceId, VerbsError> {
+        let capabilities = config.capabilities;
+        let most_sge = u32::try_from(MAX_SGE).unwrap_or(u32::MAX);
+        let bounds: [(&'static str, u32, u32); 4] = [
+            ("The number of queue pairs of a device", capabilities.max_qp, 65_535),
+            ("The scatter-gather elements of a request", capabilities.max_sge, most_sge),
+            ("The scatter-gather elements of a shared request", capabilities.max_srq_sge, most_sge),
+            ("The number of GIDs of a device", capabilities.gid_table_len, 256),
+        ];
+        for (what, value, most) in bounds {
+            if value > most {
+                return Err(VerbsError::invalid(what, value));
+            }
+        }
+        let id = u32::try_from(self.devices.len())
+            .map_err(|_| VerbsError::OutOfResources { what: "devices", limit: u64::from(u32::MAX) })?;
+        let device = Device::new(config.name, config.segment, capabilities, config.limits, memory);
+        self.devices.push(Some(Box::new(device)));
+        Ok(DeviceId(id))
+    }
+
+    /// Removes a device and all it owns. Peers find nobody there any more: their requests run into their timeouts.
+    pub fn remove_device(&mut self, device: DeviceId) {
+        if self.device(device.0).is_none() {
+            return;
+        }
+        self.reset_device(device);
+        self.devices[device.0 as usize] = None;
+    }
+
+    /// Puts a device into its state at power-on: no objects, no addresses. Counters and limits stay.
+    pub fn reset_device(&mut self, device: DeviceId) {
+        let Some(old) = self.device_mut(device.0) else { return };
+        let mut new = Device::new(
+            std::mem::take(&mut old.name),
+            old.segment,
+            old.capabilities,
+            old.limits,
+            old.memory.clone(),
+        );
+        new.counters = old.counters;
+        new.enabled = old.enabled;
+        new.exact = old.exact;
+        new.scheduled = old.scheduled;
+        let old = std::mem::replace(old, new);
+        self.active_qps -= u32::try_from(old.active.len()).unwrap_or(0);
+        for gid in old.gids.iter().flatten() {
+            self.gids.remove(&(old.segment, gid.gid));
+        }
+        for (_, qp) in old.qps.iter() {
+            let at = QpRef { device: device.0, handle: qp.handle.0, stamp: qp.stamp };
+            if let Some(deadline) = qp.deadline {
+                self.timers.remove(&(deadline, Timer::Qp(at)));
+            }
+            self.stop_awaiting(at, qp.awaits);
+        }
+        self.timers.retain(|(_, timer)| *timer != Timer::Device(device.0));
+        self.events.retain(|(of, _)| *of != device.0);
+        self.set_arm_exact(device, old.exact);
+        self.topology += 1;
+    }
+
+    /// Gives a device another view of its guest's memory.
+    pub fn set_memory(&mut self, device: DeviceId, memory: P::Memory) {
+        if let Some(device) = self.device_mut(device.0) {
+            device.memory = memory;
+        }
+    }
+
+    /// Changes quotas and rates. Objects beyond a lowered quota stay.
+    pub fn set_limits(&mut self, device: DeviceId, limits: Limits) {
+        if let Some(found) = self.device_mut(device.0) {
+            found.set_limits(limits);
+            self.release_throttled(device.0, usize::MAX);
+        }
+    }
+
+    /// Allows or forbids access to guest memory. What is due waits until it is allowed again; peers see no answer.
+    pub fn set_enabled(&mut self, device: DeviceId, bus_master: bool) {
+        let Some(found) = self.device_mut(device.0) else { return };
+        if found.enabled == bus_master {
+            return;
+        }
+        found.enabled = bus_master;
+        self.topology += 1;
+        if bus_master {
+            let contexts = self.device(device.0).map(|found| found.contexts.handles(|_| true));
+            for context in contexts.unwrap_or_default() {
+                self.scan_context(device, ContextHandle(context));
+            }
+            // Their consumers were not looked at meanwhile.
+            let awaited = self.device(device.0).map(|found| found.cqs.handles(|cq| !cq.exact && !cq.failed));
+            for cq in awaited.unwrap_or_default() {
+                self.watch(device.0, cq);
+            }
+        }
+    }
+
+    /// Says how arms of a device's completion queues reach the engine: exactly (trapped), or perhaps not at all (doorbells are
+    /// plain memory). On the way to exact each completion queue counts as armed once, since its arm may have been missed.
+    pub fn set_arm_exact(&mut self, device: DeviceId, exact: bool) {
+        let Some(found) = self.device_mut(device.0) else { return };
+        found.exact = exact;
+        for (_, context) in found.contexts.iter_mut() {
+            context.exact = exact;
+        }
+        self.set_cqs_exact(device.0, exact, |_| true);
+    }
+
+    /// As [`Engine::set_arm_exact`], for one context: the kernel's may be trapped where users' are not.
+    pub fn set_context_arm_exact(&mut self, device: DeviceId, context: ContextHandle, exact: bool) {
+        let Some(found) = self.device_mut(device.0) else { return };
+        let Some(owner) = found.contexts.get_mut(context.0) else { return };
+        owner.exact = exact;
+        self.set_cqs_exact(device.0, exact, |of| of == context.0);
+    }
+
+    fn set_cqs_exact(&mut self, device: u32, exact: bool, which: impl Fn(u32) -> bool) {
+        let Some(found) = self.device_mut(device) else { return };
+        let mut unconsumed = Vec::new();
+        for (handle, cq) in found.cqs.iter_mut() {
+            if cq.exact == exact || cq.failed || !which(cq.context) {
+                continue;
+            }
+            cq.exact = exact;
+            let consumer = if found.enabled { cq.ring.consumer(&found.memory) } else { None };
+            let Some(consumer) = consumer else { continue };
+            let consumed = cq.pushed.wrapping_sub(u64::from(consumer.unconsumed));
+            let told = cq.notified_at != NOT_NOTIFIED && cq.notified_at == consumed;
+            if exact && !told && cq.arm.is_none() {
+                cq.arm = Some(Arm::Next);
+            }
+            if consumer.unconsumed > 0 {
+                unconsumed.push(handle);
+            }
+        }
+        for handle in unconsumed {
+            if exact {
+                self.notify_if_awaited(device, handle);
+            } else {
+                self.watch(device, handle);
+            }
+        }
+    }
+
+    /// Binds an address to an index of the GID table, in place of what is there.
+    pub fn bind_gid(
+        &mut self,
+        device: DeviceId,
+        index: u32,
+        gid: Gid,
+        mac: [u8; 6],
+    ) -> Result<(), VerbsError> {
+        let found = self.device(device.0).ok_or(VerbsError::NoSuchDevice(device))?;
+        if index as usize >= found.gids.len() {
+            return Err(VerbsError::invalid("The index into the GID table", index));
+        }
+        let multicast = gid.0[0] == 0xFF || gid.ipv4().is_some_and(|address| address.is_multicast());
+        if gid.0 == [0; 16] || multicast {
+            return Err(VerbsError::invalid("The first half of a GID", u64::from_be_bytes(half(gid))));
+        }
+        let place = (found.segment, gid);
+        if self.gids.get(&place).is_some_and(|owner| *owner != device.0) {
+            return Err(VerbsError::AddressTaken { gid });
+        }
+        self.clear_gid(device.0, index);
+        if let Some(found) = self.device_mut(device.0) {
+            found.gids[index as usize] = Some(GidEntry { gid, mac });
+        }
+        self.gids.insert(place, device.0);
+        self.topology += 1;
+        Ok(())
+    }
+
+    /// Takes an address off the GID table. Queue pairs that use it lose their peers.
+    pub fn unbind_gid(&mut self, device: DeviceId, index: u32, gid: Gid) -> Result<(), VerbsError> {
+        let found = self.device(device.0).ok_or(VerbsError::NoSuchDevice(device))?;
+        match found.gids.get(index as usize) {
+            Some(Some(entry)) if entry.gid == gid => {
+                self.clear_gid(device.0, index);
+                Ok(())
+            }
+            _ => Err(VerbsError::missing("GID table entry of that address", index)),
+        }
+    }
+
+    fn clear_gid(&mut self, device: u32, index: u32) {
+        let Some(found) = self.device_mut(device) else { return };
+        let Some(entry) = found.gids.get_mut(index as usize).and_then(Option::take) else { return };
+        let elsewhere = found.gids.iter().flatten().any(|other| other.gid == entry.gid);
+        let place = (found.segment, entry.gid);
+        if !elsewhere {
+            self.gids.remove(&place);
+        }
+        self.topology += 1;
+    }
+}
+
+fn half(gid: Gid) -> [u8; 8] {
+    std::array::from_fn(|index| gid.0[index])
+}

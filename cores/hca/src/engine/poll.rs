@@ -1,0 +1,239 @@
+//! Polling: turns of the active queue pairs.
+
+use crate::attributes::QpState;
+use crate::objects::{Current, Progress as Done, QpRef, Wait};
+use crate::provider::{Fetched, Provider, SendQueue, Sink};
+use crate::work::{AsyncEvent, CompletedOperation, Status};
+
+use super::failure::completed;
+use super::timers::{ack_timeout_ns, rnr_timer_ns};
+use super::{Engine, Progress};
+use crate::local::Step;
+
+/// What a turn came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Turn {
+    /// Requests executed or flushed, and quanta.
+    requests: u32,
+    /// Bytes moved.
+    bytes: u64,
+    /// There may be more: the queue pair stays on the active list.
+    stay: bool,
+}
+
+impl<P: Provider> Engine<P> {
+    /// Does a bounded amount of work. To be called after verbs and doorbells as well, since what they caused is delivered here;
+    /// then again at [`Progress::next`] at the latest. `now` never goes back.
+    pub fn poll(&mut self, now: u64, sink: &mut impl Sink) -> Progress {
+        self.now = self.now.max(now);
+        let mut worked = self.run_timers();
+        self.run_watches();
+        self.retry_events();
+        self.run_scans();
+        let mut requests = 0;
+        let mut bytes = 0;
+        for _ in 0..self.active_qps.min(self.config.turns_per_poll) {
+            let Some(at) = self.next_active() else { break };
+            // It may be put back during its own turn: by a failure, or as the peer of another.
+            if let Some(qp) = self.qp_mut(at) {
+                qp.active = false;
+            }
+            let turn = self.turn(at);
+            requests += turn.requests;
+            bytes += turn.bytes;
+            if !self.failed_cqs.is_empty() {
+                self.run_failed_cqs();
+            }
+            if !self.events.is_empty() || !self.notifications.is_empty() {
+                self.deliver(sink);
+            }
+            self.after_turn(at, turn);
+            if bytes >= self.config.bytes_per_poll {
+                break;
+            }
+        }
+        self.deliver(sink);
+        worked |= requests > 0;
+        Progress { worked, next: self.next(), requests }
+    }
+
+    /// When there is something to do at the latest.
+    fn next(&self) -> Option<u64> {
+        if self.active_qps > 0 || !self.scans.is_empty() {
+            return Some(self.now);
+        }
+        let timer = self.timers.first().map(|(deadline, _)| *deadline);
+        let watch = self.watched.front().map(|(due, _)| *due);
+        let retry = (!self.undelivered.is_empty()).then_some(self.retry_at);
+        [timer, watch, retry].into_iter().flatten().min()
+    }
+
+    /// Keeps the queue pair on the active list as long as turns find work, and a few beyond.
+    #[inline]
+    fn after_turn(&mut self, at: QpRef, turn: Turn) {
+        let most = self.config.empty_looks;
+        let Some(qp) = self.qp_mut(at) else { return };
+        if qp.active {
+            return;
+        }
+        qp.empty_looks = if turn.requests > 0 { 0 } else { qp.empty_looks + 1 };
+        if turn.stay && qp.empty_looks <= most {
+            self.enlist(at);
+        }
+    }
+
+    fn turn(&mut self, at: QpRef) -> Turn {
+        let off = Turn { requests: 0, bytes: 0, stay: false };
+        let Some(device) = self.device(at.device) else { return off };
+        if !device.enabled {
+            return off;
+        }
+        let Some(qp) = self.qp(at) else { return off };
+        match qp.state {
+            QpState::Reset | QpState::Init | QpState::ReadyToReceive => off,
+            QpState::Error | QpState::SendQueueError => {
+                let requests = self.flush_turn(at);
+                Turn { requests, bytes: 0, stay: requests > 0 }
+            }
+            QpState::ReadyToSend | QpState::SendQueueDrained => self.send_turn(at),
+        }
+    }
+
+    /// Executes requests of a send queue: a number of small ones, or a quantum of a large one.
+    fn send_turn(&mut self, at: QpRef) -> Turn {
+        let mut turn = Turn { requests: 0, bytes: 0, stay: true };
+        while turn.requests < self.config.requests_per_turn && turn.bytes < self.config.quantum_bytes {
+            let now = self.now;
+            let Some(device) = self.devices.get_mut(at.device as usize).and_then(|d| d.as_deref_mut()) else {
+                break;
+            };
+            let Some(qp) = device.qps.get_mut(at.handle).filter(|qp| qp.stamp == at.stamp) else { break };
+            let sending = match qp.state {
+                QpState::ReadyToSend => true,
+                QpState::SendQueueDrained => qp.current.is_some(),
+                // It failed meanwhile; what is left is flushed next.
+                _ => return turn,
+            };
+            if !sending || qp.wait != Wait::None {
+                turn.stay = false;
+                break;
+            }
+            if let Some(until) = device.messages.blocked_until(now).max(device.bytes.blocked_until(now)) {
+                if qp.current.is_some() || qp.send_queue.pending(&device.memory) {
+                    self.throttle(at, until);
+                    turn.stay = false;
+                }
+                break;
+            }
+            if let Some(mut current) = qp.current.take() {
+                let before = current.progress.offset;
+                let step = self.execute(at, &current.request, &mut current.progress);
+                turn.bytes += current.progress.offset.saturating_sub(before);
+                turn.requests += 1;
+                if let Some(kept) = self.finish(at, step, current) {
+                    turn.stay = kept;
+                    break;
+                }
+                continue;
+            }
+            match qp.send_queue.fetch(&device.memory) {
+                Fetched::Empty => break,
+                Fetched::Request(request) => {
+                    device.messages.spend(now, 1);
+                    turn.requests += 1;
+                    let mut progress = Done::default();
+                    let step = self.execute(at, &request, &mut progress);
+                    turn.bytes += progress.offset;
+                    if let Step::Done { byte_len } = step {
+                        let operation = completed(&request.operation);
+                        self.complete_send(
+                            at,
+                            request.wr_id,
+                            operation,
+                            Status::Success,
+                            byte_len,
+                            request.signaled,
+                        );
+                        continue;
+                    }
+                    let current = Box::new(Current { request, progress });
+                    if let Some(kept) = self.finish(at, step, current) {
+                        turn.stay = kept;
+                        break;
+                    }
+                }
+                Fetched::Malformed { wr_id, .. } => {
+                    turn.requests += 1;
+                    let status = Status::LocalQpOperation;
+                    self.complete_send(at, wr_id, CompletedOperation::Send, status, 0, true);
+                    self.fail_sender(at);
+                }
+                Fetched::Broken => {
+                    let handle = qp.handle;
+                    self.event(at.device, AsyncEvent::QpFatal(handle));
+                    self.enter_error(at);
+                }
+            }
+        }
+        turn
+    }
+
+    /// After a step of a request. `Some` ends the turn, and says whether the queue pair stays on the active list.
+    fn finish(&mut self, at: QpRef, step: Step, current: Box<Current>) -> Option<bool> {
+        let operation = completed(&current.request.operation);
+        let (wr_id, signaled) = (current.request.wr_id, current.request.signaled);
+        match step {
+            Step::Done { byte_len } => {
+                self.complete_send(at, wr_id, operation, Status::Success, byte_len, signaled);
+                if self.qp(at).is_some_and(|qp| qp.state == QpState::SendQueueDrained) {
+                    self.drained(at);
+                }
+                None
+            }
+            Step::Failed(status) => {
+                self.complete_send(at, wr_id, operation, status, 0, true);
+                self.fail_sender(at);
+                None
+            }
+            Step::More => {
+                self.qp_mut(at)?.current = Some(current);
+                Some(true)
+            }
+            Step::NoReceive { timer, at: responder } => self.no_receive(at, current, timer, responder),
+            Step::NoPeer => self.no_peer(at, current),
+        }
+    }
+
+    /// The responder has no receive: waits for one, as often as RNR retries allow.
+    fn no_receive(&mut self, at: QpRef, current: Box<Current>, timer: u8, responder: QpRef) -> Option<bool> {
+        let retries = self.qp(at)?.attributes.rnr_retry;
+        if retries < 7 && current.progress.rnr_waits > retries {
+            if let Some(device) = self.device_mut(at.device) {
+                device.counters.rnr_nak_retry_err += 1;
+            }
+            return self.finish(at, Step::Failed(Status::RnrRetryExceeded), current);
+        }
+        let qp = self.qp_mut(at)?;
+        qp.current = Some(current);
+        qp.counters.rnr_waits += 1;
+        self.await_receive(at, responder);
+        let deadline = self.now.saturating_add(rnr_timer_ns(timer));
+        self.wait(at, Wait::Receive, Some(deadline));
+        Some(false)
+    }
+
+    /// Nobody answers: tries again after the timeout, as often as the retry count allows.
+    fn no_peer(&mut self, at: QpRef, current: Box<Current>) -> Option<bool> {
+        let attributes = self.qp(at)?.attributes;
+        if current.progress.timeouts > attributes.retry_count {
+            if let Some(device) = self.device_mut(at.device) {
+                device.counters.req_transport_retries_exceeded += 1;
+            }
+            return self.finish(at, Step::Failed(Status::RetryExceeded), current);
+        }
+        self.qp_mut(at)?.current = Some(current);
+        let deadline = ack_timeout_ns(attributes.timeout).map(|timeout| self.now.saturating_add(timeout));
+        self.wait(at, Wait::Peer, deadline);
+        Some(false)
+    }
+}

@@ -1,0 +1,330 @@
+//! The active list, waits and their timers.
+//!
+//! A queue pair is on the active list (it gets turns), or waits with a timer or without, or is idle. A wait ends by its timer or
+//! by [`Engine::wake`]; a doorbell doesn't end it, since the queue will be looked at afterwards anyway.
+
+use crate::names::{ContextHandle, DeviceId, QpHandle, SrqHandle};
+use crate::objects::{ObjectRef, QpRef, Wait};
+use crate::provider::{Provider, ReceiveQueue, SendQueue};
+
+use super::{Engine, Scan, Timer};
+use crate::attributes::QpState;
+
+/// RNR timer codes in units of 10 microseconds (IBTA table 45); code 0 is the longest.
+const RNR_TIMERS: [u32; 32] = [
+    65_536, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048,
+    3072, 4096, 6144, 8192, 12_288, 16_384, 24_576, 32_768, 49_152,
+];
+
+/// How long an RNR timer code is, nanoseconds.
+pub(crate) fn rnr_timer_ns(code: u8) -> u64 {
+    u64::from(RNR_TIMERS[usize::from(code % 32)]) * 10_000
+}
+
+/// How long a local ACK timeout code is, nanoseconds; `None` is for ever.
+pub(crate) fn ack_timeout_ns(code: u8) -> Option<u64> {
+    match code % 32 {
+        0 => None,
+        code => Some(4096u64 << code),
+    }
+}
+
+impl<P: Provider> Engine<P> {
+    /// Puts a queue pair on the active list, unless it is there.
+    #[inline]
+    pub(crate) fn activate(&mut self, at: QpRef) {
+        if let Some(qp) = self.qp_mut(at) {
+            qp.empty_looks = 0;
+            if !qp.active {
+                self.enlist(at);
+            }
+        }
+    }
+
+    /// Appends a queue pair to its device's active list.
+    #[inline]
+    pub(super) fn enlist(&mut self, at: QpRef) {
+        let Some(device) = self.device_mut(at.device) else { return };
+        let Some(qp) = device.qps.get_mut(at.handle) else { return };
+        qp.active = true;
+        device.active.push_back(at);
+        if !std::mem::replace(&mut device.scheduled, true) {
+            self.active.push_back(at.device);
+        }
+        self.active_qps += 1;
+    }
+
+    /// The next queue pair to get a turn.
+    #[inline]
+    pub(super) fn next_active(&mut self) -> Option<QpRef> {
+        loop {
+            let index = self.active.pop_front()?;
+            let Some(device) = self.device_mut(index) else { continue };
+            let Some(at) = device.active.pop_front() else {
+                device.scheduled = false;
+                continue;
+            };
+            self.active.push_back(index);
+            self.active_qps -= 1;
+            return Some(at);
+        }
+    }
+
+    /// Takes a queue pair off the list of those that wait at a shared receive queue.
+    pub(crate) fn stop_awaiting(&mut self, at: QpRef, awaits: Option<(u32, ObjectRef)>) {
+        let Some((device, shared)) = awaits else { return };
+        if let Some(srq) = self.device_mut(device).and_then(|device| device.srqs.get_mut(shared.handle))
+            && srq.stamp == shared.stamp
+        {
+            srq.waiters.retain(|waiter| *waiter != at);
+        }
+    }
+
+    /// Lets a send queue wait, until `deadline` at the latest if there is one.
+    pub(crate) fn wait(&mut self, at: QpRef, wait: Wait, deadline: Option<u64>) {
+        self.end_wait(at);
+        if let Some(qp) = self.qp_mut(at) {
+            qp.wait = wait;
+            qp.deadline = deadline;
+            if let Some(deadline) = deadline {
+                self.timers.insert((deadline, Timer::Qp(at)));
+            }
+        }
+    }
+
+    fn end_wait(&mut self, at: QpRef) {
+        let Some(qp) = self.qp_mut(at) else { return };
+        let (wait, deadline) = (std::mem::replace(&mut qp.wait, Wait::None), qp.deadline.take());
+        if let Some(deadline) = deadline {
+            self.timers.remove(&(deadline, Timer::Qp(at)));
+        }
+        if wait == Wait::Rate
+            && let Some(device) = self.device_mut(at.device)
+        {
+            device.throttled.retain(|waiting| *waiting != at);
+        }
+    }
+
+    /// Ends a wait without its timer having run out.
+    pub(crate) fn wake(&mut self, at: QpRef) {
+        self.end_wait(at);
+        self.activate(at);
+    }
+
+    /// Timers that have run out.
+    pub(super) fn run_timers(&mut self) -> bool {
+        let mut worked = false;
+        for _ in 0..self.config.timers_per_poll {
+            let Some(&(deadline, timer)) = self.timers.first() else { break };
+            if deadline > self.now {
+                break;
+            }
+            self.timers.pop_first();
+            worked = true;
+            match timer {
+                Timer::Device(device) => self.release_throttled(device, RELEASED_AT_ONCE),
+                Timer::Qp(at) => self.timer_expired(at),
+            }
+        }
+        worked
+    }
+
+    fn timer_expired(&mut self, at: QpRef) {
+        let Some(qp) = self.qp_mut(at) else { return };
+        qp.deadline = None;
+        if let Some(current) = &mut qp.current {
+            match qp.wait {
+                Wait::Receive => current.progress.rnr_waits = current.progress.rnr_waits.saturating_add(1),
+                Wait::Peer => current.progress.timeouts = current.progress.timeouts.saturating_add(1),
+                Wait::None | Wait::Rate => {}
+            }
+        }
+        let timed_out = qp.wait == Wait::Peer;
+        qp.wait = Wait::None;
+        if timed_out && let Some(device) = self.device_mut(at.device) {
+            device.counters.local_ack_timeout_err += 1;
+        }
+        self.activate(at);
+    }
+
+    /// Lets a queue pair wait for its VM's rate limit.
+    pub(super) fn throttle(&mut self, at: QpRef, until: u64) {
+        self.wait(at, Wait::Rate, None);
+        let Some(device) = self.device_mut(at.device) else { return };
+        device.counters.throttled += 1;
+        let first = device.throttled.is_empty();
+        device.throttled.push_back(at);
+        if first {
+            self.timers.insert((until, Timer::Device(at.device)));
+        }
+    }
+
+    /// The rate limit allows more: some of those that wait for it go on, in the order in which they came.
+    pub(super) fn release_throttled(&mut self, device: u32, most: usize) {
+        let now = self.now;
+        let Some(found) = self.device_mut(device) else { return };
+        let until = found.throttled_until(now);
+        let count = if until.is_some() { 0 } else { most.min(found.throttled.len()) };
+        let released: Vec<QpRef> = found.throttled.drain(..count).collect();
+        let more = !found.throttled.is_empty();
+        self.timers.retain(|(_, timer)| !(most == usize::MAX && *timer == Timer::Device(device)));
+        if more {
+            self.timers.insert((until.unwrap_or(now + 1), Timer::Device(device)));
+        }
+        for at in released {
+            if let Some(qp) = self.qp_mut(at).filter(|qp| qp.wait == Wait::Rate) {
+                qp.wait = Wait::None;
+                self.activate(at);
+            }
+        }
+    }
+
+    /// A send request was posted. A hint: unknown handles are ignored.
+    #[inline]
+    pub fn doorbell_send(&mut self, device: DeviceId, qp: QpHandle) {
+        if let Some(at) = self.qp_ref(device, qp) {
+            self.activate(at);
+        }
+    }
+
+    /// A receive request was posted. A hint: unknown handles are ignored.
+    #[inline]
+    pub fn doorbell_receive(&mut self, device: DeviceId, qp: QpHandle) {
+        if let Some(at) = self.qp_ref(device, qp) {
+            self.look_at_receives(at);
+        }
+    }
+
+    /// A receive request was posted to a shared queue. A hint: unknown handles are ignored.
+    pub fn doorbell_srq(&mut self, device: DeviceId, srq: SrqHandle) {
+        let Some(found) = self.device_mut(device.0) else { return };
+        if !found.enabled {
+            return;
+        }
+        let Some(srq) = found.srqs.get_mut(srq.0) else { return };
+        if srq.waiters.is_empty() {
+            return;
+        }
+        let available = srq.ring.available(&found.memory) as usize;
+        let woken: Vec<QpRef> = srq.waiters.drain(..available.min(srq.waiters.len())).collect();
+        for waiter in woken {
+            if let Some(qp) = self.qp_mut(waiter) {
+                qp.awaits = None;
+            }
+            self.wake(waiter);
+        }
+    }
+
+    /// Receives may have come: whoever waits for them goes on, and in the error state they are flushed.
+    fn look_at_receives(&mut self, at: QpRef) {
+        let Some(device) = self.device(at.device) else { return };
+        let Some(qp) = device.qps.get(at.handle) else { return };
+        if !device.enabled || (qp.waiter.is_none() && qp.state != QpState::Error) {
+            return;
+        }
+        let posted = qp.receive_queue.as_ref().is_some_and(|queue| queue.available(&device.memory) > 0);
+        if !posted {
+            return;
+        }
+        let (flush, waiter) = (qp.state == QpState::Error, qp.waiter);
+        if flush {
+            self.activate(at);
+        }
+        if let Some(waiter) = waiter {
+            if let Some(qp) = self.qp_mut(at) {
+                qp.waiter = None;
+            }
+            self.wake(waiter);
+        }
+    }
+
+    /// A doorbell of this context may have been overwritten: all its queue pairs and shared receive queues are looked
+    /// at, over the next polls (spec pvrdma 14.2).
+    pub fn scan_context(&mut self, device: DeviceId, context: ContextHandle) {
+        let Some(found) = self.device_mut(device.0) else { return };
+        let Some(owner) = found.contexts.get_mut(context.0) else { return };
+        if owner.scanning {
+            owner.scan_again = true;
+            return;
+        }
+        owner.scanning = true;
+        let stamp = owner.stamp;
+        self.scans.push_back(Scan { device: device.0, context: context.0, stamp, position: 0 });
+    }
+
+    /// Goes on with the scans, as far as a poll may.
+    pub(super) fn run_scans(&mut self) {
+        let mut budget = self.config.scans_per_poll as usize;
+        while budget > 0 {
+            let Some(mut scan) = self.scans.pop_front() else { return };
+            let Some(device) = self.device(scan.device) else { continue };
+            let Some(context) = device.contexts.get(scan.context).filter(|c| c.stamp == scan.stamp) else {
+                continue;
+            };
+            if scan.position == 0 {
+                for srq in context.srqs.clone() {
+                    self.doorbell_srq(DeviceId(scan.device), SrqHandle(srq));
+                }
+            }
+            while budget > 0 && self.scan_one(&scan) {
+                scan.position += 1;
+                budget -= 1;
+            }
+            if budget == 0 {
+                self.scans.push_back(scan);
+                return;
+            }
+            self.end_scan(&scan);
+            budget -= 1;
+        }
+    }
+
+    /// Looks at a scan's next queue pair; `false` when there is none.
+    fn scan_one(&mut self, scan: &Scan) -> bool {
+        let Some(device) = self.device(scan.device) else { return false };
+        let Some(context) = device.contexts.get(scan.context) else { return false };
+        let Some(&handle) = context.qps.get(scan.position) else { return false };
+        let Some(qp) = device.qps.get(handle) else { return true };
+        if !device.enabled || matches!(qp.state, QpState::Reset) {
+            return true;
+        }
+        let at = QpRef { device: scan.device, handle, stamp: qp.stamp };
+        let sends = qp.state != QpState::Init
+            && qp.wait == Wait::None
+            && (qp.current.is_some() || qp.send_queue.pending(&device.memory));
+        if sends {
+            self.activate(at);
+        }
+        self.look_at_receives(at);
+        true
+    }
+
+    fn end_scan(&mut self, scan: &Scan) {
+        let Some(device) = self.device_mut(scan.device) else { return };
+        let Some(context) = device.contexts.get_mut(scan.context) else { return };
+        context.scanning = false;
+        if std::mem::take(&mut context.scan_again) {
+            self.scan_context(DeviceId(scan.device), ContextHandle(scan.context));
+        }
+    }
+}
+
+/// Queue pairs that a device's rate timer lets go at once. One: if it uses up what there is, the others keep their order, and
+/// it goes behind them; else the timer follows up.
+const RELEASED_AT_ONCE: usize = 1;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn timer_codes_are_those_of_the_specification() {
+        assert_eq!(rnr_timer_ns(0), 655_360_000);
+        assert_eq!(rnr_timer_ns(1), 10_000);
+        assert_eq!(rnr_timer_ns(14), 1_280_000);
+        assert_eq!(rnr_timer_ns(25), 61_440_000);
+        assert_eq!(rnr_timer_ns(31), 491_520_000);
+        assert_eq!(ack_timeout_ns(0), None);
+        assert_eq!(ack_timeout_ns(14), Some(67_108_864));
+    }
+}

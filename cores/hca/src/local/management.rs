@@ -1,0 +1,71 @@
+//! Work requests that change memory regions: local invalidate, fast registration, and SEND with invalidate's end.
+
+use crate::attributes::Access;
+use crate::engine::Engine;
+use crate::memory::{Extent, Forbidden, Kind};
+use crate::objects::QpRef;
+use crate::provider::Provider;
+use crate::work::{FastRegister, Status};
+
+use super::Step;
+
+impl<P: Provider> Engine<P> {
+    /// Ends a fast registration. Nothing is under way with its key then: requests are executed one at a time.
+    pub(super) fn local_invalidate(&mut self, at: QpRef, rkey: u32) -> Step {
+        let Some(pd) = self.qp(at).map(|qp| qp.pd) else { return Step::Failed(Status::General) };
+        let Some(device) = self.device_mut(at.device) else { return Step::Failed(Status::General) };
+        match device.regions.invalidate(rkey, pd) {
+            Ok(()) => Step::DONE,
+            Err(Forbidden) => Step::Failed(Status::MemoryBind),
+        }
+    }
+
+    /// Makes a fast-register region valid. It must not be so already.
+    pub(super) fn fast_register(&mut self, at: QpRef, request: &FastRegister) -> Step {
+        match self.registered(at, request) {
+            Some(()) => Step::DONE,
+            None => Step::Failed(Status::MemoryBind),
+        }
+    }
+
+    fn registered(&mut self, at: QpRef, request: &FastRegister) -> Option<()> {
+        let pd = self.qp(at)?.pd;
+        let device = self.device_mut(at.device)?;
+        let most = device.capabilities.max_mr_size;
+        let region = device.regions.of_key_mut(request.rkey).filter(|region| region.pd == pd)?;
+        let Kind::Fast { max_pages } = region.kind else { return None };
+        let first = request.iova % 4096;
+        let bytes = first.checked_add(request.length)?;
+        let fits = request.pages.len() <= max_pages as usize
+            && request.length > 0
+            && request.length <= most
+            && bytes.div_ceil(4096) <= request.pages.len() as u64;
+        if region.valid || !fits {
+            return None;
+        }
+        let access = Access::from_bits_truncate(request.access);
+        let start = if access.contains(Access::ZERO_BASED) { 0 } else { request.iova };
+        start.checked_add(request.length)?;
+        region.extent = Extent::from_pages(first, &request.pages)?;
+        region.start = start;
+        region.length = request.length;
+        region.access = access;
+        region.key = request.rkey;
+        region.valid = true;
+        Some(())
+    }
+
+    /// Whether a peer's SEND may invalidate a key of this queue pair.
+    pub(super) fn may_invalidate(&self, peer: QpRef, key: u32) -> Result<(), Forbidden> {
+        let pd = self.qp(peer).ok_or(Forbidden)?.pd;
+        self.device(peer.device).ok_or(Forbidden)?.regions.may_invalidate(key, pd)
+    }
+
+    pub(super) fn invalidate_remote(&mut self, peer: QpRef, key: u32) {
+        let Some(pd) = self.qp(peer).map(|qp| qp.pd) else { return };
+        if let Some(device) = self.device_mut(peer.device) {
+            // Checked by `may_invalidate`, in the same step.
+            let _ = device.regions.invalidate(key, pd);
+        }
+    }
+}

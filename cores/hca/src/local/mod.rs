@@ -1,0 +1,360 @@
+//! The local transport: both queue pairs are in this engine. Data moves with exactly one copy, from the sender's memory into the
+//! receiver's; requests are executed in order, one at a time per queue pair, so fences and the order of completions need
+//! nothing more.
+//!
+//! What a wire would do is kept: who may talk to whom (addresses, numbers, states, packet sequence numbers), which errors either
+//! end sees (spec rocev2 sections 7, 8 and 14), and how long a requester tries.
+//!
+//! **Packet sequence numbers.** Nothing carries them here, but both ends count them, as the packets of the path MTU would. A pair
+//! whose numbers don't agree when it connects is treated as a peer that doesn't answer: on a wire the requester's packets would be
+//! out of sequence, or worse, be taken for duplicates. So a wrong exchange of PSNs is found here as well.
+
+mod connected;
+mod datagram;
+mod management;
+mod one_sided;
+mod receive;
+
+use std::ops::Range;
+
+use dma::Dma;
+use dma::access::CopyFault;
+
+use crate::attributes::{Access, QpKind, QpState};
+use crate::engine::{Engine, PSN_MASK};
+use crate::memory::Forbidden;
+use crate::objects::{ObjectRef, Path, Progress, QpRef};
+use crate::provider::{Provider, SendQueue};
+use crate::work::{AsyncEvent, CompletedOperation, Completion, Operation, SendRequest, Sge, Status};
+
+/// What became of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// It is done.
+    Done {
+        /// For the completion.
+        byte_len: u32,
+    },
+    /// It failed.
+    Failed(Status),
+    /// A quantum of it is done.
+    More,
+    /// The responder has no receive posted.
+    NoReceive {
+        /// The responder's RNR timer code.
+        timer: u8,
+        /// The responder.
+        at: QpRef,
+    },
+    /// Nobody answers.
+    NoPeer,
+}
+
+impl Step {
+    const DONE: Self = Self::Done { byte_len: 0 };
+}
+
+/// Bytes of a scatter-gather list.
+#[inline]
+fn total(sges: &[Sge]) -> u64 {
+    // At most 16 elements of 32 bits.
+    sges.iter().map(|sge| u64::from(sge.length)).sum()
+}
+
+/// A length that was checked to be that of a message.
+#[inline]
+fn message_len(total: u64) -> u32 {
+    u32::try_from(total).unwrap_or(u32::MAX)
+}
+
+impl<P: Provider> Engine<P> {
+    /// Executes a request, or a quantum of it.
+    #[inline]
+    pub(crate) fn execute(&mut self, at: QpRef, request: &SendRequest, progress: &mut Progress) -> Step {
+        let Some(qp) = self.qp(at) else { return Step::Failed(Status::General) };
+        let kind = qp.kind;
+        let Some(device) = self.device(at.device) else { return Step::Failed(Status::General) };
+        if total(&request.sges) > u64::from(device.capabilities.max_message_bytes) {
+            return Step::Failed(Status::LocalLength);
+        }
+        match (&request.operation, kind) {
+            (Operation::Send { datagram: None, invalidate: None, immediate }, QpKind::Rc | QpKind::Uc) => {
+                self.send(at, request, *immediate, None, progress)
+            }
+            (Operation::Send { datagram: None, invalidate, immediate }, QpKind::Rc) => {
+                self.send(at, request, *immediate, *invalidate, progress)
+            }
+            (Operation::Write { remote, immediate }, QpKind::Rc | QpKind::Uc) => {
+                self.write(at, request, *remote, *immediate, progress)
+            }
+            (Operation::Read { remote }, QpKind::Rc) => self.read(at, request, *remote, progress),
+            (Operation::CompareSwap { remote, .. } | Operation::FetchAdd { remote, .. }, QpKind::Rc) => {
+                self.atomic(at, request, *remote, progress)
+            }
+            (
+                Operation::Send { datagram: Some(to), invalidate: None, immediate },
+                QpKind::Ud | QpKind::Gsi,
+            ) => self.datagram(at, request, to, *immediate),
+            (Operation::LocalInvalidate { rkey }, QpKind::Rc) => self.local_invalidate(at, *rkey),
+            (Operation::FastRegister(registration), QpKind::Rc) => self.fast_register(at, registration),
+            _ => Step::Failed(Status::LocalQpOperation),
+        }
+    }
+
+    /// Gives a send request's slot back, and then its completion where one is due.
+    #[inline]
+    pub(crate) fn complete_send(
+        &mut self,
+        at: QpRef,
+        wr_id: u64,
+        operation: CompletedOperation,
+        status: Status,
+        byte_len: u32,
+        signaled: bool,
+    ) {
+        let Some(device) = self.device_mut(at.device) else { return };
+        let Some(qp) = device.qps.get_mut(at.handle).filter(|qp| qp.stamp == at.stamp) else { return };
+        qp.send_queue.retire(&device.memory, 1);
+        match status {
+            Status::Success => {
+                qp.counters.requests += 1;
+                device.counters.requests += 1;
+                if !signaled && !qp.signal_all {
+                    return;
+                }
+            }
+            Status::Flushed => device.counters.req_cqe_flush_error += 1,
+            _ => {
+                device.counters.req_cqe_error += 1;
+                qp.counters.errors += 1;
+                match status {
+                    Status::RemoteAccess => device.counters.req_remote_access_errors += 1,
+                    Status::RemoteInvalidRequest => device.counters.req_remote_invalid_request += 1,
+                    _ => {}
+                }
+            }
+        }
+        let completion = Completion {
+            wr_id,
+            qp: qp.handle,
+            operation,
+            status,
+            byte_len,
+            immediate: None,
+            invalidated: None,
+            source: None,
+            grh: None,
+        };
+        let cq = qp.send_cq;
+        self.push(at.device, cq, &completion, false);
+    }
+
+    /// The peer of a connected queue pair, if it would answer. Looked up anew only when something in the engine has changed
+    /// that could matter.
+    #[inline]
+    fn peer(&mut self, at: QpRef) -> Option<QpRef> {
+        let qp = self.qp(at)?;
+        if qp.path_at != self.topology() {
+            let path = self.find_peer(at).map_or(Path::Unreachable, Path::Local);
+            let topology = self.topology();
+            let qp = self.qp_mut(at)?;
+            qp.path = path;
+            qp.path_at = topology;
+        }
+        match self.qp(at)?.path {
+            Path::Local(peer) => Some(peer),
+            Path::Unreachable => None,
+        }
+    }
+
+    /// Finds the queue pair that would take our packets: it has the address and number that we send to, is of our kind, in a
+    /// state to receive, and expects packets from our address, number and PSN.
+    fn find_peer(&self, at: QpRef) -> Option<QpRef> {
+        let device = self.device(at.device)?;
+        let qp = self.qp(at)?;
+        let dgid = qp.attributes.address.dgid;
+        // Replies must find their way, and both addresses be of one family.
+        if self.owner_of(device.segment, qp.source_gid)? != at.device
+            || dgid.ipv4().is_some() != qp.source_gid.ipv4().is_some()
+        {
+            return None;
+        }
+        let owner = self.owner_of(device.segment, dgid)?;
+        let there = self.device(owner).filter(|there| there.enabled)?;
+        let peer = there.qp_by_number(qp.attributes.destination_qpn)?;
+        let answers = peer.kind == qp.kind
+            && peer.receives()
+            && peer.state != QpState::SendQueueError
+            && peer.source_gid == dgid
+            && peer.attributes.address.dgid == qp.source_gid
+            && peer.attributes.destination_qpn == qp.qpn
+            // Unreliable responders take up whatever PSN the next message begins with.
+            && (qp.kind == QpKind::Uc || peer.attributes.rq_psn == qp.attributes.sq_psn);
+        answers.then_some(QpRef { device: owner, handle: peer.handle.0, stamp: peer.stamp })
+    }
+
+    /// A peer that answers, for a request that may have begun with another one.
+    #[inline]
+    fn peer_for(&mut self, at: QpRef, progress: &mut Progress) -> Option<QpRef> {
+        let peer = self.peer(at)?;
+        let incarnation = self.qp(peer)?.incarnation;
+        if progress.peer != Some(peer) || progress.incarnation != incarnation {
+            *progress = Progress { peer: Some(peer), incarnation, ..*progress };
+            progress.offset = 0;
+        }
+        Some(peer)
+    }
+
+    /// What a missing peer means: a reliable requester tries again, an unreliable one never learns of it.
+    #[inline]
+    fn unanswered(&self, at: QpRef) -> Step {
+        if self.qp(at).is_some_and(|qp| qp.kind == QpKind::Rc) { Step::NoPeer } else { Step::DONE }
+    }
+
+    /// Translates a part of the own scatter-gather list into the copy's source.
+    #[inline]
+    fn gather_source(
+        &mut self,
+        at: QpRef,
+        sges: &[Sge],
+        total: u64,
+        part: Range<u64>,
+    ) -> Result<(), Forbidden> {
+        let (devices, scratch) = self.split_source();
+        let device = devices.get(at.device as usize).and_then(|d| d.as_deref()).ok_or(Forbidden)?;
+        let pd = device.qps.get(at.handle).ok_or(Forbidden)?.pd;
+        device.regions.gather(pd, sges, total, part, Access::empty(), scratch)
+    }
+
+    /// Translates a part of a scatter-gather list that is written into the copy's target. `srq` names the protection domain of
+    /// receives from a shared queue.
+    #[inline]
+    fn gather_target(
+        &mut self,
+        at: QpRef,
+        srq: Option<ObjectRef>,
+        sges: &[Sge],
+        total: u64,
+        part: Range<u64>,
+    ) -> Result<(), Forbidden> {
+        let (devices, scratch) = self.split_target();
+        let device = devices.get(at.device as usize).and_then(|d| d.as_deref()).ok_or(Forbidden)?;
+        let pd = match srq {
+            Some(srq) => device.srqs.get(srq.handle).ok_or(Forbidden)?.pd,
+            None => device.qps.get(at.handle).ok_or(Forbidden)?.pd,
+        };
+        device.regions.gather(pd, sges, total, part, Access::LOCAL_WRITE, scratch)
+    }
+
+    /// Copies what was gathered: source to target, exactly once.
+    #[inline]
+    fn copy(&self, from: u32, to: u32) -> Result<(), CopyFault> {
+        let (Some(from), Some(to)) = (self.device(from), self.device(to)) else { return Ok(()) };
+        let (sources, targets) = self.pieces();
+        if let ([source], [target]) = (sources, targets) {
+            return from.memory.copy_to(
+                source.address,
+                &to.memory,
+                target.address,
+                source.len.min(target.len),
+            );
+        }
+        let mut targets = targets.iter().copied();
+        let Some(mut target) = targets.next() else { return Ok(()) };
+        for source in sources {
+            let mut source = *source;
+            while source.len > 0 {
+                if target.len == 0 {
+                    match targets.next() {
+                        Some(next) => target = next,
+                        None => return Ok(()),
+                    }
+                    continue;
+                }
+                let len = source.len.min(target.len);
+                from.memory.copy_to(source.address, &to.memory, target.address, len)?;
+                source.address += len;
+                source.len -= len;
+                target.address += len;
+                target.len -= len;
+            }
+        }
+        Ok(())
+    }
+
+    /// Accounts for a message between connected queue pairs: `forward` bytes went to the responder, `back` bytes came from it.
+    #[inline]
+    fn account(&mut self, at: QpRef, peer: QpRef, forward: u64, back: u64) {
+        let Some(qp) = self.qp_mut(at) else { return };
+        let shift = qp.path_mtu_shift();
+        let bytes = forward + back;
+        let packets = (bytes.saturating_sub(1) >> shift) + 1;
+        let step = u32::try_from(packets).unwrap_or(0);
+        qp.attributes.sq_psn = qp.attributes.sq_psn.wrapping_add(step) & PSN_MASK;
+        qp.counters.bytes += bytes;
+        let (sent, received) = if back > 0 { (1, packets) } else { (packets, 1) };
+        if let Some(device) = self.device_mut(at.device) {
+            device.counters.port_xmit_data += forward.div_ceil(4);
+            device.counters.port_rcv_data += back.div_ceil(4);
+            device.counters.port_xmit_packets += sent;
+            device.counters.port_rcv_packets += received;
+        }
+        let Some(responder) = self.qp_mut(peer) else { return };
+        responder.attributes.rq_psn = responder.attributes.rq_psn.wrapping_add(step) & PSN_MASK;
+        responder.counters.served_bytes += bytes;
+        let handle = responder.handle;
+        if responder.state == QpState::ReadyToReceive && !responder.established {
+            responder.established = true;
+            self.event(peer.device, AsyncEvent::CommunicationEstablished(handle));
+        }
+        if let Some(device) = self.device_mut(peer.device) {
+            device.counters.port_rcv_data += forward.div_ceil(4);
+            device.counters.port_xmit_data += back.div_ceil(4);
+            device.counters.port_rcv_packets += sent;
+            device.counters.port_xmit_packets += received;
+        }
+    }
+
+    /// The bytes of a message of `total` that this step moves.
+    #[inline]
+    fn part(&self, total: u64, progress: &Progress) -> Range<u64> {
+        progress.offset..total.min(progress.offset.saturating_add(self.quantum_bytes()))
+    }
+
+    /// Charges bytes that were moved to the VM's rate limit.
+    #[inline]
+    fn charge(&mut self, at: QpRef, bytes: u64) {
+        let now = self.now();
+        if let Some(device) = self.device_mut(at.device) {
+            device.bytes.spend(now, bytes);
+        }
+    }
+
+    /// The responder refuses a request: it fails with the event, and the requester with the status. Unreliable requesters
+    /// learn nothing and responders go on.
+    fn refuse(
+        &mut self,
+        at: QpRef,
+        peer: QpRef,
+        status: Status,
+        event: Option<fn(crate::names::QpHandle) -> AsyncEvent>,
+    ) -> Step {
+        let Some(responder) = self.qp(peer) else { return Step::NoPeer };
+        if responder.kind != QpKind::Rc {
+            return Step::DONE;
+        }
+        let handle = responder.handle;
+        if status == Status::RemoteAccess
+            && let Some(device) = self.device_mut(peer.device)
+        {
+            device.counters.resp_remote_access_errors += 1;
+        }
+        if let Some(event) = event {
+            self.event(peer.device, event(handle));
+        }
+        if peer != at {
+            self.enter_error(peer);
+        }
+        Step::Failed(status)
+    }
+}

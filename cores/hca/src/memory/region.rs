@@ -1,0 +1,121 @@
+//! One memory region.
+
+use crate::attributes::Access;
+
+use super::Piece;
+
+/// x86-64 base page, bytes.
+const PAGE: u64 = 4096;
+
+/// What a region was made by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Registration of user memory by a page list.
+    User,
+    /// All of guest memory, by guest addresses; for local use only.
+    Dma,
+    /// Fast registration: pages come with work requests.
+    Fast {
+        /// Most pages of a registration.
+        max_pages: u32,
+    },
+}
+
+/// Where a region's bytes are, by offset into the region.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Extent {
+    /// Offsets are guest addresses.
+    Identity,
+    /// One contiguous range from this guest address on.
+    Single(u64),
+    /// Several runs.
+    Runs(Box<[Run]>),
+}
+
+/// A contiguous part of a region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Run {
+    /// First offset into the region.
+    pub offset: u64,
+    /// Its guest address.
+    pub address: u64,
+}
+
+impl Extent {
+    /// From a page list; `first` is the offset into the first page. Neighbours that are contiguous are joined. `None` when a
+    /// page is not aligned or wraps around.
+    pub fn from_pages(first: u64, pages: &[u64]) -> Option<Self> {
+        let mut runs: Vec<Run> = Vec::new();
+        let mut expected = None;
+        for (index, &page) in (0u64..).zip(pages) {
+            if page % PAGE != 0 {
+                return None;
+            }
+            if expected != Some(page) {
+                // The first run starts inside of its page, all others at a page's begin.
+                let run = if index == 0 {
+                    Run { offset: 0, address: page + first }
+                } else {
+                    Run { offset: index * PAGE - first, address: page }
+                };
+                runs.push(run);
+            }
+            expected = Some(page.checked_add(PAGE)?);
+        }
+        match runs.as_slice() {
+            [] => None,
+            [run] => Some(Self::Single(run.address)),
+            _ => Some(Self::Runs(runs.into())),
+        }
+    }
+}
+
+/// A memory region.
+#[derive(Debug)]
+pub(crate) struct Region {
+    /// lkey and rkey.
+    pub key: u32,
+    /// Owner.
+    pub pd: u32,
+    pub access: Access,
+    /// Fast-register regions are invalid until registered.
+    pub valid: bool,
+    pub kind: Kind,
+    /// First address as requests name it.
+    pub start: u64,
+    /// Bytes.
+    pub length: u64,
+    pub extent: Extent,
+}
+
+impl Region {
+    /// Offset of `address` when `length` bytes from there lie in the region.
+    #[inline]
+    pub fn offset_of(&self, address: u64, length: u64) -> Option<u64> {
+        let offset = address.checked_sub(self.start)?;
+        (offset.checked_add(length)? <= self.length).then_some(offset)
+    }
+
+    /// Appends the pieces that `len` bytes from `offset` on consist of; the range was checked.
+    #[inline]
+    pub fn pieces(&self, offset: u64, len: u64, into: &mut Vec<Piece>) {
+        match &self.extent {
+            Extent::Identity => into.push(Piece { address: offset, len }),
+            Extent::Single(base) => into.push(Piece { address: base + offset, len }),
+            Extent::Runs(runs) => Self::run_pieces(runs, offset, len, into),
+        }
+    }
+
+    fn run_pieces(runs: &[Run], mut offset: u64, mut len: u64, into: &mut Vec<Piece>) {
+        let mut index = runs.partition_point(|run| run.offset <= offset).saturating_sub(1);
+        while len > 0 {
+            let run = runs[index];
+            let end = runs.get(index + 1).map_or(u64::MAX, |next| next.offset);
+            let now = len.min(end - offset);
+            into.push(Piece { address: run.address + (offset - run.offset), len: now });
+            offset += now;
+            len -= now;
+            index += 1;
+        }
+    }
+}

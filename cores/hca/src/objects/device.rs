@@ -1,0 +1,154 @@
+//! A device: one HCA of one VM, with all that it owns.
+
+use std::collections::VecDeque;
+
+use crate::counters::DeviceCounters;
+use crate::limits::{Bucket, Capabilities, Limits};
+use crate::memory::Regions;
+use crate::names::{Gid, SegmentId};
+use crate::provider::Provider;
+use crate::table::Table;
+
+use super::{Cq, Qp, QpRef};
+
+/// A user process's context, or the guest kernel's (0).
+#[derive(Debug, Default)]
+pub(crate) struct Context {
+    pub stamp: u64,
+    /// Its queue pairs.
+    pub qps: Vec<u32>,
+    /// Its shared receive queues.
+    pub srqs: Vec<u32>,
+    /// Protection domains and completion queues.
+    pub owned: u32,
+    /// Arms of its completion queues reach us exactly.
+    pub exact: bool,
+    /// A scan is under way.
+    pub scanning: bool,
+    /// Another scan is due after it.
+    pub scan_again: bool,
+}
+
+/// A protection domain.
+#[derive(Debug)]
+pub(crate) struct Pd {
+    pub context: u32,
+    /// Memory regions, queue pairs, shared receive queues.
+    pub owned: u32,
+}
+
+/// A shared receive queue.
+pub(crate) struct Srq<R> {
+    pub stamp: u64,
+    pub ring: R,
+    pub pd: u32,
+    pub context: u32,
+    pub max_wr: u32,
+    pub max_sge: u32,
+    /// Below so many requests the event is due, once; 0 is unarmed.
+    pub limit: u32,
+    /// Queue pairs attached.
+    pub users: Vec<u32>,
+    /// Requesters that wait for a receive here.
+    pub waiters: VecDeque<QpRef>,
+}
+
+/// A GID table entry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct GidEntry {
+    pub gid: Gid,
+    pub mac: [u8; 6],
+}
+
+/// A device.
+pub(crate) struct Device<P: Provider> {
+    pub name: String,
+    pub segment: SegmentId,
+    pub memory: P::Memory,
+    /// May access guest memory (bus master).
+    pub enabled: bool,
+    pub capabilities: Capabilities,
+    pub limits: Limits,
+    pub exact: bool,
+    pub contexts: Table<Context>,
+    pub pds: Table<Pd>,
+    pub regions: Regions,
+    pub cqs: Table<Cq<P::CompletionQueue>>,
+    pub srqs: Table<Srq<P::ReceiveQueue>>,
+    pub qps: Table<Box<Qp<P>>>,
+    /// Handle of the general services queue pair, 0 if there is none.
+    pub gsi: u32,
+    pub gids: Vec<Option<GidEntry>>,
+    pub registered_bytes: u64,
+    pub messages: Bucket,
+    pub bytes: Bucket,
+    /// Queue pairs that get turns.
+    pub active: VecDeque<QpRef>,
+    /// It is among the devices that get turns.
+    pub scheduled: bool,
+    /// Queue pairs that wait for the rate limit.
+    pub throttled: VecDeque<QpRef>,
+    pub counters: DeviceCounters,
+}
+
+impl<P: Provider> Device<P> {
+    pub fn new(
+        name: String,
+        segment: SegmentId,
+        capabilities: Capabilities,
+        limits: Limits,
+        memory: P::Memory,
+    ) -> Self {
+        let mut device = Self {
+            name,
+            segment,
+            memory,
+            enabled: true,
+            capabilities,
+            limits,
+            exact: false,
+            contexts: Table::new(capabilities.max_contexts),
+            pds: Table::new(capabilities.max_pd.min(1 << 24)),
+            regions: Regions::new(capabilities.max_mr),
+            cqs: Table::new(capabilities.max_cq),
+            srqs: Table::new(capabilities.max_srq),
+            qps: Table::new(capabilities.max_qp),
+            gsi: 0,
+            gids: vec![None; capabilities.gid_table_len as usize],
+            registered_bytes: 0,
+            messages: Bucket::default(),
+            bytes: Bucket::default(),
+            active: VecDeque::new(),
+            scheduled: false,
+            throttled: VecDeque::new(),
+            counters: DeviceCounters::default(),
+        };
+        device.contexts.set_zero(Context::default());
+        device.set_limits(limits);
+        device
+    }
+
+    pub fn set_limits(&mut self, limits: Limits) {
+        self.limits = limits;
+        self.messages.set_rate(limits.messages_per_second);
+        self.bytes.set_rate(limits.bytes_per_second);
+    }
+
+    /// The GID at an index of the table.
+    pub fn gid(&self, index: u8) -> Option<Gid> {
+        Some(self.gids.get(usize::from(index))?.as_ref()?.gid)
+    }
+
+    /// The queue pair with a number.
+    #[inline]
+    pub fn qp_by_number(&self, qpn: crate::names::Qpn) -> Option<&Qp<P>> {
+        let handle = if qpn == crate::names::GSI { self.gsi } else { qpn.0 & 0xFFFF };
+        self.qps.get(handle).map(Box::as_ref).filter(|qp| qp.qpn == qpn)
+    }
+
+    /// Until when the rate limit forbids another message.
+    #[inline]
+    pub fn throttled_until(&self, now: u64) -> Option<u64> {
+        self.messages.blocked_until(now).max(self.bytes.blocked_until(now))
+    }
+}

@@ -1,0 +1,32 @@
+//! Verbs objects. Plain data: they name each other by handle, and by a stamp that is never used twice.
+
+mod cq;
+mod device;
+mod qp;
+
+pub(crate) use cq::{Cq, NOT_NOTIFIED};
+pub(crate) use device::{Context, Device, GidEntry, Pd, Srq};
+pub(crate) use qp::{Current, Path, Progress, Qp, Wait};
+
+/// An object of a device. Handles are reused, stamps are not, so a reference to what is gone leads nowhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct ObjectRef {
+    pub handle: u32,
+    pub stamp: u64,
+}
+
+/// A queue pair of any device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct QpRef {
+    pub device: u32,
+    pub handle: u32,
+    pub stamp: u64,
+}
+
+/// A completion queue of any device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct CqRef {
+    pub device: u32,
+    pub handle: u32,
+    pub stamp: u64,
+}

@@ -1,0 +1,117 @@
+//! A queue pair.
+
+use crate::attributes::{QpAttributes, QpKind, QpState};
+use crate::counters::QpCounters;
+use crate::names::{Gid, QpHandle, Qpn};
+use crate::provider::Provider;
+use crate::work::{ReceiveRequest, SendRequest};
+
+use super::{ObjectRef, QpRef};
+
+/// How a connected queue pair reaches its peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Path {
+    /// Nobody answers there, or not to us.
+    Unreachable,
+    /// A queue pair of this engine.
+    Local(QpRef),
+}
+
+/// What a send queue waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Wait {
+    /// Nothing.
+    None,
+    /// A receive at the peer.
+    Receive,
+    /// A peer that answers.
+    Peer,
+    /// The VM's rate limit.
+    Rate,
+}
+
+/// How far a request has come.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Progress {
+    /// Bytes done.
+    pub offset: u64,
+    /// Who got them. Another one starts from the beginning.
+    pub peer: Option<QpRef>,
+    /// The responder's incarnation that got them.
+    pub incarnation: u32,
+    /// Waits for a receive without success.
+    pub rnr_waits: u8,
+    /// Timeouts without an answer.
+    pub timeouts: u8,
+}
+
+/// The request that a send queue is at, when it could not be done in one go.
+#[derive(Debug)]
+pub(crate) struct Current {
+    pub request: SendRequest,
+    pub progress: Progress,
+}
+
+/// A queue pair.
+pub(crate) struct Qp<P: Provider> {
+    pub stamp: u64,
+    pub state: QpState,
+    pub kind: QpKind,
+    /// It is on the active list.
+    pub active: bool,
+    pub signal_all: bool,
+    /// Looks in a row that found nothing to do.
+    pub empty_looks: u32,
+    pub wait: Wait,
+    pub pd: u32,
+    pub path: Path,
+    /// Engine's topology at which `path` was found; any change asks for another look.
+    pub path_at: u64,
+    pub send_cq: ObjectRef,
+    pub receive_cq: ObjectRef,
+    pub current: Option<Box<Current>>,
+    /// A receive that was taken from the ring and is not completed: partly filled, or left over from a dropped datagram.
+    pub stashed: Option<Box<ReceiveRequest>>,
+    /// The requester that waits for a receive here.
+    pub waiter: Option<QpRef>,
+    pub send_queue: P::SendQueue,
+    pub receive_queue: Option<P::ReceiveQueue>,
+    pub srq: Option<ObjectRef>,
+
+    pub handle: QpHandle,
+    pub qpn: Qpn,
+    /// The context of its protection domain.
+    pub context: u32,
+    /// Times that it left RESET.
+    pub incarnation: u32,
+    pub attributes: QpAttributes,
+    /// Own address, copied from the GID table when the path was set.
+    pub source_gid: Gid,
+    /// The first message in RTR was reported.
+    pub established: bool,
+    /// When the timer runs out, if one runs.
+    pub deadline: Option<u64>,
+    /// The shared receive queue (and its device) at which it is listed as waiting.
+    pub awaits: Option<(u32, ObjectRef)>,
+    pub counters: QpCounters,
+}
+
+impl<P: Provider> Qp<P> {
+    /// Whether peers' messages are taken.
+    #[inline]
+    pub fn receives(&self) -> bool {
+        matches!(
+            self.state,
+            QpState::ReadyToReceive
+                | QpState::ReadyToSend
+                | QpState::SendQueueDrained
+                | QpState::SendQueueError
+        )
+    }
+
+    /// Bytes per packet on its path.
+    #[inline]
+    pub fn path_mtu_shift(&self) -> u32 {
+        u32::from(self.attributes.path_mtu.clamp(1, 5)) + 7
+    }
+}

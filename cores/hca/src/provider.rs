@@ -1,0 +1,101 @@
+//! What a guest ABI implements so that the engine can serve it, and what it is told.
+//!
+//! ```text
+//! guest writes WQE, tail ──▶ SendQueue::fetch ──▶ engine executes ──▶ SendQueue::retire (head)
+//!                                                        │           then CompletionQueue::push
+//! guest writes RQE, tail ──▶ ReceiveQueue::take ─────────┘                 then Sink::completion_event, if armed
+//! ```
+
+use dma::Dma;
+
+use crate::names::{CqHandle, DeviceId};
+use crate::work::{AsyncEvent, Completion, Malformed, ReceiveRequest, SendRequest};
+
+/// A guest ABI: its rings, and how guest memory is reached. One type per engine; a device that speaks another ABI is another
+/// variant of the same provider.
+pub trait Provider: Sized + 'static {
+    /// Guest memory of one VM; cheap to clone.
+    type Memory: Dma + Clone;
+    /// A send queue.
+    type SendQueue: SendQueue<Self::Memory>;
+    /// A receive queue, of one queue pair or shared.
+    type ReceiveQueue: ReceiveQueue<Self::Memory>;
+    /// A completion queue.
+    type CompletionQueue: CompletionQueue<Self::Memory>;
+}
+
+/// One look at a ring.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Fetched<T> {
+    /// Nothing new.
+    Empty,
+    /// A request, copied out of guest memory.
+    Request(T),
+    /// A request that can't be executed; it takes part in order and completes with an error.
+    Malformed {
+        /// As it stands in the ring.
+        wr_id: u64,
+        /// What is wrong.
+        reason: Malformed,
+    },
+    /// The ring itself is unusable: its indices are invalid or its memory is gone. The queue pair fails.
+    Broken,
+}
+
+/// The send queue of one queue pair. The engine may hold several fetched requests; they retire in order.
+pub trait SendQueue<M: Dma> {
+    /// Starts at the ring's present consumer index; called when the queue pair leaves RESET.
+    fn start(&mut self, memory: &M);
+    /// Whether a request waits behind those fetched: one load, no side effect. A broken ring counts as work.
+    fn pending(&self, memory: &M) -> bool;
+    /// Copies the next request and moves the fetch position past it; the guest's head stays.
+    fn fetch(&mut self, memory: &M) -> Fetched<SendRequest>;
+    /// Gives the `count` oldest fetched requests' slots back to the guest. Before their completions are pushed.
+    fn retire(&mut self, memory: &M, count: u32);
+}
+
+/// A receive queue. Slots go back to the guest as soon as they are copied.
+pub trait ReceiveQueue<M: Dma> {
+    /// As [`SendQueue::start`].
+    fn start(&mut self, memory: &M);
+    /// How many requests wait. A broken ring has 0.
+    fn available(&self, memory: &M) -> u32;
+    /// Copies the next request and gives its slot back.
+    fn take(&mut self, memory: &M) -> Fetched<ReceiveRequest>;
+}
+
+/// A completion queue.
+pub trait CompletionQueue<M: Dma> {
+    /// Appends a completion and publishes it. Never touches entries that are published already.
+    fn push(&mut self, memory: &M, completion: &Completion) -> Result<(), CompletionQueueFailed>;
+    /// Where the guest's consumer stands, and whether anything is unconsumed. `None` when the ring is broken.
+    fn consumer(&self, memory: &M) -> Option<Consumer>;
+}
+
+/// The consumer's side of a completion queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Consumer {
+    /// Its index; changes whenever the guest consumed something.
+    pub position: u32,
+    /// Completions that it has not consumed.
+    pub unconsumed: u32,
+}
+
+/// A completion could not be delivered; the completion queue and its queue pairs fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum CompletionQueueFailed {
+    /// It is full.
+    #[error("The completion queue is full")]
+    Overrun,
+    /// Its indices are invalid or its memory is gone.
+    #[error("The completion queue's ring is broken")]
+    Broken,
+}
+
+/// Takes what the engine has to tell a guest. Called from within the engine: collect, don't call back.
+pub trait Sink {
+    /// A completion event is due. `false` when the event ring is full: the engine tries again later.
+    fn completion_event(&mut self, device: DeviceId, cq: CqHandle) -> bool;
+    /// An asynchronous event. The sink bounds how many it keeps.
+    fn async_event(&mut self, device: DeviceId, event: AsyncEvent);
+}

@@ -1,0 +1,112 @@
+//! Objects by handle.
+
+use std::collections::VecDeque;
+
+/// Freed handles wait until this many others were freed after them, so that a stale name rarely hits a new object.
+const QUARANTINE: usize = 64;
+
+/// A table of objects. Handles start at 1 and stay below the limit; freed ones are reused as late as possible.
+#[derive(Debug)]
+pub(crate) struct Table<T> {
+    slots: Vec<Option<T>>,
+    free: VecDeque<u32>,
+    limit: u32,
+    live: u32,
+}
+
+impl<T> Table<T> {
+    /// A table whose handles are below `limit`.
+    pub fn new(limit: u32) -> Self {
+        Self { slots: vec![None], free: VecDeque::new(), limit, live: 0 }
+    }
+
+    /// Objects in the table.
+    pub fn len(&self) -> u32 {
+        self.live
+    }
+
+    /// Adds what `make` makes of the new handle. `None` when all handles are taken.
+    pub fn insert(&mut self, make: impl FnOnce(u32) -> T) -> Option<u32> {
+        let next = u32::try_from(self.slots.len()).ok().filter(|next| *next < self.limit);
+        let handle = match next {
+            Some(next) if self.free.len() <= QUARANTINE => {
+                self.slots.push(None);
+                next
+            }
+            _ => self.free.pop_front()?,
+        };
+        self.slots[handle as usize] = Some(make(handle));
+        self.live += 1;
+        Some(handle)
+    }
+
+    /// Puts an object at handle 0, which [`Table::insert`] never gives out.
+    pub fn set_zero(&mut self, object: T) {
+        self.live += u32::from(self.slots[0].is_none());
+        self.slots[0] = Some(object);
+    }
+
+    #[inline]
+    pub fn get(&self, handle: u32) -> Option<&T> {
+        self.slots.get(handle as usize)?.as_ref()
+    }
+
+    #[inline]
+    pub fn get_mut(&mut self, handle: u32) -> Option<&mut T> {
+        self.slots.get_mut(handle as usize)?.as_mut()
+    }
+
+    pub fn remove(&mut self, handle: u32) -> Option<T> {
+        let object = self.slots.get_mut(handle as usize)?.take()?;
+        self.live -= 1;
+        if handle != 0 {
+            self.free.push_back(handle);
+        }
+        Some(object)
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
+        (0u32..).zip(&self.slots).filter_map(|(handle, slot)| Some((handle, slot.as_ref()?)))
+    }
+
+    pub fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut T)> {
+        (0u32..).zip(&mut self.slots).filter_map(|(handle, slot)| Some((handle, slot.as_mut()?)))
+    }
+
+    /// Handles of the objects that `which` names.
+    pub fn handles(&self, which: impl Fn(&T) -> bool) -> Vec<u32> {
+        self.iter().filter(|(_, object)| which(object)).map(|(handle, _)| handle).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn handles_start_at_one_and_stay_below_the_limit() {
+        let mut table = Table::new(4);
+        assert_eq!(
+            (0..5).map(|_| table.insert(|handle| handle)).collect::<Vec<_>>(),
+            [Some(1), Some(2), Some(3), None, None]
+        );
+        assert_eq!(table.remove(2), Some(2));
+        assert_eq!(table.remove(2), None);
+        assert_eq!(table.insert(|handle| handle), Some(2));
+        assert_eq!(table.len(), 3);
+    }
+
+    #[test]
+    fn a_freed_handle_is_reused_late() {
+        let mut table = Table::new(1000);
+        for _ in 0..QUARANTINE {
+            let handle = table.insert(|_| ()).unwrap();
+            table.remove(handle);
+        }
+        assert_ne!(table.insert(|_| ()), Some(1));
+        for handle in 0..200 {
+            table.remove(handle);
+        }
+        assert!((0..500).any(|_| table.insert(|_| ()) == Some(1)));
+    }
+}

@@ -1,0 +1,216 @@
+//! Rings in plain memory.
+
+use std::collections::VecDeque;
+use std::marker::PhantomData;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use dma::Dma;
+
+use crate::provider::{
+    CompletionQueue, CompletionQueueFailed, Consumer, Fetched, Provider, ReceiveQueue, SendQueue,
+};
+use crate::work::{Completion, Malformed, ReceiveRequest, SendRequest};
+
+/// The provider of these rings, over any memory.
+#[derive(Debug)]
+pub struct Rings<M>(PhantomData<M>);
+
+impl<M: Dma + Clone + 'static> Provider for Rings<M> {
+    type Memory = M;
+    type SendQueue = SendRing;
+    type ReceiveQueue = ReceiveRing;
+    type CompletionQueue = CompletionRing;
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+#[derive(Debug, Default)]
+struct Sends {
+    posted: VecDeque<Fetched<SendRequest>>,
+    in_flight: u32,
+    retired: u32,
+}
+
+/// A send ring; clones share it.
+#[derive(Debug, Clone, Default)]
+pub struct SendRing(Arc<Mutex<Sends>>);
+
+impl SendRing {
+    /// Posts a request.
+    pub fn post(&self, request: SendRequest) {
+        lock(&self.0).posted.push_back(Fetched::Request(request));
+    }
+
+    /// Posts a request that can't be executed.
+    pub fn post_malformed(&self, wr_id: u64, reason: Malformed) {
+        lock(&self.0).posted.push_back(Fetched::Malformed { wr_id, reason });
+    }
+
+    /// Breaks the ring.
+    pub fn break_ring(&self) {
+        lock(&self.0).posted.push_back(Fetched::Broken);
+    }
+
+    /// Empties the ring, as a guest does after a move to RESET.
+    pub fn clear(&self) {
+        *lock(&self.0) = Sends::default();
+    }
+
+    /// Requests posted and not fetched.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        lock(&self.0).posted.len()
+    }
+
+    /// Requests fetched and not retired.
+    #[must_use]
+    pub fn in_flight(&self) -> u32 {
+        lock(&self.0).in_flight
+    }
+
+    /// Slots given back.
+    #[must_use]
+    pub fn retired(&self) -> u32 {
+        lock(&self.0).retired
+    }
+}
+
+impl<M: Dma> SendQueue<M> for SendRing {
+    fn start(&mut self, _memory: &M) {
+        self.clear();
+    }
+
+    fn pending(&self, _memory: &M) -> bool {
+        !lock(&self.0).posted.is_empty()
+    }
+
+    fn fetch(&mut self, _memory: &M) -> Fetched<SendRequest> {
+        let mut ring = lock(&self.0);
+        let fetched = match ring.posted.pop_front() {
+            None => return Fetched::Empty,
+            Some(Fetched::Broken) => {
+                // It stays broken.
+                ring.posted.push_front(Fetched::Broken);
+                return Fetched::Broken;
+            }
+            Some(fetched) => fetched,
+        };
+        ring.in_flight += 1;
+        fetched
+    }
+
+    fn retire(&mut self, _memory: &M, count: u32) {
+        let mut ring = lock(&self.0);
+        assert!(count <= ring.in_flight, "only fetched requests retire");
+        ring.in_flight -= count;
+        ring.retired += count;
+    }
+}
+
+/// A receive ring; clones share it.
+#[derive(Debug, Clone, Default)]
+pub struct ReceiveRing(Arc<Mutex<VecDeque<Fetched<ReceiveRequest>>>>);
+
+impl ReceiveRing {
+    /// Posts a request.
+    pub fn post(&self, request: ReceiveRequest) {
+        lock(&self.0).push_back(Fetched::Request(request));
+    }
+
+    /// Posts a request that can't be executed.
+    pub fn post_malformed(&self, wr_id: u64, reason: Malformed) {
+        lock(&self.0).push_back(Fetched::Malformed { wr_id, reason });
+    }
+
+    /// Empties the ring, as a guest does after a move to RESET.
+    pub fn clear(&self) {
+        lock(&self.0).clear();
+    }
+
+    /// Requests that were not taken.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        lock(&self.0).len()
+    }
+}
+
+impl<M: Dma> ReceiveQueue<M> for ReceiveRing {
+    fn start(&mut self, _memory: &M) {}
+
+    fn available(&self, _memory: &M) -> u32 {
+        u32::try_from(self.waiting()).unwrap_or(u32::MAX)
+    }
+
+    fn take(&mut self, _memory: &M) -> Fetched<ReceiveRequest> {
+        lock(&self.0).pop_front().unwrap_or(Fetched::Empty)
+    }
+}
+
+#[derive(Debug)]
+struct Completions {
+    entries: VecDeque<Completion>,
+    capacity: usize,
+    consumed: u32,
+    broken: bool,
+}
+
+/// A completion ring; clones share it.
+#[derive(Debug, Clone)]
+pub struct CompletionRing(Arc<Mutex<Completions>>);
+
+impl CompletionRing {
+    /// A ring of so many entries.
+    #[must_use]
+    pub fn new(capacity: usize) -> Self {
+        let entries = VecDeque::with_capacity(capacity);
+        Self(Arc::new(Mutex::new(Completions { entries, capacity, consumed: 0, broken: false })))
+    }
+
+    /// Consumes the oldest completion.
+    #[must_use]
+    pub fn poll(&self) -> Option<Completion> {
+        let mut ring = lock(&self.0);
+        let entry = ring.entries.pop_front()?;
+        ring.consumed = ring.consumed.wrapping_add(1);
+        Some(entry)
+    }
+
+    /// Consumes all completions.
+    #[must_use]
+    pub fn drain(&self) -> Vec<Completion> {
+        std::iter::from_fn(|| self.poll()).collect()
+    }
+
+    /// Completions not consumed.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        lock(&self.0).entries.len()
+    }
+
+    /// Breaks the ring.
+    pub fn break_ring(&self) {
+        lock(&self.0).broken = true;
+    }
+}
+
+impl<M: Dma> CompletionQueue<M> for CompletionRing {
+    fn push(&mut self, _memory: &M, completion: &Completion) -> Result<(), CompletionQueueFailed> {
+        let mut ring = lock(&self.0);
+        if ring.broken {
+            return Err(CompletionQueueFailed::Broken);
+        }
+        if ring.entries.len() >= ring.capacity {
+            return Err(CompletionQueueFailed::Overrun);
+        }
+        ring.entries.push_back(*completion);
+        Ok(())
+    }
+
+    fn consumer(&self, _memory: &M) -> Option<Consumer> {
+        let ring = lock(&self.0);
+        let unconsumed = u32::try_from(ring.entries.len()).unwrap_or(u32::MAX);
+        (!ring.broken).then_some(Consumer { position: ring.consumed, unconsumed })
+    }
+}

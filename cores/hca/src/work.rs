@@ -1,0 +1,289 @@
+//! Work requests and completions. A provider makes a request from ONE read of guest memory, so whatever the guest does to its
+//! ring afterwards changes nothing here.
+
+use smallvec::SmallVec;
+
+use crate::names::{CqHandle, Gid, Key, QpHandle, Qpn};
+
+/// Most scatter-gather elements of one request, whatever the ABI (`max_sge`).
+pub const MAX_SGE: usize = 16;
+
+/// One scatter-gather element, not yet checked against any memory region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Sge {
+    /// Address as the region has it (user virtual address; guest-physical for a DMA region).
+    pub address: u64,
+    /// Bytes.
+    pub length: u32,
+    /// Local key.
+    pub lkey: u32,
+}
+
+/// Scatter-gather elements of a request, at most [`MAX_SGE`], which the provider sees to. Up to three are kept in place: requests
+/// are moved on the data path, so they are small.
+pub type SgeList = SmallVec<[Sge; 3]>;
+
+/// Where a one-sided operation goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Remote {
+    /// Address in the remote region.
+    pub address: u64,
+    /// Remote key.
+    pub rkey: u32,
+}
+
+/// The destination of a datagram, copied from the request's address vector.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Datagram {
+    /// Remote queue pair.
+    pub qpn: Qpn,
+    /// Q_Key to send; where bit 31 is set the queue pair's own is sent instead (IBTA 10.2.5), which the engine does.
+    pub qkey: u32,
+    /// Protection domain that the address vector names; must be the queue pair's.
+    pub pd: u32,
+    /// Destination.
+    pub dgid: Gid,
+    /// Index into the sender's GID table.
+    pub sgid_index: u8,
+    /// Traffic class.
+    pub traffic_class: u8,
+    /// Flow label, 20 bits.
+    pub flow_label: u32,
+    /// Hop limit.
+    pub hop_limit: u8,
+    /// Destination MAC as the guest resolved it.
+    pub dmac: [u8; 6],
+}
+
+/// What a send request asks for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Operation {
+    /// SEND; to a connected peer, or as a datagram.
+    Send {
+        /// Immediate data, as wire bytes.
+        immediate: Option<[u8; 4]>,
+        /// SEND with invalidate: the remote key that the receiver's side invalidates.
+        invalidate: Option<u32>,
+        /// Where to, for UD and GSI.
+        datagram: Option<Datagram>,
+    },
+    /// RDMA WRITE, with immediate data or without.
+    Write {
+        /// Where to.
+        remote: Remote,
+        /// Immediate data, as wire bytes.
+        immediate: Option<[u8; 4]>,
+    },
+    /// RDMA READ.
+    Read {
+        /// Where from.
+        remote: Remote,
+    },
+    /// Compare and swap of 8 bytes.
+    CompareSwap {
+        /// Which word.
+        remote: Remote,
+        /// Expected value.
+        compare: u64,
+        /// New value.
+        swap: u64,
+    },
+    /// Fetch and add of 8 bytes.
+    FetchAdd {
+        /// Which word.
+        remote: Remote,
+        /// What is added.
+        add: u64,
+    },
+    /// Invalidates a fast-register region of this guest.
+    LocalInvalidate {
+        /// Key.
+        rkey: u32,
+    },
+    /// Makes a fast-register region valid.
+    FastRegister(Box<FastRegister>),
+}
+
+/// A fast registration: the page list is copied already.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FastRegister {
+    /// First address of the region; its offset within the first page as well.
+    pub iova: u64,
+    /// Bytes.
+    pub length: u64,
+    /// Access flags as the guest gave them; unknown bits are ignored.
+    pub access: u32,
+    /// The key from now on; bits 31:8 must be the region's.
+    pub rkey: u32,
+    /// Guest addresses of the 4 KiB pages.
+    pub pages: Box<[u64]>,
+}
+
+/// A send request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SendRequest {
+    /// Echoed in the completion.
+    pub wr_id: u64,
+    /// What to do.
+    pub operation: Operation,
+    /// Wait for earlier reads and atomics.
+    pub fence: bool,
+    /// Completion wanted (besides `sq_sig_all`).
+    pub signaled: bool,
+    /// Raises a solicited event at the receiver.
+    pub solicited: bool,
+    /// Data.
+    pub sges: SgeList,
+}
+
+/// A receive request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReceiveRequest {
+    /// Echoed in the completion.
+    pub wr_id: u64,
+    /// Buffers.
+    pub sges: SgeList,
+}
+
+/// Why a request can't be executed as it stands in the ring. Completes the request with
+/// [`Status::LocalQpOperation`] where it has a `wr_id`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Malformed {
+    /// An opcode that the queue pair's type or owner doesn't have.
+    #[error("The request has opcode {0}, which this queue pair doesn't offer")]
+    Opcode(u32),
+    /// More elements than the queue was created with.
+    #[error("The request has {0} scatter-gather elements, more than the queue takes")]
+    SgeCount(u32),
+    /// Another field has a value that it can't have.
+    #[error("The request has an invalid {0}")]
+    Field(&'static str),
+}
+
+/// Completion status; numbers are those of verbs and of PVRDMA (IBTA 11.6.2).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[repr(u32)]
+pub enum Status {
+    /// Done.
+    Success = 0,
+    /// Local length error.
+    LocalLength = 1,
+    /// Local QP operation error.
+    LocalQpOperation = 2,
+    /// Local protection error.
+    LocalProtection = 4,
+    /// Flushed.
+    Flushed = 5,
+    /// Memory window bind or fast registration error.
+    MemoryBind = 6,
+    /// Bad response.
+    BadResponse = 7,
+    /// Local access error.
+    LocalAccess = 8,
+    /// Remote invalid request.
+    RemoteInvalidRequest = 9,
+    /// Remote access error.
+    RemoteAccess = 10,
+    /// Remote operation error.
+    RemoteOperation = 11,
+    /// Transport retry counter exceeded.
+    RetryExceeded = 12,
+    /// RNR retry counter exceeded.
+    RnrRetryExceeded = 13,
+    /// General error.
+    General = 21,
+}
+
+/// What completed; numbers are those of PVRDMA and verbs work completions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[repr(u32)]
+pub enum CompletedOperation {
+    /// SEND of any kind.
+    Send = 0,
+    /// WRITE, also with immediate.
+    Write = 1,
+    /// READ.
+    Read = 2,
+    /// Compare and swap.
+    CompareSwap = 3,
+    /// Fetch and add.
+    FetchAdd = 4,
+    /// Local invalidate.
+    LocalInvalidate = 7,
+    /// Fast registration.
+    FastRegister = 8,
+    /// Receive of a SEND.
+    Receive = 128,
+    /// Receive consumed by a WRITE with immediate.
+    ReceiveWriteImmediate = 129,
+}
+
+/// A completion, before the ABI encodes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Completion {
+    /// From the request.
+    pub wr_id: u64,
+    /// Whose.
+    pub qp: QpHandle,
+    /// What.
+    pub operation: CompletedOperation,
+    /// How it ended.
+    pub status: Status,
+    /// Bytes received, read, or 8 for atomics; 40 more for datagrams (their GRH area).
+    pub byte_len: u32,
+    /// Immediate data, as wire bytes.
+    pub immediate: Option<[u8; 4]>,
+    /// The key that a SEND with invalidate invalidated.
+    pub invalidated: Option<Key>,
+    /// Sender's queue pair, for datagrams.
+    pub source: Option<Qpn>,
+    /// Whether the first 40 bytes of the buffer are a GRH area (datagrams), and of which family.
+    pub grh: Option<NetworkHeader>,
+}
+
+/// Network header of a received datagram.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NetworkHeader {
+    /// IPv4 at bytes 20 to 39.
+    Ipv4,
+    /// IPv6 at bytes 0 to 39.
+    Ipv6,
+}
+
+/// How a consumer wants to be told of the next completion.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub enum Arm {
+    /// Any.
+    Next,
+    /// Solicited receives and errors only.
+    Solicited,
+}
+
+/// What happened outside of the completion queues (IBTA 11.6.3).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AsyncEvent {
+    /// The completion queue overran or its memory is gone.
+    CqError(CqHandle),
+    /// The queue pair failed for a local reason.
+    QpFatal(QpHandle),
+    /// The queue pair got an invalid request.
+    QpRequestError(QpHandle),
+    /// The queue pair got a request without permission.
+    QpAccessError(QpHandle),
+    /// First packet arrived in RTR.
+    CommunicationEstablished(QpHandle),
+    /// The send queue has drained after RTS to SQD.
+    SqDrained(QpHandle),
+    /// An SRQ's queue pair in the error state has taken its last receive.
+    LastWqeReached(QpHandle),
+    /// The shared receive queue failed.
+    SrqError(crate::names::SrqHandle),
+    /// The shared receive queue fell below its limit.
+    SrqLimitReached(crate::names::SrqHandle),
+    /// The device failed and must be set up anew.
+    DeviceFatal,
+    /// The port came up.
+    PortActive,
+    /// The port went down.
+    PortError,
+}
