@@ -111,6 +111,7 @@ pub struct Console {
     /// Until the thread starts.
     endpoint: Option<Endpoint>,
     events: EventSink,
+    on_thread_start: Option<Box<dyn FnOnce() + Send + Sync>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -131,8 +132,15 @@ impl Console {
             shared: Arc::new(shared),
             endpoint,
             events,
+            on_thread_start: None,
             thread: None,
         })
+    }
+
+    /// Has `hook` run first on the console's thread: the place for its seccomp filter. Call it before a
+    /// [`crate::serial::Serial`] takes the console; a console without a thread never runs it.
+    pub fn on_thread_start(&mut self, hook: impl FnOnce() + Send + Sync + 'static) {
+        self.on_thread_start = Some(Box::new(hook));
     }
 
     /// Path of the pseudo-terminal, file or socket, where there is one.
@@ -154,10 +162,16 @@ impl Console {
     pub(crate) fn start(&mut self, name: &str, sink: Box<dyn InputSink>) -> Result<(), ConsoleError> {
         let Some(endpoint) = self.endpoint.take() else { return Ok(()) };
         let worker = worker::Worker::new(endpoint, Arc::clone(&self.shared), sink, Arc::clone(&self.events));
+        let hook = self.on_thread_start.take();
         let thread = std::thread::Builder::new()
             .name(format!("{name}-console"))
             .stack_size(256 * 1024)
-            .spawn(move || worker.run())
+            .spawn(move || {
+                if let Some(hook) = hook {
+                    hook();
+                }
+                worker.run();
+            })
             .map_err(|source| ConsoleError::host("start its thread", source))?;
         self.thread = Some(thread);
         Ok(())

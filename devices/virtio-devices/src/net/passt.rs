@@ -14,7 +14,7 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::fs::{MemfdFlags, OFlags, SealFlags};
 use rustix::net::{AddressFamily, RecvFlags, Shutdown, SocketFlags, SocketType};
 
 use super::backend::{NetBackend, NetChannel, Received};
@@ -86,13 +86,7 @@ impl Passt {
             what: what.to_owned(),
             source,
         };
-        let (ours, theirs) = rustix::net::socketpair(
-            AddressFamily::UNIX,
-            SocketType::STREAM,
-            SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
-            None,
-        )
-        .map_err(|error| failed("make a socket pair for passt", error.into()))?;
+        let (ours, theirs) = socket_pair().map_err(|error| failed("make a socket pair for passt", error))?;
         let output = bounded_file().map_err(|error| failed("make a file for the output of passt", error))?;
         let output_for_child = || output.try_clone().map(Stdio::from);
 
@@ -219,6 +213,16 @@ impl Drop for Passt {
             let _ = child.wait();
         }
     }
+}
+
+/// Our end, which never blocks, and passt's, which does: when the socket takes a frame only in part, passt sends the rest
+/// in a blocking call. Where that call fails for want of room, the rest is lost, and with it the place in the stream.
+fn socket_pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    let (ours, theirs) =
+        rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    let flags = rustix::fs::fcntl_getfl(&ours)?;
+    rustix::fs::fcntl_setfl(&ours, flags | OFlags::NONBLOCK)?;
+    Ok((ours, theirs))
 }
 
 /// A file in memory that can't grow: a passt that prints without end fills nothing.
@@ -382,6 +386,13 @@ mod tests {
         assert!(std::path::Path::new(&format!("/proc/{pid}")).exists());
         drop(passt);
         assert!(!std::path::Path::new(&format!("/proc/{pid}")).exists(), "passt {pid} still runs");
+    }
+
+    #[test]
+    fn passts_end_of_the_socket_blocks_and_ours_does_not() {
+        let (ours, theirs) = socket_pair().unwrap();
+        let blocks = |fd: &OwnedFd| !rustix::fs::fcntl_getfl(fd).unwrap().contains(OFlags::NONBLOCK);
+        assert!(!blocks(&ours) && blocks(&theirs));
     }
 
     #[test]

@@ -1,0 +1,124 @@
+//! Completion queues (section 8). The guest may rewrite entries that it has not consumed (it compacts the ring when a queue pair
+//! goes), so published entries are never looked at again, and new ones only appended.
+
+use dma::Dma;
+use hca::provider::{CompletionQueue, CompletionQueueFailed, Consumer};
+use hca::work::{Completion, NetworkHeader};
+use zerocopy::IntoBytes;
+
+use crate::abi::completion::{Entry, SIZE, flags, network};
+use crate::abi::rings::state;
+use crate::ring::{RingError, RingMemory};
+
+/// A completion queue.
+#[derive(Debug)]
+pub struct PvrdmaCompletionQueue {
+    ring: RingMemory,
+    /// Whether the guest's kernel owns it: a process gets fewer flags.
+    kernel: bool,
+    /// Own producer index.
+    tail: u32,
+    /// The guest's consumer index as last seen; looked at again only when the ring seems full.
+    head: u32,
+}
+
+impl PvrdmaCompletionQueue {
+    /// Reads the ring that a CREATE_CQ describes.
+    pub(crate) fn read(
+        memory: &impl Dma,
+        directory: u64,
+        pages: u32,
+        entries: u32,
+        kernel: bool,
+    ) -> Result<Self, RingError> {
+        Self::begin(memory, RingMemory::read(memory, directory, pages, entries, SIZE)?, kernel)
+    }
+
+    /// Begins where the indices in memory stand.
+    pub(crate) fn begin(memory: &impl Dma, ring: RingMemory, kernel: bool) -> Result<Self, RingError> {
+        let entries = ring.indices().slots();
+        let tail = ring.load(memory, state::RX_TAIL);
+        let head = ring.load(memory, state::RX_HEAD);
+        if ring.indices().between(tail, head).is_none() {
+            return Err(RingError::State { tail, head, slots: entries });
+        }
+        Ok(Self { ring, kernel, tail, head })
+    }
+}
+
+impl<M: Dma> CompletionQueue<M> for PvrdmaCompletionQueue {
+    #[inline]
+    fn push(&mut self, memory: &M, completion: &Completion) -> Result<(), CompletionQueueFailed> {
+        let indices = self.ring.indices();
+        if self.tail == self.head ^ indices.slots() {
+            let head = self.ring.load(memory, state::RX_HEAD);
+            match indices.between(self.tail, head) {
+                None => return Err(CompletionQueueFailed::Broken),
+                Some(filled) if filled == indices.slots() => return Err(CompletionQueueFailed::Overrun),
+                Some(_) => self.head = head,
+            }
+        }
+        let entry = encode(completion, self.kernel);
+        memory
+            .write(self.ring.slot_address(self.tail), entry.as_bytes())
+            .map_err(|_| CompletionQueueFailed::Broken)?;
+        self.tail = indices.advance(self.tail, 1);
+        self.ring.store(memory, state::RX_TAIL, self.tail).map_err(|_| CompletionQueueFailed::Broken)
+    }
+
+    #[inline]
+    fn consumer(&self, memory: &M) -> Option<Consumer> {
+        let position = self.ring.load(memory, state::RX_HEAD);
+        let unconsumed = self.ring.indices().between(self.tail, position)?;
+        Some(Consumer { position, unconsumed })
+    }
+}
+
+/// The entry for a completion. Completion queues of processes get the two flags that verbs number alike.
+#[inline]
+pub(crate) fn encode(completion: &Completion, kernel: bool) -> Entry {
+    let mut flag_bits = 0;
+    let mut immediate = [0; 4];
+    if let Some(wire) = completion.immediate {
+        flag_bits |= flags::IMMEDIATE;
+        immediate = wire;
+    } else if let Some(key) = completion.invalidated {
+        if kernel {
+            flag_bits |= flags::INVALIDATE;
+        }
+        immediate = key.0.to_le_bytes();
+    }
+    let mut network_header = 0;
+    if let Some(header) = completion.grh {
+        flag_bits |= flags::GRH;
+        if kernel {
+            flag_bits |= flags::NETWORK_HEADER;
+        }
+        network_header = match header {
+            NetworkHeader::Ipv4 => network::IPV4,
+            NetworkHeader::Ipv6 => network::IPV6,
+        };
+    }
+    Entry {
+        wr_id: completion.wr_id.into(),
+        qp: u64::from(completion.qp.0).into(),
+        opcode: (completion.operation as u32).into(),
+        status: (completion.status as u32).into(),
+        byte_len: completion.byte_len.into(),
+        immediate,
+        source_qp: completion.source.map_or(0, |qpn| qpn.0).into(),
+        flags: flag_bits.into(),
+        vendor_error: 0.into(),
+        pkey_index: 0.into(),
+        slid: 0.into(),
+        service_level: 0,
+        dlid_path_bits: 0,
+        port: 1,
+        smac: [0; 6],
+        network_header,
+        reserved: [0; 6],
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,152 @@
+//! Queue pair attributes between the ABI and the engine. Only what the mask names is looked at: the rest is garbage.
+
+use hca::attributes::{Access, AddressVector, QpAttributeMask, QpAttributes, QpState};
+use hca::names::{Gid, Qpn};
+
+use super::QpRecord;
+use super::error::CommandError;
+use crate::abi::attributes::{Address, Capacities, QueuePair};
+
+/// A PSN or a queue pair number.
+const BITS_24: u32 = 0x00FF_FFFF;
+
+fn state(value: u32) -> Result<QpState, CommandError> {
+    Ok(match value {
+        0 => QpState::Reset,
+        1 => QpState::Init,
+        2 => QpState::ReadyToReceive,
+        3 => QpState::ReadyToSend,
+        4 => QpState::SendQueueDrained,
+        5 => QpState::SendQueueError,
+        6 => QpState::Error,
+        _ => return Err(CommandError::invalid("The state of a queue pair", value)),
+    })
+}
+
+/// What a MODIFY_QP asks for.
+pub(super) fn decode(mask: u32, given: &QueuePair) -> Result<(QpAttributeMask, QpAttributes), CommandError> {
+    let mask = QpAttributeMask::from_bits(mask)
+        .ok_or_else(|| CommandError::invalid("The attribute mask of a queue pair", mask))?;
+    let named = |which| mask.contains(which);
+    let mut attributes = QpAttributes {
+        state: QpState::Reset,
+        current_state: QpState::Reset,
+        path_mtu: 1,
+        qkey: given.qkey.get(),
+        rq_psn: given.rq_psn.get() & BITS_24,
+        sq_psn: given.sq_psn.get() & BITS_24,
+        destination_qpn: Qpn(given.destination_qpn.get()),
+        // Unknown bits are ignored.
+        access: Access::from_bits_truncate(given.access.get()),
+        pkey_index: given.pkey_index.get(),
+        sqd_notify: given.sqd_notify != 0,
+        max_rd_atomic: given.max_rd_atomic,
+        max_dest_rd_atomic: given.max_dest_rd_atomic,
+        min_rnr_timer: given.min_rnr_timer & 0x1F,
+        port: given.port,
+        timeout: given.timeout & 0x1F,
+        retry_count: given.retry_count,
+        rnr_retry: given.rnr_retry,
+        address: address(&given.address),
+    };
+    if named(QpAttributeMask::STATE) {
+        attributes.state = state(given.state.get())?;
+    }
+    if named(QpAttributeMask::CURRENT_STATE) {
+        attributes.current_state = state(given.current_state.get())?;
+    }
+    if named(QpAttributeMask::PATH_MTU) {
+        let code = given.path_mtu.get();
+        attributes.path_mtu = u8::try_from(code)
+            .ok()
+            .filter(|code| (1..=5).contains(code))
+            .ok_or_else(|| CommandError::invalid("The path MTU code", code))?;
+    }
+    if named(QpAttributeMask::DESTINATION_QPN) && given.destination_qpn.get() > BITS_24 {
+        return Err(CommandError::invalid("The destination queue pair number", given.destination_qpn.get()));
+    }
+    if named(QpAttributeMask::ADDRESS_VECTOR) && given.address.flags & 1 == 0 {
+        return Err(CommandError::invalid("An address without a GRH", given.address.flags));
+    }
+    Ok((mask, attributes))
+}
+
+fn address(given: &Address) -> AddressVector {
+    AddressVector {
+        dgid: Gid(given.dgid),
+        sgid_index: given.sgid_index,
+        flow_label: given.flow_label.get() & 0x000F_FFFF,
+        hop_limit: given.hop_limit,
+        traffic_class: given.traffic_class,
+        service_level: given.service_level,
+        dmac: given.dmac,
+    }
+}
+
+/// The answer to QUERY_QP; the guest adopts all of it.
+pub(super) fn encode(attributes: &QpAttributes, draining: bool, record: &QpRecord) -> QueuePair {
+    let path = &attributes.address;
+    let none = Address {
+        dgid: [0; 16],
+        flow_label: 0.into(),
+        sgid_index: 0,
+        hop_limit: 0,
+        traffic_class: 0,
+        reserved0: 0,
+        dlid: 0.into(),
+        vlan: 0.into(),
+        service_level: 0,
+        source_path_bits: 0,
+        static_rate: 0,
+        flags: 0,
+        port: 0,
+        dmac: [0; 6],
+        reserved1: 0,
+    };
+    QueuePair {
+        state: (attributes.state as u32).into(),
+        current_state: (attributes.state as u32).into(),
+        path_mtu: u32::from(attributes.path_mtu).into(),
+        path_migration: 0.into(),
+        qkey: attributes.qkey.into(),
+        rq_psn: attributes.rq_psn.into(),
+        sq_psn: attributes.sq_psn.into(),
+        destination_qpn: attributes.destination_qpn.0.into(),
+        access: attributes.access.bits().into(),
+        pkey_index: attributes.pkey_index.into(),
+        alternate_pkey_index: 0.into(),
+        sqd_notify: u8::from(attributes.sqd_notify),
+        sq_draining: u8::from(draining),
+        max_rd_atomic: attributes.max_rd_atomic,
+        max_dest_rd_atomic: attributes.max_dest_rd_atomic,
+        min_rnr_timer: attributes.min_rnr_timer,
+        port: attributes.port,
+        timeout: attributes.timeout,
+        retry_count: attributes.retry_count,
+        rnr_retry: attributes.rnr_retry,
+        alternate_port: 0,
+        alternate_timeout: 0,
+        reserved: [0; 5],
+        capacities: Capacities {
+            max_send_wr: record.max_send_wr.into(),
+            max_receive_wr: record.max_receive_wr.into(),
+            max_send_sge: record.max_send_sge.into(),
+            max_receive_sge: record.max_receive_sge.into(),
+            max_inline_data: 0.into(),
+            reserved: 0.into(),
+        },
+        address: Address {
+            dgid: path.dgid.0,
+            flow_label: path.flow_label.into(),
+            sgid_index: path.sgid_index,
+            hop_limit: path.hop_limit,
+            traffic_class: path.traffic_class,
+            service_level: path.service_level,
+            flags: 1,
+            port: 1,
+            dmac: path.dmac,
+            ..none
+        },
+        alternate_address: none,
+    }
+}

@@ -1,0 +1,45 @@
+//! VMware's paravirtual RDMA function (PVRDMA), as the unmodified Linux driver `vmw_pvrdma` and rdma-core's provider
+//! `libvmw_pvrdma` expect it, on top of the verbs engine of [`hca`].
+//!
+//! No threads, sockets or KVM: registers come in by [`Device::register_write`], doorbells through a [`Uar`], guest memory is
+//! behind [`dma::Dma`], interrupts go out through [`Interrupts`]. One thread owns the engine and its devices.
+//!
+//! ```text
+//! BAR1 writes ──▶ Device::register_write ──▶ commands ──▶ Engine (verbs)     ──▶ response slot, vector 0
+//! UAR page    ──▶ Device::scan           ──▶ hints    ──▶ Engine::poll
+//!                                                          │ fetches by PvrdmaSendQueue, PvrdmaReceiveQueue
+//!                                                          │ completes by PvrdmaCompletionQueue
+//!                                                          └ tells Devices (a Sink) ──▶ event rings
+//!                 Device::flush_events   ──▶ vectors 1 and 2, once per batch
+//! ```
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`abi`] | numbers and layouts |
+//! | [`device`] | the function: registers, commands, doorbells, events |
+//! | [`devices`] | all functions of an engine, as its [`hca::provider::Sink`] |
+//! | [`ring`], [`page_list`] | rings in guest memory, and where the guest says they are |
+//! | [`send_queue`], [`receive_queue`], [`completion_queue`] | the rings as the engine uses them |
+//! | [`model`] | the rings on their own, for model checkers and benchmarks |
+//! | [`testing`] | a driver that behaves as Linux' does, for tests |
+//!
+//! Limits, all of them on purpose: interface version 20 and RoCEv2 only (Linux 5.5 and later); interrupts by MSI-X only; no
+//! RESIZE_CQ, which Linux never issues.
+
+pub mod abi;
+pub mod completion_queue;
+mod decode;
+pub mod device;
+pub mod devices;
+pub mod model;
+pub mod page_list;
+mod provider;
+pub mod receive_queue;
+pub mod ring;
+pub mod send_queue;
+pub mod testing;
+
+pub use device::doorbells::{DoorbellMode, Uar};
+pub use device::{Config, ConfigError, Device, Interrupts, Phase};
+pub use devices::Devices;
+pub use provider::Pvrdma;

@@ -1,0 +1,69 @@
+//! Receive queues, of a queue pair or shared. A slot returns to the guest as soon as it is copied, so always before the completion.
+
+use dma::Dma;
+use hca::provider::{Fetched, ReceiveQueue};
+use hca::work::ReceiveRequest;
+
+use crate::abi::rings::state;
+use crate::decode::read_receive;
+use crate::ring::{RingError, RingMemory};
+
+/// A receive queue.
+#[derive(Debug)]
+pub struct PvrdmaReceiveQueue {
+    ring: RingMemory,
+    max_sge: u32,
+    /// The guest's producer index as last seen.
+    tail: u32,
+    /// Next to take.
+    head: u32,
+}
+
+impl PvrdmaReceiveQueue {
+    pub(crate) fn new(
+        state: u64,
+        pages: &[u64],
+        slots: u32,
+        slot_size: u64,
+        max_sge: u32,
+    ) -> Result<Self, RingError> {
+        let ring = RingMemory::new(state, pages, slots, slot_size)?;
+        Ok(Self { ring, max_sge, tail: 0, head: 0 })
+    }
+
+    pub(crate) fn from_ring(ring: RingMemory, max_sge: u32) -> Self {
+        Self { ring, max_sge, tail: 0, head: 0 }
+    }
+}
+
+impl<M: Dma> ReceiveQueue<M> for PvrdmaReceiveQueue {
+    fn start(&mut self, memory: &M) {
+        self.head = self.ring.load(memory, state::RX_HEAD);
+        self.tail = self.head;
+    }
+
+    #[inline]
+    fn available(&self, memory: &M) -> u32 {
+        let tail = self.ring.load(memory, state::RX_TAIL);
+        self.ring.indices().between(tail, self.head).unwrap_or(0)
+    }
+
+    #[inline]
+    fn take(&mut self, memory: &M) -> Fetched<ReceiveRequest> {
+        if self.tail == self.head {
+            let tail = self.ring.load(memory, state::RX_TAIL);
+            match self.ring.indices().between(tail, self.head) {
+                None => return Fetched::Broken,
+                Some(0) => return Fetched::Empty,
+                Some(_) => self.tail = tail,
+            }
+        }
+        let address = self.ring.slot_address(self.head);
+        let fetched = read_receive(memory, address, self.max_sge);
+        self.head = self.ring.indices().advance(self.head, 1);
+        match self.ring.store(memory, state::RX_HEAD, self.head) {
+            Ok(()) => fetched,
+            Err(_) => Fetched::Broken,
+        }
+    }
+}

@@ -1,0 +1,244 @@
+//! Rings over page lists, and their index arithmetic (section 7).
+//!
+//! An index of a ring with N slots (N a power of two) runs from 0 to 2N-1; its slot is `index & (N-1)`. The ring is empty when
+//! both indices are equal and full when they differ in bit N only. Anything else than 0 to N elements between them is a ring that
+//! the guest broke.
+
+use dma::{Dma, DmaFault};
+
+use crate::abi::PAGE;
+use crate::page_list::{PageListError, read_page_list};
+
+/// Index arithmetic of a ring with a power of two of slots.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Indices {
+    slots: u32,
+}
+
+impl Indices {
+    /// `slots` must be a power of two below 2^31.
+    #[must_use]
+    pub const fn new(slots: u32) -> Option<Self> {
+        if slots.is_power_of_two() && slots < 1 << 31 { Some(Self { slots }) } else { None }
+    }
+
+    /// How many slots there are.
+    #[must_use]
+    pub const fn slots(self) -> u32 {
+        self.slots
+    }
+
+    /// The slot of an index.
+    #[inline]
+    #[must_use]
+    pub const fn slot(self, index: u32) -> u32 {
+        index & (self.slots - 1)
+    }
+
+    /// The index `count` further on.
+    #[inline]
+    #[must_use]
+    pub const fn advance(self, index: u32, count: u32) -> u32 {
+        index.wrapping_add(count) & (2 * self.slots - 1)
+    }
+
+    /// How many elements lie between; `None` if an index is out of range or there would be more than slots.
+    #[inline]
+    #[must_use]
+    pub const fn between(self, tail: u32, head: u32) -> Option<u32> {
+        let span = 2 * self.slots;
+        if tail >= span || head >= span {
+            return None;
+        }
+        let count = tail.wrapping_sub(head) & (span - 1);
+        if count <= self.slots { Some(count) } else { None }
+    }
+}
+
+/// A ring as the guest laid it out: one page of indices, slots in the others. Slots are powers of two of at most a page, so none
+/// straddles two pages.
+#[derive(Debug)]
+pub(crate) struct RingMemory {
+    /// Guest address of the indices.
+    state: u64,
+    /// Guest addresses of the pages with slots.
+    pages: Box<[u64]>,
+    indices: Indices,
+    slot_shift: u32,
+}
+
+/// A ring that the guest described wrongly.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum RingError {
+    /// Not a power of two, or more than the device offers.
+    #[error("A ring can't have {0} slots")]
+    Slots(u32),
+    /// Slots larger than a page.
+    #[error("A ring's slots can't have {0} bytes")]
+    SlotSize(u64),
+    /// Fewer pages than the slots need.
+    #[error("The ring has {given} pages of slots, it needs {needed}")]
+    TooFewPages {
+        /// As described.
+        given: u32,
+        /// As computed.
+        needed: u32,
+    },
+    /// The indices are not those of a ring.
+    #[error("The ring's indices are {tail:#x} and {head:#x}, which {slots} slots can't have")]
+    State {
+        /// Producer.
+        tail: u32,
+        /// Consumer.
+        head: u32,
+        /// Slots.
+        slots: u32,
+    },
+    /// The page directory is unusable.
+    #[error("The ring's pages can't be found")]
+    Pages(
+        #[from]
+        #[source]
+        PageListError,
+    ),
+    /// The memory of the indices is gone.
+    #[error("The ring's indices can't be read")]
+    Memory(
+        #[from]
+        #[source]
+        DmaFault,
+    ),
+}
+
+/// Pages that `slots` slots of `slot_size` bytes take.
+pub(crate) fn pages_needed(slots: u32, slot_size: u64) -> Result<u32, RingError> {
+    if slot_size == 0 || !slot_size.is_power_of_two() || slot_size > PAGE {
+        return Err(RingError::SlotSize(slot_size));
+    }
+    u32::try_from((u64::from(slots) * slot_size).div_ceil(PAGE)).map_err(|_| RingError::Slots(slots))
+}
+
+impl RingMemory {
+    /// A ring of `slots` slots of `slot_size` bytes on `pages`, which must be enough.
+    pub fn new(state: u64, pages: &[u64], slots: u32, slot_size: u64) -> Result<Self, RingError> {
+        let indices = Indices::new(slots).ok_or(RingError::Slots(slots))?;
+        let needed = pages_needed(slots, slot_size)?;
+        let given = u32::try_from(pages.len()).unwrap_or(u32::MAX);
+        let pages = pages.get(..needed as usize).ok_or(RingError::TooFewPages { given, needed })?;
+        Ok(Self { state, pages: pages.into(), indices, slot_shift: slot_size.trailing_zeros() })
+    }
+
+    /// Reads the directory of a ring whose slots begin with the second page; `given` pages are there in all.
+    pub fn read(
+        memory: &impl Dma,
+        directory: u64,
+        given: u32,
+        slots: u32,
+        slot_size: u64,
+    ) -> Result<Self, RingError> {
+        let needed = pages_needed(slots, slot_size)?;
+        if given == 0 || given - 1 < needed {
+            return Err(RingError::TooFewPages { given: given.saturating_sub(1), needed });
+        }
+        let pages = read_page_list(memory, directory, needed + 1)?;
+        Self::new(pages[0], &pages[1..], slots, slot_size)
+    }
+
+    #[inline]
+    pub fn indices(&self) -> Indices {
+        self.indices
+    }
+
+    /// Guest address of the slot of `index`.
+    #[inline]
+    pub fn slot_address(&self, index: u32) -> u64 {
+        let byte = u64::from(self.indices.slot(index)) << self.slot_shift;
+        // `new` made sure that the pages hold all slots.
+        let page = usize::try_from(byte / PAGE).ok().and_then(|page| self.pages.get(page));
+        debug_assert!(page.is_some());
+        page.map_or(u64::MAX, |page| page + byte % PAGE)
+    }
+
+    /// Loads an index; an index whose memory is gone is out of range.
+    #[inline]
+    pub fn load(&self, memory: &impl Dma, offset: u64) -> u32 {
+        memory.load_u32(self.state + offset).unwrap_or(u32::MAX)
+    }
+
+    /// Publishes an index.
+    #[inline]
+    pub fn store(&self, memory: &impl Dma, offset: u64, index: u32) -> Result<(), DmaFault> {
+        memory.store_u32(self.state + offset, index)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// The arithmetic agrees with a model that counts without wrapping.
+        #[test]
+        fn arithmetic_against_a_model(order in 0u32..12, steps in prop::collection::vec((any::<bool>(), 1u32..50), 0..200)) {
+            let slots = 1u32 << order;
+            let ring = Indices::new(slots).unwrap();
+            let (mut produced, mut consumed) = (0u64, 0u64);
+            let (mut tail, mut head) = (0, 0);
+            for (produce, count) in steps {
+                let filled = u32::try_from(produced - consumed).unwrap();
+                if produce {
+                    let count = count.min(slots - filled);
+                    produced += u64::from(count);
+                    tail = ring.advance(tail, count);
+                } else {
+                    let count = count.min(filled);
+                    consumed += u64::from(count);
+                    head = ring.advance(head, count);
+                }
+                let filled = u32::try_from(produced - consumed).unwrap();
+                prop_assert_eq!(ring.between(tail, head), Some(filled));
+                prop_assert_eq!(u64::from(ring.slot(tail)), produced % u64::from(slots));
+                // As the guest computes it.
+                prop_assert_eq!(filled == slots, tail == head ^ slots);
+                prop_assert_eq!(filled == 0, tail == head);
+            }
+        }
+
+        /// Whatever the guest writes: an answer within the ring, or none.
+        #[test]
+        fn random_indices(order in 0u32..31, tail: u32, head: u32) {
+            let ring = Indices::new(1 << order).unwrap();
+            if let Some(count) = ring.between(tail, head) {
+                prop_assert!(count <= ring.slots());
+                prop_assert_eq!(ring.advance(head, count), tail);
+            }
+        }
+
+        /// Slots never straddle pages, never overlap, and lie where the driver computes them.
+        #[test]
+        fn slots_lie_within_pages(order in 0u32..10, shift in 2u32..13) {
+            let (slots, size) = (1u32 << order, 1u64 << shift);
+            let needed = pages_needed(slots, size).unwrap();
+            let pages: Vec<u64> = (0..u64::from(needed)).map(|i| 0x10_0000 + i * 3 * PAGE).collect();
+            let ring = RingMemory::new(0, &pages, slots, size).unwrap();
+            for index in 0..2 * slots {
+                let address = ring.slot_address(index);
+                let byte = u64::from(index % slots) * size;
+                prop_assert_eq!(address, 0x10_0000 + byte / PAGE * 3 * PAGE + byte % PAGE);
+                prop_assert!(address % PAGE + size <= PAGE);
+            }
+        }
+    }
+
+    #[test]
+    fn misdescribed_rings_are_refused() {
+        assert!(matches!(RingMemory::new(0, &[0], 3, 64), Err(RingError::Slots(3))));
+        assert!(matches!(RingMemory::new(0, &[0], 0, 64), Err(RingError::Slots(0))));
+        assert!(matches!(RingMemory::new(0, &[0], 1, 8192), Err(RingError::SlotSize(8192))));
+        assert!(matches!(
+            RingMemory::new(0, &[0], 128, 64),
+            Err(RingError::TooFewPages { given: 1, needed: 2 })
+        ));
+    }
+}

@@ -1,0 +1,82 @@
+//! Send queues: requests leave in the order in which the guest posted them, slots return when the engine says so.
+
+use dma::Dma;
+use hca::provider::{Fetched, SendQueue};
+use hca::work::SendRequest;
+
+use crate::abi::rings::state;
+use crate::decode::{SendRules, read_send};
+use crate::ring::{RingError, RingMemory};
+
+/// The send queue of one queue pair.
+#[derive(Debug)]
+pub struct PvrdmaSendQueue {
+    ring: RingMemory,
+    rules: SendRules,
+    /// The guest's producer index as last seen: requests up to it are fetched without another look.
+    tail: u32,
+    /// Next to fetch.
+    next: u32,
+    /// Oldest slot that the guest has not got back.
+    head: u32,
+}
+
+impl PvrdmaSendQueue {
+    pub(crate) fn new(
+        state: u64,
+        pages: &[u64],
+        slots: u32,
+        slot_size: u64,
+        rules: SendRules,
+    ) -> Result<Self, RingError> {
+        let ring = RingMemory::new(state, pages, slots, slot_size)?;
+        Ok(Self { ring, rules, tail: 0, next: 0, head: 0 })
+    }
+
+    /// How many requests lie behind the fetched ones if the guest's index is `tail`.
+    #[inline]
+    fn waiting(&self, tail: u32) -> Option<u32> {
+        let indices = self.ring.indices();
+        let outstanding = indices.between(tail, self.head)?;
+        let waiting = indices.between(tail, self.next)?;
+        (waiting <= outstanding).then_some(waiting)
+    }
+}
+
+impl<M: Dma> SendQueue<M> for PvrdmaSendQueue {
+    fn start(&mut self, memory: &M) {
+        self.head = self.ring.load(memory, state::TX_HEAD);
+        self.next = self.head;
+        self.tail = self.head;
+    }
+
+    #[inline]
+    fn pending(&self, memory: &M) -> bool {
+        self.tail != self.next || self.ring.load(memory, state::TX_TAIL) != self.next
+    }
+
+    #[inline]
+    fn fetch(&mut self, memory: &M) -> Fetched<SendRequest> {
+        if self.tail == self.next {
+            let tail = self.ring.load(memory, state::TX_TAIL);
+            match self.waiting(tail) {
+                None => return Fetched::Broken,
+                Some(0) => return Fetched::Empty,
+                Some(_) => self.tail = tail,
+            }
+        }
+        let address = self.ring.slot_address(self.next);
+        self.next = self.ring.indices().advance(self.next, 1);
+        read_send(memory, address, self.rules)
+    }
+
+    #[inline]
+    fn retire(&mut self, memory: &M, count: u32) {
+        self.head = self.ring.indices().advance(self.head, count);
+        // Where the memory is gone the next fetch says so.
+        let _ = self.ring.store(memory, state::TX_HEAD, self.head);
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,111 @@
+//! An engine with devices, as a daemon would hold them.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+
+use dma::Dma;
+use hca::names::DeviceId;
+use hca::{Engine, EngineConfig};
+
+use crate::Pvrdma;
+use crate::device::doorbells::Uar;
+use crate::device::{Config, Device, Interrupts};
+use crate::devices::Devices;
+
+/// Interrupt vectors, counted.
+#[derive(Debug, Default)]
+pub struct Lines {
+    raised: [Cell<u64>; 3],
+}
+
+impl Lines {
+    /// How often a vector was raised.
+    #[must_use]
+    pub fn raised(&self, vector: u16) -> u64 {
+        self.raised[usize::from(vector)].get()
+    }
+}
+
+impl Interrupts for Lines {
+    fn raise(&self, vector: u16) {
+        let count = &self.raised[usize::from(vector)];
+        count.set(count.get() + 1);
+    }
+}
+
+/// An engine and its devices.
+pub struct Host<M: Dma + Clone + 'static> {
+    /// The engine.
+    pub engine: Engine<Pvrdma<M>>,
+    /// Its devices.
+    pub devices: Devices<M>,
+    /// Interrupts of each device.
+    pub lines: BTreeMap<DeviceId, Lines>,
+    /// The clock, nanoseconds.
+    pub now: u64,
+    /// Work requests that the engine dealt with.
+    pub requests: u64,
+}
+
+impl<M: Dma + Clone + 'static> std::fmt::Debug for Host<M> {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Host").field("devices", &self.devices).field("now", &self.now).finish()
+    }
+}
+
+impl<M: Dma + Clone + 'static> Default for Host<M> {
+    fn default() -> Self {
+        Self::new(EngineConfig::default())
+    }
+}
+
+impl<M: Dma + Clone + 'static> Host<M> {
+    /// An engine without devices.
+    #[must_use]
+    pub fn new(config: EngineConfig) -> Self {
+        Self {
+            engine: Engine::new(config),
+            devices: Devices::default(),
+            lines: BTreeMap::new(),
+            now: 1_000_000_000,
+            requests: 0,
+        }
+    }
+
+    /// Adds a device with bus mastering on.
+    pub fn add(&mut self, config: Config, memory: M) -> DeviceId {
+        let mut device = Device::new(config, memory, &mut self.engine).unwrap();
+        device.set_bus_master(&mut self.engine, true);
+        let id = device.id();
+        self.devices.insert(device);
+        self.lines.insert(id, Lines::default());
+        id
+    }
+
+    /// A register write of the guest.
+    pub fn write(&mut self, id: DeviceId, offset: u64, value: u32) {
+        let device = self.devices.get_mut(id).unwrap();
+        device.register_write(&mut self.engine, offset, value, &self.lines[&id]);
+    }
+
+    /// A register read of the guest.
+    pub fn read(&mut self, id: DeviceId, offset: u64) -> u32 {
+        self.devices.get_mut(id).unwrap().register_read(offset)
+    }
+
+    /// One turn of a daemon's loop: doorbells, work, events. Whether anything was done.
+    pub fn turn<'a, U: Uar + 'a>(&mut self, uars: impl IntoIterator<Item = (DeviceId, &'a U)>) -> bool {
+        let mut worked = false;
+        for (id, uar) in uars {
+            worked |= self.devices.get_mut(id).unwrap().scan(&mut self.engine, uar, self.now);
+        }
+        let progress = self.engine.poll(self.now, &mut self.devices);
+        worked |= progress.worked;
+        self.requests += u64::from(progress.requests);
+        for device in self.devices.iter_mut() {
+            device.flush_events(self.now, &self.lines[&device.id()]);
+        }
+        self.now += 1_000;
+        worked
+    }
+}

@@ -1,0 +1,145 @@
+//! What a guest's driver knows of the objects that it made.
+
+use dma::Dma;
+
+use crate::abi::PAGE;
+use crate::abi::commands::qp_kind;
+
+/// A completion queue.
+#[derive(Debug, Clone)]
+pub struct Cq {
+    /// Handle.
+    pub handle: u32,
+    /// UAR page of its context.
+    pub uar: u32,
+    /// Entries.
+    pub entries: u32,
+    /// Index page, then pages of entries.
+    pub pages: Vec<u64>,
+}
+
+/// A queue pair.
+#[derive(Debug, Clone)]
+pub struct Qp {
+    /// Handle.
+    pub handle: u32,
+    /// Number.
+    pub qpn: u32,
+    /// Protection domain.
+    pub pd: u32,
+    /// UAR page of its context.
+    pub uar: u32,
+    /// Index page, then the send queue's, then the receive queue's.
+    pub pages: Vec<u64>,
+    /// Pages of the send queue.
+    pub send_pages: u32,
+    /// Slots.
+    pub max_send_wr: u32,
+    /// Slots.
+    pub max_receive_wr: u32,
+    /// Bytes of a slot.
+    pub send_size: u64,
+    /// Bytes of a slot.
+    pub receive_size: u64,
+}
+
+/// A shared receive queue.
+#[derive(Debug, Clone)]
+pub struct Srq {
+    /// Handle.
+    pub handle: u32,
+    /// UAR page of its context.
+    pub uar: u32,
+    /// Index page, then pages of slots.
+    pub pages: Vec<u64>,
+    /// Slots.
+    pub max_wr: u32,
+    /// Bytes of a slot.
+    pub size: u64,
+}
+
+/// A registered buffer.
+#[derive(Debug, Clone)]
+pub struct Region {
+    /// Handle.
+    pub handle: u32,
+    /// Address as the process sees it.
+    pub address: u64,
+    /// Its pages.
+    pub pages: Vec<u64>,
+    /// Local key.
+    pub lkey: u32,
+    /// Remote key.
+    pub rkey: u32,
+}
+
+impl Region {
+    /// Guest address of a byte.
+    #[must_use]
+    pub fn guest(&self, offset: u64) -> u64 {
+        let byte = self.address % PAGE + offset;
+        self.pages[usize::try_from(byte / PAGE).unwrap()] + byte % PAGE
+    }
+
+    /// Pieces of a range that lie within one page each: guest address and range.
+    fn pieces(&self, offset: u64, length: usize) -> impl Iterator<Item = (u64, std::ops::Range<usize>)> {
+        let mut at = 0;
+        std::iter::from_fn(move || {
+            if at == length {
+                return None;
+            }
+            let guest = self.guest(offset + at as u64);
+            let piece = (length - at).min(usize::try_from(PAGE - guest % PAGE).unwrap());
+            let range = at..at + piece;
+            at += piece;
+            Some((guest, range))
+        })
+    }
+
+    /// Writes to the buffer as the process does.
+    pub fn write(&self, memory: &impl Dma, offset: u64, bytes: &[u8]) {
+        for (guest, range) in self.pieces(offset, bytes.len()) {
+            memory.write(guest, &bytes[range]).unwrap();
+        }
+    }
+
+    /// Reads the buffer.
+    #[must_use]
+    pub fn read(&self, memory: &impl Dma, offset: u64, length: u64) -> Vec<u8> {
+        let mut bytes = vec![0; usize::try_from(length).unwrap()];
+        for (guest, range) in self.pieces(offset, bytes.len()) {
+            memory.read(guest, &mut bytes[range]).unwrap();
+        }
+        bytes
+    }
+}
+
+/// What to make a queue pair of.
+#[derive(Debug, Clone, Copy)]
+pub struct QpOptions {
+    /// See [`qp_kind`].
+    pub kind: u8,
+    /// Slots of the send queue.
+    pub max_send_wr: u32,
+    /// Slots of the receive queue.
+    pub max_receive_wr: u32,
+    /// Elements of a send request.
+    pub max_send_sge: u32,
+    /// Elements of a receive request.
+    pub max_receive_sge: u32,
+    /// Every send completes with an entry.
+    pub signal_all: bool,
+}
+
+impl Default for QpOptions {
+    fn default() -> Self {
+        Self {
+            kind: qp_kind::RC,
+            max_send_wr: 64,
+            max_receive_wr: 64,
+            max_send_sge: 2,
+            max_receive_sge: 2,
+            signal_all: true,
+        }
+    }
+}

@@ -1,0 +1,49 @@
+//! The vmxnet3 network device as unmodified Linux drives it, and Ethernet segments that join several.
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`device`] | [`Vmxnet3`]: registers, activation, queues; no threads, no PCI configuration space |
+//! | [`pci`] | identity, BARs and vectors for the PCI shell around it |
+//! | [`mod@registers`] | register offsets, commands, limits |
+//! | [`interrupts`] | the trait [`Interrupts`] |
+//! | [`frame`] | frames and what is left to do with them ([`Offload`]) |
+//! | [`segment`] | [`Segment`]: the switch between devices and other ports |
+//! | [`runner`] | [`SegmentThread`]: a thread that owns a segment; [`NicHandle`]: a device in it |
+//! | [`tap`] | [`tap::Tap`]: a port that leads to a host's tap |
+//! | [`saved`] | [`SavedVmxnet3`] |
+//! | [`testing`] | a model of the Linux driver, frames |
+//! | [`counters`] | [`PortCounters`], named as Linux names them |
+//! | [`mac`] | [`MacAddress`] |
+//!
+//! Device facts: Linux `drivers/net/vmxnet3`, kernels 6.1 (it takes revision 7) and 6.12.
+
+mod checksum;
+pub mod counters;
+mod descriptors;
+pub mod device;
+mod filter;
+pub mod frame;
+pub mod interrupts;
+pub mod mac;
+pub mod pci;
+mod receive;
+pub mod registers;
+pub mod runner;
+pub mod saved;
+pub mod segment;
+mod segmentation;
+mod shared_area;
+mod switch;
+pub mod tap;
+pub mod testing;
+mod transmit;
+
+pub use counters::PortCounters;
+pub use device::{Vmxnet3, Vmxnet3Config};
+pub use frame::Offload;
+pub use interrupts::Interrupts;
+pub use mac::MacAddress;
+pub use runner::{NicHandle, SegmentThread};
+pub use saved::SavedVmxnet3;
+pub use segment::{FramePort, PortId, PortRules, Segment, SegmentConfig};
+pub use shared_area::ActivationError;

@@ -1,0 +1,587 @@
+//! A thread that owns a segment with all its devices and ports, and handles to it for other threads.
+//!
+//! ```text
+//!  vfio-user thread of a NIC                         segment thread (owns all state, plain &mut)
+//!    │ NicHandle::bar_write ── message, eventfd ───────▶│ carries it out
+//!    │◀──────────────────────────────── answer ─────────│
+//!  guest ── store to a doorbell ── ioeventfd ──────────▶│ Segment::serve
+//!  host  ── frame at a tap ─────────────────────────────▶│
+//! ```
+//!
+//! A call returns when it has been carried out, so a QUIESCE command, a reset, a change of memory or a drop of the
+//! handle has stopped all DMA when it returns. Calls wait for at most one round of bounded work of each port.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use dma::Dma;
+use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+
+use crate::counters::PortCounters;
+use crate::device::Vmxnet3;
+use crate::device::Vmxnet3Config;
+use crate::interrupts::Interrupts;
+use crate::saved::{RestoreError, SavedVmxnet3};
+use crate::segment::{AttachError, FramePort, PortId, PortReport, PortRules, Segment, SegmentConfig};
+
+/// When frames that wait for buffers are tried again without a doorbell: first, and at most. A guest that is stopped
+/// must not keep us busy.
+const RETRY: Duration = Duration::from_millis(5);
+const RETRY_MAX: Duration = Duration::from_millis(500);
+/// Epoll tag of the thread's own wake-up.
+const WAKE: u64 = u64::MAX;
+/// Ports' tags are their index, and from this bit on which of their descriptors it is.
+const KIND_SHIFT: u32 = 32;
+/// Vectors whose unmasking can be an eventfd. Linux uses two with one queue.
+const UNMASK_EVENTS: usize = 3;
+/// Most writes of one device that are under way without anybody waiting for them.
+const POSTED_MAX: usize = 32;
+/// Messages carried out before the segment has its turn again.
+const MESSAGES_PER_TURN: usize = 64;
+
+/// Something that the segment's thread was asked for.
+type Job<M> = Box<dyn FnOnce(&mut Worker<M>) + Send>;
+
+/// The segment's thread is gone: it was stopped, or it has failed and said so in the log.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("The segment's thread has ended; create the segment and its devices anew")]
+pub struct SegmentGone;
+
+/// A device or port can't be added to a running segment.
+#[derive(Debug, thiserror::Error)]
+pub enum PlugError {
+    /// The segment refuses it.
+    #[error("It does not fit into the segment")]
+    Attach(#[from] AttachError),
+    /// The thread is gone.
+    #[error("Nothing can be plugged in")]
+    Gone(#[from] SegmentGone),
+    /// The saved state is damaged.
+    #[error("The device can't be restored")]
+    Restore(#[from] RestoreError),
+    /// The kernel refused.
+    #[error("The kernel refused to {what}")]
+    Kernel {
+        /// What was tried.
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Sends jobs to the thread. Cheap to clone.
+struct Mailbox<M> {
+    jobs: Sender<Job<M>>,
+    wake: Arc<OwnedFd>,
+}
+
+impl<M> Clone for Mailbox<M> {
+    fn clone(&self) -> Self {
+        Self { jobs: self.jobs.clone(), wake: Arc::clone(&self.wake) }
+    }
+}
+
+impl<M> Mailbox<M> {
+    /// Has `job` carried out by the thread and waits for its result.
+    fn call<R: Send + 'static>(
+        &self,
+        job: impl FnOnce(&mut Worker<M>) -> R + Send + 'static,
+    ) -> Result<R, SegmentGone> {
+        let (answer, result): (SyncSender<R>, Receiver<R>) = sync_channel(1);
+        let job: Job<M> = Box::new(move |worker| {
+            // Whoever asked may have gone.
+            let _ = answer.send(job(worker));
+        });
+        self.jobs.send(job).map_err(|_| SegmentGone)?;
+        ring(&self.wake);
+        result.recv().map_err(|_| SegmentGone)
+    }
+
+    /// Has `job` carried out by the thread, after all that was asked before, and doesn't wait.
+    fn post(&self, job: impl FnOnce(&mut Worker<M>) + Send + 'static) {
+        // A thread that is gone has no registers.
+        if self.jobs.send(Box::new(job)).is_ok() {
+            ring(&self.wake);
+        }
+    }
+}
+
+/// A running segment. Dropping it stops the thread; handles of devices then answer like absent ones.
+pub struct SegmentThread<M> {
+    mailbox: Mailbox<M>,
+    name: String,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl<M: Dma + Send + 'static> SegmentThread<M> {
+    /// Starts the thread of an empty segment.
+    ///
+    /// # Errors
+    /// When the kernel has no thread or no descriptor left.
+    pub fn start(config: SegmentConfig) -> io::Result<Self> {
+        let wake = Arc::new(new_event()?);
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        epoll::add(&epoll, &wake, epoll::EventData::new_u64(WAKE), epoll::EventFlags::IN)?;
+        let (jobs, inbox) = channel();
+        let name = config.name.clone();
+        let mut worker = Worker {
+            segment: Segment::new(config),
+            inbox,
+            epoll,
+            wake: Arc::clone(&wake),
+            watched: Vec::new(),
+            started: Instant::now(),
+            stopping: false,
+        };
+        let thread = std::thread::Builder::new().name(name.clone()).spawn(move || {
+            if let Err(error) = worker.run() {
+                tracing::error!("Segment {} has failed: {error}", worker.name());
+            }
+        })?;
+        Ok(Self { mailbox: Mailbox { jobs, wake }, name, thread: Some(thread) })
+    }
+
+    /// Name.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Adds a new device.
+    ///
+    /// # Errors
+    /// When its address is taken, the segment is full, or the thread is gone.
+    pub fn attach(
+        &self,
+        config: Vmxnet3Config,
+        rules: PortRules,
+        interrupts: Box<dyn Interrupts>,
+    ) -> Result<NicHandle<M>, PlugError> {
+        self.attach_device(Vmxnet3::new(config, interrupts), rules)
+    }
+
+    /// Adds a device with saved state. It stands still until it is given memory.
+    ///
+    /// # Errors
+    /// As [`SegmentThread::attach`], and when the state is damaged.
+    pub fn attach_restored(
+        &self,
+        config: Vmxnet3Config,
+        rules: PortRules,
+        interrupts: Box<dyn Interrupts>,
+        state: SavedVmxnet3,
+    ) -> Result<NicHandle<M>, PlugError> {
+        self.attach_device(Vmxnet3::restore(config, interrupts, state)?, rules)
+    }
+
+    fn attach_device(&self, device: Vmxnet3<M>, rules: PortRules) -> Result<NicHandle<M>, PlugError> {
+        let events =
+            NicEvents::new().map_err(|source| PlugError::Kernel { what: "make eventfds", source })?;
+        let (counters, own) = (device.counters(), events.clone());
+        let id = self.mailbox.call(move |worker| worker.attach(device, rules, own))??;
+        Ok(NicHandle { mailbox: self.mailbox.clone(), id, events, counters, posted: Arc::default() })
+    }
+
+    /// Adds a port that isn't a device, for instance a [`crate::tap::Tap`].
+    ///
+    /// # Errors
+    /// When the segment is full, its descriptor can't be waited for, or the thread is gone.
+    pub fn attach_port(
+        &self,
+        name: impl Into<String>,
+        port: Box<dyn FramePort>,
+        rules: PortRules,
+    ) -> Result<PortId, PlugError> {
+        let name = name.into();
+        self.mailbox.call(move |worker| worker.attach_port(name, port, rules))?
+    }
+
+    /// Takes a port away that [`SegmentThread::attach_port`] added.
+    ///
+    /// # Errors
+    /// When the thread is gone.
+    pub fn detach_port(&self, id: PortId) -> Result<(), SegmentGone> {
+        self.mailbox.call(move |worker| worker.detach(id))
+    }
+
+    /// All ports with their counters.
+    ///
+    /// # Errors
+    /// When the thread is gone.
+    pub fn report(&self) -> Result<Vec<PortReport>, SegmentGone> {
+        self.mailbox.call(|worker| worker.segment.report())
+    }
+}
+
+impl<M> Drop for SegmentThread<M> {
+    fn drop(&mut self) {
+        let _ = self.mailbox.call(|worker| worker.stopping = true);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("The thread of segment {} has panicked", self.name);
+        }
+    }
+}
+
+/// A device in a running segment, for the threads of its PCI shell; any of them may call at any time. Dropping it
+/// takes the device away: its memory isn't touched afterwards.
+///
+/// When the segment's thread is gone, registers read all ones and writes go nowhere, as with an absent device.
+pub struct NicHandle<M: Dma + Send + 'static> {
+    mailbox: Mailbox<M>,
+    id: PortId,
+    events: NicEvents,
+    counters: Arc<PortCounters>,
+    /// Writes under way that nobody waits for.
+    posted: Arc<AtomicUsize>,
+}
+
+/// A register write that only has to ring an eventfd: what a PCI shell makes an ioeventfd. All are writes of 4 bytes
+/// to [`crate::pci::BAR_DOORBELL`].
+#[derive(Debug, Clone)]
+pub struct IoEvent {
+    /// Offset within the BAR in bytes.
+    pub offset: u64,
+    /// Only this value rings; others are register writes. `None`: all values do.
+    pub value: Option<u32>,
+    /// The eventfd.
+    pub fd: Arc<OwnedFd>,
+}
+
+/// A device's eventfds.
+#[derive(Clone)]
+struct NicEvents {
+    /// Doorbells.
+    kick: Arc<OwnedFd>,
+    /// "Unmask", of the first vectors.
+    unmask: [Arc<OwnedFd>; UNMASK_EVENTS],
+}
+
+impl NicEvents {
+    fn new() -> io::Result<Self> {
+        let event = || new_event().map(Arc::new);
+        Ok(Self { kick: event()?, unmask: [event()?, event()?, event()?] })
+    }
+}
+
+impl<M: Dma + Send + 'static> NicHandle<M> {
+    fn with<R: Send + 'static>(
+        &self,
+        job: impl FnOnce(&mut Vmxnet3<M>) -> R + Send + 'static,
+    ) -> Result<R, SegmentGone> {
+        let id = self.id;
+        let job = move |worker: &mut Worker<M>| {
+            worker.take_unmasks(id);
+            worker.segment.device(id).map(job)
+        };
+        self.mailbox.call(job)?.ok_or(SegmentGone)
+    }
+
+    /// As [`Vmxnet3::bar_read`].
+    pub fn bar_read(&self, bar: u8, offset: u64, data: &mut [u8]) {
+        let len = data.len();
+        let read = self.with(move |device| {
+            let mut bytes = vec![0; len];
+            device.bar_read(bar, offset, &mut bytes);
+            bytes
+        });
+        match read {
+            Ok(bytes) => data.copy_from_slice(&bytes),
+            Err(SegmentGone) => data.fill(0xFF),
+        }
+    }
+
+    /// As [`Vmxnet3::bar_write`]. Doorbells, and mostly what unmasks an interrupt, are not waited for, but keep their order
+    /// with all other accesses. A shell that uses [`NicHandle::io_events`] for masks must have other writes to the masks
+    /// carried out before the guest goes on.
+    pub fn bar_write(&self, bar: u8, offset: u64, data: &[u8]) {
+        let fast = bar == crate::pci::BAR_DOORBELL;
+        if fast && crate::pci::doorbell_offsets().any(|doorbell| doorbell == offset) {
+            ring(&self.events.kick);
+            return;
+        }
+        let unmask = fast && data == [0; 4];
+        let data = data.to_vec();
+        let write = move |device: &mut Vmxnet3<M>| device.bar_write(bar, offset, &data);
+        // A mask must be in place before an eventfd can ring to take it away again.
+        if !unmask || self.posted.load(Ordering::Relaxed) >= POSTED_MAX {
+            let _ = self.with(write);
+            return;
+        }
+        self.posted.fetch_add(1, Ordering::Relaxed);
+        let (id, posted) = (self.id, Arc::clone(&self.posted));
+        self.mailbox.post(move |worker| {
+            posted.fetch_sub(1, Ordering::Relaxed);
+            worker.take_unmasks(id);
+            worker.segment.device(id).map(write);
+        });
+    }
+
+    /// The eventfd that doorbells ([`crate::pci::doorbell_offsets`]) ring: one for all of the device.
+    #[must_use]
+    pub fn doorbell(&self) -> Arc<OwnedFd> {
+        Arc::clone(&self.events.kick)
+    }
+
+    /// All writes that can be ioeventfds: doorbells of the first queue (drivers of revision 7 have no other; those of
+    /// others arrive at [`NicHandle::bar_write`]), and writes of 0 to the mask registers of the first vectors, which the
+    /// driver does after each interrupt. None is lost, and their order with other accesses is kept.
+    #[must_use]
+    pub fn io_events(&self) -> Vec<IoEvent> {
+        use crate::registers::{IMR, RXPROD, RXPROD2, TXPROD};
+        let kick = |offset| IoEvent { offset, value: None, fd: Arc::clone(&self.events.kick) };
+        let unmask = |(vector, fd): (u64, &Arc<OwnedFd>)| IoEvent {
+            offset: IMR + 8 * vector,
+            value: Some(0),
+            fd: Arc::clone(fd),
+        };
+        let unmasks = (0..).zip(&self.events.unmask).map(unmask);
+        [TXPROD, RXPROD, RXPROD2].map(kick).into_iter().chain(unmasks).collect()
+    }
+
+    /// As [`Vmxnet3::set_memory`]; the memory before isn't touched after this returned.
+    pub fn set_memory(&self, memory: Option<M>) {
+        let _ = self.with(move |device| device.set_memory(memory));
+    }
+
+    /// As [`Vmxnet3::set_bus_master`].
+    pub fn set_bus_master(&self, on: bool) {
+        let _ = self.with(move |device| device.set_bus_master(on));
+    }
+
+    /// As [`Vmxnet3::reset`].
+    pub fn reset(&self) {
+        let _ = self.with(Vmxnet3::reset);
+    }
+
+    /// As [`Vmxnet3::set_link`].
+    pub fn set_link(&self, up: bool) {
+        let _ = self.with(move |device| device.set_link(up));
+    }
+
+    /// Changes what the port may do.
+    pub fn set_rules(&self, rules: PortRules) {
+        let id = self.id;
+        let _ = self.mailbox.call(move |worker| worker.segment.set_rules(id, rules));
+    }
+
+    /// Traffic counters, without asking the thread.
+    #[must_use]
+    pub fn counters(&self) -> &Arc<PortCounters> {
+        &self.counters
+    }
+
+    /// State to be restored by [`SegmentThread::attach_restored`]. The device should have been stopped before, by
+    /// pausing the guest; frames that wait for its buffers are not part of it and are lost, as on a wire.
+    ///
+    /// # Errors
+    /// When the thread is gone.
+    pub fn save(&self) -> Result<SavedVmxnet3, SegmentGone> {
+        self.with(|device| device.save())
+    }
+}
+
+impl<M: Dma + Send + 'static> Drop for NicHandle<M> {
+    fn drop(&mut self) {
+        let id = self.id;
+        let _ = self.mailbox.call(move |worker| worker.detach(id));
+    }
+}
+
+/// What the thread owns.
+struct Worker<M> {
+    segment: Segment<M>,
+    inbox: Receiver<Job<M>>,
+    epoll: OwnedFd,
+    wake: Arc<OwnedFd>,
+    /// What is waited for, by port.
+    watched: Vec<Option<Watched>>,
+    started: Instant,
+    stopping: bool,
+}
+
+impl<M: Dma + Send + 'static> Worker<M> {
+    fn name(&self) -> &str {
+        self.segment.name()
+    }
+
+    fn attach(
+        &mut self,
+        device: Vmxnet3<M>,
+        rules: PortRules,
+        events: NicEvents,
+    ) -> Result<PortId, PlugError> {
+        let id = self.segment.attach_device(device, rules)?;
+        self.watch(id, Watched::Device(events))
+    }
+
+    fn attach_port(
+        &mut self,
+        name: String,
+        port: Box<dyn FramePort>,
+        rules: PortRules,
+    ) -> Result<PortId, PlugError> {
+        let fd = port.fd().map(|fd| fd.try_clone_to_owned()).transpose();
+        let fd = fd.map_err(|source| PlugError::Kernel { what: "copy a file descriptor", source })?;
+        let id = self.segment.attach_port(name, port, rules)?;
+        match fd {
+            Some(fd) => self.watch(id, Watched::Port(fd)),
+            None => Ok(id),
+        }
+    }
+
+    /// Waits for a port's descriptors from now on; without them the port can't stay.
+    fn watch(&mut self, id: PortId, watched: Watched) -> Result<PortId, PlugError> {
+        let index = id.0 as u64;
+        let result = watched.fds().try_for_each(|(kind, fd)| {
+            let data = epoll::EventData::new_u64(index | kind << KIND_SHIFT);
+            epoll::add(&self.epoll, fd, data, epoll::EventFlags::IN)
+        });
+        if self.watched.len() <= id.0 {
+            self.watched.resize_with(id.0 + 1, || None);
+        }
+        self.watched[id.0] = Some(watched);
+        result.map_err(|error| {
+            self.detach(id);
+            PlugError::Kernel { what: "wait for a port", source: error.into() }
+        })?;
+        Ok(id)
+    }
+
+    /// Stops waiting for a port's descriptors.
+    fn unwatch(&mut self, id: PortId) -> bool {
+        let Some(watched) = self.watched.get_mut(id.0).and_then(Option::take) else { return false };
+        for (_, fd) in watched.fds() {
+            // It fails for those that `watch` couldn't add.
+            let _ = epoll::delete(&self.epoll, fd);
+        }
+        true
+    }
+
+    fn detach(&mut self, id: PortId) {
+        self.unwatch(id);
+        self.segment.detach(id);
+    }
+
+    /// Carries out the unmasking that a device's eventfds tell of.
+    fn take_unmasks(&mut self, id: PortId) {
+        let Some(Some(Watched::Device(events))) = self.watched.get(id.0) else { return };
+        let Some(device) = self.segment.device(id) else { return };
+        for (vector, event) in (0..).zip(&events.unmask) {
+            if drain(event) {
+                let register = crate::registers::IMR + 8 * vector;
+                device.bar_write(crate::pci::BAR_DOORBELL, register, &[0; 4]);
+            }
+        }
+    }
+
+    fn run(&mut self) -> io::Result<()> {
+        let mut events = Vec::with_capacity(64);
+        let mut retry = RETRY;
+        loop {
+            let mut jobs = 0;
+            while jobs < MESSAGES_PER_TURN
+                && let Ok(job) = self.inbox.try_recv()
+            {
+                job(self);
+                jobs += 1;
+            }
+            // The wake-up that came with the request may be gone already: don't wait for another.
+            if self.stopping {
+                return Ok(());
+            }
+            let more = self.segment.serve(self.started.elapsed());
+            let timeout = if more || jobs == MESSAGES_PER_TURN {
+                Some(Timespec { tv_sec: 0, tv_nsec: 0 })
+            } else if self.segment.has_waiting() {
+                Some(Timespec { tv_sec: 0, tv_nsec: i64::from(retry.subsec_nanos()) })
+            } else {
+                None
+            };
+            events.clear();
+            match epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), timeout.as_ref()) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+            retry = if events.is_empty() { (retry * 2).min(RETRY_MAX) } else { RETRY };
+            for event in events.drain(..) {
+                let flags = event.flags;
+                let broken = flags.intersects(epoll::EventFlags::ERR | epoll::EventFlags::HUP);
+                self.handle(event.data.u64(), broken);
+            }
+        }
+    }
+
+    fn handle(&mut self, tag: u64, broken: bool) {
+        if tag == WAKE {
+            drain(&self.wake);
+            return;
+        }
+        let (kind, index) = (tag >> KIND_SHIFT, tag & ((1 << KIND_SHIFT) - 1));
+        let Ok(index) = usize::try_from(index) else { return };
+        let id = PortId(index);
+        match self.watched.get(index) {
+            Some(Some(Watched::Device(events))) if kind == 0 => {
+                drain(&events.kick);
+                if let Some(device) = self.segment.device(id) {
+                    device.kick();
+                }
+            }
+            Some(Some(Watched::Device(_))) => self.take_unmasks(id),
+            Some(Some(Watched::Port(_))) => {
+                self.segment.readable(id);
+                // It would wake us for ever.
+                if broken && self.unwatch(id) {
+                    let segment = self.segment.name();
+                    tracing::error!(
+                        "A port of segment {segment} is gone (was its tap deleted?); attach it anew"
+                    );
+                }
+            }
+            Some(None) | None => {}
+        }
+    }
+}
+
+/// Descriptors of a port.
+enum Watched {
+    Device(NicEvents),
+    Port(OwnedFd),
+}
+
+impl Watched {
+    /// Each with its kind, which goes into the epoll tag.
+    fn fds(&self) -> impl Iterator<Item = (u64, BorrowedFd<'_>)> {
+        let fds: Vec<BorrowedFd<'_>> = match self {
+            Self::Device(NicEvents { kick, unmask }) => {
+                std::iter::once(kick).chain(unmask).map(|fd| fd.as_fd()).collect()
+            }
+            Self::Port(fd) => vec![fd.as_fd()],
+        };
+        (0..).zip(fds)
+    }
+}
+
+fn new_event() -> io::Result<OwnedFd> {
+    Ok(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?)
+}
+
+/// Signals an eventfd. It can only fail when it is signalled already, or full of signals.
+fn ring(event: &OwnedFd) {
+    let _ = rustix::io::write(event, &1_u64.to_ne_bytes());
+}
+
+/// Takes the signals of an eventfd; whether there were any.
+fn drain(event: &OwnedFd) -> bool {
+    rustix::io::read(event, &mut [0_u8; 8]).is_ok()
+}
+
+#[cfg(test)]
+mod tests;
