@@ -4,4 +4,5 @@ pub mod api;
 pub mod description;
 pub mod payload;
 pub mod sandbox;
+pub mod vfio_user;
 pub mod vm;

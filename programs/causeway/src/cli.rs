@@ -1,6 +1,7 @@
 //! The command line.
 
 use std::ffi::OsString;
+use std::net::SocketAddr;
 use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
@@ -33,7 +34,7 @@ pub enum Command {
     Run(Box<RunArgs>),
     /// List the VMs that run on this host, by their sockets in the runtime directory
     List,
-    /// Show a VM's live device tree with counters
+    /// Show the live tree of a VM's devices, or of the host's daemon (`inspect host`), with counters
     Inspect(InspectArgs),
     /// Stop a VM's vCPUs and devices until `resume`
     Pause(Target),
@@ -43,6 +44,8 @@ pub enum Command {
     Reset(Target),
     /// End a VM: by its power button, or at once
     Stop(StopArgs),
+    /// Run this host's daemon in the foreground: it serves RDMA NICs to VMs
+    Host(HostArgs),
     /// Say what this host can do, what is missing and how to get it
     Doctor,
 }
@@ -60,13 +63,36 @@ pub struct Target {
 /// `causeway inspect`.
 #[derive(Debug, Args)]
 pub struct InspectArgs {
-    /// Name of the VM; not needed when only one runs
+    /// Name of the VM, not needed when only one runs; or host, for the host's daemon
     pub name: Option<String>,
     /// Which part of the tree, for instance disks/disk0
     pub path: Option<String>,
     /// The VM whose API is at this socket, instead of a name
     #[arg(long, value_name = "PATH")]
     pub socket: Option<PathBuf>,
+    /// The host daemon at this socket, instead of a VM
+    #[arg(long, value_name = "PATH", conflicts_with = "socket")]
+    pub daemon: Option<PathBuf>,
+}
+
+/// `causeway host`.
+#[derive(Debug, Args)]
+pub struct HostArgs {
+    /// Where to listen for monitors; the folder of the same name with .d, beside it, is used as well
+    #[arg(long, value_name = "PATH", default_value = control_api::host::DEFAULT_SOCKET)]
+    pub socket: PathBuf,
+    /// A user who may have NICs, besides root and the daemon's own; may be given several times
+    #[arg(long, value_name = "UID")]
+    pub allow_uid: Vec<u32>,
+    /// A primary group whose users may have NICs; may be given several times
+    #[arg(long, value_name = "GID")]
+    pub allow_gid: Vec<u32>,
+    /// Serve metrics at this address by HTTP, to everybody who reaches it  [default: the socket `metrics` in the folder only]
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub metrics: Option<SocketAddr>,
+    /// Bind the thread that does the RDMA work to this CPU
+    #[arg(long, value_name = "CPU")]
+    pub engine_cpu: Option<usize>,
 }
 
 /// `causeway stop`.
@@ -128,6 +154,12 @@ pub struct RunArgs {
     /// Network: tap:NAME, fd:N or user, then [,mac=M][,queues=N][,mtu=N]; may be given several times
     #[arg(long, value_name = "NET", value_parser = flags::net)]
     pub net: Vec<written::Net>,
+    /// RDMA NIC of `causeway host`: segment=NAME[,name=N][,mac=M][,tap=NAME][,host=SOCKET][,slot=N]; may be given several times
+    #[arg(long, value_name = "NIC", value_parser = flags::rdma)]
+    pub rdma: Vec<written::Rdma>,
+    /// PCI device of another process: SOCKET[,name=N][,slot=N]; may be given several times
+    #[arg(long, value_name = "DEVICE", value_parser = flags::vfio_user)]
+    pub vfio_user: Vec<written::VfioUser>,
     /// Random-number device: on or off  [default: on]
     #[arg(long, value_name = "on|off", num_args = 0..=1, require_equals = true, default_missing_value = "on", value_parser = flags::on_off)]
     pub rng: Option<bool>,

@@ -14,6 +14,7 @@ mod error;
 mod mac;
 mod one_or_many;
 mod positions;
+mod served;
 mod size;
 mod validate;
 mod vm;
@@ -28,7 +29,7 @@ pub use size::ByteSize;
 pub use validate::validate;
 pub use vm::{
     BootProtocol, Console, Cpus, Disk, DiskFormat, Guest, HugePages, LinuxBoot, Memory, Net, NetBackend,
-    NumaNode, OnReboot, Payload, SandboxMode, VmDescription, Vsock,
+    NumaNode, OnReboot, Payload, Rdma, SandboxMode, VfioUser, VmDescription, Vsock,
 };
 
 use std::path::Path;

@@ -23,7 +23,7 @@ const LONGEST_NAME: usize = 64;
 /// virtio 1.2, 5.2.6.1: VIRTIO_BLK_ID_BYTES.
 const LONGEST_SERIAL: usize = 20;
 /// PCI Express slots that devices of one kind can fill.
-const MOST_DEVICES: usize = 26;
+pub(super) const MOST_DEVICES: usize = 26;
 const MOST_QUEUES: u64 = 32;
 /// IFNAMSIZ without the NUL.
 const LONGEST_INTERFACE: usize = 15;
@@ -53,6 +53,7 @@ pub fn validate(vm: &written::Vm) -> Result<VmDescription, Invalid> {
     let disks = disks.map(|(index, written)| disk(index, written)).collect::<Result<Vec<_>, _>>()?;
     at_most("disks", disks.len(), MOST_DEVICES)?;
     writable_once(&disks)?;
+    let (rdma, vfio_user) = super::served::validate(vm, &name)?;
     let api_socket = vm.api_socket.clone();
     if let Some(path) = &api_socket {
         socket_path(&Key::root("api_socket"), path)?;
@@ -71,16 +72,18 @@ pub fn validate(vm: &written::Vm) -> Result<VmDescription, Invalid> {
         numa,
         disks,
         net,
+        rdma,
+        vfio_user,
         console,
         api_socket,
     })
 }
 
-fn quoted(text: &str) -> String {
+pub(super) fn quoted(text: &str) -> String {
     format!("\"{}\"", text.escape_debug())
 }
 
-fn at_most(key: &str, count: usize, most: usize) -> Result<(), Invalid> {
+pub(super) fn at_most(key: &str, count: usize, most: usize) -> Result<(), Invalid> {
     if count > most {
         return Err(Invalid::new(
             Key::root(key).item(most),
@@ -101,6 +104,10 @@ fn name(name: Option<&str>) -> Result<String, Invalid> {
     if !fits {
         let rule = "a name has 1 to 64 of a-z, A-Z, 0-9, '.', '_', '-', and begins with a letter or digit";
         return Err(Invalid::new(key(), format!("{} is not a name: {rule}", quoted(name))));
+    }
+    if name == "host" {
+        let problem = "\"host\" stands for the host daemon in `causeway inspect`; choose another name";
+        return Err(Invalid::new(key(), problem));
     }
     Ok(name.to_owned())
 }
@@ -282,6 +289,8 @@ fn guest(vm: &written::Vm) -> Result<Guest, Invalid> {
                 ("protocol", vm.protocol.is_some()),
                 ("disks", vm.disks.is_some()),
                 ("net", vm.net.is_some()),
+                ("rdma", vm.rdma.is_some()),
+                ("vfio-user", vm.vfio_user.is_some()),
                 ("vsock", vm.vsock.is_some()),
                 ("rng", vm.rng == Some(true)),
                 ("numa", vm.numa.is_some()),
@@ -351,7 +360,7 @@ fn path(key: &Key, path: &Path) -> Result<(), Invalid> {
     no_nul(key, &path.to_string_lossy())
 }
 
-fn socket_path(key: &Key, socket: &Path) -> Result<(), Invalid> {
+pub(super) fn socket_path(key: &Key, socket: &Path) -> Result<(), Invalid> {
     path(key, socket)?;
     let len = socket.as_os_str().len();
     if len > LONGEST_SOCKET_PATH {
@@ -454,7 +463,7 @@ fn network(vm: &str, index: usize, net: &written::Net) -> Result<Net, Invalid> {
     Ok(Net { backend, mac, queues, mtu: mtu.transpose()? })
 }
 
-fn interface(key: &Key, name: &str) -> Result<String, Invalid> {
+pub(super) fn interface(key: &Key, name: &str) -> Result<String, Invalid> {
     let fits = (1..=LONGEST_INTERFACE).contains(&name.len())
         && name != "."
         && name != ".."

@@ -26,6 +26,10 @@ pub struct VmDescription {
     pub disks: Vec<Disk>,
     /// virtio-net devices `net0`, `net1`, ...
     pub net: Vec<Net>,
+    /// RDMA NICs of the host daemon.
+    pub rdma: Vec<Rdma>,
+    /// Devices of other processes.
+    pub vfio_user: Vec<VfioUser>,
     /// Whether there is a virtio-rng device.
     pub rng: bool,
     /// The virtio-vsock device.
@@ -198,6 +202,34 @@ pub enum NetBackend {
     Fd(i32),
     /// Network without root, through passt.
     User,
+}
+
+/// An RDMA NIC that the host daemon serves: a slot with an Ethernet function (0) and an RDMA function (1).
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Rdma {
+    /// 1 to 32 of a-z, A-Z, 0-9, `_` and `-`; no other device of the VM has it. Functions are `NAME.0` and `NAME.1`.
+    pub name: String,
+    /// Ethernet address: as written, or made from the VM's name and the device's number.
+    pub mac: MacAddress,
+    /// Ethernet segment of the host that it is connected to: 1 to 64 of a-z, A-Z, 0-9, `.`, `_` and `-`.
+    pub segment: String,
+    /// Tap interface that the segment shall be connected to, 1 to 15 bytes.
+    pub tap: Option<String>,
+    /// Unix socket of the host daemon.
+    pub host: PathBuf,
+    /// PCI slot, 1 to 31; `None`: the first free one.
+    pub slot: Option<u8>,
+}
+
+/// A PCI device that another process serves over vfio-user.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct VfioUser {
+    /// As for [`Rdma::name`].
+    pub name: String,
+    /// Unix socket of its server.
+    pub socket: PathBuf,
+    /// PCI slot, 1 to 31; `None`: the first free one.
+    pub slot: Option<u8>,
 }
 
 /// A virtio-vsock device.

@@ -36,6 +36,11 @@ pub struct Vm {
     pub disks: Option<Vec<Disk>>,
     /// Network devices.
     pub net: Option<Vec<Net>>,
+    /// RDMA NICs.
+    pub rdma: Option<Vec<Rdma>>,
+    /// Devices of other processes.
+    #[serde(rename = "vfio-user")]
+    pub vfio_user: Option<Vec<VfioUser>>,
     /// Whether there is a random-number device. Default true.
     pub rng: Option<bool>,
     /// vsock device.
@@ -179,6 +184,36 @@ pub struct Net {
     pub mtu: Option<u64>,
 }
 
+/// A `[[rdma]]` table.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Rdma {
+    /// Default `rdma0`, `rdma1`, ...
+    pub name: Option<String>,
+    /// Address.
+    pub mac: Option<MacAddress>,
+    /// Ethernet segment of the host.
+    pub segment: String,
+    /// Tap interface behind the segment.
+    pub tap: Option<String>,
+    /// The host daemon's socket. Default `/run/causeway/host.sock`.
+    pub host: Option<PathBuf>,
+    /// PCI slot.
+    pub slot: Option<u64>,
+}
+
+/// A `[[vfio-user]]` table.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VfioUser {
+    /// Default `vfio-user0`, `vfio-user1`, ...
+    pub name: Option<String>,
+    /// The server's socket.
+    pub socket: PathBuf,
+    /// PCI slot.
+    pub slot: Option<u64>,
+}
+
 /// The `[vsock]` table.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -205,6 +240,8 @@ impl Vm {
         self.initrd.iter_mut().flat_map(|list| list.0.iter_mut()).for_each(resolve);
         self.payload.iter_mut().map(|payload| &mut payload.program).for_each(resolve);
         self.disks.iter_mut().flatten().map(|disk| &mut disk.path).for_each(resolve);
+        self.rdma.iter_mut().flatten().flat_map(|nic| &mut nic.host).for_each(resolve);
+        self.vfio_user.iter_mut().flatten().map(|device| &mut device.socket).for_each(resolve);
         self.vsock.iter_mut().map(|vsock| &mut vsock.socket).for_each(resolve);
         self.api_socket.iter_mut().for_each(resolve);
         if let Some(console) = &mut self.console {

@@ -42,6 +42,7 @@ pub struct PayloadBuilder {
     window: Option<Arc<HostMapping>>,
     console: Box<dyn Write + Send>,
     host_ports: Option<Arc<dyn HostPorts>>,
+    on_thread_start: Option<Arc<dyn Fn() + Send + Sync>>,
 }
 
 impl PayloadBuilder {
@@ -61,6 +62,7 @@ impl PayloadBuilder {
             window: None,
             console: Box::new(std::io::stdout()),
             host_ports: None,
+            on_thread_start: None,
         }
     }
 
@@ -140,6 +142,12 @@ impl PayloadBuilder {
     /// Who serves the host ports. Default: nobody; they read as all ones.
     pub fn host_ports(mut self, ports: Arc<dyn HostPorts>) -> Self {
         self.host_ports = Some(ports);
+        self
+    }
+
+    /// Runs first on each vCPU thread: the place for its seccomp filter. Default: nothing.
+    pub fn on_thread_start(mut self, hook: impl Fn() + Send + Sync + 'static) -> Self {
+        self.on_thread_start = Some(Arc::new(hook));
         self
     }
 
@@ -223,7 +231,7 @@ impl PayloadBuilder {
             names,
             on_event: on_event(sender.clone()),
             exit_handler: Some(Arc::new(Control { messages: Mutex::new(sender.clone()) })),
-            on_thread_start: None,
+            on_thread_start: self.on_thread_start,
         };
         let manager = VcpuManager::start(&vm, configs, options)?;
 

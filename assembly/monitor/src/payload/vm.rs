@@ -12,6 +12,7 @@ use machine::vcpu::{VcpuEvent, VcpuManager};
 use machine::vm::Vm;
 use machine::x86::CpuTopology;
 use payload_abi::Region;
+use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
@@ -158,6 +159,20 @@ impl PayloadVm {
             inside
                 .then(|| usize::try_from(offset).ok())?
                 .and_then(|offset| region.host_address.checked_add(offset))
+        })
+    }
+
+    /// The memfd behind `length` bytes of RAM at a guest-physical address, and where in it they begin, if they lie in one
+    /// piece: for a device in this process that maps guest RAM as one in another process would.
+    pub fn ram_file(&self, address: u64, length: u64) -> Option<(&Arc<File>, u64)> {
+        let end = address.checked_add(length)?;
+        self.parts.ram.regions().iter().find_map(|region| {
+            let offset = address.checked_sub(region.range.start)?;
+            let inside = end <= region.range.start.checked_add(region.range.size)?;
+            inside
+                .then(|| region.file_offset.checked_add(offset))
+                .flatten()
+                .map(|offset| (&region.file, offset))
         })
     }
 

@@ -10,7 +10,7 @@
 use std::collections::BTreeSet;
 
 use super::ThreadKind;
-use super::device_syscalls::{CONSOLE, SPAWNERS, VCPUS, end, workers};
+use super::device_syscalls::{CONSOLE, SPAWNERS, VCPUS, end, served_access, served_watcher, workers};
 use crate::description::VmDescription;
 
 /// Every thread.
@@ -91,6 +91,9 @@ const MAIN: &[i64] = &[
     libc::SYS_waitid,
 ];
 
+/// The thread that signals wake through a socket pair (`signal-hook`); the signal's handler may run on it, too.
+const SIGNALS: &[i64] = &[libc::SYS_recvfrom, libc::SYS_sendto];
+
 /// What no thread of the process may do, those without a filter of their own included: other programs, other
 /// processes' memory, the kernel's modules and mounts, names in other namespaces.
 pub(super) const NEVER: &[i64] = &[
@@ -135,7 +138,7 @@ pub(super) fn allowed(kind: ThreadKind, vm: &VmDescription) -> BTreeSet<i64> {
 }
 
 fn parts(kind: ThreadKind, vm: &VmDescription) -> Vec<&'static [i64]> {
-    let vcpu = || vec![BASE, VCPU, VCPUS];
+    let vcpu = || vec![BASE, VCPU, VCPUS, served_access(vm)];
     let devices = || [vec![BASE, SPAWN, SPAWNERS], workers(vm)].concat();
     match kind {
         ThreadKind::DeviceWorker => devices(),
@@ -143,6 +146,11 @@ fn parts(kind: ThreadKind, vm: &VmDescription) -> Vec<&'static [i64]> {
         // A pause, a reset or a look at counters does to vCPUs and devices what vCPU threads do.
         ThreadKind::Api => [vcpu(), vec![crate::api::SYSCALLS, machine::stats::SYSCALLS]].concat(),
         ThreadKind::Console => vec![BASE, CONSOLE],
-        ThreadKind::Main => [parts(ThreadKind::Api, vm), devices(), vec![CONSOLE, end(vm), MAIN]].concat(),
+        // It places BARs as vCPU threads do.
+        ThreadKind::VfioUser => [vcpu(), vec![served_watcher(vm)]].concat(),
+        ThreadKind::Signals => vec![BASE, SIGNALS],
+        ThreadKind::Main => {
+            [parts(ThreadKind::Api, vm), devices(), vec![CONSOLE, SIGNALS, end(vm), MAIN]].concat()
+        }
     }
 }

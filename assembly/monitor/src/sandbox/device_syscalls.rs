@@ -38,3 +38,18 @@ pub(super) fn end(vm: &VmDescription) -> &'static [i64] {
 pub(super) fn has_passt(vm: &VmDescription) -> bool {
     vm.net.iter().any(|net| net.backend == NetBackend::User)
 }
+
+/// Whether devices of the VM are served by other processes.
+fn has_served(vm: &VmDescription) -> bool {
+    !vm.rdma.is_empty() || !vm.vfio_user.is_empty()
+}
+
+/// Threads that access devices of other processes.
+pub(super) fn served_access(vm: &VmDescription) -> &'static [i64] {
+    if has_served(vm) { crate::vfio_user::ACCESS_SYSCALLS } else { &[] }
+}
+
+/// Threads that get the servers of such devices back.
+pub(super) fn served_watcher(vm: &VmDescription) -> &'static [i64] {
+    if has_served(vm) { crate::vfio_user::WATCHER_SYSCALLS } else { &[] }
+}

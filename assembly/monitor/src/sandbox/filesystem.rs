@@ -21,7 +21,7 @@ const KNOWN: ABI = ABI::V9;
 pub(super) struct Filesystem {
     /// The sockets in them are removed at the end.
     own: BTreeSet<PathBuf>,
-    /// The guest's vsock connections go to sockets in them.
+    /// The guest's vsock connections go to sockets in them, and servers of devices listen there.
     connected: BTreeSet<PathBuf>,
     /// Opened while the VM is made.
     devices: BTreeSet<PathBuf>,
@@ -68,7 +68,12 @@ impl Filesystem {
                 false => Scope::from_all(KNOWN),
             },
             own: own.map(|path| directory_of(path)).collect(),
-            connected: vsock.into_iter().map(|path| directory_of(path)).collect(),
+            connected: vsock
+                .into_iter()
+                .chain(description.vfio_user.iter().map(|device| &device.socket))
+                .chain(description.rdma.iter().map(|nic| &nic.host))
+                .map(|path| directory_of(path))
+                .collect(),
             // The payload machine makes its threads as it opens KVM, so it is made inside. A device that isn't
             // there is the payload machine's to tell.
             devices: match description.guest {

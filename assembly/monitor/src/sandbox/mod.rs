@@ -48,11 +48,16 @@ pub enum ThreadKind {
     Api,
     /// Moves the console's bytes.
     Console,
+    /// Waits for signals that end the VM.
+    Signals,
+    /// Watches over a device that another process serves.
+    VfioUser,
 }
 
 impl ThreadKind {
     /// All of them.
-    pub const ALL: [Self; 5] = [Self::Main, Self::Vcpu, Self::DeviceWorker, Self::Api, Self::Console];
+    pub const ALL: [Self; 7] =
+        [Self::Main, Self::Vcpu, Self::DeviceWorker, Self::Api, Self::Console, Self::Signals, Self::VfioUser];
 }
 
 /// The sandbox could not be made or entered.
@@ -231,12 +236,11 @@ impl ThreadFilter {
         applied.map_err(|source| self.refused(source))
     }
 
-    /// Confines every thread of the process, for those made by code that knows of no sandbox. In log mode, only the
-    /// calling thread: the one that reports must stay free.
-    pub fn apply_everywhere(&self) -> Result<(), SandboxError> {
-        match (&self.program, &self.observer) {
-            (Some(program), None) => program.install_everywhere().map_err(|source| self.refused(source)),
-            _ => self.apply(),
+    /// The same, first thing on a thread that must not run unconfined: where it fails, the process ends.
+    pub fn apply_or_end(&self) {
+        if let Err(error) = self.apply() {
+            tracing::error!(error = &error as &dyn std::error::Error, "A thread can't be confined; ending");
+            std::process::exit(1);
         }
     }
 

@@ -49,6 +49,10 @@ const PRCTLS: &[libc::c_int] =
 const FCNTLS: &[libc::c_int] =
     &[libc::F_GETFD, libc::F_SETFD, libc::F_GETFL, libc::F_SETFL, libc::F_DUPFD_CLOEXEC];
 
+/// TCSETS, TCSETS2: what any thread may do to standard input, so that a refused call doesn't leave the user's terminal
+/// in raw mode (`trap.rs`).
+const RESTORE_TERMINAL: &[u64] = &[0x5402, 0x402c_542b];
+
 const PROT_EXEC: u64 = 4;
 /// `CLONE_THREAD` of linux/sched.h.
 const CLONE_THREAD: u64 = 0x1_0000;
@@ -71,15 +75,6 @@ impl Program {
         self.set_filter(0).map(drop)
     }
 
-    /// Confines every thread of the process.
-    pub(super) fn install_everywhere(&self) -> io::Result<()> {
-        match self.set_filter(libc::SECCOMP_FILTER_FLAG_TSYNC)? {
-            0 => Ok(()),
-            // Its filters are not an extension of ours.
-            thread => Err(io::Error::other(format!("thread {thread} has filters of its own"))),
-        }
-    }
-
     /// Confines the calling thread; refused calls are reported to the returned listener, and wait for its answer.
     pub(super) fn install_with_listener(&self) -> io::Result<OwnedFd> {
         let fd = self.set_filter(libc::SECCOMP_FILTER_FLAG_NEW_LISTENER)?;
@@ -92,9 +87,9 @@ impl Program {
         let len = libc::c_ushort::try_from(self.0.len()).map_err(io::Error::other)?;
         let header = Header { len, filter: self.0.as_ptr() };
         rustix::thread::set_no_new_privs(true)?;
-        // SAFETY: the kernel copies the header and the `len` instructions that it points to, and keeps neither
-        // pointer.
         let result =
+            // SAFETY: the kernel copies the header and the `len` instructions that it points to, and keeps neither
+            // pointer.
             unsafe { libc::syscall(libc::SYS_seccomp, SECCOMP_SET_MODE_FILTER, flags, &raw const header) };
         if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
     }
@@ -109,6 +104,13 @@ fn compare(argument: u8, mask: u64, value: u64) -> Result<SeccompRule, BackendEr
 
 fn operation_is(argument: u8, operation: libc::c_int) -> Result<SeccompRule, BackendError> {
     compare(argument, u64::MAX, u64::from(operation.cast_unsigned()))
+}
+
+fn restore_terminal() -> Result<Vec<SeccompRule>, BackendError> {
+    let is =
+        |argument, value| SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value);
+    let stdin = u64::from(libc::STDIN_FILENO.cast_unsigned());
+    RESTORE_TERMINAL.iter().map(|request| SeccompRule::new(vec![is(0, stdin)?, is(1, *request)?])).collect()
 }
 
 /// What the arguments of a call must be; no rules: anything.
@@ -138,10 +140,11 @@ pub(super) fn thread_program(kind: ThreadKind, vm: &VmDescription) -> Result<Pro
     };
     let compile = || {
         let allowed = allow_lists::allowed(kind, vm);
-        let rules = allowed
+        let mut rules = allowed
             .into_iter()
             .map(|call| Ok((call, rules(call)?)))
             .collect::<Result<BTreeMap<_, _>, BackendError>>()?;
+        rules.entry(libc::SYS_ioctl).or_insert(restore_terminal()?);
         let filter = SeccompFilter::new(rules, refusal.clone(), SeccompAction::Allow, TargetArch::x86_64)?;
         BpfProgram::try_from(filter)
     };

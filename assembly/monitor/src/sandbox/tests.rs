@@ -4,20 +4,29 @@
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Command, Output};
 
+use platform_devices::console::{Console, ConsoleBackend};
+use rustix::fs::{Mode, OFlags};
+use rustix::pty::OpenptFlags;
+use rustix::termios::LocalModes;
+
 use super::*;
 use crate::description;
 
 const CASE: &str = "CAUSEWAY_SANDBOX_CASE";
 
-fn run(case: &str) -> Output {
-    Command::new(std::env::current_exe().unwrap())
+fn command(case: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
         .args(["--exact", "sandbox::tests::case", "--nocapture", "--test-threads=1"])
         .env(CASE, case)
         // The harness has threads before the sandbox can say so itself.
         .env("MALLOC_ARENA_MAX", "1")
-        .env_remove("RUST_LOG")
-        .output()
-        .unwrap()
+        .env_remove("RUST_LOG");
+    command
+}
+
+fn run(case: &str) -> Output {
+    command(case).output().unwrap()
 }
 
 fn describe(text: &str) -> VmDescription {
@@ -133,22 +142,26 @@ fn case() {
             // The report is written before the call goes on, but by another thread.
             std::thread::sleep(std::time::Duration::from_millis(200));
         }
-        "everywhere" => {
-            let sandbox = sandbox(SandboxMode::On);
-            let (go, wait) = std::sync::mpsc::channel::<()>();
-            let older = std::thread::Builder::new().name("confined".to_owned()).spawn(move || {
-                wait.recv().unwrap();
-                open();
+        "signals" => {
+            // Its handler runs on the thread that the signal goes to, here the one that also waits for it.
+            let mut signals = signal_hook::iterator::Signals::new([libc::SIGUSR1]).unwrap();
+            confined(SandboxMode::On, ThreadKind::Signals, move || {
+                // SAFETY: the signal has a handler.
+                unsafe { libc::raise(libc::SIGUSR1) };
+                assert_eq!(signals.forever().next(), Some(libc::SIGUSR1));
             });
-            let newer = std::thread::spawn(move || {
-                sandbox.enter_process().unwrap();
-                sandbox.thread_filter(ThreadKind::Main).apply_everywhere().unwrap();
-                go.send(()).unwrap();
-                older.unwrap().join().unwrap();
-                eprintln!("survived");
-            });
-            newer.join().unwrap();
         }
+        "terminal" => {
+            let console = Console::open(&ConsoleBackend::Stdio, std::sync::Arc::new(|_| ())).unwrap();
+            let settings = rustix::termios::tcgetattr(rustix::stdio::stdin()).unwrap();
+            assert!(!settings.local_modes.contains(LINE_MODE), "the console has made it raw");
+            confined(SandboxMode::On, ThreadKind::Signals, open);
+            drop(console);
+        }
+        // SAFETY: as above.
+        "other-terminal-request" => confined(SandboxMode::On, ThreadKind::Signals, || unsafe {
+            libc::ioctl(0, libc::TIOCSTI, c"x".as_ptr());
+        }),
         "api" => {
             let directory = tempfile::tempdir().unwrap();
             let socket = directory.path().join("vm.sock");
@@ -192,7 +205,7 @@ fn stderr(output: &Output) -> String {
 
 #[test]
 fn ordinary_work_and_making_threads_are_allowed() {
-    for case in ["work", "spawn", "narrow", "api", "off"] {
+    for case in ["work", "spawn", "narrow", "api", "signals", "off"] {
         let output = run(case);
         assert!(output.status.success() && stderr(&output).contains("survived"), "{case}: {output:?}");
     }
@@ -202,10 +215,10 @@ fn ordinary_work_and_making_threads_are_allowed() {
 fn what_is_refused_ends_the_process_and_is_named() {
     for (case, call) in [
         ("open", "openat (257)"),
-        ("everywhere", "openat (257)"),
         ("exec-anywhere", "execve (59)"),
         ("exec-memory", "mmap (9)"),
         ("tiocsti", "ioctl (16)"),
+        ("other-terminal-request", "ioctl (16)"),
         ("fork", "clone (56)"),
         ("network", "socket (41)"),
         ("signal-others", "tgkill (234)"),
@@ -221,6 +234,36 @@ fn what_is_refused_ends_the_process_and_is_named() {
         let line = format!("the sandbox refused the system call {call} in thread \"confined\"");
         assert!(text.contains(&line) && !text.contains("survived"), "{case}: {text}");
     }
+}
+
+/// Keys are collected into lines and shown: not raw.
+const LINE_MODE: LocalModes = LocalModes::ICANON.union(LocalModes::ECHO);
+
+#[test]
+fn a_refused_call_leaves_the_terminal_as_it_was() {
+    use std::os::unix::process::CommandExt as _;
+
+    let master = rustix::pty::openpt(OpenptFlags::RDWR | OpenptFlags::NOCTTY | OpenptFlags::CLOEXEC).unwrap();
+    rustix::pty::grantpt(&master).unwrap();
+    rustix::pty::unlockpt(&master).unwrap();
+    let name = rustix::pty::ptsname(&master, Vec::new()).unwrap();
+    let flags = OFlags::RDWR | OFlags::NOCTTY | OFlags::CLOEXEC;
+    let slave = rustix::fs::open(name.as_c_str(), flags, Mode::empty()).unwrap();
+    let line_mode = || rustix::termios::tcgetattr(&slave).unwrap().local_modes.contains(LINE_MODE);
+    assert!(line_mode());
+    let mut command = command("terminal");
+    command.stdin(slave.try_clone().unwrap());
+    // SAFETY: between fork and exec only two system calls are made.
+    unsafe {
+        command.pre_exec(|| {
+            rustix::process::setsid()?;
+            Ok(rustix::process::ioctl_tiocsctty(rustix::stdio::stdin())?)
+        });
+    }
+    let output = command.output().unwrap();
+    let text = stderr(&output);
+    assert_eq!(output.status.code(), Some(REFUSED_EXIT_CODE), "{text}");
+    assert!(text.contains("openat (257) in thread \"confined\"") && line_mode(), "{text}");
 }
 
 #[test]

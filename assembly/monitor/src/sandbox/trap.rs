@@ -1,4 +1,5 @@
-//! What happens when a system call is refused: one line on standard error, then the end of the process.
+//! What happens when a system call is refused: one line on standard error, the user's terminal as it was before, then
+//! the end of the process.
 #![allow(unsafe_code)] // A signal handler, and what is safe to call in one.
 
 use std::ffi::{c_int, c_void};
@@ -72,9 +73,10 @@ extern "C" fn refused(_signal: c_int, info: *mut libc::siginfo_t, _context: *mut
     unsafe { libc::prctl(libc::PR_GET_NAME, thread.as_mut_ptr()) };
     line.push(thread.split(|byte| *byte == 0).next().unwrap_or_default());
     line.push(b"\"; the VM is stopped. --sandbox log lists such calls instead.\n");
-    // SAFETY: write(2) and _exit(2) are async-signal-safe and allowed in every filter; the buffer is ours.
-    unsafe {
-        libc::write(libc::STDERR_FILENO, line.bytes.as_ptr().cast(), line.len);
-        libc::_exit(REFUSED_EXIT_CODE);
-    }
+    // SAFETY: write(2) is async-signal-safe and allowed in every filter; the buffer is ours.
+    unsafe { libc::write(libc::STDERR_FILENO, line.bytes.as_ptr().cast(), line.len) };
+    // _exit(2) skips the exit handler that does this. Every filter allows it.
+    platform_devices::console::terminal::restore();
+    // SAFETY: _exit(2) is async-signal-safe and allowed in every filter.
+    unsafe { libc::_exit(REFUSED_EXIT_CODE) };
 }

@@ -11,7 +11,7 @@ use telemetry::metrics::Family;
 use super::error::Error;
 use super::event::Event;
 use super::machine::Machine;
-use super::metrics;
+use super::{metrics, vcpus};
 use crate::api::{ControlError, VmControl};
 use crate::description::Guest;
 use crate::sandbox::Report;
@@ -77,6 +77,7 @@ impl VmControl for Control {
             "buses": { "ports": ranges(&machine.ports), "memory": ranges(&machine.memory) },
             "platform": platform,
             "pci": machine.root.inspect(),
+            "vcpus": vcpus::inspect(&machine.vcpus),
             "exits": self.exits(),
             "sandbox": self.sandbox,
         })

@@ -26,7 +26,8 @@ use super::event::{Event, Events};
 use super::inherited;
 use super::interrupts::ControllerMsi;
 use super::placer::MachinePlacer;
-use super::threads::DeviceThreadMaker;
+use super::served::{self, OpenedSlot};
+use super::threads::{self, DeviceThreadMaker};
 use crate::description::{self, DiskFormat, NetBackend, VmDescription};
 use crate::sandbox::{Sandbox, ThreadKind};
 
@@ -34,6 +35,7 @@ use crate::sandbox::{Sandbox, ThreadKind};
 pub struct OpenedDevices {
     console: Option<Console>,
     virtio: Vec<Box<dyn VirtioDevice>>,
+    served: Vec<OpenedSlot>,
     sink: EventSink,
 }
 
@@ -70,7 +72,8 @@ impl OpenedDevices {
                 VsockConfig { name: "vsock0".to_owned(), cid: vsock.cid, socket: vsock.socket.clone() };
             virtio.push(Box::new(Vsock::open(config).map_err(|error| Error::device("vsock0", error))?));
         }
-        Ok(Self { console: Some(console), virtio, sink })
+        let served = served::open(description)?;
+        Ok(Self { console: Some(console), virtio, served, sink })
     }
 
     /// Whether firmware should describe a console.
@@ -111,7 +114,9 @@ impl OpenedDevices {
             ports.insert(port.into(), 1, "delay", Arc::new(DelayPort))?;
         }
         let serial = match self.console {
-            Some(console) => {
+            Some(mut console) => {
+                let filter = sandbox.thread_filter(ThreadKind::Console);
+                console.on_thread_start(move || filter.apply_or_end());
                 let serial = Serial::new("com1", console, eventfd_interrupt(edge(layout::COM1_GSI)?))?;
                 let serial = Arc::new(serial);
                 ports.insert(layout::COM1.into(), Serial::PORTS, "com1", Arc::clone(&serial) as _)?;
@@ -135,18 +140,22 @@ impl OpenedDevices {
             intx: Arc::new(IntxPins { controller: Arc::clone(controller) }),
         });
         let root = Arc::new(root);
-        let threads = Arc::new(
+        let maker = Arc::new(
             DeviceThreadMaker::start(sandbox.thread_filter(ThreadKind::DeviceWorker))
                 .map_err(|source| Error::Monitor { what: "start the thread that starts devices", source })?,
         );
         let msi = ControllerMsi::new(Arc::clone(controller));
+        let watcher = threads::hook(sandbox, ThreadKind::VfioUser);
+        let (served_in_place, served_anywhere) = served::by_slot(self.served);
+        served::plug(served_in_place, &root, ram, &msi, &watcher)?;
         for device in self.virtio {
             let name = device.name().to_owned();
             let function = VirtioPciFunction::new(device, ram.memory(), &msi)
                 .map_err(|error| Error::device(&name, error))?;
-            function.activate_on(Arc::clone(&threads) as _);
+            function.activate_on(Arc::clone(&maker) as _);
             root.plug_next(function as Arc<dyn PciFunction>)?;
         }
+        served::plug(served_anywhere, &root, ram, &msi, &watcher)?;
         root.assign_bars()?;
         memory.insert(layout::ECAM.start, layout::ECAM.len, "pci-ecam", Arc::new(Ecam(Arc::clone(&root))))?;
         let ports_of_root = Arc::new(ConfigPorts(Arc::clone(&root)));

@@ -15,7 +15,9 @@ mod interrupts;
 mod machine;
 mod metrics;
 mod placer;
+mod served;
 mod threads;
+mod vcpus;
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -26,13 +28,14 @@ use ::machine::vcpu::VcpuEvent;
 use platform_devices::MachineEvent;
 
 pub use error::Error;
+pub use threads::ThreadHook;
 
 use self::control::Control;
 use self::event::{Event, Events};
 use self::machine::{Machine, Opened};
 use crate::api::ApiListener;
 use crate::description::{OnReboot, VmDescription};
-use crate::sandbox::{Sandbox, ThreadKind};
+use crate::sandbox::{Sandbox, ThreadFilter, ThreadKind};
 
 /// How a VM ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,11 +65,11 @@ pub fn run(description: VmDescription, api_socket: PathBuf) -> Result<Outcome, E
     let confinement = sandbox.enter_process()?;
 
     // From here on threads are made, and nothing is opened.
-    let signals = signals(&events)?;
+    let signals = signals(&events, sandbox.thread_filter(ThreadKind::Signals))?;
     let machine = Arc::new(Machine::assemble(description, opened, events.clone(), &sandbox, started)?);
     let control = Arc::new(Control::new(Arc::clone(&machine), confinement));
     let api_filter = sandbox.thread_filter(ThreadKind::Api);
-    let server = listener.serve(control, move || threads::confine(&api_filter))?;
+    let server = listener.serve(control, move || api_filter.apply_or_end())?;
     machine.start()?;
     sandbox.thread_filter(ThreadKind::Main).apply()?;
 
@@ -146,7 +149,7 @@ fn describe(event: &VcpuEvent) -> String {
 }
 
 /// SIGINT, SIGTERM and SIGHUP end the VM in order.
-fn signals(events: &Events) -> Result<signal_hook::iterator::Handle, Error> {
+fn signals(events: &Events, filter: ThreadFilter) -> Result<signal_hook::iterator::Handle, Error> {
     use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
     let failed = |source| Error::Monitor { what: "listen to signals", source };
@@ -156,6 +159,7 @@ fn signals(events: &Events) -> Result<signal_hook::iterator::Handle, Error> {
     std::thread::Builder::new()
         .name("signals".to_owned())
         .spawn(move || {
+            filter.apply_or_end();
             for signal in signals.forever() {
                 events.send(Event::Signal(signal));
             }

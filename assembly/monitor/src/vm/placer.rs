@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use machine::bus::{AddressSpace, BusDevice};
 use machine::slots::{HostMapping, SlotId};
 use machine::vm::{IoEvent, IoSpace, Vm};
-use pci::function::{BarKind, BarLayout, BarPlacer, PciFunction, PlaceError};
+use pci::function::{BarKind, BarLayout, BarMapping, BarPlacer, PciFunction, PlaceError};
 
 /// Places BARs of one machine.
 pub struct MachinePlacer {
@@ -21,7 +21,7 @@ pub struct MachinePlacer {
 /// What a placed BAR holds.
 #[derive(Default)]
 struct Placed {
-    slots: Vec<SlotId>,
+    slots: Vec<(BarMapping, SlotId)>,
     events: Vec<IoEvent>,
     on_bus: bool,
 }
@@ -46,13 +46,27 @@ impl MachinePlacer {
         address: u64,
         placed: &mut Placed,
     ) -> Result<(), String> {
-        let name = format!("{} BAR {}", function.name(), bar.index);
-        let (bus, space) = self.bus(bar.kind);
+        let name = range_name(function, bar);
         let device = Arc::new(BarRange { function: Arc::clone(function), bar: bar.index });
-        bus.insert(address, bar.size, &name, device).map_err(|error| describe(&error))?;
+        self.bus(bar.kind).0.insert(address, bar.size, &name, device).map_err(|error| describe(&error))?;
         placed.on_bus = true;
+        self.follow(function, bar, address, placed)
+    }
+
+    /// Makes doorbells and mapped ranges what the function says now. The BAR stays on its bus throughout, and what
+    /// doesn't change isn't touched: a guest's store lands in memory, rings, or reaches the function, at any moment.
+    fn follow(
+        &self,
+        function: &Arc<dyn PciFunction>,
+        bar: BarLayout,
+        address: u64,
+        placed: &mut Placed,
+    ) -> Result<(), String> {
+        let name = range_name(function, bar);
+        let (_, space) = self.bus(bar.kind);
+        let mut events = Vec::new();
         for doorbell in function.doorbells().into_iter().filter(|doorbell| doorbell.bar == bar.index) {
-            let event = IoEvent {
+            events.push(IoEvent {
                 space,
                 address: address
                     .checked_add(doorbell.offset)
@@ -60,18 +74,38 @@ impl MachinePlacer {
                 width: doorbell.width,
                 datamatch: doorbell.datamatch,
                 fd: doorbell.fd,
-            };
-            self.vm.add_ioevent(&event).map_err(|error| describe(&error))?;
-            placed.events.push(event);
+            });
         }
-        for mapping in function.mappings().into_iter().filter(|mapping| mapping.bar == bar.index) {
+        let mappings = function.mappings().into_iter().filter(|mapping| mapping.bar == bar.index);
+        let mappings: Vec<BarMapping> = mappings.collect();
+
+        let mut first = Ok(());
+        placed.slots.retain(|(mapping, slot)| {
+            let stays = mappings.iter().any(|wanted| same_mapping(wanted, mapping));
+            stays || note(&mut first, self.vm.slots().remove(*slot).map_err(|error| describe(&error)))
+        });
+        placed.events.retain(|event| {
+            let stays = events.iter().any(|wanted| same_event(wanted, event));
+            stays || note(&mut first, self.vm.remove_ioevent(event).map_err(|error| describe(&error)))
+        });
+        first?;
+        for event in events {
+            if !placed.events.iter().any(|there| same_event(there, &event)) {
+                self.vm.add_ioevent(&event).map_err(|error| describe(&error))?;
+                placed.events.push(event);
+            }
+        }
+        for mapping in mappings {
+            if placed.slots.iter().any(|(there, _)| same_mapping(there, &mapping)) {
+                continue;
+            }
             let at =
                 address.checked_add(mapping.offset).ok_or("a mapped range lies beyond the address space")?;
             let host = HostMapping::new(&name, mapping.fd.as_fd(), mapping.fd_offset, mapping.len, true)
                 .map_err(|error| describe(&error))?;
             let slot =
                 self.vm.slots().add(&name, at, host, mapping.read_only).map_err(|error| describe(&error))?;
-            placed.slots.push(slot);
+            placed.slots.push((mapping, slot));
         }
         Ok(())
     }
@@ -80,18 +114,15 @@ impl MachinePlacer {
     /// failure is reported, the rest still happens.
     fn detach(&self, bar: BarLayout, address: u64, placed: &mut Placed) -> Result<(), String> {
         let mut first = Ok(());
-        let mut note = |result: Result<(), String>| {
-            let failed = result.is_err();
-            if first.is_ok() {
-                first = result;
-            }
-            failed
-        };
-        placed.slots.retain(|slot| note(self.vm.slots().remove(*slot).map_err(|error| describe(&error))));
-        placed.events.retain(|event| note(self.vm.remove_ioevent(event).map_err(|error| describe(&error))));
+        placed.slots.retain(|(_, slot)| {
+            note(&mut first, self.vm.slots().remove(*slot).map_err(|error| describe(&error)))
+        });
+        placed.events.retain(|event| {
+            note(&mut first, self.vm.remove_ioevent(event).map_err(|error| describe(&error)))
+        });
         if placed.on_bus {
             let removed = self.bus(bar.kind).0.remove(address, bar.size);
-            placed.on_bus = note(removed.map_err(|error| describe(&error)));
+            placed.on_bus = note(&mut first, removed.map_err(|error| describe(&error)));
         }
         first
     }
@@ -127,6 +158,45 @@ impl BarPlacer for MachinePlacer {
             place_error(function, bar, address, reason)
         })
     }
+
+    fn refresh(
+        &self,
+        function: &Arc<dyn PciFunction>,
+        bar: BarLayout,
+        address: u64,
+    ) -> Result<(), PlaceError> {
+        let mut table = self.placed.lock().unwrap_or_else(PoisonError::into_inner);
+        match table.get_mut(&(function.name().to_owned(), bar.index)) {
+            Some(placed) => self
+                .follow(function, bar, address, placed)
+                .map_err(|reason| place_error(function, bar, address, reason)),
+            None => Err(place_error(function, bar, address, "it isn't placed".to_owned())),
+        }
+    }
+}
+
+/// As exit tables show it, for instance `rdma0.1 bar2`.
+fn range_name(function: &Arc<dyn PciFunction>, bar: BarLayout) -> String {
+    format!("{} bar{}", function.name(), bar.index)
+}
+
+/// Keeps the first failure; says whether `result` is one.
+fn note(first: &mut Result<(), String>, result: Result<(), String>) -> bool {
+    let failed = result.is_err();
+    if first.is_ok() {
+        *first = result;
+    }
+    failed
+}
+
+fn same_mapping(a: &BarMapping, b: &BarMapping) -> bool {
+    let place = |mapping: &BarMapping| (mapping.offset, mapping.len, mapping.fd_offset, mapping.read_only);
+    place(a) == place(b) && Arc::ptr_eq(&a.fd, &b.fd)
+}
+
+fn same_event(a: &IoEvent, b: &IoEvent) -> bool {
+    let place = |event: &IoEvent| (event.address, event.width, event.datamatch);
+    place(a) == place(b) && Arc::ptr_eq(&a.fd, &b.fd)
 }
 
 fn place_error(function: &Arc<dyn PciFunction>, bar: BarLayout, address: u64, reason: String) -> PlaceError {
@@ -154,3 +224,7 @@ impl BusDevice for BarRange {
         self.function.bar_write(self.bar, offset, data);
     }
 }
+
+#[cfg(test)]
+#[path = "placer_tests.rs"]
+mod tests;

@@ -13,15 +13,7 @@ pub type ThreadHook = Arc<dyn Fn() + Send + Sync>;
 /// The hook for a kind of thread.
 pub fn hook(sandbox: &Sandbox, kind: ThreadKind) -> ThreadHook {
     let filter = sandbox.thread_filter(kind);
-    Arc::new(move || confine(&filter))
-}
-
-/// Confines the calling thread. A thread that can't be confined must not run: the process ends.
-pub fn confine(filter: &ThreadFilter) {
-    if let Err(error) = filter.apply() {
-        tracing::error!(error = &error as &dyn std::error::Error, "A thread can't be confined; ending");
-        std::process::exit(1);
-    }
+    Arc::new(move || filter.apply_or_end())
 }
 
 /// A job for the device-thread maker.
@@ -38,7 +30,7 @@ impl DeviceThreadMaker {
     pub fn start(filter: ThreadFilter) -> io::Result<Self> {
         let (jobs, queue) = mpsc::channel::<(Job, mpsc::SyncSender<()>)>();
         std::thread::Builder::new().name("devices".to_owned()).spawn(move || {
-            confine(&filter);
+            filter.apply_or_end();
             for (job, done) in queue {
                 // A device that panics while it starts is reported by whoever waits for its answer.
                 if std::panic::catch_unwind(std::panic::AssertUnwindSafe(job)).is_err() {

@@ -1,15 +1,33 @@
 //! `causeway inspect`.
 
+use control_api::host::{DEFAULT_SOCKET, HostClient};
+
 use crate::cli::{InspectArgs, Target};
 use crate::output;
 
-/// Prints the live device tree or a part of it. With `--socket`, a single word is the path.
+/// What stands for the host's daemon where a VM's name could.
+const DAEMON: &str = "host";
+
+/// Prints the live tree of a VM or of the host's daemon, or a part of it. With `--socket` or `--daemon`, a single word
+/// is the path.
 pub fn inspect(args: InspectArgs, json: bool) -> anyhow::Result<()> {
-    let (name, path) = match (&args.socket, args.name, args.path) {
-        (Some(_), name, None) => (None, name),
-        (_, name, path) => (name, path),
+    let tree = match args {
+        InspectArgs { daemon: Some(socket), name, path, .. } => {
+            // The word `host` may be there, or not.
+            let path = path.or(name.filter(|name| name != DAEMON));
+            HostClient::new(socket).inspect(path.as_deref())?
+        }
+        InspectArgs { socket: None, name: Some(name), path, .. } if name == DAEMON => {
+            HostClient::new(DEFAULT_SOCKET).inspect(path.as_deref())?
+        }
+        InspectArgs { socket, name, path, .. } => {
+            let (name, path) = match (&socket, name, path) {
+                (Some(_), name, None) => (None, name),
+                (_, name, path) => (name, path),
+            };
+            let (_, client) = super::select(&Target { name, socket })?;
+            client.inspect(path.as_deref())?
+        }
     };
-    let (_, client) = super::select(&Target { name, socket: args.socket })?;
-    let tree = client.inspect(path.as_deref())?;
     if json { output::print_json(&tree) } else { output::print(&output::tree(&tree)) }
 }

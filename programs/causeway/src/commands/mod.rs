@@ -2,6 +2,7 @@
 
 mod control;
 mod doctor;
+mod host;
 mod inspect;
 mod list;
 mod stop;
@@ -24,6 +25,7 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Resume(target) => control::control(&target, json, "running again", Client::resume)?,
         Command::Reset(target) => control::control(&target, json, "reset", Client::reset)?,
         Command::Stop(args) => stop::stop(&args, json)?,
+        Command::Host(args) => host::host(&args, json)?,
         Command::Doctor => return doctor::doctor(json),
     }
     Ok(ExitCode::SUCCESS)

@@ -42,11 +42,18 @@ pub fn describe(mut args: RunArgs) -> anyhow::Result<VmDescription> {
 struct Counts {
     disks: usize,
     net: usize,
+    rdma: usize,
+    vfio_user: usize,
 }
 
 impl Counts {
     fn of(vm: &written::Vm) -> Self {
-        Self { disks: vm.disks.as_ref().map_or(0, Vec::len), net: vm.net.as_ref().map_or(0, Vec::len) }
+        Self {
+            disks: vm.disks.as_ref().map_or(0, Vec::len),
+            net: vm.net.as_ref().map_or(0, Vec::len),
+            rdma: vm.rdma.as_ref().map_or(0, Vec::len),
+            vfio_user: vm.vfio_user.as_ref().map_or(0, Vec::len),
+        }
     }
 }
 
@@ -73,6 +80,12 @@ fn merge(vm: &mut written::Vm, args: RunArgs) -> BTreeSet<&'static str> {
     if !args.net.is_empty() {
         vm.net.get_or_insert_default().extend(args.net);
     }
+    if !args.rdma.is_empty() {
+        vm.rdma.get_or_insert_default().extend(args.rdma);
+    }
+    if !args.vfio_user.is_empty() {
+        vm.vfio_user.get_or_insert_default().extend(args.vfio_user);
+    }
     set
 }
 
@@ -88,6 +101,8 @@ fn locate(
     let by_flag = match key {
         "disks" => !from_file(in_file.disks),
         "net" => !from_file(in_file.net),
+        "rdma" => !from_file(in_file.rdma),
+        "vfio-user" => !from_file(in_file.vfio_user),
         key => set.contains(key),
     };
     match positions {

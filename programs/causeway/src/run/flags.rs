@@ -125,6 +125,39 @@ pub fn vsock(text: &str) -> Result<written::Vsock, String> {
     Ok(vsock)
 }
 
+/// `--rdma name=rdma0,segment=s0,...`.
+pub fn rdma(text: &str) -> Result<written::Rdma, String> {
+    const KNOWN: &[&str] = &["name", "segment", "mac", "tap", "host", "slot"];
+    let mut options = Options::parse(text)?;
+    let rdma = written::Rdma {
+        name: options.value("name")?.map(str::to_owned),
+        segment: options.value("segment")?.ok_or("segment is missing; write segment=NAME")?.to_owned(),
+        mac: options.parsed("mac")?,
+        tap: options.value("tap")?.map(str::to_owned),
+        host: options.value("host")?.map(PathBuf::from),
+        slot: options.parsed("slot")?,
+    };
+    options.finish(KNOWN)?;
+    Ok(rdma)
+}
+
+/// `--vfio-user SOCKET,name=N`.
+pub fn vfio_user(text: &str) -> Result<written::VfioUser, String> {
+    const KNOWN: &[&str] = &["socket", "name", "slot"];
+    let mut options = Options::parse(text)?;
+    let socket = match options.first(KNOWN) {
+        Some(socket) => socket,
+        None => options.value("socket")?.ok_or("the socket is missing; write it first, or as socket=PATH")?,
+    };
+    let device = written::VfioUser {
+        socket: PathBuf::from(socket),
+        name: options.value("name")?.map(str::to_owned),
+        slot: options.parsed("slot")?,
+    };
+    options.finish(KNOWN)?;
+    Ok(device)
+}
+
 #[cfg(test)]
 mod tests {
     use monitor::description::MacAddress;
@@ -147,6 +180,11 @@ mod tests {
         assert!(net("user").unwrap().user);
         assert_eq!(net("fd:7").unwrap().fd, Some(7));
         assert_eq!(vsock("cid=3,socket=/x").unwrap().cid, 3);
+        let nic = rdma("name=rdma0,segment=s0,mac=02:00:00:00:00:01,tap=tap1,host=/h,slot=5").unwrap();
+        assert_eq!((nic.name.as_deref(), nic.segment.as_str(), nic.slot), (Some("rdma0"), "s0", Some(5)));
+        assert_eq!((nic.tap.as_deref(), nic.host.unwrap().to_str()), (Some("tap1"), Some("/h")));
+        let device = vfio_user("/run/x.sock,name=x").unwrap();
+        assert_eq!((device.socket.to_str(), device.name.as_deref()), (Some("/run/x.sock"), Some("x")));
         assert_eq!(cpus("4"), Ok(written::Cpus::Count(4)));
         let topology = written::Topology { sockets: 2, cores: 3 };
         assert_eq!(cpus("sockets=2,cores=3"), Ok(written::Cpus::Topology(topology)));
@@ -170,6 +208,10 @@ mod tests {
             (net("user,speed=1").unwrap_err(), "\"speed\" is not an option; known: mac, queues, mtu"),
             (vsock("socket=x").unwrap_err(), "cid is missing"),
             (vsock("cid=3").unwrap_err(), "socket is missing"),
+            (rdma("name=x").unwrap_err(), "segment is missing"),
+            (rdma("segment=s,queues=2").unwrap_err(), "\"queues\" is not an option; known: name, segment"),
+            (vfio_user("name=x").unwrap_err(), "the socket is missing"),
+            (vfio_user("/x,slot=a").unwrap_err(), "slot=a: invalid digit"),
             (cpus("many").unwrap_err(), "write a number of vCPUs"),
             (cpus("threads=2").unwrap_err(), "\"threads\" is not an option; known: sockets, cores"),
             (on_off("yes").unwrap_err(), "allowed: on, off"),
@@ -184,7 +226,7 @@ mod tests {
         /// Whatever is given, the answer is a value or one line.
         #[test]
         fn no_text_panics(text in "((tap|fd|user|path|readonly|serial|queues|mac|mtu|cid|socket|cores)?[:=,]?\\PC{0,6}){0,6}") {
-            for error in [disk(&text).err(), net(&text).err(), vsock(&text).err(), cpus(&text).err()].into_iter().flatten() {
+            for error in [disk(&text).err(), net(&text).err(), vsock(&text).err(), cpus(&text).err(), rdma(&text).err(), vfio_user(&text).err()].into_iter().flatten() {
                 prop_assert!(!error.is_empty() && !error.contains('\n'), "{:?}", error);
             }
         }

@@ -37,9 +37,9 @@ pub fn run(description: &VmDescription, payload: &Payload, json: bool) -> anyhow
     };
     let sandbox = Sandbox::prepare(description)?;
     sandbox.enter_process()?;
-    let mut vm = builder.build()?;
-    // Its vCPU threads exist by now, but have not run guest code.
-    sandbox.thread_filter(ThreadKind::Main).apply_everywhere()?;
+    let vcpu = sandbox.thread_filter(ThreadKind::Vcpu);
+    let mut vm = builder.on_thread_start(move || vcpu.apply_or_end()).build()?;
+    sandbox.thread_filter(ThreadKind::Main).apply()?;
     vm.start()?;
     let code = vm.wait()?;
     if json {

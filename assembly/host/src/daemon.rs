@@ -1,0 +1,179 @@
+//! The daemon, put together.
+
+use std::io;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use tokio::sync::oneshot;
+
+use crate::access::Access;
+use crate::engine::{EngineError, EngineSetup, EngineThread};
+use crate::hardening;
+use crate::listener::{ListenError, Place, SocketFile, listen};
+use crate::registry::Registry;
+use crate::remembered::Remembered;
+use crate::server::{self, Sockets};
+
+/// What a daemon is started with.
+#[derive(Debug, Clone)]
+pub struct DaemonConfig {
+    /// The service's socket. A folder of the same name with `.d` is made beside it.
+    pub socket: PathBuf,
+    /// Who may have NICs, besides root and the daemon's own user.
+    pub access: Access,
+    /// Where metrics are served by TCP, besides the socket `metrics` in the folder. There is no authentication there.
+    pub metrics: Option<SocketAddr>,
+    /// The engine's thread.
+    pub engine: EngineSetup,
+}
+
+impl DaemonConfig {
+    /// With defaults.
+    #[must_use]
+    pub fn new(socket: impl Into<PathBuf>) -> Self {
+        Self {
+            socket: socket.into(),
+            access: Access::default(),
+            metrics: None,
+            engine: EngineSetup::default(),
+        }
+    }
+}
+
+/// The daemon can't be started.
+#[derive(Debug, thiserror::Error)]
+pub enum DaemonError {
+    /// Its sockets.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    /// The engine.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// Metrics by TCP.
+    #[error("Metrics can't be served at {address}; choose another --metrics")]
+    Metrics {
+        /// Where.
+        address: SocketAddr,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A thread or an event loop.
+    #[error("The daemon's {what} can't be started")]
+    Start {
+        /// Which part.
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// A running daemon. Dropping it ends it in order: clients are hung up on, devices go, sockets are removed. Guests see
+/// their devices fail.
+#[derive(Debug)]
+pub struct Daemon {
+    stop: Option<oneshot::Sender<()>>,
+    control: Option<JoinHandle<()>>,
+    registry: Arc<Registry>,
+    keeper: Option<JoinHandle<()>>,
+    // After the NICs, which use it.
+    engine: Option<EngineThread>,
+    files: Vec<SocketFile>,
+    metrics: Option<SocketAddr>,
+    place: Place,
+}
+
+impl Daemon {
+    /// Starts it; it serves when this returns.
+    ///
+    /// # Errors
+    /// When another daemon has the socket, or the host lacks what is needed.
+    pub fn start(config: &DaemonConfig) -> Result<Self, DaemonError> {
+        hardening::prepare();
+        let place = Place::take(&config.socket)?;
+        let engine = EngineThread::start(config.engine)?;
+        let remembered = Remembered::load(place.folder());
+        let (registry, events) =
+            Registry::new(place.folder(), config.access.clone(), engine.handle(), remembered);
+        let metrics_tcp = config
+            .metrics
+            .map(|address| {
+                server::bind_metrics(address).map_err(|source| DaemonError::Metrics { address, source })
+            })
+            .transpose()?;
+        let metrics_address = metrics_tcp.as_ref().and_then(|listener| listener.local_addr().ok());
+        let (metrics, metrics_file) = listen(&place.folder().join("metrics"))?.into_parts();
+        let kept = Arc::clone(&registry);
+        let keeper = std::thread::Builder::new()
+            .name("keeper".to_owned())
+            .spawn(move || kept.keep(&events))
+            .map_err(|source| DaemonError::Start { what: "keeper thread", source })?;
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_io()
+            .enable_time()
+            .build()
+            .map_err(|source| DaemonError::Start { what: "event loop", source })?;
+        // Last: whoever can connect is served.
+        let (service, service_file) = place.listen()?.into_parts();
+        let sockets = Sockets { service, metrics, metrics_tcp };
+        let (stop, stopped) = oneshot::channel();
+        let served = Arc::clone(&registry);
+        let control = std::thread::Builder::new()
+            .name("control".to_owned())
+            .spawn(move || {
+                if let Err(error) = runtime.block_on(server::serve(sockets, served, stopped)) {
+                    tracing::error!(%error, "The daemon's service has ended; restart it");
+                }
+            })
+            .map_err(|source| DaemonError::Start { what: "control thread", source })?;
+        Ok(Self {
+            stop: Some(stop),
+            control: Some(control),
+            registry,
+            keeper: Some(keeper),
+            engine: Some(engine),
+            files: vec![service_file, metrics_file],
+            metrics: metrics_address,
+            place,
+        })
+    }
+
+    /// The service's socket.
+    #[must_use]
+    pub fn socket(&self) -> &Path {
+        self.place.socket()
+    }
+
+    /// Where metrics are served by TCP.
+    #[must_use]
+    pub fn metrics(&self) -> Option<SocketAddr> {
+        self.metrics
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        // No new NICs.
+        self.files.clear();
+        if let Some(stop) = self.stop.take() {
+            // A control thread that has failed doesn't listen.
+            let _ = stop.send(());
+        }
+        join(self.control.take(), "control");
+        self.registry.clear();
+        self.registry.stop_keeper();
+        join(self.keeper.take(), "keeper");
+        drop(self.engine.take());
+    }
+}
+
+fn join(thread: Option<JoinHandle<()>>, name: &str) {
+    if let Some(thread) = thread
+        && thread.join().is_err()
+    {
+        tracing::error!("The {name} thread panicked; this is a bug");
+    }
+}

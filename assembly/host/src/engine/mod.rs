@@ -1,0 +1,237 @@
+//! The engine's thread: it alone owns all RDMA state of the host, as plain structures. Other threads send it what is to
+//! be done and wait for the answer.
+//!
+//! ```text
+//!  vfio-user threads      EngineHandle::call ── bounded channel, eventfd while it sleeps ──▶ job(&mut Worker)
+//!  (one per socket)       ◀───────────────────────────── answer ───────────────────────────
+//!                         EngineHandle::doorbell ── no answer ────────────────────────────▶
+//!  guests' doorbells in memory  ◀── looked at, while a device's doorbells are memory
+//! ```
+//!
+//! A call has been carried out when it returns: a destroyed queue pair's memory isn't touched any more, an old table of
+//! guest memory isn't used any more.
+//!
+//! Sleeping and polling, per device (see [`handshake`] and [`load`]):
+//!
+//! ```text
+//!            32 trapped doorbells in 40 ms, and no program waits for events: ask for memory
+//!   trapped ──────────────────────────────────────────────────────────────▶ memory: the thread polls
+//!      ▲                                                                     │
+//!      └── last look, full scan ◀── client: trapped ◀── no work for 50 ms, or a program arms: ask for trapped
+//! ```
+//!
+//! When every device is trapped the thread sleeps until a call, a trapped doorbell or a timer of the engine.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `worker` | the thread's loop |
+//! | `served` | a device, its client's eventfds, its doorbell mode |
+//! | `handshake` | changes of the doorbell mode |
+//! | `load` | when which mode is better |
+//! | `report` | what is told of all that |
+
+mod handshake;
+mod load;
+mod report;
+mod served;
+mod worker;
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crossbeam_channel::{Receiver, Sender, bounded};
+use hca::names::DeviceId;
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::function::interrupts::signal;
+
+pub use report::{DeviceView, EngineView, LoopCounters};
+pub use served::DeviceSetup;
+pub use worker::Worker;
+pub(crate) use worker::is_arm;
+
+/// Calls and doorbells that wait at most; whoever has more to say waits.
+const WAITING: usize = 4096;
+
+/// How the thread runs.
+#[derive(Debug, Clone, Copy)]
+pub struct EngineSetup {
+    /// CPU that it is bound to, if any.
+    pub cpu: Option<usize>,
+    /// Doorbells of a device without work for this long are trapped again.
+    pub idle: Duration,
+    /// The HCA engine's own settings.
+    pub engine: hca::engine::EngineConfig,
+}
+
+impl Default for EngineSetup {
+    fn default() -> Self {
+        Self { cpu: None, idle: Duration::from_millis(50), engine: hca::engine::EngineConfig::default() }
+    }
+}
+
+/// The engine's thread has ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("The engine's thread has ended; restart the host daemon")]
+pub struct EngineGone;
+
+/// The thread can't be started.
+#[derive(Debug, thiserror::Error)]
+pub enum EngineError {
+    /// It can't be bound to the CPU.
+    #[error(
+        "The engine's thread can't be bound to CPU {cpu}; does the host have it, and may this process use it?"
+    )]
+    Cpu {
+        /// The CPU.
+        cpu: usize,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// No thread or descriptor could be had.
+    #[error("The engine's thread can't be started")]
+    Start(#[source] io::Error),
+}
+
+type Job = Box<dyn FnOnce(&mut Worker) + Send>;
+
+/// What other threads send.
+enum Message {
+    /// Something to be done.
+    Job(Job),
+    /// A doorbell that was trapped.
+    Doorbell { device: DeviceId, offset: u64, value: u32 },
+}
+
+/// What threads and worker share besides the channel.
+#[derive(Debug)]
+struct Wake {
+    event: OwnedFd,
+    /// The worker sleeps, or is about to and looks at the channel once more.
+    sleeping: AtomicBool,
+}
+
+/// Sends to the engine's thread. Cheap to clone.
+#[derive(Clone)]
+pub struct EngineHandle {
+    messages: Sender<Message>,
+    wake: Arc<Wake>,
+}
+
+impl std::fmt::Debug for EngineHandle {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("EngineHandle").field("waiting", &self.messages.len()).finish_non_exhaustive()
+    }
+}
+
+impl EngineHandle {
+    /// Has `job` carried out by the engine's thread, and waits for its result.
+    ///
+    /// # Errors
+    /// When the thread has ended.
+    pub fn call<R: Send + 'static>(
+        &self,
+        job: impl FnOnce(&mut Worker) -> R + Send + 'static,
+    ) -> Result<R, EngineGone> {
+        let (answer, result) = bounded(1);
+        let job: Job = Box::new(move |worker| {
+            // Whoever asked waits for it.
+            let _ = answer.send(job(worker));
+        });
+        self.send(Message::Job(job))?;
+        result.recv().map_err(|_| EngineGone)
+    }
+
+    /// Passes a trapped doorbell on, in order with other calls of this thread. Doesn't wait for the engine, except for
+    /// room in its channel.
+    ///
+    /// # Errors
+    /// When the thread has ended.
+    pub fn doorbell(&self, device: DeviceId, offset: u64, value: u32) -> Result<(), EngineGone> {
+        self.send(Message::Doorbell { device, offset, value })
+    }
+
+    fn send(&self, message: Message) -> Result<(), EngineGone> {
+        self.messages.send(message).map_err(|_| EngineGone)?;
+        // The worker sets `sleeping`, then looks at the channel: it or we see the other's store.
+        std::sync::atomic::fence(Ordering::SeqCst);
+        if self.wake.sleeping.load(Ordering::SeqCst) {
+            signal(self.wake.event.as_fd());
+        }
+        Ok(())
+    }
+}
+
+/// The running thread. Dropping it ends it; all devices are gone then.
+#[derive(Debug)]
+pub struct EngineThread {
+    handle: EngineHandle,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl EngineThread {
+    /// Starts it.
+    ///
+    /// # Errors
+    /// When it can't be bound to its CPU, or the kernel has no thread left.
+    pub fn start(setup: EngineSetup) -> Result<Self, EngineError> {
+        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| EngineError::Start(e.into()))?;
+        let wake = Arc::new(Wake { event, sleeping: AtomicBool::new(false) });
+        let (messages, inbox): (Sender<Message>, Receiver<Message>) = bounded(WAITING);
+        let (started, result) = bounded(1);
+        let shared = Arc::clone(&wake);
+        let thread = std::thread::Builder::new()
+            .name("engine".to_owned())
+            .spawn(move || {
+                let bound = setup.cpu.map_or(Ok(()), bind);
+                let fine = bound.is_ok();
+                // Whoever started us waits for it.
+                let _ = started.send(bound);
+                if fine {
+                    Worker::new(setup, inbox, shared).run();
+                }
+            })
+            .map_err(EngineError::Start)?;
+        match result.recv() {
+            Ok(Ok(())) => {}
+            Ok(Err(source)) => return Err(EngineError::Cpu { cpu: setup.cpu.unwrap_or_default(), source }),
+            Err(_) => return Err(EngineError::Start(io::ErrorKind::BrokenPipe.into())),
+        }
+        Ok(Self { handle: EngineHandle { messages, wake }, thread: Some(thread) })
+    }
+
+    /// A handle for other threads.
+    #[must_use]
+    pub fn handle(&self) -> EngineHandle {
+        self.handle.clone()
+    }
+}
+
+impl Drop for EngineThread {
+    fn drop(&mut self) {
+        let _ = self.handle.call(Worker::stop);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("The engine's thread panicked; this is a bug");
+        }
+    }
+}
+
+fn bind(cpu: usize) -> io::Result<()> {
+    if cpu >= rustix::thread::CpuSet::MAX_CPU {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    let mut set = rustix::thread::CpuSet::new();
+    set.set(cpu);
+    Ok(rustix::thread::sched_setaffinity(None, &set)?)
+}
+
+#[cfg(test)]
+mod tests;

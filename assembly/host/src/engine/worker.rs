@@ -1,0 +1,473 @@
+//! The loop of the engine's thread.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
+use std::time::Instant;
+
+use crossbeam_channel::Receiver;
+use dma::MappedMemory;
+use hca::engine::Engine;
+use hca::limits::Limits;
+use hca::names::DeviceId;
+use pvrdma::abi::{PAGE, doorbells};
+use pvrdma::device::FatalError;
+use pvrdma::{ConfigError, Devices, DoorbellMode as Doorbells, Phase, Pvrdma, Uar};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use vfio_user_protocol::doorbell_mode::DoorbellMode;
+
+use super::handshake::{Handshake, Reached};
+use super::load::Load;
+use super::report::{DeviceView, EngineView, LoopCounters, PeerView};
+use super::served::{Device, DeviceSetup, Served, Vectors};
+use super::{EngineSetup, Message, Wake};
+
+/// Messages carried out before devices have their turn again.
+const MESSAGES_PER_ROUND: usize = 64;
+/// After so many rounds without work the thread offers its CPU to others each round: a guest that shares it may be what
+/// the work is waited for from.
+const EAGER_ROUNDS: u32 = 200;
+
+/// What the thread owns.
+pub struct Worker {
+    engine: Engine<Pvrdma<MappedMemory>>,
+    devices: Devices<MappedMemory>,
+    served: BTreeMap<DeviceId, Served>,
+    inbox: Receiver<Message>,
+    wake: Arc<Wake>,
+    started: Instant,
+    idle: u64,
+    counters: LoopCounters,
+    stopping: bool,
+}
+
+impl std::fmt::Debug for Worker {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Worker").field("counters", &self.counters).finish_non_exhaustive()
+    }
+}
+
+impl Worker {
+    pub(super) fn new(setup: EngineSetup, inbox: Receiver<Message>, wake: Arc<Wake>) -> Self {
+        Self {
+            engine: Engine::new(setup.engine),
+            devices: Devices::default(),
+            served: BTreeMap::new(),
+            inbox,
+            wake,
+            started: Instant::now(),
+            idle: u64::try_from(setup.idle.as_nanos()).unwrap_or(u64::MAX),
+            counters: LoopCounters::default(),
+            stopping: false,
+        }
+    }
+
+    fn now(&self) -> u64 {
+        u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
+    pub(super) fn run(&mut self) {
+        let mut empty = 0;
+        while !self.stopping {
+            let worked = self.round();
+            if worked.anything {
+                empty = 0;
+                continue;
+            }
+            self.counters.empty_polls += 1;
+            if worked.poll_on {
+                empty += 1;
+                if empty > EAGER_ROUNDS {
+                    std::thread::yield_now();
+                } else {
+                    std::hint::spin_loop();
+                }
+                continue;
+            }
+            empty = 0;
+            self.sleep(worked.until);
+        }
+    }
+
+    /// One round: messages, doorbells, work, events.
+    fn round(&mut self) -> Round {
+        self.counters.polls += 1;
+        let mut anything = self.take_messages();
+        let now = self.now();
+        anything |= self.look_at_doorbells(now);
+        let progress = self.engine.poll(now, &mut self.devices);
+        anything |= progress.worked;
+        let mut until = progress.next;
+        if until.is_some_and(|time| time <= now) {
+            anything = true;
+        }
+        let mut poll_on = false;
+        for device in self.devices.iter_mut() {
+            let Some(served) = self.served.get_mut(&device.id()) else { continue };
+            // Doorbells and calls leave events as well, and so do rounds that execute nothing: a consumer is reminded.
+            earliest(&mut until, device.flush_events(now, &served.msix));
+            match served.follow(device, self.idle, now) {
+                Wait::Doorbells => {}
+                Wait::Poll => poll_on = true,
+                Wait::Look(time) => earliest(&mut until, Some(time)),
+            }
+        }
+        Round { anything, poll_on, until }
+    }
+
+    fn take_messages(&mut self) -> bool {
+        for count in 0..MESSAGES_PER_ROUND {
+            match self.inbox.try_recv() {
+                Ok(Message::Job(job)) => {
+                    self.counters.calls += 1;
+                    job(self);
+                }
+                Ok(Message::Doorbell { device, offset, value }) => {
+                    self.counters.trapped_doorbells += 1;
+                    self.trapped_doorbell(device, offset, value);
+                }
+                Err(_) => return count > 0,
+            }
+        }
+        true
+    }
+
+    /// Sleeps until a message comes, or until a time.
+    fn sleep(&mut self, until: Option<u64>) {
+        self.wake.sleeping.store(true, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+        // Whoever sent before this looked at `sleeping` too early.
+        if self.inbox.is_empty() {
+            let left = until.map(|until| until.saturating_sub(self.now()));
+            if left != Some(0) {
+                self.counters.sleeps += 1;
+                let timeout = left.map(|left| Timespec {
+                    tv_sec: i64::try_from(left / 1_000_000_000).unwrap_or(i64::MAX),
+                    tv_nsec: i64::try_from(left % 1_000_000_000).unwrap_or(0),
+                });
+                let mut fds = [PollFd::from_borrowed_fd(self.wake.event.as_fd(), PollFlags::IN)];
+                // Interrupted or not: the loop looks at everything.
+                let _ = poll(&mut fds, timeout.as_ref());
+            }
+        }
+        self.wake.sleeping.store(false, Ordering::SeqCst);
+        // Fails when nobody has rung.
+        let _ = rustix::io::read(&self.wake.event, &mut [0_u8; 8]);
+    }
+
+    /// Looks at doorbells that are memory.
+    fn look_at_doorbells(&mut self, now: u64) -> bool {
+        let mut found = false;
+        for device in self.devices.iter_mut() {
+            let Some(served) = self.served.get_mut(&device.id()) else { continue };
+            if served.handshake.in_memory() && (served.handshake.offered() || served.load.next_look() <= now)
+            {
+                let rung = served.look(device, &mut self.engine, now);
+                if rung {
+                    served.load.worked(now);
+                } else {
+                    served.load.found_nothing(now);
+                }
+                found |= rung;
+            }
+        }
+        found
+    }
+
+    /// A trapped doorbell that the vCPU waits for.
+    pub fn doorbell(&mut self, device: DeviceId, offset: u64, value: u32) {
+        self.counters.trapped_doorbells += 1;
+        self.trapped_doorbell(device, offset, value);
+    }
+
+    fn trapped_doorbell(&mut self, id: DeviceId, offset: u64, value: u32) {
+        let now = self.now();
+        let (Some(device), Some(served)) = (self.devices.get_mut(id), self.served.get_mut(&id)) else {
+            return;
+        };
+        device.doorbell_write(&mut self.engine, offset, value);
+        if is_user_arm(offset, value) {
+            served.load.armed(now);
+        }
+        if served.load.trapped(now) && served.handshake.want(DoorbellMode::Mapped, now) {
+            served.load.enters_memory(now);
+            // From here on a store may land in memory, and an arm be overwritten there.
+            device.set_doorbells(&mut self.engine, Doorbells::Shared);
+            served.mode.raise(0);
+        }
+    }
+
+    /// A device and what belongs to it.
+    fn find(
+        &mut self,
+        id: DeviceId,
+    ) -> Option<(&mut Device, &mut Served, &mut Engine<Pvrdma<MappedMemory>>)> {
+        Some((self.devices.get_mut(id)?, self.served.get_mut(&id)?, &mut self.engine))
+    }
+
+    /// Ends the loop.
+    pub(super) fn stop(&mut self) {
+        self.stopping = true;
+    }
+
+    /// Adds a device: powered on, no memory, no bus mastering.
+    ///
+    /// # Errors
+    /// When the engine has no room, or the configuration is one that no driver could work with.
+    pub fn attach(&mut self, setup: DeviceSetup) -> Result<DeviceId, ConfigError> {
+        let now = self.now();
+        setup.pages.clear();
+        let device = Device::new(setup.config, MappedMemory::default(), &mut self.engine)?;
+        let id = device.id();
+        self.devices.insert(device);
+        let served = Served {
+            pages: setup.pages,
+            msix: Vectors(setup.msix),
+            mode: setup.mode,
+            handshake: Handshake::new(),
+            load: Load::new(now),
+        };
+        self.served.insert(id, served);
+        Ok(id)
+    }
+
+    /// Takes a device out: nothing of its guest's memory is used any more. Peers see it vanish.
+    pub fn detach(&mut self, id: DeviceId) {
+        self.served.remove(&id);
+        if let Some(device) = self.devices.remove(id) {
+            device.remove(&mut self.engine);
+        }
+    }
+
+    /// Another table of the guest's memory; the old one isn't used any more.
+    pub fn set_memory(&mut self, id: DeviceId, memory: MappedMemory) {
+        if let Some((device, _, engine)) = self.find(id) {
+            device.set_memory(engine, memory);
+        }
+    }
+
+    /// Bus Master Enable.
+    pub fn set_bus_master(&mut self, id: DeviceId, enabled: bool) {
+        if let Some((device, _, engine)) = self.find(id) {
+            device.set_bus_master(engine, enabled);
+        }
+    }
+
+    /// Conventional reset.
+    pub fn reset(&mut self, id: DeviceId) {
+        if let Some((device, served, engine)) = self.find(id) {
+            device.reset(engine);
+            served.pages.clear();
+        }
+    }
+
+    /// Reads a register of BAR 1.
+    pub fn register_read(&mut self, id: DeviceId, offset: u64) -> u32 {
+        self.find(id).map_or(u32::MAX, |(device, _, _)| device.register_read(offset))
+    }
+
+    /// Writes a register of BAR 1; what it asks for is done when this returns. Says where a driver's shared region is
+    /// now, if there is a driver.
+    pub fn register_write(&mut self, id: DeviceId, offset: u64, value: u32) -> Option<u64> {
+        let now = self.now();
+        let (device, served, engine) = self.find(id)?;
+        device.register_write(engine, offset, value, &served.msix);
+        served.load.worked(now);
+        device.shared_region().filter(|_| matches!(device.phase(), Phase::Described | Phase::Active))
+    }
+
+    /// What the VM may use.
+    pub fn set_limits(&mut self, id: DeviceId, limits: Limits) {
+        if let Some((device, _, engine)) = self.find(id) {
+            device.set_limits(engine, limits);
+        }
+    }
+
+    /// The client has set or taken away the eventfd of doorbell mode.
+    pub fn set_mode_offered(&mut self, id: DeviceId, offered: bool) {
+        if let Some((device, served, engine)) = self.find(id) {
+            served.handshake.set_offered(offered);
+            let doorbells = if offered { Doorbells::Trapped } else { Doorbells::Shared };
+            device.set_doorbells(engine, doorbells);
+        }
+    }
+
+    /// The client reads which doorbell mode is wanted.
+    pub fn read_wanted(&mut self, id: DeviceId) -> u32 {
+        self.find(id).map_or(0, |(_, served, _)| served.handshake.read_wanted())
+    }
+
+    /// The client says which doorbell mode it has reached.
+    pub fn reach(&mut self, id: DeviceId, mode: DoorbellMode) {
+        let now = self.now();
+        let Some((device, served, engine)) = self.find(id) else { return };
+        match served.handshake.reach(mode, now) {
+            Reached::Same => {}
+            Reached::Mapped => {
+                device.set_doorbells(engine, Doorbells::Shared);
+                served.load.worked(now);
+            }
+            Reached::Trapped => {
+                // Stores that landed in memory did so before the client's message: one last look finds them all.
+                let _ = served.look(device, engine, now);
+                // Looks at all queues as well, whatever the words said.
+                device.set_doorbells(engine, Doorbells::Trapped);
+            }
+        }
+    }
+
+    /// Tells the guest's driver that its device failed with an earlier daemon, whose shared region was at `address`.
+    ///
+    /// # Errors
+    /// When there is no region, or its ring is full.
+    pub fn announce_fatal(&mut self, id: DeviceId, address: u64) -> Result<(), FatalError> {
+        match self.find(id) {
+            Some((device, served, engine)) => device.announce_fatal(engine, address, &served.msix),
+            None => Ok(()),
+        }
+    }
+
+    /// The loop's counters.
+    #[must_use]
+    pub fn loop_counters(&self) -> LoopCounters {
+        self.counters
+    }
+
+    /// Everything there is to see.
+    #[must_use]
+    pub fn view(&self) -> EngineView {
+        let devices = self.devices.iter().filter_map(|device| self.device_view(device)).collect();
+        EngineView { counters: self.counters, devices }
+    }
+
+    /// One device.
+    #[must_use]
+    pub fn view_of(&self, id: DeviceId) -> Option<DeviceView> {
+        self.device_view(self.devices.get(id)?)
+    }
+
+    fn device_view(&self, device: &Device) -> Option<DeviceView> {
+        let id = device.id();
+        let served = self.served.get(&id)?;
+        let hca = self.engine.inspect(id);
+        let queue_pairs = hca.iter().flat_map(|hca| &hca.queue_pairs);
+        let peers = queue_pairs
+            .filter_map(|qp| {
+                let connected = matches!(qp.kind, hca::attributes::QpKind::Rc | hca::attributes::QpKind::Uc)
+                    && (2..=5).contains(&(qp.state as u32));
+                let (attributes, _) = self.engine.query_qp(id, qp.handle).ok().filter(|_| connected)?;
+                Some(PeerView {
+                    handle: qp.handle.0,
+                    gid: format!("{:?}", attributes.address.dgid),
+                    qpn: attributes.destination_qpn.0,
+                    transport: "local",
+                })
+            })
+            .collect();
+        Some(DeviceView {
+            id: id.0,
+            doorbells: served.handshake.describe(),
+            doorbell_mode_switches: served.handshake.switches,
+            doorbell_mode_failures: served.handshake.failures,
+            interrupts: served.msix.0.counts(),
+            function: device.report(),
+            hca,
+            peers,
+        })
+    }
+}
+
+/// What a round came to.
+struct Round {
+    anything: bool,
+    /// Doorbells may be in memory: don't sleep.
+    poll_on: bool,
+    /// When something is due at the latest.
+    until: Option<u64>,
+}
+
+/// What a device needs of a thread that has nothing to do.
+enum Wait {
+    /// Nothing: its doorbells trap.
+    Doorbells,
+    /// To be looked at all the time.
+    Poll,
+    /// To be looked at by then.
+    Look(u64),
+}
+
+impl Served {
+    /// Looks at the doorbells in memory.
+    fn look(&mut self, device: &mut Device, engine: &mut Engine<Pvrdma<MappedMemory>>, now: u64) -> bool {
+        let pages = Looked { memory: self.pages.memory(), user_arm: Cell::new(false) };
+        let any = device.scan(engine, &pages, now);
+        if pages.user_arm.get() {
+            self.load.armed(now);
+        }
+        any
+    }
+
+    /// Changes the doorbell mode where that is due, and says what the device needs.
+    fn follow(&mut self, device: &Device, idle: u64, now: u64) -> Wait {
+        if !self.handshake.in_memory() {
+            return Wait::Doorbells;
+        }
+        // Without a driver no doorbell means anything.
+        let active = device.phase() == Phase::Active;
+        let users = || device.report().uar_pages > 1;
+        if !self.handshake.offered() {
+            return match () {
+                () if !active => Wait::Doorbells,
+                () if !self.load.idle_for(idle) => Wait::Poll,
+                () => Wait::Look(self.load.nap(now, users())),
+            };
+        }
+        let idle = self.load.idle_for(idle);
+        if (idle || self.load.event_driven(now)) && self.handshake.want(DoorbellMode::Trapped, now) {
+            if idle {
+                self.load.leaves_memory(now);
+            }
+            self.mode.raise(0);
+        }
+        if self.handshake.is_late(now) { Wait::Look(self.load.nap(now, users())) } else { Wait::Poll }
+    }
+}
+
+/// Doorbell pages that notice when a user process arms a completion queue.
+struct Looked<'a> {
+    memory: &'a MappedMemory,
+    user_arm: Cell<bool>,
+}
+
+impl Uar for Looked<'_> {
+    fn load(&self, page: u32, word: u32) -> u32 {
+        Uar::load(self.memory, page, word)
+    }
+
+    fn swap(&self, page: u32, word: u32) -> u32 {
+        let value = Uar::swap(self.memory, page, word);
+        if is_user_arm(u64::from(page) * PAGE + u64::from(word) * 4, value) {
+            self.user_arm.set(true);
+        }
+        value
+    }
+}
+
+/// Whether a doorbell arms a completion queue of a user process. The first page is the guest kernel's, whose consumers
+/// bear an event too many.
+pub(crate) fn is_user_arm(offset: u64, value: u32) -> bool {
+    offset >= PAGE && is_arm(offset, value)
+}
+
+/// Whether a doorbell arms a completion queue.
+pub(crate) fn is_arm(offset: u64, value: u32) -> bool {
+    offset % PAGE == doorbells::CQ && value & (doorbells::CQ_ARM | doorbells::CQ_ARM_SOLICITED) != 0
+}
+
+fn earliest(until: &mut Option<u64>, time: Option<u64>) {
+    if let Some(time) = time {
+        *until = Some(until.map_or(time, |until| until.min(time)));
+    }
+}

@@ -1,0 +1,165 @@
+//! A client's eventfds, and signalling them.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::io::Errno;
+use vfio_user_protocol::device::SetInterrupts;
+
+/// The eventfds of one kind of interrupts. Thread-safe; signalling neither waits nor fails.
+#[derive(Debug)]
+pub struct EventFds {
+    fds: Mutex<Vec<Option<OwnedFd>>>,
+    raised: AtomicU64,
+    missed: AtomicU64,
+}
+
+impl EventFds {
+    /// `count` interrupts, none of them connected.
+    #[must_use]
+    pub fn new(count: u16) -> Self {
+        Self {
+            fds: Mutex::new((0..count).map(|_| None).collect()),
+            raised: AtomicU64::new(0),
+            missed: AtomicU64::new(0),
+        }
+    }
+
+    fn fds(&self) -> MutexGuard<'_, Vec<Option<OwnedFd>>> {
+        self.fds.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How many interrupts there are.
+    #[must_use]
+    pub fn count(&self) -> u32 {
+        u32::try_from(self.fds().len()).unwrap_or(u32::MAX)
+    }
+
+    /// Does what a client asks.
+    ///
+    /// # Errors
+    /// When an interrupt doesn't exist, a descriptor is no eventfd, or masking is asked for, which isn't offered.
+    pub fn change(&self, start: u32, change: SetInterrupts) -> io::Result<()> {
+        let start = usize::try_from(start).map_err(|_| Errno::INVAL)?;
+        match change {
+            SetInterrupts::Eventfds(new) => {
+                for fd in new.iter().flatten() {
+                    make_harmless(fd)?;
+                }
+                let mut fds = self.fds();
+                let end = start.checked_add(new.len()).ok_or(Errno::INVAL)?;
+                let places = fds.get_mut(start..end).ok_or(Errno::INVAL)?;
+                for (place, fd) in places.iter_mut().zip(new) {
+                    *place = fd;
+                }
+            }
+            SetInterrupts::Disable => self.disconnect(),
+            SetInterrupts::Trigger(which) => {
+                for (number, _) in (start..).zip(which).filter(|(_, wanted)| *wanted) {
+                    self.raise(number);
+                }
+            }
+            SetInterrupts::Mask(_) | SetInterrupts::Unmask(_) => return Err(Errno::NOTSUP.into()),
+        }
+        Ok(())
+    }
+
+    /// Lets go of all eventfds.
+    pub fn disconnect(&self) {
+        self.fds().fill_with(|| None);
+    }
+
+    /// Whether somebody listens to an interrupt.
+    #[must_use]
+    pub fn is_connected(&self, number: usize) -> bool {
+        matches!(self.fds().get(number), Some(Some(_)))
+    }
+
+    /// Signals an interrupt; one that nobody listens to is counted and forgotten.
+    pub fn raise(&self, number: usize) {
+        let fds = self.fds();
+        let Some(Some(fd)) = fds.get(number) else {
+            self.missed.fetch_add(1, Ordering::Relaxed);
+            return;
+        };
+        if signal(fd.as_fd()) {
+            self.raised.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// How often interrupts were sent, and how often nobody listened.
+    #[must_use]
+    pub fn counts(&self) -> (u64, u64) {
+        (self.raised.load(Ordering::Relaxed), self.missed.load(Ordering::Relaxed))
+    }
+}
+
+/// Adds one to an eventfd. A counter that is full has been signalled already.
+pub(crate) fn signal(fd: BorrowedFd<'_>) -> bool {
+    loop {
+        match rustix::io::write(fd, &1_u64.to_ne_bytes()) {
+            Ok(_) | Err(Errno::AGAIN) => return true,
+            Err(Errno::INTR) => {}
+            Err(error) => {
+                tracing::debug!(%error, "an eventfd can't be signalled");
+                return false;
+            }
+        }
+    }
+}
+
+/// A client's descriptor may be anything. What isn't an eventfd (a pipe, a file on a stuck file system) could make the
+/// writer wait; an eventfd whose counter is full could as well, unless it is non-blocking.
+fn make_harmless(fd: &OwnedFd) -> io::Result<()> {
+    use std::os::fd::AsRawFd as _;
+    let link = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
+    if !link.as_os_str().as_encoded_bytes().starts_with(b"anon_inode:[eventfd]") {
+        return Err(Errno::INVAL.into());
+    }
+    let flags = fcntl_getfl(fd)?;
+    fcntl_setfl(fd, flags | OFlags::NONBLOCK)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::EventFds;
+    use rustix::event::{EventfdFlags, eventfd};
+    use vfio_user_protocol::device::SetInterrupts;
+
+    fn count(fd: &std::os::fd::OwnedFd) -> u64 {
+        let mut value = [0; 8];
+        rustix::io::read(fd, &mut value).map_or(0, |_| u64::from_ne_bytes(value))
+    }
+
+    #[test]
+    fn raising_signals_the_right_eventfd_and_nobody_waits_for_a_full_one() {
+        let fds = EventFds::new(3);
+        // A client makes it blocking.
+        let ours = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        fds.change(1, SetInterrupts::Eventfds(vec![Some(ours.try_clone().unwrap()), None])).unwrap();
+        fds.raise(0);
+        fds.raise(1);
+        fds.raise(7);
+        assert_eq!((count(&ours), fds.counts()), (1, (1, 2)));
+        rustix::io::write(&ours, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        fds.raise(1);
+        fds.change(0, SetInterrupts::Disable).unwrap();
+        assert!(!fds.is_connected(1));
+    }
+
+    #[test]
+    fn what_is_no_eventfd_or_no_interrupt_is_refused() {
+        let fds = EventFds::new(1);
+        let (pipe, _other) = rustix::pipe::pipe().unwrap();
+        assert!(fds.change(0, SetInterrupts::Eventfds(vec![Some(pipe)])).is_err());
+        let event = || Some(eventfd(0, EventfdFlags::CLOEXEC).unwrap());
+        assert!(fds.change(1, SetInterrupts::Eventfds(vec![event()])).is_err());
+        assert!(fds.change(0, SetInterrupts::Eventfds(vec![event(), event()])).is_err());
+        assert!(fds.change(0, SetInterrupts::Mask(vec![true])).is_err());
+        assert!(!fds.is_connected(0));
+    }
+}

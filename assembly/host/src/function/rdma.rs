@@ -1,0 +1,370 @@
+//! Function 1: PVRDMA, as a vfio-user device. All that matters happens on the engine's thread.
+
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use hca::limits::Limits;
+use hca::names::DeviceId;
+use pci::config::{ClassCode, Identity};
+use pci::function::{BarKind, BarLayout};
+use pci::msix::MsixLayout;
+use pvrdma::Config;
+use pvrdma::abi::pci as ids;
+use rustix::io::Errno;
+use vfio_user_protocol::device::{
+    Device, DmaMapping, INTERRUPT_MSIX, InterruptFlags, Interrupts, Peer, REGION_CONFIG, Region,
+    RegionMapping, SetInterrupts,
+};
+use vfio_user_protocol::doorbell_mode::{self, DoorbellMode};
+
+use super::header::{Appearance, Header, HeaderError};
+use super::interrupts::EventFds;
+use super::memory::ClientMemory;
+use super::{NicShared, registers};
+use crate::engine::{DeviceSetup, EngineGone, EngineHandle, Worker, is_arm};
+use crate::registry::Event;
+use crate::remembered::Remembered;
+use crate::uar::UarPages;
+
+/// Which function of the slot.
+const FUNCTION: usize = 1;
+
+/// What a guest sees in configuration space.
+fn appearance(config: &Config) -> Result<Appearance, HeaderError> {
+    let bar = |index, kind, size| BarLayout { index, kind, prefetchable: false, size };
+    let [base, sub, interface] = ids::CLASS;
+    Ok(Appearance {
+        identity: Identity {
+            vendor_id: ids::VENDOR,
+            device_id: ids::DEVICE,
+            revision: 1,
+            class: ClassCode::new(base, sub, interface),
+            subsystem_vendor_id: ids::VENDOR,
+            subsystem_id: ids::DEVICE,
+        },
+        multifunction: false,
+        bars: vec![
+            bar(ids::MSIX_BAR, BarKind::Memory32, ids::MSIX_BAR_SIZE),
+            bar(ids::REGISTER_BAR, BarKind::Memory32, ids::REGISTER_BAR_SIZE),
+            bar(ids::UAR_BAR, BarKind::Memory64, config.uar_bar_size()),
+        ],
+        msix: MsixLayout::new(
+            ids::VECTORS,
+            (ids::MSIX_BAR, ids::MSIX_TABLE),
+            (ids::MSIX_BAR, ids::MSIX_PENDING),
+        )?,
+    })
+}
+
+/// The function.
+#[derive(Debug)]
+pub struct RdmaFunction {
+    nic: Arc<NicShared>,
+    engine: EngineHandle,
+    config: Config,
+    header: Header,
+    msix: Arc<EventFds>,
+    mode: Arc<EventFds>,
+    pages: Arc<UarPages>,
+    memory: ClientMemory,
+    remembered: Arc<Remembered>,
+    /// The VM's quotas.
+    limits: Mutex<Limits>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// The engine's device, while there is a client.
+    device: Option<DeviceId>,
+    /// Where a driver that was there before this connection had its shared region, as long as it may still be there and
+    /// not know that its device failed.
+    orphan: Option<u64>,
+}
+
+/// The function can't be made.
+#[derive(Debug, thiserror::Error)]
+pub enum RdmaError {
+    /// Configuration space.
+    #[error("The RDMA function's configuration space can't be built")]
+    Header(#[from] HeaderError),
+    /// Doorbell pages.
+    #[error("The RDMA function's doorbell pages can't be made")]
+    Pages(#[source] io::Error),
+}
+
+impl RdmaFunction {
+    /// Without a client; nothing is in the engine yet.
+    ///
+    /// # Errors
+    /// When the kernel has no memory for doorbell pages.
+    pub fn new(
+        nic: Arc<NicShared>,
+        engine: EngineHandle,
+        config: Config,
+        remembered: Arc<Remembered>,
+    ) -> Result<Self, RdmaError> {
+        Ok(Self {
+            header: Header::new(&appearance(&config)?)?,
+            msix: Arc::new(EventFds::new(ids::VECTORS)),
+            mode: Arc::new(EventFds::new(1)),
+            pages: Arc::new(UarPages::new(config.uar_bar_size()).map_err(RdmaError::Pages)?),
+            memory: ClientMemory::default(),
+            limits: Mutex::new(config.limits),
+            state: Mutex::default(),
+            nic,
+            engine,
+            config,
+            remembered,
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The device in the engine, while there is a client.
+    #[must_use]
+    pub fn device(&self) -> Option<DeviceId> {
+        self.state().device
+    }
+
+    /// Changes quotas and rates, now and for later clients.
+    pub fn set_limits(&self, limits: Limits) {
+        *self.limits.lock().unwrap_or_else(PoisonError::into_inner) = limits;
+        if let Some(device) = self.device() {
+            // At the daemon's end nobody has limits.
+            let _ = self.engine.call(move |worker| worker.set_limits(device, limits));
+        }
+    }
+
+    /// Quotas and rates.
+    #[must_use]
+    pub fn limits(&self) -> Limits {
+        *self.limits.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What isn't the engine's to tell.
+    #[must_use]
+    pub fn inspect(&self) -> serde_json::Value {
+        let (ranges, bytes) = self.memory.size();
+        serde_json::json!({
+            "connected": self.nic.is_connected(FUNCTION),
+            "guest_memory": { "ranges": ranges, "bytes": bytes },
+            "config": self.header.inspect(),
+        })
+    }
+
+    /// Has something done with the device.
+    fn with<R: Send + 'static>(
+        &self,
+        job: impl FnOnce(&mut Worker, DeviceId) -> R + Send + 'static,
+    ) -> io::Result<R> {
+        let device = self.device().ok_or(Errno::NODEV)?;
+        self.engine.call(move |worker| job(worker, device)).map_err(|EngineGone| Errno::NODEV.into())
+    }
+
+    fn register_write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
+        // The driver's registers are 32 bits wide; other accesses mean nothing.
+        let Some(value) = word(offset, data) else { return Ok(()) };
+        let region = self.with(move |worker, device| worker.register_write(device, offset, value))?;
+        if matches!(offset, pvrdma::abi::registers::DSR_HIGH | pvrdma::abi::registers::CONTROL) {
+            // A driver of this connection: whoever was there before is gone.
+            self.state().orphan = None;
+            self.remember(region);
+        }
+        Ok(())
+    }
+
+    fn remember(&self, region: Option<u64>) {
+        let key = &self.nic.key;
+        if self.remembered.set(&key.vm, &key.name, self.nic.uid, region) {
+            self.nic.tell(Event::Changed);
+        }
+    }
+
+    /// Tells a driver of before this connection that its device failed, once that can be done: its memory is there, it
+    /// hears interrupts, and the device may master the bus.
+    fn announce(&self) -> io::Result<()> {
+        let orphan = self.state().orphan;
+        let Some(address) = orphan else { return Ok(()) };
+        let hears = self.msix.is_connected(ids::VECTOR_ASYNC.into());
+        if !hears || !self.header.bus_master() || !self.memory.contains(address) {
+            return Ok(());
+        }
+        self.state().orphan = None;
+        let told = self.with(move |worker, device| worker.announce_fatal(device, address))?;
+        let key = &self.nic.key;
+        match told {
+            Ok(()) => tracing::info!(
+                vm = key.vm,
+                nic = key.name,
+                "The guest's RDMA driver is told that its device failed"
+            ),
+            Err(error) => tracing::warn!(
+                vm = key.vm,
+                nic = key.name,
+                error = &error as &dyn std::error::Error,
+                "The guest's RDMA driver can't be told that its device failed; reload it"
+            ),
+        }
+        Ok(())
+    }
+
+    fn set_bus_master(&self, enabled: bool) -> io::Result<()> {
+        self.with(move |worker, device| worker.set_bus_master(device, enabled))?;
+        self.announce()
+    }
+}
+
+/// The value of an aligned 32-bit write.
+fn word(offset: u64, data: &[u8]) -> Option<u32> {
+    let bytes = <[u8; 4]>::try_from(data).ok()?;
+    offset.is_multiple_of(4).then(|| u32::from_le_bytes(bytes))
+}
+
+impl Device for RdmaFunction {
+    fn authorize(&self, peer: &Peer) -> bool {
+        if !self.nic.authorizes(peer) {
+            return false;
+        }
+        let config = Config { limits: self.limits(), ..self.config.clone() };
+        let (pages, msix, mode) = (Arc::clone(&self.pages), Arc::clone(&self.msix), Arc::clone(&self.mode));
+        let attached =
+            self.engine.call(move |worker| worker.attach(DeviceSetup { config, pages, msix, mode }));
+        let key = &self.nic.key;
+        let device = match attached {
+            Ok(Ok(device)) => device,
+            Ok(Err(error)) => {
+                tracing::error!(
+                    vm = key.vm,
+                    nic = key.name,
+                    error = &error as &dyn std::error::Error,
+                    "An RDMA device can't be added"
+                );
+                return false;
+            }
+            Err(EngineGone) => return false,
+        };
+        let orphan = self.remembered.shared_region(&key.vm, &key.name, self.nic.uid);
+        *self.state() = State { device: Some(device), orphan };
+        self.nic.set_connected(FUNCTION, true);
+        true
+    }
+
+    fn regions(&self) -> Vec<Region> {
+        let size = self.pages.size();
+        let pages = RegionMapping { offset: 0, size, fd: Arc::clone(self.pages.fd()), fd_offset: 0 };
+        vec![
+            registers(ids::MSIX_BAR.into(), ids::MSIX_BAR_SIZE),
+            registers(ids::REGISTER_BAR.into(), ids::REGISTER_BAR_SIZE),
+            Region { mappings: vec![pages], ..registers(ids::UAR_BAR.into(), size) },
+            registers(REGION_CONFIG, Header::size()),
+            registers(doorbell_mode::REGION, doorbell_mode::REGION_SIZE),
+        ]
+    }
+
+    fn interrupts(&self) -> Vec<Interrupts> {
+        vec![
+            Interrupts { index: INTERRUPT_MSIX, count: self.msix.count(), flags: InterruptFlags::EVENTFD },
+            Interrupts { index: doorbell_mode::INTERRUPT, count: 1, flags: InterruptFlags::EVENTFD },
+        ]
+    }
+
+    fn region_read(&self, region: u32, offset: u64, data: &mut [u8]) -> io::Result<()> {
+        // MSI-X table and pending bits are the client's; doorbells can't be read.
+        data.fill(0);
+        if region == u32::from(ids::REGISTER_BAR) {
+            if data.len() == 4 && offset.is_multiple_of(4) {
+                let value = self.with(move |worker, device| worker.register_read(device, offset))?;
+                data.copy_from_slice(&value.to_le_bytes());
+            }
+        } else if region == REGION_CONFIG {
+            self.header.read(offset, data);
+        } else if region == doorbell_mode::REGION && offset == doorbell_mode::WANTED_OFFSET && data.len() == 4
+        {
+            let value = self.with(Worker::read_wanted)?;
+            data.copy_from_slice(&value.to_le_bytes());
+        }
+        Ok(())
+    }
+
+    fn region_write(&self, region: u32, offset: u64, data: &[u8]) -> io::Result<()> {
+        if region == u32::from(ids::REGISTER_BAR) {
+            return self.register_write(offset, data);
+        }
+        if region == u32::from(ids::UAR_BAR) {
+            let Some(value) = word(offset, data) else { return Ok(()) };
+            if is_arm(offset, value) {
+                // Exact: what is completed from here on counts, and what was before is seen by whoever looks now. So the
+                // vCPU may go on (where the client lets it wait) when the engine has it.
+                return self.with(move |worker, device| worker.doorbell(device, offset, value));
+            }
+            let device = self.device().ok_or(Errno::NODEV)?;
+            return self.engine.doorbell(device, offset, value).map_err(|EngineGone| Errno::NODEV.into());
+        }
+        if region == REGION_CONFIG {
+            return match self.header.write(offset, data) {
+                Some(enabled) => self.set_bus_master(enabled),
+                None => Ok(()),
+            };
+        }
+        if region == doorbell_mode::REGION {
+            if offset != doorbell_mode::REACHED_OFFSET {
+                return Err(Errno::INVAL.into());
+            }
+            let mode = word(offset, data).and_then(DoorbellMode::from_register).ok_or(Errno::INVAL)?;
+            return self.with(move |worker, device| worker.reach(device, mode));
+        }
+        Ok(())
+    }
+
+    fn dma_map(&self, mapping: DmaMapping) -> io::Result<()> {
+        self.memory
+            .map(&mapping, |table| self.with(move |worker, device| worker.set_memory(device, table)))?;
+        self.announce()
+    }
+
+    fn dma_unmap(&self, address: u64, size: u64) -> io::Result<()> {
+        self.memory
+            .unmap(address, size, |table| self.with(move |worker, device| worker.set_memory(device, table)))
+    }
+
+    fn set_interrupts(&self, index: u32, start: u32, _: u32, change: SetInterrupts) -> io::Result<()> {
+        match index {
+            INTERRUPT_MSIX => {
+                self.msix.change(start, change)?;
+                self.announce()
+            }
+            doorbell_mode::INTERRUPT => {
+                self.mode.change(start, change)?;
+                let offered = self.mode.is_connected(0);
+                self.with(move |worker, device| worker.set_mode_offered(device, offered))
+            }
+            _ => Err(Errno::INVAL.into()),
+        }
+    }
+
+    fn reset(&self) -> io::Result<()> {
+        self.header.reset();
+        self.state().orphan = None;
+        self.with(|worker, device| {
+            worker.set_bus_master(device, false);
+            worker.reset(device);
+        })?;
+        self.remember(None);
+        Ok(())
+    }
+
+    fn disconnected(&self) {
+        if let Some(device) = self.state().device.take() {
+            // At the daemon's end the engine is gone, and with it the device.
+            let _ = self.engine.call(move |worker| worker.detach(device));
+        }
+        self.memory.clear();
+        self.msix.disconnect();
+        self.mode.disconnect();
+        self.header.reset();
+        self.nic.set_connected(FUNCTION, false);
+    }
+}

@@ -1,0 +1,39 @@
+//! The daemon of a host (`causeway host`): serves RDMA NICs to the VMs' monitors.
+//!
+//! ```text
+//!  monitor                     control thread            engine thread
+//!    │ AttachNic ── gRPC ──────▶ registry                 all RDMA state of the host
+//!    │◀──────── two sockets ────                            ▲            ▲
+//!    │ vfio-user, function 1 ──▶ its thread ── calls ───────┘            │ doorbells in memory
+//!    │ vfio-user, function 0 ──▶ its thread ── calls ──▶ segment thread  │ (guest's stores)
+//!    ▼                                                   Ethernet        │
+//!  guest ────────────────────────────────────────────────────────────────┘
+//! ```
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`daemon`] | [`Daemon`]: start and end |
+//! | [`registry`] | NICs: who has which, released when their monitors go |
+//! | [`function`] | the two PCI functions of a NIC as vfio-user devices |
+//! | [`engine`] | the thread that owns all RDMA state; doorbell modes |
+//! | [`segments`] | named networks, taps |
+//! | [`access`], [`identity`] | who may; names and addresses |
+//! | [`listener`], [`remembered`] | sockets; what outlives the daemon |
+//! | `service`, `server`, `inspect` | gRPC, metrics, the live tree |
+
+pub mod access;
+pub mod daemon;
+pub mod engine;
+pub mod function;
+mod hardening;
+pub mod identity;
+mod inspect;
+pub mod listener;
+pub mod registry;
+pub mod remembered;
+pub mod segments;
+mod server;
+mod service;
+pub mod uar;
+
+pub use daemon::{Daemon, DaemonConfig, DaemonError};

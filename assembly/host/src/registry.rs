@@ -1,0 +1,630 @@
+//! All NICs of the host: who has which, and what happens when their clients go.
+//!
+//! ```text
+//!  attach ──▶ sockets listen ──▶ clients connect ──▶ both have gone (crashed, or in order) ──▶ NIC gone
+//!                  └── nobody connects for a minute ──▶ NIC gone
+//! ```
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use hca::limits::Limits;
+use rustix::event::{EventfdFlags, eventfd};
+use vfio_user_protocol::device::{Device, Peer};
+use vfio_user_protocol::server::{Server, ServerError};
+use vmxnet3::{MacAddress, Vmxnet3Config};
+
+use crate::access::{Access, Denied, is_administrator, may_use};
+use crate::engine::EngineHandle;
+use crate::function::NicShared;
+use crate::function::ethernet::EthernetFunction;
+use crate::function::header::HeaderError;
+use crate::function::interrupts::signal;
+use crate::function::rdma::{RdmaError, RdmaFunction};
+use crate::identity::{BadName, check_name, is_unicast, mac_of, mac_text};
+use crate::listener::{ListenError, SocketFile, listen};
+use crate::remembered::Remembered;
+use crate::segments::{Network, SegmentError, Segments, Uplink};
+
+/// A NIC that nobody connects to goes after this long.
+const UNUSED: Duration = Duration::from_secs(60);
+/// What is to be remembered is written this long after a change, so that a guest can't make the disk busy.
+const WRITE_AFTER: Duration = Duration::from_millis(200);
+/// NICs of all VMs, and of one.
+const MOST_NICS: usize = 1024;
+const MOST_NICS_OF_A_VM: usize = 16;
+/// Link speed that guests are told, Mbit/s.
+const LINK_MBPS: u16 = 10_000;
+
+/// Which NIC.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct NicKey {
+    /// VM.
+    pub vm: String,
+    /// NIC.
+    pub name: String,
+}
+
+impl fmt::Display for NicKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "NIC {} of VM {}", self.name, self.vm)
+    }
+}
+
+/// A NIC that somebody asks for.
+#[derive(Debug, Clone)]
+pub struct NicSpec {
+    /// Which.
+    pub key: NicKey,
+    /// MAC address; made from the names where it is left out.
+    pub mac: Option<[u8; 6]>,
+    /// Network.
+    pub segment: String,
+    /// Tap that connects the network with the host's.
+    pub tap: Option<String>,
+    /// MTU in bytes; 1500 where it is left out.
+    pub mtu: Option<u32>,
+}
+
+/// What a NIC is.
+#[derive(Debug, Clone)]
+pub struct NicInfo {
+    /// Which.
+    pub key: NicKey,
+    /// MAC address.
+    pub mac: [u8; 6],
+    /// Network.
+    pub segment: String,
+    /// Tap.
+    pub tap: Option<String>,
+    /// MTU in bytes.
+    pub mtu: u32,
+    /// To whom it belongs.
+    pub uid: u32,
+    /// One socket per function.
+    pub functions: Vec<PathBuf>,
+    /// Which functions have clients.
+    pub connected: Vec<bool>,
+}
+
+/// What the keeper is told.
+#[derive(Debug)]
+pub enum Event {
+    /// The last client of a NIC has gone.
+    Unused {
+        /// Which.
+        key: NicKey,
+        /// Not a later one of the same name.
+        generation: u64,
+    },
+    /// Something is to be remembered.
+    Changed,
+    /// The daemon ends.
+    Stop,
+}
+
+/// A NIC can't be attached, detached or changed.
+#[derive(Debug, thiserror::Error)]
+pub enum RegistryError {
+    /// Not allowed.
+    #[error(transparent)]
+    Denied(#[from] Denied),
+    /// A name.
+    #[error(transparent)]
+    Name(#[from] BadName),
+    /// MAC address.
+    #[error("{mac} can't be a NIC's address: it is a group address or zero")]
+    Mac {
+        /// As given.
+        mac: String,
+    },
+    /// MAC address in use on the segment.
+    #[error("{mac} is the address of {other} on segment {segment} already; give each NIC its own")]
+    MacTaken {
+        /// As given.
+        mac: String,
+        /// Whose it is.
+        other: NicKey,
+        /// The segment.
+        segment: String,
+    },
+    /// MTU.
+    #[error("A NIC can't have an MTU of {mtu} bytes; it is from 576 to 9000")]
+    Mtu {
+        /// As given.
+        mtu: u32,
+    },
+    /// Somebody is connected to it.
+    #[error("{key} is in use: its monitor is connected; end that VM, or detach the NIC, first")]
+    InUse {
+        /// Which.
+        key: NicKey,
+    },
+    /// Too many.
+    #[error("{what} has {limit} NICs, more are not possible")]
+    TooMany {
+        /// `This host` or a VM.
+        what: String,
+        /// How many there can be.
+        limit: usize,
+    },
+    /// There is none.
+    #[error("There is no {key}")]
+    NoSuchNic {
+        /// Which.
+        key: NicKey,
+    },
+    /// There is no such VM.
+    #[error("VM {vm} has no NIC here")]
+    NoSuchVm {
+        /// Which.
+        vm: String,
+    },
+    /// Network or tap.
+    #[error(transparent)]
+    Segment(#[from] SegmentError),
+    /// Socket.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    /// Server.
+    #[error("A socket of {key} can't be served")]
+    Serve {
+        /// Which.
+        key: NicKey,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+/// Quotas of a VM to which nobody gave others. The engine keeps 8 bytes per registered page, so that a VM can make the
+/// daemon grow by 128 MiB with what it registers.
+#[must_use]
+pub fn default_limits() -> Limits {
+    Limits { registered_bytes: 64 << 30, ..Limits::default() }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Registry {
+    folder: PathBuf,
+    access: Access,
+    engine: EngineHandle,
+    segments: Segments,
+    remembered: Arc<Remembered>,
+    events: Sender<Event>,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    nics: BTreeMap<NicKey, Nic>,
+    /// By VM; kept while it has NICs.
+    limits: BTreeMap<String, Limits>,
+    generations: u64,
+}
+
+/// A NIC. Dropping it ends its connections and takes its devices away; fields are dropped in this order.
+#[derive(Debug)]
+struct Nic {
+    servers: Vec<FunctionServer>,
+    shared: Arc<NicShared>,
+    rdma: Arc<RdmaFunction>,
+    ethernet: Arc<EthernetFunction>,
+    uplink: Option<Arc<Uplink>>,
+    network: Arc<Network>,
+    mac: [u8; 6],
+    mtu: u32,
+    since: Instant,
+    was_used: bool,
+}
+
+/// A thread that serves one function's socket.
+#[derive(Debug)]
+struct FunctionServer {
+    path: PathBuf,
+    stop: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+    _file: SocketFile,
+}
+
+impl FunctionServer {
+    fn start(
+        path: PathBuf,
+        device: Arc<dyn Device>,
+        key: &NicKey,
+        function: usize,
+    ) -> Result<Self, RegistryError> {
+        let failed = |source: Box<dyn std::error::Error + Send + Sync>| RegistryError::Serve {
+            key: key.clone(),
+            source,
+        };
+        let (listener, file) = listen(&path)?.into_parts();
+        let server = Server::from_listener(listener).map_err(|error: ServerError| failed(error.into()))?;
+        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|error| failed(io::Error::from(error).into()))?;
+        let stop = Arc::new(stop);
+        let (stopped, name) = (Arc::clone(&stop), key.to_string());
+        let thread = std::thread::Builder::new()
+            .name(format!("{}.{function}", key.vm.chars().take(12).collect::<String>()))
+            .spawn(move || {
+                if let Err(error) = server.serve(&device, stopped.as_fd()) {
+                    tracing::error!(
+                        error = &error as &dyn std::error::Error,
+                        "Function {function} of {name} is no longer served"
+                    );
+                }
+            })
+            .map_err(|error| failed(error.into()))?;
+        Ok(Self { path, stop, thread: Some(thread), _file: file })
+    }
+}
+
+impl Drop for FunctionServer {
+    fn drop(&mut self) {
+        signal(self.stop.as_fd());
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("The thread of {} panicked; this is a bug", self.path.display());
+        }
+    }
+}
+
+impl Registry {
+    /// An empty registry, and what its keeper is to be given.
+    #[must_use]
+    pub fn new(
+        folder: &Path,
+        access: Access,
+        engine: EngineHandle,
+        remembered: Remembered,
+    ) -> (Arc<Self>, Receiver<Event>) {
+        let (events, inbox) = channel();
+        let registry = Self {
+            folder: folder.to_owned(),
+            access,
+            engine,
+            segments: Segments::default(),
+            remembered: Arc::new(remembered),
+            events,
+            state: Mutex::default(),
+        };
+        (Arc::new(registry), inbox)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Who may do what.
+    #[must_use]
+    pub fn access(&self) -> &Access {
+        &self.access
+    }
+
+    /// The engine.
+    #[must_use]
+    pub fn engine(&self) -> &EngineHandle {
+        &self.engine
+    }
+
+    /// Networks.
+    #[must_use]
+    pub fn segments(&self) -> &Segments {
+        &self.segments
+    }
+
+    /// Makes a NIC. One of the same name and owner without clients is replaced.
+    ///
+    /// # Errors
+    /// When the peer may not, what it asks for can't be, or the NIC has clients ([`RegistryError::InUse`]).
+    pub fn attach(&self, peer: &Peer, spec: &NicSpec) -> Result<NicInfo, RegistryError> {
+        self.access.check(peer)?;
+        check_name("VM", &spec.key.vm)?;
+        check_name("NIC", &spec.key.name)?;
+        check_name("segment", &spec.segment)?;
+        let mac = spec.mac.unwrap_or_else(|| mac_of(&spec.key.vm, &spec.key.name));
+        if !is_unicast(mac) {
+            return Err(RegistryError::Mac { mac: mac_text(mac) });
+        }
+        let mtu = spec.mtu.unwrap_or(1500);
+        if !(576..=9000).contains(&mtu) {
+            return Err(RegistryError::Mtu { mtu });
+        }
+        // Held throughout: two who attach at once get one after the other. Everything below is quick.
+        let mut state = self.state();
+        let uid = self.owner(&state, peer, &spec.key)?;
+        if let Some(old) = state.nics.get(&spec.key) {
+            if old.shared.in_use() {
+                return Err(RegistryError::InUse { key: spec.key.clone() });
+            }
+            state.nics.remove(&spec.key);
+        }
+        if state.nics.len() >= MOST_NICS {
+            return Err(RegistryError::TooMany { what: "This host".to_owned(), limit: MOST_NICS });
+        }
+        if state.nics.keys().filter(|key| key.vm == spec.key.vm).count() >= MOST_NICS_OF_A_VM {
+            return Err(RegistryError::TooMany {
+                what: format!("VM {}", spec.key.vm),
+                limit: MOST_NICS_OF_A_VM,
+            });
+        }
+        let taken = state.nics.iter().find(|(_, nic)| nic.mac == mac && nic.network.name() == spec.segment);
+        if let Some((other, _)) = taken {
+            return Err(RegistryError::MacTaken {
+                mac: mac_text(mac),
+                other: other.clone(),
+                segment: spec.segment.clone(),
+            });
+        }
+        let network = self.segments.join(&spec.segment)?;
+        let uplink = spec.tap.as_deref().map(|tap| network.uplink(tap, peer.uid)).transpose()?;
+        state.generations += 1;
+        let generation = state.generations;
+        let limits = state.limits.get(&spec.key.vm).copied().unwrap_or_else(default_limits);
+        let shared = Arc::new(NicShared::new(spec.key.clone(), generation, uid, self.events.clone()));
+        let nic = self.build(&shared, network, uplink, mac, mtu, limits)?;
+        let info = nic.info();
+        state.nics.insert(spec.key.clone(), nic);
+        drop(state);
+        // Its time to be connected runs.
+        shared.tell(Event::Changed);
+        tracing::info!(
+            vm = spec.key.vm,
+            nic = spec.key.name,
+            segment = spec.segment,
+            mac = mac_text(mac),
+            uid,
+            "NIC attached"
+        );
+        Ok(info)
+    }
+
+    /// To whom a NIC belongs, or will.
+    fn owner(&self, state: &State, peer: &Peer, key: &NicKey) -> Result<u32, RegistryError> {
+        if let Some(nic) = state.nics.get(key) {
+            let owner = nic.shared.uid;
+            if !may_use(peer.uid, owner) {
+                let denied =
+                    Denied::NotYours { vm: key.vm.clone(), name: key.name.clone(), owner, uid: peer.uid };
+                return Err(denied.into());
+            }
+            return Ok(owner);
+        }
+        let other = state.nics.iter().find(|(other, _)| other.vm == key.vm).map(|(_, nic)| nic.shared.uid);
+        match other {
+            Some(owner) if owner != peer.uid && !is_administrator(peer.uid) => {
+                Err(Denied::OtherVm { vm: key.vm.clone(), owner, uid: peer.uid }.into())
+            }
+            _ => Ok(peer.uid),
+        }
+    }
+
+    fn build(
+        &self,
+        shared: &Arc<NicShared>,
+        network: Arc<Network>,
+        uplink: Option<Arc<Uplink>>,
+        mac: [u8; 6],
+        mtu: u32,
+        limits: Limits,
+    ) -> Result<Nic, RegistryError> {
+        let key = &shared.key;
+        let name = format!("{}:{}", key.vm, key.name);
+        let serve = |source: Box<dyn std::error::Error + Send + Sync>| RegistryError::Serve {
+            key: key.clone(),
+            source,
+        };
+        let mut config = pvrdma::Config::new(name.clone(), network.id(), mac);
+        config.mtu = mtu;
+        config.limits = limits;
+        config.doorbells = pvrdma::DoorbellMode::Shared;
+        let rdma =
+            RdmaFunction::new(Arc::clone(shared), self.engine.clone(), config, Arc::clone(&self.remembered))
+                .map_err(|error: RdmaError| serve(error.into()))?;
+        let config = Vmxnet3Config { name: name.clone(), mac: MacAddress(mac), link_mbps: LINK_MBPS };
+        let ethernet = EthernetFunction::new(Arc::clone(shared), config, Arc::clone(&network))
+            .map_err(|error: HeaderError| serve(error.into()))?;
+        let (rdma, ethernet) = (Arc::new(rdma), Arc::new(ethernet));
+        let devices: [Arc<dyn Device>; crate::function::FUNCTIONS] = [ethernet.clone(), rdma.clone()];
+        let mut servers = Vec::new();
+        for (function, device) in devices.into_iter().enumerate() {
+            let path = self.folder.join(format!("{name}.{function}"));
+            servers.push(FunctionServer::start(path, device, key, function)?);
+        }
+        Ok(Nic {
+            servers,
+            shared: Arc::clone(shared),
+            rdma,
+            ethernet,
+            uplink,
+            network,
+            mac,
+            mtu,
+            since: Instant::now(),
+            was_used: false,
+        })
+    }
+
+    /// Takes a NIC away, whether or not it is in use.
+    ///
+    /// # Errors
+    /// When there is none, or it is somebody else's.
+    pub fn detach(&self, peer: &Peer, key: &NicKey) -> Result<(), RegistryError> {
+        self.access.check(peer)?;
+        let mut state = self.state();
+        if !state.nics.contains_key(key) {
+            return Err(RegistryError::NoSuchNic { key: key.clone() });
+        }
+        self.owner(&state, peer, key)?;
+        let nic = state.nics.remove(key);
+        forget_limits(&mut state, &key.vm);
+        drop(state);
+        // Its threads may take a moment to end.
+        drop(nic);
+        tracing::info!(vm = key.vm, nic = key.name, "NIC detached");
+        Ok(())
+    }
+
+    /// The NICs that a peer may use.
+    ///
+    /// # Errors
+    /// When it is a stranger.
+    pub fn list(&self, peer: &Peer) -> Result<Vec<NicInfo>, RegistryError> {
+        self.access.check(peer)?;
+        Ok(self
+            .state()
+            .nics
+            .values()
+            .filter(|nic| may_use(peer.uid, nic.shared.uid))
+            .map(Nic::info)
+            .collect())
+    }
+
+    /// Changes limits of a VM. Says how many devices took them.
+    ///
+    /// # Errors
+    /// When the peer is no administrator, or the VM has no NIC.
+    pub fn set_limits(
+        &self,
+        peer: &Peer,
+        vm: &str,
+        change: impl FnOnce(Limits) -> Limits,
+    ) -> Result<usize, RegistryError> {
+        if !is_administrator(peer.uid) {
+            return Err(Denied::Administrators { uid: peer.uid, what: "change limits" }.into());
+        }
+        let mut state = self.state();
+        let devices: Vec<Arc<RdmaFunction>> =
+            state.nics.iter().filter(|(key, _)| key.vm == vm).map(|(_, nic)| Arc::clone(&nic.rdma)).collect();
+        if devices.is_empty() {
+            return Err(RegistryError::NoSuchVm { vm: vm.chars().take(64).collect() });
+        }
+        let limits = change(state.limits.get(vm).copied().unwrap_or_else(default_limits));
+        state.limits.insert(vm.to_owned(), limits);
+        drop(state);
+        for device in &devices {
+            device.set_limits(limits);
+        }
+        tracing::info!(vm, ?limits, "limits changed");
+        Ok(devices.len())
+    }
+
+    /// The functions of the NICs that `uid` may see.
+    pub(crate) fn functions(&self, uid: u32) -> Vec<(NicInfo, Arc<RdmaFunction>, Arc<EthernetFunction>)> {
+        let state = self.state();
+        let seen = state.nics.values().filter(|nic| may_use(uid, nic.shared.uid));
+        seen.map(|nic| (nic.info(), Arc::clone(&nic.rdma), Arc::clone(&nic.ethernet))).collect()
+    }
+
+    /// Ends the keeper.
+    pub(crate) fn stop_keeper(&self) {
+        let _ = self.events.send(Event::Stop);
+    }
+
+    /// Takes all NICs away.
+    pub(crate) fn clear(&self) {
+        let nics = std::mem::take(&mut self.state().nics);
+        drop(nics);
+    }
+
+    /// The keeper's thread: removes NICs whose clients have gone, and writes what is to be remembered.
+    pub(crate) fn keep(&self, inbox: &Receiver<Event>) {
+        let mut write_at: Option<Instant> = None;
+        loop {
+            let wait = [write_at, self.next_unused()].into_iter().flatten().min();
+            let event = match wait {
+                Some(at) => inbox.recv_timeout(at.saturating_duration_since(Instant::now())),
+                None => inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            match event {
+                Ok(Event::Unused { key, generation }) => self.remove_unused(&key, generation),
+                Ok(Event::Changed) => write_at = write_at.or_else(|| Instant::now().checked_add(WRITE_AFTER)),
+                Ok(Event::Stop) | Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            if write_at.is_some_and(|at| at <= Instant::now()) {
+                write_at = None;
+                self.write();
+            }
+            self.remove_never_used();
+        }
+        self.write();
+    }
+
+    fn write(&self) {
+        if let Err(error) = self.remembered.flush() {
+            tracing::warn!(%error, "What this daemon knows of its NICs can't be written; after a restart drivers are not told");
+        }
+    }
+
+    fn remove_unused(&self, key: &NicKey, generation: u64) {
+        let mut state = self.state();
+        let same = |nic: &Nic| nic.shared.generation == generation && !nic.shared.in_use();
+        if !state.nics.get(key).is_some_and(same) {
+            return;
+        }
+        let nic = state.nics.remove(key);
+        forget_limits(&mut state, &key.vm);
+        drop(state);
+        drop(nic);
+        tracing::info!(vm = key.vm, nic = key.name, "NIC released: its monitor has gone");
+    }
+
+    /// When the next NIC is to go to which nobody has connected.
+    fn next_unused(&self) -> Option<Instant> {
+        let state = self.state();
+        let waiting = state.nics.values().filter(|nic| !nic.was_used && !nic.shared.in_use());
+        waiting.filter_map(|nic| nic.since.checked_add(UNUSED)).min()
+    }
+
+    fn remove_never_used(&self) {
+        let mut state = self.state();
+        let mut gone = Vec::new();
+        for nic in state.nics.values_mut() {
+            nic.was_used |= nic.shared.in_use();
+            if !nic.was_used && nic.since.elapsed() >= UNUSED {
+                gone.push(nic.shared.key.clone());
+            }
+        }
+        let nics: Vec<_> = gone.iter().filter_map(|key| state.nics.remove(key)).collect();
+        for key in &gone {
+            forget_limits(&mut state, &key.vm);
+        }
+        drop(state);
+        drop(nics);
+        for key in gone {
+            tracing::info!(vm = key.vm, nic = key.name, "NIC released: nobody connected to it");
+        }
+    }
+}
+
+/// Limits last as long as a VM has NICs.
+fn forget_limits(state: &mut State, vm: &str) {
+    if !state.nics.keys().any(|key| key.vm == vm) {
+        state.limits.remove(vm);
+    }
+}
+
+impl Nic {
+    fn info(&self) -> NicInfo {
+        NicInfo {
+            key: self.shared.key.clone(),
+            mac: self.mac,
+            segment: self.network.name().to_owned(),
+            tap: self.uplink.as_ref().map(|uplink| uplink.tap().to_owned()),
+            mtu: self.mtu,
+            uid: self.shared.uid,
+            functions: self.servers.iter().map(|server| server.path.clone()).collect(),
+            connected: (0..self.servers.len()).map(|function| self.shared.is_connected(function)).collect(),
+        }
+    }
+}

@@ -1,0 +1,98 @@
+//! Where a connection to a device server comes from.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use control_api::host::{NicRequest, attach_nic};
+use vfio_user_protocol::client::{Client, ClientError, DEFAULT_TIMEOUT};
+
+use super::{VfioUserError, lock};
+
+/// Makes connections to one device's server: at start, and again after each loss. May block for some seconds.
+pub trait Connector: Send + Sync {
+    /// A new connection.
+    ///
+    /// # Errors
+    ///
+    /// When the server can't be reached now.
+    fn connect(&self) -> Result<Client, VfioUserError>;
+
+    /// Where the server is, for messages.
+    fn target(&self) -> String;
+}
+
+/// A server that listens at a fixed path.
+#[derive(Debug)]
+pub struct SocketConnector {
+    /// The path.
+    pub path: PathBuf,
+}
+
+impl Connector for SocketConnector {
+    fn connect(&self) -> Result<Client, VfioUserError> {
+        Client::connect(&self.path, DEFAULT_TIMEOUT)
+            .map_err(|source| VfioUserError::Server { target: self.target(), source: source.into() })
+    }
+
+    fn target(&self) -> String {
+        self.path.display().to_string()
+    }
+}
+
+/// An RDMA NIC of the host daemon, which makes its sockets when it is asked, and anew after a restart. Shared by the
+/// NIC's functions, so that one of them asks for all.
+#[derive(Debug)]
+pub struct Nic {
+    host: PathBuf,
+    request: NicRequest,
+    /// The functions' sockets as the daemon last named them; none before it was asked.
+    sockets: Mutex<Vec<PathBuf>>,
+}
+
+impl Nic {
+    /// A NIC of the daemon at `host`; nobody is asked yet.
+    pub fn new(host: &Path, request: NicRequest) -> Arc<Self> {
+        Arc::new(Self { host: host.to_owned(), request, sockets: Mutex::default() })
+    }
+}
+
+/// One function of a [`Nic`].
+#[derive(Debug)]
+pub struct NicConnector {
+    /// The NIC.
+    pub nic: Arc<Nic>,
+    /// Number of the function.
+    pub function: u8,
+}
+
+impl NicConnector {
+    fn failed(&self, source: impl std::error::Error + Send + Sync + 'static) -> VfioUserError {
+        VfioUserError::Server { target: self.target(), source: source.into() }
+    }
+}
+
+impl Connector for NicConnector {
+    fn connect(&self) -> Result<Client, VfioUserError> {
+        // Held while asking: the other function finds the answer.
+        let mut sockets = lock(&self.nic.sockets);
+        let number = usize::from(self.function);
+        if let Some(path) = sockets.get(number) {
+            match Client::connect(path, DEFAULT_TIMEOUT) {
+                // Nobody listens there any more: the daemon has restarted, or forgotten the NIC.
+                Err(ClientError::Connect { .. }) => {}
+                result => return result.map_err(|error| self.failed(error)),
+            }
+        }
+        *sockets =
+            attach_nic(&self.nic.host, &self.nic.request).map_err(|error| self.failed(error))?.functions;
+        let path = sockets.get(number).ok_or_else(|| VfioUserError::Device {
+            target: self.target(),
+            reason: format!("it has {} functions, function {number} is missing", sockets.len()),
+        })?;
+        Client::connect(path, DEFAULT_TIMEOUT).map_err(|error| self.failed(error))
+    }
+
+    fn target(&self) -> String {
+        format!("{}, NIC {} function {}", self.nic.host.display(), self.nic.request.name, self.function)
+    }
+}

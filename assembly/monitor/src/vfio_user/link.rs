@@ -1,0 +1,192 @@
+//! One connection to a server, from the first message to its loss.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::{Arc, Mutex};
+
+use pci::function::{BarKind, BarLayout, Doorbell};
+use telemetry::guest_log::GuestLog;
+use vfio_user_protocol::client::{Client, ClientError};
+use vfio_user_protocol::device::{INTERRUPT_INTX, INTERRUPT_MSIX, REGION_CONFIG, RegionMapping};
+use vfio_user_protocol::doorbell_mode::{self, DoorbellMode};
+
+use super::events::VectorEvent;
+use super::function::DmaRange;
+use super::lock;
+use super::registers::Server;
+use super::shape::Shape;
+
+const PAGE: u64 = 4096;
+
+/// Which interrupts the server has eventfds for: VFIO knows one kind at a time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Wired {
+    Nothing,
+    Intx,
+    Msix,
+}
+
+/// Part of a BAR that is the server's memory.
+#[derive(Debug, Clone)]
+pub(super) struct MappedRange {
+    pub bar: u8,
+    pub area: RegionMapping,
+}
+
+/// A connection. Usable until [`Client::is_failed`].
+pub(super) struct Link {
+    pub client: Client,
+    /// What may be mapped, MSI-X pages cut out.
+    pub ranges: Vec<MappedRange>,
+    pub doorbells: Vec<Doorbell>,
+    wired: Mutex<Wired>,
+    log: GuestLog,
+}
+
+impl Link {
+    /// Learns what may be mapped, and gives the server the guest's memory.
+    pub(super) fn new(client: Client, shape: &Shape, ram: &[DmaRange]) -> Result<Self, ClientError> {
+        let mut ranges = Vec::new();
+        let mut doorbells = Vec::new();
+        for bar in &shape.bars {
+            let region = client.region(bar.index.into())?;
+            if bar.kind != BarKind::Io {
+                let areas = region.mappings.iter().flat_map(|area| without_msix(shape, bar, area));
+                ranges.extend(areas.map(|area| MappedRange { bar: bar.index, area }));
+            }
+            for io_fd in client.region_io_fds(bar.index.into())? {
+                let Ok(width) = u8::try_from(io_fd.size) else { continue };
+                // KVM needs a width for a value.
+                let impossible = width == 0 && io_fd.datamatch.is_some();
+                let end = io_fd.offset.checked_add(io_fd.size.max(1));
+                if impossible || end.is_none_or(|end| end > bar.size) {
+                    continue;
+                }
+                doorbells.push(Doorbell {
+                    bar: bar.index,
+                    offset: io_fd.offset,
+                    width,
+                    datamatch: io_fd.datamatch,
+                    fd: io_fd.fd,
+                });
+            }
+        }
+        for range in ram {
+            client.dma_map(range.file.as_fd(), range.offset, range.address, range.size, true)?;
+        }
+        Ok(Self { client, ranges, doorbells, wired: Mutex::new(Wired::Nothing), log: GuestLog::new() })
+    }
+
+    /// Gives the server eventfds for one kind of interrupts, and takes those of the other away.
+    pub(super) fn wire(
+        &self,
+        wanted: Wired,
+        vectors: &[VectorEvent],
+        intx: BorrowedFd<'_>,
+    ) -> Result<(), ClientError> {
+        let mut wired = lock(&self.wired);
+        if *wired == wanted {
+            return Ok(());
+        }
+        match *wired {
+            Wired::Nothing => {}
+            Wired::Intx => self.client.disable_interrupts(INTERRUPT_INTX)?,
+            Wired::Msix => self.client.disable_interrupts(INTERRUPT_MSIX)?,
+        }
+        *wired = Wired::Nothing;
+        match wanted {
+            Wired::Nothing => {}
+            Wired::Intx => self.client.set_eventfds(INTERRUPT_INTX, 0, &[Some(intx)])?,
+            Wired::Msix => {
+                let fds: Vec<_> = vectors.iter().map(VectorEvent::fd).collect();
+                self.client.set_eventfds(INTERRUPT_MSIX, 0, &fds)?;
+            }
+        }
+        *wired = wanted;
+        Ok(())
+    }
+
+    /// Sets the eventfd of doorbell mode; the mode is trapped from here on.
+    pub(super) fn start_doorbell_mode(&self, event: BorrowedFd<'_>) -> Result<(), ClientError> {
+        self.client.set_eventfds(doorbell_mode::INTERRUPT, 0, &[Some(event)])?;
+        self.report_mode(DoorbellMode::Trapped)
+    }
+
+    /// The mode that the server wants; `None` for a value that means nothing.
+    pub(super) fn wanted_mode(&self) -> Result<Option<DoorbellMode>, ClientError> {
+        let mut wanted = [0; 4];
+        self.client.region_read(doorbell_mode::REGION, doorbell_mode::WANTED_OFFSET, &mut wanted)?;
+        Ok(DoorbellMode::from_register(u32::from_le_bytes(wanted)))
+    }
+
+    /// Tells the server which mode holds.
+    pub(super) fn report_mode(&self, mode: DoorbellMode) -> Result<(), ClientError> {
+        let value = mode.to_register().to_le_bytes();
+        self.client.region_write(doorbell_mode::REGION, doorbell_mode::REACHED_OFFSET, &value)
+    }
+
+    /// The guest has looked at the device: a level-triggered interrupt may come again.
+    pub(super) fn unmask_intx(&self) -> Result<(), ClientError> {
+        self.client.mask_interrupt(INTERRUPT_INTX, 0, false)
+    }
+}
+
+impl Server for Link {
+    fn read(&self, offset: u16, data: &mut [u8]) -> bool {
+        self.client.region_read(REGION_CONFIG, offset.into(), data).is_ok()
+    }
+
+    fn write(&self, offset: u16, data: &[u8]) {
+        if let Err(error) = self.client.region_write(REGION_CONFIG, offset.into(), data) {
+            telemetry::guest_warn!(self.log, offset, %error, "A vfio-user server refused a configuration write");
+        }
+    }
+}
+
+/// While there is no connection: reads are answered from what was, writes go nowhere.
+pub(super) struct Gone;
+
+impl Server for Gone {
+    fn read(&self, _: u16, _: &mut [u8]) -> bool {
+        false
+    }
+
+    fn write(&self, _: u16, _: &[u8]) {}
+}
+
+/// The parts of a mappable area that hold neither the MSI-X table nor its pending bits: those are ours.
+fn without_msix(shape: &Shape, bar: &BarLayout, area: &RegionMapping) -> Vec<RegionMapping> {
+    let mut forbidden: Vec<(u64, u64)> = Vec::new();
+    if let Some((_, layout)) = &shape.msix {
+        for (of, offset, size) in [
+            (layout.table_bar(), layout.table_offset(), layout.table_size()),
+            (layout.pba_bar(), layout.pba_offset(), layout.pba_size()),
+        ] {
+            if of == bar.index {
+                let start = u64::from(offset) / PAGE * PAGE;
+                forbidden.push((start, (u64::from(offset) + size).next_multiple_of(PAGE)));
+            }
+        }
+    }
+    forbidden.sort_unstable();
+    // The client has checked that the area lies within its region; a server may offer less BAR than region.
+    let end = area.offset.saturating_add(area.size).min(bar.size);
+    let mut parts = Vec::new();
+    let mut at = area.offset;
+    for (from, to) in forbidden {
+        if from > at {
+            parts.push((at, from.min(end)));
+        }
+        at = at.max(to);
+    }
+    parts.push((at, end));
+    parts
+        .into_iter()
+        .filter(|(from, to)| from < to)
+        .map(|(from, to)| RegionMapping {
+            offset: from,
+            size: to - from,
+            fd: Arc::clone(&area.fd),
+            fd_offset: area.fd_offset + (from - area.offset),
+        })
+        .collect()
+}

@@ -1,0 +1,110 @@
+//! Devices that other processes serve: connected before the sandbox closes, plugged with the others.
+
+use std::sync::Arc;
+
+use control_api::host::NicRequest;
+use machine::memory::GuestRam;
+use pci::function::PciFunction;
+use pci::interrupt::Msi;
+use pci::root::{FunctionAddress, PciRoot};
+
+use super::ThreadHook;
+use super::error::Error;
+use crate::description::VmDescription;
+use crate::vfio_user::{
+    Connector, DmaRange, Nic, NicConnector, OpenedFunction, SocketConnector, VfioUserFunction,
+};
+
+/// An RDMA NIC has an Ethernet function (vmxnet3) and an RDMA function (PVRDMA), as the guest's driver expects.
+const NIC_FUNCTIONS: u8 = 2;
+
+/// The functions of one PCI slot, in order.
+pub struct OpenedSlot {
+    slot: Option<u8>,
+    functions: Vec<OpenedFunction>,
+}
+
+/// Connects to the servers that the description names.
+pub fn open(description: &VmDescription) -> Result<Vec<OpenedSlot>, Error> {
+    let mut slots = Vec::new();
+    for nic in &description.rdma {
+        let request = NicRequest {
+            vm: description.name.clone(),
+            name: nic.name.clone(),
+            mac: Some(nic.mac.octets()),
+            segment: nic.segment.clone(),
+            tap: nic.tap.clone(),
+        };
+        let shared = Nic::new(&nic.host, request);
+        let functions = (0..NIC_FUNCTIONS)
+            .map(|function| {
+                let connector = NicConnector { nic: Arc::clone(&shared), function };
+                open_function(&format!("{}.{function}", nic.name), Box::new(connector))
+            })
+            .collect::<Result<Vec<_>, _>>()?;
+        slots.push(OpenedSlot { slot: nic.slot, functions });
+    }
+    for device in &description.vfio_user {
+        let connector = SocketConnector { path: device.socket.clone() };
+        slots.push(OpenedSlot {
+            slot: device.slot,
+            functions: vec![open_function(&device.name, Box::new(connector))?],
+        });
+    }
+    Ok(slots)
+}
+
+/// Those that ask for a slot, and those that take what is left.
+pub fn by_slot(slots: Vec<OpenedSlot>) -> (Vec<OpenedSlot>, Vec<OpenedSlot>) {
+    slots.into_iter().partition(|slot| slot.slot.is_some())
+}
+
+fn open_function(name: &str, connector: Box<dyn Connector>) -> Result<OpenedFunction, Error> {
+    OpenedFunction::open(name, connector).map_err(|error| Error::device(name, error))
+}
+
+/// Gives the servers the guest's memory, plugs their functions in and starts their threads.
+pub fn plug(
+    slots: Vec<OpenedSlot>,
+    root: &Arc<PciRoot>,
+    ram: &GuestRam,
+    msi: &dyn Msi,
+    on_start: &ThreadHook,
+) -> Result<(), Error> {
+    let ranges: Vec<DmaRange> = ram
+        .regions()
+        .iter()
+        .map(|region| DmaRange {
+            file: Arc::clone(&region.file),
+            offset: region.file_offset,
+            address: region.range.start,
+            size: region.range.size,
+        })
+        .collect();
+    for OpenedSlot { slot, functions } in slots {
+        let mut at = slot;
+        for (number, opened) in (0_u8..).zip(functions) {
+            let name = opened.name().to_owned();
+            let function = VfioUserFunction::new(opened, ranges.clone(), msi)
+                .map_err(|error| Error::device(&name, error))?;
+            let plugged = Arc::clone(&function) as Arc<dyn PciFunction>;
+            let address = match at {
+                Some(slot) => {
+                    let address = FunctionAddress::new(slot, number)?;
+                    root.plug(address, plugged)?;
+                    address
+                }
+                None => root.plug_next(plugged)?,
+            };
+            at = Some(address.slot());
+            let bus = Arc::downgrade(root);
+            let refresh = Box::new(move || {
+                if let Some(bus) = bus.upgrade() {
+                    bus.refresh(address);
+                }
+            });
+            function.start(refresh, Arc::clone(on_start)).map_err(|error| Error::device(&name, error))?;
+        }
+    }
+    Ok(())
+}

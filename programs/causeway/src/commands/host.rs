@@ -1,0 +1,35 @@
+//! `causeway host`.
+
+use anyhow::Context as _;
+use host::access::Access;
+use host::engine::EngineSetup;
+use host::{Daemon, DaemonConfig};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use crate::cli::HostArgs;
+use crate::output;
+
+/// Runs the daemon until a signal ends it.
+pub fn host(args: &HostArgs, json: bool) -> anyhow::Result<()> {
+    // Before the sockets are there: a signal that comes while it starts ends it in order, too.
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("Signals can't be listened to")?;
+    let config = DaemonConfig {
+        socket: args.socket.clone(),
+        access: Access { uids: args.allow_uid.clone(), gids: args.allow_gid.clone() },
+        metrics: args.metrics,
+        engine: EngineSetup { cpu: args.engine_cpu, ..EngineSetup::default() },
+    };
+    let daemon = Daemon::start(&config)?;
+    if json {
+        let metrics = daemon.metrics().map(|address| address.to_string());
+        output::print_json(&serde_json::json!({ "socket": daemon.socket(), "metrics": metrics }))?;
+    } else {
+        tracing::info!("The host daemon serves monitors at {}", daemon.socket().display());
+    }
+    if let Some(signal) = signals.forever().next() {
+        tracing::info!(signal, "The host daemon ends: its NICs fail until it is back");
+    }
+    drop(daemon);
+    Ok(())
+}
