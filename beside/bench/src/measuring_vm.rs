@@ -5,6 +5,7 @@ use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemorySpace, 
 use machine::slots::HostMapping;
 use monitor::payload::{HostPorts, PayloadVm};
 use payload_loops::job::{JOB_SIZE, Job};
+use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -148,6 +149,12 @@ impl MeasuringVm {
             as u64)
     }
 
+    /// The memfd behind a range of guest memory, and where in it the range begins.
+    pub fn ram_file(&self, address: u64, length: u64) -> anyhow::Result<(&Arc<File>, u64)> {
+        let found = self.vm.ram_file(address, length);
+        found.with_context(|| format!("{length} bytes at {address:#x} don't lie in the measuring VM's RAM"))
+    }
+
     /// Where the read-only window lies in the guest.
     pub fn window(&self) -> u64 {
         self.vm.window().start
@@ -195,6 +202,11 @@ impl MeasuringVm {
             }
         }
         Ok(())
+    }
+
+    /// Lets the program go, without waiting for it.
+    pub fn close(&self) {
+        self.desks.close();
     }
 
     /// Ends the program and waits for its exit code.

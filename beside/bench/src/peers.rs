@@ -4,6 +4,7 @@
 
 use anyhow::{Context, bail};
 use payload_loops::job::Job;
+use payload_loops::line::Side;
 use payload_loops::tsc;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::sync::Barrier;
@@ -55,6 +56,35 @@ pub unsafe fn run(jobs: &[(usize, Job)]) -> anyhow::Result<Vec<u64>> {
             })
             .collect()
     })
+}
+
+/// A word on a cache line of its own.
+#[repr(align(64))]
+struct Word(std::sync::atomic::AtomicU64);
+
+/// Ticks of `rounds` rounds of a cache line between two CPUs, there and back.
+pub fn ping_pong(first: usize, second: usize, rounds: u64) -> anyhow::Result<u64> {
+    let word = Word(std::sync::atomic::AtomicU64::new(0));
+    let address = word.0.as_ptr().expose_provenance() as u64;
+    let [left, right] = [Side::First, Side::Second].map(|side| Job::PingPong { address, side, rounds });
+    // SAFETY: the word lives until both are done, and nobody else uses it.
+    let ticks = unsafe { run(&[(first, left), (second, right)]) }?;
+    // The side that came later didn't wait for the other.
+    ticks.into_iter().min().context("Nobody played ping-pong")
+}
+
+/// Ticks of `repeats` copies of `length` bytes between two addresses of this process, on one CPU, as `memcpy` does it.
+pub fn copy(cpu: usize, target: u64, source: u64, length: u64, repeats: u64) -> anyhow::Result<u64> {
+    pin(cpu)?;
+    let pointer = |address: u64| usize::try_from(address).map(std::ptr::with_exposed_provenance_mut::<u8>);
+    let (target, source, length) = (pointer(target)?, pointer(source)?, usize::try_from(length)?);
+    let started = tsc::start();
+    for _ in 0..repeats {
+        // SAFETY: the caller's buffers: mapped RAM of two VMs, in which nothing runs meanwhile.
+        unsafe { std::ptr::copy_nonoverlapping(source, target, length) };
+        std::hint::black_box(target);
+    }
+    Ok(tsc::end().wrapping_sub(started))
 }
 
 /// Ticks that `times` of the cheapest system call take.

@@ -8,7 +8,7 @@ use rustix::termios::{Winsize, tcsetwinsize};
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::Path;
@@ -32,21 +32,41 @@ fn tell(port: &Port, session: u32, kind: Kind, data: &[u8]) {
     }
 }
 
-/// Serves the port until it closes.
+/// Serves the port until it closes; `-` is standard input and output.
 pub fn serve(port: &Path) -> Result<()> {
-    let file = OpenOptions::new().read(true).write(true).open(port);
-    let mut reader = file.with_context(|| format!("Can't open the port {}", port.display()))?;
-    let port: Port = Arc::new(Mutex::new(reader.try_clone()?));
-    tell(&port, 0, Kind::Hello, &[]);
+    let connection = port == Path::new("-");
+    let (mut reader, writer) = if connection {
+        (
+            File::from(std::io::stdin().as_fd().try_clone_to_owned()?),
+            File::from(std::io::stdout().as_fd().try_clone_to_owned()?),
+        )
+    } else {
+        let file = OpenOptions::new().read(true).write(true).open(port);
+        let reader = file.with_context(|| format!("Can't open the port {}", port.display()))?;
+        let writer = reader.try_clone()?;
+        (reader, writer)
+    };
+    let port: Port = Arc::new(Mutex::new(writer));
     let mut sessions: HashMap<u32, Running> = HashMap::new();
+    let ended = listen(&mut reader, &port, &mut sessions);
+    // Nobody is left to hear of them.
+    for running in sessions.values() {
+        let _ = kill_process_group(running.group, Signal::KILL);
+    }
+    // A connection ends when its one command has; a port does only when something is wrong.
+    if connection { Ok(()) } else { ended }
+}
+
+fn listen(reader: &mut File, port: &Port, sessions: &mut HashMap<u32, Running>) -> Result<()> {
+    tell(port, 0, Kind::Hello, &[]);
     loop {
-        let frame = receive(&mut reader)?;
+        let frame = receive(reader)?;
         let Frame { session, kind, data } = frame;
         match kind {
-            Kind::Ping => tell(&port, session, Kind::Pong, &[]),
-            Kind::Start => match start(&port, session, &data) {
+            Kind::Ping => tell(port, session, Kind::Pong, &[]),
+            Kind::Start => match start(port, session, &data) {
                 Ok(running) => drop(sessions.insert(session, running)),
-                Err(e) => tell(&port, session, Kind::Failed, format!("{e:#}").as_bytes()),
+                Err(e) => tell(port, session, Kind::Failed, format!("{e:#}").as_bytes()),
             },
             Kind::Stdin => {
                 if let Some(input) = sessions.get(&session).and_then(|s| s.input.as_ref()) {

@@ -187,6 +187,25 @@ impl Apt {
         Ok(path)
     }
 
+    /// Downloads one package without what it depends on; without a version, the newest.
+    pub fn download(&self, name: &str, version: Option<&str>) -> Result<PathBuf> {
+        let which = version.map_or_else(|| name.to_owned(), |v| format!("{name}={v}"));
+        let shown = String::from_utf8_lossy(&self.run("apt-cache", &["show", "--no-all-versions", &which])?)
+            .into_owned();
+        let field = |f: &str| {
+            shown.lines().find_map(|l| l.strip_prefix(f)).map(str::trim).unwrap_or_default().to_owned()
+        };
+        let resolved =
+            Resolved { name: name.to_owned(), version: field("Version:"), arch: field("Architecture:") };
+        let mut command = Command::new("apt-get");
+        command
+            .env("APT_CONFIG", self.dir.join("apt.conf"))
+            .env("LC_ALL", "C")
+            .current_dir(self.dir.join("archives"));
+        output(command.args(["-q", "download", &format!("{name}={}", resolved.version)]))?;
+        self.archive(&resolved.file())
+    }
+
     /// The newest kernel package that `meta` depends on and whose name begins with `prefix`, downloaded.
     pub fn kernel(&self, meta: &str, prefix: &str) -> Result<PathBuf> {
         let find = || -> Result<PathBuf> {
@@ -196,24 +215,16 @@ impl Apt {
                     "No version of {meta} depends on a kernel called {prefix}…; are the backports reachable?"
                 )
             })?;
-            let shown =
-                String::from_utf8_lossy(&self.run("apt-cache", &["show", "--no-all-versions", &name])?)
-                    .into_owned();
-            let field = |f: &str| {
-                shown.lines().find_map(|l| l.strip_prefix(f)).map(str::trim).unwrap_or_default().to_owned()
-            };
-            let resolved =
-                Resolved { name: name.clone(), version: field("Version:"), arch: field("Architecture:") };
-            let mut command = Command::new("apt-get");
-            command
-                .env("APT_CONFIG", self.dir.join("apt.conf"))
-                .env("LC_ALL", "C")
-                .current_dir(self.dir.join("archives"));
-            output(command.args(["-q", "download", &format!("{name}={}", resolved.version)]))?;
-            self.archive(&resolved.file())
+            self.download(&name, None)
         };
         find().or_else(|_| self.update(true).and_then(|()| find()))
     }
+}
+
+/// Its version, from the name of a downloaded package.
+pub fn version_of(package: &Path) -> Option<String> {
+    let name = package.file_name()?.to_str()?;
+    Some(name.split('_').nth(1)?.replace("%3a", ":"))
 }
 
 /// The first kernel package named in the `Depends` lines of a meta package's versions.
@@ -253,6 +264,15 @@ pub fn unpack(packages: &[PathBuf], root: &Path) -> Result<()> {
 
 /// Unpacks one package; with `only`, just those of its paths (`./boot`).
 pub fn unpack_one(package: &Path, root: &Path, only: &[&str]) -> Result<()> {
+    unpack_without(package, root, only, LEFT_OUT)
+}
+
+/// Unpacks just these paths of a package, even those that are usually left out.
+pub fn unpack_paths(package: &Path, root: &Path, only: &[&str]) -> Result<()> {
+    unpack_without(package, root, only, &[])
+}
+
+fn unpack_without(package: &Path, root: &Path, only: &[&str], left_out: &[&str]) -> Result<()> {
     let mut reader = Command::new("dpkg-deb")
         .arg("--fsys-tarfile")
         .arg(package)
@@ -263,7 +283,7 @@ pub fn unpack_one(package: &Path, root: &Path, only: &[&str]) -> Result<()> {
     let pipe = reader.stdout.take().context("No pipe from dpkg-deb")?;
     let mut tar = Command::new("tar");
     tar.arg("-x").arg("-C").arg(root).args(["--keep-directory-symlink", "--no-same-owner"]);
-    for path in LEFT_OUT {
+    for path in left_out {
         tar.arg(format!("--exclude={path}"));
     }
     let got = tar.args(only).stdin(pipe).output().context("Can't run tar; is it installed?")?;

@@ -65,6 +65,24 @@ impl Output {
     }
 }
 
+/// A session's standard input, for a thread of its own.
+pub struct Input {
+    id: u32,
+    channel: Channel,
+}
+
+impl Input {
+    /// Writes bytes.
+    pub fn send(&self, bytes: &[u8]) -> Result<()> {
+        bytes.chunks(16 << 10).try_for_each(|c| self.channel.send(self.id, Kind::Stdin, c))
+    }
+
+    /// No more will come.
+    pub fn end(&self) -> Result<()> {
+        self.channel.send(self.id, Kind::StdinEnd, &[])
+    }
+}
+
 /// A process in a host.
 pub struct Session {
     id: u32,
@@ -81,6 +99,11 @@ impl Channel {
     pub fn connect(path: &Path) -> Result<Self> {
         let stream =
             UnixStream::connect(path).with_context(|| format!("Can't connect to {}", path.display()))?;
+        Self::over(stream)
+    }
+
+    /// Speaks over a connection that is there.
+    pub fn over(stream: UnixStream) -> Result<Self> {
         let mut reader = stream.try_clone()?;
         let channel = Channel {
             inside: Arc::new(Inside {
@@ -193,14 +216,19 @@ impl Channel {
 }
 
 impl Session {
+    /// Its standard input.
+    pub fn input_handle(&self) -> Input {
+        Input { id: self.id, channel: self.channel.clone() }
+    }
+
     /// Writes to its standard input.
     pub fn input(&self, bytes: &[u8]) -> Result<()> {
-        bytes.chunks(16 << 10).try_for_each(|c| self.channel.send(self.id, Kind::Stdin, c))
+        self.input_handle().send(bytes)
     }
 
     /// Closes its standard input.
     pub fn end_input(&self) -> Result<()> {
-        self.channel.send(self.id, Kind::StdinEnd, &[])
+        self.input_handle().end()
     }
 
     /// Tells its terminal a new size.

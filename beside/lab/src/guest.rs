@@ -145,6 +145,10 @@ impl GuestSpec {
             words.push(' ');
             words.push_str(w);
         }
+        if let Ok(more) = std::env::var("LAB_GUEST_CMDLINE") {
+            words.push(' ');
+            words.push_str(&more);
+        }
         let mut c = String::new();
         let mut add = |text: String| {
             c.push_str(&text);

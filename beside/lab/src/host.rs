@@ -110,7 +110,8 @@ impl Booting {
                 return Err(explain(&self, &format!("didn't boot: the emulator ended with {status}")));
             }
             if self.start.elapsed() > BOOT {
-                return Err(explain(&self, &format!("didn't take commands within {} s", BOOT.as_secs())));
+                let text = explain(&self, &format!("didn't take commands within {} s", BOOT.as_secs()));
+                return Err(NeverUp(text.to_string()).into());
             }
             hello = channel.wait_hello(Duration::from_millis(500));
         }
@@ -128,6 +129,18 @@ impl Booting {
         })
     }
 }
+
+/// An emulated host ran and didn't come up: a fault of the emulator, unless it happens each time.
+#[derive(Debug)]
+pub struct NeverUp(String);
+
+impl std::fmt::Display for NeverUp {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl std::error::Error for NeverUp {}
 
 impl Drop for Booting {
     fn drop(&mut self) {
@@ -207,6 +220,14 @@ impl Host {
         self.emulator_ended().is_none() && self.channel.ping(Duration::from_secs(20))
     }
 
+    /// Processor time that the emulator has used so far: the work of everything in this host, whatever else runs outside.
+    pub fn processor_time(&self) -> Result<Duration> {
+        let pid = self.child.lock().map_err(|_| anyhow::anyhow!("A thread of the lab panicked"))?.id();
+        let path = format!("/proc/{pid}/stat");
+        let stat = fs::read_to_string(&path).with_context(|| format!("Can't read {path}"))?;
+        crate::measure::ticks(&stat).map(|t| t.all).with_context(|| format!("{path} has no times"))
+    }
+
     /// Adds who is to blame to the error of something that took too long.
     fn hung(&self, error: anyhow::Error) -> anyhow::Error {
         if self.answers() {
@@ -222,7 +243,11 @@ impl Host {
         if self.answers() {
             let look = "dmesg | grep -v 'Unhandled WRMSR' | tail -n 12; echo '-- busiest threads'; top -H -b -n 1 | head -n 14 | tail -n 9; \
                         for k in /sys/kernel/debug/kvm/*-*; do [ -d $k ] && echo \"-- ${k##*/} exits $(cat $k/exits 2>/dev/null)\"; done; sleep 2; \
-                        for k in /sys/kernel/debug/kvm/*-*; do [ -d $k ] && echo \"-- ${k##*/} exits 2 s later $(cat $k/exits 2>/dev/null)\"; done; true";
+                        for k in /sys/kernel/debug/kvm/*-*; do [ -d $k ] && echo \"-- ${k##*/} exits 2 s later $(cat $k/exits 2>/dev/null)\"; done; \
+                        for p in $(ls /sys/kernel/debug/kvm | sed -n 's/^\\([0-9]*\\)-.*/\\1/p' | sort -u); do for t in /proc/$p/task/*; do \
+                        echo \"-- thread $(cat $t/comm) $(cut -d' ' -f3,14,15 $t/stat | tr '\\n' ' ')in $(cat $t/wchan), system call $(cat $t/syscall)\"; cat $t/stack; done; done; \
+                        for n in $(causeway list --json 2>/dev/null | grep -o '\"name\": *\"[^\"]*\"' | cut -d'\"' -f4); do echo \"-- $n\"; \
+                        timeout 10 causeway inspect $n exits; timeout 15 causeway pause $n && timeout 10 causeway inspect $n vcpus; timeout 10 causeway resume $n; done; true";
             match self.channel.start("look", look, None, None).and_then(|s| s.output(Duration::from_secs(60)))
             {
                 Ok(o) => text.push_str(&format!("--- host {} answers ---\n{}", self.name, o.stdout)),

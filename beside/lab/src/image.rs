@@ -21,13 +21,13 @@ pub struct Images {
 }
 
 impl Images {
-    /// Builds what is missing or outdated, and says what it does on stderr.
-    pub fn ready() -> Result<Self> {
+    /// Builds what of `wanted` is missing or outdated, and says what it does on stderr.
+    pub fn ready(wanted: &[Artifact]) -> Result<Self> {
         let dir = paths::cache();
         fs::create_dir_all(&dir)
             .with_context(|| format!("Can't create the lab's cache {}", dir.display()))?;
         let images = Images { dir: fs::canonicalize(&dir)? };
-        if images.outdated().is_empty() {
+        if images.outdated(wanted).is_empty() {
             return Ok(images);
         }
         let lock = fs::File::create(images.dir.join("lock"))?;
@@ -35,7 +35,7 @@ impl Images {
             progress!("another lab is building images; waiting for it");
             lock.lock().context("Can't lock the lab's cache")?;
         }
-        let todo = images.outdated();
+        let todo = images.outdated(wanted);
         if !todo.is_empty() {
             tools()?;
             let apt = Apt::new(&images.dir.join("apt"))?;
@@ -54,14 +54,15 @@ impl Images {
         self.dir.join(format!("{}.stamp", artifact.name()))
     }
 
-    fn outdated(&self) -> Vec<Artifact> {
+    fn outdated(&self, wanted: &[Artifact]) -> Vec<Artifact> {
         let good = |a: &Artifact| fs::read_to_string(self.stamp(*a)).is_ok_and(|s| s.trim() == a.recipe());
         let mut stale = false;
         Artifact::ALL
             .into_iter()
+            .filter(|a| wanted.contains(a))
             .filter(|a| {
                 // Hosts and guests are made from the kernels.
-                let build = !good(a) || (stale && matches!(a, Artifact::Host | Artifact::Guest));
+                let build = !good(a) || (stale && !matches!(a, Artifact::Qemu | Artifact::Kernels));
                 stale |= build && *a == Artifact::Kernels;
                 build
             })
@@ -81,6 +82,7 @@ impl Images {
             Artifact::Kernels => self.kernels(apt)?,
             Artifact::Host => self.host(apt, work.path())?,
             Artifact::Guest => self.guest(apt, work.path())?,
+            Artifact::Rdma => self.rdma(apt, work.path())?,
         }
         fs::write(&stamp, artifact.recipe())?;
         progress!("images: {} built in {:.0} s", artifact.name(), start.elapsed().as_secs_f64());
@@ -115,6 +117,11 @@ impl Images {
     /// The disk that hosts mount at `/lab`.
     pub fn guest_disk(&self) -> PathBuf {
         self.dir.join("guest.img")
+    }
+
+    /// The root disk of guests that do RDMA.
+    pub fn rdma_root(&self) -> PathBuf {
+        self.dir.join("rdma.img")
     }
 
     fn qemu(&self, apt: &Apt) -> Result<()> {
@@ -157,7 +164,7 @@ impl Images {
         Ok(())
     }
 
-    fn release(&self, name: &str) -> Result<String> {
+    pub(crate) fn release(&self, name: &str) -> Result<String> {
         let path = self.kernel(name).join("release");
         fs::read_to_string(&path).with_context(|| format!("Can't read {}", path.display()))
     }
@@ -235,7 +242,7 @@ fn tools() -> Result<()> {
     }
 }
 
-fn fresh(dir: &Path) -> Result<PathBuf> {
+pub(crate) fn fresh(dir: &Path) -> Result<PathBuf> {
     if dir.exists() {
         fs::remove_dir_all(dir).with_context(|| format!("Can't clear {}", dir.display()))?;
     }
@@ -243,7 +250,7 @@ fn fresh(dir: &Path) -> Result<PathBuf> {
     Ok(dir.to_path_buf())
 }
 
-fn write(path: &Path, text: &str, mode: u32) -> Result<()> {
+pub(crate) fn write(path: &Path, text: &str, mode: u32) -> Result<()> {
     if let Some(parent) = path.parent() {
         fs::create_dir_all(parent)?;
     }
@@ -257,7 +264,7 @@ fn write(path: &Path, text: &str, mode: u32) -> Result<()> {
 }
 
 /// What maintainer scripts would have done, as far as it's needed.
-fn basics(root: &Path, name: &str) -> Result<()> {
+pub(crate) fn basics(root: &Path, name: &str) -> Result<()> {
     for dir in [
         "proc", "sys", "dev", "run", "tmp", "root", "share", "lab", "var/tmp", "var/log", "mnt", "etc", "ro",
         "rw", "new",
@@ -314,7 +321,7 @@ fn copy_modules(from: &Path, to: &Path, left_out: &[&str]) -> Result<()> {
 }
 
 /// Writes the module index of `target` with the kmod that was unpacked into `tools`.
-fn depmod(modules: &Path, target: &Path, tools: &Path, base: &Path, release: &str) -> Result<()> {
+pub(crate) fn depmod(modules: &Path, target: &Path, tools: &Path, base: &Path, release: &str) -> Result<()> {
     for list in ["modules.order", "modules.builtin", "modules.builtin.modinfo"] {
         fs::copy(modules.join(list), target.join(list))?;
     }
@@ -356,7 +363,7 @@ fn initrd(root: &Path, init: &str, modules: &[(String, PathBuf)]) -> Result<Vec<
 }
 
 /// Makes a file system image of a tree, with some room to spare.
-fn ext4(tree: &Path, image: &Path, label: &str, spare_percent: u64) -> Result<()> {
+pub(crate) fn ext4(tree: &Path, image: &Path, label: &str, spare_percent: u64) -> Result<()> {
     let text =
         String::from_utf8_lossy(&output(Command::new("du").args(["-sm", "--apparent-size"]).arg(tree))?)
             .into_owned();

@@ -46,7 +46,7 @@ impl Lab {
     /// As [`Lab::boot`], with an emulator of one's choice.
     pub(crate) fn boot_with(topology: &Topology, emulator: &Emulator) -> Result<Self> {
         topology.check()?;
-        let images = Images::ready()?;
+        let images = Images::ready(&topology.artifacts())?;
         sweep();
         let dir = tempfile::Builder::new().prefix(&format!("{PREFIX}{}-", std::process::id())).tempdir()?;
         let describe = emulator.describe(&images);

@@ -8,6 +8,7 @@ mod clock;
 mod command;
 pub mod cpio;
 pub mod guest;
+pub mod guest_channel;
 mod host;
 pub mod image;
 mod kernel;
@@ -17,6 +18,8 @@ mod native;
 pub mod paths;
 pub mod protocol;
 mod qemu;
+pub mod rdma;
+mod rdma_image;
 pub mod recipe;
 pub mod records;
 pub mod scenario;
@@ -29,7 +32,7 @@ pub use agent::serve as serve_agent;
 pub use channel::{Output, Session, Sink};
 pub use host::Host;
 pub use lab::Lab;
-pub use shell::{interactive, need_terminal};
+pub use shell::{interactive, need_terminal, prompt};
 pub use transcript::Transcript;
 
 /// A line of progress on stderr, with the seconds since the program began.

@@ -27,9 +27,12 @@ enum Verb {
         /// With the hosts of this scenario.
         #[arg(long)]
         scenario: Option<String>,
-        /// Which of its hosts.
-        #[arg(long, default_value_t = 0)]
-        host: usize,
+        /// Which of its hosts; without it, a scenario with guests of its own opens the first of them.
+        #[arg(long)]
+        host: Option<usize>,
+        /// What guests do RDMA through: pvrdma (default) or rxe.
+        #[arg(long)]
+        device: Option<String>,
         /// Files to put into the hosts' /share/bin.
         #[arg(long)]
         bin: Vec<PathBuf>,
@@ -62,6 +65,17 @@ enum Verb {
     Agent {
         /// The port to serve.
         port: PathBuf,
+    },
+    /// Run a shell script in a guest of this host (inside a host).
+    #[command(hide = true)]
+    In {
+        /// The guest's vsock socket, or its name.
+        guest: String,
+        /// The script; with none, a shell in this terminal.
+        script: Option<String>,
+        /// Seconds to wait for a guest that is still booting.
+        #[arg(long, default_value_t = 10)]
+        wait: u64,
     },
     /// Fill a device with records (inside a guest).
     #[command(hide = true)]
@@ -124,6 +138,12 @@ struct OptionArgs {
     /// Who runs the guests, to try the lab itself: causeway, microvm or q35.
     #[arg(long)]
     monitor: Option<String>,
+    /// What guests do RDMA through: pvrdma (default), or rxe over virtio-net to compare with.
+    #[arg(long)]
+    device: Option<String>,
+    /// Only the parts of a scenario whose names contain this; may be given again.
+    #[arg(long = "only", allow_hyphen_values = true)]
+    only: Vec<String>,
 }
 
 impl From<OptionArgs> for scenario::Options {
@@ -135,6 +155,8 @@ impl From<OptionArgs> for scenario::Options {
             cpus: a.cpus,
             ends: a.ends,
             monitor: a.monitor,
+            device: a.device,
+            only: a.only,
         }
     }
 }
@@ -175,7 +197,12 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
     match cli.command {
         None => bail!("Say what to do: a scenario's name, `shell`, `try`, `images` or `--list`"),
         Some(Verb::Agent { port }) => lab::serve_agent(&port).map(|()| ExitCode::SUCCESS),
-        Some(Verb::Images) => lab::image::Images::ready().map(|_| ExitCode::SUCCESS),
+        Some(Verb::Images) => {
+            lab::image::Images::ready(&lab::recipe::Artifact::ALL).map(|_| ExitCode::SUCCESS)
+        }
+        Some(Verb::In { guest, script, wait }) => {
+            lab::guest_channel::run(&guest, script.as_deref(), Duration::from_secs(wait)).map(status)
+        }
         Some(Verb::RecordsWrite { device, run }) => {
             lab::records::write(&device, run).map(|()| ExitCode::SUCCESS)
         }
@@ -191,15 +218,18 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
             scenario::run(scenario::find(&cli.name)?, &cli.options.into())?;
             Ok(ExitCode::SUCCESS)
         }
-        Some(Verb::Shell { scenario, host, bin }) => {
+        Some(Verb::Shell { scenario, host, device, bin }) => {
             lab::need_terminal()?;
-            let topology = match scenario {
-                Some(name) => (scenario::find(&name)?.topology)(&scenario::Options::default()),
-                None => Topology::single(),
-            };
+            let options = scenario::Options { device, ..scenario::Options::default() };
+            options.check()?;
+            let scenario = scenario.as_deref().map(scenario::find).transpose()?;
+            let topology = scenario.map_or_else(Topology::single, |s| (s.topology)(&options));
             let lab = Lab::boot(&topology)?;
             install(&lab, &bin)?;
-            lab::interactive(lab.host(host)?).map(status)
+            match (host, scenario.and_then(|s| s.prompt)) {
+                (None, Some(prompt)) => prompt(&lab, &options).map(status),
+                (number, _) => lab::interactive(lab.host(number.unwrap_or(0))?).map(status),
+            }
         }
         Some(Verb::Try { cmd, bin, timeout, out, cpus, memory }) => {
             let host = lab::topology::HostSpec::new("host").cpus(cpus).memory(memory);

@@ -3,6 +3,7 @@
 use anyhow::{Context, Result, bail};
 use std::collections::BTreeMap;
 use std::fs;
+use std::time::Duration;
 
 /// One mapping of a process, from `smaps`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -50,12 +51,37 @@ fn beyond(smaps: &str, ram_kib: u64) -> Result<(u64, u64)> {
     Ok((rest.iter().map(|m| m.rss_kib).sum(), rest.iter().map(|m| m.pss_kib).sum()))
 }
 
-/// Prints `RSS kib PSS kib` and `EXIT name count` for each of KVM's counters of the VM of a process.
+/// Processor time of a process.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Ticks {
+    /// All of it.
+    pub all: Duration,
+    /// What a guest used of it.
+    pub guest: Duration,
+}
+
+/// Reads `/proc/PID/stat` (fields 14, 15 and 43 of proc(5)).
+pub fn ticks(stat: &str) -> Option<Ticks> {
+    // The name in parentheses may hold anything.
+    let fields: Vec<&str> = stat.rsplit_once(')')?.1.split_whitespace().collect();
+    let hertz = rustix::param::clock_ticks_per_second();
+    let time = |n: usize| {
+        let ticks: u64 = fields.get(n.checked_sub(3)?)?.parse().ok()?;
+        Some(Duration::from_millis(ticks * 1000 / hertz))
+    };
+    Some(Ticks { all: time(14)? + time(15)?, guest: time(43)? })
+}
+
+/// Prints `CPU all guest` in milliseconds, `RSS kib PSS kib` and `EXIT name count` for each of KVM's counters of the VM of a process.
 pub fn print(pid: u32, ram_mib: u64) -> Result<()> {
     let path = format!("/proc/{pid}/smaps");
     let smaps = fs::read_to_string(&path).with_context(|| format!("Can't read {path}"))?;
     let (rss, pss) = beyond(&smaps, ram_mib << 10)?;
     println!("RSS {rss}\nPSS {pss}");
+    let path = format!("/proc/{pid}/stat");
+    let stat = fs::read_to_string(&path).with_context(|| format!("Can't read {path}"))?;
+    let used = ticks(&stat).with_context(|| format!("{path} has no times"))?;
+    println!("CPU {} {}", used.all.as_millis(), used.guest.as_millis());
     let base = "/sys/kernel/debug/kvm";
     let dirs = fs::read_dir(base).with_context(|| format!("Can't list {base}"))?;
     for dir in dirs.flatten().filter(|d| d.file_name().to_string_lossy().starts_with(&format!("{pid}-"))) {
@@ -76,6 +102,8 @@ pub struct Measured {
     pub rss_kib: u64,
     /// The same, shared pages counted in parts.
     pub pss_kib: u64,
+    /// Milliseconds that the monitor's process used, without those of its guest.
+    pub own_ms: u64,
     /// KVM's counters for the VM, those above zero.
     pub counters: BTreeMap<String, u64>,
 }
@@ -89,6 +117,10 @@ impl Measured {
             match words.as_slice() {
                 ["RSS", n] => m.rss_kib = n.parse().unwrap_or(0),
                 ["PSS", n] => m.pss_kib = n.parse().unwrap_or(0),
+                ["CPU", all, guest] => {
+                    let ms = |text: &str| text.parse::<u64>().unwrap_or(0);
+                    m.own_ms = ms(all).saturating_sub(ms(guest));
+                }
                 ["EXIT", name, n] => {
                     let n = n.parse().unwrap_or(0);
                     if n > 0 {
@@ -124,7 +156,20 @@ mod tests {
 
     #[test]
     fn the_printed_form_is_read() {
-        let m = Measured::parse("RSS 10\nPSS 5\nEXIT exits 77\nEXIT nmi 0\nnoise\n");
+        let m = Measured::parse("RSS 10\nPSS 5\nCPU 90 70\nEXIT exits 77\nEXIT nmi 0\nnoise\n");
         assert_eq!((m.rss_kib, m.pss_kib, m.counter("exits"), m.counters.len()), (10, 5, 77, 1));
+        assert_eq!(m.own_ms, 20);
+    }
+
+    #[test]
+    fn times_of_a_process_whose_name_has_a_parenthesis() {
+        let mut stat = "7 (a) b) S".to_owned();
+        for field in 4..=44 {
+            stat += &format!(" {}", field * 100);
+        }
+        let second = rustix::param::clock_ticks_per_second();
+        let ms = |ticks: u64| Duration::from_millis(ticks * 1000 / second);
+        assert_eq!(ticks(&stat), Some(Ticks { all: ms(1400) + ms(1500), guest: ms(4300) }));
+        assert_eq!(ticks("7 (a"), None);
     }
 }

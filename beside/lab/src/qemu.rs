@@ -154,6 +154,13 @@ impl Emulator {
         }
         add("-drive", format!("if=none,id=scratch,format=raw,cache=unsafe,discard=unmap,file={d}/scratch"));
         add("-device", "virtio-blk-pci,drive=scratch".into());
+        if host.rdma {
+            add(
+                "-drive",
+                format!("if=none,id=rdma,format=raw,readonly=on,file={}", images.rdma_root().display()),
+            );
+            add("-device", "virtio-blk-pci,drive=rdma".into());
+        }
         add("-device", "virtio-serial-pci,id=serial0".into());
         add("-chardev", format!("socket,id=agent,path={d}/agent,server=on,wait=off"));
         add("-device", "virtserialport,bus=serial0.0,chardev=agent,name=lab".into());

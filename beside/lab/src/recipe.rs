@@ -95,6 +95,64 @@ pub const GUEST_PACKAGES: &[&str] = &[
     "util-linux",
 ];
 
+/// Debian packages in the root file system of a guest that does RDMA: user space as Debian ships it.
+pub const RDMA_PACKAGES: &[&str] = &[
+    "base-files",
+    "bash",
+    "busybox-static",
+    "coreutils",
+    "dash",
+    "diffutils",
+    "e2fsprogs",
+    "ethtool",
+    "fio",
+    "gawk",
+    "grep",
+    "gzip",
+    "hostname",
+    "ibverbs-providers",
+    "ibverbs-utils",
+    "iperf3",
+    "iproute2",
+    "iputils-ping",
+    "kmod",
+    "libc-bin",
+    "mount",
+    "nfs-common",
+    "nfs-kernel-server",
+    "nvme-cli",
+    "openmpi-bin",
+    "pciutils",
+    "perftest",
+    "procps",
+    "psmisc",
+    "python3",
+    "python3-pyverbs",
+    "rdma-core",
+    "rdmacm-utils",
+    "sed",
+    "socat",
+    "strace",
+    "tar",
+    "ucx-utils",
+    "util-linux",
+];
+
+/// What the driver and our own guest programs are built with, in a root of their own.
+pub const RDMA_BUILD_PACKAGES: &[&str] = &[
+    "coreutils",
+    "dash",
+    "gawk",
+    "gcc-12",
+    "grep",
+    "libibverbs-dev",
+    "libopenmpi-dev",
+    "librdmacm-dev",
+    "make",
+    "sed",
+    "xz-utils",
+];
+
 /// The newer QEMU that is unpacked beside the system's.
 pub const QEMU_PACKAGES: &[&str] = &["qemu-system-x86", "seabios"];
 
@@ -167,6 +225,43 @@ pub const GUEST_ROOT_MODULES: &[&str] = &[
     "tcp_bbr",
     "msr",
     "userio",
+];
+
+/// The kernel of guests that do RDMA; the cloud kernels have no rxe.
+pub const RDMA_KERNEL: &str = "6.1-generic";
+
+/// Modules in the root disk of a guest that does RDMA; `vmw_pvrdma`, which Debian doesn't build, comes from its source.
+pub const RDMA_MODULES: &[&str] = &[
+    "vmxnet3",
+    "ib_core",
+    "ib_uverbs",
+    "ib_umad",
+    "rdma_ucm",
+    "rdma_rxe",
+    // rxe asks for it by what it computes, which no dependency shows.
+    "crc32_generic",
+    "crc32_pclmul",
+    "nvmet",
+    "nvmet-rdma",
+    "nvme-rdma",
+    "nvme-fabrics",
+    "rpcrdma",
+    "nfsd",
+    "nfs",
+    "nfsv3",
+    "nfsv4",
+    "brd",
+    "null_blk",
+    "loop",
+    "vsock_diag",
+];
+
+/// Our own programs in the root disk of a guest that does RDMA: their sources.
+pub const RDMA_SOURCES: &[(&str, &str)] = &[
+    ("rdma-common.h", include_str!("../guest-programs/rdma-common.h")),
+    ("rdma-loop.c", include_str!("../guest-programs/rdma-loop.c")),
+    ("rdma-verify.c", include_str!("../guest-programs/rdma-verify.c")),
+    ("mpi-check.c", include_str!("../guest-programs/mpi-check.c")),
 ];
 
 /// Folders of kernel modules that an emulated host never needs.
@@ -263,11 +358,16 @@ pub enum Artifact {
     Host,
     /// The disk with everything guests boot from.
     Guest,
+    /// The root disk of guests that do RDMA.
+    Rdma,
 }
 
 impl Artifact {
     /// All of them, in build order.
-    pub const ALL: [Artifact; 4] = [Artifact::Qemu, Artifact::Kernels, Artifact::Host, Artifact::Guest];
+    pub const ALL: [Artifact; 5] =
+        [Artifact::Qemu, Artifact::Kernels, Artifact::Host, Artifact::Guest, Artifact::Rdma];
+    /// What every topology needs.
+    pub const USUAL: [Artifact; 4] = [Artifact::Qemu, Artifact::Kernels, Artifact::Host, Artifact::Guest];
 
     /// Name of its stamp file and in progress lines.
     pub fn name(self) -> &'static str {
@@ -276,6 +376,7 @@ impl Artifact {
             Artifact::Kernels => "kernels",
             Artifact::Host => "host",
             Artifact::Guest => "guest",
+            Artifact::Rdma => "rdma",
         }
     }
 
@@ -300,6 +401,15 @@ impl Artifact {
                 parts.extend(GUEST_INITRD_MODULES);
                 parts.extend(GUEST_ROOT_MODULES);
                 parts.push(GUEST_INIT);
+            }
+            Artifact::Rdma => {
+                parts.extend(RDMA_PACKAGES);
+                parts.extend(RDMA_BUILD_PACKAGES);
+                parts.extend(&kernels[..3]);
+                parts.push(RDMA_KERNEL);
+                parts.extend(RDMA_MODULES);
+                parts.extend(RDMA_SOURCES.iter().flat_map(|(name, text)| [*name, *text]));
+                parts.push(crate::rdma_image::RECIPE);
             }
         }
         hash(parts)

@@ -1,8 +1,9 @@
 //! What a scenario is: a name, a line of description, a topology, and a function whose figures are the last line.
 
 use crate::guest::Vmm;
-use crate::host::Host;
+use crate::host::{Host, NeverUp};
 use crate::lab::Lab;
+use crate::rdma::Device;
 use crate::recipe::KERNELS;
 use crate::topology::Topology;
 use crate::{progress, scenarios};
@@ -24,6 +25,10 @@ pub struct Options {
     pub ends: Vec<String>,
     /// Who runs the guests, where a scenario can try another: `causeway`, `microvm` or `q35`.
     pub monitor: Option<String>,
+    /// What guests do RDMA through: `pvrdma` or `rxe`.
+    pub device: Option<String>,
+    /// Only the parts of a scenario whose names contain one of these.
+    pub only: Vec<String>,
 }
 
 impl Options {
@@ -32,9 +37,20 @@ impl Options {
         Vmm::parse(self.monitor.as_deref().unwrap_or("causeway"))
     }
 
+    /// What guests do RDMA through.
+    pub fn rdma_device(&self) -> Result<Device> {
+        Device::parse(self.device.as_deref().unwrap_or("pvrdma"))
+    }
+
+    /// Whether a part of a scenario is wanted.
+    pub fn wants(&self, part: &str) -> bool {
+        self.only.is_empty() || self.only.iter().any(|o| part.contains(o.as_str()))
+    }
+
     /// Refuses what no scenario can mean, before anything is booted.
     pub fn check(&self) -> Result<()> {
         self.vmm()?;
+        self.rdma_device()?;
         if let Some(end) = self.ends.iter().find(|e| !["poweroff", "reboot", "button"].contains(&e.as_str()))
         {
             bail!("A guest can't end by {end:?}; it can by poweroff, reboot and button");
@@ -91,6 +107,8 @@ pub struct Scenario {
     pub topology: fn(&Options) -> Topology,
     /// What it does.
     pub run: fn(&Lab, &Options, &mut Report) -> Result<()>,
+    /// What `lab shell --scenario` opens, where that is something else than a host; returns the shell's status.
+    pub prompt: Option<fn(&Lab, &Options) -> Result<i32>>,
 }
 
 /// All scenarios.
@@ -111,14 +129,22 @@ const ATTEMPTS: u32 = 3;
 
 /// Runs a scenario to its end: figures on stdout, everything else on stderr.
 ///
-/// When a host's emulator dies or hangs, what was seen says nothing about the monitor: the scenario begins again on
+/// When a host's emulator dies or hangs, or a host doesn't come up, what was seen says nothing about the monitor: the scenario begins again on
 /// fresh hosts, and the figure `emulator_failures` says how often that happened. Nothing else is ever tried again.
 pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
     options.check()?;
     progress!("{}: {}", scenario.name, scenario.about);
     let mut emulator_failures = 0;
     loop {
-        let lab = Lab::boot(&(scenario.topology)(options))?;
+        let lab = match Lab::boot(&(scenario.topology)(options)) {
+            Ok(lab) => lab,
+            Err(e) if e.is::<NeverUp>() && emulator_failures + 1 < ATTEMPTS => {
+                emulator_failures += 1;
+                progress!("EMULATOR FAILURE {emulator_failures}: {e:#}");
+                continue;
+            }
+            Err(e) => return Err(e),
+        };
         let mut report = Report::default();
         let result = (scenario.run)(&lab, options, &mut report);
         if let Err(e) = &result {

@@ -1,5 +1,6 @@
 //! `lab shell`: a host's shell in this terminal.
 
+use crate::channel::{Session, Sink};
 use crate::host::Host;
 use crate::protocol::Kind;
 use anyhow::{Result, bail};
@@ -34,7 +35,7 @@ fn size() -> (u16, u16) {
 }
 
 /// The terminal's type, when its name is one that a shell can't misread.
-fn terminal_type() -> String {
+pub(crate) fn terminal_type() -> String {
     let name = std::env::var("TERM").unwrap_or_default();
     let plain = !name.is_empty() && name.chars().all(|c| c.is_ascii_alphanumeric() || "-+.".contains(c));
     if plain { name } else { "linux".into() }
@@ -50,7 +51,6 @@ pub fn need_terminal() -> Result<()> {
 
 /// Opens a shell on the host until it ends or the user leaves with Ctrl-].
 pub fn interactive(host: &Host) -> Result<i32> {
-    need_terminal()?;
     let intro = format!(
         "\r\nThis is {} (PID 1 and all: you are root). /share is shared with the outside, /lab has guest kernels and disks,\r\n\
          /share/bin is in PATH. Outside, /share is {} while the host runs.\r\n\
@@ -58,6 +58,25 @@ pub fn interactive(host: &Host) -> Result<i32> {
         host.name(),
         host.share().display()
     );
+    let command = format!("export TERM={}; cd /root; exec bash", terminal_type());
+    let code = attach(&intro, Some(0x1d), |size, sink| host.start(&command, Some(size), Some(sink)))?;
+    println!("\nLeft {}.", host.name());
+    Ok(code)
+}
+
+/// Opens a prompt somewhere else on a host: `command` must end up in a terminal.
+pub fn prompt(host: &Host, intro: &str, command: &str) -> Result<i32> {
+    let command = format!("export TERM={}; {command}", terminal_type());
+    attach(intro, Some(0x1d), |size, sink| host.start(&command, Some(size), Some(sink)))
+}
+
+/// Joins this terminal to a session until it ends, or until the byte `leave` is typed.
+pub(crate) fn attach(
+    intro: &str,
+    leave: Option<u8>,
+    start: impl FnOnce((u16, u16), Sink) -> Result<Session>,
+) -> Result<i32> {
+    need_terminal()?;
     let mut out = std::io::stdout();
     out.write_all(intro.as_bytes())?;
     out.flush()?;
@@ -68,8 +87,7 @@ pub fn interactive(host: &Host) -> Result<i32> {
         let _ = out.write_all(bytes).and_then(|()| out.flush());
     });
     let mut last = size();
-    let session =
-        host.start(&format!("export TERM={}; cd /root; exec bash", terminal_type()), Some(last), Some(sink))?;
+    let session = start(last, sink)?;
     let mut buffer = [0; 4096];
     let mut checked = Instant::now();
     let code = loop {
@@ -89,13 +107,12 @@ pub fn interactive(host: &Host) -> Result<i32> {
         let timeout = rustix::event::Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
         if poll(&mut fds, Some(&timeout)).is_ok_and(|n| n > 0) {
             let n = stdin.lock().read(&mut buffer)?;
-            if n == 0 || buffer[..n].contains(&0x1d) {
+            if n == 0 || leave.is_some_and(|l| buffer[..n].contains(&l)) {
                 break 0;
             }
             session.input(&buffer[..n])?;
         }
     };
     drop(raw);
-    println!("\nLeft {}.", host.name());
     Ok(code)
 }

@@ -1,5 +1,6 @@
 //! What a scenario asks for: hosts, their NICs and devices, and links between them.
 
+use crate::recipe::Artifact;
 use anyhow::{Result, bail};
 
 /// A network card of a host.
@@ -26,6 +27,8 @@ pub struct HostSpec {
     pub memory_mib: u32,
     /// Its NICs, in PCI order.
     pub nics: Vec<Nic>,
+    /// Whether `/dev/vdd` is the root disk of guests that do RDMA.
+    pub rdma: bool,
     /// More arguments for QEMU: devices, IOMMUs, drives.
     pub qemu: Vec<String>,
     /// More words for its kernel's command line; `kvm_amd.npt=0` sets a KVM option.
@@ -40,6 +43,7 @@ impl HostSpec {
             cpus: 2,
             memory_mib: 3072,
             nics: Vec::new(),
+            rdma: false,
             qemu: Vec::new(),
             kernel: Vec::new(),
         }
@@ -54,6 +58,12 @@ impl HostSpec {
     /// Sets the memory in MiB.
     pub fn memory(mut self, mib: u32) -> Self {
         self.memory_mib = mib;
+        self
+    }
+
+    /// Gives it the root disk of guests that do RDMA, as `/dev/vdd`.
+    pub fn rdma(mut self) -> Self {
+        self.rdma = true;
         self
     }
 
@@ -138,6 +148,12 @@ impl Topology {
             }
         }
         self
+    }
+
+    /// The images it needs.
+    pub fn artifacts(&self) -> Vec<Artifact> {
+        let rdma = self.hosts.iter().any(|h| h.rdma);
+        Artifact::USUAL.into_iter().chain(rdma.then_some(Artifact::Rdma)).collect()
     }
 
     /// Says what is wrong with it, if anything.

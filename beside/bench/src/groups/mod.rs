@@ -1,5 +1,6 @@
 //! The groups of `make bench`.
 
+pub mod rdma;
 pub mod vm;
 
 use crate::figures::Report;
@@ -15,5 +16,11 @@ pub struct Group {
 }
 
 /// All groups, in the order they run.
-pub const ALL: &[Group] =
-    &[Group { name: "vm", about: "memory, cache lines and exits in a VM against the host", run: vm::run }];
+pub const ALL: &[Group] = &[
+    Group { name: "vm", about: "memory, cache lines and exits in a VM against the host", run: vm::run },
+    Group {
+        name: "rdma",
+        about: "RDMA writes between VMs against memcpy, cache lines and UCX",
+        run: rdma::run,
+    },
+];

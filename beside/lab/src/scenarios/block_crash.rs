@@ -16,6 +16,7 @@ pub const SCENARIO: Scenario = Scenario {
     about: "fio verify and a record writer on virtio-block; SIGKILL of the monitor at random moments loses no acknowledged flush",
     topology: |_| Topology::new().host(HostSpec::new("host").memory(4096)),
     run,
+    prompt: None,
 };
 
 const PATIENCE: Duration = Duration::from_secs(150);

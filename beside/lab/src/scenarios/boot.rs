@@ -15,6 +15,7 @@ pub const SCENARIO: Scenario = Scenario {
     about: "Debian kernels 6.1, 6.1 cloud and 6.12 with 1, 2 and 4 vCPUs: user space, power-off, reboot, power button (--count N: N boots in a row)",
     topology: |_| Topology::single(),
     run,
+    prompt: None,
 };
 
 const PATIENCE: Duration = Duration::from_secs(150);
@@ -102,6 +103,9 @@ fn plan(options: &Options) -> Result<Vec<(String, u32, bool, End)>> {
     for k in &kernels {
         for c in &cpus {
             all.push((k.clone(), *c, false, End::PowerOff));
+            if options.count.is_some() {
+                all.push((k.clone(), *c, true, End::PowerOff));
+            }
         }
     }
     if options.count.is_none() {

@@ -18,6 +18,7 @@ pub const SCENARIO: Scenario = Scenario {
     about: "Debian under the monitor with disk and network: fio with verification, iperf3, boot time, exits by cause",
     topology: |_| Topology::single(),
     run,
+    prompt: None,
 };
 
 const PATIENCE: Duration = Duration::from_secs(120);

@@ -11,6 +11,7 @@ pub const SCENARIO: Scenario = Scenario {
     about: "two emulated hosts boot, have KVM, and reach each other over their link",
     topology: |_| Topology::ring(2),
     run,
+    prompt: None,
 };
 
 fn run(lab: &Lab, _: &Options, report: &mut Report) -> Result<()> {

@@ -6,6 +6,10 @@ mod compare;
 mod demo;
 mod host;
 mod net;
+mod rdma_exits;
+mod rdma_pyverbs;
+mod rdma_tools;
+mod rdma_ulp;
 
 use crate::scenario::Scenario;
 
@@ -17,4 +21,8 @@ pub const ALL: &[Scenario] = &[
     compare::SCENARIO,
     demo::SCENARIO,
     host::SCENARIO,
+    rdma_tools::SCENARIO,
+    rdma_pyverbs::SCENARIO,
+    rdma_ulp::SCENARIO,
+    rdma_exits::SCENARIO,
 ];

@@ -15,6 +15,7 @@ pub const SCENARIO: Scenario = Scenario {
     about: "iperf3 both ways and checksummed bulk transfers between a guest and its host over tap",
     topology: |_| Topology::single(),
     run,
+    prompt: None,
 };
 
 /// Makes a tap with an address in the host; the guest's side is .2.

@@ -1,7 +1,7 @@
 //! A measurement as data: the host writes it into guest memory for the program `measure`, or runs it
 //! itself as the peer.
 
-use crate::{access, copy, line};
+use crate::{access, copy, line, verbs};
 
 /// Bytes of a [`Job`] in memory.
 pub const JOB_SIZE: usize = 56;
@@ -52,6 +52,19 @@ pub enum Job {
         /// Loads.
         times: u64,
     },
+    /// [`verbs::run`].
+    Verbs {
+        /// Address of the array of [`verbs::SendQueue`]s.
+        queues: u64,
+        /// How many.
+        count: u64,
+        /// Address of the [`verbs::CompletionQueue`].
+        completions: u64,
+        /// Requests to post.
+        operations: u64,
+        /// Most of them outstanding.
+        window: u64,
+    },
     /// End the program.
     Stop,
 }
@@ -70,6 +83,9 @@ impl Job {
             Self::PortOut { port, times } => [3, u64::from(port), times, 0, 0, 0, 0],
             Self::Store { address, times } => [4, address, times, 0, 0, 0, 0],
             Self::Chase { base, times } => [5, base, times, 0, 0, 0, 0],
+            Self::Verbs { queues, count, completions, operations, window } => {
+                [6, queues, count, completions, operations, window, 0]
+            }
         };
         let mut bytes = [0; JOB_SIZE];
         for (chunk, word) in bytes.chunks_exact_mut(8).zip(words) {
@@ -102,6 +118,7 @@ impl Job {
             3 => Self::PortOut { port: u16::try_from(a).ok()?, times: b },
             4 => Self::Store { address: a, times: b },
             5 => Self::Chase { base: a, times: b },
+            6 => Self::Verbs { queues: a, count: b, completions: c, operations: d, window: e },
             _ => return None,
         })
     }
@@ -121,6 +138,9 @@ impl Job {
                 Self::PortOut { port, times } => access::port_out(port, times),
                 Self::Store { address, times } => access::store(address, times),
                 Self::Chase { base, times } => access::chase(base, times),
+                Self::Verbs { queues, count, completions, operations, window } => {
+                    verbs::run(queues, count, completions, operations, window)
+                }
                 Self::Stop => 0,
             }
         }
@@ -141,6 +161,7 @@ mod tests {
             Job::PortOut { port: 0xe9, times: 5 },
             Job::Store { address: 6, times: 7 },
             Job::Chase { base: 8, times: 9 },
+            Job::Verbs { queues: 1, count: 2, completions: 3, operations: 4, window: 5 },
         ] {
             assert_eq!(Job::from_bytes(&job.to_bytes()), Some(job));
         }

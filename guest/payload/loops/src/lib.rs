@@ -9,3 +9,4 @@ pub mod copy;
 pub mod job;
 pub mod line;
 pub mod tsc;
+pub mod verbs;

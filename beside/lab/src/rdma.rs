@@ -1,0 +1,421 @@
+//! Two guests on one host that reach each other by RDMA: through Causeway's device, or through rxe on their virtio NICs,
+//! which is what results are compared with. Both ways the guests are the same: Debian's kernel 6.1 and user space.
+//!
+//! ```text
+//!   guest a  10.79.0.1 virtio-net ── tap ── bridge on the host ── tap ── virtio-net 10.79.0.2  guest b
+//!            10.80.0.1 vmxnet3 + pvrdma ── causeway host, segment s0 ── vmxnet3 + pvrdma 10.80.0.2
+//! ```
+
+use crate::channel::{Output, Session};
+use crate::guest::{Guest, GuestSpec, Vmm};
+use crate::guest_channel;
+use crate::host::Host;
+use crate::lab::Lab;
+use crate::progress;
+use crate::recipe::RDMA_KERNEL;
+use crate::scenario::Options;
+use crate::topology::{HostSpec, Topology};
+use anyhow::{Context, Result, bail};
+use std::time::Duration;
+
+/// How the guests reach each other by RDMA.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Device {
+    /// Causeway's.
+    Pvrdma,
+    /// Linux's software RoCE over virtio-net.
+    Rxe,
+}
+
+impl Device {
+    /// Reads a `--device` option.
+    pub fn parse(text: &str) -> Result<Self> {
+        Ok(match text {
+            "pvrdma" => Device::Pvrdma,
+            "rxe" => Device::Rxe,
+            _ => bail!("There is no RDMA device {text:?}; there are pvrdma and rxe"),
+        })
+    }
+
+    /// Its name in figures.
+    pub fn name(self) -> &'static str {
+        match self {
+            Device::Pvrdma => "pvrdma",
+            Device::Rxe => "rxe",
+        }
+    }
+
+    /// The kernel module whose devices these are.
+    fn module(self) -> &'static str {
+        match self {
+            Device::Pvrdma => "vmw_pvrdma",
+            Device::Rxe => "rdma_rxe",
+        }
+    }
+}
+
+/// Where the daemon listens, in the host.
+pub const DAEMON_SOCKET: &str = "/run/causeway/host.sock";
+
+/// The name of each guest's RDMA NIC, for its monitor.
+pub const NIC: &str = "rdma0";
+/// Its Ethernet half, as the monitor's counters call it.
+pub const FUNCTION_ETHERNET: &str = "rdma0.0";
+/// Its RDMA half.
+pub const FUNCTION_RDMA: &str = "rdma0.1";
+
+/// RAM of each guest in MiB.
+const MEMORY_MIB: u32 = 768;
+/// For a guest to boot and take commands.
+const BOOT: Duration = Duration::from_secs(240);
+
+/// One host with room for two guests and the daemon. Four CPUs: programs that poll in both guests keep two busy, and the
+/// daemon's engine needs one at once when a message is on its way.
+pub fn topology(_: &Options) -> Topology {
+    Topology::new().host(HostSpec::new("host").cpus(4).memory(4096).rdma())
+}
+
+/// An RDMA device as a guest's user space sees it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Port {
+    /// Its name in the usual listing.
+    pub device: String,
+    /// The index of its GID that stands for an IPv4 address.
+    pub gid: u32,
+    /// That address.
+    pub address: String,
+    /// Its network interface.
+    pub interface: String,
+}
+
+/// A guest of the pair.
+pub struct Member<'a> {
+    /// `a` or `b`.
+    pub name: &'static str,
+    /// The guest and its console.
+    pub guest: Guest,
+    /// Its address on virtio-net.
+    pub tcp: String,
+    /// What the tests use.
+    pub port: Port,
+    host: &'a Host,
+}
+
+/// Quotes a word for a shell.
+pub fn quoted(text: &str) -> String {
+    format!("'{}'", text.replace('\'', "'\\''"))
+}
+
+impl Member<'_> {
+    /// The command, inside the host, that runs a script in the guest.
+    fn command(&self, script: &str) -> String {
+        format!(
+            "exec /share/.lab/lab in --wait 60 {} {}",
+            self.name,
+            quoted(&format!("{ENVIRONMENT}{script}"))
+        )
+    }
+
+    /// Runs a script in the guest to its end.
+    pub fn run(&self, script: &str, timeout: Duration) -> Result<Output> {
+        self.host
+            .run(&self.command(script), timeout)
+            .with_context(|| format!("Guest {}: {:?}", self.name, script.lines().next().unwrap_or_default()))
+    }
+
+    /// Runs a script in the guest that must succeed, and returns what it printed.
+    pub fn sh(&self, script: &str) -> Result<String> {
+        self.run(script, Duration::from_secs(180))?.success().with_context(|| {
+            format!("{:?} failed in guest {}", script.trim().lines().next().unwrap_or_default(), self.name)
+        })
+    }
+
+    /// Starts a script in the guest.
+    pub fn start(&self, script: &str) -> Result<Session> {
+        self.host.start(&self.command(script), None, None)
+    }
+
+    /// Looks for the device of a kind, and its first GID for an IPv4 address (of RoCE version 2).
+    pub fn find_port(&self, device: Device) -> Result<Port> {
+        let script = format!(
+            "i=0; while [ $i -lt 100 ]; do i=$((i+1)); for d in /sys/class/infiniband/*; do [ -e $d ] || continue\n\
+             n=$(ls $d/ports/1/gid_attrs/ndevs | head -n 1); net=$(cat $d/ports/1/gid_attrs/ndevs/0 2>/dev/null); name=${{d##*/}}\n\
+             if [ {module} = rdma_rxe ]; then [ -e $d/parent ] || continue; else [ \"$(basename $(readlink $d/device/driver))\" = {module} ] || continue; fi\n\
+             for g in $d/ports/1/gids/*; do case $(cat $g) in 0000:0000:0000:0000:0000:ffff:*) \n\
+             x=${{g##*/}}; case $(cat $d/ports/1/gid_attrs/types/$x) in *v2*) echo \"$name $x $(cat $g) $net\"; exit 0;; esac;; esac; done; done; sleep 0.2; done\n\
+             ls -l /sys/class/infiniband >&2; dmesg | grep -i -e rdma -e vmxnet -e rxe | tail -n 12 >&2; exit 1",
+            module = device.module()
+        );
+        let text = self.sh(&script).with_context(|| {
+            format!("Guest {} has no {} device with an IPv4 GID", self.name, device.name())
+        })?;
+        parse_port(&text).with_context(|| format!("Guest {} described its RDMA port as {text:?}", self.name))
+    }
+
+    /// Fails when the guest takes no commands any more.
+    pub fn answers(&self) -> Result<()> {
+        let script = format!("/share/.lab/lab in --wait 5 {} true", self.name);
+        let hangs = || {
+            let trouble = self.guest.trouble().join(" / ");
+            format!(
+                "Guest {} takes no commands any more; its console says of trouble: {trouble:?}",
+                self.name
+            )
+        };
+        let code = self.host.run(&script, Duration::from_secs(40)).with_context(hangs)?.code;
+        if code == 0 { Ok(()) } else { Err(anyhow::anyhow!(hangs())) }
+    }
+
+    /// What the guest's kernel said last.
+    pub fn kernel_log(&self, lines: u32) -> String {
+        self.run(&format!("dmesg | tail -n {lines}"), Duration::from_secs(60))
+            .map(|o| o.stdout)
+            .unwrap_or_default()
+    }
+}
+
+/// Reads `device index gid interface`; the address is in the GID's last 32 bits.
+fn parse_port(text: &str) -> Option<Port> {
+    let mut words = text.split_whitespace();
+    let (device, gid, raw) = (words.next()?, words.next()?.parse().ok()?, words.next()?);
+    let interface = words.next()?.to_owned();
+    let groups: Vec<u16> =
+        raw.split(':').map(|g| u16::from_str_radix(g, 16)).collect::<Result<_, _>>().ok()?;
+    let [.., high, low] = groups[..] else { return None };
+    let [a, b] = high.to_be_bytes();
+    let [c, d] = low.to_be_bytes();
+    Some(Port { device: device.to_owned(), gid, address: format!("{a}.{b}.{c}.{d}"), interface })
+}
+
+/// What every script in a guest begins with.
+const ENVIRONMENT: &str =
+    "export PATH=/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8; ";
+
+/// What a guest runs: its NICs get names and addresses, then it waits for commands.
+fn boot_script(number: u32, name: &str) -> String {
+    format!(
+        "{ENVIRONMENT}\n\
+         mount -t tmpfs run /run; mkdir -p /run/lock /run/rpcbind; hostname {name}\n\
+         mount -t configfs configfs /sys/kernel/config 2>/dev/null; mount -t debugfs debugfs /sys/kernel/debug 2>/dev/null\n\
+         printf '127.0.0.1 localhost\\n10.79.0.1 a\\n10.79.0.2 b\\n' > /etc/hosts\n\
+         # The kernel asks for modules in the initramfs' root, where there are none: hand it on to this one.\n\
+         printf '#!/bin/busybox sh\\nexec /bin/busybox chroot /new /sbin/modprobe \"$@\"\\n' > /proc/1/root/modprobe\n\
+         chmod +x /proc/1/root/modprobe; echo /modprobe > /proc/sys/kernel/modprobe\n\
+         for d in /sys/class/net/*; do case $(basename \"$(readlink $d/device/driver)\") in virtio_net)\n\
+         ip link set ${{d##*/}} name net0; ip link set net0 mtu 9000; ip addr add 10.79.0.{number}/24 dev net0; ip link set net0 up;; esac; done\n\
+         echo RDMA guest {number} takes commands\n{}",
+        guest_channel::serve()
+    )
+}
+
+/// Loads Causeway's two functions in the one order that works, and gives the NIC its address.
+fn pvrdma_up(number: u32) -> String {
+    format!(
+        "set -e; modprobe vmxnet3; i=0; while [ $i -lt 50 ]; do i=$((i+1)); nic=; for d in /sys/class/net/*; do\n\
+         case $(basename \"$(readlink $d/device/driver)\") in vmxnet3) nic=${{d##*/}};; esac; done; [ -n \"$nic\" ] && break; sleep 0.2; done\n\
+         [ -n \"$nic\" ] || {{ echo 'no vmxnet3 NIC; PCI:' >&2; lspci -nn >&2; dmesg | tail -n 8 >&2; exit 1; }}\n\
+         [ $nic = rd0 ] || ip link set $nic name rd0; ip addr add 10.80.0.{number}/24 dev rd0; ip link set rd0 up\n\
+         modprobe -a ib_uverbs ib_umad rdma_ucm; modprobe vmw_pvrdma\n\
+         dmesg | grep -i -e pvrdma -e vmxnet3 | tail -n 8"
+    )
+}
+
+/// rxe on the virtio NIC.
+const RXE_UP: &str =
+    "set -e; modprobe -a rdma_rxe ib_uverbs ib_umad rdma_ucm; rdma link add rxe0 type rxe netdev net0";
+
+/// Two running guests that reach each other by RDMA.
+pub struct Pair<'a> {
+    /// The first guest: clients, and the prompt of `lab shell`.
+    pub a: Member<'a>,
+    /// The second: servers.
+    pub b: Member<'a>,
+    /// How they reach each other.
+    pub device: Device,
+    host: &'a Host,
+    // After the guests: they use it.
+    daemon: Option<Session>,
+}
+
+impl<'a> Pair<'a> {
+    /// Boots both guests and loads their devices.
+    pub fn start(lab: &'a Lab, options: &Options) -> Result<Self> {
+        let device = options.rdma_device()?;
+        let host = lab.host(0)?;
+        lab.install_causeway()?;
+        host.sh("ip link add br0 type bridge && ip link set br0 mtu 9000 up && mkdir -p /run/causeway")?;
+        let daemon = match device {
+            Device::Rxe => None,
+            Device::Pvrdma => Some(start_daemon(host)?),
+        };
+        // The agent of this build, once for both.
+        let agent = std::fs::read(crate::paths::agent()?)?;
+        // Two: rxe keeps one so busy with its tasklets that a guest with no other stops.
+        let cpus = options.cpus.first().copied().unwrap_or(2);
+        let mut guests = Vec::new();
+        for (number, name) in [(1, "a"), (2, "b")] {
+            let tap = format!("tap{name}");
+            host.sh(&format!(
+                "ip tuntap add {tap} mode tap vnet_hdr && ip link set {tap} mtu 9000 master br0 up"
+            ))?;
+            let mut spec = GuestSpec::new(name, RDMA_KERNEL, cpus)
+                .memory(MEMORY_MIB)
+                .disk("/dev/vdd", true)
+                .tap(&format!("{tap},mac=52:54:00:4c:00:0{number},mtu=9000"))
+                .script(&boot_script(number, name))
+                .file("agent", agent.clone())
+                .file("pyverbs-run.py", include_bytes!("../assets/pyverbs-run.py").to_vec());
+            spec.extra.push(format!("--vsock cid={},socket={}", number + 2, guest_channel::socket(name)));
+            if device == Device::Pvrdma {
+                spec.extra.push(format!("--rdma name={NIC},segment=s0"));
+            }
+            guests.push((number, name, Guest::start(host, &spec, Vmm::Causeway)?));
+        }
+        let mut members = Vec::new();
+        for (number, name, guest) in guests {
+            guest.expect("takes commands", BOOT)?;
+            let port =
+                Port { device: String::new(), gid: 0, address: String::new(), interface: String::new() };
+            let mut member = Member { name, guest, tcp: format!("10.79.0.{number}"), port, host };
+            match device {
+                Device::Rxe => drop(member.sh(RXE_UP)?),
+                Device::Pvrdma => {
+                    let log = member.sh(&pvrdma_up(number))?;
+                    for line in log.lines() {
+                        progress!("guest {name}: {}", line.trim());
+                    }
+                }
+            }
+            member.port = member.find_port(device)?;
+            progress!(
+                "guest {name}: {} on {}, GID {} for {}",
+                member.port.device,
+                member.port.interface,
+                member.port.gid,
+                member.port.address
+            );
+            members.push(member);
+        }
+        let (Some(b), Some(a)) = (members.pop(), members.pop()) else {
+            bail!("Two guests were started, and aren't there")
+        };
+        let pair = Pair { a, b, device, host, daemon };
+        pair.a.sh(&format!(
+            "ping -q -c 2 -w 20 {} && ping -q -c 2 -w 20 {}",
+            pair.b.tcp, pair.b.port.address
+        ))?;
+        Ok(pair)
+    }
+
+    /// The daemon's process, when there is one.
+    pub fn daemon(&self) -> Option<&Session> {
+        self.daemon.as_ref()
+    }
+
+    /// The host they run on.
+    pub fn host(&self) -> &'a Host {
+        self.host
+    }
+
+    /// Gives both guests rxe on their virtio NICs, beside what they have.
+    pub fn add_rxe(&self) -> Result<(Port, Port)> {
+        if self.device == Device::Rxe {
+            return Ok((self.a.port.clone(), self.b.port.clone()));
+        }
+        self.a.sh(RXE_UP)?;
+        self.b.sh(RXE_UP)?;
+        Ok((self.a.find_port(Device::Rxe)?, self.b.find_port(Device::Rxe)?))
+    }
+
+    /// Runs a server in the second guest and, once `listening` holds there, a client in the first. A server that doesn't
+    /// end by itself is ended after the client.
+    pub fn both(
+        &self,
+        server: &str,
+        server_ends: bool,
+        listening: &str,
+        client: &str,
+        timeout: Duration,
+    ) -> Result<(Output, Output)> {
+        let seconds = timeout.as_secs();
+        let bound = |script: &str| format!("exec timeout -k 5 {seconds} sh -c {}", quoted(script));
+        let server = format!(
+            "{{ {server}\n}} & s=$!; i=0; until {listening}; do i=$((i+1)); [ $i -gt 100 ] && break; kill -0 $s 2>/dev/null || break; sleep 0.1; done\n\
+             echo SERVER-LISTENS; wait $s"
+        );
+        let session = self.b.start(&bound(&server))?;
+        // A server that ended at once has said why; the client then says the rest.
+        session.wait_for("SERVER-LISTENS", 0, Duration::from_secs(60));
+        let client = self.a.run(&bound(client), timeout + Duration::from_secs(60))?;
+        // A server that outlives its client waits for something that doesn't come.
+        let patience = Duration::from_secs(if client.code == 0 && server_ends { 30 } else { 2 });
+        let server = session.output(patience);
+        let server =
+            server.unwrap_or_else(|e| Output { code: 124, stdout: String::new(), stderr: format!("{e:#}") });
+        Ok((server, client))
+    }
+
+    /// Powers both guests off; their monitors must end well.
+    pub fn finish(self) -> Result<()> {
+        for m in [&self.a, &self.b] {
+            // The connection ends with the guest.
+            let _ = m.start("busybox poweroff -f")?.wait(Duration::from_secs(20));
+        }
+        self.a.guest.ended(Duration::from_secs(60))?;
+        self.b.guest.ended(Duration::from_secs(60))?;
+        if let Some(daemon) = &self.daemon
+            && let Some(code) = daemon.try_wait()
+        {
+            bail!("The host daemon ended with status {code} while guests used it:\n{}", daemon.err.tail(15));
+        }
+        Ok(())
+    }
+}
+
+fn start_daemon(host: &Host) -> Result<Session> {
+    let daemon = host.spawn("causeway host", &format!("exec causeway host --socket {DAEMON_SOCKET}"))?;
+    for _ in 0..100 {
+        if let Some(code) = daemon.try_wait() {
+            bail!("`causeway host` ended with status {code}: {}", daemon.err.tail(10));
+        }
+        if host.run(&format!("test -S {DAEMON_SOCKET}"), Duration::from_secs(20))?.code == 0 {
+            return Ok(daemon);
+        }
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    bail!("`causeway host` made no socket {DAEMON_SOCKET} within 20 s: {}", daemon.err.tail(10))
+}
+
+/// What `lab shell --scenario` opens: both guests up, the prompt in the first.
+pub fn prompt(lab: &Lab, options: &Options) -> Result<i32> {
+    crate::need_terminal()?;
+    let pair = Pair::start(lab, options)?;
+    let intro = format!(
+        "\r\nThis is guest a, with {} at {}; guest b is {} (virtio-net: {} and {}). Nothing has been run yet.\r\n\
+         Leave with `exit` or Ctrl-].\r\n\r\n",
+        pair.a.port.device, pair.a.port.address, pair.b.port.address, pair.a.tcp, pair.b.tcp
+    );
+    let code = crate::shell::prompt(pair.host, &intro, "exec /share/.lab/lab in a")?;
+    println!("\nLeft guest a.");
+    Ok(code)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ports_are_read() {
+        let got = parse_port("rxe0 1 0000:0000:0000:0000:0000:ffff:0a4f:0001 net0\n").unwrap();
+        assert_eq!(
+            got,
+            Port { device: "rxe0".into(), gid: 1, address: "10.79.0.1".into(), interface: "net0".into() }
+        );
+        assert_eq!(parse_port("rxe0 1"), None);
+    }
+
+    #[test]
+    fn words_survive_the_shell() {
+        assert_eq!(quoted("it's"), "'it'\\''s'");
+    }
+}

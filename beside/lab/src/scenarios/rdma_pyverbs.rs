@@ -1,0 +1,289 @@
+//! rdma-core's own Python tests against our device, every test by itself, and against rxe in the same guest: what is
+//! skipped there too is Linux's or the tests' business, what is skipped here only has to be named.
+
+use crate::lab::Lab;
+use crate::progress;
+use crate::rdma::{self, Device, Member, Pair, Port};
+use crate::scenario::{Options, Report, Scenario};
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// The scenario.
+pub const SCENARIO: Scenario = Scenario {
+    name: "rdma-pyverbs",
+    about: "rdma-core's own Python tests in a guest, every skip named and compared with those of rxe in the same guest",
+    topology: rdma::topology,
+    run,
+    prompt: Some(rdma::prompt),
+};
+
+/// Seconds for one test.
+const LIMIT: u64 = 90;
+/// For all of them.
+const PATIENCE: Duration = Duration::from_secs(45 * 60);
+
+/// What PVRDMA's interface lacks: words of a test's name or of the reason for its skip, and what is lacking. A skip that rxe
+/// doesn't have and that isn't named here fails the scenario.
+const ABSENT: &[(&str, &str)] = &[
+    ("test_uc_", "unreliable connections: the Linux driver refuses them"),
+    ("UC QP", "unreliable connections: the Linux driver refuses them"),
+    ("XRC", "extended reliable connections: the interface has no such queue pair"),
+    ("xrc", "extended reliable connections: the interface has no such queue pair"),
+    ("Raw Packet", "raw Ethernet queue pairs: the interface has no such type"),
+    ("raw", "raw Ethernet queue pairs: the interface has no such type"),
+    ("Memory window", "memory windows: the interface has no command for them"),
+    ("MWTest", "memory windows: the interface has no command for them"),
+    ("_mw", "memory windows: the interface has no command for them"),
+    (
+        "ex_",
+        "extended queue pairs and completion queues (ibv_create_qp_ex, ibv_create_cq_ex): the provider has none",
+    ),
+    (
+        "Extended QP is not supported",
+        "extended queue pairs and completion queues (ibv_create_qp_ex, ibv_create_cq_ex): the provider has none",
+    ),
+    (
+        "QPEX",
+        "extended queue pairs and completion queues (ibv_create_qp_ex, ibv_create_cq_ex): the provider has none",
+    ),
+    (
+        "cqex",
+        "extended queue pairs and completion queues (ibv_create_qp_ex, ibv_create_cq_ex): the provider has none",
+    ),
+    (
+        "CqEx",
+        "extended queue pairs and completion queues (ibv_create_qp_ex, ibv_create_cq_ex): the provider has none",
+    ),
+    (
+        "CQEX",
+        "extended queue pairs and completion queues (ibv_create_qp_ex, ibv_create_cq_ex): the provider has none",
+    ),
+    ("mcast", "multicast groups: the driver has no attach"),
+    ("multicast", "multicast groups: the driver has no attach"),
+    ("resize_cq", "resizing completion queues: the driver has no such call"),
+    ("rereg", "re-registering memory: the driver has no such call"),
+];
+
+/// Tests that the guest's unmodified driver or provider fails before the device is asked, with words of how they fail and
+/// why. They count as failures like all others; the explanation stands beside them.
+const NOT_THE_DEVICE: &[(&str, &str, &str)] = &[
+    (
+        "test_create_raw_qp_ex_with_illegal_caps_max_send_wr",
+        "not raised",
+        "the provider rounds 0xffffffff up to a power of two in 32 bits, which is 0, and the driver makes that 1: the device is asked for 1",
+    ),
+    (
+        "test_create_raw_qp_ex_with_illegal_caps_max_recv_wr",
+        "not raised",
+        "the provider rounds 0xffffffff up to a power of two in 32 bits, which is 0, and the driver makes that 1: the device is asked for 1",
+    ),
+    (
+        "test_query_rc_qp",
+        "not less than or equal to 0",
+        "the driver answers a query of a queue pair in RESET by itself, without its sizes",
+    ),
+    (
+        "test_query_ud_qp",
+        "not less than or equal to 0",
+        "the driver answers a query of a queue pair in RESET by itself, without its sizes",
+    ),
+];
+
+/// One test's outcome.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+struct Outcome {
+    test: String,
+    verdict: String,
+    why: String,
+}
+
+type Outcomes = BTreeMap<String, Outcome>;
+
+fn parse(text: &str) -> Result<Outcomes> {
+    let lines = text.lines().filter_map(|l| l.strip_prefix("PYVERBS "));
+    let all = lines.map(|l| {
+        serde_json::from_str::<Outcome>(l).with_context(|| format!("The tests' runner printed {l:?}"))
+    });
+    all.map(|o| o.map(|o| (o.test.clone(), o))).collect()
+}
+
+/// Runs them all on one device.
+fn test(member: &Member<'_>, port: &Port, only: &[String]) -> Result<Outcomes> {
+    let words: Vec<String> = only.iter().map(|w| rdma::quoted(w)).collect();
+    let script = format!(
+        "exec python3 -W ignore /lab/pyverbs-run.py /usr/share/doc/rdma-core/tests {} {} {LIMIT} {}",
+        port.device,
+        port.gid,
+        words.join(" ")
+    );
+    let output = member.run(&script, PATIENCE)?;
+    if !output.stdout.contains("PYVERBS-END") {
+        bail!(
+            "rdma-core's tests on {} didn't come to their end (status {}): {}\n{}",
+            port.device,
+            output.code,
+            output.stdout.lines().last().unwrap_or_default(),
+            output.stderr.trim()
+        );
+    }
+    parse(&output.stdout)
+}
+
+fn count(outcomes: &Outcomes, verdict: &str) -> usize {
+    outcomes.values().filter(|o| o.verdict == verdict).count()
+}
+
+/// Why a failure isn't the device's.
+fn not_the_device(o: &Outcome) -> Option<&'static str> {
+    let known = |(test, how, _): &&(&str, &str, &str)| {
+        o.verdict == "failed" && o.test.ends_with(test) && o.why.contains(how)
+    };
+    NOT_THE_DEVICE.iter().find(known).map(|(_, _, why)| *why)
+}
+
+/// What the interface lacks that explains a skip.
+fn lacking(o: &Outcome) -> Option<&'static str> {
+    ABSENT.iter().find(|(word, _)| o.test.contains(word) || o.why.contains(word)).map(|(_, what)| *what)
+}
+
+/// Skips by their reason.
+fn by_reason(outcomes: &Outcomes) -> BTreeMap<&str, Vec<&str>> {
+    let mut listed: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+    for o in outcomes.values().filter(|o| o.verdict == "skipped") {
+        listed.entry(&o.why).or_default().push(&o.test);
+    }
+    listed
+}
+
+/// Skips that rxe doesn't have, with what the interface lacks where that explains them.
+fn only_here<'a>(outcomes: &'a Outcomes, rxe: &Outcomes) -> Vec<(&'a Outcome, Option<&'static str>)> {
+    let there = |o: &Outcome| rxe.get(&o.test).is_none_or(|r| r.verdict == "skipped");
+    outcomes.values().filter(|o| o.verdict == "skipped" && !there(o)).map(|o| (o, lacking(o))).collect()
+}
+
+fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
+    let pair = Pair::start(lab, options)?;
+    let ours = test(&pair.a, &pair.a.port, &options.only)?;
+    let elsewhere = |o: &&Outcome| pair.device == Device::Pvrdma && not_the_device(o).is_some();
+    for o in ours.values().filter(|o| o.verdict == "failed") {
+        progress!("FAILED  {}: {}", o.test, o.why);
+    }
+    let drivers: Vec<&Outcome> = ours.values().filter(elsewhere).collect();
+    for o in &drivers {
+        progress!("fails in the guest's driver: {}: {}", o.test, not_the_device(o).unwrap_or_default());
+    }
+    let (passed, skipped) = (count(&ours, "passed"), count(&ours, "skipped"));
+    let failed = count(&ours, "failed");
+    progress!(
+        "{}: {passed} passed, {skipped} skipped, {failed} failed, {} of them in the guest's driver",
+        pair.device.name(),
+        drivers.len()
+    );
+    let reference = match pair.device {
+        Device::Rxe => None,
+        Device::Pvrdma => {
+            let (port, _) = pair.add_rxe()?;
+            let rxe = test(&pair.a, &port, &options.only)?;
+            progress!(
+                "rxe: {} passed, {} skipped, {} failed",
+                count(&rxe, "passed"),
+                count(&rxe, "skipped"),
+                count(&rxe, "failed")
+            );
+            Some(rxe)
+        }
+    };
+    let named = reference.as_ref().map(|rxe| only_here(&ours, rxe)).unwrap_or_default();
+    for (o, what) in &named {
+        progress!("skipped here and not on rxe: {}: {} ({})", o.test, o.why, what.unwrap_or("UNEXPLAINED"));
+    }
+    let unexplained = named.iter().filter(|n| n.1.is_none()).count();
+    let listed: Vec<Value> =
+        named.iter().map(|(o, what)| json!({"test": o.test, "why": o.why, "lacking": what})).collect();
+    report.figure("run", ours.len());
+    report.figure("passed", passed);
+    report.figure("skipped", skipped);
+    report.figure("failed", failed);
+    let told: Vec<Value> =
+        drivers.iter().map(|o| json!({"test": o.test, "how": o.why, "why": not_the_device(o)})).collect();
+    report.figure("failed_in_the_driver", told);
+    report.figure("device", pair.device.name());
+    report.figure("skips", json!(by_reason(&ours)));
+    report.figure("skips_not_on_rxe", listed);
+    report.figure("unexplained_skips", unexplained);
+    let broken: Vec<Value> = ours
+        .values()
+        .filter(|o| o.verdict == "failed")
+        .map(|o| {
+            let there = reference.as_ref().and_then(|r| r.get(&o.test)).map(|r| r.verdict.clone());
+            json!({"test": o.test, "why": o.why, "rxe": there})
+        })
+        .collect();
+    report.figure("failures", broken);
+    if let Some(rxe) = &reference {
+        report.figure("rxe", json!({"run": rxe.len(), "passed": count(rxe, "passed"), "skipped": count(rxe, "skipped"), "failed": count(rxe, "failed")}));
+    }
+    report.check(!ours.is_empty(), "no test was run");
+    report.check(failed == 0, format!("{failed} of rdma-core's tests failed"));
+    report.check(
+        unexplained == 0,
+        format!("{unexplained} tests are skipped here, not on rxe, and not for what the interface lacks"),
+    );
+    pair.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn outcomes(list: &[(&str, &str, &str)]) -> Outcomes {
+        let one = |(t, v, w): &(&str, &str, &str)| {
+            ((*t).to_owned(), Outcome { test: (*t).into(), verdict: (*v).into(), why: (*w).into() })
+        };
+        list.iter().map(one).collect()
+    }
+
+    #[test]
+    fn the_runners_lines_are_read() {
+        let text = "noise\nPYVERBS {\"test\": \"a.b\", \"verdict\": \"skipped\", \"why\": \"x\", \"seconds\": 0.1}\nPYVERBS-END\n";
+        assert_eq!(parse(text).unwrap(), outcomes(&[("a.b", "skipped", "x")]));
+        assert!(parse("PYVERBS nonsense\n").is_err());
+    }
+
+    #[test]
+    fn a_failure_is_the_drivers_only_when_it_fails_as_the_driver_does() {
+        let one = |test: &str, verdict: &str, why: &str| Outcome {
+            test: test.into(),
+            verdict: verdict.into(),
+            why: why.into(),
+        };
+        let test = "test_qp.QPTest.test_query_rc_qp";
+        assert!(not_the_device(&one(test, "failed", "924 not less than or equal to 0")).is_some());
+        assert!(not_the_device(&one(test, "failed", "924 not less than or equal to 256")).is_none());
+        assert!(not_the_device(&one(test, "passed", "")).is_none());
+        assert!(not_the_device(&one("test_qp.QPTest.test_x", "failed", "not raised")).is_none());
+    }
+
+    #[test]
+    fn a_skip_must_be_rxes_too_or_named() {
+        let ours = outcomes(&[
+            ("test_qp.test_a", "skipped", "why"),
+            ("test_qp.test_uc_b", "skipped", "Create UC QP is not supported"),
+            ("test_qp.test_c", "skipped", "shared"),
+            ("test_qp.test_d", "passed", ""),
+        ]);
+        let rxe = outcomes(&[
+            ("test_qp.test_a", "passed", ""),
+            ("test_qp.test_uc_b", "passed", ""),
+            ("test_qp.test_c", "skipped", "shared"),
+        ]);
+        let named = only_here(&ours, &rxe);
+        let unexplained: Vec<&str> =
+            named.iter().filter(|n| n.1.is_none()).map(|n| n.0.test.as_str()).collect();
+        assert_eq!((named.len(), unexplained), (2, vec!["test_qp.test_a"]));
+        assert_eq!(by_reason(&ours)["shared"], ["test_qp.test_c"]);
+    }
+}

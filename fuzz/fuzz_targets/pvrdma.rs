@@ -1,0 +1,37 @@
+//! A hostile guest's driver and processes against the RDMA function: the input chooses every register, command, request and ring
+//! index, and what the engine does in between.
+//!
+//! Holds: nothing panics or loops; the device touches only pages that were given to it and not taken back (the oracle of
+//! `pvrdma::testing::watched`); a peer's memory changes only where it gave rights; two other guests' messages arrive unharmed.
+
+#![no_main]
+
+use std::os::fd::OwnedFd;
+
+use dma::{MappedMemory, MemoryRegion};
+use libfuzzer_sys::fuzz_target;
+use pvrdma::testing::hostile::dice::Bytes;
+use pvrdma::testing::hostile::{BASE, Hostile, PAGES};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+
+/// Acts per input at most.
+const STEPS: usize = 400;
+
+fn memory() -> MappedMemory {
+    let size = PAGES as u64 * 4096;
+    let file: OwnedFd = memfd_create("pvrdma", MemfdFlags::ALLOW_SEALING).expect("a memfd");
+    ftruncate(&file, size).expect("its size");
+    fcntl_add_seals(&file, SealFlags::SHRINK).expect("its seal");
+    let region = MemoryRegion::map(BASE, size, &file, 0, true).expect("its mapping");
+    MappedMemory::default().with(region).expect("the only region")
+}
+
+fuzz_target!(|input: &[u8]| {
+    let mut hostile = Hostile::new(memory, Bytes(input));
+    for _ in 0..STEPS {
+        if hostile.over() {
+            break;
+        }
+        hostile.step();
+    }
+});
