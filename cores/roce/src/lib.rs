@@ -1,0 +1,1 @@
+//! RoCEv2 without I/O.
