@@ -46,9 +46,11 @@ fn parse_simulation(text: &str) -> Vec<Resolved> {
         .collect()
 }
 
-/// Adds the backports suite to a Debian source file; `None` when the file isn't about this release.
-fn with_backports(text: &str, codename: &str, deb822: bool) -> Option<String> {
+/// A Debian source file of the system's release `system`, made one of the release `codename`, with its backports suite;
+/// `None` when the file isn't about Debian's releases.
+fn sources_of(text: &str, system: &str, codename: &str, deb822: bool) -> Option<String> {
     let backports = format!("{codename}-backports");
+    let text = &text.replace(system, codename);
     let mut out = String::new();
     let mut ours = false;
     for line in text.lines() {
@@ -88,9 +90,19 @@ fn codename() -> Result<String> {
 }
 
 impl Apt {
-    /// Prepares the private state below `dir`.
+    /// Prepares the private state below `dir`, for the system's own release.
     pub fn new(dir: &Path) -> Result<Self> {
-        let apt = Apt { dir: dir.to_path_buf(), codename: codename()? };
+        let system = codename()?;
+        Self::of_release(dir, &system.clone(), &system)
+    }
+
+    /// The same for another release of Debian, `codename`, from the mirror that the system uses.
+    pub fn of(dir: &Path, codename_wanted: &str) -> Result<Self> {
+        Self::of_release(dir, &codename()?, codename_wanted)
+    }
+
+    fn of_release(dir: &Path, system: &str, wanted: &str) -> Result<Self> {
+        let apt = Apt { dir: dir.to_path_buf(), codename: wanted.to_owned() };
         for sub in ["lists/partial", "archives/partial", "sources"] {
             fs::create_dir_all(apt.dir.join(sub))
                 .with_context(|| format!("Can't create {}", apt.dir.display()))?;
@@ -105,16 +117,14 @@ impl Apt {
                 continue;
             }
             let Ok(text) = fs::read_to_string(&path) else { continue };
-            if let (Some(text), Some(name)) = (with_backports(&text, &apt.codename, deb822), path.file_name())
-            {
+            if let (Some(text), Some(name)) = (sources_of(&text, system, wanted, deb822), path.file_name()) {
                 fs::write(apt.dir.join("sources").join(name), text)?;
                 found += 1;
             }
         }
         if found == 0 {
             bail!(
-                "No package source for Debian {} in /etc/apt: the lab has nothing to build its images from",
-                apt.codename
+                "No package source for Debian {system} in /etc/apt: the lab has nothing to build its images from"
             );
         }
         // How to reach the mirror is the system's business; everything else is ours.
@@ -312,13 +322,18 @@ mod tests {
     #[test]
     fn backports_join_the_right_sources() {
         let text = "Types: deb\nURIs: http://mirror/debian\nSuites: bookworm bookworm-updates\nComponents: main\n\nSuites: bookworm-security\n";
-        let got = with_backports(text, "bookworm", true).unwrap();
+        let got = sources_of(text, "bookworm", "bookworm", true).unwrap();
         assert!(got.contains("Suites: bookworm bookworm-updates bookworm-backports\n"));
         assert!(got.contains("Suites: bookworm-security\n"));
-        assert_eq!(with_backports(&got, "bookworm", true).unwrap(), got);
-        assert_eq!(with_backports("Suites: nodistro\n", "bookworm", true), None);
+        assert_eq!(sources_of(&got, "bookworm", "bookworm", true).unwrap(), got);
+        assert_eq!(sources_of("Suites: nodistro\n", "bookworm", "bookworm", true), None);
+        let newer = sources_of(text, "bookworm", "trixie", true).unwrap();
+        assert!(
+            newer.contains("Suites: trixie trixie-updates trixie-backports\n") && !newer.contains("bookworm")
+        );
         let line =
-            with_backports("deb [a=b] http://mirror/debian bookworm main\n", "bookworm", false).unwrap();
+            sources_of("deb [a=b] http://mirror/debian bookworm main\n", "bookworm", "bookworm", false)
+                .unwrap();
         assert!(line.contains("deb [a=b] http://mirror/debian bookworm-backports main"));
     }
 

@@ -67,8 +67,7 @@ impl Booting {
         if emulator.native {
             crate::native::arguments(&mut command, images, spec, dir)?;
         } else {
-            emulator.environment(images, &mut command);
-            command.arg(emulator.program(images));
+            emulator.run_by(images, &mut command);
             command.args(emulator.arguments(images, spec, index, dir, links));
         }
         let log = File::create(dir.join("qemu.log"))?;

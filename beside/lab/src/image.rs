@@ -78,7 +78,7 @@ impl Images {
         progress!("images: building {}", artifact.name());
         let work = tempfile::Builder::new().prefix("build-").tempdir_in(&self.dir)?;
         match artifact {
-            Artifact::Qemu => self.qemu(apt)?,
+            Artifact::Qemu => self.qemu()?,
             Artifact::Kernels => self.kernels(apt)?,
             Artifact::Host => self.host(apt, work.path())?,
             Artifact::Guest => self.guest(apt, work.path())?,
@@ -124,7 +124,9 @@ impl Images {
         self.dir.join("rdma.img")
     }
 
-    fn qemu(&self, apt: &Apt) -> Result<()> {
+    fn qemu(&self) -> Result<()> {
+        let apt = Apt::of(&self.dir.join("apt-qemu"), recipe::QEMU_RELEASE)?;
+        apt.update(false)?;
         let packages = apt.fetch(recipe::QEMU_PACKAGES, true)?;
         let root = fresh(&self.qemu_root())?;
         apt::unpack(&packages, &root)

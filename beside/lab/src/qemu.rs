@@ -3,12 +3,13 @@
 use crate::image::Images;
 use crate::topology::{HostSpec, mac};
 use anyhow::{Result, bail};
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::process::Command;
 
 /// How hosts are emulated.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Emulator {
-    /// The newer QEMU unpacked from the backports, or the system's.
+    /// The newer QEMU unpacked from a later release's backports, or the system's.
     pub newer: bool,
     /// One TCG thread per vCPU, or one for all.
     pub multi: bool,
@@ -54,13 +55,21 @@ impl Emulator {
         Ok(e)
     }
 
-    /// QEMU's program.
-    pub fn program(&self, images: &Images) -> PathBuf {
-        if self.newer {
-            images.qemu_root().join("usr/bin/qemu-system-x86_64")
-        } else {
-            "qemu-system-x86_64".into()
+    /// Makes `command` (which may be a wrapper already) run QEMU; its arguments follow.
+    ///
+    /// The unpacked QEMU comes from a later release than the system, so it runs with its own loader and C library.
+    pub fn run_by(&self, images: &Images, command: &mut Command) {
+        if !self.newer {
+            command.arg("qemu-system-x86_64");
+            return;
         }
+        let root = images.qemu_root();
+        let libraries = root.join("usr/lib/x86_64-linux-gnu");
+        command.env("QEMU_MODULE_DIR", libraries.join("qemu"));
+        command.arg(root.join("usr/lib64/ld-linux-x86-64.so.2"));
+        let path = format!("{0}:{0}/pulseaudio", libraries.display());
+        command.args(["--argv0", "qemu-system-x86_64", "--library-path", &path]);
+        command.arg(root.join("usr/bin/qemu-system-x86_64"));
     }
 
     /// One line that says what is used.
@@ -68,8 +77,8 @@ impl Emulator {
         if self.native {
             return "no emulator: this machine's own KVM".to_owned();
         }
-        let mut command = std::process::Command::new(self.program(images));
-        self.environment(images, &mut command);
+        let mut command = Command::new("env");
+        self.run_by(images, &mut command);
         let version = command
             .arg("--version")
             .output()
@@ -81,17 +90,6 @@ impl Emulator {
             self.cpu,
             u8::from(self.npt)
         )
-    }
-
-    /// The unpacked QEMU brings libraries that the system may lack.
-    pub fn environment(&self, images: &Images, command: &mut std::process::Command) {
-        if self.newer {
-            let root = images.qemu_root();
-            let dirs =
-                ["usr/lib/x86_64-linux-gnu", "lib/x86_64-linux-gnu", "usr/lib/x86_64-linux-gnu/pulseaudio"];
-            let own: Vec<String> = dirs.iter().map(|d| root.join(d).display().to_string()).collect();
-            command.env("LD_LIBRARY_PATH", own.join(":"));
-        }
     }
 
     /// The arguments for one host whose files are in `dir`. Link sockets are in `links`.

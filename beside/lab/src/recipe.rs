@@ -153,6 +153,9 @@ pub const RDMA_BUILD_PACKAGES: &[&str] = &[
     "xz-utils",
 ];
 
+/// The release of Debian whose backports have the newer QEMU. It brings its C library along.
+pub const QEMU_RELEASE: &str = "trixie";
+
 /// The newer QEMU that is unpacked beside the system's.
 pub const QEMU_PACKAGES: &[&str] = &["qemu-system-x86", "seabios"];
 
@@ -386,7 +389,10 @@ impl Artifact {
         let kernels: Vec<&str> = KERNELS.iter().flat_map(|k| [k.name, k.meta, k.prefix]).collect();
         let mut parts = vec![self.name(), version.as_str()];
         match self {
-            Artifact::Qemu => parts.extend(QEMU_PACKAGES),
+            Artifact::Qemu => {
+                parts.push(QEMU_RELEASE);
+                parts.extend(QEMU_PACKAGES);
+            }
             Artifact::Kernels => parts.extend(kernels),
             Artifact::Host => {
                 parts.extend(HOST_PACKAGES);
