@@ -17,6 +17,7 @@
 //! | `memory` | regions, keys, protection, translation |
 //! | `objects` | the state of queue pairs, completion queues, devices |
 //! | `local` | the transport between queue pairs of this engine |
+//! | [`remote`] | what transports to other engines need of this one |
 
 pub mod attributes;
 pub mod counters;
@@ -28,6 +29,7 @@ mod memory;
 pub mod names;
 mod objects;
 pub mod provider;
+pub mod remote;
 mod table;
 pub mod testing;
 pub mod work;

@@ -317,6 +317,7 @@ impl<P: Provider> Engine<P> {
                 send_cq,
                 receive_cq,
                 current: None,
+                elsewhere: None,
                 stashed: None,
                 waiter: None,
                 send_queue: send,

@@ -116,6 +116,9 @@ impl<P: Provider> Engine<P> {
 
     /// Destroys a queue pair. Nothing of it completes any more.
     pub fn destroy_qp(&mut self, device: DeviceId, qp: QpHandle) -> Result<(), VerbsError> {
+        if let Some(at) = self.qp_ref(device, qp) {
+            self.close_elsewhere(at);
+        }
         let found = self.of(device)?;
         let gone = found.qps.remove(qp.0).ok_or(VerbsError::missing("queue pair", qp.0))?;
         if found.gsi == qp.0 {

@@ -2,8 +2,8 @@
 
 use crate::error::VerbsError;
 use crate::limits::Limits;
-use crate::names::{ContextHandle, DeviceId, Gid};
-use crate::objects::{Device, GidEntry, NOT_NOTIFIED, QpRef};
+use crate::names::{ContextHandle, DeviceId, Gid, QpHandle};
+use crate::objects::{Device, GidEntry, NOT_NOTIFIED, Path, QpRef};
 use crate::provider::{CompletionQueue, Provider};
 use crate::work::{Arm, MAX_SGE};
 
@@ -43,6 +43,12 @@ impl<P: Provider> Engine<P> {
 
     /// Puts a device into its state at power-on: no objects, no addresses. Counters and limits stay.
     pub fn reset_device(&mut self, device: DeviceId) {
+        let handles = self.device(device.0).map(|found| found.qps.handles(|qp| qp.path == Path::Elsewhere));
+        for handle in handles.unwrap_or_default() {
+            if let Some(at) = self.qp_ref(device, QpHandle(handle)) {
+                self.close_elsewhere(at);
+            }
+        }
         let Some(old) = self.device_mut(device.0) else { return };
         let mut new = Device::new(
             std::mem::take(&mut old.name),

@@ -19,6 +19,8 @@ impl<P: Provider> Engine<P> {
             return;
         }
         let never_started = qp.state == QpState::Reset;
+        self.close_elsewhere(at);
+        let Some(qp) = self.qp_mut(at) else { return };
         qp.state = QpState::Error;
         let waiter = qp.waiter.take();
         let stashed = qp.stashed.take();
@@ -83,7 +85,10 @@ impl<P: Provider> Engine<P> {
         while flushed < FLUSHED_PER_TURN {
             let Some(device) = self.device_mut(at.device) else { break };
             let Some(qp) = device.qps.get_mut(at.handle) else { break };
-            let (wr_id, operation) = if let Some(current) = qp.current.take() {
+            let handed = qp.elsewhere.as_mut().and_then(|elsewhere| elsewhere.outstanding.pop_front());
+            let (wr_id, operation) = if let Some(outstanding) = handed {
+                (outstanding.request.wr_id, completed(&outstanding.request.operation))
+            } else if let Some(current) = qp.current.take() {
                 (current.request.wr_id, completed(&current.request.operation))
             } else {
                 match qp.send_queue.fetch(&device.memory) {

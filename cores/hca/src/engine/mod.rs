@@ -26,7 +26,7 @@ mod query;
 mod timers;
 mod transitions;
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
 
 use crate::attributes::QpKind;
 use crate::limits::{Capabilities, Limits};
@@ -36,9 +36,11 @@ use crate::names::{
 };
 use crate::objects::{CqRef, Device, Qp, QpRef};
 use crate::provider::Provider;
+use crate::remote::Action;
 use crate::work::AsyncEvent;
 
 pub(crate) use create::power_on_attributes;
+pub(crate) use failure::completed;
 pub(crate) use modify::PSN_MASK;
 pub use query::{DeviceReport, ObjectCounts};
 
@@ -237,6 +239,10 @@ pub struct Engine<P: Provider> {
     events: Vec<(u32, AsyncEvent)>,
     /// Completion queues that failed and whose queue pairs are still to be told.
     failed_cqs: Vec<CqRef>,
+    /// Segments whose addresses that nobody here has may be reached by a transport.
+    pub(crate) uplinks: HashSet<SegmentId>,
+    /// What transports have to do.
+    pub(crate) actions: Vec<Action>,
     /// Scratch for a copy's two sides.
     source: Vec<Piece>,
     target: Vec<Piece>,
@@ -263,6 +269,8 @@ impl<P: Provider> Engine<P> {
             retry_at: 0,
             events: Vec::new(),
             failed_cqs: Vec::new(),
+            uplinks: HashSet::new(),
+            actions: Vec::new(),
             source: Vec::new(),
             target: Vec::new(),
         }
@@ -323,6 +331,16 @@ impl<P: Provider> Engine<P> {
     #[inline]
     pub(crate) fn topology(&self) -> u64 {
         self.topology
+    }
+
+    /// Paths may have come or gone.
+    pub(crate) fn topology_changed(&mut self) {
+        self.topology += 1;
+    }
+
+    /// All devices.
+    pub(crate) fn devices(&self) -> impl Iterator<Item = &Device<P>> {
+        self.devices.iter().filter_map(|device| device.as_deref())
     }
 
     #[inline]

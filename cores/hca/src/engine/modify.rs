@@ -132,7 +132,7 @@ impl<P: Provider> Engine<P> {
             (QpState::ReadyToSend, QpState::SendQueueDrained) => {
                 let Some(qp) = self.qp_mut(at) else { return };
                 qp.state = to;
-                if qp.current.is_none() {
+                if self.is_drained(at) {
                     self.drained(at);
                 }
             }
@@ -173,7 +173,9 @@ impl<P: Provider> Engine<P> {
 
     fn reset_qp(&mut self, at: QpRef) {
         self.wait(at, Wait::None, None);
+        self.close_elsewhere(at);
         let Some(qp) = self.qp_mut(at) else { return };
+        qp.elsewhere = None;
         qp.state = QpState::Reset;
         qp.attributes = power_on_attributes();
         qp.current = None;

@@ -1,7 +1,7 @@
 //! Polling: turns of the active queue pairs.
 
 use crate::attributes::QpState;
-use crate::objects::{Current, Progress as Done, QpRef, Wait};
+use crate::objects::{Current, Path, Progress as Done, QpRef, Wait};
 use crate::provider::{Fetched, Provider, SendQueue, Sink};
 use crate::work::{AsyncEvent, CompletedOperation, Status};
 
@@ -118,6 +118,11 @@ impl<P: Provider> Engine<P> {
                 turn.stay = false;
                 break;
             }
+            if qp.path == Path::Elsewhere && !qp.has_room_elsewhere() {
+                // Goes on when a transport has completed something.
+                turn.stay = false;
+                break;
+            }
             if let Some(until) = device.messages.blocked_until(now).max(device.bytes.blocked_until(now)) {
                 if qp.current.is_some() || qp.send_queue.pending(&device.memory) {
                     self.throttle(at, until);
@@ -156,6 +161,10 @@ impl<P: Provider> Engine<P> {
                         );
                         continue;
                     }
+                    if step == Step::Handed {
+                        self.hand_over(at, request);
+                        continue;
+                    }
                     let current = Box::new(Current { request, progress });
                     if let Some(kept) = self.finish(at, step, current) {
                         turn.stay = kept;
@@ -185,7 +194,7 @@ impl<P: Provider> Engine<P> {
         match step {
             Step::Done { byte_len } => {
                 self.complete_send(at, wr_id, operation, Status::Success, byte_len, signaled);
-                if self.qp(at).is_some_and(|qp| qp.state == QpState::SendQueueDrained) {
+                if self.is_drained(at) {
                     self.drained(at);
                 }
                 None
@@ -201,6 +210,15 @@ impl<P: Provider> Engine<P> {
             }
             Step::NoReceive { timer, at: responder } => self.no_receive(at, current, timer, responder),
             Step::NoPeer => self.no_peer(at, current),
+            Step::Handed => {
+                self.hand_over(at, current.request);
+                None
+            }
+            Step::Drain => {
+                self.qp_mut(at)?.current = Some(current);
+                self.wait(at, Wait::Outstanding, None);
+                Some(false)
+            }
         }
     }
 

@@ -136,7 +136,7 @@ impl<P: Provider> Engine<P> {
             match qp.wait {
                 Wait::Receive => current.progress.rnr_waits = current.progress.rnr_waits.saturating_add(1),
                 Wait::Peer => current.progress.timeouts = current.progress.timeouts.saturating_add(1),
-                Wait::None | Wait::Rate => {}
+                Wait::None | Wait::Rate | Wait::Outstanding => {}
             }
         }
         let timed_out = qp.wait == Wait::Peer;

@@ -16,7 +16,7 @@ use super::receive::{Received, Taken};
 use super::{Step, message_len, total};
 
 /// Bytes before the payload in a datagram's receive buffer (spec pvrdma 12).
-const GRH_AREA: u64 = 40;
+pub(crate) const GRH_AREA: u64 = 40;
 /// UDP, BTH, DETH and ICRC around a payload.
 const HEADERS: u64 = 8 + 12 + 8 + 4;
 
@@ -57,7 +57,17 @@ impl<P: Provider> Engine<P> {
             qp.counters.bytes += length;
         }
         let one_family = source_gid.ipv4().is_some() == to.dgid.ipv4().is_some();
-        let Some(owner) = self.owner_of(segment, to.dgid).filter(|_| one_family) else { return Step::DONE };
+        let Some(owner) = self.owner_of(segment, to.dgid).filter(|_| one_family) else {
+            if !one_family || !self.uplinks.contains(&segment) {
+                return Step::DONE;
+            }
+            let to = Datagram { qkey, ..*to };
+            let solicited = request.solicited;
+            return match self.datagram_elsewhere(at, to, source_gid, source_qpn, immediate, solicited) {
+                Ok(()) => Step::DONE,
+                Err(status) => Step::Failed(status),
+            };
+        };
         let Some(receiver) = self.datagram_receiver(owner, to.qpn, qkey) else {
             if let Some(device) = self.device_mut(owner) {
                 device.counters.rx_dropped += 1;
@@ -65,26 +75,7 @@ impl<P: Provider> Engine<P> {
             return Step::DONE;
         };
         let header = grh_area(source_gid, to, length, immediate.is_some());
-        let receive = match self.take_receive(receiver) {
-            Taken::Request(receive) => receive,
-            Taken::Empty => {
-                if let Some(device) = self.device_mut(owner) {
-                    device.counters.out_of_buffer += 1;
-                }
-                return Step::DONE;
-            }
-            Taken::Malformed(wr_id) => {
-                self.complete_receive_error(receiver, wr_id, Status::LocalQpOperation);
-                self.enter_error(receiver);
-                return Step::DONE;
-            }
-            Taken::Broken => {
-                let handle = crate::names::QpHandle(receiver.handle);
-                self.event(owner, AsyncEvent::QpFatal(handle));
-                self.enter_error(receiver);
-                return Step::DONE;
-            }
-        };
+        let Some(receive) = self.datagram_receive(owner, receiver) else { return Step::DONE };
         if total(&receive.sges) < GRH_AREA + length {
             // Anyone can send a datagram: it must not cost the receiver its buffer.
             self.stash_receive(receiver, receive);
@@ -127,12 +118,36 @@ impl<P: Provider> Engine<P> {
     }
 
     /// The queue pair that takes a datagram.
-    fn datagram_receiver(&self, owner: u32, qpn: Qpn, qkey: u32) -> Option<QpRef> {
+    pub(crate) fn datagram_receiver(&self, owner: u32, qpn: Qpn, qkey: u32) -> Option<QpRef> {
         let device = self.device(owner).filter(|device| device.enabled)?;
         let qp = device.qp_by_number(qpn)?;
         let takes =
             matches!(qp.kind, QpKind::Ud | QpKind::Gsi) && qp.receives() && qp.attributes.qkey == qkey;
         takes.then_some(QpRef { device: owner, handle: qp.handle.0, stamp: qp.stamp })
+    }
+
+    /// A receive for a datagram; without one it is dropped.
+    pub(crate) fn datagram_receive(&mut self, owner: u32, receiver: QpRef) -> Option<ReceiveRequest> {
+        match self.take_receive(receiver) {
+            Taken::Request(receive) => Some(receive),
+            Taken::Empty => {
+                if let Some(device) = self.device_mut(owner) {
+                    device.counters.out_of_buffer += 1;
+                }
+                None
+            }
+            Taken::Malformed(wr_id) => {
+                self.complete_receive_error(receiver, wr_id, Status::LocalQpOperation);
+                self.enter_error(receiver);
+                None
+            }
+            Taken::Broken => {
+                let handle = crate::names::QpHandle(receiver.handle);
+                self.event(owner, AsyncEvent::QpFatal(handle));
+                self.enter_error(receiver);
+                None
+            }
+        }
     }
 
     /// Writes the GRH area and copies the payload behind it.
@@ -173,7 +188,7 @@ enum Side {
 }
 
 /// The first 40 bytes of a receive buffer: an IPv6 header, or 20 zero bytes and an IPv4 header with its checksum.
-fn grh_area(source: Gid, to: &Datagram, length: u64, immediate: bool) -> [u8; 40] {
+pub(crate) fn grh_area(source: Gid, to: &Datagram, length: u64, immediate: bool) -> [u8; 40] {
     let immediate = if immediate { 4 } else { 0 };
     let payload = HEADERS + immediate + length.next_multiple_of(4);
     // At most the port's MTU and headers.

@@ -11,7 +11,7 @@ use super::Step;
 
 impl<P: Provider> Engine<P> {
     /// Ends a fast registration. Nothing is under way with its key then: requests are executed one at a time.
-    pub(super) fn local_invalidate(&mut self, at: QpRef, rkey: u32) -> Step {
+    pub(crate) fn local_invalidate(&mut self, at: QpRef, rkey: u32) -> Step {
         let Some(pd) = self.qp(at).map(|qp| qp.pd) else { return Step::Failed(Status::General) };
         let Some(device) = self.device_mut(at.device) else { return Step::Failed(Status::General) };
         match device.regions.invalidate(rkey, pd) {
@@ -21,7 +21,7 @@ impl<P: Provider> Engine<P> {
     }
 
     /// Makes a fast-register region valid. It must not be so already.
-    pub(super) fn fast_register(&mut self, at: QpRef, request: &FastRegister) -> Step {
+    pub(crate) fn fast_register(&mut self, at: QpRef, request: &FastRegister) -> Step {
         match self.registered(at, request) {
             Some(()) => Step::DONE,
             None => Step::Failed(Status::MemoryBind),
@@ -56,12 +56,12 @@ impl<P: Provider> Engine<P> {
     }
 
     /// Whether a peer's SEND may invalidate a key of this queue pair.
-    pub(super) fn may_invalidate(&self, peer: QpRef, key: u32) -> Result<(), Forbidden> {
+    pub(crate) fn may_invalidate(&self, peer: QpRef, key: u32) -> Result<(), Forbidden> {
         let pd = self.qp(peer).ok_or(Forbidden)?.pd;
         self.device(peer.device).ok_or(Forbidden)?.regions.may_invalidate(key, pd)
     }
 
-    pub(super) fn invalidate_remote(&mut self, peer: QpRef, key: u32) {
+    pub(crate) fn invalidate_remote(&mut self, peer: QpRef, key: u32) {
         let Some(pd) = self.qp(peer).map(|qp| qp.pd) else { return };
         if let Some(device) = self.device_mut(peer.device) {
             // Checked by `may_invalidate`, in the same step.

@@ -10,10 +10,10 @@
 //! out of sequence, or worse, be taken for duplicates. So a wrong exchange of PSNs is found here as well.
 
 mod connected;
-mod datagram;
+pub(crate) mod datagram;
 mod management;
 mod one_sided;
-mod receive;
+pub(crate) mod receive;
 
 use std::ops::Range;
 
@@ -48,6 +48,10 @@ pub(crate) enum Step {
     },
     /// Nobody answers.
     NoPeer,
+    /// A transport takes it.
+    Handed,
+    /// It has to wait until transports have ended all earlier ones.
+    Drain,
 }
 
 impl Step {
@@ -56,14 +60,14 @@ impl Step {
 
 /// Bytes of a scatter-gather list.
 #[inline]
-fn total(sges: &[Sge]) -> u64 {
+pub(crate) fn total(sges: &[Sge]) -> u64 {
     // At most 16 elements of 32 bits.
     sges.iter().map(|sge| u64::from(sge.length)).sum()
 }
 
 /// A length that was checked to be that of a message.
 #[inline]
-fn message_len(total: u64) -> u32 {
+pub(crate) fn message_len(total: u64) -> u32 {
     u32::try_from(total).unwrap_or(u32::MAX)
 }
 
@@ -76,6 +80,9 @@ impl<P: Provider> Engine<P> {
         let Some(device) = self.device(at.device) else { return Step::Failed(Status::General) };
         if total(&request.sges) > u64::from(device.capabilities.max_message_bytes) {
             return Step::Failed(Status::LocalLength);
+        }
+        if matches!(kind, QpKind::Rc | QpKind::Uc) && self.path(at) == Path::Elsewhere {
+            return self.execute_elsewhere(at, request);
         }
         match (&request.operation, kind) {
             (Operation::Send { datagram: None, invalidate: None, immediate }, QpKind::Rc | QpKind::Uc) => {
@@ -153,23 +160,15 @@ impl<P: Provider> Engine<P> {
     /// that could matter.
     #[inline]
     fn peer(&mut self, at: QpRef) -> Option<QpRef> {
-        let qp = self.qp(at)?;
-        if qp.path_at != self.topology() {
-            let path = self.find_peer(at).map_or(Path::Unreachable, Path::Local);
-            let topology = self.topology();
-            let qp = self.qp_mut(at)?;
-            qp.path = path;
-            qp.path_at = topology;
-        }
-        match self.qp(at)?.path {
+        match self.path(at) {
             Path::Local(peer) => Some(peer),
-            Path::Unreachable => None,
+            Path::Unreachable | Path::Elsewhere => None,
         }
     }
 
     /// Finds the queue pair that would take our packets: it has the address and number that we send to, is of our kind, in a
     /// state to receive, and expects packets from our address, number and PSN.
-    fn find_peer(&self, at: QpRef) -> Option<QpRef> {
+    pub(crate) fn find_peer(&self, at: QpRef) -> Option<QpRef> {
         let device = self.device(at.device)?;
         let qp = self.qp(at)?;
         let dgid = qp.attributes.address.dgid;
@@ -213,7 +212,7 @@ impl<P: Provider> Engine<P> {
 
     /// Translates a part of the own scatter-gather list into the copy's source.
     #[inline]
-    fn gather_source(
+    pub(crate) fn gather_source(
         &mut self,
         at: QpRef,
         sges: &[Sge],
@@ -229,7 +228,7 @@ impl<P: Provider> Engine<P> {
     /// Translates a part of a scatter-gather list that is written into the copy's target. `srq` names the protection domain of
     /// receives from a shared queue.
     #[inline]
-    fn gather_target(
+    pub(crate) fn gather_target(
         &mut self,
         at: QpRef,
         srq: Option<ObjectRef>,
@@ -323,7 +322,7 @@ impl<P: Provider> Engine<P> {
 
     /// Charges bytes that were moved to the VM's rate limit.
     #[inline]
-    fn charge(&mut self, at: QpRef, bytes: u64) {
+    pub(crate) fn charge(&mut self, at: QpRef, bytes: u64) {
         let now = self.now();
         if let Some(device) = self.device_mut(at.device) {
             device.bytes.spend(now, bytes);

@@ -21,7 +21,7 @@ const ATOMIC: u64 = 8;
 impl<P: Provider> Engine<P> {
     /// WRITE, with immediate data or without.
     #[inline]
-    pub(super) fn write(
+    pub(crate) fn write(
         &mut self,
         at: QpRef,
         request: &SendRequest,
@@ -83,7 +83,7 @@ impl<P: Provider> Engine<P> {
 
     /// READ.
     #[inline]
-    pub(super) fn read(
+    pub(crate) fn read(
         &mut self,
         at: QpRef,
         request: &SendRequest,
@@ -127,7 +127,7 @@ impl<P: Provider> Engine<P> {
     }
 
     /// Compare and swap, fetch and add: by the host CPU's atomics, so they are atomic against the guest's CPUs as well.
-    pub(super) fn atomic(
+    pub(crate) fn atomic(
         &mut self,
         at: QpRef,
         request: &SendRequest,
@@ -189,13 +189,13 @@ impl<P: Provider> Engine<P> {
     }
 
     /// Whether a responder takes reads and atomics.
-    fn serves_reads(&self, peer: QpRef) -> bool {
+    pub(crate) fn serves_reads(&self, peer: QpRef) -> bool {
         self.qp(peer).is_some_and(|qp| qp.attributes.max_dest_rd_atomic > 0 && qp.kind == QpKind::Rc)
     }
 
     /// Whether a responder's queue pair permits a kind of access.
     #[inline]
-    fn permits(&self, peer: QpRef, access: Access) -> bool {
+    pub(crate) fn permits(&self, peer: QpRef, access: Access) -> bool {
         self.qp(peer).is_some_and(|qp| qp.attributes.access.contains(access))
     }
 
@@ -207,7 +207,7 @@ impl<P: Provider> Engine<P> {
     }
 
     #[inline]
-    fn remote_target(
+    pub(crate) fn remote_target(
         &mut self,
         peer: QpRef,
         remote: Remote,
@@ -221,7 +221,7 @@ impl<P: Provider> Engine<P> {
     }
 
     #[inline]
-    fn remote_source(
+    pub(crate) fn remote_source(
         &mut self,
         peer: QpRef,
         remote: Remote,

@@ -9,7 +9,7 @@ use crate::work::{AsyncEvent, CompletedOperation, Completion, ReceiveRequest, St
 use super::Step;
 
 /// A receive for a message.
-pub(super) enum Taken {
+pub(crate) enum Taken {
     /// Here it is.
     Request(ReceiveRequest),
     /// None is posted.
@@ -23,7 +23,7 @@ pub(super) enum Taken {
 impl<P: Provider> Engine<P> {
     /// Takes the next receive of a queue pair: one that was taken before and not used, or from its ring, or a shared one.
     #[inline]
-    pub(super) fn take_receive(&mut self, at: QpRef) -> Taken {
+    pub(crate) fn take_receive(&mut self, at: QpRef) -> Taken {
         let Some(device) = self.device_mut(at.device) else { return Taken::Empty };
         let Some(qp) = device.qps.get_mut(at.handle) else { return Taken::Empty };
         if let Some(stashed) = qp.stashed.take() {
@@ -59,7 +59,7 @@ impl<P: Provider> Engine<P> {
     }
 
     /// Keeps a receive for the next message, or for the rest of this one.
-    pub(super) fn stash_receive(&mut self, at: QpRef, request: ReceiveRequest) {
+    pub(crate) fn stash_receive(&mut self, at: QpRef, request: ReceiveRequest) {
         if let Some(qp) = self.qp_mut(at) {
             qp.stashed = Some(Box::new(request));
         }
@@ -67,7 +67,7 @@ impl<P: Provider> Engine<P> {
 
     /// A receive for a message of a connected requester, or what the requester has to do without one.
     #[inline]
-    pub(super) fn receive_for(&mut self, at: QpRef, peer: QpRef) -> Result<ReceiveRequest, Step> {
+    pub(crate) fn receive_for(&mut self, at: QpRef, peer: QpRef) -> Result<ReceiveRequest, Step> {
         match self.take_receive(peer) {
             Taken::Request(request) => Ok(request),
             Taken::Empty => Err(self.no_receive_posted(at, peer)),
@@ -84,7 +84,7 @@ impl<P: Provider> Engine<P> {
     }
 
     /// The responder can't go on for a reason of its own; also an unreliable one then fails.
-    pub(super) fn own_failure(&mut self, peer: QpRef) {
+    pub(crate) fn own_failure(&mut self, peer: QpRef) {
         if self.qp(peer).is_some_and(|qp| qp.kind != QpKind::Rc) {
             self.enter_error(peer);
         }
@@ -123,13 +123,13 @@ impl<P: Provider> Engine<P> {
     }
 
     /// The protection domain of a queue pair's receives is the shared queue's, if it has one.
-    pub(super) fn shared_queue(&self, at: QpRef) -> Option<ObjectRef> {
+    pub(crate) fn shared_queue(&self, at: QpRef) -> Option<ObjectRef> {
         self.qp(at)?.srq
     }
 
     /// Completes a receive successfully.
     #[inline]
-    pub(super) fn complete_receive(&mut self, at: QpRef, solicited: bool, received: Received) {
+    pub(crate) fn complete_receive(&mut self, at: QpRef, solicited: bool, received: Received) {
         let Some(device) = self.device_mut(at.device) else { return };
         let Some(qp) = device.qps.get_mut(at.handle).filter(|qp| qp.stamp == at.stamp) else { return };
         qp.counters.receives += 1;
@@ -177,7 +177,7 @@ impl<P: Provider> Engine<P> {
 }
 
 /// What a receive got.
-pub(super) struct Received {
+pub(crate) struct Received {
     pub wr_id: u64,
     pub operation: CompletedOperation,
     pub byte_len: u32,

@@ -4,6 +4,7 @@ use crate::attributes::{QpAttributes, QpKind, QpState};
 use crate::counters::QpCounters;
 use crate::names::{Gid, QpHandle, Qpn};
 use crate::provider::Provider;
+use crate::remote::Elsewhere;
 use crate::work::{ReceiveRequest, SendRequest};
 
 use super::{ObjectRef, QpRef};
@@ -15,6 +16,8 @@ pub(crate) enum Path {
     Unreachable,
     /// A queue pair of this engine.
     Local(QpRef),
+    /// A transport carries it, until the queue pair is reset.
+    Elsewhere,
 }
 
 /// What a send queue waits for.
@@ -28,6 +31,8 @@ pub(crate) enum Wait {
     Peer,
     /// The VM's rate limit.
     Rate,
+    /// The end of all requests that a transport has.
+    Outstanding,
 }
 
 /// How far a request has come.
@@ -70,6 +75,8 @@ pub(crate) struct Qp<P: Provider> {
     pub send_cq: ObjectRef,
     pub receive_cq: ObjectRef,
     pub current: Option<Box<Current>>,
+    /// What it has when its peer is elsewhere.
+    pub elsewhere: Option<Box<Elsewhere>>,
     /// A receive that was taken from the ring and is not completed: partly filled, or left over from a dropped datagram.
     pub stashed: Option<Box<ReceiveRequest>>,
     /// The requester that waits for a receive here.

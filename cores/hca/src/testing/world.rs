@@ -104,6 +104,12 @@ impl<M: Dma + Clone + 'static> World<M> {
         Self { engine: Engine::new(config), events: Events::default(), now: 1, guests: 0 }
     }
 
+    /// A world whose guests' numbers, and so addresses, follow `last`: a host beside another one.
+    #[must_use]
+    pub fn after(last: u8) -> Self {
+        Self { guests: last, ..Self::new(EngineConfig::default()) }
+    }
+
     /// Adds a guest with that RAM, in segment 1, with address [`gid`] of its number.
     pub fn guest(&mut self, memory: M) -> Guest<M> {
         self.guests += 1;

@@ -1,0 +1,168 @@
+//! Datagrams from and to elsewhere.
+
+use dma::Dma;
+
+use crate::engine::Engine;
+use crate::local::datagram::{GRH_AREA, grh_area};
+use crate::local::receive::Received;
+use crate::local::total;
+use crate::names::{Gid, Qpn, SegmentId};
+use crate::objects::QpRef;
+use crate::provider::Provider;
+use crate::work::{CompletedOperation, Datagram, NetworkHeader, Status};
+
+use super::responder::bytes;
+use super::{Action, QpId};
+
+/// A datagram to carry: a copy, so nothing of the sender is needed any more.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OutgoingDatagram {
+    /// Who sends it.
+    pub qp: QpId,
+    /// The network it goes through.
+    pub segment: SegmentId,
+    /// The sender's number; the general services queue pair sends as 1.
+    pub source_qpn: Qpn,
+    /// The sender's address.
+    pub source_gid: Gid,
+    /// Its MAC.
+    pub source_mac: [u8; 6],
+    /// Where to. The Q_Key is the one to send.
+    pub to: Datagram,
+    /// Immediate data, as wire bytes.
+    pub immediate: Option<[u8; 4]>,
+    /// Raises a solicited event.
+    pub solicited: bool,
+    /// At most the port's MTU.
+    pub payload: Vec<u8>,
+}
+
+/// A datagram that arrived.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct IncomingDatagram<'a> {
+    /// The network it came through.
+    pub segment: SegmentId,
+    /// The sender's number.
+    pub source_qpn: Qpn,
+    /// The sender's address.
+    pub source_gid: Gid,
+    /// The receiver's address.
+    pub dgid: Gid,
+    /// The receiver's number.
+    pub qpn: Qpn,
+    /// Q_Key that it carries.
+    pub qkey: u32,
+    /// Traffic class, for the receiver's header area.
+    pub traffic_class: u8,
+    /// Flow label, 20 bits.
+    pub flow_label: u32,
+    /// Hop limit.
+    pub hop_limit: u8,
+    /// Immediate data, as wire bytes.
+    pub immediate: Option<[u8; 4]>,
+    /// Raises a solicited event.
+    pub solicited: bool,
+    /// Data.
+    pub payload: &'a [u8],
+}
+
+impl<P: Provider> Engine<P> {
+    /// Hands a datagram over whose source was gathered.
+    pub(crate) fn datagram_elsewhere(
+        &mut self,
+        at: QpRef,
+        to: Datagram,
+        source_gid: Gid,
+        source_qpn: Qpn,
+        immediate: Option<[u8; 4]>,
+        solicited: bool,
+    ) -> Result<(), Status> {
+        let Some(qp) = self.qp_id(at) else { return Err(Status::General) };
+        let device = self.device(at.device).ok_or(Status::General)?;
+        let mut payload = Vec::new();
+        for piece in self.pieces().0 {
+            let from = payload.len();
+            payload.resize(from + usize::try_from(piece.len).unwrap_or(0), 0);
+            device.memory.read(piece.address, &mut payload[from..]).map_err(|_| Status::LocalProtection)?;
+        }
+        let entry = device.gids.iter().flatten().find(|entry| entry.gid == source_gid);
+        let source_mac = entry.map_or([0; 6], |entry| entry.mac);
+        let segment = device.segment;
+        self.actions.push(Action::Datagram(Box::new(OutgoingDatagram {
+            qp,
+            segment,
+            source_qpn,
+            source_gid,
+            source_mac,
+            to,
+            immediate,
+            solicited,
+            payload,
+        })));
+        Ok(())
+    }
+
+    /// Delivers a datagram that arrived. `false`: dropped, and counted where there is a device to count.
+    pub fn remote_datagram(&mut self, datagram: &IncomingDatagram<'_>) -> bool {
+        let Some(owner) = self.owner_of(datagram.segment, datagram.dgid) else { return false };
+        let Some(receiver) = self.datagram_receiver(owner, datagram.qpn, datagram.qkey) else {
+            if let Some(device) = self.device_mut(owner) {
+                device.counters.rx_dropped += 1;
+            }
+            return false;
+        };
+        let Some(receive) = self.datagram_receive(owner, receiver) else { return false };
+        let length = u64::from(bytes(datagram.payload.len()));
+        let all = GRH_AREA + length;
+        if total(&receive.sges) < all {
+            self.stash_receive(receiver, receive);
+            if let Some(device) = self.device_mut(owner) {
+                device.counters.rx_dropped += 1;
+            }
+            return false;
+        }
+        let to = Datagram {
+            qpn: datagram.qpn,
+            qkey: datagram.qkey,
+            pd: 0,
+            dgid: datagram.dgid,
+            sgid_index: 0,
+            traffic_class: datagram.traffic_class,
+            flow_label: datagram.flow_label,
+            hop_limit: datagram.hop_limit,
+            dmac: [0; 6],
+        };
+        let header = grh_area(datagram.source_gid, &to, length, datagram.immediate.is_some());
+        let shared = self.shared_queue(receiver);
+        let placed = self.gather_target(receiver, shared, &receive.sges, all, 0..GRH_AREA).is_ok()
+            && self.write_target(owner, &header).is_ok()
+            && (length == 0
+                || (self.gather_target(receiver, shared, &receive.sges, all, GRH_AREA..all).is_ok()
+                    && self.write_target(owner, datagram.payload).is_ok()));
+        if !placed {
+            self.complete_receive_error(receiver, receive.wr_id, Status::LocalProtection);
+            self.enter_error(receiver);
+            return false;
+        }
+        if let Some(device) = self.device_mut(owner) {
+            device.counters.port_rcv_packets += 1;
+            device.counters.port_rcv_data += length.div_ceil(4);
+            device.counters.rx_send_requests += 1;
+        }
+        if let Some(qp) = self.qp_mut(receiver) {
+            qp.counters.served_bytes += length;
+        }
+        let ipv4 = datagram.source_gid.ipv4().is_some();
+        let received = Received {
+            wr_id: receive.wr_id,
+            operation: CompletedOperation::Receive,
+            byte_len: u32::try_from(all).unwrap_or(u32::MAX),
+            immediate: datagram.immediate,
+            invalidated: None,
+            source: Some(datagram.source_qpn),
+            grh: Some(if ipv4 { NetworkHeader::Ipv4 } else { NetworkHeader::Ipv6 }),
+        };
+        self.complete_receive(receiver, datagram.solicited, received);
+        true
+    }
+}

@@ -1,0 +1,287 @@
+//! Queue pairs whose peers are elsewhere: what the engine hands to a transport, and what a transport does for it.
+//!
+//! The engine fetches, checks and completes requests as it does for local peers. In between, a transport carries them: it takes
+//! [`Action`]s with [`Engine::take_actions`] after each poll, reads the sender's memory as it sends
+//! ([`Engine::remote_gather`]), and at the other end executes what arrives (`remote_receive`, `remote_write`, …), through the same checks
+//! that a local peer passes. Nothing of a message is kept here: a packet that is sent again is read again.
+//!
+//! ```text
+//! send queue ─▶ fetch, check ─▶ Action::Post ─▶ transport ─ … ─▶ transport ─▶ remote_receive/write/read/atomic
+//!                    outstanding ◀─ remote_complete ◀─┘
+//! ```
+//!
+//! **Which peers are elsewhere.** In a segment with an uplink ([`Engine::set_uplink`]), an address that no device of this engine has. Once
+//! a connection has gone elsewhere it stays there until its queue pair is reset: its sequence numbers live in the transport.
+
+mod datagrams;
+mod requester;
+mod responder;
+
+use std::collections::VecDeque;
+
+use crate::attributes::{QpAttributes, QpKind, QpState};
+use crate::engine::Engine;
+use crate::names::{DeviceId, Gid, QpHandle, Qpn, SegmentId};
+use crate::objects::{Path, QpRef};
+use crate::provider::Provider;
+use crate::work::{Remote, SendRequest, Status};
+
+pub use datagrams::{IncomingDatagram, OutgoingDatagram};
+pub use responder::{AtomicOperation, Refusal};
+
+/// A queue pair, as transports name it. Never used again, so a name of what is gone leads nowhere.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct QpId {
+    /// Its device.
+    pub device: DeviceId,
+    /// Its handle.
+    pub handle: QpHandle,
+    stamp: u64,
+    /// Times that it has left RESET: another incarnation is another connection.
+    incarnation: u32,
+}
+
+impl QpId {
+    fn at(self) -> QpRef {
+        QpRef { device: self.device.0, handle: self.handle.0, stamp: self.stamp }
+    }
+}
+
+/// What a posted request asks of its peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PostedOperation {
+    /// SEND.
+    Send {
+        /// Immediate data, as wire bytes.
+        immediate: Option<[u8; 4]>,
+        /// The peer's key to invalidate.
+        invalidate: Option<u32>,
+    },
+    /// WRITE.
+    Write {
+        /// Where to.
+        remote: Remote,
+        /// Immediate data, as wire bytes.
+        immediate: Option<[u8; 4]>,
+    },
+    /// READ.
+    Read {
+        /// Where from.
+        remote: Remote,
+    },
+    /// Compare and swap.
+    CompareSwap {
+        /// Which word.
+        remote: Remote,
+        /// Expected value.
+        compare: u64,
+        /// New value.
+        swap: u64,
+    },
+    /// Fetch and add.
+    FetchAdd {
+        /// Which word.
+        remote: Remote,
+        /// What is added.
+        add: u64,
+    },
+}
+
+/// A request to carry.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Posted {
+    /// Names it in [`Engine::remote_gather`], [`Engine::remote_place`] and [`Engine::remote_complete`]; grows by one per request.
+    pub token: u64,
+    /// What to do.
+    pub operation: PostedOperation,
+    /// Bytes of the message; 8 for atomics.
+    pub length: u32,
+    /// Wait for earlier reads and atomics.
+    pub fence: bool,
+    /// Raises a solicited event at the peer.
+    pub solicited: bool,
+}
+
+/// What a transport has to do, in this order per queue pair.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Action {
+    /// Carry a request of a connected queue pair to its peer.
+    Post {
+        /// Whose.
+        qp: QpId,
+        /// Which.
+        request: Posted,
+    },
+    /// Carry a datagram; nobody waits for it.
+    Datagram(Box<OutgoingDatagram>),
+    /// The connection is over: the queue pair was reset, failed, or is gone. Answers that it owes may still be sent.
+    Closed {
+        /// Whose.
+        qp: QpId,
+    },
+}
+
+/// A connection as its queue pair has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ConnectionInfo {
+    /// Whose.
+    pub qp: QpId,
+    /// The network it is in.
+    pub segment: SegmentId,
+    /// Reliable or not.
+    pub kind: QpKind,
+    /// Own number.
+    pub qpn: Qpn,
+    /// Own address.
+    pub source_gid: Gid,
+    /// Own MAC, as bound to that address.
+    pub source_mac: [u8; 6],
+    /// Path, peer, initial sequence numbers, timers.
+    pub attributes: QpAttributes,
+    /// Whether it sends: RTS or SQD.
+    pub sends: bool,
+}
+
+/// A request that a transport has.
+#[derive(Debug)]
+pub(crate) struct Outstanding {
+    token: u64,
+    pub request: SendRequest,
+    /// How it ended, while earlier ones have not.
+    outcome: Option<Result<u32, Status>>,
+}
+
+/// What a queue pair has only when its peer is elsewhere.
+#[derive(Debug, Default)]
+pub(crate) struct Elsewhere {
+    pub outstanding: VecDeque<Outstanding>,
+    next_token: u64,
+}
+
+/// Requests of one queue pair that transports hold at most.
+const MOST_OUTSTANDING: usize = 256;
+
+impl<P: Provider> Engine<P> {
+    /// Says whether addresses of a segment that nobody here has may be reached by a transport.
+    pub fn set_uplink(&mut self, segment: SegmentId, there: bool) {
+        if there {
+            self.uplinks.insert(segment);
+        } else {
+            self.uplinks.remove(&segment);
+        }
+        self.topology_changed();
+    }
+
+    /// What transports have to do since the last call.
+    #[must_use]
+    pub fn take_actions(&mut self) -> Vec<Action> {
+        std::mem::take(&mut self.actions)
+    }
+
+    /// Whether [`Engine::take_actions`] has something.
+    #[must_use]
+    pub fn has_actions(&self) -> bool {
+        !self.actions.is_empty()
+    }
+
+    /// A queue pair's connection, once it is connected (RTR or later); `None` when it is not, or not that one any more.
+    #[must_use]
+    pub fn connection(&self, qp: QpId) -> Option<ConnectionInfo> {
+        let device = self.device(qp.device.0).filter(|device| device.enabled)?;
+        let found = self.qp(qp.at()).filter(|found| found.incarnation == qp.incarnation)?;
+        if !matches!(found.kind, QpKind::Rc | QpKind::Uc) || !found.receives() {
+            return None;
+        }
+        let entry = device.gids.iter().flatten().find(|entry| entry.gid == found.source_gid)?;
+        Some(ConnectionInfo {
+            qp,
+            segment: device.segment,
+            kind: found.kind,
+            qpn: found.qpn,
+            source_gid: found.source_gid,
+            source_mac: entry.mac,
+            attributes: found.attributes,
+            sends: matches!(found.state, QpState::ReadyToSend | QpState::SendQueueDrained),
+        })
+    }
+
+    /// The connected queue pair with an address and number here.
+    #[must_use]
+    pub fn connected_at(&self, segment: SegmentId, gid: Gid, qpn: Qpn) -> Option<QpId> {
+        let owner = self.owner_of(segment, gid)?;
+        let qp = self.device(owner)?.qp_by_number(qpn)?;
+        (matches!(qp.kind, QpKind::Rc | QpKind::Uc) && qp.receives() && qp.source_gid == gid).then_some(
+            QpId { device: DeviceId(owner), handle: qp.handle, stamp: qp.stamp, incarnation: qp.incarnation },
+        )
+    }
+
+    /// Whether a device of this engine has an address.
+    #[must_use]
+    pub fn has_address(&self, segment: SegmentId, gid: Gid) -> bool {
+        self.owner_of(segment, gid).is_some()
+    }
+
+    /// The addresses of a segment that devices of this engine have, with their MACs.
+    #[must_use]
+    pub fn addresses(&self, segment: SegmentId) -> Vec<(Gid, [u8; 6])> {
+        let devices = self.devices().filter(|device| device.segment == segment);
+        devices.flat_map(|device| device.gids.iter().flatten().map(|entry| (entry.gid, entry.mac))).collect()
+    }
+
+    /// The path of a queue pair, looked up anew when something has changed that could matter.
+    #[inline]
+    pub(crate) fn path(&mut self, at: QpRef) -> Path {
+        let topology = self.topology();
+        let Some(qp) = self.qp(at) else { return Path::Unreachable };
+        if qp.path_at == topology || qp.path == Path::Elsewhere {
+            return qp.path;
+        }
+        let path = self.find_path(at);
+        if let Some(qp) = self.qp_mut(at) {
+            qp.path = path;
+            qp.path_at = topology;
+        }
+        path
+    }
+
+    fn find_path(&self, at: QpRef) -> Path {
+        if let Some(peer) = self.find_peer(at) {
+            return Path::Local(peer);
+        }
+        let elsewhere = self.device(at.device).zip(self.qp(at)).is_some_and(|(device, qp)| {
+            let dgid = qp.attributes.address.dgid;
+            self.uplinks.contains(&device.segment)
+                && self.owner_of(device.segment, dgid).is_none()
+                && self.owner_of(device.segment, qp.source_gid) == Some(at.device)
+                && dgid.ipv4().is_some() == qp.source_gid.ipv4().is_some()
+        });
+        if elsewhere { Path::Elsewhere } else { Path::Unreachable }
+    }
+
+    pub(crate) fn qp_id(&self, at: QpRef) -> Option<QpId> {
+        let qp = self.qp(at)?;
+        Some(QpId {
+            device: DeviceId(at.device),
+            handle: qp.handle,
+            stamp: qp.stamp,
+            incarnation: qp.incarnation,
+        })
+    }
+
+    /// The connection is over for the transport. To be called while the queue pair is still there.
+    pub(crate) fn close_elsewhere(&mut self, at: QpRef) {
+        if self.qp(at).is_some_and(|qp| qp.path == Path::Elsewhere)
+            && let Some(qp) = self.qp_id(at)
+        {
+            self.actions.push(Action::Closed { qp });
+        }
+    }
+
+    /// A queue pair that a transport names, if it still is that one and takes messages.
+    fn served(&self, qp: QpId) -> Result<QpRef, Refusal> {
+        let at = qp.at();
+        let there = self.device(at.device).is_some_and(|device| device.enabled)
+            && self.qp(at).is_some_and(|found| found.incarnation == qp.incarnation && found.receives());
+        if there { Ok(at) } else { Err(Refusal::Gone) }
+    }
+}

@@ -1,0 +1,264 @@
+//! The requester's side: requests that a transport has, until it says how they ended.
+
+use std::ops::Range;
+
+use dma::Dma;
+
+use crate::attributes::{QpKind, QpState};
+use crate::engine::{Engine, completed};
+use crate::local::{Step, message_len, total};
+use crate::objects::{Qp, QpRef, Wait};
+use crate::provider::Provider;
+use crate::work::{Operation, SendRequest, Status};
+
+use super::{Action, Elsewhere, MOST_OUTSTANDING, Outstanding, Posted, PostedOperation, QpId};
+
+/// Bytes of an atomic.
+const ATOMIC: u32 = 8;
+
+impl<P: Provider> Qp<P> {
+    /// Whether a transport takes another request.
+    #[inline]
+    pub(crate) fn has_room_elsewhere(&self) -> bool {
+        self.elsewhere.as_ref().is_none_or(|elsewhere| elsewhere.outstanding.len() < MOST_OUTSTANDING)
+    }
+}
+
+impl<P: Provider> Engine<P> {
+    fn nothing_outstanding(&self, at: QpRef) -> bool {
+        self.qp(at)
+            .and_then(|qp| qp.elsewhere.as_ref())
+            .is_none_or(|elsewhere| elsewhere.outstanding.is_empty())
+    }
+
+    /// Checks a request whose peer is elsewhere. [`Step::Handed`]: it is to be handed over.
+    pub(crate) fn execute_elsewhere(&mut self, at: QpRef, request: &SendRequest) -> Step {
+        let step = self.check_elsewhere(at, request);
+        match step {
+            // A fast registration was executed: its region was free. It completes in its turn.
+            Step::Done { .. } if self.nothing_outstanding(at) => step,
+            Step::Done { .. } | Step::Handed => Step::Handed,
+            // What fails, and what has to wait for earlier requests, waits for those that a transport has.
+            _ if self.nothing_outstanding(at) => step,
+            _ => Step::Drain,
+        }
+    }
+
+    fn check_elsewhere(&mut self, at: QpRef, request: &SendRequest) -> Step {
+        let Some(qp) = self.qp(at) else { return Step::Failed(Status::General) };
+        let kind = qp.kind;
+        let reads = qp.attributes.max_rd_atomic > 0;
+        let length = total(&request.sges);
+        let sound = match (&request.operation, kind) {
+            (Operation::Send { datagram: None, invalidate: None, .. }, QpKind::Rc | QpKind::Uc)
+            | (Operation::Send { datagram: None, .. }, QpKind::Rc)
+            | (Operation::Write { .. }, QpKind::Rc | QpKind::Uc) => {
+                self.gather_source(at, &request.sges, length, 0..0).is_ok()
+            }
+            (
+                Operation::Read { .. } | Operation::CompareSwap { .. } | Operation::FetchAdd { .. },
+                QpKind::Rc,
+            ) if !reads => return Step::Failed(Status::LocalQpOperation),
+            (Operation::Read { .. }, QpKind::Rc) => {
+                self.gather_target(at, None, &request.sges, length, 0..0).is_ok()
+            }
+            (Operation::CompareSwap { .. } | Operation::FetchAdd { .. }, QpKind::Rc) => {
+                let bytes = u64::from(ATOMIC);
+                if length < bytes {
+                    return Step::Failed(Status::LocalLength);
+                }
+                self.gather_target(at, None, &request.sges, bytes, 0..bytes).is_ok()
+            }
+            (Operation::LocalInvalidate { rkey }, QpKind::Rc) => {
+                // Earlier requests may still read through the region.
+                return if self.nothing_outstanding(at) {
+                    self.local_invalidate(at, *rkey)
+                } else {
+                    Step::Drain
+                };
+            }
+            (Operation::FastRegister(registration), QpKind::Rc) => {
+                return self.fast_register(at, registration);
+            }
+            _ => return Step::Failed(Status::LocalQpOperation),
+        };
+        if sound { Step::Handed } else { Step::Failed(Status::LocalProtection) }
+    }
+
+    /// Hands a checked request over to the transport.
+    pub(crate) fn hand_over(&mut self, at: QpRef, request: SendRequest) {
+        let Some(id) = self.qp_id(at) else { return };
+        let Some(qp) = self.qp_mut(at) else { return };
+        let elsewhere = qp.elsewhere.get_or_insert_with(Box::<Elsewhere>::default);
+        let token = elsewhere.next_token;
+        elsewhere.next_token += 1;
+        let mut length = message_len(total(&request.sges));
+        let operation = match &request.operation {
+            Operation::Send { immediate, invalidate, .. } => {
+                Some(PostedOperation::Send { immediate: *immediate, invalidate: *invalidate })
+            }
+            Operation::Write { remote, immediate } => {
+                Some(PostedOperation::Write { remote: *remote, immediate: *immediate })
+            }
+            Operation::Read { remote } => Some(PostedOperation::Read { remote: *remote }),
+            Operation::CompareSwap { remote, compare, swap } => {
+                Some(PostedOperation::CompareSwap { remote: *remote, compare: *compare, swap: *swap })
+            }
+            Operation::FetchAdd { remote, add } => {
+                Some(PostedOperation::FetchAdd { remote: *remote, add: *add })
+            }
+            Operation::LocalInvalidate { .. } | Operation::FastRegister(_) => None,
+        };
+        if matches!(operation, Some(PostedOperation::CompareSwap { .. } | PostedOperation::FetchAdd { .. })) {
+            length = ATOMIC;
+        }
+        let (fence, solicited) = (request.fence, request.solicited);
+        let outcome = if operation.is_none() { Some(Ok(0)) } else { None };
+        elsewhere.outstanding.push_back(Outstanding { token, request, outcome });
+        if let Some(operation) = operation {
+            self.charge(at, u64::from(length));
+            let request = Posted { token, operation, length, fence, solicited };
+            self.actions.push(Action::Post { qp: id, request });
+        }
+    }
+
+    /// An outstanding request of a queue pair that still is the one named.
+    fn outstanding(&self, qp: QpId, token: u64) -> Option<&Outstanding> {
+        let found = self.qp(qp.at()).filter(|found| found.incarnation == qp.incarnation)?;
+        let outstanding = &found.elsewhere.as_ref()?.outstanding;
+        let index = token.checked_sub(outstanding.front()?.token)?;
+        outstanding.get(usize::try_from(index).ok()?)
+    }
+
+    /// Reads bytes of a message from the sender's memory, from `offset` on, as many as `into` holds.
+    ///
+    /// # Errors
+    /// The status that the request fails with when its memory may not be read, or is gone.
+    pub fn remote_gather(
+        &mut self,
+        qp: QpId,
+        token: u64,
+        offset: u32,
+        into: &mut [u8],
+    ) -> Result<(), Status> {
+        let outstanding = self.outstanding(qp, token).ok_or(Status::General)?;
+        let sges = outstanding.request.sges.clone();
+        let length = total(&sges);
+        let part = range(offset, into.len()).filter(|part| part.end <= length).ok_or(Status::General)?;
+        self.gather_source(qp.at(), &sges, length, part).map_err(|_| Status::LocalProtection)?;
+        let device = self.device(qp.device.0).filter(|device| device.enabled).ok_or(Status::General)?;
+        let mut rest = into;
+        for piece in self.pieces().0 {
+            let len = usize::try_from(piece.len).unwrap_or(usize::MAX).min(rest.len());
+            let (now, later) = rest.split_at_mut(len);
+            device.memory.read(piece.address, now).map_err(|_| Status::LocalProtection)?;
+            rest = later;
+        }
+        Ok(())
+    }
+
+    /// Places bytes of a READ's answer, or an atomic's 8 bytes (as the guest has words, little-endian), from `offset` on.
+    ///
+    /// # Errors
+    /// The status that the request fails with when its memory may not be written, or is gone.
+    pub fn remote_place(&mut self, qp: QpId, token: u64, offset: u32, from: &[u8]) -> Result<(), Status> {
+        let outstanding = self.outstanding(qp, token).ok_or(Status::General)?;
+        let answers = matches!(
+            outstanding.request.operation,
+            Operation::Read { .. } | Operation::CompareSwap { .. } | Operation::FetchAdd { .. }
+        );
+        let sges = outstanding.request.sges.clone();
+        let length = total(&sges);
+        let part = range(offset, from.len())
+            .filter(|part| answers && part.end <= length)
+            .ok_or(Status::BadResponse)?;
+        self.gather_target(qp.at(), None, &sges, length, part).map_err(|_| Status::LocalProtection)?;
+        self.write_target(qp.device.0, from).map_err(|_| Status::LocalProtection)
+    }
+
+    /// Says how a request ended: bytes read (0 for sends and writes, 8 for atomics), or the status it failed with. Completions come in the order
+    /// of posting, whatever the order of calls; a failure fails the queue pair.
+    pub fn remote_complete(&mut self, qp: QpId, token: u64, outcome: Result<u32, Status>) {
+        let at = qp.at();
+        let Some(found) = self.qp_mut(at).filter(|found| found.incarnation == qp.incarnation) else { return };
+        let Some(elsewhere) = &mut found.elsewhere else { return };
+        let Some(first) = elsewhere.outstanding.front().map(|front| front.token) else { return };
+        let place = token.checked_sub(first).and_then(|index| usize::try_from(index).ok());
+        let Some(ended) = place.and_then(|index| elsewhere.outstanding.get_mut(index)) else { return };
+        ended.outcome = Some(outcome);
+        self.complete_ended(at);
+    }
+
+    /// Completes requests at the front that have ended.
+    fn complete_ended(&mut self, at: QpRef) {
+        loop {
+            let Some(found) = self.qp_mut(at) else { return };
+            if found.state == QpState::Error {
+                // They are flushed.
+                return;
+            }
+            let Some(elsewhere) = &mut found.elsewhere else { return };
+            let Some(outcome) = elsewhere.outstanding.front().and_then(|front| front.outcome) else { break };
+            let Some(Outstanding { request, .. }) = elsewhere.outstanding.pop_front() else { break };
+            if let Ok(bytes) = outcome {
+                found.counters.bytes += u64::from(bytes).max(total(&request.sges));
+            }
+            let operation = completed(&request.operation);
+            match outcome {
+                Ok(bytes) => {
+                    self.complete_send(at, request.wr_id, operation, Status::Success, bytes, request.signaled)
+                }
+                Err(status) => {
+                    if status == Status::RetryExceeded
+                        && let Some(device) = self.device_mut(at.device)
+                    {
+                        device.counters.req_transport_retries_exceeded += 1;
+                    }
+                    if status == Status::RnrRetryExceeded
+                        && let Some(device) = self.device_mut(at.device)
+                    {
+                        device.counters.rnr_nak_retry_err += 1;
+                    }
+                    self.complete_send(at, request.wr_id, operation, status, 0, true);
+                    self.fail_sender(at);
+                    return;
+                }
+            }
+        }
+        let empty = self.nothing_outstanding(at);
+        let Some(found) = self.qp(at) else { return };
+        if empty && found.wait == Wait::Outstanding {
+            self.wake(at);
+        } else if found.wait == Wait::None {
+            self.activate(at);
+        }
+        if empty && self.is_drained(at) {
+            self.drained(at);
+        }
+    }
+
+    /// Whether a queue pair in SQD has nothing under way.
+    pub(crate) fn is_drained(&self, at: QpRef) -> bool {
+        self.qp(at).is_some_and(|qp| qp.state == QpState::SendQueueDrained && qp.current.is_none())
+            && self.nothing_outstanding(at)
+    }
+
+    /// Writes bytes to the gathered target of a device.
+    pub(super) fn write_target(&self, device: u32, from: &[u8]) -> Result<(), dma::DmaFault> {
+        let Some(device) = self.device(device).filter(|device| device.enabled) else { return Ok(()) };
+        let mut rest = from;
+        for piece in self.pieces().1 {
+            let len = usize::try_from(piece.len).unwrap_or(usize::MAX).min(rest.len());
+            let (now, later) = rest.split_at(len);
+            device.memory.write(piece.address, now)?;
+            rest = later;
+        }
+        Ok(())
+    }
+}
+
+/// The part of a message that begins at `offset`.
+pub(super) fn range(offset: u32, len: usize) -> Option<Range<u64>> {
+    let start = u64::from(offset);
+    Some(start..start.checked_add(u64::try_from(len).ok()?)?)
+}
