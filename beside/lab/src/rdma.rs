@@ -386,10 +386,13 @@ fn start_daemon(host: &Host) -> Result<Session> {
     bail!("`causeway host` made no socket {DAEMON_SOCKET} within 20 s: {}", daemon.err.tail(10))
 }
 
-/// What `lab shell --scenario` opens: both guests up, the prompt in the first.
-pub fn prompt(lab: &Lab, options: &Options) -> Result<i32> {
+/// What `lab shell --scenario` opens: both guests up, the prompt in the first, or in their host.
+pub fn prompt(lab: &Lab, options: &Options, host: Option<usize>) -> Result<i32> {
     crate::need_terminal()?;
     let pair = Pair::start(lab, options)?;
+    if let Some(number) = host {
+        return crate::interactive(lab.host(number)?);
+    }
     let intro = format!(
         "\r\nThis is guest a, with {} at {}; guest b is {} (virtio-net: {} and {}). Nothing has been run yet.\r\n\
          Leave with `exit` or Ctrl-].\r\n\r\n",

@@ -107,8 +107,9 @@ pub struct Scenario {
     pub topology: fn(&Options) -> Topology,
     /// What it does.
     pub run: fn(&Lab, &Options, &mut Report) -> Result<()>,
-    /// What `lab shell --scenario` opens, where that is something else than a host; returns the shell's status.
-    pub prompt: Option<fn(&Lab, &Options) -> Result<i32>>,
+    /// What `lab shell --scenario` opens, where the scenario has guests of its own to be there first: the first of them, or the host with
+    /// that number; returns the shell's status.
+    pub prompt: Option<fn(&Lab, &Options, Option<usize>) -> Result<i32>>,
 }
 
 /// All scenarios.
@@ -150,6 +151,7 @@ pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
         if let Err(e) = &result {
             progress!("{} failed: {e:#}", scenario.name);
             eprint!("{}", lab.tails());
+            lab.hold()?;
             if !lab.hosts().iter().all(Host::answers) {
                 emulator_failures += 1;
                 progress!(
