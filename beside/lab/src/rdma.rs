@@ -264,7 +264,8 @@ impl<'a> Pair<'a> {
                 .tap(&format!("{tap},mac=52:54:00:4c:00:0{number},mtu=9000"))
                 .script(&boot_script(number, name))
                 .file("agent", agent.clone())
-                .file("pyverbs-run.py", include_bytes!("../assets/pyverbs-run.py").to_vec());
+                .file("pyverbs-run.py", include_bytes!("../assets/pyverbs-run.py").to_vec())
+                .file("pyverbs-trace.py", include_bytes!("../assets/pyverbs-trace.py").to_vec());
             spec.extra.push(format!("--vsock cid={},socket={}", number + 2, guest_channel::socket(name)));
             if device == Device::Pvrdma {
                 spec.extra.push(format!("--rdma name={NIC},segment=s0"));
