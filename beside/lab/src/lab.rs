@@ -9,6 +9,7 @@ use anyhow::{Context, Result};
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 /// Hosts that run until this is dropped.
@@ -20,6 +21,10 @@ pub struct Lab {
 }
 
 const PREFIX: &str = "causeway-lab-";
+
+/// Runs scripts from the share for as long as a failed scenario's host is held.
+const HOLD: &str = "cd /share/hold; while [ ! -e end ]; do for f in *.sh; do [ -e \"$f\" ] || continue\n\
+     mv \"$f\" \"${f%.sh}.ran\"; timeout 120 bash \"${f%.sh}.ran\" >\"${f%.sh}.tmp\" 2>&1; mv \"${f%.sh}.tmp\" \"${f%.sh}.out\"; done; sleep 0.3; done";
 
 /// Removes the folders of labs that were killed.
 fn sweep() {
@@ -107,6 +112,29 @@ impl Lab {
         let program = paths::causeway()?;
         progress!("lab: the monitor is {}", program.display());
         self.hosts.iter().try_for_each(|h| h.install(&program))
+    }
+
+    /// With `LAB_HOLD=SECONDS`, keeps the hosts of a failed scenario for so long, so that what hangs can be looked at: a script put into a
+    /// host's share as `hold/NAME.sh` runs there, and what it prints is `hold/NAME.out`. A file `hold/end` ends it earlier.
+    pub(crate) fn hold(&self) -> Result<()> {
+        let Ok(text) = std::env::var("LAB_HOLD") else { return Ok(()) };
+        let patience: u64 =
+            text.parse().with_context(|| format!("LAB_HOLD={text:?} is no number of seconds"))?;
+        let mut sessions = Vec::new();
+        for host in self.hosts.iter().filter(|h| h.answers()) {
+            fs::create_dir_all(host.share().join("hold"))?;
+            progress!(
+                "LAB_HOLD: host {} stays for {patience} s; {}",
+                host.name(),
+                host.share().join("hold").display()
+            );
+            sessions.push(host.start(HOLD, None, None)?);
+        }
+        let until = Instant::now() + Duration::from_secs(patience);
+        for session in sessions {
+            session.wait(until.saturating_duration_since(Instant::now()))?;
+        }
+        Ok(())
     }
 
     /// The tails of all consoles.

@@ -27,7 +27,7 @@ enum Verb {
         /// With the hosts of this scenario.
         #[arg(long)]
         scenario: Option<String>,
-        /// Which of its hosts; without it, a scenario with guests of its own opens the first of them.
+        /// Which of its hosts, beside its guests; without it, a scenario with guests of its own opens the first of them.
         #[arg(long)]
         host: Option<usize>,
         /// What guests do RDMA through: pvrdma (default) or rxe.
@@ -226,9 +226,11 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
             let topology = scenario.map_or_else(Topology::single, |s| (s.topology)(&options));
             let lab = Lab::boot(&topology)?;
             install(&lab, &bin)?;
-            match (host, scenario.and_then(|s| s.prompt)) {
-                (None, Some(prompt)) => prompt(&lab, &options).map(status),
-                (number, _) => lab::interactive(lab.host(number.unwrap_or(0))?).map(status),
+            // Before anything boots in a host that isn't there.
+            lab.host(host.unwrap_or(0))?;
+            match scenario.and_then(|s| s.prompt) {
+                Some(prompt) => prompt(&lab, &options, host).map(status),
+                None => lab::interactive(lab.host(host.unwrap_or(0))?).map(status),
             }
         }
         Some(Verb::Try { cmd, bin, timeout, out, cpus, memory }) => {

@@ -264,7 +264,8 @@ impl<'a> Pair<'a> {
                 .tap(&format!("{tap},mac=52:54:00:4c:00:0{number},mtu=9000"))
                 .script(&boot_script(number, name))
                 .file("agent", agent.clone())
-                .file("pyverbs-run.py", include_bytes!("../assets/pyverbs-run.py").to_vec());
+                .file("pyverbs-run.py", include_bytes!("../assets/pyverbs-run.py").to_vec())
+                .file("pyverbs-trace.py", include_bytes!("../assets/pyverbs-trace.py").to_vec());
             spec.extra.push(format!("--vsock cid={},socket={}", number + 2, guest_channel::socket(name)));
             if device == Device::Pvrdma {
                 spec.extra.push(format!("--rdma name={NIC},segment=s0"));
@@ -386,10 +387,13 @@ fn start_daemon(host: &Host) -> Result<Session> {
     bail!("`causeway host` made no socket {DAEMON_SOCKET} within 20 s: {}", daemon.err.tail(10))
 }
 
-/// What `lab shell --scenario` opens: both guests up, the prompt in the first.
-pub fn prompt(lab: &Lab, options: &Options) -> Result<i32> {
+/// What `lab shell --scenario` opens: both guests up, the prompt in the first, or in their host.
+pub fn prompt(lab: &Lab, options: &Options, host: Option<usize>) -> Result<i32> {
     crate::need_terminal()?;
     let pair = Pair::start(lab, options)?;
+    if let Some(number) = host {
+        return crate::interactive(lab.host(number)?);
+    }
     let intro = format!(
         "\r\nThis is guest a, with {} at {}; guest b is {} (virtio-net: {} and {}). Nothing has been run yet.\r\n\
          Leave with `exit` or Ctrl-].\r\n\r\n",

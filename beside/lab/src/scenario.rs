@@ -97,6 +97,9 @@ impl Report {
     }
 }
 
+/// Opens a prompt in the first of a scenario's guests, or in the host of a number beside them; returns the shell's status.
+pub type Prompt = fn(&Lab, &Options, Option<usize>) -> Result<i32>;
+
 /// A scenario.
 pub struct Scenario {
     /// Its name on the command line.
@@ -107,8 +110,8 @@ pub struct Scenario {
     pub topology: fn(&Options) -> Topology,
     /// What it does.
     pub run: fn(&Lab, &Options, &mut Report) -> Result<()>,
-    /// What `lab shell --scenario` opens, where that is something else than a host; returns the shell's status.
-    pub prompt: Option<fn(&Lab, &Options) -> Result<i32>>,
+    /// What `lab shell --scenario` opens, where the scenario has guests of its own to be there first.
+    pub prompt: Option<Prompt>,
 }
 
 /// All scenarios.
@@ -150,6 +153,7 @@ pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
         if let Err(e) = &result {
             progress!("{} failed: {e:#}", scenario.name);
             eprint!("{}", lab.tails());
+            lab.hold()?;
             if !lab.hosts().iter().all(Host::answers) {
                 emulator_failures += 1;
                 progress!(

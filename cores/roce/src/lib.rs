@@ -1,1 +1,52 @@
-//! RoCEv2 without I/O.
+//! RoCEv2 without I/O: the protocol of reliable and unreliable connections and of datagrams, for a software HCA.
+//!
+//! Packets and the time come in, packets and completions go out. A [`Connection`] keeps no payload and never allocates per packet:
+//! it asks a [`Memory`] for bytes whenever it sends them, and hands over what arrives at once. Time is a number of nanoseconds
+//! from any clock that never goes back.
+//!
+//! ```text
+//! post(request) ──▶ ┌────────────┐ ──▶ transmit(now, memory, output)     packets from BTH to pad
+//! receive(packet) ─▶│ Connection │ ──▶ Memory::complete, complete_receive, event
+//! expired(now) ───▶ └────────────┘ ──▶ timeout(): when to call expired, then transmit
+//! ```
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`packet`] | BTH to pad: parsing and building |
+//! | [`frame`] | whole frames: Ethernet, IP, UDP, ICRC |
+//! | [`icrc`] | the invariant CRC |
+//! | [`connection`] | RC and UC: requester, responder, save and restore |
+//! | [`datagram`] | UD |
+//! | [`memory`] | what a connection asks of its owner |
+//! | [`request`], [`status`] | what is asked of it, and how that ends |
+//! | [`config`], [`timing`], [`congestion`] | attributes, timer codes, rate control |
+//! | [`output`] | where packets are written |
+//! | [`saved`] | saved state |
+//! | [`counters`] | counters under Linux's names |
+//!
+//! Facts: spec rocev2 (IBTA volume 1, chapters 9 and 12; annex A17 for RoCEv2).
+
+pub mod config;
+pub mod congestion;
+pub mod connection;
+pub mod counters;
+pub mod datagram;
+pub mod frame;
+pub mod icrc;
+pub mod memory;
+pub mod output;
+pub mod packet;
+pub mod psn;
+pub mod request;
+pub mod saved;
+pub mod status;
+pub mod timing;
+
+pub use config::{Config, Mtu, Reliability};
+pub use connection::{Arrival, Connection, SendAttributes, State};
+pub use counters::Counters;
+pub use memory::{Atomic, Memory, Received, ReceivedOperation, Remote};
+pub use output::{Batch, Output};
+pub use packet::Packet;
+pub use request::{Kind, PostError, Request};
+pub use status::{Event, NoReceive, Refusal, Status};

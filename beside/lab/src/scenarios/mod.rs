@@ -4,6 +4,7 @@ mod block_crash;
 mod boot;
 mod compare;
 mod demo;
+mod driver_faults;
 mod host;
 mod net;
 mod rdma_exits;

@@ -5,6 +5,7 @@ use crate::lab::Lab;
 use crate::progress;
 use crate::rdma::{self, Device, Member, Pair, Port};
 use crate::scenario::{Options, Report, Scenario};
+use crate::scenarios::driver_faults;
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -21,7 +22,7 @@ pub const SCENARIO: Scenario = Scenario {
 };
 
 /// Seconds for one test.
-const LIMIT: u64 = 90;
+pub(super) const LIMIT: u64 = 90;
 /// For all of them.
 const PATIENCE: Duration = Duration::from_secs(45 * 60);
 
@@ -67,37 +68,12 @@ const ABSENT: &[(&str, &str)] = &[
     ("rereg", "re-registering memory: the driver has no such call"),
 ];
 
-/// Tests that the guest's unmodified driver or provider fails before the device is asked, with words of how they fail and
-/// why. They count as failures like all others; the explanation stands beside them.
-const NOT_THE_DEVICE: &[(&str, &str, &str)] = &[
-    (
-        "test_create_raw_qp_ex_with_illegal_caps_max_send_wr",
-        "not raised",
-        "the provider rounds 0xffffffff up to a power of two in 32 bits, which is 0, and the driver makes that 1: the device is asked for 1",
-    ),
-    (
-        "test_create_raw_qp_ex_with_illegal_caps_max_recv_wr",
-        "not raised",
-        "the provider rounds 0xffffffff up to a power of two in 32 bits, which is 0, and the driver makes that 1: the device is asked for 1",
-    ),
-    (
-        "test_query_rc_qp",
-        "not less than or equal to 0",
-        "the driver answers a query of a queue pair in RESET by itself, without its sizes",
-    ),
-    (
-        "test_query_ud_qp",
-        "not less than or equal to 0",
-        "the driver answers a query of a queue pair in RESET by itself, without its sizes",
-    ),
-];
-
 /// One test's outcome.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-struct Outcome {
-    test: String,
-    verdict: String,
-    why: String,
+pub(super) struct Outcome {
+    pub(super) test: String,
+    pub(super) verdict: String,
+    pub(super) why: String,
 }
 
 type Outcomes = BTreeMap<String, Outcome>;
@@ -110,11 +86,14 @@ fn parse(text: &str) -> Result<Outcomes> {
     all.map(|o| o.map(|o| (o.test.clone(), o))).collect()
 }
 
+/// Where they are in the guest.
+pub(super) const TESTS: &str = "/usr/share/doc/rdma-core/tests";
+
 /// Runs them all on one device.
 fn test(member: &Member<'_>, port: &Port, only: &[String]) -> Result<Outcomes> {
     let words: Vec<String> = only.iter().map(|w| rdma::quoted(w)).collect();
     let script = format!(
-        "exec python3 -W ignore /lab/pyverbs-run.py /usr/share/doc/rdma-core/tests {} {} {LIMIT} {}",
+        "exec python3 -W ignore /lab/pyverbs-run.py {TESTS} {} {} {LIMIT} {}",
         port.device,
         port.gid,
         words.join(" ")
@@ -134,14 +113,6 @@ fn test(member: &Member<'_>, port: &Port, only: &[String]) -> Result<Outcomes> {
 
 fn count(outcomes: &Outcomes, verdict: &str) -> usize {
     outcomes.values().filter(|o| o.verdict == verdict).count()
-}
-
-/// Why a failure isn't the device's.
-fn not_the_device(o: &Outcome) -> Option<&'static str> {
-    let known = |(test, how, _): &&(&str, &str, &str)| {
-        o.verdict == "failed" && o.test.ends_with(test) && o.why.contains(how)
-    };
-    NOT_THE_DEVICE.iter().find(known).map(|(_, _, why)| *why)
 }
 
 /// What the interface lacks that explains a skip.
@@ -167,20 +138,22 @@ fn only_here<'a>(outcomes: &'a Outcomes, rxe: &Outcomes) -> Vec<(&'a Outcome, Op
 fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let pair = Pair::start(lab, options)?;
     let ours = test(&pair.a, &pair.a.port, &options.only)?;
-    let elsewhere = |o: &&Outcome| pair.device == Device::Pvrdma && not_the_device(o).is_some();
     for o in ours.values().filter(|o| o.verdict == "failed") {
         progress!("FAILED  {}: {}", o.test, o.why);
     }
-    let drivers: Vec<&Outcome> = ours.values().filter(elsewhere).collect();
-    for o in &drivers {
-        progress!("fails in the guest's driver: {}: {}", o.test, not_the_device(o).unwrap_or_default());
+    let drivers = match pair.device {
+        Device::Rxe => Vec::new(),
+        Device::Pvrdma => driver_faults::shown(&pair.a, &ours)?,
+    };
+    for fault in &drivers {
+        progress!("{}: {}", fault.test, fault);
     }
     let (passed, skipped) = (count(&ours, "passed"), count(&ours, "skipped"));
     let failed = count(&ours, "failed");
     progress!(
-        "{}: {passed} passed, {skipped} skipped, {failed} failed, {} of them in the guest's driver",
+        "{}: {passed} passed, {skipped} skipped, {failed} failed, {} of them shown to fail in the guest's driver or provider",
         pair.device.name(),
-        drivers.len()
+        drivers.iter().filter(|f| f.shown).count()
     );
     let reference = match pair.device {
         Device::Rxe => None,
@@ -207,8 +180,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     report.figure("passed", passed);
     report.figure("skipped", skipped);
     report.figure("failed", failed);
-    let told: Vec<Value> =
-        drivers.iter().map(|o| json!({"test": o.test, "how": o.why, "why": not_the_device(o)})).collect();
+    let told: Vec<Value> = drivers.iter().map(driver_faults::Fault::json).collect();
     report.figure("failed_in_the_driver", told);
     report.figure("device", pair.device.name());
     report.figure("skips", json!(by_reason(&ours)));
@@ -251,20 +223,6 @@ mod tests {
         let text = "noise\nPYVERBS {\"test\": \"a.b\", \"verdict\": \"skipped\", \"why\": \"x\", \"seconds\": 0.1}\nPYVERBS-END\n";
         assert_eq!(parse(text).unwrap(), outcomes(&[("a.b", "skipped", "x")]));
         assert!(parse("PYVERBS nonsense\n").is_err());
-    }
-
-    #[test]
-    fn a_failure_is_the_drivers_only_when_it_fails_as_the_driver_does() {
-        let one = |test: &str, verdict: &str, why: &str| Outcome {
-            test: test.into(),
-            verdict: verdict.into(),
-            why: why.into(),
-        };
-        let test = "test_qp.QPTest.test_query_rc_qp";
-        assert!(not_the_device(&one(test, "failed", "924 not less than or equal to 0")).is_some());
-        assert!(not_the_device(&one(test, "failed", "924 not less than or equal to 256")).is_none());
-        assert!(not_the_device(&one(test, "passed", "")).is_none());
-        assert!(not_the_device(&one("test_qp.QPTest.test_x", "failed", "not raised")).is_none());
     }
 
     #[test]

@@ -1,0 +1,162 @@
+//! What a connection is made from.
+
+use serde::{Deserialize, Serialize};
+
+use crate::congestion;
+use crate::packet::DEFAULT_PKEY;
+
+/// Path MTU: bytes of payload in a full packet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[repr(u32)]
+#[allow(missing_docs)] // The names say it.
+pub enum Mtu {
+    B256 = 256,
+    B512 = 512,
+    B1024 = 1024,
+    B2048 = 2048,
+    B4096 = 4096,
+}
+
+impl Mtu {
+    /// From its code in verbs, 1 to 5.
+    #[must_use]
+    pub fn from_code(code: u8) -> Option<Self> {
+        [Self::B256, Self::B512, Self::B1024, Self::B2048, Self::B4096]
+            .get(usize::from(code.checked_sub(1)?))
+            .copied()
+    }
+
+    /// Bytes.
+    #[inline]
+    #[must_use]
+    pub fn bytes(self) -> u32 {
+        self as u32
+    }
+}
+
+/// Kind of a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Reliability {
+    /// RC.
+    Reliable,
+    /// UC.
+    Unreliable,
+}
+
+/// A fault that is put in on purpose, to see that tests find it. Never set outside of tests.
+#[doc(hidden)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+pub enum Plant {
+    #[default]
+    None,
+    /// The responder takes the packet behind a missing one for the missing one.
+    SkipPsn,
+    /// The responder executes repeated atomics anew.
+    ForgetReplay,
+    /// The responder acknowledges packets whose predecessors are missing.
+    EarlyAck,
+}
+
+/// Attributes of a connection. Fields of a few bits are used modulo their range.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Config {
+    /// RC or UC.
+    pub reliability: Reliability,
+    /// Own queue pair number, 24 bits.
+    pub qpn: u32,
+    /// The peer's queue pair number, 24 bits.
+    pub peer_qpn: u32,
+    /// First PSN sent, 24 bits.
+    pub sq_psn: u32,
+    /// First PSN expected, 24 bits.
+    pub rq_psn: u32,
+    /// Path MTU.
+    pub mtu: Mtu,
+    /// Partition key, sent and required.
+    pub pkey: u16,
+    /// Local ACK timeout code, 5 bits; 0 is for ever.
+    pub timeout: u8,
+    /// Retransmissions without progress before a request fails, 3 bits.
+    pub retry_count: u8,
+    /// Waits for a receive before a request fails, 3 bits; 7 is for ever.
+    pub rnr_retry: u8,
+    /// RNR timer code that is sent, 5 bits.
+    pub min_rnr_timer: u8,
+    /// READs and atomics outstanding, as requester. With 0 such requests fail with `LocalQpOperation`.
+    pub max_rd_atomic: u8,
+    /// READs and atomics outstanding, as responder: how many are remembered for repetition. With 0 such requests are refused.
+    pub max_dest_rd_atomic: u8,
+    /// Requests that [`crate::Connection::post`] takes before the oldest is complete.
+    pub max_requests: u32,
+    /// Packets that may be unacknowledged, the expected responses of READs included; at most 2^22. A READ that is longer than half
+    /// of that goes out as several, which the peer sees as separate requests.
+    pub window: u32,
+    /// Bytes that may be unacknowledged, counted as full packets; the smaller of both limits holds.
+    pub window_bytes: u32,
+    /// Congestion control; `None` switches it off, on both sides of this end.
+    pub congestion: Option<congestion::Parameters>,
+    #[doc(hidden)]
+    #[serde(skip)]
+    pub plant: Plant,
+}
+
+/// Requests in the queue at most.
+pub const MOST_REQUESTS: u32 = 1 << 16;
+/// Packets in the window at most: half of what the protocol allows.
+pub const MOST_WINDOW: u32 = 1 << 22;
+
+impl Config {
+    /// A reliable connection with values that suit a local network: MTU 1024, timeout code 14, 7 retries, 16 READs and atomics.
+    #[must_use]
+    pub fn new(qpn: u32, peer_qpn: u32, sq_psn: u32, rq_psn: u32) -> Self {
+        Self {
+            reliability: Reliability::Reliable,
+            qpn,
+            peer_qpn,
+            sq_psn,
+            rq_psn,
+            mtu: Mtu::B1024,
+            pkey: DEFAULT_PKEY,
+            timeout: 14,
+            retry_count: 7,
+            rnr_retry: 7,
+            min_rnr_timer: 12,
+            max_rd_atomic: 16,
+            max_dest_rd_atomic: 16,
+            max_requests: 256,
+            window: 512,
+            window_bytes: 1 << 20,
+            congestion: None,
+            plant: Plant::None,
+        }
+    }
+
+    /// The window in packets.
+    pub(crate) fn window_packets(&self) -> u32 {
+        self.window.min(self.window_bytes / self.mtu.bytes()).clamp(1, MOST_WINDOW)
+    }
+
+    /// Why it can't be used.
+    pub(crate) fn check(&self) -> Result<(), InvalidConfig> {
+        if self.max_requests == 0 || self.max_requests > MOST_REQUESTS {
+            return Err(InvalidConfig::Requests(self.max_requests));
+        }
+        if self.congestion.is_some_and(|parameters| !parameters.are_valid()) {
+            return Err(InvalidConfig::Congestion);
+        }
+        Ok(())
+    }
+}
+
+/// Attributes that no connection can have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum InvalidConfig {
+    /// Room for requests.
+    #[error("A connection can't have room for {0} requests; 1 to 65536 are possible")]
+    Requests(u32),
+    /// Congestion control.
+    #[error(
+        "The parameters of congestion control are no positive numbers, or the minimum rate is above the line rate"
+    )]
+    Congestion,
+}

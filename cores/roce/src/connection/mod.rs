@@ -1,0 +1,426 @@
+//! A connection: requester and responder of one queue pair.
+//!
+//! ```text
+//!   post ───▶ queue ──▶ transmit ──▶ request packets ──────▶ receive ──▶ Memory::write, read, atomic, ..._receive
+//!               ▲          ▲                                    │
+//!               │          └── una ≤ next ≤ sent                ▼
+//!   complete ◀──┴─────────── receive ◀──── answers ◀────── transmit: READ responses and atomics' results by PSN,
+//!                                                          then one acknowledgement or NAK for all before it
+//! ```
+//!
+//! The requester's state is three PSNs: `una`, the oldest without acknowledgement; `next`, the next to be sent; `sent`, the first
+//! that was never sent. Going back is `next = una`. Everything else follows from the PSNs: which request, which offset, which
+//! opcode; so a retransmission is the same packet again, except that a READ is asked for from its first missing byte on.
+
+mod answers;
+mod replies;
+mod requester;
+mod responder;
+mod restore;
+#[cfg(test)]
+mod tests;
+
+use std::collections::VecDeque;
+
+use crate::config::{Config, InvalidConfig, MOST_WINDOW, Plant, Reliability};
+use crate::congestion::{Parameters, Sender};
+use crate::counters::Counters;
+use crate::memory::Memory;
+use crate::output::Output;
+use crate::packet::{Operation, Packet, Service, Syndrome};
+use crate::psn;
+use crate::request::{Kind, MOST_MESSAGE, PostError, Request};
+use crate::status::{Event, Status};
+use crate::timing;
+
+use requester::Requester;
+use responder::Responder;
+
+/// Whether a connection still works.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+pub enum State {
+    /// Yes.
+    Ready,
+    /// Unreliable only: the send side has failed, the receive side goes on.
+    SendFailed,
+    /// No. The peer of a reliable connection is still told why, if it asks again.
+    Failed,
+}
+
+/// Attributes that become known when the queue pair may send (RTR to RTS), or change later.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SendAttributes {
+    /// First PSN to send.
+    pub sq_psn: u32,
+    /// Local ACK timeout code.
+    pub timeout: u8,
+    /// Retransmissions without progress.
+    pub retry_count: u8,
+    /// Waits for a receive; 7 is for ever.
+    pub rnr_retry: u8,
+    /// READs and atomics outstanding.
+    pub max_rd_atomic: u8,
+}
+
+/// What a packet came with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Arrival {
+    /// The network marked it: congestion experienced.
+    pub congested: bool,
+}
+
+/// One queue pair's reliable or unreliable connection. About 600 bytes, and what its queues need: bounded by
+/// `max_requests` and `max_dest_rd_atomic`, whatever the peer does.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Connection {
+    config: Config,
+    state: State,
+    suspended: bool,
+    /// `suspended`: what was left of each timer.
+    frozen_at: u64,
+    requester: Requester,
+    responder: Responder,
+    sender: Option<Sender>,
+    /// A congestion notification is due.
+    notify: bool,
+    /// When the next one may be sent.
+    next_notification: u64,
+    /// Replies go first at every other call, so that neither side starves.
+    replies_first: bool,
+    counters: Counters,
+}
+
+impl Connection {
+    /// A connection that has sent and received nothing.
+    ///
+    /// # Errors
+    /// When the attributes make no sense.
+    pub fn new(config: Config) -> Result<Self, InvalidConfig> {
+        config.check()?;
+        Ok(Self {
+            state: State::Ready,
+            suspended: false,
+            frozen_at: 0,
+            requester: Requester::new(&config),
+            responder: Responder::new(&config),
+            sender: config.congestion.as_ref().map(Sender::new),
+            notify: false,
+            next_notification: 0,
+            replies_first: false,
+            counters: Counters::default(),
+            config,
+        })
+    }
+
+    /// Appends a request.
+    ///
+    /// # Errors
+    /// When there is no room, or the request can't be one of this connection.
+    #[inline]
+    pub fn post(&mut self, request: Request) -> Result<(), PostError> {
+        if self.state != State::Ready {
+            return Err(PostError::Failed);
+        }
+        if request.length > MOST_MESSAGE {
+            return Err(PostError::TooLong(request.length));
+        }
+        let reliable = self.config.reliability == Reliability::Reliable;
+        match request.kind {
+            Kind::Read { .. } | Kind::CompareSwap { .. } | Kind::FetchAdd { .. } if !reliable => {
+                return Err(PostError::Unsupported);
+            }
+            Kind::Send { invalidate: Some(_), immediate } if !reliable || immediate.is_some() => {
+                return Err(PostError::Unsupported);
+            }
+            _ => {}
+        }
+        self.requester.post(&self.config, request)
+    }
+
+    /// How many more requests [`Connection::post`] takes.
+    #[inline]
+    #[must_use]
+    pub fn room(&self) -> usize {
+        (self.config.max_requests as usize).saturating_sub(self.requester.queue.len())
+    }
+
+    /// A packet came in, from the BTH to the pad, without ICRC; who sent it was checked by the caller, its destination queue pair
+    /// is this one. Arbitrary bytes do no harm.
+    #[inline]
+    pub fn receive<M: Memory>(&mut self, now: u64, bytes: &[u8], arrival: Arrival, memory: &mut M) {
+        let Ok(packet) = Packet::parse(bytes) else {
+            self.counters.dropped_packets += 1;
+            return;
+        };
+        self.counters.received_packets += 1;
+        self.counters.received_bytes += bytes.len() as u64;
+        self.receive_parsed(now, &packet, arrival, memory);
+    }
+
+    /// As [`Connection::receive`], for a packet that was parsed already.
+    pub fn receive_parsed<M: Memory>(
+        &mut self,
+        now: u64,
+        packet: &Packet<'_>,
+        arrival: Arrival,
+        memory: &mut M,
+    ) {
+        let header = &packet.header;
+        let service = match self.config.reliability {
+            Reliability::Reliable => Service::Rc,
+            Reliability::Unreliable => Service::Uc,
+        };
+        if header.service == Service::Congestion {
+            self.notified(now);
+            return;
+        }
+        // Membership (bit 15) aside: at least one of both is a full member, which Ethernet always has.
+        if header.service != service || (header.pkey ^ self.config.pkey) & 0x7FFF != 0 {
+            self.counters.dropped_packets += 1;
+            return;
+        }
+        if arrival.congested {
+            self.counters.np_ecn_marked_roce_packets += 1;
+            if let Some(parameters) = &self.config.congestion
+                && now >= self.next_notification
+            {
+                self.next_notification = now.saturating_add(parameters.notification_interval);
+                self.notify = true;
+            }
+        }
+        if header.operation.is_response() {
+            if self.state == State::Ready {
+                self.receive_answer(now, packet, memory);
+            } else {
+                self.counters.dropped_packets += 1;
+            }
+        } else if service == Service::Rc {
+            self.receive_request(packet, memory);
+        } else {
+            self.receive_unreliable(packet, memory);
+        }
+    }
+
+    fn notified(&mut self, now: u64) {
+        if let (Some(parameters), Some(sender)) = (&self.config.congestion, &mut self.sender) {
+            self.counters.rp_cnp_handled += 1;
+            sender.notified(parameters, now);
+        }
+    }
+
+    /// Writes packets until `out` is full or there is nothing to send now. Completions may come as well: of unreliable and local
+    /// requests, and of those whose memory is gone.
+    pub fn transmit<M: Memory, O: Output>(&mut self, now: u64, memory: &mut M, out: &mut O) {
+        if self.suspended {
+            return;
+        }
+        if let (Some(parameters), Some(sender)) = (&self.config.congestion, &mut self.sender) {
+            sender.advance(parameters, now);
+        }
+        if self.notify && !self.send_notification(out) {
+            return;
+        }
+        self.replies_first = !self.replies_first;
+        if self.replies_first {
+            if self.send_replies(now, memory, out) {
+                self.send_requests(now, memory, out);
+            }
+        } else if self.send_requests(now, memory, out) {
+            self.send_replies(now, memory, out);
+        }
+    }
+
+    /// Whether [`Connection::transmit`] would do something now, as far as can be told without doing it.
+    #[inline]
+    #[must_use]
+    pub fn wants_transmit(&self, now: u64) -> bool {
+        if self.suspended {
+            return false;
+        }
+        let paced = self.sender.as_ref().is_some_and(|sender| !sender.may_send(now));
+        self.notify || self.has_replies(paced) || (!paced && self.has_requests(now))
+    }
+
+    /// When [`Connection::expired`] is to be called and [`Connection::transmit`] after it, at the latest; `None`: never.
+    #[inline]
+    #[must_use]
+    pub fn timeout(&self) -> Option<u64> {
+        if self.suspended {
+            return None;
+        }
+        let requester = &self.requester;
+        let mut first = requester.rnr_until.or(requester.deadline);
+        if let Some(sender) = &self.sender
+            && (self.has_replies(false) || self.has_requests(u64::MAX))
+        {
+            first = Some(first.map_or(sender.next, |first| first.min(sender.next)));
+        }
+        first
+    }
+
+    /// Time has come to `now`: timers that ran out are acted on.
+    pub fn expired<M: Memory>(&mut self, now: u64, memory: &mut M) {
+        if self.suspended || self.state != State::Ready {
+            return;
+        }
+        let requester = &mut self.requester;
+        if requester.rnr_until.is_some_and(|until| until <= now) {
+            requester.rnr_until = None;
+        }
+        if requester.deadline.is_some_and(|deadline| deadline <= now) {
+            self.timed_out(memory);
+        }
+    }
+
+    /// A receive was posted. If the peer was told to wait for one, it is told that it need not: by an acknowledgement of what it has
+    /// acknowledged already. Our requester takes that for a wake-up, any other ignores it and waits on. Call `transmit` after it.
+    #[inline]
+    pub fn receive_posted(&mut self) {
+        let responder = &mut self.responder;
+        if responder.awaits_receive && responder.tail == responder::Tail::Nothing {
+            responder.awaits_receive = false;
+            responder.tail = responder::Tail::Ack;
+        }
+    }
+
+    /// The queue pair goes to the error state: all requests complete as flushed, nothing is sent or taken any more.
+    pub fn fail<M: Memory>(&mut self, memory: &mut M) {
+        self.responder.forget();
+        if self.state != State::Failed {
+            self.state = State::Failed;
+            self.flush(Status::Flushed, memory);
+            memory.event(Event::Failed);
+        }
+    }
+
+    /// Holds the connection: it sends nothing, and its timers stand still. What comes in is still processed.
+    pub fn suspend(&mut self, now: u64) {
+        if !self.suspended {
+            self.suspended = true;
+            self.frozen_at = now;
+        }
+    }
+
+    /// Goes on after [`Connection::suspend`]. What was outstanding is sent again at once and counts as no retry: either side may
+    /// have lost packets meanwhile.
+    pub fn resume(&mut self, now: u64) {
+        if !self.suspended {
+            return;
+        }
+        self.suspended = false;
+        let shift = now.saturating_sub(self.frozen_at);
+        if let Some(until) = &mut self.requester.rnr_until {
+            *until = until.saturating_add(shift);
+        }
+        self.requester.deadline = None;
+        self.requester.go_back();
+    }
+
+    /// Whether it is held.
+    #[must_use]
+    pub fn is_suspended(&self) -> bool {
+        self.suspended
+    }
+
+    /// Whether it works.
+    #[inline]
+    #[must_use]
+    pub fn state(&self) -> State {
+        self.state
+    }
+
+    /// Whether no request waits or is outstanding.
+    #[inline]
+    #[must_use]
+    pub fn is_drained(&self) -> bool {
+        self.requester.queue.is_empty()
+    }
+
+    /// Requests that are not complete.
+    #[must_use]
+    pub fn outstanding(&self) -> usize {
+        self.requester.queue.len()
+    }
+
+    /// Attributes as they stand; the PSNs are the first ones.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// What was seen so far.
+    #[must_use]
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// The next PSN that will be sent for the first time, and the next expected.
+    #[must_use]
+    pub fn psns(&self) -> (u32, u32) {
+        (psn::wire(self.requester.sent), psn::wire(self.responder.expected))
+    }
+
+    /// The rate that congestion control allows now, bytes per second; `None` while it is off.
+    #[must_use]
+    pub fn rate(&self) -> Option<f64> {
+        self.sender.map(|sender| sender.rate)
+    }
+
+    /// Sets what becomes known when the queue pair may send. `sq_psn` and `max_rd_atomic` are taken over only while nothing was
+    /// posted yet; returns whether they were.
+    pub fn set_send(&mut self, attributes: &SendAttributes) -> bool {
+        self.config.timeout = attributes.timeout;
+        self.config.retry_count = attributes.retry_count;
+        self.config.rnr_retry = attributes.rnr_retry;
+        let fresh = self.requester.queue.is_empty()
+            && self.requester.sent == psn::first(self.config.sq_psn)
+            && self.requester.una == self.requester.sent;
+        if fresh {
+            self.config.sq_psn = attributes.sq_psn;
+            self.config.max_rd_atomic = attributes.max_rd_atomic;
+            self.requester = Requester::new(&self.config);
+        } else if self.requester.queue.is_empty() {
+            self.config.max_rd_atomic = attributes.max_rd_atomic;
+        }
+        fresh
+    }
+
+    /// Sets the RNR timer code that is sent.
+    pub fn set_min_rnr_timer(&mut self, code: u8) {
+        self.config.min_rnr_timer = code;
+    }
+
+    /// Puts a fault in, for tests of tests.
+    #[doc(hidden)]
+    pub fn plant(&mut self, plant: Plant) {
+        self.config.plant = plant;
+    }
+
+    fn service(&self) -> Service {
+        match self.config.reliability {
+            Reliability::Reliable => Service::Rc,
+            Reliability::Unreliable => Service::Uc,
+        }
+    }
+
+    /// Counts a packet that was sent, and charges it to the rate.
+    #[inline]
+    fn account(&mut self, now: u64, bytes: usize) {
+        self.counters.sent_packets += 1;
+        self.counters.sent_bytes += bytes as u64;
+        if let (Some(parameters), Some(sender)) = (&self.config.congestion, &mut self.sender) {
+            sender.sent(parameters, now, bytes);
+        }
+    }
+
+    #[inline]
+    fn may_send_data(&self, now: u64) -> bool {
+        self.sender.as_ref().is_none_or(|sender| sender.may_send(now))
+    }
+}
+
+/// Packets of a message.
+#[inline]
+fn packets_of(length: u32, mtu: u32) -> u32 {
+    length.div_ceil(mtu).max(1)
+}

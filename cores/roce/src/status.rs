@@ -1,0 +1,96 @@
+//! How requests end, and what can go wrong at a responder (spec rocev2 sections 9 and 14).
+
+use crate::packet::Syndrome;
+
+/// Completion status; the numbers are those of verbs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[repr(u32)]
+pub enum Status {
+    /// Done.
+    Success = 0,
+    /// Local length error.
+    LocalLength = 1,
+    /// Local QP operation error.
+    LocalQpOperation = 2,
+    /// Local protection error.
+    LocalProtection = 4,
+    /// Flushed.
+    Flushed = 5,
+    /// Memory window bind or fast registration error.
+    MemoryBind = 6,
+    /// Bad response.
+    BadResponse = 7,
+    /// Local access error.
+    LocalAccess = 8,
+    /// Remote invalid request.
+    RemoteInvalidRequest = 9,
+    /// Remote access error.
+    RemoteAccess = 10,
+    /// Remote operation error.
+    RemoteOperation = 11,
+    /// Transport retry counter exceeded.
+    RetryExceeded = 12,
+    /// RNR retry counter exceeded.
+    RnrRetryExceeded = 13,
+    /// General error.
+    General = 21,
+}
+
+/// Why a responder refuses a request. A reliable one answers with the NAK and fails; an unreliable one drops the message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+pub enum Refusal {
+    /// The operation isn't permitted on this queue pair, or makes no sense. NAK invalid request.
+    InvalidRequest,
+    /// Key, range, or permission of the region. NAK remote access error.
+    Access,
+    /// The responder itself is at fault. NAK remote operational error.
+    Operation,
+}
+
+impl Refusal {
+    /// How the requester is told.
+    #[must_use]
+    pub fn syndrome(self) -> Syndrome {
+        match self {
+            Self::InvalidRequest => Syndrome::InvalidRequest,
+            Self::Access => Syndrome::AccessError,
+            Self::Operation => Syndrome::OperationalError,
+        }
+    }
+
+    /// What the responder's owner is told.
+    #[must_use]
+    pub fn event(self) -> Event {
+        match self {
+            Self::InvalidRequest => Event::RequestError,
+            Self::Access => Event::AccessError,
+            Self::Operation => Event::Fatal,
+        }
+    }
+}
+
+/// Why no receive can be taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NoReceive {
+    /// None is posted. RNR NAK; unreliable messages are dropped.
+    NotPosted,
+    /// It, or the queue, is unusable. NAK remote operational error, and the connection fails, an unreliable one as well.
+    Unusable,
+}
+
+/// What happened besides completions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Event {
+    /// The first packet of the peer that was accepted.
+    Established,
+    /// A request was refused as invalid (QP_REQ_ERR).
+    RequestError,
+    /// A request was refused for lack of permission (QP_ACCESS_ERR).
+    AccessError,
+    /// A request failed since the own side is at fault (QP_FATAL).
+    Fatal,
+    /// The connection has failed: it takes no requests, and all that it had are complete. Comes last, and once.
+    Failed,
+    /// The send side of an unreliable connection has failed; the receive side goes on.
+    SendFailed,
+}
