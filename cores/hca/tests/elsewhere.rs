@@ -148,25 +148,28 @@ impl Pair {
                     left.remote_gather(qp, request.token, at, part).map_err(Refused::Local)?;
                     right.remote_receive_data(peer, at, part).map_err(Refused::Remote)?;
                 }
+                if let Some(key) = invalidate {
+                    right.remote_invalidate(peer, key).map_err(Refused::Remote)?;
+                }
                 right
                     .remote_receive_end(peer, length, immediate, invalidate, request.solicited)
                     .map_err(Refused::Remote)?;
-                Ok(0)
+                Ok(length)
             }
             PostedOperation::Write { remote, immediate } => {
-                right.remote_write_check(peer, remote, length).map_err(Refused::Remote)?;
+                right.remote_write(peer, remote, length, 0, &[]).map_err(Refused::Remote)?;
                 for (at, len) in chunks {
                     let part = &mut buffer[..len as usize];
                     left.remote_gather(qp, request.token, at, part).map_err(Refused::Local)?;
                     right.remote_write(peer, remote, length, at, part).map_err(Refused::Remote)?;
                 }
-                if immediate.is_some() {
+                if let Some(immediate) = immediate {
                     right.remote_receive_begin(peer).map_err(Refused::Remote)?;
+                    right
+                        .remote_write_end(peer, length, immediate, request.solicited)
+                        .map_err(Refused::Remote)?;
                 }
-                right
-                    .remote_write_end(peer, length, immediate, request.solicited)
-                    .map_err(Refused::Remote)?;
-                Ok(0)
+                Ok(length)
             }
             PostedOperation::Read { remote } => {
                 right.remote_read(peer, remote, length, 0, &mut []).map_err(Refused::Remote)?;

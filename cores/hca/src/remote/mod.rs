@@ -178,6 +178,14 @@ impl<P: Provider> Engine<P> {
         std::mem::take(&mut self.actions)
     }
 
+    /// Gives the vector of [`Engine::take_actions`] back, to be filled again without an allocation.
+    pub fn recycle_actions(&mut self, mut actions: Vec<Action>) {
+        actions.clear();
+        if self.actions.is_empty() {
+            self.actions = actions;
+        }
+    }
+
     /// Whether [`Engine::take_actions`] has something.
     #[must_use]
     pub fn has_actions(&self) -> bool {
@@ -213,6 +221,14 @@ impl<P: Provider> Engine<P> {
         (matches!(qp.kind, QpKind::Rc | QpKind::Uc) && qp.receives() && qp.source_gid == gid).then_some(
             QpId { device: DeviceId(owner), handle: qp.handle, stamp: qp.stamp, incarnation: qp.incarnation },
         )
+    }
+
+    /// The connected queue pair with a number of a device.
+    #[must_use]
+    pub fn connected(&self, device: DeviceId, qpn: Qpn) -> Option<QpId> {
+        let qp = self.device(device.0).filter(|device| device.enabled)?.qp_by_number(qpn)?;
+        let serves = matches!(qp.kind, QpKind::Rc | QpKind::Uc) && qp.receives();
+        serves.then_some(QpId { device, handle: qp.handle, stamp: qp.stamp, incarnation: qp.incarnation })
     }
 
     /// Whether a device of this engine has an address.

@@ -9,7 +9,7 @@ use crate::engine::{Engine, completed};
 use crate::local::{Step, message_len, total};
 use crate::objects::{Qp, QpRef, Wait};
 use crate::provider::Provider;
-use crate::work::{Operation, SendRequest, Status};
+use crate::work::{CompletedOperation, Operation, SendRequest, Status};
 
 use super::{Action, Elsewhere, MOST_OUTSTANDING, Outstanding, Posted, PostedOperation, QpId};
 
@@ -176,7 +176,7 @@ impl<P: Provider> Engine<P> {
         self.write_target(qp.device.0, from).map_err(|_| Status::LocalProtection)
     }
 
-    /// Says how a request ended: bytes read (0 for sends and writes, 8 for atomics), or the status it failed with. Completions come in the order
+    /// Says how a request ended: the bytes of its message (8 for atomics), or the status it failed with. Completions come in the order
     /// of posting, whatever the order of calls; a failure fails the queue pair.
     pub fn remote_complete(&mut self, qp: QpId, token: u64, outcome: Result<u32, Status>) {
         let at = qp.at();
@@ -200,10 +200,17 @@ impl<P: Provider> Engine<P> {
             let Some(elsewhere) = &mut found.elsewhere else { return };
             let Some(outcome) = elsewhere.outstanding.front().and_then(|front| front.outcome) else { break };
             let Some(Outstanding { request, .. }) = elsewhere.outstanding.pop_front() else { break };
-            if let Ok(bytes) = outcome {
-                found.counters.bytes += u64::from(bytes).max(total(&request.sges));
-            }
             let operation = completed(&request.operation);
+            if let Ok(bytes) = outcome {
+                found.counters.bytes += u64::from(bytes);
+            }
+            // As at a local peer: only what came back is counted in a completion.
+            let outcome = outcome.map(|bytes| match operation {
+                CompletedOperation::Read | CompletedOperation::CompareSwap | CompletedOperation::FetchAdd => {
+                    bytes
+                }
+                _ => 0,
+            });
             match outcome {
                 Ok(bytes) => {
                     self.complete_send(at, request.wr_id, operation, Status::Success, bytes, request.signaled)

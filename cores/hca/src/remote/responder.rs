@@ -63,17 +63,19 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// The first packet of a SEND: a receive is taken for it. Again for the same message, or after one that was abandoned, changes nothing.
+    /// The first packet of a SEND, or a WRITE's with immediate data: a receive is taken for it. Gives the bytes that fit. Again for the same
+    /// message, or after one that was abandoned, changes nothing.
     ///
     /// # Errors
     /// [`Refusal::NotReady`] without a posted receive; others when the receive can't be used.
-    pub fn remote_receive_begin(&mut self, qp: QpId) -> Result<(), Refusal> {
+    pub fn remote_receive_begin(&mut self, qp: QpId) -> Result<u64, Refusal> {
         let at = self.served(qp)?;
         let taken = self.take_receive(at);
         match taken {
             Taken::Request(receive) => {
+                let fits = total(&receive.sges);
                 self.stash_receive(at, receive);
-                Ok(())
+                Ok(fits)
             }
             Taken::Empty => {
                 let found = self.qp(at).ok_or(Refusal::Gone)?;
@@ -127,34 +129,49 @@ impl<P: Provider> Engine<P> {
         Ok(())
     }
 
-    /// The SEND is complete, with `length` bytes.
+    /// Invalidates a key for the SEND whose receive is taken.
     ///
     /// # Errors
-    /// When the key to invalidate isn't one that the peer may invalidate.
+    /// When it isn't one that the peer may invalidate. The receive has completed with that error.
+    pub fn remote_invalidate(&mut self, qp: QpId, key: u32) -> Result<(), Refusal> {
+        let at = self.served(qp)?;
+        if self.may_invalidate(at, key).is_err() {
+            self.remote_receive_fail(qp, Status::RemoteInvalidRequest);
+            return Err(self.refused(at, Refusal::Access, Some(AsyncEvent::QpAccessError)));
+        }
+        self.invalidate_remote(at, key);
+        Ok(())
+    }
+
+    /// The receive that is taken, if one is, completes with an error.
+    pub fn remote_receive_fail(&mut self, qp: QpId, status: Status) {
+        let Ok(at) = self.served(qp) else { return };
+        if let Some(receive) = self.qp_mut(at).and_then(|found| found.stashed.take()) {
+            self.complete_receive_error(at, receive.wr_id, status);
+        }
+    }
+
+    /// The SEND is complete, with `length` bytes; `invalidated` was invalidated for it.
+    ///
+    /// # Errors
+    /// When no receive was taken.
     pub fn remote_receive_end(
         &mut self,
         qp: QpId,
         length: u32,
         immediate: Option<[u8; 4]>,
-        invalidate: Option<u32>,
+        invalidated: Option<u32>,
         solicited: bool,
     ) -> Result<(), Refusal> {
         let at = self.served(qp)?;
         let receive = self.qp_mut(at).and_then(|found| found.stashed.take()).ok_or(Refusal::Invalid)?;
-        if let Some(key) = invalidate {
-            if self.may_invalidate(at, key).is_err() {
-                self.complete_receive_error(at, receive.wr_id, Status::RemoteInvalidRequest);
-                return Err(self.refused(at, Refusal::Access, Some(AsyncEvent::QpAccessError)));
-            }
-            self.invalidate_remote(at, key);
-        }
         self.count_served(at, length, |counters| &mut counters.rx_send_requests);
         let received = Received {
             wr_id: receive.wr_id,
             operation: CompletedOperation::Receive,
             byte_len: length,
             immediate,
-            invalidated: invalidate,
+            invalidated,
             source: None,
             grh: None,
         };
@@ -162,15 +179,7 @@ impl<P: Provider> Engine<P> {
         Ok(())
     }
 
-    /// Whether a WRITE of `length` bytes is allowed; for those without data.
-    ///
-    /// # Errors
-    /// When the queue pair or the region doesn't permit it.
-    pub fn remote_write_check(&mut self, qp: QpId, remote: Remote, length: u32) -> Result<(), Refusal> {
-        self.remote_write(qp, remote, length, 0, &[])
-    }
-
-    /// Bytes of a WRITE of `length` bytes in all, from `offset` on.
+    /// Bytes of a WRITE of `length` bytes in all, from `offset` on; without any, whether it is permitted.
     ///
     /// # Errors
     /// When the queue pair or the region doesn't permit it, or the memory is gone.
@@ -188,17 +197,21 @@ impl<P: Provider> Engine<P> {
         }
         let length = u64::from(length);
         let part = range(offset, data.len()).filter(|part| part.end <= length).ok_or(Refusal::Invalid)?;
+        let last = part.end == length;
         if self.remote_target(at, remote, length, part).is_err() {
             return Err(self.refused(at, Refusal::Access, Some(AsyncEvent::QpAccessError)));
         }
         if self.write_target(at.device, data).is_err() {
             return Err(self.refused(at, Refusal::Operational, Some(AsyncEvent::QpFatal)));
         }
+        if last {
+            let bytes = message_len(length);
+            self.count_served(at, bytes, |counters| &mut counters.rx_write_requests);
+        }
         Ok(())
     }
 
-    /// A WRITE of `length` bytes is complete. With immediate data a receive must have been taken
-    /// ([`Engine::remote_receive_begin`]), and is completed.
+    /// A WRITE of `length` bytes with immediate data is complete; so is the receive that was taken for it.
     ///
     /// # Errors
     /// When none was.
@@ -206,24 +219,21 @@ impl<P: Provider> Engine<P> {
         &mut self,
         qp: QpId,
         length: u32,
-        immediate: Option<[u8; 4]>,
+        immediate: [u8; 4],
         solicited: bool,
     ) -> Result<(), Refusal> {
         let at = self.served(qp)?;
-        if immediate.is_some() {
-            let receive = self.qp_mut(at).and_then(|found| found.stashed.take()).ok_or(Refusal::Invalid)?;
-            let received = Received {
-                wr_id: receive.wr_id,
-                operation: CompletedOperation::ReceiveWriteImmediate,
-                byte_len: length,
-                immediate,
-                invalidated: None,
-                source: None,
-                grh: None,
-            };
-            self.complete_receive(at, solicited, received);
-        }
-        self.count_served(at, length, |counters| &mut counters.rx_write_requests);
+        let receive = self.qp_mut(at).and_then(|found| found.stashed.take()).ok_or(Refusal::Invalid)?;
+        let received = Received {
+            wr_id: receive.wr_id,
+            operation: CompletedOperation::ReceiveWriteImmediate,
+            byte_len: length,
+            immediate: Some(immediate),
+            invalidated: None,
+            source: None,
+            grh: None,
+        };
+        self.complete_receive(at, solicited, received);
         Ok(())
     }
 
@@ -305,6 +315,13 @@ impl<P: Provider> Engine<P> {
     pub fn remote_violation(&mut self, qp: QpId) {
         if let Ok(at) = self.served(qp) {
             self.refused(at, Refusal::Invalid, Some(AsyncEvent::QpRequestError));
+        }
+    }
+
+    /// The transport's connection has failed as a whole.
+    pub fn remote_fail(&mut self, qp: QpId) {
+        if let Ok(at) = self.served(qp) {
+            self.enter_error(at);
         }
     }
 
