@@ -15,6 +15,7 @@ use crate::listener::{ListenError, Place, SocketFile, listen};
 use crate::registry::Registry;
 use crate::remembered::Remembered;
 use crate::server::{self, Sockets};
+use crate::transport::{Directory as _, DirectoryError, FabricError, FileDirectory, Transports};
 
 /// What a daemon is started with.
 #[derive(Debug, Clone)]
@@ -27,6 +28,17 @@ pub struct DaemonConfig {
     pub metrics: Option<SocketAddr>,
     /// The engine's thread.
     pub engine: EngineSetup,
+    /// RDMA to other hosts.
+    pub fabric: Option<FabricConfig>,
+}
+
+/// How other hosts are reached.
+#[derive(Debug, Clone)]
+pub struct FabricConfig {
+    /// The directory of hosts and VMs.
+    pub directory: PathBuf,
+    /// The first of the daemon's own UDP sockets: one of the directory's hosts.
+    pub address: SocketAddr,
 }
 
 impl DaemonConfig {
@@ -38,6 +50,7 @@ impl DaemonConfig {
             access: Access::default(),
             metrics: None,
             engine: EngineSetup::default(),
+            fabric: None,
         }
     }
 }
@@ -51,6 +64,20 @@ pub enum DaemonError {
     /// The engine.
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// The directory of other hosts.
+    #[error(transparent)]
+    Directory(#[from] DirectoryError),
+    /// Sockets to other hosts.
+    #[error(transparent)]
+    Fabric(#[from] FabricError),
+    /// This host isn't one of the directory's.
+    #[error("{address} is none of the hosts in the directory {}; give --fabric-address one of them", directory.display())]
+    NotAHost {
+        /// Own address.
+        address: SocketAddr,
+        /// The directory.
+        directory: PathBuf,
+    },
     /// Metrics by TCP.
     #[error("Metrics can't be served at {address}; choose another --metrics")]
     Metrics {
@@ -94,7 +121,8 @@ impl Daemon {
     pub fn start(config: &DaemonConfig) -> Result<Self, DaemonError> {
         hardening::prepare();
         let place = Place::take(&config.socket)?;
-        let engine = EngineThread::start(config.engine)?;
+        let transports = config.fabric.as_ref().map(transports).transpose()?;
+        let engine = EngineThread::start(config.engine, transports)?;
         let remembered = Remembered::load(place.folder());
         let (registry, events) =
             Registry::new(place.folder(), config.access.clone(), engine.handle(), remembered);
@@ -168,6 +196,15 @@ impl Drop for Daemon {
         join(self.keeper.take(), "keeper");
         drop(self.engine.take());
     }
+}
+
+fn transports(config: &FabricConfig) -> Result<Transports, DaemonError> {
+    let directory = FileDirectory::load(&config.directory)?;
+    let address = config.address;
+    if !directory.hosts().contains(&address) {
+        return Err(DaemonError::NotAHost { address, directory: config.directory.clone() });
+    }
+    Ok(Transports::open(Arc::new(directory), address)?)
 }
 
 fn join(thread: Option<JoinHandle<()>>, name: &str) {

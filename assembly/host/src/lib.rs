@@ -34,6 +34,7 @@ pub mod remembered;
 pub mod segments;
 mod server;
 mod service;
+pub mod transport;
 pub mod uar;
 
-pub use daemon::{Daemon, DaemonConfig, DaemonError};
+pub use daemon::{Daemon, DaemonConfig, DaemonError, FabricConfig};

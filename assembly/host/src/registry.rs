@@ -427,9 +427,14 @@ impl Registry {
         config.mtu = mtu;
         config.limits = limits;
         config.doorbells = pvrdma::DoorbellMode::Shared;
-        let rdma =
-            RdmaFunction::new(Arc::clone(shared), self.engine.clone(), config, Arc::clone(&self.remembered))
-                .map_err(|error: RdmaError| serve(error.into()))?;
+        let rdma = RdmaFunction::new(
+            Arc::clone(shared),
+            self.engine.clone(),
+            config,
+            network.name().to_owned(),
+            Arc::clone(&self.remembered),
+        )
+        .map_err(|error: RdmaError| serve(error.into()))?;
         let config = Vmxnet3Config { name: name.clone(), mac: MacAddress(mac), link_mbps: LINK_MBPS };
         let ethernet = EthernetFunction::new(Arc::clone(shared), config, Arc::clone(&network))
             .map_err(|error: HeaderError| serve(error.into()))?;

@@ -90,6 +90,12 @@ pub struct HostArgs {
     /// Serve metrics at this address by HTTP, to everybody who reaches it  [default: the socket `metrics` in the folder only]
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub metrics: Option<SocketAddr>,
+    /// RDMA to other hosts: a file that says which hosts there are, which VMs they run, and their addresses (docs/rdma-hosts.md)
+    #[arg(long, value_name = "PATH", requires = "fabric_address")]
+    pub directory: Option<PathBuf>,
+    /// This host's address in the directory, where packets of other hosts are taken by UDP
+    #[arg(long, value_name = "ADDRESS:PORT", requires = "directory")]
+    pub fabric_address: Option<SocketAddr>,
     /// Bind the thread that does the RDMA work to this CPU
     #[arg(long, value_name = "CPU")]
     pub engine_cpu: Option<usize>,

@@ -48,6 +48,7 @@ use hca::names::DeviceId;
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::function::interrupts::signal;
+use crate::transport::Transports;
 
 pub use report::{DeviceView, EngineView, LoopCounters};
 pub use served::DeviceSetup;
@@ -175,11 +176,11 @@ pub struct EngineThread {
 }
 
 impl EngineThread {
-    /// Starts it.
+    /// Starts it; with transports, to reach other hosts.
     ///
     /// # Errors
     /// When it can't be bound to its CPU, or the kernel has no thread left.
-    pub fn start(setup: EngineSetup) -> Result<Self, EngineError> {
+    pub fn start(setup: EngineSetup, transports: Option<Transports>) -> Result<Self, EngineError> {
         let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| EngineError::Start(e.into()))?;
         let wake = Arc::new(Wake { event, sleeping: AtomicBool::new(false) });
@@ -194,7 +195,7 @@ impl EngineThread {
                 // Whoever started us waits for it.
                 let _ = started.send(bound);
                 if fine {
-                    Worker::new(setup, inbox, shared).run();
+                    Worker::new(setup, transports, inbox, shared).run();
                 }
             })
             .map_err(EngineError::Start)?;

@@ -49,6 +49,9 @@ pub struct PeerView {
     pub qpn: u32,
     /// How it is reached; `none` where nobody on this host has the address.
     pub transport: &'static str,
+    /// What the protocol says of a connection to another host.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remote: Option<crate::transport::ConnectionReport>,
 }
 
 /// Everything.

@@ -13,6 +13,10 @@ use crate::uar::UarPages;
 /// What a device is made with.
 #[derive(Debug)]
 pub struct DeviceSetup {
+    /// The VM.
+    pub vm: String,
+    /// Its network's name.
+    pub segment: String,
     /// The function.
     pub config: Config,
     /// Its doorbell pages.

@@ -23,6 +23,7 @@ use super::load::Load;
 use super::report::{DeviceView, EngineView, LoopCounters, PeerView};
 use super::served::{Device, DeviceSetup, Served, Vectors};
 use super::{EngineSetup, Message, Wake};
+use crate::transport::Transports;
 
 /// Messages carried out before devices have their turn again.
 const MESSAGES_PER_ROUND: usize = 64;
@@ -41,6 +42,8 @@ pub struct Worker {
     idle: u64,
     counters: LoopCounters,
     stopping: bool,
+    /// To other hosts.
+    transports: Option<Transports>,
 }
 
 impl std::fmt::Debug for Worker {
@@ -50,7 +53,12 @@ impl std::fmt::Debug for Worker {
 }
 
 impl Worker {
-    pub(super) fn new(setup: EngineSetup, inbox: Receiver<Message>, wake: Arc<Wake>) -> Self {
+    pub(super) fn new(
+        setup: EngineSetup,
+        transports: Option<Transports>,
+        inbox: Receiver<Message>,
+        wake: Arc<Wake>,
+    ) -> Self {
         Self {
             engine: Engine::new(setup.engine),
             devices: Devices::default(),
@@ -61,6 +69,7 @@ impl Worker {
             idle: u64::try_from(setup.idle.as_nanos()).unwrap_or(u64::MAX),
             counters: LoopCounters::default(),
             stopping: false,
+            transports,
         }
     }
 
@@ -97,6 +106,9 @@ impl Worker {
         let mut anything = self.take_messages();
         let now = self.now();
         anything |= self.look_at_doorbells(now);
+        if let Some(transports) = &mut self.transports {
+            anything |= transports.receive(&mut self.engine, now);
+        }
         let progress = self.engine.poll(now, &mut self.devices);
         anything |= progress.worked;
         let mut until = progress.next;
@@ -104,6 +116,13 @@ impl Worker {
             anything = true;
         }
         let mut poll_on = false;
+        if let Some(transports) = &mut self.transports {
+            anything |= transports.carry(&mut self.engine, now);
+            poll_on |= transports.is_busy(now);
+            if let Some(time) = transports.next() {
+                earliest(&mut until, Some(time));
+            }
+        }
         for device in self.devices.iter_mut() {
             let Some(served) = self.served.get_mut(&device.id()) else { continue };
             // Doorbells and calls leave events as well, and so do rounds that execute nothing: a consumer is reminded.
@@ -147,7 +166,10 @@ impl Worker {
                     tv_sec: i64::try_from(left / 1_000_000_000).unwrap_or(i64::MAX),
                     tv_nsec: i64::try_from(left % 1_000_000_000).unwrap_or(0),
                 });
-                let mut fds = [PollFd::from_borrowed_fd(self.wake.event.as_fd(), PollFlags::IN)];
+                let mut fds = vec![PollFd::from_borrowed_fd(self.wake.event.as_fd(), PollFlags::IN)];
+                if let Some(transports) = &self.transports {
+                    fds.extend(transports.fds().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+                }
                 // Interrupted or not: the loop looks at everything.
                 let _ = poll(&mut fds, timeout.as_ref());
             }
@@ -219,8 +241,12 @@ impl Worker {
     pub fn attach(&mut self, setup: DeviceSetup) -> Result<DeviceId, ConfigError> {
         let now = self.now();
         setup.pages.clear();
+        let segment_id = setup.config.segment;
         let device = Device::new(setup.config, MappedMemory::default(), &mut self.engine)?;
         let id = device.id();
+        if let Some(transports) = &mut self.transports {
+            transports.attach(&mut self.engine, id, &setup.vm, &setup.segment, segment_id);
+        }
         self.devices.insert(device);
         let served = Served {
             pages: setup.pages,
@@ -235,6 +261,9 @@ impl Worker {
 
     /// Takes a device out: nothing of its guest's memory is used any more. Peers see it vanish.
     pub fn detach(&mut self, id: DeviceId) {
+        if let Some(transports) = &mut self.transports {
+            transports.detach(id);
+        }
         self.served.remove(&id);
         if let Some(device) = self.devices.remove(id) {
             device.remove(&mut self.engine);
@@ -358,11 +387,13 @@ impl Worker {
                 let connected = matches!(qp.kind, hca::attributes::QpKind::Rc | hca::attributes::QpKind::Uc)
                     && (2..=5).contains(&(qp.state as u32));
                 let (attributes, _) = self.engine.query_qp(id, qp.handle).ok().filter(|_| connected)?;
+                let remote = self.transports.as_ref().and_then(|transports| transports.report(id, qp.qpn));
                 Some(PeerView {
                     handle: qp.handle.0,
                     gid: format!("{:?}", attributes.address.dgid),
                     qpn: attributes.destination_qpn.0,
-                    transport: "local",
+                    transport: remote.as_ref().map_or("local", |remote| remote.transport),
+                    remote,
                 })
             })
             .collect();

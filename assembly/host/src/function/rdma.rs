@@ -62,6 +62,8 @@ pub struct RdmaFunction {
     nic: Arc<NicShared>,
     engine: EngineHandle,
     config: Config,
+    /// Name of its network.
+    segment: String,
     header: Header,
     msix: Arc<EventFds>,
     mode: Arc<EventFds>,
@@ -102,6 +104,7 @@ impl RdmaFunction {
         nic: Arc<NicShared>,
         engine: EngineHandle,
         config: Config,
+        segment: String,
         remembered: Arc<Remembered>,
     ) -> Result<Self, RdmaError> {
         Ok(Self {
@@ -115,6 +118,7 @@ impl RdmaFunction {
             nic,
             engine,
             config,
+            segment,
             remembered,
         })
     }
@@ -230,8 +234,9 @@ impl Device for RdmaFunction {
         }
         let config = Config { limits: self.limits(), ..self.config.clone() };
         let (pages, msix, mode) = (Arc::clone(&self.pages), Arc::clone(&self.msix), Arc::clone(&self.mode));
-        let attached =
-            self.engine.call(move |worker| worker.attach(DeviceSetup { config, pages, msix, mode }));
+        let (vm, segment) = (self.nic.key.vm.clone(), self.segment.clone());
+        let setup = DeviceSetup { vm, segment, config, pages, msix, mode };
+        let attached = self.engine.call(move |worker| worker.attach(setup));
         let key = &self.nic.key;
         let device = match attached {
             Ok(Ok(device)) => device,

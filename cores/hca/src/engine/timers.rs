@@ -107,6 +107,7 @@ impl<P: Provider> Engine<P> {
 
     /// Ends a wait without its timer having run out.
     pub(crate) fn wake(&mut self, at: QpRef) {
+        self.receive_came(at);
         self.end_wait(at);
         self.activate(at);
     }

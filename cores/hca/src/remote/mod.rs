@@ -114,6 +114,11 @@ pub enum Action {
     },
     /// Carry a datagram; nobody waits for it.
     Datagram(Box<OutgoingDatagram>),
+    /// A receive was posted where the peer had been told that there is none.
+    ReceivePosted {
+        /// Where.
+        qp: QpId,
+    },
     /// The connection is over: the queue pair was reset, failed, or is gone. Answers that it owes may still be sent.
     Closed {
         /// Whose.
@@ -156,6 +161,8 @@ pub(crate) struct Outstanding {
 pub(crate) struct Elsewhere {
     pub outstanding: VecDeque<Outstanding>,
     next_token: u64,
+    /// The peer was told that there is no receive, and is to be told when there is one.
+    pub awaits_receive: bool,
 }
 
 /// Requests of one queue pair that transports hold at most.
@@ -290,6 +297,18 @@ impl<P: Provider> Engine<P> {
             && let Some(qp) = self.qp_id(at)
         {
             self.actions.push(Action::Closed { qp });
+        }
+    }
+
+    /// A receive was posted for which this queue pair's peer may wait.
+    #[inline]
+    pub(crate) fn receive_came(&mut self, at: QpRef) {
+        let waits = self
+            .qp_mut(at)
+            .and_then(|qp| qp.elsewhere.as_mut())
+            .is_some_and(|elsewhere| std::mem::take(&mut elsewhere.awaits_receive));
+        if waits && let Some(qp) = self.qp_id(at) {
+            self.actions.push(Action::ReceivePosted { qp });
         }
     }
 

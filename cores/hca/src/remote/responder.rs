@@ -84,6 +84,12 @@ impl<P: Provider> Engine<P> {
                     device.counters.out_of_buffer += 1;
                     device.counters.rnr_nak_sent += u64::from(kind == QpKind::Rc);
                 }
+                if kind == QpKind::Rc
+                    && let Some(found) = self.qp_mut(at)
+                {
+                    found.elsewhere.get_or_insert_with(Box::default).awaits_receive = true;
+                    self.await_receive(at, at);
+                }
                 Err(Refusal::NotReady { timer })
             }
             Taken::Malformed(wr_id) => {

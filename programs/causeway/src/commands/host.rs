@@ -3,7 +3,7 @@
 use anyhow::Context as _;
 use host::access::Access;
 use host::engine::EngineSetup;
-use host::{Daemon, DaemonConfig};
+use host::{Daemon, DaemonConfig, FabricConfig};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
@@ -18,6 +18,11 @@ pub fn host(args: &HostArgs, json: bool) -> anyhow::Result<()> {
         socket: args.socket.clone(),
         access: Access { uids: args.allow_uid.clone(), gids: args.allow_gid.clone() },
         metrics: args.metrics,
+        fabric: args
+            .directory
+            .clone()
+            .zip(args.fabric_address)
+            .map(|(directory, address)| FabricConfig { directory, address }),
         engine: EngineSetup { cpu: args.engine_cpu, ..EngineSetup::default() },
     };
     let daemon = Daemon::start(&config)?;

@@ -1,0 +1,154 @@
+//! What a RoCE connection asks of memory and queues, answered by the engine's queue pair.
+
+use hca::engine::Engine;
+use hca::provider::Provider;
+use hca::remote::{AtomicOperation, QpId, Refusal as EngineRefusal};
+use hca::work::{Remote as EngineRemote, Status as EngineStatus};
+use roce::{Atomic, Event, Memory, NoReceive, Received, ReceivedOperation, Refusal, Remote, Status};
+
+/// A queue pair of the engine, for the time of a call into its connection.
+pub(super) struct Carrier<'a, P: Provider> {
+    pub engine: &'a mut Engine<P>,
+    pub qp: QpId,
+}
+
+fn offset(offset: u64) -> u32 {
+    // Messages are at most 2^31 bytes.
+    u32::try_from(offset).unwrap_or(u32::MAX)
+}
+
+fn remote(remote: Remote) -> EngineRemote {
+    EngineRemote { address: remote.address, rkey: remote.rkey }
+}
+
+/// The engine has acted on it when it says so: the events that a connection reports of it are not passed on.
+fn refusal(refusal: EngineRefusal) -> Refusal {
+    match refusal {
+        EngineRefusal::Access => Refusal::Access,
+        EngineRefusal::Invalid => Refusal::InvalidRequest,
+        EngineRefusal::Operational | EngineRefusal::Gone | EngineRefusal::NotReady { .. } => {
+            Refusal::Operation
+        }
+    }
+}
+
+fn status(status: EngineStatus) -> Status {
+    match status {
+        EngineStatus::Success => Status::Success,
+        EngineStatus::LocalLength => Status::LocalLength,
+        EngineStatus::LocalQpOperation => Status::LocalQpOperation,
+        EngineStatus::LocalProtection => Status::LocalProtection,
+        EngineStatus::Flushed => Status::Flushed,
+        EngineStatus::MemoryBind => Status::MemoryBind,
+        EngineStatus::BadResponse => Status::BadResponse,
+        EngineStatus::LocalAccess => Status::LocalAccess,
+        EngineStatus::RemoteInvalidRequest => Status::RemoteInvalidRequest,
+        EngineStatus::RemoteAccess => Status::RemoteAccess,
+        EngineStatus::RemoteOperation => Status::RemoteOperation,
+        EngineStatus::RetryExceeded => Status::RetryExceeded,
+        EngineStatus::RnrRetryExceeded => Status::RnrRetryExceeded,
+        EngineStatus::General => Status::General,
+    }
+}
+
+fn engine_status(status: Status) -> EngineStatus {
+    match status {
+        Status::Success => EngineStatus::Success,
+        Status::LocalLength => EngineStatus::LocalLength,
+        Status::LocalQpOperation => EngineStatus::LocalQpOperation,
+        Status::LocalProtection => EngineStatus::LocalProtection,
+        Status::Flushed => EngineStatus::Flushed,
+        Status::MemoryBind => EngineStatus::MemoryBind,
+        Status::BadResponse => EngineStatus::BadResponse,
+        Status::LocalAccess => EngineStatus::LocalAccess,
+        Status::RemoteInvalidRequest => EngineStatus::RemoteInvalidRequest,
+        Status::RemoteAccess => EngineStatus::RemoteAccess,
+        Status::RemoteOperation => EngineStatus::RemoteOperation,
+        Status::RetryExceeded => EngineStatus::RetryExceeded,
+        Status::RnrRetryExceeded => EngineStatus::RnrRetryExceeded,
+        Status::General => EngineStatus::General,
+    }
+}
+
+impl<P: Provider> Memory for Carrier<'_, P> {
+    fn gather(&mut self, token: u64, at: u64, into: &mut [u8]) -> Result<(), Status> {
+        self.engine.remote_gather(self.qp, token, offset(at), into).map_err(status)
+    }
+
+    fn place(&mut self, token: u64, at: u64, data: &[u8]) -> Result<(), Status> {
+        self.engine.remote_place(self.qp, token, offset(at), data).map_err(status)
+    }
+
+    fn execute_local(&mut self, _token: u64) -> Status {
+        // The engine executes those itself, and posts none.
+        Status::General
+    }
+
+    fn complete(&mut self, token: u64, status: Status, length: u32) {
+        let outcome = if status == Status::Success { Ok(length) } else { Err(engine_status(status)) };
+        self.engine.remote_complete(self.qp, token, outcome);
+    }
+
+    fn take_receive(&mut self) -> Result<u64, NoReceive> {
+        self.engine.remote_receive_begin(self.qp).map_err(|refusal| match refusal {
+            EngineRefusal::NotReady { .. } => NoReceive::NotPosted,
+            _ => NoReceive::Unusable,
+        })
+    }
+
+    fn place_receive(&mut self, at: u64, data: &[u8]) -> Result<(), Status> {
+        self.engine.remote_receive_data(self.qp, offset(at), data).map_err(|refusal| match refusal {
+            EngineRefusal::Invalid => Status::LocalLength,
+            _ => Status::LocalProtection,
+        })
+    }
+
+    fn complete_receive(&mut self, received: &Received) {
+        let Received { length, immediate, invalidated, solicited, .. } = *received;
+        // It fails only without a receive, which the connection has taken.
+        let _ = match (received.operation, immediate) {
+            (ReceivedOperation::WriteImmediate, Some(immediate)) => {
+                self.engine.remote_write_end(self.qp, length, immediate, solicited)
+            }
+            _ => self.engine.remote_receive_end(self.qp, length, immediate, invalidated, solicited),
+        };
+    }
+
+    fn fail_receive(&mut self, status: Status) {
+        self.engine.remote_receive_fail(self.qp, engine_status(status));
+    }
+
+    fn keep_receive(&mut self) {
+        // The engine keeps a receive until it is completed.
+    }
+
+    fn write(&mut self, to: Remote, length: u64, at: u64, data: &[u8]) -> Result<(), Refusal> {
+        self.engine.remote_write(self.qp, remote(to), offset(length), offset(at), data).map_err(refusal)
+    }
+
+    fn read(&mut self, from: Remote, length: u64, at: u64, into: &mut [u8]) -> Result<(), Refusal> {
+        self.engine.remote_read(self.qp, remote(from), offset(length), offset(at), into).map_err(refusal)
+    }
+
+    fn atomic(&mut self, at: Remote, operation: Atomic) -> Result<u64, Refusal> {
+        let operation = match operation {
+            Atomic::CompareSwap { compare, swap } => AtomicOperation::CompareSwap { compare, swap },
+            Atomic::FetchAdd { add } => AtomicOperation::FetchAdd { add },
+        };
+        self.engine.remote_atomic(self.qp, remote(at), operation).map_err(refusal)
+    }
+
+    fn invalidate(&mut self, rkey: u32) -> Result<(), Refusal> {
+        self.engine.remote_invalidate(self.qp, rkey).map_err(refusal)
+    }
+
+    fn event(&mut self, event: Event) {
+        match event {
+            Event::Established => self.engine.remote_established(self.qp),
+            // Nothing happens when the engine refused, and has failed, the queue pair itself.
+            Event::RequestError => self.engine.remote_violation(self.qp),
+            Event::AccessError | Event::Fatal | Event::SendFailed => {}
+            Event::Failed => self.engine.remote_fail(self.qp),
+        }
+    }
+}

@@ -1,0 +1,248 @@
+//! The protocol's connections: found by queue pair, ordered by who has something to send, and by time.
+
+use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::net::SocketAddr;
+
+use hca::attributes::QpKind;
+use hca::engine::Engine;
+use hca::names::{DeviceId, QpHandle};
+use hca::provider::Provider;
+use hca::remote::{ConnectionInfo, QpId};
+use roce::{Config, Connection, Mtu, Reliability, SendAttributes};
+
+use super::directory::{Directory, VmId};
+use super::fabric::Header;
+use super::{Nic, entry};
+
+/// A queue pair's connection.
+#[derive(Debug)]
+pub(super) struct Entry {
+    pub qp: QpId,
+    pub qpn: u32,
+    pub peer_qpn: u32,
+    pub peer_vm: VmId,
+    /// Where the peer is; unknown ones get nothing, and time out.
+    pub host: Option<SocketAddr>,
+    pub header: Header,
+    pub connection: Connection,
+    /// It has failed, and goes then.
+    pub remove_at: Option<u64>,
+    sends: bool,
+    ready: bool,
+    timer: Option<u64>,
+}
+
+impl Entry {
+    pub fn new(
+        info: &ConnectionInfo,
+        mtu: Mtu,
+        peer_vm: VmId,
+        host: Option<SocketAddr>,
+        header: Header,
+    ) -> Option<Self> {
+        let attributes = &info.attributes;
+        let config = Config {
+            reliability: if info.kind == QpKind::Rc {
+                Reliability::Reliable
+            } else {
+                Reliability::Unreliable
+            },
+            mtu,
+            timeout: attributes.timeout,
+            retry_count: attributes.retry_count,
+            rnr_retry: attributes.rnr_retry,
+            min_rnr_timer: attributes.min_rnr_timer,
+            max_rd_atomic: attributes.max_rd_atomic,
+            max_dest_rd_atomic: attributes.max_dest_rd_atomic,
+            ..Config::new(info.qpn.0, attributes.destination_qpn.0, attributes.sq_psn, attributes.rq_psn)
+        };
+        // What it checks doesn't come from the guest.
+        let connection = Connection::new(config).ok()?;
+        Some(Self {
+            qp: info.qp,
+            qpn: info.qpn.0,
+            peer_qpn: attributes.destination_qpn.0,
+            peer_vm,
+            host,
+            header,
+            connection,
+            remove_at: None,
+            sends: info.sends,
+            ready: false,
+            timer: None,
+        })
+    }
+
+    /// The queue pair sends now: attributes that it got after it could receive are taken over.
+    pub fn may_send<P: Provider>(&mut self, engine: &Engine<P>) {
+        if self.sends {
+            return;
+        }
+        if let Some(info) = engine.connection(self.qp) {
+            let attributes = &info.attributes;
+            self.connection.set_send(&SendAttributes {
+                sq_psn: attributes.sq_psn,
+                timeout: attributes.timeout,
+                retry_count: attributes.retry_count,
+                rnr_retry: attributes.rnr_retry,
+                max_rd_atomic: attributes.max_rd_atomic,
+            });
+            self.sends = info.sends;
+        }
+    }
+}
+
+/// All connections.
+#[derive(Debug, Default)]
+pub(super) struct Connections {
+    entries: Vec<Option<Box<Entry>>>,
+    free: Vec<usize>,
+    /// By device and queue pair number: the newest.
+    numbers: HashMap<(DeviceId, u32), usize>,
+    /// By device and handle: the newest.
+    handles: HashMap<(DeviceId, QpHandle), usize>,
+    ready: VecDeque<usize>,
+    timers: BTreeSet<(u64, usize)>,
+}
+
+impl Connections {
+    pub fn any(&self) -> bool {
+        !self.numbers.is_empty()
+    }
+
+    pub fn any_ready(&self) -> bool {
+        !self.ready.is_empty()
+    }
+
+    pub fn next(&self) -> Option<u64> {
+        self.timers.first().map(|(time, _)| *time)
+    }
+
+    pub fn get(&self, index: usize) -> Option<&Entry> {
+        self.entries.get(index)?.as_deref()
+    }
+
+    pub fn get_mut(&mut self, index: usize) -> Option<&mut Entry> {
+        self.entries.get_mut(index)?.as_deref_mut()
+    }
+
+    pub fn index_of(&self, device: DeviceId, qpn: u32) -> Option<usize> {
+        self.numbers.get(&(device, qpn)).copied()
+    }
+
+    pub fn by_number(&self, device: DeviceId, qpn: u32) -> Option<&Entry> {
+        self.get(self.index_of(device, qpn)?)
+    }
+
+    /// The connection of a queue pair, if it has one.
+    pub fn find(&self, qp: QpId) -> Option<usize> {
+        let index = *self.handles.get(&(qp.device, qp.handle))?;
+        self.get(index).is_some_and(|entry| entry.qp == qp).then_some(index)
+    }
+
+    /// The connection of a queue pair, made if it has none.
+    pub fn of<P: Provider>(
+        &mut self,
+        engine: &Engine<P>,
+        qp: QpId,
+        nics: &HashMap<DeviceId, Nic>,
+        directory: &dyn Directory,
+    ) -> Option<usize> {
+        if let Some(&index) = self.handles.get(&(qp.device, qp.handle)) {
+            if self.get(index).is_some_and(|entry| entry.qp == qp) {
+                return Some(index);
+            }
+            // An earlier incarnation's.
+            self.remove(index);
+        }
+        let new = Box::new(entry(engine, qp, nics, directory)?);
+        let number = (qp.device, new.qpn);
+        let index = match self.free.pop() {
+            Some(index) => {
+                self.entries[index] = Some(new);
+                index
+            }
+            None => {
+                self.entries.push(Some(new));
+                self.entries.len() - 1
+            }
+        };
+        self.numbers.insert(number, index);
+        self.handles.insert((qp.device, qp.handle), index);
+        Some(index)
+    }
+
+    pub fn remove(&mut self, index: usize) {
+        let Some(entry) = self.entries.get_mut(index).and_then(Option::take) else { return };
+        if let Some(timer) = entry.timer {
+            self.timers.remove(&(timer, index));
+        }
+        if entry.ready {
+            self.ready.retain(|other| *other != index);
+        }
+        let number = (entry.qp.device, entry.qpn);
+        if self.numbers.get(&number) == Some(&index) {
+            self.numbers.remove(&number);
+        }
+        let handle = (entry.qp.device, entry.qp.handle);
+        if self.handles.get(&handle) == Some(&index) {
+            self.handles.remove(&handle);
+        }
+        self.free.push(index);
+    }
+
+    pub fn remove_device(&mut self, device: DeviceId) {
+        for index in 0..self.entries.len() {
+            if self.get(index).is_some_and(|entry| entry.qp.device == device) {
+                self.remove(index);
+            }
+        }
+    }
+
+    /// It may have something to send.
+    pub fn ready(&mut self, index: usize) {
+        if let Some(entry) = self.get_mut(index)
+            && !std::mem::replace(&mut entry.ready, true)
+        {
+            self.ready.push_back(index);
+        }
+    }
+
+    pub fn ready_count(&self) -> usize {
+        self.ready.len()
+    }
+
+    pub fn next_ready(&mut self) -> Option<usize> {
+        let index = self.ready.pop_front()?;
+        if let Some(entry) = self.get_mut(index) {
+            entry.ready = false;
+        }
+        Some(index)
+    }
+
+    pub fn set_timer(&mut self, index: usize, time: Option<u64>) {
+        let Some(entry) = self.entries.get_mut(index).and_then(|entry| entry.as_deref_mut()) else { return };
+        if entry.timer == time {
+            return;
+        }
+        if let Some(old) = std::mem::replace(&mut entry.timer, time) {
+            self.timers.remove(&(old, index));
+        }
+        if let Some(time) = time {
+            self.timers.insert((time, index));
+        }
+    }
+
+    /// A connection whose time has come.
+    pub fn expired(&mut self, now: u64) -> Option<usize> {
+        let &(time, index) = self.timers.first()?;
+        if time > now {
+            return None;
+        }
+        self.timers.pop_first();
+        if let Some(entry) = self.get_mut(index) {
+            entry.timer = None;
+        }
+        Some(index)
+    }
+}

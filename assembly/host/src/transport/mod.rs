@@ -1,0 +1,469 @@
+//! RDMA to other hosts: the connections of queue pairs whose peers are elsewhere, and what carries their packets.
+//!
+//! ```text
+//! hca::Engine ── Action::Post ──▶ Transports ── roce::Connection::transmit ──▶ fabric ──▶ UDP
+//!      ▲                            │    ▲
+//!      └── remote_* (Carrier) ◀─────┘    └── fabric ◀── UDP
+//! ```
+//!
+//! All of it runs on the engine's thread, between its polls. A connection of the protocol is made when its queue pair first posts a
+//! request, or when the first packet for it comes; it ends with the queue pair's reset.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `directory` | where VMs are |
+//! | `fabric` | packets between daemons |
+//! | `carrier` | the protocol's view of the engine |
+//! | `connections` | the protocol's connections |
+
+mod carrier;
+mod connections;
+mod directory;
+mod fabric;
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use hca::engine::Engine;
+use hca::names::{DeviceId, Qpn, SegmentId};
+use hca::provider::Provider;
+use hca::remote::{Action, IncomingDatagram, OutgoingDatagram, Posted, PostedOperation, QpId};
+use roce::datagram::Datagram;
+use roce::{Batch, Kind as RequestKind, Packet, Remote, Request};
+
+use carrier::Carrier;
+use connections::{Connections, Entry};
+pub use directory::{Directory, DirectoryError, FileDirectory, VmId};
+use fabric::{ADDRESSES, Addresses, Fabric, HEADER, Header, Kind};
+pub use fabric::{FabricCounters, FabricError};
+
+/// Nanoseconds after the last packet during which the thread looks at its sockets without sleeping.
+const EAGER_NS: u64 = 200_000;
+/// Rounds between two looks at the sockets while nothing is under way.
+const IDLE_ROUNDS: u32 = 16;
+/// Bytes that the packets of one `transmit` may have.
+const BURST: usize = 60 << 10;
+/// How long a failed connection still repeats why to a peer that missed it, nanoseconds.
+const LINGER_NS: u64 = 2_000_000_000;
+
+/// A device of the engine, as other hosts know it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Nic {
+    vm: VmId,
+    segment: String,
+    segment_id: SegmentId,
+    tag: u32,
+}
+
+/// How a queue pair's peer is reached, for reports.
+#[derive(Debug, Clone, serde::Serialize)]
+pub struct ConnectionReport {
+    /// Transport.
+    pub transport: &'static str,
+    /// The peer's host, if the directory knows it.
+    pub host: Option<SocketAddr>,
+    /// Counters of the protocol.
+    pub counters: roce::Counters,
+}
+
+/// The transports of an engine.
+pub struct Transports {
+    directory: Arc<dyn Directory>,
+    fabric: Fabric,
+    nics: HashMap<DeviceId, Nic>,
+    /// By VM and segment.
+    devices: HashMap<(VmId, u32), DeviceId>,
+    connections: Connections,
+    buffer: Vec<u8>,
+    lengths: Vec<u32>,
+    last_packet: u64,
+    rounds: u32,
+    psn: u32,
+}
+
+impl std::fmt::Debug for Transports {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Transports").field("directory", &self.directory).finish_non_exhaustive()
+    }
+}
+
+impl Transports {
+    /// Opens the sockets on `address`.
+    ///
+    /// # Errors
+    /// When a port can't be had.
+    pub fn open(directory: Arc<dyn Directory>, address: SocketAddr) -> Result<Self, FabricError> {
+        let fabric = Fabric::open(address, directory.sockets())?;
+        Ok(Self {
+            directory,
+            fabric,
+            nics: HashMap::new(),
+            devices: HashMap::new(),
+            connections: Connections::default(),
+            buffer: vec![0; BURST],
+            lengths: Vec::new(),
+            last_packet: 0,
+            rounds: 0,
+            psn: 0,
+        })
+    }
+
+    /// A device was added to the engine. VMs that the directory doesn't know reach nobody elsewhere.
+    pub fn attach<P: Provider>(
+        &mut self,
+        engine: &mut Engine<P>,
+        device: DeviceId,
+        vm: &str,
+        segment: &str,
+        segment_id: SegmentId,
+    ) {
+        let Some(vm) = self.directory.vm(vm) else { return };
+        let nic = Nic { vm, segment: segment.to_owned(), segment_id, tag: fabric::tag(segment) };
+        self.devices.insert((vm, nic.tag), device);
+        self.nics.insert(device, nic);
+        engine.set_uplink(segment_id, true);
+    }
+
+    /// A device is about to leave the engine.
+    pub fn detach(&mut self, device: DeviceId) {
+        if let Some(nic) = self.nics.remove(&device)
+            && self.devices.get(&(nic.vm, nic.tag)) == Some(&device)
+        {
+            self.devices.remove(&(nic.vm, nic.tag));
+        }
+        self.connections.remove_device(device);
+    }
+
+    /// Descriptors that become readable when there is something to receive.
+    pub fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.fabric.fds()
+    }
+
+    /// Whether the thread should look again at once rather than sleep.
+    #[must_use]
+    pub fn is_busy(&self, now: u64) -> bool {
+        self.connections.any_ready()
+            || self.fabric.is_blocked()
+            || (self.last_packet > 0 && now.saturating_sub(self.last_packet) < EAGER_NS)
+    }
+
+    /// When something is due at the latest.
+    #[must_use]
+    pub fn next(&self) -> Option<u64> {
+        self.connections.next()
+    }
+
+    /// What the sockets did.
+    #[must_use]
+    pub fn counters(&self) -> FabricCounters {
+        self.fabric.counters()
+    }
+
+    /// The connection of a queue pair.
+    #[must_use]
+    pub fn report(&self, device: DeviceId, qpn: Qpn) -> Option<ConnectionReport> {
+        let entry = self.connections.by_number(device, qpn.0)?;
+        Some(ConnectionReport {
+            transport: "fabric",
+            host: entry.host,
+            counters: *entry.connection.counters(),
+        })
+    }
+
+    /// Takes what has arrived. Before the engine's poll.
+    pub fn receive<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) -> bool {
+        self.rounds = self.rounds.wrapping_add(1);
+        let eager = self.connections.any() && now.saturating_sub(self.last_packet) < EAGER_NS;
+        if !eager && !self.rounds.is_multiple_of(IDLE_ROUNDS) {
+            return false;
+        }
+        let Self { fabric, directory, nics, devices, connections, .. } = self;
+        let mut dropped = 0;
+        let any = fabric.receive(|from, bytes, congested| {
+            let mut arrivals =
+                Arrivals { directory: directory.as_ref(), nics, devices, connections, engine, now };
+            if arrivals.take(from, bytes, congested).is_none() {
+                dropped += 1;
+            }
+        });
+        for _ in 0..dropped {
+            fabric.drop_one();
+        }
+        if any {
+            self.last_packet = now;
+        }
+        any
+    }
+
+    /// Carries what the engine has posted, lets timers run out, and sends. After the engine's poll. Returns whether anything was done.
+    pub fn carry<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) -> bool {
+        let mut worked = false;
+        if engine.has_actions() {
+            worked = true;
+            let mut actions = engine.take_actions();
+            for action in actions.drain(..) {
+                self.act(engine, action, now);
+            }
+            engine.recycle_actions(actions);
+        }
+        while let Some(index) = self.connections.expired(now) {
+            worked = true;
+            if let Some(entry) = self.connections.get_mut(index) {
+                if entry.remove_at.is_some_and(|at| at <= now) {
+                    self.connections.remove(index);
+                    continue;
+                }
+                // The VM may have moved, or have been unknown.
+                entry.host = self.directory.host(entry.peer_vm);
+                entry.connection.expired(now, &mut Carrier { engine, qp: entry.qp });
+            }
+            self.connections.ready(index);
+        }
+        for _ in 0..self.connections.ready_count() {
+            let Some(index) = self.connections.next_ready() else { break };
+            worked |= self.transmit(engine, index, now);
+        }
+        worked
+    }
+
+    fn act<P: Provider>(&mut self, engine: &mut Engine<P>, action: Action, now: u64) {
+        match action {
+            Action::Post { qp, request } => {
+                let Some(index) = self.connections.of(engine, qp, &self.nics, self.directory.as_ref()) else {
+                    // Its segment has no uplink any more, or it is gone.
+                    engine.remote_complete(qp, request.token, Err(hca::work::Status::RetryExceeded));
+                    return;
+                };
+                let Some(entry) = self.connections.get_mut(index) else { return };
+                entry.may_send(engine);
+                // The engine hands over no more than there is room for; what has failed is flushed there.
+                let _ = entry.connection.post(posted(&request));
+                self.connections.ready(index);
+            }
+            Action::ReceivePosted { qp } => {
+                if let Some(index) = self.connections.find(qp) {
+                    if let Some(entry) = self.connections.get_mut(index) {
+                        entry.connection.receive_posted();
+                    }
+                    self.connections.ready(index);
+                }
+            }
+            Action::Closed { qp } => {
+                if let Some(index) = self.connections.find(qp) {
+                    if let Some(entry) = self.connections.get_mut(index) {
+                        entry.connection.fail(&mut Carrier { engine, qp });
+                        entry.remove_at = Some(now + LINGER_NS);
+                    }
+                    self.connections.ready(index);
+                }
+            }
+            Action::Datagram(datagram) => self.send_datagram(&datagram),
+        }
+    }
+
+    /// Sends what a connection has, as much as there is room for.
+    fn transmit<P: Provider>(&mut self, engine: &mut Engine<P>, index: usize, now: u64) -> bool {
+        let Self { fabric, connections, buffer, lengths, .. } = self;
+        let Some(entry) = connections.get_mut(index) else { return false };
+        let socket = fabric.index(entry.qpn, entry.peer_qpn);
+        if !fabric.has_room(socket) {
+            connections.ready(index);
+            return false;
+        }
+        let most = fabric.most_segments().max(1);
+        let mut batch = Batch::new(buffer, lengths, HEADER, 0, most);
+        entry.connection.transmit(now, &mut Carrier { engine, qp: entry.qp }, &mut batch);
+        let more = entry.connection.wants_transmit(now);
+        let sent = !lengths.is_empty();
+        let ecn = entry.connection.config().congestion.is_some();
+        if let Some(host) = entry.host {
+            let header = entry.header.encode();
+            let mut position = 0;
+            let mut start = 0;
+            let mut stride = 0;
+            for &length in lengths.iter() {
+                let length = HEADER + usize::try_from(length).unwrap_or(0);
+                if let Some(room) = buffer.get_mut(position..position + HEADER) {
+                    room.copy_from_slice(&header);
+                }
+                // A run ends before a longer packet, and behind a shorter one.
+                let in_run = position - start;
+                let shorter_before = stride > 0 && !in_run.is_multiple_of(stride);
+                if in_run > 0 && (length > stride || shorter_before) {
+                    fabric.send(socket, host, buffer.get(start..position).unwrap_or_default(), stride, ecn);
+                    start = position;
+                }
+                if start == position {
+                    stride = length;
+                }
+                position += length;
+            }
+            if position > start {
+                fabric.send(socket, host, buffer.get(start..position).unwrap_or_default(), stride, ecn);
+            }
+        }
+        let timeout = entry.connection.timeout();
+        let due = match (timeout, entry.remove_at) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        };
+        connections.set_timer(index, due);
+        if more {
+            connections.ready(index);
+        }
+        sent
+    }
+
+    fn send_datagram(&mut self, datagram: &OutgoingDatagram) {
+        let Some(nic) = self.nics.get(&datagram.qp.device) else { return };
+        let Some(vm) = self.directory.owner(&nic.segment, datagram.to.dgid) else { return };
+        let Some(host) = self.directory.host(vm) else { return };
+        let header = Header { kind: Kind::Datagram, source: nic.vm, destination: vm, segment: nic.tag };
+        let addresses = Addresses {
+            source: datagram.source_gid,
+            destination: datagram.to.dgid,
+            traffic_class: datagram.to.traffic_class,
+            hop_limit: if datagram.to.hop_limit == 0 { 64 } else { datagram.to.hop_limit },
+            flow_label: datagram.to.flow_label,
+        };
+        self.psn = (self.psn + 1) & 0xFF_FFFF;
+        let sent = Datagram {
+            destination: datagram.to.qpn.0,
+            source: datagram.source_qpn.0,
+            qkey: datagram.to.qkey,
+            pkey: 0xFFFF,
+            psn: self.psn,
+            solicited: datagram.solicited,
+            immediate: datagram.immediate,
+        };
+        let before = HEADER + ADDRESSES;
+        let mut batch = Batch::new(&mut self.buffer, &mut self.lengths, before, 0, 1);
+        let fill = |into: &mut [u8]| -> Result<(), ()> {
+            into.copy_from_slice(datagram.payload.get(..into.len()).ok_or(())?);
+            Ok(())
+        };
+        if sent.send(datagram.payload.len(), &mut batch, fill) != Ok(true) {
+            return;
+        }
+        let len = batch.len();
+        let socket = self.fabric.index(datagram.source_qpn.0, datagram.to.qpn.0);
+        // Nobody waits for a datagram: without room it is dropped.
+        if !self.fabric.has_room(socket) {
+            return;
+        }
+        let Some(packet) = self.buffer.get_mut(..len) else { return };
+        packet[..HEADER].copy_from_slice(&header.encode());
+        packet[HEADER..before].copy_from_slice(&addresses.encode());
+        self.fabric.send(socket, host, packet, len, false);
+    }
+}
+
+/// What arriving packets need.
+struct Arrivals<'a, P: Provider> {
+    directory: &'a dyn Directory,
+    nics: &'a HashMap<DeviceId, Nic>,
+    devices: &'a HashMap<(VmId, u32), DeviceId>,
+    connections: &'a mut Connections,
+    engine: &'a mut Engine<P>,
+    now: u64,
+}
+
+impl<P: Provider> Arrivals<'_, P> {
+    /// Takes a packet; `None`: it is for nobody here, or not from whom it says.
+    fn take(&mut self, from: SocketAddr, bytes: &[u8], congested: bool) -> Option<()> {
+        let (header, rest) = Header::decode(bytes)?;
+        let device = *self.devices.get(&(header.destination, header.segment))?;
+        match header.kind {
+            Kind::Connected => {
+                let qpn = Packet::destination(rest)?;
+                let index = self.connection(device, qpn)?;
+                let entry = self.connections.get_mut(index)?;
+                let known =
+                    entry.peer_vm == header.source && entry.host.is_some_and(|host| host.ip() == from.ip());
+                if !known {
+                    return None;
+                }
+                let arrival = roce::Arrival { congested };
+                let mut carrier = Carrier { engine: self.engine, qp: entry.qp };
+                entry.connection.receive(self.now, rest, arrival, &mut carrier);
+                self.connections.ready(index);
+            }
+            Kind::Datagram => {
+                let host = self.directory.host(header.source)?;
+                let nic = self.nics.get(&device)?;
+                let (addresses, rest) = Addresses::decode(rest)?;
+                let owner = self.directory.owner(&nic.segment, addresses.source);
+                if host.ip() != from.ip() || owner != Some(header.source) {
+                    return None;
+                }
+                let packet = Packet::parse(rest).ok()?;
+                let (datagram, payload) = Datagram::receive(&packet)?;
+                self.engine.remote_datagram(&IncomingDatagram {
+                    segment: nic.segment_id,
+                    source_qpn: Qpn(datagram.source),
+                    source_gid: addresses.source,
+                    dgid: addresses.destination,
+                    qpn: Qpn(datagram.destination),
+                    qkey: datagram.qkey,
+                    traffic_class: addresses.traffic_class,
+                    flow_label: addresses.flow_label,
+                    hop_limit: addresses.hop_limit,
+                    immediate: datagram.immediate,
+                    solicited: datagram.solicited,
+                    payload,
+                });
+            }
+        }
+        Some(())
+    }
+
+    /// The connection of a queue pair, made when the queue pair has one.
+    fn connection(&mut self, device: DeviceId, qpn: u32) -> Option<usize> {
+        let current = self.engine.connected(device, Qpn(qpn));
+        let found = self.connections.index_of(device, qpn);
+        match (current, found) {
+            // Failed, and still answering.
+            (None, found) => found,
+            (Some(qp), Some(index)) if self.connections.get(index).is_some_and(|entry| entry.qp == qp) => {
+                Some(index)
+            }
+            (Some(qp), _) => self.connections.of(self.engine, qp, self.nics, self.directory),
+        }
+    }
+}
+
+fn posted(request: &Posted) -> Request {
+    let to = |remote: hca::work::Remote| Remote { address: remote.address, rkey: remote.rkey };
+    let kind = match request.operation {
+        PostedOperation::Send { immediate, invalidate } => RequestKind::Send { immediate, invalidate },
+        PostedOperation::Write { remote, immediate } => RequestKind::Write { remote: to(remote), immediate },
+        PostedOperation::Read { remote } => RequestKind::Read { remote: to(remote) },
+        PostedOperation::CompareSwap { remote, compare, swap } => {
+            RequestKind::CompareSwap { remote: to(remote), compare, swap }
+        }
+        PostedOperation::FetchAdd { remote, add } => RequestKind::FetchAdd { remote: to(remote), add },
+    };
+    Request {
+        token: request.token,
+        kind,
+        length: request.length,
+        solicited: request.solicited,
+        fence: request.fence,
+    }
+}
+
+/// The entry of a queue pair, made from its attributes.
+fn entry<P: Provider>(
+    engine: &Engine<P>,
+    qp: QpId,
+    nics: &HashMap<DeviceId, Nic>,
+    directory: &dyn Directory,
+) -> Option<Entry> {
+    let info = engine.connection(qp)?;
+    let nic = nics.get(&qp.device)?;
+    let peer_vm = directory.owner(&nic.segment, info.attributes.address.dgid).unwrap_or(VmId(0));
+    let header = Header { kind: Kind::Connected, source: nic.vm, destination: peer_vm, segment: nic.tag };
+    Entry::new(&info, directory.mtu(), peer_vm, directory.host(peer_vm), header)
+}
