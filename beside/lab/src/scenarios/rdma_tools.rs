@@ -187,13 +187,15 @@ fn tools(device: Device) -> Vec<Tool> {
         let command = format!("ib_{verb}_{kind} -d {{dev}} -x {{gid}} -F -n {n} {more}");
         let says = if more.contains("-A") || more.contains("-s") { "#bytes" } else { "8388608" };
         let says = if more == "-c UD -a" { "1024" } else { says };
+        // Connected by the connection manager, which finds the device by an address of its own.
+        let (listening, at) = if more.contains("-R") { (CM, "{addr}") } else { (TCP, "{tcp}") };
         add(
             &format!("ib_{verb}_{kind} {more}"),
-            TCP,
+            listening,
             240,
             Verdict::Says(says),
             &command,
-            &format!("{command} {{tcp}}"),
+            &format!("{command} {at}"),
         );
     }
     for more in ["", "--events"] {
