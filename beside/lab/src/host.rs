@@ -203,6 +203,11 @@ impl Host {
         self.channel.start(&self.name, script, terminal, sink)
     }
 
+    /// Ends what hung and was left running to be looked at.
+    pub fn looked_at(&self) {
+        self.channel.looked_at();
+    }
+
     /// Forgets the consoles of what has ended.
     pub fn forget_consoles(&self) {
         if let Ok(mut consoles) = self.consoles.lock() {

@@ -162,8 +162,16 @@ impl Member<'_> {
                 self.name
             )
         };
-        let code = self.host.run(&script, Duration::from_secs(40)).with_context(hangs)?.code;
-        if code == 0 { Ok(()) } else { Err(anyhow::anyhow!(hangs())) }
+        match self.host.run(&script, Duration::from_secs(40)) {
+            Ok(output) if output.code == 0 => Ok(()),
+            answer => {
+                self.guest.session.suspect();
+                match answer {
+                    Ok(_) => Err(anyhow::anyhow!(hangs())),
+                    Err(e) => Err(e.context(hangs())),
+                }
+            }
+        }
     }
 
     /// What the guest's kernel said last.
