@@ -27,6 +27,9 @@ struct State {
     pongs: u64,
     hello: bool,
     closed: bool,
+    /// Something hung and is to be looked at: sessions that go out of scope meanwhile go on, and wait here for their end.
+    suspicious: bool,
+    left: Vec<u32>,
 }
 
 struct Inside {
@@ -127,6 +130,18 @@ impl Channel {
             mine.inside.changed.notify_all();
         });
         Ok(channel)
+    }
+
+    /// Ends what was left running to be looked at.
+    pub fn looked_at(&self) {
+        let mut state = self.lock();
+        state.suspicious = false;
+        let left = std::mem::take(&mut state.left);
+        drop(state);
+        for id in left {
+            // The host is gone when this fails.
+            let _ = self.send(id, Kind::Signal, &9i32.to_le_bytes());
+        }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -293,6 +308,12 @@ impl Session {
         Ok(Output { code, stdout: String::from_utf8_lossy(&bytes).into_owned(), stderr: self.err.text() })
     }
 
+    /// Says that it hangs. From now on nothing that runs on this host is ended by going out of scope, so that it can be looked at, until
+    /// [`Channel::looked_at`].
+    pub fn suspect(&self) {
+        self.channel.lock().suspicious = true;
+    }
+
     /// Waits for a line of its output that contains `what`.
     pub fn wait_for(&self, what: &str, from: usize, timeout: Duration) -> Waited {
         self.out.wait_for(what, from, timeout)
@@ -302,10 +323,16 @@ impl Session {
 impl Drop for Session {
     fn drop(&mut self) {
         let running = self.try_wait().is_none();
+        let mut state = self.channel.lock();
+        state.sessions.remove(&self.id);
+        if running && state.suspicious {
+            state.left.push(self.id);
+            return;
+        }
+        drop(state);
         if running {
             let _ = self.kill();
         }
-        self.channel.lock().sessions.remove(&self.id);
     }
 }
 

@@ -278,6 +278,7 @@ impl Guest {
                 )
             }
             Waited::Timeout => {
+                self.session.suspect();
                 bail!("Guest {} didn't say {what:?} within {:.0} s", self.spec.name, timeout.as_secs_f64())
             }
         }
@@ -298,11 +299,14 @@ impl Guest {
                 self.spec.name,
                 self.complaint()
             ),
-            None => bail!(
-                "The monitor of guest {} didn't end within {:.0} s",
-                self.spec.name,
-                timeout.as_secs_f64()
-            ),
+            None => {
+                self.session.suspect();
+                bail!(
+                    "The monitor of guest {} didn't end within {:.0} s",
+                    self.spec.name,
+                    timeout.as_secs_f64()
+                )
+            }
         }
     }
 

@@ -21,6 +21,7 @@ pub struct Host {
     channel: Channel,
     consoles: Mutex<Vec<Transcript>>,
     booted: Duration,
+    started: Instant,
 }
 
 /// A host whose emulator has been started and which isn't up yet.
@@ -125,6 +126,7 @@ impl Booting {
             channel,
             consoles: Mutex::default(),
             booted,
+            started: self.start,
         })
     }
 }
@@ -201,6 +203,11 @@ impl Host {
         self.channel.start(&self.name, script, terminal, sink)
     }
 
+    /// Ends what hung and was left running to be looked at.
+    pub fn looked_at(&self) {
+        self.channel.looked_at();
+    }
+
     /// Forgets the consoles of what has ended.
     pub fn forget_consoles(&self) {
         if let Ok(mut consoles) = self.consoles.lock() {
@@ -238,7 +245,17 @@ impl Host {
 
     /// The tails of its console and of those of everything that was started on it, and what its kernel complained of.
     pub fn tails(&self) -> String {
-        let mut text = format!("--- console of host {} ---\n{}\n", self.name, console_tail(&self.dir, 25));
+        // A guest that is slow because nobody runs its host looks like one that hangs.
+        let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+        let busy = self.processor_time().map_or(f64::NAN, |t| t.as_secs_f64());
+        let mut text = format!(
+            "--- host {}: its emulator had {busy:.0} s of processor time in {:.0} s; load average of this machine {} ---\n--- console of host {} ---\n{}\n",
+            self.name,
+            self.started.elapsed().as_secs_f64(),
+            load.trim(),
+            self.name,
+            console_tail(&self.dir, 25)
+        );
         if self.answers() {
             let look = "dmesg | grep -v 'Unhandled WRMSR' | tail -n 12; echo '-- busiest threads'; top -H -b -n 1 | head -n 14 | tail -n 9; \
                         for k in /sys/kernel/debug/kvm/*-*; do [ -d $k ] && echo \"-- ${k##*/} exits $(cat $k/exits 2>/dev/null)\"; done; sleep 2; \

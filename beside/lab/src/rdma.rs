@@ -162,8 +162,16 @@ impl Member<'_> {
                 self.name
             )
         };
-        let code = self.host.run(&script, Duration::from_secs(40)).with_context(hangs)?.code;
-        if code == 0 { Ok(()) } else { Err(anyhow::anyhow!(hangs())) }
+        match self.host.run(&script, Duration::from_secs(40)) {
+            Ok(output) if output.code == 0 => Ok(()),
+            answer => {
+                self.guest.session.suspect();
+                match answer {
+                    Ok(_) => Err(anyhow::anyhow!(hangs())),
+                    Err(e) => Err(e.context(hangs())),
+                }
+            }
+        }
     }
 
     /// What the guest's kernel said last.
@@ -243,7 +251,8 @@ impl<'a> Pair<'a> {
         let device = options.rdma_device()?;
         let host = lab.host(0)?;
         lab.install_causeway()?;
-        host.sh("ip link add br0 type bridge && ip link set br0 mtu 9000 up && mkdir -p /run/causeway")?;
+        // An earlier pair on this host may have left the interfaces; its daemon has ended.
+        host.sh("[ -e /sys/class/net/br0 ] || ip link add br0 type bridge; ip link set br0 mtu 9000 up && mkdir -p /run/causeway")?;
         let daemon = match device {
             Device::Rxe => None,
             Device::Pvrdma => Some(start_daemon(host)?),
@@ -256,7 +265,7 @@ impl<'a> Pair<'a> {
         for (number, name) in [(1, "a"), (2, "b")] {
             let tap = format!("tap{name}");
             host.sh(&format!(
-                "ip tuntap add {tap} mode tap vnet_hdr && ip link set {tap} mtu 9000 master br0 up"
+                "[ -e /sys/class/net/{tap} ] || ip tuntap add {tap} mode tap vnet_hdr; ip link set {tap} mtu 9000 master br0 up"
             ))?;
             let mut spec = GuestSpec::new(name, RDMA_KERNEL, cpus)
                 .memory(MEMORY_MIB)
@@ -356,7 +365,7 @@ impl<'a> Pair<'a> {
         Ok((server, client))
     }
 
-    /// Powers both guests off; their monitors must end well.
+    /// Powers both guests off; their monitors must end well, and the daemon when it is asked to.
     pub fn finish(self) -> Result<()> {
         for m in [&self.a, &self.b] {
             // The connection ends with the guest.
@@ -364,10 +373,21 @@ impl<'a> Pair<'a> {
         }
         self.a.guest.ended(Duration::from_secs(60))?;
         self.b.guest.ended(Duration::from_secs(60))?;
-        if let Some(daemon) = &self.daemon
-            && let Some(code) = daemon.try_wait()
-        {
-            bail!("The host daemon ended with status {code} while guests used it:\n{}", daemon.err.tail(15));
+        if let Some(daemon) = &self.daemon {
+            if let Some(code) = daemon.try_wait() {
+                bail!(
+                    "The host daemon ended with status {code} while guests used it:\n{}",
+                    daemon.err.tail(15)
+                );
+            }
+            daemon.signal(15)?;
+            match daemon.wait(Duration::from_secs(60))? {
+                Some(0) => {}
+                Some(code) => {
+                    bail!("The host daemon ended with status {code} at SIGTERM:\n{}", daemon.err.tail(15))
+                }
+                None => bail!("The host daemon didn't end within 60 s of SIGTERM:\n{}", daemon.err.tail(15)),
+            }
         }
         Ok(())
     }

@@ -1,9 +1,10 @@
 //! What a guest ABI implements so that the engine can serve it, and what it is told.
 //!
 //! ```text
-//! guest writes WQE, tail ──▶ SendQueue::fetch ──▶ engine executes ──▶ SendQueue::retire (head)
-//!                                                        │           then CompletionQueue::push
-//! guest writes RQE, tail ──▶ ReceiveQueue::take ─────────┘                 then Sink::completion_event, if armed
+//! guest writes WQE, tail ──▶ SendQueue::fetch ──▶ engine executes ──▶ CompletionQueue::push
+//!                                                        │           and at the end of the turn SendQueue::retire (head),
+//! guest writes RQE, tail ──▶ ReceiveQueue::take ─────────┘           then CompletionQueue::publish (tail),
+//!                                                                    then Sink::completion_event, if armed
 //! ```
 
 use dma::Dma;
@@ -48,9 +49,14 @@ pub trait SendQueue<M: Dma> {
     fn start(&mut self, memory: &M);
     /// Whether a request waits behind those fetched: one load, no side effect. A broken ring counts as work.
     fn pending(&self, memory: &M) -> bool;
+    /// Where the guest's producer index is in its memory, and its value when no request waits: while a load finds that, a look at this
+    /// queue would find nothing. `None` when that can't be told by a load.
+    fn watch(&self) -> Option<(u64, u32)> {
+        None
+    }
     /// Copies the next request and moves the fetch position past it; the guest's head stays.
     fn fetch(&mut self, memory: &M) -> Fetched<SendRequest>;
-    /// Gives the `count` oldest fetched requests' slots back to the guest. Before their completions are pushed.
+    /// Gives the `count` oldest fetched requests' slots back to the guest. Before their completions are published.
     fn retire(&mut self, memory: &M, count: u32);
 }
 
@@ -64,10 +70,13 @@ pub trait ReceiveQueue<M: Dma> {
     fn take(&mut self, memory: &M) -> Fetched<ReceiveRequest>;
 }
 
-/// A completion queue.
+/// A completion queue. The guest polls the index that [`CompletionQueue::publish`] stores, so each store costs both sides a cache
+/// line's way: the engine publishes several completions at once where they come in one go.
 pub trait CompletionQueue<M: Dma> {
-    /// Appends a completion and publishes it. Never touches entries that are published already.
+    /// Appends a completion, which the guest can't see yet. Never touches entries that are published already.
     fn push(&mut self, memory: &M, completion: &Completion) -> Result<(), CompletionQueueFailed>;
+    /// Makes all that was pushed visible.
+    fn publish(&mut self, memory: &M) -> Result<(), CompletionQueueFailed>;
     /// Where the guest's consumer stands, and whether anything is unconsumed. `None` when the ring is broken.
     fn consumer(&self, memory: &M) -> Option<Consumer>;
 }
@@ -77,7 +86,7 @@ pub trait CompletionQueue<M: Dma> {
 pub struct Consumer {
     /// Its index; changes whenever the guest consumed something.
     pub position: u32,
-    /// Completions that it has not consumed.
+    /// Completions that it has not consumed, those not published yet among them.
     pub unconsumed: u32,
 }
 

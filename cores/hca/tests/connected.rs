@@ -563,3 +563,23 @@ fn an_overrun_completion_queue_fails_its_queue_pairs() {
     assert_eq!(left.completions.waiting(), 2, "what was published stays");
     world.engine.arm_cq(a.device, cq, Arm::Next, &mut world.events);
 }
+
+/// Completions of a turn become visible together, and their slots before them; a poll leaves nothing behind.
+#[test]
+fn a_turn_shows_its_completions_at_its_end() {
+    let mut pair = Pair::new(QpKind::Rc);
+    for wr_id in 0..40 {
+        pair.left.sends.post(requests::write(wr_id, 0, pair.right_mr.rkey, &[pair.left_sge(0, 8)]));
+    }
+    pair.world.engine.doorbell_send(pair.left.device, pair.left.qp.handle);
+    let (mut shown, mut polls) = (0, 0);
+    while shown < 40 {
+        pair.world.poll();
+        assert_eq!(pair.left.completions.hidden(), 0, "after a poll");
+        shown = pair.left.completions.waiting();
+        assert_eq!(pair.left.sends.retired() as usize, shown);
+        assert_eq!(pair.left.sends.in_flight(), 0);
+        polls += 1;
+    }
+    assert!(polls < 10, "{polls} polls for 40 requests");
+}

@@ -23,6 +23,7 @@
 //! | [`output`] | where packets are written |
 //! | [`saved`] | saved state |
 //! | [`counters`] | counters under Linux's names |
+//! | [`testing`] | the simulator |
 //!
 //! Facts: spec rocev2 (IBTA volume 1, chapters 9 and 12; annex A17 for RoCEv2).
 
@@ -40,6 +41,7 @@ pub mod psn;
 pub mod request;
 pub mod saved;
 pub mod status;
+pub mod testing;
 pub mod timing;
 
 pub use config::{Config, Mtu, Reliability};

@@ -16,7 +16,7 @@ pub struct PvrdmaCompletionQueue {
     ring: RingMemory,
     /// Whether the guest's kernel owns it: a process gets fewer flags.
     kernel: bool,
-    /// Own producer index.
+    /// Own producer index; the guest's copy of it follows with each publication.
     tail: u32,
     /// The guest's consumer index as last seen; looked at again only when the ring seems full.
     head: u32,
@@ -63,6 +63,11 @@ impl<M: Dma> CompletionQueue<M> for PvrdmaCompletionQueue {
             .write(self.ring.slot_address(self.tail), entry.as_bytes())
             .map_err(|_| CompletionQueueFailed::Broken)?;
         self.tail = indices.advance(self.tail, 1);
+        Ok(())
+    }
+
+    #[inline]
+    fn publish(&mut self, memory: &M) -> Result<(), CompletionQueueFailed> {
         self.ring.store(memory, state::RX_TAIL, self.tail).map_err(|_| CompletionQueueFailed::Broken)
     }
 

@@ -159,6 +159,12 @@ impl RingMemory {
         page.map_or(u64::MAX, |page| page + byte % PAGE)
     }
 
+    /// Guest address of an index.
+    #[inline]
+    pub fn state_address(&self, offset: u64) -> u64 {
+        self.state + offset
+    }
+
     /// Loads an index; an index whose memory is gone is out of range.
     #[inline]
     pub fn load(&self, memory: &impl Dma, offset: u64) -> u32 {

@@ -411,6 +411,42 @@ fn a_request_without_a_doorbell() {
     assert_eq!(a.completions().len(), 1);
 }
 
+/// Doorbells that others overwrote before anybody looked: all but the last of a burst, also when every queue pair was found idle by
+/// scans before, and after one of them was made anew.
+#[test]
+fn requests_behind_an_overwritten_doorbell() {
+    let (mut host, mut a, mut b, ..) = connected(true, QpOptions::default());
+    let pair = |host: &mut Host<Memory>, a: &mut Side, b: &mut Side| {
+        let (qa, qb) = (a.qp(host, QpOptions::default()), b.qp(host, QpOptions::default()));
+        a.guest.to_init(host, &qa, ALL).unwrap();
+        b.guest.to_init(host, &qb, ALL).unwrap();
+        a.guest.connect(host, &qa, qb.qpn, b.gid).unwrap();
+        b.guest.connect(host, &qb, qa.qpn, a.gid).unwrap();
+        qa
+    };
+    let mut qps: Vec<_> = (0..40).map(|_| pair(&mut host, &mut a, &mut b)).collect();
+    for burst in 0..6u64 {
+        run(&mut host, &[&a, &b]);
+        // All are idle: from here on a scan knows so.
+        host.devices.get_mut(a.guest.id).unwrap().scan_all(&mut host.engine);
+        run(&mut host, &[&a, &b]);
+        if burst == 3 {
+            let gone = qps.remove(7);
+            a.guest.destroy(&mut host, number::DESTROY_QP, gone.handle).unwrap();
+            qps.push(pair(&mut host, &mut a, &mut b));
+        }
+        for (index, qp) in (0..).zip(&qps) {
+            let write = Post::remote(burst * 100 + index, opcode::WRITE, 0, 0, &[]);
+            assert!(a.guest.post_send(qp, &write));
+        }
+        run(&mut host, &[&a, &b]);
+        let mut done: Vec<_> =
+            a.completions().into_iter().map(|(wr_id, _, status)| (wr_id, status)).collect();
+        done.sort_unstable();
+        assert_eq!(done, (0..40).map(|index| (burst * 100 + index, 0)).collect::<Vec<_>>());
+    }
+}
+
 /// 30,000 queue pairs in one process: handles stay within the driver's table, and idle ones cost a scan nothing.
 #[test]
 fn thirty_thousand_queue_pairs() {

@@ -73,6 +73,7 @@ fn rings() {
         for _ in 0..64 {
             completions.push(&memory, black_box(&done)).unwrap();
         }
+        completions.publish(&memory).unwrap();
         let tail = memory.load_u32(8192 + 8).unwrap();
         memory.store_u32(8192 + 12, tail).unwrap();
     }

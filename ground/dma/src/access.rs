@@ -45,6 +45,11 @@ pub trait Dma {
     /// has written nothing, or a prefix if memory was unmapped meanwhile.
     fn copy_to(&self, from: u64, to: &Self, address: u64, len: u64) -> Result<(), CopyFault>;
 
+    /// Asks the CPU to have a range in its cache soon. A hint: no effect on memory, none at all where it isn't the guest's.
+    fn prefetch(&self, address: u64, len: u64) {
+        let _ = (address, len);
+    }
+
     /// Whether the whole range is the guest's memory.
     fn check(&self, address: u64, len: u64) -> Result<(), DmaFault>;
 }

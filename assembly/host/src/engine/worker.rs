@@ -186,13 +186,15 @@ impl Worker {
             let Some(served) = self.served.get_mut(&device.id()) else { continue };
             if served.handshake.in_memory() && (served.handshake.offered() || served.load.next_look() <= now)
             {
-                let rung = served.look(device, &mut self.engine, now);
-                if rung {
-                    served.load.worked(now);
-                } else {
-                    served.load.found_nothing(now);
+                match served.look_if_due(device, &mut self.engine, now) {
+                    Some(true) => {
+                        served.load.worked(now);
+                        found = true;
+                    }
+                    Some(false) => served.load.found_nothing(now),
+                    // It has active queue pairs, and was looked at a moment ago.
+                    None => {}
                 }
-                found |= rung;
             }
         }
         found
@@ -434,6 +436,21 @@ impl Served {
     fn look(&mut self, device: &mut Device, engine: &mut Engine<Pvrdma<MappedMemory>>, now: u64) -> bool {
         let pages = Looked { memory: self.pages.memory(), user_arm: Cell::new(false) };
         let any = device.scan(engine, &pages, now);
+        if pages.user_arm.get() {
+            self.load.armed(now);
+        }
+        any
+    }
+
+    /// As [`Served::look`], where that is due.
+    fn look_if_due(
+        &mut self,
+        device: &mut Device,
+        engine: &mut Engine<Pvrdma<MappedMemory>>,
+        now: u64,
+    ) -> Option<bool> {
+        let pages = Looked { memory: self.pages.memory(), user_arm: Cell::new(false) };
+        let any = device.look(engine, &pages, now);
         if pages.user_arm.get() {
             self.load.armed(now);
         }

@@ -156,6 +156,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
                 failures += 1;
                 progress!("{what}: FAILED: {e:#}");
                 eprint!("{}", host.tails());
+                lab.hold()?;
+                host.looked_at();
                 if !host.answers() {
                     bail!("The emulated host hangs: no verdict about the monitor after {} boots", n + 1);
                 }

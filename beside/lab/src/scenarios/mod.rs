@@ -7,6 +7,7 @@ mod demo;
 mod driver_faults;
 mod host;
 mod net;
+mod rdma_boot;
 mod rdma_exits;
 mod rdma_pyverbs;
 mod rdma_tools;
@@ -22,6 +23,7 @@ pub const ALL: &[Scenario] = &[
     compare::SCENARIO,
     demo::SCENARIO,
     host::SCENARIO,
+    rdma_boot::SCENARIO,
     rdma_tools::SCENARIO,
     rdma_pyverbs::SCENARIO,
     rdma_ulp::SCENARIO,

@@ -187,13 +187,15 @@ fn tools(device: Device) -> Vec<Tool> {
         let command = format!("ib_{verb}_{kind} -d {{dev}} -x {{gid}} -F -n {n} {more}");
         let says = if more.contains("-A") || more.contains("-s") { "#bytes" } else { "8388608" };
         let says = if more == "-c UD -a" { "1024" } else { says };
+        // Connected by the connection manager, which finds the device by an address of its own.
+        let (listening, at) = if more.contains("-R") { (CM, "{addr}") } else { (TCP, "{tcp}") };
         add(
             &format!("ib_{verb}_{kind} {more}"),
-            TCP,
+            listening,
             240,
             Verdict::Says(says),
             &command,
-            &format!("{command} {{tcp}}"),
+            &format!("{command} {at}"),
         );
     }
     for more in ["", "--events"] {
@@ -227,13 +229,14 @@ fn tools(device: Device) -> Vec<Tool> {
         let client = format!(
             "{RSH}mpirun.openmpi --allow-run-as-root -H a:{slots},b:{slots} -np {ranks} --map-by node --mca plm_rsh_agent /tmp/rsh \\
              --mca oob_tcp_if_include net0 --mca pml ucx --mca osc ucx --mca btl self --mca coll ^hcoll \\
-             -x UCX_NET_DEVICES={{dev}}:1 -x UCX_IB_GID_INDEX={{gid}} -x UCX_TLS={transport},self,sm --mca opal_common_ucx_tls any --mca opal_common_ucx_devices any -x UCX_UD_VERBS_ETH_DGID_CHECK=n -x UCX_LOG_LEVEL=info --timeout 120 mpi-check {largest}",
+             -x UCX_NET_DEVICES={{dev}}:1 -x UCX_IB_GID_INDEX={{gid}} -x UCX_TLS={transport},self,sm --mca opal_common_ucx_tls any --mca opal_common_ucx_devices any -x UCX_UD_VERBS_ETH_DGID_CHECK=n -x UCX_LOG_LEVEL=info --timeout 300 mpi-check {largest}",
             slots = ranks / 2
         );
         add(
             &format!("Open MPI over UCX {transport}, {ranks} ranks"),
             "ss -Hltn 'sport = :514' | grep -q .",
-            150,
+            // Two processes to start on each side, with all their libraries: minutes on a machine that others keep busy.
+            330,
             Verdict::ClientSays("mismatches=0"),
             &format!("{RSH}exec socat TCP-LISTEN:514,fork,reuseaddr EXEC:bash"),
             &client,

@@ -183,6 +183,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             }
         }
     }
+    report.check(!parts.is_empty(), "no part was run");
     report.figure("bytes_verified", all.bytes);
     report.figure("mismatches", all.mismatches);
     report.figure("device", pair.device.name());

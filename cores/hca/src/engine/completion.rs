@@ -1,14 +1,15 @@
 //! Completions and their events.
 
 use crate::names::{CqHandle, DeviceId};
-use crate::objects::{CqRef, NOT_NOTIFIED, ObjectRef};
-use crate::provider::{CompletionQueue, Provider, Sink};
+use crate::objects::{CqRef, NOT_NOTIFIED, ObjectRef, QpRef};
+use crate::provider::{CompletionQueue, Provider, SendQueue, Sink};
 use crate::work::{Arm, AsyncEvent, Completion, Status};
 
 use super::Engine;
 
 impl<P: Provider> Engine<P> {
-    /// Delivers a completion. When that fails the completion queue fails, and its queue pairs after this turn.
+    /// Delivers a completion: within a turn it becomes visible with the next [`Engine::settle`], else at once. When that fails the
+    /// completion queue fails, and its queue pairs after this turn.
     #[inline]
     pub(crate) fn push(&mut self, device: u32, cq: ObjectRef, completion: &Completion, solicited: bool) {
         let Some(found) = self.devices.get_mut(device as usize).and_then(|d| d.as_deref_mut()) else {
@@ -21,11 +22,14 @@ impl<P: Provider> Engine<P> {
             found.counters.cq_overruns += 1;
             return;
         }
-        if queue.ring.push(&found.memory, completion).is_err() {
-            queue.failed = true;
-            found.counters.cq_overruns += 1;
-            self.failed_cqs.push(CqRef { device, handle: cq.handle, stamp: cq.stamp });
-            self.event(device, AsyncEvent::CqError(CqHandle(cq.handle)));
+        let mut pushed = queue.ring.push(&found.memory, completion);
+        if self.turn_of.is_none() {
+            pushed = pushed.and_then(|()| queue.ring.publish(&found.memory));
+        } else if pushed.is_ok() && !std::mem::replace(&mut queue.unpublished, true) {
+            self.unpublished.push(CqRef { device, handle: cq.handle, stamp: cq.stamp });
+        }
+        if pushed.is_err() {
+            self.fail_cq(CqRef { device, handle: cq.handle, stamp: cq.stamp });
             return;
         }
         found.counters.completions += 1;
@@ -39,6 +43,54 @@ impl<P: Provider> Engine<P> {
             Some(Arm::Solicited) if solicited => self.notify(device, cq.handle),
             _ if !queue.exact && !queue.watched => self.watch(device, cq.handle),
             _ => {}
+        }
+    }
+
+    /// A completion queue that overran or whose ring is broken.
+    fn fail_cq(&mut self, cq: CqRef) {
+        let Some(found) = self.device_mut(cq.device) else { return };
+        let Some(queue) = found.cqs.get_mut(cq.handle).filter(|queue| queue.stamp == cq.stamp) else {
+            return;
+        };
+        queue.failed = true;
+        found.counters.cq_overruns += 1;
+        self.failed_cqs.push(cq);
+        self.event(cq.device, AsyncEvent::CqError(CqHandle(cq.handle)));
+    }
+
+    /// Counts a request of the queue pair whose turn it is, whose slot [`Engine::settle`] gives back. `false` when it is another's.
+    #[inline]
+    pub(crate) fn retire_later(&mut self, at: QpRef) -> bool {
+        let own = self.turn_of == Some(at);
+        self.unretired += u32::from(own);
+        own
+    }
+
+    /// Shows the guests what this turn has done so far: gives slots of the send queue back, then publishes completions, in this
+    /// order, since a guest that sees a completion counts on its slot. One store each instead of one per request: guests poll both
+    /// lines, and each store takes them away.
+    #[inline]
+    pub(super) fn settle(&mut self) {
+        if self.unretired > 0 {
+            let count = std::mem::take(&mut self.unretired);
+            if let Some(at) = self.turn_of
+                && let Some(device) = self.devices.get_mut(at.device as usize).and_then(|d| d.as_deref_mut())
+                && let Some(qp) = device.qps.get_mut(at.handle).filter(|qp| qp.stamp == at.stamp)
+            {
+                qp.send_queue.retire(&device.memory, count);
+            }
+        }
+        while let Some(cq) = self.unpublished.pop() {
+            let Some(found) = self.devices.get_mut(cq.device as usize).and_then(|d| d.as_deref_mut()) else {
+                continue;
+            };
+            let Some(queue) = found.cqs.get_mut(cq.handle).filter(|queue| queue.stamp == cq.stamp) else {
+                continue;
+            };
+            queue.unpublished = false;
+            if found.enabled && queue.ring.publish(&found.memory).is_err() && !queue.failed {
+                self.fail_cq(cq);
+            }
         }
     }
 

@@ -186,6 +186,7 @@ impl<P: Provider> Engine<P> {
             watched: false,
             watched_at: 0,
             notified_at: NOT_NOTIFIED,
+            unpublished: false,
             notifying: false,
             users: Vec::new(),
         };

@@ -121,6 +121,7 @@ impl<P: Provider> Engine<P> {
         }
         let found = self.of(device)?;
         let gone = found.qps.remove(qp.0).ok_or(VerbsError::missing("queue pair", qp.0))?;
+        found.quiet.forget(qp.0);
         if found.gsi == qp.0 {
             found.gsi = 0;
         }

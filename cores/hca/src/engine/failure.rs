@@ -14,7 +14,8 @@ const FLUSHED_PER_TURN: u32 = 64;
 impl<P: Provider> Engine<P> {
     /// Moves a queue pair to ERR. What is posted, and what will be, is flushed over its next turns.
     pub(crate) fn enter_error(&mut self, at: QpRef) {
-        let Some(qp) = self.qp_mut(at) else { return };
+        let Some(device) = self.device_mut(at.device) else { return };
+        let Some(qp) = device.qps.get_mut(at.handle).filter(|qp| qp.stamp == at.stamp) else { return };
         if qp.state == QpState::Error {
             return;
         }
@@ -22,6 +23,7 @@ impl<P: Provider> Engine<P> {
         self.close_elsewhere(at);
         let Some(qp) = self.qp_mut(at) else { return };
         qp.state = QpState::Error;
+        device.quiet.forget(at.handle);
         let waiter = qp.waiter.take();
         let stashed = qp.stashed.take();
         let (handle, shared) = (qp.handle, qp.srq.is_some());

@@ -23,6 +23,7 @@ mod failure;
 mod modify;
 mod poll;
 mod query;
+mod scan;
 mod timers;
 mod transitions;
 
@@ -57,7 +58,7 @@ pub struct EngineConfig {
     pub requests_per_turn: u32,
     /// Turns per poll.
     pub turns_per_poll: u32,
-    /// Queue pairs that a scan looks at per poll.
+    /// Queue pairs that a scan looks at per poll at most.
     pub scans_per_poll: u32,
     /// Timers that run out per poll.
     pub timers_per_poll: u32,
@@ -228,6 +229,8 @@ pub struct Engine<P: Provider> {
     active_qps: u32,
     timers: BTreeSet<(u64, Timer)>,
     scans: VecDeque<Scan>,
+    /// The last poll executed nothing.
+    idle: bool,
     /// Completion queues whose consumer is to be looked at, in the order of time.
     watched: VecDeque<(u64, CqRef)>,
     /// Completion queues with an event to deliver.
@@ -237,6 +240,11 @@ pub struct Engine<P: Provider> {
     retry_at: u64,
     /// Events to deliver.
     events: Vec<(u32, AsyncEvent)>,
+    /// The queue pair whose turn it is, and how many of its requests' slots are to be given back at the end.
+    turn_of: Option<QpRef>,
+    unretired: u32,
+    /// Completion queues with completions that this turn pushed and nobody published.
+    unpublished: Vec<CqRef>,
     /// Completion queues that failed and whose queue pairs are still to be told.
     failed_cqs: Vec<CqRef>,
     /// Segments whose addresses that nobody here has may be reached by a transport.
@@ -263,11 +271,15 @@ impl<P: Provider> Engine<P> {
             active_qps: 0,
             timers: BTreeSet::new(),
             scans: VecDeque::new(),
+            idle: true,
             watched: VecDeque::new(),
             notifications: Vec::new(),
             undelivered: Vec::new(),
             retry_at: 0,
             events: Vec::new(),
+            turn_of: None,
+            unretired: 0,
+            unpublished: Vec::new(),
             failed_cqs: Vec::new(),
             uplinks: HashSet::new(),
             actions: Vec::new(),

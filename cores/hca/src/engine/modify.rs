@@ -125,6 +125,9 @@ impl<P: Provider> Engine<P> {
     }
 
     fn change_state(&mut self, at: QpRef, from: QpState, to: QpState) {
+        if let Some(device) = self.device_mut(at.device) {
+            device.quiet.forget(at.handle);
+        }
         match (from, to) {
             (_, QpState::Reset) => self.reset_qp(at),
             (_, QpState::Error) => self.enter_error(at),

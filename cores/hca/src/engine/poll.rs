@@ -10,6 +10,10 @@ use super::timers::{ack_timeout_ns, rnr_timer_ns};
 use super::{Engine, Progress};
 use crate::local::Step;
 
+/// Bytes after which a turn shows its completions before it goes on: with so many, one store more doesn't matter, and the guest
+/// would wait for longer than for a handful of small messages.
+const SETTLED_BYTES: u64 = 4096;
+
 /// What a turn came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Turn {
@@ -25,11 +29,12 @@ impl<P: Provider> Engine<P> {
     /// Does a bounded amount of work. To be called after verbs and doorbells as well, since what they caused is delivered here;
     /// then again at [`Progress::next`] at the latest. `now` never goes back.
     pub fn poll(&mut self, now: u64, sink: &mut impl Sink) -> Progress {
+        let elapsed = now.saturating_sub(self.now);
         self.now = self.now.max(now);
         let mut worked = self.run_timers();
         self.run_watches();
         self.retry_events();
-        self.run_scans();
+        self.run_scans(elapsed, self.idle);
         let mut requests = 0;
         let mut bytes = 0;
         for _ in 0..self.active_qps.min(self.config.turns_per_poll) {
@@ -38,7 +43,10 @@ impl<P: Provider> Engine<P> {
             if let Some(qp) = self.qp_mut(at) {
                 qp.active = false;
             }
+            self.turn_of = Some(at);
             let turn = self.turn(at);
+            self.settle();
+            self.turn_of = None;
             requests += turn.requests;
             bytes += turn.bytes;
             if !self.failed_cqs.is_empty() {
@@ -53,6 +61,7 @@ impl<P: Provider> Engine<P> {
             }
         }
         self.deliver(sink);
+        self.idle = requests == 0;
         worked |= requests > 0;
         Progress { worked, next: self.next(), requests }
     }
@@ -102,7 +111,12 @@ impl<P: Provider> Engine<P> {
     /// Executes requests of a send queue: a number of small ones, or a quantum of a large one.
     fn send_turn(&mut self, at: QpRef) -> Turn {
         let mut turn = Turn { requests: 0, bytes: 0, stay: true };
+        let mut settled = 0;
         while turn.requests < self.config.requests_per_turn && turn.bytes < self.config.quantum_bytes {
+            if turn.bytes - settled >= SETTLED_BYTES {
+                settled = turn.bytes;
+                self.settle();
+            }
             let now = self.now;
             let Some(device) = self.devices.get_mut(at.device as usize).and_then(|d| d.as_deref_mut()) else {
                 break;

@@ -3,11 +3,11 @@
 //! A queue pair is on the active list (it gets turns), or waits with a timer or without, or is idle. A wait ends by its timer or
 //! by [`Engine::wake`]; a doorbell doesn't end it, since the queue will be looked at afterwards anyway.
 
-use crate::names::{ContextHandle, DeviceId, QpHandle, SrqHandle};
+use crate::names::{DeviceId, QpHandle, SrqHandle};
 use crate::objects::{ObjectRef, QpRef, Wait};
-use crate::provider::{Provider, ReceiveQueue, SendQueue};
+use crate::provider::{Provider, ReceiveQueue};
 
-use super::{Engine, Scan, Timer};
+use super::{Engine, Timer};
 use crate::attributes::QpState;
 
 /// RNR timer codes in units of 10 microseconds (IBTA table 45); code 0 is the longest.
@@ -47,6 +47,7 @@ impl<P: Provider> Engine<P> {
         let Some(device) = self.device_mut(at.device) else { return };
         let Some(qp) = device.qps.get_mut(at.handle) else { return };
         qp.active = true;
+        device.quiet.forget(at.handle);
         device.active.push_back(at);
         if !std::mem::replace(&mut device.scheduled, true) {
             self.active.push_back(at.device);
@@ -188,6 +189,20 @@ impl<P: Provider> Engine<P> {
         }
     }
 
+    /// Whether a queue pair gets turns, so that each poll looks at its send queue anyway.
+    #[inline]
+    #[must_use]
+    pub fn is_active(&self, device: DeviceId, qp: QpHandle) -> bool {
+        self.device(device.0).and_then(|found| found.qps.get(qp.0)).is_some_and(|qp| qp.active)
+    }
+
+    /// Whether any queue pair of a device gets turns.
+    #[inline]
+    #[must_use]
+    pub fn has_active(&self, device: DeviceId) -> bool {
+        self.device(device.0).is_some_and(|found| !found.active.is_empty())
+    }
+
     /// A receive request was posted. A hint: unknown handles are ignored.
     #[inline]
     pub fn doorbell_receive(&mut self, device: DeviceId, qp: QpHandle) {
@@ -217,7 +232,7 @@ impl<P: Provider> Engine<P> {
     }
 
     /// Receives may have come: whoever waits for them goes on, and in the error state they are flushed.
-    fn look_at_receives(&mut self, at: QpRef) {
+    pub(super) fn look_at_receives(&mut self, at: QpRef) {
         let Some(device) = self.device(at.device) else { return };
         let Some(qp) = device.qps.get(at.handle) else { return };
         if !device.enabled || (qp.waiter.is_none() && qp.state != QpState::Error) {
@@ -236,76 +251,6 @@ impl<P: Provider> Engine<P> {
                 qp.waiter = None;
             }
             self.wake(waiter);
-        }
-    }
-
-    /// A doorbell of this context may have been overwritten: all its queue pairs and shared receive queues are looked
-    /// at, over the next polls (spec pvrdma 14.2).
-    pub fn scan_context(&mut self, device: DeviceId, context: ContextHandle) {
-        let Some(found) = self.device_mut(device.0) else { return };
-        let Some(owner) = found.contexts.get_mut(context.0) else { return };
-        if owner.scanning {
-            owner.scan_again = true;
-            return;
-        }
-        owner.scanning = true;
-        let stamp = owner.stamp;
-        self.scans.push_back(Scan { device: device.0, context: context.0, stamp, position: 0 });
-    }
-
-    /// Goes on with the scans, as far as a poll may.
-    pub(super) fn run_scans(&mut self) {
-        let mut budget = self.config.scans_per_poll as usize;
-        while budget > 0 {
-            let Some(mut scan) = self.scans.pop_front() else { return };
-            let Some(device) = self.device(scan.device) else { continue };
-            let Some(context) = device.contexts.get(scan.context).filter(|c| c.stamp == scan.stamp) else {
-                continue;
-            };
-            if scan.position == 0 {
-                for srq in context.srqs.clone() {
-                    self.doorbell_srq(DeviceId(scan.device), SrqHandle(srq));
-                }
-            }
-            while budget > 0 && self.scan_one(&scan) {
-                scan.position += 1;
-                budget -= 1;
-            }
-            if budget == 0 {
-                self.scans.push_back(scan);
-                return;
-            }
-            self.end_scan(&scan);
-            budget -= 1;
-        }
-    }
-
-    /// Looks at a scan's next queue pair; `false` when there is none.
-    fn scan_one(&mut self, scan: &Scan) -> bool {
-        let Some(device) = self.device(scan.device) else { return false };
-        let Some(context) = device.contexts.get(scan.context) else { return false };
-        let Some(&handle) = context.qps.get(scan.position) else { return false };
-        let Some(qp) = device.qps.get(handle) else { return true };
-        if !device.enabled || matches!(qp.state, QpState::Reset) {
-            return true;
-        }
-        let at = QpRef { device: scan.device, handle, stamp: qp.stamp };
-        let sends = qp.state != QpState::Init
-            && qp.wait == Wait::None
-            && (qp.current.is_some() || qp.send_queue.pending(&device.memory));
-        if sends {
-            self.activate(at);
-        }
-        self.look_at_receives(at);
-        true
-    }
-
-    fn end_scan(&mut self, scan: &Scan) {
-        let Some(device) = self.device_mut(scan.device) else { return };
-        let Some(context) = device.contexts.get_mut(scan.context) else { return };
-        context.scanning = false;
-        if std::mem::take(&mut context.scan_again) {
-            self.scan_context(DeviceId(scan.device), ContextHandle(scan.context));
         }
     }
 }

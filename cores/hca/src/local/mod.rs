@@ -108,7 +108,8 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Gives a send request's slot back, and then its completion where one is due.
+    /// Gives a send request's slot back, and its completion where one is due: at the end of the turn, or earlier
+    /// ([`Engine::settle`]).
     #[inline]
     pub(crate) fn complete_send(
         &mut self,
@@ -119,9 +120,12 @@ impl<P: Provider> Engine<P> {
         byte_len: u32,
         signaled: bool,
     ) {
+        let own_turn = self.retire_later(at);
         let Some(device) = self.device_mut(at.device) else { return };
         let Some(qp) = device.qps.get_mut(at.handle).filter(|qp| qp.stamp == at.stamp) else { return };
-        qp.send_queue.retire(&device.memory, 1);
+        if !own_turn {
+            qp.send_queue.retire(&device.memory, 1);
+        }
         match status {
             Status::Success => {
                 qp.counters.requests += 1;

@@ -105,6 +105,9 @@ impl<P: Provider> Engine<P> {
         let Some(qp) = self.qp_mut(responder) else { return };
         let Some(shared) = qp.srq else {
             qp.waiter = Some(at);
+            if let Some(device) = self.device_mut(responder.device) {
+                device.quiet.forget(responder.handle);
+            }
             return;
         };
         if self.qp(at).is_some_and(|qp| qp.awaits == Some((responder.device, shared))) {

@@ -26,6 +26,8 @@ pub(crate) struct Cq<R> {
     pub watched_at: u64,
     /// How much was consumed when the last notification went out.
     pub notified_at: u64,
+    /// Completions were pushed and not published.
+    pub unpublished: bool,
     /// A notification waits for room in the sink.
     pub notifying: bool,
     /// Queue pairs that complete here, once per use.

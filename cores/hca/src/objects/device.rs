@@ -9,7 +9,7 @@ use crate::names::{Gid, SegmentId};
 use crate::provider::Provider;
 use crate::table::Table;
 
-use super::{Cq, Qp, QpRef};
+use super::{Cq, Qp, QpRef, QuietTable};
 
 /// A user process's context, or the guest kernel's (0).
 #[derive(Debug, Default)]
@@ -27,6 +27,8 @@ pub(crate) struct Context {
     pub scanning: bool,
     /// Another scan is due after it.
     pub scan_again: bool,
+    /// Scans to go at full speed: one has found what no doorbell named.
+    pub hot: u8,
 }
 
 /// A protection domain.
@@ -76,6 +78,7 @@ pub(crate) struct Device<P: Provider> {
     pub cqs: Table<Cq<P::CompletionQueue>>,
     pub srqs: Table<Srq<P::ReceiveQueue>>,
     pub qps: Table<Box<Qp<P>>>,
+    pub quiet: QuietTable,
     /// Handle of the general services queue pair, 0 if there is none.
     pub gsi: u32,
     pub gids: Vec<Option<GidEntry>>,
@@ -113,6 +116,7 @@ impl<P: Provider> Device<P> {
             cqs: Table::new(capabilities.max_cq),
             srqs: Table::new(capabilities.max_srq),
             qps: Table::new(capabilities.max_qp),
+            quiet: QuietTable::default(),
             gsi: 0,
             gids: vec![None; capabilities.gid_table_len as usize],
             registered_bytes: 0,

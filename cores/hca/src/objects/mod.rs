@@ -3,10 +3,12 @@
 mod cq;
 mod device;
 mod qp;
+mod quiet;
 
 pub(crate) use cq::{Cq, NOT_NOTIFIED};
 pub(crate) use device::{Context, Device, GidEntry, Pd, Srq};
 pub(crate) use qp::{Current, Path, Progress, Qp, Wait};
+pub(crate) use quiet::{NOT_QUIET, QuietTable};
 
 /// An object of a device. Handles are reused, stamps are not, so a reference to what is gone leads nowhere.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

@@ -150,7 +150,9 @@ impl<M: Dma> ReceiveQueue<M> for ReceiveRing {
 
 #[derive(Debug)]
 struct Completions {
+    /// Published and not consumed, then those that the consumer can't see yet.
     entries: VecDeque<Completion>,
+    published: usize,
     capacity: usize,
     consumed: u32,
     broken: bool,
@@ -165,13 +167,20 @@ impl CompletionRing {
     #[must_use]
     pub fn new(capacity: usize) -> Self {
         let entries = VecDeque::with_capacity(capacity);
-        Self(Arc::new(Mutex::new(Completions { entries, capacity, consumed: 0, broken: false })))
+        Self(Arc::new(Mutex::new(Completions {
+            entries,
+            published: 0,
+            capacity,
+            consumed: 0,
+            broken: false,
+        })))
     }
 
     /// Consumes the oldest completion.
     #[must_use]
     pub fn poll(&self) -> Option<Completion> {
         let mut ring = lock(&self.0);
+        ring.published = ring.published.checked_sub(1)?;
         let entry = ring.entries.pop_front()?;
         ring.consumed = ring.consumed.wrapping_add(1);
         Some(entry)
@@ -183,10 +192,17 @@ impl CompletionRing {
         std::iter::from_fn(|| self.poll()).collect()
     }
 
-    /// Completions not consumed.
+    /// Completions published and not consumed.
     #[must_use]
     pub fn waiting(&self) -> usize {
-        lock(&self.0).entries.len()
+        lock(&self.0).published
+    }
+
+    /// Completions that were pushed and not published.
+    #[must_use]
+    pub fn hidden(&self) -> usize {
+        let ring = lock(&self.0);
+        ring.entries.len() - ring.published
     }
 
     /// Breaks the ring.
@@ -205,6 +221,15 @@ impl<M: Dma> CompletionQueue<M> for CompletionRing {
             return Err(CompletionQueueFailed::Overrun);
         }
         ring.entries.push_back(*completion);
+        Ok(())
+    }
+
+    fn publish(&mut self, _memory: &M) -> Result<(), CompletionQueueFailed> {
+        let mut ring = lock(&self.0);
+        if ring.broken {
+            return Err(CompletionQueueFailed::Broken);
+        }
+        ring.published = ring.entries.len();
         Ok(())
     }
 

@@ -129,7 +129,6 @@ impl Connection {
     #[inline]
     fn acknowledge<M: Memory>(&mut self, upto: u64, memory: &mut M) -> Reach {
         while self.requester.una < upto {
-            self.settle(memory);
             let Some(front) = self.requester.queue.front() else { return Reach::All };
             if front.is_answered() {
                 return Reach::Missing;
@@ -143,6 +142,8 @@ impl Connection {
             self.requester.progress(end);
             self.requester.pop();
             memory.complete(token, Status::Success, length);
+            // Local requests behind it, which must not be taken for those that the answer is about.
+            self.settle(memory);
         }
         Reach::All
     }
@@ -153,7 +154,6 @@ impl Connection {
             self.answer_missing(memory);
             return;
         }
-        self.settle(memory);
         let requester = &self.requester;
         let Some(&front) = requester.queue.front() else { return };
         if requester.una != psn || !matches!(front.request.kind, Kind::Read { .. }) || psn < front.first {
@@ -195,7 +195,6 @@ impl Connection {
             self.answer_missing(memory);
             return;
         }
-        self.settle(memory);
         let Some(&front) = self.requester.queue.front() else { return };
         let atomic = matches!(front.request.kind, Kind::CompareSwap { .. } | Kind::FetchAdd { .. });
         if self.requester.una != psn || !atomic {

@@ -85,7 +85,7 @@ pub struct Connection {
     notify: bool,
     /// When the next one may be sent.
     next_notification: u64,
-    /// Replies go first at every other call, so that neither side starves.
+    /// Replies go first next time: those that went first last time stand back, so that neither side starves.
     replies_first: bool,
     counters: Counters,
 }
@@ -220,13 +220,19 @@ impl Connection {
         if self.notify && !self.send_notification(out) {
             return;
         }
-        self.replies_first = !self.replies_first;
+        let sent = self.counters.sent_packets;
         if self.replies_first {
-            if self.send_replies(now, memory, out) {
+            let room = self.send_replies(now, memory, out);
+            self.replies_first = self.counters.sent_packets == sent;
+            if room {
                 self.send_requests(now, memory, out);
             }
-        } else if self.send_requests(now, memory, out) {
-            self.send_replies(now, memory, out);
+        } else {
+            let room = self.send_requests(now, memory, out);
+            self.replies_first = self.counters.sent_packets != sent;
+            if room {
+                self.send_replies(now, memory, out);
+            }
         }
     }
 
@@ -251,7 +257,7 @@ impl Connection {
         let requester = &self.requester;
         let mut first = requester.rnr_until.or(requester.deadline);
         if let Some(sender) = &self.sender
-            && (self.has_replies(false) || self.has_requests(u64::MAX))
+            && (self.has_replies(false) || (requester.rnr_until.is_none() && self.has_requests(u64::MAX)))
         {
             first = Some(first.map_or(sender.next, |first| first.min(sender.next)));
         }

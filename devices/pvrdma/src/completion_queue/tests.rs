@@ -33,16 +33,17 @@ fn ring(memory: &HeapMemory, entries: u32) -> PvrdmaCompletionQueue {
 }
 
 proptest! {
-    /// Any interleaving of pushes and consumption: everything arrives once, in order; a full ring refuses.
+    /// Any interleaving of pushes, publications and consumption: what is published arrives once, in order, and nothing else; a full
+    /// ring refuses.
     #[test]
-    fn delivers_in_order(order in 0u32..8, steps in prop::collection::vec(any::<bool>(), 1..400)) {
+    fn delivers_in_order(order in 0u32..8, steps in prop::collection::vec(0u8..3, 1..400)) {
         let memory = HeapMemory::new(0x1_0000);
         let entries = 1 << order;
         let mut queue = ring(&memory, entries);
         let indices = crate::ring::Indices::new(entries).unwrap();
-        let (mut pushed, mut consumed, mut head) = (0u64, 0u64, 0u32);
-        for push in steps {
-            if push {
+        let (mut pushed, mut published, mut consumed, mut head) = (0u64, 0u64, 0u64, 0u32);
+        for step in steps {
+            if step == 0 {
                 let result = queue.push(&memory, &completion(pushed));
                 if pushed - consumed == u64::from(entries) {
                     prop_assert_eq!(result, Err(CompletionQueueFailed::Overrun));
@@ -50,9 +51,10 @@ proptest! {
                     prop_assert_eq!(result, Ok(()));
                     pushed += 1;
                 }
-            } else if consumed < pushed {
-                let tail = memory.load_u32(0x4000 + 8).unwrap();
-                prop_assert_eq!(indices.between(tail, head).map(u64::from), Some(pushed - consumed));
+            } else if step == 1 {
+                prop_assert_eq!(queue.publish(&memory), Ok(()));
+                published = pushed;
+            } else if consumed < published {
                 let at = 0x5000 + u64::from(indices.slot(head)) * 64;
                 let entry: Entry = transmute!(read_array::<64>(&memory, at).unwrap());
                 prop_assert_eq!(entry.wr_id.get(), consumed);
@@ -60,6 +62,8 @@ proptest! {
                 memory.store_u32(0x4000 + 12, head).unwrap();
                 consumed += 1;
             }
+            let tail = memory.load_u32(0x4000 + 8).unwrap();
+            prop_assert_eq!(indices.between(tail, head).map(u64::from), Some(published - consumed));
             let consumer = queue.consumer(&memory).unwrap();
             prop_assert_eq!((consumer.position, u64::from(consumer.unconsumed)), (head, pushed - consumed));
         }
@@ -75,6 +79,7 @@ proptest! {
             memory.store_u32(0x400C, head).unwrap();
             for _ in 0..5 {
                 let _ = queue.push(&memory, &completion(1));
+                let _ = queue.publish(&memory);
                 let _ = queue.consumer(&memory);
             }
         }

@@ -1,6 +1,11 @@
 //! Doorbells (sections 10 and 14). Where UAR pages are memory, a word is only a dirty flag with a hint in it: an exchange with 0,
 //! then a look at all queues of the context, finds every request that was posted before, and a later doorbell leaves the word
 //! non-zero again.
+//!
+//! The guest's CPUs store to the line of these words with each post and each empty poll, and each look takes it away from them, an
+//! exchange even to be written. So a busy device is looked at a million times a second, not with each poll, since its active queues
+//! are looked at anyway; and an exchange is left out where it would tell nothing: of a poll, which obliges to nothing, and of a
+//! post to a queue pair that is active. That word stays, keeps asking for scans, and is exchanged when the queue pair has become idle.
 
 use dma::Dma;
 use hca::Engine;
@@ -13,6 +18,12 @@ use crate::abi::doorbells::{
     CQ, CQ_ARM, CQ_ARM_SOLICITED, HANDLE, QP, QP_RECEIVE, QP_SEND, SRQ, SRQ_RECEIVE,
 };
 use crate::provider::Pvrdma;
+
+/// Between two looks at the doorbells of a device with active queue pairs, nanoseconds: what a queue that becomes active waits longer.
+const LOOK_INTERVAL: u64 = 1_000;
+/// Between two exchanges of words that only say that the guest polls, nanoseconds. They keep doorbells in memory, which is decided
+/// over milliseconds.
+const POLL_INTERVAL: u64 = 50_000;
 
 /// The words of a UAR page that the guest writes.
 pub const WORDS: u32 = 3;
@@ -48,6 +59,12 @@ pub enum DoorbellMode {
     Trapped,
 }
 
+/// Whether a completion queues' word arms nothing.
+#[inline]
+const fn is_poll(value: u32) -> bool {
+    value & (CQ_ARM | CQ_ARM_SOLICITED) == 0
+}
+
 /// A UAR page whose context is alive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LivePage {
@@ -72,17 +89,37 @@ impl<M: Dma + Clone + 'static> Device<M> {
         self.mode
     }
 
+    /// As [`Device::scan`], unless that was done a moment ago and queue pairs are active: then `None`.
+    #[inline]
+    pub fn look(&mut self, engine: &mut Engine<Pvrdma<M>>, uar: &impl Uar, now: u64) -> Option<bool> {
+        if now < self.next_look && engine.has_active(self.id) {
+            return None;
+        }
+        Some(self.scan(engine, uar, now))
+    }
+
     /// Looks at the words of all live pages and gives the engine what they hint at. `now` is the engine's clock, nanoseconds. Whether
-    /// any word was set. Costs one cache line per live context.
+    /// any word says that the guest is at work. Costs one cache line per live context.
     pub fn scan(&mut self, engine: &mut Engine<Pvrdma<M>>, uar: &impl Uar, now: u64) -> bool {
         if self.phase != Phase::Active || !self.bus_master {
             return false;
+        }
+        self.next_look = now.saturating_add(LOOK_INTERVAL);
+        let polls = now >= self.next_polls;
+        if polls {
+            self.next_polls = now.saturating_add(POLL_INTERVAL);
         }
         let mut any = false;
         for at in 0..self.pages.len() {
             let live = self.pages[at];
             for word in 0..WORDS {
-                if uar.load(live.page, word) == 0 {
+                let seen = uar.load(live.page, word);
+                if seen == 0 || (word == 1 && !polls && is_poll(seen)) {
+                    continue;
+                }
+                if word == 0 && self.looked_at_anyway(engine, live.context, seen) {
+                    any = true;
+                    engine.scan_context(self.id, live.context);
                     continue;
                 }
                 let value = uar.swap(live.page, word);
@@ -98,6 +135,15 @@ impl<M: Dma + Clone + 'static> Device<M> {
             self.scan_all(engine);
         }
         any
+    }
+
+    /// Whether a queue pairs' word only says that something was sent from one that gets turns anyway.
+    #[inline]
+    fn looked_at_anyway(&self, engine: &Engine<Pvrdma<M>>, context: ContextHandle, value: u32) -> bool {
+        let qp = QpHandle(value & HANDLE);
+        value & !HANDLE == QP_SEND
+            && engine.is_active(self.id, qp)
+            && engine.context_of_qp(self.id, qp) == Some(context)
     }
 
     /// Has the engine look at the queues of all live contexts, in case requests were posted without a doorbell.

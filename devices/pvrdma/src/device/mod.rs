@@ -96,6 +96,9 @@ pub struct Device<M: Dma + Clone + 'static> {
     mode: DoorbellMode,
     pages: Vec<LivePage>,
     last_full_scan: u64,
+    /// When doorbells are looked at again although queue pairs are active, and words that only say that the guest polls exchanged.
+    next_look: u64,
+    next_polls: u64,
     /// Protection domains and the contexts that they belong to.
     pds: BTreeMap<u32, ContextHandle>,
     qps: HashMap<u32, QpRecord>,
@@ -140,6 +143,8 @@ impl<M: Dma + Clone + 'static> Device<M> {
             suppressed: [false; 2],
             pages: Vec::new(),
             last_full_scan: 0,
+            next_look: 0,
+            next_polls: 0,
             pds: BTreeMap::new(),
             qps: HashMap::new(),
             counters: Counters::default(),

@@ -97,7 +97,8 @@ impl<M: Dma + Clone + 'static> Host<M> {
     pub fn turn<'a, U: Uar + 'a>(&mut self, uars: impl IntoIterator<Item = (DeviceId, &'a U)>) -> bool {
         let mut worked = false;
         for (id, uar) in uars {
-            worked |= self.devices.get_mut(id).unwrap().scan(&mut self.engine, uar, self.now);
+            let looked = self.devices.get_mut(id).unwrap().look(&mut self.engine, uar, self.now);
+            worked |= looked.unwrap_or(false);
         }
         let progress = self.engine.poll(self.now, &mut self.devices);
         worked |= progress.worked;

@@ -1,0 +1,151 @@
+//! Scans: looking at all queue pairs of a context, since a doorbell may have been overwritten by another one of the context
+//! (spec pvrdma 14.2).
+//!
+//! Each doorbell found in memory asks for one, so with thousands of queue pairs there is always one under way, and nearly all of
+//! it finds nothing. So a look at an idle queue pair is two loads: of what is remembered of it ([`Quiet`], in the order of handles,
+//! four to a cache line), and of the guest's index. And a scan takes a small share of the engine's time, unless it has found a queue
+//! pair that no doorbell named: where one was missed others may have been.
+
+use dma::Dma;
+
+use crate::attributes::QpState;
+use crate::names::{ContextHandle, DeviceId, SrqHandle};
+use crate::objects::{NOT_QUIET, QpRef, Wait};
+use crate::provider::{Provider, SendQueue};
+
+use super::{Engine, Scan};
+
+/// Queue pairs that any poll may look at, and how many more for each [`LOOK_EVERY_NS`] since the last one.
+const LEAST_LOOKS: u64 = 2;
+/// Nanoseconds. A look that misses all caches takes about 15 of them, so scans take less than 2 % of a busy engine.
+const LOOK_EVERY_NS: u64 = 1000;
+/// Further queue pairs that a poll looks at when the one before found nothing to execute.
+const IDLE_LOOKS: u64 = 8;
+/// How many queue pairs ahead guest memory is asked for.
+const AHEAD: usize = 8;
+/// After a find, so many passes of that context go at full speed: the one under way and the next.
+const HOT_PASSES: u8 = 2;
+
+impl<P: Provider> Engine<P> {
+    /// A doorbell of this context may have been overwritten: all its queue pairs and shared receive queues are looked
+    /// at, over the next polls.
+    pub fn scan_context(&mut self, device: DeviceId, context: ContextHandle) {
+        let Some(found) = self.device_mut(device.0) else { return };
+        let Some(owner) = found.contexts.get_mut(context.0) else { return };
+        if owner.scanning {
+            owner.scan_again = true;
+            return;
+        }
+        owner.scanning = true;
+        let stamp = owner.stamp;
+        self.scans.push_back(Scan { device: device.0, context: context.0, stamp, position: 0 });
+    }
+
+    /// Goes on with the scans, as far as a poll may. `elapsed` are the nanoseconds since the last poll, `idle` whether that found
+    /// nothing to execute.
+    pub(super) fn run_scans(&mut self, elapsed: u64, idle: bool) {
+        if self.scans.is_empty() {
+            return;
+        }
+        let mut left = u64::from(self.config.scans_per_poll);
+        let pace = LEAST_LOOKS + elapsed / LOOK_EVERY_NS + if idle { IDLE_LOOKS } else { 0 };
+        while left > 0 {
+            let Some(mut scan) = self.scans.pop_front() else { return };
+            // An empty context is not free either.
+            left -= 1;
+            let Some(device) = self.device(scan.device) else { continue };
+            let Some(context) = device.contexts.get(scan.context).filter(|c| c.stamp == scan.stamp) else {
+                continue;
+            };
+            let share = if context.hot > 0 { left } else { pace.min(left) };
+            let mut budget = share;
+            if scan.position == 0 {
+                for srq in context.srqs.clone() {
+                    self.doorbell_srq(DeviceId(scan.device), SrqHandle(srq));
+                }
+            }
+            loop {
+                self.skip_quiet(&mut scan, &mut budget);
+                if budget == 0 || !self.scan_one(&scan) {
+                    break;
+                }
+                scan.position += 1;
+                budget -= 1;
+            }
+            if budget == 0 {
+                self.scans.push_back(scan);
+                return;
+            }
+            left -= share - budget;
+            self.end_scan(&scan);
+        }
+    }
+
+    /// Passes over queue pairs of which nothing has changed since they were found idle.
+    #[inline]
+    fn skip_quiet(&self, scan: &mut Scan, budget: &mut u64) {
+        let Some(device) = self.device(scan.device).filter(|device| device.enabled) else { return };
+        let Some(context) = device.contexts.get(scan.context) else { return };
+        let ahead =
+            |position: usize| context.qps.get(position).map(|handle| device.quiet.of(*handle).index_at);
+        while *budget > 0
+            && let Some(&handle) = context.qps.get(scan.position)
+        {
+            if let Some(address) = ahead(scan.position + AHEAD) {
+                device.memory.prefetch(address, 4);
+            }
+            let quiet = device.quiet.of(handle);
+            if quiet.index == NOT_QUIET || device.memory.load_u32(quiet.index_at) != Ok(quiet.index) {
+                return;
+            }
+            scan.position += 1;
+            *budget -= 1;
+        }
+    }
+
+    /// Looks at a scan's next queue pair; `false` when there is none.
+    fn scan_one(&mut self, scan: &Scan) -> bool {
+        let Some(device) = self.device(scan.device) else { return false };
+        let Some(context) = device.contexts.get(scan.context) else { return false };
+        let Some(&handle) = context.qps.get(scan.position) else { return false };
+        let Some(qp) = device.qps.get(handle) else { return true };
+        if !device.enabled || matches!(qp.state, QpState::Reset) {
+            return true;
+        }
+        let at = QpRef { device: scan.device, handle, stamp: qp.stamp };
+        let sends = qp.state != QpState::Init
+            && qp.wait == Wait::None
+            && (qp.current.is_some() || qp.send_queue.pending(&device.memory));
+        let found = sends && !qp.active;
+        // Nothing but a new request or a turn, a waiting peer, or a verb can change what is to be done here; each of the latter
+        // makes the device forget this.
+        let quiet = !sends
+            && !qp.active
+            && qp.wait == Wait::None
+            && qp.waiter.is_none()
+            && matches!(qp.state, QpState::ReadyToReceive | QpState::ReadyToSend);
+        let watch = if quiet { qp.send_queue.watch() } else { None };
+        if sends {
+            self.activate(at);
+        }
+        self.look_at_receives(at);
+        let Some(device) = self.device_mut(scan.device) else { return false };
+        if let Some((index_at, index)) = watch {
+            device.quiet.remember(handle, index_at, index);
+        }
+        if found && let Some(context) = device.contexts.get_mut(scan.context) {
+            context.hot = HOT_PASSES;
+        }
+        true
+    }
+
+    fn end_scan(&mut self, scan: &Scan) {
+        let Some(device) = self.device_mut(scan.device) else { return };
+        let Some(context) = device.contexts.get_mut(scan.context) else { return };
+        context.scanning = false;
+        context.hot = context.hot.saturating_sub(1);
+        if std::mem::take(&mut context.scan_again) {
+            self.scan_context(DeviceId(scan.device), ContextHandle(scan.context));
+        }
+    }
+}

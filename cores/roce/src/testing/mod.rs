@@ -1,0 +1,13 @@
+//! A deterministic simulator of many endpoints and a bad network, and an oracle that knows what must come of each program.
+//!
+//! A run is a function of its seed. `examples/simulate.rs` runs many of them.
+
+mod dice;
+mod moving;
+mod network;
+mod oracle;
+mod program;
+mod world;
+
+pub use dice::Dice;
+pub use world::{Options, Report, Violation, run};
