@@ -14,14 +14,13 @@ const FLUSHED_PER_TURN: u32 = 64;
 impl<P: Provider> Engine<P> {
     /// Moves a queue pair to ERR. What is posted, and what will be, is flushed over its next turns.
     pub(crate) fn enter_error(&mut self, at: QpRef) {
-        let Some(device) = self.device_mut(at.device) else { return };
-        let Some(qp) = device.qps.get_mut(at.handle).filter(|qp| qp.stamp == at.stamp) else { return };
-        if qp.state == QpState::Error {
+        if self.qp(at).is_none_or(|qp| qp.state == QpState::Error) {
             return;
         }
-        let never_started = qp.state == QpState::Reset;
         self.close_elsewhere(at);
-        let Some(qp) = self.qp_mut(at) else { return };
+        let Some(device) = self.device_mut(at.device) else { return };
+        let Some(qp) = device.qps.get_mut(at.handle) else { return };
+        let never_started = qp.state == QpState::Reset;
         qp.state = QpState::Error;
         device.quiet.forget(at.handle);
         let waiter = qp.waiter.take();
