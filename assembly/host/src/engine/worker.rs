@@ -123,8 +123,9 @@ impl Worker {
                 earliest(&mut until, Some(time));
             }
         }
-        for device in self.devices.iter_mut() {
-            let Some(served) = self.served.get_mut(&device.id()) else { continue };
+        // Both are in the order of identities.
+        for (device, (id, served)) in self.devices.iter_mut().zip(&mut self.served) {
+            debug_assert_eq!(device.id(), *id);
             // Doorbells and calls leave events as well, and so do rounds that execute nothing: a consumer is reminded.
             earliest(&mut until, device.flush_events(now, &served.msix));
             match served.follow(device, self.idle, now) {
@@ -182,8 +183,8 @@ impl Worker {
     /// Looks at doorbells that are memory.
     fn look_at_doorbells(&mut self, now: u64) -> bool {
         let mut found = false;
-        for device in self.devices.iter_mut() {
-            let Some(served) = self.served.get_mut(&device.id()) else { continue };
+        for (device, (id, served)) in self.devices.iter_mut().zip(&mut self.served) {
+            debug_assert_eq!(device.id(), *id);
             if served.handshake.in_memory() && (served.handshake.offered() || served.load.next_look() <= now)
             {
                 match served.look_if_due(device, &mut self.engine, now) {

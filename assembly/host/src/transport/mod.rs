@@ -253,7 +253,10 @@ impl Transports {
             Action::Closed { qp } => {
                 if let Some(index) = self.connections.find(qp) {
                     if let Some(entry) = self.connections.get_mut(index) {
-                        entry.connection.fail(&mut Carrier { engine, qp });
+                        // One that failed by itself still tells its peer why.
+                        if entry.connection.state() == roce::State::Ready {
+                            entry.connection.fail(&mut Carrier { engine, qp });
+                        }
                         entry.remove_at = Some(now + LINGER_NS);
                     }
                     self.connections.ready(index);
@@ -467,3 +470,7 @@ fn entry<P: Provider>(
     let header = Header { kind: Kind::Connected, source: nic.vm, destination: peer_vm, segment: nic.tag };
     Entry::new(&info, directory.mtu(), peer_vm, directory.host(peer_vm), header)
 }
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // For tests only.
+mod tests;

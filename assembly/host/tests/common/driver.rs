@@ -37,6 +37,7 @@ pub struct Guest {
 /// A context with a queue pair and what it needs.
 pub struct Endpoint {
     uar: u32,
+    pd: u32,
     cq: (u32, Vec<u64>),
     pub qp: (u32, u32, Vec<u64>),
     send_pages: u32,
@@ -183,11 +184,20 @@ impl Guest {
         let pages_of = |size: u64| u32::try_from((u64::from(SLOTS) * size).div_ceil(PAGE)).unwrap();
         let send_pages = pages_of(send_slot(1));
         let qp_pages = self.pages(1 + send_pages + pages_of(receive_slot(1)));
-        let body = CreateQp {
-            directory: self.directory(&qp_pages).into(),
+        let body = self.create_qp(pd, cq.0, &qp_pages, send_pages);
+        let qp: QpResponse = self.command(monitor, number::CREATE_QP, &body).unwrap();
+        let endpoint =
+            Endpoint { uar, pd, cq, qp: (qp.handle.get(), qp.qpn.get(), qp_pages), send_pages, buffer };
+        self.init(monitor, endpoint.qp.0);
+        endpoint
+    }
+
+    fn create_qp(&mut self, pd: u32, cq: u32, pages: &[u64], send_pages: u32) -> CreateQp {
+        CreateQp {
+            directory: self.directory(pages).into(),
             pd: pd.into(),
-            send_cq: cq.0.into(),
-            receive_cq: cq.0.into(),
+            send_cq: cq.into(),
+            receive_cq: cq.into(),
             srq: 0.into(),
             max_send_wr: SLOTS.into(),
             max_receive_wr: SLOTS.into(),
@@ -196,24 +206,43 @@ impl Guest {
             max_inline_data: 0.into(),
             lkey: 0.into(),
             access: 1.into(),
-            total_pages: u16::try_from(qp_pages.len()).unwrap().into(),
+            total_pages: u16::try_from(pages.len()).unwrap().into(),
             send_pages: u16::try_from(send_pages).unwrap().into(),
             max_atomic_argument: 0.into(),
             signal_all: 1,
             kind: qp_kind::RC,
             has_srq: 0,
             reserved: [0; 3],
-        };
-        let qp: QpResponse = self.command(monitor, number::CREATE_QP, &body).unwrap();
-        let endpoint =
-            Endpoint { uar, cq, qp: (qp.handle.get(), qp.qpn.get(), qp_pages), send_pages, buffer };
-        self.modify(monitor, &endpoint, 1 | 1 << 3 | 1 << 4 | 1 << 5, |to| {
+        }
+    }
+
+    /// Makes `count` more queue pairs like an endpoint's, connected to a peer, which nobody will use. They share one page list, which a
+    /// driver wouldn't do, so that RAM of any size is enough.
+    pub fn idle_queue_pairs(
+        &mut self,
+        monitor: &Monitor,
+        at: &Endpoint,
+        count: u32,
+        peer_qpn: u32,
+        peer_gid: [u8; 16],
+    ) {
+        let pages = self.pages(u32::try_from(at.qp.2.len()).unwrap());
+        let body = self.create_qp(at.pd, at.cq.0, &pages, at.send_pages);
+        for _ in 0..count {
+            let made: QpResponse = self.command(monitor, number::CREATE_QP, &body).unwrap();
+            self.init(monitor, made.handle.get());
+            self.raise(monitor, made.handle.get(), peer_qpn, peer_gid);
+        }
+    }
+
+    /// RESET to INIT.
+    fn init(&self, monitor: &Monitor, qp: u32) {
+        self.modify(monitor, qp, 1 | 1 << 3 | 1 << 4 | 1 << 5, |to| {
             to.state = 1.into();
             to.access = 0xF.into();
             to.pkey_index = 0.into();
             to.port = 1;
         });
-        endpoint
     }
 
     fn register(&mut self, monitor: &Monitor, pd: u32, address: u64, count: u32) -> Buffer {
@@ -231,16 +260,20 @@ impl Guest {
         Buffer { address, pages, lkey: made.lkey.get(), rkey: made.rkey.get() }
     }
 
-    fn modify(&self, monitor: &Monitor, at: &Endpoint, mask: u32, set: impl FnOnce(&mut QueuePair)) {
+    fn modify(&self, monitor: &Monitor, qp: u32, mask: u32, set: impl FnOnce(&mut QueuePair)) {
         let mut attributes = QueuePair::read_from_bytes(&[0x77; 160]).unwrap();
         set(&mut attributes);
-        let body = ModifyQp { handle: at.qp.0.into(), mask: mask.into(), attributes };
+        let body = ModifyQp { handle: qp.into(), mask: mask.into(), attributes };
         let _: [u8; 0] = self.command(monitor, number::MODIFY_QP, &body).unwrap();
     }
 
     /// INIT over RTR to RTS.
     pub fn connect(&self, monitor: &Monitor, at: &Endpoint, peer_qpn: u32, peer_gid: [u8; 16]) {
-        self.modify(monitor, at, 1 | 1 << 7 | 1 << 8 | 1 << 12 | 1 << 15 | 1 << 17 | 1 << 20, |to| {
+        self.raise(monitor, at.qp.0, peer_qpn, peer_gid);
+    }
+
+    fn raise(&self, monitor: &Monitor, qp: u32, peer_qpn: u32, peer_gid: [u8; 16]) {
+        self.modify(monitor, qp, 1 | 1 << 7 | 1 << 8 | 1 << 12 | 1 << 15 | 1 << 17 | 1 << 20, |to| {
             to.state = 2.into();
             to.path_mtu = 3.into();
             to.rq_psn = 0.into();
@@ -256,7 +289,7 @@ impl Guest {
             to.address.flags = 1;
             to.address.port = 1;
         });
-        self.modify(monitor, at, 1 | 1 << 9 | 1 << 10 | 1 << 11 | 1 << 13 | 1 << 16, |to| {
+        self.modify(monitor, qp, 1 | 1 << 9 | 1 << 10 | 1 << 11 | 1 << 13 | 1 << 16, |to| {
             to.state = 3.into();
             to.sq_psn = 0.into();
             // 4.096 µs << 8, about a millisecond.

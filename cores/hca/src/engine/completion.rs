@@ -195,7 +195,14 @@ impl<P: Provider> Engine<P> {
     }
 
     /// Hands events to the sink. Completion events that it has no room for are kept for [`Engine::retry_events`].
+    #[inline]
     pub(super) fn deliver(&mut self, sink: &mut impl Sink) {
+        if !self.events.is_empty() || !self.notifications.is_empty() {
+            self.deliver_all(sink);
+        }
+    }
+
+    fn deliver_all(&mut self, sink: &mut impl Sink) {
         for (device, event) in self.events.drain(..) {
             sink.async_event(DeviceId(device), event);
         }

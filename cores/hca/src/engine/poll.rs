@@ -52,9 +52,7 @@ impl<P: Provider> Engine<P> {
             if !self.failed_cqs.is_empty() {
                 self.run_failed_cqs();
             }
-            if !self.events.is_empty() || !self.notifications.is_empty() {
-                self.deliver(sink);
-            }
+            self.deliver(sink);
             self.after_turn(at, turn);
             if bytes >= self.config.bytes_per_poll {
                 break;

@@ -103,8 +103,9 @@ impl<M: Dma + Clone + 'static> Host<M> {
         let progress = self.engine.poll(self.now, &mut self.devices);
         worked |= progress.worked;
         self.requests += u64::from(progress.requests);
-        for device in self.devices.iter_mut() {
-            device.flush_events(self.now, &self.lines[&device.id()]);
+        // Both are in the order of identities.
+        for (device, lines) in self.devices.iter_mut().zip(self.lines.values()) {
+            device.flush_events(self.now, lines);
         }
         self.now += 1_000;
         worked

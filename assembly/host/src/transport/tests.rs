@@ -1,0 +1,235 @@
+//! Two engines whose guests reach each other through UDP sockets of the loopback interface.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use dma::{Dma, HeapMemory};
+use hca::MrInfo;
+use hca::attributes::{Access, QpKind, QpState};
+use hca::names::SegmentId;
+use hca::testing::{Connected, Guest, World, requests};
+use hca::work::{Sge, Status};
+
+use super::{FileDirectory, Transports};
+
+/// RAM of a guest.
+const SIZE: u64 = 4 << 20;
+
+struct Side {
+    world: World,
+    guest: Guest,
+    qp: Connected,
+    mr: MrInfo,
+    transports: Transports,
+    started: Instant,
+}
+
+/// A port that was free a moment ago, with the next one.
+fn port() -> u16 {
+    loop {
+        let first = std::net::UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
+        let port = first.map(|address| address.port()).unwrap_or_default();
+        let free = |at: u16| {
+            ["127.0.0.1", "127.0.0.2"].iter().all(|host| std::net::UdpSocket::bind((*host, at)).is_ok())
+        };
+        if port < 65_000 && free(port) && free(port + 1) {
+            return port;
+        }
+    }
+}
+
+impl Side {
+    fn new(number: u8, vm: &str, kind: QpKind, directory: &Arc<FileDirectory>, address: SocketAddr) -> Self {
+        let mut world = World::after(number);
+        let guest = world.guest(HeapMemory::new(usize::try_from(SIZE).unwrap()));
+        let mr = world.register(&guest, 0, SIZE, Access::all() - Access::ZERO_BASED);
+        let qp = world.queue_pair(&guest, kind, None);
+        let directory: Arc<dyn super::Directory> = Arc::clone(directory) as _;
+        let mut transports = Transports::open(directory, address).unwrap();
+        transports.attach(&mut world.engine, guest.device, vm, "s0", SegmentId(1));
+        Self { world, guest, qp, mr, transports, started: Instant::now() }
+    }
+
+    fn round(&mut self) {
+        let now = u64::try_from(self.started.elapsed().as_nanos()).unwrap();
+        self.world.now = self.world.now.max(now);
+        self.transports.receive(&mut self.world.engine, now);
+        self.world.poll();
+        self.transports.carry(&mut self.world.engine, now);
+    }
+
+    fn sge(&self, address: u64, length: u32) -> Sge {
+        Sge { address, length, lkey: self.mr.lkey }
+    }
+
+    fn bytes(&self, address: u64, len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        self.guest.memory.read(address, &mut bytes).unwrap();
+        bytes
+    }
+}
+
+fn pair(kind: QpKind, mtu: u32) -> (Side, Side) {
+    let port = port();
+    let text = format!(
+        "mtu = {mtu}\n[[host]]\nname = \"h1\"\naddress = \"127.0.0.1:{port}\"\n[[host]]\nname = \"h2\"\naddress = \"127.0.0.2:{port}\"\n\
+         [[vm]]\nname = \"a\"\nid = 1\nhost = \"h1\"\n[[vm.nic]]\nsegment = \"s0\"\naddresses = [\"10.0.0.1\"]\n\
+         [[vm]]\nname = \"b\"\nid = 2\nhost = \"h2\"\n[[vm.nic]]\nsegment = \"s0\"\naddresses = [\"10.0.0.8\"]\n"
+    );
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("directory.toml");
+    std::fs::write(&path, text).unwrap();
+    let directory = Arc::new(FileDirectory::load(&path).unwrap());
+    let at = |host: &str| format!("{host}:{port}").parse().unwrap();
+    let mut left = Side::new(0, "a", kind, &directory, at("127.0.0.1"));
+    let mut right = Side::new(7, "b", kind, &directory, at("127.0.0.2"));
+    let to_right = World::<HeapMemory>::attributes(right.guest.gid, right.qp.qp.qpn);
+    let to_left = World::<HeapMemory>::attributes(left.guest.gid, left.qp.qp.qpn);
+    let patient = |mut attributes: hca::attributes::QpAttributes| {
+        attributes.timeout = 14;
+        attributes.retry_count = 7;
+        attributes
+    };
+    let states = QpState::ReadyToSend;
+    left.world.raise(left.qp.device, left.qp.qp.handle, kind, states, &patient(to_right));
+    right.world.raise(right.qp.device, right.qp.qp.handle, kind, states, &patient(to_left));
+    (left, right)
+}
+
+/// Lets both sides work until something is true.
+fn until(left: &mut Side, right: &mut Side, mut done: impl FnMut(&mut Side, &mut Side) -> bool) {
+    let start = Instant::now();
+    while !done(left, right) {
+        assert!(start.elapsed() < Duration::from_secs(60), "nothing came");
+        left.round();
+        right.round();
+    }
+}
+
+fn completion(left: &mut Side, right: &mut Side) -> hca::work::Completion {
+    let mut got = None;
+    until(left, right, |left, _| {
+        got = got.or_else(|| left.qp.completions.poll());
+        got.is_some()
+    });
+    got.unwrap()
+}
+
+#[test]
+fn all_operations_reach_a_guest_of_another_host() {
+    for mtu in [256, 1024, 4096] {
+        let (mut left, mut right) = pair(QpKind::Rc, mtu);
+        let data: Vec<u8> =
+            (0..1_000_003u32).map(|at| at.wrapping_mul(0x9E37_79B9).to_le_bytes()[3]).collect();
+        left.guest.memory.write(1, &data).unwrap();
+        let (rkey, length) = (right.mr.rkey, 1_000_003);
+
+        let request = requests::write(1, 0x20_0000, rkey, &[left.sge(1, length)]);
+        left.world.send(&left.qp.clone(), request);
+        assert_eq!(completion(&mut left, &mut right).status, Status::Success);
+        assert!(right.bytes(0x20_0000, data.len()) == data, "WRITE");
+
+        let request = requests::read(2, 0x20_0000, rkey, &[left.sge(0x10_0000, length)]);
+        left.world.send(&left.qp.clone(), request);
+        let done = completion(&mut left, &mut right);
+        assert_eq!((done.status, done.byte_len), (Status::Success, length));
+        assert!(left.bytes(0x10_0000, data.len()) == data, "READ");
+
+        let buffer = right.sge(0x30_0000, length);
+        right.world.receive(&right.qp.clone(), 3, &[buffer]);
+        let request = requests::send(4, &[left.sge(1, length)]);
+        left.world.send(&left.qp.clone(), request);
+        assert_eq!(completion(&mut left, &mut right).status, Status::Success);
+        assert!(right.bytes(0x30_0000, data.len()) == data, "SEND");
+        let done = right.qp.completions.poll().unwrap();
+        assert_eq!((done.wr_id, done.byte_len), (3, length));
+
+        right.guest.memory.write(0x8, &40u64.to_le_bytes()).unwrap();
+        for wr_id in 10..20 {
+            let request = requests::fetch_add(wr_id, 0x8, rkey, 2, &[left.sge(0x3F_0000, 8)]);
+            left.world.send(&left.qp.clone(), request);
+        }
+        for _ in 10..20 {
+            assert_eq!(completion(&mut left, &mut right).status, Status::Success);
+        }
+        assert_eq!(right.bytes(8, 8), 60u64.to_le_bytes());
+        assert_eq!(left.bytes(0x3F_0000, 8), 58u64.to_le_bytes(), "the last one's value before");
+        let report = left.transports.report(left.qp.device, left.qp.qp.qpn).unwrap();
+        assert_eq!(report.transport, "fabric");
+    }
+}
+
+#[test]
+fn a_sender_waits_for_a_receive_no_longer_than_it_takes_to_post_one() {
+    let (mut left, mut right) = pair(QpKind::Rc, 1024);
+    left.world.send(&left.qp.clone(), requests::send(1, &[left.sge(0, 100)]));
+    until(&mut left, &mut right, |left, _| {
+        left.transports
+            .report(left.qp.device, left.qp.qp.qpn)
+            .is_some_and(|r| r.counters.rnr_nak_retry_err > 0)
+    });
+    let buffer = right.sge(0x1000, 100);
+    right.world.receive(&right.qp.clone(), 2, &[buffer]);
+    assert_eq!(completion(&mut left, &mut right).status, Status::Success);
+    assert_eq!(right.qp.completions.poll().map(|done| done.wr_id), Some(2));
+}
+
+#[test]
+fn refused_requests_fail_both_ends() {
+    let (mut left, mut right) = pair(QpKind::Rc, 1024);
+    let request = requests::write(1, 0, right.mr.rkey ^ 1, &[left.sge(0, 5000)]);
+    left.world.send(&left.qp.clone(), request);
+    left.world.send(&left.qp.clone(), requests::send(2, &[left.sge(0, 8)]));
+    assert_eq!(completion(&mut left, &mut right).status, Status::RemoteAccess);
+    assert_eq!(completion(&mut left, &mut right).status, Status::Flushed);
+    assert_eq!(left.world.state(&left.qp), QpState::Error);
+    assert_eq!(right.world.state(&right.qp), QpState::Error);
+}
+
+#[test]
+fn a_peer_that_is_gone_ends_in_retries_exceeded() {
+    let (mut left, mut right) = pair(QpKind::Rc, 1024);
+    right.transports.detach(right.qp.device);
+    let request = requests::write(1, 0, right.mr.rkey, &[left.sge(0, 8)]);
+    let start = Instant::now();
+    left.world.send(&left.qp.clone(), request);
+    assert_eq!(completion(&mut left, &mut right).status, Status::RetryExceeded);
+    // T is 67 ms; eight tries of T at least.
+    assert!(start.elapsed() >= Duration::from_millis(8 * 67));
+    assert!(right.transports.counters().dropped >= 8);
+}
+
+#[test]
+fn datagrams_carry_their_sender_s_address() {
+    let (mut left, mut right) = pair(QpKind::Ud, 1024);
+    let buffer = right.sge(0x1000, 3000);
+    right.world.receive(&right.qp.clone(), 1, &[buffer]);
+    left.guest.memory.write(0, &[0x5A; 2048]).unwrap();
+    let (gid, qpn, pd) = (right.guest.gid, right.qp.qp.qpn, left.guest.pd.0);
+    let request = requests::datagram(2, pd, gid, qpn, 0x1234, &[left.sge(0, 2048)]);
+    left.world.send(&left.qp.clone(), request);
+    until(&mut left, &mut right, |_, right| right.qp.completions.waiting() > 0);
+    let done = right.qp.completions.poll().unwrap();
+    assert_eq!((done.byte_len, done.source), (2048 + 40, Some(left.qp.qp.qpn)));
+    assert!(right.bytes(0x1000 + 40, 2048) == [0x5A; 2048]);
+}
+
+#[test]
+fn packets_of_strangers_are_dropped() {
+    let (mut left, mut right) = pair(QpKind::Rc, 1024);
+    let request = requests::write(1, 0, right.mr.rkey, &[left.sge(0, 8)]);
+    left.world.send(&left.qp.clone(), request);
+    assert_eq!(completion(&mut left, &mut right).status, Status::Success);
+    let to = right.transports.fabric.fds().count();
+    assert_eq!(to, 2);
+    // A packet that claims to be from VM a, from an address that isn't its host's.
+    let header = left.transports.connections.by_number(left.qp.device, left.qp.qp.qpn.0).unwrap().header;
+    let mut packet = header.encode().to_vec();
+    packet.extend([0x0A; 40]);
+    let stranger = std::net::UdpSocket::bind("127.0.0.3:0").unwrap();
+    let host = right.transports.directory.hosts()[1];
+    stranger.send_to(&packet, host).unwrap();
+    stranger.send_to(&[1, 2, 3], host).unwrap();
+    until(&mut left, &mut right, |_, right| right.transports.counters().dropped == 2);
+}
