@@ -339,3 +339,36 @@ impl Drop for Session {
 fn first_line(script: &str) -> &str {
     script.trim().lines().next().unwrap_or_default()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_hangs_is_ended_only_after_a_look() {
+        let (ours, mut theirs) = UnixStream::pair().unwrap();
+        let channel = Channel::over(ours).unwrap();
+        let mut next = || receive(&mut theirs).unwrap();
+        let session = |channel: &Channel| channel.start("guest", "sleep 1000", None, None).unwrap();
+
+        let fine = session(&channel);
+        assert_eq!(next().kind, Kind::Start);
+        drop(fine);
+        assert_eq!(next().kind, Kind::Signal);
+        let (hangs, beside) = (session(&channel), session(&channel));
+        assert_eq!((next().kind, next().kind), (Kind::Start, Kind::Start));
+        hangs.suspect();
+        drop((hangs, beside));
+        // Nothing was ended so far: the next frame is this one.
+        channel.send(0, Kind::Ping, &[]).unwrap();
+        assert_eq!(next().kind, Kind::Ping);
+        channel.looked_at();
+        let ended: Vec<u32> =
+            [next(), next()].iter().filter(|f| f.kind == Kind::Signal).map(|f| f.session).collect();
+        assert_eq!(ended.len(), 2);
+        assert_ne!(ended.first(), ended.last());
+        // From now on as before.
+        drop(session(&channel));
+        assert_eq!((next().kind, next().kind), (Kind::Start, Kind::Signal));
+    }
+}
