@@ -9,7 +9,7 @@ use crate::status::Status;
 pub const MOST_MESSAGE: u32 = 1 << 31;
 
 /// What a request asks for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Kind {
     /// SEND. Not both of the options.
     Send {
@@ -57,7 +57,7 @@ pub enum Kind {
 }
 
 /// A request. Its payload stays with the caller, who is asked for it by `token`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Request {
     /// The caller's name for it.
     pub token: u64,

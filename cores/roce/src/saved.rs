@@ -42,7 +42,7 @@ pub struct Connection {
 }
 
 /// What a connection sends. PSNs are extended: their low 24 bits are those on the wire.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Requester {
     /// Requests that are not complete, oldest first.
     pub queue: Vec<Pending>,
@@ -71,7 +71,7 @@ pub struct Requester {
 }
 
 /// A request that is not complete.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Pending {
     /// The request.
     pub request: Request,
@@ -82,7 +82,7 @@ pub struct Pending {
 }
 
 /// What a connection receives.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Responder {
     /// PSN expected next.
     pub expected: u64,
@@ -105,7 +105,7 @@ pub struct Responder {
 }
 
 /// A message that is coming in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Incoming {
     /// None.
     None,
@@ -130,7 +130,7 @@ pub enum Incoming {
 }
 
 /// A READ or atomic.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Resource {
     /// Its PSN.
     pub first: u64,
@@ -145,7 +145,7 @@ pub struct Resource {
 }
 
 /// What a READ or atomic is answered with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Answer {
     /// Memory.
     Read {
@@ -166,7 +166,7 @@ pub enum Answer {
 }
 
 /// What is said behind the answers.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Tail {
     /// Nothing.
     Nothing,

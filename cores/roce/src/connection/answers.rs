@@ -100,7 +100,9 @@ impl Connection {
             // A copy of the one that we wait for.
             return;
         }
-        requester.rnr_waits = requester.rnr_waits.saturating_add(1);
+        if retries != 7 {
+            requester.rnr_waits += 1;
+        }
         if retries != 7 && requester.rnr_waits > u32::from(retries) {
             self.counters.req_rnr_retries_exceeded += 1;
             self.fail_requests(Status::RnrRetryExceeded, memory);

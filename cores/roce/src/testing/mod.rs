@@ -3,6 +3,8 @@
 //! A run is a function of its seed. `examples/simulate.rs` runs many of them.
 
 mod dice;
+#[cfg(test)]
+mod explore;
 mod moving;
 mod network;
 mod oracle;

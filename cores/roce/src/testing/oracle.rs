@@ -7,7 +7,7 @@ use crate::request::Kind;
 use crate::status::{Event, NoReceive, Refusal, Status};
 
 /// One direction of a connection: the requests of one end, what became of them there, and at the other end.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
 pub(super) struct Flow {
     pub number: u32,
     pub program: Vec<Op>,

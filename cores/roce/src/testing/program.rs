@@ -18,7 +18,7 @@ pub(super) const WORDS: usize = 4;
 pub(super) const KEY: u32 = 0x1234_5678;
 
 /// A request, and how it must end.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Op {
     pub request: Request,
     /// How it ends if nothing else goes wrong.
