@@ -10,6 +10,8 @@ use crate::protocol::Kind;
 use crate::shell;
 use anyhow::{Context, Result, bail};
 use std::io::{IsTerminal, Read, Write};
+use std::net::TcpStream;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -22,9 +24,25 @@ pub fn socket(name: &str) -> String {
     format!("/run/lab-{name}.vsock")
 }
 
-/// What a guest runs to take commands: the agent is the file `agent` beside its script.
-pub fn serve() -> String {
-    format!("socat VSOCK-LISTEN:{PORT},fork,reuseaddr EXEC:'/lab/agent agent -'\n")
+/// What a guest runs to take commands: the agent is the file `agent` beside its script. Guests of a pair take commands from one another as
+/// well, on an address that only they share: `on NAME SCRIPT` runs a script in the other, `on NAME` opens a shell there.
+pub fn serve(address: &str) -> String {
+    format!(
+        "printf '#!/bin/sh\\nn=$1; shift; exec /lab/agent in --wait 5 tcp:$n:{PORT} \"$@\"\\n' > /usr/local/bin/on; chmod +x /usr/local/bin/on\n\
+         socat TCP-LISTEN:{PORT},bind={address},fork,reuseaddr EXEC:'/lab/agent agent -' &\n\
+         socat VSOCK-LISTEN:{PORT},fork,reuseaddr EXEC:'/lab/agent agent -'\n"
+    )
+}
+
+/// To another guest, over TCP.
+fn connect_tcp(address: &str) -> Result<Channel> {
+    let stream = TcpStream::connect(address).with_context(|| format!("Can't connect to {address}"))?;
+    // A stream socket is read and written in the same way, whatever its family.
+    let channel = Channel::over(UnixStream::from(OwnedFd::from(stream)))?;
+    if !channel.wait_hello(Duration::from_secs(20)) {
+        bail!("The agent at {address} said nothing within 20 s");
+    }
+    Ok(channel)
 }
 
 /// One attempt: the monitor's answer to `CONNECT` says whether anybody listens in the guest.
@@ -55,7 +73,8 @@ pub fn run(guest: &str, script: Option<&str>, patience: Duration) -> Result<i32>
     let path = if guest.contains('/') { PathBuf::from(guest) } else { PathBuf::from(socket(guest)) };
     let until = Instant::now() + patience;
     let channel = loop {
-        match connect(&path) {
+        let attempt = guest.strip_prefix("tcp:").map_or_else(|| connect(&path), connect_tcp);
+        match attempt {
             Ok(channel) => break channel,
             Err(e) if Instant::now() > until => {
                 return Err(e.context(format!("Guest {guest} takes no commands")));

@@ -212,7 +212,7 @@ fn boot_script(number: u32, name: &str) -> String {
          for d in /sys/class/net/*; do case $(basename \"$(readlink $d/device/driver)\") in virtio_net)\n\
          ip link set ${{d##*/}} name net0; ip link set net0 mtu 9000; ip addr add 10.79.0.{number}/24 dev net0; ip link set net0 up;; esac; done\n\
          echo RDMA guest {number} takes commands\n{}",
-        guest_channel::serve()
+        guest_channel::serve(&format!("10.79.0.{number}"))
     )
 }
 
@@ -416,8 +416,17 @@ pub fn prompt(lab: &Lab, options: &Options, host: Option<usize>) -> Result<i32> 
     }
     let intro = format!(
         "\r\nThis is guest a, with {} at {}; guest b is {} (virtio-net: {} and {}). Nothing has been run yet.\r\n\
+         `on b 'COMMAND'` runs a command in guest b, `on b` opens a shell there: on b 'ib_write_lat -d {device} -x {gid}' & sleep 2; \
+         ib_write_lat -d {device} -x {gid} {server}\r\n\
          Leave with `exit` or Ctrl-].\r\n\r\n",
-        pair.a.port.device, pair.a.port.address, pair.b.port.address, pair.a.tcp, pair.b.tcp
+        pair.a.port.device,
+        pair.a.port.address,
+        pair.b.port.address,
+        pair.a.tcp,
+        pair.b.tcp,
+        device = pair.a.port.device,
+        gid = pair.a.port.gid,
+        server = pair.b.tcp,
     );
     let code = crate::shell::prompt(pair.host, &intro, "exec /share/.lab/lab in a")?;
     println!("\nLeft guest a.");

@@ -2,8 +2,9 @@
 //! at the entry of libibverbs and at the place where the driver hands a command to its device, and only what the probes show counts.
 
 use super::rdma_pyverbs::{LIMIT, Outcome, TESTS};
+use crate::progress;
 use crate::rdma::{Member, quoted};
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -138,8 +139,9 @@ pub(super) fn shown(member: &Member<'_>, outcomes: &BTreeMap<String, Outcome>) -
         names.join(" ")
     );
     let output = member.run(&script, Duration::from_secs(600))?;
+    // Without the probes nothing is shown, and the rest of the run still counts.
     if output.code != 0 || !output.stdout.contains("TRACED-END") {
-        bail!("The probes ended with status {}: {}", output.code, output.stderr.trim());
+        progress!("The probes ended with status {}: {}", output.code, output.stderr.trim());
     }
     let traces = parse(&output.stdout)?;
     let fault = |(o, sign, why): &(&Outcome, Sign, &'static str)| {
