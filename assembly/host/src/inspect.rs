@@ -56,7 +56,8 @@ pub(crate) fn tree(registry: &Registry, uid: u32) -> Value {
         "daemon": {
             "version": env!("CARGO_PKG_VERSION"),
             "pid": std::process::id(),
-            "engine": view.map(|view| view.counters),
+            "engine": view.as_ref().map(|view| view.counters),
+            "fabric": view.and_then(|view| view.fabric),
         },
         "segments": segments,
         "vms": vms,
@@ -81,7 +82,11 @@ fn device_tree(device: &DeviceView) -> Value {
             "kind": qp.kind,
             "state": qp.state,
             "peer": peer.map(|peer| json!({ "gid": peer.gid, "qpn": peer.qpn })),
-            "transport": peer.map_or("local", |peer| peer.transport),
+            "transport": peer.map(|peer| peer.transport),
+            "connection": peer.and_then(|peer| peer.remote.as_ref()).map(|remote| json!({
+                "host": remote.host.map(|host| host.to_string()),
+                "counters": remote.counters,
+            })),
             "counters": counters(qp.counters.list()),
         });
         queue_pairs.insert(qp.handle.to_string(), shown);

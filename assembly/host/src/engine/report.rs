@@ -59,6 +59,8 @@ pub struct PeerView {
 pub struct EngineView {
     /// The loop.
     pub counters: LoopCounters,
+    /// The sockets to other hosts, where there are some.
+    pub fabric: Option<crate::transport::FabricCounters>,
     /// By number.
     pub devices: Vec<DeviceView>,
 }

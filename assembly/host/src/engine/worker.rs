@@ -11,7 +11,7 @@ use crossbeam_channel::Receiver;
 use dma::MappedMemory;
 use hca::engine::Engine;
 use hca::limits::Limits;
-use hca::names::DeviceId;
+use hca::names::{DeviceId, Gid, Qpn};
 use pvrdma::abi::{PAGE, doorbells};
 use pvrdma::device::FatalError;
 use pvrdma::{ConfigError, Devices, DoorbellMode as Doorbells, Phase, Pvrdma, Uar};
@@ -371,7 +371,14 @@ impl Worker {
     #[must_use]
     pub fn view(&self) -> EngineView {
         let devices = self.devices.iter().filter_map(|device| self.device_view(device)).collect();
-        EngineView { counters: self.counters, devices }
+        let fabric = self.transports.as_ref().map(Transports::counters);
+        EngineView { counters: self.counters, fabric, devices }
+    }
+
+    /// Whether a queue pair's peer address belongs to a device of this host.
+    fn has_beside(&self, id: DeviceId, qpn: Qpn, peer: Gid) -> bool {
+        let connected = self.engine.connected(id, qpn).and_then(|qp| self.engine.connection(qp));
+        connected.is_some_and(|connection| self.engine.has_address(connection.segment, peer))
     }
 
     /// One device.
@@ -391,11 +398,20 @@ impl Worker {
                     && (2..=5).contains(&(qp.state as u32));
                 let (attributes, _) = self.engine.query_qp(id, qp.handle).ok().filter(|_| connected)?;
                 let remote = self.transports.as_ref().and_then(|transports| transports.report(id, qp.qpn));
+                let dgid = attributes.address.dgid;
+                let transport = match &remote {
+                    Some(remote) => remote.transport,
+                    None if self.has_beside(id, qp.qpn, dgid) => "local",
+                    None => {
+                        let transports = self.transports.as_ref();
+                        transports.and_then(|transports| transports.reaches(id, dgid)).unwrap_or("none")
+                    }
+                };
                 Some(PeerView {
                     handle: qp.handle.0,
-                    gid: format!("{:?}", attributes.address.dgid),
+                    gid: format!("{dgid:?}"),
                     qpn: attributes.destination_qpn.0,
-                    transport: remote.as_ref().map_or("local", |remote| remote.transport),
+                    transport,
                     remote,
                 })
             })

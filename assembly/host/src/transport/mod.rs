@@ -27,7 +27,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use hca::engine::Engine;
-use hca::names::{DeviceId, Qpn, SegmentId};
+use hca::names::{DeviceId, Gid, Qpn, SegmentId};
 use hca::provider::Provider;
 use hca::remote::{Action, IncomingDatagram, OutgoingDatagram, Posted, PostedOperation, QpId};
 use roce::datagram::Datagram;
@@ -39,6 +39,8 @@ pub use directory::{Directory, DirectoryError, FileDirectory, VmId};
 use fabric::{ADDRESSES, Addresses, Fabric, HEADER, Header, Kind};
 pub use fabric::{FabricCounters, FabricError};
 
+/// The transport between hosts, as reports call it.
+const FABRIC: &str = "fabric";
 /// Nanoseconds after the last packet during which the thread looks at its sockets without sleeping.
 const EAGER_NS: u64 = 200_000;
 /// Rounds between two looks at the sockets while nothing is under way.
@@ -165,11 +167,15 @@ impl Transports {
     #[must_use]
     pub fn report(&self, device: DeviceId, qpn: Qpn) -> Option<ConnectionReport> {
         let entry = self.connections.by_number(device, qpn.0)?;
-        Some(ConnectionReport {
-            transport: "fabric",
-            host: entry.host,
-            counters: *entry.connection.counters(),
-        })
+        Some(ConnectionReport { transport: FABRIC, host: entry.host, counters: *entry.connection.counters() })
+    }
+
+    /// How a peer that isn't on this host is reached from a device; `None`: the directory knows nobody with that address.
+    #[must_use]
+    pub fn reaches(&self, device: DeviceId, peer: Gid) -> Option<&'static str> {
+        let nic = self.nics.get(&device)?;
+        let owner = self.directory.owner(&nic.segment, peer)?;
+        self.directory.host(owner).map(|_| FABRIC)
     }
 
     /// Takes what has arrived. Before the engine's poll.
