@@ -1,10 +1,12 @@
-//! Two guests on one host that reach each other by RDMA: through Causeway's device, or through rxe on their virtio NICs,
+//! Two guests, usually on one host, that reach each other by RDMA: through Causeway's device, or through rxe on their virtio NICs,
 //! which is what results are compared with. Both ways the guests are the same: Debian's kernel 6.1 and user space.
 //!
 //! ```text
 //!   guest a  10.79.0.1 virtio-net ── tap ── bridge on the host ── tap ── virtio-net 10.79.0.2  guest b
 //!            10.80.0.1 vmxnet3 + pvrdma ── causeway host, segment s0 ── vmxnet3 + pvrdma 10.80.0.2
 //! ```
+//!
+//! A [`Layout`] puts the guests elsewhere: on two hosts, for instance, whose bridges and daemons reach each other.
 
 use crate::channel::{Output, Session};
 use crate::guest::{Guest, GuestSpec, Vmm};
@@ -88,9 +90,40 @@ pub struct Port {
     pub interface: String,
 }
 
+/// Where the guests of a pair run, and how their NICs and daemons are connected.
+#[derive(Debug, Clone)]
+pub struct Layout {
+    /// The number of the host that each guest runs on: of `a`, `b` and so on.
+    pub hosts: Vec<usize>,
+    /// MTU of the bridge that the guests' virtio NICs are on.
+    pub mtu: u32,
+    /// A NIC of each host that joins these bridges.
+    pub uplink: Option<&'static str>,
+    /// More arguments for each host's daemon.
+    pub daemons: Vec<String>,
+    /// More options for each guest's RDMA NIC; `{n}` stands for the guest's number, which begins at 1.
+    pub nic: String,
+}
+
+impl Layout {
+    /// All on the first host.
+    pub fn one_host() -> Self {
+        Layout {
+            hosts: vec![0, 0],
+            mtu: 9000,
+            uplink: None,
+            daemons: vec![String::new()],
+            nic: String::new(),
+        }
+    }
+}
+
+/// The guests' names, in the order of their numbers.
+const NAMES: [&str; 3] = ["a", "b", "c"];
+
 /// A guest of the pair.
 pub struct Member<'a> {
-    /// `a` or `b`.
+    /// `a`, `b` or `c`.
     pub name: &'static str,
     /// The guest and its console.
     pub guest: Guest,
@@ -152,6 +185,17 @@ impl Member<'_> {
         parse_port(&text).with_context(|| format!("Guest {} described its RDMA port as {text:?}", self.name))
     }
 
+    /// The host that it runs on.
+    pub fn host(&self) -> &Host {
+        self.host
+    }
+
+    /// Fails when another guest can't be reached by Ethernet, through either NIC.
+    pub fn reaches(&self, other: &Member<'_>) -> Result<()> {
+        let script = format!("ping -q -c 2 -w 20 {} && ping -q -c 2 -w 20 {}", other.tcp, other.port.address);
+        self.sh(&script).map(drop)
+    }
+
     /// Fails when the guest takes no commands any more.
     pub fn answers(&self) -> Result<()> {
         let script = format!("/share/.lab/lab in --wait 5 {} true", self.name);
@@ -200,24 +244,24 @@ const ENVIRONMENT: &str =
     "export PATH=/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/root LANG=C.UTF-8; ";
 
 /// What a guest runs: its NICs get names and addresses, then it waits for commands.
-fn boot_script(number: u32, name: &str) -> String {
+fn boot_script(number: usize, name: &str, mtu: u32) -> String {
     format!(
         "{ENVIRONMENT}\n\
          mount -t tmpfs run /run; mkdir -p /run/lock /run/rpcbind; hostname {name}\n\
          mount -t configfs configfs /sys/kernel/config 2>/dev/null; mount -t debugfs debugfs /sys/kernel/debug 2>/dev/null\n\
-         printf '127.0.0.1 localhost\\n10.79.0.1 a\\n10.79.0.2 b\\n' > /etc/hosts\n\
+         printf '127.0.0.1 localhost\\n10.79.0.1 a\\n10.79.0.2 b\\n10.79.0.3 c\\n' > /etc/hosts\n\
          # The kernel asks for modules in the initramfs' root, where there are none: hand it on to this one.\n\
          printf '#!/bin/busybox sh\\nexec /bin/busybox chroot /new /sbin/modprobe \"$@\"\\n' > /proc/1/root/modprobe\n\
          chmod +x /proc/1/root/modprobe; echo /modprobe > /proc/sys/kernel/modprobe\n\
          for d in /sys/class/net/*; do case $(basename \"$(readlink $d/device/driver)\") in virtio_net)\n\
-         ip link set ${{d##*/}} name net0; ip link set net0 mtu 9000; ip addr add 10.79.0.{number}/24 dev net0; ip link set net0 up;; esac; done\n\
+         ip link set ${{d##*/}} name net0; ip link set net0 mtu {mtu}; ip addr add 10.79.0.{number}/24 dev net0; ip link set net0 up;; esac; done\n\
          echo RDMA guest {number} takes commands\n{}",
         guest_channel::serve(&format!("10.79.0.{number}"))
     )
 }
 
 /// Loads Causeway's two functions in the one order that works, and gives the NIC its address.
-fn pvrdma_up(number: u32) -> String {
+fn pvrdma_up(number: usize) -> String {
     format!(
         "set -e; modprobe vmxnet3; i=0; while [ $i -lt 50 ]; do i=$((i+1)); nic=; for d in /sys/class/net/*; do\n\
          case $(basename \"$(readlink $d/device/driver)\") in vmxnet3) nic=${{d##*/}};; esac; done; [ -n \"$nic\" ] && break; sleep 0.2; done\n\
@@ -232,7 +276,7 @@ fn pvrdma_up(number: u32) -> String {
 const RXE_UP: &str =
     "set -e; modprobe -a rdma_rxe ib_uverbs ib_umad rdma_ucm; rdma link add rxe0 type rxe netdev net0";
 
-/// Two running guests that reach each other by RDMA.
+/// Two running guests that reach each other by RDMA, and more where a layout has them.
 pub struct Pair<'a> {
     /// The first guest: clients, and the prompt of `lab shell`.
     pub a: Member<'a>,
@@ -240,91 +284,77 @@ pub struct Pair<'a> {
     pub b: Member<'a>,
     /// How they reach each other.
     pub device: Device,
-    host: &'a Host,
-    // After the guests: they use it.
-    daemon: Option<Session>,
+    more: Vec<Member<'a>>,
+    lab: &'a Lab,
+    layout: Layout,
+    cpus: u32,
+    // After the guests: they use them.
+    daemons: Vec<Session>,
 }
 
 impl<'a> Pair<'a> {
-    /// Boots both guests and loads their devices.
+    /// Boots both guests on one host and loads their devices.
     pub fn start(lab: &'a Lab, options: &Options) -> Result<Self> {
+        Self::place(lab, options, Layout::one_host())
+    }
+
+    /// Boots the first two guests of a layout and loads their devices.
+    pub fn place(lab: &'a Lab, options: &Options, layout: Layout) -> Result<Self> {
         let device = options.rdma_device()?;
-        let host = lab.host(0)?;
         lab.install_causeway()?;
-        // An earlier pair on this host may have left the interfaces; its daemon has ended.
-        host.sh("[ -e /sys/class/net/br0 ] || ip link add br0 type bridge; ip link set br0 mtu 9000 up && mkdir -p /run/causeway")?;
-        let daemon = match device {
-            Device::Rxe => None,
-            Device::Pvrdma => Some(start_daemon(host)?),
-        };
-        // The agent of this build, once for both.
-        let agent = std::fs::read(crate::paths::agent()?)?;
+        let mut daemons = Vec::new();
+        for (number, arguments) in layout.daemons.iter().enumerate() {
+            let host = lab.host(number)?;
+            // An earlier pair on this host may have left the interfaces; its daemon has ended.
+            host.sh(&format!(
+                "[ -e /sys/class/net/br0 ] || ip link add br0 type bridge; ip link set br0 mtu {} up && mkdir -p /run/causeway",
+                layout.mtu
+            ))?;
+            if let Some(nic) = layout.uplink {
+                host.sh(&format!(
+                    "ip addr flush dev {nic}; ip link set {nic} mtu {} master br0 up",
+                    layout.mtu
+                ))?;
+            }
+            if device == Device::Pvrdma {
+                daemons.push(start_daemon(host, arguments)?);
+            }
+        }
         // Two: rxe keeps one so busy with its tasklets that a guest with no other stops.
         let cpus = options.cpus.first().copied().unwrap_or(2);
-        let mut guests = Vec::new();
-        for (number, name) in [(1, "a"), (2, "b")] {
-            let tap = format!("tap{name}");
-            host.sh(&format!(
-                "[ -e /sys/class/net/{tap} ] || ip tuntap add {tap} mode tap vnet_hdr; ip link set {tap} mtu 9000 master br0 up"
-            ))?;
-            let mut spec = GuestSpec::new(name, RDMA_KERNEL, cpus)
-                .memory(MEMORY_MIB)
-                .disk("/dev/vdd", true)
-                .tap(&format!("{tap},mac=52:54:00:4c:00:0{number},mtu=9000"))
-                .script(&boot_script(number, name))
-                .file("agent", agent.clone())
-                .file("pyverbs-run.py", include_bytes!("../assets/pyverbs-run.py").to_vec())
-                .file("pyverbs-trace.py", include_bytes!("../assets/pyverbs-trace.py").to_vec());
-            spec.extra.push(format!("--vsock cid={},socket={}", number + 2, guest_channel::socket(name)));
-            if device == Device::Pvrdma {
-                spec.extra.push(format!("--rdma name={NIC},segment=s0"));
-            }
-            guests.push((number, name, Guest::start(host, &spec, Vmm::Causeway)?));
-        }
-        let mut members = Vec::new();
-        for (number, name, guest) in guests {
-            guest.expect("takes commands", BOOT)?;
-            let port =
-                Port { device: String::new(), gid: 0, address: String::new(), interface: String::new() };
-            let mut member = Member { name, guest, tcp: format!("10.79.0.{number}"), port, host };
-            match device {
-                Device::Rxe => drop(member.sh(RXE_UP)?),
-                Device::Pvrdma => {
-                    let log = member.sh(&pvrdma_up(number))?;
-                    for line in log.lines() {
-                        progress!("guest {name}: {}", line.trim());
-                    }
-                }
-            }
-            member.port = member.find_port(device)?;
-            progress!(
-                "guest {name}: {} on {}, GID {} for {}",
-                member.port.device,
-                member.port.interface,
-                member.port.gid,
-                member.port.address
-            );
-            members.push(member);
-        }
-        let (Some(b), Some(a)) = (members.pop(), members.pop()) else {
-            bail!("Two guests were started, and aren't there")
-        };
-        let pair = Pair { a, b, device, host, daemon };
-        pair.a.sh(&format!(
-            "ping -q -c 2 -w 20 {} && ping -q -c 2 -w 20 {}",
-            pair.b.tcp, pair.b.port.address
-        ))?;
+        let guests = [1, 2].map(|number| boot(lab, &layout, device, cpus, number));
+        let [a, b] = guests;
+        let (a, b) = (a?, b?);
+        let a = up(lab, &layout, device, 1, a)?;
+        let b = up(lab, &layout, device, 2, b)?;
+        let pair = Pair { a, b, device, more: Vec::new(), lab, layout, cpus, daemons };
+        pair.a.reaches(&pair.b)?;
         Ok(pair)
     }
 
-    /// The daemon's process, when there is one.
-    pub fn daemon(&self) -> Option<&Session> {
-        self.daemon.as_ref()
+    /// Boots the next guest of the layout, beside those that run.
+    pub fn join(&mut self) -> Result<()> {
+        let number = self.more.len() + 3;
+        let guest = boot(self.lab, &self.layout, self.device, self.cpus, number)?;
+        let member = up(self.lab, &self.layout, self.device, number, guest)?;
+        self.a.reaches(&member)?;
+        self.more.push(member);
+        Ok(())
     }
 
-    /// The host they run on.
+    /// The guests that joined.
+    pub fn more(&self) -> &[Member<'a>] {
+        &self.more
+    }
+
+    /// The daemons' processes: one per host, none where the device is not Causeway's.
+    pub fn daemons(&self) -> &[Session] {
+        &self.daemons
+    }
+
+    /// The host that the first guest runs on.
     pub fn host(&self) -> &'a Host {
-        self.host
+        self.a.host
     }
 
     /// Gives both guests rxe on their virtio NICs, beside what they have.
@@ -337,8 +367,7 @@ impl<'a> Pair<'a> {
         Ok((self.a.find_port(Device::Rxe)?, self.b.find_port(Device::Rxe)?))
     }
 
-    /// Runs a server in the second guest and, once `listening` holds there, a client in the first. A server that doesn't
-    /// end by itself is ended after the client.
+    /// [`both`], with the second guest as the server and the first as its client.
     pub fn both(
         &self,
         server: &str,
@@ -347,33 +376,20 @@ impl<'a> Pair<'a> {
         client: &str,
         timeout: Duration,
     ) -> Result<(Output, Output)> {
-        let seconds = timeout.as_secs();
-        let bound = |script: &str| format!("exec timeout -k 5 {seconds} sh -c {}", quoted(script));
-        let server = format!(
-            "{{ {server}\n}} & s=$!; i=0; until {listening}; do i=$((i+1)); [ $i -gt 100 ] && break; kill -0 $s 2>/dev/null || break; sleep 0.1; done\n\
-             echo SERVER-LISTENS; wait $s"
-        );
-        let session = self.b.start(&bound(&server))?;
-        // A server that ended at once has said why; the client then says the rest.
-        session.wait_for("SERVER-LISTENS", 0, Duration::from_secs(60));
-        let client = self.a.run(&bound(client), timeout + Duration::from_secs(60))?;
-        // A server that outlives its client waits for something that doesn't come.
-        let patience = Duration::from_secs(if client.code == 0 && server_ends { 30 } else { 2 });
-        let server = session.output(patience);
-        let server =
-            server.unwrap_or_else(|e| Output { code: 124, stdout: String::new(), stderr: format!("{e:#}") });
-        Ok((server, client))
+        both((&self.b, &self.a), server, server_ends, listening, client, timeout)
     }
 
-    /// Powers both guests off; their monitors must end well, and the daemon when it is asked to.
+    /// Powers all guests off; their monitors must end well, and the daemons when they are asked to.
     pub fn finish(self) -> Result<()> {
-        for m in [&self.a, &self.b] {
+        let members: Vec<&Member<'_>> = [&self.a, &self.b].into_iter().chain(&self.more).collect();
+        for m in &members {
             // The connection ends with the guest.
             let _ = m.start("busybox poweroff -f")?.wait(Duration::from_secs(20));
         }
-        self.a.guest.ended(Duration::from_secs(60))?;
-        self.b.guest.ended(Duration::from_secs(60))?;
-        if let Some(daemon) = &self.daemon {
+        for m in &members {
+            m.guest.ended(Duration::from_secs(60))?;
+        }
+        for daemon in &self.daemons {
             if let Some(code) = daemon.try_wait() {
                 bail!(
                     "The host daemon ended with status {code} while guests used it:\n{}",
@@ -393,8 +409,96 @@ impl<'a> Pair<'a> {
     }
 }
 
-fn start_daemon(host: &Host) -> Result<Session> {
-    let daemon = host.spawn("causeway host", &format!("exec causeway host --socket {DAEMON_SOCKET}"))?;
+/// Starts a guest; it boots meanwhile.
+fn boot(lab: &Lab, layout: &Layout, device: Device, cpus: u32, number: usize) -> Result<Guest> {
+    let index = number.wrapping_sub(1);
+    let (Some(&name), Some(&host)) = (NAMES.get(index), layout.hosts.get(index)) else {
+        bail!("There is no guest number {number} in this layout")
+    };
+    let host = lab.host(host)?;
+    let tap = format!("tap{name}");
+    let mtu = layout.mtu;
+    host.sh(&format!(
+        "[ -e /sys/class/net/{tap} ] || ip tuntap add {tap} mode tap vnet_hdr; ip link set {tap} mtu {mtu} master br0 up"
+    ))?;
+    let mut spec = GuestSpec::new(name, RDMA_KERNEL, cpus)
+        .memory(MEMORY_MIB)
+        .disk("/dev/vdd", true)
+        .tap(&format!("{tap},mac=52:54:00:4c:00:0{number},mtu={mtu}"))
+        .script(&boot_script(number, name, mtu))
+        // The agent of this build.
+        .file("agent", std::fs::read(crate::paths::agent()?)?)
+        .file("pyverbs-run.py", include_bytes!("../assets/pyverbs-run.py").to_vec())
+        .file("pyverbs-trace.py", include_bytes!("../assets/pyverbs-trace.py").to_vec());
+    spec.extra.push(format!("--vsock cid={},socket={}", number + 2, guest_channel::socket(name)));
+    if device == Device::Pvrdma {
+        let more = layout.nic.replace("{n}", &number.to_string());
+        spec.extra.push(format!("--rdma name={NIC},segment=s0{more}"));
+    }
+    Guest::start(host, &spec, Vmm::Causeway)
+}
+
+/// Waits for a guest to take commands, and loads its device.
+fn up<'a>(lab: &'a Lab, layout: &Layout, device: Device, number: usize, guest: Guest) -> Result<Member<'a>> {
+    let index = number.wrapping_sub(1);
+    let (Some(&name), Some(&host)) = (NAMES.get(index), layout.hosts.get(index)) else {
+        bail!("There is no guest number {number} in this layout")
+    };
+    let host = lab.host(host)?;
+    guest.expect("takes commands", BOOT)?;
+    let port = Port { device: String::new(), gid: 0, address: String::new(), interface: String::new() };
+    let mut member = Member { name, guest, tcp: format!("10.79.0.{number}"), port, host };
+    match device {
+        Device::Rxe => drop(member.sh(RXE_UP)?),
+        Device::Pvrdma => {
+            let log = member.sh(&pvrdma_up(number))?;
+            for line in log.lines() {
+                progress!("guest {name}: {}", line.trim());
+            }
+        }
+    }
+    member.port = member.find_port(device)?;
+    progress!(
+        "guest {name}: {} on {}, GID {} for {}",
+        member.port.device,
+        member.port.interface,
+        member.port.gid,
+        member.port.address
+    );
+    Ok(member)
+}
+
+/// Runs a server in the first of two guests and, once `listening` holds there, a client in the other. A server that doesn't
+/// end by itself is ended after the client.
+pub fn both(
+    (server_in, client_in): (&Member<'_>, &Member<'_>),
+    server: &str,
+    server_ends: bool,
+    listening: &str,
+    client: &str,
+    timeout: Duration,
+) -> Result<(Output, Output)> {
+    let seconds = timeout.as_secs();
+    let bound = |script: &str| format!("exec timeout -k 5 {seconds} sh -c {}", quoted(script));
+    let server = format!(
+        "{{ {server}\n}} & s=$!; i=0; until {listening}; do i=$((i+1)); [ $i -gt 100 ] && break; kill -0 $s 2>/dev/null || break; sleep 0.1; done\n\
+         echo SERVER-LISTENS; wait $s"
+    );
+    let session = server_in.start(&bound(&server))?;
+    // A server that ended at once has said why; the client then says the rest.
+    session.wait_for("SERVER-LISTENS", 0, Duration::from_secs(60));
+    let client = client_in.run(&bound(client), timeout + Duration::from_secs(60))?;
+    // A server that outlives its client waits for something that doesn't come.
+    let patience = Duration::from_secs(if client.code == 0 && server_ends { 30 } else { 2 });
+    let server = session.output(patience);
+    let server =
+        server.unwrap_or_else(|e| Output { code: 124, stdout: String::new(), stderr: format!("{e:#}") });
+    Ok((server, client))
+}
+
+fn start_daemon(host: &Host, arguments: &str) -> Result<Session> {
+    let daemon =
+        host.spawn("causeway host", &format!("exec causeway host --socket {DAEMON_SOCKET} {arguments}"))?;
     for _ in 0..100 {
         if let Some(code) = daemon.try_wait() {
             bail!("`causeway host` ended with status {code}: {}", daemon.err.tail(10));
@@ -428,7 +532,7 @@ pub fn prompt(lab: &Lab, options: &Options, host: Option<usize>) -> Result<i32> 
         gid = pair.a.port.gid,
         server = pair.b.tcp,
     );
-    let code = crate::shell::prompt(pair.host, &intro, "exec /share/.lab/lab in a")?;
+    let code = crate::shell::prompt(pair.host(), &intro, "exec /share/.lab/lab in a")?;
     println!("\nLeft guest a.");
     Ok(code)
 }

@@ -9,9 +9,11 @@ mod host;
 mod net;
 mod rdma_boot;
 mod rdma_exits;
+mod rdma_fabric;
 mod rdma_pyverbs;
 mod rdma_tools;
 mod rdma_ulp;
+mod wakeups;
 
 use crate::scenario::Scenario;
 
@@ -28,4 +30,6 @@ pub const ALL: &[Scenario] = &[
     rdma_pyverbs::SCENARIO,
     rdma_ulp::SCENARIO,
     rdma_exits::SCENARIO,
+    rdma_fabric::SCENARIO,
+    wakeups::SCENARIO,
 ];

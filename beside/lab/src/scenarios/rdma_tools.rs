@@ -283,6 +283,13 @@ fn tail(text: &str, lines: usize) -> String {
 
 fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let pair = Pair::start(lab, options)?;
+    let (passed, _) = run_tools(&pair, options, report)?;
+    report.check(passed > 0, "no tool was run");
+    pair.finish()
+}
+
+/// Runs the wanted tools between the guests of a pair; returns how many passed and how many failed. The report gets figures and a check.
+pub(super) fn run_tools(pair: &Pair<'_>, options: &Options, report: &mut Report) -> Result<(u32, u32)> {
     let (mut passed, mut failed) = (0, 0);
     let mut results = Map::new();
     let mut absent = Map::new();
@@ -317,7 +324,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
                     );
                     progress!("  server:\n    {}\n    {}", tail(&server.stdout, 8), tail(&server.stderr, 12));
                 }
-                if let Some(daemon) = pair.daemon() {
+                for daemon in pair.daemons() {
                     progress!("  daemon:\n    {}", daemon.err.tail(8).replace('\n', "\n    "));
                 }
                 for m in [&pair.a, &pair.b] {
@@ -339,8 +346,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     report.figure("absent", absent);
     report.figure("tools", results);
     report.check(failed == 0, format!("{failed} of {} tools failed", passed + failed));
-    report.check(passed > 0, "no tool was run");
-    pair.finish()
+    Ok((passed, failed))
 }
 
 #[cfg(test)]
