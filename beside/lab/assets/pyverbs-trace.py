@@ -20,8 +20,8 @@ if not os.path.exists(tracing + "trace"):
     subprocess.run(["mount", "-t", "tracefs", "tracefs", tracing], check=True)
 
 
-def write(name, text, mode="w"):
-    with open(tracing + name, mode) as f:
+def write(name, text):
+    with open(tracing + name, "w") as f:
         f.write(text)
 
 
@@ -45,30 +45,39 @@ def stop():
     write("uprobe_events", "")
 
 
+def traced(name):
+    """Runs a test once: its verdicts, and what both probes saw."""
+    write("trace", "")
+    for event in ("app", "cmd"):
+        write("events/lab/%s/enable" % event, "1")
+    runner = os.path.dirname(os.path.abspath(__file__)) + "/pyverbs-run.py"
+    command = [sys.executable, "-W", "ignore", runner, folder, device, gid, limit, name]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    for event in ("app", "cmd"):
+        write("events/lab/%s/enable" % event, "0")
+    verdicts = [json.loads(x[8:]) for x in run.stdout.splitlines() if x.startswith("PYVERBS {")]
+    asked, commands = [], []
+    with open(tracing + "trace") as trace:
+        for line in trace:
+            fields = {k: int(v) for k, v in re.findall(r"\b(code|send|recv)=(\d+)", line)}
+            if " app: " in line:
+                asked.append(fields)
+            elif " cmd: " in line:
+                commands.append(fields)
+    return verdicts, asked, commands
+
+
 stop()
 path, offset = file_offset("libibverbs.so.1", "ibv_create_qp")
-write("uprobe_events", "p:lab/app %s:0x%x send=+32(%%si):u32 recv=+36(%%si):u32\n" % (path, offset), "a")
-write("kprobe_events", "p:lab/cmd vmw_pvrdma:pvrdma_cmd_post code=+8(%si):u32 send=+40(%si):u32 recv=+44(%si):u32\n", "a")
+write("uprobe_events", "p:lab/app %s:0x%x send=+32(%%si):u32 recv=+36(%%si):u32\n" % (path, offset))
+write("kprobe_events", "p:lab/cmd vmw_pvrdma:pvrdma_cmd_post code=+8(%si):u32 send=+40(%si):u32 recv=+44(%si):u32\n")
 try:
     for name in names:
-        write("trace", "")
-        for event in ("app", "cmd"):
-            write("events/lab/%s/enable" % event, "1")
-        run = subprocess.run(
-            [sys.executable, "-W", "ignore", os.path.dirname(os.path.abspath(__file__)) + "/pyverbs-run.py", folder, device, gid, limit, name],
-            stdout=subprocess.PIPE, text=True, check=False,
-        )
-        for event in ("app", "cmd"):
-            write("events/lab/%s/enable" % event, "0")
-        verdicts = [json.loads(x[8:]) for x in run.stdout.splitlines() if x.startswith("PYVERBS {")]
-        asked, commands = [], []
-        with open(tracing + "trace") as trace:
-            for line in trace:
-                fields = {k: int(v) for k, v in re.findall(r"\b(code|send|recv)=(\d+)", line)}
-                if " app: " in line:
-                    asked.append(fields)
-                elif " cmd: " in line:
-                    commands.append(fields)
+        # Where the driver leaves sizes unset, what it answers is what the kernel's memory held before: such a test passes now and then.
+        for _ in range(5):
+            verdicts, asked, commands = traced(name)
+            if any(v["verdict"] == "failed" for v in verdicts):
+                break
         print("TRACED " + json.dumps({"test": name, "verdicts": verdicts, "asked": asked, "commands": commands}), flush=True)
 finally:
     stop()

@@ -28,7 +28,7 @@ pub fn socket(name: &str) -> String {
 /// well, on an address that only they share: `on NAME SCRIPT` runs a script in the other, `on NAME` opens a shell there.
 pub fn serve(address: &str) -> String {
     format!(
-        "printf '#!/bin/sh\\nn=$1; shift; exec /lab/agent in --wait 5 tcp:$n:{PORT} \"$@\"\\n' > /usr/local/bin/on; chmod +x /usr/local/bin/on\n\
+        "printf '#!/bin/sh\\nn=$1; shift; exec /lab/agent in --wait 5 tcp:$n:{PORT} \"$@\"\\n' > /usr/bin/on; chmod +x /usr/bin/on\n\
          socat TCP-LISTEN:{PORT},bind={address},fork,reuseaddr EXEC:'/lab/agent agent -' &\n\
          socat VSOCK-LISTEN:{PORT},fork,reuseaddr EXEC:'/lab/agent agent -'\n"
     )
