@@ -50,6 +50,11 @@ pub trait Dma {
         let _ = (address, len);
     }
 
+    /// As [`Dma::prefetch`], for a range that will be written: other CPUs lose their copies.
+    fn prefetch_write(&self, address: u64, len: u64) {
+        let _ = (address, len);
+    }
+
     /// Whether the whole range is the guest's memory.
     fn check(&self, address: u64, len: u64) -> Result<(), DmaFault>;
 }

@@ -2,6 +2,7 @@
 
 #![allow(unsafe_code)] // Maps shared memory and reaches it by pointer; the only module here that may.
 
+use std::arch::asm;
 use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -365,6 +366,19 @@ impl Dma for MappedMemory {
         for offset in (0..len).step_by(LINE) {
             // SAFETY: a prefetch neither faults nor changes memory, and the address lies within the mapping.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(pointer.add(offset).cast_const().cast()) };
+        }
+    }
+
+    #[inline]
+    fn prefetch_write(&self, address: u64, len: u64) {
+        let Some((_, pointer, room)) = self.find(address) else { return };
+        let Ok(len) = usize::try_from(len.min(room)) else { return };
+        for offset in (0..len).step_by(LINE) {
+            // SAFETY: as in `prefetch`; `prefetchw` is a no-op at worst on every x86-64 processor that Linux runs on. The
+            // intrinsic would be a plain prefetch without a target feature that isn't assumed here.
+            unsafe {
+                asm!("prefetchw [{0}]", in(reg) pointer.add(offset), options(nostack, preserves_flags, readonly));
+            }
         }
     }
 }
