@@ -52,6 +52,8 @@ pub struct EngineConfig {
     pub notify_after_ns: u64,
     /// Bytes that a queue pair moves per turn.
     pub quantum_bytes: u64,
+    /// The same where no other queue pair is active, so that nobody waits for the end of the turn but doorbells and commands.
+    pub quantum_alone_bytes: u64,
     /// Bytes after which a poll ends: how long a command waits at most.
     pub bytes_per_poll: u64,
     /// Requests that a queue pair executes per turn.
@@ -73,6 +75,7 @@ impl Default for EngineConfig {
         Self {
             notify_after_ns: 20_000,
             quantum_bytes: 64 << 10,
+            quantum_alone_bytes: 128 << 10,
             bytes_per_poll: 512 << 10,
             requests_per_turn: 16,
             turns_per_poll: 32,
@@ -362,7 +365,7 @@ impl<P: Provider> Engine<P> {
 
     #[inline]
     pub(crate) fn quantum_bytes(&self) -> u64 {
-        self.config.quantum_bytes
+        if self.active_qps == 0 { self.config.quantum_alone_bytes } else { self.config.quantum_bytes }
     }
 
     /// The device that has an address in a segment.

@@ -110,7 +110,7 @@ impl<P: Provider> Engine<P> {
     fn send_turn(&mut self, at: QpRef) -> Turn {
         let mut turn = Turn { requests: 0, bytes: 0, stay: true };
         let mut settled = 0;
-        while turn.requests < self.config.requests_per_turn && turn.bytes < self.config.quantum_bytes {
+        while turn.requests < self.config.requests_per_turn && turn.bytes < self.quantum_bytes() {
             if turn.bytes - settled >= SETTLED_BYTES {
                 settled = turn.bytes;
                 self.settle();

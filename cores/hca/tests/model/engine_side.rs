@@ -21,7 +21,8 @@ pub(crate) struct Side {
 
 impl Side {
     pub(crate) fn new(quantum: u64) -> Self {
-        let config = EngineConfig { quantum_bytes: quantum, ..EngineConfig::default() };
+        let config =
+            EngineConfig { quantum_bytes: quantum, quantum_alone_bytes: quantum, ..EngineConfig::default() };
         let mut world = World::new(config);
         let size = usize::try_from(PAGES * 4096).expect("small");
         let guests: Vec<Guest> = (0..2).map(|_| world.guest(HeapMemory::new(size))).collect();

@@ -171,7 +171,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
     }
 
     /// The engine's work, as a daemon drives it.
-    fn turn(&mut self) -> bool {
+    pub fn turn(&mut self) -> bool {
         let guests = [&self.attacker, &self.peer, &self.innocent[0].0, &self.innocent[1].0];
         let before: u64 = self.host.requests;
         let worked = self.host.turn(guests.map(|guest| (guest.id, &guest.uar)));
@@ -192,19 +192,7 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
     /// One act of the attacker, and what follows of it.
     pub fn step(&mut self) {
         self.round += 1;
-        match self.dice.below(100) {
-            0..=74 => {
-                for _ in 0..=self.dice.below(12) {
-                    self.post();
-                }
-            }
-            75..=81 => self.command(),
-            82..=91 => self.connect_one(),
-            92..=93 => self.scribble(),
-            94..=97 => self.doorbells(),
-            98 => self.registers(),
-            _ => self.peer_receives(),
-        }
+        self.act();
         for _ in 0..=self.dice.below(4) {
             self.turn();
         }
@@ -219,6 +207,40 @@ impl<M: Dma + Clone + 'static, E: Entropy> Hostile<M, E> {
                 "memory without remote access changed"
             );
         }
+    }
+
+    /// One act of the attacker alone.
+    pub fn act(&mut self) {
+        match self.dice.below(100) {
+            0..=74 => {
+                for _ in 0..=self.dice.below(12) {
+                    self.post();
+                }
+            }
+            75..=81 => self.command(),
+            82..=91 => self.connect_one(),
+            92..=93 => self.scribble(),
+            94..=97 => self.doorbells(),
+            98 => self.registers(),
+            _ => self.peer_receives(),
+        }
+    }
+
+    /// One of the innocent guests writes 8 bytes to the other.
+    pub fn innocent_posts(&mut self) {
+        let [left, right] = &self.innocent;
+        let to = (right.3.address, right.3.rkey);
+        self.round += 1;
+        let write = Post::remote(self.round, opcode::WRITE, to.0, to.1, &[sge(&left.3, 0, 8)]);
+        assert!(left.0.post_send(&left.1, &write));
+    }
+
+    /// Whether that is complete.
+    pub fn innocent_polls(&mut self) -> bool {
+        let left = &self.innocent[0];
+        let Some(entry) = left.0.poll(&left.2) else { return false };
+        assert_eq!((entry.status.get(), entry.wr_id.get()), (0, self.round));
+        true
     }
 
     /// The innocent guests' messages arrive, and unharmed.
