@@ -2,12 +2,14 @@
 //! engine runs on another CPU; beside it, in turns, what the machine can do at best.
 
 mod bed;
+mod neighbour;
 mod peers;
 
 use anyhow::{Context, bail};
 use machine::kvm::{Host, HostError};
 
 use self::bed::{Bed, FIRST_SLOTS, Plan};
+use self::neighbour::{Latency, Neighbours};
 use crate::conditions::Conditions;
 use crate::figures::{Better, Figure, Pairs, Report};
 use crate::peers as host_threads;
@@ -80,6 +82,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     session.idle(&mut idle, &mut bed)?;
     idle.finish()?;
     bed.finish()?;
+    session.neighbour()?;
     conditions.finish();
     Ok(Report { group: "rdma", skipped: None, conditions, figures: session.figures })
 }
@@ -231,6 +234,31 @@ impl Session {
         let what = format!("RDMA writes of 8 bytes, {MANY} queue pairs in turn");
         let peer = "one queue pair, 128 outstanding";
         self.add(Figure::new("active_queue_pairs", &what, "M/s", Better::Higher, peer, &pairs, Some(0.9)))
+    }
+
+    /// A victim's small writes beside a hostile guest on the same engine, against alone.
+    fn neighbour(&mut self) -> anyhow::Result<()> {
+        host_threads::pin(self.cpus[1])?;
+        let mut guests = Neighbours::start(7)?;
+        let mut latencies = (Vec::new(), Vec::new());
+        guests.sample(true)?;
+        for _ in 0..self.samples.min(UCX_SAMPLES) {
+            latencies.0.push(guests.sample(true)?);
+            latencies.1.push(guests.sample(false)?);
+        }
+        let (requests, commands) = guests.tally();
+        eprintln!("bench: rdma: the attacker had {requests} requests and {commands} commands dealt with");
+        let quantile = |which: fn(&Latency) -> f64| Pairs {
+            pairs: latencies.0.iter().map(which).zip(latencies.1.iter().map(which)).collect(),
+        };
+        for (name, label, pairs) in [
+            ("victim_median", "median", quantile(|latency| latency.median)),
+            ("victim_p99", "99th percentile", quantile(|latency| latency.p99)),
+        ] {
+            let what = format!("write of 8 bytes beside a hostile guest, {label}");
+            self.add(Figure::new(name, &what, "ns", Better::Lower, "the same alone", &pairs, None))?;
+        }
+        Ok(())
     }
 
     /// Thousands of idle queue pairs beside the one in use, against none.
