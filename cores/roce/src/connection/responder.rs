@@ -519,7 +519,9 @@ impl Connection {
             return;
         }
         let operation = packet.header.operation;
-        let psn = psn::extend(packet.header.psn, self.responder.expected);
+        // The peer may go anywhere at any time, so nothing is gained from numbers that never wrap.
+        let psn = psn::first(packet.header.psn);
+        self.responder.expected = psn::first(psn::wire(self.responder.expected));
         let follows = psn == self.responder.expected && self.responder.incoming != Incoming::Drop;
         if !follows {
             self.counters.out_of_sequence += u64::from(psn != self.responder.expected);
