@@ -234,3 +234,337 @@ fn a_receive_that_is_posted_ends_the_wait() {
     pair.settle();
     assert_eq!(pair.ends[0].1.completions, [(1, Status::Success, 10)]);
 }
+
+fn failure_time(change: impl Fn(&mut Config)) -> (u64, Config, Counters) {
+    let mut pair = Pair::new(change);
+    pair.post(1, SEND, 10);
+    pair.post(2, SEND, 10);
+    let start = pair.now;
+    while pair.ends[0].1.completions.is_empty() {
+        // Nobody answers.
+        pair.packets(0);
+        pair.wait(0);
+    }
+    assert_eq!(pair.ends[0].1.completions, [(1, Status::RetryExceeded, 0), (2, Status::Flushed, 0)]);
+    assert_eq!(pair.ends[0].1.events, [Event::Failed]);
+    assert_eq!(pair.ends[0].0.state(), State::Failed);
+    assert!(pair.packets(0).is_empty() && pair.ends[0].0.timeout().is_none());
+    (pair.now - start, *pair.ends[0].0.config(), *pair.ends[0].0.counters())
+}
+
+#[test]
+fn a_peer_that_never_answers_is_given_up_after_the_specified_time() {
+    for (timeout, retries) in [(14, 7), (14, 0), (8, 3), (19, 1)] {
+        let (took, config, counters) = failure_time(|config| {
+            config.timeout = timeout;
+            config.retry_count = retries;
+        });
+        assert_eq!(took, timing::time_to_failure(config.timeout, config.retry_count).unwrap());
+        let tries = u64::from(retries) + 1;
+        let t = timing::ack_timeout(timeout).unwrap();
+        assert!(took >= tries * t && took <= tries * 4 * t);
+        assert_eq!(counters.local_ack_timeout_err, tries);
+        assert_eq!(counters.req_transport_retries_exceeded, 1);
+    }
+}
+
+#[test]
+fn without_a_timeout_a_requester_waits_for_ever() {
+    let mut pair = Pair::new(|config| config.timeout = 0);
+    pair.post(1, SEND, 10);
+    assert_eq!(pair.packets(0).len(), 1);
+    assert_eq!(pair.ends[0].0.timeout(), None);
+}
+
+#[test]
+fn rnr_retries_run_out() {
+    let mut pair = Pair::new(|config| config.rnr_retry = 2);
+    pair.post(1, SEND, 10);
+    for _ in 0..2 {
+        pair.settle();
+        pair.wait(0);
+    }
+    assert!(pair.ends[0].1.completions.is_empty());
+    pair.settle();
+    assert_eq!(pair.ends[0].1.completions, [(1, Status::RnrRetryExceeded, 0)]);
+    assert_eq!(pair.ends[0].0.counters().rnr_nak_retry_err, 3);
+    assert_eq!(pair.ends[1].0.counters().out_of_buffer, 3);
+    assert_eq!(pair.ends[1].0.state(), State::Ready, "the responder goes on");
+}
+
+#[test]
+fn one_acknowledgement_covers_many_messages() {
+    let mut pair = Pair::new(|config| config.window = 512);
+    pair.ends[1].1.receives.extend([100; 100]);
+    for token in 1..=100 {
+        pair.post(token, SEND, 8);
+    }
+    let packets = pair.packets(0);
+    assert_eq!(packets.len(), 100);
+    pair.deliver(1, &packets);
+    let answers = pair.packets(1);
+    assert_eq!(answers.len(), 1);
+    pair.deliver(0, &answers);
+    assert_eq!(pair.ends[0].1.completions.len(), 100);
+}
+
+#[test]
+fn a_missing_packet_is_asked_for_once_and_sent_again_at_once() {
+    let mut pair = Pair::new(|_| {});
+    pair.ends[1].1.receives.push_back(4096);
+    pair.post(1, SEND, 2000);
+    let mut packets = pair.packets(0);
+    assert_eq!(packets.len(), 8);
+    packets.remove(2);
+    pair.deliver(1, &packets);
+    let answers = pair.packets(1);
+    assert_eq!(answers.len(), 1);
+    let nak = Packet::parse(&answers[0]).unwrap();
+    assert_eq!(Syndrome::decode(nak.header.aeth.syndrome), Syndrome::SequenceError);
+    assert_eq!(nak.header.psn, 0xFF_FFF2);
+    assert_eq!(pair.ends[1].0.counters().out_of_sequence, 5);
+    // Its copy changes nothing.
+    pair.deliver(0, &answers);
+    pair.deliver(0, &answers);
+    let again = pair.packets(0);
+    assert_eq!(again.len(), 6, "from the missing one on");
+    assert_eq!(pair.ends[0].0.counters().retransmitted_packets, 6);
+    pair.deliver(1, &again);
+    pair.settle();
+    assert_eq!(pair.ends[0].1.completions, [(1, Status::Success, 2000)]);
+    assert_eq!(pair.ends[1].0.counters().duplicate_request, 0);
+}
+
+#[test]
+fn a_read_goes_on_where_its_answer_broke_off() {
+    let mut pair = Pair::new(|config| config.window = 64);
+    pair.post(1, Kind::Read { remote: AT }, 2560);
+    let request = pair.packets(0);
+    pair.deliver(1, &request);
+    let mut answers = pair.packets(1);
+    assert_eq!(answers.len(), 10);
+    answers.truncate(4);
+    pair.deliver(0, &answers);
+    pair.wait(0);
+    let again = pair.packets(0);
+    assert_eq!(again.len(), 1);
+    let header = Packet::parse(&again[0]).unwrap().header;
+    assert_eq!((header.reth.address, header.reth.length), (AT.address + 4 * 256, 2560 - 4 * 256));
+    pair.deliver(1, &again);
+    assert_eq!(pair.packets(1).len(), 6);
+    assert_eq!(pair.ends[1].0.counters().duplicate_request, 1);
+}
+
+#[test]
+fn an_atomic_that_comes_again_gets_the_same_answer() {
+    let mut pair = Pair::new(|_| {});
+    pair.post(1, Kind::FetchAdd { remote: AT, add: 1 }, 8);
+    let request = pair.packets(0);
+    pair.deliver(1, &request);
+    let first = pair.packets(1);
+    pair.deliver(1, &request);
+    assert_eq!(pair.packets(1), first);
+    let before = Packet::parse(&first[0]).unwrap().header.original;
+    let word: [u8; 8] = pair.ends[1].1.slice(AT.address, 8).try_into().unwrap();
+    assert_eq!(u64::from_ne_bytes(word), before.wrapping_add(1), "added once");
+}
+
+#[test]
+fn refusals_end_as_the_specification_says() {
+    let cases = [
+        (Refusal::InvalidRequest, Status::RemoteInvalidRequest, Event::RequestError),
+        (Refusal::Access, Status::RemoteAccess, Event::AccessError),
+        (Refusal::Operation, Status::RemoteOperation, Event::Fatal),
+    ];
+    for (refusal, status, event) in cases {
+        let mut pair = Pair::new(|_| {});
+        pair.ends[1].1.refuse = Some(refusal);
+        pair.post(1, Kind::Write { remote: AT, immediate: None }, 10);
+        pair.post(2, SEND, 10);
+        let packets = pair.packets(0);
+        pair.deliver(1, &packets);
+        // The NAK is lost; it is said again when the peer asks again.
+        assert_eq!(pair.packets(1).len(), 1);
+        pair.wait(0);
+        pair.settle();
+        assert_eq!(pair.ends[0].1.completions, [(1, status, 0), (2, Status::Flushed, 0)]);
+        assert_eq!(pair.ends[1].1.events, [Event::Established, event, Event::Failed]);
+        assert_eq!(pair.ends[0].1.events, [Event::Failed]);
+    }
+}
+
+#[test]
+fn a_send_longer_than_the_receive_fails_at_both_ends() {
+    let mut pair = Pair::new(|_| {});
+    pair.ends[1].1.receives.push_back(300);
+    pair.post(1, SEND, 301);
+    pair.settle();
+    assert_eq!(pair.ends[0].1.completions, [(1, Status::RemoteInvalidRequest, 0)]);
+    assert_eq!(pair.ends[1].1.received, [Err(Status::LocalLength)]);
+}
+
+#[test]
+fn a_local_error_waits_for_those_before_it() {
+    let mut pair = Pair::new(|_| {});
+    pair.ends[1].1.receives.extend([4096; 3]);
+    pair.post(1, SEND, 100);
+    pair.post(2, SEND, 1000);
+    pair.post(3, SEND, 100);
+    pair.ends[0].1.lost_from = 512;
+    let packets = pair.packets(0);
+    assert_eq!(packets.len(), 3, "up to where the memory is gone");
+    assert!(pair.ends[0].1.completions.is_empty());
+    pair.deliver(1, &packets);
+    let answers = pair.packets(1);
+    pair.deliver(0, &answers);
+    let expected = [(1, Status::Success, 100), (2, Status::LocalProtection, 0), (3, Status::Flushed, 0)];
+    assert_eq!(pair.ends[0].1.completions, expected);
+}
+
+#[test]
+fn more_reads_than_agreed_on_are_refused_and_a_responder_without_room_takes_none() {
+    let mut pair = Pair::new(|config| {
+        config.max_rd_atomic = 3;
+        config.max_dest_rd_atomic = 2;
+    });
+    for token in 1..=3 {
+        pair.post(token, Kind::Read { remote: AT }, 8);
+    }
+    pair.settle();
+    let statuses: Vec<_> = pair.ends[0].1.completions.iter().map(|completion| completion.1).collect();
+    assert_eq!(statuses, [Status::Success, Status::Success, Status::RemoteInvalidRequest]);
+
+    let mut pair = Pair::new(|config| config.max_dest_rd_atomic = 0);
+    pair.post(1, Kind::Read { remote: AT }, 8);
+    pair.settle();
+    assert_eq!(pair.ends[0].1.completions, [(1, Status::RemoteInvalidRequest, 0)]);
+
+    let mut pair = Pair::new(|config| config.max_rd_atomic = 0);
+    pair.post(1, Kind::Read { remote: AT }, 8);
+    pair.settle();
+    assert_eq!(pair.ends[0].1.completions, [(1, Status::LocalQpOperation, 0)]);
+}
+
+#[test]
+fn a_slow_peer_gets_no_more_than_the_window() {
+    let mut pair = Pair::new(|config| config.window = 16);
+    pair.post(1, Kind::Write { remote: AT, immediate: None }, 100_000);
+    assert_eq!(pair.packets(0).len(), 16);
+    assert!(pair.packets(0).is_empty());
+    let room = pair.ends[0].0.room();
+    assert_eq!(room, 255);
+    for token in 0..255 {
+        pair.post(token, SEND, 8);
+    }
+    assert_eq!(pair.ends[0].0.post(Request::new(0, SEND, 8)), Err(PostError::Full));
+    // A READ's answers count as well: it is asked for in parts.
+    let mut pair = Pair::new(|config| config.window = 16);
+    pair.post(1, Kind::Read { remote: AT }, 100_000);
+    let requests = pair.packets(0);
+    assert_eq!(requests.len(), 2);
+    pair.deliver(1, &requests);
+    assert_eq!(pair.packets(1).len(), 16);
+}
+
+#[test]
+fn a_held_connection_sends_nothing_and_counts_no_time() {
+    let mut pair = Pair::new(|_| {});
+    pair.ends[1].1.receives.push_back(4096);
+    pair.post(1, SEND, 1000);
+    let lost = pair.packets(0);
+    assert_eq!(lost.len(), 4);
+    for end in &mut pair.ends {
+        end.0.suspend(pair.now);
+    }
+    pair.now += 1_000_000_000_000;
+    assert_eq!(pair.ends[0].0.timeout(), None);
+    let now = pair.now;
+    let (connection, memory) = &mut pair.ends[0];
+    connection.expired(now, memory);
+    assert!(pair.packets(0).is_empty());
+    for end in &mut pair.ends {
+        end.0.resume(pair.now);
+    }
+    pair.settle();
+    assert_eq!(pair.ends[0].1.completions, [(1, Status::Success, 1000)]);
+    assert_eq!(pair.ends[0].0.counters().local_ack_timeout_err, 0);
+}
+
+#[test]
+fn a_marked_packet_is_answered_with_one_notification_per_interval() {
+    let parameters = Parameters { line_rate: 1e9, ..Parameters::default() };
+    let mut pair = Pair::new(|config| config.congestion = Some(parameters));
+    pair.ends[1].1.receives.extend([4096; 2]);
+    pair.post(1, SEND, 2000);
+    let packets = pair.packets(0);
+    for packet in &packets {
+        let (connection, memory) = &mut pair.ends[1];
+        connection.receive(pair.now, packet, Arrival { congested: true }, memory);
+    }
+    let answers = pair.packets(1);
+    let notifications: Vec<_> = answers.iter().filter(|packet| packet[0] == 0x81).collect();
+    assert_eq!(notifications.len(), 1);
+    assert_eq!(pair.ends[1].0.counters().np_ecn_marked_roce_packets, packets.len() as u64);
+    pair.deliver(0, &answers);
+    assert!(pair.ends[0].0.rate().unwrap() < 0.6e9);
+    assert_eq!(pair.ends[0].0.counters().rp_cnp_handled, 1);
+    // Off: nothing is said, and nothing heeded.
+    let mut pair = Pair::new(|_| {});
+    pair.ends[1].1.receives.push_back(4096);
+    pair.post(1, SEND, 10);
+    let packets = pair.packets(0);
+    let (connection, memory) = &mut pair.ends[1];
+    connection.receive(pair.now, &packets[0], Arrival { congested: true }, memory);
+    assert_eq!(pair.packets(1).len(), 1, "the acknowledgement alone");
+    assert_eq!(pair.ends[0].0.rate(), None);
+}
+
+#[test]
+fn packets_of_others_are_dropped() {
+    let mut pair = Pair::new(|_| {});
+    pair.ends[1].1.receives.push_back(4096);
+    pair.post(1, SEND, 10);
+    let good = pair.packets(0).remove(0);
+    let mut partition = good.clone();
+    partition[3] = 0x17;
+    let mut service = good.clone();
+    service[0] |= 0x20;
+    pair.deliver(1, &[partition, service, good[..11].to_vec()]);
+    assert_eq!(pair.ends[1].0.counters().dropped_packets, 3);
+    assert!(pair.packets(1).is_empty());
+    pair.deliver(1, &[good]);
+    assert_eq!(pair.ends[1].1.received.len(), 1);
+}
+
+#[test]
+fn an_unreliable_message_with_a_gap_is_dropped_and_its_receive_kept() {
+    let mut pair = Pair::new(|config| config.reliability = Reliability::Unreliable);
+    pair.ends[1].1.receives.extend([4096; 2]);
+    pair.post(1, SEND, 700);
+    pair.post(2, SEND, 700);
+    let mut packets = pair.packets(0);
+    assert_eq!(packets.len(), 6);
+    assert_eq!(pair.ends[0].1.completions.len(), 2, "complete when they are sent");
+    packets.remove(1);
+    pair.deliver(1, &packets);
+    let lengths: Vec<_> = pair.ends[1].1.received.iter().map(|received| received.unwrap().length).collect();
+    assert_eq!(lengths, [700]);
+    assert_eq!(pair.ends[1].1.receives.len(), 1);
+    assert!(pair.packets(1).is_empty());
+}
+
+#[test]
+fn failing_flushes_everything() {
+    let mut pair = Pair::new(|_| {});
+    pair.post(1, SEND, 700);
+    pair.post(2, Kind::Local { wait: true }, 0);
+    let packets = pair.packets(0);
+    let (connection, memory) = &mut pair.ends[0];
+    connection.fail(memory);
+    connection.fail(memory);
+    assert_eq!(memory.completions, [(1, Status::Flushed, 0), (2, Status::Flushed, 0)]);
+    assert_eq!(memory.events, [Event::Failed]);
+    assert_eq!(connection.post(Request::new(3, SEND, 1)), Err(PostError::Failed));
+    pair.deliver(0, &packets);
+    assert!(pair.packets(0).is_empty());
+}
