@@ -93,6 +93,10 @@ pub struct Config {
     pub window: u32,
     /// Bytes that may be unacknowledged, counted as full packets; the smaller of both limits holds.
     pub window_bytes: u32,
+    /// Whether the window is halved (to 2 packets at least) when packets are lost, and grows again as packets are acknowledged. It
+    /// keeps a network that drops what is too much for it, without marking, from being flooded with repetitions.
+    #[serde(default)]
+    pub yields_to_loss: bool,
     /// Congestion control; `None` switches it off, on both sides of this end.
     pub congestion: Option<congestion::Parameters>,
     #[doc(hidden)]
@@ -126,6 +130,7 @@ impl Config {
             max_requests: 256,
             window: 512,
             window_bytes: 1 << 20,
+            yields_to_loss: true,
             congestion: None,
             plant: Plant::None,
         }

@@ -56,6 +56,12 @@ pub struct Requester {
     pub sent: u64,
     /// Local requests that are executed, or passed again, before `next`.
     pub cursor: u32,
+    /// Packets that may be unacknowledged now.
+    pub limit: u32,
+    /// Packets acknowledged since that was last changed.
+    pub grown: u32,
+    /// PSN that ends the losses which it was lowered for.
+    pub cut_at: u64,
     /// Where `una` stood when the requester last went back.
     pub went_back: Option<u64>,
     /// Retransmissions without progress.

@@ -155,7 +155,7 @@ fn addresses(ipv6: bool, vlan: Option<u16>, seed: u8) -> Addresses {
 }
 
 fn framed(addresses: &Addresses, packet: &[u8]) -> Vec<u8> {
-    let template = Template::new(addresses).unwrap();
+    let template = Template::new(addresses).expect("one family");
     let mut frame = vec![0; template.before() + packet.len() + 4];
     frame[template.before()..template.before() + packet.len()].copy_from_slice(packet);
     assert!(template.finish(&mut frame, 0x1234));

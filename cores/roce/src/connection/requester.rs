@@ -45,8 +45,14 @@ pub(super) struct Requester {
     pub sent: u64,
     /// READ requests and atomics in `una..next`.
     pub reads: u32,
-    /// Packets in the window.
+    /// Packets in the window at most.
     pub window: u32,
+    /// Packets in the window now.
+    pub limit: u32,
+    /// Packets acknowledged since the limit was last changed.
+    pub grown: u32,
+    /// Losses before this PSN are part of one that was answered with a smaller limit.
+    pub cut_at: u64,
     /// Packets of one READ request at most; boundaries count from the message's start.
     pub chunk: u32,
     /// An acknowledgement is asked for where the PSN has all these bits.
@@ -79,6 +85,9 @@ impl Requester {
             sent: first,
             reads: 0,
             window,
+            limit: window,
+            grown: 0,
+            cut_at: first,
             chunk: (window / 2).max(1),
             // A quarter of the window, so that it never stands still for want of an acknowledgement.
             ack_mask: (1 << (window / 4).clamp(1, 64).ilog2()) - 1,
@@ -133,11 +142,34 @@ impl Requester {
     /// Everything before `una` is acknowledged: retries begin anew, and the timer as well.
     #[inline]
     pub(super) fn progress(&mut self, una: u64) {
+        if self.limit < self.window {
+            self.grow(una);
+        }
         self.una = una;
         self.retries = 0;
         self.timeouts = 0;
         self.rnr_waits = 0;
         self.deadline = None;
+    }
+
+    /// Grows the limit by a 64th of the window whenever a limit's worth is acknowledged.
+    #[cold]
+    fn grow(&mut self, una: u64) {
+        let acknowledged = u32::try_from(una - self.una).unwrap_or(u32::MAX);
+        self.grown = self.grown.saturating_add(acknowledged);
+        if self.grown >= self.limit {
+            self.grown = 0;
+            self.limit = (self.limit + (self.window / 64).max(1)).min(self.window);
+        }
+    }
+
+    /// Packets were lost: halves the limit, once for all losses among the packets that are under way.
+    fn shrink(&mut self) {
+        if self.una >= self.cut_at {
+            self.cut_at = self.sent;
+            self.grown = 0;
+            self.limit = (self.limit / 2).max(2).min(self.window);
+        }
     }
 
     /// The oldest request leaves the queue.
@@ -189,7 +221,7 @@ impl Connection {
             return false;
         }
         let outstanding = requester.next - requester.una;
-        let window = u64::from(requester.window);
+        let window = u64::from(requester.limit);
         match pending.request.kind {
             Kind::Local { wait } => !wait || requester.cursor == 0,
             Kind::Failed(_) => false,
@@ -300,7 +332,8 @@ impl Connection {
         header.immediate = immediate;
         header.solicited = last && pending.request.solicited;
         let reliable = self.config.reliability == Reliability::Reliable;
-        header.ack_request = reliable && (last || (psn + 1) & self.requester.ack_mask == 0);
+        let fills = psn + 1 - self.requester.una >= u64::from(self.requester.limit);
+        header.ack_request = reliable && (last || fills || (psn + 1) & self.requester.ack_mask == 0);
         if first && let Kind::Write { remote, .. } = pending.request.kind {
             header.reth = Reth { address: remote.address, rkey: remote.rkey, length: pending.request.length };
         }
@@ -437,6 +470,9 @@ impl Connection {
             return;
         }
         self.requester.deadline = None;
+        if self.config.yields_to_loss {
+            self.requester.shrink();
+        }
         self.requester.go_back();
     }
 

@@ -33,6 +33,9 @@ impl Connection {
                 next: requester.next,
                 sent: requester.sent,
                 cursor: u32::try_from(requester.cursor).unwrap_or(u32::MAX),
+                limit: requester.limit,
+                grown: requester.grown,
+                cut_at: requester.cut_at,
                 went_back: requester.went_back,
                 retries: requester.retries,
                 timeouts: requester.timeouts,
@@ -116,6 +119,9 @@ impl Connection {
         requester.next = saved.next;
         requester.sent = saved.sent;
         requester.cursor = saved.cursor as usize;
+        requester.limit = saved.limit.clamp(1, requester.window);
+        requester.grown = saved.grown;
+        requester.cut_at = saved.cut_at;
         requester.went_back = saved.went_back;
         requester.retries = saved.retries;
         requester.timeouts = saved.timeouts;

@@ -568,3 +568,29 @@ fn failing_flushes_everything() {
     pair.deliver(0, &packets);
     assert!(pair.packets(0).is_empty());
 }
+
+#[test]
+fn the_window_yields_to_loss_and_recovers() {
+    for yields in [true, false] {
+        let mut pair = Pair::new(|config| {
+            config.window = 64;
+            config.yields_to_loss = yields;
+        });
+        pair.post(1, Kind::Write { remote: AT, immediate: None }, 400_000);
+        for _ in 0..3 {
+            // Lost altogether.
+            pair.packets(0);
+            pair.wait(0);
+        }
+        assert_eq!(
+            pair.packets(0).len(),
+            if yields { 32 } else { 64 },
+            "one loss, since nothing got through between"
+        );
+        pair.wait(0);
+        pair.settle();
+        assert_eq!(pair.ends[0].1.completions, [(1, Status::Success, 400_000)]);
+        pair.post(2, Kind::Write { remote: AT, immediate: None }, 400_000);
+        assert_eq!(pair.packets(0).len(), 64);
+    }
+}

@@ -101,6 +101,7 @@ pub(super) fn roll_configs(dice: &mut Dice, faults: &Faults, plant: Plant, index
     let rnr_retry = if faults.no_receives { u8_below(dice, 4) } else { 7 };
     let min_rnr_timer = u8_below(dice, 8) + 1;
     let max_requests = dice.between(1, 8);
+    let yields_to_loss = dice.chance(500);
     [0, 1].map(|side: usize| Config {
         reliability,
         qpn: 2 * index + u32::from(side == 1) + 2,
@@ -118,6 +119,7 @@ pub(super) fn roll_configs(dice: &mut Dice, faults: &Faults, plant: Plant, index
         max_requests,
         window,
         window_bytes: u32::MAX,
+        yields_to_loss,
         congestion,
         plant,
     })
