@@ -25,7 +25,7 @@ pub(super) const ADDRESSES: usize = 40;
 const VERSION: u8 = 1;
 /// Bytes that one system call sends or receives.
 const BURST: usize = 64 << 10;
-/// Bytes asked for as socket buffers; the kernel may give less (net.core.rmem_max).
+/// Bytes asked for as socket buffers; a daemon without CAP_NET_ADMIN may get less (net.core.rmem_max).
 const SOCKET_BUFFER: usize = 8 << 20;
 
 /// What a packet is.
@@ -299,9 +299,11 @@ impl Socket {
         } else {
             sockopt::set_ipv6_mtu_discover(&socket, sockopt::Ipv6PathMtuDiscovery::DONT)?;
         }
-        // Too small a buffer costs retransmissions, not correctness.
-        let _ = state.set_send_buffer_size(UdpSockRef::from(&socket), SOCKET_BUFFER);
-        let _ = state.set_recv_buffer_size(UdpSockRef::from(&socket), SOCKET_BUFFER);
+        // Beyond net.core.rmem_max where the daemon may (CAP_NET_ADMIN). Too small a buffer costs retransmissions, not correctness.
+        let _ = sockopt::set_socket_send_buffer_size_force(&socket, SOCKET_BUFFER)
+            .or_else(|_| sockopt::set_socket_send_buffer_size(&socket, SOCKET_BUFFER));
+        let _ = sockopt::set_socket_recv_buffer_size_force(&socket, SOCKET_BUFFER)
+            .or_else(|_| sockopt::set_socket_recv_buffer_size(&socket, SOCKET_BUFFER));
         Ok(Self { socket, state, waiting: None })
     }
 }

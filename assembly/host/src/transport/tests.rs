@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use dma::{Dma, HeapMemory};
 use hca::MrInfo;
 use hca::attributes::{Access, QpKind, QpState};
-use hca::names::SegmentId;
+use hca::names::{DeviceId, Gid, SegmentId};
 use hca::testing::{Connected, Guest, World, requests};
 use hca::work::{Sge, Status};
 
@@ -213,6 +213,17 @@ fn datagrams_carry_their_sender_s_address() {
     let done = right.qp.completions.poll().unwrap();
     assert_eq!((done.byte_len, done.source), (2048 + 40, Some(left.qp.qp.qpn)));
     assert!(right.bytes(0x1000 + 40, 2048) == [0x5A; 2048]);
+}
+
+#[test]
+fn a_transport_is_told_before_anything_was_sent() {
+    let (left, right) = pair(QpKind::Rc, 1024);
+    assert!(left.transports.report(left.qp.device, left.qp.qp.qpn).is_none());
+    assert_eq!(left.transports.reaches(left.qp.device, right.guest.gid), Some("fabric"));
+    let nobody = Gid("10.0.0.77".parse::<std::net::Ipv4Addr>().unwrap().to_ipv6_mapped().octets());
+    assert_eq!(left.transports.reaches(left.qp.device, nobody), None);
+    // A device whose VM the directory doesn't have.
+    assert_eq!(right.transports.reaches(DeviceId(999), left.guest.gid), None);
 }
 
 #[test]
