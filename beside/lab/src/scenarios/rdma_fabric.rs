@@ -306,8 +306,8 @@ fn mixed(lab: &Lab, pair: &mut Pair<'_>, parts: &mut Parts<'_>) -> Result<()> {
         },
     );
 
-    let programs: [(&str, fn(&Member<'_>, &Member<'_>) -> Result<()>); 2] =
-        [("rdma-verify", verify), ("rping", rping)];
+    type Program = fn(&Member<'_>, &Member<'_>) -> Result<()>;
+    let programs: [(&str, Program); 2] = [("rdma-verify", verify), ("rping", rping)];
     for (name, program) in programs {
         let ((remote, local), seen) = watched(lab, || {
             std::thread::scope(|scope| {
