@@ -2,6 +2,8 @@
 //!
 //! Run with overflow checks (the default of `cargo test`).
 
+#![allow(clippy::unwrap_used)] // What fails here shall fail the test.
+
 use proptest::prelude::*;
 use roce::config::{Mtu, Reliability};
 use roce::packet::{Aeth, AtomicEth, Header, Operation, Reth, Service};

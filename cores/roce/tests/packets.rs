@@ -1,5 +1,7 @@
 //! Packets and frames: what is written is read again, and arbitrary bytes do no harm.
 
+#![allow(clippy::unwrap_used)] // What fails here shall fail the test.
+
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use proptest::prelude::*;
