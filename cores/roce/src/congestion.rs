@@ -123,6 +123,13 @@ impl Sender {
 
     /// Brings estimate and rate up to date.
     pub(crate) fn advance(&mut self, parameters: &Parameters, now: u64) {
+        if self.rate >= parameters.line_rate {
+            // Not limited: the next notification is the first again, and halves the rate.
+            self.alpha = 1.0;
+            self.estimated = now;
+            self.increased = now;
+            return;
+        }
         let intervals = now.saturating_sub(self.estimated) / parameters.estimate_interval;
         if intervals > 0 {
             let power = i32::try_from(intervals).unwrap_or(i32::MAX);
@@ -135,9 +142,6 @@ impl Sender {
             self.increased += parameters.increase_interval;
             self.time_steps = self.time_steps.saturating_add(1);
             self.step(parameters);
-        }
-        if self.rate >= parameters.line_rate {
-            self.increased = now;
         }
     }
 
@@ -212,7 +216,6 @@ mod tests {
     fn the_first_notification_halves_the_rate_and_it_recovers() {
         let parameters = Parameters { line_rate: 1e9, ..Parameters::default() };
         let mut sender = Sender::new(&parameters);
-        sender.estimated = 1_000_000;
         sender.notified(&parameters, 1_000_000);
         assert!((sender.rate - 0.5e9).abs() < 1.0);
         sender.advance(&parameters, 1_000_000 + 5 * parameters.increase_interval);
@@ -233,6 +236,22 @@ mod tests {
         sender.advance(&parameters, u64::MAX / 2);
         assert!((sender.rate - parameters.line_rate).abs() < 1.0);
         assert!(sender.alpha < 1e-6);
+        sender.notified(&parameters, u64::MAX / 2 + 1);
+        assert!(
+            (sender.rate / parameters.line_rate - 0.5).abs() < 1e-6,
+            "a new congestion is a new beginning"
+        );
+    }
+
+    #[test]
+    fn the_estimate_follows_the_notifications() {
+        let parameters = Parameters::default();
+        let mut sender = Sender::new(&parameters);
+        // One in four intervals: after a long time the estimate is near what it adds and what it forgets.
+        for round in 0..20_000u64 {
+            sender.notified(&parameters, round * 4 * parameters.estimate_interval);
+        }
+        assert!((0.2..0.3).contains(&sender.alpha), "{}", sender.alpha);
     }
 
     #[test]
