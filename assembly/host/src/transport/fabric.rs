@@ -8,6 +8,7 @@
 //! no ICRC: UDP's checksum covers the packet. All queue pairs share a host's sockets; each pair of queue pairs uses one, so its packets
 //! stay in order. Neighbouring packets of a queue pair leave and arrive in one system call (UDP_SEGMENT, UDP_GRO).
 
+use std::collections::VecDeque;
 use std::io::{self, IoSliceMut};
 use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -156,10 +157,11 @@ pub struct FabricCounters {
 struct Socket {
     socket: UdpSocket,
     state: UdpSocketState,
-    /// Packets that found no room, equal in length but for the last, with their destination.
-    waiting: Option<Waiting>,
+    /// What found no room, in order.
+    waiting: VecDeque<Waiting>,
 }
 
+/// Packets, equal in length but for the last, with their destination.
 struct Waiting {
     to: SocketAddr,
     bytes: Vec<u8>,
@@ -213,33 +215,53 @@ impl Fabric {
     /// Whether a socket takes packets.
     pub fn has_room(&mut self, index: usize) -> bool {
         let Some(socket) = self.sockets.get_mut(index) else { return false };
-        let Some(waiting) = socket.waiting.take() else { return true };
-        Self::send_on(socket, &mut self.counters, waiting.to, &waiting.bytes, waiting.stride, waiting.ecn);
-        socket.waiting.is_none()
+        while let Some(waiting) = socket.waiting.front() {
+            let Waiting { to, bytes, stride, ecn } = waiting;
+            if !Self::try_send(
+                &mut socket.state,
+                &socket.socket,
+                &mut self.counters,
+                *to,
+                bytes,
+                *stride,
+                *ecn,
+            ) {
+                return false;
+            }
+            socket.waiting.pop_front();
+        }
+        true
     }
 
     /// Whether packets wait for room.
     pub fn is_blocked(&self) -> bool {
-        self.sockets.iter().any(|socket| socket.waiting.is_some())
+        self.sockets.iter().any(|socket| !socket.waiting.is_empty())
     }
 
     /// Sends packets of `stride` bytes (the last may be shorter) to the same port of another host. What finds no room is kept
-    /// and sent by the next [`Fabric::has_room`].
+    /// and sent by the next [`Fabric::has_room`], in order: callers ask that first, so little is ever kept.
     pub fn send(&mut self, index: usize, to: SocketAddr, bytes: &[u8], stride: usize, ecn: bool) {
         let mut to = to;
         to.set_port(to.port().saturating_add(u16::try_from(index).unwrap_or(0)));
         let Some(socket) = self.sockets.get_mut(index) else { return };
-        Self::send_on(socket, &mut self.counters, to, bytes, stride, ecn);
+        let free = socket.waiting.is_empty();
+        if !free
+            || !Self::try_send(&mut socket.state, &socket.socket, &mut self.counters, to, bytes, stride, ecn)
+        {
+            socket.waiting.push_back(Waiting { to, bytes: bytes.to_vec(), stride, ecn });
+        }
     }
 
-    fn send_on(
-        socket: &mut Socket,
+    /// Whether the packets are done with: sent, or refused for good.
+    fn try_send(
+        state: &mut UdpSocketState,
+        socket: &UdpSocket,
         counters: &mut FabricCounters,
         to: SocketAddr,
         bytes: &[u8],
         stride: usize,
         ecn: bool,
-    ) {
+    ) -> bool {
         let transmit = Transmit {
             destination: to,
             ecn: ecn.then_some(EcnCodepoint::Ect0),
@@ -248,18 +270,19 @@ impl Fabric {
             src_ip: None,
         };
         let packets = bytes.len().div_ceil(stride.max(1)) as u64;
-        match socket.state.try_send(UdpSockRef::from(&socket.socket), &transmit) {
+        match state.try_send(UdpSockRef::from(socket), &transmit) {
             Ok(()) => {
                 counters.packets_sent += packets;
                 counters.sends += 1;
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                 counters.full += 1;
-                socket.waiting = Some(Waiting { to, bytes: bytes.to_vec(), stride, ecn });
+                return false;
             }
             // A peer that is gone answers with ICMP; the protocol's own timers find that out.
             Err(_) => counters.send_errors += packets,
         }
+        true
     }
 
     /// Receives what is there, a bounded number of bursts per socket. `take` gets each packet, who sent it, and whether
@@ -304,13 +327,47 @@ impl Socket {
             .or_else(|_| sockopt::set_socket_send_buffer_size(&socket, SOCKET_BUFFER));
         let _ = sockopt::set_socket_recv_buffer_size_force(&socket, SOCKET_BUFFER)
             .or_else(|_| sockopt::set_socket_recv_buffer_size(&socket, SOCKET_BUFFER));
-        Ok(Self { socket, state, waiting: None })
+        Ok(Self { socket, state, waiting: VecDeque::new() })
     }
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)] // For tests only.
 mod tests {
     use super::*;
+
+    /// A host's sockets on a port that was free a moment ago.
+    fn open(host: &str) -> (Fabric, SocketAddr) {
+        loop {
+            let at = UdpSocket::bind((host, 0)).and_then(|socket| socket.local_addr()).unwrap();
+            if let Ok(fabric) = Fabric::open(at, 1) {
+                return (fabric, at);
+            }
+        }
+    }
+
+    #[test]
+    fn what_found_no_room_leaves_first_and_whole() {
+        let (mut left, _) = open("127.0.0.1");
+        let (mut right, to) = open("127.0.0.2");
+        // As after two calls that the kernel took nothing of.
+        for first in [1u8, 11] {
+            let bytes = (first..first + 10).flat_map(|number| [number; 100]).collect();
+            left.sockets[0].waiting.push_back(Waiting { to, bytes, stride: 100, ecn: false });
+        }
+        assert!(left.is_blocked());
+        left.send(0, to, &[21; 50], 50, false);
+        assert_eq!(left.counters().packets_sent, 0, "nothing overtakes what waits");
+        assert!(left.has_room(0) && !left.is_blocked());
+        let mut got = Vec::new();
+        let start = std::time::Instant::now();
+        while got.len() < 21 && start.elapsed() < std::time::Duration::from_secs(60) {
+            right.receive(|_, bytes, _| got.push((bytes[0], bytes.len())));
+        }
+        let expected: Vec<(u8, usize)> = (1..=20).map(|number| (number, 100)).chain([(21, 50)]).collect();
+        assert_eq!(got, expected);
+        assert_eq!(left.counters().packets_sent, 21);
+    }
 
     #[test]
     fn headers_are_read_as_written_and_nothing_else_is() {

@@ -209,13 +209,15 @@ fn good(what: &str, server: &Output, client: &Output, says: &str) -> Result<()> 
     if (server.code, client.code) == (0, 0) && client.stdout.contains(says) {
         return Ok(());
     }
-    let last = |text: &str| text.trim_end().lines().last().unwrap_or_default().to_owned();
+    let tail = |o: &Output| {
+        let lines: Vec<&str> = o.stdout.lines().chain(o.stderr.lines()).collect();
+        lines[lines.len().saturating_sub(16)..].join("\n    ")
+    };
+    progress!("  client:\n    {}\n  server:\n    {}", tail(client), tail(server));
     bail!(
-        "{what}: the server ended with status {} ({:?}), the client with {} ({:?}); it should say {says:?}",
+        "{what}: the server ended with status {}, the client with {}; it should say {says:?}",
         server.code,
-        last(&server.stderr),
-        client.code,
-        last(&client.stderr)
+        client.code
     )
 }
 
