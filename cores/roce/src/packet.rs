@@ -150,11 +150,13 @@ impl Operation {
         )
     }
 
+    #[inline]
     fn has_reth(self) -> bool {
         use Operation::*;
         matches!(self, WriteFirst | WriteOnly | WriteOnlyImmediate | ReadRequest)
     }
 
+    #[inline]
     fn has_aeth(self) -> bool {
         use Operation::*;
         matches!(
@@ -163,15 +165,18 @@ impl Operation {
         )
     }
 
+    #[inline]
     fn has_immediate(self) -> bool {
         use Operation::*;
         matches!(self, SendLastImmediate | SendOnlyImmediate | WriteLastImmediate | WriteOnlyImmediate)
     }
 
+    #[inline]
     fn has_invalidate(self) -> bool {
         matches!(self, Self::SendLastInvalidate | Self::SendOnlyInvalidate)
     }
 
+    #[inline]
     fn has_atomic(self) -> bool {
         matches!(self, Self::CompareSwap | Self::FetchAdd)
     }
