@@ -137,6 +137,9 @@ impl Channel {
         let mut state = self.lock();
         state.suspicious = false;
         let left = std::mem::take(&mut state.left);
+        for id in &left {
+            state.sessions.remove(id);
+        }
         drop(state);
         for id in left {
             // The host is gone when this fails.
@@ -324,11 +327,12 @@ impl Drop for Session {
     fn drop(&mut self) {
         let running = self.try_wait().is_none();
         let mut state = self.channel.lock();
-        state.sessions.remove(&self.id);
         if running && state.suspicious {
+            // What it says until then is still taken down.
             state.left.push(self.id);
             return;
         }
+        state.sessions.remove(&self.id);
         drop(state);
         if running {
             let _ = self.kill();

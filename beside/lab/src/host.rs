@@ -2,6 +2,7 @@
 
 use crate::channel::{Channel, Output, Session, Sink};
 use crate::image::Images;
+use crate::progress;
 use crate::qemu::{Emulator, nic_table};
 use crate::topology::HostSpec;
 use crate::transcript::Transcript;
@@ -159,6 +160,16 @@ impl Drop for Host {
     }
 }
 
+/// A guest whose console says nothing for so long, while somebody waits for it to, stands still.
+const SILENT: Duration = Duration::from_secs(100);
+
+/// Shows where vCPU threads are, and sends each the monitor's kick signal (SIGRTMIN + 4), whose handler does nothing.
+const SIGNAL_VCPUS: &str = "for t in /proc/[0-9]*/task/*; do case $(cat $t/comm 2>/dev/null) in vcpu*) \
+    echo \"-- ${t#/proc/} $(cat $t/comm) $(cut -d' ' -f3,14,15 $t/stat) in $(cat $t/wchan)\"; cat $t/stack;; esac; done\n\
+    python3 -c 'import ctypes, glob; kill = ctypes.CDLL(None).syscall; \
+    [print(\"signal\", p[2], p[4], kill(234, int(p[2]), int(p[4]), 38)) for p in \
+    (f.split(\"/\") for f in glob.glob(\"/proc/[0-9]*/task/*/comm\") if open(f).read().startswith(\"vcpu\"))]'";
+
 impl Host {
     /// Its name.
     pub fn name(&self) -> &str {
@@ -232,6 +243,41 @@ impl Host {
         let path = format!("/proc/{pid}/stat");
         let stat = fs::read_to_string(&path).with_context(|| format!("Can't read {path}"))?;
         crate::measure::ticks(&stat).map(|t| t.all).with_context(|| format!("{path} has no times"))
+    }
+
+    /// Whether a guest of Causeway that has been silent for long goes on once its vCPU threads get a signal that does nothing but end
+    /// their KVM_RUN, which they begin again. No interrupt is raised, no state is touched. A guest that goes on then had all it needed, and
+    /// its thread had not been woken: that is between KVM in the emulated host and the emulator, whatever the monitor did.
+    pub fn wakes_by_signal(&self) -> bool {
+        let Ok(consoles) = self.consoles.lock().map(|consoles| consoles.clone()) else { return false };
+        let silent: Vec<_> = consoles
+            .into_iter()
+            .filter(|c| c.name().starts_with("guest ") && c.name().ends_with("under causeway"))
+            .filter(|c| c.silent_for().is_some_and(|time| time >= SILENT))
+            .map(|c| (c.position(), c))
+            .collect();
+        if silent.is_empty() {
+            return false;
+        }
+        let got = self.channel.start("signal", SIGNAL_VCPUS, None, None);
+        match got.and_then(|s| s.output(Duration::from_secs(60))) {
+            Ok(o) => eprintln!(
+                "--- vCPU threads of host {} before a signal ---\n{}{}",
+                self.name, o.stdout, o.stderr
+            ),
+            Err(e) => {
+                eprintln!("--- vCPU threads of host {} can't be signalled: {e:#} ---", self.name);
+                return false;
+            }
+        }
+        for _ in 0..60 {
+            std::thread::sleep(Duration::from_secs(1));
+            if let Some((_, console)) = silent.iter().find(|(before, c)| c.position() > *before) {
+                progress!("{} goes on after a signal to its vCPUs that does nothing", console.name());
+                return true;
+            }
+        }
+        false
     }
 
     /// Adds who is to blame to the error of something that took too long.

@@ -127,12 +127,13 @@ pub fn find(name: &str) -> Result<&'static Scenario> {
     })
 }
 
-/// How often a scenario may be begun: again only when an emulated host itself died.
+/// How often a scenario may be begun: again only when the emulation failed.
 const ATTEMPTS: u32 = 3;
 
 /// Runs a scenario to its end: figures on stdout, everything else on stderr.
 ///
-/// When a host's emulator dies or hangs, or a host doesn't come up, what was seen says nothing about the monitor: the scenario begins again on
+/// When a host's emulator dies or hangs, or a host doesn't come up, or a guest that stands still goes on as soon as its vCPU threads get a
+/// signal that does nothing ([`Host::wakes_by_signal`]), what was seen says nothing about the monitor: the scenario begins again on
 /// fresh hosts, and the figure `emulator_failures` says how often that happened. Nothing else is ever tried again.
 pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
     options.check()?;
@@ -152,12 +153,20 @@ pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
         let result = (scenario.run)(&lab, options, &mut report);
         if let Err(e) = &result {
             progress!("{} failed: {e:#}", scenario.name);
+            let lost_wakeup = lab.hosts().iter().any(|host| host.answers() && host.wakes_by_signal());
             eprint!("{}", lab.tails());
             lab.hold()?;
-            if !lab.hosts().iter().all(Host::answers) {
+            let why = if lost_wakeup {
+                Some("a wake-up of a vCPU was lost between the emulator and the emulated host's KVM")
+            } else if !lab.hosts().iter().all(Host::answers) {
+                Some("a host died under the scenario")
+            } else {
+                None
+            };
+            if let Some(why) = why {
                 emulator_failures += 1;
                 progress!(
-                    "EMULATOR FAILURE {emulator_failures}: a host died under the scenario; that is no verdict about the monitor"
+                    "EMULATOR FAILURE {emulator_failures}: {why}; that is no verdict about the monitor"
                 );
                 if emulator_failures < ATTEMPTS {
                     continue;

@@ -71,6 +71,13 @@ impl Transcript {
         self.inside.1.notify_all();
     }
 
+    /// How long nothing has come; `None` when no more will.
+    pub fn silent_for(&self) -> Option<Duration> {
+        let inside = self.lock();
+        let last = inside.lines.last().map_or(Duration::ZERO, |line| line.0);
+        (!inside.ended).then(|| self.start.elapsed().saturating_sub(last))
+    }
+
     /// How many lines there are: a position to wait from.
     pub fn position(&self) -> usize {
         let inside = self.lock();

@@ -7,6 +7,7 @@ use crate::progress;
 use crate::scenario::{Options, Report, Scenario};
 use crate::topology::Topology;
 use anyhow::{Result, bail};
+use std::collections::VecDeque;
 use std::time::Duration;
 
 /// The scenario.
@@ -19,6 +20,9 @@ pub const SCENARIO: Scenario = Scenario {
 };
 
 const PATIENCE: Duration = Duration::from_secs(150);
+
+/// Boots that are done again since the emulation lost a wake-up ([`Host::wakes_by_signal`]).
+const MOST_LOST_WAKEUPS: u32 = 2;
 
 /// How a guest's life ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -138,7 +142,9 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let host = lab.host(0)?;
     let runs = plan(options)?;
     let (mut failures, mut fastest, mut slowest) = (0, f64::MAX, 0f64);
-    for (n, (kernel, cpus, bzimage, end)) in runs.iter().enumerate() {
+    let mut lost_wakeups = 0;
+    let mut todo: VecDeque<_> = runs.iter().enumerate().collect();
+    while let Some((n, run @ (kernel, cpus, bzimage, end))) = todo.pop_front() {
         let what = format!(
             "boot {}/{}: {kernel}{}, {cpus} vCPU, {end:?}",
             n + 1,
@@ -153,9 +159,17 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
                 progress!("{what}: init after {:.2} s", init.as_secs_f64());
             }
             Err(e) => {
-                failures += 1;
                 progress!("{what}: FAILED: {e:#}");
+                let lost = host.answers() && host.wakes_by_signal();
                 eprint!("{}", host.tails());
+                if lost && lost_wakeups < MOST_LOST_WAKEUPS {
+                    lost_wakeups += 1;
+                    progress!("EMULATOR FAILURE: a wake-up of a vCPU was lost; this boot is done again");
+                    host.looked_at();
+                    todo.push_front((n, run));
+                    continue;
+                }
+                failures += 1;
                 lab.hold()?;
                 host.looked_at();
                 if !host.answers() {
@@ -170,6 +184,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     }
     report.figure("boots", runs.len());
     report.figure("failures", failures);
+    report.figure("lost_wakeups", lost_wakeups);
     report.figure("init_s_fastest", fastest);
     report.figure("init_s_slowest", slowest);
     report.figure("monitor", vmm.name());

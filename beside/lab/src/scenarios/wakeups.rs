@@ -45,6 +45,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         for (guest, rounds) in guests.iter().zip(&mut rounds) {
             if let Err(error) = guest.expect(&format!("WAKEUPS round {}", *rounds + 1), PATIENCE) {
                 progress!("after {:.0} s: {error:#}", begin.elapsed().as_secs_f64());
+                report.figure("goes_on_after_a_signal", host.wakes_by_signal());
                 eprint!("{}", host.tails());
                 lab.hold()?;
                 still += 1;
