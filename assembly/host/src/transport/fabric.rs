@@ -26,8 +26,10 @@ pub(super) const ADDRESSES: usize = 40;
 const VERSION: u8 = 1;
 /// Bytes that one system call sends or receives.
 const BURST: usize = 64 << 10;
-/// Bytes asked for as socket buffers; a daemon without CAP_NET_ADMIN may get less (net.core.rmem_max).
-const SOCKET_BUFFER: usize = 8 << 20;
+/// Bytes asked for as a socket's send buffer: a few calls' worth.
+const SEND_BUFFER: usize = 208 << 10;
+/// Bytes asked for as its receive buffer; a daemon without CAP_NET_ADMIN may get less (net.core.rmem_max).
+const RECEIVE_BUFFER: usize = 8 << 20;
 
 /// What a packet is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -322,11 +324,11 @@ impl Socket {
         } else {
             sockopt::set_ipv6_mtu_discover(&socket, sockopt::Ipv6PathMtuDiscovery::DONT)?;
         }
+        // What the kernel holds back delays all that comes behind it, and a peer's timer counts that: the send buffer stays small.
+        let _ = sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER);
         // Beyond net.core.rmem_max where the daemon may (CAP_NET_ADMIN). Too small a buffer costs retransmissions, not correctness.
-        let _ = sockopt::set_socket_send_buffer_size_force(&socket, SOCKET_BUFFER)
-            .or_else(|_| sockopt::set_socket_send_buffer_size(&socket, SOCKET_BUFFER));
-        let _ = sockopt::set_socket_recv_buffer_size_force(&socket, SOCKET_BUFFER)
-            .or_else(|_| sockopt::set_socket_recv_buffer_size(&socket, SOCKET_BUFFER));
+        let _ = sockopt::set_socket_recv_buffer_size_force(&socket, RECEIVE_BUFFER)
+            .or_else(|_| sockopt::set_socket_recv_buffer_size(&socket, RECEIVE_BUFFER));
         Ok(Self { socket, state, waiting: VecDeque::new() })
     }
 }

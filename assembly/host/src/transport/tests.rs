@@ -216,6 +216,46 @@ fn datagrams_carry_their_sender_s_address() {
 }
 
 #[test]
+fn many_requests_under_way_both_ways_all_complete() {
+    // As perftest's streams: messages of several packets, up to 128 at a time, both ways at once.
+    for sends in [false, true] {
+        let (mut left, mut right) = pair(QpKind::Rc, 1024);
+        let most: u32 = 128;
+        for side in [&mut left, &mut right] {
+            let buffer = side.sge(0x10_0000, 4096);
+            for wr_id in 0..most {
+                if sends {
+                    side.world.receive(&side.qp.clone(), u64::from(wr_id), &[buffer]);
+                }
+            }
+        }
+        let (to_right, to_left) = (right.mr.rkey, left.mr.rkey);
+        for (side, rkey) in [(&mut left, to_right), (&mut right, to_left)] {
+            for wr_id in 0..most {
+                let payload = [side.sge(0, 4096)];
+                let request = if sends {
+                    requests::send(u64::from(wr_id), &payload)
+                } else {
+                    requests::write(u64::from(wr_id), 0x10_0000, rkey, &payload)
+                };
+                side.world.send(&side.qp.clone(), request);
+            }
+        }
+        let expected = if sends { 2 * most } else { most };
+        let mut done = (0, 0);
+        until(&mut left, &mut right, |left, right| {
+            for (side, done) in [(left, &mut done.0), (right, &mut done.1)] {
+                while let Some(completion) = side.qp.completions.poll() {
+                    assert_eq!(completion.status, Status::Success);
+                    *done += 1;
+                }
+            }
+            done == (expected, expected)
+        });
+    }
+}
+
+#[test]
 fn a_transport_is_told_before_anything_was_sent() {
     let (left, right) = pair(QpKind::Rc, 1024);
     assert!(left.transports.report(left.qp.device, left.qp.qp.qpn).is_none());
