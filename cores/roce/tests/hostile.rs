@@ -252,7 +252,7 @@ fn check(steps: Vec<Step>, unreliable: bool, window: u32, paced: bool) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn anything_may_come_in(steps in steps(), unreliable: bool, window in 1u32..40, paced: bool) {
