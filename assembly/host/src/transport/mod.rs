@@ -43,7 +43,9 @@ pub use fabric::{FabricCounters, FabricError};
 const FABRIC: &str = "fabric";
 /// Nanoseconds after the last packet during which the thread looks at its sockets without sleeping.
 const EAGER_NS: u64 = 200_000;
-/// Rounds between two looks at the sockets while nothing is under way.
+/// Nanoseconds between two looks at the sockets at most, while the thread is awake.
+const LOOK_NS: u64 = 20_000;
+/// Rounds between two looks at the sockets at most, while nothing is under way.
 const IDLE_ROUNDS: u32 = 16;
 /// Bytes that the packets of one `transmit` may have.
 const BURST: usize = 60 << 10;
@@ -81,6 +83,7 @@ pub struct Transports {
     buffer: Vec<u8>,
     lengths: Vec<u32>,
     last_packet: u64,
+    last_look: u64,
     rounds: u32,
     psn: u32,
 }
@@ -107,6 +110,7 @@ impl Transports {
             buffer: vec![0; BURST],
             lengths: Vec::new(),
             last_packet: 0,
+            last_look: 0,
             rounds: 0,
             psn: 0,
         })
@@ -182,9 +186,12 @@ impl Transports {
     pub fn receive<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) -> bool {
         self.rounds = self.rounds.wrapping_add(1);
         let eager = self.connections.any() && now.saturating_sub(self.last_packet) < EAGER_NS;
-        if !eager && !self.rounds.is_multiple_of(IDLE_ROUNDS) {
+        // Rounds may be long. Timers of requests run meanwhile, and what would stop them must not lie unseen.
+        let looked_lately = now.saturating_sub(self.last_look) < LOOK_NS;
+        if !eager && looked_lately && !self.rounds.is_multiple_of(IDLE_ROUNDS) {
             return false;
         }
+        self.last_look = now;
         let Self { fabric, directory, nics, devices, connections, .. } = self;
         let mut dropped = 0;
         let any = fabric.receive(|from, bytes, congested| {

@@ -52,7 +52,10 @@ impl Side {
     }
 
     fn round(&mut self) {
-        let now = u64::try_from(self.started.elapsed().as_nanos()).unwrap();
+        self.round_at(u64::try_from(self.started.elapsed().as_nanos()).unwrap());
+    }
+
+    fn round_at(&mut self, now: u64) {
         self.world.now = self.world.now.max(now);
         self.transports.receive(&mut self.world.engine, now);
         self.world.poll();
@@ -253,6 +256,25 @@ fn many_requests_under_way_both_ways_all_complete() {
             done == (expected, expected)
         });
     }
+}
+
+#[test]
+fn long_rounds_make_no_retransmissions() {
+    let (mut left, mut right) = pair(QpKind::Rc, 1024);
+    for wr_id in 0..128 {
+        let request = requests::write(wr_id, 0x10_0000, right.mr.rkey, &[left.sge(0, 4096)]);
+        left.world.send(&left.qp.clone(), request);
+    }
+    // Each round takes 10 ms of this time, the timeout is 67 ms.
+    let mut now = 0;
+    while left.qp.completions.waiting() < 128 {
+        now += 10_000_000;
+        assert!(now < 10_000_000_000, "{:?}", left.transports.counters());
+        left.round_at(now);
+        right.round_at(now);
+    }
+    let counters = left.transports.report(left.qp.device, left.qp.qp.qpn).unwrap().counters;
+    assert_eq!((counters.local_ack_timeout_err, counters.retransmitted_packets), (0, 0), "{counters:?}");
 }
 
 #[test]
