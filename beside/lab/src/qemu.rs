@@ -137,10 +137,6 @@ impl Emulator {
             "tsc=reliable".into(),
             // A crowded machine is too slow for the check, and the host then waits for a timer for ever.
             "no_timer_check".into(),
-            // A tick on every CPU all the time: a timer or an interrupt between CPUs that the emulator loses is made up for by
-            // the next tick, where a CPU without one would sleep on for ever (STABILITY.md).
-            "nohz=off".into(),
-            "highres=off".into(),
             format!("tsc_early_khz={}", crate::clock::tsc_khz()),
             "random.trust_cpu=on".into(),
             "cryptomgr.notests".into(),
