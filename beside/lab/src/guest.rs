@@ -232,6 +232,13 @@ const BAD: &[&str] = &[
     "Call Trace",
 ];
 
+/// Whether a line of a console shows that the guest works: a guest that stands still complains of that by itself from time to time.
+pub(crate) fn shows_work(line: &str) -> bool {
+    let complaints = ["blocked for more than", "hung_task", "stall", "lockup", "timeout", "timed out"];
+    line.contains("LAB-L2")
+        || !BAD.iter().chain(&complaints).any(|bad| line.contains(bad)) && !line.starts_with('[')
+}
+
 impl Guest {
     /// Starts a guest on a host.
     pub fn start(host: &Host, spec: &GuestSpec, vmm: Vmm) -> Result<Self> {
@@ -330,6 +337,19 @@ impl Guest {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn complaints_of_a_guest_that_stands_still_are_no_work() {
+        for line in [
+            "[  242.1] INFO: task fio:301 blocked for more than 120 seconds.",
+            "watchdog: BUG: soft lockup - CPU#1 stuck for 26s!",
+            "[  100.0] nvme nvme0: I/O 5 QID 1 timeout",
+            "[  121.0]  __schedule+0x34d/0x9e0",
+        ] {
+            assert!(!shows_work(line), "{line}");
+        }
+        assert!(shows_work("LAB-L2 init 2.49") && shows_work("SUM up 1 abc"));
+    }
 
     #[test]
     fn both_monitors_get_the_same_guest() {

@@ -1,6 +1,7 @@
 //! One running host: its emulator, its console, its command channel and its share.
 
 use crate::channel::{Channel, Output, Session, Sink};
+use crate::guest::shows_work;
 use crate::image::Images;
 use crate::progress;
 use crate::qemu::{Emulator, nic_table};
@@ -248,6 +249,8 @@ impl Host {
     /// Whether a guest of Causeway that has been silent for long goes on once its vCPU threads get a signal that does nothing but end
     /// their KVM_RUN, which they begin again. No interrupt is raised, no state is touched. A guest that goes on then had all it needed, and
     /// its thread had not been woken: that is between KVM in the emulated host and the emulator, whatever the monitor did.
+    ///
+    /// Only guests with a vCPU that waits inside of KVM are asked, and what a guest says of standing still is not going on.
     pub fn wakes_by_signal(&self) -> bool {
         let Ok(consoles) = self.consoles.lock().map(|consoles| consoles.clone()) else { return false };
         let silent: Vec<_> = consoles
@@ -261,18 +264,25 @@ impl Host {
         }
         let got = self.channel.start("signal", SIGNAL_VCPUS, None, None);
         match got.and_then(|s| s.output(Duration::from_secs(60))) {
-            Ok(o) => eprintln!(
-                "--- vCPU threads of host {} before a signal ---\n{}{}",
-                self.name, o.stdout, o.stderr
-            ),
+            Ok(o) => {
+                eprintln!(
+                    "--- vCPU threads of host {} before a signal ---\n{}{}",
+                    self.name, o.stdout, o.stderr
+                );
+                if !o.stdout.contains("kvm_vcpu_block") && !o.stdout.contains("kvm_vcpu_halt") {
+                    return false;
+                }
+            }
             Err(e) => {
                 eprintln!("--- vCPU threads of host {} can't be signalled: {e:#} ---", self.name);
                 return false;
             }
         }
-        for _ in 0..60 {
+        for _ in 0..30 {
             std::thread::sleep(Duration::from_secs(1));
-            if let Some((_, console)) = silent.iter().find(|(before, c)| c.position() > *before) {
+            let works =
+                |before: usize, c: &Transcript| c.lines_from(before).iter().any(|line| shows_work(line));
+            if let Some((_, console)) = silent.iter().find(|(before, c)| works(*before, c)) {
                 progress!("{} goes on after a signal to its vCPUs that does nothing", console.name());
                 return true;
             }

@@ -9,7 +9,7 @@ use std::process::Command;
 /// How hosts are emulated.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Emulator {
-    /// The newer QEMU unpacked from a later release's backports, or the system's.
+    /// The newer QEMU unpacked from backports ([`crate::recipe::QEMU_RELEASE`]), or the system's.
     pub newer: bool,
     /// One TCG thread per vCPU, or one for all.
     pub multi: bool,

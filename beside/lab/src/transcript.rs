@@ -84,6 +84,13 @@ impl Transcript {
         inside.dropped + inside.lines.len()
     }
 
+    /// The lines at or after a position.
+    pub fn lines_from(&self, from: usize) -> Vec<String> {
+        let inside = self.lock();
+        let first = from.saturating_sub(inside.dropped);
+        inside.lines.iter().skip(first).map(|line| line.1.clone()).collect()
+    }
+
     /// Waits for a line, at or after `from`, that contains `what`. An unfinished last line doesn't count yet.
     pub fn wait_for(&self, what: &str, from: usize, timeout: Duration) -> Waited {
         let until = Instant::now() + timeout;
