@@ -30,8 +30,9 @@ use hca::engine::Engine;
 use hca::names::{DeviceId, Gid, Qpn, SegmentId};
 use hca::provider::Provider;
 use hca::remote::{Action, IncomingDatagram, OutgoingDatagram, Posted, PostedOperation, QpId};
+use hca::work::Status;
 use roce::datagram::Datagram;
-use roce::{Batch, Kind as RequestKind, Packet, Remote, Request};
+use roce::{Batch, Kind as RequestKind, Packet, PostError, Remote, Request};
 
 use carrier::Carrier;
 use connections::{Connections, Entry};
@@ -127,7 +128,13 @@ impl Transports {
     ) {
         let Some(vm) = self.directory.vm(vm) else { return };
         let nic = Nic { vm, segment: segment.to_owned(), segment_id, tag: fabric::tag(segment) };
-        self.devices.insert((vm, nic.tag), device);
+        if self.devices.insert((vm, nic.tag), device).is_some_and(|other| self.nics.contains_key(&other)) {
+            tracing::warn!(
+                vm = vm.0,
+                segment,
+                "A VM has a second RDMA NIC in a segment; other hosts reach the last one only"
+            );
+        }
         self.nics.insert(device, nic);
         engine.set_uplink(segment_id, true);
     }
@@ -228,7 +235,7 @@ impl Transports {
                     self.connections.remove(index);
                     continue;
                 }
-                // The VM may have moved, or have been unknown.
+                // The VM may have moved.
                 entry.host = self.directory.host(entry.peer_vm);
                 entry.connection.expired(now, &mut Carrier { engine, qp: entry.qp });
             }
@@ -246,13 +253,23 @@ impl Transports {
             Action::Post { qp, request } => {
                 let Some(index) = self.connections.of(engine, qp, &self.nics, self.directory.as_ref()) else {
                     // Its segment has no uplink any more, or it is gone.
-                    engine.remote_complete(qp, request.token, Err(hca::work::Status::RetryExceeded));
+                    engine.remote_complete(qp, request.token, Err(Status::RetryExceeded));
                     return;
                 };
                 let Some(entry) = self.connections.get_mut(index) else { return };
                 entry.may_send(engine);
-                // The engine hands over no more than there is room for; what has failed is flushed there.
-                let _ = entry.connection.post(posted(&request));
+                // The engine hands over no more than there is room for, and only what a connection offers. What is refused all the same
+                // completes, lest its program wait for ever.
+                let refused = entry.connection.post(posted(&request)).err();
+                if let Some(error) = refused {
+                    let status = match error {
+                        PostError::Failed => Status::Flushed,
+                        PostError::Full | PostError::TooLong(_) | PostError::Unsupported => {
+                            Status::LocalQpOperation
+                        }
+                    };
+                    engine.remote_complete(qp, request.token, Err(status));
+                }
                 self.connections.ready(index);
             }
             Action::ReceivePosted { qp } => {
