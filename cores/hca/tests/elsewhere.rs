@@ -37,7 +37,7 @@ impl Side {
     }
 
     fn id(&self) -> Option<QpId> {
-        self.world.engine.connected_at(SEGMENT, self.guest.gid, self.qp.qp.qpn)
+        self.world.engine.connected(self.guest.device, self.qp.qp.qpn)
     }
 }
 

@@ -353,11 +353,6 @@ impl<P: Provider> Engine<P> {
         self.topology += 1;
     }
 
-    /// All devices.
-    pub(crate) fn devices(&self) -> impl Iterator<Item = &Device<P>> {
-        self.devices.iter().filter_map(|device| device.as_deref())
-    }
-
     #[inline]
     pub(crate) fn now(&self) -> u64 {
         self.now

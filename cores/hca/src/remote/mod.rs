@@ -220,16 +220,6 @@ impl<P: Provider> Engine<P> {
         })
     }
 
-    /// The connected queue pair with an address and number here.
-    #[must_use]
-    pub fn connected_at(&self, segment: SegmentId, gid: Gid, qpn: Qpn) -> Option<QpId> {
-        let owner = self.owner_of(segment, gid)?;
-        let qp = self.device(owner)?.qp_by_number(qpn)?;
-        (matches!(qp.kind, QpKind::Rc | QpKind::Uc) && qp.receives() && qp.source_gid == gid).then_some(
-            QpId { device: DeviceId(owner), handle: qp.handle, stamp: qp.stamp, incarnation: qp.incarnation },
-        )
-    }
-
     /// The connected queue pair with a number of a device.
     #[must_use]
     pub fn connected(&self, device: DeviceId, qpn: Qpn) -> Option<QpId> {
@@ -242,13 +232,6 @@ impl<P: Provider> Engine<P> {
     #[must_use]
     pub fn has_address(&self, segment: SegmentId, gid: Gid) -> bool {
         self.owner_of(segment, gid).is_some()
-    }
-
-    /// The addresses of a segment that devices of this engine have, with their MACs.
-    #[must_use]
-    pub fn addresses(&self, segment: SegmentId) -> Vec<(Gid, [u8; 6])> {
-        let devices = self.devices().filter(|device| device.segment == segment);
-        devices.flat_map(|device| device.gids.iter().flatten().map(|entry| (entry.gid, entry.mac))).collect()
     }
 
     /// The path of a queue pair, looked up anew when something has changed that could matter.
