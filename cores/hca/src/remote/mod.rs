@@ -234,6 +234,12 @@ impl<P: Provider> Engine<P> {
         self.owner_of(segment, gid).is_some()
     }
 
+    /// The addresses of a device, each with its MAC.
+    pub fn addresses(&self, device: DeviceId) -> impl Iterator<Item = (Gid, [u8; 6])> {
+        let entries = self.device(device.0).into_iter().flat_map(|device| device.gids.iter().flatten());
+        entries.map(|entry| (entry.gid, entry.mac))
+    }
+
     /// The path of a queue pair, looked up anew when something has changed that could matter.
     #[inline]
     pub(crate) fn path(&mut self, at: QpRef) -> Path {
