@@ -242,6 +242,9 @@ impl Transports {
         if by_wire {
             self.last_packet = now;
         }
+        if !self.fabric.is_open() {
+            return by_wire;
+        }
         let eager = self.connections.any() && now.saturating_sub(self.last_packet) < EAGER_NS;
         // Rounds may be long. Timers of requests run meanwhile, and what would stop them must not lie unseen.
         let looked_lately = now.saturating_sub(self.last_look) < LOOK_NS;
