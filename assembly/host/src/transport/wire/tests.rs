@@ -1,6 +1,6 @@
 //! Guests whose peers are reached by frames: over a real segment, over a link that loses frames, and against frames made by hand.
 
-use std::net::IpAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,10 @@ use roce::frame::Frame;
 use roce::{Packet, icrc};
 use vmxnet3::{Companion, MacAddress, NicHandle, PortRules, SegmentConfig, SegmentThread, Vmxnet3Config};
 
-use super::super::{Transports, WirePort};
+use super::super::directory::VmId;
+use super::super::fabric::Fabric;
+use super::super::{Directory, Transports, WirePort};
+use super::Wire;
 
 /// RAM of a guest.
 const SIZE: u64 = 4 << 20;
@@ -632,4 +635,65 @@ fn a_queue_pair_that_is_reset_takes_a_new_peer() {
         side.round();
         assert_eq!(qp.completions.poll().is_some(), taken);
     }
+}
+
+/// Knows 10.0.0.8, on another host.
+#[derive(Debug)]
+struct OneVm;
+
+impl Directory for OneVm {
+    fn owner(&self, _: &str, gid: Gid) -> Option<VmId> {
+        (gid == ipv4("10.0.0.8")).then_some(VmId(8))
+    }
+
+    fn vm(&self, name: &str) -> Option<VmId> {
+        (name == "vm").then_some(VmId(1))
+    }
+
+    fn host(&self, _: VmId) -> Option<SocketAddr> {
+        Some(SocketAddr::from(([127, 0, 0, 2], 4792)))
+    }
+
+    fn hosts(&self) -> Vec<SocketAddr> {
+        Vec::new()
+    }
+
+    fn mtu(&self) -> roce::Mtu {
+        roce::Mtu::B1024
+    }
+
+    fn sockets(&self) -> u16 {
+        1
+    }
+}
+
+#[test]
+fn a_vm_of_the_directory_is_not_reached_by_wire_nor_does_it_come_by_it() {
+    let mut side = Side::new(1);
+    let mut transports = Transports::with(Arc::new(OneVm), Fabric::closed(), Wire::new().unwrap());
+    let (device, segment) = (side.guest.device, SegmentId(1));
+    transports.attach(&mut side.world.engine, device, "vm", "s0", segment);
+    transports.attach_wire(&mut side.world.engine, device, segment, Arc::clone(&side.port));
+    side.transports = transports;
+    side.round();
+    for (peer, transport) in [("10.0.0.8", "fabric"), ("10.0.0.9", "wire")] {
+        assert_eq!(side.transports.reaches(device, ipv4(peer)), Some(transport));
+        let qp = side.world.queue_pair(&side.guest.clone(), QpKind::Rc, None);
+        let mut attributes = World::<HeapMemory>::attributes(ipv4(peer), hca::names::Qpn(0x77));
+        (attributes.rq_psn, attributes.address.dmac, attributes.timeout) = (1, PEER, 14);
+        side.world.raise(qp.device, qp.qp.handle, QpKind::Rc, QpState::ReadyToSend, &attributes);
+        let buffer = side.sge(0x1000, 64);
+        side.world.receive(&qp, 1, &[buffer]);
+        let from: [u8; 4] = ipv4(peer).0[12..].try_into().unwrap();
+        assert!(side.give(&by_hand((PEER, from), (mac(1), [10, 0, 0, 1]), &send_to(&qp))));
+        side.round();
+        assert_eq!(qp.completions.poll().is_some(), transport == "wire");
+        let request = requests::write(2, 0, 0, &[side.sge(0, 8)]);
+        side.world.send(&qp, request);
+        side.round();
+        let report = side.transports.report(device, qp.qp.qpn).unwrap();
+        assert_eq!((report.transport, report.host.is_some()), (transport, transport == "fabric"));
+        assert_eq!(side.sent().is_empty(), transport == "fabric");
+    }
+    assert_eq!(side.counter("wrong_peer"), 1);
 }
