@@ -37,6 +37,17 @@ pub struct Booting {
 /// How long a host may take to boot: a few seconds when the machine is idle, a minute when it's crowded.
 const BOOT: Duration = Duration::from_secs(180);
 
+/// What an emulated host's kernel says when one of its CPUs lost its timer or didn't get to run for tens of seconds.
+///
+/// No program can take a CPU from the kernel that long, so it is the emulator's doing. QEMU before 10.2 loses interrupts of a host at the
+/// moment in which its KVM enters or leaves a guest (STABILITY.md).
+fn says_its_cpu_stood_still(line: &str) -> bool {
+    line.contains("watchdog: BUG: soft lockup")
+        || line.contains("Possible timer handling issue")
+        || line.contains("detected stalls on CPUs")
+        || line.contains("self-detected stall on CPU")
+}
+
 fn console_tail(dir: &Path, lines: usize) -> String {
     let mut text = Vec::new();
     if let Ok(mut f) = File::open(dir.join("console")) {
@@ -290,6 +301,13 @@ impl Host {
         false
     }
 
+    /// What the host's own kernel said of a CPU of its that stood still, if it did: the emulation failed then, whatever hung.
+    pub fn stood_still(&self) -> Option<String> {
+        let text = fs::read(self.dir.join("console")).ok()?;
+        let text = String::from_utf8_lossy(&text);
+        text.lines().find(|line| says_its_cpu_stood_still(line)).map(|line| line.trim().to_owned())
+    }
+
     /// Adds who is to blame to the error of something that took too long.
     fn hung(&self, error: anyhow::Error) -> anyhow::Error {
         if self.answers() {
@@ -363,5 +381,24 @@ impl Host {
             std::thread::sleep(Duration::from_millis(100));
         }
         bail!("Host {} didn't power off within 10 s", self.name)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::says_its_cpu_stood_still;
+
+    #[test]
+    fn a_host_whose_kernel_missed_its_timer_is_told_from_one_that_is_quiet() {
+        let lines = [
+            "[ 1033.162274] watchdog: BUG: soft lockup - CPU#0 stuck for 134s! [vcpu0:618]",
+            "[   21.1] rcu: \tPossible timer handling issue on cpu=1 timer-softirq=10",
+            "[   21.1] rcu: INFO: rcu_preempt detected stalls on CPUs/tasks:",
+            "[   21.1] rcu: INFO: rcu_preempt self-detected stall on CPU",
+        ];
+        assert!(lines.iter().all(|line| says_its_cpu_stood_still(line)));
+        assert!(!says_its_cpu_stood_still(
+            "[  870.073961] kvm [609]: vcpu0, guest rIP: 0xffffffffa669d458 Unhandled WRMSR(0xc0010007) = 0xffff"
+        ));
     }
 }

@@ -6,13 +6,25 @@ use anyhow::{Result, bail};
 use std::path::Path;
 use std::process::Command;
 
+/// The threads that emulate a host's CPUs (STABILITY.md).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Threads {
+    /// One per CPU for hosts whose guests do RDMA: guests and engine poll, and on one CPU each would wait for the others' turns to end. One
+    /// for a host with one CPU otherwise.
+    ByHost,
+    /// One, for a host that gets one CPU: the setting under which no guest was lost.
+    Single,
+    /// One per CPU.
+    Multi,
+}
+
 /// How hosts are emulated.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Emulator {
     /// The newer QEMU unpacked from backports ([`crate::recipe::QEMU_RELEASE`]), or the system's.
     pub newer: bool,
-    /// One TCG thread per vCPU, or one for all.
-    pub multi: bool,
+    /// Threads of TCG.
+    pub threads: Threads,
     /// The `-cpu` argument.
     pub cpu: String,
     /// Whether KVM in the host uses nested paging.
@@ -23,7 +35,13 @@ pub struct Emulator {
 
 impl Default for Emulator {
     fn default() -> Self {
-        Emulator { newer: true, multi: true, cpu: "max,+svm,-la57,-xsave".into(), npt: true, native: false }
+        Emulator {
+            newer: true,
+            threads: Threads::ByHost,
+            cpu: "max,+svm,-la57,-xsave".into(),
+            npt: true,
+            native: false,
+        }
     }
 }
 
@@ -42,8 +60,8 @@ impl Emulator {
             match word {
                 "qemu=system" => e.newer = false,
                 "qemu=newer" => e.newer = true,
-                "threads=single" => e.multi = false,
-                "threads=multi" => e.multi = true,
+                "threads=single" => e.threads = Threads::Single,
+                "threads=multi" => e.threads = Threads::Multi,
                 "npt=0" => e.npt = false,
                 "npt=1" => e.npt = true,
                 "native" => e.native = true,
@@ -72,6 +90,15 @@ impl Emulator {
         command.arg(root.join("usr/bin/qemu-system-x86_64"));
     }
 
+    /// Whether each CPU of this host has a thread of its own.
+    pub fn thread_per_cpu(&self, host: &HostSpec) -> bool {
+        match self.threads {
+            Threads::ByHost => host.rdma,
+            Threads::Single => false,
+            Threads::Multi => true,
+        }
+    }
+
     /// One line that says what is used.
     pub fn describe(&self, images: &Images) -> String {
         if self.native {
@@ -86,7 +113,11 @@ impl Emulator {
         format!(
             "{}, TCG with {}, -cpu {}, npt={}",
             version.unwrap_or_else(|e| format!("QEMU that doesn't run ({e})")),
-            if self.multi { "a thread per CPU" } else { "one thread" },
+            match self.threads {
+                Threads::ByHost => "one thread (hosts of RDMA guests: one per CPU)",
+                Threads::Single => "one thread",
+                Threads::Multi => "a thread per CPU",
+            },
             self.cpu,
             u8::from(self.npt)
         )
@@ -109,6 +140,7 @@ impl Emulator {
             }
         };
         let d = dir.display();
+        let multi = self.thread_per_cpu(host);
         add("-name", host.name.clone());
         add("-nodefaults", String::new());
         add("-no-user-config", String::new());
@@ -119,9 +151,10 @@ impl Emulator {
         }
         let iommu = host.qemu.iter().any(|q| q.contains("iommu"));
         add("-machine", if iommu { "q35,kernel-irqchip=split".into() } else { "q35".into() });
-        add("-accel", format!("tcg,thread={},tb-size=512", if self.multi { "multi" } else { "single" }));
+        add("-accel", format!("tcg,thread={},tb-size=512", if multi { "multi" } else { "single" }));
         add("-cpu", self.cpu.clone());
-        add("-smp", host.cpus.to_string());
+        // One thread that takes turns on several CPUs hangs guests within seconds (STABILITY.md, run e1).
+        add("-smp", if multi { host.cpus } else { 1 }.to_string());
         add("-m", format!("{}M", host.memory_mib));
         add("-display", "none".into());
         add("-no-reboot", String::new());
@@ -203,8 +236,18 @@ mod tests {
     #[test]
     fn settings_are_read() {
         let e = Emulator::parse("qemu=system,threads=single,npt=0").unwrap();
-        assert!(!e.newer && !e.multi && !e.npt);
+        assert!(!e.newer && e.threads == Threads::Single && !e.npt);
         assert!(Emulator::parse("fast=yes").unwrap_err().to_string().contains("fast=yes"));
+    }
+
+    #[test]
+    fn only_hosts_of_rdma_guests_have_a_thread_per_cpu() {
+        let plain = HostSpec::new("a");
+        let rdma = HostSpec { rdma: true, ..HostSpec::new("b") };
+        let e = Emulator::default();
+        assert!(!e.thread_per_cpu(&plain) && e.thread_per_cpu(&rdma));
+        assert!(!Emulator::parse("threads=single").unwrap().thread_per_cpu(&rdma));
+        assert!(Emulator::parse("threads=multi").unwrap().thread_per_cpu(&plain));
     }
 
     #[test]

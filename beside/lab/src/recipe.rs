@@ -155,7 +155,7 @@ pub const RDMA_BUILD_PACKAGES: &[&str] = &[
 
 /// The release of Debian whose backports have the newer QEMU: 10.0.2. It brings its C library along, so any release's runs here; that of
 /// trixie-backports, 11.1.3, failed in `net` (STABILITY.md).
-pub const QEMU_RELEASE: &str = "bookworm";
+pub const QEMU_RELEASE: &str = "trixie";
 
 /// The newer QEMU that is unpacked beside the system's.
 pub const QEMU_PACKAGES: &[&str] = &["qemu-system-x86", "seabios"];

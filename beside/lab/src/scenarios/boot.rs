@@ -160,8 +160,12 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             }
             Err(e) => {
                 progress!("{what}: FAILED: {e:#}");
-                let lost = host.answers() && host.wakes_by_signal();
+                let still = host.stood_still();
+                let lost = host.answers() && (still.is_some() || host.wakes_by_signal());
                 eprint!("{}", host.tails());
+                if let Some(line) = still {
+                    bail!("{line}");
+                }
                 if lost && lost_wakeups < MOST_LOST_WAKEUPS {
                     lost_wakeups += 1;
                     progress!("EMULATOR FAILURE: a wake-up of a vCPU was lost; this boot is done again");
