@@ -377,10 +377,11 @@ impl Worker {
         EngineView { counters: self.counters, fabric, devices }
     }
 
-    /// Whether a queue pair's peer address belongs to a device of this host.
+    /// Whether a queue pair's peer address belongs to a device of this host, or did when they spoke.
     fn has_beside(&self, id: DeviceId, qpn: Qpn, peer: Gid) -> bool {
         let connected = self.engine.connected(id, qpn).and_then(|qp| self.engine.connection(qp));
         connected.is_some_and(|connection| self.engine.has_address(connection.segment, peer))
+            || self.engine.was_local(id, qpn)
     }
 
     /// One device.

@@ -551,6 +551,9 @@ fn entry<P: Provider>(
     wire: &Wire,
 ) -> Option<Entry> {
     let info = engine.connection(qp)?;
+    if engine.was_local(qp.device, info.qpn) {
+        return None;
+    }
     let found = nics.get(&qp.device).and_then(|nic| {
         let peer_vm = directory.owner(&nic.segment, info.attributes.address.dgid)?;
         Some((nic, peer_vm))

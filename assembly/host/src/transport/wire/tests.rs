@@ -697,3 +697,58 @@ fn a_vm_of_the_directory_is_not_reached_by_wire_nor_does_it_come_by_it() {
     }
     assert_eq!(side.counter("wrong_peer"), 1);
 }
+
+#[test]
+fn what_was_local_does_not_go_out_when_its_peer_vanishes() {
+    let mut side = Side::new(1);
+    let (first, second) = (side.guest.clone(), side.world.guest(HeapMemory::new(1 << 20)));
+    let mr = side.world.register(&second, 0, 1 << 20, Access::all() - Access::ZERO_BASED);
+    let qp = side.world.queue_pair(&first, QpKind::Rc, None);
+    let peer = side.world.queue_pair(&second, QpKind::Rc, None);
+    for (at, gid, to, number) in [(&qp, second.gid, &peer, 2), (&peer, first.gid, &qp, 1)] {
+        let mut attributes = World::<HeapMemory>::attributes(gid, to.qp.qpn);
+        (attributes.address.dmac, attributes.rq_psn, attributes.sq_psn) = (mac(number), 1, 1);
+        side.world.raise(at.device, at.qp.handle, QpKind::Rc, QpState::ReadyToSend, &attributes);
+    }
+    let request = requests::write(1, 0, mr.rkey, &[side.sge(0, 8)]);
+    side.world.send(&qp, request.clone());
+    side.round();
+    assert_eq!(qp.completions.poll().map(|done| done.status), Some(Status::Success));
+    // The other VM ends; its address may be anyone's now.
+    side.world.engine.remove_device(second.device);
+    side.round();
+    let buffer = side.sge(0x1000, 64);
+    side.world.receive(&qp, 2, &[buffer]);
+    let second_ip: [u8; 4] = second.gid.0[12..].try_into().unwrap();
+    assert!(side.give(&by_hand((PEER, second_ip), (mac(1), [10, 0, 0, 1]), &send_to(&qp))));
+    side.round();
+    assert_eq!((side.counter("no_queue_pair"), qp.completions.waiting()), (1, 0));
+    side.world.send(&qp, request);
+    let mut now = side.now();
+    let done = loop {
+        now += 10_000_000;
+        assert!(now < 60_000_000_000);
+        side.round_at(now);
+        assert!(side.sent().is_empty());
+        if let Some(done) = qp.completions.poll() {
+            break done;
+        }
+    };
+    assert_eq!(done.status, Status::RetryExceeded);
+    // Connected anew, it is anyone's peer.
+    side.world
+        .modify(
+            qp.device,
+            qp.qp.handle,
+            Mask::empty(),
+            &QpAttributes { state: QpState::Reset, ..World::<HeapMemory>::attributes(Gid([0; 16]), GSI) },
+        )
+        .unwrap();
+    let mut attributes = World::<HeapMemory>::attributes(second.gid, hca::names::Qpn(0x77));
+    attributes.address.dmac = PEER;
+    side.world.raise(qp.device, qp.qp.handle, QpKind::Rc, QpState::ReadyToSend, &attributes);
+    let request = requests::send(3, &[side.sge(0, 8)]);
+    side.world.send(&qp, request);
+    side.round_at(now);
+    assert_eq!(side.sent().len(), 1);
+}
