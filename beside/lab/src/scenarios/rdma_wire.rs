@@ -315,7 +315,7 @@ fn decoded(file: &Path) -> Result<Option<(usize, BTreeMap<String, usize>)>> {
 fn captured(h2: &Host, guest: &End<'_>, peer: &End<'_>, tools: &[Tool], report: &mut Report) -> Result<()> {
     let name = "rdma-wire.pcap";
     let listening = h2.start(
-        &format!("exec tcpdump -i x0 -U --immediate-mode -B 16384 -w /share/{name} udp port {PORT}"),
+        &format!("exec tcpdump -Z root -i x0 -U --immediate-mode -B 16384 -w /share/{name} udp port {PORT}"),
         None,
         None,
     )?;
