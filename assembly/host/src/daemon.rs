@@ -121,8 +121,12 @@ impl Daemon {
     pub fn start(config: &DaemonConfig) -> Result<Self, DaemonError> {
         hardening::prepare();
         let place = Place::take(&config.socket)?;
-        let transports = config.fabric.as_ref().map(transports).transpose()?;
-        let engine = EngineThread::start(config.engine, transports)?;
+        let transports = match &config.fabric {
+            Some(fabric) => transports(fabric)?,
+            None => Transports::without_directory()
+                .map_err(|source| DaemonError::Start { what: "RDMA transport", source })?,
+        };
+        let engine = EngineThread::start(config.engine, Some(transports))?;
         let remembered = Remembered::load(place.folder());
         let (registry, events) =
             Registry::new(place.folder(), config.access.clone(), engine.handle(), remembered);

@@ -134,6 +134,34 @@ pub struct Member<'a> {
     host: &'a Host,
 }
 
+/// Where scripts run: a guest, or a host.
+pub trait Runs {
+    /// Starts a script.
+    fn start(&self, script: &str) -> Result<Session>;
+    /// Runs a script to its end.
+    fn run(&self, script: &str, timeout: Duration) -> Result<Output>;
+}
+
+impl Runs for Member<'_> {
+    fn start(&self, script: &str) -> Result<Session> {
+        Member::start(self, script)
+    }
+
+    fn run(&self, script: &str, timeout: Duration) -> Result<Output> {
+        Member::run(self, script, timeout)
+    }
+}
+
+impl Runs for Host {
+    fn start(&self, script: &str) -> Result<Session> {
+        Host::start(self, script, None, None)
+    }
+
+    fn run(&self, script: &str, timeout: Duration) -> Result<Output> {
+        Host::run(self, script, timeout)
+    }
+}
+
 /// Quotes a word for a shell.
 pub fn quoted(text: &str) -> String {
     format!("'{}'", text.replace('\'', "'\\''"))
@@ -170,19 +198,7 @@ impl Member<'_> {
 
     /// Looks for the device of a kind, and its first GID for an IPv4 address (of RoCE version 2).
     pub fn find_port(&self, device: Device) -> Result<Port> {
-        let script = format!(
-            "i=0; while [ $i -lt 100 ]; do i=$((i+1)); for d in /sys/class/infiniband/*; do [ -e $d ] || continue\n\
-             n=$(ls $d/ports/1/gid_attrs/ndevs | head -n 1); net=$(cat $d/ports/1/gid_attrs/ndevs/0 2>/dev/null); name=${{d##*/}}\n\
-             if [ {module} = rdma_rxe ]; then [ -e $d/parent ] || continue; else [ \"$(basename $(readlink $d/device/driver))\" = {module} ] || continue; fi\n\
-             for g in $d/ports/1/gids/*; do case $(cat $g) in 0000:0000:0000:0000:0000:ffff:*) \n\
-             x=${{g##*/}}; case $(cat $d/ports/1/gid_attrs/types/$x) in *v2*) echo \"$name $x $(cat $g) $net\"; exit 0;; esac;; esac; done; done; sleep 0.2; done\n\
-             ls -l /sys/class/infiniband >&2; dmesg | grep -i -e rdma -e vmxnet -e rxe | tail -n 12 >&2; exit 1",
-            module = device.module()
-        );
-        let text = self.sh(&script).with_context(|| {
-            format!("Guest {} has no {} device with an IPv4 GID", self.name, device.name())
-        })?;
-        parse_port(&text).with_context(|| format!("Guest {} described its RDMA port as {text:?}", self.name))
+        find_port(self, device).with_context(|| format!("Guest {}", self.name))
     }
 
     /// The host that it runs on.
@@ -224,6 +240,24 @@ impl Member<'_> {
             .map(|o| o.stdout)
             .unwrap_or_default()
     }
+}
+
+/// Looks for the device of a kind in a guest or host, and its first GID for an IPv4 address (of RoCE version 2).
+pub fn find_port(at: &dyn Runs, device: Device) -> Result<Port> {
+    let script = format!(
+        "i=0; while [ $i -lt 100 ]; do i=$((i+1)); for d in /sys/class/infiniband/*; do [ -e $d ] || continue\n\
+         n=$(ls $d/ports/1/gid_attrs/ndevs | head -n 1); net=$(cat $d/ports/1/gid_attrs/ndevs/0 2>/dev/null); name=${{d##*/}}\n\
+         if [ {module} = rdma_rxe ]; then [ -e $d/parent ] || continue; else [ \"$(basename $(readlink $d/device/driver))\" = {module} ] || continue; fi\n\
+         for g in $d/ports/1/gids/*; do case $(cat $g) in 0000:0000:0000:0000:0000:ffff:*) \n\
+         x=${{g##*/}}; case $(cat $d/ports/1/gid_attrs/types/$x) in *v2*) echo \"$name $x $(cat $g) $net\"; exit 0;; esac;; esac; done; done; sleep 0.2; done\n\
+         ls -l /sys/class/infiniband >&2; dmesg | grep -i -e rdma -e vmxnet -e rxe | tail -n 12 >&2; exit 1",
+        module = device.module()
+    );
+    let text = at
+        .run(&script, Duration::from_secs(180))?
+        .success()
+        .with_context(|| format!("There is no {} device with an IPv4 GID", device.name()))?;
+    parse_port(&text).with_context(|| format!("The RDMA port was described as {text:?}"))
 }
 
 /// Reads `device index gid interface`; the address is in the GID's last 32 bits.
@@ -305,17 +339,7 @@ impl<'a> Pair<'a> {
         let mut daemons = Vec::new();
         for (number, arguments) in layout.daemons.iter().enumerate() {
             let host = lab.host(number)?;
-            // An earlier pair on this host may have left the interfaces; its daemon has ended.
-            host.sh(&format!(
-                "[ -e /sys/class/net/br0 ] || ip link add br0 type bridge; ip link set br0 mtu {} up && mkdir -p /run/causeway",
-                layout.mtu
-            ))?;
-            if let Some(nic) = layout.uplink {
-                host.sh(&format!(
-                    "ip addr flush dev {nic}; ip link set {nic} mtu {} master br0 up",
-                    layout.mtu
-                ))?;
-            }
+            bridge(host, &layout)?;
             if device == Device::Pvrdma {
                 daemons.push(start_daemon(host, arguments)?);
             }
@@ -382,31 +406,57 @@ impl<'a> Pair<'a> {
     /// Powers all guests off; their monitors must end well, and the daemons when they are asked to.
     pub fn finish(self) -> Result<()> {
         let members: Vec<&Member<'_>> = [&self.a, &self.b].into_iter().chain(&self.more).collect();
-        for m in &members {
-            // The connection ends with the guest.
-            let _ = m.start("busybox poweroff -f")?.wait(Duration::from_secs(20));
-        }
-        for m in &members {
-            m.guest.ended(Duration::from_secs(60))?;
-        }
-        for daemon in &self.daemons {
-            if let Some(code) = daemon.try_wait() {
-                bail!(
-                    "The host daemon ended with status {code} while guests used it:\n{}",
-                    daemon.err.tail(15)
-                );
-            }
-            daemon.signal(15)?;
-            match daemon.wait(Duration::from_secs(60))? {
-                Some(0) => {}
-                Some(code) => {
-                    bail!("The host daemon ended with status {code} at SIGTERM:\n{}", daemon.err.tail(15))
-                }
-                None => bail!("The host daemon didn't end within 60 s of SIGTERM:\n{}", daemon.err.tail(15)),
-            }
-        }
-        Ok(())
+        end(&members, &self.daemons)
     }
+}
+
+/// Powers guests off; their monitors must end well, and the daemons when they are asked to.
+pub fn end(members: &[&Member<'_>], daemons: &[Session]) -> Result<()> {
+    for m in members {
+        // The connection ends with the guest.
+        let _ = m.start("busybox poweroff -f")?.wait(Duration::from_secs(20));
+    }
+    for m in members {
+        m.guest.ended(Duration::from_secs(60))?;
+    }
+    for daemon in daemons {
+        if let Some(code) = daemon.try_wait() {
+            bail!("The host daemon ended with status {code} while guests used it:\n{}", daemon.err.tail(15));
+        }
+        daemon.signal(15)?;
+        match daemon.wait(Duration::from_secs(60))? {
+            Some(0) => {}
+            Some(code) => {
+                bail!("The host daemon ended with status {code} at SIGTERM:\n{}", daemon.err.tail(15))
+            }
+            None => bail!("The host daemon didn't end within 60 s of SIGTERM:\n{}", daemon.err.tail(15)),
+        }
+    }
+    Ok(())
+}
+
+/// The daemon of a host and the first guest of a layout, without a second.
+pub fn alone<'a>(lab: &'a Lab, options: &Options, layout: &Layout) -> Result<(Member<'a>, Session)> {
+    lab.install_causeway()?;
+    let host = lab.host(layout.hosts.first().copied().unwrap_or(0))?;
+    bridge(host, layout)?;
+    let daemon = start_daemon(host, layout.daemons.first().map_or("", String::as_str))?;
+    let cpus = options.cpus.first().copied().unwrap_or(2);
+    let guest = boot(lab, layout, Device::Pvrdma, cpus, 1)?;
+    Ok((up(lab, layout, Device::Pvrdma, 1, guest)?, daemon))
+}
+
+/// Makes the bridge of a host's virtio NICs, with the uplink on it.
+fn bridge(host: &Host, layout: &Layout) -> Result<()> {
+    // An earlier pair on this host may have left the interfaces; its daemon has ended.
+    host.sh(&format!(
+        "[ -e /sys/class/net/br0 ] || ip link add br0 type bridge; ip link set br0 mtu {} up && mkdir -p /run/causeway",
+        layout.mtu
+    ))?;
+    if let Some(nic) = layout.uplink {
+        host.sh(&format!("ip addr flush dev {nic}; ip link set {nic} mtu {} master br0 up", layout.mtu))?;
+    }
+    Ok(())
 }
 
 /// Starts a guest; it boots meanwhile.
@@ -468,10 +518,10 @@ fn up<'a>(lab: &'a Lab, layout: &Layout, device: Device, number: usize, guest: G
     Ok(member)
 }
 
-/// Runs a server in the first of two guests and, once `listening` holds there, a client in the other. A server that doesn't
+/// Runs a server in the first of two places and, once `listening` holds there, a client in the other. A server that doesn't
 /// end by itself is ended after the client.
-pub fn both(
-    (server_in, client_in): (&Member<'_>, &Member<'_>),
+pub fn both<S: Runs + ?Sized, C: Runs + ?Sized>(
+    (server_in, client_in): (&S, &C),
     server: &str,
     server_ends: bool,
     listening: &str,

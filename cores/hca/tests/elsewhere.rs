@@ -103,6 +103,7 @@ impl Pair {
                             hop_limit: datagram.to.hop_limit,
                             immediate: datagram.immediate,
                             solicited: datagram.solicited,
+                            header: None,
                             payload: &datagram.payload,
                         };
                         self.right.world.engine.remote_datagram(&incoming);

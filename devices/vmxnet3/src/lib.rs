@@ -45,5 +45,5 @@ pub use interrupts::Interrupts;
 pub use mac::MacAddress;
 pub use runner::{NicHandle, SegmentThread};
 pub use saved::SavedVmxnet3;
-pub use segment::{FramePort, PortId, PortRules, Segment, SegmentConfig};
+pub use segment::{Companion, FramePort, PortId, PortRules, Segment, SegmentConfig};
 pub use shared_area::ActivationError;

@@ -14,7 +14,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -27,7 +27,9 @@ use crate::device::Vmxnet3;
 use crate::device::Vmxnet3Config;
 use crate::interrupts::Interrupts;
 use crate::saved::{RestoreError, SavedVmxnet3};
-use crate::segment::{AttachError, FramePort, PortId, PortReport, PortRules, Segment, SegmentConfig};
+use crate::segment::{
+    AttachError, Companion, FramePort, PortId, PortReport, PortRules, Segment, SegmentConfig,
+};
 
 /// When frames that wait for buffers are tried again without a doorbell: first, and at most. A guest that is stopped
 /// must not keep us busy.
@@ -370,6 +372,28 @@ impl<M: Dma + Send + 'static> NicHandle<M> {
     pub fn set_rules(&self, rules: PortRules) {
         let id = self.id;
         let _ = self.mailbox.call(move |worker| worker.segment.set_rules(id, rules));
+    }
+
+    /// As [`Segment::set_companion`]; it is told of frames to send by [`NicHandle::waker`].
+    pub fn set_companion(&self, companion: Option<Box<dyn Companion>>) {
+        let id = self.id;
+        let _ = self.mailbox.call(move |worker| worker.segment.set_companion(id, companion));
+    }
+
+    /// What a companion's owner calls when there is something to send, from any thread.
+    #[must_use]
+    pub fn waker(&self) -> Box<dyn Fn() + Send + Sync> {
+        let (mailbox, id, pending) = (self.mailbox.clone(), self.id, Arc::new(AtomicBool::new(false)));
+        Box::new(move || {
+            // One message is enough for all that comes before it is carried out.
+            if !pending.swap(true, Ordering::SeqCst) {
+                let pending = Arc::clone(&pending);
+                mailbox.post(move |worker| {
+                    pending.store(false, Ordering::SeqCst);
+                    worker.segment.readable(id);
+                });
+            }
+        })
     }
 
     /// Traffic counters, without asking the thread.

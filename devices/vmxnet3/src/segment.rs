@@ -29,8 +29,11 @@ use crate::frame::{Offload, Piece};
 use crate::mac::MacAddress;
 use crate::switch::Switch;
 
+mod companion;
 mod delivery;
 mod sending;
+
+pub use companion::Companion;
 
 /// Bytes of each packet that are always copied: all headers lie in them.
 const HEAD: usize = 256;
@@ -157,6 +160,8 @@ struct Port<M> {
     rules: PortRules,
     counters: Arc<PortCounters>,
     link: Link<M>,
+    /// Beside a device.
+    companion: Option<Box<dyn Companion>>,
     /// For devices without buffers.
     waiting: VecDeque<Waiting>,
     waiting_bytes: usize,
@@ -271,6 +276,7 @@ impl<M: Dma> Segment<M> {
             rules,
             counters,
             link,
+            companion: None,
             waiting: VecDeque::new(),
             waiting_bytes: 0,
             ready: true,
@@ -300,7 +306,7 @@ impl<M: Dma> Segment<M> {
         }
     }
 
-    /// Frames wait at a port that isn't a device.
+    /// Frames wait at a port that isn't a device, or at a device's companion.
     pub fn readable(&mut self, id: PortId) {
         if let Some(Some(port)) = self.ports.get_mut(id.0) {
             port.ready = true;

@@ -8,6 +8,7 @@ use pvrdma::device::{Config, Interrupts};
 use super::handshake::Handshake;
 use super::load::Load;
 use crate::function::interrupts::EventFds;
+use crate::transport::WirePort;
 use crate::uar::UarPages;
 
 /// What a device is made with.
@@ -25,6 +26,8 @@ pub struct DeviceSetup {
     pub msix: Arc<EventFds>,
     /// The client's eventfd for doorbell mode.
     pub mode: Arc<EventFds>,
+    /// To the Ethernet function's segment.
+    pub wire: Arc<WirePort>,
 }
 
 /// A device that the thread serves.

@@ -249,6 +249,7 @@ impl Worker {
         let id = device.id();
         if let Some(transports) = &mut self.transports {
             transports.attach(&mut self.engine, id, &setup.vm, &setup.segment, segment_id);
+            transports.attach_wire(&mut self.engine, id, segment_id, setup.wire);
         }
         self.devices.insert(device);
         let served = Served {
@@ -371,14 +372,16 @@ impl Worker {
     #[must_use]
     pub fn view(&self) -> EngineView {
         let devices = self.devices.iter().filter_map(|device| self.device_view(device)).collect();
-        let fabric = self.transports.as_ref().map(Transports::counters);
+        let sockets = self.transports.as_ref().filter(|transports| transports.has_fabric());
+        let fabric = sockets.map(Transports::counters);
         EngineView { counters: self.counters, fabric, devices }
     }
 
-    /// Whether a queue pair's peer address belongs to a device of this host.
+    /// Whether a queue pair's peer address belongs to a device of this host, or did when they spoke.
     fn has_beside(&self, id: DeviceId, qpn: Qpn, peer: Gid) -> bool {
         let connected = self.engine.connected(id, qpn).and_then(|qp| self.engine.connection(qp));
         connected.is_some_and(|connection| self.engine.has_address(connection.segment, peer))
+            || self.engine.was_local(id, qpn)
     }
 
     /// One device.

@@ -134,6 +134,8 @@ impl Device for EthernetFunction {
         match self.network.ethernet().attach(self.config.clone(), rules, interrupts) {
             Ok(device) => {
                 device.set_bus_master(false);
+                device.set_companion(Some(self.nic.wire.end()));
+                self.nic.wire.connect(device.waker());
                 *self.place() = Some(Arc::new(device));
             }
             Err(error) => {
@@ -232,6 +234,7 @@ impl Device for EthernetFunction {
     }
 
     fn disconnected(&self) {
+        self.nic.wire.disconnect();
         // The last reference: the device leaves its segment, and its memory isn't touched any more.
         drop(self.place().take());
         self.memory.clear();

@@ -7,6 +7,7 @@ pub mod interrupts;
 pub mod memory;
 pub mod rdma;
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::Sender;
 
@@ -14,6 +15,7 @@ use vfio_user_protocol::device::{Peer, Region};
 
 use crate::access::may_use;
 use crate::registry::{Event, NicKey};
+use crate::transport::WirePort;
 
 /// Number of functions of a NIC.
 pub const FUNCTIONS: usize = 2;
@@ -27,6 +29,8 @@ pub struct NicShared {
     pub generation: u64,
     /// To whom it belongs.
     pub uid: u32,
+    /// Between the functions, for RDMA in frames of the NIC's own.
+    pub wire: Arc<WirePort>,
     connected: [AtomicBool; FUNCTIONS],
     events: Sender<Event>,
 }
@@ -35,7 +39,7 @@ impl NicShared {
     /// Of a NIC without clients.
     #[must_use]
     pub fn new(key: NicKey, generation: u64, uid: u32, events: Sender<Event>) -> Self {
-        Self { key, generation, uid, connected: Default::default(), events }
+        Self { key, generation, uid, wire: Arc::default(), connected: Default::default(), events }
     }
 
     /// Whether a peer may have a function.

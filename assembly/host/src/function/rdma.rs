@@ -156,6 +156,7 @@ impl RdmaFunction {
             "connected": self.nic.is_connected(FUNCTION),
             "guest_memory": { "ranges": ranges, "bytes": bytes },
             "config": self.header.inspect(),
+            "wire": self.nic.wire.inspect(),
         })
     }
 
@@ -235,7 +236,8 @@ impl Device for RdmaFunction {
         let config = Config { limits: self.limits(), ..self.config.clone() };
         let (pages, msix, mode) = (Arc::clone(&self.pages), Arc::clone(&self.msix), Arc::clone(&self.mode));
         let (vm, segment) = (self.nic.key.vm.clone(), self.segment.clone());
-        let setup = DeviceSetup { vm, segment, config, pages, msix, mode };
+        let wire = Arc::clone(&self.nic.wire);
+        let setup = DeviceSetup { vm, segment, config, pages, msix, mode, wire };
         let attached = self.engine.call(move |worker| worker.attach(setup));
         let key = &self.nic.key;
         let device = match attached {

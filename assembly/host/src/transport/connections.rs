@@ -10,9 +10,9 @@ use hca::provider::Provider;
 use hca::remote::{ConnectionInfo, QpId};
 use roce::{Config, Connection, Mtu, Reliability, SendAttributes};
 
-use super::directory::{Directory, VmId};
+use super::directory::VmId;
 use super::fabric::Header;
-use super::{Nic, entry};
+use super::wire::Line;
 
 /// A queue pair's connection.
 #[derive(Debug)]
@@ -24,6 +24,8 @@ pub(super) struct Entry {
     /// Where the peer is; unknown ones get nothing, and time out.
     pub host: Option<SocketAddr>,
     pub header: Header,
+    /// Its frames, where it is reached by `wire`.
+    pub line: Option<Line>,
     pub connection: Connection,
     /// It has failed, and goes then.
     pub remove_at: Option<u64>,
@@ -33,15 +35,10 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    pub fn new(
-        info: &ConnectionInfo,
-        mtu: Mtu,
-        peer_vm: VmId,
-        host: Option<SocketAddr>,
-        header: Header,
-    ) -> Option<Self> {
+    /// The protocol's attributes of a queue pair.
+    pub fn config(info: &ConnectionInfo, mtu: Mtu) -> Config {
         let attributes = &info.attributes;
-        let config = Config {
+        Config {
             reliability: if info.kind == QpKind::Rc {
                 Reliability::Reliable
             } else {
@@ -55,16 +52,26 @@ impl Entry {
             max_rd_atomic: attributes.max_rd_atomic,
             max_dest_rd_atomic: attributes.max_dest_rd_atomic,
             ..Config::new(info.qpn.0, attributes.destination_qpn.0, attributes.sq_psn, attributes.rq_psn)
-        };
+        }
+    }
+
+    pub fn new(
+        info: &ConnectionInfo,
+        config: Config,
+        peer_vm: VmId,
+        host: Option<SocketAddr>,
+        header: Header,
+    ) -> Option<Self> {
         // What it checks doesn't come from the guest.
         let connection = Connection::new(config).ok()?;
         Some(Self {
             qp: info.qp,
             qpn: info.qpn.0,
-            peer_qpn: attributes.destination_qpn.0,
+            peer_qpn: info.attributes.destination_qpn.0,
             peer_vm,
             host,
             header,
+            line: None,
             connection,
             remove_at: None,
             sends: info.sends,
@@ -141,13 +148,7 @@ impl Connections {
     }
 
     /// The connection of a queue pair, made if it has none.
-    pub fn of<P: Provider>(
-        &mut self,
-        engine: &Engine<P>,
-        qp: QpId,
-        nics: &HashMap<DeviceId, Nic>,
-        directory: &dyn Directory,
-    ) -> Option<usize> {
+    pub fn of(&mut self, qp: QpId, make: impl FnOnce() -> Option<Entry>) -> Option<usize> {
         if let Some(&index) = self.handles.get(&(qp.device, qp.handle)) {
             if self.get(index).is_some_and(|entry| entry.qp == qp) {
                 return Some(index);
@@ -155,7 +156,7 @@ impl Connections {
             // An earlier incarnation's.
             self.remove(index);
         }
-        let new = Box::new(entry(engine, qp, nics, directory)?);
+        let new = Box::new(make()?);
         let number = (qp.device, new.qpn);
         let index = match self.free.pop() {
             Some(index) => {
@@ -220,7 +221,20 @@ impl Connections {
         Some(index)
     }
 
-    pub fn set_timer(&mut self, index: usize, time: Option<u64>) {
+    /// It has sent what it could: its next timer, and its next turn where it has more.
+    pub fn follow(&mut self, index: usize, more: bool) {
+        let Some(entry) = self.get(index) else { return };
+        let due = match (entry.connection.timeout(), entry.remove_at) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        };
+        self.set_timer(index, due);
+        if more {
+            self.ready(index);
+        }
+    }
+
+    fn set_timer(&mut self, index: usize, time: Option<u64>) {
         let Some(entry) = self.entries.get_mut(index).and_then(|entry| entry.as_deref_mut()) else { return };
         if entry.timer == time {
             return;

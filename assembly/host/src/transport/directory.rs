@@ -29,6 +29,36 @@ pub trait Directory: Debug + Send + Sync {
     fn sockets(&self) -> u16;
 }
 
+/// That of a host which was given none: it knows nobody.
+#[derive(Debug)]
+pub(super) struct NoDirectory;
+
+impl Directory for NoDirectory {
+    fn owner(&self, _: &str, _: Gid) -> Option<VmId> {
+        None
+    }
+
+    fn vm(&self, _: &str) -> Option<VmId> {
+        None
+    }
+
+    fn host(&self, _: VmId) -> Option<SocketAddr> {
+        None
+    }
+
+    fn hosts(&self) -> Vec<SocketAddr> {
+        Vec::new()
+    }
+
+    fn mtu(&self) -> roce::Mtu {
+        roce::Mtu::B1024
+    }
+
+    fn sockets(&self) -> u16 {
+        0
+    }
+}
+
 /// A directory can't be read.
 #[derive(Debug, thiserror::Error)]
 pub enum DirectoryError {

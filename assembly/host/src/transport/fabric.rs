@@ -137,6 +137,12 @@ pub struct FabricError {
     source: io::Error,
 }
 
+impl FabricError {
+    pub(super) fn new(address: SocketAddr, source: io::Error) -> Self {
+        Self { address, source }
+    }
+}
+
 /// What the sockets did.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct FabricCounters {
@@ -191,6 +197,15 @@ impl Fabric {
         Ok(Self { sockets, buffers, counters: FabricCounters::default() })
     }
 
+    /// Without sockets, for a host that knows no others.
+    pub fn closed() -> Self {
+        Self { sockets: Vec::new(), buffers: Vec::new(), counters: FabricCounters::default() }
+    }
+
+    pub fn is_open(&self) -> bool {
+        !self.sockets.is_empty()
+    }
+
     pub fn counters(&self) -> FabricCounters {
         self.counters
     }
@@ -206,7 +221,7 @@ impl Fabric {
     /// Which socket two queue pairs use; the same on both sides.
     pub fn index(&self, qpn: u32, peer: u32) -> usize {
         let mixed = qpn.wrapping_mul(peer | 1) ^ peer.wrapping_mul(qpn | 1);
-        mixed as usize % self.sockets.len()
+        mixed as usize % self.sockets.len().max(1)
     }
 
     /// Packets that a queue pair may send in one call.

@@ -2,8 +2,8 @@
 //!
 //! ```text
 //! hca::Engine ── Action::Post ──▶ Transports ── roce::Connection::transmit ──▶ fabric ──▶ UDP
-//!      ▲                            │    ▲
-//!      └── remote_* (Carrier) ◀─────┘    └── fabric ◀── UDP
+//!      ▲                            │    ▲                                     wire ──▶ frames on the NIC's segment
+//!      └── remote_* (Carrier) ◀─────┘    └── fabric ◀── UDP, wire ◀── frames
 //! ```
 //!
 //! All of it runs on the engine's thread, between its polls. A connection of the protocol is made when its queue pair first posts a
@@ -13,6 +13,7 @@
 //! |---|---|
 //! | `directory` | where VMs are |
 //! | `fabric` | packets between daemons |
+//! | `wire` | plain RoCEv2 on a NIC's segment, for whoever no daemon knows |
 //! | `carrier` | the protocol's view of the engine |
 //! | `connections` | the protocol's connections |
 
@@ -20,6 +21,7 @@ mod carrier;
 mod connections;
 mod directory;
 mod fabric;
+mod wire;
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -36,9 +38,12 @@ use roce::{Batch, Kind as RequestKind, Packet, PostError, Remote, Request};
 
 use carrier::Carrier;
 use connections::{Connections, Entry};
+use directory::NoDirectory;
 pub use directory::{Directory, DirectoryError, FileDirectory, VmId};
 use fabric::{ADDRESSES, Addresses, Fabric, HEADER, Header, Kind};
 pub use fabric::{FabricCounters, FabricError};
+pub use wire::WirePort;
+use wire::{WIRE, Wire};
 
 /// The transport between hosts, as reports call it.
 const FABRIC: &str = "fabric";
@@ -77,6 +82,7 @@ pub struct ConnectionReport {
 pub struct Transports {
     directory: Arc<dyn Directory>,
     fabric: Fabric,
+    wire: Wire,
     nics: HashMap<DeviceId, Nic>,
     /// By VM and segment.
     devices: HashMap<(VmId, u32), DeviceId>,
@@ -102,9 +108,23 @@ impl Transports {
     /// When a port can't be had.
     pub fn open(directory: Arc<dyn Directory>, address: SocketAddr) -> Result<Self, FabricError> {
         let fabric = Fabric::open(address, directory.sockets())?;
-        Ok(Self {
+        let wire = Wire::new().map_err(|source| FabricError::new(address, source))?;
+        Ok(Self::with(directory, fabric, wire))
+    }
+
+    /// Of a host that has no directory: peers that aren't here are reached by `wire`.
+    ///
+    /// # Errors
+    /// When the kernel has no descriptor left.
+    pub fn without_directory() -> std::io::Result<Self> {
+        Ok(Self::with(Arc::new(NoDirectory), Fabric::closed(), Wire::new()?))
+    }
+
+    fn with(directory: Arc<dyn Directory>, fabric: Fabric, wire: Wire) -> Self {
+        Self {
             directory,
             fabric,
+            wire,
             nics: HashMap::new(),
             devices: HashMap::new(),
             connections: Connections::default(),
@@ -114,7 +134,19 @@ impl Transports {
             last_look: 0,
             rounds: 0,
             psn: 0,
-        })
+        }
+    }
+
+    /// Gives a device that was added to the engine its port to its NIC's segment.
+    pub fn attach_wire<P: Provider>(
+        &mut self,
+        engine: &mut Engine<P>,
+        device: DeviceId,
+        segment: SegmentId,
+        port: Arc<WirePort>,
+    ) {
+        self.wire.attach(device, segment, port);
+        engine.set_uplink(segment, true);
     }
 
     /// A device was added to the engine. VMs that the directory doesn't know reach nobody elsewhere.
@@ -146,12 +178,13 @@ impl Transports {
         {
             self.devices.remove(&(nic.vm, nic.tag));
         }
+        self.wire.detach(device);
         self.connections.remove_device(device);
     }
 
     /// Descriptors that become readable when there is something to receive.
     pub fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.fabric.fds()
+        self.fabric.fds().chain(std::iter::once(self.wire.fd()))
     }
 
     /// Whether the thread should look again at once rather than sleep.
@@ -168,6 +201,12 @@ impl Transports {
         self.connections.next()
     }
 
+    /// Whether there are sockets.
+    #[must_use]
+    pub fn has_fabric(&self) -> bool {
+        self.fabric.is_open()
+    }
+
     /// What the sockets did.
     #[must_use]
     pub fn counters(&self) -> FabricCounters {
@@ -178,32 +217,46 @@ impl Transports {
     #[must_use]
     pub fn report(&self, device: DeviceId, qpn: Qpn) -> Option<ConnectionReport> {
         let entry = self.connections.by_number(device, qpn.0)?;
-        Some(ConnectionReport { transport: FABRIC, host: entry.host, counters: *entry.connection.counters() })
+        let transport = if entry.line.is_some() { WIRE } else { FABRIC };
+        Some(ConnectionReport { transport, host: entry.host, counters: *entry.connection.counters() })
     }
 
-    /// How a peer that isn't on this host is reached from a device; `None`: the directory knows nobody with that address.
+    /// How a peer that isn't on this host is reached from a device; `None`: not at all.
     #[must_use]
     pub fn reaches(&self, device: DeviceId, peer: Gid) -> Option<&'static str> {
-        let nic = self.nics.get(&device)?;
-        let owner = self.directory.owner(&nic.segment, peer)?;
-        self.directory.host(owner).map(|_| FABRIC)
+        match self.owner(device, peer) {
+            Some(owner) => self.directory.host(owner).map(|_| FABRIC),
+            None => self.wire.has(device).then_some(WIRE),
+        }
+    }
+
+    /// The VM of the directory that has an address, seen from a device.
+    fn owner(&self, device: DeviceId, peer: Gid) -> Option<VmId> {
+        self.directory.owner(&self.nics.get(&device)?.segment, peer)
     }
 
     /// Takes what has arrived. Before the engine's poll.
     pub fn receive<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) -> bool {
         self.rounds = self.rounds.wrapping_add(1);
+        let by_wire = self.receive_wire(engine, now);
+        if by_wire {
+            self.last_packet = now;
+        }
+        if !self.fabric.is_open() {
+            return by_wire;
+        }
         let eager = self.connections.any() && now.saturating_sub(self.last_packet) < EAGER_NS;
         // Rounds may be long. Timers of requests run meanwhile, and what would stop them must not lie unseen.
         let looked_lately = now.saturating_sub(self.last_look) < LOOK_NS;
         if !eager && looked_lately && !self.rounds.is_multiple_of(IDLE_ROUNDS) {
-            return false;
+            return by_wire;
         }
         self.last_look = now;
-        let Self { fabric, directory, nics, devices, connections, .. } = self;
+        let Self { fabric, wire, directory, nics, devices, connections, .. } = self;
         let mut dropped = 0;
         let any = fabric.receive(|from, bytes, congested| {
             let mut arrivals =
-                Arrivals { directory: directory.as_ref(), nics, devices, connections, engine, now };
+                Arrivals { directory: directory.as_ref(), nics, devices, connections, wire, engine, now };
             if arrivals.take(from, bytes, congested).is_none() {
                 dropped += 1;
             }
@@ -214,7 +267,7 @@ impl Transports {
         if any {
             self.last_packet = now;
         }
-        any
+        any || by_wire
     }
 
     /// Carries what the engine has posted, lets timers run out, and sends. After the engine's poll. Returns whether anything was done.
@@ -251,7 +304,7 @@ impl Transports {
     fn act<P: Provider>(&mut self, engine: &mut Engine<P>, action: Action, now: u64) {
         match action {
             Action::Post { qp, request } => {
-                let Some(index) = self.connections.of(engine, qp, &self.nics, self.directory.as_ref()) else {
+                let Some(index) = self.connection_of(engine, qp) else {
                     // Its segment has no uplink any more, or it is gone.
                     engine.remote_complete(qp, request.token, Err(Status::RetryExceeded));
                     return;
@@ -300,6 +353,9 @@ impl Transports {
     fn transmit<P: Provider>(&mut self, engine: &mut Engine<P>, index: usize, now: u64) -> bool {
         let Self { fabric, connections, buffer, lengths, .. } = self;
         let Some(entry) = connections.get_mut(index) else { return false };
+        if entry.line.is_some() {
+            return self.transmit_wire(engine, index, now);
+        }
         let socket = fabric.index(entry.qpn, entry.peer_qpn);
         if !fabric.has_room(socket) {
             connections.ready(index);
@@ -337,21 +393,15 @@ impl Transports {
                 fabric.send(socket, host, buffer.get(start..position).unwrap_or_default(), stride, ecn);
             }
         }
-        let timeout = entry.connection.timeout();
-        let due = match (timeout, entry.remove_at) {
-            (Some(a), Some(b)) => Some(a.min(b)),
-            (a, b) => a.or(b),
-        };
-        connections.set_timer(index, due);
-        if more {
-            connections.ready(index);
-        }
+        connections.follow(index, more);
         sent
     }
 
     fn send_datagram(&mut self, datagram: &OutgoingDatagram) {
+        let Some(vm) = self.owner(datagram.qp.device, datagram.to.dgid) else {
+            return self.send_datagram_by_wire(datagram);
+        };
         let Some(nic) = self.nics.get(&datagram.qp.device) else { return };
-        let Some(vm) = self.directory.owner(&nic.segment, datagram.to.dgid) else { return };
         let Some(host) = self.directory.host(vm) else { return };
         let header = Header { kind: Kind::Datagram, source: nic.vm, destination: vm, segment: nic.tag };
         let addresses = Addresses {
@@ -399,6 +449,7 @@ struct Arrivals<'a, P: Provider> {
     nics: &'a HashMap<DeviceId, Nic>,
     devices: &'a HashMap<(VmId, u32), DeviceId>,
     connections: &'a mut Connections,
+    wire: &'a Wire,
     engine: &'a mut Engine<P>,
     now: u64,
 }
@@ -445,6 +496,7 @@ impl<P: Provider> Arrivals<'_, P> {
                     hop_limit: addresses.hop_limit,
                     immediate: datagram.immediate,
                     solicited: datagram.solicited,
+                    header: None,
                     payload,
                 });
             }
@@ -462,7 +514,10 @@ impl<P: Provider> Arrivals<'_, P> {
             (Some(qp), Some(index)) if self.connections.get(index).is_some_and(|entry| entry.qp == qp) => {
                 Some(index)
             }
-            (Some(qp), _) => self.connections.of(self.engine, qp, self.nics, self.directory),
+            (Some(qp), _) => {
+                let make = || entry(self.engine, qp, self.nics, self.directory, self.wire);
+                self.connections.of(qp, make)
+            }
         }
     }
 }
@@ -487,18 +542,26 @@ fn posted(request: &Posted) -> Request {
     }
 }
 
-/// The entry of a queue pair, made from its attributes.
+/// The entry of a queue pair, made from its attributes: to a VM of the directory by `fabric`, to anyone else by `wire`.
 fn entry<P: Provider>(
     engine: &Engine<P>,
     qp: QpId,
     nics: &HashMap<DeviceId, Nic>,
     directory: &dyn Directory,
+    wire: &Wire,
 ) -> Option<Entry> {
     let info = engine.connection(qp)?;
-    let nic = nics.get(&qp.device)?;
-    let peer_vm = directory.owner(&nic.segment, info.attributes.address.dgid).unwrap_or(VmId(0));
+    if engine.was_local(qp.device, info.qpn) {
+        return None;
+    }
+    let found = nics.get(&qp.device).and_then(|nic| {
+        let peer_vm = directory.owner(&nic.segment, info.attributes.address.dgid)?;
+        Some((nic, peer_vm))
+    });
+    let Some((nic, peer_vm)) = found else { return wire.entry(&info) };
     let header = Header { kind: Kind::Connected, source: nic.vm, destination: peer_vm, segment: nic.tag };
-    Entry::new(&info, directory.mtu(), peer_vm, directory.host(peer_vm), header)
+    let config = Entry::config(&info, directory.mtu());
+    Entry::new(&info, config, peer_vm, directory.host(peer_vm), header)
 }
 
 #[cfg(test)]

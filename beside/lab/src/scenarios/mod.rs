@@ -13,6 +13,7 @@ mod rdma_fabric;
 mod rdma_pyverbs;
 mod rdma_tools;
 mod rdma_ulp;
+mod rdma_wire;
 mod wakeups;
 
 use crate::scenario::Scenario;
@@ -31,5 +32,6 @@ pub const ALL: &[Scenario] = &[
     rdma_ulp::SCENARIO,
     rdma_exits::SCENARIO,
     rdma_fabric::SCENARIO,
+    rdma_wire::SCENARIO,
     wakeups::SCENARIO,
 ];

@@ -97,7 +97,7 @@ fn prepare(host: &Host, number: usize) -> Result<()> {
 }
 
 /// What the daemon of a host says of itself.
-fn tree(host: &Host) -> Result<Value> {
+pub(super) fn tree(host: &Host) -> Result<Value> {
     let text = host.sh("causeway inspect host --json")?;
     serde_json::from_str(&text).context("`causeway inspect host --json` printed no JSON")
 }
@@ -110,12 +110,12 @@ fn fabric(tree: &Value, name: &str) -> Result<u64> {
 
 /// A connected queue pair, as its daemon shows it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-struct Connected {
-    vm: String,
-    peer: String,
-    transport: String,
+pub(super) struct Connected {
+    pub vm: String,
+    pub peer: String,
+    pub transport: String,
     /// The daemon at the other end.
-    host: Option<String>,
+    pub host: Option<String>,
 }
 
 /// The queue pairs of a daemon's VMs that are ready to send and have a peer.
@@ -159,13 +159,13 @@ fn expected(one: &Member<'_>, other: &Member<'_>) -> [Connected; 2] {
 }
 
 /// Asks the daemons again and again while something runs; returns what it came to, and all connections that were seen.
-fn watched<T>(lab: &Lab, run: impl FnOnce() -> T) -> Result<(T, BTreeSet<Connected>)> {
+pub(super) fn watched<T>(hosts: &[Host], run: impl FnOnce() -> T) -> Result<(T, BTreeSet<Connected>)> {
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let watch = scope.spawn(|| {
             let mut seen = BTreeSet::new();
             while !done.load(Ordering::Relaxed) {
-                for host in lab.hosts() {
+                for host in hosts {
                     seen.append(&mut connected(&tree(host)?));
                 }
                 std::thread::sleep(Duration::from_millis(300));
@@ -267,7 +267,7 @@ fn counters(lab: &Lab, name: &str) -> Result<Vec<u64>> {
 /// What the daemons say of connections between two hosts.
 fn inspected(lab: &Lab, pair: &Pair<'_>, parts: &mut Parts<'_>) -> Result<()> {
     let before = [counters(lab, "packets_sent")?, counters(lab, "packets_received")?];
-    let (result, seen) = watched(lab, || verify(&pair.b, &pair.a))?;
+    let (result, seen) = watched(lab.hosts(), || verify(&pair.b, &pair.a))?;
     let after = [counters(lab, "packets_sent")?, counters(lab, "packets_received")?];
     parts.part("inspect: every byte verified", result);
     parts.seen("inspect: both ends show transport fabric", &seen, &expected(&pair.a, &pair.b));
@@ -295,7 +295,7 @@ fn mixed(lab: &Lab, pair: &mut Pair<'_>, parts: &mut Parts<'_>) -> Result<()> {
     // What the last connections to the other host still have to say.
     std::thread::sleep(Duration::from_secs(3));
     let before = counters(lab, "packets_sent")?;
-    let (result, seen) = watched(lab, || verify(c, a))?;
+    let (result, seen) = watched(lab.hosts(), || verify(c, a))?;
     let after = counters(lab, "packets_sent")?;
     parts.part("mixed: a local pair verifies every byte", result);
     parts.seen("mixed: a local pair shows transport local", &seen, &expected(a, c));
@@ -311,7 +311,7 @@ fn mixed(lab: &Lab, pair: &mut Pair<'_>, parts: &mut Parts<'_>) -> Result<()> {
     type Program = fn(&Member<'_>, &Member<'_>) -> Result<()>;
     let programs: [(&str, Program); 2] = [("rdma-verify", verify), ("rping", rping)];
     for (name, program) in programs {
-        let ((remote, local), seen) = watched(lab, || {
+        let ((remote, local), seen) = watched(lab.hosts(), || {
             std::thread::scope(|scope| {
                 let remote = scope.spawn(|| program(b, a));
                 let local = program(c, a);

@@ -21,7 +21,7 @@ pub const SCENARIO: Scenario = Scenario {
 
 /// What must be in the outputs besides good statuses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Verdict {
+pub(super) enum Verdict {
     /// Both sides end with status 0, and the client says this.
     Says(&'static str),
     /// As `Says`, but a server may be ended by its own limit: some never end by themselves.
@@ -42,9 +42,9 @@ struct Tool {
     verdict: Verdict,
 }
 
-const TCP: &str = "ss -Hltn 'sport = :18515' | grep -q .";
-const CM: &str = "rdma resource show cm_id | grep -q LISTEN";
-const CONTROL: &str = "ss -Hltn 'sport = :18601' | grep -q .";
+pub(super) const TCP: &str = "ss -Hltn 'sport = :18515' | grep -q .";
+pub(super) const CM: &str = "rdma resource show cm_id | grep -q LISTEN";
+pub(super) const CONTROL: &str = "ss -Hltn 'sport = :18601' | grep -q .";
 const NOTHING: &str = "true";
 
 /// All tools, with names for the device and the addresses still in braces.
@@ -257,7 +257,7 @@ fn fill(text: &str, port: &rdma::Port, server: &rdma::Member<'_>) -> String {
 }
 
 /// What is wrong with a tool's run, if anything.
-fn judge(verdict: Verdict, server: &Output, client: &Output) -> Result<(), String> {
+pub(super) fn judge(verdict: Verdict, server: &Output, client: &Output) -> Result<(), String> {
     let ended = |who: &str, o: &Output| match o.code {
         0 => Ok(()),
         124 | 137 => Err(format!("the {who} hung")),
@@ -276,7 +276,7 @@ fn judge(verdict: Verdict, server: &Output, client: &Output) -> Result<(), Strin
     }
 }
 
-fn tail(text: &str, lines: usize) -> String {
+pub(super) fn tail(text: &str, lines: usize) -> String {
     let all: Vec<&str> = text.trim_end().lines().collect();
     all[all.len().saturating_sub(lines)..].join("\n    ")
 }

@@ -315,6 +315,7 @@ impl<P: Provider> Engine<P> {
                 pd: init.pd.0,
                 path: Path::Unreachable,
                 path_at: 0,
+                was_local: false,
                 send_cq,
                 receive_cq,
                 current: None,

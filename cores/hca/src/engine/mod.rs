@@ -343,8 +343,10 @@ impl<P: Provider> Engine<P> {
         Some(ContextHandle(self.device(device.0)?.srqs.get(srq.0)?.context))
     }
 
+    /// Changes whenever addresses or ways come or go.
     #[inline]
-    pub(crate) fn topology(&self) -> u64 {
+    #[must_use]
+    pub fn topology(&self) -> u64 {
         self.topology
     }
 

@@ -185,6 +185,7 @@ impl<P: Provider> Engine<P> {
         qp.stashed = None;
         qp.established = false;
         qp.path = Path::Unreachable;
+        qp.was_local = false;
         qp.source_gid = Gid([0; 16]);
         let waiter = qp.waiter.take();
         let awaits = qp.awaits.take();

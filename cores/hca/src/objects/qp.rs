@@ -72,6 +72,8 @@ pub(crate) struct Qp<P: Provider> {
     pub path: Path,
     /// Engine's topology at which `path` was found; any change asks for another look.
     pub path_at: u64,
+    /// Since it left RESET it has had a peer of this engine, or was one's.
+    pub was_local: bool,
     pub send_cq: ObjectRef,
     pub receive_cq: ObjectRef,
     pub current: Option<Box<Current>>,

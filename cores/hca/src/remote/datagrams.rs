@@ -62,6 +62,8 @@ pub struct IncomingDatagram<'a> {
     pub immediate: Option<[u8; 4]>,
     /// Raises a solicited event.
     pub solicited: bool,
+    /// The receiver's header area, where the packet had a network header of its own; otherwise it is made from the fields above.
+    pub header: Option<[u8; 40]>,
     /// Data.
     pub payload: &'a [u8],
 }
@@ -132,7 +134,8 @@ impl<P: Provider> Engine<P> {
             hop_limit: datagram.hop_limit,
             dmac: [0; 6],
         };
-        let header = grh_area(datagram.source_gid, &to, length, datagram.immediate.is_some());
+        let made = || grh_area(datagram.source_gid, &to, length, datagram.immediate.is_some());
+        let header = datagram.header.unwrap_or_else(made);
         let shared = self.shared_queue(receiver);
         let placed = self.gather_target(receiver, shared, &receive.sges, all, 0..GRH_AREA).is_ok()
             && self.write_target(owner, &header).is_ok()

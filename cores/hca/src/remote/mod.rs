@@ -11,7 +11,8 @@
 //! ```
 //!
 //! **Which peers are elsewhere.** In a segment with an uplink ([`Engine::set_uplink`]), an address that no device of this engine has. Once
-//! a connection has gone elsewhere it stays there until its queue pair is reset: its sequence numbers live in the transport.
+//! a connection has gone elsewhere it stays there until its queue pair is reset: its sequence numbers live in the transport. One that was
+//! local stays so as well: when its peer vanishes its data doesn't go out to a network, and nobody there can take the peer's place.
 
 mod datagrams;
 mod requester;
@@ -228,10 +229,22 @@ impl<P: Provider> Engine<P> {
         serves.then_some(QpId { device, handle: qp.handle, stamp: qp.stamp, incarnation: qp.incarnation })
     }
 
+    /// Whether a queue pair has had a peer of this engine since it left RESET: then it isn't a transport's.
+    #[must_use]
+    pub fn was_local(&self, device: DeviceId, qpn: Qpn) -> bool {
+        self.device(device.0).and_then(|device| device.qp_by_number(qpn)).is_some_and(|qp| qp.was_local)
+    }
+
     /// Whether a device of this engine has an address.
     #[must_use]
     pub fn has_address(&self, segment: SegmentId, gid: Gid) -> bool {
         self.owner_of(segment, gid).is_some()
+    }
+
+    /// The addresses of a device, each with its MAC.
+    pub fn addresses(&self, device: DeviceId) -> impl Iterator<Item = (Gid, [u8; 6])> {
+        let entries = self.device(device.0).into_iter().flat_map(|device| device.gids.iter().flatten());
+        entries.map(|entry| (entry.gid, entry.mac))
     }
 
     /// The path of a queue pair, looked up anew when something has changed that could matter.
@@ -242,8 +255,17 @@ impl<P: Provider> Engine<P> {
         if qp.path_at == topology || qp.path == Path::Elsewhere {
             return qp.path;
         }
-        let path = self.find_path(at);
+        let mut path = self.find_path(at);
+        if let Path::Local(peer) = path
+            && let Some(peer) = self.qp_mut(peer)
+        {
+            peer.was_local = true;
+        }
         if let Some(qp) = self.qp_mut(at) {
+            qp.was_local |= matches!(path, Path::Local(_));
+            if qp.was_local && path == Path::Elsewhere {
+                path = Path::Unreachable;
+            }
             qp.path = path;
             qp.path_at = topology;
         }

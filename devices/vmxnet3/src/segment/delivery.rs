@@ -13,6 +13,9 @@ impl<M: Dma> Segment<M> {
     /// Hands a frame to a port that takes it as it is. For a device, anything but "nobody has looked" means that the
     /// checksums count as good.
     pub(super) fn give(&mut self, to: usize, frame: &[u8], offload: Offload) {
+        if self.divert(to, frame) {
+            return;
+        }
         let Some(Some(port)) = self.ports.get_mut(to) else { return };
         let group = destination(frame).is_group();
         let good = offload != Offload::None;

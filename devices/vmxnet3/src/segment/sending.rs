@@ -25,7 +25,13 @@ impl<M: Dma> Segment<M> {
         let mut more = true;
         while more && packets < TURN_PACKETS && cost < TURN_COST {
             let sent = match self.ports[index].as_ref().map(|port| &port.link) {
-                Some(Link::Device(_)) => self.send_from_device(index, now, &mut scratch),
+                // In turn, so that neither keeps the other from sending.
+                Some(Link::Device(_)) if packets % 2 == 0 => self
+                    .send_for_companion(index, now, &mut scratch)
+                    .or_else(|| self.send_from_device(index, now, &mut scratch)),
+                Some(Link::Device(_)) => self
+                    .send_from_device(index, now, &mut scratch)
+                    .or_else(|| self.send_for_companion(index, now, &mut scratch)),
                 Some(Link::Frames(_)) => self.receive_from_port(index, now, &mut scratch),
                 None => None,
             };
@@ -138,6 +144,10 @@ impl<M: Dma> Segment<M> {
             return None;
         }
         let head = &scratch.frame[start..];
+        // A companion is given whole frames.
+        if to.companion.as_mut().is_some_and(|companion| companion.wants(head)) {
+            return None;
+        }
         let good = match offload {
             Offload::None => false,
             Offload::Checksum { .. } if to.takes_partial() && is_transport_checksum(head, offload) => true,
@@ -207,7 +217,7 @@ impl<M: Dma> Segment<M> {
         Some(cost_of(len, offload))
     }
 
-    fn find_targets(&self, from: usize, route: Route, targets: &mut Vec<usize>) {
+    pub(super) fn find_targets(&self, from: usize, route: Route, targets: &mut Vec<usize>) {
         targets.clear();
         match route {
             Route::Port(to) => targets.push(to),
@@ -222,7 +232,7 @@ impl<M: Dma> Segment<M> {
     }
 
     /// Sends a frame to ports, finished as far as each needs it. `false`: it makes no sense.
-    fn dispatch(
+    pub(super) fn dispatch(
         &mut self,
         frame: &mut [u8],
         offload: Offload,

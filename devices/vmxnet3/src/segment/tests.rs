@@ -386,6 +386,96 @@ fn an_address_is_plugged_in_once() {
     assert!(net.segment.device(id).is_none());
 }
 
+/// Wants frames of one Ethernet type.
+#[derive(Clone, Default)]
+struct Beside {
+    taken: Arc<Mutex<Vec<Vec<u8>>>>,
+    to_send: Arc<Mutex<VecDeque<Vec<u8>>>>,
+}
+
+impl Companion for Beside {
+    fn wants(&mut self, head: &[u8]) -> bool {
+        head.get(12..14) == Some(&[0x88, 0xB5])
+    }
+
+    fn take(&mut self, frame: &[u8]) {
+        self.taken.lock().unwrap().push(frame.to_vec());
+    }
+
+    fn next(&mut self, frame: &mut Vec<u8>) -> bool {
+        let next = self.to_send.lock().unwrap().pop_front();
+        next.map(|bytes| frame.extend(bytes)).is_some()
+    }
+}
+
+#[test]
+fn a_companion_takes_its_frames_and_sends_in_the_device_s_name() {
+    let mut net = Net::two();
+    let (wire, beside) = (Wire::default(), Beside::default());
+    let rules = PortRules { any_source: true, partial_checksums: true };
+    let tap = net.segment.attach_port("wire", Box::new(wire.clone()), rules).unwrap();
+    let id = net.guests[1].id;
+    net.segment.set_companion(id, Some(Box::new(beside.clone())));
+    // Nobody else's, whatever it is.
+    net.segment.set_companion(tap, Some(Box::new(beside.clone())));
+
+    let kind = |mut frame: Vec<u8>, kind: [u8; 2]| {
+        frame[12..14].copy_from_slice(&kind);
+        frame
+    };
+    let others = [2, 0, 0, 0, 0, 9];
+    let far = ethernet(B, others, &[1; 1000]);
+    // From outside, and from a device beside it, whose frames otherwise go from guest to guest.
+    let (its, not) = (kind(far.clone(), [0x88, 0xB5]), kind(far, [0x88, 0xB6]));
+    let near = kind(ethernet(B, A, &[2; 1000]), [0x88, 0xB5]);
+    wire.coming.lock().unwrap().extend([(its.clone(), Offload::None), (not.clone(), Offload::None)]);
+    net.segment.readable(tap);
+    net.serve();
+    assert!(net.send(0, &near, &TransmitRequest::default()));
+    net.serve();
+    assert_eq!(*beside.taken.lock().unwrap(), [its, near]);
+    let received: Vec<Vec<u8>> = net.receive(1).into_iter().map(|frame| frame.bytes).collect();
+    assert_eq!(received, [not]);
+
+    // What it sends: to another device, to outside; a strange source and a frame that is none go nowhere.
+    let (to_a, out) = (ethernet(A, B, &[3; 100]), ethernet(others, B, &[4; 100]));
+    let forged = ethernet(A, others, &[5; 100]);
+    beside.to_send.lock().unwrap().extend([to_a.clone(), out.clone(), forged, vec![1, 2, 3]]);
+    net.segment.readable(id);
+    net.serve();
+    let received: Vec<Vec<u8>> = net.receive(0).into_iter().map(|frame| frame.bytes).collect();
+    assert_eq!(received, [to_a]);
+    assert_eq!(wire.out.lock().unwrap().drain(..).map(|(bytes, _)| bytes).collect::<Vec<_>>(), [out]);
+    assert_eq!((net.counter(1, "tx_spoofed"), net.counter(1, "tx_errors")), (1, 1));
+    // Without a companion all frames are the device's.
+    net.segment.set_companion(id, None);
+    let plain = kind(ethernet(B, A, &[6; 64]), [0x88, 0xB5]);
+    assert!(net.send(0, &plain, &TransmitRequest::default()));
+    net.serve();
+    assert_eq!(net.receive(1).len(), 1);
+}
+
+#[test]
+fn neither_a_device_nor_its_companion_keeps_the_other_from_sending() {
+    let mut net = Net::two();
+    let beside = Beside::default();
+    net.segment.set_companion(net.guests[0].id, Some(Box::new(beside.clone())));
+    let (frame, other) = (ethernet(B, A, &[1; 60]), ethernet(B, A, &[2; 60]));
+    for _ in 0..4 {
+        assert!(net.send(0, &frame, &TransmitRequest::default()));
+    }
+    beside.to_send.lock().unwrap().extend(vec![other.clone(); 2 * TURN_PACKETS]);
+    net.segment.serve(Duration::ZERO);
+    let received = net.receive(1);
+    let first: Vec<bool> = received.iter().take(8).map(|got| got.bytes == other).collect();
+    assert_eq!(first, [true, false, true, false, true, false, true, false]);
+    assert_eq!(
+        beside.to_send.lock().unwrap().len(),
+        2 * TURN_PACKETS - (TURN_PACKETS - 4),
+        "one turn's worth"
+    );
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 

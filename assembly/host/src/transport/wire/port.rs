@@ -1,0 +1,383 @@
+//! Between a NIC's Ethernet function, which a segment's thread serves, and its RDMA function, which the engine's thread serves.
+//!
+//! ```text
+//!  segment's thread                                        engine's thread
+//!  frame for the NIC ── is it RoCEv2 to an address of the RDMA function? headers, ICRC ──▶ inbox ──▶ Port::drain
+//!  sent in the NIC's name ◀────────────────────────── outbox ◀─────────────────────────────────────── Port::send
+//! ```
+//!
+//! Both boxes are bounded in bytes; what finds no room is dropped and counted, as on any link.
+
+use std::net::IpAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use roce::frame::{Frame, NotTaken, PORT};
+use rustix::event::{EventfdFlags, eventfd};
+use telemetry::Counter;
+use vmxnet3::Companion;
+
+use crate::function::interrupts::signal;
+
+/// Bytes of packets that may wait for the engine.
+const INBOX: usize = 2 << 20;
+/// Bytes of frames that may wait for the segment.
+const OUTBOX: usize = 1 << 20;
+/// What a packet costs besides its bytes.
+const EACH: usize = 128;
+
+/// Tells the engine's thread that packets wait at some port.
+#[derive(Debug)]
+pub(crate) struct Bell {
+    event: OwnedFd,
+    rung: AtomicBool,
+}
+
+impl Bell {
+    pub fn new() -> std::io::Result<Self> {
+        Ok(Self {
+            event: eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?,
+            rung: AtomicBool::new(false),
+        })
+    }
+
+    /// To be called after a box that was empty has got something.
+    fn ring(&self) {
+        // In this order: a descriptor that is readable has, or will have at once, the flag by which it is emptied.
+        signal(self.event.as_fd());
+        self.rung.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether it has rung since the last call; then all boxes are to be looked at.
+    pub fn take(&self) -> bool {
+        if !self.rung.load(Ordering::SeqCst) {
+            return false;
+        }
+        self.rung.store(false, Ordering::SeqCst);
+        // Fails when it is silent already.
+        let _ = rustix::io::read(&self.event, &mut [0_u8; 8]);
+        true
+    }
+
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.event.as_fd()
+    }
+}
+
+/// What came and went, and what didn't.
+#[derive(Debug, Default)]
+pub(crate) struct WireCounters {
+    /// Frames handed to the segment.
+    pub packets_sent: Counter,
+    /// Bytes of them.
+    pub bytes_sent: Counter,
+    /// Frames for the RDMA function.
+    pub packets_received: Counter,
+    /// Bytes of them.
+    pub bytes_received: Counter,
+    /// Wrong ICRC.
+    pub icrc_errors: Counter,
+    /// Lengths that don't fit, a wrong IPv4 checksum, headers that are none of RoCE.
+    pub malformed: Counter,
+    /// No room for what came.
+    pub receive_overruns: Counter,
+    /// For a queue pair that isn't there, isn't connected, or has no receive.
+    pub no_queue_pair: Counter,
+    /// From an address that isn't the queue pair's peer, or that belongs to a VM which is reached in another way.
+    pub wrong_peer: Counter,
+    /// Without a place to go: no room, no Ethernet function, no MAC of the peer.
+    pub send_drops: Counter,
+}
+
+impl WireCounters {
+    /// Name and value of each.
+    pub fn values(&self) -> [(&'static str, u64); 10] {
+        [
+            ("packets_sent", self.packets_sent.get()),
+            ("bytes_sent", self.bytes_sent.get()),
+            ("packets_received", self.packets_received.get()),
+            ("bytes_received", self.bytes_received.get()),
+            ("icrc_errors", self.icrc_errors.get()),
+            ("malformed", self.malformed.get()),
+            ("receive_overruns", self.receive_overruns.get()),
+            ("no_queue_pair", self.no_queue_pair.get()),
+            ("wrong_peer", self.wrong_peer.get()),
+            ("send_drops", self.send_drops.get()),
+        ]
+    }
+}
+
+/// An address of the RDMA function, with its MAC.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Address {
+    pub ip: IpAddr,
+    pub mac: [u8; 6],
+}
+
+/// A packet that came, without its bytes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Arrived {
+    pub source: IpAddr,
+    pub destination: IpAddr,
+    pub traffic_class: u8,
+    pub flow_label: u32,
+    pub hop_limit: u8,
+    pub congested: bool,
+    /// The 40 bytes before a datagram's payload.
+    pub header: [u8; 40],
+    len: usize,
+}
+
+/// Packets in the order in which they came.
+#[derive(Debug, Default)]
+pub(crate) struct Inbox {
+    arrived: Vec<Arrived>,
+    bytes: Vec<u8>,
+}
+
+impl Inbox {
+    /// Each packet, from BTH to pad.
+    pub fn packets(&self) -> impl Iterator<Item = (&Arrived, &[u8])> {
+        let mut rest = self.bytes.as_slice();
+        self.arrived.iter().map(move |arrived| {
+            let (packet, behind) = rest.split_at_checked(arrived.len).unwrap_or((rest, &[]));
+            rest = behind;
+            (arrived, packet)
+        })
+    }
+
+    fn size(&self) -> usize {
+        self.bytes.len() + self.arrived.len() * EACH
+    }
+
+    fn clear(&mut self) {
+        self.arrived.clear();
+        self.bytes.clear();
+    }
+}
+
+/// Frames in the order in which they leave.
+#[derive(Debug, Default)]
+struct Outbox {
+    lengths: Vec<usize>,
+    bytes: Vec<u8>,
+}
+
+impl Outbox {
+    fn size(&self) -> usize {
+        self.bytes.len() + self.lengths.len() * EACH
+    }
+}
+
+/// The way to the Ethernet function's segment.
+type Waker = Box<dyn Fn() + Send + Sync>;
+
+/// See the module. Made with the NIC; either function may come and go.
+#[derive(Default)]
+pub struct WirePort {
+    /// Those of the RDMA function; without it, none.
+    addresses: Mutex<Vec<Address>>,
+    inbox: Mutex<Inbox>,
+    outbox: Mutex<Outbox>,
+    /// Set while there is an Ethernet function.
+    waker: Mutex<Option<Waker>>,
+    /// Set while there is an RDMA function.
+    bell: Mutex<Option<Arc<Bell>>>,
+    pub(crate) counters: WireCounters,
+}
+
+impl std::fmt::Debug for WirePort {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("WirePort").field("counters", &self.counters).finish_non_exhaustive()
+    }
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl WirePort {
+    /// The Ethernet function is in its segment; `waker` tells that segment's thread to look at [`WirePort::end`].
+    pub(crate) fn connect(&self, waker: Waker) {
+        *locked(&self.waker) = Some(waker);
+    }
+
+    /// The Ethernet function leaves its segment.
+    pub(crate) fn disconnect(&self) {
+        *locked(&self.waker) = None;
+        *locked(&self.outbox) = Outbox::default();
+    }
+
+    /// What the segment's thread has of it.
+    pub(crate) fn end(self: &Arc<Self>) -> Box<dyn Companion> {
+        Box::new(End { port: Arc::clone(self), sending: Outbox::default(), next: 0, position: 0 })
+    }
+
+    /// The RDMA function has come.
+    pub(crate) fn open(&self, bell: Arc<Bell>) {
+        *locked(&self.bell) = Some(bell);
+    }
+
+    /// The RDMA function goes: frames are the Ethernet function's from now on.
+    pub(crate) fn close(&self) {
+        locked(&self.addresses).clear();
+        *locked(&self.bell) = None;
+        *locked(&self.inbox) = Inbox::default();
+    }
+
+    /// The RDMA function's addresses.
+    pub(crate) fn set_addresses(&self, addresses: impl Iterator<Item = Address>) {
+        let mut own = locked(&self.addresses);
+        own.clear();
+        own.extend(addresses);
+    }
+
+    /// Takes all that has come; `into` is emptied before.
+    pub(crate) fn drain(&self, into: &mut Inbox) {
+        into.clear();
+        std::mem::swap(&mut *locked(&self.inbox), into);
+    }
+
+    /// Whether `bytes` more would find room.
+    pub(crate) fn has_room(&self, bytes: usize) -> bool {
+        locked(&self.outbox).size() + bytes <= OUTBOX
+    }
+
+    /// Sends whole frames. Without room or Ethernet function they are dropped: the protocol sends them again, as it does for any loss.
+    pub(crate) fn send<'a>(&self, frames: impl Iterator<Item = &'a [u8]>) {
+        let waker = locked(&self.waker);
+        let mut sent = false;
+        for frame in frames {
+            let mut outbox = locked(&self.outbox);
+            if waker.is_none() || outbox.size() + frame.len() + EACH > OUTBOX {
+                self.counters.send_drops.increment();
+                continue;
+            }
+            outbox.bytes.extend_from_slice(frame);
+            outbox.lengths.push(frame.len());
+            self.counters.packets_sent.increment();
+            self.counters.bytes_sent.add(frame.len() as u64);
+            sent = true;
+        }
+        if sent && let Some(wake) = &*waker {
+            wake();
+        }
+    }
+
+    /// Counters as `inspect` shows them.
+    pub(crate) fn inspect(&self) -> serde_json::Value {
+        let values = self.counters.values().into_iter();
+        serde_json::Value::Object(values.map(|(name, value)| (name.to_owned(), value.into())).collect())
+    }
+
+    fn is_own(&self, mac: [u8; 6], ip: IpAddr) -> bool {
+        locked(&self.addresses).contains(&Address { ip, mac })
+    }
+
+    /// A frame that [`wanted`] chose. It may be anything behind the addresses.
+    fn receive(&self, frame: &[u8]) {
+        self.counters.packets_received.increment();
+        self.counters.bytes_received.add(frame.len() as u64);
+        let frame = match Frame::parse(frame) {
+            Ok(frame) => frame,
+            Err(NotTaken::Icrc) => return self.counters.icrc_errors.increment(),
+            Err(NotTaken::Malformed | NotTaken::Checksum | NotTaken::Other) => {
+                return self.counters.malformed.increment();
+            }
+        };
+        let addresses = &frame.addresses;
+        let arrived = Arrived {
+            source: addresses.source,
+            destination: addresses.destination,
+            traffic_class: addresses.traffic_class,
+            flow_label: addresses.flow_label,
+            hop_limit: addresses.hop_limit,
+            congested: frame.congested,
+            header: frame.receive_header(),
+            len: frame.packet.len(),
+        };
+        let bell = locked(&self.bell);
+        let Some(bell) = &*bell else { return self.counters.no_queue_pair.increment() };
+        let first = {
+            let mut inbox = locked(&self.inbox);
+            if inbox.size() + frame.packet.len() + EACH > INBOX {
+                return self.counters.receive_overruns.increment();
+            }
+            inbox.bytes.extend_from_slice(frame.packet);
+            inbox.arrived.push(arrived);
+            inbox.arrived.len() == 1
+        };
+        if first {
+            bell.ring();
+        }
+    }
+}
+
+/// Whose frame of RoCEv2 this is: destination MAC and address. `None` for other traffic: another type (a VLAN's too), a fragment, an IPv4
+/// header with options, another protocol or port.
+fn wanted(head: &[u8]) -> Option<([u8; 6], IpAddr)> {
+    let mac = *head.first_chunk::<6>()?;
+    let ip = head.get(14..)?;
+    let (address, udp) = match head.get(12..14)? {
+        [0x08, 0x00] => {
+            let header = ip.first_chunk::<20>()?;
+            let [0x45, _, _, _, _, _, flags, fragment, _, 17, _, _, _, _, _, _, a, b, c, d] = *header else {
+                return None;
+            };
+            if flags & 0x3F != 0 || fragment != 0 {
+                return None;
+            }
+            (IpAddr::from([a, b, c, d]), ip.get(20..)?)
+        }
+        [0x86, 0xDD] => {
+            let header = ip.first_chunk::<40>()?;
+            if header[0] >> 4 != 6 || header[6] != 17 {
+                return None;
+            }
+            let (_, address) = header.split_last_chunk::<16>()?;
+            (IpAddr::from(*address), ip.get(40..)?)
+        }
+        _ => return None,
+    };
+    (udp.get(2..4)? == PORT.to_be_bytes()).then_some((mac, address))
+}
+
+/// The segment's side.
+struct End {
+    port: Arc<WirePort>,
+    /// Frames that are being sent.
+    sending: Outbox,
+    next: usize,
+    position: usize,
+}
+
+impl Companion for End {
+    fn wants(&mut self, head: &[u8]) -> bool {
+        wanted(head).is_some_and(|(mac, ip)| self.port.is_own(mac, ip))
+    }
+
+    fn take(&mut self, frame: &[u8]) {
+        self.port.receive(frame);
+    }
+
+    fn next(&mut self, frame: &mut Vec<u8>) -> bool {
+        if self.next >= self.sending.lengths.len() {
+            (self.next, self.position) = (0, 0);
+            self.sending.lengths.clear();
+            self.sending.bytes.clear();
+            std::mem::swap(&mut *locked(&self.port.outbox), &mut self.sending);
+        }
+        let Some(&len) = self.sending.lengths.get(self.next) else { return false };
+        frame.extend_from_slice(
+            self.sending.bytes.get(self.position..self.position + len).unwrap_or_default(),
+        );
+        self.next += 1;
+        self.position += len;
+        true
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // For tests only.
+mod tests;
