@@ -15,7 +15,9 @@ use crate::listener::{ListenError, Place, SocketFile, listen};
 use crate::registry::Registry;
 use crate::remembered::Remembered;
 use crate::server::{self, Sockets};
-use crate::transport::{Directory as _, DirectoryError, FabricError, FileDirectory, Transports};
+use crate::transport::{
+    ClusterKey, Directory as _, DirectoryError, FabricError, FileDirectory, KeyError, Transports,
+};
 
 /// What a daemon is started with.
 #[derive(Debug, Clone)]
@@ -39,6 +41,8 @@ pub struct FabricConfig {
     pub directory: PathBuf,
     /// The first of the daemon's own UDP sockets: one of the directory's hosts.
     pub address: SocketAddr,
+    /// A file with the cluster's key: packets between hosts are encrypted. Without one they are plain.
+    pub cluster_key: Option<PathBuf>,
 }
 
 impl DaemonConfig {
@@ -67,6 +71,9 @@ pub enum DaemonError {
     /// The directory of other hosts.
     #[error(transparent)]
     Directory(#[from] DirectoryError),
+    /// The cluster's key.
+    #[error(transparent)]
+    Key(#[from] KeyError),
     /// Sockets to other hosts.
     #[error(transparent)]
     Fabric(#[from] FabricError),
@@ -204,7 +211,19 @@ fn transports(config: &FabricConfig) -> Result<Transports, DaemonError> {
     if !directory.hosts().contains(&address) {
         return Err(DaemonError::NotAHost { address, directory: config.directory.clone() });
     }
-    Ok(Transports::open(Arc::new(directory), address)?)
+    let key = config.cluster_key.as_deref().map(ClusterKey::load).transpose()?;
+    let transports = Transports::open(Arc::new(directory), address, key.as_ref())?;
+    tracing::info!(
+        %address,
+        encryption = transports.fabric().encryption,
+        "RDMA between hosts is {}",
+        if key.is_some() {
+            "encrypted and authenticated with the cluster key"
+        } else {
+            "plain: whoever can forge a host's address can forge requests; --cluster-key FILE encrypts"
+        }
+    );
+    Ok(transports)
 }
 
 fn join(thread: Option<JoinHandle<()>>, name: &str) {

@@ -46,6 +46,8 @@ pub enum Command {
     Stop(StopArgs),
     /// Run this host's daemon in the foreground: it serves RDMA NICs to VMs
     Host(HostArgs),
+    /// Write a new cluster key for `causeway host --cluster-key` to a file that isn't there yet
+    Key(KeyArgs),
     /// Say what this host can do, what is missing and how to get it
     Doctor,
 }
@@ -96,9 +98,20 @@ pub struct HostArgs {
     /// This host's address in the directory, where packets of other hosts are taken by UDP
     #[arg(long, value_name = "ADDRESS:PORT", requires = "directory")]
     pub fabric_address: Option<SocketAddr>,
+    /// Encrypt and authenticate packets between hosts with the key in this file, the same on all hosts (`causeway key` makes one)
+    #[arg(long, value_name = "FILE", requires = "directory")]
+    pub cluster_key: Option<PathBuf>,
     /// Bind the thread that does the RDMA work to this CPU
     #[arg(long, value_name = "CPU")]
     pub engine_cpu: Option<usize>,
+}
+
+/// `causeway key`.
+#[derive(Debug, Args)]
+pub struct KeyArgs {
+    /// The new file; only its owner may read it
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
 }
 
 /// `causeway stop`.

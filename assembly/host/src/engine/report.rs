@@ -60,7 +60,7 @@ pub struct EngineView {
     /// The loop.
     pub counters: LoopCounters,
     /// The sockets to other hosts, where there are some.
-    pub fabric: Option<crate::transport::FabricCounters>,
+    pub fabric: Option<crate::transport::FabricReport>,
     /// By number.
     pub devices: Vec<DeviceView>,
 }

@@ -371,7 +371,7 @@ impl Worker {
     #[must_use]
     pub fn view(&self) -> EngineView {
         let devices = self.devices.iter().filter_map(|device| self.device_view(device)).collect();
-        let fabric = self.transports.as_ref().map(Transports::counters);
+        let fabric = self.transports.as_ref().map(Transports::fabric);
         EngineView { counters: self.counters, fabric, devices }
     }
 

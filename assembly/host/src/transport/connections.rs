@@ -11,7 +11,7 @@ use hca::remote::{ConnectionInfo, QpId};
 use roce::{Config, Connection, Mtu, Reliability, SendAttributes};
 
 use super::directory::{Directory, VmId};
-use super::fabric::Header;
+use super::header::Header;
 use super::{Nic, entry};
 
 /// A queue pair's connection.

@@ -202,7 +202,7 @@ impl FileDirectory {
         }
         let mut tags = HashMap::new();
         for (segment, _) in directory.owners.keys() {
-            if let Some(other) = tags.insert(super::fabric::tag(segment), segment)
+            if let Some(other) = tags.insert(super::header::tag(segment), segment)
                 && other != segment
             {
                 return Err(format!("segments {segment} and {other} can't be told apart; rename one"));

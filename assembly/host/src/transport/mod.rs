@@ -12,14 +12,18 @@
 //! | module | holds |
 //! |---|---|
 //! | `directory` | where VMs are |
-//! | `fabric` | packets between daemons |
+//! | `fabric`, `header`, `counters` | packets between daemons |
+//! | `secure` | their encryption and authentication |
 //! | `carrier` | the protocol's view of the engine |
 //! | `connections` | the protocol's connections |
 
 mod carrier;
 mod connections;
+mod counters;
 mod directory;
 mod fabric;
+mod header;
+mod secure;
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -36,9 +40,13 @@ use roce::{Batch, Kind as RequestKind, Packet, PostError, Remote, Request};
 
 use carrier::Carrier;
 use connections::{Connections, Entry};
+pub use counters::{FabricCounters, FabricReport};
 pub use directory::{Directory, DirectoryError, FileDirectory, VmId};
-use fabric::{ADDRESSES, Addresses, Fabric, HEADER, Header, Kind};
-pub use fabric::{FabricCounters, FabricError};
+pub use fabric::FabricError;
+use fabric::{Fabric, Origin, Run};
+use header::{ADDRESSES, Addresses, Header, Kind};
+use secure::Dropped;
+pub use secure::{ClusterKey, KeyError, PeerReport, SessionCounters};
 
 /// The transport between hosts, as reports call it.
 const FABRIC: &str = "fabric";
@@ -96,12 +104,16 @@ impl std::fmt::Debug for Transports {
 }
 
 impl Transports {
-    /// Opens the sockets on `address`.
+    /// Opens the sockets on `address`. With a cluster key all packets are encrypted, without one none is.
     ///
     /// # Errors
     /// When a port can't be had.
-    pub fn open(directory: Arc<dyn Directory>, address: SocketAddr) -> Result<Self, FabricError> {
-        let fabric = Fabric::open(address, directory.sockets())?;
+    pub fn open(
+        directory: Arc<dyn Directory>,
+        address: SocketAddr,
+        key: Option<&ClusterKey>,
+    ) -> Result<Self, FabricError> {
+        let fabric = Fabric::open(address, directory.sockets(), key)?;
         Ok(Self {
             directory,
             fabric,
@@ -127,7 +139,7 @@ impl Transports {
         segment_id: SegmentId,
     ) {
         let Some(vm) = self.directory.vm(vm) else { return };
-        let nic = Nic { vm, segment: segment.to_owned(), segment_id, tag: fabric::tag(segment) };
+        let nic = Nic { vm, segment: segment.to_owned(), segment_id, tag: header::tag(segment) };
         if self.devices.insert((vm, nic.tag), device).is_some_and(|other| self.nics.contains_key(&other)) {
             tracing::warn!(
                 vm = vm.0,
@@ -165,13 +177,19 @@ impl Transports {
     /// When something is due at the latest.
     #[must_use]
     pub fn next(&self) -> Option<u64> {
-        self.connections.next()
+        [self.connections.next(), self.fabric.next()].into_iter().flatten().min()
     }
 
     /// What the sockets did.
     #[must_use]
     pub fn counters(&self) -> FabricCounters {
         self.fabric.counters()
+    }
+
+    /// What the sockets and sessions did.
+    #[must_use]
+    pub fn fabric(&self) -> FabricReport {
+        self.fabric.report()
     }
 
     /// The connection of a queue pair.
@@ -200,17 +218,11 @@ impl Transports {
         }
         self.last_look = now;
         let Self { fabric, directory, nics, devices, connections, .. } = self;
-        let mut dropped = 0;
-        let any = fabric.receive(|from, bytes, congested| {
+        let any = fabric.receive(now, &|| directory.hosts(), |from, header, bytes, congested| {
             let mut arrivals =
                 Arrivals { directory: directory.as_ref(), nics, devices, connections, engine, now };
-            if arrivals.take(from, bytes, congested).is_none() {
-                dropped += 1;
-            }
+            arrivals.take(from, header, bytes, congested)
         });
-        for _ in 0..dropped {
-            fabric.drop_one();
-        }
         if any {
             self.last_packet = now;
         }
@@ -241,6 +253,7 @@ impl Transports {
             }
             self.connections.ready(index);
         }
+        self.fabric.expire(now);
         for _ in 0..self.connections.ready_count() {
             let Some(index) = self.connections.next_ready() else { break };
             worked |= self.transmit(engine, index, now);
@@ -292,7 +305,7 @@ impl Transports {
                     self.connections.ready(index);
                 }
             }
-            Action::Datagram(datagram) => self.send_datagram(&datagram),
+            Action::Datagram(datagram) => self.send_datagram(&datagram, now),
         }
     }
 
@@ -306,26 +319,24 @@ impl Transports {
             return false;
         }
         let most = fabric.most_segments().max(1);
-        let mut batch = Batch::new(buffer, lengths, HEADER, 0, most);
+        let (before, behind) = (fabric.before(), fabric.behind());
+        let mut batch = Batch::new(buffer, lengths, before, behind, most);
         entry.connection.transmit(now, &mut Carrier { engine, qp: entry.qp }, &mut batch);
         let more = entry.connection.wants_transmit(now);
         let sent = !lengths.is_empty();
         let ecn = entry.connection.config().congestion.is_some();
         if let Some(host) = entry.host {
-            let header = entry.header.encode();
-            let mut position = 0;
+            let mut position: usize = 0;
             let mut start = 0;
             let mut stride = 0;
             for &length in lengths.iter() {
-                let length = HEADER + usize::try_from(length).unwrap_or(0);
-                if let Some(room) = buffer.get_mut(position..position + HEADER) {
-                    room.copy_from_slice(&header);
-                }
+                let length = before + usize::try_from(length).unwrap_or(0) + behind;
                 // A run ends before a longer packet, and behind a shorter one.
                 let in_run = position - start;
                 let shorter_before = stride > 0 && !in_run.is_multiple_of(stride);
                 if in_run > 0 && (length > stride || shorter_before) {
-                    fabric.send(socket, host, buffer.get(start..position).unwrap_or_default(), stride, ecn);
+                    let bytes = buffer.get_mut(start..position).unwrap_or_default();
+                    fabric.send(host, &entry.header, Run { index: socket, bytes, stride, ecn }, now);
                     start = position;
                 }
                 if start == position {
@@ -334,7 +345,8 @@ impl Transports {
                 position += length;
             }
             if position > start {
-                fabric.send(socket, host, buffer.get(start..position).unwrap_or_default(), stride, ecn);
+                let bytes = buffer.get_mut(start..position).unwrap_or_default();
+                fabric.send(host, &entry.header, Run { index: socket, bytes, stride, ecn }, now);
             }
         }
         let timeout = entry.connection.timeout();
@@ -349,7 +361,7 @@ impl Transports {
         sent
     }
 
-    fn send_datagram(&mut self, datagram: &OutgoingDatagram) {
+    fn send_datagram(&mut self, datagram: &OutgoingDatagram, now: u64) {
         let Some(nic) = self.nics.get(&datagram.qp.device) else { return };
         let Some(vm) = self.directory.owner(&nic.segment, datagram.to.dgid) else { return };
         let Some(host) = self.directory.host(vm) else { return };
@@ -371,8 +383,9 @@ impl Transports {
             solicited: datagram.solicited,
             immediate: datagram.immediate,
         };
-        let before = HEADER + ADDRESSES;
-        let mut batch = Batch::new(&mut self.buffer, &mut self.lengths, before, 0, 1);
+        let header_len = self.fabric.before();
+        let before = header_len + ADDRESSES;
+        let mut batch = Batch::new(&mut self.buffer, &mut self.lengths, before, self.fabric.behind(), 1);
         let fill = |into: &mut [u8]| -> Result<(), ()> {
             into.copy_from_slice(datagram.payload.get(..into.len()).ok_or(())?);
             Ok(())
@@ -387,9 +400,8 @@ impl Transports {
             return;
         }
         let Some(packet) = self.buffer.get_mut(..len) else { return };
-        packet[..HEADER].copy_from_slice(&header.encode());
-        packet[HEADER..before].copy_from_slice(&addresses.encode());
-        self.fabric.send(socket, host, packet, len, false);
+        packet[header_len..before].copy_from_slice(&addresses.encode());
+        self.fabric.send(host, &header, Run { index: socket, bytes: packet, stride: len, ecn: false }, now);
     }
 }
 
@@ -404,19 +416,18 @@ struct Arrivals<'a, P: Provider> {
 }
 
 impl<P: Provider> Arrivals<'_, P> {
-    /// Takes a packet; `None`: it is for nobody here, or not from whom it says.
-    fn take(&mut self, from: SocketAddr, bytes: &[u8], congested: bool) -> Option<()> {
-        let (header, rest) = Header::decode(bytes)?;
-        let device = *self.devices.get(&(header.destination, header.segment))?;
+    /// Takes a packet, unless it is for nobody here, or not from whom it says.
+    fn take(&mut self, from: Origin, header: &Header, rest: &[u8], congested: bool) -> Result<(), Dropped> {
+        let device = self.devices.get(&(header.destination, header.segment));
+        let device = *device.ok_or(Dropped::NoVm)?;
         match header.kind {
             Kind::Connected => {
-                let qpn = Packet::destination(rest)?;
-                let index = self.connection(device, qpn)?;
-                let entry = self.connections.get_mut(index)?;
-                let known =
-                    entry.peer_vm == header.source && entry.host.is_some_and(|host| host.ip() == from.ip());
+                let qpn = Packet::destination(rest).ok_or(Dropped::Malformed)?;
+                let index = self.connection(device, qpn).ok_or(Dropped::NoQueuePair)?;
+                let entry = self.connections.get_mut(index).ok_or(Dropped::NoQueuePair)?;
+                let known = entry.peer_vm == header.source && entry.host.is_some_and(|host| from.is(host));
                 if !known {
-                    return None;
+                    return Err(Dropped::NotItsHost);
                 }
                 let arrival = roce::Arrival { congested };
                 let mut carrier = Carrier { engine: self.engine, qp: entry.qp };
@@ -424,15 +435,15 @@ impl<P: Provider> Arrivals<'_, P> {
                 self.connections.ready(index);
             }
             Kind::Datagram => {
-                let host = self.directory.host(header.source)?;
-                let nic = self.nics.get(&device)?;
-                let (addresses, rest) = Addresses::decode(rest)?;
+                let host = self.directory.host(header.source).ok_or(Dropped::NotItsHost)?;
+                let nic = self.nics.get(&device).ok_or(Dropped::NoVm)?;
+                let (addresses, rest) = Addresses::decode(rest).ok_or(Dropped::Malformed)?;
                 let owner = self.directory.owner(&nic.segment, addresses.source);
-                if host.ip() != from.ip() || owner != Some(header.source) {
-                    return None;
+                if !from.is(host) || owner != Some(header.source) {
+                    return Err(Dropped::NotItsHost);
                 }
-                let packet = Packet::parse(rest).ok()?;
-                let (datagram, payload) = Datagram::receive(&packet)?;
+                let packet = Packet::parse(rest).map_err(|_| Dropped::Malformed)?;
+                let (datagram, payload) = Datagram::receive(&packet).ok_or(Dropped::Malformed)?;
                 self.engine.remote_datagram(&IncomingDatagram {
                     segment: nic.segment_id,
                     source_qpn: Qpn(datagram.source),
@@ -449,7 +460,7 @@ impl<P: Provider> Arrivals<'_, P> {
                 });
             }
         }
-        Some(())
+        Ok(())
     }
 
     /// The connection of a queue pair, made when the queue pair has one.
