@@ -14,6 +14,7 @@ use crate::hardening;
 use crate::listener::{ListenError, Place, SocketFile, listen};
 use crate::registry::Registry;
 use crate::remembered::Remembered;
+use crate::sandbox::{self, SandboxError};
 use crate::server::{self, Sockets};
 use crate::transport::{
     ClusterKey, Directory as _, DirectoryError, FabricError, FileDirectory, KeyError, Transports,
@@ -32,6 +33,8 @@ pub struct DaemonConfig {
     pub engine: EngineSetup,
     /// RDMA to other hosts.
     pub fabric: Option<FabricConfig>,
+    /// Confine the daemon's threads, and the thread that starts it, by seccomp and Landlock.
+    pub sandbox: bool,
 }
 
 /// How other hosts are reached.
@@ -55,6 +58,7 @@ impl DaemonConfig {
             metrics: None,
             engine: EngineSetup::default(),
             fabric: None,
+            sandbox: false,
         }
     }
 }
@@ -85,6 +89,9 @@ pub enum DaemonError {
         /// The directory.
         directory: PathBuf,
     },
+    /// The sandbox.
+    #[error(transparent)]
+    Sandbox(#[from] SandboxError),
     /// Metrics by TCP.
     #[error("Metrics can't be served at {address}; choose another --metrics")]
     Metrics {
@@ -129,16 +136,22 @@ impl Daemon {
         hardening::prepare();
         let place = Place::take(&config.socket)?;
         let transports = config.fabric.as_ref().map(transports).transpose()?;
-        let engine = EngineThread::start(config.engine, transports)?;
-        let remembered = Remembered::load(place.folder());
-        let (registry, events) =
-            Registry::new(place.folder(), config.access.clone(), engine.handle(), remembered);
         let metrics_tcp = config
             .metrics
             .map(|address| {
                 server::bind_metrics(address).map_err(|source| DaemonError::Metrics { address, source })
             })
             .transpose()?;
+        // What is opened outside is open; threads have it from here.
+        if config.sandbox {
+            sandbox::enter(place.socket(), place.folder())?;
+        } else {
+            tracing::warn!("The daemon runs without a sandbox: no seccomp, no Landlock");
+        }
+        let engine = EngineThread::start(config.engine, transports)?;
+        let remembered = Remembered::load(place.folder());
+        let (registry, events) =
+            Registry::new(place.folder(), config.access.clone(), engine.handle(), remembered);
         let metrics_address = metrics_tcp.as_ref().and_then(|listener| listener.local_addr().ok());
         let (metrics, metrics_file) = listen(&place.folder().join("metrics"))?.into_parts();
         let kept = Arc::clone(&registry);

@@ -10,7 +10,7 @@ use common::driver::{Endpoint, Guest};
 use common::monitor::{Machine, Monitor};
 use common::{daemon, wait_until};
 use control_api::host::{HostClient, HostError, NicRequest, proto};
-use host::{Daemon, DaemonConfig};
+use host::DaemonConfig;
 
 fn gid(last: u8) -> [u8; 16] {
     let mut gid = [0; 16];
@@ -118,7 +118,7 @@ fn nothing_is_lost_while_doorbell_modes_change() {
     // The idle time adapts, to 16 times this: still within the pauses.
     let mut config = DaemonConfig::new(folder.path().join("host.sock"));
     config.engine.idle = Duration::from_micros(500);
-    let daemon = Daemon::start(&config).unwrap();
+    let daemon = common::start(config);
     let (a, b) = (vm(daemon.socket(), "a", 1, true), vm(daemon.socket(), "b", 2, true));
     connect(&a, &b);
     let (mut wr_id, mut random) = (0, 12345_u32);

@@ -375,10 +375,10 @@ impl Worker {
         EngineView { counters: self.counters, fabric, devices }
     }
 
-    /// Whether a queue pair's peer address belongs to a device of this host.
+    /// Whether a queue pair's peer is reached on this host, without a transport.
     fn has_beside(&self, id: DeviceId, qpn: Qpn, peer: Gid) -> bool {
         let connected = self.engine.connected(id, qpn).and_then(|qp| self.engine.connection(qp));
-        connected.is_some_and(|connection| self.engine.has_address(connection.segment, peer))
+        connected.is_some_and(|connection| self.engine.is_beside(id, connection.segment, peer))
     }
 
     /// One device.
@@ -424,6 +424,7 @@ impl Worker {
             interrupts: served.msix.0.counts(),
             function: device.report(),
             hca,
+            roce: self.transports.as_ref().and_then(|transports| transports.device_counters(id)),
             peers,
         })
     }

@@ -1,6 +1,6 @@
 //! What the sockets between daemons did.
 
-use super::secure::{Dropped, PeerReport, SessionCounters};
+use super::secure::{Dropped, PeerReport};
 
 macro_rules! counters {
     ($(#[$doc:meta])* $name:ident { $($field:ident: $text:literal,)* }) => {
@@ -42,9 +42,26 @@ counters! {
         dropped_forged: "Packets dropped: not authentic; damaged, or made by somebody else.",
         dropped_handshake: "Handshakes dropped: not authentic; another cluster key, or damaged.",
         dropped_old_handshake: "Handshakes dropped: not newer than an earlier one of their host.",
+        dropped_pinned: "Packets dropped: of VMs that the directory pins to another transport.",
         dropped_stranger: "Handshakes dropped: from an address that no host of the directory has.",
     }
 }
+
+counters! {
+    /// What handshakes between daemons came to.
+    SessionCounters {
+        handshakes_started: "Handshakes that this daemon began.",
+        handshakes_answered: "Handshakes of other hosts that it answered.",
+        sessions_established: "Sessions with other hosts that came into use.",
+        packets_held: "Packets that waited for a session.",
+        packets_unsent: "Packets given up since no session came in time, or too many waited.",
+    }
+}
+
+/// [`FabricReport::encryption`] with a cluster key.
+pub const ENCRYPTED: &str = "encrypted";
+/// And without one.
+pub(super) const UNENCRYPTED: &str = "plain";
 
 impl FabricCounters {
     pub(super) fn drop_one(&mut self, cause: Dropped) {
@@ -62,6 +79,7 @@ impl FabricCounters {
             Dropped::Handshake => &mut self.dropped_handshake,
             Dropped::OldHandshake => &mut self.dropped_old_handshake,
             Dropped::Stranger => &mut self.dropped_stranger,
+            Dropped::Pinned => &mut self.dropped_pinned,
         };
         *counter += 1;
     }

@@ -15,7 +15,7 @@ use rustix::net::sockopt;
 
 use telemetry::guest_log::GuestLog;
 
-use super::counters::{FabricCounters, FabricReport};
+use super::counters::{ENCRYPTED, FabricCounters, FabricReport, UNENCRYPTED};
 use super::header::{HEADER, Header, PLAIN, SEALED};
 use super::secure::{Arrived, ClusterKey, DATA_HEADER, Dropped, Sealing, Secure, TAG, host_of};
 
@@ -157,8 +157,8 @@ impl Fabric {
 
     pub fn report(&self) -> FabricReport {
         let (encryption, sessions, peers) = match &self.secure {
-            Some(secure) => ("encrypted", Some(secure.counters()), secure.report()),
-            None => ("plain", None, Vec::new()),
+            Some(secure) => (ENCRYPTED, Some(secure.counters()), secure.report()),
+            None => (UNENCRYPTED, None, Vec::new()),
         };
         FabricReport { encryption, counters: self.counters, sessions, peers }
     }

@@ -13,6 +13,7 @@
 //! |---|---|
 //! | `directory` | where VMs are |
 //! | `fabric`, `header`, `counters` | packets between daemons |
+//! | `pin` | which transport a connection must use |
 //! | `secure` | their encryption and authentication |
 //! | `carrier` | the protocol's view of the engine |
 //! | `connections` | the protocol's connections |
@@ -23,6 +24,7 @@ mod counters;
 mod directory;
 mod fabric;
 mod header;
+mod pin;
 mod secure;
 
 use std::collections::HashMap;
@@ -36,20 +38,24 @@ use hca::provider::Provider;
 use hca::remote::{Action, IncomingDatagram, OutgoingDatagram, Posted, PostedOperation, QpId};
 use hca::work::Status;
 use roce::datagram::Datagram;
+use telemetry::guest_log::GuestLog;
+
 use roce::{Batch, Kind as RequestKind, Packet, PostError, Remote, Request};
 
 use carrier::Carrier;
 use connections::{Connections, Entry};
-pub use counters::{FabricCounters, FabricReport};
+pub use counters::{ENCRYPTED, FabricCounters, FabricReport, SessionCounters};
 pub use directory::{Directory, DirectoryError, FileDirectory, VmId};
 pub use fabric::FabricError;
 use fabric::{Fabric, Origin, Run};
 use header::{ADDRESSES, Addresses, Header, Kind};
+use pin::Refused;
+pub use pin::TransportKind;
 use secure::Dropped;
-pub use secure::{ClusterKey, KeyError, PeerReport, SessionCounters};
+pub use secure::{ClusterKey, KeyError, PeerReport};
 
-/// The transport between hosts, as reports call it.
-const FABRIC: &str = "fabric";
+/// What reports call a connection that its pin forbids.
+const REFUSED: &str = "refused";
 /// Nanoseconds after the last packet during which the thread looks at its sockets without sleeping.
 const EAGER_NS: u64 = 200_000;
 /// Nanoseconds between two looks at the sockets at most, while the thread is awake.
@@ -95,6 +101,7 @@ pub struct Transports {
     last_look: u64,
     rounds: u32,
     psn: u32,
+    refusals: GuestLog,
 }
 
 impl std::fmt::Debug for Transports {
@@ -126,6 +133,7 @@ impl Transports {
             last_look: 0,
             rounds: 0,
             psn: 0,
+            refusals: GuestLog::new(),
         })
     }
 
@@ -149,6 +157,18 @@ impl Transports {
         }
         self.nics.insert(device, nic);
         engine.set_uplink(segment_id, true);
+        if let Some(pin) = self.directory.pin(vm) {
+            // What isn't to go from RAM to RAM comes here, and is carried or refused.
+            engine.set_detour(device, pin != TransportKind::Local);
+            tracing::info!(vm = vm.0, segment, "A VM's RDMA is pinned to transport {}", pin.name());
+            if !matches!(pin, TransportKind::Local | TransportKind::Fabric) {
+                tracing::warn!(
+                    vm = vm.0,
+                    "This daemon has no transport {}: connections of that VM are refused",
+                    pin.name()
+                );
+            }
+        }
     }
 
     /// A device is about to leave the engine.
@@ -196,7 +216,17 @@ impl Transports {
     #[must_use]
     pub fn report(&self, device: DeviceId, qpn: Qpn) -> Option<ConnectionReport> {
         let entry = self.connections.by_number(device, qpn.0)?;
-        Some(ConnectionReport { transport: FABRIC, host: entry.host, counters: *entry.connection.counters() })
+        Some(ConnectionReport {
+            transport: TransportKind::Fabric.name(),
+            host: entry.host,
+            counters: *entry.connection.counters(),
+        })
+    }
+
+    /// What all connections of a device have counted; `None`: it has no way to other hosts.
+    #[must_use]
+    pub fn device_counters(&self, device: DeviceId) -> Option<roce::Counters> {
+        self.nics.contains_key(&device).then(|| self.connections.counters(device))
     }
 
     /// How a peer that isn't on this host is reached from a device; `None`: the directory knows nobody with that address.
@@ -204,7 +234,10 @@ impl Transports {
     pub fn reaches(&self, device: DeviceId, peer: Gid) -> Option<&'static str> {
         let nic = self.nics.get(&device)?;
         let owner = self.directory.owner(&nic.segment, peer)?;
-        self.directory.host(owner).map(|_| FABRIC)
+        self.directory.host(owner)?;
+        let fabric = TransportKind::Fabric;
+        let allowed = pin::check(self.directory.as_ref(), nic.vm, owner, fabric);
+        Some(if allowed.is_ok() { fabric.name() } else { REFUSED })
     }
 
     /// Takes what has arrived. Before the engine's poll.
@@ -264,6 +297,11 @@ impl Transports {
     fn act<P: Provider>(&mut self, engine: &mut Engine<P>, action: Action, now: u64) {
         match action {
             Action::Post { qp, request } => {
+                if let Some(refused) = self.refusal(engine, qp) {
+                    telemetry::guest_warn!(self.refusals, "A connection is refused: {refused}");
+                    engine.remote_complete(qp, request.token, Err(Status::LocalQpOperation));
+                    return;
+                }
                 let Some(index) = self.connections.of(engine, qp, &self.nics, self.directory.as_ref()) else {
                     // Its segment has no uplink any more, or it is gone.
                     engine.remote_complete(qp, request.token, Err(Status::RetryExceeded));
@@ -307,6 +345,14 @@ impl Transports {
             }
             Action::Datagram(datagram) => self.send_datagram(&datagram, now),
         }
+    }
+
+    /// Why a queue pair that has no connection yet can't have one.
+    fn refusal<P: Provider>(&self, engine: &Engine<P>, qp: QpId) -> Option<Refused> {
+        if self.connections.find(qp).is_some() {
+            return None;
+        }
+        refusal(engine, qp, &self.nics, self.directory.as_ref())
     }
 
     /// Sends what a connection has, as much as there is room for.
@@ -365,6 +411,10 @@ impl Transports {
         let Some(nic) = self.nics.get(&datagram.qp.device) else { return };
         let Some(vm) = self.directory.owner(&nic.segment, datagram.to.dgid) else { return };
         let Some(host) = self.directory.host(vm) else { return };
+        if let Err(refused) = pin::check(self.directory.as_ref(), nic.vm, vm, TransportKind::Fabric) {
+            telemetry::guest_warn!(self.refusals, "A datagram is dropped: {refused}");
+            return;
+        }
         let header = Header { kind: Kind::Datagram, source: nic.vm, destination: vm, segment: nic.tag };
         let addresses = Addresses {
             source: datagram.source_gid,
@@ -423,6 +473,9 @@ impl<P: Provider> Arrivals<'_, P> {
         match header.kind {
             Kind::Connected => {
                 let qpn = Packet::destination(rest).ok_or(Dropped::Malformed)?;
+                let fabric = TransportKind::Fabric;
+                pin::check(self.directory, header.destination, header.source, fabric)
+                    .map_err(|_| Dropped::Pinned)?;
                 let index = self.connection(device, qpn).ok_or(Dropped::NoQueuePair)?;
                 let entry = self.connections.get_mut(index).ok_or(Dropped::NoQueuePair)?;
                 let known = entry.peer_vm == header.source && entry.host.is_some_and(|host| from.is(host));
@@ -437,6 +490,8 @@ impl<P: Provider> Arrivals<'_, P> {
             Kind::Datagram => {
                 let host = self.directory.host(header.source).ok_or(Dropped::NotItsHost)?;
                 let nic = self.nics.get(&device).ok_or(Dropped::NoVm)?;
+                pin::check(self.directory, nic.vm, header.source, TransportKind::Fabric)
+                    .map_err(|_| Dropped::Pinned)?;
                 let (addresses, rest) = Addresses::decode(rest).ok_or(Dropped::Malformed)?;
                 let owner = self.directory.owner(&nic.segment, addresses.source);
                 if !from.is(host) || owner != Some(header.source) {
@@ -496,6 +551,19 @@ fn posted(request: &Posted) -> Request {
         solicited: request.solicited,
         fence: request.fence,
     }
+}
+
+/// Why a queue pair and its peer may not be connected by this daemon.
+fn refusal<P: Provider>(
+    engine: &Engine<P>,
+    qp: QpId,
+    nics: &HashMap<DeviceId, Nic>,
+    directory: &dyn Directory,
+) -> Option<Refused> {
+    let info = engine.connection(qp)?;
+    let nic = nics.get(&qp.device)?;
+    let peer = directory.owner(&nic.segment, info.attributes.address.dgid).unwrap_or(VmId(0));
+    pin::check(directory, nic.vm, peer, TransportKind::Fabric).err()
 }
 
 /// The entry of a queue pair, made from its attributes.

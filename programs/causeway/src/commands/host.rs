@@ -19,6 +19,7 @@ pub fn host(args: &HostArgs, json: bool) -> anyhow::Result<()> {
             socket: args.socket.clone(),
             access: Access { uids: args.allow_uid.clone(), gids: args.allow_gid.clone() },
             metrics: args.metrics,
+            sandbox: !args.no_sandbox,
             fabric: args.directory.clone().zip(args.fabric_address).map(|(directory, address)| {
                 FabricConfig { directory, address, cluster_key: args.cluster_key.clone() }
             }),

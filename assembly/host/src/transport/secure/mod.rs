@@ -33,6 +33,7 @@ use std::net::SocketAddr;
 
 use snow::{Builder, HandshakeState};
 
+use super::counters::SessionCounters;
 use super::header::{HEADER, Header, SEALED};
 pub use key::{ClusterKey, KeyError};
 use session::{LANES, MOST_PACKETS, REKEY_AFTER_PACKETS, Session};
@@ -107,21 +108,8 @@ pub(super) enum Dropped {
     OldHandshake,
     /// A handshake message from an address that no host of the directory has.
     Stranger,
-}
-
-/// What the handshakes came to.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
-pub struct SessionCounters {
-    /// Handshakes that this daemon began.
-    pub handshakes_started: u64,
-    /// Handshakes of others that it answered.
-    pub handshakes_answered: u64,
-    /// Sessions that came into use.
-    pub sessions_established: u64,
-    /// Packets that waited for a session.
-    pub packets_held: u64,
-    /// Packets given up since no session came in time.
-    pub packets_unsent: u64,
+    /// The directory pins the VMs to another transport.
+    Pinned,
 }
 
 /// A host that this one has, or wants, a session with.
