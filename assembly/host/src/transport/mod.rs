@@ -583,3 +583,7 @@ fn entry<P: Provider>(
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // For tests only.
 mod tests;
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // For tests only.
+mod pin_tests;

@@ -26,7 +26,7 @@ struct Side {
 }
 
 /// A port that was free a moment ago, with the next one.
-fn port() -> u16 {
+pub(super) fn port() -> u16 {
     loop {
         let first = std::net::UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
         let port = first.map(|address| address.port()).unwrap_or_default();
