@@ -88,6 +88,10 @@ const FILES: &[i64] = &[
     libc::SYS_newfstatat,
     libc::SYS_fstatfs,
     libc::SYS_lseek,
+    libc::SYS_pread64,
+    // What kind of descriptor a client has passed.
+    libc::SYS_readlink,
+    libc::SYS_readlinkat,
     libc::SYS_fsync,
     libc::SYS_fdatasync,
     libc::SYS_ftruncate,
@@ -111,6 +115,8 @@ const CHECKED: &[i64] = &[
     libc::SYS_mprotect,
     libc::SYS_clone,
     libc::SYS_socket,
+    // tokio wakes its reactor for signals by one.
+    libc::SYS_socketpair,
     libc::SYS_tgkill,
     libc::SYS_memfd_create,
     libc::SYS_seccomp,
@@ -156,7 +162,7 @@ fn rules(syscall: i64) -> Result<Vec<SeccompRule>, BackendError> {
         // Threads, never processes.
         libc::SYS_clone => Ok(vec![compare(0, CLONE_THREAD, CLONE_THREAD)?]),
         // No network beyond what is open.
-        libc::SYS_socket => Ok(vec![is(0, libc::AF_UNIX)?]),
+        libc::SYS_socket | libc::SYS_socketpair => Ok(vec![is(0, libc::AF_UNIX)?]),
         // Signals to our own threads only: abort(3).
         libc::SYS_tgkill => Ok(vec![compare(0, u64::MAX, u64::from(std::process::id()))?]),
         // More of the same only: SECCOMP_SET_MODE_FILTER.

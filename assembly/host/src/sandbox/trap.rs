@@ -62,8 +62,12 @@ extern "C" fn refused(_signal: c_int, info: *mut libc::siginfo_t, _context: *mut
     line.push(b"causeway: the sandbox refused the system call ");
     // SAFETY: the kernel passes a valid siginfo_t, and that of a SIGSYS has this field.
     let number = unsafe { (*info).si_syscall() }.cast_unsigned();
+    let name =
+        usize::try_from(number).ok().and_then(syscalls::Sysno::new).map_or("unknown", |call| call.name());
+    line.push(name.as_bytes());
+    line.push(b" (");
     line.push_number(number);
-    line.push(b" (x86-64) in thread \"");
+    line.push(b") in thread \"");
     let mut thread = [0_u8; 16];
     // SAFETY: PR_GET_NAME writes at most 16 bytes, NUL included.
     unsafe { libc::prctl(libc::PR_GET_NAME, thread.as_mut_ptr()) };

@@ -23,6 +23,8 @@ mod connections;
 mod counters;
 mod directory;
 mod fabric;
+#[doc(hidden)]
+pub mod fuzzing;
 mod header;
 mod pin;
 mod secure;

@@ -64,8 +64,8 @@ const OPEN_UNTIL: u64 = 200 * SECOND;
 /// Whoever sends for so long without an authentic packet from there begins a handshake.
 const SILENCE: u64 = 3 * SECOND;
 /// Between handshakes with one host: the first interval, doubled each time, and the longest.
-const FIRST_RETRY: u64 = SECOND / 10;
-const LAST_RETRY: u64 = 3_200 * SECOND / 1000;
+const FIRST_RETRY: u64 = SECOND / 4;
+const LAST_RETRY: u64 = 4 * SECOND;
 /// Between two Hellos that packets without a session cause.
 const PROVOKED: u64 = SECOND;
 /// What waits for a session with one host, bytes, and for how long.
@@ -233,6 +233,11 @@ impl Secure {
 
     pub fn counters(&self) -> SessionCounters {
         self.counters
+    }
+
+    /// Sessions there are.
+    pub fn session_count(&self) -> usize {
+        self.sessions.len()
     }
 
     pub fn report(&self) -> Vec<PeerReport> {
