@@ -14,8 +14,11 @@ use crate::hardening;
 use crate::listener::{ListenError, Place, SocketFile, listen};
 use crate::registry::Registry;
 use crate::remembered::Remembered;
+use crate::sandbox::{self, SandboxError};
 use crate::server::{self, Sockets};
-use crate::transport::{Directory as _, DirectoryError, FabricError, FileDirectory, Transports};
+use crate::transport::{
+    ClusterKey, Directory as _, DirectoryError, FabricError, FileDirectory, KeyError, Transports,
+};
 
 /// What a daemon is started with.
 #[derive(Debug, Clone)]
@@ -30,6 +33,8 @@ pub struct DaemonConfig {
     pub engine: EngineSetup,
     /// RDMA to other hosts.
     pub fabric: Option<FabricConfig>,
+    /// Confine the daemon's threads, and the thread that starts it, by seccomp and Landlock.
+    pub sandbox: bool,
 }
 
 /// How other hosts are reached.
@@ -39,6 +44,8 @@ pub struct FabricConfig {
     pub directory: PathBuf,
     /// The first of the daemon's own UDP sockets: one of the directory's hosts.
     pub address: SocketAddr,
+    /// A file with the cluster's key: packets between hosts are encrypted. Without one they are plain.
+    pub cluster_key: Option<PathBuf>,
 }
 
 impl DaemonConfig {
@@ -51,6 +58,7 @@ impl DaemonConfig {
             metrics: None,
             engine: EngineSetup::default(),
             fabric: None,
+            sandbox: false,
         }
     }
 }
@@ -67,6 +75,9 @@ pub enum DaemonError {
     /// The directory of other hosts.
     #[error(transparent)]
     Directory(#[from] DirectoryError),
+    /// The cluster's key.
+    #[error(transparent)]
+    Key(#[from] KeyError),
     /// Sockets to other hosts.
     #[error(transparent)]
     Fabric(#[from] FabricError),
@@ -78,6 +89,9 @@ pub enum DaemonError {
         /// The directory.
         directory: PathBuf,
     },
+    /// The sandbox.
+    #[error(transparent)]
+    Sandbox(#[from] SandboxError),
     /// Metrics by TCP.
     #[error("Metrics can't be served at {address}; choose another --metrics")]
     Metrics {
@@ -126,16 +140,22 @@ impl Daemon {
             None => Transports::without_directory()
                 .map_err(|source| DaemonError::Start { what: "RDMA transport", source })?,
         };
-        let engine = EngineThread::start(config.engine, Some(transports))?;
-        let remembered = Remembered::load(place.folder());
-        let (registry, events) =
-            Registry::new(place.folder(), config.access.clone(), engine.handle(), remembered);
         let metrics_tcp = config
             .metrics
             .map(|address| {
                 server::bind_metrics(address).map_err(|source| DaemonError::Metrics { address, source })
             })
             .transpose()?;
+        // What is opened outside is open; threads have it from here.
+        if config.sandbox {
+            sandbox::enter(place.socket(), place.folder())?;
+        } else {
+            tracing::warn!("The daemon runs without a sandbox: no seccomp, no Landlock");
+        }
+        let engine = EngineThread::start(config.engine, Some(transports))?;
+        let remembered = Remembered::load(place.folder());
+        let (registry, events) =
+            Registry::new(place.folder(), config.access.clone(), engine.handle(), remembered);
         let metrics_address = metrics_tcp.as_ref().and_then(|listener| listener.local_addr().ok());
         let (metrics, metrics_file) = listen(&place.folder().join("metrics"))?.into_parts();
         let kept = Arc::clone(&registry);
@@ -208,7 +228,19 @@ fn transports(config: &FabricConfig) -> Result<Transports, DaemonError> {
     if !directory.hosts().contains(&address) {
         return Err(DaemonError::NotAHost { address, directory: config.directory.clone() });
     }
-    Ok(Transports::open(Arc::new(directory), address)?)
+    let key = config.cluster_key.as_deref().map(ClusterKey::load).transpose()?;
+    let transports = Transports::open(Arc::new(directory), address, key.as_ref())?;
+    tracing::info!(
+        %address,
+        encryption = transports.fabric().encryption,
+        "RDMA between hosts is {}",
+        if key.is_some() {
+            "encrypted and authenticated with the cluster key"
+        } else {
+            "plain: whoever can forge a host's address can forge requests; --cluster-key FILE encrypts"
+        }
+    );
+    Ok(transports)
 }
 
 fn join(thread: Option<JoinHandle<()>>, name: &str) {

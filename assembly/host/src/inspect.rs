@@ -13,8 +13,10 @@ use serde_json::{Map, Value, json};
 use telemetry::metrics::{EncodeError, Family, encode};
 
 use crate::engine::{DeviceView, EngineView};
+use crate::hw_counters::merged;
 use crate::identity::mac_text;
 use crate::registry::Registry;
+use crate::transport::{ENCRYPTED, SessionCounters};
 
 /// The queue pairs of so many are shown in metrics at most, per device: a label per queue pair is not for thousands.
 const QUEUE_PAIR_METRICS: usize = 256;
@@ -107,7 +109,7 @@ fn device_tree(device: &DeviceView) -> Value {
         "gids": gids,
         "objects": device.hca.as_ref().map(|hca| hca.objects),
         "limits": device.hca.as_ref().map(|hca| hca.limits),
-        "counters": device.hca.as_ref().map(|hca| counters(hca.counters.list())),
+        "counters": device.hca.as_ref().map(|hca| counters(merged(hca.counters.list(), device.roce.as_ref()))),
         "queue_pairs": queue_pairs,
     })
 }
@@ -160,6 +162,14 @@ pub(crate) fn metrics(registry: &Registry) -> Result<String, EncodeError> {
             add(&format!("causeway_host_engine_{name}_total"), help, &[], value);
         }
     }
+    if let Some(fabric) = view.as_ref().and_then(|view| view.fabric.as_ref()) {
+        let encrypted = u64::from(fabric.encryption == ENCRYPTED);
+        add("causeway_host_fabric_encrypted", "Whether packets between hosts are encrypted.", &[], encrypted);
+        let sessions = fabric.sessions.iter().flat_map(SessionCounters::list);
+        for (name, help, value) in fabric.counters.list().chain(sessions) {
+            add(&format!("causeway_host_fabric_{name}_total"), help, &[], value);
+        }
+    }
     // Root's eyes: whoever may read the metrics may read all of them.
     for (info, rdma, _) in registry.functions(0) {
         let labels = [("vm", info.key.vm.as_str()), ("device", info.key.name.as_str()), ("port", "1")];
@@ -180,7 +190,7 @@ pub(crate) fn metrics(registry: &Registry) -> Result<String, EncodeError> {
         );
         add("causeway_host_interrupts_total", "Interrupts sent to the guest.", of_nic, device.interrupts.0);
         let Some(hca) = &device.hca else { continue };
-        for (name, value) in hca.counters.list() {
+        for (name, value) in merged(hca.counters.list(), device.roce.as_ref()) {
             let help = format!("Linux's counter {name} of the port.");
             // Linux counts data in words of four bytes, the exporter in bytes.
             let bytes = if name.ends_with("_data") { value.saturating_mul(4) } else { value };
@@ -201,6 +211,13 @@ pub(crate) fn metrics(registry: &Registry) -> Result<String, EncodeError> {
             for (name, value) in qp.counters.list() {
                 let help = format!("Counter {name} of a queue pair.");
                 add(&format!("causeway_host_qp_{name}_total"), &help, &labels, value);
+            }
+            let peer = device.peers.iter().find(|peer| peer.handle == qp.handle.0);
+            for (name, value) in
+                peer.and_then(|peer| peer.remote.as_ref()).iter().flat_map(|remote| remote.counters.list())
+            {
+                let help = format!("Counter {name} of a queue pair's connection to another host.");
+                add(&format!("causeway_host_connection_{name}_total"), &help, &labels, value);
             }
         }
     }

@@ -19,18 +19,21 @@
 //! | [`segments`] | named networks, taps |
 //! | [`access`], [`identity`] | who may; names and addresses |
 //! | [`listener`], [`remembered`] | sockets; what outlives the daemon |
-//! | `service`, `server`, `inspect` | gRPC, metrics, the live tree |
+//! | [`sandbox`] | what the daemon may do |
+//! | `service`, `server`, `inspect`, `hw_counters` | gRPC, metrics, the live tree |
 
 pub mod access;
 pub mod daemon;
 pub mod engine;
 pub mod function;
 mod hardening;
+mod hw_counters;
 pub mod identity;
 mod inspect;
 pub mod listener;
 pub mod registry;
 pub mod remembered;
+pub mod sandbox;
 pub mod segments;
 mod server;
 mod service;

@@ -10,7 +10,7 @@ use common::driver::{Endpoint, Guest};
 use common::monitor::{Machine, Monitor};
 use common::{daemon, wait_until};
 use control_api::host::{HostClient, HostError, NicRequest, proto};
-use host::{Daemon, DaemonConfig};
+use host::DaemonConfig;
 
 fn gid(last: u8) -> [u8; 16] {
     let mut gid = [0; 16];
@@ -118,7 +118,7 @@ fn nothing_is_lost_while_doorbell_modes_change() {
     // The idle time adapts, to 16 times this: still within the pauses.
     let mut config = DaemonConfig::new(folder.path().join("host.sock"));
     config.engine.idle = Duration::from_micros(500);
-    let daemon = Daemon::start(&config).unwrap();
+    let daemon = common::start(config);
     let (a, b) = (vm(daemon.socket(), "a", 1, true), vm(daemon.socket(), "b", 2, true));
     connect(&a, &b);
     let (mut wr_id, mut random) = (0, 12345_u32);
@@ -284,6 +284,90 @@ fn memory_is_taken_back_only_when_nobody_uses_it() {
     a.guest.fill(&a.endpoint.buffer, 0x11);
     std::thread::sleep(Duration::from_millis(50));
     assert_eq!(b.guest.bytes(&b.endpoint.buffer), vec![0xEE; 16_384], "written after DMA_UNMAP was answered");
+}
+
+/// Two daemons, each with its VM, sandbox and sockets of the loopback interface.
+fn two_daemons(folder: &std::path::Path, key: bool) -> [host::Daemon; 2] {
+    let first =
+        std::net::UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).unwrap().port();
+    let port = if first > 65_000 { 40_000 } else { first };
+    let mut text = String::from("sockets = 1\n");
+    for (number, vm) in [(1, "a"), (2, "b")] {
+        text += &format!(
+            "[[host]]\nname = \"h{number}\"\naddress = \"127.0.0.{number}:{port}\"\n\
+             [[vm]]\nname = \"{vm}\"\nid = {number}\nhost = \"h{number}\"\n\
+             [[vm.nic]]\nsegment = \"blue\"\naddresses = [\"10.0.0.{number}\"]\n"
+        );
+    }
+    let (directory, file) = (folder.join("directory.toml"), folder.join("key"));
+    std::fs::write(&directory, text).unwrap();
+    host::transport::ClusterKey::create(&file).unwrap();
+    [1, 2].map(|number| {
+        let mut config = DaemonConfig::new(folder.join(format!("h{number}/host.sock")));
+        config.fabric = Some(host::FabricConfig {
+            directory: directory.clone(),
+            address: format!("127.0.0.{number}:{port}").parse().unwrap(),
+            cluster_key: key.then(|| file.clone()),
+        });
+        common::start(config)
+    })
+}
+
+fn metrics(daemon: &host::Daemon) -> String {
+    use std::io::{Read as _, Write as _};
+    let path = daemon.socket().with_extension("d").join("metrics");
+    let mut stream = std::os::unix::net::UnixStream::connect(path).unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    text
+}
+
+#[test]
+fn vms_of_two_daemons_talk_and_both_say_how() {
+    for key in [false, true] {
+        let folder = tempfile::tempdir().unwrap();
+        let daemons = two_daemons(folder.path(), key);
+        let (mut a, mut b) = (vm(daemons[0].socket(), "a", 1, true), vm(daemons[1].socket(), "b", 2, true));
+        // A quarter of a second: a crowded machine may take longer than a millisecond.
+        (a.guest.timeout, b.guest.timeout) = (16, 16);
+        connect(&a, &b);
+        for wr_id in 1..=50 {
+            assert!(a.write(&b, wr_id, 4096));
+            assert_eq!(a.poll(wr_id), 0);
+        }
+        let said = if key { "encrypted" } else { "plain" };
+        for (daemon, vm) in daemons.iter().zip(["a", "b"]) {
+            let client = HostClient::new(daemon.socket());
+            let fabric = client.inspect(Some("daemon/fabric")).unwrap();
+            assert_eq!(fabric["encryption"], said);
+            // On a crowded machine an answer may come after the next Hello has left.
+            let late = fabric["dropped_old_handshake"].as_u64().unwrap();
+            assert_eq!(fabric["dropped"], late, "{fabric}");
+            let counters = client.inspect(Some(&format!("vms/{vm}/nics/rdma0/rdma/counters"))).unwrap();
+            // 50 messages of 4096 bytes in packets of 1024, or their acknowledgements.
+            let of = |name: &str| counters[name].as_u64().unwrap();
+            let (sent, received) = (of("sent_pkts"), of("rcvd_pkts"));
+            assert!(
+                if vm == "a" { sent >= 200 && received > 0 } else { received >= 200 && sent > 0 },
+                "{counters}"
+            );
+            assert_eq!((of("out_of_sequence"), of("port_xmit_packets")), (0, sent));
+            let text = metrics(daemon);
+            let value = |name: String| {
+                let line = text
+                    .lines()
+                    .find_map(|line| line.strip_prefix(&name))
+                    .unwrap_or_else(|| panic!("{name}: {text}"));
+                line.trim().parse::<u64>().unwrap()
+            };
+            assert_eq!(value("causeway_host_fabric_encrypted ".into()), u64::from(key));
+            assert!(value("causeway_host_fabric_packets_received_total ".into()) > 0);
+            let sent_of_vm =
+                format!("node_infiniband_sent_pkts_total{{vm=\"{vm}\",device=\"rdma0\",port=\"1\"}} ");
+            assert_eq!(value(sent_of_vm), sent);
+        }
+    }
 }
 
 #[test]

@@ -46,6 +46,10 @@ pub enum Command {
     Stop(StopArgs),
     /// Run this host's daemon in the foreground: it serves RDMA NICs to VMs
     Host(HostArgs),
+    /// Change what a VM may use of this host's RDMA: quotas and rates, at once (root and the daemon's user only)
+    Limits(LimitsArgs),
+    /// Write a new cluster key for `causeway host --cluster-key` to a file that isn't there yet
+    Key(KeyArgs),
     /// Say what this host can do, what is missing and how to get it
     Doctor,
 }
@@ -96,9 +100,69 @@ pub struct HostArgs {
     /// This host's address in the directory, where packets of other hosts are taken by UDP
     #[arg(long, value_name = "ADDRESS:PORT", requires = "directory")]
     pub fabric_address: Option<SocketAddr>,
+    /// Encrypt and authenticate packets between hosts with the key in this file, the same on all hosts (`causeway key` makes one)
+    #[arg(long, value_name = "FILE", requires = "directory")]
+    pub cluster_key: Option<PathBuf>,
+    /// Run without seccomp, Landlock and dropped capabilities
+    #[arg(long)]
+    pub no_sandbox: bool,
     /// Bind the thread that does the RDMA work to this CPU
     #[arg(long, value_name = "CPU")]
     pub engine_cpu: Option<usize>,
+}
+
+/// `causeway limits`.
+#[derive(Debug, Args)]
+pub struct LimitsArgs {
+    /// The VM, as `causeway run --name` has it
+    pub vm: String,
+    /// What changes; the rest stays.
+    #[command(flatten)]
+    pub change: LimitChange,
+    /// The host daemon at this socket
+    #[arg(long, value_name = "PATH", default_value = control_api::host::DEFAULT_SOCKET)]
+    pub daemon: PathBuf,
+}
+
+/// What `causeway limits` changes.
+#[derive(Debug, Args)]
+#[group(required = true, multiple = true)]
+pub struct LimitChange {
+    /// Queue pairs
+    #[arg(long, value_name = "COUNT")]
+    pub queue_pairs: Option<u32>,
+    /// Completion queues
+    #[arg(long, value_name = "COUNT")]
+    pub completion_queues: Option<u32>,
+    /// Shared receive queues
+    #[arg(long, value_name = "COUNT")]
+    pub shared_receive_queues: Option<u32>,
+    /// Memory regions
+    #[arg(long, value_name = "COUNT")]
+    pub memory_regions: Option<u32>,
+    /// Protection domains
+    #[arg(long, value_name = "COUNT")]
+    pub protection_domains: Option<u32>,
+    /// Contexts of user processes
+    #[arg(long, value_name = "COUNT")]
+    pub contexts: Option<u32>,
+    /// Memory in the regions of user processes: 512M, 1G
+    #[arg(long, value_name = "SIZE")]
+    pub registered_bytes: Option<ByteSize>,
+    /// Messages that its queue pairs start per second; 0: as many as they can
+    #[arg(long, value_name = "COUNT")]
+    pub messages_per_second: Option<u64>,
+    /// Bytes that its queue pairs move per second, 512M, 1G; 0B: as many as they can
+    #[arg(long, value_name = "SIZE")]
+    pub bytes_per_second: Option<ByteSize>,
+}
+
+/// `causeway key`.
+#[derive(Debug, Args)]
+pub struct KeyArgs {
+    /// The new file; only its owner may read it
+    #[arg(value_name = "FILE")]
+    pub file: PathBuf,
 }
 
 /// `causeway stop`.

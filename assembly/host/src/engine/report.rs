@@ -34,6 +34,8 @@ pub struct DeviceView {
     pub function: pvrdma::device::DeviceReport,
     /// What the engine has.
     pub hca: Option<hca::engine::DeviceReport>,
+    /// What its connections to other hosts have counted; past ones included.
+    pub roce: Option<roce::Counters>,
     /// State and peer of each connected queue pair.
     pub peers: Vec<PeerView>,
 }
@@ -60,7 +62,7 @@ pub struct EngineView {
     /// The loop.
     pub counters: LoopCounters,
     /// The sockets to other hosts, where there are some.
-    pub fabric: Option<crate::transport::FabricCounters>,
+    pub fabric: Option<crate::transport::FabricReport>,
     /// By number.
     pub devices: Vec<DeviceView>,
 }

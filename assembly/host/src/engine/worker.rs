@@ -373,14 +373,14 @@ impl Worker {
     pub fn view(&self) -> EngineView {
         let devices = self.devices.iter().filter_map(|device| self.device_view(device)).collect();
         let sockets = self.transports.as_ref().filter(|transports| transports.has_fabric());
-        let fabric = sockets.map(Transports::counters);
+        let fabric = sockets.map(Transports::fabric);
         EngineView { counters: self.counters, fabric, devices }
     }
 
-    /// Whether a queue pair's peer address belongs to a device of this host, or did when they spoke.
+    /// Whether a queue pair's peer is reached on this host without a transport, or was when they spoke.
     fn has_beside(&self, id: DeviceId, qpn: Qpn, peer: Gid) -> bool {
         let connected = self.engine.connected(id, qpn).and_then(|qp| self.engine.connection(qp));
-        connected.is_some_and(|connection| self.engine.has_address(connection.segment, peer))
+        connected.is_some_and(|connection| self.engine.is_beside(id, connection.segment, peer))
             || self.engine.was_local(id, qpn)
     }
 
@@ -427,6 +427,7 @@ impl Worker {
             interrupts: served.msix.0.counts(),
             function: device.report(),
             hca,
+            roce: self.transports.as_ref().and_then(|transports| transports.device_counters(id)),
             peers,
         })
     }

@@ -8,10 +8,10 @@ use hca::engine::Engine;
 use hca::names::{DeviceId, QpHandle};
 use hca::provider::Provider;
 use hca::remote::{ConnectionInfo, QpId};
-use roce::{Config, Connection, Mtu, Reliability, SendAttributes};
+use roce::{Config, Connection, Counters, Mtu, Reliability, SendAttributes};
 
 use super::directory::VmId;
-use super::fabric::Header;
+use super::header::Header;
 use super::wire::Line;
 
 /// A queue pair's connection.
@@ -110,9 +110,21 @@ pub(super) struct Connections {
     handles: HashMap<(DeviceId, QpHandle), usize>,
     ready: VecDeque<usize>,
     timers: BTreeSet<(u64, usize)>,
+    /// What connections that are gone have counted.
+    past: HashMap<DeviceId, Counters>,
 }
 
 impl Connections {
+    /// What a device's connections have counted, those that are gone included.
+    pub fn counters(&self, device: DeviceId) -> Counters {
+        let mut sum = self.past.get(&device).copied().unwrap_or_default();
+        let of_device = |entry: &&Box<Entry>| entry.qp.device == device;
+        for entry in self.entries.iter().flatten().filter(of_device) {
+            sum.add(entry.connection.counters());
+        }
+        sum
+    }
+
     pub fn any(&self) -> bool {
         !self.numbers.is_empty()
     }
@@ -175,6 +187,7 @@ impl Connections {
 
     pub fn remove(&mut self, index: usize) {
         let Some(entry) = self.entries.get_mut(index).and_then(Option::take) else { return };
+        self.past.entry(entry.qp.device).or_default().add(entry.connection.counters());
         if let Some(timer) = entry.timer {
             self.timers.remove(&(timer, index));
         }
@@ -198,6 +211,7 @@ impl Connections {
                 self.remove(index);
             }
         }
+        self.past.remove(&device);
     }
 
     /// It may have something to send.

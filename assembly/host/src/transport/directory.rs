@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 use hca::names::Gid;
 use serde::Deserialize;
 
+use super::pin::TransportKind;
+
 /// A VM's number in the cluster; never 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Deserialize, serde::Serialize)]
 #[serde(transparent)]
@@ -23,6 +25,8 @@ pub trait Directory: Debug + Send + Sync {
     fn host(&self, vm: VmId) -> Option<SocketAddr>;
     /// The hosts.
     fn hosts(&self) -> Vec<SocketAddr>;
+    /// The transport that a VM's connections must use, if any.
+    fn pin(&self, vm: VmId) -> Option<TransportKind>;
     /// Bytes of payload per packet between hosts.
     fn mtu(&self) -> roce::Mtu;
     /// Sockets per host, on consecutive ports.
@@ -43,6 +47,10 @@ impl Directory for NoDirectory {
     }
 
     fn host(&self, _: VmId) -> Option<SocketAddr> {
+        None
+    }
+
+    fn pin(&self, _: VmId) -> Option<TransportKind> {
         None
     }
 
@@ -101,6 +109,7 @@ pub enum DirectoryError {
 /// name = "a"
 /// id = 1
 /// host = "h1"
+/// transport = "fabric"            # what its connections must use; left out: what fits
 /// [[vm.nic]]
 /// segment = "s0"
 /// addresses = ["192.168.1.1"]
@@ -114,6 +123,7 @@ pub struct FileDirectory {
     names: HashMap<String, VmId>,
     places: HashMap<VmId, SocketAddr>,
     owners: HashMap<(String, Gid), VmId>,
+    pins: HashMap<VmId, TransportKind>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -150,6 +160,7 @@ struct Vm {
     name: String,
     id: VmId,
     host: String,
+    transport: Option<TransportKind>,
     #[serde(default)]
     nic: Vec<Nic>,
 }
@@ -171,7 +182,15 @@ impl FileDirectory {
     pub fn load(path: &Path) -> Result<Self, DirectoryError> {
         let text = std::fs::read_to_string(path)
             .map_err(|source| DirectoryError::Read { path: path.to_owned(), source })?;
-        let file: File = toml::from_str(&text)
+        Self::parse(&text, path)
+    }
+
+    /// Reads what a file holds; `path` is for errors.
+    ///
+    /// # Errors
+    /// When it contradicts itself.
+    pub fn parse(text: &str, path: &Path) -> Result<Self, DirectoryError> {
+        let file: File = toml::from_str(text)
             .map_err(|source| DirectoryError::Syntax { path: path.to_owned(), source: Box::new(source) })?;
         Self::make(file).map_err(|what| DirectoryError::Content { path: path.to_owned(), what })
     }
@@ -203,6 +222,7 @@ impl FileDirectory {
             names: HashMap::new(),
             places: HashMap::new(),
             owners: HashMap::new(),
+            pins: HashMap::new(),
         };
         for vm in file.vm {
             let host = hosts
@@ -216,6 +236,9 @@ impl FileDirectory {
             }
             if directory.names.insert(vm.name.clone(), vm.id).is_some() {
                 return Err(format!("VM {} is there twice", vm.name));
+            }
+            if let Some(pin) = vm.transport {
+                directory.pins.insert(vm.id, pin);
             }
             for nic in vm.nic {
                 let mut gids: Vec<Gid> = nic.addresses.iter().map(|address| gid(*address)).collect();
@@ -232,7 +255,7 @@ impl FileDirectory {
         }
         let mut tags = HashMap::new();
         for (segment, _) in directory.owners.keys() {
-            if let Some(other) = tags.insert(super::fabric::tag(segment), segment)
+            if let Some(other) = tags.insert(super::header::tag(segment), segment)
                 && other != segment
             {
                 return Err(format!("segments {segment} and {other} can't be told apart; rename one"));
@@ -258,6 +281,10 @@ impl Directory for FileDirectory {
 
     fn hosts(&self) -> Vec<SocketAddr> {
         self.hosts.clone()
+    }
+
+    fn pin(&self, vm: VmId) -> Option<TransportKind> {
+        self.pins.get(&vm).copied()
     }
 
     fn mtu(&self) -> roce::Mtu {
@@ -309,6 +336,7 @@ mod tests {
         name = "a"
         id = 7
         host = "h2"
+        transport = "fabric"
         [[vm.nic]]
         segment = "s0"
         addresses = ["192.168.1.1", "fd00::1"]
@@ -327,6 +355,7 @@ mod tests {
             assert_eq!(directory.owner("s0", gid(address)), Some(VmId(7)));
             assert_eq!(directory.owner("s1", gid(address)), None);
         }
+        assert_eq!((directory.pin(VmId(7)), directory.pin(VmId(8))), (Some(TransportKind::Fabric), None));
         assert_eq!(directory.host(VmId(7)), "10.0.0.2:4792".parse().ok());
         assert_eq!(
             (directory.mtu().bytes(), directory.vm("a"), directory.vm("b")),
@@ -344,6 +373,7 @@ mod tests {
             ("\"fd00::1\"", "\"192.168.1.1\"", "is there twice"),
             ("52:54:00:00:00:01", "52:54", "no MAC"),
             ("segment", "segmnt", "segmnt"),
+            ("\"fabric\"", "\"pigeon\"", "pigeon"),
         ] {
             let error = read(&TEXT.replace(from, to)).err().unwrap_or_default();
             assert!(error.contains(said), "{error:?} should say {said:?}");

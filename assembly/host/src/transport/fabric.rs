@@ -1,29 +1,24 @@
 //! Transport `fabric`: RoCE packets between host daemons, in UDP datagrams of the daemons' own addresses.
 //!
-//! ```text
-//! UDP │ version 1 · kind 1 · 0 (2) │ source VM (4) │ destination VM (4) │ segment (4) │ [addresses (40)] │ BTH … pad
-//! ```
-//!
-//! Numbers are big-endian. `segment` is a hash of its name. Datagrams carry the addresses that their receiver's guest sees. There is
-//! no ICRC: UDP's checksum covers the packet. All queue pairs share a host's sockets; each pair of queue pairs uses one, so its packets
-//! stay in order. Neighbouring packets of a queue pair leave and arrive in one system call (UDP_SEGMENT, UDP_GRO).
+//! `header` has their layout. All queue pairs share a host's sockets; each pair of queue pairs uses one, so its packets stay in order.
+//! Neighbouring packets of a queue pair leave and arrive in one system call (UDP_SEGMENT, UDP_GRO). With a cluster key they are
+//! sealed on the way out and opened on the way in, in place (`secure`); packets of the other sort are dropped and told of.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSliceMut};
 use std::net::{SocketAddr, UdpSocket};
 use std::os::fd::{AsFd, BorrowedFd};
+use std::time::Duration;
 
-use hca::names::Gid;
 use quinn_udp::{BATCH_SIZE, EcnCodepoint, RecvMeta, Transmit, UdpSockRef, UdpSocketState};
 use rustix::net::sockopt;
 
-use super::directory::VmId;
+use telemetry::guest_log::GuestLog;
 
-/// Bytes before a packet.
-pub(super) const HEADER: usize = 16;
-/// Bytes between header and packet of a datagram.
-pub(super) const ADDRESSES: usize = 40;
-const VERSION: u8 = 1;
+use super::counters::{ENCRYPTED, FabricCounters, FabricReport, UNENCRYPTED};
+use super::header::{HEADER, Header, PLAIN, SEALED};
+use super::secure::{Arrived, ClusterKey, DATA_HEADER, Dropped, Sealing, Secure, TAG, host_of};
+
 /// Bytes that one system call sends or receives.
 const BURST: usize = 64 << 10;
 /// Bytes asked for as a socket's send buffer: a few calls' worth.
@@ -31,135 +26,23 @@ const SEND_BUFFER: usize = 208 << 10;
 /// Bytes asked for as its receive buffer; a daemon without CAP_NET_ADMIN may get less (net.core.rmem_max).
 const RECEIVE_BUFFER: usize = 8 << 20;
 
-/// What a packet is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kind {
-    /// Of a connection.
-    Connected,
-    /// A datagram; its addresses come first.
-    Datagram,
-}
-
-/// Who sends to whom.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Header {
-    pub kind: Kind,
-    pub source: VmId,
-    pub destination: VmId,
-    pub segment: u32,
-}
-
-impl Header {
-    pub fn encode(&self) -> [u8; HEADER] {
-        let mut bytes = [0; HEADER];
-        bytes[0] = VERSION;
-        bytes[1] = match self.kind {
-            Kind::Connected => 1,
-            Kind::Datagram => 2,
-        };
-        bytes[4..8].copy_from_slice(&self.source.0.to_be_bytes());
-        bytes[8..12].copy_from_slice(&self.destination.0.to_be_bytes());
-        bytes[12..16].copy_from_slice(&self.segment.to_be_bytes());
-        bytes
-    }
-
-    /// The header of a packet, and what is behind it. The bytes may come from anyone.
-    pub fn decode(bytes: &[u8]) -> Option<(Self, &[u8])> {
-        let (header, rest) = bytes.split_first_chunk::<HEADER>()?;
-        let [VERSION, kind, 0, 0, s0, s1, s2, s3, d0, d1, d2, d3, t0, t1, t2, t3] = *header else {
-            return None;
-        };
-        let kind = match kind {
-            1 => Kind::Connected,
-            2 => Kind::Datagram,
-            _ => return None,
-        };
-        let header = Self {
-            kind,
-            source: VmId(u32::from_be_bytes([s0, s1, s2, s3])),
-            destination: VmId(u32::from_be_bytes([d0, d1, d2, d3])),
-            segment: u32::from_be_bytes([t0, t1, t2, t3]),
-        };
-        Some((header, rest))
-    }
-}
-
-/// What a datagram's receiver sees of its network header.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Addresses {
-    pub source: Gid,
-    pub destination: Gid,
-    pub traffic_class: u8,
-    pub hop_limit: u8,
-    pub flow_label: u32,
-}
-
-impl Addresses {
-    pub fn encode(&self) -> [u8; ADDRESSES] {
-        let mut bytes = [0; ADDRESSES];
-        bytes[..16].copy_from_slice(&self.source.0);
-        bytes[16..32].copy_from_slice(&self.destination.0);
-        bytes[32] = self.traffic_class;
-        bytes[33] = self.hop_limit;
-        bytes[36..].copy_from_slice(&self.flow_label.to_be_bytes());
-        bytes
-    }
-
-    pub fn decode(bytes: &[u8]) -> Option<(Self, &[u8])> {
-        let (addresses, rest) = bytes.split_first_chunk::<ADDRESSES>()?;
-        let (source, more) = addresses.split_first_chunk::<16>()?;
-        let (destination, more) = more.split_first_chunk::<16>()?;
-        let [traffic_class, hop_limit, _, _, f0, f1, f2, f3] = *more else { return None };
-        let addresses = Self {
-            source: Gid(*source),
-            destination: Gid(*destination),
-            traffic_class,
-            hop_limit,
-            flow_label: u32::from_be_bytes([f0, f1, f2, f3]) & 0xF_FFFF,
-        };
-        Some((addresses, rest))
-    }
-}
-
-/// A segment as packets name it: the FNV-1a hash of its name.
-pub(super) fn tag(segment: &str) -> u32 {
-    segment.bytes().fold(0x811C_9DC5, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193))
-}
-
 /// The daemon's sockets can't be had.
 #[derive(Debug, thiserror::Error)]
-#[error(
-    "UDP port {address} can't be used for RDMA between hosts; is another daemon using it, or isn't it this host's?"
-)]
-pub struct FabricError {
-    address: SocketAddr,
-    #[source]
-    source: io::Error,
-}
-
-impl FabricError {
-    pub(super) fn new(address: SocketAddr, source: io::Error) -> Self {
-        Self { address, source }
-    }
-}
-
-/// What the sockets did.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
-pub struct FabricCounters {
-    /// Packets handed to the kernel.
-    pub packets_sent: u64,
-    /// System calls for them.
-    pub sends: u64,
-    /// Packets received.
-    pub packets_received: u64,
-    /// System calls for them that had some.
-    pub receives: u64,
-    /// Packets dropped since they were not addressed to a VM here, or came from a host that the VM isn't on.
-    pub dropped: u64,
-    /// Times that a socket's buffer was full.
-    pub full: u64,
-    /// Packets that the kernel refused to send.
-    pub send_errors: u64,
+pub enum FabricError {
+    /// A port.
+    #[error(
+        "UDP port {address} can't be used for RDMA between hosts; is another daemon using it, or isn't it this host's?"
+    )]
+    Port {
+        /// Which.
+        address: SocketAddr,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The cryptography can't be set up.
+    #[error("Packets between hosts can't be encrypted: {0}; this is a bug")]
+    Cryptography(String),
 }
 
 struct Socket {
@@ -167,6 +50,16 @@ struct Socket {
     state: UdpSocketState,
     /// What found no room, in order.
     waiting: VecDeque<Waiting>,
+}
+
+/// Neighbouring packets to be sent: of `stride` bytes, the last may be shorter.
+pub(super) struct Run<'a> {
+    /// The socket.
+    pub index: usize,
+    pub bytes: &'a mut [u8],
+    pub stride: usize,
+    /// They say that they may be marked.
+    pub ecn: bool,
 }
 
 /// Packets, equal in length but for the last, with their destination.
@@ -177,29 +70,96 @@ struct Waiting {
     ecn: bool,
 }
 
+/// Where a packet comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Origin {
+    at: SocketAddr,
+    /// `at` is the host's address in the directory, and that has been proven with its key. Otherwise it is what the packet says.
+    proven: bool,
+}
+
+impl Origin {
+    /// Whether a host of the directory is where it comes from.
+    pub fn is(&self, host: SocketAddr) -> bool {
+        if self.proven { host == self.at } else { host.ip() == self.at.ip() }
+    }
+}
+
+/// Lines about what comes from the network: none of them can hide another.
+#[derive(Debug)]
+struct Logs {
+    plain: GuestLog,
+    encrypted: GuestLog,
+    handshake: GuestLog,
+    old_handshake: GuestLog,
+}
+
+impl Default for Logs {
+    fn default() -> Self {
+        let log = || GuestLog::with_limits(2, Duration::from_secs(10));
+        Self { plain: log(), encrypted: log(), handshake: log(), old_handshake: log() }
+    }
+}
+
+impl Logs {
+    /// Says what somebody must do something about.
+    fn tell(&self, from: SocketAddr, cause: Dropped) {
+        match cause {
+            Dropped::Plain => telemetry::guest_warn!(
+                self.plain,
+                "{from} sends plain packets, and this daemon encrypts: they are dropped; give both daemons the same --cluster-key"
+            ),
+            Dropped::Encrypted => telemetry::guest_warn!(
+                self.encrypted,
+                "{from} encrypts, and this daemon doesn't: its packets are dropped; give both daemons the same --cluster-key"
+            ),
+            Dropped::Handshake => telemetry::guest_warn!(
+                self.handshake,
+                "A handshake of {from} is not authentic: it has another cluster key or directory, or somebody meddles"
+            ),
+            Dropped::OldHandshake => telemetry::guest_warn!(
+                self.old_handshake,
+                "A handshake of {from} isn't newer than its last one: it was late or is played back, or that host's clock went back"
+            ),
+            _ => {}
+        }
+    }
+}
+
 /// A host's sockets.
 pub(super) struct Fabric {
     sockets: Vec<Socket>,
     buffers: Vec<Vec<u8>>,
     counters: FabricCounters,
+    secure: Option<Secure>,
+    logs: Logs,
 }
 
 impl Fabric {
-    /// Opens `count` sockets on consecutive ports.
-    pub fn open(address: SocketAddr, count: u16) -> Result<Self, FabricError> {
+    /// Opens `count` sockets on consecutive ports; with a key, for encrypted packets only.
+    pub fn open(address: SocketAddr, count: u16, key: Option<&ClusterKey>) -> Result<Self, FabricError> {
         let mut sockets = Vec::new();
         for index in 0..count {
             let mut address = address;
             address.set_port(address.port().saturating_add(index));
-            sockets.push(Socket::open(address).map_err(|source| FabricError { address, source })?);
+            sockets.push(Socket::open(address).map_err(|source| FabricError::Port { address, source })?);
         }
         let buffers = (0..BATCH_SIZE.min(8)).map(|_| vec![0; BURST]).collect();
-        Ok(Self { sockets, buffers, counters: FabricCounters::default() })
+        let secure = key.map(|key| Secure::new(key.clone(), address)).transpose();
+        let secure = secure.map_err(|error| FabricError::Cryptography(error.to_string()))?;
+        let (counters, logs) = (FabricCounters::default(), Logs::default());
+        Ok(Self { sockets, buffers, counters, secure, logs })
     }
 
     /// Without sockets, for a host that knows no others.
     pub fn closed() -> Self {
-        Self { sockets: Vec::new(), buffers: Vec::new(), counters: FabricCounters::default() }
+        Self {
+            sockets: Vec::new(),
+            buffers: Vec::new(),
+            counters: FabricCounters::default(),
+            secure: None,
+            logs: Logs::default(),
+        }
     }
 
     pub fn is_open(&self) -> bool {
@@ -210,8 +170,35 @@ impl Fabric {
         self.counters
     }
 
-    pub fn drop_one(&mut self) {
-        self.counters.dropped += 1;
+    pub fn report(&self) -> FabricReport {
+        let (encryption, sessions, peers) = match &self.secure {
+            Some(secure) => (ENCRYPTED, Some(secure.counters()), secure.report()),
+            None => (UNENCRYPTED, None, Vec::new()),
+        };
+        FabricReport { encryption, counters: self.counters, sessions, peers }
+    }
+
+    /// Room before each packet that [`Fabric::send`] gets.
+    pub fn before(&self) -> usize {
+        if self.secure.is_some() { DATA_HEADER } else { HEADER }
+    }
+
+    /// Room behind each packet that [`Fabric::send`] gets.
+    pub fn behind(&self) -> usize {
+        if self.secure.is_some() { TAG } else { 0 }
+    }
+
+    /// When [`Fabric::expire`] has something to do.
+    pub fn next(&self) -> Option<u64> {
+        self.secure.as_ref()?.next()
+    }
+
+    /// Lets handshakes and sessions age.
+    pub fn expire(&mut self, now: u64) {
+        if let Some(secure) = &mut self.secure {
+            secure.expire(now);
+            self.send_between_daemons(now);
+        }
     }
 
     pub fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
@@ -255,9 +242,50 @@ impl Fabric {
         self.sockets.iter().any(|socket| !socket.waiting.is_empty())
     }
 
-    /// Sends packets of `stride` bytes (the last may be shorter) to the same port of another host. What finds no room is kept
-    /// and sent by the next [`Fabric::has_room`], in order: callers ask that first, so little is ever kept.
-    pub fn send(&mut self, index: usize, to: SocketAddr, bytes: &[u8], stride: usize, ecn: bool) {
+    /// Sends packets of `stride` bytes (the last may be shorter) to the same port of another host. Each begins with
+    /// [`Fabric::before`] bytes of room for its header, and ends with [`Fabric::behind`]. What finds no room is kept and sent by the
+    /// next [`Fabric::has_room`], in order: callers ask that first, so little is ever kept.
+    pub fn send(&mut self, to: SocketAddr, header: &Header, run: Run<'_>, now: u64) {
+        let Run { index, bytes, stride, ecn } = run;
+        let version = if self.secure.is_some() { SEALED } else { PLAIN };
+        let header = header.encode(version);
+        for packet in bytes.chunks_mut(stride.max(1)) {
+            if let Some(room) = packet.first_chunk_mut() {
+                *room = header;
+            }
+        }
+        if let Some(secure) = &mut self.secure {
+            let sealing = secure.seal(to, index, bytes, stride, now);
+            if sealing == Sealing::NoSession {
+                secure.hold(to, index, bytes, stride, ecn, now);
+            }
+            self.send_between_daemons(now);
+            if sealing == Sealing::NoSession {
+                return;
+            }
+        }
+        self.send_as_is(index, to, bytes, stride, ecn);
+    }
+
+    /// Handshakes, and packets that waited for them.
+    fn send_between_daemons(&mut self, now: u64) {
+        let Some(secure) = &mut self.secure else { return };
+        let messages = secure.take_outbox();
+        for (to, message) in messages {
+            let len = message.len();
+            self.send_as_is(0, to, &message, len, false);
+        }
+        while let Some(mut held) = self.secure.as_mut().and_then(Secure::take_held) {
+            let Some(secure) = &mut self.secure else { return };
+            if secure.seal(held.to, held.lane, &mut held.packets, held.stride, now) == Sealing::NoSession {
+                // The session went the moment it came; who waits for these packets sends them again.
+                continue;
+            }
+            self.send_as_is(held.lane, held.to, &held.packets, held.stride, held.ecn);
+        }
+    }
+
+    fn send_as_is(&mut self, index: usize, to: SocketAddr, bytes: &[u8], stride: usize, ecn: bool) {
         let mut to = to;
         to.set_port(to.port().saturating_add(u16::try_from(index).unwrap_or(0)));
         let Some(socket) = self.sockets.get_mut(index) else { return };
@@ -290,6 +318,7 @@ impl Fabric {
         match state.try_send(UdpSockRef::from(socket), &transmit) {
             Ok(()) => {
                 counters.packets_sent += packets;
+                counters.bytes_sent += bytes.len() as u64;
                 counters.sends += 1;
             }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -302,29 +331,73 @@ impl Fabric {
         true
     }
 
-    /// Receives what is there, a bounded number of bursts per socket. `take` gets each packet, who sent it, and whether
-    /// the network marked it.
-    pub fn receive(&mut self, mut take: impl FnMut(SocketAddr, &[u8], bool)) -> bool {
+    /// Receives what is there, a bounded number of bursts per socket. `take` gets each packet behind its header, where it comes
+    /// from, and whether the network marked it; it may refuse it.
+    pub fn receive(
+        &mut self,
+        now: u64,
+        hosts: &dyn Fn() -> Vec<SocketAddr>,
+        mut take: impl FnMut(Origin, &Header, &[u8], bool) -> Result<(), Dropped>,
+    ) -> bool {
         let mut any = false;
         let mut metas = [RecvMeta::default(); BATCH_SIZE];
-        for socket in &mut self.sockets {
+        let Self { sockets, buffers, counters, secure, logs } = self;
+        for socket in sockets {
             let mut slices: Vec<IoSliceMut<'_>> =
-                self.buffers.iter_mut().map(|buffer| IoSliceMut::new(buffer)).collect();
+                buffers.iter_mut().map(|buffer| IoSliceMut::new(buffer)).collect();
             let got = socket.state.recv(UdpSockRef::from(&socket.socket), &mut slices, &mut metas);
             let Ok(count) = got else { continue };
             drop(slices);
-            self.counters.receives += 1;
+            counters.receives += 1;
             any |= count > 0;
-            for (meta, buffer) in metas.iter().zip(&self.buffers).take(count) {
+            for (meta, buffer) in metas.iter().zip(buffers.iter_mut()).take(count) {
                 let marked = meta.ecn == Some(EcnCodepoint::Ce);
-                let burst = buffer.get(..meta.len).unwrap_or_default();
-                for packet in burst.chunks(meta.stride.max(1)) {
-                    self.counters.packets_received += 1;
-                    take(meta.addr, packet, marked);
+                let burst = buffer.get_mut(..meta.len).unwrap_or_default();
+                for packet in burst.chunks_mut(meta.stride.max(1)) {
+                    counters.packets_received += 1;
+                    counters.bytes_received += packet.len() as u64;
+                    let taken = open(secure.as_mut(), meta.addr, packet, now, hosts).and_then(|opened| {
+                        let Some((origin, header, packet)) = opened else { return Ok(()) };
+                        take(origin, &header, packet, marked)
+                    });
+                    if let Err(cause) = taken {
+                        counters.drop_one(cause);
+                        logs.tell(meta.addr, cause);
+                    }
                 }
             }
         }
+        self.send_between_daemons(now);
         any
+    }
+}
+
+/// A packet as its VM is to get it; `None`: it was for the daemon itself.
+type Opened<'a> = Option<(Origin, Header, &'a [u8])>;
+
+fn open<'a>(
+    secure: Option<&mut Secure>,
+    from: SocketAddr,
+    packet: &'a mut [u8],
+    now: u64,
+    hosts: &dyn Fn() -> Vec<SocketAddr>,
+) -> Result<Opened<'a>, Dropped> {
+    match (secure, packet.first()) {
+        (Some(secure), Some(&SEALED)) => {
+            match secure.arrive(from, packet, now, &|from| host_of(&hosts(), from))? {
+                Arrived::Data { host, header, packet } => {
+                    Ok(Some((Origin { at: host, proven: true }, header, packet)))
+                }
+                Arrived::Handshake => Ok(None),
+            }
+        }
+        (None, Some(&PLAIN)) => {
+            let (header, rest) = Header::decode(packet, PLAIN).ok_or(Dropped::Malformed)?;
+            Ok(Some((Origin { at: from, proven: false }, header, rest)))
+        }
+        (Some(_), Some(&PLAIN)) => Err(Dropped::Plain),
+        (None, Some(&SEALED)) => Err(Dropped::Encrypted),
+        _ => Err(Dropped::Malformed),
     }
 }
 
@@ -351,13 +424,15 @@ impl Socket {
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // For tests only.
 mod tests {
+    use super::super::directory::VmId;
+    use super::super::header::Kind;
     use super::*;
 
     /// A host's sockets on a port that was free a moment ago.
     fn open(host: &str) -> (Fabric, SocketAddr) {
         loop {
             let at = UdpSocket::bind((host, 0)).and_then(|socket| socket.local_addr()).unwrap();
-            if let Ok(fabric) = Fabric::open(at, 1) {
+            if let Ok(fabric) = Fabric::open(at, 1, None) {
                 return (fabric, at);
             }
         }
@@ -368,51 +443,31 @@ mod tests {
         let (mut left, _) = open("127.0.0.1");
         let (mut right, to) = open("127.0.0.2");
         // As after two calls that the kernel took nothing of.
+        let header = Header { kind: Kind::Connected, source: VmId(1), destination: VmId(2), segment: 3 };
+        let packet = |number: u8, len: usize| {
+            let mut packet = header.encode(PLAIN).to_vec();
+            packet.resize(len, number);
+            packet
+        };
         for first in [1u8, 11] {
-            let bytes = (first..first + 10).flat_map(|number| [number; 100]).collect();
+            let bytes = (first..first + 10).flat_map(|number| packet(number, 100)).collect();
             left.sockets[0].waiting.push_back(Waiting { to, bytes, stride: 100, ecn: false });
         }
         assert!(left.is_blocked());
-        left.send(0, to, &[21; 50], 50, false);
+        let run = Run { index: 0, bytes: &mut packet(21, 50), stride: 50, ecn: false };
+        left.send(to, &header, run, 0);
         assert_eq!(left.counters().packets_sent, 0, "nothing overtakes what waits");
         assert!(left.has_room(0) && !left.is_blocked());
         let mut got = Vec::new();
         let start = std::time::Instant::now();
         while got.len() < 21 && start.elapsed() < std::time::Duration::from_secs(60) {
-            right.receive(|_, bytes, _| got.push((bytes[0], bytes.len())));
+            right.receive(0, &Vec::new, |_, _, bytes, _| {
+                got.push((bytes[0], bytes.len()));
+                Ok(())
+            });
         }
-        let expected: Vec<(u8, usize)> = (1..=20).map(|number| (number, 100)).chain([(21, 50)]).collect();
+        let expected: Vec<(u8, usize)> = (1..=20).map(|number| (number, 84)).chain([(21, 34)]).collect();
         assert_eq!(got, expected);
         assert_eq!(left.counters().packets_sent, 21);
-    }
-
-    #[test]
-    fn headers_are_read_as_written_and_nothing_else_is() {
-        let header = Header {
-            kind: Kind::Datagram,
-            source: VmId(1),
-            destination: VmId(0xA0B0_C0D0),
-            segment: tag("s0"),
-        };
-        let mut bytes = header.encode().to_vec();
-        bytes.push(0x55);
-        assert_eq!(Header::decode(&bytes), Some((header, &[0x55][..])));
-        for (at, value) in [(0, 2), (1, 0), (1, 3), (2, 1), (3, 1)] {
-            let mut wrong = bytes.clone();
-            wrong[at] = value;
-            assert_eq!(Header::decode(&wrong), None);
-        }
-        for len in 0..HEADER {
-            assert_eq!(Header::decode(&bytes[..len]), None);
-        }
-        let addresses = Addresses {
-            source: Gid([1; 16]),
-            destination: Gid([2; 16]),
-            traffic_class: 3,
-            hop_limit: 4,
-            flow_label: 0xF_FFFF,
-        };
-        assert_eq!(Addresses::decode(&addresses.encode()), Some((addresses, &[][..])));
-        assert_eq!(Addresses::decode(&[0; ADDRESSES - 1]), None);
     }
 }

@@ -12,15 +12,25 @@
 //! | module | holds |
 //! |---|---|
 //! | `directory` | where VMs are |
-//! | `fabric` | packets between daemons |
+//! | `fabric`, `header`, `counters` | packets between daemons |
+//! | `secure` | their encryption and authentication |
 //! | `wire` | plain RoCEv2 on a NIC's segment, for whoever no daemon knows |
+//! | `pin` | which transport a connection must use |
+//! | `arrivals` | what other daemons sent |
 //! | `carrier` | the protocol's view of the engine |
 //! | `connections` | the protocol's connections |
 
+mod arrivals;
 mod carrier;
 mod connections;
+mod counters;
 mod directory;
 mod fabric;
+#[doc(hidden)]
+pub mod fuzzing;
+mod header;
+mod pin;
+mod secure;
 mod wire;
 
 use std::collections::HashMap;
@@ -31,22 +41,32 @@ use std::sync::Arc;
 use hca::engine::Engine;
 use hca::names::{DeviceId, Gid, Qpn, SegmentId};
 use hca::provider::Provider;
-use hca::remote::{Action, IncomingDatagram, OutgoingDatagram, Posted, PostedOperation, QpId};
+use hca::remote::{Action, OutgoingDatagram, Posted, PostedOperation, QpId};
 use hca::work::Status;
 use roce::datagram::Datagram;
-use roce::{Batch, Kind as RequestKind, Packet, PostError, Remote, Request};
+use telemetry::guest_log::GuestLog;
 
+use roce::{Batch, Kind as RequestKind, PostError, Remote, Request};
+
+use arrivals::Arrivals;
 use carrier::Carrier;
 use connections::{Connections, Entry};
+pub use counters::{ENCRYPTED, FabricCounters, FabricReport, SessionCounters};
 use directory::NoDirectory;
 pub use directory::{Directory, DirectoryError, FileDirectory, VmId};
-use fabric::{ADDRESSES, Addresses, Fabric, HEADER, Header, Kind};
-pub use fabric::{FabricCounters, FabricError};
+pub use fabric::FabricError;
+use fabric::{Fabric, Run};
+use header::{ADDRESSES, Addresses, Header, Kind};
+use pin::Refused;
+pub use pin::TransportKind;
+pub use secure::{ClusterKey, KeyError, PeerReport};
+use wire::Wire;
 pub use wire::WirePort;
-use wire::{WIRE, Wire};
 
-/// The transport between hosts, as reports call it.
-const FABRIC: &str = "fabric";
+/// Who isn't in the directory; VMs are numbered from 1.
+const NOBODY: VmId = VmId(0);
+/// What reports call a connection that its pin forbids.
+const REFUSED: &str = "refused";
 /// Nanoseconds after the last packet during which the thread looks at its sockets without sleeping.
 const EAGER_NS: u64 = 200_000;
 /// Nanoseconds between two looks at the sockets at most, while the thread is awake.
@@ -93,6 +113,7 @@ pub struct Transports {
     last_look: u64,
     rounds: u32,
     psn: u32,
+    refusals: GuestLog,
 }
 
 impl std::fmt::Debug for Transports {
@@ -102,13 +123,17 @@ impl std::fmt::Debug for Transports {
 }
 
 impl Transports {
-    /// Opens the sockets on `address`.
+    /// Opens the sockets on `address`. With a cluster key all packets are encrypted, without one none is.
     ///
     /// # Errors
     /// When a port can't be had.
-    pub fn open(directory: Arc<dyn Directory>, address: SocketAddr) -> Result<Self, FabricError> {
-        let fabric = Fabric::open(address, directory.sockets())?;
-        let wire = Wire::new().map_err(|source| FabricError::new(address, source))?;
+    pub fn open(
+        directory: Arc<dyn Directory>,
+        address: SocketAddr,
+        key: Option<&ClusterKey>,
+    ) -> Result<Self, FabricError> {
+        let fabric = Fabric::open(address, directory.sockets(), key)?;
+        let wire = Wire::new().map_err(|source| FabricError::Port { address, source })?;
         Ok(Self::with(directory, fabric, wire))
     }
 
@@ -134,6 +159,7 @@ impl Transports {
             last_look: 0,
             rounds: 0,
             psn: 0,
+            refusals: GuestLog::new(),
         }
     }
 
@@ -159,7 +185,7 @@ impl Transports {
         segment_id: SegmentId,
     ) {
         let Some(vm) = self.directory.vm(vm) else { return };
-        let nic = Nic { vm, segment: segment.to_owned(), segment_id, tag: fabric::tag(segment) };
+        let nic = Nic { vm, segment: segment.to_owned(), segment_id, tag: header::tag(segment) };
         if self.devices.insert((vm, nic.tag), device).is_some_and(|other| self.nics.contains_key(&other)) {
             tracing::warn!(
                 vm = vm.0,
@@ -169,6 +195,18 @@ impl Transports {
         }
         self.nics.insert(device, nic);
         engine.set_uplink(segment_id, true);
+        if let Some(pin) = self.directory.pin(vm) {
+            // What isn't to go from RAM to RAM comes here, and is carried or refused.
+            engine.set_detour(device, pin != TransportKind::Local);
+            tracing::info!(vm = vm.0, segment, "A VM's RDMA is pinned to transport {}", pin.name());
+            if pin == TransportKind::Verbs {
+                tracing::warn!(
+                    vm = vm.0,
+                    "This daemon has no transport {}: connections of that VM are refused",
+                    pin.name()
+                );
+            }
+        }
     }
 
     /// A device is about to leave the engine.
@@ -198,7 +236,7 @@ impl Transports {
     /// When something is due at the latest.
     #[must_use]
     pub fn next(&self) -> Option<u64> {
-        self.connections.next()
+        [self.connections.next(), self.fabric.next()].into_iter().flatten().min()
     }
 
     /// Whether there are sockets.
@@ -213,21 +251,44 @@ impl Transports {
         self.fabric.counters()
     }
 
+    /// What the sockets and sessions did.
+    #[must_use]
+    pub fn fabric(&self) -> FabricReport {
+        self.fabric.report()
+    }
+
     /// The connection of a queue pair.
     #[must_use]
     pub fn report(&self, device: DeviceId, qpn: Qpn) -> Option<ConnectionReport> {
         let entry = self.connections.by_number(device, qpn.0)?;
-        let transport = if entry.line.is_some() { WIRE } else { FABRIC };
-        Some(ConnectionReport { transport, host: entry.host, counters: *entry.connection.counters() })
+        let kind = if entry.line.is_some() { TransportKind::Wire } else { TransportKind::Fabric };
+        Some(ConnectionReport {
+            transport: kind.name(),
+            host: entry.host,
+            counters: *entry.connection.counters(),
+        })
+    }
+
+    /// What all connections of a device have counted; `None`: it has no way to other hosts.
+    #[must_use]
+    pub fn device_counters(&self, device: DeviceId) -> Option<roce::Counters> {
+        let has_way = self.nics.contains_key(&device) || self.wire.has(device);
+        has_way.then(|| self.connections.counters(device))
     }
 
     /// How a peer that isn't on this host is reached from a device; `None`: not at all.
     #[must_use]
     pub fn reaches(&self, device: DeviceId, peer: Gid) -> Option<&'static str> {
-        match self.owner(device, peer) {
-            Some(owner) => self.directory.host(owner).map(|_| FABRIC),
-            None => self.wire.has(device).then_some(WIRE),
-        }
+        let owner = self.owner(device, peer);
+        let way = match owner {
+            Some(owner) => self.directory.host(owner).map(|_| TransportKind::Fabric)?,
+            None => self.wire.has(device).then_some(TransportKind::Wire)?,
+        };
+        let allowed = self
+            .nics
+            .get(&device)
+            .map_or(Ok(()), |nic| pin::check(self.directory.as_ref(), nic.vm, owner.unwrap_or(NOBODY), way));
+        Some(if allowed.is_ok() { way.name() } else { REFUSED })
     }
 
     /// The VM of the directory that has an address, seen from a device.
@@ -253,17 +314,11 @@ impl Transports {
         }
         self.last_look = now;
         let Self { fabric, wire, directory, nics, devices, connections, .. } = self;
-        let mut dropped = 0;
-        let any = fabric.receive(|from, bytes, congested| {
+        let any = fabric.receive(now, &|| directory.hosts(), |from, header, bytes, congested| {
             let mut arrivals =
                 Arrivals { directory: directory.as_ref(), nics, devices, connections, wire, engine, now };
-            if arrivals.take(from, bytes, congested).is_none() {
-                dropped += 1;
-            }
+            arrivals.take(from, header, bytes, congested)
         });
-        for _ in 0..dropped {
-            fabric.drop_one();
-        }
         if any {
             self.last_packet = now;
         }
@@ -294,6 +349,7 @@ impl Transports {
             }
             self.connections.ready(index);
         }
+        self.fabric.expire(now);
         for _ in 0..self.connections.ready_count() {
             let Some(index) = self.connections.next_ready() else { break };
             worked |= self.transmit(engine, index, now);
@@ -304,6 +360,11 @@ impl Transports {
     fn act<P: Provider>(&mut self, engine: &mut Engine<P>, action: Action, now: u64) {
         match action {
             Action::Post { qp, request } => {
+                if let Some(refused) = self.refusal(engine, qp) {
+                    telemetry::guest_warn!(self.refusals, "A connection is refused: {refused}");
+                    engine.remote_complete(qp, request.token, Err(Status::LocalQpOperation));
+                    return;
+                }
                 let Some(index) = self.connection_of(engine, qp) else {
                     // Its segment has no uplink any more, or it is gone.
                     engine.remote_complete(qp, request.token, Err(Status::RetryExceeded));
@@ -345,8 +406,23 @@ impl Transports {
                     self.connections.ready(index);
                 }
             }
-            Action::Datagram(datagram) => self.send_datagram(&datagram),
+            Action::Datagram(datagram) => self.send_datagram(&datagram, now),
         }
+    }
+
+    /// Whether a device may speak with those whom the directory doesn't know.
+    fn by_wire(&self, device: DeviceId) -> Result<(), Refused> {
+        self.nics
+            .get(&device)
+            .map_or(Ok(()), |nic| pin::check(self.directory.as_ref(), nic.vm, NOBODY, TransportKind::Wire))
+    }
+
+    /// Why a queue pair that has no connection yet can't have one.
+    fn refusal<P: Provider>(&self, engine: &Engine<P>, qp: QpId) -> Option<Refused> {
+        if self.connections.find(qp).is_some() {
+            return None;
+        }
+        refusal(engine, qp, &self.nics, self.directory.as_ref())
     }
 
     /// Sends what a connection has, as much as there is room for.
@@ -362,26 +438,24 @@ impl Transports {
             return false;
         }
         let most = fabric.most_segments().max(1);
-        let mut batch = Batch::new(buffer, lengths, HEADER, 0, most);
+        let (before, behind) = (fabric.before(), fabric.behind());
+        let mut batch = Batch::new(buffer, lengths, before, behind, most);
         entry.connection.transmit(now, &mut Carrier { engine, qp: entry.qp }, &mut batch);
         let more = entry.connection.wants_transmit(now);
         let sent = !lengths.is_empty();
         let ecn = entry.connection.config().congestion.is_some();
         if let Some(host) = entry.host {
-            let header = entry.header.encode();
-            let mut position = 0;
+            let mut position: usize = 0;
             let mut start = 0;
             let mut stride = 0;
             for &length in lengths.iter() {
-                let length = HEADER + usize::try_from(length).unwrap_or(0);
-                if let Some(room) = buffer.get_mut(position..position + HEADER) {
-                    room.copy_from_slice(&header);
-                }
+                let length = before + usize::try_from(length).unwrap_or(0) + behind;
                 // A run ends before a longer packet, and behind a shorter one.
                 let in_run = position - start;
                 let shorter_before = stride > 0 && !in_run.is_multiple_of(stride);
                 if in_run > 0 && (length > stride || shorter_before) {
-                    fabric.send(socket, host, buffer.get(start..position).unwrap_or_default(), stride, ecn);
+                    let bytes = buffer.get_mut(start..position).unwrap_or_default();
+                    fabric.send(host, &entry.header, Run { index: socket, bytes, stride, ecn }, now);
                     start = position;
                 }
                 if start == position {
@@ -390,19 +464,28 @@ impl Transports {
                 position += length;
             }
             if position > start {
-                fabric.send(socket, host, buffer.get(start..position).unwrap_or_default(), stride, ecn);
+                let bytes = buffer.get_mut(start..position).unwrap_or_default();
+                fabric.send(host, &entry.header, Run { index: socket, bytes, stride, ecn }, now);
             }
         }
         connections.follow(index, more);
         sent
     }
 
-    fn send_datagram(&mut self, datagram: &OutgoingDatagram) {
+    fn send_datagram(&mut self, datagram: &OutgoingDatagram, now: u64) {
         let Some(vm) = self.owner(datagram.qp.device, datagram.to.dgid) else {
+            if let Err(refused) = self.by_wire(datagram.qp.device) {
+                telemetry::guest_warn!(self.refusals, "A datagram is dropped: {refused}");
+                return;
+            }
             return self.send_datagram_by_wire(datagram);
         };
         let Some(nic) = self.nics.get(&datagram.qp.device) else { return };
         let Some(host) = self.directory.host(vm) else { return };
+        if let Err(refused) = pin::check(self.directory.as_ref(), nic.vm, vm, TransportKind::Fabric) {
+            telemetry::guest_warn!(self.refusals, "A datagram is dropped: {refused}");
+            return;
+        }
         let header = Header { kind: Kind::Datagram, source: nic.vm, destination: vm, segment: nic.tag };
         let addresses = Addresses {
             source: datagram.source_gid,
@@ -421,8 +504,9 @@ impl Transports {
             solicited: datagram.solicited,
             immediate: datagram.immediate,
         };
-        let before = HEADER + ADDRESSES;
-        let mut batch = Batch::new(&mut self.buffer, &mut self.lengths, before, 0, 1);
+        let header_len = self.fabric.before();
+        let before = header_len + ADDRESSES;
+        let mut batch = Batch::new(&mut self.buffer, &mut self.lengths, before, self.fabric.behind(), 1);
         let fill = |into: &mut [u8]| -> Result<(), ()> {
             into.copy_from_slice(datagram.payload.get(..into.len()).ok_or(())?);
             Ok(())
@@ -437,88 +521,8 @@ impl Transports {
             return;
         }
         let Some(packet) = self.buffer.get_mut(..len) else { return };
-        packet[..HEADER].copy_from_slice(&header.encode());
-        packet[HEADER..before].copy_from_slice(&addresses.encode());
-        self.fabric.send(socket, host, packet, len, false);
-    }
-}
-
-/// What arriving packets need.
-struct Arrivals<'a, P: Provider> {
-    directory: &'a dyn Directory,
-    nics: &'a HashMap<DeviceId, Nic>,
-    devices: &'a HashMap<(VmId, u32), DeviceId>,
-    connections: &'a mut Connections,
-    wire: &'a Wire,
-    engine: &'a mut Engine<P>,
-    now: u64,
-}
-
-impl<P: Provider> Arrivals<'_, P> {
-    /// Takes a packet; `None`: it is for nobody here, or not from whom it says.
-    fn take(&mut self, from: SocketAddr, bytes: &[u8], congested: bool) -> Option<()> {
-        let (header, rest) = Header::decode(bytes)?;
-        let device = *self.devices.get(&(header.destination, header.segment))?;
-        match header.kind {
-            Kind::Connected => {
-                let qpn = Packet::destination(rest)?;
-                let index = self.connection(device, qpn)?;
-                let entry = self.connections.get_mut(index)?;
-                let known =
-                    entry.peer_vm == header.source && entry.host.is_some_and(|host| host.ip() == from.ip());
-                if !known {
-                    return None;
-                }
-                let arrival = roce::Arrival { congested };
-                let mut carrier = Carrier { engine: self.engine, qp: entry.qp };
-                entry.connection.receive(self.now, rest, arrival, &mut carrier);
-                self.connections.ready(index);
-            }
-            Kind::Datagram => {
-                let host = self.directory.host(header.source)?;
-                let nic = self.nics.get(&device)?;
-                let (addresses, rest) = Addresses::decode(rest)?;
-                let owner = self.directory.owner(&nic.segment, addresses.source);
-                if host.ip() != from.ip() || owner != Some(header.source) {
-                    return None;
-                }
-                let packet = Packet::parse(rest).ok()?;
-                let (datagram, payload) = Datagram::receive(&packet)?;
-                self.engine.remote_datagram(&IncomingDatagram {
-                    segment: nic.segment_id,
-                    source_qpn: Qpn(datagram.source),
-                    source_gid: addresses.source,
-                    dgid: addresses.destination,
-                    qpn: Qpn(datagram.destination),
-                    qkey: datagram.qkey,
-                    traffic_class: addresses.traffic_class,
-                    flow_label: addresses.flow_label,
-                    hop_limit: addresses.hop_limit,
-                    immediate: datagram.immediate,
-                    solicited: datagram.solicited,
-                    header: None,
-                    payload,
-                });
-            }
-        }
-        Some(())
-    }
-
-    /// The connection of a queue pair, made when the queue pair has one.
-    fn connection(&mut self, device: DeviceId, qpn: u32) -> Option<usize> {
-        let current = self.engine.connected(device, Qpn(qpn));
-        let found = self.connections.index_of(device, qpn);
-        match (current, found) {
-            // Failed, and still answering.
-            (None, found) => found,
-            (Some(qp), Some(index)) if self.connections.get(index).is_some_and(|entry| entry.qp == qp) => {
-                Some(index)
-            }
-            (Some(qp), _) => {
-                let make = || entry(self.engine, qp, self.nics, self.directory, self.wire);
-                self.connections.of(qp, make)
-            }
-        }
+        packet[header_len..before].copy_from_slice(&addresses.encode());
+        self.fabric.send(host, &header, Run { index: socket, bytes: packet, stride: len, ecn: false }, now);
     }
 }
 
@@ -540,6 +544,20 @@ fn posted(request: &Posted) -> Request {
         solicited: request.solicited,
         fence: request.fence,
     }
+}
+
+/// Why a queue pair and its peer may not be connected by this daemon.
+fn refusal<P: Provider>(
+    engine: &Engine<P>,
+    qp: QpId,
+    nics: &HashMap<DeviceId, Nic>,
+    directory: &dyn Directory,
+) -> Option<Refused> {
+    let info = engine.connection(qp)?;
+    let nic = nics.get(&qp.device)?;
+    let peer = directory.owner(&nic.segment, info.attributes.address.dgid);
+    let way = if peer.is_some() { TransportKind::Fabric } else { TransportKind::Wire };
+    pin::check(directory, nic.vm, peer.unwrap_or(NOBODY), way).err()
 }
 
 /// The entry of a queue pair, made from its attributes: to a VM of the directory by `fabric`, to anyone else by `wire`.
@@ -567,3 +585,7 @@ fn entry<P: Provider>(
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // For tests only.
 mod tests;
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // For tests only.
+mod pin_tests;

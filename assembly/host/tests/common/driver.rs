@@ -32,6 +32,8 @@ pub struct Guest {
     response_slot: u64,
     async_ring: (u64, u64),
     completion_ring: (u64, u64),
+    /// Timeout code of queue pairs: 4.096 µs << code. 8 is about a millisecond.
+    pub timeout: u8,
 }
 
 /// A context with a queue pair and what it needs.
@@ -61,6 +63,7 @@ impl Guest {
             response_slot: 0,
             async_ring: (0, 0),
             completion_ring: (0, 0),
+            timeout: 8,
         }
     }
 
@@ -292,8 +295,7 @@ impl Guest {
         self.modify(monitor, qp, 1 | 1 << 9 | 1 << 10 | 1 << 11 | 1 << 13 | 1 << 16, |to| {
             to.state = 3.into();
             to.sq_psn = 0.into();
-            // 4.096 µs << 8, about a millisecond.
-            to.timeout = 8;
+            to.timeout = self.timeout;
             to.retry_count = 2;
             to.rnr_retry = 7;
             to.max_rd_atomic = 4;

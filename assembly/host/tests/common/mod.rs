@@ -11,7 +11,13 @@ use host::{Daemon, DaemonConfig};
 
 /// A daemon with a socket in `folder`.
 pub fn daemon(folder: &Path) -> Daemon {
-    Daemon::start(&DaemonConfig::new(folder.join("host.sock"))).unwrap()
+    start(DaemonConfig::new(folder.join("host.sock")))
+}
+
+/// Starts a daemon in its sandbox, as `causeway host` does. Only its own threads are confined: the one that starts it ends.
+pub fn start(config: DaemonConfig) -> Daemon {
+    let config = DaemonConfig { sandbox: true, ..config };
+    std::thread::spawn(move || Daemon::start(&config).unwrap()).join().unwrap()
 }
 
 /// Waits up to ten seconds.

@@ -58,6 +58,7 @@ impl<P: Provider> Engine<P> {
             old.memory.clone(),
         );
         new.counters = old.counters;
+        new.detour = old.detour;
         new.enabled = old.enabled;
         new.exact = old.exact;
         new.scheduled = old.scheduled;

@@ -57,7 +57,9 @@ impl<P: Provider> Engine<P> {
             qp.counters.bytes += length;
         }
         let one_family = source_gid.ipv4().is_some() == to.dgid.ipv4().is_some();
-        let Some(owner) = self.owner_of(segment, to.dgid).filter(|_| one_family) else {
+        let Some(owner) =
+            self.owner_of(segment, to.dgid).filter(|owner| one_family && !self.detours(at.device, *owner))
+        else {
             if !one_family || !self.uplinks.contains(&segment) {
                 return Step::DONE;
             }

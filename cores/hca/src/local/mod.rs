@@ -183,6 +183,9 @@ impl<P: Provider> Engine<P> {
             return None;
         }
         let owner = self.owner_of(device.segment, dgid)?;
+        if self.detours(at.device, owner) {
+            return None;
+        }
         let there = self.device(owner).filter(|there| there.enabled)?;
         let peer = there.qp_by_number(qp.attributes.destination_qpn)?;
         let answers = peer.kind == qp.kind

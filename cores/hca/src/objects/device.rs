@@ -69,6 +69,8 @@ pub(crate) struct Device<P: Provider> {
     pub memory: P::Memory,
     /// May access guest memory (bus master).
     pub enabled: bool,
+    /// Other devices here are reached as if they were elsewhere, and reach this one so.
+    pub detour: bool,
     pub capabilities: Capabilities,
     pub limits: Limits,
     pub exact: bool,
@@ -107,6 +109,7 @@ impl<P: Provider> Device<P> {
             segment,
             memory,
             enabled: true,
+            detour: false,
             capabilities,
             limits,
             exact: false,

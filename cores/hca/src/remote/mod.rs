@@ -10,7 +10,8 @@
 //!                    outstanding ◀─ remote_complete ◀─┘
 //! ```
 //!
-//! **Which peers are elsewhere.** In a segment with an uplink ([`Engine::set_uplink`]), an address that no device of this engine has. Once
+//! **Which peers are elsewhere.** In a segment with an uplink ([`Engine::set_uplink`]), an address that no device of this engine has, or
+//! one that is to be reached by a transport all the same ([`Engine::set_detour`]). Once
 //! a connection has gone elsewhere it stays there until its queue pair is reset: its sequence numbers live in the transport. One that was
 //! local stays so as well: when its peer vanishes its data doesn't go out to a network, and nobody there can take the peer's place.
 
@@ -180,6 +181,21 @@ impl<P: Provider> Engine<P> {
         self.topology_changed();
     }
 
+    /// Says whether a device and other devices here reach each other by a transport, as if they were on different hosts: what it is
+    /// pinned to. A device reaches itself as before.
+    pub fn set_detour(&mut self, device: DeviceId, there: bool) {
+        if let Some(device) = self.device_mut(device.0) {
+            device.detour = there;
+        }
+        self.topology_changed();
+    }
+
+    /// Whether two devices here reach each other by a transport only.
+    pub(crate) fn detours(&self, one: u32, other: u32) -> bool {
+        let is_set = |device| self.device(device).is_some_and(|device| device.detour);
+        one != other && (is_set(one) || is_set(other))
+    }
+
     /// What transports have to do since the last call.
     #[must_use]
     pub fn take_actions(&mut self) -> Vec<Action> {
@@ -241,6 +257,12 @@ impl<P: Provider> Engine<P> {
         self.owner_of(segment, gid).is_some()
     }
 
+    /// Whether a device of this engine has an address, and a device reaches it without a transport.
+    #[must_use]
+    pub fn is_beside(&self, device: DeviceId, segment: SegmentId, gid: Gid) -> bool {
+        self.owner_of(segment, gid).is_some_and(|owner| !self.detours(device.0, owner))
+    }
+
     /// The addresses of a device, each with its MAC.
     pub fn addresses(&self, device: DeviceId) -> impl Iterator<Item = (Gid, [u8; 6])> {
         let entries = self.device(device.0).into_iter().flat_map(|device| device.gids.iter().flatten());
@@ -279,7 +301,7 @@ impl<P: Provider> Engine<P> {
         let elsewhere = self.device(at.device).zip(self.qp(at)).is_some_and(|(device, qp)| {
             let dgid = qp.attributes.address.dgid;
             self.uplinks.contains(&device.segment)
-                && self.owner_of(device.segment, dgid).is_none()
+                && self.owner_of(device.segment, dgid).is_none_or(|owner| self.detours(at.device, owner))
                 && self.owner_of(device.segment, qp.source_gid) == Some(at.device)
                 && dgid.ipv4().is_some() == qp.source_gid.ipv4().is_some()
         });

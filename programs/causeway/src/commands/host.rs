@@ -14,17 +14,17 @@ use crate::output;
 pub fn host(args: &HostArgs, json: bool) -> anyhow::Result<()> {
     // Before the sockets are there: a signal that comes while it starts ends it in order, too.
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("Signals can't be listened to")?;
-    let config = DaemonConfig {
-        socket: args.socket.clone(),
-        access: Access { uids: args.allow_uid.clone(), gids: args.allow_gid.clone() },
-        metrics: args.metrics,
-        fabric: args
-            .directory
-            .clone()
-            .zip(args.fabric_address)
-            .map(|(directory, address)| FabricConfig { directory, address }),
-        engine: EngineSetup { cpu: args.engine_cpu, ..EngineSetup::default() },
-    };
+    let config =
+        DaemonConfig {
+            socket: args.socket.clone(),
+            access: Access { uids: args.allow_uid.clone(), gids: args.allow_gid.clone() },
+            metrics: args.metrics,
+            sandbox: !args.no_sandbox,
+            fabric: args.directory.clone().zip(args.fabric_address).map(|(directory, address)| {
+                FabricConfig { directory, address, cluster_key: args.cluster_key.clone() }
+            }),
+            engine: EngineSetup { cpu: args.engine_cpu, ..EngineSetup::default() },
+        };
     let daemon = Daemon::start(&config)?;
     if json {
         let metrics = daemon.metrics().map(|address| address.to_string());

@@ -4,6 +4,8 @@ mod control;
 mod doctor;
 mod host;
 mod inspect;
+mod key;
+mod limits;
 mod list;
 mod stop;
 
@@ -26,6 +28,8 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Reset(target) => control::control(&target, json, "reset", Client::reset)?,
         Command::Stop(args) => stop::stop(&args, json)?,
         Command::Host(args) => host::host(&args, json)?,
+        Command::Limits(args) => limits::limits(&args, json)?,
+        Command::Key(args) => key::key(&args, json)?,
         Command::Doctor => return doctor::doctor(json),
     }
     Ok(ExitCode::SUCCESS)

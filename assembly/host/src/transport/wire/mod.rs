@@ -25,14 +25,11 @@ use roce::{Batch, Config, Mtu, Packet};
 
 use super::carrier::Carrier;
 use super::connections::Entry;
-use super::directory::VmId;
-use super::fabric::{Header, Kind};
-use super::{BURST, Transports};
+use super::header::{Header, Kind};
+use super::{BURST, NOBODY, Transports};
 pub use port::WirePort;
 use port::{Address, Arrived, Bell, Inbox};
 
-/// The transport, as reports call it.
-pub(super) const WIRE: &str = "wire";
 /// Packets of one `transmit`.
 const PACKETS: usize = 64;
 
@@ -138,9 +135,8 @@ impl Wire {
         let mtu = Mtu::from_code(attributes.path_mtu)?;
         let config = Config { congestion: Some(Parameters::default()), ..Entry::config(info, mtu) };
         // Of the fabric, which it doesn't use.
-        let nobody = VmId(0);
-        let header = Header { kind: Kind::Connected, source: nobody, destination: nobody, segment: 0 };
-        let mut entry = Entry::new(info, config, nobody, None, header)?;
+        let header = Header { kind: Kind::Connected, source: NOBODY, destination: NOBODY, segment: 0 };
+        let mut entry = Entry::new(info, config, NOBODY, None, header)?;
         entry.line = Some(line);
         Some(entry)
     }
@@ -189,7 +185,7 @@ impl Transports {
         let source = gid(arrived.source);
         // VMs that are reached in another way don't come in by this one: here anybody can claim to be them.
         let known = self.nics.get(&device).and_then(|nic| self.directory.owner(&nic.segment, source));
-        if known.is_some() || engine.has_address(segment, source) {
+        if known.is_some() || engine.has_address(segment, source) || self.by_wire(device).is_err() {
             return Err(Dropped::WrongPeer);
         }
         if parsed.header.service == Service::Ud {

@@ -16,7 +16,7 @@ use vmxnet3::{Companion, MacAddress, NicHandle, PortRules, SegmentConfig, Segmen
 
 use super::super::directory::VmId;
 use super::super::fabric::Fabric;
-use super::super::{Directory, Transports, WirePort};
+use super::super::{Directory, TransportKind, Transports, WirePort};
 use super::Wire;
 
 /// RAM of a guest.
@@ -652,6 +652,10 @@ impl Directory for OneVm {
 
     fn host(&self, _: VmId) -> Option<SocketAddr> {
         Some(SocketAddr::from(([127, 0, 0, 2], 4792)))
+    }
+
+    fn pin(&self, _: VmId) -> Option<TransportKind> {
+        None
     }
 
     fn hosts(&self) -> Vec<SocketAddr> {

@@ -1,0 +1,74 @@
+//! Landlock: of the file system the daemon keeps its own folder, taps and what the kernel says of them; no TCP port is opened or connected to.
+
+use std::path::Path;
+
+use landlock::{
+    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible as _, LandlockStatus,
+    PathBeneath, PathFd, Ruleset, RulesetAttr as _, RulesetCreatedAttr as _, RulesetStatus, Scope,
+};
+
+use super::SandboxError;
+
+/// The newest set of rights that is known here. An older kernel gets what it has.
+const KNOWN: ABI = ABI::V9;
+/// Where taps come from.
+const TUN: &str = "/dev/net/tun";
+/// Where the kernel says whose a tap is.
+const TAPS: &str = "/sys/devices/virtual/net";
+
+/// Confines the calling thread and those it makes. Returns what is in force.
+pub(super) fn enforce(socket: &Path, folder: &Path) -> Result<String, SandboxError> {
+    let failed = |source: landlock::RulesetError| SandboxError::Landlock(source.into());
+    let mut ruleset = Ruleset::default()
+        .set_compatibility(CompatLevel::BestEffort)
+        .handle_access(AccessFs::from_all(KNOWN))
+        .map_err(failed)?
+        .handle_access(AccessNet::BindTcp | AccessNet::ConnectTcp)
+        .map_err(failed)?
+        .scope(Scope::from_all(KNOWN))
+        .map_err(failed)?
+        .create()
+        .map_err(failed)?;
+    let beside = socket.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let own = AccessFs::ReadFile
+        | AccessFs::WriteFile
+        | AccessFs::ReadDir
+        | AccessFs::MakeReg
+        | AccessFs::MakeSock
+        | AccessFs::RemoveFile
+        | AccessFs::Refer
+        | AccessFs::Truncate
+        | AccessFs::ResolveUnix;
+    let rules: [(&Path, BitFlags<AccessFs>); 4] = [
+        (folder, own),
+        // The service's socket is made there, and removed at the end.
+        (beside, AccessFs::MakeSock | AccessFs::RemoveFile | AccessFs::ResolveUnix),
+        (Path::new(TUN), AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::IoctlDev),
+        (Path::new(TAPS), AccessFs::ReadFile.into()),
+    ];
+    for (path, access) in rules {
+        // A host without the tun driver has no taps.
+        if !path.exists() && (path == Path::new(TUN) || path == Path::new(TAPS)) {
+            continue;
+        }
+        let fd = PathFd::new(path)
+            .map_err(|source| SandboxError::Path { path: path.to_owned(), source: source.into() })?;
+        ruleset = ruleset.add_rule(PathBeneath::new(fd, access)).map_err(failed)?;
+    }
+    let status = ruleset.restrict_self().map_err(failed)?;
+    let kernel = match status.landlock {
+        LandlockStatus::NotEnabled => "the kernel has it turned off (boot with lsm=landlock,...)".to_owned(),
+        LandlockStatus::NotImplemented => "the kernel lacks it (Linux 5.13 or newer has it)".to_owned(),
+        LandlockStatus::Available { effective_abi, kernel_abi } => {
+            format!("ABI {}", kernel_abi.unwrap_or(effective_abi as i32))
+        }
+    };
+    Ok(match status.ruleset {
+        RulesetStatus::FullyEnforced => format!("enforced, {kernel}"),
+        RulesetStatus::PartiallyEnforced => format!("enforced as far as the kernel can, {kernel}"),
+        RulesetStatus::NotEnforced => {
+            tracing::warn!("Landlock is not in force: {kernel}; files are guarded by seccomp alone");
+            format!("not in force: {kernel}")
+        }
+    })
+}

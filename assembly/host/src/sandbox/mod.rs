@@ -1,0 +1,83 @@
+//! Confinement of the daemon: what an attacker who has taken over a device model, or the parser of packets, can still do.
+//!
+//! ```text
+//! Sandbox::enter   once directory, key and sockets to other hosts are open, before the first thread is made:
+//!                  all capabilities but the one that taps and large socket buffers need go, Landlock, seccomp
+//! ```
+//!
+//! The threads inherit it. One filter holds for all of them: each can make the others do what it may not, since they share all memory.
+//! A refused system call ends the daemon with [`REFUSED_EXIT_CODE`] and a line that names the call and the thread. What could not be put
+//! in force (an old kernel) is said in a log line; it is never silent.
+
+mod filesystem;
+mod seccomp;
+mod trap;
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use rustix::thread::{CapabilitySet, CapabilitySets};
+
+pub use trap::REFUSED_EXIT_CODE;
+
+/// The sandbox can't be entered.
+#[derive(Debug, thiserror::Error)]
+pub enum SandboxError {
+    /// Seccomp.
+    #[error("The daemon's seccomp filter can't be put in force; --no-sandbox runs without")]
+    Seccomp(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// Landlock failed on a kernel that has it.
+    #[error("Landlock can't be put in force; --no-sandbox runs without")]
+    Landlock(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// A path that the daemon needs later can't be opened.
+    #[error("The sandbox can't open {} to let the daemon use it", path.display())]
+    Path {
+        /// The path.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// Capabilities or signals.
+    #[error("The daemon can't {what}; --no-sandbox runs without")]
+    Privileges {
+        /// What was tried.
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// Confines the calling thread and those that it makes from now on. The service's socket is `socket`, `folder` the one beside it.
+pub(crate) fn enter(socket: &Path, folder: &Path) -> Result<(), SandboxError> {
+    trap::install()?;
+    let kept = drop_capabilities()?;
+    let landlock = filesystem::enforce(socket, folder)?;
+    seccomp::enforce()?;
+    tracing::info!(landlock, capabilities = kept, "Sandbox: seccomp is enforced");
+    Ok(())
+}
+
+fn failed(what: &'static str) -> impl Fn(rustix::io::Errno) -> SandboxError {
+    move |errno| SandboxError::Privileges { what, source: io::Error::from(errno) }
+}
+
+/// Drops all capabilities but CAP_NET_ADMIN (taps of others, buffers beyond the system's limit), for good. Says what is left.
+fn drop_capabilities() -> Result<&'static str, SandboxError> {
+    let held = rustix::thread::capabilities(None).map_err(failed("read its capabilities"))?;
+    if held.effective.contains(CapabilitySet::SETPCAP) {
+        for capability in CapabilitySet::all().difference(CapabilitySet::NET_ADMIN).iter() {
+            match rustix::thread::remove_capability_from_bounding_set(capability) {
+                // This kernel doesn't have that one.
+                Ok(()) | Err(rustix::io::Errno::INVAL) => {}
+                Err(errno) => return Err(failed("drop its bounding capabilities")(errno)),
+            }
+        }
+    }
+    rustix::thread::clear_ambient_capability_set().map_err(failed("drop its ambient capabilities"))?;
+    let kept = held.permitted.intersection(CapabilitySet::NET_ADMIN);
+    let left = CapabilitySets { effective: kept, permitted: kept, inheritable: CapabilitySet::empty() };
+    rustix::thread::set_capabilities(None, left).map_err(failed("drop its capabilities"))?;
+    Ok(if kept.is_empty() { "none" } else { "CAP_NET_ADMIN" })
+}

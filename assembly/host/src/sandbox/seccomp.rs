@@ -1,0 +1,251 @@
+//! Which system calls the daemon's threads make.
+
+use std::collections::BTreeMap;
+
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+    TargetArch,
+};
+
+use super::SandboxError;
+
+/// What Rust's and the C library's run time needs in every thread.
+const RUN_TIME: &[i64] = &[
+    libc::SYS_read,
+    libc::SYS_write,
+    libc::SYS_readv,
+    libc::SYS_writev,
+    libc::SYS_close,
+    libc::SYS_futex,
+    libc::SYS_munmap,
+    libc::SYS_mremap,
+    libc::SYS_madvise,
+    libc::SYS_brk,
+    libc::SYS_sigaltstack,
+    libc::SYS_rt_sigprocmask,
+    libc::SYS_rt_sigreturn,
+    libc::SYS_rt_sigaction,
+    libc::SYS_set_robust_list,
+    libc::SYS_rseq,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    libc::SYS_restart_syscall,
+    libc::SYS_gettid,
+    libc::SYS_getpid,
+    libc::SYS_geteuid,
+    libc::SYS_getuid,
+    libc::SYS_sched_getaffinity,
+    libc::SYS_sched_setaffinity,
+    libc::SYS_sched_yield,
+    libc::SYS_getcpu,
+    libc::SYS_clock_gettime,
+    libc::SYS_clock_getres,
+    libc::SYS_gettimeofday,
+    libc::SYS_nanosleep,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_getrandom,
+    // Fails as if the kernel didn't have it, see `NO_CLONE3`.
+    libc::SYS_clone3,
+];
+
+/// Events: the engine's and the functions' threads, tokio's reactor.
+const EVENTS: &[i64] = &[
+    libc::SYS_poll,
+    libc::SYS_ppoll,
+    libc::SYS_epoll_create1,
+    libc::SYS_epoll_ctl,
+    libc::SYS_epoll_wait,
+    libc::SYS_epoll_pwait,
+    libc::SYS_eventfd2,
+];
+
+/// Sockets: the service and metrics, vfio-user with descriptors, UDP between hosts. New ones are Unix sockets only, see `rules`.
+const SOCKETS: &[i64] = &[
+    libc::SYS_bind,
+    libc::SYS_listen,
+    libc::SYS_accept4,
+    libc::SYS_connect,
+    libc::SYS_shutdown,
+    libc::SYS_getsockopt,
+    libc::SYS_setsockopt,
+    libc::SYS_getsockname,
+    libc::SYS_getpeername,
+    libc::SYS_sendto,
+    libc::SYS_recvfrom,
+    libc::SYS_sendmsg,
+    libc::SYS_recvmsg,
+    libc::SYS_sendmmsg,
+    libc::SYS_recvmmsg,
+];
+
+/// Files: `nics.json`, the sockets' files, guests' memory as it comes, taps' owners. Landlock says which.
+const FILES: &[i64] = &[
+    libc::SYS_openat,
+    libc::SYS_fstat,
+    libc::SYS_lstat,
+    libc::SYS_stat,
+    libc::SYS_statx,
+    libc::SYS_newfstatat,
+    libc::SYS_fstatfs,
+    libc::SYS_lseek,
+    libc::SYS_pread64,
+    // What kind of descriptor a client has passed.
+    libc::SYS_readlink,
+    libc::SYS_readlinkat,
+    libc::SYS_fsync,
+    libc::SYS_fdatasync,
+    libc::SYS_ftruncate,
+    libc::SYS_flock,
+    libc::SYS_chmod,
+    libc::SYS_fchmod,
+    libc::SYS_fchmodat,
+    libc::SYS_rename,
+    libc::SYS_renameat,
+    libc::SYS_renameat2,
+    libc::SYS_unlink,
+    libc::SYS_unlinkat,
+];
+
+/// Calls whose arguments are looked at, see `rules`.
+const CHECKED: &[i64] = &[
+    libc::SYS_ioctl,
+    libc::SYS_prctl,
+    libc::SYS_fcntl,
+    libc::SYS_mmap,
+    libc::SYS_mprotect,
+    libc::SYS_clone,
+    libc::SYS_socket,
+    // tokio wakes its reactor for signals by one.
+    libc::SYS_socketpair,
+    libc::SYS_tgkill,
+    libc::SYS_memfd_create,
+    libc::SYS_seccomp,
+];
+
+/// TUN's numbers from 192 on of type 'T', FIONREAD and FIONBIO: by mask and value.
+const IOCTLS: &[(u64, u64)] = &[(0xffc0, 0x54c0), (u64::MAX, 0x541b), (u64::MAX, 0x5421)];
+/// Names of threads and of the allocator's mappings.
+const PRCTLS: &[libc::c_int] = &[libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_VMA];
+/// Flags of a descriptor and of its file, copies, seals of guests' memory.
+const FCNTLS: &[libc::c_int] = &[
+    libc::F_GETFD,
+    libc::F_SETFD,
+    libc::F_GETFL,
+    libc::F_SETFL,
+    libc::F_DUPFD_CLOEXEC,
+    libc::F_GET_SEALS,
+    libc::F_ADD_SEALS,
+];
+const PROT_EXEC: u64 = 4;
+/// `CLONE_THREAD` of linux/sched.h.
+const CLONE_THREAD: u64 = 0x1_0000;
+
+type BackendError = seccompiler::BackendError;
+
+fn compare(argument: u8, mask: u64, value: u64) -> Result<SeccompRule, BackendError> {
+    let operator = if mask == u64::MAX { SeccompCmpOp::Eq } else { SeccompCmpOp::MaskedEq(mask) };
+    SeccompRule::new(vec![SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value)?])
+}
+
+fn is(argument: u8, value: libc::c_int) -> Result<SeccompRule, BackendError> {
+    compare(argument, u64::MAX, u64::from(value.cast_unsigned()))
+}
+
+/// What the arguments of a call must be; no rules: anything.
+fn rules(syscall: i64) -> Result<Vec<SeccompRule>, BackendError> {
+    match syscall {
+        libc::SYS_ioctl => IOCTLS.iter().map(|(mask, request)| compare(1, *mask, *request)).collect(),
+        libc::SYS_prctl => PRCTLS.iter().map(|operation| is(0, *operation)).collect(),
+        libc::SYS_fcntl => FCNTLS.iter().map(|operation| is(1, *operation)).collect(),
+        // Memory never becomes executable.
+        libc::SYS_mmap | libc::SYS_mprotect => Ok(vec![compare(2, PROT_EXEC, 0)?]),
+        // Threads, never processes.
+        libc::SYS_clone => Ok(vec![compare(0, CLONE_THREAD, CLONE_THREAD)?]),
+        // No network beyond what is open.
+        libc::SYS_socket | libc::SYS_socketpair => Ok(vec![is(0, libc::AF_UNIX)?]),
+        // Signals to our own threads only: abort(3).
+        libc::SYS_tgkill => Ok(vec![compare(0, u64::MAX, u64::from(std::process::id()))?]),
+        // More of the same only: SECCOMP_SET_MODE_FILTER.
+        libc::SYS_seccomp => Ok(vec![compare(0, u64::MAX, u64::from(libc::SECCOMP_SET_MODE_FILTER))?]),
+        _ => Ok(Vec::new()),
+    }
+}
+
+fn compile(
+    rules: BTreeMap<i64, Vec<SeccompRule>>,
+    otherwise: SeccompAction,
+    matched: SeccompAction,
+) -> Result<BpfProgram, BackendError> {
+    SeccompFilter::new(rules, otherwise, matched, TargetArch::x86_64)?.try_into()
+}
+
+fn programs() -> Result<[BpfProgram; 2], BackendError> {
+    let mut allowed = BTreeMap::new();
+    for list in [RUN_TIME, EVENTS, SOCKETS, FILES, CHECKED] {
+        for syscall in list {
+            allowed.insert(*syscall, rules(*syscall)?);
+        }
+    }
+    let allowed = compile(allowed, SeccompAction::Trap, SeccompAction::Allow)?;
+    // Its arguments lie in memory, where no filter sees them; the C library makes threads with `clone` then.
+    let missing = SeccompAction::Errno(libc::ENOSYS.cast_unsigned());
+    let no_clone3 = compile(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), SeccompAction::Allow, missing)?;
+    // The wider one first: it says which system calls put the other in force.
+    Ok([no_clone3, allowed])
+}
+
+/// Confines the calling thread and those it makes.
+pub(super) fn enforce() -> Result<(), SandboxError> {
+    let programs = programs().map_err(|error| SandboxError::Seccomp(error.into()))?;
+    for program in programs {
+        seccompiler::apply_filter(&program).map_err(|error| SandboxError::Seccomp(error.into()))?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each runs on a thread of its own: a filter lasts as long as its thread.
+    fn confined<R: Send + 'static>(what: impl FnOnce() -> R + Send + 'static) -> R {
+        std::thread::spawn(|| {
+            let mut allowed = BTreeMap::new();
+            for list in [RUN_TIME, EVENTS, SOCKETS, FILES, CHECKED] {
+                for syscall in list {
+                    allowed.insert(*syscall, rules(*syscall).unwrap_or_default());
+                }
+            }
+            // As the real one, but a refusal is an error that can be looked at.
+            let refused = SeccompAction::Errno(libc::EOVERFLOW.cast_unsigned());
+            let program = compile(allowed, refused, SeccompAction::Allow).unwrap_or_else(|e| panic!("{e}"));
+            seccompiler::apply_filter(&program).unwrap_or_else(|e| panic!("{e}"));
+            what()
+        })
+        .join()
+        .unwrap_or_else(|_| panic!("the confined thread panicked"))
+    }
+
+    #[test]
+    fn programs_networks_and_processes_are_out_of_reach_and_work_is_not() {
+        let refused = confined(|| {
+            let code = |error: std::io::Error| error.raw_os_error();
+            [
+                std::net::UdpSocket::bind("127.0.0.1:0").map(drop).map_err(code),
+                std::net::TcpStream::connect("127.0.0.1:1").map(drop).map_err(code),
+                std::process::Command::new("/bin/true").spawn().map(drop).map_err(code),
+                std::fs::create_dir("/tmp/never").map_err(code),
+                std::os::unix::fs::symlink("/etc/shadow", "/tmp/never").map_err(code),
+            ]
+        });
+        for result in refused {
+            assert_eq!(result, Err(Some(libc::EOVERFLOW)));
+        }
+        let fine = confined(|| {
+            let pair = std::os::unix::net::UnixDatagram::unbound().map(drop);
+            let thread = std::thread::spawn(|| 7).join().ok();
+            (pair.is_ok(), thread)
+        });
+        assert_eq!(fine, (true, Some(7)));
+    }
+}

@@ -1,0 +1,108 @@
+//! Packets that other daemons sent: for which device and queue pair they are, and whether they come from whom they say.
+
+use std::collections::HashMap;
+
+use hca::engine::Engine;
+use hca::names::{DeviceId, Qpn};
+use hca::provider::Provider;
+use hca::remote::IncomingDatagram;
+use roce::Packet;
+use roce::datagram::Datagram;
+
+use super::carrier::Carrier;
+use super::connections::Connections;
+use super::directory::{Directory, VmId};
+use super::fabric::Origin;
+use super::header::{Addresses, Header, Kind};
+use super::secure::Dropped;
+use super::wire::Wire;
+use super::{Nic, TransportKind, entry, pin};
+
+/// What arriving packets need.
+pub(super) struct Arrivals<'a, P: Provider> {
+    pub directory: &'a dyn Directory,
+    pub nics: &'a HashMap<DeviceId, Nic>,
+    pub devices: &'a HashMap<(VmId, u32), DeviceId>,
+    pub connections: &'a mut Connections,
+    pub wire: &'a Wire,
+    pub engine: &'a mut Engine<P>,
+    pub now: u64,
+}
+
+impl<P: Provider> Arrivals<'_, P> {
+    /// Takes a packet, unless it is for nobody here, or not from whom it says.
+    pub fn take(
+        &mut self,
+        from: Origin,
+        header: &Header,
+        rest: &[u8],
+        congested: bool,
+    ) -> Result<(), Dropped> {
+        let device = self.devices.get(&(header.destination, header.segment));
+        let device = *device.ok_or(Dropped::NoVm)?;
+        match header.kind {
+            Kind::Connected => {
+                let qpn = Packet::destination(rest).ok_or(Dropped::Malformed)?;
+                let fabric = TransportKind::Fabric;
+                pin::check(self.directory, header.destination, header.source, fabric)
+                    .map_err(|_| Dropped::Pinned)?;
+                let index = self.connection(device, qpn).ok_or(Dropped::NoQueuePair)?;
+                let entry = self.connections.get_mut(index).ok_or(Dropped::NoQueuePair)?;
+                let known = entry.peer_vm == header.source && entry.host.is_some_and(|host| from.is(host));
+                if !known {
+                    return Err(Dropped::NotItsHost);
+                }
+                let arrival = roce::Arrival { congested };
+                let mut carrier = Carrier { engine: self.engine, qp: entry.qp };
+                entry.connection.receive(self.now, rest, arrival, &mut carrier);
+                self.connections.ready(index);
+            }
+            Kind::Datagram => {
+                let host = self.directory.host(header.source).ok_or(Dropped::NotItsHost)?;
+                let nic = self.nics.get(&device).ok_or(Dropped::NoVm)?;
+                pin::check(self.directory, nic.vm, header.source, TransportKind::Fabric)
+                    .map_err(|_| Dropped::Pinned)?;
+                let (addresses, rest) = Addresses::decode(rest).ok_or(Dropped::Malformed)?;
+                let owner = self.directory.owner(&nic.segment, addresses.source);
+                if !from.is(host) || owner != Some(header.source) {
+                    return Err(Dropped::NotItsHost);
+                }
+                let packet = Packet::parse(rest).map_err(|_| Dropped::Malformed)?;
+                let (datagram, payload) = Datagram::receive(&packet).ok_or(Dropped::Malformed)?;
+                self.engine.remote_datagram(&IncomingDatagram {
+                    segment: nic.segment_id,
+                    source_qpn: Qpn(datagram.source),
+                    source_gid: addresses.source,
+                    dgid: addresses.destination,
+                    qpn: Qpn(datagram.destination),
+                    qkey: datagram.qkey,
+                    traffic_class: addresses.traffic_class,
+                    flow_label: addresses.flow_label,
+                    hop_limit: addresses.hop_limit,
+                    immediate: datagram.immediate,
+                    solicited: datagram.solicited,
+                    header: None,
+                    payload,
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// The connection of a queue pair, made when the queue pair has one.
+    fn connection(&mut self, device: DeviceId, qpn: u32) -> Option<usize> {
+        let current = self.engine.connected(device, Qpn(qpn));
+        let found = self.connections.index_of(device, qpn);
+        match (current, found) {
+            // Failed, and still answering.
+            (None, found) => found,
+            (Some(qp), Some(index)) if self.connections.get(index).is_some_and(|entry| entry.qp == qp) => {
+                Some(index)
+            }
+            (Some(qp), _) => {
+                let make = || entry(self.engine, qp, self.nics, self.directory, self.wire);
+                self.connections.of(qp, make)
+            }
+        }
+    }
+}

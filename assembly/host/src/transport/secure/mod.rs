@@ -1,0 +1,593 @@
+//! Encryption and authentication of packets between daemons that share a cluster key.
+//!
+//! A session is agreed upon by the Noise protocol framework's handshake `NNpsk0` (revision 34, chapters 7 and 9): ephemeral X25519 keys, so
+//! that a key that is stolen later opens nothing that was sent before, and the cluster key, so that only its holders take part.
+//!
+//! ```text
+//! initiator                                                            responder
+//!   Hello   version 2 · 3 · 0 (2) │ e, {own session number, time} ──────▶  key right? time newer than the last one?
+//!   ◀────────── Answer  version 2 · 4 · 0 (2) │ initiator's session │ e, {own session number}     session waits (`next`)
+//!   session in use (`current`)
+//!   Alive   kind 5, sealed, empty ──────────────────────────────────────▶  it opens: session in use (`current`)
+//!   packets, kinds 1 and 2, sealed ◀──────────────────────────────────▶
+//! ```
+//!
+//! The prologue binds both hosts' addresses as the directory has them, initiator first, so nothing can be played back to its sender.
+//! A Hello that is played back is older than the last one of its host, or, right after a restart, leads to a session that nobody uses.
+//! State is bounded: per host of the directory one handshake that we began, and three sessions (used before, in use, agreed upon but
+//! not seen yet). A session is replaced after two minutes or 2^26 packets, and gone after another; with its keys goes what could open
+//! its packets.
+//!
+//! A daemon that was restarted has no session: it answers a packet that it can't open by a Hello (once a second at most), and whoever
+//! sends for three seconds without an authentic packet coming back begins a handshake, too.
+//!
+//! Sans-IO: what is to be sent is left in an outbox, time comes in.
+
+mod key;
+mod replay;
+mod session;
+
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::net::SocketAddr;
+
+use snow::{Builder, HandshakeState};
+
+use super::counters::SessionCounters;
+use super::header::{HEADER, Header, SEALED};
+pub use key::{ClusterKey, KeyError};
+use session::{LANES, MOST_PACKETS, REKEY_AFTER_PACKETS, Session};
+
+/// Bytes before what is sealed: the header, the session and the counter.
+pub(super) const DATA_HEADER: usize = HEADER + 12;
+/// Bytes of the tag behind it.
+pub(super) const TAG: usize = 16;
+/// The protocol's name; its cipher is that of the data, too.
+const PROTOCOL: &str = "Noise_NNpsk0_25519_AESGCM_SHA256";
+/// What both sides must agree upon besides; changes with this module's format.
+const PROLOGUE: &str = "causeway fabric 2";
+const HELLO: u8 = 3;
+const ANSWER: u8 = 4;
+const ALIVE: u8 = 5;
+/// Bytes of handshake messages: ephemeral key, payload, tag, behind 4 or 8 bytes.
+const HELLO_LEN: usize = 4 + 32 + 12 + TAG;
+const ANSWER_LEN: usize = 8 + 32 + 4 + TAG;
+
+const SECOND: u64 = 1_000_000_000;
+/// A session is replaced after this long by its initiator, and by the other side somewhat later if that didn't happen.
+const REKEY_AFTER: u64 = 120 * SECOND;
+const REKEY_AFTER_RESPONDER: u64 = 150 * SECOND;
+/// Nothing is sealed with an older one.
+const SEAL_UNTIL: u64 = 180 * SECOND;
+/// Nothing is opened with an older one: its keys go.
+const OPEN_UNTIL: u64 = 200 * SECOND;
+/// Whoever sends for so long without an authentic packet from there begins a handshake.
+const SILENCE: u64 = 3 * SECOND;
+/// Between handshakes with one host: the first interval, doubled each time, and the longest.
+const FIRST_RETRY: u64 = SECOND / 4;
+const LAST_RETRY: u64 = 4 * SECOND;
+/// Between two Hellos that packets without a session cause.
+const PROVOKED: u64 = SECOND;
+/// What waits for a session with one host, bytes, and for how long.
+const MOST_HELD: usize = 256 << 10;
+const HELD_FOR: u64 = SECOND;
+
+/// Random bytes of the kernel.
+pub(super) fn fill_random(bytes: &mut [u8]) -> io::Result<()> {
+    let mut filled = 0;
+    while let Some(rest) = bytes.get_mut(filled..).filter(|rest| !rest.is_empty()) {
+        filled += rustix::rand::getrandom(rest, rustix::rand::GetRandomFlags::empty())?;
+    }
+    Ok(())
+}
+
+/// Why a packet was dropped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Dropped {
+    /// Too short, or a kind that doesn't exist.
+    Malformed,
+    /// For a VM that isn't here.
+    NoVm,
+    /// For a queue pair that isn't there, or isn't connected.
+    NoQueuePair,
+    /// From a host where the directory doesn't have the VM that it claims to be of.
+    NotItsHost,
+    /// Not encrypted, and this daemon encrypts.
+    Plain,
+    /// Encrypted, and this daemon doesn't.
+    Encrypted,
+    /// Of a session that isn't there.
+    NoSession,
+    /// Its counter was seen, or is too old.
+    Replayed,
+    /// It doesn't open: changed on the way, or made by somebody else.
+    Forged,
+    /// A handshake message that doesn't open: another cluster key, or changed on the way.
+    Handshake,
+    /// A handshake message that isn't newer than the last one.
+    OldHandshake,
+    /// A handshake message from an address that no host of the directory has.
+    Stranger,
+    /// The directory pins the VMs to another transport.
+    Pinned,
+}
+
+/// A host that this one has, or wants, a session with.
+#[derive(Debug, Clone, serde::Serialize)]
+pub struct PeerReport {
+    /// Its address in the directory.
+    pub host: SocketAddr,
+    /// `established`, `answered` (not heard of since), `asked` or `none`.
+    pub session: &'static str,
+    /// Packets sealed in the session in use.
+    pub sealed_packets: u64,
+}
+
+/// A handshake that we began.
+struct Attempt {
+    state: HandshakeState,
+    local: u32,
+}
+
+/// Packets that wait for a session.
+pub(super) struct Held {
+    pub to: SocketAddr,
+    pub lane: usize,
+    pub packets: Vec<u8>,
+    pub stride: usize,
+    pub ecn: bool,
+    since: u64,
+}
+
+struct Peer {
+    address: SocketAddr,
+    attempt: Option<Attempt>,
+    /// Sessions by our number for them.
+    next: Option<u32>,
+    current: Option<u32>,
+    previous: Option<u32>,
+    /// Time of its newest Hello, as it says.
+    newest_hello: u64,
+    retry_at: u64,
+    retry: u64,
+    provoked_at: Option<u64>,
+    unanswered_since: Option<u64>,
+    held: VecDeque<Held>,
+    held_bytes: usize,
+}
+
+impl Peer {
+    fn new(address: SocketAddr) -> Self {
+        Self {
+            address,
+            attempt: None,
+            next: None,
+            current: None,
+            previous: None,
+            newest_hello: 0,
+            retry_at: 0,
+            retry: FIRST_RETRY,
+            provoked_at: None,
+            unanswered_since: None,
+            held: VecDeque::new(),
+            held_bytes: 0,
+        }
+    }
+}
+
+/// What came.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Arrived<'a> {
+    /// A packet of a host, for its VM.
+    Data { host: SocketAddr, header: Header, packet: &'a [u8] },
+    /// Something between the daemons.
+    Handshake,
+}
+
+/// What became of packets to be sealed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Sealing {
+    /// They are sealed.
+    Done,
+    /// There is no session: hold them.
+    NoSession,
+}
+
+/// See the module.
+pub(super) struct Secure {
+    key: ClusterKey,
+    own: SocketAddr,
+    params: snow::params::NoiseParams,
+    peers: Vec<Peer>,
+    by_address: HashMap<SocketAddr, usize>,
+    /// By our numbers, with whose they are.
+    sessions: HashMap<u32, (usize, Session)>,
+    outbox: Vec<(SocketAddr, Vec<u8>)>,
+    counters: SessionCounters,
+    last_hello: u64,
+    clock: fn() -> u64,
+}
+
+/// Nanoseconds since 1970.
+fn unix_time() -> u64 {
+    let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
+    since.ok().and_then(|since| u64::try_from(since.as_nanos()).ok()).unwrap_or(0)
+}
+
+impl Secure {
+    /// For the host that the directory has at `own`.
+    pub fn new(key: ClusterKey, own: SocketAddr) -> Result<Self, snow::Error> {
+        Ok(Self {
+            key,
+            own,
+            params: PROTOCOL.parse()?,
+            peers: Vec::new(),
+            by_address: HashMap::new(),
+            sessions: HashMap::new(),
+            outbox: Vec::new(),
+            counters: SessionCounters::default(),
+            last_hello: 0,
+            clock: unix_time,
+        })
+    }
+
+    pub fn counters(&self) -> SessionCounters {
+        self.counters
+    }
+
+    /// Sessions there are.
+    pub fn session_count(&self) -> usize {
+        self.sessions.len()
+    }
+
+    pub fn report(&self) -> Vec<PeerReport> {
+        let report = |peer: &Peer| {
+            let current = peer.current.and_then(|number| self.sessions.get(&number));
+            let session = match () {
+                () if current.is_some() => "established",
+                () if peer.next.is_some() => "answered",
+                () if peer.attempt.is_some() => "asked",
+                () => "none",
+            };
+            let sealed_packets = current.map_or(0, |(_, session)| session.sealed());
+            PeerReport { host: peer.address, session, sealed_packets }
+        };
+        self.peers.iter().map(report).collect()
+    }
+
+    /// Hosts come from the directory only, so there are no more than it has.
+    fn peer(&mut self, address: SocketAddr) -> usize {
+        let peers = &mut self.peers;
+        *self.by_address.entry(address).or_insert_with(|| {
+            peers.push(Peer::new(address));
+            peers.len() - 1
+        })
+    }
+
+    /// Seals packets of `stride` bytes (the last may be shorter), each with a header, for a host.
+    pub fn seal(
+        &mut self,
+        to: SocketAddr,
+        lane: usize,
+        packets: &mut [u8],
+        stride: usize,
+        now: u64,
+    ) -> Sealing {
+        let index = self.peer(to);
+        let count = packets.len().div_ceil(stride.max(1)) as u64;
+        let Some(peer) = self.peers.get_mut(index) else { return Sealing::NoSession };
+        let session = peer.current.and_then(|number| self.sessions.get_mut(&number));
+        let usable = session.filter(|(_, session)| {
+            now.saturating_sub(session.born) < SEAL_UNTIL && session.sealed() + count <= MOST_PACKETS
+        });
+        let Some((_, session)) = usable else {
+            self.begin_if_due(index, now);
+            return Sealing::NoSession;
+        };
+        for packet in packets.chunks_mut(stride.max(1)) {
+            if session.seal(lane, packet).is_none() {
+                return Sealing::NoSession;
+            }
+        }
+        let age = now.saturating_sub(session.born);
+        let due = if session.initiator { REKEY_AFTER } else { REKEY_AFTER_RESPONDER };
+        let silent = *peer.unanswered_since.get_or_insert(now);
+        if age >= due || session.sealed() >= REKEY_AFTER_PACKETS || now.saturating_sub(silent) >= SILENCE {
+            self.begin_if_due(index, now);
+        }
+        Sealing::Done
+    }
+
+    /// Keeps packets, not sealed, until there is a session; not for long, and not many.
+    pub fn hold(&mut self, to: SocketAddr, lane: usize, packets: &[u8], stride: usize, ecn: bool, now: u64) {
+        let index = self.peer(to);
+        let count = packets.len().div_ceil(stride.max(1)) as u64;
+        let Some(peer) = self.peers.get_mut(index) else { return };
+        if peer.held_bytes + packets.len() > MOST_HELD {
+            self.counters.packets_unsent += count;
+            return;
+        }
+        self.counters.packets_held += count;
+        peer.held_bytes += packets.len();
+        peer.held.push_back(Held { to, lane, packets: packets.to_vec(), stride, ecn, since: now });
+    }
+
+    /// Packets whose session has come.
+    pub fn take_held(&mut self) -> Option<Held> {
+        let with_session = |peer: &&mut Peer| peer.current.is_some() && !peer.held.is_empty();
+        let peer = self.peers.iter_mut().find(with_session)?;
+        let held = peer.held.pop_front()?;
+        peer.held_bytes = peer.held_bytes.saturating_sub(held.packets.len());
+        Some(held)
+    }
+
+    /// Messages between the daemons that are to be sent, from the first socket to the first one there.
+    pub fn take_outbox(&mut self) -> Vec<(SocketAddr, Vec<u8>)> {
+        std::mem::take(&mut self.outbox)
+    }
+
+    /// When [`Secure::expire`] has something to do.
+    pub fn next(&self) -> Option<u64> {
+        let held = self.peers.iter().filter_map(|peer| {
+            let oldest = peer.held.front()?;
+            Some((oldest.since + HELD_FOR).min(peer.retry_at.max(oldest.since)))
+        });
+        let sessions = self.sessions.values().map(|(_, session)| session.born + OPEN_UNTIL);
+        held.chain(sessions).min()
+    }
+
+    /// Gives up what is too old, and asks again.
+    pub fn expire(&mut self, now: u64) {
+        if self.next().is_none_or(|next| next > now) {
+            return;
+        }
+        for index in 0..self.peers.len() {
+            let Some(peer) = self.peers.get_mut(index) else { continue };
+            while let Some(held) = peer.held.pop_front_if(|held| held.since + HELD_FOR <= now) {
+                peer.held_bytes = peer.held_bytes.saturating_sub(held.packets.len());
+                self.counters.packets_unsent += held.packets.len().div_ceil(held.stride.max(1)) as u64;
+            }
+            if !peer.held.is_empty() {
+                self.begin_if_due(index, now);
+            }
+        }
+        let dead: Vec<u32> = self
+            .sessions
+            .iter()
+            .filter(|(_, (_, session))| session.born + OPEN_UNTIL <= now)
+            .map(|(number, _)| *number)
+            .collect();
+        for number in dead {
+            if let Some((index, _)) = self.sessions.remove(&number)
+                && let Some(peer) = self.peers.get_mut(index)
+            {
+                for place in [&mut peer.next, &mut peer.current, &mut peer.previous] {
+                    if *place == Some(number) {
+                        *place = None;
+                    }
+                }
+            }
+        }
+    }
+
+    fn begin_if_due(&mut self, index: usize, now: u64) {
+        let Some(peer) = self.peers.get_mut(index).filter(|peer| peer.retry_at <= now) else { return };
+        peer.retry_at = now + peer.retry;
+        peer.retry = (peer.retry * 2).min(LAST_RETRY);
+        let address = peer.address;
+        match self.hello(address) {
+            Ok((attempt, message)) => {
+                self.counters.handshakes_started += 1;
+                if let Some(peer) = self.peers.get_mut(index) {
+                    peer.attempt = Some(attempt);
+                }
+                self.outbox.push((address, message));
+            }
+            Err(error) => tracing::error!(%error, host = %address, "No handshake can be begun"),
+        }
+    }
+
+    fn prologue(initiator: SocketAddr, responder: SocketAddr) -> String {
+        format!("{PROLOGUE} {initiator} {responder}")
+    }
+
+    /// A number that no session of ours has.
+    fn number(&self) -> Result<u32, snow::Error> {
+        loop {
+            let mut bytes = [0; 4];
+            fill_random(&mut bytes).map_err(|_| snow::Error::Rng)?;
+            let number = u32::from_ne_bytes(bytes);
+            if !self.sessions.contains_key(&number) {
+                return Ok(number);
+            }
+        }
+    }
+
+    fn hello(&mut self, to: SocketAddr) -> Result<(Attempt, Vec<u8>), snow::Error> {
+        let local = self.number()?;
+        // Greater each time, even where the clock stands.
+        self.last_hello = (self.clock)().max(self.last_hello + 1);
+        let mut payload = [0; 12];
+        payload[..4].copy_from_slice(&local.to_be_bytes());
+        payload[4..].copy_from_slice(&self.last_hello.to_be_bytes());
+        let prologue = Self::prologue(self.own, to);
+        let builder = Builder::new(self.params.clone()).psk(0, self.key.bytes())?;
+        let mut state = builder.prologue(prologue.as_bytes())?.build_initiator()?;
+        let mut message = vec![0; HELLO_LEN];
+        message[..4].copy_from_slice(&[SEALED, HELLO, 0, 0]);
+        let written = state.write_message(&payload, &mut message[4..])?;
+        debug_assert_eq!(written + 4, HELLO_LEN);
+        Ok((Attempt { state, local }, message))
+    }
+
+    /// Takes a packet of version 2. `known` says which addresses are hosts of the directory.
+    pub fn arrive<'a>(
+        &mut self,
+        from: SocketAddr,
+        packet: &'a mut [u8],
+        now: u64,
+        known: &dyn Fn(SocketAddr) -> Option<SocketAddr>,
+    ) -> Result<Arrived<'a>, Dropped> {
+        let [SEALED, kind, 0, 0, ..] = *packet else { return Err(Dropped::Malformed) };
+        match kind {
+            HELLO | ANSWER => {
+                // Handshakes go from first socket to first socket.
+                let host = known(from).filter(|host| *host == from).ok_or(Dropped::Stranger)?;
+                let index = self.peer(host);
+                if kind == HELLO {
+                    self.take_hello(index, packet, now)?;
+                } else {
+                    self.take_answer(index, packet, now)?;
+                }
+                Ok(Arrived::Handshake)
+            }
+            _ => self.take_data(from, kind, packet, now, known),
+        }
+    }
+
+    fn take_hello(&mut self, index: usize, message: &[u8], now: u64) -> Result<(), Dropped> {
+        let address = self.peers.get(index).ok_or(Dropped::Stranger)?.address;
+        let noise = message.get(4..).filter(|_| message.len() == HELLO_LEN).ok_or(Dropped::Malformed)?;
+        let prologue = Self::prologue(address, self.own);
+        let state = Builder::new(self.params.clone())
+            .psk(0, self.key.bytes())
+            .and_then(|builder| builder.prologue(prologue.as_bytes()))
+            .and_then(Builder::build_responder);
+        let mut state = state.map_err(|_| Dropped::Handshake)?;
+        let mut payload = [0; 12];
+        let read = state.read_message(noise, &mut payload);
+        if read != Ok(payload.len()) {
+            return Err(Dropped::Handshake);
+        }
+        let (remote, time) = payload.split_first_chunk::<4>().ok_or(Dropped::Malformed)?;
+        let time = u64::from_be_bytes(time.try_into().map_err(|_| Dropped::Malformed)?);
+        let remote = u32::from_be_bytes(*remote);
+        let peer = self.peers.get_mut(index).filter(|peer| time > peer.newest_hello);
+        peer.ok_or(Dropped::OldHandshake)?.newest_hello = time;
+        let local = self.number().map_err(|_| Dropped::Handshake)?;
+        let mut answer = vec![0; ANSWER_LEN];
+        answer[..4].copy_from_slice(&[SEALED, ANSWER, 0, 0]);
+        answer[4..8].copy_from_slice(&remote.to_be_bytes());
+        let written = state.write_message(&local.to_be_bytes(), &mut answer[8..]);
+        if written != Ok(ANSWER_LEN - 8) {
+            return Err(Dropped::Handshake);
+        }
+        let (theirs, ours) = state.dangerously_get_raw_split();
+        let session = Session::new(remote, now, false, &ours, &theirs).ok_or(Dropped::Handshake)?;
+        self.counters.handshakes_answered += 1;
+        self.sessions.insert(local, (index, session));
+        let old = self.peers.get_mut(index).and_then(|peer| peer.next.replace(local));
+        old.map(|old| self.sessions.remove(&old));
+        self.outbox.push((address, answer));
+        Ok(())
+    }
+
+    fn take_answer(&mut self, index: usize, message: &[u8], now: u64) -> Result<(), Dropped> {
+        let peer = self.peers.get_mut(index).ok_or(Dropped::Stranger)?;
+        let (head, noise) = message.split_first_chunk::<8>().ok_or(Dropped::Malformed)?;
+        if message.len() != ANSWER_LEN {
+            return Err(Dropped::Malformed);
+        }
+        let [.., a, b, c, d] = *head;
+        let number = u32::from_be_bytes([a, b, c, d]);
+        let attempt = peer.attempt.as_mut().filter(|attempt| attempt.local == number);
+        // The answer to an earlier Hello.
+        let attempt = attempt.ok_or(Dropped::OldHandshake)?;
+        let mut remote = [0; 4];
+        // One that fails leaves the state as it was: the right one may still come.
+        if attempt.state.read_message(noise, &mut remote) != Ok(remote.len()) {
+            return Err(Dropped::Handshake);
+        }
+        let (ours, theirs) = attempt.state.dangerously_get_raw_split();
+        peer.attempt = None;
+        let session = Session::new(u32::from_be_bytes(remote), now, true, &ours, &theirs);
+        self.sessions.insert(number, (index, session.ok_or(Dropped::Handshake)?));
+        self.put_to_use(index, number, now);
+        // Something must come for the other side to use it.
+        let alive = Header::between_daemons(ALIVE);
+        let mut packet = [0; DATA_HEADER + TAG];
+        packet[..HEADER].copy_from_slice(&alive);
+        if let Some((_, session)) = self.sessions.get_mut(&number)
+            && session.seal(0, &mut packet).is_some()
+            && let Some(peer) = self.peers.get(index)
+        {
+            self.outbox.push((peer.address, packet.to_vec()));
+        }
+        Ok(())
+    }
+
+    /// Seals with this session from now on.
+    fn put_to_use(&mut self, index: usize, number: u32, now: u64) {
+        let Some(peer) = self.peers.get_mut(index) else { return };
+        if peer.next == Some(number) {
+            peer.next = None;
+        }
+        let gone = std::mem::replace(&mut peer.previous, peer.current.replace(number));
+        gone.map(|gone| self.sessions.remove(&gone));
+        peer.retry = FIRST_RETRY;
+        peer.retry_at = now + FIRST_RETRY;
+        peer.unanswered_since = None;
+        self.counters.sessions_established += 1;
+    }
+
+    fn take_data<'a>(
+        &mut self,
+        from: SocketAddr,
+        kind: u8,
+        packet: &'a mut [u8],
+        now: u64,
+        known: &dyn Fn(SocketAddr) -> Option<SocketAddr>,
+    ) -> Result<Arrived<'a>, Dropped> {
+        let place = packet.get(HEADER..HEADER + 4).filter(|_| packet.len() >= DATA_HEADER + TAG);
+        let number = place.and_then(|bytes| bytes.try_into().ok()).map(u32::from_be_bytes);
+        let number = number.ok_or(Dropped::Malformed)?;
+        let header = if kind == ALIVE && packet.get(..HEADER) == Some(&Header::between_daemons(ALIVE)[..]) {
+            None
+        } else {
+            Some(Header::decode(packet, SEALED).ok_or(Dropped::Malformed)?.0)
+        };
+        let Some((index, session)) = self.sessions.get_mut(&number) else {
+            self.provoked(from, now, known);
+            return Err(Dropped::NoSession);
+        };
+        let index = *index;
+        let body = session.open(packet)?;
+        let peer = self.peers.get_mut(index).ok_or(Dropped::NoSession)?;
+        let host = peer.address;
+        peer.unanswered_since = None;
+        if peer.next == Some(number) {
+            self.put_to_use(index, number, now);
+        }
+        Ok(match header {
+            Some(header) => Arrived::Data { host, header, packet: body },
+            None => Arrived::Handshake,
+        })
+    }
+
+    /// Somebody has a session with us that we don't have: we were restarted. Anybody can say so, hence the care.
+    fn provoked(&mut self, from: SocketAddr, now: u64, known: &dyn Fn(SocketAddr) -> Option<SocketAddr>) {
+        let Some(host) = known(from) else { return };
+        let index = self.peer(host);
+        let Some(peer) = self.peers.get_mut(index) else { return };
+        let lately = peer.provoked_at.is_some_and(|at| now.saturating_sub(at) < PROVOKED);
+        if peer.current.is_none() && !lately {
+            peer.provoked_at = Some(now);
+            self.begin_if_due(index, now);
+        }
+    }
+}
+
+/// The host that has the sockets from which a packet came.
+pub(super) fn host_of(hosts: &[SocketAddr], from: SocketAddr) -> Option<SocketAddr> {
+    let mut found = hosts.iter().filter(|host| {
+        let offset = from.port().checked_sub(host.port()).map(usize::from);
+        host.ip() == from.ip() && offset.is_some_and(|offset| offset < LANES)
+    });
+    // Where hosts share an address their ports may lie close: the nearest below.
+    let first = found.next()?;
+    Some(found.fold(*first, |best, host| if host.port() > best.port() { *host } else { best }))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // For tests only.
+mod tests;
