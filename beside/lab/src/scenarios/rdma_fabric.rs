@@ -41,6 +41,8 @@ const MIXED: &str = "mixed";
 /// Where the daemons take packets of one another.
 const PORT: u16 = 4792;
 const DIRECTORY: &str = "/run/causeway/directory.toml";
+/// The daemons' key, unless `LAB_FABRIC=plain` is set.
+const KEY: &str = "/run/causeway/cluster.key";
 /// For a program that verifies every byte.
 const VERIFY: Duration = Duration::from_secs(300);
 
@@ -53,12 +55,18 @@ fn topology(_: &Options) -> Topology {
         .link("h1", "h2")
 }
 
+/// Whether packets between the hosts are to be plain.
+fn plain() -> bool {
+    std::env::var_os("LAB_FABRIC").is_some_and(|way| way == "plain")
+}
+
 /// Which guest is on which host.
 const HOSTS: [usize; 3] = [0, 1, 0];
 
 fn layout() -> Layout {
+    let key = if plain() { String::new() } else { format!(" --cluster-key {KEY}") };
     let daemon =
-        |host: usize| format!("--directory {DIRECTORY} --fabric-address 10.77.0.{}:{PORT}", host + 1);
+        |host: usize| format!("--directory {DIRECTORY} --fabric-address 10.77.0.{}:{PORT}{key}", host + 1);
     Layout {
         hosts: HOSTS.to_vec(),
         mtu: 1500,
@@ -90,7 +98,8 @@ fn prepare(host: &Host, number: usize) -> Result<()> {
     host.sh(&format!(
         "set -e; ip link add br1 type bridge; ip addr flush dev x0; ip link set x0 master br1 up\n\
          ip tuntap add seg0 mode tap vnet_hdr; ip link set seg0 master br1 up; ip addr add {address} dev br1; ip link set br1 up\n\
-         mkdir -p /run/causeway; cat > {DIRECTORY} <<'E'\n{}E\n",
+         mkdir -p /run/causeway; (umask 077; echo {} > {KEY}); cat > {DIRECTORY} <<'E'\n{}E\n",
+        "0123456789abcdef".repeat(4),
         directory()
     ))
     .map(drop)
@@ -344,7 +353,10 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     }
     let Parts { passed, failed, .. } = parts;
     for (host, name) in lab.hosts().iter().zip(["fabric_h1", "fabric_h2"]) {
-        report.figure(name, tree(host)?["daemon"]["fabric"].clone());
+        let fabric = tree(host)?["daemon"]["fabric"].clone();
+        let said = if plain() { "plain" } else { "encrypted" };
+        report.check(fabric["encryption"] == said, format!("{name}: the fabric isn't {said}"));
+        report.figure(name, fabric);
     }
     report.figure("passed", passed);
     report.figure("failed", failed);

@@ -27,6 +27,7 @@ mod key;
 mod replay;
 mod session;
 
+use std::cell::Cell;
 use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::net::SocketAddr;
@@ -206,6 +207,8 @@ pub(super) struct Secure {
     counters: SessionCounters,
     last_hello: u64,
     clock: fn() -> u64,
+    /// The answer of [`Secure::next`], until something changes: it is asked in each round of the engine.
+    due: Cell<Option<Option<u64>>>,
 }
 
 /// Nanoseconds since 1970.
@@ -228,6 +231,7 @@ impl Secure {
             counters: SessionCounters::default(),
             last_hello: 0,
             clock: unix_time,
+            due: Cell::new(None),
         })
     }
 
@@ -307,6 +311,7 @@ impl Secure {
             self.counters.packets_unsent += count;
             return;
         }
+        self.due.set(None);
         self.counters.packets_held += count;
         peer.held_bytes += packets.len();
         peer.held.push_back(Held { to, lane, packets: packets.to_vec(), stride, ecn, since: now });
@@ -317,6 +322,7 @@ impl Secure {
         let with_session = |peer: &&mut Peer| peer.current.is_some() && !peer.held.is_empty();
         let peer = self.peers.iter_mut().find(with_session)?;
         let held = peer.held.pop_front()?;
+        self.due.set(None);
         peer.held_bytes = peer.held_bytes.saturating_sub(held.packets.len());
         Some(held)
     }
@@ -328,6 +334,15 @@ impl Secure {
 
     /// When [`Secure::expire`] has something to do.
     pub fn next(&self) -> Option<u64> {
+        if let Some(next) = self.due.get() {
+            return next;
+        }
+        let next = self.find_next();
+        self.due.set(Some(next));
+        next
+    }
+
+    fn find_next(&self) -> Option<u64> {
         let held = self.peers.iter().filter_map(|peer| {
             let oldest = peer.held.front()?;
             Some((oldest.since + HELD_FOR).min(peer.retry_at.max(oldest.since)))
@@ -341,6 +356,7 @@ impl Secure {
         if self.next().is_none_or(|next| next > now) {
             return;
         }
+        self.due.set(None);
         for index in 0..self.peers.len() {
             let Some(peer) = self.peers.get_mut(index) else { continue };
             while let Some(held) = peer.held.pop_front_if(|held| held.since + HELD_FOR <= now) {
@@ -372,6 +388,7 @@ impl Secure {
 
     fn begin_if_due(&mut self, index: usize, now: u64) {
         let Some(peer) = self.peers.get_mut(index).filter(|peer| peer.retry_at <= now) else { return };
+        self.due.set(None);
         peer.retry_at = now + peer.retry;
         peer.retry = (peer.retry * 2).min(LAST_RETRY);
         let address = peer.address;
@@ -474,6 +491,7 @@ impl Secure {
         }
         let (theirs, ours) = state.dangerously_get_raw_split();
         let session = Session::new(remote, now, false, &ours, &theirs).ok_or(Dropped::Handshake)?;
+        self.due.set(None);
         self.counters.handshakes_answered += 1;
         self.sessions.insert(local, (index, session));
         let old = self.peers.get_mut(index).and_then(|peer| peer.next.replace(local));
@@ -501,6 +519,7 @@ impl Secure {
         let (ours, theirs) = attempt.state.dangerously_get_raw_split();
         peer.attempt = None;
         let session = Session::new(u32::from_be_bytes(remote), now, true, &ours, &theirs);
+        self.due.set(None);
         self.sessions.insert(number, (index, session.ok_or(Dropped::Handshake)?));
         self.put_to_use(index, number, now);
         // Something must come for the other side to use it.
@@ -518,6 +537,7 @@ impl Secure {
 
     /// Seals with this session from now on.
     fn put_to_use(&mut self, index: usize, number: u32, now: u64) {
+        self.due.set(None);
         let Some(peer) = self.peers.get_mut(index) else { return };
         if peer.next == Some(number) {
             peer.next = None;

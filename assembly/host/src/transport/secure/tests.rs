@@ -71,6 +71,9 @@ impl Pair {
             }
         }
         assert!(self.sent(0).is_empty() && self.sent(1).is_empty());
+        for host in &self.hosts {
+            assert_eq!(host.next(), host.find_next(), "what is remembered is what is found");
+        }
     }
 
     fn connect(&mut self) {
