@@ -111,9 +111,10 @@ impl Connections {
     /// What a device's connections have counted, those that are gone included.
     pub fn counters(&self, device: DeviceId) -> Counters {
         let mut sum = self.past.get(&device).copied().unwrap_or_default();
-        let of_device = |entry: &&Box<Entry>| entry.qp.device == device;
-        for entry in self.entries.iter().flatten().filter(of_device) {
-            sum.add(entry.connection.counters());
+        for entry in self.entries.iter().flatten() {
+            if entry.qp.device == device {
+                sum.add(entry.connection.counters());
+            }
         }
         sum
     }

@@ -166,7 +166,7 @@ mod tests {
             raw[1..].to_vec(),
             vec![0; KEY],
             "0".repeat(64).into_bytes(),
-            hex[1..].as_bytes().to_vec(),
+            hex.as_bytes()[1..].to_vec(),
             hex.replace('7', "g").into_bytes(),
             format!("{hex}00").into_bytes(),
             format!("{hex}{}", " ".repeat(300)).into_bytes(),

@@ -359,7 +359,8 @@ impl Secure {
         self.due.set(None);
         for index in 0..self.peers.len() {
             let Some(peer) = self.peers.get_mut(index) else { continue };
-            while let Some(held) = peer.held.pop_front_if(|held| held.since + HELD_FOR <= now) {
+            while peer.held.front().is_some_and(|held| held.since + HELD_FOR <= now) {
+                let Some(held) = peer.held.pop_front() else { break };
                 peer.held_bytes = peer.held_bytes.saturating_sub(held.packets.len());
                 self.counters.packets_unsent += held.packets.len().div_ceil(held.stride.max(1)) as u64;
             }
