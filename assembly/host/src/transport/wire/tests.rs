@@ -229,6 +229,40 @@ fn lost_frames_are_sent_again() {
     assert!(right.bytes(0x20_0000, data.len()) == data && left.bytes(0x10_0000, data.len()) == data);
 }
 
+#[test]
+fn sends_arrive_whole_and_in_order_over_a_link_that_loses_frames() {
+    let (mut left, mut right) = (Side::new(1), Side::new(8));
+    // Two queue pairs at once, messages of 64 packets.
+    let pairs = [0, 1].map(|_| connect(&mut left, &mut right, QpKind::Rc, 3));
+    let count: u32 = 24;
+    for (qp, peer) in &pairs {
+        for number in 0..count {
+            let buffer = right.sge(0x10_0000, 65_536);
+            right.world.receive(peer, u64::from(number), &[buffer]);
+            let request = requests::send(u64::from(number), &[left.sge(0, 65_536)]);
+            left.world.send(qp, request);
+        }
+    }
+    let (mut frames, mut sent, mut received) = (0_u32, 0, [0, 0]);
+    let lossy = |_: &[u8]| {
+        frames += 1;
+        !frames.wrapping_mul(0x9E37_79B9).is_multiple_of(41)
+    };
+    until(&mut left, &mut right, lossy, |_, _| {
+        for ((qp, peer), received) in pairs.iter().zip(&mut received) {
+            while let Some(done) = qp.completions.poll() {
+                assert_eq!(done.status, Status::Success);
+                sent += 1;
+            }
+            while let Some(done) = peer.completions.poll() {
+                assert_eq!((done.status, done.byte_len, done.wr_id), (Status::Success, 65_536, *received));
+                *received += 1;
+            }
+        }
+        sent == 2 * count && received == [u64::from(count); 2]
+    });
+}
+
 /// Interrupts that nobody hears.
 struct Silent;
 
