@@ -307,9 +307,9 @@ fn a_queue_pair_that_is_reset_takes_a_new_peer() {
     }
 }
 
-/// Knows 10.0.0.8, on another host.
+/// Knows 10.0.0.8, on another host, and may pin the VM here.
 #[derive(Debug)]
-struct OneVm;
+struct OneVm(Option<TransportKind>);
 
 impl Directory for OneVm {
     fn owner(&self, _: &str, gid: Gid) -> Option<VmId> {
@@ -324,8 +324,8 @@ impl Directory for OneVm {
         Some(SocketAddr::from(([127, 0, 0, 2], 4792)))
     }
 
-    fn pin(&self, _: VmId) -> Option<TransportKind> {
-        None
+    fn pin(&self, vm: VmId) -> Option<TransportKind> {
+        self.0.filter(|_| vm == VmId(1))
     }
 
     fn hosts(&self) -> Vec<SocketAddr> {
@@ -344,7 +344,7 @@ impl Directory for OneVm {
 #[test]
 fn a_vm_of_the_directory_is_not_reached_by_wire_nor_does_it_come_by_it() {
     let mut side = Side::new(1);
-    let mut transports = Transports::with(Arc::new(OneVm), Fabric::closed(), Wire::new().unwrap());
+    let mut transports = Transports::with(Arc::new(OneVm(None)), Fabric::closed(), Wire::new().unwrap());
     let (device, segment) = (side.guest.device, SegmentId(1));
     transports.attach(&mut side.world.engine, device, "vm", "s0", segment);
     transports.attach_wire(&mut side.world.engine, device, segment, Arc::clone(&side.port));
@@ -370,6 +370,47 @@ fn a_vm_of_the_directory_is_not_reached_by_wire_nor_does_it_come_by_it() {
         assert_eq!(side.sent().is_empty(), transport == "fabric");
     }
     assert_eq!(side.counter("wrong_peer"), 1);
+}
+
+/// A pin is never met by another way: neither by a request of the guest, nor for what comes.
+#[test]
+fn a_pin_holds_for_strangers_and_for_vms_of_the_directory() {
+    let (stranger, known) = ("10.0.0.9", "10.0.0.8");
+    for (pin, ways) in [
+        (None, ["wire", "fabric"]),
+        (Some(TransportKind::Wire), ["wire", "refused"]),
+        (Some(TransportKind::Fabric), ["refused", "fabric"]),
+        (Some(TransportKind::Local), ["refused", "refused"]),
+        (Some(TransportKind::Verbs), ["refused", "refused"]),
+    ] {
+        let mut side = Side::new(1);
+        let mut transports = Transports::with(Arc::new(OneVm(pin)), Fabric::closed(), Wire::new().unwrap());
+        let (device, segment) = (side.guest.device, SegmentId(1));
+        transports.attach(&mut side.world.engine, device, "vm", "s0", segment);
+        transports.attach_wire(&mut side.world.engine, device, segment, Arc::clone(&side.port));
+        side.transports = transports;
+        side.round();
+        for (peer, way) in [stranger, known].into_iter().zip(ways) {
+            assert_eq!(side.transports.reaches(device, ipv4(peer)), Some(way), "{pin:?} {peer}");
+            let qp = side.world.queue_pair(&side.guest.clone(), QpKind::Rc, None);
+            let mut attributes = World::<HeapMemory>::attributes(ipv4(peer), hca::names::Qpn(0x77));
+            (attributes.rq_psn, attributes.address.dmac, attributes.timeout) = (1, PEER, 14);
+            side.world.raise(qp.device, qp.qp.handle, QpKind::Rc, QpState::ReadyToSend, &attributes);
+            let buffer = side.sge(0x1000, 64);
+            side.world.receive(&qp, 1, &[buffer]);
+            let from: [u8; 4] = ipv4(peer).0[12..].try_into().unwrap();
+            assert!(side.give(&by_hand((PEER, from), (mac(1), [10, 0, 0, 1]), &send_to(&qp))));
+            side.round();
+            assert_eq!(qp.completions.poll().is_some(), way == "wire", "{pin:?} {peer}");
+            side.sent();
+            let request = requests::write(2, 0, 0, &[side.sge(0, 8)]);
+            side.world.send(&qp, request);
+            side.round();
+            assert_eq!(side.sent().is_empty(), way != "wire", "{pin:?} {peer}");
+            let status = qp.completions.poll().map(|done| done.status);
+            assert_eq!(status, (way == "refused").then_some(Status::LocalQpOperation), "{pin:?} {peer}");
+        }
+    }
 }
 
 #[test]
