@@ -13,7 +13,7 @@ strip --strip-debug vmw_pvrdma.ko
 cp vmw_pvrdma.ko /build/out/
 cd /build/programs
 mpi=/usr/lib/x86_64-linux-gnu/openmpi
-for p in rdma-loop rdma-verify; do
+for p in rdma-loop rdma-verify rdma-counter; do
   gcc -O2 -Wall -Wextra -Werror -o /build/out/$p $p.c -libverbs
 done
 gcc -O2 -Wall -Wextra -Werror -I$mpi/include -L$mpi/lib -o /build/out/mpi-check mpi-check.c -lmpi

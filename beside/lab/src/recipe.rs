@@ -265,6 +265,7 @@ pub const RDMA_SOURCES: &[(&str, &str)] = &[
     ("rdma-common.h", include_str!("../guest-programs/rdma-common.h")),
     ("rdma-loop.c", include_str!("../guest-programs/rdma-loop.c")),
     ("rdma-verify.c", include_str!("../guest-programs/rdma-verify.c")),
+    ("rdma-counter.c", include_str!("../guest-programs/rdma-counter.c")),
     ("mpi-check.c", include_str!("../guest-programs/mpi-check.c")),
 ];
 

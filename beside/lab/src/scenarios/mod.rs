@@ -10,6 +10,7 @@ mod net;
 mod rdma_boot;
 mod rdma_exits;
 mod rdma_fabric;
+mod rdma_netem;
 mod rdma_pyverbs;
 mod rdma_tools;
 mod rdma_ulp;
@@ -32,6 +33,7 @@ pub const ALL: &[Scenario] = &[
     rdma_ulp::SCENARIO,
     rdma_exits::SCENARIO,
     rdma_fabric::SCENARIO,
+    rdma_netem::SCENARIO,
     rdma_wire::SCENARIO,
     wakeups::SCENARIO,
 ];

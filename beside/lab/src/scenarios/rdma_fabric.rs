@@ -47,7 +47,7 @@ const KEY: &str = "/run/causeway/cluster.key";
 const VERIFY: Duration = Duration::from_secs(300);
 
 /// Two CPUs each: a guest's program that polls, and the engine. Their memory holds two guests on the first host and one on the second.
-fn topology(_: &Options) -> Topology {
+pub(super) fn topology(_: &Options) -> Topology {
     Topology::new()
         .host(HostSpec::new("h1").memory(4096).rdma())
         .host(HostSpec::new("h2").rdma())
@@ -63,7 +63,7 @@ fn plain() -> bool {
 /// Which guest is on which host.
 const HOSTS: [usize; 3] = [0, 1, 0];
 
-fn layout() -> Layout {
+pub(super) fn layout() -> Layout {
     let key = if plain() { String::new() } else { format!(" --cluster-key {KEY}") };
     let daemon =
         |host: usize| format!("--directory {DIRECTORY} --fabric-address 10.77.0.{}:{PORT}{key}", host + 1);
@@ -93,7 +93,7 @@ fn directory() -> String {
 }
 
 /// Stretches the segment's Ethernet to the link, keeps the host's own address on it, and writes the directory.
-fn prepare(host: &Host, number: usize) -> Result<()> {
+pub(super) fn prepare(host: &Host, number: usize) -> Result<()> {
     let address = format!("10.77.0.{}/24", number + 1);
     host.sh(&format!(
         "set -e; ip link add br1 type bridge; ip addr flush dev x0; ip link set x0 master br1 up\n\
