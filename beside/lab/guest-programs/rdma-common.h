@@ -45,7 +45,7 @@ static uint64_t word(uint64_t seed, uint64_t index) {
 	return z ^ (z >> 31);
 }
 
-static void pattern_fill(void *to, size_t size, uint64_t seed) {
+static void __attribute__((unused)) pattern_fill(void *to, size_t size, uint64_t seed) {
 	for (size_t at = 0; at < size; at += 8) {
 		uint64_t w = word(seed, at / 8);
 		memcpy((char *)to + at, &w, size - at < 8 ? size - at : 8);
@@ -53,7 +53,7 @@ static void pattern_fill(void *to, size_t size, uint64_t seed) {
 }
 
 // Whether `size` bytes are what `pattern_fill` wrote.
-static int pattern_holds(const void *from, size_t size, uint64_t seed) {
+static int __attribute__((unused)) pattern_holds(const void *from, size_t size, uint64_t seed) {
 	for (size_t at = 0; at < size; at += 8) {
 		uint64_t w = word(seed, at / 8);
 		if (memcmp((const char *)from + at, &w, size - at < 8 ? size - at : 8))
