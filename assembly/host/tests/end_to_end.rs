@@ -400,6 +400,45 @@ fn limits_hold_from_the_moment_they_are_set() {
     assert_eq!((&shown["contexts"], &shown["messages_per_second"]), (&8.into(), &1000.into()));
 }
 
+/// A tap as a host's owner makes it; gone at the end.
+struct OwnTap(String);
+
+impl OwnTap {
+    fn ip(&self, verb: &str) -> bool {
+        let ip = std::process::Command::new("ip").args(["tuntap", verb, &self.0, "mode", "tap"]).output();
+        ip.is_ok_and(|output| output.status.success())
+    }
+}
+
+impl Drop for OwnTap {
+    fn drop(&mut self) {
+        self.ip("del");
+    }
+}
+
+/// In its sandbox, as `daemon` starts it: what a tap needs is allowed.
+#[test]
+fn a_sandboxed_daemon_connects_a_segment_with_a_tap() {
+    let tap = OwnTap(format!("cwt{}", std::process::id()));
+    if !tap.ip("add") {
+        eprintln!("skipped: making a tap needs root, /dev/net/tun and the program ip");
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let daemon = daemon(folder.path());
+    let client = HostClient::new(daemon.socket());
+    let nic = NicRequest {
+        vm: "a".into(),
+        name: "n".into(),
+        segment: "s".into(),
+        tap: Some(tap.0.clone()),
+        ..Default::default()
+    };
+    client.attach_nic(&nic).unwrap();
+    let [shown] = &client.list_nics().unwrap()[..] else { panic!("one NIC") };
+    assert_eq!(shown.name, "n");
+}
+
 #[test]
 fn what_cannot_be_attached_is_refused_in_a_sentence() {
     let folder = tempfile::tempdir().unwrap();

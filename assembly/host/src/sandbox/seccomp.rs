@@ -81,6 +81,8 @@ const SOCKETS: &[i64] = &[
 /// Files: `nics.json`, the sockets' files, guests' memory as it comes, taps' owners. Landlock says which.
 const FILES: &[i64] = &[
     libc::SYS_openat,
+    // rustix, for taps.
+    libc::SYS_open,
     libc::SYS_fstat,
     libc::SYS_lstat,
     libc::SYS_stat,
@@ -122,8 +124,10 @@ const CHECKED: &[i64] = &[
     libc::SYS_seccomp,
 ];
 
-/// TUN's numbers from 192 on of type 'T', FIONREAD and FIONBIO: by mask and value.
-const IOCTLS: &[(u64, u64)] = &[(0xffc0, 0x54c0), (u64::MAX, 0x541b), (u64::MAX, 0x5421)];
+/// TUN's numbers from 192 on of type 'T', FIONREAD and FIONBIO, and an interface's flags (SIOCGIFFLAGS, SIOCSIFFLAGS: is a tap there, is it
+/// up): by mask and value.
+const IOCTLS: &[(u64, u64)] =
+    &[(0xffc0, 0x54c0), (u64::MAX, 0x541b), (u64::MAX, 0x5421), (u64::MAX, 0x8913), (u64::MAX, 0x8914)];
 /// Names of threads and of the allocator's mappings.
 const PRCTLS: &[libc::c_int] = &[libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_VMA];
 /// Flags of a descriptor and of its file, copies, seals of guests' memory.
