@@ -48,6 +48,13 @@ fn says_its_cpu_stood_still(line: &str) -> bool {
         || line.contains("self-detected stall on CPU")
 }
 
+/// A Rust program's panic, or the line of a sandbox that ended its process.
+fn is_own_failure(line: &str) -> bool {
+    line.contains("' panicked at ")
+        || line.contains(") panicked at ")
+        || line.contains("the sandbox refused the system call")
+}
+
 fn console_tail(dir: &Path, lines: usize) -> String {
     let mut text = Vec::new();
     if let Ok(mut f) = File::open(dir.join("console")) {
@@ -308,6 +315,18 @@ impl Host {
         text.lines().find(|line| says_its_cpu_stood_still(line)).map(|line| line.trim().to_owned())
     }
 
+    /// Whether a guest of this host, or what ran in it, was said to hang.
+    pub fn hangs(&self) -> bool {
+        self.channel.suspicious()
+    }
+
+    /// What one of our programs said at its own failure, which no emulator is to blame for: a panic, or a system call that its sandbox refused.
+    pub fn own_failure(&self) -> Option<String> {
+        let consoles = self.consoles.lock().ok()?;
+        let mut lines = consoles.iter().flat_map(|console| console.lines_from(0));
+        lines.find(|line| is_own_failure(line))
+    }
+
     /// Adds who is to blame to the error of something that took too long.
     fn hung(&self, error: anyhow::Error) -> anyhow::Error {
         if self.answers() {
@@ -386,7 +405,19 @@ impl Host {
 
 #[cfg(test)]
 mod tests {
-    use super::says_its_cpu_stood_still;
+    use super::{is_own_failure, says_its_cpu_stood_still};
+
+    #[test]
+    fn failures_of_our_programs_are_told() {
+        assert!(is_own_failure("thread 'engine' panicked at assembly/host/src/lib.rs:1:2:"));
+        assert!(is_own_failure("thread 'engine' (618) panicked at assembly/host/src/lib.rs:1:2:"));
+        assert!(is_own_failure(
+            "causeway: the sandbox refused the system call ioctl (16) in thread \"control\"; the"
+        ));
+        assert!(!is_own_failure(
+            "[  330.127375] watchdog: BUG: soft lockup - CPU#1 stuck for 26s! [ibv_ud_pingpong:275]"
+        ));
+    }
 
     #[test]
     fn a_host_whose_kernel_missed_its_timer_is_told_from_one_that_is_quiet() {

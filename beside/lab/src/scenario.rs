@@ -137,9 +137,10 @@ const ATTEMPTS: u32 = 3;
 /// signal that does nothing ([`Host::wakes_by_signal`]), or a host's kernel says that its CPU stood still ([`Host::stood_still`]), what was seen says nothing about the monitor: the scenario begins again on
 /// fresh hosts, and the figure `emulator_failures` says how often that happened.
 ///
-/// A scenario that comes to no end (a guest that doesn't answer, resets itself, or takes too long) on hosts emulated by a thread per CPU is
+/// A scenario that comes to no end (a guest that doesn't answer any more, or not in time) on hosts emulated by a thread per CPU is
 /// undecided: it is done again, once, by one thread per host, the setting that is not known to lose guests, and that run's verdict counts (figure
-/// `undecided`). What a scenario finds wrong, data above all, is never tried again.
+/// `undecided`). A scenario that has found something wrong, data above all, and one in which a program of ours panicked or was ended by its
+/// sandbox, is never tried again.
 pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
     options.check()?;
     progress!("{}: {}", scenario.name, scenario.about);
@@ -162,9 +163,18 @@ pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
         if let Err(e) = &result {
             progress!("{} failed: {e:#}", scenario.name);
             let lost_wakeup = lab.hosts().iter().any(|host| host.answers() && host.wakes_by_signal());
+            let hung = lab.hosts().iter().any(Host::hangs);
             eprint!("{}", lab.tails());
             lab.hold()?;
-            let why = if lost_wakeup {
+            let own = lab.hosts().iter().find_map(Host::own_failure);
+            // What was found before counts, whatever came after it.
+            let found = own.is_some() || !report.broken.is_empty();
+            if let Some(line) = own {
+                report.check(false, format!("a program of Causeway failed by itself: {line}"));
+            }
+            let why = if found {
+                None
+            } else if lost_wakeup {
                 Some(
                     "a wake-up of a vCPU was lost between the emulator and the emulated host's KVM"
                         .to_owned(),
@@ -184,7 +194,9 @@ pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
                 if emulator_failures < ATTEMPTS {
                     continue;
                 }
-            } else if emulator.threads == Threads::ByHost
+            } else if !found
+                && emulator.threads == Threads::ByHost
+                && hung
                 && topology.hosts.iter().any(|host| emulator.thread_per_cpu(host))
             {
                 undecided = true;
