@@ -315,11 +315,6 @@ impl Host {
         text.lines().find(|line| says_its_cpu_stood_still(line)).map(|line| line.trim().to_owned())
     }
 
-    /// Whether a guest of this host, or what ran in it, was said to hang.
-    pub fn hangs(&self) -> bool {
-        self.channel.suspicious()
-    }
-
     /// What one of our programs said at its own failure, which no emulator is to blame for: a panic, or a system call that its sandbox refused.
     pub fn own_failure(&self) -> Option<String> {
         let consoles = self.consoles.lock().ok()?;

@@ -2,7 +2,7 @@
 
 use crate::host::{Booting, Host};
 use crate::image::Images;
-use crate::qemu::Emulator;
+use crate::qemu::{Emulator, Threads};
 use crate::topology::Topology;
 use crate::{paths, progress};
 use anyhow::{Context, Result};
@@ -77,7 +77,7 @@ impl Lab {
         let mut hosts = Vec::new();
         for (b, spec) in booting.into_iter().zip(&topology.hosts) {
             let host = b.wait()?;
-            if spec.rdma && !emulator.thread_per_cpu(spec) {
+            if !emulator.native && emulator.threads == Threads::Single {
                 host.sh(TAKE_TURNS_QUICKLY)?;
             }
             progress!("lab: host {} is up after {:.1} s", host.name(), host.boot_time().as_secs_f64());

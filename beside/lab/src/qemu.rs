@@ -9,9 +9,6 @@ use std::process::Command;
 /// The threads that emulate a host's CPUs (STABILITY.md).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Threads {
-    /// One per CPU for hosts whose guests do RDMA: guests and engine poll, and on one CPU each would wait for the others' turns to end. One
-    /// for a host with one CPU otherwise.
-    ByHost,
     /// One, for a host that gets one CPU: the setting under which no guest was lost.
     Single,
     /// One per CPU.
@@ -37,7 +34,7 @@ impl Default for Emulator {
     fn default() -> Self {
         Emulator {
             newer: true,
-            threads: Threads::ByHost,
+            threads: Threads::Single,
             cpu: "max,+svm,-la57,-xsave".into(),
             npt: true,
             native: false,
@@ -90,15 +87,6 @@ impl Emulator {
         command.arg(root.join("usr/bin/qemu-system-x86_64"));
     }
 
-    /// Whether each CPU of this host has a thread of its own.
-    pub fn thread_per_cpu(&self, host: &HostSpec) -> bool {
-        match self.threads {
-            Threads::ByHost => host.rdma,
-            Threads::Single => false,
-            Threads::Multi => true,
-        }
-    }
-
     /// One line that says what is used.
     pub fn describe(&self, images: &Images) -> String {
         if self.native {
@@ -114,7 +102,6 @@ impl Emulator {
             "{}, TCG with {}, -cpu {}, npt={}",
             version.unwrap_or_else(|e| format!("QEMU that doesn't run ({e})")),
             match self.threads {
-                Threads::ByHost => "one thread (hosts of RDMA guests: one per CPU)",
                 Threads::Single => "one thread",
                 Threads::Multi => "a thread per CPU",
             },
@@ -140,7 +127,7 @@ impl Emulator {
             }
         };
         let d = dir.display();
-        let multi = self.thread_per_cpu(host);
+        let multi = self.threads == Threads::Multi;
         add("-name", host.name.clone());
         add("-nodefaults", String::new());
         add("-no-user-config", String::new());
@@ -235,19 +222,9 @@ mod tests {
 
     #[test]
     fn settings_are_read() {
-        let e = Emulator::parse("qemu=system,threads=single,npt=0").unwrap();
-        assert!(!e.newer && e.threads == Threads::Single && !e.npt);
+        let e = Emulator::parse("qemu=system,threads=multi,npt=0").unwrap();
+        assert!(!e.newer && e.threads == Threads::Multi && !e.npt);
         assert!(Emulator::parse("fast=yes").unwrap_err().to_string().contains("fast=yes"));
-    }
-
-    #[test]
-    fn only_hosts_of_rdma_guests_have_a_thread_per_cpu() {
-        let plain = HostSpec::new("a");
-        let rdma = HostSpec { rdma: true, ..HostSpec::new("b") };
-        let e = Emulator::default();
-        assert!(!e.thread_per_cpu(&plain) && e.thread_per_cpu(&rdma));
-        assert!(!Emulator::parse("threads=single").unwrap().thread_per_cpu(&rdma));
-        assert!(Emulator::parse("threads=multi").unwrap().thread_per_cpu(&plain));
     }
 
     #[test]

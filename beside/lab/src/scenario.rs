@@ -3,7 +3,7 @@
 use crate::guest::Vmm;
 use crate::host::{Host, NeverUp};
 use crate::lab::Lab;
-use crate::qemu::{Emulator, Threads};
+use crate::qemu::Emulator;
 use crate::rdma::Device;
 use crate::recipe::KERNELS;
 use crate::topology::Topology;
@@ -134,19 +134,14 @@ const ATTEMPTS: u32 = 3;
 /// Runs a scenario to its end: figures on stdout, everything else on stderr.
 ///
 /// When a host's emulator dies or hangs, or a host doesn't come up, or a guest that stands still goes on as soon as its vCPU threads get a
-/// signal that does nothing ([`Host::wakes_by_signal`]), or a host's kernel says that its CPU stood still ([`Host::stood_still`]), what was seen says nothing about the monitor: the scenario begins again on
-/// fresh hosts, and the figure `emulator_failures` says how often that happened.
-///
-/// A scenario that comes to no end (a guest that doesn't answer any more, or not in time) on hosts emulated by a thread per CPU is
-/// undecided: it is done again, once, by one thread per host, the setting that is not known to lose guests, and that run's verdict counts (figure
-/// `undecided`). A scenario that has found something wrong, data above all, and one in which a program of ours panicked or was ended by its
-/// sandbox, is never tried again.
+/// signal that does nothing ([`Host::wakes_by_signal`]), or a host's kernel says that its CPU stood still ([`Host::stood_still`]), what was seen
+/// says nothing about the monitor: the scenario begins again on fresh hosts, and the figure `emulator_failures` says how often that happened.
+/// Nothing else is tried again: not what has found something wrong, nor a program of ours that panicked or was ended by its sandbox.
 pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
     options.check()?;
     progress!("{}: {}", scenario.name, scenario.about);
     let mut emulator_failures = 0;
-    let mut undecided = false;
-    let mut emulator = Emulator::chosen()?;
+    let emulator = Emulator::chosen()?;
     loop {
         let topology = (scenario.topology)(options);
         let lab = match Lab::boot_with(&topology, &emulator) {
@@ -163,7 +158,6 @@ pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
         if let Err(e) = &result {
             progress!("{} failed: {e:#}", scenario.name);
             let lost_wakeup = lab.hosts().iter().any(|host| host.answers() && host.wakes_by_signal());
-            let hung = lab.hosts().iter().any(Host::hangs);
             eprint!("{}", lab.tails());
             lab.hold()?;
             let own = lab.hosts().iter().find_map(Host::own_failure);
@@ -194,24 +188,11 @@ pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
                 if emulator_failures < ATTEMPTS {
                     continue;
                 }
-            } else if !found
-                && emulator.threads == Threads::ByHost
-                && hung
-                && topology.hosts.iter().any(|host| emulator.thread_per_cpu(host))
-            {
-                undecided = true;
-                emulator.threads = Threads::Single;
-                progress!(
-                    "UNDECIDED: emulated by a thread per CPU, guests hang now and then whatever runs them; the scenario begins again with one \
-                     thread per host, and what is seen then counts"
-                );
-                continue;
             }
         }
         report.figure("scenario", scenario.name);
         report.figure("emulator", lab.emulator());
         report.figure("emulator_failures", emulator_failures);
-        report.figure("undecided", u32::from(undecided));
         report.figure("ok", result.is_ok() && report.broken.is_empty());
         drop(lab);
         println!("{}", report.line());
