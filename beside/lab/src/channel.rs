@@ -204,11 +204,6 @@ impl Channel {
         self.wait(timeout, |s| (s.hello || s.closed).then_some(s.hello)).unwrap_or(false)
     }
 
-    /// Whether something that ran on this host was said to hang ([`Session::suspect`]), and wasn't looked at yet.
-    pub fn suspicious(&self) -> bool {
-        self.lock().suspicious
-    }
-
     /// Whether the host answers at all.
     pub fn ping(&self, timeout: Duration) -> bool {
         let before = self.lock().pongs;

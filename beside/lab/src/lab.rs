@@ -75,7 +75,7 @@ impl Lab {
             booting.push(Booting::start(&images, emulator, spec, index, &home, &links)?);
         }
         let mut hosts = Vec::new();
-        for (b, spec) in booting.into_iter().zip(&topology.hosts) {
+        for b in booting {
             let host = b.wait()?;
             if !emulator.native && emulator.threads == Threads::Single {
                 host.sh(TAKE_TURNS_QUICKLY)?;
