@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use landlock::{
-    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible as _, LandlockStatus,
-    PathBeneath, PathFd, Ruleset, RulesetAttr as _, RulesetCreatedAttr as _, RulesetStatus, Scope,
+    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible as _, PathBeneath, PathFd,
+    Ruleset, RulesetAttr as _, RulesetCreatedAttr as _, Scope,
 };
 
 use super::SandboxError;
@@ -56,19 +56,5 @@ pub(super) fn enforce(socket: &Path, folder: &Path) -> Result<String, SandboxErr
         ruleset = ruleset.add_rule(PathBeneath::new(fd, access)).map_err(failed)?;
     }
     let status = ruleset.restrict_self().map_err(failed)?;
-    let kernel = match status.landlock {
-        LandlockStatus::NotEnabled => "the kernel has it turned off (boot with lsm=landlock,...)".to_owned(),
-        LandlockStatus::NotImplemented => "the kernel lacks it (Linux 5.13 or newer has it)".to_owned(),
-        LandlockStatus::Available { effective_abi, kernel_abi } => {
-            format!("ABI {}", kernel_abi.unwrap_or(effective_abi as i32))
-        }
-    };
-    Ok(match status.ruleset {
-        RulesetStatus::FullyEnforced => format!("enforced, {kernel}"),
-        RulesetStatus::PartiallyEnforced => format!("enforced as far as the kernel can, {kernel}"),
-        RulesetStatus::NotEnforced => {
-            tracing::warn!("Landlock is not in force: {kernel}; files are guarded by seccomp alone");
-            format!("not in force: {kernel}")
-        }
-    })
+    Ok(confinement::landlock_state(&status))
 }

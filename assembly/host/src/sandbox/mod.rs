@@ -11,14 +11,13 @@
 
 mod filesystem;
 mod seccomp;
-mod trap;
 
 use std::io;
 use std::path::{Path, PathBuf};
 
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
-pub use trap::REFUSED_EXIT_CODE;
+pub use confinement::trap::REFUSED_EXIT_CODE;
 
 /// The sandbox can't be entered.
 #[derive(Debug, thiserror::Error)]
@@ -49,9 +48,15 @@ pub enum SandboxError {
     },
 }
 
+const ENDING: confinement::trap::Ending = confinement::trap::Ending {
+    advice: "the daemon has ended, its VMs run on. This is a bug; --no-sandbox runs without.",
+    last: || {},
+};
+
 /// Confines the calling thread and those that it makes from now on. The service's socket is `socket`, `folder` the one beside it.
 pub(crate) fn enter(socket: &Path, folder: &Path) -> Result<(), SandboxError> {
-    trap::install()?;
+    confinement::trap::install(ENDING)
+        .map_err(|source| SandboxError::Privileges { what: "handle refused system calls", source })?;
     let kept = drop_capabilities()?;
     let landlock = filesystem::enforce(socket, folder)?;
     seccomp::enforce()?;

@@ -2,10 +2,8 @@
 
 use std::collections::BTreeMap;
 
-use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
-    TargetArch,
-};
+use confinement::{Arguments, BackendError};
+use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, SeccompRule, TargetArch};
 
 use super::SandboxError;
 
@@ -140,40 +138,8 @@ const FCNTLS: &[libc::c_int] = &[
     libc::F_GET_SEALS,
     libc::F_ADD_SEALS,
 ];
-const PROT_EXEC: u64 = 4;
-/// `CLONE_THREAD` of linux/sched.h.
-const CLONE_THREAD: u64 = 0x1_0000;
 
-type BackendError = seccompiler::BackendError;
-
-fn compare(argument: u8, mask: u64, value: u64) -> Result<SeccompRule, BackendError> {
-    let operator = if mask == u64::MAX { SeccompCmpOp::Eq } else { SeccompCmpOp::MaskedEq(mask) };
-    SeccompRule::new(vec![SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value)?])
-}
-
-fn is(argument: u8, value: libc::c_int) -> Result<SeccompRule, BackendError> {
-    compare(argument, u64::MAX, u64::from(value.cast_unsigned()))
-}
-
-/// What the arguments of a call must be; no rules: anything.
-fn rules(syscall: i64) -> Result<Vec<SeccompRule>, BackendError> {
-    match syscall {
-        libc::SYS_ioctl => IOCTLS.iter().map(|(mask, request)| compare(1, *mask, *request)).collect(),
-        libc::SYS_prctl => PRCTLS.iter().map(|operation| is(0, *operation)).collect(),
-        libc::SYS_fcntl => FCNTLS.iter().map(|operation| is(1, *operation)).collect(),
-        // Memory never becomes executable.
-        libc::SYS_mmap | libc::SYS_mprotect => Ok(vec![compare(2, PROT_EXEC, 0)?]),
-        // Threads, never processes.
-        libc::SYS_clone => Ok(vec![compare(0, CLONE_THREAD, CLONE_THREAD)?]),
-        // No network beyond what is open.
-        libc::SYS_socket | libc::SYS_socketpair => Ok(vec![is(0, libc::AF_UNIX)?]),
-        // Signals to our own threads only: abort(3).
-        libc::SYS_tgkill => Ok(vec![compare(0, u64::MAX, u64::from(std::process::id()))?]),
-        // More of the same only: SECCOMP_SET_MODE_FILTER.
-        libc::SYS_seccomp => Ok(vec![compare(0, u64::MAX, u64::from(libc::SECCOMP_SET_MODE_FILTER))?]),
-        _ => Ok(Vec::new()),
-    }
-}
+const ARGUMENTS: Arguments = Arguments { ioctls: IOCTLS, prctls: PRCTLS, fcntls: FCNTLS };
 
 fn compile(
     rules: BTreeMap<i64, Vec<SeccompRule>>,
@@ -187,15 +153,12 @@ fn programs() -> Result<[BpfProgram; 2], BackendError> {
     let mut allowed = BTreeMap::new();
     for list in [RUN_TIME, EVENTS, SOCKETS, FILES, CHECKED] {
         for syscall in list {
-            allowed.insert(*syscall, rules(*syscall)?);
+            allowed.insert(*syscall, ARGUMENTS.rules(*syscall)?);
         }
     }
     let allowed = compile(allowed, SeccompAction::Trap, SeccompAction::Allow)?;
-    // Its arguments lie in memory, where no filter sees them; the C library makes threads with `clone` then.
-    let missing = SeccompAction::Errno(libc::ENOSYS.cast_unsigned());
-    let no_clone3 = compile(BTreeMap::from([(libc::SYS_clone3, Vec::new())]), SeccompAction::Allow, missing)?;
     // The wider one first: it says which system calls put the other in force.
-    Ok([no_clone3, allowed])
+    Ok([confinement::no_clone3()?, allowed])
 }
 
 /// Confines the calling thread and those it makes.
@@ -217,7 +180,7 @@ mod tests {
             let mut allowed = BTreeMap::new();
             for list in [RUN_TIME, EVENTS, SOCKETS, FILES, CHECKED] {
                 for syscall in list {
-                    allowed.insert(*syscall, rules(*syscall).unwrap_or_default());
+                    allowed.insert(*syscall, ARGUMENTS.rules(*syscall).unwrap_or_default());
                 }
             }
             // As the real one, but a refusal is an error that can be looked at.

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use landlock::{
     ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible as _, LandlockStatus,
-    PathBeneath, PathFd, Ruleset, RulesetAttr as _, RulesetCreatedAttr as _, RulesetStatus, Scope,
+    PathBeneath, PathFd, Ruleset, RulesetAttr as _, RulesetCreatedAttr as _, Scope,
 };
 
 use super::SandboxError;
@@ -108,25 +108,6 @@ impl Filesystem {
             }
         }
         let status = ruleset.restrict_self().map_err(failed)?;
-        let kernel = match status.landlock {
-            LandlockStatus::NotEnabled => {
-                "the kernel has it turned off (boot with lsm=landlock,...)".to_owned()
-            }
-            LandlockStatus::NotImplemented => "the kernel lacks it (Linux 5.13 or newer has it)".to_owned(),
-            LandlockStatus::Available { effective_abi, kernel_abi } => {
-                format!("ABI {}", kernel_abi.unwrap_or(effective_abi as i32))
-            }
-        };
-        let summary = match status.ruleset {
-            RulesetStatus::FullyEnforced => format!("enforced, {kernel}"),
-            RulesetStatus::PartiallyEnforced => {
-                format!("enforced as far as the kernel can, {kernel} of {}", KNOWN as i32)
-            }
-            RulesetStatus::NotEnforced => format!("not in force: {kernel}"),
-        };
-        if status.ruleset == RulesetStatus::NotEnforced {
-            tracing::warn!("Landlock is {summary}; files are guarded by seccomp alone");
-        }
-        Ok(summary)
+        Ok(confinement::landlock_state(&status))
     }
 }

@@ -18,7 +18,6 @@ mod filesystem;
 mod observer;
 mod privileges;
 mod seccomp;
-mod trap;
 
 use std::collections::BTreeMap;
 use std::io;
@@ -31,8 +30,8 @@ use crate::description::{SandboxMode, VmDescription};
 use observer::Observer;
 use seccomp::Program;
 
+pub use confinement::trap::REFUSED_EXIT_CODE;
 pub use filesystem::landlock_abi;
-pub use trap::REFUSED_EXIT_CODE;
 
 /// The kinds of threads of the monitor, by what they may do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -107,6 +106,12 @@ pub enum SandboxError {
         source: io::Error,
     },
 }
+
+/// The user's terminal is as it was before: `_exit` skips the exit handler that does this, and every filter allows it.
+const ENDING: confinement::trap::Ending = confinement::trap::Ending {
+    advice: "the VM is stopped. --sandbox log lists such calls instead.",
+    last: platform_devices::console::terminal::restore,
+};
 
 /// What is in force, for the log and `causeway inspect`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
@@ -186,7 +191,10 @@ impl Sandbox {
                 }
             }
             SandboxMode::On => {
-                trap::install()?;
+                confinement::trap::install(ENDING).map_err(|source| SandboxError::Privileges {
+                    what: "handle refused system calls",
+                    source,
+                })?;
                 privileges::forbid_core_dumps()?;
                 privileges::drop_capabilities()?;
                 privileges::forbid_new()?;

@@ -112,8 +112,7 @@ fn serve(listener: &OwnedFd, reported: &mut BTreeSet<(String, i32, u64)>) {
     };
     let thread = std::fs::read_to_string(format!("/proc/self/task/{}/comm", report.pid))
         .map_or_else(|_| format!("thread {}", report.pid), |name| name.trim_end().to_owned());
-    let name =
-        usize::try_from(number).ok().and_then(syscalls::Sysno::new).map_or("unknown", |call| call.name());
+    let name = u32::try_from(number).map_or("unknown", confinement::trap::name_of);
     if reported.insert((thread.clone(), number, detail)) {
         tracing::warn!(
             thread,

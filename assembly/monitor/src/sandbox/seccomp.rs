@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::io;
 use std::os::fd::{FromRawFd as _, OwnedFd};
 
+use confinement::{Arguments, BackendError, PROT_EXEC, compare};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
     TargetArch,
@@ -53,10 +54,9 @@ const FCNTLS: &[libc::c_int] =
 /// in raw mode (`trap.rs`).
 const RESTORE_TERMINAL: &[u64] = &[0x5402, 0x402c_542b];
 
-const PROT_EXEC: u64 = 4;
-/// `CLONE_THREAD` of linux/sched.h.
-const CLONE_THREAD: u64 = 0x1_0000;
 const SECCOMP_SET_MODE_FILTER: u64 = libc::SECCOMP_SET_MODE_FILTER as u64;
+
+const ARGUMENTS: Arguments = Arguments { ioctls: IOCTLS, prctls: PRCTLS, fcntls: FCNTLS };
 
 /// A compiled seccomp filter.
 #[derive(Debug)]
@@ -95,41 +95,11 @@ impl Program {
     }
 }
 
-type BackendError = seccompiler::BackendError;
-
-fn compare(argument: u8, mask: u64, value: u64) -> Result<SeccompRule, BackendError> {
-    let operator = if mask == u64::MAX { SeccompCmpOp::Eq } else { SeccompCmpOp::MaskedEq(mask) };
-    SeccompRule::new(vec![SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value)?])
-}
-
-fn operation_is(argument: u8, operation: libc::c_int) -> Result<SeccompRule, BackendError> {
-    compare(argument, u64::MAX, u64::from(operation.cast_unsigned()))
-}
-
 fn restore_terminal() -> Result<Vec<SeccompRule>, BackendError> {
     let is =
         |argument, value| SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, value);
     let stdin = u64::from(libc::STDIN_FILENO.cast_unsigned());
     RESTORE_TERMINAL.iter().map(|request| SeccompRule::new(vec![is(0, stdin)?, is(1, *request)?])).collect()
-}
-
-/// What the arguments of a call must be; no rules: anything.
-fn rules(syscall: i64) -> Result<Vec<SeccompRule>, BackendError> {
-    match syscall {
-        libc::SYS_ioctl => IOCTLS.iter().map(|(mask, request)| compare(1, *mask, *request)).collect(),
-        libc::SYS_prctl => PRCTLS.iter().map(|operation| operation_is(0, *operation)).collect(),
-        libc::SYS_fcntl => FCNTLS.iter().map(|operation| operation_is(1, *operation)).collect(),
-        libc::SYS_seccomp => Ok(vec![compare(0, u64::MAX, SECCOMP_SET_MODE_FILTER)?]),
-        // Memory never becomes executable.
-        libc::SYS_mmap | libc::SYS_mprotect => Ok(vec![compare(2, PROT_EXEC, 0)?]),
-        // Threads, never processes.
-        libc::SYS_clone => Ok(vec![compare(0, CLONE_THREAD, CLONE_THREAD)?]),
-        // No network; a vsock device connects to Unix sockets.
-        libc::SYS_socket => Ok(vec![operation_is(0, libc::AF_UNIX)?]),
-        // Signals to our own threads only.
-        libc::SYS_tgkill => Ok(vec![compare(0, u64::MAX, u64::from(std::process::id()))?]),
-        _ => Ok(Vec::new()),
-    }
 }
 
 /// The filter of a kind of thread: what is listed passes; the rest traps, or is reported in log mode.
@@ -142,7 +112,7 @@ pub(super) fn thread_program(kind: ThreadKind, vm: &VmDescription) -> Result<Pro
         let allowed = allow_lists::allowed(kind, vm);
         let mut rules = allowed
             .into_iter()
-            .map(|call| Ok((call, rules(call)?)))
+            .map(|call| Ok((call, ARGUMENTS.rules(call)?)))
             .collect::<Result<BTreeMap<_, _>, BackendError>>()?;
         rules.entry(libc::SYS_ioctl).or_insert(restore_terminal()?);
         let filter = SeccompFilter::new(rules, refusal.clone(), SeccompAction::Allow, TargetArch::x86_64)?;
@@ -171,23 +141,16 @@ pub(super) fn kernel_logged(program: &Program) -> Program {
 
 /// Rules for the whole process, beneath the threads' own, for threads that have none too.
 pub(super) fn process_programs() -> Result<[Program; 2], SandboxError> {
-    // `clone3` passes its flags in memory, where no filter can see them, so it is said not to exist and the C library
-    // falls back to `clone`.
-    let missing = SeccompAction::Errno(libc::ENOSYS.cast_unsigned());
-    let clone = BTreeMap::from([(libc::SYS_clone3, Vec::new())]);
     let compile = || {
         let mut never: BTreeMap<_, _> = allow_lists::NEVER.iter().map(|call| (*call, Vec::new())).collect();
         for call in [libc::SYS_mmap, libc::SYS_mprotect] {
             never.insert(call, vec![compare(2, PROT_EXEC, PROT_EXEC)?]);
         }
-        Ok([(clone, missing), (never, SeccompAction::Trap)])
+        let never = SeccompFilter::new(never, SeccompAction::Allow, SeccompAction::Trap, TargetArch::x86_64)?;
+        Ok([Program(confinement::no_clone3()?), Program(never.try_into()?)])
     };
-    let program = |(rules, refusal)| {
-        let filter = SeccompFilter::new(rules, SeccompAction::Allow, refusal, TargetArch::x86_64)?;
-        BpfProgram::try_from(filter).map(Program)
-    };
-    let failed =
-        |source: BackendError| SandboxError::Compile { kind: ThreadKind::Main, source: source.into() };
-    let [first, second] = compile().map_err(failed)?;
-    Ok([program(first).map_err(failed)?, program(second).map_err(failed)?])
+    compile().map_err(|source: BackendError| SandboxError::Compile {
+        kind: ThreadKind::Main,
+        source: source.into(),
+    })
 }

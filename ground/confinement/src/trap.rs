@@ -1,17 +1,29 @@
-//! What happens when a system call is refused: one line on standard error, the user's terminal as it was before, then
-//! the end of the process.
+//! What happens when a system call is refused: one line on standard error, what the process wants done first, then its
+//! end.
 #![allow(unsafe_code)] // A signal handler, and what is safe to call in one.
 
 use std::ffi::{c_int, c_void};
 use std::io;
+use std::sync::OnceLock;
 
-use super::SandboxError;
-
-/// Exit status of a monitor that was ended by its sandbox: 128 + SIGSYS, as if the signal had killed it.
+/// Exit status of a process that was ended by its sandbox: 128 + SIGSYS, as if the signal had killed it.
 pub const REFUSED_EXIT_CODE: i32 = 128 + libc::SIGSYS;
 
-/// Has SIGSYS handled by [`refused`].
-pub(super) fn install() -> Result<(), SandboxError> {
+/// What a process adds to the end that it shares with others.
+#[derive(Debug, Clone, Copy)]
+pub struct Ending {
+    /// The rest of the line, after the name of the thread: what has ended, and what the user can do.
+    pub advice: &'static str,
+    /// Called between the line and the end. Async-signal-safe, and with system calls that every filter allows.
+    pub last: fn(),
+}
+
+static ENDING: OnceLock<Ending> = OnceLock::new();
+
+/// From now on a refused system call (SIGSYS) ends the process with a line that names the call and the thread, and status
+/// [`REFUSED_EXIT_CODE`]. The first `ending` of a process stays.
+pub fn install(ending: Ending) -> io::Result<()> {
+    ENDING.get_or_init(|| ending);
     // SAFETY: all zeroes is a valid sigaction: no flags, empty mask.
     let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
     action.sa_sigaction = refused as *const () as usize;
@@ -21,7 +33,7 @@ pub(super) fn install() -> Result<(), SandboxError> {
     if result == 0 {
         return Ok(());
     }
-    Err(SandboxError::Privileges { what: "handle refused system calls", source: io::Error::last_os_error() })
+    Err(io::Error::last_os_error())
 }
 
 /// A line put together without allocating.
@@ -57,14 +69,17 @@ impl Line {
     }
 }
 
+/// A system call's name, by its number on x86-64. Async-signal-safe.
+pub fn name_of(number: u32) -> &'static str {
+    usize::try_from(number).ok().and_then(syscalls::Sysno::new).map_or("unknown", |call| call.name())
+}
+
 extern "C" fn refused(_signal: c_int, info: *mut libc::siginfo_t, _context: *mut c_void) {
     let mut line = Line { bytes: [0; 256], len: 0 };
     line.push(b"causeway: the sandbox refused the system call ");
     // SAFETY: the kernel passes a valid siginfo_t, and that of a SIGSYS has this field.
     let number = unsafe { (*info).si_syscall() }.cast_unsigned();
-    let name =
-        usize::try_from(number).ok().and_then(syscalls::Sysno::new).map_or("unknown", |call| call.name());
-    line.push(name.as_bytes());
+    line.push(name_of(number).as_bytes());
     line.push(b" (");
     line.push_number(number);
     line.push(b") in thread \"");
@@ -72,11 +87,16 @@ extern "C" fn refused(_signal: c_int, info: *mut libc::siginfo_t, _context: *mut
     // SAFETY: PR_GET_NAME writes at most 16 bytes, NUL included.
     unsafe { libc::prctl(libc::PR_GET_NAME, thread.as_mut_ptr()) };
     line.push(thread.split(|byte| *byte == 0).next().unwrap_or_default());
-    line.push(b"\"; the VM is stopped. --sandbox log lists such calls instead.\n");
+    line.push(b"\"; ");
+    // A look at a cell that was filled before the handler was there: no lock, no allocation.
+    let ending = ENDING.get();
+    line.push(ending.map_or("", |ending| ending.advice).as_bytes());
+    line.push(b"\n");
     // SAFETY: write(2) is async-signal-safe and allowed in every filter; the buffer is ours.
     unsafe { libc::write(libc::STDERR_FILENO, line.bytes.as_ptr().cast(), line.len) };
-    // _exit(2) skips the exit handler that does this. Every filter allows it.
-    platform_devices::console::terminal::restore();
+    if let Some(ending) = ending {
+        (ending.last)();
+    }
     // SAFETY: _exit(2) is async-signal-safe and allowed in every filter.
     unsafe { libc::_exit(REFUSED_EXIT_CODE) };
 }
