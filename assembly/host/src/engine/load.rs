@@ -8,8 +8,8 @@ const MANY: u32 = 32;
 /// A program that armed a completion queue this recently waits for events: its arms should be exact, nanoseconds.
 const EVENT_DRIVEN: u64 = 500_000_000;
 /// No more than this between two looks counts as idle time: when the engine's CPU was taken away for longer, or the whole
-/// emulated host's, the guest may have been stopped as well. Nanoseconds.
-const LONGEST_GAP: u64 = 1_000_000;
+/// emulated host's, the guest may have been stopped as well, and where they share a CPU it is the guest that runs then. Nanoseconds.
+const LONGEST_GAP: u64 = 100_000;
 /// A device that is busy again so soon after it was found idle was found idle too early, nanoseconds.
 const TOO_EARLY: u64 = 1_000_000_000;
 /// So often the time without work after which a device is idle may double.

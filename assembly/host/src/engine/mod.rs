@@ -17,7 +17,7 @@
 //!            32 trapped doorbells in 40 ms, and no program waits for events: ask for memory
 //!   trapped ──────────────────────────────────────────────────────────────▶ memory: the thread polls
 //!      ▲                                                                     │
-//!      └── last look, full scan ◀── client: trapped ◀── no work for 50 ms, or a program arms: ask for trapped
+//!      └── last look, full scan ◀── client: trapped ◀── no work for 100 ms, or a program arms: ask for trapped
 //! ```
 //!
 //! When every device is trapped the thread sleeps until a call, a trapped doorbell or a timer of the engine.
@@ -71,7 +71,7 @@ pub struct EngineSetup {
 
 impl Default for EngineSetup {
     fn default() -> Self {
-        Self { cpu: None, idle: Duration::from_millis(50), engine: hca::engine::EngineConfig::default() }
+        Self { cpu: None, idle: Duration::from_millis(100), engine: hca::engine::EngineConfig::default() }
     }
 }
 
