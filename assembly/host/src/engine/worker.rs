@@ -217,6 +217,7 @@ impl Worker {
             served.load.armed(now);
         }
         if served.load.trapped(now) && served.handshake.want(DoorbellMode::Mapped, now) {
+            tracing::debug!(device = id.0, "Doorbells are to be memory: many came");
             served.load.enters_memory(now);
             // From here on a store may land in memory, and an arm be overwritten there.
             device.set_doorbells(&mut self.engine, Doorbells::Shared);
@@ -495,6 +496,7 @@ impl Served {
         }
         let idle = self.load.idle_for(idle);
         if (idle || self.load.event_driven(now)) && self.handshake.want(DoorbellMode::Trapped, now) {
+            tracing::debug!(device = device.id().0, idle, load = ?self.load, "Doorbells are to be trapped");
             if idle {
                 self.load.leaves_memory(now);
             }
