@@ -547,9 +547,10 @@ pub fn both<S: Runs + ?Sized, C: Runs + ?Sized>(
 }
 
 fn start_daemon(host: &Host, arguments: &str) -> Result<Session> {
-    let log = std::env::var("LAB_DAEMON_LOG").map(|filter| format!("--log-level {filter}")).unwrap_or_default();
-    let daemon =
-        host.spawn("causeway host", &format!("exec causeway {log} host --socket {DAEMON_SOCKET} {arguments}"))?;
+    let log =
+        std::env::var("LAB_DAEMON_LOG").map(|filter| format!("--log-level {filter}")).unwrap_or_default();
+    let daemon = host
+        .spawn("causeway host", &format!("exec causeway {log} host --socket {DAEMON_SOCKET} {arguments}"))?;
     for _ in 0..100 {
         if let Some(code) = daemon.try_wait() {
             bail!("`causeway host` ended with status {code}: {}", daemon.err.tail(10));
