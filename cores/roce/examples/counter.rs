@@ -179,7 +179,7 @@ impl World {
     fn drive(&mut self, end: usize) {
         let connection = end / 2;
         let now = self.now;
-        if end % 2 == 0 {
+        if end.is_multiple_of(2) {
             while self.left[connection] > 0 && self.ends[end].0.room() > 0 {
                 let kind = Kind::FetchAdd { remote: Remote { address: 0, rkey: 1 }, add: 1 };
                 if self.ends[end].0.post(Request::new(self.posted[connection], kind, 8)).is_err() {
@@ -282,7 +282,7 @@ fn main() -> ExitCode {
     let failure = |world: &World| world.ends.iter().find_map(|(_, end)| end.failed);
     let mut steps = 0_u64;
     while completed_or_failed(&world, arguments.operations, &mut steps) && world.step() {
-        if steps % 65_536 == 0 && told.elapsed().as_secs() >= 10 {
+        if steps.is_multiple_of(65_536) && told.elapsed().as_secs() >= 10 {
             told = Instant::now();
             eprintln!(
                 "{} of {} after {} s",
@@ -327,7 +327,7 @@ fn main() -> ExitCode {
 /// Whether to go on: looked at now and then, for it asks every end.
 fn completed_or_failed(world: &World, operations: u64, steps: &mut u64) -> bool {
     *steps += 1;
-    if *steps % 1024 != 0 {
+    if !steps.is_multiple_of(1024) {
         return true;
     }
     let done: u64 = world.ends.iter().map(|(_, end)| end.completed).sum();
