@@ -181,6 +181,10 @@ pub(crate) fn metrics(registry: &Registry) -> Result<String, EncodeError> {
             of_nic,
             functions,
         );
+        for (name, value) in rdma.wire_counters() {
+            let help = format!("Counter {name} of the NIC's plain RoCEv2 frames (transport wire).");
+            add(&format!("causeway_host_wire_{name}_total"), &help, of_nic, value);
+        }
         let Some(device) = rdma.device().and_then(|id| device(view.as_ref(), id)) else { continue };
         add(
             "causeway_host_doorbell_mode_switches_total",

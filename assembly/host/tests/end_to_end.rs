@@ -485,5 +485,6 @@ fn metrics_are_served_with_the_names_of_linux() {
     let line = text.lines().find_map(|line| line.strip_prefix(expected)).expect(&text);
     assert!(line.parse::<u64>().unwrap() >= 4096, "{line}");
     assert!(text.contains("causeway_host_engine_sleeps_total"), "{text}");
+    assert!(text.contains("causeway_host_wire_packets_sent_total{vm=\"a\",device=\"rdma0\"} 0\n"), "{text}");
     assert!(text.contains(&format!("qpn=\"{}\"", a.endpoint.qp.1)), "{text}");
 }

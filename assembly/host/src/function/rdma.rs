@@ -160,6 +160,11 @@ impl RdmaFunction {
         })
     }
 
+    /// What the transport `wire` counted for the NIC.
+    pub(crate) fn wire_counters(&self) -> [(&'static str, u64); 10] {
+        self.nic.wire.counters.values()
+    }
+
     /// Has something done with the device.
     fn with<R: Send + 'static>(
         &self,
