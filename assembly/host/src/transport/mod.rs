@@ -233,6 +233,12 @@ impl Transports {
             || (self.last_packet > 0 && now.saturating_sub(self.last_packet) < EAGER_NS)
     }
 
+    /// Whether queue pairs are connected with others elsewhere.
+    #[must_use]
+    pub fn has_remote_peers(&self) -> bool {
+        self.connections.any()
+    }
+
     /// When something is due at the latest.
     #[must_use]
     pub fn next(&self) -> Option<u64> {
