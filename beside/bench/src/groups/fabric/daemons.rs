@@ -99,7 +99,8 @@ impl Daemons {
         }
         let (directory, key) = (at("directory.toml"), at("cluster.key"));
         std::fs::write(&directory, text).context("The directory file could not be written")?;
-        let made = Command::new(program).arg("key").arg(&key).output().context("causeway could not be started")?;
+        let made =
+            Command::new(program).arg("key").arg(&key).output().context("causeway could not be started")?;
         if !made.status.success() {
             bail!("'causeway key' failed: {}", String::from_utf8_lossy(&made.stderr).trim_end());
         }
@@ -148,7 +149,9 @@ impl Daemons {
             program.join().unwrap_or_else(|_| bail!("The program in the first VM panicked"))
         })?;
         let arrived = b.guest.bytes(&b.endpoint.buffer);
-        for (offset, page) in (0..MESSAGE * OUTSTANDING).step_by(PAGE as usize).zip(arrived.chunks(PAGE as usize)) {
+        for (offset, page) in
+            (0..MESSAGE * OUTSTANDING).step_by(PAGE as usize).zip(arrived.chunks(PAGE as usize))
+        {
             if page != pattern(seed, offset) {
                 bail!("Bytes from {offset} on did not arrive as they were written");
             }
@@ -208,8 +211,8 @@ impl Side {
         let last = u8::try_from(host + 1).unwrap_or(u8::MAX);
         let ram = u64::from(MESSAGE) * u64::from(OUTSTANDING) + (4 << 20);
         let machine = Machine::with_ram(&format!("vm{last}"), "s0", ram);
-        // Doorbells are memory all the time, as they are in a VM while it is busy.
-        let monitor = machine.connect(socket, false);
+        // Doorbells are memory while there is work, and trap otherwise: as in a VM.
+        let monitor = machine.connect(socket, true);
         let mut guest = Guest::new(&machine);
         // 268 ms: nothing is lost on this link, and a program may be without its CPU for a while.
         guest.timeout = 16;
@@ -313,5 +316,20 @@ impl Side {
         }
         *posted += 1;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{PAGE, pattern};
+
+    #[test]
+    fn what_was_written_before_or_elsewhere_is_told_apart() {
+        let page = pattern(7, 5 * PAGE);
+        assert_eq!(page, pattern(7, 5 * PAGE));
+        for other in [pattern(8, 5 * PAGE), pattern(7, 6 * PAGE), [0; PAGE as usize]] {
+            let words = page.chunks_exact(4).zip(other.chunks_exact(4));
+            assert!(words.filter(|(a, b)| a == b).count() == 0);
+        }
     }
 }

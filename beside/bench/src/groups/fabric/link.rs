@@ -30,9 +30,7 @@ impl Link {
             link.names.push(name);
         }
         let (a, b) = (link.name(0), link.name(1));
-        ip(&[
-            "-n", a, "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", b,
-        ])?;
+        ip(&["-n", a, "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", b])?;
         for (name, address) in link.names.iter().zip(ADDRESSES) {
             ip(&["-n", name, "link", "set", "lo", "up"])?;
             ip(&["-n", name, "addr", "add", &format!("{address}/24"), "dev", INTERFACE])?;
@@ -64,8 +62,10 @@ impl Drop for Link {
 }
 
 fn ip(arguments: &[&str]) -> anyhow::Result<()> {
-    let output =
-        Command::new("ip").args(arguments).output().context("The program ip can't be run; install iproute2")?;
+    let output = Command::new("ip")
+        .args(arguments)
+        .output()
+        .context("The program ip can't be run; install iproute2")?;
     if !output.status.success() {
         bail!("'ip {}' failed: {}", arguments.join(" "), String::from_utf8_lossy(&output.stderr).trim_end());
     }

@@ -22,6 +22,8 @@ use crate::peers as host_threads;
 const LINKS: [(u32, u32); 2] = [(9000, 4096), (1500, 1024)];
 const PORTS: [u16; 2] = [4792, 4892];
 const ROUNDS: u32 = 20_000;
+/// After so long without work a daemon has come to rest.
+const SETTLE: Duration = Duration::from_millis(300);
 
 /// What a transfer came to.
 #[derive(Debug, Clone, Copy)]
@@ -85,9 +87,8 @@ fn measure(
     quick: bool,
 ) -> anyhow::Result<Vec<[Turn; 5]>> {
     let link = Link::new(mtu)?;
-    let start = |encrypted: bool, port| {
-        Daemons::start(program, &link, Setup { encrypted, mtu: payload, port, cpus })
-    };
+    let start =
+        |encrypted: bool, port| Daemons::start(program, &link, Setup { encrypted, mtu: payload, port, cpus });
     let (mut plain, mut encrypted) = (start(false, PORTS[0])?, start(true, PORTS[1])?);
     let peers = Peers { link: &link, cpus, seconds: 1 };
     let during = Duration::from_millis(if quick { 300 } else { 1000 });
@@ -97,6 +98,8 @@ fn measure(
     for number in 0..=if quick { 1 } else { 9 } {
         let mut of = |way: usize| -> anyhow::Result<Turn> {
             let ours = |daemons: &mut Daemons| -> anyhow::Result<Turn> {
+                // The other pair of daemons polls on for a moment when it has nothing to do any more.
+                std::thread::sleep(SETTLE);
                 let round_trip = Some(daemons.round_trip(rounds)?);
                 Ok(Turn { bandwidth: daemons.bandwidth(during)?, round_trip })
             };
@@ -145,13 +148,15 @@ fn compare(mtu: u32, turns: &[[Turn; 5]]) -> anyhow::Result<Vec<Figure>> {
             };
             let key = peer.split([',', ' ']).next().unwrap_or_default().to_lowercase();
             let what = |what: &str| format!("{what}, {mode}, link MTU {mtu}");
-            let mut add = |name: &str, figure: &str, unit, better, pairs: Option<Pairs>, aim| -> anyhow::Result<()> {
-                let Some(pairs) = pairs else { return Ok(()) };
-                let name = format!("{name}_{mode}_{mtu}_{key}");
-                let figure = Figure::new(&name, &what(figure), unit, better, peer, &pairs, aim);
-                figures.push(figure.with_context(|| format!("A sample of {name} isn't a positive number"))?);
-                Ok(())
-            };
+            let mut add =
+                |name: &str, figure: &str, unit, better, pairs: Option<Pairs>, aim| -> anyhow::Result<()> {
+                    let Some(pairs) = pairs else { return Ok(()) };
+                    let name = format!("{name}_{mode}_{mtu}_{key}");
+                    let figure = Figure::new(&name, &what(figure), unit, better, peer, &pairs, aim);
+                    figures
+                        .push(figure.with_context(|| format!("A sample of {name} isn't a positive number"))?);
+                    Ok(())
+                };
             let bandwidth = pairs(&|turn| Some(turn.bandwidth.gigabytes));
             let text = "RDMA writes of 1 MiB, 8 outstanding";
             add("write_bandwidth_1MiB", text, "GB/s", Better::Higher, bandwidth, Some(1.0))?;

@@ -20,7 +20,8 @@ const LARGE: u64 = 1 << 20;
 
 /// Programs that are missing, with the package that has each.
 pub fn missing() -> Vec<&'static str> {
-    let programs = [("iperf3", "-v", "iperf3"), ("qperf", "--version", "qperf"), ("ucx_perftest", "-h", "ucx-utils")];
+    let programs =
+        [("iperf3", "-v", "iperf3"), ("qperf", "--version", "qperf"), ("ucx_perftest", "-h", "ucx-utils")];
     let absent = |(program, flag, package): (&str, &str, &'static str)| {
         Command::new(program).arg(flag).output().is_err().then_some(package)
     };
@@ -60,7 +61,8 @@ impl Peers<'_> {
             let mut client = Process::start(name, &mut client())?;
             let text = client.output()?;
             let (fine, used) = client.finish(PATIENCE)?;
-            if fine {
+            // iperf3 ends well even when it only has an error to report.
+            if fine && !text.contains("\"error\"") {
                 let patience = if ends_itself { PATIENCE } else { Duration::ZERO };
                 let (_, by_server) = server.finish(patience)?;
                 return Ok((text, used + by_server));
@@ -78,12 +80,19 @@ impl Peers<'_> {
         server.args(["-s", "-1", "-p", IPERF_PORT]);
         let client = || {
             let mut client = self.pinned(0, "iperf3");
-            client.args(["-c", &ADDRESSES[1].to_string(), "-p", IPERF_PORT, "-J", "-t", &self.seconds.to_string()]);
+            client.args([
+                "-c",
+                &ADDRESSES[1].to_string(),
+                "-p",
+                IPERF_PORT,
+                "-J",
+                "-t",
+                &self.seconds.to_string(),
+            ]);
             client
         };
         let (text, used) = self.run("iperf3", &mut server, client, true)?;
-        let report: serde_json::Value =
-            serde_json::from_str(&text).context("iperf3's report is not JSON")?;
+        let report: serde_json::Value = serde_json::from_str(&text).context("iperf3's report is not JSON")?;
         let sum = &report["end"]["sum_received"];
         let (Some(bits), Some(bytes)) = (sum["bits_per_second"].as_f64(), sum["bytes"].as_f64()) else {
             bail!("iperf3's report has no end.sum_received");
@@ -137,7 +146,8 @@ impl Peers<'_> {
             let numbers: Vec<f64> = words.map(str::parse).collect::<Result<_, _>>().ok()?;
             numbers.try_into().ok()
         });
-        let numbers = numbers.with_context(|| format!("ucx_perftest -t {test} printed no line of figures"))?;
+        let numbers =
+            numbers.with_context(|| format!("ucx_perftest -t {test} printed no line of figures"))?;
         Ok((numbers, used))
     }
 
