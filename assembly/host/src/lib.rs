@@ -37,6 +37,8 @@ pub mod sandbox;
 pub mod segments;
 mod server;
 mod service;
+#[doc(hidden)]
+pub mod testing;
 pub mod transport;
 pub mod uar;
 

@@ -83,12 +83,19 @@ impl Worker {
             let worked = self.round();
             if worked.anything {
                 empty = 0;
+                if worked.received {
+                    std::thread::yield_now();
+                }
                 continue;
             }
             self.counters.empty_polls += 1;
-            if worked.poll_on {
+            if worked.again && !worked.shares {
+                empty = 0;
+                continue;
+            }
+            if worked.again || worked.poll_on {
                 empty += 1;
-                if empty > EAGER_ROUNDS {
+                if worked.shares || empty > EAGER_ROUNDS {
                     std::thread::yield_now();
                 } else {
                     std::hint::spin_loop();
@@ -106,19 +113,20 @@ impl Worker {
         let mut anything = self.take_messages();
         let now = self.now();
         anything |= self.look_at_doorbells(now);
+        let mut received = false;
         if let Some(transports) = &mut self.transports {
-            anything |= transports.receive(&mut self.engine, now);
+            received = transports.receive(&mut self.engine, now);
+            anything |= received;
         }
         let progress = self.engine.poll(now, &mut self.devices);
         anything |= progress.worked;
         let mut until = progress.next;
-        if until.is_some_and(|time| time <= now) {
-            anything = true;
-        }
-        let mut poll_on = false;
+        let again = until.is_some_and(|time| time <= now);
+        let (mut poll_on, mut shares) = (false, false);
         if let Some(transports) = &mut self.transports {
             anything |= transports.carry(&mut self.engine, now);
             poll_on |= transports.is_busy(now);
+            shares = transports.has_remote_peers();
             if let Some(time) = transports.next() {
                 earliest(&mut until, Some(time));
             }
@@ -134,7 +142,7 @@ impl Worker {
                 Wait::Look(time) => earliest(&mut until, Some(time)),
             }
         }
-        Round { anything, poll_on, until }
+        Round { anything, received, again, poll_on, shares, until }
     }
 
     fn take_messages(&mut self) -> bool {
@@ -437,8 +445,15 @@ impl Worker {
 /// What a round came to.
 struct Round {
     anything: bool,
+    /// Packets came: whoever shares the CPU may wait for them.
+    received: bool,
+    /// Nothing was done, and the engine looks at its queues once more.
+    again: bool,
     /// Doorbells may be in memory: don't sleep.
     poll_on: bool,
+    /// There are connections to other hosts, whose rounds make system calls in any case: offering the CPU costs little beside them, and
+    /// a guest that shares it sees at once what came.
+    shares: bool,
     /// When something is due at the latest.
     until: Option<u64>,
 }

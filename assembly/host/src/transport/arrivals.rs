@@ -27,6 +27,17 @@ pub(super) struct Arrivals<'a, P: Provider> {
     pub wire: &'a Wire,
     pub engine: &'a mut Engine<P>,
     pub now: u64,
+    /// The last packet's connection: its neighbours are mostly for the same one.
+    pub last: &'a mut Option<Last>,
+}
+
+/// A packet for which all was looked up. It holds for the next packet, and while nothing but packets comes in between.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Last {
+    from: Origin,
+    header: Header,
+    qpn: u32,
+    index: usize,
 }
 
 impl<P: Provider> Arrivals<'_, P> {
@@ -38,26 +49,24 @@ impl<P: Provider> Arrivals<'_, P> {
         rest: &[u8],
         congested: bool,
     ) -> Result<(), Dropped> {
-        let device = self.devices.get(&(header.destination, header.segment));
-        let device = *device.ok_or(Dropped::NoVm)?;
         match header.kind {
             Kind::Connected => {
                 let qpn = Packet::destination(rest).ok_or(Dropped::Malformed)?;
-                let fabric = TransportKind::Fabric;
-                pin::check(self.directory, header.destination, header.source, fabric)
-                    .map_err(|_| Dropped::Pinned)?;
-                let index = self.connection(device, qpn).ok_or(Dropped::NoQueuePair)?;
+                let index = match self.last.take() {
+                    Some(last) if last.qpn == qpn && last.header == *header && last.from == from => {
+                        last.index
+                    }
+                    _ => self.find(from, header, qpn)?,
+                };
+                *self.last = Some(Last { from, header: *header, qpn, index });
                 let entry = self.connections.get_mut(index).ok_or(Dropped::NoQueuePair)?;
-                let known = entry.peer_vm == header.source && entry.host.is_some_and(|host| from.is(host));
-                if !known {
-                    return Err(Dropped::NotItsHost);
-                }
                 let arrival = roce::Arrival { congested };
                 let mut carrier = Carrier { engine: self.engine, qp: entry.qp };
                 entry.connection.receive(self.now, rest, arrival, &mut carrier);
                 self.connections.ready(index);
             }
             Kind::Datagram => {
+                let device = self.device(header)?;
                 let host = self.directory.host(header.source).ok_or(Dropped::NotItsHost)?;
                 let nic = self.nics.get(&device).ok_or(Dropped::NoVm)?;
                 pin::check(self.directory, nic.vm, header.source, TransportKind::Fabric)
@@ -87,6 +96,21 @@ impl<P: Provider> Arrivals<'_, P> {
             }
         }
         Ok(())
+    }
+
+    fn device(&self, header: &Header) -> Result<DeviceId, Dropped> {
+        self.devices.get(&(header.destination, header.segment)).copied().ok_or(Dropped::NoVm)
+    }
+
+    /// The connection that a packet is for, if it comes from whom it says.
+    fn find(&mut self, from: Origin, header: &Header, qpn: u32) -> Result<usize, Dropped> {
+        let device = self.device(header)?;
+        pin::check(self.directory, header.destination, header.source, TransportKind::Fabric)
+            .map_err(|_| Dropped::Pinned)?;
+        let index = self.connection(device, qpn).ok_or(Dropped::NoQueuePair)?;
+        let entry = self.connections.get(index).ok_or(Dropped::NoQueuePair)?;
+        let known = entry.peer_vm == header.source && entry.host.is_some_and(|host| from.is(host));
+        if known { Ok(index) } else { Err(Dropped::NotItsHost) }
     }
 
     /// The connection of a queue pair, made when the queue pair has one.

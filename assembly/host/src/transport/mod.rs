@@ -75,6 +75,9 @@ const LOOK_NS: u64 = 20_000;
 const IDLE_ROUNDS: u32 = 16;
 /// Bytes that the packets of one `transmit` may have.
 const BURST: usize = 60 << 10;
+/// Packets of a connection between daemons that may be unacknowledged. The protocol's limit in bytes holds as well: from an MTU of 1024 on it is
+/// the smaller one.
+const WINDOW: u32 = 1024;
 /// How long a failed connection still repeats why to a peer that missed it, nanoseconds.
 const LINGER_NS: u64 = 2_000_000_000;
 
@@ -233,6 +236,12 @@ impl Transports {
             || (self.last_packet > 0 && now.saturating_sub(self.last_packet) < EAGER_NS)
     }
 
+    /// Whether queue pairs are connected with others elsewhere.
+    #[must_use]
+    pub fn has_remote_peers(&self) -> bool {
+        self.connections.any()
+    }
+
     /// When something is due at the latest.
     #[must_use]
     pub fn next(&self) -> Option<u64> {
@@ -314,9 +323,10 @@ impl Transports {
         }
         self.last_look = now;
         let Self { fabric, wire, directory, nics, devices, connections, .. } = self;
+        let last = &mut None;
         let any = fabric.receive(now, &|| directory.hosts(), |from, header, bytes, congested| {
-            let mut arrivals =
-                Arrivals { directory: directory.as_ref(), nics, devices, connections, wire, engine, now };
+            let directory = directory.as_ref();
+            let mut arrivals = Arrivals { directory, nics, devices, connections, wire, engine, now, last };
             arrivals.take(from, header, bytes, congested)
         });
         if any {
@@ -578,7 +588,7 @@ fn entry<P: Provider>(
     });
     let Some((nic, peer_vm)) = found else { return wire.entry(&info) };
     let header = Header { kind: Kind::Connected, source: nic.vm, destination: peer_vm, segment: nic.tag };
-    let config = Entry::config(&info, directory.mtu());
+    let config = roce::Config { window: WINDOW, ..Entry::config(&info, directory.mtu()) };
     Entry::new(&info, config, peer_vm, directory.host(peer_vm), header)
 }
 

@@ -1,5 +1,6 @@
 //! The groups of `make bench`.
 
+pub mod fabric;
 pub mod rdma;
 pub mod vm;
 
@@ -22,5 +23,10 @@ pub const ALL: &[Group] = &[
         name: "rdma",
         about: "RDMA writes between VMs against memcpy, cache lines and UCX",
         run: rdma::run,
+    },
+    Group {
+        name: "fabric",
+        about: "RDMA between hosts against TCP and UCX over the same link",
+        run: fabric::run,
     },
 ];

@@ -89,8 +89,8 @@ impl Requester {
             grown: 0,
             cut_at: first,
             chunk: (window / 2).max(1),
-            // A quarter of the window, so that it never stands still for want of an acknowledgement.
-            ack_mask: (1 << (window / 4).clamp(1, 64).ilog2()) - 1,
+            // A quarter of the window, so that it never stands still for want of an acknowledgement; of large ones an eighth.
+            ack_mask: (1 << (window / 4).clamp(1, 64.max(window / 8)).ilog2()) - 1,
             went_back: None,
             retries: 0,
             timeouts: 0,

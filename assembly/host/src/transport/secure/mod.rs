@@ -28,7 +28,7 @@ mod replay;
 mod session;
 
 use std::cell::Cell;
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io;
 use std::net::SocketAddr;
 
@@ -201,8 +201,8 @@ pub(super) struct Secure {
     params: snow::params::NoiseParams,
     peers: Vec<Peer>,
     by_address: HashMap<SocketAddr, usize>,
-    /// By our numbers, with whose they are.
-    sessions: HashMap<u32, (usize, Session)>,
+    /// By our numbers, with whose they are. There are few, and one is looked up for each packet: faster in a tree than hashed.
+    sessions: BTreeMap<u32, (usize, Session)>,
     outbox: Vec<(SocketAddr, Vec<u8>)>,
     counters: SessionCounters,
     last_hello: u64,
@@ -226,7 +226,7 @@ impl Secure {
             params: PROTOCOL.parse()?,
             peers: Vec::new(),
             by_address: HashMap::new(),
-            sessions: HashMap::new(),
+            sessions: BTreeMap::new(),
             outbox: Vec::new(),
             counters: SessionCounters::default(),
             last_hello: 0,

@@ -15,7 +15,7 @@ use vfio_user_protocol::client::Client;
 use vfio_user_protocol::device::{INTERRUPT_MSIX, REGION_CONFIG};
 use vfio_user_protocol::doorbell_mode::{self, DoorbellMode};
 
-/// Bytes of guest RAM, at address 0.
+/// Bytes of guest RAM, at address 0, unless a machine is to have more.
 pub const RAM: u64 = 8 << 20;
 const REGISTERS: u32 = 1;
 const UAR: u32 = 2;
@@ -26,16 +26,23 @@ pub struct Machine {
     pub vm: String,
     pub segment: String,
     pub ram: MappedMemory,
+    /// Bytes of it.
+    pub size: u64,
     file: OwnedFd,
 }
 
 impl Machine {
     pub fn new(vm: &str, segment: &str) -> Self {
+        Self::with_ram(vm, segment, RAM)
+    }
+
+    /// With so many bytes of RAM.
+    pub fn with_ram(vm: &str, segment: &str, size: u64) -> Self {
         let file = memfd_create("ram", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
-        ftruncate(&file, RAM).unwrap();
+        ftruncate(&file, size).unwrap();
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW).unwrap();
-        let ram = MappedMemory::default().with(MemoryRegion::map(0, RAM, &file, 0, true).unwrap()).unwrap();
-        Self { vm: vm.to_owned(), segment: segment.to_owned(), ram, file }
+        let ram = MappedMemory::default().with(MemoryRegion::map(0, size, &file, 0, true).unwrap()).unwrap();
+        Self { vm: vm.to_owned(), segment: segment.to_owned(), ram, size, file }
     }
 
     pub fn request(&self) -> NicRequest {
@@ -64,7 +71,8 @@ pub struct Monitor {
     pub rdma: Arc<Client>,
     pub vectors: Vec<OwnedFd>,
     pub doorbells: Arc<Doorbells>,
-    follower: Option<Follower>,
+    /// Ends with it.
+    _follower: Option<Follower>,
 }
 
 /// The doorbell pages as the guest reaches them.
@@ -136,7 +144,7 @@ impl Monitor {
         let ethernet = Client::connect(&sockets[0], TIMEOUT).unwrap();
         let rdma = Arc::new(Client::connect(&sockets[1], TIMEOUT).unwrap());
         for client in [&ethernet, &*rdma] {
-            client.dma_map(machine.file.as_fd(), 0, 0, RAM, true).unwrap();
+            client.dma_map(machine.file.as_fd(), 0, 0, machine.size, true).unwrap();
             client.region_write(REGION_CONFIG, 4, &6_u16.to_le_bytes()).unwrap();
         }
         let vectors: Vec<OwnedFd> = (0..3).map(|_| event()).collect();
@@ -154,7 +162,7 @@ impl Monitor {
             broken: AtomicBool::new(false),
         });
         let follower = doorbell_mode.then(|| Follower::start(&rdma, &doorbells));
-        Self { ethernet, rdma, vectors, doorbells, follower }
+        Self { ethernet, rdma, vectors, doorbells, _follower: follower }
     }
 
     pub fn read(&self, offset: u64) -> u32 {

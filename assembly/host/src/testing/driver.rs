@@ -17,7 +17,7 @@ use pvrdma::abi::work::{ReceiveHeader, RemoteOperands, SendHeader, Sge, opcode, 
 use pvrdma::ring::Indices;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, transmute};
 
-use super::monitor::{Machine, Monitor, RAM};
+use super::monitor::{Machine, Monitor};
 
 /// Guest page frame of BAR 2.
 const UAR_PFN: u64 = 0xF_E000;
@@ -27,6 +27,7 @@ const ENTRIES: u32 = 256;
 /// A driver on a machine's memory; the connection comes with each call, so that it can be lost and found.
 pub struct Guest {
     ram: MappedMemory,
+    end: u64,
     next_page: u64,
     command_slot: u64,
     response_slot: u64,
@@ -58,6 +59,7 @@ impl Guest {
     pub fn new(machine: &Machine) -> Self {
         Self {
             ram: machine.ram.clone(),
+            end: machine.size,
             next_page: 16 * PAGE,
             command_slot: 0,
             response_slot: 0,
@@ -69,7 +71,7 @@ impl Guest {
 
     fn page(&mut self) -> u64 {
         let page = self.next_page;
-        assert!(page + PAGE <= RAM, "the guest's memory is used up");
+        assert!(page + PAGE <= self.end, "the guest's memory is used up");
         self.next_page += PAGE;
         self.ram.zero(page, PAGE).unwrap();
         page
@@ -311,6 +313,18 @@ impl Guest {
         length: u32,
         to: (u64, u32),
     ) -> bool {
+        self.post_write_from(monitor, at, wr_id, 0..length, to)
+    }
+
+    /// As [`Guest::post_write`], from a part of the buffer.
+    pub fn post_write_from(
+        &self,
+        monitor: &Monitor,
+        at: &Endpoint,
+        wr_id: u64,
+        part: std::ops::Range<u32>,
+        to: (u64, u32),
+    ) -> bool {
         let operands = RemoteOperands { address: to.0.into(), rkey: to.1.into(), unused: [0; 36] };
         let header = SendHeader {
             wr_id: wr_id.into(),
@@ -323,7 +337,7 @@ impl Guest {
             operands: transmute!(operands),
         };
         let mut bytes = header.as_bytes().to_vec();
-        bytes.extend_from_slice(at.buffer.sge(length).as_bytes());
+        bytes.extend_from_slice(at.buffer.sge(part).as_bytes());
         let ring = (at.qp.2[0], state::TX_TAIL, state::TX_HEAD);
         let posted = self.enqueue(ring, &at.qp.2, PAGE, send_slot(1), &bytes);
         if posted {
@@ -337,7 +351,7 @@ impl Guest {
     pub fn post_receive(&self, monitor: &Monitor, at: &Endpoint, wr_id: u64, length: u32) -> bool {
         let header = ReceiveHeader { wr_id: wr_id.into(), sge_count: 1.into(), total_length: 0.into() };
         let mut bytes = header.as_bytes().to_vec();
-        bytes.extend_from_slice(at.buffer.sge(length).as_bytes());
+        bytes.extend_from_slice(at.buffer.sge(0..length).as_bytes());
         let first = u64::from(at.send_pages + 1) * PAGE;
         let ring = (at.qp.2[0], state::RX_TAIL, state::RX_HEAD);
         let posted = self.enqueue(ring, &at.qp.2, first, receive_slot(1), &bytes);
@@ -427,6 +441,16 @@ impl Guest {
         }
     }
 
+    /// Writes bytes that begin at `offset` of a buffer and lie in one page of it.
+    pub fn put(&self, buffer: &Buffer, offset: u64, bytes: &[u8]) {
+        self.ram.write(buffer.page_of(offset) + offset % PAGE, bytes).unwrap();
+    }
+
+    /// The aligned word at `offset` of a buffer, in one load that sees what was stored before it.
+    pub fn word(&self, buffer: &Buffer, offset: u64) -> u32 {
+        self.ram.load_u32(buffer.page_of(offset) + offset % PAGE).unwrap()
+    }
+
     /// The bytes of a buffer.
     pub fn bytes(&self, buffer: &Buffer) -> Vec<u8> {
         let pages = buffer.pages.iter();
@@ -435,7 +459,12 @@ impl Guest {
 }
 
 impl Buffer {
-    fn sge(&self, length: u32) -> Sge {
-        Sge { address: self.address.into(), length: length.into(), lkey: self.lkey.into() }
+    fn page_of(&self, offset: u64) -> u64 {
+        self.pages[usize::try_from(offset / PAGE).unwrap()]
+    }
+
+    fn sge(&self, part: std::ops::Range<u32>) -> Sge {
+        let (address, length) = (self.address + u64::from(part.start), part.end - part.start);
+        Sge { address: address.into(), length: length.into(), lkey: self.lkey.into() }
     }
 }

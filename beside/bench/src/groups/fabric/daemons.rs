@@ -1,0 +1,335 @@
+//! Two host daemons, a namespace and a CPU each, with a VM each: what `causeway host` does between hosts. The VMs are monitors without KVM
+//! in this process (`host::testing`): vfio-user, a driver on guest RAM, and programs that post and poll there.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use host::testing::driver::{Endpoint, Guest};
+use host::testing::monitor::{Machine, Monitor};
+
+use super::Bandwidth;
+use super::link::{ADDRESSES, Link};
+use super::peers::per_gib;
+use super::used::{self, Process};
+use crate::peers::pin;
+
+/// Bytes of an RDMA write where bandwidth is measured.
+const MESSAGE: u32 = 1 << 20;
+/// Writes outstanding there, each from and to its own part of the buffers.
+const OUTSTANDING: u32 = 8;
+const PAGE: u32 = 4096;
+/// Longest that anything may take.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What the daemons are started with.
+#[derive(Debug, Clone, Copy)]
+pub struct Setup {
+    /// With a cluster key.
+    pub encrypted: bool,
+    /// `mtu` of the directory.
+    pub mtu: u32,
+    /// First UDP port.
+    pub port: u16,
+    /// CPU of each host: its daemon's engine and its program share it.
+    pub cpus: [usize; 2],
+}
+
+struct Side {
+    daemon: Process,
+    monitor: Monitor,
+    guest: Guest,
+    endpoint: Endpoint,
+    cpu: usize,
+    // RAM goes last.
+    _machine: Machine,
+}
+
+/// The two daemons and their VMs, connected.
+pub struct Daemons {
+    sides: [Side; 2],
+    seed: u8,
+    _folder: tempfile::TempDir,
+}
+
+fn gid(last: u8) -> [u8; 16] {
+    let mut gid = [0; 16];
+    (gid[10], gid[11], gid[12], gid[13], gid[15]) = (0xFF, 0xFF, 10, 80, last);
+    gid
+}
+
+/// The program, built as this one was.
+pub fn causeway() -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe().context("Where this program lies can't be found out")?;
+    let folder = own.parent().context("This program lies in no folder")?;
+    let profile = match folder.file_name().and_then(|name| name.to_str()) {
+        Some("debug") | None => "dev",
+        Some(profile) => profile,
+    };
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let output = Command::new(&cargo)
+        .args(["build", "--quiet", "--locked", "-p", "causeway", "--profile", profile])
+        .current_dir(crate::programs::repository())
+        .output()
+        .with_context(|| format!("{} could not be started to build causeway", cargo.display()))?;
+    if !output.status.success() {
+        bail!("causeway could not be built:\n{}", String::from_utf8_lossy(&output.stderr).trim_end());
+    }
+    Ok(folder.join("causeway"))
+}
+
+impl Daemons {
+    /// Starts and connects them.
+    pub fn start(program: &Path, link: &Link, setup: Setup) -> anyhow::Result<Self> {
+        let folder = tempfile::Builder::new()
+            .prefix("causeway-bench-")
+            .tempdir()
+            .context("A folder for sockets could not be made")?;
+        let at = |name: &str| folder.path().join(name);
+        let mut text = format!("mtu = {}\n", setup.mtu);
+        for (number, address) in (1..).zip(ADDRESSES) {
+            text += &format!(
+                "[[host]]\nname = \"h{number}\"\naddress = \"{address}:{}\"\n[[vm]]\nname = \"vm{number}\"\nid = {number}\n\
+                 host = \"h{number}\"\n[[vm.nic]]\nsegment = \"s0\"\naddresses = [\"10.80.0.{number}\"]\n",
+                setup.port
+            );
+        }
+        let (directory, key) = (at("directory.toml"), at("cluster.key"));
+        std::fs::write(&directory, text).context("The directory file could not be written")?;
+        let made =
+            Command::new(program).arg("key").arg(&key).output().context("causeway could not be started")?;
+        if !made.status.success() {
+            bail!("'causeway key' failed: {}", String::from_utf8_lossy(&made.stderr).trim_end());
+        }
+        let start = |host: usize, address: std::net::Ipv4Addr, cpu: usize| -> anyhow::Result<Side> {
+            let socket = at(&format!("h{host}/host.sock"));
+            let mut command = link.on(host, program);
+            command.args(["host", "--engine-cpu", &cpu.to_string()]).arg("--socket").arg(&socket);
+            command.arg("--directory").arg(&directory);
+            command.args(["--fabric-address", &format!("{address}:{}", setup.port)]);
+            if setup.encrypted {
+                command.arg("--cluster-key").arg(&key);
+            }
+            Side::start(Process::start("causeway host", &mut command)?, &socket, host, cpu)
+        };
+        let a = start(0, ADDRESSES[0], setup.cpus[0])?;
+        let b = start(1, ADDRESSES[1], setup.cpus[1])?;
+        a.guest.connect(&a.monitor, &a.endpoint, b.endpoint.qp.1, gid(2));
+        b.guest.connect(&b.monitor, &b.endpoint, a.endpoint.qp.1, gid(1));
+        Ok(Self { sides: [a, b], seed: 0, _folder: folder })
+    }
+
+    /// Writes of 1 MiB from the first VM's memory into the second's, several outstanding, for about `during`. All that lies there
+    /// afterwards is compared.
+    pub fn bandwidth(&mut self, during: Duration) -> anyhow::Result<Bandwidth> {
+        self.seed = self.seed.wrapping_add(1);
+        let [a, b] = &self.sides;
+        let seed = self.seed;
+        for offset in (0..MESSAGE * OUTSTANDING).step_by(PAGE as usize) {
+            a.guest.put(&a.endpoint.buffer, offset.into(), &pattern(seed, offset));
+            b.guest.put(&b.endpoint.buffer, offset.into(), &[0; PAGE as usize]);
+        }
+        let (writes, took, used) = std::thread::scope(|scope| {
+            let program = scope.spawn(|| -> anyhow::Result<(u64, Duration, Duration)> {
+                pin(a.cpu)?;
+                // Once over all of it first: sessions, congestion windows and page tables are warm.
+                a.write_all(b, u64::from(OUTSTANDING), Duration::ZERO)?;
+                let before = [a.used()?, b.used()?];
+                let own = used::by_this_thread();
+                let began = Instant::now();
+                let writes = a.write_all(b, u64::from(OUTSTANDING), during)?;
+                let took = began.elapsed();
+                let own = used::by_this_thread().saturating_sub(own);
+                let daemons = a.used()?.saturating_sub(before[0]) + b.used()?.saturating_sub(before[1]);
+                Ok((writes, took, daemons + own))
+            });
+            program.join().unwrap_or_else(|_| bail!("The program in the first VM panicked"))
+        })?;
+        let arrived = b.guest.bytes(&b.endpoint.buffer);
+        for (offset, page) in
+            (0..MESSAGE * OUTSTANDING).step_by(PAGE as usize).zip(arrived.chunks(PAGE as usize))
+        {
+            if page != pattern(seed, offset) {
+                bail!("Bytes from {offset} on did not arrive as they were written");
+            }
+        }
+        #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
+        let bytes = (writes * u64::from(MESSAGE)) as f64;
+        Ok(Bandwidth { gigabytes: bytes / took.as_secs_f64() / 1e9, cpu_per_gib: per_gib(used, bytes) })
+    }
+
+    /// Microseconds there and back: the first VM's program writes 8 bytes into the second's memory, whose program sees them and writes them
+    /// back; each sees only what lies in its memory. Every round's bytes are checked.
+    pub fn round_trip(&mut self, rounds: u32) -> anyhow::Result<f64> {
+        let ready = Barrier::new(2);
+        let [a, b] = &self.sides;
+        let took = std::thread::scope(|scope| {
+            let play = |side: usize| {
+                let (own, other) = if side == 0 { (a, b) } else { (b, a) };
+                let ready = &ready;
+                move || -> anyhow::Result<Duration> {
+                    let pinned = pin(own.cpu);
+                    own.guest.put(&own.endpoint.buffer, PAGE.into(), &[0; 8]);
+                    ready.wait();
+                    pinned?;
+                    own.ping_pong(other, side == 0, rounds)
+                }
+            };
+            let (first, second) = (scope.spawn(play(0)), scope.spawn(play(1)));
+            let ended = second.join().unwrap_or_else(|_| bail!("The program in the second VM panicked"));
+            let took = first.join().unwrap_or_else(|_| bail!("The program in the first VM panicked"));
+            ended.and(took)
+        })?;
+        Ok(took.as_secs_f64() * 1e6 / f64::from(rounds))
+    }
+}
+
+/// The bytes of the page at `offset`.
+fn pattern(seed: u8, offset: u32) -> [u8; PAGE as usize] {
+    let mut page = [0; PAGE as usize];
+    for (at, word) in (offset..).step_by(4).zip(page.chunks_exact_mut(4)) {
+        word.copy_from_slice(&(at.wrapping_mul(0x9E37_79B1) ^ u32::from(seed) << 8 | 1).to_le_bytes());
+    }
+    page
+}
+
+impl Side {
+    fn start(mut daemon: Process, socket: &Path, host: usize, cpu: usize) -> anyhow::Result<Self> {
+        let deadline = Instant::now() + PATIENCE;
+        while !socket.exists() {
+            if daemon.has_ended() {
+                bail!("'causeway host' ended at once; run it by hand to see what it says");
+            }
+            if Instant::now() > deadline {
+                bail!("'causeway host' made no socket {}", socket.display());
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        let last = u8::try_from(host + 1).unwrap_or(u8::MAX);
+        let ram = u64::from(MESSAGE) * u64::from(OUTSTANDING) + (4 << 20);
+        let machine = Machine::with_ram(&format!("vm{last}"), "s0", ram);
+        // Doorbells are memory while there is work, and trap otherwise: as in a VM.
+        let monitor = machine.connect(socket, true);
+        let mut guest = Guest::new(&machine);
+        // 268 ms: nothing is lost on this link, and a program may be without its CPU for a while.
+        guest.timeout = 16;
+        guest.probe(&monitor, gid(last));
+        let endpoint = guest.endpoint(&monitor, 1, MESSAGE * OUTSTANDING / PAGE);
+        Ok(Self { daemon, monitor, guest, endpoint, cpu, _machine: machine })
+    }
+
+    fn used(&self) -> anyhow::Result<Duration> {
+        used::so_far(self.daemon.id())
+    }
+
+    fn post(&self, to: &Side, wr_id: u64, from: Range<u32>, offset: u32) -> bool {
+        let target = &to.endpoint.buffer;
+        let to = (target.address + u64::from(offset), target.rkey);
+        self.guest.post_write_from(&self.monitor, &self.endpoint, wr_id, from, to)
+    }
+
+    /// Takes a completion if there is one.
+    fn take(&self) -> anyhow::Result<Option<u64>> {
+        let Some(entry) = self.guest.take(&self.endpoint) else { return Ok(None) };
+        if entry.status.get() != 0 {
+            bail!("Write {} completed with status {}", entry.wr_id.get(), entry.status.get());
+        }
+        Ok(Some(entry.wr_id.get()))
+    }
+
+    /// Writes until `least` are done and `during` is over; returns how many.
+    fn write_all(&self, to: &Side, least: u64, during: Duration) -> anyhow::Result<u64> {
+        let began = Instant::now();
+        let (mut posted, mut done) = (0_u64, 0_u64);
+        let mut last = began;
+        loop {
+            while posted - done < u64::from(OUTSTANDING) && (posted < least || began.elapsed() < during) {
+                let part = u32::try_from(posted % u64::from(OUTSTANDING)).unwrap_or(0) * MESSAGE;
+                if !self.post(to, posted, part..part + MESSAGE, part) {
+                    bail!("The send queue is full with {} writes outstanding", posted - done);
+                }
+                posted += 1;
+            }
+            while let Some(wr_id) = self.take()? {
+                if wr_id != done {
+                    bail!("Write {wr_id} completed, and {done} was due");
+                }
+                done += 1;
+                last = Instant::now();
+            }
+            if done == posted {
+                return Ok(done);
+            }
+            if last.elapsed() > PATIENCE {
+                bail!("No write completed within {PATIENCE:?}, {} are outstanding", posted - done);
+            }
+            // The daemon has this CPU, too.
+            std::thread::yield_now();
+        }
+    }
+
+    /// Half of the game. Own bytes lie in the first page, the other's arrive in the second.
+    fn ping_pong(&self, other: &Side, first: bool, rounds: u32) -> anyhow::Result<Duration> {
+        let (mut posted, mut done) = (0_u64, 0_u64);
+        let began = Instant::now();
+        for round in 1..=rounds {
+            if first {
+                self.say(other, round, &mut posted)?;
+            }
+            let mut patience = 0_u32;
+            while self.guest.word(&self.endpoint.buffer, (PAGE + 4).into()) != round {
+                patience += 1;
+                if patience.is_multiple_of(1024) && began.elapsed() > PATIENCE {
+                    bail!("Nothing came in round {round} of {rounds}");
+                }
+                std::thread::yield_now();
+            }
+            if self.guest.word(&self.endpoint.buffer, PAGE.into()) != !round {
+                bail!("The bytes of round {round} are not those that were written");
+            }
+            if !first {
+                self.say(other, round, &mut posted)?;
+            }
+            while self.take()?.is_some() {
+                done += 1;
+            }
+        }
+        let took = began.elapsed();
+        while done < posted {
+            done += u64::from(self.take()?.is_some());
+            if began.elapsed() > 2 * PATIENCE {
+                bail!("{} writes of the last rounds did not complete", posted - done);
+            }
+            std::thread::yield_now();
+        }
+        Ok(took)
+    }
+
+    fn say(&self, other: &Side, round: u32, posted: &mut u64) -> anyhow::Result<()> {
+        let bytes = (u64::from(round) << 32 | u64::from(!round)).to_le_bytes();
+        self.guest.put(&self.endpoint.buffer, 0, &bytes);
+        if !self.post(other, *posted, 0..8, PAGE) {
+            bail!("The send queue is full in round {round}");
+        }
+        *posted += 1;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{PAGE, pattern};
+
+    #[test]
+    fn what_was_written_before_or_elsewhere_is_told_apart() {
+        let page = pattern(7, 5 * PAGE);
+        assert_eq!(page, pattern(7, 5 * PAGE));
+        for other in [pattern(8, 5 * PAGE), pattern(7, 6 * PAGE), [0; PAGE as usize]] {
+            let words = page.chunks_exact(4).zip(other.chunks_exact(4));
+            assert!(words.filter(|(a, b)| a == b).count() == 0);
+        }
+    }
+}

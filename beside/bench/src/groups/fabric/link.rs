@@ -1,0 +1,73 @@
+//! Two hosts on this machine: network namespaces joined by a veth pair, gone at the end.
+
+use std::net::Ipv4Addr;
+use std::process::Command;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use anyhow::{Context, bail};
+
+/// The hosts' addresses, in a network of their own.
+pub const ADDRESSES: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 77, 0, 1), Ipv4Addr::new(10, 77, 0, 2)];
+const INTERFACE: &str = "eth0";
+
+/// Namespaces made so far by this process: names are used once.
+static MADE: AtomicU32 = AtomicU32::new(0);
+
+/// The two namespaces. Dropping them removes them, and their link with them.
+#[derive(Debug)]
+pub struct Link {
+    names: Vec<String>,
+}
+
+impl Link {
+    /// Makes them, with a link that carries IP packets of `mtu` bytes.
+    pub fn new(mtu: u32) -> anyhow::Result<Self> {
+        let number = MADE.fetch_add(1, Ordering::Relaxed);
+        let mut link = Self { names: Vec::new() };
+        for side in ["a", "b"] {
+            let name = format!("cwbench{}-{number}{side}", std::process::id());
+            ip(&["netns", "add", &name])?;
+            link.names.push(name);
+        }
+        let (a, b) = (link.name(0), link.name(1));
+        ip(&["-n", a, "link", "add", INTERFACE, "type", "veth", "peer", "name", INTERFACE, "netns", b])?;
+        for (name, address) in link.names.iter().zip(ADDRESSES) {
+            ip(&["-n", name, "link", "set", "lo", "up"])?;
+            ip(&["-n", name, "addr", "add", &format!("{address}/24"), "dev", INTERFACE])?;
+            ip(&["-n", name, "link", "set", INTERFACE, "mtu", &mtu.to_string(), "up"])?;
+        }
+        Ok(link)
+    }
+
+    fn name(&self, host: usize) -> &str {
+        self.names.get(host).map_or("", String::as_str)
+    }
+
+    /// A command that runs `program` on one of the hosts, 0 or 1: `ip` becomes it, so that its process is the child.
+    pub fn on(&self, host: usize, program: impl AsRef<std::ffi::OsStr>) -> Command {
+        let mut command = Command::new("ip");
+        command.args(["netns", "exec", self.name(host)]).arg(program);
+        command
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        for name in &self.names {
+            if let Err(error) = ip(&["netns", "del", name]) {
+                eprintln!("bench: fabric: network namespace {name} is left behind: {error:#}");
+            }
+        }
+    }
+}
+
+fn ip(arguments: &[&str]) -> anyhow::Result<()> {
+    let output = Command::new("ip")
+        .args(arguments)
+        .output()
+        .context("The program ip can't be run; install iproute2")?;
+    if !output.status.success() {
+        bail!("'ip {}' failed: {}", arguments.join(" "), String::from_utf8_lossy(&output.stderr).trim_end());
+    }
+    Ok(())
+}

@@ -1,0 +1,173 @@
+//! Group `fabric`: RDMA between hosts. Two `causeway host` daemons in two network namespaces, joined by a veth pair, carry RDMA writes from
+//! the memory of one VM into that of another, encrypted and plain; beside them, in turns and over the same link, TCP (iperf3, qperf) and
+//! UCX over TCP. Each host has one CPU, for its daemon and its program alike, and so have the peers.
+
+mod daemons;
+mod link;
+mod peers;
+mod used;
+
+use std::time::Duration;
+
+use anyhow::Context;
+
+use self::daemons::{Daemons, Setup};
+use self::link::Link;
+use self::peers::Peers;
+use crate::conditions::Conditions;
+use crate::figures::{Better, Figure, Pairs, Report};
+use crate::peers as host_threads;
+
+/// MTU of the link, and payload of our packets on it.
+const LINKS: [(u32, u32); 2] = [(9000, 4096), (1500, 1024)];
+const PORTS: [u16; 2] = [4792, 4892];
+const ROUNDS: u32 = 20_000;
+/// After so long without work a daemon has come to rest.
+const SETTLE: Duration = Duration::from_millis(300);
+
+/// What a transfer came to.
+#[derive(Debug, Clone, Copy)]
+pub struct Bandwidth {
+    /// 10^9 bytes per second.
+    pub gigabytes: f64,
+    /// Seconds of processor time of both ends per GiB.
+    pub cpu_per_gib: f64,
+}
+
+/// What one turn measured of one way to transfer.
+#[derive(Debug, Clone, Copy)]
+struct Turn {
+    bandwidth: Bandwidth,
+    /// Microseconds; absent where it isn't measured.
+    round_trip: Option<f64>,
+}
+
+/// Measures; see [`crate::groups::Group::run`].
+pub fn run(quick: bool) -> anyhow::Result<Report> {
+    let mut conditions = Conditions::now(None, "4 KiB");
+    let skip = |reason: String, conditions| {
+        eprintln!("bench: group fabric SKIPPED: {reason}");
+        Ok(Report { group: "fabric", skipped: Some(reason), conditions, figures: Vec::new() })
+    };
+    if !rustix::process::geteuid().is_root() {
+        return skip("network namespaces need root".to_owned(), conditions);
+    }
+    let cpus: Vec<usize> =
+        core_affinity::get_core_ids().unwrap_or_default().iter().map(|core| core.id).take(2).collect();
+    let &[first, second] = cpus.as_slice() else {
+        return skip(format!("two CPUs are needed, and this process may use {}", cpus.len()), conditions);
+    };
+    let missing = peers::missing();
+    if !missing.is_empty() {
+        return skip(format!("peers are missing: install {}", missing.join(", ")), conditions);
+    }
+    let program = daemons::causeway()?;
+    if !quick {
+        conditions.scheduling = host_threads::prefer_this_process();
+    }
+    let mut figures = Vec::new();
+    for (mtu, payload) in LINKS {
+        let turns = measure(&program, [first, second], mtu, payload, quick)
+            .with_context(|| format!("Over a link with MTU {mtu}"))?;
+        figures.extend(compare(mtu, &turns)?);
+    }
+    conditions.finish();
+    Ok(Report { group: "fabric", skipped: None, conditions, figures })
+}
+
+/// What is measured, in the order of a turn's results.
+const OURS: [&str; 2] = ["plain", "encrypted"];
+const PEERS: [&str; 3] = ["iperf3, one TCP stream", "qperf, TCP", "UCX over TCP, tagged messages"];
+
+fn measure(
+    program: &std::path::Path,
+    cpus: [usize; 2],
+    mtu: u32,
+    payload: u32,
+    quick: bool,
+) -> anyhow::Result<Vec<[Turn; 5]>> {
+    let link = Link::new(mtu)?;
+    let start =
+        |encrypted: bool, port| Daemons::start(program, &link, Setup { encrypted, mtu: payload, port, cpus });
+    let (mut plain, mut encrypted) = (start(false, PORTS[0])?, start(true, PORTS[1])?);
+    let peers = Peers { link: &link, cpus, seconds: 1 };
+    let during = Duration::from_millis(if quick { 300 } else { 1000 });
+    let rounds = if quick { ROUNDS / 10 } else { ROUNDS };
+    let mut turns = Vec::new();
+    // The first turn warms up and isn't counted.
+    for number in 0..=if quick { 1 } else { 9 } {
+        let mut of = |way: usize| -> anyhow::Result<Turn> {
+            let ours = |daemons: &mut Daemons| -> anyhow::Result<Turn> {
+                // The other pair of daemons polls on for a moment when it has nothing to do any more.
+                std::thread::sleep(SETTLE);
+                let round_trip = Some(daemons.round_trip(rounds)?);
+                Ok(Turn { bandwidth: daemons.bandwidth(during)?, round_trip })
+            };
+            match way {
+                0 => ours(&mut plain),
+                1 => ours(&mut encrypted),
+                2 => Ok(Turn { bandwidth: peers.iperf3()?, round_trip: None }),
+                3 => {
+                    let round_trip = Some(peers.qperf_round_trip()?);
+                    Ok(Turn { bandwidth: peers.qperf_bandwidth()?, round_trip })
+                }
+                _ => {
+                    let round_trip = Some(peers.ucx_round_trip()?);
+                    Ok(Turn { bandwidth: peers.ucx_bandwidth()?, round_trip })
+                }
+            }
+        };
+        // Another one begins each time.
+        let mut turn = [None; 5];
+        for step in 0..turn.len() {
+            let way = (step + number) % turn.len();
+            turn[way] = Some(of(way)?);
+        }
+        let turn: Vec<Turn> = turn.into_iter().flatten().collect();
+        let turn: [Turn; 5] = turn.try_into().ok().context("A turn has five measurements")?;
+        let shown = turn.map(|turn| {
+            let trip = turn.round_trip.map_or_else(|| "-".to_owned(), |trip| format!("{trip:.1}"));
+            let Bandwidth { gigabytes, cpu_per_gib } = turn.bandwidth;
+            format!("{gigabytes:.2} GB/s {cpu_per_gib:.2} s/GiB {trip} us")
+        });
+        eprintln!("bench: fabric: MTU {mtu}, turn {number}: {}", shown.join(" | "));
+        if number > 0 {
+            turns.push(turn);
+        }
+    }
+    Ok(turns)
+}
+
+fn compare(mtu: u32, turns: &[[Turn; 5]]) -> anyhow::Result<Vec<Figure>> {
+    let mut figures = Vec::new();
+    for (ours, mode) in OURS.into_iter().enumerate() {
+        for (at, peer) in PEERS.into_iter().enumerate() {
+            let pairs = |of: &dyn Fn(&Turn) -> Option<f64>| -> Option<Pairs> {
+                let pair = |turn: &[Turn; 5]| Some((of(turn.get(ours)?)?, of(turn.get(OURS.len() + at)?)?));
+                Some(Pairs { pairs: turns.iter().map(pair).collect::<Option<_>>()? })
+            };
+            let key = peer.split([',', ' ']).next().unwrap_or_default().to_lowercase();
+            let what = |what: &str| format!("{what}, {mode}, link MTU {mtu}");
+            let mut add =
+                |name: &str, figure: &str, unit, better, pairs: Option<Pairs>, aim| -> anyhow::Result<()> {
+                    let Some(pairs) = pairs else { return Ok(()) };
+                    let name = format!("{name}_{mode}_{mtu}_{key}");
+                    let figure = Figure::new(&name, &what(figure), unit, better, peer, &pairs, aim);
+                    figures
+                        .push(figure.with_context(|| format!("A sample of {name} isn't a positive number"))?);
+                    Ok(())
+                };
+            let bandwidth = pairs(&|turn| Some(turn.bandwidth.gigabytes));
+            let text = "RDMA writes of 1 MiB, 8 outstanding";
+            add("write_bandwidth_1MiB", text, "GB/s", Better::Higher, bandwidth, Some(1.0))?;
+            let trip = pairs(&|turn| turn.round_trip);
+            let text = "RDMA write of 8 bytes and one back, program to program";
+            let aim = (key == "qperf").then_some(0.6);
+            add("round_trip_8B", text, "us", Better::Lower, trip, aim)?;
+            let cpu = pairs(&|turn| Some(turn.bandwidth.cpu_per_gib));
+            let text = "processor time of both hosts for writes of 1 MiB";
+            add("cpu_per_gib", text, "s/GiB", Better::Lower, cpu, None)?;
+        }
+    }
+    Ok(figures)
+}
