@@ -89,7 +89,7 @@ impl Pair {
                 match action {
                     Action::Post { qp, request } => posts.push((qp, request)),
                     Action::Closed { qp } => self.closed.push(qp),
-                    Action::ReceivePosted { .. } => {}
+                    Action::ReceivePosted { .. } | Action::RegionGone { .. } => {}
                     Action::Datagram(datagram) => {
                         let incoming = IncomingDatagram {
                             segment: datagram.segment,
