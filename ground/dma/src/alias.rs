@@ -119,7 +119,7 @@ impl Alias {
     /// The host's address of the first byte.
     #[must_use]
     pub fn address(&self) -> usize {
-        self.base.addr() + self.first
+        self.base.expose_provenance() + self.first
     }
 
     /// Bytes.

@@ -128,6 +128,8 @@ const CHECKED: &[i64] = &[
 /// up): by mask and value.
 const IOCTLS: &[(u64, u64)] =
     &[(0xffc0, 0x54c0), (u64::MAX, 0x541b), (u64::MAX, 0x5421), (u64::MAX, 0x8913), (u64::MAX, 0x8914)];
+/// `RDMA_VERBS_IOCTL` of rdma/rdma_user_ioctl.h: all of an RDMA device's commands. Where the daemon uses one.
+const RDMA: (u64, u64) = (u64::MAX, 0xc018_1b01);
 /// Names of threads and of the allocator's mappings.
 const PRCTLS: &[libc::c_int] = &[libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_VMA];
 /// Flags of a descriptor and of its file, copies, seals of guests' memory.
@@ -156,9 +158,9 @@ fn is(argument: u8, value: libc::c_int) -> Result<SeccompRule, BackendError> {
 }
 
 /// What the arguments of a call must be; no rules: anything.
-fn rules(syscall: i64) -> Result<Vec<SeccompRule>, BackendError> {
+fn rules(syscall: i64, rdma: bool) -> Result<Vec<SeccompRule>, BackendError> {
     match syscall {
-        libc::SYS_ioctl => IOCTLS.iter().map(|(mask, request)| compare(1, *mask, *request)).collect(),
+        libc::SYS_ioctl => IOCTLS.iter().chain(rdma.then_some(&RDMA)).map(|(mask, request)| compare(1, *mask, *request)).collect(),
         libc::SYS_prctl => PRCTLS.iter().map(|operation| is(0, *operation)).collect(),
         libc::SYS_fcntl => FCNTLS.iter().map(|operation| is(1, *operation)).collect(),
         // Memory never becomes executable.
@@ -183,11 +185,11 @@ fn compile(
     SeccompFilter::new(rules, otherwise, matched, TargetArch::x86_64)?.try_into()
 }
 
-fn programs() -> Result<[BpfProgram; 2], BackendError> {
+fn programs(rdma: bool) -> Result<[BpfProgram; 2], BackendError> {
     let mut allowed = BTreeMap::new();
     for list in [RUN_TIME, EVENTS, SOCKETS, FILES, CHECKED] {
         for syscall in list {
-            allowed.insert(*syscall, rules(*syscall)?);
+            allowed.insert(*syscall, rules(*syscall, rdma)?);
         }
     }
     let allowed = compile(allowed, SeccompAction::Trap, SeccompAction::Allow)?;
@@ -199,8 +201,8 @@ fn programs() -> Result<[BpfProgram; 2], BackendError> {
 }
 
 /// Confines the calling thread and those it makes.
-pub(super) fn enforce() -> Result<(), SandboxError> {
-    let programs = programs().map_err(|error| SandboxError::Seccomp(error.into()))?;
+pub(super) fn enforce(rdma: bool) -> Result<(), SandboxError> {
+    let programs = programs(rdma).map_err(|error| SandboxError::Seccomp(error.into()))?;
     for program in programs {
         seccompiler::apply_filter(&program).map_err(|error| SandboxError::Seccomp(error.into()))?;
     }
@@ -217,7 +219,7 @@ mod tests {
             let mut allowed = BTreeMap::new();
             for list in [RUN_TIME, EVENTS, SOCKETS, FILES, CHECKED] {
                 for syscall in list {
-                    allowed.insert(*syscall, rules(*syscall).unwrap_or_default());
+                    allowed.insert(*syscall, rules(*syscall, false).unwrap_or_default());
                 }
             }
             // As the real one, but a refusal is an error that can be looked at.

@@ -15,6 +15,7 @@ use super::directory::{Directory, VmId};
 use super::fabric::Origin;
 use super::header::{Addresses, Header, Kind};
 use super::secure::Dropped;
+use super::verbs::Message;
 use super::wire::Wire;
 use super::{Nic, TransportKind, entry, pin};
 
@@ -27,6 +28,8 @@ pub(super) struct Arrivals<'a, P: Provider> {
     pub wire: &'a Wire,
     pub engine: &'a mut Engine<P>,
     pub now: u64,
+    /// What is about `verbs`, for later.
+    pub control: &'a mut Vec<(DeviceId, VmId, Message)>,
 }
 
 impl<P: Provider> Arrivals<'_, P> {
@@ -56,6 +59,17 @@ impl<P: Provider> Arrivals<'_, P> {
                 let mut carrier = Carrier { engine: self.engine, qp: entry.qp };
                 entry.connection.receive(self.now, rest, arrival, &mut carrier);
                 self.connections.ready(index);
+            }
+            Kind::Control => {
+                let host = self.directory.host(header.source).ok_or(Dropped::NotItsHost)?;
+                if !pin::is_verbs(self.directory, header.destination, header.source) {
+                    return Err(Dropped::Pinned);
+                }
+                if !from.is(host) {
+                    return Err(Dropped::NotItsHost);
+                }
+                let message = Message::decode(rest).ok_or(Dropped::Malformed)?;
+                self.control.push((device, header.source, message));
             }
             Kind::Datagram => {
                 let host = self.directory.host(header.source).ok_or(Dropped::NotItsHost)?;

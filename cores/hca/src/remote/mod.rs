@@ -221,6 +221,12 @@ impl<P: Provider> Engine<P> {
         }
     }
 
+    /// Puts actions of [`Engine::take_actions`] back, before those that came since.
+    pub fn put_back_actions(&mut self, mut actions: Vec<Action>) {
+        actions.append(&mut self.actions);
+        self.actions = actions;
+    }
+
     /// Whether [`Engine::take_actions`] has something.
     #[must_use]
     pub fn has_actions(&self) -> bool {

@@ -6,6 +6,7 @@
 //! region of a key ─ remote_region ─▶ transport's own registration … Action::RegionGone ─▶ its end
 //! ```
 
+use dma::{Alias, AliasError, Dma};
 use smallvec::SmallVec;
 
 use crate::attributes::{Access, QpAttributes, QpKind};
@@ -184,6 +185,15 @@ impl<P: Provider> Engine<P> {
             access: region.access,
             pieces: pieces.into_iter().map(|piece| (piece.address, piece.len)).collect(),
         })
+    }
+
+    /// A second view of a device's guest memory, for a registration of a region's pieces.
+    ///
+    /// # Errors
+    /// When the device is gone or may not access memory, or they aren't memory that can be mapped twice.
+    pub fn remote_alias(&self, device: DeviceId, pieces: &[(u64, u64)]) -> Result<Alias, AliasError> {
+        let found = self.device(device.0).filter(|device| device.enabled).ok_or(AliasError::NotMapped)?;
+        found.memory.alias(pieces)
     }
 
     /// The transport's device has refused a request of the peer: the responder fails, with the event that belongs to it.

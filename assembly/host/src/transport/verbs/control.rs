@@ -20,11 +20,11 @@
 /// Bytes before the body.
 const HEAD: usize = 20;
 /// Most bytes of a message.
-pub(super) const MOST: usize = HEAD + 36;
+pub(in crate::transport) const MOST: usize = HEAD + 36;
 
 /// Why a daemon doesn't take a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub(super) enum Reason {
+pub(in crate::transport) enum Reason {
     #[error("the peer's host has no usable RDMA device, or its daemon isn't told to use it")]
     NoDevice,
     #[error("the peer's queue pair has a shared receive queue")]
@@ -39,7 +39,7 @@ pub(super) enum Reason {
 
 /// An end of a connection, as the other daemon needs it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Hello {
+pub(in crate::transport) struct Hello {
     /// The device's address.
     pub gid: [u8; 16],
     /// The queue pair's number there.
@@ -58,11 +58,12 @@ pub(super) struct Hello {
 
 /// What is said.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Body {
+pub(in crate::transport) enum Body {
     Hello(Hello),
     Refuse(Reason),
-    Resolve { rkey: u32 },
-    Resolved { rkey: u32, real: Option<u32> },
+    /// A question for a key's real number, with a number of its own.
+    Resolve { rkey: u32, serial: u32 },
+    Resolved { rkey: u32, serial: u32, real: Option<u32> },
     Invalidate { rkey: u32 },
     Invalidated { rkey: u32 },
     /// A request of the sender was refused by the receiver's device: verbs status.
@@ -71,7 +72,7 @@ pub(super) enum Body {
 
 /// A message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Message {
+pub(in crate::transport) struct Message {
     /// The sender's guest's queue pair.
     pub own: u32,
     /// The receiver's.
@@ -110,12 +111,14 @@ impl Message {
                 });
                 2
             }
-            Body::Resolve { rkey } => {
+            Body::Resolve { rkey, serial } => {
                 body.extend(rkey.to_be_bytes());
+                body.extend(serial.to_be_bytes());
                 3
             }
-            Body::Resolved { rkey, real } => {
+            Body::Resolved { rkey, serial, real } => {
                 body.extend(rkey.to_be_bytes());
+                body.extend(serial.to_be_bytes());
                 body.push(u8::from(real.is_some()));
                 body.extend(real.unwrap_or(0).to_be_bytes());
                 4
@@ -169,9 +172,9 @@ impl Message {
                 [5] => Reason::Refused,
                 _ => return None,
             }),
-            3 => Body::Resolve { rkey: reader.number()? },
+            3 => Body::Resolve { rkey: reader.number()?, serial: reader.number()? },
             4 => {
-                let rkey = reader.number()?;
+                let (rkey, serial) = (reader.number()?, reader.number()?);
                 let found = reader.take()?;
                 let real = reader.number()?;
                 let real = match found {
@@ -179,7 +182,7 @@ impl Message {
                     [1] => Some(real),
                     _ => return None,
                 };
-                Body::Resolved { rkey, real }
+                Body::Resolved { rkey, serial, real }
             }
             5 => Body::Invalidate { rkey: reader.number()? },
             6 => Body::Invalidated { rkey: reader.number()? },
@@ -220,8 +223,9 @@ mod tests {
                 Body::Hello(Hello { gid, number, psn, mtu, sends, settled, sq_psn })
             }),
             (0..reasons.len()).prop_map(move |at| Body::Refuse(reasons[at])),
-            any::<u32>().prop_map(|rkey| Body::Resolve { rkey }),
-            (any::<u32>(), any::<Option<u32>>()).prop_map(|(rkey, real)| Body::Resolved { rkey, real }),
+            any::<[u32; 2]>().prop_map(|[rkey, serial]| Body::Resolve { rkey, serial }),
+            (any::<[u32; 2]>(), any::<Option<u32>>())
+                .prop_map(|([rkey, serial], real)| Body::Resolved { rkey, serial, real }),
             any::<u32>().prop_map(|rkey| Body::Invalidate { rkey }),
             any::<u32>().prop_map(|rkey| Body::Invalidated { rkey }),
             any::<u32>().prop_map(|status| Body::Failed { status }),
