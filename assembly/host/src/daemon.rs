@@ -17,7 +17,8 @@ use crate::remembered::Remembered;
 use crate::sandbox::{self, SandboxError};
 use crate::server::{self, Sockets};
 use crate::transport::{
-    Absent, ClusterKey, Directory as _, DirectoryError, FabricError, FileDirectory, Found, KeyError, Transports,
+    Absent, ClusterKey, Directory as _, DirectoryError, FabricError, FileDirectory, Found, KeyError,
+    Transports,
 };
 
 /// What a daemon is started with.

@@ -217,7 +217,9 @@ pub(crate) fn metrics(registry: &Registry) -> Result<String, EncodeError> {
             }
             let peer = device.peers.iter().find(|peer| peer.handle == qp.handle.0);
             let remote = peer.and_then(|peer| peer.remote.as_ref());
-            for (name, value) in remote.and_then(|remote| remote.verbs.as_ref()).iter().flat_map(|link| link.counters.list()) {
+            for (name, value) in
+                remote.and_then(|remote| remote.verbs.as_ref()).iter().flat_map(|link| link.counters.list())
+            {
                 let help = format!("Counter {name} of a queue pair that the host's RDMA device carries.");
                 add(&format!("causeway_host_verbs_{name}_total"), &help, &labels, value);
             }

@@ -19,7 +19,9 @@ pub enum AliasError {
     #[error("This guest memory isn't mapped from a memfd, so that there can't be a second view of it")]
     NotMapped,
     /// The pieces don't follow each other page by page.
-    #[error("The {len:#x} bytes at {address:#x} don't begin and end with pages, as those of a memory region do")]
+    #[error(
+        "The {len:#x} bytes at {address:#x} don't begin and end with pages, as those of a memory region do"
+    )]
     Shape {
         /// Guest address of the piece.
         address: u64,
@@ -89,10 +91,9 @@ impl Alias {
         let (mapped, first, len) = (size(total)?, size(address % PAGE)?, size(len)?);
         let kernel = |source| AliasError::Kernel { bytes: mapped, source };
         // SAFETY: new pages at an address of the kernel's choice, which nobody may touch yet.
-        let base = unsafe {
-            mmap_anonymous(std::ptr::null_mut(), mapped, ProtFlags::empty(), MapFlags::PRIVATE)
-        }
-        .map_err(kernel)?;
+        let base =
+            unsafe { mmap_anonymous(std::ptr::null_mut(), mapped, ProtFlags::empty(), MapFlags::PRIVATE) }
+                .map_err(kernel)?;
         // Unmaps what is there when a piece fails.
         let alias = Self { base: base.cast(), mapped, first, len };
         let mut at = 0;
@@ -211,7 +212,9 @@ mod tests {
     fn what_is_no_page_list_of_the_guest_is_refused() {
         let memory = MappedMemory::default().with(ram(0, 8)).unwrap();
         let error = |pieces: &[(u64, u64)]| memory.alias(pieces).unwrap_err();
-        for shape in [&[][..], &[(0, 0)], &[(0, 100), (PAGE, 1)], &[(0, PAGE), (PAGE + 1, 1)], &[(u64::MAX, 2)]] {
+        for shape in
+            [&[][..], &[(0, 0)], &[(0, 100), (PAGE, 1)], &[(0, PAGE), (PAGE + 1, 1)], &[(u64::MAX, 2)]]
+        {
             assert!(matches!(error(shape), AliasError::Shape { .. }), "{shape:?}");
         }
         assert!(matches!(error(&[(7 * PAGE, 2 * PAGE)]), AliasError::Fault { .. }));

@@ -160,7 +160,11 @@ fn is(argument: u8, value: libc::c_int) -> Result<SeccompRule, BackendError> {
 /// What the arguments of a call must be; no rules: anything.
 fn rules(syscall: i64, rdma: bool) -> Result<Vec<SeccompRule>, BackendError> {
     match syscall {
-        libc::SYS_ioctl => IOCTLS.iter().chain(rdma.then_some(&RDMA)).map(|(mask, request)| compare(1, *mask, *request)).collect(),
+        libc::SYS_ioctl => IOCTLS
+            .iter()
+            .chain(rdma.then_some(&RDMA))
+            .map(|(mask, request)| compare(1, *mask, *request))
+            .collect(),
         libc::SYS_prctl => PRCTLS.iter().map(|operation| is(0, *operation)).collect(),
         libc::SYS_fcntl => FCNTLS.iter().map(|operation| is(1, *operation)).collect(),
         // Memory never becomes executable.

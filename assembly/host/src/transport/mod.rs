@@ -222,11 +222,7 @@ impl Transports {
             engine.set_detour(device, pin != TransportKind::Local);
             tracing::info!(vm = vm.0, segment, "A VM's RDMA is pinned to transport {}", pin.name());
             if pin == TransportKind::Verbs && !self.verbs.is_there() {
-                tracing::warn!(
-                    vm = vm.0,
-                    "Connections of that VM are refused: {}",
-                    self.verbs.why_absent()
-                );
+                tracing::warn!(vm = vm.0, "Connections of that VM are refused: {}", self.verbs.why_absent());
             }
         }
     }
@@ -359,8 +355,16 @@ impl Transports {
         self.last_look = now;
         let Self { fabric, wire, directory, nics, devices, connections, control, .. } = self;
         let any = fabric.receive(now, &|| directory.hosts(), |from, header, bytes, congested| {
-            let mut arrivals =
-                Arrivals { directory: directory.as_ref(), nics, devices, connections, wire, engine, now, control };
+            let mut arrivals = Arrivals {
+                directory: directory.as_ref(),
+                nics,
+                devices,
+                connections,
+                wire,
+                engine,
+                now,
+                control,
+            };
             arrivals.take(from, header, bytes, congested)
         });
         if any {

@@ -111,7 +111,9 @@ fn two_vms_of_one_host_use_the_fabric_when_one_is_pinned_to_it() {
         assert!(host.written());
         let report = host.transports.report(device, host.qps[0].qp.qpn).unwrap();
         assert_eq!(report.transport, "fabric");
-        assert!(report.counters.unwrap().sent_packets >= 5 && host.transports.counters().packets_received >= 6);
+        assert!(
+            report.counters.unwrap().sent_packets >= 5 && host.transports.counters().packets_received >= 6
+        );
         // What a connection has counted stays when it goes.
         let before = host.transports.device_counters(device).unwrap();
         let nothing = World::<HeapMemory>::attributes(host.guests[1].gid, host.qps[1].qp.qpn);

@@ -48,9 +48,8 @@ fn topology(_: &Options) -> Topology {
 }
 
 fn layout() -> Layout {
-    let daemon = |host: usize| {
-        format!("--directory {DIRECTORY} --fabric-address 10.77.2.{}:{PORT} --verbs", host + 1)
-    };
+    let daemon =
+        |host: usize| format!("--directory {DIRECTORY} --fabric-address 10.77.2.{}:{PORT} --verbs", host + 1);
     Layout {
         hosts: vec![0, 1],
         mtu: 1500,
@@ -144,15 +143,7 @@ fn parts() -> Vec<Part> {
     same("ib_atomic_bw", TCP, "BW average", "verbs", 180, "-x {gid} -F -n 200 -A CMP_AND_SWAP");
     same("ibv_srq_pingpong", TCP, "bytes in", "fabric", 120, "-g {gid} -c -n 200 -q 4");
     let verify = "rdma-verify --device {dev} --gid {gid}";
-    add(
-        "rdma-verify",
-        CONTROL,
-        "VERIFIED mismatches=0",
-        "verbs",
-        300,
-        verify,
-        &format!("{verify} {{tcp}}"),
-    );
+    add("rdma-verify", CONTROL, "VERIFIED mismatches=0", "verbs", 300, verify, &format!("{verify} {{tcp}}"));
     add(
         "rping",
         CM,
@@ -250,7 +241,10 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         let host = lab.host(number)?;
         let tree = rdma_fabric::tree(host)?;
         let verbs = tree["daemon"]["verbs"].clone();
-        report.check(verbs["device"]["device"] == "rxe0", format!("{name}: the daemon doesn't use rxe0: {verbs}"));
+        report.check(
+            verbs["device"]["device"] == "rxe0",
+            format!("{name}: the daemon doesn't use rxe0: {verbs}"),
+        );
         let [sent, received] = packets(host)?;
         let fabric = tree["daemon"]["fabric"]["packets_sent"].as_u64().context("no counter of the fabric")?;
         report.figure(

@@ -52,7 +52,8 @@ impl<P: Provider> Engine<P> {
         }
         let regions = self.device(device.0).into_iter().flat_map(|found| found.regions.table().iter());
         let exported = regions.filter(|(_, region)| region.exported);
-        let gone: Vec<_> = exported.map(|(_, region)| Action::RegionGone { device, key: region.key }).collect();
+        let gone: Vec<_> =
+            exported.map(|(_, region)| Action::RegionGone { device, key: region.key }).collect();
         self.actions.extend(gone);
         let Some(old) = self.device_mut(device.0) else { return };
         let mut new = Device::new(

@@ -9,7 +9,14 @@ use super::files::Files;
 
 /// Looks at the host's devices.
 pub fn examine(files: &Files) -> Vec<Finding> {
-    vec![iommu(files), vfio(files), rdma(files), verbs(host::transport::devices()), tap(files), passt(std::env::var_os("PATH"))]
+    vec![
+        iommu(files),
+        vfio(files),
+        rdma(files),
+        verbs(host::transport::devices()),
+        tap(files),
+        passt(std::env::var_os("PATH")),
+    ]
 }
 
 fn iommu(files: &Files) -> Finding {

@@ -357,7 +357,9 @@ mod tests {
     #[test]
     fn the_header_has_the_same_layout() {
         if !std::path::Path::new("/usr/include/infiniband/verbs.h").exists() {
-            eprintln!("SKIPPED: no <infiniband/verbs.h> here (package libibverbs-dev): layouts are NOT checked");
+            eprintln!(
+                "SKIPPED: no <infiniband/verbs.h> here (package libibverbs-dev): layouts are NOT checked"
+            );
             return;
         }
         macro_rules! offsets {
@@ -468,7 +470,9 @@ mod tests {
             program.push_str(&format!("_Static_assert({theirs} == {ours}, \"{theirs} is not {ours}\");\n"));
         }
         for (theirs, ours) in at_least {
-            program.push_str(&format!("_Static_assert({theirs} <= {ours}, \"{theirs} is more than {ours}\");\n"));
+            program.push_str(&format!(
+                "_Static_assert({theirs} <= {ours}, \"{theirs} is more than {ours}\");\n"
+            ));
         }
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("layout.c");

@@ -62,12 +62,25 @@ pub(in crate::transport) enum Body {
     Hello(Hello),
     Refuse(Reason),
     /// A question for a key's real number, with a number of its own.
-    Resolve { rkey: u32, serial: u32 },
-    Resolved { rkey: u32, serial: u32, real: Option<u32> },
-    Invalidate { rkey: u32 },
-    Invalidated { rkey: u32 },
+    Resolve {
+        rkey: u32,
+        serial: u32,
+    },
+    Resolved {
+        rkey: u32,
+        serial: u32,
+        real: Option<u32>,
+    },
+    Invalidate {
+        rkey: u32,
+    },
+    Invalidated {
+        rkey: u32,
+    },
     /// A request of the sender was refused by the receiver's device: verbs status.
-    Failed { status: u32 },
+    Failed {
+        status: u32,
+    },
 }
 
 /// A message.
@@ -216,16 +229,18 @@ mod tests {
     fn body() -> impl Strategy<Value = Body> {
         let number = 0..=0xFF_FFFFu32;
         let hello = (any::<[u8; 16]>(), number.clone(), number.clone(), number, 1..=5u8, any::<[bool; 2]>());
-        let reasons =
-            [Reason::NoDevice, Reason::Shared, Reason::Kernel, Reason::Fabric, Reason::Refused];
+        let reasons = [Reason::NoDevice, Reason::Shared, Reason::Kernel, Reason::Fabric, Reason::Refused];
         prop_oneof![
             hello.prop_map(|(gid, number, psn, sq_psn, mtu, [sends, settled])| {
                 Body::Hello(Hello { gid, number, psn, mtu, sends, settled, sq_psn })
             }),
             (0..reasons.len()).prop_map(move |at| Body::Refuse(reasons[at])),
             any::<[u32; 2]>().prop_map(|[rkey, serial]| Body::Resolve { rkey, serial }),
-            (any::<[u32; 2]>(), any::<Option<u32>>())
-                .prop_map(|([rkey, serial], real)| Body::Resolved { rkey, serial, real }),
+            (any::<[u32; 2]>(), any::<Option<u32>>()).prop_map(|([rkey, serial], real)| Body::Resolved {
+                rkey,
+                serial,
+                real
+            }),
             any::<u32>().prop_map(|rkey| Body::Invalidate { rkey }),
             any::<u32>().prop_map(|rkey| Body::Invalidated { rkey }),
             any::<u32>().prop_map(|status| Body::Failed { status }),

@@ -14,8 +14,8 @@ use hca::work::{SgeList, Status};
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 
 use super::abi::{
-    self, AhAttr, AsyncEvent, Atomic, Channel, Context, Cq, HostSge, Mr, Pd, Qp, QpAttr, QpCap, QpInitAttr, Rdma,
-    RecvWr, SendWr, Target, Wc, event, mask, opcode, send, state,
+    self, AhAttr, AsyncEvent, Atomic, Channel, Context, Cq, HostSge, Mr, Pd, Qp, QpAttr, QpCap, QpInitAttr,
+    Rdma, RecvWr, SendWr, Target, Wc, event, mask, opcode, send, state,
 };
 use super::library::{Absent, Found, Verbs};
 use super::rnic::{
@@ -347,7 +347,8 @@ impl Rnic for Device {
                 (opcode::FETCH_AND_ADD, None, Target { atomic })
             }
         };
-        let flags = [(request.fence, send::FENCE), (request.solicited, send::SOLICITED), (true, send::SIGNALED)];
+        let flags =
+            [(request.fence, send::FENCE), (request.solicited, send::SOLICITED), (true, send::SIGNALED)];
         let mut wr = SendWr {
             wr_id: request.wr_id,
             next: std::ptr::null_mut(),
@@ -429,7 +430,8 @@ impl Rnic for Device {
         for _ in 0..EVENTS {
             let (mut cq, mut user) = (std::ptr::null_mut(), std::ptr::null_mut());
             // SAFETY: a channel that lives, whose descriptor doesn't block.
-            if unsafe { (self.library.functions.get_cq_event)(self.channel, &raw mut cq, &raw mut user) } != 0 {
+            if unsafe { (self.library.functions.get_cq_event)(self.channel, &raw mut cq, &raw mut user) } != 0
+            {
                 break;
             }
             // SAFETY: the queue that the event named.

@@ -10,8 +10,8 @@ use hca::attributes::Access;
 use hca::work::{SgeList, Status};
 
 use super::rnic::{
-    End, HostCompletion, HostEvent, HostMr, HostPd, HostQp, HostRequest, Operation, Receiving, Registered, Rnic,
-    RnicError, RnicInfo, Sending,
+    End, HostCompletion, HostEvent, HostMr, HostPd, HostQp, HostRequest, Operation, Receiving, Registered,
+    Rnic, RnicError, RnicInfo, Sending,
 };
 
 struct Region {
@@ -124,7 +124,8 @@ impl Nic {
     fn scatter(&self, pd: HostPd, sges: &SgeList, bytes: &[u8]) -> Result<(), Status> {
         let mut rest = bytes;
         for sge in sges {
-            let region = self.region(pd, sge.lkey).filter(|region| region.access.contains(Access::LOCAL_WRITE));
+            let region =
+                self.region(pd, sge.lkey).filter(|region| region.access.contains(Access::LOCAL_WRITE));
             let region = region.ok_or(Status::LocalProtection)?;
             let offset = region.offset(sge.address, u64::from(sge.length)).ok_or(Status::LocalProtection)?;
             let (now, later) = rest.split_at(rest.len().min(sge.length as usize));
@@ -138,7 +139,14 @@ impl Nic {
         self.regions.iter().find(|region| region.key == key && region.pd == pd)
     }
 
-    fn remote(&self, pair: usize, address: u64, rkey: u32, length: usize, need: Access) -> Option<(&Region, usize)> {
+    fn remote(
+        &self,
+        pair: usize,
+        address: u64,
+        rkey: u32,
+        length: usize,
+        need: Access,
+    ) -> Option<(&Region, usize)> {
         let pair = &self.pairs[pair];
         let region = self.region(pair.pd, rkey)?;
         let allowed = pair.access.contains(need) && region.access.contains(need);
@@ -223,7 +231,12 @@ fn work(nics: &mut [Nic], index: usize) {
     }
 }
 
-fn serve(nics: &mut [Nic], (index, pd): (usize, HostPd), (other, to): (usize, usize), request: &HostRequest) -> Served {
+fn serve(
+    nics: &mut [Nic],
+    (index, pd): (usize, HostPd),
+    (other, to): (usize, usize),
+    request: &HostRequest,
+) -> Served {
     let total: usize = request.sges.iter().map(|sge| sge.length as usize).sum();
     let arrive = |nics: &mut [Nic], bytes: &[u8], write: bool, immediate| {
         let Some((wr_id, sges)) = nics[other].pairs[to].receives.pop_front() else { return Served::NotReady };
@@ -232,7 +245,11 @@ fn serve(nics: &mut [Nic], (index, pd): (usize, HostPd), (other, to): (usize, us
         let length = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
         let status = placed.err().unwrap_or(Status::Success);
         nics[other].completions.push_back(HostCompletion { wr_id, status, length, write, immediate });
-        if status == Status::Success { Served::Done { length } } else { Served::Failed(Status::RemoteInvalidRequest) }
+        if status == Status::Success {
+            Served::Done { length }
+        } else {
+            Served::Failed(Status::RemoteInvalidRequest)
+        }
     };
     match request.operation {
         Operation::Send { immediate } => match nics[index].gather(pd, &request.sges) {
@@ -421,4 +438,3 @@ impl Rnic for FakeRnic {
         Vec::new()
     }
 }
-

@@ -29,7 +29,9 @@ const RECEIVES: u32 = 512;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Absent {
     /// The library.
-    #[error("libibverbs.so.1 can't be loaded ({0}); install rdma-core's libraries, with Debian libibverbs1 and ibverbs-providers")]
+    #[error(
+        "libibverbs.so.1 can't be loaded ({0}); install rdma-core's libraries, with Debian libibverbs1 and ibverbs-providers"
+    )]
     Library(String),
     /// A function of it.
     #[error("libibverbs.so.1 has no function {0}; transport verbs needs rdma-core 29 or newer")]
@@ -264,9 +266,8 @@ impl Verbs {
 /// Its names: as a device, and as a file.
 fn names(device: *mut Device) -> (String, String) {
     // SAFETY: a device of the library's list, which is never freed; both names end with a NUL within their arrays.
-    let (name, node) = unsafe {
-        (CStr::from_ptr((*device).name.as_ptr()), CStr::from_ptr((*device).dev_name.as_ptr()))
-    };
+    let (name, node) =
+        unsafe { (CStr::from_ptr((*device).name.as_ptr()), CStr::from_ptr((*device).dev_name.as_ptr())) };
     (name.to_string_lossy().into_owned(), node.to_string_lossy().into_owned())
 }
 

@@ -14,7 +14,6 @@ use hca::names::PdHandle;
 use hca::remote::{Posted, QpId};
 use serde::Serialize;
 
-use super::super::directory::VmId;
 use super::super::header::Header;
 use super::control::{Body, Hello, Message};
 use super::numbers::PeerKeys;
@@ -87,7 +86,6 @@ pub(super) struct Link {
     pub qp: QpId,
     pub qpn: u32,
     pub peer_qpn: u32,
-    pub peer_vm: VmId,
     pub host: Option<SocketAddr>,
     pub header: Header,
     pub pd: PdHandle,
@@ -140,7 +138,6 @@ impl Link {
             qp: ends.qp,
             qpn: ends.qpn,
             peer_qpn: ends.peer_qpn,
-            peer_vm: ends.peer_vm,
             host: ends.host,
             header: ends.header,
             pd: made.pd,

@@ -47,11 +47,11 @@ use telemetry::guest_log::GuestLog;
 use super::directory::VmId;
 use super::header::Header;
 pub(super) use control::Message;
-use control::{Body, Hello};
 pub(super) use control::Reason;
-pub use link::{LinkCounters, LinkReport};
+use control::{Body, Hello};
 use link::Link;
 pub(super) use link::Outgoing;
+pub use link::{LinkCounters, LinkReport};
 use numbers::{OwnKeys, PeerKey};
 use rnic::{
     End, HostCompletion, HostEvent, HostPd, HostQp, HostRequest, Operation, Receiving, Registered, Rnic,
@@ -233,8 +233,9 @@ impl Verbs {
         self.links.get(&id).is_some_and(|link| link.qp == qp).then_some(id)
     }
 
+    /// Descriptors that tell of what [`Verbs::poll`] takes; it takes nothing without connections.
     pub fn fds(&self) -> Vec<BorrowedFd<'_>> {
-        self.rnic.as_ref().map(|rnic| rnic.fds()).unwrap_or_default()
+        self.rnic.as_ref().filter(|_| !self.links.is_empty()).map(|rnic| rnic.fds()).unwrap_or_default()
     }
 
     pub fn is_busy(&self, now: u64) -> bool {
@@ -380,8 +381,12 @@ impl Verbs {
 
     /// A device is about to go, or its memory, or it may not access it any more: which queue pairs have lost their connections.
     pub fn remove_device(&mut self, device: DeviceId) -> Vec<QpId> {
-        let ids: Vec<_> =
-            self.links.values().filter(|link| link.qp.device == device).map(|link| (link.id, link.qp)).collect();
+        let ids: Vec<_> = self
+            .links
+            .values()
+            .filter(|link| link.qp.device == device)
+            .map(|link| (link.id, link.qp))
+            .collect();
         for (id, _) in &ids {
             self.close_link(*id);
         }
@@ -474,13 +479,14 @@ impl Verbs {
         }
         let Some((token, length)) = link.posted.pop_front() else { return };
         link.counters.completed += 1;
-        if matches!(
-            status,
-            Status::RemoteAccess | Status::RemoteInvalidRequest | Status::RemoteOperation
-        ) {
+        if matches!(status, Status::RemoteAccess | Status::RemoteInvalidRequest | Status::RemoteOperation) {
             link.say(Body::Failed { status: status as u32 }, &mut self.outbox);
         }
-        engine.remote_complete(link.qp, token, if status == Status::Success { Ok(length) } else { Err(status) });
+        engine.remote_complete(
+            link.qp,
+            token,
+            if status == Status::Success { Ok(length) } else { Err(status) },
+        );
     }
 
     /// Lets timers run out, and has the device wake the thread once nothing has come for a while.
@@ -656,7 +662,8 @@ impl Verbs {
                 let wr_id = (u64::from(id) << 32) | (request.token & 0xFFFF_FFFF);
                 let operation = operation(&request.operation, rkey);
                 let (fence, solicited) = (request.fence, request.solicited);
-                rnic.post_send(link.pair, &HostRequest { wr_id, operation, fence, solicited, sges }).map_err(chain)
+                rnic.post_send(link.pair, &HostRequest { wr_id, operation, fence, solicited, sges })
+                    .map_err(chain)
             });
             link.waiting.pop_front();
             match posted {
@@ -762,7 +769,10 @@ impl Verbs {
                 let real = match self.real_key(engine, domain, rkey) {
                     Ok(registered) => registered.map(|registered| registered.rkey),
                     Err(why) => {
-                        telemetry::guest_warn!(self.log, "A guest's region can't be offered to its peer: {why}");
+                        telemetry::guest_warn!(
+                            self.log,
+                            "A guest's region can't be offered to its peer: {why}"
+                        );
                         None
                     }
                 };
@@ -888,7 +898,10 @@ impl Verbs {
                 self.handed.push(Handed { qp, reason: reason.to_string(), requests });
             }
             Reason::NoDevice | Reason::Refused => {
-                telemetry::guest_warn!(self.log, "A connection pinned to transport verbs is refused: {reason}");
+                telemetry::guest_warn!(
+                    self.log,
+                    "A connection pinned to transport verbs is refused: {reason}"
+                );
                 self.close_link(id);
                 for request in requests {
                     engine.remote_complete(qp, request.token, Err(Status::LocalQpOperation));

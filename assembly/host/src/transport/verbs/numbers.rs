@@ -63,7 +63,6 @@ impl OwnKeys {
     pub fn bytes(&self) -> u64 {
         self.keys.values().map(|own| own.bytes).sum()
     }
-
 }
 
 /// What is known of a peer's key.
@@ -145,7 +144,11 @@ mod tests {
     const PD: PdHandle = PdHandle(1);
 
     fn registered(number: u32) -> Registered {
-        Registered { mr: HostMr(number), lkey: number.rotate_left(8) ^ 0x55, rkey: number.rotate_left(16) ^ 0xAA }
+        Registered {
+            mr: HostMr(number),
+            lkey: number.rotate_left(8) ^ 0x55,
+            rkey: number.rotate_left(16) ^ 0xAA,
+        }
     }
 
     #[derive(Debug, Clone)]

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use dma::{Dma, MappedMemory, MemoryRegion};
-use hca::attributes::{Access, QpAttributeMask, QpAttributes, QpKind, QpState};
 use hca::MrInit;
+use hca::attributes::{Access, QpAttributeMask, QpAttributes, QpKind, QpState};
 use hca::names::SegmentId;
 use hca::testing::{CompletionRing, Connected, Guest, World, requests};
 use hca::work::{Completion, Sge, Status};
@@ -84,7 +84,7 @@ impl Side {
             world.engine.create_context(guest.device).unwrap()
         };
         guest.pd = world.engine.create_pd(guest.device, context).unwrap();
-        let init = MrInit { start: START, length: LENGTH, access: setup.access.bits(), pages: pages() };
+        let init = MrInit { start: START, length: LENGTH, access: setup.access.bits(), pages: pages().into() };
         let mr = world.engine.register_mr(guest.device, guest.pd, init).unwrap();
         let srq = setup.shared[which].then(|| world.shared_queue(&guest, 0));
         let completions = CompletionRing::new(4096);
@@ -158,14 +158,14 @@ struct Pair {
 impl Pair {
     fn new(setup: Setup) -> Self {
         let at = port();
-        let pin = if setup.pin.is_empty() { String::new() } else { format!("transport = \"{}\"\n", setup.pin) };
+        let pin =
+            if setup.pin.is_empty() { String::new() } else { format!("transport = \"{}\"\n", setup.pin) };
         let text = format!(
             "[[host]]\nname = \"h1\"\naddress = \"127.0.0.1:{at}\"\n[[host]]\nname = \"h2\"\naddress = \"127.0.0.2:{at}\"\n\
              [[vm]]\nname = \"a\"\nid = 1\nhost = \"h1\"\n{pin}[[vm.nic]]\nsegment = \"s0\"\naddresses = [\"10.0.0.1\"]\n\
              [[vm]]\nname = \"b\"\nid = 2\nhost = \"h2\"\n{pin}[[vm.nic]]\nsegment = \"s0\"\naddresses = [\"10.0.0.8\"]\n"
         );
-        let directory: Arc<dyn Directory> =
-            Arc::new(FileDirectory::parse(&text, "verbs".as_ref()).unwrap());
+        let directory: Arc<dyn Directory> = Arc::new(FileDirectory::parse(&text, "verbs".as_ref()).unwrap());
         let network = Network::default();
         let side = |which: usize| {
             let at = format!("127.0.0.{}:{at}", which + 1);
@@ -336,7 +336,11 @@ fn refused_requests_fail_both_ends() {
         });
         assert_eq!(pair.sides[1].bytes(0, 100), before, "nothing was written");
         pair.until(|_| Some(()));
-        assert_eq!(pair.network.objects(0).2 + pair.network.objects(1).2, 0, "no queue pair is left at a device");
+        assert_eq!(
+            pair.network.objects(0).2 + pair.network.objects(1).2,
+            0,
+            "no queue pair is left at a device"
+        );
     }
 }
 
@@ -377,7 +381,9 @@ fn what_no_device_can_carry_goes_by_fabric_and_says_so() {
             let buffer = pair.sides[to].sge(0, 100);
             if shared && to == which {
                 let side = &mut pair.sides[to];
-                side.qp.receives.post(hca::work::ReceiveRequest { wr_id: 7, sges: [buffer].into_iter().collect() });
+                side.qp
+                    .receives
+                    .post(hca::work::ReceiveRequest { wr_id: 7, sges: [buffer].into_iter().collect() });
             } else {
                 pair.receive(to, 7, buffer);
             }
