@@ -106,7 +106,7 @@ impl Message {
         let mut flags = 0;
         let kind = match self.body {
             Body::Hello(hello) => {
-                flags = u8::from(hello.sends) * SENDS | u8::from(hello.settled) * SETTLED;
+                flags = (u8::from(hello.sends) * SENDS) | (u8::from(hello.settled) * SETTLED);
                 body.extend(hello.gid);
                 body.extend(hello.number.to_be_bytes());
                 body.extend(hello.psn.to_be_bytes());
