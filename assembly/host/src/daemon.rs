@@ -17,7 +17,8 @@ use crate::remembered::Remembered;
 use crate::sandbox::{self, SandboxError};
 use crate::server::{self, Sockets};
 use crate::transport::{
-    ClusterKey, Directory as _, DirectoryError, FabricError, FileDirectory, KeyError, Transports,
+    Absent, ClusterKey, Directory as _, DirectoryError, FabricError, FileDirectory, Found, KeyError,
+    Transports,
 };
 
 /// What a daemon is started with.
@@ -46,6 +47,8 @@ pub struct FabricConfig {
     pub address: SocketAddr,
     /// A file with the cluster's key: packets between hosts are encrypted. Without one they are plain.
     pub cluster_key: Option<PathBuf>,
+    /// Offer transport `verbs`, by the RDMA device that has this host's address.
+    pub verbs: bool,
 }
 
 impl DaemonConfig {
@@ -81,6 +84,9 @@ pub enum DaemonError {
     /// Sockets to other hosts.
     #[error(transparent)]
     Fabric(#[from] FabricError),
+    /// The host's RDMA device.
+    #[error("Transport verbs can't be offered, which --verbs asks for: {0}")]
+    Verbs(#[from] Absent),
     /// This host isn't one of the directory's.
     #[error("{address} is none of the hosts in the directory {}; give --fabric-address one of them", directory.display())]
     NotAHost {
@@ -135,7 +141,9 @@ impl Daemon {
     pub fn start(config: &DaemonConfig) -> Result<Self, DaemonError> {
         hardening::prepare();
         let place = Place::take(&config.socket)?;
-        let transports = match &config.fabric {
+        // The library and its drivers: nothing is loaded in the sandbox.
+        let verbs = config.fabric.as_ref().filter(|fabric| fabric.verbs).map(look_for_verbs).transpose()?;
+        let mut transports = match &config.fabric {
             Some(fabric) => transports(fabric)?,
             None => Transports::without_directory()
                 .map_err(|source| DaemonError::Start { what: "RDMA transport", source })?,
@@ -148,9 +156,13 @@ impl Daemon {
             .transpose()?;
         // What is opened outside is open; threads have it from here.
         if config.sandbox {
-            sandbox::enter(place.socket(), place.folder())?;
+            sandbox::enter(place.socket(), place.folder(), verbs.as_ref().map(Found::node))?;
         } else {
             tracing::warn!("The daemon runs without a sandbox: no seccomp, no Landlock");
+        }
+        if let Some(found) = &verbs {
+            // Not before: the kernel takes a device's requests only with the credentials that it was opened with.
+            transports.open_verbs(found)?;
         }
         let engine = EngineThread::start(config.engine, Some(transports))?;
         let remembered = Remembered::load(place.folder());
@@ -241,6 +253,29 @@ fn transports(config: &FabricConfig) -> Result<Transports, DaemonError> {
         }
     );
     Ok(transports)
+}
+
+/// Finds the RDMA device that has this host's address, and lets its memory be pinned.
+fn look_for_verbs(config: &FabricConfig) -> Result<Found, DaemonError> {
+    let found = Found::look(config.address.ip())?;
+    let all = rustix::process::Rlimit { current: None, maximum: None };
+    if let Err(errno) = rustix::process::setrlimit(rustix::process::Resource::Memlock, all) {
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
+        tracing::warn!(
+            %errno,
+            limit,
+            "The limit of locked memory can't be lifted: guests can't register more than that for transport verbs; raise it (ulimit -l, LimitMEMLOCK=)"
+        );
+    }
+    let info = found.info();
+    tracing::info!(
+        device = info.device,
+        port = info.port,
+        address = %config.address.ip(),
+        "Transport verbs is there, for VMs that the directory pins to it; its packets are the device's own, {}",
+        if config.cluster_key.is_some() { "NOT encrypted with the cluster key" } else { "plain" }
+    );
+    Ok(found)
 }
 
 fn join(thread: Option<JoinHandle<()>>, name: &str) {

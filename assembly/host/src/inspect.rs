@@ -59,6 +59,7 @@ pub(crate) fn tree(registry: &Registry, uid: u32) -> Value {
             "version": env!("CARGO_PKG_VERSION"),
             "pid": std::process::id(),
             "engine": view.as_ref().map(|view| view.counters),
+            "verbs": view.as_ref().and_then(|view| view.verbs.clone()),
             "fabric": view.and_then(|view| view.fabric),
         },
         "segments": segments,
@@ -88,6 +89,8 @@ fn device_tree(device: &DeviceView) -> Value {
             "connection": peer.and_then(|peer| peer.remote.as_ref()).map(|remote| json!({
                 "host": remote.host.map(|host| host.to_string()),
                 "counters": remote.counters,
+                "verbs": remote.verbs,
+                "instead_of_verbs": remote.instead_of_verbs,
             })),
             "counters": counters(qp.counters.list()),
         });
@@ -217,8 +220,15 @@ pub(crate) fn metrics(registry: &Registry) -> Result<String, EncodeError> {
                 add(&format!("causeway_host_qp_{name}_total"), &help, &labels, value);
             }
             let peer = device.peers.iter().find(|peer| peer.handle == qp.handle.0);
+            let remote = peer.and_then(|peer| peer.remote.as_ref());
             for (name, value) in
-                peer.and_then(|peer| peer.remote.as_ref()).iter().flat_map(|remote| remote.counters.list())
+                remote.and_then(|remote| remote.verbs.as_ref()).iter().flat_map(|link| link.counters.list())
+            {
+                let help = format!("Counter {name} of a queue pair that the host's RDMA device carries.");
+                add(&format!("causeway_host_verbs_{name}_total"), &help, &labels, value);
+            }
+            for (name, value) in
+                remote.and_then(|remote| remote.counters.as_ref()).iter().flat_map(|counters| counters.list())
             {
                 let help = format!("Counter {name} of a queue pair's connection to another host.");
                 add(&format!("causeway_host_connection_{name}_total"), &help, &labels, value);

@@ -318,6 +318,7 @@ fn two_daemons(folder: &std::path::Path, key: bool) -> [host::Daemon; 2] {
             directory: directory.clone(),
             address: format!("127.0.0.{number}:{port}").parse().unwrap(),
             cluster_key: key.then(|| file.clone()),
+            verbs: false,
         });
         common::start(config)
     })

@@ -9,7 +9,7 @@ use dma::{Dma, HeapMemory};
 use hca::MrInfo;
 use hca::attributes::{Access, QpAttributeMask as Mask, QpKind, QpState};
 use hca::names::SegmentId;
-use hca::remote::{Action, AtomicOperation, IncomingDatagram, Posted, PostedOperation, QpId, Refusal};
+use hca::remote::{Action, AheadReceived, AtomicOperation, IncomingDatagram, Posted, PostedOperation, QpId, Refusal};
 use hca::testing::{Connected, Guest, World, requests};
 use hca::work::{AsyncEvent, Completion, Operation, Remote, SendRequest, Status};
 use proptest::prelude::*;
@@ -89,7 +89,7 @@ impl Pair {
                 match action {
                     Action::Post { qp, request } => posts.push((qp, request)),
                     Action::Closed { qp } => self.closed.push(qp),
-                    Action::ReceivePosted { .. } => {}
+                    Action::ReceivePosted { .. } | Action::RegionGone { .. } => {}
                     Action::Datagram(datagram) => {
                         let incoming = IncomingDatagram {
                             segment: datagram.segment,
@@ -253,6 +253,62 @@ fn a_reset_closes_the_connection_and_its_old_name_leads_nowhere() {
     assert_ne!(pair.left.id().unwrap(), old);
     assert!(pair.left.world.engine.connection(old).is_none());
     assert_eq!(pair.left.world.engine.remote_receive_begin(old), Err(Refusal::Gone));
+}
+
+/// Receives that a transport took before there was a message complete in order, and are flushed before those that it didn't take; that
+/// there is none is told, and then that there is one.
+#[test]
+fn receives_taken_ahead_complete_or_are_flushed_in_order() {
+    let mut pair = Pair::new(QpKind::Rc);
+    let qp = pair.right.id().unwrap();
+    pair.right.world.engine.remote_bind(qp);
+    for wr_id in 1..=4 {
+        pair.receive(wr_id, 0x1000 * wr_id, 100);
+    }
+    let engine = &mut pair.right.world.engine;
+    for wr_id in 1..=3 {
+        assert_eq!(engine.remote_receive_ahead(qp).unwrap()[0].address, 0x1000 * wr_id);
+    }
+    let got = AheadReceived { length: 7, immediate: None, write: false, solicited: true };
+    engine.remote_ahead_end(qp, Ok(got));
+    engine.remote_fail(qp);
+    pair.right.world.settle();
+    let done = pair.right.qp.completions.drain();
+    let seen: Vec<_> = done.iter().map(|done| (done.wr_id, done.status)).collect();
+    let flushed = |wr_id| (wr_id, Status::Flushed);
+    assert_eq!(seen, [(1, Status::Success), flushed(2), flushed(3), flushed(4)]);
+    assert_eq!(done[0].byte_len, 7);
+
+    let mut pair = Pair::new(QpKind::Rc);
+    let qp = pair.right.id().unwrap();
+    assert!(matches!(pair.right.world.engine.remote_receive_ahead(qp), Err(Refusal::NotReady { .. })));
+    let at = pair.right.qp.clone();
+    pair.right.world.receive(&at, 9, &[sge(0, 8, pair.right.mr.lkey)]);
+    pair.right.world.poll();
+    assert_eq!(pair.right.world.engine.take_actions(), [Action::ReceivePosted { qp }]);
+    assert!(pair.right.world.engine.remote_receive_ahead(qp).is_ok());
+}
+
+/// A region that a transport was told of is told of once more when it ends, however it ends; others aren't.
+#[test]
+fn the_end_of_a_region_is_told_to_whom_it_was_shown() {
+    let mut pair = Pair::new(QpKind::Rc);
+    let (device, pd, mr) = (pair.left.guest.device, pair.left.guest.pd, pair.left.mr);
+    let other = pair.left.world.register(&pair.left.guest, 0, 100, Access::LOCAL_WRITE);
+    let engine = &mut pair.left.world.engine;
+    assert_eq!(engine.remote_region(device, pd, mr.lkey ^ 1), None);
+    assert_eq!(engine.remote_region(device, hca::names::PdHandle(pd.0 + 1), mr.lkey), None);
+    let region = engine.remote_region(device, pd, mr.lkey).unwrap();
+    assert_eq!((region.start, region.length, region.pieces), (0, SIZE, vec![(0, SIZE)]));
+    engine.deregister_mr(device, other.handle).unwrap();
+    assert_eq!(engine.take_actions(), []);
+    engine.deregister_mr(device, mr.handle).unwrap();
+    assert_eq!(engine.take_actions(), [Action::RegionGone { device, key: mr.lkey }]);
+    let again = pair.left.world.register(&pair.left.guest, 0, 100, Access::LOCAL_WRITE);
+    let engine = &mut pair.left.world.engine;
+    assert!(engine.remote_region(device, pd, again.lkey).is_some());
+    engine.reset_device(device);
+    assert!(engine.take_actions().contains(&Action::RegionGone { device, key: again.lkey }));
 }
 
 #[test]

@@ -10,7 +10,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc as Plain;
 
 use dma::access::CopyFault;
-use dma::{Dma, DmaFault};
+use dma::{Alias, AliasError, Dma, DmaFault};
 use hca::names::QpHandle;
 use hca::provider::{CompletionQueue, Fetched, SendQueue};
 use hca::work::{CompletedOperation, Completion, Status};
@@ -103,6 +103,10 @@ impl Dma for Memory {
 
     fn check(&self, _: u64, _: u64) -> Result<(), DmaFault> {
         Ok(())
+    }
+
+    fn alias(&self, _: &[(u64, u64)]) -> Result<Alias, AliasError> {
+        Err(AliasError::NotMapped)
     }
 }
 

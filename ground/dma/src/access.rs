@@ -1,5 +1,7 @@
 //! What a device model may do with guest memory.
 
+use crate::alias::{Alias, AliasError};
+
 /// An access that does not lie wholly within the memory the guest has, or is not aligned as it must be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("The guest's address {address:#x} with length {len:#x} is not memory that this device may access")]
@@ -57,6 +59,13 @@ pub trait Dma {
 
     /// Whether the whole range is the guest's memory.
     fn check(&self, address: u64, len: u64) -> Result<(), DmaFault>;
+
+    /// A second, writable view of pieces of guest memory (address, length), one behind the other, for a device of the host. All but the
+    /// first begin with a page of 4096 bytes, all but the last end with one.
+    ///
+    /// # Errors
+    /// When a piece isn't the guest's, or this memory can't be mapped twice.
+    fn alias(&self, pieces: &[(u64, u64)]) -> Result<Alias, AliasError>;
 }
 
 /// Which side of [`Dma::copy_to`] was at fault.

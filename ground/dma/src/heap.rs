@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::access::{CopyFault, Dma, DmaFault};
+use crate::alias::{Alias, AliasError};
 
 /// Memory from address 0 (or a chosen base) on; clones share it.
 #[derive(Debug, Clone)]
@@ -159,5 +160,9 @@ impl Dma for HeapMemory {
         let start = address.checked_sub(self.base).ok_or(fault)?;
         let end = start.checked_add(len).ok_or(fault)?;
         if end <= self.bytes.len() as u64 { Ok(()) } else { Err(fault) }
+    }
+
+    fn alias(&self, _: &[(u64, u64)]) -> Result<Alias, AliasError> {
+        Err(AliasError::NotMapped)
     }
 }

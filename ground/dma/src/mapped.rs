@@ -12,6 +12,7 @@ use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::access::{CopyFault, Dma, DmaFault};
+use crate::alias::{Alias, AliasError};
 
 /// x86-64 cache line, bytes.
 const LINE: usize = 64;
@@ -357,6 +358,13 @@ impl Dma for MappedMemory {
 
     fn check(&self, address: u64, len: u64) -> Result<(), DmaFault> {
         self.check_pieces(address, len, false)
+    }
+
+    fn alias(&self, pieces: &[(u64, u64)]) -> Result<Alias, AliasError> {
+        Alias::map(pieces, |address| {
+            let (region, pointer, room) = self.find(address)?;
+            region.writable.then_some((pointer, room))
+        })
     }
 
     #[inline]

@@ -103,6 +103,10 @@ pub struct HostArgs {
     /// Encrypt and authenticate packets between hosts with the key in this file, the same on all hosts (`causeway key` makes one)
     #[arg(long, value_name = "FILE", requires = "directory")]
     pub cluster_key: Option<PathBuf>,
+    /// Offer transport verbs to VMs that the directory pins to it: their connections are carried by this host's RDMA device that has the
+    /// address of --fabric-address (docs/rdma-hosts.md)
+    #[arg(long, requires = "directory")]
+    pub verbs: bool,
     /// Run without seccomp, Landlock and dropped capabilities
     #[arg(long)]
     pub no_sandbox: bool,

@@ -285,6 +285,7 @@ impl Worker {
 
     /// Another table of the guest's memory; the old one isn't used any more.
     pub fn set_memory(&mut self, id: DeviceId, memory: MappedMemory) {
+        self.suspend(id);
         if let Some((device, _, engine)) = self.find(id) {
             device.set_memory(engine, memory);
         }
@@ -292,6 +293,9 @@ impl Worker {
 
     /// Bus Master Enable.
     pub fn set_bus_master(&mut self, id: DeviceId, enabled: bool) {
+        if !enabled {
+            self.suspend(id);
+        }
         if let Some((device, _, engine)) = self.find(id) {
             device.set_bus_master(engine, enabled);
         }
@@ -302,6 +306,21 @@ impl Worker {
         if let Some((device, served, engine)) = self.find(id) {
             device.reset(engine);
             served.pages.clear();
+        }
+        self.settle(self.now());
+    }
+
+    /// What a command has ended is ended at the host's RDMA device as well.
+    fn settle(&mut self, now: u64) {
+        if let Some(transports) = &mut self.transports {
+            transports.settle(&mut self.engine, now);
+        }
+    }
+
+    /// The host's RDMA device reaches nothing of a guest any more.
+    fn suspend(&mut self, id: DeviceId) {
+        if let Some(transports) = &mut self.transports {
+            transports.suspend(&mut self.engine, id);
         }
     }
 
@@ -314,9 +333,14 @@ impl Worker {
     /// now, if there is a driver.
     pub fn register_write(&mut self, id: DeviceId, offset: u64, value: u32) -> Option<u64> {
         let now = self.now();
+        if let Some(transports) = &mut self.transports {
+            transports.catch_up(&mut self.engine, now);
+        }
         let (device, served, engine) = self.find(id)?;
         device.register_write(engine, offset, value, &served.msix);
         served.load.worked(now);
+        self.settle(now);
+        let (device, _, _) = self.find(id)?;
         device.shared_region().filter(|_| matches!(device.phase(), Phase::Described | Phase::Active))
     }
 
@@ -383,7 +407,8 @@ impl Worker {
         let devices = self.devices.iter().filter_map(|device| self.device_view(device)).collect();
         let sockets = self.transports.as_ref().filter(|transports| transports.has_fabric());
         let fabric = sockets.map(Transports::fabric);
-        EngineView { counters: self.counters, fabric, devices }
+        let verbs = self.transports.as_ref().map(Transports::verbs);
+        EngineView { counters: self.counters, fabric, verbs, devices }
     }
 
     /// Whether a queue pair's peer is reached on this host without a transport, or was when they spoke.

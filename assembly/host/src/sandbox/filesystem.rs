@@ -17,7 +17,7 @@ const TUN: &str = "/dev/net/tun";
 const TAPS: &str = "/sys/devices/virtual/net";
 
 /// Confines the calling thread and those it makes. Returns what is in force.
-pub(super) fn enforce(socket: &Path, folder: &Path) -> Result<String, SandboxError> {
+pub(super) fn enforce(socket: &Path, folder: &Path, rdma: Option<&Path>) -> Result<String, SandboxError> {
     let failed = |source: landlock::RulesetError| SandboxError::Landlock(source.into());
     let mut ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
@@ -46,7 +46,8 @@ pub(super) fn enforce(socket: &Path, folder: &Path) -> Result<String, SandboxErr
         (Path::new(TUN), AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::IoctlDev),
         (Path::new(TAPS), AccessFs::ReadFile.into()),
     ];
-    for (path, access) in rules {
+    let rdma = rdma.map(|device| (device, AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::IoctlDev));
+    for (path, access) in rules.into_iter().chain(rdma) {
         // A host without the tun driver has no taps.
         if !path.exists() && (path == Path::new(TUN) || path == Path::new(TAPS)) {
             continue;

@@ -53,13 +53,14 @@ const ENDING: confinement::trap::Ending = confinement::trap::Ending {
     last: || {},
 };
 
-/// Confines the calling thread and those that it makes from now on. The service's socket is `socket`, `folder` the one beside it.
-pub(crate) fn enter(socket: &Path, folder: &Path) -> Result<(), SandboxError> {
+/// Confines the calling thread and those that it makes from now on. The service's socket is `socket`, `folder` the one beside it, `rdma` an RDMA device's file
+/// that is opened afterwards.
+pub(crate) fn enter(socket: &Path, folder: &Path, rdma: Option<&Path>) -> Result<(), SandboxError> {
     confinement::trap::install(ENDING)
         .map_err(|source| SandboxError::Privileges { what: "handle refused system calls", source })?;
     let kept = drop_capabilities()?;
-    let landlock = filesystem::enforce(socket, folder)?;
-    seccomp::enforce()?;
+    let landlock = filesystem::enforce(socket, folder, rdma)?;
+    seccomp::enforce(rdma.is_some())?;
     tracing::info!(landlock, capabilities = kept, "Sandbox: seccomp is enforced");
     Ok(())
 }

@@ -122,10 +122,16 @@ const CHECKED: &[i64] = &[
     libc::SYS_seccomp,
 ];
 
-/// TUN's numbers from 192 on of type 'T', FIONREAD and FIONBIO, and an interface's flags (SIOCGIFFLAGS, SIOCSIFFLAGS: is a tap there, is it
-/// up): by mask and value.
-const IOCTLS: &[(u64, u64)] =
-    &[(0xffc0, 0x54c0), (u64::MAX, 0x541b), (u64::MAX, 0x5421), (u64::MAX, 0x8913), (u64::MAX, 0x8914)];
+/// By mask and value. The first, only where the daemon uses an RDMA device: `RDMA_VERBS_IOCTL` of rdma/rdma_user_ioctl.h, all of its commands. Then
+/// TUN's numbers from 192 on of type 'T', FIONREAD and FIONBIO, and an interface's flags (SIOCGIFFLAGS, SIOCSIFFLAGS: is a tap there, is it up).
+const IOCTLS: &[(u64, u64)] = &[
+    (u64::MAX, 0xc018_1b01),
+    (0xffc0, 0x54c0),
+    (u64::MAX, 0x541b),
+    (u64::MAX, 0x5421),
+    (u64::MAX, 0x8913),
+    (u64::MAX, 0x8914),
+];
 /// Names of threads and of the allocator's mappings.
 const PRCTLS: &[libc::c_int] = &[libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_VMA];
 /// Flags of a descriptor and of its file, copies, seals of guests' memory.
@@ -139,7 +145,11 @@ const FCNTLS: &[libc::c_int] = &[
     libc::F_ADD_SEALS,
 ];
 
-const ARGUMENTS: Arguments = Arguments { ioctls: IOCTLS, prctls: PRCTLS, fcntls: FCNTLS };
+/// What arguments must be; `rdma`: the daemon uses an RDMA device of the host.
+fn arguments(rdma: bool) -> Arguments {
+    let ioctls = if rdma { IOCTLS } else { IOCTLS.split_first().map_or(IOCTLS, |(_, rest)| rest) };
+    Arguments { ioctls, prctls: PRCTLS, fcntls: FCNTLS }
+}
 
 fn compile(
     rules: BTreeMap<i64, Vec<SeccompRule>>,
@@ -149,11 +159,11 @@ fn compile(
     SeccompFilter::new(rules, otherwise, matched, TargetArch::x86_64)?.try_into()
 }
 
-fn programs() -> Result<[BpfProgram; 2], BackendError> {
+fn programs(rdma: bool) -> Result<[BpfProgram; 2], BackendError> {
     let mut allowed = BTreeMap::new();
     for list in [RUN_TIME, EVENTS, SOCKETS, FILES, CHECKED] {
         for syscall in list {
-            allowed.insert(*syscall, ARGUMENTS.rules(*syscall)?);
+            allowed.insert(*syscall, arguments(rdma).rules(*syscall)?);
         }
     }
     let allowed = compile(allowed, SeccompAction::Trap, SeccompAction::Allow)?;
@@ -162,8 +172,8 @@ fn programs() -> Result<[BpfProgram; 2], BackendError> {
 }
 
 /// Confines the calling thread and those it makes.
-pub(super) fn enforce() -> Result<(), SandboxError> {
-    let programs = programs().map_err(|error| SandboxError::Seccomp(error.into()))?;
+pub(super) fn enforce(rdma: bool) -> Result<(), SandboxError> {
+    let programs = programs(rdma).map_err(|error| SandboxError::Seccomp(error.into()))?;
     for program in programs {
         seccompiler::apply_filter(&program).map_err(|error| SandboxError::Seccomp(error.into()))?;
     }
@@ -180,7 +190,7 @@ mod tests {
             let mut allowed = BTreeMap::new();
             for list in [RUN_TIME, EVENTS, SOCKETS, FILES, CHECKED] {
                 for syscall in list {
-                    allowed.insert(*syscall, ARGUMENTS.rules(*syscall).unwrap_or_default());
+                    allowed.insert(*syscall, arguments(false).rules(*syscall).unwrap_or_default());
                 }
             }
             // As the real one, but a refusal is an error that can be looked at.

@@ -15,6 +15,7 @@ use super::directory::{Directory, VmId};
 use super::fabric::Origin;
 use super::header::{Addresses, Header, Kind};
 use super::secure::Dropped;
+use super::verbs::Message;
 use super::wire::Wire;
 use super::{Nic, TransportKind, entry, pin};
 
@@ -29,6 +30,8 @@ pub(super) struct Arrivals<'a, P: Provider> {
     pub now: u64,
     /// The last packet's connection: its neighbours are mostly for the same one.
     pub last: &'a mut Option<Last>,
+    /// What is about `verbs`, for later.
+    pub control: &'a mut Vec<(DeviceId, VmId, Message)>,
 }
 
 /// A packet for which all was looked up. It holds for the next packet, and while nothing but packets comes in between.
@@ -64,6 +67,18 @@ impl<P: Provider> Arrivals<'_, P> {
                 let mut carrier = Carrier { engine: self.engine, qp: entry.qp };
                 entry.connection.receive(self.now, rest, arrival, &mut carrier);
                 self.connections.ready(index);
+            }
+            Kind::Control => {
+                let device = self.device(header)?;
+                let host = self.directory.host(header.source).ok_or(Dropped::NotItsHost)?;
+                if !pin::is_verbs(self.directory, header.destination, header.source) {
+                    return Err(Dropped::Pinned);
+                }
+                if !from.is(host) {
+                    return Err(Dropped::NotItsHost);
+                }
+                let message = Message::decode(rest).ok_or(Dropped::Malformed)?;
+                self.control.push((device, header.source, message));
             }
             Kind::Datagram => {
                 let device = self.device(header)?;

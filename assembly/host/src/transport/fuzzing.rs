@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use super::directory::VmId;
 use super::header::{Addresses, Header, Kind, PLAIN, SEALED};
 use super::secure::{Arrived, ClusterKey, DATA_HEADER, Sealing, Secure, TAG, host_of};
+use super::verbs::Message;
 
 /// Reads the headers of a plain packet, and writes again what it has read.
 pub fn headers(bytes: &[u8]) {
@@ -15,6 +16,11 @@ pub fn headers(bytes: &[u8]) {
     {
         assert_eq!(Addresses::decode(&addresses.encode()), Some((addresses, &[][..])));
         assert!(payload.len() < rest.len());
+    }
+    if header.kind == Kind::Control
+        && let Some(message) = Message::decode(rest)
+    {
+        assert_eq!(Message::decode(&message.encode()), Some(message));
     }
 }
 

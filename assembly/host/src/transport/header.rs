@@ -29,6 +29,8 @@ pub(super) enum Kind {
     Connected,
     /// A datagram; its addresses come first.
     Datagram,
+    /// What daemons tell each other of a connection by `verbs`.
+    Control,
 }
 
 /// Who sends to whom.
@@ -47,6 +49,8 @@ impl Header {
         bytes[1] = match self.kind {
             Kind::Connected => 1,
             Kind::Datagram => 2,
+            // Three to five are the daemons' own, see `secure`.
+            Kind::Control => 6,
         };
         bytes[4..8].copy_from_slice(&self.source.0.to_be_bytes());
         bytes[8..12].copy_from_slice(&self.destination.0.to_be_bytes());
@@ -74,6 +78,7 @@ impl Header {
         let kind = match kind {
             1 => Kind::Connected,
             2 => Kind::Datagram,
+            6 => Kind::Control,
             _ => return None,
         };
         let header = Self {
@@ -145,7 +150,7 @@ mod tests {
             let mut bytes = header.encode(version).to_vec();
             bytes.push(0x55);
             assert_eq!(Header::decode(&bytes, version), Some((header, &[0x55][..])));
-            for (at, value) in [(0, 3 - version), (1, 0), (1, 3), (2, 1), (3, 1)] {
+            for (at, value) in [(0, 3 - version), (1, 0), (1, 4), (2, 1), (3, 1)] {
                 let mut wrong = bytes.clone();
                 wrong[at] = value;
                 assert_eq!(Header::decode(&wrong, version), None);

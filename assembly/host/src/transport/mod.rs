@@ -4,6 +4,7 @@
 //! hca::Engine ── Action::Post ──▶ Transports ── roce::Connection::transmit ──▶ fabric ──▶ UDP
 //!      ▲                            │    ▲                                     wire ──▶ frames on the NIC's segment
 //!      └── remote_* (Carrier) ◀─────┘    └── fabric ◀── UDP, wire ◀── frames
+//!                                   └── verbs ──▶ the host's RDMA device: the protocol is its own
 //! ```
 //!
 //! All of it runs on the engine's thread, between its polls. A connection of the protocol is made when its queue pair first posts a
@@ -15,12 +16,14 @@
 //! | `fabric`, `header`, `counters` | packets between daemons |
 //! | `secure` | their encryption and authentication |
 //! | `wire` | plain RoCEv2 on a NIC's segment, for whoever no daemon knows |
+//! | `verbs`, `carried` | queue pairs backed by those of the host's RDMA device |
 //! | `pin` | which transport a connection must use |
 //! | `arrivals` | what other daemons sent |
 //! | `carrier` | the protocol's view of the engine |
 //! | `connections` | the protocol's connections |
 
 mod arrivals;
+mod carried;
 mod carrier;
 mod connections;
 mod counters;
@@ -31,6 +34,7 @@ pub mod fuzzing;
 mod header;
 mod pin;
 mod secure;
+mod verbs;
 mod wire;
 
 use std::collections::HashMap;
@@ -60,6 +64,9 @@ use header::{ADDRESSES, Addresses, Header, Kind};
 use pin::Refused;
 pub use pin::TransportKind;
 pub use secure::{ClusterKey, KeyError, PeerReport};
+pub use verbs::library::{Absent, Found, devices};
+pub use verbs::{LinkCounters, LinkReport, VerbsReport};
+use verbs::{Message, Verbs};
 use wire::Wire;
 pub use wire::WirePort;
 
@@ -97,8 +104,15 @@ pub struct ConnectionReport {
     pub transport: &'static str,
     /// The peer's host, if the directory knows it.
     pub host: Option<SocketAddr>,
-    /// Counters of the protocol.
-    pub counters: roce::Counters,
+    /// Counters of the protocol, where this daemon speaks it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub counters: Option<roce::Counters>,
+    /// What the host's RDMA device has of it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub verbs: Option<LinkReport>,
+    /// Why it isn't carried by `verbs`, which it is pinned to.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub instead_of_verbs: Option<String>,
 }
 
 /// The transports of an engine.
@@ -106,6 +120,11 @@ pub struct Transports {
     directory: Arc<dyn Directory>,
     fabric: Fabric,
     wire: Wire,
+    verbs: Verbs,
+    /// Queue pairs that are pinned to `verbs` and can't be carried by it: why.
+    instead: HashMap<QpId, String>,
+    /// Messages of other daemons about `verbs`, to be taken.
+    control: Vec<(DeviceId, VmId, Message)>,
     nics: HashMap<DeviceId, Nic>,
     /// By VM and segment.
     devices: HashMap<(VmId, u32), DeviceId>,
@@ -153,6 +172,9 @@ impl Transports {
             directory,
             fabric,
             wire,
+            verbs: Verbs::absent("its daemon isn't told to use an RDMA device; start it with --verbs"),
+            instead: HashMap::new(),
+            control: Vec::new(),
             nics: HashMap::new(),
             devices: HashMap::new(),
             connections: Connections::default(),
@@ -202,12 +224,8 @@ impl Transports {
             // What isn't to go from RAM to RAM comes here, and is carried or refused.
             engine.set_detour(device, pin != TransportKind::Local);
             tracing::info!(vm = vm.0, segment, "A VM's RDMA is pinned to transport {}", pin.name());
-            if pin == TransportKind::Verbs {
-                tracing::warn!(
-                    vm = vm.0,
-                    "This daemon has no transport {}: connections of that VM are refused",
-                    pin.name()
-                );
+            if pin == TransportKind::Verbs && !self.verbs.is_there() {
+                tracing::warn!(vm = vm.0, "Connections of that VM are refused: {}", self.verbs.why_absent());
             }
         }
     }
@@ -221,11 +239,13 @@ impl Transports {
         }
         self.wire.detach(device);
         self.connections.remove_device(device);
+        self.verbs.remove_device(device);
+        self.instead.retain(|qp, _| qp.device != device);
     }
 
     /// Descriptors that become readable when there is something to receive.
     pub fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
-        self.fabric.fds().chain(std::iter::once(self.wire.fd()))
+        self.fabric.fds().chain(std::iter::once(self.wire.fd())).chain(self.verbs.fds())
     }
 
     /// Whether the thread should look again at once rather than sleep.
@@ -233,6 +253,7 @@ impl Transports {
     pub fn is_busy(&self, now: u64) -> bool {
         self.connections.any_ready()
             || self.fabric.is_blocked()
+            || self.verbs.is_busy(now)
             || (self.last_packet > 0 && now.saturating_sub(self.last_packet) < EAGER_NS)
     }
 
@@ -245,7 +266,7 @@ impl Transports {
     /// When something is due at the latest.
     #[must_use]
     pub fn next(&self) -> Option<u64> {
-        [self.connections.next(), self.fabric.next()].into_iter().flatten().min()
+        [self.connections.next(), self.fabric.next(), self.verbs.next()].into_iter().flatten().min()
     }
 
     /// Whether there are sockets.
@@ -269,12 +290,24 @@ impl Transports {
     /// The connection of a queue pair.
     #[must_use]
     pub fn report(&self, device: DeviceId, qpn: Qpn) -> Option<ConnectionReport> {
+        if let Some((host, link)) = self.verbs.report_of(device, qpn) {
+            let transport = TransportKind::Verbs.name();
+            return Some(ConnectionReport {
+                transport,
+                host,
+                counters: None,
+                verbs: Some(link),
+                instead_of_verbs: None,
+            });
+        }
         let entry = self.connections.by_number(device, qpn.0)?;
         let kind = if entry.line.is_some() { TransportKind::Wire } else { TransportKind::Fabric };
         Some(ConnectionReport {
             transport: kind.name(),
             host: entry.host,
-            counters: *entry.connection.counters(),
+            counters: Some(*entry.connection.counters()),
+            verbs: None,
+            instead_of_verbs: self.instead.get(&entry.qp).cloned(),
         })
     }
 
@@ -290,7 +323,14 @@ impl Transports {
     pub fn reaches(&self, device: DeviceId, peer: Gid) -> Option<&'static str> {
         let owner = self.owner(device, peer);
         let way = match owner {
-            Some(owner) => self.directory.host(owner).map(|_| TransportKind::Fabric)?,
+            Some(owner) => {
+                self.directory.host(owner)?;
+                let nic = self.nics.get(&device)?;
+                if pin::is_verbs(self.directory.as_ref(), nic.vm, owner) {
+                    return Some(if self.verbs.is_there() { TransportKind::Verbs.name() } else { REFUSED });
+                }
+                TransportKind::Fabric
+            }
             None => self.wire.has(device).then_some(TransportKind::Wire)?,
         };
         let allowed = self
@@ -308,7 +348,7 @@ impl Transports {
     /// Takes what has arrived. Before the engine's poll.
     pub fn receive<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) -> bool {
         self.rounds = self.rounds.wrapping_add(1);
-        let by_wire = self.receive_wire(engine, now);
+        let by_wire = self.receive_wire(engine, now) | self.verbs.poll(engine, now);
         if by_wire {
             self.last_packet = now;
         }
@@ -322,16 +362,26 @@ impl Transports {
             return by_wire;
         }
         self.last_look = now;
-        let Self { fabric, wire, directory, nics, devices, connections, .. } = self;
+        let Self { fabric, wire, directory, nics, devices, connections, control, .. } = self;
         let last = &mut None;
         let any = fabric.receive(now, &|| directory.hosts(), |from, header, bytes, congested| {
-            let directory = directory.as_ref();
-            let mut arrivals = Arrivals { directory, nics, devices, connections, wire, engine, now, last };
+            let mut arrivals = Arrivals {
+                directory: directory.as_ref(),
+                nics,
+                devices,
+                connections,
+                wire,
+                engine,
+                now,
+                last,
+                control,
+            };
             arrivals.take(from, header, bytes, congested)
         });
         if any {
             self.last_packet = now;
         }
+        self.take_control(engine, now);
         any || by_wire
     }
 
@@ -359,6 +409,8 @@ impl Transports {
             }
             self.connections.ready(index);
         }
+        worked |= self.verbs.carry(engine, now);
+        self.send_control(engine, now);
         self.fabric.expire(now);
         for _ in 0..self.connections.ready_count() {
             let Some(index) = self.connections.next_ready() else { break };
@@ -370,6 +422,15 @@ impl Transports {
     fn act<P: Provider>(&mut self, engine: &mut Engine<P>, action: Action, now: u64) {
         match action {
             Action::Post { qp, request } => {
+                match self.way_by_verbs(engine, qp, now) {
+                    Some(Ok(link)) => return self.verbs.post(engine, link, request, now),
+                    Some(Err(refused)) => {
+                        telemetry::guest_warn!(self.refusals, "A connection is refused: {refused}");
+                        engine.remote_complete(qp, request.token, Err(Status::LocalQpOperation));
+                        return;
+                    }
+                    None => {}
+                }
                 if let Some(refused) = self.refusal(engine, qp) {
                     telemetry::guest_warn!(self.refusals, "A connection is refused: {refused}");
                     engine.remote_complete(qp, request.token, Err(Status::LocalQpOperation));
@@ -397,6 +458,7 @@ impl Transports {
                 self.connections.ready(index);
             }
             Action::ReceivePosted { qp } => {
+                self.verbs.receive_posted(engine, qp, now);
                 if let Some(index) = self.connections.find(qp) {
                     if let Some(entry) = self.connections.get_mut(index) {
                         entry.connection.receive_posted();
@@ -404,7 +466,12 @@ impl Transports {
                     self.connections.ready(index);
                 }
             }
+            Action::RegionGone { device, key } => self.verbs.region_gone(device, key, now),
             Action::Closed { qp } => {
+                self.instead.remove(&qp);
+                if self.verbs.close(qp) {
+                    return;
+                }
                 if let Some(index) = self.connections.find(qp) {
                     if let Some(entry) = self.connections.get_mut(index) {
                         // One that failed by itself still tells its peer why.

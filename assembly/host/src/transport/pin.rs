@@ -54,6 +54,11 @@ pub(super) fn pinned(
     }
 }
 
+/// Whether connections of two VMs are pinned to the hosts' RDMA devices.
+pub(super) fn is_verbs(directory: &dyn Directory, own: VmId, peer: VmId) -> bool {
+    pinned(directory, own, peer) == Ok(Some(TransportKind::Verbs))
+}
+
 /// Whether a transport may carry what two VMs have with each other.
 pub(super) fn check(
     directory: &dyn Directory,
@@ -62,6 +67,8 @@ pub(super) fn check(
     way: TransportKind,
 ) -> Result<(), Refused> {
     match pinned(directory, own, peer)? {
+        // What an RDMA device can't carry of such a VM: datagrams, and connections of certain kinds.
+        Some(TransportKind::Verbs) if way == TransportKind::Fabric => Ok(()),
         Some(pin) if pin != way => Err(Refused::NotThatWay(pin, way)),
         _ => Ok(()),
     }

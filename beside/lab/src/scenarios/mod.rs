@@ -14,6 +14,7 @@ mod rdma_netem;
 mod rdma_pyverbs;
 mod rdma_tools;
 mod rdma_ulp;
+mod rdma_verbs;
 mod rdma_wire;
 mod wakeups;
 
@@ -35,5 +36,6 @@ pub const ALL: &[Scenario] = &[
     rdma_fabric::SCENARIO,
     rdma_netem::SCENARIO,
     rdma_wire::SCENARIO,
+    rdma_verbs::SCENARIO,
     wakeups::SCENARIO,
 ];

@@ -99,6 +99,7 @@ impl<P: Provider> Engine<P> {
             kind: Kind::User,
             start,
             length: init.length,
+            exported: false,
             extent,
         };
         let info = self.add_region(device, pd, region)?;
@@ -122,6 +123,7 @@ impl<P: Provider> Engine<P> {
             kind: Kind::Dma,
             start: 0,
             length: u64::MAX,
+            exported: false,
             extent: Extent::Identity,
         };
         self.add_region(device, pd, region)
@@ -144,6 +146,7 @@ impl<P: Provider> Engine<P> {
             kind: Kind::Fast { max_pages },
             start: 0,
             length: 0,
+            exported: false,
             extent: Extent::Identity,
         };
         self.add_region(device, pd, region)

@@ -7,6 +7,7 @@ use crate::error::VerbsError;
 use crate::names::{ContextHandle, CqHandle, DeviceId, MrHandle, PdHandle, QpHandle, SrqHandle};
 use crate::objects::{QpRef, Wait};
 use crate::provider::Provider;
+use crate::remote::Action;
 use crate::work::AsyncEvent;
 
 use super::{Engine, Timer};
@@ -64,6 +65,9 @@ impl<P: Provider> Engine<P> {
         }
         if let Some(pd) = found.pds.get_mut(region.pd) {
             pd.owned -= 1;
+        }
+        if region.exported {
+            self.actions.push(Action::RegionGone { device, key: region.key });
         }
         Ok(())
     }

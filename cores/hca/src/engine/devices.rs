@@ -5,6 +5,7 @@ use crate::limits::Limits;
 use crate::names::{ContextHandle, DeviceId, Gid, QpHandle};
 use crate::objects::{Device, GidEntry, NOT_NOTIFIED, Path, QpRef};
 use crate::provider::{CompletionQueue, Provider};
+use crate::remote::Action;
 use crate::work::{Arm, MAX_SGE};
 
 use super::{DeviceConfig, Engine, Timer};
@@ -49,6 +50,11 @@ impl<P: Provider> Engine<P> {
                 self.close_elsewhere(at);
             }
         }
+        let regions = self.device(device.0).into_iter().flat_map(|found| found.regions.table().iter());
+        let exported = regions.filter(|(_, region)| region.exported);
+        let gone: Vec<_> =
+            exported.map(|(_, region)| Action::RegionGone { device, key: region.key }).collect();
+        self.actions.extend(gone);
         let Some(old) = self.device_mut(device.0) else { return };
         let mut new = Device::new(
             std::mem::take(&mut old.name),

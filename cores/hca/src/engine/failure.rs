@@ -109,6 +109,12 @@ impl<P: Provider> Engine<P> {
         while flushed < FLUSHED_PER_TURN {
             let Some(device) = self.device_mut(at.device) else { break };
             let Some(qp) = device.qps.get_mut(at.handle) else { break };
+            let ahead = qp.elsewhere.as_mut().and_then(|elsewhere| elsewhere.ahead.pop_front());
+            if let Some(receive) = ahead {
+                self.complete_receive_error(at, receive.wr_id, Status::Flushed);
+                flushed += 1;
+                continue;
+            }
             let Some(queue) = &mut qp.receive_queue else { break };
             let wr_id = match queue.take(&device.memory) {
                 Fetched::Empty | Fetched::Broken => break,

@@ -85,6 +85,8 @@ pub(crate) struct Region {
     pub start: u64,
     /// Bytes.
     pub length: u64,
+    /// A transport has a registration of its own of it.
+    pub exported: bool,
     pub extent: Extent,
 }
 

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::*;
 
 fn region(start: u64, length: u64, access: Access, extent: Extent) -> Region {
-    Region { key: 0, pd: 1, access, valid: true, kind: Kind::User, start, length, extent }
+    Region { key: 0, pd: 1, access, valid: true, kind: Kind::User, start, length, exported: false, extent }
 }
 
 fn gather(regions: &Regions, pd: u32, sges: &[Sge], need: Access) -> Result<Vec<Piece>, Forbidden> {

@@ -16,6 +16,7 @@
 //! local stays so as well: when its peer vanishes its data doesn't go out to a network, and nobody there can take the peer's place.
 
 mod datagrams;
+mod queued;
 mod requester;
 mod responder;
 
@@ -26,9 +27,10 @@ use crate::engine::Engine;
 use crate::names::{DeviceId, Gid, QpHandle, Qpn, SegmentId};
 use crate::objects::{Path, QpRef};
 use crate::provider::Provider;
-use crate::work::{Remote, SendRequest, Status};
+use crate::work::{ReceiveRequest, Remote, SendRequest, Status};
 
 pub use datagrams::{IncomingDatagram, OutgoingDatagram};
+pub use queued::{AheadReceived, NotQueued, Queued, RegionInfo, first_bytes};
 pub use responder::{AtomicOperation, Refusal};
 
 /// A queue pair, as transports name it. Never used again, so a name of what is gone leads nowhere.
@@ -126,6 +128,13 @@ pub enum Action {
         /// Whose.
         qp: QpId,
     },
+    /// A region that a transport was told of ([`Engine::remote_region`]) has ended: nobody may reach its memory any more.
+    RegionGone {
+        /// Whose.
+        device: DeviceId,
+        /// Its key.
+        key: u32,
+    },
 }
 
 /// A connection as its queue pair has it.
@@ -162,6 +171,8 @@ pub(crate) struct Outstanding {
 #[derive(Debug, Default)]
 pub(crate) struct Elsewhere {
     pub outstanding: VecDeque<Outstanding>,
+    /// Receives that were taken before there was a message for them.
+    pub ahead: VecDeque<ReceiveRequest>,
     next_token: u64,
     /// The peer was told that there is no receive, and is to be told when there is one.
     pub awaits_receive: bool,
@@ -208,6 +219,12 @@ impl<P: Provider> Engine<P> {
         if self.actions.is_empty() {
             self.actions = actions;
         }
+    }
+
+    /// Puts actions of [`Engine::take_actions`] back, before those that came since.
+    pub fn put_back_actions(&mut self, mut actions: Vec<Action>) {
+        actions.append(&mut self.actions);
+        self.actions = actions;
     }
 
     /// Whether [`Engine::take_actions`] has something.

@@ -123,7 +123,7 @@ impl<P: Provider> Engine<P> {
     }
 
     /// An outstanding request of a queue pair that still is the one named.
-    fn outstanding(&self, qp: QpId, token: u64) -> Option<&Outstanding> {
+    pub(super) fn outstanding(&self, qp: QpId, token: u64) -> Option<&Outstanding> {
         let found = self.qp(qp.at()).filter(|found| found.incarnation == qp.incarnation)?;
         let outstanding = &found.elsewhere.as_ref()?.outstanding;
         let index = token.checked_sub(outstanding.front()?.token)?;

@@ -332,7 +332,12 @@ impl<P: Provider> Engine<P> {
     }
 
     /// A reliable responder that refuses fails with the event; an unreliable one goes on.
-    fn refused(&mut self, at: QpRef, refusal: Refusal, event: Option<fn(QpHandle) -> AsyncEvent>) -> Refusal {
+    pub(super) fn refused(
+        &mut self,
+        at: QpRef,
+        refusal: Refusal,
+        event: Option<fn(QpHandle) -> AsyncEvent>,
+    ) -> Refusal {
         let Some(found) = self.qp(at).filter(|found| found.kind == QpKind::Rc) else { return refusal };
         let handle = found.handle;
         if refusal == Refusal::Access
@@ -347,7 +352,7 @@ impl<P: Provider> Engine<P> {
         refusal
     }
 
-    fn count_served(
+    pub(super) fn count_served(
         &mut self,
         at: QpRef,
         bytes: u32,

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use dma::access::CopyFault;
-use dma::{Dma, DmaFault};
+use dma::{Alias, AliasError, Dma, DmaFault};
 
 use crate::abi::PAGE;
 
@@ -124,5 +124,9 @@ impl<M: Dma + Clone> Dma for Watched<M> {
 
     fn check(&self, address: u64, len: u64) -> Result<(), DmaFault> {
         self.inner.check(address, len)
+    }
+
+    fn alias(&self, pieces: &[(u64, u64)]) -> Result<Alias, AliasError> {
+        self.inner.alias(pieces)
     }
 }

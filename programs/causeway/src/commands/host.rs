@@ -21,7 +21,7 @@ pub fn host(args: &HostArgs, json: bool) -> anyhow::Result<()> {
             metrics: args.metrics,
             sandbox: !args.no_sandbox,
             fabric: args.directory.clone().zip(args.fabric_address).map(|(directory, address)| {
-                FabricConfig { directory, address, cluster_key: args.cluster_key.clone() }
+                FabricConfig { directory, address, cluster_key: args.cluster_key.clone(), verbs: args.verbs }
             }),
             engine: EngineSetup { cpu: args.engine_cpu, ..EngineSetup::default() },
         };

@@ -9,7 +9,14 @@ use super::files::Files;
 
 /// Looks at the host's devices.
 pub fn examine(files: &Files) -> Vec<Finding> {
-    vec![iommu(files), vfio(files), rdma(files), tap(files), passt(std::env::var_os("PATH"))]
+    vec![
+        iommu(files),
+        vfio(files),
+        rdma(files),
+        verbs(host::transport::devices()),
+        tap(files),
+        passt(std::env::var_os("PATH")),
+    ]
 }
 
 fn iommu(files: &Files) -> Finding {
@@ -46,6 +53,22 @@ fn rdma(files: &Files) -> Finding {
         "none",
         "any network interface can become one: modprobe rdma_rxe && rdma link add rxe0 type rxe netdev NAME",
     )
+}
+
+/// Whether `causeway host --verbs` could work; which address a device needs is only known there.
+fn verbs(devices: Result<Vec<String>, host::transport::Absent>) -> Finding {
+    const NAME: &str = "transport verbs";
+    match devices {
+        Ok(devices) => Finding::ok(
+            NAME,
+            format!("possible with {} where it has the host's address in the directory", devices.join(", ")),
+        ),
+        Err(absent) => Finding::limited(
+            NAME,
+            format!("not possible: {absent}"),
+            "it is needed only where guests' connections are to use the host's own RDMA device",
+        ),
+    }
 }
 
 fn tap(files: &Files) -> Finding {

@@ -1,0 +1,254 @@
+//! A guest's queue pair that is backed by one of the host's device.
+//!
+//! ```text
+//!            Hello comes                       the peer has said that it knows ours
+//!   new ──────────────────▶ receives ────────────────────────────────▶ settled ── first request ──▶ sends
+//!    │ ask, again and again    receives of the guest are posted
+//!    └─ no answer in the guest's own time: retry exceeded
+//! ```
+
+use std::collections::{BTreeSet, VecDeque};
+use std::net::SocketAddr;
+
+use hca::names::PdHandle;
+use hca::remote::{Posted, QpId};
+use serde::Serialize;
+
+use super::super::header::Header;
+use super::control::{Body, Hello, Message};
+use super::numbers::PeerKeys;
+use super::rnic::{End, HostPd, HostQp};
+
+/// Nanoseconds before a question is asked again, at first; doubled each time.
+const AGAIN_NS: u64 = 10_000_000;
+/// Doublings at most.
+const DOUBLINGS: u32 = 4;
+/// Nanoseconds that a peer has for its first answer at least, whatever the guest's timers say: its daemon may be busy.
+const LEAST_PATIENCE_NS: u64 = 2_000_000_000;
+
+/// What a connection has done.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
+pub struct LinkCounters {
+    /// Requests handed to the device.
+    pub requests: u64,
+    /// Of these, completed.
+    pub completed: u64,
+    /// Receives handed to the device.
+    pub receives: u64,
+    /// Of these, completed.
+    pub received: u64,
+    /// Keys of requests translated: of own regions and the peer's.
+    pub translations: u64,
+    /// Questions sent for keys of the peer.
+    pub keys_asked: u64,
+    /// Keys of the peer whose end was told.
+    pub keys_invalidated: u64,
+}
+
+impl LinkCounters {
+    /// Names and values.
+    #[must_use]
+    pub fn list(&self) -> [(&'static str, u64); 7] {
+        [
+            ("requests", self.requests),
+            ("completed", self.completed),
+            ("receives", self.receives),
+            ("received", self.received),
+            ("translations", self.translations),
+            ("keys_asked", self.keys_asked),
+            ("keys_invalidated", self.keys_invalidated),
+        ]
+    }
+}
+
+/// A connection, for reports: its numbers in the guest are the queue pair's.
+#[derive(Debug, Clone, Serialize)]
+pub struct LinkReport {
+    /// The device.
+    pub device: String,
+    /// Number of the queue pair at the device.
+    pub number: u32,
+    /// Number of its peer at the peer's device, once that is known.
+    pub peer_number: Option<u32>,
+    /// Address of the peer's device.
+    pub peer_address: Option<std::net::Ipv6Addr>,
+    /// How far it is: `asking`, `receives`, `settled` or `sends`.
+    pub state: &'static str,
+    /// Keys of the peer that are known here.
+    pub peer_keys: usize,
+    /// What it has done.
+    pub counters: LinkCounters,
+}
+
+/// The connection.
+pub(super) struct Link {
+    pub id: u32,
+    pub qp: QpId,
+    pub qpn: u32,
+    pub peer_qpn: u32,
+    pub host: Option<SocketAddr>,
+    pub header: Header,
+    pub pd: PdHandle,
+    pub host_pd: HostPd,
+    pub pair: HostQp,
+    /// This end, as the peer's daemon learns it.
+    pub own: End,
+    /// Names this incarnation.
+    pub nonce: u32,
+    /// The other end, and its incarnation.
+    pub peer: Option<(u32, End)>,
+    /// The peer has said that it knows this end.
+    pub settled: bool,
+    /// The device's queue pair sends.
+    pub sends: bool,
+    /// What the guest has posted and the device doesn't have.
+    pub waiting: VecDeque<Posted>,
+    /// What the device has: tokens and lengths.
+    pub posted: VecDeque<(u64, u32)>,
+    /// Receives that the device has.
+    pub ahead: u32,
+    pub keys: PeerKeys,
+    /// Keys whose end the peer has not acknowledged.
+    pub unacknowledged: BTreeSet<u32>,
+    /// Since when an answer is missing.
+    pub asking_since: Option<u64>,
+    asks: u32,
+    /// When something is to be said again.
+    pub again_at: Option<u64>,
+    /// The device's queue pair has failed for a reason that is still to be learnt, until then.
+    pub dies_at: Option<u64>,
+    pub established: bool,
+    pub counters: LinkCounters,
+}
+
+/// A message for another daemon.
+#[derive(Debug, Clone)]
+pub(in super::super) struct Outgoing {
+    pub to: SocketAddr,
+    pub header: Header,
+    /// Both queue pairs' numbers: which socket.
+    pub pair: (u32, u32),
+    pub bytes: Vec<u8>,
+}
+
+impl Link {
+    pub fn new(id: u32, nonce: u32, ends: &super::Ends, made: &super::Made) -> Self {
+        Self {
+            id,
+            qp: ends.qp,
+            qpn: ends.qpn,
+            peer_qpn: ends.peer_qpn,
+            host: ends.host,
+            header: ends.header,
+            pd: made.pd,
+            host_pd: made.host_pd,
+            pair: made.pair,
+            own: made.own,
+            nonce,
+            peer: None,
+            settled: false,
+            sends: false,
+            waiting: VecDeque::new(),
+            posted: VecDeque::new(),
+            ahead: 0,
+            keys: PeerKeys::default(),
+            unacknowledged: BTreeSet::new(),
+            asking_since: None,
+            asks: 0,
+            again_at: None,
+            dies_at: None,
+            established: false,
+            counters: LinkCounters::default(),
+        }
+    }
+
+    /// A message to the peer's daemon.
+    pub fn say(&self, body: Body, outbox: &mut Vec<Outgoing>) {
+        let Some(to) = self.host else { return };
+        let message = Message {
+            own: self.qpn,
+            peer: self.peer_qpn,
+            from: self.nonce,
+            to: self.peer.map_or(0, |(nonce, _)| nonce),
+            body,
+        };
+        outbox.push(Outgoing {
+            to,
+            header: self.header,
+            pair: (self.qpn, self.peer_qpn),
+            bytes: message.encode(),
+        });
+    }
+
+    pub fn hello(&self, sq_psn: Option<u32>, outbox: &mut Vec<Outgoing>) {
+        let hello = Hello {
+            gid: self.own.gid,
+            number: self.own.number,
+            psn: self.own.psn,
+            mtu: self.own.mtu,
+            sends: sq_psn.is_some(),
+            settled: self.settled,
+            sq_psn: sq_psn.unwrap_or(0),
+        };
+        self.say(Body::Hello(hello), outbox);
+    }
+
+    /// An answer is waited for from now on.
+    pub fn expect(&mut self, now: u64) {
+        if self.asking_since.is_none() {
+            self.asking_since = Some(now);
+            self.asks = 0;
+        }
+        if self.again_at.is_none() {
+            self.again_at = Some(now + AGAIN_NS);
+        }
+    }
+
+    /// The answer has come.
+    pub fn answered(&mut self) {
+        self.asking_since = None;
+        self.asks = 0;
+        if self.unacknowledged.is_empty() {
+            self.again_at = None;
+        }
+    }
+
+    /// When to say it once more, after having done so.
+    pub fn ask_again(&mut self, now: u64) {
+        self.asks = (self.asks + 1).min(DOUBLINGS);
+        self.again_at = Some(now + (AGAIN_NS << self.asks));
+    }
+
+    /// Whether the peer's daemon has had its time, by the guest's own timers; a timeout of 0 is for ever.
+    pub fn is_out_of_patience(&self, now: u64, timeout: u8, retries: u8) -> bool {
+        let Some(since) = self.asking_since else { return false };
+        if timeout == 0 {
+            return false;
+        }
+        let each = 4096u64 << timeout.min(31);
+        let patience = each.saturating_mul(u64::from(retries) + 1).max(LEAST_PATIENCE_NS);
+        now.saturating_sub(since) >= patience
+    }
+
+    pub fn next(&self) -> Option<u64> {
+        [self.again_at, self.dies_at].into_iter().flatten().min()
+    }
+
+    pub fn report(&self, device: &str) -> LinkReport {
+        let end = self.peer.map(|(_, end)| end);
+        LinkReport {
+            device: device.to_owned(),
+            number: self.own.number,
+            peer_number: end.map(|end| end.number),
+            peer_address: end.map(|end| end.gid.into()),
+            state: match () {
+                () if self.sends => "sends",
+                () if self.settled => "settled",
+                () if self.peer.is_some() => "receives",
+                () => "asking",
+            },
+            peer_keys: self.keys.len(),
+            counters: self.counters,
+        }
+    }
+}

@@ -1,0 +1,955 @@
+//! Transport `verbs`: a guest's queue pair is backed by one of the host's RDMA device, which moves data between the guests' memories.
+//!
+//! ```text
+//!  guest a                                                             guest b
+//!    │ work requests, in the guest's numbers                             ▲ completions
+//!  daemon: checks; lkey, rkey ─▶ the device's (numbers)                  │ receives, translated, posted ahead
+//!    │ post_send                          control (fabric's sockets)     │ post_receive, poll
+//!  host's RDMA device ═════════════ RoCEv2 of the hosts ═════════ host's RDMA device
+//! ```
+//!
+//! Numbers of queue pairs, keys and PSNs differ from the guest's and per host; addresses don't. A guest's region is registered with its
+//! scattered pages in order and its own start (`dma::Alias`), so that a request needs no cutting, whatever the pages: one request of the
+//! guest is one of the device. Protection is the device's: a protection domain of the guest is one of the device, with the same regions
+//! and rights.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `rnic` | what a device must do; `device`, `library`, `abi`: libibverbs |
+//! | `numbers` | keys, both ways |
+//! | `control` | what daemons tell each other |
+//! | `link` | a connection |
+
+mod abi;
+mod control;
+mod device;
+#[cfg(test)]
+mod fake;
+pub(super) mod library;
+mod link;
+mod numbers;
+mod rnic;
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::os::fd::BorrowedFd;
+
+use hca::engine::Engine;
+use hca::names::{DeviceId, PdHandle, Qpn};
+use hca::provider::Provider;
+use hca::remote::{
+    AheadReceived, ConnectionInfo, NotQueued, Posted, PostedOperation, QpId, Refusal, first_bytes,
+};
+use hca::work::{Remote, SgeList, Status};
+use serde::Serialize;
+use telemetry::guest_log::GuestLog;
+
+use super::directory::VmId;
+use super::header::Header;
+pub(super) use control::Message;
+pub(super) use control::Reason;
+use control::{Body, Hello};
+use link::Link;
+pub(super) use link::Outgoing;
+pub use link::{LinkCounters, LinkReport};
+use numbers::{OwnKeys, PeerKey};
+use rnic::{
+    End, HostCompletion, HostEvent, HostPd, HostQp, HostRequest, Operation, Receiving, Registered, Rnic,
+    RnicError, RnicInfo, Sending,
+};
+
+/// Nanoseconds after the last completion during which the device's queues are looked at without sleeping.
+const EAGER_NS: u64 = 200_000;
+/// Nanoseconds that are waited for the reason of a failure.
+const REASON_NS: u64 = 50_000_000;
+/// Marks the completion of a receive.
+const RECEIVE: u64 = 1 << 63;
+
+/// The two ends of a connection, as the guest and the directory have them.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Ends {
+    pub qp: QpId,
+    pub qpn: u32,
+    pub peer_qpn: u32,
+    pub peer_vm: VmId,
+    pub host: Option<SocketAddr>,
+    pub header: Header,
+}
+
+/// What was made for a connection.
+pub(super) struct Made {
+    pd: PdHandle,
+    host_pd: HostPd,
+    pair: HostQp,
+    own: End,
+}
+
+/// What the transport is, and did.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct VerbsReport {
+    /// The device, where there is one.
+    pub device: Option<RnicInfo>,
+    /// Why there is none.
+    pub absent: Option<String>,
+    /// Connections.
+    pub connections: usize,
+    /// Regions registered with the device.
+    pub regions: usize,
+    /// Their bytes, which are pinned.
+    pub registered_bytes: u64,
+    /// Messages from other daemons that were dropped: for no connection, or an earlier one.
+    pub dropped_messages: u64,
+}
+
+/// A connection can't be had.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Refused {
+    #[error("this host can't offer transport verbs: {0}")]
+    Absent(String),
+    #[error("{0}")]
+    Queued(#[from] NotQueued),
+    #[error("{0}")]
+    Device(#[from] RnicError),
+    #[error("its queue pair isn't connected")]
+    Gone,
+}
+
+/// What a request's connection is to be instead.
+pub(super) struct Handed {
+    pub qp: QpId,
+    pub reason: String,
+    pub requests: Vec<Posted>,
+}
+
+/// The transport of a host.
+pub(super) struct Verbs {
+    rnic: Option<Box<dyn Rnic>>,
+    /// Of the device: asked for once.
+    info: Option<RnicInfo>,
+    absent: String,
+    links: HashMap<u32, Link>,
+    by_handle: HashMap<(DeviceId, u32), u32>,
+    by_number: HashMap<(DeviceId, u32), u32>,
+    by_pair: HashMap<HostQp, u32>,
+    pds: HashMap<(DeviceId, PdHandle), (HostPd, u32)>,
+    own: OwnKeys,
+    last_id: u32,
+    /// Messages to other daemons.
+    pub outbox: Vec<Outgoing>,
+    /// Connections that another transport is to carry.
+    pub handed: Vec<Handed>,
+    completions: Vec<HostCompletion>,
+    events: Vec<(HostQp, HostEvent)>,
+    touched: Vec<u32>,
+    last_activity: u64,
+    armed: bool,
+    next: Option<u64>,
+    dropped: u64,
+    log: GuestLog,
+}
+
+/// A number that nobody can guess.
+fn random() -> u32 {
+    let mut bytes = [0; 4];
+    // It can't fail with so few bytes; if it did, numbers would be guessable, not wrong.
+    let _ = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty());
+    u32::from_ne_bytes(bytes)
+}
+
+impl Verbs {
+    /// Without a device, and why.
+    pub fn absent(why: impl Into<String>) -> Self {
+        Self {
+            rnic: None,
+            info: None,
+            absent: why.into(),
+            links: HashMap::new(),
+            by_handle: HashMap::new(),
+            by_number: HashMap::new(),
+            by_pair: HashMap::new(),
+            pds: HashMap::new(),
+            own: OwnKeys::default(),
+            last_id: 0,
+            outbox: Vec::new(),
+            handed: Vec::new(),
+            completions: Vec::new(),
+            events: Vec::new(),
+            touched: Vec::new(),
+            last_activity: 0,
+            armed: false,
+            next: None,
+            dropped: 0,
+            log: GuestLog::new(),
+        }
+    }
+
+    /// Over a device.
+    pub fn over(rnic: Box<dyn Rnic>) -> Self {
+        Self { info: Some(rnic.info()), rnic: Some(rnic), ..Self::absent("") }
+    }
+
+    /// Over a device that was found.
+    ///
+    /// # Errors
+    /// When it can't be opened.
+    pub fn open(found: &library::Found) -> Result<Self, library::Absent> {
+        Ok(Self::over(Box::new(device::Device::open(found)?)))
+    }
+
+    pub fn is_there(&self) -> bool {
+        self.rnic.is_some()
+    }
+
+    /// Why there is no device.
+    pub fn why_absent(&self) -> &str {
+        &self.absent
+    }
+
+    pub fn report(&self) -> VerbsReport {
+        VerbsReport {
+            device: self.info.clone(),
+            absent: self.rnic.is_none().then(|| self.absent.clone()),
+            connections: self.links.len(),
+            regions: self.own.len(),
+            registered_bytes: self.own.bytes(),
+            dropped_messages: self.dropped,
+        }
+    }
+
+    /// The connection of a queue pair, with the host at its other end.
+    pub fn report_of(&self, device: DeviceId, qpn: Qpn) -> Option<(Option<SocketAddr>, LinkReport)> {
+        let link = self.links.get(self.by_number.get(&(device, qpn.0))?)?;
+        let name = self.info.as_ref().map_or("", |info| info.device.as_str());
+        Some((link.host, link.report(name)))
+    }
+
+    /// The connection of a queue pair.
+    #[inline]
+    pub fn find(&self, qp: QpId) -> Option<u32> {
+        if self.links.is_empty() {
+            return None;
+        }
+        let id = *self.by_handle.get(&(qp.device, qp.handle.0))?;
+        self.links.get(&id).is_some_and(|link| link.qp == qp).then_some(id)
+    }
+
+    /// Descriptors that tell of what [`Verbs::poll`] takes; it takes nothing without connections.
+    pub fn fds(&self) -> Vec<BorrowedFd<'_>> {
+        self.rnic.as_ref().filter(|_| !self.links.is_empty()).map(|rnic| rnic.fds()).unwrap_or_default()
+    }
+
+    pub fn is_busy(&self, now: u64) -> bool {
+        !self.links.is_empty() && (!self.armed || now.saturating_sub(self.last_activity) < EAGER_NS)
+    }
+
+    pub fn next(&self) -> Option<u64> {
+        self.next
+    }
+
+    fn due(&mut self, at: Option<u64>) {
+        self.next = [self.next, at].into_iter().flatten().min();
+    }
+
+    fn active(&mut self, now: u64) {
+        self.last_activity = now.max(1);
+        self.armed = false;
+    }
+
+    /// Makes the connection of a queue pair.
+    ///
+    /// # Errors
+    /// Why it can't be.
+    pub fn connect<P: Provider>(
+        &mut self,
+        engine: &mut Engine<P>,
+        ends: &Ends,
+        now: u64,
+    ) -> Result<u32, Refused> {
+        if self.rnic.is_none() {
+            return Err(Refused::Absent(self.absent.clone()));
+        }
+        let queued = engine.queued(ends.qp).ok_or(Refused::Gone)??;
+        let device = ends.qp.device;
+        if let Some(old) = self.by_handle.get(&(device, ends.qp.handle.0)).copied() {
+            // An earlier incarnation's.
+            self.close_link(old);
+        }
+        let Some(rnic) = &mut self.rnic else { return Err(Refused::Absent(self.absent.clone())) };
+        let host_pd = match self.pds.get_mut(&(device, queued.pd)) {
+            Some((host_pd, _)) => *host_pd,
+            None => {
+                let host_pd = rnic.allocate_pd()?;
+                self.pds.insert((device, queued.pd), (host_pd, 0));
+                host_pd
+            }
+        };
+        let info = rnic.info();
+        let (pair, number) = match rnic.create_qp(host_pd, queued.attributes.access) {
+            Ok(made) => made,
+            Err(error) => {
+                // Nobody's yet, where it was made for this.
+                if self.pds.get(&(device, queued.pd)).is_some_and(|(_, users)| *users == 0) {
+                    self.leave_pd(device, queued.pd);
+                }
+                return Err(error.into());
+            }
+        };
+        let own = End { gid: info.address.octets(), number, psn: random() & 0xFF_FFFF, mtu: info.mtu };
+        if let Some((_, users)) = self.pds.get_mut(&(device, queued.pd)) {
+            *users += 1;
+        }
+        self.last_id = (self.last_id + 1) & 0x7FFF_FFFF;
+        let id = self.last_id;
+        let made = Made { pd: queued.pd, host_pd, pair, own };
+        self.links.insert(id, Link::new(id, random() | 1, ends, &made));
+        self.by_handle.insert((device, ends.qp.handle.0), id);
+        self.by_number.insert((device, ends.qpn), id);
+        self.by_pair.insert(pair, id);
+        engine.remote_bind(ends.qp);
+        self.active(now);
+        Ok(id)
+    }
+
+    /// Carries a request.
+    pub fn post<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, request: Posted, now: u64) {
+        if let Some(link) = self.links.get_mut(&id) {
+            link.waiting.push_back(request);
+        }
+        self.advance(engine, id, now);
+    }
+
+    /// Receives were posted.
+    pub fn receive_posted<P: Provider>(&mut self, engine: &mut Engine<P>, qp: QpId, now: u64) {
+        if let Some(id) = self.find(qp) {
+            self.refill(engine, id, now);
+        }
+    }
+
+    /// The connection is over; nothing of the guest is touched any more when this returns.
+    pub fn close(&mut self, qp: QpId) -> bool {
+        let Some(id) = self.find(qp) else { return false };
+        self.close_link(id);
+        true
+    }
+
+    fn close_link(&mut self, id: u32) {
+        let Some(link) = self.links.remove(&id) else { return };
+        if let Some(rnic) = &mut self.rnic {
+            rnic.destroy_qp(link.pair);
+        }
+        let device = link.qp.device;
+        self.by_pair.remove(&link.pair);
+        if self.by_handle.get(&(device, link.qp.handle.0)) == Some(&id) {
+            self.by_handle.remove(&(device, link.qp.handle.0));
+        }
+        if self.by_number.get(&(device, link.qpn)) == Some(&id) {
+            self.by_number.remove(&(device, link.qpn));
+        }
+        self.leave_pd(device, link.pd);
+    }
+
+    fn leave_pd(&mut self, device: DeviceId, pd: PdHandle) {
+        let Some((host_pd, users)) = self.pds.get_mut(&(device, pd)) else { return };
+        *users = users.saturating_sub(1);
+        if *users == 0 {
+            let host_pd = *host_pd;
+            self.pds.remove(&(device, pd));
+            if let Some(rnic) = &mut self.rnic {
+                rnic.free_pd(host_pd);
+            }
+        }
+    }
+
+    /// A guest's region has ended; nobody reaches its memory any more when this returns.
+    pub fn region_gone(&mut self, device: DeviceId, key: u32, now: u64) {
+        let Some((own, told)) = self.own.remove(device, key) else { return };
+        if let Some(rnic) = &mut self.rnic {
+            rnic.deregister(own.registered.mr);
+        }
+        self.leave_pd(device, own.pd);
+        for id in told {
+            let Some(link) = self.links.get_mut(&id) else { continue };
+            link.unacknowledged.insert(key);
+            link.say(Body::Invalidate { rkey: key }, &mut self.outbox);
+            if link.again_at.is_none() {
+                link.ask_again(now);
+            }
+            let next = link.next();
+            self.due(next);
+        }
+    }
+
+    /// A device is about to go, or its memory, or it may not access it any more: which queue pairs have lost their connections.
+    pub fn remove_device(&mut self, device: DeviceId) -> Vec<QpId> {
+        let ids: Vec<_> = self
+            .links
+            .values()
+            .filter(|link| link.qp.device == device)
+            .map(|link| (link.id, link.qp))
+            .collect();
+        for (id, _) in &ids {
+            self.close_link(*id);
+        }
+        for own in self.own.remove_device(device) {
+            if let Some(rnic) = &mut self.rnic {
+                rnic.deregister(own.registered.mr);
+            }
+            self.leave_pd(device, own.pd);
+        }
+        ids.into_iter().map(|(_, qp)| qp).collect()
+    }
+
+    /// Answers a daemon's message without a connection.
+    pub fn answer(&mut self, to: SocketAddr, header: Header, message: &Message) {
+        let pair = (message.own, message.peer);
+        self.outbox.push(Outgoing { to, header, pair, bytes: message.encode() });
+    }
+
+    /// Takes what the device has done.
+    pub fn poll<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) -> bool {
+        let Some(rnic) = self.rnic.as_mut().filter(|_| !self.links.is_empty()) else { return false };
+        let mut events = std::mem::take(&mut self.events);
+        let mut completions = std::mem::take(&mut self.completions);
+        rnic.events(&mut events);
+        rnic.poll(&mut completions);
+        let any = !events.is_empty() || !completions.is_empty();
+        for completion in completions.drain(..) {
+            self.completed(engine, &completion, now);
+        }
+        for (pair, event) in events.drain(..) {
+            let Some(link) = self.by_pair.get(&pair).and_then(|id| self.links.get(id)) else { continue };
+            let refusal = match event {
+                HostEvent::Request => Refusal::Invalid,
+                HostEvent::Access => Refusal::Access,
+                HostEvent::Fatal => Refusal::Operational,
+            };
+            engine.remote_refused(link.qp, refusal);
+        }
+        (self.events, self.completions) = (events, completions);
+        if any {
+            self.active(now);
+        }
+        let mut touched = std::mem::take(&mut self.touched);
+        for id in touched.drain(..) {
+            self.refill(engine, id, now);
+            self.advance(engine, id, now);
+        }
+        self.touched = touched;
+        any
+    }
+
+    fn completed<P: Provider>(&mut self, engine: &mut Engine<P>, completion: &HostCompletion, now: u64) {
+        // Twice 31 bits and 32: the link, and what of it.
+        let id = u32::try_from((completion.wr_id & !RECEIVE) >> 32).unwrap_or(0);
+        // Queue pairs that are gone leave completions behind.
+        let Some(link) = self.links.get_mut(&id) else { return };
+        if self.touched.last() != Some(&id) {
+            self.touched.push(id);
+        }
+        let status = completion.status;
+        if status == Status::Flushed && link.dies_at.is_none() {
+            // Something else has failed it: the peer's daemon, or an event, says what.
+            link.dies_at = Some(now + REASON_NS);
+            let next = link.next();
+            self.due(next);
+            return;
+        }
+        if status == Status::Flushed {
+            return;
+        }
+        if completion.wr_id & RECEIVE != 0 {
+            link.ahead = link.ahead.saturating_sub(1);
+            link.counters.received += 1;
+            if !std::mem::replace(&mut link.established, true) {
+                engine.remote_established(link.qp);
+            }
+            let outcome = if status == Status::Success {
+                Ok(AheadReceived {
+                    length: completion.length,
+                    immediate: completion.immediate,
+                    write: completion.write,
+                    // The device doesn't say whether the sender asked for an event. One too many is borne, one too few is not.
+                    solicited: true,
+                })
+            } else {
+                Err(status)
+            };
+            engine.remote_ahead_end(link.qp, outcome);
+            return;
+        }
+        let Some((token, length)) = link.posted.pop_front() else { return };
+        link.counters.completed += 1;
+        if matches!(status, Status::RemoteAccess | Status::RemoteInvalidRequest | Status::RemoteOperation) {
+            link.say(Body::Failed { status: status as u32 }, &mut self.outbox);
+        }
+        engine.remote_complete(
+            link.qp,
+            token,
+            if status == Status::Success { Ok(length) } else { Err(status) },
+        );
+    }
+
+    /// Lets timers run out, and has the device wake the thread once nothing has come for a while.
+    pub fn carry<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) -> bool {
+        if self.next.is_some_and(|next| next <= now) {
+            self.next = None;
+            let due: Vec<u32> = self
+                .links
+                .values()
+                .filter(|link| link.next().is_some_and(|next| next <= now))
+                .map(|link| link.id)
+                .collect();
+            for id in due {
+                self.expired(engine, id, now);
+            }
+            self.next = self.links.values().filter_map(Link::next).min();
+        }
+        if self.links.is_empty() || self.armed || now.saturating_sub(self.last_activity) < EAGER_NS {
+            return false;
+        }
+        if let Some(rnic) = &mut self.rnic {
+            rnic.arm();
+            self.armed = true;
+        }
+        // What came before that makes nothing readable.
+        self.poll(engine, now)
+    }
+
+    fn expired<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, now: u64) {
+        let Some(link) = self.links.get_mut(&id) else { return };
+        if link.dies_at.is_some_and(|at| at <= now) {
+            link.dies_at = None;
+            engine.remote_fail(link.qp);
+            return;
+        }
+        let attributes = engine.connection(link.qp).map(|info| info.attributes);
+        let Some(attributes) = attributes else { return link.answered() };
+        if link.is_out_of_patience(now, attributes.timeout, attributes.retry_count) {
+            link.answered();
+            if let Some(request) = link.waiting.pop_front() {
+                engine.remote_complete(link.qp, request.token, Err(Status::RetryExceeded));
+            }
+            return;
+        }
+        if link.asking_since.is_some() {
+            if !link.settled {
+                link.hello(Some(attributes.sq_psn), &mut self.outbox);
+            }
+            let asked = link.waiting.front().and_then(remote_of);
+            if let Some(remote) = asked
+                && let Some(PeerKey::Asked(serial)) = link.keys.get(remote.rkey)
+            {
+                link.say(Body::Resolve { rkey: remote.rkey, serial }, &mut self.outbox);
+            }
+        }
+        for rkey in &link.unacknowledged {
+            link.say(Body::Invalidate { rkey: *rkey }, &mut self.outbox);
+        }
+        if link.asking_since.is_some() || !link.unacknowledged.is_empty() {
+            link.ask_again(now);
+        } else {
+            link.again_at = None;
+        }
+    }
+
+    /// The device's keys of a guest's region, registered if it isn't.
+    fn real_key<P: Provider>(
+        &mut self,
+        engine: &mut Engine<P>,
+        (device, pd, host_pd): (DeviceId, PdHandle, HostPd),
+        key: u32,
+    ) -> Result<Option<Registered>, String> {
+        if let Some(registered) = self.own.get(device, pd, key) {
+            return Ok(Some(registered));
+        }
+        let Some(rnic) = &mut self.rnic else { return Ok(None) };
+        let Some(region) = engine.remote_region(device, pd, key) else { return Ok(None) };
+        let memory = engine.remote_alias(device, &region.pieces).map_err(|error| error.to_string())?;
+        let registered = rnic.register(host_pd, memory, region.start, region.access).map_err(chain)?;
+        self.own.insert(device, pd, key, registered, region.length);
+        if let Some((_, users)) = self.pds.get_mut(&(device, pd)) {
+            *users += 1;
+        }
+        Ok(Some(registered))
+    }
+
+    /// Elements with the device's keys.
+    fn translated<P: Provider>(
+        &mut self,
+        engine: &mut Engine<P>,
+        id: u32,
+        sges: &[hca::work::Sge],
+    ) -> Result<SgeList, String> {
+        let domain = self.links.get(&id).map(|link| (link.qp.device, link.pd, link.host_pd));
+        let domain = domain.ok_or("the connection is gone")?;
+        let mut list = SgeList::new();
+        for sge in sges.iter().filter(|sge| sge.length > 0) {
+            let registered = self.real_key(engine, domain, sge.lkey)?;
+            let registered = registered.ok_or_else(|| format!("no region has the key {:#x}", sge.lkey))?;
+            list.push(hca::work::Sge { lkey: registered.lkey, ..*sge });
+        }
+        if let Some(link) = self.links.get_mut(&id) {
+            link.counters.translations += list.len() as u64;
+        }
+        Ok(list)
+    }
+
+    /// Hands what the guest has posted to the device, as far as it can be.
+    fn advance<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, now: u64) {
+        loop {
+            let Some(link) = self.links.get_mut(&id) else { return };
+            let (Some(rnic), Some(device)) = (&mut self.rnic, &self.info) else { return };
+            let Some(&request) = link.waiting.front() else { return };
+            let Some(info) = engine.connection(link.qp) else { return };
+            if !link.settled {
+                if link.asking_since.is_none() {
+                    link.hello(Some(info.attributes.sq_psn), &mut self.outbox);
+                }
+                link.expect(now);
+                let next = link.next();
+                return self.due(next);
+            }
+            if !link.sends {
+                let sending = Sending {
+                    psn: link.own.psn,
+                    timeout: info.attributes.timeout,
+                    retry_count: info.attributes.retry_count,
+                    rnr_retry: info.attributes.rnr_retry,
+                    reads: info.attributes.max_rd_atomic.min(device.reads),
+                };
+                if let Err(error) = rnic.send_to(link.pair, &sending) {
+                    return self.fail(engine, id, &chain(error));
+                }
+                link.sends = true;
+            }
+            if link.posted.len() >= usize::try_from(device.sends).unwrap_or(0) {
+                return;
+            }
+            let remote = remote_of(&request);
+            let mut rkey = 0;
+            if let Some(remote) = remote {
+                match link.keys.get(remote.rkey) {
+                    Some(PeerKey::Real(real)) => rkey = real,
+                    Some(PeerKey::Asked(_)) => return,
+                    Some(PeerKey::None) => {
+                        link.keys.forget(remote.rkey);
+                        return self.refuse_remotely(engine, id, request.token);
+                    }
+                    None => {
+                        let serial = link.keys.ask(remote.rkey);
+                        link.counters.keys_asked += 1;
+                        link.say(Body::Resolve { rkey: remote.rkey, serial }, &mut self.outbox);
+                        link.expect(now);
+                        let next = link.next();
+                        return self.due(next);
+                    }
+                }
+                link.counters.translations += 1;
+            }
+            if matches!(request.operation, PostedOperation::Send { invalidate: Some(_), .. }) {
+                // Keys that can be invalidated so are a kernel's, and its queue pairs aren't carried here.
+                return self.refuse_remotely(engine, id, request.token);
+            }
+            let qp = link.qp;
+            let Some(sges) = engine.remote_sges(qp, request.token) else {
+                link.waiting.pop_front();
+                continue;
+            };
+            let sges = first_bytes(sges, u64::from(request.length));
+            let sges = self.translated(engine, id, &sges);
+            let (Some(link), Some(rnic)) = (self.links.get_mut(&id), &mut self.rnic) else { return };
+            let posted = sges.and_then(|sges| {
+                let wr_id = (u64::from(id) << 32) | (request.token & 0xFFFF_FFFF);
+                let operation = operation(&request.operation, rkey);
+                let (fence, solicited) = (request.fence, request.solicited);
+                rnic.post_send(link.pair, &HostRequest { wr_id, operation, fence, solicited, sges })
+                    .map_err(chain)
+            });
+            link.waiting.pop_front();
+            match posted {
+                Ok(()) => {
+                    link.posted.push_back((request.token, request.length));
+                    link.counters.requests += 1;
+                }
+                Err(why) => {
+                    telemetry::guest_warn!(self.log, "A request can't be handed to the RDMA device: {why}");
+                    engine.remote_complete(qp, request.token, Err(Status::LocalQpOperation));
+                    return;
+                }
+            }
+            self.active(now);
+        }
+    }
+
+    /// A request that the peer would refuse.
+    fn refuse_remotely<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, token: u64) {
+        let Some(link) = self.links.get_mut(&id) else { return };
+        link.waiting.pop_front();
+        let status = Status::RemoteAccess;
+        link.say(Body::Failed { status: status as u32 }, &mut self.outbox);
+        engine.remote_complete(link.qp, token, Err(status));
+    }
+
+    /// The connection can't go on.
+    fn fail<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, why: &str) {
+        let Some(link) = self.links.get_mut(&id) else { return };
+        telemetry::guest_warn!(self.log, "A connection by transport verbs fails: {why}");
+        let qp = link.qp;
+        if let Some(request) = link.waiting.pop_front() {
+            engine.remote_complete(qp, request.token, Err(Status::LocalQpOperation));
+        }
+        engine.remote_fail(qp);
+    }
+
+    /// Hands receives of the guest to the device.
+    fn refill<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, now: u64) {
+        loop {
+            let (Some(link), Some(device)) = (self.links.get_mut(&id), &self.info) else { return };
+            // Before that another transport may still have to take them.
+            if link.peer.is_none() || link.ahead >= device.receives || link.dies_at.is_some() {
+                return;
+            }
+            let Ok(sges) = engine.remote_receive_ahead(link.qp) else { return };
+            let sges = self.translated(engine, id, &sges);
+            let (Some(link), Some(rnic)) = (self.links.get_mut(&id), &mut self.rnic) else { return };
+            let wr_id = RECEIVE | (u64::from(id) << 32);
+            let posted = sges.and_then(|sges| rnic.post_receive(link.pair, wr_id, &sges).map_err(chain));
+            match posted {
+                Ok(()) => {
+                    link.ahead += 1;
+                    link.counters.receives += 1;
+                }
+                Err(why) => return self.fail(engine, id, &format!("a receive can't be used: {why}")),
+            }
+            if self.armed {
+                self.active(now);
+            }
+        }
+    }
+
+    /// Takes a message of the daemon of a VM for a queue pair of a device. `ends`: what is known of that queue pair's connection, if it is
+    /// one that this transport may carry.
+    pub fn take<P: Provider>(
+        &mut self,
+        engine: &mut Engine<P>,
+        message: &Message,
+        found: Result<(Ends, ConnectionInfo), Reason>,
+        now: u64,
+    ) -> Option<Message> {
+        let answer = |reason| Message {
+            own: message.peer,
+            peer: message.own,
+            from: 1,
+            to: message.from,
+            body: Body::Refuse(reason),
+        };
+        let (ends, info) = match found {
+            Ok(found) => found,
+            Err(reason) => return matches!(message.body, Body::Hello(_)).then(|| answer(reason)),
+        };
+        if let Body::Hello(hello) = message.body {
+            return self.greeted(engine, message, &hello, &ends, &info, now).err().flatten().map(answer);
+        }
+        let Some(id) = self.find(ends.qp) else {
+            self.dropped += 1;
+            return None;
+        };
+        let link = self.links.get_mut(&id)?;
+        let refused = matches!(message.body, Body::Refuse(_));
+        let theirs = refused || link.peer.is_some_and(|(nonce, _)| nonce == message.from);
+        if message.to != link.nonce || !theirs {
+            self.dropped += 1;
+            return None;
+        }
+        match message.body {
+            Body::Hello(_) => {}
+            Body::Refuse(reason) => self.was_refused(engine, id, reason),
+            Body::Resolve { rkey, serial } => {
+                let domain = (link.qp.device, link.pd, link.host_pd);
+                let real = match self.real_key(engine, domain, rkey) {
+                    Ok(registered) => registered.map(|registered| registered.rkey),
+                    Err(why) => {
+                        telemetry::guest_warn!(
+                            self.log,
+                            "A guest's region can't be offered to its peer: {why}"
+                        );
+                        None
+                    }
+                };
+                self.own.tell(domain.0, rkey, id);
+                let link = self.links.get_mut(&id)?;
+                link.say(Body::Resolved { rkey, serial, real }, &mut self.outbox);
+            }
+            Body::Resolved { rkey, serial, real } => {
+                if link.keys.answer(rkey, serial, real) {
+                    link.answered();
+                    self.advance(engine, id, now);
+                }
+            }
+            Body::Invalidate { rkey } => {
+                link.counters.keys_invalidated += 1;
+                let again = link.keys.invalidate(rkey);
+                link.say(Body::Invalidated { rkey }, &mut self.outbox);
+                if let Some(serial) = again {
+                    link.say(Body::Resolve { rkey, serial }, &mut self.outbox);
+                }
+            }
+            Body::Invalidated { rkey } => {
+                link.unacknowledged.remove(&rkey);
+            }
+            Body::Failed { status } => {
+                let refusal = match status {
+                    9 => Refusal::Invalid,
+                    10 => Refusal::Access,
+                    _ => Refusal::Operational,
+                };
+                let qp = link.qp;
+                // What came before it, by the device.
+                self.poll(engine, now);
+                engine.remote_refused(qp, refusal);
+            }
+        }
+        None
+    }
+
+    /// The other end says what it is. The error: what to answer instead of an own end, if anything.
+    fn greeted<P: Provider>(
+        &mut self,
+        engine: &mut Engine<P>,
+        message: &Message,
+        hello: &Hello,
+        ends: &Ends,
+        info: &ConnectionInfo,
+        now: u64,
+    ) -> Result<(), Option<Reason>> {
+        // On a wire its packets would be out of sequence.
+        if hello.sends && hello.sq_psn != info.attributes.rq_psn {
+            self.dropped += 1;
+            return Err(None);
+        }
+        let id = match self.find(ends.qp) {
+            Some(id) => id,
+            None => self.connect(engine, ends, now).map_err(|refused| {
+                telemetry::guest_warn!(self.log, "A connection by transport verbs is refused: {refused}");
+                match refused {
+                    Refused::Absent(_) => Some(Reason::NoDevice),
+                    Refused::Queued(NotQueued::Shared) => Some(Reason::Shared),
+                    Refused::Queued(NotQueued::Kernel) => Some(Reason::Kernel),
+                    Refused::Queued(NotQueued::Kind) | Refused::Gone => None,
+                    Refused::Device(_) => Some(Reason::Refused),
+                }
+            })?,
+        };
+        let (Some(link), Some(rnic)) = (self.links.get_mut(&id), &mut self.rnic) else { return Err(None) };
+        let end = End { gid: hello.gid, number: hello.number, psn: hello.psn, mtu: hello.mtu };
+        match link.peer {
+            // The peer has begun anew, and this end hasn't.
+            Some((nonce, _)) if nonce != message.from => {
+                self.dropped += 1;
+                return Err(None);
+            }
+            Some(_) => {}
+            None => {
+                let device = rnic.info();
+                let attributes = &info.attributes;
+                let receiving = Receiving {
+                    end,
+                    mtu: device.mtu.min(end.mtu),
+                    access: attributes.access,
+                    served_reads: attributes.max_dest_rd_atomic.min(device.served_reads),
+                    min_rnr_timer: attributes.min_rnr_timer,
+                    traffic_class: attributes.address.traffic_class,
+                    hop_limit: 64,
+                };
+                if let Err(error) = rnic.receive_from(link.pair, &receiving) {
+                    self.fail(engine, id, &chain(error));
+                    return Err(Some(Reason::Refused));
+                }
+                link.peer = Some((message.from, end));
+                // Before the peer learns that it may send.
+                self.refill(engine, id, now);
+            }
+        }
+        let Some(link) = self.links.get_mut(&id) else { return Err(None) };
+        if message.to == link.nonce && !link.settled {
+            link.settled = true;
+            link.answered();
+        }
+        if !hello.settled {
+            let sq_psn = info.sends.then_some(info.attributes.sq_psn);
+            link.hello(sq_psn, &mut self.outbox);
+        }
+        self.active(now);
+        self.advance(engine, id, now);
+        Ok(())
+    }
+
+    /// The peer's daemon doesn't take the connection.
+    fn was_refused<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, reason: Reason) {
+        let Some(link) = self.links.get_mut(&id) else { return };
+        if link.peer.is_some() {
+            // Late: it has taken it since.
+            return;
+        }
+        let (qp, requests) = (link.qp, Vec::from(std::mem::take(&mut link.waiting)));
+        match reason {
+            Reason::Shared | Reason::Kernel | Reason::Fabric => {
+                self.close_link(id);
+                self.handed.push(Handed { qp, reason: reason.to_string(), requests });
+            }
+            Reason::NoDevice | Reason::Refused => {
+                telemetry::guest_warn!(
+                    self.log,
+                    "A connection pinned to transport verbs is refused: {reason}"
+                );
+                self.close_link(id);
+                for request in requests {
+                    engine.remote_complete(qp, request.token, Err(Status::LocalQpOperation));
+                }
+            }
+        }
+    }
+}
+
+/// An error with its causes.
+fn chain(error: RnicError) -> String {
+    let mut text = error.to_string();
+    let mut cause = std::error::Error::source(&error);
+    while let Some(error) = cause {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        cause = error.source();
+    }
+    text
+}
+
+/// Where a request goes, if it needs a key: one without data needs none.
+fn remote_of(request: &Posted) -> Option<Remote> {
+    match request.operation {
+        PostedOperation::Send { .. } => None,
+        PostedOperation::Write { remote, .. }
+        | PostedOperation::Read { remote }
+        | PostedOperation::CompareSwap { remote, .. }
+        | PostedOperation::FetchAdd { remote, .. } => (request.length > 0).then_some(remote),
+    }
+}
+
+fn operation(posted: &PostedOperation, rkey: u32) -> Operation {
+    match *posted {
+        PostedOperation::Send { immediate, .. } => Operation::Send { immediate },
+        PostedOperation::Write { remote, immediate } => {
+            Operation::Write { address: remote.address, rkey, immediate }
+        }
+        PostedOperation::Read { remote } => Operation::Read { address: remote.address, rkey },
+        PostedOperation::CompareSwap { remote, compare, swap } => {
+            Operation::CompareSwap { address: remote.address, rkey, compare, swap }
+        }
+        PostedOperation::FetchAdd { remote, add } => {
+            Operation::FetchAdd { address: remote.address, rkey, add }
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)] // For tests only.
+mod tests;

@@ -1,0 +1,224 @@
+//! For transports that have queues of their own: a host's RDMA device. It takes receives before there is a message for them, and
+//! reaches memory by keys without asking anybody here.
+//!
+//! ```text
+//! receive queue ─ remote_receive_ahead ─▶ transport's queue … message … ─ remote_ahead_end ─▶ completion
+//! region of a key ─ remote_region ─▶ transport's own registration … Action::RegionGone ─▶ its end
+//! ```
+
+use dma::{Alias, AliasError, Dma};
+use smallvec::SmallVec;
+
+use crate::attributes::{Access, QpAttributes, QpKind};
+use crate::engine::Engine;
+use crate::local::receive::{Received, Taken};
+use crate::memory::Kind;
+use crate::names::{DeviceId, PdHandle};
+use crate::objects::Path;
+use crate::provider::{Provider, ReceiveQueue};
+use crate::work::{AsyncEvent, CompletedOperation, Sge, SgeList, Status};
+
+use super::{Elsewhere, QpId, Refusal};
+
+/// Why a queue pair can't be carried by a transport with queues of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum NotQueued {
+    /// It isn't a reliable connection.
+    #[error("it is no reliable connection")]
+    Kind,
+    /// Its receives are shared: they can't be taken for one queue pair before there is a message.
+    #[error("it has a shared receive queue")]
+    Shared,
+    /// The guest kernel's: its regions are all of memory, or change with each request.
+    #[error("it is the guest kernel's")]
+    Kernel,
+}
+
+/// A queue pair as such a transport needs it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Queued {
+    /// Its protection domain.
+    pub pd: PdHandle,
+    /// Its attributes now.
+    pub attributes: QpAttributes,
+}
+
+/// A memory region, for a registration elsewhere.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RegionInfo {
+    /// First address as requests name it.
+    pub start: u64,
+    /// Bytes.
+    pub length: u64,
+    /// What may be done with it.
+    pub access: Access,
+    /// Where its bytes are: guest addresses and lengths, in order.
+    pub pieces: Vec<(u64, u64)>,
+}
+
+/// How a receive that was taken ahead ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AheadReceived {
+    /// Bytes of the message.
+    pub length: u32,
+    /// Immediate data, as wire bytes.
+    pub immediate: Option<[u8; 4]>,
+    /// It was a WRITE's with immediate data.
+    pub write: bool,
+    /// Raises a solicited event.
+    pub solicited: bool,
+}
+
+impl<P: Provider> Engine<P> {
+    /// Whether a connected queue pair can be carried by a transport with queues of its own.
+    ///
+    /// # Errors
+    /// Why it can't. `None`: it isn't that queue pair any more, or not connected.
+    pub fn queued(&self, qp: QpId) -> Option<Result<Queued, NotQueued>> {
+        let found = self.qp(self.served(qp).ok()?)?;
+        Some(match () {
+            () if found.kind != QpKind::Rc => Err(NotQueued::Kind),
+            () if found.srq.is_some() => Err(NotQueued::Shared),
+            () if found.context == 0 => Err(NotQueued::Kernel),
+            () => Ok(Queued { pd: PdHandle(found.pd), attributes: found.attributes }),
+        })
+    }
+
+    /// The connection stays with the transport, although no packet of its peer has come yet.
+    pub fn remote_bind(&mut self, qp: QpId) {
+        if let Ok(at) = self.served(qp)
+            && let Some(found) = self.qp_mut(at)
+        {
+            found.path = Path::Elsewhere;
+        }
+    }
+
+    /// Takes the next receive before there is a message for it. Without one, [`super::Action::ReceivePosted`] tells of the next.
+    ///
+    /// # Errors
+    /// [`Refusal::NotReady`] without one; others when the queue pair is gone, or fails since its receive can't be used.
+    pub fn remote_receive_ahead(&mut self, qp: QpId) -> Result<SgeList, Refusal> {
+        let at = self.served(qp)?;
+        let mut taken = self.take_receive(at);
+        if matches!(taken, Taken::Empty) {
+            let found = self.qp_mut(at).ok_or(Refusal::Gone)?;
+            found.elsewhere.get_or_insert_with(Box::default).awaits_receive = true;
+            self.await_receive(at, at);
+            // What was posted before the line above, and after the look before it, rings no doorbell again.
+            let device = self.device(at.device).ok_or(Refusal::Gone)?;
+            let queue = device.qps.get(at.handle).and_then(|found| found.receive_queue.as_ref());
+            if queue.is_some_and(|queue| queue.available(&device.memory) > 0) {
+                taken = self.take_receive(at);
+            }
+        }
+        match taken {
+            Taken::Empty => {
+                let timer = self.qp(at).map_or(0, |found| found.attributes.min_rnr_timer);
+                Err(Refusal::NotReady { timer })
+            }
+            Taken::Request(receive) => {
+                let sges = receive.sges.clone();
+                let found = self.qp_mut(at).ok_or(Refusal::Gone)?;
+                found.elsewhere.get_or_insert_with(Box::<Elsewhere>::default).ahead.push_back(receive);
+                Ok(sges)
+            }
+            Taken::Malformed(wr_id) => {
+                self.complete_receive_error(at, wr_id, Status::LocalQpOperation);
+                self.enter_error(at);
+                Err(Refusal::Operational)
+            }
+            Taken::Broken => Err(self.refused(at, Refusal::Operational, Some(AsyncEvent::QpFatal))),
+        }
+    }
+
+    /// Completes the oldest receive that was taken ahead. An error fails the queue pair.
+    pub fn remote_ahead_end(&mut self, qp: QpId, outcome: Result<AheadReceived, Status>) {
+        let Ok(at) = self.served(qp) else { return };
+        let ahead = self.qp_mut(at).and_then(|found| found.elsewhere.as_mut()?.ahead.pop_front());
+        let Some(receive) = ahead else { return };
+        match outcome {
+            Ok(got) => {
+                self.count_served(at, got.length, |counters| &mut counters.rx_send_requests);
+                let operation = if got.write {
+                    CompletedOperation::ReceiveWriteImmediate
+                } else {
+                    CompletedOperation::Receive
+                };
+                let received = Received {
+                    wr_id: receive.wr_id,
+                    operation,
+                    byte_len: got.length,
+                    immediate: got.immediate,
+                    invalidated: None,
+                    source: None,
+                    grh: None,
+                };
+                self.complete_receive(at, got.solicited, received);
+            }
+            Err(status) => {
+                self.complete_receive_error(at, receive.wr_id, status);
+                self.enter_error(at);
+            }
+        }
+    }
+
+    /// The scatter-gather elements of a posted request that still is outstanding.
+    #[must_use]
+    pub fn remote_sges(&self, qp: QpId, token: u64) -> Option<&[Sge]> {
+        self.outstanding(qp, token).map(|outstanding| outstanding.request.sges.as_slice())
+    }
+
+    /// The registered memory that a key of a protection domain names; from now on its end is told by
+    /// [`super::Action::RegionGone`]. `None`: there is none, or it isn't user memory.
+    pub fn remote_region(&mut self, device: DeviceId, pd: PdHandle, key: u32) -> Option<RegionInfo> {
+        let region = self.device_mut(device.0)?.regions.of_key_mut(key)?;
+        let fits = region.key == key && region.pd == pd.0 && region.valid && region.kind == Kind::User;
+        if !fits {
+            return None;
+        }
+        region.exported = true;
+        let mut pieces = Vec::new();
+        region.pieces(0, region.length, &mut pieces);
+        Some(RegionInfo {
+            start: region.start,
+            length: region.length,
+            access: region.access,
+            pieces: pieces.into_iter().map(|piece| (piece.address, piece.len)).collect(),
+        })
+    }
+
+    /// A second view of a device's guest memory, for a registration of a region's pieces.
+    ///
+    /// # Errors
+    /// When the device is gone or may not access memory, or they aren't memory that can be mapped twice.
+    pub fn remote_alias(&self, device: DeviceId, pieces: &[(u64, u64)]) -> Result<Alias, AliasError> {
+        let found = self.device(device.0).filter(|device| device.enabled).ok_or(AliasError::NotMapped)?;
+        found.memory.alias(pieces)
+    }
+
+    /// The transport's device has refused a request of the peer: the responder fails, with the event that belongs to it.
+    pub fn remote_refused(&mut self, qp: QpId, refusal: Refusal) {
+        let Ok(at) = self.served(qp) else { return };
+        let event: fn(crate::names::QpHandle) -> AsyncEvent = match refusal {
+            Refusal::Access => AsyncEvent::QpAccessError,
+            Refusal::Invalid => AsyncEvent::QpRequestError,
+            _ => AsyncEvent::QpFatal,
+        };
+        self.refused(at, refusal, Some(event));
+    }
+}
+
+/// The elements that hold the first `length` bytes.
+#[must_use]
+pub fn first_bytes(sges: &[Sge], length: u64) -> SgeList {
+    let mut left = length;
+    let mut kept = SmallVec::new();
+    for sge in sges {
+        let now = u64::from(sge.length).min(left);
+        if let Ok(length @ 1..) = u32::try_from(now) {
+            kept.push(Sge { length, ..*sge });
+        }
+        left -= now;
+    }
+    kept
+}
