@@ -31,14 +31,17 @@
 
 #![cfg_attr(not(test), no_std)]
 
+#[cfg(feature = "alloc")]
 extern crate alloc;
 
 pub mod channel;
 pub mod connection;
+#[cfg(feature = "alloc")]
 pub mod device;
 pub mod heartbeat;
 pub mod layout;
 pub mod registers;
+#[cfg(feature = "alloc")]
 pub mod registry;
 pub mod ring;
 pub mod window;

@@ -21,7 +21,7 @@ mod socket;
 
 use serde::{Deserialize, Serialize};
 
-pub use socket::{LARGEST_MESSAGE, Listener, MOST_FDS, Received, Socket, SocketError};
+pub use socket::{Caller, LARGEST_MESSAGE, Listener, MOST_FDS, Received, Socket, SocketError};
 
 /// Version of the messages.
 pub const VERSION: u32 = 1;

@@ -164,6 +164,17 @@ impl AsFd for Socket {
     }
 }
 
+/// Who has connected (SO_PEERCRED).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Caller {
+    /// User.
+    pub uid: u32,
+    /// Group.
+    pub gid: u32,
+    /// Process.
+    pub pid: i32,
+}
+
 /// A listening socket; non-blocking. Its file is its owner's affair.
 #[derive(Debug)]
 pub struct Listener(OwnedFd);
@@ -181,11 +192,11 @@ impl Listener {
         Ok(Self(fd))
     }
 
-    /// The next connection, if there is one, and who it is (SO_PEERCRED): user, group, process.
+    /// The next connection, if there is one, and who it is.
     ///
     /// # Errors
     /// When the system refuses.
-    pub fn accept(&self) -> io::Result<Option<(Socket, (u32, u32, i32))>> {
+    pub fn accept(&self) -> io::Result<Option<(Socket, Caller)>> {
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
         let fd = match rustix::net::accept_with(&self.0, flags) {
             Ok(fd) => fd,
@@ -193,7 +204,9 @@ impl Listener {
             Err(error) => return Err(error.into()),
         };
         let peer = rustix::net::sockopt::socket_peercred(&fd)?;
-        Ok(Some((Socket(fd), (peer.uid.as_raw(), peer.gid.as_raw(), peer.pid.as_raw_nonzero().get()))))
+        let caller =
+            Caller { uid: peer.uid.as_raw(), gid: peer.gid.as_raw(), pid: peer.pid.as_raw_nonzero().get() };
+        Ok(Some((Socket(fd), caller)))
     }
 }
 

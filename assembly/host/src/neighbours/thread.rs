@@ -151,7 +151,7 @@ impl Host {
     }
 
     fn accept(&mut self) {
-        let (socket, (uid, gid, pid)) = match self.listener.accept() {
+        let (socket, caller) = match self.listener.accept() {
             Ok(Some(connection)) => connection,
             Ok(None) => return,
             Err(error) => {
@@ -159,7 +159,7 @@ impl Host {
                 return;
             }
         };
-        let peer = Peer { uid, gid, pid };
+        let peer = Peer { uid: caller.uid, gid: caller.gid, pid: caller.pid };
         if let Err(denied) = self.access.check(&peer) {
             // Whether it hears this is its affair.
             let _ = socket.send(&FromDaemon::Refused { reason: denied.to_string() }, &[]);

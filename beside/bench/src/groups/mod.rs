@@ -1,5 +1,6 @@
 //! The groups of `make bench`.
 
+pub mod neighbours;
 pub mod rdma;
 pub mod vm;
 
@@ -22,5 +23,10 @@ pub const ALL: &[Group] = &[
         name: "rdma",
         about: "RDMA writes between VMs against memcpy, cache lines and UCX",
         run: rdma::run,
+    },
+    Group {
+        name: "neighbours",
+        about: "messages between VMs, read in place, against copies, cache lines and sockets",
+        run: neighbours::run,
     },
 ];
