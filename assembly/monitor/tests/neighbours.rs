@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use host::access::Access;
 use host::neighbours::{Neighbours, NeighboursConfig};
+use host::{Daemon, DaemonConfig};
 use machine::bus::AddressSpace;
 use machine::exits::RangeNames;
 use machine::interrupt::{InterruptController, MsiRoute};
@@ -20,6 +21,8 @@ use machine::memory::{GuestRam, RamLayout, RamOptions};
 use machine::vm::Vm;
 use monitor::description::{Neighbour, NeighbourPeer};
 use monitor::neighbour::{NeighbourFunction, OpenedNeighbour};
+use monitor::sandbox::{Sandbox, ThreadKind};
+use monitor::vm::ThreadHook;
 use neighbour::heartbeat::Heartbeat;
 use neighbour::registers as reg;
 use pci::function::PciFunction;
@@ -128,6 +131,11 @@ fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
 
 impl Machine {
     fn start(directory: &Path, name: &str, permits: &[&str]) -> Self {
+        Self::start_confined(directory, name, permits, Arc::new(|| {}))
+    }
+
+    /// With a function whose thread runs `on_start` first.
+    fn start_confined(directory: &Path, name: &str, permits: &[&str], on_start: ThreadHook) -> Self {
         let permit =
             permits.iter().map(|vm| NeighbourPeer { vm: (*vm).to_owned(), uid: None }).collect::<Vec<_>>();
         let wish = Neighbour { group: "nas".to_owned(), permit, host: directory.join("host.sock") };
@@ -140,7 +148,7 @@ impl Machine {
         let vectors = Vectors { controller, made: Mutex::default() };
         let memory = AddressSpace::memory(RangeNames::new());
         let function = NeighbourFunction::new(opened, &vm, &ram, &memory, &vectors).unwrap();
-        function.start(Box::new(|| {}), Arc::new(|| {})).unwrap();
+        function.start(Box::new(|| {}), on_start).unwrap();
         Self { vm, memory, function, vectors, _ram: ram }
     }
 
@@ -235,6 +243,76 @@ fn two_vms_see_each_other_and_a_third_sees_nothing() {
 
     assert!(!c.sees(slot_a) && !c.sees(slot_b) && !a.sees(c.slot()) && !b.sees(c.slot()));
     assert_eq!((c.function.mappings().len(), c.function.doorbells().len()), (1, 0));
+}
+
+/// The sandbox of a VM with neighbours.
+fn sandbox(directory: &Path) -> Sandbox {
+    std::fs::create_dir_all(directory.join("host.d")).unwrap();
+    let text =
+        "kernel = \"k\"\nname = \"a\"\n[neighbour]\ngroup = \"nas\"\npermit = [\"b\"]\nhost = \"host.sock\"";
+    let (written, _) = monitor::description::parse(text, &directory.join("a.toml")).unwrap();
+    Sandbox::prepare(&monitor::description::validate(&written).unwrap()).unwrap()
+}
+
+/// What a monitor does once it is confined (Landlock, no capabilities, the process's seccomp filter): memory with a reader's
+/// descriptor, and later the way to the registry's socket and to nothing else.
+#[test]
+fn memory_and_registry_can_be_had_inside_the_sandbox() {
+    let directory = tempfile::tempdir().unwrap();
+    let _registry = registry(directory.path(), patient());
+    let sandbox = sandbox(directory.path());
+    let (host, elsewhere) = (directory.path().join("host.sock"), directory.path().join("a.toml"));
+    std::fs::write(&elsewhere, "").unwrap();
+    // Only the thread is confined, and what it makes.
+    let confined = std::thread::spawn(move || {
+        sandbox.enter_process().unwrap();
+        let options = RamOptions { name: "confined".to_owned(), for_readers: true, ..RamOptions::default() };
+        let ram = GuestRam::allocate(&RamLayout::new(&[RAM]).unwrap(), &options);
+        let wish = Neighbour { group: "nas".to_owned(), permit: Vec::new(), host };
+        let opened = OpenedNeighbour::open("a", &wish);
+        (ram.map(drop), opened.map(drop), std::fs::File::open(elsewhere).map(drop))
+    });
+    let (ram, opened, file) = confined.join().unwrap();
+    ram.unwrap();
+    opened.unwrap();
+    file.unwrap_err();
+}
+
+/// The daemon in its sandbox, and the functions' threads under the filter that the monitor gives them: joining, connecting, the
+/// daemon's end and return, releasing. A refused system call would end this process.
+#[test]
+fn both_sides_work_in_their_sandboxes() {
+    if !has_kvm("both_sides_work") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let daemon = || {
+        let mut config = DaemonConfig::new(directory.path().join("host.sock"));
+        config.sandbox = true;
+        config.neighbours.heartbeat = patient();
+        // Only its own threads are confined: the one that starts it ends.
+        std::thread::spawn(move || Daemon::start(&config).unwrap()).join().unwrap()
+    };
+    let sandbox = sandbox(directory.path());
+    let start = |name: &str, peer: &str| {
+        let filter = sandbox.thread_filter(ThreadKind::VfioUser);
+        let confine: ThreadHook = Arc::new(move || filter.apply_or_end());
+        Machine::start_confined(directory.path(), name, &[peer], confine)
+    };
+    let first = daemon();
+    let (a, b) = (start("a", "b"), start("b", "a"));
+    let _drivers = [a.drive(), b.drive()];
+    let (slot_a, slot_b) = (a.slot(), b.slot());
+    let epoch = a.wait_for(slot_b, reg::PEER_OFFERED);
+    b.wait_for(slot_a, reg::PEER_OFFERED);
+    assert!(first.neighbours().inspect()["nas"].as_array().unwrap().len() == 2);
+    drop(first);
+    let _second = daemon();
+    for (machine, peer) in [(&a, slot_b), (&b, slot_a)] {
+        assert_eq!(machine.wait_for(peer, reg::PEER_GONE), epoch);
+        machine.release(peer, epoch);
+    }
+    assert!(a.wait_for(slot_b, reg::PEER_OFFERED) > epoch && a.sees(slot_b));
 }
 
 /// A peer that dies: its window stays until the guest has let go of it; then the restarted one is there, under a later epoch.

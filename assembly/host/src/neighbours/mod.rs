@@ -14,7 +14,7 @@ mod thread;
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
@@ -64,6 +64,7 @@ impl Default for NeighboursConfig {
 #[derive(Debug)]
 pub struct Neighbours {
     stop: OwnedFd,
+    path: PathBuf,
     thread: Option<JoinHandle<()>>,
     view: Arc<Mutex<Value>>,
 }
@@ -92,7 +93,7 @@ impl Neighbours {
         let thread = std::thread::Builder::new().name("neighbours".to_owned()).spawn(move || {
             thread::Host::new(listener, access, config, shown).serve(stopped.as_fd());
         })?;
-        Ok(Self { stop, thread: Some(thread), view })
+        Ok(Self { stop, path: path.to_owned(), thread: Some(thread), view })
     }
 
     /// All neighbourhoods, for `causeway inspect`.
@@ -109,6 +110,10 @@ impl Drop for Neighbours {
             && thread.join().is_err()
         {
             tracing::error!("The neighbours' thread panicked; this is a bug");
+        }
+        // Its folder is this daemon's, so nobody else listens there.
+        if let Err(error) = std::fs::remove_file(&self.path) {
+            tracing::warn!(%error, "The socket {} could not be removed", self.path.display());
         }
     }
 }
