@@ -12,6 +12,7 @@ use crate::access::Access;
 use crate::engine::{EngineError, EngineSetup, EngineThread};
 use crate::hardening;
 use crate::listener::{ListenError, Place, SocketFile, listen};
+use crate::neighbours::{Neighbours, NeighboursConfig};
 use crate::registry::Registry;
 use crate::remembered::Remembered;
 use crate::sandbox::{self, SandboxError};
@@ -34,6 +35,8 @@ pub struct DaemonConfig {
     pub engine: EngineSetup,
     /// RDMA to other hosts.
     pub fabric: Option<FabricConfig>,
+    /// Windows and rings of neighbours.
+    pub neighbours: NeighboursConfig,
     /// Confine the daemon's threads, and the thread that starts it, by seccomp and Landlock.
     pub sandbox: bool,
 }
@@ -61,6 +64,7 @@ impl DaemonConfig {
             metrics: None,
             engine: EngineSetup::default(),
             fabric: None,
+            neighbours: NeighboursConfig::default(),
             sandbox: false,
         }
     }
@@ -125,6 +129,7 @@ pub struct Daemon {
     stop: Option<oneshot::Sender<()>>,
     control: Option<JoinHandle<()>>,
     registry: Arc<Registry>,
+    neighbours: Arc<Neighbours>,
     keeper: Option<JoinHandle<()>>,
     // After the NICs, which use it.
     engine: Option<EngineThread>,
@@ -175,6 +180,10 @@ impl Daemon {
             .name("keeper".to_owned())
             .spawn(move || kept.keep(&events))
             .map_err(|source| DaemonError::Start { what: "keeper thread", source })?;
+        let at = place.folder().join(neighbour_protocol::SOCKET_NAME);
+        let neighbours = Neighbours::start(&at, config.access.clone(), config.neighbours)
+            .map_err(|source| DaemonError::Start { what: "registry of neighbours", source })?;
+        let neighbours = Arc::new(neighbours);
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
@@ -184,11 +193,11 @@ impl Daemon {
         let (service, service_file) = place.listen()?.into_parts();
         let sockets = Sockets { service, metrics, metrics_tcp };
         let (stop, stopped) = oneshot::channel();
-        let served = Arc::clone(&registry);
+        let (served, shown) = (Arc::clone(&registry), Arc::clone(&neighbours));
         let control = std::thread::Builder::new()
             .name("control".to_owned())
             .spawn(move || {
-                if let Err(error) = runtime.block_on(server::serve(sockets, served, stopped)) {
+                if let Err(error) = runtime.block_on(server::serve(sockets, served, shown, stopped)) {
                     tracing::error!(%error, "The daemon's service has ended; restart it");
                 }
             })
@@ -197,6 +206,7 @@ impl Daemon {
             stop: Some(stop),
             control: Some(control),
             registry,
+            neighbours,
             keeper: Some(keeper),
             engine: Some(engine),
             files: vec![service_file, metrics_file],
@@ -209,6 +219,12 @@ impl Daemon {
     #[must_use]
     pub fn socket(&self) -> &Path {
         self.place.socket()
+    }
+
+    /// The registry of neighbours.
+    #[must_use]
+    pub fn neighbours(&self) -> &Neighbours {
+        &self.neighbours
     }
 
     /// Where metrics are served by TCP.

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! daemon/{version,pid,engine/...}
+//! neighbours/GROUP/N/{slot,vm,uid,state,epoch_by_peer}     administrators only
 //! segments/NAME/ports/...
 //! vms/VM/nics/NIC/{mac,segment,rdma/{doorbells,queue_pairs/HANDLE/...},ethernet/...}
 //! ```
@@ -15,6 +16,7 @@ use telemetry::metrics::{EncodeError, Family, encode};
 use crate::engine::{DeviceView, EngineView};
 use crate::hw_counters::merged;
 use crate::identity::mac_text;
+use crate::neighbours::Neighbours;
 use crate::registry::Registry;
 use crate::transport::{ENCRYPTED, SessionCounters};
 
@@ -22,7 +24,7 @@ use crate::transport::{ENCRYPTED, SessionCounters};
 const QUEUE_PAIR_METRICS: usize = 256;
 
 /// The tree as `uid` may see it.
-pub(crate) fn tree(registry: &Registry, uid: u32) -> Value {
+pub(crate) fn tree(registry: &Registry, neighbours: &Neighbours, uid: u32) -> Value {
     let functions = registry.functions(uid);
     let view = registry.engine().call(|worker| worker.view()).ok();
     let mut vms: BTreeMap<String, Map<String, Value>> = BTreeMap::new();
@@ -62,6 +64,8 @@ pub(crate) fn tree(registry: &Registry, uid: u32) -> Value {
             "verbs": view.as_ref().and_then(|view| view.verbs.clone()),
             "fabric": view.and_then(|view| view.fabric),
         },
+        // Whom a VM permits is nobody else's affair.
+        "neighbours": crate::access::is_administrator(uid).then(|| neighbours.inspect()),
         "segments": segments,
         "vms": vms,
     })

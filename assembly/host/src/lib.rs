@@ -17,6 +17,7 @@
 //! | [`function`] | the two PCI functions of a NIC as vfio-user devices |
 //! | [`engine`] | the thread that owns all RDMA state; doorbell modes |
 //! | [`segments`] | named networks, taps |
+//! | [`neighbours`] | VMs that read each other's memory: who may, their descriptors, who is alive |
 //! | [`access`], [`identity`] | who may; names and addresses |
 //! | [`listener`], [`remembered`] | sockets; what outlives the daemon |
 //! | [`sandbox`] | what the daemon may do |
@@ -31,6 +32,7 @@ mod hw_counters;
 pub mod identity;
 mod inspect;
 pub mod listener;
+pub mod neighbours;
 pub mod registry;
 pub mod remembered;
 pub mod sandbox;

@@ -11,6 +11,7 @@ use tonic::{Request, Response, Status};
 use vfio_user_protocol::device::Peer;
 
 use crate::inspect;
+use crate::neighbours::Neighbours;
 use crate::registry::{NicInfo, NicKey, NicSpec, Registry, RegistryError};
 
 /// How long an attach waits for the NIC's last monitor, which may have died this instant.
@@ -20,14 +21,15 @@ const PATIENCE: Duration = Duration::from_secs(1);
 #[derive(Debug, Clone)]
 pub struct Service {
     registry: Arc<Registry>,
+    neighbours: Arc<Neighbours>,
     log: Arc<GuestLog>,
 }
 
 impl Service {
-    /// Over a registry.
+    /// Over both registries.
     #[must_use]
-    pub fn new(registry: Arc<Registry>) -> Self {
-        Self { registry, log: Arc::default() }
+    pub fn new(registry: Arc<Registry>, neighbours: Arc<Neighbours>) -> Self {
+        Self { registry, neighbours, log: Arc::default() }
     }
 }
 
@@ -182,7 +184,7 @@ impl HostService for Service {
         let peer = peer(&request)?;
         self.registry.access().check(&peer).map_err(|error| Status::permission_denied(error.to_string()))?;
         let path = request.into_inner().path;
-        let tree = inspect::tree(&self.registry, peer.uid);
+        let tree = inspect::tree(&self.registry, &self.neighbours, peer.uid);
         match inspect::below(&tree, &path) {
             Ok(value) => Ok(Response::new(proto::InspectReply { json: value.to_string() })),
             Err(text) => Err(Status::not_found(text)),

@@ -100,6 +100,8 @@ pub struct Settings<'a> {
     pub pages: PageSize,
     /// The read-only window.
     pub window: Option<Arc<HostMapping>>,
+    /// Bytes of address space for memslots that are added while it runs.
+    pub room: u64,
 }
 
 /// The VM. While it waits for work it uses no processor.
@@ -122,6 +124,7 @@ impl MeasuringVm {
             .memory(settings.memory)
             .pages(settings.pages)
             .prefault(true)
+            .room(settings.room)
             .host_ports(desks.clone());
         if let Some(window) = settings.window {
             builder = builder.window(window);
@@ -158,6 +161,28 @@ impl MeasuringVm {
     /// Where the read-only window lies in the guest.
     pub fn window(&self) -> u64 {
         self.vm.window().start
+    }
+
+    /// Where address space for further memslots begins.
+    pub fn room(&self) -> u64 {
+        self.vm.room().start
+    }
+
+    /// Maps memory at an address of that space, while the program runs.
+    pub fn map(
+        &self,
+        name: &str,
+        address: u64,
+        memory: Arc<HostMapping>,
+        read_only: bool,
+    ) -> anyhow::Result<()> {
+        self.vm.vm().slots().add(name, address, memory, read_only)?;
+        Ok(())
+    }
+
+    /// Writes guest memory.
+    pub fn write(&self, address: u64, bytes: &[u8]) -> anyhow::Result<()> {
+        Ok(self.memory.memory().write_slice(bytes, GuestAddress(address))?)
     }
 
     /// The eventfd of the first doorbell.

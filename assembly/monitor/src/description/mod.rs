@@ -12,6 +12,7 @@
 mod cpu_list;
 mod error;
 mod mac;
+mod neighbour;
 mod one_or_many;
 mod positions;
 mod served;
@@ -28,8 +29,9 @@ pub use positions::Positions;
 pub use size::ByteSize;
 pub use validate::validate;
 pub use vm::{
-    BootProtocol, Console, Cpus, Disk, DiskFormat, Guest, HugePages, LinuxBoot, Memory, Net, NetBackend,
-    NumaNode, OnReboot, Payload, Rdma, SandboxMode, VfioUser, VmDescription, Vsock,
+    BootProtocol, Console, Cpus, Disk, DiskFormat, Guest, HugePages, LinuxBoot, Memory, Neighbour,
+    NeighbourPeer, Net, NetBackend, NumaNode, OnReboot, Payload, Rdma, SandboxMode, VfioUser, VmDescription,
+    Vsock,
 };
 
 use std::path::Path;

@@ -8,7 +8,7 @@ use super::vm::{Rdma, VfioUser};
 use super::{Invalid, Key, MacAddress, written};
 
 /// Where the host daemon listens, if nothing else is said.
-const HOST_SOCKET: &str = "/run/causeway/host.sock";
+pub(super) const HOST_SOCKET: &str = "/run/causeway/host.sock";
 /// Longest name of a device.
 const LONGEST_NAME: usize = 32;
 /// Longest name of a segment.

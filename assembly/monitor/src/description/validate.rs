@@ -54,6 +54,7 @@ pub fn validate(vm: &written::Vm) -> Result<VmDescription, Invalid> {
     at_most("disks", disks.len(), MOST_DEVICES)?;
     writable_once(&disks)?;
     let (rdma, vfio_user) = super::served::validate(vm, &name)?;
+    let neighbour = super::neighbour::validate(vm, &name)?;
     let api_socket = vm.api_socket.clone();
     if let Some(path) = &api_socket {
         socket_path(&Key::root("api_socket"), path)?;
@@ -74,6 +75,7 @@ pub fn validate(vm: &written::Vm) -> Result<VmDescription, Invalid> {
         net,
         rdma,
         vfio_user,
+        neighbour,
         console,
         api_socket,
     })

@@ -30,6 +30,8 @@ pub struct VmDescription {
     pub rdma: Vec<Rdma>,
     /// Devices of other processes.
     pub vfio_user: Vec<VfioUser>,
+    /// The neighbourhood that it is a member of.
+    pub neighbour: Option<Neighbour>,
     /// Whether there is a virtio-rng device.
     pub rng: bool,
     /// The virtio-vsock device.
@@ -230,6 +232,26 @@ pub struct VfioUser {
     pub socket: PathBuf,
     /// PCI slot, 1 to 31; `None`: the first free one.
     pub slot: Option<u8>,
+}
+
+/// Membership in a neighbourhood: VMs that read each other's memory. It goes with no device of another process.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Neighbour {
+    /// The neighbourhood: 1 to 64 of a-z, A-Z, 0-9, `.`, `_` and `-`.
+    pub group: String,
+    /// VMs that may see this one's memory, and whose memory it wants to see: connected are those who permit each other.
+    pub permit: Vec<NeighbourPeer>,
+    /// Unix socket of the host daemon.
+    pub host: PathBuf,
+}
+
+/// A VM that a neighbour permits.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct NeighbourPeer {
+    /// Its name.
+    pub vm: String,
+    /// The user whose monitor runs it; `None`: the same as this VM's.
+    pub uid: Option<u32>,
 }
 
 /// A virtio-vsock device.

@@ -41,6 +41,8 @@ pub struct Vm {
     /// Devices of other processes.
     #[serde(rename = "vfio-user")]
     pub vfio_user: Option<Vec<VfioUser>>,
+    /// Neighbourhood.
+    pub neighbour: Option<Neighbour>,
     /// Whether there is a random-number device. Default true.
     pub rng: Option<bool>,
     /// vsock device.
@@ -214,6 +216,19 @@ pub struct VfioUser {
     pub slot: Option<u64>,
 }
 
+/// The `[neighbour]` table.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Neighbour {
+    /// Name of the neighbourhood.
+    pub group: String,
+    /// `"VM"`, or `"VM@UID"` for another user's. Default: nobody.
+    #[serde(default)]
+    pub permit: Vec<String>,
+    /// The host daemon's socket. Default `/run/causeway/host.sock`.
+    pub host: Option<PathBuf>,
+}
+
 /// The `[vsock]` table.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -242,6 +257,7 @@ impl Vm {
         self.disks.iter_mut().flatten().map(|disk| &mut disk.path).for_each(resolve);
         self.rdma.iter_mut().flatten().flat_map(|nic| &mut nic.host).for_each(resolve);
         self.vfio_user.iter_mut().flatten().map(|device| &mut device.socket).for_each(resolve);
+        self.neighbour.iter_mut().flat_map(|table| &mut table.host).for_each(resolve);
         self.vsock.iter_mut().map(|vsock| &mut vsock.socket).for_each(resolve);
         self.api_socket.iter_mut().for_each(resolve);
         if let Some(console) = &mut self.console {

@@ -40,6 +40,7 @@ pub struct PayloadBuilder {
     stack_size: u64,
     doorbells: u32,
     window: Option<Arc<HostMapping>>,
+    room: u64,
     console: Box<dyn Write + Send>,
     host_ports: Option<Arc<dyn HostPorts>>,
     on_thread_start: Option<Arc<dyn Fn() + Send + Sync>>,
@@ -60,6 +61,7 @@ impl PayloadBuilder {
             stack_size: 64 << 10,
             doorbells: 1,
             window: None,
+            room: 0,
             console: Box::new(std::io::stdout()),
             host_ports: None,
             on_thread_start: None,
@@ -130,6 +132,13 @@ impl PayloadBuilder {
     /// Memory that the program can read and not write. Default: none.
     pub fn window(mut self, window: Arc<HostMapping>) -> Self {
         self.window = Some(window);
+        self
+    }
+
+    /// Bytes of address space above RAM and window ([`PayloadVm::room`]) that the program's page tables map, for memslots that are
+    /// added while it runs ([`PayloadVm::vm`]). An access where there is none is an exit. Default: none.
+    pub fn room(mut self, bytes: u64) -> Self {
+        self.room = bytes;
         self
     }
 
@@ -317,7 +326,7 @@ impl PayloadBuilder {
             return Err(setting(what, "leave out the null character".to_owned()));
         }
         let window = self.window.as_ref().map_or(0, |window| window.len());
-        Ok(Layout::new(self.memory, window, self.vcpus, self.stack_size)?)
+        Ok(Layout::new(self.memory, window, self.vcpus, self.stack_size)?.with_room(self.room)?)
     }
 }
 

@@ -12,6 +12,7 @@
 //! 0xd000_0000  the doorbell page
 //! 4 GiB        the rest of RAM
 //! next GiB     the read-only window
+//! next GiB     room for memslots that are added while the program runs
 //! ```
 //!
 //! Everything runs in ring 3, exception handlers included: a gate whose code segment has the privilege of the
@@ -93,6 +94,8 @@ pub(super) struct Layout {
     pub(super) ram: Vec<Region>,
     /// The read-only window; empty at the address where it would be.
     pub(super) window: Region,
+    /// Mapped by page tables, writable; what answers there is not known yet. Empty where it would be.
+    pub(super) room: Region,
     stack_size: u64,
 }
 
@@ -111,7 +114,19 @@ impl Layout {
         if start.checked_add(window).is_none_or(|end| end > ADDRESS_LIMIT) {
             return Err(too_large);
         }
-        Ok(Self { vcpus: vcpus.into(), ram, window: Region { start, size: window }, stack_size })
+        let room = Region { start: (start + window).next_multiple_of(GIB), size: 0 };
+        Ok(Self { vcpus: vcpus.into(), ram, window: Region { start, size: window }, room, stack_size })
+    }
+
+    /// The same with `room` bytes of address space above everything.
+    pub(super) fn with_room(mut self, room: u64) -> Result<Self, TooLarge> {
+        let end = self.room.start.checked_add(room);
+        if end.is_none_or(|end| end > ADDRESS_LIMIT) {
+            let memory = self.ram.iter().map(|region| region.size).sum();
+            return Err(TooLarge { memory, window: self.window.size.saturating_add(room) });
+        }
+        self.room.size = room;
+        Ok(self)
     }
 
     /// First address above the RAM below 3 GiB.
@@ -205,13 +220,13 @@ impl Layout {
         let doorbell = lowest + PAGE;
         let directories = doorbell + PAGE;
         entry(top, 0, upper | TABLE)?;
-        let end = (self.window.start + self.window.size).next_multiple_of(GIB);
+        let end = (self.room.start + self.room.size).next_multiple_of(GIB);
         for gib in 0..end / GIB {
             entry(upper, gib, (directories + gib * PAGE) | TABLE)?;
         }
         // Directories follow one another, so entries can be counted through.
         let ram = self.ram.iter().map(|region| (region, WRITABLE));
-        for (region, writable) in ram.chain([(&self.window, 0)]) {
+        for (region, writable) in ram.chain([(&self.window, 0), (&self.room, WRITABLE)]) {
             let large = region.start / LARGE_PAGE..(region.start + region.size).div_ceil(LARGE_PAGE);
             for page in large {
                 entry(directories, page, (page * LARGE_PAGE) | READ_ONLY | LARGE | writable)?;

@@ -186,6 +186,11 @@ impl PayloadVm {
         self.parts.layout.window
     }
 
+    /// Address space for memslots that are added while the program runs.
+    pub fn room(&self) -> Region {
+        self.parts.layout.room
+    }
+
     /// The eventfd (non-blocking) that doorbell `index` signals.
     pub fn doorbell(&self, index: usize) -> Option<&Arc<OwnedFd>> {
         self.parts.doorbells.get(index)

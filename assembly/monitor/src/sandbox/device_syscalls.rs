@@ -39,9 +39,9 @@ pub(super) fn has_passt(vm: &VmDescription) -> bool {
     vm.net.iter().any(|net| net.backend == NetBackend::User)
 }
 
-/// Whether devices of the VM are served by other processes.
+/// Whether devices of the VM are served by other processes, or neighbours are.
 fn has_served(vm: &VmDescription) -> bool {
-    !vm.rdma.is_empty() || !vm.vfio_user.is_empty()
+    !vm.rdma.is_empty() || !vm.vfio_user.is_empty() || vm.neighbour.is_some()
 }
 
 /// Threads that access devices of other processes.

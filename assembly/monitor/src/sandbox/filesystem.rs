@@ -73,6 +73,8 @@ impl Filesystem {
                 .chain(description.vfio_user.iter().map(|device| &device.socket))
                 .chain(description.rdma.iter().map(|nic| &nic.host))
                 .map(|path| directory_of(path))
+                // The registry of neighbours is in the folder beside the daemon's socket.
+                .chain(description.neighbour.iter().map(|member| member.host.with_extension("d")))
                 .collect(),
             // The payload machine makes its threads as it opens KVM, so it is made inside. A device that isn't
             // there is the payload machine's to tell.

@@ -59,6 +59,14 @@ pub fn machine_map(
     }
 }
 
+/// Lets the 64-bit PCI window end at `address`, where something else begins.
+pub fn end_pci_below(map: &mut MachineMap, address: u64) {
+    map.pci.memory64 = map.pci.memory64.and_then(|window| {
+        let len = window.len.min(address.checked_sub(window.start)?);
+        (len > 0).then_some(AddressRange { start: window.start, len })
+    });
+}
+
 /// The NUMA node of a vCPU; validation put every vCPU in exactly one.
 fn node_of(description: &VmDescription, vcpu: u32) -> u32 {
     let Ok(vcpu) = u16::try_from(vcpu) else { return 0 };

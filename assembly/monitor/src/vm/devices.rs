@@ -29,6 +29,7 @@ use super::placer::MachinePlacer;
 use super::served::{self, OpenedSlot};
 use super::threads::{self, DeviceThreadMaker};
 use crate::description::{self, DiskFormat, NetBackend, VmDescription};
+use crate::neighbour::{NeighbourFunction, OpenedNeighbour};
 use crate::sandbox::{Sandbox, ThreadKind};
 
 /// Devices whose files, sockets and interfaces are open, without a machine yet.
@@ -36,6 +37,7 @@ pub struct OpenedDevices {
     console: Option<Console>,
     virtio: Vec<Box<dyn VirtioDevice>>,
     served: Vec<OpenedSlot>,
+    neighbour: Option<OpenedNeighbour>,
     sink: EventSink,
 }
 
@@ -73,12 +75,19 @@ impl OpenedDevices {
             virtio.push(Box::new(Vsock::open(config).map_err(|error| Error::device("vsock0", error))?));
         }
         let served = served::open(description)?;
-        Ok(Self { console: Some(console), virtio, served, sink })
+        let neighbour = description.neighbour.as_ref();
+        let neighbour = neighbour.map(|wish| OpenedNeighbour::open(&description.name, wish)).transpose()?;
+        Ok(Self { console: Some(console), virtio, served, neighbour, sink })
     }
 
     /// Whether firmware should describe a console.
     pub fn has_console(&self) -> bool {
         self.console.is_some()
+    }
+
+    /// The registry of neighbours, if the VM has some.
+    pub fn neighbour(&self) -> Option<&OpenedNeighbour> {
+        self.neighbour.as_ref()
     }
 
     /// Connects everything to a machine.
@@ -156,6 +165,17 @@ impl OpenedDevices {
             root.plug_next(function as Arc<dyn PciFunction>)?;
         }
         served::plug(served_anywhere, &root, ram, &msi, &watcher)?;
+        if let Some(opened) = self.neighbour {
+            let function = NeighbourFunction::new(opened, vm, ram, memory, &msi)?;
+            let address = root.plug_next(Arc::clone(&function) as Arc<dyn PciFunction>)?;
+            let bus = Arc::downgrade(&root);
+            let refresh = Box::new(move || {
+                if let Some(bus) = bus.upgrade() {
+                    bus.refresh(address);
+                }
+            });
+            function.start(refresh, Arc::clone(&watcher))?;
+        }
         root.assign_bars()?;
         memory.insert(layout::ECAM.start, layout::ECAM.len, "pci-ecam", Arc::new(Ecam(Arc::clone(&root))))?;
         let ports_of_root = Arc::new(ConfigPorts(Arc::clone(&root)));

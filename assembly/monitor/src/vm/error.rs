@@ -65,6 +65,9 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
+    /// Neighbours.
+    #[error(transparent)]
+    Neighbour(#[from] crate::neighbour::NeighbourError),
     /// `--net fd:N` without such a descriptor.
     #[error(
         "There is no open file descriptor {number} for the network device; open the tap in the parent process and let it be inherited"

@@ -112,13 +112,13 @@ impl Machine {
             usize::from(description.cpus.sockets)
         ])?;
         let boot_cpuid = guest_cpuid(&host, &topology, 0)?;
-        let map = boot::machine_map(
-            &description,
-            ram.layout(),
-            &topology,
-            boot::physical_bits(&boot_cpuid),
-            devices.has_console(),
-        );
+        let physical_bits = boot::physical_bits(&boot_cpuid);
+        let mut map =
+            boot::machine_map(&description, ram.layout(), &topology, physical_bits, devices.has_console());
+        if let Some(neighbour) = devices.neighbour() {
+            neighbour.check(ram.layout(), physical_bits)?;
+            boot::end_pci_below(&mut map, neighbour.geometry().base());
+        }
 
         let (devices, root) = devices.plug(&vm, &ram, &controller, &ports, &memory, &map, sandbox)?;
 
@@ -315,6 +315,7 @@ fn allocate_ram(description: &VmDescription) -> Result<GuestRam, Error> {
             .map(|node| node.host_node.map(|host| HostNuma { mode: NumaMode::Bind, nodes: vec![host] }))
             .collect(),
         prefault: false,
+        for_readers: description.neighbour.is_some(),
     };
     Ok(GuestRam::allocate(&layout, &options)?)
 }

@@ -1,6 +1,7 @@
 //! The groups of `make bench`.
 
 pub mod fabric;
+pub mod neighbours;
 pub mod rdma;
 pub mod vm;
 
@@ -28,5 +29,10 @@ pub const ALL: &[Group] = &[
         name: "fabric",
         about: "RDMA between hosts against TCP and UCX over the same link",
         run: fabric::run,
+    },
+    Group {
+        name: "neighbours",
+        about: "messages between VMs, read in place, against copies, cache lines and sockets",
+        run: neighbours::run,
     },
 ];

@@ -88,6 +88,7 @@ impl Session {
             memory: MEMORY,
             pages: PageSize::Base,
             window: Some(window.clone()),
+            room: 0,
         })?;
         let khz = peers::tsc_khz();
         Ok(Self { vm, window, window_writable, cpus, khz, samples, figures: Vec::new() })

@@ -73,6 +73,10 @@ pub struct RamOptions {
     pub numa: Vec<Option<HostNuma>>,
     /// Allocate all pages now rather than at first touch.
     pub prefault: bool,
+    /// For memory that others shall see and never write: the mappings made here stay the only writable ones
+    /// (F_SEAL_FUTURE_WRITE), whoever gets or reopens a descriptor; and there is a descriptor that only reads
+    /// ([`RamRegion::read_only`]). A device in another process can't write such memory either.
+    pub for_readers: bool,
 }
 
 /// One piece of RAM as this process sees it.
@@ -82,6 +86,8 @@ pub struct RamRegion {
     pub range: RamRange,
     /// The node's memfd.
     pub file: Arc<File>,
+    /// The same, opened for reading only, with [`RamOptions::for_readers`].
+    pub read_only: Option<Arc<File>>,
     /// Where in the memfd the piece begins.
     pub file_offset: u64,
     /// Where it is mapped in this process, while [`GuestRam`] or its memory lives.
@@ -110,6 +116,7 @@ impl GuestRam {
         let mut regions = Vec::new();
         for (node, &size) in layout.nodes().iter().enumerate() {
             let file = Arc::new(node_memfd(node, size, options)?);
+            let read_only = options.for_readers.then(|| reader(node, &file)).transpose()?.map(Arc::new);
             for range in layout.ranges().iter().filter(|range| range.node == node) {
                 let mapping = map(range, &file, options)?;
                 let policy = options.numa.get(node).and_then(Option::as_ref);
@@ -117,10 +124,17 @@ impl GuestRam {
                 regions.push(RamRegion {
                     range: *range,
                     file: Arc::clone(&file),
+                    read_only: read_only.clone(),
                     file_offset: range.node_offset,
                     host_address: mapping.as_ptr().addr(),
                     mapping: Arc::new(mapping),
                 });
+            }
+            if options.for_readers {
+                // After the last mapping that may write.
+                let seals = SealFlags::FUTURE_WRITE | SealFlags::SEAL;
+                rustix::fs::fcntl_add_seals(&*file, seals)
+                    .map_err(|error| host_error(node, "sealed against writing by others", error))?;
             }
         }
         let space = GuestMemorySpace::new(collect(&regions)?);
@@ -218,9 +232,18 @@ fn node_memfd(node: usize, size: u64, options: &RamOptions) -> Result<File, Memo
         }
     })?;
     file.set_len(size).map_err(|error| host_error(node, format!("sized to {size} bytes"), error))?;
-    rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
+    let last = if options.for_readers { SealFlags::empty() } else { SealFlags::SEAL };
+    rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | last)
         .map_err(|error| host_error(node, "sealed against resizing", error))?;
     Ok(file)
+}
+
+/// A descriptor of `file` that can't write. Other users can't open another one: the file is made its owner's alone.
+fn reader(node: usize, file: &File) -> Result<File, MemoryError> {
+    let failed = |error: io::Error| host_error(node, "opened for readers", error);
+    rustix::fs::fchmod(file, rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR)
+        .map_err(|error| failed(error.into()))?;
+    File::open(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(file))).map_err(failed)
 }
 
 /// The error for too few reserved pages, if that is what it is.
@@ -347,6 +370,53 @@ mod tests {
         let target =
             std::fs::read_link(format!("/proc/self/fd/{}", std::os::fd::AsRawFd::as_raw_fd(&*region.file)));
         assert!(target.unwrap().to_string_lossy().contains("causeway:test:ram0"));
+    }
+
+    /// Whoever has a descriptor of such memory, this process included, can neither write it, nor map it for writing, nor
+    /// reopen it for that, nor punch holes into it; while the guest's own mapping goes on writing, also to pages that
+    /// are touched for the first time.
+    #[test]
+    fn memory_for_readers_can_be_written_through_the_guests_mapping_only() {
+        use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+        use std::os::unix::fs::FileExt;
+
+        use rustix::fs::{FallocateFlags, fallocate, fcntl_getfl};
+
+        use crate::slots::HostMapping;
+
+        let options = RamOptions { for_readers: true, ..options() };
+        let ram = GuestRam::allocate(&RamLayout::new(&[4 << 20]).unwrap(), &options).unwrap();
+        let region = &ram.regions()[0];
+        let given = region.read_only.as_ref().unwrap();
+        assert_eq!(
+            fcntl_getfl(given.as_fd()).unwrap() & rustix::fs::OFlags::RWMODE,
+            rustix::fs::OFlags::RDONLY
+        );
+        let reopen = |fd: BorrowedFd<'_>| {
+            let path = format!("/proc/self/fd/{}", fd.as_raw_fd());
+            std::fs::File::options().read(true).write(true).open(path)
+        };
+        let map = |fd: BorrowedFd<'_>| HostMapping::new("peer", fd, 0, 4096, true).map(drop);
+        assert!(map(given.as_fd()).is_err(), "the descriptor that peers get");
+        assert!(given.write_at(&[1], 0).is_err());
+        // The owner may reopen it, as may root; it helps neither.
+        for fd in [given.as_fd(), region.file.as_fd()] {
+            let Ok(reopened) = reopen(fd) else { continue };
+            assert!(map(reopened.as_fd()).is_err(), "a descriptor that was reopened for writing");
+            assert!(reopened.write_at(&[1], 0).is_err());
+            assert!(
+                fallocate(&reopened, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 0, 4096)
+                    .is_err()
+            );
+            assert!(reopened.set_len(0).is_err());
+        }
+        assert!(rustix::fs::fcntl_add_seals(given.as_fd(), SealFlags::WRITE).is_err(), "seals are final");
+        let memory = ram.memory().memory();
+        memory.write_obj(0x55u8, GuestAddress((4 << 20) - 1)).unwrap();
+        let mut seen = [0];
+        given.read_exact_at(&mut seen, (4 << 20) - 1).unwrap();
+        assert_eq!(seen, [0x55]);
+        assert!(HostMapping::new("peer", given.as_fd(), 0, 4096, false).is_ok());
     }
 
     #[test]

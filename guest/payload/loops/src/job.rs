@@ -1,7 +1,7 @@
 //! A measurement as data: the host writes it into guest memory for the program `measure`, or runs it
 //! itself as the peer.
 
-use crate::{access, copy, line, verbs};
+use crate::{access, copy, line, rings, verbs};
 
 /// Bytes of a [`Job`] in memory.
 pub const JOB_SIZE: usize = 56;
@@ -65,6 +65,17 @@ pub enum Job {
         /// Most of them outstanding.
         window: u64,
     },
+    /// [`rings::run`].
+    Rings {
+        /// Address of the [`rings::Bed`].
+        bed: u64,
+        /// What to do.
+        role: rings::Role,
+        /// Messages.
+        messages: u64,
+        /// Bytes of each.
+        length: u64,
+    },
     /// End the program.
     Stop,
 }
@@ -86,6 +97,7 @@ impl Job {
             Self::Verbs { queues, count, completions, operations, window } => {
                 [6, queues, count, completions, operations, window, 0]
             }
+            Self::Rings { bed, role, messages, length } => [7, bed, role.number(), messages, length, 0, 0],
         };
         let mut bytes = [0; JOB_SIZE];
         for (chunk, word) in bytes.chunks_exact_mut(8).zip(words) {
@@ -119,6 +131,7 @@ impl Job {
             4 => Self::Store { address: a, times: b },
             5 => Self::Chase { base: a, times: b },
             6 => Self::Verbs { queues: a, count: b, completions: c, operations: d, window: e },
+            7 => Self::Rings { bed: a, role: rings::Role::from_number(b)?, messages: c, length: d },
             _ => return None,
         })
     }
@@ -141,6 +154,7 @@ impl Job {
                 Self::Verbs { queues, count, completions, operations, window } => {
                     verbs::run(queues, count, completions, operations, window)
                 }
+                Self::Rings { bed, role, messages, length } => rings::run(bed, role, messages, length),
                 Self::Stop => 0,
             }
         }
@@ -161,6 +175,7 @@ mod tests {
             Job::PortOut { port: 0xe9, times: 5 },
             Job::Store { address: 6, times: 7 },
             Job::Chase { base: 8, times: 9 },
+            Job::Rings { bed: 4096, role: crate::rings::Role::Pong, messages: 7, length: 64 },
             Job::Verbs { queues: 1, count: 2, completions: 3, operations: 4, window: 5 },
         ] {
             assert_eq!(Job::from_bytes(&job.to_bytes()), Some(job));

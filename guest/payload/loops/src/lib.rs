@@ -8,5 +8,6 @@ pub mod access;
 pub mod copy;
 pub mod job;
 pub mod line;
+pub mod rings;
 pub mod tsc;
 pub mod verbs;

@@ -3,6 +3,7 @@
 use anyhow::Context as _;
 use host::access::Access;
 use host::engine::EngineSetup;
+use host::neighbours::NeighboursConfig;
 use host::{Daemon, DaemonConfig, FabricConfig};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -23,6 +24,7 @@ pub fn host(args: &HostArgs, json: bool) -> anyhow::Result<()> {
             fabric: args.directory.clone().zip(args.fabric_address).map(|(directory, address)| {
                 FabricConfig { directory, address, cluster_key: args.cluster_key.clone(), verbs: args.verbs }
             }),
+            neighbours: NeighboursConfig::default(),
             engine: EngineSetup { cpu: args.engine_cpu, ..EngineSetup::default() },
         };
     let daemon = Daemon::start(&config)?;

@@ -70,6 +70,7 @@ impl Side {
             memory,
             pages: PageSize::Base,
             window: None,
+            room: 0,
         })?;
         let (free, room) = vm.free();
         let base = free + UAR_PAGES * PAGE;

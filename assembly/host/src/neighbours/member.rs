@@ -1,0 +1,106 @@
+//! What a member hands over. It is hostile: its peers map these files, so that they are looked at before.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use neighbour::window::{Geometry, WindowError};
+use neighbour_protocol::{Permitted, Piece, Socket};
+use rustix::fs::{FileType, OFlags, SealFlags};
+
+use crate::identity::{BadName, check_name};
+
+/// Files of one member's RAM, at most: one per NUMA node.
+const MOST_FILES: usize = 8;
+/// Pieces of RAM, at most.
+const MOST_PIECES: usize = 16;
+/// VMs that one member permits, at most.
+const MOST_PERMITS: usize = 64;
+
+/// A member can't be taken.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum Unfit {
+    #[error(transparent)]
+    Name(#[from] BadName),
+    #[error("A member brings 1 to {MOST_FILES} files of RAM and {slots} signals; {given} descriptors came")]
+    Descriptors { slots: u32, given: usize },
+    #[error("A member permits at most {MOST_PERMITS} VMs and has at most {MOST_PIECES} pieces of RAM")]
+    TooMany,
+    #[error("File {file} of the member's RAM {what}")]
+    File { file: usize, what: &'static str },
+    #[error("The piece of RAM at {address:#x} with {size:#x} bytes doesn't lie in its file")]
+    Piece { address: u64, size: u64 },
+    #[error("{0}")]
+    Window(WindowError),
+}
+
+/// Descriptors of a member, checked.
+#[derive(Debug)]
+pub(super) struct Member {
+    pub socket: Socket,
+    pub vm: String,
+    pub uid: u32,
+    pub ram: Vec<Piece>,
+    pub files: Vec<OwnedFd>,
+    /// By slot of the peer: what signals this member.
+    pub signals: Vec<OwnedFd>,
+}
+
+/// Splits and checks the descriptors of a `Join`.
+pub(super) fn check(
+    vm: &str,
+    group: &str,
+    permits: &[Permitted],
+    ram: &[Piece],
+    mut fds: Vec<OwnedFd>,
+    geometry: &Geometry,
+) -> Result<(Vec<OwnedFd>, Vec<OwnedFd>), Unfit> {
+    check_name("VM", vm)?;
+    check_name("group", group)?;
+    for permit in permits {
+        check_name("permitted VM", &permit.vm)?;
+    }
+    if permits.len() > MOST_PERMITS || ram.len() > MOST_PIECES {
+        return Err(Unfit::TooMany);
+    }
+    let slots = usize::try_from(geometry.slots()).unwrap_or(usize::MAX);
+    let wrong = Unfit::Descriptors { slots: geometry.slots(), given: fds.len() };
+    let files = fds.len().checked_sub(slots).filter(|files| (1..=MOST_FILES).contains(files));
+    let Some(files) = files else { return Err(wrong) };
+    let signals = fds.split_off(files);
+    let mut sizes = Vec::new();
+    for (file, fd) in fds.iter().enumerate() {
+        sizes.push(check_file(fd.as_fd()).map_err(|what| Unfit::File { file, what })?);
+    }
+    for piece in ram {
+        let size = usize::try_from(piece.file).ok().and_then(|file| sizes.get(file).copied());
+        let end = piece.offset.checked_add(piece.size);
+        let inside =
+            piece.offset.is_multiple_of(4096) && end.zip(size).is_some_and(|(end, size)| end <= size);
+        if !inside {
+            return Err(Unfit::Piece { address: piece.address, size: piece.size });
+        }
+    }
+    let extents: Vec<(u64, u64)> = ram.iter().map(|piece| (piece.address, piece.size)).collect();
+    geometry.window(0, &extents).map_err(Unfit::Window)?;
+    Ok((fds, signals))
+}
+
+/// The size of a file that its owner can neither shrink, so that no peer's access faults, nor let anybody write.
+fn check_file(fd: BorrowedFd<'_>) -> Result<u64, &'static str> {
+    let flags = rustix::fs::fcntl_getfl(fd).map_err(|_| "can't be looked at")?;
+    if flags & OFlags::RWMODE != OFlags::RDONLY || flags.contains(OFlags::PATH) {
+        return Err("is not open for reading only");
+    }
+    // Only memory files have seals.
+    let seals = rustix::fs::fcntl_get_seals(fd).map_err(|_| "is not a memory file")?;
+    if !seals.contains(SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL) {
+        return Err("is not sealed against resizing");
+    }
+    if !seals.intersects(SealFlags::FUTURE_WRITE | SealFlags::WRITE) {
+        return Err("is not sealed against writing by others");
+    }
+    let stat = rustix::fs::fstat(fd).map_err(|_| "can't be looked at")?;
+    if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+        return Err("is not a memory file");
+    }
+    u64::try_from(stat.st_size).map_err(|_| "has no size")
+}

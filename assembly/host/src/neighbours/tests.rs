@@ -1,0 +1,275 @@
+//! The registry with members that bring real memory files, over its real socket; no VM, no KVM.
+
+use std::fs::File;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::os::unix::fs::FileExt;
+use std::time::{Duration, Instant};
+
+use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestRam, RamLayout, RamOptions};
+use machine::slots::HostMapping;
+use neighbour::layout::Header;
+use neighbour::registers::reason;
+use neighbour_protocol::{FromDaemon, FromMonitor, Permitted, Piece, Socket, SocketError};
+
+use super::*;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+const SIZE: u64 = 2 << 20;
+
+struct Bed {
+    _directory: tempfile::TempDir,
+    path: std::path::PathBuf,
+    neighbours: Neighbours,
+}
+
+/// A registry that waits longer than a busy machine lets these members wait: most of them don't report.
+fn start() -> Bed {
+    start_with(Duration::from_secs(60))
+}
+
+fn start_with(patience: Duration) -> Bed {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("neighbours");
+    let heartbeat = Heartbeat { patience, ..Heartbeat::DEFAULT };
+    let config = NeighboursConfig { heartbeat, ..NeighboursConfig::default() };
+    let neighbours = Neighbours::start(&path, Access::default(), config).unwrap();
+    Bed { _directory: directory, path, neighbours }
+}
+
+fn ram(for_readers: bool) -> GuestRam {
+    let options = RamOptions { name: "test".into(), for_readers, ..RamOptions::default() };
+    GuestRam::allocate(&RamLayout::new(&[SIZE]).unwrap(), &options).unwrap()
+}
+
+/// A member without a VM.
+struct Fake {
+    socket: Socket,
+    ram: GuestRam,
+    signals: Vec<OwnedFd>,
+    slots: u32,
+}
+
+impl Fake {
+    fn connect(bed: &Bed) -> Self {
+        let socket = Socket::connect(&bed.path).unwrap();
+        let (FromDaemon::Hello { slots, version: 1, .. }, _) = socket.wait(PATIENCE).unwrap() else {
+            panic!("hello comes first")
+        };
+        let signals = (0..slots).map(|_| eventfd(0, EventfdFlags::CLOEXEC).unwrap()).collect();
+        Self { socket, ram: ram(true), signals, slots }
+    }
+
+    fn ask(&self, vm: &str, permits: &[&str], files: &[BorrowedFd<'_>], ram: Vec<Piece>) -> FromDaemon {
+        let permits = permits.iter().map(|vm| Permitted { vm: (*vm).to_owned(), uid: None }).collect();
+        let join = FromMonitor::Join {
+            vm: vm.to_owned(),
+            group: "nas".to_owned(),
+            permits,
+            ram,
+            slot: None,
+            epoch: 0,
+        };
+        let mut fds = files.to_vec();
+        fds.extend(self.signals.iter().map(AsFd::as_fd));
+        self.socket.send(&join, &fds).unwrap();
+        self.next()
+    }
+
+    fn join(bed: &Bed, vm: &str, permits: &[&str]) -> (Self, u32) {
+        let member = Self::connect(bed);
+        let file = member.ram.regions()[0].read_only.clone().unwrap();
+        let piece = Piece { address: 0, size: SIZE, file: 0, offset: 0 };
+        match member.ask(vm, permits, &[file.as_fd()], vec![piece]) {
+            FromDaemon::Joined { slot } => (member, slot),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn next(&self) -> FromDaemon {
+        self.socket.wait(PATIENCE).unwrap().0
+    }
+
+    /// The next connection: slot, epoch, RAM file, segment, signal.
+    fn connected(&self) -> (u32, u32, File, File, OwnedFd) {
+        let (message, fds) = self.socket.wait::<FromDaemon>(PATIENCE).unwrap();
+        let FromDaemon::Connect { slot, epoch, .. } = message else { panic!("{message:?}") };
+        let [ram, segment, signal] = <[OwnedFd; 3]>::try_from(fds).unwrap();
+        (slot, epoch, ram.into(), segment.into(), signal)
+    }
+
+    fn is_silent(&self) -> bool {
+        std::thread::sleep(Duration::from_millis(300));
+        self.socket.receive::<FromDaemon>().unwrap().is_none()
+    }
+}
+
+fn piece(size: u64, offset: u64) -> Piece {
+    Piece { address: 0, size, file: 0, offset }
+}
+
+/// What a peer is given shows the other's RAM, signals the other, and gives no way to write: not by the descriptor, nor by
+/// reopening it (or any other descriptor that the peer got) through /proc.
+#[test]
+fn a_peer_sees_memory_that_it_cannot_write() {
+    let bed = start();
+    let (a, slot_a) = Fake::join(&bed, "a", &["b"]);
+    let (b, slot_b) = Fake::join(&bed, "b", &["a"]);
+    let (peer, epoch, memory, segment, signal) = a.connected();
+    let (peer_of_b, epoch_b, _, segment_b, _) = b.connected();
+    assert_eq!((peer, peer_of_b, epoch), (slot_b, slot_a, epoch_b));
+
+    b.ram.memory().memory().write_obj(0x1234_5678_u32, GuestAddress(0x5000)).unwrap();
+    let mut seen = [0; 4];
+    memory.read_exact_at(&mut seen, 0x5000).unwrap();
+    assert_eq!(u32::from_le_bytes(seen), 0x1234_5678);
+    assert!(HostMapping::new("window", memory.as_fd(), 0, SIZE, false).is_ok());
+
+    assert!(HostMapping::new("window", memory.as_fd(), 0, SIZE, true).is_err());
+    assert!(memory.write_at(&[1], 0).is_err());
+    let reopened =
+        File::options().read(true).write(true).open(format!("/proc/self/fd/{}", memory.as_raw_fd()));
+    if let Ok(reopened) = reopened {
+        // Only its owner and root come so far, and no further.
+        assert!(HostMapping::new("window", reopened.as_fd(), 0, SIZE, true).is_err());
+        assert!(reopened.write_at(&[1], 0).is_err() && reopened.set_len(0).is_err());
+    }
+
+    segment.write_at(b"shared", 8192).unwrap();
+    let mut shared = [0; 6];
+    segment_b.read_exact_at(&mut shared, 8192).unwrap();
+    assert_eq!(&shared, b"shared");
+    let size = usize::try_from(segment.metadata().unwrap().len()).unwrap();
+    let mut bytes = vec![0; size];
+    segment.read_exact_at(&mut bytes, 0).unwrap();
+    let words: Vec<_> = bytes
+        .chunks_exact(8)
+        .map(|word| std::sync::atomic::AtomicU64::new(u64::from_le_bytes(word.try_into().unwrap())))
+        .collect();
+    let (header, _) = Header::read(&words[..]).unwrap();
+    header.agrees(epoch, &NeighboursConfig::default().geometry, [slot_a, slot_b]).unwrap();
+    assert!(segment.set_len(0).is_err(), "a peer can't make the other's accesses fault");
+
+    rustix::io::write(&signal, &1_u64.to_ne_bytes()).unwrap();
+    let at = usize::try_from(slot_a).unwrap();
+    let mut count = [0; 8];
+    rustix::io::read(&b.signals[at], &mut count).unwrap();
+    assert_eq!(u64::from_ne_bytes(count), 1);
+    assert_eq!(bed.neighbours.inspect()["nas"][0]["epoch_by_peer"]["b"], epoch);
+}
+
+#[test]
+fn without_permission_of_both_nobody_is_given_anything() {
+    let bed = start();
+    let (a, _) = Fake::join(&bed, "a", &["b"]);
+    let (b, _) = Fake::join(&bed, "b", &[]);
+    let (c, _) = Fake::join(&bed, "c", &["a", "b"]);
+    assert!(a.is_silent() && b.is_silent() && c.is_silent());
+}
+
+#[test]
+fn memory_that_could_change_under_a_peer_is_refused() {
+    let bed = start();
+    let good = ram(true);
+    let writable = good.regions()[0].file.clone();
+    let unsealed = ram(false);
+    let unsealed_reader =
+        File::open(format!("/proc/self/fd/{}", unsealed.regions()[0].file.as_raw_fd())).unwrap();
+    let elsewhere = File::open("/proc/self/exe").unwrap();
+    let reader = good.regions()[0].read_only.clone().unwrap();
+    for (file, piece, expected) in [
+        (writable.as_fd(), piece(SIZE, 0), "reading only"),
+        (unsealed_reader.as_fd(), piece(SIZE, 0), "sealed against writing"),
+        (elsewhere.as_fd(), piece(SIZE, 0), "memory file"),
+        (reader.as_fd(), piece(SIZE, 4096), "doesn't lie in its file"),
+        (reader.as_fd(), piece(u64::MAX - 4095, 8192), "doesn't lie in its file"),
+        (reader.as_fd(), piece(0, 0), "whole pages"),
+    ] {
+        let member = Fake::connect(&bed);
+        let FromDaemon::Refused { reason } = member.ask("a", &[], &[file], vec![piece]) else {
+            panic!("{expected}: taken")
+        };
+        assert!(reason.contains(expected), "{reason}");
+    }
+    let mut member = Fake::connect(&bed);
+    member.signals.pop();
+    let answer = member.ask("a", &[], &[reader.as_fd()], vec![piece(SIZE, 0)]);
+    assert!(
+        matches!(&answer, FromDaemon::Refused { reason } if reason.contains("descriptors")),
+        "{answer:?}"
+    );
+    assert_eq!(member.slots, 16);
+}
+
+/// A member whose monitor dies: its peer is told at once. It comes back into its slot, and is connected anew only after the
+/// peer has let go of its old memory, which stays readable until then.
+#[test]
+fn a_dead_members_memory_stays_until_its_peer_has_let_go() {
+    let bed = start();
+    let (a, slot_a) = Fake::join(&bed, "a", &["b"]);
+    let (b, slot_b) = Fake::join(&bed, "b", &["a"]);
+    let (_, epoch, memory, ..) = a.connected();
+    b.ram.memory().memory().write_obj(7_u8, GuestAddress(0)).unwrap();
+    drop(b);
+    assert_eq!(a.next(), FromDaemon::Gone { slot: slot_b, epoch, reason: reason::LEFT });
+    let mut seen = [0];
+    memory.read_exact_at(&mut seen, 0).unwrap();
+    assert_eq!(seen, [7]);
+    let (b, again) = Fake::join(&bed, "b", &["a"]);
+    assert_eq!(again, slot_b);
+    assert!(a.is_silent() && b.is_silent());
+    a.socket.send(&FromMonitor::Release { slot: slot_b, epoch }, &[]).unwrap();
+    let (peer, later, ..) = a.connected();
+    assert!(peer == slot_b && later > epoch);
+    assert_eq!(b.connected().0, slot_a);
+}
+
+/// A member that stops reporting, and one whose driver stops counting: the peer is told, and why. (How soon is
+/// `neighbour::heartbeat`'s to prove; here the registry is patient, as the machine may be busy.)
+#[test]
+fn a_peer_is_told_that_a_member_hangs() {
+    let bed = start_with(Duration::from_secs(2));
+    for hang in [true, false] {
+        let (a, _) = Fake::join(&bed, "a", &["b"]);
+        let (b, slot_b) = Fake::join(&bed, "b", &["a"]);
+        let (_, epoch, ..) = a.connected();
+        // It lives for a while.
+        for count in 1..8 {
+            for member in [&a, &b] {
+                member.socket.send(&FromMonitor::Alive { count }, &[]).unwrap();
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        let stopped = Instant::now();
+        let mut count = 8;
+        let told = loop {
+            a.socket.send(&FromMonitor::Alive { count }, &[]).unwrap();
+            if hang {
+                b.socket.send(&FromMonitor::Alive { count: 7 }, &[]).unwrap();
+            }
+            if let Some((message, _)) = a.socket.receive::<FromDaemon>().unwrap() {
+                break message;
+            }
+            assert!(stopped.elapsed() < PATIENCE, "never told");
+            count += 1;
+            std::thread::sleep(Duration::from_millis(20));
+        };
+        let reason = if hang { reason::HUNG } else { reason::SILENT };
+        assert_eq!(told, FromDaemon::Gone { slot: slot_b, epoch, reason });
+    }
+}
+
+#[test]
+fn a_member_that_says_nonsense_is_hung_up_on_and_the_others_are_not() {
+    let bed = start();
+    let (a, _) = Fake::join(&bed, "a", &["b"]);
+    let (b, slot_b) = Fake::join(&bed, "b", &["a"]);
+    let (_, epoch, ..) = a.connected();
+    b.connected();
+    // Releases of what it doesn't have do nothing.
+    b.socket.send(&FromMonitor::Release { slot: 14, epoch: 1 }, &[]).unwrap();
+    b.socket.send(&FromMonitor::Release { slot: u32::MAX, epoch: u32::MAX }, &[]).unwrap();
+    assert!(a.is_silent());
+    rustix::io::write(&b.socket, b"nonsense").unwrap();
+    assert_eq!(a.next(), FromDaemon::Gone { slot: slot_b, epoch, reason: reason::LEFT });
+    assert!(matches!(b.socket.wait::<FromDaemon>(PATIENCE), Err(SocketError::Closed)));
+}

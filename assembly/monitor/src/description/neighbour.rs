@@ -1,0 +1,136 @@
+//! Validation of `[neighbour]`.
+
+use super::served::HOST_SOCKET;
+use super::validate::{quoted, socket_path};
+use super::vm::{Neighbour, NeighbourPeer};
+use super::{Invalid, Key, written};
+
+/// Longest name of a group or a VM.
+const LONGEST_NAME: usize = 64;
+/// VMs that one may permit.
+const MOST_PEERS: usize = 64;
+
+/// Checks the table, and that the VM has nothing that can't go with it.
+pub(super) fn validate(vm: &written::Vm, vm_name: &str) -> Result<Option<Neighbour>, Invalid> {
+    let Some(table) = &vm.neighbour else { return Ok(None) };
+    let key = Key::root("neighbour");
+    if vm.payload.is_some() {
+        return Err(Invalid::new(key, "a payload guest has no devices, so it has no neighbours either"));
+    }
+    let served = vm.rdma.iter().flatten().count() + vm.vfio_user.iter().flatten().count();
+    if served > 0 {
+        let problem = "memory that neighbours see can be written by no other process, and devices of [[rdma]] and \
+                       [[vfio-user]] are in other processes; leave one of the two out";
+        return Err(Invalid::new(key, problem));
+    }
+    check_name(&key.below("group"), &table.group)?;
+    let host = table.host.clone().unwrap_or_else(|| HOST_SOCKET.into());
+    socket_path(&key.below("host"), &host)?;
+    if table.permit.len() > MOST_PEERS {
+        let problem = format!("{} are too many; at most {MOST_PEERS} fit", table.permit.len());
+        return Err(Invalid::new(key.below("permit"), problem));
+    }
+    let mut permit: Vec<NeighbourPeer> = Vec::new();
+    for (index, text) in table.permit.iter().enumerate() {
+        let key = key.below("permit").item(index);
+        let peer = peer(&key, text)?;
+        if peer.vm == vm_name && peer.uid.is_none() {
+            return Err(Invalid::new(key, format!("{} is this VM itself", quoted(text))));
+        }
+        if permit.contains(&peer) {
+            return Err(Invalid::new(key, format!("{} is there already", quoted(text))));
+        }
+        permit.push(peer);
+    }
+    Ok(Some(Neighbour { group: table.group.clone(), permit, host }))
+}
+
+/// `VM`, or `VM@UID`.
+fn peer(key: &Key, text: &str) -> Result<NeighbourPeer, Invalid> {
+    let (vm, uid) = match text.split_once('@') {
+        None => (text, None),
+        Some((vm, uid)) => {
+            let number = uid.parse().ok().filter(|_| uid.bytes().all(|byte| byte.is_ascii_digit()));
+            let number = number.ok_or_else(|| {
+                let problem =
+                    format!("{} names no user; write VM@NUMBER with the user's number", quoted(text));
+                Invalid::new(key.clone(), problem)
+            })?;
+            (vm, Some(number))
+        }
+    };
+    check_name(key, vm)?;
+    Ok(NeighbourPeer { vm: vm.to_owned(), uid })
+}
+
+fn check_name(key: &Key, name: &str) -> Result<(), Invalid> {
+    let fits = (1..=LONGEST_NAME).contains(&name.len())
+        && name.starts_with(|c: char| c.is_ascii_alphanumeric())
+        && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
+    if fits {
+        return Ok(());
+    }
+    let rule = "a name has 1 to 64 of a-z, A-Z, 0-9, '.', '_', '-', and begins with a letter or digit";
+    Err(Invalid::new(key.clone(), format!("{} is not a name: {rule}", quoted(name))))
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::description::{self, NeighbourPeer};
+
+    fn validated(text: &str) -> Result<description::VmDescription, String> {
+        let text = format!("kernel = \"k\"\n{text}");
+        let (vm, _) =
+            description::parse(&text, "/x/raid.toml".as_ref()).map_err(|error| error.to_string())?;
+        description::validate(&vm).map_err(|invalid| format!("{}: {}", invalid.key, invalid.problem))
+    }
+
+    #[test]
+    fn nobody_is_permitted_unless_it_is_written() {
+        let vm = validated("[neighbour]\ngroup = \"nas\"").unwrap().neighbour.unwrap();
+        assert_eq!((vm.group.as_str(), vm.permit.len()), ("nas", 0));
+        assert_eq!(vm.host.to_str(), Some("/run/causeway/host.sock"));
+        let text = "[neighbour]\ngroup = \"nas\"\npermit = [\"files\", \"disks@1001\"]\nhost = \"h.sock\"";
+        let vm = validated(text).unwrap().neighbour.unwrap();
+        assert_eq!(
+            vm.permit,
+            [
+                NeighbourPeer { vm: "files".to_owned(), uid: None },
+                NeighbourPeer { vm: "disks".to_owned(), uid: Some(1001) },
+            ]
+        );
+        assert_eq!(vm.host.to_str(), Some("/x/h.sock"));
+        assert!(validated("").unwrap().neighbour.is_none());
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_named() {
+        for (text, expected) in [
+            ("[neighbour]\ngroup = \"\"", "neighbour.group: \"\" is not a name"),
+            ("[neighbour]\ngroup = \"a/b\"", "neighbour.group: \"a/b\" is not a name"),
+            (
+                "[neighbour]\ngroup = \"g\"\npermit = [\"a@root\"]",
+                "neighbour.permit[0]: \"a@root\" names no user",
+            ),
+            (
+                "[neighbour]\ngroup = \"g\"\npermit = [\"a@+1\"]",
+                "neighbour.permit[0]: \"a@+1\" names no user",
+            ),
+            (
+                "[neighbour]\ngroup = \"g\"\npermit = [\"b\", \"b\"]",
+                "neighbour.permit[1]: \"b\" is there already",
+            ),
+            (
+                "[neighbour]\ngroup = \"g\"\npermit = [\"raid\"]",
+                "neighbour.permit[0]: \"raid\" is this VM itself",
+            ),
+            (
+                "[neighbour]\ngroup = \"g\"\n[[rdma]]\nsegment = \"s\"",
+                "neighbour: memory that neighbours see",
+            ),
+        ] {
+            let error = validated(text).unwrap_err();
+            assert!(error.starts_with(expected), "{error}");
+        }
+    }
+}

@@ -1,0 +1,366 @@
+//! The PCI function.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+
+use machine::bus::AddressSpace;
+use machine::memory::GuestRam;
+use machine::slots::HostMapping;
+use machine::vm::Vm;
+use neighbour::device::{Device, Effect};
+use neighbour::registers as reg;
+use pci::config::{CapabilityBuilder, ClassCode, ConfigSpace, ExpressKind, Identity};
+use pci::function::{
+    BarKind, BarLayout, BarMapping, BarPlace, ConfigEffect, Doorbell, FunctionError, PciFunction,
+    SavedFunction,
+};
+use pci::interrupt::{IntxLine, Msi};
+use pci::msix::{Msix, MsixLayout};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{MemfdFlags, SealFlags};
+use serde_json::json;
+use telemetry::Counter;
+use telemetry::guest_log::GuestLog;
+
+use super::thread::{Registry, Thread};
+use super::views::Views;
+use super::windows::Windows;
+use super::{NeighbourError, OpenedNeighbour, lock};
+use crate::vm::ThreadHook;
+
+/// The function's name.
+const NAME: &str = "neighbour0";
+
+/// What the guest's writes ask of the thread; bounded by what there is.
+#[derive(Debug, Default)]
+pub(super) struct Asked {
+    /// Slots and epochs to release.
+    pub release: std::collections::BTreeSet<(u32, u32)>,
+    /// The driver has gone: release all.
+    pub release_all: bool,
+}
+
+/// Counts for `causeway inspect`.
+#[derive(Default)]
+pub(super) struct Counters {
+    pub connections: Counter,
+    pub ends: Counter,
+    pub losses: Counter,
+}
+
+/// What the function and its thread share. Locks are taken in the order of the fields.
+pub(super) struct Inner {
+    pub vm: Arc<Vm>,
+    config: Mutex<ConfigSpace>,
+    pub msix: Msix,
+    pub device: Arc<Mutex<Device>>,
+    pub views: Mutex<Views>,
+    pub asked: Mutex<Asked>,
+    /// Wakes the thread.
+    pub wake: OwnedFd,
+    pub counters: Counters,
+    pub log: GuestLog,
+    status: Arc<OwnedFd>,
+    beat: Arc<HostMapping>,
+    refresh: OnceLock<Box<dyn Fn() + Send + Sync>>,
+}
+
+impl Inner {
+    /// Makes the bus follow what is mapped now.
+    pub(super) fn refresh(&self) {
+        if let Some(refresh) = self.refresh.get() {
+            refresh();
+        }
+    }
+
+    /// Tells the guest that a block has changed.
+    pub(super) fn notify(&self) {
+        if let Err(error) = self.msix.trigger(0) {
+            telemetry::guest_warn!(self.log, device = NAME, %error, "An interrupt can't be sent");
+        }
+    }
+
+    /// The driver's count; 0 when there is no driver.
+    pub(super) fn beat(&self) -> u64 {
+        if !lock(&self.device).driver() {
+            return 0;
+        }
+        read_word(&self.beat).max(1)
+    }
+
+    fn ask(&self, ask: impl FnOnce(&mut Asked)) {
+        ask(&mut lock(&self.asked));
+        // A counter that is full wakes as well.
+        let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+    }
+}
+
+/// The first word of a mapping.
+#[allow(unsafe_code)] // One aligned word of memory that the guest writes.
+fn read_word(mapping: &HostMapping) -> u64 {
+    let word = mapping.as_ptr().cast::<u64>();
+    // SAFETY: the mapping is at least a page, aligned to one, and lives as long as the reference; the guest may write the word
+    // at any time, so it is read as an atomic.
+    unsafe { AtomicU64::from_ptr(word) }.load(Ordering::Relaxed)
+}
+
+/// See the module.
+pub struct NeighbourFunction {
+    inner: Arc<Inner>,
+    registry: Mutex<Option<Registry>>,
+    thread: OnceLock<Thread>,
+}
+
+impl NeighbourFunction {
+    /// Makes the function, claims the windows' addresses on the memory bus, and joins the neighbourhood.
+    ///
+    /// # Errors
+    /// When the registry refuses, or the machine has no room.
+    pub fn new(
+        opened: OpenedNeighbour,
+        vm: &Arc<Vm>,
+        ram: &GuestRam,
+        memory: &AddressSpace,
+        msi: &dyn Msi,
+    ) -> Result<Arc<Self>, NeighbourError> {
+        let terms = opened.terms;
+        let device = Arc::new(Mutex::new(Device::new(terms.geometry, terms.layout, terms.heartbeat_ms)));
+        let vectors = u16::try_from(reg::vectors(terms.geometry.slots())).unwrap_or(u16::MAX);
+        let layout = MsixLayout::exclusive(reg::BAR_MSIX, vectors)
+            .map_err(|error| NeighbourError::monitor("lay out interrupts", error))?;
+        let config = config_space(&layout, lock(&device).segments_size())
+            .map_err(|error| NeighbourError::monitor("make configuration space", error))?;
+        let vectors =
+            msi.allocate(vectors).map_err(|error| NeighbourError::monitor("get interrupt vectors", error))?;
+        let msix = Msix::new(layout, vectors)
+            .map_err(|error| NeighbourError::monitor("set up interrupts", error))?;
+        let (status, beat) = status_page(lock(&device).segment_place(0).1)?;
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|error| NeighbourError::monitor("make an eventfd", std::io::Error::from(error)))?;
+        let geometry = terms.geometry;
+        let windows = Windows {
+            name: NAME.to_owned(),
+            base: geometry.base(),
+            device: Arc::clone(&device),
+            log: GuestLog::new(),
+        };
+        let len = geometry.end() - geometry.base();
+        memory
+            .insert(geometry.base(), len, "neighbour windows", Arc::new(windows))
+            .map_err(|error| NeighbourError::monitor("claim the windows' addresses", error))?;
+        let inner = Arc::new(Inner {
+            vm: Arc::clone(vm),
+            config: Mutex::new(config),
+            msix,
+            device,
+            views: Mutex::default(),
+            asked: Mutex::default(),
+            wake,
+            counters: Counters::default(),
+            log: GuestLog::new(),
+            status,
+            beat,
+            refresh: OnceLock::new(),
+        });
+        let registry = Registry::join(opened, ram, &inner)?;
+        Ok(Arc::new(Self { inner, registry: Mutex::new(Some(registry)), thread: OnceLock::new() }))
+    }
+
+    /// Starts the function's thread. `refresh` makes the bus attach mappings and doorbells anew
+    /// ([`pci::root::PciRoot::refresh`]), `on_start` runs first on the thread.
+    ///
+    /// # Errors
+    /// When the thread can't be made.
+    pub fn start(
+        &self,
+        refresh: Box<dyn Fn() + Send + Sync>,
+        on_start: ThreadHook,
+    ) -> Result<(), NeighbourError> {
+        let Some(registry) = lock(&self.registry).take() else { return Ok(()) };
+        // Set once: the registry was there.
+        let _ = self.inner.refresh.set(refresh);
+        let thread = Thread::start(Arc::clone(&self.inner), registry, on_start)
+            .map_err(|error| NeighbourError::monitor("start a thread", error))?;
+        let _ = self.thread.set(thread);
+        Ok(())
+    }
+
+    /// How many stores of the guest to windows were discarded.
+    #[must_use]
+    pub fn discarded(&self) -> u64 {
+        lock(&self.inner.device).discarded_count()
+    }
+}
+
+fn config_space(layout: &MsixLayout, segments: u64) -> Result<ConfigSpace, pci::config::ConfigError> {
+    let mut builder = ConfigSpace::builder(Identity {
+        vendor_id: reg::VENDOR,
+        device_id: reg::DEVICE,
+        revision: reg::REVISION,
+        class: ClassCode::COMMUNICATION_OTHER,
+        subsystem_vendor_id: reg::SUBSYSTEM.0,
+        subsystem_id: reg::SUBSYSTEM.1,
+    });
+    let bar = |index, kind, prefetchable, size| BarLayout { index, kind, prefetchable, size };
+    builder.bar(bar(reg::BAR_REGISTERS, BarKind::Memory32, false, reg::BAR_REGISTERS_SIZE))?;
+    builder.bar(bar(reg::BAR_SEGMENTS, BarKind::Memory64, true, segments))?;
+    builder.bar(bar(reg::BAR_MSIX, BarKind::Memory32, false, layout.bar_size()))?;
+    builder.capability(CapabilityBuilder::msix(layout))?;
+    builder.capability(CapabilityBuilder::express(ExpressKind::RootComplexIntegratedEndpoint))?;
+    Ok(builder.build())
+}
+
+/// The page in which the driver counts; as large as a segment, so that it takes a segment's place.
+fn status_page(size: u64) -> Result<(Arc<OwnedFd>, Arc<HostMapping>), NeighbourError> {
+    let failed = |error: rustix::io::Errno| {
+        NeighbourError::monitor("make the status page", std::io::Error::from(error))
+    };
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let fd = rustix::fs::memfd_create("causeway:neighbour-status", flags).map_err(failed)?;
+    rustix::fs::ftruncate(&fd, size).map_err(failed)?;
+    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)
+        .map_err(failed)?;
+    let mapping = HostMapping::new("neighbour status", fd.as_fd(), 0, size, false)
+        .map_err(|error| NeighbourError::monitor("map the status page", error))?;
+    Ok((Arc::new(fd), mapping))
+}
+
+impl PciFunction for NeighbourFunction {
+    fn name(&self) -> &str {
+        NAME
+    }
+
+    fn bars(&self) -> Vec<BarLayout> {
+        lock(&self.inner.config).bars().to_vec()
+    }
+
+    fn config_read(&self, offset: u16, data: &mut [u8]) {
+        lock(&self.inner.config).read(offset, data);
+    }
+
+    fn config_write(&self, offset: u16, data: &[u8]) -> ConfigEffect {
+        let mut config = lock(&self.inner.config);
+        let effect = config.write(offset, data);
+        self.inner.msix.follow(&config);
+        effect
+    }
+
+    fn places(&self) -> Vec<BarPlace> {
+        lock(&self.inner.config).places()
+    }
+
+    fn bar_read(&self, bar: u8, offset: u64, data: &mut [u8]) {
+        data.fill(0xFF);
+        if self.inner.msix.bar_read(bar, offset, data) {
+            return;
+        }
+        if bar == reg::BAR_REGISTERS {
+            lock(&self.inner.device).read(offset, data);
+        }
+    }
+
+    fn bar_write(&self, bar: u8, offset: u64, data: &[u8]) {
+        if self.inner.msix.bar_write(bar, offset, data) || bar != reg::BAR_REGISTERS {
+            return;
+        }
+        let effect = lock(&self.inner.device).write(offset, data);
+        match effect {
+            Some(Effect::Release { slot, epoch }) => {
+                self.inner.ask(|asked| {
+                    asked.release.insert((slot, epoch));
+                });
+            }
+            Some(Effect::Driver(false)) => self.inner.ask(|asked| asked.release_all = true),
+            Some(Effect::Driver(true)) | None => {}
+        }
+    }
+
+    fn doorbells(&self) -> Vec<Doorbell> {
+        let views = lock(&self.inner.views);
+        let doorbell = |(slot, view): (&u32, &super::views::View)| Doorbell {
+            bar: reg::BAR_REGISTERS,
+            offset: reg::DOORBELLS + reg::DOORBELL_STRIDE * u64::from(*slot),
+            width: 4,
+            datamatch: None,
+            fd: Arc::clone(&view.signal),
+        };
+        views.0.iter().map(doorbell).collect()
+    }
+
+    fn mappings(&self) -> Vec<BarMapping> {
+        let mut shown: Vec<(u32, Arc<OwnedFd>)> =
+            lock(&self.inner.views).0.iter().map(|(slot, view)| (*slot, Arc::clone(&view.segment))).collect();
+        let device = lock(&self.inner.device);
+        if let Some(own) = device.own() {
+            // After a daemon's restart the own slot may be one that a peer had, whose segment nobody uses any more.
+            shown.retain(|(slot, _)| *slot != own);
+            shown.push((own, Arc::clone(&self.inner.status)));
+        }
+        let mapping = |(slot, fd): (u32, Arc<OwnedFd>)| {
+            let (offset, len) = device.segment_place(slot);
+            BarMapping { bar: reg::BAR_SEGMENTS, offset, len, fd, fd_offset: 0, read_only: false }
+        };
+        shown.into_iter().map(mapping).collect()
+    }
+
+    fn attach_intx(&self, _line: Arc<dyn IntxLine>) {
+        // It has no pin.
+    }
+
+    fn reset(&self) -> Result<(), FunctionError> {
+        lock(&self.inner.config).reset();
+        self.inner.msix.reset();
+        // The driver has gone with its machine. What was mapped is taken away by the thread.
+        lock(&self.inner.device).write(reg::DRIVER, &0_u32.to_le_bytes());
+        self.inner.ask(|asked| asked.release_all = true);
+        Ok(())
+    }
+
+    fn quiesce(&self) -> Result<(), FunctionError> {
+        // Peers see that the guest doesn't count any more; nothing here acts for it.
+        Ok(())
+    }
+
+    fn unquiesce(&self) -> Result<(), FunctionError> {
+        Ok(())
+    }
+
+    fn save(&self) -> Result<SavedFunction, FunctionError> {
+        Err(FunctionError::NotSaveable {
+            name: NAME.to_owned(),
+            reason: "neighbours' memory is on this host; leave the neighbourhood first".to_owned(),
+        })
+    }
+
+    fn inspect(&self) -> serde_json::Value {
+        let inner = &self.inner;
+        let (own, driver, discarded) = {
+            let device = lock(&inner.device);
+            (device.own(), device.driver(), device.discarded_count())
+        };
+        let peers: Vec<_> = lock(&inner.views)
+            .0
+            .iter()
+            .map(|(slot, view)| {
+                json!({
+                    "slot": slot,
+                    "vm": view.vm,
+                    "epoch": view.epoch,
+                    "window": format!("{:#x}", view.window.start()),
+                })
+            })
+            .collect();
+        json!({
+            "kind": "neighbour",
+            "slot": own,
+            "driver": driver,
+            "peers": peers,
+            "discarded_stores": discarded,
+            "connections": inner.counters.connections.get(),
+            "ends": inner.counters.ends.get(),
+            "registry_losses": inner.counters.losses.get(),
+            "msix": inner.msix.inspect(),
+        })
+    }
+}

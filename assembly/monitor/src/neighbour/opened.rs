@@ -1,0 +1,107 @@
+//! The registry, reached before the sandbox closes.
+
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use machine::memory::RamLayout;
+use neighbour::layout::Layout;
+use neighbour::window::Geometry;
+use neighbour_protocol::{FromDaemon, SOCKET_NAME, Socket, VERSION};
+
+use super::NeighbourError;
+use crate::description::Neighbour;
+
+/// How long a daemon may take for its first words.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// What the registry says of all its neighbourhoods.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Terms {
+    pub geometry: Geometry,
+    pub layout: Layout,
+    pub heartbeat_ms: u32,
+}
+
+/// A connection to the registry that hasn't joined yet.
+#[derive(Debug)]
+pub struct OpenedNeighbour {
+    pub(super) wish: Neighbour,
+    pub(super) vm: String,
+    pub(super) path: PathBuf,
+    pub(super) socket: Socket,
+    pub(super) terms: Terms,
+}
+
+impl OpenedNeighbour {
+    /// Connects, and learns where windows lie.
+    ///
+    /// # Errors
+    /// When no daemon is there, it refuses, or it is of another version.
+    pub fn open(vm: &str, wish: &Neighbour) -> Result<Self, NeighbourError> {
+        let path = socket_path(&wish.host);
+        let (socket, terms) = connect(&path)?;
+        Ok(Self { wish: wish.clone(), vm: vm.to_owned(), path, socket, terms })
+    }
+
+    /// Where windows lie: nothing else of the machine may be there.
+    #[must_use]
+    pub fn geometry(&self) -> &Geometry {
+        &self.terms.geometry
+    }
+
+    /// Whether a machine with this RAM, whose CPUs have `physical_bits` address bits, has room for them.
+    ///
+    /// # Errors
+    /// When it hasn't.
+    pub fn check(&self, ram: &RamLayout, physical_bits: u8) -> Result<(), NeighbourError> {
+        let geometry = &self.terms.geometry;
+        let windows = |reason| NeighbourError::Windows { base: geometry.base(), end: geometry.end(), reason };
+        let end = ram.ranges().iter().map(|range| range.start + range.size).max().unwrap_or(0);
+        if end > geometry.stride() {
+            return Err(windows(format!(
+                "the VM's RAM ends at {end:#x}, and a window has {:#x} bytes; give the VM less",
+                geometry.stride()
+            )));
+        }
+        if ram.high_end() > geometry.base() {
+            return Err(windows(format!(
+                "RAM and devices reach up to {:#x}; start the daemon with windows that lie higher",
+                ram.high_end()
+            )));
+        }
+        if 1_u64.checked_shl(physical_bits.into()).is_some_and(|limit| geometry.end() > limit) {
+            return Err(windows(format!(
+                "its CPUs have {physical_bits} address bits; start the daemon with windows that lie lower"
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// The registry's socket beside a daemon's.
+fn socket_path(host: &Path) -> PathBuf {
+    host.with_extension("d").join(SOCKET_NAME)
+}
+
+/// Connects and hears the daemon's first words.
+pub(super) fn connect(path: &Path) -> Result<(Socket, Terms), NeighbourError> {
+    let registry = |source: Box<dyn std::error::Error + Send + Sync>| NeighbourError::Registry {
+        path: path.to_owned(),
+        source,
+    };
+    let socket = Socket::connect(path).map_err(|error| registry(error.into()))?;
+    let (hello, _) = socket.wait::<FromDaemon>(PATIENCE).map_err(|error| registry(error.into()))?;
+    match hello {
+        FromDaemon::Hello { version, base, stride, slots, entries, heartbeat_ms } => {
+            if version != VERSION {
+                let path = path.to_owned();
+                return Err(NeighbourError::Version { path, found: version, known: VERSION });
+            }
+            let geometry = Geometry::new(base, stride, slots).map_err(|error| registry(error.into()))?;
+            let layout = Layout::new(entries).map_err(|error| registry(error.into()))?;
+            Ok((socket, Terms { geometry, layout, heartbeat_ms: heartbeat_ms.clamp(10, 10_000) }))
+        }
+        FromDaemon::Refused { reason } => Err(NeighbourError::Refused { path: path.to_owned(), reason }),
+        other => Err(registry(format!("its first words are {other:?}").into())),
+    }
+}

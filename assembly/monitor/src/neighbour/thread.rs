@@ -1,0 +1,392 @@
+//! The function's thread: what the registry says, what the guest asks, and heartbeats.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use machine::memory::GuestRam;
+use neighbour::registers::reason;
+use neighbour_protocol::{FromDaemon, FromMonitor, Permitted, Piece, Socket};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
+
+use super::function::Inner;
+use super::opened::{Terms, connect};
+use super::views::{Offer, View};
+use super::{NeighbourError, OpenedNeighbour, lock};
+use crate::description::Neighbour;
+use crate::vm::ThreadHook;
+
+/// First wait before the daemon is tried again; doubled each time.
+const FIRST_BACKOFF: Duration = Duration::from_millis(50);
+const LONGEST_BACKOFF: Duration = Duration::from_secs(2);
+/// How long the daemon may take to answer a `Join`.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Messages at once, before the guest has its turn.
+const BATCH: usize = 16;
+
+/// The connection to the registry, and what is needed to make it anew.
+pub(super) struct Registry {
+    wish: Neighbour,
+    vm: String,
+    path: PathBuf,
+    terms: Terms,
+    ram: Vec<Piece>,
+    files: Vec<Arc<File>>,
+    /// `None` while the daemon is away.
+    socket: Option<Socket>,
+    slot: u32,
+    /// The highest epoch that was heard of.
+    epoch: u32,
+    /// Offers that wait until what was there before is released.
+    pending: BTreeMap<u32, Offer>,
+}
+
+impl Registry {
+    /// Becomes a member.
+    pub(super) fn join(
+        opened: OpenedNeighbour,
+        ram: &GuestRam,
+        inner: &Inner,
+    ) -> Result<Self, NeighbourError> {
+        let OpenedNeighbour { wish, vm, path, socket, terms } = opened;
+        let mut files: Vec<Arc<File>> = Vec::new();
+        let mut pieces = Vec::new();
+        for region in ram.regions() {
+            let Some(reader) = &region.read_only else {
+                let error = io::Error::other("RAM was not allocated for readers; this is a bug");
+                return Err(NeighbourError::monitor("hand over RAM", error));
+            };
+            let at = files.iter().position(|file| Arc::ptr_eq(file, reader)).unwrap_or_else(|| {
+                files.push(Arc::clone(reader));
+                files.len() - 1
+            });
+            pieces.push(Piece {
+                address: region.range.start,
+                size: region.range.size,
+                file: u32::try_from(at).unwrap_or(u32::MAX),
+                offset: region.file_offset,
+            });
+        }
+        let mut registry = Self {
+            wish,
+            vm,
+            path,
+            terms,
+            ram: pieces,
+            files,
+            socket: None,
+            slot: 0,
+            epoch: 0,
+            pending: BTreeMap::new(),
+        };
+        registry.enter(socket, None, inner)?;
+        Ok(registry)
+    }
+
+    /// Sends a `Join` and hears the answer.
+    fn enter(&mut self, socket: Socket, slot: Option<u32>, inner: &Inner) -> Result<(), NeighbourError> {
+        let failed = |source: Box<dyn std::error::Error + Send + Sync>| NeighbourError::Registry {
+            path: self.path.clone(),
+            source,
+        };
+        let permits = self.wish.permit.iter();
+        let join = FromMonitor::Join {
+            vm: self.vm.clone(),
+            group: self.wish.group.clone(),
+            permits: permits.map(|peer| Permitted { vm: peer.vm.clone(), uid: peer.uid }).collect(),
+            ram: self.ram.clone(),
+            slot,
+            epoch: self.epoch,
+        };
+        let mut fds: Vec<BorrowedFd<'_>> = self.files.iter().map(|file| file.as_fd()).collect();
+        for peer in 0..self.terms.geometry.slots() {
+            let vector = u16::try_from(peer + 1).ok().and_then(|vector| inner.msix.vector(vector));
+            let signal = vector.and_then(|vector| vector.eventfd());
+            fds.push(signal.ok_or_else(|| failed("this machine's interrupts don't come by eventfd".into()))?);
+        }
+        socket.send(&join, &fds).map_err(|error| failed(error.into()))?;
+        match socket.wait::<FromDaemon>(PATIENCE).map_err(|error| failed(error.into()))?.0 {
+            FromDaemon::Joined { slot } if slot < self.terms.geometry.slots() => {
+                self.slot = slot;
+                lock(&inner.device).joined(slot);
+                self.socket = Some(socket);
+                Ok(())
+            }
+            FromDaemon::Refused { reason } => {
+                Err(NeighbourError::Refused { path: self.path.clone(), reason })
+            }
+            other => Err(failed(format!("it answers {other:?}").into())),
+        }
+    }
+
+    /// Takes what the registry has sent; false when the connection is lost.
+    fn hear(&mut self, inner: &Inner) -> bool {
+        for _ in 0..BATCH {
+            let Some(socket) = &self.socket else { return false };
+            match socket.receive::<FromDaemon>() {
+                Ok(None) => return true,
+                Ok(Some((FromDaemon::Connect { slot, epoch, vm, ram, .. }, fds))) => {
+                    self.epoch = self.epoch.max(epoch);
+                    let offer = Offer { slot, epoch, vm, ram, fds };
+                    if lock(&inner.views).0.contains_key(&slot) {
+                        self.pending.insert(slot, offer);
+                    } else {
+                        self.take_up(offer, inner);
+                    }
+                }
+                Ok(Some((FromDaemon::Gone { slot, epoch, reason }, _))) => {
+                    if self.pending.get(&slot).is_some_and(|offer| offer.epoch == epoch) {
+                        self.pending.remove(&slot);
+                        self.say_released(slot, epoch);
+                    } else {
+                        self.gone(slot, epoch, reason, inner);
+                    }
+                }
+                Ok(Some((other, _))) => {
+                    tracing::warn!(message = ?other, "The registry of neighbours says something unexpected");
+                    return false;
+                }
+                Err(error) => {
+                    tracing::warn!(
+                        error = &error as &dyn std::error::Error,
+                        "The registry of neighbours is lost"
+                    );
+                    return false;
+                }
+            }
+        }
+        true
+    }
+
+    /// Maps a peer and shows it to the guest.
+    fn take_up(&mut self, offer: Offer, inner: &Inner) {
+        let (slot, epoch) = (offer.slot, offer.epoch);
+        let view = match View::map(&inner.vm, &self.terms.geometry, offer) {
+            Ok(view) => view,
+            Err(error) => {
+                tracing::error!(
+                    error = &*error as &dyn std::error::Error,
+                    slot,
+                    "A neighbour can't be mapped; it is let go"
+                );
+                return self.say_released(slot, epoch);
+            }
+        };
+        tracing::info!(
+            slot,
+            epoch,
+            vm = view.vm,
+            window = format!("{:#x}", view.window.start()),
+            "Neighbour connected"
+        );
+        let (window, name) = (view.window, view.vm.clone());
+        lock(&inner.views).0.insert(slot, view);
+        inner.refresh();
+        // Shown when it is there.
+        let shown = lock(&inner.device).offer(window, epoch, &name);
+        if shown {
+            inner.counters.connections.increment();
+            inner.notify();
+        } else {
+            self.release(slot, epoch, inner);
+        }
+    }
+
+    /// A connection is over. Without a driver nobody would release it.
+    fn gone(&mut self, slot: u32, epoch: u32, reason: u32, inner: &Inner) {
+        let (told, driver) = {
+            let mut device = lock(&inner.device);
+            (device.gone(slot, epoch, reason), device.driver())
+        };
+        if !told {
+            return;
+        }
+        tracing::info!(slot, epoch, reason, "Neighbour gone");
+        inner.counters.ends.increment();
+        if driver { inner.notify() } else { self.release(slot, epoch, inner) }
+    }
+
+    /// Takes away what is mapped of a peer, and takes up the next offer.
+    fn release(&mut self, slot: u32, epoch: u32, inner: &Inner) {
+        let view = {
+            let mut views = lock(&inner.views);
+            match views.0.get(&slot) {
+                Some(view) if view.epoch == epoch => views.0.remove(&slot),
+                _ => None,
+            }
+        };
+        let Some(mut view) = view else { return };
+        lock(&inner.device).forget(slot, epoch);
+        // Segment and doorbell leave the BARs, then the window goes.
+        inner.refresh();
+        view.unmap(&inner.vm);
+        inner.notify();
+        self.say_released(slot, epoch);
+        if let Some(offer) = self.pending.remove(&slot) {
+            self.take_up(offer, inner);
+        }
+    }
+
+    fn say_released(&self, slot: u32, epoch: u32) {
+        self.say(&FromMonitor::Release { slot, epoch });
+    }
+
+    /// Says something; a daemon that can't hear it is noticed when it is listened to.
+    fn say(&self, message: &FromMonitor) {
+        if let Some(socket) = &self.socket
+            && let Err(error) = socket.send(message, &[])
+        {
+            tracing::debug!(
+                error = &error as &dyn std::error::Error,
+                "The registry of neighbours can't be told"
+            );
+        }
+    }
+
+    /// Does what the guest has asked for.
+    fn serve(&mut self, inner: &Inner) {
+        let asked = std::mem::take(&mut *lock(&inner.asked));
+        let mut release = asked.release;
+        if asked.release_all {
+            release.extend(lock(&inner.views).0.iter().map(|(slot, view)| (*slot, view.epoch)));
+        }
+        for (slot, epoch) in release {
+            self.release(slot, epoch, inner);
+        }
+    }
+
+    /// The daemon has gone. What is connected stays so; nobody watches over it.
+    fn lose(&mut self, inner: &Inner) {
+        tracing::warn!(path = %self.path.display(), "The host daemon has gone; neighbours stay connected, and no new ones come until it is back");
+        self.socket = None;
+        self.pending.clear();
+        inner.counters.losses.increment();
+    }
+
+    /// One attempt to get the daemon back. What was connected under the old one ends.
+    fn reconnect(&mut self, inner: &Inner) -> Result<(), NeighbourError> {
+        let (socket, terms) = connect(&self.path)?;
+        if terms != self.terms {
+            let source = "its windows or rings are others than before; restart the VM to use them".into();
+            return Err(NeighbourError::Registry { path: self.path.clone(), source });
+        }
+        self.enter(socket, Some(self.slot), inner)?;
+        let old: Vec<(u32, u32)> =
+            lock(&inner.views).0.iter().map(|(slot, view)| (*slot, view.epoch)).collect();
+        for (slot, epoch) in old {
+            self.gone(slot, epoch, reason::REGISTRY, inner);
+        }
+        inner.refresh();
+        Ok(())
+    }
+}
+
+/// The running thread; it ends when this is dropped, and the VM leaves its neighbourhood.
+pub(super) struct Thread {
+    stop: Arc<OwnedFd>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Thread {
+    pub(super) fn start(inner: Arc<Inner>, registry: Registry, on_start: ThreadHook) -> io::Result<Self> {
+        let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
+        let stopped = Arc::clone(&stop);
+        let thread = std::thread::Builder::new().name("neighbour0".to_owned()).spawn(move || {
+            on_start();
+            run(&inner, registry, stopped.as_fd());
+        })?;
+        Ok(Self { stop, thread: Some(thread) })
+    }
+}
+
+impl Drop for Thread {
+    fn drop(&mut self) {
+        // A full counter (it can't be) would mean that it is signalled already.
+        let _ = rustix::io::write(&self.stop, &1_u64.to_ne_bytes());
+        if let Some(thread) = self.thread.take()
+            // The thread itself may hold the last reference to the bus for a moment.
+            && thread.thread().id() != std::thread::current().id()
+            && thread.join().is_err()
+        {
+            tracing::error!("The thread of neighbours panicked; this is a bug");
+        }
+    }
+}
+
+fn run(inner: &Inner, mut registry: Registry, stop: BorrowedFd<'_>) {
+    let interval = Duration::from_millis(registry.terms.heartbeat_ms.into());
+    let mut due = Instant::now();
+    let mut backoff = FIRST_BACKOFF;
+    inner.refresh();
+    loop {
+        let [stopped, woken, heard] = match wait(inner, &registry, stop, due) {
+            Ok(ready) => ready,
+            Err(error) => {
+                tracing::error!(%error, "The thread of neighbours can't wait; it ends, and peers will see this VM as dead");
+                return;
+            }
+        };
+        if stopped {
+            return;
+        }
+        if woken {
+            let _ = rustix::io::read(&inner.wake, &mut [0; 8]);
+            registry.serve(inner);
+        }
+        if heard && !registry.hear(inner) {
+            registry.lose(inner);
+            backoff = FIRST_BACKOFF;
+            due = Instant::now() + backoff;
+        }
+        if Instant::now() < due {
+            continue;
+        }
+        if registry.socket.is_some() {
+            registry.say(&FromMonitor::Alive { count: inner.beat() });
+            due = Instant::now() + interval;
+            continue;
+        }
+        match registry.reconnect(inner) {
+            Ok(()) => {
+                tracing::info!("The host daemon is back; neighbours connect anew");
+                due = Instant::now();
+            }
+            Err(error) => {
+                if backoff == FIRST_BACKOFF || !matches!(error, NeighbourError::Registry { .. }) {
+                    telemetry::guest_warn!(
+                        inner.log,
+                        error = &error as &dyn std::error::Error,
+                        "The host daemon isn't back yet"
+                    );
+                }
+                backoff = (backoff * 2).min(LONGEST_BACKOFF);
+                due = Instant::now() + backoff;
+            }
+        }
+    }
+}
+
+/// Waits for the end, the guest, the registry, or until something is due.
+fn wait(inner: &Inner, registry: &Registry, stop: BorrowedFd<'_>, due: Instant) -> io::Result<[bool; 3]> {
+    let mut fds = vec![
+        PollFd::from_borrowed_fd(stop, PollFlags::IN),
+        PollFd::from_borrowed_fd(inner.wake.as_fd(), PollFlags::IN),
+    ];
+    if let Some(socket) = &registry.socket {
+        fds.push(PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN));
+    }
+    let left = due.saturating_duration_since(Instant::now());
+    let timeout = Timespec::try_from(left).unwrap_or(Timespec { tv_sec: 1, tv_nsec: 0 });
+    match poll(&mut fds, Some(&timeout)) {
+        Ok(_) | Err(Errno::INTR) => {}
+        Err(error) => return Err(error.into()),
+    }
+    let ready = |at: usize| fds.get(at).is_some_and(|fd| !fd.revents().is_empty());
+    Ok([ready(0), ready(1), ready(2)])
+}

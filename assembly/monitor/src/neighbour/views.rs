@@ -1,0 +1,96 @@
+//! What is mapped of each peer: its RAM as read-only memslots, the pair's segment, the eventfd that signals it.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use machine::slots::{HostMapping, SlotId};
+use machine::vm::Vm;
+use neighbour::window::{Geometry, Window};
+use neighbour_protocol::Piece;
+
+/// One peer.
+#[derive(Debug)]
+pub(super) struct View {
+    pub epoch: u32,
+    pub vm: String,
+    pub window: Window,
+    pub segment: Arc<OwnedFd>,
+    pub signal: Arc<OwnedFd>,
+    slots: Vec<SlotId>,
+}
+
+/// All peers, by slot.
+#[derive(Debug, Default)]
+pub(super) struct Views(pub BTreeMap<u32, View>);
+
+/// What a `Connect` says, with its descriptors.
+#[derive(Debug)]
+pub(super) struct Offer {
+    pub slot: u32,
+    pub epoch: u32,
+    pub vm: String,
+    pub ram: Vec<Piece>,
+    pub fds: Vec<OwnedFd>,
+}
+
+impl View {
+    /// Maps a peer's RAM into the VM. After an error nothing is mapped.
+    pub(super) fn map(
+        vm: &Vm,
+        geometry: &Geometry,
+        offer: Offer,
+    ) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
+        let Offer { slot, epoch, vm: name, ram, mut fds } = offer;
+        let (Some(signal), Some(segment)) = (fds.pop(), fds.pop()) else {
+            return Err("descriptors are missing".into());
+        };
+        let extents: Vec<(u64, u64)> = ram.iter().map(|piece| (piece.address, piece.size)).collect();
+        let window = geometry.window(slot, &extents)?;
+        let mut view = Self {
+            epoch,
+            vm: name,
+            window,
+            segment: Arc::new(segment),
+            signal: Arc::new(signal),
+            slots: Vec::new(),
+        };
+        for piece in &ram {
+            let mapped = view.map_piece(vm, piece, &fds);
+            if let Err(error) = mapped {
+                view.unmap(vm);
+                return Err(error);
+            }
+        }
+        Ok(view)
+    }
+
+    fn map_piece(
+        &mut self,
+        vm: &Vm,
+        piece: &Piece,
+        files: &[OwnedFd],
+    ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+        let file = usize::try_from(piece.file).ok().and_then(|file| files.get(file));
+        let file = file.ok_or("a piece of RAM is in a file that didn't come")?;
+        // `geometry.window` has checked that this lies in the window.
+        let at = self
+            .window
+            .start()
+            .checked_add(piece.address)
+            .ok_or("a piece of RAM lies beyond all addresses")?;
+        let name = format!("window of {}", self.vm);
+        let mapping = HostMapping::new(&name, file.as_fd(), piece.offset, piece.size, false)?;
+        self.slots.push(vm.slots().add(&name, at, mapping, true)?);
+        Ok(())
+    }
+
+    /// Takes it from the guest. What can't be taken stays mapped as long as the VM, and is logged.
+    pub(super) fn unmap(&mut self, vm: &Vm) {
+        for slot in self.slots.drain(..) {
+            if let Err(error) = vm.slots().remove(slot) {
+                tracing::error!(%error, "A neighbour's window can't be taken from the guest");
+            }
+        }
+    }
+}

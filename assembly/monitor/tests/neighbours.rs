@@ -1,0 +1,428 @@
+//! VMs of KVM, without vCPUs, as neighbours under a real registry: what appears in their memory, what their registers say,
+//! and what happens when one of the three goes. Needs /dev/kvm; without it each test says so loudly and passes.
+#![allow(clippy::unwrap_used)] // Helpers of tests, which clippy does not take for tests.
+
+use std::os::fd::BorrowedFd;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use host::access::Access;
+use host::neighbours::{Neighbours, NeighboursConfig};
+use host::{Daemon, DaemonConfig};
+use machine::bus::AddressSpace;
+use machine::exits::RangeNames;
+use machine::interrupt::{InterruptController, MsiRoute};
+use machine::irqchip::{IrqchipOptions, KernelIrqchip};
+use machine::kvm::Host;
+use machine::memory::{GuestRam, RamLayout, RamOptions};
+use machine::vm::Vm;
+use monitor::description::{Neighbour, NeighbourPeer};
+use monitor::neighbour::{NeighbourFunction, OpenedNeighbour};
+use monitor::sandbox::{Sandbox, ThreadKind};
+use monitor::vm::ThreadHook;
+use neighbour::heartbeat::Heartbeat;
+use neighbour::registers as reg;
+use pci::function::PciFunction;
+use pci::interrupt::{InterruptError, Msi, MsiMessage, MsiVector};
+
+const RAM: u64 = 4 << 20;
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// Vectors of a machine's controller; kept, so that a test can look at their eventfds.
+struct Vectors {
+    controller: Arc<dyn InterruptController>,
+    made: Mutex<Vec<Arc<dyn MsiRoute>>>,
+}
+
+struct Vector(Arc<dyn MsiRoute>);
+
+fn refused(source: std::io::Error) -> InterruptError {
+    InterruptError::Refused { what: "do what a test asks".to_owned(), source }
+}
+
+impl Msi for Vectors {
+    fn allocate(&self, count: u16) -> Result<Vec<Arc<dyn MsiVector>>, InterruptError> {
+        let routes = self.controller.allocate_msi(count).map_err(refused)?;
+        self.made.lock().unwrap().extend(routes.iter().map(Arc::clone));
+        Ok(routes.into_iter().map(|route| Arc::new(Vector(route)) as Arc<dyn MsiVector>).collect())
+    }
+}
+
+impl MsiVector for Vector {
+    fn set(&self, message: Option<MsiMessage>) -> Result<(), InterruptError> {
+        let message = message
+            .map(|message| machine::interrupt::MsiMessage { address: message.address, data: message.data });
+        self.0.set(message).map_err(refused)
+    }
+
+    fn trigger(&self) -> Result<(), InterruptError> {
+        self.0.trigger().map_err(refused)
+    }
+
+    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
+        self.0.eventfd()
+    }
+}
+
+/// A driver that does nothing but count.
+struct Driver {
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        self.thread.take().unwrap().join().unwrap();
+    }
+}
+
+/// A machine of which the guest is this test.
+struct Machine {
+    vm: Arc<Vm>,
+    memory: AddressSpace,
+    function: Arc<NeighbourFunction>,
+    vectors: Vectors,
+    _ram: GuestRam,
+}
+
+/// A registry that waits longer than a busy machine lets a thread wait.
+fn patient() -> Heartbeat {
+    Heartbeat { patience: Duration::from_secs(60), ..Heartbeat::DEFAULT }
+}
+
+fn registry(directory: &Path, heartbeat: Heartbeat) -> Neighbours {
+    let folder = directory.join("host.d");
+    std::fs::create_dir_all(&folder).unwrap();
+    let config = NeighboursConfig { heartbeat, ..NeighboursConfig::default() };
+    Neighbours::start(&folder.join("neighbours"), Access::default(), config).unwrap()
+}
+
+fn has_kvm(test: &str) -> bool {
+    let there = Path::new("/dev/kvm").exists();
+    if !there {
+        eprintln!("{test}: skipped: no /dev/kvm");
+    }
+    there
+}
+
+/// What of `name`'s memory this process has open or mapped.
+fn held(name: &str) -> (usize, usize) {
+    let name = format!("causeway:{name}:ram");
+    let links = std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| {
+        // Other threads close theirs meanwhile.
+        std::fs::read_link(entry.ok()?.path()).ok()
+    });
+    let open = links.filter(|link| link.to_string_lossy().contains(&name)).count();
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    (open, maps.lines().filter(|line| line.contains(&name)).count())
+}
+
+fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !done() {
+        assert!(Instant::now() < deadline, "never happened: {what}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+impl Machine {
+    fn start(directory: &Path, name: &str, permits: &[&str]) -> Self {
+        Self::start_confined(directory, name, permits, Arc::new(|| {}))
+    }
+
+    /// With a function whose thread runs `on_start` first.
+    fn start_confined(directory: &Path, name: &str, permits: &[&str], on_start: ThreadHook) -> Self {
+        let permit =
+            permits.iter().map(|vm| NeighbourPeer { vm: (*vm).to_owned(), uid: None }).collect::<Vec<_>>();
+        let wish = Neighbour { group: "nas".to_owned(), permit, host: directory.join("host.sock") };
+        let opened = OpenedNeighbour::open(name, &wish).unwrap();
+        let vm = Host::open().unwrap().create_vm().unwrap();
+        let options = RamOptions { name: name.to_owned(), for_readers: true, ..RamOptions::default() };
+        let ram = GuestRam::allocate(&RamLayout::new(&[RAM]).unwrap(), &options).unwrap();
+        vm.slots().add_ram(&ram).unwrap();
+        let controller = KernelIrqchip::create(&vm, IrqchipOptions { pit: false }).unwrap();
+        let vectors = Vectors { controller, made: Mutex::default() };
+        let memory = AddressSpace::memory(RangeNames::new());
+        let function = NeighbourFunction::new(opened, &vm, &ram, &memory, &vectors).unwrap();
+        function.start(Box::new(|| {}), on_start).unwrap();
+        Self { vm, memory, function, vectors, _ram: ram }
+    }
+
+    fn read(&self, offset: u64) -> u32 {
+        let mut data = [0; 4];
+        self.function.bar_read(reg::BAR_REGISTERS, offset, &mut data);
+        u32::from_le_bytes(data)
+    }
+
+    fn write(&self, offset: u64, value: u32) {
+        self.function.bar_write(reg::BAR_REGISTERS, offset, &value.to_le_bytes());
+    }
+
+    /// Starts a driver that counts.
+    fn drive(&self) -> Driver {
+        let at = u64::from(self.slot()) * u64::from(self.read(reg::SEGMENT_STRIDE));
+        let status = self.function.mappings().into_iter().find(|mapping| mapping.offset == at).unwrap().fd;
+        self.write(reg::DRIVER, 1);
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = Arc::clone(&stop);
+        let thread = std::thread::spawn(move || {
+            for count in 1_u64.. {
+                if stopped.load(Ordering::Relaxed) {
+                    return;
+                }
+                rustix::io::pwrite(&status, &count.to_le_bytes(), 0).unwrap();
+                std::thread::sleep(Duration::from_millis(50));
+            }
+        });
+        Driver { stop, thread: Some(thread) }
+    }
+
+    fn slot(&self) -> u32 {
+        self.read(reg::OWN_SLOT)
+    }
+
+    fn peer(&self, slot: u32, register: u64) -> u32 {
+        self.read(reg::PEERS + u64::from(slot) * reg::PEER_STRIDE + register)
+    }
+
+    fn release(&self, slot: u32, epoch: u32) {
+        self.write(reg::PEERS + u64::from(slot) * reg::PEER_STRIDE + reg::PEER_RELEASE, epoch);
+    }
+
+    fn window(slot: u32) -> u64 {
+        NeighboursConfig::default().geometry.start(slot).unwrap()
+    }
+
+    /// Whether KVM has a window of `slot` here; nobody may write it.
+    fn sees(&self, slot: u32) -> bool {
+        let found = self.vm.slots().lookup(Self::window(slot) + RAM - 1);
+        assert!(found.as_ref().is_none_or(|memslot| memslot.read_only));
+        found.is_some()
+    }
+
+    /// Waits until the block of `slot` says `state`; its epoch.
+    fn wait_for(&self, slot: u32, state: u32) -> u32 {
+        wait_until(&format!("peer {slot} in state {state}"), || self.peer(slot, reg::PEER_STATE) == state);
+        self.peer(slot, reg::PEER_EPOCH)
+    }
+}
+
+/// Both appear in each other: window, segment, doorbell; a doorbell is the other's interrupt, and nobody else's; a store to a
+/// window is counted and does nothing; one that isn't permitted gets nothing.
+#[test]
+fn two_vms_see_each_other_and_a_third_sees_nothing() {
+    if !has_kvm("two_vms_see_each_other") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let _registry = registry(directory.path(), patient());
+    let a = Machine::start(directory.path(), "a", &["b"]);
+    let b = Machine::start(directory.path(), "b", &["a"]);
+    let c = Machine::start(directory.path(), "c", &["a", "b"]);
+    let (slot_a, slot_b) = (a.slot(), b.slot());
+    let epoch = a.wait_for(slot_b, reg::PEER_OFFERED);
+    assert_eq!(b.wait_for(slot_a, reg::PEER_OFFERED), epoch);
+    assert!(a.sees(slot_b) && b.sees(slot_a) && !a.sees(slot_a));
+    // Own status page, and the pair's segment.
+    assert_eq!((a.function.mappings().len(), a.function.doorbells().len()), (2, 1));
+
+    let signal = a.function.doorbells()[0].fd.clone();
+    rustix::io::write(&signal, &1_u64.to_ne_bytes()).unwrap();
+    for (vector, route) in (0..).zip(b.vectors.made.lock().unwrap().iter()).skip(1) {
+        let mut count = [0; 8];
+        let got = rustix::io::read(route.eventfd().unwrap(), &mut count);
+        assert_eq!(got.is_ok(), vector == slot_a + 1, "vector {vector}");
+    }
+
+    a.memory.write(Machine::window(slot_b) + 64, &[1, 2, 3, 4]);
+    assert_eq!((a.function.discarded(), a.read(reg::DISCARDED)), (1, 1));
+
+    assert!(!c.sees(slot_a) && !c.sees(slot_b) && !a.sees(c.slot()) && !b.sees(c.slot()));
+    assert_eq!((c.function.mappings().len(), c.function.doorbells().len()), (1, 0));
+}
+
+/// The sandbox of a VM with neighbours.
+fn sandbox(directory: &Path) -> Sandbox {
+    std::fs::create_dir_all(directory.join("host.d")).unwrap();
+    let text =
+        "kernel = \"k\"\nname = \"a\"\n[neighbour]\ngroup = \"nas\"\npermit = [\"b\"]\nhost = \"host.sock\"";
+    let (written, _) = monitor::description::parse(text, &directory.join("a.toml")).unwrap();
+    Sandbox::prepare(&monitor::description::validate(&written).unwrap()).unwrap()
+}
+
+/// What a monitor does once it is confined (Landlock, no capabilities, the process's seccomp filter): memory with a reader's
+/// descriptor, and later the way to the registry's socket and to nothing else.
+#[test]
+fn memory_and_registry_can_be_had_inside_the_sandbox() {
+    let directory = tempfile::tempdir().unwrap();
+    let _registry = registry(directory.path(), patient());
+    let sandbox = sandbox(directory.path());
+    let (host, elsewhere) = (directory.path().join("host.sock"), directory.path().join("a.toml"));
+    std::fs::write(&elsewhere, "").unwrap();
+    // Only the thread is confined, and what it makes.
+    let confined = std::thread::spawn(move || {
+        sandbox.enter_process().unwrap();
+        let options = RamOptions { name: "confined".to_owned(), for_readers: true, ..RamOptions::default() };
+        let ram = GuestRam::allocate(&RamLayout::new(&[RAM]).unwrap(), &options);
+        let wish = Neighbour { group: "nas".to_owned(), permit: Vec::new(), host };
+        let opened = OpenedNeighbour::open("a", &wish);
+        (ram.map(drop), opened.map(drop), std::fs::File::open(elsewhere).map(drop))
+    });
+    let (ram, opened, file) = confined.join().unwrap();
+    ram.unwrap();
+    opened.unwrap();
+    file.unwrap_err();
+}
+
+/// The daemon in its sandbox, and the functions' threads under the filter that the monitor gives them: joining, connecting, the
+/// daemon's end and return, releasing. A refused system call would end this process.
+#[test]
+fn both_sides_work_in_their_sandboxes() {
+    if !has_kvm("both_sides_work") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let daemon = || {
+        let mut config = DaemonConfig::new(directory.path().join("host.sock"));
+        config.sandbox = true;
+        config.neighbours.heartbeat = patient();
+        // Only its own threads are confined: the one that starts it ends.
+        std::thread::spawn(move || Daemon::start(&config).unwrap()).join().unwrap()
+    };
+    let sandbox = sandbox(directory.path());
+    let start = |name: &str, peer: &str| {
+        let filter = sandbox.thread_filter(ThreadKind::VfioUser);
+        let confine: ThreadHook = Arc::new(move || filter.apply_or_end());
+        Machine::start_confined(directory.path(), name, &[peer], confine)
+    };
+    let first = daemon();
+    let (a, b) = (start("a", "b"), start("b", "a"));
+    let _drivers = [a.drive(), b.drive()];
+    let (slot_a, slot_b) = (a.slot(), b.slot());
+    let epoch = a.wait_for(slot_b, reg::PEER_OFFERED);
+    b.wait_for(slot_a, reg::PEER_OFFERED);
+    assert!(first.neighbours().inspect()["nas"].as_array().unwrap().len() == 2);
+    drop(first);
+    let _second = daemon();
+    for (machine, peer) in [(&a, slot_b), (&b, slot_a)] {
+        assert_eq!(machine.wait_for(peer, reg::PEER_GONE), epoch);
+        machine.release(peer, epoch);
+    }
+    assert!(a.wait_for(slot_b, reg::PEER_OFFERED) > epoch && a.sees(slot_b));
+}
+
+/// A peer that dies: its window stays until the guest has let go of it; then the restarted one is there, under a later epoch.
+/// What was mapped of the dead one is gone then.
+#[test]
+fn a_dead_peer_stays_mapped_until_it_is_released() {
+    if !has_kvm("a_dead_peer_stays_mapped") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let _registry = registry(directory.path(), patient());
+    let a = Machine::start(directory.path(), "a", &["mortal"]);
+    let _driver = a.drive();
+    for _ in 0..3 {
+        let b = Machine::start(directory.path(), "mortal", &["a"]);
+        let slot = b.slot();
+        let epoch = a.wait_for(slot, reg::PEER_OFFERED);
+        drop(b);
+        assert_eq!(a.wait_for(slot, reg::PEER_GONE), epoch);
+        assert_eq!(a.peer(slot, reg::PEER_REASON), reg::reason::LEFT);
+        let b = Machine::start(directory.path(), "mortal", &["a"]);
+        assert_eq!(b.slot(), slot);
+        std::thread::sleep(Duration::from_millis(200));
+        assert!(a.sees(slot) && a.peer(slot, reg::PEER_STATE) == reg::PEER_GONE);
+        a.release(slot, epoch);
+        wait_until("a later connection", || {
+            a.peer(slot, reg::PEER_STATE) == reg::PEER_OFFERED && a.peer(slot, reg::PEER_EPOCH) > epoch
+        });
+        assert!(a.sees(slot));
+        drop(b);
+        let later = a.wait_for(slot, reg::PEER_GONE);
+        a.release(slot, later);
+        a.wait_for(slot, reg::PEER_NONE);
+        wait_until("nothing of the dead is held", || held("mortal") == (0, 0));
+    }
+}
+
+/// Without a driver nobody would release anything: the monitor does.
+#[test]
+fn without_a_driver_a_dead_peer_goes_by_itself() {
+    if !has_kvm("without_a_driver") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let _registry = registry(directory.path(), patient());
+    let a = Machine::start(directory.path(), "a", &["guestless"]);
+    let b = Machine::start(directory.path(), "guestless", &["a"]);
+    let slot = b.slot();
+    a.wait_for(slot, reg::PEER_OFFERED);
+    drop(b);
+    wait_until("the window goes", || !a.sees(slot));
+    wait_until("nothing of the dead is held", || held("guestless") == (0, 0));
+}
+
+/// A guest that stands still: its peer is told, and both are connected again once it runs and both have released.
+#[test]
+fn a_frozen_guest_is_parted_and_comes_back() {
+    if !has_kvm("a_frozen_guest") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let heartbeat = Heartbeat { patience: Duration::from_secs(3), ..Heartbeat::DEFAULT };
+    let _registry = registry(directory.path(), heartbeat);
+    let a = Machine::start(directory.path(), "a", &["b"]);
+    let b = Machine::start(directory.path(), "b", &["a"]);
+    let _driver = a.drive();
+    let driver = b.drive();
+    let (slot_a, slot_b) = (a.slot(), b.slot());
+    let epoch = a.wait_for(slot_b, reg::PEER_OFFERED);
+    drop(driver);
+    assert_eq!(a.wait_for(slot_b, reg::PEER_GONE), epoch);
+    assert_eq!(a.peer(slot_b, reg::PEER_REASON), reg::reason::HUNG);
+    b.wait_for(slot_a, reg::PEER_GONE);
+    assert_eq!(b.peer(slot_a, reg::PEER_REASON), reg::reason::OWN);
+    let _driver = b.drive();
+    a.release(slot_b, epoch);
+    b.release(slot_a, epoch);
+    wait_until("a later connection", || {
+        a.peer(slot_b, reg::PEER_STATE) == reg::PEER_OFFERED && a.peer(slot_b, reg::PEER_EPOCH) > epoch
+    });
+}
+
+/// The daemon dies: neighbours stay connected. It comes back: the old connections end, and new ones begin once they are released.
+#[test]
+fn the_daemons_death_ends_no_connection_and_its_return_renews_them() {
+    if !has_kvm("the_daemons_death") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let first = registry(directory.path(), patient());
+    let a = Machine::start(directory.path(), "a", &["b"]);
+    let b = Machine::start(directory.path(), "b", &["a"]);
+    let _drivers = [a.drive(), b.drive()];
+    let (slot_a, slot_b) = (a.slot(), b.slot());
+    let epoch = a.wait_for(slot_b, reg::PEER_OFFERED);
+    b.wait_for(slot_a, reg::PEER_OFFERED);
+    drop(first);
+    std::thread::sleep(Duration::from_millis(300));
+    for (machine, peer) in [(&a, slot_b), (&b, slot_a)] {
+        assert_eq!(machine.peer(peer, reg::PEER_STATE), reg::PEER_OFFERED);
+        assert!(machine.sees(peer) && machine.function.doorbells().len() == 1);
+    }
+    let _second = registry(directory.path(), patient());
+    for (machine, peer) in [(&a, slot_b), (&b, slot_a)] {
+        assert_eq!(machine.wait_for(peer, reg::PEER_GONE), epoch);
+        assert_eq!(machine.peer(peer, reg::PEER_REASON), reg::reason::REGISTRY);
+        machine.release(peer, epoch);
+    }
+    for (machine, peer) in [(&a, slot_b), (&b, slot_a)] {
+        assert!(machine.wait_for(peer, reg::PEER_OFFERED) > epoch);
+    }
+    assert_eq!((a.slot(), b.slot()), (slot_a, slot_b));
+}

@@ -1,0 +1,367 @@
+//! The registers as a state machine: what the registry tells goes in, what the guest reads comes out, what the guest writes
+//! becomes an [`Effect`]. Whoever owns it maps memory and sends interrupts.
+
+use alloc::vec::Vec;
+
+use crate::layout::Layout;
+use crate::registers as reg;
+use crate::registry::Reason;
+use crate::window::{Geometry, PAGE, Window};
+
+/// A guest's write that somebody must act on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Effect {
+    /// A driver is there (true), or goes.
+    Driver(bool),
+    /// What is mapped of this peer is no longer used: take it away, and tell the registry.
+    Release {
+        /// The peer.
+        slot: u32,
+        /// Its epoch.
+        epoch: u32,
+    },
+}
+
+/// A peer as its block shows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Peer {
+    epoch: u32,
+    window: Window,
+    name: [u8; 32],
+    gone: Option<u32>,
+}
+
+/// The registers of one VM's function.
+#[derive(Debug, Clone)]
+pub struct Device {
+    geometry: Geometry,
+    layout: Layout,
+    heartbeat_ms: u32,
+    own: Option<u32>,
+    driver: bool,
+    peers: Vec<Option<Peer>>,
+    changed: u64,
+    discarded: u64,
+}
+
+impl Device {
+    /// Nobody there yet.
+    #[must_use]
+    pub fn new(geometry: Geometry, layout: Layout, heartbeat_ms: u32) -> Self {
+        let peers = (0..geometry.slots()).map(|_| None).collect();
+        Self { geometry, layout, heartbeat_ms, own: None, driver: false, peers, changed: 0, discarded: 0 }
+    }
+
+    /// Where windows lie.
+    #[must_use]
+    pub const fn geometry(&self) -> &Geometry {
+        &self.geometry
+    }
+
+    /// Bytes from one segment to the next in BAR 2: a power of two.
+    #[must_use]
+    pub const fn segment_stride(&self) -> u64 {
+        (self.layout.size() as u64).next_power_of_two()
+    }
+
+    /// Bytes of BAR 2: a power of two.
+    #[must_use]
+    pub const fn segments_size(&self) -> u64 {
+        (self.segment_stride() * self.geometry.slots() as u64).next_power_of_two()
+    }
+
+    /// Where in BAR 2 the segment of a pair, or at the own slot the status page, lies: offset and bytes.
+    #[must_use]
+    pub const fn segment_place(&self, slot: u32) -> (u64, u64) {
+        (self.segment_stride() * slot as u64, self.layout.size() as u64)
+    }
+
+    /// The own slot, once the registry has told it.
+    #[must_use]
+    pub const fn own(&self) -> Option<u32> {
+        self.own
+    }
+
+    /// Whether the guest has said that its driver is there.
+    #[must_use]
+    pub const fn driver(&self) -> bool {
+        self.driver
+    }
+
+    /// The registry has given this VM a slot.
+    pub fn joined(&mut self, slot: u32) {
+        self.own = Some(slot);
+    }
+
+    /// Window and segment of a peer are mapped. False, and nothing changes, when the slot is in use or doesn't exist.
+    #[must_use]
+    pub fn offer(&mut self, window: Window, epoch: u32, vm: &str) -> bool {
+        let slot = window.slot();
+        let Some(place @ None) = self.place(slot) else { return false };
+        let mut name = [0; 32];
+        for (to, from) in name.iter_mut().zip(vm.bytes()) {
+            *to = from;
+        }
+        *place = Some(Peer { epoch, window, name, gone: None });
+        self.changed |= 1_u64.checked_shl(slot).unwrap_or(0);
+        true
+    }
+
+    /// The connection of `slot` is over, if it is the one of this epoch.
+    pub fn gone(&mut self, slot: u32, epoch: u32, reason: u32) -> bool {
+        let Some(Some(peer)) = self.place(slot) else { return false };
+        if peer.epoch != epoch || peer.gone.is_some() {
+            return false;
+        }
+        peer.gone = Some(reason);
+        self.changed |= 1_u64.checked_shl(slot).unwrap_or(0);
+        true
+    }
+
+    /// All connections are over.
+    pub fn all_gone(&mut self, reason: u32) {
+        let all: Vec<(u32, u32)> = self.views().collect();
+        for (slot, epoch) in all {
+            self.gone(slot, epoch, reason);
+        }
+    }
+
+    /// Who is mapped: slot and epoch.
+    pub fn views(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
+        (0..)
+            .zip(&self.peers)
+            .filter_map(|(slot, peer): (u32, _)| peer.as_ref().map(|peer| (slot, peer.epoch)))
+    }
+
+    /// Forgets a peer: it was released, or the machine is reset.
+    pub fn forget(&mut self, slot: u32, epoch: u32) {
+        if let Some(place) = self.place(slot)
+            && place.as_ref().is_some_and(|peer| peer.epoch == epoch)
+        {
+            *place = None;
+            self.changed |= 1_u64.checked_shl(slot).unwrap_or(0);
+        }
+    }
+
+    /// A store of the guest to a window was discarded.
+    pub fn discarded(&mut self) -> u64 {
+        self.discarded = self.discarded.wrapping_add(1);
+        self.discarded
+    }
+
+    /// How many were.
+    #[must_use]
+    pub const fn discarded_count(&self) -> u64 {
+        self.discarded
+    }
+
+    /// Whether the guest has something new to look at.
+    #[must_use]
+    pub const fn has_changes(&self) -> bool {
+        self.changed != 0
+    }
+
+    /// The driver has gone with its machine: as after power-on, but for what the registry told. Says what to take away.
+    pub fn reset(&mut self) -> Vec<(u32, u32)> {
+        self.driver = false;
+        let all: Vec<(u32, u32)> = self.views().collect();
+        for &(slot, epoch) in &all {
+            self.forget(slot, epoch);
+        }
+        self.changed = 0;
+        all
+    }
+
+    fn place(&mut self, slot: u32) -> Option<&mut Option<Peer>> {
+        self.peers.get_mut(usize::try_from(slot).ok()?)
+    }
+
+    /// The guest reads `data.len()` bytes of BAR 0: 4 or 8, aligned. Anything else reads as all ones.
+    pub fn read(&mut self, offset: u64, data: &mut [u8]) {
+        let width = data.len();
+        let aligned = offset.is_multiple_of(4) && (width == 4 || width == 8 && offset.is_multiple_of(8));
+        let mut bytes = [0xff; 8];
+        if aligned && offset < reg::BAR_REGISTERS_SIZE {
+            let low = u64::from(self.word(offset));
+            let high = if width == 8 { u64::from(self.word(offset + 4)) } else { 0 };
+            bytes = (high << 32 | low).to_le_bytes();
+        }
+        for (to, from) in data.iter_mut().zip(bytes) {
+            *to = from;
+        }
+    }
+
+    fn word(&mut self, offset: u64) -> u32 {
+        let (low, high) =
+            (|value: u64| crate::layout::halves(value).0, |value: u64| crate::layout::halves(value).1);
+        match offset {
+            reg::REGISTER_MAGIC => reg::MAGIC,
+            reg::REGISTER_VERSION => reg::VERSION,
+            reg::OWN_SLOT => self.own.unwrap_or(u32::MAX),
+            reg::SLOTS => self.geometry.slots(),
+            reg::BASE => low(self.geometry.base()),
+            0x14 => high(self.geometry.base()),
+            reg::STRIDE => low(self.geometry.stride()),
+            0x1c => high(self.geometry.stride()),
+            reg::ENTRIES => self.layout.entries(),
+            reg::SEGMENT_STRIDE => low(self.segment_stride()),
+            reg::HEARTBEAT_MS => self.heartbeat_ms,
+            reg::DRIVER => u32::from(self.driver),
+            reg::CHANGED => {
+                let half = low(self.changed);
+                self.changed &= !u64::from(half);
+                half
+            }
+            0x34 => {
+                let half = high(self.changed);
+                self.changed &= !(u64::from(half) << 32);
+                half
+            }
+            reg::DISCARDED => low(self.discarded),
+            0x3c => high(self.discarded),
+            _ => self.peer_word(offset),
+        }
+    }
+
+    fn peer_word(&self, offset: u64) -> u32 {
+        let Some(within) = offset.checked_sub(reg::PEERS) else { return 0 };
+        let (slot, at) = (within / reg::PEER_STRIDE, within % reg::PEER_STRIDE);
+        let peer = usize::try_from(slot).ok().and_then(|slot| self.peers.get(slot)?.as_ref());
+        let Some(peer) = peer else { return 0 };
+        let half = |value: u64| {
+            let (low, high) = crate::layout::halves(value);
+            if at.is_multiple_of(8) { low } else { high }
+        };
+        match at {
+            reg::PEER_STATE => {
+                if peer.gone.is_some() {
+                    reg::PEER_GONE
+                } else {
+                    reg::PEER_OFFERED
+                }
+            }
+            reg::PEER_EPOCH => peer.epoch,
+            0x08..0x10 => half(peer.window.start()),
+            reg::PEER_EXTENTS => u32::try_from(peer.window.extents().len()).unwrap_or(0),
+            reg::PEER_REASON => peer.gone.unwrap_or(0),
+            reg::PEER_EXTENT..reg::PEER_NAME => {
+                let index = usize::try_from((at - reg::PEER_EXTENT) / 16).unwrap_or(usize::MAX);
+                let (start, size) = peer.window.extents().get(index).copied().unwrap_or_default();
+                half(if at % 16 < 8 { start } else { size })
+            }
+            reg::PEER_NAME.. => {
+                let from = usize::try_from(at - reg::PEER_NAME).unwrap_or(usize::MAX);
+                let bytes = peer.name.get(from..from.saturating_add(4)).and_then(|four| four.try_into().ok());
+                bytes.map_or(0, u32::from_le_bytes)
+            }
+            _ => 0,
+        }
+    }
+
+    /// The guest writes to BAR 0; only aligned 32-bit writes to registers that take them do something.
+    pub fn write(&mut self, offset: u64, data: &[u8]) -> Option<Effect> {
+        let value = u32::from_le_bytes(data.try_into().ok()?);
+        if offset == reg::DRIVER {
+            let driver = value & 1 == 1;
+            let changes = core::mem::replace(&mut self.driver, driver) != driver;
+            return changes.then_some(Effect::Driver(driver));
+        }
+        let within = offset.checked_sub(reg::PEERS)?;
+        let (slot, at) = (within / reg::PEER_STRIDE, within % reg::PEER_STRIDE);
+        let slot = u32::try_from(slot).ok()?;
+        let peer = self.place(slot)?.as_ref()?;
+        (at == reg::PEER_RELEASE && peer.epoch == value).then_some(Effect::Release { slot, epoch: value })
+    }
+}
+
+/// A registry's reason as the register has it.
+#[must_use]
+pub const fn reason(reason: Reason) -> u32 {
+    match reason {
+        Reason::Left => reg::reason::LEFT,
+        Reason::Silent => reg::reason::SILENT,
+        Reason::Hung => reg::reason::HUNG,
+        Reason::Own => reg::reason::OWN,
+        Reason::GivenUp => reg::reason::GIVEN_UP,
+    }
+}
+
+const _: () = assert!(PAGE >= 8);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn device() -> Device {
+        Device::new(Geometry::new(1 << 32, 1 << 32, 5).unwrap(), Layout::new(64).unwrap(), 100)
+    }
+
+    fn read(device: &mut Device, offset: u64) -> u32 {
+        let mut data = [0; 4];
+        device.read(offset, &mut data);
+        u32::from_le_bytes(data)
+    }
+
+    fn read64(device: &mut Device, offset: u64) -> u64 {
+        let mut data = [0; 8];
+        device.read(offset, &mut data);
+        u64::from_le_bytes(data)
+    }
+
+    #[test]
+    fn a_driver_learns_where_its_peer_is_and_lets_go_of_it() {
+        let mut device = device();
+        assert_eq!(read(&mut device, reg::OWN_SLOT), u32::MAX);
+        device.joined(1);
+        assert_eq!(read64(&mut device, reg::BASE), 1 << 32);
+        assert_eq!(device.write(reg::DRIVER, &1u32.to_le_bytes()), Some(Effect::Driver(true)));
+        let window = device.geometry.window(3, &[(0, 4096), (1 << 31, 8192)]).unwrap();
+        assert!(device.offer(window, 9, "files") && !device.offer(window, 10, "again"));
+        assert_eq!(read64(&mut device, reg::CHANGED), 8);
+        assert_eq!(read64(&mut device, reg::CHANGED), 0);
+        let block = reg::PEERS + 3 * reg::PEER_STRIDE;
+        assert_eq!(read(&mut device, block + reg::PEER_STATE), reg::PEER_OFFERED);
+        assert_eq!(read64(&mut device, block + reg::PEER_WINDOW), 4 << 32);
+        assert_eq!(read64(&mut device, block + reg::PEER_EXTENT + 16), 1 << 31);
+        assert_eq!(read64(&mut device, block + reg::PEER_EXTENT + 24), 8192);
+        assert_eq!(&read64(&mut device, block + reg::PEER_NAME).to_le_bytes(), b"files\0\0\0");
+        assert!(!device.gone(3, 8, 1) && device.gone(3, 9, 1) && !device.gone(3, 9, 1));
+        assert_eq!(read(&mut device, block + reg::PEER_STATE), reg::PEER_GONE);
+        assert_eq!(device.write(block + reg::PEER_RELEASE, &8u32.to_le_bytes()), None);
+        let effect = device.write(block + reg::PEER_RELEASE, &9u32.to_le_bytes());
+        assert_eq!(effect, Some(Effect::Release { slot: 3, epoch: 9 }));
+        device.forget(3, 9);
+        assert_eq!(read(&mut device, block + reg::PEER_STATE), reg::PEER_NONE);
+    }
+
+    #[test]
+    fn segments_lie_apart_in_a_bar_that_holds_all() {
+        let device = device();
+        let (at, size) = device.segment_place(4);
+        assert!(size <= device.segment_stride() && at + size <= device.segments_size());
+        assert!(device.segments_size().is_power_of_two());
+    }
+
+    proptest! {
+        /// Any access of any width at any offset is answered, and only what is mapped can be released.
+        #[test]
+        fn any_access_is_answered(
+            accesses in prop::collection::vec((any::<bool>(), 0u64..0x5000, 0usize..10, any::<u32>()), 0..100),
+        ) {
+            let mut device = device();
+            let window = device.geometry.window(2, &[(0, 4096)]).unwrap();
+            prop_assert!(device.offer(window, 77, "x"));
+            for (write, offset, width, value) in accesses {
+                if write {
+                    let bytes = u64::from(value).to_le_bytes();
+                    if let Some(Effect::Release { slot, epoch }) = device.write(offset, &bytes[..width.min(8)]) {
+                        prop_assert_eq!((slot, epoch), (2, 77));
+                    }
+                } else {
+                    device.read(offset, &mut vec![0; width]);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,48 @@
+//! Neighbours: VMs of one host that read each other's memory. Protocol and state only: no threads, clocks, files or KVM; no
+//! standard library, so that a payload program runs the same code that the host tests.
+//!
+//! ```text
+//!  VM a (slot 0)                                    VM b (slot 1)
+//!  ┌─────────────┐   window of a, read-only         ┌──────────────────────┐
+//!  │ RAM         │ ───────────────────────────────▶ │ base + 0 * stride    │
+//!  │ (a buffer)  │                                  │  (the same buffer)   │
+//!  └─────────────┘                                  └──────────────────────┘
+//!        │ its global address and length                      ▲ checked against a's window
+//!        ▼                                                    │
+//!  ┌──────────────── segment of the pair, writable by both ───┴───────────┐
+//!  │ message ring a → b, completion ring b → a; the same the other way    │
+//!  └──────────────────────────────────────────────────────────────────────┘
+//! ```
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`window`] | [`Geometry`](window::Geometry): where windows lie, the same in every VM; checks of addresses |
+//! | [`layout`] | the segment of a pair: offsets, header; what a C driver needs is in `include/causeway_neighbour.h` |
+//! | [`words`] | shared memory as 64-bit words |
+//! | [`ring`] | one ring: stamps, arming |
+//! | [`channel`] | [`Sender`](channel::Sender) and [`Receiver`](channel::Receiver): lists of buffers, and their way back |
+//! | [`connection`] | the life of a connection: epochs, death, coming back |
+//! | [`heartbeat`] | who is alive, with time as an input |
+//! | [`registry`] | a neighbourhood: members, slots, permission per pair |
+//! | [`mod@registers`], [`device`] | the PCI function that a guest sees |
+//!
+//! A neighbour is trusted to be honest and may be broken: whatever comes from it is read once and checked, and what is
+//! wrong ends the connection ([`channel::Violation`]), never the VM.
+
+#![cfg_attr(not(test), no_std)]
+
+#[cfg(feature = "alloc")]
+extern crate alloc;
+
+pub mod channel;
+pub mod connection;
+#[cfg(feature = "alloc")]
+pub mod device;
+pub mod heartbeat;
+pub mod layout;
+pub mod registers;
+#[cfg(feature = "alloc")]
+pub mod registry;
+pub mod ring;
+pub mod window;
+pub mod words;

@@ -1,0 +1,120 @@
+//! The PCI function through which a guest takes part: identity, BARs, registers, vectors. Version 1.
+//!
+//! | BAR | holds |
+//! |---|---|
+//! | 0 | registers (trapped) and doorbells (a store signals the peer, in the kernel) |
+//! | 2 | memory: the segment of the pair with slot *n* at *n* times [`SEGMENT_STRIDE`]; at the own slot, the status page |
+//! | 4 | MSI-X: vector 0 when [`CHANGED`] has something, 1 + *n* when the peer in slot *n* signals |
+//!
+//! Windows are not in a BAR: a BAR lies where each guest wants it, a window at the same address everywhere.
+
+use crate::window::{MAX_EXTENTS, MAX_SLOTS};
+
+/// PCI vendor: Red Hat's number for virtual devices, whose range 0x10f0 to 0x10ff anybody may use for experiments.
+pub const VENDOR: u16 = 0x1af4;
+/// PCI device; to be replaced by a number of the project's own once it has one.
+pub const DEVICE: u16 = 0x10f5;
+/// Revision, raised with [`VERSION`].
+pub const REVISION: u8 = 1;
+/// Subsystem vendor and subsystem.
+pub const SUBSYSTEM: (u16, u16) = (0x1af4, 0x4357);
+
+/// BAR of registers and doorbells.
+pub const BAR_REGISTERS: u8 = 0;
+/// Its size in bytes.
+pub const BAR_REGISTERS_SIZE: u64 = 0x4000;
+/// BAR of segments.
+pub const BAR_SEGMENTS: u8 = 2;
+/// BAR of the MSI-X table and pending bits.
+pub const BAR_MSIX: u8 = 4;
+
+/// `CWNB` in memory order; 32 bits.
+pub const MAGIC: u32 = u32::from_le_bytes(*b"CWNB");
+/// Version of this interface.
+pub const VERSION: u32 = 1;
+
+/// [`MAGIC`]; 32 bits, read-only, as all where nothing else is said.
+pub const REGISTER_MAGIC: u64 = 0x00;
+/// [`VERSION`].
+pub const REGISTER_VERSION: u64 = 0x04;
+/// The own slot, or all ones while the host daemon can't be reached for the first time.
+pub const OWN_SLOT: u64 = 0x08;
+/// How many slots there are.
+pub const SLOTS: u64 = 0x0c;
+/// Start of the first window; 64 bits.
+pub const BASE: u64 = 0x10;
+/// Bytes between windows; 64 bits.
+pub const STRIDE: u64 = 0x18;
+/// Entries per ring.
+pub const ENTRIES: u64 = 0x20;
+/// Bytes between segments in BAR 2.
+pub const SEGMENT_STRIDE: u64 = 0x24;
+/// How often a driver counts up the first word of its status page, milliseconds.
+pub const HEARTBEAT_MS: u64 = 0x28;
+/// Write 1: a driver is here, and counts. Write 0: it goes; all connections are given up.
+pub const DRIVER: u64 = 0x2c;
+/// One bit per slot whose block has changed; reading clears it; 64 bits.
+pub const CHANGED: u64 = 0x30;
+/// How many stores of this guest to windows were discarded; 64 bits.
+pub const DISCARDED: u64 = 0x38;
+
+/// Block of slot 0.
+pub const PEERS: u64 = 0x400;
+/// Bytes between blocks.
+pub const PEER_STRIDE: u64 = 0x80;
+/// In a block: [`PEER_NONE`], [`PEER_OFFERED`] or [`PEER_GONE`].
+pub const PEER_STATE: u64 = 0x00;
+/// In a block: the epoch.
+pub const PEER_EPOCH: u64 = 0x04;
+/// In a block: start of the window; 64 bits.
+pub const PEER_WINDOW: u64 = 0x08;
+/// In a block: how many pieces of RAM the window has.
+pub const PEER_EXTENTS: u64 = 0x10;
+/// In a block: write the epoch when nothing of window and segment is used any more, or to give the connection up.
+pub const PEER_RELEASE: u64 = 0x14;
+/// In a block: why it is gone, see [`reason`].
+pub const PEER_REASON: u64 = 0x18;
+/// In a block: pieces of RAM, offset in the window and bytes, 64 bits each.
+pub const PEER_EXTENT: u64 = 0x20;
+/// In a block: the first 32 bytes of the VM's name, filled up with zeros.
+pub const PEER_NAME: u64 = 0x60;
+
+/// Nobody is there, or may be seen.
+pub const PEER_NONE: u32 = 0;
+/// Window and segment are mapped.
+pub const PEER_OFFERED: u32 = 1;
+/// The connection is over; window and segment are mapped until it is released.
+pub const PEER_GONE: u32 = 2;
+
+/// Doorbell of slot 0: a 32-bit store of any value signals the peer.
+pub const DOORBELLS: u64 = 0x3000;
+/// Bytes between doorbells.
+pub const DOORBELL_STRIDE: u64 = 8;
+
+/// Values of [`PEER_REASON`].
+pub mod reason {
+    /// The peer's monitor has gone.
+    pub const LEFT: u32 = 1;
+    /// The peer's monitor doesn't report.
+    pub const SILENT: u32 = 2;
+    /// The peer's guest doesn't run.
+    pub const HUNG: u32 = 3;
+    /// This VM itself didn't run.
+    pub const OWN: u32 = 4;
+    /// The peer has given the connection up.
+    pub const GIVEN_UP: u32 = 5;
+    /// The host daemon has been replaced, or has gone.
+    pub const REGISTRY: u32 = 6;
+}
+
+/// MSI-X vectors of a function with `slots` slots.
+#[must_use]
+pub const fn vectors(slots: u32) -> u32 {
+    slots + 1
+}
+
+const _: () = {
+    assert!(PEERS + PEER_STRIDE * MAX_SLOTS as u64 <= DOORBELLS);
+    assert!(DOORBELLS + DOORBELL_STRIDE * MAX_SLOTS as u64 <= BAR_REGISTERS_SIZE);
+    assert!(PEER_EXTENT + 16 * MAX_EXTENTS as u64 <= PEER_NAME && PEER_NAME + 32 <= PEER_STRIDE);
+};

@@ -1,0 +1,224 @@
+use std::collections::BTreeMap;
+use std::collections::BTreeSet;
+
+use proptest::prelude::*;
+
+use super::*;
+
+const MS: Duration = Duration::from_millis(1);
+
+fn neighbourhood(slots: u32) -> Neighbourhood {
+    Neighbourhood::new(Geometry::new(1 << 30, 1 << 30, slots).unwrap(), Heartbeat::DEFAULT)
+}
+
+fn applicant(vm: &str, permits: &[&str]) -> Applicant {
+    let permits = permits.iter().map(|vm| Permit { vm: (*vm).to_owned(), uid: 7 }).collect();
+    Applicant { vm: vm.to_owned(), uid: 7, permits, slot: None, epoch: 0 }
+}
+
+#[test]
+fn only_a_pair_that_permits_each_other_is_connected() {
+    let mut group = neighbourhood(8);
+    let a = group.join(Duration::ZERO, applicant("a", &["b", "c"])).unwrap();
+    let b = group.join(Duration::ZERO, applicant("b", &["a"])).unwrap();
+    let c = group.join(Duration::ZERO, applicant("c", &["b"])).unwrap();
+    // The right name, but another user's VM.
+    let stranger = Applicant { uid: 8, ..applicant("d", &["a", "b", "c"]) };
+    let d = group.join(Duration::ZERO, stranger).unwrap();
+    assert_eq!(group.settle(), [Action::Connect { slots: [a, b], epoch: 1 }]);
+    assert_eq!(group.settle(), []);
+    assert_eq!(
+        [(a, b), (a, c), (b, c), (a, d)].map(|(x, y)| group.connected(x, y)),
+        [Some(1), None, None, None]
+    );
+}
+
+#[test]
+fn a_restarted_member_gets_its_slot_back_and_waits_for_its_old_memory_to_be_released() {
+    let mut group = neighbourhood(8);
+    let a = group.join(Duration::ZERO, applicant("a", &["b"])).unwrap();
+    let b = group.join(Duration::ZERO, applicant("b", &["a"])).unwrap();
+    let _ = group.settle();
+    assert_eq!(group.leave(b), [Action::Gone { to: a, peer: b, epoch: 1, reason: Reason::Left }]);
+    assert_eq!(group.join(Duration::ZERO, applicant("c", &[])).unwrap(), 2, "a slot in use isn't given away");
+    assert_eq!(group.join(Duration::ZERO, applicant("b", &["a"])).unwrap(), b);
+    assert_eq!(group.settle(), [], "a still has the window of the old b");
+    assert_eq!(group.release(a, b, 1), []);
+    assert_eq!(group.settle(), [Action::Connect { slots: [a, b], epoch: 2 }]);
+    // Said twice, or of an epoch that is over: nothing happens.
+    assert_eq!(group.release(a, b, 1), []);
+    assert_eq!(group.connected(a, b), Some(2));
+}
+
+#[test]
+fn a_frozen_guest_is_parted_and_comes_back_when_it_runs() {
+    let mut group = neighbourhood(2);
+    let a = group.join(Duration::ZERO, applicant("a", &["b"])).unwrap();
+    let b = group.join(Duration::ZERO, applicant("b", &["a"])).unwrap();
+    let _ = group.settle();
+    let mut told = Vec::new();
+    for turn in 1..=10u32 {
+        group.report(turn * 100 * MS, a, u64::from(turn));
+        group.report(turn * 100 * MS, b, 1);
+        told.extend(group.tick(turn * 100 * MS).into_iter().map(|action| (turn, action)));
+    }
+    let gone = |to, peer, reason| Action::Gone { to, peer, epoch: 1, reason };
+    assert_eq!(told, [(8, gone(a, b, Reason::Hung)), (8, gone(b, a, Reason::Own))]);
+    assert_eq!(group.release(a, b, 1), []);
+    group.report(1100 * MS, a, 11);
+    group.report(1100 * MS, b, 2);
+    assert_eq!(group.tick(1100 * MS), []);
+    assert_eq!(group.settle(), [], "b has not let go yet");
+    assert_eq!(group.release(b, a, 1), []);
+    assert_eq!(group.settle(), [Action::Connect { slots: [a, b], epoch: 2 }]);
+}
+
+#[test]
+fn one_who_gives_up_ends_it_for_both() {
+    let mut group = neighbourhood(2);
+    let a = group.join(Duration::ZERO, applicant("a", &["b"])).unwrap();
+    let b = group.join(Duration::ZERO, applicant("b", &["a"])).unwrap();
+    let _ = group.settle();
+    assert_eq!(group.release(b, a, 1), [Action::Gone { to: a, peer: b, epoch: 1, reason: Reason::GivenUp }]);
+    assert_eq!(group.settle(), []);
+    assert_eq!(group.release(a, b, 1), []);
+    assert_eq!(group.settle(), [Action::Connect { slots: [a, b], epoch: 2 }]);
+}
+
+#[test]
+fn a_new_registry_goes_on_above_the_epochs_that_members_know() {
+    let mut group = neighbourhood(4);
+    let a = group.join(Duration::ZERO, Applicant { slot: Some(3), epoch: 40, ..applicant("a", &["b"]) });
+    let b = group.join(Duration::ZERO, Applicant { slot: Some(1), epoch: 41, ..applicant("b", &["a"]) });
+    assert_eq!((a, b), (Ok(3), Ok(1)));
+    assert_eq!(group.settle(), [Action::Connect { slots: [1, 3], epoch: 42 }]);
+}
+
+#[test]
+fn a_full_neighbourhood_and_a_taken_name_are_told() {
+    let mut group = neighbourhood(1);
+    group.join(Duration::ZERO, applicant("a", &[])).unwrap();
+    assert_eq!(group.join(Duration::ZERO, applicant("a", &[])), Err(JoinError::Taken { vm: "a".to_owned() }));
+    assert_eq!(group.join(Duration::ZERO, applicant("b", &[])), Err(JoinError::Full { slots: 1 }));
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Join(usize, u32),
+    Leave(u32),
+    /// A member that was told lets go of its oldest dead view, or gives up its oldest live one.
+    Release(u32, bool),
+    /// Time passes; those whose bit is set report, those whose second bit is set count.
+    Time(u32, u8, u8),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        3 => (0usize..6, 0u32..2).prop_map(|(vm, uid)| Step::Join(vm, uid)),
+        1 => (0u32..5).prop_map(Step::Leave),
+        3 => (0u32..5, prop::bool::weighted(0.2)).prop_map(|(slot, live)| Step::Release(slot, live)),
+        3 => (1u32..300, any::<u8>(), any::<u8>()).prop_map(|(ms, heard, counts)| Step::Time(ms, heard, counts)),
+    ]
+}
+
+proptest! {
+    /// Whatever members do: none is connected without permission of both (name and user); epochs rise and are never used
+    /// twice; a member is shown a peer only after it has let go of what it had in that slot before; each connection ends once for each
+    /// of its two, and no later than that one is gone.
+    #[test]
+    fn permission_epochs_and_views_hold(
+        permits in prop::collection::vec((0usize..6, 0usize..6, 0u32..2), 0..20),
+        steps in prop::collection::vec(step(), 0..120),
+    ) {
+        let mut group = neighbourhood(5);
+        let name = |vm: usize| format!("vm{vm}");
+        let permits_of = |vm: usize| -> Vec<Permit> {
+            let of = permits.iter().filter(|(from, ..)| *from == vm);
+            of.map(|(_, to, uid)| Permit { vm: name(*to), uid: *uid }).collect()
+        };
+        // slot -> (vm, uid); (holder, peer) -> (epoch, whether it was told that it is over)
+        let mut members: BTreeMap<u32, (usize, u32)> = BTreeMap::new();
+        let mut views: BTreeMap<(u32, u32), (u32, bool)> = BTreeMap::new();
+        let mut epochs = BTreeSet::new();
+        let mut now = Duration::ZERO;
+        let mut count = 0;
+        for step in steps {
+            let mut actions = Vec::new();
+            match step {
+                Step::Join(vm, uid) => {
+                    let applicant =
+                        Applicant { vm: name(vm), uid, permits: permits_of(vm), slot: None, epoch: 0 };
+                    let taken = members.values().any(|(other, _)| *other == vm);
+                    match group.join(now, applicant) {
+                        Ok(slot) => {
+                            prop_assert!(!taken && slot < 5 && members.insert(slot, (vm, uid)).is_none());
+                        }
+                        Err(JoinError::Taken { .. }) => prop_assert!(taken),
+                        Err(JoinError::Full { .. }) => prop_assert!(!taken),
+                    }
+                }
+                Step::Leave(slot) => {
+                    members.remove(&slot);
+                    actions = group.leave(slot);
+                    views.retain(|(holder, _), _| *holder != slot);
+                }
+                Step::Release(slot, live) => {
+                    let view = views.iter().find(|((holder, _), (_, over))| *holder == slot && *over != live);
+                    if let Some((&(holder, peer), &(epoch, _))) = view {
+                        views.remove(&(holder, peer));
+                        actions = group.release(holder, peer, epoch);
+                    }
+                }
+                Step::Time(ms, heard, counts) => {
+                    now += ms * MS;
+                    count += 1;
+                    for &slot in members.keys() {
+                        if heard >> slot & 1 == 1 {
+                            group.report(now, slot, if counts >> slot & 1 == 1 { count } else { 1 });
+                        }
+                    }
+                    actions = group.tick(now);
+                }
+            }
+            for action in &actions {
+                let ends = matches!(action, Action::Gone { .. });
+                prop_assert!(ends, "only settling connects");
+            }
+            actions.extend(group.settle());
+            for action in actions {
+                match action {
+                    Action::Connect { slots: [a, b], epoch } => {
+                        prop_assert!(a < b);
+                        let (first, second) = (members[&a], members[&b]);
+                        let permits = |from: (usize, u32), to: (usize, u32)| {
+                            permits_of(from.0).contains(&Permit { vm: name(to.0), uid: to.1 })
+                        };
+                        prop_assert!(permits(first, second) && permits(second, first));
+                        prop_assert!(epochs.last().is_none_or(|last| *last < epoch) && epochs.insert(epoch));
+                        for view in [(a, b), (b, a)] {
+                            prop_assert!(views.insert(view, (epoch, false)).is_none(), "still has its old view");
+                        }
+                    }
+                    Action::Gone { to, peer, epoch, .. } => {
+                        let view = views.get_mut(&(to, peer));
+                        prop_assert_eq!(view.as_ref().map(|view| **view), Some((epoch, false)));
+                        if let Some(view) = view {
+                            view.1 = true;
+                        }
+                    }
+                }
+            }
+            // A live view has a live peer that has one, too, and both agree that they are connected.
+            for (&(holder, peer), &(epoch, over)) in &views {
+                if !over {
+                    prop_assert!(members.contains_key(&peer));
+                    prop_assert_eq!(group.connected(holder, peer), Some(epoch));
+                }
+            }
+        }
+        for slot in 0..5 {
+            let _ = group.leave(slot);
+        }
+        prop_assert!(group.is_empty(), "nothing is kept of those who are gone");
+    }
+}
