@@ -11,7 +11,8 @@ use hca::names::{DeviceId, Gid, SegmentId};
 use hca::testing::{Connected, Guest, World, requests};
 use hca::work::{Sge, Status};
 
-use super::{ClusterKey, FileDirectory, Transports};
+use super::header::Header;
+use super::{ClusterKey, FileDirectory, Transports, VmId};
 
 /// RAM of a guest.
 const SIZE: u64 = 4 << 20;
@@ -341,6 +342,51 @@ fn packets_of_strangers_are_dropped() {
     stranger.send_to(&packet, host).unwrap();
     stranger.send_to(&[1, 2, 3], host).unwrap();
     until(&mut left, &mut right, |_, right| right.transports.counters().dropped == 2);
+}
+
+/// What was looked up for one packet doesn't let the next one in.
+#[test]
+fn packets_of_strangers_between_good_ones_are_dropped() {
+    let (mut left, mut right) = pair(QpKind::Rc, 1024, None);
+    let request = requests::write(1, 0, right.mr.rkey, &[left.sge(0, 8)]);
+    left.world.send(&left.qp.clone(), request);
+    assert_eq!(completion(&mut left, &mut right).status, Status::Success);
+    let header = left.transports.connections.by_number(left.qp.device, left.qp.qp.qpn.0).unwrap().header;
+    // No request at all, which the connection finds out and nobody else.
+    let to = |header: Header, qpn: u32| {
+        let mut packet = header.encode(super::header::PLAIN).to_vec();
+        packet.extend([0x1F, 0, 0xFF, 0xFF]);
+        packet.extend(qpn.to_be_bytes());
+        packet.extend([0; 4]);
+        packet
+    };
+    let qpn = right.qp.qp.qpn.0;
+    let good = to(header, qpn);
+    let other_vm = to(Header { source: VmId(header.source.0 + 7), ..header }, qpn);
+    let other_qpn = to(header, qpn + 1);
+    let [host, target] = [0, 1].map(|at| right.transports.directory.hosts()[at]);
+    let socket = |ip| std::net::UdpSocket::bind((ip, 0)).unwrap();
+    let (own, stranger) = (socket(host.ip()), socket("127.0.0.3".parse().unwrap()));
+    for (from, packet) in [(&stranger, &good), (&own, &other_vm), (&own, &other_qpn)] {
+        own.send_to(&good, target).unwrap();
+        from.send_to(packet, target).unwrap();
+        own.send_to(&good, target).unwrap();
+    }
+    let before = right
+        .transports
+        .connections
+        .by_number(right.qp.device, qpn)
+        .unwrap()
+        .connection
+        .counters()
+        .dropped_packets;
+    until(&mut left, &mut right, |_, right| {
+        let entry = right.transports.connections.by_number(right.qp.device, qpn).unwrap();
+        entry.connection.counters().dropped_packets == before + 6
+    });
+    let counters = right.transports.counters();
+    let of = |name: &str| counters.list().find(|(found, _, _)| *found == name).unwrap().2;
+    assert_eq!((of("dropped_not_its_host"), of("dropped_no_queue_pair"), counters.dropped), (2, 1, 3));
 }
 
 #[test]

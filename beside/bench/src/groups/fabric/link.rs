@@ -8,6 +8,8 @@ use anyhow::{Context, bail};
 
 /// The hosts' addresses, in a network of their own.
 pub const ADDRESSES: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 77, 0, 1), Ipv4Addr::new(10, 77, 0, 2)];
+/// What the namespaces' names begin with; the process's number follows.
+const PREFIX: &str = "cwbench";
 const INTERFACE: &str = "eth0";
 
 /// Namespaces made so far by this process: names are used once.
@@ -22,10 +24,11 @@ pub struct Link {
 impl Link {
     /// Makes them, with a link that carries IP packets of `mtu` bytes.
     pub fn new(mtu: u32) -> anyhow::Result<Self> {
+        remove_left_behind();
         let number = MADE.fetch_add(1, Ordering::Relaxed);
         let mut link = Self { names: Vec::new() };
         for side in ["a", "b"] {
-            let name = format!("cwbench{}-{number}{side}", std::process::id());
+            let name = format!("{PREFIX}{}-{number}{side}", std::process::id());
             ip(&["netns", "add", &name])?;
             link.names.push(name);
         }
@@ -43,10 +46,11 @@ impl Link {
         self.names.get(host).map_or("", String::as_str)
     }
 
-    /// A command that runs `program` on one of the hosts, 0 or 1: `ip` becomes it, so that its process is the child.
+    /// A command that runs `program` on one of the hosts, 0 or 1: `ip` becomes it, so that its process is the child. It ends with this process,
+    /// even if that is killed.
     pub fn on(&self, host: usize, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new("ip");
-        command.args(["netns", "exec", self.name(host)]).arg(program);
+        command.args(["netns", "exec", self.name(host), "setpriv", "--pdeathsig", "KILL"]).arg(program);
         command
     }
 }
@@ -57,6 +61,22 @@ impl Drop for Link {
             if let Err(error) = ip(&["netns", "del", name]) {
                 eprintln!("bench: fabric: network namespace {name} is left behind: {error:#}");
             }
+        }
+    }
+}
+
+/// Removes namespaces of runs that were killed.
+fn remove_left_behind() {
+    for entry in std::fs::read_dir("/run/netns").into_iter().flatten().flatten() {
+        let name = entry.file_name().to_string_lossy().into_owned();
+        let owner = name.strip_prefix(PREFIX).and_then(|rest| rest.split_once('-'));
+        let Some(pid) = owner.and_then(|(pid, _)| pid.parse::<u32>().ok()) else { continue };
+        if !std::path::Path::new("/proc").join(pid.to_string()).exists()
+            && let Err(error) = ip(&["netns", "del", &name])
+        {
+            eprintln!(
+                "bench: fabric: network namespace {name} of an earlier run can't be removed: {error:#}"
+            );
         }
     }
 }

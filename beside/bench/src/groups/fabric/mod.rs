@@ -22,8 +22,6 @@ use crate::peers as host_threads;
 const LINKS: [(u32, u32); 2] = [(9000, 4096), (1500, 1024)];
 const PORTS: [u16; 2] = [4792, 4892];
 const ROUNDS: u32 = 20_000;
-/// After so long without work a daemon has come to rest.
-const SETTLE: Duration = Duration::from_millis(300);
 
 /// What a transfer came to.
 #[derive(Debug, Clone, Copy)]
@@ -95,11 +93,11 @@ fn measure(
     let rounds = if quick { ROUNDS / 10 } else { ROUNDS };
     let mut turns = Vec::new();
     // The first turn warms up and isn't counted.
-    for number in 0..=if quick { 1 } else { 9 } {
+    for number in 0..=if quick { 1 } else { 7 } {
         let mut of = |way: usize| -> anyhow::Result<Turn> {
+            plain.rest()?;
+            encrypted.rest()?;
             let ours = |daemons: &mut Daemons| -> anyhow::Result<Turn> {
-                // The other pair of daemons polls on for a moment when it has nothing to do any more.
-                std::thread::sleep(SETTLE);
                 let round_trip = Some(daemons.round_trip(rounds)?);
                 Ok(Turn { bandwidth: daemons.bandwidth(during)?, round_trip })
             };
