@@ -84,7 +84,8 @@ impl Side {
             world.engine.create_context(guest.device).unwrap()
         };
         guest.pd = world.engine.create_pd(guest.device, context).unwrap();
-        let init = MrInit { start: START, length: LENGTH, access: setup.access.bits(), pages: pages().into() };
+        let init =
+            MrInit { start: START, length: LENGTH, access: setup.access.bits(), pages: pages().into() };
         let mr = world.engine.register_mr(guest.device, guest.pd, init).unwrap();
         let srq = setup.shared[which].then(|| world.shared_queue(&guest, 0));
         let completions = CompletionRing::new(4096);
