@@ -21,6 +21,7 @@
 //! | `arrivals` | what other daemons sent |
 //! | `carrier` | the protocol's view of the engine |
 //! | `connections` | the protocol's connections |
+//! | `reports` | what is told of connections |
 
 mod arrivals;
 mod carried;
@@ -33,6 +34,7 @@ mod fabric;
 pub mod fuzzing;
 mod header;
 mod pin;
+mod reports;
 mod secure;
 mod verbs;
 mod wire;
@@ -43,7 +45,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use hca::engine::Engine;
-use hca::names::{DeviceId, Gid, Qpn, SegmentId};
+use hca::names::{DeviceId, Gid, SegmentId};
 use hca::provider::Provider;
 use hca::remote::{Action, OutgoingDatagram, Posted, PostedOperation, QpId};
 use hca::work::Status;
@@ -63,6 +65,7 @@ use fabric::{Fabric, Run};
 use header::{ADDRESSES, Addresses, Header, Kind};
 use pin::Refused;
 pub use pin::TransportKind;
+pub use reports::ConnectionReport;
 pub use secure::{ClusterKey, KeyError, PeerReport};
 pub use verbs::library::{Absent, Found, devices};
 pub use verbs::{LinkCounters, LinkReport, VerbsReport};
@@ -95,24 +98,6 @@ struct Nic {
     segment: String,
     segment_id: SegmentId,
     tag: u32,
-}
-
-/// How a queue pair's peer is reached, for reports.
-#[derive(Debug, Clone, serde::Serialize)]
-pub struct ConnectionReport {
-    /// Transport.
-    pub transport: &'static str,
-    /// The peer's host, if the directory knows it.
-    pub host: Option<SocketAddr>,
-    /// Counters of the protocol, where this daemon speaks it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub counters: Option<roce::Counters>,
-    /// What the host's RDMA device has of it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub verbs: Option<LinkReport>,
-    /// Why it isn't carried by `verbs`, which it is pinned to.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub instead_of_verbs: Option<String>,
 }
 
 /// The transports of an engine.
@@ -285,59 +270,6 @@ impl Transports {
     #[must_use]
     pub fn fabric(&self) -> FabricReport {
         self.fabric.report()
-    }
-
-    /// The connection of a queue pair.
-    #[must_use]
-    pub fn report(&self, device: DeviceId, qpn: Qpn) -> Option<ConnectionReport> {
-        if let Some((host, link)) = self.verbs.report_of(device, qpn) {
-            let transport = TransportKind::Verbs.name();
-            return Some(ConnectionReport {
-                transport,
-                host,
-                counters: None,
-                verbs: Some(link),
-                instead_of_verbs: None,
-            });
-        }
-        let entry = self.connections.by_number(device, qpn.0)?;
-        let kind = if entry.line.is_some() { TransportKind::Wire } else { TransportKind::Fabric };
-        Some(ConnectionReport {
-            transport: kind.name(),
-            host: entry.host,
-            counters: Some(*entry.connection.counters()),
-            verbs: None,
-            instead_of_verbs: self.instead.get(&entry.qp).cloned(),
-        })
-    }
-
-    /// What all connections of a device have counted; `None`: it has no way to other hosts.
-    #[must_use]
-    pub fn device_counters(&self, device: DeviceId) -> Option<roce::Counters> {
-        let has_way = self.nics.contains_key(&device) || self.wire.has(device);
-        has_way.then(|| self.connections.counters(device))
-    }
-
-    /// How a peer that isn't on this host is reached from a device; `None`: not at all.
-    #[must_use]
-    pub fn reaches(&self, device: DeviceId, peer: Gid) -> Option<&'static str> {
-        let owner = self.owner(device, peer);
-        let way = match owner {
-            Some(owner) => {
-                self.directory.host(owner)?;
-                let nic = self.nics.get(&device)?;
-                if pin::is_verbs(self.directory.as_ref(), nic.vm, owner) {
-                    return Some(if self.verbs.is_there() { TransportKind::Verbs.name() } else { REFUSED });
-                }
-                TransportKind::Fabric
-            }
-            None => self.wire.has(device).then_some(TransportKind::Wire)?,
-        };
-        let allowed = self
-            .nics
-            .get(&device)
-            .map_or(Ok(()), |nic| pin::check(self.directory.as_ref(), nic.vm, owner.unwrap_or(NOBODY), way));
-        Some(if allowed.is_ok() { way.name() } else { REFUSED })
     }
 
     /// The VM of the directory that has an address, seen from a device.

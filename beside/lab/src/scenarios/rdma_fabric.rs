@@ -128,7 +128,7 @@ pub(super) struct Connected {
 }
 
 /// The queue pairs of a daemon's VMs that are ready to send and have a peer.
-fn connected(tree: &Value) -> BTreeSet<Connected> {
+pub(super) fn connected(tree: &Value) -> BTreeSet<Connected> {
     let mut found = BTreeSet::new();
     for (vm, shown) in tree["vms"].as_object().into_iter().flatten() {
         let queue_pairs = shown["nics"][NIC]["rdma"]["queue_pairs"].as_object();

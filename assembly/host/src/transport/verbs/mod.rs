@@ -19,6 +19,7 @@
 //! | `numbers` | keys, both ways |
 //! | `control` | what daemons tell each other |
 //! | `link` | a connection |
+//! | `requests`, `messages` | what the guest posts; what daemons say |
 
 mod abi;
 mod control;
@@ -27,7 +28,9 @@ mod device;
 mod fake;
 pub(super) mod library;
 mod link;
+mod messages;
 mod numbers;
+mod requests;
 mod rnic;
 
 use std::collections::HashMap;
@@ -37,26 +40,22 @@ use std::os::fd::BorrowedFd;
 use hca::engine::Engine;
 use hca::names::{DeviceId, PdHandle, Qpn};
 use hca::provider::Provider;
-use hca::remote::{
-    AheadReceived, ConnectionInfo, NotQueued, Posted, PostedOperation, QpId, Refusal, first_bytes,
-};
-use hca::work::{Remote, SgeList, Status};
+use hca::remote::{AheadReceived, NotQueued, Posted, QpId, Refusal};
+use hca::work::Status;
 use serde::Serialize;
 use telemetry::guest_log::GuestLog;
 
 use super::directory::VmId;
 use super::header::Header;
+use control::Body;
 pub(super) use control::Message;
 pub(super) use control::Reason;
-use control::{Body, Hello};
 use link::Link;
 pub(super) use link::Outgoing;
 pub use link::{LinkCounters, LinkReport};
 use numbers::{OwnKeys, PeerKey};
-use rnic::{
-    End, HostCompletion, HostEvent, HostPd, HostQp, HostRequest, Operation, Receiving, Registered, Rnic,
-    RnicError, RnicInfo, Sending,
-};
+use requests::remote_of;
+use rnic::{End, HostCompletion, HostEvent, HostPd, HostQp, Rnic, RnicError, RnicInfo};
 
 /// Nanoseconds after the last completion during which the device's queues are looked at without sleeping.
 const EAGER_NS: u64 = 200_000;
@@ -551,364 +550,6 @@ impl Verbs {
             link.again_at = None;
         }
     }
-
-    /// The device's keys of a guest's region, registered if it isn't.
-    fn real_key<P: Provider>(
-        &mut self,
-        engine: &mut Engine<P>,
-        (device, pd, host_pd): (DeviceId, PdHandle, HostPd),
-        key: u32,
-    ) -> Result<Option<Registered>, String> {
-        if let Some(registered) = self.own.get(device, pd, key) {
-            return Ok(Some(registered));
-        }
-        let Some(rnic) = &mut self.rnic else { return Ok(None) };
-        let Some(region) = engine.remote_region(device, pd, key) else { return Ok(None) };
-        let memory = engine.remote_alias(device, &region.pieces).map_err(|error| error.to_string())?;
-        let registered = rnic.register(host_pd, memory, region.start, region.access).map_err(chain)?;
-        self.own.insert(device, pd, key, registered, region.length);
-        if let Some((_, users)) = self.pds.get_mut(&(device, pd)) {
-            *users += 1;
-        }
-        Ok(Some(registered))
-    }
-
-    /// Elements with the device's keys.
-    fn translated<P: Provider>(
-        &mut self,
-        engine: &mut Engine<P>,
-        id: u32,
-        sges: &[hca::work::Sge],
-    ) -> Result<SgeList, String> {
-        let domain = self.links.get(&id).map(|link| (link.qp.device, link.pd, link.host_pd));
-        let domain = domain.ok_or("the connection is gone")?;
-        let mut list = SgeList::new();
-        for sge in sges.iter().filter(|sge| sge.length > 0) {
-            let registered = self.real_key(engine, domain, sge.lkey)?;
-            let registered = registered.ok_or_else(|| format!("no region has the key {:#x}", sge.lkey))?;
-            list.push(hca::work::Sge { lkey: registered.lkey, ..*sge });
-        }
-        if let Some(link) = self.links.get_mut(&id) {
-            link.counters.translations += list.len() as u64;
-        }
-        Ok(list)
-    }
-
-    /// Hands what the guest has posted to the device, as far as it can be.
-    fn advance<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, now: u64) {
-        loop {
-            let Some(link) = self.links.get_mut(&id) else { return };
-            let (Some(rnic), Some(device)) = (&mut self.rnic, &self.info) else { return };
-            let Some(&request) = link.waiting.front() else { return };
-            let Some(info) = engine.connection(link.qp) else { return };
-            if !link.settled {
-                if link.asking_since.is_none() {
-                    link.hello(Some(info.attributes.sq_psn), &mut self.outbox);
-                }
-                link.expect(now);
-                let next = link.next();
-                return self.due(next);
-            }
-            if !link.sends {
-                let sending = Sending {
-                    psn: link.own.psn,
-                    timeout: info.attributes.timeout,
-                    retry_count: info.attributes.retry_count,
-                    rnr_retry: info.attributes.rnr_retry,
-                    reads: info.attributes.max_rd_atomic.min(device.reads),
-                };
-                if let Err(error) = rnic.send_to(link.pair, &sending) {
-                    return self.fail(engine, id, &chain(error));
-                }
-                link.sends = true;
-            }
-            if link.posted.len() >= usize::try_from(device.sends).unwrap_or(0) {
-                return;
-            }
-            let remote = remote_of(&request);
-            let mut rkey = 0;
-            if let Some(remote) = remote {
-                match link.keys.get(remote.rkey) {
-                    Some(PeerKey::Real(real)) => rkey = real,
-                    Some(PeerKey::Asked(_)) => return,
-                    Some(PeerKey::None) => {
-                        link.keys.forget(remote.rkey);
-                        return self.refuse_remotely(engine, id, request.token);
-                    }
-                    None => {
-                        let serial = link.keys.ask(remote.rkey);
-                        link.counters.keys_asked += 1;
-                        link.say(Body::Resolve { rkey: remote.rkey, serial }, &mut self.outbox);
-                        link.expect(now);
-                        let next = link.next();
-                        return self.due(next);
-                    }
-                }
-                link.counters.translations += 1;
-            }
-            if matches!(request.operation, PostedOperation::Send { invalidate: Some(_), .. }) {
-                // Keys that can be invalidated so are a kernel's, and its queue pairs aren't carried here.
-                return self.refuse_remotely(engine, id, request.token);
-            }
-            let qp = link.qp;
-            let Some(sges) = engine.remote_sges(qp, request.token) else {
-                link.waiting.pop_front();
-                continue;
-            };
-            let sges = first_bytes(sges, u64::from(request.length));
-            let sges = self.translated(engine, id, &sges);
-            let (Some(link), Some(rnic)) = (self.links.get_mut(&id), &mut self.rnic) else { return };
-            let posted = sges.and_then(|sges| {
-                let wr_id = (u64::from(id) << 32) | (request.token & 0xFFFF_FFFF);
-                let operation = operation(&request.operation, rkey);
-                let (fence, solicited) = (request.fence, request.solicited);
-                rnic.post_send(link.pair, &HostRequest { wr_id, operation, fence, solicited, sges })
-                    .map_err(chain)
-            });
-            link.waiting.pop_front();
-            match posted {
-                Ok(()) => {
-                    link.posted.push_back((request.token, request.length));
-                    link.counters.requests += 1;
-                }
-                Err(why) => {
-                    telemetry::guest_warn!(self.log, "A request can't be handed to the RDMA device: {why}");
-                    engine.remote_complete(qp, request.token, Err(Status::LocalQpOperation));
-                    return;
-                }
-            }
-            self.active(now);
-        }
-    }
-
-    /// A request that the peer would refuse.
-    fn refuse_remotely<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, token: u64) {
-        let Some(link) = self.links.get_mut(&id) else { return };
-        link.waiting.pop_front();
-        let status = Status::RemoteAccess;
-        link.say(Body::Failed { status: status as u32 }, &mut self.outbox);
-        engine.remote_complete(link.qp, token, Err(status));
-    }
-
-    /// The connection can't go on.
-    fn fail<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, why: &str) {
-        let Some(link) = self.links.get_mut(&id) else { return };
-        telemetry::guest_warn!(self.log, "A connection by transport verbs fails: {why}");
-        let qp = link.qp;
-        if let Some(request) = link.waiting.pop_front() {
-            engine.remote_complete(qp, request.token, Err(Status::LocalQpOperation));
-        }
-        engine.remote_fail(qp);
-    }
-
-    /// Hands receives of the guest to the device.
-    fn refill<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, now: u64) {
-        loop {
-            let (Some(link), Some(device)) = (self.links.get_mut(&id), &self.info) else { return };
-            // Before that another transport may still have to take them.
-            if link.peer.is_none() || link.ahead >= device.receives || link.dies_at.is_some() {
-                return;
-            }
-            let Ok(sges) = engine.remote_receive_ahead(link.qp) else { return };
-            let sges = self.translated(engine, id, &sges);
-            let (Some(link), Some(rnic)) = (self.links.get_mut(&id), &mut self.rnic) else { return };
-            let wr_id = RECEIVE | (u64::from(id) << 32);
-            let posted = sges.and_then(|sges| rnic.post_receive(link.pair, wr_id, &sges).map_err(chain));
-            match posted {
-                Ok(()) => {
-                    link.ahead += 1;
-                    link.counters.receives += 1;
-                }
-                Err(why) => return self.fail(engine, id, &format!("a receive can't be used: {why}")),
-            }
-            if self.armed {
-                self.active(now);
-            }
-        }
-    }
-
-    /// Takes a message of the daemon of a VM for a queue pair of a device. `ends`: what is known of that queue pair's connection, if it is
-    /// one that this transport may carry.
-    pub fn take<P: Provider>(
-        &mut self,
-        engine: &mut Engine<P>,
-        message: &Message,
-        found: Result<(Ends, ConnectionInfo), Reason>,
-        now: u64,
-    ) -> Option<Message> {
-        let answer = |reason| Message {
-            own: message.peer,
-            peer: message.own,
-            from: 1,
-            to: message.from,
-            body: Body::Refuse(reason),
-        };
-        let (ends, info) = match found {
-            Ok(found) => found,
-            Err(reason) => return matches!(message.body, Body::Hello(_)).then(|| answer(reason)),
-        };
-        if let Body::Hello(hello) = message.body {
-            return self.greeted(engine, message, &hello, &ends, &info, now).err().flatten().map(answer);
-        }
-        let Some(id) = self.find(ends.qp) else {
-            self.dropped += 1;
-            return None;
-        };
-        let link = self.links.get_mut(&id)?;
-        let refused = matches!(message.body, Body::Refuse(_));
-        let theirs = refused || link.peer.is_some_and(|(nonce, _)| nonce == message.from);
-        if message.to != link.nonce || !theirs {
-            self.dropped += 1;
-            return None;
-        }
-        match message.body {
-            Body::Hello(_) => {}
-            Body::Refuse(reason) => self.was_refused(engine, id, reason),
-            Body::Resolve { rkey, serial } => {
-                let domain = (link.qp.device, link.pd, link.host_pd);
-                let real = match self.real_key(engine, domain, rkey) {
-                    Ok(registered) => registered.map(|registered| registered.rkey),
-                    Err(why) => {
-                        telemetry::guest_warn!(
-                            self.log,
-                            "A guest's region can't be offered to its peer: {why}"
-                        );
-                        None
-                    }
-                };
-                self.own.tell(domain.0, rkey, id);
-                let link = self.links.get_mut(&id)?;
-                link.say(Body::Resolved { rkey, serial, real }, &mut self.outbox);
-            }
-            Body::Resolved { rkey, serial, real } => {
-                if link.keys.answer(rkey, serial, real) {
-                    link.answered();
-                    self.advance(engine, id, now);
-                }
-            }
-            Body::Invalidate { rkey } => {
-                link.counters.keys_invalidated += 1;
-                let again = link.keys.invalidate(rkey);
-                link.say(Body::Invalidated { rkey }, &mut self.outbox);
-                if let Some(serial) = again {
-                    link.say(Body::Resolve { rkey, serial }, &mut self.outbox);
-                }
-            }
-            Body::Invalidated { rkey } => {
-                link.unacknowledged.remove(&rkey);
-            }
-            Body::Failed { status } => {
-                let refusal = match status {
-                    9 => Refusal::Invalid,
-                    10 => Refusal::Access,
-                    _ => Refusal::Operational,
-                };
-                let qp = link.qp;
-                // What came before it, by the device.
-                self.poll(engine, now);
-                engine.remote_refused(qp, refusal);
-            }
-        }
-        None
-    }
-
-    /// The other end says what it is. The error: what to answer instead of an own end, if anything.
-    fn greeted<P: Provider>(
-        &mut self,
-        engine: &mut Engine<P>,
-        message: &Message,
-        hello: &Hello,
-        ends: &Ends,
-        info: &ConnectionInfo,
-        now: u64,
-    ) -> Result<(), Option<Reason>> {
-        // On a wire its packets would be out of sequence.
-        if hello.sends && hello.sq_psn != info.attributes.rq_psn {
-            self.dropped += 1;
-            return Err(None);
-        }
-        let id = match self.find(ends.qp) {
-            Some(id) => id,
-            None => self.connect(engine, ends, now).map_err(|refused| {
-                telemetry::guest_warn!(self.log, "A connection by transport verbs is refused: {refused}");
-                match refused {
-                    Refused::Absent(_) => Some(Reason::NoDevice),
-                    Refused::Queued(NotQueued::Shared) => Some(Reason::Shared),
-                    Refused::Queued(NotQueued::Kernel) => Some(Reason::Kernel),
-                    Refused::Queued(NotQueued::Kind) | Refused::Gone => None,
-                    Refused::Device(_) => Some(Reason::Refused),
-                }
-            })?,
-        };
-        let (Some(link), Some(rnic)) = (self.links.get_mut(&id), &mut self.rnic) else { return Err(None) };
-        let end = End { gid: hello.gid, number: hello.number, psn: hello.psn, mtu: hello.mtu };
-        match link.peer {
-            // The peer has begun anew, and this end hasn't.
-            Some((nonce, _)) if nonce != message.from => {
-                self.dropped += 1;
-                return Err(None);
-            }
-            Some(_) => {}
-            None => {
-                let device = rnic.info();
-                let attributes = &info.attributes;
-                let receiving = Receiving {
-                    end,
-                    mtu: device.mtu.min(end.mtu),
-                    access: attributes.access,
-                    served_reads: attributes.max_dest_rd_atomic.min(device.served_reads),
-                    min_rnr_timer: attributes.min_rnr_timer,
-                    traffic_class: attributes.address.traffic_class,
-                    hop_limit: 64,
-                };
-                if let Err(error) = rnic.receive_from(link.pair, &receiving) {
-                    self.fail(engine, id, &chain(error));
-                    return Err(Some(Reason::Refused));
-                }
-                link.peer = Some((message.from, end));
-                // Before the peer learns that it may send.
-                self.refill(engine, id, now);
-            }
-        }
-        let Some(link) = self.links.get_mut(&id) else { return Err(None) };
-        if message.to == link.nonce && !link.settled {
-            link.settled = true;
-            link.answered();
-        }
-        if !hello.settled {
-            let sq_psn = info.sends.then_some(info.attributes.sq_psn);
-            link.hello(sq_psn, &mut self.outbox);
-        }
-        self.active(now);
-        self.advance(engine, id, now);
-        Ok(())
-    }
-
-    /// The peer's daemon doesn't take the connection.
-    fn was_refused<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, reason: Reason) {
-        let Some(link) = self.links.get_mut(&id) else { return };
-        if link.peer.is_some() {
-            // Late: it has taken it since.
-            return;
-        }
-        let (qp, requests) = (link.qp, Vec::from(std::mem::take(&mut link.waiting)));
-        match reason {
-            Reason::Shared | Reason::Kernel | Reason::Fabric => {
-                self.close_link(id);
-                self.handed.push(Handed { qp, reason: reason.to_string(), requests });
-            }
-            Reason::NoDevice | Reason::Refused => {
-                telemetry::guest_warn!(
-                    self.log,
-                    "A connection pinned to transport verbs is refused: {reason}"
-                );
-                self.close_link(id);
-                for request in requests {
-                    engine.remote_complete(qp, request.token, Err(Status::LocalQpOperation));
-                }
-            }
-        }
-    }
 }
 
 /// An error with its causes.
@@ -921,33 +562,6 @@ fn chain(error: RnicError) -> String {
         cause = error.source();
     }
     text
-}
-
-/// Where a request goes, if it needs a key: one without data needs none.
-fn remote_of(request: &Posted) -> Option<Remote> {
-    match request.operation {
-        PostedOperation::Send { .. } => None,
-        PostedOperation::Write { remote, .. }
-        | PostedOperation::Read { remote }
-        | PostedOperation::CompareSwap { remote, .. }
-        | PostedOperation::FetchAdd { remote, .. } => (request.length > 0).then_some(remote),
-    }
-}
-
-fn operation(posted: &PostedOperation, rkey: u32) -> Operation {
-    match *posted {
-        PostedOperation::Send { immediate, .. } => Operation::Send { immediate },
-        PostedOperation::Write { remote, immediate } => {
-            Operation::Write { address: remote.address, rkey, immediate }
-        }
-        PostedOperation::Read { remote } => Operation::Read { address: remote.address, rkey },
-        PostedOperation::CompareSwap { remote, compare, swap } => {
-            Operation::CompareSwap { address: remote.address, rkey, compare, swap }
-        }
-        PostedOperation::FetchAdd { remote, add } => {
-            Operation::FetchAdd { address: remote.address, rkey, add }
-        }
-    }
 }
 
 #[cfg(test)]

@@ -1,0 +1,195 @@
+//! What other daemons say.
+
+use hca::engine::Engine;
+use hca::provider::Provider;
+use hca::remote::{ConnectionInfo, NotQueued, Refusal};
+use hca::work::Status;
+
+use super::control::{Body, Hello, Message, Reason};
+use super::rnic::{End, Receiving};
+use super::{Ends, Handed, Refused, Verbs, chain};
+
+impl Verbs {
+    /// Takes a message of the daemon of a VM for a queue pair of a device. `ends`: what is known of that queue pair's connection, if it is
+    /// one that this transport may carry.
+    pub fn take<P: Provider>(
+        &mut self,
+        engine: &mut Engine<P>,
+        message: &Message,
+        found: Result<(Ends, ConnectionInfo), Reason>,
+        now: u64,
+    ) -> Option<Message> {
+        let answer = |reason| Message {
+            own: message.peer,
+            peer: message.own,
+            from: 1,
+            to: message.from,
+            body: Body::Refuse(reason),
+        };
+        let (ends, info) = match found {
+            Ok(found) => found,
+            Err(reason) => return matches!(message.body, Body::Hello(_)).then(|| answer(reason)),
+        };
+        if let Body::Hello(hello) = message.body {
+            return self.greeted(engine, message, &hello, &ends, &info, now).err().flatten().map(answer);
+        }
+        let Some(id) = self.find(ends.qp) else {
+            self.dropped += 1;
+            return None;
+        };
+        let link = self.links.get_mut(&id)?;
+        let refused = matches!(message.body, Body::Refuse(_));
+        let theirs = refused || link.peer.is_some_and(|(nonce, _)| nonce == message.from);
+        if message.to != link.nonce || !theirs {
+            self.dropped += 1;
+            return None;
+        }
+        match message.body {
+            Body::Hello(_) => {}
+            Body::Refuse(reason) => self.was_refused(engine, id, reason),
+            Body::Resolve { rkey, serial } => {
+                let domain = (link.qp.device, link.pd, link.host_pd);
+                let real = match self.real_key(engine, domain, rkey) {
+                    Ok(registered) => registered.map(|registered| registered.rkey),
+                    Err(why) => {
+                        telemetry::guest_warn!(
+                            self.log,
+                            "A guest's region can't be offered to its peer: {why}"
+                        );
+                        None
+                    }
+                };
+                self.own.tell(domain.0, rkey, id);
+                let link = self.links.get_mut(&id)?;
+                link.say(Body::Resolved { rkey, serial, real }, &mut self.outbox);
+            }
+            Body::Resolved { rkey, serial, real } => {
+                if link.keys.answer(rkey, serial, real) {
+                    link.answered();
+                    self.advance(engine, id, now);
+                }
+            }
+            Body::Invalidate { rkey } => {
+                link.counters.keys_invalidated += 1;
+                let again = link.keys.invalidate(rkey);
+                link.say(Body::Invalidated { rkey }, &mut self.outbox);
+                if let Some(serial) = again {
+                    link.say(Body::Resolve { rkey, serial }, &mut self.outbox);
+                }
+            }
+            Body::Invalidated { rkey } => {
+                link.unacknowledged.remove(&rkey);
+            }
+            Body::Failed { status } => {
+                let refusal = match status {
+                    9 => Refusal::Invalid,
+                    10 => Refusal::Access,
+                    _ => Refusal::Operational,
+                };
+                let qp = link.qp;
+                // What came before it, by the device.
+                self.poll(engine, now);
+                engine.remote_refused(qp, refusal);
+            }
+        }
+        None
+    }
+
+    /// The other end says what it is. The error: what to answer instead of an own end, if anything.
+    fn greeted<P: Provider>(
+        &mut self,
+        engine: &mut Engine<P>,
+        message: &Message,
+        hello: &Hello,
+        ends: &Ends,
+        info: &ConnectionInfo,
+        now: u64,
+    ) -> Result<(), Option<Reason>> {
+        // On a wire its packets would be out of sequence.
+        if hello.sends && hello.sq_psn != info.attributes.rq_psn {
+            self.dropped += 1;
+            return Err(None);
+        }
+        let id = match self.find(ends.qp) {
+            Some(id) => id,
+            None => self.connect(engine, ends, now).map_err(|refused| {
+                telemetry::guest_warn!(self.log, "A connection by transport verbs is refused: {refused}");
+                match refused {
+                    Refused::Absent(_) => Some(Reason::NoDevice),
+                    Refused::Queued(NotQueued::Shared) => Some(Reason::Shared),
+                    Refused::Queued(NotQueued::Kernel) => Some(Reason::Kernel),
+                    Refused::Queued(NotQueued::Kind) | Refused::Gone => None,
+                    Refused::Device(_) => Some(Reason::Refused),
+                }
+            })?,
+        };
+        let (Some(link), Some(rnic)) = (self.links.get_mut(&id), &mut self.rnic) else { return Err(None) };
+        let end = End { gid: hello.gid, number: hello.number, psn: hello.psn, mtu: hello.mtu };
+        match link.peer {
+            // The peer has begun anew, and this end hasn't.
+            Some((nonce, _)) if nonce != message.from => {
+                self.dropped += 1;
+                return Err(None);
+            }
+            Some(_) => {}
+            None => {
+                let device = rnic.info();
+                let attributes = &info.attributes;
+                let receiving = Receiving {
+                    end,
+                    mtu: device.mtu.min(end.mtu),
+                    access: attributes.access,
+                    served_reads: attributes.max_dest_rd_atomic.min(device.served_reads),
+                    min_rnr_timer: attributes.min_rnr_timer,
+                    traffic_class: attributes.address.traffic_class,
+                    hop_limit: 64,
+                };
+                if let Err(error) = rnic.receive_from(link.pair, &receiving) {
+                    self.fail(engine, id, &chain(error));
+                    return Err(Some(Reason::Refused));
+                }
+                link.peer = Some((message.from, end));
+                // Before the peer learns that it may send.
+                self.refill(engine, id, now);
+            }
+        }
+        let Some(link) = self.links.get_mut(&id) else { return Err(None) };
+        if message.to == link.nonce && !link.settled {
+            link.settled = true;
+            link.answered();
+        }
+        if !hello.settled {
+            let sq_psn = info.sends.then_some(info.attributes.sq_psn);
+            link.hello(sq_psn, &mut self.outbox);
+        }
+        self.active(now);
+        self.advance(engine, id, now);
+        Ok(())
+    }
+
+    /// The peer's daemon doesn't take the connection.
+    fn was_refused<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, reason: Reason) {
+        let Some(link) = self.links.get_mut(&id) else { return };
+        if link.peer.is_some() {
+            // Late: it has taken it since.
+            return;
+        }
+        let (qp, requests) = (link.qp, Vec::from(std::mem::take(&mut link.waiting)));
+        match reason {
+            Reason::Shared | Reason::Kernel | Reason::Fabric => {
+                self.close_link(id);
+                self.handed.push(Handed { qp, reason: reason.to_string(), requests });
+            }
+            Reason::NoDevice | Reason::Refused => {
+                telemetry::guest_warn!(
+                    self.log,
+                    "A connection pinned to transport verbs is refused: {reason}"
+                );
+                self.close_link(id);
+                for request in requests {
+                    engine.remote_complete(qp, request.token, Err(Status::LocalQpOperation));
+                }
+            }
+        }
+    }
+}
