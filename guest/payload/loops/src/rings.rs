@@ -15,8 +15,8 @@ pub const FAILED: u64 = u64::MAX;
 /// What [`run`] returns when the other side doesn't answer for billions of polls.
 pub const STUCK: u64 = u64::MAX - 1;
 
-/// Polls without progress after which [`run`] gives up: about ten seconds.
-const PATIENCE: u64 = 1_000_000_000;
+/// Polls without progress after which [`run`] gives up: a minute or more, for machines that do much else.
+const PATIENCE: u64 = 20_000_000_000;
 /// Bytes before the data of a slot of the copying ring.
 const SLOT_HEADER: u64 = 128;
 

@@ -4,7 +4,7 @@
 //!
 //! Nobody sleeps, so doorbells don't ring: payload programs have no interrupts.
 
-mod bed;
+pub mod bed;
 mod sockets;
 
 use anyhow::{Context, bail};
