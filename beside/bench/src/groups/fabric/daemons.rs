@@ -22,8 +22,6 @@ const MESSAGE: u32 = 1 << 20;
 /// Writes outstanding there, each from and to its own part of the buffers.
 const OUTSTANDING: u32 = 8;
 const PAGE: u32 = 4096;
-/// How long is looked whether daemons rest.
-const GLANCE: Duration = Duration::from_millis(100);
 /// Longest that anything may take.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -122,25 +120,6 @@ impl Daemons {
         a.guest.connect(&a.monitor, &a.endpoint, b.endpoint.qp.1, gid(2));
         b.guest.connect(&b.monitor, &b.endpoint, a.endpoint.qp.1, gid(1));
         Ok(Self { sides: [a, b], seed: 0, _folder: folder })
-    }
-
-    /// Waits until both daemons use no processor: they poll on for up to a second after the last request, and would take time from others.
-    pub fn rest(&self) -> anyhow::Result<()> {
-        let began = Instant::now();
-        loop {
-            let mut busy = Duration::ZERO;
-            let before = [self.sides[0].used()?, self.sides[1].used()?];
-            std::thread::sleep(GLANCE);
-            for (side, before) in self.sides.iter().zip(before) {
-                busy += side.used()?.saturating_sub(before);
-            }
-            if busy < GLANCE / 50 {
-                return Ok(());
-            }
-            if began.elapsed() > PATIENCE {
-                bail!("Daemons without work used {busy:?} of processor time in {GLANCE:?}");
-            }
-        }
     }
 
     /// Writes of 1 MiB from the first VM's memory into the second's, several outstanding, for about `during`. All that lies there

@@ -20,7 +20,7 @@ use crate::peers as host_threads;
 
 /// MTU of the link, and payload of our packets on it.
 const LINKS: [(u32, u32); 2] = [(9000, 4096), (1500, 1024)];
-const PORTS: [u16; 2] = [4792, 4892];
+const PORT: u16 = 4792;
 const ROUNDS: u32 = 20_000;
 
 /// What a transfer came to.
@@ -85,25 +85,23 @@ fn measure(
     quick: bool,
 ) -> anyhow::Result<Vec<[Turn; 5]>> {
     let link = Link::new(mtu)?;
-    let start =
-        |encrypted: bool, port| Daemons::start(program, &link, Setup { encrypted, mtu: payload, port, cpus });
-    let (mut plain, mut encrypted) = (start(false, PORTS[0])?, start(true, PORTS[1])?);
     let peers = Peers { link: &link, cpus, seconds: 1 };
     let during = Duration::from_millis(if quick { 300 } else { 1000 });
     let rounds = if quick { ROUNDS / 10 } else { ROUNDS };
     let mut turns = Vec::new();
     // The first turn warms up and isn't counted.
     for number in 0..=if quick { 1 } else { 7 } {
-        let mut of = |way: usize| -> anyhow::Result<Turn> {
-            plain.rest()?;
-            encrypted.rest()?;
-            let ours = |daemons: &mut Daemons| -> anyhow::Result<Turn> {
+        let of = |way: usize| -> anyhow::Result<Turn> {
+            // Started anew each time: daemons poll on after the last request, and would take time from whoever is measured next.
+            let ours = |encrypted: bool| -> anyhow::Result<Turn> {
+                let setup = Setup { encrypted, mtu: payload, port: PORT, cpus };
+                let mut daemons = Daemons::start(program, &link, setup)?;
                 let round_trip = Some(daemons.round_trip(rounds)?);
                 Ok(Turn { bandwidth: daemons.bandwidth(during)?, round_trip })
             };
             match way {
-                0 => ours(&mut plain),
-                1 => ours(&mut encrypted),
+                0 => ours(false),
+                1 => ours(true),
                 2 => Ok(Turn { bandwidth: peers.iperf3()?, round_trip: None }),
                 3 => {
                     let round_trip = Some(peers.qperf_round_trip()?);
