@@ -9,7 +9,9 @@ use dma::{Dma, HeapMemory};
 use hca::MrInfo;
 use hca::attributes::{Access, QpAttributeMask as Mask, QpKind, QpState};
 use hca::names::SegmentId;
-use hca::remote::{Action, AheadReceived, AtomicOperation, IncomingDatagram, Posted, PostedOperation, QpId, Refusal};
+use hca::remote::{
+    Action, AheadReceived, AtomicOperation, IncomingDatagram, Posted, PostedOperation, QpId, Refusal,
+};
 use hca::testing::{Connected, Guest, World, requests};
 use hca::work::{AsyncEvent, Completion, Operation, Remote, SendRequest, Status};
 use proptest::prelude::*;
