@@ -104,6 +104,9 @@ fn the_manuals_example_is_valid_and_uses_every_key_of_the_file() {
     {
         assert!(example.contains(&format!("{key} = ")), "{key}");
     }
+    let neighbour = manual.split("```toml\n").nth(2).and_then(|rest| rest.split("```").next()).unwrap();
+    let vm = check(&format!("kernel = \"k\"\n{neighbour}")).unwrap();
+    assert_eq!(vm.neighbour.unwrap().permit.len(), 2);
 }
 
 #[test]

@@ -17,6 +17,8 @@ pub const STUCK: u64 = u64::MAX - 1;
 
 /// Polls without progress after which [`run`] gives up: a minute or more, for machines that do much else.
 const PATIENCE: u64 = 20_000_000_000;
+/// Messages that are answered before their buffers are given back.
+const HELD: usize = 16;
 /// Bytes before the data of a slot of the copying ring.
 const SLOT_HEADER: u64 = 128;
 
@@ -111,6 +113,10 @@ struct Ends<'a> {
     own: Window,
     theirs: Window,
     bed: Bed,
+    message: Message,
+    /// Ids that are to be given back.
+    held: [u32; HELD],
+    holds: usize,
 }
 
 /// Plays `role` for `messages` messages of `length` bytes (a multiple of 64) and returns the ticks it took ([`FAILED`], [`STUCK`]).
@@ -158,7 +164,17 @@ unsafe fn ends<'a>(bed: Bed) -> Option<Ends<'a>> {
         unsafe { core::slice::from_raw_parts_mut(at::<u32>(bed.ids), usize::try_from(bed.entries).ok()?) };
     let sender = Sender::new(words, &layout, epoch, side, own, ids).ok()?;
     let receiver = Receiver::new(words, &layout, epoch, side.other(), theirs).ok()?;
-    Some(Ends { words, sender, receiver, own, theirs, bed })
+    Some(Ends {
+        words,
+        sender,
+        receiver,
+        own,
+        theirs,
+        bed,
+        message: Message::default(),
+        held: [0; HELD],
+        holds: 0,
+    })
 }
 
 impl Ends<'_> {
@@ -186,16 +202,15 @@ impl Ends<'_> {
         }
     }
 
-    /// Takes a message, reads it in place, and gives it back; false when there is none.
+    /// Takes a message and reads it in place: its id, which is to be given back, or `None` when there is none.
     ///
     /// # Safety
     /// As for [`run`].
-    unsafe fn take(&mut self, number: u64, length: u64) -> Result<bool, u64> {
-        let mut message = Message::default();
-        if !self.receiver.receive(self.words, &mut message).map_err(|_| FAILED)? {
-            return Ok(false);
+    unsafe fn take(&mut self, number: u64, length: u64) -> Result<Option<u32>, u64> {
+        if !self.receiver.receive(self.words, &mut self.message).map_err(|_| FAILED)? {
+            return Ok(None);
         }
-        let [part] = message.parts() else { return Err(FAILED) };
+        let [part] = self.message.parts() else { return Err(FAILED) };
         if u64::from(part.length) != length {
             return Err(FAILED);
         }
@@ -207,8 +222,7 @@ impl Ends<'_> {
                 return Err(FAILED);
             }
         }
-        self.receiver.complete(self.words, message.id, 0);
-        Ok(true)
+        Ok(Some(self.message.id))
     }
 
     unsafe fn send(&mut self, messages: u64, length: u64) -> Result<(), u64> {
@@ -221,10 +235,10 @@ impl Ends<'_> {
                     break;
                 }
                 posted += 1;
-                // Nobody sleeps here; a driver asks nevertheless.
-                if self.sender.must_signal(self.words) {
-                    return Err(FAILED);
-                }
+            }
+            // Nobody sleeps here; a driver asks nevertheless, once for all that it has posted.
+            if self.sender.must_signal(self.words) {
+                return Err(FAILED);
             }
             while self.sender.completion(self.words).map_err(|_| FAILED)?.is_some() {
                 done += 1;
@@ -239,11 +253,15 @@ impl Ends<'_> {
         while taken < messages {
             // SAFETY: as for `run`.
             let got = unsafe { self.take(taken, length) }?;
-            taken += u64::from(got);
-            if got && self.receiver.must_signal(self.words) {
+            if let Some(id) = got {
+                self.receiver.complete(self.words, id, 0);
+                taken += 1;
+            }
+            // As above: when there is nothing more, or after a while.
+            if (got.is_none() || taken & 15 == 0) && self.receiver.must_signal(self.words) {
                 return Err(FAILED);
             }
-            waited(&mut idle, got)?;
+            waited(&mut idle, got.is_some())?;
         }
         Ok(())
     }
@@ -253,7 +271,8 @@ impl Ends<'_> {
             // SAFETY: as for `run`.
             unsafe {
                 self.post_now(number, length)?;
-                self.take_now(number, length)?;
+                let id = self.take_now(number, length)?;
+                self.give_back(id)?;
             }
         }
         Ok(())
@@ -263,15 +282,17 @@ impl Ends<'_> {
         for number in 0..messages {
             // SAFETY: as for `run`.
             unsafe {
-                self.take_now(number, length)?;
+                let id = self.take_now(number, length)?;
+                // The answer first: the other side waits for it.
                 self.post_now(number, length)?;
+                self.give_back(id)?;
             }
         }
         Ok(())
     }
 
     unsafe fn post_now(&mut self, number: u64, length: u64) -> Result<(), u64> {
-        // SAFETY: as for `run`. What was sent before the last answer has come back.
+        // SAFETY: as for `run`. There are more buffers and entries than the other side holds.
         if !unsafe { self.post(number, length) }? || self.sender.must_signal(self.words) {
             return Err(FAILED);
         }
@@ -279,13 +300,31 @@ impl Ends<'_> {
         Ok(())
     }
 
-    unsafe fn take_now(&mut self, number: u64, length: u64) -> Result<(), u64> {
+    unsafe fn take_now(&mut self, number: u64, length: u64) -> Result<u32, u64> {
         let mut idle = 0;
-        // SAFETY: as for `run`.
-        while !unsafe { self.take(number, length) }? {
+        loop {
+            // SAFETY: as for `run`.
+            if let Some(id) = unsafe { self.take(number, length) }? {
+                return Ok(id);
+            }
             waited(&mut idle, false)?;
         }
-        Ok(())
+    }
+
+    /// Gives a buffer back, several at once: nobody waits for them.
+    fn give_back(&mut self, id: u32) -> Result<(), u64> {
+        if let Some(place) = self.held.get_mut(self.holds) {
+            *place = id;
+            self.holds += 1;
+        }
+        if self.holds < HELD {
+            return Ok(());
+        }
+        self.holds = 0;
+        for id in self.held {
+            self.receiver.complete(self.words, id, 0);
+        }
+        if self.receiver.must_signal(self.words) { Err(FAILED) } else { Ok(()) }
     }
 
     fn slot(&self, number: u64, length: u64) -> u64 {
