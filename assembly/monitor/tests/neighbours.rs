@@ -305,7 +305,12 @@ fn both_sides_work_in_their_sandboxes() {
     let (slot_a, slot_b) = (a.slot(), b.slot());
     let epoch = a.wait_for(slot_b, reg::PEER_OFFERED);
     b.wait_for(slot_a, reg::PEER_OFFERED);
-    assert!(first.neighbours().inspect()["nas"].as_array().unwrap().len() == 2);
+    // What is shown follows at the end of the thread's round, after the members were told.
+    let begun = Instant::now();
+    while first.neighbours().inspect()["nas"].as_array().is_none_or(|members| members.len() != 2) {
+        assert!(begun.elapsed() < PATIENCE, "{}", first.neighbours().inspect());
+        std::thread::sleep(Duration::from_millis(1));
+    }
     drop(first);
     let _second = daemon();
     for (machine, peer) in [(&a, slot_b), (&b, slot_a)] {
