@@ -24,8 +24,8 @@ pub const SCENARIO: Scenario = Scenario {
 
 /// Operations of each kind, when `--count` says nothing else.
 const COUNT: u64 = 1_000_000;
-/// rxe is slow on emulated CPUs: a twentieth says what an operation costs.
-const RXE_SHARE: u64 = 20;
+/// TCP and rxe are slow on emulated CPUs: a twentieth says what an operation costs.
+const PEER_SHARE: u64 = 20;
 /// With completion events: a tenth.
 const EVENT_SHARE: u64 = 10;
 const SIZE: u32 = 64;
@@ -346,11 +346,12 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         &["send"],
         (count / EVENT_SHARE).max(1),
     )?);
-    let tcp = sum(&measure(&pair, None, "", &KINDS, count)?);
+    let peers = (count / PEER_SHARE).max(1);
+    let tcp = sum(&measure(&pair, None, "", &KINDS, peers)?);
     let (a, b) = pair.add_rxe()?;
     let rxe = match pair.device {
         Device::Rxe => ours.clone(),
-        Device::Pvrdma => sum(&measure(&pair, Some((&a, &b)), "", &KINDS, (count / RXE_SHARE).max(1))?),
+        Device::Pvrdma => sum(&measure(&pair, Some((&a, &b)), "", &KINDS, peers)?),
     };
     report.figure("operations", ours.operations);
     report.figure("data_path_exits", ours.data_path);
