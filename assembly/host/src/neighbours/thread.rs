@@ -29,6 +29,8 @@ const MOST_GROUPS: usize = 64;
 const MOST_GUESTS: usize = 32;
 /// Who has connected joins soon, or is hung up on.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// Pause after a connection that couldn't be accepted; short beside the heartbeat's patience.
+const ACCEPT_AGAIN: Duration = Duration::from_millis(10);
 /// Messages of one member before the others have their turn.
 const BATCH: usize = 16;
 
@@ -156,6 +158,8 @@ impl Host {
             Ok(None) => return,
             Err(error) => {
                 telemetry::guest_warn!(self.log, %error, "A member can't be accepted");
+                // It goes on waiting, for want of descriptors for instance: looked at again at once, it would keep this thread busy.
+                std::thread::sleep(ACCEPT_AGAIN);
                 return;
             }
         };

@@ -225,6 +225,8 @@ impl Ends<'_> {
         Ok(Some(self.message.id))
     }
 
+    /// # Safety
+    /// As for [`run`].
     unsafe fn send(&mut self, messages: u64, length: u64) -> Result<(), u64> {
         let (mut posted, mut done, mut idle) = (0, 0, 0);
         while done < messages {
@@ -248,6 +250,8 @@ impl Ends<'_> {
         Ok(())
     }
 
+    /// # Safety
+    /// As for [`run`].
     unsafe fn receive(&mut self, messages: u64, length: u64) -> Result<(), u64> {
         let (mut taken, mut idle) = (0, 0);
         while taken < messages {
@@ -266,6 +270,8 @@ impl Ends<'_> {
         Ok(())
     }
 
+    /// # Safety
+    /// As for [`run`].
     unsafe fn ping(&mut self, messages: u64, length: u64) -> Result<(), u64> {
         for number in 0..messages {
             // SAFETY: as for `run`.
@@ -278,6 +284,8 @@ impl Ends<'_> {
         Ok(())
     }
 
+    /// # Safety
+    /// As for [`run`].
     unsafe fn pong(&mut self, messages: u64, length: u64) -> Result<(), u64> {
         for number in 0..messages {
             // SAFETY: as for `run`.
@@ -291,6 +299,8 @@ impl Ends<'_> {
         Ok(())
     }
 
+    /// # Safety
+    /// As for [`run`].
     unsafe fn post_now(&mut self, number: u64, length: u64) -> Result<(), u64> {
         // SAFETY: as for `run`. There are more buffers and entries than the other side holds.
         if !unsafe { self.post(number, length) }? || self.sender.must_signal(self.words) {
@@ -300,6 +310,8 @@ impl Ends<'_> {
         Ok(())
     }
 
+    /// # Safety
+    /// As for [`run`].
     unsafe fn take_now(&mut self, number: u64, length: u64) -> Result<u32, u64> {
         let mut idle = 0;
         loop {
@@ -332,6 +344,8 @@ impl Ends<'_> {
         self.bed.copied + SLOT_HEADER + (number & (self.bed.slots - 1)) * (SLOT_HEADER + length)
     }
 
+    /// # Safety
+    /// As for [`run`].
     unsafe fn copy_in(&mut self, messages: u64, length: u64) -> Result<(), u64> {
         // SAFETY: the memory is shared and used as this and `copy_out` do; words are atomic.
         unsafe {
@@ -357,6 +371,8 @@ impl Ends<'_> {
         Ok(())
     }
 
+    /// # Safety
+    /// As for [`run`].
     unsafe fn copy_out(&mut self, messages: u64, length: u64) -> Result<(), u64> {
         // SAFETY: as for `copy_in`.
         unsafe {
@@ -378,6 +394,8 @@ impl Ends<'_> {
         Ok(())
     }
 
+    /// # Safety
+    /// As for [`run`].
     unsafe fn read(&mut self, messages: u64, length: u64) -> Result<(), u64> {
         for number in 0..messages {
             let buffer = self.buffer(number, length);
