@@ -73,18 +73,27 @@ pub fn ping_pong(first: usize, second: usize, rounds: u64) -> anyhow::Result<u64
     ticks.into_iter().min().context("Nobody played ping-pong")
 }
 
-/// Ticks of `repeats` copies of `length` bytes between two addresses of this process, on one CPU, as `memcpy` does it.
+/// Ticks of `repeats` copies of `length` bytes between two addresses of this process, on one CPU, as `memcpy` does it. On a thread of
+/// its own: the caller's, once pinned, would stay on a CPU that others of the same real-time priority may never leave.
 pub fn copy(cpu: usize, target: u64, source: u64, length: u64, repeats: u64) -> anyhow::Result<u64> {
-    pin(cpu)?;
-    let pointer = |address: u64| usize::try_from(address).map(std::ptr::with_exposed_provenance_mut::<u8>);
-    let (target, source, length) = (pointer(target)?, pointer(source)?, usize::try_from(length)?);
-    let started = tsc::start();
-    for _ in 0..repeats {
-        // SAFETY: the caller's buffers: mapped RAM of two VMs, in which nothing runs meanwhile.
-        unsafe { std::ptr::copy_nonoverlapping(source, target, length) };
-        std::hint::black_box(target);
+    let (address_of_target, address_of_source) = (usize::try_from(target)?, usize::try_from(source)?);
+    let length = usize::try_from(length)?;
+    let copies = move || {
+        pin(cpu)?;
+        let target = std::ptr::with_exposed_provenance_mut::<u8>(address_of_target);
+        let source = std::ptr::with_exposed_provenance::<u8>(address_of_source);
+        let started = tsc::start();
+        for _ in 0..repeats {
+            // SAFETY: the caller's buffers: mapped RAM of two VMs, in which nothing runs meanwhile.
+            unsafe { std::ptr::copy_nonoverlapping(source, target, length) };
+            std::hint::black_box(target);
+        }
+        Ok(tsc::end().wrapping_sub(started))
+    };
+    match std::thread::scope(|scope| scope.spawn(copies).join()) {
+        Ok(ticks) => ticks,
+        Err(_) => bail!("The copying thread panicked"),
     }
-    Ok(tsc::end().wrapping_sub(started))
 }
 
 /// Ticks that `times` of the cheapest system call take.
