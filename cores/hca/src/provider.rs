@@ -54,6 +54,10 @@ pub trait SendQueue<M: Dma> {
     fn watch(&self) -> Option<(u64, u32)> {
         None
     }
+    /// A turn comes soon: asks the CPU for the lines that [`SendQueue::fetch`] will read. No effect but on time.
+    fn prefetch_next(&self, memory: &M) {
+        let _ = memory;
+    }
     /// Copies the next request and moves the fetch position past it; the guest's head stays.
     fn fetch(&mut self, memory: &M) -> Fetched<SendRequest>;
     /// Gives the `count` oldest fetched requests' slots back to the guest. Before their completions are published.

@@ -83,6 +83,12 @@ impl<M: Dma> SendQueue<M> for PvrdmaSendQueue {
     }
 
     #[inline]
+    fn prefetch_next(&self, memory: &M) {
+        memory.prefetch(self.ring.state_address(state::TX_TAIL), 4);
+        memory.prefetch(self.ring.slot_address(self.next), SLOT_PREFETCHED);
+    }
+
+    #[inline]
     fn fetch(&mut self, memory: &M) -> Fetched<SendRequest> {
         if self.tail == self.next {
             let tail = self.ring.load(memory, state::TX_TAIL);

@@ -232,6 +232,8 @@ pub struct Engine<P: Provider> {
     active_qps: u32,
     timers: BTreeSet<(u64, Timer)>,
     scans: VecDeque<Scan>,
+    /// Nanoseconds of which scans have a share that they haven't used.
+    scan_time: u64,
     /// The last poll executed nothing.
     idle: bool,
     /// Completion queues whose consumer is to be looked at, in the order of time.
@@ -274,6 +276,7 @@ impl<P: Provider> Engine<P> {
             active_qps: 0,
             timers: BTreeSet::new(),
             scans: VecDeque::new(),
+            scan_time: 0,
             idle: true,
             watched: VecDeque::new(),
             notifications: Vec::new(),

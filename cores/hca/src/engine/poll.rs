@@ -14,6 +14,11 @@ use crate::local::Step;
 /// would wait for longer than for a handful of small messages.
 const SETTLED_BYTES: u64 = 4096;
 
+/// With so many active queue pairs each gets half as many empty looks, with twice as many a third, and so on.
+const MANY_ACTIVE: u32 = 32;
+/// But so many at least.
+const LEAST_EMPTY_LOOKS: u32 = 2;
+
 /// What a turn came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Turn {
@@ -78,7 +83,8 @@ impl<P: Provider> Engine<P> {
     /// Keeps the queue pair on the active list as long as turns find work, and a few beyond.
     #[inline]
     fn after_turn(&mut self, at: QpRef, turn: Turn) {
-        let most = self.config.empty_looks;
+        // Among many, a round takes long, and thousands of empty looks would be taken from those that have work.
+        let most = (self.config.empty_looks / (1 + self.active_qps / MANY_ACTIVE)).max(LEAST_EMPTY_LOOKS);
         let Some(qp) = self.qp_mut(at) else { return };
         if qp.active {
             return;

@@ -15,10 +15,15 @@ use crate::provider::{Provider, SendQueue};
 
 use super::{Engine, Scan};
 
-/// Queue pairs that any poll may look at, and how many more for each [`LOOK_EVERY_NS`] since the last one.
+/// Queue pairs that any poll may look at in a context that has at most [`FEW`]: their lines stay in the cache.
 const LEAST_LOOKS: u64 = 2;
-/// Nanoseconds. A look that misses all caches takes about 15 of them, so scans take less than 2 % of a busy engine.
-const LOOK_EVERY_NS: u64 = 1000;
+/// See [`LEAST_LOOKS`].
+const FEW: usize = 64;
+/// Nanoseconds for each further look.
+const LOOK_EVERY_NS: u64 = 2000;
+/// Those are done so many at a time: each is a page of its own, whose translation takes longer than the load, and only loads that are
+/// under way together share that time. One by one they cost 200 ns.
+const BURST: u64 = 64;
 /// Further queue pairs that a poll looks at when the one before found nothing to execute.
 const IDLE_LOOKS: u64 = 8;
 /// How many queue pairs ahead guest memory is asked for.
@@ -48,7 +53,7 @@ impl<P: Provider> Engine<P> {
             return;
         }
         let mut left = u64::from(self.config.scans_per_poll);
-        let pace = LEAST_LOOKS + elapsed / LOOK_EVERY_NS + if idle { IDLE_LOOKS } else { 0 };
+        self.scan_time = self.scan_time.saturating_add(elapsed).min(BURST * LOOK_EVERY_NS);
         while left > 0 {
             let Some(mut scan) = self.scans.pop_front() else { return };
             // An empty context is not free either.
@@ -57,7 +62,10 @@ impl<P: Provider> Engine<P> {
             let Some(context) = device.contexts.get(scan.context).filter(|c| c.stamp == scan.stamp) else {
                 continue;
             };
-            let share = if context.hot > 0 { left } else { pace.min(left) };
+            let free =
+                if context.qps.len() <= FEW { LEAST_LOOKS } else { 0 } + if idle { IDLE_LOOKS } else { 0 };
+            let due = if self.scan_time >= BURST * LOOK_EVERY_NS { BURST } else { 0 };
+            let share = if context.hot > 0 { left } else { (free + due).min(left) };
             let mut budget = share;
             if scan.position == 0 {
                 for srq in context.srqs.clone() {
@@ -72,11 +80,13 @@ impl<P: Provider> Engine<P> {
                 scan.position += 1;
                 budget -= 1;
             }
+            let looks = share - budget;
+            self.scan_time -= (looks.saturating_sub(free) * LOOK_EVERY_NS).min(self.scan_time);
             if budget == 0 {
                 self.scans.push_back(scan);
                 return;
             }
-            left -= share - budget;
+            left -= looks;
             self.end_scan(&scan);
         }
     }

@@ -5,7 +5,7 @@
 
 use crate::names::{DeviceId, QpHandle, SrqHandle};
 use crate::objects::{ObjectRef, QpRef, Wait};
-use crate::provider::{Provider, ReceiveQueue};
+use crate::provider::{Provider, ReceiveQueue, SendQueue};
 
 use super::{Engine, Timer};
 use crate::attributes::QpState;
@@ -28,6 +28,9 @@ pub(crate) fn ack_timeout_ns(code: u8) -> Option<u64> {
         code => Some(4096u64 << code),
     }
 }
+
+/// How many turns ahead guest memory is asked for.
+const TURNS_AHEAD: usize = 6;
 
 impl<P: Provider> Engine<P> {
     /// Puts a queue pair on the active list, unless it is there.
@@ -65,6 +68,12 @@ impl<P: Provider> Engine<P> {
                 device.scheduled = false;
                 continue;
             };
+            // Among thousands, each has fallen out of the caches since its last turn, and its pages' translations with it.
+            if let Some(soon) = device.active.get(TURNS_AHEAD)
+                && let Some(qp) = device.qps.get(soon.handle)
+            {
+                qp.send_queue.prefetch_next(&device.memory);
+            }
             self.active.push_back(index);
             self.active_qps -= 1;
             return Some(at);
