@@ -13,7 +13,9 @@ use pvrdma::abi::doorbells;
 use pvrdma::abi::registers::{self, control};
 use pvrdma::abi::rings::{ASYNC_SLOTS, COMPLETION_SLOTS, EVENT_RING_PAGES, state};
 use pvrdma::abi::shared_region::{DriverPart, RingPages};
-use pvrdma::abi::work::{ReceiveHeader, RemoteOperands, SendHeader, Sge, opcode, receive_slot, send_slot};
+use pvrdma::abi::work::{
+    AtomicOperands, ReceiveHeader, RemoteOperands, SendHeader, Sge, opcode, receive_slot, send_slot,
+};
 use pvrdma::ring::Indices;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, transmute};
 
@@ -35,6 +37,8 @@ pub struct Guest {
     completion_ring: (u64, u64),
     /// Timeout code of queue pairs: 4.096 µs << code. 8 is about a millisecond.
     pub timeout: u8,
+    /// How often a queue pair tries again after it.
+    pub retries: u8,
 }
 
 /// A context with a queue pair and what it needs.
@@ -66,6 +70,7 @@ impl Guest {
             async_ring: (0, 0),
             completion_ring: (0, 0),
             timeout: 8,
+            retries: 2,
         }
     }
 
@@ -197,6 +202,23 @@ impl Guest {
         endpoint
     }
 
+    /// Another queue pair in INIT of an endpoint's context, on its completion queue, with a buffer of a page.
+    pub fn another(&mut self, monitor: &Monitor, at: &Endpoint) -> Endpoint {
+        let buffer = self.register(monitor, at.pd, 0x7F00_0000_0000, 1);
+        let pages = self.pages(u32::try_from(at.qp.2.len()).unwrap());
+        let body = self.create_qp(at.pd, at.cq.0, &pages, at.send_pages);
+        let qp: QpResponse = self.command(monitor, number::CREATE_QP, &body).unwrap();
+        self.init(monitor, qp.handle.get());
+        Endpoint {
+            uar: at.uar,
+            pd: at.pd,
+            cq: at.cq.clone(),
+            qp: (qp.handle.get(), qp.qpn.get(), pages),
+            send_pages: at.send_pages,
+            buffer,
+        }
+    }
+
     fn create_qp(&mut self, pd: u32, cq: u32, pages: &[u64], send_pages: u32) -> CreateQp {
         CreateQp {
             directory: self.directory(pages).into(),
@@ -298,7 +320,7 @@ impl Guest {
             to.state = 3.into();
             to.sq_psn = 0.into();
             to.timeout = self.timeout;
-            to.retry_count = 2;
+            to.retry_count = self.retries;
             to.rnr_retry = 7;
             to.max_rd_atomic = 4;
         });
@@ -326,15 +348,46 @@ impl Guest {
         to: (u64, u32),
     ) -> bool {
         let operands = RemoteOperands { address: to.0.into(), rkey: to.1.into(), unused: [0; 36] };
+        self.post(monitor, at, wr_id, opcode::WRITE, transmute!(operands), part)
+    }
+
+    /// Posts a fetch-and-add of 1; the old value comes to the eight bytes at `offset` of the buffer. `false` when the queue is full.
+    pub fn post_fetch_add(
+        &self,
+        monitor: &Monitor,
+        at: &Endpoint,
+        wr_id: u64,
+        offset: u32,
+        to: (u64, u32),
+    ) -> bool {
+        let operands = AtomicOperands {
+            address: to.0.into(),
+            compare_or_add: 1.into(),
+            swap: 0.into(),
+            rkey: to.1.into(),
+            unused: [0; 20],
+        };
+        self.post(monitor, at, wr_id, opcode::FETCH_ADD, transmute!(operands), offset..offset + 8)
+    }
+
+    fn post(
+        &self,
+        monitor: &Monitor,
+        at: &Endpoint,
+        wr_id: u64,
+        opcode: u32,
+        operands: [u8; 48],
+        part: std::ops::Range<u32>,
+    ) -> bool {
         let header = SendHeader {
             wr_id: wr_id.into(),
             sge_count: 1.into(),
             total_length: 0.into(),
-            opcode: opcode::WRITE.into(),
+            opcode: opcode.into(),
             flags: 2.into(),
             immediate: [0; 4],
             reserved: 0.into(),
-            operands: transmute!(operands),
+            operands,
         };
         let mut bytes = header.as_bytes().to_vec();
         bytes.extend_from_slice(at.buffer.sge(part).as_bytes());
