@@ -125,13 +125,13 @@ fn additions_over_a_bad_link_are_done_exactly_once() {
     while totals.iter().sum::<u64>() < share * u64::from(contexts) {
         let mut worked = false;
         for (context, queue_pairs) in adding.iter().enumerate() {
-            let counter = &counting[context][0].buffer;
+            let target = &counting[context][0].buffer;
             for (index, endpoint) in queue_pairs.iter().enumerate() {
                 let (sent, done) = &mut state[context][index];
                 while *sent - *done < DEPTH && posted[context] < share {
                     let slot = u32::try_from(*sent % DEPTH).unwrap() * 8;
                     let wr_id = (index as u64) << 32 | (*sent & 0xFFFF_FFFF);
-                    let to = (counter.address, counter.rkey);
+                    let to = (target.address, target.rkey);
                     assert!(guest.post_fetch_add(monitor, endpoint, wr_id, 64 + slot, to));
                     *sent += 1;
                     posted[context] += 1;
@@ -140,7 +140,24 @@ fn additions_over_a_bad_link_are_done_exactly_once() {
             while let Some(entry) = guest.poll(monitor, &queue_pairs[0]) {
                 let index = usize::try_from(entry.wr_id.get() >> 32).unwrap();
                 let (_, done) = &mut state[context][index];
-                assert_eq!(entry.status.get(), 0, "queue pair {index} of context {context}, addition {done}");
+                if entry.status.get() != 0 {
+                    let counters = [
+                        "local_ack_timeout_err",
+                        "packet_seq_err",
+                        "implied_nak_seq_err",
+                        "retransmitted_packets",
+                    ]
+                    .map(|name| (name, counter(&daemons[0], "vm1", name)));
+                    let answered = counter(&daemons[1], "vm2", "duplicate_request");
+                    panic!(
+                        "queue pair {index} of context {context}: addition {done} ended with status {} after {:?}, {:?} after the last \
+                         completion of any; {counters:?}, {answered} answered again; {:?}",
+                        entry.status.get(),
+                        began.elapsed(),
+                        progress.elapsed(),
+                        link.counts
+                    );
+                }
                 assert_eq!(entry.wr_id.get() & 0xFFFF_FFFF, *done & 0xFFFF_FFFF, "in order");
                 let slot = 64 + *done % DEPTH * 8;
                 let buffer = &queue_pairs[index].buffer;
