@@ -16,6 +16,8 @@ pub struct Config {
     /// Pages per home: pages 0 to `stride - 1` have node 0 as their home, the next `stride` node 1, and so on, again and again.
     /// In a guest with NUMA nodes: the pages of one NUMA node.
     pub stride: u64,
+    /// Pages of guest memory; numbers from here on are refused.
+    pub pages: u64,
     /// How it decides. The same on all nodes.
     pub policy: Policy,
     /// A fault that is put in on purpose, for tests.
@@ -53,10 +55,16 @@ pub struct Policy {
     pub changed_bytes: u16,
     /// Operations on a page in one window that end its update mode: a trapped store costs more than it saves.
     pub storm: u32,
+    /// Operations on a page per change of the operating node, in one window, that end its update mode: nodes take turns then, and a
+    /// page per turn is cheaper. The price of a transfer in traps.
+    pub turn: u32,
     /// How long a page keeps its mode after a change, nanoseconds.
     pub cooldown_ns: u64,
     /// By how many operations a node has to be ahead of all others to get the token; 0: the token stays.
     pub token_votes: u32,
+    /// Updates after which a node looks whether its copy is still read: it closes the copy, which goes on getting updates, opens it
+    /// again at the next fault, and gives it up after as many more without one. Doubled whenever the copy was read. 0: never.
+    pub probe_updates: u32,
     /// Updates that a node may be behind before the sequencer waits for it.
     pub update_window: u64,
     /// How long a granted page stays before the node is asked to finish the instruction, nanoseconds.
@@ -79,8 +87,10 @@ impl Policy {
         window_ns: 10_000_000,
         changed_bytes: 256,
         storm: 2_000,
+        turn: 8,
         cooldown_ns: 10_000_000,
         token_votes: 0,
+        probe_updates: 0,
         update_window: 256,
         hold_ns: 50_000,
         twins: 0,
@@ -88,7 +98,8 @@ impl Policy {
     };
 
     /// All that this crate has, for x86 guests.
-    pub const OURS: Self = Self { adapt: true, migratory: true, token_votes: 8, twins: 256, ..Self::IVY };
+    pub const OURS: Self =
+        Self { adapt: true, migratory: true, token_votes: 8, probe_updates: 16, twins: 256, ..Self::IVY };
 
     /// After the paper: Ivy, updates sent to all without waiting, single-writer updates for atomics.
     pub const VNUMA_2009: Self = Self { order: Order::PerWriter, adapt: true, ..Self::IVY };
@@ -146,10 +157,10 @@ pub enum ConfigError {
 }
 
 impl Config {
-    /// Node `me` of `nodes`, with one virtual CPU.
+    /// Node `me` of `nodes`, with one virtual CPU, in a guest of 4 GiB.
     #[must_use]
     pub fn new(me: u8, nodes: u8, policy: Policy) -> Self {
-        Self { me: NodeId(me), nodes, vcpus: 1, stride: 1, policy, plant: Plant::None }
+        Self { me: NodeId(me), nodes, vcpus: 1, stride: 1, pages: 1 << 20, policy, plant: Plant::None }
     }
 
     /// The home of a page.

@@ -69,6 +69,8 @@ counters! {
     reversions,
     /// Update modes ended by too many stores.
     storms,
+    /// Copies given up because nobody read them.
+    left,
     /// Times that the token left.
     tokens,
     /// Messages sent to other nodes.

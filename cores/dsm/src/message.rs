@@ -197,6 +197,34 @@ pub struct Token {
     pub pages: Vec<(Page, Mode, NodeSet)>,
 }
 
+impl Body {
+    /// What kind of message it is, in a word.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        match self {
+            Self::Request(_) => "request",
+            Self::Grant(_) => "grant",
+            Self::Invalidate { .. } => "invalidate",
+            Self::InvalidateAck => "invalidate-ack",
+            Self::Hurry { .. } => "hurry",
+            Self::Operate { .. } => "operate",
+            Self::Update { .. } => "update",
+            Self::Done { .. } => "done",
+            Self::Refuse { .. } => "refuse",
+            Self::Sync { .. } => "sync",
+            Self::Tick => "tick",
+            Self::Applied { .. } => "applied",
+            Self::Leave { .. } => "leave",
+            Self::Left => "left",
+            Self::Advise { .. } => "advise",
+            Self::Reverted => "reverted",
+            Self::RevertedAck => "reverted-ack",
+            Self::Token(_) => "token",
+            Self::Weak { .. } => "weak",
+        }
+    }
+}
+
 impl Message {
     /// Whether it belongs to the stream of updates: `need` puts these in order, whoever sends them, and they never wait behind
     /// other messages.

@@ -93,6 +93,7 @@ impl Node {
         }
         let local = self.local(page);
         local.mode = grant.mode;
+        local.unread = (0, 0);
         local.kept = false;
         local.want = None;
         local.hurry = None;

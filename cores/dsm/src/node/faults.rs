@@ -63,6 +63,13 @@ impl Node {
             if local.waiting.is_empty() || local.leaving || self.state.incoming.contains(&page) {
                 return;
             }
+            let local = self.local(page);
+            if local.is_closed() && local.want.is_none() && local.invalidation.is_none() {
+                // It is here, and is read after all.
+                local.unread = (0, local.unread.1.saturating_mul(2));
+                self.state.incoming.insert(page);
+                return;
+            }
             if self.local(page).want.is_some() {
                 self.hurry_own(page, cx);
                 return;
@@ -78,6 +85,7 @@ impl Node {
         let until = if hold == 0 { 0 } else { cx.now.saturating_add(hold) };
         let Some(state) = self.vcpu(vcpu) else { return };
         state.waiting = None;
+        cx.recheck.extend(&state.held);
         let traps = fault != Fault::Read && self.local(page).access < Access::Write;
         if traps {
             self.counters.traps += 1;
@@ -189,7 +197,7 @@ impl Node {
         let local = self.local(page);
         local.owner = true;
         local.kept = true;
-        local.version += 1;
+        local.version = local.version.wrapping_add(1);
         local.copies = NodeSet::EMPTY;
         self.set(page, Mode::Invalidate, Access::Write, cx);
     }

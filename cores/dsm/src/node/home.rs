@@ -103,16 +103,17 @@ impl Node {
         if cx.now.saturating_sub(seen.window.0) > policy.window_ns {
             seen.window = (cx.now, 0);
             seen.nodes = NodeSet::EMPTY;
-            seen.large = 0;
+            seen.small = 0;
             seen.atomic = false;
         }
         seen.window.1 += 1;
         seen.nodes = seen.nodes.with(NodeSet::one(request.requester));
-        seen.large += u32::from(request.changed > policy.changed_bytes && request.changed != UNKNOWN_CHANGE);
+        // What isn't known is not small.
+        seen.small += u32::from(request.changed <= policy.changed_bytes && request.changed != UNKNOWN_CHANGE);
         seen.atomic |= request.atomic;
         let settled =
             seen.changed_at.is_none_or(|changed| cx.now.saturating_sub(changed) >= policy.cooldown_ns);
-        let small = seen.large * 4 <= seen.window.1;
+        let small = seen.small * 2 >= seen.window.1;
         // Two nodes at least: with the home among them, which may use its own page without a request.
         let wanted = seen.window.1 >= policy.transfers && settled && (small || seen.atomic);
         if wanted {

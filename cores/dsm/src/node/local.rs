@@ -31,6 +31,8 @@ pub(super) struct Local {
     pub invalidation: Option<Invalidation>,
     /// The oldest instruction that is known to wait for this page somewhere behind us.
     pub hurry: Option<Priority>,
+    /// Updates since the copy was last seen to be read, and after how many to look next.
+    pub unread: (u32, u32),
     /// The copy was given up, which the holder of the token hasn't confirmed.
     pub leaving: bool,
     /// The update mode was ended, which the home hasn't confirmed.
@@ -39,6 +41,8 @@ pub(super) struct Local {
     pub changed: u16,
     /// Operations in this window of time, and when it began.
     pub operations: (u32, u64),
+    /// Changes of the operating node in it, and that node.
+    pub turns: (u32, NodeId),
     /// Stores of each node that the content has, in the paper's scheme.
     pub counters: Vec<u64>,
     /// Stores that came before the page did, in the paper's scheme.
@@ -60,13 +64,20 @@ impl Local {
             queue: VecDeque::new(),
             invalidation: None,
             hurry: None,
+            unread: (0, 0),
             leaving: false,
             reverting: false,
             changed: UNKNOWN_CHANGE,
             operations: (0, 0),
+            turns: (0, NodeId(0)),
             counters: Vec::new(),
             early: Vec::new(),
         }
+    }
+
+    /// A copy that gets updates and that the guest may not read at present, to see whether it wants to.
+    pub fn is_closed(&self) -> bool {
+        self.mode.is_update() && self.access == Access::None && !self.leaving && !self.owner
     }
 
     /// A copy that the guest can read and that must have all updates.
@@ -159,6 +170,8 @@ pub(super) struct Sequencer {
     pub stalled: VecDeque<Stalled>,
     /// The node that operates most, by a majority vote, and how far it is ahead.
     pub candidate: (NodeId, u32),
+    /// Operations since the last one of the holder itself.
+    pub foreign: u32,
     /// When the token came.
     pub since: u64,
     /// Pages that are kept by updates.
@@ -192,8 +205,8 @@ pub(super) struct Seen {
     pub window: (u64, u32),
     /// Nodes that asked for it in this window.
     pub nodes: NodeSet,
-    /// Requests in this window that told of many changed bytes.
-    pub large: u32,
+    /// Requests in this window that told of few changed bytes.
+    pub small: u32,
     /// Whether an atomic instruction wanted it in this window.
     pub atomic: bool,
     /// When the mode last changed.

@@ -87,6 +87,8 @@ struct Context<'a, P> {
     actions: &'a mut Vec<Action>,
     /// Messages of this node to itself.
     own: VecDeque<Message>,
+    /// Pages held by virtual CPUs that have ceased to wait: who wants these may now ask for an end.
+    recheck: Vec<Page>,
 }
 
 impl Node {
@@ -102,6 +104,7 @@ impl Node {
             unacked: vec![0; nodes],
             stalled: VecDeque::new(),
             candidate: (config.me, 0),
+            foreign: 0,
             since: 0,
             pages: BTreeSet::new(),
             busy: 0,
@@ -133,7 +136,19 @@ impl Node {
     /// Events that can't be (a virtual CPU that doesn't exist, a message that no correct node sends) change nothing but
     /// [`Counters::refused`].
     pub fn step<P: Pages>(&mut self, event: Event, now: u64, pages: &mut P, actions: &mut Vec<Action>) {
-        let mut cx = Context { now, pages, actions, own: VecDeque::new() };
+        let mut cx = Context { now, pages, actions, own: VecDeque::new(), recheck: Vec::new() };
+        let named = match &event {
+            Event::Fault { page, .. }
+            | Event::Operate { page, .. }
+            | Event::Discard { page }
+            | Event::Advise { page, .. } => *page,
+            Event::Message(message) => message.page,
+            Event::Retired { .. } | Event::Timer | Event::MoveToken { .. } => 0,
+        };
+        if named >= self.config.pages {
+            self.counters.refused += 1;
+            return;
+        }
         match event {
             Event::Fault { vcpu, page, fault } => self.fault(vcpu, page, fault, &mut cx),
             Event::Operate { vcpu, page, operation } => self.operate(vcpu, page, operation, &mut cx),

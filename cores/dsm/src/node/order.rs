@@ -14,6 +14,9 @@ use crate::pages::Pages;
 /// How long to wait for updates that are likely to be under way before the sequencer is asked, as a part of the hold time.
 const ASK_DIVISOR: u64 = 2;
 
+/// Messages of one kind that may wait for updates. Correct nodes have a few per virtual CPU under way.
+const MOST_HELD_BACK: usize = 1 << 16;
+
 impl Node {
     /// Takes a message from the network.
     pub(super) fn receive(&mut self, message: Message) {
@@ -34,11 +37,18 @@ impl Node {
                 self.state.proven = message.stamp.seq;
                 return;
             }
+            if self.state.early.len() >= MOST_HELD_BACK {
+                self.counters.refused += 1;
+                return;
+            }
             self.state.early.push(message);
             // Messages of one sender are in order; this keeps states equal that differ only in the order of arrival.
             self.state.early.sort_by_key(|message| (message.stamp.need, message.stamp.seq));
-        } else if let Some(queue) = self.state.blocked.get_mut(message.from.index()) {
-            queue.push_back(message);
+            return;
+        }
+        match self.state.blocked.get_mut(message.from.index()) {
+            Some(queue) if queue.len() < MOST_HELD_BACK => queue.push_back(message),
+            _ => self.counters.refused += 1,
         }
     }
 
@@ -47,6 +57,9 @@ impl Node {
         loop {
             if let Some(message) = cx.own.pop_front() {
                 self.act(message, cx);
+            } else if let Some(page) = cx.recheck.pop() {
+                self.try_invalidate(page, cx);
+                self.serve(page, cx);
             } else if let Some(message) = self.next_of_stream() {
                 self.act_stamped(message, cx);
             } else if let Some(message) = self.next_unblocked() {

@@ -1,5 +1,7 @@
 //! The owner of a page: it serves requests, in the order in which the home passed them on.
 
+use std::collections::VecDeque;
+
 use super::local::WantKind;
 use super::{Context, Node};
 use crate::config::Order;
@@ -64,8 +66,14 @@ impl Node {
     fn back_to_home<P: Pages>(&mut self, page: Page, mut request: Request, cx: &mut Context<'_, P>) {
         let home = self.config.home(page);
         if home == self.config.me {
-            // The home sent it here itself: no order of messages of correct nodes leads to this.
-            self.counters.refused += 1;
+            let known = self.state.homes.get(&page).map_or(Mode::Invalidate, |home| home.mode);
+            if request.as_update && !known.is_update() {
+                request.as_update = false;
+                self.home_request(page, request, cx);
+            } else {
+                // The home sent it here itself: no order of messages of correct nodes leads to this.
+                self.counters.refused += 1;
+            }
             return;
         }
         self.counters.bounced += 1;
@@ -85,6 +93,10 @@ impl Node {
             });
             let Some(request) = local.queue.front() else { return };
             if !local.owner || busy || local.reverting {
+                return;
+            }
+            if request.as_update && !local.mode.is_update() && local.want.is_some() {
+                // It waits until this node keeps the page by updates.
                 return;
             }
             let oldest = local.queue.iter().map(|queued| queued.priority).min();
@@ -197,11 +209,15 @@ impl Node {
         }
     }
 
-    /// After the ownership has gone. Nothing that the home passes on to an owner comes behind what takes the ownership, so the
-    /// queue is empty unless a mode has changed: then the home decides anew.
+    /// After the ownership has gone. Nothing that the home passes on to an owner comes behind what takes the ownership, so no such
+    /// request is left; those that wait for this node to keep the page by updates go on waiting.
     fn part_with_queue<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
-        self.local(page).hurry = None;
-        for request in std::mem::take(&mut self.local(page).queue) {
+        let local = self.local(page);
+        local.hurry = None;
+        let (stay, go): (VecDeque<_>, VecDeque<_>) =
+            std::mem::take(&mut local.queue).into_iter().partition(|request| request.as_update);
+        local.queue = stay;
+        for request in go {
             self.back_to_home(page, request, cx);
         }
     }
@@ -231,7 +247,7 @@ impl Node {
         to: NodeId,
         cx: &mut Context<'_, P>,
     ) {
-        let seq = self.state.seen + 1;
+        let seq = self.state.seen.saturating_add(1);
         let Some(token) = &mut self.state.token else { return };
         let Some(last) = token.last.get_mut(to.index()) else { return };
         let stamp = Stamp { seq, need: std::mem::replace(last, seq) };

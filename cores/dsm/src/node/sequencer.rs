@@ -31,6 +31,7 @@ impl Node {
             return;
         }
         state.priority.get_or_insert(Priority { time: cx.now, node: me, vcpu });
+        cx.recheck.extend(&state.held);
         if !self.local(page).traps() {
             // The mode has changed meanwhile: the instruction faults, and gets what it needs then.
             cx.actions.push(Action::Resume { vcpu });
@@ -68,6 +69,8 @@ impl Node {
             self.counters.refused += 1;
             return;
         }
+        // A virtual CPU has one operation at a time: this bounds those that wait.
+        token.stalled.retain(|other| (other.requester, other.vcpu) != (requester, vcpu));
         let stalled = Stalled { requester, vcpu, page, operation };
         if token.stalled.is_empty() {
             if let Some(stalled) = self.sequence(stalled, cx)
@@ -111,7 +114,7 @@ impl Node {
         for (offset, bytes) in change.runs() {
             cx.pages.write(page, offset, bytes);
         }
-        let seq = self.state.seen + 1;
+        let seq = self.state.seen.saturating_add(1);
         (self.state.seen, self.state.proven) = (seq, seq);
         self.counters.sequenced += 1;
         for node in targets.iter() {
@@ -119,7 +122,7 @@ impl Node {
             let Some(last) = token.last.get_mut(node.index()) else { continue };
             let stamp = Stamp { seq, need: std::mem::replace(last, seq) };
             if let Some(unacked) = token.unacked.get_mut(node.index()) {
-                *unacked += 1;
+                *unacked = unacked.saturating_add(1);
             }
             let done = (node == requester).then_some((vcpu, effect.old));
             self.send_stamped(node, page, stamp, Body::Update { change: change.clone(), done }, cx);
@@ -138,9 +141,15 @@ impl Node {
             let (count, since) = &mut local.operations;
             if cx.now.saturating_sub(*since) > policy.window_ns {
                 (*count, *since) = (0, cx.now);
+                local.turns.0 = 0;
             }
             *count += 1;
-            if *count > policy.storm && local.mode == Mode::Update {
+            if local.turns.1 != requester {
+                local.turns = (local.turns.0 + 1, requester);
+            }
+            let turns = local.turns.0;
+            let in_turns = turns >= 4 && *count / turns > policy.turn;
+            if (*count > policy.storm || in_turns) && local.mode == Mode::Update {
                 self.counters.storms += 1;
                 self.begin_revert(page, cx);
             }
@@ -154,9 +163,13 @@ impl Node {
         } else {
             *votes -= 1;
         }
+        token.foreign = if requester == self.config.me { 0 } else { token.foreign.saturating_add(1) };
+        // To the node that operates more than all others, or, when the holder does nothing itself, to any that does.
         let (candidate, votes) = token.candidate;
         if candidate != self.config.me && votes >= policy.token_votes {
             self.move_token(candidate, cx);
+        } else if token.foreign >= policy.token_votes.saturating_mul(2) {
+            self.move_token(requester, cx);
         }
     }
 
@@ -178,6 +191,7 @@ impl Node {
             for (offset, bytes) in change.runs() {
                 cx.pages.write(page, offset, bytes);
             }
+            self.count_unread(page, cx);
             if self.config.plant == Plant::ApplyTwice {
                 if let Some((page, change)) = self.state.again.take() {
                     for (offset, bytes) in change.runs() {
@@ -194,6 +208,31 @@ impl Node {
         if self.state.since_applied >= (self.config.policy.update_window / 2).max(1) {
             let (node, count) = (self.config.me, std::mem::take(&mut self.state.since_applied));
             self.send(self.state.token_at, 0, Body::Applied { node, count }, cx);
+        }
+    }
+
+    /// Closes a copy that gets updates and may not be read any more, and gives it up if it isn't.
+    fn count_unread<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
+        let first = self.config.policy.probe_updates;
+        let local = self.local(page);
+        let (unread, look) = &mut local.unread;
+        *look = (*look).max(first);
+        *unread = unread.saturating_add(1);
+        if first == 0 || *unread < *look || local.leaving {
+            return;
+        }
+        *unread = 0;
+        if local.access == Access::Read {
+            let idle = local.holds.is_empty() && local.waiting.is_empty() && local.invalidation.is_none();
+            if idle {
+                let mode = local.mode;
+                self.set(page, mode, Access::None, cx);
+            }
+        } else if local.is_closed() && !self.state.incoming.contains(&page) {
+            self.counters.left += 1;
+            self.local(page).leaving = true;
+            let node = self.config.me;
+            self.send(self.state.token_at, page, Body::Leave { node }, cx);
         }
     }
 
@@ -215,6 +254,7 @@ impl Node {
             return;
         };
         state.operating = false;
+        cx.recheck.extend(&state.held);
         cx.actions.push(Action::Resume { vcpu });
     }
 
@@ -296,7 +336,7 @@ impl Node {
         self.counters.conversions += 1;
         let local = self.local(page);
         local.owner = true;
-        local.version += 1;
+        local.version = local.version.wrapping_add(1);
         local.kept = false;
         local.copies = NodeSet::EMPTY;
         local.operations = (0, cx.now);
@@ -407,6 +447,10 @@ impl Node {
         let all = NodeSet::first(self.config.nodes);
         let mut owned = std::collections::BTreeSet::new();
         for (page, mode, copies) in pages {
+            if page >= self.config.pages {
+                self.counters.refused += 1;
+                continue;
+            }
             let local = self.local(page);
             if !mode.is_update() || !local.mode.is_update() || local.owner {
                 self.counters.refused += 1;
@@ -423,6 +467,7 @@ impl Node {
             unacked,
             stalled: std::collections::VecDeque::new(),
             candidate: (me, 0),
+            foreign: 0,
             since: cx.now,
             pages: owned.clone(),
             busy: 0,

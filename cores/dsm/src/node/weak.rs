@@ -36,7 +36,7 @@ impl Node {
             let (me, nodes) = (self.config.me, self.config.nodes);
             let local = self.local(page);
             local.counters.resize(usize::from(nodes), 0);
-            let counter = local.counters[me.index()] + 1;
+            let counter = local.counters[me.index()].saturating_add(1);
             local.counters[me.index()] = counter;
             for node in NodeSet::first(nodes).without(NodeSet::one(me)).iter() {
                 self.send(node, page, Body::Weak { counter, change: change.clone() }, cx);

@@ -1,5 +1,7 @@
 //! A world as stateright sees it. Shared with examples/check.rs.
 
+#![allow(dead_code, reason = "the test and the example use parts of it")]
+
 use dsm::testing::litmus::Outcome;
 use dsm::testing::world::{Setup, Step, World};
 use stateright::{Checker, HasDiscoveries, Model, Property};
@@ -76,7 +78,11 @@ pub fn explore(setup: Setup, expect: Option<Outcome>, transitions: usize, thread
     let seen = discoveries.contains_key(SEEN);
     let fault = discoveries.into_iter().find(|(name, _)| *name != DONE && *name != SEEN);
     let fault = fault.map(|(name, path)| {
-        let what = path.last_state().verdict.clone().unwrap_or_else(|| format!("Not so: {name}"));
+        let last = path.last_state();
+        let what = last.verdict.clone().unwrap_or_else(|| format!("Not so: {name}"));
+        if std::env::var_os("EXPLORE_STATE").is_some() {
+            eprintln!("{last:?}");
+        }
         (what, path.into_actions().iter().map(|step| format!("{step:?}")).collect())
     });
     Found {

@@ -1,5 +1,7 @@
 //! Which machines are explored. Shared with examples/check.rs.
 
+#![allow(dead_code, reason = "the test and the example use parts of it")]
+
 use dsm::testing::litmus::{Instruction, Litmus, classics, var};
 use dsm::testing::world::{Budget, Setup};
 use dsm::{Plant, Policy};
@@ -34,6 +36,12 @@ pub fn setup(litmus: Litmus, updates: &[u8], budget: Budget) -> Setup {
     }
 }
 
+/// The same with copies that are closed after every update, and given up after the next.
+pub fn probing(litmus: Litmus, updates: &[u8], budget: Budget) -> Setup {
+    let plain = setup(litmus, updates, budget);
+    Setup { policy: Policy { probe_updates: 1, ..POLICY }, ..plain }
+}
+
 /// A classic by its name.
 pub fn classic(name: &str, same_page: bool) -> Litmus {
     let y = if same_page { var(0, 1) } else { var(1, 0) };
@@ -45,6 +53,17 @@ pub fn classic(name: &str, same_page: bool) -> Litmus {
 
 fn named(name: &'static str, programs: &[&[Instruction]]) -> Litmus {
     Litmus { name, programs: programs.iter().map(|program| program.to_vec()).collect() }
+}
+
+/// Store buffering with fences, by nodes that have copies from the start, and none of them the sequencer: an answer to an invalidation
+/// may overtake an update.
+pub fn fences_with_copies() -> Litmus {
+    use Instruction::{Fence, Load, Store};
+    let (x, y) = (var(0, 0), var(1, 0));
+    named(
+        "SB+mfences with copies",
+        &[&[], &[Load(x), Store(y, 1), Fence, Load(x)], &[Load(y), Store(x, 1), Fence, Load(y)]],
+    )
 }
 
 /// Instructions that need two pages each, in both orders.
@@ -105,7 +124,11 @@ pub fn all() -> Vec<Scenario> {
         for updates in [&[][..], &[0], &[1], &[0, 1]] {
             for same_page in [false, true] {
                 let y = if same_page { var(0, 1) } else { var(1, 0) };
-                let tests = classics(var(0, 0), y).into_iter().chain([two_pages(), two_pages_and_stores()]);
+                let tests = classics(var(0, 0), y).into_iter().chain([
+                    two_pages(),
+                    two_pages_and_stores(),
+                    fences_with_copies(),
+                ]);
                 for litmus in tests {
                     if same_page && updates.contains(&1) {
                         continue;
@@ -115,6 +138,13 @@ pub fn all() -> Vec<Scenario> {
                     list.push(Scenario { name, setup: setup(litmus, updates, budget) });
                 }
             }
+        }
+    }
+    for updates in [&[0][..], &[0, 1]] {
+        for litmus in classics(var(0, 0), var(1, 0)).into_iter().chain([two_pages_and_stores()]) {
+            let name =
+                format!("{}, updates {updates:?}, copies are looked after, the token moves", litmus.name);
+            list.push(Scenario { name, setup: probing(litmus, updates, Budget { tokens: 1, ..NOTHING }) });
         }
     }
     for updates in [&[][..], &[0], &[0, 1]] {
