@@ -6,7 +6,7 @@ use dsm::testing::sim::{Report, Run, run};
 
 fn simulate(preset: Preset, pattern: Pattern, nodes: u8) -> Report {
     let setup = Run { preset, pattern, nodes, rounds: 400, warm_up: 150, pace_ns: 200_000, seed: 1 };
-    let report = run(&setup).unwrap();
+    let report = run(&setup).expect("a configuration");
     assert_eq!(report.fault, None, "{} of {nodes} nodes under {}", pattern.name(), preset.name);
     assert!(report.events > 100, "{} events only", report.events);
     report

@@ -33,13 +33,14 @@ impl Node {
             return;
         }
         let changed = self.changed(page, &grant.payload, cx);
-        // Readable bytes are never replaced; a correct owner sends none to who has a copy.
-        if grant.payload != Payload::Same {
+        // Readable bytes are never replaced. Who has a copy has the version; an owner that sends it all the same wastes it.
+        let local = self.local(page);
+        if !(local.kept && local.version == grant.version) {
             self.set(page, Mode::Invalidate, Access::None, cx);
-        }
-        if !grant.payload.install(page, cx.pages) {
-            self.counters.refused += 1;
-            return;
+            if !grant.payload.install(page, cx.pages) {
+                self.counters.refused += 1;
+                return;
+            }
         }
         let local = self.local(page);
         local.changed = changed;
@@ -86,6 +87,10 @@ impl Node {
             self.counters.refused += 1;
             return;
         }
+        if local.mode.is_update() && local.want.is_none() && !local.leaving {
+            // An old request was served after the copy had come with the token. The copy has had all updates.
+            return;
+        }
         self.set(page, Mode::Invalidate, Access::None, cx);
         if !grant.payload.install(page, cx.pages) {
             self.counters.refused += 1;
@@ -94,6 +99,7 @@ impl Node {
         let local = self.local(page);
         local.mode = grant.mode;
         local.unread = (0, 0);
+        local.convert_next = false;
         local.kept = false;
         local.want = None;
         local.hurry = None;
@@ -143,6 +149,9 @@ impl Node {
         self.go(page, cx);
         self.serve(page, cx);
         self.try_invalidate(page, cx);
+        if std::mem::take(&mut self.local(page).convert_next) {
+            self.begin_convert(page, cx);
+        }
     }
 
     /// A node that had a copy says that it is gone.

@@ -33,6 +33,8 @@ pub(super) struct Local {
     pub hurry: Option<Priority>,
     /// Updates since the copy was last seen to be read, and after how many to look next.
     pub unread: (u32, u32),
+    /// To be kept by updates once what is under way is here.
+    pub convert_next: bool,
     /// The copy was given up, which the holder of the token hasn't confirmed.
     pub leaving: bool,
     /// The update mode was ended, which the home hasn't confirmed.
@@ -65,6 +67,7 @@ impl Local {
             invalidation: None,
             hurry: None,
             unread: (0, 0),
+            convert_next: false,
             leaving: false,
             reverting: false,
             changed: UNKNOWN_CHANGE,

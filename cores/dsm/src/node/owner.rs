@@ -31,8 +31,8 @@ impl Node {
         if request.as_update {
             let updating = (local.owner && local.mode.is_update())
                 || matches!(kind, Some(WantKind::Convert | WantKind::Revert));
-            if request.requester == me {
-                // It had the page before its own request came back.
+            if request.requester == me && kind != Some(WantKind::Remote) {
+                // The page came with the token, before the own request came back.
                 self.go(page, cx);
             } else if !holds_token {
                 self.forward_to_token(page, Body::Request(request), cx);

@@ -294,10 +294,15 @@ impl Node {
         }
     }
 
-    fn begin_convert<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
+    pub(super) fn begin_convert<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
         let full = self.state.token.as_ref().is_none_or(|token| token.pages.len() >= MAX_UPDATE_PAGES);
         let local = self.local(page);
-        if full || local.mode.is_update() || local.want.is_some() || local.reverting {
+        if full || local.mode.is_update() || local.reverting {
+            return;
+        }
+        if let Some(want) = &local.want {
+            // Its own virtual CPUs want the page, which may be what the home has counted.
+            local.convert_next = want.kind == WantKind::Remote;
             return;
         }
         // Nobody waits for this: it is younger than every instruction.

@@ -10,7 +10,8 @@ use dsm::testing::litmus::{Litmus, Outcome, classics, var};
 use dsm::testing::world::{Budget, Setup};
 use model::explore;
 use scenarios::{
-    classic, crowd, crowd_of_copies, fences_with_copies, probing, setup, two_pages, two_pages_and_stores,
+    classic, crowd, crowd_of_copies, fences_with_copies, policies, probing, setup, turns, two_pages,
+    two_pages_and_stores,
 };
 
 const NOTHING: Budget = Budget { discards: 0, modes: 0, tokens: 0 };
@@ -61,6 +62,18 @@ fn classics_hold_when_copies_are_looked_after() {
     for updates in [&[0][..], &[0, 1]] {
         for litmus in classics(var(0, 0), var(1, 0)) {
             holds(probing(litmus, updates, Budget { tokens: 1, ..NOTHING }), 20_000);
+        }
+    }
+}
+
+/// The same with each of the other policies that change what nodes say to each other.
+#[test]
+fn other_policies_hold() {
+    for (_, policy) in policies() {
+        for updates in [&[][..], &[0]] {
+            for litmus in [turns(), classic("WRC", false), classic("xadd three times", false), two_pages()] {
+                holds(Setup { policy, ..setup(litmus, updates, NOTHING) }, 20_000);
+            }
         }
     }
 }

@@ -66,6 +66,28 @@ pub fn fences_with_copies() -> Litmus {
     )
 }
 
+/// Nodes that take turns in reading and then writing: readers get the page to write at once after a while.
+pub fn turns() -> Litmus {
+    use Instruction::{Load, Store};
+    let x = var(0, 0);
+    named(
+        "turns",
+        &[&[], &[Load(x), Store(x, 1), Load(x), Store(x, 2)], &[Load(x), Store(x, 3), Load(x), Store(x, 4)]],
+    )
+}
+
+/// The same policy but for one thing.
+pub fn policies() -> [(&'static str, Policy); 3] {
+    [
+        ("a window of one update", Policy { update_window: 1, ..POLICY }),
+        ("readers that write next get the page to write", Policy { migratory: true, ..POLICY }),
+        (
+            "reads move the ownership, copies go one by one",
+            Policy { read_moves_ownership: true, serial_invalidation: true, versions: false, ..POLICY },
+        ),
+    ]
+}
+
 /// Instructions that need two pages each, in both orders.
 pub fn two_pages() -> Litmus {
     use Instruction::Copy;
@@ -145,6 +167,16 @@ pub fn all() -> Vec<Scenario> {
             let name =
                 format!("{}, updates {updates:?}, copies are looked after, the token moves", litmus.name);
             list.push(Scenario { name, setup: probing(litmus, updates, Budget { tokens: 1, ..NOTHING }) });
+        }
+    }
+    for (what, policy) in policies() {
+        for updates in [&[][..], &[0]] {
+            let tests = classics(var(0, 0), var(1, 0)).into_iter().chain([two_pages_and_stores(), turns()]);
+            for litmus in tests {
+                let name = format!("{}, updates {updates:?}, {what}", litmus.name);
+                let setup = Setup { policy, ..setup(litmus, updates, NOTHING) };
+                list.push(Scenario { name, setup });
+            }
         }
     }
     for updates in [&[][..], &[0], &[0, 1]] {
