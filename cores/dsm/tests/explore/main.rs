@@ -2,6 +2,7 @@
 //!
 //! The long run is `cargo run --release -p dsm --example check`.
 
+mod ends;
 mod model;
 mod scenarios;
 
@@ -50,7 +51,7 @@ fn classics_hold_when_disturbed() {
     for budget in budgets {
         for updates in [&[][..], &[0], &[0, 1]] {
             for name in ["SB+mfences", "MP", "WRC", "xadd three times"] {
-                holds(setup(classic(name, false), updates, budget), 20_000);
+                holds(setup(classic(name, false), updates, budget), 12_000);
             }
         }
     }
@@ -83,7 +84,7 @@ fn other_policies_hold() {
 fn instructions_with_two_pages_end() {
     for updates in [&[][..], &[0], &[0, 1]] {
         for litmus in [two_pages(), two_pages_and_stores(), crowd_of_copies(), crowd()] {
-            holds(setup(litmus, updates, NOTHING), 50_000);
+            holds(setup(litmus, updates, NOTHING), 30_000);
         }
     }
 }
@@ -98,6 +99,27 @@ fn a_weak_outcome_that_x86_allows_is_seen() {
     assert!(found.fault.is_none() && found.complete && found.seen);
     let found = explore(one_node(classic("SB+mfences", false)), Some(weak), usize::MAX, 1);
     assert!(found.fault.is_none() && found.complete && !found.seen);
+}
+
+/// No order of events goes round: every fault is answered within a bounded number of steps of the whole machine, whoever is slow.
+#[test]
+fn every_run_ends() {
+    let machines = [
+        (classic("SB+mfences", false), &[][..], NOTHING),
+        (classic("xadd three times", false), &[], NOTHING),
+        (classic("WRC", false), &[0], NOTHING),
+        (two_pages(), &[], NOTHING),
+        (two_pages(), &[0], NOTHING),
+        (classic("SB+mfences", false), &[0], Budget { modes: 1, ..NOTHING }),
+        (classic("CoRR", false), &[0], Budget { tokens: 1, ..NOTHING }),
+        (classic("MP", false), &[0], Budget { discards: 1, ..NOTHING }),
+    ];
+    for (litmus, updates, budget) in machines {
+        let name = litmus.name;
+        let longest = ends::longest_run(&setup(litmus, updates, budget));
+        println!("{name}, updates {updates:?}: the longest run takes {longest:?} steps");
+        assert!(longest.is_some_and(|longest| longest < 200), "{name}: {longest:?}");
+    }
 }
 
 fn finds(plant: Plant, litmus: Litmus, updates: &[u8], budget: Budget, what: &str) {
