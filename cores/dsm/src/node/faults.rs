@@ -1,0 +1,310 @@
+//! Faults of this node's own virtual CPUs, and the promise that a granted page stays until an instruction has retired.
+//!
+//! A grant puts a *hold* on the page for each virtual CPU that waited. While there is a hold, requests that would take the page wait.
+//! An instruction that needs several pages may hold one and wait for another; then, and only then, an older instruction takes the
+//! page from it (wound-wait). Ages are kept until an instruction retires, so the oldest instruction of the machine never loses a page,
+//! and there is no circle of waits.
+
+use super::local::{Hold, Local, Want, WantKind};
+use super::{Context, Node};
+use crate::config::Plant;
+use crate::event::{Action, Fault};
+use crate::message::{Body, Intent, Request};
+use crate::names::{Access, Mode, NodeSet, Page, Priority, Vcpu};
+use crate::pages::Pages;
+
+impl Node {
+    /// A virtual CPU faulted.
+    pub(super) fn fault<P: Pages>(&mut self, vcpu: Vcpu, page: Page, fault: Fault, cx: &mut Context<'_, P>) {
+        let me = self.config.me;
+        let Some(state) = self.vcpu(vcpu).filter(|state| !state.operating) else {
+            self.counters.refused += 1;
+            return;
+        };
+        state.priority.get_or_insert(Priority { time: cx.now, node: me, vcpu });
+        if let Some(other) = state.waiting.replace(page)
+            && other != page
+        {
+            self.local(other).waiting.retain(|(waiting, _)| *waiting != vcpu);
+        }
+        match fault {
+            Fault::Read => self.counters.read_faults += 1,
+            Fault::Write | Fault::Atomic => self.counters.write_faults += 1,
+        }
+        let local = self.local(page);
+        // Whoever wants more of a page than it was granted begins again with it: else it would wait for itself.
+        local.holds.retain(|hold| hold.vcpu != vcpu);
+        local.waiting.retain(|(waiting, _)| *waiting != vcpu);
+        local.waiting.push((vcpu, fault));
+        local.waiting.sort_unstable();
+        self.go(page, cx);
+        self.serve(page, cx);
+        self.try_invalidate(page, cx);
+        // It may hold pages that older instructions wait for, and now waits itself.
+        let held = self.vcpu(vcpu).map(|state| state.held.clone()).unwrap_or_default();
+        for page in held {
+            self.serve(page, cx);
+            self.try_invalidate(page, cx);
+        }
+    }
+
+    /// Lets virtual CPUs go on that the page's rights allow to, and asks for more for the others.
+    pub(super) fn go<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
+        loop {
+            let local = self.local(page);
+            let list = std::mem::take(&mut local.waiting);
+            let (ready, rest): (Vec<_>, Vec<_>) =
+                list.into_iter().partition(|(_, fault)| local.satisfies(*fault));
+            local.waiting = rest;
+            for (vcpu, fault) in ready {
+                self.let_go(vcpu, page, fault, cx);
+            }
+            let local = self.local(page);
+            if local.waiting.is_empty() || local.leaving || self.state.incoming.contains(&page) {
+                return;
+            }
+            let local = self.local(page);
+            if local.is_closed() && local.want.is_none() && local.invalidation.is_none() {
+                // It is here, and is read after all.
+                local.unread = (0, local.unread.1.saturating_mul(2));
+                self.state.incoming.insert(page);
+                return;
+            }
+            if self.local(page).want.is_some() {
+                self.hurry_own(page, cx);
+                return;
+            }
+            if !self.ask_for(page, cx) {
+                return;
+            }
+        }
+    }
+
+    fn let_go<P: Pages>(&mut self, vcpu: Vcpu, page: Page, fault: Fault, cx: &mut Context<'_, P>) {
+        let hold = self.config.policy.hold_ns;
+        let until = if hold == 0 { 0 } else { cx.now.saturating_add(hold) };
+        let Some(state) = self.vcpu(vcpu) else { return };
+        state.waiting = None;
+        cx.recheck.extend(&state.held);
+        let traps = fault != Fault::Read && self.local(page).access < Access::Write;
+        if traps {
+            self.counters.traps += 1;
+            cx.actions.push(Action::Trap { vcpu, page });
+            return;
+        }
+        if let Some(state) = self.vcpu(vcpu)
+            && let Some(priority) = state.priority
+        {
+            if !state.held.contains(&page) {
+                state.held.push(page);
+                state.held.sort_unstable();
+            }
+            let hold = Hold { vcpu, priority, write: fault != Fault::Read, until };
+            let local = self.local(page);
+            local.holds.push(hold);
+            local.holds.sort_unstable_by_key(|hold| hold.vcpu);
+        }
+        self.counters.resumed += 1;
+        cx.actions.push(Action::Resume { vcpu });
+    }
+
+    /// Asks for what waiting virtual CPUs need. True when the page's rights have changed at once.
+    fn ask_for<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) -> bool {
+        let priorities = self.priorities(page);
+        let me = self.config.me;
+        let local = self.local(page);
+        let write = local.waiting.iter().any(|(_, fault)| *fault != Fault::Read);
+        let atomic = local.waiting.iter().any(|(_, fault)| *fault == Fault::Atomic);
+        let intent = if write { Intent::Write } else { Intent::Read };
+        let Some(priority) = priorities.into_iter().min() else { return false };
+        let mut want = Want {
+            kind: WantKind::Remote,
+            intent,
+            priority,
+            needed: None,
+            acked: NodeSet::EMPTY,
+            granted: None,
+            hurried: None,
+        };
+        let local = self.local(page);
+        if local.owner {
+            if local.mode.is_update() || local.reverting {
+                // A copy of its own that is being opened; or the home has to know of the new mode first.
+                return false;
+            }
+            if local.copies.is_empty() {
+                self.make_writable(page, cx);
+                return true;
+            }
+            if !write {
+                self.set(page, Mode::Invalidate, Access::Read, cx);
+                return true;
+            }
+            let copies = local.copies;
+            want.kind = WantKind::Upgrade;
+            want.needed = Some(copies);
+            local.want = Some(want);
+            self.invalidate_copies(page, self.config.me, copies, priority, false, cx);
+            self.finish_want(page, cx);
+            return false;
+        }
+        let request = Request {
+            requester: me,
+            intent,
+            priority,
+            held: None,
+            as_update: false,
+            convert: false,
+            atomic,
+            changed: local.changed,
+        };
+        let versions = self.config.policy.versions;
+        let local = self.local(page);
+        let held = (versions && local.kept).then_some(local.version);
+        local.want = Some(want);
+        self.counters.misses += 1;
+        self.send(self.config.home(page), page, Body::Request(Request { held, ..request }), cx);
+        false
+    }
+
+    /// Ages of those that wait for a page here.
+    fn priorities(&self, page: Page) -> Vec<Priority> {
+        let waiting = self.state.pages.get(&page).map(|local| local.waiting.as_slice()).unwrap_or_default();
+        let state = |vcpu: &Vcpu| self.state.vcpus.get(usize::from(*vcpu));
+        waiting.iter().filter_map(|(vcpu, _)| state(vcpu)?.priority).collect()
+    }
+
+    /// An older instruction joins those that wait already: those who hold the page have to know.
+    fn hurry_own<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
+        if let Some(oldest) = self.priorities(page).into_iter().min() {
+            self.hurry_behind(page, oldest, cx);
+        }
+    }
+
+    /// Tells all nodes that an instruction older than the one that asked waits for the page.
+    pub(super) fn hurry_behind<P: Pages>(&mut self, page: Page, priority: Priority, cx: &mut Context<'_, P>) {
+        let Some(want) = &mut self.local(page).want else { return };
+        if priority < want.priority && want.hurried.is_none_or(|hurried| priority < hurried) {
+            want.hurried = Some(priority);
+            self.counters.hurries += 1;
+            self.send(self.config.home(page), page, Body::Hurry { priority }, cx);
+        }
+    }
+
+    /// The page may be written from now on, in a new version.
+    pub(super) fn make_writable<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
+        self.keep_twin(page, cx);
+        let local = self.local(page);
+        local.owner = true;
+        local.kept = true;
+        local.version = local.version.wrapping_add(1);
+        local.copies = NodeSet::EMPTY;
+        self.set(page, Mode::Invalidate, Access::Write, cx);
+    }
+
+    fn keep_twin<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
+        let most = self.config.policy.twins;
+        let local = self.local(page);
+        let version = local.version;
+        // A page that nobody else has had can't be asked for with a version.
+        if most == 0 || !local.kept || version == 0 {
+            return;
+        }
+        let old = self.state.twins.iter().position(|(kept, ..)| *kept == page);
+        let old = old.or_else(|| (self.state.twins.len() >= most).then_some(0));
+        let mut bytes =
+            old.and_then(|old| self.state.twins.remove(old)).map(|twin| twin.2).unwrap_or_default();
+        bytes.clear();
+        cx.pages.read(page, &mut bytes);
+        self.state.twins.push_back((page, version, bytes));
+    }
+
+    /// An instruction has retired.
+    pub(super) fn retired<P: Pages>(&mut self, vcpu: Vcpu, cx: &mut Context<'_, P>) {
+        let Some(state) = self.vcpu(vcpu) else {
+            self.counters.refused += 1;
+            return;
+        };
+        state.priority = None;
+        state.kicked = false;
+        for page in std::mem::take(&mut state.held) {
+            self.local(page).holds.retain(|hold| hold.vcpu != vcpu);
+            self.try_invalidate(page, cx);
+            self.serve(page, cx);
+            self.go(page, cx);
+        }
+    }
+
+    /// Whether holds forbid to take a page for an instruction of this age. Younger ones that wait for another page lose it; the
+    /// others are told to finish.
+    pub(super) fn held_against<P: Pages>(
+        &mut self,
+        page: Page,
+        takes_reads: bool,
+        priority: Priority,
+        cx: &mut Context<'_, P>,
+    ) -> bool {
+        let plant = self.config.plant;
+        let Some(local) = self.state.pages.get(&page) else { return false };
+        if local.holds.is_empty() {
+            return false;
+        }
+        if plant == Plant::ReleaseEarly {
+            self.local(page).holds.clear();
+            return false;
+        }
+        let priority = local.hurry.map_or(priority, |hurry| hurry.min(priority));
+        let concerned: Vec<Hold> =
+            local.holds.iter().filter(|hold| hold.write || takes_reads).cloned().collect();
+        let mut held = false;
+        for hold in concerned {
+            let Some(state) = self.vcpu(hold.vcpu) else { continue };
+            if state.waiting.is_some() {
+                if priority < hold.priority && plant != Plant::NeverYield {
+                    state.held.retain(|held| *held != page);
+                    self.local(page).holds.retain(|other| other.vcpu != hold.vcpu);
+                    self.counters.wounded += 1;
+                    cx.actions.push(Action::Wounded { vcpu: hold.vcpu, page });
+                } else {
+                    held = true;
+                }
+                continue;
+            }
+            held = true;
+            if hold.until > cx.now {
+                self.state.alarms.insert((hold.until, page));
+            } else if !state.kicked && !state.operating {
+                state.kicked = true;
+                self.counters.kicks += 1;
+                cx.actions.push(Action::Kick { vcpu: hold.vcpu });
+            }
+        }
+        held
+    }
+
+    /// Time has passed.
+    pub(super) fn timer<P: Pages>(&mut self, cx: &mut Context<'_, P>) {
+        while let Some((at, page)) = self.state.alarms.first().copied()
+            && at <= cx.now
+        {
+            self.state.alarms.pop_first();
+            self.try_invalidate(page, cx);
+            self.serve(page, cx);
+        }
+    }
+
+    /// An older instruction waits for a page that this node may hold up.
+    pub(super) fn hurry<P: Pages>(&mut self, page: Page, priority: Priority, cx: &mut Context<'_, P>) {
+        if self.config.home(page) == self.config.me {
+            let others = NodeSet::first(self.config.nodes).without(NodeSet::one(self.config.me));
+            for node in others.iter() {
+                self.send(node, page, Body::Hurry { priority }, cx);
+            }
+        }
+        let concerned = |local: &&mut Local| local.want.is_some() || !local.holds.is_empty();
+        let Some(local) = self.state.pages.get_mut(&page).filter(concerned) else { return };
+        local.hurry = Some(local.hurry.map_or(priority, |old| old.min(priority)));
+        self.try_invalidate(page, cx);
+        self.serve(page, cx);
+    }
+}

@@ -1,0 +1,330 @@
+//! One node: its copies, the pages it owns, the pages it is the home of, and, if it holds the token, the order of updates.
+
+mod copies;
+mod faults;
+mod home;
+mod local;
+mod order;
+mod owner;
+mod sequencer;
+mod weak;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::hash::{Hash, Hasher};
+
+use crate::config::{Config, ConfigError, Order, Plant};
+use crate::counters::Counters;
+use crate::event::{Action, Event};
+use crate::message::{Body, Message, Seq, Stamp};
+use crate::names::{Access, Mode, NodeId, NodeSet, Page, Vcpu};
+use crate::operation::Change;
+use crate::pages::Pages;
+use local::{Home, Local, Sequencer, VcpuState};
+
+/// State of the protocol at one node.
+///
+/// It never blocks: every wait is state. Its size is bounded by the guest's pages, virtual CPUs and nodes, and by
+/// [`crate::config::Policy::update_window`].
+#[derive(Debug, Clone)]
+pub struct Node {
+    config: Config,
+    counters: Counters,
+    state: State,
+}
+
+/// What decides how a node goes on.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct State {
+    pages: BTreeMap<Page, Local>,
+    homes: BTreeMap<Page, Home>,
+    vcpus: Vec<VcpuState>,
+    /// All updates addressed to this node up to here have been applied.
+    proven: Seq,
+    /// The latest update that this node knows of.
+    seen: Seq,
+    /// Messages of each node that can't be acted on yet.
+    blocked: Vec<VecDeque<Message>>,
+    /// Messages of the stream that came before their predecessor.
+    early: Vec<Message>,
+    /// How far the sequencer was last asked for, and when to ask next.
+    asked: Seq,
+    ask_at: Option<u64>,
+    /// Updates applied since the sequencer was told.
+    since_applied: u64,
+    /// Copies that the guest can read and that get updates.
+    replicas: u32,
+    /// Pages whose content has come to be kept by updates, but not all updates that are known of have been applied.
+    incoming: BTreeSet<Page>,
+    token: Option<Sequencer>,
+    /// Who has the token, as far as is known.
+    token_at: NodeId,
+    /// Contents as they were when pages were last granted to be written here: page, version, bytes.
+    twins: VecDeque<(Page, u64, Vec<u8>)>,
+    /// When to look after pages whose hold ends.
+    alarms: BTreeSet<(u64, Page)>,
+    /// Only with [`Plant::ApplyTwice`]: the update before.
+    again: Option<(Page, Change)>,
+}
+
+impl PartialEq for Node {
+    fn eq(&self, other: &Self) -> bool {
+        self.state == other.state
+    }
+}
+
+impl Eq for Node {}
+
+impl Hash for Node {
+    fn hash<H: Hasher>(&self, hasher: &mut H) {
+        self.state.hash(hasher);
+    }
+}
+
+/// What a step works with.
+struct Context<'a, P> {
+    now: u64,
+    pages: &'a mut P,
+    actions: &'a mut Vec<Action>,
+    /// Messages of this node to itself.
+    own: VecDeque<Message>,
+    /// Pages held by virtual CPUs that have ceased to wait: who wants these may now ask for an end.
+    recheck: Vec<Page>,
+}
+
+impl Node {
+    /// A node whose pages nobody has touched. Each is owned by its home, and zero.
+    ///
+    /// # Errors
+    /// See [`Config::check`].
+    pub fn new(config: Config) -> Result<Self, ConfigError> {
+        config.check()?;
+        let nodes = usize::from(config.nodes);
+        let token = (config.me.0 == 0).then(|| Sequencer {
+            last: vec![0; nodes],
+            unacked: vec![0; nodes],
+            stalled: VecDeque::new(),
+            candidate: (config.me, 0),
+            foreign: 0,
+            since: 0,
+            pages: BTreeSet::new(),
+            busy: 0,
+        });
+        let state = State {
+            pages: BTreeMap::new(),
+            homes: BTreeMap::new(),
+            vcpus: vec![VcpuState::default(); usize::from(config.vcpus)],
+            proven: 0,
+            seen: 0,
+            blocked: vec![VecDeque::new(); nodes],
+            early: Vec::new(),
+            asked: 0,
+            ask_at: None,
+            since_applied: 0,
+            replicas: 0,
+            incoming: BTreeSet::new(),
+            token,
+            token_at: NodeId(0),
+            twins: VecDeque::new(),
+            alarms: BTreeSet::new(),
+            again: None,
+        };
+        Ok(Self { config, counters: Counters::default(), state })
+    }
+
+    /// Takes an event and says what is to be done. `now` is in nanoseconds of any clock that never goes back.
+    ///
+    /// Events that can't be (a virtual CPU that doesn't exist, a message that no correct node sends) change nothing but
+    /// [`Counters::refused`].
+    pub fn step<P: Pages>(&mut self, event: Event, now: u64, pages: &mut P, actions: &mut Vec<Action>) {
+        let mut cx = Context { now, pages, actions, own: VecDeque::new(), recheck: Vec::new() };
+        let named = match &event {
+            Event::Fault { page, .. }
+            | Event::Operate { page, .. }
+            | Event::Discard { page }
+            | Event::Advise { page, .. } => *page,
+            Event::Message(message) => message.page,
+            Event::Retired { .. } | Event::Timer | Event::MoveToken { .. } => 0,
+        };
+        if named >= self.config.pages {
+            self.counters.refused += 1;
+            return;
+        }
+        match event {
+            Event::Fault { vcpu, page, fault } => self.fault(vcpu, page, fault, &mut cx),
+            Event::Operate { vcpu, page, operation } => self.operate(vcpu, page, operation, &mut cx),
+            Event::Retired { vcpu } => self.retired(vcpu, &mut cx),
+            Event::Message(message) => self.receive(message),
+            Event::Timer => self.timer(&mut cx),
+            Event::Discard { page } => self.discard(page, &mut cx),
+            Event::Advise { page, mode } => {
+                self.send(self.config.home(page), page, Body::Advise { mode }, &mut cx);
+            }
+            Event::MoveToken { to } => {
+                self.move_token(to, &mut cx);
+            }
+        }
+        self.settle(&mut cx);
+    }
+
+    /// When [`Event::Timer`] is due, if it is.
+    #[must_use]
+    pub fn deadline(&self) -> Option<u64> {
+        let alarm = self.state.alarms.first().map(|(at, _)| *at);
+        [alarm, self.state.ask_at].into_iter().flatten().min()
+    }
+
+    /// Its configuration.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        &self.config
+    }
+
+    /// What it has counted.
+    #[must_use]
+    pub fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    /// What the guest may do with a page here.
+    #[must_use]
+    pub fn access(&self, page: Page) -> Access {
+        self.state.pages.get(&page).map_or(Access::None, |local| local.access)
+    }
+
+    /// How a page is kept, as far as this node knows.
+    #[must_use]
+    pub fn mode(&self, page: Page) -> Mode {
+        self.state.pages.get(&page).map_or(Mode::Invalidate, |local| local.mode)
+    }
+
+    /// Whether this node owns a page.
+    #[must_use]
+    pub fn is_owner(&self, page: Page) -> bool {
+        self.state.pages.get(&page).map_or(self.config.home(page) == self.config.me, |local| local.owner)
+    }
+
+    /// At the owner: which other nodes may have copies.
+    #[must_use]
+    pub fn copies(&self, page: Page) -> NodeSet {
+        self.state.pages.get(&page).map_or(NodeSet::EMPTY, |local| local.copies)
+    }
+
+    /// Whether this node holds the token.
+    #[must_use]
+    pub fn has_token(&self) -> bool {
+        self.state.token.is_some()
+    }
+
+    /// All updates addressed to this node up to this one have been applied.
+    #[must_use]
+    pub fn proven(&self) -> Seq {
+        self.state.proven
+    }
+
+    /// Whether it waits for nothing: no page under way, no message held back, nobody in a queue.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.state.early.is_empty()
+            && self.state.incoming.is_empty()
+            && self.state.blocked.iter().all(VecDeque::is_empty)
+            && self.state.vcpus.iter().all(|vcpu| vcpu.waiting.is_none() && !vcpu.operating)
+            && self
+                .state
+                .pages
+                .values()
+                .all(|local| local.want.is_none() && local.queue.is_empty() && local.invalidation.is_none())
+    }
+
+    /// Updates of a page that have arrived and not been applied, oldest first.
+    pub fn held_back(&self, page: Page) -> impl Iterator<Item = &Message> {
+        self.state.early.iter().filter(move |message| message.page == page)
+    }
+
+    fn local(&mut self, page: Page) -> &mut Local {
+        let owner = self.config.home(page) == self.config.me;
+        self.state.pages.entry(page).or_insert_with(|| Local::new(owner))
+    }
+
+    fn vcpu(&mut self, vcpu: Vcpu) -> Option<&mut VcpuState> {
+        self.state.vcpus.get_mut(usize::from(vcpu))
+    }
+
+    /// Sets mode and rights, and counts copies that get updates.
+    fn set<P: Pages>(&mut self, page: Page, mode: Mode, access: Access, cx: &mut Context<'_, P>) {
+        let local = self.local(page);
+        let before = local.is_replica();
+        let protect = local.access != access;
+        (local.mode, local.access) = (mode, access);
+        let after = local.is_replica();
+        if protect {
+            cx.pages.protect(page, access);
+        }
+        self.state.replicas = self.state.replicas + u32::from(after) - u32::from(before);
+    }
+
+    fn send<P: Pages>(&mut self, to: NodeId, page: Page, body: Body, cx: &mut Context<'_, P>) {
+        let seen = self.state.seen;
+        let need = match &self.state.token {
+            Some(token) => token.last.get(to.index()).copied().unwrap_or(seen),
+            None => seen,
+        };
+        let mut stamp = Stamp { seq: seen, need };
+        if self.config.plant == Plant::DropAckStamp && body == Body::InvalidateAck {
+            stamp = Stamp::default();
+        }
+        self.send_stamped(to, page, stamp, body, cx);
+    }
+
+    fn send_stamped<P: Pages>(
+        &mut self,
+        to: NodeId,
+        page: Page,
+        stamp: Stamp,
+        body: Body,
+        cx: &mut Context<'_, P>,
+    ) {
+        let message = Message { from: self.config.me, to, stamp, page, body };
+        if to == self.config.me {
+            cx.own.push_back(message);
+        } else {
+            self.counters.count_sent(&message.body);
+            cx.actions.push(Action::Send(message));
+        }
+    }
+
+    /// Acts on a message whose stamp has been seen to.
+    fn act<P: Pages>(&mut self, message: Message, cx: &mut Context<'_, P>) {
+        let Message { from, page, stamp, body, .. } = message;
+        match body {
+            Body::Request(request) => self.request(page, request, cx),
+            Body::Grant(grant) => self.granted(from, page, grant, cx),
+            Body::Invalidate { writer, priority, updated: _ } => {
+                self.invalidate(page, writer, priority, cx);
+            }
+            Body::InvalidateAck => self.invalidated(from, page, cx),
+            Body::Hurry { priority } => self.hurry(page, priority, cx),
+            Body::Operate { requester, vcpu, operation } => {
+                self.sequence_or_forward(requester, vcpu, page, operation, cx);
+            }
+            Body::Update { change, done } => self.updated(page, stamp.seq, &change, done, cx),
+            Body::Done { vcpu, old } => self.completed(vcpu, old, cx),
+            Body::Refuse { vcpu } => self.refused_operation(vcpu, page, cx),
+            Body::Sync { requester } => self.sync(requester, cx),
+            Body::Tick => {}
+            Body::Applied { node, count } => self.applied(node, count, cx),
+            Body::Leave { node } => self.leave(page, node, cx),
+            Body::Left => self.left(page, cx),
+            Body::Advise { mode } => self.advise(page, mode, cx),
+            Body::Reverted => self.home_reverted(from, page, cx),
+            Body::RevertedAck => self.reverted_ack(page, cx),
+            Body::Token(token) => self.take_token(from, token, cx),
+            Body::Weak { counter, change } => {
+                if self.config.policy.order == Order::PerWriter {
+                    self.weak_update(from, page, counter, change, cx);
+                } else {
+                    self.counters.refused += 1;
+                }
+            }
+        }
+    }
+}

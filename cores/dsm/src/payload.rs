@@ -1,0 +1,95 @@
+//! How the content of a page travels: not at all, as a difference, or whole.
+
+use crate::names::Page;
+use crate::pages::Pages;
+
+/// Content of a page in a message.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Payload {
+    /// All bytes are zero.
+    Zero,
+    /// What the receiver has kept, under the version that it named.
+    Same,
+    /// What the receiver has kept, with these runs of bytes (offset, bytes) written over it.
+    Difference(Vec<(u16, Vec<u8>)>),
+    /// All bytes.
+    Raw(Vec<u8>),
+}
+
+/// Equal bytes between two runs that are not worth a new run (the header of a run is four bytes).
+const GAP: usize = 8;
+
+impl Payload {
+    /// The shortest form of `content` for a receiver that has `base`, if that is known here.
+    #[must_use]
+    pub fn shortest(content: &[u8], base: Option<&[u8]>) -> Self {
+        if content.iter().all(|byte| *byte == 0) {
+            return Self::Zero;
+        }
+        if let Some(runs) = base.and_then(|base| difference(base, content)) {
+            return Self::Difference(runs);
+        }
+        Self::Raw(content.to_vec())
+    }
+
+    /// Bytes that it takes in a message.
+    #[must_use]
+    pub fn wire_len(&self) -> usize {
+        match self {
+            Self::Zero | Self::Same => 0,
+            Self::Difference(runs) => runs.iter().map(|(_, bytes)| 4 + bytes.len()).sum::<usize>() + 2,
+            Self::Raw(bytes) => bytes.len(),
+        }
+    }
+
+    /// Writes it into a page; false, with nothing written, when it doesn't fit into one.
+    pub fn install(&self, page: Page, pages: &mut impl Pages) -> bool {
+        let size = pages.size();
+        match self {
+            Self::Zero => pages.write(page, 0, &vec![0; size]),
+            Self::Same => {}
+            Self::Difference(runs) => {
+                if runs.iter().any(|(offset, bytes)| usize::from(*offset) + bytes.len() > size) {
+                    return false;
+                }
+                for (offset, bytes) in runs {
+                    pages.write(page, usize::from(*offset), bytes);
+                }
+            }
+            Self::Raw(bytes) => {
+                if bytes.len() != size {
+                    return false;
+                }
+                pages.write(page, 0, bytes);
+            }
+        }
+        true
+    }
+}
+
+/// Runs that turn `base` into `content`, unless they take half of the page or more.
+fn difference(base: &[u8], content: &[u8]) -> Option<Vec<(u16, Vec<u8>)>> {
+    if base.len() != content.len() {
+        return None;
+    }
+    let mut runs: Vec<(usize, usize)> = Vec::new();
+    for at in (0..content.len()).filter(|at| base[*at] != content[*at]) {
+        match runs.last_mut() {
+            Some((_, end)) if at - *end < GAP => *end = at + 1,
+            _ => runs.push((at, at + 1)),
+        }
+    }
+    let bytes: usize = runs.iter().map(|(start, end)| 4 + end - start).sum();
+    if bytes * 2 >= content.len() {
+        return None;
+    }
+    runs.into_iter()
+        .map(|(start, end)| Some((u16::try_from(start).ok()?, content[start..end].to_vec())))
+        .collect()
+}
+
+/// How many bytes differ.
+#[must_use]
+pub fn changed_bytes(a: &[u8], b: &[u8]) -> usize {
+    a.iter().zip(b).filter(|(a, b)| a != b).count()
+}

@@ -1,0 +1,289 @@
+//! What guests do: generators of the patterns that decide how well shared memory over a network works.
+
+use crate::names::Page;
+use crate::testing::dice::Dice;
+
+/// One thing that a virtual CPU does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Op {
+    /// Loads eight bytes.
+    Load(Page, u16),
+    /// Stores eight bytes.
+    Store(Page, u16, u64),
+    /// Adds to eight bytes, as one.
+    Add(Page, u16, u64),
+    /// Computes for so long, nanoseconds.
+    Compute(u64),
+    /// Something that is counted has happened.
+    Event,
+    /// Ends.
+    End,
+}
+
+/// A pattern.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Pattern {
+    /// One node writes a page, then `sharers` others read it; an event is one reader's look.
+    ReadMiss,
+    /// One node stores a counter now and then, one looks at it now and then; an event is a store.
+    ProducerConsumer,
+    /// All nodes take the same ticket lock; an event is one hand-off.
+    Lock,
+    /// Every node stores to a word of its own in the same page; an event is a store.
+    FalseSharing,
+    /// Nodes take turns in changing a page: read, then write; an event is a turn.
+    Migratory,
+    /// Every node computes, and looks at its neighbours' edges after each step, with a barrier; an event is a step.
+    Jacobi,
+    /// Every node uses pages of its own; an event is a store.
+    Private,
+}
+
+impl Pattern {
+    /// All.
+    pub const ALL: [Self; 7] = [
+        Self::ReadMiss,
+        Self::ProducerConsumer,
+        Self::Lock,
+        Self::FalseSharing,
+        Self::Migratory,
+        Self::Jacobi,
+        Self::Private,
+    ];
+
+    /// Its name.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::ReadMiss => "read-miss",
+            Self::ProducerConsumer => "producer-consumer",
+            Self::Lock => "lock",
+            Self::FalseSharing => "false-sharing",
+            Self::Migratory => "migratory",
+            Self::Jacobi => "jacobi",
+            Self::Private => "private",
+        }
+    }
+}
+
+/// Between two looks of a virtual CPU that waits in a loop.
+const SPIN_NS: u64 = 500;
+/// The page that all share; its home is node 0.
+const SHARED: Page = 0;
+/// The page behind the lock and the barrier.
+const DATA: Page = 64;
+
+/// The program of one virtual CPU.
+#[derive(Debug, Clone)]
+pub struct Program {
+    pattern: Pattern,
+    me: u64,
+    nodes: u64,
+    /// How many rounds it goes.
+    rounds: u64,
+    round: u64,
+    state: u8,
+    ticket: u64,
+    pace_ns: u64,
+    dice: Dice,
+    /// What it has found to be wrong.
+    pub fault: Option<String>,
+}
+
+impl Program {
+    /// The program of a node's virtual CPU.
+    #[must_use]
+    pub fn new(pattern: Pattern, me: u8, nodes: u8, rounds: u64, pace_ns: u64, seed: u64) -> Self {
+        let dice = Dice::new(seed.wrapping_mul(1000).wrapping_add(me.into()));
+        Self {
+            pattern,
+            me: me.into(),
+            nodes: nodes.into(),
+            rounds,
+            round: 0,
+            state: 0,
+            ticket: 0,
+            pace_ns,
+            dice,
+            fault: None,
+        }
+    }
+
+    /// What it does next. `last` is what the last load, or addition, found.
+    pub fn next(&mut self, last: u64) -> Op {
+        if self.state == 0 && self.round >= self.rounds {
+            return Op::End;
+        }
+        match self.pattern {
+            Pattern::ReadMiss => self.read_miss(last),
+            Pattern::ProducerConsumer => self.producer_consumer(last),
+            Pattern::Lock => self.lock(last),
+            Pattern::FalseSharing => self.false_sharing(SHARED),
+            Pattern::Private => self.false_sharing(self.me + 64),
+            Pattern::Migratory => self.migratory(last),
+            Pattern::Jacobi => self.jacobi(last),
+        }
+    }
+
+    fn go(&mut self, state: u8, op: Op) -> Op {
+        self.state = state;
+        op
+    }
+
+    fn end_round(&mut self) -> Op {
+        self.round += 1;
+        self.go(0, Op::Compute(0))
+    }
+
+    fn offset(&self) -> u16 {
+        u16::try_from(self.me * 8 + 1024).unwrap_or(0)
+    }
+
+    /// Node 1 writes a whole page's worth of lines; the others look, half a round later.
+    fn read_miss(&mut self, last: u64) -> Op {
+        let half = self.pace_ns / 2;
+        match (self.me == 1 || self.nodes == 1, self.state) {
+            (true, 0) => self.go(1, Op::Compute(half)),
+            // All of the page changes: not a case for updates.
+            (true, state @ 1..64) => {
+                let value = self.dice.bits() | 1;
+                self.go(state + 1, Op::Store(SHARED, u16::from(state) * 64 - 64, value))
+            }
+            (true, 64) => self.go(65, Op::Compute(half)),
+            (true, _) => self.end_round(),
+            (false, 0) => self.go(1, Op::Compute(self.pace_ns)),
+            (false, 1) => self.go(2, Op::Load(SHARED, 64)),
+            (false, 2) => {
+                if last == 0 && self.round > 1 {
+                    self.fault.get_or_insert("a reader never saw what was written".to_owned());
+                }
+                self.go(3, Op::Event)
+            }
+            (false, _) => self.end_round(),
+        }
+    }
+
+    fn producer_consumer(&mut self, last: u64) -> Op {
+        match (self.me, self.state) {
+            (1, 0) => {
+                let pause = self.dice.around(self.pace_ns);
+                self.go(1, Op::Compute(pause))
+            }
+            (1, 1) => self.go(2, Op::Store(SHARED, 64, self.round + 1)),
+            (1, 2) => self.go(3, Op::Event),
+            (1, _) => self.end_round(),
+            (0, 0) if self.nodes > 2 => {
+                self.round = self.rounds;
+                Op::End
+            }
+            (_, 0) if self.me > 2 => Op::End,
+            (_, 0) => {
+                let pause = self.dice.around(self.pace_ns);
+                self.go(1, Op::Compute(pause))
+            }
+            (_, 1) => self.go(2, Op::Load(SHARED, 64)),
+            (_, _) => {
+                if last < self.ticket {
+                    self.fault.get_or_insert(format!("a counter went from {} back to {last}", self.ticket));
+                }
+                self.ticket = last;
+                self.end_round()
+            }
+        }
+    }
+
+    /// A ticket lock: 64 holds the next ticket, 128 the one that is served; what it guards lies beside it.
+    fn lock(&mut self, last: u64) -> Op {
+        match self.state {
+            0 => {
+                let pause = self.dice.around(self.pace_ns);
+                self.go(1, Op::Compute(pause))
+            }
+            1 => self.go(2, Op::Add(SHARED, 64, 1)),
+            2 => {
+                self.ticket = last;
+                self.go(3, Op::Load(SHARED, 128))
+            }
+            3 if last != self.ticket => self.go(4, Op::Compute(SPIN_NS)),
+            4 => self.go(3, Op::Load(SHARED, 128)),
+            3 => {
+                let inside = self.pace_ns / 4;
+                self.go(5, Op::Compute(inside))
+            }
+            5 => self.go(6, Op::Load(SHARED, 128)),
+            6 => {
+                if last != self.ticket {
+                    self.fault.get_or_insert("two virtual CPUs were inside one lock".to_owned());
+                }
+                let served = self.ticket + 1;
+                self.go(7, Op::Store(SHARED, 128, served))
+            }
+            7 => self.go(8, Op::Event),
+            _ => self.end_round(),
+        }
+    }
+
+    fn false_sharing(&mut self, page: Page) -> Op {
+        match self.state {
+            0 => {
+                let pause = self.dice.around(self.pace_ns);
+                self.go(1, Op::Compute(pause))
+            }
+            1 => self.go(2, Op::Store(page, self.offset(), self.round + 1)),
+            2 => self.go(3, Op::Event),
+            _ => self.end_round(),
+        }
+    }
+
+    /// Waits for its turn by the clock: node after node, read, then write.
+    fn migratory(&mut self, last: u64) -> Op {
+        let turn = self.pace_ns;
+        match self.state {
+            0 if self.round == 0 => {
+                let first = turn * self.me;
+                self.go(1, Op::Compute(first))
+            }
+            0 => {
+                let lap = turn * self.nodes;
+                self.go(1, Op::Compute(lap))
+            }
+            // Many words change, so that it isn't a page for updates.
+            1 => self.go(2, Op::Load(DATA, 0)),
+            2 => {
+                self.ticket = last;
+                self.go(3, Op::Store(DATA, 0, last + 1))
+            }
+            state @ 3..67 => {
+                let value = self.dice.bits() | 1;
+                self.go(state + 1, Op::Store(DATA, (u16::from(state) - 2) * 56, value))
+            }
+            67 => self.go(68, Op::Event),
+            _ => self.end_round(),
+        }
+    }
+
+    /// Own page: `128 + me`. Barrier: a counter in the shared page.
+    fn jacobi(&mut self, last: u64) -> Op {
+        let edge = 128 + self.me;
+        match self.state {
+            0 => {
+                let work = self.dice.around(self.pace_ns);
+                self.go(1, Op::Compute(work))
+            }
+            state @ 1..65 => {
+                let value = self.dice.bits() | 1;
+                self.go(state + 1, Op::Store(edge, u16::from(state) * 56, value))
+            }
+            65 => self.go(66, Op::Add(SHARED, 64, 1)),
+            66 => self.go(67, Op::Load(SHARED, 64)),
+            67 if last < self.nodes * (2 * self.round + 1) => self.go(66, Op::Compute(SPIN_NS)),
+            67 => self.go(68, Op::Load(128 + (self.me + 1) % self.nodes, 56)),
+            68 => self.go(69, Op::Load(128 + (self.me + self.nodes - 1) % self.nodes, 56)),
+            69 => self.go(70, Op::Add(SHARED, 64, 1)),
+            70 => self.go(71, Op::Load(SHARED, 64)),
+            71 if last < self.nodes * (2 * self.round + 2) => self.go(70, Op::Compute(SPIN_NS)),
+            71 => self.go(72, Op::Event),
+            _ => self.end_round(),
+        }
+    }
+}

@@ -1,0 +1,631 @@
+//! A whole machine small enough to look at every order of its events: nodes, links, guest memories, virtual CPUs with store buffers.
+
+use std::collections::VecDeque;
+use std::hash::Hash;
+
+use super::litmus::{Instruction, Litmus, Outcome, Var};
+use crate::config::{Config, Plant, Policy};
+use crate::event::{Action, Event, Fault};
+use crate::message::{Body, Message};
+use crate::names::{Access, Mode, NodeId, Page, Vcpu};
+use crate::node::Node;
+use crate::operation::{Atomic, Change, Operation};
+use crate::pages::Pages;
+
+/// Bytes of a page here.
+pub const SIZE: usize = 2;
+/// Pages that a world has.
+pub const PAGES: usize = 2;
+/// More grants than this for one instruction mean that it isn't getting on.
+pub const MOST_GRANTS: u8 = 12;
+
+/// What a world is like.
+#[derive(Debug, Clone)]
+pub struct Setup {
+    /// The programs.
+    pub litmus: Litmus,
+    /// For each program the node that it runs on.
+    pub places: Vec<u8>,
+    /// Nodes.
+    pub nodes: u8,
+    /// Policy of all.
+    pub policy: Policy,
+    /// A planted fault.
+    pub plant: Plant,
+    /// Virtual CPUs have store buffers.
+    pub buffered: bool,
+    /// Pages that are kept by updates from the start.
+    pub updates: Vec<u8>,
+    /// What else may happen, at any time, so many times each.
+    pub budget: Budget,
+}
+
+/// Things that may happen at any time.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub struct Budget {
+    /// A node discards a page.
+    pub discards: u8,
+    /// A page changes its mode.
+    pub modes: u8,
+    /// The token moves.
+    pub tokens: u8,
+}
+
+/// Guest memory of one node, with the store buffers of its virtual CPUs.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Memory {
+    content: [[u8; SIZE]; PAGES],
+    access: [Access; PAGES],
+    buffers: Vec<VecDeque<(Var, u8)>>,
+    /// Pages whose rights were lowered in this step, and to what.
+    lowered: Vec<(Page, Access)>,
+}
+
+fn index(page: Page) -> usize {
+    usize::try_from(page).unwrap_or(usize::MAX)
+}
+
+impl Memory {
+    fn put(&mut self, var: Var, value: u8) {
+        self.content[usize::from(var.page)][usize::from(var.offset)] = value;
+    }
+
+    fn drain(&mut self, vcpu: usize) {
+        while let Some((var, value)) = self.buffers[vcpu].pop_front() {
+            self.put(var, value);
+        }
+    }
+}
+
+impl Pages for Memory {
+    fn size(&self) -> usize {
+        SIZE
+    }
+
+    fn read(&self, page: Page, into: &mut Vec<u8>) {
+        into.clear();
+        into.extend_from_slice(&self.content[index(page)]);
+    }
+
+    fn write(&mut self, page: Page, offset: usize, bytes: &[u8]) {
+        self.content[index(page)][offset..offset + bytes.len()].copy_from_slice(bytes);
+    }
+
+    fn protect(&mut self, page: Page, access: Access) {
+        if access < self.access[index(page)] {
+            // The interrupt that makes other processors forget a translation drains their store buffers.
+            for vcpu in 0..self.buffers.len() {
+                self.drain(vcpu);
+            }
+            self.lowered.push((page, access));
+        }
+        self.access[index(page)] = access;
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Doing {
+    Running,
+    /// Faulted, waits.
+    Stopped(u8, Fault),
+    /// Trapped, not decoded.
+    Trapped(u8),
+    /// Its operation is under way.
+    Operating,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Cpu {
+    at: usize,
+    registers: Vec<u8>,
+    doing: Doing,
+    /// Pages granted to the present instruction, and whether to write.
+    held: Vec<(u8, bool)>,
+    grants: u8,
+    /// An instruction has retired that the node hasn't been told of.
+    unreported: bool,
+    kicked: bool,
+}
+
+/// A state of everything.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct World {
+    nodes: Vec<Node>,
+    memories: Vec<Memory>,
+    cpus: Vec<Cpu>,
+    /// From each node to each node.
+    links: Vec<VecDeque<Message>>,
+    budget: Budget,
+    /// What went wrong.
+    pub verdict: Option<String>,
+}
+
+/// What may happen next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Step {
+    /// A virtual CPU goes on.
+    Run(usize),
+    /// Its oldest store reaches memory.
+    Drain(usize),
+    /// The next message of a link arrives.
+    Deliver(usize),
+    /// A node discards a page.
+    Discard(usize, u8),
+    /// A page is to change its mode.
+    Advise(u8, Mode),
+    /// The token is to go to a node.
+    MoveToken(u8),
+    /// A node's timer ends.
+    Timer(usize),
+}
+
+impl World {
+    /// The start.
+    ///
+    /// # Panics
+    /// When the setup isn't one: it is written by the tests themselves.
+    #[must_use]
+    pub fn new(setup: &Setup) -> Self {
+        let nodes = usize::from(setup.nodes);
+        let vcpus = |node: usize| setup.places.iter().filter(|place| usize::from(**place) == node).count();
+        let node = |me: u8| {
+            let vcpus = u16::try_from(vcpus(me.into()).max(1)).expect("few");
+            let config = Config::new(me, setup.nodes, setup.policy);
+            Node::new(Config { vcpus, plant: setup.plant, ..config }).expect("a configuration")
+        };
+        let memory = |node: usize| Memory {
+            content: [[0; SIZE]; PAGES],
+            access: [Access::None; PAGES],
+            buffers: vec![VecDeque::new(); vcpus(node).max(1)],
+            lowered: Vec::new(),
+        };
+        let cpu = Cpu {
+            at: 0,
+            registers: Vec::new(),
+            doing: Doing::Running,
+            held: Vec::new(),
+            grants: 0,
+            unreported: false,
+            kicked: false,
+        };
+        let mut world = Self {
+            nodes: (0..setup.nodes).map(node).collect(),
+            memories: (0..nodes).map(memory).collect(),
+            cpus: vec![cpu; setup.places.len()],
+            links: vec![VecDeque::new(); nodes * nodes],
+            budget: setup.budget,
+            verdict: None,
+        };
+        for page in &setup.updates {
+            world.feed(setup, 0, Event::Advise { page: (*page).into(), mode: Mode::Update }, 0);
+            while let Some(link) = (0..world.links.len()).find(|link| !world.links[*link].is_empty()) {
+                world = world.after(setup, Step::Deliver(link)).expect("possible");
+            }
+        }
+        world
+    }
+
+    /// All that may happen next.
+    pub fn steps(&self, setup: &Setup, steps: &mut Vec<Step>) {
+        if self.verdict.is_some() {
+            return;
+        }
+        for (cpu, state) in self.cpus.iter().enumerate() {
+            let more = state.at < setup.litmus.programs[cpu].len();
+            if matches!(state.doing, Doing::Trapped(_)) || (state.doing == Doing::Running && more) {
+                steps.push(Step::Run(cpu));
+            }
+            let (node, vcpu) = place(setup, cpu);
+            if !self.memories[node].buffers[vcpu].is_empty() {
+                steps.push(Step::Drain(cpu));
+            }
+        }
+        for (link, queue) in self.links.iter().enumerate() {
+            if !queue.is_empty() {
+                steps.push(Step::Deliver(link));
+            }
+        }
+        for (node, state) in self.nodes.iter().enumerate() {
+            if state.deadline().is_some() {
+                steps.push(Step::Timer(node));
+            }
+        }
+        // What comes from outside comes while there is something to disturb.
+        let open = self.cpus.iter().zip(&setup.litmus.programs).any(|(cpu, program)| cpu.at < program.len());
+        if !open {
+            return;
+        }
+        for page in 0..PAGES {
+            let page = u8::try_from(page).unwrap_or(0);
+            if self.budget.discards > 0 {
+                steps.extend((0..self.nodes.len()).map(|node| Step::Discard(node, page)));
+            }
+            if self.budget.modes > 0 {
+                steps.push(Step::Advise(page, Mode::Update));
+                steps.push(Step::Advise(page, Mode::Invalidate));
+            }
+        }
+        if self.budget.tokens > 0 {
+            steps.extend((0..setup.nodes).map(Step::MoveToken));
+        }
+    }
+
+    /// The world after a step; nothing if that changes nothing.
+    #[must_use]
+    pub fn after(&self, setup: &Setup, step: Step) -> Option<Self> {
+        let mut world = self.clone();
+        match step {
+            Step::Run(cpu) => world.run(setup, cpu),
+            Step::Drain(cpu) => {
+                let (node, vcpu) = place(setup, cpu);
+                let (var, value) = world.memories[node].buffers[vcpu].pop_front()?;
+                world.memories[node].put(var, value);
+            }
+            Step::Deliver(link) => {
+                let message = world.links[link].pop_front()?;
+                world.feed(setup, message.to.index(), Event::Message(message), 0);
+            }
+            Step::Timer(node) => {
+                let at = world.nodes[node].deadline()?;
+                world.feed(setup, node, Event::Timer, at);
+            }
+            Step::Discard(node, page) => {
+                world.feed(setup, node, Event::Discard { page: page.into() }, 0);
+                if world == *self {
+                    return None;
+                }
+                world.budget.discards -= 1;
+            }
+            Step::Advise(page, mode) => {
+                let home = usize::from(page) % world.nodes.len();
+                world.feed(setup, home, Event::Advise { page: page.into(), mode }, 0);
+                if world == *self {
+                    return None;
+                }
+                world.budget.modes -= 1;
+            }
+            Step::MoveToken(to) => {
+                let node = world.nodes.iter().position(Node::has_token)?;
+                world.feed(setup, node, Event::MoveToken { to: NodeId(to) }, 0);
+                if world == *self {
+                    return None;
+                }
+                world.budget.tokens -= 1;
+            }
+        }
+        world.check(setup);
+        Some(world)
+    }
+
+    /// A virtual CPU tries its next instruction.
+    fn run(&mut self, setup: &Setup, cpu: usize) {
+        let Some(instruction) = setup.litmus.programs[cpu].get(self.cpus[cpu].at).copied() else { return };
+        let (node, vcpu) = place(setup, cpu);
+        let trapped = match self.cpus[cpu].doing {
+            Doing::Trapped(page) => Some(page),
+            _ => None,
+        };
+        let readable = |var: Var| self.memories[node].access[usize::from(var.page)] >= Access::Read;
+        let writable = |var: Var| self.memories[node].access[usize::from(var.page)] == Access::Write;
+        // What the instruction lacks; a trapped one doesn't need the right to write, only what it loads from.
+        let lacks = match instruction {
+            Instruction::Load(var) => {
+                (!self.forwards(node, vcpu, var) && !readable(var)).then_some((var, Fault::Read))
+            }
+            Instruction::Store(var, _) => (!writable(var)).then_some((var, Fault::Write)),
+            Instruction::Add(var, _) => (!writable(var)).then_some((var, Fault::Atomic)),
+            Instruction::Fence => None,
+            Instruction::Copy(from, _) if !readable(from) => Some((from, Fault::Read)),
+            Instruction::Copy(_, to) => (!writable(to)).then_some((to, Fault::Write)),
+        };
+        if let Some(page) = trapped
+            && lacks.is_none_or(|(var, fault)| fault != Fault::Read && var.page == page)
+        {
+            let operation = match instruction {
+                Instruction::Store(var, value) => Operation::store(var.offset.into(), &[value]),
+                Instruction::Copy(from, to) => {
+                    let value = self.memories[node].content[usize::from(from.page)][usize::from(from.offset)];
+                    Operation::store(to.offset.into(), &[value])
+                }
+                Instruction::Add(var, value) => Operation::Atomic {
+                    offset: var.offset.into(),
+                    width: 1,
+                    kind: Atomic::Add,
+                    operand: value.into(),
+                    expected: 0,
+                },
+                Instruction::Load(_) | Instruction::Fence => {
+                    self.verdict = Some("a load was trapped".to_owned());
+                    return;
+                }
+            };
+            self.cpus[cpu].doing = Doing::Operating;
+            let vcpu = vcpu_id(vcpu);
+            let now = self.cpus[cpu].at as u64;
+            self.feed(setup, node, Event::Operate { vcpu, page: page.into(), operation }, now);
+            return;
+        }
+        if let Some((var, fault)) = lacks {
+            // An exit from the guest is behind all its stores.
+            self.memories[node].drain(vcpu);
+            self.cpus[cpu].doing = Doing::Stopped(var.page, fault);
+            if std::mem::take(&mut self.cpus[cpu].unreported) {
+                self.feed(setup, node, Event::Retired { vcpu: vcpu_id(vcpu) }, 0);
+            }
+            let event = Event::Fault { vcpu: vcpu_id(vcpu), page: var.page.into(), fault };
+            let now = self.cpus[cpu].at as u64;
+            self.feed(setup, node, event, now);
+            return;
+        }
+        match instruction {
+            Instruction::Load(var) => {
+                let value = self.loaded(node, vcpu, var);
+                self.cpus[cpu].registers.push(value);
+            }
+            Instruction::Store(var, value) => self.store(setup, node, vcpu, var, value),
+            Instruction::Fence => self.memories[node].drain(vcpu),
+            Instruction::Add(var, value) => {
+                self.memories[node].drain(vcpu);
+                let old = self.loaded(node, vcpu, var);
+                self.cpus[cpu].registers.push(old);
+                self.memories[node].put(var, old.wrapping_add(value));
+            }
+            Instruction::Copy(from, to) => {
+                let value = self.loaded(node, vcpu, from);
+                self.store(setup, node, vcpu, to, value);
+            }
+        }
+        self.retire(setup, cpu);
+    }
+
+    fn forwards(&self, node: usize, vcpu: usize, var: Var) -> bool {
+        self.memories[node].buffers[vcpu].iter().any(|(other, _)| *other == var)
+    }
+
+    fn loaded(&self, node: usize, vcpu: usize, var: Var) -> u8 {
+        let memory = &self.memories[node];
+        let own = memory.buffers[vcpu].iter().rev().find(|(other, _)| *other == var);
+        own.map_or(memory.content[usize::from(var.page)][usize::from(var.offset)], |(_, value)| *value)
+    }
+
+    fn store(&mut self, setup: &Setup, node: usize, vcpu: usize, var: Var, value: u8) {
+        if setup.buffered {
+            self.memories[node].buffers[vcpu].push_back((var, value));
+        } else {
+            self.memories[node].put(var, value);
+        }
+    }
+
+    fn retire(&mut self, setup: &Setup, cpu: usize) {
+        let state = &mut self.cpus[cpu];
+        state.at += 1;
+        state.doing = Doing::Running;
+        state.held.clear();
+        state.unreported |= state.grants > 0;
+        state.grants = 0;
+        // A node is told when it asks, or with the next fault.
+        if std::mem::take(&mut state.kicked) {
+            self.report(setup, cpu);
+        }
+    }
+
+    fn report(&mut self, setup: &Setup, cpu: usize) {
+        let (node, vcpu) = place(setup, cpu);
+        self.cpus[cpu].unreported = false;
+        self.feed(setup, node, Event::Retired { vcpu: vcpu_id(vcpu) }, 0);
+    }
+
+    /// Gives an event to a node, and does what it says.
+    fn feed(&mut self, setup: &Setup, node: usize, event: Event, now: u64) {
+        let mut actions = Vec::new();
+        let refused = self.nodes[node].counters().refused;
+        self.nodes[node].step(event, now, &mut self.memories[node], &mut actions);
+        if self.nodes[node].counters().refused != refused {
+            self.fail(format!("node {node} refused an event of correct nodes"));
+        }
+        let mut report = Vec::new();
+        for action in actions {
+            match action {
+                Action::Send(message) => {
+                    let link = node * self.nodes.len() + message.to.index();
+                    self.links[link].push_back(message);
+                }
+                Action::Resume { vcpu } => self.resume(cpu_at(setup, node, vcpu), None),
+                Action::Trap { vcpu, page } => self.resume(cpu_at(setup, node, vcpu), Some(page)),
+                Action::Completed { vcpu, old } => {
+                    let cpu = cpu_at(setup, node, vcpu);
+                    if self.cpus[cpu].doing != Doing::Operating {
+                        self.fail(format!("vCPU {cpu} was completed without an operation"));
+                    }
+                    let at = self.cpus[cpu].at;
+                    if matches!(setup.litmus.programs[cpu].get(at), Some(Instruction::Add(..))) {
+                        self.cpus[cpu].registers.push(old.to_le_bytes()[0]);
+                    }
+                    // The node knows that this instruction has retired.
+                    self.cpus[cpu].grants = 0;
+                    self.cpus[cpu].kicked = false;
+                    self.retire(setup, cpu);
+                }
+                Action::Kick { vcpu } => {
+                    let cpu = cpu_at(setup, node, vcpu);
+                    if self.cpus[cpu].unreported {
+                        report.push(cpu);
+                    } else {
+                        self.cpus[cpu].kicked = true;
+                    }
+                }
+                Action::Wounded { vcpu, page } => {
+                    let cpu = cpu_at(setup, node, vcpu);
+                    self.cpus[cpu].held.retain(|(held, _)| Page::from(*held) != page);
+                }
+            }
+        }
+        for (page, access) in std::mem::take(&mut self.memories[node].lowered) {
+            let taken = |cpu: &Cpu| {
+                cpu.held
+                    .iter()
+                    .any(|(held, write)| Page::from(*held) == page && (*write || access == Access::None))
+            };
+            let lost =
+                (0..self.cpus.len()).find(|cpu| place(setup, *cpu).0 == node && taken(&self.cpus[*cpu]));
+            if let Some(cpu) = lost {
+                self.fail(format!("vCPU {cpu} lost page {page} before its instruction retired"));
+            }
+        }
+        for cpu in report {
+            self.report(setup, cpu);
+        }
+    }
+
+    fn resume(&mut self, cpu: usize, trapped: Option<Page>) {
+        let state = &mut self.cpus[cpu];
+        if let (Doing::Stopped(page, fault), None) = (state.doing, trapped) {
+            state.held.push((page, fault != Fault::Read));
+        }
+        state.grants += 1;
+        let grants = state.grants;
+        state.doing = match trapped {
+            Some(page) => Doing::Trapped(u8::try_from(page).unwrap_or(u8::MAX)),
+            None => Doing::Running,
+        };
+        if grants > MOST_GRANTS {
+            self.fail(format!("vCPU {cpu} got {grants} grants for one instruction and none let it retire"));
+        }
+    }
+
+    fn fail(&mut self, what: String) {
+        self.verdict.get_or_insert(what);
+    }
+
+    /// Looks at what must hold at all times.
+    fn check(&mut self, setup: &Setup) {
+        for page in 0..PAGES {
+            let access: Vec<Access> = self.memories.iter().map(|memory| memory.access[page]).collect();
+            let writers = access.iter().filter(|access| **access == Access::Write).count();
+            let readers = access.iter().filter(|access| **access >= Access::Read).count();
+            if writers > 1 || (writers == 1 && readers > 1) {
+                self.fail(format!("page {page} has {writers} writers and {readers} nodes that can read"));
+            }
+            self.check_copies(page, &access);
+        }
+        if self.is_done(setup) {
+            let outcome = self.outcome();
+            if !setup_allows(setup, &outcome) {
+                self.fail(format!("{}: the outcome {outcome:?} is forbidden", setup.litmus.name));
+            }
+        }
+    }
+
+    /// Copies without updates are equal; copies with updates are, after the updates under way, what the sequencer has.
+    fn check_copies(&mut self, page: usize, access: &[Access]) {
+        let name = page as Page;
+        let plain = |node: &usize| access[*node] >= Access::Read && !self.nodes[*node].mode(name).is_update();
+        let mut contents = (0..self.nodes.len()).filter(plain).map(|node| self.memories[node].content[page]);
+        if let Some(first) = contents.next()
+            && contents.any(|other| other != first)
+        {
+            self.fail(format!("copies of page {page} differ"));
+            return;
+        }
+        let Some(holder) = self.nodes.iter().position(Node::has_token) else { return };
+        if !self.nodes[holder].mode(name).is_update() || !self.nodes[holder].is_owner(name) {
+            return;
+        }
+        for node in self.nodes[holder].copies(name).iter().map(NodeId::index) {
+            if node == holder || !self.nodes[node].mode(name).is_update() {
+                continue;
+            }
+            let count = self.nodes.len();
+            let under_way = (0..count).flat_map(|from| &self.links[from * count + node]);
+            let held = self.nodes[node].held_back(name);
+            let mut content = self.memories[node].content[page];
+            let mut updates: Vec<(u64, &Change)> = Vec::new();
+            let mut coming = false;
+            for message in under_way.chain(held).filter(|message| message.page == name) {
+                match &message.body {
+                    Body::Update { change, .. } => updates.push((message.stamp.seq, change)),
+                    Body::Grant(_) => coming = true,
+                    _ => {}
+                }
+            }
+            updates.sort_by_key(|(seq, _)| *seq);
+            for (offset, bytes) in updates.iter().flat_map(|(_, change)| change.runs()) {
+                content[offset..offset + bytes.len()].copy_from_slice(bytes);
+            }
+            if !coming && content != self.memories[holder].content[page] {
+                self.fail(format!("node {node} has or gets another page {page} than the sequencer has"));
+                return;
+            }
+        }
+    }
+
+    /// Whether all programs have ended and nothing is under way.
+    #[must_use]
+    pub fn is_done(&self, setup: &Setup) -> bool {
+        let ended =
+            self.cpus.iter().zip(&setup.litmus.programs).all(|(cpu, program)| cpu.at == program.len());
+        ended
+            && self.links.iter().all(VecDeque::is_empty)
+            && self.nodes.iter().all(Node::is_idle)
+            && self.memories.iter().all(|memory| memory.buffers.iter().all(VecDeque::is_empty))
+    }
+
+    /// Whether nothing more can happen before the end.
+    #[must_use]
+    pub fn is_stuck(&self, setup: &Setup) -> bool {
+        if self.verdict.is_some() || self.is_done(setup) {
+            return false;
+        }
+        let mut steps = Vec::new();
+        self.steps(setup, &mut steps);
+        // Discards and the like come from outside: a machine must get on without them.
+        let own =
+            |step: &Step| matches!(step, Step::Run(_) | Step::Drain(_) | Step::Deliver(_) | Step::Timer(_));
+        !steps.iter().any(own)
+    }
+
+    /// Registers of all virtual CPUs.
+    #[must_use]
+    pub fn outcome(&self) -> Outcome {
+        self.cpus.iter().map(|cpu| cpu.registers.clone()).collect()
+    }
+
+    /// The most messages in one link.
+    #[must_use]
+    pub fn longest_link(&self) -> usize {
+        self.links.iter().map(VecDeque::len).max().unwrap_or(0)
+    }
+}
+
+fn setup_allows(setup: &Setup, outcome: &Outcome) -> bool {
+    // Computed once for a program: worlds are many.
+    thread_local! {
+        static KNOWN: std::cell::RefCell<Option<(Litmus, bool, std::collections::BTreeSet<Outcome>)>> =
+            const { std::cell::RefCell::new(None) };
+    }
+    KNOWN.with_borrow_mut(|known| {
+        let fits = |(litmus, buffered, _): &(Litmus, bool, _)| {
+            *litmus == setup.litmus && *buffered == setup.buffered
+        };
+        if !known.as_ref().is_some_and(fits) {
+            let allowed = setup.litmus.allowed(setup.buffered);
+            *known = Some((setup.litmus.clone(), setup.buffered, allowed));
+        }
+        known.as_ref().is_some_and(|(.., allowed)| allowed.contains(outcome))
+    })
+}
+
+fn vcpu_id(vcpu: usize) -> Vcpu {
+    Vcpu::try_from(vcpu).unwrap_or(Vcpu::MAX)
+}
+
+/// Node of a virtual CPU, and its number there.
+fn place(setup: &Setup, cpu: usize) -> (usize, usize) {
+    let node = setup.places[cpu];
+    (node.into(), setup.places[..cpu].iter().filter(|place| **place == node).count())
+}
+
+fn cpu_at(setup: &Setup, node: usize, vcpu: Vcpu) -> usize {
+    let here = setup.places.iter().enumerate().filter(|(_, place)| usize::from(**place) == node);
+    here.map(|(cpu, _)| cpu).nth(vcpu.into()).unwrap_or(0)
+}

@@ -1,0 +1,171 @@
+//! Every order of events of small machines: `step` is explored by stateright, with the invariants of `dsm::testing::world`.
+//!
+//! The long run is `cargo run --release -p dsm --example check`.
+
+mod ends;
+mod model;
+mod scenarios;
+
+use dsm::Plant;
+use dsm::testing::litmus::{Litmus, Outcome, classics, var};
+use dsm::testing::world::{Budget, Setup};
+use model::explore;
+use scenarios::{
+    classic, crowd, crowd_of_copies, fences_with_copies, policies, probing, setup, turns, two_pages,
+    two_pages_and_stores,
+};
+
+const NOTHING: Budget = Budget { discards: 0, modes: 0, tokens: 0 };
+
+fn holds(setup: Setup, most: usize) -> usize {
+    let name = setup.litmus.name;
+    let found = explore(setup, None, most, 1);
+    assert!(found.fault.is_none(), "{name}: {:#?}", found.fault);
+    assert!(found.complete || found.transitions >= most, "{name}: depth {} only", found.depth);
+    found.states
+}
+
+/// All states of every usual litmus test: invariants, TSO, no standstill; pages invalidated, updated, and one of each.
+#[test]
+fn classics_hold() {
+    let mut states = 0;
+    for updates in [&[][..], &[0], &[1], &[0, 1]] {
+        for y in [var(1, 0), var(0, 1)] {
+            for litmus in classics(var(0, 0), y) {
+                states += holds(setup(litmus, updates, NOTHING), 100_000);
+            }
+        }
+    }
+    assert!(states > 50_000, "{states} states are fewer than there were");
+}
+
+/// The same while modes change, the token moves and pages are discarded.
+#[test]
+fn classics_hold_when_disturbed() {
+    let budgets = [
+        Budget { modes: 1, ..NOTHING },
+        Budget { tokens: 1, ..NOTHING },
+        Budget { discards: 1, ..NOTHING },
+        Budget { modes: 2, tokens: 1, discards: 1 },
+    ];
+    for budget in budgets {
+        for updates in [&[][..], &[0], &[0, 1]] {
+            for name in ["SB+mfences", "MP", "WRC", "xadd three times"] {
+                holds(setup(classic(name, false), updates, budget), 12_000);
+            }
+        }
+    }
+}
+
+/// The same when nodes close copies to see whether they are read, and give them up.
+#[test]
+fn classics_hold_when_copies_are_looked_after() {
+    for updates in [&[0][..], &[0, 1]] {
+        for litmus in classics(var(0, 0), var(1, 0)) {
+            holds(probing(litmus, updates, Budget { tokens: 1, ..NOTHING }), 20_000);
+        }
+    }
+}
+
+/// The same with each of the other policies that change what nodes say to each other.
+#[test]
+fn other_policies_hold() {
+    for (_, policy) in policies() {
+        for updates in [&[][..], &[0]] {
+            for litmus in [turns(), classic("WRC", false), classic("xadd three times", false), two_pages()] {
+                holds(Setup { policy, ..setup(litmus, updates, NOTHING) }, 20_000);
+            }
+        }
+    }
+}
+
+/// Instructions that need two pages end, whatever the order: older ones take pages from younger ones that wait.
+#[test]
+fn instructions_with_two_pages_end() {
+    for updates in [&[][..], &[0], &[0, 1]] {
+        for litmus in [two_pages(), two_pages_and_stores(), crowd_of_copies(), crowd()] {
+            holds(setup(litmus, updates, NOTHING), 30_000);
+        }
+    }
+}
+
+/// What x86 allows and a stronger model doesn't is really seen: the store buffers of the model work.
+#[test]
+fn a_weak_outcome_that_x86_allows_is_seen() {
+    let weak: Outcome = vec![vec![0], vec![0]];
+    // Both on one node: between nodes the faults empty the store buffers.
+    let one_node = |litmus| Setup { places: vec![1, 1], ..setup(litmus, &[], NOTHING) };
+    let found = explore(one_node(classic("SB", false)), Some(weak.clone()), usize::MAX, 1);
+    assert!(found.fault.is_none() && found.complete && found.seen);
+    let found = explore(one_node(classic("SB+mfences", false)), Some(weak), usize::MAX, 1);
+    assert!(found.fault.is_none() && found.complete && !found.seen);
+}
+
+/// No order of events goes round: every fault is answered within a bounded number of steps of the whole machine, whoever is slow.
+#[test]
+fn every_run_ends() {
+    let machines = [
+        (classic("SB+mfences", false), &[][..], NOTHING),
+        (classic("xadd three times", false), &[], NOTHING),
+        (classic("WRC", false), &[0], NOTHING),
+        (two_pages(), &[], NOTHING),
+        (two_pages(), &[0], NOTHING),
+        (classic("SB+mfences", false), &[0], Budget { modes: 1, ..NOTHING }),
+        (classic("CoRR", false), &[0], Budget { tokens: 1, ..NOTHING }),
+        (classic("MP", false), &[0], Budget { discards: 1, ..NOTHING }),
+    ];
+    for (litmus, updates, budget) in machines {
+        let name = litmus.name;
+        let longest = ends::longest_run(&setup(litmus, updates, budget));
+        println!("{name}, updates {updates:?}: the longest run takes {longest:?} steps");
+        assert!(longest.is_some_and(|longest| longest < 200), "{name}: {longest:?}");
+    }
+}
+
+fn finds(plant: Plant, litmus: Litmus, updates: &[u8], budget: Budget, what: &str) {
+    let planted = Setup { plant, ..setup(litmus.clone(), updates, budget) };
+    let found = explore(planted, None, 2_000_000, 1);
+    let (text, way) =
+        found.fault.unwrap_or_else(|| panic!("{plant:?} isn't found in {} states", found.states));
+    println!("{plant:?} is found after {} states, {} steps: {text}", found.states, way.len());
+    assert!(text.contains(what), "{plant:?} shows as: {text}");
+    let sound = explore(setup(litmus, updates, budget), None, 2_000_000, 1);
+    assert!(sound.fault.is_none(), "without it: {:#?}", sound.fault);
+}
+
+/// Without the stamp on answers to invalidations, a fence between an updated and an invalidated page doesn't order them.
+#[test]
+fn a_dropped_stamp_is_found() {
+    finds(Plant::DropAckStamp, fences_with_copies(), &[0], NOTHING, "forbidden");
+}
+
+#[test]
+fn an_update_applied_twice_is_found() {
+    finds(Plant::ApplyTwice, classic("CoRR", false), &[0], NOTHING, "than the sequencer has");
+}
+
+#[test]
+fn a_release_before_progress_is_found() {
+    finds(Plant::ReleaseEarly, classic("CoRR", false), &[], NOTHING, "before its instruction retired");
+}
+
+#[test]
+fn answers_that_nobody_waits_for_are_found() {
+    finds(Plant::SkipAcks, classic("IRIW", false), &[], NOTHING, "nodes that can read");
+}
+
+#[test]
+fn a_circle_of_waits_is_found() {
+    finds(Plant::NeverYield, two_pages(), &[], NOTHING, "nothing stands still");
+}
+
+#[test]
+fn a_forgotten_update_is_found() {
+    finds(
+        Plant::ForgetEarly,
+        classic("MP", false),
+        &[0],
+        Budget { tokens: 1, ..NOTHING },
+        "than the sequencer has",
+    );
+}

@@ -1,0 +1,191 @@
+//! Which machines are explored. Shared with examples/check.rs.
+
+#![allow(dead_code, reason = "the test and the example use parts of it")]
+
+use dsm::testing::litmus::{Instruction, Litmus, classics, var};
+use dsm::testing::world::{Budget, Setup};
+use dsm::{Plant, Policy};
+
+/// Without waiting: a model checker knows no time.
+pub const POLICY: Policy = Policy { hold_ns: 0, ..Policy::IVY };
+
+/// One machine.
+pub struct Scenario {
+    /// What is in it.
+    pub name: String,
+    /// How it is made.
+    pub setup: Setup,
+}
+
+fn spread(programs: usize, nodes: u8) -> Vec<u8> {
+    (0..programs).map(|program| u8::try_from(program % usize::from(nodes)).unwrap_or(0)).collect()
+}
+
+/// A litmus test on three nodes, a program each, with these pages kept by updates.
+pub fn setup(litmus: Litmus, updates: &[u8], budget: Budget) -> Setup {
+    let places = spread(litmus.programs.len(), 3);
+    Setup {
+        litmus,
+        places,
+        nodes: 3,
+        policy: POLICY,
+        plant: Plant::None,
+        buffered: true,
+        updates: updates.to_vec(),
+        budget,
+    }
+}
+
+/// The same with copies that are closed after every update, and given up after the next.
+pub fn probing(litmus: Litmus, updates: &[u8], budget: Budget) -> Setup {
+    let plain = setup(litmus, updates, budget);
+    Setup { policy: Policy { probe_updates: 1, ..POLICY }, ..plain }
+}
+
+/// A classic by its name.
+pub fn classic(name: &str, same_page: bool) -> Litmus {
+    let y = if same_page { var(0, 1) } else { var(1, 0) };
+    classics(var(0, 0), y)
+        .into_iter()
+        .find(|litmus| litmus.name == name)
+        .unwrap_or_else(|| panic!("no test is named {name}"))
+}
+
+fn named(name: &'static str, programs: &[&[Instruction]]) -> Litmus {
+    Litmus { name, programs: programs.iter().map(|program| program.to_vec()).collect() }
+}
+
+/// Store buffering with fences, by nodes that have copies from the start, and none of them the sequencer: an answer to an invalidation
+/// may overtake an update.
+pub fn fences_with_copies() -> Litmus {
+    use Instruction::{Fence, Load, Store};
+    let (x, y) = (var(0, 0), var(1, 0));
+    named(
+        "SB+mfences with copies",
+        &[&[], &[Load(x), Store(y, 1), Fence, Load(x)], &[Load(y), Store(x, 1), Fence, Load(y)]],
+    )
+}
+
+/// Nodes that take turns in reading and then writing: readers get the page to write at once after a while.
+pub fn turns() -> Litmus {
+    use Instruction::{Load, Store};
+    let x = var(0, 0);
+    named(
+        "turns",
+        &[&[], &[Load(x), Store(x, 1), Load(x), Store(x, 2)], &[Load(x), Store(x, 3), Load(x), Store(x, 4)]],
+    )
+}
+
+/// The same policy but for one thing.
+pub fn policies() -> [(&'static str, Policy); 3] {
+    [
+        ("a window of one update", Policy { update_window: 1, ..POLICY }),
+        ("readers that write next get the page to write", Policy { migratory: true, ..POLICY }),
+        (
+            "reads move the ownership, copies go one by one",
+            Policy { read_moves_ownership: true, serial_invalidation: true, versions: false, ..POLICY },
+        ),
+    ]
+}
+
+/// Instructions that need two pages each, in both orders.
+pub fn two_pages() -> Litmus {
+    use Instruction::Copy;
+    let (x, y) = (var(0, 0), var(1, 0));
+    named("copies both ways", &[&[Copy(x, y)], &[Copy(y, x)], &[Copy(x, y)]])
+}
+
+/// The same with stores in between.
+pub fn two_pages_and_stores() -> Litmus {
+    use Instruction::{Copy, Store};
+    let (x, y) = (var(0, 0), var(1, 0));
+    named("copies and stores", &[&[Store(x, 1), Copy(x, y)], &[Store(y, 2), Copy(y, x)], &[Store(x, 3)]])
+}
+
+/// Two virtual CPUs on each of three nodes, all at two pages.
+pub fn crowd() -> Litmus {
+    use Instruction::{Add, Load, Store};
+    let (x, y) = (var(0, 0), var(1, 0));
+    named(
+        "six vCPUs",
+        &[
+            &[Store(x, 1)],
+            &[Load(x), Load(y)],
+            &[Add(y, 1)],
+            &[Store(y, 2), Load(x)],
+            &[Add(x, 1)],
+            &[Load(y)],
+        ],
+    )
+}
+
+/// Two virtual CPUs on each of three nodes with instructions that need two pages.
+pub fn crowd_of_copies() -> Litmus {
+    use Instruction::{Copy, Load, Store};
+    let (x, y) = (var(0, 0), var(1, 0));
+    named(
+        "six vCPUs, two pages",
+        &[&[Copy(x, y)], &[Copy(y, x)], &[Store(x, 1)], &[Copy(x, y)], &[Load(y)], &[Store(y, 1)]],
+    )
+}
+
+const NOTHING: Budget = Budget { discards: 0, modes: 0, tokens: 0 };
+
+/// All that a run of the checker looks at: first machines that are too large to be finished, then many small ones.
+pub fn all() -> Vec<Scenario> {
+    let mut list = Vec::new();
+    let budgets = [
+        ("", NOTHING),
+        (", a mode changes", Budget { modes: 1, ..NOTHING }),
+        (", the token moves", Budget { tokens: 1, ..NOTHING }),
+        (", a page is discarded", Budget { discards: 1, ..NOTHING }),
+        (", two modes change and the token moves", Budget { modes: 2, tokens: 1, discards: 0 }),
+        (", all of that", Budget { modes: 2, tokens: 2, discards: 1 }),
+    ];
+    for updates in [&[][..], &[0], &[0, 1]] {
+        for litmus in [crowd(), crowd_of_copies()] {
+            for (what, budget) in budgets {
+                let name = format!("{}, updates {updates:?}{what}", litmus.name);
+                list.push(Scenario { name, setup: setup(litmus.clone(), updates, budget) });
+            }
+        }
+    }
+    for (what, budget) in budgets {
+        for updates in [&[][..], &[0], &[1], &[0, 1]] {
+            for same_page in [false, true] {
+                let y = if same_page { var(0, 1) } else { var(1, 0) };
+                let tests = classics(var(0, 0), y).into_iter().chain([
+                    two_pages(),
+                    two_pages_and_stores(),
+                    fences_with_copies(),
+                ]);
+                for litmus in tests {
+                    if same_page && updates.contains(&1) {
+                        continue;
+                    }
+                    let pages = if same_page { "one page" } else { "two pages" };
+                    let name = format!("{} on {pages}, updates {updates:?}{what}", litmus.name);
+                    list.push(Scenario { name, setup: setup(litmus, updates, budget) });
+                }
+            }
+        }
+    }
+    for updates in [&[0][..], &[0, 1]] {
+        for litmus in classics(var(0, 0), var(1, 0)).into_iter().chain([two_pages_and_stores()]) {
+            let name =
+                format!("{}, updates {updates:?}, copies are looked after, the token moves", litmus.name);
+            list.push(Scenario { name, setup: probing(litmus, updates, Budget { tokens: 1, ..NOTHING }) });
+        }
+    }
+    for (what, policy) in policies() {
+        for updates in [&[][..], &[0]] {
+            let tests = classics(var(0, 0), var(1, 0)).into_iter().chain([two_pages_and_stores(), turns()]);
+            for litmus in tests {
+                let name = format!("{}, updates {updates:?}, {what}", litmus.name);
+                let setup = Setup { policy, ..setup(litmus, updates, NOTHING) };
+                list.push(Scenario { name, setup });
+            }
+        }
+    }
+    list
+}

@@ -1,0 +1,5 @@
+//! What peers may send: bytes, and messages that no correct node sends.
+
+mod node;
+mod strategies;
+mod wire;
