@@ -1,0 +1,8 @@
+//! The devices.
+
+pub mod ne2000;
+
+use crate::describe::Device;
+
+/// All devices that are described.
+pub const ALL: &[&Device] = &[&ne2000::NE2000];
