@@ -14,7 +14,8 @@ fn descriptions_hold() {
         let report = Space::new(device).explore();
         assert_eq!(report.findings, Vec::<String>::new(), "{}", device.name);
         assert_eq!(report.unused, Vec::<&str>::new(), "{}", device.name);
-        assert!(report.states > 1000, "{}: {} states", device.name, report.states);
+        let size = (report.states > 1000, report.steps > report.states, report.depth > 5, report.requests > 10);
+        assert_eq!(size, (true, true, true, true), "{}: {report:?}", device.name);
     }
 }
 
