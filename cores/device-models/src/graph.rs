@@ -118,6 +118,11 @@ impl Graph {
         self.values[reg.index()] = value;
     }
 
+    /// The component enters `state`.
+    pub fn enter(&mut self, state: State) {
+        self.states[usize::from(state.component)] = state.number;
+    }
+
     /// Whether the device is in `state`.
     pub fn is(&self, state: State) -> bool {
         self.states[usize::from(state.component)] == state.number
@@ -200,7 +205,7 @@ impl Graph {
                     self.values[reg.index()] = u32::try_from(value & u64::from(mask)).unwrap_or(mask);
                 }
                 Effect::Reset => self.reset(device),
-                Effect::Device(..) | Effect::Forget(_) | Effect::Answer(_) => {}
+                Effect::Device(..) | Effect::Forget(_) | Effect::Answer(_) | Effect::Look(_) => {}
             }
             other(effect, &View { graph: self, overlay: None, size, bases });
         }

@@ -10,7 +10,7 @@
 use thiserror::Error;
 
 use crate::describe::{
-    Check, Class, Device, Direction, Effect, Event, Permission, Reg, Returns, Space, State, Store, Values, Window, WindowId,
+    Check, Class, Device, Direction, Effect, Event, Permission, Pointers, Reg, Returns, Space, State, Store, Values, Window, WindowId,
 };
 use crate::graph::{Access, Graph, Piece, View, no_base, truncated};
 
@@ -96,6 +96,15 @@ pub enum Reads {
     Ask,
 }
 
+/// What becomes of a value that the device returned.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Shown {
+    /// What the guest sees.
+    pub value: u32,
+    /// What was wrong with it.
+    pub disbelief: Option<Disbelief>,
+}
+
 /// The model.
 #[derive(Debug, Clone)]
 pub struct Model {
@@ -125,18 +134,6 @@ impl std::hash::Hash for Model {
     }
 }
 
-/// The registers as the device holds them, for [`Window`]s.
-pub struct Physical<'a>(&'a Model);
-
-impl Values for Physical<'_> {
-    fn register(&self, reg: Reg) -> u32 {
-        self.0.physical[reg.index()]
-    }
-    fn states(&self) -> &[u8] {
-        &self.0.graph.states
-    }
-}
-
 impl Model {
     /// The model of a device after reset, for a guest with this Ethernet address.
     pub fn new(device: &'static Device, address: [u8; 6]) -> Self {
@@ -160,11 +157,6 @@ impl Model {
 
     pub(crate) fn graph_mut(&mut self) -> &mut Graph {
         &mut self.graph
-    }
-
-    /// The registers as the device holds them.
-    pub fn physical(&self) -> Physical<'_> {
-        Physical(self)
     }
 
     /// The validated windows.
@@ -216,12 +208,8 @@ impl Model {
 
     /// The monitor wrote a register of the device.
     pub fn wrote_device(&mut self, reg: Reg, value: u32) {
-        let register = self.device.register(reg);
-        let old = self.physical[reg.index()];
-        self.physical[reg.index()] = match register.store {
-            Store::Plain(_) | Store::ClearOnes(_) => value & register.mask(),
-            Store::Sticky(_) => register.stored(old, value),
-        };
+        let held = &mut self.physical[reg.index()];
+        *held = self.device.register(reg).held(*held, value);
     }
 
     /// The device was reset.
@@ -262,16 +250,24 @@ impl Model {
             decided: firing.iter().any(|transition| !transition.checks.is_empty()),
             ..Writes::default()
         };
+        let mut standing: Vec<(WindowId, Option<Granted>)> = Vec::new();
         if writes.decided {
             let mut granted: Vec<(WindowId, Granted)> = Vec::new();
             for check in firing.iter().flat_map(|transition| transition.checks) {
                 let view = View { graph: &self.graph, overlay: Some((reg, seen)), size, bases: &no_base };
+                if let Check::Standing(id) = check {
+                    standing.push((*id, check_standing(&self.device.windows[id.index()], &view, grants)));
+                    continue;
+                }
                 let verdict = run(self.device, check, &view, grants).map_err(|why| refusal(register.name, whole, &why));
                 match verdict {
                     Ok(None) => {}
                     Ok(Some(window)) => granted.push(window),
                     Err(refusal) => {
                         granted.into_iter().for_each(|(id, window)| self.release(id, window, grants));
+                        for (id, window) in standing.into_iter().filter_map(|(id, window)| Some((id, window?))) {
+                            self.release(id, window, grants);
+                        }
                         return Err(refusal);
                     }
                 }
@@ -283,6 +279,9 @@ impl Model {
             }
         }
         self.graph.set(reg, stored);
+        for (id, window) in standing {
+            self.stand(id, window, grants);
+        }
         let windows = &mut self.windows;
         let bases: Vec<u64> = windows.iter().map(|window| window.map_or(0, |window| window.device_base)).collect();
         let mut forgotten = Vec::new();
@@ -330,13 +329,13 @@ impl Model {
         known.map_or(Reads::Ask, |value| Reads::Answer(truncated(value, piece.bytes), reset))
     }
 
-    /// The device returned `raw` to a read of `piece`: what the guest sees, and what was wrong with it.
-    pub fn returned(&mut self, piece: Piece, raw: u32) -> (u32, Option<Disbelief>) {
+    /// The device returned `raw` to a read of `piece`.
+    pub fn returned(&mut self, piece: Piece, raw: u32) -> Shown {
         let raw = truncated(raw, piece.bytes);
-        let Some(reg) = piece.reg else { return (0, None) };
+        let Some(reg) = piece.reg else { return Shown { value: 0, disbelief: None } };
         let register = self.device.register(reg);
         if !piece.is_whole(register) {
-            return (raw, None);
+            return Shown { value: raw, disbelief: None };
         }
         let remembered = self.graph.value(reg);
         let mut disbelief = None;
@@ -370,26 +369,30 @@ impl Model {
             }
             self.graph.perform(self.device, &firing, u32::from(piece.bytes), &no_base, &mut |_, _| {});
         }
-        (shown, disbelief)
+        Shown { value: shown, disbelief }
     }
 
-    /// The device reports interrupt causes: they go to the virtual status.
-    pub fn cause(&mut self, causes: u32) {
+    /// The device reports interrupt causes: they go to the virtual status. The monitor must read the registers of the answer then, and
+    /// tell the model by [`Self::returned`].
+    #[must_use]
+    pub fn cause(&mut self, causes: u32) -> Vec<Reg> {
         let interrupts = &self.device.interrupts;
         let causes = causes & !interrupts.derived;
         let status = self.graph.value(interrupts.status) | causes;
         self.graph.set(interrupts.status, status);
         let firing = self.graph.firing(self.device, Event::Cause(causes), None, 0);
-        let device = self.device;
-        let physical = &mut self.physical;
-        self.graph.perform(device, &firing, 0, &no_base, &mut |effect, view| {
-            // A bit that only the device clears is clear in the device as well.
-            if let Effect::Store(reg, _) = effect
-                && let Store::Sticky(bits) = device.register(*reg).store
-            {
-                physical[reg.index()] &= !bits | view.register(*reg);
+        let mut looks = Vec::new();
+        self.graph.perform(self.device, &firing, 0, &no_base, &mut |effect, _| {
+            if let Effect::Look(reg) = effect {
+                looks.push(*reg);
             }
         });
+        looks
+    }
+
+    /// A register that says more about a cause, as the device returned it when the cause was taken.
+    pub fn latch(&mut self, reg: Reg, value: u32) {
+        self.graph.set(reg, value & self.device.register(reg).mask());
     }
 
     /// Sets bits of the virtual status that tell the driver of an error.
@@ -404,16 +407,34 @@ impl Model {
     pub fn abstracted(mut self) -> Self {
         for (reg, register) in self.device.numbered() {
             let at = reg.index();
-            if register.offset.is_none() && !register.values.is_empty() {
-                let value = self.graph.values[at];
-                self.graph.values[at] = register.values.iter().copied().filter(|&known| known <= value).max().unwrap_or(0);
-            } else if register.values.is_empty() || register.span > u32::from(register.width) {
-                self.graph.values[at] = register.reset;
-                self.physical[at] = register.reset;
-            }
+            self.graph.values[at] = register.abstracted(self.graph.values[at]);
+            self.physical[at] = register.abstracted(self.physical[at]);
         }
         self.graph.values[self.device.interrupts.status.index()] = 0;
         self
+    }
+
+    /// A check in advance ended so.
+    fn stand(&mut self, id: WindowId, window: Option<Granted>, grants: &mut dyn Grants) {
+        let Some(standing) = &self.device.windows[id.index()].standing else { return };
+        let state = if window.is_some() { standing.granted } else { standing.each };
+        self.graph.enter(state);
+        if let Some(before) = std::mem::replace(&mut self.windows[id.index()], window) {
+            self.release(id, before, grants);
+        }
+    }
+
+    /// The model enters a state, by a step of the device's context.
+    pub fn enter(&mut self, state: State) {
+        self.graph.enter(state);
+    }
+
+    /// The device's ring pointers are those after reset, and the driver is told to start its ring anew.
+    pub fn restart_pointers(&mut self, pointers: &Pointers) {
+        for reg in [pointers.position, pointers.next, pointers.read.0] {
+            self.graph.set(reg, self.device.register(reg).reset);
+        }
+        self.raise(pointers.restart);
     }
 
     /// Validates anew every window that the device will use with the guest's registers.
@@ -423,6 +444,12 @@ impl Model {
     pub fn recheck(&mut self, grants: &mut dyn Grants) -> Result<(), Refusal> {
         self.forget_all(grants);
         for (id, window) in (0u8..).map(WindowId).zip(self.device.windows) {
+            if let Some(standing) = &window.standing
+                && (self.graph.is(standing.granted) || self.graph.is(standing.each))
+            {
+                let granted = check_standing(window, &self.graph, grants);
+                self.stand(id, granted, grants);
+            }
             if !window.active.holds(&self.graph) {
                 continue;
             }
@@ -452,19 +479,6 @@ impl Model {
         if matches!(of.space, Space::Host { .. }) {
             grants.release(window, of.direction);
         }
-    }
-
-    /// Windows that the device may use with the registers that it holds, with their ranges in its own addresses: what the device can
-    /// touch, whatever the model thinks of it.
-    pub fn exposed(&self) -> Vec<(WindowId, u64, u64)> {
-        let physical = self.physical();
-        (0u8..)
-            .map(WindowId)
-            .zip(self.device.windows)
-            .filter(|(_, window)| window.active.holds(&physical))
-            .map(|(id, window)| (id, window.base.value(&physical), window.length.value(&physical)))
-            .filter(|(_, _, length)| *length > 0)
-            .collect()
     }
 }
 
@@ -497,6 +511,7 @@ fn run(
         Check::Refuse(text) => Err((*text).to_owned()),
         Check::Allowed(permission) if grants.allows(*permission) => Ok(None),
         Check::Allowed(permission) => Err(format!("the guest doesn't have the permission {permission:?}")),
+        Check::Standing(_) => Ok(None),
         Check::Window(id) => {
             let window = &device.windows[id.index()];
             check_window(window, view, grants).map(|granted| Some((*id, granted)))
@@ -505,7 +520,15 @@ fn run(
 }
 
 fn check_window(window: &Window, values: &dyn Values, grants: &mut dyn Grants) -> Result<Granted, String> {
-    let (base, length) = (window.base.value(values), window.length.value(values));
+    check_range(window, window.base.value(values), window.length.value(values), grants)
+}
+
+fn check_standing(window: &Window, values: &dyn Values, grants: &mut dyn Grants) -> Option<Granted> {
+    let length = window.standing.as_ref()?.length.value(values);
+    check_range(window, window.base.value(values), length, grants).ok()
+}
+
+fn check_range(window: &Window, base: u64, length: u64, grants: &mut dyn Grants) -> Result<Granted, String> {
     let place = |why: &str| format!("the {} of {length:X}h bytes from {base:X}h {why}", window.name);
     if length == 0 {
         return Err(place("is empty"));

@@ -66,7 +66,7 @@ fn write_page(device: &Device, out: &mut String) -> std::fmt::Result {
     let reusable: Vec<String> = device.reusable.iter().map(|&state| device.state_name(state)).collect();
     writeln!(out, "\n## Context\n\nReusable when {}.\n", reusable.join(", "))?;
     for (title, steps) in
-        [("Freeze", device.context.freeze), ("Save", device.context.save), ("Restore", device.context.restore)]
+        [("Settle", device.context.settle), ("Freeze", device.context.freeze), ("Save", device.context.save), ("Restore", device.context.restore)]
     {
         writeln!(out, "{title}:\n")?;
         for step in steps {
@@ -111,6 +111,7 @@ fn event_text(device: &Device, event: Event) -> String {
 
 fn check_text(device: &Device, check: &Check) -> String {
     match check {
+        Check::Standing(window) => format!("window '{}' in advance", device.windows[window.index()].name),
         Check::Window(window) => format!("window '{}'", device.windows[window.index()].name),
         Check::Rule(text, _) => (*text).to_owned(),
         Check::Refuse(text) => format!("refused: {text}"),
@@ -127,6 +128,7 @@ fn effect_text(device: &Device, effect: &Effect) -> String {
         Effect::Device(reg, expr) => format!("device's {} := {}", device.register(*reg).name, Named(device, expr)),
         Effect::Answer(expr) => format!("answer {}", Named(device, expr)),
         Effect::Forget(window) => format!("forget window '{}'", device.windows[window.index()].name),
+        Effect::Look(reg) => format!("look at {}", device.register(*reg).name),
         Effect::Reset => "reset".to_owned(),
     }
 }
@@ -141,6 +143,8 @@ fn steps_text(device: &Device, step: &Step, out: &mut String, depth: usize) -> s
         Step::Await(reg, mask, value, times) => {
             writeln!(out, "until {}.{mask:X}h = {value:X}h, at most {times} times", name(reg))
         }
+        Step::Enter(state) => writeln!(out, "{}", device.state_name(*state)),
+        Step::FastForward => writeln!(out, "move the ring pointers by frames to itself"),
         Step::Harvest => writeln!(out, "take causes into the virtual status"),
         Step::SaveMemory => writeln!(out, "save live memory of the card"),
         Step::RestoreMemory => writeln!(out, "restore memory of the card, scrub the rest"),

@@ -5,13 +5,13 @@ mod space;
 
 use device_models::describe::{Check, Device, Transition};
 use device_models::devices;
-use space::Space;
+use space::explore;
 
 /// No path to a window that wasn't granted, a way to reusable from everywhere, and each window is used in some state.
 #[test]
 fn descriptions_hold() {
     for device in devices::ALL {
-        let report = Space::new(device).explore();
+        let report = explore(device);
         assert_eq!(report.findings, Vec::<String>::new(), "{}", device.name);
         assert_eq!(report.unused, Vec::<&str>::new(), "{}", device.name);
         let size = (report.states > 1000, report.steps > report.states, report.depth > 5, report.requests > 10);
@@ -34,7 +34,7 @@ fn a_description_that_lacks_a_window_check_is_found() {
             if !transition.checks.iter().any(|check| matches!(check, Check::Window(_))) {
                 continue;
             }
-            let report = Space::new(without(device, at)).explore();
+            let report = explore(without(device, at));
             assert!(!report.findings.is_empty(), "{}: transition {at} ({:?}) loses its checks unseen", device.name, transition.event);
         }
     }

@@ -17,6 +17,7 @@
 //! | [`guest`] | what a guest is given: address, permissions, policy, memory |
 //! | [`dma`] | windows: checked against the guest's memory, mapped or translated |
 //! | [`switch`] | hand-off of the device |
+//! | [`fast_forward`] | ring pointers that can't be written |
 //! | [`scheduler`] | who holds the device next |
 //! | [`violation`] | traces of refused requests, and their replay |
 //! | [`plan`] | which pages and ports KVM may handle without an exit to user space |
@@ -27,6 +28,7 @@
 
 pub mod counters;
 pub mod dma;
+pub mod fast_forward;
 pub mod guest;
 pub mod monitor;
 pub mod plan;

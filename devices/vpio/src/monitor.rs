@@ -9,6 +9,7 @@ use thiserror::Error;
 
 use crate::counters::Counters;
 use crate::dma::{Mappings, Vetter};
+use crate::fast_forward::Scratch;
 use crate::guest::{FailurePolicy, GuestConfig, GuestId};
 use crate::switch::CardMemory;
 use crate::violation::{Recorder, Violation};
@@ -75,6 +76,7 @@ pub struct Monitor<P> {
     /// Causes were taken since the device came to the resident guest.
     pub(crate) harvested: bool,
     pub(crate) current_at_start: u32,
+    pub(crate) scratch: Option<Box<dyn Scratch + Send>>,
 }
 
 impl<P: PhysicalDevice> Monitor<P> {
@@ -90,6 +92,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             harvest_due: false,
             harvested: false,
             current_at_start: 0,
+            scratch: None,
         }
     }
 
@@ -242,9 +245,9 @@ impl<P: PhysicalDevice> Monitor<P> {
                 guest.counters.forwarded += 1;
                 guest.counters.device_accesses += 1;
                 guest.recorder.returned(raw);
-                let (value, disbelief) = guest.model.returned(piece, raw);
-                guest.counters.disbelieved += u64::from(disbelief.is_some());
-                Ok(value)
+                let shown = guest.model.returned(piece, raw);
+                guest.counters.disbelieved += u64::from(shown.disbelief.is_some());
+                Ok(shown.value)
             }
         }
     }
@@ -383,9 +386,15 @@ impl<P: PhysicalDevice> Monitor<P> {
                 self.put(at, interrupts.status, causes)?;
             }
             self.harvested = true;
+            for &reg in interrupts.latched {
+                let value = self.get(at, reg)?;
+                self.guests[at].model.latch(reg, value);
+            }
             let guest = &mut self.guests[at];
             guest.recorder.cause(causes);
-            guest.model.cause(causes);
+            for reg in guest.model.cause(causes) {
+                self.remember(at, reg)?;
+            }
         }
         Ok(())
     }

@@ -40,7 +40,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             return Ok(Switched::Done);
         }
         if let Some(from) = self.resident {
-            self.harvest()?;
+            self.run(from, self.device.context.settle)?;
             if !self.guests[from].model.is_reusable() && !force {
                 return Ok(Switched::Busy);
             }
@@ -115,6 +115,8 @@ impl<P: PhysicalDevice> Monitor<P> {
                 }
                 Step::Read(reg) => self.remember(at, reg)?,
                 Step::Await(reg, mask, value, times) => self.await_bits(at, reg, mask, value, times)?,
+                Step::Enter(state) => self.guests[at].model.enter(state),
+                Step::FastForward => self.fast_forward(at)?,
                 Step::Harvest => self.harvest()?,
                 Step::All(steps) => self.run(at, steps)?,
                 Step::If(ref condition, steps) => {
@@ -138,7 +140,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    fn remember(&mut self, at: usize, reg: Reg) -> Result<(), MonitorError> {
+    pub(crate) fn remember(&mut self, at: usize, reg: Reg) -> Result<(), MonitorError> {
         if !self.is_readable(reg) {
             return Ok(());
         }
@@ -151,8 +153,9 @@ impl<P: PhysicalDevice> Monitor<P> {
             bytes: register.width,
         };
         let guest = &mut self.guests[at];
-        let (_, disbelief) = guest.model.returned(piece, raw);
-        guest.counters.disbelieved += u64::from(disbelief.is_some());
+        guest.recorder.read(piece.offset, piece.bytes, raw);
+        let shown = guest.model.returned(piece, raw);
+        guest.counters.disbelieved += u64::from(shown.disbelief.is_some());
         Ok(())
     }
 

@@ -70,6 +70,12 @@ impl Recorder {
         self.told.push(Told::Access(access));
     }
 
+    /// The monitor itself reads a register, for the model.
+    pub fn read(&mut self, offset: u32, size: u8, raw: u32) {
+        self.told.push(Told::Access(Access { bar: 0, offset, size, write: None }));
+        self.told.push(Told::Returned(raw));
+    }
+
     pub fn returned(&mut self, raw: u32) {
         self.told.push(Told::Returned(raw));
     }
@@ -128,7 +134,8 @@ pub fn replay(device: &'static Device, violation: &Violation) -> Result<Vec<Refu
         grants.at += 1;
         match told {
             Told::Access(access) => replay_access(&mut model, *access, &mut grants, &mut refusals),
-            Told::Cause(causes) => model.cause(*causes),
+            // The registers that the monitor looked at then follow in the trace.
+            Told::Cause(causes) => drop(model.cause(*causes)),
             // Belongs to an access that needed it less than when it was recorded.
             Told::Returned(_) | Told::Granted(_) => {}
         }

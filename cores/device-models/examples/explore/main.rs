@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use device_models::devices;
-use space::Space;
+use space::explore;
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
@@ -33,7 +33,7 @@ fn main() -> ExitCode {
     let mut passed = true;
     for device in devices::ALL.iter().filter(|device| words.is_empty() || words.iter().any(|word| word == device.name)) {
         let began = Instant::now();
-        let report = Space::new(device).explore();
+        let report = explore(device);
         println!(
             "{}: {} states, {} steps of {} kinds, depth {}, {:.1} s",
             device.name,

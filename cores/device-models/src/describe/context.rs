@@ -1,6 +1,6 @@
 //! The device context: stopping, saving and restoring, as sequences of steps.
 
-use super::{Cond, Expr, Reg};
+use super::{Cond, Expr, Reg, State, WindowId};
 
 /// One step of a sequence. Registers are reached in whatever bank they lie.
 #[derive(Debug, Clone, Copy)]
@@ -11,6 +11,10 @@ pub enum Step {
     Write(Reg, Expr),
     /// Reads a register of the device and remembers it.
     Read(Reg),
+    /// The model enters a state.
+    Enter(State),
+    /// Moves the device's ring pointers, which can't be written, by frames that it sends to itself.
+    FastForward,
     /// Reads a register until these bits (mask) have this value, at most so many times.
     Await(Reg, u32, u32, u32),
     /// Takes the causes that the device reports into the virtual status.
@@ -68,9 +72,44 @@ pub struct Memory {
     pub live: &'static [Pages],
 }
 
+/// Ring pointers of a device that can be read but not written, and what a frame to itself needs.
+#[derive(Debug, Clone, Copy)]
+pub struct Pointers {
+    /// The position in the receive ring at which the device writes next.
+    pub position: Reg,
+    /// The number of the descriptor that the device sends next.
+    pub next: Reg,
+    /// Addresses and command registers of the descriptors.
+    pub descriptors: &'static [(Reg, Reg)],
+    /// Bits of a command register that say that the frame was sent.
+    pub sent: u32,
+    /// Bytes of the receive ring.
+    pub ring: Expr,
+    /// The receive ring's window.
+    pub window: WindowId,
+    /// The register that tells the device where the receive ring is.
+    pub base: Reg,
+    /// The register by which the driver says how far it has read, and what it is behind the position.
+    pub read: (Reg, u32),
+    /// Receive and transmit configuration.
+    pub config: (Reg, Reg),
+    /// Value of the transmit configuration for sending to itself.
+    pub loopback: u32,
+    /// Bits of the receive configuration: accept broadcasts; accept the station address.
+    pub accept: (u32, u32),
+    /// The register that starts receiver and transmitter, and its value for both.
+    pub enable: (Reg, u32),
+    /// Bytes that the ring needs beyond a frame, and to what the sum is rounded.
+    pub overhead: (u32, u32),
+    /// Status bit that makes the driver start its ring anew, when the pointers can't be moved.
+    pub restart: u32,
+}
+
 /// How the device is given from one guest to another.
 #[derive(Debug, Clone, Copy)]
 pub struct Context {
+    /// Brings the model up to date before it is asked whether the device is reusable.
+    pub settle: &'static [Step],
     /// Stops the device at a packet boundary; it is reusable already, or the monitor forces it.
     pub freeze: &'static [Step],
     /// Saves what the model doesn't know from the requests it saw.
@@ -79,4 +118,6 @@ pub struct Context {
     pub restore: &'static [Step],
     /// Memory on the card.
     pub memory: Option<Memory>,
+    /// Ring pointers.
+    pub pointers: Option<Pointers>,
 }

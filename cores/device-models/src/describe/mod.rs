@@ -18,7 +18,7 @@ mod register;
 mod transition;
 mod validate;
 
-pub use context::{Context, Memory, Pages, Step};
+pub use context::{Context, Memory, Pages, Pointers, Step};
 pub(crate) use expr::Named;
 pub use expr::{Cond, Expr, Values};
 pub use register::{Class, Register, Returns, Store, register};
@@ -90,6 +90,17 @@ pub enum Direction {
     DeviceWrites,
 }
 
+/// A check in advance, with the largest length that any request could name: requests need none any more then (spec nics 0.4).
+#[derive(Debug, Clone, Copy)]
+pub struct Standing {
+    /// That length.
+    pub length: Expr,
+    /// The state when it is granted.
+    pub granted: State,
+    /// The state when each use has to be checked.
+    pub each: State,
+}
+
 /// Memory that the device touches by itself. The fields speak of the registers as the *device* holds them, and nothing here refers
 /// to states or checks: explorations and tests judge the transitions by it.
 #[derive(Debug, Clone, Copy)]
@@ -106,6 +117,10 @@ pub struct Window {
     pub length: Expr,
     /// When the device may use it.
     pub active: Cond,
+    /// A check in advance, if there is one.
+    pub standing: Option<Standing>,
+    /// No guest is ever granted it: it stands here so that explorations see when the device could use it.
+    pub never: bool,
 }
 
 /// Interrupt status and mask, which the guest sees as virtual registers only.
@@ -121,6 +136,8 @@ pub struct Interrupts {
     pub derived: u32,
     /// Value of the device's own mask while a guest holds it.
     pub physical_mask: u32,
+    /// Registers that say more about a cause: remembered whenever causes are taken, and answered from there.
+    pub latched: &'static [Reg],
     /// Bit that tells the driver of a failed request (policy `device error`), where the driver has a way to recover from it.
     pub error: Option<u32>,
 }
@@ -208,6 +225,9 @@ pub struct Device {
     pub reusable: &'static [State],
     /// Stopping, saving, restoring.
     pub context: Context,
+    /// Explorations, each of which leaves these registers at their value after reset: parts of the device that don't depend on each
+    /// other are explored one by one. One empty list: all at once.
+    pub slices: &'static [&'static [Reg]],
 }
 
 impl Device {

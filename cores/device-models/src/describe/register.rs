@@ -87,6 +87,8 @@ pub struct Register {
     /// Values that stand for all, one per case that the model or the device tells apart: exploration and grammar use them. The
     /// exploration leaves registers without values at their reset value.
     pub values: &'static [u32],
+    /// Bits that the device clears, that it sets, and the causes that it reports, by itself when it is done with a request.
+    pub becomes: Option<(u32, u32, u32)>,
     /// Reads answer with this register's value instead.
     pub mirrors: Option<Reg>,
     /// What it is.
@@ -109,6 +111,7 @@ pub const fn register(name: &'static str, offset: u32) -> Register {
         returns: Returns::Any,
         late: false,
         values: &[],
+        becomes: None,
         mirrors: None,
         about: "",
     }
@@ -191,6 +194,11 @@ impl Register {
         self.values = values;
         self
     }
+    /// The device clears and sets these bits by itself, and reports these causes.
+    pub const fn becomes(mut self, clear: u32, set: u32, causes: u32) -> Self {
+        self.becomes = Some((clear, set, causes));
+        self
+    }
     /// A read-only copy of another register.
     pub const fn mirrors(mut self, reg: Reg) -> Self {
         self.mirrors = Some(reg);
@@ -207,11 +215,31 @@ impl Register {
         if self.width >= 4 { u32::MAX } else { (1 << (self.width * 8)) - 1 }
     }
 
+    /// The value that stands for `value` in explorations: registers without values that stand for all are as after reset, what the
+    /// model counts is rounded down to one of the values.
+    pub fn abstracted(&self, value: u32) -> u32 {
+        if self.offset.is_none() && !self.values.is_empty() {
+            self.values.iter().copied().filter(|&known| known <= value).max().unwrap_or(0)
+        } else if self.values.is_empty() || self.span > self.width as u32 {
+            self.reset
+        } else {
+            value
+        }
+    }
+
     /// Whether `offset` in bank `bank` means this register.
     pub fn is_at(&self, offset: u32, bank: u8) -> bool {
         let covers = |start: u32| offset >= start && offset - start < self.span;
         self.banks >> bank & 1 == 1
             && (self.offset.is_some_and(covers) || self.aliases.iter().any(|&start| covers(start)))
+    }
+
+    /// What the device holds after a write of `value` over `old`, as far as it is the writer's.
+    pub fn held(&self, old: u32, value: u32) -> u32 {
+        match self.store {
+            Store::Plain(_) | Store::ClearOnes(_) => value & self.mask(),
+            Store::Sticky(_) => self.stored(old, value),
+        }
     }
 
     /// What a write of `value` makes of `old`.

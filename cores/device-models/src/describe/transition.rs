@@ -32,6 +32,9 @@ pub enum Permission {
 pub enum Check {
     /// The window must lie wholly in what was granted; it is translated and remembered.
     Window(WindowId),
+    /// Never refuses: the window is granted with the length of its [`Standing`](super::Standing) if it can be, and the component enters
+    /// the state that says so; otherwise it enters the other one, and each use has to be checked by itself.
+    Standing(WindowId),
     /// The condition must hold; the text says what it stands for.
     Rule(&'static str, Cond),
     /// Never: the request is refused in these states, with these values. The text says why.
@@ -53,6 +56,9 @@ pub enum Effect {
     Store(Reg, Expr),
     /// The monitor writes a register of the device, before the request itself is forwarded. Nothing in the reference emulation.
     Device(Reg, Expr),
+    /// The monitor reads a register, and tells the model what it returned. For a cause that says that something is done, but not what:
+    /// the guest may have started the next thing since.
+    Look(Reg),
     /// The guest's read is answered with this; it doesn't reach the device.
     Answer(Expr),
     /// A validated window is forgotten.

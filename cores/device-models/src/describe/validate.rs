@@ -51,7 +51,7 @@ fn classes(device: &Device, transition: &Transition, found: &mut Vec<String>) {
             {
                 found.push(format!("{}: writes are checked, but its class says {class:?}", name(reg)));
             }
-            if transition.checks.iter().any(|check| matches!(check, Check::Window(_))) && class == Some(Class::Free) {
+            if transition.checks.iter().any(|check| matches!(check, Check::Window(_) | Check::Standing(_))) && class == Some(Class::Free) {
                 found.push(format!("{}: starts DMA, but its class is F", name(reg)));
             }
         }

@@ -41,7 +41,7 @@ pub const MEMORY_END: u32 = 0x8000;
 pub const LONGEST: u64 = 1518;
 
 table! { REGISTERS: Register => Reg {
-    CR = register("CR", 0x0).class(Class::Free, Class::Dma).reset(0x21).store(Store::Sticky(TXP)).returns(Returns::Bits(TXP))
+    CR = register("CR", 0x0).class(Class::Free, Class::Dma).reset(0x21).store(Store::Sticky(TXP)).returns(Returns::Bits(TXP)).becomes(TXP, 0, PTX)
         .values(&[0x21, 0x22, 0x61, 0x62, 0x26, 0x0A, 0x12, 0x16, 0x1A, 0x02]).about("stop, start, transmit, remote transfer, bank");
     PSTART = register("PSTART", 0x1).banks(PAGE0).writes(Class::Check).late().values(&[0x00, 0x4C]).about("first page of the ring");
     PSTOP = register("PSTOP", 0x2).banks(PAGE0).writes(Class::Check).late().values(&[0x80, 0xFF]).about("page after the ring");
@@ -62,14 +62,14 @@ table! { REGISTERS: Register => Reg {
     IMR = register("IMR", 0xF).banks(PAGE0).writes(Class::Virtual).store(Store::Plain(0x7F)).about("interrupt mask");
     CLDA0 = register("CLDA0", 0x1).banks(PAGE0).reads(Class::Free);
     CLDA1 = register("CLDA1", 0x2).banks(PAGE0).reads(Class::Free);
-    TSR = register("TSR", 0x4).banks(PAGE0).reads(Class::Free).about("transmit status");
-    NCR = register("NCR", 0x5).banks(PAGE0).reads(Class::Free).about("collisions");
+    TSR = register("TSR", 0x4).banks(PAGE0).reads(Class::Free).returns(Returns::Shadow).about("transmit status");
+    NCR = register("NCR", 0x5).banks(PAGE0).reads(Class::Free).returns(Returns::Shadow).about("collisions");
     FIFO = register("FIFO", 0x6).banks(PAGE0).reads(Class::Free);
     CRDA0 = register("CRDA0", 0x8).banks(PAGE0).reads(Class::Free).about("remote address now, low byte");
     CRDA1 = register("CRDA1", 0x9).banks(PAGE0).reads(Class::Free).about("remote address now, high byte");
     ID0 = register("8029ID0", 0xA).banks(PAGE0).reads(Class::Deny).reset(0x50);
     ID1 = register("8029ID1", 0xB).banks(PAGE0).reads(Class::Deny).reset(0x43);
-    RSR = register("RSR", 0xC).banks(PAGE0).reads(Class::Free).about("receive status");
+    RSR = register("RSR", 0xC).banks(PAGE0).reads(Class::Free).returns(Returns::Shadow).about("receive status");
     CNTR0 = register("CNTR0", 0xD).banks(PAGE0).reads(Class::Free).about("alignment errors, clears");
     CNTR1 = register("CNTR1", 0xE).banks(PAGE0).reads(Class::Free).about("CRC errors, clears");
     CNTR2 = register("CNTR2", 0xF).banks(PAGE0).reads(Class::Free).about("missed frames, clears");
@@ -124,6 +124,8 @@ table! { WINDOWS: Window => WindowId {
         base: Expr::Shl(&Expr::Reg(PSTART), 8),
         length: Expr::If(&RING_SANE, &Expr::Shl(&Expr::Minus(&Expr::Reg(PSTOP), &Expr::Reg(PSTART)), 8), &ENDLESS),
         active: Cond::All(&[Cond::Clear(CR, STP), Cond::Clear(RCR, MON)]),
+        standing: None,
+        never: false,
     };
     FRAME = Window {
         name: "frame to send",
@@ -132,6 +134,8 @@ table! { WINDOWS: Window => WindowId {
         base: Expr::Shl(&Expr::Reg(TPSR), 8),
         length: TBCR,
         active: Cond::Set(CR, TXP),
+        standing: None,
+        never: false,
     };
     REMOTE = Window {
         name: "remote write",
@@ -141,6 +145,8 @@ table! { WINDOWS: Window => WindowId {
         // A dword written as the last access goes up to three bytes further than the count.
         length: Expr::If(&WRAPS, &Expr::Minus(&Expr::Shl(&Expr::Reg(PSTOP), 8), &RSAR), &Expr::Sum(&[RBCR, Expr::Const(3)])),
         active: REMOTE_WRITE,
+        standing: None,
+        never: false,
     };
     WRAPPED = Window {
         name: "remote write behind the ring's end",
@@ -149,6 +155,8 @@ table! { WINDOWS: Window => WindowId {
         base: Expr::Shl(&Expr::Reg(PSTART), 8),
         length: Expr::Minus(&REMOTE_END, &Expr::Shl(&Expr::Reg(PSTOP), 8)),
         active: Cond::All(&[REMOTE_WRITE, WRAPS]),
+        standing: None,
+        never: true,
     };
 } }
 
@@ -186,6 +194,7 @@ const AT_WRAPPED: Expr = Expr::If(
     &Expr::Minus(&Expr::Sum(&[AT, Expr::Shl(&Expr::Reg(PSTART), 8)]), &Expr::Shl(&Expr::Reg(PSTOP), 8)),
     &AT,
 );
+const MOVING: Cond = Cond::Any(&[Cond::In(RDMA_READ), Cond::In(RDMA_WRITE)]);
 /// The station PROM: each byte of the address twice, 57h at the end.
 const PROM: &[Expr] = &[
     Expr::Reg(MAC0), Expr::Reg(MAC1), Expr::Reg(MAC2), Expr::Reg(MAC3), Expr::Reg(MAC4), Expr::Reg(MAC5),
@@ -201,7 +210,9 @@ const LAST: Cond = Cond::Not(&MORE);
 const COUNT: Effect = Effect::Store(LEFT, Expr::Minus(&Expr::Reg(LEFT), &Expr::AccessSize));
 const ADVANCE: Effect = Effect::Store(POS, Expr::Sum(&[Expr::Reg(POS), Expr::AccessSize]));
 const DONE: &[Effect] = &[Effect::Store(LEFT, Expr::Const(0)), Effect::Enter(RDMA_IDLE), Effect::Raise(RDC)];
-const STEERING: Check = Check::Refuse("the registers of a remote transfer stay as they are while it runs");
+const STEERING: Check = Check::Refuse("the registers of a remote transfer stay as they are until it is aborted (CR bit 5)");
+/// A remote command stands in CR. Cards differ in whether one that is complete goes on when it gets a new count.
+const COMMANDED: Cond = Cond::Clear(CR, 0x20);
 const SENDING: Check = Check::Refuse("the registers of a frame stay as they are while it is sent");
 const ACTIVE: &[State] = &[RDMA_READ, RDMA_WRITE, RDMA_PROM];
 
@@ -247,12 +258,12 @@ const TRANSITIONS: &[Transition] = &[
     on(Event::Read(DATA)).states(&[RDMA_PROM]).then(&[Effect::Answer(PROM_DWORD), ADVANCE]),
     on(Event::Read(DATA)).states(&[RDMA_PROM]).given(MORE).then(&[COUNT]),
     on(Event::Read(DATA)).states(&[RDMA_PROM]).given(LAST).then(DONE),
-    on(Event::Write(RSAR0)).states(ACTIVE).checks(&[STEERING]),
-    on(Event::Write(RSAR1)).states(ACTIVE).checks(&[STEERING]),
-    on(Event::Write(RBCR0)).states(ACTIVE).checks(&[STEERING]),
-    on(Event::Write(RBCR1)).states(ACTIVE).checks(&[STEERING]),
-    on(Event::Write(PSTART)).states(ACTIVE).checks(&[STEERING]),
-    on(Event::Write(PSTOP)).states(ACTIVE).checks(&[STEERING]),
+    on(Event::Write(RSAR0)).given(COMMANDED).checks(&[STEERING]),
+    on(Event::Write(RSAR1)).given(COMMANDED).checks(&[STEERING]),
+    on(Event::Write(RBCR0)).given(COMMANDED).checks(&[STEERING]),
+    on(Event::Write(RBCR1)).given(COMMANDED).checks(&[STEERING]),
+    on(Event::Write(PSTART)).given(COMMANDED).checks(&[STEERING]),
+    on(Event::Write(PSTOP)).given(COMMANDED).checks(&[STEERING]),
     on(Event::Write(TPSR)).states(&[TX_BUSY]).checks(&[SENDING]),
     on(Event::Write(TBCR0)).states(&[TX_BUSY]).checks(&[SENDING]),
     on(Event::Write(TBCR1)).states(&[TX_BUSY]).checks(&[SENDING]),
@@ -275,9 +286,9 @@ const TRANSITIONS: &[Transition] = &[
     address!(PAR0, MAC0), address!(PAR1, MAC1), address!(PAR2, MAC2), address!(PAR3, MAC3), address!(PAR4, MAC4), address!(PAR5, MAC5),
     // The reset port, and what the device reports.
     on(Event::Read(RESET)).then(&[Effect::Reset, Effect::Answer(Expr::Const(0))]),
-    on(Event::Cause(PTX | TXE)).then(&[Effect::Enter(TX_IDLE), Effect::Store(CR, Expr::And(&Expr::Reg(CR), !TXP as u64))]),
-    on(Event::Returned(CR)).states(&[TX_BUSY]).given(Cond::Clear(CR, TXP)).then(&[Effect::Enter(TX_IDLE)])
-        .about("the frame is gone, its interrupt is on its way"),
+    on(Event::Cause(PTX | TXE)).states(&[TX_BUSY]).then(&[Effect::Look(CR)])
+        .about("the cause may be that of an earlier frame: TXP says whether the card sends"),
+    on(Event::Returned(CR)).given(Cond::Clear(CR, TXP)).then(&[Effect::Enter(TX_IDLE)]),
 ];
 
 
@@ -290,6 +301,7 @@ const LOW: u64 = 0xFF;
 const HALT: Expr = Expr::Const(0x21);
 
 const CONTEXT: Context = Context {
+    settle: &[Step::Harvest, Step::Read(CR)],
     freeze: &[Step::Write(CR, HALT), Step::Await(ISR, RST, RST, 10_000), Step::Harvest],
     save: &[Step::Read(CURR), Step::SaveMemory],
     restore: &[
@@ -301,11 +313,17 @@ const CONTEXT: Context = Context {
         Step::Recheck,
         Step::All(put!(DCR, PSTART, PSTOP, BNRY, PAR0, PAR1, PAR2, PAR3, PAR4, PAR5, CURR)),
         Step::All(put!(MAR0, MAR1, MAR2, MAR3, MAR4, MAR5, MAR6, MAR7, TPSR, TBCR0, TBCR1, TCR)),
+        Step::All(put!(RSAR0, RSAR1, RBCR0, RBCR1)),
         // A remote transfer goes on where it was.
-        Step::Write(RSAR0, Expr::And(&AT_WRAPPED, LOW)),
-        Step::Write(RSAR1, Expr::Shr(&Expr::And(&AT_WRAPPED, 0xFF00), 8)),
-        Step::Write(RBCR0, Expr::And(&Expr::Reg(LEFT), LOW)),
-        Step::Write(RBCR1, Expr::Shr(&Expr::And(&Expr::Reg(LEFT), 0xFF00), 8)),
+        Step::If(
+            MOVING,
+            &[
+                Step::Write(RSAR0, Expr::And(&AT_WRAPPED, LOW)),
+                Step::Write(RSAR1, Expr::Shr(&Expr::And(&AT_WRAPPED, 0xFF00), 8)),
+                Step::Write(RBCR0, Expr::And(&Expr::Reg(LEFT), LOW)),
+                Step::Write(RBCR1, Expr::Shr(&Expr::And(&Expr::Reg(LEFT), 0xFF00), 8)),
+            ],
+        ),
         Step::Write(ISR, Expr::Const(0x7F)),
         Step::Write(IMR, Expr::Const(PHYSICAL_MASK as u64)),
         Step::Write(RCR, Expr::Reg(RCR)),
@@ -336,6 +354,7 @@ const CONTEXT: Context = Context {
             Pages::Written,
         ],
     }),
+    pointers: None,
 };
 
 /// Bank and run bits of the guest's CR.
@@ -362,8 +381,10 @@ pub static NE2000: Device = Device {
         line: 0x7F,
         derived: RDC | RST,
         physical_mask: PHYSICAL_MASK,
+        latched: &[TSR, NCR, RSR],
         error: Some(TXE),
     },
     reusable: &[TX_IDLE],
     context: CONTEXT,
+    slices: &[&[]],
 };

@@ -5,7 +5,7 @@ use super::{SHORTEST, multicast_index};
 use crate::describe::{Class, Direction, Event, Reg};
 use crate::devices::ne2000::{
     BNRY, CNTR0, CNTR1, CNTR2, CR, CRDA0, CRDA1, CURR, DATA, MAC0, MAR0, MON, NE2000, OVW, PAR0, PRO, PRX, PSTART, PSTOP, PTX, RCR,
-    RDMA_IDLE, RDMA_WRITE, RESET, RSAR0, RSAR1, RSR, RUNNING, TBCR0, TBCR1, TPSR, TSR, TX_BUSY,
+    RDMA_IDLE, RDMA_WRITE, RESET, RSAR0, RSAR1, RSR, RUNNING, TBCR0, TBCR1, TPSR, TSR, TX_BUSY, TX_IDLE, TXP,
 };
 use crate::graph::{Graph, truncated};
 use crate::physical::{DeviceError, Mapping, PhysicalDevice, Touch};
@@ -80,6 +80,8 @@ impl Ne2000 {
         self.touch(Direction::DeviceReads, base, length, "frame to send");
         self.sent.push(frame);
         self.graph.set(TSR, 1);
+        self.graph.set(CR, self.value(CR) & !TXP);
+        self.graph.enter(TX_IDLE);
         self.cause(PTX);
     }
 

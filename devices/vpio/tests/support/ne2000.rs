@@ -171,8 +171,12 @@ impl Driver {
                 break;
             }
             let header = self.fetch(ports, page, 0, 4);
-            let length = u16::from_le_bytes([header[2], header[3]]) - 4;
-            assert!((60..=1518).contains(&length) && header[0] & 1 == 1, "a sane header at page {page:X}: {header:X?}");
+            let count = u16::from_le_bytes([header[2], header[3]]);
+            assert!(
+                (64..=1522).contains(&count) && header[0] & 1 == 1,
+                "a sane header at page {page:X} (boundary {boundary:X}, current {current:X}): {header:X?}"
+            );
+            let length = count - 4;
             let body = self.fetch(ports, page, 4, length);
             frames.push(body);
             let next = header[1];
