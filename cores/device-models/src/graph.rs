@@ -48,12 +48,25 @@ pub struct Graph {
     pub(crate) states: Vec<u8>,
 }
 
+/// What an expression sees of an access: bytes, and the value that is written.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Given {
+    pub size: u32,
+    pub written: u32,
+}
+
+impl Given {
+    pub fn size(bytes: u8) -> Self {
+        Self { size: u32::from(bytes), written: 0 }
+    }
+}
+
 /// What an expression sees while an event is treated.
 pub(crate) struct View<'a> {
     pub graph: &'a Graph,
     /// The register that is being written or was returned, with its new value.
     pub overlay: Option<(Reg, u32)>,
-    pub size: u32,
+    pub access: Given,
     pub bases: &'a dyn Fn(WindowId) -> u64,
 }
 
@@ -68,7 +81,10 @@ impl Values for View<'_> {
         &self.graph.states
     }
     fn access_size(&self) -> u32 {
-        self.size
+        self.access.size
+    }
+    fn written(&self) -> u32 {
+        self.access.written
     }
     fn device_base(&self, window: WindowId) -> u64 {
         (self.bases)(window)
@@ -171,9 +187,9 @@ impl Graph {
         device: &'static Device,
         event: Event,
         overlay: Option<(Reg, u32)>,
-        size: u32,
+        access: Given,
     ) -> Vec<&'static Transition> {
-        let view = View { graph: self, overlay, size, bases: &no_base };
+        let view = View { graph: self, overlay, access, bases: &no_base };
         device
             .transitions
             .iter()
@@ -190,7 +206,7 @@ impl Graph {
         &mut self,
         device: &'static Device,
         transitions: &[&'static Transition],
-        size: u32,
+        access: Given,
         bases: &dyn Fn(WindowId) -> u64,
         other: &mut dyn FnMut(&Effect, &View<'_>),
     ) {
@@ -200,24 +216,24 @@ impl Graph {
                 Effect::Raise(bits) => self.values[device.interrupts.status.index()] |= bits,
                 Effect::Lower(bits) => self.values[device.interrupts.status.index()] &= !bits,
                 Effect::Store(reg, expr) => {
-                    let value = expr.value(&View { graph: self, overlay: None, size, bases });
+                    let value = expr.value(&View { graph: self, overlay: None, access, bases });
                     let mask = device.register(*reg).mask();
                     self.values[reg.index()] = u32::try_from(value & u64::from(mask)).unwrap_or(mask);
                 }
                 Effect::Reset => self.reset(device),
                 Effect::Device(..) | Effect::Forget(_) | Effect::Answer(_) | Effect::Look(_) => {}
             }
-            other(effect, &View { graph: self, overlay: None, size, bases });
+            other(effect, &View { graph: self, overlay: None, access, bases });
         }
     }
 
     /// An event without a monitor: the transitions fire, checks are not looked at. For the reference emulation.
-    pub(crate) fn happen(&mut self, device: &'static Device, event: Event, overlay: Option<(Reg, u32)>, size: u32) {
-        let firing = self.firing(device, event, overlay, size);
+    pub(crate) fn happen(&mut self, device: &'static Device, event: Event, overlay: Option<(Reg, u32)>, access: Given) {
+        let firing = self.firing(device, event, overlay, access);
         if let Some((reg, value)) = overlay {
             self.values[reg.index()] = value;
         }
-        self.perform(device, &firing, size, &no_base, &mut |_, _| {});
+        self.perform(device, &firing, access, &no_base, &mut |_, _| {});
     }
 
     /// Whether the virtual interrupt line is up.

@@ -10,9 +10,9 @@
 use thiserror::Error;
 
 use crate::describe::{
-    Check, Class, Device, Direction, Effect, Event, Permission, Pointers, Reg, Returns, Space, State, Store, Values, Window, WindowId,
+    Check, Class, Device, Direction, Effect, Event, Expr, Permission, Pointers, Reg, Returns, Space, State, Store, Values, Window, WindowId,
 };
-use crate::graph::{Access, Graph, Piece, View, no_base, truncated};
+use crate::graph::{Access, Given, Graph, Piece, View, no_base, truncated};
 
 /// A window that was validated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -159,6 +159,12 @@ impl Model {
         &mut self.graph
     }
 
+    /// The value of an expression, with the device's addresses of validated windows.
+    pub fn number(&self, expr: &Expr) -> u64 {
+        let bases = |id: WindowId| self.windows[id.index()].map_or(0, |window| window.device_base);
+        expr.value(&View { graph: &self.graph, overlay: None, access: Given::default(), bases: &bases })
+    }
+
     /// The validated windows.
     pub fn windows(&self) -> &[Option<Granted>] {
         &self.windows
@@ -241,10 +247,10 @@ impl Model {
             old & !mask | value << (8 * piece.skip) & mask
         };
         let stored = register.stored(old, whole);
-        let size = u32::from(piece.bytes);
+        let access = Given { size: u32::from(piece.bytes), written: whole };
         // Conditions see the bits as written: a write of ones to clear means those ones.
         let seen = if matches!(register.store, Store::ClearOnes(_)) { whole } else { stored };
-        let firing = self.graph.firing(self.device, Event::Write(reg), Some((reg, seen)), size);
+        let firing = self.graph.firing(self.device, Event::Write(reg), Some((reg, seen)), access);
         let mut writes = Writes {
             forward: Graph::reaches(class).then_some(truncated(value, piece.bytes)),
             decided: firing.iter().any(|transition| !transition.checks.is_empty()),
@@ -254,7 +260,7 @@ impl Model {
         if writes.decided {
             let mut granted: Vec<(WindowId, Granted)> = Vec::new();
             for check in firing.iter().flat_map(|transition| transition.checks) {
-                let view = View { graph: &self.graph, overlay: Some((reg, seen)), size, bases: &no_base };
+                let view = View { graph: &self.graph, overlay: Some((reg, seen)), access, bases: &no_base };
                 if let Check::Standing(id) = check {
                     standing.push((*id, check_standing(&self.device.windows[id.index()], &view, grants)));
                     continue;
@@ -285,7 +291,7 @@ impl Model {
         let windows = &mut self.windows;
         let bases: Vec<u64> = windows.iter().map(|window| window.map_or(0, |window| window.device_base)).collect();
         let mut forgotten = Vec::new();
-        self.graph.perform(self.device, &firing, size, &|id| bases[id.index()], &mut |effect, view| match effect {
+        self.graph.perform(self.device, &firing, access, &|id| bases[id.index()], &mut |effect, view| match effect {
             Effect::Device(reg, expr) => {
                 let value = expr.value(view) & u64::from(self.device.register(*reg).mask());
                 writes.before.push((*reg, u32::try_from(value).unwrap_or(u32::MAX)));
@@ -308,9 +314,9 @@ impl Model {
     pub fn read(&mut self, piece: Piece, grants: &mut dyn Grants) -> Reads {
         let Some(reg) = piece.reg else { return Reads::Answer(0, false) };
         let register = self.device.register(reg);
-        let firing = self.graph.firing(self.device, Event::Read(reg), None, u32::from(piece.bytes));
+        let firing = self.graph.firing(self.device, Event::Read(reg), None, Given::size(piece.bytes));
         let (mut answer, mut reset) = (None, false);
-        self.graph.perform(self.device, &firing, u32::from(piece.bytes), &no_base, &mut |effect, view| match effect {
+        self.graph.perform(self.device, &firing, Given::size(piece.bytes), &no_base, &mut |effect, view| match effect {
             Effect::Answer(expr) => answer = Some(u32::try_from(expr.value(view) & 0xFFFF_FFFF).unwrap_or(0)),
             Effect::Reset => reset = true,
             _ => {}
@@ -363,11 +369,11 @@ impl Model {
             }
         };
         if register.span <= u32::from(register.width) {
-            let firing = self.graph.firing(self.device, Event::Returned(reg), Some((reg, shown)), u32::from(piece.bytes));
+            let firing = self.graph.firing(self.device, Event::Returned(reg), Some((reg, shown)), Given::size(piece.bytes));
             if !matches!(register.returns, Returns::Any) {
                 self.graph.set(reg, shown);
             }
-            self.graph.perform(self.device, &firing, u32::from(piece.bytes), &no_base, &mut |_, _| {});
+            self.graph.perform(self.device, &firing, Given::size(piece.bytes), &no_base, &mut |_, _| {});
         }
         Shown { value: shown, disbelief }
     }
@@ -380,9 +386,9 @@ impl Model {
         let causes = causes & !interrupts.derived;
         let status = self.graph.value(interrupts.status) | causes;
         self.graph.set(interrupts.status, status);
-        let firing = self.graph.firing(self.device, Event::Cause(causes), None, 0);
+        let firing = self.graph.firing(self.device, Event::Cause(causes), None, Given::default());
         let mut looks = Vec::new();
-        self.graph.perform(self.device, &firing, 0, &no_base, &mut |effect, _| {
+        self.graph.perform(self.device, &firing, Given::default(), &no_base, &mut |effect, _| {
             if let Effect::Look(reg) = effect {
                 looks.push(*reg);
             }

@@ -152,3 +152,27 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 }
+#[cfg(test)]
+mod tests {
+    use device_models::devices::rtl8139::RTL8139;
+
+    use super::{SIZES, frames};
+
+    /// Every position of every ring with every next descriptor is reached by frames of legal sizes.
+    #[test]
+    fn every_position_is_reached() {
+        let pointers = RTL8139.context.pointers.as_ref().unwrap();
+        for ring in [8192, 16_384, 32_768, 65_536] {
+            for distance in (0..ring).step_by(4) {
+                for next in 0..4 {
+                    let sizes = frames(pointers, distance, ring, next).unwrap();
+                    assert!(sizes.iter().all(|size| (SIZES.0..=SIZES.1).contains(size)), "{distance} {next}: {sizes:?}");
+                    let total: u32 = sizes.iter().map(|size| (size + 8).next_multiple_of(4)).sum();
+                    assert_eq!((total % ring, sizes.len() % 4), (distance, next as usize));
+                    assert!(sizes.len() <= 96);
+                }
+            }
+            assert_eq!(frames(pointers, 2, ring, 0), None, "not a position");
+        }
+    }
+}

@@ -174,10 +174,14 @@ impl<P: PhysicalDevice> Monitor<P> {
             let piece = model.graph().piece(self.device, offset, access.size - done, access.write.is_some());
             self.guests[id.0].counters.requests += 1;
             match access.write {
-                Some(write) => match self.write(id.0, access.bar, piece, truncated(write >> (8 * done), piece.bytes))? {
-                    Answer::Done(_) => {}
-                    other => return Ok(other),
-                },
+                Some(write) => {
+                    // What is left of an access that was refused doesn't happen either.
+                    if let Some(refused) =
+                        self.write(id.0, access.bar, piece, truncated(write >> (8 * done), piece.bytes))?
+                    {
+                        return Ok(refused);
+                    }
+                }
                 None => value |= self.read(id.0, access.bar, piece)? << (8 * done),
             }
             done += piece.bytes;
@@ -199,7 +203,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    fn write(&mut self, at: usize, bar: u8, piece: Piece, value: u32) -> Result<Answer, MonitorError> {
+    fn write(&mut self, at: usize, bar: u8, piece: Piece, value: u32) -> Result<Option<Answer>, MonitorError> {
         let before = self.guests[at].model.windows().to_vec();
         let result = self.vet(at, |model, vetter| model.write(piece, value, vetter))?;
         let guest = &mut self.guests[at];
@@ -207,7 +211,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             Ok(writes) => writes,
             Err(refusal) => {
                 guest.counters.decisions += 1;
-                return Ok(self.fail(at, refusal));
+                return Ok(Some(self.fail(at, refusal)));
             }
         };
         guest.counters.decisions += u64::from(writes.decided);
@@ -226,7 +230,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         if writes.reset {
             self.bring_in(at)?;
         }
-        Ok(Answer::Done(0))
+        Ok(None)
     }
 
     fn read(&mut self, at: usize, bar: u8, piece: Piece) -> Result<u32, MonitorError> {

@@ -23,8 +23,10 @@ pub enum Switched {
 /// What of a guest lies in memory on the card.
 #[derive(Debug, Default)]
 pub(crate) struct CardMemory {
-    /// Pages that it wrote outside its receive ring.
+    /// Pages that it wrote, as far as they aren't all of its receive ring.
     written: BTreeSet<u32>,
+    /// Pages of receive rings that were granted since it got the device.
+    rings: BTreeSet<u32>,
     /// Contents, while the device is with another guest.
     saved: BTreeMap<u32, Vec<u32>>,
 }
@@ -90,6 +92,8 @@ impl<P: PhysicalDevice> Monitor<P> {
             self.set_bus_master(true)?;
         }
         self.harvested = false;
+        self.guests[to].card.rings.clear();
+        self.note_card_windows(to, &vec![None; self.device.windows.len()]);
         if let Some(memory) = &self.device.context.memory {
             self.current_at_start = self.guests[to].model.graph().value(memory.current);
         }
@@ -110,7 +114,7 @@ impl<P: PhysicalDevice> Monitor<P> {
                     self.guests[at].model.device_was_reset();
                 }
                 Step::Write(reg, ref expr) => {
-                    let value = self.guests[at].model.graph().number(expr);
+                    let value = self.guests[at].model.number(expr);
                     self.put(at, reg, u32::try_from(value & 0xFFFF_FFFF).unwrap_or(0))?;
                 }
                 Step::Read(reg) => self.remember(at, reg)?,
@@ -181,7 +185,9 @@ impl<P: PhysicalDevice> Monitor<P> {
             let Ok(base) = u32::try_from(granted.base) else { continue };
             let Ok(length) = u32::try_from(granted.length) else { continue };
             let pages = base / memory.page..=(base + length - 1) / memory.page;
-            if Some((*pages.start(), *pages.end() + 1)) != ring {
+            if Some((*pages.start(), *pages.end() + 1)) == ring {
+                guest.card.rings.extend(pages);
+            } else {
                 guest.card.written.extend(pages);
             }
         }
@@ -197,10 +203,8 @@ impl<P: PhysicalDevice> Monitor<P> {
         live.extend(self.guests[at].card.written.iter().copied().filter(|&page| !in_ring(page)));
         // A page inside the ring that the guest wrote itself is dirty as well.
         self.dirty.extend(&self.guests[at].card.written);
-        if let Some((start, stop)) = ring
-            && (moved || self.harvested)
-        {
-            self.dirty.extend(start..stop);
+        if moved || self.harvested {
+            self.dirty.extend(&self.guests[at].card.rings);
         }
         let mut saved = BTreeMap::new();
         for page in live.into_iter().filter(|page| (memory.from..memory.to).contains(&(page * memory.page))) {

@@ -1,6 +1,6 @@
 //! The device context: stopping, saving and restoring, as sequences of steps.
 
-use super::{Cond, Expr, Reg, State, WindowId};
+use super::{Cond, Expr, Reg, State};
 
 /// One step of a sequence. Registers are reached in whatever bank they lie.
 #[derive(Debug, Clone, Copy)]
@@ -85,8 +85,6 @@ pub struct Pointers {
     pub sent: u32,
     /// Bytes of the receive ring.
     pub ring: Expr,
-    /// The receive ring's window.
-    pub window: WindowId,
     /// The register that tells the device where the receive ring is.
     pub base: Reg,
     /// The register by which the driver says how far it has read, and what it is behind the position.

@@ -14,6 +14,10 @@ pub trait Values {
     fn access_size(&self) -> u32 {
         0
     }
+    /// The value that is being written, with the bits that the register doesn't keep.
+    fn written(&self) -> u32 {
+        0
+    }
     /// First byte of a validated window in the device's own addresses; 0 when it isn't validated.
     fn device_base(&self, _window: WindowId) -> u64 {
         0
@@ -43,6 +47,8 @@ pub enum Expr {
     Pick(&'static Expr, &'static [Expr]),
     /// The first when the condition holds, else the second.
     If(&'static Cond, &'static Expr, &'static Expr),
+    /// The value that is being written, with the bits that the register doesn't keep.
+    Written,
     /// Bytes of the access.
     AccessSize,
     /// First byte of a validated window, as the device must be told.
@@ -66,6 +72,7 @@ impl Expr {
                 table[at.min(table.len() - 1)].value(from)
             }
             Self::If(condition, yes, no) => if condition.holds(from) { yes } else { no }.value(from),
+            Self::Written => u64::from(from.written()),
             Self::AccessSize => u64::from(from.access_size()),
             Self::DeviceBase(window) => from.device_base(window),
         }
@@ -90,7 +97,7 @@ impl Expr {
                 yes.registers(seen);
                 no.registers(seen);
             }
-            Self::Const(_) | Self::AccessSize | Self::DeviceBase(_) => {}
+            Self::Const(_) | Self::Written | Self::AccessSize | Self::DeviceBase(_) => {}
         }
     }
 }
@@ -190,6 +197,7 @@ impl fmt::Display for Named<'_, Expr> {
             Expr::If(condition, yes, no) => {
                 write!(out, "({} ? {} : {})", Named(device, condition), Named(device, yes), Named(device, no))
             }
+            Expr::Written => write!(out, "written"),
             Expr::AccessSize => write!(out, "size"),
             Expr::DeviceBase(window) => write!(out, "translated({})", device.windows[window.index()].name),
         }

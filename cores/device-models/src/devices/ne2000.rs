@@ -45,7 +45,7 @@ table! { REGISTERS: Register => Reg {
         .values(&[0x21, 0x22, 0x61, 0x62, 0x26, 0x0A, 0x12, 0x16, 0x1A, 0x02]).about("stop, start, transmit, remote transfer, bank");
     PSTART = register("PSTART", 0x1).banks(PAGE0).writes(Class::Check).late().values(&[0x00, 0x4C]).about("first page of the ring");
     PSTOP = register("PSTOP", 0x2).banks(PAGE0).writes(Class::Check).late().values(&[0x80, 0xFF]).about("page after the ring");
-    BNRY = register("BNRY", 0x3).banks(PAGE0).class(Class::Free, Class::Check).returns(Returns::Shadow).late().values(&[0x4C, 0xFF])
+    BNRY = register("BNRY", 0x3).banks(PAGE0).class(Class::Free, Class::Check).returns(Returns::Shadow).late().values(&[0x4C])
         .about("last page the driver has read");
     TPSR = register("TPSR", 0x4).banks(PAGE0).writes(Class::Check).late().values(&[0x00, 0x40]).about("page of the frame to send");
     TBCR0 = register("TBCR0", 0x5).banks(PAGE0).writes(Class::Check).late().about("its length, low byte");
@@ -75,7 +75,7 @@ table! { REGISTERS: Register => Reg {
     CNTR2 = register("CNTR2", 0xF).banks(PAGE0).reads(Class::Free).about("missed frames, clears");
     PAR0 = par("PAR0", 0x1); PAR1 = par("PAR1", 0x2); PAR2 = par("PAR2", 0x3);
     PAR3 = par("PAR3", 0x4); PAR4 = par("PAR4", 0x5); PAR5 = par("PAR5", 0x6);
-    CURR = register("CURR", 0x7).banks(PAGE1).class(Class::Free, Class::Check).values(&[0x4C, 0xFF]).late()
+    CURR = register("CURR", 0x7).banks(PAGE1).class(Class::Free, Class::Check).values(&[0x4C]).late()
         .returns(Returns::Within(Expr::Reg(PSTART), Expr::Reg(PSTOP))).about("page the next frame goes to");
     MAR0 = mar("MAR0", 0x8); MAR1 = mar("MAR1", 0x9); MAR2 = mar("MAR2", 0xA); MAR3 = mar("MAR3", 0xB);
     MAR4 = mar("MAR4", 0xC); MAR5 = mar("MAR5", 0xD); MAR6 = mar("MAR6", 0xE); MAR7 = mar("MAR7", 0xF);
@@ -280,7 +280,7 @@ const TRANSITIONS: &[Transition] = &[
     on(Event::Write(PSTOP)).states(&[RUNNING]).given(LISTENS).checks(RING_CHECKS),
     on(Event::Write(CURR)).states(&[RUNNING]).given(LISTENS).checks(RING_CHECKS),
     on(Event::Write(BNRY)).states(&[RUNNING]).given(Cond::All(&[LISTENS, Cond::Not(&RING_SANE)]))
-        .checks(&[Check::Refuse("BNRY lies in the ring")]).about("once per packet: a value in the ring needs no decision"),
+        .checks(&[Check::Refuse("BNRY must lie in the ring")]).about("once per packet: a value in the ring needs no decision"),
     on(Event::Write(RCR)).states(&[RUNNING, UNCHECKED]).given(LISTENS).checks(RING_CHECKS).then(&[Effect::Enter(CHECKED)]),
     on(Event::Write(RCR)).given(Cond::Set(RCR, PRO)).checks(&[Check::Allowed(Permission::Promiscuous)]),
     address!(PAR0, MAC0), address!(PAR1, MAC1), address!(PAR2, MAC2), address!(PAR3, MAC3), address!(PAR4, MAC4), address!(PAR5, MAC5),

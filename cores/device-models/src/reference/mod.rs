@@ -2,6 +2,7 @@
 //! with packets. They believe their driver as real devices do: what a monitor must prevent, they do.
 
 pub mod ne2000;
+pub mod rtl8139;
 
 /// Length of an Ethernet frame without CRC that is at least sent.
 pub const SHORTEST: usize = 60;

@@ -7,7 +7,7 @@ use crate::devices::ne2000::{
     BNRY, CNTR0, CNTR1, CNTR2, CR, CRDA0, CRDA1, CURR, DATA, MAC0, MAR0, MON, NE2000, OVW, PAR0, PRO, PRX, PSTART, PSTOP, PTX, RCR,
     RDMA_IDLE, RDMA_WRITE, RESET, RSAR0, RSAR1, RSR, RUNNING, TBCR0, TBCR1, TPSR, TSR, TX_BUSY, TX_IDLE, TXP,
 };
-use crate::graph::{Graph, truncated};
+use crate::graph::{Given, Graph, truncated};
 use crate::physical::{DeviceError, Mapping, PhysicalDevice, Touch};
 
 const PAGE: usize = 256;
@@ -149,7 +149,7 @@ impl Ne2000 {
     fn cause(&mut self, causes: u32) {
         let status = NE2000.interrupts.status;
         self.graph.set(status, self.value(status) | causes);
-        self.graph.happen(&NE2000, Event::Cause(causes), None, 0);
+        self.graph.happen(&NE2000, Event::Cause(causes), None, Given::default());
     }
 
     /// The next byte of the remote transfer: through the end of the ring to its start, as the data sheet says.
@@ -172,7 +172,7 @@ impl Ne2000 {
                     self.touch(Direction::DeviceWrites, at, 1, "remote write");
                 }
             }
-            self.graph.happen(&NE2000, Event::Write(reg), None, u32::from(bytes));
+            self.graph.happen(&NE2000, Event::Write(reg), None, Given::size(bytes));
             return;
         }
         if matches!(register.write, None | Some(Class::Deny)) || reg == RESET {
@@ -182,7 +182,7 @@ impl Ne2000 {
             self.at = low(self.value(RSAR0) | self.value(RSAR1) << 8);
         }
         let stored = register.stored(self.value(reg), value & register.mask());
-        self.graph.happen(&NE2000, Event::Write(reg), Some((reg, stored)), u32::from(bytes));
+        self.graph.happen(&NE2000, Event::Write(reg), Some((reg, stored)), Given { size: u32::from(bytes), written: value });
     }
 
     fn read_register(&mut self, reg: Reg, bytes: u8) -> u32 {
@@ -200,7 +200,7 @@ impl Ne2000 {
         } else if [CNTR0, CNTR1, CNTR2].contains(&reg) {
             self.graph.set(reg, 0);
         }
-        self.graph.happen(&NE2000, Event::Read(reg), None, u32::from(bytes));
+        self.graph.happen(&NE2000, Event::Read(reg), None, Given::size(bytes));
         value
     }
 }
