@@ -33,15 +33,20 @@ pub trait Choices {
 impl Grammar {
     /// The grammar of `device`.
     pub fn new(device: &'static Device) -> Self {
-        let banks: Vec<u8> = device.bank.as_ref().map_or(vec![0], |bank| {
-            (0..=u8::try_from(bank.mask).unwrap_or(0)).collect()
-        });
+        let banks: Vec<u8> =
+            device.bank.as_ref().map_or(vec![0], |bank| (0..=u8::try_from(bank.mask).unwrap_or(0)).collect());
         let mut productions = Vec::new();
         for (reg, register) in device.numbered() {
             for offset in register.offset.iter().chain(register.aliases) {
                 for &bank in banks.iter().filter(|&&bank| register.banks >> bank & 1 == 1) {
                     let writable = register.write.is_some();
-                    productions.push(Production { reg, offset: *offset, bank, width: register.width, writable });
+                    productions.push(Production {
+                        reg,
+                        offset: *offset,
+                        bank,
+                        width: register.width,
+                        writable,
+                    });
                 }
             }
         }
@@ -79,7 +84,8 @@ impl Grammar {
                 write: Some(value),
             });
         }
-        let write = (production.writable && choices.below(8) != 0).then(|| self.value(production.reg, choices));
+        let write =
+            (production.writable && choices.below(8) != 0).then(|| self.value(production.reg, choices));
         let size = if production.width == 4 && choices.below(16) == 0 { 1 } else { production.width };
         accesses.push(Access { bar, offset: production.offset, size, write });
         accesses
@@ -136,7 +142,11 @@ mod tests {
                 }
             }
             for ((_, register), reached) in device.numbered().zip(reached) {
-                assert!(reached || register.write.is_none() || register.offset.is_none(), "{}", register.name);
+                assert!(
+                    reached || register.write.is_none() || register.offset.is_none(),
+                    "{}",
+                    register.name
+                );
             }
         }
     }

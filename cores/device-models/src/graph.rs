@@ -1,7 +1,9 @@
 //! Register values and states of one device, moved by the transitions of its description. The monitor's model and the reference
 //! emulation are both built on it.
 
-use crate::describe::{Class, Device, Effect, Event, Expr, Reg, Register, State, Transition, Values, WindowId};
+use crate::describe::{
+    Class, Device, Effect, Event, Expr, Reg, Register, State, Transition, Values, WindowId,
+};
 
 /// One access of the guest to a BAR.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -197,7 +199,9 @@ impl Graph {
                 (Event::Cause(these), Event::Cause(those)) => these & those != 0,
                 (one, other) => one == other,
             })
-            .filter(|transition| Device::holds(transition.states, &self.states) && transition.given.holds(&view))
+            .filter(|transition| {
+                Device::holds(transition.states, &self.states) && transition.given.holds(&view)
+            })
             .collect()
     }
 
@@ -228,7 +232,13 @@ impl Graph {
     }
 
     /// An event without a monitor: the transitions fire, checks are not looked at. For the reference emulation.
-    pub(crate) fn happen(&mut self, device: &'static Device, event: Event, overlay: Option<(Reg, u32)>, access: Given) {
+    pub(crate) fn happen(
+        &mut self,
+        device: &'static Device,
+        event: Event,
+        overlay: Option<(Reg, u32)>,
+        access: Given,
+    ) {
         let firing = self.firing(device, event, overlay, access);
         if let Some((reg, value)) = overlay {
             self.values[reg.index()] = value;

@@ -29,5 +29,5 @@ pub mod saved;
 
 pub use describe::Device;
 pub use graph::{Access, Piece};
-pub use model::{Grants, Granted, Model, Refusal};
+pub use model::{Granted, Grants, Model, Refusal};
 pub use physical::PhysicalDevice;

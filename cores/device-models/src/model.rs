@@ -10,7 +10,8 @@
 use thiserror::Error;
 
 use crate::describe::{
-    Check, Class, Device, Direction, Effect, Event, Expr, Permission, Pointers, Reg, Returns, Space, State, Store, Values, Window, WindowId,
+    Check, Class, Device, Direction, Effect, Event, Expr, Permission, Pointers, Reg, Returns, Space, State,
+    Store, Values, Window, WindowId,
 };
 use crate::graph::{Access, Given, Graph, Piece, View, no_base, truncated};
 
@@ -58,7 +59,9 @@ pub struct Refusal {
 
 /// A value that the device returned and that the model doesn't believe.
 #[derive(Debug, Clone, PartialEq, Eq, Error, serde::Serialize, serde::Deserialize)]
-#[error("The device returned {value:X}h for {register}, which must be at least {least:X}h and less than {limit:X}h; the guest sees {shown:X}h")]
+#[error(
+    "The device returned {value:X}h for {register}, which must be at least {least:X}h and less than {limit:X}h; the guest sees {shown:X}h"
+)]
 pub struct Disbelief {
     /// The register.
     pub register: String,
@@ -265,13 +268,16 @@ impl Model {
                     standing.push((*id, check_standing(&self.device.windows[id.index()], &view, grants)));
                     continue;
                 }
-                let verdict = run(self.device, check, &view, grants).map_err(|why| refusal(register.name, whole, &why));
+                let verdict =
+                    run(self.device, check, &view, grants).map_err(|why| refusal(register.name, whole, &why));
                 match verdict {
                     Ok(None) => {}
                     Ok(Some(window)) => granted.push(window),
                     Err(refusal) => {
                         granted.into_iter().for_each(|(id, window)| self.release(id, window, grants));
-                        for (id, window) in standing.into_iter().filter_map(|(id, window)| Some((id, window?))) {
+                        for (id, window) in
+                            standing.into_iter().filter_map(|(id, window)| Some((id, window?)))
+                        {
                             self.release(id, window, grants);
                         }
                         return Err(refusal);
@@ -289,16 +295,19 @@ impl Model {
             self.stand(id, window, grants);
         }
         let windows = &mut self.windows;
-        let bases: Vec<u64> = windows.iter().map(|window| window.map_or(0, |window| window.device_base)).collect();
+        let bases: Vec<u64> =
+            windows.iter().map(|window| window.map_or(0, |window| window.device_base)).collect();
         let mut forgotten = Vec::new();
-        self.graph.perform(self.device, &firing, access, &|id| bases[id.index()], &mut |effect, view| match effect {
-            Effect::Device(reg, expr) => {
-                let value = expr.value(view) & u64::from(self.device.register(*reg).mask());
-                writes.before.push((*reg, u32::try_from(value).unwrap_or(u32::MAX)));
+        self.graph.perform(self.device, &firing, access, &|id| bases[id.index()], &mut |effect, view| {
+            match effect {
+                Effect::Device(reg, expr) => {
+                    let value = expr.value(view) & u64::from(self.device.register(*reg).mask());
+                    writes.before.push((*reg, u32::try_from(value).unwrap_or(u32::MAX)));
+                }
+                Effect::Forget(window) => forgotten.push(*window),
+                Effect::Reset => writes.reset = true,
+                _ => {}
             }
-            Effect::Forget(window) => forgotten.push(*window),
-            Effect::Reset => writes.reset = true,
-            _ => {}
         });
         for id in forgotten {
             self.forget(id, grants);
@@ -316,10 +325,14 @@ impl Model {
         let register = self.device.register(reg);
         let firing = self.graph.firing(self.device, Event::Read(reg), None, Given::size(piece.bytes));
         let (mut answer, mut reset) = (None, false);
-        self.graph.perform(self.device, &firing, Given::size(piece.bytes), &no_base, &mut |effect, view| match effect {
-            Effect::Answer(expr) => answer = Some(u32::try_from(expr.value(view) & 0xFFFF_FFFF).unwrap_or(0)),
-            Effect::Reset => reset = true,
-            _ => {}
+        self.graph.perform(self.device, &firing, Given::size(piece.bytes), &no_base, &mut |effect, view| {
+            match effect {
+                Effect::Answer(expr) => {
+                    answer = Some(u32::try_from(expr.value(view) & 0xFFFF_FFFF).unwrap_or(0))
+                }
+                Effect::Reset => reset = true,
+                _ => {}
+            }
         });
         if reset {
             self.forget_all(grants);
@@ -369,7 +382,12 @@ impl Model {
             }
         };
         if register.span <= u32::from(register.width) {
-            let firing = self.graph.firing(self.device, Event::Returned(reg), Some((reg, shown)), Given::size(piece.bytes));
+            let firing = self.graph.firing(
+                self.device,
+                Event::Returned(reg),
+                Some((reg, shown)),
+                Given::size(piece.bytes),
+            );
             if !matches!(register.returns, Returns::Any) {
                 self.graph.set(reg, shown);
             }
@@ -539,10 +557,16 @@ fn check_range(window: &Window, base: u64, length: u64, grants: &mut dyn Grants)
     if length == 0 {
         return Err(place("is empty"));
     }
-    let Some(end) = base.checked_add(length) else { return Err(place("runs through the end of all addresses")) };
+    let Some(end) = base.checked_add(length) else {
+        return Err(place("runs through the end of all addresses"));
+    };
     match window.space {
-        Space::Card { from, to } if base >= from && end <= to => Ok(Granted { base, length, device_base: base }),
-        Space::Card { from, to } => Err(place(&format!("doesn't lie between {from:X}h and {to:X}h on the card"))),
+        Space::Card { from, to } if base >= from && end <= to => {
+            Ok(Granted { base, length, device_base: base })
+        }
+        Space::Card { from, to } => {
+            Err(place(&format!("doesn't lie between {from:X}h and {to:X}h on the card")))
+        }
         Space::Host { bits } => {
             if bits < 64 && end > 1 << bits {
                 return Err(place("runs through the end of the device's addresses"));

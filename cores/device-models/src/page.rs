@@ -20,14 +20,24 @@ fn write_page(device: &Device, out: &mut String) -> std::fmt::Result {
         "PCI {:04X}:{:04X}, class {:06X}, revision {:02X}; bus mastering: {:?}.\n",
         pci.vendor, pci.device, pci.class, pci.revision, pci.bus_master
     )?;
-    writeln!(out, "## Registers\n\nClasses: F free, S shadowed, V virtual, C checked, D checked and can start DMA or the card's own engine, X denied.\n")?;
-    writeln!(out, "| register | offset | banks | bytes | read | write | after reset | |\n|---|---|---|---|---|---|---|---|")?;
+    writeln!(
+        out,
+        "## Registers\n\nClasses: F free, S shadowed, V virtual, C checked, D checked and can start DMA or the card's own engine, X denied.\n"
+    )?;
+    writeln!(
+        out,
+        "| register | offset | banks | bytes | read | write | after reset | |\n|---|---|---|---|---|---|---|---|"
+    )?;
     for register in device.registers {
         let letter = |class: Option<Class>| class.map_or('-', Class::letter);
         let offset = register.offset.map_or("-".to_owned(), |offset| format!("{offset:X}"));
         let banks = match register.banks {
             0xFF => "all".to_owned(),
-            banks => (0..8).filter(|bank| banks >> bank & 1 == 1).map(|bank| bank.to_string()).collect::<Vec<_>>().join(" "),
+            banks => (0..8)
+                .filter(|bank| banks >> bank & 1 == 1)
+                .map(|bank| bank.to_string())
+                .collect::<Vec<_>>()
+                .join(" "),
         };
         writeln!(
             out,
@@ -65,9 +75,12 @@ fn write_page(device: &Device, out: &mut String) -> std::fmt::Result {
     }
     let reusable: Vec<String> = device.reusable.iter().map(|&state| device.state_name(state)).collect();
     writeln!(out, "\n## Context\n\nReusable when {}.\n", reusable.join(", "))?;
-    for (title, steps) in
-        [("Settle", device.context.settle), ("Freeze", device.context.freeze), ("Save", device.context.save), ("Restore", device.context.restore)]
-    {
+    for (title, steps) in [
+        ("Settle", device.context.settle),
+        ("Freeze", device.context.freeze),
+        ("Save", device.context.save),
+        ("Restore", device.context.restore),
+    ] {
         writeln!(out, "{title}:\n")?;
         for step in steps {
             steps_text(device, step, out, 0)?;
@@ -78,7 +91,10 @@ fn write_page(device: &Device, out: &mut String) -> std::fmt::Result {
 }
 
 fn transitions(device: &Device, out: &mut String) -> std::fmt::Result {
-    writeln!(out, "## Transitions\n\n| event | in | given | checks | effects | |\n|---|---|---|---|---|---|")?;
+    writeln!(
+        out,
+        "## Transitions\n\n| event | in | given | checks | effects | |\n|---|---|---|---|---|---|"
+    )?;
     for transition in device.transitions {
         let states: Vec<String> = transition.states.iter().map(|&state| device.state_name(state)).collect();
         let given = match transition.given {
@@ -86,7 +102,8 @@ fn transitions(device: &Device, out: &mut String) -> std::fmt::Result {
             ref condition => Named(device, condition).to_string(),
         };
         let checks: Vec<String> = transition.checks.iter().map(|check| check_text(device, check)).collect();
-        let effects: Vec<String> = transition.effects.iter().map(|effect| effect_text(device, effect)).collect();
+        let effects: Vec<String> =
+            transition.effects.iter().map(|effect| effect_text(device, effect)).collect();
         writeln!(
             out,
             "| {} | {} | {given} | {} | {} | {} |",
@@ -125,7 +142,9 @@ fn effect_text(device: &Device, effect: &Effect) -> String {
         Effect::Raise(bits) => format!("raise {bits:X}h"),
         Effect::Lower(bits) => format!("lower {bits:X}h"),
         Effect::Store(reg, expr) => format!("{} := {}", device.register(*reg).name, Named(device, expr)),
-        Effect::Device(reg, expr) => format!("device's {} := {}", device.register(*reg).name, Named(device, expr)),
+        Effect::Device(reg, expr) => {
+            format!("device's {} := {}", device.register(*reg).name, Named(device, expr))
+        }
         Effect::Answer(expr) => format!("answer {}", Named(device, expr)),
         Effect::Forget(window) => format!("forget window '{}'", device.windows[window.index()].name),
         Effect::Look(reg) => format!("look at {}", device.register(*reg).name),
@@ -167,7 +186,9 @@ pub fn picture(device: &Device, component: u8) -> String {
     for transition in device.transitions {
         for effect in transition.effects {
             let to = match effect {
-                Effect::Enter(State { component: at, number }) if *at == component => of.states[usize::from(*number)],
+                Effect::Enter(State { component: at, number }) if *at == component => {
+                    of.states[usize::from(*number)]
+                }
                 Effect::Reset => of.states[0],
                 _ => continue,
             };

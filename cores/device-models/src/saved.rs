@@ -27,7 +27,9 @@ pub struct SavedModel {
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum RestoreError {
     /// Another version.
-    #[error("The saved device has version {0}, this program reads {VERSION}: save it again with a program of that version")]
+    #[error(
+        "The saved device has version {0}, this program reads {VERSION}: save it again with a program of that version"
+    )]
     Version(u32),
     /// Another device.
     #[error("The saved device is a {saved}, not a {expected}: restore it into a device of its kind")]
@@ -38,7 +40,9 @@ pub enum RestoreError {
         expected: &'static str,
     },
     /// A register or state that the description doesn't have in this place.
-    #[error("The saved device has '{0}' where this program has something else: save it again with this program's version")]
+    #[error(
+        "The saved device has '{0}' where this program has something else: save it again with this program's version"
+    )]
     Shape(String),
 }
 
@@ -87,7 +91,9 @@ impl Model {
             }
             model.graph_mut().set(reg, *value);
         }
-        for ((component, state), name) in device.components.iter().zip(&mut model.graph_mut().states).zip(&saved.states) {
+        for ((component, state), name) in
+            device.components.iter().zip(&mut model.graph_mut().states).zip(&saved.states)
+        {
             *state = component
                 .states
                 .iter()

@@ -14,7 +14,8 @@ fn descriptions_hold() {
         let report = explore(device);
         assert_eq!(report.findings, Vec::<String>::new(), "{}", device.name);
         assert_eq!(report.unused, Vec::<&str>::new(), "{}", device.name);
-        let size = (report.states > 1000, report.steps > report.states, report.depth > 5, report.requests > 10);
+        let size =
+            (report.states > 1000, report.steps > report.states, report.depth > 5, report.requests > 10);
         assert_eq!(size, (true, true, true, true), "{}: {report:?}", device.name);
     }
 }
@@ -35,7 +36,12 @@ fn a_description_that_lacks_a_window_check_is_found() {
                 continue;
             }
             let report = explore(without(device, at));
-            assert!(!report.findings.is_empty(), "{}: transition {at} ({:?}) loses its checks unseen", device.name, transition.event);
+            assert!(
+                !report.findings.is_empty(),
+                "{}: transition {at} ({:?}) loses its checks unseen",
+                device.name,
+                transition.event
+            );
         }
     }
 }

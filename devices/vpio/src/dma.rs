@@ -42,7 +42,8 @@ impl MemoryMap for Slots {
     fn dma(&self, base: u64, length: u64, direction: Direction) -> Option<u64> {
         let end = base.checked_add(length)?;
         let slot = self.0.iter().find(|slot| {
-            base >= slot.guest_base && slot.guest_base.checked_add(slot.length).is_some_and(|limit| end <= limit)
+            base >= slot.guest_base
+                && slot.guest_base.checked_add(slot.length).is_some_and(|limit| end <= limit)
         })?;
         let usable = slot.writable || direction == Direction::DeviceReads;
         usable.then_some(())?;
@@ -72,7 +73,13 @@ impl Mappings {
         Mapping { device_base: page * PAGE, guest_base: page * PAGE, length: PAGE, writable }
     }
 
-    fn add<P: PhysicalDevice>(&mut self, physical: &mut P, base: u64, length: u64, writes: bool) -> Result<(), DeviceError> {
+    fn add<P: PhysicalDevice>(
+        &mut self,
+        physical: &mut P,
+        base: u64,
+        length: u64,
+        writes: bool,
+    ) -> Result<(), DeviceError> {
         for page in Self::pages_of(base, length) {
             let (users, writers) = self.pages.get(&page).copied().unwrap_or((0, 0));
             if users == 0 {
@@ -87,7 +94,13 @@ impl Mappings {
         Ok(())
     }
 
-    fn remove<P: PhysicalDevice>(&mut self, physical: &mut P, base: u64, length: u64, writes: bool) -> Result<(), DeviceError> {
+    fn remove<P: PhysicalDevice>(
+        &mut self,
+        physical: &mut P,
+        base: u64,
+        length: u64,
+        writes: bool,
+    ) -> Result<(), DeviceError> {
         for page in Self::pages_of(base, length) {
             let Some((users, writers)) = self.pages.get(&page).copied() else { continue };
             if users <= 1 {
@@ -119,10 +132,9 @@ pub(crate) struct Vetter<'a, P> {
 
 impl<P: PhysicalDevice> Vetter<'_, P> {
     fn decide(&mut self, base: u64, length: u64, direction: Direction) -> Result<u64, Denied> {
-        let address = self
-            .memory
-            .dma(base, length, direction)
-            .ok_or_else(|| Denied(format!("isn't memory of the guest that a device may use so ({direction:?})")))?;
+        let address = self.memory.dma(base, length, direction).ok_or_else(|| {
+            Denied(format!("isn't memory of the guest that a device may use so ({direction:?})"))
+        })?;
         if !self.physical.has_iommu() {
             return Ok(address);
         }
@@ -139,7 +151,7 @@ impl<P: PhysicalDevice> Vetter<'_, P> {
 impl<P: PhysicalDevice> Grants for Vetter<'_, P> {
     fn grant(&mut self, base: u64, length: u64, direction: Direction) -> Result<u64, Denied> {
         let verdict = self.decide(base, length, direction);
-        self.recorder.granted(verdict.as_ref().ok().copied());
+        self.recorder.granted(&verdict);
         verdict
     }
 

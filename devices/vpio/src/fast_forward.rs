@@ -33,9 +33,6 @@ pub(crate) fn frames(pointers: &Pointers, distance: u32, ring: u32, next: u32) -
     if distance % round != 0 || distance >= ring {
         return None;
     }
-    if distance == 0 && next == 0 {
-        return Some(Vec::new());
-    }
     for total in [distance, distance + ring, distance + 2 * ring] {
         let mut count = total.div_ceil(most);
         count += (next + descriptors - count % descriptors) % descriptors;
@@ -63,10 +60,15 @@ impl<P: PhysicalDevice> Monitor<P> {
         let Some(pointers) = &self.device.context.pointers else { return Ok(()) };
         let graph = self.guests[at].model.graph();
         let (receive, transmit) = pointers.config;
-        let (distance, next, config) = (graph.value(pointers.position), graph.value(pointers.next), graph.value(receive));
+        let (distance, next, config) =
+            (graph.value(pointers.position), graph.value(pointers.next), graph.value(receive));
         let ring = u32::try_from(graph.number(&pointers.ring)).unwrap_or(u32::MAX);
+        if distance == 0 && next == 0 {
+            return self.put(at, receive, config);
+        }
         // The receiver accepts something of what the device could send to itself, and the ring has such a position.
-        let sizes = frames(pointers, distance, ring, next).filter(|_| config & (pointers.accept.0 | pointers.accept.1) != 0);
+        let sizes = frames(pointers, distance, ring, next)
+            .filter(|_| config & (pointers.accept.0 | pointers.accept.1) != 0);
         let (Some(scratch), Some(sizes)) = (self.scratch.as_mut(), sizes) else {
             return self.restart(at, pointers);
         };
@@ -110,12 +112,10 @@ impl<P: PhysicalDevice> Monitor<P> {
             self.put(at, pointers.read.0, position.wrapping_sub(pointers.read.1) & 0xFFFF)?;
         }
         let arrived = self.get(at, pointers.position)?;
-        self.put(at, transmit, self.guests[at].model.graph().value(transmit))?;
-        self.put(at, pointers.enable.0, 0)?;
         for &(address, _) in pointers.descriptors {
             self.put(at, address, 0)?;
         }
-        self.put(at, pointers.base, 0)?;
+        // It goes on sending to itself, so deaf to the wire, until the context's last steps.
         self.set_bus_master(false)?;
         self.scratch_mapping(false)?;
         if arrived == distance {
@@ -148,7 +148,11 @@ impl<P: PhysicalDevice> Monitor<P> {
             length: RING + FRAME,
             writable: true,
         };
-        if on { self.physical.map(mapping)? } else { self.physical.unmap(mapping)? }
+        if on {
+            self.physical.map(mapping)?
+        } else {
+            self.physical.unmap(mapping)?
+        }
         Ok(())
     }
 }
@@ -166,7 +170,10 @@ mod tests {
             for distance in (0..ring).step_by(4) {
                 for next in 0..4 {
                     let sizes = frames(pointers, distance, ring, next).unwrap();
-                    assert!(sizes.iter().all(|size| (SIZES.0..=SIZES.1).contains(size)), "{distance} {next}: {sizes:?}");
+                    assert!(
+                        sizes.iter().all(|size| (SIZES.0..=SIZES.1).contains(size)),
+                        "{distance} {next}: {sizes:?}"
+                    );
                     let total: u32 = sizes.iter().map(|size| (size + 8).next_multiple_of(4)).sum();
                     assert_eq!((total % ring, sizes.len() % 4), (distance, next as usize));
                     assert!(sizes.len() <= 96);

@@ -39,7 +39,9 @@ pub enum MonitorError {
     #[error(transparent)]
     Device(#[from] DeviceError),
     /// The device doesn't do what the description says.
-    #[error("The device's {register} didn't become {value:X}h (of the bits {mask:X}h) in {times} reads: reset it")]
+    #[error(
+        "The device's {register} didn't become {value:X}h (of the bits {mask:X}h) in {times} reads: reset it"
+    )]
     Stuck {
         /// The register.
         register: &'static str,
@@ -203,7 +205,13 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    fn write(&mut self, at: usize, bar: u8, piece: Piece, value: u32) -> Result<Option<Answer>, MonitorError> {
+    fn write(
+        &mut self,
+        at: usize,
+        bar: u8,
+        piece: Piece,
+        value: u32,
+    ) -> Result<Option<Answer>, MonitorError> {
         let before = self.guests[at].model.windows().to_vec();
         let result = self.vet(at, |model, vetter| model.write(piece, value, vetter))?;
         let guest = &mut self.guests[at];
@@ -305,7 +313,11 @@ impl<P: PhysicalDevice> Monitor<P> {
         let guest = &mut self.guests[at];
         guest.counters.device_accesses += 1;
         if let Some(reg) = piece.reg {
-            let whole = if piece.is_whole(self.device.register(reg)) { value } else { guest.model.graph().value(reg) };
+            let whole = if piece.is_whole(self.device.register(reg)) {
+                value
+            } else {
+                guest.model.graph().value(reg)
+            };
             guest.model.wrote_device(reg, whole);
         }
         Ok(())

@@ -57,13 +57,14 @@ pub fn plan(device: &'static Device, states: &[u8]) -> Plan {
         let may_wait = |offset: u32| {
             // Whatever bank is selected when the ring is drained: the writes before it are drained first, so each of them must be late.
             let mut any = false;
-            let all = device.numbered().filter(|(_, register)| register.write.is_some()).all(|(reg, register)| {
-                if !(0..8).any(|bank| register.is_at(offset, bank)) {
-                    return true;
-                }
-                any = true;
-                register.write == Some(Class::Deny) || register.late && !hooked.contains(&reg)
-            });
+            let all =
+                device.numbered().filter(|(_, register)| register.write.is_some()).all(|(reg, register)| {
+                    if !(0..8).any(|bank| register.is_at(offset, bank)) {
+                        return true;
+                    }
+                    any = true;
+                    register.write == Some(Class::Deny) || register.late && !hooked.contains(&reg)
+                });
             any && all
         };
         for offset in 0..size {
@@ -71,7 +72,9 @@ pub fn plan(device: &'static Device, states: &[u8]) -> Plan {
                 continue;
             }
             match late.last_mut() {
-                Some(Zone { bar, offset: start, length }) if *bar == number && *start + *length == offset => *length += 1,
+                Some(Zone { bar, offset: start, length }) if *bar == number && *start + *length == offset => {
+                    *length += 1
+                }
                 _ => late.push(Zone { bar: number, offset, length: 1 }),
             }
         }
@@ -81,7 +84,11 @@ pub fn plan(device: &'static Device, states: &[u8]) -> Plan {
 
 fn page_plan(device: &'static Device, page: u32) -> PagePlan {
     let here = |register: &Register| {
-        register.offset.iter().chain(register.aliases).any(|&at| at < page + PAGE && at + register.span > page)
+        register
+            .offset
+            .iter()
+            .chain(register.aliases)
+            .any(|&at| at < page + PAGE && at + register.span > page)
     };
     let inside = || device.numbered().filter(|(_, register)| here(register));
     if inside().next().is_none() {
@@ -91,8 +98,12 @@ fn page_plan(device: &'static Device, page: u32) -> PagePlan {
     if inside().all(|(_, register)| free(register.read) && free(register.write)) {
         return PagePlan::Map;
     }
-    let read_has_effect =
-        |reg| device.transitions.iter().any(|transition| matches!(transition.event, Event::Read(read) if read == reg));
+    let read_has_effect = |reg| {
+        device
+            .transitions
+            .iter()
+            .any(|transition| matches!(transition.event, Event::Read(read) if read == reg))
+    };
     if inside().any(|(reg, register)| read_has_effect(reg) || register.span > u32::from(register.width)) {
         PagePlan::Trap
     } else {
@@ -113,7 +124,9 @@ mod tests {
         states[usize::from(STOPPED.component)] = STOPPED.number;
         let stopped = plan(&NE2000, &states);
         assert!(stopped.pages.is_empty(), "ports have no pages");
-        let covers = |zones: &[Zone], offset: u32| zones.iter().any(|zone| (zone.offset..zone.offset + zone.length).contains(&offset));
+        let covers = |zones: &[Zone], offset: u32| {
+            zones.iter().any(|zone| (zone.offset..zone.offset + zone.length).contains(&offset))
+        };
         assert!(covers(&stopped.late, 0x0D), "TCR");
         assert!(!covers(&stopped.late, 0x00), "CR");
         states[usize::from(RUNNING.component)] = RUNNING.number;

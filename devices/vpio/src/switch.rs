@@ -163,7 +163,14 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    fn await_bits(&mut self, at: usize, reg: Reg, mask: u32, value: u32, times: u32) -> Result<(), MonitorError> {
+    fn await_bits(
+        &mut self,
+        at: usize,
+        reg: Reg,
+        mask: u32,
+        value: u32,
+        times: u32,
+    ) -> Result<(), MonitorError> {
         for _ in 0..times {
             if self.get(at, reg)? & mask == value {
                 return Ok(());
@@ -179,7 +186,10 @@ impl<P: PhysicalDevice> Monitor<P> {
         let guest = &mut self.guests[at];
         for ((window, now), then) in self.device.windows.iter().zip(guest.model.windows()).zip(before) {
             let Some(granted) = now else { continue };
-            if now == then || !matches!(window.space, Space::Card { .. }) || window.direction != Direction::DeviceWrites {
+            if now == then
+                || !matches!(window.space, Space::Card { .. })
+                || window.direction != Direction::DeviceWrites
+            {
                 continue;
             }
             let Ok(base) = u32::try_from(granted.base) else { continue };
@@ -293,7 +303,10 @@ fn live_ring(memory: &Memory, model: &Model) -> Vec<u32> {
         if page == stop {
             page = start;
         }
-        while page != to && (start..stop).contains(&page) && found.len() < usize::try_from(stop - start).unwrap_or(0) {
+        while page != to
+            && (start..stop).contains(&page)
+            && found.len() < usize::try_from(stop - start).unwrap_or(0)
+        {
             found.push(page);
             page = if page + 1 == stop { start } else { page + 1 };
         }

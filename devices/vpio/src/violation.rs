@@ -20,8 +20,10 @@ pub enum Told {
     Access(Access),
     /// What the device returned to a read within the access before.
     Returned(u32),
-    /// A window was asked for: the device's address, or a refusal.
-    Granted(Option<u64>),
+    /// A window was granted: the device's address.
+    Granted(u64),
+    /// A window wasn't granted: why.
+    Withheld(String),
     /// Causes of the device.
     Cause(u32),
 }
@@ -80,8 +82,11 @@ impl Recorder {
         self.told.push(Told::Returned(raw));
     }
 
-    pub fn granted(&mut self, address: Option<u64>) {
-        self.told.push(Told::Granted(address));
+    pub fn granted(&mut self, verdict: &Result<u64, Denied>) {
+        self.told.push(match verdict {
+            Ok(address) => Told::Granted(*address),
+            Err(why) => Told::Withheld(why.0.clone()),
+        });
     }
 
     pub fn cause(&mut self, causes: u32) {
@@ -111,8 +116,9 @@ impl Grants for AsRecorded<'_> {
         let verdict = self.told.get(self.at).cloned();
         self.at += 1;
         match verdict {
-            Some(Told::Granted(Some(address))) => Ok(address),
-            _ => Err(Denied("was refused when it was recorded".to_owned())),
+            Some(Told::Granted(address)) => Ok(address),
+            Some(Told::Withheld(why)) => Err(Denied(why)),
+            _ => Err(Denied("wasn't asked for when the trace was recorded".to_owned())),
         }
     }
     fn release(&mut self, _: Granted, _: Direction) {}
@@ -137,18 +143,27 @@ pub fn replay(device: &'static Device, violation: &Violation) -> Result<Vec<Refu
             // The registers that the monitor looked at then follow in the trace.
             Told::Cause(causes) => drop(model.cause(*causes)),
             // Belongs to an access that needed it less than when it was recorded.
-            Told::Returned(_) | Told::Granted(_) => {}
+            Told::Returned(_) | Told::Granted(_) | Told::Withheld(_) => {}
         }
     }
     Ok(refusals)
 }
 
-fn replay_access(model: &mut Model, access: Access, grants: &mut AsRecorded<'_>, refusals: &mut Vec<Refusal>) {
+fn replay_access(
+    model: &mut Model,
+    access: Access,
+    grants: &mut AsRecorded<'_>,
+    refusals: &mut Vec<Refusal>,
+) {
     let device = model.device();
     let mut done = 0;
     while done < access.size {
-        let piece =
-            model.graph().piece(device, access.offset.saturating_add(u32::from(done)), access.size - done, access.write.is_some());
+        let piece = model.graph().piece(
+            device,
+            access.offset.saturating_add(u32::from(done)),
+            access.size - done,
+            access.write.is_some(),
+        );
         match access.write {
             Some(value) => {
                 if let Err(refusal) = model.write(piece, value >> (8 * done), grants) {

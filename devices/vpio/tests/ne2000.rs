@@ -129,7 +129,13 @@ fn run(seed: u64, switching: bool) -> (Vec<(u32, u32)>, Vec<Vec<u8>>, Vec<Vec<u8
     };
     macro_rules! guest {
         () => {
-            Guest { monitor: &mut monitor, id: a, bar: 0, trace: Some(&mut trace), between: Some(&mut between) }
+            Guest {
+                monitor: &mut monitor,
+                id: a,
+                bar: 0,
+                trace: Some(&mut trace),
+                between: Some(&mut between),
+            }
         };
     }
     let mut driver = Driver::probe(&mut guest!());
@@ -165,7 +171,13 @@ fn a_switched_run_looks_like_an_unswitched_one() {
         let shared = run(seed, true);
         assert!(shared.3 > 30, "{} switches", shared.3);
         let first = alone.0.iter().zip(&shared.0).position(|(one, other)| one != other);
-        assert_eq!(first, None, "seed {seed}: {:X?} against {:X?}", first.map(|at| alone.0[at]), first.map(|at| shared.0[at]));
+        assert_eq!(
+            first,
+            None,
+            "seed {seed}: {:X?} against {:X?}",
+            first.map(|at| alone.0[at]),
+            first.map(|at| shared.0[at])
+        );
         assert_eq!(alone.0.len(), shared.0.len());
         assert_eq!(alone.1, shared.1);
         assert_eq!(alone.2, shared.2);
@@ -174,7 +186,9 @@ fn a_switched_run_looks_like_an_unswitched_one() {
 
 /// Reads all of the card's packet memory.
 fn dump(ports: &mut dyn Ports) -> Vec<u8> {
-    for (value, offset) in [(0x21, 0x00), (0x49, 0x0E), (0x00, 0x0A), (0x40, 0x0B), (0x00, 0x08), (0x40, 0x09), (0x0A, 0x00)] {
+    for (value, offset) in
+        [(0x21, 0x00), (0x49, 0x0E), (0x00, 0x0A), (0x40, 0x0B), (0x00, 0x08), (0x40, 0x09), (0x0A, 0x00)]
+    {
         ports.outb(value, offset);
     }
     (0..0x1000).flat_map(|_| ports.read(0x10, 4).to_le_bytes()).collect()

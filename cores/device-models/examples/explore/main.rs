@@ -31,7 +31,9 @@ fn main() -> ExitCode {
         return ExitCode::FAILURE;
     }
     let mut passed = true;
-    for device in devices::ALL.iter().filter(|device| words.is_empty() || words.iter().any(|word| word == device.name)) {
+    for device in
+        devices::ALL.iter().filter(|device| words.is_empty() || words.iter().any(|word| word == device.name))
+    {
         let began = Instant::now();
         let report = explore(device);
         println!(

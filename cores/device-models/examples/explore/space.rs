@@ -7,7 +7,9 @@
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use device_models::describe::{Class, Device, Direction, Event, Permission, Reg, Space as Place, Step, Transition, Values};
+use device_models::describe::{
+    Class, Device, Direction, Event, Permission, Reg, Space as Place, Step, Transition, Values,
+};
 use device_models::graph::Piece;
 use device_models::model::{Denied, Granted, Grants, Model, Reads};
 use stateright::{Checker, HasDiscoveries, Model as _, Property};
@@ -97,7 +99,8 @@ pub struct Report {
 /// Explores a device, slice by slice.
 pub fn explore(device: &'static Device) -> Report {
     let mut used = 0;
-    let mut all = Report { states: 0, steps: 0, depth: 0, requests: 0, unused: Vec::new(), findings: Vec::new() };
+    let mut all =
+        Report { states: 0, steps: 0, depth: 0, requests: 0, unused: Vec::new(), findings: Vec::new() };
     for left in device.slices {
         let one = Space::new(device, left).explore(&mut used);
         all.states += one.states;
@@ -106,7 +109,10 @@ pub fn explore(device: &'static Device) -> Report {
         all.requests = all.requests.max(one.requests);
         all.findings.extend(one.findings);
     }
-    let names = (0..).zip(device.windows).filter(|(number, window)| used >> number & 1 == 0 && !window.never).map(|(_, window)| window.name);
+    let names = (0..)
+        .zip(device.windows)
+        .filter(|(number, window)| used >> number & 1 == 0 && !window.never)
+        .map(|(_, window)| window.name);
     all.unused = names.collect();
     all
 }
@@ -126,8 +132,9 @@ impl Space {
                     requests.push(Request::Write(reg, 0xFF, 1));
                 }
             }
-            let matters =
-                |transition: &Transition| transition.event == Event::Read(reg) || transition.event == Event::Returned(reg);
+            let matters = |transition: &Transition| {
+                transition.event == Event::Read(reg) || transition.event == Event::Returned(reg)
+            };
             if register.read.is_some() && device.transitions.iter().any(matters) {
                 requests.push(Request::Read(reg, register.width.min(2)));
                 requests.push(Request::Read(reg, register.width));
@@ -173,11 +180,19 @@ impl Space {
     fn step(&self, before: &World, request: Request) -> Option<World> {
         let mut world = before.clone();
         let device = self.device;
-        let piece = |reg: Reg, bytes| Piece { reg: Some(reg), offset: device.register(reg).offset.unwrap_or(0), skip: 0, bytes };
+        let piece = |reg: Reg, bytes| Piece {
+            reg: Some(reg),
+            offset: device.register(reg).offset.unwrap_or(0),
+            skip: 0,
+            bytes,
+        };
         match request {
             Request::Write(reg, value, bytes) => {
-                let Ok(writes) = world.model.write(piece(reg, bytes), value, &mut Guest) else { return Some(world) };
-                for (reg, value) in writes.before.into_iter().chain(writes.forward.map(|value| (reg, value))) {
+                let Ok(writes) = world.model.write(piece(reg, bytes), value, &mut Guest) else {
+                    return Some(world);
+                };
+                for (reg, value) in writes.before.into_iter().chain(writes.forward.map(|value| (reg, value)))
+                {
                     world.model.wrote_device(reg, value);
                     let held = &mut world.registers[reg.index()];
                     *held = device.register(reg).held(*held, value);
@@ -195,7 +210,12 @@ impl Space {
             Request::Complete(reg) => {
                 let (clear, set, causes) = device.register(reg).becomes?;
                 let held = world.registers[reg.index()];
-                if held & (clear | set) == set {
+                // What the device works for is a window of its own.
+                let mut works = false;
+                for window in device.windows.iter().filter(|window| window.active.holds(before)) {
+                    window.active.registers(&mut |used| works |= used == reg);
+                }
+                if !works || held & (clear | set) == set {
                     return None;
                 }
                 world.registers[reg.index()] = held & !clear | set;
@@ -217,7 +237,8 @@ impl Space {
     }
 
     fn show(&self, world: &mut World, reg: Reg, bytes: u8) {
-        let piece = Piece { reg: Some(reg), offset: self.device.register(reg).offset.unwrap_or(0), skip: 0, bytes };
+        let piece =
+            Piece { reg: Some(reg), offset: self.device.register(reg).offset.unwrap_or(0), skip: 0, bytes };
         world.model.returned(piece, world.registers[reg.index()]);
     }
 
@@ -233,15 +254,18 @@ impl Space {
 
     /// Every window that the device may use with the registers that it holds was granted.
     fn is_guarded(&self, world: &World) -> bool {
-        (0u8..).zip(self.device.windows).filter(|(_, window)| window.active.holds(world)).all(|(number, window)| {
-            let (base, length) = (window.base.value(world), window.length.value(world));
-            self.used.fetch_or(u64::from(length > 0) << number, Ordering::Relaxed);
-            let bounds = match window.space {
-                Place::Card { from, to } => from..to,
-                Place::Host { .. } => GUEST.start + OFFSET..GUEST.end + OFFSET,
-            };
-            length == 0 || base >= bounds.start && base.checked_add(length).is_some_and(|end| end <= bounds.end)
-        })
+        (0u8..).zip(self.device.windows).filter(|(_, window)| window.active.holds(world)).all(
+            |(number, window)| {
+                let (base, length) = (window.base.value(world), window.length.value(world));
+                self.used.fetch_or(u64::from(length > 0) << number, Ordering::Relaxed);
+                let bounds = match window.space {
+                    Place::Card { from, to } => from..to,
+                    Place::Host { .. } => GUEST.start + OFFSET..GUEST.end + OFFSET,
+                };
+                length == 0
+                    || base >= bounds.start && base.checked_add(length).is_some_and(|end| end <= bounds.end)
+            },
+        )
     }
 
     /// The device and the monitor come to a reusable state by themselves: the guest isn't needed.
@@ -294,8 +318,13 @@ impl stateright::Model for Space {
 
     fn properties(&self) -> Vec<Property<Self>> {
         vec![
-            Property::always("the device uses granted windows only", |space: &Self, world: &World| space.is_guarded(world)),
-            Property::always("the device becomes reusable without the guest", |space: &Self, world: &World| space.ends(world)),
+            Property::always("the device uses granted windows only", |space: &Self, world: &World| {
+                space.is_guarded(world)
+            }),
+            Property::always(
+                "the device becomes reusable without the guest",
+                |space: &Self, world: &World| space.ends(world),
+            ),
         ]
     }
 }

@@ -220,9 +220,15 @@ impl fmt::Display for Named<'_, Cond> {
             Cond::Set(reg, mask) => write!(out, "{}.{mask:X}h set", name(reg)),
             Cond::Clear(reg, mask) => write!(out, "{}.{mask:X}h clear", name(reg)),
             Cond::Is(reg, mask, value) => write!(out, "{}.{mask:X}h = {value:X}h", name(reg)),
-            Cond::Equal(ref left, ref right) => write!(out, "{} = {}", Named(device, left), Named(device, right)),
-            Cond::Less(ref left, ref right) => write!(out, "{} < {}", Named(device, left), Named(device, right)),
-            Cond::AtMost(ref left, ref right) => write!(out, "{} <= {}", Named(device, left), Named(device, right)),
+            Cond::Equal(ref left, ref right) => {
+                write!(out, "{} = {}", Named(device, left), Named(device, right))
+            }
+            Cond::Less(ref left, ref right) => {
+                write!(out, "{} < {}", Named(device, left), Named(device, right))
+            }
+            Cond::AtMost(ref left, ref right) => {
+                write!(out, "{} <= {}", Named(device, left), Named(device, right))
+            }
             Cond::All(all) => list(out, all, " and "),
             Cond::Any(any) => {
                 write!(out, "(")?;

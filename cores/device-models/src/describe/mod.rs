@@ -250,9 +250,9 @@ impl Device {
     /// Whether `states` (a state number per component) satisfies `guards`: for each component that is named, one of its states.
     pub fn holds(guards: &[State], states: &[u8]) -> bool {
         guards.iter().all(|guard| {
-            guards
-                .iter()
-                .any(|other| other.component == guard.component && states[usize::from(other.component)] == other.number)
+            guards.iter().any(|other| {
+                other.component == guard.component && states[usize::from(other.component)] == other.number
+            })
         })
     }
 

@@ -27,8 +27,8 @@ pub(super) fn problems(device: &Device) -> Vec<String> {
 fn overlaps(device: &Device, found: &mut Vec<String>) {
     for (one, first) in device.numbered() {
         for (_, second) in device.numbered().filter(|(other, _)| *other > one) {
-            let directions =
-                first.read.is_some() && second.read.is_some() || first.write.is_some() && second.write.is_some();
+            let directions = first.read.is_some() && second.read.is_some()
+                || first.write.is_some() && second.write.is_some();
             let Some(start) = first.offset else { continue };
             let meets = (start..start + first.span)
                 .any(|at| (0..8).any(|bank| first.is_at(at, bank) && second.is_at(at, bank)));
@@ -51,7 +51,9 @@ fn classes(device: &Device, transition: &Transition, found: &mut Vec<String>) {
             {
                 found.push(format!("{}: writes are checked, but its class says {class:?}", name(reg)));
             }
-            if transition.checks.iter().any(|check| matches!(check, Check::Window(_) | Check::Standing(_))) && class == Some(Class::Free) {
+            if transition.checks.iter().any(|check| matches!(check, Check::Window(_) | Check::Standing(_)))
+                && class == Some(Class::Free)
+            {
                 found.push(format!("{}: starts DMA, but its class is F", name(reg)));
             }
         }

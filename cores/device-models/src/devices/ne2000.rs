@@ -4,8 +4,9 @@
 //! memory, where the station address and other guests' packets may lie.
 
 use crate::describe::{
-    Bank, Bar, BusMaster, Check, Class, Component, Cond, Context, Device, Direction, Effect, Event, Expr, Interrupts, Memory, Pages,
-    Pci, Permission, Reg, Register, Returns, Space, State, Step, Store, Transition, Window, WindowId, on, register, states, table,
+    Bank, Bar, BusMaster, Check, Class, Component, Cond, Context, Device, Direction, Effect, Event, Expr,
+    Interrupts, Memory, Pages, Pci, Permission, Reg, Register, Returns, Space, State, Step, Store,
+    Transition, Window, WindowId, on, register, states, table,
 };
 
 const PAGE0: u8 = 1;
@@ -98,11 +99,21 @@ table! { REGISTERS: Register => Reg {
 } }
 
 const fn par(name: &'static str, offset: u32) -> Register {
-    register(name, offset).banks(PAGE1).class(Class::Free, Class::Check).returns(Returns::Shadow).late().about("station address")
+    register(name, offset)
+        .banks(PAGE1)
+        .class(Class::Free, Class::Check)
+        .returns(Returns::Shadow)
+        .late()
+        .about("station address")
 }
 
 const fn mar(name: &'static str, offset: u32) -> Register {
-    register(name, offset).banks(PAGE1).class(Class::Free, Class::Shadow).returns(Returns::Shadow).late().about("multicast filter")
+    register(name, offset)
+        .banks(PAGE1)
+        .class(Class::Free, Class::Shadow)
+        .returns(Returns::Shadow)
+        .late()
+        .about("multicast filter")
 }
 
 const fn mac(name: &'static str) -> Register {
@@ -197,9 +208,23 @@ const AT_WRAPPED: Expr = Expr::If(
 const MOVING: Cond = Cond::Any(&[Cond::In(RDMA_READ), Cond::In(RDMA_WRITE)]);
 /// The station PROM: each byte of the address twice, 57h at the end.
 const PROM: &[Expr] = &[
-    Expr::Reg(MAC0), Expr::Reg(MAC1), Expr::Reg(MAC2), Expr::Reg(MAC3), Expr::Reg(MAC4), Expr::Reg(MAC5),
-    Expr::Const(0), Expr::Const(0), Expr::Const(0), Expr::Const(0), Expr::Const(0), Expr::Const(0), Expr::Const(0), Expr::Const(0),
-    Expr::Const(0x57), Expr::Const(0x57), Expr::Const(0xFF),
+    Expr::Reg(MAC0),
+    Expr::Reg(MAC1),
+    Expr::Reg(MAC2),
+    Expr::Reg(MAC3),
+    Expr::Reg(MAC4),
+    Expr::Reg(MAC5),
+    Expr::Const(0),
+    Expr::Const(0),
+    Expr::Const(0),
+    Expr::Const(0),
+    Expr::Const(0),
+    Expr::Const(0),
+    Expr::Const(0),
+    Expr::Const(0),
+    Expr::Const(0x57),
+    Expr::Const(0x57),
+    Expr::Const(0xFF),
 ];
 const PROM_NOW: Expr = Expr::Pick(&Expr::Bits(POS, 1, 15), PROM);
 const PROM_NEXT: Expr = Expr::Pick(&Expr::Sum(&[Expr::Bits(POS, 1, 15), Expr::Const(1)]), PROM);
@@ -210,7 +235,8 @@ const LAST: Cond = Cond::Not(&MORE);
 const COUNT: Effect = Effect::Store(LEFT, Expr::Minus(&Expr::Reg(LEFT), &Expr::AccessSize));
 const ADVANCE: Effect = Effect::Store(POS, Expr::Sum(&[Expr::Reg(POS), Expr::AccessSize]));
 const DONE: &[Effect] = &[Effect::Store(LEFT, Expr::Const(0)), Effect::Enter(RDMA_IDLE), Effect::Raise(RDC)];
-const STEERING: Check = Check::Refuse("the registers of a remote transfer stay as they are until it is aborted (CR bit 5)");
+const STEERING: Check =
+    Check::Refuse("the registers of a remote transfer stay as they are until it is aborted (CR bit 5)");
 /// A remote command stands in CR. Cards differ in whether one that is complete goes on when it gets a new count.
 const COMMANDED: Cond = Cond::Clear(CR, 0x20);
 const SENDING: Check = Check::Refuse("the registers of a frame stay as they are while it is sent");
@@ -228,30 +254,54 @@ const TRANSITIONS: &[Transition] = &[
     // CR: several of these may fire in one write.
     on(Event::Write(CR)).given(Cond::Set(CR, STP)).then(&[Effect::Enter(STOPPED), Effect::Raise(RST)]),
     on(Event::Write(CR)).given(Cond::Clear(CR, STP)).then(&[Effect::Enter(RUNNING), Effect::Lower(RST)]),
-    on(Event::Write(CR)).states(&[UNCHECKED]).given(Cond::All(&[Cond::Clear(CR, STP), LISTENS])).checks(RING_CHECKS)
-        .then(&[Effect::Enter(CHECKED)]).about("the receiver starts: the ring is checked once, not per packet"),
-    on(Event::Write(CR)).states(&[TX_IDLE]).given(Cond::Set(CR, TXP)).checks(&[
-        Check::Rule("1 <= TBCR <= 1518", Cond::All(&[Cond::Less(Expr::Const(0), TBCR), Cond::AtMost(TBCR, Expr::Const(LONGEST))])),
-        Check::Window(FRAME),
-    ]).then(&[Effect::Enter(TX_BUSY)]),
-    on(Event::Write(CR)).states(&[TX_IDLE]).given(Cond::All(&[Cond::Set(CR, TXP), Cond::Set(TCR, 0x06)]))
-        .checks(&[Check::Allowed(Permission::Loopback)]).about("drivers set loopback while they initialise; only sending in it is vetted"),
-    on(Event::Write(CR)).given(Cond::Any(&[Cond::Is(CR, 0x38, 0x00), Cond::Is(CR, 0x38, 0x18)]))
+    on(Event::Write(CR))
+        .states(&[UNCHECKED])
+        .given(Cond::All(&[Cond::Clear(CR, STP), LISTENS]))
+        .checks(RING_CHECKS)
+        .then(&[Effect::Enter(CHECKED)])
+        .about("the receiver starts: the ring is checked once, not per packet"),
+    on(Event::Write(CR))
+        .states(&[TX_IDLE])
+        .given(Cond::Set(CR, TXP))
+        .checks(&[
+            Check::Rule(
+                "1 <= TBCR <= 1518",
+                Cond::All(&[Cond::Less(Expr::Const(0), TBCR), Cond::AtMost(TBCR, Expr::Const(LONGEST))]),
+            ),
+            Check::Window(FRAME),
+        ])
+        .then(&[Effect::Enter(TX_BUSY)]),
+    on(Event::Write(CR))
+        .states(&[TX_IDLE])
+        .given(Cond::All(&[Cond::Set(CR, TXP), Cond::Set(TCR, 0x06)]))
+        .checks(&[Check::Allowed(Permission::Loopback)])
+        .about("drivers set loopback while they initialise; only sending in it is vetted"),
+    on(Event::Write(CR))
+        .given(Cond::Any(&[Cond::Is(CR, 0x38, 0x00), Cond::Is(CR, 0x38, 0x18)]))
         .checks(&[Check::Refuse("remote command 0 is not allowed and 3 (send packet) is not offered")]),
     on(Event::Write(CR)).given(Cond::Set(CR, 0x20)).then(&[Effect::Enter(RDMA_IDLE)]),
-    on(Event::Write(CR)).given(Cond::All(&[Cond::Is(CR, 0x38, 0x08), Cond::AtMost(Expr::Const(MEMORY as u64), RSAR)]))
-        .then(&[Effect::Enter(RDMA_READ), Effect::Store(LEFT, RBCR)]).about("reading is harmless: the card is scrubbed between guests"),
-    on(Event::Write(CR)).given(Cond::All(&[Cond::Is(CR, 0x38, 0x08), Cond::Less(RSAR, Expr::Const(MEMORY as u64))]))
-        .then(&[Effect::Enter(RDMA_PROM), Effect::Store(LEFT, RBCR), Effect::Store(POS, RSAR)]).about("the address is the guest's own"),
-    on(Event::Write(CR)).given(REMOTE_WRITE).checks(&[
-        Check::Window(REMOTE),
-        Check::Rule("a transfer doesn't run through the end of the ring", Cond::Not(&WRAPS)),
-    ]).then(&[Effect::Enter(RDMA_WRITE), Effect::Store(LEFT, RBCR)]),
+    on(Event::Write(CR))
+        .given(Cond::All(&[Cond::Is(CR, 0x38, 0x08), Cond::AtMost(Expr::Const(MEMORY as u64), RSAR)]))
+        .then(&[Effect::Enter(RDMA_READ), Effect::Store(LEFT, RBCR)])
+        .about("reading is harmless: the card is scrubbed between guests"),
+    on(Event::Write(CR))
+        .given(Cond::All(&[Cond::Is(CR, 0x38, 0x08), Cond::Less(RSAR, Expr::Const(MEMORY as u64))]))
+        .then(&[Effect::Enter(RDMA_PROM), Effect::Store(LEFT, RBCR), Effect::Store(POS, RSAR)])
+        .about("the address is the guest's own"),
+    on(Event::Write(CR))
+        .given(REMOTE_WRITE)
+        .checks(&[
+            Check::Window(REMOTE),
+            Check::Rule("a transfer doesn't run through the end of the ring", Cond::Not(&WRAPS)),
+        ])
+        .then(&[Effect::Enter(RDMA_WRITE), Effect::Store(LEFT, RBCR)]),
     on(Event::Write(CR)).given(Cond::All(&[Cond::Clear(CR, 0x20), NOTHING])).then(DONE),
     // The data port.
     on(Event::Write(DATA)).states(&[RDMA_WRITE]).given(MORE).then(&[COUNT]),
     on(Event::Write(DATA)).states(&[RDMA_WRITE]).given(LAST).then(DONE),
-    on(Event::Write(DATA)).states(&[RDMA_IDLE, RDMA_READ, RDMA_PROM]).checks(&[Check::Refuse("no remote write runs")]),
+    on(Event::Write(DATA))
+        .states(&[RDMA_IDLE, RDMA_READ, RDMA_PROM])
+        .checks(&[Check::Refuse("no remote write runs")]),
     on(Event::Read(DATA)).states(&[RDMA_IDLE, RDMA_WRITE]).then(&[Effect::Answer(Expr::Const(0))]),
     on(Event::Read(DATA)).states(&[RDMA_READ]).given(MORE).then(&[COUNT]),
     on(Event::Read(DATA)).states(&[RDMA_READ]).given(LAST).then(DONE),
@@ -279,18 +329,31 @@ const TRANSITIONS: &[Transition] = &[
     on(Event::Write(PSTART)).states(&[RUNNING]).given(LISTENS).checks(RING_CHECKS),
     on(Event::Write(PSTOP)).states(&[RUNNING]).given(LISTENS).checks(RING_CHECKS),
     on(Event::Write(CURR)).states(&[RUNNING]).given(LISTENS).checks(RING_CHECKS),
-    on(Event::Write(BNRY)).states(&[RUNNING]).given(Cond::All(&[LISTENS, Cond::Not(&RING_SANE)]))
-        .checks(&[Check::Refuse("BNRY must lie in the ring")]).about("once per packet: a value in the ring needs no decision"),
-    on(Event::Write(RCR)).states(&[RUNNING, UNCHECKED]).given(LISTENS).checks(RING_CHECKS).then(&[Effect::Enter(CHECKED)]),
+    on(Event::Write(BNRY))
+        .states(&[RUNNING])
+        .given(Cond::All(&[LISTENS, Cond::Not(&RING_SANE)]))
+        .checks(&[Check::Refuse("BNRY must lie in the ring")])
+        .about("once per packet: a value in the ring needs no decision"),
+    on(Event::Write(RCR))
+        .states(&[RUNNING, UNCHECKED])
+        .given(LISTENS)
+        .checks(RING_CHECKS)
+        .then(&[Effect::Enter(CHECKED)]),
     on(Event::Write(RCR)).given(Cond::Set(RCR, PRO)).checks(&[Check::Allowed(Permission::Promiscuous)]),
-    address!(PAR0, MAC0), address!(PAR1, MAC1), address!(PAR2, MAC2), address!(PAR3, MAC3), address!(PAR4, MAC4), address!(PAR5, MAC5),
+    address!(PAR0, MAC0),
+    address!(PAR1, MAC1),
+    address!(PAR2, MAC2),
+    address!(PAR3, MAC3),
+    address!(PAR4, MAC4),
+    address!(PAR5, MAC5),
     // The reset port, and what the device reports.
     on(Event::Read(RESET)).then(&[Effect::Reset, Effect::Answer(Expr::Const(0))]),
-    on(Event::Cause(PTX | TXE)).states(&[TX_BUSY]).then(&[Effect::Look(CR)])
+    on(Event::Cause(PTX | TXE))
+        .states(&[TX_BUSY])
+        .then(&[Effect::Look(CR)])
         .about("the cause may be that of an earlier frame: TXP says whether the card sends"),
     on(Event::Returned(CR)).given(Cond::Clear(CR, TXP)).then(&[Effect::Enter(TX_IDLE)]),
 ];
-
 
 macro_rules! put {
     ($($reg:expr),*) => { &[$(Step::Write($reg, Expr::Reg($reg))),*] };

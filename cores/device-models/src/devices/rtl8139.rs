@@ -4,8 +4,9 @@
 //! Hidden state: the descriptor that is sent next, and the write position in the ring, which can be read but not written.
 
 use crate::describe::{
-    Bar, BusMaster, Check, Class, Component, Cond, Context, Device, Direction, Effect, Event, Expr, Interrupts, Permission, Pci, Pointers,
-    Reg, Register, Returns, Space, Standing, State, Step, Store, Transition, Window, WindowId, on, register, states, table,
+    Bar, BusMaster, Check, Class, Component, Cond, Context, Device, Direction, Effect, Event, Expr,
+    Interrupts, Pci, Permission, Pointers, Reg, Register, Returns, Space, Standing, State, Step, Store,
+    Transition, Window, WindowId, on, register, states, table,
 };
 
 /// TSD: the host owns the descriptor.
@@ -88,12 +89,21 @@ table! { REGISTERS: Register => Reg {
 } }
 
 const fn tsd(name: &'static str, offset: u32) -> Register {
-    register(name, offset).width(4).class(Class::Free, Class::Dma).reset(OWN).returns(Returns::Bits(u32::MAX)).becomes(0, OWN | TOK_BIT, TOK)
-        .values(&[0x5EA, 0x1FFF, OWN]).about("transmit status; a write without OWN sends")
+    register(name, offset)
+        .width(4)
+        .class(Class::Free, Class::Dma)
+        .reset(OWN)
+        .returns(Returns::Bits(u32::MAX))
+        .becomes(0, OWN | TOK_BIT, TOK)
+        .values(&[0x5EA, 0x1FFF, OWN])
+        .about("transmit status; a write without OWN sends")
 }
 
 const fn tsad(name: &'static str, offset: u32) -> Register {
-    register(name, offset).width(4).class(Class::Virtual, Class::Virtual).values(&[0x10_0000, 0x1F_F000, 0xFFFF_F000])
+    register(name, offset)
+        .width(4)
+        .class(Class::Virtual, Class::Virtual)
+        .values(&[0x10_0000, 0x1F_F000, 0xFFFF_F000])
         .about("address of the frame; the device gets the validated address only")
 }
 
@@ -149,26 +159,42 @@ table! { WINDOWS: Window => WindowId {
     FRAME3 = frame("frame 3", &SENDS3, (WIN3_WORST, WIN3_EACH));
 } }
 
-const RING_BYTES: Expr =
-    Expr::Pick(&Expr::Bits(RCR, 11, 2), &[Expr::Const(0x2000), Expr::Const(0x4000), Expr::Const(0x8000), Expr::Const(0x1_0000)]);
+const RING_BYTES: Expr = Expr::Pick(
+    &Expr::Bits(RCR, 11, 2),
+    &[Expr::Const(0x2000), Expr::Const(0x4000), Expr::Const(0x8000), Expr::Const(0x1_0000)],
+);
 /// A frame may go on behind the ring's end; not behind that of the largest ring.
 const OVERHANGS: Cond = Cond::All(&[Cond::Set(RCR, WRAP), Cond::Not(&Cond::Is(RCR, 0x1800, 0x1800))]);
 /// Bits of TCR that tell the chip's version.
 const VERSION: u32 = 0x7CC0_0000;
 const MAC_LOW: Expr = Expr::Sum(&[
-    Expr::Reg(MAC0), Expr::Shl(&Expr::Reg(MAC1), 8), Expr::Shl(&Expr::Reg(MAC2), 16), Expr::Shl(&Expr::Reg(MAC3), 24),
+    Expr::Reg(MAC0),
+    Expr::Shl(&Expr::Reg(MAC1), 8),
+    Expr::Shl(&Expr::Reg(MAC2), 16),
+    Expr::Shl(&Expr::Reg(MAC3), 24),
 ]);
 const MAC_HIGH: Expr = Expr::Sum(&[Expr::Reg(MAC4), Expr::Shl(&Expr::Reg(MAC5), 8)]);
 /// Words 0 to 9 of the EEPROM, the last for all above.
 const EEPROM: &[Expr] = &[
-    Expr::Const(0x8129), Expr::Const(0x10EC), Expr::Const(0x8139), Expr::Const(0), Expr::Const(0), Expr::Const(0), Expr::Const(0),
-    Expr::And(&MAC_LOW, 0xFFFF), Expr::Shr(&MAC_LOW, 16), MAC_HIGH, Expr::Const(0),
+    Expr::Const(0x8129),
+    Expr::Const(0x10EC),
+    Expr::Const(0x8139),
+    Expr::Const(0),
+    Expr::Const(0),
+    Expr::Const(0),
+    Expr::Const(0),
+    Expr::And(&MAC_LOW, 0xFFFF),
+    Expr::Shr(&MAC_LOW, 16),
+    MAC_HIGH,
+    Expr::Const(0),
 ];
 const EE_CS: u32 = 0x08;
 const EE_SK: u32 = 0x04;
 /// The EEPROM is selected, and its clock rises.
-const EE_CLOCK: Cond = Cond::All(&[Cond::Is(EECR, 0xC0 | EE_CS | EE_SK, 0x80 | EE_CS | EE_SK), Cond::Clear(EE_LAST, EE_SK)]);
-const EE_SHIFTED: Expr = Expr::Sum(&[Expr::Shl(&Expr::And(&Expr::Reg(EE_BITS), 0x7FFF), 1), Expr::Bits(EECR, 1, 1)]);
+const EE_CLOCK: Cond =
+    Cond::All(&[Cond::Is(EECR, 0xC0 | EE_CS | EE_SK, 0x80 | EE_CS | EE_SK), Cond::Clear(EE_LAST, EE_SK)]);
+const EE_SHIFTED: Expr =
+    Expr::Sum(&[Expr::Shl(&Expr::And(&Expr::Reg(EE_BITS), 0x7FFF), 1), Expr::Bits(EECR, 1, 1)]);
 /// The write asks for a reset.
 const RESETS: Cond = Cond::Equal(Expr::And(&Expr::Written, RST as u64), Expr::Const(RST as u64));
 const START_RECEIVER: &[Effect] = &[Effect::Enter(RE_ON), Effect::Device(RBSTART, Expr::DeviceBase(RING))];
@@ -178,66 +204,157 @@ const COUNT: Effect = Effect::Store(NEXT, Expr::And(&Expr::Sum(&[Expr::Reg(NEXT)
 macro_rules! descriptor {
     ($tsd:ident $tsad:ident $window:ident: $idle:ident $pending:ident $kept:ident, $none:ident $worst:ident $each:ident) => {
         [
-            on(Event::Write($tsad)).states(&[$pending]).checks(&[Check::Refuse("the address of a frame stays as it is while it is sent")]),
+            on(Event::Write($tsad))
+                .states(&[$pending])
+                .checks(&[Check::Refuse("the address of a frame stays as it is while it is sent")]),
             on(Event::Write($tsad)).states(&[$idle, $kept]).checks(&[Check::Standing($window)]).then(&[
-                Effect::Device($tsad, Expr::If(&Cond::In($worst), &Expr::DeviceBase($window), &Expr::Const(0))),
+                Effect::Device(
+                    $tsad,
+                    Expr::If(&Cond::In($worst), &Expr::DeviceBase($window), &Expr::Const(0)),
+                ),
             ]),
             on(Event::Write($tsd)).states(&[$pending]).checks(&[Check::Refuse("the frame is being sent")]),
-            on(Event::Write($tsd)).states(&[$idle, $kept, $none]).given(Cond::Clear($tsd, OWN))
+            on(Event::Write($tsd))
+                .states(&[$idle, $kept, $none])
+                .given(Cond::Clear($tsd, OWN))
                 .checks(&[Check::Refuse("the frame has no address yet")]),
-            on(Event::Write($tsd)).states(&[$idle, $kept, $worst]).given(Cond::Clear($tsd, OWN)).then(&[Effect::Enter($pending), COUNT])
+            on(Event::Write($tsd))
+                .states(&[$idle, $kept, $worst])
+                .given(Cond::Clear($tsd, OWN))
+                .then(&[Effect::Enter($pending)])
                 .about("any size is fine: no decision"),
-            on(Event::Write($tsd)).states(&[$idle, $kept, $each]).given(Cond::Clear($tsd, OWN)).checks(&[Check::Window($window)])
-                .then(&[Effect::Device($tsad, Expr::DeviceBase($window)), Effect::Enter($pending), COUNT]),
+            on(Event::Write($tsd))
+                .states(&[$idle, $kept, $each])
+                .given(Cond::Clear($tsd, OWN))
+                .checks(&[Check::Window($window)])
+                .then(&[Effect::Device($tsad, Expr::DeviceBase($window)), Effect::Enter($pending)]),
             on(Event::Read($tsd)).states(&[$kept]).then(&[Effect::Answer(Expr::Reg($tsd))]),
-            on(Event::Returned($tsd)).states(&[$pending]).given(Cond::Set($tsd, OWN)).then(&[Effect::Enter($idle)]),
+            on(Event::Returned($tsd))
+                .states(&[$pending])
+                .given(Cond::Set($tsd, OWN))
+                .then(&[Effect::Enter($idle), COUNT]),
+            on(Event::Write(CR))
+                .states(&[$pending])
+                .given(Cond::Clear(CR, TE))
+                .then(&[Effect::Device($tsd, Expr::Const(OWN as u64)), Effect::Enter($idle)])
+                .about("without a transmitter the frame is the driver's again"),
         ]
     };
 }
 
-const D0: [Transition; 8] = descriptor!(TSD0 TSAD0 FRAME0: TX0_IDLE TX0_PENDING TX0_KEPT, WIN0_NONE WIN0_WORST WIN0_EACH);
-const D1: [Transition; 8] = descriptor!(TSD1 TSAD1 FRAME1: TX1_IDLE TX1_PENDING TX1_KEPT, WIN1_NONE WIN1_WORST WIN1_EACH);
-const D2: [Transition; 8] = descriptor!(TSD2 TSAD2 FRAME2: TX2_IDLE TX2_PENDING TX2_KEPT, WIN2_NONE WIN2_WORST WIN2_EACH);
-const D3: [Transition; 8] = descriptor!(TSD3 TSAD3 FRAME3: TX3_IDLE TX3_PENDING TX3_KEPT, WIN3_NONE WIN3_WORST WIN3_EACH);
+const D0: [Transition; 9] =
+    descriptor!(TSD0 TSAD0 FRAME0: TX0_IDLE TX0_PENDING TX0_KEPT, WIN0_NONE WIN0_WORST WIN0_EACH);
+const D1: [Transition; 9] =
+    descriptor!(TSD1 TSAD1 FRAME1: TX1_IDLE TX1_PENDING TX1_KEPT, WIN1_NONE WIN1_WORST WIN1_EACH);
+const D2: [Transition; 9] =
+    descriptor!(TSD2 TSAD2 FRAME2: TX2_IDLE TX2_PENDING TX2_KEPT, WIN2_NONE WIN2_WORST WIN2_EACH);
+const D3: [Transition; 9] =
+    descriptor!(TSD3 TSAD3 FRAME3: TX3_IDLE TX3_PENDING TX3_KEPT, WIN3_NONE WIN3_WORST WIN3_EACH);
 
 const TRANSITIONS: &[Transition] = &[
-    D0[0], D0[1], D0[2], D0[3], D0[4], D0[5], D0[6], D0[7], D1[0], D1[1], D1[2], D1[3], D1[4], D1[5], D1[6], D1[7],
-    D2[0], D2[1], D2[2], D2[3], D2[4], D2[5], D2[6], D2[7], D3[0], D3[1], D3[2], D3[3], D3[4], D3[5], D3[6], D3[7],
-    on(Event::Write(RBSTART)).states(&[RE_ON]).checks(&[Check::Refuse("the ring stays where it is while the receiver runs")]),
+    D0[0],
+    D0[1],
+    D0[2],
+    D0[3],
+    D0[4],
+    D0[5],
+    D0[6],
+    D0[7],
+    D0[8],
+    D1[0],
+    D1[1],
+    D1[2],
+    D1[3],
+    D1[4],
+    D1[5],
+    D1[6],
+    D1[7],
+    D1[8],
+    D2[0],
+    D2[1],
+    D2[2],
+    D2[3],
+    D2[4],
+    D2[5],
+    D2[6],
+    D2[7],
+    D2[8],
+    D3[0],
+    D3[1],
+    D3[2],
+    D3[3],
+    D3[4],
+    D3[5],
+    D3[6],
+    D3[7],
+    D3[8],
+    on(Event::Write(RBSTART))
+        .states(&[RE_ON])
+        .checks(&[Check::Refuse("the ring stays where it is while the receiver runs")]),
     on(Event::Write(RBSTART)).states(&[RE_OFF]).then(&[Effect::Forget(RING)]),
     on(Event::Write(CR)).given(RESETS).then(&[Effect::Reset]),
-    on(Event::Write(CR)).states(&[RE_OFF]).given(Cond::All(&[Cond::Set(CR, RE), Cond::Not(&RESETS)])).checks(&[Check::Window(RING)]).then(START_RECEIVER)
+    on(Event::Write(CR))
+        .states(&[RE_OFF])
+        .given(Cond::All(&[Cond::Set(CR, RE), Cond::Not(&RESETS)]))
+        .checks(&[Check::Window(RING)])
+        .then(START_RECEIVER)
         .about("with the ring size that is in force: drivers set it after this"),
     on(Event::Write(CR)).given(Cond::Clear(CR, RE)).then(&[Effect::Enter(RE_OFF)]),
-    on(Event::Write(RCR)).states(&[RE_ON]).checks(&[Check::Window(RING)]).then(&[Effect::Device(RBSTART, Expr::DeviceBase(RING))])
+    on(Event::Write(RCR))
+        .states(&[RE_ON])
+        .checks(&[Check::Window(RING)])
+        .then(&[Effect::Device(RBSTART, Expr::DeviceBase(RING))])
         .about("the ring may have grown"),
+    on(Event::Write(RCR))
+        .then(&[Effect::Store(NEXT, Expr::Const(0))])
+        .about("sets both pointers back (seen in QEMU's model)"),
     on(Event::Write(RCR)).given(Cond::Set(RCR, AAP)).checks(&[Check::Allowed(Permission::Promiscuous)]),
     on(Event::Write(TCR)).given(Cond::Set(TCR, LOOPBACK)).checks(&[Check::Allowed(Permission::Loopback)]),
     // The address: the guest's own, unless it may have others.
-    on(Event::Write(IDR0)).given(Cond::Not(&Cond::Equal(Expr::Reg(IDR0), MAC_LOW))).checks(&[Check::Allowed(Permission::AnyAddress)]),
-    on(Event::Write(IDR4)).given(Cond::Not(&Cond::Equal(Expr::And(&Expr::Reg(IDR4), 0xFFFF), MAC_HIGH)))
+    on(Event::Write(IDR0))
+        .given(Cond::Not(&Cond::Equal(Expr::Reg(IDR0), MAC_LOW)))
+        .checks(&[Check::Allowed(Permission::AnyAddress)]),
+    on(Event::Write(IDR4))
+        .given(Cond::Not(&Cond::Equal(Expr::And(&Expr::Reg(IDR4), 0xFFFF), MAC_HIGH)))
         .checks(&[Check::Allowed(Permission::AnyAddress)]),
     on(Event::Read(IDR0)).given(Cond::Is(IDR0, u32::MAX, 0)).then(&[Effect::Answer(MAC_LOW)]),
     on(Event::Read(IDR4)).given(Cond::Is(IDR4, u32::MAX, 0)).then(&[Effect::Answer(MAC_HIGH)]),
     // The EEPROM: a virtual 93C46, of which only reading works. A command is a one, two bits, six of an address.
     on(Event::Write(EECR)).given(EE_CLOCK).states(&[]).then(&[
-        Effect::Store(EE_OUT, Expr::If(
-            &Cond::Equal(Expr::Reg(EE_COUNT), Expr::Const(8)),
-            &Expr::If(&Cond::Is(EE_BITS, 0xE0, 0xC0), &Expr::Pick(&Expr::And(&EE_SHIFTED, 0x3F), EEPROM), &Expr::Const(0xFFFF)),
-            &Expr::And(&Expr::Shl(&Expr::Reg(EE_OUT), 1), 0x1_FFFF),
-        )),
+        Effect::Store(
+            EE_OUT,
+            Expr::If(
+                &Cond::Equal(Expr::Reg(EE_COUNT), Expr::Const(8)),
+                &Expr::If(
+                    &Cond::Is(EE_BITS, 0xE0, 0xC0),
+                    &Expr::Pick(&Expr::And(&EE_SHIFTED, 0x3F), EEPROM),
+                    &Expr::Const(0xFFFF),
+                ),
+                &Expr::And(&Expr::Shl(&Expr::Reg(EE_OUT), 1), 0x1_FFFF),
+            ),
+        ),
         Effect::Store(EE_BITS, EE_SHIFTED),
         // Zeros before the first one don't count.
-        Effect::Store(EE_COUNT, Expr::If(
-            &Cond::Any(&[Cond::Equal(Expr::Reg(EE_BITS), Expr::Const(0)), Cond::Less(Expr::Const(15), Expr::Reg(EE_COUNT))]),
-            &Expr::Reg(EE_COUNT),
-            &Expr::Sum(&[Expr::Reg(EE_COUNT), Expr::Const(1)]),
-        )),
+        Effect::Store(
+            EE_COUNT,
+            Expr::If(
+                &Cond::Any(&[
+                    Cond::Equal(Expr::Reg(EE_BITS), Expr::Const(0)),
+                    Cond::Less(Expr::Const(15), Expr::Reg(EE_COUNT)),
+                ]),
+                &Expr::Reg(EE_COUNT),
+                &Expr::Sum(&[Expr::Reg(EE_COUNT), Expr::Const(1)]),
+            ),
+        ),
     ]),
-    on(Event::Write(EECR)).given(Cond::Clear(EECR, EE_CS))
-        .then(&[Effect::Store(EE_BITS, Expr::Const(0)), Effect::Store(EE_COUNT, Expr::Const(0)), Effect::Store(EE_OUT, Expr::Const(0))]),
+    on(Event::Write(EECR)).given(Cond::Clear(EECR, EE_CS)).then(&[
+        Effect::Store(EE_BITS, Expr::Const(0)),
+        Effect::Store(EE_COUNT, Expr::Const(0)),
+        Effect::Store(EE_OUT, Expr::Const(0)),
+    ]),
     on(Event::Write(EECR)).then(&[Effect::Store(EE_LAST, Expr::Reg(EECR))]),
-    on(Event::Read(EECR)).then(&[Effect::Answer(Expr::Sum(&[Expr::And(&Expr::Reg(EECR), 0xFE), Expr::Bits(EE_OUT, 16, 1)]))]),
+    on(Event::Read(EECR))
+        .then(&[Effect::Answer(Expr::Sum(&[Expr::And(&Expr::Reg(EECR), 0xFE), Expr::Bits(EE_OUT, 16, 1)]))]),
 ];
 
 macro_rules! put {
@@ -274,8 +391,9 @@ const CONTEXT: Context = Context {
         Step::Write(ISR, Expr::Const(0xE07F)),
         Step::Write(IMR, Expr::Const(PHYSICAL_MASK as u64)),
         // Last: from here on the device reads and writes memory.
-        Step::Write(CR, Expr::And(&Expr::Reg(CR), (TE | RE) as u64)),
+        Step::Write(CR, Expr::Sum(&[Expr::And(&Expr::Reg(CR), RE as u64), Expr::Const(TE as u64)])),
         Step::Write(TCR, Expr::Reg(TCR)),
+        Step::Write(CR, Expr::And(&Expr::Reg(CR), (TE | RE) as u64)),
     ],
     memory: None,
     pointers: Some(Pointers {
@@ -303,7 +421,13 @@ pub static RTL8139: Device = Device {
     name: "rtl8139",
     title: "RTL8139 in C mode",
     source: "spec nics, section 2; data sheet of RTL8139C",
-    pci: Pci { vendor: 0x10EC, device: 0x8139, revision: 0x10, class: 0x02_0000, bus_master: BusMaster::WhileValidated },
+    pci: Pci {
+        vendor: 0x10EC,
+        device: 0x8139,
+        revision: 0x10,
+        class: 0x02_0000,
+        bus_master: BusMaster::WhileValidated,
+    },
     bars: &[Bar::Ports(256), Bar::Memory(256)],
     registers: REGISTERS,
     bank: None,

@@ -4,8 +4,9 @@
 use super::{SHORTEST, multicast_index};
 use crate::describe::{Class, Direction, Event, Reg};
 use crate::devices::ne2000::{
-    BNRY, CNTR0, CNTR1, CNTR2, CR, CRDA0, CRDA1, CURR, DATA, MAC0, MAR0, MON, NE2000, OVW, PAR0, PRO, PRX, PSTART, PSTOP, PTX, RCR,
-    RDMA_IDLE, RDMA_WRITE, RESET, RSAR0, RSAR1, RSR, RUNNING, TBCR0, TBCR1, TPSR, TSR, TX_BUSY, TX_IDLE, TXP,
+    BNRY, CNTR0, CNTR1, CNTR2, CR, CRDA0, CRDA1, CURR, DATA, MAC0, MAR0, MON, NE2000, OVW, PAR0, PRO, PRX,
+    PSTART, PSTOP, PTX, RCR, RDMA_IDLE, RDMA_WRITE, RESET, RSAR0, RSAR1, RSR, RUNNING, TBCR0, TBCR1, TPSR,
+    TSR, TX_BUSY, TX_IDLE, TXP,
 };
 use crate::graph::{Given, Graph, truncated};
 use crate::physical::{DeviceError, Mapping, PhysicalDevice, Touch};
@@ -94,7 +95,8 @@ impl Ne2000 {
         let (curr, bnry) = (self.byte(CURR), self.byte(BNRY));
         let length = frame.len().max(SHORTEST);
         let pages = (length + 8).div_ceil(PAGE);
-        let free = if curr < bnry { bnry - curr } else { stop.saturating_sub(start).saturating_sub(curr - bnry) };
+        let free =
+            if curr < bnry { bnry - curr } else { stop.saturating_sub(start).saturating_sub(curr - bnry) };
         if pages >= free {
             self.missed += 1;
             self.graph.set(CNTR2, (self.value(CNTR2) + 1).min(0xFF));
@@ -182,7 +184,12 @@ impl Ne2000 {
             self.at = low(self.value(RSAR0) | self.value(RSAR1) << 8);
         }
         let stored = register.stored(self.value(reg), value & register.mask());
-        self.graph.happen(&NE2000, Event::Write(reg), Some((reg, stored)), Given { size: u32::from(bytes), written: value });
+        self.graph.happen(
+            &NE2000,
+            Event::Write(reg),
+            Some((reg, stored)),
+            Given { size: u32::from(bytes), written: value },
+        );
     }
 
     fn read_register(&mut self, reg: Reg, bytes: u8) -> u32 {
@@ -248,11 +255,14 @@ impl PhysicalDevice for Ne2000 {
     }
 
     fn map(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
-        Err(DeviceError { bar: 0, offset: 0, why: format!("it has no bus mastering, so nothing is mapped for it ({mapping:?})") })
+        Err(DeviceError {
+            bar: 0,
+            offset: 0,
+            why: format!("it has no bus mastering, so nothing is mapped for it ({mapping:?})"),
+        })
     }
 
     fn unmap(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
         self.map(mapping)
     }
 }
-

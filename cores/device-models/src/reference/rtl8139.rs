@@ -3,8 +3,8 @@
 use super::multicast_index;
 use crate::describe::{Class, Direction, Event, Reg};
 use crate::devices::rtl8139::{
-    AAP, AB, AM, APM, BUFE, CAPR, CBR, CR, IDR0, IDR4, LOOPBACK, MAC0, MAR0, MAR4, MPC, OWN, RBSTART, RCR, RE, ROK, RST, RTL8139, RXOVW,
-    TCR, TE, TOK, TOK_BIT, TSAD0, TSD0, WRAP,
+    AAP, AB, AM, APM, BUFE, CAPR, CBR, CR, IDR0, IDR4, LOOPBACK, MAC0, MAR0, MAR4, MPC, OWN, RBSTART, RCR,
+    RE, ROK, RST, RTL8139, RXOVW, TCR, TE, TOK, TOK_BIT, TSAD0, TSD0, WRAP,
 };
 use crate::graph::{Given, Graph, truncated};
 use crate::physical::{Bus, DeviceError, Mapping, PhysicalDevice};
@@ -85,13 +85,14 @@ impl<B: Bus> Rtl8139<B> {
 
     fn reaches(&mut self, address: u64, length: u64, writes: bool) -> bool {
         let inside = |mapping: &Mapping, at: u64| {
-            at >= mapping.device_base && at - mapping.device_base < mapping.length && (mapping.writable || !writes)
+            at >= mapping.device_base
+                && at - mapping.device_base < mapping.length
+                && (mapping.writable || !writes)
         };
         let allowed = self.bus_master
-            && self
-                .mappings
-                .as_ref()
-                .is_none_or(|mappings| (address..address + length).all(|at| mappings.iter().any(|mapping| inside(mapping, at))));
+            && self.mappings.as_ref().is_none_or(|mappings| {
+                (address..address + length).all(|at| mappings.iter().any(|mapping| inside(mapping, at)))
+            });
         self.blocked += u64::from(!allowed);
         allowed
     }
@@ -126,7 +127,7 @@ impl<B: Bus> Rtl8139<B> {
             self.graph.set(tsd, self.value(tsd) | OWN | TOK_BIT);
             self.next = (self.next + 1) % 4;
             if self.value(TCR) & LOOPBACK == LOOPBACK {
-                self.receive(&frame);
+                self.store(&frame);
             } else {
                 self.sent.push(frame);
             }
@@ -134,8 +135,12 @@ impl<B: Bus> Rtl8139<B> {
         }
     }
 
-    /// A frame arrives. Whether it was stored.
+    /// A frame arrives from the wire; a card that sends to itself doesn't hear it. Whether it was stored.
     pub fn receive(&mut self, frame: &[u8]) -> bool {
+        self.value(TCR) & LOOPBACK != LOOPBACK && self.store(frame)
+    }
+
+    fn store(&mut self, frame: &[u8]) -> bool {
         if self.value(CR) & RE == 0 || !self.accepts(frame) {
             return false;
         }
@@ -149,7 +154,13 @@ impl<B: Bus> Rtl8139<B> {
             self.cause(RXOVW);
             return false;
         }
-        let kind = if frame[0] & 1 == 0 { 0x4000 } else if frame[..6] == [0xFF; 6] { 0x2000 } else { 0x8000u32 };
+        let kind = if frame[0] & 1 == 0 {
+            0x4000
+        } else if frame[..6] == [0xFF; 6] {
+            0x2000
+        } else {
+            0x8000u32
+        };
         let length = number(frame.len()) + 4;
         let mut bytes = (1 | kind | length << 16).to_le_bytes().to_vec();
         bytes.extend_from_slice(frame);
@@ -201,7 +212,12 @@ impl<B: Bus> Rtl8139<B> {
             return;
         }
         let stored = register.stored(self.value(reg), value & register.mask());
-        self.graph.happen(&RTL8139, Event::Write(reg), Some((reg, stored)), Given { size: u32::from(bytes), written: value });
+        self.graph.happen(
+            &RTL8139,
+            Event::Write(reg),
+            Some((reg, stored)),
+            Given { size: u32::from(bytes), written: value },
+        );
         if reg == RCR {
             self.position = 0;
             self.next = 0;
@@ -241,7 +257,8 @@ impl<B: Bus> PhysicalDevice for Rtl8139<B> {
                 let mask = truncated(u32::MAX, piece.bytes) << (8 * piece.skip);
                 let part = truncated(value >> (8 * done), piece.bytes) << (8 * piece.skip);
                 // A part of a register: the rest stays.
-                let whole = if piece.is_whole(RTL8139.register(reg)) { part } else { self.value(reg) & !mask | part };
+                let whole =
+                    if piece.is_whole(RTL8139.register(reg)) { part } else { self.value(reg) & !mask | part };
                 self.write_register(reg, whole, piece.bytes);
             }
             done += piece.bytes;
@@ -270,7 +287,9 @@ impl<B: Bus> PhysicalDevice for Rtl8139<B> {
     fn map(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
         match &mut self.mappings {
             Some(mappings) => mappings.push(mapping),
-            None => return Err(DeviceError { bar: 0, offset: 0, why: format!("no IOMMU to map {mapping:?}") }),
+            None => {
+                return Err(DeviceError { bar: 0, offset: 0, why: format!("no IOMMU to map {mapping:?}") });
+            }
         }
         Ok(())
     }

@@ -2,6 +2,7 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 
 pub mod ne2000;
+pub mod rtl8139;
 
 use device_models::Access;
 use device_models::describe::Permission;
@@ -72,10 +73,10 @@ impl<'a, P: PhysicalDevice + Timed> Guest<'a, P> {
     }
 }
 
-/// Gives the device to `id`; time passes as long as another guest can't give it up.
+/// Gives the device to `id`; time passes as long as another guest can't give it up. In the end it is taken.
 pub fn switch<P: PhysicalDevice + Timed>(monitor: &mut Monitor<P>, id: GuestId) {
-    for _ in 0..8 {
-        match monitor.switch(id, false).unwrap() {
+    for patience in (0..8).rev() {
+        match monitor.switch(id, patience == 0).unwrap() {
             Switched::Done => return,
             Switched::Busy => {
                 monitor.physical().tick();
@@ -90,7 +91,8 @@ pub fn switch<P: PhysicalDevice + Timed>(monitor: &mut Monitor<P>, id: GuestId) 
 impl<P: PhysicalDevice + Timed> Ports for Guest<'_, P> {
     fn read(&mut self, offset: u32, size: u8) -> u32 {
         let answer = self.access(Access { bar: self.bar, offset, size, write: None });
-        let value = if let Answer::Done(value) = answer { value } else { u32::MAX >> (32 - 8 * u32::from(size)) };
+        let value =
+            if let Answer::Done(value) = answer { value } else { u32::MAX >> (32 - 8 * u32::from(size)) };
         if let Some(trace) = &mut self.trace {
             trace.push((offset, value));
         }
