@@ -1,0 +1,330 @@
+//! The state space of a description: every state that requests of a guest and answers of the device can reach, with the values that the
+//! description says stand for all.
+//!
+//! The device is judged by its windows and by the registers that it really holds, not by the model's states and transitions: if the device could use a window now that wasn't granted, the path is a finding. Guest memory lies elsewhere in the device's addresses
+//! than in the guest's, so that an address that was forgotten to be translated is a finding too.
+
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use device_models::describe::{
+    Class, Device, Direction, Event, Permission, Reg, Space as Place, Step, Transition, Values,
+};
+use device_models::graph::Piece;
+use device_models::model::{Denied, Granted, Grants, Model, Reads};
+use stateright::{Checker, HasDiscoveries, Model as _, Property};
+
+/// Guest memory that DMA may use.
+const GUEST: std::ops::Range<u64> = 0x10_0000..0x20_0000;
+/// Where it lies for the device.
+const OFFSET: u64 = 0x4000_0000;
+
+/// What a guest without permissions was granted.
+struct Guest;
+
+impl Grants for Guest {
+    fn grant(&mut self, base: u64, length: u64, _: Direction) -> Result<u64, Denied> {
+        let end = base.checked_add(length).ok_or_else(|| Denied("wraps".to_owned()))?;
+        if base >= GUEST.start && end <= GUEST.end {
+            Ok(base + OFFSET)
+        } else {
+            Err(Denied("isn't the guest's memory".to_owned()))
+        }
+    }
+    fn release(&mut self, _: Granted, _: Direction) {}
+    fn allows(&self, _: Permission) -> bool {
+        false
+    }
+}
+
+/// A request of the guest, or something that the device does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Request {
+    /// The guest writes so many bytes of a register.
+    Write(Reg, u32, u8),
+    /// The guest reads a register.
+    Read(Reg, u8),
+    /// The device is done with what a register asked for: the register changes, a cause is latched.
+    Complete(Reg),
+    /// The monitor takes the latched causes.
+    Harvest,
+    /// The monitor looks at a register of its own accord.
+    Look(Reg),
+}
+
+/// The model, and the device: its true registers, whatever the model believes of them, and causes that nobody took yet.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct World {
+    model: Model,
+    registers: Vec<u32>,
+    latched: u32,
+}
+
+impl Values for World {
+    fn register(&self, reg: Reg) -> u32 {
+        self.registers[reg.index()]
+    }
+    fn states(&self) -> &[u8] {
+        self.model.graph().states()
+    }
+}
+
+/// The space of one slice of a device.
+struct Space {
+    device: &'static Device,
+    requests: Vec<Request>,
+    /// What device and monitor do by themselves.
+    own: Vec<Request>,
+    /// Windows that some state uses.
+    used: AtomicU64,
+}
+
+/// What an exploration found.
+#[derive(Debug)]
+pub struct Report {
+    /// Different states.
+    pub states: usize,
+    /// Requests and answers that were tried.
+    pub steps: usize,
+    /// The longest shortest path.
+    pub depth: usize,
+    /// Requests and answers per state at most.
+    pub requests: usize,
+    /// Windows that no state uses: the exploration says nothing about them.
+    pub unused: Vec<&'static str>,
+    /// Findings: the property, and the path to it.
+    pub findings: Vec<String>,
+}
+
+/// Explores a device, slice by slice.
+pub fn explore(device: &'static Device) -> Report {
+    let mut used = 0;
+    let mut all =
+        Report { states: 0, steps: 0, depth: 0, requests: 0, unused: Vec::new(), findings: Vec::new() };
+    for left in device.slices {
+        let one = Space::new(device, left).explore(&mut used);
+        all.states += one.states;
+        all.steps += one.steps;
+        all.depth = all.depth.max(one.depth);
+        all.requests = all.requests.max(one.requests);
+        all.findings.extend(one.findings);
+    }
+    let names = (0..)
+        .zip(device.windows)
+        .filter(|(number, window)| used >> number & 1 == 0 && !window.never)
+        .map(|(_, window)| window.name);
+    all.unused = names.collect();
+    all
+}
+
+impl Space {
+    /// The space of `device` with some registers left as they are after reset.
+    fn new(device: &'static Device, left: &[Reg]) -> Self {
+        let (mut requests, mut own) = (Vec::new(), vec![Request::Harvest]);
+        for (reg, register) in device.numbered().filter(|(reg, _)| !left.contains(reg)) {
+            if let (Some(_), Some(class)) = (register.offset, register.write) {
+                let port = register.span > u32::from(register.width);
+                let sizes: &[u8] = if port { &[1, 4] } else { std::slice::from_ref(&register.width) };
+                for &value in register.values {
+                    requests.extend(sizes.iter().map(|&size| Request::Write(reg, value, size)));
+                }
+                if register.width > 1 && matches!(class, Class::Check | Class::Dma) {
+                    requests.push(Request::Write(reg, 0xFF, 1));
+                }
+            }
+            let matters = |transition: &Transition| {
+                transition.event == Event::Read(reg) || transition.event == Event::Returned(reg)
+            };
+            if register.read.is_some() && device.transitions.iter().any(matters) {
+                requests.push(Request::Read(reg, register.width.min(2)));
+                requests.push(Request::Read(reg, register.width));
+            }
+            if register.becomes.is_some() {
+                own.push(Request::Complete(reg));
+            }
+        }
+        own.extend(device.context.settle.iter().filter_map(|step| match step {
+            Step::Read(reg) => Some(Request::Look(*reg)),
+            _ => None,
+        }));
+        requests.dedup();
+        Self { device, requests, own, used: AtomicU64::new(0) }
+    }
+
+    /// Explores all of it. Windows that were used are added to `used`.
+    fn explore(self, used: &mut u64) -> Report {
+        let requests = self.requests.len() + self.own.len();
+        let checker = self.checker().threads(2).finish_when(HasDiscoveries::AnyFailures).spawn_bfs().join();
+        let space = checker.model();
+        *used |= space.used.load(Ordering::Relaxed);
+        let findings = checker
+            .discoveries()
+            .into_iter()
+            .map(|(name, path)| {
+                let requests: Vec<String> =
+                    path.into_actions().iter().map(|request| text(space.device, *request)).collect();
+                format!("not always true: {name}; after {}", requests.join(", "))
+            })
+            .collect();
+        Report {
+            states: checker.unique_state_count(),
+            steps: checker.state_count(),
+            depth: checker.max_depth(),
+            requests,
+            unused: Vec::new(),
+            findings,
+        }
+    }
+
+    /// The world after a request; `None` when it can't happen now.
+    fn step(&self, before: &World, request: Request) -> Option<World> {
+        let mut world = before.clone();
+        let device = self.device;
+        let piece = |reg: Reg, bytes| Piece {
+            reg: Some(reg),
+            offset: device.register(reg).offset.unwrap_or(0),
+            skip: 0,
+            bytes,
+        };
+        match request {
+            Request::Write(reg, value, bytes) => {
+                let Ok(writes) = world.model.write(piece(reg, bytes), value, &mut Guest) else {
+                    return Some(world);
+                };
+                for (reg, value) in writes.before.into_iter().chain(writes.forward.map(|value| (reg, value)))
+                {
+                    world.model.wrote_device(reg, value);
+                    let held = &mut world.registers[reg.index()];
+                    *held = device.register(reg).held(*held, value);
+                }
+                if writes.reset {
+                    self.reset(&mut world);
+                }
+            }
+            Request::Read(reg, bytes) => match world.model.read(piece(reg, bytes), &mut Guest) {
+                Reads::Answer(_, true) => self.reset(&mut world),
+                Reads::Answer(_, false) => {}
+                Reads::Ask => self.show(&mut world, reg, bytes),
+            },
+            Request::Look(reg) => self.show(&mut world, reg, device.register(reg).width),
+            Request::Complete(reg) => {
+                let (clear, set, causes) = device.register(reg).becomes?;
+                let held = world.registers[reg.index()];
+                // What the device works for is a window of its own.
+                let mut works = false;
+                for window in device.windows.iter().filter(|window| window.active.holds(before)) {
+                    window.active.registers(&mut |used| works |= used == reg);
+                }
+                if !works || held & (clear | set) == set {
+                    return None;
+                }
+                world.registers[reg.index()] = held & !clear | set;
+                world.latched |= causes;
+            }
+            Request::Harvest if world.latched == 0 => return None,
+            Request::Harvest => {
+                let causes = std::mem::take(&mut world.latched);
+                for reg in world.model.cause(causes) {
+                    self.show(&mut world, reg, device.register(reg).width);
+                }
+            }
+        }
+        world.model = world.model.abstracted();
+        for (held, register) in world.registers.iter_mut().zip(device.registers) {
+            *held = register.abstracted(*held);
+        }
+        Some(world)
+    }
+
+    fn show(&self, world: &mut World, reg: Reg, bytes: u8) {
+        let piece =
+            Piece { reg: Some(reg), offset: self.device.register(reg).offset.unwrap_or(0), skip: 0, bytes };
+        world.model.returned(piece, world.registers[reg.index()]);
+    }
+
+    fn reset(&self, world: &mut World) {
+        world.model.device_was_reset();
+        world.latched = 0;
+        world.registers = self.device.registers.iter().map(|register| register.reset).collect();
+    }
+
+    fn has_bank(&self, world: &World, reg: Reg) -> bool {
+        self.device.register(reg).banks >> world.model.graph().bank(self.device) & 1 == 1
+    }
+
+    /// Every window that the device may use with the registers that it holds was granted.
+    fn is_guarded(&self, world: &World) -> bool {
+        (0u8..).zip(self.device.windows).filter(|(_, window)| window.active.holds(world)).all(
+            |(number, window)| {
+                let (base, length) = (window.base.value(world), window.length.value(world));
+                self.used.fetch_or(u64::from(length > 0) << number, Ordering::Relaxed);
+                let bounds = match window.space {
+                    Place::Card { from, to } => from..to,
+                    Place::Host { .. } => GUEST.start + OFFSET..GUEST.end + OFFSET,
+                };
+                length == 0
+                    || base >= bounds.start && base.checked_add(length).is_some_and(|end| end <= bounds.end)
+            },
+        )
+    }
+
+    /// The device and the monitor come to a reusable state by themselves: the guest isn't needed.
+    fn ends(&self, world: &World) -> bool {
+        let (mut seen, mut open) = (HashSet::new(), vec![world.clone()]);
+        while let Some(world) = open.pop() {
+            if world.model.is_reusable() {
+                return true;
+            }
+            for next in self.own.iter().filter_map(|&request| self.step(&world, request)) {
+                if seen.insert(next.clone()) {
+                    open.push(next);
+                }
+            }
+        }
+        false
+    }
+}
+
+fn text(device: &Device, request: Request) -> String {
+    match request {
+        Request::Write(reg, value, bytes) => format!("{} := {value:X}h ({bytes})", device.register(reg).name),
+        Request::Read(reg, _) => format!("read {}", device.register(reg).name),
+        Request::Complete(reg) => format!("{} completes", device.register(reg).name),
+        Request::Harvest => "the monitor takes the causes".to_owned(),
+        Request::Look(reg) => format!("the monitor reads {}", device.register(reg).name),
+    }
+}
+
+impl stateright::Model for Space {
+    type State = World;
+    type Action = Request;
+
+    fn init_states(&self) -> Vec<World> {
+        let registers = self.device.registers.iter().map(|register| register.reset).collect();
+        vec![World { model: Model::new(self.device, [0; 6]).abstracted(), registers, latched: 0 }]
+    }
+
+    fn actions(&self, state: &World, actions: &mut Vec<Request>) {
+        actions.extend(self.requests.iter().filter(|request| match *request {
+            Request::Write(reg, ..) | Request::Read(reg, _) => self.has_bank(state, *reg),
+            _ => true,
+        }));
+        actions.extend(&self.own);
+    }
+
+    fn next_state(&self, state: &World, request: Request) -> Option<World> {
+        self.step(state, request)
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        vec![
+            Property::always("the device uses granted windows only", |space: &Self, world: &World| {
+                space.is_guarded(world)
+            }),
+            Property::always(
+                "the device becomes reusable without the guest",
+                |space: &Self, world: &World| space.ends(world),
+            ),
+        ]
+    }
+}

@@ -1,0 +1,259 @@
+//! Register values and states of one device, moved by the transitions of its description. The monitor's model and the reference
+//! emulation are both built on it.
+
+use crate::describe::{
+    Class, Device, Effect, Event, Expr, Reg, Register, State, Transition, Values, WindowId,
+};
+
+/// One access of the guest to a BAR.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+pub struct Access {
+    /// Number of the BAR.
+    pub bar: u8,
+    /// Offset in it.
+    pub offset: u32,
+    /// Bytes: 1, 2 or 4.
+    pub size: u8,
+    /// The value of a write.
+    pub write: Option<u32>,
+}
+
+/// The part of an access that means one register.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Piece {
+    /// The register; `None` where the description has none.
+    pub reg: Option<Reg>,
+    /// Offset in the BAR.
+    pub offset: u32,
+    /// First byte of the register that is meant.
+    pub skip: u8,
+    /// Bytes.
+    pub bytes: u8,
+}
+
+impl Piece {
+    /// Whether the whole register is meant.
+    pub fn is_whole(&self, register: &Register) -> bool {
+        register.span > u32::from(register.width) || self.skip == 0 && self.bytes == register.width
+    }
+}
+
+/// `value` without the bits above `bytes` bytes.
+pub fn truncated(value: u32, bytes: u8) -> u32 {
+    if bytes >= 4 { value } else { value & ((1 << (8 * bytes)) - 1) }
+}
+
+/// Register values and states.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Graph {
+    pub(crate) values: Vec<u32>,
+    pub(crate) states: Vec<u8>,
+}
+
+/// What an expression sees of an access: bytes, and the value that is written.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Given {
+    pub size: u32,
+    pub written: u32,
+}
+
+impl Given {
+    pub fn size(bytes: u8) -> Self {
+        Self { size: u32::from(bytes), written: 0 }
+    }
+}
+
+/// What an expression sees while an event is treated.
+pub(crate) struct View<'a> {
+    pub graph: &'a Graph,
+    /// The register that is being written or was returned, with its new value.
+    pub overlay: Option<(Reg, u32)>,
+    pub access: Given,
+    pub bases: &'a dyn Fn(WindowId) -> u64,
+}
+
+impl Values for View<'_> {
+    fn register(&self, reg: Reg) -> u32 {
+        match self.overlay {
+            Some((overlaid, value)) if overlaid == reg => value,
+            _ => self.graph.values[reg.index()],
+        }
+    }
+    fn states(&self) -> &[u8] {
+        &self.graph.states
+    }
+    fn access_size(&self) -> u32 {
+        self.access.size
+    }
+    fn written(&self) -> u32 {
+        self.access.written
+    }
+    fn device_base(&self, window: WindowId) -> u64 {
+        (self.bases)(window)
+    }
+}
+
+impl Values for Graph {
+    fn register(&self, reg: Reg) -> u32 {
+        self.values[reg.index()]
+    }
+    fn states(&self) -> &[u8] {
+        &self.states
+    }
+}
+
+/// No window has a base in the device's addresses.
+pub(crate) fn no_base(_: WindowId) -> u64 {
+    0
+}
+
+impl Graph {
+    /// A device after reset.
+    pub fn new(device: &'static Device) -> Self {
+        Self {
+            values: device.registers.iter().map(|register| register.reset).collect(),
+            states: vec![0; device.components.len()],
+        }
+    }
+
+    /// Returns to the values after reset, but for the guest's address.
+    pub fn reset(&mut self, device: &'static Device) {
+        for (reg, register) in device.numbered() {
+            if !device.identity.contains(&reg) {
+                self.values[reg.index()] = register.reset;
+            }
+        }
+        self.states.fill(0);
+    }
+
+    /// The value of a register.
+    pub fn value(&self, reg: Reg) -> u32 {
+        self.values[reg.index()]
+    }
+
+    /// Sets the value of a register.
+    pub fn set(&mut self, reg: Reg, value: u32) {
+        self.values[reg.index()] = value;
+    }
+
+    /// The component enters `state`.
+    pub fn enter(&mut self, state: State) {
+        self.states[usize::from(state.component)] = state.number;
+    }
+
+    /// Whether the device is in `state`.
+    pub fn is(&self, state: State) -> bool {
+        self.states[usize::from(state.component)] == state.number
+    }
+
+    /// The state numbers, one per component.
+    pub fn states(&self) -> &[u8] {
+        &self.states
+    }
+
+    /// The value of an expression.
+    pub fn number(&self, expr: &Expr) -> u64 {
+        expr.value(self)
+    }
+
+    /// The number of the bank that is selected.
+    pub fn bank(&self, device: &Device) -> u8 {
+        device.bank.as_ref().map_or(0, |bank| {
+            u8::try_from(self.values[bank.register.index()] >> bank.shift & bank.mask).unwrap_or(0)
+        })
+    }
+
+    /// The register that an access of `remaining` bytes at `offset` means first.
+    pub fn piece(&self, device: &Device, offset: u32, remaining: u8, write: bool) -> Piece {
+        let bank = self.bank(device);
+        let found = device.numbered().find(|(_, register)| {
+            let direction = if write { register.write } else { register.read };
+            direction.is_some() && register.is_at(offset, bank)
+        });
+        let Some((reg, register)) = found else { return Piece { reg: None, offset, skip: 0, bytes: 1 } };
+        if register.span > u32::from(register.width) {
+            return Piece { reg: Some(reg), offset, skip: 0, bytes: remaining };
+        }
+        let start = std::iter::once(register.offset.unwrap_or(offset))
+            .chain(register.aliases.iter().copied())
+            .filter(|&start| start <= offset && offset - start < register.span)
+            .max()
+            .unwrap_or(offset);
+        let skip = u8::try_from(offset - start).unwrap_or(0);
+        Piece { reg: Some(reg), offset, skip, bytes: remaining.min(register.width - skip) }
+    }
+
+    /// The transitions that fire at `event`.
+    pub(crate) fn firing(
+        &self,
+        device: &'static Device,
+        event: Event,
+        overlay: Option<(Reg, u32)>,
+        access: Given,
+    ) -> Vec<&'static Transition> {
+        let view = View { graph: self, overlay, access, bases: &no_base };
+        device
+            .transitions
+            .iter()
+            .filter(|transition| match (transition.event, event) {
+                (Event::Cause(these), Event::Cause(those)) => these & those != 0,
+                (one, other) => one == other,
+            })
+            .filter(|transition| {
+                Device::holds(transition.states, &self.states) && transition.given.holds(&view)
+            })
+            .collect()
+    }
+
+    /// Performs the effects of transitions; those that concern others than the graph go to `other`.
+    pub(crate) fn perform(
+        &mut self,
+        device: &'static Device,
+        transitions: &[&'static Transition],
+        access: Given,
+        bases: &dyn Fn(WindowId) -> u64,
+        other: &mut dyn FnMut(&Effect, &View<'_>),
+    ) {
+        for effect in transitions.iter().flat_map(|transition| transition.effects) {
+            match effect {
+                Effect::Enter(state) => self.states[usize::from(state.component)] = state.number,
+                Effect::Raise(bits) => self.values[device.interrupts.status.index()] |= bits,
+                Effect::Lower(bits) => self.values[device.interrupts.status.index()] &= !bits,
+                Effect::Store(reg, expr) => {
+                    let value = expr.value(&View { graph: self, overlay: None, access, bases });
+                    let mask = device.register(*reg).mask();
+                    self.values[reg.index()] = u32::try_from(value & u64::from(mask)).unwrap_or(mask);
+                }
+                Effect::Reset => self.reset(device),
+                Effect::Device(..) | Effect::Forget(_) | Effect::Answer(_) | Effect::Look(_) => {}
+            }
+            other(effect, &View { graph: self, overlay: None, access, bases });
+        }
+    }
+
+    /// An event without a monitor: the transitions fire, checks are not looked at. For the reference emulation.
+    pub(crate) fn happen(
+        &mut self,
+        device: &'static Device,
+        event: Event,
+        overlay: Option<(Reg, u32)>,
+        access: Given,
+    ) {
+        let firing = self.firing(device, event, overlay, access);
+        if let Some((reg, value)) = overlay {
+            self.values[reg.index()] = value;
+        }
+        self.perform(device, &firing, access, &no_base, &mut |_, _| {});
+    }
+
+    /// Whether the virtual interrupt line is up.
+    pub fn line(&self, device: &Device) -> bool {
+        let interrupts = &device.interrupts;
+        self.value(interrupts.status) & self.value(interrupts.mask) & interrupts.line != 0
+    }
+
+    /// Whether a write of class `class` reaches the device.
+    pub(crate) fn reaches(class: Class) -> bool {
+        !matches!(class, Class::Virtual | Class::Deny)
+    }
+}

@@ -1,0 +1,93 @@
+//! The seam to whatever plays the physical device: VFIO, a device model in another process, the reference emulation in this one.
+
+use thiserror::Error;
+
+use crate::describe::Direction;
+
+/// The device can't be reached any more.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("Cannot reach the device at BAR {bar}, offset {offset:X}h: {why}")]
+pub struct DeviceError {
+    /// BAR of the access.
+    pub bar: u8,
+    /// Offset of the access.
+    pub offset: u32,
+    /// What went wrong.
+    pub why: String,
+}
+
+/// A piece of memory that the device may reach, behind an IOMMU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Mapping {
+    /// First byte in the device's addresses.
+    pub device_base: u64,
+    /// First byte in the guest's addresses.
+    pub guest_base: u64,
+    /// Bytes.
+    pub length: u64,
+    /// Whether the device may write there; it may always read.
+    pub writable: bool,
+}
+
+/// A physical device. All calls come from the one thread that holds the monitor of the device.
+pub trait PhysicalDevice {
+    /// Reads `size` bytes (1, 2 or 4) of a BAR.
+    ///
+    /// # Errors
+    /// The device can't be reached.
+    fn read(&mut self, bar: u8, offset: u32, size: u8) -> Result<u32, DeviceError>;
+    /// Writes `size` bytes (1, 2 or 4) of a BAR.
+    ///
+    /// # Errors
+    /// The device can't be reached.
+    fn write(&mut self, bar: u8, offset: u32, size: u8, value: u32) -> Result<(), DeviceError>;
+    /// Level of the interrupt line.
+    ///
+    /// # Errors
+    /// The device can't be reached.
+    fn interrupt(&mut self) -> Result<bool, DeviceError>;
+    /// Resets the function.
+    ///
+    /// # Errors
+    /// The device can't be reached.
+    fn reset(&mut self) -> Result<(), DeviceError>;
+    /// Switches bus mastering.
+    ///
+    /// # Errors
+    /// The device can't be reached.
+    fn set_bus_master(&mut self, on: bool) -> Result<(), DeviceError>;
+    /// Whether an IOMMU stands between the device and memory: then it reaches what [`Self::map`] named, and nothing else.
+    fn has_iommu(&self) -> bool;
+    /// Lets the device reach memory, behind an IOMMU.
+    ///
+    /// # Errors
+    /// The memory can't be mapped or pinned.
+    fn map(&mut self, mapping: Mapping) -> Result<(), DeviceError>;
+    /// Takes a mapping back.
+    ///
+    /// # Errors
+    /// The device can't be reached.
+    fn unmap(&mut self, mapping: Mapping) -> Result<(), DeviceError>;
+}
+
+/// Memory as a device sees it, in its own addresses: what a bus master reads and writes. Kept by the test or by the IOMMU's owner,
+/// who may log every access.
+pub trait Bus {
+    /// The device reads.
+    fn read(&mut self, address: u64, into: &mut [u8]);
+    /// The device writes.
+    fn write(&mut self, address: u64, data: &[u8]);
+}
+
+/// Memory that a device touched by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Touch {
+    /// What it did.
+    pub direction: Direction,
+    /// First byte.
+    pub address: u64,
+    /// Bytes.
+    pub length: u64,
+    /// What for.
+    pub purpose: &'static str,
+}

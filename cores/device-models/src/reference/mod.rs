@@ -1,0 +1,28 @@
+//! Reference emulations: registers, decoding and the state graph come from the description, the code here adds what the device does
+//! with packets. They believe their driver as real devices do: what a monitor must prevent, they do.
+
+pub mod ne2000;
+pub mod rtl8139;
+
+/// Length of an Ethernet frame without CRC that is at least sent.
+pub const SHORTEST: usize = 60;
+
+/// The multicast filter's index of an address: the top six bits of the Ethernet CRC-32.
+pub fn multicast_index(address: &[u8]) -> usize {
+    let crc = address.iter().fold(0xFFFF_FFFFu32, |crc, &byte| {
+        (0..8).fold(crc, |crc, bit| {
+            let carry = crc >> 31 ^ u32::from(byte >> bit & 1);
+            crc << 1 ^ if carry == 1 { 0x04C1_1DB7 } else { 0 }
+        })
+    });
+    usize::try_from(crc >> 26).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn the_multicast_index_is_that_of_the_data_sheet() {
+        // The all-hosts group 01:00:5E:00:00:01 sets bit 31 of the filter in every DP8390 and RTL8139 driver.
+        assert_eq!(super::multicast_index(&[0x01, 0x00, 0x5E, 0x00, 0x00, 0x01]), 31);
+    }
+}

@@ -1,0 +1,305 @@
+//! Reference RTL8139: four transmit descriptors, the receive ring, bus mastering. Time passes when a register is read.
+
+use super::multicast_index;
+use crate::describe::{Class, Direction, Event, Reg};
+use crate::devices::rtl8139::{
+    AAP, AB, AM, APM, BUFE, CAPR, CBR, CR, IDR0, IDR4, LOOPBACK, MAC0, MAR0, MAR4, MPC, OWN, RBSTART, RCR,
+    RE, ROK, RST, RTL8139, RXOVW, TCR, TE, TOK, TOK_BIT, TSAD0, TSD0, WRAP,
+};
+use crate::graph::{Given, Graph, truncated};
+use crate::physical::{Bus, DeviceError, Mapping, PhysicalDevice};
+
+/// The device.
+#[derive(Debug)]
+pub struct Rtl8139<B> {
+    graph: Graph,
+    bus: B,
+    /// With an IOMMU: what the device may reach.
+    mappings: Option<Vec<Mapping>>,
+    bus_master: bool,
+    next: u8,
+    position: u32,
+    sent: Vec<Vec<u8>>,
+    /// DMA that the IOMMU or the switched-off bus master stopped.
+    pub blocked: u64,
+}
+
+fn size(number: u32) -> usize {
+    usize::try_from(number).unwrap_or(0)
+}
+
+fn number(size: usize) -> u32 {
+    u32::try_from(size).unwrap_or(u32::MAX)
+}
+
+impl<B: Bus> Rtl8139<B> {
+    /// A card with a station address on a bus; with `iommu` it reaches only what is mapped.
+    pub fn new(address: [u8; 6], bus: B, iommu: bool) -> Self {
+        let mut graph = Graph::new(&RTL8139);
+        for (at, byte) in (0u8..).zip(address) {
+            graph.set(Reg(MAC0.0 + at), u32::from(byte));
+        }
+        let mut card = Self {
+            graph,
+            bus,
+            mappings: iommu.then(Vec::new),
+            bus_master: false,
+            next: 0,
+            position: 0,
+            sent: Vec::new(),
+            blocked: 0,
+        };
+        card.clear();
+        card
+    }
+
+    /// The bus.
+    pub fn bus(&mut self) -> &mut B {
+        &mut self.bus
+    }
+
+    /// Frames that were sent since the last call.
+    pub fn take_sent(&mut self) -> Vec<Vec<u8>> {
+        std::mem::take(&mut self.sent)
+    }
+
+    /// A register as the card holds it.
+    pub fn value(&self, reg: Reg) -> u32 {
+        self.graph.value(reg)
+    }
+
+    /// The hidden pointers: next descriptor, write position.
+    pub fn pointers(&self) -> (u8, u32) {
+        (self.next, self.position)
+    }
+
+    fn clear(&mut self) {
+        self.graph.reset(&RTL8139);
+        let mac = |at: u8| u32::from(self.graph.value(Reg(MAC0.0 + at)).to_le_bytes()[0]);
+        let (low, high) = (mac(0) | mac(1) << 8 | mac(2) << 16 | mac(3) << 24, mac(4) | mac(5) << 8);
+        self.graph.set(IDR0, low);
+        self.graph.set(IDR4, high);
+        self.next = 0;
+        self.position = 0;
+    }
+
+    fn reaches(&mut self, address: u64, length: u64, writes: bool) -> bool {
+        let inside = |mapping: &Mapping, at: u64| {
+            at >= mapping.device_base
+                && at - mapping.device_base < mapping.length
+                && (mapping.writable || !writes)
+        };
+        let allowed = self.bus_master
+            && self.mappings.as_ref().is_none_or(|mappings| {
+                (address..address + length).all(|at| mappings.iter().any(|mapping| inside(mapping, at)))
+            });
+        self.blocked += u64::from(!allowed);
+        allowed
+    }
+
+    /// The device wraps at 32 bits.
+    fn dma(&mut self, address: u32, length: usize, direction: Direction, data: &mut [u8]) {
+        let before_wrap = if address == 0 { length } else { length.min(size(0u32.wrapping_sub(address))) };
+        let parts = [(address, 0..before_wrap), (0, before_wrap..length)];
+        for (address, range) in parts.into_iter().filter(|(_, range)| !range.is_empty()) {
+            let writes = direction == Direction::DeviceWrites;
+            if !self.reaches(u64::from(address), u64::from(number(range.len())), writes) {
+                continue;
+            }
+            if writes {
+                self.bus.write(u64::from(address), &data[range]);
+            } else {
+                self.bus.read(u64::from(address), &mut data[range]);
+            }
+        }
+    }
+
+    /// Time passes: the next descriptors that are the device's are sent.
+    pub fn tick(&mut self) {
+        for _ in 0..4 {
+            let (tsd, tsad) = (Reg(TSD0.0 + self.next), Reg(TSAD0.0 + self.next));
+            if self.value(CR) & TE == 0 || self.value(tsd) & OWN != 0 {
+                return;
+            }
+            let length = size(self.value(tsd) & 0x1FFF);
+            let mut frame = vec![0; length];
+            self.dma(self.value(tsad), length, Direction::DeviceReads, &mut frame);
+            self.graph.set(tsd, self.value(tsd) | OWN | TOK_BIT);
+            self.next = (self.next + 1) % 4;
+            if self.value(TCR) & LOOPBACK == LOOPBACK {
+                self.store(&frame);
+            } else {
+                self.sent.push(frame);
+            }
+            self.cause(TOK);
+        }
+    }
+
+    /// A frame arrives from the wire; a card that sends to itself doesn't hear it. Whether it was stored.
+    pub fn receive(&mut self, frame: &[u8]) -> bool {
+        self.value(TCR) & LOOPBACK != LOOPBACK && self.store(frame)
+    }
+
+    fn store(&mut self, frame: &[u8]) -> bool {
+        if self.value(CR) & RE == 0 || !self.accepts(frame) {
+            return false;
+        }
+        let rcr = self.value(RCR);
+        let ring = 0x2000 << (rcr >> 11 & 3);
+        let stored = (number(frame.len()) + 8).next_multiple_of(4);
+        let read = self.value(CAPR).wrapping_add(16) % ring;
+        let free = if self.position == read { ring } else { (read + ring - self.position) % ring };
+        if stored >= free {
+            self.graph.set(MPC, self.value(MPC) + 1);
+            self.cause(RXOVW);
+            return false;
+        }
+        let kind = if frame[0] & 1 == 0 {
+            0x4000
+        } else if frame[..6] == [0xFF; 6] {
+            0x2000
+        } else {
+            0x8000u32
+        };
+        let length = number(frame.len()) + 4;
+        let mut bytes = (1 | kind | length << 16).to_le_bytes().to_vec();
+        bytes.extend_from_slice(frame);
+        bytes.extend_from_slice(&[0xCC; 4]);
+        let base = self.value(RBSTART);
+        let overhangs = rcr & WRAP != 0 && ring < 0x1_0000;
+        let first = if overhangs { bytes.len() } else { bytes.len().min(size(ring - self.position)) };
+        let (now, mut rest) = (self.position, bytes.split_off(first));
+        self.dma(base.wrapping_add(now), bytes.len(), Direction::DeviceWrites, &mut bytes);
+        if !rest.is_empty() {
+            self.dma(base, rest.len(), Direction::DeviceWrites, &mut rest);
+        }
+        self.position = (self.position + stored) % ring;
+        self.cause(ROK);
+        true
+    }
+
+    fn accepts(&self, frame: &[u8]) -> bool {
+        let Some(to) = frame.get(..6) else { return false };
+        let rcr = self.value(RCR);
+        if rcr & AAP != 0 {
+            return true;
+        }
+        if to == [0xFF; 6] {
+            return rcr & AB != 0;
+        }
+        if to[0] & 1 == 1 {
+            let index = multicast_index(to);
+            let filter = u64::from(self.value(MAR0)) | u64::from(self.value(MAR4)) << 32;
+            return rcr & AM != 0 && filter >> index & 1 == 1;
+        }
+        let mut own = self.value(IDR0).to_le_bytes().to_vec();
+        own.extend(&self.value(IDR4).to_le_bytes()[..2]);
+        rcr & APM != 0 && to == own
+    }
+
+    fn cause(&mut self, causes: u32) {
+        let status = RTL8139.interrupts.status;
+        self.graph.set(status, self.value(status) | causes);
+    }
+
+    fn write_register(&mut self, reg: Reg, value: u32, bytes: u8) {
+        let register = RTL8139.register(reg);
+        if matches!(register.write, None | Some(Class::Deny)) || reg == TCR && self.value(CR) & TE == 0 {
+            return;
+        }
+        if reg == CR && value & RST != 0 {
+            self.clear();
+            return;
+        }
+        let stored = register.stored(self.value(reg), value & register.mask());
+        self.graph.happen(
+            &RTL8139,
+            Event::Write(reg),
+            Some((reg, stored)),
+            Given { size: u32::from(bytes), written: value },
+        );
+        if reg == RCR {
+            self.position = 0;
+            self.next = 0;
+        } else if reg == MPC {
+            self.graph.set(MPC, 0);
+        }
+    }
+
+    fn read_register(&mut self, reg: Reg) -> u32 {
+        self.tick();
+        let ring = 0x2000 << (self.value(RCR) >> 11 & 3);
+        if reg == CR {
+            let empty = self.position == self.value(CAPR).wrapping_add(16) % ring;
+            return self.value(CR) & !BUFE | if empty { BUFE } else { 0 };
+        }
+        if reg == CBR { self.position } else { self.value(reg) }
+    }
+}
+
+impl<B: Bus> PhysicalDevice for Rtl8139<B> {
+    fn read(&mut self, _: u8, offset: u32, bytes: u8) -> Result<u32, DeviceError> {
+        let (mut done, mut value) = (0, 0);
+        while done < bytes {
+            let piece = self.graph.piece(&RTL8139, offset + u32::from(done), bytes - done, false);
+            let part = piece.reg.map_or(0, |reg| self.read_register(reg) >> (8 * piece.skip));
+            value |= truncated(part, piece.bytes) << (8 * done);
+            done += piece.bytes;
+        }
+        Ok(value)
+    }
+
+    fn write(&mut self, _: u8, offset: u32, bytes: u8, value: u32) -> Result<(), DeviceError> {
+        let mut done = 0;
+        while done < bytes {
+            let piece = self.graph.piece(&RTL8139, offset + u32::from(done), bytes - done, true);
+            if let Some(reg) = piece.reg {
+                let mask = truncated(u32::MAX, piece.bytes) << (8 * piece.skip);
+                let part = truncated(value >> (8 * done), piece.bytes) << (8 * piece.skip);
+                // A part of a register: the rest stays.
+                let whole =
+                    if piece.is_whole(RTL8139.register(reg)) { part } else { self.value(reg) & !mask | part };
+                self.write_register(reg, whole, piece.bytes);
+            }
+            done += piece.bytes;
+        }
+        Ok(())
+    }
+
+    fn interrupt(&mut self) -> Result<bool, DeviceError> {
+        Ok(self.graph.line(&RTL8139))
+    }
+
+    fn reset(&mut self) -> Result<(), DeviceError> {
+        self.clear();
+        Ok(())
+    }
+
+    fn set_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
+        self.bus_master = on;
+        Ok(())
+    }
+
+    fn has_iommu(&self) -> bool {
+        self.mappings.is_some()
+    }
+
+    fn map(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
+        match &mut self.mappings {
+            Some(mappings) => mappings.push(mapping),
+            None => {
+                return Err(DeviceError { bar: 0, offset: 0, why: format!("no IOMMU to map {mapping:?}") });
+            }
+        }
+        Ok(())
+    }
+
+    fn unmap(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
+        let known = self.mappings.as_mut().and_then(|mappings| {
+            let at = mappings.iter().position(|known| *known == mapping)?;
+            Some(mappings.swap_remove(at))
+        });
+        let why = || DeviceError { bar: 0, offset: 0, why: format!("{mapping:?} isn't mapped") };
+        known.map(|_| ()).ok_or_else(why)
+    }
+}

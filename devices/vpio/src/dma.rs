@@ -1,0 +1,191 @@
+//! Windows in the host's memory: checked against the guest's memory map, then mapped (with an IOMMU) or translated (without).
+//!
+//! With an IOMMU the device uses the guest's own addresses, and reaches the pages of validated windows only: pages are counted, mapped
+//! with the first window that needs them, unmapped with the last.
+
+use std::collections::BTreeMap;
+
+use device_models::describe::{Direction, Permission};
+use device_models::model::{Denied, Granted, Grants};
+use device_models::physical::{DeviceError, Mapping, PhysicalDevice};
+
+use crate::violation::Recorder;
+
+/// Bytes of a page: what an IOMMU maps.
+pub const PAGE: u64 = 4096;
+
+/// A guest's memory, as far as devices may use it.
+pub trait MemoryMap {
+    /// The address by which a device without an IOMMU reaches the guest's byte `base`, when all `length` bytes from there are the
+    /// guest's, may be used by devices in this direction, and are contiguous in those addresses.
+    fn dma(&self, base: u64, length: u64, direction: Direction) -> Option<u64>;
+}
+
+/// A piece of guest memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Slot {
+    /// First byte in the guest's addresses, a multiple of [`PAGE`].
+    pub guest_base: u64,
+    /// Bytes, a multiple of [`PAGE`].
+    pub length: u64,
+    /// First byte in the addresses of a device without an IOMMU.
+    pub device_base: u64,
+    /// Whether devices may write there.
+    pub writable: bool,
+}
+
+/// A memory map of slots.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Slots(pub Vec<Slot>);
+
+impl MemoryMap for Slots {
+    fn dma(&self, base: u64, length: u64, direction: Direction) -> Option<u64> {
+        let end = base.checked_add(length)?;
+        let slot = self.0.iter().find(|slot| {
+            base >= slot.guest_base
+                && slot.guest_base.checked_add(slot.length).is_some_and(|limit| end <= limit)
+        })?;
+        let usable = slot.writable || direction == Direction::DeviceReads;
+        usable.then_some(())?;
+        slot.device_base.checked_add(base - slot.guest_base)
+    }
+}
+
+/// What the device reaches through the IOMMU for the resident guest: pages, how many windows use each, how many of these are written.
+#[derive(Debug, Default)]
+pub struct Mappings {
+    pages: BTreeMap<u64, (u32, u32)>,
+    /// Most bytes that were mapped at a time.
+    pub peak: u64,
+}
+
+impl Mappings {
+    /// Bytes that are mapped, so pinned.
+    pub fn bytes(&self) -> u64 {
+        u64::try_from(self.pages.len()).unwrap_or(u64::MAX).saturating_mul(PAGE)
+    }
+
+    fn pages_of(base: u64, length: u64) -> std::ops::RangeInclusive<u64> {
+        base / PAGE..=(base + (length - 1)) / PAGE
+    }
+
+    fn mapping(page: u64, writable: bool) -> Mapping {
+        Mapping { device_base: page * PAGE, guest_base: page * PAGE, length: PAGE, writable }
+    }
+
+    fn add<P: PhysicalDevice>(
+        &mut self,
+        physical: &mut P,
+        base: u64,
+        length: u64,
+        writes: bool,
+    ) -> Result<(), DeviceError> {
+        for page in Self::pages_of(base, length) {
+            let (users, writers) = self.pages.get(&page).copied().unwrap_or((0, 0));
+            if users == 0 {
+                physical.map(Self::mapping(page, writes))?;
+            } else if writes && writers == 0 {
+                physical.unmap(Self::mapping(page, false))?;
+                physical.map(Self::mapping(page, true))?;
+            }
+            self.pages.insert(page, (users + 1, writers + u32::from(writes)));
+        }
+        self.peak = self.peak.max(self.bytes());
+        Ok(())
+    }
+
+    fn remove<P: PhysicalDevice>(
+        &mut self,
+        physical: &mut P,
+        base: u64,
+        length: u64,
+        writes: bool,
+    ) -> Result<(), DeviceError> {
+        for page in Self::pages_of(base, length) {
+            let Some((users, writers)) = self.pages.get(&page).copied() else { continue };
+            if users <= 1 {
+                self.pages.remove(&page);
+                physical.unmap(Self::mapping(page, writers > 0))?;
+                continue;
+            }
+            let left = writers.saturating_sub(u32::from(writes));
+            if writers > 0 && left == 0 {
+                physical.unmap(Self::mapping(page, true))?;
+                physical.map(Self::mapping(page, false))?;
+            }
+            self.pages.insert(page, (users - 1, left));
+        }
+        Ok(())
+    }
+}
+
+/// What the model of the resident guest is granted.
+pub(crate) struct Vetter<'a, P> {
+    pub physical: &'a mut P,
+    pub mappings: &'a mut Mappings,
+    pub memory: &'a dyn MemoryMap,
+    pub permissions: &'a [Permission],
+    pub recorder: &'a mut Recorder,
+    /// The device failed while it was mapped for.
+    pub failure: Option<DeviceError>,
+}
+
+impl<P: PhysicalDevice> Vetter<'_, P> {
+    fn decide(&mut self, base: u64, length: u64, direction: Direction) -> Result<u64, Denied> {
+        let address = self.memory.dma(base, length, direction).ok_or_else(|| {
+            Denied(format!("isn't memory of the guest that a device may use so ({direction:?})"))
+        })?;
+        if !self.physical.has_iommu() {
+            return Ok(address);
+        }
+        let writes = direction == Direction::DeviceWrites;
+        self.mappings.add(self.physical, base, length, writes).map_err(|error| {
+            let text = error.to_string();
+            self.failure = Some(error);
+            Denied(format!("can't be mapped for the device: {text}"))
+        })?;
+        Ok(base)
+    }
+}
+
+impl<P: PhysicalDevice> Grants for Vetter<'_, P> {
+    fn grant(&mut self, base: u64, length: u64, direction: Direction) -> Result<u64, Denied> {
+        let verdict = self.decide(base, length, direction);
+        self.recorder.granted(&verdict);
+        verdict
+    }
+
+    fn release(&mut self, window: Granted, direction: Direction) {
+        if self.physical.has_iommu() {
+            let writes = direction == Direction::DeviceWrites;
+            if let Err(error) = self.mappings.remove(self.physical, window.base, window.length, writes) {
+                self.failure = Some(error);
+            }
+        }
+    }
+
+    fn allows(&self, permission: Permission) -> bool {
+        self.permissions.contains(&permission)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use device_models::describe::Direction::{DeviceReads, DeviceWrites};
+
+    use super::{MemoryMap, Slot, Slots};
+
+    #[test]
+    fn ranges_lie_in_one_slot_and_are_usable_in_their_direction() {
+        let slots = Slots(vec![
+            Slot { guest_base: 0x1000, length: 0x2000, device_base: 0x9000, writable: true },
+            Slot { guest_base: 0x3000, length: 0x1000, device_base: 0x5000, writable: false },
+        ]);
+        assert_eq!(slots.dma(0x1800, 0x1800, DeviceWrites), Some(0x9800));
+        assert_eq!(slots.dma(0x1800, 0x1801, DeviceWrites), None, "not contiguous");
+        assert_eq!(slots.dma(0x3000, 0x10, DeviceReads), Some(0x5000));
+        assert_eq!(slots.dma(0x3000, 0x10, DeviceWrites), None, "read only");
+        assert_eq!(slots.dma(0, 0x10, DeviceReads), None);
+        assert_eq!(slots.dma(u64::MAX, 0x10, DeviceReads), None, "wraps");
+    }
+}

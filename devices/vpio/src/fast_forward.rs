@@ -1,0 +1,185 @@
+//! Ring pointers that a device shows but doesn't let anybody write are moved by frames that the device sends to itself, into a ring of
+//! the monitor's: the sizes add up to the position in the receive ring, the number of frames to the next transmit descriptor
+//! (spec nics 2.6).
+
+use device_models::describe::{Pointers, Values};
+use device_models::physical::PhysicalDevice;
+
+use crate::monitor::{Monitor, MonitorError};
+
+/// Memory of the monitor's that the device may use: a ring and a frame.
+pub trait Scratch {
+    /// First byte in the device's addresses: [`RING`] bytes for a ring, then [`FRAME`] for a frame.
+    fn device_base(&self) -> u64;
+    /// Writes bytes at an offset.
+    fn write(&mut self, offset: u64, data: &[u8]);
+}
+
+/// Bytes of the scratch ring: the largest ring, its slack, and a frame behind it.
+pub const RING: u64 = 0x1_1000;
+/// Bytes of the scratch frame: what a worst-case check would ask for.
+pub const FRAME: u64 = 0x2000;
+/// Reads until a frame must have been sent.
+const PATIENCE: u32 = 1000;
+/// Smallest and largest frame.
+const SIZES: (u32, u32) = (60, 1512);
+
+/// Sizes of frames that move a ring pointer by `distance` bytes (modulo `ring`), so that their number is `next` modulo `descriptors`.
+/// `None` when the distance can't be made of frames.
+pub(crate) fn frames(pointers: &Pointers, distance: u32, ring: u32, next: u32) -> Option<Vec<u32>> {
+    let (overhead, round) = pointers.overhead;
+    let descriptors = u32::try_from(pointers.descriptors.len()).ok()?;
+    let (least, most) = (SIZES.0 + overhead, SIZES.1 + overhead);
+    if distance % round != 0 || distance >= ring {
+        return None;
+    }
+    for total in [distance, distance + ring, distance + 2 * ring] {
+        let mut count = total.div_ceil(most);
+        count += (next + descriptors - count % descriptors) % descriptors;
+        if count == 0 || least * count > total {
+            continue;
+        }
+        let mut left = total;
+        let sizes = (0..count).rev().map(|after| {
+            let here = (left - least * after).min(most);
+            left -= here;
+            here - overhead
+        });
+        return Some(sizes.collect());
+    }
+    None
+}
+
+impl<P: PhysicalDevice> Monitor<P> {
+    /// Gives the monitor memory for frames that a device sends to itself; devices with hidden ring pointers need it to be shared.
+    pub fn set_scratch(&mut self, scratch: Box<dyn Scratch + Send>) {
+        self.scratch = Some(scratch);
+    }
+
+    pub(crate) fn fast_forward(&mut self, at: usize) -> Result<(), MonitorError> {
+        let Some(pointers) = &self.device.context.pointers else { return Ok(()) };
+        let graph = self.guests[at].model.graph();
+        let (receive, transmit) = pointers.config;
+        let (distance, next, config) =
+            (graph.value(pointers.position), graph.value(pointers.next), graph.value(receive));
+        let ring = u32::try_from(graph.number(&pointers.ring)).unwrap_or(u32::MAX);
+        if distance == 0 && next == 0 {
+            return self.put(at, receive, config);
+        }
+        // The receiver accepts something of what the device could send to itself, and the ring has such a position.
+        let sizes = frames(pointers, distance, ring, next)
+            .filter(|_| config & (pointers.accept.0 | pointers.accept.1) != 0);
+        let (Some(scratch), Some(sizes)) = (self.scratch.as_mut(), sizes) else {
+            return self.restart(at, pointers);
+        };
+        let base = u32::try_from(scratch.device_base()).unwrap_or(u32::MAX);
+        let mut frame = vec![0; usize::try_from(SIZES.1).unwrap_or(0)];
+        if config & pointers.accept.0 != 0 {
+            frame[..6].fill(0xFF);
+        } else {
+            for (byte, &reg) in frame.iter_mut().zip(self.device.identity) {
+                *byte = u8::try_from(graph.register(reg) & 0xFF).unwrap_or(0);
+            }
+        }
+        scratch.write(RING, &frame);
+        self.scratch_mapping(true)?;
+        self.set_bus_master(true)?;
+        self.put(at, pointers.base, base)?;
+        self.put(at, pointers.enable.0, pointers.enable.1)?;
+        // Once: a second write would set the pointers back.
+        self.put(at, receive, config)?;
+        self.put(at, transmit, pointers.loopback)?;
+        let mut position = 0;
+        for (size, &(address, command)) in sizes.iter().zip(pointers.descriptors.iter().cycle()) {
+            self.put(at, address, base.saturating_add(u32::try_from(RING).unwrap_or(0)))?;
+            self.put(at, command, *size)?;
+            let mut sent = false;
+            for _ in 0..PATIENCE {
+                sent = self.get(at, command)? & pointers.sent != 0;
+                if sent {
+                    break;
+                }
+            }
+            if !sent {
+                return Err(MonitorError::Stuck {
+                    register: self.device.register(command).name,
+                    mask: pointers.sent,
+                    value: pointers.sent,
+                    times: PATIENCE,
+                });
+            }
+            position = (position + (size + pointers.overhead.0).next_multiple_of(pointers.overhead.1)) % ring;
+            self.put(at, pointers.read.0, position.wrapping_sub(pointers.read.1) & 0xFFFF)?;
+        }
+        let arrived = self.get(at, pointers.position)?;
+        for &(address, _) in pointers.descriptors {
+            self.put(at, address, 0)?;
+        }
+        // It goes on sending to itself, so deaf to the wire, until the context's last steps.
+        self.set_bus_master(false)?;
+        self.scratch_mapping(false)?;
+        if arrived == distance {
+            return Ok(());
+        }
+        Err(MonitorError::Stuck {
+            register: self.device.register(pointers.position).name,
+            mask: 0xFFFF,
+            value: distance,
+            times: 1,
+        })
+    }
+
+    /// The pointers can't be moved: the guest's ring starts anew, and its driver is told.
+    fn restart(&mut self, at: usize, pointers: &Pointers) -> Result<(), MonitorError> {
+        let graph = self.guests[at].model.graph();
+        let (receive, value) = (pointers.config.0, graph.value(pointers.config.0));
+        self.guests[at].model.restart_pointers(pointers);
+        self.put(at, receive, value)
+    }
+
+    fn scratch_mapping(&mut self, on: bool) -> Result<(), MonitorError> {
+        let Some(base) = self.scratch.as_ref().map(|scratch| scratch.device_base()) else { return Ok(()) };
+        if !self.physical.has_iommu() {
+            return Ok(());
+        }
+        let mapping = device_models::physical::Mapping {
+            device_base: base,
+            guest_base: base,
+            length: RING + FRAME,
+            writable: true,
+        };
+        if on {
+            self.physical.map(mapping)?
+        } else {
+            self.physical.unmap(mapping)?
+        }
+        Ok(())
+    }
+}
+#[cfg(test)]
+mod tests {
+    use device_models::devices::rtl8139::RTL8139;
+
+    use super::{SIZES, frames};
+
+    /// Every position of every ring with every next descriptor is reached by frames of legal sizes.
+    #[test]
+    fn every_position_is_reached() {
+        let pointers = RTL8139.context.pointers.as_ref().unwrap();
+        for ring in [8192, 16_384, 32_768, 65_536] {
+            for distance in (0..ring).step_by(4) {
+                for next in 0..4 {
+                    let sizes = frames(pointers, distance, ring, next).unwrap();
+                    assert!(
+                        sizes.iter().all(|size| (SIZES.0..=SIZES.1).contains(size)),
+                        "{distance} {next}: {sizes:?}"
+                    );
+                    let total: u32 = sizes.iter().map(|size| (size + 8).next_multiple_of(4)).sum();
+                    assert_eq!((total % ring, sizes.len() % 4), (distance, next as usize));
+                    assert!(sizes.len() <= 96);
+                }
+            }
+            assert_eq!(frames(pointers, 2, ring, 0), None, "not a position");
+        }
+    }
+}

@@ -1,0 +1,434 @@
+//! The monitor: guests' accesses in, accesses of the device out, with the model between them.
+
+use device_models::Access;
+use device_models::describe::{BusMaster, Device, Reg, Returns, Store};
+use device_models::graph::{Piece, truncated};
+use device_models::model::{Model, Reads, Refusal};
+use device_models::physical::{DeviceError, PhysicalDevice};
+use thiserror::Error;
+
+use crate::counters::Counters;
+use crate::dma::{Mappings, Vetter};
+use crate::fast_forward::Scratch;
+use crate::guest::{FailurePolicy, GuestConfig, GuestId};
+use crate::switch::CardMemory;
+use crate::violation::{Recorder, Violation};
+
+/// Times that the interrupt status is read until it stays clear.
+const HARVESTS: u32 = 8;
+/// Violations that are kept per guest.
+const VIOLATIONS: usize = 16;
+
+/// How an access ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Answer {
+    /// It is done; the value that was read, 0 for a write.
+    Done(u32),
+    /// The device is with another guest: try again after the hand-off. Nothing has changed.
+    Wait,
+    /// The guest gets a machine check.
+    MachineCheck,
+    /// The guest's use of the device is stopped.
+    Stopped,
+}
+
+/// What ends a monitor's work on a device.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+pub enum MonitorError {
+    /// The device can't be reached.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// The device doesn't do what the description says.
+    #[error(
+        "The device's {register} didn't become {value:X}h (of the bits {mask:X}h) in {times} reads: reset it"
+    )]
+    Stuck {
+        /// The register.
+        register: &'static str,
+        /// The bits.
+        mask: u32,
+        /// Their expected value.
+        value: u32,
+        /// Reads.
+        times: u32,
+    },
+}
+
+pub(crate) struct Guest {
+    pub config: GuestConfig,
+    pub model: Model,
+    pub card: CardMemory,
+    pub counters: Counters,
+    pub recorder: Recorder,
+    pub violations: Vec<Violation>,
+    pub stopped: bool,
+}
+
+/// One device and its guests.
+pub struct Monitor<P> {
+    pub(crate) device: &'static Device,
+    pub(crate) physical: P,
+    pub(crate) guests: Vec<Guest>,
+    pub(crate) resident: Option<usize>,
+    pub(crate) mappings: Mappings,
+    /// Pages of card memory in which something of a guest may lie.
+    pub(crate) dirty: std::collections::BTreeSet<u32>,
+    /// Causes wait in the device because reading them would disturb it.
+    pub(crate) harvest_due: bool,
+    /// Causes were taken since the device came to the resident guest.
+    pub(crate) harvested: bool,
+    pub(crate) current_at_start: u32,
+    pub(crate) scratch: Option<Box<dyn Scratch + Send>>,
+}
+
+impl<P: PhysicalDevice> Monitor<P> {
+    /// A monitor of `physical`, which is what `device` describes. No guest has it yet.
+    pub fn new(device: &'static Device, physical: P) -> Self {
+        Self {
+            device,
+            physical,
+            guests: Vec::new(),
+            resident: None,
+            mappings: Mappings::default(),
+            dirty: std::collections::BTreeSet::new(),
+            harvest_due: false,
+            harvested: false,
+            current_at_start: 0,
+            scratch: None,
+        }
+    }
+
+    /// Adds a guest. It doesn't have the device yet.
+    pub fn add(&mut self, config: GuestConfig) -> GuestId {
+        let model = Model::new(self.device, config.address);
+        let recorder = Recorder::new(&model);
+        self.guests.push(Guest {
+            config,
+            recorder,
+            model,
+            card: CardMemory::default(),
+            counters: Counters::default(),
+            violations: Vec::new(),
+            stopped: false,
+        });
+        GuestId(self.guests.len() - 1)
+    }
+
+    /// The physical device.
+    pub fn physical(&mut self) -> &mut P {
+        &mut self.physical
+    }
+
+    /// Who has the device.
+    pub fn resident(&self) -> Option<GuestId> {
+        self.resident.map(GuestId)
+    }
+
+    /// A guest's model.
+    pub fn model(&self, guest: GuestId) -> &Model {
+        &self.guests[guest.0].model
+    }
+
+    /// A guest's counters.
+    pub fn counters(&self, guest: GuestId) -> &Counters {
+        &self.guests[guest.0].counters
+    }
+
+    /// A guest's refused requests, the oldest first; the first 16 are kept.
+    pub fn violations(&self, guest: GuestId) -> &[Violation] {
+        &self.guests[guest.0].violations
+    }
+
+    /// Bytes of the resident guest's memory that are mapped for the device, and the most that there were.
+    pub fn mapped(&self) -> (u64, u64) {
+        (self.mappings.bytes(), self.mappings.peak)
+    }
+
+    /// Level of a guest's interrupt line.
+    pub fn line(&self, guest: GuestId) -> bool {
+        let guest = &self.guests[guest.0];
+        !guest.stopped && guest.model.line()
+    }
+
+    /// A guest accesses a BAR.
+    ///
+    /// # Errors
+    /// The device can't be reached, or doesn't do what the description says.
+    pub fn access(&mut self, id: GuestId, access: Access) -> Result<Answer, MonitorError> {
+        let resident = self.resident == Some(id.0);
+        let guest = &mut self.guests[id.0];
+        if guest.stopped {
+            return Ok(Answer::Stopped);
+        }
+        if !matches!(access.size, 1 | 2 | 4) {
+            return Ok(Answer::Done(0));
+        }
+        if !resident && !guest.model.is_virtual(&access) {
+            guest.counters.waits += 1;
+            return Ok(Answer::Wait);
+        }
+        guest.recorder.trim(&guest.model);
+        guest.recorder.access(access);
+        let (mut done, mut value) = (0u8, 0u32);
+        while done < access.size {
+            let offset = access.offset.saturating_add(u32::from(done));
+            let model = &self.guests[id.0].model;
+            let piece = model.graph().piece(self.device, offset, access.size - done, access.write.is_some());
+            self.guests[id.0].counters.requests += 1;
+            match access.write {
+                Some(write) => {
+                    // What is left of an access that was refused doesn't happen either.
+                    if let Some(refused) =
+                        self.write(id.0, access.bar, piece, truncated(write >> (8 * done), piece.bytes))?
+                    {
+                        return Ok(refused);
+                    }
+                }
+                None => value |= self.read(id.0, access.bar, piece)? << (8 * done),
+            }
+            done += piece.bytes;
+        }
+        if resident && self.harvest_due {
+            self.harvest()?;
+        }
+        Ok(Answer::Done(value))
+    }
+
+    /// The device's interrupt line is up: its causes go to the resident guest's virtual status.
+    ///
+    /// # Errors
+    /// The device can't be reached.
+    pub fn interrupt(&mut self) -> Result<(), MonitorError> {
+        if self.resident.is_some() && self.physical.interrupt()? {
+            self.harvest()?;
+        }
+        Ok(())
+    }
+
+    fn write(
+        &mut self,
+        at: usize,
+        bar: u8,
+        piece: Piece,
+        value: u32,
+    ) -> Result<Option<Answer>, MonitorError> {
+        let before = self.guests[at].model.windows().to_vec();
+        let result = self.vet(at, |model, vetter| model.write(piece, value, vetter))?;
+        let guest = &mut self.guests[at];
+        let writes = match result {
+            Ok(writes) => writes,
+            Err(refusal) => {
+                guest.counters.decisions += 1;
+                return Ok(Some(self.fail(at, refusal)));
+            }
+        };
+        guest.counters.decisions += u64::from(writes.decided);
+        guest.counters.denied += u64::from(writes.denied);
+        guest.counters.virtual_requests += u64::from(writes.forward.is_none() && !writes.denied);
+        if guest.model.windows() != before {
+            self.note_card_windows(at, &before);
+        }
+        for (reg, value) in writes.before {
+            self.put(at, reg, value)?;
+        }
+        if let Some(value) = writes.forward {
+            self.guests[at].counters.forwarded += 1;
+            self.forward(at, bar, piece, value)?;
+        }
+        if writes.reset {
+            self.bring_in(at)?;
+        }
+        Ok(None)
+    }
+
+    fn read(&mut self, at: usize, bar: u8, piece: Piece) -> Result<u32, MonitorError> {
+        match self.vet(at, |model, vetter| model.read(piece, vetter))? {
+            Reads::Answer(value, reset) => {
+                self.guests[at].counters.virtual_requests += 1;
+                if reset {
+                    self.bring_in(at)?;
+                }
+                Ok(value)
+            }
+            Reads::Ask => {
+                self.select(at, piece.reg)?;
+                let raw = self.physical.read(bar, piece.offset, piece.bytes)?;
+                let guest = &mut self.guests[at];
+                guest.counters.forwarded += 1;
+                guest.counters.device_accesses += 1;
+                guest.recorder.returned(raw);
+                let shown = guest.model.returned(piece, raw);
+                guest.counters.disbelieved += u64::from(shown.disbelief.is_some());
+                Ok(shown.value)
+            }
+        }
+    }
+
+    /// Calls the model of a guest with what the guest was granted.
+    pub(crate) fn vet<T>(
+        &mut self,
+        at: usize,
+        ask: impl FnOnce(&mut Model, &mut Vetter<'_, P>) -> T,
+    ) -> Result<T, MonitorError> {
+        let guest = &mut self.guests[at];
+        let mut vetter = Vetter {
+            physical: &mut self.physical,
+            mappings: &mut self.mappings,
+            memory: guest.config.memory.as_ref(),
+            permissions: &guest.config.permissions,
+            recorder: &mut guest.recorder,
+            failure: None,
+        };
+        let result = ask(&mut guest.model, &mut vetter);
+        vetter.failure.map_or(Ok(result), |error| Err(error.into()))
+    }
+
+    /// A request was refused: the guest's policy decides.
+    pub(crate) fn fail(&mut self, at: usize, refusal: Refusal) -> Answer {
+        let guest = &mut self.guests[at];
+        guest.counters.refused += 1;
+        if guest.violations.len() < VIOLATIONS {
+            let violation = guest.recorder.violation(&guest.config.name, &guest.config.permissions, refusal);
+            guest.violations.push(violation);
+        }
+        match (guest.config.policy, self.device.interrupts.error) {
+            (FailurePolicy::Ignore, _) => Answer::Done(0),
+            (FailurePolicy::DeviceError, Some(bits)) => {
+                guest.model.raise(bits);
+                guest.recorder.restart(&guest.model);
+                Answer::Done(0)
+            }
+            (FailurePolicy::MachineCheck, _) => Answer::MachineCheck,
+            (FailurePolicy::Stop, _) | (FailurePolicy::DeviceError, None) => {
+                guest.stopped = true;
+                Answer::Stopped
+            }
+        }
+    }
+
+    /// Passes a guest's write on.
+    fn forward(&mut self, at: usize, bar: u8, piece: Piece, value: u32) -> Result<(), MonitorError> {
+        self.select(at, piece.reg)?;
+        self.physical.write(bar, piece.offset, piece.bytes, value)?;
+        let guest = &mut self.guests[at];
+        guest.counters.device_accesses += 1;
+        if let Some(reg) = piece.reg {
+            let whole = if piece.is_whole(self.device.register(reg)) {
+                value
+            } else {
+                guest.model.graph().value(reg)
+            };
+            guest.model.wrote_device(reg, whole);
+        }
+        Ok(())
+    }
+
+    /// Brings the device to the guest's bank, if the register is in banks and the monitor has left the guest's.
+    fn select(&mut self, at: usize, reg: Option<Reg>) -> Result<(), MonitorError> {
+        let (Some(reg), Some(_)) = (reg, &self.device.bank) else { return Ok(()) };
+        let model = &self.guests[at].model;
+        let wanted = model.graph().bank(self.device);
+        if self.device.register(reg).banks != 0xFF && model.physical_bank() != wanted {
+            self.select_bank(at, wanted)?;
+        }
+        Ok(())
+    }
+
+    fn select_bank(&mut self, at: usize, bank: u8) -> Result<(), MonitorError> {
+        let Some(select) = &self.device.bank else { return Ok(()) };
+        let now = self.guests[at].model.physical_value(select.register);
+        let value = now & select.keep | select.set | u32::from(bank) << select.shift;
+        self.put_raw(at, select.register, value)
+    }
+
+    fn reach(&mut self, at: usize, reg: Reg) -> Result<(), MonitorError> {
+        let banks = self.device.register(reg).banks;
+        if self.device.bank.is_some() && banks >> self.guests[at].model.physical_bank() & 1 == 0 {
+            self.select_bank(at, u8::try_from(banks.trailing_zeros()).unwrap_or(0))?;
+        }
+        Ok(())
+    }
+
+    fn bar(&self) -> u8 {
+        let visible = self.device.bars.iter().position(|bar| *bar != device_models::describe::Bar::Hidden);
+        visible.and_then(|at| u8::try_from(at).ok()).unwrap_or(0)
+    }
+
+    fn put_raw(&mut self, at: usize, reg: Reg, value: u32) -> Result<(), MonitorError> {
+        let register = self.device.register(reg);
+        let Some(offset) = register.offset else { return Ok(()) };
+        self.physical.write(self.bar(), offset, register.width, value)?;
+        let guest = &mut self.guests[at];
+        guest.counters.device_accesses += 1;
+        guest.model.wrote_device(reg, value);
+        Ok(())
+    }
+
+    /// Writes a register of the device, in whatever bank.
+    pub(crate) fn put(&mut self, at: usize, reg: Reg, value: u32) -> Result<(), MonitorError> {
+        self.reach(at, reg)?;
+        self.put_raw(at, reg, value)
+    }
+
+    /// Reads a register of the device, in whatever bank.
+    pub(crate) fn get(&mut self, at: usize, reg: Reg) -> Result<u32, MonitorError> {
+        self.reach(at, reg)?;
+        let register = self.device.register(reg);
+        let Some(offset) = register.offset else { return Ok(0) };
+        self.guests[at].counters.device_accesses += 1;
+        Ok(self.physical.read(self.bar(), offset, register.width)?)
+    }
+
+    /// Takes the device's causes to the resident guest's virtual status and acknowledges them, if that doesn't disturb the device now.
+    pub(crate) fn harvest(&mut self) -> Result<(), MonitorError> {
+        let Some(at) = self.resident else { return Ok(()) };
+        self.harvest_due = false;
+        let interrupts = &self.device.interrupts;
+        let status = self.device.register(interrupts.status);
+        let model = &self.guests[at].model;
+        if let Some(bank) = &self.device.bank {
+            let away = status.banks >> model.physical_bank() & 1 == 0;
+            if away && bank.busy.iter().any(|&state| model.graph().is(state)) {
+                self.harvest_due = true;
+                return Ok(());
+            }
+        }
+        for _ in 0..HARVESTS {
+            let causes = self.get(at, interrupts.status)? & interrupts.physical_mask;
+            if causes == 0 {
+                break;
+            }
+            if matches!(status.store, Store::ClearOnes(_)) {
+                self.put(at, interrupts.status, causes)?;
+            }
+            self.harvested = true;
+            for &reg in interrupts.latched {
+                let value = self.get(at, reg)?;
+                self.guests[at].model.latch(reg, value);
+            }
+            let guest = &mut self.guests[at];
+            guest.recorder.cause(causes);
+            for reg in guest.model.cause(causes) {
+                self.remember(at, reg)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// A guest's virtual bus master bit changes.
+    ///
+    /// # Errors
+    /// The device can't be reached.
+    pub(crate) fn set_bus_master(&mut self, on: bool) -> Result<(), MonitorError> {
+        if self.device.pci.bus_master == BusMaster::WhileValidated {
+            self.physical.set_bus_master(on)?;
+        }
+        Ok(())
+    }
+
+    /// Whether a register's value comes from the device when the guest reads it.
+    pub(crate) fn is_readable(&self, reg: Reg) -> bool {
+        let register = self.device.register(reg);
+        register.read.is_some() && !matches!(register.returns, Returns::Shadow)
+    }
+}

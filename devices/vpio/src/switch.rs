@@ -1,0 +1,315 @@
+//! Hand-off of the device from one guest to another: freeze, save, reset, restore, as the description's context says.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use device_models::describe::{Cond, Direction, Memory, Pages, Reg, Space, Step};
+use device_models::model::{Granted, Model};
+use device_models::physical::PhysicalDevice;
+
+use crate::guest::GuestId;
+use crate::monitor::{Monitor, MonitorError};
+
+/// How a hand-off ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Switched {
+    /// The guest has the device.
+    Done,
+    /// The guest that has it can't give it up now: try again after the device's next interrupt.
+    Busy,
+    /// A window of the incoming guest can't be granted any more: its policy was applied, and nobody has the device.
+    Refused,
+}
+
+/// What of a guest lies in memory on the card.
+#[derive(Debug, Default)]
+pub(crate) struct CardMemory {
+    /// Pages that it wrote, as far as they aren't all of its receive ring.
+    written: BTreeSet<u32>,
+    /// Pages of receive rings that were granted since it got the device.
+    rings: BTreeSet<u32>,
+    /// Contents, while the device is with another guest.
+    saved: BTreeMap<u32, Vec<u32>>,
+}
+
+impl<P: PhysicalDevice> Monitor<P> {
+    /// Gives the device to a guest. With `force` it is taken from a guest that isn't at a reusable point: that guest's device is reset
+    /// then, and its driver sees the device's error status.
+    ///
+    /// # Errors
+    /// The device can't be reached, or doesn't do what the description says.
+    pub fn switch(&mut self, to: GuestId, force: bool) -> Result<Switched, MonitorError> {
+        if self.resident == Some(to.0) {
+            return Ok(Switched::Done);
+        }
+        if let Some(from) = self.resident {
+            self.run(from, self.device.context.settle)?;
+            if !self.guests[from].model.is_reusable() && !force {
+                return Ok(Switched::Busy);
+            }
+            self.take_out(from)?;
+        }
+        if self.guests[to.0].stopped {
+            return Ok(Switched::Refused);
+        }
+        self.resident = Some(to.0);
+        self.guests[to.0].counters.switches += 1;
+        self.bring_in(to.0)?;
+        Ok(if self.resident.is_some() { Switched::Done } else { Switched::Refused })
+    }
+
+    /// Takes the device from the guest that has it, and gives it to nobody.
+    ///
+    /// # Errors
+    /// As [`Self::switch`].
+    pub fn release(&mut self) -> Result<(), MonitorError> {
+        self.resident.map_or(Ok(()), |from| self.take_out(from))
+    }
+
+    fn take_out(&mut self, from: usize) -> Result<(), MonitorError> {
+        self.run(from, self.device.context.freeze)?;
+        let reusable = self.guests[from].model.is_reusable();
+        if reusable {
+            self.run(from, self.device.context.save)?;
+        }
+        self.set_bus_master(false)?;
+        self.vet(from, |model, vetter| model.forget_all(vetter))?;
+        if !reusable {
+            self.physical.reset()?;
+            let guest = &mut self.guests[from];
+            let address = guest.config.address;
+            guest.model = Model::new(self.device, address);
+            guest.model.raise(self.device.interrupts.error.unwrap_or(0));
+        }
+        self.resident = None;
+        Ok(())
+    }
+
+    /// Brings the device to the guest's context.
+    pub(crate) fn bring_in(&mut self, to: usize) -> Result<(), MonitorError> {
+        self.harvest_due = false;
+        self.run(to, self.device.context.restore)?;
+        if self.resident == Some(to) {
+            self.set_bus_master(true)?;
+        }
+        self.harvested = false;
+        self.guests[to].card.rings.clear();
+        self.note_card_windows(to, &vec![None; self.device.windows.len()]);
+        if let Some(memory) = &self.device.context.memory {
+            self.current_at_start = self.guests[to].model.graph().value(memory.current);
+        }
+        let guest = &mut self.guests[to];
+        guest.recorder.restart(&guest.model);
+        Ok(())
+    }
+
+    fn run(&mut self, at: usize, steps: &'static [Step]) -> Result<(), MonitorError> {
+        for step in steps {
+            if self.resident != Some(at) {
+                // A window of this guest can't be granted: it doesn't get the device.
+                return Ok(());
+            }
+            match *step {
+                Step::Reset => {
+                    self.physical.reset()?;
+                    self.guests[at].model.device_was_reset();
+                }
+                Step::Write(reg, ref expr) => {
+                    let value = self.guests[at].model.number(expr);
+                    self.put(at, reg, u32::try_from(value & 0xFFFF_FFFF).unwrap_or(0))?;
+                }
+                Step::Read(reg) => self.remember(at, reg)?,
+                Step::Await(reg, mask, value, times) => self.await_bits(at, reg, mask, value, times)?,
+                Step::Enter(state) => self.guests[at].model.enter(state),
+                Step::FastForward => self.fast_forward(at)?,
+                Step::Harvest => self.harvest()?,
+                Step::All(steps) => self.run(at, steps)?,
+                Step::If(ref condition, steps) => {
+                    if holds(condition, &self.guests[at].model) {
+                        self.run(at, steps)?;
+                    }
+                }
+                Step::SaveMemory => self.save_memory(at)?,
+                Step::RestoreMemory => self.restore_memory(at)?,
+                Step::Recheck => {
+                    let result = self.vet(at, |model, vetter| model.recheck(vetter))?;
+                    if let Err(refusal) = result {
+                        self.fail(at, refusal);
+                        self.guests[at].stopped = true;
+                        self.physical.reset()?;
+                        self.resident = None;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    pub(crate) fn remember(&mut self, at: usize, reg: Reg) -> Result<(), MonitorError> {
+        if !self.is_readable(reg) {
+            return Ok(());
+        }
+        let raw = self.get(at, reg)?;
+        let register = self.device.register(reg);
+        let piece = device_models::Piece {
+            reg: Some(reg),
+            offset: register.offset.unwrap_or(0),
+            skip: 0,
+            bytes: register.width,
+        };
+        let guest = &mut self.guests[at];
+        guest.recorder.read(piece.offset, piece.bytes, raw);
+        let shown = guest.model.returned(piece, raw);
+        guest.counters.disbelieved += u64::from(shown.disbelief.is_some());
+        Ok(())
+    }
+
+    fn await_bits(
+        &mut self,
+        at: usize,
+        reg: Reg,
+        mask: u32,
+        value: u32,
+        times: u32,
+    ) -> Result<(), MonitorError> {
+        for _ in 0..times {
+            if self.get(at, reg)? & mask == value {
+                return Ok(());
+            }
+        }
+        Err(MonitorError::Stuck { register: self.device.register(reg).name, mask, value, times })
+    }
+
+    /// Windows on the card changed: what the guest may write there from now on isn't clean any more.
+    pub(crate) fn note_card_windows(&mut self, at: usize, before: &[Option<Granted>]) {
+        let Some(memory) = &self.device.context.memory else { return };
+        let ring = ring_pages(memory, &self.guests[at].model);
+        let guest = &mut self.guests[at];
+        for ((window, now), then) in self.device.windows.iter().zip(guest.model.windows()).zip(before) {
+            let Some(granted) = now else { continue };
+            if now == then
+                || !matches!(window.space, Space::Card { .. })
+                || window.direction != Direction::DeviceWrites
+            {
+                continue;
+            }
+            let Ok(base) = u32::try_from(granted.base) else { continue };
+            let Ok(length) = u32::try_from(granted.length) else { continue };
+            let pages = base / memory.page..=(base + length - 1) / memory.page;
+            if Some((*pages.start(), *pages.end() + 1)) == ring {
+                guest.card.rings.extend(pages);
+            } else {
+                guest.card.written.extend(pages);
+            }
+        }
+    }
+
+    fn save_memory(&mut self, at: usize) -> Result<(), MonitorError> {
+        let Some(memory) = &self.device.context.memory else { return Ok(()) };
+        let model = &self.guests[at].model;
+        let ring = ring_pages(memory, model);
+        let moved = model.graph().value(memory.current) != self.current_at_start;
+        let in_ring = |page: u32| ring.is_some_and(|(start, stop)| (start..stop).contains(&page));
+        let mut live = live_ring(memory, model);
+        live.extend(self.guests[at].card.written.iter().copied().filter(|&page| !in_ring(page)));
+        // A page inside the ring that the guest wrote itself is dirty as well.
+        self.dirty.extend(&self.guests[at].card.written);
+        if moved || self.harvested {
+            self.dirty.extend(&self.guests[at].card.rings);
+        }
+        let mut saved = BTreeMap::new();
+        for page in live.into_iter().filter(|page| (memory.from..memory.to).contains(&(page * memory.page))) {
+            let words = self.transfer(at, memory, page, None)?;
+            self.dirty.insert(page);
+            saved.insert(page, words);
+        }
+        self.guests[at].card.saved = saved;
+        Ok(())
+    }
+
+    fn restore_memory(&mut self, at: usize) -> Result<(), MonitorError> {
+        let Some(memory) = &self.device.context.memory else { return Ok(()) };
+        let saved = std::mem::take(&mut self.guests[at].card.saved);
+        let zeroes = vec![0; usize::try_from(memory.page / 4).unwrap_or(0)];
+        let dirty: Vec<u32> = std::mem::take(&mut self.dirty).into_iter().collect();
+        for page in dirty.into_iter().filter(|page| !saved.contains_key(page)) {
+            self.transfer(at, memory, page, Some(&zeroes))?;
+        }
+        for (page, words) in &saved {
+            self.transfer(at, memory, *page, Some(words))?;
+        }
+        self.dirty.extend(saved.keys());
+        Ok(())
+    }
+
+    /// Moves one page between the card and the monitor; the device is stopped.
+    fn transfer(
+        &mut self,
+        at: usize,
+        memory: &Memory,
+        page: u32,
+        write: Option<&[u32]>,
+    ) -> Result<Vec<u32>, MonitorError> {
+        let (command, read_value, write_value, end) = memory.command;
+        let base = page * memory.page;
+        self.put(at, command, end)?;
+        for (reg, byte) in memory.address.into_iter().zip([base & 0xFF, base >> 8]) {
+            self.put(at, reg, byte)?;
+        }
+        for (reg, byte) in memory.count.into_iter().zip([memory.page & 0xFF, memory.page >> 8]) {
+            self.put(at, reg, byte)?;
+        }
+        self.put(at, command, if write.is_some() { write_value } else { read_value })?;
+        let mut words = Vec::new();
+        match write {
+            Some(write) => {
+                for word in write {
+                    self.put(at, memory.data, *word)?;
+                }
+            }
+            None => {
+                for _ in 0..memory.page / 4 {
+                    words.push(self.get(at, memory.data)?);
+                }
+            }
+        }
+        self.put(at, command, end)?;
+        Ok(words)
+    }
+}
+
+fn holds(condition: &Cond, model: &Model) -> bool {
+    condition.holds(model.graph())
+}
+
+/// First page of the ring and the one after it.
+fn ring_pages(memory: &Memory, model: &Model) -> Option<(u32, u32)> {
+    memory.live.iter().find_map(|pages| match pages {
+        Pages::Ring { start, stop, .. } => {
+            let number = |expr| u32::try_from(model.graph().number(expr)).ok();
+            Some((number(start)?, number(stop)?)).filter(|(start, stop)| start < stop)
+        }
+        Pages::Written => None,
+    })
+}
+
+/// Pages of the ring that hold frames which the driver hasn't read.
+fn live_ring(memory: &Memory, model: &Model) -> Vec<u32> {
+    let Some((start, stop)) = ring_pages(memory, model) else { return Vec::new() };
+    let mut found = Vec::new();
+    for pages in memory.live {
+        let Pages::Ring { from, to, .. } = pages else { continue };
+        let number = |expr| u32::try_from(model.graph().number(expr)).unwrap_or(0);
+        let (mut page, to) = (number(from), number(to));
+        if page == stop {
+            page = start;
+        }
+        while page != to
+            && (start..stop).contains(&page)
+            && found.len() < usize::try_from(stop - start).unwrap_or(0)
+        {
+            found.push(page);
+            page = if page + 1 == stop { start } else { page + 1 };
+        }
+    }
+    found
+}
