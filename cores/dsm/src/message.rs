@@ -111,9 +111,17 @@ pub enum Body {
     Leave {
         /// Who.
         node: NodeId,
+        /// It has applied all updates addressed to it up to this one. If a later one is addressed to it, the copy has been renewed,
+        /// perhaps, and stays.
+        seq: Seq,
     },
-    /// It gets no more updates of that page.
-    Left,
+    /// The answer.
+    Left {
+        /// From the question.
+        seq: Seq,
+        /// It goes on getting updates of that page.
+        stays: bool,
+    },
     /// A wish for another mode; to the home, which passes it on to the holder of the token.
     Advise {
         /// The mode.
@@ -215,7 +223,7 @@ impl Body {
             Self::Tick => "tick",
             Self::Applied { .. } => "applied",
             Self::Leave { .. } => "leave",
-            Self::Left => "left",
+            Self::Left { .. } => "left",
             Self::Advise { .. } => "advise",
             Self::Reverted => "reverted",
             Self::RevertedAck => "reverted-ack",

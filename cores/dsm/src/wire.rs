@@ -133,7 +133,7 @@ const fn kind_code(body: &Body) -> u8 {
         Body::Tick => 11,
         Body::Applied { .. } => 12,
         Body::Leave { .. } => 13,
-        Body::Left => 14,
+        Body::Left { .. } => 14,
         Body::Advise { .. } => 15,
         Body::Reverted => 16,
         Body::RevertedAck => 17,
@@ -214,7 +214,7 @@ fn body(body: &Body, writer: &mut Writer<'_>) {
             writer.u8(u8::from(*updated));
             writer.priority(*priority);
         }
-        Body::InvalidateAck | Body::Tick | Body::Left | Body::Reverted | Body::RevertedAck => {}
+        Body::InvalidateAck | Body::Tick | Body::Reverted | Body::RevertedAck => {}
         Body::Hurry { priority } => writer.priority(*priority),
         Body::Operate { requester, vcpu, operation } => {
             writer.u8(requester.0);
@@ -246,10 +246,14 @@ fn body(body: &Body, writer: &mut Writer<'_>) {
             writer.u64(*old);
         }
         Body::Refuse { vcpu } => writer.u16(*vcpu),
-        Body::Sync { requester: node } | Body::Leave { node } => writer.u8(node.0),
-        Body::Applied { node, count } => {
+        Body::Sync { requester } => writer.u8(requester.0),
+        Body::Applied { node, count: value } | Body::Leave { node, seq: value } => {
             writer.u8(node.0);
-            writer.u64(*count);
+            writer.u64(*value);
+        }
+        Body::Left { seq, stays } => {
+            writer.u64(*seq);
+            writer.u8(u8::from(*stays));
         }
         Body::Advise { mode } => writer.u8(mode_code(*mode)),
         Body::Token(token) => {
@@ -419,8 +423,8 @@ fn parse_body(kind: u8, reader: &mut Reader<'_>) -> Result<Body, WireError> {
         10 => Body::Sync { requester: reader.node()? },
         11 => Body::Tick,
         12 => Body::Applied { node: reader.node()?, count: reader.u64()? },
-        13 => Body::Leave { node: reader.node()? },
-        14 => Body::Left,
+        13 => Body::Leave { node: reader.node()?, seq: reader.u64()? },
+        14 => Body::Left { seq: reader.u64()?, stays: below("flags", reader.u8()?, 2)? == 1 },
         15 => Body::Advise { mode: reader.mode()? },
         16 => Body::Reverted,
         17 => Body::RevertedAck,

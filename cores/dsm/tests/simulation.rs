@@ -23,6 +23,26 @@ fn patterns_end_and_repeat() {
     }
 }
 
+/// Many nodes, of which most wait: copies are closed, given up and fetched again while the token moves. (A wish to give up a copy that
+/// was overtaken by the token once made a node miss updates.)
+#[test]
+fn many_nodes_end() {
+    for (pattern, nodes, rounds) in [
+        (Pattern::Lock, 24, 20),
+        (Pattern::Lock, 64, 8),
+        (Pattern::Jacobi, 64, 8),
+        (Pattern::FalseSharing, 64, 20),
+    ] {
+        for seed in 1..4 {
+            let setup =
+                Run { preset: Preset::OURS, pattern, nodes, rounds, warm_up: 0, pace_ns: 200_000, seed };
+            let report = run(&setup).expect("a configuration");
+            assert_eq!(report.fault, None, "{} of {nodes} nodes, seed {seed}", pattern.name());
+            assert_eq!(report.events, u64::from(nodes) * rounds);
+        }
+    }
+}
+
 /// A read miss takes three messages when home, owner and reader differ, two when the home reads.
 #[test]
 fn a_read_miss_takes_three_messages() {

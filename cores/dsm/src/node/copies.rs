@@ -3,7 +3,7 @@
 use super::local::{Invalidation, WantKind};
 use super::{Context, Node};
 use crate::config::Plant;
-use crate::message::{Body, Grant, Intent, UNKNOWN_CHANGE};
+use crate::message::{Body, Grant, Intent, Seq, UNKNOWN_CHANGE};
 use crate::names::{Access, Mode, NodeId, NodeSet, Page, Priority};
 use crate::pages::Pages;
 use crate::payload::{Payload, changed_bytes};
@@ -87,7 +87,7 @@ impl Node {
             self.counters.refused += 1;
             return;
         }
-        if local.mode.is_update() && local.want.is_none() && !local.leaving {
+        if local.mode.is_update() && local.want.is_none() && local.leaving.is_none() {
             // An old request was served after the copy had come with the token. The copy has had all updates.
             return;
         }
@@ -103,7 +103,7 @@ impl Node {
         local.kept = false;
         local.want = None;
         local.hurry = None;
-        local.leaving = false;
+        local.leaving = None;
         local.counters.clone_from(&grant.counters);
         self.merge_early(page, cx);
         for request in std::mem::take(&mut self.local(page).queue) {
@@ -197,7 +197,7 @@ impl Node {
         let local = self.local(page);
         local.invalidation = None;
         local.hurry = None;
-        local.leaving = false;
+        local.leaving = None;
         if local.mode.is_update() {
             local.kept = false;
         }
@@ -221,40 +221,55 @@ impl Node {
             return;
         }
         let mode = local.mode;
-        local.leaving = mode.is_update();
         self.set(page, mode, Access::None, cx);
         if mode.is_update() {
-            // Until that is confirmed, the copy goes on getting updates: the token may come with the duty to have them.
-            let node = self.config.me;
-            self.send(self.state.token_at, page, Body::Leave { node }, cx);
+            self.ask_to_leave(page, cx);
         }
     }
 
-    /// A node gives up its copy of a page that is kept by updates.
-    pub(super) fn leave<P: Pages>(&mut self, page: Page, node: NodeId, cx: &mut Context<'_, P>) {
+    /// Asks the holder of the token for no more updates of a page. Until it agrees, the copy goes on getting updates: the token may
+    /// come meanwhile, with the duty to have them.
+    pub(super) fn ask_to_leave<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
+        let (node, seq) = (self.config.me, self.state.proven);
+        self.local(page).leaving = Some(seq);
+        self.send(self.state.token_at, page, Body::Leave { node, seq }, cx);
+    }
+
+    /// A node wants to give up its copy of a page that is kept by updates.
+    pub(super) fn leave<P: Pages>(&mut self, page: Page, node: NodeId, seq: Seq, cx: &mut Context<'_, P>) {
         if node.0 >= self.config.nodes {
             self.counters.refused += 1;
-        } else if self.state.token.is_none() {
-            self.forward_to_token(page, Body::Leave { node }, cx);
-        } else if node != self.config.me {
-            let local = self.local(page);
-            // While the update mode ends, every copy has to answer.
-            if local.want.is_none() && local.owner {
-                local.copies = local.copies.without(NodeSet::one(node));
-            }
-            self.send(node, page, Body::Left, cx);
-        }
-    }
-
-    /// No more updates of that page come.
-    pub(super) fn left<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
-        let local = self.local(page);
-        if !local.leaving || local.owner {
             return;
         }
-        local.leaving = false;
-        local.kept = false;
-        local.mode = Mode::Invalidate;
+        let Some(token) = &self.state.token else {
+            self.forward_to_token(page, Body::Leave { node, seq }, cx);
+            return;
+        };
+        if node == self.config.me {
+            return;
+        }
+        // Copies and the token have places in the order like updates: with none after `seq`, the copy is still the same one.
+        let same = token.last.get(node.index()).is_some_and(|last| *last <= seq);
+        let local = self.local(page);
+        // While the update mode ends, every copy has to answer.
+        let leaves = same && local.owner && local.mode.is_update() && local.want.is_none();
+        if leaves {
+            local.copies = local.copies.without(NodeSet::one(node));
+        }
+        self.send(node, page, Body::Left { seq, stays: !leaves }, cx);
+    }
+
+    /// The answer to the wish to give up a copy.
+    pub(super) fn left<P: Pages>(&mut self, page: Page, seq: Seq, stays: bool, cx: &mut Context<'_, P>) {
+        let local = self.local(page);
+        if local.leaving != Some(seq) || local.owner {
+            return;
+        }
+        local.leaving = None;
+        if !stays {
+            local.kept = false;
+            local.mode = Mode::Invalidate;
+        }
         self.go(page, cx);
     }
 }

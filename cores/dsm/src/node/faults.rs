@@ -60,7 +60,7 @@ impl Node {
                 self.let_go(vcpu, page, fault, cx);
             }
             let local = self.local(page);
-            if local.waiting.is_empty() || local.leaving || self.state.incoming.contains(&page) {
+            if local.waiting.is_empty() || local.leaving.is_some() || self.state.incoming.contains(&page) {
                 return;
             }
             let local = self.local(page);

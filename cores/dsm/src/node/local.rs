@@ -35,8 +35,8 @@ pub(super) struct Local {
     pub unread: (u32, u32),
     /// To be kept by updates once what is under way is here.
     pub convert_next: bool,
-    /// The copy was given up, which the holder of the token hasn't confirmed.
-    pub leaving: bool,
+    /// The copy is to be given up, which the holder of the token hasn't confirmed: the `seq` of the question.
+    pub leaving: Option<Seq>,
     /// The update mode was ended, which the home hasn't confirmed.
     pub reverting: bool,
     /// Bytes that changed when the page last came here.
@@ -68,7 +68,7 @@ impl Local {
             hurry: None,
             unread: (0, 0),
             convert_next: false,
-            leaving: false,
+            leaving: None,
             reverting: false,
             changed: UNKNOWN_CHANGE,
             operations: (0, 0),
@@ -80,7 +80,7 @@ impl Local {
 
     /// A copy that gets updates and that the guest may not read at present, to see whether it wants to.
     pub fn is_closed(&self) -> bool {
-        self.mode.is_update() && self.access == Access::None && !self.leaving && !self.owner
+        self.mode.is_update() && self.access == Access::None && self.leaving.is_none() && !self.owner
     }
 
     /// A copy that the guest can read and that must have all updates.

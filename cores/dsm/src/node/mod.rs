@@ -312,8 +312,8 @@ impl Node {
             Body::Sync { requester } => self.sync(requester, cx),
             Body::Tick => {}
             Body::Applied { node, count } => self.applied(node, count, cx),
-            Body::Leave { node } => self.leave(page, node, cx),
-            Body::Left => self.left(page, cx),
+            Body::Leave { node, seq } => self.leave(page, node, seq, cx),
+            Body::Left { seq, stays } => self.left(page, seq, stays, cx),
             Body::Advise { mode } => self.advise(page, mode, cx),
             Body::Reverted => self.home_reverted(from, page, cx),
             Body::RevertedAck => self.reverted_ack(page, cx),

@@ -218,7 +218,7 @@ impl Node {
         let (unread, look) = &mut local.unread;
         *look = (*look).max(first);
         *unread = unread.saturating_add(1);
-        if first == 0 || *unread < *look || local.leaving {
+        if first == 0 || *unread < *look || local.leaving.is_some() {
             return;
         }
         *unread = 0;
@@ -230,9 +230,7 @@ impl Node {
             }
         } else if local.is_closed() && !self.state.incoming.contains(&page) {
             self.counters.left += 1;
-            self.local(page).leaving = true;
-            let node = self.config.me;
-            self.send(self.state.token_at, page, Body::Leave { node }, cx);
+            self.ask_to_leave(page, cx);
         }
     }
 
@@ -413,7 +411,9 @@ impl Node {
         });
         let pages: Vec<_> = list.collect();
         let Some(token) = self.state.token.take() else { return false };
-        let seq = self.state.seen;
+        // A place of its own in the order: what this node wanted before it had the token is known by it to be old.
+        let seq = self.state.seen.saturating_add(1);
+        (self.state.seen, self.state.proven) = (seq, seq);
         let need = token.last.get(to.index()).copied().unwrap_or(seq);
         self.state.token_at = to;
         self.state.asked = 0;
@@ -463,7 +463,7 @@ impl Node {
             }
             owned.insert(page);
             local.owner = true;
-            local.leaving = false;
+            local.leaving = None;
             local.copies = NodeSet(copies.0 & all.0).without(NodeSet::one(me));
             self.set(page, mode, Access::Read, cx);
         }

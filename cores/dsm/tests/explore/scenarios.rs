@@ -172,9 +172,11 @@ pub fn all() -> Vec<Scenario> {
     }
     for updates in [&[0][..], &[0, 1]] {
         for litmus in classics(var(0, 0), var(1, 0)).into_iter().chain([two_pages_and_stores()]) {
-            let name =
-                format!("{}, updates {updates:?}, copies are looked after, the token moves", litmus.name);
-            list.push(Scenario { name, setup: probing(litmus, updates, Budget { tokens: 1, ..NOTHING }) });
+            let name = format!(
+                "{}, updates {updates:?}, copies are looked after, the token moves twice",
+                litmus.name
+            );
+            list.push(Scenario { name, setup: probing(litmus, updates, Budget { tokens: 2, ..NOTHING }) });
         }
     }
     for (what, policy) in policies() {

@@ -80,6 +80,9 @@ impl Report {
 struct Memory {
     content: HashMap<Page, Box<[u8; PAGE_SIZE]>>,
     access: HashMap<Page, Access>,
+    /// A page that is waited for, and whether it has been touched.
+    watched: Option<Page>,
+    touched: bool,
 }
 
 impl Memory {
@@ -104,6 +107,7 @@ impl Pages for Memory {
     }
 
     fn write(&mut self, page: Page, offset: usize, bytes: &[u8]) {
+        self.touched |= self.watched == Some(page);
         let content = self.content.entry(page).or_insert_with(|| Box::new([0; PAGE_SIZE]));
         if let Some(into) = content.get_mut(offset..offset + bytes.len()) {
             into.copy_from_slice(bytes);
@@ -111,6 +115,7 @@ impl Pages for Memory {
     }
 
     fn protect(&mut self, page: Page, access: Access) {
+        self.touched |= self.watched == Some(page);
         self.access.insert(page, access);
     }
 }
@@ -317,6 +322,11 @@ impl Machine {
                 Action::Wounded { .. } => {}
             }
         }
+        let memory = &mut self.hosts[index].memory;
+        if std::mem::take(&mut memory.touched) {
+            memory.watched = None;
+            self.at(now + self.costs.access_ns, Happening::Go(index));
+        }
         let deadline = self.hosts[index].node.deadline().map(|deadline| deadline.max(now + 1));
         if let Some(deadline) = deadline
             && self.hosts[index].timer.is_none_or(|timer| deadline < timer)
@@ -356,7 +366,7 @@ impl Machine {
         host.doing = Doing::Running;
         let access = |page: Page| host.memory.access.get(&page).copied().unwrap_or_default();
         let (fits, fault) = match host.op {
-            Op::Load(page, _) => (access(page) >= Access::Read, Fault::Read),
+            Op::Load(page, _) | Op::Wait(page, ..) => (access(page) >= Access::Read, Fault::Read),
             Op::Store(page, ..) => (access(page) == Access::Write, Fault::Write),
             Op::Add(page, ..) => (access(page) == Access::Write, Fault::Atomic),
             Op::Compute(_) | Op::Event | Op::End => (true, Fault::Read),
@@ -372,6 +382,16 @@ impl Machine {
         }
         match host.op {
             Op::Load(page, offset) => host.last = host.memory.word(page, offset),
+            Op::Wait(page, offset, least) => {
+                host.last = host.memory.word(page, offset);
+                if host.last < least {
+                    // It goes round: its loads retire, and give something else only when the page is touched.
+                    (host.memory.watched, host.memory.touched) = (Some(page), false);
+                    host.doing = Doing::Waiting;
+                    self.account(index, now);
+                    return;
+                }
+            }
             Op::Store(page, offset, value) => {
                 host.memory.write(page, offset.into(), &value.to_le_bytes());
             }
@@ -385,25 +405,32 @@ impl Machine {
         self.retire(index, now);
     }
 
-    /// An instruction has retired; the next one is begun.
-    fn retire(&mut self, index: usize, now: u64) {
+    /// Counts how long an instruction that has retired had waited, and tells the node if it asked.
+    fn account(&mut self, index: usize, now: u64) {
         let counting = self.counting;
         let host = &mut self.hosts[index];
         if let Some(since) = host.since.take()
             && counting
         {
             let stalls = match host.op {
-                Op::Load(..) => &mut self.report.load_stalls,
+                Op::Load(..) | Op::Wait(..) => &mut self.report.load_stalls,
                 _ => &mut self.report.store_stalls,
             };
             stalls.0 += 1;
             stalls.1 += now.saturating_sub(since);
-            self.report.remote_loads += u64::from(host.remote && matches!(host.op, Op::Load(..)));
+            let load = matches!(host.op, Op::Load(..) | Op::Wait(..));
+            self.report.remote_loads += u64::from(host.remote && load);
         }
         host.unreported |= std::mem::take(&mut host.granted);
         if std::mem::take(&mut host.kicked) && std::mem::take(&mut host.unreported) {
             self.enqueue(index, Event::Retired { vcpu: 0 }, 0, now);
         }
+    }
+
+    /// An instruction has retired; the next one is begun.
+    fn retire(&mut self, index: usize, now: u64) {
+        self.account(index, now);
+        let counting = self.counting;
         let host = &mut self.hosts[index];
         let last = host.last;
         host.op = host.program.next(last);
@@ -448,7 +475,7 @@ impl Machine {
 
 const fn page_of(op: Op) -> Page {
     match op {
-        Op::Load(page, _) | Op::Store(page, ..) | Op::Add(page, ..) => page,
+        Op::Load(page, _) | Op::Wait(page, ..) | Op::Store(page, ..) | Op::Add(page, ..) => page,
         Op::Compute(_) | Op::Event | Op::End => 0,
     }
 }

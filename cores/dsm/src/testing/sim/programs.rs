@@ -8,6 +8,8 @@ use crate::testing::dice::Dice;
 pub enum Op {
     /// Loads eight bytes.
     Load(Page, u16),
+    /// Loads eight bytes again and again, until they are at least so much.
+    Wait(Page, u16, u64),
     /// Stores eight bytes.
     Store(Page, u16, u64),
     /// Adds to eight bytes, as one.
@@ -66,8 +68,6 @@ impl Pattern {
     }
 }
 
-/// Between two looks of a virtual CPU that waits in a loop.
-const SPIN_NS: u64 = 500;
 /// The page that all share; its home is node 0.
 const SHARED: Page = 0;
 /// The page behind the lock and the barrier.
@@ -121,7 +121,7 @@ impl Program {
             Pattern::FalseSharing => self.false_sharing(SHARED),
             Pattern::Private => self.false_sharing(self.me + 64),
             Pattern::Migratory => self.migratory(last),
-            Pattern::Jacobi => self.jacobi(last),
+            Pattern::Jacobi => self.jacobi(),
         }
     }
 
@@ -187,7 +187,9 @@ impl Program {
                     self.fault.get_or_insert(format!("a counter went from {} back to {last}", self.ticket));
                 }
                 self.ticket = last;
-                self.end_round()
+                // It looks as long as there is something new to come.
+                self.round = if last >= self.rounds { self.rounds } else { 0 };
+                self.go(0, Op::Compute(0))
             }
         }
     }
@@ -202,10 +204,8 @@ impl Program {
             1 => self.go(2, Op::Add(SHARED, 64, 1)),
             2 => {
                 self.ticket = last;
-                self.go(3, Op::Load(SHARED, 128))
+                self.go(3, Op::Wait(SHARED, 128, last))
             }
-            3 if last != self.ticket => self.go(4, Op::Compute(SPIN_NS)),
-            4 => self.go(3, Op::Load(SHARED, 128)),
             3 => {
                 let inside = self.pace_ns / 4;
                 self.go(5, Op::Compute(inside))
@@ -263,7 +263,7 @@ impl Program {
     }
 
     /// Own page: `128 + me`. Barrier: a counter in the shared page.
-    fn jacobi(&mut self, last: u64) -> Op {
+    fn jacobi(&mut self) -> Op {
         let edge = 128 + self.me;
         match self.state {
             0 => {
@@ -275,13 +275,11 @@ impl Program {
                 self.go(state + 1, Op::Store(edge, u16::from(state) * 56, value))
             }
             65 => self.go(66, Op::Add(SHARED, 64, 1)),
-            66 => self.go(67, Op::Load(SHARED, 64)),
-            67 if last < self.nodes * (2 * self.round + 1) => self.go(66, Op::Compute(SPIN_NS)),
+            66 => self.go(67, Op::Wait(SHARED, 64, self.nodes * (2 * self.round + 1))),
             67 => self.go(68, Op::Load(128 + (self.me + 1) % self.nodes, 56)),
             68 => self.go(69, Op::Load(128 + (self.me + self.nodes - 1) % self.nodes, 56)),
             69 => self.go(70, Op::Add(SHARED, 64, 1)),
-            70 => self.go(71, Op::Load(SHARED, 64)),
-            71 if last < self.nodes * (2 * self.round + 2) => self.go(70, Op::Compute(SPIN_NS)),
+            70 => self.go(71, Op::Wait(SHARED, 64, self.nodes * (2 * self.round + 2))),
             71 => self.go(72, Op::Event),
             _ => self.end_round(),
         }
