@@ -30,7 +30,7 @@ pub(crate) fn frames(pointers: &Pointers, distance: u32, ring: u32, next: u32) -
     let (overhead, round) = pointers.overhead;
     let descriptors = u32::try_from(pointers.descriptors.len()).ok()?;
     let (least, most) = (SIZES.0 + overhead, SIZES.1 + overhead);
-    if distance % round != 0 || distance >= ring {
+    if !distance.is_multiple_of(round) || distance >= ring {
         return None;
     }
     for total in [distance, distance + ring, distance + 2 * ring] {

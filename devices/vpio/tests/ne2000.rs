@@ -1,5 +1,7 @@
 //! A guest with Linux's driver sequences on an NE2000 under the monitor: traffic, decisions, hand-off.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
 mod support;
 
 use device_models::Access;
@@ -93,15 +95,18 @@ fn few_requests_run_a_check() {
     }
 }
 
+/// Offsets and values read, frames received, frames sent, times that the device came to the guest.
+type Seen = (Vec<(u32, u32)>, Vec<Vec<u8>>, Vec<Vec<u8>>, u64);
+
 /// What guest 0's driver reads, and the frames it gets, in a run in which the device goes to another guest before some of its accesses.
-fn run(seed: u64, switching: bool) -> (Vec<(u32, u32)>, Vec<Vec<u8>>, Vec<Vec<u8>>, u64) {
+fn run(seed: u64, switching: bool) -> Seen {
     let (mut monitor, a, b) = (monitor(2), GuestId(0), GuestId(1));
     let (mut trace, mut received) = (Vec::new(), Vec::new());
     let mut numbers = Numbers(seed);
     let mut other: Option<Driver> = None;
     let mut turn = 0u8;
     let mut between = |monitor: &mut Monitor<Ne2000>| {
-        if !switching || numbers.next() % 53 != 0 {
+        if !switching || !numbers.next().is_multiple_of(53) {
             return;
         }
         turn = turn.wrapping_add(1);
@@ -116,7 +121,7 @@ fn run(seed: u64, switching: bool) -> (Vec<(u32, u32)>, Vec<Vec<u8>>, Vec<Vec<u8
                 switch(monitor, b);
                 monitor.physical().receive(&frame(address(1), 0xB0, 300));
                 monitor.interrupt().unwrap();
-                if turn % 3 != 0 {
+                if !turn.is_multiple_of(3) {
                     driver.interrupt(&mut Guest::new(monitor, b));
                     driver.send(&mut Guest::new(monitor, b), &frame([0xFF; 6], 0xBB, 700));
                 }

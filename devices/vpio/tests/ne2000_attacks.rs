@@ -1,6 +1,8 @@
 //! The attacks of spec nics 1.7 on an NE2000: what the card touched of its memory judges them. On a bare card they succeed; under the
 //! monitor no byte outside the packet memory is touched.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
 mod support;
 
 use device_models::devices::ne2000::{MEMORY, MEMORY_END, NE2000};
@@ -261,7 +263,7 @@ fn the_driver_recovers_from_a_refused_frame() {
     driver.send(&mut Guest::new(&mut monitor, id), &frame([0xFF; 6], 9, 100));
     monitor.physical().tick();
     monitor.interrupt().unwrap();
-    assert_eq!(driver.interrupt(&mut Guest::new(&mut monitor, id)).1, true);
+    assert!(driver.interrupt(&mut Guest::new(&mut monitor, id)).1);
     assert_eq!(monitor.physical().take_sent().len(), 1);
 }
 
@@ -299,7 +301,7 @@ proptest! {
             match numbers.next() % 16 {
                 0 => monitor.physical().tick(),
                 1 => { monitor.physical().receive(&frame([0xFF; 6], 0x55, 700)); }
-                2 => { monitor.switch(GuestId(usize::from(numbers.next() % 2 == 0)), numbers.next() % 4 == 0).unwrap(); }
+                2 => { monitor.switch(GuestId(usize::from(numbers.next().is_multiple_of(2))), numbers.next().is_multiple_of(4)).unwrap(); }
                 3 => monitor.interrupt().unwrap(),
                 _ => {
                     let id = monitor.resident().unwrap();

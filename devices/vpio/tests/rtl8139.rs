@@ -1,6 +1,8 @@
 //! A guest with Linux's driver sequences on an RTL8139 under the monitor: traffic, decisions, pinned memory, hand-off. With and without an
 //! IOMMU.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
 mod support;
 
 use device_models::devices::rtl8139::RTL8139;
@@ -90,14 +92,17 @@ fn no_request_runs_a_check_in_the_steady_state() {
     assert_eq!(monitor.mapped().0, 0, "nothing stays pinned without the device");
 }
 
+/// Offsets and values read, frames received, frames sent, times that the device came to the guest.
+type Seen = (Vec<(u32, u32)>, Vec<Vec<u8>>, Vec<Vec<u8>>, u64);
+
 /// What guest 0's driver reads, the frames it gets and sends, in a run in which the device goes to another guest before some accesses.
-fn run(seed: u64, switching: bool, iommu: bool) -> (Vec<(u32, u32)>, Vec<Vec<u8>>, Vec<Vec<u8>>, u64) {
+fn run(seed: u64, switching: bool, iommu: bool) -> Seen {
     let (mut monitor, a, b) = (monitor(2, iommu), GuestId(0), GuestId(1));
     let (mut trace, mut received) = (Vec::new(), Vec::new());
     let mut numbers = Numbers(seed);
     let mut other: Option<Driver> = None;
     let mut between = |monitor: &mut Monitor<Card>| {
-        if !switching || numbers.next() % 29 != 0 {
+        if !switching || !numbers.next().is_multiple_of(29) {
             return;
         }
         switch(monitor, b);
@@ -113,7 +118,7 @@ fn run(seed: u64, switching: bool, iommu: bool) -> (Vec<(u32, u32)>, Vec<Vec<u8>
             60 + usize::try_from(numbers.next() % 1400).unwrap(),
         ));
         monitor.interrupt().unwrap();
-        if numbers.next() % 3 != 0 {
+        if !numbers.next().is_multiple_of(3) {
             driver.send(&mut Guest::new(monitor, b), &frame([0xFF; 6], 0xBB, 700));
             monitor.interrupt().unwrap();
             driver.interrupt(&mut Guest::new(monitor, b));

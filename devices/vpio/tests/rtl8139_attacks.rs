@@ -1,6 +1,8 @@
 //! The attacks of spec nics 2.8 on an RTL8139, judged by what the device read and wrote on the bus. On a bare card they succeed; under the
 //! monitor no byte outside the guest's memory is touched.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
 mod support;
 
 use std::sync::Arc;
@@ -166,7 +168,7 @@ fn no_sequence_of_requests_leaves_the_memory() {
     let (mut requests, mut refused, mut touched, mut seed) = (0, 0, 0, 0);
     while requests < wanted {
         seed += 1;
-        let iommu = seed % 2 == 0;
+        let iommu = seed.is_multiple_of(2);
         let (mut monitor, ram) = monitor(iommu, FailurePolicy::Ignore);
         monitor.add(config(1, FailurePolicy::DeviceError, &[], slots(0)));
         let over = Arc::new(AtomicBool::new(false));
@@ -188,8 +190,8 @@ fn no_sequence_of_requests_leaves_the_memory() {
                     monitor.physical().receive(&frame([0xFF; 6], 0x55, 700));
                 }
                 4 => {
-                    let to = GuestId(usize::from(numbers.next() % 2 == 0));
-                    monitor.switch(to, numbers.next() % 4 == 0).unwrap();
+                    let to = GuestId(usize::from(numbers.next().is_multiple_of(2)));
+                    monitor.switch(to, numbers.next().is_multiple_of(4)).unwrap();
                 }
                 5..8 => monitor.interrupt().unwrap(),
                 8 => attack(&mut Guest::new(&mut monitor, GuestId(0)), &[]),

@@ -64,7 +64,7 @@ impl Expr {
             Self::Bits(reg, shift, bits) => (u64::from(from.register(reg)) >> shift) & ((1 << bits) - 1),
             Self::Sum(terms) => terms.iter().fold(0u64, |sum, term| sum.saturating_add(term.value(from))),
             Self::Minus(left, right) => left.value(from).saturating_sub(right.value(from)),
-            Self::Shl(number, by) => number.value(from).checked_mul(1 << by).unwrap_or(u64::MAX),
+            Self::Shl(number, by) => number.value(from).saturating_mul(1 << by),
             Self::Shr(number, by) => number.value(from) >> by,
             Self::And(number, mask) => number.value(from) & mask,
             Self::Pick(number, table) => {

@@ -76,7 +76,7 @@ table! { REGISTERS: Register => Reg {
     CNTR2 = register("CNTR2", 0xF).banks(PAGE0).reads(Class::Free).about("missed frames, clears");
     PAR0 = par("PAR0", 0x1); PAR1 = par("PAR1", 0x2); PAR2 = par("PAR2", 0x3);
     PAR3 = par("PAR3", 0x4); PAR4 = par("PAR4", 0x5); PAR5 = par("PAR5", 0x6);
-    CURR = register("CURR", 0x7).banks(PAGE1).class(Class::Free, Class::Check).values(&[0x4C]).late()
+    CURR = register("CURR", 0x7).banks(PAGE1).class(Class::Free, Class::Check).values(&[0x4C, 0xFF]).late()
         .returns(Returns::Within(Expr::Reg(PSTART), Expr::Reg(PSTOP))).about("page the next frame goes to");
     MAR0 = mar("MAR0", 0x8); MAR1 = mar("MAR1", 0x9); MAR2 = mar("MAR2", 0xA); MAR3 = mar("MAR3", 0xB);
     MAR4 = mar("MAR4", 0xC); MAR5 = mar("MAR5", 0xD); MAR6 = mar("MAR6", 0xE); MAR7 = mar("MAR7", 0xF);
@@ -207,24 +207,11 @@ const AT_WRAPPED: Expr = Expr::If(
 );
 const MOVING: Cond = Cond::Any(&[Cond::In(RDMA_READ), Cond::In(RDMA_WRITE)]);
 /// The station PROM: each byte of the address twice, 57h at the end.
+#[rustfmt::skip] // A table: a row is a line.
 const PROM: &[Expr] = &[
-    Expr::Reg(MAC0),
-    Expr::Reg(MAC1),
-    Expr::Reg(MAC2),
-    Expr::Reg(MAC3),
-    Expr::Reg(MAC4),
-    Expr::Reg(MAC5),
-    Expr::Const(0),
-    Expr::Const(0),
-    Expr::Const(0),
-    Expr::Const(0),
-    Expr::Const(0),
-    Expr::Const(0),
-    Expr::Const(0),
-    Expr::Const(0),
-    Expr::Const(0x57),
-    Expr::Const(0x57),
-    Expr::Const(0xFF),
+    Expr::Reg(MAC0), Expr::Reg(MAC1), Expr::Reg(MAC2), Expr::Reg(MAC3), Expr::Reg(MAC4), Expr::Reg(MAC5),
+    Expr::Const(0), Expr::Const(0), Expr::Const(0), Expr::Const(0), Expr::Const(0), Expr::Const(0), Expr::Const(0), Expr::Const(0),
+    Expr::Const(0x57), Expr::Const(0x57), Expr::Const(0xFF),
 ];
 const PROM_NOW: Expr = Expr::Pick(&Expr::Bits(POS, 1, 15), PROM);
 const PROM_NEXT: Expr = Expr::Pick(&Expr::Sum(&[Expr::Bits(POS, 1, 15), Expr::Const(1)]), PROM);
@@ -250,58 +237,35 @@ macro_rules! address {
     };
 }
 
+#[rustfmt::skip] // A table: a row is a line.
 const TRANSITIONS: &[Transition] = &[
     // CR: several of these may fire in one write.
     on(Event::Write(CR)).given(Cond::Set(CR, STP)).then(&[Effect::Enter(STOPPED), Effect::Raise(RST)]),
     on(Event::Write(CR)).given(Cond::Clear(CR, STP)).then(&[Effect::Enter(RUNNING), Effect::Lower(RST)]),
-    on(Event::Write(CR))
-        .states(&[UNCHECKED])
-        .given(Cond::All(&[Cond::Clear(CR, STP), LISTENS]))
-        .checks(RING_CHECKS)
-        .then(&[Effect::Enter(CHECKED)])
-        .about("the receiver starts: the ring is checked once, not per packet"),
-    on(Event::Write(CR))
-        .states(&[TX_IDLE])
-        .given(Cond::Set(CR, TXP))
-        .checks(&[
-            Check::Rule(
-                "1 <= TBCR <= 1518",
-                Cond::All(&[Cond::Less(Expr::Const(0), TBCR), Cond::AtMost(TBCR, Expr::Const(LONGEST))]),
-            ),
-            Check::Window(FRAME),
-        ])
-        .then(&[Effect::Enter(TX_BUSY)]),
-    on(Event::Write(CR))
-        .states(&[TX_IDLE])
-        .given(Cond::All(&[Cond::Set(CR, TXP), Cond::Set(TCR, 0x06)]))
-        .checks(&[Check::Allowed(Permission::Loopback)])
-        .about("drivers set loopback while they initialise; only sending in it is vetted"),
-    on(Event::Write(CR))
-        .given(Cond::Any(&[Cond::Is(CR, 0x38, 0x00), Cond::Is(CR, 0x38, 0x18)]))
+    on(Event::Write(CR)).states(&[UNCHECKED]).given(Cond::All(&[Cond::Clear(CR, STP), LISTENS])).checks(RING_CHECKS)
+        .then(&[Effect::Enter(CHECKED)]).about("the receiver starts: the ring is checked once, not per packet"),
+    on(Event::Write(CR)).states(&[TX_IDLE]).given(Cond::Set(CR, TXP)).checks(&[
+        Check::Rule("1 <= TBCR <= 1518", Cond::All(&[Cond::Less(Expr::Const(0), TBCR), Cond::AtMost(TBCR, Expr::Const(LONGEST))])),
+        Check::Window(FRAME),
+    ]).then(&[Effect::Enter(TX_BUSY)]),
+    on(Event::Write(CR)).states(&[TX_IDLE]).given(Cond::All(&[Cond::Set(CR, TXP), Cond::Set(TCR, 0x06)]))
+        .checks(&[Check::Allowed(Permission::Loopback)]).about("drivers set loopback while they initialise; only sending in it is vetted"),
+    on(Event::Write(CR)).given(Cond::Any(&[Cond::Is(CR, 0x38, 0x00), Cond::Is(CR, 0x38, 0x18)]))
         .checks(&[Check::Refuse("remote command 0 is not allowed and 3 (send packet) is not offered")]),
     on(Event::Write(CR)).given(Cond::Set(CR, 0x20)).then(&[Effect::Enter(RDMA_IDLE)]),
-    on(Event::Write(CR))
-        .given(Cond::All(&[Cond::Is(CR, 0x38, 0x08), Cond::AtMost(Expr::Const(MEMORY as u64), RSAR)]))
-        .then(&[Effect::Enter(RDMA_READ), Effect::Store(LEFT, RBCR)])
-        .about("reading is harmless: the card is scrubbed between guests"),
-    on(Event::Write(CR))
-        .given(Cond::All(&[Cond::Is(CR, 0x38, 0x08), Cond::Less(RSAR, Expr::Const(MEMORY as u64))]))
-        .then(&[Effect::Enter(RDMA_PROM), Effect::Store(LEFT, RBCR), Effect::Store(POS, RSAR)])
-        .about("the address is the guest's own"),
-    on(Event::Write(CR))
-        .given(REMOTE_WRITE)
-        .checks(&[
-            Check::Window(REMOTE),
-            Check::Rule("a transfer doesn't run through the end of the ring", Cond::Not(&WRAPS)),
-        ])
-        .then(&[Effect::Enter(RDMA_WRITE), Effect::Store(LEFT, RBCR)]),
+    on(Event::Write(CR)).given(Cond::All(&[Cond::Is(CR, 0x38, 0x08), Cond::AtMost(Expr::Const(MEMORY as u64), RSAR)]))
+        .then(&[Effect::Enter(RDMA_READ), Effect::Store(LEFT, RBCR)]).about("reading is harmless: the card is scrubbed between guests"),
+    on(Event::Write(CR)).given(Cond::All(&[Cond::Is(CR, 0x38, 0x08), Cond::Less(RSAR, Expr::Const(MEMORY as u64))]))
+        .then(&[Effect::Enter(RDMA_PROM), Effect::Store(LEFT, RBCR), Effect::Store(POS, RSAR)]).about("the address is the guest's own"),
+    on(Event::Write(CR)).given(REMOTE_WRITE).checks(&[
+        Check::Window(REMOTE),
+        Check::Rule("a transfer doesn't run through the end of the ring", Cond::Not(&WRAPS)),
+    ]).then(&[Effect::Enter(RDMA_WRITE), Effect::Store(LEFT, RBCR)]),
     on(Event::Write(CR)).given(Cond::All(&[Cond::Clear(CR, 0x20), NOTHING])).then(DONE),
     // The data port.
     on(Event::Write(DATA)).states(&[RDMA_WRITE]).given(MORE).then(&[COUNT]),
     on(Event::Write(DATA)).states(&[RDMA_WRITE]).given(LAST).then(DONE),
-    on(Event::Write(DATA))
-        .states(&[RDMA_IDLE, RDMA_READ, RDMA_PROM])
-        .checks(&[Check::Refuse("no remote write runs")]),
+    on(Event::Write(DATA)).states(&[RDMA_IDLE, RDMA_READ, RDMA_PROM]).checks(&[Check::Refuse("no remote write runs")]),
     on(Event::Read(DATA)).states(&[RDMA_IDLE, RDMA_WRITE]).then(&[Effect::Answer(Expr::Const(0))]),
     on(Event::Read(DATA)).states(&[RDMA_READ]).given(MORE).then(&[COUNT]),
     on(Event::Read(DATA)).states(&[RDMA_READ]).given(LAST).then(DONE),
@@ -329,28 +293,14 @@ const TRANSITIONS: &[Transition] = &[
     on(Event::Write(PSTART)).states(&[RUNNING]).given(LISTENS).checks(RING_CHECKS),
     on(Event::Write(PSTOP)).states(&[RUNNING]).given(LISTENS).checks(RING_CHECKS),
     on(Event::Write(CURR)).states(&[RUNNING]).given(LISTENS).checks(RING_CHECKS),
-    on(Event::Write(BNRY))
-        .states(&[RUNNING])
-        .given(Cond::All(&[LISTENS, Cond::Not(&RING_SANE)]))
-        .checks(&[Check::Refuse("BNRY must lie in the ring")])
-        .about("once per packet: a value in the ring needs no decision"),
-    on(Event::Write(RCR))
-        .states(&[RUNNING, UNCHECKED])
-        .given(LISTENS)
-        .checks(RING_CHECKS)
-        .then(&[Effect::Enter(CHECKED)]),
+    on(Event::Write(BNRY)).states(&[RUNNING]).given(Cond::All(&[LISTENS, Cond::Not(&RING_SANE)]))
+        .checks(&[Check::Refuse("BNRY must lie in the ring")]).about("once per packet: a value in the ring needs no decision"),
+    on(Event::Write(RCR)).states(&[RUNNING, UNCHECKED]).given(LISTENS).checks(RING_CHECKS).then(&[Effect::Enter(CHECKED)]),
     on(Event::Write(RCR)).given(Cond::Set(RCR, PRO)).checks(&[Check::Allowed(Permission::Promiscuous)]),
-    address!(PAR0, MAC0),
-    address!(PAR1, MAC1),
-    address!(PAR2, MAC2),
-    address!(PAR3, MAC3),
-    address!(PAR4, MAC4),
-    address!(PAR5, MAC5),
+    address!(PAR0, MAC0), address!(PAR1, MAC1), address!(PAR2, MAC2), address!(PAR3, MAC3), address!(PAR4, MAC4), address!(PAR5, MAC5),
     // The reset port, and what the device reports.
     on(Event::Read(RESET)).then(&[Effect::Reset, Effect::Answer(Expr::Const(0))]),
-    on(Event::Cause(PTX | TXE))
-        .states(&[TX_BUSY])
-        .then(&[Effect::Look(CR)])
+    on(Event::Cause(PTX | TXE)).states(&[TX_BUSY]).then(&[Effect::Look(CR)])
         .about("the cause may be that of an earlier frame: TXP says whether the card sends"),
     on(Event::Returned(CR)).given(Cond::Clear(CR, TXP)).then(&[Effect::Enter(TX_IDLE)]),
 ];

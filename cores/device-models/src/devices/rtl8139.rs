@@ -167,26 +167,16 @@ const RING_BYTES: Expr = Expr::Pick(
 const OVERHANGS: Cond = Cond::All(&[Cond::Set(RCR, WRAP), Cond::Not(&Cond::Is(RCR, 0x1800, 0x1800))]);
 /// Bits of TCR that tell the chip's version.
 const VERSION: u32 = 0x7CC0_0000;
+#[rustfmt::skip] // A table: a row is a line.
 const MAC_LOW: Expr = Expr::Sum(&[
-    Expr::Reg(MAC0),
-    Expr::Shl(&Expr::Reg(MAC1), 8),
-    Expr::Shl(&Expr::Reg(MAC2), 16),
-    Expr::Shl(&Expr::Reg(MAC3), 24),
+    Expr::Reg(MAC0), Expr::Shl(&Expr::Reg(MAC1), 8), Expr::Shl(&Expr::Reg(MAC2), 16), Expr::Shl(&Expr::Reg(MAC3), 24),
 ]);
 const MAC_HIGH: Expr = Expr::Sum(&[Expr::Reg(MAC4), Expr::Shl(&Expr::Reg(MAC5), 8)]);
 /// Words 0 to 9 of the EEPROM, the last for all above.
+#[rustfmt::skip] // A table: a row is a line.
 const EEPROM: &[Expr] = &[
-    Expr::Const(0x8129),
-    Expr::Const(0x10EC),
-    Expr::Const(0x8139),
-    Expr::Const(0),
-    Expr::Const(0),
-    Expr::Const(0),
-    Expr::Const(0),
-    Expr::And(&MAC_LOW, 0xFFFF),
-    Expr::Shr(&MAC_LOW, 16),
-    MAC_HIGH,
-    Expr::Const(0),
+    Expr::Const(0x8129), Expr::Const(0x10EC), Expr::Const(0x8139), Expr::Const(0), Expr::Const(0), Expr::Const(0), Expr::Const(0),
+    Expr::And(&MAC_LOW, 0xFFFF), Expr::Shr(&MAC_LOW, 16), MAC_HIGH, Expr::Const(0),
 ];
 const EE_CS: u32 = 0x08;
 const EE_SK: u32 = 0x04;
@@ -215,6 +205,9 @@ macro_rules! descriptor {
             ]),
             on(Event::Write($tsd)).states(&[$pending]).checks(&[Check::Refuse("the frame is being sent")]),
             on(Event::Write($tsd))
+                .given(Cond::All(&[Cond::Clear($tsd, OWN), Cond::Clear(CR, TE)]))
+                .checks(&[Check::Refuse("the transmitter is off")]),
+            on(Event::Write($tsd))
                 .states(&[$idle, $kept, $none])
                 .given(Cond::Clear($tsd, OWN))
                 .checks(&[Check::Refuse("the frame has no address yet")]),
@@ -242,119 +235,55 @@ macro_rules! descriptor {
     };
 }
 
-const D0: [Transition; 9] =
+const D0: [Transition; 10] =
     descriptor!(TSD0 TSAD0 FRAME0: TX0_IDLE TX0_PENDING TX0_KEPT, WIN0_NONE WIN0_WORST WIN0_EACH);
-const D1: [Transition; 9] =
+const D1: [Transition; 10] =
     descriptor!(TSD1 TSAD1 FRAME1: TX1_IDLE TX1_PENDING TX1_KEPT, WIN1_NONE WIN1_WORST WIN1_EACH);
-const D2: [Transition; 9] =
+const D2: [Transition; 10] =
     descriptor!(TSD2 TSAD2 FRAME2: TX2_IDLE TX2_PENDING TX2_KEPT, WIN2_NONE WIN2_WORST WIN2_EACH);
-const D3: [Transition; 9] =
+const D3: [Transition; 10] =
     descriptor!(TSD3 TSAD3 FRAME3: TX3_IDLE TX3_PENDING TX3_KEPT, WIN3_NONE WIN3_WORST WIN3_EACH);
 
+#[rustfmt::skip] // A table: a row is a line.
 const TRANSITIONS: &[Transition] = &[
-    D0[0],
-    D0[1],
-    D0[2],
-    D0[3],
-    D0[4],
-    D0[5],
-    D0[6],
-    D0[7],
-    D0[8],
-    D1[0],
-    D1[1],
-    D1[2],
-    D1[3],
-    D1[4],
-    D1[5],
-    D1[6],
-    D1[7],
-    D1[8],
-    D2[0],
-    D2[1],
-    D2[2],
-    D2[3],
-    D2[4],
-    D2[5],
-    D2[6],
-    D2[7],
-    D2[8],
-    D3[0],
-    D3[1],
-    D3[2],
-    D3[3],
-    D3[4],
-    D3[5],
-    D3[6],
-    D3[7],
-    D3[8],
-    on(Event::Write(RBSTART))
-        .states(&[RE_ON])
-        .checks(&[Check::Refuse("the ring stays where it is while the receiver runs")]),
+    D0[0], D0[1], D0[2], D0[3], D0[4], D0[5], D0[6], D0[7], D0[8], D0[9], D1[0], D1[1], D1[2], D1[3], D1[4], D1[5], D1[6], D1[7], D1[8], D1[9],
+    D2[0], D2[1], D2[2], D2[3], D2[4], D2[5], D2[6], D2[7], D2[8], D2[9], D3[0], D3[1], D3[2], D3[3], D3[4], D3[5], D3[6], D3[7], D3[8], D3[9],
+    on(Event::Write(RBSTART)).states(&[RE_ON]).checks(&[Check::Refuse("the ring stays where it is while the receiver runs")]),
     on(Event::Write(RBSTART)).states(&[RE_OFF]).then(&[Effect::Forget(RING)]),
     on(Event::Write(CR)).given(RESETS).then(&[Effect::Reset]),
-    on(Event::Write(CR))
-        .states(&[RE_OFF])
-        .given(Cond::All(&[Cond::Set(CR, RE), Cond::Not(&RESETS)]))
-        .checks(&[Check::Window(RING)])
-        .then(START_RECEIVER)
+    on(Event::Write(CR)).states(&[RE_OFF]).given(Cond::All(&[Cond::Set(CR, RE), Cond::Not(&RESETS)])).checks(&[Check::Window(RING)]).then(START_RECEIVER)
         .about("with the ring size that is in force: drivers set it after this"),
     on(Event::Write(CR)).given(Cond::Clear(CR, RE)).then(&[Effect::Enter(RE_OFF)]),
-    on(Event::Write(RCR))
-        .states(&[RE_ON])
-        .checks(&[Check::Window(RING)])
-        .then(&[Effect::Device(RBSTART, Expr::DeviceBase(RING))])
+    on(Event::Write(RCR)).states(&[RE_ON]).checks(&[Check::Window(RING)]).then(&[Effect::Device(RBSTART, Expr::DeviceBase(RING))])
         .about("the ring may have grown"),
-    on(Event::Write(RCR))
-        .then(&[Effect::Store(NEXT, Expr::Const(0))])
-        .about("sets both pointers back (seen in QEMU's model)"),
+    on(Event::Write(RCR)).then(&[Effect::Store(NEXT, Expr::Const(0))]).about("sets both pointers back (seen in QEMU's model)"),
     on(Event::Write(RCR)).given(Cond::Set(RCR, AAP)).checks(&[Check::Allowed(Permission::Promiscuous)]),
     on(Event::Write(TCR)).given(Cond::Set(TCR, LOOPBACK)).checks(&[Check::Allowed(Permission::Loopback)]),
     // The address: the guest's own, unless it may have others.
-    on(Event::Write(IDR0))
-        .given(Cond::Not(&Cond::Equal(Expr::Reg(IDR0), MAC_LOW)))
-        .checks(&[Check::Allowed(Permission::AnyAddress)]),
-    on(Event::Write(IDR4))
-        .given(Cond::Not(&Cond::Equal(Expr::And(&Expr::Reg(IDR4), 0xFFFF), MAC_HIGH)))
+    on(Event::Write(IDR0)).given(Cond::Not(&Cond::Equal(Expr::Reg(IDR0), MAC_LOW))).checks(&[Check::Allowed(Permission::AnyAddress)]),
+    on(Event::Write(IDR4)).given(Cond::Not(&Cond::Equal(Expr::And(&Expr::Reg(IDR4), 0xFFFF), MAC_HIGH)))
         .checks(&[Check::Allowed(Permission::AnyAddress)]),
     on(Event::Read(IDR0)).given(Cond::Is(IDR0, u32::MAX, 0)).then(&[Effect::Answer(MAC_LOW)]),
     on(Event::Read(IDR4)).given(Cond::Is(IDR4, u32::MAX, 0)).then(&[Effect::Answer(MAC_HIGH)]),
     // The EEPROM: a virtual 93C46, of which only reading works. A command is a one, two bits, six of an address.
     on(Event::Write(EECR)).given(EE_CLOCK).states(&[]).then(&[
-        Effect::Store(
-            EE_OUT,
-            Expr::If(
-                &Cond::Equal(Expr::Reg(EE_COUNT), Expr::Const(8)),
-                &Expr::If(
-                    &Cond::Is(EE_BITS, 0xE0, 0xC0),
-                    &Expr::Pick(&Expr::And(&EE_SHIFTED, 0x3F), EEPROM),
-                    &Expr::Const(0xFFFF),
-                ),
-                &Expr::And(&Expr::Shl(&Expr::Reg(EE_OUT), 1), 0x1_FFFF),
-            ),
-        ),
+        Effect::Store(EE_OUT, Expr::If(
+            &Cond::Equal(Expr::Reg(EE_COUNT), Expr::Const(8)),
+            &Expr::If(&Cond::Is(EE_BITS, 0xE0, 0xC0), &Expr::Pick(&Expr::And(&EE_SHIFTED, 0x3F), EEPROM), &Expr::Const(0xFFFF)),
+            &Expr::And(&Expr::Shl(&Expr::Reg(EE_OUT), 1), 0x1_FFFF),
+        )),
         Effect::Store(EE_BITS, EE_SHIFTED),
         // Zeros before the first one don't count.
-        Effect::Store(
-            EE_COUNT,
-            Expr::If(
-                &Cond::Any(&[
-                    Cond::Equal(Expr::Reg(EE_BITS), Expr::Const(0)),
-                    Cond::Less(Expr::Const(15), Expr::Reg(EE_COUNT)),
-                ]),
-                &Expr::Reg(EE_COUNT),
-                &Expr::Sum(&[Expr::Reg(EE_COUNT), Expr::Const(1)]),
-            ),
-        ),
+        Effect::Store(EE_COUNT, Expr::If(
+            &Cond::Any(&[Cond::Equal(Expr::Reg(EE_BITS), Expr::Const(0)), Cond::Less(Expr::Const(15), Expr::Reg(EE_COUNT))]),
+            &Expr::Reg(EE_COUNT),
+            &Expr::Sum(&[Expr::Reg(EE_COUNT), Expr::Const(1)]),
+        )),
     ]),
-    on(Event::Write(EECR)).given(Cond::Clear(EECR, EE_CS)).then(&[
-        Effect::Store(EE_BITS, Expr::Const(0)),
-        Effect::Store(EE_COUNT, Expr::Const(0)),
-        Effect::Store(EE_OUT, Expr::Const(0)),
-    ]),
+    on(Event::Write(EECR)).given(Cond::Clear(EECR, EE_CS))
+        .then(&[Effect::Store(EE_BITS, Expr::Const(0)), Effect::Store(EE_COUNT, Expr::Const(0)), Effect::Store(EE_OUT, Expr::Const(0))]),
     on(Event::Write(EECR)).then(&[Effect::Store(EE_LAST, Expr::Reg(EECR))]),
-    on(Event::Read(EECR))
-        .then(&[Effect::Answer(Expr::Sum(&[Expr::And(&Expr::Reg(EECR), 0xFE), Expr::Bits(EE_OUT, 16, 1)]))]),
+    on(Event::Read(EECR)).then(&[Effect::Answer(Expr::Sum(&[Expr::And(&Expr::Reg(EECR), 0xFE), Expr::Bits(EE_OUT, 16, 1)]))]),
 ];
 
 macro_rules! put {

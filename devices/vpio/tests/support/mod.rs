@@ -45,6 +45,9 @@ impl Timed for device_models::reference::ne2000::Ne2000 {
     }
 }
 
+/// What happens before an access.
+pub type Between<'a, P> = &'a mut dyn FnMut(&mut Monitor<P>);
+
 /// A guest of a monitor. What it reads is kept; when the device is with another guest it is switched to this one.
 pub struct Guest<'a, P> {
     pub monitor: &'a mut Monitor<P>,
@@ -52,7 +55,7 @@ pub struct Guest<'a, P> {
     pub bar: u8,
     pub trace: Option<&'a mut Vec<(u32, u32)>>,
     /// Called before each access: may give the device to somebody else.
-    pub between: Option<&'a mut dyn FnMut(&mut Monitor<P>)>,
+    pub between: Option<Between<'a, P>>,
 }
 
 impl<'a, P: PhysicalDevice + Timed> Guest<'a, P> {
