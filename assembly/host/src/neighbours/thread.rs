@@ -58,6 +58,7 @@ pub(super) struct Host {
     groups: BTreeMap<String, Group>,
     guests: Vec<Guest>,
     view: Arc<Mutex<Value>>,
+    /// For all that members can cause.
     log: GuestLog,
 }
 
@@ -240,7 +241,7 @@ impl Host {
             Ok(slot) => slot,
             Err(error) => return Err((socket, error.to_string())),
         };
-        tracing::info!(vm, group = name, slot, uid = peer.uid, "VM joined its neighbourhood");
+        telemetry::guest_info!(self.log, vm, group = name, slot, uid = peer.uid, "VM joined its neighbourhood");
         let told = socket.send(&FromDaemon::Joined { slot }, &[]);
         group.members.insert(slot, Member { socket, vm, uid: peer.uid, ram, files, signals });
         if told.is_err() {
@@ -277,7 +278,14 @@ impl Host {
         let (name, slot) = key;
         let Some(group) = self.groups.get_mut(name) else { return };
         if let Some(member) = group.members.remove(slot) {
-            tracing::info!(vm = member.vm, group = name, slot, why, "VM left its neighbourhood");
+            telemetry::guest_info!(
+                self.log,
+                vm = member.vm,
+                group = name,
+                slot,
+                why,
+                "VM left its neighbourhood"
+            );
         }
         let actions = group.core.leave(*slot);
         self.act(name, actions);
@@ -288,7 +296,7 @@ impl Host {
         let mut todo = actions;
         loop {
             let Some(group) = self.groups.get_mut(name) else { return };
-            todo.extend(group.core.settle());
+            todo.extend(group.core.settle(self.started.elapsed()));
             if todo.is_empty() {
                 break;
             }
@@ -296,7 +304,7 @@ impl Host {
             for action in std::mem::take(&mut todo) {
                 match action {
                     Action::Gone { to, peer, epoch, reason } => {
-                        tracing::info!(group = name, slot = to, peer, epoch, %reason, "Neighbours are parted");
+                        telemetry::guest_info!(self.log, group = name, slot = to, peer, epoch, %reason, "Neighbours are parted");
                         let message = FromDaemon::Gone { slot: peer, epoch, reason: device::reason(reason) };
                         let told = group.members.get(&to).map(|member| member.socket.send(&message, &[]));
                         if let Some(Err(error)) = told {
@@ -304,14 +312,15 @@ impl Host {
                         }
                     }
                     Action::Connect { slots, epoch } => {
-                        tracing::info!(group = name, ?slots, epoch, "Neighbours are connected");
+                        telemetry::guest_info!(self.log, group = name, ?slots, epoch, "Neighbours are connected");
                         lost.extend(group.connect(slots, epoch, &self.config));
                     }
                 }
             }
             for (slot, why) in lost {
                 if let Some(member) = group.members.remove(&slot) {
-                    tracing::warn!(
+                    telemetry::guest_warn!(
+                        self.log,
                         vm = member.vm,
                         group = name,
                         slot,
