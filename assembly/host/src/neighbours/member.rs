@@ -6,6 +6,7 @@ use neighbour::window::{Geometry, WindowError};
 use neighbour_protocol::{Permitted, Piece, Socket};
 use rustix::fs::{FileType, OFlags, SealFlags};
 
+use crate::function::interrupts::is_eventfd;
 use crate::identity::{BadName, check_name};
 
 /// Files of one member's RAM, at most: one per NUMA node.
@@ -26,6 +27,10 @@ pub(super) enum Unfit {
     TooMany,
     #[error("File {file} of the member's RAM {what}")]
     File { file: usize, what: &'static str },
+    #[error("The member's signal for the peer in slot {slot} is not an eventfd; a member brings one eventfd per slot")]
+    Signal { slot: usize },
+    #[error("The member's signals can't be looked at; is /proc there?")]
+    Unseen(#[source] std::io::Error),
     #[error("The piece of RAM at {address:#x} with {size:#x} bytes doesn't lie in its file")]
     Piece { address: u64, size: u64 },
     #[error("{0}")]
@@ -66,6 +71,12 @@ pub(super) fn check(
     let files = fds.len().checked_sub(slots).filter(|files| (1..=MOST_FILES).contains(files));
     let Some(files) = files else { return Err(wrong) };
     let signals = fds.split_off(files);
+    // Peers wire them into their VMs, where KVM would refuse anything else, and write them from nowhere else.
+    for (slot, signal) in signals.iter().enumerate() {
+        if !is_eventfd(signal.as_fd()).map_err(Unfit::Unseen)? {
+            return Err(Unfit::Signal { slot });
+        }
+    }
     let mut sizes = Vec::new();
     for (file, fd) in fds.iter().enumerate() {
         sizes.push(check_file(fd.as_fd()).map_err(|what| Unfit::File { file, what })?);

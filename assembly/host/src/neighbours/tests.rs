@@ -205,6 +205,53 @@ fn memory_that_could_change_under_a_peer_is_refused() {
     assert_eq!(member.slots, 16);
 }
 
+/// A signal that isn't an eventfd would be refused by the peers' KVM, which takes a BAR of theirs away.
+#[test]
+fn signals_that_are_no_eventfds_are_refused() {
+    let bed = start();
+    let (pipe, _writer) = rustix::pipe::pipe().unwrap();
+    let memory = rustix::fs::memfd_create("anon_inode:[eventfd]", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let epoll = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC).unwrap();
+    let timer = rustix::time::timerfd_create(
+        rustix::time::TimerfdClockId::Monotonic,
+        rustix::time::TimerfdFlags::CLOEXEC,
+    )
+    .unwrap();
+    for wrong in [pipe, memory, epoll, timer] {
+        let mut member = Fake::connect(&bed);
+        member.signals[3] = wrong;
+        let file = member.ram.regions()[0].read_only.clone().unwrap();
+        let answer = member.ask("a", &[], &[file.as_fd()], vec![piece(SIZE, 0)]);
+        let FromDaemon::Refused { reason } = answer else { panic!("taken: {answer:?}") };
+        assert!(reason.contains("slot 3 is not an eventfd"), "{reason}");
+    }
+    Fake::join(&bed, "a", &[]);
+}
+
+/// A member that lets go of each connection at once: it isn't connected again and again.
+#[test]
+fn one_who_lets_go_at_once_is_paused() {
+    let bed = start();
+    let (a, slot_a) = Fake::join(&bed, "a", &["b"]);
+    let (b, slot_b) = Fake::join(&bed, "b", &["a"]);
+    let began = Instant::now();
+    let mut connections = 0;
+    while began.elapsed() < Duration::from_secs(1) {
+        for (member, other) in [(&a, slot_b), (&b, slot_a)] {
+            while let Some((message, _)) = member.socket.receive::<FromDaemon>().unwrap() {
+                if let FromDaemon::Connect { slot, epoch, .. } = message {
+                    assert_eq!(slot, other);
+                    member.socket.send(&FromMonitor::Release { slot, epoch }, &[]).unwrap();
+                    connections += 1;
+                }
+            }
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // After 0, 50, 150, 350, 750 ms, told to both; later on a busy machine.
+    assert!((4..=10).contains(&connections), "{connections}");
+}
+
 /// A member whose monitor dies: its peer is told at once. It comes back into its slot, and is connected anew only after the
 /// peer has let go of its old memory, which stays readable until then.
 #[test]
