@@ -219,7 +219,12 @@ impl Host {
     ) -> Result<(), (Socket, String)> {
         let Wish { vm, permits, ram, slot, epoch } = wish;
         let Guest { socket, peer, .. } = guest;
-        let (files, signals) = match check(&vm, name, &permits, &ram, fds, &self.config.geometry) {
+        let permits: Vec<Permit> = permits
+            .into_iter()
+            .map(|permit| Permit { vm: permit.vm, uid: permit.uid.unwrap_or(peer.uid) })
+            .collect();
+        let checked = check((&vm, peer.uid), name, &permits, &ram, fds, &self.config.geometry);
+        let (files, signals, protection) = match checked {
             Ok(parts) => parts,
             Err(unfit) => return Err((socket, unfit.to_string())),
         };
@@ -232,18 +237,21 @@ impl Host {
             core: Neighbourhood::new(config.geometry, config.heartbeat),
             members: BTreeMap::new(),
         });
-        let permits = permits
-            .into_iter()
-            .map(|permit| Permit { vm: permit.vm, uid: permit.uid.unwrap_or(peer.uid) })
-            .collect();
         let applicant = Applicant { vm: vm.clone(), uid: peer.uid, permits, slot, epoch };
         let slot = match group.core.join(now, applicant) {
             Ok(slot) => slot,
             Err(error) => return Err((socket, error.to_string())),
         };
-        telemetry::guest_info!(self.log, vm, group = name, slot, uid = peer.uid, "VM joined its neighbourhood");
+        telemetry::guest_info!(
+            self.log,
+            vm,
+            group = name,
+            slot,
+            uid = peer.uid,
+            "VM joined its neighbourhood"
+        );
         let told = socket.send(&FromDaemon::Joined { slot }, &[]);
-        group.members.insert(slot, Member { socket, vm, uid: peer.uid, ram, files, signals });
+        group.members.insert(slot, Member { socket, vm, uid: peer.uid, ram, protection, files, signals });
         if told.is_err() {
             self.leave(&(name.to_owned(), slot), "it can't be told its slot");
         } else {
@@ -312,7 +320,13 @@ impl Host {
                         }
                     }
                     Action::Connect { slots, epoch } => {
-                        telemetry::guest_info!(self.log, group = name, ?slots, epoch, "Neighbours are connected");
+                        telemetry::guest_info!(
+                            self.log,
+                            group = name,
+                            ?slots,
+                            epoch,
+                            "Neighbours are connected"
+                        );
                         lost.extend(group.connect(slots, epoch, &self.config));
                     }
                 }
@@ -352,8 +366,15 @@ impl Host {
                                 Some((member.vm.clone(), group.core.connected(slot, *peer)?))
                             })
                             .collect();
-                        let uid = group.members.get(&slot).map(|member| member.uid);
-                        json!({ "slot": slot, "vm": vm, "uid": uid, "state": verdict, "epoch_by_peer": peers })
+                        let member = group.members.get(&slot);
+                        json!({
+                            "slot": slot,
+                            "vm": vm,
+                            "uid": member.map(|member| member.uid),
+                            "state": verdict,
+                            "memory": member.map(|member| member.protection.name()),
+                            "epoch_by_peer": peers,
+                        })
                     })
                     .collect();
                 (name.clone(), Value::Array(members))

@@ -37,7 +37,8 @@ pub(super) struct Offer {
 /// Whether KVM takes the signal: once it is a doorbell, a refusal would take away the BAR that holds all of them. It is attached for
 /// a moment where the peer's window begins: a store there does nothing else, and a signal too many harms nobody.
 fn probe(vm: &Vm, at: u64, signal: &Arc<OwnedFd>) -> Result<(), machine::vm::VmError> {
-    let event = IoEvent { space: IoSpace::Memory, address: at, width: 4, datamatch: None, fd: Arc::clone(signal) };
+    let event =
+        IoEvent { space: IoSpace::Memory, address: at, width: 4, datamatch: None, fd: Arc::clone(signal) };
     vm.add_ioevent(&event)?;
     vm.remove_ioevent(&event)
 }
@@ -57,14 +58,8 @@ impl View {
         let extents: Vec<(u64, u64)> = ram.iter().map(|piece| (piece.address, piece.size)).collect();
         let window = geometry.window(slot, &extents)?;
         probe(vm, geometry.start(slot)?, &signal)?;
-        let mut view = Self {
-            epoch,
-            vm: name,
-            window,
-            segment: Arc::new(segment),
-            signal,
-            slots: Vec::new(),
-        };
+        let mut view =
+            Self { epoch, vm: name, window, segment: Arc::new(segment), signal, slots: Vec::new() };
         for piece in &ram {
             let mapped = view.map_piece(vm, piece, &fds);
             if let Err(error) = mapped {
@@ -109,7 +104,7 @@ impl View {
 mod tests {
     use super::*;
     use machine::kvm::Host;
-    use machine::memory::{GuestRam, RamLayout, RamOptions};
+    use machine::memory::{GuestRam, RamLayout, RamOptions, Readers};
     use rustix::event::{EventfdFlags, eventfd};
     use rustix::fs::{MemfdFlags, memfd_create};
 
@@ -123,7 +118,8 @@ mod tests {
         let vm = host.create_vm().unwrap();
         let geometry = Geometry::new(1 << 32, 1 << 32, 4).unwrap();
         let size = 2 << 20;
-        let options = RamOptions { name: "peer".to_owned(), for_readers: true, ..RamOptions::default() };
+        let options =
+            RamOptions { name: "peer".to_owned(), readers: Readers::Anybody, ..RamOptions::default() };
         let ram = GuestRam::allocate(&RamLayout::new(&[size]).unwrap(), &options).unwrap();
         let offer = |signal: OwnedFd| Offer {
             slot: 2,
