@@ -446,11 +446,11 @@ fn the_daemons_death_ends_no_connection_and_its_return_renews_them() {
 }
 
 /// The RDMA function of a NIC, which the daemon serves: it maps the machine's RAM for writing.
-fn rdma(directory: &Path, machine: &Machine) -> Result<Arc<VfioUserFunction>, VfioUserError> {
+fn rdma(directory: &Path, vm: &str, machine: &Machine) -> Result<Arc<VfioUserFunction>, VfioUserError> {
     let request = NicRequest {
-        vm: "a".to_owned(),
+        vm: vm.to_owned(),
         name: "rdma0".to_owned(),
-        mac: Some([2, 0, 0, 0, 0, 1]),
+        mac: None,
         segment: "s".to_owned(),
         tap: None,
     };
@@ -483,12 +483,12 @@ fn an_rdma_nic_and_neighbours_come_back_together_after_the_daemons_restart() {
     };
     let first = daemon();
     let sealed = Machine::start(directory.path(), "sealed", &[]);
-    assert!(rdma(directory.path(), &sealed).is_err(), "the seal keeps the HCA out");
+    assert!(rdma(directory.path(), "sealed", &sealed).is_err(), "the seal keeps the HCA out");
     let stranger = NeighbourPeer { vm: "b".to_owned(), uid: Some(65_534) };
     let start =
         |permit| Machine::start_with(directory.path(), "a", permit, Readers::OtherUsers, Arc::new(|| {}));
     let a = start(vec![stranger]);
-    let function = rdma(directory.path(), &a).unwrap();
+    let function = rdma(directory.path(), "a", &a).unwrap();
     let member = |daemon: &Daemon| {
         let members = daemon.neighbours().inspect();
         members["nas"].as_array().is_some_and(|members| {

@@ -135,7 +135,9 @@ fn one_who_lets_go_at_once_is_connected_again_ever_more_rarely() {
                             told.extend(group.release(hostile, peer, epoch));
                         }
                     }
-                    Action::Connect { slots, .. } => assert_eq!((slots, now), ([peer, honest], Duration::ZERO)),
+                    Action::Connect { slots, .. } => {
+                        assert_eq!((slots, now), ([peer, honest], Duration::ZERO))
+                    }
                     Action::Gone { to, peer: of, epoch, .. } => {
                         assert_eq!((to, of), (peer, hostile));
                         told.extend(group.release(to, of, epoch));
