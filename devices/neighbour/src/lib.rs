@@ -39,6 +39,7 @@ pub mod channel;
 pub mod connection;
 #[cfg(feature = "alloc")]
 pub mod device;
+mod faults;
 pub mod heartbeat;
 pub mod layout;
 #[cfg(feature = "alloc")]
