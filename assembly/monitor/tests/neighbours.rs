@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use control_api::host::NicRequest;
 use host::access::Access;
 use host::neighbours::{Neighbours, NeighboursConfig};
 use host::{Daemon, DaemonConfig};
@@ -17,11 +18,12 @@ use machine::exits::RangeNames;
 use machine::interrupt::{InterruptController, MsiRoute};
 use machine::irqchip::{IrqchipOptions, KernelIrqchip};
 use machine::kvm::Host;
-use machine::memory::{GuestRam, RamLayout, RamOptions};
+use machine::memory::{GuestRam, RamLayout, RamOptions, Readers};
 use machine::vm::Vm;
 use monitor::description::{Neighbour, NeighbourPeer};
 use monitor::neighbour::{NeighbourFunction, OpenedNeighbour};
 use monitor::sandbox::{Sandbox, ThreadKind};
+use monitor::vfio_user::{DmaRange, Nic, NicConnector, OpenedFunction, VfioUserError, VfioUserFunction};
 use monitor::vm::ThreadHook;
 use neighbour::heartbeat::Heartbeat;
 use neighbour::registers as reg;
@@ -86,7 +88,7 @@ struct Machine {
     memory: AddressSpace,
     function: Arc<NeighbourFunction>,
     vectors: Vectors,
-    _ram: GuestRam,
+    ram: GuestRam,
 }
 
 /// A registry that waits longer than a busy machine lets a thread wait.
@@ -136,12 +138,22 @@ impl Machine {
 
     /// With a function whose thread runs `on_start` first.
     fn start_confined(directory: &Path, name: &str, permits: &[&str], on_start: ThreadHook) -> Self {
-        let permit =
-            permits.iter().map(|vm| NeighbourPeer { vm: (*vm).to_owned(), uid: None }).collect::<Vec<_>>();
+        let permit = permits.iter().map(|vm| NeighbourPeer { vm: (*vm).to_owned(), uid: None }).collect();
+        Self::start_with(directory, name, permit, Readers::Anybody, on_start)
+    }
+
+    /// With RAM that those may see.
+    fn start_with(
+        directory: &Path,
+        name: &str,
+        permit: Vec<NeighbourPeer>,
+        readers: Readers,
+        on_start: ThreadHook,
+    ) -> Self {
         let wish = Neighbour { group: "nas".to_owned(), permit, host: directory.join("host.sock") };
         let opened = OpenedNeighbour::open(name, &wish).unwrap();
         let vm = Host::open().unwrap().create_vm().unwrap();
-        let options = RamOptions { name: name.to_owned(), for_readers: true, ..RamOptions::default() };
+        let options = RamOptions { name: name.to_owned(), readers, ..RamOptions::default() };
         let ram = GuestRam::allocate(&RamLayout::new(&[RAM]).unwrap(), &options).unwrap();
         vm.slots().add_ram(&ram).unwrap();
         let controller = KernelIrqchip::create(&vm, IrqchipOptions { pit: false }).unwrap();
@@ -149,7 +161,7 @@ impl Machine {
         let memory = AddressSpace::memory(RangeNames::new());
         let function = NeighbourFunction::new(opened, &vm, &ram, &memory, &vectors).unwrap();
         function.start(Box::new(|| {}), on_start).unwrap();
-        Self { vm, memory, function, vectors, _ram: ram }
+        Self { vm, memory, function, vectors, ram }
     }
 
     fn read(&self, offset: u64) -> u32 {
@@ -266,7 +278,8 @@ fn memory_and_registry_can_be_had_inside_the_sandbox() {
     // Only the thread is confined, and what it makes.
     let confined = std::thread::spawn(move || {
         sandbox.enter_process().unwrap();
-        let options = RamOptions { name: "confined".to_owned(), for_readers: true, ..RamOptions::default() };
+        let options =
+            RamOptions { name: "confined".to_owned(), readers: Readers::Anybody, ..RamOptions::default() };
         let ram = GuestRam::allocate(&RamLayout::new(&[RAM]).unwrap(), &options);
         let wish = Neighbour { group: "nas".to_owned(), permit: Vec::new(), host };
         let opened = OpenedNeighbour::open("a", &wish);
@@ -430,4 +443,61 @@ fn the_daemons_death_ends_no_connection_and_its_return_renews_them() {
         assert!(machine.wait_for(peer, reg::PEER_OFFERED) > epoch);
     }
     assert_eq!((a.slot(), b.slot()), (slot_a, slot_b));
+}
+
+/// The RDMA function of a NIC, which the daemon serves: it maps the machine's RAM for writing.
+fn rdma(directory: &Path, vm: &str, machine: &Machine) -> Result<Arc<VfioUserFunction>, VfioUserError> {
+    let request = NicRequest {
+        vm: vm.to_owned(),
+        name: "rdma0".to_owned(),
+        mac: None,
+        segment: "s".to_owned(),
+        tap: None,
+    };
+    let nic = Nic::new(&directory.join("host.sock"), request);
+    let opened = OpenedFunction::open("rdma0.1", Box::new(NicConnector { nic, function: 1 }))?;
+    let regions = machine.ram.regions().iter();
+    let ranges = regions.map(|region| DmaRange {
+        file: Arc::clone(&region.file),
+        offset: region.file_offset,
+        address: region.range.start,
+        size: region.range.size,
+    });
+    let function = VfioUserFunction::new(opened, ranges.collect(), &machine.vectors)?;
+    function.start(Box::new(|| {}), Arc::new(|| {}))?;
+    Ok(function)
+}
+
+/// A VM with an RDMA NIC and neighbours of other users: the daemon's HCA maps its RAM for writing while it is a member, and again
+/// after the daemon's restart. With RAM that is sealed, it can't.
+#[test]
+fn an_rdma_nic_and_neighbours_come_back_together_after_the_daemons_restart() {
+    if !has_kvm("an_rdma_nic_and_neighbours") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let daemon = || {
+        let mut config = DaemonConfig::new(directory.path().join("host.sock"));
+        config.neighbours.heartbeat = patient();
+        Daemon::start(&config).unwrap()
+    };
+    let first = daemon();
+    let sealed = Machine::start(directory.path(), "sealed", &[]);
+    assert!(rdma(directory.path(), "sealed", &sealed).is_err(), "the seal keeps the HCA out");
+    let stranger = NeighbourPeer { vm: "b".to_owned(), uid: Some(65_534) };
+    let start =
+        |permit| Machine::start_with(directory.path(), "a", permit, Readers::OtherUsers, Arc::new(|| {}));
+    let a = start(vec![stranger]);
+    let function = rdma(directory.path(), "a", &a).unwrap();
+    let member = |daemon: &Daemon| {
+        let members = daemon.neighbours().inspect();
+        members["nas"].as_array().is_some_and(|members| {
+            members.iter().any(|member| member["vm"] == "a" && member["memory"] == "other users only")
+        })
+    };
+    wait_until("a member with an HCA", || member(&first) && function.is_connected());
+    drop(first);
+    wait_until("the HCA is away", || !function.is_connected());
+    let second = daemon();
+    wait_until("both are back", || member(&second) && function.is_connected());
 }

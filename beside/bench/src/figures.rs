@@ -1,5 +1,6 @@
 //! Figures: samples beside those of a peer, as JSON and as a table.
 
+use anyhow::Context;
 use serde::Serialize;
 use std::time::Instant;
 
@@ -120,6 +121,50 @@ impl Pairs {
         }
         Ok(Self { pairs })
     }
+}
+
+/// The figures of a group as they come.
+#[derive(Debug)]
+pub struct Figures {
+    group: &'static str,
+    /// So far.
+    pub all: Vec<Figure>,
+}
+
+impl Figures {
+    /// None yet.
+    #[must_use]
+    pub const fn of(group: &'static str) -> Self {
+        Self { group, all: Vec::new() }
+    }
+
+    /// Adds one, and says it.
+    ///
+    /// # Errors
+    /// When there is none, see [`Figure::new`].
+    pub fn add(&mut self, figure: Option<Figure>) -> anyhow::Result<()> {
+        let figure =
+            figure.context("A sample of the last figure isn't a positive number; is the clock sound?")?;
+        eprintln!("bench: {}: {}: {:.4} of {}", self.group, figure.name, figure.ratio, figure.peer.name);
+        self.all.push(figure);
+        Ok(())
+    }
+}
+
+/// Nanoseconds of `ticks` of a clock of `khz`, spread over `count`.
+#[must_use]
+pub fn nanoseconds(khz: f64, ticks: u64, count: u64) -> f64 {
+    #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
+    let each = ticks as f64 * 1e6 / khz / count.max(1) as f64;
+    each
+}
+
+/// 10^9 bytes per second: `bytes` in `ticks` of a clock of `khz`.
+#[must_use]
+pub fn gigabytes(khz: f64, ticks: u64, bytes: u64) -> f64 {
+    #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
+    let rate = bytes as f64 / nanoseconds(khz, ticks, 1);
+    rate
 }
 
 impl Figure {

@@ -8,6 +8,7 @@
 //! | `programs` | builds the payload programs |
 //! | `measuring_vm` | a VM that runs measurements one by one |
 //! | `peers` | the same measurements in host threads |
+//! | `outside` | peers that are programs of others, on this host or between network namespaces |
 //! | `figures` | samples, medians, ratios; the JSON and the table |
 //! | `conditions` | what machine it was |
 //! | `groups` | the groups themselves |
@@ -16,5 +17,6 @@ pub mod conditions;
 pub mod figures;
 pub mod groups;
 pub mod measuring_vm;
+pub mod outside;
 pub mod peers;
 pub mod programs;

@@ -114,6 +114,14 @@ pub struct MeasuringVm {
 }
 
 impl MeasuringVm {
+    /// Starts one with a vCPU on `cpu` and base pages, without a window.
+    ///
+    /// # Errors
+    /// As for [`MeasuringVm::start`].
+    pub fn start_on(program: &Path, cpu: usize, memory: u64, room: u64) -> anyhow::Result<Self> {
+        Self::start(Settings { program, cpus: vec![cpu], memory, pages: PageSize::Base, window: None, room })
+    }
+
     /// Starts it.
     pub fn start(settings: Settings<'_>) -> anyhow::Result<Self> {
         let vcpus = u32::try_from(settings.cpus.len()).unwrap_or(u32::MAX);

@@ -67,6 +67,8 @@ typedef uint64_t __le64;
 #define CW_NB_VERSION 0x1ULL
 #define CW_NB_READY 0x100ULL
 #define CW_NB_READY_STRIDE 0x80ULL
+#define CW_NB_FEATURES 0x8ULL
+#define CW_NB_FEATURE_INLINE 0x1ULL
 #define CW_NB_DIRECTIONS 0x1000ULL
 #define CW_NB_TAKEN 0x0ULL
 #define CW_NB_RECEIVER_SLEEPS 0x80ULL
@@ -76,6 +78,8 @@ typedef uint64_t __le64;
 #define CW_NB_MOST_ENTRIES 0x4000ULL
 #define CW_NB_MOST_PARTS 0x20ULL
 #define CW_NB_FLAG_MORE 0x1ULL
+#define CW_NB_FLAG_INLINE 0x2ULL
+#define CW_NB_MOST_INLINE 0x50ULL
 
 struct cw_nb_header {
 	__le64 magic;

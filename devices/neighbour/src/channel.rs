@@ -13,11 +13,16 @@
 //! |---|---|---|
 //! | word 0 | | global address |
 //! | word 1 | 0-31 | length, not 0 |
-//! | | 32-47 | flags: [`FLAG_MORE`]; the others are 0 |
+//! | | 32-47 | flags: [`FLAG_MORE`] or [`FLAG_INLINE`]; the others are 0 |
 //! | | 48-63 | kind: the users' own, taken from the first entry of a message |
 //! | word 2 | 0-31 | id: below the number of entries; the same in all entries of a message |
 //! | | 32-63 | note: the users' own, taken from the first entry |
 //! | word 3 | | stamp |
+//!
+//! A small message may carry its data itself: **inline**, if the receiver has said that it understands it
+//! ([`FEATURE_INLINE`]). Its first entry has [`FLAG_INLINE`] alone, word 0 holds the first 8 bytes, and the length is 1 to
+//! [`MOST_INLINE`]. As many entries follow as the other bytes need, 24 in each, in words 0 to 2. So the receiver waits for one line, or two
+//! that lie side by side, and not for the entry first and then for what it names. It copies the data out, and gives the id back as any other.
 //!
 //! | completion entry | bits | |
 //! |---|---|---|
@@ -27,9 +32,10 @@
 //!
 //! The word "taken" has the number of message entries taken (low 32 bits, wrapping) and the epoch (high).
 
-use core::fmt;
-
-use crate::layout::{FLAG_MORE, Layout, LayoutError, MOST_PARTS, Side, halves};
+pub use crate::faults::{PostError, Violation};
+use crate::layout::{
+    FEATURE_INLINE, FLAG_INLINE, FLAG_MORE, Layout, LayoutError, MOST_INLINE, MOST_PARTS, Side, halves,
+};
 use crate::ring::{Consumer, Producer};
 use crate::window::Window;
 use crate::words::Words;
@@ -51,6 +57,16 @@ pub struct Part {
     pub length: u32,
 }
 
+/// Words of an inline message's data.
+const INLINE_WORDS: usize = MOST_INLINE / 8;
+/// Words of data in an entry after the first.
+const INLINE_EACH: usize = MESSAGE - 1;
+
+/// Entries of an inline message of `length` bytes.
+const fn inline_entries(length: usize) -> usize {
+    1 + length.saturating_sub(8).div_ceil(8 * INLINE_EACH)
+}
+
 /// A received message: every part lies in the sender's window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Message {
@@ -62,19 +78,36 @@ pub struct Message {
     pub note: u32,
     parts: [Part; MOST_PARTS],
     count: usize,
+    data: [u8; MOST_INLINE],
+    length: usize,
 }
 
 impl Default for Message {
     fn default() -> Self {
-        Self { id: 0, kind: 0, note: 0, parts: [Part::default(); MOST_PARTS], count: 0 }
+        Self {
+            id: 0,
+            kind: 0,
+            note: 0,
+            parts: [Part::default(); MOST_PARTS],
+            count: 0,
+            data: [0; MOST_INLINE],
+            length: 0,
+        }
     }
 }
 
 impl Message {
-    /// Its parts, at least one.
+    /// Its parts, at least one; none when it is inline.
     #[must_use]
     pub fn parts(&self) -> &[Part] {
         self.parts.get(..self.count).unwrap_or_default()
+    }
+
+    /// A copy of its data when it is inline; else nothing.
+    #[must_use]
+    #[inline]
+    pub fn data(&self) -> &[u8] {
+        self.data.get(..self.length).unwrap_or_default()
     }
 }
 
@@ -86,95 +119,6 @@ pub struct Completion {
     /// The users' own.
     pub status: u32,
 }
-
-/// A message can't be sent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum PostError {
-    /// The receiver has not taken enough yet, or too many messages are outstanding: try again after completions.
-    Full,
-    /// No parts, or more than [`MOST_PARTS`] (or than the ring has entries).
-    Parts {
-        /// As given.
-        count: usize,
-    },
-    /// A part is not in the own window.
-    Outside(Part),
-    /// The peer broke the rules.
-    Broken(Violation),
-}
-
-impl fmt::Display for PostError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Full => write!(f, "The ring is full; wait for completions"),
-            Self::Parts { count } => {
-                write!(
-                    f,
-                    "A message of {count} parts is not possible; it has 1 to {MOST_PARTS}, and no more than the ring"
-                )
-            }
-            Self::Outside(part) => {
-                write!(f, "{:#x} bytes at {:#x} are not in this VM's own window", part.length, part.address)
-            }
-            Self::Broken(violation) => write!(f, "{violation}"),
-        }
-    }
-}
-
-impl core::error::Error for PostError {}
-
-/// What a peer did that it must not. The connection ends with it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Violation {
-    /// A part of a message isn't RAM of its sender.
-    Outside(Part),
-    /// Flags that this version doesn't have.
-    Flags(u16),
-    /// A message with more than [`MOST_PARTS`] parts, or more than the ring holds.
-    TooLong,
-    /// The first entry of a message is there, and another isn't.
-    Torn,
-    /// An id that can't be, or differs within a message.
-    Id(u32),
-    /// A completion of what isn't outstanding.
-    NotOutstanding(u32),
-    /// The peer says that it took entries which were never sent, or fewer than before.
-    Taken {
-        /// What it says.
-        says: u32,
-        /// What it said before.
-        before: u32,
-        /// What was sent.
-        sent: u32,
-    },
-}
-
-impl fmt::Display for Violation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Outside(part) => {
-                write!(
-                    f,
-                    "The neighbour sent {:#x} bytes at {:#x}, which is not its RAM",
-                    part.length, part.address
-                )
-            }
-            Self::Flags(flags) => write!(f, "The neighbour sent an entry with unknown flags {flags:#x}"),
-            Self::TooLong => write!(f, "The neighbour sent a message with more than {MOST_PARTS} parts"),
-            Self::Torn => write!(f, "The neighbour sent a message without its later parts"),
-            Self::Id(id) => write!(f, "The neighbour sent a message with the impossible id {id}"),
-            Self::NotOutstanding(id) => {
-                write!(f, "The neighbour completed message {id}, which is not outstanding")
-            }
-            Self::Taken { says, before, sent } => write!(
-                f,
-                "The neighbour says that it took {says} entries, after {before}, and {sent} were sent"
-            ),
-        }
-    }
-}
-
-impl core::error::Error for Violation {}
 
 /// The sending end. `T` is its private table: a word per ring entry.
 #[derive(Debug)]
@@ -190,6 +134,8 @@ pub struct Sender<T> {
     ids: T,
     free: u32,
     outstanding: u32,
+    /// Whether the peer understands inline messages.
+    inline: bool,
 }
 
 impl<T: AsRef<[u32]> + AsMut<[u32]>> Sender<T> {
@@ -226,6 +172,7 @@ impl<T: AsRef<[u32]> + AsMut<[u32]>> Sender<T> {
             ids,
             free: 0,
             outstanding: 0,
+            inline: false,
         })
     }
 
@@ -262,6 +209,72 @@ impl<T: AsRef<[u32]> + AsMut<[u32]>> Sender<T> {
         if let Some(part) = parts.iter().find(|part| self.own.local(part.address, part.length).is_none()) {
             return Err(PostError::Outside(*part));
         }
+        let id = self.reserve(words, count)?;
+        self.messages.write(words, count, |at| {
+            let part = parts.get(at as usize).copied().unwrap_or_default();
+            let flags = if at + 1 < count { FLAG_MORE } else { 0 };
+            [
+                part.address,
+                u64::from(kind) << 48 | u64::from(flags) << 32 | u64::from(part.length),
+                u64::from(note) << 32 | u64::from(id),
+                0,
+            ]
+        });
+        Ok(id)
+    }
+
+    /// What the peer understands: its word ([`Layout::features`]), read once it is ready.
+    pub const fn learn(&mut self, features: u64) {
+        self.inline = features & FEATURE_INLINE != 0;
+    }
+
+    /// Sends 1 to [`MOST_INLINE`] bytes in the ring itself; they are the caller's again at once. The id comes back, as that of any
+    /// message. Call [`Sender::must_signal`] after one or several.
+    ///
+    /// # Errors
+    /// When there is no room, they are too many, the peer doesn't understand it, or broke the rules.
+    #[inline]
+    pub fn post_inline(
+        &mut self,
+        words: &(impl Words + ?Sized),
+        data: &[u8],
+        kind: u16,
+        note: u32,
+    ) -> Result<u32, PostError> {
+        let bad = PostError::Inline { length: data.len() };
+        if data.is_empty() || data.len() > MOST_INLINE || !self.inline {
+            return Err(bad);
+        }
+        // At most 4, and a ring has 8 at least.
+        let count = u32::try_from(inline_entries(data.len())).map_err(|_| bad)?;
+        let length = u32::try_from(data.len()).map_err(|_| bad)?;
+        let id = self.reserve(words, count)?;
+        let mut content = [0; INLINE_WORDS];
+        for (word, bytes) in content.iter_mut().zip(data.chunks(8)) {
+            let mut whole = [0; 8];
+            whole.iter_mut().zip(bytes).for_each(|(to, from)| *to = *from);
+            *word = u64::from_le_bytes(whole);
+        }
+        let [first, rest @ ..] = content;
+        let (rest, _) = rest.as_chunks::<INLINE_EACH>();
+        self.messages.write(words, count, |at| match at.checked_sub(1) {
+            None => [
+                first,
+                u64::from(kind) << 48 | u64::from(FLAG_INLINE) << 32 | u64::from(length),
+                u64::from(note) << 32 | u64::from(id),
+                0,
+            ],
+            Some(at) => {
+                let [a, b, c] = rest.get(at as usize).copied().unwrap_or_default();
+                [a, b, c, 0]
+            }
+        });
+        Ok(id)
+    }
+
+    /// Room for `count` entries, and an id.
+    #[inline]
+    fn reserve(&mut self, words: &(impl Words + ?Sized), count: u32) -> Result<u32, PostError> {
         if !self.room(count) {
             self.read_taken(words).map_err(PostError::Broken)?;
             if !self.room(count) {
@@ -273,16 +286,6 @@ impl<T: AsRef<[u32]> + AsMut<[u32]>> Sender<T> {
         let Some(slot) = self.ids.as_mut().get_mut(id as usize) else { return Err(PostError::Full) };
         self.free = core::mem::replace(slot, OUTSTANDING);
         self.outstanding += 1;
-        self.messages.write(words, count, |at| {
-            let part = parts.get(at as usize).copied().unwrap_or_default();
-            let flags = if at + 1 < count { FLAG_MORE } else { 0 };
-            [
-                part.address,
-                u64::from(kind) << 48 | u64::from(flags) << 32 | u64::from(part.length),
-                u64::from(note) << 32 | u64::from(id),
-                0,
-            ]
-        });
         Ok(id)
     }
 
@@ -395,6 +398,13 @@ impl Receiver {
         if id >= self.entries {
             return Err(Violation::Id(id));
         }
+        let kind = (first[1] >> 48) as u16;
+        (message.id, message.kind, message.note) = (id, kind, note);
+        if halves(first[1]).1 & 0xffff == u32::from(FLAG_INLINE) {
+            let count = self.take_inline(words, &first, message)?;
+            self.took(words, count);
+            return Ok(true);
+        }
         let mut entry = first;
         let mut count = 0_u32;
         loop {
@@ -423,17 +433,49 @@ impl Receiver {
             // The first became valid last.
             entry = self.messages.peek(words, count).ok_or(Violation::Torn)?;
         }
-        message.id = id;
-        let kind = (first[1] >> 48) as u16;
-        message.kind = kind;
-        message.note = note;
         message.count = count as usize;
+        message.length = 0;
+        self.took(words, count);
+        Ok(true)
+    }
+
+    /// Copies the data of an inline message that begins with `first`: how many entries it has.
+    #[inline]
+    fn take_inline(
+        &self,
+        words: &(impl Words + ?Sized),
+        first: &[u64; MESSAGE],
+        message: &mut Message,
+    ) -> Result<u32, Violation> {
+        let (length, _) = halves(first[1]);
+        let bytes = usize::try_from(length).ok().filter(|bytes| (1..=MOST_INLINE).contains(bytes));
+        let bytes = bytes.ok_or(Violation::Inline(length))?;
+        let (places, _) = message.data.as_chunks_mut::<8>();
+        let mut places = places.iter_mut();
+        let mut put = |word: u64| {
+            if let Some(place) = places.next() {
+                *place = word.to_le_bytes();
+            }
+        };
+        put(first[0]);
+        // At most 4, and a ring has 8 at least.
+        let count = u32::try_from(inline_entries(bytes)).map_err(|_| Violation::TooLong)?;
+        for ahead in 1..count {
+            // The first became valid last.
+            let [data @ .., _] = self.messages.peek(words, ahead).ok_or(Violation::Torn)?;
+            data.into_iter().for_each(&mut put);
+        }
+        message.count = 0;
+        message.length = bytes;
+        Ok(count)
+    }
+
+    fn took(&mut self, words: &(impl Words + ?Sized), count: u32) {
         self.messages.advance(count);
         // A quarter of the ring at a time: the word moves to the sender's processor when it is read.
         if self.messages.head().wrapping_sub(self.told) >= self.entries / 4 {
             self.tell(words);
         }
-        Ok(true)
     }
 
     fn tell(&mut self, words: &(impl Words + ?Sized)) {

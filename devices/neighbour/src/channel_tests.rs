@@ -114,6 +114,47 @@ fn every_way_to_break_a_message_is_found() {
         }
     };
     assert_eq!(broken(&more), Violation::TooLong);
+    let inline = |length: u64| move |pair: &Pair| pair.poke(0, 1, 2 << 32 | length);
+    assert_eq!(broken(&inline(0)), Violation::Inline(0));
+    assert_eq!(broken(&inline(81)), Violation::Inline(81));
+    assert_eq!(broken(&inline(u64::from(u32::MAX))), Violation::Inline(u32::MAX));
+    // Two entries are there; more are needed.
+    assert_eq!(broken(&inline(33)), Violation::Torn);
+    assert_eq!(broken(&|pair| pair.poke(0, 1, 3 << 32 | 8)), Violation::Flags(3));
+}
+
+#[test]
+fn small_messages_travel_in_the_ring_to_those_who_understand_it() {
+    let pair = Pair::new(8);
+    let (mut sender, mut receiver) = (pair.sender(3), pair.receiver(3));
+    let words = &pair.words[..];
+    let mut message = Message::default();
+    let bytes: Vec<u8> = (1..=81).collect();
+    assert_eq!(sender.post_inline(words, &bytes[..8], 0, 0), Err(PostError::Inline { length: 8 }));
+    sender.learn(crate::layout::FEATURE_INLINE);
+    for length in [0, 81] {
+        assert_eq!(sender.post_inline(words, &bytes[..length], 0, 0), Err(PostError::Inline { length }));
+    }
+    for length in 1..=80 {
+        let id = sender.post_inline(words, &bytes[..length], 7, 99).unwrap();
+        assert_eq!(receiver.receive(words, &mut message), Ok(true));
+        assert_eq!((message.data(), message.id, message.kind, message.note), (&bytes[..length], id, 7, 99));
+        assert_eq!(message.parts(), []);
+        receiver.complete(words, id, 0);
+        assert_eq!(sender.completion(words), Ok(Some(Completion { id, status: 0 })));
+        // The next one that isn't has no data.
+        let id = sender.post(words, &[pair.part(0, 1)], 0, 0).unwrap();
+        assert_eq!(receiver.receive(words, &mut message), Ok(true));
+        assert_eq!((message.data(), message.parts().len()), (&[][..], 1));
+        receiver.complete(words, id, 0);
+        sender.completion(words).unwrap();
+    }
+    assert_eq!(receiver.receive(words, &mut message), Ok(false));
+    // 64 bytes take four entries.
+    for _ in 0..2 {
+        sender.post_inline(words, &bytes[..64], 0, 0).unwrap();
+    }
+    assert_eq!(sender.post_inline(words, &bytes[..1], 0, 0), Err(PostError::Full));
 }
 
 #[test]
@@ -176,6 +217,7 @@ fn a_sleeper_is_signalled_once_and_an_awake_peer_never() {
 #[derive(Debug, Clone)]
 enum Step {
     Post(usize),
+    Inline(usize),
     Receive,
     Complete(prop::sample::Index),
     Collect,
@@ -183,7 +225,8 @@ enum Step {
 
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
-        3 => (1usize..9).prop_map(Step::Post),
+        2 => (1usize..9).prop_map(Step::Post),
+        1 => (1usize..=80).prop_map(Step::Inline),
         3 => Just(Step::Receive),
         2 => any::<prop::sample::Index>().prop_map(Step::Complete),
         2 => Just(Step::Collect),
@@ -205,7 +248,8 @@ proptest! {
         receiver.messages.advance(start);
         receiver.completions.begin_at(start);
         (sender.taken, receiver.told) = (start, start);
-        let mut sent: VecDeque<(u32, Vec<Part>, u32)> = VecDeque::new();
+        sender.learn(crate::layout::FEATURE_INLINE);
+        let mut sent: VecDeque<(u32, Vec<Part>, Vec<u8>, u32)> = VecDeque::new();
         let mut held: Vec<u32> = Vec::new();
         let mut returned: VecDeque<u32> = VecDeque::new();
         let mut note = 0;
@@ -217,7 +261,7 @@ proptest! {
                     note += 1;
                     match sender.post(words, &parts, 1, note) {
                         Ok(id) => {
-                            sent.push_back((id, parts, note));
+                            sent.push_back((id, parts, Vec::new(), note));
                             in_ring += count;
                             outstanding += 1;
                             prop_assert!(in_ring <= entries);
@@ -230,14 +274,32 @@ proptest! {
                         Err(other) => prop_assert!(false, "{other}"),
                     }
                 }
+                Step::Inline(length) => {
+                    note += 1;
+                    let data: Vec<u8> =
+                        (0..length).map(|at| u8::try_from((at + note as usize) % 251).unwrap()).collect();
+                    let count = inline_entries(length);
+                    match sender.post_inline(words, &data, 1, note) {
+                        Ok(id) => {
+                            sent.push_back((id, Vec::new(), data, note));
+                            in_ring += count;
+                            outstanding += 1;
+                            prop_assert!(in_ring <= entries);
+                        }
+                        Err(PostError::Full) => {
+                            prop_assert!(in_ring + count + entries / 4 > entries || outstanding == entries);
+                        }
+                        Err(other) => prop_assert!(false, "{other}"),
+                    }
+                }
                 Step::Receive => {
                     let mut message = Message::default();
                     let got = receiver.receive(words, &mut message).unwrap();
                     prop_assert_eq!(got, !sent.is_empty());
-                    if let Some((id, parts, note)) = sent.pop_front() {
+                    if let Some((id, parts, data, note)) = sent.pop_front() {
                         prop_assert_eq!((message.id, message.note), (id, note));
-                        prop_assert_eq!(message.parts(), &parts[..]);
-                        in_ring -= parts.len();
+                        prop_assert_eq!((message.parts(), message.data()), (&parts[..], &data[..]));
+                        in_ring -= if data.is_empty() { parts.len() } else { inline_entries(data.len()) };
                         held.push(id);
                     }
                 }
@@ -261,7 +323,7 @@ proptest! {
     /// A segment full of anything: both ends answer, what is received lies in the sender's window, and work is bounded.
     #[test]
     fn a_hostile_segment_only_gives_checked_parts(
-        pokes in prop::collection::vec((any::<prop::sample::Index>(), 0u8..5, any::<u64>()), 0..200),
+        pokes in prop::collection::vec((any::<prop::sample::Index>(), 0u8..6, any::<u64>()), 0..200),
         turns in 1usize..40,
     ) {
         let pair = Pair::new(8);
@@ -273,7 +335,8 @@ proptest! {
                 0 => value,
                 1 => crate::ring::stamp(1, u32::try_from(value % 16).unwrap()),
                 2 => pair.windows[0].start() + value % (2 * RAM),
-                3 => (value % (1 << 17)) | ((value & 1) << 32),
+                3 => (value % (1 << 17)) | ((value & 3) << 32),
+                4 => (value % 90) | (2 << 32),
                 _ => value % 10,
             };
             words[index.index(words.len())].store(value, Ordering::Relaxed);
@@ -285,7 +348,7 @@ proptest! {
                 prop_assert_eq!(sender.outstanding(), before - 1);
             }
             if receiver.receive(words, &mut message) == Ok(true) {
-                prop_assert!(!message.parts().is_empty() && message.id < 8);
+                prop_assert!(message.parts().is_empty() != message.data().is_empty() && message.id < 8);
                 for part in message.parts() {
                     prop_assert!(pair.windows[0].local(part.address, part.length).is_some());
                 }

@@ -3,8 +3,8 @@
 //!
 //! ```text
 //! 0       header: written once, by the registry, before either side sees the segment
-//! 256     ready word of side 0 (the lower slot), a line of its own
-//! 384     ready word of side 1
+//! 256     ready word of side 0 (the lower slot), then its features; a line of its own
+//! 384     the same of side 1
 //! 4096    direction 0: side 0 sends
 //!           +0    taken: how many message entries the receiver has taken         written by the receiver
 //!           +128  the message entry that the receiver sleeps for                 written by the receiver
@@ -45,6 +45,11 @@ pub const HEADER_SIZE: usize = 48;
 pub const READY: usize = 256;
 /// Bytes between ready words.
 pub const READY_STRIDE: usize = 128;
+/// From a ready word to the word that says what its side understands beyond the first drivers: [`FEATURE_INLINE`] and bits that are
+/// not given yet. Written before the ready word; 0 by a driver that doesn't know it.
+pub const FEATURES: usize = 8;
+/// Feature: messages with [`FLAG_INLINE`] may be sent to this side.
+pub const FEATURE_INLINE: u64 = 1;
 /// Offset of direction 0.
 pub const DIRECTIONS: usize = 4096;
 /// Within a direction: message entries taken so far.
@@ -67,6 +72,10 @@ pub const MOST_ENTRIES: u32 = 1 << 14;
 pub const MOST_PARTS: usize = 32;
 /// Message entry flag: the next entry belongs to the same message.
 pub const FLAG_MORE: u16 = 1;
+/// Message entry flag: the message's data lie in its entries themselves, see [`crate::channel`].
+pub const FLAG_INLINE: u16 = 2;
+/// Bytes of an inline message, at most: four entries, which are two cache lines.
+pub const MOST_INLINE: usize = 80;
 
 const WORD: usize = 8;
 const PAGE_BYTES: usize = 4096;
@@ -273,6 +282,12 @@ impl Layout {
     #[must_use]
     pub const fn ready(side: Side) -> usize {
         (READY + side.index() * READY_STRIDE) / WORD
+    }
+
+    /// The word in which `side` says what it understands.
+    #[must_use]
+    pub const fn features(side: Side) -> usize {
+        Self::ready(side) + FEATURES / WORD
     }
 
     /// Whether `words` are enough.

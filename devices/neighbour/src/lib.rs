@@ -24,6 +24,7 @@
 //! | [`connection`] | the life of a connection: epochs, death, coming back |
 //! | [`heartbeat`] | who is alive, with time as an input |
 //! | [`registry`] | a neighbourhood: members, slots, permission per pair |
+//! | [`pause`] | how soon a pair is connected again |
 //! | [`mod@registers`], [`device`] | the PCI function that a guest sees |
 //!
 //! A neighbour is trusted to be honest and may be broken: whatever comes from it is read once and checked, and what is
@@ -38,8 +39,11 @@ pub mod channel;
 pub mod connection;
 #[cfg(feature = "alloc")]
 pub mod device;
+mod faults;
 pub mod heartbeat;
 pub mod layout;
+#[cfg(feature = "alloc")]
+pub mod pause;
 pub mod registers;
 #[cfg(feature = "alloc")]
 pub mod registry;

@@ -10,9 +10,11 @@
 
 use crate::window::{MAX_EXTENTS, MAX_SLOTS};
 
-/// PCI vendor: Red Hat's number for virtual devices, whose range 0x10f0 to 0x10ff anybody may use for experiments.
+/// PCI vendor: Red Hat's number for virtual devices. QEMU's docs/specs/pci-ids leaves its devices 0x10f0 to 0x10ff to experiments without
+/// registration, and asks for a number of one's own before a product is shipped.
 pub const VENDOR: u16 = 0x1af4;
-/// PCI device; to be replaced by a number of the project's own once it has one.
+/// PCI device; to be replaced by a number of the project's own once it has one. Another experiment may have the same: a driver looks at
+/// [`MAGIC`] first.
 pub const DEVICE: u16 = 0x10f5;
 /// Revision, raised with [`VERSION`].
 pub const REVISION: u8 = 1;

@@ -5,7 +5,8 @@
 //! the pair is connected anew only after that.
 //!
 //! ```text
-//!  both joined, both permit, both alive, no old views ──▶ Connect (epoch + 1)
+//!  both joined, both permit, both alive, no old views,
+//!  the pause since their last connection is over      ──▶ Connect (epoch + 1)
 //!  one dies, hangs or leaves                          ──▶ Gone, to each that still lives
 //!  the holder has let go                              ──▶ Released, and if all conditions hold: Connect again
 //! ```
@@ -17,6 +18,7 @@ use core::fmt;
 use core::time::Duration;
 
 use crate::heartbeat::{Heartbeat, Verdict, Watch};
+use crate::pause::Pauses;
 use crate::window::Geometry;
 
 /// Who may see a member, and is seen by it: a VM by name, of a user.
@@ -133,6 +135,10 @@ struct Member {
 }
 
 impl Member {
+    fn name(&self) -> Permit {
+        Permit { vm: self.vm.clone(), uid: self.uid }
+    }
+
     fn permits(&self, other: &Self) -> bool {
         self.permits.iter().any(|permit| permit.vm == other.vm && permit.uid == other.uid)
     }
@@ -158,6 +164,7 @@ pub struct Neighbourhood {
     epoch: u32,
     /// Which VM had a slot last.
     last: BTreeMap<u32, String>,
+    pauses: Pauses,
 }
 
 impl Neighbourhood {
@@ -171,6 +178,7 @@ impl Neighbourhood {
             pairs: BTreeMap::new(),
             epoch: 0,
             last: BTreeMap::new(),
+            pauses: Pauses::new(),
         }
     }
 
@@ -302,8 +310,10 @@ impl Neighbourhood {
         actions
     }
 
-    /// Connects all who can be: both members alive, each permits the other, no views left from before.
-    pub fn settle(&mut self) -> Vec<Action> {
+    /// Connects all who can be at `now`: both members alive, each permits the other, no views left from before, and the
+    /// [pause](crate::pause) since they were connected last is over. Call it each [`Heartbeat::interval`] too: pauses end by
+    /// themselves.
+    pub fn settle(&mut self, now: Duration) -> Vec<Action> {
         let mut actions = Vec::new();
         let members: Vec<u32> = self.members.keys().copied().collect();
         for (index, &a) in members.iter().enumerate() {
@@ -318,6 +328,9 @@ impl Neighbourhood {
                 }
                 // Epochs are never used twice; after 2^32 - 1 of them no connection is made any more.
                 let Some(epoch) = self.epoch.checked_add(1) else { continue };
+                if !self.pauses.admit(now, first.name(), second.name()) {
+                    continue;
+                }
                 self.epoch = epoch;
                 self.pairs.insert((a, b), Pair { epoch, connected: true, held: [true; 2] });
                 actions.push(Action::Connect { slots: [a, b], epoch });

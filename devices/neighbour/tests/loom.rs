@@ -100,6 +100,26 @@ fn a_list_is_seen_whole() {
     });
 }
 
+/// An inline message's data are in its entries: whoever sees the first sees those of the second, whatever the ring held before.
+#[test]
+fn data_in_the_ring_are_seen_whole() {
+    loom::model(|| {
+        let shared = Arc::new(Memory::new());
+        let mut producer = Producer::<2>::new(PLACE, EPOCH);
+        // The round before.
+        producer.write(&*shared, 2, |_| [1, 0]);
+        let other = Arc::clone(&shared);
+        let writer = thread::spawn(move || producer.write(&*other, 2, |at| [100 + u64::from(at), 0]));
+        let mut ring = Consumer::<2>::new(PLACE, EPOCH);
+        ring.advance(2);
+        if let Some(first) = ring.peek(&*shared, 0) {
+            assert_eq!(first[0], 100);
+            assert_eq!(ring.peek(&*shared, 1).map(|entry| entry[0]), Some(101));
+        }
+        writer.join().unwrap();
+    });
+}
+
 /// A side that is late by an epoch sees nothing of the next one, whatever it sees of the words.
 #[test]
 fn another_epoch_is_never_believed() {

@@ -65,12 +65,25 @@ impl Default for GuestLog {
 /// `guest_warn!(log, "text {}", value)`: a `tracing::warn!` that the [`GuestLog`] admits.
 #[macro_export]
 macro_rules! guest_warn {
-    ($log:expr, $($arg:tt)+) => {
+    ($log:expr, $($arg:tt)+) => { $crate::guest_line!(warn, $log, $($arg)+) };
+}
+
+/// As [`guest_warn!`], for what is no trouble by itself: a `tracing::info!`.
+#[macro_export]
+macro_rules! guest_info {
+    ($log:expr, $($arg:tt)+) => { $crate::guest_line!(info, $log, $($arg)+) };
+}
+
+/// A line of a level that the [`GuestLog`] admits; see [`guest_warn!`].
+#[doc(hidden)]
+#[macro_export]
+macro_rules! guest_line {
+    ($level:ident, $log:expr, $($arg:tt)+) => {
         if let Some(suppressed) = $log.admit() {
             if suppressed == 0 {
-                $crate::reexport::tracing::warn!($($arg)+);
+                $crate::reexport::tracing::$level!($($arg)+);
             } else {
-                $crate::reexport::tracing::warn!(suppressed, $($arg)+);
+                $crate::reexport::tracing::$level!(suppressed, $($arg)+);
             }
         }
     };

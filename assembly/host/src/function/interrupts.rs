@@ -111,12 +111,21 @@ pub(crate) fn signal(fd: BorrowedFd<'_>) -> bool {
     }
 }
 
+/// Whether a descriptor that came from elsewhere is an eventfd. The kernel alone names what has no place in a file system; a file's
+/// name begins with a slash.
+///
+/// # Errors
+/// When there is no `/proc`.
+pub(crate) fn is_eventfd(fd: BorrowedFd<'_>) -> io::Result<bool> {
+    use std::os::fd::AsRawFd as _;
+    let link = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
+    Ok(link.as_os_str().as_encoded_bytes().starts_with(b"anon_inode:[eventfd]"))
+}
+
 /// A client's descriptor may be anything. What isn't an eventfd (a pipe, a file on a stuck file system) could make the
 /// writer wait; an eventfd whose counter is full could as well, unless it is non-blocking.
 fn make_harmless(fd: &OwnedFd) -> io::Result<()> {
-    use std::os::fd::AsRawFd as _;
-    let link = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
-    if !link.as_os_str().as_encoded_bytes().starts_with(b"anon_inode:[eventfd]") {
+    if !is_eventfd(fd.as_fd())? {
         return Err(Errno::INVAL.into());
     }
     let flags = fcntl_getfl(fd)?;

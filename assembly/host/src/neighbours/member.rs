@@ -1,11 +1,18 @@
 //! What a member hands over. It is hostile: its peers map these files, so that they are looked at before.
+//!
+//! A peer must not write what it sees. Either nobody can: the file is sealed (F_SEAL_FUTURE_WRITE), with the owner's mapping made
+//! before. Or, where devices in other processes write it (an HCA, also after a restart of its daemon), the file is its owner's
+//! alone, and peers are of other users than the owner and not root, so that they can't reopen for writing the descriptor that only
+//! reads. In this case a member that permits anybody else is refused, so that no such pair is ever connected.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use neighbour::registry::Permit;
 use neighbour::window::{Geometry, WindowError};
-use neighbour_protocol::{Permitted, Piece, Socket};
+use neighbour_protocol::{Piece, Socket};
 use rustix::fs::{FileType, OFlags, SealFlags};
 
+use crate::function::interrupts::is_eventfd;
 use crate::identity::{BadName, check_name};
 
 /// Files of one member's RAM, at most: one per NUMA node.
@@ -26,6 +33,17 @@ pub(super) enum Unfit {
     TooMany,
     #[error("File {file} of the member's RAM {what}")]
     File { file: usize, what: &'static str },
+    #[error(
+        "RAM of VM {vm} is not sealed against writing, as devices of other processes write it, and it permits VM {peer} of \
+         {whose}; such memory is shown to VMs of other users only: run {peer} as another user"
+    )]
+    Reader { vm: String, peer: String, whose: &'static str },
+    #[error(
+        "The member's signal for the peer in slot {slot} is not an eventfd; a member brings one eventfd per slot"
+    )]
+    Signal { slot: usize },
+    #[error("The member's signals can't be looked at; is /proc there?")]
+    Unseen(#[source] std::io::Error),
     #[error("The piece of RAM at {address:#x} with {size:#x} bytes doesn't lie in its file")]
     Piece { address: u64, size: u64 },
     #[error("{0}")]
@@ -39,20 +57,40 @@ pub(super) struct Member {
     pub vm: String,
     pub uid: u32,
     pub ram: Vec<Piece>,
+    pub protection: Protection,
     pub files: Vec<OwnedFd>,
     /// By slot of the peer: what signals this member.
     pub signals: Vec<OwnedFd>,
 }
 
-/// Splits and checks the descriptors of a `Join`.
+/// What keeps readers of a member's RAM from writing it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Protection {
+    /// Seals, from everybody.
+    Sealed,
+    /// The file's mode, from other users.
+    OtherUsers,
+}
+
+impl Protection {
+    /// For people.
+    pub(super) const fn name(self) -> &'static str {
+        match self {
+            Self::Sealed => "sealed",
+            Self::OtherUsers => "other users only",
+        }
+    }
+}
+
+/// Splits and checks the descriptors of a `Join` of user `uid`, who permits `permits`: RAM, signals, and how the RAM is protected.
 pub(super) fn check(
-    vm: &str,
+    (vm, uid): (&str, u32),
     group: &str,
-    permits: &[Permitted],
+    permits: &[Permit],
     ram: &[Piece],
     mut fds: Vec<OwnedFd>,
     geometry: &Geometry,
-) -> Result<(Vec<OwnedFd>, Vec<OwnedFd>), Unfit> {
+) -> Result<(Vec<OwnedFd>, Vec<OwnedFd>, Protection), Unfit> {
     check_name("VM", vm)?;
     check_name("group", group)?;
     for permit in permits {
@@ -66,9 +104,31 @@ pub(super) fn check(
     let files = fds.len().checked_sub(slots).filter(|files| (1..=MOST_FILES).contains(files));
     let Some(files) = files else { return Err(wrong) };
     let signals = fds.split_off(files);
+    // Peers wire them into their VMs, where KVM would refuse anything else, and write them from nowhere else.
+    for (slot, signal) in signals.iter().enumerate() {
+        if !is_eventfd(signal.as_fd()).map_err(Unfit::Unseen)? {
+            return Err(Unfit::Signal { slot });
+        }
+    }
     let mut sizes = Vec::new();
+    let mut protection = Protection::Sealed;
     for (file, fd) in fds.iter().enumerate() {
-        sizes.push(check_file(fd.as_fd()).map_err(|what| Unfit::File { file, what })?);
+        let (size, of_file) = check_file(fd.as_fd(), uid).map_err(|what| Unfit::File { file, what })?;
+        sizes.push(size);
+        if of_file == Protection::OtherUsers {
+            protection = of_file;
+        }
+    }
+    if protection == Protection::OtherUsers {
+        // Connected are those who permit each other, so that nobody else ever gets this memory.
+        for permit in permits {
+            let whose = match permit.uid {
+                0 => "root, who may open everything",
+                reader if reader == uid => "the same user",
+                _ => continue,
+            };
+            return Err(Unfit::Reader { vm: vm.to_owned(), peer: permit.vm.clone(), whose });
+        }
     }
     for piece in ram {
         let size = usize::try_from(piece.file).ok().and_then(|file| sizes.get(file).copied());
@@ -81,11 +141,11 @@ pub(super) fn check(
     }
     let extents: Vec<(u64, u64)> = ram.iter().map(|piece| (piece.address, piece.size)).collect();
     geometry.window(0, &extents).map_err(Unfit::Window)?;
-    Ok((fds, signals))
+    Ok((fds, signals, protection))
 }
 
-/// The size of a file that its owner can neither shrink, so that no peer's access faults, nor let anybody write.
-fn check_file(fd: BorrowedFd<'_>) -> Result<u64, &'static str> {
+/// The size of a file of user `uid` that its owner can neither shrink, so that no peer's access faults, nor let any reader write.
+fn check_file(fd: BorrowedFd<'_>, uid: u32) -> Result<(u64, Protection), &'static str> {
     let flags = rustix::fs::fcntl_getfl(fd).map_err(|_| "can't be looked at")?;
     if flags & OFlags::RWMODE != OFlags::RDONLY || flags.contains(OFlags::PATH) {
         return Err("is not open for reading only");
@@ -95,12 +155,17 @@ fn check_file(fd: BorrowedFd<'_>) -> Result<u64, &'static str> {
     if !seals.contains(SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL) {
         return Err("is not sealed against resizing");
     }
-    if !seals.intersects(SealFlags::FUTURE_WRITE | SealFlags::WRITE) {
-        return Err("is not sealed against writing by others");
-    }
     let stat = rustix::fs::fstat(fd).map_err(|_| "can't be looked at")?;
     if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
         return Err("is not a memory file");
     }
-    u64::try_from(stat.st_size).map_err(|_| "has no size")
+    let size = u64::try_from(stat.st_size).map_err(|_| "has no size")?;
+    if seals.intersects(SealFlags::FUTURE_WRITE | SealFlags::WRITE) {
+        return Ok((size, Protection::Sealed));
+    }
+    // An owner that changes the mode afterwards lets others into its own memory, which it could as well give away.
+    if stat.st_uid != uid || stat.st_mode & 0o077 != 0 {
+        return Err("is neither sealed against writing by others, nor its owner's alone (mode 0600)");
+    }
+    Ok((size, Protection::OtherUsers))
 }

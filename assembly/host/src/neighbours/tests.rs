@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 use std::os::unix::fs::FileExt;
 use std::time::{Duration, Instant};
 
-use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestRam, RamLayout, RamOptions};
+use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestRam, RamLayout, RamOptions, Readers};
 use machine::slots::HostMapping;
 use neighbour::layout::Header;
 use neighbour::registers::reason;
@@ -36,8 +36,8 @@ fn start_with(patience: Duration) -> Bed {
     Bed { _directory: directory, path, neighbours }
 }
 
-fn ram(for_readers: bool) -> GuestRam {
-    let options = RamOptions { name: "test".into(), for_readers, ..RamOptions::default() };
+fn ram(readers: Readers) -> GuestRam {
+    let options = RamOptions { name: "test".into(), readers, ..RamOptions::default() };
     GuestRam::allocate(&RamLayout::new(&[SIZE]).unwrap(), &options).unwrap()
 }
 
@@ -56,11 +56,21 @@ impl Fake {
             panic!("hello comes first")
         };
         let signals = (0..slots).map(|_| eventfd(0, EventfdFlags::CLOEXEC).unwrap()).collect();
-        Self { socket, ram: ram(true), signals, slots }
+        Self { socket, ram: ram(Readers::Anybody), signals, slots }
     }
 
     fn ask(&self, vm: &str, permits: &[&str], files: &[BorrowedFd<'_>], ram: Vec<Piece>) -> FromDaemon {
         let permits = permits.iter().map(|vm| Permitted { vm: (*vm).to_owned(), uid: None }).collect();
+        self.ask_permitting(vm, permits, files, ram)
+    }
+
+    fn ask_permitting(
+        &self,
+        vm: &str,
+        permits: Vec<Permitted>,
+        files: &[BorrowedFd<'_>],
+        ram: Vec<Piece>,
+    ) -> FromDaemon {
         let join = FromMonitor::Join {
             vm: vm.to_owned(),
             group: "nas".to_owned(),
@@ -174,16 +184,16 @@ fn without_permission_of_both_nobody_is_given_anything() {
 #[test]
 fn memory_that_could_change_under_a_peer_is_refused() {
     let bed = start();
-    let good = ram(true);
+    let good = ram(Readers::Anybody);
     let writable = good.regions()[0].file.clone();
-    let unsealed = ram(false);
+    let unsealed = ram(Readers::Nobody);
     let unsealed_reader =
         File::open(format!("/proc/self/fd/{}", unsealed.regions()[0].file.as_raw_fd())).unwrap();
     let elsewhere = File::open("/proc/self/exe").unwrap();
     let reader = good.regions()[0].read_only.clone().unwrap();
     for (file, piece, expected) in [
         (writable.as_fd(), piece(SIZE, 0), "reading only"),
-        (unsealed_reader.as_fd(), piece(SIZE, 0), "sealed against writing"),
+        (unsealed_reader.as_fd(), piece(SIZE, 0), "neither sealed against writing"),
         (elsewhere.as_fd(), piece(SIZE, 0), "memory file"),
         (reader.as_fd(), piece(SIZE, 4096), "doesn't lie in its file"),
         (reader.as_fd(), piece(u64::MAX - 4095, 8192), "doesn't lie in its file"),
@@ -203,6 +213,85 @@ fn memory_that_could_change_under_a_peer_is_refused() {
         "{answer:?}"
     );
     assert_eq!(member.slots, 16);
+}
+
+/// Memory that devices in other processes write isn't sealed: it is shown to nobody of the same user, and not to root. The same
+/// member may have peers of other users, and its daemon's HCA can map its memory for writing, now and after a restart.
+#[test]
+fn unsealed_memory_is_for_other_users_only() {
+    let bed = start();
+    let me = rustix::process::geteuid().as_raw();
+    let owned = ram(Readers::OtherUsers);
+    let file = owned.regions()[0].read_only.clone().unwrap();
+    let join = |uids: &[Option<u32>]| {
+        let member = Fake::connect(&bed);
+        let permits = uids.iter().map(|uid| Permitted { vm: "b".to_owned(), uid: *uid }).collect();
+        let answer = member.ask_permitting("a", permits, &[file.as_fd()], vec![piece(SIZE, 0)]);
+        (member, answer)
+    };
+    for uids in [&[None][..], &[Some(me)], &[Some(0)], &[Some(me + 1), None]] {
+        let (_, answer) = join(uids);
+        let FromDaemon::Refused { reason } = answer else { panic!("{uids:?}: {answer:?}") };
+        assert!(reason.contains("run b as another user"), "{reason}");
+    }
+    let (_member, answer) = join(&[Some(me + 1)]);
+    assert!(matches!(answer, FromDaemon::Joined { .. }), "{answer:?}");
+    for _daemon in 0..2 {
+        let file: OwnedFd = owned.regions()[0].file.try_clone().unwrap().into();
+        dma::MemoryRegion::map(0, SIZE, &file, 0, true).unwrap();
+    }
+    let begun = Instant::now();
+    while bed.neighbours.inspect()["nas"][0]["memory"] != "other users only" {
+        assert!(begun.elapsed() < PATIENCE, "{}", bed.neighbours.inspect());
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A signal that isn't an eventfd would be refused by the peers' KVM, which takes a BAR of theirs away.
+#[test]
+fn signals_that_are_no_eventfds_are_refused() {
+    let bed = start();
+    let (pipe, _writer) = rustix::pipe::pipe().unwrap();
+    let memory = rustix::fs::memfd_create("anon_inode:[eventfd]", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    let epoll = rustix::event::epoll::create(rustix::event::epoll::CreateFlags::CLOEXEC).unwrap();
+    let timer = rustix::time::timerfd_create(
+        rustix::time::TimerfdClockId::Monotonic,
+        rustix::time::TimerfdFlags::CLOEXEC,
+    )
+    .unwrap();
+    for wrong in [pipe, memory, epoll, timer] {
+        let mut member = Fake::connect(&bed);
+        member.signals[3] = wrong;
+        let file = member.ram.regions()[0].read_only.clone().unwrap();
+        let answer = member.ask("a", &[], &[file.as_fd()], vec![piece(SIZE, 0)]);
+        let FromDaemon::Refused { reason } = answer else { panic!("taken: {answer:?}") };
+        assert!(reason.contains("slot 3 is not an eventfd"), "{reason}");
+    }
+    Fake::join(&bed, "a", &[]);
+}
+
+/// A member that lets go of each connection at once: it isn't connected again and again.
+#[test]
+fn one_who_lets_go_at_once_is_paused() {
+    let bed = start();
+    let (a, slot_a) = Fake::join(&bed, "a", &["b"]);
+    let (b, slot_b) = Fake::join(&bed, "b", &["a"]);
+    let began = Instant::now();
+    let mut connections = 0;
+    while began.elapsed() < Duration::from_secs(1) {
+        for (member, other) in [(&a, slot_b), (&b, slot_a)] {
+            while let Some((message, _)) = member.socket.receive::<FromDaemon>().unwrap() {
+                if let FromDaemon::Connect { slot, epoch, .. } = message {
+                    assert_eq!(slot, other);
+                    member.socket.send(&FromMonitor::Release { slot, epoch }, &[]).unwrap();
+                    connections += 1;
+                }
+            }
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    // After 0, 50, 150, 350, 750 ms, told to both; later on a busy machine.
+    assert!((4..=10).contains(&connections), "{connections}");
 }
 
 /// A member whose monitor dies: its peer is told at once. It comes back into its slot, and is connected anew only after the

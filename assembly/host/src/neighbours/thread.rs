@@ -58,6 +58,7 @@ pub(super) struct Host {
     groups: BTreeMap<String, Group>,
     guests: Vec<Guest>,
     view: Arc<Mutex<Value>>,
+    /// For all that members can cause.
     log: GuestLog,
 }
 
@@ -218,7 +219,12 @@ impl Host {
     ) -> Result<(), (Socket, String)> {
         let Wish { vm, permits, ram, slot, epoch } = wish;
         let Guest { socket, peer, .. } = guest;
-        let (files, signals) = match check(&vm, name, &permits, &ram, fds, &self.config.geometry) {
+        let permits: Vec<Permit> = permits
+            .into_iter()
+            .map(|permit| Permit { vm: permit.vm, uid: permit.uid.unwrap_or(peer.uid) })
+            .collect();
+        let checked = check((&vm, peer.uid), name, &permits, &ram, fds, &self.config.geometry);
+        let (files, signals, protection) = match checked {
             Ok(parts) => parts,
             Err(unfit) => return Err((socket, unfit.to_string())),
         };
@@ -231,18 +237,21 @@ impl Host {
             core: Neighbourhood::new(config.geometry, config.heartbeat),
             members: BTreeMap::new(),
         });
-        let permits = permits
-            .into_iter()
-            .map(|permit| Permit { vm: permit.vm, uid: permit.uid.unwrap_or(peer.uid) })
-            .collect();
         let applicant = Applicant { vm: vm.clone(), uid: peer.uid, permits, slot, epoch };
         let slot = match group.core.join(now, applicant) {
             Ok(slot) => slot,
             Err(error) => return Err((socket, error.to_string())),
         };
-        tracing::info!(vm, group = name, slot, uid = peer.uid, "VM joined its neighbourhood");
+        telemetry::guest_info!(
+            self.log,
+            vm,
+            group = name,
+            slot,
+            uid = peer.uid,
+            "VM joined its neighbourhood"
+        );
         let told = socket.send(&FromDaemon::Joined { slot }, &[]);
-        group.members.insert(slot, Member { socket, vm, uid: peer.uid, ram, files, signals });
+        group.members.insert(slot, Member { socket, vm, uid: peer.uid, ram, protection, files, signals });
         if told.is_err() {
             self.leave(&(name.to_owned(), slot), "it can't be told its slot");
         } else {
@@ -277,7 +286,14 @@ impl Host {
         let (name, slot) = key;
         let Some(group) = self.groups.get_mut(name) else { return };
         if let Some(member) = group.members.remove(slot) {
-            tracing::info!(vm = member.vm, group = name, slot, why, "VM left its neighbourhood");
+            telemetry::guest_info!(
+                self.log,
+                vm = member.vm,
+                group = name,
+                slot,
+                why,
+                "VM left its neighbourhood"
+            );
         }
         let actions = group.core.leave(*slot);
         self.act(name, actions);
@@ -288,7 +304,7 @@ impl Host {
         let mut todo = actions;
         loop {
             let Some(group) = self.groups.get_mut(name) else { return };
-            todo.extend(group.core.settle());
+            todo.extend(group.core.settle(self.started.elapsed()));
             if todo.is_empty() {
                 break;
             }
@@ -296,7 +312,7 @@ impl Host {
             for action in std::mem::take(&mut todo) {
                 match action {
                     Action::Gone { to, peer, epoch, reason } => {
-                        tracing::info!(group = name, slot = to, peer, epoch, %reason, "Neighbours are parted");
+                        telemetry::guest_info!(self.log, group = name, slot = to, peer, epoch, %reason, "Neighbours are parted");
                         let message = FromDaemon::Gone { slot: peer, epoch, reason: device::reason(reason) };
                         let told = group.members.get(&to).map(|member| member.socket.send(&message, &[]));
                         if let Some(Err(error)) = told {
@@ -304,14 +320,21 @@ impl Host {
                         }
                     }
                     Action::Connect { slots, epoch } => {
-                        tracing::info!(group = name, ?slots, epoch, "Neighbours are connected");
+                        telemetry::guest_info!(
+                            self.log,
+                            group = name,
+                            ?slots,
+                            epoch,
+                            "Neighbours are connected"
+                        );
                         lost.extend(group.connect(slots, epoch, &self.config));
                     }
                 }
             }
             for (slot, why) in lost {
                 if let Some(member) = group.members.remove(&slot) {
-                    tracing::warn!(
+                    telemetry::guest_warn!(
+                        self.log,
                         vm = member.vm,
                         group = name,
                         slot,
@@ -343,8 +366,15 @@ impl Host {
                                 Some((member.vm.clone(), group.core.connected(slot, *peer)?))
                             })
                             .collect();
-                        let uid = group.members.get(&slot).map(|member| member.uid);
-                        json!({ "slot": slot, "vm": vm, "uid": uid, "state": verdict, "epoch_by_peer": peers })
+                        let member = group.members.get(&slot);
+                        json!({
+                            "slot": slot,
+                            "vm": vm,
+                            "uid": member.map(|member| member.uid),
+                            "state": verdict,
+                            "memory": member.map(|member| member.protection.name()),
+                            "epoch_by_peer": peers,
+                        })
                     })
                     .collect();
                 (name.clone(), Value::Array(members))

@@ -18,11 +18,6 @@ pub(super) fn validate(vm: &written::Vm, vm_name: &str) -> Result<Option<Neighbo
         return Err(Invalid::new(key, "a payload guest has no devices, so it has no neighbours either"));
     }
     let served = vm.rdma.iter().flatten().count() + vm.vfio_user.iter().flatten().count();
-    if served > 0 {
-        let problem = "memory that neighbours see can be written by no other process, and devices of [[rdma]] and \
-                       [[vfio-user]] are in other processes; leave one of the two out";
-        return Err(Invalid::new(key, problem));
-    }
     check_name(&key.below("group"), &table.group)?;
     let host = table.host.clone().unwrap_or_else(|| HOST_SOCKET.into());
     socket_path(&key.below("host"), &host)?;
@@ -34,6 +29,16 @@ pub(super) fn validate(vm: &written::Vm, vm_name: &str) -> Result<Option<Neighbo
     for (index, text) in table.permit.iter().enumerate() {
         let key = key.below("permit").item(index);
         let peer = peer(&key, text)?;
+        // Its memory can't be sealed against writing, see `machine::memory::Readers`.
+        if served > 0 && peer.uid.is_none() {
+            let problem = format!(
+                "{} is a VM of the same user, from which memory that devices of [[rdma]] and [[vfio-user]] write can't be \
+                 protected; run that VM as another user, and write {}@NUMBER with that user's number",
+                quoted(text),
+                peer.vm
+            );
+            return Err(Invalid::new(key, problem));
+        }
         if peer.vm == vm_name && peer.uid.is_none() {
             return Err(Invalid::new(key, format!("{} is this VM itself", quoted(text))));
         }
@@ -104,6 +109,13 @@ mod tests {
     }
 
     #[test]
+    fn devices_of_other_processes_go_with_neighbours_of_other_users() {
+        let text = "[neighbour]\ngroup = \"g\"\npermit = [\"b@1001\"]\n[[rdma]]\nsegment = \"s\"";
+        let vm = validated(text).unwrap();
+        assert_eq!((vm.rdma.len(), vm.neighbour.unwrap().permit.len()), (1, 1));
+    }
+
+    #[test]
     fn what_makes_no_sense_is_named() {
         for (text, expected) in [
             ("[neighbour]\ngroup = \"\"", "neighbour.group: \"\" is not a name"),
@@ -125,8 +137,12 @@ mod tests {
                 "neighbour.permit[0]: \"raid\" is this VM itself",
             ),
             (
-                "[neighbour]\ngroup = \"g\"\n[[rdma]]\nsegment = \"s\"",
-                "neighbour: memory that neighbours see",
+                "[neighbour]\ngroup = \"g\"\npermit = [\"a@7\", \"b\"]\n[[rdma]]\nsegment = \"s\"",
+                "neighbour.permit[1]: \"b\" is a VM of the same user",
+            ),
+            (
+                "[neighbour]\ngroup = \"g\"\npermit = [\"b\"]\n[[vfio-user]]\nsocket = \"s\"",
+                "neighbour.permit[0]: \"b\" is a VM of the same user",
             ),
         ] {
             let error = validated(text).unwrap_err();

@@ -234,7 +234,7 @@ pub struct VfioUser {
     pub slot: Option<u8>,
 }
 
-/// Membership in a neighbourhood: VMs that read each other's memory. It goes with no device of another process.
+/// Membership in a neighbourhood: VMs that read each other's memory. With devices of other processes, those VMs are other users'.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Neighbour {
     /// The neighbourhood: 1 to 64 of a-z, A-Z, 0-9, `.`, `_` and `-`.

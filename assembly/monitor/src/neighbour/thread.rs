@@ -170,15 +170,17 @@ impl Registry {
         let view = match View::map(&inner.vm, &self.terms.geometry, offer) {
             Ok(view) => view,
             Err(error) => {
-                tracing::error!(
+                telemetry::guest_warn!(
+                    inner.log,
                     error = &*error as &dyn std::error::Error,
                     slot,
-                    "A neighbour can't be mapped; it is let go"
+                    "A neighbour can't be mapped; it is let go, and tried again after a while"
                 );
                 return self.say_released(slot, epoch);
             }
         };
-        tracing::info!(
+        telemetry::guest_info!(
+            inner.log,
             slot,
             epoch,
             vm = view.vm,
@@ -207,7 +209,7 @@ impl Registry {
         if !told {
             return;
         }
-        tracing::info!(slot, epoch, reason, "Neighbour gone");
+        telemetry::guest_info!(inner.log, slot, epoch, reason, "Neighbour gone");
         inner.counters.ends.increment();
         if driver { inner.notify() } else { self.release(slot, epoch, inner) }
     }

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use machine::slots::{HostMapping, SlotId};
-use machine::vm::Vm;
+use machine::vm::{IoEvent, IoSpace, Vm};
 use neighbour::window::{Geometry, Window};
 use neighbour_protocol::Piece;
 
@@ -34,6 +34,15 @@ pub(super) struct Offer {
     pub fds: Vec<OwnedFd>,
 }
 
+/// Whether KVM takes the signal: once it is a doorbell, a refusal would take away the BAR that holds all of them. It is attached for
+/// a moment where the peer's window begins: a store there does nothing else, and a signal too many harms nobody.
+fn probe(vm: &Vm, at: u64, signal: &Arc<OwnedFd>) -> Result<(), machine::vm::VmError> {
+    let event =
+        IoEvent { space: IoSpace::Memory, address: at, width: 4, datamatch: None, fd: Arc::clone(signal) };
+    vm.add_ioevent(&event)?;
+    vm.remove_ioevent(&event)
+}
+
 impl View {
     /// Maps a peer's RAM into the VM. After an error nothing is mapped.
     pub(super) fn map(
@@ -45,16 +54,12 @@ impl View {
         let (Some(signal), Some(segment)) = (fds.pop(), fds.pop()) else {
             return Err("descriptors are missing".into());
         };
+        let signal = Arc::new(signal);
         let extents: Vec<(u64, u64)> = ram.iter().map(|piece| (piece.address, piece.size)).collect();
         let window = geometry.window(slot, &extents)?;
-        let mut view = Self {
-            epoch,
-            vm: name,
-            window,
-            segment: Arc::new(segment),
-            signal: Arc::new(signal),
-            slots: Vec::new(),
-        };
+        probe(vm, geometry.start(slot)?, &signal)?;
+        let mut view =
+            Self { epoch, vm: name, window, segment: Arc::new(segment), signal, slots: Vec::new() };
         for piece in &ram {
             let mapped = view.map_piece(vm, piece, &fds);
             if let Err(error) = mapped {
@@ -92,5 +97,49 @@ impl View {
                 tracing::error!(%error, "A neighbour's window can't be taken from the guest");
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use machine::kvm::Host;
+    use machine::memory::{GuestRam, RamLayout, RamOptions, Readers};
+    use rustix::event::{EventfdFlags, eventfd};
+    use rustix::fs::{MemfdFlags, memfd_create};
+
+    /// A peer whose signal KVM refuses isn't mapped at all; the doorbells of others aren't touched by it.
+    #[test]
+    fn a_peer_whose_signal_is_no_eventfd_is_not_mapped() {
+        let Ok(host) = Host::open() else {
+            eprintln!("a_peer_whose_signal_is_no_eventfd: skipped: no /dev/kvm");
+            return;
+        };
+        let vm = host.create_vm().unwrap();
+        let geometry = Geometry::new(1 << 32, 1 << 32, 4).unwrap();
+        let size = 2 << 20;
+        let options =
+            RamOptions { name: "peer".to_owned(), readers: Readers::Anybody, ..RamOptions::default() };
+        let ram = GuestRam::allocate(&RamLayout::new(&[size]).unwrap(), &options).unwrap();
+        let offer = |signal: OwnedFd| Offer {
+            slot: 2,
+            epoch: 1,
+            vm: "peer".to_owned(),
+            ram: vec![Piece { address: 0, size, file: 0, offset: 0 }],
+            fds: vec![
+                ram.regions()[0].read_only.as_ref().unwrap().try_clone().unwrap().into(),
+                memfd_create("segment", MemfdFlags::CLOEXEC).unwrap(),
+                signal,
+            ],
+        };
+        let wrong = memfd_create("signal", MemfdFlags::CLOEXEC).unwrap();
+        let error = View::map(&vm, &geometry, offer(wrong)).unwrap_err().to_string();
+        assert!(error.contains("attach an eventfd"), "{error}");
+        assert!(vm.slots().lookup(geometry.start(2).unwrap()).is_none());
+        let right = || eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let mut view = View::map(&vm, &geometry, offer(right())).unwrap();
+        assert!(vm.slots().lookup(geometry.start(2).unwrap()).is_some());
+        view.unmap(&vm);
+        View::map(&vm, &geometry, offer(right())).unwrap().unmap(&vm);
     }
 }

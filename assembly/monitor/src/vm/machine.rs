@@ -11,7 +11,9 @@ use machine::exits::RangeNames;
 use machine::interrupt::InterruptController;
 use machine::irqchip::{IrqchipOptions, KernelIrqchip};
 use machine::kvm::Host;
-use machine::memory::{GuestAddressSpace, GuestRam, HostNuma, NumaMode, PageSize, RamLayout, RamOptions};
+use machine::memory::{
+    GuestAddressSpace, GuestRam, HostNuma, NumaMode, PageSize, RamLayout, RamOptions, Readers,
+};
 use machine::state::SavedInterruptController;
 use machine::vcpu::{VcpuConfig, VcpuManager, VcpuOptions, VcpuStart};
 use machine::vm::Vm;
@@ -298,6 +300,17 @@ fn load(
     Ok(VcpuStart::Registers(Box::new(boot::start_registers(&loaded.registers))))
 }
 
+/// Who may see RAM: the strongest protection that the VM's devices leave.
+fn readers(description: &VmDescription) -> Readers {
+    let written_elsewhere = !description.rdma.is_empty() || !description.vfio_user.is_empty();
+    match (&description.neighbour, written_elsewhere) {
+        (None, _) => Readers::Nobody,
+        (Some(_), false) => Readers::Anybody,
+        // Their servers map RAM for writing when they start, and again when they are started anew.
+        (Some(_), true) => Readers::OtherUsers,
+    }
+}
+
 fn allocate_ram(description: &VmDescription) -> Result<GuestRam, Error> {
     let sizes: Vec<u64> = description.numa.iter().map(|node| node.memory).collect();
     let layout = RamLayout::new(&sizes)?;
@@ -315,7 +328,30 @@ fn allocate_ram(description: &VmDescription) -> Result<GuestRam, Error> {
             .map(|node| node.host_node.map(|host| HostNuma { mode: NumaMode::Bind, nodes: vec![host] }))
             .collect(),
         prefault: false,
-        for_readers: description.neighbour.is_some(),
+        readers: readers(description),
     };
     Ok(GuestRam::allocate(&layout, &options)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::description;
+
+    /// RAM is sealed where that leaves all devices their work, its owner's alone where devices of other processes write it, and has no
+    /// readers without a neighbourhood.
+    #[test]
+    fn readers_follow_from_the_devices() {
+        let readers_of = |text: &str| {
+            let (written, _) =
+                description::parse(&format!("kernel = \"k\"\n{text}"), "/x/a.toml".as_ref()).unwrap();
+            readers(&description::validate(&written).unwrap())
+        };
+        let group = "[neighbour]\ngroup = \"g\"\npermit = [\"b@7\"]\n";
+        assert_eq!(readers_of(""), Readers::Nobody);
+        assert_eq!(readers_of("[[rdma]]\nsegment = \"s\""), Readers::Nobody);
+        assert_eq!(readers_of(group), Readers::Anybody);
+        assert_eq!(readers_of(&format!("{group}[[rdma]]\nsegment = \"s\"")), Readers::OtherUsers);
+        assert_eq!(readers_of(&format!("{group}[[vfio-user]]\nsocket = \"s\"")), Readers::OtherUsers);
+    }
 }

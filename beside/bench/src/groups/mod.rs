@@ -5,6 +5,10 @@ pub mod neighbours;
 pub mod rdma;
 pub mod vm;
 
+use anyhow::Context;
+use machine::kvm::{Host, HostError};
+
+use crate::conditions::Conditions;
 use crate::figures::Report;
 
 /// A group: measures, and says what it found.
@@ -36,3 +40,41 @@ pub const ALL: &[Group] = &[
         run: neighbours::run,
     },
 ];
+
+/// The report of a group that doesn't run here, said loudly.
+fn skipped(group: &'static str, reason: String, conditions: Conditions) -> Report {
+    eprintln!("bench: group {group} SKIPPED: {reason}");
+    Report { group, skipped: Some(reason), conditions, figures: Vec::new() }
+}
+
+/// The first two CPUs that this process may use, or why there aren't two.
+fn two_cpus() -> Result<[usize; 2], String> {
+    let cpus: Vec<usize> =
+        core_affinity::get_core_ids().unwrap_or_default().iter().map(|core| core.id).take(2).collect();
+    let few = |cpus: Vec<usize>| format!("two CPUs are needed, and this process may use {}", cpus.len());
+    cpus.try_into().map_err(few)
+}
+
+/// KVM, or the report of a group that can't run without.
+fn kvm(group: &'static str) -> anyhow::Result<Result<Host, Report>> {
+    match Host::open() {
+        Ok(host) => Ok(Ok(host)),
+        Err(error @ HostError::Absent { .. }) => {
+            let reason = format!("no /dev/kvm ({error})");
+            Ok(Err(skipped(group, reason, Conditions::now(None, "none"))))
+        }
+        Err(error) => Err(error).with_context(|| format!("Group {group} needs KVM")),
+    }
+}
+
+/// KVM and two CPUs, or the report of a group that can't run without.
+fn kvm_and_cpus(group: &'static str) -> anyhow::Result<Result<(Host, [usize; 2]), Report>> {
+    let host = match kvm(group)? {
+        Ok(host) => host,
+        Err(report) => return Ok(Err(report)),
+    };
+    match two_cpus() {
+        Ok(cpus) => Ok(Ok((host, cpus))),
+        Err(reason) => Ok(Err(skipped(group, reason, Conditions::now(Some(&host), "none")))),
+    }
+}

@@ -4,12 +4,11 @@
 #![allow(unsafe_code)] // Jobs carry addresses; the window is written through its mapping.
 
 use crate::conditions::Conditions;
-use crate::figures::{Better, Figure, Pairs, Report};
+use crate::figures::{Better, Figure, Figures, Pairs, Report, nanoseconds};
 use crate::measuring_vm::{MeasuringVm, Settings};
 use crate::peers;
 use crate::programs::Programs;
 use anyhow::{Context, bail};
-use machine::kvm::{Host, HostError};
 use machine::memory::PageSize;
 use machine::slots::HostMapping;
 use payload_abi::{DOORBELL_ADDRESS, DOORBELL_SIZE, PORT_HOST, PORT_HOST_COUNT};
@@ -37,15 +36,9 @@ const LINE: u64 = 64;
 
 /// Measures; see [`super::Group::run`].
 pub fn run(quick: bool) -> anyhow::Result<Report> {
-    let host = match Host::open() {
+    let host = match super::kvm("vm")? {
         Ok(host) => host,
-        Err(error @ HostError::Absent { .. }) => {
-            let reason = "no /dev/kvm".to_owned();
-            eprintln!("bench: group vm SKIPPED: {reason} ({error})");
-            let conditions = Conditions::now(None, "none");
-            return Ok(Report { group: "vm", skipped: Some(reason), conditions, figures: Vec::new() });
-        }
-        Err(error) => return Err(error).context("Group vm needs KVM"),
+        Err(report) => return Ok(report),
     };
     let programs = Programs::build()?;
     let mut conditions = Conditions::now(Some(&host), "4 KiB, one memfd for both sides");
@@ -55,7 +48,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     session.cache_line()?;
     session.exits()?;
     session.windows()?;
-    let figures = session.figures;
+    let figures = session.figures.all;
     session.vm.finish()?;
     conditions.finish();
     Ok(Report { group: "vm", skipped: None, conditions, figures })
@@ -68,7 +61,7 @@ struct Session {
     cpus: Vec<usize>,
     khz: f64,
     samples: usize,
-    figures: Vec<Figure>,
+    figures: Figures,
 }
 
 impl Session {
@@ -91,22 +84,7 @@ impl Session {
             room: 0,
         })?;
         let khz = peers::tsc_khz();
-        Ok(Self { vm, window, window_writable, cpus, khz, samples, figures: Vec::new() })
-    }
-
-    /// Nanoseconds of `ticks`, spread over `count`.
-    fn each(khz: f64, ticks: u64, count: u64) -> f64 {
-        #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
-        let each = ticks as f64 * 1e6 / khz / count.max(1) as f64;
-        each
-    }
-
-    fn add(&mut self, figure: Option<Figure>) -> anyhow::Result<()> {
-        let figure =
-            figure.context("A sample of the last figure isn't a positive number; is the clock sound?")?;
-        eprintln!("bench: vm: {}: {:.4} of {}", figure.name, figure.ratio, figure.peer.name);
-        self.figures.push(figure);
-        Ok(())
+        Ok(Self { vm, window, window_writable, cpus, khz, samples, figures: Figures::of("vm") })
     }
 
     fn copies(&mut self) -> anyhow::Result<()> {
@@ -125,7 +103,7 @@ impl Session {
                 let job = |target, source| Job::Copy { variant, target, source, length, repeats };
                 let khz = self.khz;
                 #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
-                let rate = |ticks: u64| length as f64 / Self::each(khz, ticks, repeats);
+                let rate = |ticks: u64| length as f64 / nanoseconds(khz, ticks, repeats);
                 let vm = &mut self.vm;
                 let pairs = Pairs::take(
                     self.samples,
@@ -143,7 +121,7 @@ impl Session {
                     &pairs,
                     Some(COPY_AIM),
                 );
-                self.add(figure)?;
+                self.figures.add(figure)?;
             }
         }
         Ok(())
@@ -165,7 +143,7 @@ impl Session {
         // The side that came later didn't wait for the other.
         let one_way = |ticks: Vec<u64>| {
             let ticks = ticks.into_iter().min().context("Nobody played ping-pong")?;
-            Ok(Self::each(khz, ticks, ROUNDS * 2))
+            Ok(nanoseconds(khz, ticks, ROUNDS * 2))
         };
         let reset = || {
             // SAFETY: an aligned word in RAM that this program alone uses, and neither side plays.
@@ -194,7 +172,7 @@ impl Session {
             &pairs,
             None,
         );
-        self.add(figure)
+        self.figures.add(figure)
     }
 
     fn exits(&mut self) -> anyhow::Result<()> {
@@ -249,8 +227,8 @@ impl Session {
         let before = vm.exits();
         let pairs = Pairs::take(
             self.samples,
-            || Ok(Self::each(khz, first(&vm.run(&[job])?)?, EXITS)),
-            || Ok(Self::each(khz, system_call(doorbell)?, EXITS)),
+            || Ok(nanoseconds(khz, first(&vm.run(&[job])?)?, EXITS)),
+            || Ok(nanoseconds(khz, system_call(doorbell)?, EXITS)),
         )?;
         // One more than the samples, the one that isn't counted; each asked for work once, too.
         let runs = self.samples as u64 + 1;
@@ -261,7 +239,7 @@ impl Session {
                 "{name}: the measured instructions should have left the kernel {expected} times, and exits counted are {counted}"
             );
         }
-        self.add(Figure::new(name, what, "ns", Better::Lower, peer, &pairs, None))
+        self.figures.add(Figure::new(name, what, "ns", Better::Lower, peer, &pairs, None))
     }
 
     fn windows(&mut self) -> anyhow::Result<()> {
@@ -273,9 +251,9 @@ impl Session {
             let vm = &mut self.vm;
             let pairs = Pairs::take(
                 self.samples,
-                || Ok(Self::each(khz, first(&vm.run(&[job(guest)])?)?, times)),
+                || Ok(nanoseconds(khz, first(&vm.run(&[job(guest)])?)?, times)),
                 // SAFETY: the chain stays within the mapping, which lives as long as this.
-                || Ok(Self::each(khz, unsafe { job(host).run() }, times)),
+                || Ok(nanoseconds(khz, unsafe { job(host).run() }, times)),
             )?;
             let figure = Figure::new(
                 &format!("window_read_{label}"),
@@ -286,7 +264,7 @@ impl Session {
                 &pairs,
                 None,
             );
-            self.add(figure)?;
+            self.figures.add(figure)?;
         }
         Ok(())
     }

@@ -4,7 +4,7 @@ mod layout;
 mod ram;
 
 pub use layout::{HIGH_RAM_START, LOW_RAM_END, RamLayout, RamRange};
-pub use ram::{GuestRam, HostNuma, NumaMode, PageSize, RamOptions, RamRegion};
+pub use ram::{GuestRam, HostNuma, NumaMode, PageSize, RamOptions, RamRegion, Readers};
 
 pub use vm_memory::bitmap::{AtomicBitmap, Bitmap, BitmapSlice};
 pub use vm_memory::{

@@ -73,10 +73,22 @@ pub struct RamOptions {
     pub numa: Vec<Option<HostNuma>>,
     /// Allocate all pages now rather than at first touch.
     pub prefault: bool,
-    /// For memory that others shall see and never write: the mappings made here stay the only writable ones
-    /// (F_SEAL_FUTURE_WRITE), whoever gets or reopens a descriptor; and there is a descriptor that only reads
-    /// ([`RamRegion::read_only`]). A device in another process can't write such memory either.
-    pub for_readers: bool,
+    /// Who shall see it and never write it.
+    pub readers: Readers,
+}
+
+/// To whom a descriptor that only reads ([`RamRegion::read_only`]) may be given, so that they can't write the memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Readers {
+    /// There is no such descriptor.
+    #[default]
+    Nobody,
+    /// Anybody, whatever user runs them: the mappings made here stay the only writable ones (F_SEAL_FUTURE_WRITE), whoever gets
+    /// or reopens a descriptor. A device in another process can't write such memory either.
+    Anybody,
+    /// Processes of other users without privileges: the file is its owner's alone (mode 0600), so that the descriptor can't be reopened
+    /// for writing. Whoever is given [`RamRegion::file`] (a device in another process) can map it for writing, now and later.
+    OtherUsers,
 }
 
 /// One piece of RAM as this process sees it.
@@ -86,7 +98,7 @@ pub struct RamRegion {
     pub range: RamRange,
     /// The node's memfd.
     pub file: Arc<File>,
-    /// The same, opened for reading only, with [`RamOptions::for_readers`].
+    /// The same, opened for reading only, where [`RamOptions::readers`] has some.
     pub read_only: Option<Arc<File>>,
     /// Where in the memfd the piece begins.
     pub file_offset: u64,
@@ -116,7 +128,10 @@ impl GuestRam {
         let mut regions = Vec::new();
         for (node, &size) in layout.nodes().iter().enumerate() {
             let file = Arc::new(node_memfd(node, size, options)?);
-            let read_only = options.for_readers.then(|| reader(node, &file)).transpose()?.map(Arc::new);
+            let read_only = match options.readers {
+                Readers::Nobody => None,
+                Readers::Anybody | Readers::OtherUsers => Some(Arc::new(reader(node, &file)?)),
+            };
             for range in layout.ranges().iter().filter(|range| range.node == node) {
                 let mapping = map(range, &file, options)?;
                 let policy = options.numa.get(node).and_then(Option::as_ref);
@@ -130,7 +145,7 @@ impl GuestRam {
                     mapping: Arc::new(mapping),
                 });
             }
-            if options.for_readers {
+            if options.readers == Readers::Anybody {
                 // After the last mapping that may write.
                 let seals = SealFlags::FUTURE_WRITE | SealFlags::SEAL;
                 rustix::fs::fcntl_add_seals(&*file, seals)
@@ -232,7 +247,7 @@ fn node_memfd(node: usize, size: u64, options: &RamOptions) -> Result<File, Memo
         }
     })?;
     file.set_len(size).map_err(|error| host_error(node, format!("sized to {size} bytes"), error))?;
-    let last = if options.for_readers { SealFlags::empty() } else { SealFlags::SEAL };
+    let last = if options.readers == Readers::Anybody { SealFlags::empty() } else { SealFlags::SEAL };
     rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | last)
         .map_err(|error| host_error(node, "sealed against resizing", error))?;
     Ok(file)
@@ -384,7 +399,7 @@ mod tests {
 
         use crate::slots::HostMapping;
 
-        let options = RamOptions { for_readers: true, ..options() };
+        let options = RamOptions { readers: Readers::Anybody, ..options() };
         let ram = GuestRam::allocate(&RamLayout::new(&[4 << 20]).unwrap(), &options).unwrap();
         let region = &ram.regions()[0];
         let given = region.read_only.as_ref().unwrap();
@@ -417,6 +432,34 @@ mod tests {
         given.read_exact_at(&mut seen, (4 << 20) - 1).unwrap();
         assert_eq!(seen, [0x55]);
         assert!(HostMapping::new("peer", given.as_fd(), 0, 4096, false).is_ok());
+    }
+
+    /// Memory that devices of other processes write: they can map it again and again; the readers' descriptor can't write, nor can
+    /// another user reopen it, as the file is its owner's alone, and nobody adds a seal that would shut out the devices. (That
+    /// another user really can't is shown by a process of one: `host`, `tests/isolation.rs`.)
+    #[test]
+    fn memory_for_other_users_is_its_owners_alone() {
+        use std::os::fd::AsFd;
+        use std::os::unix::fs::{FileExt, MetadataExt};
+
+        use crate::slots::HostMapping;
+
+        let options = RamOptions { readers: Readers::OtherUsers, ..options() };
+        let ram = GuestRam::allocate(&RamLayout::new(&[4 << 20]).unwrap(), &options).unwrap();
+        let region = &ram.regions()[0];
+        let given = region.read_only.as_ref().unwrap();
+        let there = given.metadata().unwrap();
+        assert_eq!((there.mode() & 0o7777, there.uid()), (0o600, rustix::process::geteuid().as_raw()));
+        assert!(HostMapping::new("peer", given.as_fd(), 0, 4096, true).is_err());
+        assert!(given.write_at(&[1], 0).is_err());
+        assert!(HostMapping::new("peer", given.as_fd(), 0, 4096, false).is_ok());
+        for file in [given, &region.file] {
+            assert!(rustix::fs::fcntl_add_seals(file.as_fd(), SealFlags::FUTURE_WRITE).is_err());
+            assert!(file.set_len(0).is_err());
+        }
+        for _ in 0..2 {
+            assert!(HostMapping::new("device", region.file.as_fd(), 0, 4096, true).is_ok());
+        }
     }
 
     #[test]

@@ -12,9 +12,9 @@ use host::testing::driver::{Endpoint, Guest};
 use host::testing::monitor::{Machine, Monitor};
 
 use super::Bandwidth;
-use super::link::{ADDRESSES, Link};
-use super::peers::per_gib;
-use super::used::{self, Process};
+use crate::outside::link::{ADDRESSES, Link};
+use crate::outside::process::{self, Process};
+use crate::outside::tcp::per_gib;
 use crate::peers::pin;
 
 /// Bytes of an RDMA write where bandwidth is measured.
@@ -138,11 +138,11 @@ impl Daemons {
                 // Once over all of it first: sessions, congestion windows and page tables are warm.
                 a.write_all(b, u64::from(OUTSTANDING), Duration::ZERO)?;
                 let before = [a.used()?, b.used()?];
-                let own = used::by_this_thread();
+                let own = process::by_this_thread();
                 let began = Instant::now();
                 let writes = a.write_all(b, u64::from(OUTSTANDING), during)?;
                 let took = began.elapsed();
-                let own = used::by_this_thread().saturating_sub(own);
+                let own = process::by_this_thread().saturating_sub(own);
                 let daemons = a.used()?.saturating_sub(before[0]) + b.used()?.saturating_sub(before[1]);
                 Ok((writes, took, daemons + own))
             });
@@ -222,7 +222,7 @@ impl Side {
     }
 
     fn used(&self) -> anyhow::Result<Duration> {
-        used::so_far(self.daemon.id())
+        process::so_far(self.daemon.id())
     }
 
     fn post(&self, to: &Side, wr_id: u64, from: Range<u32>, offset: u32) -> bool {

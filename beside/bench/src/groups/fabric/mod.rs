@@ -3,33 +3,23 @@
 //! UCX over TCP. Each host has one CPU, for its daemon and its program alike, and so have the peers.
 
 mod daemons;
-mod link;
-mod peers;
-mod used;
 
 use std::time::Duration;
 
 use anyhow::Context;
 
 use self::daemons::{Daemons, Setup};
-use self::link::Link;
-use self::peers::Peers;
 use crate::conditions::Conditions;
 use crate::figures::{Better, Figure, Pairs, Report};
+use crate::outside;
+use crate::outside::link::Link;
+pub use crate::outside::tcp::Bandwidth;
+use crate::outside::tcp::{PROGRAMS, Peers};
 
 /// MTU of the link, and payload of our packets on it.
 const LINKS: [(u32, u32); 2] = [(9000, 4096), (1500, 1024)];
 const PORT: u16 = 4792;
 const ROUNDS: u32 = 20_000;
-
-/// What a transfer came to.
-#[derive(Debug, Clone, Copy)]
-pub struct Bandwidth {
-    /// 10^9 bytes per second.
-    pub gigabytes: f64,
-    /// Seconds of processor time of both ends per GiB.
-    pub cpu_per_gib: f64,
-}
 
 /// What one turn measured of one way to transfer.
 #[derive(Debug, Clone, Copy)]
@@ -42,19 +32,15 @@ struct Turn {
 /// Measures; see [`crate::groups::Group::run`].
 pub fn run(quick: bool) -> anyhow::Result<Report> {
     let mut conditions = Conditions::now(None, "4 KiB");
-    let skip = |reason: String, conditions| {
-        eprintln!("bench: group fabric SKIPPED: {reason}");
-        Ok(Report { group: "fabric", skipped: Some(reason), conditions, figures: Vec::new() })
-    };
+    let skip = |reason: String, conditions| Ok(super::skipped("fabric", reason, conditions));
     if !rustix::process::geteuid().is_root() {
         return skip("network namespaces need root".to_owned(), conditions);
     }
-    let cpus: Vec<usize> =
-        core_affinity::get_core_ids().unwrap_or_default().iter().map(|core| core.id).take(2).collect();
-    let &[first, second] = cpus.as_slice() else {
-        return skip(format!("two CPUs are needed, and this process may use {}", cpus.len()), conditions);
+    let cpus = match super::two_cpus() {
+        Ok(cpus) => cpus,
+        Err(reason) => return skip(reason, conditions),
     };
-    let missing = peers::missing();
+    let missing = outside::missing(&PROGRAMS);
     if !missing.is_empty() {
         return skip(format!("peers are missing: install {}", missing.join(", ")), conditions);
     }
@@ -63,7 +49,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     conditions.scheduling = "ordinary, both sides";
     let mut figures = Vec::new();
     for (mtu, payload) in LINKS {
-        let turns = measure(&program, [first, second], mtu, payload, quick)
+        let turns = measure(&program, cpus, mtu, payload, quick)
             .with_context(|| format!("Over a link with MTU {mtu}"))?;
         figures.extend(compare(mtu, &turns)?);
     }

@@ -6,14 +6,13 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use anyhow::{Context, bail};
-use machine::memory::PageSize;
 use machine::slots::HostMapping;
 use neighbour::layout::Layout;
 use payload_loops::job::Job;
 use payload_loops::rings::{self, FAILED, Role, STUCK};
 use rustix::fs::{MemfdFlags, memfd_create};
 
-use crate::measuring_vm::{MeasuringVm, Settings};
+use crate::measuring_vm::MeasuringVm;
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -41,16 +40,7 @@ pub struct Bed {
 impl Bed {
     /// Starts the VMs, and shows each the other's RAM.
     pub fn start(program: &Path, cpus: [usize; 2]) -> anyhow::Result<Self> {
-        let start = |cpu| {
-            MeasuringVm::start(Settings {
-                program,
-                cpus: vec![cpu],
-                memory: RAM,
-                pages: PageSize::Base,
-                window: None,
-                room: 3 * GIB,
-            })
-        };
+        let start = |cpu| MeasuringVm::start_on(program, cpu, RAM, 3 * GIB);
         let vms = [start(cpus[0])?, start(cpus[1])?];
         let base = vms[0].room();
         let segment = base + 2 * GIB;

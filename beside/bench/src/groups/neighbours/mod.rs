@@ -7,15 +7,17 @@
 pub mod bed;
 mod sockets;
 
-use anyhow::{Context, bail};
-use machine::kvm::{Host, HostError};
+use anyhow::bail;
 use payload_loops::job::Job;
 use payload_loops::line::Side;
 use payload_loops::rings::Role;
 
 use self::bed::Bed;
+use self::sockets::Between;
 use crate::conditions::Conditions;
-use crate::figures::{Better, Figure, Pairs, Report};
+use crate::figures::{Better, Figure, Figures, Pairs, Report, gigabytes, nanoseconds};
+use crate::outside::link::Link;
+use crate::outside::{self, memif, ucx};
 use crate::peers;
 use crate::programs::Programs;
 
@@ -25,25 +27,16 @@ const LARGE_MESSAGES: u64 = 4_000;
 const SMALL_MESSAGES: u64 = 400_000;
 const ROUNDS: u64 = 20_000;
 const SOCKET_MESSAGES: u64 = 1_000;
+/// Samples of programs of others: each takes a second or so.
+const OUTSIDE_SAMPLES: usize = 7;
+/// The largest MTU that a veth pair has.
+const VETH_MTU: u32 = 65_535;
 
 /// Measures; see [`crate::groups::Group::run`].
 pub fn run(quick: bool) -> anyhow::Result<Report> {
-    let skipped = |reason: String, conditions| {
-        eprintln!("bench: group neighbours SKIPPED: {reason}");
-        Ok(Report { group: "neighbours", skipped: Some(reason), conditions, figures: Vec::new() })
-    };
-    let host = match Host::open() {
-        Ok(host) => host,
-        Err(error @ HostError::Absent { .. }) => {
-            return skipped(format!("no /dev/kvm ({error})"), Conditions::now(None, "none"));
-        }
-        Err(error) => return Err(error).context("Group neighbours needs KVM"),
-    };
-    let cpus: Vec<usize> =
-        core_affinity::get_core_ids().unwrap_or_default().iter().map(|core| core.id).take(2).collect();
-    let &[first, second] = cpus.as_slice() else {
-        let reason = format!("two CPUs are needed, and this process may use {}", cpus.len());
-        return skipped(reason, Conditions::now(Some(&host), "none"));
+    let (host, cpus) = match super::kvm_and_cpus("neighbours")? {
+        Ok(ground) => ground,
+        Err(report) => return Ok(report),
     };
     let programs = Programs::build()?;
     let mut conditions = Conditions::now(Some(&host), "4 KiB");
@@ -51,39 +44,36 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
         conditions.scheduling = peers::prefer_this_process();
     }
     let mut session = Session {
-        bed: Bed::start(&programs.path("measure"), [first, second])?,
-        cpus: [first, second],
+        bed: Bed::start(&programs.path("measure"), cpus)?,
+        cpus,
         khz: peers::tsc_khz(),
         samples: if quick { 3 } else { 51 },
-        figures: Vec::new(),
+        figures: Figures::of("neighbours"),
     };
     session.large()?;
     session.latency()?;
     session.small()?;
     session.sockets()?;
+    session.ucx()?;
+    session.memif()?;
     let Session { bed, figures, .. } = session;
     bed.finish()?;
     conditions.finish();
-    Ok(Report { group: "neighbours", skipped: None, conditions, figures })
+    Ok(Report { group: "neighbours", skipped: None, conditions, figures: figures.all })
 }
+
+const IN_PLACE: &str = "one-way latency of 64 bytes, read in place";
+const INLINE_ROUND: [Role; 2] = [Role::PingInline, Role::PongInline];
 
 struct Session {
     bed: Bed,
     cpus: [usize; 2],
     khz: f64,
     samples: usize,
-    figures: Vec<Figure>,
+    figures: Figures,
 }
 
 impl Session {
-    fn add(&mut self, figure: Option<Figure>) -> anyhow::Result<()> {
-        let figure =
-            figure.context("A sample of the last figure isn't a positive number; is the clock sound?")?;
-        eprintln!("bench: neighbours: {}: {:.4} of {}", figure.name, figure.ratio, figure.peer.name);
-        self.figures.push(figure);
-        Ok(())
-    }
-
     /// Messages of 64 KiB that the receiver reads where they lie.
     fn large(&mut self) -> anyhow::Result<()> {
         let khz = self.khz;
@@ -106,29 +96,34 @@ impl Session {
         }
         let what = "messages of 64 KiB, read in place";
         let peer = "the same loads of the same memory, without messages";
-        self.add(Figure::new("read_64KiB", what, "GB/s", Better::Higher, peer, &pairs, Some(0.9)))?;
+        self.figures.add(Figure::new("read_64KiB", what, "GB/s", Better::Higher, peer, &pairs, Some(0.9)))?;
         let peer = "a ring through which they are copied in and out (rep movsb), in the same VMs";
-        self.add(Figure::new("copies_64KiB", what, "GB/s", Better::Higher, peer, &copies, Some(3.0)))
+        self.figures.add(Figure::new("copies_64KiB", what, "GB/s", Better::Higher, peer, &copies, Some(3.0)))
     }
 
-    /// One message of 64 bytes at a time, there and back.
+    /// One message of 64 bytes at a time, there and back: with the data in the ring, and read in place.
     fn latency(&mut self) -> anyhow::Result<()> {
         let khz = self.khz;
         let one_way = |ticks| nanoseconds(khz, ticks, 2 * ROUNDS);
         let bed = std::cell::RefCell::new(&mut self.bed);
-        let pairs = Pairs::take(
-            self.samples,
-            || Ok(one_way(bed.borrow_mut().play([Role::Ping, Role::Pong], ROUNDS, SMALL)?)),
-            || {
-                let mut bed = bed.borrow_mut();
-                let address = bed.word()?;
-                let job = |side| Job::PingPong { address, side, rounds: ROUNDS };
-                Ok(one_way(bed.run([job(Side::First), job(Side::Second)])?))
-            },
-        )?;
-        let what = "one-way latency of 64 bytes, read in place";
-        let peer = "a cache line between the same two VMs";
-        self.add(Figure::new("latency_64B", what, "ns", Better::Lower, peer, &pairs, Some(2.0)))
+        for (name, what, roles, aim) in [
+            ("latency_64B", "one-way latency of 64 bytes, in the ring", INLINE_ROUND, Some(2.0)),
+            ("latency_64B_in_place", IN_PLACE, [Role::Ping, Role::Pong], None),
+        ] {
+            let pairs = Pairs::take(
+                self.samples,
+                || Ok(one_way(bed.borrow_mut().play(roles, ROUNDS, SMALL)?)),
+                || {
+                    let mut bed = bed.borrow_mut();
+                    let address = bed.word()?;
+                    let job = |side| Job::PingPong { address, side, rounds: ROUNDS };
+                    Ok(one_way(bed.run([job(Side::First), job(Side::Second)])?))
+                },
+            )?;
+            let peer = "a cache line between the same two VMs";
+            self.figures.add(Figure::new(name, what, "ns", Better::Lower, peer, &pairs, aim))?;
+        }
+        Ok(())
     }
 
     /// Messages of 64 bytes, many outstanding.
@@ -136,49 +131,104 @@ impl Session {
         let khz = self.khz;
         let rate = |ticks| 1e3 / nanoseconds(khz, ticks, SMALL_MESSAGES);
         let bed = std::cell::RefCell::new(&mut self.bed);
-        let pairs = Pairs::take(
-            self.samples,
-            || Ok(rate(bed.borrow_mut().play([Role::Send, Role::Receive], SMALL_MESSAGES, SMALL)?)),
-            || Ok(rate(bed.borrow_mut().play([Role::CopyIn, Role::CopyOut], SMALL_MESSAGES, SMALL)?)),
-        )?;
-        let what = "messages of 64 bytes, read in place, 256 outstanding (aim 20)";
-        let peer = "a ring through which they are copied in and out (rep movsb), in the same VMs";
-        self.add(Figure::new("rate_64B", what, "M/s", Better::Higher, peer, &pairs, None))
-    }
-
-    /// What processes without VMs use.
-    fn sockets(&mut self) -> anyhow::Result<()> {
-        let (khz, cpus) = (self.khz, self.cpus);
-        for (name, peer, kind) in [
-            ("unix_64KiB", "a Unix socket between two processes' threads", sockets::Kind::Unix),
-            ("tcp_64KiB", "TCP over loopback", sockets::Kind::Tcp),
+        for (name, what, roles) in [
+            (
+                "rate_64B",
+                "messages of 64 bytes, read in place, 256 outstanding (aim 20)",
+                [Role::Send, Role::Receive],
+            ),
+            ("rate_64B_inline", "messages of 64 bytes, in the ring", [Role::SendInline, Role::ReceiveInline]),
         ] {
-            let bed = &mut self.bed;
             let pairs = Pairs::take(
                 self.samples,
-                || {
-                    let ticks = bed.play([Role::Send, Role::Receive], LARGE_MESSAGES, LARGE)?;
-                    Ok(gigabytes(khz, ticks, LARGE_MESSAGES * LARGE))
-                },
-                || sockets::rate(kind, cpus, SOCKET_MESSAGES, LARGE),
+                || Ok(rate(bed.borrow_mut().play(roles, SMALL_MESSAGES, SMALL)?)),
+                || Ok(rate(bed.borrow_mut().play([Role::CopyIn, Role::CopyOut], SMALL_MESSAGES, SMALL)?)),
             )?;
-            let what = "messages of 64 KiB, read in place";
-            self.add(Figure::new(name, what, "GB/s", Better::Higher, peer, &pairs, None))?;
+            let peer = "a ring through which they are copied in and out (rep movsb), in the same VMs";
+            self.figures.add(Figure::new(name, what, "M/s", Better::Higher, peer, &pairs, None))?;
         }
         Ok(())
     }
-}
 
-/// Nanoseconds of `ticks`, spread over `count`.
-fn nanoseconds(khz: f64, ticks: u64, count: u64) -> f64 {
-    #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
-    let each = ticks as f64 * 1e6 / khz / count.max(1) as f64;
-    each
-}
+    /// Ours beside a peer's bandwidth of messages of 64 KiB.
+    fn beside(
+        &mut self,
+        name: &str,
+        peer: &str,
+        samples: usize,
+        mut rate: impl FnMut() -> anyhow::Result<f64>,
+    ) -> anyhow::Result<()> {
+        let (khz, bed) = (self.khz, &mut self.bed);
+        let ours = || {
+            let ticks = bed.play([Role::Send, Role::Receive], LARGE_MESSAGES, LARGE)?;
+            Ok(gigabytes(khz, ticks, LARGE_MESSAGES * LARGE))
+        };
+        let pairs = Pairs::take(samples, ours, &mut rate)?;
+        let what = "messages of 64 KiB, read in place";
+        self.figures.add(Figure::new(name, what, "GB/s", Better::Higher, peer, &pairs, None))
+    }
 
-/// GB/s of `bytes` in `ticks`.
-fn gigabytes(khz: f64, ticks: u64, bytes: u64) -> f64 {
-    #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
-    let rate = bytes as f64 / nanoseconds(khz, ticks, 1);
-    rate
+    /// What processes without VMs use: sockets.
+    fn sockets(&mut self) -> anyhow::Result<()> {
+        let (cpus, samples) = (self.cpus, self.samples);
+        let rate = |between| sockets::rate(between, cpus, SOCKET_MESSAGES, LARGE);
+        let peer = "a Unix socket between two processes' threads";
+        self.beside("unix_64KiB", peer, samples, || rate(Between::Unix))?;
+        self.beside("tcp_64KiB", "TCP over loopback", samples, || rate(Between::Loopback))?;
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("bench: neighbours: peer TCP over veth SKIPPED: network namespaces need root");
+            return Ok(());
+        }
+        let link = Link::new(VETH_MTU)?;
+        let peer = "TCP over a veth pair between two network namespaces, MTU 65535";
+        self.beside("veth_64KiB", peer, samples, || rate(Between::Namespaces(&link)))
+    }
+
+    /// DPDK's shared memory interface.
+    fn memif(&mut self) -> anyhow::Result<()> {
+        if !outside::missing(&[memif::PROGRAM]).is_empty() {
+            eprintln!(
+                "bench: neighbours: peer memif SKIPPED: dpdk-testpmd isn't installed (packages dpdk-dev, librte-net-memif23, librte-mempool-ring23)"
+            );
+            return Ok(());
+        }
+        let (khz, cpus, bed) = (self.khz, self.cpus, &mut self.bed);
+        let ours = || {
+            let ticks = bed.play([Role::Send, Role::Receive], SMALL_MESSAGES, SMALL)?;
+            Ok(1e3 / nanoseconds(khz, ticks, SMALL_MESSAGES))
+        };
+        let samples = self.samples.min(OUTSIDE_SAMPLES);
+        let pairs = Pairs::take(samples, ours, || Ok(memif::packets_per_second(cpus, 64)? / 1e6))?;
+        let what = "messages of 64 bytes, read in place, 256 outstanding";
+        let peer = "packets of 64 bytes by DPDK's memif (testpmd, no huge pages)";
+        self.figures.add(Figure::new("rate_64B_memif", what, "M/s", Better::Higher, peer, &pairs, None))
+    }
+
+    /// UCX over shared memory.
+    fn ucx(&mut self) -> anyhow::Result<()> {
+        if !outside::missing(&[ucx::PROGRAM]).is_empty() {
+            eprintln!(
+                "bench: neighbours: peer UCX SKIPPED: ucx_perftest isn't installed (package ucx-utils)"
+            );
+            return Ok(());
+        }
+        let (khz, cpus) = (self.khz, self.cpus);
+        let ucx = |kind, size, count| ucx::shared_memory(cpus, kind, size, count);
+        let samples = self.samples.min(OUTSIDE_SAMPLES);
+        let peer = "UCX over shared memory, tagged messages";
+        self.beside("ucx_64KiB", peer, samples, || Ok(ucx("tag_bw", LARGE, 20_000)?.gigabytes))?;
+        let bed = &mut self.bed;
+        let ours = || Ok(nanoseconds(khz, bed.play(INLINE_ROUND, ROUNDS, SMALL)?, 2 * ROUNDS));
+        let pairs = Pairs::take(samples, ours, || Ok(ucx("tag_lat", SMALL, 200_000)?.latency * 1e3))?;
+        let what = "one-way latency of 64 bytes, in the ring";
+        self.figures.add(Figure::new("latency_64B_ucx", what, "ns", Better::Lower, peer, &pairs, None))?;
+        let bed = &mut self.bed;
+        let ours = || {
+            let ticks = bed.play([Role::Send, Role::Receive], SMALL_MESSAGES, SMALL)?;
+            Ok(1e3 / nanoseconds(khz, ticks, SMALL_MESSAGES))
+        };
+        let pairs = Pairs::take(samples, ours, || Ok(ucx("tag_bw", SMALL, 2_000_000)?.rate / 1e6))?;
+        let what = "messages of 64 bytes, read in place, 256 outstanding";
+        self.figures.add(Figure::new("rate_64B_ucx", what, "M/s", Better::Higher, peer, &pairs, None))
+    }
 }

@@ -8,32 +8,36 @@ use std::time::Instant;
 
 use anyhow::{Context, bail};
 
+use crate::outside::link::Link;
 use crate::peers::pin;
 
-/// Which socket.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+/// Which sockets.
+#[derive(Debug, Clone, Copy)]
+pub enum Between<'a> {
     /// A pair of Unix stream sockets.
     Unix,
     /// TCP over loopback.
-    Tcp,
+    Loopback,
+    /// TCP between two network namespaces.
+    Namespaces(&'a Link),
 }
 
 /// GB/s of `messages` messages of `length` bytes.
-pub fn rate(kind: Kind, cpus: [usize; 2], messages: u64, length: u64) -> anyhow::Result<f64> {
-    match kind {
-        Kind::Unix => {
+pub fn rate(between: Between<'_>, cpus: [usize; 2], messages: u64, length: u64) -> anyhow::Result<f64> {
+    let (to, from) = match between {
+        Between::Unix => {
             let (to, from) = UnixStream::pair().context("A pair of Unix sockets could not be had")?;
-            stream(to, from, cpus, messages, length)
+            return stream(to, from, cpus, messages, length);
         }
-        Kind::Tcp => {
+        Between::Loopback => {
             let listener = TcpListener::bind("127.0.0.1:0").context("Loopback could not be listened to")?;
             let to = TcpStream::connect(listener.local_addr()?).context("Loopback could not be connected")?;
-            let (from, _) = listener.accept().context("Loopback could not be accepted")?;
-            to.set_nodelay(true)?;
-            stream(to, from, cpus, messages, length)
+            (to, listener.accept().context("Loopback could not be accepted")?.0)
         }
-    }
+        Between::Namespaces(link) => link.connection()?,
+    };
+    to.set_nodelay(true)?;
+    stream(to, from, cpus, messages, length)
 }
 
 fn stream(

@@ -12,7 +12,6 @@ use anyhow::{Context, bail};
 use dma::{Dma, MappedMemory, MemoryRegion};
 use hca::EngineConfig;
 use hca::names::SegmentId;
-use machine::memory::PageSize;
 use payload_loops::job::Job;
 use payload_loops::verbs;
 use pvrdma::Config;
@@ -24,7 +23,7 @@ use pvrdma::abi::work::{RemoteOperands, SendHeader, Sge, opcode, receive_slot, s
 use pvrdma::testing::{Cq, Guest, Host, Qp};
 use zerocopy::{IntoBytes, transmute};
 
-use crate::measuring_vm::{MeasuringVm, Settings};
+use crate::measuring_vm::MeasuringVm;
 use crate::peers;
 
 /// Access flags: local write, remote write, remote read, remote atomic.
@@ -64,14 +63,7 @@ struct Side {
 
 impl Side {
     fn start(program: &Path, cpu: usize, memory: u64) -> anyhow::Result<Self> {
-        let vm = MeasuringVm::start(Settings {
-            program,
-            cpus: vec![cpu],
-            memory,
-            pages: PageSize::Base,
-            window: None,
-            room: 0,
-        })?;
+        let vm = MeasuringVm::start_on(program, cpu, memory, 0)?;
         let (free, room) = vm.free();
         let base = free + UAR_PAGES * PAGE;
         let size = (room - UAR_PAGES * PAGE) / PAGE * PAGE;

@@ -5,13 +5,13 @@ mod bed;
 mod neighbour;
 mod peers;
 
-use anyhow::{Context, bail};
-use machine::kvm::{Host, HostError};
+use anyhow::bail;
 
 use self::bed::{Bed, FIRST_SLOTS, Plan};
 use self::neighbour::{Latency, Neighbours};
 use crate::conditions::Conditions;
-use crate::figures::{Better, Figure, Pairs, Report};
+use crate::figures::{Better, Figure, Figures, Pairs, Report, nanoseconds};
+use crate::outside::{self, ucx};
 use crate::peers as host_threads;
 use crate::programs::Programs;
 
@@ -26,29 +26,13 @@ const WINDOW: u64 = FIRST_SLOTS as u64;
 const MANY: u32 = 4096;
 /// Queue pairs that do nothing.
 const IDLE: u32 = 30_000;
-/// Loopback port of UCX's benchmark.
-const UCX_PORT: u16 = 13_337;
 const UCX_SAMPLES: usize = 5;
 
 /// Measures; see [`crate::groups::Group::run`].
 pub fn run(quick: bool) -> anyhow::Result<Report> {
-    let host = match Host::open() {
-        Ok(host) => host,
-        Err(error @ HostError::Absent { .. }) => {
-            let reason = "no /dev/kvm".to_owned();
-            eprintln!("bench: group rdma SKIPPED: {reason} ({error})");
-            let conditions = Conditions::now(None, "none");
-            return Ok(Report { group: "rdma", skipped: Some(reason), conditions, figures: Vec::new() });
-        }
-        Err(error) => return Err(error).context("Group rdma needs KVM"),
-    };
-    let cpus: Vec<usize> =
-        core_affinity::get_core_ids().unwrap_or_default().iter().map(|core| core.id).take(2).collect();
-    let &[guest, engine] = cpus.as_slice() else {
-        let reason = format!("two CPUs are needed, and this process may use {}", cpus.len());
-        eprintln!("bench: group rdma SKIPPED: {reason}");
-        let conditions = Conditions::now(Some(&host), "none");
-        return Ok(Report { group: "rdma", skipped: Some(reason), conditions, figures: Vec::new() });
+    let (host, cpus) = match super::kvm_and_cpus("rdma")? {
+        Ok(ground) => ground,
+        Err(report) => return Ok(report),
     };
     let programs = Programs::build()?;
     let program = programs.path("measure");
@@ -56,13 +40,12 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     if !quick {
         conditions.scheduling = host_threads::prefer_this_process();
     }
-    let cpus = [guest, engine];
     let plan = Plan { queue_pairs: 1, idle: 0, memory: 64 * MIB, buffer: 16 * MIB };
     let mut session = Session {
         cpus,
         khz: host_threads::tsc_khz(),
         samples: if quick { 3 } else { 51 },
-        figures: Vec::new(),
+        figures: Figures::of("rdma"),
     };
 
     let mut bed = Bed::start(&program, cpus, plan)?;
@@ -84,25 +67,17 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     bed.finish()?;
     session.neighbour()?;
     conditions.finish();
-    Ok(Report { group: "rdma", skipped: None, conditions, figures: session.figures })
+    Ok(Report { group: "rdma", skipped: None, conditions, figures: session.figures.all })
 }
 
 struct Session {
     cpus: [usize; 2],
     khz: f64,
     samples: usize,
-    figures: Vec<Figure>,
+    figures: Figures,
 }
 
 impl Session {
-    fn add(&mut self, figure: Option<Figure>) -> anyhow::Result<()> {
-        let figure =
-            figure.context("A sample of the last figure isn't a positive number; is the clock sound?")?;
-        eprintln!("bench: rdma: {}: {:.4} of {}", figure.name, figure.ratio, figure.peer.name);
-        self.figures.push(figure);
-        Ok(())
-    }
-
     /// Posting to completion, one at a time, against a cache line's way there and back.
     fn latency(&mut self, bed: &mut Bed) -> anyhow::Result<()> {
         let (khz, cpus) = (self.khz, self.cpus);
@@ -119,7 +94,7 @@ impl Session {
         }
         let what = "RDMA write of 8 bytes, post to completion";
         let peer = "a cache line's round trip between two host threads";
-        self.add(Figure::new("write_latency_8B", what, "ns", Better::Lower, peer, &pairs, Some(4.0)))
+        self.figures.add(Figure::new("write_latency_8B", what, "ns", Better::Lower, peer, &pairs, Some(4.0)))
     }
 
     /// Small writes, many outstanding, against a bare ring.
@@ -132,7 +107,7 @@ impl Session {
         )?;
         let what = "RDMA writes of 8 bytes, one queue pair, 128 outstanding (aim 5)";
         let peer = "a bare ring of 64-byte messages between two host threads";
-        self.add(Figure::new("write_rate_8B", what, "M/s", Better::Higher, peer, &pairs, None))
+        self.figures.add(Figure::new("write_rate_8B", what, "M/s", Better::Higher, peer, &pairs, None))
     }
 
     /// Large writes against a copy of the same pages by one core.
@@ -152,7 +127,7 @@ impl Session {
             let what = format!("RDMA writes of {label}, 4 outstanding");
             let name = format!("write_bandwidth_{label}");
             let aim = (label == "1MiB").then_some(0.9);
-            self.add(Figure::new(
+            self.figures.add(Figure::new(
                 &name,
                 &what,
                 "GB/s",
@@ -167,19 +142,20 @@ impl Session {
 
     /// The same against UCX over shared memory, which two processes without VMs use.
     fn ucx(&mut self, bed: &mut Bed) -> anyhow::Result<()> {
-        if !peers::has_ucx() {
+        if !outside::missing(&[ucx::PROGRAM]).is_empty() {
             eprintln!("bench: rdma: peer UCX SKIPPED: ucx_perftest isn't installed (package ucx-utils)");
             return Ok(());
         }
         let (khz, cpus) = (self.khz, self.cpus);
+        let ucx = |kind, size, count| ucx::shared_memory(cpus, kind, size, count);
         let samples = self.samples.min(UCX_SAMPLES);
         let pairs = Pairs::take(
             samples,
             || Ok(nanoseconds(khz, bed.write(8, 1, 1, LATENCY_WRITES)?, LATENCY_WRITES)),
-            || Ok(peers::ucx(cpus, "tag_lat", 8, 200_000, UCX_PORT)?.latency * 1e3),
+            || Ok(ucx("tag_lat", 8, 200_000)?.latency * 1e3),
         )?;
         let what = "RDMA write of 8 bytes, post to completion";
-        self.add(Figure::new(
+        self.figures.add(Figure::new(
             "write_latency_8B_ucx",
             what,
             "ns",
@@ -191,10 +167,10 @@ impl Session {
         let pairs = Pairs::take(
             samples,
             || Ok(1e3 / nanoseconds(khz, bed.write(8, 1, WINDOW, RATE_WRITES)?, RATE_WRITES)),
-            || Ok(peers::ucx(cpus, "tag_bw", 8, 2_000_000, UCX_PORT)?.rate / 1e6),
+            || Ok(ucx("tag_bw", 8, 2_000_000)?.rate / 1e6),
         )?;
         let what = "RDMA writes of 8 bytes, one queue pair, 128 outstanding";
-        self.add(Figure::new(
+        self.figures.add(Figure::new(
             "write_rate_8B_ucx",
             what,
             "M/s",
@@ -208,10 +184,10 @@ impl Session {
         let pairs = Pairs::take(
             samples,
             || Ok(rate(bed.write(1 << 20, 1, 4, LARGE_WRITES)?)),
-            || Ok(peers::ucx(cpus, "tag_bw", MIB, 5_000, UCX_PORT)?.bandwidth * 1.048_576 / 1e3),
+            || Ok(ucx("tag_bw", MIB, 5_000)?.gigabytes),
         )?;
         let what = "RDMA writes of 1 MiB, 4 outstanding";
-        self.add(Figure::new(
+        self.figures.add(Figure::new(
             "write_bandwidth_1MiB_ucx",
             what,
             "GB/s",
@@ -233,7 +209,15 @@ impl Session {
         let pairs = Pairs::take(self.samples, || rate(MANY, u64::from(MANY)), || rate(1, WINDOW))?;
         let what = format!("RDMA writes of 8 bytes, {MANY} queue pairs in turn");
         let peer = "one queue pair, 128 outstanding";
-        self.add(Figure::new("active_queue_pairs", &what, "M/s", Better::Higher, peer, &pairs, Some(0.9)))
+        self.figures.add(Figure::new(
+            "active_queue_pairs",
+            &what,
+            "M/s",
+            Better::Higher,
+            peer,
+            &pairs,
+            Some(0.9),
+        ))
     }
 
     /// A victim's small writes beside a hostile guest on the same engine, against alone.
@@ -256,7 +240,15 @@ impl Session {
             ("victim_p99", "99th percentile", quantile(|latency| latency.p99)),
         ] {
             let what = format!("write of 8 bytes beside a hostile guest, {label}");
-            self.add(Figure::new(name, &what, "ns", Better::Lower, "the same alone", &pairs, None))?;
+            self.figures.add(Figure::new(
+                name,
+                &what,
+                "ns",
+                Better::Lower,
+                "the same alone",
+                &pairs,
+                None,
+            ))?;
         }
         Ok(())
     }
@@ -269,7 +261,7 @@ impl Session {
         };
         let pairs = Pairs::take(self.samples, || rate(crowded), || rate(alone))?;
         let what = format!("RDMA writes of 8 bytes beside {IDLE} idle queue pairs");
-        self.add(Figure::new(
+        self.figures.add(Figure::new(
             "idle_queue_pairs",
             &what,
             "M/s",
@@ -285,11 +277,4 @@ impl Session {
 fn round_trip([first, second]: [usize; 2], khz: f64) -> anyhow::Result<f64> {
     let ticks = host_threads::ping_pong(first, second, LINE_ROUNDS)?;
     Ok(nanoseconds(khz, ticks, LINE_ROUNDS))
-}
-
-/// Nanoseconds of `ticks`, spread over `count`.
-fn nanoseconds(khz: f64, ticks: u64, count: u64) -> f64 {
-    #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
-    let each = ticks as f64 * 1e6 / khz / count.max(1) as f64;
-    each
 }

@@ -1,10 +1,9 @@
-//! The peers of group `rdma`: a bare ring in shared memory, and UCX over shared memory.
+//! The peer of group `rdma` that is a program of ours: a bare ring in shared memory.
 
-use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use anyhow::{Context, bail};
+use anyhow::bail;
 
 use crate::peers::pin;
 
@@ -79,79 +78,4 @@ pub fn ring(cpus: [usize; 2], messages: u64) -> anyhow::Result<f64> {
 
 fn index(turn: u64) -> usize {
     usize::try_from(turn).unwrap_or(0) % SLOTS
-}
-
-/// One line of `ucx_perftest`'s result over shared memory.
-#[derive(Debug, Clone, Copy)]
-pub struct Ucx {
-    /// Microseconds per message, overall.
-    pub latency: f64,
-    /// MB/s (2^20 bytes), overall.
-    pub bandwidth: f64,
-    /// Messages per second, overall.
-    pub rate: f64,
-}
-
-/// Whether UCX's benchmark is installed.
-pub fn has_ucx() -> bool {
-    Command::new("ucx_perftest").arg("-h").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok()
-}
-
-/// Runs `ucx_perftest` of kind `test` over shared memory, server and client on a CPU each, on loopback's port `port`.
-pub fn ucx(cpus: [usize; 2], test: &str, size: u64, iterations: u64, port: u16) -> anyhow::Result<Ucx> {
-    let command = |cpu: usize| {
-        let mut command = Command::new("ucx_perftest");
-        command
-            .env("UCX_TLS", "sm,self")
-            .env("UCX_WARN_UNUSED_ENV_VARS", "n")
-            .args(["-p", &port.to_string(), "-c", &cpu.to_string()])
-            .stderr(Stdio::null());
-        command
-    };
-    let mut server = command(cpus[1])
-        .stdout(Stdio::null())
-        .spawn()
-        .context("ucx_perftest could not be started; is ucx-utils installed?")?;
-    let mut last = String::new();
-    // The server listens a moment after it has started; the client ends with an error until then.
-    for _ in 0..50 {
-        std::thread::sleep(Duration::from_millis(50));
-        let client = command(cpus[0])
-            .args(["127.0.0.1", "-t", test, "-s", &size.to_string(), "-n", &iterations.to_string(), "-f"])
-            .args(["-w", &(iterations / 10).to_string()])
-            .output();
-        match client {
-            Ok(output) if output.status.success() => {
-                last = String::from_utf8_lossy(&output.stdout).into_owned();
-                break;
-            }
-            Ok(_) => {}
-            Err(error) => {
-                last.clear();
-                eprintln!("bench: rdma: ucx_perftest: {error}");
-                break;
-            }
-        }
-        if server.try_wait().ok().flatten().is_some() {
-            break;
-        }
-    }
-    let _ = server.kill();
-    let _ = server.wait();
-    let found = last.lines().rev().find_map(|line| {
-        let numbers: Vec<f64> = line
-            .trim_start_matches("Final:")
-            .split_whitespace()
-            .map(str::parse)
-            .collect::<Result<_, _>>()
-            .ok()?;
-        // iterations, latency (percentile, average, overall), bandwidth (average, overall), rate (average, overall)
-        match numbers.as_slice() {
-            [_, _, _, latency, _, bandwidth, _, rate] => {
-                Some(Ucx { latency: *latency, bandwidth: *bandwidth, rate: *rate })
-            }
-            _ => None,
-        }
-    });
-    found.with_context(|| format!("ucx_perftest -t {test} -s {size} over shared memory gave no result"))
 }

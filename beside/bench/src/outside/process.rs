@@ -1,4 +1,4 @@
-//! Processor time of other processes, and their end.
+//! Processor time of other processes, and their end; a server and its client.
 
 #![allow(unsafe_code)] // wait4 is what tells what one child has used.
 
@@ -6,6 +6,40 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+
+/// Longest that a peer may take.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Runs a server, then its client until it ends well. The client's output, and processor time of both. `ends_itself`: the server does,
+/// after one client.
+///
+/// # Errors
+/// When either can't be run, or the client never ends well.
+pub fn serve(
+    name: &'static str,
+    server: &mut Command,
+    client: impl Fn() -> Command,
+    ends_itself: bool,
+) -> anyhow::Result<(String, Duration)> {
+    let mut server = Process::start(name, server)?;
+    // The server listens a moment after it has started; the client ends with an error until then.
+    for _ in 0..50 {
+        std::thread::sleep(Duration::from_millis(50));
+        let mut client = Process::start(name, &mut client())?;
+        let text = client.output()?;
+        let (fine, used) = client.finish(PATIENCE)?;
+        // iperf3 ends well even when it only has an error to report.
+        if fine && !text.contains("\"error\"") {
+            let patience = if ends_itself { PATIENCE } else { Duration::ZERO };
+            let (_, by_server) = server.finish(patience)?;
+            return Ok((text, used + by_server));
+        }
+        if server.has_ended() {
+            break;
+        }
+    }
+    bail!("{name}, a server and a client on two CPUs, gave no result")
+}
 
 /// Processor time that a running process has used so far, all threads that it has now: `/proc/PID/task/*/schedstat`, nanoseconds exact.
 pub fn so_far(pid: u32) -> anyhow::Result<Duration> {
@@ -49,6 +83,16 @@ impl Process {
     /// Its number.
     pub fn id(&self) -> u32 {
         self.child.id()
+    }
+
+    /// Asks it to end (SIGINT); what it says last can be read afterwards.
+    pub fn interrupt(&self) -> anyhow::Result<()> {
+        let pid = i32::try_from(self.child.id()).ok().and_then(rustix::process::Pid::from_raw);
+        let pid = pid.context("A process has an impossible number")?;
+        match rustix::process::kill_process(pid, rustix::process::Signal::INT) {
+            Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+            Err(error) => Err(error).with_context(|| format!("{} could not be interrupted", self.name)),
+        }
     }
 
     /// Reads all that it says until it ends.

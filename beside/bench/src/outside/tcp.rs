@@ -1,31 +1,31 @@
-//! The peers over the same link: iperf3 and qperf over TCP, UCX over TCP. A server on the one host, a client on the other, each on the CPU
-//! that the daemon of that host has otherwise.
+//! Programs over a link: iperf3 and qperf over TCP, UCX over TCP. A server on the one host, a client on the other, each on a CPU.
 
 use std::process::Command;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
 
-use super::Bandwidth;
-use super::link::{ADDRESSES, Link};
-use super::used::Process;
+use super::link::{ADDRESSES, INTERFACE, Link};
+use super::process::serve;
+use super::ucx;
 
-/// Longest that a peer may take beyond its measurement.
-const PATIENCE: Duration = Duration::from_secs(20);
 const IPERF_PORT: &str = "5201";
-const UCX_PORT: &str = "13337";
+const UCX_PORT: u16 = 13_337;
 const QPERF_PORT: &str = "19765";
 /// Bytes of UCX's messages, and of its latency.
 const LARGE: u64 = 1 << 20;
 
-/// Programs that are missing, with the package that has each.
-pub fn missing() -> Vec<&'static str> {
-    let programs =
-        [("iperf3", "-v", "iperf3"), ("qperf", "--version", "qperf"), ("ucx_perftest", "-h", "ucx-utils")];
-    let absent = |(program, flag, package): (&str, &str, &'static str)| {
-        Command::new(program).arg(flag).output().is_err().then_some(package)
-    };
-    programs.into_iter().filter_map(absent).collect()
+/// Programs that this needs: name, harmless argument, package.
+pub const PROGRAMS: [(&str, &str, &str); 3] =
+    [("iperf3", "-v", "iperf3"), ("qperf", "--version", "qperf"), ucx::PROGRAM];
+
+/// What a transfer came to.
+#[derive(Debug, Clone, Copy)]
+pub struct Bandwidth {
+    /// 10^9 bytes per second.
+    pub gigabytes: f64,
+    /// Seconds of processor time of both ends per GiB.
+    pub cpu_per_gib: f64,
 }
 
 /// Where the peers run.
@@ -46,34 +46,6 @@ impl Peers<'_> {
         command
     }
 
-    /// Runs a server, then its client until it ends well. The client's output, and processor time of both.
-    fn run(
-        &self,
-        name: &'static str,
-        server: &mut Command,
-        client: impl Fn() -> Command,
-        ends_itself: bool,
-    ) -> anyhow::Result<(String, Duration)> {
-        let mut server = Process::start(name, server)?;
-        // The server listens a moment after it has started; the client ends with an error until then.
-        for _ in 0..50 {
-            std::thread::sleep(Duration::from_millis(50));
-            let mut client = Process::start(name, &mut client())?;
-            let text = client.output()?;
-            let (fine, used) = client.finish(PATIENCE)?;
-            // iperf3 ends well even when it only has an error to report.
-            if fine && !text.contains("\"error\"") {
-                let patience = if ends_itself { PATIENCE } else { Duration::ZERO };
-                let (_, by_server) = server.finish(patience)?;
-                return Ok((text, used + by_server));
-            }
-            if server.has_ended() {
-                break;
-            }
-        }
-        bail!("{name} over the link between two namespaces gave no result")
-    }
-
     /// Bandwidth of one TCP stream, as iperf3 has it.
     pub fn iperf3(&self) -> anyhow::Result<Bandwidth> {
         let mut server = self.pinned(1, "iperf3");
@@ -91,7 +63,7 @@ impl Peers<'_> {
             ]);
             client
         };
-        let (text, used) = self.run("iperf3", &mut server, client, true)?;
+        let (text, used) = serve("iperf3", &mut server, client, true)?;
         let report: serde_json::Value = serde_json::from_str(&text).context("iperf3's report is not JSON")?;
         let sum = &report["end"]["sum_received"];
         let (Some(bits), Some(bytes)) = (sum["bits_per_second"].as_f64(), sum["bytes"].as_f64()) else {
@@ -110,7 +82,7 @@ impl Peers<'_> {
             client.args(["-uu", "-vvs", "-m", &size.to_string(), &ADDRESSES[1].to_string(), test]);
             client
         };
-        self.run("qperf", &mut server, client, false)
+        serve("qperf", &mut server, client, false)
     }
 
     /// Bandwidth of one TCP stream, as qperf has it.
@@ -126,45 +98,29 @@ impl Peers<'_> {
         Ok(2.0 * value(&text, "latency")? / 1e3)
     }
 
-    fn ucx(&self, test: &str, size: u64, count: u64) -> anyhow::Result<([f64; 8], Duration)> {
-        let with = |mut command: Command| {
-            command.env("UCX_TLS", "tcp").env("UCX_NET_DEVICES", "eth0").env("UCX_WARN_UNUSED_ENV_VARS", "n");
-            command.args(["-p", UCX_PORT]);
-            command
+    fn ucx(&self, kind: &str, size: u64, count: u64) -> anyhow::Result<ucx::Ucx> {
+        let test = ucx::Test {
+            kind,
+            size,
+            count,
+            transports: "tcp",
+            device: Some(INTERFACE),
+            server: ADDRESSES[1].into(),
+            port: UCX_PORT,
         };
-        let mut server = with(self.pinned(1, "ucx_perftest"));
-        let client = || {
-            let mut client = with(self.pinned(0, "ucx_perftest"));
-            client.args([&ADDRESSES[1].to_string(), "-t", test, "-s", &size.to_string(), "-f"]);
-            client.args(["-n", &count.to_string(), "-w", &(count / 10).to_string()]);
-            client
-        };
-        let (text, used) = self.run("ucx_perftest", &mut server, client, true)?;
-        // iterations, latency (percentile, average, overall), bandwidth (average, overall), rate (average, overall)
-        let numbers = text.lines().rev().find_map(|line| {
-            let words = line.trim_start_matches("Final:").split_whitespace();
-            let numbers: Vec<f64> = words.map(str::parse).collect::<Result<_, _>>().ok()?;
-            numbers.try_into().ok()
-        });
-        let numbers =
-            numbers.with_context(|| format!("ucx_perftest -t {test} printed no line of figures"))?;
-        Ok((numbers, used))
+        test.run(|host, program| self.pinned(host, program))
     }
 
     /// Bandwidth of UCX's tagged messages of 1 MiB over TCP.
     pub fn ucx_bandwidth(&self) -> anyhow::Result<Bandwidth> {
         // Some 1.5 GB/s.
-        let count = 1500 * self.seconds;
-        let ([_, _, _, _, _, mib, _, _], used) = self.ucx("tag_bw", LARGE, count)?;
-        #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
-        let bytes = ((count + count / 10) * LARGE) as f64;
-        Ok(Bandwidth { gigabytes: mib * 1_048_576.0 / 1e9, cpu_per_gib: per_gib(used, bytes) })
+        let ucx = self.ucx("tag_bw", LARGE, 1500 * self.seconds)?;
+        Ok(Bandwidth { gigabytes: ucx.gigabytes, cpu_per_gib: per_gib(ucx.used, ucx.bytes) })
     }
 
     /// Microseconds there and back of a tagged message of 8 bytes. UCX's own figure is one way.
     pub fn ucx_round_trip(&self) -> anyhow::Result<f64> {
-        let ([_, _, _, one_way, _, _, _, _], _) = self.ucx("tag_lat", 8, 20_000 * self.seconds)?;
-        Ok(2.0 * one_way)
+        Ok(2.0 * self.ucx("tag_lat", 8, 20_000 * self.seconds)?.latency)
     }
 }
 

@@ -1,6 +1,6 @@
 //! Two hosts on this machine: network namespaces joined by a veth pair, gone at the end.
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::process::Command;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -10,7 +10,8 @@ use anyhow::{Context, bail};
 pub const ADDRESSES: [Ipv4Addr; 2] = [Ipv4Addr::new(10, 77, 0, 1), Ipv4Addr::new(10, 77, 0, 2)];
 /// What the namespaces' names begin with; the process's number follows.
 const PREFIX: &str = "cwbench";
-const INTERFACE: &str = "eth0";
+/// What the link is called on both.
+pub const INTERFACE: &str = "eth0";
 
 /// Namespaces made so far by this process: names are used once.
 static MADE: AtomicU32 = AtomicU32::new(0);
@@ -55,11 +56,42 @@ impl Link {
     }
 }
 
+impl Link {
+    /// A TCP connection from host 0 to host 1: both ends, in this process.
+    pub fn connection(&self) -> anyhow::Result<(TcpStream, TcpStream)> {
+        let listener = self.inside(1, || TcpListener::bind((ADDRESSES[1], 0)))?;
+        let address = listener.local_addr().context("A listening socket has no address")?;
+        let from = self.inside(0, || TcpStream::connect(address))?;
+        let (to, _) = listener.accept().context("A connection over the link could not be accepted")?;
+        Ok((from, to))
+    }
+
+    /// Runs something on one of the hosts, on a thread of its own: sockets stay where they were made.
+    fn inside<T: Send>(
+        &self,
+        host: usize,
+        work: impl FnOnce() -> std::io::Result<T> + Send,
+    ) -> anyhow::Result<T> {
+        let path = format!("/run/netns/{}", self.name(host));
+        let namespace = std::fs::File::open(&path).with_context(|| format!("{path} can't be opened"))?;
+        let enter = || {
+            let kind = Some(rustix::thread::LinkNameSpaceType::Network);
+            rustix::thread::move_into_link_name_space(std::os::fd::AsFd::as_fd(&namespace), kind)?;
+            work()
+        };
+        let joined = std::thread::scope(|scope| scope.spawn(enter).join());
+        match joined {
+            Ok(result) => result.with_context(|| format!("A socket on {path} could not be had")),
+            Err(_) => bail!("A thread on {path} panicked"),
+        }
+    }
+}
+
 impl Drop for Link {
     fn drop(&mut self) {
         for name in &self.names {
             if let Err(error) = ip(&["netns", "del", name]) {
-                eprintln!("bench: fabric: network namespace {name} is left behind: {error:#}");
+                eprintln!("bench: network namespace {name} is left behind: {error:#}");
             }
         }
     }
@@ -74,9 +106,7 @@ fn remove_left_behind() {
         if !std::path::Path::new("/proc").join(pid.to_string()).exists()
             && let Err(error) = ip(&["netns", "del", &name])
         {
-            eprintln!(
-                "bench: fabric: network namespace {name} of an earlier run can't be removed: {error:#}"
-            );
+            eprintln!("bench: network namespace {name} of an earlier run can't be removed: {error:#}");
         }
     }
 }

@@ -1,0 +1,90 @@
+//! DPDK's shared memory interface (memif), as its program `testpmd` uses it: one process sends packets as fast as it can, the other
+//! receives them. No huge pages, no devices. Packets are copied into the ring and out of it: testpmd's own way for memory that isn't
+//! one file.
+
+use std::path::Path;
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+
+use super::pinned;
+use super::process::Process;
+
+/// What must be installed: program, harmless argument, package.
+pub const PROGRAM: (&str, &str, &str) = ("dpdk-testpmd", "--version", "dpdk-dev and librte-net-memif23");
+
+/// Seconds that it runs before it is read, and how many of its lines (one a second) are counted, the last ones.
+const SECONDS: u64 = 5;
+const COUNTED: usize = 3;
+/// Longest that it may take to end.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Packets per second that the receiver takes, of `size` bytes (64 to 2,048).
+///
+/// # Errors
+/// When testpmd can't be run, or receives nothing.
+pub fn packets_per_second(cpus: [usize; 2], size: u32) -> anyhow::Result<f64> {
+    let directory = tempfile::tempdir().context("A folder for memif's socket could not be had")?;
+    let socket = directory.path().join("memif");
+    let mut receiver = start(cpus[1], &socket, "server", &["--forward-mode=rxonly"])?;
+    // Its socket is there a moment later.
+    let began = std::time::Instant::now();
+    while !socket.exists() && began.elapsed() < PATIENCE && !receiver.has_ended() {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    let packets = format!("--txpkts={size}");
+    let mut sender = start(cpus[0], &socket, "client", &["--forward-mode=txonly", &packets])?;
+    std::thread::sleep(Duration::from_secs(SECONDS));
+    receiver.interrupt()?;
+    let text = receiver.output()?;
+    receiver.finish(PATIENCE)?;
+    sender.interrupt()?;
+    let sent = sender.output()?;
+    sender.finish(PATIENCE)?;
+    match rate(&text) {
+        Some(rate) => Ok(rate),
+        None => {
+            bail!("testpmd received nothing by memif; the receiver said:\n{text}\nand the sender:\n{sent}")
+        }
+    }
+}
+
+fn start(cpu: usize, socket: &Path, role: &str, arguments: &[&str]) -> anyhow::Result<Process> {
+    let mut command = pinned(cpu, PROGRAM.0);
+    // A thread that waits, and one that forwards.
+    command.args(["--lcores", &format!("0@{cpu},1@{cpu}"), "--file-prefix", &format!("cwbench-{role}")]);
+    command.args(["--no-huge", "-m", "512", "--iova-mode=va", "--no-pci", "--no-telemetry", "--vdev"]);
+    command.arg(format!(
+        "net_memif0,role={role},socket={},socket-abstract=no,rsize=10,bsize=2048",
+        socket.display()
+    ));
+    command.args(["--", "--stats-period=1", "--nb-cores=1", "--total-num-mbufs=16384"]).args(arguments);
+    Process::start("dpdk-testpmd", &mut command)
+}
+
+/// The mean of the last rates that it printed.
+fn rate(text: &str) -> Option<f64> {
+    let rates: Vec<f64> = text
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix("Rx-pps:")?.split_whitespace().next()?.parse().ok())
+        .filter(|rate| *rate > 0.0)
+        .collect();
+    let last = rates.get(rates.len().checked_sub(COUNTED)?..)?;
+    #[expect(clippy::cast_precision_loss, reason = "a few")]
+    let mean = last.iter().sum::<f64>() / last.len() as f64;
+    Some(mean)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::rate;
+
+    #[test]
+    fn the_last_seconds_count_and_silence_is_nothing() {
+        let line = |pps: u64| format!("  Rx-pps:     {pps}          Rx-bps:    1\n  Tx-pps: 9 Tx-bps: 9\n");
+        let text = [0, 5, 100, 200, 300].map(line).concat();
+        assert_eq!(rate(&text), Some(200.0));
+        assert_eq!(rate(&[0, 0, 0, 0].map(line).concat()), None);
+        assert_eq!(rate(""), None);
+    }
+}
