@@ -40,6 +40,8 @@ typedef uint64_t __le64;
 #define CW_NB_DISCARDED 0x38ULL
 #define CW_NB_DOORBELLS 0x3000ULL
 #define CW_NB_DOORBELL_STRIDE 0x8ULL
+#define CW_NB_COMMON 0x2400ULL
+#define CW_NB_COMMON_STRIDE 0x8ULL
 #define CW_NB_PEERS 0x400ULL
 #define CW_NB_PEER_STRIDE 0x80ULL
 
@@ -76,6 +78,7 @@ typedef uint64_t __le64;
 #define CW_NB_MOST_ENTRIES 0x4000ULL
 #define CW_NB_MOST_PARTS 0x20ULL
 #define CW_NB_FLAG_MORE 0x1ULL
+#define CW_NB_STATUS_UNREACHABLE 0xffff0003ULL
 
 struct cw_nb_header {
 	__le64 magic;

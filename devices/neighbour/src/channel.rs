@@ -31,6 +31,7 @@ use core::fmt;
 
 use crate::layout::{FLAG_MORE, Layout, LayoutError, MOST_PARTS, Side, halves};
 use crate::ring::{Consumer, Producer};
+use crate::views::{Names, Owner};
 use crate::window::Window;
 use crate::words::Words;
 
@@ -51,7 +52,8 @@ pub struct Part {
     pub length: u32,
 }
 
-/// A received message: every part lies in the sender's window.
+/// A received message: every part lies in the sender's window, or in that of a third whom the sender may name
+/// ([`crate::views`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Message {
     /// For [`Receiver::complete`].
@@ -62,19 +64,42 @@ pub struct Message {
     pub note: u32,
     parts: [Part; MOST_PARTS],
     count: usize,
+    owners: u64,
+    unreachable: bool,
 }
 
 impl Default for Message {
     fn default() -> Self {
-        Self { id: 0, kind: 0, note: 0, parts: [Part::default(); MOST_PARTS], count: 0 }
+        Self {
+            id: 0,
+            kind: 0,
+            note: 0,
+            parts: [Part::default(); MOST_PARTS],
+            count: 0,
+            owners: 0,
+            unreachable: false,
+        }
     }
 }
 
 impl Message {
-    /// Its parts, at least one.
+    /// Its parts: at least one, but none when it is [`Message::unreachable`].
     #[must_use]
     pub fn parts(&self) -> &[Part] {
         self.parts.get(..self.count).unwrap_or_default()
+    }
+
+    /// Whose memory its parts lie in: a bit per slot.
+    #[must_use]
+    pub const fn owners(&self) -> u64 {
+        self.owners
+    }
+
+    /// Some part lies in the window of a third that isn't mapped here: it is to be completed with
+    /// [`crate::views::STATUS_UNREACHABLE`].
+    #[must_use]
+    pub const fn unreachable(&self) -> bool {
+        self.unreachable
     }
 }
 
@@ -97,7 +122,7 @@ pub enum PostError {
         /// As given.
         count: usize,
     },
-    /// A part is not in the own window.
+    /// A part is not in the own window, nor in one that the receiver has as well.
     Outside(Part),
     /// The peer broke the rules.
     Broken(Violation),
@@ -114,7 +139,11 @@ impl fmt::Display for PostError {
                 )
             }
             Self::Outside(part) => {
-                write!(f, "{:#x} bytes at {:#x} are not in this VM's own window", part.length, part.address)
+                write!(
+                    f,
+                    "{:#x} bytes at {:#x} are not in this VM's own window, nor in one that the receiver has as well",
+                    part.length, part.address
+                )
             }
             Self::Broken(violation) => write!(f, "{violation}"),
         }
@@ -126,7 +155,7 @@ impl core::error::Error for PostError {}
 /// What a peer did that it must not. The connection ends with it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Violation {
-    /// A part of a message isn't RAM of its sender.
+    /// A part of a message isn't RAM of its sender, nor of anybody whom it could name.
     Outside(Part),
     /// Flags that this version doesn't have.
     Flags(u16),
@@ -254,12 +283,29 @@ impl<T: AsRef<[u32]> + AsMut<[u32]>> Sender<T> {
         kind: u16,
         note: u32,
     ) -> Result<u32, PostError> {
+        let own = self.own;
+        self.post_by(words, &own, parts, kind, note)
+    }
+
+    /// The same along a pipeline: `names` says what may be named ([`crate::views::Views::to`]).
+    ///
+    /// # Errors
+    /// As [`Sender::post`].
+    #[inline]
+    pub fn post_by(
+        &mut self,
+        words: &(impl Words + ?Sized),
+        names: &impl Names,
+        parts: &[Part],
+        kind: u16,
+        note: u32,
+    ) -> Result<u32, PostError> {
         let bad = PostError::Parts { count: parts.len() };
         let count = u32::try_from(parts.len()).map_err(|_| bad)?;
         if count == 0 || parts.len() > MOST_PARTS || count > self.entries {
             return Err(bad);
         }
-        if let Some(part) = parts.iter().find(|part| self.own.local(part.address, part.length).is_none()) {
+        if let Some(part) = parts.iter().find(|part| !matches!(names.owner(**part), Owner::Slot(_))) {
             return Err(PostError::Outside(*part));
         }
         if !self.room(count) {
@@ -386,6 +432,22 @@ impl Receiver {
         words: &(impl Words + ?Sized),
         message: &mut Message,
     ) -> Result<bool, Violation> {
+        let theirs = self.theirs;
+        self.receive_by(words, &theirs, message)
+    }
+
+    /// The same along a pipeline: `names` says what the sender may name. Use [`crate::views::Views::receive`], which also holds
+    /// what is named.
+    ///
+    /// # Errors
+    /// As [`Receiver::receive`].
+    #[inline]
+    pub fn receive_by(
+        &mut self,
+        words: &(impl Words + ?Sized),
+        names: &impl Names,
+        message: &mut Message,
+    ) -> Result<bool, Violation> {
         let Some(first) = self.messages.peek(words, 0) else {
             // Before it is waited: the sender may need the room.
             self.tell(words);
@@ -397,6 +459,7 @@ impl Receiver {
         }
         let mut entry = first;
         let mut count = 0_u32;
+        let (mut owners, mut unreachable) = (0_u64, false);
         loop {
             let (length, above) = halves(entry[1]);
             #[expect(clippy::cast_possible_truncation, reason = "the low half of 32 bits")]
@@ -408,8 +471,10 @@ impl Receiver {
             if halves(entry[2]).0 != id {
                 return Err(Violation::Id(halves(entry[2]).0));
             }
-            if self.theirs.local(part.address, part.length).is_none() {
-                return Err(Violation::Outside(part));
+            match names.owner(part) {
+                Owner::Slot(slot) => owners |= 1_u64.checked_shl(slot).unwrap_or(0),
+                Owner::Unreachable => unreachable = true,
+                Owner::Nobody => return Err(Violation::Outside(part)),
             }
             let Some(place) = message.parts.get_mut(count as usize) else { return Err(Violation::TooLong) };
             *place = part;
@@ -427,7 +492,9 @@ impl Receiver {
         let kind = (first[1] >> 48) as u16;
         message.kind = kind;
         message.note = note;
-        message.count = count as usize;
+        message.count = if unreachable { 0 } else { count as usize };
+        message.owners = if unreachable { 0 } else { owners };
+        message.unreachable = unreachable;
         self.messages.advance(count);
         // A quarter of the ring at a time: the word moves to the sender's processor when it is read.
         if self.messages.head().wrapping_sub(self.told) >= self.entries / 4 {

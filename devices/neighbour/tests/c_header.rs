@@ -55,6 +55,8 @@ fn header() -> String {
             ("DISCARDED", r::DISCARDED),
             ("DOORBELLS", r::DOORBELLS),
             ("DOORBELL_STRIDE", r::DOORBELL_STRIDE),
+            ("COMMON", r::COMMON),
+            ("COMMON_STRIDE", r::COMMON_STRIDE),
             ("PEERS", r::PEERS),
             ("PEER_STRIDE", r::PEER_STRIDE),
         ],
@@ -97,6 +99,7 @@ fn header() -> String {
             ("MOST_ENTRIES", l::MOST_ENTRIES.into()),
             ("MOST_PARTS", l::MOST_PARTS as u64),
             ("FLAG_MORE", l::FLAG_MORE.into()),
+            ("STATUS_UNREACHABLE", neighbour::views::STATUS_UNREACHABLE.into()),
         ],
     );
     text.push_str(

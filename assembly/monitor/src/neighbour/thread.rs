@@ -140,6 +140,11 @@ impl Registry {
                         self.take_up(offer, inner);
                     }
                 }
+                Ok(Some((FromDaemon::Common { slot, slots }, _))) => {
+                    if lock(&inner.device).common(slot, slots) {
+                        inner.notify();
+                    }
+                }
                 Ok(Some((FromDaemon::Gone { slot, epoch, reason }, _))) => {
                     if self.pending.get(&slot).is_some_and(|offer| offer.epoch == epoch) {
                         self.pending.remove(&slot);
