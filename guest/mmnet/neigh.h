@@ -41,6 +41,7 @@
 struct device;
 struct neigh;
 struct neigh_link;
+struct napi_struct;
 struct sk_buff;
 
 /* Protocols: the high byte of a kind. */
@@ -185,5 +186,18 @@ struct device *neigh_device(struct neigh *neigh);
 u32 neigh_entries(const struct neigh *neigh);
 /* Epoch of the link, 0 when there is none. */
 u32 neigh_epoch(const struct neigh *neigh);
+/* The poll that calls receive(), for napi_gro_receive(). */
+struct napi_struct *neigh_napi(struct neigh *neigh);
+
+/* What the core has counted for a neighbour, over all links. */
+struct neigh_counts {
+	u64 signals;	/* sent to the peer: an exit each */
+	u64 wakeups;	/* polls after a sleep */
+	u64 polls;
+	u64 spins;	/* looks for more before sleeping, */
+	u64 spins_won;	/* and those that found something */
+};
+
+void neigh_counts(const struct neigh *neigh, struct neigh_counts *counts);
 
 #endif

@@ -1,0 +1,228 @@
+/* SPDX-License-Identifier: GPL-2.0 */
+/* The neighbours' core: what its files share. neigh.h is what its users see, ../../docs/neighbours.md the protocol. */
+#ifndef CW_NEIGH_CORE_H
+#define CW_NEIGH_CORE_H
+
+#include <linux/kref.h>
+#include <linux/list.h>
+#include <linux/memremap.h>
+#include <linux/netdevice.h>
+#include <linux/pci.h>
+#include <linux/refcount.h>
+#include <linux/skbuff.h>
+#include <linux/spinlock.h>
+#include <linux/timer.h>
+#include <linux/wait.h>
+#include <linux/workqueue.h>
+
+#include "neigh.h"
+
+/* Pages of one message that an skb can refer to. */
+#define NEIGH_MOST_PAGES	MAX_SKB_FRAGS
+/* Messages that refer to one page at once; a page comes back when the last of them does. */
+#define NEIGH_MOST_SHARERS	32
+/* Third VMs' windows in one message. */
+#define NEIGH_MOST_OTHERS	2
+
+struct neigh_rx;
+
+/* One reference of a message to a page: in a list that hangs on the page. */
+struct neigh_node {
+	struct neigh_node *next;
+	struct neigh_rx *rx;
+	u32 depth;
+};
+
+/* A received message that was not completed yet, by its id. */
+struct neigh_rx {
+	struct neigh_link *link;
+	/* Third VMs' windows that it refers to. */
+	struct neigh_link *others[NEIGH_MOST_OTHERS];
+	bool busy;
+	/* References to pages that are out. */
+	atomic_t pages;
+	struct neigh_node nodes[NEIGH_MOST_PAGES];
+};
+
+/* A message that was sent, by its id. */
+struct neigh_tx {
+	void *cookie;
+	u32 next;		/* free id, when this one is */
+	u8 user;		/* protocol of who sent it; 0: the user has gone */
+	bool outstanding;
+};
+
+/* One end of a ring, in private memory; the entries are in the segment. */
+struct neigh_ring {
+	void *first;		/* entry 0 */
+	void *sleeps;		/* the word in which the consumer says what it sleeps for */
+	u32 next;		/* entry to write, or to read, next */
+	u32 unannounced;	/* producers: from here on a sleeper may not have been woken */
+};
+
+enum neigh_state { NEIGH_WAITING, NEIGH_OFFERED, NEIGH_LIVE, NEIGH_ENDED };
+
+/*
+ * One connection. Counted by users: the connection itself, and each received message until it is completed (messages of other
+ * links too, when their parts lie in this window). At 0 the window is given back.
+ */
+struct neigh_link {
+	struct rcu_head rcu;
+	struct neigh *neigh;		/* holds a reference */
+	refcount_t users;
+	u32 epoch;
+	u32 entries;
+	bool pinned;			/* the module can't go: pages are out and the user has gone */
+
+	/* The window: pieces of RAM, global addresses, exact. */
+	unsigned int extents;
+	struct range extent[CW_NB_MAX_EXTENTS];
+	unsigned int maps;
+	struct dev_pagemap *map[CW_NB_MAX_EXTENTS];
+	spinlock_t pages_lock;		/* the lists of nodes that hang on pages; irqs off */
+
+	void *segment;
+	unsigned int side;
+
+	/* Sending, under neigh->tx_lock. */
+	struct neigh_ring out, returned;
+	void *taken_word;
+	u32 taken;
+	u32 free_id;
+	struct neigh_tx *tx;
+
+	/* Receiving: in is the poll's own; the rest is under rx_lock. */
+	struct neigh_ring in;
+	void *told_word;
+	u32 told;
+	spinlock_t rx_lock;		/* irqs off */
+	struct neigh_ring back;
+	bool open;			/* completions may be written */
+	struct neigh_rx *rx;
+	atomic_t held;			/* messages that skbs refer to */
+};
+
+struct neigh_attached {
+	struct neigh_user *user;
+	void *priv;
+	bool live;			/* under tx_lock */
+	bool wants_room;
+	u32 outstanding;
+	u32 share;
+};
+
+struct neigh_dev;
+
+struct neigh {
+	struct kref ref;
+	struct rcu_head rcu;
+	struct neigh_dev *dev;		/* NULL once it has gone */
+	struct device *parent;		/* holds a reference */
+	u32 slot;
+	char name[CW_NB_PEER_STRIDE - CW_NB_PEER_NAME + 1];
+	char irq_name[24];
+	int irq;
+	void __iomem *doorbell;
+
+	/* Under neigh_mutex: */
+	enum neigh_state state;
+	u32 latest;
+	struct work_struct work;
+	struct delayed_work retry_release;
+
+	struct neigh_link __rcu *link;
+	spinlock_t tx_lock;		/* irqs off */
+	struct neigh_link *sending;	/* the link when it is live; under tx_lock */
+	u64 own_start;
+	struct neigh_attached attached[NEIGH_PROTOCOLS];
+
+	struct net_device *napi_dev;
+	struct napi_struct napi;
+	bool polling;			/* NAPI is enabled */
+	const char *violation;		/* what the peer did that it must not */
+	struct timer_list room_timer;
+	u64 slept_at;
+	u32 spin_ns;
+
+	/* Statistics. */
+	u64 signals, wakeups, polls, spins, spins_won;
+};
+
+struct neigh_dev {
+	struct list_head list;
+	struct pci_dev *pdev;
+	void __iomem *regs;
+	u32 own, slots, entries, segment_stride, heartbeat_ms;
+	u64 base, stride;
+	resource_size_t segments;
+	__le64 *status;
+	u64 beat;
+	struct timer_list heartbeat;
+	struct work_struct scan;
+	bool going, looked;
+	struct neigh *neighs[CW_NB_MAX_SLOTS];
+};
+
+extern struct mutex neigh_mutex;	/* users, devices, neighbours and their states; process context */
+extern struct workqueue_struct *neigh_wq;
+extern struct neigh_user *neigh_users[NEIGH_PROTOCOLS];
+extern struct wait_queue_head neigh_released;
+extern unsigned int neigh_spin_us;
+
+/* core_link.c */
+void neigh_look(struct neigh *nb);		/* follows the block of registers; neigh_mutex held */
+void neigh_end(struct neigh *nb, const char *why);	/* neigh_mutex held */
+void neigh_work(struct work_struct *work);
+void neigh_retry_release(struct work_struct *work);
+void neigh_link_put(struct neigh_link *link);	/* within rcu_read_lock() or neigh_mutex */
+void neigh_queue(struct neigh *nb);		/* asks for neigh_look(); the same */
+void neigh_user_live(struct neigh *nb, struct neigh_user *user);
+void neigh_user_dead(struct neigh *nb, struct neigh_user *user);
+bool neigh_detach(struct neigh *nb);		/* the device goes; false: not yet possible; neigh_mutex held */
+void neigh_free(struct kref *ref);
+
+/* core_window.c */
+int neigh_window_map(struct neigh_link *link);
+void neigh_window_unmap(struct neigh_link *link);
+bool neigh_window_idle(struct neigh_link *link);
+bool neigh_window_has(const struct neigh_link *link, u64 address, u32 length);
+
+/* core_ring.c */
+int neigh_rings_make(struct neigh_link *link, u32 own, u32 peer);
+void neigh_rings_free(struct neigh_link *link);
+int neigh_poll(struct napi_struct *napi, int budget);
+void neigh_fail_sent(struct neigh *nb, struct neigh_link *link, u8 user);
+void neigh_signal(struct neigh *nb);
+void neigh_room_timer(struct timer_list *timer);
+
+/* Words of the segment: memory that the peer writes too. Each is read once. */
+static inline u64 neigh_load(const void *word)
+{
+	return le64_to_cpu(READ_ONCE(*(const __le64 *)word));
+}
+
+static inline u64 neigh_load_acquire(const void *word)
+{
+	const __le64 *p = word;
+
+	return le64_to_cpu(virt_load_acquire(p));
+}
+
+static inline void neigh_store(void *word, u64 value)
+{
+	WRITE_ONCE(*(__le64 *)word, cpu_to_le64(value));
+}
+
+static inline void neigh_store_release(void *word, u64 value)
+{
+	__le64 *p = word;
+
+	virt_store_release(p, cpu_to_le64(value));
+}
+
+static inline u64 neigh_stamp(u32 epoch, u32 number)
+{
+	return (u64)epoch << 32 | (u32)(number + 1);
+}
+
+#endif
