@@ -102,7 +102,8 @@ static inline bool mmblk_users_wait(struct mmblk_users *users, long jiffies)
 	return none;
 }
 
-extern struct workqueue_struct *mmblk_wq;
+/* The second holds nothing that waits for a server. */
+extern struct workqueue_struct *mmblk_wq, *mmblk_copy_wq;
 
 /* Users of the core: the server receives requests, the client receives replies. */
 extern struct neigh_user mmblk_server_user;

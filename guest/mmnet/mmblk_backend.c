@@ -5,8 +5,9 @@
  *
  * A file is opened for direct I/O where its file system can do that, so that writes aren't copied there either.
  */
-#include <linux/falloc.h>
 #include <linux/fs.h>
+#include <linux/falloc.h>
+#include <linux/file.h>
 #include <linux/module.h>
 #include <linux/uio.h>
 

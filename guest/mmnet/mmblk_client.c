@@ -320,8 +320,7 @@ static void mmblk_answer_work(struct work_struct *work)
 {
 	struct mmblk_dev *dev = container_of(work, struct mmblk_dev, answer_work);
 	struct mmblk_attached answer;
-	bool answered, ended, add = false;
-	int error;
+	bool answered, ended;
 
 	mutex_lock(&mmblk_client_mutex);
 	spin_lock_irq(&dev->answer_lock);
@@ -337,13 +336,16 @@ static void mmblk_answer_work(struct work_struct *work)
 	}
 	/* An answer of a connection that is over by now: the next one asks again. */
 	if (answered && dev->peer && dev->peer->live &&
-	    (dev->state == MMBLK_SEEKING || dev->state == MMBLK_FAILED))
-		add = mmblk_take_up(dev, &answer);
+	    (dev->state == MMBLK_SEEKING || dev->state == MMBLK_FAILED) && mmblk_take_up(dev, &answer))
+		queue_work(mmblk_wq, &dev->add_work);
 	mutex_unlock(&mmblk_client_mutex);
-	if (!add)
-		return;
-	/* Without the mutex: it reads, and fails when the server dies, which needs the mutex. */
-	error = mmblk_disk_add(dev);
+}
+
+static void mmblk_add_work(struct work_struct *work)
+{
+	struct mmblk_dev *dev = container_of(work, struct mmblk_dev, add_work);
+	int error = mmblk_disk_add(dev);
+
 	if (error)
 		pr_err("mmblk%u: the disk can't be shown: error %d\n", dev->number, error);
 }
@@ -493,7 +495,7 @@ static void mmblk_client_remove(struct neigh *neigh, void *priv)
 			dev->peer = NULL;
 	mutex_unlock(&mmblk_client_mutex);
 	/* Requests whose data is being copied: the last that may use the neighbour. */
-	flush_workqueue(mmblk_wq);
+	flush_workqueue(mmblk_copy_wq);
 	kfree(peer);
 }
 
@@ -536,6 +538,7 @@ int mmblk_dev_start(struct mmblk_dev *dev)
 	atomic_set(&dev->flushed, 0);
 	spin_lock_init(&dev->answer_lock);
 	INIT_WORK(&dev->answer_work, mmblk_answer_work);
+	INIT_WORK(&dev->add_work, mmblk_add_work);
 	INIT_WORK(&dev->timeout_work, mmblk_timeout_work);
 	INIT_DELAYED_WORK(&dev->seek_work, mmblk_seek_work);
 	INIT_DELAYED_WORK(&dev->wait_work, mmblk_wait_work);
@@ -561,6 +564,8 @@ void mmblk_dev_stop(struct mmblk_dev *dev)
 	mmblk_let_run(dev);
 	mutex_unlock(&mmblk_client_mutex);
 	cancel_work_sync(&dev->answer_work);
+	/* What it reads fails by now. */
+	flush_work(&dev->add_work);
 	if (dev->disk && dev->added)
 		del_gendisk(dev->disk);
 	mutex_lock(&mmblk_client_mutex);

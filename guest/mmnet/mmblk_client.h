@@ -75,6 +75,7 @@ struct mmblk_dev {
 	struct mmblk_attached answer;	/* the last one, as it came */
 	bool answered, ended;
 	struct work_struct answer_work;
+	struct work_struct add_work;	/* shows the disk: reads it, and needs the others to get on meanwhile */
 	struct delayed_work seek_work;
 	struct delayed_work wait_work;
 	struct work_struct timeout_work;

@@ -10,7 +10,7 @@
 
 #include "mmblk.h"
 
-struct workqueue_struct *mmblk_wq;
+struct workqueue_struct *mmblk_wq, *mmblk_copy_wq;
 
 const char * const mmblk_counter_names[MMBLK_COUNTERS] = {
 	[MMBLK_C_READS] = "reads",
@@ -78,6 +78,10 @@ static int __init mmblk_init(void)
 	mmblk_wq = alloc_workqueue("mmblk", WQ_MEM_RECLAIM | WQ_HIGHPRI | WQ_UNBOUND, 0);
 	if (!mmblk_wq)
 		return -ENOMEM;
+	error = -ENOMEM;
+	mmblk_copy_wq = alloc_workqueue("mmblk-copy", WQ_MEM_RECLAIM | WQ_UNBOUND, 0);
+	if (!mmblk_copy_wq)
+		goto no_copy_wq;
 	error = mmblk_server_init();
 	if (error)
 		goto no_server;
@@ -101,6 +105,8 @@ no_configfs:
 no_client:
 	mmblk_server_exit();
 no_server:
+	destroy_workqueue(mmblk_copy_wq);
+no_copy_wq:
 	destroy_workqueue(mmblk_wq);
 	return error;
 }
@@ -111,6 +117,7 @@ static void __exit mmblk_exit(void)
 	configfs_unregister_subsystem(&mmblk_subsystem);
 	mmblk_client_exit();
 	mmblk_server_exit();
+	destroy_workqueue(mmblk_copy_wq);
 	destroy_workqueue(mmblk_wq);
 }
 

@@ -220,7 +220,7 @@ static blk_status_t mmblk_queue_rq(struct blk_mq_hw_ctx *hctx, const struct blk_
 	blk_mq_start_request(rq);
 	error = mmblk_send(dev, rq);
 	if (error == -E2BIG) {
-		queue_work(mmblk_wq, &pdu->copy_work);
+		queue_work(mmblk_copy_wq, &pdu->copy_work);
 		return BLK_STS_OK;
 	}
 	/* Without a connection dead() is about to stop the queues; without room they run again by themselves, or by room(). */
@@ -304,7 +304,7 @@ static void mmblk_command_done(struct mmblk_post *post, u32 status)
 		if (req_op(rq) != REQ_OP_WRITE || pdu->copy)
 			break;
 		WRITE_ONCE(dev->copy_foreign, true);
-		queue_work(mmblk_wq, &pdu->copy_work);
+		queue_work(mmblk_copy_wq, &pdu->copy_work);
 		return;
 	}
 	mmblk_end(rq, mmblk_blk_status(status));
