@@ -195,10 +195,20 @@ bool neigh_in_common(const struct neigh *nb, u32 slot);
 /* core_ring.c */
 int neigh_rings_make(struct neigh_link *link, u32 own, u32 peer);
 void neigh_rings_free(struct neigh_link *link);
-int neigh_poll(struct napi_struct *napi, int budget);
-void neigh_fail_sent(struct neigh *nb, struct neigh_link *link, u8 user);
+bool neigh_must_signal(struct neigh_link *link, struct neigh_ring *ring);
 void neigh_signal(struct neigh *nb);
+void neigh_violated(struct neigh *nb, const char *what);	/* ends the link, soon */
+int neigh_poll(struct napi_struct *napi, int budget);
+
+/* core_send.c */
+int neigh_take_returned(struct neigh *nb, struct neigh_link *link, int most);
+void neigh_fail_sent(struct neigh *nb, struct neigh_link *link, u8 user);
+void neigh_give_room(struct neigh *nb, struct neigh_link *link);
 void neigh_room_timer(struct timer_list *timer);
+
+/* core_receive.c */
+int neigh_take_messages(struct neigh *nb, struct neigh_link *link, int most);
+void neigh_tell_taken(struct neigh_link *link);
 
 /* Words of the segment: memory that the peer writes too. Each is read once. */
 static inline u64 neigh_load(const void *word)
@@ -210,6 +220,7 @@ static inline u64 neigh_load_acquire(const void *word)
 {
 	const __le64 *p = word;
 
+	/* What its writer wrote before it is seen afterwards. */
 	return le64_to_cpu(virt_load_acquire(p));
 }
 
@@ -222,12 +233,28 @@ static inline void neigh_store_release(void *word, u64 value)
 {
 	__le64 *p = word;
 
+	/* Whoever reads it sees what was written before. */
 	virt_store_release(p, cpu_to_le64(value));
 }
 
 static inline u64 neigh_stamp(u32 epoch, u32 number)
 {
 	return (u64)epoch << 32 | (u32)(number + 1);
+}
+
+#define NEIGH_MESSAGE		sizeof(struct cw_nb_message)
+#define NEIGH_COMPLETION	sizeof(struct cw_nb_completion)
+#define NEIGH_NO_ID		U32_MAX
+
+static inline void *neigh_entry(const struct neigh_link *link, const struct neigh_ring *ring, u32 number, size_t size)
+{
+	return ring->first + (number & (link->entries - 1)) * size;
+}
+
+/* Whether an entry is there: its stamp, the last word, says so. */
+static inline bool neigh_ready(const struct neigh_link *link, const struct neigh_ring *ring, u32 number, size_t size)
+{
+	return neigh_load_acquire(neigh_entry(link, ring, number, size) + size - 8) == neigh_stamp(link->epoch, number);
 }
 
 #endif

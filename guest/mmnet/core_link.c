@@ -14,6 +14,7 @@
 #include <linux/module.h>
 #include <linux/slab.h>
 
+#include "compat.h"
 #include "core.h"
 
 static void __iomem *block(struct neigh *nb)
@@ -50,7 +51,7 @@ void neigh_link_put(struct neigh_link *link)
 		neigh_queue(nb);
 }
 
-static const char *reason(u32 reason)
+static const char *gone_because(u32 reason)
 {
 	switch (reason) {
 	case CW_NB_REASON_LEFT:
@@ -66,7 +67,7 @@ static const char *reason(u32 reason)
 	case CW_NB_REASON_REGISTRY:
 		return "the host daemon was replaced";
 	default:
-		return "for an unknown reason";
+		return "nobody says why";
 	}
 }
 
@@ -335,7 +336,7 @@ void neigh_look(struct neigh *nb)
 		if (state == CW_NB_PEER_NONE || epoch != link->epoch)
 			neigh_end(nb, "there is another one");
 		else if (state == CW_NB_PEER_GONE)
-			neigh_end(nb, reason(readl(block(nb) + CW_NB_PEER_REASON)));
+			neigh_end(nb, gone_because(readl(block(nb) + CW_NB_PEER_REASON)));
 	} else if (!link && state == CW_NB_PEER_OFFERED && epoch > nb->latest) {
 		if (prepare(nb, epoch) == -EAGAIN)
 			neigh_queue(nb);

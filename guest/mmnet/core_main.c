@@ -5,8 +5,10 @@
 #include <linux/module.h>
 #include <linux/slab.h>
 
+#include "compat.h"
 #include "core.h"
 
+/* Users, devices, neighbours and their states. */
 DEFINE_MUTEX(neigh_mutex);
 struct workqueue_struct *neigh_wq;
 struct neigh_user *neigh_users[NEIGH_PROTOCOLS];
@@ -204,28 +206,6 @@ EXPORT_SYMBOL_GPL(neigh_counts);
 
 /* The device */
 
-static struct net_device *napi_device(void)
-{
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 10, 0)
-	return alloc_netdev_dummy(0);
-#else
-	struct net_device *dev = kzalloc(sizeof(*dev), GFP_KERNEL);
-
-	if (dev)
-		init_dummy_netdev(dev);
-	return dev;
-#endif
-}
-
-static void napi_device_free(struct net_device *dev)
-{
-#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 10, 0)
-	free_netdev(dev);
-#else
-	kfree(dev);
-#endif
-}
-
 /* A slot that somebody is in for the first time. */
 static struct neigh *neigh_new(struct neigh_dev *dev, u32 slot)
 {
@@ -246,7 +226,7 @@ static struct neigh *neigh_new(struct neigh_dev *dev, u32 slot)
 	INIT_WORK(&nb->work, neigh_work);
 	INIT_DELAYED_WORK(&nb->retry_release, neigh_retry_release);
 	timer_setup(&nb->room_timer, neigh_room_timer, 0);
-	nb->napi_dev = napi_device();
+	nb->napi_dev = compat_dummy_netdev();
 	nb->parent = get_device(&dev->pdev->dev);
 	if (!nb->napi_dev) {
 		kref_put(&nb->ref, neigh_free);
@@ -259,7 +239,7 @@ static struct neigh *neigh_new(struct neigh_dev *dev, u32 slot)
 	if (ret) {
 		dev_err(nb->parent, "neighbour %u: its interrupt can't be had (%d)\n", slot, ret);
 		netif_napi_del(&nb->napi);
-		napi_device_free(nb->napi_dev);
+		compat_dummy_netdev_free(nb->napi_dev);
 		kref_put(&nb->ref, neigh_free);
 		return NULL;
 	}
@@ -278,7 +258,7 @@ static void neigh_remove(struct neigh_dev *dev, u32 slot)
 		free_irq(nb->irq, nb);
 	dev->neighs[slot] = NULL;
 	netif_napi_del(&nb->napi);
-	napi_device_free(nb->napi_dev);
+	compat_dummy_netdev_free(nb->napi_dev);
 	kref_put(&nb->ref, neigh_free);
 }
 

@@ -35,7 +35,6 @@ EXPORT_SYMBOL_GPL(neigh_slot_of);
 /* A work of the core ends the link, as it does after a violation; the first reason counts. */
 void neigh_give_up(struct neigh *nb, const char *why)
 {
-	cmpxchg(&nb->violation, NULL, why);
-	neigh_queue(nb);
+	neigh_violated(nb, why);
 }
 EXPORT_SYMBOL_GPL(neigh_give_up);

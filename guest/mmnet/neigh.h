@@ -85,7 +85,7 @@ struct neigh_msg {
 struct neigh_user;
 
 struct neigh_user_ops {
-	/* A neighbour, known from now on. Returns what neigh_priv() gives later, or an ERR_PTR: the user isn't called for it then. */
+	/* A neighbour, known from now on. Returns what neigh_priv() gives later, or an ERR_PTR: it isn't called for it then. */
 	void *(*add)(struct neigh *neigh);
 	/* The neighbour or the user goes; dead() was called if live() had been. */
 	void (*remove)(struct neigh *neigh, void *priv);
@@ -115,12 +115,13 @@ struct neigh_user {
 };
 
 /*
- * Registers a user, and calls add() (and live()) for all neighbours there are. -EBUSY when the protocol has a user. Process context.
+ * Registers a user, and calls add() (and live()) for all neighbours there are. -EBUSY when the protocol has a user. Process
+ * context.
  */
 int neigh_register_user(struct neigh_user *user);
 /*
- * Calls dead() and remove() for all neighbours; what was posted comes back by sent(NEIGH_DEAD) first, though the peer may still read
- * it for a moment. Afterwards no operation is called. Messages it received may be completed later still (by a module that
+ * Calls dead() and remove() for all neighbours; what was posted comes back by sent(NEIGH_DEAD) first, though the peer may still
+ * read it for a moment. Afterwards no operation is called. Messages it received may be completed later still (by a module that
  * holds no code of the user: see neigh_frags()); whoever completes them itself does so before. Process context.
  */
 void neigh_unregister_user(struct neigh_user *user);

@@ -109,10 +109,10 @@ struct cw_nb_completion {
 
 /* Bytes of one direction, and of the whole segment, with rings of this many entries. */
 #define CW_NB_DIRECTION_SIZE(entries) \
-	((CW_NB_MESSAGES + (__le64)(entries) * \
+	((CW_NB_MESSAGES + (unsigned long long)(entries) * \
 	  (sizeof(struct cw_nb_message) + sizeof(struct cw_nb_completion)) + 4095) & ~4095ULL)
 #define CW_NB_SEGMENT_SIZE(entries) (CW_NB_DIRECTIONS + 2 * CW_NB_DIRECTION_SIZE(entries))
-#define CW_NB_STAMP(epoch, number) ((__le64)(epoch) << 32 | (__le32)((number) + 1))
+#define CW_NB_STAMP(epoch, number) ((unsigned long long)(epoch) << 32 | (unsigned int)((number) + 1))
 
 _Static_assert(__builtin_offsetof(struct cw_nb_header, magic) == 0, "layout");
 _Static_assert(__builtin_offsetof(struct cw_nb_header, version) == 8, "layout");

@@ -110,10 +110,10 @@ fn header() -> String {
          struct cw_nb_completion {\n\t__le32 id;\n\t__le32 status;\n\t__le64 stamp;\n};\n\n\
          /* Bytes of one direction, and of the whole segment, with rings of this many entries. */\n\
          #define CW_NB_DIRECTION_SIZE(entries) \\\n\
-         \t((CW_NB_MESSAGES + (__le64)(entries) * \\\n\
+         \t((CW_NB_MESSAGES + (unsigned long long)(entries) * \\\n\
          \t  (sizeof(struct cw_nb_message) + sizeof(struct cw_nb_completion)) + 4095) & ~4095ULL)\n\
          #define CW_NB_SEGMENT_SIZE(entries) (CW_NB_DIRECTIONS + 2 * CW_NB_DIRECTION_SIZE(entries))\n\
-         #define CW_NB_STAMP(epoch, number) ((__le64)(epoch) << 32 | (__le32)((number) + 1))\n\n",
+         #define CW_NB_STAMP(epoch, number) ((unsigned long long)(epoch) << 32 | (unsigned int)((number) + 1))\n\n",
     );
     let mut check = |condition: String| {
         let _ = writeln!(text, "_Static_assert({condition}, \"layout\");");

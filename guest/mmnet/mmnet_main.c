@@ -9,9 +9,9 @@
  * There are no checksums between neighbours: what the sender left to the hardware stays undone; the receiver's stack believes it,
  * and it is made up for when the frame leaves through a device that isn't a neighbour's.
  *
- * Receiving: headers (the first part when it is small, 128 bytes else) and small frames are copied, the rest isn't. A frame is copied as a
- * whole when its pages can't be referred to (see neigh_frags()): the more so when its readers are slow, so that the sender gets
- * its memory back. The sender keeps an skb until its message has come back.
+ * Receiving: headers (the first part when it is small, 128 bytes else) and small frames are copied, the rest isn't. A frame is
+ * copied as a whole when its pages can't be referred to (see neigh_frags()): the more so when its readers are slow, so that the
+ * sender gets its memory back. The sender keeps an skb until its message has come back.
  */
 #include <linux/etherdevice.h>
 #include <linux/ethtool.h>
@@ -22,7 +22,7 @@
 #include <linux/skbuff.h>
 #include <linux/slab.h>
 
-#include "neigh.h"
+#include "mmnet.h"
 
 #define MMNET_NEEDS_CHECKSUM	0x01
 #define MMNET_FLAGS		MMNET_NEEDS_CHECKSUM
@@ -250,18 +250,14 @@ static netdev_tx_t mmnet_xmit(struct sk_buff *skb, struct net_device *dev)
 
 	BUILD_BUG_ON(MAX_SKB_FRAGS + 1 > CW_NB_MOST_PARTS);
 	n = mmnet_parts(mm, skb, parts);
-	if (n < 0) {
-		struct sk_buff *copy = skb_copy(skb, GFP_ATOMIC);
-
-		if (!copy)
-			goto drop;
-		count(mm, TX_BYTES_COPIED, length);
-		consume_skb(skb);
-		skb = copy;
-		n = mmnet_parts(mm, skb, parts);
-		if (n < 0)
-			goto drop;
+	if (n == -EXDEV) {
+		count(mm, TX_BYTES_COPIED, skb->data_len);
+		n = skb_copy_ubufs(skb, GFP_ATOMIC);
+		if (!n)
+			n = mmnet_parts(mm, skb, parts);
 	}
+	if (n < 0)
+		goto drop;
 	if (skb->ip_summed == CHECKSUM_PARTIAL) {
 		flags |= MMNET_NEEDS_CHECKSUM;
 		note = (u32)skb_checksum_start_offset(skb) << 16 | skb->csum_offset;
@@ -350,6 +346,11 @@ static const struct net_device_ops mmnet_ops = {
 	.ndo_set_mac_address = eth_mac_addr,
 	.ndo_validate_addr = eth_validate_addr,
 };
+
+bool mmnet_is(const struct net_device *dev)
+{
+	return dev->netdev_ops == &mmnet_ops;
+}
 
 static void mmnet_drvinfo(struct net_device *dev, struct ethtool_drvinfo *info)
 {
@@ -451,6 +452,7 @@ static const struct ethtool_ops mmnet_ethtool_ops = {
 static void mmnet_free(struct net_device *dev)
 {
 	free_percpu(dev->tstats);
+	dev->tstats = NULL;
 }
 
 static void mmnet_setup(struct net_device *dev)
@@ -495,7 +497,8 @@ static void *mmnet_add(struct neigh *nb)
 	dev_set_alias(dev, neigh_name(nb), strlen(neigh_name(nb)));
 	ret = register_netdev(dev);
 	if (ret) {
-		/* Where registration went far enough the destructor has run; tstats is NULL or ours. */
+		/* The destructor has run, or not, by how far it came. */
+		mmnet_free(dev);
 		free_netdev(dev);
 		return ERR_PTR(ret);
 	}
@@ -550,12 +553,21 @@ static struct neigh_user mmnet_user = {
 
 static int __init mmnet_init(void)
 {
-	return neigh_register_user(&mmnet_user);
+	int ret = mmnet_leave_init();
+
+	if (ret)
+		return ret;
+	ret = neigh_register_user(&mmnet_user);
+	if (ret)
+		mmnet_leave_exit();
+	return ret;
 }
 
 static void __exit mmnet_exit(void)
 {
 	neigh_unregister_user(&mmnet_user);
+	/* Frames may still be on their way through the stack; there is nothing to copy once the last was read. */
+	mmnet_leave_exit();
 }
 
 module_init(mmnet_init);

@@ -1,0 +1,16 @@
+/* SPDX-License-Identifier: GPL-2.0 */
+/* mmnet: what its files share. */
+#ifndef CW_MMNET_H
+#define CW_MMNET_H
+
+#include <linux/netdevice.h>
+
+#include "neigh.h"
+
+/* Whether a device is a neighbour's. */
+bool mmnet_is(const struct net_device *dev);
+
+int mmnet_leave_init(void);
+void mmnet_leave_exit(void);
+
+#endif

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: GPL-2.0
+/*
+ * Frames that leave through another device. A device that is emulated outside this VM, or does DMA, knows this VM's RAM only: it
+ * can't read a neighbour's window. So a frame that is routed or bridged from a neighbour to a device that isn't one gets a copy
+ * of its payload, at the last hook before the device. Frames that go on to a neighbour aren't copied.
+ *
+ * Not seen here: what packet sockets, XDP, or traffic control redirect by themselves. For those: ethtool --set-priv-flags mmN
+ * rx-by-reference off.
+ */
+#include <linux/netdevice.h>
+#include <linux/netfilter.h>
+#include <linux/netfilter_bridge.h>
+#include <linux/netfilter_ipv4.h>
+#include <linux/netfilter_ipv6.h>
+#include <linux/skbuff.h>
+#include <net/net_namespace.h>
+
+#include "mmnet.h"
+
+static bool refers_to_window(const struct sk_buff *skb)
+{
+	const struct sk_buff *more;
+	int i;
+
+	for (i = 0; i < skb_shinfo(skb)->nr_frags; i++)
+		if (neigh_page_is_window(skb_frag_page(&skb_shinfo(skb)->frags[i])))
+			return true;
+	skb_walk_frags(skb, more)
+		if (refers_to_window(more))
+			return true;
+	return false;
+}
+
+static unsigned int mmnet_leaves(void *priv, struct sk_buff *skb, const struct nf_hook_state *state)
+{
+	const struct net_device *out = state->out;
+	int ret;
+
+	if (!skb_is_nonlinear(skb) || !out || out->flags & IFF_LOOPBACK || mmnet_is(out) || !refers_to_window(skb))
+		return NF_ACCEPT;
+	/* What GRO has joined in a list can't be copied in pieces. */
+	ret = skb_has_frag_list(skb) ? skb_linearize(skb) : skb_copy_ubufs(skb, GFP_ATOMIC);
+	return ret ? NF_DROP : NF_ACCEPT;
+}
+
+static const struct nf_hook_ops mmnet_hooks[] = {
+	{
+		.hook = mmnet_leaves,
+		.pf = NFPROTO_IPV4,
+		.hooknum = NF_INET_POST_ROUTING,
+		.priority = NF_IP_PRI_LAST,
+	}, {
+		.hook = mmnet_leaves,
+		.pf = NFPROTO_IPV6,
+		.hooknum = NF_INET_POST_ROUTING,
+		.priority = NF_IP6_PRI_LAST,
+	},
+#if IS_ENABLED(CONFIG_NETFILTER_FAMILY_BRIDGE)
+	{
+		.hook = mmnet_leaves,
+		.pf = NFPROTO_BRIDGE,
+		.hooknum = NF_BR_POST_ROUTING,
+		.priority = NF_BR_PRI_LAST,
+	},
+#endif
+};
+
+static int __net_init mmnet_net_init(struct net *net)
+{
+	return nf_register_net_hooks(net, mmnet_hooks, ARRAY_SIZE(mmnet_hooks));
+}
+
+static void __net_exit mmnet_net_exit(struct net *net)
+{
+	nf_unregister_net_hooks(net, mmnet_hooks, ARRAY_SIZE(mmnet_hooks));
+}
+
+static struct pernet_operations mmnet_net_ops = {
+	.init = mmnet_net_init,
+	.exit = mmnet_net_exit,
+};
+
+int mmnet_leave_init(void)
+{
+	return register_pernet_subsys(&mmnet_net_ops);
+}
+
+void mmnet_leave_exit(void)
+{
+	unregister_pernet_subsys(&mmnet_net_ops);
+}
