@@ -378,17 +378,15 @@ static int neigh_probe(struct pci_dev *pdev, const struct pci_device_id *id)
 	return 0;
 }
 
+/* Nothing is added any more, so that no lock is needed. */
 static bool all_released(struct neigh_dev *dev)
 {
-	bool all = true;
 	u32 slot;
 
-	mutex_lock(&neigh_mutex);
 	for (slot = 0; slot < dev->slots; slot++)
 		if (dev->neighs[slot] && rcu_access_pointer(dev->neighs[slot]->link))
-			all = false;
-	mutex_unlock(&neigh_mutex);
-	return all;
+			return false;
+	return true;
 }
 
 static bool detach_all(struct neigh_dev *dev)

@@ -83,6 +83,7 @@ impl Images {
             Artifact::Host => self.host(apt, work.path())?,
             Artifact::Guest => self.guest(apt, work.path())?,
             Artifact::Rdma => self.rdma(apt, work.path())?,
+            Artifact::Neighbours => self.neighbours(apt, work.path())?,
         }
         fs::write(&stamp, artifact.recipe())?;
         progress!("images: {} built in {:.0} s", artifact.name(), start.elapsed().as_secs_f64());

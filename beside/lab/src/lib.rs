@@ -18,6 +18,8 @@ mod native;
 pub mod paths;
 pub mod protocol;
 mod qemu;
+mod module_build;
+mod neighbours_image;
 pub mod rdma;
 mod rdma_image;
 pub mod recipe;

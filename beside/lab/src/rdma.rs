@@ -546,7 +546,8 @@ pub fn both<S: Runs + ?Sized, C: Runs + ?Sized>(
     Ok((server, client))
 }
 
-fn start_daemon(host: &Host, arguments: &str) -> Result<Session> {
+/// Starts a host's daemon and waits until it listens.
+pub fn start_daemon(host: &Host, arguments: &str) -> Result<Session> {
     let log =
         std::env::var("LAB_DAEMON_LOG").map(|filter| format!("--log-level {filter}")).unwrap_or_default();
     let daemon = host

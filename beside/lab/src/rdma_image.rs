@@ -8,8 +8,9 @@ use crate::apt::{self, Apt};
 use crate::command::output;
 use crate::image::{Images, basics, depmod, ext4, fresh, write};
 use crate::kernel::Modules;
+use crate::module_build;
 use crate::recipe;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -45,17 +46,12 @@ impl Images {
 
         let build = fresh(&work.join("build"))?;
         let release = self.release(recipe::RDMA_KERNEL)?;
-        build_root(apt, &build, &release)?;
+        module_build::root(apt, &build, &release, recipe::RDMA_BUILD_PACKAGES, true)?;
         for (name, text) in recipe::RDMA_SOURCES {
             write(&build.join("build/programs").join(name), text, 0o644)?;
         }
         write(&build.join("build/build.sh"), include_str!("../assets/rdma-build.sh"), 0o755)?;
-        // /dev/null and /proc are all that the compiler and kbuild want of the outside.
-        let script = "mount --rbind /dev \"$1/dev\" && mount --rbind /proc \"$1/proc\" && exec chroot \"$1\" /bin/sh /build/build.sh \"$2\"";
-        let mut command = Command::new("unshare");
-        command.args(["--map-root-user", "--mount", "nice", "sh", "-c", script, "sh"]);
-        command.env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").env("LC_ALL", "C");
-        output(command.arg(&build).arg(&release)).context("Can't build vmw_pvrdma and the guest programs")?;
+        module_build::run(&build, &release).context("Can't build vmw_pvrdma and the guest programs")?;
         for name in recipe::RDMA_SOURCES.iter().filter_map(|(name, _)| name.strip_suffix(".c")) {
             fs::copy(build.join("build/out").join(name), root.join("usr/bin").join(name))?;
         }
@@ -74,40 +70,4 @@ impl Images {
         write(&root.join("etc/modprobe.d/pvrdma.conf"), "softdep vmw_pvrdma pre: vmxnet3\n", 0o644)?;
         ext4(&root, &self.rdma_root(), "labguest", 10)
     }
-}
-
-/// A root with a compiler, the headers of the guests' kernel and the source of the driver.
-fn build_root(apt: &Apt, build: &Path, release: &str) -> Result<()> {
-    apt::unpack(&apt.fetch(recipe::RDMA_BUILD_PACKAGES, false)?, build)?;
-    let gone = || {
-        format!(
-            "The package archive has no headers for the kernel {release} any more; remove kernels.stamp in the lab's cache, so that a newer kernel is taken"
-        )
-    };
-    let headers = apt.download(&format!("linux-headers-{release}"), None).with_context(gone)?;
-    let version = apt::version_of(&headers).context("A package file without a version")?;
-    let common = format!("linux-headers-{}-common", release.trim_end_matches("-amd64"));
-    let series: Vec<&str> = release.split(['.', '-']).take(2).collect();
-    let [major, minor] = series[..] else { bail!("The kernel release {release:?} has no series") };
-    let source = format!("linux-source-{major}.{minor}");
-    let kbuild = format!("linux-kbuild-{major}.{minor}");
-    apt::unpack_one(&headers, build, &[])?;
-    for name in [&common, &kbuild, &source] {
-        apt::unpack_one(&apt.download(name, Some(&version)).with_context(gone)?, build, &[])?;
-    }
-    // objtool's library.
-    apt::unpack_one(&apt.download("libelf1", None)?, build, &[])?;
-    for dir in ["proc", "dev", "tmp", "build/programs", "build/out"] {
-        fs::create_dir_all(build.join(dir))?;
-    }
-    for (link, to) in [("usr/bin/sh", "dash"), ("usr/bin/awk", "gawk"), ("usr/bin/gcc", "gcc-12")] {
-        let path = build.join(link);
-        if !path.exists() {
-            if path.is_symlink() {
-                fs::remove_file(&path)?;
-            }
-            std::os::unix::fs::symlink(to, path)?;
-        }
-    }
-    output(Command::new("/sbin/ldconfig").arg("-r").arg(build)).map(drop)
 }

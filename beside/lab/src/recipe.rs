@@ -153,6 +153,10 @@ pub const RDMA_BUILD_PACKAGES: &[&str] = &[
     "xz-utils",
 ];
 
+/// What building a module needs beside a kernel's headers.
+pub const MODULE_BUILD_PACKAGES: &[&str] =
+    &["coreutils", "dash", "diffutils", "findutils", "gawk", "gcc-12", "grep", "make", "sed"];
+
 /// The release of Debian whose backports have the newer QEMU: 10.0.2. It brings its C library along, so any release's runs here; that of
 /// trixie-backports, 11.1.3, failed in `net` (STABILITY.md).
 pub const QEMU_RELEASE: &str = "trixie";
@@ -260,6 +264,9 @@ pub const RDMA_MODULES: &[&str] = &[
     "vsock_diag",
 ];
 
+/// The kernels of guests with neighbours.
+pub const NEIGHBOUR_KERNELS: &[&str] = &["6.1-generic", "6.12-generic"];
+
 /// Our own programs in the root disk of a guest that does RDMA: their sources.
 pub const RDMA_SOURCES: &[(&str, &str)] = &[
     ("rdma-common.h", include_str!("../guest-programs/rdma-common.h")),
@@ -365,12 +372,20 @@ pub enum Artifact {
     Guest,
     /// The root disk of guests that do RDMA.
     Rdma,
+    /// The modules of guests with neighbours.
+    Neighbours,
 }
 
 impl Artifact {
     /// All of them, in build order.
-    pub const ALL: [Artifact; 5] =
-        [Artifact::Qemu, Artifact::Kernels, Artifact::Host, Artifact::Guest, Artifact::Rdma];
+    pub const ALL: [Artifact; 6] = [
+        Artifact::Qemu,
+        Artifact::Kernels,
+        Artifact::Host,
+        Artifact::Guest,
+        Artifact::Rdma,
+        Artifact::Neighbours,
+    ];
     /// What every topology needs.
     pub const USUAL: [Artifact; 4] = [Artifact::Qemu, Artifact::Kernels, Artifact::Host, Artifact::Guest];
 
@@ -382,12 +397,14 @@ impl Artifact {
             Artifact::Host => "host",
             Artifact::Guest => "guest",
             Artifact::Rdma => "rdma",
+            Artifact::Neighbours => "neighbours",
         }
     }
 
     /// The hash of everything that decides what the artifact holds.
     pub fn recipe(self) -> String {
         let version = VERSION.to_string();
+        let sources = crate::neighbours_image::fingerprint();
         let kernels: Vec<&str> = KERNELS.iter().flat_map(|k| [k.name, k.meta, k.prefix]).collect();
         let mut parts = vec![self.name(), version.as_str()];
         match self {
@@ -418,6 +435,12 @@ impl Artifact {
                 parts.extend(RDMA_MODULES);
                 parts.extend(RDMA_SOURCES.iter().flat_map(|(name, text)| [*name, *text]));
                 parts.push(crate::rdma_image::RECIPE);
+            }
+            Artifact::Neighbours => {
+                parts.extend(MODULE_BUILD_PACKAGES);
+                parts.extend(kernels);
+                parts.extend(NEIGHBOUR_KERNELS);
+                parts.push(&sources);
             }
         }
         hash(parts)

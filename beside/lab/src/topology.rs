@@ -29,6 +29,8 @@ pub struct HostSpec {
     pub nics: Vec<Nic>,
     /// Whether `/dev/vdd` is the root disk of guests that do RDMA.
     pub rdma: bool,
+    /// Whether its guests load the modules for neighbours.
+    pub neighbours: bool,
     /// More arguments for QEMU: devices, IOMMUs, drives.
     pub qemu: Vec<String>,
     /// More words for its kernel's command line; `kvm_amd.npt=0` sets a KVM option.
@@ -44,6 +46,7 @@ impl HostSpec {
             memory_mib: 3072,
             nics: Vec::new(),
             rdma: false,
+            neighbours: false,
             qemu: Vec::new(),
             kernel: Vec::new(),
         }
@@ -64,6 +67,12 @@ impl HostSpec {
     /// Gives it the root disk of guests that do RDMA, as `/dev/vdd`.
     pub fn rdma(mut self) -> Self {
         self.rdma = true;
+        self
+    }
+
+    /// Has the modules for neighbours built, for its guests' kernels.
+    pub fn neighbours(mut self) -> Self {
+        self.neighbours = true;
         self
     }
 
@@ -152,8 +161,9 @@ impl Topology {
 
     /// The images it needs.
     pub fn artifacts(&self) -> Vec<Artifact> {
-        let rdma = self.hosts.iter().any(|h| h.rdma);
-        Artifact::USUAL.into_iter().chain(rdma.then_some(Artifact::Rdma)).collect()
+        let rdma = self.hosts.iter().any(|h| h.rdma).then_some(Artifact::Rdma);
+        let neighbours = self.hosts.iter().any(|h| h.neighbours).then_some(Artifact::Neighbours);
+        Artifact::USUAL.into_iter().chain(rdma).chain(neighbours).collect()
     }
 
     /// Says what is wrong with it, if anything.

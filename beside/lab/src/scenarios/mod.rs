@@ -6,6 +6,7 @@ mod compare;
 mod demo;
 mod driver_faults;
 mod host;
+mod neighbours;
 mod net;
 mod rdma_boot;
 mod rdma_exits;
@@ -28,6 +29,7 @@ pub const ALL: &[Scenario] = &[
     compare::SCENARIO,
     demo::SCENARIO,
     host::SCENARIO,
+    neighbours::SCENARIO,
     rdma_boot::SCENARIO,
     rdma_tools::SCENARIO,
     rdma_pyverbs::SCENARIO,

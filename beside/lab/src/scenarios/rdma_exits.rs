@@ -38,17 +38,17 @@ const PATIENCE: Duration = Duration::from_secs(1800);
 
 /// A guest's counters at one time.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-struct Counters {
+pub(super) struct Counters {
     /// Exits as KVM counts them, those that never reach the monitor included.
-    all: u64,
+    pub(super) all: u64,
     /// Exits that reached the monitor.
-    monitor: u64,
+    pub(super) monitor: u64,
     /// Accesses to the served devices' BARs, by range.
     ranges: BTreeMap<String, u64>,
 }
 
 impl Counters {
-    fn parse(text: &str) -> Result<Self> {
+    pub(super) fn parse(text: &str) -> Result<Self> {
         let tree: Value =
             serde_json::from_str(text).context("`causeway inspect … exits --json` printed no JSON")?;
         let number = |v: &Value| v.as_u64().unwrap_or(0);

@@ -1,0 +1,535 @@
+//! Two guests that are neighbours, with mmnet between them, and virtio-net through a bridge beside it: tools over both, what they cost in
+//! exits, and what happens when modules and guests go and come back.
+//!
+//! ```text
+//!   guest a  10.79.0.1 virtio-net ── tap ── bridge on the host ── tap ── virtio-net 10.79.0.2  guest b
+//!            10.81.0.1 mm0 ─────── windows and rings, causeway host ─────── mm0 10.81.0.2
+//! ```
+
+use crate::channel::{Output, Session};
+use crate::guest::{Guest, GuestSpec, Vmm};
+use crate::guest_channel;
+use crate::host::Host;
+use crate::lab::Lab;
+use crate::neighbours_image::module;
+use crate::rdma::{self, DAEMON_SOCKET, Runs};
+use crate::scenario::{Options, Report, Scenario};
+use crate::scenarios::rdma_exits::Counters;
+use crate::topology::{HostSpec, Topology};
+use crate::{progress, recipe};
+use anyhow::{Context, Result, bail};
+use serde_json::{Map, Value, json};
+use std::time::{Duration, Instant};
+
+/// The scenario.
+pub const SCENARIO: Scenario = Scenario {
+    name: "neighbours",
+    about: "two guests with mmnet between them: tools, checksums, copies and exits counted against virtio-net; modules and guests that go and come back",
+    topology: |_| Topology::new().host(HostSpec::new("host").cpus(4).memory(3584).neighbours()),
+    run,
+    prompt: None,
+};
+
+/// RAM of each guest in MiB.
+const MEMORY_MIB: u32 = 640;
+const BOOT: Duration = Duration::from_secs(240);
+const PATIENCE: Duration = Duration::from_secs(240);
+/// MiB of each transfer whose checksum is taken.
+const MIB: u64 = 32;
+/// Bytes of a request, and of its response.
+const REQUEST: u64 = 64;
+/// The guests.
+const NAMES: [&str; 2] = ["a", "b"];
+
+/// How a guest is reached.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Net {
+    Mmnet,
+    Virtio,
+}
+
+impl Net {
+    fn name(self) -> &'static str {
+        match self {
+            Net::Mmnet => "mmnet",
+            Net::Virtio => "virtio",
+        }
+    }
+
+    fn address(self, number: usize) -> String {
+        match self {
+            Net::Mmnet => format!("10.81.0.{number}"),
+            Net::Virtio => format!("10.79.0.{number}"),
+        }
+    }
+}
+
+struct Member<'a> {
+    number: usize,
+    guest: Guest,
+    host: &'a Host,
+}
+
+impl Runs for Member<'_> {
+    fn start(&self, script: &str) -> Result<Session> {
+        self.host.start(&self.command(script), None, None)
+    }
+
+    fn run(&self, script: &str, timeout: Duration) -> Result<Output> {
+        self.host
+            .run(&self.command(script), timeout)
+            .with_context(|| format!("Guest {}: {:?}", self.name(), script.lines().next().unwrap_or_default()))
+    }
+}
+
+impl Member<'_> {
+    fn name(&self) -> &'static str {
+        NAMES.get(self.number - 1).copied().unwrap_or("?")
+    }
+
+    fn command(&self, script: &str) -> String {
+        let script = rdma::quoted(&format!("export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root; {script}"));
+        format!("exec /share/.lab/lab in --wait 60 {} {script}", self.name())
+    }
+
+    fn sh(&self, script: &str) -> Result<String> {
+        self.run(script, PATIENCE)?.success().with_context(|| {
+            format!("{:?} failed in guest {}", script.trim().lines().next().unwrap_or_default(), self.name())
+        })
+    }
+
+    /// A statistic of mmnet's.
+    fn statistics(&self) -> Result<Map<String, Value>> {
+        Ok(parse_statistics(&self.sh("ethtool -S mm0")?))
+    }
+
+    fn counters(&self) -> Result<Counters> {
+        Counters::parse(&self.host.sh(&format!("causeway inspect {} exits --json", self.name()))?)
+    }
+}
+
+/// `     name: number` lines of `ethtool -S`.
+fn parse_statistics(text: &str) -> Map<String, Value> {
+    text.lines()
+        .filter_map(|line| {
+            let (name, number) = line.trim().split_once(": ")?;
+            Some((name.to_owned(), number.trim().parse::<u64>().ok()?.into()))
+        })
+        .collect()
+}
+
+fn statistic(of: &Map<String, Value>, name: &str) -> Result<u64> {
+    of.get(name).and_then(Value::as_u64).with_context(|| format!("mmnet has no statistic {name}: {of:?}"))
+}
+
+/// Loads the modules and waits for the peer.
+fn load(number: usize) -> String {
+    format!(
+        "set -e; insmod /lab/cw_neigh.ko; insmod /lab/mmnet.ko; i=0\n\
+         until [ -e /sys/class/net/mm0 ]; do i=$((i+1)); [ $i -gt 300 ] && {{ dmesg | tail -n 8 >&2; exit 1; }}; sleep 0.1; done\n\
+         ip addr add 10.81.0.{number}/24 dev mm0; ip link set mm0 up; i=0\n\
+         until [ \"$(cat /sys/class/net/mm0/carrier)\" = 1 ]; do i=$((i+1)); [ $i -gt 300 ] && {{ dmesg | tail -n 8 >&2; exit 2; }}; sleep 0.1; done"
+    )
+}
+
+/// The same without an end: the peer may not be there yet.
+const UNLOAD: &str = "set -e; rmmod mmnet; rmmod cw_neigh; ! grep -e cw_neigh -e mmnet /proc/modules";
+
+fn boot_script(number: usize) -> String {
+    format!(
+        "export PATH=/usr/sbin:/usr/bin:/sbin:/bin\nmount -t tmpfs run /run; hostname {name}; mount -t debugfs debugfs /sys/kernel/debug\n\
+         for d in /sys/class/net/*; do case $(basename \"$(readlink $d/device/driver)\") in virtio_net)\n\
+         ip link set ${{d##*/}} name net0; ip addr add 10.79.0.{number}/24 dev net0; ip link set net0 up;; esac; done\n\
+         echo neighbour {number} takes commands\n{}",
+        guest_channel::serve(&format!("10.79.0.{number}")),
+        name = NAMES.get(number - 1).copied().unwrap_or("?"),
+    )
+}
+
+fn boot<'a>(host: &'a Host, options: &Options, kernel: &str, number: usize) -> Result<Member<'a>> {
+    let (name, peer) = if number == 1 { (NAMES[0], NAMES[1]) } else { (NAMES[1], NAMES[0]) };
+    let tap = format!("tap{name}");
+    host.sh(&format!(
+        "[ -e /sys/class/net/{tap} ] || ip tuntap add {tap} mode tap vnet_hdr; ip link set {tap} master br0 up\n\
+         printf '[neighbour]\\ngroup = \"lab\"\\npermit = [\"{peer}\"]\\nhost = \"{DAEMON_SOCKET}\"\\n' > /tmp/{name}.toml"
+    ))?;
+    let mut spec = GuestSpec::new(name, kernel, options.cpus.first().copied().unwrap_or(2))
+        .memory(MEMORY_MIB)
+        .root()
+        .tap(&format!("{tap},mac=52:54:00:4e:00:0{number}"))
+        .script(&boot_script(number))
+        .file("agent", std::fs::read(crate::paths::agent()?)?)
+        .file("cw_neigh.ko", module(kernel, "cw_neigh")?)
+        .file("mmnet.ko", module(kernel, "mmnet")?);
+    spec.extra.push(format!("--vsock cid={},socket={}", number + 2, guest_channel::socket(name)));
+    spec.extra.push(format!("/tmp/{name}.toml"));
+    let guest = Guest::start(host, &spec, Vmm::Causeway)?;
+    Ok(Member { number, guest, host })
+}
+
+fn up(member: &Member<'_>) -> Result<()> {
+    member.guest.expect("takes commands", BOOT).map(drop)
+}
+
+struct Pair<'a> {
+    a: Member<'a>,
+    b: Member<'a>,
+    host: &'a Host,
+    kernel: String,
+    daemon: Session,
+}
+
+impl<'a> Pair<'a> {
+    fn start(lab: &'a Lab, options: &Options) -> Result<Self> {
+        lab.install_causeway()?;
+        let host = lab.host(0)?;
+        host.sh("ip link add br0 type bridge; ip link set br0 up; mkdir -p /run/causeway")?;
+        let daemon = rdma::start_daemon(host, "")?;
+        let kernel = options.kernels.first().map_or(recipe::NEIGHBOUR_KERNELS[0], String::as_str).to_owned();
+        let a = boot(host, options, &kernel, 1)?;
+        let b = boot(host, options, &kernel, 2)?;
+        up(&a)?;
+        up(&b)?;
+        Ok(Pair { a, b, host, kernel, daemon })
+    }
+
+    /// Exits of both guests, of any kind.
+    fn exits(&self) -> Result<u64> {
+        Ok(self.a.counters()?.all + self.b.counters()?.all)
+    }
+
+    fn load(&self) -> Result<()> {
+        // Each waits for the other.
+        let first = self.a.start(&load(1))?;
+        self.b.sh(&load(2))?;
+        match first.wait(PATIENCE)? {
+            Some(0) => Ok(()),
+            code => bail!("Loading the modules in guest a ended with {code:?}: {}", first.err.tail(8)),
+        }
+    }
+
+    fn ping(&self) -> Result<()> {
+        for script in ["ping -q -c 3 -w 30 10.81.0.2", "ping -q -c 3 -w 30 -s 60000 10.81.0.2"] {
+            self.a.sh(script)?;
+        }
+        self.b.sh("ping -q -c 3 -w 30 -s 9000 10.81.0.1").map(drop)
+    }
+
+    /// Random bytes from one guest to the other, whose checksums must agree.
+    fn transfer(&self, net: Net, from: &Member<'_>, to: &Member<'_>) -> Result<()> {
+        let server = "socat -u TCP-LISTEN:7001,reuseaddr - | sha256sum | sed 's/^/SUM /'";
+        let client = format!(
+            "head -c {bytes} /dev/urandom > /tmp/w && echo SUM $(sha256sum < /tmp/w) && socat -u FILE:/tmp/w TCP:{address}:7001; s=$?; rm /tmp/w; exit $s",
+            bytes = MIB << 20,
+            address = net.address(to.number)
+        );
+        let (got, sent) = rdma::both((to, from), server, true, &listens(7001), &client, PATIENCE)?;
+        let sum = |o: &Output| -> Result<String> {
+            let line = o.stdout.lines().find_map(|l| l.strip_prefix("SUM ")?.split_whitespace().next());
+            line.map(str::to_owned).with_context(|| format!("no checksum: {:?} {:?}", o.stdout, o.stderr))
+        };
+        let (got, sent) = (sum(&got)?, sum(&sent)?);
+        if got != sent {
+            bail!("{MIB} MiB over {} arrived changed: {sent} became {got}", net.name());
+        }
+        Ok(())
+    }
+}
+
+/// Whether somebody listens on a TCP port.
+fn listens(port: u16) -> String {
+    format!("ss -Hltn sport = :{port} | grep -q .")
+}
+
+/// What a part of the scenario found, for the figures.
+type Found = Result<Value>;
+
+/// Bulk data both ways over mmnet, and what of it was copied in the kernel.
+fn bulk(pair: &Pair<'_>) -> Found {
+    let mut found = Map::new();
+    for (from, to) in [(&pair.a, &pair.b), (&pair.b, &pair.a)] {
+        let before = to.statistics()?;
+        pair.transfer(Net::Mmnet, from, to)?;
+        let after = to.statistics()?;
+        let moved = |name: &str| Ok::<_, anyhow::Error>(statistic(&after, name)? - statistic(&before, name)?);
+        let (by_reference, copied) = (moved("rx_bytes_by_reference")?, moved("rx_bytes_copied")?);
+        let frames = json!({
+            "bytes": MIB << 20, "bytes_by_reference": by_reference, "bytes_copied": copied, "frames": moved("rx_frames")?,
+            "frames_by_reference": moved("rx_by_reference")?, "frames_copied_small": moved("rx_copied_small")?, "frames_copied_held": moved("rx_copied_held")?,
+            "frames_copied_pages": moved("rx_copied_pages")?, "frames_copied_busy": moved("rx_copied_busy")?,
+        });
+        progress!("  to {}: {frames}", to.name());
+        // Headers of 66 bytes for 64 KiB are 0.1 %; frames that a slow reader makes the receiver copy are allowed for.
+        if by_reference < (MIB << 20) * 9 / 10 {
+            bail!("only {by_reference} of {} bytes were received without a copy: {frames}", MIB << 20);
+        }
+        found.insert(format!("to_{}", to.name()), frames);
+    }
+    Ok(found.into())
+}
+
+/// iperf3 both ways over both networks, and exits per MiB.
+fn throughput(pair: &Pair<'_>, seconds: u64) -> Found {
+    let mut found = Map::new();
+    for net in [Net::Mmnet, Net::Virtio] {
+        for (direction, reverse) in [("a_to_b", ""), ("b_to_a", "-R")] {
+            let client = format!("iperf3 -J -t {seconds} {reverse} -c {}", net.address(2));
+            let before = pair.exits()?;
+            let (_, client) = rdma::both(
+                (&pair.b, &pair.a),
+                "iperf3 -s -1 > /dev/null",
+                true,
+                &listens(5201),
+                &client,
+                PATIENCE,
+            )?;
+            let exits = pair.exits()? - before;
+            let bytes = iperf_bytes(&client.stdout)
+                .with_context(|| format!("iperf3 ended with {}: {}", client.code, client.stderr))?;
+            let mib = bytes as f64 / f64::from(1 << 20);
+            let line = json!({"mib": mib, "mbits": bytes as f64 * 8e-6 / seconds as f64, "exits": exits, "exits_per_mib": exits as f64 / mib});
+            progress!("  {} {direction}: {line}", net.name());
+            found.insert(format!("{}_{direction}", net.name()), line);
+        }
+    }
+    Ok(found.into())
+}
+
+/// Bytes received, of iperf3's JSON.
+fn iperf_bytes(text: &str) -> Result<u64> {
+    let tree: Value = serde_json::from_str(text).context("iperf3 printed no JSON")?;
+    let bytes = tree["end"]["sum_received"]["bytes"].as_u64().filter(|b| *b > 0);
+    bytes.with_context(|| format!("iperf3 received nothing: {}", tree["error"]))
+}
+
+/// Requests and responses of 64 bytes by fio's network engine, and exits per transaction.
+fn requests(pair: &Pair<'_>, count: u64) -> Found {
+    let mut found = Map::new();
+    for net in [Net::Mmnet, Net::Virtio] {
+        let fio = |more: &str| {
+            format!(
+                "fio --eta=never --name=rr --ioengine=net --protocol=tcp --nodelay=1 --pingpong=1 --port=8888 --bs={REQUEST} --size={} --thread \
+                 --output-format=json {more}",
+                REQUEST * count
+            )
+        };
+        let client = fio(&format!("--rw=write --hostname={}", net.address(2)));
+        let before = pair.exits()?;
+        let server = fio("--rw=read --listen");
+        let (_, client) =
+            rdma::both((&pair.b, &pair.a), &server, true, &listens(8888), &client, PATIENCE)?;
+        let exits = pair.exits()? - before;
+        let (done, micros) = fio_transactions(&client.stdout)
+            .with_context(|| format!("fio ended with {}: {}", client.code, client.stderr))?;
+        if done < count {
+            bail!("{done} of {count} transactions over {} were done", net.name());
+        }
+        let line =
+            json!({"transactions": done, "exits": exits, "exits_per_transaction": exits as f64 / done as f64, "microseconds": micros});
+        progress!("  {}: {line}", net.name());
+        found.insert(net.name().into(), line);
+    }
+    Ok(found.into())
+}
+
+/// Writes that fio did, and what one took with its answer, in µs.
+fn fio_transactions(text: &str) -> Result<(u64, f64)> {
+    let start = text.find('{').context("fio printed no JSON")?;
+    let tree: Value = serde_json::from_str(&text[start..]).context("fio's JSON can't be read")?;
+    let write = &tree["jobs"][0]["write"];
+    let done = write["total_ios"].as_u64().context("fio's JSON has no total_ios")?;
+    let runtime = write["runtime"].as_f64().context("fio's JSON has no runtime")?;
+    Ok((done, runtime * 1000.0 / done.max(1) as f64))
+}
+
+/// A reader that doesn't read keeps its frames; everybody else goes on, and the sender gets the rest of its memory back.
+fn slow_reader(pair: &Pair<'_>) -> Found {
+    let reader = pair.b.start("exec socat -u TCP-LISTEN:7002,reuseaddr EXEC:'sleep 1000'")?;
+    let script = format!(
+        "i=0; until socat -u FILE:/dev/zero,readbytes={} TCP:10.81.0.2:7002 & sleep 3; kill -0 $!; do i=$((i+1)); [ $i -gt 20 ] && exit 1; done\n\
+         echo SENDS; wait",
+        16 << 20
+    );
+    let sender = pair.a.start(&script)?;
+    sender.wait_for("SENDS", 0, Duration::from_secs(60));
+    pair.ping()?;
+    pair.transfer(Net::Mmnet, &pair.a, &pair.b)?;
+    let out = |s: &Map<String, Value>| -> Result<u64> {
+        Ok(statistic(s, "tx_frames")? - statistic(s, "tx_returned")? - statistic(s, "tx_lost")?)
+    };
+    let kept = out(&pair.a.statistics()?)?;
+    // Whoever doesn't read any more lets go.
+    reader.signal(15)?;
+    pair.b.sh("for p in /proc/[0-9]*; do case \"$(tr '\\0' ' ' < $p/cmdline 2>/dev/null)\" in *TCP-LISTEN:7002*|'sleep 1000 ') kill -9 ${p#/proc/};; esac; done; true")?;
+    sender.wait(Duration::from_secs(30))?;
+    let until = Instant::now() + Duration::from_secs(30);
+    let left = loop {
+        let left = out(&pair.a.statistics()?)?;
+        if left == 0 || Instant::now() > until {
+            break left;
+        }
+        std::thread::sleep(Duration::from_millis(500));
+    };
+    if left > 0 {
+        bail!("{left} frames of a did not come back after their reader had ended");
+    }
+    Ok(json!({"frames_kept_by_the_reader": kept}))
+}
+
+/// The modules go, under traffic, and come back; on either side.
+fn reload(pair: &Pair<'_>) -> Found {
+    for (of, other) in [(&pair.b, &pair.a), (&pair.a, &pair.b)] {
+        let traffic = other.start(&format!("exec ping -q -i 0.01 -s 30000 -w 20 {}", Net::Mmnet.address(of.number)))?;
+        std::thread::sleep(Duration::from_secs(1));
+        of.sh(UNLOAD)?;
+        other.sh("i=0; until [ \"$(cat /sys/class/net/mm0/carrier)\" = 0 ]; do i=$((i+1)); [ $i -gt 100 ] && exit 1; sleep 0.1; done")?;
+        of.sh(&load(of.number))?;
+        traffic.wait(Duration::from_secs(60))?;
+        pair.ping()?;
+    }
+    pair.transfer(Net::Mmnet, &pair.a, &pair.b)?;
+    Ok(json!({"reloads": 2}))
+}
+
+/// The device is taken from its driver, and given back.
+fn unbind(pair: &Pair<'_>) -> Found {
+    let script = "set -e; cd /sys/bus/pci/drivers/cw_neigh; d=$(basename $(ls -d 0000:*)); echo $d > unbind; [ ! -e /sys/class/net/mm0 ]; echo $d > bind";
+    pair.b.sh(script)?;
+    let again = load(2);
+    let wait = again.split_once("mmnet.ko; ").map_or("", |(_, rest)| rest);
+    pair.b.sh(&format!("set -e; {wait}"))?;
+    pair.ping()?;
+    Ok(json!({"unbinds": 1}))
+}
+
+/// A guest is killed; the other one hears of it in time, and the connection is back once the guest is.
+fn kill<'a>(pair: &mut Pair<'a>, options: &Options) -> Found {
+    let traffic = pair.a.start("iperf3 -c 10.81.0.2 -t 60 > /dev/null 2>&1; exit 0")?;
+    // The host's clock: the guest's carrier is polled from outside, which adds the time of a command.
+    let seen = pair.a.start(
+        "while [ \"$(cat /sys/class/net/mm0/carrier)\" = 1 ]; do :; done; echo GONE $(cut -d' ' -f1 /proc/uptime)",
+    )?;
+    std::thread::sleep(Duration::from_secs(2));
+    let before = pair.a.sh("cut -d' ' -f1 /proc/uptime")?;
+    let asked = Instant::now();
+    pair.b.guest.session.kill()?;
+    let killed = asked.elapsed();
+    let line = match seen.wait_for("GONE ", 0, Duration::from_secs(30)) {
+        crate::transcript::Waited::Line(line, _) => line,
+        _ => bail!("guest a didn't see within 30 s that its neighbour was killed: {}", pair.a.sh("dmesg | tail -n 6")?),
+    };
+    let uptime = |text: &str| text.split_whitespace().last().and_then(|w| w.parse::<f64>().ok());
+    let (Some(from), Some(to)) = (uptime(&before), uptime(&line)) else {
+        bail!("the guest's clock can't be read: {before:?}, {line:?}")
+    };
+    traffic.signal(15)?;
+    traffic.wait(Duration::from_secs(90))?;
+    pair.b.guest.session.wait(Duration::from_secs(30))?;
+    pair.b = boot(pair.host, options, &pair.kernel, 2)?;
+    up(&pair.b)?;
+    pair.b.sh(&load(2))?;
+    pair.ping()?;
+    pair.transfer(Net::Mmnet, &pair.b, &pair.a)?;
+    Ok(json!({"seconds_until_seen_at_most": to - from, "seconds_to_kill": killed.as_secs_f64()}))
+}
+
+/// What the kernels said of trouble.
+fn quiet(pair: &Pair<'_>) -> Result<()> {
+    for m in [&pair.a, &pair.b] {
+        let log = m.sh("dmesg | grep -e 'BUG:' -e Oops -e WARNING -e 'Call Trace' -e 'blocked for more' -e 'refcount_t' || true")?;
+        let trouble = m.guest.trouble();
+        if !log.trim().is_empty() || !trouble.is_empty() {
+            let tail = m.sh("dmesg | tail -n 60")?;
+            bail!("the kernel of {} complains: {} {trouble:?}\n{tail}", m.name(), log.trim());
+        }
+    }
+    Ok(())
+}
+
+fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
+    let mut pair = Pair::start(lab, options)?;
+    pair.load()?;
+    let seconds = options.seconds.unwrap_or(8);
+    let count = options.count.map_or(2000, u64::from);
+    let (mut passed, mut failed) = (0_u32, 0_u32);
+    let mut parts = Map::new();
+    let mut part = |pair: &mut Pair<'_>, name: &str, what: &dyn Fn(&mut Pair<'_>) -> Found| -> Result<()> {
+        if !options.wants(name) {
+            return Ok(());
+        }
+        progress!("{name}");
+        let found = what(pair).and_then(|found| quiet(pair).map(|()| found));
+        match found {
+            Ok(found) => {
+                passed += 1;
+                progress!("{name}: passed {found}");
+                parts.insert(name.into(), found);
+            }
+            Err(error) => {
+                failed += 1;
+                report.check(false, format!("{name}: {error:#}"));
+                parts.insert(name.into(), json!({"error": format!("{error:#}")}));
+                // Without an answer there is no going on.
+                for m in [&pair.a, &pair.b] {
+                    let log = m.run("ethtool -S mm0; dmesg | tail -n 15", Duration::from_secs(60))?.stdout;
+                    progress!("guest {}:\n{log}", m.name());
+                }
+            }
+        }
+        Ok(())
+    };
+    part(&mut pair, "ping", &|p| p.ping().map(|()| json!({})))?;
+    part(&mut pair, "bulk", &|p| bulk(p))?;
+    part(&mut pair, "throughput", &|p| throughput(p, seconds))?;
+    part(&mut pair, "requests", &|p| requests(p, count))?;
+    part(&mut pair, "slow-reader", &|p| slow_reader(p))?;
+    part(&mut pair, "unbind", &|p| unbind(p))?;
+    part(&mut pair, "reload", &|p| reload(p))?;
+    // What runs under `part` has its own lifetime of the pair: the killed guest is replaced here.
+    if options.wants("kill") {
+        progress!("kill");
+        let found = kill(&mut pair, options);
+        part(&mut pair, "kill", &|_| match &found {
+            Ok(found) => Ok(found.clone()),
+            Err(error) => bail!("{error:#}"),
+        })?;
+    }
+    report.check(passed + failed > 0, "no part was run");
+    report.figure("passed", passed);
+    report.figure("failed", failed);
+    report.figure("kernel", pair.kernel.clone());
+    report.figure("parts", parts);
+    for m in [&pair.a, &pair.b] {
+        let _ = m.start("busybox poweroff -f")?.wait(Duration::from_secs(20));
+        m.guest.ended(Duration::from_secs(60))?;
+    }
+    if let Some(code) = pair.daemon.try_wait() {
+        bail!("The host daemon ended with status {code} while guests used it:\n{}", pair.daemon.err.tail(15));
+    }
+    pair.daemon.signal(15)?;
+    match pair.daemon.wait(Duration::from_secs(60))? {
+        Some(0) => Ok(()),
+        code => bail!("The host daemon ended with {code:?} at SIGTERM:\n{}", pair.daemon.err.tail(15)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn statistics_are_read() {
+        let got = parse_statistics("NIC statistics:\n     rx_frames: 12\n     tx_frames: 3\n");
+        assert_eq!((statistic(&got, "rx_frames").unwrap(), statistic(&got, "tx_frames").unwrap()), (12, 3));
+        assert!(statistic(&got, "rx_other").is_err());
+    }
+
+    #[test]
+    fn tools_are_read() {
+        assert_eq!(iperf_bytes(r#"{"end":{"sum_received":{"bytes":42}}}"#).unwrap(), 42);
+        assert!(iperf_bytes(r#"{"error":"unable to connect","end":{}}"#).is_err());
+        let text = "x\n{\"jobs\":[{\"write\":{\"total_ios\":1000,\"runtime\":50}}]}";
+        assert_eq!(fio_transactions(text).unwrap(), (1000, 50.0));
+        assert!(fio_transactions("{}").is_err());
+    }
+}
