@@ -2,8 +2,9 @@
 /*
  * Pipelines: whose memory a message may name besides its sender's own (devices/neighbour/src/views.rs).
  *
- * A VM may name what it may read itself: the registry tells each of a pair whom they have in common, and a third VM's address is
- * taken only when the third is one of these and its window is mapped here. The message keeps that window, too, until it is completed.
+ * A VM may name what it may read itself: the registry tells each of a pair whom they have in common, and a third VM's address
+ * is taken only when the third is one of these and its window is mapped here. The message keeps that window, too, until it is
+ * completed.
  */
 #include <linux/io.h>
 #include <linux/io-64-nonatomic-lo-hi.h>

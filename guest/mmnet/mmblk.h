@@ -60,7 +60,7 @@ ssize_t mmblk_show_counters(const struct mmblk_counters *counters, char *page);
 
 /* How many use something; it is freed after the last has gone, who doesn't touch it any more then. */
 struct mmblk_users {
-	spinlock_t lock;
+	spinlock_t lock;		/* count */
 	unsigned int count;
 	wait_queue_head_t idle;
 };
@@ -120,7 +120,7 @@ extern struct config_group mmblk_exports_group;
 void mmblk_devices_group_init(void);
 void mmblk_exports_group_init(void);
 
-/* Copies a name of at most MMBLK_NAME - 1 (limit) printable characters without a slash out of what was written to an attribute. */
+/* Copies a name, of less than limit printable characters without a slash, out of what was written to an attribute. */
 int mmblk_take_name(char *to, size_t limit, const char *from, size_t count);
 
 #endif

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * mmblk, server side: what is exported. Writes go to a block device straight from the window's pages: a bio names them, as it names
- * any page. Reads go into pages of this VM, which the client copies from; it can't be written from here.
+ * mmblk, server side: what is exported. Writes go to a block device straight from the window's pages: a bio names them, as it
+ * names any page. Reads go into pages of this VM, which the client copies from; it can't be written from here.
  *
  * A file is opened for direct I/O where its file system can do that, so that writes aren't copied there either.
  */
@@ -82,7 +82,8 @@ static void mmblk_limits_of_file(struct mmblk_export *export)
 		export->flags |= MMBLK_EXPORT_STABLE;
 	if (export->file->f_op->fallocate && !export->readonly) {
 		export->features |= MMBLK_FEAT_DISCARD | MMBLK_FEAT_ZEROES;
-		export->most_discard = export->most_zeroes = 1u << 30;
+		export->most_discard = 1u << 30;
+		export->most_zeroes = 1u << 30;
 		export->discard_granularity = PAGE_SIZE;
 	}
 }
@@ -111,7 +112,9 @@ int mmblk_backend_open(struct mmblk_export *export)
 	export->bdev = NULL;
 	export->flags = export->readonly ? MMBLK_EXPORT_READONLY : 0;
 	export->features = 0;
-	export->most_discard = export->discard_granularity = export->most_zeroes = 0;
+	export->most_discard = 0;
+	export->discard_granularity = 0;
+	export->most_zeroes = 0;
 	inode = file->f_mapping->host;
 	error = -EINVAL;
 	if (S_ISBLK(inode->i_mode)) {
@@ -267,8 +270,8 @@ static void mmblk_write_file(struct mmblk_req *req)
 }
 
 /*
- * Pages for a read. When memory is short, one read at a time takes them from the reserve, which is as large as the largest read: it
- * always gets on, as the client gives pages back without needing memory.
+ * Pages for a read. When memory is short, one read at a time takes them from the reserve, which is as large as the largest read:
+ * it always gets on, as the client gives pages back without needing memory.
  */
 static void mmblk_read_pages(struct mmblk_export *export, struct mmblk_read *read, u32 bytes)
 {
@@ -382,12 +385,12 @@ static int mmblk_discard(struct mmblk_req *req, bool zeroes)
 	bool keep = req->flags & MMBLK_F_NOUNMAP;
 	int error, mode;
 
-	if (export->bdev && zeroes)
+	if (export->bdev && !zeroes)
+		return blkdev_issue_discard(export->bdev, sector, count, GFP_NOIO);
+	if (export->bdev) {
 		error = blkdev_issue_zeroout(export->bdev, sector, count, GFP_NOIO,
 					     keep ? BLKDEV_ZERO_NOUNMAP : 0);
-	else if (export->bdev)
-		return blkdev_issue_discard(export->bdev, sector, count, GFP_NOIO);
-	else {
+	} else {
 		mode = zeroes && keep ? FALLOC_FL_ZERO_RANGE : FALLOC_FL_PUNCH_HOLE;
 		error = vfs_fallocate(export->file, mode | FALLOC_FL_KEEP_SIZE, req->offset, req->bytes);
 	}

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * mmblk, client side: the life of a device. A device seeks its server by the VM's name, asks for the export by its name, and is a
- * disk from the first time that it gets it until it is disabled, whatever becomes of the server meanwhile.
+ * mmblk, client side: the life of a device. A device seeks its server by the VM's name, asks for the export by its name, and
+ * is a disk from the first time that it gets it until it is disabled, whatever becomes of the server meanwhile.
  *
  * When the connection ends, requests wait for wait_ms and are sent again when the server is back; after that they fail, until it is
  * back. What a server had completed and not flushed may be lost with it, if the export says so: the next flush fails then.
@@ -15,8 +15,9 @@
 /* Between attempts to attach, when the server refuses. */
 #define MMBLK_SEEK_AGAIN	(HZ / 2)
 /* Sizes beyond that are a mistake. */
-#define MMBLK_MOST_DEVICE	(1ull << 60)
+#define MMBLK_MOST_DEVICE	BIT_ULL(60)
 
+/* Devices, peers, and the states of both; taken after the core's own. */
 DEFINE_MUTEX(mmblk_client_mutex);
 static LIST_HEAD(mmblk_cpeers);
 static LIST_HEAD(mmblk_devs);

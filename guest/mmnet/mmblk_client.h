@@ -6,11 +6,11 @@
 #include "mmblk.h"
 
 /*
- *	             ATTACHED                    connection or session ends
- *	SEEKING ───────────────▶ LIVE ─────────────────────────────────▶ SEEKING (requests wait)
- *	   │                      ▲                                         │ wait_ms
- *	   │ enable 0             └──────────────── ATTACHED ─────────── FAILED (requests fail)
- *	   ▼
+ *	              ATTACHED               connection or session ends
+ *	SEEKING -----------------> LIVE ------------------------------> SEEKING (requests wait)
+ *	   |                        ^                                      | wait_ms
+ *	   | enable 0               +------------- ATTACHED ----------- FAILED (requests fail)
+ *	   v
  *	 GOING
  */
 enum mmblk_state { MMBLK_SEEKING, MMBLK_LIVE, MMBLK_FAILED, MMBLK_GOING };
@@ -71,7 +71,7 @@ struct mmblk_dev {
 	atomic_t written, flushed;	/* completed writes; of those, the ones that are durable */
 	bool lost_writes;		/* the next flush says so */
 
-	spinlock_t answer_lock;
+	spinlock_t answer_lock;		/* what follows, to ended, and asking */
 	struct mmblk_attached answer;	/* the last one, as it came */
 	bool answered, ended;
 	struct work_struct answer_work;

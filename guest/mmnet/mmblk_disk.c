@@ -4,8 +4,6 @@
 
 #include "mmblk_client.h"
 
-#define MMBLK_HAS_LIMITS	(LINUX_VERSION_CODE >= KERNEL_VERSION(6, 11, 0))
-
 static struct mmblk_dev *mmblk_of(struct device *device)
 {
 	return dev_to_disk(device)->private_data;
@@ -95,7 +93,8 @@ static const struct block_device_operations mmblk_disk_ops = {
 	.owner = THIS_MODULE,
 };
 
-#if MMBLK_HAS_LIMITS
+/* Limits are given when the disk is made, from 6.11 on in full. */
+#if LINUX_VERSION_CODE >= KERNEL_VERSION(6, 11, 0)
 static struct gendisk *mmblk_disk_alloc(struct mmblk_dev *dev)
 {
 	const struct mmblk_terms *terms = &dev->terms;

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * mmblk: block devices between neighbours. A VM is a client (mmblk_client.c: /dev/mmblkN), a server (mmblk_server.c: exports of block
- * devices and files), or both; what is configured lies in configfs:
+ * mmblk: block devices between neighbours. A VM is a client (mmblk_client.c: /dev/mmblkN), a server (mmblk_server.c: exports of
+ * block devices and files), or both; what is configured lies in configfs:
  *
  *	/sys/kernel/config/mmblk/exports/NAME	path, readonly, clients, enable
  *	/sys/kernel/config/mmblk/devices/NAME	peer, export, queues, depth, wait_ms, timeout_ms, enable

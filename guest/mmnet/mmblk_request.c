@@ -2,11 +2,11 @@
 /*
  * mmblk, client side: requests.
  *
- *	write	COMMAND {structure, the request's own pages} ─▶ ; ◀─ it comes back when the server has written
- *	read	COMMAND {structure} ─▶ ; ◀─ DATA {structure, pages of the server}, copied here ; ◀─ the COMMAND comes back
+ *	write	COMMAND {structure, the request's own pages} -> ; <- it comes back when the server has written
+ *	read	COMMAND {structure} -> ; <- DATA {structure, pages of the server}, copied here ; <- the COMMAND comes back
  *
- * Which of DATA and COMMAND is seen first is open, so a read is done when it has both. sent(), receive() and dead() come one at a time
- * for a neighbour: a request is never ended while its data is being copied.
+ * Which of DATA and COMMAND is seen first is open, so a read is done when it has both. sent(), receive() and dead() come one at
+ * a time for a neighbour: a request is never ended while its data is being copied.
  */
 #include <linux/highmem.h>
 #include <linux/module.h>
@@ -114,7 +114,8 @@ static int mmblk_send(struct mmblk_dev *dev, struct request *rq)
 	pdu->left = req_op(rq) == REQ_OP_READ ? blk_rq_bytes(rq) : 0;
 	pdu->waits = false;
 	pdu->out = true;
-	pdu->command.tag = cpu_to_le64((u64)++pdu->generation << 32 | blk_mq_unique_tag(rq));
+	pdu->generation++;
+	pdu->command.tag = cpu_to_le64((u64)pdu->generation << 32 | blk_mq_unique_tag(rq));
 	error = neigh_post(dev->neigh, &mmblk_client_user, parts, count,
 			   NEIGH_KIND(NEIGH_PROTO_BLK_REQUEST, MMBLK_COMMAND), dev->terms.session, &pdu->post);
 	if (error) {

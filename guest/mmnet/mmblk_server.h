@@ -16,7 +16,7 @@
 /* A block device or file that is served. The configuration (under lock) can change only while it isn't. */
 struct mmblk_export {
 	struct config_group group;
-	struct mutex lock;
+	struct mutex lock;		/* the configuration */
 	char path[256];
 	char clients[512];		/* names, with a space before and behind each */
 	bool readonly;
@@ -34,7 +34,7 @@ struct mmblk_export {
 	u32 most_discard, discard_granularity, most_zeroes;
 	mempool_t *contexts;		/* struct mmblk_read */
 	mempool_t *pages;		/* the reserve, for one read at a time */
-	struct mutex reserve;
+	struct mutex reserve;		/* held by the read that takes pages from there */
 	struct list_head sessions;	/* under the server's mutex */
 	struct mmblk_users users;	/* sessions, to their last command */
 	struct mmblk_counters counters;
@@ -114,11 +114,17 @@ extern struct list_head mmblk_exports;
 void mmblk_session_put(struct mmblk_session *session);
 /* Ends all sessions of an export that is in the list no more, and waits for their last commands. */
 void mmblk_sessions_end(struct mmblk_export *export);
+
+/* mmblk_command.c */
+/* 0: it is on its way, and completes the message; else the status to complete it with. */
+u32 mmblk_receive_command(struct mmblk_speer *peer, const struct neigh_msg *msg);
+/* Sends data that waits for room; when the connection is over, it isn't sent, and waits no more. */
+void mmblk_send_waiting(struct mmblk_speer *peer);
 /* The command is done: answers, with its data if it has read some. Any context. */
 void mmblk_answer(struct mmblk_req *req, u32 status);
-void mmblk_read_put(struct mmblk_read *read);
 
 /* mmblk_backend.c */
+void mmblk_read_put(struct mmblk_read *read);
 int mmblk_backend_open(struct mmblk_export *export);
 void mmblk_backend_close(struct mmblk_export *export);
 /* Serves a command. Process context; mmblk_answer() is called once, now or later. */

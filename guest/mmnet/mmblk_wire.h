@@ -22,7 +22,7 @@
 #define MMBLK_NAME	64
 #define MMBLK_MOST_QUEUES 64
 #define MMBLK_MOST_DEPTH 1024
-#define MMBLK_MOST_BYTES (1u << 20)
+#define MMBLK_MOST_BYTES 0x100000u
 
 /* NEIGH_PROTO_BLK_REQUEST: client to server. */
 #define MMBLK_ATTACH	1	/* struct mmblk_attach; note: the client's number for the device */
