@@ -154,9 +154,15 @@ int mmblk_backend_open(struct mmblk_export *export)
 	export->pages = mempool_create_page_pool(MMBLK_CHUNKS, 0);
 	if (!export->pages)
 		goto no_pages;
+	export->wq = alloc_workqueue("mmblk-%s", WQ_MEM_RECLAIM | WQ_HIGHPRI | WQ_UNBOUND, 0,
+				     config_item_name(&export->group.cg_item));
+	if (!export->wq)
+		goto no_wq;
 	uuid_gen(&export->instance);
 	return 0;
 
+no_wq:
+	mempool_destroy(export->pages);
 no_pages:
 	mempool_destroy(export->contexts);
 close:
@@ -167,6 +173,7 @@ close:
 
 void mmblk_backend_close(struct mmblk_export *export)
 {
+	destroy_workqueue(export->wq);
 	mempool_destroy(export->pages);
 	mempool_destroy(export->contexts);
 	if (!export->readonly)

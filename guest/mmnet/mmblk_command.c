@@ -119,7 +119,7 @@ u32 mmblk_receive_command(struct mmblk_speer *peer, const struct neigh_msg *msg)
 		if (neigh_slot_of(peer->neigh, req->parts[i].address) != neigh_slot(peer->neigh))
 			req->foreign += req->parts[i].length;
 	INIT_WORK(&req->work, mmblk_command_work);
-	queue_work(mmblk_wq, &req->work);
+	queue_work(session->export->wq, &req->work);
 	return MMBLK_OK;
 
 refuse:

@@ -32,6 +32,10 @@ struct mmblk_export {
 	u32 flags;
 	u32 logical_block, physical_block, io_min, io_opt;
 	u32 most_discard, discard_granularity, most_zeroes;
+	/*
+	 * Commands. Of its own: what is exported may be another server's, and its commands wait then for works that bring it back.
+	 */
+	struct workqueue_struct *wq;
 	mempool_t *contexts;		/* struct mmblk_read */
 	mempool_t *pages;		/* the reserve, for one read at a time */
 	struct mutex reserve;		/* held by the read that takes pages from there */

@@ -22,8 +22,7 @@ pub(crate) fn root(apt: &Apt, root: &Path, release: &str, packages: &[&str], sou
     let abi = release.trim_end_matches("-amd64");
     let series: Vec<&str> = release.split(['.', '-']).take(2).collect();
     let [major, minor] = series[..] else { bail!("The kernel release {release:?} has no series") };
-    let fetch =
-        |name: &str| -> Result<PathBuf> { apt.download(name, Some(&version)).with_context(gone) };
+    let fetch = |name: &str| -> Result<PathBuf> { apt.download(name, Some(&version)).with_context(gone) };
     apt::unpack_one(&headers, root, &[])?;
     apt::unpack_one(&fetch(&format!("linux-headers-{abi}-common"))?, root, &[])?;
     // Named by the series in Debian 12, and by the release in its backports.

@@ -100,7 +100,9 @@ impl Fake {
         let (message, fds) = self.socket.wait::<FromDaemon>(PATIENCE).unwrap();
         let FromDaemon::Connect { slot, epoch, .. } = message else { panic!("{message:?}") };
         let [ram, segment, signal] = <[OwnedFd; 3]>::try_from(fds).unwrap();
-        let FromDaemon::Common { slot: same, slots } = self.next() else { panic!("whom they have in common") };
+        let FromDaemon::Common { slot: same, slots } = self.next() else {
+            panic!("whom they have in common")
+        };
         assert_eq!(same, slot);
         ((slot, epoch, ram.into(), segment.into(), signal), slots)
     }
@@ -226,10 +228,13 @@ fn a_pair_is_told_whom_it_has_in_common() {
     assert!(matches!((&first, &second), (FromDaemon::Connect { .. }, FromDaemon::Connect { .. })));
     let mut told: Vec<FromDaemon> = (0..2).map(|_| disks.next()).collect();
     told.sort_by_key(|message| matches!(message, FromDaemon::Common { slot, .. } if *slot == slot_raid));
-    assert_eq!(told, [
-        FromDaemon::Common { slot: slot_files, slots: 1 << slot_raid },
-        FromDaemon::Common { slot: slot_raid, slots: 1 << slot_files },
-    ]);
+    assert_eq!(
+        told,
+        [
+            FromDaemon::Common { slot: slot_files, slots: 1 << slot_raid },
+            FromDaemon::Common { slot: slot_raid, slots: 1 << slot_files },
+        ]
+    );
     // Those who were connected before learn of the newcomer.
     let news = (0..3).map(|_| files.next()).collect::<Vec<_>>();
     assert!(news.contains(&FromDaemon::Common { slot: slot_raid, slots: 1 << slot_disks }), "{news:?}");

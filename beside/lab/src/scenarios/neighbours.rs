@@ -76,9 +76,9 @@ impl Runs for Member<'_> {
     }
 
     fn run(&self, script: &str, timeout: Duration) -> Result<Output> {
-        self.host
-            .run(&self.command(script), timeout)
-            .with_context(|| format!("Guest {}: {:?}", self.name(), script.lines().next().unwrap_or_default()))
+        self.host.run(&self.command(script), timeout).with_context(|| {
+            format!("Guest {}: {:?}", self.name(), script.lines().next().unwrap_or_default())
+        })
     }
 }
 
@@ -316,16 +316,14 @@ fn requests(pair: &Pair<'_>, count: u64) -> Found {
         let client = fio(&format!("--rw=write --hostname={}", net.address(2)));
         let before = pair.exits()?;
         let server = fio("--rw=read --listen");
-        let (_, client) =
-            rdma::both((&pair.b, &pair.a), &server, true, &listens(8888), &client, PATIENCE)?;
+        let (_, client) = rdma::both((&pair.b, &pair.a), &server, true, &listens(8888), &client, PATIENCE)?;
         let exits = pair.exits()? - before;
         let (done, micros) = fio_transactions(&client.stdout)
             .with_context(|| format!("fio ended with {}: {}", client.code, client.stderr))?;
         if done < count {
             bail!("{done} of {count} transactions over {} were done", net.name());
         }
-        let line =
-            json!({"transactions": done, "exits": exits, "exits_per_transaction": exits as f64 / done as f64, "microseconds": micros});
+        let line = json!({"transactions": done, "exits": exits, "exits_per_transaction": exits as f64 / done as f64, "microseconds": micros});
         progress!("  {}: {line}", net.name());
         found.insert(net.name().into(), line);
     }
@@ -379,7 +377,8 @@ fn slow_reader(pair: &Pair<'_>) -> Found {
 /// The modules go, under traffic, and come back; on either side.
 fn reload(pair: &Pair<'_>) -> Found {
     for (of, other) in [(&pair.b, &pair.a), (&pair.a, &pair.b)] {
-        let traffic = other.start(&format!("exec ping -q -i 0.01 -s 30000 -w 20 {}", Net::Mmnet.address(of.number)))?;
+        let traffic =
+            other.start(&format!("exec ping -q -i 0.01 -s 30000 -w 20 {}", Net::Mmnet.address(of.number)))?;
         std::thread::sleep(Duration::from_secs(1));
         of.sh(UNLOAD)?;
         other.sh("i=0; until [ \"$(cat /sys/class/net/mm0/carrier)\" = 0 ]; do i=$((i+1)); [ $i -gt 100 ] && exit 1; sleep 0.1; done")?;
@@ -416,7 +415,10 @@ fn kill<'a>(pair: &mut Pair<'a>, options: &Options) -> Found {
     let killed = asked.elapsed();
     let line = match seen.wait_for("GONE ", 0, Duration::from_secs(30)) {
         crate::transcript::Waited::Line(line, _) => line,
-        _ => bail!("guest a didn't see within 30 s that its neighbour was killed: {}", pair.a.sh("dmesg | tail -n 6")?),
+        _ => bail!(
+            "guest a didn't see within 30 s that its neighbour was killed: {}",
+            pair.a.sh("dmesg | tail -n 6")?
+        ),
     };
     let uptime = |text: &str| text.split_whitespace().last().and_then(|w| w.parse::<f64>().ok());
     let (Some(from), Some(to)) = (uptime(&before), uptime(&line)) else {

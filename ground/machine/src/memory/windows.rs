@@ -10,7 +10,9 @@ use rustix::io::fcntl_dupfd_cloexec;
 use vm_memory::mmap::{MmapRegionBuilder, MmapRegionError, NewBitmap};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion, GuestRegionMmap};
 
-use super::{Address, AtomicBitmap, FileOffset, GuestAddress, GuestAddressSpace, GuestMemory, GuestMemorySpace};
+use super::{
+    Address, AtomicBitmap, FileOffset, GuestAddress, GuestAddressSpace, GuestMemory, GuestMemorySpace,
+};
 
 /// A window can't be shown to devices.
 #[derive(Debug, thiserror::Error)]
@@ -108,7 +110,8 @@ mod tests {
     const WINDOW: u64 = 1 << 39;
 
     fn space() -> GuestMemorySpace {
-        let ranges = [(GuestAddress(0), 0x2000), (GuestAddress(0x2000), 0x1000), (GuestAddress(0x10000), 0x1000)];
+        let ranges =
+            [(GuestAddress(0), 0x2000), (GuestAddress(0x2000), 0x1000), (GuestAddress(0x10000), 0x1000)];
         GuestMemorySpace::new(GuestMemory::from_ranges(&ranges).unwrap())
     }
 
@@ -128,7 +131,10 @@ mod tests {
         assert!(!is_writable(&busy, WINDOW, 8) && !is_writable(&busy, WINDOW + PAGE, PAGE));
 
         assert!(show_window(&space, WINDOW, fd.as_fd(), 0, PAGE).is_err(), "something is there");
-        assert!(show_window(&space, WINDOW + (1 << 30), fd.as_fd(), PAGE, 3 * PAGE).is_err(), "its file is shorter");
+        assert!(
+            show_window(&space, WINDOW + (1 << 30), fd.as_fd(), PAGE, 3 * PAGE).is_err(),
+            "its file is shorter"
+        );
         assert!(take_window(&space, WINDOW, PAGE).is_err());
         take_window(&space, WINDOW, 2 * PAGE).unwrap();
         assert!(!space.memory().check_range(GuestAddress(WINDOW), 1));
