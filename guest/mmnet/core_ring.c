@@ -114,13 +114,17 @@ static bool arm(struct neigh_link *link)
 	return !anything(link);
 }
 
-/* Looks a little longer where that has paid off; true when something came. */
+/* Whether looking a little longer has paid off lately. */
+static bool spins(const struct neigh *nb)
+{
+	return nb->spin_ns && num_online_cpus() > 1;
+}
+
+/* Looks a little longer; true when something came. */
 static bool spin(struct neigh *nb, struct neigh_link *link)
 {
 	u64 start;
 
-	if (!nb->spin_ns || num_online_cpus() == 1)
-		return false;
 	nb->spins++;
 	start = ktime_get_ns();
 	while (ktime_get_ns() - start < nb->spin_ns) {
@@ -190,12 +194,13 @@ again:
 		rcu_read_unlock();
 		return min(got, budget - 1);
 	}
-	if (got >= budget || came == 256 || ++rounds > 8) {
+	/* Once more. What was received goes up the stack first, before it is looked for more. */
+	if (got >= budget || came == 256 || ++rounds > 8 || (got && spins(nb))) {
 		rcu_read_unlock();
 		return budget;
 	}
 	/* A signal that comes between arm() and the end schedules the poll anew. */
-	if (spin(nb, link) || !arm(link))
+	if ((spins(nb) && spin(nb, link)) || !arm(link))
 		goto again;
 	nb->slept_at = ktime_get_ns();
 	napi_complete_done(napi, got);

@@ -110,6 +110,9 @@ pub struct HostArgs {
     /// Run without seccomp, Landlock and dropped capabilities
     #[arg(long)]
     pub no_sandbox: bool,
+    /// Neighbours that show no sign of life for this long are taken for dead, milliseconds; more on hosts whose VMs often stand still
+    #[arg(long, value_name = "MS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(300..=60_000))]
+    pub neighbour_patience: u64,
     /// Bind the thread that does the RDMA work to this CPU
     #[arg(long, value_name = "CPU")]
     pub engine_cpu: Option<usize>,

@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 
-use neighbour::heartbeat::Heartbeat;
+pub use neighbour::heartbeat::Heartbeat;
 use neighbour::layout::Layout;
 use neighbour::window::Geometry;
 use rustix::event::{EventfdFlags, eventfd};

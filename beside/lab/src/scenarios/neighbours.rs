@@ -32,6 +32,8 @@ pub const SCENARIO: Scenario = Scenario {
 
 /// RAM of each guest in MiB.
 const MEMORY_MIB: u32 = 640;
+/// How long a guest of an emulated host may stand still: one thread plays all CPUs of the host, and many wait for it.
+const PATIENCE_MS: u64 = 10_000;
 const BOOT: Duration = Duration::from_secs(240);
 const PATIENCE: Duration = Duration::from_secs(240);
 /// MiB of each transfer whose checksum is taken.
@@ -184,7 +186,7 @@ impl<'a> Pair<'a> {
         lab.install_causeway()?;
         let host = lab.host(0)?;
         host.sh("ip link add br0 type bridge; ip link set br0 up; mkdir -p /run/causeway")?;
-        let daemon = rdma::start_daemon(host, "")?;
+        let daemon = rdma::start_daemon(host, &format!("--neighbour-patience {PATIENCE_MS}"))?;
         let kernel = options.kernels.first().map_or(recipe::NEIGHBOUR_KERNELS[0], String::as_str).to_owned();
         let a = boot(host, options, &kernel, 1)?;
         let b = boot(host, options, &kernel, 2)?;

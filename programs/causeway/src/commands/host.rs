@@ -1,9 +1,11 @@
 //! `causeway host`.
 
+use std::time::Duration;
+
 use anyhow::Context as _;
 use host::access::Access;
 use host::engine::EngineSetup;
-use host::neighbours::NeighboursConfig;
+use host::neighbours::{Heartbeat, NeighboursConfig};
 use host::{Daemon, DaemonConfig, FabricConfig};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -24,7 +26,13 @@ pub fn host(args: &HostArgs, json: bool) -> anyhow::Result<()> {
             fabric: args.directory.clone().zip(args.fabric_address).map(|(directory, address)| {
                 FabricConfig { directory, address, cluster_key: args.cluster_key.clone(), verbs: args.verbs }
             }),
-            neighbours: NeighboursConfig::default(),
+            neighbours: NeighboursConfig {
+                heartbeat: Heartbeat {
+                    patience: Duration::from_millis(args.neighbour_patience),
+                    ..Heartbeat::DEFAULT
+                },
+                ..NeighboursConfig::default()
+            },
             engine: EngineSetup { cpu: args.engine_cpu, ..EngineSetup::default() },
         };
     let daemon = Daemon::start(&config)?;
