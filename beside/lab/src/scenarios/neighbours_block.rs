@@ -38,6 +38,9 @@ pub const SCENARIO: Scenario = Scenario {
 const MEMORY_MIB: u32 = 448;
 const BOOT: Duration = Duration::from_secs(300);
 const PATIENCE: Duration = Duration::from_secs(300);
+/// What the daemon waits for a guest's count: an emulated host beside other work may stand still for seconds. A monitor that is killed is
+/// noticed at once all the same.
+const PATIENCE_MS: u32 = 20_000;
 /// Size of each disk in MiB.
 const DISK_MIB: u64 = 96;
 /// The guests.
@@ -182,7 +185,7 @@ impl<'a> Trio<'a> {
         host.sh(&format!(
             "mkdir -p /run/causeway /disks; mke2fs -q -F /dev/vdc; mount /dev/vdc /disks; truncate -s {DISK_MIB}M /disks/d0.raw /disks/d1.raw /disks/v.raw"
         ))?;
-        let daemon = rdma::start_daemon(host, "")?;
+        let daemon = rdma::start_daemon(host, &format!("--neighbour-patience {PATIENCE_MS}"))?;
         let kernel = options.kernels.first().map_or(recipe::NEIGHBOUR_KERNELS[0], String::as_str).to_owned();
         let disks = boot(host, options, &kernel, 0)?;
         let raid = boot(host, options, &kernel, 1)?;
