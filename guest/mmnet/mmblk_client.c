@@ -514,7 +514,7 @@ static const struct neigh_user_ops mmblk_client_ops = {
 struct neigh_user mmblk_client_user = {
 	.name = "mmblk-client",
 	.protocol = NEIGH_PROTO_BLK_REPLY,
-	.share = 6,
+	.share = 4,
 	.ops = &mmblk_client_ops,
 	.owner = THIS_MODULE,
 };

@@ -418,7 +418,7 @@ static const struct neigh_user_ops mmblk_server_ops = {
 struct neigh_user mmblk_server_user = {
 	.name = "mmblk-server",
 	.protocol = NEIGH_PROTO_BLK_REQUEST,
-	.share = 6,
+	.share = 4,
 	.ops = &mmblk_server_ops,
 	.owner = THIS_MODULE,
 };
