@@ -131,6 +131,7 @@ struct neigh {
 	struct delayed_work retry_release;
 
 	struct neigh_link __rcu *link;
+	u64 common;			/* slots of those whom this VM and it both may read */
 	spinlock_t tx_lock;		/* irqs off */
 	struct neigh_link *sending;	/* the link when it is live; under tx_lock */
 	u64 own_start;
@@ -186,6 +187,10 @@ int neigh_window_map(struct neigh_link *link);
 void neigh_window_unmap(struct neigh_link *link);
 bool neigh_window_idle(struct neigh_link *link);
 bool neigh_window_has(const struct neigh_link *link, u64 address, u32 length);
+
+/* core_third.c */
+void neigh_read_common(struct neigh *nb);
+bool neigh_in_common(const struct neigh *nb, u32 slot);
 
 /* core_ring.c */
 int neigh_rings_make(struct neigh_link *link, u32 own, u32 peer);

@@ -329,6 +329,7 @@ void neigh_look(struct neigh *nb)
 	if (violation && link)
 		neigh_end(nb, violation);
 
+	neigh_read_common(nb);
 	epoch = readl(block(nb) + CW_NB_PEER_EPOCH);
 	state = readl(block(nb) + CW_NB_PEER_STATE);
 	if (link && (nb->state == NEIGH_OFFERED || nb->state == NEIGH_LIVE)) {

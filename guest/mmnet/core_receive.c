@@ -29,7 +29,7 @@ static int find_window(struct neigh *nb, struct neigh_link *link, struct neigh_r
 	if (slot >= dev->slots || slot == nb->slot)
 		return -EPROTO;
 	/* Passed on back to where it came from: there is no window of the own memory. */
-	if (slot == dev->own)
+	if (slot == dev->own || !neigh_in_common(nb, slot))
 		return -ENXIO;
 	for (i = 0; i < NEIGH_MOST_OTHERS; i++) {
 		if (rx->others[i]) {
@@ -40,7 +40,8 @@ static int find_window(struct neigh *nb, struct neigh_link *link, struct neigh_r
 		if (!dev->neighs[slot])
 			return -ENXIO;
 		other = rcu_dereference(dev->neighs[slot]->link);
-		if (!other || !neigh_window_has(other, part->address, part->length) ||
+		/* One that is over may still be mapped, but is not named anew. */
+		if (!other || !READ_ONCE(other->open) || !neigh_window_has(other, part->address, part->length) ||
 		    !refcount_inc_not_zero(&other->users))
 			return -ENXIO;
 		rx->others[i] = other;

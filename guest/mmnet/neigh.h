@@ -177,6 +177,15 @@ bool neigh_copy_from(const struct neigh_msg *msg, u64 offset, void *to, u32 leng
  */
 int neigh_frags(const struct neigh_msg *msg, u64 offset, struct sk_buff *skb);
 
+/*
+ * Ends the present link, as a violation of the rules does: for a user whose peer doesn't answer. why: a constant string. Any context;
+ * dead() comes later, from another.
+ */
+void neigh_give_up(struct neigh *neigh, const char *why);
+
+/* The slot in whose window a global address lies; all ones when it is in none. */
+u32 neigh_slot_of(const struct neigh *neigh, u64 address);
+
 /* About a neighbour. The name is the VM's, up to 32 bytes; it may change with the next link. */
 void *neigh_priv(struct neigh *neigh, const struct neigh_user *user);
 u32 neigh_slot(const struct neigh *neigh);

@@ -18,7 +18,9 @@ use machine::exits::RangeNames;
 use machine::interrupt::{InterruptController, MsiRoute};
 use machine::irqchip::{IrqchipOptions, KernelIrqchip};
 use machine::kvm::Host;
-use machine::memory::{GuestRam, RamLayout, RamOptions, Readers};
+use machine::memory::{
+    Bytes, GuestAddress, GuestAddressSpace, GuestRam, RamLayout, RamOptions, Readers, is_writable,
+};
 use machine::vm::Vm;
 use monitor::description::{Neighbour, NeighbourPeer};
 use monitor::neighbour::{NeighbourFunction, OpenedNeighbour};
@@ -249,6 +251,16 @@ fn two_vms_see_each_other_and_a_third_sees_nothing() {
         let got = rustix::io::read(route.eventfd().unwrap(), &mut count);
         assert_eq!(got.is_ok(), vector == slot_a + 1, "vector {vector}");
     }
+
+    // A device of a's may read b's memory where a's guest sees it, and nothing may be written there.
+    b.ram.memory().memory().write_obj(0x6e65_6967_6862_6f72_u64, GuestAddress(0x3000)).unwrap();
+    let seen = a.ram.memory().memory();
+    assert_eq!(
+        seen.read_obj::<u64>(GuestAddress(Machine::window(slot_b) + 0x3000)).unwrap(),
+        0x6e65_6967_6862_6f72
+    );
+    assert!(is_writable(&seen, 0x3000, 8) && !is_writable(&seen, Machine::window(slot_b) + 0x3000, 8));
+    drop(seen);
 
     a.memory.write(Machine::window(slot_b) + 64, &[1, 2, 3, 4]);
     assert_eq!((a.function.discarded(), a.read(reg::DISCARDED)), (1, 1));

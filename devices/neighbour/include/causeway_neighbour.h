@@ -40,6 +40,8 @@ typedef uint64_t __le64;
 #define CW_NB_DISCARDED 0x38ULL
 #define CW_NB_DOORBELLS 0x3000ULL
 #define CW_NB_DOORBELL_STRIDE 0x8ULL
+#define CW_NB_COMMON 0x2400ULL
+#define CW_NB_COMMON_STRIDE 0x8ULL
 #define CW_NB_PEERS 0x400ULL
 #define CW_NB_PEER_STRIDE 0x80ULL
 
@@ -80,6 +82,7 @@ typedef uint64_t __le64;
 #define CW_NB_FLAG_MORE 0x1ULL
 #define CW_NB_FLAG_INLINE 0x2ULL
 #define CW_NB_MOST_INLINE 0x50ULL
+#define CW_NB_STATUS_UNREACHABLE 0xffff0003ULL
 
 struct cw_nb_header {
 	__le64 magic;

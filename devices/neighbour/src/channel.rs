@@ -37,6 +37,7 @@ use crate::layout::{
     FEATURE_INLINE, FLAG_INLINE, FLAG_MORE, Layout, LayoutError, MOST_INLINE, MOST_PARTS, Side, halves,
 };
 use crate::ring::{Consumer, Producer};
+use crate::views::{Names, Owner};
 use crate::window::Window;
 use crate::words::Words;
 
@@ -67,7 +68,8 @@ const fn inline_entries(length: usize) -> usize {
     1 + length.saturating_sub(8).div_ceil(8 * INLINE_EACH)
 }
 
-/// A received message: every part lies in the sender's window.
+/// A received message: every part lies in the sender's window, or in that of a third whom the sender may name
+/// ([`crate::views`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Message {
     /// For [`Receiver::complete`].
@@ -80,6 +82,8 @@ pub struct Message {
     count: usize,
     data: [u8; MOST_INLINE],
     length: usize,
+    owners: u64,
+    unreachable: bool,
 }
 
 impl Default for Message {
@@ -92,12 +96,14 @@ impl Default for Message {
             count: 0,
             data: [0; MOST_INLINE],
             length: 0,
+            owners: 0,
+            unreachable: false,
         }
     }
 }
 
 impl Message {
-    /// Its parts, at least one; none when it is inline.
+    /// Its parts, at least one; none when it is inline or [`Message::unreachable`].
     #[must_use]
     pub fn parts(&self) -> &[Part] {
         self.parts.get(..self.count).unwrap_or_default()
@@ -108,6 +114,19 @@ impl Message {
     #[inline]
     pub fn data(&self) -> &[u8] {
         self.data.get(..self.length).unwrap_or_default()
+    }
+
+    /// Whose memory its parts lie in: a bit per slot.
+    #[must_use]
+    pub const fn owners(&self) -> u64 {
+        self.owners
+    }
+
+    /// Some part lies in the window of a third that isn't mapped here: it is to be completed with
+    /// [`crate::views::STATUS_UNREACHABLE`].
+    #[must_use]
+    pub const fn unreachable(&self) -> bool {
+        self.unreachable
     }
 }
 
@@ -201,12 +220,29 @@ impl<T: AsRef<[u32]> + AsMut<[u32]>> Sender<T> {
         kind: u16,
         note: u32,
     ) -> Result<u32, PostError> {
+        let own = self.own;
+        self.post_by(words, &own, parts, kind, note)
+    }
+
+    /// The same along a pipeline: `names` says what may be named ([`crate::views::Views::to`]).
+    ///
+    /// # Errors
+    /// As [`Sender::post`].
+    #[inline]
+    pub fn post_by(
+        &mut self,
+        words: &(impl Words + ?Sized),
+        names: &impl Names,
+        parts: &[Part],
+        kind: u16,
+        note: u32,
+    ) -> Result<u32, PostError> {
         let bad = PostError::Parts { count: parts.len() };
         let count = u32::try_from(parts.len()).map_err(|_| bad)?;
         if count == 0 || parts.len() > MOST_PARTS || count > self.entries {
             return Err(bad);
         }
-        if let Some(part) = parts.iter().find(|part| self.own.local(part.address, part.length).is_none()) {
+        if let Some(part) = parts.iter().find(|part| !matches!(names.owner(**part), Owner::Slot(_))) {
             return Err(PostError::Outside(*part));
         }
         let id = self.reserve(words, count)?;
@@ -389,6 +425,22 @@ impl Receiver {
         words: &(impl Words + ?Sized),
         message: &mut Message,
     ) -> Result<bool, Violation> {
+        let theirs = self.theirs;
+        self.receive_by(words, &theirs, message)
+    }
+
+    /// The same along a pipeline: `names` says what the sender may name. Use [`crate::views::Views::receive`], which also holds
+    /// what is named.
+    ///
+    /// # Errors
+    /// As [`Receiver::receive`].
+    #[inline]
+    pub fn receive_by(
+        &mut self,
+        words: &(impl Words + ?Sized),
+        names: &impl Names,
+        message: &mut Message,
+    ) -> Result<bool, Violation> {
         let Some(first) = self.messages.peek(words, 0) else {
             // Before it is waited: the sender may need the room.
             self.tell(words);
@@ -407,6 +459,7 @@ impl Receiver {
         }
         let mut entry = first;
         let mut count = 0_u32;
+        let (mut owners, mut unreachable) = (0_u64, false);
         loop {
             let (length, above) = halves(entry[1]);
             #[expect(clippy::cast_possible_truncation, reason = "the low half of 32 bits")]
@@ -418,8 +471,10 @@ impl Receiver {
             if halves(entry[2]).0 != id {
                 return Err(Violation::Id(halves(entry[2]).0));
             }
-            if self.theirs.local(part.address, part.length).is_none() {
-                return Err(Violation::Outside(part));
+            match names.owner(part) {
+                Owner::Slot(slot) => owners |= 1_u64.checked_shl(slot).unwrap_or(0),
+                Owner::Unreachable => unreachable = true,
+                Owner::Nobody => return Err(Violation::Outside(part)),
             }
             let Some(place) = message.parts.get_mut(count as usize) else { return Err(Violation::TooLong) };
             *place = part;
@@ -433,7 +488,9 @@ impl Receiver {
             // The first became valid last.
             entry = self.messages.peek(words, count).ok_or(Violation::Torn)?;
         }
-        message.count = count as usize;
+        message.count = if unreachable { 0 } else { count as usize };
+        message.owners = if unreachable { 0 } else { owners };
+        message.unreachable = unreachable;
         message.length = 0;
         self.took(words, count);
         Ok(true)
@@ -466,6 +523,8 @@ impl Receiver {
             data.into_iter().for_each(&mut put);
         }
         message.count = 0;
+        message.owners = 0;
+        message.unreachable = false;
         message.length = bytes;
         Ok(count)
     }

@@ -40,6 +40,8 @@ pub struct Device {
     own: Option<u32>,
     driver: bool,
     peers: Vec<Option<Peer>>,
+    /// By slot: whom that peer and this VM have in common.
+    common: Vec<u64>,
     changed: u64,
     discarded: u64,
 }
@@ -49,7 +51,18 @@ impl Device {
     #[must_use]
     pub fn new(geometry: Geometry, layout: Layout, heartbeat_ms: u32) -> Self {
         let peers = (0..geometry.slots()).map(|_| None).collect();
-        Self { geometry, layout, heartbeat_ms, own: None, driver: false, peers, changed: 0, discarded: 0 }
+        let common = (0..geometry.slots()).map(|_| 0).collect();
+        Self {
+            geometry,
+            layout,
+            heartbeat_ms,
+            own: None,
+            driver: false,
+            peers,
+            common,
+            changed: 0,
+            discarded: 0,
+        }
     }
 
     /// Where windows lie.
@@ -105,6 +118,16 @@ impl Device {
         *place = Some(Peer { epoch, window, name, gone: None });
         self.changed |= 1_u64.checked_shl(slot).unwrap_or(0);
         true
+    }
+
+    /// The registry says whom this VM and the one in `slot` have in common. False when it is no news.
+    pub fn common(&mut self, slot: u32, slots: u64) -> bool {
+        let place = usize::try_from(slot).ok().and_then(|slot| self.common.get_mut(slot));
+        let news = place.is_some_and(|place| core::mem::replace(place, slots) != slots);
+        if news {
+            self.changed |= 1_u64.checked_shl(slot).unwrap_or(0);
+        }
+        news
     }
 
     /// The connection of `slot` is over, if it is the one of this epoch.
@@ -219,6 +242,11 @@ impl Device {
             }
             reg::DISCARDED => low(self.discarded),
             0x3c => high(self.discarded),
+            reg::COMMON..reg::DOORBELLS => {
+                let slot = usize::try_from((offset - reg::COMMON) / reg::COMMON_STRIDE).unwrap_or(usize::MAX);
+                let slots = self.common.get(slot).copied().unwrap_or(0);
+                if offset.is_multiple_of(8) { low(slots) } else { high(slots) }
+            }
             _ => self.peer_word(offset),
         }
     }
@@ -333,6 +361,20 @@ mod tests {
         assert_eq!(effect, Some(Effect::Release { slot: 3, epoch: 9 }));
         device.forget(3, 9);
         assert_eq!(read(&mut device, block + reg::PEER_STATE), reg::PEER_NONE);
+    }
+
+    #[test]
+    fn a_driver_learns_whom_it_and_a_peer_have_in_common() {
+        let mut device = device();
+        let all = 1 << 63 | 0b10010;
+        assert!(device.common(3, all) && !device.common(3, all) && !device.common(5, all));
+        assert_eq!(read64(&mut device, reg::CHANGED), 8);
+        assert_eq!(read64(&mut device, reg::COMMON + 3 * reg::COMMON_STRIDE), all);
+        assert_eq!(read(&mut device, reg::COMMON + 3 * reg::COMMON_STRIDE + 4), 1 << 31);
+        assert_eq!(read64(&mut device, reg::COMMON + 4 * reg::COMMON_STRIDE), 0);
+        // What the registry told outlives a reset, like the own slot.
+        device.reset();
+        assert_eq!(read64(&mut device, reg::COMMON + 3 * reg::COMMON_STRIDE), all);
     }
 
     #[test]

@@ -15,7 +15,7 @@ pub enum PostError {
         /// As given.
         count: usize,
     },
-    /// A part is not in the own window.
+    /// A part is not in the own window, nor in one that the receiver has as well.
     Outside(Part),
     /// No bytes, or more than [`MOST_INLINE`], or the peer doesn't understand inline messages.
     Inline {
@@ -37,7 +37,11 @@ impl fmt::Display for PostError {
                 )
             }
             Self::Outside(part) => {
-                write!(f, "{:#x} bytes at {:#x} are not in this VM's own window", part.length, part.address)
+                write!(
+                    f,
+                    "{:#x} bytes at {:#x} are not in this VM's own window, nor in one that the receiver has as well",
+                    part.length, part.address
+                )
             }
             Self::Inline { length } => write!(
                 f,
@@ -53,7 +57,7 @@ impl core::error::Error for PostError {}
 /// What a peer did that it must not. The connection ends with it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Violation {
-    /// A part of a message isn't RAM of its sender.
+    /// A part of a message isn't RAM of its sender, nor of anybody whom it could name.
     Outside(Part),
     /// Flags that this version doesn't have.
     Flags(u16),

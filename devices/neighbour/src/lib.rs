@@ -21,6 +21,7 @@
 //! | [`words`] | shared memory as 64-bit words |
 //! | [`ring`] | one ring: stamps, arming |
 //! | [`channel`] | [`Sender`](channel::Sender) and [`Receiver`](channel::Receiver): lists of buffers, and their way back |
+//! | [`views`] | whose addresses a message may name, and how long their memory is kept |
 //! | [`connection`] | the life of a connection: epochs, death, coming back |
 //! | [`heartbeat`] | who is alive, with time as an input |
 //! | [`registry`] | a neighbourhood: members, slots, permission per pair |
@@ -48,5 +49,6 @@ pub mod registers;
 #[cfg(feature = "alloc")]
 pub mod registry;
 pub mod ring;
+pub mod views;
 pub mod window;
 pub mod words;

@@ -81,6 +81,12 @@ pub const PEER_EXTENT: u64 = 0x20;
 /// In a block: the first 32 bytes of the VM's name, filled up with zeros.
 pub const PEER_NAME: u64 = 0x60;
 
+/// Whom this VM and the peer in slot 0 have in common, a bit per slot: members whom both may read, so that each may name their
+/// memory to the other ([`crate::views`]); 64 bits.
+pub const COMMON: u64 = 0x2400;
+/// Bytes from one slot's to the next.
+pub const COMMON_STRIDE: u64 = 8;
+
 /// Nobody is there, or may be seen.
 pub const PEER_NONE: u32 = 0;
 /// Window and segment are mapped.
@@ -116,7 +122,8 @@ pub const fn vectors(slots: u32) -> u32 {
 }
 
 const _: () = {
-    assert!(PEERS + PEER_STRIDE * MAX_SLOTS as u64 <= DOORBELLS);
+    assert!(PEERS + PEER_STRIDE * MAX_SLOTS as u64 <= COMMON);
+    assert!(COMMON + COMMON_STRIDE * MAX_SLOTS as u64 <= DOORBELLS);
     assert!(DOORBELLS + DOORBELL_STRIDE * MAX_SLOTS as u64 <= BAR_REGISTERS_SIZE);
     assert!(PEER_EXTENT + 16 * MAX_EXTENTS as u64 <= PEER_NAME && PEER_NAME + 32 <= PEER_STRIDE);
 };

@@ -93,6 +93,16 @@ pub enum Action {
         /// Why.
         reason: Reason,
     },
+    /// Tell member `to` whom it and `peer` have in common: others who permit both, and are permitted by both. Either of the two
+    /// may name their memory to the other ([`crate::views`]). Told for each connection, and again when it changes.
+    Common {
+        /// Whom to tell.
+        to: u32,
+        /// Its peer.
+        peer: u32,
+        /// A bit per slot.
+        slots: u64,
+    },
 }
 
 /// Somebody can't join.
@@ -150,6 +160,8 @@ struct Pair {
     connected: bool,
     /// Which of the two, the lower slot first, still has a view.
     held: [bool; 2],
+    /// Whom they have in common, as they were told.
+    common: Option<u64>,
 }
 
 /// See the module. Slots are the names of members.
@@ -332,11 +344,32 @@ impl Neighbourhood {
                     continue;
                 }
                 self.epoch = epoch;
-                self.pairs.insert((a, b), Pair { epoch, connected: true, held: [true; 2] });
+                self.pairs.insert((a, b), Pair { epoch, connected: true, held: [true; 2], common: None });
                 actions.push(Action::Connect { slots: [a, b], epoch });
             }
         }
+        self.tell_common(&mut actions);
         actions
+    }
+
+    /// Tells all who are connected whom they have in common, where that is news. When a member leaves, this says so before its slot
+    /// is anybody else's: [`Neighbourhood::settle`] is called in between.
+    fn tell_common(&mut self, actions: &mut Vec<Action>) {
+        let members = &self.members;
+        let agree = |a: &Member, b: &Member| a.permits(b) && b.permits(a);
+        for (&(a, b), pair) in self.pairs.iter_mut().filter(|(_, pair)| pair.connected) {
+            let (Some(first), Some(second)) = (members.get(&a), members.get(&b)) else { continue };
+            let third = |(slot, member): (&u32, &Member)| {
+                let both = *slot != a && *slot != b && agree(member, first) && agree(member, second);
+                if both { 1_u64.checked_shl(*slot).unwrap_or(0) } else { 0 }
+            };
+            let slots = members.iter().map(third).fold(0, |all, one| all | one);
+            if pair.common != Some(slots) {
+                pair.common = Some(slots);
+                actions.push(Action::Common { to: a, peer: b, slots });
+                actions.push(Action::Common { to: b, peer: a, slots });
+            }
+        }
     }
 
     /// Ends all connections of `slot`: its peers are told `reason`, itself `own`.

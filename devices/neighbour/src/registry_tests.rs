@@ -13,6 +13,12 @@ fn neighbourhood(slots: u32) -> Neighbourhood {
     Neighbourhood::new(Geometry::new(1 << 30, 1 << 30, slots).unwrap(), Heartbeat::DEFAULT)
 }
 
+/// Connections that come into being; whom the two have in common is looked at apart.
+fn connects(group: &mut Neighbourhood, now: Duration) -> Vec<Action> {
+    let all = group.settle(now);
+    all.into_iter().filter(|action| matches!(action, Action::Connect { .. })).collect()
+}
+
 fn applicant(vm: &str, permits: &[&str]) -> Applicant {
     let permits = permits.iter().map(|vm| Permit { vm: (*vm).to_owned(), uid: 7 }).collect();
     Applicant { vm: vm.to_owned(), uid: 7, permits, slot: None, epoch: 0 }
@@ -27,12 +33,42 @@ fn only_a_pair_that_permits_each_other_is_connected() {
     // The right name, but another user's VM.
     let stranger = Applicant { uid: 8, ..applicant("d", &["a", "b", "c"]) };
     let d = group.join(Duration::ZERO, stranger).unwrap();
-    assert_eq!(group.settle(Duration::ZERO), [Action::Connect { slots: [a, b], epoch: 1 }]);
-    assert_eq!(group.settle(LATER), []);
+    assert_eq!(connects(&mut group, Duration::ZERO), [Action::Connect { slots: [a, b], epoch: 1 }]);
+    assert_eq!(connects(&mut group, LATER), []);
     assert_eq!(
         [(a, b), (a, c), (b, c), (a, d)].map(|(x, y)| group.connected(x, y)),
         [Some(1), None, None, None]
     );
+}
+
+#[test]
+fn a_pair_has_in_common_those_who_permit_both_and_are_permitted_by_both() {
+    let mut group = neighbourhood(8);
+    let mut join = |vm, permits: &[&str]| group.join(Duration::ZERO, applicant(vm, permits)).unwrap();
+    let files = join("files", &["raid", "disks"]);
+    let raid = join("raid", &["files", "disks", "other"]);
+    let disks = join("disks", &["files", "raid", "other"]);
+    // Permits both, and one of them doesn't answer in kind; permits one only.
+    let other = join("other", &["raid", "disks", "files"]);
+    let common = |actions: &[Action], to, peer| {
+        let told = actions.iter().find_map(|action| match action {
+            Action::Common { to: t, peer: p, slots } if (*t, *p) == (to, peer) => Some(*slots),
+            _ => None,
+        });
+        told.map(|slots| (0..8).filter(|slot| slots >> slot & 1 == 1).collect::<Vec<u32>>())
+    };
+    let actions = group.settle(LATER);
+    assert_eq!(common(&actions, files, raid), Some(vec![disks]));
+    assert_eq!(common(&actions, raid, files), Some(vec![disks]));
+    assert_eq!(common(&actions, disks, raid), Some(vec![files, other]));
+    assert_eq!(common(&actions, other, disks), Some(vec![raid]));
+    assert_eq!(common(&actions, files, other), None, "they aren't connected");
+    assert_eq!(group.settle(LATER), [], "told once");
+    // A slot is taken from what is in common before anybody else can get it.
+    group.leave(files);
+    let actions = group.settle(LATER);
+    assert_eq!(common(&actions, disks, raid), Some(vec![other]));
+    assert_eq!(common(&actions, disks, files), None);
 }
 
 #[test]
@@ -44,9 +80,9 @@ fn a_restarted_member_gets_its_slot_back_and_waits_for_its_old_memory_to_be_rele
     assert_eq!(group.leave(b), [Action::Gone { to: a, peer: b, epoch: 1, reason: Reason::Left }]);
     assert_eq!(group.join(Duration::ZERO, applicant("c", &[])).unwrap(), 2, "a slot in use isn't given away");
     assert_eq!(group.join(Duration::ZERO, applicant("b", &["a"])).unwrap(), b);
-    assert_eq!(group.settle(LATER), [], "a still has the window of the old b");
+    assert_eq!(connects(&mut group, LATER), [], "a still has the window of the old b");
     assert_eq!(group.release(a, b, 1), []);
-    assert_eq!(group.settle(LATER), [Action::Connect { slots: [a, b], epoch: 2 }]);
+    assert_eq!(connects(&mut group, LATER), [Action::Connect { slots: [a, b], epoch: 2 }]);
     // Said twice, or of an epoch that is over: nothing happens.
     assert_eq!(group.release(a, b, 1), []);
     assert_eq!(group.connected(a, b), Some(2));
@@ -70,9 +106,9 @@ fn a_frozen_guest_is_parted_and_comes_back_when_it_runs() {
     group.report(1100 * MS, a, 11);
     group.report(1100 * MS, b, 2);
     assert_eq!(group.tick(1100 * MS), []);
-    assert_eq!(group.settle(1100 * MS), [], "b has not let go yet");
+    assert_eq!(connects(&mut group, 1100 * MS), [], "b has not let go yet");
     assert_eq!(group.release(b, a, 1), []);
-    assert_eq!(group.settle(1100 * MS), [Action::Connect { slots: [a, b], epoch: 2 }]);
+    assert_eq!(connects(&mut group, 1100 * MS), [Action::Connect { slots: [a, b], epoch: 2 }]);
 }
 
 #[test]
@@ -82,9 +118,9 @@ fn one_who_gives_up_ends_it_for_both() {
     let b = group.join(Duration::ZERO, applicant("b", &["a"])).unwrap();
     let _ = group.settle(Duration::ZERO);
     assert_eq!(group.release(b, a, 1), [Action::Gone { to: a, peer: b, epoch: 1, reason: Reason::GivenUp }]);
-    assert_eq!(group.settle(LATER), []);
+    assert_eq!(connects(&mut group, LATER), []);
     assert_eq!(group.release(a, b, 1), []);
-    assert_eq!(group.settle(LATER), [Action::Connect { slots: [a, b], epoch: 2 }]);
+    assert_eq!(connects(&mut group, LATER), [Action::Connect { slots: [a, b], epoch: 2 }]);
 }
 
 #[test]
@@ -93,7 +129,7 @@ fn a_new_registry_goes_on_above_the_epochs_that_members_know() {
     let a = group.join(Duration::ZERO, Applicant { slot: Some(3), epoch: 40, ..applicant("a", &["b"]) });
     let b = group.join(Duration::ZERO, Applicant { slot: Some(1), epoch: 41, ..applicant("b", &["a"]) });
     assert_eq!((a, b), (Ok(3), Ok(1)));
-    assert_eq!(group.settle(Duration::ZERO), [Action::Connect { slots: [1, 3], epoch: 42 }]);
+    assert_eq!(connects(&mut group, Duration::ZERO), [Action::Connect { slots: [1, 3], epoch: 42 }]);
 }
 
 #[test]
@@ -142,6 +178,9 @@ fn one_who_lets_go_at_once_is_connected_again_ever_more_rarely() {
                         assert_eq!((to, of), (peer, hostile));
                         told.extend(group.release(to, of, epoch));
                     }
+                    Action::Common { slots, .. } => {
+                        assert_eq!(slots, 0, "no three of them permit each other")
+                    }
                 }
             }
         }
@@ -150,7 +189,7 @@ fn one_who_lets_go_at_once_is_connected_again_ever_more_rarely() {
         // Once it has been quiet for long enough, it is as anybody else.
         let last = *begun.last().unwrap();
         for soon in [crate::pause::STEADY, crate::pause::STEADY + crate::pause::FIRST] {
-            let connected = group.settle(last + soon);
+            let connected = connects(&mut group, last + soon);
             let [Action::Connect { epoch, .. }] = connected[..] else { panic!("{connected:?}") };
             let _ = group.release(hostile, peer, epoch);
             let _ = group.release(peer, hostile, epoch);
@@ -253,6 +292,19 @@ proptest! {
                         prop_assert!(epochs.last().is_none_or(|last| *last < epoch) && epochs.insert(epoch));
                         for view in [(a, b), (b, a)] {
                             prop_assert!(views.insert(view, (epoch, false)).is_none(), "still has its old view");
+                        }
+                    }
+                    Action::Common { to, peer, slots } => {
+                        prop_assert!(group.connected(to, peer).is_some());
+                        let see = |a: u32, b: u32| {
+                            let (a, b) = (members[&a], members[&b]);
+                            permits_of(a.0).contains(&Permit { vm: name(b.0), uid: b.1 })
+                        };
+                        for slot in 0..5 {
+                            let third = members.contains_key(&slot) && slot != to && slot != peer;
+                            let both = |one: u32| see(slot, one) && see(one, slot);
+                            let wanted = third && both(to) && both(peer);
+                            prop_assert_eq!(slots >> slot & 1 == 1, wanted, "slot {}", slot);
                         }
                     }
                     Action::Gone { to, peer, epoch, .. } => {

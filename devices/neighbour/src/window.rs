@@ -176,7 +176,7 @@ impl Geometry {
             }
             end_before = end;
         }
-        Ok(Window { slot, start, extents, count })
+        Ok(Window { slot, start, geometry: *self, extents, count })
     }
 }
 
@@ -185,6 +185,8 @@ impl Geometry {
 pub struct Window {
     slot: u32,
     start: u64,
+    /// Where it lies among the others.
+    geometry: Geometry,
     /// Guest-physical start and size; the first `count` are valid, ascending, apart.
     extents: [(u64, u64); MAX_EXTENTS],
     count: usize,
@@ -225,6 +227,16 @@ impl Window {
                 at.checked_sub(start).and_then(|from| from.checked_add(length)).is_some_and(|end| end <= size)
             })
             .then_some(at)
+    }
+
+    /// Whether the `length` bytes (not 0) at the global `address` lie as a whole in the window of one other slot, be it mapped or not.
+    #[must_use]
+    pub fn could_be_of_another(&self, address: u64, length: u32) -> bool {
+        let Some(last) = u64::from(length).checked_sub(1).and_then(|more| address.checked_add(more)) else {
+            return false;
+        };
+        let slot = self.geometry.slot_of(address);
+        slot.is_some_and(|slot| slot != self.slot) && self.geometry.slot_of(last) == slot
     }
 
     /// The global address of the `length` bytes at the owner's guest-physical address `at`, if they are all RAM.

@@ -55,6 +55,8 @@ fn header() -> String {
             ("DISCARDED", r::DISCARDED),
             ("DOORBELLS", r::DOORBELLS),
             ("DOORBELL_STRIDE", r::DOORBELL_STRIDE),
+            ("COMMON", r::COMMON),
+            ("COMMON_STRIDE", r::COMMON_STRIDE),
             ("PEERS", r::PEERS),
             ("PEER_STRIDE", r::PEER_STRIDE),
         ],
@@ -101,6 +103,7 @@ fn header() -> String {
             ("FLAG_MORE", l::FLAG_MORE.into()),
             ("FLAG_INLINE", l::FLAG_INLINE.into()),
             ("MOST_INLINE", l::MOST_INLINE as u64),
+            ("STATUS_UNREACHABLE", neighbour::views::STATUS_UNREACHABLE.into()),
         ],
     );
     text.push_str(

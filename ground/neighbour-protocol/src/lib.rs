@@ -7,12 +7,13 @@
 //!    │─── Join + RAM (read-only), signals ─────────────▶│  who it is, whom it permits
 //!    │◀── Joined: slot ─────────────────── or Refused ──│
 //!    │◀── Connect + RAM, segment, signal ───────────────│  a peer appears
+//!    │◀── Common: slot, slots ──────────────────────────│  whom the two have in common; again when that changes
 //!    │─── Alive: the driver's count ───────────────────▶│  each heartbeat
 //!    │◀── Gone: slot, epoch, reason ────────────────────│  it is over; memory stays mapped here until
 //!    │─── Release: slot, epoch ────────────────────────▶│  the guest has let go of it
 //! ```
 //!
-//! Version 1. A daemon that has another version says so in its `Hello`, and neither goes on.
+//! Version 2 (1 had no `Common`). A daemon that has another version says so in its `Hello`, and neither goes on.
 //!
 //! Descriptors of `Join`: the files that [`Piece::file`] counts, then one eventfd per slot: what a peer in that slot signals.
 //! Descriptors of `Connect`: the files, the segment, and the eventfd that signals the peer.
@@ -24,7 +25,7 @@ use serde::{Deserialize, Serialize};
 pub use socket::{Caller, LARGEST_MESSAGE, Listener, MOST_FDS, Received, Socket, SocketError};
 
 /// Version of the messages.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// The socket's name in the daemon's folder.
 pub const SOCKET_NAME: &str = "neighbours";
 
@@ -124,6 +125,13 @@ pub enum FromDaemon {
         ram: Vec<Piece>,
         /// Bytes of the segment.
         segment: u64,
+    },
+    /// Others whom this VM and a peer may both see: each of the two may name their memory to the other.
+    Common {
+        /// The peer.
+        slot: u32,
+        /// A bit per slot.
+        slots: u64,
     },
     /// A connection is over.
     Gone {

@@ -52,7 +52,7 @@ struct Fake {
 impl Fake {
     fn connect(bed: &Bed) -> Self {
         let socket = Socket::connect(&bed.path).unwrap();
-        let (FromDaemon::Hello { slots, version: 1, .. }, _) = socket.wait(PATIENCE).unwrap() else {
+        let (FromDaemon::Hello { slots, version: 2, .. }, _) = socket.wait(PATIENCE).unwrap() else {
             panic!("hello comes first")
         };
         let signals = (0..slots).map(|_| eventfd(0, EventfdFlags::CLOEXEC).unwrap()).collect();
@@ -99,12 +99,22 @@ impl Fake {
         self.socket.wait(PATIENCE).unwrap().0
     }
 
-    /// The next connection: slot, epoch, RAM file, segment, signal.
+    /// The next connection: slot, epoch, RAM file, segment, signal. Whom the two have in common follows it.
     fn connected(&self) -> (u32, u32, File, File, OwnedFd) {
+        let (connection, common) = self.connected_with();
+        assert_eq!(common, 0);
+        connection
+    }
+
+    fn connected_with(&self) -> ((u32, u32, File, File, OwnedFd), u64) {
         let (message, fds) = self.socket.wait::<FromDaemon>(PATIENCE).unwrap();
         let FromDaemon::Connect { slot, epoch, .. } = message else { panic!("{message:?}") };
         let [ram, segment, signal] = <[OwnedFd; 3]>::try_from(fds).unwrap();
-        (slot, epoch, ram.into(), segment.into(), signal)
+        let FromDaemon::Common { slot: same, slots } = self.next() else {
+            panic!("whom they have in common")
+        };
+        assert_eq!(same, slot);
+        ((slot, epoch, ram.into(), segment.into(), signal), slots)
     }
 
     fn is_silent(&self) -> bool {
@@ -292,6 +302,34 @@ fn one_who_lets_go_at_once_is_paused() {
     }
     // After 0, 50, 150, 350, 750 ms, told to both; later on a busy machine.
     assert!((4..=10).contains(&connections), "{connections}");
+}
+
+/// A pipeline: each pair learns which third both may see, when he comes and when he goes.
+#[test]
+fn a_pair_is_told_whom_it_has_in_common() {
+    let bed = start();
+    let (files, slot_files) = Fake::join(&bed, "files", &["raid", "disks"]);
+    let (raid, slot_raid) = Fake::join(&bed, "raid", &["files", "disks"]);
+    files.connected();
+    raid.connected();
+    let (disks, slot_disks) = Fake::join(&bed, "disks", &["files", "raid"]);
+    let (first, second) = (disks.next(), disks.next());
+    assert!(matches!((&first, &second), (FromDaemon::Connect { .. }, FromDaemon::Connect { .. })));
+    let mut told: Vec<FromDaemon> = (0..2).map(|_| disks.next()).collect();
+    told.sort_by_key(|message| matches!(message, FromDaemon::Common { slot, .. } if *slot == slot_raid));
+    assert_eq!(
+        told,
+        [
+            FromDaemon::Common { slot: slot_files, slots: 1 << slot_raid },
+            FromDaemon::Common { slot: slot_raid, slots: 1 << slot_files },
+        ]
+    );
+    // Those who were connected before learn of the newcomer.
+    let news = (0..3).map(|_| files.next()).collect::<Vec<_>>();
+    assert!(news.contains(&FromDaemon::Common { slot: slot_raid, slots: 1 << slot_disks }), "{news:?}");
+    drop(disks);
+    let news = (0..2).map(|_| files.next()).collect::<Vec<_>>();
+    assert!(news.contains(&FromDaemon::Common { slot: slot_raid, slots: 0 }), "{news:?}");
 }
 
 /// A member whose monitor dies: its peer is told at once. It comes back into its slot, and is connected anew only after the

@@ -319,6 +319,13 @@ impl Host {
                             lost.push((to, error.to_string()));
                         }
                     }
+                    Action::Common { to, peer, slots } => {
+                        let message = FromDaemon::Common { slot: peer, slots };
+                        let told = group.members.get(&to).map(|member| member.socket.send(&message, &[]));
+                        if let Some(Err(error)) = told {
+                            lost.push((to, error.to_string()));
+                        }
+                    }
                     Action::Connect { slots, epoch } => {
                         telemetry::guest_info!(
                             self.log,

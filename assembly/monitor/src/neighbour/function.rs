@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use machine::bus::AddressSpace;
-use machine::memory::GuestRam;
+use machine::memory::{GuestMemorySpace, GuestRam};
 use machine::slots::HostMapping;
 use machine::vm::Vm;
 use neighbour::device::{Device, Effect};
@@ -52,6 +52,8 @@ pub(super) struct Counters {
 /// What the function and its thread share. Locks are taken in the order of the fields.
 pub(super) struct Inner {
     pub vm: Arc<Vm>,
+    /// What this VM's devices see: windows are shown to them, too.
+    pub memory: GuestMemorySpace,
     config: Mutex<ConfigSpace>,
     pub msix: Msix,
     pub device: Arc<Mutex<Device>>,
@@ -151,6 +153,7 @@ impl NeighbourFunction {
             .map_err(|error| NeighbourError::monitor("claim the windows' addresses", error))?;
         let inner = Arc::new(Inner {
             vm: Arc::clone(vm),
+            memory: ram.memory(),
             config: Mutex::new(config),
             msix,
             device,

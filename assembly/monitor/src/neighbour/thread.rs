@@ -140,6 +140,11 @@ impl Registry {
                         self.take_up(offer, inner);
                     }
                 }
+                Ok(Some((FromDaemon::Common { slot, slots }, _))) => {
+                    if lock(&inner.device).common(slot, slots) {
+                        inner.notify();
+                    }
+                }
                 Ok(Some((FromDaemon::Gone { slot, epoch, reason }, _))) => {
                     if self.pending.get(&slot).is_some_and(|offer| offer.epoch == epoch) {
                         self.pending.remove(&slot);
@@ -167,7 +172,7 @@ impl Registry {
     /// Maps a peer and shows it to the guest.
     fn take_up(&mut self, offer: Offer, inner: &Inner) {
         let (slot, epoch) = (offer.slot, offer.epoch);
-        let view = match View::map(&inner.vm, &self.terms.geometry, offer) {
+        let view = match View::map(&inner.vm, &inner.memory, &self.terms.geometry, offer) {
             Ok(view) => view,
             Err(error) => {
                 telemetry::guest_warn!(
@@ -227,7 +232,7 @@ impl Registry {
         lock(&inner.device).forget(slot, epoch);
         // Segment and doorbell leave the BARs, then the window goes.
         inner.refresh();
-        view.unmap(&inner.vm);
+        view.unmap(&inner.vm, &inner.memory);
         inner.notify();
         self.say_released(slot, epoch);
         if let Some(offer) = self.pending.remove(&slot) {

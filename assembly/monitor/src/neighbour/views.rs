@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
+use machine::memory::{GuestMemorySpace, show_window, take_window};
 use machine::slots::{HostMapping, SlotId};
 use machine::vm::{IoEvent, IoSpace, Vm};
 use neighbour::window::{Geometry, Window};
@@ -18,6 +19,8 @@ pub(super) struct View {
     pub segment: Arc<OwnedFd>,
     pub signal: Arc<OwnedFd>,
     slots: Vec<SlotId>,
+    /// Start and size of what this VM's own devices may read as well.
+    shown: Vec<(u64, u64)>,
 }
 
 /// All peers, by slot.
@@ -44,9 +47,10 @@ fn probe(vm: &Vm, at: u64, signal: &Arc<OwnedFd>) -> Result<(), machine::vm::VmE
 }
 
 impl View {
-    /// Maps a peer's RAM into the VM. After an error nothing is mapped.
+    /// Maps a peer's RAM into the VM, and lets its devices read it. After an error nothing is mapped.
     pub(super) fn map(
         vm: &Vm,
+        memory: &GuestMemorySpace,
         geometry: &Geometry,
         offer: Offer,
     ) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
@@ -58,12 +62,19 @@ impl View {
         let extents: Vec<(u64, u64)> = ram.iter().map(|piece| (piece.address, piece.size)).collect();
         let window = geometry.window(slot, &extents)?;
         probe(vm, geometry.start(slot)?, &signal)?;
-        let mut view =
-            Self { epoch, vm: name, window, segment: Arc::new(segment), signal, slots: Vec::new() };
+        let mut view = Self {
+            epoch,
+            vm: name,
+            window,
+            segment: Arc::new(segment),
+            signal,
+            slots: Vec::new(),
+            shown: Vec::new(),
+        };
         for piece in &ram {
-            let mapped = view.map_piece(vm, piece, &fds);
+            let mapped = view.map_piece(vm, memory, piece, &fds);
             if let Err(error) = mapped {
-                view.unmap(vm);
+                view.unmap(vm, memory);
                 return Err(error);
             }
         }
@@ -73,6 +84,7 @@ impl View {
     fn map_piece(
         &mut self,
         vm: &Vm,
+        memory: &GuestMemorySpace,
         piece: &Piece,
         files: &[OwnedFd],
     ) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
@@ -87,11 +99,21 @@ impl View {
         let name = format!("window of {}", self.vm);
         let mapping = HostMapping::new(&name, file.as_fd(), piece.offset, piece.size, false)?;
         self.slots.push(vm.slots().add(&name, at, mapping, true)?);
+        show_window(memory, at, file.as_fd(), piece.offset, piece.size)?;
+        self.shown.push((at, piece.size));
         Ok(())
     }
 
-    /// Takes it from the guest. What can't be taken stays mapped as long as the VM, and is logged.
-    pub(super) fn unmap(&mut self, vm: &Vm) {
+    /// Takes it from the guest and its devices. What can't be taken stays mapped as long as the VM, and is logged.
+    pub(super) fn unmap(&mut self, vm: &Vm, memory: &GuestMemorySpace) {
+        for (start, size) in self.shown.drain(..) {
+            if let Err(error) = take_window(memory, start, size) {
+                tracing::error!(
+                    error = &error as &dyn std::error::Error,
+                    "A neighbour's window can't be taken from devices"
+                );
+            }
+        }
         for slot in self.slots.drain(..) {
             if let Err(error) = vm.slots().remove(slot) {
                 tracing::error!(%error, "A neighbour's window can't be taken from the guest");
@@ -116,6 +138,8 @@ mod tests {
             return;
         };
         let vm = host.create_vm().unwrap();
+        let own = GuestRam::allocate(&RamLayout::new(&[2 << 20]).unwrap(), &RamOptions::default()).unwrap();
+        let memory = own.memory();
         let geometry = Geometry::new(1 << 32, 1 << 32, 4).unwrap();
         let size = 2 << 20;
         let options =
@@ -133,13 +157,13 @@ mod tests {
             ],
         };
         let wrong = memfd_create("signal", MemfdFlags::CLOEXEC).unwrap();
-        let error = View::map(&vm, &geometry, offer(wrong)).unwrap_err().to_string();
+        let error = View::map(&vm, &memory, &geometry, offer(wrong)).unwrap_err().to_string();
         assert!(error.contains("attach an eventfd"), "{error}");
         assert!(vm.slots().lookup(geometry.start(2).unwrap()).is_none());
         let right = || eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        let mut view = View::map(&vm, &geometry, offer(right())).unwrap();
+        let mut view = View::map(&vm, &memory, &geometry, offer(right())).unwrap();
         assert!(vm.slots().lookup(geometry.start(2).unwrap()).is_some());
-        view.unmap(&vm);
-        View::map(&vm, &geometry, offer(right())).unwrap().unmap(&vm);
+        view.unmap(&vm, &memory);
+        View::map(&vm, &memory, &geometry, offer(right())).unwrap().unmap(&vm, &memory);
     }
 }

@@ -7,6 +7,7 @@ mod demo;
 mod driver_faults;
 mod host;
 mod neighbours;
+mod neighbours_block;
 mod net;
 mod rdma_boot;
 mod rdma_exits;
@@ -30,6 +31,7 @@ pub const ALL: &[Scenario] = &[
     demo::SCENARIO,
     host::SCENARIO,
     neighbours::SCENARIO,
+    neighbours_block::SCENARIO,
     rdma_boot::SCENARIO,
     rdma_tools::SCENARIO,
     rdma_pyverbs::SCENARIO,

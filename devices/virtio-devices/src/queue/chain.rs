@@ -1,6 +1,6 @@
 //! Descriptor chains, collected and checked before anybody uses them.
 
-use machine::memory::{Address, Bytes, GuestAddress, GuestMemory, GuestMemoryBackend};
+use machine::memory::{Address, Bytes, GuestAddress, GuestMemory, GuestMemoryBackend, is_writable};
 
 use super::error::RingError;
 
@@ -23,7 +23,8 @@ pub struct Segment {
 }
 
 /// A request as the driver made it available: owned, bounded by [`MAX_SEGMENTS`], every byte of it in RAM at
-/// the time it was popped, at most 2^32 - 1 bytes in total.
+/// the time it was popped, at most 2^32 - 1 bytes in total. What the device may read may also lie in a neighbour's memory that the
+/// guest sees; what it may write may not.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Chain {
     head: u16,
@@ -127,7 +128,7 @@ impl Source<'_> {
                 if descriptor.len / DESCRIPTOR_SIZE > u32::from(u16::MAX) {
                     return refuse("it has more than 65535 entries");
                 }
-                if !in_ram(self.memory, descriptor.address, descriptor.len) {
+                if !is_writable(self.memory, descriptor.address, descriptor.len.into()) {
                     return refuse("it lies outside guest RAM");
                 }
                 table = GuestAddress(descriptor.address);
@@ -139,7 +140,12 @@ impl Source<'_> {
             if len == 0 {
                 return Err(RingError::ZeroLength { queue, head });
             }
-            if !in_ram(self.memory, address, len) {
+            let usable = if descriptor.flags & F_WRITE == 0 {
+                in_memory(self.memory, address, len)
+            } else {
+                is_writable(self.memory, address, len.into())
+            };
+            if !usable {
                 return Err(RingError::BufferOutsideRam { queue, address, len });
             }
             total = total.checked_add(len).ok_or(RingError::TooLong { queue, head })?;
@@ -179,8 +185,8 @@ impl Source<'_> {
     }
 }
 
-/// Whether all of `address..address + len` is RAM; it may cross from one region into an adjacent one.
-pub(super) fn in_ram(memory: &GuestMemory, address: u64, len: u32) -> bool {
+/// Whether all of `address..address + len` is memory that the device may read; it may cross from one region into an adjacent one.
+fn in_memory(memory: &GuestMemory, address: u64, len: u32) -> bool {
     address.checked_add(u64::from(len)).is_some()
         && usize::try_from(len).is_ok_and(|len| memory.check_range(GuestAddress(address), len))
 }

@@ -4,7 +4,7 @@ use std::num::Wrapping;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{Ordering, fence};
 
-use machine::memory::{Address, Bytes, GuestAddress, GuestMemory, GuestMemoryBackend};
+use machine::memory::{Address, Bytes, GuestAddress, GuestMemory, is_writable};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 use virtio_queue::{Queue, QueueT};
@@ -86,9 +86,7 @@ impl Ring {
             ("available ring", q.avail_ring(), 6 + 2 * size),
             ("used ring", q.used_ring(), 6 + 8 * size),
         ] {
-            let inside = address.checked_add(len).is_some()
-                && usize::try_from(len).is_ok_and(|len| memory.check_range(GuestAddress(address), len));
-            if !inside {
+            if !is_writable(memory, address, len) {
                 return Err(RingError::RingOutsideRam { queue, part, address });
             }
         }

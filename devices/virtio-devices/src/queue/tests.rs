@@ -2,7 +2,11 @@
 
 #![allow(clippy::cast_possible_truncation)] // Small numbers of the tests' own.
 
-use machine::memory::{Bitmap, GuestAddress, GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion};
+use std::os::fd::AsFd;
+
+use machine::memory::{
+    Bitmap, GuestAddress, GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion, show_window,
+};
 use proptest::prelude::*;
 
 use super::*;
@@ -50,6 +54,35 @@ fn an_indirect_chain_is_the_same_as_a_direct_one() {
     let chain = ring(&driver, RINGS).pop(&driver.space.memory()).unwrap().unwrap();
     assert_eq!(chain.readable(), [Segment { address: GuestAddress(0x100), len: 16 }]);
     assert_eq!(chain.writable(), [Segment { address: GuestAddress(0x300), len: 64 }]);
+}
+
+/// A neighbour's memory, which the guest sees read-only: a device may read a buffer there, and nothing that it writes, or that the
+/// ring itself is made of, can lie there.
+#[test]
+fn a_window_holds_what_is_read_and_nothing_else() {
+    const WINDOW: u64 = 1 << 39;
+    let fd = rustix::fs::memfd_create("window", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+    rustix::fs::ftruncate(&fd, 0x3000).unwrap();
+    let driver = || {
+        let driver = driver(RINGS);
+        show_window(&driver.space, WINDOW, fd.as_fd(), 0, 0x3000).unwrap();
+        driver
+    };
+    let pop = |descriptor| {
+        let mut driver = driver();
+        driver.set_descriptor(0, descriptor);
+        driver.push_head(0);
+        ring(&driver, RINGS).pop(&driver.space.memory())
+    };
+    let chain = pop(raw(WINDOW + 0x800, 0x2000, 0, 0)).unwrap().unwrap();
+    assert_eq!(chain.readable(), [Segment { address: GuestAddress(WINDOW + 0x800), len: 0x2000 }]);
+    for descriptor in [raw(WINDOW + 0x800, 0x2801, 0, 0), raw(WINDOW, 16, WRITE, 0)] {
+        assert!(matches!(pop(descriptor), Err(RingError::BufferOutsideRam { .. })), "{descriptor:?}");
+    }
+    assert!(matches!(pop(raw(WINDOW, 16, INDIRECT, 0)), Err(RingError::Indirect { .. })));
+    let space = driver().space;
+    let rings = MockDriver::new(&memory(&[(WINDOW, 1 << 20)]), 0, 16, WINDOW, RINGS).active_queue();
+    assert!(matches!(Ring::new(rings, RINGS).check(&space.memory()), Err(RingError::RingOutsideRam { .. })));
 }
 
 /// Each broken rule has an error of its own, and none is fatal to more than the ring.

@@ -2,9 +2,11 @@
 
 mod layout;
 mod ram;
+mod windows;
 
 pub use layout::{HIGH_RAM_START, LOW_RAM_END, RamLayout, RamRange};
 pub use ram::{GuestRam, HostNuma, NumaMode, PageSize, RamOptions, RamRegion, Readers};
+pub use windows::{WindowError, is_writable, show_window, take_window};
 
 pub use vm_memory::bitmap::{AtomicBitmap, Bitmap, BitmapSlice};
 pub use vm_memory::{
@@ -12,7 +14,8 @@ pub use vm_memory::{
     GuestMemoryBackend, GuestMemoryError, GuestMemoryRegion, GuestUsize, Le16, Le32, Le64, VolatileSlice,
 };
 
-/// One guest's RAM, with a bitmap of the pages that devices of this process have written.
+/// One guest's RAM, with a bitmap of the pages that devices of this process have written; and the memory of others that devices may
+/// read ([`show_window`]).
 pub type GuestMemory = vm_memory::GuestMemoryMmap<AtomicBitmap>;
 /// The same, replaceable while devices run. Devices take a snapshot per request: `space.memory()`.
 pub type GuestMemorySpace = GuestMemoryAtomic<GuestMemory>;
