@@ -415,10 +415,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    /// A guest's virtual bus master bit changes.
-    ///
-    /// # Errors
-    /// The device can't be reached.
+    /// Switches bus mastering of a device that needs it.
     pub(crate) fn set_bus_master(&mut self, on: bool) -> Result<(), MonitorError> {
         if self.device.pci.bus_master == BusMaster::WhileValidated {
             self.physical.set_bus_master(on)?;

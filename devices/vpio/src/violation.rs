@@ -5,6 +5,7 @@
 
 use device_models::Access;
 use device_models::describe::{Device, Direction, Permission};
+use device_models::graph::truncated;
 use device_models::model::{Denied, Granted, Grants, Model, Reads, Refusal};
 use device_models::saved::{RestoreError, SavedModel};
 use serde::{Deserialize, Serialize};
@@ -166,7 +167,8 @@ fn replay_access(
         );
         match access.write {
             Some(value) => {
-                if let Err(refusal) = model.write(piece, value >> (8 * done), grants) {
+                if let Err(refusal) = model.write(piece, truncated(value >> (8 * done), piece.bytes), grants)
+                {
                     refusals.push(refusal);
                     return;
                 }

@@ -165,7 +165,7 @@ fn a_refused_frame_is_a_transmit_error() {
 fn no_sequence_of_requests_leaves_the_memory() {
     let wanted: u64 =
         std::env::var("CAUSEWAY_RACES").ok().and_then(|text| text.parse().ok()).unwrap_or(200_000);
-    let (mut requests, mut refused, mut touched, mut seed) = (0, 0, 0, 0);
+    let (mut requests, mut refused, mut touched, mut seed) = (0, 0, 0, 0u64);
     while requests < wanted {
         seed += 1;
         let iommu = seed.is_multiple_of(2);
