@@ -34,8 +34,9 @@ pub const SCENARIO: Scenario = Scenario {
 const MEMORY_MIB: u32 = 640;
 /// How long a guest of an emulated host may stand still: one thread plays all CPUs of the host, and many wait for it.
 const PATIENCE_MS: u64 = 10_000;
-const BOOT: Duration = Duration::from_secs(240);
-const PATIENCE: Duration = Duration::from_secs(240);
+/// On a machine that others keep busy a boot takes minutes.
+const BOOT: Duration = Duration::from_secs(900);
+const PATIENCE: Duration = Duration::from_secs(480);
 /// MiB of each transfer whose checksum is taken.
 const MIB: u64 = 32;
 /// Bytes of a request, and of its response.
@@ -100,7 +101,7 @@ impl Member<'_> {
         })
     }
 
-    /// A statistic of mmnet's.
+    /// mmnet's statistics.
     fn statistics(&self) -> Result<Map<String, Value>> {
         Ok(parse_statistics(&self.sh("ethtool -S mm0")?))
     }
@@ -128,13 +129,13 @@ fn statistic(of: &Map<String, Value>, name: &str) -> Result<u64> {
 fn load(number: usize) -> String {
     format!(
         "set -e; insmod /lab/cw_neigh.ko; insmod /lab/mmnet.ko; i=0\n\
-         until [ -e /sys/class/net/mm0 ]; do i=$((i+1)); [ $i -gt 300 ] && {{ dmesg | tail -n 8 >&2; exit 1; }}; sleep 0.1; done\n\
+         until [ -e /sys/class/net/mm0 ]; do i=$((i+1)); [ $i -gt 1200 ] && {{ dmesg | tail -n 8 >&2; exit 1; }}; sleep 0.1; done\n\
          ip addr add 10.81.0.{number}/24 dev mm0; ip link set mm0 up; i=0\n\
-         until [ \"$(cat /sys/class/net/mm0/carrier)\" = 1 ]; do i=$((i+1)); [ $i -gt 300 ] && {{ dmesg | tail -n 8 >&2; exit 2; }}; sleep 0.1; done"
+         until [ \"$(cat /sys/class/net/mm0/carrier)\" = 1 ]; do i=$((i+1)); [ $i -gt 1200 ] && {{ dmesg | tail -n 8 >&2; exit 2; }}; sleep 0.1; done"
     )
 }
 
-/// The same without an end: the peer may not be there yet.
+/// Unloads them; `rmmod` fails when one is in use.
 const UNLOAD: &str = "set -e; rmmod mmnet; rmmod cw_neigh; ! grep -e cw_neigh -e mmnet /proc/modules";
 
 fn boot_script(number: usize) -> String {
