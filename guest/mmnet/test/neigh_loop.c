@@ -5,7 +5,7 @@
  * calls and their contexts are those of neigh.h. Parameters break things, while it runs:
  *
  *	kill		write milliseconds: the link ends, as when the peer dies, and a new one begins after that time
- *	unreachable	1: messages of more than one part come back with NEIGH_UNREACHABLE, unless all their memory is from one piece
+ *	unreachable	1: requests with more than one part of data come back with NEIGH_UNREACHABLE
  *	most		messages that each user may have outstanding
  */
 #include <linux/delay.h>
@@ -158,7 +158,7 @@ static void hand_out(struct neigh *nb, struct loop_item *item)
 
 	if (!user || !nb->at[protocol].live)
 		neigh_complete_quietly(&nb->link, item->msg.id, NEIGH_NOBODY);
-	else if (READ_ONCE(unreachable) && item->msg.count > 2)
+	else if (READ_ONCE(unreachable) && protocol == NEIGH_PROTO_BLK_REQUEST && item->msg.count > 2)
 		neigh_complete_quietly(&nb->link, item->msg.id, NEIGH_UNREACHABLE);
 	else
 		user->ops->receive(nb, nb->at[protocol].priv, &item->msg);
