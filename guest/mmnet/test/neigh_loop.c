@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * A test double of the neighbours' core, in place of cw_neigh: one neighbour, which is this VM itself. What is posted comes back to the
- * same VM's users, so that client and server of mmblk run against each other in one kernel, without a window. The order of
+ * A test double of the neighbours' core, in place of cw_neigh: one neighbour, which is this VM itself. What is posted comes back to
+ * the same VM's users, so that client and server of mmblk run against each other in one kernel, without a window. The order of
  * calls and their contexts are those of neigh.h. Parameters break things, while it runs:
  *
  *	kill		write milliseconds: the link ends, as when the peer dies, and a new one begins after that time
@@ -38,7 +38,7 @@ struct neigh_link {
 };
 
 struct neigh {
-	spinlock_t lock;
+	spinlock_t lock;	/* all of it; irqs off */
 	struct neigh_link link;
 	bool open;
 	struct list_head in, back;
