@@ -36,11 +36,6 @@ static struct mmblk_dev *mmblk_dev_get(u32 number)
 	return dev;
 }
 
-static void mmblk_dev_put(struct mmblk_dev *dev)
-{
-	mmblk_users_put(&dev->users);
-}
-
 const char *mmblk_state_name(const struct mmblk_dev *dev)
 {
 	switch (READ_ONCE(dev->state)) {
@@ -144,7 +139,7 @@ static void mmblk_ask_done(struct mmblk_post *post, u32 status)
 			mod_delayed_work(mmblk_wq, &dev->seek_work, MMBLK_SEEK_AGAIN);
 	}
 	kfree(ask);
-	mmblk_dev_put(dev);
+	mmblk_users_put(&dev->users);
 }
 
 static int mmblk_ask(struct mmblk_dev *dev, struct mmblk_ask *ask, u8 kind, u32 note, u32 length)
@@ -162,7 +157,7 @@ static int mmblk_ask(struct mmblk_dev *dev, struct mmblk_ask *ask, u8 kind, u32 
 			   NEIGH_KIND(NEIGH_PROTO_BLK_REQUEST, kind), note, &ask->post);
 	if (error) {
 		kfree(ask);
-		mmblk_dev_put(dev);
+		mmblk_users_put(&dev->users);
 	} else {
 		neigh_kick(dev->peer->neigh);
 	}
@@ -401,7 +396,7 @@ static void mmblk_client_receive(struct neigh *neigh, void *priv, const struct n
 		switch (NEIGH_KIND_OWN(msg->kind)) {
 		case MMBLK_DATA:
 			mmblk_receive_data(dev, msg);
-			mmblk_dev_put(dev);
+			mmblk_users_put(&dev->users);
 			return;
 		case MMBLK_ATTACHED:
 			status = mmblk_receive_attached(dev, msg);
@@ -416,7 +411,7 @@ static void mmblk_client_receive(struct neigh *neigh, void *priv, const struct n
 			mmblk_count(&dev->counters, MMBLK_C_REFUSED, 1);
 	}
 	if (dev)
-		mmblk_dev_put(dev);
+		mmblk_users_put(&dev->users);
 	neigh_complete_quietly(msg->link, msg->id, status);
 }
 

@@ -1,28 +1,66 @@
 #!/bin/sh
-export PATH=/usr/sbin:/usr/bin:/sbin:/bin
-S=${S:-self}; C=/sys/kernel/config/mmblk; mount -t configfs none /sys/kernel/config; cd /lab
-trouble() { dmesg | grep -A25 -e 'BUG' -e Oops -e WARN -e 'Call Trace' -e 'blocked for' | head -60; }
-insmod neigh_loop.ko && insmod mmblk.ko || { dmesg | tail -n 20; exit 1; }
-serve() { e=$C/exports/$1; mkdir $e; echo $2 > $e/path; echo $S > $e/clients; echo 1 > $e/enable || dmesg | tail -n 5; cat $e/status; }
-attach() { d=$C/devices/$1; mkdir $d; echo $S > $d/peer; echo $1 > $d/export; [ -n "$2" ] && echo $2 > $d/wait_ms; echo 1 > $d/enable
-i=0; until [ -n "$(cat $d/disk)" ]; do i=$((i+1)); [ $i -gt 20 ] && { cat $d/state; dmesg | tail -n 30; exit 2; }; sleep 1; done
-b=/dev/$(cat $d/disk); q=/sys/block/${b##*/}; echo "ATTACHED $1 $b" $(cat $d/state) $(cat $q/queue/stable_writes $q/queue/max_segments $q/queue/max_sectors_kb $q/queue/fua $q/queue/discard_max_bytes | tr '\n' ' ') ; }
-v() { fio --name=v --filename=$b --rw=randwrite --bsrange=4k-128k --size=24M --io_size=24M --verify=crc32c --verify_fatal=1 --direct=1 --ioengine=libaio --iodepth=8 --randseed=7 --fsync=64 $* > /tmp/fio 2>&1; echo "FIO $? $*"; grep -e "err=" -e "  write:" -e "  read:" -e bad -e verify /tmp/fio | cut -c1-110; }
-fs() { mke2fs -q -F $b && mount -t ext4 $b /mnt && dd if=/dev/urandom of=/mnt/x bs=1M count=8 2>/dev/null && sha256sum /mnt/x > /tmp/s && umount /mnt && mount -t ext4 $b /mnt && sha256sum -c /tmp/s; umount /mnt; }
-echo "### bdev"; serve v0 /dev/vdb; attach v0; v; fs
-blkdiscard -f -z -o 24M -l 8M $b; echo zero $? $(dd if=$b bs=1M skip=24 count=8 2>/dev/null | tr -d "\000" | wc -c); blkdiscard -f -o 32M -l 8M $b; echo discard $?
-echo $(cat $C/devices/v0/counters); echo $(cat $C/exports/v0/counters); trouble
-echo "### ring small"; echo 5 > /sys/module/neigh_loop/parameters/most; v --size=4M --io_size=4M; echo 512 > /sys/module/neigh_loop/parameters/most
-echo "### unreachable"; echo 1 > /sys/module/neigh_loop/parameters/unreachable; v --size=4M --io_size=4M --bs=4k; echo 0 > /sys/module/neigh_loop/parameters/unreachable; echo $(cat $C/devices/v0/counters); trouble
-echo "### link dies while it is written, 10 times"
-v --size=16M --io_size=16M --bsrange=4k-64k > /tmp/bg & p=$!
-for i in 1 2 3 4 5 6 7 8 9 10; do sleep 0.5; echo 200 > /sys/module/neigh_loop/parameters/kill; cat $C/devices/v0/state; done; wait $p; cat /tmp/bg; echo $(cat $C/devices/v0/counters); trouble
-echo "### export away and back"
-v --size=8M --io_size=8M --rate=1m > /tmp/bg & p=$!; sleep 2; echo 0 > $C/exports/v0/enable; sleep 1; cat $C/devices/v0/state; echo 1 > $C/exports/v0/enable; wait $p; cat /tmp/bg; cat $C/devices/v0/state; trouble
-echo "### wait 0: errors"
-echo 0 > $C/devices/v0/wait_ms; echo 0 > $C/exports/v0/enable; sleep 1; cat $C/devices/v0/state; dd if=/dev/zero of=$b bs=64k count=1 oflag=direct 2>&1 | head -2; echo 1 > $C/exports/v0/enable; sleep 1.5; cat $C/devices/v0/state; dd if=/dev/zero of=$b bs=64k count=1 oflag=direct 2>&1 | head -1
-echo "### file"; truncate -s 32M /tmp/f; serve f0 /tmp/f; attach f0; v --size=8M --io_size=8M; echo $(cat $C/exports/f0/counters)
-echo "### readonly"; e=$C/exports/ro; mkdir $e; echo /dev/ram0 > $e/path; echo $S > $e/clients; echo 1 > $e/readonly; echo 1 > $e/enable; attach ro; dd if=/dev/zero of=$b bs=4k count=1 oflag=direct 2>&1 | tail -1; dd if=$b of=/dev/null bs=1M count=8 2>&1 | tail -1
-echo "### not for us"; mkdir $C/exports/no; echo /dev/ram1 > $C/exports/no/path; echo other > $C/exports/no/clients; echo 1 > $C/exports/no/enable; d=$C/devices/no; mkdir $d; echo $S > $d/peer; echo no > $d/export; echo 1 > $d/enable; sleep 1; cat $d/state; dmesg | tail -n 2
-echo "### apart"; for d in $C/devices/* $C/exports/*; do rmdir $d || echo $d; done; rmmod mmblk && rmmod neigh_loop; echo rmmod $?
-trouble; dmesg | tail -n 12
+# SPDX-License-Identifier: GPL-2.0
+# mmblk against itself, in one kernel: neigh_loop.ko in place of cw_neigh. Prints TAP; ends with 0 only when all checks hold. Needs root,
+# fio, configfs, brd (with /dev/ram0 and ram1 of 16 MiB or more), mmblk.ko and neigh_loop.ko in the present folder, and a disk $DISK of 48 MiB or
+# more (/dev/vdb) whose contents it destroys.
+DISK=${DISK:-/dev/vdb}
+C=/sys/kernel/config/mmblk
+P=/sys/module/neigh_loop/parameters
+n=0; failed=0
+check() { # name, command...
+	name=$1; shift; n=$((n+1))
+	if "$@" > /tmp/check 2>&1; then echo "ok $n $name"; else failed=$((failed+1)); echo "not ok $n $name"; sed 's/^/# /' /tmp/check | tail -n 12; fi
+}
+is() { [ "$(cat $1)" = "$2" ] || { echo "$1 is $(cat $1), not $2"; return 1; }; }
+becomes() { i=0; until [ "$(cat $1)" = "$2" ]; do i=$((i+1)); [ $i -gt 150 ] && { is $1 $2; return 1; }; sleep 0.1; done; }
+count() { sed -n "s/^$2 //p" $C/$1/counters; }
+serve() { mkdir $C/exports/$1 && echo $2 > $C/exports/$1/path && echo ${3:-self} > $C/exports/$1/clients && echo ${4:-0} > $C/exports/$1/readonly && echo 1 > $C/exports/$1/enable; }
+attach() { mkdir $C/devices/$1 && echo self > $C/devices/$1/peer && echo $1 > $C/devices/$1/export && echo 1 > $C/devices/$1/enable && becomes $C/devices/$1/state live
+	i=0; until [ -n "$(cat $C/devices/$1/disk)" ]; do i=$((i+1)); [ $i -gt 150 ] && return 1; sleep 0.1; done; }
+disk() { echo /dev/$(cat $C/devices/$1/disk); }
+verify() { d=$(disk $1); shift; fio --name=v --filename=$d --rw=randwrite --bsrange=4k-128k --size=8M --verify=crc32c --verify_fatal=1 --direct=1 \
+	--ioengine=libaio --iodepth=8 --fsync=64 "$@"; }
+write_one() { dd if=/dev/zero of=$(disk $1) bs=64k count=1 oflag=direct; }
+fs() { d=$(disk $1); mke2fs -q -F $d && mount $d /mnt && head -c 4M /dev/urandom > /mnt/x && s=$(sha256sum < /mnt/x) && umount /mnt && mount $d /mnt &&
+	[ "$(sha256sum < /mnt/x)" = "$s" ]; r=$?; umount /mnt; return $r; }
+zeroes() { d=$(disk $1); blkdiscard -f -z -o 24M -l 8M $d && [ $(dd if=$d bs=1M skip=24 count=8 2>/dev/null | tr -d '\000' | wc -c) = 0 ] && blkdiscard -f -o 32M -l 8M $d; }
+by_reference() { w=$(count devices/$1 written_bytes); r=$(count devices/$1 read_bytes)
+	[ $w -gt 0 ] && [ $(count devices/$1 by_reference_bytes) = $w ] && [ $(count devices/$1 copied_bytes) = $r ] && [ $(count exports/$1 copied_bytes) = 0 ] && return
+	cat $C/devices/$1/counters $C/exports/$1/counters; return 1; }
+copied() { before=$(($(count devices/$1 written_bytes) - $(count devices/$1 by_reference_bytes))); verify $1 --size=2M || return 1
+	[ $(($(count devices/$1 written_bytes) - $(count devices/$1 by_reference_bytes))) -gt $before ]; }
+dies() { verify $1 --rate=1m > /tmp/job 2>&1 & job=$!; l=$(count devices/$1 lost)
+	for i in 1 2 3 4 5 6; do sleep 0.5; echo 200 > $P/kill; becomes $C/devices/$1/state live || return 1; done
+	wait $job || { cat /tmp/job; return 1; }; [ $(count devices/$1 lost) = $((l+6)) ]; }
+away() { verify $1 --size=4M --rate=1m > /tmp/job 2>&1 & job=$!; sleep 2; echo 0 > $C/exports/$1/enable; becomes $C/devices/$1/state waiting || return 1
+	echo 1 > $C/exports/$1/enable; wait $job || { cat /tmp/job; return 1; }; is $C/devices/$1/state live; }
+no_wait() { echo 0 > $C/devices/$1/wait_ms; echo 0 > $C/exports/$1/enable; becomes $C/devices/$1/state failed && ! write_one $1 || return 1
+	echo 1 > $C/exports/$1/enable; becomes $C/devices/$1/state live && write_one $1; }
+read_only() { serve ro /dev/ram0 self 1 && attach ro && ! write_one ro && dd if=$(disk ro) of=/dev/null bs=1M count=4; }
+denied() { serve no /dev/ram1 other || return 1; attach no; is $C/devices/no/state seeking; }
+file() { truncate -s 32M /tmp/f && serve f /tmp/f && attach f && verify f; }
+apart() { for d in $C/devices/* $C/exports/*; do rmdir $d || return 1; done; rmmod mmblk && rmmod neigh_loop; }
+silent() { ! dmesg | grep -A25 -e BUG: -e Oops -e WARNING: -e 'Call Trace' -e 'blocked for more' -e refcount_t; }
+
+mount -t configfs none /sys/kernel/config 2>/dev/null
+insmod ./neigh_loop.ko && insmod ./mmblk.ko || exit 1
+check "a block device is served and attached" eval "serve v $DISK && attach v"
+check "random writes are read back right" verify v
+check "a file system" fs v
+check "zeroes and discard" zeroes v
+check "writes by reference, reads copied once" by_reference v
+echo 5 > $P/most
+check "a ring that is nearly always full" verify v --size=2M
+echo 512 > $P/most; echo 1 > $P/unreachable
+check "memory that can't be reached is copied" copied v
+echo 0 > $P/unreachable
+check "the link dies six times under load" dies v
+check "the export goes under load, and is back" away v
+check "without a wait requests fail until it is back" no_wait v
+check "a file" file
+check "a read-only export" read_only
+check "an export for others" denied
+check "everything can be taken apart" apart
+check "the kernel has nothing to say" silent
+echo "1..$n"
+exit $((failed > 0))

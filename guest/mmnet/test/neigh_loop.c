@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * A test double of the neighbours' core, in place of cw_neigh: one neighbour, which is this VM itself. What is posted comes back to the
- * same VM's users, so that client and server of mmblk run against each other in one kernel, without a window. The order of
+ * A test double of the neighbours' core, in place of cw_neigh: one neighbour, which is this VM itself. What is posted comes back to
+ * the same VM's users, so that client and server of mmblk run against each other in one kernel, without a window. The order of
  * calls and their contexts are those of neigh.h. Parameters break things, while it runs:
  *
  *	kill		write milliseconds: the link ends, as when the peer dies, and a new one begins after that time
- *	unreachable	1: messages of more than one part come back with NEIGH_UNREACHABLE, unless all their memory is from one piece
+ *	unreachable	1: requests with more than one part of data come back with NEIGH_UNREACHABLE
  *	most		messages that each user may have outstanding
  */
 #include <linux/delay.h>
@@ -38,7 +38,7 @@ struct neigh_link {
 };
 
 struct neigh {
-	spinlock_t lock;
+	spinlock_t lock;	/* all of it; irqs off */
 	struct neigh_link link;
 	bool open;
 	struct list_head in, back;
@@ -158,7 +158,7 @@ static void hand_out(struct neigh *nb, struct loop_item *item)
 
 	if (!user || !nb->at[protocol].live)
 		neigh_complete_quietly(&nb->link, item->msg.id, NEIGH_NOBODY);
-	else if (READ_ONCE(unreachable) && item->msg.count > 2)
+	else if (READ_ONCE(unreachable) && protocol == NEIGH_PROTO_BLK_REQUEST && item->msg.count > 2)
 		neigh_complete_quietly(&nb->link, item->msg.id, NEIGH_UNREACHABLE);
 	else
 		user->ops->receive(nb, nb->at[protocol].priv, &item->msg);
