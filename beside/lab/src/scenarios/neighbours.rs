@@ -345,7 +345,8 @@ fn fio_transactions(text: &str) -> Result<(u64, f64)> {
 
 /// A reader that doesn't read keeps its frames; everybody else goes on, and the sender gets the rest of its memory back.
 fn slow_reader(pair: &Pair<'_>) -> Found {
-    let reader = pair.b.start("echo $$ > /tmp/reader; exec socat -u TCP-LISTEN:7002,reuseaddr EXEC:'sleep 1000'")?;
+    let reader =
+        pair.b.start("echo $$ > /tmp/reader; exec socat -u TCP-LISTEN:7002,reuseaddr EXEC:'sleep 1000'")?;
     let script = format!(
         "i=0; until socat -u FILE:/dev/zero,readbytes={} TCP:10.81.0.2:7002 & sleep 3; kill -0 $!; do i=$((i+1)); [ $i -gt 20 ] && exit 1; done\n\
          echo SENDS; wait",
