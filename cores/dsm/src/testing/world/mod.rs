@@ -1,16 +1,18 @@
 //! A whole machine small enough to look at every order of its events: nodes, links, guest memories, virtual CPUs with store buffers.
 
+mod memory;
+
 use std::collections::VecDeque;
 use std::hash::Hash;
 
-use super::litmus::{Instruction, Litmus, Outcome, Var};
 use crate::config::{Config, Plant, Policy};
 use crate::event::{Action, Event, Fault};
 use crate::message::{Body, Message};
 use crate::names::{Access, Mode, NodeId, Page, Vcpu};
 use crate::node::Node;
 use crate::operation::{Atomic, Change, Operation};
-use crate::pages::Pages;
+use crate::testing::litmus::{Instruction, Litmus, Outcome, Var};
+use memory::Memory;
 
 /// Bytes of a page here.
 pub const SIZE: usize = 2;
@@ -49,58 +51,6 @@ pub struct Budget {
     pub modes: u8,
     /// The token moves.
     pub tokens: u8,
-}
-
-/// Guest memory of one node, with the store buffers of its virtual CPUs.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-struct Memory {
-    content: [[u8; SIZE]; PAGES],
-    access: [Access; PAGES],
-    buffers: Vec<VecDeque<(Var, u8)>>,
-    /// Pages whose rights were lowered in this step, and to what.
-    lowered: Vec<(Page, Access)>,
-}
-
-fn index(page: Page) -> usize {
-    usize::try_from(page).unwrap_or(usize::MAX)
-}
-
-impl Memory {
-    fn put(&mut self, var: Var, value: u8) {
-        self.content[usize::from(var.page)][usize::from(var.offset)] = value;
-    }
-
-    fn drain(&mut self, vcpu: usize) {
-        while let Some((var, value)) = self.buffers[vcpu].pop_front() {
-            self.put(var, value);
-        }
-    }
-}
-
-impl Pages for Memory {
-    fn size(&self) -> usize {
-        SIZE
-    }
-
-    fn read(&self, page: Page, into: &mut Vec<u8>) {
-        into.clear();
-        into.extend_from_slice(&self.content[index(page)]);
-    }
-
-    fn write(&mut self, page: Page, offset: usize, bytes: &[u8]) {
-        self.content[index(page)][offset..offset + bytes.len()].copy_from_slice(bytes);
-    }
-
-    fn protect(&mut self, page: Page, access: Access) {
-        if access < self.access[index(page)] {
-            // The interrupt that makes other processors forget a translation drains their store buffers.
-            for vcpu in 0..self.buffers.len() {
-                self.drain(vcpu);
-            }
-            self.lowered.push((page, access));
-        }
-        self.access[index(page)] = access;
-    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
