@@ -50,7 +50,9 @@ pub fn packets_per_second(cpus: [usize; 2], size: u32) -> anyhow::Result<f64> {
 }
 
 fn start(cpu: usize, socket: &Path, role: &str, arguments: &[&str]) -> anyhow::Result<Process> {
-    let mut command = pinned(cpu, PROGRAM.0);
+    // At ordinary priority: it polls for ever, and whoever measures at the same real-time priority would never run again.
+    let mut command = pinned(cpu, "chrt");
+    command.args(["--other", "0", PROGRAM.0]);
     // A thread that waits, and one that forwards.
     command.args(["--lcores", &format!("0@{cpu},1@{cpu}"), "--file-prefix", &format!("cwbench-{role}")]);
     command.args(["--no-huge", "-m", "512", "--iova-mode=va", "--no-pci", "--no-telemetry", "--vdev"]);
