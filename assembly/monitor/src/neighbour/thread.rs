@@ -270,7 +270,7 @@ impl Registry {
 
     /// The daemon has gone. What is connected stays so; nobody watches over it.
     fn lose(&mut self, inner: &Inner) {
-        tracing::warn!(path = %self.path.display(), "The host daemon has gone; neighbours stay connected, and no new ones come until it is back");
+        telemetry::guest_warn!(inner.log, path = %self.path.display(), "The host daemon has gone; neighbours stay connected, and no new ones come until it is back");
         self.socket = None;
         self.pending.clear();
         inner.counters.losses.increment();
@@ -361,7 +361,7 @@ fn run(inner: &Inner, mut registry: Registry, stop: BorrowedFd<'_>) {
         }
         match registry.reconnect(inner) {
             Ok(()) => {
-                tracing::info!("The host daemon is back; neighbours connect anew");
+                telemetry::guest_info!(inner.log, "The host daemon is back; neighbours connect anew");
                 due = Instant::now();
             }
             Err(error) => {
