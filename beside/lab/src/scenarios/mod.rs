@@ -8,6 +8,7 @@ mod driver_faults;
 mod host;
 mod neighbours;
 mod neighbours_block;
+mod neighbours_end;
 mod net;
 mod rdma_boot;
 mod rdma_exits;

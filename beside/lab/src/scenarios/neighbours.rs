@@ -14,6 +14,7 @@ use crate::lab::Lab;
 use crate::neighbours_image::module;
 use crate::rdma::{self, DAEMON_SOCKET, Runs};
 use crate::scenario::{Options, Report, Scenario};
+use crate::scenarios::neighbours_end::{end_daemon, kernel_is_content};
 use crate::scenarios::rdma_exits::Counters;
 use crate::topology::{HostSpec, Topology};
 use crate::{progress, recipe};
@@ -441,15 +442,9 @@ fn kill<'a>(pair: &mut Pair<'a>, options: &Options) -> Found {
 
 /// What the kernels said of trouble.
 fn quiet(pair: &Pair<'_>) -> Result<()> {
-    for m in [&pair.a, &pair.b] {
-        let log = m.sh("dmesg | grep -e 'BUG:' -e Oops -e WARNING -e 'Call Trace' -e 'blocked for more' -e 'refcount_t' || true")?;
-        let trouble = m.guest.trouble();
-        if !log.trim().is_empty() || !trouble.is_empty() {
-            let tail = m.sh("dmesg | tail -n 60")?;
-            bail!("the kernel of {} complains: {} {trouble:?}\n{tail}", m.name(), log.trim());
-        }
-    }
-    Ok(())
+    [&pair.a, &pair.b]
+        .into_iter()
+        .try_for_each(|m| kernel_is_content(m.name(), &m.guest, |script| m.sh(script)))
 }
 
 fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
@@ -509,14 +504,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         let _ = m.start("busybox poweroff -f")?.wait(Duration::from_secs(20));
         m.guest.ended(Duration::from_secs(60))?;
     }
-    if let Some(code) = pair.daemon.try_wait() {
-        bail!("The host daemon ended with status {code} while guests used it:\n{}", pair.daemon.err.tail(15));
-    }
-    pair.daemon.signal(15)?;
-    match pair.daemon.wait(Duration::from_secs(60))? {
-        Some(0) => Ok(()),
-        code => bail!("The host daemon ended with {code:?} at SIGTERM:\n{}", pair.daemon.err.tail(15)),
-    }
+    end_daemon(&pair.daemon)
 }
 
 #[cfg(test)]

@@ -17,6 +17,7 @@ use crate::neighbours_image::module;
 use crate::rdma::{self, DAEMON_SOCKET, Runs};
 use crate::recipe::Artifact;
 use crate::scenario::{Options, Report, Scenario};
+use crate::scenarios::neighbours_end::{end_daemon, kernel_is_content};
 use crate::scenarios::rdma_exits::Counters;
 use crate::topology::{HostSpec, Topology};
 use crate::{progress, recipe};
@@ -363,15 +364,7 @@ fn unload(trio: &Trio<'_>) -> Found {
 
 /// What the kernels said of trouble; I/O errors are looked for elsewhere.
 fn quiet(trio: &Trio<'_>) -> Result<()> {
-    for member in trio.all() {
-        let log = member.sh("dmesg | grep -e 'BUG:' -e Oops -e WARNING -e 'Call Trace' -e 'blocked for more' -e 'refcount_t' || true")?;
-        let trouble = member.guest.trouble();
-        if !log.trim().is_empty() || !trouble.is_empty() {
-            let tail = member.sh("dmesg | tail -n 60")?;
-            bail!("the kernel of {} complains: {} {trouble:?}\n{tail}", member.name, log.trim());
-        }
-    }
-    Ok(())
+    trio.all().into_iter().try_for_each(|m| kernel_is_content(m.name, &m.guest, |script| m.sh(script)))
 }
 
 fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
@@ -418,11 +411,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         let _ = member.start("busybox poweroff -f")?.wait(Duration::from_secs(20));
         member.guest.ended(Duration::from_secs(60))?;
     }
-    trio.daemon.signal(15)?;
-    match trio.daemon.wait(Duration::from_secs(60))? {
-        Some(0) => Ok(()),
-        code => bail!("The host daemon ended with {code:?} at SIGTERM:\n{}", trio.daemon.err.tail(15)),
-    }
+    end_daemon(&trio.daemon)
 }
 
 #[cfg(test)]
