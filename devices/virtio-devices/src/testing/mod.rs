@@ -204,7 +204,8 @@ impl MockDriver {
         worker::signal(&*self.kick);
     }
 
-    /// Takes the next used element (head, bytes written), if there is one.
+    /// Takes the next used element (head, bytes written), if there is one. Moves `used_event` on: a device that
+    /// reads it only then sends no interrupt for this element, so a test that wants one waits for it first.
     pub fn pop_used(&mut self) -> Option<(u16, u32)> {
         let memory = self.memory();
         let index: u16 =
