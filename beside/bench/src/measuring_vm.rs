@@ -98,6 +98,8 @@ pub struct Settings<'a> {
     pub memory: u64,
     /// Pages behind it.
     pub pages: PageSize,
+    /// Whether the kernel is advised to use huge pages, as the monitor advises it for every VM of a description.
+    pub transparent_huge: bool,
     /// The read-only window.
     pub window: Option<Arc<HostMapping>>,
     /// Bytes of address space for memslots that are added while it runs.
@@ -114,12 +116,10 @@ pub struct MeasuringVm {
 }
 
 impl MeasuringVm {
-    /// Starts one with a vCPU on `cpu` and base pages, without a window.
-    ///
-    /// # Errors
-    /// As for [`MeasuringVm::start`].
-    pub fn start_on(program: &Path, cpu: usize, memory: u64, room: u64) -> anyhow::Result<Self> {
-        Self::start(Settings { program, cpus: vec![cpu], memory, pages: PageSize::Base, window: None, room })
+    /// What one with a vCPU on `cpu` and base pages has, without a window.
+    pub fn plain(program: &Path, cpu: usize, memory: u64) -> Settings<'_> {
+        let (pages, transparent_huge) = (PageSize::Base, false);
+        Settings { program, cpus: vec![cpu], memory, pages, transparent_huge, window: None, room: 0 }
     }
 
     /// Starts it.
@@ -131,6 +131,7 @@ impl MeasuringVm {
             .pin(settings.cpus.iter().map(|cpu| vec![*cpu]).collect())
             .memory(settings.memory)
             .pages(settings.pages)
+            .transparent_huge(settings.transparent_huge)
             .prefault(true)
             .room(settings.room)
             .host_ports(desks.clone());

@@ -9,7 +9,6 @@ use crate::measuring_vm::{MeasuringVm, Settings};
 use crate::peers;
 use crate::programs::Programs;
 use anyhow::{Context, bail};
-use machine::memory::PageSize;
 use machine::slots::HostMapping;
 use payload_abi::{DOORBELL_ADDRESS, DOORBELL_SIZE, PORT_HOST, PORT_HOST_COUNT};
 use payload_loops::copy::Variant;
@@ -76,12 +75,9 @@ impl Session {
         let (window, window_writable) = (map(false)?, map(true)?);
         peers::pin(*first)?;
         let vm = MeasuringVm::start(Settings {
-            program: &programs.path("measure"),
             cpus: cpus.clone(),
-            memory: MEMORY,
-            pages: PageSize::Base,
             window: Some(window.clone()),
-            room: 0,
+            ..MeasuringVm::plain(&programs.path("measure"), *first, MEMORY)
         })?;
         let khz = peers::tsc_khz();
         Ok(Self { vm, window, window_writable, cpus, khz, samples, figures: Figures::of("vm") })

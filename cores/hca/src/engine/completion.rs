@@ -61,25 +61,31 @@ impl<P: Provider> Engine<P> {
     /// Counts a request of the queue pair whose turn it is, whose slot [`Engine::settle`] gives back. `false` when it is another's.
     #[inline]
     pub(crate) fn retire_later(&mut self, at: QpRef) -> bool {
-        let own = self.turn_of == Some(at);
-        self.unretired += u32::from(own);
-        own
+        if self.turn_of != Some(at) {
+            return false;
+        }
+        match self.unretired.last_mut().filter(|(qp, _)| *qp == at) {
+            Some((_, count)) => *count += 1,
+            None => self.unretired.push((at, 1)),
+        }
+        true
     }
 
-    /// Shows the guests what this turn has done so far: gives slots of the send queue back, then publishes completions, in this
+    /// Shows the guests what the last turns have done: gives slots of send queues back, then publishes completions, in this
     /// order, since a guest that sees a completion counts on its slot. One store each instead of one per request: guests poll both
     /// lines, and each store takes them away.
     #[inline]
     pub(super) fn settle(&mut self) {
-        if self.unretired > 0 {
-            let count = std::mem::take(&mut self.unretired);
-            if let Some(at) = self.turn_of
-                && let Some(device) = self.devices.get_mut(at.device as usize).and_then(|d| d.as_deref_mut())
+        self.unsettled_turns = 0;
+        let mut unretired = std::mem::take(&mut self.unretired);
+        for (at, count) in unretired.drain(..) {
+            if let Some(device) = self.devices.get_mut(at.device as usize).and_then(|d| d.as_deref_mut())
                 && let Some(qp) = device.qps.get_mut(at.handle).filter(|qp| qp.stamp == at.stamp)
             {
                 qp.send_queue.retire(&device.memory, count);
             }
         }
+        self.unretired = unretired;
         while let Some(cq) = self.unpublished.pop() {
             let Some(found) = self.devices.get_mut(cq.device as usize).and_then(|d| d.as_deref_mut()) else {
                 continue;

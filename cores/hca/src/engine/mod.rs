@@ -245,11 +245,14 @@ pub struct Engine<P: Provider> {
     retry_at: u64,
     /// Events to deliver.
     events: Vec<(u32, AsyncEvent)>,
-    /// The queue pair whose turn it is, and how many of its requests' slots are to be given back at the end.
+    /// The queue pair whose turn it is.
     turn_of: Option<QpRef>,
-    unretired: u32,
-    /// Completion queues with completions that this turn pushed and nobody published.
+    /// What [`Engine::settle`] is to show: queue pairs with as many slots to give back, and completion queues with completions
+    /// that nobody published. Empty between polls.
+    unretired: Vec<(QpRef, u32)>,
     unpublished: Vec<CqRef>,
+    /// Turns since then.
+    unsettled_turns: u32,
     /// Completion queues that failed and whose queue pairs are still to be told.
     failed_cqs: Vec<CqRef>,
     /// Segments whose addresses that nobody here has may be reached by a transport.
@@ -284,8 +287,9 @@ impl<P: Provider> Engine<P> {
             retry_at: 0,
             events: Vec::new(),
             turn_of: None,
-            unretired: 0,
+            unretired: Vec::new(),
             unpublished: Vec::new(),
+            unsettled_turns: 0,
             failed_cqs: Vec::new(),
             uplinks: HashSet::new(),
             actions: Vec::new(),

@@ -18,6 +18,9 @@ const SETTLED_BYTES: u64 = 4096;
 const MANY_ACTIVE: u32 = 32;
 /// But so many at least.
 const LEAST_EMPTY_LOOKS: u32 = 2;
+/// With so many active queue pairs a round takes longer than what several turns have done is kept back for, so they share the stores
+/// that show it.
+const TURNS_SHARING: u32 = 8;
 
 /// What a turn came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,11 +53,15 @@ impl<P: Provider> Engine<P> {
             }
             self.turn_of = Some(at);
             let turn = self.turn(at);
-            self.settle();
             self.turn_of = None;
+            self.unsettled_turns += 1;
+            if !self.may_keep_back(turn) {
+                self.settle();
+            }
             requests += turn.requests;
             bytes += turn.bytes;
             if !self.failed_cqs.is_empty() {
+                self.settle();
                 self.run_failed_cqs();
             }
             self.deliver(sink);
@@ -63,10 +70,24 @@ impl<P: Provider> Engine<P> {
                 break;
             }
         }
+        self.settle();
+        if !self.failed_cqs.is_empty() {
+            self.run_failed_cqs();
+        }
         self.deliver(sink);
         self.idle = requests == 0;
         worked |= requests > 0;
         Progress { worked, next: self.next(), requests }
+    }
+
+    /// Whether what a turn has done may be shown together with what the next one does. An event is delivered after what it is about.
+    #[inline]
+    fn may_keep_back(&self, turn: Turn) -> bool {
+        self.active_qps >= MANY_ACTIVE
+            && self.unsettled_turns < TURNS_SHARING
+            && turn.bytes < SETTLED_BYTES
+            && self.events.is_empty()
+            && self.notifications.is_empty()
     }
 
     /// When there is something to do at the latest.

@@ -12,7 +12,7 @@ use payload_loops::job::Job;
 use payload_loops::rings::{self, FAILED, Role, STUCK};
 use rustix::fs::{MemfdFlags, memfd_create};
 
-use crate::measuring_vm::MeasuringVm;
+use crate::measuring_vm::{MeasuringVm, Settings};
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -40,7 +40,10 @@ pub struct Bed {
 impl Bed {
     /// Starts the VMs, and shows each the other's RAM.
     pub fn start(program: &Path, cpus: [usize; 2]) -> anyhow::Result<Self> {
-        let start = |cpu| MeasuringVm::start_on(program, cpu, RAM, 3 * GIB);
+        let start = |cpu| {
+            let plain = MeasuringVm::plain(program, cpu, RAM);
+            MeasuringVm::start(Settings { room: 3 * GIB, ..plain })
+        };
         let vms = [start(cpus[0])?, start(cpus[1])?];
         let base = vms[0].room();
         let segment = base + 2 * GIB;

@@ -23,7 +23,7 @@ use pvrdma::abi::work::{RemoteOperands, SendHeader, Sge, opcode, receive_slot, s
 use pvrdma::testing::{Cq, Guest, Host, Qp};
 use zerocopy::{IntoBytes, transmute};
 
-use crate::measuring_vm::MeasuringVm;
+use crate::measuring_vm::{MeasuringVm, Settings};
 use crate::peers;
 
 /// Access flags: local write, remote write, remote read, remote atomic.
@@ -63,7 +63,8 @@ struct Side {
 
 impl Side {
     fn start(program: &Path, cpu: usize, memory: u64) -> anyhow::Result<Self> {
-        let vm = MeasuringVm::start_on(program, cpu, memory, 0)?;
+        let plain = MeasuringVm::plain(program, cpu, memory);
+        let vm = MeasuringVm::start(Settings { transparent_huge: true, ..plain })?;
         let (free, room) = vm.free();
         let base = free + UAR_PAGES * PAGE;
         let size = (room - UAR_PAGES * PAGE) / PAGE * PAGE;

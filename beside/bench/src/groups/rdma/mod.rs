@@ -36,7 +36,10 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     };
     let programs = Programs::build()?;
     let program = programs.path("measure");
-    let mut conditions = Conditions::now(Some(&host), "4 KiB");
+    let switch = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+    let switch = switch.unwrap_or_else(|_| "not in this kernel".to_owned());
+    let pages = format!("4 KiB, huge ones advised as for every VM (shmem_enabled: {})", switch.trim());
+    let mut conditions = Conditions::now(Some(&host), &pages);
     if !quick {
         conditions.scheduling = host_threads::prefer_this_process();
     }
