@@ -18,4 +18,4 @@ pub mod mapped;
 pub use access::{Dma, DmaFault};
 pub use alias::{Alias, AliasError};
 pub use heap::HeapMemory;
-pub use mapped::{MapError, MappedMemory, MemoryRegion};
+pub use mapped::{MapError, MappedMemory, MemoryRegion, prefetch_object};

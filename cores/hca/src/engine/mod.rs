@@ -66,6 +66,9 @@ pub struct EngineConfig {
     pub timers_per_poll: u32,
     /// Turns without work after which a queue pair leaves the active list.
     pub empty_looks: u32,
+    /// With so many active queue pairs turns share the stores that show what they did, and each gets half as many empty looks, with
+    /// twice as many a third, and so on. Not 0.
+    pub many_active: u32,
     /// When a full event ring is tried again, nanoseconds.
     pub retry_events_ns: u64,
 }
@@ -82,6 +85,7 @@ impl Default for EngineConfig {
             scans_per_poll: 128,
             timers_per_poll: 128,
             empty_looks: 32,
+            many_active: 32,
             retry_events_ns: 50_000,
         }
     }

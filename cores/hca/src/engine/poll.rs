@@ -14,12 +14,10 @@ use crate::local::Step;
 /// would wait for longer than for a handful of small messages.
 const SETTLED_BYTES: u64 = 4096;
 
-/// With so many active queue pairs each gets half as many empty looks, with twice as many a third, and so on.
-const MANY_ACTIVE: u32 = 32;
-/// But so many at least.
+/// Empty looks of a queue pair among many, at least.
 const LEAST_EMPTY_LOOKS: u32 = 2;
-/// With so many active queue pairs a round takes longer than what several turns have done is kept back for, so they share the stores
-/// that show it.
+/// Turns that share the stores that show what they did, where many queue pairs are active: a round of them takes longer than what
+/// they did is kept back for.
 const TURNS_SHARING: u32 = 8;
 
 /// What a turn came to.
@@ -48,6 +46,9 @@ impl<P: Provider> Engine<P> {
         for _ in 0..self.active_qps.min(self.config.turns_per_poll) {
             let Some(at) = self.next_active() else { break };
             // It may be put back during its own turn: by a failure, or as the peer of another.
+            if let Some(device) = self.device_mut(at.device) {
+                device.quiet.forget(at.handle);
+            }
             if let Some(qp) = self.qp_mut(at) {
                 qp.active = false;
             }
@@ -83,7 +84,7 @@ impl<P: Provider> Engine<P> {
     /// Whether what a turn has done may be shown together with what the next one does. An event is delivered after what it is about.
     #[inline]
     fn may_keep_back(&self, turn: Turn) -> bool {
-        self.active_qps >= MANY_ACTIVE
+        self.active_qps >= self.config.many_active
             && self.unsettled_turns < TURNS_SHARING
             && turn.bytes < SETTLED_BYTES
             && self.events.is_empty()
@@ -105,7 +106,8 @@ impl<P: Provider> Engine<P> {
     #[inline]
     fn after_turn(&mut self, at: QpRef, turn: Turn) {
         // Among many, a round takes long, and thousands of empty looks would be taken from those that have work.
-        let most = (self.config.empty_looks / (1 + self.active_qps / MANY_ACTIVE)).max(LEAST_EMPTY_LOOKS);
+        let most = (self.config.empty_looks / (1 + self.active_qps / self.config.many_active.max(1)))
+            .max(LEAST_EMPTY_LOOKS);
         let Some(qp) = self.qp_mut(at) else { return };
         if qp.active {
             return;

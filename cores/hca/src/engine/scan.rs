@@ -10,7 +10,7 @@ use dma::Dma;
 
 use crate::attributes::QpState;
 use crate::names::{ContextHandle, DeviceId, SrqHandle};
-use crate::objects::{NOT_QUIET, QpRef, Wait};
+use crate::objects::{QpRef, Wait};
 use crate::provider::{Provider, SendQueue};
 
 use super::{Engine, Scan};
@@ -91,13 +91,12 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Passes over queue pairs of which nothing has changed since they were found idle.
+    /// Passes over queue pairs of which nothing has changed since they were found idle, and over active ones.
     #[inline]
     fn skip_quiet(&self, scan: &mut Scan, budget: &mut u64) {
         let Some(device) = self.device(scan.device).filter(|device| device.enabled) else { return };
         let Some(context) = device.contexts.get(scan.context) else { return };
-        let ahead =
-            |position: usize| context.qps.get(position).map(|handle| device.quiet.of(*handle).index_at);
+        let ahead = |position: usize| device.quiet.of(*context.qps.get(position)?).to_load();
         while *budget > 0
             && let Some(&handle) = context.qps.get(scan.position)
         {
@@ -105,7 +104,9 @@ impl<P: Provider> Engine<P> {
                 device.memory.prefetch(address, 4);
             }
             let quiet = device.quiet.of(handle);
-            if quiet.index == NOT_QUIET || device.memory.load_u32(quiet.index_at) != Ok(quiet.index) {
+            let unchanged = quiet.is_active()
+                || quiet.to_load().is_some_and(|at| device.memory.load_u32(at) == Ok(quiet.index));
+            if !unchanged {
                 return;
             }
             scan.position += 1;

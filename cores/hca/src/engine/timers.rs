@@ -50,7 +50,11 @@ impl<P: Provider> Engine<P> {
         let Some(device) = self.device_mut(at.device) else { return };
         let Some(qp) = device.qps.get_mut(at.handle) else { return };
         qp.active = true;
-        device.quiet.forget(at.handle);
+        if qp.waiter.is_none() {
+            device.quiet.active(at.handle);
+        } else {
+            device.quiet.forget(at.handle);
+        }
         device.active.push_back(at);
         if !std::mem::replace(&mut device.scheduled, true) {
             self.active.push_back(at.device);
@@ -69,6 +73,11 @@ impl<P: Provider> Engine<P> {
                 continue;
             };
             // Among thousands, each has fallen out of the caches since its last turn, and its pages' translations with it.
+            if let Some(later) = device.active.get(2 * TURNS_AHEAD)
+                && let Some(qp) = device.qps.get(later.handle)
+            {
+                dma::prefetch_object(qp.as_ref());
+            }
             if let Some(soon) = device.active.get(TURNS_AHEAD)
                 && let Some(qp) = device.qps.get(soon.handle)
             {

@@ -8,7 +8,7 @@ mod quiet;
 pub(crate) use cq::{Cq, NOT_NOTIFIED};
 pub(crate) use device::{Context, Device, GidEntry, Pd, Srq};
 pub(crate) use qp::{Current, Path, Progress, Qp, Wait};
-pub(crate) use quiet::{NOT_QUIET, QuietTable};
+pub(crate) use quiet::QuietTable;
 
 /// An object of a device. Handles are reused, stamps are not, so a reference to what is gone leads nowhere.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

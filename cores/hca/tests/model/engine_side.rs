@@ -20,9 +20,13 @@ pub(crate) struct Side {
 }
 
 impl Side {
-    pub(crate) fn new(quantum: u64) -> Self {
-        let config =
-            EngineConfig { quantum_bytes: quantum, quantum_alone_bytes: quantum, ..EngineConfig::default() };
+    pub(crate) fn new(quantum: u64, many_active: u32) -> Self {
+        let config = EngineConfig {
+            quantum_bytes: quantum,
+            quantum_alone_bytes: quantum,
+            many_active,
+            ..EngineConfig::default()
+        };
         let mut world = World::new(config);
         let size = usize::try_from(PAGES * 4096).expect("small");
         let guests: Vec<Guest> = (0..2).map(|_| world.guest(HeapMemory::new(size))).collect();

@@ -160,8 +160,8 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 192, ..ProptestConfig::default() })]
 
     #[test]
-    fn the_engine_does_what_the_model_does(program in prop::collection::vec(call(), 1..60), quantum in 1u64..40) {
-        let mut engine = engine_side::Side::new(quantum * quantum);
+    fn the_engine_does_what_the_model_does(program in prop::collection::vec(call(), 1..60), quantum in 1u64..40, many_active in 1u32..4) {
+        let mut engine = engine_side::Side::new(quantum * quantum, many_active);
         let mut model = reference::Model::new(engine.keys());
         for (number, call) in program.iter().enumerate() {
             engine.call(number as u64, call);
