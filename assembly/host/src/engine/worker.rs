@@ -5,7 +5,6 @@ use std::collections::BTreeMap;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
-use std::time::Instant;
 
 use crossbeam_channel::Receiver;
 use dma::MappedMemory;
@@ -15,6 +14,7 @@ use hca::names::{DeviceId, Gid, Qpn};
 use pvrdma::abi::{PAGE, doorbells};
 use pvrdma::device::FatalError;
 use pvrdma::{ConfigError, Devices, DoorbellMode as Doorbells, Phase, Pvrdma, Uar};
+use quanta::Clock;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vfio_user_protocol::doorbell_mode::DoorbellMode;
 
@@ -38,7 +38,9 @@ pub struct Worker {
     served: BTreeMap<DeviceId, Served>,
     inbox: Receiver<Message>,
     wake: Arc<Wake>,
-    started: Instant,
+    clock: Clock,
+    /// The clock's reading when the engine began.
+    started: u64,
     idle: u64,
     counters: LoopCounters,
     stopping: bool,
@@ -59,13 +61,15 @@ impl Worker {
         inbox: Receiver<Message>,
         wake: Arc<Wake>,
     ) -> Self {
+        let clock = Clock::new();
         Self {
             engine: Engine::new(setup.engine),
             devices: Devices::default(),
             served: BTreeMap::new(),
             inbox,
             wake,
-            started: Instant::now(),
+            started: clock.raw(),
+            clock,
             idle: u64::try_from(setup.idle.as_nanos()).unwrap_or(u64::MAX),
             counters: LoopCounters::default(),
             stopping: false,
@@ -74,7 +78,7 @@ impl Worker {
     }
 
     fn now(&self) -> u64 {
-        u64::try_from(self.started.elapsed().as_nanos()).unwrap_or(u64::MAX)
+        self.clock.delta_as_nanos(self.started, self.clock.raw())
     }
 
     pub(super) fn run(&mut self) {

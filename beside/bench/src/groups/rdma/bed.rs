@@ -6,7 +6,6 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
-use std::time::Instant;
 
 use anyhow::{Context, bail};
 use dma::{Dma, MappedMemory, MemoryRegion};
@@ -332,14 +331,15 @@ fn serve(
     if let Err(error) = peers::pin(cpu) {
         eprintln!("bench: rdma: {error:#}");
     }
-    let began = Instant::now();
+    let clock = quanta::Clock::new();
+    let began = clock.raw();
     while !orders.stop.load(Ordering::Relaxed) {
         if !orders.run.load(Ordering::Relaxed) {
             std::thread::park_timeout(std::time::Duration::from_millis(10));
             continue;
         }
         // `turn` advances its clock by a microsecond; this one follows the real clock.
-        host.now = 1_000_000_000 + u64::try_from(began.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        host.now = 1_000_000_000 + clock.delta_as_nanos(began, clock.raw());
         host.turn(ids.iter().copied().zip(doorbells));
     }
 }
