@@ -38,12 +38,8 @@ impl Write for Output {
 fn run(programs: &Programs, name: &str, vcpus: u32, arguments: &[&str]) -> (u32, String) {
     let output = Output::default();
     let builder = PayloadVm::from_file(&programs.path(name)).unwrap();
-    let mut vm = builder
-        .vcpus(vcpus)
-        .arguments(arguments.iter().copied())
-        .console(output.clone())
-        .build()
-        .unwrap();
+    let mut vm =
+        builder.vcpus(vcpus).arguments(arguments.iter().copied()).console(output.clone()).build().unwrap();
     vm.start().unwrap();
     let code = vm.wait_for(PATIENCE).unwrap();
     let text = String::from_utf8(output.0.lock().unwrap().clone()).unwrap();

@@ -5,7 +5,7 @@
 use crate::{Barrier, Vcpu, pointer_to, println};
 use core::sync::atomic::AtomicU32;
 use payload_loops::tsc;
-use payload_spmd::{Heap, Machine, OwnPage, Outcome, Refused, Settings, Team};
+use payload_spmd::{Heap, Machine, Outcome, OwnPage, Refused, Settings, Team};
 
 /// Exit code: a result was wrong.
 const WRONG: u32 = 1;
@@ -49,8 +49,8 @@ impl Machine for PayloadMachine {
     }
 }
 
-/// Runs `program` on this vCPU together with all others, and prints what came out; returns the exit code.
-pub fn run(vcpu: Vcpu, program: &Program) -> u32 {
+/// Joins all vCPUs, and gives `program` the team, the heap and the arguments. All vCPUs call it, once.
+pub fn with_team<R>(vcpu: Vcpu, program: impl FnOnce(&Team<'_>, &mut Heap) -> R) -> R {
     let machine = PayloadMachine(vcpu);
     let info = vcpu.info();
     let (index, count) = (vcpu.index() as usize, vcpu.count() as usize);
@@ -58,21 +58,31 @@ pub fn run(vcpu: Vcpu, program: &Program) -> u32 {
     let length = usize::try_from(info.free.size).unwrap_or(usize::MAX);
     // SAFETY: the free memory is zero at entry, and nothing else of this program uses it.
     let mut heap = unsafe { Heap::new(pointer_to(info.free.start), length) };
-    let outcome = Settings::parse(vcpu.arguments().skip(1), program.arguments)
-        .and_then(|settings| (program.run)(&team, &mut heap, &settings));
-    if !team.leads() {
-        return 0;
-    }
-    match outcome {
-        Ok(outcome) => {
-            println!("{}", outcome.line(program.name, count, info.node_count));
-            if outcome.verified { 0 } else { WRONG }
+    program(&team, &mut heap)
+}
+
+/// Says why a program doesn't begin; returns the exit code.
+pub fn refuse(program: &str, refused: Refused) -> u32 {
+    println!("{program}: {refused}");
+    REFUSED
+}
+
+/// Runs `program` on this vCPU together with all others, and prints what came out; returns the exit code.
+pub fn run(vcpu: Vcpu, program: &Program) -> u32 {
+    with_team(vcpu, |team, heap| {
+        let outcome = Settings::parse(vcpu.arguments().skip(1), program.arguments)
+            .and_then(|settings| (program.run)(team, heap, &settings));
+        if !team.leads() {
+            return 0;
         }
-        Err(refused) => {
-            println!("{}: {refused}", program.name);
-            REFUSED
+        match outcome {
+            Ok(outcome) => {
+                println!("{}", outcome.line(program.name, team.count(), vcpu.info().node_count));
+                if outcome.verified { 0 } else { WRONG }
+            }
+            Err(refused) => refuse(program.name, refused),
         }
-    }
+    })
 }
 
 /// Makes a payload of an SPMD program: a [`Program`].

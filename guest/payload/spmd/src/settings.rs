@@ -90,7 +90,10 @@ impl fmt::Display for Refused {
                 "An array of {needed} bytes is needed and {left} bytes of memory are left; give the VM more with --memory, or choose a smaller problem"
             ),
             Self::Vcpus { what, least, most, count } => {
-                write!(f, "{what} needs from {least} to {most} vCPUs, and this VM has {count}; choose with --cpus")
+                write!(
+                    f,
+                    "{what} needs from {least} to {most} vCPUs, and this VM has {count}; choose with --cpus"
+                )
             }
             Self::Other(text) => f.write_str(text),
         }

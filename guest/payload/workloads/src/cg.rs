@@ -155,15 +155,14 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     let matrix = Matrix { n, offsets: &offsets[..band], entries, diagonal };
 
     let mut length = 0.0;
-    let nanoseconds =
-        team.measure(|| length = solve(team, &matrix, &vectors, &mut sums, iterations));
+    let nanoseconds = team.measure(|| length = solve(team, &matrix, &vectors, &mut sums, iterations));
     let outcome = Outcome::new("iteration", iterations, nanoseconds);
     if !team.leads() {
         return Ok(outcome);
     }
     let mut serial = 0.0;
-    let serial_ns = team
-        .time(|| serial = solve(&team.alone(), &matrix, &reference, &mut lone_sums, iterations));
+    let serial_ns =
+        team.time(|| serial = solve(&team.alone(), &matrix, &reference, &mut lone_sums, iterations));
     // SAFETY: all have ended.
     let (solution, reference) = unsafe { (vectors.solution.read(0..n), reference.solution.read(0..n)) };
     let same = solution.iter().zip(reference).all(|(one, other)| one.to_bits() == other.to_bits());

@@ -15,7 +15,9 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     let stride = settings.size("stride", 8, 8..=1 << 20)?;
     let pace = settings.number("pace", 0, 0..=1 << 32)?;
     if !stride.is_multiple_of(8) {
-        return Err(Refused::Other("The stride has to be a multiple of 8, the size of a word; give 8, 64 or 4096"));
+        return Err(Refused::Other(
+            "The stride has to be a multiple of 8, the size of a word; give 8, 64 or 4096",
+        ));
     }
     let words = heap.array::<AtomicU64>(team.count() * stride / 8)?;
     let wrong = heap.array::<AtomicU64>(512 * team.count())?;

@@ -2,7 +2,9 @@
 //! counts; who is inside says so, and looks whether somebody else did.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use payload_spmd::{Figure, Heap, Outcome, OwnPage, QueueLock, QueuePlace, Refused, Settings, Team, TicketLock};
+use payload_spmd::{
+    Figure, Heap, Outcome, OwnPage, QueueLock, QueuePlace, Refused, Settings, Team, TicketLock,
+};
 
 /// `kind`: ticket or queue; `times`: per vCPU (2000); `inside` and `outside`: pauses in and between (0, 0).
 pub const NAMES: &[&str] = &["kind", "times", "inside", "outside"];

@@ -157,7 +157,8 @@ mod tests {
 
     #[test]
     fn messages_arrive_whole_and_in_order() {
-        for arguments in [["kind=ring", "messages=300", "words=3"], ["kind=watch", "messages=300", "words=3"]] {
+        for arguments in [["kind=ring", "messages=300", "words=3"], ["kind=watch", "messages=300", "words=3"]]
+        {
             for count in [2, 3] {
                 let outcome = crate::testing::run(run, NAMES, count, &arguments).unwrap();
                 assert!(outcome.verified, "{outcome:?}");

@@ -268,9 +268,8 @@ mod tests {
         // A path 0 - 1 - 2 - 3.
         let graph = Graph { starts: &[0, 1, 3, 5, 6], targets: &[1, 0, 2, 1, 3, 2] };
         let (mut depths, mut queue) = ([0; 4], [0; 4]);
-        let mut judge = |parents: [u32; 4]| {
-            check(&graph, &parents.map(AtomicU32::new), 0, &mut depths, &mut queue)
-        };
+        let mut judge =
+            |parents: [u32; 4]| check(&graph, &parents.map(AtomicU32::new), 0, &mut depths, &mut queue);
         assert!(judge([1, 1, 2, 3]));
         assert!(!judge([1, 1, 1, 3]));
         assert!(!judge([1, 1, 4, 3]));

@@ -62,7 +62,8 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
         done.atomics()[team.index() * PER_PAGE].store(count, Ordering::Release);
     });
     let counts = (0..team.count()).map(|vcpu| done.atomics()[vcpu * PER_PAGE].load(Ordering::Acquire));
-    let (least, most) = counts.clone().fold((u64::MAX, 0), |(least, most), count| (least.min(count), most.max(count)));
+    let (least, most) =
+        counts.clone().fold((u64::MAX, 0), |(least, most), count| (least.min(count), most.max(count)));
     let total: u64 = counts.sum();
     let value = first.load(Ordering::Acquire);
     // SAFETY: all have ended.
