@@ -6,10 +6,12 @@
 use crate::{paths, progress};
 use anyhow::{Context, Result, bail};
 use litmus::model::{Order, Outcome, outcomes};
-use litmus::{Test, Variant, corpus, fill};
+use litmus::{Instruction, Test, Variant, corpus, fill};
+use payload_litmus::table::Placement;
 use serde::Deserialize;
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -85,6 +87,74 @@ fn judge(variant: &Variant<'_>, seen: &[(Outcome, u64)]) -> Verdict {
     verdict
 }
 
+/// Whether a test has locked accesses across a boundary. Kernels and processors hold whoever does that up on purpose, for milliseconds each, so such
+/// tests run fewer times.
+fn splits_locks(variant: &Variant<'_>) -> bool {
+    let locks = |instruction: &Instruction| {
+        matches!(
+            instruction,
+            Instruction::Modify { locked: true, .. }
+                | Instruction::Exchange(..)
+                | Instruction::ExchangeAdd(..)
+                | Instruction::CompareExchange(..)
+        )
+    };
+    variant.placement == Placement::Cross && variant.test.threads.iter().flatten().any(locks)
+}
+
+/// How often these run.
+fn split_lock_iterations(iterations: u64) -> u64 {
+    (iterations / 1000).max(1)
+}
+
+/// What all tests together came to.
+#[derive(Debug, Default)]
+struct Tally {
+    tests: u32,
+    slow: u32,
+    forbidden: u64,
+    weak_seen: u32,
+    weak_possible: u32,
+    /// Whether store buffering ran, and whether its weak outcome came.
+    buffering: (bool, bool),
+    broken: Vec<String>,
+}
+
+impl Tally {
+    fn add(&mut self, variant: &Variant<'_>, line: &Line, slow: bool) {
+        let verdict = judge(variant, &line.outcomes);
+        self.tests += 1;
+        self.slow += u32::from(slow);
+        self.forbidden += verdict.forbidden;
+        self.weak_possible += u32::from(verdict.weak_possible > 0);
+        self.weak_seen += u32::from(verdict.weak > 0);
+        if variant.test.name == "SB" {
+            self.buffering = (true, self.buffering.1 || verdict.weak > 0);
+        }
+        let name = variant.name();
+        #[expect(clippy::cast_precision_loss, reason = "a figure for people")]
+        let seconds = line.ns as f64 / 1e9;
+        let Verdict { forbidden, weak, weak_possible, .. } = &verdict;
+        progress!(
+            "{name}: {} times in {seconds:.1} s: {forbidden} forbidden, {weak} weak ({weak_possible} weak outcomes are possible)",
+            line.iterations
+        );
+        for culprit in &verdict.culprits {
+            let observed = variant.test.observed();
+            progress!("CHECK FAILED: {name}: x86-TSO forbids {culprit:?} of {observed:?}");
+            self.broken.push(name.clone());
+        }
+    }
+}
+
+/// How a file is run.
+struct Plan {
+    threads: usize,
+    iterations: u64,
+    meeting: &'static str,
+    round: &'static str,
+}
+
 /// Names the tests and says what the model allows.
 ///
 /// # Errors
@@ -123,65 +193,57 @@ pub fn run(options: &Options) -> Result<()> {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let folder = tempfile::tempdir().context("Can't make a folder for the litmus programs")?;
 
-    let mut by_threads: BTreeMap<usize, Vec<Variant<'_>>> = BTreeMap::new();
+    let mut groups: BTreeMap<(usize, bool), Vec<Variant<'_>>> = BTreeMap::new();
     for variant in &chosen {
-        by_threads.entry(variant.test.threads.len()).or_default().push(*variant);
+        groups.entry((variant.test.threads.len(), splits_locks(variant))).or_default().push(*variant);
     }
-    let (mut forbidden, mut weak_tests, mut weak_possible, mut ran, mut buffering) =
-        (0, 0, 0, 0, (false, false));
-    let mut broken = Vec::new();
-    for (threads, variants) in by_threads {
-        let file = folder.path().join(format!("litmus-{threads}"));
+    let mut tally = Tally::default();
+    for ((threads, slow), variants) in groups {
+        let file = folder.path().join(format!("litmus-{threads}-{slow}"));
         std::fs::write(&file, fill(&program, &variants)?)
             .with_context(|| format!("Can't write {}", file.display()))?;
-        // Threads that outnumber processors would wait a time slice for each instance.
-        let each = threads <= processors;
-        let lines = execute(&causeway, &file, threads, each, options)?;
-        for variant in &variants {
-            let name = variant.name();
-            let line = lines
-                .iter()
-                .find(|line| line.test == variant.test.name && line.placement == variant.placement.name())
-                .with_context(|| format!("The program didn't run {name}"))?;
+        let iterations = if slow { split_lock_iterations(options.iterations) } else { options.iterations };
+        let plan = Plan {
+            threads,
+            iterations,
+            // Threads that outnumber processors would wait a time slice for each instance.
+            meeting: if threads <= processors { "each" } else { "round" },
+            round: if slow { "256" } else { "4K" },
+        };
+        let mut left = variants.clone();
+        execute(&causeway, &file, &plan, options, |line| {
+            let here = left.iter().position(|variant| {
+                line.test == variant.test.name && line.placement == variant.placement.name()
+            });
+            let variant =
+                left.remove(here.with_context(|| format!("Nobody asked for the test {}", line.test))?);
             let counted: u64 = line.outcomes.iter().map(|(_, count)| count).sum();
             if line.lost > 0
-                || line.iterations < options.iterations
+                || line.iterations < iterations
                 || counted != line.iterations
                 || line.nodes != options.nodes
             {
                 bail!(
-                    "{name} ran {} times on {} nodes, and {counted} outcomes were counted",
+                    "{} ran {} times on {} nodes, and {counted} outcomes were counted",
+                    variant.name(),
                     line.iterations,
                     line.nodes
                 );
             }
-            let verdict = judge(variant, &line.outcomes);
-            ran += 1;
-            forbidden += verdict.forbidden;
-            weak_possible += u32::from(verdict.weak_possible > 0);
-            weak_tests += u32::from(verdict.weak > 0);
-            if variant.test.name == "SB" {
-                buffering = (true, buffering.1 || verdict.weak > 0);
-            }
-            #[expect(clippy::cast_precision_loss, reason = "a figure for people")]
-            let seconds = line.ns as f64 / 1e9;
-            let Verdict { forbidden, weak, weak_possible, .. } = &verdict;
-            progress!(
-                "{name}: {} times in {seconds:.1} s: {forbidden} forbidden, {weak} weak ({weak_possible} weak outcomes are possible)",
-                line.iterations
-            );
-            for culprit in verdict.culprits {
-                let observed = variant.test.observed();
-                progress!("CHECK FAILED: {name}: x86-TSO forbids {culprit:?} of {observed:?}");
-                broken.push(name.clone());
-            }
+            tally.add(&variant, &line, slow);
+            Ok(())
+        })?;
+        if let Some(variant) = left.first() {
+            bail!("The program ended before it ran {}", variant.name());
         }
     }
+    let Tally { tests, slow, forbidden, weak_seen, weak_possible, buffering, broken } = tally;
     println!(
         "{}",
         json!({
-            "scenario": "dsm-litmus", "nodes": options.nodes, "tests": ran, "iterations": options.iterations,
-            "forbidden": forbidden, "weak_seen": weak_tests, "weak_possible": weak_possible, "ok": broken.is_empty(),
+            "scenario": "dsm-litmus", "nodes": options.nodes, "tests": tests, "iterations": options.iterations,
+            "split_lock_tests": slow, "split_lock_iterations": split_lock_iterations(options.iterations),
+            "forbidden": forbidden, "weak_seen": weak_seen, "weak_possible": weak_possible, "ok": broken.is_empty(),
         })
     );
     if !broken.is_empty() {
@@ -236,34 +298,48 @@ fn program() -> Result<Vec<u8>> {
     std::fs::read(&path).with_context(|| format!("Can't read {}", path.display()))
 }
 
-/// Runs a file in a VM; the lines that it printed.
-fn execute(causeway: &Path, file: &Path, threads: usize, each: bool, options: &Options) -> Result<Vec<Line>> {
+/// Runs a file in a VM, and calls `each` with every line as it comes.
+fn execute(
+    causeway: &Path,
+    file: &Path,
+    plan: &Plan,
+    options: &Options,
+    mut each: impl FnMut(Line) -> Result<()>,
+) -> Result<()> {
     let mut command = Command::new(causeway);
-    command.args(["run", "--memory", "128M", "--cpus", &threads.to_string()]);
+    command.args(["run", "--memory", "128M", "--cpus", &plan.threads.to_string()]);
     if options.nodes > 1 {
         command.args(["--nodes", &options.nodes.to_string()]);
     }
     command.args(&options.run_arguments).arg("--payload").arg(file);
-    command.arg(format!("iterations={}", options.iterations));
-    command.args([if each { "meeting=each" } else { "meeting=round" }, "round=4K"]);
-    let child = command.stdin(Stdio::null()).stderr(Stdio::inherit()).stdout(Stdio::piped()).spawn();
-    let output = child
-        .with_context(|| format!("{} can't be started", causeway.display()))?
-        .wait_with_output()
-        .context("The monitor's output can't be read")?;
-    let text = String::from_utf8_lossy(&output.stdout);
-    if !output.status.success() {
-        bail!("The VM with the tests of {threads} threads ended with {}: {}", output.status, text.trim_end());
+    command.arg(format!("iterations={}", plan.iterations));
+    command.args([format!("meeting={}", plan.meeting), format!("round={}", plan.round)]);
+    let mut child = command
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .stdout(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("{} can't be started", causeway.display()))?;
+    let output = child.stdout.take().context("The monitor's output can't be read")?;
+    let result = BufReader::new(output).lines().try_for_each(|line| {
+        let line = line.context("The monitor's output can't be read")?;
+        each(serde_json::from_str(&line).with_context(|| format!("The program printed {line:?}"))?)
+    });
+    if result.is_err() {
+        // It would go on with tests that nobody hears of.
+        let _ = child.kill();
     }
-    text.lines()
-        .map(|line| serde_json::from_str(line).with_context(|| format!("The program printed {line:?}")))
-        .collect()
+    let status = child.wait().context("The monitor's end can't be awaited")?;
+    result?;
+    if !status.success() {
+        bail!("The VM with the tests of {} threads ended with {status}", plan.threads);
+    }
+    Ok(())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use payload_litmus::table::Placement;
 
     /// A planted forbidden outcome is found, a weak one is told from a strong one.
     #[test]
@@ -307,7 +383,7 @@ mod tests {
                 .to_string()
                 .contains("0 iterations")
         );
-        assert_eq!(options("SB (pages)").chosen(&corpus::all().unwrap()).unwrap().len(), 2);
+        assert_eq!(options("SB (pages)").chosen(&corpus::all().unwrap()).unwrap().len(), 3);
         // `true` prints no help, so it has no --nodes.
         let error = check_nodes("/bin/true".as_ref(), 2).unwrap_err().to_string();
         assert!(error.contains("can't run a VM on 2 nodes"), "{error}");

@@ -181,14 +181,13 @@ impl Machine {
     /// Bytes as a thread sees them, in their place.
     fn see(&self, thread: usize, part: Part) -> u64 {
         let mut bytes = [0; 8];
-        for index in part.first..part.first + part.length {
+        for (index, byte) in bytes.iter_mut().enumerate().skip(part.first).take(part.length) {
             let covers = |queued: &Part| {
                 queued.location == part.location
                     && (queued.first..queued.first + queued.length).contains(&index)
             };
             let own = self.threads[thread].queue.iter().rev().find(|(queued, _)| covers(queued));
-            bytes[index] =
-                own.map_or(self.memory[part.location][index], |(_, value)| value.to_le_bytes()[index]);
+            *byte = own.map_or(self.memory[part.location][index], |(_, value)| value.to_le_bytes()[index]);
         }
         u64::from_le_bytes(bytes)
     }

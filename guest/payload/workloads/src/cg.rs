@@ -133,10 +133,10 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     // Everyone draws the same offsets: from near the diagonal to half the matrix away, none twice.
     let mut random = Random::new(seed);
     let mut offsets = [0; MOST_OFFSETS];
-    for index in 0..band {
+    for (index, offset) in offsets[..band].iter_mut().enumerate() {
         let low = index * (n / 2 - 1) / band;
         let high = ((index + 1) * (n / 2 - 1) / band).max(low + 1);
-        offsets[index] = 1 + low + usize::try_from(random.below((high - low) as u64)).unwrap_or(0);
+        *offset = 1 + low + usize::try_from(random.below((high - low) as u64)).unwrap_or(0);
     }
     for (which, _) in offsets[..band].iter().enumerate() {
         let part = Sums::range(team, n);
