@@ -22,6 +22,10 @@ pub struct Options {
     pub nodes: u32,
     /// How often each test runs.
     pub iterations: u64,
+    /// When threads meet: `each`, `round` or `mixed` (crate `payload_litmus`); by default what suits processors and nodes.
+    pub meeting: Option<String>,
+    /// Instances of a round; by default 4096, and 256 where locked accesses cross a boundary.
+    pub round: Option<u64>,
     /// Only tests whose names contain one of these; empty: all.
     pub only: Vec<String>,
     /// Further arguments for `causeway run`.
@@ -148,11 +152,11 @@ impl Tally {
 }
 
 /// How a file is run.
-struct Plan {
+struct Plan<'a> {
     threads: usize,
     iterations: u64,
-    meeting: &'static str,
-    round: &'static str,
+    meeting: &'a str,
+    round: u64,
 }
 
 /// Names the tests and says what the model allows.
@@ -206,9 +210,13 @@ pub fn run(options: &Options) -> Result<()> {
         let plan = Plan {
             threads,
             iterations,
-            // Threads that outnumber processors would wait a time slice for each instance.
-            meeting: if threads <= processors { "each" } else { "round" },
-            round: if slow { "256" } else { "4K" },
+            // Threads that outnumber processors would wait a time slice for each instance, and those on several nodes a few messages.
+            meeting: options.meeting.as_deref().unwrap_or(if threads <= processors && options.nodes == 1 {
+                "mixed"
+            } else {
+                "round"
+            }),
+            round: options.round.unwrap_or(if slow { 256 } else { 4096 }),
         };
         let mut left = variants.clone();
         execute(&causeway, &file, &plan, options, |line| {
@@ -302,7 +310,7 @@ fn program() -> Result<Vec<u8>> {
 fn execute(
     causeway: &Path,
     file: &Path,
-    plan: &Plan,
+    plan: &Plan<'_>,
     options: &Options,
     mut each: impl FnMut(Line) -> Result<()>,
 ) -> Result<()> {

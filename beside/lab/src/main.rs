@@ -111,6 +111,12 @@ enum Verb {
         /// How often each test runs.
         #[arg(long, default_value_t = 1_000_000)]
         iterations: u64,
+        /// When a test's threads meet: before each run of it (each), before a round of many (round), or in turn (mixed) [default: what suits processors and nodes]
+        #[arg(long, value_parser = ["each", "round", "mixed"])]
+        meeting: Option<String>,
+        /// Runs of a test in a round
+        #[arg(long)]
+        round: Option<u64>,
         /// Only tests whose names (with their placements, as in `SB (pages)`) contain this; may be given again.
         #[arg(long = "only")]
         only: Vec<String>,
@@ -228,8 +234,8 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
             lab::records::check(&image, run, last).map(|()| ExitCode::SUCCESS)
         }
         Some(Verb::Measure { pid, ram_mib }) => lab::measure::print(pid, ram_mib).map(|()| ExitCode::SUCCESS),
-        Some(Verb::DsmLitmus { nodes, iterations, only, list, run_arguments }) => {
-            let options = lab::litmus_run::Options { nodes, iterations, only, run_arguments };
+        Some(Verb::DsmLitmus { nodes, iterations, meeting, round, only, list, run_arguments }) => {
+            let options = lab::litmus_run::Options { nodes, iterations, meeting, round, only, run_arguments };
             if list { lab::litmus_run::list(&options) } else { lab::litmus_run::run(&options) }
                 .map(|()| ExitCode::SUCCESS)
         }

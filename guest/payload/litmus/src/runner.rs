@@ -3,7 +3,7 @@
 //! A round is many instances of the test, each with locations of its own. All vCPUs set a part of them up, meet, run their thread for every
 //! instance in turn, meet, and look at a part of the outcomes. Which vCPU runs which thread changes from round to round. Within a round, threads meet
 //! before each instance ([`Meeting::Each`]), which makes them run at the same time, or not at all ([`Meeting::Round`]), which needs less communication
-//! and is what vCPUs that outnumber processors can do.
+//! and is what vCPUs that outnumber processors can do; [`Meeting::Mixed`] does both in turn.
 //!
 //! The idea is that of the tool `litmus7` (Alglave, Maranget and others, *Litmus: Running Tests against Hardware*, TACAS 2011).
 
@@ -29,6 +29,19 @@ pub enum Meeting {
     Each,
     /// Before and after each round.
     Round,
+    /// Before each instance in every eighth round, otherwise as in [`Meeting::Round`].
+    Mixed,
+}
+
+impl Meeting {
+    /// Whether threads meet before each instance of a round.
+    const fn each(self, round: u64) -> bool {
+        match self {
+            Self::Each => true,
+            Self::Round => false,
+            Self::Mixed => round.is_multiple_of(8),
+        }
+    }
 }
 
 /// A test ready to run.
@@ -133,7 +146,7 @@ impl Bench {
                         *address = self.address(record, instance, location).expose_provenance() as u64;
                     }
                     let registers = self.registers(thread, instance);
-                    if meeting == Meeting::Each {
+                    if meeting.each(round) {
                         met_before += threads as u64;
                         met.fetch_add(1, Ordering::AcqRel);
                         while met.load(Ordering::Acquire) < met_before {
@@ -357,7 +370,7 @@ mod tests {
     #[test]
     fn every_instance_is_run_once() {
         for placement in Placement::ALL {
-            for meeting in [Meeting::Each, Meeting::Round] {
+            for meeting in [Meeting::Each, Meeting::Round, Meeting::Mixed] {
                 let (outcomes, iterations, text) = run(placement, meeting);
                 assert_eq!(iterations, 150);
                 assert_eq!(outcomes, BTreeMap::from([(vec![7, 0x1122_3344, 5], 150)]), "{placement:?}");

@@ -14,7 +14,7 @@ use payload_spmd::{Heap, Refused, Settings, Team};
 
 payload_runtime::entry!(main);
 
-/// `iterations` per test (1M); `round`: instances per round (1K); `meeting`: each or round.
+/// `iterations` per test (1M); `round`: instances per round (1K); `meeting`: each, round or mixed.
 const NAMES: &[&str] = &["iterations", "round", "meeting"];
 
 // On pages of its own among the code, so that nobody writes there. The magic stands here alone: the host looks for it.
@@ -48,9 +48,10 @@ fn run(vcpu: Vcpu, team: &Team<'_>, heap: &mut Heap) -> Result<(), Refused> {
     let settings = Settings::parse(vcpu.arguments().skip(1), NAMES)?;
     let iterations = settings.number("iterations", 1 << 20, 1..=1 << 40)?;
     let round = settings.size("round", 1 << 10, 1..=1 << 16)?;
-    let meeting = match settings.word("meeting", &["each", "round"])? {
+    let meeting = match settings.word("meeting", &["each", "round", "mixed"])? {
         0 => Meeting::Each,
-        _ => Meeting::Round,
+        1 => Meeting::Round,
+        _ => Meeting::Mixed,
     };
     // SAFETY: laid out above; nobody writes it while the program runs.
     let (header, tests) = unsafe { litmus_table.split_at(HEADER_SIZE) };
