@@ -128,8 +128,8 @@ fn weak_outcomes_are_seen_and_missing_fences_are_found() {
 #[test]
 fn nonsense_is_refused_in_one_sentence() {
     let Some(program) = program("nonsense_is_refused_in_one_sentence") else { return };
-    let test = named("IRIW");
-    let filled = fill(&program, &[Variant { test: &test, placement: Placement::Line }]).unwrap();
+    let test = named("wide-IRIW");
+    let filled = fill(&program, &[Variant { test: &test, placement: Placement::Cross }]).unwrap();
     for (file, vcpus, argument, words) in [
         (&program, 1, "iterations=1", "has no tests in it"),
         (&filled, 2, "iterations=1", "needs from 4 to 254 vCPUs, and this VM has 2"),

@@ -11,7 +11,7 @@ use payload_litmus::table::Placement;
 use serde::Deserialize;
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
@@ -24,7 +24,7 @@ pub struct Options {
     pub iterations: u64,
     /// When threads meet: `each`, `round` or `mixed` (crate `payload_litmus`); by default what suits processors and nodes.
     pub meeting: Option<String>,
-    /// Instances of a round; by default 4096, and 256 where locked accesses cross a boundary.
+    /// Instances of a round; by default 4096, which is also the most where accesses cross a boundary, and 256 where locked ones do.
     pub round: Option<u64>,
     /// Only tests whose names contain one of these; empty: all.
     pub only: Vec<String>,
@@ -91,22 +91,37 @@ fn judge(variant: &Variant<'_>, seen: &[(Outcome, u64)]) -> Verdict {
     verdict
 }
 
-/// Whether a test has locked accesses across a boundary. Kernels and processors hold whoever does that up on purpose, for milliseconds each, so such
-/// tests run fewer times.
-fn splits_locks(variant: &Variant<'_>) -> bool {
-    let locks = |instruction: &Instruction| {
-        matches!(
-            instruction,
-            Instruction::Modify { locked: true, .. }
-                | Instruction::Exchange(..)
-                | Instruction::ExchangeAdd(..)
-                | Instruction::CompareExchange(..)
-        )
-    };
-    variant.placement == Placement::Cross && variant.test.threads.iter().flatten().any(locks)
+/// What can share a program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    /// Locations within pages.
+    Within,
+    /// Locations across pages, which take much memory.
+    Across,
+    /// The same with locked accesses. Kernels and processors hold whoever does that up on purpose, for milliseconds each, so such tests run fewer times.
+    SplitLocks,
 }
 
-/// How often these run.
+impl Kind {
+    fn of(variant: &Variant<'_>) -> Self {
+        let locks = |instruction: &Instruction| {
+            matches!(
+                instruction,
+                Instruction::Modify { locked: true, .. }
+                    | Instruction::Exchange(..)
+                    | Instruction::ExchangeAdd(..)
+                    | Instruction::CompareExchange(..)
+            )
+        };
+        match variant.placement {
+            Placement::Cross if variant.test.threads.iter().flatten().any(locks) => Self::SplitLocks,
+            Placement::Cross => Self::Across,
+            _ => Self::Within,
+        }
+    }
+}
+
+/// How often tests with locked accesses across pages run.
 fn split_lock_iterations(iterations: u64) -> u64 {
     (iterations / 1000).max(1)
 }
@@ -170,7 +185,9 @@ pub fn list(options: &Options) -> Result<()> {
         let asked = allowed.iter().any(|outcome| variant.test.asks_about(outcome));
         let verdict = if asked { "allowed" } else { "forbidden" };
         let (threads, count) = (variant.test.threads.len(), allowed.len());
-        println!(
+        // Whoever reads may have seen enough.
+        let _ = writeln!(
+            std::io::stdout(),
             "{:28} {threads} threads, {count:3} outcomes, the one that is asked about is {verdict}",
             variant.name()
         );
@@ -197,13 +214,14 @@ pub fn run(options: &Options) -> Result<()> {
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let folder = tempfile::tempdir().context("Can't make a folder for the litmus programs")?;
 
-    let mut groups: BTreeMap<(usize, bool), Vec<Variant<'_>>> = BTreeMap::new();
+    let mut groups: BTreeMap<(usize, Kind), Vec<Variant<'_>>> = BTreeMap::new();
     for variant in &chosen {
-        groups.entry((variant.test.threads.len(), splits_locks(variant))).or_default().push(*variant);
+        groups.entry((variant.test.threads.len(), Kind::of(variant))).or_default().push(*variant);
     }
     let mut tally = Tally::default();
-    for ((threads, slow), variants) in groups {
-        let file = folder.path().join(format!("litmus-{threads}-{slow}"));
+    for ((threads, kind), variants) in groups {
+        let slow = kind == Kind::SplitLocks;
+        let file = folder.path().join(format!("litmus-{threads}-{kind:?}"));
         std::fs::write(&file, fill(&program, &variants)?)
             .with_context(|| format!("Can't write {}", file.display()))?;
         let iterations = if slow { split_lock_iterations(options.iterations) } else { options.iterations };
@@ -216,7 +234,11 @@ pub fn run(options: &Options) -> Result<()> {
             } else {
                 "round"
             }),
-            round: options.round.unwrap_or(if slow { 256 } else { 4096 }),
+            round: match kind {
+                Kind::Within => options.round.unwrap_or(4096),
+                Kind::Across => options.round.unwrap_or(4096).min(4096),
+                Kind::SplitLocks => options.round.unwrap_or(256).min(256),
+            },
         };
         let mut left = variants.clone();
         execute(&causeway, &file, &plan, options, |line| {

@@ -29,7 +29,7 @@ pub enum Meeting {
     Each,
     /// Before and after each round.
     Round,
-    /// Before each instance in every eighth round, otherwise as in [`Meeting::Round`].
+    /// Before each instance in every 32nd round, otherwise as in [`Meeting::Round`].
     Mixed,
 }
 
@@ -39,7 +39,7 @@ impl Meeting {
         match self {
             Self::Each => true,
             Self::Round => false,
-            Self::Mixed => round.is_multiple_of(8),
+            Self::Mixed => round.is_multiple_of(32),
         }
     }
 }
@@ -62,6 +62,8 @@ const MOST_OUTCOMES: usize = 256;
 #[derive(Debug, Clone, Copy)]
 pub struct Bench {
     instances: usize,
+    /// Bytes between the memory of two locations that don't share pages.
+    array: usize,
     locations: Shared<AtomicU64>,
     registers: Shared<AtomicU64>,
     histograms: Shared<AtomicU64>,
@@ -70,19 +72,21 @@ pub struct Bench {
 
 /// Words of one vCPU's histogram: how many entries, how many didn't fit, entries; whole pages.
 const HISTOGRAM: usize = (2 + MOST_OUTCOMES * ENTRY).next_multiple_of(PAGE / 8);
-/// Bytes for locations of one instance across pages: two pages each, of which neighbours share one.
-const INSTANCE: usize = PAGE;
+/// Bytes of a cache line.
+const LINE: usize = 64;
 
 impl Bench {
-    /// For rounds of `instances`.
+    /// For rounds of `instances` of tests whose locations lie across pages (`crossing`), which takes a page for each, or don't.
     ///
     /// # Errors
     /// When memory is short.
-    pub fn new(heap: &mut Heap, team: &Team<'_>, instances: usize) -> Result<Self, Refused> {
+    pub fn new(heap: &mut Heap, team: &Team<'_>, instances: usize, crossing: bool) -> Result<Self, Refused> {
+        // A page more, as the last location across pages ends there.
+        let array = if crossing { (instances + 1) * PAGE } else { (instances * LINE).next_multiple_of(PAGE) };
         Ok(Self {
             instances,
-            // A page more, as the last location across pages ends there.
-            locations: heap.array(MOST_LOCATIONS * (instances + 1) * INSTANCE / 8)?,
+            array,
+            locations: heap.array(MOST_LOCATIONS * array / 8)?,
             registers: heap.array(instances * (MOST_OBSERVED * 8).next_multiple_of(64) / 8 * MOST_THREADS)?,
             histograms: heap.array(HISTOGRAM * team.count())?,
             meeting: heap.array(1)?,
@@ -91,8 +95,7 @@ impl Bench {
 
     /// Where location `location` of an instance lies.
     fn address(&self, record: &Record, instance: usize, location: usize) -> *mut u8 {
-        const LINE: usize = 64;
-        let array = location * (self.instances + 1) * INSTANCE;
+        let array = location * self.array;
         let offset = match record.placement {
             Placement::Line => instance * LINE + location * 8,
             Placement::Page => (instance * MOST_LOCATIONS + location) * LINE,
@@ -105,7 +108,7 @@ impl Bench {
     /// Where a thread's registers of an instance go: a line.
     fn registers(&self, thread: usize, instance: usize) -> *mut [u64; MOST_OBSERVED] {
         let lines = thread * self.instances + instance;
-        self.registers.address().cast::<u8>().wrapping_add(lines * 64).cast()
+        self.registers.address().cast::<u8>().wrapping_add(lines * LINE).cast()
     }
 
     /// Runs at least `iterations` instances of a test. All vCPUs call it; there must be one for each thread. The outcomes are valid until the next run.
@@ -348,7 +351,8 @@ mod tests {
                     let team = Team::join(index, 3, 0, nodes, barrier, &Still);
                     // SAFETY: the memory outlives the threads, and only their heaps use it.
                     let mut heap = unsafe { Heap::new(std::ptr::with_exposed_provenance_mut(start), bytes) };
-                    let bench = Bench::new(&mut heap, &team, 50).unwrap();
+                    let bench =
+                        Bench::new(&mut heap, &team, 50, record.placement == Placement::Cross).unwrap();
                     let code = [Some(writes as Code), Some(other as Code), None, None];
                     // SAFETY: the code above does what it should.
                     let outcomes = unsafe { bench.run(&team, &Test { record, code }, meeting, 120) };

@@ -7,7 +7,7 @@
 
 use core::arch::global_asm;
 use payload_litmus::runner::{Bench, Code, Meeting, Test};
-use payload_litmus::table::{CAPACITY, HEADER_SIZE, RECORD_SIZE, Record};
+use payload_litmus::table::{CAPACITY, HEADER_SIZE, Placement, RECORD_SIZE, Record};
 use payload_runtime::spmd::{refuse, with_team};
 use payload_runtime::{Vcpu, println};
 use payload_spmd::{Heap, Refused, Settings, Team};
@@ -63,9 +63,12 @@ fn run(vcpu: Vcpu, team: &Team<'_>, heap: &mut Heap) -> Result<(), Refused> {
     let Some(tests) = tests.get(..length).filter(|_| count > 0) else {
         return Err(Refused::Other("This file has no tests in it; run it with: lab dsm-litmus"));
     };
-    let bench = Bench::new(heap, team, round)?;
-    for bytes in tests.chunks_exact(RECORD_SIZE).take(count) {
-        let Some(record) = Record::from_bytes(bytes, length) else {
+    let records =
+        || tests.chunks_exact(RECORD_SIZE).take(count).map(|bytes| Record::from_bytes(bytes, length));
+    let crossing = records().flatten().any(|record| record.placement == Placement::Cross);
+    let bench = Bench::new(heap, team, round, crossing)?;
+    for record in records() {
+        let Some(record) = record else {
             return Err(Refused::Other(
                 "The table of tests has a record that is not one; make the file anew",
             ));
