@@ -401,6 +401,8 @@ mod tests {
         let options = |only: &str| Options {
             nodes: 1,
             iterations: 1,
+            meeting: None,
+            round: None,
             only: vec![only.into()],
             run_arguments: Vec::new(),
         };

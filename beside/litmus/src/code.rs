@@ -159,3 +159,57 @@ pub fn machine_code(test: &Test, thread: usize) -> Result<Vec<u8>, IcedError> {
     }
     Ok(encoder.take_buffer())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::corpus;
+    use iced_x86::{Decoder, DecoderOptions, Mnemonic};
+
+    /// All code of the corpus decodes, ends with a return, reaches memory by the registers it may, and has the test's accesses with their widths and locks.
+    #[test]
+    fn code_does_what_the_test_says() {
+        for test in corpus::all().unwrap() {
+            for (index, thread) in test.threads.iter().enumerate() {
+                let code = machine_code(&test, index).unwrap();
+                let all: Vec<Machine> = Decoder::new(64, &code, DecoderOptions::NONE).into_iter().collect();
+                assert!(all.iter().all(|machine| !machine.is_invalid()), "{}", test.name);
+                assert_eq!(all.last().unwrap().mnemonic(), Mnemonic::Ret);
+                let reaches = |machine: &&Machine| LOCATIONS.contains(&machine.memory_base());
+                let accesses: Vec<(usize, usize)> = all
+                    .iter()
+                    .filter(reaches)
+                    .map(|machine| {
+                        let location =
+                            LOCATIONS.iter().position(|name| *name == machine.memory_base()).unwrap();
+                        (location, machine.memory_size().size())
+                    })
+                    .collect();
+                let expected: Vec<(usize, usize)> = thread
+                    .iter()
+                    .filter_map(Instruction::access)
+                    .map(|(location, width)| (location, width.bytes()))
+                    .collect();
+                assert_eq!(accesses, expected, "{}", test.name);
+                let locks = all.iter().filter(|machine| machine.has_lock_prefix()).count();
+                let locked = |instruction: &&Instruction| {
+                    matches!(
+                        instruction,
+                        Instruction::Modify { locked: true, .. }
+                            | Instruction::ExchangeAdd(..)
+                            | Instruction::CompareExchange(..)
+                    )
+                };
+                assert_eq!(locks, thread.iter().filter(locked).count(), "{}", test.name);
+                let fences = all.iter().filter(|machine| machine.mnemonic() == Mnemonic::Mfence).count();
+                assert_eq!(fences, thread.iter().filter(|one| **one == Instruction::Fence).count());
+                let others = all.iter().map(Machine::memory_base).filter(|base| *base != Name::None);
+                assert!(
+                    others
+                        .clone()
+                        .all(|base| LOCATIONS.contains(&base) || [Name::RDI, Name::R12].contains(&base))
+                );
+            }
+        }
+    }
+}
