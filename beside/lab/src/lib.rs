@@ -13,6 +13,7 @@ mod host;
 pub mod image;
 mod kernel;
 mod lab;
+pub mod litmus_run;
 pub mod measure;
 mod module_build;
 mod native;

@@ -103,6 +103,30 @@ enum Verb {
         /// Its guest's RAM in MiB.
         ram_mib: u64,
     },
+    /// Run litmus tests in a payload VM on this machine's KVM, and compare what comes out with x86-TSO.
+    DsmLitmus {
+        /// Nodes that the VM spans.
+        #[arg(long, default_value_t = 1)]
+        nodes: u32,
+        /// How often each test runs.
+        #[arg(long, default_value_t = 1_000_000)]
+        iterations: u64,
+        /// When a test's threads meet: before each run of it (each), before a round of many (round), or in turn (mixed) [default: what suits processors and nodes]
+        #[arg(long, value_parser = ["each", "round", "mixed"])]
+        meeting: Option<String>,
+        /// Runs of a test in a round
+        #[arg(long)]
+        round: Option<u64>,
+        /// Only tests whose names (with their placements, as in `SB (pages)`) contain this; may be given again.
+        #[arg(long = "only")]
+        only: Vec<String>,
+        /// Name the tests, with what the model says of them, and run nothing.
+        #[arg(long)]
+        list: bool,
+        /// Further arguments for `causeway run`, such as `--dsm-plant=no-stamps`; may be given again.
+        #[arg(long = "run-argument", allow_hyphen_values = true)]
+        run_arguments: Vec<String>,
+    },
     /// Run the scenario of that name.
     #[command(external_subcommand)]
     Scenario(Vec<String>),
@@ -210,6 +234,11 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
             lab::records::check(&image, run, last).map(|()| ExitCode::SUCCESS)
         }
         Some(Verb::Measure { pid, ram_mib }) => lab::measure::print(pid, ram_mib).map(|()| ExitCode::SUCCESS),
+        Some(Verb::DsmLitmus { nodes, iterations, meeting, round, only, list, run_arguments }) => {
+            let options = lab::litmus_run::Options { nodes, iterations, meeting, round, only, run_arguments };
+            if list { lab::litmus_run::list(&options) } else { lab::litmus_run::run(&options) }
+                .map(|()| ExitCode::SUCCESS)
+        }
         Some(Verb::Scenario(words)) => {
             let cli = match ScenarioCli::try_parse_from(words) {
                 Ok(cli) => cli,

@@ -21,6 +21,9 @@ pub const PORT_EXIT: u16 = 0xf4;
 pub const PORT_EXCEPTION: u16 = 0xf5;
 /// Any write ends this vCPU and leaves the others running.
 pub const PORT_PARK: u16 = 0xf6;
+/// vCPU 0 writes 1 here when the measured part of an SPMD program begins and 0 when it has ended. For a monitor that
+/// counts; unserved it does nothing.
+pub const PORT_PHASE: u16 = 0xf7;
 /// First of 16 ports that a library user of the monitor may serve; unserved they read as all ones.
 pub const PORT_HOST: u16 = 0x100;
 /// Ports from [`PORT_HOST`] on that may be served.

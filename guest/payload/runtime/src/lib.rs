@@ -1,4 +1,4 @@
-//! Entry, console, arguments, barrier and exit for payload programs. A program is
+//! Entry, console, arguments and exit for payload programs, and what runs an SPMD program on all vCPUs. A program is
 //!
 //! ```ignore
 //! #![no_std]
@@ -11,16 +11,16 @@
 
 #![no_std]
 
-pub mod barrier;
 pub mod console;
 pub mod ports;
+pub mod spmd;
 mod start;
 mod symbols;
 pub mod vcpu;
 
-pub use barrier::Barrier;
 pub use payload_abi as abi;
 pub use payload_loops as loops;
+pub use payload_spmd::Barrier;
 pub use vcpu::Vcpu;
 
 /// A guest-physical address as a pointer: page tables map one to one.

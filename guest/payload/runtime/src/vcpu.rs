@@ -6,6 +6,7 @@ use core::arch::asm;
 use core::arch::x86_64::__cpuid;
 use core::ffi::{CStr, c_char};
 use payload_abi::BootInfo;
+use payload_spmd::settings::parse_number;
 
 /// The vCPU that `main` runs on.
 #[derive(Debug, Clone, Copy)]
@@ -84,18 +85,4 @@ impl Vcpu {
     pub fn nanoseconds(&self, ticks: u64) -> f64 {
         payload_loops::tsc::nanoseconds(ticks, self.info.tsc_khz)
     }
-}
-
-fn parse_number(text: &str) -> Option<u64> {
-    let (digits, shift) = match text.as_bytes().last()? {
-        b'K' => (text.strip_suffix('K')?, 10),
-        b'M' => (text.strip_suffix('M')?, 20),
-        b'G' => (text.strip_suffix('G')?, 30),
-        _ => (text, 0),
-    };
-    let number = match digits.strip_prefix("0x") {
-        Some(hexadecimal) => u64::from_str_radix(hexadecimal, 16).ok()?,
-        None => digits.parse().ok()?,
-    };
-    number.checked_mul(1 << shift)
 }

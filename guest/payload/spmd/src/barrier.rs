@@ -36,3 +36,27 @@ impl Default for Barrier {
         Self::new()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::Barrier;
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    /// Nobody passes before all have come, again and again.
+    #[test]
+    fn all_come_before_anybody_goes() {
+        let (barrier, came) = (Barrier::new(), AtomicU32::new(0));
+        std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    for round in 1..=50 {
+                        came.fetch_add(1, Ordering::Relaxed);
+                        barrier.wait(3);
+                        assert_eq!(came.load(Ordering::Relaxed), 3 * round);
+                        barrier.wait(3);
+                    }
+                });
+            }
+        });
+    }
+}

@@ -1,0 +1,424 @@
+//! Litmus tests in real payload VMs: `lab dsm-litmus`.
+//!
+//! Runs natively, without emulated hosts: the monitor starts a payload VM per number of threads, the program `litmus` prints all outcomes of every test, and
+//! the model of the crate `litmus` says which of them x86-TSO allows.
+
+use crate::{paths, progress};
+use anyhow::{Context, Result, bail};
+use litmus::model::{Order, Outcome, outcomes};
+use litmus::{Instruction, Test, Variant, corpus, fill};
+use payload_litmus::table::Placement;
+use serde::Deserialize;
+use serde_json::json;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// What to run.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Nodes that the VM spans.
+    pub nodes: u32,
+    /// How often each test runs.
+    pub iterations: u64,
+    /// When threads meet: `each`, `round` or `mixed` (crate `payload_litmus`); by default what suits processors and nodes.
+    pub meeting: Option<String>,
+    /// Instances of a round; by default 4096, which is also the most where accesses cross a boundary, and 256 where locked ones do.
+    pub round: Option<u64>,
+    /// Only tests whose names contain one of these; empty: all.
+    pub only: Vec<String>,
+    /// Further arguments for `causeway run`.
+    pub run_arguments: Vec<String>,
+}
+
+impl Options {
+    fn chosen<'a>(&self, tests: &'a [Test]) -> Result<Vec<Variant<'a>>> {
+        let wanted = |variant: &Variant<'_>| {
+            self.only.is_empty() || self.only.iter().any(|part| variant.name().contains(part.as_str()))
+        };
+        let chosen: Vec<_> = tests.iter().flat_map(corpus::variants).filter(wanted).collect();
+        if chosen.is_empty() {
+            bail!(
+                "No litmus test has {} in its name; `lab dsm-litmus --list` names them",
+                self.only.join(" or ")
+            );
+        }
+        Ok(chosen)
+    }
+}
+
+/// A line of the program `litmus`.
+#[derive(Debug, Deserialize)]
+struct Line {
+    test: String,
+    placement: String,
+    nodes: u32,
+    iterations: u64,
+    lost: u64,
+    ns: u64,
+    outcomes: Vec<(Vec<u64>, u64)>,
+}
+
+/// What a test's outcomes are worth.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Verdict {
+    /// How often outcomes came that x86-TSO doesn't allow.
+    forbidden: u64,
+    /// How often those that it allows and sequential consistency doesn't.
+    weak: u64,
+    /// How many such outcomes there are.
+    weak_possible: usize,
+    /// The forbidden ones.
+    culprits: Vec<Outcome>,
+}
+
+/// Judges what was seen by what the model allows.
+fn judge(variant: &Variant<'_>, seen: &[(Outcome, u64)]) -> Verdict {
+    let memory = variant.memory();
+    let allowed = outcomes(variant.test, Order::Tso, memory);
+    let sequential = outcomes(variant.test, Order::Sequential, litmus::model::Memory::Whole);
+    let weak: BTreeSet<&Outcome> = allowed.difference(&sequential).collect();
+    let mut verdict = Verdict { weak_possible: weak.len(), ..Verdict::default() };
+    for (outcome, count) in seen {
+        if !allowed.contains(outcome) {
+            verdict.forbidden += count;
+            verdict.culprits.push(outcome.clone());
+        } else if weak.contains(outcome) {
+            verdict.weak += count;
+        }
+    }
+    verdict
+}
+
+/// What can share a program.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Kind {
+    /// Locations within pages.
+    Within,
+    /// Locations across pages, which take much memory.
+    Across,
+    /// The same with locked accesses. Kernels and processors hold whoever does that up on purpose, for milliseconds each, so such tests run fewer times.
+    SplitLocks,
+}
+
+impl Kind {
+    fn of(variant: &Variant<'_>) -> Self {
+        let locks = |instruction: &Instruction| {
+            matches!(
+                instruction,
+                Instruction::Modify { locked: true, .. }
+                    | Instruction::Exchange(..)
+                    | Instruction::ExchangeAdd(..)
+                    | Instruction::CompareExchange(..)
+            )
+        };
+        match variant.placement {
+            Placement::Cross if variant.test.threads.iter().flatten().any(locks) => Self::SplitLocks,
+            Placement::Cross => Self::Across,
+            _ => Self::Within,
+        }
+    }
+}
+
+/// How often tests with locked accesses across pages run.
+fn split_lock_iterations(iterations: u64) -> u64 {
+    (iterations / 1000).max(1)
+}
+
+/// What all tests together came to.
+#[derive(Debug, Default)]
+struct Tally {
+    tests: u32,
+    slow: u32,
+    forbidden: u64,
+    weak_seen: u32,
+    weak_possible: u32,
+    /// Whether store buffering ran, and whether its weak outcome came.
+    buffering: (bool, bool),
+    broken: Vec<String>,
+}
+
+impl Tally {
+    fn add(&mut self, variant: &Variant<'_>, line: &Line, slow: bool) {
+        let verdict = judge(variant, &line.outcomes);
+        self.tests += 1;
+        self.slow += u32::from(slow);
+        self.forbidden += verdict.forbidden;
+        self.weak_possible += u32::from(verdict.weak_possible > 0);
+        self.weak_seen += u32::from(verdict.weak > 0);
+        if variant.test.name == "SB" {
+            self.buffering = (true, self.buffering.1 || verdict.weak > 0);
+        }
+        let name = variant.name();
+        #[expect(clippy::cast_precision_loss, reason = "a figure for people")]
+        let seconds = line.ns as f64 / 1e9;
+        let Verdict { forbidden, weak, weak_possible, .. } = &verdict;
+        progress!(
+            "{name}: {} times in {seconds:.1} s: {forbidden} forbidden, {weak} weak ({weak_possible} weak outcomes are possible)",
+            line.iterations
+        );
+        for culprit in &verdict.culprits {
+            let observed = variant.test.observed();
+            progress!("CHECK FAILED: {name}: x86-TSO forbids {culprit:?} of {observed:?}");
+            self.broken.push(name.clone());
+        }
+    }
+}
+
+/// How a file is run.
+struct Plan<'a> {
+    threads: usize,
+    iterations: u64,
+    meeting: &'a str,
+    round: u64,
+}
+
+/// Names the tests and says what the model allows.
+///
+/// # Errors
+/// When no test is meant.
+pub fn list(options: &Options) -> Result<()> {
+    let tests = corpus::all()?;
+    for variant in options.chosen(&tests)? {
+        let allowed = outcomes(variant.test, Order::Tso, variant.memory());
+        let asked = allowed.iter().any(|outcome| variant.test.asks_about(outcome));
+        let verdict = if asked { "allowed" } else { "forbidden" };
+        let (threads, count) = (variant.test.threads.len(), allowed.len());
+        // Whoever reads may have seen enough.
+        let _ = writeln!(
+            std::io::stdout(),
+            "{:28} {threads} threads, {count:3} outcomes, the one that is asked about is {verdict}",
+            variant.name()
+        );
+    }
+    Ok(())
+}
+
+/// Runs the tests; one JSON line on stdout. Fails when a forbidden outcome was seen, a test did not run, or none of the weak outcomes of store buffering was seen.
+///
+/// # Errors
+/// As said, and when the monitor or the program can't be had.
+pub fn run(options: &Options) -> Result<()> {
+    if options.iterations == 0 {
+        bail!("0 iterations would show nothing");
+    }
+    let causeway = paths::causeway()?;
+    check_nodes(&causeway, options.nodes)?;
+    if !Path::new("/dev/kvm").exists() {
+        bail!("The litmus tests run in a VM on this machine, and there is no /dev/kvm");
+    }
+    let program = program()?;
+    let tests = corpus::all()?;
+    let chosen = options.chosen(&tests)?;
+    let processors = std::thread::available_parallelism().map_or(1, usize::from);
+    let folder = tempfile::tempdir().context("Can't make a folder for the litmus programs")?;
+
+    let mut groups: BTreeMap<(usize, Kind), Vec<Variant<'_>>> = BTreeMap::new();
+    for variant in &chosen {
+        groups.entry((variant.test.threads.len(), Kind::of(variant))).or_default().push(*variant);
+    }
+    let mut tally = Tally::default();
+    for ((threads, kind), variants) in groups {
+        let slow = kind == Kind::SplitLocks;
+        let file = folder.path().join(format!("litmus-{threads}-{kind:?}"));
+        std::fs::write(&file, fill(&program, &variants)?)
+            .with_context(|| format!("Can't write {}", file.display()))?;
+        let iterations = if slow { split_lock_iterations(options.iterations) } else { options.iterations };
+        let plan = Plan {
+            threads,
+            iterations,
+            // Threads that outnumber processors would wait a time slice for each instance, and those on several nodes a few messages.
+            meeting: options.meeting.as_deref().unwrap_or(if threads <= processors && options.nodes == 1 {
+                "mixed"
+            } else {
+                "round"
+            }),
+            round: match kind {
+                Kind::Within => options.round.unwrap_or(4096),
+                Kind::Across => options.round.unwrap_or(4096).min(4096),
+                Kind::SplitLocks => options.round.unwrap_or(256).min(256),
+            },
+        };
+        let mut left = variants.clone();
+        execute(&causeway, &file, &plan, options, |line| {
+            let here = left.iter().position(|variant| {
+                line.test == variant.test.name && line.placement == variant.placement.name()
+            });
+            let variant =
+                left.remove(here.with_context(|| format!("Nobody asked for the test {}", line.test))?);
+            let counted: u64 = line.outcomes.iter().map(|(_, count)| count).sum();
+            if line.lost > 0
+                || line.iterations < iterations
+                || counted != line.iterations
+                || line.nodes != options.nodes
+            {
+                bail!(
+                    "{} ran {} times on {} nodes, and {counted} outcomes were counted",
+                    variant.name(),
+                    line.iterations,
+                    line.nodes
+                );
+            }
+            tally.add(&variant, &line, slow);
+            Ok(())
+        })?;
+        if let Some(variant) = left.first() {
+            bail!("The program ended before it ran {}", variant.name());
+        }
+    }
+    let Tally { tests, slow, forbidden, weak_seen, weak_possible, buffering, broken } = tally;
+    println!(
+        "{}",
+        json!({
+            "scenario": "dsm-litmus", "nodes": options.nodes, "tests": tests, "iterations": options.iterations,
+            "split_lock_tests": slow, "split_lock_iterations": split_lock_iterations(options.iterations),
+            "forbidden": forbidden, "weak_seen": weak_seen, "weak_possible": weak_possible, "ok": broken.is_empty(),
+        })
+    );
+    if !broken.is_empty() {
+        bail!("x86-TSO forbids what was seen: {}", broken.join(", "));
+    }
+    // On one node they come from the processor's own store queues: their absence would mean that the threads never met.
+    if options.nodes == 1 && buffering == (true, false) && options.iterations >= 100_000 && processors > 1 {
+        bail!(
+            "Store buffering never showed its weak outcome, which every x86 processor has: the threads don't run at the same time"
+        );
+    }
+    Ok(())
+}
+
+/// Refuses more nodes than the monitor can do.
+fn check_nodes(causeway: &Path, nodes: u32) -> Result<()> {
+    match nodes {
+        0 => bail!("A VM can't span 0 nodes; give --nodes 1 or more"),
+        1 => return Ok(()),
+        _ => {}
+    }
+    let help = Command::new(causeway).args(["run", "--help"]).output();
+    let help = help.with_context(|| format!("{} can't be started", causeway.display()))?;
+    if !String::from_utf8_lossy(&help.stdout).contains("--nodes") {
+        bail!(
+            "{} can't run a VM on {nodes} nodes: its `run` has no --nodes; build a newer one, or leave --nodes out",
+            causeway.display()
+        );
+    }
+    Ok(())
+}
+
+/// The program's file, built.
+fn program() -> Result<Vec<u8>> {
+    let root = paths::workspace();
+    let output = Command::new("make")
+        .args(["-s", "-C"])
+        .arg(root.join("guest/payload"))
+        // The outer build's flags aren't meant for programs without a standard library.
+        .env_remove("RUSTFLAGS")
+        .env_remove("CARGO_ENCODED_RUSTFLAGS")
+        .env_remove("CARGO_BUILD_TARGET")
+        .output()
+        .context("make could not be started to build the payload programs")?;
+    if !output.status.success() {
+        bail!(
+            "The payload programs could not be built:\n{}",
+            String::from_utf8_lossy(&output.stderr).trim_end()
+        );
+    }
+    let path: PathBuf = root.join("target/payload/release/litmus");
+    std::fs::read(&path).with_context(|| format!("Can't read {}", path.display()))
+}
+
+/// Runs a file in a VM, and calls `each` with every line as it comes.
+fn execute(
+    causeway: &Path,
+    file: &Path,
+    plan: &Plan<'_>,
+    options: &Options,
+    mut each: impl FnMut(Line) -> Result<()>,
+) -> Result<()> {
+    let mut command = Command::new(causeway);
+    command.args(["run", "--memory", "128M", "--cpus", &plan.threads.to_string()]);
+    if options.nodes > 1 {
+        command.args(["--nodes", &options.nodes.to_string()]);
+    }
+    command.args(&options.run_arguments).arg("--payload").arg(file);
+    command.arg(format!("iterations={}", plan.iterations));
+    command.args([format!("meeting={}", plan.meeting), format!("round={}", plan.round)]);
+    let mut child = command
+        .stdin(Stdio::null())
+        .stderr(Stdio::inherit())
+        .stdout(Stdio::piped())
+        .spawn()
+        .with_context(|| format!("{} can't be started", causeway.display()))?;
+    let output = child.stdout.take().context("The monitor's output can't be read")?;
+    let result = BufReader::new(output).lines().try_for_each(|line| {
+        let line = line.context("The monitor's output can't be read")?;
+        each(serde_json::from_str(&line).with_context(|| format!("The program printed {line:?}"))?)
+    });
+    if result.is_err() {
+        // It would go on with tests that nobody hears of.
+        let _ = child.kill();
+    }
+    let status = child.wait().context("The monitor's end can't be awaited")?;
+    result?;
+    if !status.success() {
+        bail!("The VM with the tests of {} threads ended with {status}", plan.threads);
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A planted forbidden outcome is found, a weak one is told from a strong one.
+    #[test]
+    fn outcomes_are_judged_by_the_model() {
+        let tests = corpus::all().unwrap();
+        let named = |name: &str| tests.iter().find(|test| test.name == name).unwrap();
+        let judged = |name: &str, placement, seen: &[(Outcome, u64)]| {
+            judge(&Variant { test: named(name), placement }, seen)
+        };
+        // Registers 0:EAX, 1:EAX, then x and y.
+        let verdict = judged(
+            "SB",
+            Placement::Pages,
+            &[(vec![0, 0, 1, 1], 5), (vec![0, 1, 1, 1], 7), (vec![0, 0, 0, 1], 2)],
+        );
+        let expected = Verdict { forbidden: 2, weak: 5, weak_possible: 1, culprits: vec![vec![0, 0, 0, 1]] };
+        assert_eq!(verdict, expected);
+        let verdict = judged("SB+mfences", Placement::Line, &[(vec![0, 0, 1, 1], 1)]);
+        assert_eq!((verdict.forbidden, verdict.weak_possible), (1, 0));
+        // Torn: allowed across a boundary only.
+        let torn = [(vec![0x0101, 0x0101_0101], 3)];
+        assert_eq!(judged("wide-CoRR", Placement::Line, &torn).forbidden, 3);
+        let verdict = judged("wide-CoRR", Placement::Cross, &torn);
+        assert_eq!((verdict.forbidden, verdict.weak), (0, 3));
+    }
+
+    #[test]
+    fn nonsense_is_refused_before_anything_runs() {
+        let options = |only: &str| Options {
+            nodes: 1,
+            iterations: 1,
+            meeting: None,
+            round: None,
+            only: vec![only.into()],
+            run_arguments: Vec::new(),
+        };
+        assert!(
+            options("nonsense").chosen(&corpus::all().unwrap()).unwrap_err().to_string().contains("--list")
+        );
+        assert!(
+            run(&Options { iterations: 0, ..options("SB") })
+                .unwrap_err()
+                .to_string()
+                .contains("0 iterations")
+        );
+        assert_eq!(options("SB (pages)").chosen(&corpus::all().unwrap()).unwrap().len(), 3);
+        // `true` prints no help, so it has no --nodes.
+        let error = check_nodes("/bin/true".as_ref(), 2).unwrap_err().to_string();
+        assert!(error.contains("can't run a VM on 2 nodes"), "{error}");
+        assert!(check_nodes("/bin/true".as_ref(), 0).is_err());
+    }
+}

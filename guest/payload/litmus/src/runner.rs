@@ -1,0 +1,385 @@
+//! Runs a test many times and counts its outcomes.
+//!
+//! A round is many instances of the test, each with locations of its own. All vCPUs set a part of them up, meet, run their thread for every
+//! instance in turn, meet, and look at a part of the outcomes. Which vCPU runs which thread changes from round to round. Within a round, threads meet
+//! before each instance ([`Meeting::Each`]), which makes them run at the same time, or not at all ([`Meeting::Round`]), which needs less communication
+//! and is what vCPUs that outnumber processors can do; [`Meeting::Mixed`] does both in turn.
+//!
+//! The idea is that of the tool `litmus7` (Alglave, Maranget and others, *Litmus: Running Tests against Hardware*, TACAS 2011).
+
+#![allow(unsafe_code)] // Calls code that the host wrote, and sets up memory for it.
+
+use crate::table::{Placement, Record};
+use crate::{MOST_LOCATIONS, MOST_OBSERVED, MOST_THREADS};
+use core::fmt;
+use core::hint::{black_box, spin_loop};
+use core::sync::atomic::{AtomicU64, Ordering};
+use payload_spmd::{Heap, PAGE, Random, Refused, Shared, Team};
+
+/// One thread of one instance: addresses of the locations, and where the registers go.
+pub type Code = unsafe extern "sysv64" fn(*const [u64; MOST_LOCATIONS], *mut [u64; MOST_OBSERVED]);
+
+/// Values of an outcome: registers of all threads, then locations.
+pub const VALUES: usize = MOST_THREADS * MOST_OBSERVED + MOST_LOCATIONS;
+
+/// When threads meet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Meeting {
+    /// Before each instance.
+    Each,
+    /// Before and after each round.
+    Round,
+    /// Before each instance in every 32nd round, otherwise as in [`Meeting::Round`].
+    Mixed,
+}
+
+impl Meeting {
+    /// Whether threads meet before each instance of a round.
+    const fn each(self, round: u64) -> bool {
+        match self {
+            Self::Each => true,
+            Self::Round => false,
+            Self::Mixed => round.is_multiple_of(32),
+        }
+    }
+}
+
+/// A test ready to run.
+#[derive(Debug, Clone, Copy)]
+pub struct Test<'a> {
+    /// What the table says.
+    pub record: &'a Record,
+    /// Code of each thread.
+    pub code: [Option<Code>; MOST_THREADS],
+}
+
+/// Different outcomes of one vCPU's part: `VALUES` words and a count each.
+const ENTRY: usize = VALUES + 1;
+/// Most different outcomes: 2-to-4-thread tests have far fewer.
+const MOST_OUTCOMES: usize = 256;
+
+/// Memory that runs of tests use one after another.
+#[derive(Debug, Clone, Copy)]
+pub struct Bench {
+    instances: usize,
+    /// Bytes between the memory of two locations that don't share pages.
+    array: usize,
+    locations: Shared<AtomicU64>,
+    registers: Shared<AtomicU64>,
+    histograms: Shared<AtomicU64>,
+    meeting: Shared<AtomicU64>,
+}
+
+/// Words of one vCPU's histogram: how many entries, how many didn't fit, entries; whole pages.
+const HISTOGRAM: usize = (2 + MOST_OUTCOMES * ENTRY).next_multiple_of(PAGE / 8);
+/// Bytes of a cache line.
+const LINE: usize = 64;
+
+impl Bench {
+    /// For rounds of `instances` of tests whose locations lie across pages (`crossing`), which takes a page for each, or don't.
+    ///
+    /// # Errors
+    /// When memory is short.
+    pub fn new(heap: &mut Heap, team: &Team<'_>, instances: usize, crossing: bool) -> Result<Self, Refused> {
+        // A page more, as the last location across pages ends there.
+        let array = if crossing { (instances + 1) * PAGE } else { (instances * LINE).next_multiple_of(PAGE) };
+        Ok(Self {
+            instances,
+            array,
+            locations: heap.array(MOST_LOCATIONS * array / 8)?,
+            registers: heap.array(instances * (MOST_OBSERVED * 8).next_multiple_of(64) / 8 * MOST_THREADS)?,
+            histograms: heap.array(HISTOGRAM * team.count())?,
+            meeting: heap.array(1)?,
+        })
+    }
+
+    /// Where location `location` of an instance lies.
+    fn address(&self, record: &Record, instance: usize, location: usize) -> *mut u8 {
+        let array = location * self.array;
+        let offset = match record.placement {
+            Placement::Line => instance * LINE + location * 8,
+            Placement::Page => (instance * MOST_LOCATIONS + location) * LINE,
+            Placement::Pages => array + instance * LINE,
+            Placement::Cross => array + (instance + 1) * PAGE - record.width as usize / 2,
+        };
+        self.locations.address().cast::<u8>().wrapping_add(offset)
+    }
+
+    /// Where a thread's registers of an instance go: a line.
+    fn registers(&self, thread: usize, instance: usize) -> *mut [u64; MOST_OBSERVED] {
+        let lines = thread * self.instances + instance;
+        self.registers.address().cast::<u8>().wrapping_add(lines * LINE).cast()
+    }
+
+    /// Runs at least `iterations` instances of a test. All vCPUs call it; there must be one for each thread. The outcomes are valid until the next run.
+    ///
+    /// # Safety
+    /// The code is what [`Code`] says: it uses the locations, and writes the registers that its record says, nothing else.
+    pub unsafe fn run<'a>(
+        &self,
+        team: &Team<'a>,
+        test: &Test<'_>,
+        meeting: Meeting,
+        iterations: u64,
+    ) -> Outcomes<'a> {
+        let record = test.record;
+        let threads = record.threads as usize;
+        let rounds = iterations.div_ceil(self.instances as u64);
+        let histogram = self.histogram(team.index());
+        histogram.iter().take(2).for_each(|word| word.store(0, Ordering::Relaxed));
+        let met = &self.meeting.atomics()[0];
+        if team.leads() {
+            met.store(0, Ordering::Relaxed);
+        }
+        let mut random = Random::new(team.index() as u64);
+        let mut met_before = 0;
+        for round in 0..rounds {
+            for instance in team.part(self.instances) {
+                self.set_up(record, instance);
+            }
+            team.wait();
+            // Threads move on by one vCPU each round.
+            let thread = (team.index() + usize::try_from(round % threads as u64).unwrap_or(0)) % threads;
+            if team.index() < threads
+                && let Some(code) = test.code.get(thread).copied().flatten()
+            {
+                for instance in 0..self.instances {
+                    let mut addresses = [0; MOST_LOCATIONS];
+                    for (location, address) in addresses.iter_mut().enumerate() {
+                        *address = self.address(record, instance, location).expose_provenance() as u64;
+                    }
+                    let registers = self.registers(thread, instance);
+                    if meeting.each(round) {
+                        met_before += threads as u64;
+                        met.fetch_add(1, Ordering::AcqRel);
+                        while met.load(Ordering::Acquire) < met_before {
+                            spin_loop();
+                        }
+                        // Who came last is told nothing and is ahead; a little chance evens that out.
+                        for step in 0..random.below(48) {
+                            black_box(step);
+                        }
+                    }
+                    // SAFETY: promised by the caller; the addresses lie in the bench's memory.
+                    unsafe { code(&raw const addresses, registers) };
+                }
+            }
+            team.wait();
+            for instance in team.part(self.instances) {
+                self.count(record, instance, histogram);
+            }
+            team.wait();
+        }
+        Outcomes { bench: *self, team: *team, record: *record, iterations: rounds * self.instances as u64 }
+    }
+
+    fn set_up(&self, record: &Record, instance: usize) {
+        for (location, value) in record.initial.iter().enumerate().take(record.locations as usize) {
+            // SAFETY: inside the locations; nobody else uses this instance now.
+            unsafe { self.address(record, instance, location).cast::<u64>().write_unaligned(*value) };
+        }
+    }
+
+    fn histogram(&self, vcpu: usize) -> &[AtomicU64] {
+        &self.histograms.atomics()[vcpu * HISTOGRAM..(vcpu + 1) * HISTOGRAM]
+    }
+
+    /// Counts the outcome of an instance.
+    fn count(&self, record: &Record, instance: usize, histogram: &[AtomicU64]) {
+        let mut values = [0; VALUES];
+        let mut place = values.iter_mut();
+        for (thread, described) in record.thread.iter().enumerate().take(record.threads as usize) {
+            // SAFETY: inside the registers' memory; the thread has ended.
+            let registers = unsafe { self.registers(thread, instance).read() };
+            for (value, place) in registers.iter().take(described.observed as usize).zip(&mut place) {
+                *place = *value;
+            }
+        }
+        for (location, place) in (0..record.locations as usize).zip(&mut place) {
+            // SAFETY: inside the locations; all threads have ended.
+            *place = unsafe { self.address(record, instance, location).cast::<u64>().read_unaligned() };
+        }
+        add(histogram, &values, 1);
+    }
+}
+
+/// Adds to the count of an outcome.
+fn add(histogram: &[AtomicU64], values: &[u64; VALUES], count: u64) {
+    // Only the vCPU whose histogram it is writes it.
+    let load = |at: usize| histogram[at].load(Ordering::Relaxed);
+    let entries = usize::try_from(load(0)).unwrap_or(0);
+    for entry in 0..entries {
+        let at = 2 + entry * ENTRY;
+        if values.iter().enumerate().all(|(index, value)| load(at + index) == *value) {
+            histogram[at + VALUES].store(load(at + VALUES) + count, Ordering::Relaxed);
+            return;
+        }
+    }
+    if entries == MOST_OUTCOMES {
+        histogram[1].store(load(1) + count, Ordering::Relaxed);
+        return;
+    }
+    let at = 2 + entries * ENTRY;
+    for (index, value) in values.iter().enumerate() {
+        histogram[at + index].store(*value, Ordering::Relaxed);
+    }
+    histogram[at + VALUES].store(count, Ordering::Relaxed);
+    histogram[0].store(entries as u64 + 1, Ordering::Relaxed);
+}
+
+/// What came out of a test, on all vCPUs.
+#[derive(Debug)]
+pub struct Outcomes<'a> {
+    bench: Bench,
+    team: Team<'a>,
+    record: Record,
+    iterations: u64,
+}
+
+impl Outcomes<'_> {
+    /// How often the test ran.
+    pub fn iterations(&self) -> u64 {
+        self.iterations
+    }
+
+    /// Outcomes that had no room; anything but 0 makes the counts worthless.
+    pub fn lost(&self) -> u64 {
+        (0..self.team.count()).map(|vcpu| self.bench.histogram(vcpu)[1].load(Ordering::Acquire)).sum()
+    }
+
+    /// Calls `each` with the values and count of every outcome of every vCPU; the same values may come from several.
+    pub fn for_each(&self, mut each: impl FnMut(&[u64], u64)) {
+        let observed: u32 =
+            self.record.thread.iter().take(self.record.threads as usize).map(|thread| thread.observed).sum();
+        let used = (observed + self.record.locations) as usize;
+        for vcpu in 0..self.team.count() {
+            let histogram = self.bench.histogram(vcpu);
+            let entries = usize::try_from(histogram[0].load(Ordering::Acquire)).unwrap_or(0);
+            for entry in 0..entries {
+                let mut values = [0; VALUES];
+                let at = 2 + entry * ENTRY;
+                for (value, word) in values.iter_mut().zip(&histogram[at..]) {
+                    *value = word.load(Ordering::Relaxed);
+                }
+                each(&values[..used], histogram[at + VALUES].load(Ordering::Relaxed));
+            }
+        }
+    }
+}
+
+/// As JSON: `[[[values…],count],…]`.
+impl fmt::Display for Outcomes<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut first = true;
+        let mut result = f.write_str("[");
+        self.for_each(|values, count| {
+            let mut show = || {
+                write!(f, "{}[[", if first { "" } else { "," })?;
+                for (index, value) in values.iter().enumerate() {
+                    write!(f, "{}{value}", if index == 0 { "" } else { "," })?;
+                }
+                write!(f, "],{count}]")
+            };
+            if result.is_ok() {
+                result = show();
+            }
+            first = false;
+        });
+        result?;
+        f.write_str("]")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Bench, Code, Meeting, Test};
+    use crate::table::{Placement, Record, Thread, name_bytes};
+    use crate::{MOST_LOCATIONS, MOST_OBSERVED};
+    use payload_spmd::{Barrier, Heap, Machine, Team};
+    use std::collections::BTreeMap;
+    use std::sync::Mutex;
+    use std::sync::atomic::AtomicU32;
+
+    struct Still;
+    impl Machine for Still {
+        fn nanoseconds(&self) -> u64 {
+            0
+        }
+        fn phase(&self, _: bool) {}
+    }
+
+    /// x = 0x11223344; shows x before.
+    unsafe extern "sysv64" fn writes(at: *const [u64; MOST_LOCATIONS], out: *mut [u64; MOST_OBSERVED]) {
+        // SAFETY: as the runner promises.
+        unsafe {
+            let x = std::ptr::with_exposed_provenance_mut::<u32>((*at)[0] as usize);
+            (*out)[0] = x.read_unaligned().into();
+            x.write_unaligned(0x1122_3344);
+        }
+    }
+
+    /// y = 5, by both threads.
+    unsafe extern "sysv64" fn other(at: *const [u64; MOST_LOCATIONS], _: *mut [u64; MOST_OBSERVED]) {
+        // SAFETY: as the runner promises.
+        unsafe { std::ptr::with_exposed_provenance_mut::<u32>((*at)[1] as usize).write_unaligned(5) };
+    }
+
+    fn run(placement: Placement, meeting: Meeting) -> (BTreeMap<Vec<u64>, u64>, u64, String) {
+        let record = Record {
+            name: name_bytes("test").unwrap(),
+            placement,
+            width: 4,
+            threads: 2,
+            locations: 2,
+            initial: [7, 8, 0, 0],
+            thread: [
+                Thread { code: 0, observed: 1 },
+                Thread::default(),
+                Thread::default(),
+                Thread::default(),
+            ],
+        };
+        let mut memory = vec![0_u64; (2 << 20) / 8];
+        let (start, bytes) = (memory.as_mut_ptr().expose_provenance(), memory.len() * 8);
+        let (barrier, nodes) = (Barrier::new(), [const { AtomicU32::new(0) }; 3]);
+        let found = Mutex::new((BTreeMap::new(), 0, String::new()));
+        // Three vCPUs for two threads: one only sets up and counts.
+        std::thread::scope(|scope| {
+            for index in 0..3 {
+                let (barrier, nodes, record, found) = (&barrier, &nodes, &record, &found);
+                scope.spawn(move || {
+                    let team = Team::join(index, 3, 0, nodes, barrier, &Still);
+                    // SAFETY: the memory outlives the threads, and only their heaps use it.
+                    let mut heap = unsafe { Heap::new(std::ptr::with_exposed_provenance_mut(start), bytes) };
+                    let bench =
+                        Bench::new(&mut heap, &team, 50, record.placement == Placement::Cross).unwrap();
+                    let code = [Some(writes as Code), Some(other as Code), None, None];
+                    // SAFETY: the code above does what it should.
+                    let outcomes = unsafe { bench.run(&team, &Test { record, code }, meeting, 120) };
+                    assert_eq!(outcomes.lost(), 0);
+                    if team.leads() {
+                        let mut found = found.lock().unwrap();
+                        outcomes
+                            .for_each(|values, count| *found.0.entry(values.to_vec()).or_insert(0) += count);
+                        found.1 = outcomes.iterations();
+                        found.2 = outcomes.to_string();
+                    }
+                });
+            }
+        });
+        found.into_inner().unwrap()
+    }
+
+    /// Every instance is set up, run by both threads and counted once, wherever its locations lie; they don't overlap.
+    #[test]
+    fn every_instance_is_run_once() {
+        for placement in Placement::ALL {
+            for meeting in [Meeting::Each, Meeting::Round, Meeting::Mixed] {
+                let (outcomes, iterations, text) = run(placement, meeting);
+                assert_eq!(iterations, 150);
+                assert_eq!(outcomes, BTreeMap::from([(vec![7, 0x1122_3344, 5], 150)]), "{placement:?}");
+                assert!(text.starts_with("[[[7,287454020,5],") && text.ends_with("]]"), "{text}");
+            }
+        }
+    }
+}

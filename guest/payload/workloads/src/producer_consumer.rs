@@ -1,0 +1,173 @@
+//! vCPU 0 writes messages, all others read each of them.
+//!
+//! `kind=watch`: a page with a number and data that depends on it; consumers look again and again, and never see data older than the number that they
+//! read before it, nor a number go back. `kind=ring`: a ring with a count of what each consumer has read; each message arrives whole.
+
+use core::hint::spin_loop;
+use core::sync::atomic::{AtomicU64, Ordering};
+use payload_spmd::{Figure, Heap, Outcome, Refused, Settings, Shared, Team};
+
+/// `kind`: watch or ring; `messages` (2000); `words`: of a message, 8 bytes each, without its number (1); `slots` of the ring (16); `pace`: pauses between messages
+/// (0).
+pub const NAMES: &[&str] = &["kind", "messages", "words", "slots", "pace"];
+
+/// Words of a page.
+const PER_PAGE: usize = 512;
+
+/// Word `word` of message `number`.
+fn content(number: u64, word: usize) -> u64 {
+    number.wrapping_mul(0x9E37_79B9_7F4A_7C15) ^ word as u64
+}
+
+/// Runs it.
+///
+/// # Errors
+/// Arguments, memory or a number of vCPUs that don't do.
+pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outcome, Refused> {
+    let ring = settings.word("kind", &["watch", "ring"])? == 1;
+    let messages = settings.number("messages", 2000, 1..=1 << 40)?;
+    let words = settings.size("words", 1, 1..=4096)?;
+    let slots = settings.size("slots", 16, 1..=1 << 16)?;
+    let pace = settings.number("pace", 0, 0..=1 << 32)?;
+    if team.count() < 2 {
+        let what = "A producer with consumers";
+        return Err(Refused::Vcpus { what, least: 2, most: 254, count: team.count() });
+    }
+    // Number and content of the watched message, or of each slot.
+    let stride = 1 + words;
+    let slots = if ring { slots } else { 1 };
+    let data = heap.array::<AtomicU64>(slots * stride)?;
+    // How far each consumer has read, and what it found wrong, on a page of each.
+    let read = heap.array::<AtomicU64>(PER_PAGE * team.count())?;
+    let wrong = heap.array::<AtomicU64>(PER_PAGE * team.count())?;
+
+    let nanoseconds = team.measure(|| match (team.leads(), ring) {
+        (true, true) => produce(team, &data, &read, messages, slots, words, pace),
+        (true, false) => write(&data, messages, words, pace),
+        (false, _) => {
+            let mine = team.index() * PER_PAGE;
+            let bad = if ring {
+                consume(&data, &read.atomics()[mine], messages, slots, words)
+            } else {
+                watch(&data, &read.atomics()[mine], messages, words)
+            };
+            wrong.atomics()[mine].store(bad, Ordering::Release);
+        }
+    });
+    let consumers = (1..team.count()).map(|vcpu| vcpu * PER_PAGE);
+    let sum = |array: &Shared<AtomicU64>| -> u64 {
+        consumers.clone().map(|at| array.atomics()[at].load(Ordering::Acquire)).sum()
+    };
+    let (seen, bad) = (sum(&read), sum(&wrong));
+    let complete = !ring || seen == messages * (team.count() as u64 - 1);
+    Ok(Outcome::new("message", messages, nanoseconds)
+        .verified(bad == 0 && seen > 0 && complete)
+        .figure("kind", Figure::Word(if ring { "ring" } else { "watch" }))
+        .figure("bytes", Figure::Count(words as u64 * 8))
+        .figure("seen", Figure::Count(seen))
+        .figure("wrong", Figure::Count(bad)))
+}
+
+/// Words last to first, then the number.
+fn write(data: &Shared<AtomicU64>, messages: u64, words: usize, pace: u64) {
+    let data = data.atomics();
+    for number in 1..=messages {
+        for word in 0..words {
+            // The content is the number itself, so that a later one can be told from an earlier one.
+            data[1 + word].store(number, Ordering::Release);
+        }
+        data[0].store(number, Ordering::Release);
+        crate::pause(pace);
+    }
+}
+
+/// Looks until the last number is there. Counts how many different messages it saw, and returns how often it saw something impossible.
+fn watch(data: &Shared<AtomicU64>, seen: &AtomicU64, messages: u64, words: usize) -> u64 {
+    let data = data.atomics();
+    let (mut last, mut wrong, mut different) = (0, 0, 0);
+    while last < messages {
+        let number = data[0].load(Ordering::Acquire);
+        wrong += u64::from(number < last);
+        if number == last {
+            spin_loop();
+            continue;
+        }
+        different += 1;
+        last = number;
+        for word in 0..words {
+            wrong += u64::from(data[1 + word].load(Ordering::Acquire) < number);
+        }
+    }
+    seen.store(different, Ordering::Release);
+    wrong
+}
+
+/// Fills slots that all consumers have read.
+fn produce(
+    team: &Team<'_>,
+    data: &Shared<AtomicU64>,
+    read: &Shared<AtomicU64>,
+    messages: u64,
+    slots: usize,
+    words: usize,
+    pace: u64,
+) {
+    for number in 1..=messages {
+        let slot = slot_of(number, slots, words);
+        for vcpu in 1..team.count() {
+            let reader = &read.atomics()[vcpu * PER_PAGE];
+            while reader.load(Ordering::Acquire) + (slots as u64) < number {
+                spin_loop();
+            }
+        }
+        let slot = &data.atomics()[slot..=slot + words];
+        for (word, place) in slot[1..].iter().enumerate() {
+            place.store(content(number, word), Ordering::Relaxed);
+        }
+        slot[0].store(number, Ordering::Release);
+        crate::pause(pace);
+    }
+}
+
+/// Reads all messages in order; returns how many words were wrong.
+fn consume(data: &Shared<AtomicU64>, read: &AtomicU64, messages: u64, slots: usize, words: usize) -> u64 {
+    let mut wrong = 0;
+    for number in 1..=messages {
+        let slot = slot_of(number, slots, words);
+        let slot = &data.atomics()[slot..=slot + words];
+        while slot[0].load(Ordering::Acquire) != number {
+            spin_loop();
+        }
+        for (word, place) in slot[1..].iter().enumerate() {
+            wrong += u64::from(place.load(Ordering::Relaxed) != content(number, word));
+        }
+        read.store(number, Ordering::Release);
+    }
+    wrong
+}
+
+fn slot_of(number: u64, slots: usize, words: usize) -> usize {
+    usize::try_from((number - 1) % slots as u64).unwrap_or(0) * (1 + words)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{NAMES, run};
+    use payload_spmd::{Figure, Refused};
+
+    #[test]
+    fn messages_arrive_whole_and_in_order() {
+        for arguments in [["kind=ring", "messages=300", "words=3"], ["kind=watch", "messages=300", "words=3"]]
+        {
+            for count in [2, 3] {
+                let outcome = crate::testing::run(run, NAMES, count, &arguments).unwrap();
+                assert!(outcome.verified, "{outcome:?}");
+                if arguments[0] == "kind=ring" {
+                    assert_eq!(outcome.get("seen"), Some(Figure::Count(300 * (count as u64 - 1))));
+                }
+            }
+        }
+        let refused = crate::testing::run(run, NAMES, 1, &[]).unwrap_err();
+        assert!(matches!(refused, Refused::Vcpus { least: 2, .. }));
+    }
+}
