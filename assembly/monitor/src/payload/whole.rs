@@ -1,0 +1,45 @@
+//! A payload VM as one node of a VM that spans hosts: what it asks of whoever keeps the nodes together.
+
+use machine::vcpu::GuestRegisters;
+use std::sync::Arc;
+
+/// Keeps the nodes of a VM together ([`crate::dsm`]). Called on vCPU threads, several at once.
+pub trait Whole: Send + Sync {
+    /// This node, below [`Whole::nodes`].
+    fn node(&self) -> u32;
+    /// How many there are.
+    fn nodes(&self) -> u32;
+    /// vCPU `index` (of the whole VM) is about to run; see [`machine::vcpu::VcpuExitHandler::before_run`].
+    fn before_run(&self, index: u32, registers: &dyn GuestRegisters);
+    /// vCPU `index` has ended, by its own wish or by an exception, and runs no more.
+    fn ended(&self, index: u32);
+    /// The vCPUs are about to be stopped: none may be kept waiting any more.
+    fn before_stop(&self);
+}
+
+/// The vCPUs of this process, and what they are a part of.
+#[derive(Clone)]
+pub(super) struct Local {
+    /// Ids and indices in the whole VM.
+    pub(super) vcpus: Vec<(u32, u32)>,
+    pub(super) whole: Option<Arc<dyn Whole>>,
+}
+
+impl Local {
+    /// Their number.
+    pub(super) fn count(&self) -> u32 {
+        u32::try_from(self.vcpus.len()).unwrap_or(u32::MAX)
+    }
+
+    /// Index in the whole VM of the vCPU with an id.
+    pub(super) fn index(&self, id: u32) -> u32 {
+        self.vcpus.iter().find(|vcpu| vcpu.0 == id).map_or(0, |vcpu| vcpu.1)
+    }
+
+    /// See [`Whole::before_stop`].
+    pub(super) fn before_stop(&self) {
+        if let Some(whole) = &self.whole {
+            whole.before_stop();
+        }
+    }
+}
