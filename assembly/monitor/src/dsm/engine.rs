@@ -309,6 +309,7 @@ impl Engine {
         let mut next = Some(event);
         let mut more = Vec::new();
         while let Some(event) = next.take() {
+            tracing::trace!(at = now(), node = self.me, ?event);
             let mut actions = std::mem::take(&mut core.actions);
             core.node.step(event, now(), &mut core.pages, &mut actions);
             for action in actions.drain(..) {
@@ -328,6 +329,7 @@ impl Engine {
     }
 
     fn perform(&self, core: &mut Core, action: Action, more: &mut Vec<Event>) {
+        tracing::trace!(at = now(), node = self.me, ?action);
         match action {
             Action::Send(message) => self.send(core, &message),
             Action::Resume { vcpu } => {

@@ -34,6 +34,7 @@ pub(super) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>, DsmErro
         let mine = Arc::clone(engine);
         let thread = std::thread::Builder::new().name(format!("dsm-link{index}"));
         let body = move || {
+            be_quick();
             if let Some(Some(link)) = mine.links.get(index) {
                 mine.read_link(link);
             }
@@ -42,8 +43,19 @@ pub(super) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>, DsmErro
     }
     let mine = Arc::clone(engine);
     let thread = std::thread::Builder::new().name("dsm-faults".to_owned());
-    threads.push(thread.spawn(move || mine.serve()).map_err(failed)?);
+    let body = move || {
+        be_quick();
+        mine.serve();
+    };
+    threads.push(thread.spawn(body).map_err(failed)?);
     Ok(threads)
+}
+
+/// vCPUs that spin take the processor from these threads for whole time slices otherwise: milliseconds for each message.
+fn be_quick() {
+    if let Err(error) = machine::scheduling::run_before_others() {
+        tracing::info!(%error, "Threads that serve shared memory have ordinary priority: faults take longer while CPUs are busy; give CAP_SYS_NICE to change that");
+    }
 }
 
 impl Engine {

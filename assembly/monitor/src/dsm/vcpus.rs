@@ -103,6 +103,7 @@ impl Engine {
     fn examine(&self, core: &mut Core, index: usize, registers: &dyn GuestRegisters) {
         let Some(found) = self.registers(registers) else { return };
         let Some(slot) = core.vcpus.get_mut(index) else { return };
+        tracing::trace!(at = now(), node = self.me, index, rip = found.rip, "examine");
         if slot.snapshot.replace(found) != Some(found) {
             self.retired(core, index);
         }
@@ -114,6 +115,7 @@ impl Engine {
         let Some(slot) = core.vcpus.get_mut(index) else { return };
         let before = slot.snapshot.replace(found);
         let moved = before.is_some_and(|before| before != found);
+        tracing::trace!(at = now(), node = self.me, index, rip = found.rip, moved, "look");
         if !moved && slot.looks < LOOKS {
             slot.looks += 1;
             let hold = core.node.config().policy.hold_ns.max(10_000);

@@ -21,6 +21,8 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// How long a page stays before a vCPU is asked to give it up, nanoseconds. About what a fault costs where leaving the guest takes
 /// 25 µs.
 const HOLD_NS: u64 = 100_000;
+/// Time in which a page has to move often to be kept by updates, nanoseconds.
+const WINDOW_NS: u64 = 200_000_000;
 
 /// What the command line says about nodes.
 #[derive(Debug)]
@@ -71,7 +73,7 @@ impl Span {
             Coherence::Invalidate => Policy::IVY,
             Coherence::Update => Policy::OURS,
         };
-        Policy { hold_ns: HOLD_NS, ..policy }
+        Policy { hold_ns: HOLD_NS, window_ns: WINDOW_NS, cooldown_ns: WINDOW_NS, ..policy }
     }
 }
 
