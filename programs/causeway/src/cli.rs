@@ -51,6 +51,9 @@ pub enum Command {
     Limits(LimitsArgs),
     /// Write a new cluster key for `causeway host --cluster-key` to a file that isn't there yet
     Key(KeyArgs),
+    /// Look at the memory that nodes of a VM share
+    #[command(subcommand)]
+    Dsm(DsmCommand),
     /// Say what this host can do, what is missing and how to get it
     Doctor,
 }
@@ -188,6 +191,23 @@ pub struct StopArgs {
     /// How long to wait for the VM to end
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     pub timeout: u64,
+}
+
+/// `causeway dsm`.
+#[derive(Debug, Subcommand)]
+pub enum DsmCommand {
+    /// Show the pages that vCPUs wait for most, from where, how each is kept, and what would help
+    Top(DsmTopArgs),
+}
+
+/// `causeway dsm top`.
+#[derive(Debug, Args)]
+pub struct DsmTopArgs {
+    /// Name of the VM, which has to span nodes; asked is its node 0, on this host
+    pub name: String,
+    /// Pages to show
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    pub count: usize,
 }
 
 /// How nodes keep memory the same.

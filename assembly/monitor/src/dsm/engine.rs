@@ -15,7 +15,8 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::DsmError;
 use super::link::{Control, Link};
-use super::report::Stalls;
+use super::hot::HotPages;
+use super::report::{Phase, Stalls};
 use super::vcpus::Slot;
 use crate::payload::Stopper;
 
@@ -99,7 +100,7 @@ impl Pages for LivePages {
 }
 
 /// What this node counts beside the protocol's own counters.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 pub(super) struct Counts {
     /// Messages sent and their bytes, by kind.
     pub(super) sent: BTreeMap<&'static str, (u64, u64)>,
@@ -124,6 +125,8 @@ pub(super) struct Core {
     /// vCPUs by thread.
     pub(super) threads: HashMap<u32, usize>,
     pub(super) counts: Counts,
+    pub(super) hot: HotPages,
+    pub(super) phase: Phase,
     pub(super) stopping: bool,
     /// vCPUs to be kicked again, and when.
     pub(super) rekick: Vec<(u64, usize)>,
@@ -158,6 +161,8 @@ pub(super) struct Engine {
 pub(super) struct Gathered {
     /// What nodes counted.
     pub(super) reports: BTreeMap<u8, Vec<u8>>,
+    /// What nodes have counted so far, of those that were asked and have answered.
+    pub(super) answers: BTreeMap<u8, Vec<u8>>,
     /// Nodes without a vCPU that runs.
     pub(super) parked: BTreeSet<u8>,
     /// Nodes that are ready to run.
@@ -200,6 +205,8 @@ impl Engine {
             vcpus: machine.ids.iter().map(|_| Slot::default()).collect(),
             threads: HashMap::new(),
             counts: Counts::default(),
+            hot: HotPages::default(),
+            phase: Phase::default(),
             stopping: false,
             rekick: Vec::new(),
             actions: Vec::new(),
@@ -341,7 +348,11 @@ impl Engine {
                         // What is known of it is of an older instruction.
                         slot.snapshot = None;
                     }
-                    core.counts.stalls.count(&fault, now());
+                    let waited = core.counts.stalls.count(&fault, now());
+                    core.hot.waited(fault.page, waited);
+                    if !slot.granted.contains(&fault.page) {
+                        slot.granted.push(fault.page);
+                    }
                     core.pages.wake(fault.page);
                 }
                 self.notify(index);

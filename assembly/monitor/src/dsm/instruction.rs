@@ -10,7 +10,9 @@
 
 use dsm::operation::{Atomic, MAX_STORE, Operation};
 use dsm::{Page, wire};
-use iced_x86::{Code, Decoder, DecoderOptions, Instruction, MemorySize, Mnemonic, OpKind, Register};
+use iced_x86::{
+    Code, Decoder, DecoderOptions, Instruction, InstructionInfoFactory, MemorySize, Mnemonic, OpKind, Register,
+};
 use machine::x86::kvm_regs;
 
 const CF: u64 = 1;
@@ -105,6 +107,35 @@ pub(super) fn decode(bytes: &[u8], regs: &kvm_regs) -> Option<Trapped> {
         next: instruction.next_ip(),
         finish,
     })
+}
+
+/// The pages that the instruction at `regs.rip` touches: its own bytes and its operands in memory. `None` when that can't be said.
+pub(super) fn touched(bytes: &[u8], regs: &kvm_regs) -> Option<Vec<Page>> {
+    let size = wire::PAGE_SIZE as u64;
+    let instruction = Decoder::with_ip(64, bytes, regs.rip, DecoderOptions::NONE).decode();
+    if instruction.code() == Code::INVALID {
+        return None;
+    }
+    let mut pages = Vec::new();
+    let mut add = |from: u64, len: usize| {
+        let last = from.wrapping_add(u64::try_from(len.max(1) - 1).unwrap_or(0));
+        pages.extend([from / size, last / size]);
+    };
+    add(regs.rip, instruction.len());
+    let mut factory = InstructionInfoFactory::new();
+    for used in factory.info(&instruction).used_memory() {
+        let address = used.virtual_address(0, |register, _, _| match register {
+            Register::DS | Register::ES | Register::SS | Register::CS => Some(0),
+            other => read(other, regs),
+        })?;
+        // An unknown size, or one of many elements, is more than is looked at.
+        let len = used.memory_size().size();
+        if len == 0 || instruction.has_rep_prefix() || instruction.has_repne_prefix() {
+            return None;
+        }
+        add(address, len);
+    }
+    Some(pages)
 }
 
 enum Stored {

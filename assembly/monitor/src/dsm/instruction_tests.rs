@@ -183,7 +183,28 @@ proptest! {
             prop_assert!(trapped.operation.is_valid(PAGE));
             trapped.finish(old, &mut regs);
         }
+        touched(&bytes, &regs);
     }
+}
+
+/// Operands in memory, the stack, and code across the end of a page are known; what isn't, is said not to be.
+#[test]
+fn pages_that_an_instruction_touches() {
+    let regs = kvm_regs { rdi: 0x5ffe, rsi: 0x9000, rsp: 0x8000, rip: 0x2fff, ..kvm_regs::default() };
+    let pages = |bytes: &[u8]| {
+        let mut pages = touched(bytes, &regs)?;
+        pages.sort_unstable();
+        pages.dedup();
+        Some(pages)
+    };
+    assert_eq!(pages(&[0x8b, 0x0f]).unwrap(), [2, 3, 5, 6], "mov ecx, [rdi]");
+    assert_eq!(pages(&[0x90]).unwrap(), [2], "nop");
+    assert_eq!(pages(&[0x57]).unwrap(), [2, 7], "push rdi");
+    assert_eq!(pages(&[0xff, 0x36]).unwrap(), [2, 3, 7, 9], "push [rsi]");
+    assert_eq!(pages(&[0x48, 0xa5]).unwrap(), [2, 3, 5, 6, 9], "movsq");
+    assert_eq!(pages(&[0xf3, 0x48, 0xa5]), None, "rep movsq");
+    assert_eq!(pages(&[0x64, 0x8b, 0x0f]), None, "fs:");
+    assert_eq!(pages(&[0x0f]), None, "half an instruction");
 }
 
 #[test]

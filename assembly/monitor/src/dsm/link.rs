@@ -39,8 +39,14 @@ pub(super) enum Control {
     Parked,
     /// The sender's vCPUs stand still; its report, as JSON. To node 0, as the last frame.
     Report(Vec<u8>),
-    /// All nodes are there; from node 0. vCPUs may run.
+    /// The sender is ready; from node 0: all are, and vCPUs may run.
     Start,
+    /// What the guest measures begins, or has ended.
+    Phase(bool),
+    /// Asks for an [`Control::Answer`].
+    Ask,
+    /// What the sender has counted so far, as JSON.
+    Answer(Vec<u8>),
 }
 
 impl Control {
@@ -53,13 +59,17 @@ impl Control {
             Self::Parked => 5,
             Self::Report(_) => 6,
             Self::Start => 7,
+            Self::Phase(_) => 8,
+            Self::Ask => 9,
+            Self::Answer(_) => 10,
         }
     }
 
     fn encode(&self) -> Vec<u8> {
         let body: &[u8] = match self {
-            Self::Heartbeat | Self::Parked | Self::Start => &[],
-            Self::Console(bytes) | Self::Report(bytes) => bytes,
+            Self::Heartbeat | Self::Parked | Self::Start | Self::Ask => &[],
+            Self::Console(bytes) | Self::Report(bytes) | Self::Answer(bytes) => bytes,
+            Self::Phase(begins) => &[u8::from(*begins)],
             Self::Failed(text) => text.as_bytes(),
             Self::Exit(code) => &code.to_le_bytes(),
         };
@@ -79,6 +89,9 @@ impl Control {
             (5, 0) => Self::Parked,
             (6, _) => Self::Report(body),
             (7, 0) => Self::Start,
+            (8, 1) => Self::Phase(body.first().is_some_and(|byte| *byte != 0)),
+            (9, 0) => Self::Ask,
+            (10, _) => Self::Answer(body),
             _ => return None,
         })
     }
@@ -298,6 +311,10 @@ mod tests {
             Control::Parked,
             Control::Report(b"{}".to_vec()),
             Control::Start,
+            Control::Phase(true),
+            Control::Phase(false),
+            Control::Ask,
+            Control::Answer(b"[]".to_vec()),
         ];
         for one in &all {
             assert!(!a.send_control(one));

@@ -19,19 +19,21 @@
 //! | `vcpus` | what a vCPU waits for; whether its instruction has retired |
 //! | `instruction` | stores and atomics, decoded to be carried out for the vCPU |
 //! | `service` | the faults thread: faults, time, heartbeats; the link threads |
-//! | `report` | counters of a node, as JSON |
+//! | `report`, `hot`, `top` | counters of a node and its hottest pages, as JSON; and for whoever asks while it runs |
 //! | `spanning` | a node from its settings to its end |
 //!
 //! A node that is dead, cut off or faulty ends the VM everywhere: half of its memory is gone. See docs/dsm.md.
 
 mod address;
 mod engine;
+mod hot;
 mod instruction;
 mod join;
 mod link;
 mod report;
 mod service;
 mod spanning;
+mod top;
 mod vcpus;
 
 pub use address::{AddressError, NodeAddress};

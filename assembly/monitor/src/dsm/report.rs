@@ -2,7 +2,9 @@
 
 use serde_json::{Map, Value, json};
 
-use super::engine::Core;
+use dsm::Counters;
+
+use super::engine::{Core, Counts};
 use super::vcpus::Pending;
 
 /// Waits of one kind.
@@ -14,8 +16,13 @@ struct Waits {
 }
 
 impl Waits {
-    fn to_json(self) -> Value {
-        json!({ "count": self.count, "total_ns": self.total_ns, "most_ns": self.most_ns })
+    /// Without those of before; the longest is that of all.
+    fn to_json(self, before: Self) -> Value {
+        json!({
+            "count": self.count - before.count,
+            "total_ns": self.total_ns - before.total_ns,
+            "most_ns": self.most_ns,
+        })
     }
 }
 
@@ -29,13 +36,16 @@ pub(super) struct Stalls {
 }
 
 impl Stalls {
-    pub(super) fn count(&mut self, fault: &Pending, now: u64) {
+    /// Counts a wait that has ended, and returns its length.
+    pub(super) fn count(&mut self, fault: &Pending, now: u64) -> u64 {
         let waits = match (fault.write, fault.upgrade) {
             (false, _) => &mut self.read,
             (true, false) => &mut self.write,
             (true, true) => &mut self.upgrade,
         };
-        add(waits, now.saturating_sub(fault.at));
+        let waited = now.saturating_sub(fault.at);
+        add(waits, waited);
+        waited
     }
 
     /// A store or atomic that was carried out for the vCPU.
@@ -43,12 +53,12 @@ impl Stalls {
         add(&mut self.trapped, waited);
     }
 
-    fn to_json(&self) -> Value {
+    fn to_json(&self, before: &Self) -> Value {
         json!({
-            "read": self.read.to_json(),
-            "write": self.write.to_json(),
-            "upgrade": self.upgrade.to_json(),
-            "trapped": self.trapped.to_json(),
+            "read": self.read.to_json(before.read),
+            "write": self.write.to_json(before.write),
+            "upgrade": self.upgrade.to_json(before.upgrade),
+            "trapped": self.trapped.to_json(before.trapped),
         })
     }
 }
@@ -59,31 +69,72 @@ fn add(waits: &mut Waits, waited: u64) {
     waits.most_ns = waits.most_ns.max(waited);
 }
 
+/// Counters when what the guest measures began, and when it had ended.
+#[derive(Debug, Default)]
+pub(super) struct Phase {
+    begin: Option<(Counters, Counts)>,
+    end: Option<(Counters, Counts)>,
+}
+
+/// Counts as JSON, less those of before.
+fn counted(now: &(Counters, Counts), before: Option<&(Counters, Counts)>) -> Value {
+    let old: Map<_, _> = before.map_or_else(Map::new, |(counters, _)| protocol(counters));
+    let less = |name: &str, value: u64| value - old.get(name).and_then(Value::as_u64).unwrap_or(0).min(value);
+    let counters: Map<_, _> =
+        now.0.list().map(|(name, value)| (name.to_owned(), less(name, value).into())).collect();
+    let sent_before = |kind: &str| before.and_then(|(_, counts)| counts.sent.get(kind)).copied().unwrap_or((0, 0));
+    let mut all = (0, 0);
+    let mut sent = Map::new();
+    for (kind, (count, bytes)) in &now.1.sent {
+        let old = sent_before(kind);
+        let (count, bytes) = (count - old.0, bytes - old.1);
+        all = (all.0 + count, all.1 + bytes);
+        sent.insert((*kind).to_owned(), json!({ "count": count, "bytes": bytes }));
+    }
+    let zero = Counts::default();
+    let old = before.map_or(&zero, |(_, counts)| counts);
+    let counts = &now.1;
+    json!({
+        "messages": all.0,
+        "bytes": all.1,
+        "sent": sent,
+        "stalls": counts.stalls.to_json(&old.stalls),
+        "late_faults": counts.late - old.late,
+        "kicks": counts.kicks - old.kicks,
+        "unproven": counts.unproven - old.unproven,
+        "emulated": counts.emulated - old.emulated,
+        "not_emulated": counts.not_emulated - old.not_emulated,
+        "protocol": counters,
+    })
+}
+
+fn protocol(counters: &Counters) -> Map<String, Value> {
+    counters.list().map(|(name, value)| (name.to_owned(), value.into())).collect()
+}
+
 impl Core {
-    /// Counters of this node: the protocol's own, messages sent by kind, waits, and what it took to know that instructions retired.
+    /// What the program measures begins here, or has ended. Of several measurements the last one counts.
+    pub(super) fn mark(&mut self, begins: bool) {
+        let counted = Some((*self.node.counters(), self.counts.clone()));
+        if begins {
+            self.phase = Phase { begin: counted, end: None };
+        } else {
+            self.phase.end = counted;
+        }
+    }
+
+    /// What this node has counted: messages sent by kind, waits, what it took to know that instructions retired, the protocol's own
+    /// counters, the hottest pages; and the same for the part that the program measures, if it has said so.
     pub(super) fn report(&self, node: u8) -> Value {
-        let counters: Map<_, _> =
-            self.node.counters().list().map(|(name, value)| (name.to_owned(), value.into())).collect();
-        let sent: Map<_, _> = self
-            .counts
-            .sent
-            .iter()
-            .map(|(kind, (count, bytes))| ((*kind).to_owned(), json!({ "count": count, "bytes": bytes })))
-            .collect();
-        let (messages, bytes) =
-            self.counts.sent.values().fold((0, 0), |sum, one| (sum.0 + one.0, sum.1 + one.1));
-        json!({
-            "node": node,
-            "messages": messages,
-            "bytes": bytes,
-            "sent": sent,
-            "stalls": self.counts.stalls.to_json(),
-            "late_faults": self.counts.late,
-            "kicks": self.counts.kicks,
-            "unproven": self.counts.unproven,
-            "emulated": self.counts.emulated,
-            "not_emulated": self.counts.not_emulated,
-            "protocol": counters,
-        })
+        let now = (*self.node.counters(), self.counts.clone());
+        let mut report = counted(&now, None);
+        if let Some(fields) = report.as_object_mut() {
+            fields.insert("node".to_owned(), node.into());
+            if let (Some(begin), Some(end)) = (&self.phase.begin, &self.phase.end) {
+                fields.insert("measured".to_owned(), counted(end, Some(begin)));
+            }
+            fields.insert("hot".to_owned(), self.hot.to_json(&self.node));
+        }
+        report
     }
 }

@@ -181,6 +181,7 @@ impl Engine {
         if known || slot.trap.is_some() || slot.operating || core.stopping {
             return;
         }
+        core.hot.fault(told.page, told.offset, told.write);
         slot.fault = Some(Pending { page: told.page, write: told.write, upgrade, at: now() });
         slot.examined = false;
         let Ok(vcpu) = Vcpu::try_from(index) else { return };
@@ -265,6 +266,18 @@ impl Engine {
             Control::Parked => drop(self.gathered().parked.insert(link.peer)),
             Control::Report(report) => drop(self.gathered().reports.insert(link.peer, report)),
             Control::Start => drop(self.gathered().ready.insert(link.peer)),
+            Control::Answer(answer) => drop(self.gathered().answers.insert(link.peer, answer)),
+            Control::Ask => {
+                let answer = self.lock().as_ref().map(|core| core.report(self.me)).unwrap_or_default();
+                self.send_control(link.peer, &Control::Answer(answer.to_string().into_bytes()));
+                return;
+            }
+            Control::Phase(begins) => {
+                if let Some(core) = &mut *self.lock() {
+                    core.mark(begins);
+                }
+                return;
+            }
         }
         self.tell_news();
     }

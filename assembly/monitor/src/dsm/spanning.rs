@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::io::{self, Write};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
@@ -16,7 +17,7 @@ use serde_json::Value;
 use super::engine::{Engine, Machine, Outcome};
 use super::join::{Hello, join};
 use super::link::Control;
-use super::{DsmError, NodeAddress, service};
+use super::{DsmError, NodeAddress, service, top};
 use crate::payload::{PayloadBuilder, PayloadError, PayloadVm, Whole};
 
 /// How long node 0 waits for the reports of the others at the end, and they for node 0's end.
@@ -55,6 +56,7 @@ pub struct SpanningVm {
     threads: Vec<JoinHandle<()>>,
     nodes: u8,
     vcpus: u32,
+    top: Option<top::Served>,
 }
 
 /// The node, as its payload VM sees it.
@@ -82,6 +84,14 @@ impl Whole for Seat {
     }
     fn ended(&self, index: u32) {
         self.engine.vcpu_ended(self.local(index));
+    }
+    fn phase(&self, begins: bool) {
+        if let Some(core) = &mut *self.engine.lock() {
+            core.mark(begins);
+        }
+        for link in self.engine.links() {
+            self.engine.send_control(link.peer, &Control::Phase(begins));
+        }
     }
     fn before_stop(&self) {
         self.engine.stop_waiting();
@@ -179,7 +189,19 @@ impl SpanningVm {
             };
             engine.begin(node, machine, usize::try_from(pages).unwrap_or(0));
         }
-        Ok(Self { vm, engine, threads, nodes, vcpus })
+        Ok(Self { vm, engine, threads, nodes, vcpus, top: None })
+    }
+
+    /// Serves what nodes have counted, and their hottest pages, on a Unix socket while the VM runs: whoever connects gets one JSON
+    /// array, with a report of each node that has answered within half a second. For node 0.
+    pub fn serve_top(&mut self, socket: &Path) -> Result<(), DsmError> {
+        let served = top::serve(&self.engine, socket).map_err(|source| DsmError::Listen {
+            node: self.engine.me,
+            address: format!("unix:{}", socket.display()),
+            source,
+        })?;
+        self.top = Some(served);
+        Ok(())
     }
 
     /// Runs this node until the VM ends, here or anywhere.

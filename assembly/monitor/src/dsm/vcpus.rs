@@ -3,7 +3,8 @@
 //! A vCPU that needs another node's page sleeps in userfaultfd until it is kicked: then its registers are read while the request
 //! travels. Registers tell whether the instruction that faults is the one that the last page was granted for. If they differ,
 //! that one has retired, which the protocol is told. When another node asks for a page that a vCPU has had for long enough, the
-//! vCPU is kicked again, and the same comparison says whether it may go.
+//! vCPU is kicked again, and the same comparison says whether it may go. It is not even needed where the instruction, decoded, touches
+//! none of the pages that were granted.
 
 use std::sync::{MutexGuard, PoisonError};
 use std::time::Duration;
@@ -17,7 +18,7 @@ use super::instruction;
 
 /// Looks at unchanged registers after which an instruction counts as retired all the same. A loop that waits for a value comes back to
 /// the same registers, though it retires instructions all the time.
-const LOOKS: u32 = 4;
+const LOOKS: u32 = 2;
 /// Pause of a vCPU whose page is to be kept in another mode.
 const PAUSE: Duration = Duration::from_micros(500);
 /// Bytes of the longest instruction.
@@ -51,6 +52,8 @@ pub(super) struct Slot {
     pub(super) operating: bool,
     /// Its operation is done: the value before.
     pub(super) completed: Option<u64>,
+    /// Pages that it was granted since its last instruction is known to have retired.
+    pub(super) granted: Vec<Page>,
     /// Others want what it was granted.
     pub(super) kick: bool,
     pub(super) looks: u32,
@@ -99,12 +102,17 @@ impl Engine {
         }
     }
 
-    /// It waits for a page: is it still the instruction that the page before was granted for?
+    /// It waits for a page: is it still the instruction that pages were granted for before?
     fn examine(&self, core: &mut Core, index: usize, registers: &dyn GuestRegisters) {
         let Some(found) = self.registers(registers) else { return };
+        let needs = needs(core, index, &found);
         let Some(slot) = core.vcpus.get_mut(index) else { return };
-        tracing::trace!(at = now(), node = self.me, index, rip = found.rip, "examine");
-        if slot.snapshot.replace(found) != Some(found) {
+        let before = slot.snapshot.replace(found);
+        if let Some(fault) = slot.fault {
+            core.hot.instruction(fault.page, found.rip);
+        }
+        tracing::trace!(at = now(), node = self.me, index, rip = found.rip, ?needs, "examine");
+        if needs != Needs::Nothing && (needs == Needs::None || before != Some(found)) {
             self.retired(core, index);
         }
     }
@@ -112,10 +120,11 @@ impl Engine {
     /// Others want what it was granted: has the instruction retired?
     fn look(&self, core: &mut Core, index: usize, registers: &dyn GuestRegisters) {
         let Some(found) = self.registers(registers) else { return };
+        let needs = needs(core, index, &found);
         let Some(slot) = core.vcpus.get_mut(index) else { return };
         let before = slot.snapshot.replace(found);
-        let moved = before.is_some_and(|before| before != found);
-        tracing::trace!(at = now(), node = self.me, index, rip = found.rip, moved, "look");
+        let moved = needs == Needs::None || before.is_some_and(|before| before != found);
+        tracing::trace!(at = now(), node = self.me, index, rip = found.rip, ?needs, moved, "look");
         if !moved && slot.looks < LOOKS {
             slot.looks += 1;
             let hold = core.node.config().policy.hold_ns.max(10_000);
@@ -128,6 +137,9 @@ impl Engine {
     }
 
     fn retired(&self, core: &mut Core, index: usize) {
+        if let Some(slot) = core.vcpus.get_mut(index) {
+            slot.granted.clear();
+        }
         if let Ok(vcpu) = Vcpu::try_from(index) {
             self.step(core, Event::Retired { vcpu });
         }
@@ -170,6 +182,7 @@ impl Engine {
             // Its code has been taken away: it faults there first, and then here again.
             return locked;
         };
+        core.hot.instruction(page, found.rip);
         let Some(trapped) = instruction::decode(&bytes, &found).filter(|trapped| trapped.page == page) else {
             core.counts.not_emulated += 1;
             self.step(core, Event::Advise { page, mode: Mode::Invalidate });
@@ -185,13 +198,16 @@ impl Engine {
             if let Some(old) = slot.completed.take() {
                 // The next look begins anew.
                 slot.snapshot = None;
+                slot.granted.clear();
                 let since = slot.trapped_at;
                 trapped.finish(old, &mut found);
                 if let Err(error) = registers.set(&found) {
                     self.fail(format!("A vCPU's registers can't be written: {error}"));
                 }
                 core.counts.emulated += 1;
-                core.counts.stalls.count_trapped(now().saturating_sub(since));
+                let waited = now().saturating_sub(since);
+                core.counts.stalls.count_trapped(waited);
+                core.hot.trapped(page, waited);
                 break;
             }
             if !slot.operating || core.stopping {
@@ -208,6 +224,29 @@ impl Engine {
             Some(changed) => changed.wait_timeout(locked, PAUSE).unwrap_or_else(PoisonError::into_inner).0,
             None => locked,
         }
+    }
+}
+
+/// What the instruction at a vCPU's registers needs of the pages that it was granted since the last one retired.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Needs {
+    /// It was granted none.
+    Nothing,
+    /// None of them: it isn't the one that they were granted for, which has retired.
+    None,
+    /// Some, or it isn't known.
+    Some,
+}
+
+fn needs(core: &Core, index: usize, regs: &kvm_regs) -> Needs {
+    let granted = core.vcpus.get(index).map(|slot| slot.granted.as_slice()).unwrap_or_default();
+    if granted.is_empty() {
+        return Needs::Nothing;
+    }
+    let pages = code(core, regs.rip).and_then(|bytes| instruction::touched(&bytes, regs));
+    match pages {
+        Some(pages) if !pages.iter().any(|page| granted.contains(page)) => Needs::None,
+        _ => Needs::Some,
     }
 }
 

@@ -9,6 +9,9 @@ use std::io::Write;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
 
+/// A program writes 1 here when what it measures begins, and 0 when it has ended (guest/payload/README.md).
+const PORT_PHASE: u16 = 0xf7;
+
 /// Serves the ports from [`payload_abi::PORT_HOST`] on, for library users. Called on vCPU threads, several at
 /// once.
 pub trait HostPorts: Send + Sync {
@@ -57,6 +60,12 @@ impl VcpuExitHandler for Control {
             PORT_EXIT => self.tell(Message::Exit(zero_extend(data))),
             PORT_PARK => self.tell(Message::Park),
             PORT_EXCEPTION => self.tell(Message::Exception(vcpu)),
+            PORT_PHASE if self.local.whole.is_some() => {
+                if let Some(whole) = &self.local.whole {
+                    whole.phase(zero_extend(data) != 0);
+                }
+                return ExitAction::Handled;
+            }
             _ => return ExitAction::Pass,
         }
         if let Some(whole) = &self.local.whole {

@@ -13,6 +13,8 @@ pub trait Whole: Send + Sync {
     fn before_run(&self, index: u32, registers: &dyn GuestRegisters);
     /// vCPU `index` has ended, by its own wish or by an exception, and runs no more.
     fn ended(&self, index: u32);
+    /// What the program measures begins, or has ended.
+    fn phase(&self, begins: bool);
     /// The vCPUs are about to be stopped: none may be kept waiting any more.
     fn before_stop(&self);
 }

@@ -45,6 +45,8 @@ pub enum PageRights {
 pub struct PageFault {
     /// Guest-physical address divided by the page size.
     pub page: u64,
+    /// The byte in it that was touched first.
+    pub offset: u16,
     /// It wants to store.
     pub write: bool,
     /// The thread, by the number that gettid gives.
@@ -243,7 +245,8 @@ impl SharedRam {
             });
             let Some(page) = page else { continue };
             let write = one.flags & (FAULT_WRITE | FAULT_WP) != 0;
-            into.push(PageFault { page, write, thread: one.thread });
+            let offset = u16::try_from(one.address % PAGE_64).unwrap_or(0);
+            into.push(PageFault { page, offset, write, thread: one.thread });
         }
         Ok(())
     }
@@ -444,7 +447,7 @@ mod tests {
     }
 
     fn touch(shared: &SharedRam, page: u64, write: bool) -> std::thread::JoinHandle<u8> {
-        let (guest, _) = shared.addresses(page).unwrap();
+        let guest = shared.addresses(page).unwrap().0;
         std::thread::spawn(move || {
             // SAFETY: a byte of the guest's mapping, which the test keeps.
             let byte = unsafe { AtomicU8::from_ptr(guest as *mut u8) };
@@ -473,7 +476,7 @@ mod tests {
         shared.write(page, 0, &[41, 7]).unwrap();
         let reader = touch(&shared, page, false);
         let fault = next(&shared);
-        assert_eq!((fault.page, fault.write), (page, false));
+        assert_eq!((fault.page, fault.offset, fault.write), (page, 0, false));
         shared.set(page, None, Read).unwrap();
         shared.wake(page).unwrap();
         assert_eq!(reader.join().unwrap(), 41);

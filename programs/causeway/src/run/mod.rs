@@ -4,7 +4,7 @@ mod describe;
 pub mod flags;
 mod options;
 mod payload;
-mod spanning;
+pub mod spanning;
 mod vm;
 
 use std::process::ExitCode;

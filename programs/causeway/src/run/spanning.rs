@@ -18,12 +18,6 @@ use crate::output;
 
 /// How long nodes that were started here may take to end after node 0.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// How long a page stays before a vCPU is asked to give it up, nanoseconds. About what a fault costs where leaving the guest takes
-/// 25 µs.
-const HOLD_NS: u64 = 100_000;
-/// Time in which a page has to move often to be kept by updates, nanoseconds.
-const WINDOW_NS: u64 = 200_000_000;
-
 /// What the command line says about nodes.
 #[derive(Debug)]
 pub struct Span {
@@ -68,12 +62,23 @@ impl Span {
         Ok(Some(Self { nodes, place, coherence: coherence.unwrap_or(Coherence::Update) }))
     }
 
+    /// Costs of this kind of machine decide: leaving the guest takes 25 µs, a trapped store some 300, a page some 800. A page is kept by
+    /// updates when it would spend a sixth of the time on the way; three stores cost as much as a transfer.
     fn policy(&self) -> Policy {
         let policy = match self.coherence {
             Coherence::Invalidate => Policy::IVY,
             Coherence::Update => Policy::OURS,
         };
-        Policy { hold_ns: HOLD_NS, window_ns: WINDOW_NS, cooldown_ns: WINDOW_NS, ..policy }
+        let window_ns = 50_000_000;
+        Policy {
+            hold_ns: 100_000,
+            window_ns,
+            transfers: 10,
+            storm: 150,
+            turn: 4,
+            cooldown_ns: 4 * window_ns,
+            ..policy
+        }
     }
 }
 
@@ -92,7 +97,13 @@ pub fn run(description: &VmDescription, program: &Payload, span: &Span, json: bo
         None => (0, others.start(&description.name, span.nodes)?),
     };
     let settings = NodeSettings { node, addresses, policy: span.policy(), plant: Plant::None };
-    let ended = SpanningVm::join(builder, &settings)?.run()?;
+    let mut vm = SpanningVm::join(builder, &settings)?;
+    if node == 0 {
+        let runtime = discovery::runtime_directory();
+        discovery::prepare_directory(&runtime)?;
+        vm.serve_top(&top_socket(&description.name))?;
+    }
+    let ended = vm.run()?;
     others.end();
     let code = match ended.outcome {
         Ok(code) => code,
@@ -110,6 +121,11 @@ pub fn run(description: &VmDescription, program: &Payload, span: &Span, json: bo
         }))?;
     }
     Ok(ExitCode::from(process_status(code)))
+}
+
+/// The socket on which node 0 of a VM tells what its nodes count.
+pub fn top_socket(name: &str) -> PathBuf {
+    discovery::runtime_directory().join(format!("{name}.dsm"))
 }
 
 /// Nodes 1 and up of a VM whose nodes are all on this host.
