@@ -42,7 +42,14 @@ fn runtime() -> tempfile::TempDir {
 
 fn causeway(runtime: &Path, program: &Path, flags: &[&str], arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_causeway"));
-    command.env("XDG_RUNTIME_DIR", runtime).args(["--log-level", "error", "run", "--sandbox", "off", "--payload"]);
+    command.env("XDG_RUNTIME_DIR", runtime).args([
+        "--log-level",
+        "error",
+        "run",
+        "--sandbox",
+        "off",
+        "--payload",
+    ]);
     command.arg(program).args(flags).arg("--").args(arguments);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command

@@ -55,7 +55,8 @@ mod tests {
             assert_eq!(text.parse::<NodeAddress>().unwrap().to_string(), text);
         }
         let long = format!("unix:/{}", "x".repeat(107));
-        for text in ["", "unix:", "tcp:", "tcp:host", "tcp::7000", "tcp:host:0", "tcp:host:70000", "udp:h:1", &long]
+        for text in
+            ["", "unix:", "tcp:", "tcp:host", "tcp::7000", "tcp:host:0", "tcp:host:70000", "udp:h:1", &long]
         {
             assert!(text.parse::<NodeAddress>().is_err(), "{text}");
         }

@@ -14,8 +14,8 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::DsmError;
-use super::link::{Control, Link};
 use super::hot::HotPages;
+use super::link::{Control, Link};
 use super::report::{Phase, Stalls};
 use super::vcpus::Slot;
 use crate::payload::Stopper;
@@ -201,7 +201,11 @@ impl Engine {
     pub(super) fn begin(&self, node: Node, machine: Machine, pages: usize) {
         let core = Core {
             node,
-            pages: LivePages { ram: Arc::clone(&machine.ram), rights: vec![PageRights::None; pages], refused: None },
+            pages: LivePages {
+                ram: Arc::clone(&machine.ram),
+                rights: vec![PageRights::None; pages],
+                refused: None,
+            },
             vcpus: machine.ids.iter().map(|_| Slot::default()).collect(),
             threads: HashMap::new(),
             counts: Counts::default(),

@@ -11,7 +11,8 @@
 use dsm::operation::{Atomic, MAX_STORE, Operation};
 use dsm::{Page, wire};
 use iced_x86::{
-    Code, Decoder, DecoderOptions, Instruction, InstructionInfoFactory, MemorySize, Mnemonic, OpKind, Register,
+    Code, Decoder, DecoderOptions, Instruction, InstructionInfoFactory, MemorySize, Mnemonic, OpKind,
+    Register,
 };
 use machine::x86::kvm_regs;
 
@@ -44,15 +45,28 @@ enum Finish {
     Load(Register),
     /// `xadd`: the same, and flags of an addition of this.
     LoadAndAdd(Register, u64),
-    Compare { expected: u64 },
-    Add { value: u64, carry: u64 },
-    Subtract { value: u64, carry: u64 },
+    Compare {
+        expected: u64,
+    },
+    Add {
+        value: u64,
+        carry: u64,
+    },
+    Subtract {
+        value: u64,
+        carry: u64,
+    },
     Increment,
     Decrement,
-    Logic { kind: Atomic, value: u64 },
+    Logic {
+        kind: Atomic,
+        value: u64,
+    },
     Bit(u32),
     /// `stos`: so many elements are off the count of a repetition.
-    String { counted: u64 },
+    String {
+        counted: u64,
+    },
 }
 
 /// Decodes the instruction at `regs.rip`, whose bytes these are. `None` when it isn't known, or crosses the end of its page.
@@ -101,12 +115,7 @@ pub(super) fn decode(bytes: &[u8], regs: &kvm_regs) -> Option<Trapped> {
             Operation::Atomic { offset, width: u8::try_from(width).ok()?, kind, operand, expected }
         }
     };
-    Some(Trapped {
-        page: address / wire::PAGE_SIZE as u64,
-        operation,
-        next: instruction.next_ip(),
-        finish,
-    })
+    Some(Trapped { page: address / wire::PAGE_SIZE as u64, operation, next: instruction.next_ip(), finish })
 }
 
 /// The pages that the instruction at `regs.rip` touches: its own bytes and its operands in memory. `None` when that can't be said.
@@ -159,9 +168,7 @@ fn read_modify_write(
     let value = if unary { 1 } else { source(instruction, regs)? & bits };
     Some(match mnemonic {
         Mnemonic::Xchg => (atomic(Atomic::Exchange, value), Finish::Load(instruction.op1_register())),
-        Mnemonic::Xadd => {
-            (atomic(Atomic::Add, value), Finish::LoadAndAdd(instruction.op1_register(), value))
-        }
+        Mnemonic::Xadd => (atomic(Atomic::Add, value), Finish::LoadAndAdd(instruction.op1_register(), value)),
         Mnemonic::Cmpxchg => {
             let expected = regs.rax & bits;
             let stored = Stored::Atomic { kind: Atomic::CompareExchange, operand: value, expected };
@@ -290,7 +297,8 @@ impl Trapped {
             Finish::String { counted } => {
                 let bytes = u64::try_from(width).unwrap_or(0);
                 let backwards = regs.rflags & DF != 0;
-                regs.rdi = if backwards { regs.rdi.wrapping_sub(bytes) } else { regs.rdi.wrapping_add(bytes) };
+                regs.rdi =
+                    if backwards { regs.rdi.wrapping_sub(bytes) } else { regs.rdi.wrapping_add(bytes) };
                 regs.rcx = regs.rcx.wrapping_sub(counted);
             }
         }
@@ -408,7 +416,11 @@ fn write(register: Register, value: u64, regs: &mut kvm_regs) {
     let Some(whole) = whole(register, regs) else { return };
     let shift = if is_high_byte(register) { 8 } else { 0 };
     let size = register.size();
-    *whole = if size >= 4 { value & bits(size) } else { *whole & !(bits(size) << shift) | (value & bits(size)) << shift };
+    *whole = if size >= 4 {
+        value & bits(size)
+    } else {
+        *whole & !(bits(size) << shift) | (value & bits(size)) << shift
+    };
 }
 
 #[cfg(test)]

@@ -211,16 +211,16 @@ fn pages_that_an_instruction_touches() {
 fn what_is_not_known_or_crosses_the_page_is_left_to_the_processor() {
     let regs = kvm_regs { rdi: 0x3ffc, rip: RIP, ..kvm_regs::default() };
     for bytes in [
-        &[0x48, 0x89, 0x0f][..],       // mov [rdi], rcx across the end
-        &[0x48, 0xf7, 0x1f],           // neg
-        &[0x0f, 0x11, 0x07],           // movups
-        &[0x48, 0xa5],                 // movsq
-        &[0x64, 0x89, 0x0f],           // fs:
-        &[0x48, 0x8b, 0x0f],           // a load
-        &[0xff, 0x37],                 // push
-        &[0x48, 0xc1, 0x27, 0x04],     // shl
+        &[0x48, 0x89, 0x0f][..],         // mov [rdi], rcx across the end
+        &[0x48, 0xf7, 0x1f],             // neg
+        &[0x0f, 0x11, 0x07],             // movups
+        &[0x48, 0xa5],                   // movsq
+        &[0x64, 0x89, 0x0f],             // fs:
+        &[0x48, 0x8b, 0x0f],             // a load
+        &[0xff, 0x37],                   // push
+        &[0x48, 0xc1, 0x27, 0x04],       // shl
         &[0xf0, 0x48, 0x0f, 0xc7, 0x0f], // cmpxchg16b
-        &[0x48],                       // ends early
+        &[0x48],                         // ends early
         &[],
     ] {
         assert_eq!(decode(bytes, &regs), None, "{bytes:x?}");

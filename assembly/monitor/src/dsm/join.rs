@@ -61,7 +61,10 @@ impl Hello {
         if expected(other.node) {
             Ok(other.node)
         } else {
-            Err(format!("it says that it is node {}, which isn't expected there; give each node its own --node", other.node))
+            Err(format!(
+                "it says that it is node {}, which isn't expected there; give each node its own --node",
+                other.node
+            ))
         }
     }
 }
@@ -140,7 +143,8 @@ pub(super) fn join(hello: Hello, addresses: &[NodeAddress]) -> Result<Vec<Option
     };
     let awaits = me + 1 < addresses.len();
     let listener = awaits.then(|| Listener::open(own)).transpose();
-    let listener = listener.map_err(|source| DsmError::Listen { node: hello.node, address: address(me), source })?;
+    let listener =
+        listener.map_err(|source| DsmError::Listen { node: hello.node, address: address(me), source })?;
     let deadline = Instant::now() + PATIENCE;
     for (peer, place) in addresses.iter().enumerate().take(me) {
         let stream = loop {
@@ -149,17 +153,23 @@ pub(super) fn join(hello: Hello, addresses: &[NodeAddress]) -> Result<Vec<Option
                 Err(_) if Instant::now() < deadline => std::thread::sleep(PAUSE),
                 Err(error) => {
                     let seconds = PATIENCE.as_secs();
-                    return Err(failed(peer, format!("nobody listens there for {seconds} s ({error}); start it")));
+                    return Err(failed(
+                        peer,
+                        format!("nobody listens there for {seconds} s ({error}); start it"),
+                    ));
                 }
             }
         };
-        let other = greet(&stream, &hello).map_err(|error| failed(peer, format!("it doesn't answer: {error}")))?;
+        let other =
+            greet(&stream, &hello).map_err(|error| failed(peer, format!("it doesn't answer: {error}")))?;
         hello.accepts(other, |node| usize::from(node) == peer).map_err(|problem| failed(peer, problem))?;
         if let Some(link) = links.get_mut(peer) {
             *link = Some(Link::new(u8::try_from(peer).unwrap_or(u8::MAX), address(peer), stream));
         }
     }
-    let missing = |links: &[Option<Link>]| (me + 1..links.len()).find(|node| links.get(*node).is_some_and(Option::is_none));
+    let missing = |links: &[Option<Link>]| {
+        (me + 1..links.len()).find(|node| links.get(*node).is_some_and(Option::is_none))
+    };
     while let (Some(listener), Some(next)) = (&listener, missing(&links)) {
         let stream = match listener.accept() {
             Ok(stream) => stream,
@@ -173,8 +183,10 @@ pub(super) fn join(hello: Hello, addresses: &[NodeAddress]) -> Result<Vec<Option
             }
             Err(error) => return Err(failed(next, format!("its connection can't be taken: {error}"))),
         };
-        let other = greet(&stream, &hello).map_err(|error| failed(next, format!("it doesn't answer: {error}")))?;
-        let free = |node: u8| usize::from(node) > me && links.get(usize::from(node)).is_some_and(Option::is_none);
+        let other =
+            greet(&stream, &hello).map_err(|error| failed(next, format!("it doesn't answer: {error}")))?;
+        let free =
+            |node: u8| usize::from(node) > me && links.get(usize::from(node)).is_some_and(Option::is_none);
         let peer = hello.accepts(other, free).map_err(|problem| failed(next, problem))?;
         if let Some(link) = links.get_mut(usize::from(peer)) {
             *link = Some(Link::new(peer, address(usize::from(peer)), stream));

@@ -262,14 +262,15 @@ impl Link {
             let kind = buffer[1];
             let len = u32::from_le_bytes([buffer[4], buffer[5], buffer[6], buffer[7]]);
             let len = usize::try_from(len).ok().filter(|len| *len <= MAX_BODY);
-            let len =
-                len.ok_or_else(|| wrong(format!("a control frame says that it is longer than {MAX_BODY} bytes")))?;
+            let len = len.ok_or_else(|| {
+                wrong(format!("a control frame says that it is longer than {MAX_BODY} bytes"))
+            })?;
             let mut body = vec![0; len];
             stream.read_exact(&mut body)?;
             let control = Control::parse(kind, body);
-            return control
-                .map(Frame::Control)
-                .ok_or_else(|| wrong(format!("a control frame has kind {kind} with {len} bytes, which isn't known")));
+            return control.map(Frame::Control).ok_or_else(|| {
+                wrong(format!("a control frame has kind {kind} with {len} bytes, which isn't known"))
+            });
         }
         buffer.resize(wire::HEADER, 0);
         stream.read_exact(&mut buffer[HEADER..])?;

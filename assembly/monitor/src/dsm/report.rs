@@ -82,7 +82,8 @@ fn counted(now: &(Counters, Counts), before: Option<&(Counters, Counts)>) -> Val
     let less = |name: &str, value: u64| value - old.get(name).and_then(Value::as_u64).unwrap_or(0).min(value);
     let counters: Map<_, _> =
         now.0.list().map(|(name, value)| (name.to_owned(), less(name, value).into())).collect();
-    let sent_before = |kind: &str| before.and_then(|(_, counts)| counts.sent.get(kind)).copied().unwrap_or((0, 0));
+    let sent_before =
+        |kind: &str| before.and_then(|(_, counts)| counts.sent.get(kind)).copied().unwrap_or((0, 0));
     let mut all = (0, 0);
     let mut sent = Map::new();
     for (kind, (count, bytes)) in &now.1.sent {

@@ -216,7 +216,9 @@ impl Engine {
             let (peer, address) = (link.peer, &link.address);
             self.fail(match error.kind() {
                 io::ErrorKind::InvalidData => {
-                    format!("Node {peer} sent bytes over the link {address} that no correct node sends: {error}")
+                    format!(
+                        "Node {peer} sent bytes over the link {address} that no correct node sends: {error}"
+                    )
                 }
                 io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
                     format!("The link {address} to node {peer} was closed: its monitor has died or was ended")

@@ -163,7 +163,8 @@ impl SpanningVm {
         let local = usize::try_from(per_node).unwrap_or(0);
         let engine = Arc::new(Engine::new(settings.node, links, local)?);
         let threads = service::start(&engine)?;
-        let seat = Seat { engine: Arc::clone(&engine), nodes: wide, first: per_node * u32::from(settings.node) };
+        let seat =
+            Seat { engine: Arc::clone(&engine), nodes: wide, first: per_node * u32::from(settings.node) };
         let (builder, console) = if settings.node == 0 {
             builder.replace_console(SharedConsole(Arc::clone(&engine)))
         } else {
@@ -281,7 +282,8 @@ impl SpanningVm {
         let mut gathered = engine.gathered();
         loop {
             let done = if engine.me == 0 {
-                (1..self.nodes).all(|node| gathered.reports.contains_key(&node) || gathered.gone.contains(&node))
+                (1..self.nodes)
+                    .all(|node| gathered.reports.contains_key(&node) || gathered.gone.contains(&node))
             } else {
                 gathered.gone.contains(&0)
             };

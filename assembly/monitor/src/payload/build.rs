@@ -15,8 +15,8 @@ use machine::vcpu::{StartRegisters, VcpuConfig, VcpuManager, VcpuOptions, VcpuSt
 use machine::vm::{IoEvent, IoSpace, Vm};
 use machine::x86::{CpuId, CpuTopology, guest_cpuid, kvm_dtable, kvm_regs, kvm_segment, kvm_sregs, kvm_xcrs};
 use payload_abi::{
-    BootInfo, DOORBELL_ADDRESS, DOORBELL_SIZE, DOORBELL_STRIDE, HIGH_RAM_START, LOWEST_LOAD_ADDRESS, LOW_RAM_END, MAGIC, MAX_DOORBELLS,
-    PORT_CONSOLE, PORT_HOST, PORT_HOST_COUNT, Region, VERSION,
+    BootInfo, DOORBELL_ADDRESS, DOORBELL_SIZE, DOORBELL_STRIDE, HIGH_RAM_START, LOW_RAM_END,
+    LOWEST_LOAD_ADDRESS, MAGIC, MAX_DOORBELLS, PORT_CONSOLE, PORT_HOST, PORT_HOST_COUNT, Region, VERSION,
 };
 use std::io::Write;
 use std::os::fd::{AsFd, OwnedFd};

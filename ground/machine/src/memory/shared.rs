@@ -434,8 +434,7 @@ mod tests {
 
     /// `None` where this machine gives no userfaultfd.
     fn shared() -> Option<(GuestRam, SharedRam)> {
-        let ram =
-            GuestRam::allocate(&RamLayout::new(&[4 << 20]).unwrap(), &RamOptions::default()).unwrap();
+        let ram = GuestRam::allocate(&RamLayout::new(&[4 << 20]).unwrap(), &RamOptions::default()).unwrap();
         match SharedRam::new(&ram, 2 << 20) {
             Ok(shared) => Some((ram, shared)),
             Err(SharedRamError::Userfaultfd(error)) => {

@@ -42,21 +42,36 @@ pub fn top(args: &DsmTopArgs, json: bool) -> anyhow::Result<()> {
     stream.set_read_timeout(Some(PATIENCE))?;
     let mut text = String::new();
     stream.read_to_string(&mut text).with_context(|| format!("The VM {} doesn't answer", args.name))?;
-    let reports: Vec<Value> = serde_json::from_str(&text)
-        .with_context(|| format!("What the VM {} answers can't be read; is it of another release?", args.name))?;
+    let reports: Vec<Value> = serde_json::from_str(&text).with_context(|| {
+        format!("What the VM {} answers can't be read; is it of another release?", args.name)
+    })?;
     let rows = rows(&reports, args.count);
     if json {
         return output::print_json(&serde_json::json!({ "pages": rows, "nodes": reports }));
     }
     let mut lines = vec![format!(
         "{:>12}  {:13} {:>5} {:>8} {:>8} {:>8} {:>10}  {}",
-        "ADDRESS", "KEPT BY", "OWNER", "READS", "WRITES", "TRAPPED", "WAITED ms", "NODE:OFFSETS, INSTRUCTIONS, ADVICE"
+        "ADDRESS",
+        "KEPT BY",
+        "OWNER",
+        "READS",
+        "WRITES",
+        "TRAPPED",
+        "WAITED ms",
+        "NODE:OFFSETS, INSTRUCTIONS, ADVICE"
     )];
     for row in &rows {
         let owner = row.owner.map_or_else(|| "-".to_owned(), |owner| owner.to_string());
         lines.push(format!(
             "{:>12}  {:13} {:>5} {:>8} {:>8} {:>8} {:>10.1}  {}",
-            row.address, row.mode, owner, row.reads, row.writes, row.trapped, row.waited_ms, places(row)
+            row.address,
+            row.mode,
+            owner,
+            row.reads,
+            row.writes,
+            row.trapped,
+            row.waited_ms,
+            places(row)
         ));
         if !row.advice.is_empty() {
             lines.push(format!("{:>12}  {}", "", row.advice));

@@ -53,7 +53,9 @@ impl Span {
             (Some(node), false) if named == nodes => {
                 bail!("--node: there is no node {node} among {nodes}; they are numbered from 0")
             }
-            (Some(_), false) => bail!("--peers: {named} addresses were given for {nodes} nodes; give one for each"),
+            (Some(_), false) => {
+                bail!("--peers: {named} addresses were given for {nodes} nodes; give one for each")
+            }
             _ => bail!("--node and --peers belong together: which node this is, and where all are"),
         };
         if args.cpus.is_none() {
@@ -83,12 +85,19 @@ impl Span {
 }
 
 /// Runs one node, and, where all nodes are to be here, starts the others.
-pub fn run(description: &VmDescription, program: &Payload, span: &Span, json: bool) -> anyhow::Result<ExitCode> {
+pub fn run(
+    description: &VmDescription,
+    program: &Payload,
+    span: &Span,
+    json: bool,
+) -> anyhow::Result<ExitCode> {
     if description.memory.hugepages != HugePages::None {
         bail!("--hugepages: memory that nodes share moves in pages of 4 KiB; leave it out");
     }
     if description.sandbox != SandboxMode::Off && span.place.as_ref().is_none_or(|(node, _)| *node == 0) {
-        tracing::warn!("The sandbox doesn't cover VMs of several nodes yet: this one runs without (as with --sandbox off)");
+        tracing::warn!(
+            "The sandbox doesn't cover VMs of several nodes yet: this one runs without (as with --sandbox off)"
+        );
     }
     let builder = payload::builder(description, program)?;
     let mut others = Others::default();
@@ -141,8 +150,9 @@ impl Others {
         let runtime = discovery::runtime_directory();
         discovery::prepare_directory(&runtime)?;
         let folder = runtime.join(format!("{name}-{}.nodes", std::process::id()));
-        std::fs::create_dir(&folder)
-            .with_context(|| format!("The folder {} for the nodes' sockets can't be made", folder.display()))?;
+        std::fs::create_dir(&folder).with_context(|| {
+            format!("The folder {} for the nodes' sockets can't be made", folder.display())
+        })?;
         self.folder = Some(folder.clone());
         let addresses = (0..nodes)
             .map(|node| Ok(format!("unix:{}", folder.join(node.to_string()).display()).parse()?))

@@ -35,8 +35,13 @@ static WRONG: Own<AtomicU32> = Own(AtomicU32::new(0));
 fn main(vcpu: Vcpu) -> u32 {
     let rounds = vcpu.number(2, 1000).max(1);
     let pattern = vcpu.arguments().nth(1).unwrap_or("all");
-    let patterns: [(&str, fn(&Vcpu, u64)); 5] =
-        [("counter", counter), ("message", message), ("sharing", sharing), ("turns", turns), ("private", private)];
+    let patterns: [(&str, fn(&Vcpu, u64)); 5] = [
+        ("counter", counter),
+        ("message", message),
+        ("sharing", sharing),
+        ("turns", turns),
+        ("private", private),
+    ];
     if pattern == "endless" {
         endless(&vcpu);
     }
