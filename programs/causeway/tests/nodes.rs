@@ -66,7 +66,7 @@ fn text(output: &Output) -> String {
 fn programs_that_check_what_they_read_find_nothing_wrong() {
     let test = "programs_that_check_what_they_read_find_nothing_wrong";
     let Some(programs) = programs(test) else { return };
-    for (nodes, cpus) in [("2", "2"), ("2", "4"), ("3", "3")] {
+    for (nodes, cpus) in [("2", "2"), ("2", "4"), ("3", "4")] {
         for coherence in ["invalidate", "update"] {
             let runtime = runtime();
             let flags = ["--nodes", nodes, "--cpus", cpus, "--coherence", coherence];
@@ -109,6 +109,60 @@ fn console_exit_code_and_counts_come_from_all_nodes() {
     }
 }
 
+/// Nodes that are started one by one find each other over TCP, and node 0's output and exit code are the VM's; a node of another
+/// program is refused by name.
+#[test]
+fn nodes_that_are_started_apart_meet_over_tcp() {
+    let Some(programs) = programs("nodes_that_are_started_apart_meet_over_tcp") else { return };
+    let port = |listener: std::net::TcpListener| listener.local_addr().unwrap().port();
+    let port = || port(std::net::TcpListener::bind("127.0.0.1:0").unwrap());
+    let start = |runtime: &Path, node: &str, peers: &str, arguments: &[&str]| {
+        let flags = ["--node", node, "--peers", peers];
+        causeway(runtime, &programs.join("dsm_basic"), &flags, arguments).spawn().unwrap()
+    };
+    let runtime = runtime();
+    let peers = format!("tcp:127.0.0.1:{},tcp:127.0.0.1:{}", port(), port());
+    let other = start(runtime.path(), "1", &peers, &["turns", "20"]);
+    let first = start(runtime.path(), "0", &peers, &["turns", "20"]).wait_with_output().unwrap();
+    let other = other.wait_with_output().unwrap();
+    assert!(first.status.success() && other.status.success(), "{} {}", text(&first), text(&other));
+    assert!(text(&first).contains("turns: 20 rounds"), "{}", text(&first));
+    assert!(other.stdout.is_empty(), "{}", text(&other));
+
+    let other = start(runtime.path(), "1", &peers, &["turns", "21"]);
+    let first = start(runtime.path(), "0", &peers, &["turns", "20"]).wait_with_output().unwrap();
+    let other = other.wait_with_output().unwrap();
+    for (output, peer) in [(first, "Node 1"), (other, "Node 0")] {
+        assert!(!output.status.success());
+        let said = text(&output);
+        assert!(said.contains(peer) && said.contains("another program or other settings"), "{said}");
+    }
+}
+
+/// While a VM runs, its hottest pages are told with nodes and offsets, as text and as JSON.
+#[test]
+fn the_hottest_pages_are_told_while_it_runs() {
+    let Some(programs) = programs("the_hottest_pages_are_told_while_it_runs") else { return };
+    let runtime = runtime();
+    let flags = ["--nodes", "2", "--name", "hot"];
+    let (mut child, _) = endless_with(runtime.path(), programs, &flags, 2);
+    std::thread::sleep(Duration::from_millis(300));
+    let top = |flags: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_causeway"));
+        command.env("XDG_RUNTIME_DIR", runtime.path()).args(flags).args(["dsm", "top", "hot"]);
+        command.output().unwrap()
+    };
+    let (table, json) = (top(&[]), top(&["--json"]));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(table.status.success() && text(&table).contains("KEPT BY"), "{}", text(&table));
+    let report: Value = serde_json::from_slice(&json.stdout).unwrap_or_else(|_| panic!("{}", text(&json)));
+    let hottest = &report["pages"][0];
+    assert!(hottest["waited_ms"].as_f64().unwrap() > 0.0, "{report:#}");
+    assert!(hottest["nodes"].get("0").is_some() && hottest["nodes"].get("1").is_some(), "{report:#}");
+    assert!(!top(&[]).status.success(), "nobody answers after the end");
+}
+
 /// Processes that a process has started.
 fn children(pid: u32) -> Vec<Pid> {
     let path = format!("/proc/{pid}/task/{pid}/children");
@@ -124,9 +178,12 @@ fn exists(pid: Pid) -> bool {
 
 /// Starts a VM that never ends by itself, and waits until it runs on all nodes.
 fn endless(runtime: &Path, programs: &Path, nodes: &str) -> (Child, Vec<Pid>) {
+    endless_with(runtime, programs, &["--nodes", nodes], nodes.parse().unwrap())
+}
+
+fn endless_with(runtime: &Path, programs: &Path, flags: &[&str], nodes: usize) -> (Child, Vec<Pid>) {
     let program = programs.join("dsm_basic");
-    let flags = ["--nodes", nodes];
-    let mut child = causeway(runtime, &program, &flags, &["endless", "1"]).spawn().unwrap();
+    let mut child = causeway(runtime, &program, flags, &["endless", "1"]).spawn().unwrap();
     let mut seen = Vec::new();
     let stdout = child.stdout.as_mut().unwrap();
     let mut byte = [0];
@@ -135,7 +192,7 @@ fn endless(runtime: &Path, programs: &Path, nodes: &str) -> (Child, Vec<Pid>) {
         seen.push(byte[0]);
     }
     let others = children(child.id());
-    assert_eq!(others.len().to_string(), (nodes.parse::<usize>().unwrap() - 1).to_string());
+    assert_eq!(others.len(), nodes - 1);
     (child, others)
 }
 

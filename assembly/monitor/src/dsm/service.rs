@@ -72,12 +72,11 @@ impl Engine {
             let mut until = next_beat;
             if let Some(core) = &mut *self.lock() {
                 until = until.min(self.on_time(core));
-                if core.stopping && self.outcome().is_some() {
+                if core.stopping && self.outcome().is_some() && !released {
                     let since = *stopping_since.get_or_insert_with(now);
-                    if now().saturating_sub(since) > LAST_WAIT && !std::mem::replace(&mut released, true) {
-                        if let Some(machine) = self.machine.get() {
-                            machine.ram.release();
-                        }
+                    released = now().saturating_sub(since) > LAST_WAIT;
+                    if released && let Some(machine) = self.machine.get() {
+                        machine.ram.release();
                     }
                 }
             }

@@ -18,7 +18,7 @@ use super::engine::{Engine, Machine, Outcome};
 use super::join::{Hello, join};
 use super::link::Control;
 use super::{DsmError, NodeAddress, service, top};
-use crate::payload::{PayloadBuilder, PayloadError, PayloadVm, Whole};
+use crate::payload::{PayloadBuilder, PayloadError, PayloadVm, Whole, vcpus_of};
 
 /// How long node 0 waits for the reports of the others at the end, and they for node 0's end.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -137,18 +137,19 @@ impl SpanningVm {
         let nodes = u8::try_from(settings.addresses.len()).unwrap_or(u8::MAX);
         let (vcpus, memory) = builder.shape();
         let wide = u32::from(nodes);
-        if !(2..=64).contains(&nodes) || settings.node >= nodes || vcpus == 0 || !vcpus.is_multiple_of(wide) {
+        if !(2..=64).contains(&nodes) || settings.node >= nodes || vcpus < wide {
             return Err(DsmError::Settings(format!(
-                "node {} of {nodes}, with {vcpus} vCPUs in all; choose 2 to 64 nodes and as many vCPUs on each",
+                "node {} of {nodes}, with {vcpus} vCPUs in all; choose 2 to 64 nodes and at least one vCPU for each",
                 settings.node
             )));
         }
-        let per_node = vcpus / wide;
+        let here = vcpus_of(settings.node.into(), wide, vcpus);
+        let local = here.len();
         let pages = builder.highest_address().div_ceil(wire::PAGE_SIZE as u64);
         let config = Config {
             me: NodeId(settings.node),
             nodes,
-            vcpus: u16::try_from(per_node).unwrap_or(u16::MAX),
+            vcpus: u16::try_from(local).unwrap_or(u16::MAX),
             stride: pages.div_ceil(nodes.into()),
             pages,
             policy: settings.policy,
@@ -160,11 +161,9 @@ impl SpanningVm {
         (vcpus, memory, format!("{:?}", settings.policy)).hash(&mut hasher);
         let hello = Hello { node: settings.node, nodes, digest: hasher.finish() };
         let links = join(hello, &settings.addresses)?;
-        let local = usize::try_from(per_node).unwrap_or(0);
         let engine = Arc::new(Engine::new(settings.node, links, local)?);
         let threads = service::start(&engine)?;
-        let seat =
-            Seat { engine: Arc::clone(&engine), nodes: wide, first: per_node * u32::from(settings.node) };
+        let seat = Seat { engine: Arc::clone(&engine), nodes: wide, first: here.start };
         let (builder, console) = if settings.node == 0 {
             builder.replace_console(SharedConsole(Arc::clone(&engine)))
         } else {

@@ -3,7 +3,7 @@
 use super::layout::{self, Layout, MAX_VCPUS};
 use super::ports::{Console, Control, DoorbellPage, HostPortDevice, HostPorts, on_event};
 use super::vm::PayloadVm;
-use super::whole::{Local, Whole};
+use super::whole::{Local, Whole, vcpus_of};
 use super::{PayloadError, arguments, elf};
 use machine::bus::AddressSpace;
 use machine::exits::RangeNames;
@@ -320,7 +320,7 @@ impl PayloadBuilder {
                 vcpu_count: self.vcpus,
                 vcpu_index: index,
                 node_count: place.nodes,
-                node_index: index / place.per_node,
+                node_index: place.node_of(index),
                 tsc_khz,
                 ram_count: u32::try_from(layout.ram.len()).unwrap_or(0),
                 doorbell_count: self.doorbells,
@@ -379,9 +379,9 @@ impl PayloadBuilder {
         let setting = |what: String, reason: String| PayloadError::Setting { what, reason };
         if let Some(whole) = &self.whole {
             let (node, nodes) = (whole.node(), whole.nodes());
-            if nodes == 0 || node >= nodes || !self.vcpus.is_multiple_of(nodes) {
+            if nodes == 0 || node >= nodes || self.vcpus < nodes {
                 let what = format!("{} vCPUs on {nodes} nodes", self.vcpus);
-                return Err(setting(what, "choose as many on each node".to_owned()));
+                return Err(setting(what, "choose at least one for each node".to_owned()));
             }
             if self.pages != PageSize::Base || self.transparent_huge || self.prefault {
                 let what = "huge or prefaulted pages on several nodes".to_owned();
@@ -433,15 +433,19 @@ fn doorbell(index: u32) -> Result<OwnedFd, PayloadError> {
 /// Where in a VM this process is.
 struct Place {
     nodes: u32,
-    per_node: u32,
+    total: u32,
     vcpus: std::ops::Range<u32>,
 }
 
 impl Place {
-    fn of(whole: Option<&dyn Whole>, vcpus: u32) -> Self {
+    fn of(whole: Option<&dyn Whole>, total: u32) -> Self {
         let (node, nodes) = whole.map_or((0, 1), |whole| (whole.node(), whole.nodes().max(1)));
-        let per_node = (vcpus / nodes).max(1);
-        Self { nodes, per_node, vcpus: node * per_node..(node + 1) * per_node }
+        Self { nodes, total, vcpus: vcpus_of(node, nodes, total) }
+    }
+
+    /// The node of a vCPU.
+    fn node_of(&self, index: u32) -> u32 {
+        (0..self.nodes).find(|node| vcpus_of(*node, self.nodes, self.total).contains(&index)).unwrap_or(0)
     }
 }
 

@@ -25,7 +25,7 @@ pub use layout::{ADDRESS_LIMIT, MAX_VCPUS, TooLarge};
 pub use ports::HostPorts;
 pub use report::ExceptionReport;
 pub use vm::{PayloadVm, Stopper, process_status};
-pub use whole::Whole;
+pub use whole::{Whole, vcpus_of};
 
 /// A payload program could not be started, or did not end by itself.
 #[derive(Debug, thiserror::Error)]

@@ -333,7 +333,8 @@ impl SharedRam {
         let mut rest = bytes.get(..bytes.len().min(PAGE.saturating_sub(offset))).unwrap_or_default();
         while !rest.is_empty() {
             // The widest aligned group that both address and length allow.
-            let width = [8, 4, 2, 1].into_iter().find(|width| at % width == 0 && rest.len() >= *width);
+            let width =
+                [8, 4, 2, 1].into_iter().find(|width| at.is_multiple_of(*width) && rest.len() >= *width);
             let (group, tail) = rest.split_at(width.unwrap_or(1));
             let address = alias + at;
             // SAFETY: aligned for the width, and inside the page, whose mapping lives as long as `self`.

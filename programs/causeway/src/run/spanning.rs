@@ -13,7 +13,7 @@ use monitor::dsm::{NodeAddress, NodeSettings, SpanningVm};
 use monitor::payload::process_status;
 
 use super::payload;
-use crate::cli::{Coherence, RunArgs};
+use crate::cli::{Coherence, DsmPlant, RunArgs};
 use crate::output;
 
 /// How long nodes that were started here may take to end after node 0.
@@ -25,6 +25,7 @@ pub struct Span {
     /// This node and where all are; `None`: all are started here.
     place: Option<(u8, Vec<NodeAddress>)>,
     coherence: Coherence,
+    plant: Plant,
 }
 
 impl Span {
@@ -35,6 +36,13 @@ impl Span {
         let nodes = args.nodes.take().unwrap_or(named.max(1));
         let node = args.node.take();
         let coherence = args.coherence.take();
+        let plant = match args.dsm_plant.take() {
+            None => Plant::None,
+            Some(DsmPlant::NoStamps) => Plant::DropAckStamp,
+            Some(DsmPlant::SkipAcks) => Plant::SkipAcks,
+            Some(DsmPlant::ReleaseEarly) => Plant::ReleaseEarly,
+            Some(DsmPlant::ApplyTwice) => Plant::ApplyTwice,
+        };
         if nodes == 1 && peers.is_empty() && node.is_none() {
             return match coherence {
                 Some(_) => bail!("--coherence: it is about VMs of several nodes; give --nodes, too"),
@@ -61,7 +69,7 @@ impl Span {
         if args.cpus.is_none() {
             args.cpus = Some(monitor::description::written::Cpus::Count(nodes.into()));
         }
-        Ok(Some(Self { nodes, place, coherence: coherence.unwrap_or(Coherence::Update) }))
+        Ok(Some(Self { nodes, place, coherence: coherence.unwrap_or(Coherence::Update), plant }))
     }
 
     /// Costs of this kind of machine decide: leaving the guest takes 25 µs, a trapped store some 300, a page some 800. A page is kept by
@@ -105,7 +113,7 @@ pub fn run(
         Some((node, addresses)) => (*node, addresses.clone()),
         None => (0, others.start(&description.name, span.nodes)?),
     };
-    let settings = NodeSettings { node, addresses, policy: span.policy(), plant: Plant::None };
+    let settings = NodeSettings { node, addresses, policy: span.policy(), plant: span.plant };
     let mut vm = SpanningVm::join(builder, &settings)?;
     if node == 0 {
         let runtime = discovery::runtime_directory();
