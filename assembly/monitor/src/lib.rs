@@ -2,6 +2,7 @@
 
 pub mod api;
 pub mod description;
+pub mod dsm;
 pub mod neighbour;
 pub mod payload;
 pub mod sandbox;

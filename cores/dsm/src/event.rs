@@ -37,7 +37,7 @@ pub enum Event {
         operation: Operation,
     },
     /// The instruction that faulted has retired. To be told at the latest when [`Action::Kick`] asks, or with the next fault of
-    /// another instruction.
+    /// another instruction; soon after that fault will do, where it takes time to learn which instruction it is.
     Retired {
         /// Which virtual CPU.
         vcpu: Vcpu,

@@ -19,6 +19,7 @@ pub mod irqchip;
 pub mod kvm;
 pub mod memory;
 pub mod probe;
+pub mod scheduling;
 pub mod slots;
 pub mod state;
 pub mod stats;

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand};
 use monitor::description::{BootProtocol, ByteSize, CpuList, OnReboot, SandboxMode, written};
+use monitor::dsm::NodeAddress;
 
 use crate::run::flags;
 
@@ -50,6 +51,9 @@ pub enum Command {
     Limits(LimitsArgs),
     /// Write a new cluster key for `causeway host --cluster-key` to a file that isn't there yet
     Key(KeyArgs),
+    /// Look at the memory that nodes of a VM share
+    #[command(subcommand)]
+    Dsm(DsmCommand),
     /// Say what this host can do, what is missing and how to get it
     Doctor,
 }
@@ -189,6 +193,55 @@ pub struct StopArgs {
     pub timeout: u64,
 }
 
+/// `causeway dsm`.
+#[derive(Debug, Subcommand)]
+pub enum DsmCommand {
+    /// Show the pages that vCPUs wait for most, from where, how each is kept, and what would help
+    Top(DsmTopArgs),
+}
+
+/// `causeway dsm top`.
+#[derive(Debug, Args)]
+pub struct DsmTopArgs {
+    /// Name of the VM, which has to span nodes; asked is its node 0, on this host
+    pub name: String,
+    /// Pages to show
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    pub count: usize,
+}
+
+/// A fault that is put in on purpose; see `dsm::Plant`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum DsmPlant {
+    /// Answers to invalidations carry no stamp
+    NoStamps,
+    /// A writer doesn't wait for the answers of those who have copies
+    SkipAcks,
+    /// Pages are given away before the instruction that they were granted for has retired
+    ReleaseEarly,
+    /// Updates are applied twice
+    ApplyTwice,
+}
+
+/// How nodes keep memory the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Coherence {
+    /// Pages move; one node may write a page, or several may read it
+    Invalidate,
+    /// Pages that several nodes use all the time stay, and get updates
+    Update,
+}
+
+impl Coherence {
+    /// As on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Invalidate => "invalidate",
+            Self::Update => "update",
+        }
+    }
+}
+
 /// `causeway run`.
 #[derive(Debug, Args, Default)]
 pub struct RunArgs {
@@ -213,7 +266,22 @@ pub struct RunArgs {
     /// A static ELF program that is the whole guest, in ring 3 from its first instruction
     #[arg(long, value_name = "FILE", conflicts_with_all = ["kernel", "initrd", "cmdline", "protocol"])]
     pub payload: Option<PathBuf>,
-    /// vCPUs: a number, or sockets=S,cores=C
+    /// Monitors that the VM spans, all started here unless --peers is given; payload guests only
+    #[arg(long, value_name = "N")]
+    pub nodes: Option<u8>,
+    /// Which node of a VM this is, from 0 on; with --peers
+    #[arg(long, value_name = "NODE", requires = "peers")]
+    pub node: Option<u8>,
+    /// Where all nodes of the VM listen, in order: unix:PATH or tcp:HOST:PORT, separated by commas
+    #[arg(long, value_name = "ADDRESS,...", value_delimiter = ',', requires = "node")]
+    pub peers: Vec<NodeAddress>,
+    /// How nodes keep memory the same: by moving pages only, or also by sending updates of pages that many use  [default: update]
+    #[arg(long, value_name = "HOW")]
+    pub coherence: Option<Coherence>,
+    /// Put a fault into the protocol between nodes, for tests that must find it
+    #[arg(long, value_name = "FAULT", hide = true)]
+    pub dsm_plant: Option<DsmPlant>,
+    /// vCPUs: a number, or sockets=S,cores=C; those of all nodes together
     #[arg(long, value_parser = flags::cpus)]
     pub cpus: Option<written::Cpus>,
     /// Host CPUs per vCPU, separated by commas: 2,3,4-7

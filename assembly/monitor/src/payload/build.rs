@@ -3,21 +3,23 @@
 use super::layout::{self, Layout, MAX_VCPUS};
 use super::ports::{Console, Control, DoorbellPage, HostPortDevice, HostPorts, on_event};
 use super::vm::PayloadVm;
+use super::whole::{Local, Whole, vcpus_of};
 use super::{PayloadError, arguments, elf};
 use machine::bus::AddressSpace;
 use machine::exits::RangeNames;
 use machine::kvm::Host;
+use machine::memory::shared::SharedRam;
 use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestRam, PageSize, RamLayout, RamOptions};
 use machine::slots::HostMapping;
 use machine::vcpu::{StartRegisters, VcpuConfig, VcpuManager, VcpuOptions, VcpuStart};
-use machine::vm::{IoEvent, IoSpace};
+use machine::vm::{IoEvent, IoSpace, Vm};
 use machine::x86::{CpuId, CpuTopology, guest_cpuid, kvm_dtable, kvm_regs, kvm_segment, kvm_sregs, kvm_xcrs};
 use payload_abi::{
-    BootInfo, DOORBELL_ADDRESS, DOORBELL_SIZE, DOORBELL_STRIDE, MAGIC, MAX_DOORBELLS, PORT_CONSOLE,
-    PORT_HOST, PORT_HOST_COUNT, Region, VERSION,
+    BootInfo, DOORBELL_ADDRESS, DOORBELL_SIZE, DOORBELL_STRIDE, HIGH_RAM_START, LOW_RAM_END,
+    LOWEST_LOAD_ADDRESS, MAGIC, MAX_DOORBELLS, PORT_CONSOLE, PORT_HOST, PORT_HOST_COUNT, Region, VERSION,
 };
 use std::io::Write;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::{Arc, Mutex, mpsc};
 
@@ -44,6 +46,7 @@ pub struct PayloadBuilder {
     console: Box<dyn Write + Send>,
     host_ports: Option<Arc<dyn HostPorts>>,
     on_thread_start: Option<Arc<dyn Fn() + Send + Sync>>,
+    whole: Option<Arc<dyn Whole>>,
 }
 
 impl PayloadBuilder {
@@ -65,6 +68,7 @@ impl PayloadBuilder {
             console: Box::new(std::io::stdout()),
             host_ports: None,
             on_thread_start: None,
+            whole: None,
         }
     }
 
@@ -160,6 +164,42 @@ impl PayloadBuilder {
         self
     }
 
+    /// Makes this one node of a VM that spans hosts: it gets the vCPUs of that node, and RAM from
+    /// [`payload_abi::LOWEST_LOAD_ADDRESS`] on is shared ([`PayloadVm::shared_ram`]). All nodes must have the same settings. What lies
+    /// below, tables and stacks of exceptions, each node has for itself. Default: this is the whole VM.
+    pub fn part_of(mut self, whole: Arc<dyn Whole>) -> Self {
+        self.whole = Some(whole);
+        self
+    }
+
+    /// vCPUs and bytes of RAM.
+    pub(crate) fn shape(&self) -> (u32, u64) {
+        (self.vcpus, self.memory)
+    }
+
+    /// The end of the highest RAM.
+    pub(crate) fn highest_address(&self) -> u64 {
+        match self.memory.checked_sub(LOW_RAM_END) {
+            Some(high) if high > 0 => HIGH_RAM_START.saturating_add(high),
+            _ => self.memory,
+        }
+    }
+
+    /// Feeds what all nodes of a VM must have the same.
+    pub(crate) fn identify(&self, hasher: &mut impl std::hash::Hasher) {
+        use std::hash::Hash as _;
+        (&self.program, &self.arguments, self.stack_size, self.doorbells, VERSION).hash(hasher);
+    }
+
+    /// Gives it another console, and returns the one that it had.
+    pub(crate) fn replace_console(
+        mut self,
+        console: impl Write + Send + 'static,
+    ) -> (Self, Box<dyn Write + Send>) {
+        let old = std::mem::replace(&mut self.console, Box::new(console));
+        (self, old)
+    }
+
     /// Loads the program and creates the VM, its vCPUs not yet running. Everything that can be wrong with
     /// settings and program is told before KVM is touched.
     pub fn build(self) -> Result<PayloadVm, PayloadError> {
@@ -185,7 +225,7 @@ impl PayloadBuilder {
                 ..RamOptions::default()
             },
         )?;
-        vm.slots().add_ram(&ram)?;
+        let shared = self.place_ram(&vm, &ram)?;
         if let Some(window) = &self.window {
             vm.slots().add("window", layout.window.start, window.clone(), true)?;
         }
@@ -222,8 +262,13 @@ impl PayloadBuilder {
         }
 
         let topology = CpuTopology::flat(self.vcpus)?;
+        let place = Place::of(self.whole.as_deref(), self.vcpus);
+        let local = Local {
+            vcpus: place.vcpus.clone().map(|index| (topology.apic_id(index), index)).collect(),
+            whole: self.whole,
+        };
         let mut configs = Vec::new();
-        for index in 0..self.vcpus {
+        for index in place.vcpus.clone() {
             let cpuid = guest_cpuid(&host, &topology, index)?;
             let registers = start_registers(&layout, index, program.entry, Features::of(&cpuid));
             configs.push(VcpuConfig {
@@ -239,7 +284,10 @@ impl PayloadBuilder {
             memory: mmio,
             names,
             on_event: on_event(sender.clone()),
-            exit_handler: Some(Arc::new(Control { messages: Mutex::new(sender.clone()) })),
+            exit_handler: Some(Arc::new(Control {
+                messages: Mutex::new(sender.clone()),
+                local: local.clone(),
+            })),
             on_thread_start: self.on_thread_start,
         };
         let manager = VcpuManager::start(&vm, configs, options)?;
@@ -248,21 +296,32 @@ impl PayloadBuilder {
         arguments.extend(self.arguments);
         // Extended control registers can only be set as part of a whole state, so each vCPU is taken as it was
         // made, completed and put back. That also gives the TSC frequency.
-        for ((index, mut saved), features) in (0..).zip(manager.save()?).zip(features) {
+        let mut tsc_khz = 0;
+        for ((index, mut saved), features) in place.vcpus.clone().zip(manager.save()?).zip(features) {
             if features.xcr0 != 0 {
                 let mut xcrs = kvm_xcrs { nr_xcrs: 1, ..kvm_xcrs::default() };
                 xcrs.xcrs[0].value = features.xcr0; // register 0, as all is zero
                 saved.xcrs = Some(xcrs);
             }
+            tsc_khz = saved.tsc_khz.unwrap_or(0).into();
+            let boot_info = layout.boot_info(index);
+            let stack = arguments::lay_out(layout.stack(index), &arguments, program.entry, boot_info)
+                .ok_or_else(|| too_small("the arguments, which take more than half a stack".to_owned()))?;
+            saved.regs.rsp = stack.address;
+            saved.regs.rdi = boot_info;
+            manager.set_state(topology.apic_id(index), VcpuStart::Restored(Box::new(saved)))?;
+        }
+        // Of all vCPUs, also of other nodes': shared memory is the same everywhere before anything runs.
+        for index in 0..self.vcpus {
             let mut info = BootInfo {
                 magic: MAGIC,
                 version: VERSION,
                 size: u32::try_from(size_of::<BootInfo>()).unwrap_or(u32::MAX),
                 vcpu_count: self.vcpus,
                 vcpu_index: index,
-                node_count: 1,
-                node_index: 0,
-                tsc_khz: saved.tsc_khz.unwrap_or(0).into(),
+                node_count: place.nodes,
+                node_index: place.node_of(index),
+                tsc_khz,
                 ram_count: u32::try_from(layout.ram.len()).unwrap_or(0),
                 doorbell_count: self.doorbells,
                 free,
@@ -279,29 +338,60 @@ impl PayloadBuilder {
                 arguments::lay_out(layout.stack(index), &arguments, program.entry, layout.boot_info(index))
                     .ok_or_else(|| too_small("the arguments, which take more than half a stack".to_owned()))?;
             memory.write_slice(&stack.bytes, GuestAddress(stack.address))?;
-            saved.regs.rsp = stack.address;
-            saved.regs.rdi = layout.boot_info(index);
-            manager.set_state(topology.apic_id(index), VcpuStart::Restored(Box::new(saved)))?;
         }
         drop(memory);
         let parts = super::vm::Parts {
             vm,
             ram,
-            manager,
+            shared,
+            manager: Arc::new(manager),
+            local,
             layout,
-            topology,
             free,
             doorbells,
             console,
             messages,
             sender,
-            vcpus: self.vcpus,
         };
         Ok(PayloadVm::new(parts))
     }
 
+    /// Gives the guest its RAM: all of it, or, of a VM that spans hosts, the part that is this node's alone, and the shared part
+    /// by a mapping of its own.
+    fn place_ram(&self, vm: &Vm, ram: &GuestRam) -> Result<Option<Arc<SharedRam>>, PayloadError> {
+        if self.whole.is_none() {
+            vm.slots().add_ram(ram)?;
+            return Ok(None);
+        }
+        if let Some(low) = ram.regions().first() {
+            let tables =
+                HostMapping::new("tables", low.file.as_fd(), low.file_offset, LOWEST_LOAD_ADDRESS, true)?;
+            vm.slots().add("tables", low.range.start, tables, false)?;
+        }
+        let shared = SharedRam::new(ram, LOWEST_LOAD_ADDRESS)?;
+        for (start, mapping) in shared.mappings() {
+            vm.slots().add("shared RAM", start, Arc::clone(mapping), false)?;
+        }
+        Ok(Some(Arc::new(shared)))
+    }
+
     fn checked_layout(&self) -> Result<Layout, PayloadError> {
         let setting = |what: String, reason: String| PayloadError::Setting { what, reason };
+        if let Some(whole) = &self.whole {
+            let (node, nodes) = (whole.node(), whole.nodes());
+            if nodes == 0 || node >= nodes || self.vcpus < nodes {
+                let what = format!("{} vCPUs on {nodes} nodes", self.vcpus);
+                return Err(setting(what, "choose at least one for each node".to_owned()));
+            }
+            if self.pages != PageSize::Base || self.transparent_huge || self.prefault {
+                let what = "huge or prefaulted pages on several nodes".to_owned();
+                return Err(setting(what, "shared memory moves in pages of 4 KiB".to_owned()));
+            }
+            if self.window.is_some() || self.room > 0 {
+                let what = "a window on several nodes".to_owned();
+                return Err(setting(what, "windows are one host's memory".to_owned()));
+            }
+        }
         if !(1..=MAX_VCPUS).contains(&self.vcpus) {
             return Err(setting(format!("{} vCPUs", self.vcpus), format!("choose 1 to {MAX_VCPUS}")));
         }
@@ -338,6 +428,25 @@ fn doorbell(index: u32) -> Result<OwnedFd, PayloadError> {
     use rustix::event::{EventfdFlags, eventfd};
     eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
         .map_err(|error| PayloadError::Doorbell { index, source: error.into() })
+}
+
+/// Where in a VM this process is.
+struct Place {
+    nodes: u32,
+    total: u32,
+    vcpus: std::ops::Range<u32>,
+}
+
+impl Place {
+    fn of(whole: Option<&dyn Whole>, total: u32) -> Self {
+        let (node, nodes) = whole.map_or((0, 1), |whole| (whole.node(), whole.nodes().max(1)));
+        Self { nodes, total, vcpus: vcpus_of(node, nodes, total) }
+    }
+
+    /// The node of a vCPU.
+    fn node_of(&self, index: u32) -> u32 {
+        (0..self.nodes).find(|node| vcpus_of(*node, self.nodes, self.total).contains(&index)).unwrap_or(0)
+    }
 }
 
 /// What of the processor is switched on.

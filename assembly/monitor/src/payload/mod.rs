@@ -17,13 +17,15 @@ mod layout;
 mod ports;
 mod report;
 mod vm;
+mod whole;
 
 pub use build::PayloadBuilder;
 pub use elf::ElfError;
 pub use layout::{ADDRESS_LIMIT, MAX_VCPUS, TooLarge};
 pub use ports::HostPorts;
 pub use report::ExceptionReport;
-pub use vm::{PayloadVm, process_status};
+pub use vm::{PayloadVm, Stopper, process_status};
+pub use whole::{Whole, vcpus_of};
 
 /// A payload program could not be started, or did not end by itself.
 #[derive(Debug, thiserror::Error)]
@@ -76,6 +78,9 @@ pub enum PayloadError {
     /// Guest memory refused an address that lies in it.
     #[error("The payload VM's memory could not be written")]
     Write(#[from] machine::memory::GuestMemoryError),
+    /// Memory of a VM that spans hosts.
+    #[error("The payload VM's memory could not be shared between nodes")]
+    Shared(#[from] machine::memory::shared::SharedRamError),
     /// A memslot was refused.
     #[error("The payload VM's memory could not be mapped")]
     Slot(#[from] machine::slots::SlotError),

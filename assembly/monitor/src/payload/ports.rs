@@ -1,12 +1,16 @@
 //! The ports of a payload machine, seen from the monitor.
 
 use super::PayloadError;
+use super::whole::Local;
 use machine::bus::BusDevice;
-use machine::vcpu::{ExitAction, VcpuEvent, VcpuExitHandler};
+use machine::vcpu::{ExitAction, GuestRegisters, VcpuEvent, VcpuExitHandler};
 use payload_abi::{PORT_EXCEPTION, PORT_EXIT, PORT_PARK};
 use std::io::Write;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
+
+/// A program writes 1 here when what it measures begins, and 0 when it has ended (guest/payload/README.md).
+const PORT_PHASE: u16 = 0xf7;
 
 /// Serves the ports from [`payload_abi::PORT_HOST`] on, for library users. Called on vCPU threads, several at
 /// once.
@@ -40,6 +44,7 @@ pub(super) enum Message {
 /// Ports that end a vCPU, which no bus device can.
 pub(super) struct Control {
     pub(super) messages: Mutex<Sender<Message>>,
+    pub(super) local: Local,
 }
 
 impl Control {
@@ -55,9 +60,24 @@ impl VcpuExitHandler for Control {
             PORT_EXIT => self.tell(Message::Exit(zero_extend(data))),
             PORT_PARK => self.tell(Message::Park),
             PORT_EXCEPTION => self.tell(Message::Exception(vcpu)),
+            PORT_PHASE if self.local.whole.is_some() => {
+                if let Some(whole) = &self.local.whole {
+                    whole.phase(zero_extend(data) != 0);
+                }
+                return ExitAction::Handled;
+            }
             _ => return ExitAction::Pass,
         }
+        if let Some(whole) = &self.local.whole {
+            whole.ended(self.local.index(vcpu));
+        }
         ExitAction::Stop
+    }
+
+    fn before_run(&self, vcpu: u32, registers: &dyn GuestRegisters) {
+        if let Some(whole) = &self.local.whole {
+            whole.before_run(self.local.index(vcpu), registers);
+        }
     }
 }
 
@@ -148,7 +168,7 @@ fn zero_extend(data: &[u8]) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use super::{Console, Control, HostPortDevice, HostPorts, Message, zero_extend};
+    use super::{Console, Control, HostPortDevice, HostPorts, Local, Message, zero_extend};
     use machine::bus::BusDevice;
     use machine::vcpu::{ExitAction, VcpuExitHandler};
     use std::sync::{Arc, Mutex, mpsc};
@@ -156,7 +176,8 @@ mod tests {
     #[test]
     fn control_ports_stop_the_vcpu_and_say_why_and_others_pass() {
         let (sender, messages) = mpsc::channel();
-        let control = Control { messages: Mutex::new(sender) };
+        let local = Local { vcpus: vec![(3, 3)], whole: None };
+        let control = Control { messages: Mutex::new(sender), local };
         assert_eq!(control.port_out(3, payload_abi::PORT_EXIT, &[7, 0, 0, 0]), ExitAction::Stop);
         assert_eq!(control.port_out(3, payload_abi::PORT_PARK, &[0]), ExitAction::Stop);
         assert_eq!(control.port_out(3, payload_abi::PORT_EXCEPTION, &[0]), ExitAction::Stop);

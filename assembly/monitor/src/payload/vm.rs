@@ -5,12 +5,13 @@ use super::build::PayloadBuilder;
 use super::layout::Layout;
 use super::ports::{Console, Message};
 use super::report::ExceptionReport;
+use super::whole::Local;
 use machine::exits::ExitSnapshot;
+use machine::memory::shared::SharedRam;
 use machine::memory::{GuestAddressSpace, GuestMemorySpace, GuestRam};
 use machine::stats::KernelStats;
 use machine::vcpu::{VcpuEvent, VcpuManager};
 use machine::vm::Vm;
-use machine::x86::CpuTopology;
 use payload_abi::Region;
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -22,15 +23,27 @@ use std::time::{Duration, Instant};
 pub(super) struct Parts {
     pub(super) vm: Arc<Vm>,
     pub(super) ram: GuestRam,
-    pub(super) manager: VcpuManager,
+    pub(super) shared: Option<Arc<SharedRam>>,
+    pub(super) manager: Arc<VcpuManager>,
+    pub(super) local: Local,
     pub(super) layout: Layout,
-    pub(super) topology: CpuTopology,
     pub(super) free: Region,
     pub(super) doorbells: Vec<Arc<OwnedFd>>,
     pub(super) console: Arc<Console>,
     pub(super) messages: Receiver<Message>,
     pub(super) sender: Sender<Message>,
-    pub(super) vcpus: u32,
+}
+
+/// Ends a payload VM from another thread.
+#[derive(Debug, Clone)]
+pub struct Stopper(Sender<Message>);
+
+impl Stopper {
+    /// Makes [`PayloadVm::wait`] stop the VM and return an error.
+    pub fn stop(&self) {
+        // Fails when nobody waits any more.
+        let _ = self.0.send(Message::Asked);
+    }
 }
 
 /// A payload VM. Dropping it stops its vCPUs; a [`super::HostPorts`] that blocks must have been told before.
@@ -81,6 +94,7 @@ impl PayloadVm {
                 Err(RecvTimeoutError::Disconnected) => Message::Asked,
             };
             if let Some(outcome) = self.judge(message) {
+                self.parts.local.before_stop();
                 let stopped = self.parts.manager.stop();
                 let flushed = self.parts.console.flush();
                 let code = outcome?;
@@ -103,10 +117,11 @@ impl PayloadVm {
             Message::Exit(code) => Ok(code),
             Message::Park => {
                 self.parked += 1;
-                if self.parked < self.parts.vcpus {
+                let vcpus = self.parts.local.count();
+                if self.parked < vcpus {
                     return None;
                 }
-                Err(PayloadError::AllParked { vcpus: self.parts.vcpus })
+                Err(PayloadError::AllParked { vcpus })
             }
             Message::Exception(vcpu) | Message::Event(VcpuEvent::Shutdown { vcpu, .. }) => {
                 Err(self.report(vcpu).unwrap_or_else(|error| error))
@@ -129,10 +144,10 @@ impl PayloadVm {
     }
 
     fn report(&self, id: u32) -> Result<PayloadError, PayloadError> {
+        self.parts.local.before_stop();
         self.parts.manager.pause()?;
         let (regs, sregs) = self.parts.manager.registers(id)?;
-        let index =
-            (0..self.parts.vcpus).find(|index| self.parts.topology.apic_id(*index) == id).unwrap_or(0);
+        let index = self.parts.local.index(id);
         let memory = self.parts.ram.memory();
         let report = ExceptionReport::collect(index, &regs, &sregs, &memory.memory());
         Ok(PayloadError::Exception(Box::new(report)))
@@ -141,7 +156,23 @@ impl PayloadVm {
     /// Stops the vCPUs, wherever they are. Memory and exit counts stay readable.
     pub fn stop(&self) -> Result<(), PayloadError> {
         let _ = self.parts.sender.send(Message::Asked);
+        self.parts.local.before_stop();
         Ok(self.parts.manager.stop()?)
+    }
+
+    /// For ending it from another thread.
+    pub fn stopper(&self) -> Stopper {
+        Stopper(self.parts.sender.clone())
+    }
+
+    /// RAM that all nodes share, of a VM that spans hosts.
+    pub fn shared_ram(&self) -> Option<&Arc<SharedRam>> {
+        self.parts.shared.as_ref()
+    }
+
+    /// The vCPUs of this process: ids and, as of a VM that spans hosts these are some of all, indices.
+    pub fn vcpus(&self) -> (&Arc<VcpuManager>, &[(u32, u32)]) {
+        (&self.parts.manager, &self.parts.local.vcpus)
     }
 
     /// Guest memory, to read and write while the program runs.
@@ -215,6 +246,7 @@ impl PayloadVm {
 impl Drop for PayloadVm {
     fn drop(&mut self) {
         // Gone already after `wait`; a failure leaves threads that end with the process.
+        self.parts.local.before_stop();
         let _ = self.parts.manager.stop();
     }
 }

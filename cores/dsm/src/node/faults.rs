@@ -221,11 +221,13 @@ impl Node {
 
     /// An instruction has retired.
     pub(super) fn retired<P: Pages>(&mut self, vcpu: Vcpu, cx: &mut Context<'_, P>) {
+        let node = self.config.me;
         let Some(state) = self.vcpu(vcpu) else {
             self.counters.refused += 1;
             return;
         };
-        state.priority = None;
+        // What waits already is the next instruction: it begins with an age of its own.
+        state.priority = state.waiting.map(|_| Priority { time: cx.now, node, vcpu });
         state.kicked = false;
         for page in std::mem::take(&mut state.held) {
             self.local(page).holds.retain(|hold| hold.vcpu != vcpu);

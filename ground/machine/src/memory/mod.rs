@@ -2,6 +2,7 @@
 
 mod layout;
 mod ram;
+pub mod shared;
 mod windows;
 
 pub use layout::{HIGH_RAM_START, LOW_RAM_END, RamLayout, RamRange};

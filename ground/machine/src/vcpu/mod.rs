@@ -103,8 +103,22 @@ pub enum ExitAction {
     Stop,
 }
 
+/// Registers of a vCPU whose thread is between two runs.
+pub trait GuestRegisters {
+    /// General registers.
+    fn get(&self) -> Result<kvm_regs, VcpuError>;
+    /// Replaces them.
+    fn set(&self, registers: &kvm_regs) -> Result<(), VcpuError>;
+}
+
 /// Takes exits before the buses see them (payload guests). Called on vCPU threads, possibly several at once.
 pub trait VcpuExitHandler: Send + Sync {
+    /// The vCPU is about to run: for the first time, after a pause, and after each [`VcpuManager::kick`]. Port and memory accesses are
+    /// complete, so registers are those of an instruction boundary. May wait, and must return soon after its owner has been told that
+    /// the VM is to pause or stop. Default: nothing.
+    fn before_run(&self, vcpu: u32, registers: &dyn GuestRegisters) {
+        let _ = (vcpu, registers);
+    }
     /// `out` of 1, 2 or 4 bytes.
     fn port_out(&self, vcpu: u32, port: u16, data: &[u8]) -> ExitAction {
         let _ = (vcpu, port, data);

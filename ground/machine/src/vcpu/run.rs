@@ -13,10 +13,11 @@ use kvm_ioctls::{VcpuExit, VcpuFd};
 
 use super::control::{Control, Order};
 use super::manager::VcpuOptions;
-use super::{ExitAction, VcpuEvent};
+use super::{ExitAction, GuestRegisters, VcpuError, VcpuEvent};
 use crate::exits::{ExitCause, VcpuExits};
 use crate::state::SavedVcpu;
 use crate::vm::{Vm, errno};
+use crate::x86::kvm_regs;
 
 /// Work for a parked vCPU thread.
 pub(super) type Command = Box<dyn FnOnce(&mut VcpuThread) + Send>;
@@ -30,6 +31,26 @@ pub(super) struct VcpuThread {
     pub(super) control: Arc<Control>,
     pub(super) exits: Arc<VcpuExits>,
     pub(super) options: Arc<VcpuOptions>,
+}
+
+impl GuestRegisters for VcpuThread {
+    fn get(&self) -> Result<kvm_regs, VcpuError> {
+        let refused = |error| VcpuError::Refused {
+            vcpu: self.id,
+            what: "tell the registers of".into(),
+            source: errno(error),
+        };
+        self.fd.get_regs().map_err(refused)
+    }
+
+    fn set(&self, registers: &kvm_regs) -> Result<(), VcpuError> {
+        let refused = |error| VcpuError::Refused {
+            vcpu: self.id,
+            what: format!("set the registers of, with rip {:#x}", registers.rip),
+            source: errno(error),
+        };
+        self.fd.set_regs(registers).map_err(refused)
+    }
 }
 
 /// Why a vCPU left the run loop.
@@ -93,6 +114,9 @@ impl VcpuThread {
             {
                 tracing::warn!(vcpu = self.id, %error, "KVM could not note the pause in the paravirtual clock");
             }
+        }
+        if let Some(handler) = self.options.exit_handler.clone() {
+            handler.before_run(self.id, self);
         }
         loop {
             if self.control.attention() {

@@ -2,6 +2,7 @@
 
 mod control;
 mod doctor;
+mod dsm_top;
 mod host;
 mod inspect;
 mod key;
@@ -14,7 +15,7 @@ use std::process::ExitCode;
 use control_api::client::Client;
 use control_api::discovery;
 
-use crate::cli::{Cli, Command, Target};
+use crate::cli::{Cli, Command, DsmCommand, Target};
 
 /// Does what the command line says.
 pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
@@ -30,6 +31,7 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Host(args) => host::host(&args, json)?,
         Command::Limits(args) => limits::limits(&args, json)?,
         Command::Key(args) => key::key(&args, json)?,
+        Command::Dsm(DsmCommand::Top(args)) => dsm_top::top(&args, json)?,
         Command::Doctor => return doctor::doctor(json),
     }
     Ok(ExitCode::SUCCESS)

@@ -4,6 +4,7 @@ mod describe;
 pub mod flags;
 mod options;
 mod payload;
+pub mod spanning;
 mod vm;
 
 use std::process::ExitCode;
@@ -13,10 +14,12 @@ use monitor::description::Guest;
 use crate::cli::RunArgs;
 
 /// Runs a VM in the foreground.
-pub fn run(args: RunArgs, json: bool) -> anyhow::Result<ExitCode> {
+pub fn run(mut args: RunArgs, json: bool) -> anyhow::Result<ExitCode> {
+    let span = spanning::Span::take(&mut args)?;
     let description = describe::describe(args)?;
-    match &description.guest {
-        Guest::Linux(_) => vm::run(description, json),
-        Guest::Payload(payload) => payload::run(&description, payload, json),
+    match (&description.guest, span) {
+        (Guest::Linux(_), _) => vm::run(description, json),
+        (Guest::Payload(payload), None) => payload::run(&description, payload, json),
+        (Guest::Payload(payload), Some(span)) => spanning::run(&description, payload, &span, json),
     }
 }

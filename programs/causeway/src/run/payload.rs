@@ -5,14 +5,14 @@ use std::process::ExitCode;
 use anyhow::{Context as _, bail};
 use machine::memory::PageSize;
 use monitor::description::{Console, HugePages, Payload, VmDescription};
-use monitor::payload::{PayloadVm, process_status};
+use monitor::payload::{PayloadBuilder, PayloadVm, process_status};
 use monitor::sandbox::{Sandbox, ThreadKind};
 
 use crate::output;
 
-/// Runs the program; its exit code is ours.
-pub fn run(description: &VmDescription, payload: &Payload, json: bool) -> anyhow::Result<ExitCode> {
-    let mut builder = PayloadVm::from_file(&payload.program)?
+/// The settings of a payload VM.
+pub fn builder(description: &VmDescription, payload: &Payload) -> anyhow::Result<PayloadBuilder> {
+    let builder = PayloadVm::from_file(&payload.program)?
         .arguments(payload.arguments.iter().cloned())
         .vcpus(description.cpus.count().into())
         .memory(description.memory.size)
@@ -22,7 +22,7 @@ pub fn run(description: &VmDescription, payload: &Payload, json: bool) -> anyhow
             HugePages::Size1G => PageSize::Huge1G,
         })
         .pin(description.pinning.iter().map(|cpus| cpus.iter().map(usize::from).collect()).collect());
-    builder = match &description.console {
+    Ok(match &description.console {
         Console::Stdio => builder.console(std::io::stdout()),
         Console::Null => builder.console(std::io::sink()),
         Console::File(path) => {
@@ -34,7 +34,12 @@ pub fn run(description: &VmDescription, payload: &Payload, json: bool) -> anyhow
         Console::Pty | Console::Socket(_) => {
             bail!("--console: a payload only writes to its console; use stdio, file:PATH or null")
         }
-    };
+    })
+}
+
+/// Runs the program; its exit code is ours.
+pub fn run(description: &VmDescription, payload: &Payload, json: bool) -> anyhow::Result<ExitCode> {
+    let builder = builder(description, payload)?;
     let sandbox = Sandbox::prepare(description)?;
     sandbox.enter_process()?;
     let vcpu = sandbox.thread_filter(ThreadKind::Vcpu);

@@ -1,0 +1,438 @@
+//! The lock around the protocol of this node, and what its actions do.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::io::{self, Write};
+use std::os::fd::OwnedFd;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use dsm::{Access, Action, Event, Fault, Message, Node, Page, Pages, wire};
+use machine::memory::shared::{PageRights, SharedRam};
+use machine::vcpu::VcpuManager;
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::time::{ClockId, clock_gettime};
+
+use super::DsmError;
+use super::hot::HotPages;
+use super::link::{Control, Link};
+use super::report::{Phase, Stalls};
+use super::vcpus::Slot;
+use crate::payload::Stopper;
+
+/// How a VM that spans hosts ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Outcome {
+    /// With this exit code.
+    Exit(u32),
+    /// It couldn't go on. Found by this node, or told by another one.
+    Failed { text: String, here: bool },
+}
+
+/// What this node has that other threads need: set once the payload VM is there.
+pub(super) struct Machine {
+    pub(super) ram: Arc<SharedRam>,
+    pub(super) manager: Arc<VcpuManager>,
+    /// Ids of this node's vCPUs, in the order of the protocol's numbers.
+    pub(super) ids: Vec<u32>,
+    pub(super) stopper: Stopper,
+}
+
+/// The protocol's view of guest memory.
+pub(super) struct LivePages {
+    ram: Arc<SharedRam>,
+    rights: Vec<PageRights>,
+    /// The host refused a change: the VM can't go on.
+    pub(super) refused: Option<String>,
+}
+
+fn rights(access: Access) -> PageRights {
+    match access {
+        Access::None => PageRights::None,
+        Access::Read => PageRights::Read,
+        Access::Write => PageRights::Write,
+    }
+}
+
+impl LivePages {
+    fn note(&mut self, what: &str, page: Page, result: io::Result<()>) {
+        if let Err(error) = result {
+            self.refused.get_or_insert_with(|| format!("Page {page:#x} could not be {what}: {error}"));
+        }
+    }
+
+    /// Copies code; how many bytes there were to the end of the page.
+    pub(super) fn code(&self, page: Page, offset: usize, into: &mut [u8]) -> Option<usize> {
+        self.ram.read_at(page, offset, into).ok()
+    }
+
+    pub(super) fn wake(&mut self, page: Page) {
+        let result = self.ram.wake(page);
+        self.note("given back to those who wait for it", page, result);
+    }
+}
+
+impl Pages for LivePages {
+    fn size(&self) -> usize {
+        wire::PAGE_SIZE
+    }
+
+    fn read(&self, page: Page, into: &mut Vec<u8>) {
+        let before = into.len();
+        // Not shared: no correct node asks for it. What it gets is zero.
+        if self.ram.read(page, into).is_err() {
+            into.resize(before + wire::PAGE_SIZE, 0);
+        }
+    }
+
+    fn write(&mut self, page: Page, offset: usize, bytes: &[u8]) {
+        let result = self.ram.write(page, offset, bytes);
+        self.note("written", page, result);
+    }
+
+    fn protect(&mut self, page: Page, access: Access) {
+        let to = rights(access);
+        let known = usize::try_from(page).ok().and_then(|page| self.rights.get_mut(page));
+        let from = known.map_or(PageRights::None, |known| std::mem::replace(known, to));
+        let result = self.ram.set(page, from, to);
+        self.note("protected", page, result);
+    }
+}
+
+/// What this node counts beside the protocol's own counters.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Counts {
+    /// Messages sent and their bytes, by kind.
+    pub(super) sent: BTreeMap<&'static str, (u64, u64)>,
+    /// Waits for pages.
+    pub(super) stalls: Stalls,
+    /// Faults of pages that were there when the fault was read.
+    pub(super) late: u64,
+    /// vCPUs brought out of the guest to have their registers read.
+    pub(super) kicks: u64,
+    /// Instructions that were taken for retired though their registers hadn't changed over several looks.
+    pub(super) unproven: u64,
+    /// Trapped instructions that were carried out, and those that aren't known, so that their page was invalidated.
+    pub(super) emulated: u64,
+    pub(super) not_emulated: u64,
+}
+
+/// Everything behind the lock.
+pub(super) struct Core {
+    pub(super) node: Node,
+    pub(super) pages: LivePages,
+    pub(super) vcpus: Vec<Slot>,
+    /// vCPUs by thread.
+    pub(super) threads: HashMap<u32, usize>,
+    pub(super) counts: Counts,
+    pub(super) hot: HotPages,
+    pub(super) phase: Phase,
+    pub(super) stopping: bool,
+    /// vCPUs to be kicked again, and when.
+    pub(super) rekick: Vec<(u64, usize)>,
+    actions: Vec<Action>,
+    bytes: Vec<u8>,
+    /// The deadline that the faults thread knows of.
+    pub(super) armed: Option<u64>,
+}
+
+/// One node of a VM that spans hosts.
+pub(super) struct Engine {
+    pub(super) me: u8,
+    pub(super) links: Vec<Option<Link>>,
+    pub(super) machine: OnceLock<Machine>,
+    core: Mutex<Option<Core>>,
+    /// One for each vCPU of this node, on `core`.
+    pub(super) changed: Vec<Condvar>,
+    /// Wakes the faults thread.
+    pub(super) wake: OwnedFd,
+    outcome: Mutex<Option<Outcome>>,
+    /// Told when the outcome is known, and when reports and `Parked` arrive.
+    pub(super) news: Condvar,
+    gathered: Mutex<Gathered>,
+    /// On node 0: where the guest's console goes.
+    console: Mutex<Option<Box<dyn Write + Send>>>,
+    /// The threads of the service shall end.
+    pub(super) quit: AtomicBool,
+}
+
+/// What other nodes have said, and who is gone.
+#[derive(Debug, Default)]
+pub(super) struct Gathered {
+    /// What nodes counted.
+    pub(super) reports: BTreeMap<u8, Vec<u8>>,
+    /// What nodes have counted so far, of those that were asked and have answered.
+    pub(super) answers: BTreeMap<u8, Vec<u8>>,
+    /// Nodes without a vCPU that runs.
+    pub(super) parked: BTreeSet<u8>,
+    /// Nodes that are ready to run.
+    pub(super) ready: BTreeSet<u8>,
+    /// Nodes whose link has ended.
+    pub(super) gone: BTreeSet<u8>,
+}
+
+/// Nanoseconds of the host's monotonic clock, which all nodes of a host share.
+pub(super) fn now() -> u64 {
+    let time = clock_gettime(ClockId::Monotonic);
+    let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
+    seconds.saturating_mul(1_000_000_000).saturating_add(u64::try_from(time.tv_nsec).unwrap_or(0))
+}
+
+impl Engine {
+    pub(super) fn new(me: u8, links: Vec<Option<Link>>, vcpus: usize) -> Result<Self, DsmError> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|error| DsmError::Host { what: "an eventfd", source: error.into() })?;
+        Ok(Self {
+            me,
+            links,
+            machine: OnceLock::new(),
+            core: Mutex::new(None),
+            changed: (0..vcpus).map(|_| Condvar::new()).collect(),
+            wake,
+            outcome: Mutex::new(None),
+            news: Condvar::new(),
+            gathered: Mutex::default(),
+            console: Mutex::new(None),
+            quit: AtomicBool::new(false),
+        })
+    }
+
+    /// Gives it the payload VM of this node. Before that, it does nothing.
+    pub(super) fn begin(&self, node: Node, machine: Machine, pages: usize) {
+        let core = Core {
+            node,
+            pages: LivePages {
+                ram: Arc::clone(&machine.ram),
+                rights: vec![PageRights::None; pages],
+                refused: None,
+            },
+            vcpus: machine.ids.iter().map(|_| Slot::default()).collect(),
+            threads: HashMap::new(),
+            counts: Counts::default(),
+            hot: HotPages::default(),
+            phase: Phase::default(),
+            stopping: false,
+            rekick: Vec::new(),
+            actions: Vec::new(),
+            bytes: Vec::new(),
+            armed: None,
+        };
+        // Called once.
+        let _ = self.machine.set(machine);
+        *self.lock() = Some(core);
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, Option<Core>> {
+        self.core.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn console(&self) -> MutexGuard<'_, Option<Box<dyn Write + Send>>> {
+        self.console.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn gathered(&self) -> MutexGuard<'_, Gathered> {
+        self.gathered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for news about what other nodes said, at most so long.
+    pub(super) fn await_news<'a>(
+        &self,
+        gathered: MutexGuard<'a, Gathered>,
+        timeout: Duration,
+    ) -> MutexGuard<'a, Gathered> {
+        self.news.wait_timeout(gathered, timeout).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    pub(super) fn links(&self) -> impl Iterator<Item = &Link> {
+        self.links.iter().flatten()
+    }
+
+    pub(super) fn link(&self, node: u8) -> Option<&Link> {
+        self.links.get(usize::from(node))?.as_ref()
+    }
+
+    /// Makes the faults thread look around.
+    pub(super) fn poke(&self) {
+        // Full: it has been poked already.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    pub(super) fn send_control(&self, node: u8, control: &Control) {
+        if self.link(node).is_some_and(|link| link.send_control(control)) {
+            self.poke();
+        }
+    }
+
+    pub(super) fn outcome(&self) -> Option<Outcome> {
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// The VM has ended: tells the other nodes, where it was found here, and stops this node's vCPUs. Only the first counts.
+    pub(super) fn end(&self, outcome: Outcome) {
+        let mut known = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.is_some() {
+            return;
+        }
+        *known = Some(outcome.clone());
+        drop(known);
+        let tell = match &outcome {
+            Outcome::Exit(code) => Some(Control::Exit(*code)),
+            Outcome::Failed { text, here: true } => Some(Control::Failed(text.clone())),
+            Outcome::Failed { here: false, .. } => None,
+        };
+        if let Some(control) = tell {
+            for link in self.links() {
+                link.send_control(&control);
+            }
+        }
+        if let Some(machine) = self.machine.get() {
+            machine.stopper.stop();
+        }
+        self.tell_news();
+        self.poke();
+    }
+
+    /// Wakes those who wait for what other nodes say.
+    pub(super) fn tell_news(&self) {
+        // Under the lock: nobody is between a look and a wait.
+        let _gathered = self.gathered();
+        self.news.notify_all();
+    }
+
+    /// The VM can't go on for a reason found on this node.
+    pub(super) fn fail(&self, text: String) {
+        self.end(Outcome::Failed { text, here: true });
+    }
+
+    /// No vCPU is kept waiting from here on.
+    pub(super) fn stop_waiting(&self) {
+        if let Some(core) = &mut *self.lock() {
+            core.stopping = true;
+        }
+        for changed in &self.changed {
+            changed.notify_all();
+        }
+        self.poke();
+    }
+
+    /// Gives the protocol an event, and does what it says.
+    pub(super) fn step(&self, core: &mut Core, event: Event) {
+        let mut next = Some(event);
+        let mut more = Vec::new();
+        while let Some(event) = next.take() {
+            tracing::trace!(at = now(), node = self.me, ?event);
+            let mut actions = std::mem::take(&mut core.actions);
+            core.node.step(event, now(), &mut core.pages, &mut actions);
+            for action in actions.drain(..) {
+                self.perform(core, action, &mut more);
+            }
+            core.actions = actions;
+            next = more.pop();
+        }
+        if let Some(text) = core.pages.refused.take() {
+            self.fail(text);
+        }
+        let deadline = core.node.deadline();
+        if deadline.is_some_and(|at| core.armed.is_none_or(|armed| at < armed)) {
+            core.armed = deadline;
+            self.poke();
+        }
+    }
+
+    fn perform(&self, core: &mut Core, action: Action, more: &mut Vec<Event>) {
+        tracing::trace!(at = now(), node = self.me, ?action);
+        match action {
+            Action::Send(message) => self.send(core, &message),
+            Action::Resume { vcpu } => {
+                let index = usize::from(vcpu);
+                let Some(slot) = core.vcpus.get_mut(index) else { return };
+                slot.operating = false;
+                if let Some(fault) = slot.fault.take() {
+                    if !std::mem::replace(&mut slot.examined, false) {
+                        // What is known of it is of an older instruction.
+                        slot.snapshot = None;
+                    }
+                    let waited = core.counts.stalls.count(&fault, now());
+                    core.hot.waited(fault.page, waited);
+                    if !slot.granted.contains(&fault.page) {
+                        slot.granted.push(fault.page);
+                    }
+                    core.pages.wake(fault.page);
+                }
+                self.notify(index);
+            }
+            Action::Trap { vcpu, page } => {
+                let index = usize::from(vcpu);
+                let Some(slot) = core.vcpus.get_mut(index) else { return };
+                if let Some(fault) = slot.fault.take() {
+                    slot.trapped_at = fault.at;
+                }
+                slot.trap = Some(page);
+                self.summon(core, index);
+            }
+            Action::Completed { vcpu, old } => {
+                let index = usize::from(vcpu);
+                if let Some(slot) = core.vcpus.get_mut(index) {
+                    slot.completed = Some(old);
+                    slot.operating = false;
+                }
+                self.notify(index);
+            }
+            Action::Kick { vcpu } => {
+                let index = usize::from(vcpu);
+                let Some(slot) = core.vcpus.get_mut(index) else { return };
+                if slot.ended {
+                    more.push(Event::Retired { vcpu });
+                    return;
+                }
+                slot.kick = true;
+                slot.looks = 0;
+                self.summon(core, index);
+            }
+            // It faults again by itself.
+            Action::Wounded { .. } => {}
+        }
+    }
+
+    fn send(&self, core: &mut Core, message: &Message) {
+        core.bytes.clear();
+        wire::encode(message, &mut core.bytes);
+        let bytes = u64::try_from(core.bytes.len()).unwrap_or(0);
+        let count = core.counts.sent.entry(message.body.name()).or_default();
+        *count = (count.0 + 1, count.1 + bytes);
+        if self.link(message.to.0).is_some_and(|link| link.send(&core.bytes)) {
+            self.poke();
+        }
+    }
+
+    pub(super) fn notify(&self, vcpu: usize) {
+        if let Some(changed) = self.changed.get(vcpu) {
+            changed.notify_all();
+        }
+    }
+
+    /// Brings a vCPU out of the guest, or tells it where it waits outside.
+    pub(super) fn summon(&self, core: &mut Core, vcpu: usize) {
+        let Some(slot) = core.vcpus.get(vcpu) else { return };
+        if slot.outside {
+            self.notify(vcpu);
+            return;
+        }
+        core.counts.kicks += 1;
+        let Some(machine) = self.machine.get() else { return };
+        if let Some(id) = machine.ids.get(vcpu)
+            && let Err(error) = machine.manager.kick(*id)
+        {
+            self.fail(format!("vCPU {id} can't be brought out of the guest: {error}"));
+        }
+    }
+
+    /// Whether a page allows what a vCPU wants.
+    pub(super) fn allows(core: &Core, page: Page, fault: Fault) -> bool {
+        match core.node.access(page) {
+            Access::None => false,
+            Access::Read => fault == Fault::Read,
+            Access::Write => true,
+        }
+    }
+}

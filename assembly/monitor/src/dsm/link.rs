@@ -1,0 +1,383 @@
+//! A connection to another node: frames, a queue for what it doesn't take at once, and counts.
+//!
+//! On the stream follow one another messages of the protocol ([`dsm::wire`], whose first byte is its version) and control frames:
+//! ```text
+//!  0 mark (0xc5)   1 kind   2 zero (2)   4 length of what follows the header (4)   8 body
+//! ```
+
+use std::io::{self, Read};
+use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use dsm::wire;
+use rustix::net::SendFlags;
+
+/// First byte of a control frame. No version of the protocol has this number.
+const MARK: u8 = 0xc5;
+const HEADER: usize = 8;
+/// Most bytes of a control frame's body.
+const MAX_BODY: usize = 1 << 20;
+/// A console that its node doesn't write away stops the vCPU that writes when so many bytes are queued.
+const CONSOLE_QUEUE: usize = 1 << 20;
+
+/// What nodes tell each other beside the protocol.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Control {
+    /// The sender lives.
+    Heartbeat,
+    /// The guest wrote this to its console; to node 0.
+    Console(Vec<u8>),
+    /// The guest ended the VM with this code.
+    Exit(u32),
+    /// The VM can't go on: why.
+    Failed(String),
+    /// All vCPUs of the sender have ended themselves; to node 0.
+    Parked,
+    /// The sender's vCPUs stand still; its report, as JSON. To node 0, as the last frame.
+    Report(Vec<u8>),
+    /// The sender is ready; from node 0: all are, and vCPUs may run.
+    Start,
+    /// What the guest measures begins, or has ended.
+    Phase(bool),
+    /// Asks for an [`Control::Answer`].
+    Ask,
+    /// What the sender has counted so far, as JSON.
+    Answer(Vec<u8>),
+}
+
+impl Control {
+    fn code(&self) -> u8 {
+        match self {
+            Self::Heartbeat => 1,
+            Self::Console(_) => 2,
+            Self::Exit(_) => 3,
+            Self::Failed(_) => 4,
+            Self::Parked => 5,
+            Self::Report(_) => 6,
+            Self::Start => 7,
+            Self::Phase(_) => 8,
+            Self::Ask => 9,
+            Self::Answer(_) => 10,
+        }
+    }
+
+    fn encode(&self) -> Vec<u8> {
+        let body: &[u8] = match self {
+            Self::Heartbeat | Self::Parked | Self::Start | Self::Ask => &[],
+            Self::Console(bytes) | Self::Report(bytes) | Self::Answer(bytes) => bytes,
+            Self::Phase(begins) => &[u8::from(*begins)],
+            Self::Failed(text) => text.as_bytes(),
+            Self::Exit(code) => &code.to_le_bytes(),
+        };
+        let body = &body[..body.len().min(MAX_BODY)];
+        let mut frame = vec![MARK, self.code(), 0, 0];
+        frame.extend(u32::try_from(body.len()).unwrap_or(0).to_le_bytes());
+        frame.extend(body);
+        frame
+    }
+
+    fn parse(kind: u8, body: Vec<u8>) -> Option<Self> {
+        Some(match (kind, body.len()) {
+            (1, 0) => Self::Heartbeat,
+            (2, _) => Self::Console(body),
+            (3, 4) => Self::Exit(u32::from_le_bytes(body.try_into().ok()?)),
+            (4, _) => Self::Failed(String::from_utf8_lossy(&body).into_owned()),
+            (5, 0) => Self::Parked,
+            (6, _) => Self::Report(body),
+            (7, 0) => Self::Start,
+            (8, 1) => Self::Phase(body.first().is_some_and(|byte| *byte != 0)),
+            (9, 0) => Self::Ask,
+            (10, _) => Self::Answer(body),
+            _ => return None,
+        })
+    }
+}
+
+/// What comes over a link.
+#[derive(Debug)]
+pub(super) enum Frame {
+    Message(dsm::Message),
+    Control(Control),
+}
+
+/// A connected stream socket.
+#[derive(Debug)]
+pub(super) enum Stream {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+impl Stream {
+    pub(super) fn set_timeout(&self, timeout: Option<Duration>) -> io::Result<()> {
+        match self {
+            Self::Unix(stream) => {
+                stream.set_read_timeout(timeout)?;
+                stream.set_write_timeout(timeout)
+            }
+            Self::Tcp(stream) => {
+                stream.set_nodelay(true)?;
+                stream.set_read_timeout(timeout)?;
+                stream.set_write_timeout(timeout)
+            }
+        }
+    }
+
+    fn shutdown(&self) {
+        // Fails when it is down already.
+        let _ = match self {
+            Self::Unix(stream) => stream.shutdown(std::net::Shutdown::Both),
+            Self::Tcp(stream) => stream.shutdown(std::net::Shutdown::Both),
+        };
+    }
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Self::Unix(stream) => stream.as_fd(),
+            Self::Tcp(stream) => stream.as_fd(),
+        }
+    }
+}
+
+impl Read for &Stream {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Stream::Unix(stream) => (&mut &*stream).read(into),
+            Stream::Tcp(stream) => (&mut &*stream).read(into),
+        }
+    }
+}
+
+/// A link to another node. Thread-safe; one thread reads it.
+pub(super) struct Link {
+    pub(super) peer: u8,
+    /// For messages to people.
+    pub(super) address: String,
+    stream: Stream,
+    /// Bytes that the socket hasn't taken, oldest first.
+    queue: Mutex<Vec<u8>>,
+    drained: Condvar,
+    closed: AtomicBool,
+    /// When something last came, nanoseconds of the engine's clock.
+    pub(super) heard: AtomicU64,
+    /// Its reader is writing to a console: silence isn't the peer's.
+    pub(super) busy: AtomicBool,
+}
+
+impl Link {
+    pub(super) fn new(peer: u8, address: String, stream: Stream) -> Self {
+        Self {
+            peer,
+            address,
+            stream,
+            queue: Mutex::default(),
+            drained: Condvar::new(),
+            closed: AtomicBool::new(false),
+            heard: AtomicU64::new(0),
+            busy: AtomicBool::new(false),
+        }
+    }
+
+    pub(super) fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Vec<u8>> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends, or queues what isn't taken at once. True when there is something in the queue now. Never waits; what goes to a broken
+    /// link is dropped, as the link's reader will notice.
+    pub(super) fn send(&self, bytes: &[u8]) -> bool {
+        let mut queue = self.queue();
+        if self.closed.load(Ordering::Relaxed) {
+            return false;
+        }
+        let taken = if queue.is_empty() { self.offer(bytes) } else { 0 };
+        queue.extend_from_slice(&bytes[taken..]);
+        !queue.is_empty()
+    }
+
+    pub(super) fn send_control(&self, control: &Control) -> bool {
+        self.send(&control.encode())
+    }
+
+    /// The same for a console's bytes; waits while very many are queued.
+    pub(super) fn send_console(&self, bytes: &[u8]) -> bool {
+        let mut queue = self.queue();
+        while queue.len() > CONSOLE_QUEUE && !self.closed.load(Ordering::Relaxed) {
+            queue = self.drained.wait(queue).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(queue);
+        self.send_control(&Control::Console(bytes.to_vec()))
+    }
+
+    fn offer(&self, bytes: &[u8]) -> usize {
+        let mut taken = 0;
+        while taken < bytes.len() {
+            let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+            match rustix::net::send(self.stream.as_fd(), &bytes[taken..], flags) {
+                Ok(count) => taken += count,
+                Err(rustix::io::Errno::INTR) => {}
+                Err(rustix::io::Errno::AGAIN) => break,
+                // Broken: the reader says so.
+                Err(_) => return bytes.len(),
+            }
+        }
+        taken
+    }
+
+    /// Sends what is queued as far as it is taken. True when there is something left.
+    pub(super) fn flush(&self) -> bool {
+        let mut queue = self.queue();
+        let taken = self.offer(&queue);
+        queue.drain(..taken);
+        self.drained.notify_all();
+        !queue.is_empty()
+    }
+
+    pub(super) fn has_queue(&self) -> bool {
+        !self.queue().is_empty()
+    }
+
+    /// Ends it, for both sides.
+    pub(super) fn close(&self) {
+        self.closed.store(true, Ordering::Relaxed);
+        self.stream.shutdown();
+        self.drained.notify_all();
+    }
+
+    /// Waits for the next frame.
+    pub(super) fn receive(&self, buffer: &mut Vec<u8>) -> io::Result<Frame> {
+        let mut stream = &self.stream;
+        buffer.resize(HEADER, 0);
+        stream.read_exact(buffer)?;
+        let wrong = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
+        if buffer[0] == MARK {
+            let kind = buffer[1];
+            let len = u32::from_le_bytes([buffer[4], buffer[5], buffer[6], buffer[7]]);
+            let len = usize::try_from(len).ok().filter(|len| *len <= MAX_BODY);
+            let len = len.ok_or_else(|| {
+                wrong(format!("a control frame says that it is longer than {MAX_BODY} bytes"))
+            })?;
+            let mut body = vec![0; len];
+            stream.read_exact(&mut body)?;
+            let control = Control::parse(kind, body);
+            return control.map(Frame::Control).ok_or_else(|| {
+                wrong(format!("a control frame has kind {kind} with {len} bytes, which isn't known"))
+            });
+        }
+        buffer.resize(wire::HEADER, 0);
+        stream.read_exact(&mut buffer[HEADER..])?;
+        let len = wire::message_len(buffer).map_err(|error| wrong(error.to_string()))?;
+        buffer.resize(len, 0);
+        stream.read_exact(&mut buffer[wire::HEADER..])?;
+        let message = wire::parse(buffer).map_err(|error| wrong(error.to_string()))?;
+        if message.from.0 != self.peer {
+            return Err(wrong(format!("it sent a message in the name of node {}", message.from.0)));
+        }
+        Ok(Frame::Message(message))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pair() -> (Link, Link) {
+        let (a, b) = UnixStream::pair().unwrap();
+        (Link::new(1, "a".into(), Stream::Unix(a)), Link::new(0, "b".into(), Stream::Unix(b)))
+    }
+
+    fn control(link: &Link) -> Control {
+        match link.receive(&mut Vec::new()).unwrap() {
+            Frame::Control(control) => control,
+            Frame::Message(message) => panic!("{message:?}"),
+        }
+    }
+
+    #[test]
+    fn control_frames_arrive_as_they_were_sent_and_in_order() {
+        let (a, b) = pair();
+        let all = [
+            Control::Heartbeat,
+            Control::Console(b"text".to_vec()),
+            Control::Exit(0x1_0203),
+            Control::Failed("why".into()),
+            Control::Parked,
+            Control::Report(b"{}".to_vec()),
+            Control::Start,
+            Control::Phase(true),
+            Control::Phase(false),
+            Control::Ask,
+            Control::Answer(b"[]".to_vec()),
+        ];
+        for one in &all {
+            assert!(!a.send_control(one));
+        }
+        for one in &all {
+            assert_eq!(&control(&b), one);
+        }
+    }
+
+    /// What the socket doesn't take is queued, `send` doesn't wait for it, and nothing is lost or reordered.
+    #[test]
+    fn a_slow_reader_does_not_hold_up_the_sender() {
+        let (a, b) = pair();
+        let text = |n: u32| Control::Console(n.to_le_bytes().repeat(1000));
+        let mut queued = false;
+        for n in 0..2000 {
+            queued = a.send_control(&text(n));
+        }
+        assert!(queued && a.has_queue());
+        let reader = std::thread::spawn(move || {
+            for n in 0..2000 {
+                assert_eq!(control(&b), text(n));
+            }
+        });
+        while a.flush() {
+            std::thread::yield_now();
+        }
+        reader.join().unwrap();
+    }
+
+    #[test]
+    fn bytes_that_no_node_sends_are_refused_and_a_closed_link_is_the_end() {
+        for bytes in [
+            vec![MARK, 99, 0, 0, 0, 0, 0, 0],
+            vec![MARK, 3, 0, 0, 1, 0, 0, 0, 7],
+            vec![MARK, 2, 0, 0, 0xff, 0xff, 0xff, 0xff],
+            vec![9; 64],
+        ] {
+            let (a, b) = pair();
+            a.send(&bytes);
+            let error = b.receive(&mut Vec::new()).unwrap_err();
+            assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
+        }
+        let (a, b) = pair();
+        a.close();
+        assert_eq!(b.receive(&mut Vec::new()).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        assert!(!a.send(b"into the void"));
+    }
+
+    #[test]
+    fn a_node_can_not_speak_for_another() {
+        let (a, b) = pair();
+        let mut bytes = Vec::new();
+        let message = dsm::Message {
+            from: dsm::NodeId(2),
+            to: dsm::NodeId(1),
+            stamp: dsm::message::Stamp::default(),
+            page: 7,
+            body: dsm::Body::InvalidateAck,
+        };
+        wire::encode(&message, &mut bytes);
+        a.send(&bytes);
+        assert!(b.receive(&mut Vec::new()).unwrap_err().to_string().contains("in the name of node 2"));
+    }
+}

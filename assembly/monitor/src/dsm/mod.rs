@@ -1,0 +1,84 @@
+//! A payload VM that spans several monitors, each on a host of its own or all on one: one memory, kept by the protocol of the crate
+//! [`::dsm`].
+//!
+//! ```text
+//!   vCPU ──fault──▶ userfaultfd ──▶ faults thread ─┐
+//!   vCPU ──kick, trap──▶ before_run ───────────────┤   ┌────────────┐ ──▶ SharedRam: rights and contents of pages
+//!   link ──bytes──▶ link thread (one per peer) ────┼──▶│ dsm::Node  │ ──▶ links: messages
+//!   clock ────────▶ faults thread ─────────────────┘   └────────────┘ ──▶ vCPUs: wake, kick, step over
+//! ```
+//!
+//! One lock guards the node, its pages and the states of its vCPUs. Who holds it never waits: messages that a link doesn't take at
+//! once are queued and sent by the faults thread. Nothing polls; a vCPU that waits for a page sleeps in the kernel (userfaultfd), or
+//! in [`machine::vcpu::VcpuExitHandler::before_run`] after it was kicked out to have its registers read.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `address`, `join`, `link` | where nodes are; the handshake; a connection, its frames and their counts |
+//! | `engine` | the lock, and who calls the protocol when |
+//! | `vcpus` | what a vCPU waits for; whether its instruction has retired |
+//! | `instruction` | stores and atomics, decoded to be carried out for the vCPU |
+//! | `service` | the faults thread: faults, time, heartbeats; the link threads |
+//! | `report`, `hot`, `top` | counters of a node and its hottest pages, as JSON; and for whoever asks while it runs |
+//! | `spanning` | a node from its settings to its end |
+//!
+//! A node that is dead, cut off or faulty ends the VM everywhere: half of its memory is gone. See docs/dsm.md.
+
+mod address;
+mod engine;
+mod hot;
+mod instruction;
+mod join;
+mod link;
+mod report;
+mod service;
+mod spanning;
+mod top;
+mod vcpus;
+
+pub use address::{AddressError, NodeAddress};
+pub use spanning::{Ended, NodeSettings, SpanningVm};
+
+/// A VM that spans hosts could not be made, or ended.
+#[derive(Debug, thiserror::Error)]
+pub enum DsmError {
+    /// The settings can't be.
+    #[error("A VM can't span nodes like this: {0}")]
+    Settings(String),
+    /// The protocol refuses its configuration.
+    #[error("The memory of the VM can't be shared like this")]
+    Protocol(#[from] ::dsm::ConfigError),
+    /// A node can't be reached, or isn't what it should be.
+    #[error("Node {peer} at {address} could not be joined: {problem}")]
+    Join {
+        /// Which.
+        peer: u8,
+        /// Where.
+        address: String,
+        /// What went wrong, and what to do.
+        problem: String,
+    },
+    /// This node's own address can't be listened on.
+    #[error("Node {node} can't listen at {address}")]
+    Listen {
+        /// This node.
+        node: u8,
+        /// Where.
+        address: String,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The host refused a thread or descriptor.
+    #[error("The host refused {what}")]
+    Host {
+        /// What was asked for.
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The payload VM of this node.
+    #[error(transparent)]
+    Payload(#[from] crate::payload::PayloadError),
+}

@@ -1,0 +1,141 @@
+//! What a node has counted, as JSON.
+
+use serde_json::{Map, Value, json};
+
+use dsm::Counters;
+
+use super::engine::{Core, Counts};
+use super::vcpus::Pending;
+
+/// Waits of one kind.
+#[derive(Debug, Clone, Copy, Default)]
+struct Waits {
+    count: u64,
+    total_ns: u64,
+    most_ns: u64,
+}
+
+impl Waits {
+    /// Without those of before; the longest is that of all.
+    fn to_json(self, before: Self) -> Value {
+        json!({
+            "count": self.count - before.count,
+            "total_ns": self.total_ns - before.total_ns,
+            "most_ns": self.most_ns,
+        })
+    }
+}
+
+/// How often vCPUs waited for pages, and for how long: from the fault being read to the vCPU being woken.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Stalls {
+    read: Waits,
+    write: Waits,
+    upgrade: Waits,
+    trapped: Waits,
+}
+
+impl Stalls {
+    /// Counts a wait that has ended, and returns its length.
+    pub(super) fn count(&mut self, fault: &Pending, now: u64) -> u64 {
+        let waits = match (fault.write, fault.upgrade) {
+            (false, _) => &mut self.read,
+            (true, false) => &mut self.write,
+            (true, true) => &mut self.upgrade,
+        };
+        let waited = now.saturating_sub(fault.at);
+        add(waits, waited);
+        waited
+    }
+
+    /// A store or atomic that was carried out for the vCPU.
+    pub(super) fn count_trapped(&mut self, waited: u64) {
+        add(&mut self.trapped, waited);
+    }
+
+    fn to_json(&self, before: &Self) -> Value {
+        json!({
+            "read": self.read.to_json(before.read),
+            "write": self.write.to_json(before.write),
+            "upgrade": self.upgrade.to_json(before.upgrade),
+            "trapped": self.trapped.to_json(before.trapped),
+        })
+    }
+}
+
+fn add(waits: &mut Waits, waited: u64) {
+    waits.count += 1;
+    waits.total_ns = waits.total_ns.saturating_add(waited);
+    waits.most_ns = waits.most_ns.max(waited);
+}
+
+/// Counters when what the guest measures began, and when it had ended.
+#[derive(Debug, Default)]
+pub(super) struct Phase {
+    begin: Option<(Counters, Counts)>,
+    end: Option<(Counters, Counts)>,
+}
+
+/// Counts as JSON, less those of before.
+fn counted(now: &(Counters, Counts), before: Option<&(Counters, Counts)>) -> Value {
+    let old: Map<_, _> = before.map_or_else(Map::new, |(counters, _)| protocol(counters));
+    let less = |name: &str, value: u64| value - old.get(name).and_then(Value::as_u64).unwrap_or(0).min(value);
+    let counters: Map<_, _> =
+        now.0.list().map(|(name, value)| (name.to_owned(), less(name, value).into())).collect();
+    let sent_before =
+        |kind: &str| before.and_then(|(_, counts)| counts.sent.get(kind)).copied().unwrap_or((0, 0));
+    let mut all = (0, 0);
+    let mut sent = Map::new();
+    for (kind, (count, bytes)) in &now.1.sent {
+        let old = sent_before(kind);
+        let (count, bytes) = (count - old.0, bytes - old.1);
+        all = (all.0 + count, all.1 + bytes);
+        sent.insert((*kind).to_owned(), json!({ "count": count, "bytes": bytes }));
+    }
+    let zero = Counts::default();
+    let old = before.map_or(&zero, |(_, counts)| counts);
+    let counts = &now.1;
+    json!({
+        "messages": all.0,
+        "bytes": all.1,
+        "sent": sent,
+        "stalls": counts.stalls.to_json(&old.stalls),
+        "late_faults": counts.late - old.late,
+        "kicks": counts.kicks - old.kicks,
+        "unproven": counts.unproven - old.unproven,
+        "emulated": counts.emulated - old.emulated,
+        "not_emulated": counts.not_emulated - old.not_emulated,
+        "protocol": counters,
+    })
+}
+
+fn protocol(counters: &Counters) -> Map<String, Value> {
+    counters.list().map(|(name, value)| (name.to_owned(), value.into())).collect()
+}
+
+impl Core {
+    /// What the program measures begins here, or has ended. Of several measurements the last one counts.
+    pub(super) fn mark(&mut self, begins: bool) {
+        let counted = Some((*self.node.counters(), self.counts.clone()));
+        if begins {
+            self.phase = Phase { begin: counted, end: None };
+        } else {
+            self.phase.end = counted;
+        }
+    }
+
+    /// What this node has counted: messages sent by kind, waits, what it took to know that instructions retired, the protocol's own
+    /// counters, the hottest pages; and the same for the part that the program measures, if it has said so.
+    pub(super) fn report(&self, node: u8) -> Value {
+        let now = (*self.node.counters(), self.counts.clone());
+        let mut report = counted(&now, None);
+        if let Some(fields) = report.as_object_mut() {
+            fields.insert("node".to_owned(), node.into());
+            if let (Some(begin), Some(end)) = (&self.phase.begin, &self.phase.end) {
+                fields.insert("measured".to_owned(), counted(end, Some(begin)));
+            }
+            fields.insert("hot".to_owned(), self.hot.to_json(&self.node));
+        }
+        report
+    }
+}

@@ -1,0 +1,294 @@
+//! The threads of a node: one for faults, time, heartbeats and what links didn't take at once, and one per link that reads.
+
+use std::io::{self, Write as _};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
+
+use dsm::{Event, Fault, Vcpu};
+use machine::memory::shared::PageFault;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::time::Timespec;
+
+use super::DsmError;
+use super::engine::{Core, Engine, Outcome, now};
+use super::link::{Control, Frame, Link};
+use super::vcpus::Pending;
+
+/// Pause between two heartbeats on each link, nanoseconds.
+const BEAT: u64 = 100_000_000;
+/// Silence of a link after which its node counts as lost, nanoseconds.
+const SILENCE: u64 = 850_000_000;
+/// How long vCPUs that are stopped may go on waiting for pages, nanoseconds: inside KVM some waits can't be broken off.
+const LAST_WAIT: u64 = 200_000_000;
+
+/// Starts them. They end after [`Engine::quit`].
+pub(super) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>, DsmError> {
+    let failed = |source| DsmError::Host { what: "a thread", source };
+    let mut threads = Vec::new();
+    let beginning = now();
+    for (index, link) in engine.links.iter().enumerate() {
+        let Some(link) = link else { continue };
+        link.heard.store(beginning, Ordering::Relaxed);
+        let mine = Arc::clone(engine);
+        let thread = std::thread::Builder::new().name(format!("dsm-link{index}"));
+        let body = move || {
+            be_quick();
+            if let Some(Some(link)) = mine.links.get(index) {
+                mine.read_link(link);
+            }
+        };
+        threads.push(thread.spawn(body).map_err(failed)?);
+    }
+    let mine = Arc::clone(engine);
+    let thread = std::thread::Builder::new().name("dsm-faults".to_owned());
+    let body = move || {
+        be_quick();
+        mine.serve();
+    };
+    threads.push(thread.spawn(body).map_err(failed)?);
+    Ok(threads)
+}
+
+/// vCPUs that spin take the processor from these threads for whole time slices otherwise: milliseconds for each message.
+fn be_quick() {
+    if let Err(error) = machine::scheduling::run_before_others() {
+        tracing::info!(%error, "Threads that serve shared memory have ordinary priority: faults take longer while CPUs are busy; give CAP_SYS_NICE to change that");
+    }
+}
+
+impl Engine {
+    fn serve(&self) {
+        let mut next_beat = now();
+        let mut stopping_since = None;
+        let mut released = false;
+        let mut faults = Vec::new();
+        while !self.quit.load(Ordering::Relaxed) {
+            if now() >= next_beat {
+                self.beat();
+                next_beat = now() + BEAT;
+            }
+            let mut until = next_beat;
+            if let Some(core) = &mut *self.lock() {
+                until = until.min(self.on_time(core));
+                if core.stopping && self.outcome().is_some() && !released {
+                    let since = *stopping_since.get_or_insert_with(now);
+                    released = now().saturating_sub(since) > LAST_WAIT;
+                    if released && let Some(machine) = self.machine.get() {
+                        machine.ram.release();
+                    }
+                }
+            }
+            if let Err(error) = self.sleep(until, &mut faults) {
+                self.fail(format!("Node {} can't wait for faults of its guest: {error}", self.me));
+                return;
+            }
+            if !faults.is_empty()
+                && let Some(core) = &mut *self.lock()
+            {
+                for fault in faults.drain(..) {
+                    self.on_fault(core, fault);
+                }
+            }
+        }
+    }
+
+    /// Sends heartbeats, and looks whose have stopped.
+    fn beat(&self) {
+        for link in self.links() {
+            link.send_control(&Control::Heartbeat);
+            let silent = now().saturating_sub(link.heard.load(Ordering::Relaxed));
+            if silent > SILENCE && !link.busy.load(Ordering::Relaxed) && self.outcome().is_none() {
+                self.fail(format!(
+                    "Node {} has not been heard from for {} ms over the link {}: its host is down, cut off, or stopped",
+                    link.peer,
+                    silent / 1_000_000,
+                    link.address
+                ));
+            }
+        }
+    }
+
+    /// What is due. Returns when to come again.
+    fn on_time(&self, core: &mut Core) -> u64 {
+        let time = now();
+        if core.node.deadline().is_some_and(|at| at <= time) {
+            self.step(core, Event::Timer);
+        }
+        let due: Vec<usize> =
+            core.rekick.iter().filter(|(at, _)| *at <= time).map(|(_, vcpu)| *vcpu).collect();
+        core.rekick.retain(|(at, _)| *at > time);
+        for vcpu in due {
+            let Some(slot) = core.vcpus.get_mut(vcpu) else { continue };
+            if !slot.ended {
+                slot.kick = true;
+                self.summon(core, vcpu);
+            }
+        }
+        core.armed = core.node.deadline();
+        let rekick = core.rekick.iter().map(|(at, _)| *at).min();
+        core.armed.into_iter().chain(rekick).min().unwrap_or(u64::MAX)
+    }
+
+    /// Sleeps until a time, a poke, faults, or until a link takes more.
+    fn sleep(&self, until: u64, faults: &mut Vec<PageFault>) -> io::Result<()> {
+        let queued: Vec<&Link> = self.links().filter(|link| link.has_queue()).collect();
+        let ram = self.machine.get().map(|machine| &machine.ram);
+        let mut fds = vec![PollFd::new(&self.wake, PollFlags::IN)];
+        fds.extend(ram.iter().map(|ram| PollFd::from_borrowed_fd(ram.fd(), PollFlags::IN)));
+        fds.extend(queued.iter().map(|link| PollFd::from_borrowed_fd(link.stream().as_fd(), PollFlags::OUT)));
+        let left = until.saturating_sub(now());
+        let timeout = Timespec {
+            tv_sec: i64::try_from(left / 1_000_000_000).unwrap_or(i64::MAX),
+            tv_nsec: i64::try_from(left % 1_000_000_000).unwrap_or(0),
+        };
+        match poll(&mut fds, Some(&timeout)) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        drop(fds);
+        // Empty: nobody has poked.
+        let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+        for link in queued {
+            link.flush();
+        }
+        match ram {
+            Some(ram) => ram.faults(faults),
+            None => Ok(()),
+        }
+    }
+
+    fn on_fault(&self, core: &mut Core, told: PageFault) {
+        let Some(index) = core.threads.get(&told.thread).copied() else {
+            self.fail(format!(
+                "Thread {}, which is no vCPU, touched page {:#x} of the guest's own mapping: a fault of the monitor",
+                told.thread, told.page
+            ));
+            return;
+        };
+        let fault = if told.write { Fault::Write } else { Fault::Read };
+        if Self::allows(core, told.page, fault) {
+            // It has come while the fault was on its way.
+            core.counts.late += 1;
+            core.pages.wake(told.page);
+            return;
+        }
+        let upgrade = Self::allows(core, told.page, Fault::Read);
+        let Some(slot) = core.vcpus.get_mut(index) else { return };
+        let known = slot.fault.is_some_and(|old| old.page == told.page && old.write == told.write);
+        if known || slot.trap.is_some() || slot.operating || core.stopping {
+            return;
+        }
+        core.hot.fault(told.page, told.offset, told.write);
+        slot.fault = Some(Pending { page: told.page, write: told.write, upgrade, at: now() });
+        slot.examined = false;
+        let Ok(vcpu) = Vcpu::try_from(index) else { return };
+        self.step(core, Event::Fault { vcpu, page: told.page, fault });
+        if core.vcpus.get(index).is_some_and(|slot| slot.fault.is_some() && !slot.examined) {
+            self.summon(core, index);
+        }
+    }
+
+    fn read_link(&self, link: &Link) {
+        let mut buffer = Vec::new();
+        loop {
+            match link.receive(&mut buffer) {
+                Ok(frame) => {
+                    link.heard.store(now(), Ordering::Relaxed);
+                    match frame {
+                        Frame::Message(message) => self.on_message(link, message),
+                        Frame::Control(control) => self.on_control(link, control),
+                    }
+                }
+                Err(error) => {
+                    self.link_ended(link, &error);
+                    return;
+                }
+            }
+        }
+    }
+
+    fn link_ended(&self, link: &Link, error: &io::Error) {
+        self.gathered().gone.insert(link.peer);
+        if self.outcome().is_none() {
+            let (peer, address) = (link.peer, &link.address);
+            self.fail(match error.kind() {
+                io::ErrorKind::InvalidData => {
+                    format!(
+                        "Node {peer} sent bytes over the link {address} that no correct node sends: {error}"
+                    )
+                }
+                io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset => {
+                    format!("The link {address} to node {peer} was closed: its monitor has died or was ended")
+                }
+                _ => format!("The link {address} to node {peer} is broken: {error}"),
+            });
+        }
+        link.close();
+        self.tell_news();
+    }
+
+    fn on_message(&self, link: &Link, message: dsm::Message) {
+        let what = message.body.name();
+        let mut locked = self.lock();
+        let taken = match &mut *locked {
+            Some(core) if message.to.0 == self.me => {
+                let before = core.node.counters().refused;
+                self.step(core, Event::Message(message));
+                core.node.counters().refused == before
+            }
+            _ => false,
+        };
+        drop(locked);
+        if !taken && self.outcome().is_none() {
+            self.fail(format!(
+                "Node {} sent a message ({what}) over the link {} that no correct node sends now",
+                link.peer, link.address
+            ));
+        }
+    }
+
+    fn on_control(&self, link: &Link, control: Control) {
+        match control {
+            Control::Heartbeat => return,
+            Control::Console(bytes) => {
+                link.busy.store(true, Ordering::Relaxed);
+                let result = self.write_console(&bytes);
+                link.heard.store(now(), Ordering::Relaxed);
+                link.busy.store(false, Ordering::Relaxed);
+                if let Err(error) = result {
+                    self.fail(format!("The console can't be written for node {}: {error}", link.peer));
+                }
+                return;
+            }
+            Control::Exit(code) => self.end(Outcome::Exit(code)),
+            Control::Failed(text) => self.end(Outcome::Failed { text, here: false }),
+            Control::Parked => drop(self.gathered().parked.insert(link.peer)),
+            Control::Report(report) => drop(self.gathered().reports.insert(link.peer, report)),
+            Control::Start => drop(self.gathered().ready.insert(link.peer)),
+            Control::Answer(answer) => drop(self.gathered().answers.insert(link.peer, answer)),
+            Control::Ask => {
+                let answer = self.lock().as_ref().map(|core| core.report(self.me)).unwrap_or_default();
+                self.send_control(link.peer, &Control::Answer(answer.to_string().into_bytes()));
+                return;
+            }
+            Control::Phase(begins) => {
+                if let Some(core) = &mut *self.lock() {
+                    core.mark(begins);
+                }
+                return;
+            }
+        }
+        self.tell_news();
+    }
+
+    fn write_console(&self, bytes: &[u8]) -> io::Result<()> {
+        let mut console = self.console();
+        match &mut *console {
+            Some(console) => console.write_all(bytes).and_then(|()| console.flush()),
+            // Only node 0 has one.
+            None => Ok(()),
+        }
+    }
+}

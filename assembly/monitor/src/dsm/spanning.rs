@@ -1,0 +1,327 @@
+//! One node of a VM that spans monitors, from its settings to its end.
+
+use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::io::{self, Write};
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use dsm::{Config, Node, NodeId, Plant, Policy, wire};
+use machine::exits::ExitSnapshot;
+use machine::vcpu::GuestRegisters;
+use serde_json::Value;
+
+use super::engine::{Engine, Machine, Outcome};
+use super::join::{Hello, join};
+use super::link::Control;
+use super::{DsmError, NodeAddress, service, top};
+use crate::payload::{PayloadBuilder, PayloadError, PayloadVm, Whole, vcpus_of};
+
+/// How long node 0 waits for the reports of the others at the end, and they for node 0's end.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// What makes a payload VM one node of several.
+#[derive(Debug, Clone)]
+pub struct NodeSettings {
+    /// This node.
+    pub node: u8,
+    /// Where each node listens, in order, this one included: 2 to 64.
+    pub addresses: Vec<NodeAddress>,
+    /// How pages are kept the same; the same on all nodes.
+    pub policy: Policy,
+    /// A fault that is put in on purpose, for tests.
+    pub plant: Plant,
+}
+
+/// How a VM that spans nodes ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// The program's exit code, or why it couldn't go on.
+    pub outcome: Result<u32, String>,
+    /// Whether the failure was found by this node, rather than told by another one.
+    pub found_here: bool,
+    /// On node 0: what each node counted; of nodes that were lost, nothing.
+    pub reports: BTreeMap<u8, Value>,
+    /// Exits of this node's vCPUs.
+    pub exits: ExitSnapshot,
+}
+
+/// One node of a VM that spans several monitors.
+pub struct SpanningVm {
+    vm: PayloadVm,
+    engine: Arc<Engine>,
+    threads: Vec<JoinHandle<()>>,
+    nodes: u8,
+    vcpus: u32,
+    top: Option<top::Served>,
+}
+
+/// The node, as its payload VM sees it.
+struct Seat {
+    engine: Arc<Engine>,
+    nodes: u32,
+    first: u32,
+}
+
+impl Seat {
+    fn local(&self, index: u32) -> usize {
+        usize::try_from(index.saturating_sub(self.first)).unwrap_or(usize::MAX)
+    }
+}
+
+impl Whole for Seat {
+    fn node(&self) -> u32 {
+        self.engine.me.into()
+    }
+    fn nodes(&self) -> u32 {
+        self.nodes
+    }
+    fn before_run(&self, index: u32, registers: &dyn GuestRegisters) {
+        self.engine.before_run(self.local(index), registers);
+    }
+    fn ended(&self, index: u32) {
+        self.engine.vcpu_ended(self.local(index));
+    }
+    fn phase(&self, begins: bool) {
+        if let Some(core) = &mut *self.engine.lock() {
+            core.mark(begins);
+        }
+        for link in self.engine.links() {
+            self.engine.send_control(link.peer, &Control::Phase(begins));
+        }
+    }
+    fn before_stop(&self) {
+        self.engine.stop_waiting();
+    }
+}
+
+/// A node's console, which goes to node 0.
+struct RemoteConsole(Arc<Engine>);
+
+impl Write for RemoteConsole {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        if let Some(link) = self.0.link(0)
+            && link.send_console(bytes)
+        {
+            self.0.poke();
+        }
+        Ok(bytes.len())
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Node 0's own part of the console, which the others share.
+struct SharedConsole(Arc<Engine>);
+
+impl Write for SharedConsole {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match &mut *self.0.console() {
+            Some(console) => console.write(bytes),
+            None => Ok(bytes.len()),
+        }
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.console().as_mut().map_or(Ok(()), |console| console.flush())
+    }
+}
+
+impl SpanningVm {
+    /// Joins the other nodes, waiting for those that aren't there yet, and builds this node's part of the VM. `builder` has the whole
+    /// VM's settings, the same on all nodes; of its console only node 0's is used. Nothing runs yet.
+    pub fn join(builder: PayloadBuilder, settings: &NodeSettings) -> Result<Self, DsmError> {
+        let nodes = u8::try_from(settings.addresses.len()).unwrap_or(u8::MAX);
+        let (vcpus, memory) = builder.shape();
+        let wide = u32::from(nodes);
+        if !(2..=64).contains(&nodes) || settings.node >= nodes || vcpus < wide {
+            return Err(DsmError::Settings(format!(
+                "node {} of {nodes}, with {vcpus} vCPUs in all; choose 2 to 64 nodes and at least one vCPU for each",
+                settings.node
+            )));
+        }
+        let here = vcpus_of(settings.node.into(), wide, vcpus);
+        let local = here.len();
+        let pages = builder.highest_address().div_ceil(wire::PAGE_SIZE as u64);
+        let config = Config {
+            me: NodeId(settings.node),
+            nodes,
+            vcpus: u16::try_from(local).unwrap_or(u16::MAX),
+            stride: pages.div_ceil(nodes.into()),
+            pages,
+            policy: settings.policy,
+            plant: settings.plant,
+        };
+        let node = Node::new(config)?;
+        let mut hasher = DefaultHasher::new();
+        builder.identify(&mut hasher);
+        (vcpus, memory, format!("{:?}", settings.policy)).hash(&mut hasher);
+        let hello = Hello { node: settings.node, nodes, digest: hasher.finish() };
+        let links = join(hello, &settings.addresses)?;
+        let engine = Arc::new(Engine::new(settings.node, links, local)?);
+        let threads = service::start(&engine)?;
+        let seat = Seat { engine: Arc::clone(&engine), nodes: wide, first: here.start };
+        let (builder, console) = if settings.node == 0 {
+            builder.replace_console(SharedConsole(Arc::clone(&engine)))
+        } else {
+            builder.replace_console(RemoteConsole(Arc::clone(&engine)))
+        };
+        *engine.console() = (settings.node == 0).then_some(console);
+        let built = builder.part_of(Arc::new(seat)).build();
+        let vm = match built {
+            Ok(vm) => vm,
+            Err(error) => {
+                engine.fail(format!("Node {} could not be made: {}", settings.node, chain(&error)));
+                end_threads(&engine, threads);
+                return Err(error.into());
+            }
+        };
+        let (manager, ids) = vm.vcpus();
+        if let Some(ram) = vm.shared_ram() {
+            let machine = Machine {
+                ram: Arc::clone(ram),
+                manager: Arc::clone(manager),
+                ids: ids.iter().map(|(id, _)| *id).collect(),
+                stopper: vm.stopper(),
+            };
+            engine.begin(node, machine, usize::try_from(pages).unwrap_or(0));
+        }
+        Ok(Self { vm, engine, threads, nodes, vcpus, top: None })
+    }
+
+    /// Serves what nodes have counted, and their hottest pages, on a Unix socket while the VM runs: whoever connects gets one JSON
+    /// array, with a report of each node that has answered within half a second. For node 0.
+    pub fn serve_top(&mut self, socket: &Path) -> Result<(), DsmError> {
+        let served = top::serve(&self.engine, socket).map_err(|source| DsmError::Listen {
+            node: self.engine.me,
+            address: format!("unix:{}", socket.display()),
+            source,
+        })?;
+        self.top = Some(served);
+        Ok(())
+    }
+
+    /// Runs this node until the VM ends, here or anywhere.
+    pub fn run(mut self) -> Result<Ended, DsmError> {
+        self.await_all();
+        if self.engine.outcome().is_none() {
+            self.vm.start()?;
+        }
+        match self.vm.wait() {
+            Ok(code) => self.engine.end(Outcome::Exit(code)),
+            Err(PayloadError::AllParked { .. }) => self.await_end(),
+            Err(error) if self.engine.outcome().is_none() => self.engine.fail(chain(&error)),
+            Err(_) => {}
+        }
+        let report = self.engine.lock().as_ref().map(|core| core.report(self.engine.me)).unwrap_or_default();
+        let reports = self.gather(report);
+        let (outcome, found_here) = match self.engine.outcome() {
+            Some(Outcome::Exit(code)) => (Ok(code), true),
+            Some(Outcome::Failed { text, here }) => (Err(text), here),
+            // `wait` came back, so there is one.
+            None => (Err("The VM ended without a reason".to_owned()), true),
+        };
+        let exits = self.vm.exits();
+        for link in self.engine.links() {
+            link.close();
+        }
+        end_threads(&self.engine, std::mem::take(&mut self.threads));
+        Ok(Ended { outcome, found_here, reports, exits })
+    }
+
+    /// Waits until all nodes are ready.
+    fn await_all(&self) {
+        let engine = &self.engine;
+        if engine.me != 0 {
+            engine.send_control(0, &Control::Start);
+        }
+        let needed = if engine.me == 0 { usize::from(self.nodes) - 1 } else { 1 };
+        let mut gathered = engine.gathered();
+        // A node that never comes is lost to its heartbeats, which ends the VM.
+        while gathered.ready.len() < needed && engine.outcome().is_none() {
+            gathered = engine.await_news(gathered, Duration::from_secs(1));
+        }
+        drop(gathered);
+        if engine.me == 0 {
+            for node in 1..self.nodes {
+                engine.send_control(node, &Control::Start);
+            }
+        }
+    }
+
+    /// All vCPUs of this node have ended themselves. Its memory goes on serving the others.
+    fn await_end(&self) {
+        let engine = &self.engine;
+        engine.send_control(0, &Control::Parked);
+        let mut gathered = engine.gathered();
+        if engine.me == 0 {
+            gathered.parked.insert(0);
+        }
+        while engine.outcome().is_none() {
+            if engine.me == 0 && gathered.parked.len() == usize::from(self.nodes) {
+                drop(gathered);
+                engine.fail(PayloadError::AllParked { vcpus: self.vcpus }.to_string());
+                return;
+            }
+            gathered = engine.await_news(gathered, Duration::from_secs(1));
+        }
+    }
+
+    /// Node 0 collects what the others counted; the others send it and wait until node 0 has all, as what it hasn't
+    /// been told comes over their links.
+    fn gather(&self, own: Value) -> BTreeMap<u8, Value> {
+        let engine = &self.engine;
+        let until = Instant::now() + LAST_WORDS;
+        if engine.me != 0 {
+            engine.send_control(0, &Control::Report(own.to_string().into_bytes()));
+        }
+        let mut gathered = engine.gathered();
+        loop {
+            let done = if engine.me == 0 {
+                (1..self.nodes)
+                    .all(|node| gathered.reports.contains_key(&node) || gathered.gone.contains(&node))
+            } else {
+                gathered.gone.contains(&0)
+            };
+            let left = until.saturating_duration_since(Instant::now());
+            if done || left.is_zero() {
+                break;
+            }
+            gathered = engine.await_news(gathered, left);
+        }
+        let parse = |(node, bytes): (&u8, &Vec<u8>)| Some((*node, serde_json::from_slice(bytes).ok()?));
+        let mut reports: BTreeMap<u8, Value> = gathered.reports.iter().filter_map(parse).collect();
+        reports.insert(engine.me, own);
+        reports
+    }
+}
+
+fn end_threads(engine: &Engine, threads: Vec<JoinHandle<()>>) {
+    for link in engine.links() {
+        // What is queued goes out, or the peer is gone.
+        link.flush();
+        link.close();
+    }
+    engine.quit.store(true, Ordering::Relaxed);
+    engine.poke();
+    for thread in threads {
+        if thread.join().is_err() {
+            tracing::error!("A thread of the shared memory panicked; this is a bug");
+        }
+    }
+}
+
+/// An error and what caused it, in one line.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut cause = error.source();
+    while let Some(next) = cause {
+        text.push_str(": ");
+        text.push_str(&next.to_string());
+        cause = next.source();
+    }
+    text
+}

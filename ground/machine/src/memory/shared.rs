@@ -1,0 +1,539 @@
+//! Guest RAM whose pages come and go: rights per page, and faults that are told instead of served.
+//!
+//! RAM is mapped twice. The guest has one mapping, registered with userfaultfd; the monitor uses the other, which never faults.
+//! What the guest may do with a page is changed by four calls, which take effect on running vCPUs before they return, as KVM hears
+//! of them through its MMU notifier:
+//!
+//! ```text
+//!            UFFDIO_CONTINUE (write-protected)        UFFDIO_WRITEPROTECT off
+//!      None ──────────────────────────────────▶ Read ────────────────────────▶ Write
+//!       ▲ ──────────────── UFFDIO_CONTINUE ────────────────────────────────────▶ │
+//!       └────────── MADV_DONTNEED ──────────────┴─◀── UFFDIO_WRITEPROTECT on ────┘
+//! ```
+//!
+//! Source: spec dsm, section 4; Linux's admin-guide/mm/userfaultfd.
+#![allow(unsafe_code)] // userfaultfd's ioctls, madvise, and accesses to memory that the guest changes at the same time.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
+
+use rustix::mm::{Advice, UserfaultfdFlags};
+use vm_memory::MmapRegion;
+
+use super::{AtomicBitmap, GuestRam};
+use crate::slots::{HostMapping, SlotError};
+
+/// Bytes of a page.
+pub const PAGE: usize = 4096;
+const PAGE_64: u64 = 4096;
+
+/// What the guest may do with a page without a fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum PageRights {
+    /// Nothing.
+    None,
+    /// Load.
+    Read,
+    /// Load and store.
+    Write,
+}
+
+/// A thread waits for a page.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PageFault {
+    /// Guest-physical address divided by the page size.
+    pub page: u64,
+    /// The byte in it that was touched first.
+    pub offset: u16,
+    /// It wants to store.
+    pub write: bool,
+    /// The thread, by the number that gettid gives.
+    pub thread: u32,
+}
+
+/// Shared RAM could not be set up.
+#[derive(Debug, thiserror::Error)]
+pub enum SharedRamError {
+    /// No userfaultfd that sees faults of the kernel.
+    #[error(
+        "A userfaultfd that sees faults inside KVM could not be had; run as a user with CAP_SYS_PTRACE, or that may open /dev/userfaultfd"
+    )]
+    Userfaultfd(#[source] io::Error),
+    /// Linux older than 6.4, say.
+    #[error(
+        "This kernel's userfaultfd lacks what shared guest memory needs (missing, minor and write-protect faults of shared memory, thread ids): it has features {has:#x}, of {needs:#x} needed"
+    )]
+    Features {
+        /// Bits of `UFFD_FEATURE_*` that it has.
+        has: u64,
+        /// And those needed.
+        needs: u64,
+    },
+    /// A piece of RAM was refused.
+    #[error("Guest RAM at {start:#x} with {len:#x} bytes could not be {what}")]
+    Refused {
+        /// Its guest-physical address.
+        start: u64,
+        /// Its bytes.
+        len: u64,
+        /// What was tried.
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The second mapping was refused.
+    #[error("Guest RAM could not be mapped a second time")]
+    Mapping(#[from] SlotError),
+}
+
+/// One piece: guest-physical addresses that follow one another.
+struct Piece {
+    start: u64,
+    guest: Arc<HostMapping>,
+    /// Keeps `at` mapped.
+    _alias: Arc<MmapRegion<AtomicBitmap>>,
+    at: usize,
+}
+
+/// RAM whose pages come and go. Thread-safe; who changes the rights of one page from several threads must put these changes in an order.
+pub struct SharedRam {
+    uffd: OwnedFd,
+    pieces: Vec<Piece>,
+}
+
+const API: u64 = 0xaa;
+const FEATURES: u64 = feature::PAGEFAULT_FLAG_WP
+    | feature::MISSING_SHMEM
+    | feature::THREAD_ID
+    | feature::MINOR_SHMEM
+    | feature::EXACT_ADDRESS
+    | feature::WP_HUGETLBFS_SHMEM;
+
+/// `UFFD_FEATURE_*` of include/uapi/linux/userfaultfd.h.
+mod feature {
+    pub(super) const PAGEFAULT_FLAG_WP: u64 = 1;
+    pub(super) const MISSING_SHMEM: u64 = 1 << 5;
+    pub(super) const THREAD_ID: u64 = 1 << 8;
+    pub(super) const MINOR_SHMEM: u64 = 1 << 10;
+    pub(super) const EXACT_ADDRESS: u64 = 1 << 11;
+    pub(super) const WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
+}
+
+const REGISTER_MISSING_WP_MINOR: u64 = 1 | 2 | 4;
+const WRITEPROTECT_WP: u64 = 1;
+const WRITEPROTECT_DONTWAKE: u64 = 2;
+const CONTINUE_DONTWAKE: u64 = 1;
+const CONTINUE_WP: u64 = 2;
+const EVENT_PAGEFAULT: u8 = 0x12;
+const FAULT_WRITE: u64 = 1;
+const FAULT_WP: u64 = 2;
+
+#[repr(C)]
+struct ApiRequest {
+    api: u64,
+    features: u64,
+    ioctls: u64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Range {
+    start: u64,
+    len: u64,
+}
+
+/// `uffdio_register` and `uffdio_continue`: both have a range, a mode, and a word that the kernel fills.
+#[repr(C)]
+struct RangeModeAnswer {
+    range: Range,
+    mode: u64,
+    answer: u64,
+}
+
+#[repr(C)]
+struct RangeMode {
+    range: Range,
+    mode: u64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Told {
+    event: u8,
+    _reserved: [u8; 7],
+    flags: u64,
+    address: u64,
+    thread: u32,
+    _padding: u32,
+}
+
+const _: () = assert!(size_of::<Told>() == 32);
+
+const fn request(direction: u64, number: u64, size: usize) -> libc::c_ulong {
+    (direction << 30) | ((size as u64) << 16) | (0xaa << 8) | number
+}
+const READ: u64 = 2;
+const READ_WRITE: u64 = 3;
+const UFFDIO_REGISTER: libc::c_ulong = request(READ_WRITE, 0, size_of::<RangeModeAnswer>());
+const UFFDIO_UNREGISTER: libc::c_ulong = request(READ, 1, size_of::<Range>());
+const UFFDIO_WAKE: libc::c_ulong = request(READ, 2, size_of::<Range>());
+const UFFDIO_WRITEPROTECT: libc::c_ulong = request(READ_WRITE, 6, size_of::<RangeMode>());
+const UFFDIO_CONTINUE: libc::c_ulong = request(READ_WRITE, 7, size_of::<RangeModeAnswer>());
+const UFFDIO_API: libc::c_ulong = request(READ_WRITE, 0x3f, size_of::<ApiRequest>());
+/// `_IO(0xaa, 0)` on /dev/userfaultfd.
+const USERFAULTFD_IOC_NEW: libc::c_ulong = 0xaa00;
+
+impl SharedRam {
+    /// Maps RAM from guest-physical address `from` (a multiple of the page size) on a second time, for the guest; nothing of it is
+    /// there yet. What lies below stays as it is. The monitor's mapping is that of `ram`.
+    pub fn new(ram: &GuestRam, from: u64) -> Result<Self, SharedRamError> {
+        let uffd = open()?;
+        let mut pieces = Vec::new();
+        for region in ram.regions() {
+            let skip = from.saturating_sub(region.range.start).min(region.range.size);
+            let (start, len) = (region.range.start + skip, region.range.size - skip);
+            if len == 0 {
+                continue;
+            }
+            let guest =
+                HostMapping::new("shared RAM", region.file.as_fd(), region.file_offset + skip, len, true)?;
+            let alias = Arc::clone(region.mapping());
+            let refused =
+                |what: &'static str| move |source| SharedRamError::Refused { start, len, what, source };
+            let at = usize::try_from(skip).ok().and_then(|skip| region.host_address.checked_add(skip));
+            let at = at.ok_or_else(|| refused("addressed")(io::ErrorKind::InvalidInput.into()))?;
+            for address in [at, guest.as_ptr().addr()] {
+                no_huge_pages(address, len).map_err(refused("kept from huge pages"))?;
+            }
+            let range = Range { start: guest.as_ptr().addr() as u64, len };
+            let mut register = RangeModeAnswer { range, mode: REGISTER_MISSING_WP_MINOR, answer: 0 };
+            call(&uffd, UFFDIO_REGISTER, &mut register).map_err(refused("watched for faults"))?;
+            pieces.push(Piece { start, guest, _alias: alias, at });
+        }
+        Ok(Self { uffd, pieces })
+    }
+
+    /// What the guest is to have: guest-physical addresses and mappings.
+    pub fn mappings(&self) -> impl Iterator<Item = (u64, &Arc<HostMapping>)> {
+        self.pieces.iter().map(|piece| (piece.start, &piece.guest))
+    }
+
+    /// Readable when there are faults.
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.uffd.as_fd()
+    }
+
+    /// Takes faults that have been told; none when there are none now.
+    pub fn faults(&self, into: &mut Vec<PageFault>) -> io::Result<()> {
+        let mut told = [Told::default(); 16];
+        let size = size_of_val(&told);
+        // SAFETY: the buffer is ours and `size` bytes long; all bit patterns are valid for it.
+        let read = unsafe { libc::read(self.uffd.as_raw_fd(), told.as_mut_ptr().cast(), size) };
+        let Ok(read) = usize::try_from(read) else {
+            let error = io::Error::last_os_error();
+            let nothing = matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted);
+            return if nothing { Ok(()) } else { Err(error) };
+        };
+        for one in told.iter().take(read / size_of::<Told>()).filter(|one| one.event == EVENT_PAGEFAULT) {
+            let page = self.pieces.iter().find_map(|piece| {
+                let base = piece.guest.as_ptr().addr() as u64;
+                let offset = one.address.checked_sub(base).filter(|offset| *offset < piece.guest.len())?;
+                Some((piece.start + offset) / PAGE_64)
+            });
+            let Some(page) = page else { continue };
+            let write = one.flags & (FAULT_WRITE | FAULT_WP) != 0;
+            let offset = u16::try_from(one.address % PAGE_64).unwrap_or(0);
+            into.push(PageFault { page, offset, write, thread: one.thread });
+        }
+        Ok(())
+    }
+
+    /// Changes what the guest may do with a page. Threads that wait for it stay so until [`SharedRam::wake`].
+    pub fn set(&self, page: u64, from: PageRights, to: PageRights) -> io::Result<()> {
+        let (guest, alias) = self.addresses(page)?;
+        let range = Range { start: guest as u64, len: PAGE_64 };
+        match (from, to) {
+            (PageRights::None, PageRights::None)
+            | (PageRights::Read, PageRights::Read)
+            | (PageRights::Write, PageRights::Write) => Ok(()),
+            (_, PageRights::None) => {
+                // SAFETY: a page of the guest's mapping, which is shared: its content stays in the file.
+                unsafe { rustix::mm::madvise(guest as *mut _, PAGE, Advice::LinuxDontNeed) }
+                    .map_err(Into::into)
+            }
+            (PageRights::None, _) => {
+                // There must be a page to map.
+                // SAFETY: a byte of the monitor's mapping, which lives as long as `self`; the guest may change it meanwhile.
+                unsafe { AtomicU8::from_ptr(alias as *mut u8) }.load(Ordering::Relaxed);
+                let wp = if to == PageRights::Read { CONTINUE_WP } else { 0 };
+                let mut request = RangeModeAnswer { range, mode: wp | CONTINUE_DONTWAKE, answer: 0 };
+                match call(&self.uffd, UFFDIO_CONTINUE, &mut request) {
+                    Err(error) if error.raw_os_error() == Some(libc::EEXIST) => {
+                        self.write_protect(range, to == PageRights::Read)
+                    }
+                    result => result,
+                }
+            }
+            (PageRights::Read, PageRights::Write) => self.write_protect(range, false),
+            (PageRights::Write, PageRights::Read) => self.write_protect(range, true),
+        }
+    }
+
+    fn write_protect(&self, range: Range, on: bool) -> io::Result<()> {
+        let mode = if on { WRITEPROTECT_WP } else { WRITEPROTECT_DONTWAKE };
+        call(&self.uffd, UFFDIO_WRITEPROTECT, &mut RangeMode { range, mode })
+    }
+
+    /// Lets threads that wait for a page try again.
+    pub fn wake(&self, page: u64) -> io::Result<()> {
+        let (guest, _) = self.addresses(page)?;
+        call(&self.uffd, UFFDIO_WAKE, &mut Range { start: guest as u64, len: PAGE_64 })
+    }
+
+    /// Ends it: all that wait go on, and there will be no faults. What the guest sees from here on is this host's own memory.
+    pub fn release(&self) {
+        for piece in &self.pieces {
+            let mut range = Range { start: piece.guest.as_ptr().addr() as u64, len: piece.guest.len() };
+            if let Err(error) = call(&self.uffd, UFFDIO_UNREGISTER, &mut range) {
+                tracing::error!(%error, start = piece.start, "Shared RAM could not be released");
+            }
+        }
+    }
+
+    /// Appends the content of a page.
+    pub fn read(&self, page: u64, into: &mut Vec<u8>) -> io::Result<()> {
+        let (_, alias) = self.addresses(page)?;
+        into.reserve(PAGE);
+        for at in (0..PAGE).step_by(8) {
+            // SAFETY: an aligned word inside a page of the monitor's mapping, which lives as long as `self`.
+            let word = unsafe { AtomicU64::from_ptr((alias + at) as *mut u64) }.load(Ordering::Relaxed);
+            into.extend_from_slice(&word.to_ne_bytes());
+        }
+        Ok(())
+    }
+
+    /// Copies bytes out of a page; those beyond its end stay as they are. Returns how many were copied.
+    pub fn read_at(&self, page: u64, offset: usize, into: &mut [u8]) -> io::Result<usize> {
+        let (_, alias) = self.addresses(page)?;
+        let len = into.len().min(PAGE.saturating_sub(offset));
+        for (at, byte) in into.iter_mut().take(len).enumerate() {
+            // SAFETY: a byte inside the page: `offset + len` is at most its size.
+            *byte = unsafe { AtomicU8::from_ptr((alias + offset + at) as *mut u8) }.load(Ordering::Relaxed);
+        }
+        Ok(len)
+    }
+
+    /// Writes bytes into a page; what lies beyond its end is left out. Aligned groups of 2, 4 and 8 bytes become visible at once.
+    pub fn write(&self, page: u64, offset: usize, bytes: &[u8]) -> io::Result<()> {
+        let (_, alias) = self.addresses(page)?;
+        let mut at = offset;
+        let mut rest = bytes.get(..bytes.len().min(PAGE.saturating_sub(offset))).unwrap_or_default();
+        while !rest.is_empty() {
+            // The widest aligned group that both address and length allow.
+            let width =
+                [8, 4, 2, 1].into_iter().find(|width| at.is_multiple_of(*width) && rest.len() >= *width);
+            let (group, tail) = rest.split_at(width.unwrap_or(1));
+            let address = alias + at;
+            // SAFETY: aligned for the width, and inside the page, whose mapping lives as long as `self`.
+            unsafe {
+                match *group {
+                    [a, b, c, d, e, f, g, h] => AtomicU64::from_ptr(address as *mut u64)
+                        .store(u64::from_ne_bytes([a, b, c, d, e, f, g, h]), Ordering::Release),
+                    [a, b, c, d] => AtomicU32::from_ptr(address as *mut u32)
+                        .store(u32::from_ne_bytes([a, b, c, d]), Ordering::Release),
+                    [a, b] => AtomicU16::from_ptr(address as *mut u16)
+                        .store(u16::from_ne_bytes([a, b]), Ordering::Release),
+                    _ => AtomicU8::from_ptr(address as *mut u8).store(group[0], Ordering::Release),
+                }
+            }
+            at += group.len();
+            rest = tail;
+        }
+        Ok(())
+    }
+
+    /// Where a page lies in the guest's mapping and in ours.
+    fn addresses(&self, page: u64) -> io::Result<(usize, usize)> {
+        let found = self.pieces.iter().find_map(|piece| {
+            let offset = page.checked_mul(PAGE_64)?.checked_sub(piece.start)?;
+            let offset = usize::try_from(offset).ok().filter(|_| offset < piece.guest.len())?;
+            Some((piece.guest.as_ptr().addr() + offset, piece.at + offset))
+        });
+        found.ok_or_else(|| {
+            io::Error::new(io::ErrorKind::InvalidInput, format!("page {page:#x} is not shared"))
+        })
+    }
+}
+
+fn open() -> Result<OwnedFd, SharedRamError> {
+    let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
+    // SAFETY: a new descriptor; nothing is registered with it yet.
+    let uffd = match unsafe { rustix::mm::userfaultfd(flags) } {
+        Ok(uffd) => uffd,
+        Err(rustix::io::Errno::PERM | rustix::io::Errno::NOSYS) => {
+            open_device().map_err(SharedRamError::Userfaultfd)?
+        }
+        Err(error) => return Err(SharedRamError::Userfaultfd(error.into())),
+    };
+    // Asked for none, it tells all it has; a second descriptor isn't needed, as the kernel lets one ask once.
+    let mut api = ApiRequest { api: API, features: FEATURES, ioctls: 0 };
+    match call(&uffd, UFFDIO_API, &mut api) {
+        Ok(()) => Ok(uffd),
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+            Err(SharedRamError::Features { has: api.features, needs: FEATURES })
+        }
+        Err(error) => Err(SharedRamError::Userfaultfd(error)),
+    }
+}
+
+fn open_device() -> io::Result<OwnedFd> {
+    use std::os::fd::FromRawFd;
+    let device = std::fs::File::open("/dev/userfaultfd")?;
+    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
+    // SAFETY: the request takes flags by value and returns a descriptor.
+    let fd = unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW, flags) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: a fresh descriptor that nobody else knows.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}
+
+/// Runs an ioctl, again where the kernel says that the address space is changing (EAGAIN) or that a signal came.
+fn call<T>(uffd: &OwnedFd, request: libc::c_ulong, argument: &mut T) -> io::Result<()> {
+    loop {
+        // SAFETY: each request is made for a structure of the type it is called with here, which outlives the call. What it
+        // does to memory is limited to ranges registered in `SharedRam::new`, which are shared mappings of guest RAM.
+        let result = unsafe { libc::ioctl(uffd.as_raw_fd(), request, std::ptr::from_mut(argument)) };
+        if result >= 0 {
+            return Ok(());
+        }
+        let error = io::Error::last_os_error();
+        if !matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) {
+            return Err(error);
+        }
+    }
+}
+
+fn no_huge_pages(address: usize, len: u64) -> io::Result<()> {
+    let len = usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
+    // SAFETY: a whole mapping of guest RAM; the advice doesn't change its contents.
+    match unsafe { rustix::mm::madvise(address as *mut _, len, Advice::LinuxNoHugepage) } {
+        // A kernel without huge pages.
+        Ok(()) | Err(rustix::io::Errno::INVAL) => Ok(()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::memory::{RamLayout, RamOptions};
+
+    /// `None` where this machine gives no userfaultfd.
+    fn shared() -> Option<(GuestRam, SharedRam)> {
+        let ram = GuestRam::allocate(&RamLayout::new(&[4 << 20]).unwrap(), &RamOptions::default()).unwrap();
+        match SharedRam::new(&ram, 2 << 20) {
+            Ok(shared) => Some((ram, shared)),
+            Err(SharedRamError::Userfaultfd(error)) => {
+                eprintln!("Skipped: no userfaultfd here: {error}");
+                None
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    fn touch(shared: &SharedRam, page: u64, write: bool) -> std::thread::JoinHandle<u8> {
+        let guest = shared.addresses(page).unwrap().0;
+        std::thread::spawn(move || {
+            // SAFETY: a byte of the guest's mapping, which the test keeps.
+            let byte = unsafe { AtomicU8::from_ptr(guest as *mut u8) };
+            if write { byte.fetch_add(1, Ordering::SeqCst) } else { byte.load(Ordering::SeqCst) }
+        })
+    }
+
+    fn next(shared: &SharedRam) -> PageFault {
+        let mut faults = Vec::new();
+        while faults.is_empty() {
+            let mut fds = [rustix::event::PollFd::new(&shared.uffd, rustix::event::PollFlags::IN)];
+            rustix::event::poll(&mut fds, None).unwrap();
+            shared.faults(&mut faults).unwrap();
+        }
+        assert_eq!(faults.len(), 1, "{faults:?}");
+        faults[0]
+    }
+
+    /// Each kind of access to a page in each state is told once, with page and kind, and goes on when its page has the rights; what
+    /// the monitor has written is what the guest reads; content survives that the page is taken away.
+    #[test]
+    fn faults_are_told_and_rights_take_effect() {
+        use PageRights::{None, Read, Write};
+        let Some((_ram, shared)) = shared() else { return };
+        let page = 0x2a3;
+        shared.write(page, 0, &[41, 7]).unwrap();
+        let reader = touch(&shared, page, false);
+        let fault = next(&shared);
+        assert_eq!((fault.page, fault.offset, fault.write), (page, 0, false));
+        shared.set(page, None, Read).unwrap();
+        shared.wake(page).unwrap();
+        assert_eq!(reader.join().unwrap(), 41);
+
+        let writer = touch(&shared, page, true);
+        assert!(next(&shared).write);
+        shared.set(page, Read, Write).unwrap();
+        shared.wake(page).unwrap();
+        assert_eq!(writer.join().unwrap(), 41);
+        assert_eq!(touch(&shared, page, true).join().unwrap(), 42, "writable pages don't fault");
+
+        shared.set(page, Write, Read).unwrap();
+        let writer = touch(&shared, page, true);
+        assert!(next(&shared).write);
+        shared.set(page, Read, None).unwrap();
+        shared.wake(page).unwrap();
+        let fault = next(&shared);
+        assert!(fault.write, "the same store again, which now finds no page");
+        let mut content = Vec::new();
+        shared.read(page, &mut content).unwrap();
+        assert_eq!((content.len(), &content[..2]), (PAGE, &[43, 7][..]));
+        shared.set(page, None, Write).unwrap();
+        shared.wake(page).unwrap();
+        assert_eq!(writer.join().unwrap(), 43);
+    }
+
+    #[test]
+    fn a_page_that_nobody_has_touched_is_zero_and_release_lets_all_go() {
+        let Some((_ram, shared)) = shared() else { return };
+        let reader = touch(&shared, 0x3ff, false);
+        assert_eq!(next(&shared).page, 0x3ff);
+        shared.set(0x3ff, PageRights::None, PageRights::Read).unwrap();
+        shared.wake(0x3ff).unwrap();
+        assert_eq!(reader.join().unwrap(), 0);
+        let waits = touch(&shared, 0x200, true);
+        assert_eq!(next(&shared).page, 0x200);
+        shared.release();
+        assert_eq!(waits.join().unwrap(), 0);
+        assert!(shared.set(0x1ff, PageRights::None, PageRights::Read).is_err(), "below what is shared");
+        assert!(shared.wake(0x400).is_err(), "beyond the end");
+    }
+
+    #[test]
+    fn writes_are_whole_at_any_offset_and_end_with_the_page() {
+        let Some((_ram, shared)) = shared() else { return };
+        let bytes: Vec<u8> = (1..=40).collect();
+        for offset in [0, 1, 3, 4, 7, PAGE - 40, PAGE - 5] {
+            shared.write(0x201, 0, &[0; PAGE]).unwrap();
+            shared.write(0x201, offset, &bytes).unwrap();
+            let mut content = Vec::new();
+            shared.read(0x201, &mut content).unwrap();
+            let len = bytes.len().min(PAGE - offset);
+            assert_eq!(content[offset..offset + len], bytes[..len]);
+            assert!(content[..offset].iter().all(|byte| *byte == 0));
+            let mut some = [0; 8];
+            assert_eq!(shared.read_at(0x201, offset, &mut some).unwrap(), len.min(8));
+            assert_eq!(some[..len.min(8)], bytes[..len.min(8)]);
+        }
+    }
+}

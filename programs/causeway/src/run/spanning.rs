@@ -1,0 +1,211 @@
+//! A payload VM that spans several monitors: all of them here, or one of them where the others are started elsewhere.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::{Child, Command, ExitCode, Stdio};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, anyhow, bail};
+use control_api::discovery;
+use dsm::{Plant, Policy};
+use monitor::description::{HugePages, Payload, SandboxMode, VmDescription};
+use monitor::dsm::{NodeAddress, NodeSettings, SpanningVm};
+use monitor::payload::process_status;
+
+use super::payload;
+use crate::cli::{Coherence, DsmPlant, RunArgs};
+use crate::output;
+
+/// How long nodes that were started here may take to end after node 0.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// What the command line says about nodes.
+#[derive(Debug)]
+pub struct Span {
+    nodes: u8,
+    /// This node and where all are; `None`: all are started here.
+    place: Option<(u8, Vec<NodeAddress>)>,
+    coherence: Coherence,
+    plant: Plant,
+}
+
+impl Span {
+    /// Takes it from the flags; `None` for a VM of one node. With several nodes there is one vCPU on each unless --cpus says otherwise.
+    pub fn take(args: &mut RunArgs) -> anyhow::Result<Option<Self>> {
+        let peers = std::mem::take(&mut args.peers);
+        let named = u8::try_from(peers.len()).unwrap_or(u8::MAX);
+        let nodes = args.nodes.take().unwrap_or(named.max(1));
+        let node = args.node.take();
+        let coherence = args.coherence.take();
+        let plant = match args.dsm_plant.take() {
+            None => Plant::None,
+            Some(DsmPlant::NoStamps) => Plant::DropAckStamp,
+            Some(DsmPlant::SkipAcks) => Plant::SkipAcks,
+            Some(DsmPlant::ReleaseEarly) => Plant::ReleaseEarly,
+            Some(DsmPlant::ApplyTwice) => Plant::ApplyTwice,
+        };
+        if nodes == 1 && peers.is_empty() && node.is_none() {
+            return match coherence {
+                Some(_) => bail!("--coherence: it is about VMs of several nodes; give --nodes, too"),
+                None => Ok(None),
+            };
+        }
+        if args.payload.is_none() {
+            bail!("--nodes: only payload guests can span nodes; give --payload, too");
+        }
+        if !(2..=64).contains(&nodes) {
+            bail!("--nodes: {nodes} nodes are not possible; choose 2 to 64");
+        }
+        let place = match (node, peers.is_empty()) {
+            (None, true) => None,
+            (Some(node), false) if named == nodes && node < nodes => Some((node, peers)),
+            (Some(node), false) if named == nodes => {
+                bail!("--node: there is no node {node} among {nodes}; they are numbered from 0")
+            }
+            (Some(_), false) => {
+                bail!("--peers: {named} addresses were given for {nodes} nodes; give one for each")
+            }
+            _ => bail!("--node and --peers belong together: which node this is, and where all are"),
+        };
+        if args.cpus.is_none() {
+            args.cpus = Some(monitor::description::written::Cpus::Count(nodes.into()));
+        }
+        Ok(Some(Self { nodes, place, coherence: coherence.unwrap_or(Coherence::Update), plant }))
+    }
+
+    /// Costs of this kind of machine decide: leaving the guest takes 25 µs, a trapped store some 300, a page some 800. A page is kept by
+    /// updates when it would spend a sixth of the time on the way; three stores cost as much as a transfer.
+    fn policy(&self) -> Policy {
+        let policy = match self.coherence {
+            Coherence::Invalidate => Policy::IVY,
+            Coherence::Update => Policy::OURS,
+        };
+        let window_ns = 50_000_000;
+        Policy {
+            hold_ns: 100_000,
+            window_ns,
+            transfers: 10,
+            storm: 150,
+            turn: 4,
+            cooldown_ns: 4 * window_ns,
+            ..policy
+        }
+    }
+}
+
+/// Runs one node, and, where all nodes are to be here, starts the others.
+pub fn run(
+    description: &VmDescription,
+    program: &Payload,
+    span: &Span,
+    json: bool,
+) -> anyhow::Result<ExitCode> {
+    if description.memory.hugepages != HugePages::None {
+        bail!("--hugepages: memory that nodes share moves in pages of 4 KiB; leave it out");
+    }
+    if description.sandbox != SandboxMode::Off && span.place.as_ref().is_none_or(|(node, _)| *node == 0) {
+        tracing::warn!(
+            "The sandbox doesn't cover VMs of several nodes yet: this one runs without (as with --sandbox off)"
+        );
+    }
+    let builder = payload::builder(description, program)?;
+    let mut others = Others::default();
+    let (node, addresses) = match &span.place {
+        Some((node, addresses)) => (*node, addresses.clone()),
+        None => (0, others.start(&description.name, span.nodes)?),
+    };
+    let settings = NodeSettings { node, addresses, policy: span.policy(), plant: span.plant };
+    let mut vm = SpanningVm::join(builder, &settings)?;
+    if node == 0 {
+        let runtime = discovery::runtime_directory();
+        discovery::prepare_directory(&runtime)?;
+        vm.serve_top(&top_socket(&description.name))?;
+    }
+    let ended = vm.run()?;
+    others.end();
+    let code = match ended.outcome {
+        Ok(code) => code,
+        Err(text) if ended.found_here || node == 0 => return Err(anyhow!(text)),
+        // Whoever found it says so.
+        Err(_) => return Ok(ExitCode::FAILURE),
+    };
+    if json && node == 0 {
+        output::print_json(&serde_json::json!({
+            "outcome": "exit",
+            "code": code,
+            "coherence": span.coherence.name(),
+            "nodes": ended.reports,
+            "exits": ended.exits,
+        }))?;
+    }
+    Ok(ExitCode::from(process_status(code)))
+}
+
+/// The socket on which node 0 of a VM tells what its nodes count.
+pub fn top_socket(name: &str) -> PathBuf {
+    discovery::runtime_directory().join(format!("{name}.dsm"))
+}
+
+/// Nodes 1 and up of a VM whose nodes are all on this host.
+#[derive(Default)]
+struct Others {
+    children: Vec<Child>,
+    folder: Option<PathBuf>,
+}
+
+impl Others {
+    /// Starts them, and returns where all nodes listen.
+    fn start(&mut self, name: &str, nodes: u8) -> anyhow::Result<Vec<NodeAddress>> {
+        let runtime = discovery::runtime_directory();
+        discovery::prepare_directory(&runtime)?;
+        let folder = runtime.join(format!("{name}-{}.nodes", std::process::id()));
+        std::fs::create_dir(&folder).with_context(|| {
+            format!("The folder {} for the nodes' sockets can't be made", folder.display())
+        })?;
+        self.folder = Some(folder.clone());
+        let addresses = (0..nodes)
+            .map(|node| Ok(format!("unix:{}", folder.join(node.to_string()).display()).parse()?))
+            .collect::<anyhow::Result<Vec<NodeAddress>>>()?;
+        let peers = addresses.iter().map(ToString::to_string).collect::<Vec<_>>().join(",");
+        let program = std::env::current_exe().context("This program's own file can't be found")?;
+        let mut words: Vec<OsString> = std::env::args_os().skip(1).collect();
+        let after_run = words.iter().position(|word| word == "run").map_or(0, |at| at + 1);
+        for node in 1..nodes {
+            let more = ["--node".into(), node.to_string().into(), "--peers".into(), peers.clone().into()];
+            words.splice(after_run..after_run, more);
+            let child = Command::new(&program)
+                .args(&words)
+                .stdin(Stdio::null())
+                .stdout(Stdio::null())
+                .spawn()
+                .with_context(|| format!("Node {node} can't be started from {}", program.display()))?;
+            self.children.push(child);
+            words.drain(after_run..after_run + 4);
+        }
+        Ok(addresses)
+    }
+
+    /// Waits for them, as long as that is reasonable.
+    fn end(&mut self) {
+        let deadline = Instant::now() + PATIENCE;
+        for child in &mut self.children {
+            while matches!(child.try_wait(), Ok(None)) && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            // Fails when it has ended, as it should have.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+        self.children.clear();
+        if let Some(folder) = self.folder.take()
+            && let Err(error) = std::fs::remove_dir_all(&folder)
+        {
+            tracing::warn!(%error, folder = %folder.display(), "The folder of the nodes' sockets can't be removed");
+        }
+    }
+}
+
+impl Drop for Others {
+    fn drop(&mut self) {
+        self.end();
+    }
+}

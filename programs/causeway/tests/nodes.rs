@@ -1,0 +1,266 @@
+//! VMs that span several monitors on this machine, and what becomes of them when one is lost. Needs /dev/kvm and userfaultfd; without,
+//! each test says so loudly and passes.
+#![allow(clippy::unwrap_used)] // Helpers of tests, which clippy does not take for tests.
+
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+/// The payload programs, built; `None` where no payload VM can span nodes.
+fn programs(test: &str) -> Option<&'static Path> {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    if !Path::new("/dev/kvm").exists() || !Path::new("/dev/userfaultfd").exists() {
+        eprintln!("{test}: skipped: no /dev/kvm, or no /dev/userfaultfd");
+        return None;
+    }
+    Some(FOLDER.get_or_init(|| {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap().to_owned();
+        let target = root.join("target/payload");
+        let status = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+            .args(["build", "--quiet", "--release", "--locked", "-p", "payload-programs", "--manifest-path"])
+            .arg(root.join("guest/payload/Cargo.toml"))
+            .arg("--target-dir")
+            .arg(&target)
+            .env_remove("RUSTFLAGS")
+            .env_remove("CARGO_ENCODED_RUSTFLAGS")
+            .env_remove("CARGO_BUILD_TARGET")
+            .status();
+        assert!(status.unwrap().success(), "the payload programs could not be built");
+        target.join("release")
+    }))
+}
+
+/// A folder for sockets, which every test has for itself.
+fn runtime() -> tempfile::TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+fn causeway(runtime: &Path, program: &Path, flags: &[&str], arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_causeway"));
+    command.env("XDG_RUNTIME_DIR", runtime).args([
+        "--log-level",
+        "error",
+        "run",
+        "--sandbox",
+        "off",
+        "--payload",
+    ]);
+    command.arg(program).args(flags).arg("--").args(arguments);
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+fn text(output: &Output) -> String {
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    format!("{}\n{out}\n{err}", output.status)
+}
+
+/// Counters, messages, false sharing, pages written in turns and private pages are right, in both ways of keeping memory the same, on
+/// two and three nodes, with one and two vCPUs each.
+#[test]
+fn programs_that_check_what_they_read_find_nothing_wrong() {
+    let test = "programs_that_check_what_they_read_find_nothing_wrong";
+    let Some(programs) = programs(test) else { return };
+    for (nodes, cpus) in [("2", "2"), ("2", "4"), ("3", "4")] {
+        for coherence in ["invalidate", "update"] {
+            let runtime = runtime();
+            let flags = ["--nodes", nodes, "--cpus", cpus, "--coherence", coherence];
+            let mut command = causeway(runtime.path(), &programs.join("dsm_basic"), &flags, &["all", "50"]);
+            let output = command.output().unwrap();
+            let text = text(&output);
+            assert!(output.status.success(), "{nodes} nodes, {cpus} vCPUs, {coherence}: {text}");
+            for pattern in ["counter", "message", "sharing", "turns", "private"] {
+                assert!(text.contains(&format!("{pattern}: 50 rounds")), "{text}");
+            }
+            let left: Vec<_> = std::fs::read_dir(runtime.path().join("causeway")).unwrap().collect();
+            assert!(left.is_empty(), "{left:?}");
+        }
+    }
+}
+
+/// The exit code is the program's, whichever node's vCPU gives it; every vCPU's console comes out of node 0, and JSON has the counts of
+/// both nodes, which agree with each other.
+#[test]
+fn console_exit_code_and_counts_come_from_all_nodes() {
+    let Some(programs) = programs("console_exit_code_and_counts_come_from_all_nodes") else { return };
+    let runtime = runtime();
+    let flags = ["--nodes", "2", "--json"];
+    let output = causeway(runtime.path(), &programs.join("hello"), &flags, &["exit=42"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(42), "{}", text(&output));
+    let out = String::from_utf8(output.stdout).unwrap();
+    for vcpu in 0..2 {
+        assert!(out.contains(&format!("Hello from vCPU {vcpu} of 2\n")), "{out}");
+    }
+    let json = &out[out.find('{').unwrap()..];
+    let report: Value = serde_json::from_str(json).unwrap();
+    assert_eq!(report["code"], 42);
+    let count = |node: &str, key: &str| report["nodes"][node]["protocol"][key].as_u64().unwrap();
+    assert!(count("1", "misses") > 0, "node 1 has fetched the program: {report:#}");
+    for (from, to) in [("0", "1"), ("1", "0")] {
+        let (sent, received) = (count(from, "sent"), count(to, "received"));
+        // What is under way when the program ends isn't received any more.
+        assert!(received <= sent && sent <= received + 8, "{from} to {to}: {sent}, {received}");
+        assert_eq!(count(from, "refused"), 0);
+    }
+}
+
+/// Nodes that are started one by one find each other over TCP, and node 0's output and exit code are the VM's; a node of another
+/// program is refused by name.
+#[test]
+fn nodes_that_are_started_apart_meet_over_tcp() {
+    let Some(programs) = programs("nodes_that_are_started_apart_meet_over_tcp") else { return };
+    let port = |listener: std::net::TcpListener| listener.local_addr().unwrap().port();
+    let port = || port(std::net::TcpListener::bind("127.0.0.1:0").unwrap());
+    let start = |runtime: &Path, node: &str, peers: &str, arguments: &[&str]| {
+        let flags = ["--node", node, "--peers", peers];
+        causeway(runtime, &programs.join("dsm_basic"), &flags, arguments).spawn().unwrap()
+    };
+    let runtime = runtime();
+    let peers = format!("tcp:127.0.0.1:{},tcp:127.0.0.1:{}", port(), port());
+    let other = start(runtime.path(), "1", &peers, &["turns", "20"]);
+    let first = start(runtime.path(), "0", &peers, &["turns", "20"]).wait_with_output().unwrap();
+    let other = other.wait_with_output().unwrap();
+    assert!(first.status.success() && other.status.success(), "{} {}", text(&first), text(&other));
+    assert!(text(&first).contains("turns: 20 rounds"), "{}", text(&first));
+    assert!(other.stdout.is_empty(), "{}", text(&other));
+
+    let other = start(runtime.path(), "1", &peers, &["turns", "21"]);
+    let first = start(runtime.path(), "0", &peers, &["turns", "20"]).wait_with_output().unwrap();
+    let other = other.wait_with_output().unwrap();
+    for (output, peer) in [(first, "Node 1"), (other, "Node 0")] {
+        assert!(!output.status.success());
+        let said = text(&output);
+        assert!(said.contains(peer) && said.contains("another program or other settings"), "{said}");
+    }
+}
+
+/// While a VM runs, its hottest pages are told with nodes and offsets, as text and as JSON.
+#[test]
+fn the_hottest_pages_are_told_while_it_runs() {
+    let Some(programs) = programs("the_hottest_pages_are_told_while_it_runs") else { return };
+    let runtime = runtime();
+    let flags = ["--nodes", "2", "--name", "hot"];
+    let (mut child, _) = endless_with(runtime.path(), programs, &flags, 2);
+    std::thread::sleep(Duration::from_millis(300));
+    let top = |flags: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_causeway"));
+        command.env("XDG_RUNTIME_DIR", runtime.path()).args(flags).args(["dsm", "top", "hot"]);
+        command.output().unwrap()
+    };
+    let (table, json) = (top(&[]), top(&["--json"]));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(table.status.success() && text(&table).contains("KEPT BY"), "{}", text(&table));
+    let report: Value = serde_json::from_slice(&json.stdout).unwrap_or_else(|_| panic!("{}", text(&json)));
+    let hottest = &report["pages"][0];
+    assert!(hottest["waited_ms"].as_f64().unwrap() > 0.0, "{report:#}");
+    assert!(hottest["nodes"].get("0").is_some() && hottest["nodes"].get("1").is_some(), "{report:#}");
+    assert!(!top(&[]).status.success(), "nobody answers after the end");
+}
+
+/// Processes that a process has started.
+fn children(pid: u32) -> Vec<Pid> {
+    let path = format!("/proc/{pid}/task/{pid}/children");
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    text.split_whitespace().filter_map(|word| Pid::from_raw(word.parse().ok()?)).collect()
+}
+
+fn exists(pid: Pid) -> bool {
+    // A zombie doesn't count.
+    std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()))
+        .is_ok_and(|stat| !stat.rsplit(')').next().unwrap_or_default().trim().starts_with('Z'))
+}
+
+/// Starts a VM that never ends by itself, and waits until it runs on all nodes.
+fn endless(runtime: &Path, programs: &Path, nodes: &str) -> (Child, Vec<Pid>) {
+    endless_with(runtime, programs, &["--nodes", nodes], nodes.parse().unwrap())
+}
+
+fn endless_with(runtime: &Path, programs: &Path, flags: &[&str], nodes: usize) -> (Child, Vec<Pid>) {
+    let program = programs.join("dsm_basic");
+    let mut child = causeway(runtime, &program, flags, &["endless", "1"]).spawn().unwrap();
+    let mut seen = Vec::new();
+    let stdout = child.stdout.as_mut().unwrap();
+    let mut byte = [0];
+    while !String::from_utf8_lossy(&seen).contains("all run") {
+        assert_eq!(stdout.read(&mut byte).unwrap(), 1, "it ended early: {}", String::from_utf8_lossy(&seen));
+        seen.push(byte[0]);
+    }
+    let others = children(child.id());
+    assert_eq!(others.len(), nodes - 1);
+    (child, others)
+}
+
+/// Waits for the end of what is left, and gives the time that it took and what it said.
+fn diagnosis(mut child: Child, since: Instant) -> (Duration, String) {
+    let mut said = String::new();
+    child.stderr.as_mut().unwrap().read_to_string(&mut said).unwrap();
+    let status = child.wait().unwrap();
+    assert!(!status.success());
+    (since.elapsed(), said)
+}
+
+/// How long it may take until all is over: a second, and what this machine's other work takes.
+const LIMIT: Duration = Duration::from_millis(1500);
+
+fn gone(pids: &[Pid]) {
+    let deadline = Instant::now() + LIMIT;
+    while pids.iter().any(|pid| exists(*pid)) {
+        assert!(Instant::now() < deadline, "processes are left: {pids:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Killing a node at random moments, 20 times: the rest ends, and says which node it was over which link.
+#[test]
+fn a_killed_node_ends_the_vm_with_a_diagnosis() {
+    let Some(programs) = programs("a_killed_node_ends_the_vm_with_a_diagnosis") else { return };
+    let mut longest = Duration::ZERO;
+    for round in 0..20u64 {
+        let runtime = runtime();
+        let (child, others) = endless(runtime.path(), programs, "2");
+        std::thread::sleep(Duration::from_micros(round * 3_777 % 50_000));
+        let since = Instant::now();
+        kill_process(others[0], Signal::KILL).unwrap();
+        let (took, said) = diagnosis(child, since);
+        assert!(said.contains("node 1") && said.contains("link unix:"), "round {round}: {said}");
+        assert!(took < LIMIT, "round {round} took {took:?}");
+        gone(&others);
+        longest = longest.max(took);
+    }
+    println!("the longest of 20 took {longest:?}");
+}
+
+/// Killing node 0 ends the others, which nobody watches then.
+#[test]
+fn nodes_end_when_the_first_is_killed() {
+    let Some(programs) = programs("nodes_end_when_the_first_is_killed") else { return };
+    let runtime = runtime();
+    let (mut child, others) = endless(runtime.path(), programs, "3");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    gone(&others);
+}
+
+/// A node that stands still is taken for lost: the rest says so, and it is ended.
+#[test]
+fn a_silent_node_ends_the_vm_with_a_diagnosis() {
+    let Some(programs) = programs("a_silent_node_ends_the_vm_with_a_diagnosis") else { return };
+    let runtime = runtime();
+    let (child, others) = endless(runtime.path(), programs, "2");
+    let since = Instant::now();
+    kill_process(others[0], Signal::STOP).unwrap();
+    let mut child = child;
+    let mut said = String::new();
+    // The stopped process has the other end of stderr, too: it is read when that is gone.
+    child.stderr.as_mut().unwrap().read_to_string(&mut said).unwrap();
+    child.wait().unwrap();
+    assert!(said.contains("Node 1 has not been heard from") && said.contains("link unix:"), "{said}");
+    assert!(since.elapsed() < Duration::from_secs(5), "{:?}", since.elapsed());
+    gone(&others);
+}
