@@ -126,7 +126,8 @@ impl Driver {
             self.beaten = Instant::now();
             rustix::io::pwrite(&self.status, &self.beats.to_le_bytes(), 0).unwrap();
         }
-        for slot in (0..self.geometry.slots()).filter(|slot| *slot != self.own) {
+        let own = self.own;
+        for slot in (0..self.geometry.slots()).filter(|slot| *slot != own) {
             self.look(slot);
             self.exchange(slot);
         }
