@@ -11,7 +11,6 @@ use std::time::{Duration, Instant};
 use common::{Machine, PATIENCE, RAM, has_kvm, held, patient, registry, wait_until};
 use control_api::host::NicRequest;
 use host::{Daemon, DaemonConfig};
-use machine::interrupt::MsiRoute;
 use machine::memory::{
     Bytes, GuestAddress, GuestAddressSpace, GuestRam, RamLayout, RamOptions, Readers, is_writable,
 };

@@ -372,7 +372,8 @@ impl Driver {
             }
             8 => complete(entries + 5),
             9 => complete(u64::from(u32::MAX)),
-            _ => (0..entries).rev().for_each(|at| {
+            // What the peer has not read yet stays: it would wait for it, as for anybody who is alive and says nothing.
+            _ => (0..entries / 4).rev().for_each(|at| {
                 let address = if at % 2 == 0 { random(at) } else { mine + random(at) % RAM };
                 post(at, [address, random(at + entries), random(at + 2 * entries)]);
             }),
