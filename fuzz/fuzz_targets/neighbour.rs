@@ -130,10 +130,10 @@ fn run(input: &Input) {
             Step::Inline { length } => {
                 match sending.post_inline(words, &[7; 256][..usize::from(length)], 1, 2) {
                     Ok(id) => {
-                        assert!(id < ENTRIES && sending.is_outstanding(id) && (1..=80).contains(&length));
+                        assert!(id < ENTRIES && sending.is_outstanding(id) && (1..=32).contains(&length));
                         outstanding += 1;
                     }
-                    Err(PostError::Inline { .. }) => assert!(length == 0 || length > 80),
+                    Err(PostError::Inline { .. }) => assert!(length == 0 || length > 32),
                     Err(_) => {}
                 }
             }

@@ -2,228 +2,26 @@
 //! and what happens when one of the three goes. Needs /dev/kvm; without it each test says so loudly and passes.
 #![allow(clippy::unwrap_used)] // Helpers of tests, which clippy does not take for tests.
 
-use std::os::fd::BorrowedFd;
+mod common;
+
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use common::{Machine, PATIENCE, RAM, has_kvm, held, patient, registry, wait_until};
 use control_api::host::NicRequest;
-use host::access::Access;
-use host::neighbours::{Neighbours, NeighboursConfig};
 use host::{Daemon, DaemonConfig};
-use machine::bus::AddressSpace;
-use machine::exits::RangeNames;
-use machine::interrupt::{InterruptController, MsiRoute};
-use machine::irqchip::{IrqchipOptions, KernelIrqchip};
-use machine::kvm::Host;
 use machine::memory::{
     Bytes, GuestAddress, GuestAddressSpace, GuestRam, RamLayout, RamOptions, Readers, is_writable,
 };
-use machine::vm::Vm;
 use monitor::description::{Neighbour, NeighbourPeer};
-use monitor::neighbour::{NeighbourFunction, OpenedNeighbour};
+use monitor::neighbour::OpenedNeighbour;
 use monitor::sandbox::{Sandbox, ThreadKind};
 use monitor::vfio_user::{DmaRange, Nic, NicConnector, OpenedFunction, VfioUserError, VfioUserFunction};
 use monitor::vm::ThreadHook;
 use neighbour::heartbeat::Heartbeat;
 use neighbour::registers as reg;
 use pci::function::PciFunction;
-use pci::interrupt::{InterruptError, Msi, MsiMessage, MsiVector};
-
-const RAM: u64 = 4 << 20;
-const PATIENCE: Duration = Duration::from_secs(120);
-
-/// Vectors of a machine's controller; kept, so that a test can look at their eventfds.
-struct Vectors {
-    controller: Arc<dyn InterruptController>,
-    made: Mutex<Vec<Arc<dyn MsiRoute>>>,
-}
-
-struct Vector(Arc<dyn MsiRoute>);
-
-fn refused(source: std::io::Error) -> InterruptError {
-    InterruptError::Refused { what: "do what a test asks".to_owned(), source }
-}
-
-impl Msi for Vectors {
-    fn allocate(&self, count: u16) -> Result<Vec<Arc<dyn MsiVector>>, InterruptError> {
-        let routes = self.controller.allocate_msi(count).map_err(refused)?;
-        self.made.lock().unwrap().extend(routes.iter().map(Arc::clone));
-        Ok(routes.into_iter().map(|route| Arc::new(Vector(route)) as Arc<dyn MsiVector>).collect())
-    }
-}
-
-impl MsiVector for Vector {
-    fn set(&self, message: Option<MsiMessage>) -> Result<(), InterruptError> {
-        let message = message
-            .map(|message| machine::interrupt::MsiMessage { address: message.address, data: message.data });
-        self.0.set(message).map_err(refused)
-    }
-
-    fn trigger(&self) -> Result<(), InterruptError> {
-        self.0.trigger().map_err(refused)
-    }
-
-    fn eventfd(&self) -> Option<BorrowedFd<'_>> {
-        self.0.eventfd()
-    }
-}
-
-/// A driver that does nothing but count.
-struct Driver {
-    stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Drop for Driver {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
-        self.thread.take().unwrap().join().unwrap();
-    }
-}
-
-/// A machine of which the guest is this test.
-struct Machine {
-    vm: Arc<Vm>,
-    memory: AddressSpace,
-    function: Arc<NeighbourFunction>,
-    vectors: Vectors,
-    ram: GuestRam,
-}
-
-/// A registry that waits longer than a busy machine lets a thread wait.
-fn patient() -> Heartbeat {
-    Heartbeat { patience: Duration::from_secs(60), ..Heartbeat::DEFAULT }
-}
-
-fn registry(directory: &Path, heartbeat: Heartbeat) -> Neighbours {
-    let folder = directory.join("host.d");
-    std::fs::create_dir_all(&folder).unwrap();
-    let config = NeighboursConfig { heartbeat, ..NeighboursConfig::default() };
-    Neighbours::start(&folder.join("neighbours"), Access::default(), config).unwrap()
-}
-
-fn has_kvm(test: &str) -> bool {
-    let there = Path::new("/dev/kvm").exists();
-    if !there {
-        eprintln!("{test}: skipped: no /dev/kvm");
-    }
-    there
-}
-
-/// What of `name`'s memory this process has open or mapped.
-fn held(name: &str) -> (usize, usize) {
-    let name = format!("causeway:{name}:ram");
-    let links = std::fs::read_dir("/proc/self/fd").unwrap().filter_map(|entry| {
-        // Other threads close theirs meanwhile.
-        std::fs::read_link(entry.ok()?.path()).ok()
-    });
-    let open = links.filter(|link| link.to_string_lossy().contains(&name)).count();
-    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
-    (open, maps.lines().filter(|line| line.contains(&name)).count())
-}
-
-fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
-    while !done() {
-        assert!(Instant::now() < deadline, "never happened: {what}");
-        std::thread::sleep(Duration::from_millis(5));
-    }
-}
-
-impl Machine {
-    fn start(directory: &Path, name: &str, permits: &[&str]) -> Self {
-        Self::start_confined(directory, name, permits, Arc::new(|| {}))
-    }
-
-    /// With a function whose thread runs `on_start` first.
-    fn start_confined(directory: &Path, name: &str, permits: &[&str], on_start: ThreadHook) -> Self {
-        let permit = permits.iter().map(|vm| NeighbourPeer { vm: (*vm).to_owned(), uid: None }).collect();
-        Self::start_with(directory, name, permit, Readers::Anybody, on_start)
-    }
-
-    /// With RAM that those may see.
-    fn start_with(
-        directory: &Path,
-        name: &str,
-        permit: Vec<NeighbourPeer>,
-        readers: Readers,
-        on_start: ThreadHook,
-    ) -> Self {
-        let wish = Neighbour { group: "nas".to_owned(), permit, host: directory.join("host.sock") };
-        let opened = OpenedNeighbour::open(name, &wish).unwrap();
-        let vm = Host::open().unwrap().create_vm().unwrap();
-        let options = RamOptions { name: name.to_owned(), readers, ..RamOptions::default() };
-        let ram = GuestRam::allocate(&RamLayout::new(&[RAM]).unwrap(), &options).unwrap();
-        vm.slots().add_ram(&ram).unwrap();
-        let controller = KernelIrqchip::create(&vm, IrqchipOptions { pit: false }).unwrap();
-        let vectors = Vectors { controller, made: Mutex::default() };
-        let memory = AddressSpace::memory(RangeNames::new());
-        let function = NeighbourFunction::new(opened, &vm, &ram, &memory, &vectors).unwrap();
-        function.start(Box::new(|| {}), on_start).unwrap();
-        Self { vm, memory, function, vectors, ram }
-    }
-
-    fn read(&self, offset: u64) -> u32 {
-        let mut data = [0; 4];
-        self.function.bar_read(reg::BAR_REGISTERS, offset, &mut data);
-        u32::from_le_bytes(data)
-    }
-
-    fn write(&self, offset: u64, value: u32) {
-        self.function.bar_write(reg::BAR_REGISTERS, offset, &value.to_le_bytes());
-    }
-
-    /// Starts a driver that counts.
-    fn drive(&self) -> Driver {
-        let at = u64::from(self.slot()) * u64::from(self.read(reg::SEGMENT_STRIDE));
-        let status = self.function.mappings().into_iter().find(|mapping| mapping.offset == at).unwrap().fd;
-        self.write(reg::DRIVER, 1);
-        let stop = Arc::new(AtomicBool::new(false));
-        let stopped = Arc::clone(&stop);
-        let thread = std::thread::spawn(move || {
-            for count in 1_u64.. {
-                if stopped.load(Ordering::Relaxed) {
-                    return;
-                }
-                rustix::io::pwrite(&status, &count.to_le_bytes(), 0).unwrap();
-                std::thread::sleep(Duration::from_millis(50));
-            }
-        });
-        Driver { stop, thread: Some(thread) }
-    }
-
-    fn slot(&self) -> u32 {
-        self.read(reg::OWN_SLOT)
-    }
-
-    fn peer(&self, slot: u32, register: u64) -> u32 {
-        self.read(reg::PEERS + u64::from(slot) * reg::PEER_STRIDE + register)
-    }
-
-    fn release(&self, slot: u32, epoch: u32) {
-        self.write(reg::PEERS + u64::from(slot) * reg::PEER_STRIDE + reg::PEER_RELEASE, epoch);
-    }
-
-    fn window(slot: u32) -> u64 {
-        NeighboursConfig::default().geometry.start(slot).unwrap()
-    }
-
-    /// Whether KVM has a window of `slot` here; nobody may write it.
-    fn sees(&self, slot: u32) -> bool {
-        let found = self.vm.slots().lookup(Self::window(slot) + RAM - 1);
-        assert!(found.as_ref().is_none_or(|memslot| memslot.read_only));
-        found.is_some()
-    }
-
-    /// Waits until the block of `slot` says `state`; its epoch.
-    fn wait_for(&self, slot: u32, state: u32) -> u32 {
-        wait_until(&format!("peer {slot} in state {state}"), || self.peer(slot, reg::PEER_STATE) == state);
-        self.peer(slot, reg::PEER_EPOCH)
-    }
-}
 
 /// Both appear in each other: window, segment, doorbell; a doorbell is the other's interrupt, and nobody else's; a store to a
 /// window is counted and does nothing; one that isn't permitted gets nothing.

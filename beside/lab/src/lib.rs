@@ -17,7 +17,7 @@ pub mod litmus_run;
 pub mod measure;
 mod module_build;
 mod native;
-mod neighbours_image;
+pub mod neighbours_image;
 pub mod paths;
 pub mod protocol;
 mod qemu;
@@ -29,6 +29,7 @@ pub mod scenario;
 pub mod scenarios;
 mod shell;
 pub mod topology;
+pub mod traffic;
 mod transcript;
 
 pub use agent::serve as serve_agent;

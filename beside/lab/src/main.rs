@@ -60,6 +60,8 @@ enum Verb {
     },
     /// Build the images that are missing or outdated.
     Images,
+    /// Show what sparse and checkpatch find in guest/mmnet; fails when that is something.
+    ModuleLint,
     /// What runs inside a host.
     #[command(hide = true)]
     Agent {
@@ -94,6 +96,28 @@ enum Verb {
         run: u64,
         /// The last record that was acknowledged.
         last: u64,
+    },
+    /// Receive streams of checked records (inside a guest).
+    #[command(hide = true)]
+    TrafficReceive {
+        /// The TCP port.
+        port: u16,
+    },
+    /// Send a stream of checked records for ever (inside a guest).
+    #[command(hide = true)]
+    TrafficSend {
+        /// To whom: address and port.
+        to: std::net::SocketAddr,
+        /// The file in which to say what was done.
+        state: PathBuf,
+    },
+    /// Write and read back a block device for ever (inside a guest).
+    #[command(hide = true)]
+    TrafficDisk {
+        /// The device.
+        device: PathBuf,
+        /// The file in which to say what was done.
+        state: PathBuf,
     },
     /// Memory and KVM counters of a monitor (inside a host).
     #[command(hide = true)]
@@ -224,6 +248,7 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
         Some(Verb::Images) => {
             lab::image::Images::ready(&lab::recipe::Artifact::ALL).map(|_| ExitCode::SUCCESS)
         }
+        Some(Verb::ModuleLint) => lab::neighbours_image::lint().map(|()| ExitCode::SUCCESS),
         Some(Verb::In { guest, script, wait }) => {
             lab::guest_channel::run(&guest, script.as_deref(), Duration::from_secs(wait)).map(status)
         }
@@ -232,6 +257,11 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
         }
         Some(Verb::RecordsCheck { image, run, last }) => {
             lab::records::check(&image, run, last).map(|()| ExitCode::SUCCESS)
+        }
+        Some(Verb::TrafficReceive { port }) => lab::traffic::receive(port).map(|()| ExitCode::SUCCESS),
+        Some(Verb::TrafficSend { to, state }) => lab::traffic::send(to, &state).map(|()| ExitCode::SUCCESS),
+        Some(Verb::TrafficDisk { device, state }) => {
+            lab::traffic::disk(&device, &state).map(|()| ExitCode::SUCCESS)
         }
         Some(Verb::Measure { pid, ram_mib }) => lab::measure::print(pid, ram_mib).map(|()| ExitCode::SUCCESS),
         Some(Verb::DsmLitmus { nodes, iterations, meeting, round, only, list, run_arguments }) => {

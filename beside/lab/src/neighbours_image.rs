@@ -2,27 +2,33 @@
 
 use crate::apt::Apt;
 use crate::image::{Images, fresh, write};
-use crate::{module_build, paths, recipe};
+use crate::recipe::Artifact;
+use crate::{module_build, paths, progress, recipe};
 use anyhow::{Context, Result, bail};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// What runs in the build root. Debian's headers have the kernel's type information, and the program that would copy it isn't there.
-const BUILD: &str = "#!/bin/sh\nset -e\ncd /build/guest/mmnet\n\
-    make KDIR=/usr/lib/modules/$1/build CONFIG_DEBUG_INFO_BTF_MODULES= modules\n\
-    for m in *.ko; do strip --strip-debug $m; cp $m /build/out/; done\n";
+/// What runs in the build root.
+const BUILD: &str = include_str!("../assets/neighbours-build.sh");
+
+/// The kernel whose source brings checkpatch, and for which sparse looks at the modules.
+const CHECKED: &str = recipe::NEIGHBOUR_KERNELS[0];
+/// What sparse and checkpatch said, beside the modules of [`CHECKED`].
+const FINDINGS: [&str; 2] = ["sparse.txt", "checkpatch.txt"];
 
 /// The sources, with their paths below the work tree.
 fn sources() -> Result<Vec<PathBuf>> {
     let mut found = vec![PathBuf::from("devices/neighbour/include/causeway_neighbour.h")];
-    let folder = Path::new("guest/mmnet");
-    let full = paths::workspace().join(folder);
-    for entry in fs::read_dir(&full).with_context(|| format!("Can't list {}", full.display()))? {
-        let name = PathBuf::from(entry?.file_name());
-        let source = name.extension().is_some_and(|e| e == "c" || e == "h");
-        let made = name.to_string_lossy().ends_with(".mod.c");
-        if source && !made || name == Path::new("Kbuild") || name == Path::new("Makefile") {
-            found.push(folder.join(name));
+    for folder in ["guest/mmnet", "guest/mmnet/test"] {
+        let folder = Path::new(folder);
+        let full = paths::workspace().join(folder);
+        for entry in fs::read_dir(&full).with_context(|| format!("Can't list {}", full.display()))? {
+            let name = PathBuf::from(entry?.file_name());
+            let source = name.extension().is_some_and(|e| e == "c" || e == "h");
+            let made = name.to_string_lossy().ends_with(".mod.c");
+            if source && !made || name == Path::new("Kbuild") || name == Path::new("Makefile") {
+                found.push(folder.join(name));
+            }
         }
     }
     found.sort();
@@ -51,6 +57,36 @@ pub(crate) fn module(kernel: &str, name: &str) -> Result<Vec<u8>> {
     fs::read(&path).with_context(|| format!("Can't read the module {}", path.display()))
 }
 
+/// Fails when sparse or checkpatch found something in the modules' sources; says what they found.
+///
+/// # Errors
+/// With all findings; or when the images can't be built.
+pub fn lint() -> Result<()> {
+    Images::ready(&[Artifact::Kernels, Artifact::Neighbours])?;
+    let mut found = String::new();
+    for name in FINDINGS {
+        let path = paths::cache().join("neighbours").join(CHECKED).join(name);
+        // A report that isn't there would be a check that wasn't made.
+        let text = fs::read_to_string(&path)
+            .with_context(|| format!("There is no report of a check of the modules: {}", path.display()))?;
+        let (last, findings) = report(&text)
+            .with_context(|| format!("{} does not say that its check came to its end", path.display()))?;
+        progress!("{name}: {last}");
+        found.push_str(findings);
+    }
+    if !found.trim().is_empty() {
+        bail!("The sources of guest/mmnet have findings:\n{}", found.trim());
+    }
+    Ok(())
+}
+
+/// The last line of a report, which says what was checked, and what stands before it: the findings.
+fn report(text: &str) -> Option<(&str, &str)> {
+    let text = text.trim_end();
+    let (findings, last) = text.rsplit_once('\n').unwrap_or(("", text));
+    last.starts_with("checked ").then_some((last, findings))
+}
+
 impl Images {
     /// Builds them.
     pub(crate) fn neighbours(&self, apt: &Apt, work: &Path) -> Result<()> {
@@ -58,7 +94,10 @@ impl Images {
         for kernel in recipe::NEIGHBOUR_KERNELS {
             let root = fresh(&work.join(kernel))?;
             let release = self.release(kernel)?;
-            module_build::root(apt, &root, &release, recipe::MODULE_BUILD_PACKAGES, false)?;
+            let checked = *kernel == CHECKED;
+            let more: &[&str] = if checked { recipe::MODULE_CHECK_PACKAGES } else { &[] };
+            let packages = [recipe::MODULE_BUILD_PACKAGES, more].concat();
+            module_build::root(apt, &root, &release, &packages, checked)?;
             for path in sources()? {
                 let from = paths::workspace().join(&path);
                 let text = fs::read_to_string(&from)
@@ -75,5 +114,19 @@ impl Images {
             }
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A check that was cut short is no check that found nothing.
+    #[test]
+    fn a_report_says_that_it_is_whole() {
+        assert_eq!(report("checked 3 files\n"), Some(("checked 3 files", "")));
+        assert_eq!(report("a.c:1: bad\nchecked 3 files\n"), Some(("checked 3 files", "a.c:1: bad")));
+        assert_eq!(report("a.c:1: bad\n"), None);
+        assert_eq!(report(""), None);
     }
 }

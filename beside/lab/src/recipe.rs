@@ -157,6 +157,9 @@ pub const RDMA_BUILD_PACKAGES: &[&str] = &[
 pub const MODULE_BUILD_PACKAGES: &[&str] =
     &["coreutils", "dash", "diffutils", "findutils", "gawk", "gcc-12", "grep", "make", "sed"];
 
+/// What checks their sources, besides.
+pub const MODULE_CHECK_PACKAGES: &[&str] = &["perl", "sparse", "tar", "xz-utils"];
+
 /// The release of Debian whose backports have the newer QEMU: 10.0.2. It brings its C library along, so any release's runs here; that of
 /// trixie-backports, 11.1.3, failed in `net` (STABILITY.md).
 pub const QEMU_RELEASE: &str = "trixie";
@@ -438,6 +441,7 @@ impl Artifact {
             }
             Artifact::Neighbours => {
                 parts.extend(MODULE_BUILD_PACKAGES);
+                parts.extend(MODULE_CHECK_PACKAGES);
                 parts.extend(kernels);
                 parts.extend(NEIGHBOUR_KERNELS);
                 parts.push(&sources);

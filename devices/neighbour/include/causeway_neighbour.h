@@ -81,7 +81,7 @@ typedef uint64_t __le64;
 #define CW_NB_MOST_PARTS 0x20ULL
 #define CW_NB_FLAG_MORE 0x1ULL
 #define CW_NB_FLAG_INLINE 0x2ULL
-#define CW_NB_MOST_INLINE 0x50ULL
+#define CW_NB_MOST_INLINE 0x20ULL
 #define CW_NB_STATUS_UNREACHABLE 0xffff0003ULL
 
 struct cw_nb_header {

@@ -281,7 +281,7 @@ impl<T: AsRef<[u32]> + AsMut<[u32]>> Sender<T> {
         if data.is_empty() || data.len() > MOST_INLINE || !self.inline {
             return Err(bad);
         }
-        // At most 4, and a ring has 8 at least.
+        // At most 2, and a ring has 8 at least.
         let count = u32::try_from(inline_entries(data.len())).map_err(|_| bad)?;
         let length = u32::try_from(data.len()).map_err(|_| bad)?;
         let id = self.reserve(words, count)?;
@@ -515,7 +515,7 @@ impl Receiver {
             }
         };
         put(first[0]);
-        // At most 4, and a ring has 8 at least.
+        // At most 2, and a ring has 8 at least.
         let count = u32::try_from(inline_entries(bytes)).map_err(|_| Violation::TooLong)?;
         for ahead in 1..count {
             // The first became valid last.

@@ -116,10 +116,14 @@ fn every_way_to_break_a_message_is_found() {
     assert_eq!(broken(&more), Violation::TooLong);
     let inline = |length: u64| move |pair: &Pair| pair.poke(0, 1, 2 << 32 | length);
     assert_eq!(broken(&inline(0)), Violation::Inline(0));
-    assert_eq!(broken(&inline(81)), Violation::Inline(81));
+    assert_eq!(broken(&inline(33)), Violation::Inline(33));
     assert_eq!(broken(&inline(u64::from(u32::MAX))), Violation::Inline(u32::MAX));
-    // Two entries are there; more are needed.
-    assert_eq!(broken(&inline(33)), Violation::Torn);
+    // Its second entry isn't there.
+    let torn = |pair: &Pair| {
+        pair.poke(0, 1, 2 << 32 | 32);
+        pair.poke(1, 3, 0);
+    };
+    assert_eq!(broken(&torn), Violation::Torn);
     assert_eq!(broken(&|pair| pair.poke(0, 1, 3 << 32 | 8)), Violation::Flags(3));
 }
 
@@ -129,13 +133,13 @@ fn small_messages_travel_in_the_ring_to_those_who_understand_it() {
     let (mut sender, mut receiver) = (pair.sender(3), pair.receiver(3));
     let words = &pair.words[..];
     let mut message = Message::default();
-    let bytes: Vec<u8> = (1..=81).collect();
+    let bytes: Vec<u8> = (1..=33).collect();
     assert_eq!(sender.post_inline(words, &bytes[..8], 0, 0), Err(PostError::Inline { length: 8 }));
     sender.learn(crate::layout::FEATURE_INLINE);
-    for length in [0, 81] {
+    for length in [0, 33] {
         assert_eq!(sender.post_inline(words, &bytes[..length], 0, 0), Err(PostError::Inline { length }));
     }
-    for length in 1..=80 {
+    for length in 1..=32 {
         let id = sender.post_inline(words, &bytes[..length], 7, 99).unwrap();
         assert_eq!(receiver.receive(words, &mut message), Ok(true));
         assert_eq!((message.data(), message.id, message.kind, message.note), (&bytes[..length], id, 7, 99));
@@ -150,9 +154,9 @@ fn small_messages_travel_in_the_ring_to_those_who_understand_it() {
         sender.completion(words).unwrap();
     }
     assert_eq!(receiver.receive(words, &mut message), Ok(false));
-    // 64 bytes take four entries.
-    for _ in 0..2 {
-        sender.post_inline(words, &bytes[..64], 0, 0).unwrap();
+    // 32 bytes take two entries.
+    for _ in 0..4 {
+        sender.post_inline(words, &bytes[..32], 0, 0).unwrap();
     }
     assert_eq!(sender.post_inline(words, &bytes[..1], 0, 0), Err(PostError::Full));
 }
@@ -226,7 +230,7 @@ enum Step {
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         2 => (1usize..9).prop_map(Step::Post),
-        1 => (1usize..=80).prop_map(Step::Inline),
+        1 => (1usize..=32).prop_map(Step::Inline),
         3 => Just(Step::Receive),
         2 => any::<prop::sample::Index>().prop_map(Step::Complete),
         2 => Just(Step::Collect),

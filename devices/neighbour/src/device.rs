@@ -29,6 +29,9 @@ struct Peer {
     window: Window,
     name: [u8; 32],
     gone: Option<u32>,
+    /// The guest has let go of it, and it is about to be taken away. Its block is empty from then on, so that a driver that is loaded anew
+    /// meanwhile doesn't take up a connection whose rings the last one used.
+    released: bool,
 }
 
 /// The registers of one VM's function.
@@ -115,7 +118,7 @@ impl Device {
         for (to, from) in name.iter_mut().zip(vm.bytes()) {
             *to = from;
         }
-        *place = Some(Peer { epoch, window, name, gone: None });
+        *place = Some(Peer { epoch, window, name, gone: None, released: false });
         self.changed |= 1_u64.checked_shl(slot).unwrap_or(0);
         true
     }
@@ -255,7 +258,7 @@ impl Device {
         let Some(within) = offset.checked_sub(reg::PEERS) else { return 0 };
         let (slot, at) = (within / reg::PEER_STRIDE, within % reg::PEER_STRIDE);
         let peer = usize::try_from(slot).ok().and_then(|slot| self.peers.get(slot)?.as_ref());
-        let Some(peer) = peer else { return 0 };
+        let Some(peer) = peer.filter(|peer| !peer.released) else { return 0 };
         let half = |value: u64| {
             let (low, high) = crate::layout::halves(value);
             if at.is_multiple_of(8) { low } else { high }
@@ -292,13 +295,20 @@ impl Device {
         if offset == reg::DRIVER {
             let driver = value & 1 == 1;
             let changes = core::mem::replace(&mut self.driver, driver) != driver;
+            if changes && !driver {
+                self.peers.iter_mut().flatten().for_each(|peer| peer.released = true);
+            }
             return changes.then_some(Effect::Driver(driver));
         }
         let within = offset.checked_sub(reg::PEERS)?;
         let (slot, at) = (within / reg::PEER_STRIDE, within % reg::PEER_STRIDE);
         let slot = u32::try_from(slot).ok()?;
-        let peer = self.place(slot)?.as_ref()?;
-        (at == reg::PEER_RELEASE && peer.epoch == value).then_some(Effect::Release { slot, epoch: value })
+        let peer = self.place(slot)?.as_mut()?;
+        if at != reg::PEER_RELEASE || peer.epoch != value {
+            return None;
+        }
+        peer.released = true;
+        Some(Effect::Release { slot, epoch: value })
     }
 }
 
@@ -361,6 +371,34 @@ mod tests {
         assert_eq!(effect, Some(Effect::Release { slot: 3, epoch: 9 }));
         device.forget(3, 9);
         assert_eq!(read(&mut device, block + reg::PEER_STATE), reg::PEER_NONE);
+    }
+
+    /// A connection that a driver gave up is not shown to the next one, before the monitor has come to take it away; a later one is.
+    #[test]
+    fn a_driver_that_comes_back_at_once_does_not_see_what_the_last_one_used() {
+        let mut device = device();
+        let block = |slot| reg::PEERS + slot * reg::PEER_STRIDE;
+        let on = |device: &mut Device, on: u32| device.write(reg::DRIVER, &on.to_le_bytes());
+        assert!(on(&mut device, 1).is_some());
+        for slot in [2, 3] {
+            let window = device.geometry.window(slot, &[(0, 4096)]).unwrap();
+            assert!(device.offer(window, 7, "x"));
+        }
+        let released = device.write(block(2) + reg::PEER_RELEASE, &7u32.to_le_bytes());
+        assert_eq!(released, Some(Effect::Release { slot: 2, epoch: 7 }));
+        assert_eq!(read(&mut device, block(2) + reg::PEER_STATE), reg::PEER_NONE);
+        assert_eq!(read(&mut device, block(3) + reg::PEER_STATE), reg::PEER_OFFERED);
+        assert_eq!(
+            (on(&mut device, 0), on(&mut device, 1)),
+            (Some(Effect::Driver(false)), Some(Effect::Driver(true)))
+        );
+        assert_eq!(read(&mut device, block(3) + reg::PEER_STATE), reg::PEER_NONE);
+        // The monitor's list still has both, until it has taken them away.
+        assert_eq!(device.views().count(), 2);
+        device.forget(3, 7);
+        let window = device.geometry.window(3, &[(0, 4096)]).unwrap();
+        assert!(device.offer(window, 8, "x"));
+        assert_eq!(read(&mut device, block(3) + reg::PEER_EPOCH), 8);
     }
 
     #[test]

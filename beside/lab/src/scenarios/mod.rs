@@ -9,6 +9,9 @@ mod host;
 mod neighbours;
 mod neighbours_block;
 mod neighbours_end;
+mod neighbours_faults;
+mod neighbours_member;
+mod neighbours_selftest;
 mod net;
 mod rdma_boot;
 mod rdma_exits;
@@ -33,6 +36,8 @@ pub const ALL: &[Scenario] = &[
     host::SCENARIO,
     neighbours::SCENARIO,
     neighbours_block::SCENARIO,
+    neighbours_faults::SCENARIO,
+    neighbours_selftest::SCENARIO,
     rdma_boot::SCENARIO,
     rdma_tools::SCENARIO,
     rdma_pyverbs::SCENARIO,

@@ -6,7 +6,7 @@
 //!   files ─── p0 ───▶ raid ───── d1 ─────────────▶ disks: /dev/vdc          p0 is raid's own /dev/mmblkN, served on
 //! ```
 
-use crate::channel::{Output, Session};
+use crate::channel::Session;
 use crate::guest::{Guest, GuestSpec, Vmm};
 use crate::guest_channel;
 use crate::host::Host;
@@ -18,6 +18,7 @@ use crate::rdma::{self, DAEMON_SOCKET, Runs};
 use crate::recipe::Artifact;
 use crate::scenario::{Options, Report, Scenario};
 use crate::scenarios::neighbours_end::{end_daemon, kernel_is_content};
+use crate::scenarios::neighbours_member::{Member, PATIENCE};
 use crate::scenarios::rdma_exits::Counters;
 use crate::topology::{HostSpec, Topology};
 use crate::{progress, recipe};
@@ -38,7 +39,6 @@ pub const SCENARIO: Scenario = Scenario {
 /// RAM of each guest in MiB.
 const MEMORY_MIB: u32 = 448;
 const BOOT: Duration = Duration::from_secs(300);
-const PATIENCE: Duration = Duration::from_secs(300);
 /// What the daemon waits for a guest's count: an emulated host beside other work may stand still for seconds. A monitor that is killed is
 /// noticed at once all the same.
 const PATIENCE_MS: u32 = 20_000;
@@ -47,36 +47,7 @@ const DISK_MIB: u64 = 96;
 /// The guests.
 const NAMES: [&str; 3] = ["disks", "raid", "files"];
 
-struct Member<'a> {
-    name: &'static str,
-    guest: Guest,
-    host: &'a Host,
-}
-
-impl Runs for Member<'_> {
-    fn start(&self, script: &str) -> Result<Session> {
-        self.host.start(&self.command(script), None, None)
-    }
-
-    fn run(&self, script: &str, timeout: Duration) -> Result<Output> {
-        self.host
-            .run(&self.command(script), timeout)
-            .with_context(|| format!("Guest {}: {:?}", self.name, script.lines().next().unwrap_or_default()))
-    }
-}
-
 impl Member<'_> {
-    fn command(&self, script: &str) -> String {
-        let script = rdma::quoted(&format!("export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root; {script}"));
-        format!("exec /share/.lab/lab in --wait 60 {} {script}", self.name)
-    }
-
-    fn sh(&self, script: &str) -> Result<String> {
-        self.run(script, PATIENCE)?.success().with_context(|| {
-            format!("{:?} failed in guest {}", script.trim().lines().next().unwrap_or_default(), self.name)
-        })
-    }
-
     /// Counters of an export or a device: a directory in configfs.
     fn counters(&self, of: &str) -> Result<BTreeMap<String, u64>> {
         Ok(parse_counters(&self.sh(&format!("cat {CONFIG}/{of}/counters"))?))

@@ -89,7 +89,7 @@ pub enum Role {
     CopyOut,
     /// Reads the peer's buffers without any message: as fast as this processor can.
     Read,
-    /// As [`Role::Send`], with the data in the ring; 80 bytes at most, and so in those below.
+    /// As [`Role::Send`], with the data in the ring; 8 to 32 bytes, and so in those below.
     SendInline,
     /// As [`Role::Receive`], likewise.
     ReceiveInline,

@@ -23,6 +23,8 @@ use crate::programs::Programs;
 
 const LARGE: u64 = 64 << 10;
 const SMALL: u64 = 64;
+/// As much as the ring itself carries.
+const TINY: u64 = 32;
 const LARGE_MESSAGES: u64 = 4_000;
 const SMALL_MESSAGES: u64 = 400_000;
 const ROUNDS: u64 = 20_000;
@@ -63,7 +65,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
 }
 
 const IN_PLACE: &str = "one-way latency of 64 bytes, read in place";
-const INLINE_ROUND: [Role; 2] = [Role::PingInline, Role::PongInline];
+const ROUND: [Role; 2] = [Role::Ping, Role::Pong];
 
 struct Session {
     bed: Bed,
@@ -101,18 +103,19 @@ impl Session {
         self.figures.add(Figure::new("copies_64KiB", what, "GB/s", Better::Higher, peer, &copies, Some(3.0)))
     }
 
-    /// One message of 64 bytes at a time, there and back: with the data in the ring, and read in place.
+    /// One message at a time, there and back: of 64 bytes, read in place, and of 32 in the ring.
     fn latency(&mut self) -> anyhow::Result<()> {
         let khz = self.khz;
         let one_way = |ticks| nanoseconds(khz, ticks, 2 * ROUNDS);
         let bed = std::cell::RefCell::new(&mut self.bed);
-        for (name, what, roles, aim) in [
-            ("latency_64B", "one-way latency of 64 bytes, in the ring", INLINE_ROUND, Some(2.0)),
-            ("latency_64B_in_place", IN_PLACE, [Role::Ping, Role::Pong], None),
+        let inline = [Role::PingInline, Role::PongInline];
+        for (name, what, roles, length, aim) in [
+            ("latency_64B", IN_PLACE, ROUND, SMALL, Some(2.0)),
+            ("latency_32B_inline", "one-way latency of 32 bytes, in the ring", inline, TINY, None),
         ] {
             let pairs = Pairs::take(
                 self.samples,
-                || Ok(one_way(bed.borrow_mut().play(roles, ROUNDS, SMALL)?)),
+                || Ok(one_way(bed.borrow_mut().play(roles, ROUNDS, length)?)),
                 || {
                     let mut bed = bed.borrow_mut();
                     let address = bed.word()?;
@@ -126,22 +129,20 @@ impl Session {
         Ok(())
     }
 
-    /// Messages of 64 bytes, many outstanding.
+    /// Small messages, many outstanding.
     fn small(&mut self) -> anyhow::Result<()> {
         let khz = self.khz;
         let rate = |ticks| 1e3 / nanoseconds(khz, ticks, SMALL_MESSAGES);
         let bed = std::cell::RefCell::new(&mut self.bed);
-        for (name, what, roles) in [
-            (
-                "rate_64B",
-                "messages of 64 bytes, read in place, 256 outstanding (aim 20)",
-                [Role::Send, Role::Receive],
-            ),
-            ("rate_64B_inline", "messages of 64 bytes, in the ring", [Role::SendInline, Role::ReceiveInline]),
+        let in_place = "messages of 64 bytes, read in place, 256 outstanding (aim 20)";
+        let inline = [Role::SendInline, Role::ReceiveInline];
+        for (name, what, roles, length) in [
+            ("rate_64B", in_place, [Role::Send, Role::Receive], SMALL),
+            ("rate_32B_inline", "messages of 32 bytes, in the ring", inline, TINY),
         ] {
             let pairs = Pairs::take(
                 self.samples,
-                || Ok(rate(bed.borrow_mut().play(roles, SMALL_MESSAGES, SMALL)?)),
+                || Ok(rate(bed.borrow_mut().play(roles, SMALL_MESSAGES, length)?)),
                 || Ok(rate(bed.borrow_mut().play([Role::CopyIn, Role::CopyOut], SMALL_MESSAGES, SMALL)?)),
             )?;
             let peer = "a ring through which they are copied in and out (rep movsb), in the same VMs";
@@ -218,10 +219,17 @@ impl Session {
         let peer = "UCX over shared memory, tagged messages";
         self.beside("ucx_64KiB", peer, samples, || Ok(ucx("tag_bw", LARGE, 20_000)?.gigabytes))?;
         let bed = &mut self.bed;
-        let ours = || Ok(nanoseconds(khz, bed.play(INLINE_ROUND, ROUNDS, SMALL)?, 2 * ROUNDS));
+        let ours = || Ok(nanoseconds(khz, bed.play(ROUND, ROUNDS, SMALL)?, 2 * ROUNDS));
         let pairs = Pairs::take(samples, ours, || Ok(ucx("tag_lat", SMALL, 200_000)?.latency * 1e3))?;
-        let what = "one-way latency of 64 bytes, in the ring";
-        self.figures.add(Figure::new("latency_64B_ucx", what, "ns", Better::Lower, peer, &pairs, None))?;
+        self.figures.add(Figure::new(
+            "latency_64B_ucx",
+            IN_PLACE,
+            "ns",
+            Better::Lower,
+            peer,
+            &pairs,
+            None,
+        ))?;
         let bed = &mut self.bed;
         let ours = || {
             let ticks = bed.play([Role::Send, Role::Receive], SMALL_MESSAGES, SMALL)?;

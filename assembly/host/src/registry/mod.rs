@@ -5,38 +5,33 @@
 //!                  └── nobody connects for a minute ──▶ NIC gone
 //! ```
 
+mod error;
+mod keeper;
+mod nic;
+
 use std::collections::BTreeMap;
 use std::fmt;
-use std::io;
-use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use hca::limits::Limits;
-use rustix::event::{EventfdFlags, eventfd};
 use vfio_user_protocol::device::{Device, Peer};
-use vfio_user_protocol::server::{Server, ServerError};
 use vmxnet3::{MacAddress, Vmxnet3Config};
 
+pub use self::error::RegistryError;
+use self::nic::{FunctionServer, Nic};
 use crate::access::{Access, Denied, is_administrator, may_use};
 use crate::engine::EngineHandle;
 use crate::function::NicShared;
 use crate::function::ethernet::EthernetFunction;
 use crate::function::header::HeaderError;
-use crate::function::interrupts::signal;
 use crate::function::rdma::{RdmaError, RdmaFunction};
-use crate::identity::{BadName, check_name, is_unicast, mac_of, mac_text};
-use crate::listener::{ListenError, SocketFile, listen};
+use crate::identity::{check_name, is_unicast, mac_of, mac_text};
 use crate::remembered::Remembered;
-use crate::segments::{Network, SegmentError, Segments, Uplink};
+use crate::segments::{Network, Segments, Uplink};
 
-/// A NIC that nobody connects to goes after this long.
-const UNUSED: Duration = Duration::from_secs(60);
-/// What is to be remembered is written this long after a change, so that a guest can't make the disk busy.
-const WRITE_AFTER: Duration = Duration::from_millis(200);
 /// NICs of all VMs, and of one.
 const MOST_NICS: usize = 1024;
 const MOST_NICS_OF_A_VM: usize = 16;
@@ -110,80 +105,6 @@ pub enum Event {
     Stop,
 }
 
-/// A NIC can't be attached, detached or changed.
-#[derive(Debug, thiserror::Error)]
-pub enum RegistryError {
-    /// Not allowed.
-    #[error(transparent)]
-    Denied(#[from] Denied),
-    /// A name.
-    #[error(transparent)]
-    Name(#[from] BadName),
-    /// MAC address.
-    #[error("{mac} can't be a NIC's address: it is a group address or zero")]
-    Mac {
-        /// As given.
-        mac: String,
-    },
-    /// MAC address in use on the segment.
-    #[error("{mac} is the address of {other} on segment {segment} already; give each NIC its own")]
-    MacTaken {
-        /// As given.
-        mac: String,
-        /// Whose it is.
-        other: NicKey,
-        /// The segment.
-        segment: String,
-    },
-    /// MTU.
-    #[error("A NIC can't have an MTU of {mtu} bytes; it is from 576 to 9000")]
-    Mtu {
-        /// As given.
-        mtu: u32,
-    },
-    /// Somebody is connected to it.
-    #[error("{key} is in use: its monitor is connected; end that VM, or detach the NIC, first")]
-    InUse {
-        /// Which.
-        key: NicKey,
-    },
-    /// Too many.
-    #[error("{what} has {limit} NICs, more are not possible")]
-    TooMany {
-        /// `This host` or a VM.
-        what: String,
-        /// How many there can be.
-        limit: usize,
-    },
-    /// There is none.
-    #[error("There is no {key}")]
-    NoSuchNic {
-        /// Which.
-        key: NicKey,
-    },
-    /// There is no such VM.
-    #[error("VM {vm} has no NIC here")]
-    NoSuchVm {
-        /// Which.
-        vm: String,
-    },
-    /// Network or tap.
-    #[error(transparent)]
-    Segment(#[from] SegmentError),
-    /// Socket.
-    #[error(transparent)]
-    Listen(#[from] ListenError),
-    /// Server.
-    #[error("A socket of {key} can't be served")]
-    Serve {
-        /// Which.
-        key: NicKey,
-        /// Why.
-        #[source]
-        source: Box<dyn std::error::Error + Send + Sync>,
-    },
-}
-
 /// Quotas of a VM to which nobody gave others. The engine keeps 8 bytes per registered page, so that a VM can make the
 /// daemon grow by 128 MiB with what it registers.
 #[must_use]
@@ -209,73 +130,6 @@ struct State {
     /// By VM; kept while it has NICs.
     limits: BTreeMap<String, Limits>,
     generations: u64,
-}
-
-/// A NIC. Dropping it ends its connections and takes its devices away; fields are dropped in this order.
-#[derive(Debug)]
-struct Nic {
-    servers: Vec<FunctionServer>,
-    shared: Arc<NicShared>,
-    rdma: Arc<RdmaFunction>,
-    ethernet: Arc<EthernetFunction>,
-    uplink: Option<Arc<Uplink>>,
-    network: Arc<Network>,
-    mac: [u8; 6],
-    mtu: u32,
-    since: Instant,
-    was_used: bool,
-}
-
-/// A thread that serves one function's socket.
-#[derive(Debug)]
-struct FunctionServer {
-    path: PathBuf,
-    stop: Arc<OwnedFd>,
-    thread: Option<JoinHandle<()>>,
-    _file: SocketFile,
-}
-
-impl FunctionServer {
-    fn start(
-        path: PathBuf,
-        device: Arc<dyn Device>,
-        key: &NicKey,
-        function: usize,
-    ) -> Result<Self, RegistryError> {
-        let failed = |source: Box<dyn std::error::Error + Send + Sync>| RegistryError::Serve {
-            key: key.clone(),
-            source,
-        };
-        let (listener, file) = listen(&path)?.into_parts();
-        let server = Server::from_listener(listener).map_err(|error: ServerError| failed(error.into()))?;
-        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|error| failed(io::Error::from(error).into()))?;
-        let stop = Arc::new(stop);
-        let (stopped, name) = (Arc::clone(&stop), key.to_string());
-        let thread = std::thread::Builder::new()
-            .name(format!("{}.{function}", key.vm.chars().take(12).collect::<String>()))
-            .spawn(move || {
-                if let Err(error) = server.serve(&device, stopped.as_fd()) {
-                    tracing::error!(
-                        error = &error as &dyn std::error::Error,
-                        "Function {function} of {name} is no longer served"
-                    );
-                }
-            })
-            .map_err(|error| failed(error.into()))?;
-        Ok(Self { path, stop, thread: Some(thread), _file: file })
-    }
-}
-
-impl Drop for FunctionServer {
-    fn drop(&mut self) {
-        signal(self.stop.as_fd());
-        if let Some(thread) = self.thread.take()
-            && thread.join().is_err()
-        {
-            tracing::error!("The thread of {} panicked; this is a bug", self.path.display());
-        }
-    }
 }
 
 impl Registry {
@@ -540,96 +394,11 @@ impl Registry {
         let nics = std::mem::take(&mut self.state().nics);
         drop(nics);
     }
-
-    /// The keeper's thread: removes NICs whose clients have gone, and writes what is to be remembered.
-    pub(crate) fn keep(&self, inbox: &Receiver<Event>) {
-        let mut write_at: Option<Instant> = None;
-        loop {
-            let wait = [write_at, self.next_unused()].into_iter().flatten().min();
-            let event = match wait {
-                Some(at) => inbox.recv_timeout(at.saturating_duration_since(Instant::now())),
-                None => inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
-            };
-            match event {
-                Ok(Event::Unused { key, generation }) => self.remove_unused(&key, generation),
-                Ok(Event::Changed) => write_at = write_at.or_else(|| Instant::now().checked_add(WRITE_AFTER)),
-                Ok(Event::Stop) | Err(RecvTimeoutError::Disconnected) => break,
-                Err(RecvTimeoutError::Timeout) => {}
-            }
-            if write_at.is_some_and(|at| at <= Instant::now()) {
-                write_at = None;
-                self.write();
-            }
-            self.remove_never_used();
-        }
-        self.write();
-    }
-
-    fn write(&self) {
-        if let Err(error) = self.remembered.flush() {
-            tracing::warn!(%error, "What this daemon knows of its NICs can't be written; after a restart drivers are not told");
-        }
-    }
-
-    fn remove_unused(&self, key: &NicKey, generation: u64) {
-        let mut state = self.state();
-        let same = |nic: &Nic| nic.shared.generation == generation && !nic.shared.in_use();
-        if !state.nics.get(key).is_some_and(same) {
-            return;
-        }
-        let nic = state.nics.remove(key);
-        forget_limits(&mut state, &key.vm);
-        drop(state);
-        drop(nic);
-        tracing::info!(vm = key.vm, nic = key.name, "NIC released: its monitor has gone");
-    }
-
-    /// When the next NIC is to go to which nobody has connected.
-    fn next_unused(&self) -> Option<Instant> {
-        let state = self.state();
-        let waiting = state.nics.values().filter(|nic| !nic.was_used && !nic.shared.in_use());
-        waiting.filter_map(|nic| nic.since.checked_add(UNUSED)).min()
-    }
-
-    fn remove_never_used(&self) {
-        let mut state = self.state();
-        let mut gone = Vec::new();
-        for nic in state.nics.values_mut() {
-            nic.was_used |= nic.shared.in_use();
-            if !nic.was_used && nic.since.elapsed() >= UNUSED {
-                gone.push(nic.shared.key.clone());
-            }
-        }
-        let nics: Vec<_> = gone.iter().filter_map(|key| state.nics.remove(key)).collect();
-        for key in &gone {
-            forget_limits(&mut state, &key.vm);
-        }
-        drop(state);
-        drop(nics);
-        for key in gone {
-            tracing::info!(vm = key.vm, nic = key.name, "NIC released: nobody connected to it");
-        }
-    }
 }
 
 /// Limits last as long as a VM has NICs.
 fn forget_limits(state: &mut State, vm: &str) {
     if !state.nics.keys().any(|key| key.vm == vm) {
         state.limits.remove(vm);
-    }
-}
-
-impl Nic {
-    fn info(&self) -> NicInfo {
-        NicInfo {
-            key: self.shared.key.clone(),
-            mac: self.mac,
-            segment: self.network.name().to_owned(),
-            tap: self.uplink.as_ref().map(|uplink| uplink.tap().to_owned()),
-            mtu: self.mtu,
-            uid: self.shared.uid,
-            functions: self.servers.iter().map(|server| server.path.clone()).collect(),
-            connected: (0..self.servers.len()).map(|function| self.shared.is_connected(function)).collect(),
-        }
     }
 }

@@ -1,0 +1,84 @@
+//! The keeper: a thread that removes NICs whose clients have gone, or never came, and writes what is to be remembered.
+
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use super::nic::Nic;
+use super::{Event, NicKey, Registry, forget_limits};
+
+/// A NIC that nobody connects to goes after this long.
+const UNUSED: Duration = Duration::from_secs(60);
+/// What is to be remembered is written this long after a change, so that a guest can't make the disk busy.
+const WRITE_AFTER: Duration = Duration::from_millis(200);
+
+impl Registry {
+    /// The keeper's thread: removes NICs whose clients have gone, and writes what is to be remembered.
+    pub(crate) fn keep(&self, inbox: &Receiver<Event>) {
+        let mut write_at: Option<Instant> = None;
+        loop {
+            let wait = [write_at, self.next_unused()].into_iter().flatten().min();
+            let event = match wait {
+                Some(at) => inbox.recv_timeout(at.saturating_duration_since(Instant::now())),
+                None => inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            match event {
+                Ok(Event::Unused { key, generation }) => self.remove_unused(&key, generation),
+                Ok(Event::Changed) => write_at = write_at.or_else(|| Instant::now().checked_add(WRITE_AFTER)),
+                Ok(Event::Stop) | Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            if write_at.is_some_and(|at| at <= Instant::now()) {
+                write_at = None;
+                self.write();
+            }
+            self.remove_never_used();
+        }
+        self.write();
+    }
+
+    fn write(&self) {
+        if let Err(error) = self.remembered.flush() {
+            tracing::warn!(%error, "What this daemon knows of its NICs can't be written; after a restart drivers are not told");
+        }
+    }
+
+    fn remove_unused(&self, key: &NicKey, generation: u64) {
+        let mut state = self.state();
+        let same = |nic: &Nic| nic.shared.generation == generation && !nic.shared.in_use();
+        if !state.nics.get(key).is_some_and(same) {
+            return;
+        }
+        let nic = state.nics.remove(key);
+        forget_limits(&mut state, &key.vm);
+        drop(state);
+        drop(nic);
+        tracing::info!(vm = key.vm, nic = key.name, "NIC released: its monitor has gone");
+    }
+
+    /// When the next NIC is to go to which nobody has connected.
+    fn next_unused(&self) -> Option<Instant> {
+        let state = self.state();
+        let waiting = state.nics.values().filter(|nic| !nic.was_used && !nic.shared.in_use());
+        waiting.filter_map(|nic| nic.since.checked_add(UNUSED)).min()
+    }
+
+    fn remove_never_used(&self) {
+        let mut state = self.state();
+        let mut gone = Vec::new();
+        for nic in state.nics.values_mut() {
+            nic.was_used |= nic.shared.in_use();
+            if !nic.was_used && nic.since.elapsed() >= UNUSED {
+                gone.push(nic.shared.key.clone());
+            }
+        }
+        let nics: Vec<_> = gone.iter().filter_map(|key| state.nics.remove(key)).collect();
+        for key in &gone {
+            forget_limits(&mut state, &key.vm);
+        }
+        drop(state);
+        drop(nics);
+        for key in gone {
+            tracing::info!(vm = key.vm, nic = key.name, "NIC released: nobody connected to it");
+        }
+    }
+}
