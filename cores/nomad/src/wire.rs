@@ -27,7 +27,9 @@ const TO_COORDINATOR: u8 = 2;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum WireError {
     /// Fewer bytes than are needed.
-    #[error("A message of {got} bytes ends early: {needed} are needed. The connection is broken or the peer is faulty")]
+    #[error(
+        "A message of {got} bytes ends early: {needed} are needed. The connection is broken or the peer is faulty"
+    )]
     Short {
         /// Bytes that there are.
         got: usize,
@@ -38,10 +40,14 @@ pub enum WireError {
     #[error("A message has {0} bytes behind its end. The peer is faulty")]
     Long(usize),
     /// Another version.
-    #[error("A message is in version {0} of the format, this program knows {VERSION}: run the same release on all hosts")]
+    #[error(
+        "A message is in version {0} of the format, this program knows {VERSION}: run the same release on all hosts"
+    )]
     Version(u8),
     /// A field has a value that it can't have.
-    #[error("The field '{field}' of a message has the value {value}, which it can't have. The peer is faulty")]
+    #[error(
+        "The field '{field}' of a message has the value {value}, which it can't have. The peer is faulty"
+    )]
     Field {
         /// Its name.
         field: &'static str,
@@ -133,7 +139,8 @@ pub fn encode(message: &Message, bytes: &mut Vec<u8>) {
         Node::Coordinator => (flag, 0),
         Node::Host(host) => (0, host.0),
     };
-    let ((from_flag, from), (to_flag, to)) = (end(message.from, FROM_COORDINATOR), end(message.to, TO_COORDINATOR));
+    let ((from_flag, from), (to_flag, to)) =
+        (end(message.from, FROM_COORDINATOR), end(message.to, TO_COORDINATOR));
     bytes.extend_from_slice(&[VERSION, kind(&message.body), from_flag | to_flag, 0, 0, 0, 0, 0]);
     let mut writer = Writer(bytes);
     writer.u32(from);
@@ -332,11 +339,9 @@ fn parse_body(kind: u8, reader: &mut Reader<'_>) -> Result<Body, WireError> {
             vms: reader.vms()?,
             fan: reader.hosts()?,
         },
-        9 => Body::Suspended {
-            migration: reader.migration()?,
-            origin: reader.host()?,
-            hosts: reader.hosts()?,
-        },
+        9 => {
+            Body::Suspended { migration: reader.migration()?, origin: reader.host()?, hosts: reader.hosts()? }
+        }
         10 => Body::Handover {
             migration: reader.migration()?,
             vm: reader.vm()?,

@@ -241,9 +241,7 @@ impl Coordinator {
 
     fn takes_part(&self, host: HostId, migration: MigrationId) -> bool {
         let stored = self.ledger.migrations.get(&migration);
-        stored.is_some_and(|stored| {
-            stored.moves.iter().any(|moved| moved.from == host || moved.to == host)
-        })
+        stored.is_some_and(|stored| stored.moves.iter().any(|moved| moved.from == host || moved.to == host))
     }
 
     /// Tells a host a decision that it seems not to know. Whether the migration is undecided.
@@ -295,7 +293,9 @@ impl Coordinator {
         progress.waiting.remove(&host);
         match stage {
             Stage::Switching => self.decide(migration, actions),
-            Stage::Reserving | Stage::Copying if progress.waiting.is_empty() => self.advance(migration, actions),
+            Stage::Reserving | Stage::Copying if progress.waiting.is_empty() => {
+                self.advance(migration, actions)
+            }
             _ => {}
         }
     }

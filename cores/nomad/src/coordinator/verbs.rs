@@ -24,7 +24,9 @@ pub enum Refused {
     #[error("{0} can't move to {1}: no such host has reported. See 'causeway cluster hosts'")]
     NoSuchHost(VmId, HostId),
     /// It, or a peer, moves already.
-    #[error("{0} can't move now: {1} isn't over, and moves it or one of its peers. Wait for it, or cancel it")]
+    #[error(
+        "{0} can't move now: {1} isn't over, and moves it or one of its peers. Wait for it, or cancel it"
+    )]
     Busy(VmId, MigrationId),
     /// A VM of that name is alive.
     #[error("{0} can't be started on {1}: it runs on {2}")]
@@ -111,7 +113,13 @@ impl Coordinator {
     ///
     /// # Errors
     /// When one isn't known.
-    pub fn linked(&mut self, one: VmId, other: VmId, up: bool, actions: &mut Vec<Action>) -> Result<(), Refused> {
+    pub fn linked(
+        &mut self,
+        one: VmId,
+        other: VmId,
+        up: bool,
+        actions: &mut Vec<Action>,
+    ) -> Result<(), Refused> {
         let (a, b) = (one.min(other), one.max(other));
         if a == b {
             return Err(Refused::Itself(a));

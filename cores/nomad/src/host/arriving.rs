@@ -61,8 +61,7 @@ impl Host {
             return;
         }
         actions.push(Action::Reserve { migration, moves: moves.clone() });
-        let arriving =
-            Arriving { moves, granted: false, arrived: BTreeSet::new(), faces: BTreeMap::new() };
+        let arriving = Arriving { moves, granted: false, arrived: BTreeSet::new(), faces: BTreeMap::new() };
         self.arriving.insert(migration, arriving);
         self.set(Timer::Arriving(migration), self.config.retry_ms, actions);
     }
@@ -108,7 +107,9 @@ impl Host {
     }
 
     fn tell_loaded(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
-        let Some(arriving) = self.arriving.get(&migration).filter(|arriving| arriving.is_loaded()) else { return };
+        let Some(arriving) = self.arriving.get(&migration).filter(|arriving| arriving.is_loaded()) else {
+            return;
+        };
         let sources: BTreeSet<_> = arriving.moves.iter().map(|moved| moved.from).collect();
         if self.config.plant == Plant::ResumeBeforeCommit {
             self.land_planted(migration, actions);
@@ -125,8 +126,7 @@ impl Host {
         let vms = arriving.moves.iter().map(|moved| (moved.vm, moved.epoch)).collect::<Vec<_>>();
         let hosts: BTreeSet<_> = arriving.faces.values().flatten().map(|place| place.host).collect();
         for host in hosts {
-            let body =
-                Body::Running { after: migration, origin: self.id, vms: vms.clone(), fan: Vec::new() };
+            let body = Body::Running { after: migration, origin: self.id, vms: vms.clone(), fan: Vec::new() };
             self.tell(Node::Host(host), body, actions);
         }
     }
@@ -156,7 +156,8 @@ impl Host {
         }
         let mut landed = Vec::new();
         for (vm, faces) in arriving.faces {
-            let epoch = places.iter().find(|place| place.vm == vm && place.host == self.id).map(|place| place.epoch);
+            let epoch =
+                places.iter().find(|place| place.vm == vm && place.host == self.id).map(|place| place.epoch);
             let Some(epoch) = epoch else { continue };
             self.learn(&faces);
             let faces = faces.iter().map(|place| (place.vm, false)).collect();

@@ -111,8 +111,7 @@ impl Host {
         }
         let vms = leaving.vms();
         // A peer of which nothing was heard since it moved may be anywhere: it couldn't be stopped. The coordinator says it again.
-        let unheard = vms.iter().filter_map(|vm| self.vms.get(vm)).any(|vm| vm.faces.values().any(|open| !open));
-        if unheard {
+        if self.has_closed(&vms, Some(migration)) {
             return;
         }
         let hosts = self.hosts_of_peers(&vms);
@@ -175,7 +174,9 @@ impl Host {
     }
 
     fn hand_over(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
-        let Some(Leaving { moves, phase: Phase::Handing(left) }) = self.leaving.get(&migration) else { return };
+        let Some(Leaving { moves, phase: Phase::Handing(left) }) = self.leaving.get(&migration) else {
+            return;
+        };
         let moves: Vec<_> = moves.iter().filter(|moved| left.contains(&moved.to)).copied().collect();
         for moved in moves {
             let faces = self.vms.get(&moved.vm).into_iter().flat_map(|vm| vm.faces.keys());
@@ -202,11 +203,8 @@ impl Host {
         let Some(leaving) = self.leaving.get(&migration) else { return };
         match &leaving.phase {
             Phase::Copying(left) => {
-                let body = if left.is_empty() {
-                    Body::Converged { migration }
-                } else {
-                    Body::Outcome { migration }
-                };
+                let body =
+                    if left.is_empty() { Body::Converged { migration } } else { Body::Outcome { migration } };
                 self.tell(Node::Coordinator, body, actions);
             }
             Phase::Suspending(left) => {
@@ -263,8 +261,18 @@ impl Host {
             }
             announced.push((vm, found.epoch));
         }
-        if !matches!(leaving.phase, Phase::Copying(_)) {
+        // Peers that haven't answered the announcement before have to answer this one.
+        let vms = leaving.vms();
+        if !matches!(leaving.phase, Phase::Copying(_)) || self.has_closed(&vms, None) {
             self.announce(migration, &announced, actions);
         }
+    }
+
+    /// Whether a VM has queue pairs that are closed, other than for the sake of a peer that moves in the same migration: that peer's
+    /// host has made sure that this one knew of it.
+    fn has_closed(&self, vms: &[VmId], but: Option<MigrationId>) -> bool {
+        let faces = vms.iter().filter_map(|vm| self.vms.get(vm)).flat_map(|vm| &vm.faces);
+        let mut closed = faces.filter(|(_, open)| !**open).map(|(peer, _)| self.known.get(peer));
+        closed.any(|known| but.is_none() || known.is_none_or(|known| known.suspended != but))
     }
 }

@@ -305,7 +305,11 @@ impl Host {
     }
 
     /// Remembers a message along a tree. Its origin asks again if this one is forgotten.
-    fn remember(spreads: &mut BTreeMap<(MigrationId, HostId), Spread>, key: (MigrationId, HostId), it: Spread) {
+    fn remember(
+        spreads: &mut BTreeMap<(MigrationId, HostId), Spread>,
+        key: (MigrationId, HostId),
+        it: Spread,
+    ) {
         spreads.insert(key, it);
         while spreads.len() > MAX_SPREADS {
             spreads.pop_first();

@@ -105,8 +105,12 @@ impl Host {
     /// A peer's host asks whether a VM runs here. Silence is the answer while it is stopped, or leaves and has peers stop.
     pub(super) fn asked(&mut self, from: HostId, vm: VmId, actions: &mut Vec<Action>) {
         let Some(found) = self.vms.get(&vm).filter(|found| found.switching.is_none()) else { return };
-        let body =
-            Body::Running { after: found.after, origin: self.id, vms: vec![(vm, found.epoch)], fan: Vec::new() };
+        let body = Body::Running {
+            after: found.after,
+            origin: self.id,
+            vms: vec![(vm, found.epoch)],
+            fan: Vec::new(),
+        };
         self.tell(Node::Host(from), body, actions);
     }
 }

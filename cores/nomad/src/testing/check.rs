@@ -62,7 +62,10 @@ impl Cluster {
     pub fn is_quiet(&self) -> bool {
         self.disk.migrations.is_empty()
             && self.coordinator.ledger() == &self.disk
-            && self.machines.values().all(|machine| machine.host.is_quiet() && machine.engine.rooms.is_empty())
+            && self
+                .machines
+                .values()
+                .all(|machine| machine.host.is_quiet() && machine.engine.rooms.is_empty())
     }
 
     /// Lets everything arrive, without faults, until nothing goes on and all operations are done. What is wrong in the end.
@@ -117,8 +120,14 @@ impl Cluster {
             }
             queue.extend(out.drain(..));
         }
-        let text = format!("it doesn't end: {:?}, {timers:?}", self.disk.migrations);
-        Err(text)
+        Err(self.stuck())
+    }
+
+    /// What still goes on, where nothing should.
+    pub(super) fn stuck(&self) -> String {
+        let busy: Vec<_> =
+            self.machines.values().map(|machine| &machine.host).filter(|host| !host.is_quiet()).collect();
+        format!("it doesn't end: {:?}, {busy:?}", self.disk.migrations)
     }
 
     /// What is wrong when nothing goes on any more.
@@ -138,7 +147,9 @@ impl Cluster {
             }
         }
         for (vm, peer) in self.flows.keys().filter(|(vm, peer)| !self.is_lost(*vm) && !self.is_lost(*peer)) {
-            let Some(machine) = self.where_runs(*vm).and_then(|host| self.machines.get(&host)) else { continue };
+            let Some(machine) = self.where_runs(*vm).and_then(|host| self.machines.get(&host)) else {
+                continue;
+            };
             let completed = machine.engine.instances.get(vm).and_then(|vm| vm.state.completed.get(peer));
             if completed.copied().unwrap_or(0) != self.operations {
                 return Err(format!("operations of {vm} on {peer} stand still at {completed:?}"));

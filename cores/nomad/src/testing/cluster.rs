@@ -169,7 +169,9 @@ impl Cluster {
         }
         self.carry_out(actions, out);
         for (vm, peer) in [(one, other), (other, one)] {
-            let (Some(owner), Some(at)) = (self.disk.vms.get(&vm), self.disk.vms.get(&peer)) else { continue };
+            let (Some(owner), Some(at)) = (self.disk.vms.get(&vm), self.disk.vms.get(&peer)) else {
+                continue;
+            };
             let (host, place) = (owner.host, Place { vm: peer, host: at.host, epoch: at.epoch });
             self.host(host, Event::Connected { vm, peer: place }, out);
             if let Some(machine) = self.machines.get_mut(&host) {
@@ -217,13 +219,10 @@ impl Cluster {
     #[must_use]
     pub fn matters(&self, pending: &Pending) -> bool {
         match pending {
-            Pending::Timer(host, incarnation, timer, _) => self
-                .machines
-                .get(host)
-                .is_some_and(|machine| machine.host.incarnation() == *incarnation && machine.host.awaits(*timer)),
-            Pending::Deadline(starts, timer, _) => {
-                self.starts == *starts && self.coordinator.awaits(*timer)
-            }
+            Pending::Timer(host, incarnation, timer, _) => self.machines.get(host).is_some_and(|machine| {
+                machine.host.incarnation() == *incarnation && machine.host.awaits(*timer)
+            }),
+            Pending::Deadline(starts, timer, _) => self.starts == *starts && self.coordinator.awaits(*timer),
             Pending::Work(host, incarnation, work) => self.machines.get(host).is_some_and(|machine| {
                 machine.host.incarnation() == *incarnation
                     && match work {
@@ -277,7 +276,9 @@ impl Cluster {
     pub fn sends(&self, mut each: impl FnMut(Pending)) {
         for (from, machine) in &self.machines {
             for ((vm, peer), to) in &machine.engine.open {
-                let Some(instance) = machine.engine.instances.get(vm).filter(|vm| vm.running) else { continue };
+                let Some(instance) = machine.engine.instances.get(vm).filter(|vm| vm.running) else {
+                    continue;
+                };
                 // Towards a VM that is gone they are sent again until the queue pair fails, which isn't modelled.
                 if self.is_lost(*peer) {
                     continue;

@@ -34,7 +34,7 @@ pub struct Blow {
     pub node: Node,
     /// What.
     pub harm: Harm,
-    /// After how many events.
+    /// After how many steps of the protocol since the migration was asked for.
     pub step: u64,
 }
 
@@ -43,6 +43,8 @@ pub struct Blow {
 pub struct Report {
     /// Events.
     pub events: u64,
+    /// Of these, what isn't an operation or its answer.
+    pub steps: u64,
     /// Migrations that VMs moved in.
     pub committed: u64,
     /// Migrations given up.
@@ -69,6 +71,7 @@ impl Report {
     /// Adds another run.
     pub fn add(&mut self, other: &Self) {
         self.events += other.events;
+        self.steps += other.steps;
         self.committed += other.committed;
         self.aborted += other.aborted;
         self.kills += other.kills;
@@ -137,7 +140,9 @@ impl Run {
                 Pending::Stream { .. } => between(100, 3_000),
                 Pending::Work(_, _, Work::Copy(..)) => between(500, 10_000),
                 Pending::Work(..) => between(1, 300),
-                Pending::Timer(.., after_ms) | Pending::Deadline(.., after_ms) => u64::from(*after_ms) * 1_000,
+                Pending::Timer(.., after_ms) | Pending::Deadline(.., after_ms) => {
+                    u64::from(*after_ms) * 1_000
+                }
             };
             if matches!(pending, Pending::Message(_)) && self.dice.chance(self.repeats) {
                 self.report.repeated += 1;
@@ -165,6 +170,9 @@ impl Run {
         let Some(Reverse((at, _, pending))) = self.queue.pop() else { return false };
         self.now = at;
         self.report.events += 1;
+        self.report.steps += u64::from(
+            !matches!(pending, Pending::Data { .. } | Pending::Done { .. }) && self.cluster.matters(&pending),
+        );
         let ends = match &pending {
             Pending::Message(message) => Some((message.from, message.to)),
             Pending::Stream { from, to, .. } | Pending::Data { from, to, .. } => {
@@ -265,7 +273,7 @@ impl Run {
                 break;
             }
             if self.now > ALL_ENDS {
-                return Err(format!("it doesn't end: {:?}", self.cluster.disk.migrations));
+                return Err(self.cluster.stuck());
             }
         }
         self.cluster.ended_well()?;
@@ -407,15 +415,16 @@ pub fn run_with(scene: Scene, blow: Option<Blow>, plant: Plant) -> Result<Report
         run.cluster.link(VmId(*a), VmId(*b), &mut run.out);
     }
     let moves: Vec<_> = moves.iter().map(|(vm, to)| (VmId(*vm), HostId(*to))).collect();
+    run.report.steps = 0;
     run.cluster.migrate(&moves, &mut run.out).ok_or("The migration isn't begun")?;
     run.schedule();
-    let start = run.report.events;
+    let start = run.report.steps;
     let mut blow = blow;
     while run.now < FAULTS_END {
         let next = run.now + 200;
         while run.step(next) {
             if let Some(Blow { node, harm, step }) = blow
-                && run.report.events - start >= step
+                && run.report.steps - start >= step
             {
                 let for_how_long = if harm == Harm::Kill { 50_000 } else { 400_000 };
                 run.harm(node, harm, for_how_long);

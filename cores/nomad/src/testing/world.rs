@@ -240,8 +240,10 @@ impl World {
         }
         let mut hasher = std::hash::DefaultHasher::new();
         self.hash(&mut hasher);
-        let only_timers =
-            self.under_way.iter().all(|pending| matches!(pending, Pending::Timer(..) | Pending::Deadline(..)));
+        let only_timers = self
+            .under_way
+            .iter()
+            .all(|pending| matches!(pending, Pending::Timer(..) | Pending::Deadline(..)));
         if only_timers || hasher.finish() % setup.settle == 0 {
             let mut cluster = self.cluster.clone();
             if let Err(wrong) = cluster.settle(self.under_way.clone()) {

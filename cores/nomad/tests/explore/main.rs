@@ -42,7 +42,8 @@ fn finds(plant: Plant, cluster: Setup, budget: Budget, what: &str) {
     let setup = Setup { budget, settle: 8, ..cluster };
     let planted = Setup { config: nomad::Config { plant, ..setup.config }, ..setup.clone() };
     let found = explore(planted, 400_000);
-    let (text, way) = found.fault.unwrap_or_else(|| panic!("{plant:?} isn't found in {} states", found.states));
+    let (text, way) =
+        found.fault.unwrap_or_else(|| panic!("{plant:?} isn't found in {} states", found.states));
     println!("{plant:?} is found after {} states, {} steps: {text}", found.states, way.len());
     assert!(text.contains(what), "{plant:?} shows as: {text}");
     let sound = explore(setup, found.transitions.max(1_000));
@@ -82,7 +83,12 @@ fn peers_that_go_on_before_the_commit_are_found() {
 
 #[test]
 fn a_decision_that_is_not_written_is_found() {
-    finds(Plant::DecisionNotWritten, one_peer(), Budget { coordinator_kills: 1, ..NOTHING }, "is lost, although");
+    finds(
+        Plant::DecisionNotWritten,
+        one_peer(),
+        Budget { coordinator_kills: 1, ..NOTHING },
+        "is lost, although",
+    );
 }
 
 #[test]

@@ -1,5 +1,7 @@
 //! A world as stateright sees it. Shared with examples/check.rs.
 
+#![allow(dead_code, reason = "the test and the example use parts of it")]
+
 use nomad::testing::world::{Setup, Step, World};
 use stateright::{Checker, HasDiscoveries, Model, Property};
 
@@ -62,14 +64,15 @@ pub fn explore(setup: Setup, transitions: usize) -> Found {
         .join();
     let discoveries = checker.discoveries();
     let (moved, stayed) = (discoveries.contains_key(MOVED), discoveries.contains_key(STAYED));
-    let fault = discoveries.into_iter().find(|(name, _)| *name != MOVED && *name != STAYED).map(|(name, path)| {
-        let last = path.last_state();
-        if std::env::var_os("EXPLORE_STATE").is_some() {
-            eprintln!("{last:#?}");
-        }
-        let what = last.verdict.clone().unwrap_or_else(|| format!("Not so: {name}"));
-        (what, path.into_actions().iter().map(|step| format!("{step:?}")).collect())
-    });
+    let fault =
+        discoveries.into_iter().find(|(name, _)| *name != MOVED && *name != STAYED).map(|(name, path)| {
+            let last = path.last_state();
+            if std::env::var_os("EXPLORE_STATE").is_some() {
+                eprintln!("{last:#?}");
+            }
+            let what = last.verdict.clone().unwrap_or_else(|| format!("Not so: {name}"));
+            (what, path.into_actions().iter().map(|step| format!("{step:?}")).collect())
+        });
     Found {
         states: checker.unique_state_count(),
         transitions: checker.state_count(),

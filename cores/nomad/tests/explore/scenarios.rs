@@ -1,5 +1,7 @@
 //! Small clusters. Shared with examples/check.rs.
 
+#![allow(dead_code, reason = "the test and the example use parts of it")]
+
 use nomad::config::Config;
 use nomad::testing::world::{Budget, Setup};
 use nomad::{HostId, VmId};
