@@ -12,6 +12,7 @@
 //! | [`coordinator`] | the cluster's service: who may run a VM, and what is decided of a migration |
 //! | [`event`] | what goes in and out of a host |
 //! | [`fan`] | one message to many hosts |
+//! | [`objects`] | state of an HCA that is copied while it is used |
 //! | [`config`], [`names`] | times, bounds, planted faults; names |
 //! | [`testing`] | a cluster in memory for the model checker and the simulator |
 //!
@@ -25,6 +26,7 @@ pub mod fan;
 pub mod host;
 pub mod message;
 pub mod names;
+pub mod objects;
 pub mod testing;
 pub mod wire;
 

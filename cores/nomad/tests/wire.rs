@@ -118,7 +118,7 @@ proptest! {
     #[test]
     fn what_is_written_is_read(message in message(), cut in any::<prop::sample::Index>()) {
         let bytes = bytes_of(&message);
-        prop_assert_eq!(wire::parse(&bytes).as_ref(), Ok(&message));
+        prop_assert_eq!(wire::parse(&bytes), Ok(message));
         let shorter = &bytes[..cut.index(bytes.len())];
         prop_assert!(wire::parse(shorter).is_err());
         let longer = [&bytes[..], &[0]].concat();
