@@ -85,6 +85,27 @@ fn a_host_survives_any_peers() {
         for vm in &here {
             host.step(Event::Started { vm: *vm, epoch: Epoch(1) }, &mut actions);
         }
+        // Far enough into two migrations that what is said means something: VM 3 has come, VM 1 is about to leave.
+        let (one, two) = (MigrationId(1), MigrationId(2));
+        let comes = Move { vm: VmId(3), from: HostId(2), to: HostId(1), epoch: Epoch(2) };
+        let leaves_us = Move { vm: VmId(1), from: HostId(1), to: HostId(2), epoch: Epoch(2) };
+        let said = |from, body| {
+            let to = Node::Host(HostId(1));
+            Event::Message(Message { from, incarnation: Incarnation(1), to, body })
+        };
+        let faces = list(&mut dice, place);
+        for event in [
+            said(Node::Coordinator, Body::Reserve { migration: one, moves: vec![comes] }),
+            Event::Room { migration: one, granted: true },
+            said(Node::Host(HostId(2)), Body::Handover { migration: one, vm: VmId(3), faces }),
+            Event::Arrived { migration: one, vm: VmId(3) },
+            said(Node::Coordinator, Body::Begin { migration: two, moves: vec![leaves_us] }),
+            Event::Converged { migration: two, vm: VmId(1) },
+            said(Node::Coordinator, Body::Switch { migration: two }),
+        ] {
+            host.step(event, &mut actions);
+        }
+        here.push(VmId(3));
         for _ in 0..60 {
             let migration = MigrationId(u64::from(dice.below(5)));
             let of = vm(&mut dice);

@@ -23,6 +23,11 @@ impl Host {
     /// Tells all hosts of peers, along a tree. Until a host has answered, queue pairs that face its VMs stay closed.
     pub(super) fn announce(&mut self, after: MigrationId, vms: &[(VmId, Epoch)], actions: &mut Vec<Action>) {
         let names: Vec<_> = vms.iter().map(|(vm, _)| *vm).collect();
+        // What was said of them before isn't so any more.
+        self.announcing.retain(|_, earlier| {
+            earlier.vms.retain(|(vm, _)| !names.contains(vm));
+            !earlier.vms.is_empty()
+        });
         let waiting = self.hosts_of_peers(&names);
         if waiting.is_empty() {
             return;
