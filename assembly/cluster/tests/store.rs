@@ -23,7 +23,29 @@ fn records(seed: u64, count: usize) -> Vec<Record> {
             0 => drop(coordinator.started(vm, host, &mut actions)),
             1 => drop(coordinator.linked(vm, VmId(dice.between(1, 6)), dice.chance(700), &mut actions)),
             2 => drop(coordinator.ended(vm, &mut actions)),
-            3 | 4 => drop(coordinator.migrate(&[(vm, host)], &mut actions)),
+            3 | 4 => {
+                let begun = coordinator.migrate(&[(vm, host)], &mut actions);
+                // Half of them go all the way.
+                if let Ok(migration) = begun
+                    && dice.chance(500)
+                {
+                    let moved = coordinator.ledger().migrations[&migration].moves[0];
+                    let settled = || Body::Settled { migration, lost: Vec::new() };
+                    for (from, body) in [
+                        (moved.to, Body::Reserved { migration }),
+                        (moved.from, Body::Converged { migration }),
+                        (moved.to, Body::Loaded { migration }),
+                        (moved.from, Body::Yield { migration }),
+                        (moved.from, settled()),
+                        (moved.to, settled()),
+                    ] {
+                        let incarnation = Incarnation(starts[from.0 as usize]);
+                        let (from, to) = (Node::Host(from), Node::Coordinator);
+                        coordinator
+                            .step(Event::Message(Message { from, incarnation, to, body }), &mut actions);
+                    }
+                }
+            }
             5 => coordinator.cancel(migration, &mut actions),
             _ => {
                 // Mostly those that take part.

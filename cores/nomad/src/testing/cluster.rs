@@ -240,6 +240,8 @@ impl Cluster {
         if !self.matters(&pending) {
             return;
         }
+        // Operations change nothing of what is checked behind: their own checks are where they are carried out.
+        let operation = matches!(pending, Pending::Data { .. } | Pending::Done { .. });
         match pending {
             Pending::Message(message) => match message.to {
                 Node::Coordinator => self.coordinator(coordinator::Event::Message(message), out),
@@ -260,7 +262,9 @@ impl Cluster {
             Pending::Timer(host, _, timer, _) => self.host(host, Event::Timer(timer), out),
             Pending::Deadline(_, timer, _) => self.coordinator(coordinator::Event::Timer(timer), out),
         }
-        self.check();
+        if !operation {
+            self.check();
+        }
     }
 
     /// Something is lost. Streams tell their sender, the rest doesn't.
