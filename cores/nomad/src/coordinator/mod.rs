@@ -184,14 +184,13 @@ impl Coordinator {
             | Body::Yield { migration }
             | Body::Outcome { migration } => {
                 // Whoever is still at it when it is decided, or begins by an old message when it is over, is told so.
-                if self.is_told_again(host, migration, actions) {
+                let undecided = self.is_told_again(host, migration, actions);
+                if undecided {
                     self.came(host, &message.body, migration, actions);
                 }
             }
-            Body::Failed { migration, reason } => {
-                if self.takes_part(host, migration) {
-                    self.give_up(migration, reason, actions);
-                }
+            Body::Failed { migration, reason } if self.takes_part(host, migration) => {
+                self.give_up(migration, reason, actions);
             }
             Body::Settled { migration, lost } => self.settled(host, migration, &lost, actions),
             Body::Where { vm } => self.locate(host, vm, actions),

@@ -150,7 +150,7 @@ impl Host {
                 continue;
             }
             if let Some(open) = found.faces.get_mut(&place.vm)
-                && !(*open && !believes)
+                && (!*open || believes)
             {
                 *open = true;
                 actions.push(Action::Open { vm: *vm, peer: place });

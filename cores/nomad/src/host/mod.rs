@@ -196,12 +196,12 @@ impl Host {
             return;
         }
         match message.from {
-            Node::Coordinator => self.from_coordinator(message.body, actions),
-            Node::Host(from) => self.from_host(from, message.body, actions),
+            Node::Coordinator => self.coordinator_says(message.body, actions),
+            Node::Host(from) => self.host_says(from, message.body, actions),
         }
     }
 
-    fn from_coordinator(&mut self, body: Body, actions: &mut Vec<Action>) {
+    fn coordinator_says(&mut self, body: Body, actions: &mut Vec<Action>) {
         match body {
             Body::Welcome => self.greeted = true,
             Body::Reserve { migration, moves } => self.reserve(migration, moves, actions),
@@ -215,7 +215,7 @@ impl Host {
         }
     }
 
-    fn from_host(&mut self, from: HostId, body: Body, actions: &mut Vec<Action>) {
+    fn host_says(&mut self, from: HostId, body: Body, actions: &mut Vec<Action>) {
         match body {
             Body::Suspend { migration, origin, vms, fan } => {
                 self.suspend(from, migration, origin, vms, fan, actions);

@@ -393,6 +393,8 @@ pub enum Scene {
     Swap,
 }
 
+type Pairs = &'static [(u32, u32)];
+
 /// A run in which one fault happens at one step, and nothing else.
 ///
 /// # Errors
@@ -403,7 +405,7 @@ pub fn run_with(scene: Scene, blow: Option<Blow>, plant: Plant) -> Result<Report
     let mut run = Run::new(Dice::new(7), cluster, out);
     run.schedule();
     while run.step(5_000) {}
-    let (vms, links, moves): (&[u32], &[(u32, u32)], &[(u32, u32)]) = match scene {
+    let (vms, links, moves): (&[u32], Pairs, Pairs) = match scene {
         Scene::One => (&[1, 3, 4], &[(1, 2), (1, 3), (2, 3)], &[(1, 2)]),
         Scene::Group => (&[1, 1, 2, 3], &[(1, 2), (2, 3), (3, 4), (1, 4)], &[(1, 4), (2, 4), (3, 1)]),
         Scene::Swap => (&[1, 2, 3], &[(1, 2), (1, 3)], &[(1, 2), (2, 1)]),

@@ -244,7 +244,7 @@ impl World {
             .under_way
             .iter()
             .all(|pending| matches!(pending, Pending::Timer(..) | Pending::Deadline(..)));
-        if only_timers || hasher.finish() % setup.settle == 0 {
+        if only_timers || hasher.finish().is_multiple_of(setup.settle) {
             let mut cluster = self.cluster.clone();
             if let Err(wrong) = cluster.settle(self.under_way.clone()) {
                 self.verdict = Some(format!("without further faults: {wrong}"));
