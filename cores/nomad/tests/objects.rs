@@ -49,7 +49,7 @@ impl Copy {
             most,
             |object| truth[&object].clone(),
             |piece| {
-                incoming.take(piece.clone()).unwrap();
+                incoming.take(piece.clone()).expect("there is room");
                 log.push(piece);
             },
         );
