@@ -1,0 +1,260 @@
+//! The coordinator's ledger in a file.
+//!
+//! | table | key | value |
+//! |---|---|---|
+//! | `format` | "version" | [`VERSION`] |
+//! | `hosts` | host | incarnation |
+//! | `vms` | VM | host, epoch, alive |
+//! | `links` | lower VM, higher VM | nothing |
+//! | `migrations` | migration | 0 undecided, 1 committed, 2 given up |
+//! | `moves` | migration, place in the list | VM, from, to, epoch |
+//! | `last` | "migration" | the last migration's number |
+//!
+//! A record is one transaction, and is on the disk when [`Store::write`] returns. Concurrency: one process has the file open; redb locks it.
+
+use std::path::{Path, PathBuf};
+
+use nomad::coordinator::{Decision, Ledger, Owner, Record, Stored};
+use nomad::{Epoch, HostId, Incarnation, MigrationId, Move, VmId};
+use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition, WriteTransaction};
+
+/// Version of the tables.
+pub const VERSION: u64 = 1;
+
+const FORMAT: TableDefinition<'_, &str, u64> = TableDefinition::new("format");
+const HOSTS: TableDefinition<'_, u32, u64> = TableDefinition::new("hosts");
+const VMS: TableDefinition<'_, u32, (u32, u64, bool)> = TableDefinition::new("vms");
+const LINKS: TableDefinition<'_, (u32, u32), ()> = TableDefinition::new("links");
+const MIGRATIONS: TableDefinition<'_, u64, u8> = TableDefinition::new("migrations");
+const MOVES: TableDefinition<'_, (u64, u32), (u32, u32, u32, u64)> = TableDefinition::new("moves");
+const LAST: TableDefinition<'_, &str, u64> = TableDefinition::new("last");
+
+const UNDECIDED: u8 = 0;
+const COMMITTED: u8 = 1;
+const ABORTED: u8 = 2;
+
+/// Why the database can't be used.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// It can't be opened.
+    #[error("The cluster's database {} can't be opened. Is another `causeway cluster` running, or is it no such database?", path.display())]
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: Box<redb::Error>,
+    },
+    /// Another version.
+    #[error(
+        "The cluster's database has version {0}, this program knows {VERSION}: run the release that made it"
+    )]
+    Version(u64),
+    /// Reading or writing failed.
+    #[error("The cluster's database can't be {what}. See to its disk; nothing was decided")]
+    Broken {
+        /// `read` or `written`.
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: Box<redb::Error>,
+    },
+    /// It has something that no ledger has.
+    #[error("The cluster's database is damaged: {0}. Restore it from a copy")]
+    Damaged(String),
+}
+
+fn read<E: Into<redb::Error>>(source: E) -> StoreError {
+    StoreError::Broken { what: "read", source: Box::new(source.into()) }
+}
+
+fn written<E: Into<redb::Error>>(source: E) -> StoreError {
+    StoreError::Broken { what: "written", source: Box::new(source.into()) }
+}
+
+/// The ledger, in memory and in a file.
+#[derive(Debug)]
+pub struct Store {
+    database: Database,
+    ledger: Ledger,
+}
+
+impl Store {
+    /// Opens a database, or makes one.
+    ///
+    /// # Errors
+    /// When it can't be opened or read, or has another version.
+    pub fn open(path: &Path) -> Result<Self, StoreError> {
+        let failed =
+            |source: redb::Error| StoreError::Open { path: path.to_owned(), source: Box::new(source) };
+        let database = Database::create(path).map_err(|error| failed(error.into()))?;
+        let transaction = database.begin_write().map_err(written)?;
+        let version = {
+            let mut format = transaction.open_table(FORMAT).map_err(written)?;
+            let known = format.get("version").map_err(read)?.map(|version| version.value());
+            if known.is_none() {
+                format.insert("version", VERSION).map_err(written)?;
+            }
+            known.unwrap_or(VERSION)
+        };
+        if version != VERSION {
+            return Err(StoreError::Version(version));
+        }
+        // Tables exist from the beginning, so that reading needs no special case.
+        transaction.open_table(HOSTS).map_err(written)?;
+        transaction.open_table(VMS).map_err(written)?;
+        transaction.open_table(LINKS).map_err(written)?;
+        transaction.open_table(MIGRATIONS).map_err(written)?;
+        transaction.open_table(MOVES).map_err(written)?;
+        transaction.open_table(LAST).map_err(written)?;
+        transaction.commit().map_err(written)?;
+        let ledger = load(&database)?;
+        Ok(Self { database, ledger })
+    }
+
+    /// What is written.
+    #[must_use]
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// Writes a record. When this returns it is safe.
+    ///
+    /// # Errors
+    /// When the file can't be written: then nothing has changed.
+    pub fn write(&mut self, record: &Record) -> Result<(), StoreError> {
+        let mut after = self.ledger.clone();
+        after.apply(record);
+        let transaction = self.database.begin_write().map_err(written)?;
+        put(&transaction, record, &after)?;
+        transaction.commit().map_err(written)?;
+        self.ledger = after;
+        Ok(())
+    }
+}
+
+/// Writes the rows that a record changes, as they are after it.
+fn put(transaction: &WriteTransaction, record: &Record, after: &Ledger) -> Result<(), StoreError> {
+    match record {
+        Record::Host { host, incarnation, lost } => {
+            let mut hosts = transaction.open_table(HOSTS).map_err(written)?;
+            hosts.insert(host.0, incarnation.0).map_err(written)?;
+            put_vms(transaction, lost.iter().copied(), after)
+        }
+        Record::Vm { vm, .. } => put_vms(transaction, [*vm].into_iter(), after),
+        Record::VmEnded { vm } => {
+            let mut links = transaction.open_table(LINKS).map_err(written)?;
+            links.retain(|(a, b), ()| a != vm.0 && b != vm.0).map_err(written)?;
+            put_vms(transaction, [*vm].into_iter(), after)
+        }
+        Record::Linked { a, b } => {
+            let mut links = transaction.open_table(LINKS).map_err(written)?;
+            links.insert((a.0, b.0), ()).map_err(written)?;
+            Ok(())
+        }
+        Record::Unlinked { a, b } => {
+            let mut links = transaction.open_table(LINKS).map_err(written)?;
+            links.remove((a.0, b.0)).map_err(written)?;
+            Ok(())
+        }
+        Record::Begun { migration, moves } => {
+            let mut table = transaction.open_table(MOVES).map_err(written)?;
+            for (index, moved) in (0_u32..).zip(moves) {
+                let row = (moved.vm.0, moved.from.0, moved.to.0, moved.epoch.0);
+                table.insert((migration.0, index), row).map_err(written)?;
+            }
+            transaction
+                .open_table(LAST)
+                .map_err(written)?
+                .insert("migration", after.last.0)
+                .map_err(written)?;
+            put_decision(transaction, *migration, Some(UNDECIDED))
+        }
+        Record::Committed { migration } => {
+            let moves = after.migrations.get(migration).map_or(&[][..], |stored| &stored.moves);
+            put_vms(transaction, moves.iter().map(|moved| moved.vm), after)?;
+            let known = after.migrations.contains_key(migration);
+            if known { put_decision(transaction, *migration, Some(COMMITTED)) } else { Ok(()) }
+        }
+        Record::Aborted { migration } => {
+            let known = after.migrations.contains_key(migration);
+            if known { put_decision(transaction, *migration, Some(ABORTED)) } else { Ok(()) }
+        }
+        Record::Finished { migration, lost } => {
+            let mut moves = transaction.open_table(MOVES).map_err(written)?;
+            moves.retain(|(of, _), _| of != migration.0).map_err(written)?;
+            put_decision(transaction, *migration, None)?;
+            put_vms(transaction, lost.iter().copied(), after)
+        }
+    }
+}
+
+fn put_vms(
+    transaction: &WriteTransaction,
+    vms: impl Iterator<Item = VmId>,
+    after: &Ledger,
+) -> Result<(), StoreError> {
+    let mut table = transaction.open_table(VMS).map_err(written)?;
+    for vm in vms {
+        match after.vms.get(&vm) {
+            Some(owner) => table.insert(vm.0, (owner.host.0, owner.epoch.0, owner.alive)).map_err(written)?,
+            None => table.remove(vm.0).map_err(written)?,
+        };
+    }
+    Ok(())
+}
+
+fn put_decision(
+    transaction: &WriteTransaction,
+    migration: MigrationId,
+    decision: Option<u8>,
+) -> Result<(), StoreError> {
+    let mut table = transaction.open_table(MIGRATIONS).map_err(written)?;
+    match decision {
+        Some(decision) => table.insert(migration.0, decision).map_err(written)?,
+        None => table.remove(migration.0).map_err(written)?,
+    };
+    Ok(())
+}
+
+fn load(database: &Database) -> Result<Ledger, StoreError> {
+    let mut ledger = Ledger::default();
+    let transaction = database.begin_read().map_err(read)?;
+    for row in transaction.open_table(HOSTS).map_err(read)?.iter().map_err(read)? {
+        let (host, incarnation) = row.map_err(read)?;
+        ledger.hosts.insert(HostId(host.value()), Incarnation(incarnation.value()));
+    }
+    for row in transaction.open_table(VMS).map_err(read)?.iter().map_err(read)? {
+        let (vm, owner) = row.map_err(read)?;
+        let (host, epoch, alive) = owner.value();
+        ledger.vms.insert(VmId(vm.value()), Owner { host: HostId(host), epoch: Epoch(epoch), alive });
+    }
+    for row in transaction.open_table(LINKS).map_err(read)?.iter().map_err(read)? {
+        let (a, b) = row.map_err(read)?.0.value();
+        ledger.links.insert((VmId(a), VmId(b)));
+    }
+    for row in transaction.open_table(MIGRATIONS).map_err(read)?.iter().map_err(read)? {
+        let (migration, decision) = row.map_err(read)?;
+        let decision = match decision.value() {
+            UNDECIDED => None,
+            COMMITTED => Some(Decision::Committed),
+            ABORTED => Some(Decision::Aborted),
+            other => return Err(StoreError::Damaged(format!("a migration has the decision {other}"))),
+        };
+        ledger.migrations.insert(MigrationId(migration.value()), Stored { moves: Vec::new(), decision });
+    }
+    for row in transaction.open_table(MOVES).map_err(read)?.iter().map_err(read)? {
+        let (key, moved) = row.map_err(read)?;
+        let (migration, _) = key.value();
+        let (vm, from, to, epoch) = moved.value();
+        let stored = ledger.migrations.get_mut(&MigrationId(migration));
+        let stored = stored.ok_or_else(|| {
+            StoreError::Damaged(format!("VM {vm} moves in migration {migration}, which isn't there"))
+        })?;
+        let moved = Move { vm: VmId(vm), from: HostId(from), to: HostId(to), epoch: Epoch(epoch) };
+        stored.moves.push(moved);
+    }
+    let last = transaction.open_table(LAST).map_err(read)?.get("migration").map_err(read)?;
+    ledger.last = MigrationId(last.map_or(0, |last| last.value()));
+    Ok(ledger)
+}

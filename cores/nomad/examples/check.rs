@@ -1,0 +1,72 @@
+//! The long exploration by stateright: every small cluster with every kind of trouble.
+//!
+//! `cargo run --release -p nomad --example check -- --states N`
+//!
+//! Progress goes to stderr, one line of JSON to stdout. Exit status 1 when something is wrong.
+
+#[path = "../tests/explore/model.rs"]
+mod model;
+#[path = "../tests/explore/scenarios.rs"]
+mod scenarios;
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use clap::Parser;
+use nomad::testing::world::Setup;
+
+#[derive(Parser)]
+#[command(about = "Explores the migration protocol by model checking")]
+struct Arguments {
+    /// Distinct states to reach over all clusters.
+    #[arg(long, default_value_t = 1_000_000)]
+    states: usize,
+    /// Most transitions of one cluster with one kind of trouble.
+    #[arg(long, default_value_t = 400_000)]
+    most: usize,
+    /// One of so many states is let run to its end without further faults.
+    #[arg(long, default_value_t = 64)]
+    settle: u64,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let start = Instant::now();
+    let (mut states, mut transitions, mut complete, mut machines, mut depth) = (0, 0, 0, 0, 0);
+    let mut fault = None;
+    'all: for (trouble, budget) in scenarios::budgets() {
+        for cluster in scenarios::all() {
+            if states >= arguments.states {
+                break 'all;
+            }
+            let name = cluster.name;
+            let found = model::explore(Setup { budget, settle: arguments.settle, ..cluster }, arguments.most);
+            states += found.states;
+            transitions += found.transitions;
+            complete += usize::from(found.complete);
+            machines += 1;
+            depth = depth.max(found.depth);
+            eprintln!(
+                "{name}, {trouble}: {} states{}, {} s so far",
+                found.states,
+                if found.complete { ", all" } else { "" },
+                start.elapsed().as_secs()
+            );
+            if found.fault.is_some() {
+                fault = found.fault.map(|(what, way)| format!("{name}, {trouble}: {what}; {way:#?}"));
+                break 'all;
+            }
+        }
+    }
+    let result = serde_json::json!({
+        "states": states,
+        "transitions": transitions,
+        "clusters": machines,
+        "complete": complete,
+        "depth": depth,
+        "seconds": start.elapsed().as_secs_f64(),
+        "fault": fault,
+    });
+    println!("{result}");
+    if fault.is_none() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

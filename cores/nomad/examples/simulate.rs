@@ -1,0 +1,93 @@
+//! Runs the simulator over many seeds.
+//!
+//! `cargo run --release -p nomad --example simulate -- --seeds N [--first S] [--plant NAME]`
+//!
+//! Progress goes to stderr, one line of JSON to stdout. Exit status 1 when a run wasn't clean; with a plant, when all were.
+
+use std::process::ExitCode;
+use std::time::Instant;
+
+use clap::{Parser, ValueEnum};
+use nomad::Plant;
+use nomad::testing::simulate::{Report, run};
+
+#[derive(Parser)]
+#[command(about = "Runs the simulator of migrations over many seeds")]
+struct Arguments {
+    /// How many seeds.
+    #[arg(long, default_value_t = 10_000)]
+    seeds: u64,
+    /// The first of them.
+    #[arg(long, default_value_t = 0)]
+    first: u64,
+    /// A fault that is put in, and must be found.
+    #[arg(long)]
+    plant: Option<Planted>,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum Planted {
+    AckBeforeHeld,
+    CommitWithoutYield,
+    RunAfterYield,
+    NoEpochCheck,
+    ResumeBeforeCommit,
+    DecisionNotWritten,
+    StopBeforeHeld,
+    DecideTwice,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let plant = match arguments.plant {
+        None => Plant::None,
+        Some(Planted::AckBeforeHeld) => Plant::AckBeforeHeld,
+        Some(Planted::CommitWithoutYield) => Plant::CommitWithoutYield,
+        Some(Planted::RunAfterYield) => Plant::RunAfterYield,
+        Some(Planted::NoEpochCheck) => Plant::NoEpochCheck,
+        Some(Planted::ResumeBeforeCommit) => Plant::ResumeBeforeCommit,
+        Some(Planted::DecisionNotWritten) => Plant::DecisionNotWritten,
+        Some(Planted::StopBeforeHeld) => Plant::StopBeforeHeld,
+        Some(Planted::DecideTwice) => Plant::DecideTwice,
+    };
+    let start = Instant::now();
+    let mut total = Report::default();
+    let mut violation = None;
+    let mut done = 0;
+    let mut told = start;
+    for seed in arguments.first..arguments.first.saturating_add(arguments.seeds) {
+        match run(seed, plant) {
+            Ok(report) => total.add(&report),
+            Err(found) => {
+                violation = Some((seed, found));
+                break;
+            }
+        }
+        done += 1;
+        if told.elapsed().as_secs() >= 10 {
+            told = Instant::now();
+            eprintln!("{done} of {} seeds after {} s", arguments.seeds, start.elapsed().as_secs());
+        }
+    }
+    let result = serde_json::json!({
+        "seeds": done,
+        "first": arguments.first,
+        "clean": violation.is_none(),
+        "seconds": start.elapsed().as_secs_f64(),
+        "seed": violation.as_ref().map(|(seed, _)| seed),
+        "violation": violation.as_ref().map(|(_, found)| found),
+        "events": total.events,
+        "committed": total.committed,
+        "aborted": total.aborted,
+        "kills": total.kills,
+        "coordinator_kills": total.coordinator_kills,
+        "partitions": total.partitions,
+        "lost_messages": total.lost,
+        "repeated_messages": total.repeated,
+        "operations": total.operations,
+        "vms_lost_with_their_host": total.vms_lost,
+    });
+    println!("{result}");
+    let as_expected = violation.is_some() == arguments.plant.is_some();
+    if as_expected { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}

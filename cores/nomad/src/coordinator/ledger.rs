@@ -1,0 +1,201 @@
+//! What the coordinator must not forget: a state, and the records that change it.
+//!
+//! A record is written before anything that follows from it is said. The state is what the records made of it, in order; whoever has
+//! the records, or the state, can go on where another coordinator ended.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::names::{Epoch, HostId, Incarnation, MigrationId, Move, Place, VmId};
+
+/// Who may run a VM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Owner {
+    /// The host.
+    pub host: HostId,
+    /// Since when.
+    pub epoch: Epoch,
+    /// Whether it still runs: not after its host was restarted.
+    pub alive: bool,
+}
+
+/// How a migration ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Decision {
+    /// The VMs moved.
+    Committed,
+    /// They stayed.
+    Aborted,
+}
+
+/// A migration that isn't over at all hosts.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Stored {
+    /// What moves.
+    pub moves: Vec<Move>,
+    /// How it was decided.
+    pub decision: Option<Decision>,
+}
+
+/// A change.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Record {
+    /// A host was started: VMs that it had are lost.
+    Host {
+        /// The host.
+        host: HostId,
+        /// Which start.
+        incarnation: Incarnation,
+        /// VMs that it had, and that ended with it.
+        lost: Vec<VmId>,
+    },
+    /// A VM is started.
+    Vm {
+        /// The VM.
+        vm: VmId,
+        /// Where.
+        host: HostId,
+        /// The epoch that it gets.
+        epoch: Epoch,
+    },
+    /// A VM has ended.
+    VmEnded {
+        /// The VM.
+        vm: VmId,
+    },
+    /// Two VMs have a connection that is in use.
+    Linked {
+        /// The one with the lower number.
+        a: VmId,
+        /// The other.
+        b: VmId,
+    },
+    /// They have none any more.
+    Unlinked {
+        /// The one with the lower number.
+        a: VmId,
+        /// The other.
+        b: VmId,
+    },
+    /// A migration begins.
+    Begun {
+        /// Its name.
+        migration: MigrationId,
+        /// What moves.
+        moves: Vec<Move>,
+    },
+    /// The commit point: the VMs have new owners.
+    Committed {
+        /// Which migration.
+        migration: MigrationId,
+    },
+    /// It is given up.
+    Aborted {
+        /// Which migration.
+        migration: MigrationId,
+    },
+    /// All hosts have done what was decided.
+    Finished {
+        /// Which migration.
+        migration: MigrationId,
+        /// VMs that their owner doesn't have.
+        lost: Vec<VmId>,
+    },
+}
+
+/// The state.
+#[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Ledger {
+    /// Hosts, and their last known starts.
+    pub hosts: BTreeMap<HostId, Incarnation>,
+    /// VMs.
+    pub vms: BTreeMap<VmId, Owner>,
+    /// Who is connected to whom: the lower number first.
+    pub links: BTreeSet<(VmId, VmId)>,
+    /// Migrations that aren't over.
+    pub migrations: BTreeMap<MigrationId, Stored>,
+    /// The last migration's name.
+    pub last: MigrationId,
+}
+
+impl Ledger {
+    /// Makes a change.
+    pub fn apply(&mut self, record: &Record) {
+        match record {
+            Record::Host { host, incarnation, lost } => {
+                self.hosts.insert(*host, *incarnation);
+                self.lose(lost);
+            }
+            Record::Vm { vm, host, epoch } => {
+                self.vms.insert(*vm, Owner { host: *host, epoch: *epoch, alive: true });
+            }
+            Record::VmEnded { vm } => {
+                self.vms.remove(vm);
+                self.links.retain(|(a, b)| a != vm && b != vm);
+            }
+            Record::Linked { a, b } => {
+                self.links.insert((*a, *b));
+            }
+            Record::Unlinked { a, b } => {
+                self.links.remove(&(*a, *b));
+            }
+            Record::Begun { migration, moves } => {
+                self.last = self.last.max(*migration);
+                self.migrations.insert(*migration, Stored { moves: moves.clone(), decision: None });
+            }
+            Record::Committed { migration } => {
+                let Some(stored) = self.migrations.get_mut(migration) else { return };
+                stored.decision = Some(Decision::Committed);
+                for moved in &stored.moves {
+                    let owner = Owner { host: moved.to, epoch: moved.epoch, alive: true };
+                    self.vms.insert(moved.vm, owner);
+                }
+            }
+            Record::Aborted { migration } => {
+                if let Some(stored) = self.migrations.get_mut(migration) {
+                    stored.decision = Some(Decision::Aborted);
+                }
+            }
+            Record::Finished { migration, lost } => {
+                self.migrations.remove(migration);
+                self.lose(lost);
+            }
+        }
+    }
+
+    fn lose(&mut self, lost: &[VmId]) {
+        for vm in lost {
+            if let Some(owner) = self.vms.get_mut(vm) {
+                owner.alive = false;
+            }
+        }
+    }
+
+    /// The peers of a VM.
+    pub fn peers(&self, vm: VmId) -> impl Iterator<Item = VmId> {
+        let other = move |(a, b): &(VmId, VmId)| match vm {
+            vm if vm == *a => Some(*b),
+            vm if vm == *b => Some(*a),
+            _ => None,
+        };
+        self.links.iter().filter_map(other)
+    }
+
+    /// The undecided or unfinished migration that a VM is part of.
+    #[must_use]
+    pub fn migration_of(&self, vm: VmId) -> Option<MigrationId> {
+        let has = |stored: &Stored| stored.moves.iter().any(|moved| moved.vm == vm);
+        self.migrations.iter().find(|(_, stored)| has(stored)).map(|(migration, _)| *migration)
+    }
+
+    /// Who runs the VMs of a migration after a decision.
+    #[must_use]
+    pub fn places(stored: &Stored, decision: Decision) -> Vec<Place> {
+        let place = |moved: &Move| match decision {
+            Decision::Committed => Place { vm: moved.vm, host: moved.to, epoch: moved.epoch },
+            Decision::Aborted => {
+                Place { vm: moved.vm, host: moved.from, epoch: Epoch(moved.epoch.0.saturating_sub(1)) }
+            }
+        };
+        stored.moves.iter().map(place).collect()
+    }
+}

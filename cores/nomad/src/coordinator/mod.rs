@@ -1,0 +1,456 @@
+//! The coordinator: who may run a VM, and how each migration is decided.
+//!
+//! ```text
+//! Reserving ─all destinations─▶ Copying ─all sources─▶ Switching ─all votes─▶ COMMIT ─all hosts─▶ finished
+//!     │                            │                       │                              ▲
+//!     └──── failure, restart, deadline, cancel ────────────┴──────▶ ABORT ────all hosts───┘
+//! ```
+//! Decisions are in the [`Ledger`], written before they are told. Everything else is in memory: a coordinator that begins with a ledger
+//! gives up what isn't decided there, and goes on to tell what is.
+
+mod ledger;
+mod verbs;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::config::{Config, Plant};
+use crate::message::{Body, Message, Reason};
+use crate::names::{HostId, Incarnation, MigrationId, Move, Node, Place, VmId};
+
+pub use ledger::{Decision, Ledger, Owner, Record, Stored};
+pub use verbs::Refused;
+
+/// What the coordinator is told.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Event {
+    /// It begins, perhaps with a ledger of before.
+    Start,
+    /// A message for it came.
+    Message(Message),
+    /// A host hasn't been heard of for too long. It may still run.
+    Silent {
+        /// The host.
+        host: HostId,
+    },
+    /// The time of a timer is over.
+    Timer(Timer),
+}
+
+/// A timer of the coordinator. [`Coordinator::awaits`] says whether it still matters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Timer {
+    /// Hosts haven't answered.
+    Retry(MigrationId),
+    /// Nor in time.
+    Deadline(MigrationId, Stage),
+}
+
+/// What a migration waits for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Stage {
+    /// Room at the destinations.
+    Reserving,
+    /// Most of the state to be copied.
+    Copying,
+    /// The votes.
+    Switching,
+    /// It is decided: for the hosts to have done it.
+    Telling,
+}
+
+/// What the coordinator does.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Action {
+    /// Writes a record. It must be safe before the actions behind it are carried out.
+    Write(Record),
+    /// Sends a message.
+    Send(Message),
+    /// Sets a timer.
+    Timer {
+        /// Which.
+        timer: Timer,
+        /// In so many milliseconds.
+        after_ms: u32,
+    },
+    /// For whoever wants to know: a migration has come to a stage.
+    Came {
+        /// Which.
+        migration: MigrationId,
+        /// To which.
+        stage: Stage,
+    },
+    /// How it ended.
+    Ended {
+        /// Which.
+        migration: MigrationId,
+        /// How.
+        decision: Decision,
+        /// Why it was given up.
+        reason: Option<Reason>,
+    },
+}
+
+/// A migration in progress, as far as it isn't in the ledger.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+struct Progress {
+    stage: Stage,
+    /// Hosts that haven't done what this stage asks: destinations, or sources.
+    waiting: BTreeSet<HostId>,
+    /// Sources that haven't voted, while switching.
+    unyielded: BTreeSet<HostId>,
+    /// VMs that their owner doesn't have.
+    lost: BTreeSet<VmId>,
+}
+
+/// The coordinator's state.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Coordinator {
+    config: Config,
+    ledger: Ledger,
+    progress: BTreeMap<MigrationId, Progress>,
+}
+
+impl Coordinator {
+    /// A coordinator that goes on with a ledger.
+    #[must_use]
+    pub fn new(config: Config, ledger: Ledger) -> Self {
+        Self { config, ledger, progress: BTreeMap::new() }
+    }
+
+    /// What it must not forget.
+    #[must_use]
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// Takes an event in; what is to be done is appended.
+    pub fn step(&mut self, event: Event, actions: &mut Vec<Action>) {
+        match event {
+            Event::Start => self.start(actions),
+            Event::Message(message) => self.message(message, actions),
+            Event::Silent { host } => self.give_up_with(host, Reason::Late, actions),
+            Event::Timer(timer) => {
+                if self.awaits(timer) {
+                    self.timer(timer, actions);
+                }
+            }
+        }
+    }
+
+    /// Whether anything still waits for a timer.
+    #[must_use]
+    pub fn awaits(&self, timer: Timer) -> bool {
+        match timer {
+            Timer::Retry(migration) => self.progress.contains_key(&migration),
+            Timer::Deadline(migration, stage) => {
+                stage != Stage::Telling
+                    && self.progress.get(&migration).is_some_and(|progress| progress.stage == stage)
+            }
+        }
+    }
+
+    /// The stage of a migration; `None`: it is over, or there was none.
+    #[must_use]
+    pub fn stage(&self, migration: MigrationId) -> Option<Stage> {
+        self.progress.get(&migration).map(|progress| progress.stage)
+    }
+
+    /// Gives a migration up, as its user wishes, unless it is decided.
+    pub fn cancel(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
+        self.give_up(migration, Reason::Cancelled, actions);
+    }
+
+    fn start(&mut self, actions: &mut Vec<Action>) {
+        let migrations: Vec<_> =
+            self.ledger.migrations.iter().map(|(migration, stored)| (*migration, stored.decision)).collect();
+        for (migration, decision) in migrations {
+            if decision.is_none() {
+                self.write(Record::Aborted { migration }, actions);
+            }
+            self.tell_decision(migration, actions);
+        }
+    }
+
+    fn message(&mut self, message: Message, actions: &mut Vec<Action>) {
+        let Node::Host(host) = message.from else { return };
+        if message.to != Node::Coordinator || !self.is_current(host, message.incarnation, actions) {
+            return;
+        }
+        match message.body {
+            Body::Hello => self.send(host, Body::Welcome, actions),
+            Body::Reserved { migration }
+            | Body::Converged { migration }
+            | Body::Loaded { migration }
+            | Body::Yield { migration }
+            | Body::Outcome { migration } => {
+                // Whoever is still at it when it is decided, or begins by an old message when it is over, is told so.
+                let undecided = self.is_told_again(host, migration, actions);
+                if undecided {
+                    self.came(host, &message.body, migration, actions);
+                }
+            }
+            Body::Failed { migration, reason } if self.takes_part(host, migration) => {
+                self.give_up(migration, reason, actions);
+            }
+            Body::Settled { migration, lost } => self.settled(host, migration, &lost, actions),
+            Body::Where { vm } => self.locate(host, vm, actions),
+            _ => {}
+        }
+    }
+
+    /// Whether a message is of a host's present start. A new start ends what the one before had promised.
+    fn is_current(&mut self, host: HostId, incarnation: Incarnation, actions: &mut Vec<Action>) -> bool {
+        match self.ledger.hosts.get(&host) {
+            Some(known) if *known == incarnation => return true,
+            Some(known) if *known > incarnation => return false,
+            _ => {}
+        }
+        // A source that has voted isn't needed any more: its VMs live if their destinations do.
+        let spared: BTreeSet<VmId> = self
+            .progress
+            .iter()
+            .filter(|(_, progress)| progress.stage == Stage::Switching && !progress.unyielded.contains(&host))
+            .filter_map(|(migration, _)| self.ledger.migrations.get(migration))
+            .flat_map(|stored| &stored.moves)
+            .filter(|moved| moved.from == host)
+            .map(|moved| moved.vm)
+            .collect();
+        let owned = self.ledger.vms.iter().filter(|(_, owner)| owner.host == host && owner.alive);
+        let lost = owned.map(|(vm, _)| *vm).filter(|vm| !spared.contains(vm)).collect();
+        self.write(Record::Host { host, incarnation, lost }, actions);
+        self.give_up_with(host, Reason::Restarted, actions);
+        true
+    }
+
+    /// Gives up what a host takes part in and is needed for.
+    fn give_up_with(&mut self, host: HostId, reason: Reason, actions: &mut Vec<Action>) {
+        let needs = |migration: &MigrationId| {
+            let Some(progress) = self.progress.get(migration) else { return false };
+            let Some(stored) = self.ledger.migrations.get(migration) else { return false };
+            let arrives = stored.moves.iter().any(|moved| moved.to == host);
+            let leaves = stored.moves.iter().any(|moved| moved.from == host);
+            let voted = progress.stage == Stage::Switching && !progress.unyielded.contains(&host);
+            arrives || leaves && !voted
+        };
+        let migrations: Vec<_> = self.progress.keys().copied().filter(needs).collect();
+        for migration in migrations {
+            self.give_up(migration, reason, actions);
+        }
+    }
+
+    fn takes_part(&self, host: HostId, migration: MigrationId) -> bool {
+        let stored = self.ledger.migrations.get(&migration);
+        stored.is_some_and(|stored| stored.moves.iter().any(|moved| moved.from == host || moved.to == host))
+    }
+
+    /// Tells a host a decision that it seems not to know. Whether the migration is undecided.
+    fn is_told_again(&mut self, host: HostId, migration: MigrationId, actions: &mut Vec<Action>) -> bool {
+        let body = match self.ledger.migrations.get(&migration) {
+            // All have answered, or it never was: whoever asks has promised nothing that counts.
+            None => Body::Abort { migration, places: Vec::new() },
+            Some(Stored { decision: None, .. }) => return true,
+            Some(stored) => Self::decision_body(migration, stored),
+        };
+        self.send(host, body, actions);
+        false
+    }
+
+    fn decision_body(migration: MigrationId, stored: &Stored) -> Body {
+        match stored.decision {
+            Some(Decision::Committed) => {
+                Body::Commit { migration, places: Ledger::places(stored, Decision::Committed) }
+            }
+            _ => Body::Abort { migration, places: Ledger::places(stored, Decision::Aborted) },
+        }
+    }
+
+    /// A host has come to a point of an undecided migration.
+    fn came(&mut self, host: HostId, body: &Body, migration: MigrationId, actions: &mut Vec<Action>) {
+        match body {
+            Body::Reserved { .. } => self.done(host, migration, Stage::Reserving, actions),
+            Body::Converged { .. } => self.done(host, migration, Stage::Copying, actions),
+            Body::Loaded { .. } => self.done(host, migration, Stage::Switching, actions),
+            Body::Yield { .. } => {
+                if let Some(progress) = self.progress.get_mut(&migration)
+                    && progress.stage == Stage::Switching
+                {
+                    progress.unyielded.remove(&host);
+                }
+                self.decide(migration, actions);
+            }
+            _ => {}
+        }
+    }
+
+    /// A host has done what a stage asks.
+    fn done(&mut self, host: HostId, migration: MigrationId, stage: Stage, actions: &mut Vec<Action>) {
+        let Some(progress) = self.progress.get_mut(&migration) else { return };
+        if progress.stage != stage {
+            // A destination's vote, or a source's convergence, that outran the others: it is said again.
+            return;
+        }
+        progress.waiting.remove(&host);
+        match stage {
+            Stage::Switching => self.decide(migration, actions),
+            Stage::Reserving | Stage::Copying if progress.waiting.is_empty() => {
+                self.advance(migration, actions)
+            }
+            _ => {}
+        }
+    }
+
+    fn advance(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
+        let Some(stored) = self.ledger.migrations.get(&migration) else { return };
+        let (sources, destinations) = hosts_of(&stored.moves);
+        let Some(progress) = self.progress.get_mut(&migration) else { return };
+        match progress.stage {
+            Stage::Reserving => {
+                progress.stage = Stage::Copying;
+                progress.waiting = sources;
+            }
+            Stage::Copying => {
+                progress.stage = Stage::Switching;
+                progress.waiting = destinations;
+                progress.unyielded = sources;
+            }
+            Stage::Switching | Stage::Telling => return,
+        }
+        self.enter(migration, actions);
+    }
+
+    /// Says what a stage asks for, and sets its timers.
+    fn enter(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
+        let Some(stage) = self.stage(migration) else { return };
+        actions.push(Action::Came { migration, stage });
+        let after_ms = match stage {
+            Stage::Reserving => self.config.reserve_ms,
+            Stage::Copying => self.config.copy_ms,
+            Stage::Switching => self.config.switch_ms.saturating_mul(2),
+            Stage::Telling => 0,
+        };
+        if stage != Stage::Telling {
+            actions.push(Action::Timer { timer: Timer::Deadline(migration, stage), after_ms });
+        }
+        self.say(migration, actions);
+    }
+
+    /// Says it, or says it again.
+    fn say(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
+        let Some(progress) = self.progress.get(&migration) else { return };
+        let Some(stored) = self.ledger.migrations.get(&migration).cloned() else { return };
+        let hosts = if progress.stage == Stage::Switching { &progress.unyielded } else { &progress.waiting };
+        let (stage, hosts) = (progress.stage, hosts.clone());
+        for host in hosts {
+            let part = |is: &dyn Fn(&Move) -> HostId| {
+                stored.moves.iter().filter(|moved| is(moved) == host).copied().collect()
+            };
+            let body = match stage {
+                Stage::Reserving => Body::Reserve { migration, moves: part(&|moved| moved.to) },
+                Stage::Copying => Body::Begin { migration, moves: part(&|moved| moved.from) },
+                Stage::Switching => Body::Switch { migration },
+                Stage::Telling => Self::decision_body(migration, &stored),
+            };
+            self.send(host, body, actions);
+        }
+        let after_ms = self.config.retry_ms;
+        actions.push(Action::Timer { timer: Timer::Retry(migration), after_ms });
+    }
+
+    /// Commits when all votes are there and the owners are those of the beginning.
+    fn decide(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
+        let Some(progress) = self.progress.get(&migration) else { return };
+        let yielded = progress.unyielded.is_empty() || self.config.plant == Plant::CommitWithoutYield;
+        if progress.stage != Stage::Switching || !progress.waiting.is_empty() || !yielded {
+            return;
+        }
+        let Some(stored) = self.ledger.migrations.get(&migration) else { return };
+        let same = stored.moves.iter().all(|moved| {
+            self.ledger.vms.get(&moved.vm).is_some_and(|owner| {
+                owner.alive && owner.host == moved.from && owner.epoch.0.checked_add(1) == Some(moved.epoch.0)
+            })
+        });
+        if !same {
+            self.give_up(migration, Reason::Epoch, actions);
+            return;
+        }
+        if self.config.plant == Plant::DecisionNotWritten {
+            self.ledger.apply(&Record::Committed { migration });
+        } else {
+            self.write(Record::Committed { migration }, actions);
+        }
+        actions.push(Action::Ended { migration, decision: Decision::Committed, reason: None });
+        self.tell_decision(migration, actions);
+    }
+
+    fn give_up(&mut self, migration: MigrationId, reason: Reason, actions: &mut Vec<Action>) {
+        let Some(stored) = self.ledger.migrations.get(&migration) else { return };
+        let twice = self.config.plant == Plant::DecideTwice && stored.decision == Some(Decision::Committed);
+        if stored.decision.is_some() && !twice {
+            return;
+        }
+        self.write(Record::Aborted { migration }, actions);
+        actions.push(Action::Ended { migration, decision: Decision::Aborted, reason: Some(reason) });
+        self.tell_decision(migration, actions);
+    }
+
+    fn tell_decision(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
+        let Some(stored) = self.ledger.migrations.get(&migration) else { return };
+        let (sources, destinations) = hosts_of(&stored.moves);
+        let waiting = sources.union(&destinations).copied().collect();
+        let progress =
+            Progress { stage: Stage::Telling, waiting, unyielded: BTreeSet::new(), lost: BTreeSet::new() };
+        self.progress.insert(migration, progress);
+        self.enter(migration, actions);
+    }
+
+    fn settled(&mut self, host: HostId, migration: MigrationId, lost: &[VmId], actions: &mut Vec<Action>) {
+        let Some(progress) = self.progress.get_mut(&migration) else { return };
+        let Some(stored) = self.ledger.migrations.get(&migration) else { return };
+        let Some(decision) = stored.decision else { return };
+        if progress.stage != Stage::Telling || !progress.waiting.remove(&host) {
+            return;
+        }
+        // A host can only lose what it should have.
+        let places = Ledger::places(stored, decision);
+        let should = |vm: &VmId| places.iter().any(|place| place.vm == *vm && place.host == host);
+        progress.lost.extend(lost.iter().copied().filter(should));
+        if progress.waiting.is_empty() {
+            let lost = progress.lost.iter().copied().collect();
+            self.progress.remove(&migration);
+            self.write(Record::Finished { migration, lost }, actions);
+        }
+    }
+
+    fn locate(&mut self, host: HostId, vm: VmId, actions: &mut Vec<Action>) {
+        let body = match self.ledger.vms.get(&vm) {
+            Some(owner) if owner.alive => {
+                Body::At { place: Place { vm, host: owner.host, epoch: owner.epoch } }
+            }
+            Some(owner) => Body::Gone { vm, epoch: owner.epoch },
+            None => Body::Gone { vm, epoch: crate::names::Epoch(u64::MAX) },
+        };
+        self.send(host, body, actions);
+    }
+
+    fn timer(&mut self, timer: Timer, actions: &mut Vec<Action>) {
+        match timer {
+            Timer::Retry(migration) => self.say(migration, actions),
+            Timer::Deadline(migration, _) => self.give_up(migration, Reason::Late, actions),
+        }
+    }
+
+    fn write(&mut self, record: Record, actions: &mut Vec<Action>) {
+        self.ledger.apply(&record);
+        actions.push(Action::Write(record));
+    }
+
+    fn send(&self, to: HostId, body: Body, actions: &mut Vec<Action>) {
+        let (from, incarnation) = (Node::Coordinator, Incarnation(0));
+        actions.push(Action::Send(Message { from, incarnation, to: Node::Host(to), body }));
+    }
+}
+
+/// Sources and destinations.
+fn hosts_of(moves: &[Move]) -> (BTreeSet<HostId>, BTreeSet<HostId>) {
+    (moves.iter().map(|moved| moved.from).collect(), moves.iter().map(|moved| moved.to).collect())
+}

@@ -1,0 +1,138 @@
+//! What users, monitors and daemons ask of the coordinator.
+
+use super::{Action, Coordinator, Progress, Record, Stage};
+use crate::config::MAX_MOVES;
+use crate::names::{Epoch, HostId, MigrationId, Move, VmId};
+use std::collections::BTreeSet;
+
+/// Why a wish isn't granted.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Refused {
+    /// Nothing, or too much, is to move.
+    #[error("A migration of {0} VMs can't be: name 1 to {MAX_MOVES}")]
+    Number(usize),
+    /// No such VM.
+    #[error("{0} can't move: the cluster doesn't know it, or it was lost with its host")]
+    NoSuchVm(VmId),
+    /// It is named twice.
+    #[error("{0} can't move to two hosts in one migration: name it once")]
+    Twice(VmId),
+    /// It is there.
+    #[error("{0} can't move to {1}: it runs there")]
+    There(VmId, HostId),
+    /// No such host.
+    #[error("{0} can't move to {1}: no such host has reported. See 'causeway cluster hosts'")]
+    NoSuchHost(VmId, HostId),
+    /// It, or a peer, moves already.
+    #[error(
+        "{0} can't move now: {1} isn't over, and moves it or one of its peers. Wait for it, or cancel it"
+    )]
+    Busy(VmId, MigrationId),
+    /// A VM of that name is alive.
+    #[error("{0} can't be started on {1}: it runs on {2}")]
+    Alive(VmId, HostId, HostId),
+    /// Two ends of a connection are one.
+    #[error("{0} can't be connected to itself over hosts")]
+    Itself(VmId),
+}
+
+impl Coordinator {
+    /// Begins a migration of one VM or a group. All move, or none.
+    ///
+    /// # Errors
+    /// When it can't begin. A VM can't move while another migration moves it or one of its peers.
+    pub fn migrate(
+        &mut self,
+        wishes: &[(VmId, HostId)],
+        actions: &mut Vec<Action>,
+    ) -> Result<MigrationId, Refused> {
+        if wishes.is_empty() || wishes.len() > MAX_MOVES {
+            return Err(Refused::Number(wishes.len()));
+        }
+        let mut moves: Vec<Move> = Vec::with_capacity(wishes.len());
+        for (vm, to) in wishes.iter().copied() {
+            let owner = self.ledger.vms.get(&vm).filter(|owner| owner.alive).ok_or(Refused::NoSuchVm(vm))?;
+            if owner.host == to {
+                return Err(Refused::There(vm, to));
+            }
+            if !self.ledger.hosts.contains_key(&to) {
+                return Err(Refused::NoSuchHost(vm, to));
+            }
+            if moves.iter().any(|moved| moved.vm == vm) {
+                return Err(Refused::Twice(vm));
+            }
+            let busy = std::iter::once(vm).chain(self.ledger.peers(vm));
+            if let Some(other) = busy.filter_map(|vm| self.ledger.migration_of(vm)).next() {
+                return Err(Refused::Busy(vm, other));
+            }
+            let epoch = Epoch(owner.epoch.0.saturating_add(1));
+            moves.push(Move { vm, from: owner.host, to, epoch });
+        }
+        let migration = MigrationId(self.ledger.last.0.saturating_add(1));
+        let waiting = moves.iter().map(|moved| moved.to).collect();
+        self.write(Record::Begun { migration, moves }, actions);
+        let (unyielded, lost) = (BTreeSet::new(), BTreeSet::new());
+        self.progress.insert(migration, Progress { stage: Stage::Reserving, waiting, unyielded, lost });
+        self.enter(migration, actions);
+        Ok(migration)
+    }
+
+    /// A host starts a VM: the epoch that it runs in.
+    ///
+    /// # Errors
+    /// When it runs already: a VM has one owner.
+    pub fn started(&mut self, vm: VmId, host: HostId, actions: &mut Vec<Action>) -> Result<Epoch, Refused> {
+        let epoch = match self.ledger.vms.get(&vm) {
+            Some(owner) if owner.alive => return Err(Refused::Alive(vm, host, owner.host)),
+            Some(owner) => Epoch(owner.epoch.0.saturating_add(1)),
+            None => Epoch(1),
+        };
+        if let Some(other) = self.ledger.migration_of(vm) {
+            return Err(Refused::Busy(vm, other));
+        }
+        self.write(Record::Vm { vm, host, epoch }, actions);
+        Ok(epoch)
+    }
+
+    /// A VM has ended.
+    ///
+    /// # Errors
+    /// When it isn't known, or moves.
+    pub fn ended(&mut self, vm: VmId, actions: &mut Vec<Action>) -> Result<(), Refused> {
+        if !self.ledger.vms.contains_key(&vm) {
+            return Err(Refused::NoSuchVm(vm));
+        }
+        if let Some(other) = self.ledger.migration_of(vm) {
+            return Err(Refused::Busy(vm, other));
+        }
+        self.write(Record::VmEnded { vm }, actions);
+        Ok(())
+    }
+
+    /// Two VMs have a connection that is in use, or none any more.
+    ///
+    /// # Errors
+    /// When one isn't known.
+    pub fn linked(
+        &mut self,
+        one: VmId,
+        other: VmId,
+        up: bool,
+        actions: &mut Vec<Action>,
+    ) -> Result<(), Refused> {
+        let (a, b) = (one.min(other), one.max(other));
+        if a == b {
+            return Err(Refused::Itself(a));
+        }
+        for vm in [a, b] {
+            if !self.ledger.vms.contains_key(&vm) {
+                return Err(Refused::NoSuchVm(vm));
+            }
+        }
+        if up != self.ledger.links.contains(&(a, b)) {
+            let record = if up { Record::Linked { a, b } } else { Record::Unlinked { a, b } };
+            self.write(record, actions);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,278 @@
+//! A source: from pre-copy to the decision.
+//!
+//! ```text
+//! Copying ─Switch─▶ Suspending ─all peers─▶ Stopping ─all VMs─▶ Handing ─all destinations─▶ Yielded ─Commit─▶ forgotten
+//!    │                  │                      │                   │                           │
+//!    └──────────────────┴── failure, deadline ─┴───────────────────┘      only the coordinator ┴──Abort──▶ runs on
+//! ```
+
+use std::collections::BTreeSet;
+
+use super::Host;
+use crate::config::{Config, MAX_MIGRATIONS, MAX_MOVES, Plant};
+use crate::event::{Action, Timer};
+use crate::fan::split;
+use crate::message::{Body, Reason};
+use crate::names::{HostId, MigrationId, Move, Node, Place, VmId};
+
+/// VMs that leave this host in a migration.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct Leaving {
+    moves: Vec<Move>,
+    phase: Phase,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+enum Phase {
+    /// VMs of which much is left to copy.
+    Copying(BTreeSet<VmId>),
+    /// Peer hosts that haven't stopped.
+    Suspending(BTreeSet<HostId>),
+    /// VMs that haven't.
+    Stopping(BTreeSet<VmId>),
+    /// Destinations that haven't everything.
+    Handing(BTreeSet<HostId>),
+    /// The source has voted: it is for the coordinator to say how this ends.
+    Yielded,
+}
+
+impl Leaving {
+    pub fn repeats(&self) -> bool {
+        !matches!(self.phase, Phase::Stopping(_))
+    }
+
+    pub fn has_deadline(&self, config: &Config) -> bool {
+        match self.phase {
+            Phase::Copying(_) => false,
+            Phase::Yielded => config.plant == Plant::RunAfterYield,
+            _ => true,
+        }
+    }
+
+    fn vms(&self) -> Vec<VmId> {
+        self.moves.iter().map(|moved| moved.vm).collect()
+    }
+}
+
+impl Host {
+    /// Begins to copy.
+    pub(super) fn begin(&mut self, migration: MigrationId, moves: Vec<Move>, actions: &mut Vec<Action>) {
+        if let Some(leaving) = self.leaving.get(&migration) {
+            let converged = !matches!(&leaving.phase, Phase::Copying(left) if !left.is_empty());
+            if converged {
+                self.tell(Node::Coordinator, Body::Converged { migration }, actions);
+            }
+            return;
+        }
+        let here = |moved: &Move| {
+            moved.from == self.id
+                && self.vms.get(&moved.vm).is_some_and(|vm| {
+                    // It hasn't been given up before, and nothing newer is known.
+                    vm.after < migration && vm.epoch.0.checked_add(1) == Some(moved.epoch.0)
+                })
+        };
+        let taken = |moved: &Move| {
+            self.leaving.values().any(|other| other.moves.iter().any(|other| other.vm == moved.vm))
+        };
+        let reason = match () {
+            () if moves.is_empty() || moves.len() > MAX_MOVES || !moves.iter().all(here) => Reason::NotHere,
+            () if moves.iter().any(taken) || self.leaving.len() >= MAX_MIGRATIONS => Reason::Busy,
+            () => {
+                for moved in &moves {
+                    actions.push(Action::Copy { migration, vm: moved.vm, to: moved.to });
+                }
+                let left = moves.iter().map(|moved| moved.vm).collect();
+                self.leaving.insert(migration, Leaving { moves, phase: Phase::Copying(left) });
+                self.set(Timer::Leaving(migration), self.config.retry_ms, actions);
+                return;
+            }
+        };
+        self.tell(Node::Coordinator, Body::Failed { migration, reason }, actions);
+    }
+
+    pub(super) fn converged(&mut self, migration: MigrationId, vm: VmId, actions: &mut Vec<Action>) {
+        if let Some(Leaving { phase: Phase::Copying(left), .. }) = self.leaving.get_mut(&migration)
+            && left.remove(&vm)
+            && left.is_empty()
+        {
+            self.tell(Node::Coordinator, Body::Converged { migration }, actions);
+        }
+    }
+
+    /// Stops the peers.
+    pub(super) fn switch(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
+        let Some(leaving) = self.leaving.get(&migration) else {
+            // Given up on our own, or before a restart: the coordinator hasn't heard.
+            self.tell(Node::Coordinator, Body::Failed { migration, reason: Reason::Late }, actions);
+            return;
+        };
+        if !matches!(&leaving.phase, Phase::Copying(left) if left.is_empty()) {
+            return;
+        }
+        let vms = leaving.vms();
+        // A peer of which nothing was heard since it moved may be anywhere: it couldn't be stopped. The coordinator says it again.
+        if self.has_closed(&vms, Some(migration)) {
+            return;
+        }
+        let hosts = self.hosts_of_peers(&vms);
+        if let Some(leaving) = self.leaving.get_mut(&migration) {
+            leaving.phase = Phase::Suspending(hosts.clone());
+        }
+        let hosts: Vec<_> = hosts.into_iter().collect();
+        for (head, rest) in split(&hosts, self.config.fan) {
+            let body = Body::Suspend { migration, origin: self.id, vms: vms.clone(), fan: rest };
+            self.tell(Node::Host(head), body, actions);
+        }
+        self.set(Timer::Leaving(migration), self.config.retry_ms, actions);
+        self.set(Timer::Switch(migration), self.config.switch_ms, actions);
+        if hosts.is_empty() || self.config.plant == Plant::StopBeforeHeld {
+            self.stop(migration, actions);
+        }
+    }
+
+    pub(super) fn peers_stopped(
+        &mut self,
+        migration: MigrationId,
+        hosts: &[HostId],
+        actions: &mut Vec<Action>,
+    ) {
+        if let Some(Leaving { phase: Phase::Suspending(left), .. }) = self.leaving.get_mut(&migration) {
+            for host in hosts {
+                left.remove(host);
+            }
+            if left.is_empty() {
+                self.stop(migration, actions);
+            }
+        }
+    }
+
+    fn stop(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
+        let Some(leaving) = self.leaving.get_mut(&migration) else { return };
+        let vms = leaving.vms();
+        leaving.phase = Phase::Stopping(vms.iter().copied().collect());
+        for vm in vms {
+            if let Some(found) = self.vms.get_mut(&vm) {
+                found.switching = Some(migration);
+                found.faces.values_mut().for_each(|open| *open = false);
+            }
+            actions.push(Action::Stop { migration, vm });
+        }
+    }
+
+    pub(super) fn stopped(&mut self, migration: MigrationId, vm: VmId, actions: &mut Vec<Action>) {
+        let Some(leaving) = self.leaving.get_mut(&migration) else { return };
+        let Phase::Stopping(left) = &mut leaving.phase else { return };
+        if !left.remove(&vm) || !left.is_empty() {
+            return;
+        }
+        leaving.phase = Phase::Handing(leaving.moves.iter().map(|moved| moved.to).collect());
+        for moved in leaving.moves.clone() {
+            actions.push(Action::Finish { migration, vm: moved.vm, to: moved.to });
+        }
+        self.hand_over(migration, actions);
+        self.set(Timer::Leaving(migration), self.config.retry_ms, actions);
+    }
+
+    fn hand_over(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
+        let Some(Leaving { moves, phase: Phase::Handing(left) }) = self.leaving.get(&migration) else {
+            return;
+        };
+        let moves: Vec<_> = moves.iter().filter(|moved| left.contains(&moved.to)).copied().collect();
+        for moved in moves {
+            let faces = self.vms.get(&moved.vm).into_iter().flat_map(|vm| vm.faces.keys());
+            let faces = faces.filter_map(|peer| {
+                let known = self.known.get(peer)?;
+                Some(Place { vm: *peer, host: known.host, epoch: known.stamp.epoch })
+            });
+            let body = Body::Handover { migration, vm: moved.vm, faces: faces.collect() };
+            self.tell(Node::Host(moved.to), body, actions);
+        }
+    }
+
+    /// A destination has everything.
+    pub(super) fn loaded(&mut self, from: HostId, migration: MigrationId, actions: &mut Vec<Action>) {
+        let Some(leaving) = self.leaving.get_mut(&migration) else { return };
+        let Phase::Handing(left) = &mut leaving.phase else { return };
+        if left.remove(&from) && left.is_empty() {
+            leaving.phase = Phase::Yielded;
+            self.tell(Node::Coordinator, Body::Yield { migration }, actions);
+        }
+    }
+
+    pub(super) fn repeat_leaving(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
+        let Some(leaving) = self.leaving.get(&migration) else { return };
+        match &leaving.phase {
+            Phase::Copying(left) => {
+                let body =
+                    if left.is_empty() { Body::Converged { migration } } else { Body::Outcome { migration } };
+                self.tell(Node::Coordinator, body, actions);
+            }
+            Phase::Suspending(left) => {
+                let vms = leaving.vms();
+                for host in left.clone() {
+                    // Directly: a host that passes messages on may be the one that failed.
+                    let body =
+                        Body::Suspend { migration, origin: self.id, vms: vms.clone(), fan: Vec::new() };
+                    self.tell(Node::Host(host), body, actions);
+                }
+            }
+            Phase::Stopping(_) => return,
+            Phase::Handing(_) => self.hand_over(migration, actions),
+            Phase::Yielded => self.tell(Node::Coordinator, Body::Yield { migration }, actions),
+        }
+        self.set(Timer::Leaving(migration), self.config.retry_ms, actions);
+    }
+
+    pub(super) fn switch_is_late(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
+        let reason = match self.leaving.get(&migration).map(|leaving| &leaving.phase) {
+            Some(Phase::Suspending(_)) => Reason::Peers,
+            Some(_) => Reason::Late,
+            None => return,
+        };
+        self.give_up(migration, reason, actions);
+    }
+
+    pub(super) fn stream_broke(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
+        let voted = self.leaving.get(&migration).is_some_and(|leaving| leaving.phase == Phase::Yielded);
+        if self.leaving.contains_key(&migration) && !voted {
+            self.give_up(migration, Reason::Stream, actions);
+        } else if self.arriving.contains_key(&migration) {
+            let body = Body::Failed { migration, reason: Reason::Stream };
+            self.tell(Node::Coordinator, body, actions);
+        }
+    }
+
+    /// On our own: only before the vote.
+    fn give_up(&mut self, migration: MigrationId, reason: Reason, actions: &mut Vec<Action>) {
+        self.run_on(migration, actions);
+        self.tell(Node::Coordinator, Body::Failed { migration, reason }, actions);
+    }
+
+    /// VMs that were to leave stay: they run, and their peers are told so.
+    pub(super) fn run_on(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
+        let Some(leaving) = self.leaving.remove(&migration) else { return };
+        actions.push(Action::EndCopy { migration });
+        let mut announced = Vec::new();
+        for vm in leaving.vms() {
+            let Some(found) = self.vms.get_mut(&vm) else { continue };
+            found.after = migration;
+            if found.switching.take().is_some() {
+                actions.push(Action::Run { vm, epoch: found.epoch });
+            }
+            announced.push((vm, found.epoch));
+        }
+        // Peers that haven't answered the announcement before have to answer this one.
+        let vms = leaving.vms();
+        if !matches!(leaving.phase, Phase::Copying(_)) || self.has_closed(&vms, None) {
+            self.announce(migration, &announced, actions);
+        }
+    }
+
+    /// Whether a VM has queue pairs that are closed, other than for the sake of a peer that moves in the same migration: that peer's
+    /// host has made sure that this one knew of it.
+    fn has_closed(&self, vms: &[VmId], but: Option<MigrationId>) -> bool {
+        let faces = vms.iter().filter_map(|vm| self.vms.get(vm)).flat_map(|vm| &vm.faces);
+        let mut closed = faces.filter(|(_, open)| !**open).map(|(peer, _)| self.known.get(peer));
+        closed.any(|known| but.is_none() || known.is_none_or(|known| known.suspended != but))
+    }
+}

@@ -1,0 +1,331 @@
+//! A host's part in migrations: source, destination, and host of peers, at the same time for several migrations.
+//!
+//! | module | part |
+//! |---|---|
+//! | `leaving` | a source: from pre-copy to the decision |
+//! | `arriving` | a destination: from the reservation to the decision |
+//! | `facing` | peers: holds queue pairs that face a VM, and opens them again |
+//! | `running` | the announcement by whoever runs a VM |
+//!
+//! Nothing here is concurrent, and nothing waits. The caller carries actions out in their order.
+
+mod arriving;
+mod facing;
+mod leaving;
+mod running;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use crate::config::Config;
+use crate::event::{Action, Event, Timer};
+use crate::fan::Spread;
+use crate::message::{Body, Message};
+use crate::names::{Epoch, HostId, Incarnation, MigrationId, Node, Place, Stamp, VmId};
+
+use arriving::Arriving;
+use leaving::Leaving;
+use running::Announcing;
+
+/// Messages along a tree whose answers are collected at one time; an older one is forgotten first, and asked for again by its origin.
+const MAX_SPREADS: usize = 1024;
+
+/// A VM of this host.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+struct Vm {
+    epoch: Epoch,
+    /// The last migration of it that has ended.
+    after: MigrationId,
+    /// The switch-over that it is stopped for, or about to be.
+    switching: Option<MigrationId>,
+    /// Its peers, and whether queue pairs that face them are open.
+    faces: BTreeMap<VmId, bool>,
+}
+
+/// What is known of a VM that VMs of this host face, or that come here.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+struct Known {
+    host: HostId,
+    stamp: Stamp,
+    /// The migration for which queue pairs that face it are held.
+    suspended: Option<MigrationId>,
+    /// They are.
+    held: bool,
+}
+
+/// A host's state.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Host {
+    id: HostId,
+    incarnation: Incarnation,
+    config: Config,
+    greeted: bool,
+    vms: BTreeMap<VmId, Vm>,
+    known: BTreeMap<VmId, Known>,
+    leaving: BTreeMap<MigrationId, Leaving>,
+    arriving: BTreeMap<MigrationId, Arriving>,
+    announcing: BTreeMap<MigrationId, Announcing>,
+    suspending: BTreeMap<(MigrationId, HostId), Spread>,
+    readying: BTreeMap<(MigrationId, HostId), Spread>,
+    /// Messages to itself.
+    own: VecDeque<Message>,
+}
+
+impl Host {
+    /// A host without VMs. Its incarnation is higher than at its last start.
+    #[must_use]
+    pub fn new(id: HostId, incarnation: Incarnation, config: Config) -> Self {
+        Self {
+            id,
+            incarnation,
+            config,
+            greeted: false,
+            vms: BTreeMap::new(),
+            known: BTreeMap::new(),
+            leaving: BTreeMap::new(),
+            arriving: BTreeMap::new(),
+            announcing: BTreeMap::new(),
+            suspending: BTreeMap::new(),
+            readying: BTreeMap::new(),
+            own: VecDeque::new(),
+        }
+    }
+
+    /// Takes an event in; what is to be done is appended.
+    pub fn step(&mut self, event: Event, actions: &mut Vec<Action>) {
+        match event {
+            Event::Start => self.greet(actions),
+            Event::Message(message) => self.message(message, actions),
+            Event::Started { vm, epoch } => {
+                let faces = BTreeMap::new();
+                self.vms.entry(vm).or_insert(Vm { epoch, after: MigrationId(0), switching: None, faces });
+            }
+            Event::Ended { vm } => {
+                self.vms.remove(&vm);
+                self.forget_strangers();
+            }
+            Event::Connected { vm, peer } => self.connected(vm, peer),
+            Event::Disconnected { vm, peer } => {
+                if let Some(found) = self.vms.get_mut(&vm) {
+                    found.faces.remove(&peer);
+                }
+                self.forget_strangers();
+            }
+            Event::Room { migration, granted } => self.room(migration, granted, actions),
+            Event::Converged { migration, vm } => self.converged(migration, vm, actions),
+            Event::StreamBroke { migration } => self.stream_broke(migration, actions),
+            Event::Held { migration, vm } => self.held(migration, vm, actions),
+            Event::Stopped { migration, vm } => self.stopped(migration, vm, actions),
+            Event::Arrived { migration, vm } => self.arrived(migration, vm, actions),
+            Event::Timer(timer) => {
+                if self.awaits(timer) {
+                    self.timer(timer, actions);
+                }
+            }
+        }
+        while let Some(message) = self.own.pop_front() {
+            self.message(message, actions);
+        }
+    }
+
+    /// Whether anything still waits for a timer.
+    #[must_use]
+    pub fn awaits(&self, timer: Timer) -> bool {
+        match timer {
+            Timer::Hello => !self.greeted,
+            Timer::Leaving(migration) => self.leaving.get(&migration).is_some_and(Leaving::repeats),
+            Timer::Switch(migration) => {
+                self.leaving.get(&migration).is_some_and(|leaving| leaving.has_deadline(&self.config))
+            }
+            Timer::Arriving(migration) => self.arriving.contains_key(&migration),
+            Timer::Announce(migration) => self.announcing.contains_key(&migration),
+            Timer::Ask(vm) => self.known.get(&vm).is_some_and(|known| known.suspended.is_some()),
+        }
+    }
+
+    /// The host's name.
+    #[must_use]
+    pub fn id(&self) -> HostId {
+        self.id
+    }
+
+    /// Which start of the host this is.
+    #[must_use]
+    pub fn incarnation(&self) -> Incarnation {
+        self.incarnation
+    }
+
+    /// VMs of this host, stopped ones included.
+    pub fn vms(&self) -> impl Iterator<Item = (VmId, Epoch)> {
+        self.vms.iter().map(|(vm, found)| (*vm, found.epoch))
+    }
+
+    /// Nothing goes on: no migration, no announcement, no queue pair that is held.
+    #[must_use]
+    pub fn is_quiet(&self) -> bool {
+        self.leaving.is_empty()
+            && self.arriving.is_empty()
+            && self.announcing.is_empty()
+            && self.known.values().all(|known| known.suspended.is_none())
+            && self.vms.values().all(|vm| vm.switching.is_none() && vm.faces.values().all(|open| *open))
+    }
+
+    /// Whether this host, as a destination, has said that a VM has come as a whole, and waits for the decision.
+    #[must_use]
+    pub fn has_voted(&self, vm: VmId) -> bool {
+        self.arriving.values().any(|arriving| arriving.has_voted(vm))
+    }
+
+    fn timer(&mut self, timer: Timer, actions: &mut Vec<Action>) {
+        match timer {
+            Timer::Hello => self.greet(actions),
+            Timer::Leaving(migration) => self.repeat_leaving(migration, actions),
+            Timer::Switch(migration) => self.switch_is_late(migration, actions),
+            Timer::Arriving(migration) => self.repeat_arriving(migration, actions),
+            Timer::Announce(migration) => self.announce_again(migration, actions),
+            Timer::Ask(vm) => self.ask(vm, actions),
+        }
+    }
+
+    fn greet(&mut self, actions: &mut Vec<Action>) {
+        self.tell(Node::Coordinator, Body::Hello, actions);
+        self.set(Timer::Hello, self.config.retry_ms, actions);
+    }
+
+    fn message(&mut self, message: Message, actions: &mut Vec<Action>) {
+        if message.to != Node::Host(self.id) {
+            return;
+        }
+        match message.from {
+            Node::Coordinator => self.coordinator_says(message.body, actions),
+            Node::Host(from) => self.host_says(from, message.body, actions),
+        }
+    }
+
+    fn coordinator_says(&mut self, body: Body, actions: &mut Vec<Action>) {
+        match body {
+            Body::Welcome => self.greeted = true,
+            Body::Reserve { migration, moves } => self.reserve(migration, moves, actions),
+            Body::Begin { migration, moves } => self.begin(migration, moves, actions),
+            Body::Switch { migration } => self.switch(migration, actions),
+            Body::Commit { migration, places } => self.commit(migration, &places, actions),
+            Body::Abort { migration, places } => self.abort(migration, &places, actions),
+            Body::At { place } => self.at(place),
+            Body::Gone { vm, epoch } => self.gone(vm, epoch, actions),
+            _ => {}
+        }
+    }
+
+    fn host_says(&mut self, from: HostId, body: Body, actions: &mut Vec<Action>) {
+        match body {
+            Body::Suspend { migration, origin, vms, fan } => {
+                self.suspend(from, migration, origin, vms, fan, actions);
+            }
+            Body::Suspended { migration, origin, hosts } => {
+                self.suspended(migration, origin, hosts, actions);
+            }
+            Body::Handover { migration, vm, faces } => self.handover(from, migration, vm, faces, actions),
+            Body::Loaded { migration } => self.loaded(from, migration, actions),
+            Body::Running { after, origin, vms, fan } => {
+                self.announced(from, after, origin, vms, fan, actions);
+            }
+            Body::Ready { after, origin, hosts } => self.ready(after, origin, hosts, actions),
+            Body::Where { vm } => self.asked(from, vm, actions),
+            _ => {}
+        }
+    }
+
+    /// The decision. Whatever this host thought: who runs a VM in a newer epoch is the one who runs it.
+    fn commit(&mut self, migration: MigrationId, places: &[Place], actions: &mut Vec<Action>) {
+        let landed = self.land(migration, places, actions);
+        let mut left = false;
+        for place in places.iter().filter(|place| place.host != self.id) {
+            if self.vms.get(&place.vm).is_some_and(|vm| vm.epoch < place.epoch) {
+                self.vms.remove(&place.vm);
+                actions.push(Action::Discard { vm: place.vm });
+                left = true;
+            }
+        }
+        if self.leaving.remove(&migration).is_some() || left {
+            actions.push(Action::EndCopy { migration });
+        }
+        for place in places {
+            self.points_to(*place);
+        }
+        if let Some(vms) = landed {
+            self.announce(migration, &vms, actions);
+        }
+        self.forget_strangers();
+        self.settle(migration, places, actions);
+    }
+
+    fn abort(&mut self, migration: MigrationId, places: &[Place], actions: &mut Vec<Action>) {
+        if self.arriving.remove(&migration).is_some() {
+            actions.push(Action::Release { migration });
+        }
+        self.run_on(migration, actions);
+        self.forget_strangers();
+        self.settle(migration, places, actions);
+    }
+
+    fn settle(&mut self, migration: MigrationId, places: &[Place], actions: &mut Vec<Action>) {
+        let missing = |place: &&Place| {
+            place.host == self.id && self.vms.get(&place.vm).is_none_or(|vm| vm.epoch < place.epoch)
+        };
+        let lost = places.iter().filter(missing).map(|place| place.vm).collect();
+        self.tell(Node::Coordinator, Body::Settled { migration, lost }, actions);
+    }
+
+    fn connected(&mut self, vm: VmId, peer: Place) {
+        let Some(found) = self.vms.get_mut(&vm) else { return };
+        let known = self.known.entry(peer.vm).or_insert_with(|| Known::new(peer));
+        let open = known.suspended.is_none() && found.switching.is_none();
+        found.faces.entry(peer.vm).or_insert(open);
+    }
+
+    /// Forgets VMs that none of this host's faces.
+    fn forget_strangers(&mut self) {
+        let (vms, arriving) = (&self.vms, &self.arriving);
+        self.known.retain(|vm, _| {
+            vms.values().any(|found| found.faces.contains_key(vm))
+                || arriving.values().any(|found| found.faces(*vm))
+        });
+    }
+
+    fn set(&self, timer: Timer, after_ms: u32, actions: &mut Vec<Action>) {
+        actions.push(Action::Timer { timer, after_ms });
+    }
+
+    fn tell(&mut self, to: Node, body: Body, actions: &mut Vec<Action>) {
+        let message = Message { from: Node::Host(self.id), incarnation: self.incarnation, to, body };
+        if to == message.from {
+            self.own.push_back(message);
+        } else {
+            actions.push(Action::Send(message));
+        }
+    }
+
+    /// Remembers a message along a tree. Its origin asks again if this one is forgotten.
+    fn remember(
+        spreads: &mut BTreeMap<(MigrationId, HostId), Spread>,
+        key: (MigrationId, HostId),
+        it: Spread,
+    ) {
+        spreads.insert(key, it);
+        while spreads.len() > MAX_SPREADS {
+            spreads.pop_first();
+        }
+    }
+
+    /// Hosts of a VM's peers, this one included.
+    fn hosts_of_peers(&self, vms: &[VmId]) -> BTreeSet<HostId> {
+        let faces = vms.iter().filter_map(|vm| self.vms.get(vm)).flat_map(|vm| vm.faces.keys());
+        faces.filter_map(|peer| self.known.get(peer)).map(|known| known.host).collect()
+    }
+}
+
+impl Known {
+    fn new(place: Place) -> Self {
+        let stamp = Stamp { epoch: place.epoch, after: MigrationId(0) };
+        Self { host: place.host, stamp, suspended: None, held: false }
+    }
+}

@@ -1,0 +1,121 @@
+//! The announcement by whoever runs a VM, and the answers.
+
+use std::collections::BTreeSet;
+
+use super::Host;
+use crate::event::{Action, Timer};
+use crate::fan::split;
+use crate::message::Body;
+use crate::names::{Epoch, HostId, MigrationId, Node, Place, VmId};
+
+/// How much more seldom an announcement is repeated after [`crate::Config::announcements`].
+const SLOWER: u32 = 32;
+
+/// VMs that run here since a migration has ended, and peer hosts that haven't answered.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) struct Announcing {
+    vms: Vec<(VmId, Epoch)>,
+    waiting: BTreeSet<HostId>,
+    tries: u8,
+}
+
+impl Host {
+    /// Tells all hosts of peers, along a tree. Until a host has answered, queue pairs that face its VMs stay closed.
+    pub(super) fn announce(&mut self, after: MigrationId, vms: &[(VmId, Epoch)], actions: &mut Vec<Action>) {
+        let names: Vec<_> = vms.iter().map(|(vm, _)| *vm).collect();
+        // What was said of them before isn't so any more.
+        self.announcing.retain(|_, earlier| {
+            earlier.vms.retain(|(vm, _)| !names.contains(vm));
+            !earlier.vms.is_empty()
+        });
+        let waiting = self.hosts_of_peers(&names);
+        if waiting.is_empty() {
+            return;
+        }
+        let hosts: Vec<_> = waiting.iter().copied().collect();
+        self.announcing.insert(after, Announcing { vms: vms.to_vec(), waiting, tries: 0 });
+        for (head, rest) in split(&hosts, self.config.fan) {
+            let body = Body::Running { after, origin: self.id, vms: vms.to_vec(), fan: rest };
+            self.tell(Node::Host(head), body, actions);
+        }
+        self.set(Timer::Announce(after), self.config.retry_ms, actions);
+    }
+
+    pub(super) fn announce_again(&mut self, after: MigrationId, actions: &mut Vec<Action>) {
+        let Some(announcing) = self.announcing.get_mut(&after) else { return };
+        // VMs that have left since, or are about to, say no more.
+        announcing.vms.retain(|(vm, epoch)| {
+            self.vms.get(vm).is_some_and(|found| found.epoch == *epoch && found.after == after)
+        });
+        let names: Vec<_> = announcing.vms.iter().map(|(vm, _)| *vm).collect();
+        let vms = announcing.vms.clone();
+        // Peers may have moved meanwhile.
+        let now = self.hosts_of_peers(&names);
+        let Some(announcing) = self.announcing.get_mut(&after) else { return };
+        announcing.waiting.retain(|host| now.contains(host));
+        if announcing.waiting.is_empty() {
+            self.announcing.remove(&after);
+            return;
+        }
+        let slow = announcing.tries >= self.config.announcements;
+        announcing.tries = announcing.tries.saturating_add(u8::from(!slow));
+        for host in announcing.waiting.clone() {
+            let body = Body::Running { after, origin: self.id, vms: vms.clone(), fan: Vec::new() };
+            self.tell(Node::Host(host), body, actions);
+        }
+        let pause = self.config.retry_ms.saturating_mul(if slow { SLOWER } else { 1 });
+        self.set(Timer::Announce(after), pause, actions);
+    }
+
+    /// Peers at these hosts go on.
+    pub(super) fn ready(
+        &mut self,
+        after: MigrationId,
+        origin: HostId,
+        hosts: Vec<HostId>,
+        actions: &mut Vec<Action>,
+    ) {
+        if origin != self.id {
+            if let Some(spread) = self.readying.get_mut(&(after, origin)) {
+                spread.finished(&hosts);
+                self.answer_ready((after, origin), actions);
+            } else {
+                self.tell(Node::Host(origin), Body::Ready { after, origin, hosts }, actions);
+            }
+            return;
+        }
+        for (vm, found) in &mut self.vms {
+            if found.after != after || found.switching.is_some() {
+                continue;
+            }
+            for (peer, open) in found.faces.iter_mut().filter(|(_, open)| !**open) {
+                let Some(known) = self.known.get(peer) else { continue };
+                if hosts.contains(&known.host) && known.suspended.is_none() {
+                    *open = true;
+                    let peer = Place { vm: *peer, host: known.host, epoch: known.stamp.epoch };
+                    actions.push(Action::Open { vm: *vm, peer });
+                }
+            }
+        }
+        if let Some(announcing) = self.announcing.get_mut(&after) {
+            for host in &hosts {
+                announcing.waiting.remove(host);
+            }
+            if announcing.waiting.is_empty() {
+                self.announcing.remove(&after);
+            }
+        }
+    }
+
+    /// A peer's host asks whether a VM runs here. Silence is the answer while it is stopped, or leaves and has peers stop.
+    pub(super) fn asked(&mut self, from: HostId, vm: VmId, actions: &mut Vec<Action>) {
+        let Some(found) = self.vms.get(&vm).filter(|found| found.switching.is_none()) else { return };
+        let body = Body::Running {
+            after: found.after,
+            origin: self.id,
+            vms: vec![(vm, found.epoch)],
+            fan: Vec::new(),
+        };
+        self.tell(Node::Host(from), body, actions);
+    }
+}

@@ -1,0 +1,38 @@
+//! Migration of VMs with open RDMA connections, without I/O: what hosts and the coordinator say to each other, and do.
+//!
+//! ```text
+//! messages, timers, what the engine has done ─▶ Host::step ─▶ messages, timers, what the engine is to do
+//! messages, timers, wishes ─▶ Coordinator::step ─▶ messages, timers, records to write
+//! ```
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`message`], [`wire`] | messages, and as bytes |
+//! | [`host`] | a host: source, destination, and host of peers |
+//! | [`coordinator`] | the cluster's service: who may run a VM, and what is decided of a migration |
+//! | [`event`] | what goes in and out of a host |
+//! | [`fan`] | one message to many hosts |
+//! | [`objects`] | state of an HCA that is copied while it is used |
+//! | [`config`], [`names`] | times, bounds, planted faults; names |
+//! | [`testing`] | a cluster in memory for the model checker and the simulator |
+//!
+//! Published as *Nomad: Migrating OS-bypass Networks in Virtual Machines* (2006), figures 8 and 9. How it works and why it is right:
+//! docs/migration.md.
+
+pub mod config;
+pub mod coordinator;
+pub mod event;
+pub mod fan;
+pub mod host;
+pub mod message;
+pub mod names;
+pub mod objects;
+pub mod testing;
+pub mod wire;
+
+pub use config::{Config, Plant};
+pub use coordinator::Coordinator;
+pub use event::{Action, Event, Timer};
+pub use host::Host;
+pub use message::{Body, Message, Reason};
+pub use names::{Epoch, HostId, Incarnation, MigrationId, Move, Node, Place, VmId};

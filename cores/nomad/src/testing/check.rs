@@ -1,0 +1,160 @@
+//! What must hold, after each step and in the end.
+
+use super::cluster::{Cluster, Pending};
+use crate::names::{HostId, VmId};
+
+impl Cluster {
+    /// Checks what must hold always; what doesn't goes into `verdict`.
+    pub(super) fn check(&mut self) {
+        if self.verdict.is_none()
+            && let Some(wrong) = self.wrong()
+        {
+            self.verdict = Some(wrong);
+        }
+    }
+
+    fn wrong(&self) -> Option<String> {
+        // One owner: a VM runs on the host, and in the epoch, that is written.
+        for (host, machine) in &self.machines {
+            for (vm, instance) in machine.engine.instances.iter().filter(|(_, instance)| instance.running) {
+                let owner = self.disk.vms.get(vm)?;
+                if (owner.host, owner.epoch) != (*host, instance.epoch) {
+                    return Some(format!(
+                        "{vm} runs on {host} in epoch {}; its owner is {} in epoch {}",
+                        instance.epoch.0, owner.host, owner.epoch.0
+                    ));
+                }
+            }
+            // Open queue pairs lead to where their peer runs.
+            for ((vm, peer), to) in &machine.engine.open {
+                match self.where_runs(*peer) {
+                    Some(at) if at != *to => {
+                        return Some(format!("{vm} on {host} sends to {peer} on {to}; it runs on {at}"));
+                    }
+                    None if !self.is_lost(*peer) => {
+                        return Some(format!("{vm} on {host} sends to {peer}, which is stopped"));
+                    }
+                    _ => {}
+                }
+            }
+        }
+        // Nothing is lost but with its host.
+        let lost = |vm: &&VmId| self.is_lost(**vm) && !self.excused.contains(vm);
+        self.disk.vms.keys().find(lost).map(|vm| format!("{vm} is lost, although its host wasn't killed"))
+    }
+
+    /// Where a VM runs.
+    #[must_use]
+    pub fn where_runs(&self, vm: VmId) -> Option<HostId> {
+        self.machines.iter().find(|(_, machine)| machine.engine.runs(vm)).map(|(host, _)| *host)
+    }
+
+    /// Whether a VM's owner doesn't have it.
+    #[must_use]
+    pub fn is_lost(&self, vm: VmId) -> bool {
+        self.disk.vms.get(&vm).is_none_or(|owner| {
+            self.machines.get(&owner.host).is_none_or(|machine| !machine.engine.instances.contains_key(&vm))
+        })
+    }
+
+    /// Nothing goes on.
+    #[must_use]
+    pub fn is_quiet(&self) -> bool {
+        self.disk.migrations.is_empty()
+            && self.coordinator.ledger() == &self.disk
+            && self
+                .machines
+                .values()
+                .all(|machine| machine.host.is_quiet() && machine.engine.rooms.is_empty())
+    }
+
+    /// Lets everything arrive, without faults, until nothing goes on and all operations are done. What is wrong in the end.
+    ///
+    /// # Errors
+    /// What is wrong.
+    pub fn settle(&mut self, under_way: Vec<Pending>) -> Result<(), String> {
+        let mut queue: std::collections::VecDeque<_> = under_way.into();
+        let (mut timers, mut out, mut idle) = (Vec::new(), Vec::new(), 0);
+        for _ in 0..200 {
+            // All but timers first, in order; then what may be sent; then timers, deadlines only when the others change nothing.
+            let mut steps = 0;
+            while let Some(pending) = queue.pop_front() {
+                if matches!(pending, Pending::Timer(..) | Pending::Deadline(..)) {
+                    timers.push(pending);
+                    continue;
+                }
+                self.deliver(pending, &mut out);
+                queue.extend(out.drain(..));
+                steps += 1;
+                if steps > 10_000 {
+                    return Err("messages go round without end".to_owned());
+                }
+            }
+            if let Some(verdict) = &self.verdict {
+                return Err(verdict.clone());
+            }
+            self.sends(|data| queue.push_back(data));
+            timers.retain(|timer| self.matters(timer));
+            timers.sort_unstable();
+            timers.dedup();
+            if queue.is_empty() && self.is_quiet() && timers.is_empty() {
+                return self.ended_well();
+            }
+            idle += 1;
+            let late = idle % 4 == 0;
+            let is_deadline = |timer: &Pending| match timer {
+                Pending::Timer(_, _, timer, _) => timer.is_deadline(),
+                Pending::Deadline(_, timer, _) => matches!(timer, crate::coordinator::Timer::Deadline(..)),
+                _ => false,
+            };
+            let (fire, keep): (Vec<_>, Vec<_>) =
+                std::mem::take(&mut timers).into_iter().partition(|timer| late || !is_deadline(timer));
+            timers = keep;
+            queue.extend(fire);
+            // Fired timers are told apart from those that wait by being delivered here.
+            for timer in queue.split_off(0) {
+                match timer {
+                    Pending::Timer(..) | Pending::Deadline(..) => self.deliver(timer, &mut out),
+                    other => out.push(other),
+                }
+            }
+            queue.extend(out.drain(..));
+        }
+        Err(self.stuck())
+    }
+
+    /// What still goes on, where nothing should.
+    pub(super) fn stuck(&self) -> String {
+        let busy: Vec<_> =
+            self.machines.values().map(|machine| &machine.host).filter(|host| !host.is_quiet()).collect();
+        format!("it doesn't end: {:?}, {busy:?}", self.disk.migrations)
+    }
+
+    /// What is wrong when nothing goes on any more.
+    pub(super) fn ended_well(&self) -> Result<(), String> {
+        for (vm, owner) in &self.disk.vms {
+            let at = self.where_runs(*vm);
+            let lost = self.is_lost(*vm);
+            if !lost && at != Some(owner.host) {
+                return Err(format!("{vm} doesn't run in the end, although {} has it", owner.host));
+            }
+            if lost && owner.alive {
+                return Err(format!("{vm} is lost, and the coordinator doesn't know"));
+            }
+            let copies = self.machines.values().filter(|machine| machine.engine.instances.contains_key(vm));
+            if copies.count() > usize::from(!lost) {
+                return Err(format!("a copy of {vm} is left behind"));
+            }
+        }
+        for (vm, peer) in self.flows.keys().filter(|(vm, peer)| !self.is_lost(*vm) && !self.is_lost(*peer)) {
+            let Some(machine) = self.where_runs(*vm).and_then(|host| self.machines.get(&host)) else {
+                continue;
+            };
+            let completed = machine.engine.instances.get(vm).and_then(|vm| vm.state.completed.get(peer));
+            if completed.copied().unwrap_or(0) != self.operations {
+                return Err(format!("operations of {vm} on {peer} stand still at {completed:?}"));
+            }
+        }
+        Ok(())
+    }
+}

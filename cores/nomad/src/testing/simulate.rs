@@ -1,0 +1,439 @@
+//! A cluster in virtual time, with faults from one seed: losses, repetitions, delays, kills and partitions of any host and of the
+//! coordinator while groups of VMs move. Afterwards the faults end, and all must come to its end.
+//!
+//! Times are microseconds. They order events; they are no measurements.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+
+use super::cluster::{Cluster, Pending, Work};
+use super::dice::Dice;
+use crate::config::{Config, Plant};
+use crate::names::{HostId, MigrationId, Node, VmId};
+
+/// Until when there are faults.
+const FAULTS_END: u64 = 400_000;
+/// When all must have ended.
+const ALL_ENDS: u64 = 60_000_000;
+/// An operation that isn't answered is sent again.
+const AGAIN: u64 = 4_000;
+
+/// What is done to one participant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Harm {
+    /// It is killed, and is back after 50 ms, having lost all but what it has written.
+    Kill,
+    /// Nothing reaches it, and nothing of it reaches others, for 400 ms.
+    Partition,
+}
+
+/// One fault at one step.
+#[derive(Debug, Clone, Copy)]
+pub struct Blow {
+    /// To whom.
+    pub node: Node,
+    /// What.
+    pub harm: Harm,
+    /// After how many steps of the protocol since the migration was asked for.
+    pub step: u64,
+}
+
+/// What a run has seen.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Events.
+    pub events: u64,
+    /// Of these, what isn't an operation or its answer.
+    pub steps: u64,
+    /// Migrations that VMs moved in.
+    pub committed: u64,
+    /// Migrations given up.
+    pub aborted: u64,
+    /// Hosts killed.
+    pub kills: u64,
+    /// Times that the coordinator was killed.
+    pub coordinator_kills: u64,
+    /// Nodes cut off.
+    pub partitions: u64,
+    /// Messages lost.
+    pub lost: u64,
+    /// Messages delivered twice.
+    pub repeated: u64,
+    /// Operations carried out.
+    pub operations: u64,
+    /// VMs that were lost with the host that owned them.
+    pub vms_lost: u64,
+    /// Longest time, in virtual microseconds, from a decision to give up until all queue pairs between living VMs were open again.
+    pub longest_resume: u64,
+}
+
+impl Report {
+    /// Adds another run.
+    pub fn add(&mut self, other: &Self) {
+        self.events += other.events;
+        self.steps += other.steps;
+        self.committed += other.committed;
+        self.aborted += other.aborted;
+        self.kills += other.kills;
+        self.coordinator_kills += other.coordinator_kills;
+        self.partitions += other.partitions;
+        self.lost += other.lost;
+        self.repeated += other.repeated;
+        self.operations += other.operations;
+        self.vms_lost += other.vms_lost;
+        self.longest_resume = self.longest_resume.max(other.longest_resume);
+    }
+}
+
+struct Run {
+    cluster: Cluster,
+    dice: Dice,
+    now: u64,
+    count: u64,
+    queue: BinaryHeap<Reverse<(u64, u64, Pending)>>,
+    out: Vec<Pending>,
+    /// Parts of a thousand messages.
+    losses: u32,
+    repeats: u32,
+    delays: u32,
+    /// Nodes that are cut off, until when.
+    cut: BTreeMap<Node, u64>,
+    sent: BTreeMap<(VmId, VmId), u64>,
+    report: Report,
+    given_up_at: Option<u64>,
+    aborted: u32,
+}
+
+impl Run {
+    fn new(dice: Dice, cluster: Cluster, out: Vec<Pending>) -> Self {
+        Self {
+            cluster,
+            dice,
+            now: 0,
+            count: 0,
+            queue: BinaryHeap::new(),
+            out,
+            losses: 0,
+            repeats: 0,
+            delays: 0,
+            cut: BTreeMap::new(),
+            sent: BTreeMap::new(),
+            report: Report::default(),
+            given_up_at: None,
+            aborted: 0,
+        }
+    }
+
+    fn is_cut(&self, node: Node) -> bool {
+        self.cut.get(&node).is_some_and(|until| *until > self.now)
+    }
+
+    /// Puts what has come out under way.
+    fn schedule(&mut self) {
+        for pending in std::mem::take(&mut self.out) {
+            let slow = self.delays > 0 && self.dice.chance(self.delays);
+            let mut between = |low: u32, high: u32| u64::from(self.dice.between(low, high));
+            let after = match &pending {
+                Pending::Message(_) | Pending::Data { .. } | Pending::Done { .. } => {
+                    between(20, if slow { 60_000 } else { 150 })
+                }
+                Pending::Stream { .. } => between(100, 3_000),
+                Pending::Work(_, _, Work::Copy(..)) => between(500, 10_000),
+                Pending::Work(..) => between(1, 300),
+                Pending::Timer(.., after_ms) | Pending::Deadline(.., after_ms) => {
+                    u64::from(*after_ms) * 1_000
+                }
+            };
+            if matches!(pending, Pending::Message(_)) && self.dice.chance(self.repeats) {
+                self.report.repeated += 1;
+                let later = after + u64::from(self.dice.between(1, 100_000));
+                self.push(later, pending.clone());
+            }
+            self.push(after, pending);
+        }
+    }
+
+    fn push(&mut self, after: u64, pending: Pending) {
+        self.count += 1;
+        self.queue.push(Reverse((self.now + after, self.count, pending)));
+    }
+
+    /// The next event. `false`: there is none before this time.
+    fn step(&mut self, until: u64) -> bool {
+        match self.queue.peek() {
+            Some(Reverse((at, ..))) if *at <= until => {}
+            _ => {
+                self.now = until;
+                return false;
+            }
+        }
+        let Some(Reverse((at, _, pending))) = self.queue.pop() else { return false };
+        self.now = at;
+        self.report.events += 1;
+        self.report.steps += u64::from(
+            !matches!(pending, Pending::Data { .. } | Pending::Done { .. }) && self.cluster.matters(&pending),
+        );
+        let ends = match &pending {
+            Pending::Message(message) => Some((message.from, message.to)),
+            Pending::Stream { from, to, .. } | Pending::Data { from, to, .. } => {
+                Some((Node::Host(*from), Node::Host(*to)))
+            }
+            Pending::Done { to, .. } => Some((Node::Host(*to), Node::Host(*to))),
+            _ => None,
+        };
+        let lost = ends.is_some_and(|(from, to)| from != to && (self.is_cut(from) || self.is_cut(to)))
+            || ends.is_some() && self.dice.chance(self.losses);
+        if lost {
+            self.report.lost += 1;
+            self.cluster.lose(pending, &mut self.out);
+        } else {
+            self.cluster.deliver(pending, &mut self.out);
+        }
+        self.schedule();
+        self.watch();
+        true
+    }
+
+    /// Sends operations that may be sent, and those again that weren't answered.
+    fn send(&mut self) {
+        let mut ready = Vec::new();
+        self.cluster.sends(|data| ready.push(data));
+        for data in ready {
+            let Pending::Data { vm, peer, .. } = &data else { continue };
+            let last = self.sent.entry((*vm, *peer)).or_default();
+            if *last == 0 || self.now >= *last + AGAIN || self.dice.chance(300) {
+                *last = self.now.max(1);
+                self.out.push(data);
+            }
+        }
+        self.schedule();
+    }
+
+    /// How long it takes from a decision to give up until all queue pairs between living VMs are open.
+    fn watch(&mut self) {
+        if self.cluster.ends.aborted > self.aborted {
+            self.aborted = self.cluster.ends.aborted;
+            self.given_up_at = Some(self.now);
+        }
+        if let Some(since) = self.given_up_at
+            && self.all_open()
+        {
+            self.report.longest_resume = self.report.longest_resume.max(self.now - since);
+            self.given_up_at = None;
+        }
+    }
+
+    fn all_open(&self) -> bool {
+        self.cluster.flows.keys().all(|(vm, peer)| {
+            let Some(host) = self.cluster.where_runs(*vm) else { return self.cluster.is_lost(*vm) };
+            let open = self.cluster.machines.get(&host);
+            let open = open.is_some_and(|machine| machine.engine.open.contains_key(&(*vm, *peer)));
+            open || self.cluster.is_lost(*peer)
+        })
+    }
+
+    fn cut_off(&mut self, node: Node, for_how_long: u64) {
+        let until = self.now + for_how_long;
+        self.cut.entry(node).and_modify(|end| *end = until.max(*end)).or_insert(until);
+    }
+
+    fn harm(&mut self, node: Node, harm: Harm, for_how_long: u64) {
+        self.cut_off(node, for_how_long);
+        match (harm, node) {
+            (Harm::Partition, _) => self.report.partitions += 1,
+            (Harm::Kill, Node::Coordinator) => {
+                self.report.coordinator_kills += 1;
+                self.cluster.kill_coordinator(&mut self.out);
+            }
+            (Harm::Kill, Node::Host(host)) => {
+                self.report.kills += 1;
+                self.cluster.kill(host, &mut self.out);
+            }
+        }
+        self.schedule();
+        self.watch();
+    }
+
+    /// Without faults from now on, until nothing goes on.
+    fn end(&mut self) -> Result<Report, String> {
+        (self.losses, self.repeats, self.delays) = (0, 0, 0);
+        self.cut.clear();
+        let mut next = self.now;
+        loop {
+            next += 1_000;
+            while self.step(next) {}
+            if let Some(verdict) = &self.cluster.verdict {
+                return Err(verdict.clone());
+            }
+            self.send();
+            let mut all_sent = true;
+            self.cluster.sends(|_| all_sent = false);
+            let still = || self.queue.iter().all(|Reverse((.., it))| !self.cluster.matters(it));
+            if all_sent && self.cluster.is_quiet() && still() {
+                break;
+            }
+            if self.now > ALL_ENDS {
+                return Err(self.cluster.stuck());
+            }
+        }
+        self.cluster.ended_well()?;
+        self.report.committed = u64::from(self.cluster.ends.committed);
+        self.report.aborted = u64::from(self.cluster.ends.aborted);
+        self.report.operations = self.cluster.flows.values().map(|flow| u64::from(flow.effects)).sum();
+        let lost = self.cluster.disk.vms.keys().filter(|vm| self.cluster.is_lost(**vm)).count();
+        self.report.vms_lost = u64::try_from(lost).unwrap_or(u64::MAX);
+        Ok(self.report)
+    }
+}
+
+fn config(plant: Plant, fan: u8) -> Config {
+    Config { plant, fan, copy_ms: 1_000, reserve_ms: 300, ..Config::default() }
+}
+
+/// A run with random faults.
+///
+/// # Errors
+/// What is wrong.
+pub fn run(seed: u64, plant: Plant) -> Result<Report, String> {
+    let mut dice = Dice::new(seed);
+    let hosts = dice.between(2, 9);
+    let vms = dice.between(2, 8);
+    let fan = [0, 1, 2, 4][dice.below(4) as usize];
+    let mut out = Vec::new();
+    let cluster = Cluster::new(hosts, 40, config(plant, fan), &mut out);
+    let mut run = Run::new(dice, cluster, out);
+    run.schedule();
+    // All hosts are known before the first VM.
+    while run.step(5_000) {}
+    let mut names = Vec::new();
+    for vm in (1..=vms).map(VmId) {
+        let host = HostId(run.dice.between(1, hosts));
+        run.cluster.start_vm(vm, host, &mut run.out);
+        names.push(vm);
+    }
+    let mut links = BTreeSet::new();
+    for _ in 0..run.dice.between(1, vms * 2) {
+        let (a, b) = (VmId(run.dice.between(1, vms)), VmId(run.dice.between(1, vms)));
+        if a != b && links.insert((a.min(b), a.max(b))) {
+            run.cluster.link(a, b, &mut run.out);
+        }
+    }
+    run.schedule();
+    run.losses = [0, 0, 5, 50, 150][run.dice.below(5) as usize];
+    run.repeats = [0, 0, 10, 100][run.dice.below(4) as usize];
+    run.delays = [0, 0, 10, 100][run.dice.below(4) as usize];
+    let harms = [0, 0, 1, 1, 2, 4][run.dice.below(6) as usize];
+    let (mut migrate_at, mut harm_at) = (run.now, run.now + u64::from(run.dice.between(1, 60_000)));
+    let (mut harms_left, mut cancel) = (harms, None::<(u64, MigrationId)>);
+    while run.now < FAULTS_END {
+        let next = run.now + 500;
+        while run.step(next) {}
+        if let Some(verdict) = &run.cluster.verdict {
+            return Err(verdict.clone());
+        }
+        run.send();
+        if run.now >= migrate_at {
+            let moves = wishes(&mut run.dice, &names, &run.cluster, hosts);
+            let begun = run.cluster.migrate(&moves, &mut run.out);
+            run.schedule();
+            migrate_at = run.now + u64::from(run.dice.between(1_000, 60_000));
+            if let Some(migration) = begun.filter(|_| run.dice.chance(80)) {
+                cancel = Some((run.now + u64::from(run.dice.between(1, 12_000)), migration));
+            }
+        }
+        if let Some((at, migration)) = cancel
+            && run.now >= at
+        {
+            run.cluster.cancel(migration, &mut run.out);
+            run.schedule();
+            cancel = None;
+        }
+        if run.now >= harm_at && harms_left > 0 {
+            harms_left -= 1;
+            let node = match run.dice.below(4) {
+                0 => Node::Coordinator,
+                _ => Node::Host(HostId(run.dice.between(1, hosts))),
+            };
+            let harm = if run.dice.chance(500) { Harm::Kill } else { Harm::Partition };
+            let for_how_long = u64::from(run.dice.between(100, 300_000));
+            run.harm(node, harm, for_how_long);
+            harm_at = run.now + u64::from(run.dice.between(1, 60_000));
+        }
+    }
+    run.end()
+}
+
+/// A random group, or two VMs that change places.
+fn wishes(dice: &mut Dice, vms: &[VmId], cluster: &Cluster, hosts: u32) -> Vec<(VmId, HostId)> {
+    let pick = |dice: &mut Dice| vms.get(dice.below(u32::try_from(vms.len()).unwrap_or(1)) as usize).copied();
+    let host = |vm: VmId| cluster.disk.vms.get(&vm).map(|owner| owner.host);
+    if dice.chance(300)
+        && let (Some(a), Some(b)) = (pick(dice), pick(dice))
+        && let (Some(at), Some(bt)) = (host(a), host(b))
+    {
+        return vec![(a, bt), (b, at)];
+    }
+    let mut group = BTreeMap::new();
+    for _ in 0..dice.between(1, 4) {
+        if let Some(vm) = pick(dice) {
+            group.insert(vm, HostId(dice.between(1, hosts)));
+        }
+    }
+    group.into_iter().filter(|(vm, to)| host(*vm) != Some(*to)).collect()
+}
+
+/// What moves in a run with one fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Scene {
+    /// One VM, from host 1 to host 2; peers on hosts 3 and 4.
+    One,
+    /// Three VMs of a ring of four, to two hosts.
+    Group,
+    /// Two connected VMs change places, with a peer elsewhere.
+    Swap,
+}
+
+type Pairs = &'static [(u32, u32)];
+
+/// A run in which one fault happens at one step, and nothing else.
+///
+/// # Errors
+/// What is wrong.
+pub fn run_with(scene: Scene, blow: Option<Blow>, plant: Plant) -> Result<Report, String> {
+    let mut out = Vec::new();
+    let cluster = Cluster::new(4, 30, config(plant, 0), &mut out);
+    let mut run = Run::new(Dice::new(7), cluster, out);
+    run.schedule();
+    while run.step(5_000) {}
+    let (vms, links, moves): (&[u32], Pairs, Pairs) = match scene {
+        Scene::One => (&[1, 3, 4], &[(1, 2), (1, 3), (2, 3)], &[(1, 2)]),
+        Scene::Group => (&[1, 1, 2, 3], &[(1, 2), (2, 3), (3, 4), (1, 4)], &[(1, 4), (2, 4), (3, 1)]),
+        Scene::Swap => (&[1, 2, 3], &[(1, 2), (1, 3)], &[(1, 2), (2, 1)]),
+    };
+    for (vm, host) in (1..).map(VmId).zip(vms) {
+        run.cluster.start_vm(vm, HostId(*host), &mut run.out);
+    }
+    for (a, b) in links {
+        run.cluster.link(VmId(*a), VmId(*b), &mut run.out);
+    }
+    let moves: Vec<_> = moves.iter().map(|(vm, to)| (VmId(*vm), HostId(*to))).collect();
+    run.report.steps = 0;
+    run.cluster.migrate(&moves, &mut run.out).ok_or("The migration isn't begun")?;
+    run.schedule();
+    let start = run.report.steps;
+    let mut blow = blow;
+    while run.now < FAULTS_END {
+        let next = run.now + 200;
+        while run.step(next) {
+            if let Some(Blow { node, harm, step }) = blow
+                && run.report.steps - start >= step
+            {
+                let for_how_long = if harm == Harm::Kill { 50_000 } else { 400_000 };
+                run.harm(node, harm, for_how_long);
+                blow = None;
+            }
+        }
+        run.send();
+    }
+    run.end()
+}

@@ -1,0 +1,260 @@
+//! A small cluster with budgets of faults: what may happen next, and what comes of it. For the model checker.
+
+use std::hash::{Hash, Hasher};
+
+use super::cluster::{Cluster, Pending};
+use crate::config::Config;
+use crate::names::{HostId, MigrationId, VmId};
+
+/// How many faults may happen in one run.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Budget {
+    /// Messages, streams and operations lost.
+    pub losses: u8,
+    /// Messages delivered twice.
+    pub repeats: u8,
+    /// Hosts killed.
+    pub kills: u8,
+    /// The coordinator killed.
+    pub coordinator_kills: u8,
+    /// Timers that run out although what they wait for is still under way.
+    pub timers: u8,
+    /// Migrations cancelled.
+    pub cancels: u8,
+    /// Migrations begun after the first one has ended.
+    pub more: u8,
+    /// Operations sent.
+    pub sends: u8,
+}
+
+/// What a run begins with.
+#[derive(Debug, Clone)]
+pub struct Setup {
+    /// For reports.
+    pub name: &'static str,
+    /// Hosts.
+    pub hosts: u32,
+    /// VMs and their hosts.
+    pub vms: Vec<(VmId, HostId)>,
+    /// Connections.
+    pub links: Vec<(VmId, VmId)>,
+    /// The migration.
+    pub moves: Vec<(VmId, HostId)>,
+    /// What is asked for afterwards, when the budget allows.
+    pub then: Vec<(VmId, HostId)>,
+    /// Faults.
+    pub budget: Budget,
+    /// Times and plants.
+    pub config: Config,
+    /// One of so many states is let run to its end without faults; 0: none.
+    pub settle: u64,
+}
+
+/// Something that may happen.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Step {
+    /// What is under way at this place arrives.
+    Deliver(Pending),
+    /// It is lost.
+    Lose(Pending),
+    /// It arrives and stays under way.
+    Repeat(Pending),
+    /// An operation is sent.
+    Send(Pending),
+    /// A host is killed.
+    Kill(HostId),
+    /// The coordinator is killed.
+    KillCoordinator,
+    /// The migration is cancelled.
+    Cancel(MigrationId),
+    /// The next one is asked for.
+    Migrate,
+}
+
+/// A state.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct World {
+    /// The cluster.
+    pub cluster: Cluster,
+    /// What is under way, in order of its value.
+    pub under_way: Vec<Pending>,
+    /// Faults left.
+    pub budget: Budget,
+    /// What is wrong.
+    pub verdict: Option<String>,
+}
+
+impl World {
+    /// The beginning: hosts are known, VMs run, the migration is asked for.
+    #[must_use]
+    pub fn new(setup: &Setup) -> Self {
+        let mut out = Vec::new();
+        let mut cluster = Cluster::new(setup.hosts, 2, setup.config, &mut out);
+        // Hosts become known before anything else.
+        while let Some(pending) = out.pop() {
+            if !matches!(pending, Pending::Timer(..)) {
+                cluster.deliver(pending, &mut out);
+            }
+        }
+        for (vm, host) in &setup.vms {
+            cluster.start_vm(*vm, *host, &mut out);
+        }
+        for (one, other) in &setup.links {
+            cluster.link(*one, *other, &mut out);
+        }
+        let begun = cluster.migrate(&setup.moves, &mut out);
+        let verdict = if begun.is_none() { Some("the migration isn't begun".to_owned()) } else { None };
+        let mut world = Self { cluster, under_way: Vec::new(), budget: setup.budget, verdict };
+        world.take_in(out);
+        world
+    }
+
+    fn take_in(&mut self, out: Vec<Pending>) {
+        self.under_way.extend(out);
+        let cluster = &self.cluster;
+        self.under_way.retain(|pending| cluster.matters(pending));
+        self.under_way.sort_unstable();
+        // What is under way twice may as well be there once: repeating is a fault of its own, and all is idempotent.
+        self.under_way.dedup();
+        if self.verdict.is_none() {
+            self.verdict.clone_from(&self.cluster.verdict);
+        }
+        // What doesn't change what can happen would only multiply states.
+        self.cluster.unheard = 0;
+    }
+
+    /// What may happen.
+    pub fn steps(&self, setup: &Setup, steps: &mut Vec<Step>) {
+        if self.verdict.is_some() {
+            return;
+        }
+        for pending in &self.under_way {
+            match pending {
+                Pending::Timer(..) | Pending::Deadline(..) => {
+                    if self.budget.timers > 0 {
+                        steps.push(Step::Deliver(pending.clone()));
+                    }
+                    continue;
+                }
+                Pending::Work(..) => {}
+                Pending::Stream { .. } => {
+                    if self.budget.losses > 0 {
+                        steps.push(Step::Lose(pending.clone()));
+                    }
+                }
+                Pending::Message(_) => {
+                    if self.budget.losses > 0 {
+                        steps.push(Step::Lose(pending.clone()));
+                    }
+                    if self.budget.repeats > 0 {
+                        steps.push(Step::Repeat(pending.clone()));
+                    }
+                }
+                Pending::Data { .. } | Pending::Done { .. } => {}
+            }
+            steps.push(Step::Deliver(pending.clone()));
+        }
+        if self.budget.sends > 0 {
+            self.cluster.sends(|data| {
+                let Pending::Data { vm, peer, .. } = &data else { return };
+                let same = |other: &Pending| matches!(other, Pending::Data { vm: a, peer: b, .. } | Pending::Done { vm: a, peer: b, .. } if (a, b) == (vm, peer));
+                if !self.under_way.iter().any(same) {
+                    steps.push(Step::Send(data));
+                }
+            });
+        }
+        if self.budget.kills > 0 {
+            steps.extend(self.cluster.machines.keys().map(|host| Step::Kill(*host)));
+        }
+        if self.budget.coordinator_kills > 0 {
+            steps.push(Step::KillCoordinator);
+        }
+        let migration = self.cluster.disk.last;
+        let over = !self.cluster.disk.migrations.contains_key(&migration);
+        if self.budget.cancels > 0 && !over {
+            steps.push(Step::Cancel(migration));
+        }
+        if self.budget.more > 0 && over && !setup.then.is_empty() {
+            steps.push(Step::Migrate);
+        }
+    }
+
+    /// What comes of a step.
+    #[must_use]
+    pub fn after(&self, setup: &Setup, step: Step) -> Option<Self> {
+        let mut next = self.clone();
+        let mut out = Vec::new();
+        match step {
+            Step::Deliver(pending) => {
+                next.remove(&pending)?;
+                if matches!(pending, Pending::Timer(..) | Pending::Deadline(..)) {
+                    next.budget.timers -= 1;
+                }
+                next.cluster.deliver(pending, &mut out);
+            }
+            Step::Lose(pending) => {
+                next.remove(&pending)?;
+                next.budget.losses -= 1;
+                next.cluster.lose(pending, &mut out);
+            }
+            Step::Repeat(pending) => {
+                next.budget.repeats -= 1;
+                next.cluster.deliver(pending, &mut out);
+            }
+            Step::Send(data) => {
+                next.budget.sends -= 1;
+                out.push(data);
+            }
+            Step::Kill(host) => {
+                next.budget.kills -= 1;
+                next.cluster.kill(host, &mut out);
+            }
+            Step::KillCoordinator => {
+                next.budget.coordinator_kills -= 1;
+                next.cluster.kill_coordinator(&mut out);
+            }
+            Step::Cancel(migration) => {
+                next.budget.cancels -= 1;
+                next.cluster.cancel(migration, &mut out);
+            }
+            Step::Migrate => {
+                next.budget.more -= 1;
+                next.cluster.migrate(&setup.then, &mut out)?;
+            }
+        }
+        next.take_in(out);
+        next.settles(setup);
+        Some(next)
+    }
+
+    fn remove(&mut self, pending: &Pending) -> Option<()> {
+        let at = self.under_way.binary_search(pending).ok()?;
+        self.under_way.remove(at);
+        Some(())
+    }
+
+    /// From here on without faults: does all end well?
+    fn settles(&mut self, setup: &Setup) {
+        if setup.settle == 0 || self.verdict.is_some() {
+            return;
+        }
+        let mut hasher = std::hash::DefaultHasher::new();
+        self.hash(&mut hasher);
+        let only_timers = self
+            .under_way
+            .iter()
+            .all(|pending| matches!(pending, Pending::Timer(..) | Pending::Deadline(..)));
+        if only_timers || hasher.finish().is_multiple_of(setup.settle) {
+            let mut cluster = self.cluster.clone();
+            if let Err(wrong) = cluster.settle(self.under_way.clone()) {
+                self.verdict = Some(format!("without further faults: {wrong}"));
+            }
+        }
+    }
+
+    /// Nothing more can happen, and all is as it should be.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        self.verdict.is_none() && self.cluster.is_quiet()
+    }
+}

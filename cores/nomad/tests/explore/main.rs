@@ -1,0 +1,97 @@
+//! Every order of events of small clusters: the state machines are explored by stateright, with the invariants of
+//! `nomad::testing::check`.
+//!
+//! The long run is `cargo run --release -p nomad --example check`.
+
+mod model;
+mod scenarios;
+
+use model::explore;
+use nomad::Plant;
+use nomad::testing::world::{Budget, Setup};
+use scenarios::{NOTHING, all, budgets, one_peer, swap, two_peers};
+
+/// One owner per epoch, no operation lost or repeated, queue pairs open only towards a VM that runs, the source unharmed before the
+/// commit point, and an end without further faults: whatever is lost, repeated, killed or late.
+#[test]
+fn all_clusters_hold() {
+    let mut states = 0;
+    for cluster in all() {
+        for (trouble, budget) in budgets() {
+            let name = cluster.name;
+            let found = explore(Setup { budget, settle: 16, ..cluster.clone() }, 6_000);
+            assert!(found.fault.is_none(), "{name}, {trouble}: {:#?}", found.fault);
+            states += found.states;
+        }
+    }
+    assert!(states > 50_000, "{states} states are fewer than there were");
+}
+
+/// Without faults the migration is committed in every order of events, and there are few enough orders to see all.
+#[test]
+fn without_faults_all_move() {
+    for cluster in [one_peer(), swap(), two_peers()] {
+        let name = cluster.name;
+        let found = explore(Setup { budget: NOTHING, settle: 4, ..cluster }, 300_000);
+        assert!(found.fault.is_none(), "{name}: {:#?}", found.fault);
+        assert!(found.complete && found.moved && !found.stayed, "{name}: {} states", found.states);
+    }
+}
+
+fn finds(plant: Plant, cluster: Setup, budget: Budget, what: &str) {
+    let setup = Setup { budget, settle: 8, ..cluster };
+    let planted = Setup { config: nomad::Config { plant, ..setup.config }, ..setup.clone() };
+    let found = explore(planted, 400_000);
+    let (text, way) =
+        found.fault.unwrap_or_else(|| panic!("{plant:?} isn't found in {} states", found.states));
+    println!("{plant:?} is found after {} states, {} steps: {text}", found.states, way.len());
+    assert!(text.contains(what), "{plant:?} shows as: {text}");
+    let sound = explore(setup, found.transitions.max(1_000));
+    assert!(sound.fault.is_none(), "without it: {:#?}", sound.fault);
+}
+
+#[test]
+fn an_answer_before_queue_pairs_are_held_is_found() {
+    finds(Plant::AckBeforeHeld, one_peer(), NOTHING, "which is stopped");
+}
+
+#[test]
+fn a_stop_before_peers_are_held_is_found() {
+    finds(Plant::StopBeforeHeld, one_peer(), NOTHING, "which is stopped");
+}
+
+/// The source has given up on its own, and runs.
+#[test]
+fn a_commit_without_the_sources_vote_is_found() {
+    finds(Plant::CommitWithoutYield, one_peer(), Budget { timers: 1, ..NOTHING }, "its owner is");
+}
+
+#[test]
+fn a_source_that_runs_on_after_its_vote_is_found() {
+    finds(Plant::RunAfterYield, one_peer(), Budget { timers: 1, ..NOTHING }, "its owner is");
+}
+
+#[test]
+fn a_peer_that_believes_an_older_epoch_is_found() {
+    finds(Plant::NoEpochCheck, one_peer(), Budget { repeats: 1, more: 1, ..NOTHING }, "sends to");
+}
+
+#[test]
+fn peers_that_go_on_before_the_commit_are_found() {
+    finds(Plant::ResumeBeforeCommit, one_peer(), NOTHING, "which is stopped");
+}
+
+#[test]
+fn a_decision_that_is_not_written_is_found() {
+    finds(
+        Plant::DecisionNotWritten,
+        one_peer(),
+        Budget { coordinator_kills: 1, ..NOTHING },
+        "is lost, although",
+    );
+}
+
+#[test]
+fn a_second_decision_is_found() {
+    finds(Plant::DecideTwice, one_peer(), Budget { cancels: 1, ..NOTHING }, "VM 1");
+}

@@ -1,0 +1,85 @@
+//! A world as stateright sees it. Shared with examples/check.rs.
+
+#![allow(dead_code, reason = "the test and the example use parts of it")]
+
+use nomad::testing::world::{Setup, Step, World};
+use stateright::{Checker, HasDiscoveries, Model, Property};
+
+struct Machine(Setup);
+
+const MOVED: &str = "a migration is committed";
+const STAYED: &str = "a migration is given up";
+
+impl Model for Machine {
+    type State = World;
+    type Action = Step;
+
+    fn init_states(&self) -> Vec<World> {
+        vec![World::new(&self.0)]
+    }
+
+    fn actions(&self, state: &World, actions: &mut Vec<Step>) {
+        state.steps(&self.0, actions);
+    }
+
+    fn next_state(&self, state: &World, action: Step) -> Option<World> {
+        state.after(&self.0, action)
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        vec![
+            Property::always("invariants hold", |_, world: &World| world.verdict.is_none()),
+            Property::sometimes(MOVED, |_, world: &World| world.cluster.ends.committed > 0),
+            Property::sometimes(STAYED, |_, world: &World| world.cluster.ends.aborted > 0),
+        ]
+    }
+}
+
+/// What an exploration found.
+pub struct Found {
+    /// Distinct states.
+    pub states: usize,
+    /// Transitions.
+    pub transitions: usize,
+    /// Longest run.
+    pub depth: usize,
+    /// Whether these were all.
+    pub complete: bool,
+    /// Whether a migration was committed in one of them.
+    pub moved: bool,
+    /// Whether one was given up.
+    pub stayed: bool,
+    /// What is wrong, and the way there.
+    pub fault: Option<(String, Vec<String>)>,
+}
+
+/// Explores until all states are known, a fault is found, or so many transitions were made.
+pub fn explore(setup: Setup, transitions: usize) -> Found {
+    let checker = Machine(setup)
+        .checker()
+        .threads(1)
+        .finish_when(HasDiscoveries::AnyFailures)
+        .target_state_count(transitions.max(1))
+        .spawn_bfs()
+        .join();
+    let discoveries = checker.discoveries();
+    let (moved, stayed) = (discoveries.contains_key(MOVED), discoveries.contains_key(STAYED));
+    let fault =
+        discoveries.into_iter().find(|(name, _)| *name != MOVED && *name != STAYED).map(|(name, path)| {
+            let last = path.last_state();
+            if std::env::var_os("EXPLORE_STATE").is_some() {
+                eprintln!("{last:#?}");
+            }
+            let what = last.verdict.clone().unwrap_or_else(|| format!("Not so: {name}"));
+            (what, path.into_actions().iter().map(|step| format!("{step:?}")).collect())
+        });
+    Found {
+        states: checker.unique_state_count(),
+        transitions: checker.state_count(),
+        depth: checker.max_depth(),
+        complete: fault.is_none() && checker.state_count() < transitions,
+        moved,
+        stayed,
+        fault,
+    }
+}

@@ -1,0 +1,98 @@
+//! Small clusters. Shared with examples/check.rs.
+
+#![allow(dead_code, reason = "the test and the example use parts of it")]
+
+use nomad::config::Config;
+use nomad::testing::world::{Budget, Setup};
+use nomad::{HostId, VmId};
+
+/// No faults.
+pub const NOTHING: Budget = Budget {
+    losses: 0,
+    repeats: 0,
+    kills: 0,
+    coordinator_kills: 0,
+    timers: 0,
+    cancels: 0,
+    more: 0,
+    sends: 0,
+};
+
+fn config() -> Config {
+    // Announcements are counted only as far as it makes a difference.
+    Config { fan: 0, announcements: 1, ..Config::default() }
+}
+
+fn setup(
+    name: &'static str,
+    hosts: u32,
+    vms: &[u32],
+    links: &[(u32, u32)],
+    moves: &[(u32, u32)],
+    then: &[(u32, u32)],
+) -> Setup {
+    let vm = |vm: &u32| VmId(*vm);
+    Setup {
+        name,
+        hosts,
+        vms: vms.iter().zip(1..).map(|(host, id)| (VmId(id), HostId(*host))).collect(),
+        links: links.iter().map(|(a, b)| (vm(a), vm(b))).collect(),
+        moves: moves.iter().map(|(a, to)| (vm(a), HostId(*to))).collect(),
+        then: then.iter().map(|(a, to)| (vm(a), HostId(*to))).collect(),
+        budget: NOTHING,
+        config: config(),
+        settle: 0,
+    }
+}
+
+/// One VM moves from host 1 to host 2; its peers are on hosts 3 and 4.
+pub fn two_peers() -> Setup {
+    setup("two peers", 4, &[1, 3, 4], &[(1, 2), (1, 3)], &[(1, 2)], &[(1, 1)])
+}
+
+/// The same with one peer; afterwards the VM moves on to its host.
+pub fn one_peer() -> Setup {
+    setup("one peer", 3, &[1, 3], &[(1, 2)], &[(1, 2)], &[(1, 3)])
+}
+
+/// One peer is on the source, the other one on the destination.
+pub fn peers_on_both_hosts() -> Setup {
+    setup("peers on both hosts", 2, &[1, 1, 2], &[(1, 2), (1, 3)], &[(1, 2)], &[(1, 1)])
+}
+
+/// Two connected VMs change places.
+pub fn swap() -> Setup {
+    setup("swap", 2, &[1, 2], &[(1, 2)], &[(1, 2), (2, 1)], &[(1, 1), (2, 2)])
+}
+
+/// Two connected VMs move together, with a peer elsewhere.
+pub fn pair() -> Setup {
+    setup("pair", 3, &[1, 1, 3], &[(1, 2), (1, 3)], &[(1, 2), (2, 2)], &[(3, 2)])
+}
+
+/// Two peers that are told along a chain.
+pub fn chain() -> Setup {
+    let plain = two_peers();
+    Setup { name: "chain", config: Config { fan: 1, ..plain.config }, ..plain }
+}
+
+/// All of them.
+pub fn all() -> Vec<Setup> {
+    vec![two_peers(), one_peer(), peers_on_both_hosts(), swap(), pair(), chain()]
+}
+
+/// Kinds of trouble.
+pub fn budgets() -> Vec<(&'static str, Budget)> {
+    vec![
+        ("operations", Budget { sends: 2, ..NOTHING }),
+        ("a loss", Budget { losses: 1, timers: 1, ..NOTHING }),
+        ("a repeated message", Budget { repeats: 1, more: 1, ..NOTHING }),
+        ("a kill", Budget { kills: 1, sends: 1, ..NOTHING }),
+        ("a kill and a timer", Budget { kills: 1, timers: 1, ..NOTHING }),
+        ("two kills", Budget { kills: 2, ..NOTHING }),
+        ("a kill of the coordinator", Budget { coordinator_kills: 1, timers: 1, ..NOTHING }),
+        ("kills of a host and the coordinator", Budget { kills: 1, coordinator_kills: 1, ..NOTHING }),
+        ("two timers", Budget { timers: 2, sends: 1, ..NOTHING }),
+        ("a cancel", Budget { cancels: 1, more: 1, sends: 1, ..NOTHING }),
+    ]
+}

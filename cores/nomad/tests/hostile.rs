@@ -1,0 +1,179 @@
+//! Peers that say anything: a host and the coordinator stay what they are.
+
+use nomad::coordinator::{self, Coordinator, Ledger};
+use nomad::testing::dice::Dice;
+use nomad::{
+    Action, Body, Config, Epoch, Event, Host, HostId, Incarnation, Message, MigrationId, Move, Node, Place,
+    Reason, VmId, wire,
+};
+
+fn vm(dice: &mut Dice) -> VmId {
+    VmId(dice.between(1, 4))
+}
+
+fn host(dice: &mut Dice) -> HostId {
+    HostId(dice.between(0, 3))
+}
+
+fn place(dice: &mut Dice) -> Place {
+    Place { vm: vm(dice), host: host(dice), epoch: Epoch(u64::from(dice.below(4))) }
+}
+
+fn list<T>(dice: &mut Dice, mut each: impl FnMut(&mut Dice) -> T) -> Vec<T> {
+    (0..dice.below(4)).map(|_| each(dice)).collect()
+}
+
+fn moved(dice: &mut Dice) -> Move {
+    let epoch = if dice.chance(50) { Epoch(u64::MAX) } else { Epoch(u64::from(dice.below(4))) };
+    Move { vm: vm(dice), from: host(dice), to: host(dice), epoch }
+}
+
+/// Any message, with names that are in use more often than not.
+fn body(dice: &mut Dice) -> Body {
+    let migration = MigrationId(if dice.chance(20) { u64::MAX } else { u64::from(dice.below(5)) });
+    let origin = host(dice);
+    match dice.below(22) {
+        0 => Body::Hello,
+        1 => Body::Welcome,
+        2 => Body::Reserve { migration, moves: list(dice, moved) },
+        3 => Body::Reserved { migration },
+        4 => Body::Begin { migration, moves: list(dice, moved) },
+        5 => Body::Converged { migration },
+        6 => Body::Switch { migration },
+        7 => Body::Suspend { migration, origin, vms: list(dice, vm), fan: list(dice, host) },
+        8 => Body::Suspended { migration, origin, hosts: list(dice, host) },
+        9 => Body::Handover { migration, vm: vm(dice), faces: list(dice, place) },
+        10 => Body::Loaded { migration },
+        11 => Body::Yield { migration },
+        12 => Body::Failed { migration, reason: Reason::Late },
+        13 => Body::Commit { migration, places: list(dice, place) },
+        14 => Body::Abort { migration, places: list(dice, place) },
+        15 => Body::Settled { migration, lost: list(dice, vm) },
+        16 => Body::Outcome { migration },
+        17 => {
+            let vms = list(dice, |dice| (vm(dice), Epoch(u64::from(dice.below(4)))));
+            Body::Running { after: migration, origin, vms, fan: list(dice, host) }
+        }
+        18 => Body::Ready { after: migration, origin, hosts: list(dice, host) },
+        19 => Body::Where { vm: vm(dice) },
+        20 => Body::At { place: place(dice) },
+        _ => Body::Gone { vm: vm(dice), epoch: Epoch(u64::from(dice.below(4))) },
+    }
+}
+
+fn message(dice: &mut Dice, to: Node) -> Message {
+    let from = if dice.chance(400) { Node::Coordinator } else { Node::Host(host(dice)) };
+    let incarnation = Incarnation(u64::from(dice.between(1, 2)));
+    Message { from, incarnation, to, body: body(dice) }
+}
+
+fn leaves(message: &Message) {
+    let mut bytes = Vec::new();
+    wire::encode(message, &mut bytes);
+    assert_eq!(wire::parse(&bytes).as_ref(), Ok(message), "what leaves is a message");
+}
+
+/// A host never runs a VM that it neither had nor was brought, and each event makes a bounded number of actions.
+#[test]
+fn a_host_survives_any_peers() {
+    let mut ran = 0;
+    for seed in 0..4_000 {
+        let mut dice = Dice::new(seed);
+        let mut here = vec![VmId(1), VmId(2)];
+        let mut host = Host::new(HostId(1), Incarnation(1), Config::default());
+        let mut actions = Vec::new();
+        for vm in &here {
+            host.step(Event::Started { vm: *vm, epoch: Epoch(1) }, &mut actions);
+        }
+        // Far enough into two migrations that what is said means something: VM 3 has come, VM 1 is about to leave.
+        let (one, two) = (MigrationId(1), MigrationId(2));
+        let comes = Move { vm: VmId(3), from: HostId(2), to: HostId(1), epoch: Epoch(2) };
+        let leaves_us = Move { vm: VmId(1), from: HostId(1), to: HostId(2), epoch: Epoch(2) };
+        let said = |from, body| {
+            let to = Node::Host(HostId(1));
+            Event::Message(Message { from, incarnation: Incarnation(1), to, body })
+        };
+        let faces = list(&mut dice, place);
+        for event in [
+            said(Node::Coordinator, Body::Reserve { migration: one, moves: vec![comes] }),
+            Event::Room { migration: one, granted: true },
+            said(Node::Host(HostId(2)), Body::Handover { migration: one, vm: VmId(3), faces }),
+            Event::Arrived { migration: one, vm: VmId(3) },
+            said(Node::Coordinator, Body::Begin { migration: two, moves: vec![leaves_us] }),
+            Event::Converged { migration: two, vm: VmId(1) },
+            said(Node::Coordinator, Body::Switch { migration: two }),
+        ] {
+            host.step(event, &mut actions);
+        }
+        here.push(VmId(3));
+        for _ in 0..60 {
+            let migration = MigrationId(u64::from(dice.below(5)));
+            let of = vm(&mut dice);
+            let event = match dice.below(12) {
+                0 => Event::Connected { vm: of, peer: place(&mut dice) },
+                1 => Event::Room { migration, granted: dice.chance(800) },
+                2 => Event::Converged { migration, vm: of },
+                3 => Event::Held { migration, vm: of },
+                4 => Event::Stopped { migration, vm: of },
+                5 => {
+                    here.push(of);
+                    Event::Arrived { migration, vm: of }
+                }
+                _ => Event::Message(message(&mut dice, Node::Host(HostId(1)))),
+            };
+            host.step(event, &mut actions);
+            assert!(actions.len() < 200, "{} actions", actions.len());
+            for action in actions.drain(..) {
+                match action {
+                    Action::Send(message) => leaves(&message),
+                    Action::Run { vm, .. } => {
+                        assert!(here.contains(&vm), "it runs {vm}, which never came");
+                        ran += 1;
+                    }
+                    _ => {}
+                }
+            }
+        }
+    }
+    assert!(ran > 50, "VMs ran {ran} times: the messages meant too little");
+}
+
+/// What a coordinator knows is what its records make, whatever it is told; and no host's word gives a VM two owners.
+#[test]
+fn the_coordinator_survives_any_hosts() {
+    let mut begun = 0;
+    for seed in 0..4_000 {
+        let mut dice = Dice::new(seed);
+        let mut coordinator = Coordinator::new(Config::default(), Ledger::default());
+        let (mut actions, mut written) = (Vec::new(), Ledger::default());
+        for (vm, host) in [(1, 1), (2, 1), (3, 2)] {
+            coordinator.started(VmId(vm), HostId(host), &mut actions).unwrap();
+        }
+        for _ in 0..60 {
+            match dice.below(8) {
+                0 => {
+                    let wish = (vm(&mut dice), host(&mut dice));
+                    begun += u32::from(coordinator.migrate(&[wish], &mut actions).is_ok());
+                }
+                1 => coordinator.cancel(MigrationId(u64::from(dice.below(4))), &mut actions),
+                2 => {
+                    let (a, b) = (vm(&mut dice), vm(&mut dice));
+                    let _ = coordinator.linked(a, b, dice.chance(700), &mut actions);
+                }
+                _ => {
+                    let message = message(&mut dice, Node::Coordinator);
+                    coordinator.step(coordinator::Event::Message(message), &mut actions);
+                }
+            }
+            for action in actions.drain(..) {
+                match action {
+                    coordinator::Action::Send(message) => leaves(&message),
+                    coordinator::Action::Write(record) => written.apply(&record),
+                    _ => {}
+                }
+            }
+            assert_eq!(coordinator.ledger(), &written);
+        }
+    }
+    assert!(begun > 1_000, "{begun} migrations were begun");
+}

@@ -1,0 +1,120 @@
+//! Single steps of a host that the exploration reaches seldom or not at all.
+
+use nomad::{
+    Action, Body, Config, Epoch, Event, Host, HostId, Incarnation, Message, MigrationId, Move, Node, Place,
+    VmId,
+};
+
+const ONE: MigrationId = MigrationId(1);
+const TWO: MigrationId = MigrationId(2);
+
+fn host(id: u32, fan: u8) -> Host {
+    Host::new(HostId(id), Incarnation(1), Config { fan, ..Config::default() })
+}
+
+fn says(host: &mut Host, from: Node, body: Body) -> Vec<Action> {
+    let to = Node::Host(host.id());
+    step(host, Event::Message(Message { from, incarnation: Incarnation(1), to, body }))
+}
+
+fn step(host: &mut Host, event: Event) -> Vec<Action> {
+    let mut actions = Vec::new();
+    host.step(event, &mut actions);
+    actions
+}
+
+fn sent(actions: &[Action]) -> Vec<(Node, Body)> {
+    let message = |action: &Action| match action {
+        Action::Send(message) => Some((message.to, message.body.clone())),
+        _ => None,
+    };
+    actions.iter().filter_map(message).collect()
+}
+
+fn place(vm: u32, host: u32, epoch: u64) -> Place {
+    Place { vm: VmId(vm), host: HostId(host), epoch: Epoch(epoch) }
+}
+
+/// A VM lands, and before its peer has answered, another migration of it is begun and given up: the peer is told again, and the queue
+/// pairs open. (They stayed closed for ever.)
+#[test]
+fn an_unanswered_announcement_survives_the_next_migration() {
+    let mut two = host(2, 0);
+    let moves = vec![Move { vm: VmId(1), from: HostId(1), to: HostId(2), epoch: Epoch(2) }];
+    says(&mut two, Node::Coordinator, Body::Reserve { migration: ONE, moves });
+    step(&mut two, Event::Room { migration: ONE, granted: true });
+    let faces = vec![place(7, 3, 1)];
+    says(&mut two, Node::Host(HostId(1)), Body::Handover { migration: ONE, vm: VmId(1), faces });
+    let loaded = sent(&step(&mut two, Event::Arrived { migration: ONE, vm: VmId(1) }));
+    assert_eq!(loaded.len(), 2, "to the source and the coordinator: {loaded:?}");
+    let landed =
+        says(&mut two, Node::Coordinator, Body::Commit { migration: ONE, places: vec![place(1, 2, 2)] });
+    assert!(landed.contains(&Action::Run { vm: VmId(1), epoch: Epoch(2) }));
+
+    let moves = vec![Move { vm: VmId(1), from: HostId(2), to: HostId(4), epoch: Epoch(3) }];
+    says(&mut two, Node::Coordinator, Body::Begin { migration: TWO, moves });
+    let stays =
+        says(&mut two, Node::Coordinator, Body::Abort { migration: TWO, places: vec![place(1, 2, 2)] });
+    let told = sent(&stays).into_iter().any(|(to, body)| {
+        to == Node::Host(HostId(3)) && matches!(body, Body::Running { after, .. } if after == TWO)
+    });
+    assert!(told, "{stays:?}");
+    let ready = Body::Ready { after: TWO, origin: HostId(2), hosts: vec![HostId(3)] };
+    let opened = says(&mut two, Node::Host(HostId(3)), ready);
+    assert_eq!(opened, [Action::Open { vm: VmId(1), peer: place(7, 3, 1) }]);
+    assert!(two.is_quiet());
+}
+
+/// A host passes a message on, and answers once, when it and all behind it are done.
+#[test]
+fn answers_come_back_along_the_tree() {
+    let mut two = host(2, 1);
+    step(&mut two, Event::Started { vm: VmId(5), epoch: Epoch(1) });
+    step(&mut two, Event::Connected { vm: VmId(5), peer: place(1, 1, 1) });
+    let fan = vec![HostId(3), HostId(4)];
+    let suspend = Body::Suspend { migration: ONE, origin: HostId(1), vms: vec![VmId(1)], fan };
+    let actions = says(&mut two, Node::Host(HostId(1)), suspend);
+    let on = Body::Suspend { migration: ONE, origin: HostId(1), vms: vec![VmId(1)], fan: vec![HostId(4)] };
+    assert_eq!(sent(&actions), [(Node::Host(HostId(3)), on)]);
+    assert!(actions.contains(&Action::Hold { migration: ONE, vm: VmId(1) }));
+    assert_eq!(sent(&step(&mut two, Event::Held { migration: ONE, vm: VmId(1) })), []);
+    let hosts = vec![HostId(3), HostId(4)];
+    let behind = Body::Suspended { migration: ONE, origin: HostId(1), hosts };
+    let answer = sent(&says(&mut two, Node::Host(HostId(3)), behind));
+    let hosts = vec![HostId(2), HostId(3), HostId(4)];
+    let all = Body::Suspended { migration: ONE, origin: HostId(1), hosts };
+    assert_eq!(answer, [(Node::Host(HostId(1)), all)]);
+}
+
+/// A source tells each peer host once, however many of its VMs and connections are there.
+#[test]
+fn one_message_per_peer_host() {
+    let mut one = host(1, 0);
+    let mut moves = Vec::new();
+    for vm in 1..=3 {
+        step(&mut one, Event::Started { vm: VmId(vm), epoch: Epoch(1) });
+        for peer in 10..40 {
+            step(&mut one, Event::Connected { vm: VmId(vm), peer: place(peer, 2 + peer % 3, 1) });
+        }
+        moves.push(Move { vm: VmId(vm), from: HostId(1), to: HostId(9), epoch: Epoch(2) });
+    }
+    says(&mut one, Node::Coordinator, Body::Begin { migration: ONE, moves });
+    for vm in 1..=3 {
+        step(&mut one, Event::Converged { migration: ONE, vm: VmId(vm) });
+    }
+    let told = sent(&says(&mut one, Node::Coordinator, Body::Switch { migration: ONE }));
+    let hosts: Vec<_> = told.iter().map(|(to, _)| *to).collect();
+    assert_eq!(hosts, [2, 3, 4].map(|host| Node::Host(HostId(host))));
+}
+
+/// A decision of a newer epoch ends whatever a host thought it had.
+#[test]
+fn a_newer_epoch_elsewhere_ends_a_vm_here() {
+    let mut one = host(1, 0);
+    step(&mut one, Event::Started { vm: VmId(1), epoch: Epoch(4) });
+    let commit = |epoch| Body::Commit { migration: ONE, places: vec![place(1, 2, epoch)] };
+    let older = says(&mut one, Node::Coordinator, commit(4));
+    assert!(!older.contains(&Action::Discard { vm: VmId(1) }));
+    let newer = says(&mut one, Node::Coordinator, commit(5));
+    assert!(newer.contains(&Action::Discard { vm: VmId(1) }));
+}
