@@ -3,6 +3,7 @@
 pub mod api;
 pub mod description;
 pub mod neighbour;
+pub mod nic;
 pub mod payload;
 pub mod sandbox;
 pub mod vfio_user;

@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-use crate::describe::Direction;
+use crate::describe::{Device, Direction, Poke};
 
 /// The device can't be reached any more.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -68,6 +68,58 @@ pub trait PhysicalDevice {
     /// # Errors
     /// The device can't be reached.
     fn unmap(&mut self, mapping: Mapping) -> Result<(), DeviceError>;
+}
+
+/// Reads of one register until a device must have done what it was told.
+const PATIENCE: u32 = 10_000;
+
+/// Pokes a device's registers in order.
+///
+/// # Errors
+/// The device can't be reached, or its register doesn't become what it should.
+pub fn poke(
+    device: &Device,
+    physical: &mut (impl PhysicalDevice + ?Sized),
+    pokes: &[Poke],
+) -> Result<(), DeviceError> {
+    let bar = device.bar();
+    for poke in pokes {
+        match *poke {
+            Poke::Write(offset, size, value) => physical.write(bar, offset, size, value)?,
+            Poke::Read(offset, size) => drop(physical.read(bar, offset, size)?),
+            Poke::Await(offset, size, mask, value) => {
+                let mut reads = 0;
+                while physical.read(bar, offset, size)? & mask != value {
+                    reads += 1;
+                    if reads == PATIENCE {
+                        let why = format!("its bits {mask:X}h didn't become {value:X}h in {PATIENCE} reads");
+                        return Err(DeviceError { bar, offset, why });
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The address that a device which was just reset was made with.
+///
+/// # Errors
+/// The device can't be reached.
+pub fn station_address(
+    device: &Device,
+    physical: &mut (impl PhysicalDevice + ?Sized),
+) -> Result<[u8; 6], DeviceError> {
+    let station = &device.station;
+    poke(device, physical, station.before)?;
+    let mut address = [0; 6];
+    let mut offset = station.offset;
+    for byte in &mut address {
+        *byte = physical.read(device.bar(), offset, 1)?.to_le_bytes()[0];
+        offset += station.stride;
+    }
+    poke(device, physical, station.after)?;
+    Ok(address)
 }
 
 /// Memory as a device sees it, in its own addresses: what a bus master reads and writes. Kept by the test or by the IOMMU's owner,
