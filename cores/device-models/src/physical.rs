@@ -143,3 +143,30 @@ pub struct Touch {
     /// What for.
     pub purpose: &'static str,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{Bus, station_address};
+    use crate::devices::ALL;
+    use crate::reference::card;
+
+    struct NoBus;
+
+    impl Bus for NoBus {
+        fn read(&mut self, _: u64, into: &mut [u8]) {
+            into.fill(0);
+        }
+        fn write(&mut self, _: u64, _: &[u8]) {}
+    }
+
+    /// Each description knows how its card tells its address, and its reset by registers comes to an end.
+    #[test]
+    fn cards_tell_their_address() {
+        let address = [0x52, 0x54, 0, 0x88, 0x10, 0x01];
+        for device in ALL {
+            let mut card = card(device, address, NoBus).unwrap();
+            super::poke(device, card.as_mut(), device.reset).unwrap();
+            assert_eq!(station_address(device, card.as_mut()).unwrap(), address, "{}", device.name);
+        }
+    }
+}

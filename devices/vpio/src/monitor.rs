@@ -210,6 +210,11 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
+    /// Whether causes wait in the device because reading them now would disturb it. They are taken with a later access of the guest.
+    pub fn causes_wait(&self) -> bool {
+        self.harvest_due
+    }
+
     fn write(
         &mut self,
         at: usize,

@@ -278,19 +278,15 @@ impl Vfio {
         Ok(())
     }
 
-    /// A BAR as part of the device's file, where VFIO lets it be mapped: offset and bytes, whole pages.
-    pub fn mappable(&self, bar: u8) -> Option<(OwnedFd, u64, u64)> {
+    /// A BAR as part of the device's file ([`AsFd`]), where VFIO lets it be mapped: offset and bytes, whole pages.
+    pub fn mappable(&self, bar: u8) -> Option<(u64, u64)> {
         const MMAP: u32 = vfio_bindings::bindings::vfio::VFIO_REGION_INFO_FLAG_MMAP;
         let index = u32::from(bar);
         if self.device.get_region_flags(index) & MMAP == 0 {
             return None;
         }
-        let fd = self.fd().try_clone_to_owned().ok()?;
-        Some((
-            fd,
-            self.device.get_region_offset(index),
-            self.device.get_region_size(index).next_multiple_of(4096),
-        ))
+        let bytes = self.device.get_region_size(index).next_multiple_of(4096);
+        Some((self.device.get_region_offset(index), bytes))
     }
 
     /// Memory of the monitor's own, mapped for the device.

@@ -1,9 +1,10 @@
 //! What is behind a NIC: an emulated card with a tap, a card of the host under its model, or a card of the host by itself.
 
 use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use device_models::describe::Device;
+use device_models::describe::{Bar, Device};
 use device_models::physical::DeviceError;
 use device_models::{Access, PhysicalDevice, reference};
 use machine::interrupt::InterruptController;
@@ -11,12 +12,11 @@ use machine::memory::GuestRam;
 use pci::function::BarMapping;
 use serde_json::{Value, json};
 use telemetry::guest_log::GuestLog;
-use virtio_devices::net::tap::Tap;
 use vpio::vfio::{Ram, Vfio};
 use vpio::{Answer, FailurePolicy, GuestConfig, GuestId, Monitor, MonitorError, Slot, Slots};
 
 use super::bus::RamBus;
-use super::{Back, NicError};
+use super::{Back, NicError, Wire};
 use crate::description::{Nic, NicMode, NicPermission, NicPolicy};
 
 /// Bytes of the header in front of each frame of a tap.
@@ -42,15 +42,28 @@ pub(super) struct Engine {
 
 enum Mode {
     Virtual(Virtual),
-    Guarded { monitor: Box<Monitor<Vfio>>, guest: GuestId },
-    Passthrough { card: Box<Vfio> },
+    Guarded(Guarded),
+    Passthrough { card: Box<Vfio>, mapped: Vec<Mapped> },
+}
+
+struct Guarded {
+    monitor: Box<Monitor<Vfio>>,
+    guest: GuestId,
+    /// The card's line was up while its causes couldn't be read: VFIO keeps it masked until they are.
+    masked: bool,
+}
+
+/// A BAR of a card that is mapped into the guest.
+struct Mapped {
+    bar: u8,
+    fd: Arc<OwnedFd>,
+    offset: u64,
+    length: u64,
 }
 
 struct Virtual {
     card: Box<dyn reference::Card + Send>,
-    // Keeps the interface, where it was made here.
-    tap: Tap,
-    queue: OwnedFd,
+    wire: Wire,
 }
 
 /// What happened. Frames are counted where this process sees them: in mode `virtual`.
@@ -86,13 +99,12 @@ fn pieces(ram: &GuestRam) -> Vec<Ram> {
 impl Engine {
     pub(super) fn new(wish: &Nic, back: Back, ram: &GuestRam) -> Result<Self, NicError> {
         let (device, mode) = match (&wish.mode, back) {
-            (NicMode::Virtual { model, mac, .. }, Back::Tap(tap)) => {
+            (NicMode::Virtual { model, mac, .. }, Back::Wire(wire)) => {
                 let none = || NicError::machine("emulation", format!("there is none of {model}"));
                 let device = device_models::devices::named(model).ok_or_else(none)?;
                 let bus = RamBus::new(ram.memory());
                 let card = reference::card(device, mac.octets(), bus).ok_or_else(none)?;
-                let queue = tap.queue().map_err(|error| NicError::machine("tap queue", error))?;
-                (device, Mode::Virtual(Virtual { card, tap, queue }))
+                (device, Mode::Virtual(Virtual { card, wire }))
             }
             (NicMode::Vpio { policy, allow, .. }, Back::Card(mut card)) => {
                 card.set_ram(pieces(ram), Box::new(ram.memory()));
@@ -102,9 +114,10 @@ impl Engine {
                 card.set_ram(pieces(ram), Box::new(ram.memory()));
                 card.map_all()?;
                 card.set_bus_master(true)?;
-                (card.description(), Mode::Passthrough { card })
+                let mapped = mapped(&card)?;
+                (card.description(), Mode::Passthrough { card, mapped })
             }
-            (NicMode::Virtual { .. }, Back::Card(_)) | (_, Back::Tap(_)) => {
+            (NicMode::Virtual { .. }, Back::Card(_)) | (_, Back::Wire(_)) => {
                 return Err(NicError::machine("back end", "it is another mode's"));
             }
         };
@@ -121,8 +134,8 @@ impl Engine {
     /// What its thread waits for: frames of the tap, or the card's interrupt; `None` when interrupts go by themselves.
     pub(super) fn source(&self) -> Result<Option<OwnedFd>, NicError> {
         let made = match &self.mode {
-            Mode::Virtual(card) => card.queue.try_clone(),
-            Mode::Guarded { monitor, .. } => monitor.physical_ref().interrupt_fd(),
+            Mode::Virtual(card) => card.wire.queue.try_clone(),
+            Mode::Guarded(Guarded { monitor, .. }) => monitor.physical_ref().interrupt_fd(),
             Mode::Passthrough { .. } => return Ok(None),
         };
         made.map(Some).map_err(|error| NicError::machine("descriptor", error))
@@ -132,8 +145,8 @@ impl Engine {
     pub(super) fn connect(&mut self, controller: &dyn InterruptController, gsi: u32) -> Result<(), NicError> {
         match &mut self.mode {
             Mode::Virtual(_) => Ok(()),
-            Mode::Guarded { monitor, .. } => Ok(monitor.physical().enable_interrupt()?),
-            Mode::Passthrough { card } => {
+            Mode::Guarded(Guarded { monitor, .. }) => Ok(monitor.physical().enable_interrupt()?),
+            Mode::Passthrough { card, .. } => {
                 let line = controller
                     .level_eventfds(gsi)
                     .map_err(|error| NicError::machine("interrupt line", error))?;
@@ -178,12 +191,18 @@ impl Engine {
                 }
                 Ok(value)
             }
-            Mode::Guarded { monitor, guest } => Ok(match monitor.access(*guest, access)? {
-                Answer::Done(value) => value,
-                // No policy of ours asks for machine checks, and nobody else has the card.
-                Answer::Wait | Answer::MachineCheck | Answer::Stopped => u32::MAX,
-            }),
-            Mode::Passthrough { card } => Ok(direct(card.as_mut(), access)?),
+            Mode::Guarded(guarded) => {
+                let answer = guarded.monitor.access(guarded.guest, access)?;
+                if guarded.masked {
+                    guarded.unmask()?;
+                }
+                Ok(match answer {
+                    Answer::Done(value) => value,
+                    // No policy of ours asks for machine checks, and nobody else has the card.
+                    Answer::Wait | Answer::MachineCheck | Answer::Stopped => u32::MAX,
+                })
+            }
+            Mode::Passthrough { card, .. } => Ok(direct(card.as_mut(), access)?),
         }
     }
 
@@ -196,10 +215,10 @@ impl Engine {
         self.counters.interrupts += 1;
         match &mut self.mode {
             Mode::Virtual(card) => card.take_frames(&mut self.counters),
-            Mode::Guarded { monitor, .. } => {
-                monitor.physical().signalled();
-                let taken = monitor.interrupt().and_then(|()| Ok(monitor.physical().unmask()?));
-                if let Err(error) = taken {
+            Mode::Guarded(guarded) => {
+                guarded.monitor.physical().signalled();
+                let taken = guarded.monitor.interrupt();
+                if let Err(error) = taken.and_then(|()| guarded.unmask()) {
                     self.fail(&error);
                 }
             }
@@ -220,7 +239,7 @@ impl Engine {
         }
         match &mut self.mode {
             Mode::Virtual(card) => card.card.interrupt().unwrap_or(false),
-            Mode::Guarded { monitor, guest } => monitor.line(*guest),
+            Mode::Guarded(Guarded { monitor, guest, .. }) => monitor.line(*guest),
             Mode::Passthrough { .. } => false,
         }
     }
@@ -229,8 +248,8 @@ impl Engine {
     pub(super) fn set_bus_master(&mut self, on: bool) {
         let result = match &mut self.mode {
             Mode::Virtual(card) => card.card.set_bus_master(on),
-            Mode::Guarded { monitor, .. } => monitor.physical().set_guest_bus_master(on),
-            Mode::Passthrough { card } => card.set_guest_bus_master(on),
+            Mode::Guarded(Guarded { monitor, .. }) => monitor.physical().set_guest_bus_master(on),
+            Mode::Passthrough { card, .. } => card.set_guest_bus_master(on),
         };
         if let Err(error) = result {
             telemetry::guest_warn!(self.log, device = %self.name, %error, "Bus mastering can't be switched");
@@ -245,12 +264,12 @@ impl Engine {
                 card.card.set_bus_master(false)?;
                 Ok(card.card.reset()?)
             }
-            Mode::Guarded { monitor, guest } => {
+            Mode::Guarded(Guarded { monitor, guest, .. }) => {
                 monitor.physical().set_guest_bus_master(false)?;
                 monitor.power_on(*guest)?;
                 Ok(monitor.physical().unmask()?)
             }
-            Mode::Passthrough { card } => {
+            Mode::Passthrough { card, .. } => {
                 card.set_guest_bus_master(false)?;
                 card.reset()?;
                 Ok(card.set_bus_master(true)?)
@@ -265,14 +284,14 @@ impl Engine {
         }
         match &mut self.mode {
             Mode::Virtual(_) => Ok(()),
-            Mode::Guarded { monitor, .. } => {
+            Mode::Guarded(Guarded { monitor, .. }) => {
                 let begin = Instant::now();
                 while !monitor.settle()? && begin.elapsed() < SETTLE {
                     std::thread::sleep(Duration::from_millis(1));
                 }
                 monitor.release()
             }
-            Mode::Passthrough { card } => Ok(card.set_bus_master(false)?),
+            Mode::Passthrough { card, .. } => Ok(card.set_bus_master(false)?),
         }
     }
 
@@ -283,28 +302,26 @@ impl Engine {
         }
         match &mut self.mode {
             Mode::Virtual(_) => Ok(()),
-            Mode::Guarded { monitor, guest } => {
+            Mode::Guarded(Guarded { monitor, guest, .. }) => {
                 monitor.switch(*guest, false)?;
                 Ok(monitor.physical().unmask()?)
             }
-            Mode::Passthrough { card } => Ok(card.set_bus_master(true)?),
+            Mode::Passthrough { card, .. } => Ok(card.set_bus_master(true)?),
         }
     }
 
     /// Parts of BARs that the guest accesses without this process.
     pub(super) fn mappings(&self) -> Vec<BarMapping> {
-        let Mode::Passthrough { card } = &self.mode else { return Vec::new() };
-        let memory = |bar: &(u8, &device_models::describe::Bar)| {
-            matches!(bar.1, device_models::describe::Bar::Memory(_))
+        let Mode::Passthrough { mapped, .. } = &self.mode else { return Vec::new() };
+        let mapping = |mapped: &Mapped| BarMapping {
+            bar: mapped.bar,
+            offset: 0,
+            len: mapped.length,
+            fd: Arc::clone(&mapped.fd),
+            fd_offset: mapped.offset,
+            read_only: false,
         };
-        (0u8..)
-            .zip(self.device.bars)
-            .filter(memory)
-            .filter_map(|(bar, _)| {
-                let (fd, fd_offset, len) = card.mappable(bar)?;
-                Some(BarMapping { bar, offset: 0, len, fd: fd.into(), fd_offset, read_only: false })
-            })
-            .collect()
+        mapped.iter().map(mapping).collect()
     }
 
     pub(super) fn inspect(&self) -> Value {
@@ -321,7 +338,7 @@ impl Engine {
         let more = match &self.mode {
             Mode::Virtual(card) => json!({
                 "mode": "virtual",
-                "tap": card.tap.ifname(),
+                "tap": card.wire.name,
                 "counters": {
                     "transmit_packets": counters.sent,
                     "transmit_bytes": counters.sent_bytes,
@@ -331,8 +348,8 @@ impl Engine {
                     "receive_drop": counters.receive_drops,
                 },
             }),
-            Mode::Guarded { monitor, guest } => inspect_guarded(self.device, monitor, *guest),
-            Mode::Passthrough { card } => json!({ "mode": "passthrough", "card": card.address() }),
+            Mode::Guarded(Guarded { monitor, guest, .. }) => inspect_guarded(self.device, monitor, *guest),
+            Mode::Passthrough { card, .. } => json!({ "mode": "passthrough", "card": card.address() }),
         };
         if let Value::Object(more) = more {
             object.extend(more);
@@ -377,7 +394,7 @@ fn guarded(
         memory: Box::new(Slots(slots.collect())),
     });
     monitor.switch(guest, false)?;
-    Ok(Mode::Guarded { monitor: Box::new(monitor), guest })
+    Ok(Mode::Guarded(Guarded { monitor: Box::new(monitor), guest, masked: false }))
 }
 
 fn inspect_guarded(device: &'static Device, monitor: &Monitor<Vfio>, guest: GuestId) -> Value {
@@ -412,6 +429,32 @@ fn inspect_guarded(device: &'static Device, monitor: &Monitor<Vfio>, guest: Gues
     })
 }
 
+/// Memory BARs that VFIO lets be mapped.
+fn mapped(card: &Vfio) -> Result<Vec<Mapped>, NicError> {
+    let mut found = Vec::new();
+    for (bar, what) in (0u8..).zip(card.description().bars) {
+        if matches!(what, Bar::Memory(_))
+            && let Some((offset, length)) = card.mappable(bar)
+        {
+            let fd = card.as_fd().try_clone_to_owned();
+            let fd = Arc::new(fd.map_err(|error| NicError::machine("descriptor", error))?);
+            found.push(Mapped { bar, fd, offset, length });
+        }
+    }
+    Ok(found)
+}
+
+impl Guarded {
+    /// Opens the line again once its causes have been taken.
+    fn unmask(&mut self) -> Result<(), MonitorError> {
+        self.masked = self.monitor.causes_wait();
+        if !self.masked {
+            self.monitor.physical().unmask()?;
+        }
+        Ok(())
+    }
+}
+
 /// An access that nobody vets.
 fn direct(card: &mut (impl PhysicalDevice + ?Sized), access: Access) -> Result<u32, DeviceError> {
     match access.write {
@@ -423,15 +466,18 @@ fn direct(card: &mut (impl PhysicalDevice + ?Sized), access: Access) -> Result<u
 impl Virtual {
     /// Sends a frame; false when the tap takes none now.
     fn send(&self, frame: &[u8]) -> bool {
+        if frame.len() > LONGEST {
+            return false;
+        }
         let mut whole = vec![0; HEADER];
         whole.extend_from_slice(frame);
-        rustix::io::write(&self.queue, &whole).is_ok()
+        rustix::io::write(&self.wire.queue, &whole).is_ok()
     }
 
     fn take_frames(&mut self, counters: &mut Counters) {
         let mut buffer = vec![0; 65536];
         for _ in 0..BATCH {
-            let Ok(length) = rustix::io::read(&self.queue, &mut buffer) else { return };
+            let Ok(length) = rustix::io::read(&self.wire.queue, &mut buffer) else { return };
             let Some(frame) = buffer.get(HEADER..length) else { return };
             let mut frame = frame.to_vec();
             if frame.len() < reference::SHORTEST {

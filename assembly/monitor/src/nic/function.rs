@@ -70,18 +70,14 @@ impl NicFunction {
         }))
     }
 
-    /// Connects interrupts and starts the thread.
-    pub(super) fn start(
-        self: &Arc<Self>,
-        controller: &dyn InterruptController,
-        gsi: u32,
-        on_start: ThreadHook,
-    ) -> Result<(), NicError> {
-        let source = {
-            let mut engine = lock(&self.engine);
-            engine.connect(controller, gsi)?;
-            engine.source()?
-        };
+    /// Has a card's interrupts delivered.
+    pub(super) fn connect(&self, controller: &dyn InterruptController, gsi: u32) -> Result<(), NicError> {
+        lock(&self.engine).connect(controller, gsi)
+    }
+
+    /// Starts the thread, if there is something to wait for.
+    pub(super) fn start(self: &Arc<Self>, on_start: ThreadHook) -> Result<(), NicError> {
+        let source = lock(&self.engine).source()?;
         let Some(source) = source else { return Ok(()) };
         let function: Weak<Self> = Arc::downgrade(self);
         let readable = move || {

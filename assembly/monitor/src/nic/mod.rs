@@ -21,6 +21,7 @@ mod engine;
 mod function;
 mod thread;
 
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use machine::interrupt::InterruptController;
@@ -93,8 +94,18 @@ pub struct OpenedNic {
 
 /// What was opened.
 enum Back {
-    Tap(Tap),
+    Wire(Wire),
     Card(Box<Vfio>),
+}
+
+/// Where an emulated card's frames go.
+struct Wire {
+    /// Name of the interface.
+    name: String,
+    /// Messages of a header and a frame, not blocking.
+    queue: OwnedFd,
+    /// Keeps the interface, where it was made here.
+    _interface: Option<Tap>,
 }
 
 impl OpenedNic {
@@ -104,7 +115,11 @@ impl OpenedNic {
     /// When it can't be.
     pub fn open(wish: &Nic) -> Result<Self, NicError> {
         let back = match &wish.mode {
-            NicMode::Virtual { tap, .. } => Back::Tap(Tap::open(tap, 1)?),
+            NicMode::Virtual { tap, .. } => {
+                let tap = Tap::open(tap, 1)?;
+                let queue = tap.queue().map_err(|error| NicError::machine("tap queue", error))?;
+                Back::Wire(Wire { name: tap.ifname().to_owned(), queue, _interface: Some(tap) })
+            }
             NicMode::Vpio { device, .. } | NicMode::Passthrough { device } => {
                 unlock_memory()?;
                 Back::Card(Box::new(Vfio::open(device)?))
@@ -135,7 +150,7 @@ impl OpenedNic {
         let function = NicFunction::new(&name, engine).map_err(failed)?;
         let address = root.plug_next(Arc::clone(&function) as Arc<dyn PciFunction>)?;
         let gsi = intx_gsi(address.slot(), InterruptPin::A);
-        function.start(controller, gsi, on_start).map_err(failed)
+        function.connect(controller, gsi).and_then(|()| function.start(on_start)).map_err(failed)
     }
 }
 
@@ -149,3 +164,6 @@ fn unlock_memory() -> Result<(), NicError> {
     let none = Rlimit { current: None, maximum: None };
     setrlimit(Resource::Memlock, none).map_err(|error| NicError::LockedMemory(error.into()))
 }
+
+#[cfg(test)]
+mod tests;

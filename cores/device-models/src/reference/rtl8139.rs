@@ -3,8 +3,8 @@
 use super::multicast_index;
 use crate::describe::{Class, Direction, Event, Reg};
 use crate::devices::rtl8139::{
-    AAP, AB, AM, APM, BUFE, CAPR, CBR, CR, EECR, IDR0, IDR4, LOOPBACK, MAC0, MAR0, MAR4, MPC, OWN, RBSTART, RCR,
-    RE, ROK, RST, RTL8139, RXOVW, TCR, TE, TOK, TOK_BIT, TSAD0, TSD0, WRAP,
+    AAP, AB, AM, APM, BUFE, CAPR, CBR, CR, EECR, IDR0, IDR4, LOOPBACK, MAC0, MAR0, MAR4, MPC, OWN, RBSTART,
+    RCR, RE, ROK, RST, RTL8139, RXOVW, TCR, TE, TOK, TOK_BIT, TSAD0, TSD0, WRAP,
 };
 use crate::graph::{Given, Graph, truncated};
 use crate::physical::{Bus, DeviceError, Mapping, PhysicalDevice};
