@@ -34,20 +34,20 @@ struct Card {
     driver: &'static str,
     /// Its slot; the peer on its hub is in the next.
     slot: u8,
-    /// MiB of each transfer: a card that moves each word through a port is slow.
-    mib: u64,
+    /// KiB of each transfer: a card that moves each word through a port is slow.
+    kib: u64,
 }
 
 const CARDS: [Card; 2] = [
-    Card { name: "rtl8139", qemu: "rtl8139", driver: "8139too", slot: 0x10, mib: 4 },
-    Card { name: "ne2000", qemu: "ne2k_pci", driver: "ne2k-pci", slot: 0x12, mib: 1 },
+    Card { name: "rtl8139", qemu: "rtl8139", driver: "8139too", slot: 0x10, kib: 1024 },
+    Card { name: "ne2000", qemu: "ne2k_pci", driver: "ne2k-pci", slot: 0x12, kib: 256 },
 ];
 const MODES: [&str; 3] = ["virtual", "vpio", "passthrough"];
 const NAME: &str = "nics";
 const HOST_SIDE: &str = "10.82.0.1";
 const GUEST_SIDE: &str = "10.82.0.2";
 /// Keystrokes that are echoed one by one.
-const KEYS: u32 = 100;
+const KEYS: u32 = 50;
 /// Datagrams of one frame of 1514 bytes.
 const PAYLOAD: u32 = 1472;
 const ALONE: u32 = 40;
@@ -55,7 +55,7 @@ const ALONE: u32 = 40;
 const GROUP: u32 = 8;
 const GROUPS: u32 = 10;
 const BOOT: Duration = Duration::from_secs(600);
-const PATIENCE: Duration = Duration::from_secs(300);
+const PATIENCE: Duration = Duration::from_secs(600);
 
 impl Card {
     fn address(&self) -> String {
@@ -184,16 +184,15 @@ fn prepare(host: &Host) -> Result<()> {
     for card in &CARDS {
         let (address, mac, name) = (card.address(), card.peer_mac(), card.name);
         host.sh(&format!(
-            "cd /sys/bus/pci/devices/{address} && echo vfio-pci > driver_override && {{ [ ! -e driver ] || echo {address} > driver/unbind; }} && \
+            "set -e; cd /sys/bus/pci/devices/{address} && echo vfio-pci > driver_override && {{ [ ! -e driver ] || echo {address} > driver/unbind; }} && \
              echo {address} > /sys/bus/pci/drivers_probe && [ \"$(basename $(readlink driver))\" = vfio-pci ]\n\
-             for d in /sys/class/net/*; do [ \"$(cat $d/address)\" = {mac} ] && ip link set ${{d##*/}} name p-{name}; done; [ -e /sys/class/net/p-{name} ]"
+             for d in /sys/class/net/*; do [ \"$(cat $d/address)\" = {mac} ] || continue; ip link set ${{d##*/}} name p-{name}; done; [ -e /sys/class/net/p-{name} ]"
         ))?;
     }
-    let bytes = |mib: u64| mib << 20;
-    let most = CARDS.iter().map(|card| card.mib).max().unwrap_or(1);
+    let most = CARDS.iter().map(|card| card.kib).max().unwrap_or(1);
     host.sh(&format!(
         "mkdir -p /tmp/n && head -c {} /dev/urandom > /tmp/n/down && head -c {} /dev/zero > /tmp/n/group",
-        bytes(most),
+        most << 10,
         PAYLOAD * GROUP
     ))?;
     Ok(())
@@ -241,7 +240,7 @@ fn boot<'a>(host: &'a Host, card: &'a Card, mode: &'static str, kernel: &str) ->
 
 /// Random bytes in one direction, whose checksums must agree.
 fn transfer(member: &Member<'_>) -> Result<()> {
-    let bytes = member.card.mib << 20;
+    let bytes = member.card.kib << 10;
     let sum = |text: &str| text.lines().find_map(|line| Some(line.strip_prefix("SUM ")?.trim().to_owned()));
     let host = member.host;
     let server = host.spawn("sink", "exec socat -u TCP-LISTEN:7001,reuseaddr CREATE:/tmp/n/up")?;
