@@ -4,6 +4,7 @@ pub mod api;
 pub mod description;
 pub mod dsm;
 pub mod neighbour;
+pub mod nic;
 pub mod payload;
 pub mod sandbox;
 pub mod vfio_user;

@@ -231,19 +231,26 @@ impl Graph {
         }
     }
 
-    /// An event without a monitor: the transitions fire, checks are not looked at. For the reference emulation.
+    /// An event without a monitor: the transitions fire, checks are not looked at. For the reference emulation. What a read answers, where
+    /// a transition says so.
     pub(crate) fn happen(
         &mut self,
         device: &'static Device,
         event: Event,
         overlay: Option<(Reg, u32)>,
         access: Given,
-    ) {
+    ) -> Option<u32> {
         let firing = self.firing(device, event, overlay, access);
         if let Some((reg, value)) = overlay {
             self.values[reg.index()] = value;
         }
-        self.perform(device, &firing, access, &no_base, &mut |_, _| {});
+        let mut answer = None;
+        self.perform(device, &firing, access, &no_base, &mut |effect, view| {
+            if let Effect::Answer(expr) = effect {
+                answer = u32::try_from(expr.value(view) & u64::from(u32::MAX)).ok();
+            }
+        });
+        answer
     }
 
     /// Whether the virtual interrupt line is up.

@@ -2,7 +2,7 @@
 
 use thiserror::Error;
 
-use crate::describe::Direction;
+use crate::describe::{Device, Direction, Poke};
 
 /// The device can't be reached any more.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
@@ -70,6 +70,58 @@ pub trait PhysicalDevice {
     fn unmap(&mut self, mapping: Mapping) -> Result<(), DeviceError>;
 }
 
+/// Reads of one register until a device must have done what it was told.
+const PATIENCE: u32 = 10_000;
+
+/// Pokes a device's registers in order.
+///
+/// # Errors
+/// The device can't be reached, or its register doesn't become what it should.
+pub fn poke(
+    device: &Device,
+    physical: &mut (impl PhysicalDevice + ?Sized),
+    pokes: &[Poke],
+) -> Result<(), DeviceError> {
+    let bar = device.bar();
+    for poke in pokes {
+        match *poke {
+            Poke::Write(offset, size, value) => physical.write(bar, offset, size, value)?,
+            Poke::Read(offset, size) => drop(physical.read(bar, offset, size)?),
+            Poke::Await(offset, size, mask, value) => {
+                let mut reads = 0;
+                while physical.read(bar, offset, size)? & mask != value {
+                    reads += 1;
+                    if reads == PATIENCE {
+                        let why = format!("its bits {mask:X}h didn't become {value:X}h in {PATIENCE} reads");
+                        return Err(DeviceError { bar, offset, why });
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The address that a device which was just reset was made with.
+///
+/// # Errors
+/// The device can't be reached.
+pub fn station_address(
+    device: &Device,
+    physical: &mut (impl PhysicalDevice + ?Sized),
+) -> Result<[u8; 6], DeviceError> {
+    let station = &device.station;
+    poke(device, physical, station.before)?;
+    let mut address = [0; 6];
+    let mut offset = station.offset;
+    for byte in &mut address {
+        *byte = physical.read(device.bar(), offset, 1)?.to_le_bytes()[0];
+        offset += station.stride;
+    }
+    poke(device, physical, station.after)?;
+    Ok(address)
+}
+
 /// Memory as a device sees it, in its own addresses: what a bus master reads and writes. Kept by the test or by the IOMMU's owner,
 /// who may log every access.
 pub trait Bus {
@@ -90,4 +142,31 @@ pub struct Touch {
     pub length: u64,
     /// What for.
     pub purpose: &'static str,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{Bus, station_address};
+    use crate::devices::ALL;
+    use crate::reference::card;
+
+    struct NoBus;
+
+    impl Bus for NoBus {
+        fn read(&mut self, _: u64, into: &mut [u8]) {
+            into.fill(0);
+        }
+        fn write(&mut self, _: u64, _: &[u8]) {}
+    }
+
+    /// Each description knows how its card tells its address, and its reset by registers comes to an end.
+    #[test]
+    fn cards_tell_their_address() {
+        let address = [0x52, 0x54, 0, 0x88, 0x10, 0x01];
+        for device in ALL {
+            let mut card = card(device, address, NoBus).unwrap();
+            super::poke(device, card.as_mut(), device.reset).unwrap();
+            assert_eq!(station_address(device, card.as_mut()).unwrap(), address, "{}", device.name);
+        }
+    }
 }

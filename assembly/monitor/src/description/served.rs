@@ -97,7 +97,7 @@ fn plain(text: &str, longest: usize, others: &[u8]) -> bool {
 
 fn name(key: &Key, name: String, taken: &mut Taken) -> Result<String, Invalid> {
     // Virtio and platform devices are numbered; these names are theirs.
-    let numbered = ["disk", "net", "rng", "vsock", "com"].iter().any(|kind| {
+    let numbered = ["disk", "net", "nic", "rng", "vsock", "com"].iter().any(|kind| {
         name.strip_prefix(kind)
             .is_some_and(|rest| !rest.is_empty() && rest.bytes().all(|b| b.is_ascii_digit()))
     });

@@ -53,6 +53,7 @@ pub fn validate(vm: &written::Vm) -> Result<VmDescription, Invalid> {
     let disks = disks.map(|(index, written)| disk(index, written)).collect::<Result<Vec<_>, _>>()?;
     at_most("disks", disks.len(), MOST_DEVICES)?;
     writable_once(&disks)?;
+    let nics = super::nic::validate(vm, &name)?;
     let (rdma, vfio_user) = super::served::validate(vm, &name)?;
     let neighbour = super::neighbour::validate(vm, &name)?;
     let api_socket = vm.api_socket.clone();
@@ -73,6 +74,7 @@ pub fn validate(vm: &written::Vm) -> Result<VmDescription, Invalid> {
         numa,
         disks,
         net,
+        nics,
         rdma,
         vfio_user,
         neighbour,
@@ -291,6 +293,7 @@ fn guest(vm: &written::Vm) -> Result<Guest, Invalid> {
                 ("protocol", vm.protocol.is_some()),
                 ("disks", vm.disks.is_some()),
                 ("net", vm.net.is_some()),
+                ("nic", vm.nic.is_some()),
                 ("rdma", vm.rdma.is_some()),
                 ("vfio-user", vm.vfio_user.is_some()),
                 ("vsock", vm.vsock.is_some()),

@@ -26,6 +26,8 @@ pub struct VmDescription {
     pub disks: Vec<Disk>,
     /// virtio-net devices `net0`, `net1`, ...
     pub net: Vec<Net>,
+    /// Commodity NICs, driven by the guest's own drivers.
+    pub nics: Vec<Nic>,
     /// RDMA NICs of the host daemon.
     pub rdma: Vec<Rdma>,
     /// Devices of other processes.
@@ -204,6 +206,78 @@ pub enum NetBackend {
     Fd(i32),
     /// Network without root, through passt.
     User,
+}
+
+/// A commodity NIC.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct Nic {
+    /// `nic0`, `nic1`, ...
+    pub name: String,
+    /// What is behind it.
+    pub mode: NicMode,
+}
+
+/// What is behind a commodity NIC.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase", tag = "mode")]
+pub enum NicMode {
+    /// An emulated card and a tap.
+    Virtual {
+        /// Short name of its description: `ne2000`, `rtl8139`.
+        model: String,
+        /// Tap interface, 1 to 15 bytes.
+        tap: String,
+        /// Its address: as written, or made from the VM's name and the device's number.
+        mac: MacAddress,
+    },
+    /// A card of this host that is bound to vfio-pci, under its model. It has its own address.
+    Vpio {
+        /// PCI address: `0000:03:00.0`.
+        device: String,
+        /// What happens when a request is refused.
+        policy: NicPolicy,
+        /// What the guest may do beyond its own traffic.
+        allow: Vec<NicPermission>,
+    },
+    /// A card of this host that is bound to vfio-pci, by itself.
+    Passthrough {
+        /// As above.
+        device: String,
+    },
+}
+
+/// What happens when a model refuses a request ([`vpio::FailurePolicy`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NicPolicy {
+    /// It is dropped and counted.
+    Ignore,
+    /// The device's own error status is raised.
+    DeviceError,
+    /// The guest's use of the device is frozen.
+    Stop,
+}
+
+/// What a guest may do beyond its own traffic.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum NicPermission {
+    /// Receive frames that are not addressed to it.
+    Promiscuous,
+    /// Send frames back to itself inside the device.
+    Loopback,
+    /// Receive frames for another address than its own.
+    AnyAddress,
+}
+
+impl From<NicPermission> for device_models::describe::Permission {
+    fn from(permission: NicPermission) -> Self {
+        match permission {
+            NicPermission::Promiscuous => Self::Promiscuous,
+            NicPermission::Loopback => Self::Loopback,
+            NicPermission::AnyAddress => Self::AnyAddress,
+        }
+    }
 }
 
 /// An RDMA NIC that the host daemon serves: a slot with an Ethernet function (0) and an RDMA function (1).

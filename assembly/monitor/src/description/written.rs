@@ -4,7 +4,9 @@ use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
 
-use super::{BootProtocol, ByteSize, CpuList, MacAddress, OnReboot, OneOrMany, SandboxMode};
+use super::{
+    BootProtocol, ByteSize, CpuList, MacAddress, NicPermission, NicPolicy, OnReboot, OneOrMany, SandboxMode,
+};
 
 /// The whole file.
 #[derive(Debug, Clone, PartialEq, Default, Deserialize)]
@@ -36,6 +38,8 @@ pub struct Vm {
     pub disks: Option<Vec<Disk>>,
     /// Network devices.
     pub net: Option<Vec<Net>>,
+    /// Commodity NICs.
+    pub nic: Option<Vec<Nic>>,
     /// RDMA NICs.
     pub rdma: Option<Vec<Rdma>>,
     /// Devices of other processes.
@@ -184,6 +188,27 @@ pub struct Net {
     pub queues: Option<u64>,
     /// Offered MTU.
     pub mtu: Option<u64>,
+}
+
+/// A `[[nic]]` table: exactly one of `vpio`, `passthrough` and `emulate`.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Nic {
+    /// PCI address of a card of this host, under its model.
+    pub vpio: Option<String>,
+    /// PCI address of a card of this host, by itself.
+    pub passthrough: Option<String>,
+    /// Which card to emulate, with `tap`.
+    #[serde(rename = "virtual")]
+    pub emulate: Option<String>,
+    /// With `virtual`: name of a tap interface.
+    pub tap: Option<String>,
+    /// With `virtual`: address.
+    pub mac: Option<MacAddress>,
+    /// With `vpio`: what happens when a request is refused. Default `device-error`.
+    pub policy: Option<NicPolicy>,
+    /// With `vpio`: what the guest may do beyond its own traffic. Default nothing.
+    pub allow: Option<Vec<NicPermission>>,
 }
 
 /// A `[[rdma]]` table.

@@ -10,7 +10,9 @@
 use std::collections::BTreeSet;
 
 use super::ThreadKind;
-use super::device_syscalls::{CONSOLE, SPAWNERS, VCPUS, end, served_access, served_watcher, workers};
+use super::device_syscalls::{
+    CONSOLE, SPAWNERS, VCPUS, end, nic_access, served_access, served_watcher, workers,
+};
 use crate::description::VmDescription;
 
 /// Every thread.
@@ -138,7 +140,7 @@ pub(super) fn allowed(kind: ThreadKind, vm: &VmDescription) -> BTreeSet<i64> {
 }
 
 fn parts(kind: ThreadKind, vm: &VmDescription) -> Vec<&'static [i64]> {
-    let vcpu = || vec![BASE, VCPU, VCPUS, served_access(vm)];
+    let vcpu = || vec![BASE, VCPU, VCPUS, served_access(vm), nic_access(vm)];
     let devices = || [vec![BASE, SPAWN, SPAWNERS], workers(vm)].concat();
     match kind {
         ThreadKind::DeviceWorker => devices(),

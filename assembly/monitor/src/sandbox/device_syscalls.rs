@@ -8,7 +8,7 @@ use crate::description::{NetBackend, VmDescription};
 pub(super) fn workers(vm: &VmDescription) -> Vec<&'static [i64]> {
     let tap = vm.net.iter().any(|net| net.backend != NetBackend::User);
     let user = has_passt(vm);
-    let lists: [(bool, &'static [i64]); 7] = [
+    let lists: [(bool, &'static [i64]); 8] = [
         (true, worker::SYSCALLS),
         (!vm.disks.is_empty(), block::SYSCALLS),
         (!vm.net.is_empty(), net::worker::SYSCALLS),
@@ -16,6 +16,7 @@ pub(super) fn workers(vm: &VmDescription) -> Vec<&'static [i64]> {
         (user, net::passt::SYSCALLS),
         (vm.rng, rng::SYSCALLS),
         (vm.vsock.is_some(), vsock::SYSCALLS),
+        (!vm.nics.is_empty(), crate::nic::SYSCALLS),
     ];
     lists.into_iter().filter(|(present, _)| *present).map(|(_, list)| list).collect()
 }
@@ -47,6 +48,11 @@ fn has_served(vm: &VmDescription) -> bool {
 /// Threads that access devices of other processes.
 pub(super) fn served_access(vm: &VmDescription) -> &'static [i64] {
     if has_served(vm) { crate::vfio_user::ACCESS_SYSCALLS } else { &[] }
+}
+
+/// Threads that access NICs which the guest drives by their registers.
+pub(super) fn nic_access(vm: &VmDescription) -> &'static [i64] {
+    if vm.nics.is_empty() { &[] } else { crate::nic::SYSCALLS }
 }
 
 /// Threads that get the servers of such devices back.

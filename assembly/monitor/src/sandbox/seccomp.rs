@@ -24,6 +24,8 @@ const IOCTLS: &[(u64, u64)] = &[
     // TUN: numbers from 192 on of type 'T'. Below are the terminal's, and among them TIOCSTI, which could type
     // commands into the user's shell.
     (0xffc0, 0x54c0),
+    // VFIO: interrupts, reset and mappings of an opened card; type ';' is its own.
+    (0xff00, 0x3b00),
     // Terminal of the console, by exact request: TCGETS, TCSETS, TCSETSW, TCSETSF, their second versions, TIOCGWINSZ.
     (u64::MAX, 0x5401),
     (u64::MAX, 0x5402),

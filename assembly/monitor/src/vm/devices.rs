@@ -30,12 +30,14 @@ use super::served::{self, OpenedSlot};
 use super::threads::{self, DeviceThreadMaker};
 use crate::description::{self, DiskFormat, NetBackend, VmDescription};
 use crate::neighbour::{NeighbourFunction, OpenedNeighbour};
+use crate::nic::OpenedNic;
 use crate::sandbox::{Sandbox, ThreadKind};
 
 /// Devices whose files, sockets and interfaces are open, without a machine yet.
 pub struct OpenedDevices {
     console: Option<Console>,
     virtio: Vec<Box<dyn VirtioDevice>>,
+    nics: Vec<OpenedNic>,
     served: Vec<OpenedSlot>,
     neighbour: Option<OpenedNeighbour>,
     sink: EventSink,
@@ -74,10 +76,12 @@ impl OpenedDevices {
                 VsockConfig { name: "vsock0".to_owned(), cid: vsock.cid, socket: vsock.socket.clone() };
             virtio.push(Box::new(Vsock::open(config).map_err(|error| Error::device("vsock0", error))?));
         }
+        let open_nic = |nic| OpenedNic::open(nic).map_err(|error| Error::device(&nic.name, error));
+        let nics = description.nics.iter().map(open_nic).collect::<Result<Vec<_>, _>>()?;
         let served = served::open(description)?;
         let neighbour = description.neighbour.as_ref();
         let neighbour = neighbour.map(|wish| OpenedNeighbour::open(&description.name, wish)).transpose()?;
-        Ok(Self { console: Some(console), virtio, served, neighbour, sink })
+        Ok(Self { console: Some(console), virtio, nics, served, neighbour, sink })
     }
 
     /// Whether firmware should describe a console.
@@ -163,6 +167,10 @@ impl OpenedDevices {
                 .map_err(|error| Error::device(&name, error))?;
             function.activate_on(Arc::clone(&maker) as _);
             root.plug_next(function as Arc<dyn PciFunction>)?;
+        }
+        for nic in self.nics {
+            let on_start = threads::hook(sandbox, ThreadKind::DeviceWorker);
+            nic.plug(&root, ram, controller.as_ref(), on_start)?;
         }
         served::plug(served_anywhere, &root, ram, &msi, &watcher)?;
         if let Some(opened) = self.neighbour {

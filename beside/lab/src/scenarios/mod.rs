@@ -22,6 +22,7 @@ mod rdma_tools;
 mod rdma_ulp;
 mod rdma_verbs;
 mod rdma_wire;
+mod vpio_nics;
 mod wakeups;
 
 use crate::scenario::Scenario;
@@ -47,5 +48,6 @@ pub const ALL: &[Scenario] = &[
     rdma_netem::SCENARIO,
     rdma_wire::SCENARIO,
     rdma_verbs::SCENARIO,
+    vpio_nics::SCENARIO,
     wakeups::SCENARIO,
 ];

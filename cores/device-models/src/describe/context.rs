@@ -15,7 +15,8 @@ pub enum Step {
     Enter(State),
     /// Moves the device's ring pointers, which can't be written, by frames that it sends to itself.
     FastForward,
-    /// Reads a register until these bits (mask) have this value, at most so many times.
+    /// Reads a register until these bits (mask) have this value, at most so many times, and goes on: gives the device the time that it
+    /// may need, whether it tells when it is done or not (QEMU's NE2000 doesn't).
     Await(Reg, u32, u32, u32),
     /// Takes the causes that the device reports into the virtual status.
     Harvest,

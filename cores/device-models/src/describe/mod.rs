@@ -194,6 +194,30 @@ pub enum Bar {
     Hidden,
 }
 
+/// An access of the device's registers without any model: through the first BAR that the guest sees, in whatever bank is selected.
+#[derive(Debug, Clone, Copy)]
+pub enum Poke {
+    /// Writes so many bytes at an offset.
+    Write(u32, u8, u32),
+    /// Reads so many bytes at an offset, for the read's effect.
+    Read(u32, u8),
+    /// Reads so many bytes at an offset until the bits of the mask have the value, at most 10,000 times.
+    Await(u32, u8, u32, u32),
+}
+
+/// Where a device that was just reset tells the Ethernet address that it was made with.
+#[derive(Debug, Clone, Copy)]
+pub struct Station {
+    /// What has to be done first.
+    pub before: &'static [Poke],
+    /// Where the first byte is read.
+    pub offset: u32,
+    /// How much further the next one is; 0: at the same port.
+    pub stride: u32,
+    /// What has to be done afterwards.
+    pub after: &'static [Poke],
+}
+
 /// A device.
 #[derive(Debug, Clone, Copy)]
 pub struct Device {
@@ -207,6 +231,10 @@ pub struct Device {
     pub pci: Pci,
     /// Base address registers.
     pub bars: &'static [Bar],
+    /// A reset by the device's own registers, for a function that can't be reset from outside.
+    pub reset: &'static [Poke],
+    /// Where the device tells its own address.
+    pub station: Station,
     /// Registers.
     pub registers: &'static [Register],
     /// Banks, where offsets mean different registers.
@@ -239,6 +267,12 @@ impl Device {
     /// All registers with their numbers.
     pub fn numbered(&self) -> impl Iterator<Item = (Reg, &'static Register)> {
         (0u8..).map(Reg).zip(self.registers)
+    }
+
+    /// Number of the BAR through which the monitor itself reaches the registers: the first that the guest sees.
+    pub fn bar(&self) -> u8 {
+        let visible = self.bars.iter().position(|bar| *bar != Bar::Hidden);
+        visible.and_then(|at| u8::try_from(at).ok()).unwrap_or(0)
     }
 
     /// `component=state`, for texts.

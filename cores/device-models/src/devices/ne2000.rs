@@ -5,8 +5,8 @@
 
 use crate::describe::{
     Bank, Bar, BusMaster, Check, Class, Component, Cond, Context, Device, Direction, Effect, Event, Expr,
-    Interrupts, Memory, Pages, Pci, Permission, Reg, Register, Returns, Space, State, Step, Store,
-    Transition, Window, WindowId, on, register, states, table,
+    Interrupts, Memory, Pages, Pci, Permission, Poke, Reg, Register, Returns, Space, State, Station, Step,
+    Store, Transition, Window, WindowId, on, register, states, table,
 };
 
 const PAGE0: u8 = 1;
@@ -34,6 +34,8 @@ pub const OVW: u32 = 0x10;
 pub const RDC: u32 = 0x40;
 /// ISR: stopped.
 pub const RST: u32 = 0x80;
+/// DCR: the data port moves words.
+pub const WTS: u32 = 0x01;
 /// First byte of the packet memory.
 pub const MEMORY: u32 = 0x4000;
 /// Byte after it.
@@ -217,10 +219,16 @@ const PROM_NOW: Expr = Expr::Pick(&Expr::Bits(POS, 1, 15), PROM);
 const PROM_NEXT: Expr = Expr::Pick(&Expr::Sum(&[Expr::Bits(POS, 1, 15), Expr::Const(1)]), PROM);
 const PROM_DWORD: Expr =
     Expr::Sum(&[PROM_NOW, Expr::Shl(&PROM_NOW, 8), Expr::Shl(&PROM_NEXT, 16), Expr::Shl(&PROM_NEXT, 24)]);
-const MORE: Cond = Cond::Less(Expr::AccessSize, Expr::Reg(LEFT));
+/// Bytes that an access of the data port moves: in word mode at least two.
+const MOVED: Expr = Expr::If(
+    &Cond::All(&[Cond::Set(DCR, WTS), Cond::Equal(Expr::AccessSize, Expr::Const(1))]),
+    &Expr::Const(2),
+    &Expr::AccessSize,
+);
+const MORE: Cond = Cond::Less(MOVED, Expr::Reg(LEFT));
 const LAST: Cond = Cond::Not(&MORE);
-const COUNT: Effect = Effect::Store(LEFT, Expr::Minus(&Expr::Reg(LEFT), &Expr::AccessSize));
-const ADVANCE: Effect = Effect::Store(POS, Expr::Sum(&[Expr::Reg(POS), Expr::AccessSize]));
+const COUNT: Effect = Effect::Store(LEFT, Expr::Minus(&Expr::Reg(LEFT), &MOVED));
+const ADVANCE: Effect = Effect::Store(POS, Expr::Sum(&[Expr::Reg(POS), MOVED]));
 const DONE: &[Effect] = &[Effect::Store(LEFT, Expr::Const(0)), Effect::Enter(RDMA_IDLE), Effect::Raise(RDC)];
 const STEERING: Check =
     Check::Refuse("the registers of a remote transfer stay as they are until it is aborted (CR bit 5)");
@@ -315,7 +323,7 @@ const HALT: Expr = Expr::Const(0x21);
 
 const CONTEXT: Context = Context {
     settle: &[Step::Harvest, Step::Read(CR)],
-    freeze: &[Step::Write(CR, HALT), Step::Await(ISR, RST, RST, 10_000), Step::Harvest],
+    freeze: &[Step::Write(CR, HALT), Step::Await(ISR, RST, RST, 2_000), Step::Harvest],
     save: &[Step::Read(CURR), Step::SaveMemory],
     restore: &[
         Step::Reset,
@@ -382,6 +390,27 @@ pub static NE2000: Device = Device {
     source: "spec nics, section 1; data sheets of RTL8029AS and DP8390",
     pci: Pci { vendor: 0x10EC, device: 0x8029, revision: 0, class: 0x02_0000, bus_master: BusMaster::Never },
     bars: &[Bar::Ports(32)],
+    reset: &[
+        Poke::Read(0x1F, 1),
+        Poke::Write(0x1F, 1, 0),
+        Poke::Write(0x00, 1, 0x21),
+        Poke::Write(0x0F, 1, 0),
+    ],
+    // The PROM, a byte per word: stopped, word mode, 32 bytes from 0.
+    station: Station {
+        before: &[
+            Poke::Write(0x00, 1, 0x21),
+            Poke::Write(0x0E, 1, 0x49),
+            Poke::Write(0x08, 1, 0),
+            Poke::Write(0x09, 1, 0),
+            Poke::Write(0x0A, 1, 32),
+            Poke::Write(0x0B, 1, 0),
+            Poke::Write(0x00, 1, 0x0A),
+        ],
+        offset: 0x10,
+        stride: 0,
+        after: &[Poke::Write(0x00, 1, 0x21), Poke::Write(0x07, 1, 0xFF)],
+    },
     registers: REGISTERS,
     bank: Some(Bank { register: CR, shift: 6, mask: 3, keep: 0x03, set: 0x20, busy: ACTIVE }),
     identity: &[MAC0, MAC1, MAC2, MAC3, MAC4, MAC5],

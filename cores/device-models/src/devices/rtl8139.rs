@@ -5,8 +5,8 @@
 
 use crate::describe::{
     Bar, BusMaster, Check, Class, Component, Cond, Context, Device, Direction, Effect, Event, Expr,
-    Interrupts, Pci, Permission, Pointers, Reg, Register, Returns, Space, Standing, State, Step, Store,
-    Transition, Window, WindowId, on, register, states, table,
+    Interrupts, Pci, Permission, Pointers, Poke, Reg, Register, Returns, Space, Standing, State, Station,
+    Step, Store, Transition, Window, WindowId, on, register, states, table,
 };
 
 /// TSD: the host owns the descriptor.
@@ -74,11 +74,11 @@ table! { REGISTERS: Register => Reg {
     CONFIG4 = register("CONFIG4", 0x5A).class(Class::Virtual, Class::Virtual);
     HLTCLK = register("HLTCLK", 0x5B).class(Class::Virtual, Class::Virtual);
     MULINT = register("MULINT", 0x5C).width(2).class(Class::Free, Class::Shadow).returns(Returns::Shadow);
-    BMCR = register("BMCR", 0x62).width(2).class(Class::Free, Class::Deny);
-    BMSR = register("BMSR", 0x64).width(2).class(Class::Free, Class::Deny);
-    ANAR = register("ANAR", 0x66).width(2).class(Class::Free, Class::Deny);
-    ANLPAR = register("ANLPAR", 0x68).width(2).class(Class::Free, Class::Deny);
-    ANER = register("ANER", 0x6A).width(2).class(Class::Free, Class::Deny);
+    BMCR = register("BMCR", 0x62).width(2).class(Class::Free, Class::Deny).reset(0x3100);
+    BMSR = register("BMSR", 0x64).width(2).class(Class::Free, Class::Deny).reset(0x782D).about("link up, autonegotiation complete");
+    ANAR = register("ANAR", 0x66).width(2).class(Class::Free, Class::Deny).reset(0x01E1);
+    ANLPAR = register("ANLPAR", 0x68).width(2).class(Class::Free, Class::Deny).reset(0x45E1);
+    ANER = register("ANER", 0x6A).width(2).class(Class::Free, Class::Deny).reset(0x0001);
     CONFIG5 = register("CONFIG5", 0xD8).class(Class::Virtual, Class::Virtual);
     NEXT = register("next descriptor", 0).internal().values(&[0]).about("the descriptor that is sent next");
     EE_LAST = register("EEPROM lines", 0).internal();
@@ -358,6 +358,8 @@ pub static RTL8139: Device = Device {
         bus_master: BusMaster::WhileValidated,
     },
     bars: &[Bar::Ports(256), Bar::Memory(256)],
+    reset: &[Poke::Write(0x37, 1, RST), Poke::Await(0x37, 1, RST, 0), Poke::Write(0x3C, 2, 0)],
+    station: Station { before: &[], offset: 0, stride: 1, after: &[] },
     registers: REGISTERS,
     bank: None,
     identity: &[MAC0, MAC1, MAC2, MAC3, MAC4, MAC5],

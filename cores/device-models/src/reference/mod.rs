@@ -4,6 +4,32 @@
 pub mod ne2000;
 pub mod rtl8139;
 
+use crate::describe::Device;
+use crate::physical::{Bus, PhysicalDevice};
+
+/// A network card of this module.
+pub trait Card: PhysicalDevice {
+    /// Time passes: what is being sent is gone.
+    fn tick(&mut self);
+    /// Frames that were sent since the last call.
+    fn take_sent(&mut self) -> Vec<Vec<u8>>;
+    /// A frame arrives. Whether it was stored.
+    fn receive(&mut self, frame: &[u8]) -> bool;
+}
+
+/// The card of a description, with a station address, on a bus without IOMMU. `None` where nobody has written one.
+pub fn card<B: Bus + Send + 'static>(
+    device: &'static Device,
+    address: [u8; 6],
+    bus: B,
+) -> Option<Box<dyn Card + Send>> {
+    match device.name {
+        "ne2000" => Some(Box::new(ne2000::Ne2000::new(address))),
+        "rtl8139" => Some(Box::new(rtl8139::Rtl8139::new(address, bus, false))),
+        _ => None,
+    }
+}
+
 /// Length of an Ethernet frame without CRC that is at least sent.
 pub const SHORTEST: usize = 60;
 

@@ -4,9 +4,9 @@
 use super::{SHORTEST, multicast_index};
 use crate::describe::{Class, Direction, Event, Reg};
 use crate::devices::ne2000::{
-    BNRY, CNTR0, CNTR1, CNTR2, CR, CRDA0, CRDA1, CURR, DATA, MAC0, MAR0, MON, NE2000, OVW, PAR0, PRO, PRX,
-    PSTART, PSTOP, PTX, RCR, RDMA_IDLE, RDMA_WRITE, RESET, RSAR0, RSAR1, RSR, RUNNING, TBCR0, TBCR1, TPSR,
-    TSR, TX_BUSY, TX_IDLE, TXP,
+    BNRY, CNTR0, CNTR1, CNTR2, CR, CRDA0, CRDA1, CURR, DATA, DCR, MAC0, MAR0, MON, NE2000, OVW, PAR0, PRO,
+    PRX, PSTART, PSTOP, PTX, RCR, RDMA_IDLE, RDMA_WRITE, RESET, RSAR0, RSAR1, RSR, RUNNING, TBCR0, TBCR1,
+    TPSR, TSR, TX_BUSY, TX_IDLE, TXP, WTS,
 };
 use crate::graph::{Given, Graph, truncated};
 use crate::physical::{DeviceError, Mapping, PhysicalDevice, Touch};
@@ -164,6 +164,13 @@ impl Ne2000 {
         now
     }
 
+    /// In word mode an access of a byte moves two.
+    fn finish_word(&mut self, bytes: u8) {
+        if bytes == 1 && self.value(DCR) & WTS != 0 {
+            self.step();
+        }
+    }
+
     fn write_register(&mut self, reg: Reg, value: u32, bytes: u8) {
         let register = NE2000.register(reg);
         if reg == DATA {
@@ -173,6 +180,7 @@ impl Ne2000 {
                     self.memory[at] = byte;
                     self.touch(Direction::DeviceWrites, at, 1, "remote write");
                 }
+                self.finish_word(bytes);
             }
             self.graph.happen(&NE2000, Event::Write(reg), None, Given::size(bytes));
             return;
@@ -202,6 +210,9 @@ impl Ne2000 {
                 let at = self.step();
                 value |= u32::from(self.memory[at]) << (8 * byte);
             }
+            if moving {
+                self.finish_word(bytes);
+            }
         } else if reg == CRDA0 || reg == CRDA1 {
             value = u32::from(self.at.to_le_bytes()[usize::from(reg == CRDA1)]);
         } else if [CNTR0, CNTR1, CNTR2].contains(&reg) {
@@ -209,6 +220,22 @@ impl Ne2000 {
         }
         self.graph.happen(&NE2000, Event::Read(reg), None, Given::size(bytes));
         value
+    }
+}
+
+impl super::Card for Ne2000 {
+    fn tick(&mut self) {
+        Self::tick(self);
+    }
+
+    fn take_sent(&mut self) -> Vec<Vec<u8>> {
+        // Only tests want the log, and a guest must not be able to grow it.
+        self.log.clear();
+        Self::take_sent(self)
+    }
+
+    fn receive(&mut self, frame: &[u8]) -> bool {
+        Self::receive(self, frame)
     }
 }
 

@@ -3,8 +3,8 @@
 use super::multicast_index;
 use crate::describe::{Class, Direction, Event, Reg};
 use crate::devices::rtl8139::{
-    AAP, AB, AM, APM, BUFE, CAPR, CBR, CR, IDR0, IDR4, LOOPBACK, MAC0, MAR0, MAR4, MPC, OWN, RBSTART, RCR,
-    RE, ROK, RST, RTL8139, RXOVW, TCR, TE, TOK, TOK_BIT, TSAD0, TSD0, WRAP,
+    AAP, AB, AM, APM, BUFE, CAPR, CBR, CR, EECR, IDR0, IDR4, LOOPBACK, MAC0, MAR0, MAR4, MPC, OWN, RBSTART,
+    RCR, RE, ROK, RST, RTL8139, RXOVW, TCR, TE, TOK, TOK_BIT, TSAD0, TSD0, WRAP,
 };
 use crate::graph::{Given, Graph, truncated};
 use crate::physical::{Bus, DeviceError, Mapping, PhysicalDevice};
@@ -233,7 +233,26 @@ impl<B: Bus> Rtl8139<B> {
             let empty = self.position == self.value(CAPR).wrapping_add(16) % ring;
             return self.value(CR) & !BUFE | if empty { BUFE } else { 0 };
         }
+        if reg == EECR {
+            // The EEPROM answers on a line of the register that controls it.
+            let answer = self.graph.happen(&RTL8139, Event::Read(reg), None, Given::size(1));
+            return answer.unwrap_or_else(|| self.value(reg));
+        }
         if reg == CBR { self.position } else { self.value(reg) }
+    }
+}
+
+impl<B: Bus> super::Card for Rtl8139<B> {
+    fn tick(&mut self) {
+        Self::tick(self);
+    }
+
+    fn take_sent(&mut self) -> Vec<Vec<u8>> {
+        Self::take_sent(self)
+    }
+
+    fn receive(&mut self, frame: &[u8]) -> bool {
+        Self::receive(self, frame)
     }
 }
 

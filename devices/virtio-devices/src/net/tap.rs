@@ -185,6 +185,11 @@ impl Tap {
         Ok(u16::try_from(mtu).unwrap_or(u16::MAX))
     }
 
+    /// The first queue: messages of a header of [`HEADER_LEN`] bytes and a frame, not blocking.
+    pub fn queue(&self) -> io::Result<OwnedFd> {
+        self.queues.first().ok_or(io::ErrorKind::NotFound)?.try_clone()
+    }
+
     /// One channel per queue pair.
     pub fn channels(&self) -> io::Result<Vec<Box<dyn NetChannel>>> {
         let channel = |fd: &OwnedFd| -> io::Result<Box<dyn NetChannel>> {

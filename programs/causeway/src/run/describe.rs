@@ -42,6 +42,7 @@ pub fn describe(mut args: RunArgs) -> anyhow::Result<VmDescription> {
 struct Counts {
     disks: usize,
     net: usize,
+    nic: usize,
     rdma: usize,
     vfio_user: usize,
 }
@@ -51,6 +52,7 @@ impl Counts {
         Self {
             disks: vm.disks.as_ref().map_or(0, Vec::len),
             net: vm.net.as_ref().map_or(0, Vec::len),
+            nic: vm.nic.as_ref().map_or(0, Vec::len),
             rdma: vm.rdma.as_ref().map_or(0, Vec::len),
             vfio_user: vm.vfio_user.as_ref().map_or(0, Vec::len),
         }
@@ -80,6 +82,9 @@ fn merge(vm: &mut written::Vm, args: RunArgs) -> BTreeSet<&'static str> {
     if !args.net.is_empty() {
         vm.net.get_or_insert_default().extend(args.net);
     }
+    if !args.nic.is_empty() {
+        vm.nic.get_or_insert_default().extend(args.nic);
+    }
     if !args.rdma.is_empty() {
         vm.rdma.get_or_insert_default().extend(args.rdma);
     }
@@ -101,6 +106,7 @@ fn locate(
     let by_flag = match key {
         "disks" => !from_file(in_file.disks),
         "net" => !from_file(in_file.net),
+        "nic" => !from_file(in_file.nic),
         "rdma" => !from_file(in_file.rdma),
         "vfio-user" => !from_file(in_file.vfio_user),
         key => set.contains(key),

@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use monitor::description::{BootProtocol, OnReboot, SandboxMode, written};
+use monitor::description::{BootProtocol, NicPermission, NicPolicy, OnReboot, SandboxMode, written};
 
 use super::options::Options;
 
@@ -125,6 +125,50 @@ pub fn vsock(text: &str) -> Result<written::Vsock, String> {
     Ok(vsock)
 }
 
+/// `--nic vpio:0000:03:00.0,policy=stop`, `--nic virtual:rtl8139,tap=tap0`.
+pub fn nic(text: &str) -> Result<written::Nic, String> {
+    const KNOWN: &[&str] = &["tap", "mac", "policy", "allow"];
+    const BEGIN: &str = "begin with vpio:ADDRESS, passthrough:ADDRESS or virtual:CARD";
+    let mut options = Options::parse(text)?;
+    let mode = options.first(KNOWN).ok_or(BEGIN)?;
+    let mut nic = written::Nic::default();
+    match mode.split_once(':') {
+        Some(("vpio", device)) => nic.vpio = Some(device.to_owned()),
+        Some(("passthrough", device)) => nic.passthrough = Some(device.to_owned()),
+        Some(("virtual", card)) => nic.emulate = Some(card.to_owned()),
+        _ => return Err(format!("\"{}\" is not known; {BEGIN}", mode.escape_debug())),
+    }
+    nic.tap = options.value("tap")?.map(str::to_owned);
+    nic.mac = options.parsed("mac")?;
+    let named =
+        |key: &str, value: &str, error| format!("{key}={} is not known; {error}", value.escape_debug());
+    nic.policy = match options.value("policy")? {
+        None => None,
+        Some(policy) => {
+            let choices = [
+                ("ignore", NicPolicy::Ignore),
+                ("device-error", NicPolicy::DeviceError),
+                ("stop", NicPolicy::Stop),
+            ];
+            Some(one_of(policy, &choices).map_err(|error| named("policy", policy, error))?)
+        }
+    };
+    nic.allow = match options.value("allow")? {
+        None => None,
+        Some(list) => {
+            let choices = [
+                ("promiscuous", NicPermission::Promiscuous),
+                ("loopback", NicPermission::Loopback),
+                ("any-address", NicPermission::AnyAddress),
+            ];
+            let one = |word| one_of(word, &choices).map_err(|error| named("allow", word, error));
+            Some(list.split('+').map(one).collect::<Result<Vec<_>, _>>()?)
+        }
+    };
+    options.finish(KNOWN)?;
+    Ok(nic)
+}
+
 /// `--rdma name=rdma0,segment=s0,...`.
 pub fn rdma(text: &str) -> Result<written::Rdma, String> {
     const KNOWN: &[&str] = &["name", "segment", "mac", "tap", "host", "slot"];
@@ -180,9 +224,18 @@ mod tests {
         assert!(net("user").unwrap().user);
         assert_eq!(net("fd:7").unwrap().fd, Some(7));
         assert_eq!(vsock("cid=3,socket=/x").unwrap().cid, 3);
-        let nic = rdma("name=rdma0,segment=s0,mac=02:00:00:00:00:01,tap=tap1,host=/h,slot=5").unwrap();
-        assert_eq!((nic.name.as_deref(), nic.segment.as_str(), nic.slot), (Some("rdma0"), "s0", Some(5)));
-        assert_eq!((nic.tap.as_deref(), nic.host.unwrap().to_str()), (Some("tap1"), Some("/h")));
+        let served = rdma("name=rdma0,segment=s0,mac=02:00:00:00:00:01,tap=tap1,host=/h,slot=5").unwrap();
+        assert_eq!(
+            (served.name.as_deref(), served.segment.as_str(), served.slot),
+            (Some("rdma0"), "s0", Some(5))
+        );
+        assert_eq!((served.tap.as_deref(), served.host.unwrap().to_str()), (Some("tap1"), Some("/h")));
+        let card = nic("vpio:0000:03:00.0,policy=stop,allow=promiscuous+loopback").unwrap();
+        assert_eq!((card.vpio.as_deref(), card.policy), (Some("0000:03:00.0"), Some(NicPolicy::Stop)));
+        assert_eq!(card.allow, Some(vec![NicPermission::Promiscuous, NicPermission::Loopback]));
+        assert_eq!(nic("passthrough:0000:04:00.0").unwrap().passthrough.as_deref(), Some("0000:04:00.0"));
+        let card = nic("virtual:rtl8139,tap=tap0").unwrap();
+        assert_eq!((card.emulate.as_deref(), card.tap.as_deref()), (Some("rtl8139"), Some("tap0")));
         let device = vfio_user("/run/x.sock,name=x").unwrap();
         assert_eq!((device.socket.to_str(), device.name.as_deref()), (Some("/run/x.sock"), Some("x")));
         assert_eq!(cpus("4"), Ok(written::Cpus::Count(4)));
@@ -210,6 +263,9 @@ mod tests {
             (vsock("cid=3").unwrap_err(), "socket is missing"),
             (rdma("name=x").unwrap_err(), "segment is missing"),
             (rdma("segment=s,queues=2").unwrap_err(), "\"queues\" is not an option; known: name, segment"),
+            (nic("rtl8139").unwrap_err(), "\"rtl8139\" is not known; begin with vpio:ADDRESS"),
+            (nic("vpio:0,policy=crash").unwrap_err(), "policy=crash is not known; allowed: ignore"),
+            (nic("vpio:0,allow=all").unwrap_err(), "allow=all is not known; allowed: promiscuous"),
             (vfio_user("name=x").unwrap_err(), "the socket is missing"),
             (vfio_user("/x,slot=a").unwrap_err(), "slot=a: invalid digit"),
             (cpus("many").unwrap_err(), "write a number of vCPUs"),
@@ -226,7 +282,7 @@ mod tests {
         /// Whatever is given, the answer is a value or one line.
         #[test]
         fn no_text_panics(text in "((tap|fd|user|path|readonly|serial|queues|mac|mtu|cid|socket|cores)?[:=,]?\\PC{0,6}){0,6}") {
-            for error in [disk(&text).err(), net(&text).err(), vsock(&text).err(), cpus(&text).err(), rdma(&text).err(), vfio_user(&text).err()].into_iter().flatten() {
+            for error in [disk(&text).err(), net(&text).err(), vsock(&text).err(), cpus(&text).err(), rdma(&text).err(), vfio_user(&text).err(), nic(&text).err()].into_iter().flatten() {
                 prop_assert!(!error.is_empty() && !error.contains('\n'), "{:?}", error);
             }
         }

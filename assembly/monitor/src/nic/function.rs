@@ -1,0 +1,257 @@
+//! The PCI function of a NIC.
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+
+use device_models::Access;
+use device_models::describe::{Bar, Device};
+use machine::interrupt::InterruptController;
+use pci::config::{ClassCode, ConfigSpace, Identity, InterruptPin};
+use pci::function::{
+    BarKind, BarLayout, BarMapping, BarPlace, ConfigEffect, Doorbell, FunctionError, PciFunction,
+    SavedFunction,
+};
+use pci::interrupt::IntxLine;
+use pci::intx::IntxPin;
+use serde_json::json;
+
+use super::NicError;
+use super::engine::Engine;
+use super::thread::Thread;
+use crate::vm::ThreadHook;
+
+/// Least bytes of a memory BAR: what can be mapped.
+const PAGE: u64 = 4096;
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// See the module. Locks are taken in the order of the fields.
+pub(super) struct NicFunction {
+    name: String,
+    config: Mutex<ConfigSpace>,
+    engine: Mutex<Engine>,
+    pin: IntxPin,
+    thread: OnceLock<Thread>,
+}
+
+fn config_space(device: &Device) -> Result<ConfigSpace, pci::config::ConfigError> {
+    let byte = |shift: u32| (device.pci.class >> shift).to_le_bytes()[0];
+    let mut builder = ConfigSpace::builder(Identity {
+        vendor_id: device.pci.vendor,
+        device_id: device.pci.device,
+        revision: device.pci.revision,
+        class: ClassCode::new(byte(16), byte(8), byte(0)),
+        subsystem_vendor_id: device.pci.vendor,
+        subsystem_id: device.pci.device,
+    });
+    for (index, bar) in (0u8..).zip(device.bars) {
+        let (kind, size) = match *bar {
+            Bar::Ports(size) => (BarKind::Io, u64::from(size)),
+            Bar::Memory(size) => (BarKind::Memory32, u64::from(size).max(PAGE)),
+            Bar::Hidden => continue,
+        };
+        builder.bar(BarLayout { index, kind, prefetchable: false, size })?;
+    }
+    builder.interrupt_pin(InterruptPin::A);
+    Ok(builder.build())
+}
+
+impl NicFunction {
+    pub(super) fn new(name: &str, engine: Engine) -> Result<Arc<Self>, NicError> {
+        let config =
+            config_space(engine.device).map_err(|error| NicError::machine("configuration space", error))?;
+        Ok(Arc::new(Self {
+            name: name.to_owned(),
+            config: Mutex::new(config),
+            engine: Mutex::new(engine),
+            pin: IntxPin::new(),
+            thread: OnceLock::new(),
+        }))
+    }
+
+    /// Has a card's interrupts delivered.
+    pub(super) fn connect(&self, controller: &dyn InterruptController, gsi: u32) -> Result<(), NicError> {
+        lock(&self.engine).connect(controller, gsi)
+    }
+
+    /// Starts the thread, if there is something to wait for.
+    pub(super) fn start(self: &Arc<Self>, on_start: ThreadHook) -> Result<(), NicError> {
+        let source = lock(&self.engine).source()?;
+        let Some(source) = source else { return Ok(()) };
+        let function: Weak<Self> = Arc::downgrade(self);
+        let readable = move || {
+            let Some(function) = function.upgrade() else { return false };
+            let mut engine = lock(&function.engine);
+            engine.readable();
+            function.drive(&mut engine);
+            true
+        };
+        let thread = Thread::start(&self.name, source, on_start, readable)
+            .map_err(|error| NicError::machine("thread", error))?;
+        // Started once.
+        let _ = self.thread.set(thread);
+        Ok(())
+    }
+
+    /// The wire follows the engine, whose lock is held so that levels come in order.
+    fn drive(&self, engine: &mut Engine) {
+        if let Err(error) = self.pin.set_pending(engine.line()) {
+            tracing::warn!(device = %self.name, %error, "An interrupt line can't be driven");
+        }
+    }
+
+    fn follow(&self, config: &ConfigSpace) {
+        if let Err(error) = self.pin.follow(config) {
+            tracing::warn!(device = %self.name, %error, "An interrupt line can't be driven");
+        }
+        lock(&self.engine).set_bus_master(config.bus_master());
+    }
+
+    fn failed(
+        &self,
+        what: &str,
+        source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> FunctionError {
+        FunctionError::Failed { name: self.name.clone(), what: what.to_owned(), source: source.into() }
+    }
+
+    /// An access in pieces that a device knows: 1, 2 or 4 bytes.
+    fn access(&self, bar: u8, offset: u64, len: usize, mut each: impl FnMut(&mut Engine, Access, usize)) {
+        let mut engine = lock(&self.engine);
+        let mut done = 0;
+        while done < len {
+            let size = match len - done {
+                4.. => 4,
+                2 | 3 => 2,
+                _ => 1,
+            };
+            let at = offset.saturating_add(u64::try_from(done).unwrap_or(u64::MAX));
+            let Ok(at) = u32::try_from(at) else { return };
+            let access = Access { bar, offset: at, size: u8::try_from(size).unwrap_or(1), write: None };
+            each(&mut engine, access, done);
+            done += size;
+        }
+        self.drive(&mut engine);
+    }
+}
+
+/// Whether an access lies in what the device has there: a BAR may be larger.
+fn inside(device: &Device, access: &Access) -> bool {
+    let size = match device.bars.get(usize::from(access.bar)) {
+        Some(Bar::Ports(size) | Bar::Memory(size)) => *size,
+        Some(Bar::Hidden) | None => 0,
+    };
+    access.offset.checked_add(u32::from(access.size)).is_some_and(|end| end <= size)
+}
+
+impl PciFunction for NicFunction {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn bars(&self) -> Vec<BarLayout> {
+        lock(&self.config).bars().to_vec()
+    }
+
+    fn config_read(&self, offset: u16, data: &mut [u8]) {
+        let mut config = lock(&self.config);
+        self.pin.publish(&mut config);
+        config.read(offset, data);
+    }
+
+    fn config_write(&self, offset: u16, data: &[u8]) -> ConfigEffect {
+        let mut config = lock(&self.config);
+        let effect = config.write(offset, data);
+        self.follow(&config);
+        effect
+    }
+
+    fn places(&self) -> Vec<BarPlace> {
+        lock(&self.config).places()
+    }
+
+    fn bar_read(&self, bar: u8, offset: u64, data: &mut [u8]) {
+        data.fill(0xFF);
+        let len = data.len();
+        self.access(bar, offset, len, |engine, access, done| {
+            if inside(engine.device, &access) {
+                let value = engine.access(access).to_le_bytes();
+                let size = usize::from(access.size);
+                data[done..done + size].copy_from_slice(&value[..size]);
+            }
+        });
+    }
+
+    fn bar_write(&self, bar: u8, offset: u64, data: &[u8]) {
+        self.access(bar, offset, data.len(), |engine, access, done| {
+            let mut value = [0; 4];
+            let size = usize::from(access.size);
+            value[..size].copy_from_slice(&data[done..done + size]);
+            if inside(engine.device, &access) {
+                engine.access(Access { write: Some(u32::from_le_bytes(value)), ..access });
+            }
+        });
+    }
+
+    fn doorbells(&self) -> Vec<Doorbell> {
+        Vec::new()
+    }
+
+    fn mappings(&self) -> Vec<BarMapping> {
+        lock(&self.engine).mappings()
+    }
+
+    fn attach_intx(&self, line: Arc<dyn IntxLine>) {
+        if let Err(error) = self.pin.attach(line) {
+            tracing::warn!(device = %self.name, %error, "An interrupt line can't be driven");
+        }
+    }
+
+    fn reset(&self) -> Result<(), FunctionError> {
+        let mut config = lock(&self.config);
+        config.reset();
+        let mut engine = lock(&self.engine);
+        let result = engine.reset();
+        self.drive(&mut engine);
+        drop(engine);
+        self.follow(&config);
+        result.map_err(|error| self.failed("be reset", error))
+    }
+
+    fn quiesce(&self) -> Result<(), FunctionError> {
+        if let Some(thread) = self.thread.get() {
+            thread.pause(true);
+        }
+        lock(&self.engine).quiesce().map_err(|error| self.failed("be taken from the guest", error))
+    }
+
+    fn unquiesce(&self) -> Result<(), FunctionError> {
+        let result = {
+            let mut engine = lock(&self.engine);
+            let result = engine.unquiesce();
+            self.drive(&mut engine);
+            result
+        };
+        if let Some(thread) = self.thread.get() {
+            thread.pause(false);
+        }
+        result.map_err(|error| self.failed("be given back to the guest", error))
+    }
+
+    fn save(&self) -> Result<SavedFunction, FunctionError> {
+        Err(FunctionError::NotSaveable {
+            name: self.name.clone(),
+            reason: "its card or tap is this host's, and its model has no saved form in a VM's state yet"
+                .to_owned(),
+        })
+    }
+
+    fn inspect(&self) -> serde_json::Value {
+        let mut tree = lock(&self.engine).inspect();
+        if let Some(object) = tree.as_object_mut() {
+            object.insert("kind".to_owned(), json!("nic"));
+        }
+        tree
+    }
+}

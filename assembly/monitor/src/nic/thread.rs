@@ -1,0 +1,102 @@
+//! The thread of a NIC: waits for frames of its tap, or for its card's interrupt.
+
+use std::io;
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+
+use crate::vm::ThreadHook;
+
+/// What the NIC and its thread share.
+struct Shared {
+    /// Wakes the thread to look at the flags.
+    wake: OwnedFd,
+    stop: AtomicBool,
+    paused: AtomicBool,
+}
+
+/// The running thread; it ends when this is dropped.
+pub(super) struct Thread {
+    shared: Arc<Shared>,
+    handle: Option<JoinHandle<()>>,
+}
+
+impl Thread {
+    /// Starts it. `readable` is called when `source` is; false ends the thread.
+    pub(super) fn start(
+        name: &str,
+        source: OwnedFd,
+        on_start: ThreadHook,
+        readable: impl Fn() -> bool + Send + 'static,
+    ) -> io::Result<Self> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
+        let shared = Arc::new(Shared { wake, stop: AtomicBool::new(false), paused: AtomicBool::new(false) });
+        let its = Arc::clone(&shared);
+        // Linux shows 15 bytes.
+        let name = name.chars().take(15).collect();
+        let handle = std::thread::Builder::new().name(name).spawn(move || {
+            on_start();
+            run(&its, &source, readable);
+        })?;
+        Ok(Self { shared, handle: Some(handle) })
+    }
+
+    /// Lets it look at its source, or not. A call of `readable` that has begun goes on: lock what it locks.
+    pub(super) fn pause(&self, paused: bool) {
+        self.shared.paused.store(paused, Ordering::SeqCst);
+        self.wake();
+    }
+
+    fn wake(&self) {
+        // A counter that is full wakes as well.
+        let _ = rustix::io::write(&self.shared.wake, &1_u64.to_ne_bytes());
+    }
+}
+
+impl Drop for Thread {
+    fn drop(&mut self) {
+        self.shared.stop.store(true, Ordering::SeqCst);
+        self.wake();
+        if let Some(handle) = self.handle.take()
+            // The thread itself may hold the last reference for a moment.
+            && handle.thread().id() != std::thread::current().id()
+            && handle.join().is_err()
+        {
+            tracing::error!("The thread of a NIC panicked; this is a bug");
+        }
+    }
+}
+
+fn run(shared: &Shared, source: &OwnedFd, readable: impl Fn() -> bool) {
+    loop {
+        let paused = shared.paused.load(Ordering::SeqCst);
+        let mut fds = [PollFd::new(&shared.wake, PollFlags::IN), PollFd::new(source, PollFlags::IN)];
+        let count = if paused { 1 } else { 2 };
+        match poll(&mut fds[..count], None) {
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => {
+                tracing::error!(%error, "The thread of a NIC can't wait; it ends");
+                return;
+            }
+        }
+        let (woken, ready) = (!fds[0].revents().is_empty(), fds[1].revents());
+        if woken {
+            let mut count = [0; 8];
+            // Whatever was counted.
+            let _ = rustix::io::read(shared.wake.as_fd(), &mut count);
+        }
+        if shared.stop.load(Ordering::SeqCst) {
+            return;
+        }
+        if ready.contains(PollFlags::IN) && !shared.paused.load(Ordering::SeqCst) && !readable() {
+            return;
+        }
+        if ready.intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL) {
+            tracing::warn!("What is behind a NIC has gone; the NIC receives nothing any more");
+            return;
+        }
+    }
+}

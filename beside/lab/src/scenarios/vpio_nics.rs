@@ -1,0 +1,412 @@
+//! Guests with the unmodified drivers of commodity NICs, in each mode: emulated with a tap, a card of the host under its model, a card of
+//! the host by itself.
+//!
+//! ```text
+//!   guest 10.82.0.2 ── card (QEMU's, behind an emulated IOMMU, vfio-pci) ── hub ── virtio-net 10.82.0.1  host
+//!   guest 10.82.0.2 ── emulation in the monitor ────────────────────────── tap 10.82.0.1 ─────────────── host
+//! ```
+
+use crate::guest::{Guest, GuestSpec, Vmm};
+use crate::guest_channel;
+use crate::host::Host;
+use crate::lab::Lab;
+use crate::progress;
+use crate::rdma;
+use crate::scenario::{Options, Report, Scenario};
+use crate::topology::{HostSpec, Topology};
+use anyhow::{Context, Result, bail};
+use serde_json::{Map, Value, json};
+use std::time::Duration;
+
+/// The scenario.
+pub const SCENARIO: Scenario = Scenario {
+    name: "vpio-nics",
+    about: "RTL8139 and NE2000 with the guest's own drivers, emulated, under their models and passed through: ping, checksums, keystrokes, exits per packet",
+    topology,
+    run,
+    prompt: None,
+};
+
+/// A card of the host, as QEMU has it, and who drives it in the guest.
+struct Card {
+    name: &'static str,
+    qemu: &'static str,
+    driver: &'static str,
+    /// Its slot; the peer on its hub is in the next.
+    slot: u8,
+    /// KiB of each transfer: a card that moves each word through a port is slow.
+    kib: u64,
+}
+
+const CARDS: [Card; 2] = [
+    Card { name: "rtl8139", qemu: "rtl8139", driver: "8139too", slot: 0x10, kib: 1024 },
+    Card { name: "ne2000", qemu: "ne2k_pci", driver: "ne2k-pci", slot: 0x12, kib: 256 },
+];
+const MODES: [&str; 3] = ["virtual", "vpio", "passthrough"];
+const NAME: &str = "nics";
+const HOST_SIDE: &str = "10.82.0.1";
+const GUEST_SIDE: &str = "10.82.0.2";
+/// Keystrokes that are echoed one by one.
+const KEYS: u32 = 50;
+/// Datagrams of one frame of 1514 bytes.
+const PAYLOAD: u32 = 1472;
+const ALONE: u32 = 40;
+/// Groups of frames that arrive together, and how many of them.
+const GROUP: u32 = 8;
+const GROUPS: u32 = 10;
+const BOOT: Duration = Duration::from_secs(600);
+const PATIENCE: Duration = Duration::from_secs(600);
+
+impl Card {
+    fn address(&self) -> String {
+        format!("0000:00:{:02x}.0", self.slot)
+    }
+
+    fn peer_mac(&self) -> String {
+        format!("52:54:00:88:{:02x}:02", self.slot)
+    }
+}
+
+fn topology(_: &Options) -> Topology {
+    let mut arguments = vec!["-device".to_owned(), "intel-iommu,intremap=on,caching-mode=on".to_owned()];
+    for card in &CARDS {
+        let Card { name, qemu, slot, .. } = card;
+        let peer = slot + 1;
+        for (end, model, at, mac) in [
+            ("c", *qemu, *slot, format!("52:54:00:88:{slot:02x}:01")),
+            ("p", "virtio-net-pci", peer, card.peer_mac()),
+        ] {
+            arguments.push("-netdev".to_owned());
+            arguments.push(format!("hubport,id={end}{name},hubid={slot}"));
+            arguments.push("-device".to_owned());
+            arguments.push(format!("{model},netdev={end}{name},mac={mac},addr={at:02x}.0,romfile="));
+        }
+    }
+    Topology::new()
+        .host(HostSpec::new("host").cpus(2).memory(2560).qemu(arguments).kernel(["intel_iommu=on"]))
+}
+
+/// A guest with one NIC.
+struct Member<'a> {
+    host: &'a Host,
+    guest: Guest,
+    card: &'a Card,
+    mode: &'static str,
+}
+
+/// What the monitor has counted, and the guest.
+#[derive(Debug, Clone, Copy, Default)]
+struct Counts {
+    /// Accesses of the NIC's BARs that left the guest for the monitor.
+    exits: u64,
+    requests: u64,
+    decisions: u64,
+    nanoseconds: u64,
+    sent: u64,
+    received: u64,
+}
+
+impl Member<'_> {
+    fn run(&self, script: &str) -> Result<String> {
+        let quoted = rdma::quoted(&format!("export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root; {script}"));
+        let first = script.lines().next().unwrap_or_default();
+        self.host
+            .run(&format!("exec /share/.lab/lab in --wait 60 {NAME} {quoted}"), PATIENCE)?
+            .success()
+            .with_context(|| format!("{first:?} failed in the guest"))
+    }
+
+    fn inspect(&self) -> Result<Value> {
+        let text = self.host.sh(&format!("causeway inspect {NAME} --json"))?;
+        serde_json::from_str(&text).context("`causeway inspect --json` printed no JSON")
+    }
+
+    fn counts(&self) -> Result<Counts> {
+        let tree = self.inspect()?;
+        let nic = find(&tree["pci"], "kind", "nic").context("The tree has no NIC")?;
+        let number = |value: &Value| value.as_u64().unwrap_or(0);
+        let ranges = tree["exits"]["ranges"].as_object().context("The exit table has no ranges")?;
+        let ours = |name: &str| name.split([':', ' ']).any(|word| word == "nic0");
+        let text =
+            self.run("cat /sys/class/net/n0/statistics/tx_packets /sys/class/net/n0/statistics/rx_packets")?;
+        let packets: Vec<u64> = text.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+        let [sent, received] = packets[..] else { bail!("The guest's counters are {text:?}") };
+        Ok(Counts {
+            exits: ranges.iter().filter(|(name, _)| ours(name)).map(|(_, count)| number(count)).sum(),
+            requests: number(&nic["decisions"]["requests"]),
+            decisions: number(&nic["decisions"]["decisions"]),
+            nanoseconds: number(&nic["access_nanoseconds"]) + number(&nic["wakeup_nanoseconds"]),
+            sent,
+            received,
+        })
+    }
+
+    /// What `work` costs per packet.
+    fn cost(&self, work: impl FnOnce() -> Result<()>) -> Result<Value> {
+        let before = self.counts()?;
+        work()?;
+        // What is on its way arrives.
+        std::thread::sleep(Duration::from_secs(1));
+        let after = self.counts()?;
+        let packets = (after.sent - before.sent) + (after.received - before.received);
+        if packets == 0 {
+            bail!("No packet was counted");
+        }
+        let per = |a: u64, b: u64| ((b - a) as f64 / packets as f64 * 100.0).round() / 100.0;
+        let requests = after.requests - before.requests;
+        let share = (requests > 0).then(|| (after.decisions - before.decisions) as f64 / requests as f64);
+        Ok(json!({
+            "sent": after.sent - before.sent,
+            "received": after.received - before.received,
+            "exits_per_packet": per(before.exits, after.exits),
+            "microseconds_per_packet": per(before.nanoseconds, after.nanoseconds) / 1000.0,
+            "checked_share": share.map(|share| (share * 1e4).round() / 1e4),
+        }))
+    }
+}
+
+/// The first object that has `key` with this text, at any depth.
+fn find<'a>(tree: &'a Value, key: &str, text: &str) -> Option<&'a Value> {
+    match tree {
+        Value::Object(fields) if fields.get(key).and_then(Value::as_str) == Some(text) => Some(tree),
+        Value::Object(fields) => fields.values().find_map(|value| find(value, key, text)),
+        Value::Array(items) => items.iter().find_map(|value| find(value, key, text)),
+        _ => None,
+    }
+}
+
+/// Binds the cards to vfio-pci, names the peers, and starts what the guests talk to.
+fn prepare(host: &Host) -> Result<()> {
+    host.sh(
+        "modprobe vfio-pci && dmesg | grep -q -e DMAR -e IOMMU && ls /sys/kernel/iommu_groups | grep -q .",
+    )
+    .context("The host has no IOMMU")?;
+    for card in &CARDS {
+        let (address, mac, name) = (card.address(), card.peer_mac(), card.name);
+        host.sh(&format!(
+            "set -e; cd /sys/bus/pci/devices/{address} && echo vfio-pci > driver_override && {{ [ ! -e driver ] || echo {address} > driver/unbind; }} && \
+             echo {address} > /sys/bus/pci/drivers_probe && [ \"$(basename $(readlink driver))\" = vfio-pci ]\n\
+             for d in /sys/class/net/*; do [ \"$(cat $d/address)\" = {mac} ] || continue; ip link set ${{d##*/}} name p-{name}; done; [ -e /sys/class/net/p-{name} ]"
+        ))?;
+    }
+    let most = CARDS.iter().map(|card| card.kib).max().unwrap_or(1);
+    host.sh(&format!(
+        "mkdir -p /tmp/n && head -c {} /dev/urandom > /tmp/n/down && head -c {} /dev/zero > /tmp/n/group",
+        most << 10,
+        PAYLOAD * GROUP
+    ))?;
+    Ok(())
+}
+
+/// The peer that the guest of a card and mode talks to has the address; nobody else.
+fn address_peer(host: &Host, card: &Card, mode: &str) -> Result<()> {
+    let device = if mode == "virtual" { "tapn".to_owned() } else { format!("p-{}", card.name) };
+    let mut script = "ip link del tapn 2>/dev/null; ip tuntap add tapn mode tap vnet_hdr\n".to_owned();
+    for other in &CARDS {
+        script.push_str(&format!("ip addr flush dev p-{0}; ip link set p-{0} down\n", other.name));
+    }
+    script.push_str(&format!("ip addr add {HOST_SIDE}/24 dev {device} && ip link set {device} up"));
+    host.sh(&script).map(drop)
+}
+
+fn boot<'a>(host: &'a Host, card: &'a Card, mode: &'static str, kernel: &str) -> Result<Member<'a>> {
+    address_peer(host, card, mode)?;
+    let script = format!(
+        "export PATH=/usr/sbin:/usr/bin:/sbin:/bin\nmount -t tmpfs run /run\nmodprobe {driver} || exit 1\n\
+         n=$(ls /sys/class/net | grep -v lo | head -n 1); [ -n \"$n\" ] || {{ dmesg | tail -n 20; exit 2; }}\n\
+         ip link set $n name n0; ip addr add {GUEST_SIDE}/24 dev n0; ip link set n0 up\n\
+         echo the nic is $(basename $(readlink /sys/class/net/n0/device/driver)) $(cat /sys/class/net/n0/address)\n{serve}",
+        driver = card.driver,
+        serve = guest_channel::serve(GUEST_SIDE),
+    );
+    let mut spec = GuestSpec::new(NAME, kernel, 1)
+        .memory(512)
+        .root()
+        .script(&script)
+        .file("agent", std::fs::read(crate::paths::agent()?)?);
+    let nic = match mode {
+        "virtual" => format!("virtual:{},tap=tapn", card.name),
+        _ => format!("{mode}:{}", card.address()),
+    };
+    spec.extra.push(format!("--vsock cid=3,socket={} --nic {nic}", guest_channel::socket(NAME)));
+    let guest = Guest::start(host, &spec, Vmm::Causeway)?;
+    let (line, _) = guest.expect("the nic is", BOOT)?;
+    if !line.contains(card.driver) {
+        bail!("The guest's driver is another: {line:?}");
+    }
+    progress!("  {}", line.trim());
+    Ok(Member { host, guest, card, mode })
+}
+
+/// Random bytes in one direction, whose checksums must agree.
+fn transfer(member: &Member<'_>) -> Result<()> {
+    let bytes = member.card.kib << 10;
+    let sum = |text: &str| text.lines().find_map(|line| Some(line.strip_prefix("SUM ")?.trim().to_owned()));
+    let host = member.host;
+    let server = host.spawn("sink", "exec socat -u TCP-LISTEN:7001,reuseaddr CREATE:/tmp/n/up")?;
+    let sent = member.run(&format!(
+        "head -c {bytes} /dev/urandom > /tmp/w && echo SUM $(sha256sum < /tmp/w) && socat -u FILE:/tmp/w TCP:{HOST_SIDE}:7001,retry=20,interval=0.2"
+    ))?;
+    if server.wait(PATIENCE)? != Some(0) {
+        bail!("The host's side of a transfer failed: {}", server.err.tail(4));
+    }
+    let got = host.sh("echo SUM $(sha256sum < /tmp/n/up)")?;
+    if sum(&sent).is_none() || sum(&sent) != sum(&got) {
+        bail!("{bytes} bytes to the host arrived changed: {sent:?} became {got:?}");
+    }
+    let server = host.spawn(
+        "source",
+        &format!("head -c {bytes} /tmp/n/down | exec socat -u - TCP-LISTEN:7002,reuseaddr"),
+    )?;
+    let got = member.run(&format!(
+        "socat -u TCP:{HOST_SIDE}:7002,retry=20,interval=0.2 CREATE:/tmp/w && echo SUM $(sha256sum < /tmp/w); rm /tmp/w"
+    ))?;
+    server.wait(PATIENCE)?;
+    let sent = host.sh(&format!("echo SUM $(head -c {bytes} /tmp/n/down | sha256sum)"))?;
+    if sum(&sent).is_none() || sum(&sent) != sum(&got) {
+        bail!("{bytes} bytes to the guest arrived changed: {sent:?} became {got:?}");
+    }
+    Ok(())
+}
+
+/// One character at a time, each of which must come back before the next is typed.
+fn keystrokes(member: &Member<'_>) -> Result<()> {
+    let server = member.host.spawn("echo", "exec socat TCP-LISTEN:7003,reuseaddr EXEC:cat")?;
+    let script = format!(
+        "exec bash -c 'for i in 1 2 3 4 5 6 7 8 9 10; do exec 3<>/dev/tcp/{HOST_SIDE}/7003 && break; sleep 0.3; done\n\
+         for i in $(seq {KEYS}); do k=$((i % 10)); printf $k >&3; read -r -n 1 -t 30 got <&3; [ \"$got\" = $k ] || {{ echo key $i came back as $got; exit 1; }}; done; echo typed {KEYS}'"
+    );
+    let text = member.run(&script)?;
+    if !text.contains(&format!("typed {KEYS}")) {
+        bail!("Keystrokes got lost: {text:?}");
+    }
+    server.wait(PATIENCE).map(drop)
+}
+
+fn table(member: &Member<'_>) -> Result<Value> {
+    let host = member.host;
+    let _sink = host.spawn("datagrams", "exec socat -u UDP-RECV:9 OPEN:/dev/null")?;
+    member.run("socat -u UDP-RECV:9 OPEN:/dev/null >/dev/null 2>&1 & echo started")?;
+    let alone = |to: &str| {
+        format!("for i in $(seq {ALONE}); do printf %0{PAYLOAD}d 0 > /dev/udp/{to}/9; sleep 0.05; done")
+    };
+    let groups = |to: &str, file: &str| {
+        format!(
+            "for i in $(seq {GROUPS}); do socat -u -b{PAYLOAD} FILE:{file} UDP-SENDTO:{to}:9; sleep 0.2; done"
+        )
+    };
+    let bash = |script: &str| format!("exec bash -c '{script}'");
+    member.run(&format!("head -c {} /dev/zero > /tmp/group", PAYLOAD * GROUP))?;
+    let mut rows = Map::new();
+    let mut row = |name: &str, work: &dyn Fn() -> Result<()>| -> Result<()> {
+        let cost = member.cost(work)?;
+        progress!("    {} {} {name}: {cost}", member.card.name, member.mode);
+        rows.insert(name.to_owned(), cost);
+        Ok(())
+    };
+    row("sent_alone", &|| member.run(&bash(&alone(HOST_SIDE))).map(drop))?;
+    row("sent_in_groups", &|| member.run(&bash(&groups(HOST_SIDE, "/tmp/group"))).map(drop))?;
+    row("received_alone", &|| host.sh(&bash(&alone(GUEST_SIDE))).map(drop))?;
+    row("received_in_groups", &|| host.sh(&bash(&groups(GUEST_SIDE, "/tmp/n/group"))).map(drop))?;
+    Ok(rows.into())
+}
+
+/// One card in one mode, from boot to power-off.
+fn part(lab: &Lab, card: &Card, mode: &'static str, kernel: &str) -> Result<Value> {
+    let host = lab.host(0)?;
+    let member = boot(host, card, mode, kernel)?;
+    member.run(&format!("ping -q -c 5 -i 0.3 -w 60 {HOST_SIDE}"))?;
+    member.run(&format!("ping -q -c 3 -i 0.3 -w 60 -s {PAYLOAD} {HOST_SIDE}"))?;
+    host.sh(&format!("ping -q -c 3 -i 0.3 -w 60 {GUEST_SIDE}"))?;
+    progress!("    {} {mode}: ping", card.name);
+    keystrokes(&member)?;
+    progress!("    {} {mode}: keystrokes", card.name);
+    transfer(&member)?;
+    progress!("    {} {mode}: transfers", card.name);
+    let rows = table(&member)?;
+    let tree = member.inspect()?;
+    let nic = find(&tree["pci"], "kind", "nic").context("The tree has no NIC")?;
+    if mode == "vpio" {
+        progress!("    states {}, hooks {}, windows {}", nic["states"], nic["hooks"], nic["windows"]);
+        if nic["violations"].as_array().is_none_or(|list| !list.is_empty()) {
+            bail!("The model refused what the driver did: {}", nic["violations"]);
+        }
+    }
+    if nic["failed"] != false {
+        bail!("The NIC failed: {nic}");
+    }
+    let mut found = json!({ "packets": rows });
+    if let (Some(found), Some(pinned)) = (found.as_object_mut(), nic.get("pinned_bytes_peak")) {
+        found.insert("pinned_bytes".to_owned(), pinned.clone());
+    }
+    host.sh(&format!("causeway stop {NAME} --force"))?;
+    member.guest.ended(Duration::from_secs(60))?;
+    let trouble = member.guest.trouble();
+    if !trouble.is_empty() {
+        bail!("The guest's kernel complained: {trouble:?}");
+    }
+    Ok(found)
+}
+
+fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
+    lab.install_causeway()?;
+    let host = lab.host(0)?;
+    prepare(host)?;
+    let kernel = options.kernels.first().map_or("6.1-generic", String::as_str);
+    let (mut passed, mut failed, mut rows) = (0, Vec::new(), Map::new());
+    for card in &CARDS {
+        for mode in MODES {
+            let name = format!("{}-{mode}", card.name);
+            if !options.wants(&name) {
+                continue;
+            }
+            progress!("  {name}");
+            match part(lab, card, mode, kernel) {
+                Ok(found) => {
+                    passed += 1;
+                    rows.insert(name, found);
+                }
+                Err(error) => {
+                    if !host.answers() {
+                        return Err(error);
+                    }
+                    progress!("  {name} FAILED: {error:#}");
+                    eprint!("{}", host.tails());
+                    lab.hold()?;
+                    failed.push(format!("{name}: {error:#}"));
+                    host.run(&format!("causeway stop {NAME} --force"), PATIENCE)?;
+                    std::thread::sleep(Duration::from_secs(2));
+                }
+            }
+            host.forget_consoles();
+        }
+    }
+    report.figure("passed", passed);
+    report.figure("failed", failed.clone());
+    report.figure("table", rows);
+    report.check(failed.is_empty(), failed.join("; "));
+    report.check(passed > 0, "no part was run");
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cards_and_their_peers_have_their_own_slots() {
+        let topology = topology(&Options::default());
+        topology.check().unwrap();
+        let arguments = topology.hosts[0].qemu.join(" ");
+        assert!(arguments.contains("rtl8139,netdev=crtl8139,mac=52:54:00:88:10:01,addr=10.0"), "{arguments}");
+        assert!(arguments.contains("virtio-net-pci,netdev=pne2000,mac=52:54:00:88:12:02,addr=13.0"));
+        assert_eq!(CARDS[0].address(), "0000:00:10.0");
+    }
+
+    #[test]
+    fn objects_are_found_at_any_depth() {
+        let tree = json!({"a": [{"kind": "disk"}, {"b": {"kind": "nic", "x": 1}}]});
+        assert_eq!(find(&tree, "kind", "nic").unwrap()["x"], 1);
+        assert!(find(&tree, "kind", "none").is_none());
+    }
+}

@@ -1,0 +1,459 @@
+//! A card of this host that is bound to `vfio-pci`, behind an IOMMU (Linux, `Documentation/driver-api/vfio.rst`; legacy groups).
+//!
+//! Registers are read and written through the device's file, INTx comes by an eventfd: VFIO masks the line when it signals, and
+//! [`Vfio::unmask`] opens it again. The container's mappings are all that the card reaches.
+#![allow(unsafe_code)] // Mapping for DMA, and descriptors that are handed to the crate's own eventfd type.
+
+use std::any::Any;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use device_models::describe::Device;
+use device_models::physical::{DeviceError, Mapping, PhysicalDevice, poke};
+use thiserror::Error;
+use vfio_bindings::bindings::vfio::{VFIO_PCI_CONFIG_REGION_INDEX, VFIO_PCI_INTX_IRQ_INDEX};
+use vfio_ioctls::{VfioContainer, VfioDevice, VfioError, VfioOps};
+use vmm_sys_util::eventfd::EventFd;
+
+use crate::fast_forward::{FRAME, RING, Scratch};
+
+/// System calls of threads that use an opened device.
+pub const SYSCALLS: &[i64] = &[libc::SYS_pread64, libc::SYS_pwrite64, libc::SYS_ioctl];
+
+/// Where PCI devices of this host are.
+const DEVICES: &str = "/sys/bus/pci/devices";
+/// Configuration space: the command register, and its bits for ports, memory and bus mastering.
+const COMMAND: u64 = 4;
+const DECODE: u16 = 0x3;
+const BUS_MASTER: u16 = 0x4;
+/// Where the monitor's own memory lies in the device's addresses: between RAM below 3 GiB and what the host reserves for interrupts.
+const SCRATCH_BASE: u64 = 0xE000_0000;
+
+/// A piece of the guest's memory in this process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Ram {
+    /// First byte in the guest's addresses.
+    pub guest_base: u64,
+    /// Bytes.
+    pub length: u64,
+    /// Where it is mapped in this process.
+    pub host_address: usize,
+}
+
+/// A card can't be opened.
+#[derive(Debug, Error)]
+pub enum OpenError {
+    /// There is no such device.
+    #[error("There is no PCI device {address} on this host ({} can't be read); lspci -D lists them", path.display())]
+    Absent {
+        /// As it was asked for.
+        address: String,
+        /// What was read.
+        path: PathBuf,
+        /// Why it can't be.
+        #[source]
+        source: io::Error,
+    },
+    /// Another driver has it.
+    #[error(
+        "PCI device {address} belongs to {driver}, not to vfio-pci; bind it: echo vfio-pci > {DEVICES}/{address}/driver_override, then unbind and probe it"
+    )]
+    Driver {
+        /// The device.
+        address: String,
+        /// Who has it.
+        driver: String,
+    },
+    /// Nobody has described it.
+    #[error(
+        "PCI device {address} is {vendor:04x}:{device:04x}, of which there is no description; there are: {known}"
+    )]
+    Unknown {
+        /// The device.
+        address: String,
+        /// Its vendor.
+        vendor: u16,
+        /// Its device ID.
+        device: u16,
+        /// What is described.
+        known: String,
+    },
+    /// VFIO refused.
+    #[error("VFIO refused to {what} for PCI device {address}")]
+    Vfio {
+        /// The device.
+        address: String,
+        /// What was tried.
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: VfioError,
+    },
+    /// The card itself.
+    #[error("PCI device {address} can't be set up")]
+    Device {
+        /// The device.
+        address: String,
+        /// Why.
+        #[source]
+        source: DeviceError,
+    },
+    /// No eventfd.
+    #[error("An eventfd for PCI device {address} can't be made")]
+    Event {
+        /// The device.
+        address: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+}
+
+/// An opened card. Dropping it takes all its mappings back.
+pub struct Vfio {
+    address: String,
+    description: &'static Device,
+    // Before the container and the memory: it goes first.
+    device: VfioDevice,
+    container: Arc<VfioContainer>,
+    ram: Vec<Ram>,
+    /// Keeps the guest's memory mapped.
+    keep: Option<Box<dyn Any + Send>>,
+    interrupt: EventFd,
+    signalled: bool,
+    /// Bus mastering as the guest and as the monitor want it.
+    guest_master: bool,
+    monitor_master: bool,
+}
+
+fn read_word(address: &str, file: &str) -> Result<u16, OpenError> {
+    let path = Path::new(DEVICES).join(address).join(file);
+    let absent = |source| OpenError::Absent { address: address.to_owned(), path: path.clone(), source };
+    let text = std::fs::read_to_string(&path).map_err(absent)?;
+    let digits = text.trim().trim_start_matches("0x");
+    u16::from_str_radix(digits, 16).map_err(|error| absent(io::Error::new(io::ErrorKind::InvalidData, error)))
+}
+
+impl Vfio {
+    /// Opens the card at a PCI address (`0000:03:00.0`), resets it and leaves its bus mastering off.
+    ///
+    /// # Errors
+    /// It isn't there, not bound to vfio-pci, not described, or VFIO refuses.
+    pub fn open(address: &str) -> Result<Self, OpenError> {
+        let (vendor, device) = (read_word(address, "vendor")?, read_word(address, "device")?);
+        let path = Path::new(DEVICES).join(address);
+        let driver = std::fs::read_link(path.join("driver"));
+        let driver = driver.ok().and_then(|link| Some(link.file_name()?.to_string_lossy().into_owned()));
+        if driver.as_deref() != Some("vfio-pci") {
+            let driver = driver.unwrap_or_else(|| "no driver".to_owned());
+            return Err(OpenError::Driver { address: address.to_owned(), driver });
+        }
+        let all = device_models::devices::ALL;
+        let description = all.iter().find(|known| (known.pci.vendor, known.pci.device) == (vendor, device));
+        let Some(description) = description else {
+            let name = |known: &&&Device| {
+                format!("{} ({:04x}:{:04x})", known.name, known.pci.vendor, known.pci.device)
+            };
+            let known = all.iter().map(|known| name(&known)).collect::<Vec<_>>().join(", ");
+            return Err(OpenError::Unknown { address: address.to_owned(), vendor, device, known });
+        };
+        let refused = |what| move |source| OpenError::Vfio { address: address.to_owned(), what, source };
+        let container =
+            Arc::new(VfioContainer::new(None).map_err(refused("make a container (/dev/vfio/vfio)"))?);
+        let vfio = VfioDevice::new(&path, Arc::clone(&container) as Arc<dyn VfioOps>, true).map_err(
+            refused("open the device's group (are other devices of the group bound to vfio-pci too?)"),
+        )?;
+        let interrupt = EventFd::new(vmm_sys_util::eventfd::EFD_NONBLOCK)
+            .map_err(|source| OpenError::Event { address: address.to_owned(), source })?;
+        let mut opened = Self {
+            address: address.to_owned(),
+            description,
+            device: vfio,
+            container,
+            ram: Vec::new(),
+            keep: None,
+            interrupt,
+            signalled: false,
+            guest_master: false,
+            monitor_master: false,
+        };
+        opened.reset().map_err(|source| OpenError::Device { address: address.to_owned(), source })?;
+        Ok(opened)
+    }
+
+    /// Its PCI address.
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// What it is.
+    pub fn description(&self) -> &'static Device {
+        self.description
+    }
+
+    /// Tells it where the guest's memory is; `keep` keeps that mapped.
+    pub fn set_ram(&mut self, ram: Vec<Ram>, keep: Box<dyn Any + Send>) {
+        self.ram = ram;
+        self.keep = Some(keep);
+    }
+
+    /// Has the INTx line signalled by the eventfd of [`Self::interrupt_fd`].
+    ///
+    /// # Errors
+    /// VFIO refuses.
+    pub fn enable_interrupt(&self) -> Result<(), OpenError> {
+        let refused = |source| OpenError::Vfio { address: self.address.clone(), what: "signal INTx", source };
+        self.device.enable_irq(VFIO_PCI_INTX_IRQ_INDEX, vec![&self.interrupt]).map_err(refused)
+    }
+
+    /// Has the INTx line go to `trigger` and come back by `resample` without this process: KVM's level-triggered irqfd.
+    ///
+    /// # Errors
+    /// VFIO refuses.
+    pub fn connect_interrupt(
+        &self,
+        trigger: BorrowedFd<'_>,
+        resample: BorrowedFd<'_>,
+    ) -> Result<(), OpenError> {
+        let failed = |source| OpenError::Event { address: self.address.clone(), source };
+        let event = |fd: BorrowedFd<'_>| fd.try_clone_to_owned().map(event_fd).map_err(failed);
+        let (trigger, resample) = (event(trigger)?, event(resample)?);
+        let refused =
+            |source| OpenError::Vfio { address: self.address.clone(), what: "connect INTx to KVM", source };
+        self.device.enable_irq(VFIO_PCI_INTX_IRQ_INDEX, vec![&trigger]).map_err(refused)?;
+        self.device.set_irq_resample_fd(VFIO_PCI_INTX_IRQ_INDEX, vec![&resample]).map_err(refused)
+    }
+
+    /// A copy of the eventfd of the line.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn interrupt_fd(&self) -> io::Result<OwnedFd> {
+        // SAFETY: the eventfd is open as long as `self`.
+        unsafe { BorrowedFd::borrow_raw(self.interrupt.as_raw_fd()) }.try_clone_to_owned()
+    }
+
+    /// The eventfd was signalled: the line counts as up until [`Self::unmask`].
+    pub fn signalled(&mut self) {
+        // Takes the count back; there is none when somebody was faster, and then the causes are looked for in vain.
+        let _ = self.interrupt.read();
+        self.signalled = true;
+    }
+
+    /// The causes have been taken: VFIO signals again when the line is up, at once if it still is.
+    ///
+    /// # Errors
+    /// VFIO refuses.
+    pub fn unmask(&mut self) -> Result<(), DeviceError> {
+        self.signalled = false;
+        let refused = |error: VfioError| self.failed(0, 0, &format!("INTx can't be unmasked: {error}"));
+        self.device.unmask_irq(VFIO_PCI_INTX_IRQ_INDEX).map_err(refused)
+    }
+
+    /// Bus mastering as the guest wants it. It is on while the guest and the monitor want it.
+    ///
+    /// # Errors
+    /// The device can't be reached.
+    pub fn set_guest_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
+        self.guest_master = on;
+        self.write_command()
+    }
+
+    /// Maps all of the guest's memory: for a guest whose requests nobody vets.
+    ///
+    /// # Errors
+    /// The memory can't be mapped or pinned.
+    pub fn map_all(&mut self) -> Result<(), DeviceError> {
+        for ram in self.ram.clone() {
+            let whole = Mapping {
+                device_base: ram.guest_base,
+                guest_base: ram.guest_base,
+                length: ram.length,
+                writable: true,
+            };
+            self.map(whole)?;
+        }
+        Ok(())
+    }
+
+    /// A BAR as part of the device's file ([`AsFd`]), where VFIO lets it be mapped: offset and bytes, whole pages.
+    pub fn mappable(&self, bar: u8) -> Option<(u64, u64)> {
+        const MMAP: u32 = vfio_bindings::bindings::vfio::VFIO_REGION_INFO_FLAG_MMAP;
+        let index = u32::from(bar);
+        if self.device.get_region_flags(index) & MMAP == 0 {
+            return None;
+        }
+        let bytes = self.device.get_region_size(index).next_multiple_of(4096);
+        Some((self.device.get_region_offset(index), bytes))
+    }
+
+    /// Memory of the monitor's own, mapped for the device.
+    ///
+    /// # Errors
+    /// The memory can't be made or mapped.
+    pub fn scratch(&mut self) -> Result<MappedScratch, DeviceError> {
+        let bytes = usize::try_from(RING + FRAME).unwrap_or(0);
+        let failed = |why: String| DeviceError { bar: 0, offset: 0, why };
+        let memory = vec![0u8; bytes + 4096];
+        let start = memory.as_ptr().addr().next_multiple_of(4096);
+        let skip = start - memory.as_ptr().addr();
+        let scratch = MappedScratch { memory: memory.into_boxed_slice(), skip };
+        let inside = Ram { guest_base: SCRATCH_BASE, length: RING + FRAME, host_address: start };
+        let taken = |ram: &Ram| {
+            ram.guest_base < SCRATCH_BASE + RING + FRAME && SCRATCH_BASE < ram.guest_base + ram.length
+        };
+        if self.ram.iter().any(taken) {
+            return Err(failed(format!(
+                "the guest has memory at {SCRATCH_BASE:#x}, where the monitor's own would be"
+            )));
+        }
+        self.map_host(inside.guest_base, inside.host_address, inside.length)?;
+        Ok(scratch)
+    }
+
+    fn map_host(&mut self, device_base: u64, host: usize, length: u64) -> Result<(), DeviceError> {
+        let size = usize::try_from(length).map_err(|_| self.failed(0, 0, "a mapping is too large"))?;
+        let at = std::ptr::with_exposed_provenance_mut::<u8>(host);
+        // SAFETY: the memory is the guest's or the monitor's scratch; both stay mapped longer than the container (`keep`, and
+        // `MappedScratch` is held by the monitor that holds this), and are accessed through volatile or atomic copies and raw
+        // system calls only.
+        let mapped = unsafe { self.container.vfio_dma_map(device_base, size, at) };
+        mapped.map_err(|error| {
+            let why = format!("{length:#x} bytes at {device_base:#x} can't be mapped for it: {error} (is RLIMIT_MEMLOCK large enough?)");
+            self.failed(0, 0, &why)
+        })
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the descriptor is the device's, which lives as long as `self`.
+        unsafe { BorrowedFd::borrow_raw(self.device.as_raw_fd()) }
+    }
+
+    fn failed(&self, bar: u8, offset: u32, why: &str) -> DeviceError {
+        DeviceError { bar, offset, why: format!("{} (PCI device {})", why, self.address) }
+    }
+
+    fn region(&self, index: u32, bar: u8, offset: u32, size: u8) -> Result<u64, DeviceError> {
+        let end = u64::from(offset) + u64::from(size);
+        if end > self.device.get_region_size(index) {
+            return Err(self.failed(bar, offset, "its BAR ends before that"));
+        }
+        Ok(self.device.get_region_offset(index) + u64::from(offset))
+    }
+
+    fn write_command(&self) -> Result<(), DeviceError> {
+        let master = self.guest_master && self.monitor_master;
+        let value = DECODE | if master { BUS_MASTER } else { 0 };
+        let at = self.device.get_region_offset(VFIO_PCI_CONFIG_REGION_INDEX) + COMMAND;
+        rustix::io::pwrite(self.fd(), &value.to_le_bytes(), at)
+            .map(drop)
+            .map_err(|error| self.failed(0, 0, &format!("its command register can't be written: {error}")))
+    }
+}
+
+/// The crate's eventfd type over a descriptor.
+fn event_fd(fd: OwnedFd) -> EventFd {
+    // SAFETY: the descriptor is an eventfd that nobody else owns.
+    unsafe { EventFd::from_raw_fd(fd.into_raw_fd()) }
+}
+
+impl PhysicalDevice for Vfio {
+    fn read(&mut self, bar: u8, offset: u32, size: u8) -> Result<u32, DeviceError> {
+        let at = self.region(u32::from(bar), bar, offset, size)?;
+        let mut data = [0; 4];
+        let part = &mut data[..usize::from(size.min(4))];
+        match rustix::io::pread(self.fd(), part, at) {
+            Ok(got) if got == usize::from(size) => Ok(u32::from_le_bytes(data)),
+            Ok(got) => Err(self.failed(bar, offset, &format!("a read gave {got} bytes of {size}"))),
+            Err(error) => Err(self.failed(bar, offset, &error.to_string())),
+        }
+    }
+
+    fn write(&mut self, bar: u8, offset: u32, size: u8, value: u32) -> Result<(), DeviceError> {
+        let at = self.region(u32::from(bar), bar, offset, size)?;
+        let data = value.to_le_bytes();
+        match rustix::io::pwrite(self.fd(), &data[..usize::from(size.min(4))], at) {
+            Ok(put) if put == usize::from(size) => Ok(()),
+            Ok(put) => Err(self.failed(bar, offset, &format!("a write took {put} bytes of {size}"))),
+            Err(error) => Err(self.failed(bar, offset, &error.to_string())),
+        }
+    }
+
+    fn interrupt(&mut self) -> Result<bool, DeviceError> {
+        Ok(self.signalled)
+    }
+
+    /// By VFIO where the function can be reset from outside, and by its registers in any case.
+    fn reset(&mut self) -> Result<(), DeviceError> {
+        self.monitor_master = false;
+        self.device.reset();
+        self.write_command()?;
+        let description = self.description;
+        poke(description, self, description.reset)
+    }
+
+    fn set_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
+        self.monitor_master = on;
+        self.write_command()
+    }
+
+    fn has_iommu(&self) -> bool {
+        true
+    }
+
+    /// VFIO's type 1 through this crate maps for reading and writing, whatever [`Mapping::writable`] says.
+    fn map(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
+        let end = mapping.guest_base.saturating_add(mapping.length);
+        let ram = self
+            .ram
+            .iter()
+            .find(|ram| mapping.guest_base >= ram.guest_base && end <= ram.guest_base + ram.length);
+        let Some(ram) = ram else {
+            return Err(self.failed(0, 0, &format!("{:#x} isn't the guest's memory", mapping.guest_base)));
+        };
+        let within = usize::try_from(mapping.guest_base - ram.guest_base)
+            .map_err(|_| self.failed(0, 0, "an address is too large"))?;
+        let host = ram.host_address + within;
+        self.map_host(mapping.device_base, host, mapping.length)
+    }
+
+    fn unmap(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
+        let size =
+            usize::try_from(mapping.length).map_err(|_| self.failed(0, 0, "a mapping is too large"))?;
+        self.container.vfio_dma_unmap(mapping.device_base, size).map_err(|error| {
+            self.failed(0, 0, &format!("{:#x} can't be unmapped: {error}", mapping.device_base))
+        })
+    }
+}
+
+impl AsFd for Vfio {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.fd()
+    }
+}
+
+/// Memory for frames that the device sends to itself.
+#[derive(Debug)]
+pub struct MappedScratch {
+    memory: Box<[u8]>,
+    skip: usize,
+}
+
+impl Scratch for MappedScratch {
+    fn device_base(&self) -> u64 {
+        SCRATCH_BASE
+    }
+
+    fn write(&mut self, offset: u64, data: &[u8]) {
+        let Ok(offset) = usize::try_from(offset) else { return };
+        let base = self.memory.as_mut_ptr();
+        for (at, byte) in data.iter().enumerate() {
+            if self.skip + offset + at < self.memory.len() {
+                // SAFETY: within the allocation, which the device may read at the same time: a volatile store.
+                unsafe { base.add(self.skip + offset + at).write_volatile(*byte) };
+            }
+        }
+    }
+}
