@@ -1,14 +1,19 @@
 //! The scenarios.
 
+mod appliance_load;
+mod appliance_stacks;
 mod block_crash;
 mod boot;
 mod compare;
 mod demo;
 mod driver_faults;
+mod fio;
 mod host;
 mod neighbours;
+mod neighbours_appliance;
 mod neighbours_block;
 mod neighbours_end;
+mod neighbours_member;
 mod net;
 mod rdma_boot;
 mod rdma_exits;
@@ -33,6 +38,7 @@ pub const ALL: &[Scenario] = &[
     host::SCENARIO,
     neighbours::SCENARIO,
     neighbours_block::SCENARIO,
+    neighbours_appliance::SCENARIO,
     rdma_boot::SCENARIO,
     rdma_tools::SCENARIO,
     rdma_pyverbs::SCENARIO,
