@@ -299,7 +299,7 @@ pub const APPLIANCE_PACKAGES: &[&str] = &[
 pub const APPLIANCE_MODULES: &[&str] =
     &["configfs", "bridge", "md-mod", "raid456", "nbd", "nfsd", "nfsv4", "loop", "vsock_diag"];
 
-/// Folders of Debian's kernel source that its archive holds, to be unpacked over the network: 500 files.
+/// Folders of Debian's kernel source that its archive holds, to be unpacked over the network: 776 files of 6.1.192, 18 MiB.
 pub const APPLIANCE_TREE: &[&str] =
     &["block", "drivers/md", "fs/ext4", "fs/nfs", "fs/nfsd", "kernel/sched", "lib/raid6", "mm", "net/bridge"];
 
