@@ -84,6 +84,7 @@ impl Images {
             Artifact::Guest => self.guest(apt, work.path())?,
             Artifact::Rdma => self.rdma(apt, work.path())?,
             Artifact::Neighbours => self.neighbours(apt, work.path())?,
+            Artifact::Appliance => self.appliance(apt, work.path())?,
         }
         fs::write(&stamp, artifact.recipe())?;
         progress!("images: {} built in {:.0} s", artifact.name(), start.elapsed().as_secs_f64());
@@ -123,6 +124,11 @@ impl Images {
     /// The root disk of guests that do RDMA.
     pub fn rdma_root(&self) -> PathBuf {
         self.dir.join("rdma.img")
+    }
+
+    /// The root disk of guests that are parts of a storage appliance.
+    pub fn appliance_root(&self) -> PathBuf {
+        self.dir.join("appliance.img")
     }
 
     fn qemu(&self) -> Result<()> {

@@ -2,6 +2,7 @@
 //! they boot. See the README for how to use it.
 
 mod agent;
+mod appliance_image;
 mod apt;
 mod channel;
 mod clock;

@@ -172,12 +172,10 @@ impl Emulator {
         }
         add("-drive", format!("if=none,id=scratch,format=raw,cache=unsafe,discard=unmap,file={d}/scratch"));
         add("-device", "virtio-blk-pci,drive=scratch".into());
-        if host.rdma {
-            add(
-                "-drive",
-                format!("if=none,id=rdma,format=raw,readonly=on,file={}", images.rdma_root().display()),
-            );
-            add("-device", "virtio-blk-pci,drive=rdma".into());
+        let guests = [(host.rdma, images.rdma_root()), (host.appliance, images.appliance_root())];
+        for (_, image) in guests.into_iter().filter(|(wanted, _)| *wanted) {
+            add("-drive", format!("if=none,id=guests,format=raw,readonly=on,file={}", image.display()));
+            add("-device", "virtio-blk-pci,drive=guests".into());
         }
         add("-device", "virtio-serial-pci,id=serial0".into());
         add("-chardev", format!("socket,id=agent,path={d}/agent,server=on,wait=off"));

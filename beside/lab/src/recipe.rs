@@ -267,6 +267,48 @@ pub const RDMA_MODULES: &[&str] = &[
     "vsock_diag",
 ];
 
+/// Debian packages in the root file system of a guest that is a part of a storage appliance, or its client.
+pub const APPLIANCE_PACKAGES: &[&str] = &[
+    "base-files",
+    "bash",
+    "busybox-static",
+    "coreutils",
+    "dash",
+    "diffutils",
+    "e2fsprogs",
+    "ethtool",
+    "findutils",
+    "fio",
+    "gawk",
+    "grep",
+    "iproute2",
+    "iputils-ping",
+    "kmod",
+    "libc-bin",
+    "mdadm",
+    "mount",
+    "nbd-client",
+    "nbd-server",
+    "nfs-common",
+    "nfs-kernel-server",
+    "procps",
+    "sed",
+    "socat",
+    "tar",
+    "util-linux",
+];
+
+/// Modules in that root disk, for each kernel of [`NEIGHBOUR_KERNELS`].
+pub const APPLIANCE_MODULES: &[&str] =
+    &["configfs", "bridge", "md-mod", "raid456", "nbd", "nfsd", "nfsv4", "loop", "vsock_diag"];
+
+/// Folders of Debian's kernel source that its archive holds, to be unpacked over the network: 776 files of 6.1.192, 18 MiB.
+pub const APPLIANCE_TREE: &[&str] =
+    &["block", "drivers/md", "fs/ext4", "fs/nfs", "fs/nfsd", "kernel/sched", "lib/raid6", "mm", "net/bridge"];
+
+/// The package with that source.
+pub const APPLIANCE_SOURCE: &str = "linux-source-6.1";
+
 /// The kernels of guests with neighbours.
 pub const NEIGHBOUR_KERNELS: &[&str] = &["6.1-generic", "6.12-generic"];
 
@@ -377,17 +419,20 @@ pub enum Artifact {
     Rdma,
     /// The modules of guests with neighbours.
     Neighbours,
+    /// The root disk of guests that are parts of a storage appliance.
+    Appliance,
 }
 
 impl Artifact {
     /// All of them, in build order.
-    pub const ALL: [Artifact; 6] = [
+    pub const ALL: [Artifact; 7] = [
         Artifact::Qemu,
         Artifact::Kernels,
         Artifact::Host,
         Artifact::Guest,
         Artifact::Rdma,
         Artifact::Neighbours,
+        Artifact::Appliance,
     ];
     /// What every topology needs.
     pub const USUAL: [Artifact; 4] = [Artifact::Qemu, Artifact::Kernels, Artifact::Host, Artifact::Guest];
@@ -401,6 +446,7 @@ impl Artifact {
             Artifact::Guest => "guest",
             Artifact::Rdma => "rdma",
             Artifact::Neighbours => "neighbours",
+            Artifact::Appliance => "appliance",
         }
     }
 
@@ -445,6 +491,14 @@ impl Artifact {
                 parts.extend(kernels);
                 parts.extend(NEIGHBOUR_KERNELS);
                 parts.push(&sources);
+            }
+            Artifact::Appliance => {
+                parts.extend(APPLIANCE_PACKAGES);
+                parts.extend(APPLIANCE_MODULES);
+                parts.extend(APPLIANCE_TREE);
+                parts.push(APPLIANCE_SOURCE);
+                parts.extend(kernels);
+                parts.extend(NEIGHBOUR_KERNELS);
             }
         }
         hash(parts)

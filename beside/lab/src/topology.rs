@@ -29,6 +29,8 @@ pub struct HostSpec {
     pub nics: Vec<Nic>,
     /// Whether `/dev/vdd` is the root disk of guests that do RDMA.
     pub rdma: bool,
+    /// Whether `/dev/vdd` is the root disk of guests that are parts of a storage appliance.
+    pub appliance: bool,
     /// Whether its guests load the modules for neighbours.
     pub neighbours: bool,
     /// More arguments for QEMU: devices, IOMMUs, drives.
@@ -46,6 +48,7 @@ impl HostSpec {
             memory_mib: 3072,
             nics: Vec::new(),
             rdma: false,
+            appliance: false,
             neighbours: false,
             qemu: Vec::new(),
             kernel: Vec::new(),
@@ -67,6 +70,12 @@ impl HostSpec {
     /// Gives it the root disk of guests that do RDMA, as `/dev/vdd`.
     pub fn rdma(mut self) -> Self {
         self.rdma = true;
+        self
+    }
+
+    /// Gives it the root disk of guests that are parts of a storage appliance, as `/dev/vdd`.
+    pub fn appliance(mut self) -> Self {
+        self.appliance = true;
         self
     }
 
@@ -163,7 +172,8 @@ impl Topology {
     pub fn artifacts(&self) -> Vec<Artifact> {
         let rdma = self.hosts.iter().any(|h| h.rdma).then_some(Artifact::Rdma);
         let neighbours = self.hosts.iter().any(|h| h.neighbours).then_some(Artifact::Neighbours);
-        Artifact::USUAL.into_iter().chain(rdma).chain(neighbours).collect()
+        let appliance = self.hosts.iter().any(|h| h.appliance).then_some(Artifact::Appliance);
+        Artifact::USUAL.into_iter().chain(rdma).chain(neighbours).chain(appliance).collect()
     }
 
     /// Says what is wrong with it, if anything.
@@ -187,6 +197,12 @@ impl Topology {
             }
             if !(512..=16384).contains(&h.memory_mib) {
                 bail!("Host {} has {} MiB of memory; 512 to 16384 are possible", h.name, h.memory_mib);
+            }
+            if h.rdma && h.appliance {
+                bail!(
+                    "Host {} can't have the root disks of RDMA and of appliance guests: both are /dev/vdd",
+                    h.name
+                );
             }
             for (n, nic) in h.nics.iter().enumerate() {
                 if nic.name.is_empty()

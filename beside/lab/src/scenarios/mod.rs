@@ -1,12 +1,16 @@
 //! The scenarios.
 
+mod appliance_load;
+mod appliance_stacks;
 mod block_crash;
 mod boot;
 mod compare;
 mod demo;
 mod driver_faults;
+mod fio;
 mod host;
 mod neighbours;
+mod neighbours_appliance;
 mod neighbours_block;
 mod neighbours_end;
 mod neighbours_faults;
@@ -37,6 +41,7 @@ pub const ALL: &[Scenario] = &[
     host::SCENARIO,
     neighbours::SCENARIO,
     neighbours_block::SCENARIO,
+    neighbours_appliance::SCENARIO,
     neighbours_faults::SCENARIO,
     neighbours_selftest::SCENARIO,
     rdma_boot::SCENARIO,

@@ -15,7 +15,7 @@ use crate::neighbours_image::module;
 use crate::rdma::{self, DAEMON_SOCKET, Runs};
 use crate::scenario::{Options, Report, Scenario};
 use crate::scenarios::neighbours_end::{end_daemon, kernel_is_content};
-use crate::scenarios::rdma_exits::Counters;
+use crate::scenarios::neighbours_member::{Counts, Member, counter};
 use crate::topology::{HostSpec, Topology};
 use crate::{progress, recipe};
 use anyhow::{Context, Result, bail};
@@ -68,62 +68,9 @@ impl Net {
     }
 }
 
-struct Member<'a> {
-    number: usize,
-    guest: Guest,
-    host: &'a Host,
-}
-
-impl Runs for Member<'_> {
-    fn start(&self, script: &str) -> Result<Session> {
-        self.host.start(&self.command(script), None, None)
-    }
-
-    fn run(&self, script: &str, timeout: Duration) -> Result<Output> {
-        self.host.run(&self.command(script), timeout).with_context(|| {
-            format!("Guest {}: {:?}", self.name(), script.lines().next().unwrap_or_default())
-        })
-    }
-}
-
-impl Member<'_> {
-    fn name(&self) -> &'static str {
-        NAMES.get(self.number - 1).copied().unwrap_or("?")
-    }
-
-    fn command(&self, script: &str) -> String {
-        let script = rdma::quoted(&format!("export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root; {script}"));
-        format!("exec /share/.lab/lab in --wait 60 {} {script}", self.name())
-    }
-
-    fn sh(&self, script: &str) -> Result<String> {
-        self.run(script, PATIENCE)?.success().with_context(|| {
-            format!("{:?} failed in guest {}", script.trim().lines().next().unwrap_or_default(), self.name())
-        })
-    }
-
-    /// mmnet's statistics.
-    fn statistics(&self) -> Result<Map<String, Value>> {
-        Ok(parse_statistics(&self.sh("ethtool -S mm0")?))
-    }
-
-    fn counters(&self) -> Result<Counters> {
-        Counters::parse(&self.host.sh(&format!("causeway inspect {} exits --json", self.name()))?)
-    }
-}
-
-/// `     name: number` lines of `ethtool -S`.
-fn parse_statistics(text: &str) -> Map<String, Value> {
-    text.lines()
-        .filter_map(|line| {
-            let (name, number) = line.trim().split_once(": ")?;
-            Some((name.to_owned(), number.trim().parse::<u64>().ok()?.into()))
-        })
-        .collect()
-}
-
-fn statistic(of: &Map<String, Value>, name: &str) -> Result<u64> {
-    of.get(name).and_then(Value::as_u64).with_context(|| format!("mmnet has no statistic {name}: {of:?}"))
+/// The number of a guest, from 1 on: the last part of its addresses.
+fn number(of: &Member<'_>) -> usize {
+    if of.name == NAMES[0] { 1 } else { 2 }
 }
 
 /// Loads the modules and waits for the peer.
@@ -168,7 +115,7 @@ fn boot<'a>(host: &'a Host, options: &Options, kernel: &str, number: usize) -> R
     spec.extra.push(format!("--vsock cid={},socket={}", number + 2, guest_channel::socket(name)));
     spec.extra.push(format!("/tmp/{name}.toml"));
     let guest = Guest::start(host, &spec, Vmm::Causeway)?;
-    Ok(Member { number, guest, host })
+    Ok(Member { name, guest, host })
 }
 
 fn up(member: &Member<'_>) -> Result<()> {
@@ -199,7 +146,7 @@ impl<'a> Pair<'a> {
 
     /// Exits of both guests, of any kind.
     fn exits(&self) -> Result<u64> {
-        Ok(self.a.counters()?.all + self.b.counters()?.all)
+        Ok(self.a.exits()? + self.b.exits()?)
     }
 
     fn load(&self) -> Result<()> {
@@ -225,7 +172,7 @@ impl<'a> Pair<'a> {
         let client = format!(
             "head -c {bytes} /dev/urandom > /tmp/w && echo SUM $(sha256sum < /tmp/w) && socat -u FILE:/tmp/w TCP:{address}:7001; s=$?; rm /tmp/w; exit $s",
             bytes = MIB << 20,
-            address = net.address(to.number)
+            address = net.address(number(to))
         );
         let (got, sent) = rdma::both((to, from), server, true, &listens(7001), &client, PATIENCE)?;
         let sum = |o: &Output| -> Result<String> {
@@ -252,22 +199,22 @@ type Found = Result<Value>;
 fn bulk(pair: &Pair<'_>) -> Found {
     let mut found = Map::new();
     for (from, to) in [(&pair.a, &pair.b), (&pair.b, &pair.a)] {
-        let before = to.statistics()?;
+        let before = to.statistics("mm0")?;
         pair.transfer(Net::Mmnet, from, to)?;
-        let after = to.statistics()?;
-        let moved = |name: &str| Ok::<_, anyhow::Error>(statistic(&after, name)? - statistic(&before, name)?);
+        let after = to.statistics("mm0")?;
+        let moved = |name: &str| Ok::<_, anyhow::Error>(counter(&after, name)? - counter(&before, name)?);
         let (by_reference, copied) = (moved("rx_bytes_by_reference")?, moved("rx_bytes_copied")?);
         let frames = json!({
             "bytes": MIB << 20, "bytes_by_reference": by_reference, "bytes_copied": copied, "frames": moved("rx_frames")?,
             "frames_by_reference": moved("rx_by_reference")?, "frames_copied_small": moved("rx_copied_small")?, "frames_copied_held": moved("rx_copied_held")?,
             "frames_copied_pages": moved("rx_copied_pages")?, "frames_copied_busy": moved("rx_copied_busy")?,
         });
-        progress!("  to {}: {frames}", to.name());
+        progress!("  to {}: {frames}", to.name);
         // Headers of 66 bytes for 64 KiB are 0.1 %; frames that a slow reader makes the receiver copy are allowed for.
         if by_reference < (MIB << 20) * 9 / 10 {
             bail!("only {by_reference} of {} bytes were received without a copy: {frames}", MIB << 20);
         }
-        found.insert(format!("to_{}", to.name()), frames);
+        found.insert(format!("to_{}", to.name), frames);
     }
     Ok(found.into())
 }
@@ -357,17 +304,17 @@ fn slow_reader(pair: &Pair<'_>) -> Found {
     sender.wait_for("SENDS", 0, Duration::from_secs(60));
     pair.ping()?;
     pair.transfer(Net::Mmnet, &pair.a, &pair.b)?;
-    let out = |s: &Map<String, Value>| -> Result<u64> {
-        Ok(statistic(s, "tx_frames")? - statistic(s, "tx_returned")? - statistic(s, "tx_lost")?)
+    let out = |s: &Counts| -> Result<u64> {
+        Ok(counter(s, "tx_frames")? - counter(s, "tx_returned")? - counter(s, "tx_lost")?)
     };
-    let kept = out(&pair.a.statistics()?)?;
+    let kept = out(&pair.a.statistics("mm0")?)?;
     // Whoever doesn't read any more lets go.
     reader.signal(15)?;
     pair.b.sh("kill -9 $(cat /tmp/reader) 2>/dev/null; true")?;
     sender.wait(Duration::from_secs(30))?;
     let until = Instant::now() + Duration::from_secs(30);
     let left = loop {
-        let left = out(&pair.a.statistics()?)?;
+        let left = out(&pair.a.statistics("mm0")?)?;
         if left == 0 || Instant::now() > until {
             break left;
         }
@@ -382,12 +329,12 @@ fn slow_reader(pair: &Pair<'_>) -> Found {
 /// The modules go, under traffic, and come back; on either side.
 fn reload(pair: &Pair<'_>) -> Found {
     for (of, other) in [(&pair.b, &pair.a), (&pair.a, &pair.b)] {
-        let traffic =
-            other.start(&format!("exec ping -q -i 0.01 -s 30000 -w 20 {}", Net::Mmnet.address(of.number)))?;
+        let traffic = other
+            .start(&format!("exec ping -q -i 0.01 -s 30000 -w 20 {}", Net::Mmnet.address(number(of))))?;
         std::thread::sleep(Duration::from_secs(1));
         of.sh(UNLOAD)?;
         other.sh("i=0; until [ \"$(cat /sys/class/net/mm0/carrier)\" = 0 ]; do i=$((i+1)); [ $i -gt 100 ] && exit 1; sleep 0.1; done")?;
-        of.sh(&load(of.number))?;
+        of.sh(&load(number(of)))?;
         traffic.wait(Duration::from_secs(60))?;
         pair.ping()?;
     }
@@ -444,7 +391,7 @@ fn kill<'a>(pair: &mut Pair<'a>, options: &Options) -> Found {
 fn quiet(pair: &Pair<'_>) -> Result<()> {
     [&pair.a, &pair.b]
         .into_iter()
-        .try_for_each(|m| kernel_is_content(m.name(), &m.guest, |script| m.sh(script)))
+        .try_for_each(|m| kernel_is_content(m.name, &m.guest, |script| m.sh(script)))
 }
 
 fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
@@ -473,7 +420,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
                 // Without an answer there is no going on.
                 for m in [&pair.a, &pair.b] {
                     let log = m.run("ethtool -S mm0; dmesg | tail -n 15", Duration::from_secs(60))?.stdout;
-                    progress!("guest {}:\n{log}", m.name());
+                    progress!("guest {}:\n{log}", m.name);
                 }
             }
         }
@@ -510,13 +457,6 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn statistics_are_read() {
-        let got = parse_statistics("NIC statistics:\n     rx_frames: 12\n     tx_frames: 3\n");
-        assert_eq!((statistic(&got, "rx_frames").unwrap(), statistic(&got, "tx_frames").unwrap()), (12, 3));
-        assert!(statistic(&got, "rx_other").is_err());
-    }
 
     #[test]
     fn tools_are_read() {

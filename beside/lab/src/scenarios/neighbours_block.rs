@@ -17,15 +17,14 @@ use crate::neighbours_image::module;
 use crate::rdma::{self, DAEMON_SOCKET, Runs};
 use crate::recipe::Artifact;
 use crate::scenario::{Options, Report, Scenario};
+use crate::scenarios::fio::{self, Job};
 use crate::scenarios::neighbours_end::{end_daemon, kernel_is_content};
-use crate::scenarios::neighbours_member::{Member, PATIENCE};
-use crate::scenarios::rdma_exits::Counters;
+use crate::scenarios::neighbours_member::{CONFIG, Member, counter};
 use crate::topology::{HostSpec, Topology};
 use crate::{progress, recipe};
 use anyhow::{Context, Result, bail};
 use serde_json::{Map, Value, json};
-use std::collections::BTreeMap;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// The scenario.
 pub const SCENARIO: Scenario = Scenario {
@@ -39,6 +38,7 @@ pub const SCENARIO: Scenario = Scenario {
 /// RAM of each guest in MiB.
 const MEMORY_MIB: u32 = 448;
 const BOOT: Duration = Duration::from_secs(300);
+const PATIENCE: Duration = Duration::from_secs(300);
 /// What the daemon waits for a guest's count: an emulated host beside other work may stand still for seconds. A monitor that is killed is
 /// noticed at once all the same.
 const PATIENCE_MS: u32 = 20_000;
@@ -46,59 +46,6 @@ const PATIENCE_MS: u32 = 20_000;
 const DISK_MIB: u64 = 96;
 /// The guests.
 const NAMES: [&str; 3] = ["disks", "raid", "files"];
-
-impl Member<'_> {
-    /// Counters of an export or a device: a directory in configfs.
-    fn counters(&self, of: &str) -> Result<BTreeMap<String, u64>> {
-        Ok(parse_counters(&self.sh(&format!("cat {CONFIG}/{of}/counters"))?))
-    }
-
-    fn exits(&self) -> Result<u64> {
-        Ok(Counters::parse(&self.host.sh(&format!("causeway inspect {} exits --json", self.name))?)?.all)
-    }
-
-    fn serve(&self, export: &str, path: &str, client: &str) -> Result<()> {
-        self.sh(&format!(
-            "set -e; e={CONFIG}/exports/{export}; mkdir $e; echo {path} > $e/path; echo {client} > $e/clients; echo 1 > $e/enable"
-        ))
-        .map(drop)
-    }
-
-    /// Attaches an export; gives the disk.
-    fn attach(&self, server: &str, export: &str) -> Result<String> {
-        let text = self.sh(&format!(
-            "set -e; d={CONFIG}/devices/{export}; mkdir $d; echo {server} > $d/peer; echo {export} > $d/export; echo 1 > $d/enable; i=0\n\
-             until [ -n \"$(cat $d/disk)\" ]; do i=$((i+1)); [ $i -gt 300 ] && {{ cat $d/state; dmesg | tail -n 8 >&2; exit 1; }}; sleep 0.1; done; cat $d/disk"
-        ))?;
-        Ok(format!("/dev/{}", text.trim()))
-    }
-
-    /// Waits until a device is in a state; says how long, in seconds.
-    fn until(&self, device: &str, state: &str, at_most: Duration) -> Result<f64> {
-        let begun = Instant::now();
-        self.sh(&format!(
-            "i=0; until [ \"$(cat {CONFIG}/devices/{device}/state)\" = {state} ]; do i=$((i+1)); [ $i -gt {} ] && {{ cat {CONFIG}/devices/{device}/state >&2; exit 1; }}; sleep 0.1; done",
-            at_most.as_millis() / 100
-        ))?;
-        Ok(begun.elapsed().as_secs_f64())
-    }
-}
-
-const CONFIG: &str = "/sys/kernel/config/mmblk";
-
-/// `name number` lines.
-fn parse_counters(text: &str) -> BTreeMap<String, u64> {
-    text.lines()
-        .filter_map(|line| {
-            let (name, number) = line.trim().split_once(' ')?;
-            Some((name.to_owned(), number.parse().ok()?))
-        })
-        .collect()
-}
-
-fn counter(of: &BTreeMap<String, u64>, name: &str) -> Result<u64> {
-    of.get(name).copied().with_context(|| format!("mmblk has no counter {name}: {of:?}"))
-}
 
 fn boot<'a>(host: &'a Host, options: &Options, kernel: &str, number: usize) -> Result<Member<'a>> {
     let name = *NAMES.get(number).context("a guest without a name")?;
@@ -179,24 +126,11 @@ fn verify(at: &Member<'_>, disk: &str, mib: u64) -> Result<u64> {
         "fio --name=v --filename={disk} --rw=randwrite --bsrange=4k-128k --size={mib}M --verify=crc32c --verify_fatal=1 --direct=1 --ioengine=libaio \
          --iodepth=8 --fsync=64 --eta=never --output-format=json"
     ))?;
-    let (written, read) = fio_bytes(&text)?;
+    let Job { written, read, .. } = fio::job(&text)?;
     if read < written || written == 0 {
         bail!("fio wrote {written} bytes and verified {read}");
     }
     Ok(read)
-}
-
-/// Bytes that fio wrote, and read.
-fn fio_bytes(text: &str) -> Result<(u64, u64)> {
-    let start = text.find('{').context("fio printed no JSON")?;
-    let tree: Value = serde_json::from_str(&text[start..]).context("fio's JSON can't be read")?;
-    let job = &tree["jobs"][0];
-    if job["error"].as_u64() != Some(0) {
-        bail!("fio ended with error {}", job["error"]);
-    }
-    let bytes =
-        |what: &str| job[what]["io_bytes"].as_u64().with_context(|| format!("no {what} in fio's JSON"));
-    Ok((bytes("write")?, bytes("read")?))
 }
 
 type Found = Result<Value>;
@@ -264,7 +198,7 @@ fn exits(trio: &Trio<'_>) -> Found {
                 "fio --name=x --filename=/dev/{disk} --rw={rw} --bs=64k --size=32M --direct=1 --ioengine=libaio --iodepth=8 --eta=never --output-format=json"
             ))?;
             let exits = count()? - before;
-            let (written, read) = fio_bytes(&text)?;
+            let Job { written, read, .. } = fio::job(&text)?;
             let mib = (written + read) as f64 / f64::from(1 << 20);
             let line = json!({"mib": mib, "exits": exits, "exits_per_mib": exits as f64 / mib});
             progress!("  {name} {rw}: {line}");
@@ -286,7 +220,7 @@ fn export_away(trio: &Trio<'_>) -> Found {
     trio.disks.sh(&format!("echo 1 > {CONFIG}/exports/d0/enable"))?;
     let back = trio.files.until("d0", "live", Duration::from_secs(20))?;
     let output = job.output(PATIENCE)?.success()?;
-    let (written, read) = fio_bytes(&output)?;
+    let Job { written, read, .. } = fio::job(&output)?;
     Ok(json!({"bytes_verified": read, "written": written, "seconds_until_back": back}))
 }
 
@@ -305,7 +239,7 @@ fn server_dies<'a>(trio: &mut Trio<'a>, options: &Options) -> Found {
     trio.disks.guest.expect("takes commands", BOOT)?;
     trio.disks.serve("d0", "/dev/vdb", "files")?;
     trio.files.until("d0", "live", Duration::from_secs(60))?;
-    let (_, verified) = fio_bytes(&job.output(PATIENCE)?.success()?)?;
+    let Job { read: verified, .. } = fio::job(&job.output(PATIENCE)?.success()?)?;
 
     trio.files.sh(&format!("echo 0 > {CONFIG}/devices/d0/wait_ms"))?;
     trio.disks.guest.session.kill()?;
@@ -383,23 +317,4 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         member.guest.ended(Duration::from_secs(60))?;
     }
     end_daemon(&trio.daemon)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn counters_are_read() {
-        let got = parse_counters("reads 12\nwritten_bytes 4096\n");
-        assert_eq!((counter(&got, "reads").unwrap(), counter(&got, "written_bytes").unwrap()), (12, 4096));
-        assert!(counter(&got, "others").is_err());
-    }
-
-    #[test]
-    fn fio_is_read() {
-        let text = "x\n{\"jobs\":[{\"error\":0,\"write\":{\"io_bytes\":10},\"read\":{\"io_bytes\":20}}]}";
-        assert_eq!(fio_bytes(text).unwrap(), (10, 20));
-        assert!(fio_bytes("{\"jobs\":[{\"error\":5}]}").is_err());
-    }
 }

@@ -1,23 +1,28 @@
-//! A guest with neighbours that takes commands.
+//! A guest with neighbours, as the scenarios use it: commands in it, its exits, and the counters of its modules.
 
 use crate::channel::{Output, Session};
 use crate::guest::Guest;
 use crate::host::Host;
 use crate::rdma::{self, Runs};
+use crate::scenarios::rdma_exits::Counters;
 use anyhow::{Context, Result};
-use std::time::Duration;
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
-/// For a command in a guest.
-pub const PATIENCE: Duration = Duration::from_secs(480);
+/// For a command that [`Member::sh`] runs: on a machine that others keep busy it takes minutes.
+const PATIENCE: Duration = Duration::from_secs(1200);
 
-/// See the module.
-pub struct Member<'a> {
-    /// Its name, and its monitor's.
-    pub name: &'static str,
-    /// The guest and its console.
-    pub guest: Guest,
-    /// The host that it runs on.
-    pub host: &'a Host,
+/// mmblk's directory in configfs.
+pub(super) const CONFIG: &str = "/sys/kernel/config/mmblk";
+
+/// Counters by name.
+pub(super) type Counts = BTreeMap<String, u64>;
+
+/// A guest with neighbours.
+pub(super) struct Member<'a> {
+    pub(super) name: &'static str,
+    pub(super) guest: Guest,
+    pub(super) host: &'a Host,
 }
 
 impl Runs for Member<'_> {
@@ -38,10 +43,102 @@ impl Member<'_> {
         format!("exec /share/.lab/lab in --wait 60 {} {script}", self.name)
     }
 
-    /// Runs a script that must succeed, and returns what it printed.
-    pub fn sh(&self, script: &str) -> Result<String> {
+    /// Runs a script that must succeed; what it printed.
+    pub(super) fn sh(&self, script: &str) -> Result<String> {
         self.run(script, PATIENCE)?.success().with_context(|| {
             format!("{:?} failed in guest {}", script.trim().lines().next().unwrap_or_default(), self.name)
         })
+    }
+
+    /// Exits of any kind, as KVM counts them.
+    pub(super) fn exits(&self) -> Result<u64> {
+        Ok(Counters::parse(&self.host.sh(&format!("causeway inspect {} exits --json", self.name))?)?.all)
+    }
+
+    /// mmnet's statistics.
+    pub(super) fn statistics(&self, interface: &str) -> Result<Counts> {
+        Ok(parse(&self.sh(&format!("ethtool -S {interface}"))?, ": "))
+    }
+
+    /// Counters of an mmblk export or device: a directory in configfs.
+    pub(super) fn counters(&self, of: &str) -> Result<Counts> {
+        Ok(parse(&self.sh(&format!("cat {CONFIG}/{of}/counters"))?, " "))
+    }
+
+    /// Serves a block device to a client.
+    pub(super) fn serve(&self, export: &str, path: &str, client: &str) -> Result<()> {
+        self.sh(&format!(
+            "set -e; e={CONFIG}/exports/{export}; mkdir $e; echo {path} > $e/path; echo {client} > $e/clients; echo 1 > $e/enable"
+        ))
+        .map(drop)
+    }
+
+    /// Attaches an export; gives the disk.
+    pub(super) fn attach(&self, server: &str, export: &str) -> Result<String> {
+        let text = self.sh(&format!(
+            "set -e; d={CONFIG}/devices/{export}; mkdir $d; echo {server} > $d/peer; echo {export} > $d/export; echo 1 > $d/enable; i=0\n\
+             until [ -n \"$(cat $d/disk)\" ]; do i=$((i+1)); [ $i -gt 300 ] && {{ cat $d/state; dmesg | tail -n 8 >&2; exit 1; }}; sleep 0.1; done; cat $d/disk"
+        ))?;
+        Ok(format!("/dev/{}", text.trim()))
+    }
+
+    /// Takes an export or a device away.
+    pub(super) fn take_away(&self, what: &str) -> Result<()> {
+        self.sh(&format!("set -e; cd {CONFIG}; echo 0 > {what}/enable; rmdir {what}")).map(drop)
+    }
+
+    /// Waits until a device is in a state; says how long, in seconds.
+    pub(super) fn until(&self, device: &str, state: &str, at_most: Duration) -> Result<f64> {
+        let begun = Instant::now();
+        self.sh(&format!(
+            "i=0; until [ \"$(cat {CONFIG}/devices/{device}/state)\" = {state} ]; do i=$((i+1)); [ $i -gt {} ] && {{ cat {CONFIG}/devices/{device}/state >&2; exit 1; }}; sleep 0.1; done",
+            at_most.as_millis() / 100
+        ))?;
+        Ok(begun.elapsed().as_secs_f64())
+    }
+}
+
+/// Lines of a name and a number.
+fn parse(text: &str, between: &str) -> Counts {
+    text.lines()
+        .filter_map(|line| {
+            let (name, number) = line.trim().split_once(between)?;
+            Some((name.to_owned(), number.trim().parse().ok()?))
+        })
+        .collect()
+}
+
+/// A counter that must be there.
+pub(super) fn counter(of: &Counts, name: &str) -> Result<u64> {
+    of.get(name).copied().with_context(|| format!("There is no counter {name}: {of:?}"))
+}
+
+/// What counters have grown by.
+pub(super) fn grown(before: &Counts, after: &Counts) -> Counts {
+    after
+        .iter()
+        .map(|(name, value)| (name.clone(), value.saturating_sub(before.get(name).copied().unwrap_or(0))))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn counters_are_read() {
+        let got = parse("reads 12\nwritten_bytes 4096\n", " ");
+        assert_eq!((counter(&got, "reads").unwrap(), counter(&got, "written_bytes").unwrap()), (12, 4096));
+        assert!(counter(&got, "others").is_err());
+        let later = parse("reads 13\nwritten_bytes 4096\nnew 2\n", " ");
+        let by = grown(&got, &later);
+        assert_eq!((by["reads"], by["written_bytes"], by["new"]), (1, 0, 2));
+    }
+
+    #[test]
+    fn statistics_are_read() {
+        let got = parse("NIC statistics:\n     rx_frames: 12\n     tx_frames: 3\n", ": ");
+        assert_eq!((counter(&got, "rx_frames").unwrap(), counter(&got, "tx_frames").unwrap()), (12, 3));
+        assert_eq!(got.len(), 2);
     }
 }
