@@ -19,7 +19,7 @@ const TOGETHER_BYTES: usize = 8 * RECORD;
 /// Slots of a device that are written in turn.
 const SLOTS: u64 = 64;
 /// Between two of them: the emulated CPU is for the guests' other work, too.
-const PAUSE: Duration = Duration::from_millis(20);
+const PAUSE: Duration = Duration::from_millis(100);
 /// How often the file is written.
 const TELL: Duration = Duration::from_millis(250);
 /// How long a stream may stand still before it is taken for dead and begun anew.
