@@ -8,27 +8,61 @@
 use arbitrary::Arbitrary;
 use libfuzzer_sys::fuzz_target;
 use nomad::coordinator::{self, Coordinator, Ledger};
-use nomad::{Action, Config, Epoch, Event, Host, HostId, Incarnation, Message, MigrationId, Node, Place, VmId, wire};
+use nomad::{
+    Action, Config, Epoch, Event, Host, HostId, Incarnation, Message, MigrationId, Node, Place, VmId, wire,
+};
 
 const STEPS: usize = 60;
 
 #[derive(Debug, Arbitrary)]
 enum Step {
     /// A message: kind and ends near what is in use, a migration, and bytes behind it.
-    Message { kind: u8, from: u8, to: u8, migration: u8, bytes: Vec<u8> },
+    Message {
+        kind: u8,
+        from: u8,
+        to: u8,
+        migration: u8,
+        bytes: Vec<u8>,
+    },
     /// Bytes.
     Raw(Vec<u8>),
     /// What the host's engine and monitors say.
-    Connected { vm: u8, peer: u8, host: u8 },
-    Room { migration: u8, granted: bool },
-    Converged { migration: u8, vm: u8 },
-    Held { migration: u8, vm: u8 },
-    Stopped { migration: u8, vm: u8 },
-    Arrived { migration: u8, vm: u8 },
-    Broke { migration: u8 },
+    Connected {
+        vm: u8,
+        peer: u8,
+        host: u8,
+    },
+    Room {
+        migration: u8,
+        granted: bool,
+    },
+    Converged {
+        migration: u8,
+        vm: u8,
+    },
+    Held {
+        migration: u8,
+        vm: u8,
+    },
+    Stopped {
+        migration: u8,
+        vm: u8,
+    },
+    Arrived {
+        migration: u8,
+        vm: u8,
+    },
+    Broke {
+        migration: u8,
+    },
     /// What users say.
-    Migrate { vm: u8, to: u8 },
-    Cancel { migration: u8 },
+    Migrate {
+        vm: u8,
+        to: u8,
+    },
+    Cancel {
+        migration: u8,
+    },
 }
 
 fn parse(bytes: &[u8]) -> Option<Message> {
@@ -93,7 +127,9 @@ fuzz_target!(|steps: Vec<Step>| {
                 Some(Event::Converged { migration: id(migration), vm: vm(of) })
             }
             Step::Held { migration, vm: of } => Some(Event::Held { migration: id(migration), vm: vm(of) }),
-            Step::Stopped { migration, vm: of } => Some(Event::Stopped { migration: id(migration), vm: vm(of) }),
+            Step::Stopped { migration, vm: of } => {
+                Some(Event::Stopped { migration: id(migration), vm: vm(of) })
+            }
             Step::Arrived { migration, vm: of } => {
                 here.push(vm(of));
                 Some(Event::Arrived { migration: id(migration), vm: vm(of) })
