@@ -187,7 +187,14 @@ impl Driver {
             self.accesses += 1;
             bytes.extend(ports.read(DATA, 4).to_le_bytes());
         }
-        while bytes.len() < usize::from(length) {
+        // As the driver does: a word, then a byte.
+        if usize::from(length) - bytes.len() >= 2 {
+            self.instructions += 1;
+            self.accesses += 1;
+            let [low, high, ..] = ports.read(DATA, 2).to_le_bytes();
+            bytes.extend([low, high]);
+        }
+        if bytes.len() < usize::from(length) {
             let data = self.r#in(ports, DATA);
             bytes.push(data);
         }
