@@ -68,9 +68,9 @@ impl Driver {
             ],
         );
         let prom: Vec<u8> = (0..32).map(|_| driver.r#in(ports, DATA)).collect();
-        assert_eq!((prom[0], prom[28], prom[30]), (prom[1], 0x57, 0x57), "a word-wide card's PROM");
+        assert_eq!((prom[14], prom[15]), (0x57, 0x57), "a byte per word, as in word mode");
         for (at, byte) in driver.address.iter_mut().enumerate() {
-            *byte = prom[2 * at];
+            *byte = prom[at];
         }
         driver.out(ports, 0x49, 0x0E);
         driver
@@ -187,7 +187,14 @@ impl Driver {
             self.accesses += 1;
             bytes.extend(ports.read(DATA, 4).to_le_bytes());
         }
-        while bytes.len() < usize::from(length) {
+        // As the driver does: a word, then a byte.
+        if usize::from(length) - bytes.len() >= 2 {
+            self.instructions += 1;
+            self.accesses += 1;
+            let [low, high, ..] = ports.read(DATA, 2).to_le_bytes();
+            bytes.extend([low, high]);
+        }
+        if bytes.len() < usize::from(length) {
             let data = self.r#in(ports, DATA);
             bytes.push(data);
         }
