@@ -407,7 +407,9 @@ impl<P: PhysicalDevice> Monitor<P> {
                 self.put(at, interrupts.status, causes)?;
             }
             self.harvested = true;
-            for &reg in interrupts.latched {
+            // Only what goes with these causes: a cause that the guest hasn't looked at keeps its values, which the device may have lost
+            // in a switch.
+            for &(reg, _) in interrupts.latched.iter().filter(|(_, with)| causes & with != 0) {
                 let value = self.get(at, reg)?;
                 self.guests[at].model.latch(reg, value);
             }

@@ -136,8 +136,9 @@ pub struct Interrupts {
     pub derived: u32,
     /// Value of the device's own mask while a guest holds it.
     pub physical_mask: u32,
-    /// Registers that say more about a cause: remembered whenever causes are taken, and answered from there.
-    pub latched: &'static [Reg],
+    /// Registers that say more about causes, and about which (status bits): remembered whenever one of these is taken, and answered
+    /// from there.
+    pub latched: &'static [(Reg, u32)],
     /// Bit that tells the driver of a failed request (policy `device error`), where the driver has a way to recover from it.
     pub error: Option<u32>,
 }

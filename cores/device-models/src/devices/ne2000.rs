@@ -26,6 +26,8 @@ pub const PRO: u32 = 0x10;
 pub const PRX: u32 = 0x01;
 /// ISR: transmitted.
 pub const PTX: u32 = 0x02;
+/// ISR: received with an error.
+pub const RXE: u32 = 0x04;
 /// ISR: transmit error.
 pub const TXE: u32 = 0x08;
 /// ISR: ring full.
@@ -423,7 +425,7 @@ pub static NE2000: Device = Device {
         line: 0x7F,
         derived: RDC | RST,
         physical_mask: PHYSICAL_MASK,
-        latched: &[TSR, NCR, RSR],
+        latched: &[(TSR, PTX | TXE), (NCR, PTX | TXE), (RSR, PRX | RXE)],
         error: Some(TXE),
     },
     reusable: &[TX_IDLE],
