@@ -4,13 +4,10 @@ use super::PayloadError;
 use super::whole::Local;
 use machine::bus::BusDevice;
 use machine::vcpu::{ExitAction, GuestRegisters, VcpuEvent, VcpuExitHandler};
-use payload_abi::{PORT_EXCEPTION, PORT_EXIT, PORT_PARK};
+use payload_abi::{PORT_EXCEPTION, PORT_EXIT, PORT_PARK, PORT_PHASE};
 use std::io::Write;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
-
-/// A program writes 1 here when what it measures begins, and 0 when it has ended (guest/payload/README.md).
-const PORT_PHASE: u16 = 0xf7;
 
 /// Serves the ports from [`payload_abi::PORT_HOST`] on, for library users. Called on vCPU threads, several at
 /// once.
