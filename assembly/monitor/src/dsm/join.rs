@@ -1,7 +1,7 @@
 //! How nodes find each other: each connects to those with lower numbers and waits for those with higher ones.
 
 use std::io::{Read as _, Write as _};
-use std::net::{TcpListener, TcpStream};
+use std::net::{TcpListener, TcpStream, ToSocketAddrs as _};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
@@ -104,10 +104,21 @@ impl Listener {
     }
 }
 
-fn connect(address: &NodeAddress) -> std::io::Result<Stream> {
+/// Connects, or gives up at `deadline`: a host that drops what comes would hold Linux up for two minutes.
+fn connect(address: &NodeAddress, deadline: Instant) -> std::io::Result<Stream> {
     Ok(match address {
         NodeAddress::Unix(path) => Stream::Unix(UnixStream::connect(path)?),
-        NodeAddress::Tcp(place) => Stream::Tcp(TcpStream::connect(place)?),
+        NodeAddress::Tcp(place) => {
+            let mut last = std::io::Error::new(std::io::ErrorKind::NotFound, "the name has no address");
+            for one in place.to_socket_addrs()? {
+                let left = deadline.saturating_duration_since(Instant::now()).max(PAUSE);
+                match TcpStream::connect_timeout(&one, left) {
+                    Ok(stream) => return Ok(Stream::Tcp(stream)),
+                    Err(error) => last = error,
+                }
+            }
+            return Err(last);
+        }
     })
 }
 
@@ -148,7 +159,7 @@ pub(super) fn join(hello: Hello, addresses: &[NodeAddress]) -> Result<Vec<Option
     let deadline = Instant::now() + PATIENCE;
     for (peer, place) in addresses.iter().enumerate().take(me) {
         let stream = loop {
-            match connect(place) {
+            match connect(place, deadline) {
                 Ok(stream) => break stream,
                 Err(_) if Instant::now() < deadline => std::thread::sleep(PAUSE),
                 Err(error) => {
@@ -239,7 +250,7 @@ mod tests {
             let listening = all.clone();
             let first = std::thread::spawn(move || join(Hello { node: 0, nodes: 2, digest: 5 }, &listening));
             let stream = loop {
-                if let Ok(stream) = connect(&all[0]) {
+                if let Ok(stream) = connect(&all[0], Instant::now() + PATIENCE) {
                     break stream;
                 }
                 std::thread::sleep(PAUSE);

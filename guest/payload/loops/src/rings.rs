@@ -189,9 +189,9 @@ unsafe fn ends<'a>(bed: Bed) -> Option<Ends<'a>> {
     let epoch = u32::try_from(bed.epoch).ok()?;
     // SAFETY: the segment has the layout's size, and both sides use it as atomic words.
     let words = unsafe { core::slice::from_raw_parts(at::<AtomicU64>(bed.segment), layout.size() / 8) };
+    let entries = usize::try_from(bed.entries).ok()?;
     // SAFETY: the table is this side's alone.
-    let ids =
-        unsafe { core::slice::from_raw_parts_mut(at::<u32>(bed.ids), usize::try_from(bed.entries).ok()?) };
+    let ids = unsafe { core::slice::from_raw_parts_mut(at::<u32>(bed.ids), entries) };
     let sender = Sender::new(words, &layout, epoch, side, own, ids).ok()?;
     let receiver = Receiver::new(words, &layout, epoch, side.other(), theirs).ok()?;
     Some(Ends {
