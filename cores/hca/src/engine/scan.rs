@@ -20,7 +20,7 @@ const LEAST_LOOKS: u64 = 2;
 /// See [`LEAST_LOOKS`].
 const FEW: usize = 64;
 /// Nanoseconds for each further look.
-const LOOK_EVERY_NS: u64 = 3000;
+const LOOK_EVERY_NS: u64 = 2000;
 /// Those are done so many at a time: each is a page of its own, whose translation takes longer than the load, and only loads that are
 /// under way together share that time. One by one they cost 200 ns.
 const BURST: u64 = 64;
