@@ -1,4 +1,6 @@
 //! Two daemons with a bad link between them: nothing is done twice, nothing is left out.
+//!
+//! The link is a relay in this process, or a Linux kernel with tc netem when `tools/netem/link` runs the test.
 #![allow(clippy::unwrap_used)] // A test that can't go on has failed.
 
 mod common;
@@ -6,6 +8,7 @@ mod common;
 mod relay;
 
 use std::net::UdpSocket;
+use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -14,6 +17,7 @@ use common::monitor::Machine;
 use control_api::host::HostClient;
 use host::{Daemon, DaemonConfig};
 use relay::{Relay, Troubles, Way};
+use rustix::thread::LinkNameSpaceType;
 
 /// Loss of 1 %, 1 % repeated, 5 % overtake others, and 10 ms of jitter.
 const TROUBLES: Troubles = Troubles {
@@ -35,12 +39,65 @@ fn gid(last: u8) -> [u8; 16] {
     gid
 }
 
-/// A daemon on 127.0.0.`own`, for which the other host is at 127.0.0.`other`.
-fn daemon(folder: &std::path::Path, number: u8, addresses: [u8; 2], port: u16) -> Daemon {
+/// A host: the address at which it sees itself and the other one, in the order of their numbers, and its network namespace.
+struct Place {
+    addresses: [String; 2],
+    namespace: Option<String>,
+}
+
+/// What is between the two daemons.
+enum Link {
+    Relay(Relay),
+    /// Routers and namespaces that somebody else made.
+    Outside,
+}
+
+impl Link {
+    /// What `HOSTS_IN` says (`NAMESPACE=ADDRESS,NAMESPACE=ADDRESS`), else a relay.
+    fn start(port: u16) -> (Self, [Place; 2]) {
+        if let Ok(hosts) = std::env::var("HOSTS_IN") {
+            let hosts: Vec<_> = hosts.split(',').map(|host| host.split_once('=').unwrap()).collect();
+            let [(_, one), (_, two)] = hosts[..] else { panic!("HOSTS_IN has two hosts: {hosts:?}") };
+            let place = |(namespace, _): (&str, &str)| Place {
+                addresses: [one, two].map(str::to_owned),
+                namespace: Some(namespace.to_owned()),
+            };
+            return (Self::Outside, [place(hosts[0]), place(hosts[1])]);
+        }
+        let bind = |last: u8| UdpSocket::bind(format!("127.0.0.{last}:{port}")).unwrap();
+        // The first daemon's face to the second is 11, the second's to the first 12.
+        let (eleven, twelve) = (bind(11), bind(12));
+        let to = |last: u8| format!("127.0.0.{last}:{port}").parse().unwrap();
+        let there = Way { at: twelve.try_clone().unwrap(), from: eleven.try_clone().unwrap(), to: to(2) };
+        let back = Way { at: eleven, from: twelve, to: to(1) };
+        let place = |addresses: [u8; 2]| Place {
+            addresses: addresses.map(|last| format!("127.0.0.{last}")),
+            namespace: None,
+        };
+        (Self::Relay(Relay::start([there, back], TROUBLES, 7)), [place([1, 12]), place([11, 2])])
+    }
+
+    fn counts(&self) -> String {
+        match self {
+            Self::Relay(relay) => format!("{:?}", relay.counts),
+            Self::Outside => "a link outside this process".to_owned(),
+        }
+    }
+}
+
+/// Takes this thread, and those that it starts, to a network namespace that `ip netns` made.
+fn enter(namespace: &str) {
+    let path = format!("/run/netns/{namespace}");
+    let file = std::fs::File::open(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
+    rustix::thread::move_into_link_name_space(file.as_fd(), Some(LinkNameSpaceType::Network)).unwrap();
+}
+
+/// The daemon of host `number`.
+fn daemon(folder: &std::path::Path, number: usize, place: &Place, port: u16) -> Daemon {
     let mut text = String::from("sockets = 1\n");
-    for (host, address) in (1..).zip(addresses) {
+    for (host, address) in (1..).zip(&place.addresses) {
         text += &format!(
-            "[[host]]\nname = \"h{host}\"\naddress = \"127.0.0.{address}:{port}\"\n[[vm]]\nname = \"vm{host}\"\nid = {host}\n\
+            "[[host]]\nname = \"h{host}\"\naddress = \"{address}:{port}\"\n[[vm]]\nname = \"vm{host}\"\nid = {host}\n\
              host = \"h{host}\"\ntransport = \"fabric\"\n[[vm.nic]]\nsegment = \"blue\"\naddresses = [\"10.0.0.{host}\"]\n"
         );
     }
@@ -49,11 +106,19 @@ fn daemon(folder: &std::path::Path, number: u8, addresses: [u8; 2], port: u16) -
     let mut config = DaemonConfig::new(folder.join(format!("h{number}/host.sock")));
     config.fabric = Some(host::FabricConfig {
         directory,
-        address: format!("127.0.0.{number}:{port}").parse().unwrap(),
+        address: format!("{}:{port}", place.addresses[number - 1]).parse().unwrap(),
         cluster_key: None,
         verbs: false,
     });
-    common::start(config)
+    std::thread::scope(|scope| {
+        let start = || {
+            if let Some(namespace) = &place.namespace {
+                enter(namespace);
+            }
+            common::start(config)
+        };
+        scope.spawn(start).join().unwrap()
+    })
 }
 
 /// As many queue pairs as the test uses, contexts one after the other.
@@ -79,26 +144,20 @@ fn additions_over_a_bad_link_are_done_exactly_once() {
         Ok(text) => text.parse().unwrap(),
         Err(_) => 20_000,
     };
-    // Each addition takes the link's time, so more of them at once.
-    let contexts = if operations > 1_000_000 { 16 } else { 4 };
     let port = UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).unwrap().port();
-    let bind = |last: u8| UdpSocket::bind(format!("127.0.0.{last}:{port}")).unwrap();
-    // The first daemon's face to the second is 11, the second's to the first 12.
-    let (eleven, twelve) = (bind(11), bind(12));
-    let to = |last: u8| format!("127.0.0.{last}:{port}").parse().unwrap();
-    let there = Way { at: twelve.try_clone().unwrap(), from: eleven.try_clone().unwrap(), to: to(2) };
-    let back = Way { at: eleven, from: twelve, to: to(1) };
-    let link = Relay::start([there, back], TROUBLES, 7);
+    let (link, places) = Link::start(port);
+    // Each addition takes the link's time, so more of them at once where the link has room.
+    let contexts = if operations > 1_000_000 && matches!(link, Link::Relay(_)) { 16 } else { 4 };
 
     let folder = tempfile::tempdir().unwrap();
-    let daemons = [daemon(folder.path(), 1, [1, 12], port), daemon(folder.path(), 2, [11, 2], port)];
+    let daemons = [1, 2].map(|number| daemon(folder.path(), number, &places[number - 1], port));
     let machines = [1, 2].map(|number| Machine::with_ram(&format!("vm{number}"), "blue", 64 << 20));
     let mut sides = Vec::new();
     for (number, (machine, daemon)) in (1..).zip(machines.iter().zip(&daemons)) {
         let monitor = machine.connect(daemon.socket(), true);
         let mut guest = Guest::new(machine);
-        // 134 ms; and a counter of 7 is the most there is.
-        (guest.timeout, guest.retries) = (15, 7);
+        // 134 ms, and 537 where another process has to route; a counter of 7 is the most there is.
+        (guest.timeout, guest.retries) = (if matches!(link, Link::Relay(_)) { 15 } else { 17 }, 7);
         guest.probe(&monitor, gid(number));
         let made = endpoints(&mut guest, &monitor, contexts);
         sides.push((monitor, guest, made));
@@ -155,7 +214,7 @@ fn additions_over_a_bad_link_are_done_exactly_once() {
                         entry.status.get(),
                         began.elapsed(),
                         progress.elapsed(),
-                        link.counts
+                        link.counts()
                     );
                 }
                 assert_eq!(entry.wr_id.get() & 0xFFFF_FFFF, *done & 0xFFFF_FFFF, "in order");
@@ -187,16 +246,15 @@ fn additions_over_a_bad_link_are_done_exactly_once() {
         assert!(seen[context].iter().all(|seen| *seen), "an old value is missing");
     }
     let again = counter(&daemons[0], "vm1", "retransmitted_packets");
-    let [relayed, lost, repeated, overtaking] =
-        [&link.counts.relayed, &link.counts.lost, &link.counts.repeated, &link.counts.overtaking]
-            .map(|count| count.load(Ordering::Relaxed));
     eprintln!(
-        "{} additions in {:.1} s; of {relayed} packets {lost} lost, {repeated} repeated, {overtaking} before others; {again} sent again",
+        "{} additions in {:.1} s; {again} packets sent again; {}",
         share * u64::from(contexts),
-        began.elapsed().as_secs_f64()
+        began.elapsed().as_secs_f64(),
+        link.counts()
     );
-    assert!(
-        lost > 0 && repeated > 0 && overtaking > 0 && again > 0,
-        "the link was too good to show anything"
-    );
+    assert!(again > 0, "the link was too good to show anything");
+    if let Link::Relay(relay) = &link {
+        let counts = [&relay.counts.lost, &relay.counts.repeated, &relay.counts.overtaking];
+        assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) > 0), "no trouble of some kind");
+    }
 }

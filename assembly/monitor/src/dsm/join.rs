@@ -2,6 +2,7 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream, ToSocketAddrs as _};
+use std::os::fd::AsFd as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 
@@ -12,6 +13,10 @@ use super::{DsmError, NodeAddress};
 const PATIENCE: Duration = Duration::from_secs(15);
 /// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(10);
+/// How long the other side of a connection may take to say who it is.
+const GREETING: Duration = Duration::from_secs(2);
+/// Connections that may be silent at one time. Whoever comes then takes the place of the oldest.
+const STRANGERS: usize = 64;
 const MAGIC: &[u8; 8] = b"CWNODES1";
 
 /// What both sides of a link say first. All fields but `node` must be the same.
@@ -90,17 +95,50 @@ impl Listener {
     /// The next connection, if there is one.
     fn accept(&self) -> std::io::Result<Stream> {
         Ok(match self {
-            Self::Unix(listener) => {
-                let (stream, _) = listener.accept()?;
-                stream.set_nonblocking(false)?;
-                Stream::Unix(stream)
-            }
-            Self::Tcp(listener) => {
-                let (stream, _) = listener.accept()?;
-                stream.set_nonblocking(false)?;
-                Stream::Tcp(stream)
-            }
+            Self::Unix(listener) => Stream::Unix(listener.accept()?.0),
+            Self::Tcp(listener) => Stream::Tcp(listener.accept()?.0),
         })
+    }
+}
+
+/// A connection that has come, and has not yet said all of who it is. Anybody can reach a node's address, so none of them is waited for.
+struct Greeting {
+    stream: Stream,
+    heard: [u8; LEN],
+    len: usize,
+    until: Instant,
+}
+
+impl Greeting {
+    fn begin(stream: Stream, hello: &Hello) -> std::io::Result<Self> {
+        rustix::io::ioctl_fionbio(stream.as_fd(), true)?;
+        write(&stream, &hello.to_bytes())?;
+        Ok(Self { stream, heard: [0; LEN], len: 0, until: Instant::now() + GREETING })
+    }
+
+    /// Who it is, once it has said so; an error when that won't happen any more, or it is no node.
+    fn look(&mut self) -> Result<Option<Hello>, String> {
+        while let Some(rest) = self.heard.get_mut(self.len..).filter(|rest| !rest.is_empty()) {
+            match (&mut &self.stream).read(rest) {
+                Ok(0) => return Err("it closed the connection".to_owned()),
+                Ok(read) => self.len += read,
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                    let late = Instant::now() >= self.until;
+                    return if late { Err("it doesn't say who it is".to_owned()) } else { Ok(None) };
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error.to_string()),
+            }
+        }
+        Hello::parse(self.heard).map(Some).ok_or_else(|| "it is no node of a VM".to_owned())
+    }
+
+    /// The connection as its link needs it.
+    fn stream(self) -> std::io::Result<Stream> {
+        rustix::io::ioctl_fionbio(self.stream.as_fd(), false)?;
+        // Its settings are those of a link.
+        self.stream.set_timeout(None)?;
+        Ok(self.stream)
     }
 }
 
@@ -129,9 +167,14 @@ fn write(stream: &Stream, bytes: &[u8]) -> std::io::Result<()> {
     }
 }
 
+/// Says so: whoever can't start a VM wants to know who came in its place.
+fn stranger(problem: &str) {
+    tracing::warn!("A connection to this node's address is dropped: {problem}");
+}
+
 /// Says who this is, and hears who the other is.
 fn greet(stream: &Stream, hello: &Hello) -> std::io::Result<Option<Hello>> {
-    stream.set_timeout(Some(Duration::from_secs(2)))?;
+    stream.set_timeout(Some(GREETING))?;
     write(stream, &hello.to_bytes())?;
     let mut answer = [0; LEN];
     (&mut &*stream).read_exact(&mut answer)?;
@@ -181,26 +224,51 @@ pub(super) fn join(hello: Hello, addresses: &[NodeAddress]) -> Result<Vec<Option
     let missing = |links: &[Option<Link>]| {
         (me + 1..links.len()).find(|node| links.get(*node).is_some_and(Option::is_none))
     };
+    let mut greetings: Vec<Greeting> = Vec::new();
     while let (Some(listener), Some(next)) = (&listener, missing(&links)) {
-        let stream = match listener.accept() {
-            Ok(stream) => stream,
-            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock && Instant::now() < deadline => {
-                std::thread::sleep(PAUSE);
-                continue;
-            }
+        match listener.accept() {
+            Ok(stream) => match Greeting::begin(stream, &hello) {
+                Ok(greeting) => {
+                    if greetings.len() == STRANGERS {
+                        greetings.remove(0);
+                    }
+                    greetings.push(greeting);
+                }
+                Err(error) => stranger(&error.to_string()),
+            },
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                let problem = format!("it hasn't come within {} s; start it", PATIENCE.as_secs());
-                return Err(failed(next, problem));
+                if Instant::now() >= deadline {
+                    let problem = format!("it hasn't come within {} s; start it", PATIENCE.as_secs());
+                    return Err(failed(next, problem));
+                }
+                std::thread::sleep(PAUSE);
             }
+            // It was gone before it was taken.
+            Err(error) if error.kind() == std::io::ErrorKind::ConnectionAborted => {}
             Err(error) => return Err(failed(next, format!("its connection can't be taken: {error}"))),
-        };
-        let other =
-            greet(&stream, &hello).map_err(|error| failed(next, format!("it doesn't answer: {error}")))?;
-        let free =
-            |node: u8| usize::from(node) > me && links.get(usize::from(node)).is_some_and(Option::is_none);
-        let peer = hello.accepts(other, free).map_err(|problem| failed(next, problem))?;
-        if let Some(link) = links.get_mut(usize::from(peer)) {
-            *link = Some(Link::new(peer, address(usize::from(peer)), stream));
+        }
+        for mut greeting in std::mem::take(&mut greetings) {
+            let other = match greeting.look() {
+                Ok(Some(other)) => other,
+                Ok(None) => {
+                    greetings.push(greeting);
+                    continue;
+                }
+                Err(problem) => {
+                    stranger(&problem);
+                    continue;
+                }
+            };
+            let free = |node: u8| {
+                usize::from(node) > me && links.get(usize::from(node)).is_some_and(Option::is_none)
+            };
+            let peer = hello.accepts(Some(other), free).map_err(|problem| failed(next, problem))?;
+            let stream = greeting.stream();
+            let stream = stream
+                .map_err(|error| failed(usize::from(peer), format!("its connection is gone: {error}")))?;
+            if let Some(link) = links.get_mut(usize::from(peer)) {
+                *link = Some(Link::new(peer, address(usize::from(peer)), stream));
+            }
         }
     }
     if let NodeAddress::Unix(path) = own
@@ -238,6 +306,50 @@ mod tests {
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "no sockets are left");
     }
 
+    /// Connects to a node that is about to listen.
+    fn visit(place: &NodeAddress) -> Stream {
+        loop {
+            if let Ok(stream) = connect(place, Instant::now() + PATIENCE) {
+                return stream;
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+
+    #[test]
+    fn strangers_at_a_nodes_address_are_dropped_and_hold_nobody_up() {
+        let folder = tempfile::tempdir().unwrap();
+        let all = addresses(&folder, 2);
+        let listening = all.clone();
+        let first = std::thread::spawn(move || join(Hello { node: 0, nodes: 2, digest: 5 }, &listening));
+        // One that says nothing, one that goes at once, one that speaks something else, and one that stops in the middle.
+        let silent = visit(&all[0]);
+        drop(visit(&all[0]));
+        let other = visit(&all[0]);
+        write(&other, b"GET / HTTP/1.1\r\n\r\n").unwrap();
+        let slow = visit(&all[0]);
+        write(&slow, &MAGIC[..4]).unwrap();
+        let began = Instant::now();
+        let second = join(Hello { node: 1, nodes: 2, digest: 5 }, &all).unwrap();
+        assert!(second[0].is_some());
+        assert!(first.join().unwrap().unwrap()[1].is_some());
+        // Far less than the silent one may take.
+        assert!(began.elapsed() < GREETING, "{:?}", began.elapsed());
+        drop((silent, slow));
+    }
+
+    #[test]
+    fn more_strangers_than_there_is_room_for_do_not_keep_a_node_out() {
+        let folder = tempfile::tempdir().unwrap();
+        let all = addresses(&folder, 2);
+        let listening = all.clone();
+        let first = std::thread::spawn(move || join(Hello { node: 0, nodes: 2, digest: 5 }, &listening));
+        let strangers: Vec<_> = (0..2 * STRANGERS).map(|_| visit(&all[0])).collect();
+        join(Hello { node: 1, nodes: 2, digest: 5 }, &all).unwrap();
+        assert!(first.join().unwrap().unwrap()[1].is_some());
+        drop(strangers);
+    }
+
     #[test]
     fn a_node_of_another_program_or_another_number_of_nodes_is_refused_by_name() {
         for (other, expected) in [
@@ -249,12 +361,7 @@ mod tests {
             let all = addresses(&folder, 2);
             let listening = all.clone();
             let first = std::thread::spawn(move || join(Hello { node: 0, nodes: 2, digest: 5 }, &listening));
-            let stream = loop {
-                if let Ok(stream) = connect(&all[0], Instant::now() + PATIENCE) {
-                    break stream;
-                }
-                std::thread::sleep(PAUSE);
-            };
+            let stream = visit(&all[0]);
             write(&stream, &other.to_bytes()).unwrap();
             let error = first.join().unwrap().map(drop).unwrap_err().to_string();
             assert!(error.contains(expected) && error.contains("Node 1"), "{error}");

@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 /// The scenario.
 pub const SCENARIO: Scenario = Scenario {
     name: "rdma-wire",
-    about: "Debian's RDMA tools between a guest and a host that has only rdma_rxe, both ways; frames captured and decoded",
+    about: "Debian's RDMA tools between a guest and a host that has only rdma_rxe, both ways; frames captured and decoded (--count N: each tool N times)",
     topology,
     run,
     prompt: None,
@@ -421,11 +421,15 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     member.sh(&format!("ping -q -c 2 -w 20 {} && ping -q -c 2 -w 20 {}", peer.tcp, peer.port.address))?;
     let mut parts = Parts { report, results: Map::new(), passed: 0, failed: 0 };
     let tools = tools();
+    let rounds = options.count.unwrap_or(1);
     for (server, client) in [(&guest, &peer), (&peer, &guest)] {
-        for tool in &tools {
-            let name = format!("{}, server {}, client {}", tool.name, server.name, client.name);
+        for (tool, round) in tools.iter().flat_map(|tool| (1..=rounds).map(move |round| (tool, round))) {
+            let mut name = format!("{}, server {}, client {}", tool.name, server.name, client.name);
             if !options.wants(&name) {
                 continue;
+            }
+            if rounds > 1 {
+                name += &format!(" ({round})");
             }
             let start = Instant::now();
             let result = run_tool(tool, server, client);
@@ -433,8 +437,15 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             parts.part(&name, start, result);
             if failed {
                 progress!("  daemon:\n    {}", daemon.err.tail(8).replace('\n', "\n    "));
-                let wire = tree(h1)?["vms"]["a"]["nics"][NIC]["rdma"]["wire"].clone();
-                progress!("  wire: {wire}\n  kernel of a:\n    {}", tail(&member.kernel_log(4), 4));
+                let rdma = tree(h1)?["vms"]["a"]["nics"][NIC]["rdma"].clone();
+                let of_rxe = h2.sh("chroot /run/guest sh -c 'rdma resource show qp; grep . /sys/class/infiniband/rxe0/ports/1/hw_counters/*'")?;
+                progress!(
+                    "  wire: {}\n  connections: {}\n  counters: {}\n  rxe: {of_rxe}\n  kernel of a:\n    {}",
+                    rdma["wire"],
+                    rdma["connections"],
+                    rdma["counters"],
+                    tail(&member.kernel_log(4), 4)
+                );
                 member.answers()?;
             }
         }

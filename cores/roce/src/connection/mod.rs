@@ -289,9 +289,10 @@ impl Connection {
         }
     }
 
-    /// The queue pair goes to the error state: all requests complete as flushed, nothing is sent or taken any more.
+    /// The queue pair is gone or in the error state: all requests complete as flushed, and nothing is executed any more. What was
+    /// executed before is still acknowledged.
     pub fn fail<M: Memory>(&mut self, memory: &mut M) {
-        self.responder.forget();
+        self.responder.close();
         if self.state != State::Failed {
             self.state = State::Failed;
             self.flush(Status::Flushed, memory);

@@ -498,7 +498,7 @@ impl Connection {
         let event = match self.config.reliability {
             Reliability::Reliable => {
                 self.state = State::Failed;
-                self.responder.forget();
+                self.responder.close();
                 Event::Failed
             }
             Reliability::Unreliable => {

@@ -100,12 +100,23 @@ impl Responder {
         }
     }
 
-    /// Takes and sends nothing any more.
-    pub(super) fn forget(&mut self) {
+    /// Executes nothing any more, and answers no READ. What was executed is still acknowledged, and again when the peer repeats it: its
+    /// last request has completed here, and the peer must learn so even if this end is closed in that moment or an acknowledgement is lost.
+    pub(super) fn close(&mut self) {
         self.incoming = Incoming::None;
-        self.resources.clear();
+        // Not beyond a READ or atomic that goes without its answer.
+        let unanswered = self.resources.iter().find(|found| found.due).map(|found| found.first);
+        self.tail = match (self.tail, unanswered) {
+            (Tail::Ack, Some(first)) if first > 0 => Tail::AckUpTo(first - 1),
+            (Tail::AckUpTo(psn), Some(first)) if first > 0 => Tail::AckUpTo(psn.min(first - 1)),
+            (Tail::Nak { .. }, _) => Tail::Nothing,
+            (tail, _) => tail,
+        };
+        // They stay, since what comes later must not be acknowledged beyond them either.
+        for resource in &mut self.resources {
+            resource.due = false;
+        }
         self.due = 0;
-        self.tail = Tail::Nothing;
         self.refused = None;
         self.awaits_receive = false;
     }
@@ -224,7 +235,7 @@ impl Connection {
         memory.event(Event::Failed);
     }
 
-    /// A request came after one was refused.
+    /// A request came after one was refused, or after this end was closed.
     fn receive_refused<M: Memory>(&mut self, psn: u64, packet: &Packet<'_>, memory: &mut M) {
         match self.responder.refused {
             Some((syndrome, refused)) if psn >= refused => {
@@ -232,6 +243,9 @@ impl Connection {
             }
             // It asks for an answer from before.
             Some(_) if is_answered(packet.header.operation) => self.repeated(psn, packet, memory),
+            None if psn < self.responder.expected && !is_answered(packet.header.operation) => {
+                self.repeated(psn, packet, memory);
+            }
             _ => self.counters.dropped_packets += 1,
         }
     }

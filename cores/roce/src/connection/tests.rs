@@ -1,5 +1,7 @@
 //! Unit tests of connections: two of them back to back.
 
+mod closing;
+
 use super::*;
 use crate::memory::*;
 use crate::output::Batch;
@@ -558,13 +560,18 @@ fn failing_flushes_everything() {
     let mut pair = Pair::new(|_| {});
     pair.post(1, SEND, 700);
     pair.post(2, Kind::Local { wait: true }, 0);
-    let packets = pair.packets(0);
+    pair.packets(0);
     let (connection, memory) = &mut pair.ends[0];
     connection.fail(memory);
     connection.fail(memory);
     assert_eq!(memory.completions, [(1, Status::Flushed, 0), (2, Status::Flushed, 0)]);
     assert_eq!(memory.events, [Event::Failed]);
     assert_eq!(connection.post(Request::new(3, SEND, 1)), Err(PostError::Failed));
+    assert!(pair.packets(0).is_empty());
+    // What the peer asks for now is not answered.
+    let (other, _) = &mut pair.ends[1];
+    other.post(Request::new(4, SEND, 10)).unwrap();
+    let packets = pair.packets(1);
     pair.deliver(0, &packets);
     assert!(pair.packets(0).is_empty());
 }
