@@ -17,7 +17,7 @@ use std::time::Duration;
 /// Nodes, with a vCPU each. Node 0 gives updates their places: its policy keeps the token there.
 const NODES: u8 = 3;
 /// How much later messages come on the slow path.
-const SLOW: Duration = Duration::from_millis(2);
+const SLOW: Duration = Duration::from_millis(4);
 
 #[derive(Clone, Default)]
 struct Output(Arc<Mutex<Vec<u8>>>);
@@ -106,17 +106,18 @@ fn missing_stamps_are_caught_on_three_nodes_and_nothing_else_is() {
     let test = corpus::all().unwrap().into_iter().find(|test| test.name == "SB+mfences").unwrap();
     // A round takes a page per location, so that one of the two is odd. Which of the two nodes has the thread that writes it is not
     // known: each is tried.
-    let arguments = ["iterations=1536", "round=64", "meeting=clock", "interval=500K"];
-    let mut seen = [0, 0];
-    for (index, plant) in [Plant::None, Plant::DropAckStamp].into_iter().enumerate() {
-        for late in [2, 1] {
-            let trouble = Trouble { plant, mixed_modes: true, slow_link: Some((0, late, SLOW)) };
-            let (found, times, apart) = forbidden(&program, &test, trouble, &arguments);
-            eprintln!("{name}: {plant:?}, node {late} hears late: {times} of {apart} forbidden: {found:?}");
-            assert_eq!(apart, 1536);
-            seen[index] += times;
-        }
+    let arguments = ["iterations=768", "round=64", "meeting=clock", "interval=500K"];
+    let run = |plant, late| {
+        let trouble = Trouble { plant, mixed_modes: true, slow_link: Some((0, late, SLOW)) };
+        let (found, times, apart) = forbidden(&program, &test, trouble, &arguments);
+        eprintln!("{name}: {plant:?}, node {late} hears late: {times} of {apart} forbidden: {found:?}");
+        assert_eq!(apart, 768);
+        times
+    };
+    for late in [2, 1] {
+        assert_eq!(run(Plant::None, late), 0, "with stamps");
     }
-    assert_eq!(seen[0], 0, "with stamps");
-    assert!(seen[1] > 0, "without stamps");
+    // A busy machine may keep the threads apart for a while.
+    let caught = (0..10).any(|_| [2, 1].into_iter().any(|late| run(Plant::DropAckStamp, late) > 0));
+    assert!(caught, "without stamps, nothing forbidden was seen in 15,360 runs");
 }

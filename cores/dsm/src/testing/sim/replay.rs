@@ -1,4 +1,5 @@
-//! The simulator, driven by what live nodes recorded: each virtual CPU does what it did, as long after it could go on as it did then.
+//! The simulator, driven by what live nodes recorded: each virtual CPU does what it did, when it did it, or as soon as it can where the simulated
+//! machine is slower than the live one was. With links that are faster than those were, adaptation so sees the same times.
 //!
 //! A fault that was recorded on a page which the simulated node may still use waits until the page is taken away, as it was then: a
 //! loop that reads a flag is not in the trace, only its faults.
@@ -40,8 +41,11 @@ struct Memory {
     /// How often each page was read.
     readings: HashMap<Page, u64>,
     /// What the guest had changed at a reading.
-    changes: HashMap<Page, VecDeque<(u64, Vec<(u16, Vec<u8>)>)>>,
+    changes: HashMap<Page, VecDeque<(u64, Changes)>>,
 }
+
+/// Offsets and what lies there.
+type Changes = Vec<(u16, Vec<u8>)>;
 
 impl Memory {
     fn page(&mut self, page: Page) -> &mut [u8; PAGE_SIZE] {
@@ -89,8 +93,8 @@ impl Pages for Shared<'_> {
 
 /// Something that a virtual CPU does.
 struct Item {
-    /// After the last thing, or after it was let go on, nanoseconds.
-    after: u64,
+    /// When it was done, nanoseconds.
+    time: u64,
     event: Event,
 }
 
@@ -110,6 +114,8 @@ enum At {
 struct Cpu {
     items: VecDeque<Item>,
     at: At,
+    /// The page at which its instruction is trapped.
+    trapped: Option<Page>,
 }
 
 struct Host {
@@ -173,10 +179,9 @@ fn time(entry: &Entry) -> Option<u64> {
 fn host(config: Config, entries: Vec<Entry>, first: u64) -> Result<Host, ConfigError> {
     let mut memory = Memory::default();
     let mut cpus: BTreeMap<Vcpu, Cpu> = BTreeMap::new();
-    let mut last: HashMap<Vcpu, u64> = HashMap::new();
     for entry in entries {
         match entry {
-            Entry::Go { at, vcpu } => drop(last.insert(vcpu, at)),
+            Entry::Go { .. } => {}
             Entry::Content { page, reading, changes } => {
                 memory.changes.entry(page).or_default().push_back((reading, changes));
             }
@@ -188,9 +193,9 @@ fn host(config: Config, entries: Vec<Entry>, first: u64) -> Result<Host, ConfigE
                     // Wishes: from whoever is first.
                     _ => 0,
                 };
-                let before = last.insert(vcpu, at).unwrap_or(first);
-                let cpu = cpus.entry(vcpu).or_insert_with(|| Cpu { items: VecDeque::new(), at: At::Ended });
-                cpu.items.push_back(Item { after: at.saturating_sub(before), event });
+                let none = || Cpu { items: VecDeque::new(), at: At::Ended, trapped: None };
+                let time = at.saturating_sub(first);
+                cpus.entry(vcpu).or_insert_with(none).items.push_back(Item { time, event });
             }
         }
     }
@@ -211,7 +216,7 @@ impl Machine {
             return;
         };
         cpu.at = At::Timed;
-        let time = now + item.after;
+        let time = now.max(item.time);
         self.push(time, Happening::Next(host, vcpu));
     }
 
@@ -281,7 +286,7 @@ impl Machine {
                     return;
                 }
             }
-            Some(Event::Operate { .. }) => {
+            Some(Event::Operate { page, .. }) if cpu.trapped != Some(*page) => {
                 // It wasn't trapped here: the instruction ran by itself.
                 self.result.skipped += 1;
                 self.pop(host, vcpu);
@@ -292,7 +297,7 @@ impl Machine {
         }
         let Some(event) = self.pop(host, vcpu) else { return };
         self.result.done += 1;
-        let waits = matches!(event, Event::Fault { .. });
+        let waits = matches!(event, Event::Fault { .. } | Event::Operate { .. });
         if waits {
             self.set(host, vcpu, At::Waiting);
         }
@@ -312,22 +317,23 @@ impl Machine {
         }
     }
 
-    /// A trapped instruction: what was recorded, or, where none was, one that changes nothing.
-    fn operation(&mut self, host: usize, vcpu: Vcpu, page: Page) -> Operation {
+    /// An instruction is trapped: what was recorded comes at its time. Where nothing was, an operation that changes nothing comes at once.
+    fn trap(&mut self, host: usize, vcpu: Vcpu, page: Page, now: u64) -> Option<Event> {
+        let cpu = self.hosts[host].cpus.get_mut(&vcpu)?;
         // An instruction before it may have been told to have retired.
-        let recorded = self.hosts[host].cpus.get_mut(&vcpu).and_then(|cpu| {
-            let at = cpu.items.iter().take(2).position(
-                |item| matches!(&item.event, Event::Operate { page: other, .. } if *other == page),
-            )?;
-            cpu.items.remove(at)
-        });
-        if let Some(Item { event: Event::Operate { operation, .. }, .. }) = recorded {
-            self.result.done += 1;
-            return operation;
+        let recorded = cpu
+            .items
+            .iter()
+            .take(2)
+            .any(|item| matches!(&item.event, Event::Operate { page: other, .. } if *other == page));
+        if recorded {
+            cpu.trapped = Some(page);
+            self.schedule(host, vcpu, now);
+            return None;
         }
         self.result.skipped += 1;
         let bytes = self.hosts[host].memory.borrow_mut().page(page)[..8].to_vec();
-        Operation::store(0, &bytes)
+        Some(Event::Operate { vcpu, page, operation: Operation::store(0, &bytes) })
     }
 
     fn step(&mut self, index: usize, event: Event, now: u64) {
@@ -340,12 +346,12 @@ impl Machine {
                 match action {
                     Action::Send(message) => self.send(message, now),
                     Action::Resume { vcpu } | Action::Completed { vcpu, .. } => {
-                        self.schedule(index, vcpu, now)
+                        if let Some(cpu) = self.hosts[index].cpus.get_mut(&vcpu) {
+                            cpu.trapped = None;
+                        }
+                        self.schedule(index, vcpu, now);
                     }
-                    Action::Trap { vcpu, page } => {
-                        let operation = self.operation(index, vcpu, page);
-                        events.push_back(Event::Operate { vcpu, page, operation });
-                    }
+                    Action::Trap { vcpu, page } => events.extend(self.trap(index, vcpu, page, now)),
                     Action::Kick { vcpu } => events.push_back(Event::Retired { vcpu }),
                     Action::Wounded { .. } => {}
                 }
