@@ -174,7 +174,7 @@ impl Tally {
             self.interleaved_possible += 1;
             self.interleaved_seen += u32::from(verdict.interleaved > 0);
         }
-        if variant.test.name == "SB" && line.apart < line.iterations {
+        if ["SB", "SB64", "wide-SB"].contains(&variant.test.name.as_str()) && line.apart < line.iterations {
             self.buffering = (true, self.buffering.1 || verdict.weak > 0);
         }
         let name = variant.name();
