@@ -216,6 +216,9 @@ pub struct Report {
     pub conditions: crate::conditions::Conditions,
     /// The figures.
     pub figures: Vec<Figure>,
+    /// What else the group has found, in tables of its own.
+    #[serde(skip_serializing_if = "serde_json::Value::is_null")]
+    pub details: serde_json::Value,
 }
 
 /// The figures as a table for people.

@@ -21,6 +21,9 @@ struct Options {
     /// Fail when a figure misses its aim.
     #[arg(long)]
     check: bool,
+    /// Be a node of a VM that group dsm runs.
+    #[arg(long, hide = true)]
+    dsm_node: Option<String>,
 }
 
 fn main() -> ExitCode {
@@ -35,6 +38,9 @@ fn main() -> ExitCode {
 }
 
 fn run(options: &Options) -> anyhow::Result<bool> {
+    if let Some(task) = &options.dsm_node {
+        return bench::groups::dsm::nodes::be(task).map(|()| true);
+    }
     if options.list {
         for group in ALL {
             println!("{:8} {}", group.name, group.about);

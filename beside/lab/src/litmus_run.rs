@@ -22,8 +22,13 @@ pub struct Options {
     pub nodes: u32,
     /// How often each test runs.
     pub iterations: u64,
-    /// When threads meet: `each`, `round` or `mixed` (crate `payload_litmus`); by default what suits processors and nodes.
+    /// vCPUs of all nodes; by default one per thread, and with several nodes one more than nodes at least: then two threads share a node
+    /// in some rounds, and are on different ones in others.
+    pub cpus: Option<u32>,
+    /// When threads meet: `each`, `round`, `mixed` or `clock` (crate `payload_litmus`); by default what suits processors and nodes.
     pub meeting: Option<String>,
+    /// Nanoseconds between two instances where threads meet by the clock.
+    pub interval: Option<u64>,
     /// Instances of a round; by default 4096, which is also the most where accesses cross a boundary, and 256 where locked ones do.
     pub round: Option<u64>,
     /// Only tests whose names contain one of these; empty: all.
@@ -55,9 +60,12 @@ struct Line {
     placement: String,
     nodes: u32,
     iterations: u64,
+    /// Those with every thread on a node of its own.
+    apart: u64,
     lost: u64,
     ns: u64,
-    outcomes: Vec<(Vec<u64>, u64)>,
+    /// Values, how often, and whether every thread was on a node of its own.
+    outcomes: Vec<(Vec<u64>, u64, bool)>,
 }
 
 /// What a test's outcomes are worth.
@@ -69,23 +77,35 @@ struct Verdict {
     weak: u64,
     /// How many such outcomes there are.
     weak_possible: usize,
+    /// How many of `weak` came with every thread on a node of its own.
+    weak_apart: u64,
+    /// How often outcomes came, with every thread on a node of its own, that no order of whole threads explains.
+    interleaved: u64,
+    /// How many such outcomes sequential consistency has.
+    interleaved_possible: usize,
     /// The forbidden ones.
     culprits: Vec<Outcome>,
 }
 
 /// Judges what was seen by what the model allows.
-fn judge(variant: &Variant<'_>, seen: &[(Outcome, u64)]) -> Verdict {
+fn judge(variant: &Variant<'_>, seen: &[(Outcome, u64, bool)]) -> Verdict {
     let memory = variant.memory();
     let allowed = outcomes(variant.test, Order::Tso, memory);
     let sequential = outcomes(variant.test, Order::Sequential, litmus::model::Memory::Whole);
+    let serial = outcomes(variant.test, Order::Serial, litmus::model::Memory::Whole);
     let weak: BTreeSet<&Outcome> = allowed.difference(&sequential).collect();
-    let mut verdict = Verdict { weak_possible: weak.len(), ..Verdict::default() };
-    for (outcome, count) in seen {
+    let interleaved_possible = sequential.difference(&serial).count();
+    let mut verdict = Verdict { weak_possible: weak.len(), interleaved_possible, ..Verdict::default() };
+    for (outcome, count, apart) in seen {
+        if *apart && !serial.contains(outcome) {
+            verdict.interleaved += count;
+        }
         if !allowed.contains(outcome) {
             verdict.forbidden += count;
             verdict.culprits.push(outcome.clone());
         } else if weak.contains(outcome) {
             verdict.weak += count;
+            verdict.weak_apart += if *apart { *count } else { 0 };
         }
     }
     verdict
@@ -134,6 +154,9 @@ struct Tally {
     forbidden: u64,
     weak_seen: u32,
     weak_possible: u32,
+    /// Tests of which outcomes came that only threads on different nodes that run at the same time have; those that could.
+    interleaved_seen: u32,
+    interleaved_possible: u32,
     /// Whether store buffering ran, and whether its weak outcome came.
     buffering: (bool, bool),
     broken: Vec<String>,
@@ -147,15 +170,26 @@ impl Tally {
         self.forbidden += verdict.forbidden;
         self.weak_possible += u32::from(verdict.weak_possible > 0);
         self.weak_seen += u32::from(verdict.weak > 0);
-        if variant.test.name == "SB" {
+        if line.apart > 0 && verdict.interleaved_possible > 0 {
+            self.interleaved_possible += 1;
+            self.interleaved_seen += u32::from(verdict.interleaved > 0);
+        }
+        if ["SB", "SB64", "wide-SB"].contains(&variant.test.name.as_str()) && line.apart < line.iterations {
             self.buffering = (true, self.buffering.1 || verdict.weak > 0);
         }
         let name = variant.name();
         #[expect(clippy::cast_precision_loss, reason = "a figure for people")]
         let seconds = line.ns as f64 / 1e9;
-        let Verdict { forbidden, weak, weak_possible, .. } = &verdict;
+        let Verdict { forbidden, weak, weak_possible, weak_apart, interleaved, .. } = &verdict;
+        let apart = match line.nodes {
+            1 => String::new(),
+            _ => format!(
+                "; {} times each thread on a node of its own: {interleaved} interleaved, {weak_apart} weak",
+                line.apart
+            ),
+        };
         progress!(
-            "{name}: {} times in {seconds:.1} s: {forbidden} forbidden, {weak} weak ({weak_possible} weak outcomes are possible)",
+            "{name}: {} times in {seconds:.1} s: {forbidden} forbidden, {weak} weak ({weak_possible} weak outcomes are possible){apart}",
             line.iterations
         );
         for culprit in &verdict.culprits {
@@ -168,7 +202,7 @@ impl Tally {
 
 /// How a file is run.
 struct Plan<'a> {
-    threads: usize,
+    vcpus: u32,
     iterations: u64,
     meeting: &'a str,
     round: u64,
@@ -225,14 +259,19 @@ pub fn run(options: &Options) -> Result<()> {
         std::fs::write(&file, fill(&program, &variants)?)
             .with_context(|| format!("Can't write {}", file.display()))?;
         let iterations = if slow { split_lock_iterations(options.iterations) } else { options.iterations };
+        let wide = u32::try_from(threads).unwrap_or(u32::MAX);
         let plan = Plan {
-            threads,
+            vcpus: options.cpus.unwrap_or(if options.nodes == 1 {
+                wide
+            } else {
+                wide.max(options.nodes + 1)
+            }),
             iterations,
             // Threads that outnumber processors would wait a time slice for each instance, and those on several nodes a few messages.
-            meeting: options.meeting.as_deref().unwrap_or(if threads <= processors && options.nodes == 1 {
-                "mixed"
-            } else {
-                "round"
+            meeting: options.meeting.as_deref().unwrap_or(match options.nodes {
+                1 if threads <= processors => "mixed",
+                1 => "round",
+                _ => "clock",
             }),
             round: match kind {
                 Kind::Within => options.round.unwrap_or(4096),
@@ -247,7 +286,7 @@ pub fn run(options: &Options) -> Result<()> {
             });
             let variant =
                 left.remove(here.with_context(|| format!("Nobody asked for the test {}", line.test))?);
-            let counted: u64 = line.outcomes.iter().map(|(_, count)| count).sum();
+            let counted: u64 = line.outcomes.iter().map(|(_, count, _)| count).sum();
             if line.lost > 0
                 || line.iterations < iterations
                 || counted != line.iterations
@@ -267,22 +306,30 @@ pub fn run(options: &Options) -> Result<()> {
             bail!("The program ended before it ran {}", variant.name());
         }
     }
-    let Tally { tests, slow, forbidden, weak_seen, weak_possible, buffering, broken } = tally;
+    let Tally { tests, slow, forbidden, weak_seen, weak_possible, buffering, broken, .. } = tally;
+    let Tally { interleaved_seen, interleaved_possible, .. } = tally;
     println!(
         "{}",
         json!({
             "scenario": "dsm-litmus", "nodes": options.nodes, "tests": tests, "iterations": options.iterations,
             "split_lock_tests": slow, "split_lock_iterations": split_lock_iterations(options.iterations),
-            "forbidden": forbidden, "weak_seen": weak_seen, "weak_possible": weak_possible, "ok": broken.is_empty(),
+            "forbidden": forbidden, "weak_seen": weak_seen, "weak_possible": weak_possible,
+            "interleaved_seen": interleaved_seen, "interleaved_possible": interleaved_possible, "ok": broken.is_empty(),
         })
     );
     if !broken.is_empty() {
         bail!("x86-TSO forbids what was seen: {}", broken.join(", "));
     }
-    // On one node they come from the processor's own store queues: their absence would mean that the threads never met.
-    if options.nodes == 1 && buffering == (true, false) && options.iterations >= 100_000 && processors > 1 {
+    // They come from the processor's own store queues, which threads on one node show: their absence would mean that these never met.
+    if buffering == (true, false) && options.iterations >= 100_000 && processors > 1 {
         bail!(
             "Store buffering never showed its weak outcome, which every x86 processor has: the threads don't run at the same time"
+        );
+    }
+    if options.nodes > 1 && interleaved_possible > 0 && interleaved_seen == 0 && options.iterations >= 10_000
+    {
+        bail!(
+            "No test showed that its threads on different nodes ran at the same time: all outcomes are those of one thread after the other"
         );
     }
     Ok(())
@@ -337,13 +384,14 @@ fn execute(
     mut each: impl FnMut(Line) -> Result<()>,
 ) -> Result<()> {
     let mut command = Command::new(causeway);
-    command.args(["run", "--memory", "128M", "--cpus", &plan.threads.to_string()]);
+    command.args(["run", "--memory", "128M", "--cpus", &plan.vcpus.to_string()]);
     if options.nodes > 1 {
         command.args(["--nodes", &options.nodes.to_string()]);
     }
     command.args(&options.run_arguments).arg("--payload").arg(file);
     command.arg(format!("iterations={}", plan.iterations));
     command.args([format!("meeting={}", plan.meeting), format!("round={}", plan.round)]);
+    command.args(options.interval.map(|interval| format!("interval={interval}")));
     let mut child = command
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())
@@ -362,7 +410,7 @@ fn execute(
     let status = child.wait().context("The monitor's end can't be awaited")?;
     result?;
     if !status.success() {
-        bail!("The VM with the tests of {} threads ended with {status}", plan.threads);
+        bail!("The VM of {} vCPUs with the tests ended with {status}", plan.vcpus);
     }
     Ok(())
 }
@@ -377,7 +425,8 @@ mod tests {
         let tests = corpus::all().unwrap();
         let named = |name: &str| tests.iter().find(|test| test.name == name).unwrap();
         let judged = |name: &str, placement, seen: &[(Outcome, u64)]| {
-            judge(&Variant { test: named(name), placement }, seen)
+            let seen: Vec<_> = seen.iter().map(|(values, count)| (values.clone(), *count, true)).collect();
+            judge(&Variant { test: named(name), placement }, &seen)
         };
         // Registers 0:EAX, 1:EAX, then x and y.
         let verdict = judged(
@@ -385,7 +434,16 @@ mod tests {
             Placement::Pages,
             &[(vec![0, 0, 1, 1], 5), (vec![0, 1, 1, 1], 7), (vec![0, 0, 0, 1], 2)],
         );
-        let expected = Verdict { forbidden: 2, weak: 5, weak_possible: 1, culprits: vec![vec![0, 0, 0, 1]] };
+        let expected = Verdict {
+            forbidden: 2,
+            weak: 5,
+            weak_possible: 1,
+            weak_apart: 5,
+            // Neither thread can have been first: the weak ones, both stores before both loads, and what nothing explains.
+            interleaved: 7,
+            interleaved_possible: 1,
+            culprits: vec![vec![0, 0, 0, 1]],
+        };
         assert_eq!(verdict, expected);
         let verdict = judged("SB+mfences", Placement::Line, &[(vec![0, 0, 1, 1], 1)]);
         assert_eq!((verdict.forbidden, verdict.weak_possible), (1, 0));
@@ -401,6 +459,8 @@ mod tests {
         let options = |only: &str| Options {
             nodes: 1,
             iterations: 1,
+            cpus: None,
+            interval: None,
             meeting: None,
             round: None,
             only: vec![only.into()],

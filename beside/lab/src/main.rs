@@ -135,9 +135,15 @@ enum Verb {
         /// How often each test runs.
         #[arg(long, default_value_t = 1_000_000)]
         iterations: u64,
-        /// When a test's threads meet: before each run of it (each), before a round of many (round), or in turn (mixed) [default: what suits processors and nodes]
-        #[arg(long, value_parser = ["each", "round", "mixed"])]
+        /// vCPUs of all nodes together [default: one per thread, and with several nodes one more than nodes at least]
+        #[arg(long)]
+        cpus: Option<u32>,
+        /// When a test's threads meet: before each run of it (each), before a round of many (round), in turn (mixed), or by their clocks (clock) [default: what suits processors and nodes]
+        #[arg(long, value_parser = ["each", "round", "mixed", "clock"])]
         meeting: Option<String>,
+        /// Nanoseconds from one run of a test to the next where threads meet by their clocks
+        #[arg(long)]
+        interval: Option<u64>,
         /// Runs of a test in a round
         #[arg(long)]
         round: Option<u64>,
@@ -147,7 +153,7 @@ enum Verb {
         /// Name the tests, with what the model says of them, and run nothing.
         #[arg(long)]
         list: bool,
-        /// Further arguments for `causeway run`, such as `--dsm-plant=no-stamps`; may be given again.
+        /// Further arguments for `causeway run`, such as `--coherence=invalidate`; may be given again.
         #[arg(long = "run-argument", allow_hyphen_values = true)]
         run_arguments: Vec<String>,
     },
@@ -264,8 +270,27 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
             lab::traffic::disk(&device, &state).map(|()| ExitCode::SUCCESS)
         }
         Some(Verb::Measure { pid, ram_mib }) => lab::measure::print(pid, ram_mib).map(|()| ExitCode::SUCCESS),
-        Some(Verb::DsmLitmus { nodes, iterations, meeting, round, only, list, run_arguments }) => {
-            let options = lab::litmus_run::Options { nodes, iterations, meeting, round, only, run_arguments };
+        Some(Verb::DsmLitmus {
+            nodes,
+            iterations,
+            cpus,
+            meeting,
+            interval,
+            round,
+            only,
+            list,
+            run_arguments,
+        }) => {
+            let options = lab::litmus_run::Options {
+                nodes,
+                iterations,
+                cpus,
+                meeting,
+                interval,
+                round,
+                only,
+                run_arguments,
+            };
             if list { lab::litmus_run::list(&options) } else { lab::litmus_run::run(&options) }
                 .map(|()| ExitCode::SUCCESS)
         }

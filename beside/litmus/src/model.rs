@@ -20,6 +20,8 @@ pub enum Order {
     Tso,
     /// No store queues: sequential consistency.
     Sequential,
+    /// One thread after the other, in any order: what comes out when threads don't run at the same time.
+    Serial,
 }
 
 /// How locations lie.
@@ -205,7 +207,7 @@ impl Machine {
                 let value = self.value(thread, source);
                 match order {
                     Order::Tso => self.threads[thread].queue.push((part, value)),
-                    Order::Sequential => self.write(part, value),
+                    Order::Sequential | Order::Serial => self.write(part, value),
                 }
             }
             Step::Set(width, place, operation, source) => {
@@ -286,7 +288,16 @@ fn explore(test: &Test, steps: &[&[Step]], order: Order, found: &mut BTreeSet<Ou
     let observed = test.observed();
     while let Some(machine) = open.pop() {
         let mut next = Vec::new();
+        let under_way = |index: usize| {
+            let at = machine.threads[index].at;
+            at > 0 && at < steps[index].len()
+        };
         for (index, steps) in steps.iter().enumerate() {
+            if order == Order::Serial
+                && (0..machine.threads.len()).any(|other| other != index && under_way(other))
+            {
+                continue;
+            }
             if let Some(step) = steps.get(machine.threads[index].at) {
                 let mut after = machine.clone();
                 if after.take(index, *step, order) {

@@ -41,6 +41,9 @@ pub struct Policy {
     pub order: Order,
     /// Homes change modes of pages by what they see.
     pub adapt: bool,
+    /// Pages that see atomic instructions may be kept by updates, too, with the holder of the token as their single writer. Without, whoever
+    /// decodes an atomic instruction on a page with updates advises to invalidate it.
+    pub atomics: bool,
     /// A reader that always writes next gets the page to write at once: then moving the ownership pays.
     pub migratory: bool,
     /// Reads always move the ownership, as in GiantVM.
@@ -80,6 +83,7 @@ impl Policy {
     pub const IVY: Self = Self {
         order: Order::Sequenced,
         adapt: false,
+        atomics: true,
         migratory: false,
         read_moves_ownership: false,
         serial_invalidation: false,

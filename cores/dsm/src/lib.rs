@@ -35,6 +35,7 @@ pub mod operation;
 pub mod pages;
 pub mod payload;
 pub mod testing;
+pub mod trace;
 pub mod wire;
 
 pub use config::{Config, ConfigError, Order, Plant, Policy};

@@ -210,19 +210,6 @@ pub struct DsmTopArgs {
     pub count: usize,
 }
 
-/// A fault that is put in on purpose; see `dsm::Plant`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum DsmPlant {
-    /// Answers to invalidations carry no stamp
-    NoStamps,
-    /// A writer doesn't wait for the answers of those who have copies
-    SkipAcks,
-    /// Pages are given away before the instruction that they were granted for has retired
-    ReleaseEarly,
-    /// Updates are applied twice
-    ApplyTwice,
-}
-
 /// How nodes keep memory the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Coherence {
@@ -278,9 +265,6 @@ pub struct RunArgs {
     /// How nodes keep memory the same: by moving pages only, or also by sending updates of pages that many use  [default: update]
     #[arg(long, value_name = "HOW")]
     pub coherence: Option<Coherence>,
-    /// Put a fault into the protocol between nodes, for tests that must find it
-    #[arg(long, value_name = "FAULT", hide = true)]
-    pub dsm_plant: Option<DsmPlant>,
     /// vCPUs: a number, or sockets=S,cores=C; those of all nodes together
     #[arg(long, value_parser = flags::cpus)]
     pub cpus: Option<written::Cpus>,

@@ -1,5 +1,6 @@
 //! The lock around the protocol of this node, and what its actions do.
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
@@ -7,6 +8,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
+use dsm::trace::{Entry, Recorder};
 use dsm::{Access, Action, Event, Fault, Message, Node, Page, Pages, wire};
 use machine::memory::shared::{PageRights, SharedRam};
 use machine::vcpu::VcpuManager;
@@ -14,9 +16,11 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::DsmError;
+use super::ahead::Helpers;
 use super::hot::HotPages;
 use super::link::{Control, Link};
 use super::report::{Phase, Stalls};
+use super::spanning::Trouble;
 use super::vcpus::Slot;
 use crate::payload::Stopper;
 
@@ -44,6 +48,8 @@ pub(super) struct LivePages {
     rights: Vec<PageRights>,
     /// The host refused a change: the VM can't go on.
     pub(super) refused: Option<String>,
+    /// What is recorded for the simulator, where that is wanted. In a cell as reading is recorded, too.
+    recorder: Option<RefCell<Recorder>>,
 }
 
 fn rights(access: Access) -> PageRights {
@@ -66,6 +72,11 @@ impl LivePages {
         self.ram.read_at(page, offset, into).ok()
     }
 
+    /// What was recorded.
+    pub(super) fn recorded(&mut self) -> Vec<Entry> {
+        self.recorder.take().map(|recorder| recorder.into_inner().finish()).unwrap_or_default()
+    }
+
     pub(super) fn wake(&mut self, page: Page) {
         let result = self.ram.wake(page);
         self.note("given back to those who wait for it", page, result);
@@ -83,9 +94,15 @@ impl Pages for LivePages {
         if self.ram.read(page, into).is_err() {
             into.resize(before + wire::PAGE_SIZE, 0);
         }
+        if let (Some(recorder), Some(content)) = (&self.recorder, into.get(before..)) {
+            recorder.borrow_mut().read(page, content);
+        }
     }
 
     fn write(&mut self, page: Page, offset: usize, bytes: &[u8]) {
+        if let Some(recorder) = &mut self.recorder {
+            recorder.get_mut().write(page, wire::PAGE_SIZE, offset, bytes);
+        }
         let result = self.ram.write(page, offset, bytes);
         self.note("written", page, result);
     }
@@ -115,6 +132,8 @@ pub(super) struct Counts {
     /// Trapped instructions that were carried out, and those that aren't known, so that their page was invalidated.
     pub(super) emulated: u64,
     pub(super) not_emulated: u64,
+    /// Pages fetched before they were asked for.
+    pub(super) ahead: u64,
 }
 
 /// Everything behind the lock.
@@ -130,6 +149,9 @@ pub(super) struct Core {
     pub(super) stopping: bool,
     /// vCPUs to be kicked again, and when.
     pub(super) rekick: Vec<(u64, usize)>,
+    pub(super) helpers: Helpers,
+    /// Pages whose mode has been asked for, where tests do that.
+    pub(super) advised: BTreeSet<Page>,
     actions: Vec<Action>,
     bytes: Vec<u8>,
     /// The deadline that the faults thread knows of.
@@ -154,6 +176,8 @@ pub(super) struct Engine {
     console: Mutex<Option<Box<dyn Write + Send>>>,
     /// The threads of the service shall end.
     pub(super) quit: AtomicBool,
+    /// What tests put in.
+    pub(super) trouble: Trouble,
 }
 
 /// What other nodes have said, and who is gone.
@@ -179,7 +203,12 @@ pub(super) fn now() -> u64 {
 }
 
 impl Engine {
-    pub(super) fn new(me: u8, links: Vec<Option<Link>>, vcpus: usize) -> Result<Self, DsmError> {
+    pub(super) fn new(
+        me: u8,
+        links: Vec<Option<Link>>,
+        vcpus: usize,
+        trouble: Trouble,
+    ) -> Result<Self, DsmError> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| DsmError::Host { what: "an eventfd", source: error.into() })?;
         Ok(Self {
@@ -194,17 +223,19 @@ impl Engine {
             gathered: Mutex::default(),
             console: Mutex::new(None),
             quit: AtomicBool::new(false),
+            trouble,
         })
     }
 
     /// Gives it the payload VM of this node. Before that, it does nothing.
-    pub(super) fn begin(&self, node: Node, machine: Machine, pages: usize) {
+    pub(super) fn begin(&self, node: Node, machine: Machine, pages: usize, record: bool) {
         let core = Core {
             node,
             pages: LivePages {
                 ram: Arc::clone(&machine.ram),
                 rights: vec![PageRights::None; pages],
                 refused: None,
+                recorder: record.then(RefCell::default),
             },
             vcpus: machine.ids.iter().map(|_| Slot::default()).collect(),
             threads: HashMap::new(),
@@ -213,6 +244,8 @@ impl Engine {
             phase: Phase::default(),
             stopping: false,
             rekick: Vec::new(),
+            helpers: Helpers::default(),
+            advised: BTreeSet::new(),
             actions: Vec::new(),
             bytes: Vec::new(),
             armed: None,
@@ -321,6 +354,9 @@ impl Engine {
         let mut more = Vec::new();
         while let Some(event) = next.take() {
             tracing::trace!(at = now(), node = self.me, ?event);
+            if let Some(recorder) = &mut core.pages.recorder {
+                recorder.get_mut().event(now(), &event);
+            }
             let mut actions = std::mem::take(&mut core.actions);
             core.node.step(event, now(), &mut core.pages, &mut actions);
             for action in actions.drain(..) {
@@ -341,6 +377,16 @@ impl Engine {
 
     fn perform(&self, core: &mut Core, action: Action, more: &mut Vec<Event>) {
         tracing::trace!(at = now(), node = self.me, ?action);
+        if let Some(recorder) = &mut core.pages.recorder {
+            recorder.get_mut().action(now(), &action);
+        }
+        if let Action::Resume { vcpu } | Action::Trap { vcpu, .. } | Action::Kick { vcpu } = action
+            && let Some(helper) = Self::helper(core, vcpu)
+        {
+            Self::helped(core, helper);
+            more.push(Event::Retired { vcpu });
+            return;
+        }
         match action {
             Action::Send(message) => self.send(core, &message),
             Action::Resume { vcpu } => {

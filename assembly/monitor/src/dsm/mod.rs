@@ -17,6 +17,7 @@
 //! | `address`, `join`, `link` | where nodes are; the handshake; a connection, its frames and their counts |
 //! | `engine` | the lock, and who calls the protocol when |
 //! | `vcpus` | what a vCPU waits for; whether its instruction has retired |
+//! | `ahead` | pages fetched before they are asked for |
 //! | `instruction` | stores and atomics, decoded to be carried out for the vCPU |
 //! | `service` | the faults thread: faults, time, heartbeats; the link threads |
 //! | `report`, `hot`, `top` | counters of a node and its hottest pages, as JSON; and for whoever asks while it runs |
@@ -25,6 +26,7 @@
 //! A node that is dead, cut off or faulty ends the VM everywhere: half of its memory is gone. See docs/dsm.md.
 
 mod address;
+mod ahead;
 mod engine;
 mod hot;
 mod instruction;
@@ -36,8 +38,26 @@ mod spanning;
 mod top;
 mod vcpus;
 
+use ::dsm::Policy;
+
 pub use address::{AddressError, NodeAddress};
-pub use spanning::{Ended, NodeSettings, SpanningVm};
+pub use spanning::{Ended, NodeSettings, SpanningVm, Trouble};
+
+/// A policy with the times that suit a monitor. Costs of this kind of machine decide: leaving the guest takes 25 µs, a trapped store some 300, a page
+/// some 800. A page is kept by updates when it would spend a sixth of the time on the way; three stores cost as much as a transfer.
+#[must_use]
+pub fn tuned(policy: Policy) -> Policy {
+    let window_ns = 50_000_000;
+    Policy {
+        hold_ns: 100_000,
+        window_ns,
+        transfers: 10,
+        storm: 150,
+        turn: 4,
+        cooldown_ns: 4 * window_ns,
+        ..policy
+    }
+}
 
 /// A VM that spans hosts could not be made, or ended.
 #[derive(Debug, thiserror::Error)]

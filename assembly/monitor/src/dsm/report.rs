@@ -104,6 +104,7 @@ fn counted(now: &(Counters, Counts), before: Option<&(Counters, Counts)>) -> Val
         "kicks": counts.kicks - old.kicks,
         "unproven": counts.unproven - old.unproven,
         "emulated": counts.emulated - old.emulated,
+        "fetched_ahead": counts.ahead - old.ahead,
         "not_emulated": counts.not_emulated - old.not_emulated,
         "protocol": counters,
     })

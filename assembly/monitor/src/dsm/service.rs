@@ -2,11 +2,12 @@
 
 use std::io::{self, Write as _};
 use std::os::fd::AsFd;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
-use dsm::{Event, Fault, Vcpu};
+use dsm::{Event, Fault, Mode, Vcpu};
 use machine::memory::shared::PageFault;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::Timespec;
@@ -180,26 +181,56 @@ impl Engine {
         if known || slot.trap.is_some() || slot.operating || core.stopping {
             return;
         }
+        if self.trouble.mixed_modes && told.page % 2 == 1 && core.advised.insert(told.page) {
+            self.step(core, Event::Advise { page: told.page, mode: Mode::Update });
+        }
+        let Some(slot) = core.vcpus.get_mut(index) else { return };
         core.hot.fault(told.page, told.offset, told.write);
+        let ahead = slot.stream.fault(told.page, told.write);
         slot.fault = Some(Pending { page: told.page, write: told.write, upgrade, at: now() });
         slot.examined = false;
         let Ok(vcpu) = Vcpu::try_from(index) else { return };
         self.step(core, Event::Fault { vcpu, page: told.page, fault });
+        self.fetch_ahead(core, told.page, ahead, told.write);
         if core.vcpus.get(index).is_some_and(|slot| slot.fault.is_some() && !slot.examined) {
             self.summon(core, index);
         }
     }
 
     fn read_link(&self, link: &Link) {
+        match self.trouble.slow_link {
+            Some((from, to, time)) if (from, to) == (link.peer, self.me) => {
+                let (late, frames) = mpsc::channel::<(Instant, Frame)>();
+                std::thread::scope(|scope| {
+                    scope.spawn(move || {
+                        for (arrived, frame) in frames {
+                            std::thread::sleep(time.saturating_sub(arrived.elapsed()));
+                            self.on_frame(link, frame);
+                        }
+                    });
+                    // Fails when the other thread has ended, which it does after this one.
+                    self.read_frames(link, |frame| drop(late.send((Instant::now(), frame))));
+                    drop(late);
+                });
+            }
+            _ => self.read_frames(link, |frame| self.on_frame(link, frame)),
+        }
+    }
+
+    fn on_frame(&self, link: &Link, frame: Frame) {
+        match frame {
+            Frame::Message(message) => self.on_message(link, message),
+            Frame::Control(control) => self.on_control(link, control),
+        }
+    }
+
+    fn read_frames(&self, link: &Link, mut each: impl FnMut(Frame)) {
         let mut buffer = Vec::new();
         loop {
             match link.receive(&mut buffer) {
                 Ok(frame) => {
                     link.heard.store(now(), Ordering::Relaxed);
-                    match frame {
-                        Frame::Message(message) => self.on_message(link, message),
-                        Frame::Control(control) => self.on_control(link, control),
-                    }
+                    each(frame);
                 }
                 Err(error) => {
                     self.link_ended(link, &error);

@@ -9,11 +9,13 @@ use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use dsm::trace::Entry;
 use dsm::{Config, Node, NodeId, Plant, Policy, wire};
 use machine::exits::ExitSnapshot;
 use machine::vcpu::GuestRegisters;
 use serde_json::Value;
 
+use super::ahead::HELPERS;
 use super::engine::{Engine, Machine, Outcome};
 use super::join::{Hello, join};
 use super::link::Control;
@@ -32,8 +34,21 @@ pub struct NodeSettings {
     pub addresses: Vec<NodeAddress>,
     /// How pages are kept the same; the same on all nodes.
     pub policy: Policy,
-    /// A fault that is put in on purpose, for tests.
+    /// Record what the simulator can be driven with: [`Ended::trace`]. Costs memory for every event.
+    pub record: bool,
+    /// What is put in on purpose, for tests; nothing by default.
+    pub trouble: Trouble,
+}
+
+/// What tests put in on purpose. No program offers it.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Trouble {
+    /// A fault of the protocol.
     pub plant: Plant,
+    /// Pages with odd numbers are kept by updates from their first fault on. To be used with a policy that changes no modes.
+    pub mixed_modes: bool,
+    /// What this node sends to that one arrives so much later, in order: a slow path of the network.
+    pub slow_link: Option<(u8, u8, Duration)>,
 }
 
 /// How a VM that spans nodes ended.
@@ -47,6 +62,10 @@ pub struct Ended {
     pub reports: BTreeMap<u8, Value>,
     /// Exits of this node's vCPUs.
     pub exits: ExitSnapshot,
+    /// What this node recorded; see [`NodeSettings::record`].
+    pub trace: Vec<Entry>,
+    /// What the node's protocol was told at its start, for a simulation of the same.
+    pub config: Config,
 }
 
 /// One node of a VM that spans several monitors.
@@ -56,6 +75,7 @@ pub struct SpanningVm {
     threads: Vec<JoinHandle<()>>,
     nodes: u8,
     vcpus: u32,
+    config: Config,
     top: Option<top::Served>,
 }
 
@@ -149,11 +169,11 @@ impl SpanningVm {
         let config = Config {
             me: NodeId(settings.node),
             nodes,
-            vcpus: u16::try_from(local).unwrap_or(u16::MAX),
+            vcpus: u16::try_from(local).unwrap_or(u16::MAX).saturating_add(HELPERS),
             stride: pages.div_ceil(nodes.into()),
             pages,
             policy: settings.policy,
-            plant: settings.plant,
+            plant: settings.trouble.plant,
         };
         let node = Node::new(config)?;
         let mut hasher = DefaultHasher::new();
@@ -161,7 +181,7 @@ impl SpanningVm {
         (vcpus, memory, format!("{:?}", settings.policy)).hash(&mut hasher);
         let hello = Hello { node: settings.node, nodes, digest: hasher.finish() };
         let links = join(hello, &settings.addresses)?;
-        let engine = Arc::new(Engine::new(settings.node, links, local)?);
+        let engine = Arc::new(Engine::new(settings.node, links, local, settings.trouble)?);
         let threads = service::start(&engine)?;
         let seat = Seat { engine: Arc::clone(&engine), nodes: wide, first: here.start };
         let (builder, console) = if settings.node == 0 {
@@ -187,9 +207,9 @@ impl SpanningVm {
                 ids: ids.iter().map(|(id, _)| *id).collect(),
                 stopper: vm.stopper(),
             };
-            engine.begin(node, machine, usize::try_from(pages).unwrap_or(0));
+            engine.begin(node, machine, usize::try_from(pages).unwrap_or(0), settings.record);
         }
-        Ok(Self { vm, engine, threads, nodes, vcpus, top: None })
+        Ok(Self { vm, engine, threads, nodes, vcpus, config, top: None })
     }
 
     /// Serves what nodes have counted, and their hottest pages, on a Unix socket while the VM runs: whoever connects gets one JSON
@@ -216,7 +236,10 @@ impl SpanningVm {
             Err(error) if self.engine.outcome().is_none() => self.engine.fail(chain(&error)),
             Err(_) => {}
         }
-        let report = self.engine.lock().as_ref().map(|core| core.report(self.engine.me)).unwrap_or_default();
+        let (report, trace) = match &mut *self.engine.lock() {
+            Some(core) => (core.report(self.engine.me), core.pages.recorded()),
+            None => (Value::Null, Vec::new()),
+        };
         let reports = self.gather(report);
         let (outcome, found_here) = match self.engine.outcome() {
             Some(Outcome::Exit(code)) => (Ok(code), true),
@@ -229,7 +252,7 @@ impl SpanningVm {
             link.close();
         }
         end_threads(&self.engine, std::mem::take(&mut self.threads));
-        Ok(Ended { outcome, found_here, reports, exits })
+        Ok(Ended { outcome, found_here, reports, exits, trace, config: self.config })
     }
 
     /// Waits until all nodes are ready.

@@ -9,10 +9,11 @@
 use std::sync::{MutexGuard, PoisonError};
 use std::time::Duration;
 
-use dsm::{Access, Event, Mode, Page, Vcpu, wire};
+use dsm::{Access, Event, Mode, Operation, Page, Vcpu, wire};
 use machine::vcpu::GuestRegisters;
 use machine::x86::kvm_regs;
 
+use super::ahead::Stream;
 use super::engine::{Core, Engine, now};
 use super::instruction;
 
@@ -61,6 +62,8 @@ pub(super) struct Slot {
     pub(super) outside: bool,
     /// It runs no more.
     pub(super) ended: bool,
+    /// Whether it goes on from page to page.
+    pub(super) stream: Stream,
 }
 
 type Locked<'a> = MutexGuard<'a, Option<Core>>;
@@ -183,7 +186,11 @@ impl Engine {
             return locked;
         };
         core.hot.instruction(page, found.rip);
-        let Some(trapped) = instruction::decode(&bytes, &found).filter(|trapped| trapped.page == page) else {
+        let atomics = core.node.config().policy.atomics;
+        let fits = |trapped: &instruction::Trapped| {
+            trapped.page == page && (atomics || !matches!(trapped.operation, Operation::Atomic { .. }))
+        };
+        let Some(trapped) = instruction::decode(&bytes, &found).filter(fits) else {
             core.counts.not_emulated += 1;
             self.step(core, Event::Advise { page, mode: Mode::Invalidate });
             return self.wait_a_little(locked, index);

@@ -4,10 +4,14 @@ use super::PayloadError;
 use super::whole::Local;
 use machine::bus::BusDevice;
 use machine::vcpu::{ExitAction, GuestRegisters, VcpuEvent, VcpuExitHandler};
-use payload_abi::{PORT_EXCEPTION, PORT_EXIT, PORT_PARK, PORT_PHASE};
+use payload_abi::{PORT_EXCEPTION, PORT_EXIT, PORT_PARK, PORT_PAUSE, PORT_PHASE};
 use std::io::Write;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+/// How long [`PORT_PAUSE`] gives the processor away, at least: the host adds its timer's slack.
+const PAUSE: Duration = Duration::from_micros(50);
 
 /// Serves the ports from [`payload_abi::PORT_HOST`] on, for library users. Called on vCPU threads, several at
 /// once.
@@ -57,6 +61,10 @@ impl VcpuExitHandler for Control {
             PORT_EXIT => self.tell(Message::Exit(zero_extend(data))),
             PORT_PARK => self.tell(Message::Park),
             PORT_EXCEPTION => self.tell(Message::Exception(vcpu)),
+            PORT_PAUSE => {
+                std::thread::sleep(PAUSE);
+                return ExitAction::Handled;
+            }
             PORT_PHASE if self.local.whole.is_some() => {
                 if let Some(whole) = &self.local.whole {
                     whole.phase(zero_extend(data) != 0);

@@ -1,5 +1,6 @@
 //! The groups of `make bench`.
 
+pub mod dsm;
 pub mod fabric;
 pub mod neighbours;
 pub mod rdma;
@@ -39,12 +40,17 @@ pub const ALL: &[Group] = &[
         about: "messages between VMs, read in place, against copies, cache lines and sockets",
         run: neighbours::run,
     },
+    Group {
+        name: "dsm",
+        about: "programs on two nodes that share memory against one node, and what sharing costs",
+        run: dsm::run,
+    },
 ];
 
 /// The report of a group that doesn't run here, said loudly.
 fn skipped(group: &'static str, reason: String, conditions: Conditions) -> Report {
     eprintln!("bench: group {group} SKIPPED: {reason}");
-    Report { group, skipped: Some(reason), conditions, figures: Vec::new() }
+    Report { group, skipped: Some(reason), conditions, figures: Vec::new(), details: serde_json::Value::Null }
 }
 
 /// The first two CPUs that this process may use, or why there aren't two.

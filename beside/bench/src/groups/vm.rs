@@ -50,7 +50,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     let figures = session.figures.all;
     session.vm.finish()?;
     conditions.finish();
-    Ok(Report { group: "vm", skipped: None, conditions, figures })
+    Ok(Report { group: "vm", skipped: None, conditions, figures, details: serde_json::Value::Null })
 }
 
 struct Session {

@@ -115,7 +115,8 @@ impl Node {
             seen.changed_at.is_none_or(|changed| cx.now.saturating_sub(changed) >= policy.cooldown_ns);
         let small = seen.small * 2 >= seen.window.1;
         // Two nodes at least: with the home among them, which may use its own page without a request.
-        let wanted = seen.window.1 >= policy.transfers && settled && (small || seen.atomic);
+        let fit = if policy.atomics { small || seen.atomic } else { small && !seen.atomic };
+        let wanted = seen.window.1 >= policy.transfers && settled && fit;
         if wanted {
             seen.window.1 = 0;
             self.send(self.state.token_at, page, Body::Advise { mode: Mode::Update }, cx);

@@ -3,6 +3,7 @@
 
 #![cfg_attr(not(test), no_std)]
 
+mod clock;
 pub mod runner;
 pub mod table;
 

@@ -3,12 +3,16 @@
 //! A round is many instances of the test, each with locations of its own. All vCPUs set a part of them up, meet, run their thread for every
 //! instance in turn, meet, and look at a part of the outcomes. Which vCPU runs which thread changes from round to round. Within a round, threads meet
 //! before each instance ([`Meeting::Each`]), which makes them run at the same time, or not at all ([`Meeting::Round`]), which needs less communication
-//! and is what vCPUs that outnumber processors can do; [`Meeting::Mixed`] does both in turn.
+//! and is what vCPUs that outnumber processors can do; [`Meeting::Mixed`] does both in turn. With [`Meeting::Clock`] each instance has a time at which
+//! its threads begin, so that they run at the same time without a word, also on several nodes; who is late goes on without waiting.
+//!
+//! Outcomes are counted apart by whether every thread was on a node of its own.
 //!
 //! The idea is that of the tool `litmus7` (Alglave, Maranget and others, *Litmus: Running Tests against Hardware*, TACAS 2011).
 
 #![allow(unsafe_code)] // Calls code that the host wrote, and sets up memory for it.
 
+use crate::clock;
 use crate::table::{Placement, Record};
 use crate::{MOST_LOCATIONS, MOST_OBSERVED, MOST_THREADS};
 use core::fmt;
@@ -31,6 +35,8 @@ pub enum Meeting {
     Round,
     /// Before each instance in every 32nd round, otherwise as in [`Meeting::Round`].
     Mixed,
+    /// Never, but each instance begins at a time of its own, so many nanoseconds after the one before.
+    Clock(u64),
 }
 
 impl Meeting {
@@ -38,7 +44,7 @@ impl Meeting {
     const fn each(self, round: u64) -> bool {
         match self {
             Self::Each => true,
-            Self::Round => false,
+            Self::Round | Self::Clock(_) => false,
             Self::Mixed => round.is_multiple_of(32),
         }
     }
@@ -52,6 +58,11 @@ pub struct Test<'a> {
     /// Code of each thread.
     pub code: [Option<Code>; MOST_THREADS],
 }
+
+/// From the meeting before a round to its first instance, nanoseconds: others have to hear that all have come.
+const LEAD: u64 = 300_000;
+/// The same where they are on other nodes.
+const FAR_LEAD: u64 = 2_000_000;
 
 /// Different outcomes of one vCPU's part: `VALUES` words and a count each.
 const ENTRY: usize = VALUES + 1;
@@ -68,6 +79,8 @@ pub struct Bench {
     registers: Shared<AtomicU64>,
     histograms: Shared<AtomicU64>,
     meeting: Shared<AtomicU64>,
+    /// By how many nanoseconds this vCPU's clock is behind vCPU 0's.
+    behind: i64,
 }
 
 /// Words of one vCPU's histogram: how many entries, how many didn't fit, entries; whole pages.
@@ -83,13 +96,15 @@ impl Bench {
     pub fn new(heap: &mut Heap, team: &Team<'_>, instances: usize, crossing: bool) -> Result<Self, Refused> {
         // A page more, as the last location across pages ends there.
         let array = if crossing { (instances + 1) * PAGE } else { (instances * LINE).next_multiple_of(PAGE) };
+        let behind = clock::behind(team, heap.array(clock::WORDS)?);
         Ok(Self {
             instances,
             array,
             locations: heap.array(MOST_LOCATIONS * array / 8)?,
-            registers: heap.array(instances * (MOST_OBSERVED * 8).next_multiple_of(64) / 8 * MOST_THREADS)?,
-            histograms: heap.array(HISTOGRAM * team.count())?,
-            meeting: heap.array(1)?,
+            registers: heap.array(instances * MOST_OBSERVED * MOST_THREADS)?,
+            histograms: heap.array(HISTOGRAM * 2 * team.count())?,
+            meeting: heap.array(2)?,
+            behind,
         })
     }
 
@@ -105,10 +120,11 @@ impl Bench {
         self.locations.address().cast::<u8>().wrapping_add(offset)
     }
 
-    /// Where a thread's registers of an instance go: a line.
-    fn registers(&self, thread: usize, instance: usize) -> *mut [u64; MOST_OBSERVED] {
-        let lines = thread * self.instances + instance;
-        self.registers.address().cast::<u8>().wrapping_add(lines * LINE).cast()
+    /// Where a thread's registers of an instance go. Only those that it shows have room.
+    fn registers(&self, record: &Record, thread: usize, instance: usize) -> *mut [u64; MOST_OBSERVED] {
+        let shown = record.thread.get(thread).map_or(0, |thread| thread.observed as usize);
+        let words = thread * self.instances * MOST_OBSERVED + instance * shown;
+        self.registers.address().cast::<u64>().wrapping_add(words).cast()
     }
 
     /// Runs at least `iterations` instances of a test. All vCPUs call it; there must be one for each thread. The outcomes are valid until the next run.
@@ -125,22 +141,34 @@ impl Bench {
         let record = test.record;
         let threads = record.threads as usize;
         let rounds = iterations.div_ceil(self.instances as u64);
-        let histogram = self.histogram(team.index());
-        histogram.iter().take(2).for_each(|word| word.store(0, Ordering::Relaxed));
-        let met = &self.meeting.atomics()[0];
-        if team.leads() {
-            met.store(0, Ordering::Relaxed);
+        for apart in [false, true] {
+            self.histogram(team.index(), apart)
+                .iter()
+                .take(2)
+                .for_each(|word| word.store(0, Ordering::Relaxed));
         }
+        if team.leads() {
+            self.meeting.atomics()[0].store(0, Ordering::Relaxed);
+        }
+        let several = team.node_of(0) != team.node_of(team.count() - 1);
         let mut random = Random::new(team.index() as u64);
         let mut met_before = 0;
+        let mut apart_rounds = 0;
         for round in 0..rounds {
             for instance in team.part(self.instances) {
                 self.set_up(record, instance);
             }
-            team.wait();
+            team.wait_patiently();
+            if team.leads() {
+                let begin = team.nanoseconds() + if several { FAR_LEAD } else { LEAD };
+                self.meeting.atomics()[1].store(begin, Ordering::Release);
+            }
+            team.wait_patiently();
+            let begin = self.meeting.atomics()[1].load(Ordering::Acquire).saturating_add_signed(-self.behind);
             // Threads move on by one vCPU each round.
-            let thread = (team.index() + usize::try_from(round % threads as u64).unwrap_or(0)) % threads;
-            if team.index() < threads
+            let shift = usize::try_from(round % team.count() as u64).unwrap_or(0);
+            let thread = (team.index() + shift) % team.count();
+            if thread < threads
                 && let Some(code) = test.code.get(thread).copied().flatten()
             {
                 for instance in 0..self.instances {
@@ -148,29 +176,59 @@ impl Bench {
                     for (location, address) in addresses.iter_mut().enumerate() {
                         *address = self.address(record, instance, location).expose_provenance() as u64;
                     }
-                    let registers = self.registers(thread, instance);
+                    let registers = self.registers(record, thread, instance);
                     if meeting.each(round) {
                         met_before += threads as u64;
-                        met.fetch_add(1, Ordering::AcqRel);
-                        while met.load(Ordering::Acquire) < met_before {
-                            spin_loop();
-                        }
+                        self.meet(met_before);
                         // Who came last is told nothing and is ahead; a little chance evens that out.
                         for step in 0..random.below(48) {
                             black_box(step);
+                        }
+                    } else if let Meeting::Clock(interval) = meeting {
+                        let chance = random.below(interval / 4 + 1);
+                        let at = begin.saturating_add(instance as u64 * interval + chance);
+                        while team.nanoseconds() < at {
+                            spin_loop();
                         }
                     }
                     // SAFETY: promised by the caller; the addresses lie in the bench's memory.
                     unsafe { code(&raw const addresses, registers) };
                 }
+            } else if meeting.each(round) {
+                met_before += (threads * self.instances) as u64;
             }
-            team.wait();
+            let apart = self.apart(team, threads, shift);
+            apart_rounds += u64::from(apart);
+            team.wait_patiently();
+            let histogram = self.histogram(team.index(), apart);
             for instance in team.part(self.instances) {
                 self.count(record, instance, histogram);
             }
-            team.wait();
+            team.wait_patiently();
         }
-        Outcomes { bench: *self, team: *team, record: *record, iterations: rounds * self.instances as u64 }
+        let of = |rounds| rounds * self.instances as u64;
+        Outcomes {
+            bench: *self,
+            team: *team,
+            record: *record,
+            iterations: of(rounds),
+            apart: of(apart_rounds),
+        }
+    }
+
+    /// Waits until so many threads have come.
+    fn meet(&self, all: u64) {
+        let met = &self.meeting.atomics()[0];
+        met.fetch_add(1, Ordering::AcqRel);
+        while met.load(Ordering::Acquire) < all {
+            spin_loop();
+        }
+    }
+
+    /// Whether each thread of a round with this shift has a node of its own.
+    fn apart(&self, team: &Team<'_>, threads: usize, shift: usize) -> bool {
+        let node = |thread: usize| team.node_of((thread + team.count() - shift) % team.count());
+        (0..threads).all(|thread| (0..thread).all(|other| node(thread) != node(other)))
     }
 
     fn set_up(&self, record: &Record, instance: usize) {
@@ -180,8 +238,9 @@ impl Bench {
         }
     }
 
-    fn histogram(&self, vcpu: usize) -> &[AtomicU64] {
-        &self.histograms.atomics()[vcpu * HISTOGRAM..(vcpu + 1) * HISTOGRAM]
+    fn histogram(&self, vcpu: usize, apart: bool) -> &[AtomicU64] {
+        let which = vcpu * 2 + usize::from(apart);
+        &self.histograms.atomics()[which * HISTOGRAM..(which + 1) * HISTOGRAM]
     }
 
     /// Counts the outcome of an instance.
@@ -189,10 +248,10 @@ impl Bench {
         let mut values = [0; VALUES];
         let mut place = values.iter_mut();
         for (thread, described) in record.thread.iter().enumerate().take(record.threads as usize) {
-            // SAFETY: inside the registers' memory; the thread has ended.
-            let registers = unsafe { self.registers(thread, instance).read() };
-            for (value, place) in registers.iter().take(described.observed as usize).zip(&mut place) {
-                *place = *value;
+            let registers = self.registers(record, thread, instance).cast::<u64>();
+            for (register, place) in (0..described.observed as usize).zip(&mut place) {
+                // SAFETY: inside the registers' memory; the thread has ended.
+                *place = unsafe { registers.add(register).read() };
             }
         }
         for (location, place) in (0..record.locations as usize).zip(&mut place) {
@@ -234,6 +293,7 @@ pub struct Outcomes<'a> {
     team: Team<'a>,
     record: Record,
     iterations: u64,
+    apart: u64,
 }
 
 impl Outcomes<'_> {
@@ -242,18 +302,28 @@ impl Outcomes<'_> {
         self.iterations
     }
 
-    /// Outcomes that had no room; anything but 0 makes the counts worthless.
-    pub fn lost(&self) -> u64 {
-        (0..self.team.count()).map(|vcpu| self.bench.histogram(vcpu)[1].load(Ordering::Acquire)).sum()
+    /// How often of these every thread was on a node of its own.
+    pub fn apart(&self) -> u64 {
+        self.apart
     }
 
-    /// Calls `each` with the values and count of every outcome of every vCPU; the same values may come from several.
-    pub fn for_each(&self, mut each: impl FnMut(&[u64], u64)) {
+    fn histograms(&self) -> impl Iterator<Item = (bool, &[AtomicU64])> {
+        let which = move |vcpu| [false, true].map(|apart| (apart, self.bench.histogram(vcpu, apart)));
+        (0..self.team.count()).flat_map(which)
+    }
+
+    /// Outcomes that had no room; anything but 0 makes the counts worthless.
+    pub fn lost(&self) -> u64 {
+        self.histograms().map(|(_, histogram)| histogram[1].load(Ordering::Acquire)).sum()
+    }
+
+    /// Calls `each` with the values and count of every outcome of every vCPU, and whether every thread was on a node of its own; the same may
+    /// come several times.
+    pub fn for_each(&self, mut each: impl FnMut(&[u64], u64, bool)) {
         let observed: u32 =
             self.record.thread.iter().take(self.record.threads as usize).map(|thread| thread.observed).sum();
         let used = (observed + self.record.locations) as usize;
-        for vcpu in 0..self.team.count() {
-            let histogram = self.bench.histogram(vcpu);
+        for (apart, histogram) in self.histograms() {
             let entries = usize::try_from(histogram[0].load(Ordering::Acquire)).unwrap_or(0);
             for entry in 0..entries {
                 let mut values = [0; VALUES];
@@ -261,24 +331,24 @@ impl Outcomes<'_> {
                 for (value, word) in values.iter_mut().zip(&histogram[at..]) {
                     *value = word.load(Ordering::Relaxed);
                 }
-                each(&values[..used], histogram[at + VALUES].load(Ordering::Relaxed));
+                each(&values[..used], histogram[at + VALUES].load(Ordering::Relaxed), apart);
             }
         }
     }
 }
 
-/// As JSON: `[[[values…],count],…]`.
+/// As JSON: `[[[values…],count,apart],…]`.
 impl fmt::Display for Outcomes<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut first = true;
         let mut result = f.write_str("[");
-        self.for_each(|values, count| {
+        self.for_each(|values, count, apart| {
             let mut show = || {
                 write!(f, "{}[[", if first { "" } else { "," })?;
                 for (index, value) in values.iter().enumerate() {
                     write!(f, "{}{value}", if index == 0 { "" } else { "," })?;
                 }
-                write!(f, "],{count}]")
+                write!(f, "],{count},{apart}]")
             };
             if result.is_ok() {
                 result = show();
@@ -300,10 +370,10 @@ mod tests {
     use std::sync::Mutex;
     use std::sync::atomic::AtomicU32;
 
-    struct Still;
-    impl Machine for Still {
+    struct Host(std::time::Instant);
+    impl Machine for Host {
         fn nanoseconds(&self) -> u64 {
-            0
+            self.0.elapsed().as_nanos().try_into().unwrap()
         }
         fn phase(&self, _: bool) {}
     }
@@ -324,7 +394,10 @@ mod tests {
         unsafe { std::ptr::with_exposed_provenance_mut::<u32>((*at)[1] as usize).write_unaligned(5) };
     }
 
-    fn run(placement: Placement, meeting: Meeting) -> (BTreeMap<Vec<u64>, u64>, u64, String) {
+    /// Outcomes with their counts and whether threads were apart, iterations, those apart, JSON.
+    type Found = (BTreeMap<(Vec<u64>, bool), u64>, u64, u64, String);
+
+    fn run(placement: Placement, meeting: Meeting) -> Found {
         let record = Record {
             name: name_bytes("test").unwrap(),
             placement,
@@ -342,13 +415,14 @@ mod tests {
         let mut memory = vec![0_u64; (2 << 20) / 8];
         let (start, bytes) = (memory.as_mut_ptr().expose_provenance(), memory.len() * 8);
         let (barrier, nodes) = (Barrier::new(), [const { AtomicU32::new(0) }; 3]);
-        let found = Mutex::new((BTreeMap::new(), 0, String::new()));
-        // Three vCPUs for two threads: one only sets up and counts.
+        let found = Mutex::new((BTreeMap::new(), 0, 0, String::new()));
+        let machine = Host(std::time::Instant::now());
+        // Three vCPUs for two threads, on two nodes: each is idle in every third round, and in another one, both are on the same node.
         std::thread::scope(|scope| {
             for index in 0..3 {
-                let (barrier, nodes, record, found) = (&barrier, &nodes, &record, &found);
+                let (barrier, nodes, record, found, machine) = (&barrier, &nodes, &record, &found, &machine);
                 scope.spawn(move || {
-                    let team = Team::join(index, 3, 0, nodes, barrier, &Still);
+                    let team = Team::join(index, 3, u32::from(index == 2), nodes, barrier, machine);
                     // SAFETY: the memory outlives the threads, and only their heaps use it.
                     let mut heap = unsafe { Heap::new(std::ptr::with_exposed_provenance_mut(start), bytes) };
                     let bench =
@@ -359,10 +433,11 @@ mod tests {
                     assert_eq!(outcomes.lost(), 0);
                     if team.leads() {
                         let mut found = found.lock().unwrap();
-                        outcomes
-                            .for_each(|values, count| *found.0.entry(values.to_vec()).or_insert(0) += count);
-                        found.1 = outcomes.iterations();
-                        found.2 = outcomes.to_string();
+                        outcomes.for_each(|values, count, apart| {
+                            *found.0.entry((values.to_vec(), apart)).or_insert(0) += count;
+                        });
+                        (found.1, found.2) = (outcomes.iterations(), outcomes.apart());
+                        found.3 = outcomes.to_string();
                     }
                 });
             }
@@ -374,10 +449,12 @@ mod tests {
     #[test]
     fn every_instance_is_run_once() {
         for placement in Placement::ALL {
-            for meeting in [Meeting::Each, Meeting::Round, Meeting::Mixed] {
-                let (outcomes, iterations, text) = run(placement, meeting);
-                assert_eq!(iterations, 150);
-                assert_eq!(outcomes, BTreeMap::from([(vec![7, 0x1122_3344, 5], 150)]), "{placement:?}");
+            for meeting in [Meeting::Each, Meeting::Round, Meeting::Mixed, Meeting::Clock(1000)] {
+                let (outcomes, iterations, apart, text) = run(placement, meeting);
+                assert_eq!((iterations, apart), (150, 100));
+                let values = vec![7, 0x1122_3344, 5];
+                let expected = BTreeMap::from([((values.clone(), false), 50), ((values, true), 100)]);
+                assert_eq!(outcomes, expected, "{placement:?}");
                 assert!(text.starts_with("[[[7,287454020,5],") && text.ends_with("]]"), "{text}");
             }
         }

@@ -47,6 +47,10 @@ impl Machine for PayloadMachine {
     fn phase(&self, begins: bool) {
         crate::ports::write(payload_abi::PORT_PHASE, u32::from(begins));
     }
+
+    fn pause(&self) {
+        crate::ports::write(payload_abi::PORT_PAUSE, 0);
+    }
 }
 
 /// Joins all vCPUs, and gives `program` the team, the heap and the arguments. All vCPUs call it, once.

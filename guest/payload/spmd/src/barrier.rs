@@ -19,6 +19,11 @@ impl Barrier {
     /// Waits until `count` vCPUs have called this; all pass the same `count`. What was written before it is
     /// seen after it by every one of them.
     pub fn wait(&self, count: u32) {
+        self.wait_with(count, spin_loop);
+    }
+
+    /// The same; `idle` is called again and again while others are missing.
+    pub fn wait_with(&self, count: u32, mut idle: impl FnMut()) {
         let generation = self.generation.load(Ordering::Acquire);
         if self.arrived.fetch_add(1, Ordering::AcqRel).wrapping_add(1) >= count {
             self.arrived.store(0, Ordering::Relaxed);
@@ -26,7 +31,7 @@ impl Barrier {
             return;
         }
         while self.generation.load(Ordering::Acquire) == generation {
-            spin_loop();
+            idle();
         }
     }
 }

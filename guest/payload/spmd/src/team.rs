@@ -10,7 +10,14 @@ pub trait Machine: Sync {
     fn nanoseconds(&self) -> u64;
     /// The measured part begins or has ended; called by vCPU 0.
     fn phase(&self, begins: bool);
+    /// Gives the processor to others for a moment, where that can be done.
+    fn pause(&self) {
+        core::hint::spin_loop();
+    }
 }
+
+/// Looks at a barrier before the processor is given away: as long as that takes.
+const PATIENCE: u32 = 2_000;
 
 /// One vCPU's view of all that run the program with it.
 #[derive(Clone, Copy)]
@@ -77,6 +84,23 @@ impl<'a> Team<'a> {
     pub fn wait(&self) {
         if let Some(barrier) = self.barrier {
             barrier.wait(u32::try_from(self.count).unwrap_or(u32::MAX));
+        }
+    }
+
+    /// The same where vCPUs may outnumber processors: who has waited for long gives its processor to others.
+    pub fn wait_patiently(&self) {
+        let Some(barrier) = self.barrier else { return };
+        let mut looks = 0;
+        barrier.wait_with(u32::try_from(self.count).unwrap_or(u32::MAX), || self.idle(&mut looks));
+    }
+
+    /// One look at something that hasn't come yet, of so many: gives the processor away after many.
+    pub fn idle(&self, looks: &mut u32) {
+        *looks = looks.saturating_add(1);
+        if *looks >= PATIENCE {
+            self.machine.pause();
+        } else {
+            core::hint::spin_loop();
         }
     }
 

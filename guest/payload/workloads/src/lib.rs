@@ -12,6 +12,7 @@
 //! | [`producer_consumer`] | one writes, others read | message |
 //! | [`locks`] | a counter under a ticket or a queue lock | hand-off |
 //! | [`false_sharing`] | each its own word of one page | store |
+//! | [`pages`] | many pages, each touched once by who does not have it | page |
 //! | [`storm`] | all at the same words, by stores, atomics and instructions with two pages | operation |
 
 #![cfg_attr(not(test), no_std)]
@@ -23,6 +24,7 @@ pub mod integer_sort;
 pub mod jacobi;
 pub mod locks;
 pub mod matrix;
+pub mod pages;
 pub mod producer_consumer;
 pub mod search;
 pub mod storm;

@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow, bail};
 use control_api::discovery;
-use dsm::{Plant, Policy};
+use dsm::Policy;
 use monitor::description::{HugePages, Payload, SandboxMode, VmDescription};
-use monitor::dsm::{NodeAddress, NodeSettings, SpanningVm};
+use monitor::dsm::{NodeAddress, NodeSettings, SpanningVm, Trouble};
 use monitor::payload::process_status;
 
 use super::payload;
-use crate::cli::{Coherence, DsmPlant, RunArgs};
+use crate::cli::{Coherence, RunArgs};
 use crate::output;
 
 /// How long nodes that were started here may take to end after node 0.
@@ -25,7 +25,6 @@ pub struct Span {
     /// This node and where all are; `None`: all are started here.
     place: Option<(u8, Vec<NodeAddress>)>,
     coherence: Coherence,
-    plant: Plant,
 }
 
 impl Span {
@@ -36,13 +35,6 @@ impl Span {
         let nodes = args.nodes.take().unwrap_or(named.max(1));
         let node = args.node.take();
         let coherence = args.coherence.take();
-        let plant = match args.dsm_plant.take() {
-            None => Plant::None,
-            Some(DsmPlant::NoStamps) => Plant::DropAckStamp,
-            Some(DsmPlant::SkipAcks) => Plant::SkipAcks,
-            Some(DsmPlant::ReleaseEarly) => Plant::ReleaseEarly,
-            Some(DsmPlant::ApplyTwice) => Plant::ApplyTwice,
-        };
         if nodes == 1 && peers.is_empty() && node.is_none() {
             return match coherence {
                 Some(_) => bail!("--coherence: it is about VMs of several nodes; give --nodes, too"),
@@ -69,26 +61,14 @@ impl Span {
         if args.cpus.is_none() {
             args.cpus = Some(monitor::description::written::Cpus::Count(nodes.into()));
         }
-        Ok(Some(Self { nodes, place, coherence: coherence.unwrap_or(Coherence::Update), plant }))
+        Ok(Some(Self { nodes, place, coherence: coherence.unwrap_or(Coherence::Update) }))
     }
 
-    /// Costs of this kind of machine decide: leaving the guest takes 25 µs, a trapped store some 300, a page some 800. A page is kept by
-    /// updates when it would spend a sixth of the time on the way; three stores cost as much as a transfer.
     fn policy(&self) -> Policy {
-        let policy = match self.coherence {
+        monitor::dsm::tuned(match self.coherence {
             Coherence::Invalidate => Policy::IVY,
             Coherence::Update => Policy::OURS,
-        };
-        let window_ns = 50_000_000;
-        Policy {
-            hold_ns: 100_000,
-            window_ns,
-            transfers: 10,
-            storm: 150,
-            turn: 4,
-            cooldown_ns: 4 * window_ns,
-            ..policy
-        }
+        })
     }
 }
 
@@ -113,7 +93,8 @@ pub fn run(
         Some((node, addresses)) => (*node, addresses.clone()),
         None => (0, others.start(&description.name, span.nodes)?),
     };
-    let settings = NodeSettings { node, addresses, policy: span.policy(), plant: span.plant };
+    let settings =
+        NodeSettings { node, addresses, policy: span.policy(), record: false, trouble: Trouble::default() };
     let mut vm = SpanningVm::join(builder, &settings)?;
     if node == 0 {
         let runtime = discovery::runtime_directory();

@@ -54,7 +54,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
         figures.extend(compare(mtu, &turns)?);
     }
     conditions.finish();
-    Ok(Report { group: "fabric", skipped: None, conditions, figures })
+    Ok(Report { group: "fabric", skipped: None, conditions, figures, details: serde_json::Value::Null })
 }
 
 /// What is measured, in the order of a turn's results.

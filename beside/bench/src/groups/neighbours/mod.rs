@@ -61,7 +61,13 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     let Session { bed, figures, .. } = session;
     bed.finish()?;
     conditions.finish();
-    Ok(Report { group: "neighbours", skipped: None, conditions, figures: figures.all })
+    Ok(Report {
+        group: "neighbours",
+        skipped: None,
+        conditions,
+        figures: figures.all,
+        details: serde_json::Value::Null,
+    })
 }
 
 const IN_PLACE: &str = "one-way latency of 64 bytes, read in place";

@@ -70,7 +70,13 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     bed.finish()?;
     session.neighbour()?;
     conditions.finish();
-    Ok(Report { group: "rdma", skipped: None, conditions, figures: session.figures.all })
+    Ok(Report {
+        group: "rdma",
+        skipped: None,
+        conditions,
+        figures: session.figures.all,
+        details: serde_json::Value::Null,
+    })
 }
 
 struct Session {

@@ -5,6 +5,7 @@
 
 pub mod costs;
 pub mod programs;
+pub mod replay;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};

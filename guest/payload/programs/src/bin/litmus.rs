@@ -14,8 +14,9 @@ use payload_spmd::{Heap, Refused, Settings, Team};
 
 payload_runtime::entry!(main);
 
-/// `iterations` per test (1M); `round`: instances per round (1K); `meeting`: each, round or mixed.
-const NAMES: &[&str] = &["iterations", "round", "meeting"];
+/// `iterations` per test (1M); `round`: instances per round (1K); `meeting`: each, round, mixed or clock; `interval`: nanoseconds between
+/// instances by the clock (2000).
+const NAMES: &[&str] = &["iterations", "round", "meeting", "interval"];
 
 // On pages of its own among the code, so that nobody writes there. The magic stands here alone: the host looks for it.
 global_asm!(
@@ -48,10 +49,12 @@ fn run(vcpu: Vcpu, team: &Team<'_>, heap: &mut Heap) -> Result<(), Refused> {
     let settings = Settings::parse(vcpu.arguments().skip(1), NAMES)?;
     let iterations = settings.number("iterations", 1 << 20, 1..=1 << 40)?;
     let round = settings.size("round", 1 << 10, 1..=1 << 16)?;
-    let meeting = match settings.word("meeting", &["each", "round", "mixed"])? {
+    let interval = settings.number("interval", 2_000, 1..=1_000_000_000)?;
+    let meeting = match settings.word("meeting", &["each", "round", "mixed", "clock"])? {
         0 => Meeting::Each,
         1 => Meeting::Round,
-        _ => Meeting::Mixed,
+        2 => Meeting::Mixed,
+        _ => Meeting::Clock(interval),
     };
     // SAFETY: laid out above; nobody writes it while the program runs.
     let (header, tests) = unsafe { litmus_table.split_at(HEADER_SIZE) };
@@ -89,12 +92,13 @@ fn run(vcpu: Vcpu, team: &Team<'_>, heap: &mut Heap) -> Result<(), Refused> {
         let ns = team.measure(|| outcomes = Some(unsafe { bench.run(team, &test, meeting, iterations) }));
         if let Some(outcomes) = outcomes.filter(|_| team.leads()) {
             println!(
-                "{{\"program\":\"litmus\",\"vcpus\":{},\"nodes\":{},\"test\":\"{}\",\"placement\":\"{}\",\"ns\":{ns},\"iterations\":{},\"lost\":{},\"outcomes\":{outcomes}}}",
+                "{{\"program\":\"litmus\",\"vcpus\":{},\"nodes\":{},\"test\":\"{}\",\"placement\":\"{}\",\"ns\":{ns},\"iterations\":{},\"apart\":{},\"lost\":{},\"outcomes\":{outcomes}}}",
                 team.count(),
                 vcpu.info().node_count,
                 record.name(),
                 record.placement.name(),
                 outcomes.iterations(),
+                outcomes.apart(),
                 outcomes.lost(),
             );
         }

@@ -1,0 +1,156 @@
+//! Group `dsm`: programs on two nodes of one vCPU each against one node of one vCPU, ways of keeping memory the same, and what single events cost.
+//!
+//! Each node is a process on a CPU of its own, its threads for memory included; links are Unix sockets.
+
+mod events;
+pub mod nodes;
+
+use serde_json::{Value, json};
+
+use crate::conditions::Conditions;
+use crate::figures::{Better, Figure, Figures, Pairs, Report};
+use crate::programs::Programs;
+use nodes::{Coherence, Ran, run as run_nodes};
+
+/// A program, its name, its arguments, those for a quick look, and the speed-up that two nodes should give.
+struct Job {
+    program: &'static str,
+    what: &'static str,
+    arguments: &'static [&'static str],
+    quick: &'static [&'static str],
+    aim: f64,
+}
+
+const JOBS: &[Job] = &[
+    Job { program: "ep", what: "EP, 2^24 pairs", arguments: &["m=24"], quick: &["m=18"], aim: 1.9 },
+    Job {
+        program: "matrix",
+        what: "matrix multiplication, 2048 by 2048",
+        arguments: &["n=2048"],
+        quick: &["n=128"],
+        aim: 1.6,
+    },
+    Job {
+        program: "jacobi",
+        what: "Jacobi, 4096 by 4096, 40 steps",
+        arguments: &["n=4096", "steps=40"],
+        quick: &["n=256", "steps=5"],
+        aim: 1.6,
+    },
+    Job {
+        program: "cg",
+        what: "CG, 262144 rows of 65, 20 iterations",
+        arguments: &["n=256K", "band=32", "iterations=20"],
+        quick: &["n=4096", "iterations=5"],
+        aim: 1.2,
+    },
+    Job {
+        program: "integer-sort",
+        what: "integer sort, 2^22 keys, 4 rounds",
+        arguments: &["n=4M", "range=2K", "rounds=4"],
+        quick: &["n=128K", "rounds=2"],
+        aim: 1.1,
+    },
+];
+
+/// Measures; see [`super::Group::run`].
+pub fn run(quick: bool) -> anyhow::Result<Report> {
+    let (host, cpus) = match super::kvm_and_cpus("dsm")? {
+        Ok(both) => both,
+        Err(report) => return Ok(report),
+    };
+    let mut conditions = Conditions::now(Some(&host), "4 KiB, shared by userfaultfd");
+    if !std::path::Path::new("/dev/userfaultfd").exists() {
+        return Ok(super::skipped("dsm", "there is no /dev/userfaultfd".to_owned(), conditions));
+    }
+    conditions.scheduling = "each node on a CPU of its own; its threads for memory before ordinary ones";
+    let programs = Programs::build()?;
+    let mut figures = Figures::of("dsm");
+    let mut compared = Vec::new();
+    for job in JOBS {
+        let arguments = if quick { job.quick } else { job.arguments };
+        let path = programs.path(job.program);
+        let mut last = None;
+        let pairs = Pairs::take(
+            if quick { 1 } else { 3 },
+            || {
+                let ran = run_nodes(&cpus, Coherence::SingleWriter, &path, arguments)?;
+                let speed = speed(&ran)?;
+                last = Some(ran);
+                Ok(speed)
+            },
+            || speed(&run_nodes(&cpus[..1], Coherence::SingleWriter, &path, arguments)?),
+        )?;
+        figures.add(Figure::new(
+            &format!("speed_{}", job.program),
+            job.what,
+            "runs/s",
+            Better::Higher,
+            "one node of one vCPU",
+            &pairs,
+            (!quick).then_some(job.aim),
+        ))?;
+        for coherence in Coherence::ALL {
+            let ran = match (coherence, &last) {
+                (Coherence::SingleWriter, Some(ran)) => ran.clone(),
+                _ => run_nodes(&cpus, coherence, &path, arguments)?,
+            };
+            compared.push(comparison(job.what, coherence, &ran)?);
+        }
+    }
+    for (program, what, arguments) in [
+        ("producer-consumer", "producer-consumer, 2000 messages", &["messages=2000", "pace=20K"][..]),
+        ("locks", "ticket lock, 2000 times each", &["times=2000", "outside=2K"]),
+        ("false-sharing", "false sharing, 2000 stores each", &["times=2000", "pace=20K"]),
+    ] {
+        for coherence in Coherence::ALL {
+            let ran = run_nodes(&cpus, coherence, &programs.path(program), arguments)?;
+            compared.push(comparison(what, coherence, &ran)?);
+        }
+    }
+    let events = events::all(&programs, &cpus, quick)?;
+    println!("{}", events::table(&events));
+    println!("{}", comparison_table(&compared));
+    conditions.finish();
+    let details = json!({ "comparison": compared, "events": events });
+    Ok(Report { group: "dsm", skipped: None, conditions, figures: figures.all, details })
+}
+
+/// Runs per second of the part that the program measures.
+fn speed(ran: &Ran) -> anyhow::Result<f64> {
+    #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
+    let nanoseconds = ran.number("ns")? as f64;
+    Ok(1e9 / nanoseconds)
+}
+
+/// What a way of keeping memory the same came to in one program.
+fn comparison(what: &str, coherence: Coherence, ran: &Ran) -> anyhow::Result<Value> {
+    let (stalls, stalled) = ran.stalls(&["read", "write", "upgrade", "trapped"]);
+    Ok(json!({
+        "program": what, "coherence": coherence.name(), "ns": ran.number("ns")?, "stalls": stalls, "stalled_ns": stalled,
+        "messages": ran.sum("/messages"), "bytes": ran.sum("/bytes"),
+        "trapped": ran.sum("/emulated"), "fetched_ahead": ran.sum("/fetched_ahead"),
+    }))
+}
+
+/// The same as a table, in Markdown.
+fn comparison_table(compared: &[Value]) -> String {
+    let mut text = String::from(
+        "| program | pages are kept by | time ms | stalls | stalled ms | trapped stores | messages | bytes |\n|---|---|---|---|---|---|---|---|\n",
+    );
+    for row in compared {
+        let number = |name: &str| row[name].as_u64().unwrap_or(0);
+        text.push_str(&format!(
+            "| {} | {} | {} | {} | {} | {} | {} | {} |\n",
+            row["program"].as_str().unwrap_or_default(),
+            row["coherence"].as_str().unwrap_or_default(),
+            number("ns") / 1_000_000,
+            number("stalls"),
+            number("stalled_ns") / 1_000_000,
+            number("trapped"),
+            number("messages"),
+            number("bytes"),
+        ));
+    }
+    text
+}

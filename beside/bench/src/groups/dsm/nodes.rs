@@ -1,0 +1,212 @@
+//! A payload VM of one or two nodes, each a process of its own on a CPU of its own: this program, started again as a node.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail};
+use dsm::Policy;
+use monitor::dsm::{NodeAddress, NodeSettings, SpanningVm, Trouble, tuned};
+use monitor::payload::{PayloadVm, process_status};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::peers;
+
+/// RAM of the VM.
+const MEMORY: u64 = 1 << 30;
+/// Longest that a run may take.
+const PATIENCE: Duration = Duration::from_secs(300);
+/// How this program is told to be a node.
+pub const AS_NODE: &str = "--dsm-node";
+
+/// How memory is kept the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Coherence {
+    /// Pages move, that is all: plain Ivy.
+    Invalidate,
+    /// Also updates, but not of pages that see atomic instructions.
+    Updates,
+    /// All that the protocol has.
+    SingleWriter,
+}
+
+impl Coherence {
+    /// All, from the plainest.
+    pub const ALL: [Self; 3] = [Self::Invalidate, Self::Updates, Self::SingleWriter];
+
+    /// As it is called in tables.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Invalidate => "invalidate",
+            Self::Updates => "updates",
+            Self::SingleWriter => "updates, single writer",
+        }
+    }
+
+    fn policy(self) -> Policy {
+        tuned(match self {
+            Self::Invalidate => Policy::IVY,
+            Self::Updates => Policy { atomics: false, ..Policy::OURS },
+            Self::SingleWriter => Policy::OURS,
+        })
+    }
+}
+
+/// What a node's process is told.
+#[derive(Debug, Serialize, Deserialize)]
+struct Task {
+    node: u8,
+    addresses: Vec<String>,
+    coherence: Coherence,
+    program: PathBuf,
+    arguments: Vec<String>,
+    cpu: usize,
+}
+
+/// What came out of a run.
+#[derive(Debug, Clone)]
+pub struct Ran {
+    /// The program's line.
+    pub line: Value,
+    /// What each node counted in the part that the program measures; empty with one node.
+    pub nodes: Vec<Value>,
+}
+
+impl Ran {
+    /// A number of the program's line.
+    pub fn number(&self, name: &str) -> anyhow::Result<u64> {
+        self.line[name]
+            .as_u64()
+            .with_context(|| format!("The program's line has no number {name}: {}", self.line))
+    }
+
+    /// The sum over nodes of what they counted under a path such as `/messages`.
+    pub fn sum(&self, path: &str) -> u64 {
+        self.nodes.iter().filter_map(|node| node.pointer(path)?.as_u64()).sum()
+    }
+
+    /// Waits, and their length in nanoseconds, of these kinds.
+    pub fn stalls(&self, kinds: &[&str]) -> (u64, u64) {
+        let sum = |what| kinds.iter().map(|kind| self.sum(&format!("/stalls/{kind}/{what}"))).sum();
+        (sum("count"), sum("total_ns"))
+    }
+}
+
+#[derive(Clone, Default)]
+struct Console(Arc<Mutex<Vec<u8>>>);
+
+impl std::io::Write for Console {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).extend_from_slice(bytes);
+        Ok(bytes.len())
+    }
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Is a node, as told by [`AS_NODE`]; node 0 prints what came out.
+///
+/// # Errors
+/// When the node can't run.
+pub fn be(task: &str) -> anyhow::Result<()> {
+    let task: Task =
+        serde_json::from_str(task).with_context(|| format!("{AS_NODE} is for this program's own use"))?;
+    // Threads that come later inherit it: the vCPU and those that serve memory.
+    peers::pin(task.cpu)?;
+    let console = Console::default();
+    let vcpus = u32::try_from(task.addresses.len().max(1))?;
+    let builder = PayloadVm::from_file(&task.program)?.vcpus(vcpus).memory(MEMORY).console(console.clone());
+    let builder = builder.arguments(task.arguments.iter().cloned());
+    let (code, reports) = if task.addresses.is_empty() {
+        let mut vm = builder.build()?;
+        vm.start()?;
+        (vm.wait()?, Vec::new())
+    } else {
+        let addresses =
+            task.addresses.iter().map(|text| text.parse()).collect::<Result<Vec<NodeAddress>, _>>()?;
+        let policy = task.coherence.policy();
+        let settings =
+            NodeSettings { node: task.node, addresses, policy, record: false, trouble: Trouble::default() };
+        let ended = SpanningVm::join(builder, &settings)?.run()?;
+        let code = ended.outcome.map_err(anyhow::Error::msg)?;
+        (code, ended.reports.into_values().map(|mut report| report["measured"].take()).collect())
+    };
+    if task.node == 0 {
+        let bytes = console.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let text = String::from_utf8_lossy(&bytes).into_owned();
+        println!("{}", json!({ "code": process_status(code), "text": text, "nodes": reports }));
+    }
+    Ok(())
+}
+
+/// Runs a program on as many nodes as CPUs are named, one vCPU each.
+///
+/// # Errors
+/// When it can't be run, or its result is wrong.
+pub fn run(cpus: &[usize], coherence: Coherence, program: &Path, arguments: &[&str]) -> anyhow::Result<Ran> {
+    let folder = tempfile::tempdir().context("A folder for the nodes' sockets can't be made")?;
+    let addresses: Vec<String> = match cpus {
+        [_] => Vec::new(),
+        _ => (0..cpus.len())
+            .map(|node| format!("unix:{}", folder.path().join(node.to_string()).display()))
+            .collect(),
+    };
+    let me = std::env::current_exe().context("This program's own file can't be found")?;
+    let mut nodes = Nodes(Vec::new());
+    for (node, cpu) in cpus.iter().enumerate() {
+        let task = Task {
+            node: u8::try_from(node)?,
+            addresses: addresses.clone(),
+            coherence,
+            program: program.to_owned(),
+            arguments: arguments.iter().map(|&argument| argument.to_owned()).collect(),
+            cpu: *cpu,
+        };
+        let mut command = Command::new(&me);
+        command.arg(AS_NODE).arg(serde_json::to_string(&task)?).stdin(Stdio::null()).stdout(Stdio::piped());
+        nodes.0.push(command.spawn().context("A node can't be started")?);
+    }
+    let output = nodes.output()?;
+    let name = program.file_name().unwrap_or_default().display().to_string();
+    let said: Value = serde_json::from_str(&output)
+        .with_context(|| format!("{name} on {} nodes ended with: {output}", cpus.len()))?;
+    let text = said["text"].as_str().unwrap_or_default();
+    let line: Value = serde_json::from_str(text.trim()).with_context(|| format!("{name} printed: {text}"))?;
+    if said["code"] != 0 || line["verified"] != true || line["nodes"] != cpus.len() {
+        bail!("{name} {} on {} nodes came to {said}", arguments.join(" "), cpus.len());
+    }
+    let counted = said["nodes"].as_array().cloned().unwrap_or_default();
+    Ok(Ran { line, nodes: counted })
+}
+
+/// Processes of nodes; those that run are killed with it.
+struct Nodes(Vec<Child>);
+
+impl Nodes {
+    /// Waits for all. What node 0 printed, which is less than a pipe holds.
+    fn output(&mut self) -> anyhow::Result<String> {
+        let deadline = Instant::now() + PATIENCE;
+        while self.0.iter_mut().any(|child| matches!(child.try_wait(), Ok(None))) {
+            if Instant::now() > deadline {
+                bail!("A run on {} nodes has not ended after {} s", self.0.len(), PATIENCE.as_secs());
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let first =
+            self.0.first_mut().and_then(|child| child.stdout.take()).context("Node 0 has no output")?;
+        std::io::read_to_string(first).context("Node 0's output can't be read")
+    }
+}
+
+impl Drop for Nodes {
+    fn drop(&mut self) {
+        for child in &mut self.0 {
+            // Fails when it has ended, as it should have.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
