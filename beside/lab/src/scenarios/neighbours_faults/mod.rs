@@ -74,7 +74,7 @@ impl Kind {
         match self {
             // c lives through all of them, so that what is lost little by little is seen in it.
             Kind::KillMonitor => {
-                if number % 2 == 0 {
+                if number.is_multiple_of(2) {
                     (0, 1)
                 } else {
                     (1, 0)
@@ -132,7 +132,7 @@ fn fault(
         Kind::KillDaemon => bed.replace_daemon(),
         Kind::Freeze => {
             // The monitor with its guest, and the guest alone.
-            let whole = number % 2 == 0;
+            let whole = number.is_multiple_of(2);
             let (stopped, told) = (bed.guest(victim)?, bed.guest(peer)?);
             if whole {
                 stopped.guest.session.signal(19)?;
