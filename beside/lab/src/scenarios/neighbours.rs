@@ -445,7 +445,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     part(&mut pair, "throughput", &|p| throughput(p, seconds))?;
     part(&mut pair, "requests", &|p| requests(p, count))?;
     part(&mut pair, "disk", &|p| {
-        neighbours_disk::compare(&p.a, &p.b, [&Net::Virtio.address(2), &Net::Mmnet.address(2)])
+        neighbours_disk::compare(&p.a, &p.b, [&Net::Virtio.address(2), &Net::Mmnet.address(2)], seconds)
     })?;
     part(&mut pair, "slow-reader", &|p| slow_reader(p))?;
     part(&mut pair, "unbind", &|p| unbind(p))?;

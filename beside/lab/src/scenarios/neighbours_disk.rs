@@ -12,10 +12,10 @@ use std::time::Duration;
 
 /// Size of each disk in MiB.
 const DISK_MIB: u64 = 64;
-/// MiB that fio moves in each bulk job: NBD over an emulated bridge takes a minute for them on a busy machine.
-const BULK_MIB: u64 = 8;
+/// MiB that fio moves in each bulk job, when there is time for them.
+const BULK_MIB: u64 = 24;
 /// Requests of 4 KiB of each job that has one at a time.
-const REQUESTS: u64 = 200;
+const REQUESTS: u64 = 600;
 const PATIENCE: Duration = Duration::from_secs(900);
 /// Where the second root disk is, with NBD's programs and module.
 const TOOLS: &str = "/run/tools";
@@ -107,7 +107,9 @@ fn nbd_detach(a: &Member<'_>, b: &Member<'_>) -> Result<()> {
 }
 
 /// All ways, all jobs; modules and servers are gone again at the end. `addresses` are guest b's over virtio-net and over mmnet.
-pub(super) fn compare(a: &Member<'_>, b: &Member<'_>, addresses: [&str; 2]) -> Result<Value> {
+///
+/// A job ends after `seconds` at the latest: exits are told per MiB and per request that were done.
+pub(super) fn compare(a: &Member<'_>, b: &Member<'_>, addresses: [&str; 2], seconds: u64) -> Result<Value> {
     let [virtio, mmnet] = addresses;
     for member in [a, b] {
         tools(member)?;
@@ -127,7 +129,7 @@ pub(super) fn compare(a: &Member<'_>, b: &Member<'_>, addresses: [&str; 2]) -> R
         };
         let mut lines = Map::new();
         for task in tasks() {
-            lines.insert(task.name.into(), job(a, b, &disk, way, &task)?);
+            lines.insert(task.name.into(), job(a, b, &disk, way, &task, seconds)?);
         }
         let verified = verify(a, &disk)?;
         progress!("  {} verified {verified} bytes", way.name());
@@ -152,13 +154,13 @@ pub(super) fn compare(a: &Member<'_>, b: &Member<'_>, addresses: [&str; 2]) -> R
     Ok(found.into())
 }
 
-fn job(a: &Member<'_>, b: &Member<'_>, disk: &str, way: Way, task: &Task) -> Result<Value> {
+fn job(a: &Member<'_>, b: &Member<'_>, disk: &str, way: Way, task: &Task, seconds: u64) -> Result<Value> {
     let exits = || Ok::<_, anyhow::Error>(a.exits()? + b.exits()?);
     let before = exits()?;
     let text = a
         .run(
             &format!(
-                "fio --name=x --filename={disk} {} --direct=1 --ioengine=libaio --eta=never --output-format=json",
+                "fio --name=x --filename={disk} {} --runtime={seconds} --direct=1 --ioengine=libaio --eta=never --output-format=json",
                 task.arguments
             ),
             PATIENCE,
