@@ -444,12 +444,9 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     part(&mut pair, "bulk", &|p| bulk(p))?;
     part(&mut pair, "throughput", &|p| throughput(p, seconds))?;
     part(&mut pair, "requests", &|p| requests(p, count))?;
-    // Only when it is asked for: its half over NBD has not been seen to its end (docs/neighbours.md).
-    if !options.only.is_empty() {
-        part(&mut pair, "disk", &|p| {
-            neighbours_disk::compare(&p.a, &p.b, [&Net::Virtio.address(2), &Net::Mmnet.address(2)], seconds)
-        })?;
-    }
+    part(&mut pair, "disk", &|p| {
+        neighbours_disk::compare(&p.a, &p.b, [&Net::Virtio.address(2), &Net::Mmnet.address(2)], seconds)
+    })?;
     part(&mut pair, "slow-reader", &|p| slow_reader(p))?;
     part(&mut pair, "unbind", &|p| unbind(p))?;
     part(&mut pair, "reload", &|p| reload(p))?;
