@@ -5,6 +5,7 @@ use anyhow::{Context, Result};
 use rustix::process::{Pid, Signal, kill_process_group};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 use rustix::termios::{Winsize, tcsetwinsize};
+use socket2::{Domain, SockAddr, Socket, Type};
 use std::collections::HashMap;
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Write};
@@ -16,6 +17,9 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
+
+/// Connections for whatever number this machine has.
+const ANY_CID: u32 = u32::MAX;
 
 type Port = Arc<Mutex<File>>;
 
@@ -32,20 +36,50 @@ fn tell(port: &Port, session: u32, kind: Kind, data: &[u8]) {
     }
 }
 
-/// Serves the port until it closes; `-` is standard input and output.
+/// What a port is called that is a vsock port to listen on.
+pub(crate) const VSOCK: &str = "vsock:";
+
+/// Serves the port until it closes; `-` is standard input and output, `vsock:NUMBER` a port on which connections are taken for ever.
 pub fn serve(port: &Path) -> Result<()> {
-    let connection = port == Path::new("-");
-    let (mut reader, writer) = if connection {
-        (
-            File::from(std::io::stdin().as_fd().try_clone_to_owned()?),
-            File::from(std::io::stdout().as_fd().try_clone_to_owned()?),
-        )
-    } else {
-        let file = OpenOptions::new().read(true).write(true).open(port);
-        let reader = file.with_context(|| format!("Can't open the port {}", port.display()))?;
+    if let Some(number) = port.to_str().and_then(|name| name.strip_prefix(VSOCK)) {
+        let number = number.parse().with_context(|| format!("{number:?} is no vsock port"))?;
+        return serve_vsock(number);
+    }
+    if port == Path::new("-") {
+        let reader = File::from(std::io::stdin().as_fd().try_clone_to_owned()?);
+        // A connection ends when its one command has.
+        let _ = serve_over(reader, File::from(std::io::stdout().as_fd().try_clone_to_owned()?));
+        return Ok(());
+    }
+    let file = OpenOptions::new().read(true).write(true).open(port);
+    let reader = file.with_context(|| format!("Can't open the port {}", port.display()))?;
+    let writer = reader.try_clone()?;
+    // A port closes only when something is wrong.
+    serve_over(reader, writer)
+}
+
+/// For guests without socat.
+fn serve_vsock(port: u32) -> Result<()> {
+    let listener = Socket::new(Domain::VSOCK, Type::STREAM, None)
+        .and_then(|socket| {
+            socket.bind(&SockAddr::vsock(ANY_CID, port))?;
+            socket.listen(16)?;
+            Ok(socket)
+        })
+        .with_context(|| format!("Can't listen on vsock port {port}"))?;
+    loop {
+        let (connection, _) =
+            listener.accept().with_context(|| format!("Can't accept on vsock port {port}"))?;
+        let reader = File::from(OwnedFd::from(connection));
         let writer = reader.try_clone()?;
-        (reader, writer)
-    };
+        std::thread::spawn(move || {
+            // It ends when the other side goes.
+            let _ = serve_over(reader, writer);
+        });
+    }
+}
+
+fn serve_over(mut reader: File, writer: File) -> Result<()> {
     let port: Port = Arc::new(Mutex::new(writer));
     let mut sessions: HashMap<u32, Running> = HashMap::new();
     let ended = listen(&mut reader, &port, &mut sessions);
@@ -53,8 +87,7 @@ pub fn serve(port: &Path) -> Result<()> {
     for running in sessions.values() {
         let _ = kill_process_group(running.group, Signal::KILL);
     }
-    // A connection ends when its one command has; a port does only when something is wrong.
-    if connection { Ok(()) } else { ended }
+    ended
 }
 
 fn listen(reader: &mut File, port: &Port, sessions: &mut HashMap<u32, Running>) -> Result<()> {

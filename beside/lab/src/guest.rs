@@ -262,8 +262,13 @@ impl Guest {
         if !prepare.is_empty() {
             host.sh(prepare.trim_end_matches(" && "))?;
         }
+        Self::start_with(host, spec, vmm, &initrd)
+    }
+
+    /// As [`Guest::start`], from an initramfs that is in the host already; the script and files of the specification are not looked at.
+    pub fn start_with(host: &Host, spec: &GuestSpec, vmm: Vmm, initrd: &str) -> Result<Self> {
         let name = format!("guest {} ({}, {} vCPU) under {}", spec.name, spec.kernel, spec.cpus, vmm.name());
-        let session = host.spawn(&name, &spec.command(vmm, &initrd))?;
+        let session = host.spawn(&name, &spec.command(vmm, initrd))?;
         Ok(Guest { spec: spec.clone(), vmm, session })
     }
 

@@ -4,6 +4,7 @@
 mod agent;
 mod appliance_image;
 mod apt;
+mod bare_guest;
 mod channel;
 mod clock;
 mod command;

@@ -10,12 +10,17 @@ use crate::channel::{Output, Session};
 use crate::guest::{Guest, GuestSpec, Vmm};
 use crate::guest_channel;
 use crate::host::Host;
+use crate::image::Images;
+use crate::kernel::Modules;
 use crate::lab::Lab;
 use crate::neighbours_image::module;
 use crate::rdma::{self, DAEMON_SOCKET, Runs};
+use crate::recipe::Artifact;
 use crate::scenario::{Options, Report, Scenario};
+use crate::scenarios::neighbours_disk::{self, FILES};
 use crate::scenarios::neighbours_end::{end_daemon, kernel_is_content};
 use crate::scenarios::neighbours_member::{Counts, Member, counter};
+use crate::scenarios::neighbours_table;
 use crate::topology::{HostSpec, Topology};
 use crate::{progress, recipe};
 use anyhow::{Context, Result, bail};
@@ -25,8 +30,8 @@ use std::time::{Duration, Instant};
 /// The scenario.
 pub const SCENARIO: Scenario = Scenario {
     name: "neighbours",
-    about: "two guests with mmnet between them: tools, checksums, copies and exits counted against virtio-net; modules and guests that go and come back",
-    topology: |_| Topology::new().host(HostSpec::new("host").cpus(4).memory(3584).neighbours()),
+    about: "two guests with mmnet between them: tools, checksums and copies; iperf3, requests and fio over mmnet and mmblk against virtio through a bridge, exits counted; modules and guests that go and come back",
+    topology: |_| Topology::new().host(HostSpec::new("host").cpus(4).memory(3584).neighbours().appliance()),
     run,
     prompt: None,
 };
@@ -111,7 +116,15 @@ fn boot<'a>(host: &'a Host, options: &Options, kernel: &str, number: usize) -> R
         .script(&boot_script(number))
         .file("agent", std::fs::read(crate::paths::agent()?)?)
         .file("cw_neigh.ko", module(kernel, "cw_neigh")?)
-        .file("mmnet.ko", module(kernel, "mmnet")?);
+        .file("mmnet.ko", module(kernel, "mmnet")?)
+        .file("mmblk.ko", module(kernel, "mmblk")?)
+        .disk(FILES.get(number - 1).copied().context("a guest without a disk")?, false)
+        // NBD's programs.
+        .disk("/dev/vdd", true);
+    let images = Images::ready(&[Artifact::Kernels])?;
+    for (module, path) in Modules::scan(&images.kernel(kernel).join("modules"))?.in_order(&["configfs"])? {
+        spec = spec.file(&format!("{module}.ko"), std::fs::read(path)?);
+    }
     spec.extra.push(format!("--vsock cid={},socket={}", number + 2, guest_channel::socket(name)));
     spec.extra.push(format!("/tmp/{name}.toml"));
     let guest = Guest::start(host, &spec, Vmm::Causeway)?;
@@ -135,6 +148,7 @@ impl<'a> Pair<'a> {
         lab.install_causeway()?;
         let host = lab.host(0)?;
         host.sh("ip link add br0 type bridge; ip link set br0 up; mkdir -p /run/causeway")?;
+        neighbours_disk::prepare(host)?;
         let daemon = rdma::start_daemon(host, &format!("--neighbour-patience {PATIENCE_MS}"))?;
         let kernel = options.kernels.first().map_or(recipe::NEIGHBOUR_KERNELS[0], String::as_str).to_owned();
         let a = boot(host, options, &kernel, 1)?;
@@ -430,6 +444,9 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     part(&mut pair, "bulk", &|p| bulk(p))?;
     part(&mut pair, "throughput", &|p| throughput(p, seconds))?;
     part(&mut pair, "requests", &|p| requests(p, count))?;
+    part(&mut pair, "disk", &|p| {
+        neighbours_disk::compare(&p.a, &p.b, [&Net::Virtio.address(2), &Net::Mmnet.address(2)], seconds)
+    })?;
     part(&mut pair, "slow-reader", &|p| slow_reader(p))?;
     part(&mut pair, "unbind", &|p| unbind(p))?;
     part(&mut pair, "reload", &|p| reload(p))?;
@@ -446,6 +463,9 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     report.figure("passed", passed);
     report.figure("failed", failed);
     report.figure("kernel", pair.kernel.clone());
+    let table = neighbours_table::rows(&Value::Object(parts.clone()));
+    progress!("exits of both guests\n{}", neighbours_table::text(&table));
+    report.figure("table", neighbours_table::json(&table));
     report.figure("parts", parts);
     for m in [&pair.a, &pair.b] {
         let _ = m.start("busybox poweroff -f")?.wait(Duration::from_secs(20));

@@ -1,5 +1,7 @@
 //! The guests, their traffic, and what is looked at: what the traffic did, what the registry says, what processes hold.
 
+use super::resident::Resident;
+use crate::bare_guest;
 use crate::channel::Session;
 use crate::guest::{Guest, GuestSpec, Vmm};
 use crate::guest_channel;
@@ -8,20 +10,22 @@ use crate::image::Images;
 use crate::kernel::Modules;
 use crate::lab::Lab;
 use crate::neighbours_image::module;
-use crate::rdma::{self, DAEMON_SOCKET, Runs};
+use crate::progress;
+use crate::rdma::{self, DAEMON_SOCKET};
 use crate::recipe::{self, Artifact};
 use crate::scenario::Options;
-use crate::scenarios::neighbours_member::Member;
 use crate::traffic::Done;
 use anyhow::{Context, Result, bail};
+use serde::Serialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::fs;
 use std::time::{Duration, Instant};
 
 /// RAM of each guest in MiB.
-const MEMORY_MIB: u32 = 384;
-/// What the daemon waits for a guest's count: an emulated host may stand still for seconds.
-pub const PATIENCE_MS: u32 = 10_000;
+const MEMORY_MIB: u32 = 192;
+/// What the daemon waits for a guest's count: an emulated host may stand still for a second or two.
+pub const PATIENCE_MS: u32 = 5_000;
 /// On a machine that others keep busy a boot takes minutes.
 const BOOT: Duration = Duration::from_secs(900);
 /// After this long without a sign of life from some traffic, something hangs.
@@ -32,7 +36,12 @@ const MOVED: u64 = 3;
 /// The guests.
 pub const NAMES: [&str; 3] = ["a", "b", "c"];
 const MODULES: [&str; 4] = ["cw_neigh", "mmnet", "mmblk", "neigh_fault"];
+/// What they need, and what commands need.
+const NEEDED: [&str; 4] = ["virtio_pci", "virtio_blk", "vmw_vsock_virtio_transport", "configfs"];
 const UP: &str = include_str!("../../../assets/neighbours-up.sh");
+
+/// Programs are run often: from memory, and not over 9p, which is asked for each page anew.
+const PROGRAMS: &str = "mkdir -p /run/programs && cp /share/bin/causeway /share/.lab/lab /run/programs/ && mount --bind /run/programs /share/bin";
 
 /// One stream: its name, the guest that says what it did, and whom else it needs.
 #[derive(Debug, Clone, Copy)]
@@ -64,8 +73,8 @@ impl Stream {
 
 /// Exports (name, disk, client), devices (stream, server) and senders (stream, address) of each guest.
 const LISTS: [&str; 3] = [
-    "ME=1; EXPORTS='ca:/dev/vdb:c'; DEVICES='d-ab:b'; SENDS='n-ab:10.81.21.2'",
-    "ME=2; EXPORTS='ab:/dev/vdb:a cb:/dev/vdc:c'; DEVICES=; SENDS=",
+    "ME=1; EXPORTS='ca:/dev/vda:c'; DEVICES='d-ab:b'; SENDS='n-ab:10.81.21.2'",
+    "ME=2; EXPORTS='ab:/dev/vda:a cb:/dev/vdb:c'; DEVICES=; SENDS=",
     "ME=3; EXPORTS=; DEVICES='d-ca:a d-cb:b'; SENDS='n-ca:10.81.31.1 n-cb:10.81.32.2'",
 ];
 const DISKS: [&[&str]; 3] = [&["a0"], &["b0", "b1"], &[]];
@@ -81,30 +90,30 @@ pub struct Seen {
     pub lost: BTreeMap<String, u64>,
 }
 
-/// The registry's members by name: their slots, and the epochs of their connections by peer.
-pub type Members = BTreeMap<String, (u64, BTreeMap<String, u64>)>;
-
-/// What a process holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// What a process, the host or a guest holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Held {
-    /// Open descriptors.
+    /// Open descriptors of a process.
     pub fds: u64,
-    /// Mappings of windows and segments.
+    /// Mappings: a process's of windows and segments, a guest's of devices' memory.
     pub maps: u64,
-    /// Memory of its own, in KiB.
-    pub anon_kib: u64,
+    /// In KiB: a process's memory of its own, the host's files in memory (all guests' RAM among them), a guest's memory that isn't free when
+    /// it has given up its caches (the pages that describe windows among it).
+    pub kib: u64,
 }
 
 /// All of it.
 pub struct Bed<'a> {
     /// The guests.
-    pub guests: [Member<'a>; 3],
+    pub guests: [Resident; 3],
     /// Their host.
     pub host: &'a Host,
     /// The host daemon.
     pub daemon: Session,
     /// The guests' kernel.
     pub kernel: String,
+    /// Their slots, by number, for as long as nobody leaves.
+    slots: Option<[u64; 3]>,
     cpus: u32,
 }
 
@@ -121,18 +130,20 @@ impl<'a> Bed<'a> {
         let daemon = daemon(host)?;
         let kernel = options.kernels.first().map_or(recipe::NEIGHBOUR_KERNELS[0], String::as_str).to_owned();
         let cpus = options.cpus.first().copied().unwrap_or(1);
-        let guests = [0, 1, 2].map(|number| boot(host, &kernel, cpus, number));
-        let [a, b, c] = guests;
-        let bed = Bed { guests: [a?, b?, c?], host, daemon, kernel, cpus };
-        for guest in &bed.guests {
-            guest.guest.expect("takes commands", BOOT)?;
+        host.sh(PROGRAMS)?;
+        for number in 0..NAMES.len() {
+            bring(lab, host, &kernel, number)?;
         }
+        let [a, b, c] = [0, 1, 2].map(|number| boot(host, &kernel, cpus, number));
+        let [a, b, c] = [resident(host, a?, 0), resident(host, b?, 1), resident(host, c?, 2)];
+        let bed = Bed { guests: [a?, b?, c?], host, daemon, kernel, slots: None, cpus };
+        progress!("three guests take commands");
         bed.until_all_move(&Seen::default())?;
         Ok(bed)
     }
 
     /// A guest by its number.
-    pub fn guest(&self, number: usize) -> Result<&Member<'a>> {
+    pub fn guest(&self, number: usize) -> Result<&Resident> {
         self.guests.get(number).with_context(|| format!("There is no guest {number}"))
     }
 
@@ -141,11 +152,11 @@ impl<'a> Bed<'a> {
         let old = self.guest(number)?;
         old.guest.session.kill()?;
         old.guest.session.wait(Duration::from_secs(60))?;
-        let new = boot(self.host, &self.kernel, self.cpus, number)?;
-        new.guest.expect("takes commands", BOOT)?;
+        let new = resident(self.host, boot(self.host, &self.kernel, self.cpus, number)?, number)?;
         if let Some(guest) = self.guests.get_mut(number) {
             *guest = new;
         }
+        self.slots = None;
         Ok(())
     }
 
@@ -154,6 +165,7 @@ impl<'a> Bed<'a> {
         self.daemon.kill()?;
         self.daemon.wait(Duration::from_secs(60))?;
         self.daemon = daemon(self.host)?;
+        self.slots = None;
         Ok(())
     }
 
@@ -161,11 +173,7 @@ impl<'a> Bed<'a> {
     pub fn seen(&self) -> Result<Seen> {
         let mut seen = Seen::default();
         for (number, guest) in self.guests.iter().enumerate() {
-            let text = guest.sh(
-                "cd /run; for f in t-?-??; do [ -e $f ] && echo \"done ${f#t-} $(cat $f)\"; done\n\
-                 for d in /sys/class/net/mm*; do [ -e $d ] && echo \"carrier $(cat $d/ifalias) $(cat $d/carrier_down_count)\"; done\n\
-                 cd /sys/kernel/config/mmblk/devices && for d in *; do [ -e $d ] && echo \"lost $d $(sed -n 's/^lost //p' $d/counters)\"; done; true",
-            )?;
+            let text = guest.sh("seen")?;
             read(&text, number, &mut seen).with_context(|| format!("Guest {} said {text:?}", guest.name))?;
         }
         Ok(seen)
@@ -189,7 +197,7 @@ impl<'a> Bed<'a> {
             if Instant::now() > until {
                 bail!(Hang { streams: still.join(", "), seconds: HANG.as_secs(), detail: self.detail() });
             }
-            std::thread::sleep(Duration::from_millis(200));
+            std::thread::sleep(Duration::from_millis(100));
         }
     }
 
@@ -198,21 +206,25 @@ impl<'a> Bed<'a> {
         let mut text = String::new();
         for guest in &self.guests {
             let log = guest
-                .run(
-                    "dmesg | tail -n 12; ip -br link; cat /sys/kernel/config/mmblk/devices/*/state",
-                    Duration::from_secs(60),
-                )
-                .map_or_else(|error| format!("{error:#}"), |output| output.stdout);
+                .sh("dmesg | tail -n 12; ip link; cat $C/devices/*/state; true")
+                .unwrap_or_else(|error| format!("{error:#}"));
             text.push_str(&format!("\nguest {}:\n{log}", guest.name));
         }
         text
     }
 
-    /// The registry's members by name: their slots, and the epochs of their connections by peer.
-    pub fn members(&self) -> Result<Members> {
-        let text = self.host.sh("causeway inspect host neighbours --json")?;
-        members(&serde_json::from_str(&text).with_context(|| format!("no JSON: {text:?}"))?)
-            .with_context(|| format!("The registry says {text}"))
+    /// A guest's slot.
+    pub fn slot(&mut self, guest: usize) -> Result<u64> {
+        let slots = match self.slots {
+            Some(slots) => slots,
+            None => {
+                let text = self.host.sh("causeway inspect host neighbours --json")?;
+                let tree = serde_json::from_str(&text).with_context(|| format!("no JSON: {text:?}"))?;
+                let slots = slots(&tree).with_context(|| format!("The registry says {text}"))?;
+                *self.slots.insert(slots)
+            }
+        };
+        slots.get(guest).copied().with_context(|| format!("There is no guest {guest}"))
     }
 
     /// Stores of a guest that were discarded so far.
@@ -223,22 +235,34 @@ impl<'a> Bed<'a> {
         find(&tree, "discarded_stores").with_context(|| format!("{name} counts no discarded stores: {text}"))
     }
 
-    /// What the daemon and the monitors hold, by name.
+    /// What the daemon, the monitors, the host and the guests' kernels hold, by name.
     pub fn held(&self) -> Result<BTreeMap<String, Held>> {
         let text = self.host.sh(
             "for p in $(pidof causeway); do c=$(tr '\\0' ' ' < /proc/$p/cmdline)\n\
              case \"$c\" in *' host '*) n=daemon;; *' --name a '*) n=a;; *' --name b '*) n=b;; *' --name c '*) n=c;; *) continue;; esac\n\
-             echo $n $(ls /proc/$p/fd | wc -l) $(grep -c -e 'memfd:causeway' /proc/$p/maps) $(sed -n 's/^RssAnon:[^0-9]*\\([0-9]*\\).*/\\1/p' /proc/$p/status); done",
+             echo $n $(ls /proc/$p/fd | wc -l) $(grep -c -e 'memfd:causeway' /proc/$p/maps) $(sed -n 's/^RssAnon:[^0-9]*\\([0-9]*\\).*/\\1/p' /proc/$p/status); done\n\
+             echo host 0 0 $(sed -n 's/^Shmem:[^0-9]*\\([0-9]*\\).*/\\1/p' /proc/meminfo)",
         )?;
-        text.lines()
+        let mut held = text
+            .lines()
             .map(|line| {
                 let mut words = line.split_whitespace();
                 let name = words.next().context("no name")?.to_owned();
                 let mut number = || words.next().and_then(|word| word.parse().ok()).context("no number");
-                Ok((name, Held { fds: number()?, maps: number()?, anon_kib: number()? }))
+                Ok((name, Held { fds: number()?, maps: number()?, kib: number()? }))
             })
             .collect::<Result<BTreeMap<_, _>>>()
-            .with_context(|| format!("What processes hold was described as {text:?}"))
+            .with_context(|| format!("What processes hold was described as {text:?}"))?;
+        for guest in &self.guests {
+            let text = guest.sh("holds")?;
+            let mut words = text.split_whitespace().map(str::parse::<u64>);
+            let (Some(Ok(free)), Some(Ok(maps))) = (words.next(), words.next()) else {
+                bail!("Guest {} said of what it holds {text:?}", guest.name)
+            };
+            let kib = u64::from(MEMORY_MIB * 1024).saturating_sub(free);
+            held.insert(format!("kernel of {}", guest.name), Held { fds: 0, maps, kib });
+        }
+        Ok(held)
     }
 }
 
@@ -264,50 +288,74 @@ fn daemon(host: &Host) -> Result<Session> {
     rdma::start_daemon(host, &format!("--neighbour-patience {PATIENCE_MS}"))
 }
 
-fn boot<'a>(host: &'a Host, kernel: &str, cpus: u32, number: usize) -> Result<Member<'a>> {
-    let (Some(&name), Some(lists), Some(disks)) = (NAMES.get(number), LISTS.get(number), DISKS.get(number))
-    else {
+/// Where a guest's initramfs is, in the host.
+fn initrd(name: &str) -> String {
+    format!("/tmp/{name}.initrd")
+}
+
+/// Brings a guest's initramfs and description into the host: once, however often it boots.
+fn bring(lab: &Lab, host: &Host, kernel: &str, number: usize) -> Result<()> {
+    let (Some(&name), Some(lists)) = (NAMES.get(number), LISTS.get(number)) else {
         bail!("There is no guest {number}")
     };
     let peers: Vec<String> =
         NAMES.iter().filter(|peer| **peer != name).map(|peer| format!("\"{peer}\"")).collect();
-    host.sh(&format!(
-        "printf '[neighbour]\\ngroup = \"lab\"\\npermit = [{}]\\nhost = \"{DAEMON_SOCKET}\"\\n' > /tmp/{name}.toml",
+    let description = format!(
+        "[neighbour]\ngroup = \"lab\"\npermit = [{}]\nhost = \"{DAEMON_SOCKET}\"\n",
         peers.join(", ")
-    ))?;
-    let mut spec = GuestSpec::new(name, kernel, cpus)
-        .memory(MEMORY_MIB)
-        .root()
-        .script(&format!(
-            "export PATH=/usr/sbin:/usr/bin:/sbin:/bin\nmount -t tmpfs run /run; hostname {name}\nsh /lab/up.sh || echo neighbours are not up\n\
-             echo {name} takes commands\n{}",
-            guest_channel::serve("127.0.0.1")
-        ))
-        .file("agent", std::fs::read(crate::paths::agent()?)?)
-        .file("lists", lists.as_bytes().to_vec())
-        .file("up.sh", UP.as_bytes().to_vec());
+    );
+    let mut files =
+        vec![("lists".to_owned(), lists.as_bytes().to_vec()), ("up.sh".to_owned(), UP.as_bytes().to_vec())];
     for module_name in MODULES {
-        spec = spec.file(&format!("{module_name}.ko"), module(kernel, module_name)?);
+        files.push((format!("{module_name}.ko"), module(kernel, module_name)?));
     }
     let images = Images::ready(&[Artifact::Kernels])?;
-    let modules = Modules::scan(&images.kernel(kernel).join("modules"))?.in_order(&["configfs"])?;
+    let modules = Modules::scan(&images.kernel(kernel).join("modules"))?.in_order(&NEEDED)?;
     let order: Vec<&str> = modules.iter().map(|(name, _)| name.as_str()).collect();
-    spec = spec.file("order", order.join(" ").into_bytes());
+    files.push(("order".to_owned(), order.join(" ").into_bytes()));
     for (module, path) in &modules {
-        spec = spec.file(&format!("{module}.ko"), std::fs::read(path)?);
+        files.push((format!("{module}.ko"), fs::read(path)?));
     }
+    let script = format!(
+        "export PATH=/bin:/sbin; hostname {name}; . /lab/up.sh\n{{ modules && traffic; }} || {{ echo neighbours are not up; exit 1; }}\n\
+         echo {name} takes commands\n{}",
+        bare_guest::serve()
+    );
+    let own = format!(".lab/{name}.cpio");
+    fs::write(host.share().join(&own), bare_guest::archive(lab.dir(), &script, &files)?)
+        .context("Can't write the guest's initramfs to the share")?;
+    host.sh(&format!(
+        "cat /lab/{kernel}/initrd /share/{own} > {} && rm /share/{own} && printf '%s' {} > /tmp/{name}.toml",
+        initrd(name),
+        rdma::quoted(&description)
+    ))
+    .map(drop)
+}
+
+fn boot(host: &Host, kernel: &str, cpus: u32, number: usize) -> Result<Guest> {
+    let (Some(&name), Some(disks)) = (NAMES.get(number), DISKS.get(number)) else {
+        bail!("There is no guest {number}")
+    };
+    let mut spec = GuestSpec::new(name, kernel, cpus).memory(MEMORY_MIB).cmdline(bare_guest::COMMAND_LINE);
     for disk in *disks {
         spec = spec.disk(&format!("/disks/{disk}.raw"), false);
     }
     spec.extra.push(format!("--vsock cid={},socket={}", number + 3, guest_channel::socket(name)));
     spec.extra.push(format!("/tmp/{name}.toml"));
-    let guest = Guest::start(host, &spec, Vmm::Causeway)?;
-    Ok(Member { name, guest, host })
+    Guest::start_with(host, &spec, Vmm::Causeway, &initrd(name))
+}
+
+/// Waits until a guest takes commands.
+fn resident(host: &Host, guest: Guest, number: usize) -> Result<Resident> {
+    let name = NAMES.get(number).with_context(|| format!("There is no guest {number}"))?;
+    let (_, after) = guest.expect("takes commands", BOOT)?;
+    progress!("  guest {name} takes commands after {:.1} s", after.as_secs_f64());
+    Resident::new(host, name, guest, "export PATH=/bin:/sbin; . /lab/up.sh")
 }
 
 /// Reads what a guest says of its streams.
 fn read(text: &str, guest: usize, into: &mut Seen) -> Result<()> {
-    for line in text.lines() {
+    for line in text.lines().filter(|line| !line.is_empty()) {
         let (what, rest) = line.split_once(' ').context("a line of one word")?;
         let (name, rest) = rest.split_once(' ').with_context(|| format!("{line:?}"))?;
         match what {
@@ -325,17 +373,18 @@ fn read(text: &str, guest: usize, into: &mut Seen) -> Result<()> {
     Ok(())
 }
 
-fn members(tree: &Value) -> Option<Members> {
+/// The slots of all guests, from the registry's list of members.
+fn slots(tree: &Value) -> Option<[u64; 3]> {
     // The neighbourhood may be shown below the path that was asked for.
     let list = tree.get("lab").or_else(|| tree.get("neighbours")?.get("lab"))?.as_array()?;
-    list.iter()
-        .map(|member| {
-            let epochs = member.get("epoch_by_peer")?.as_object()?;
-            let epochs = epochs.iter().map(|(peer, epoch)| Some((peer.clone(), epoch.as_u64()?)));
-            let name = member.get("vm")?.as_str()?.to_owned();
-            Some((name, (member.get("slot")?.as_u64()?, epochs.collect::<Option<_>>()?)))
-        })
-        .collect()
+    let slot = |name: &str| {
+        list.iter()
+            .find(|member| member.get("vm").and_then(Value::as_str) == Some(name))?
+            .get("slot")?
+            .as_u64()
+    };
+    let [a, b, c] = NAMES;
+    Some([slot(a)?, slot(b)?, slot(c)?])
 }
 
 /// The first number of that name in a tree.
@@ -366,10 +415,10 @@ mod tests {
 
     #[test]
     fn the_registry_is_read() {
-        let tree = json!({"lab": [{"slot": 1, "vm": "b", "epoch_by_peer": {"a": 7}}]});
-        let got = members(&tree).unwrap();
-        assert_eq!((got["b"].0, got["b"].1["a"]), (1, 7));
-        assert!(members(&json!({"lab": [{"vm": "b"}]})).is_none());
+        let tree = json!({"lab": [{"slot": 1, "vm": "b"}, {"slot": 0, "vm": "c"}, {"slot": 4, "vm": "a"}]});
+        assert_eq!(slots(&tree), Some([4, 1, 0]));
+        assert_eq!(slots(&json!({"neighbours": tree})), Some([4, 1, 0]));
+        assert!(slots(&json!({"lab": [{"slot": 1, "vm": "b"}]})).is_none());
         assert_eq!(find(&json!({"x": [{"n": 3}]}), "n"), Some(3));
     }
 }

@@ -8,16 +8,16 @@
 //! ```
 
 mod bed;
+mod resident;
 
 use crate::lab::Lab;
 use crate::progress;
-use crate::rdma::Runs;
 use crate::scenario::{Options, Report, Scenario};
 use crate::scenarios::neighbours_end::{end_daemon, kernel_is_content};
 use crate::topology::{HostSpec, Topology};
 use anyhow::{Context, Result, bail};
-use bed::{Bed, Hang, Held, PATIENCE_MS, STREAMS, Seen};
-use serde_json::{Map, json};
+use bed::{Bed, Hang, Held, NAMES, PATIENCE_MS, STREAMS, Seen, Stream};
+use serde_json::{Map, Value, json};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 pub const SCENARIO: Scenario = Scenario {
     name: "neighbours-faults",
     about: "three neighbours with traffic, and six kinds of faults: monitors and daemon killed, guests frozen, modules unloaded, wild rings, stores into windows",
-    topology: |_| Topology::new().host(HostSpec::new("host").cpus(4).memory(3584).neighbours()),
+    topology: |_| Topology::new().host(HostSpec::new("host").cpus(4).memory(3072).neighbours()),
     run,
     prompt: None,
 };
@@ -35,7 +35,11 @@ const FAULTS: u32 = 20;
 /// Stores of one fault.
 const STORES: u64 = 10;
 /// How much more memory of its own a process may have after a kind's faults, in KiB: allocators keep some.
-const GROWTH_KIB: u64 = 1024;
+const PROCESS_KIB: u64 = 1024;
+/// The same of a guest's kernel: the pages that describe one window are 3 MiB.
+const KERNEL_KIB: u64 = 3072;
+/// The same of the host's files in memory: of RAM that a guest has used before and uses now, but not one guest's RAM (192 MiB) more.
+const HOST_KIB: u64 = 96 * 1024;
 /// For what a process still holds of a connection that just ended.
 const SETTLE: Duration = Duration::from_secs(30);
 
@@ -65,14 +69,37 @@ impl Kind {
         }
     }
 
-    /// Whether a stream may be interrupted by a fault of this kind that `victim` has.
-    fn touches(self, stream: usize, victim: usize) -> bool {
-        let Some(stream) = STREAMS.get(stream) else { return false };
+    /// Whom the fault of a number is done to, and who is at the other end of what it is done with.
+    const fn attacked(self, number: u32) -> (usize, usize) {
+        match self {
+            // c lives through all of them, so that what is lost little by little is seen in it.
+            Kind::KillMonitor => {
+                if number.is_multiple_of(2) {
+                    (0, 1)
+                } else {
+                    (1, 0)
+                }
+            }
+            // b serves disks and uses none, so that its modules can go while its clients' requests wait.
+            Kind::Unload => (1, 0),
+            // All pairs, both ways; shifted, so that each case of the ten wild ones comes to each pair.
+            _ => match (number + number / 30) % 6 {
+                0 => (0, 1),
+                1 => (2, 0),
+                2 => (1, 2),
+                3 => (1, 0),
+                4 => (0, 2),
+                _ => (2, 1),
+            },
+        }
+    }
+
+    /// Whether a stream may be interrupted by a fault of this kind between two guests.
+    fn touches(self, stream: &Stream, (victim, peer): (usize, usize)) -> bool {
         match self {
             Kind::KillDaemon => true,
             Kind::KillMonitor | Kind::Freeze | Kind::Unload => stream.has(victim),
-            // Between a and b.
-            Kind::WildRing => stream.has(0) && stream.has(1),
+            Kind::WildRing => stream.has(victim) && stream.has(peer),
             Kind::WindowStore => false,
         }
     }
@@ -87,30 +114,68 @@ struct Counts {
     survivor_errors: u32,
 }
 
-/// Does one fault, and waits until it is over as far as it goes by itself.
-fn fault(bed: &mut Bed<'_>, kind: Kind, number: u32, victim: usize) -> Result<()> {
+/// Does one fault, and waits until it is over as far as it goes by itself. `before` is what guests saw before it.
+fn fault(
+    bed: &mut Bed<'_>,
+    kind: Kind,
+    number: u32,
+    (victim, peer): (usize, usize),
+    before: &Seen,
+) -> Result<()> {
+    // How often the connection of one guest with another had ended.
+    let ended = |at: usize, with: usize| {
+        let with = NAMES.get(with).copied().unwrap_or_default();
+        before.carrier.get(&(at, with.to_owned())).copied().unwrap_or(0)
+    };
     match kind {
         Kind::KillMonitor => bed.replace(victim),
         Kind::KillDaemon => bed.replace_daemon(),
         Kind::Freeze => {
-            let peer = bed.guest(2)?;
-            let name = bed.guest(victim)?.name;
-            let stopped = bed.guest(victim)?;
-            stopped.guest.session.signal(19)?;
+            // The monitor with its guest, and the guest alone.
+            let whole = number.is_multiple_of(2);
+            let (stopped, told) = (bed.guest(victim)?, bed.guest(peer)?);
+            if whole {
+                stopped.guest.session.signal(19)?;
+            } else {
+                bed.host.sh(&format!("causeway pause {}", stopped.name))?;
+            }
             // Its peer must be told; the guest goes on whatever comes of it.
-            let told = peer.sh(&format!(
-                "i=0; until for d in /sys/class/net/mm*; do [ $(cat $d/ifalias) = {name} ] && [ $(cat $d/carrier) = 0 ] && exit 0; done; false; do\n\
-                 i=$((i+1)); [ $i -gt {} ] && exit 1; sleep 0.1; done",
-                PATIENCE_MS / 100 + 200
+            let told = told.sh(&format!(
+                "ended {} {} {}",
+                stopped.name,
+                ended(peer, victim),
+                PATIENCE_MS / 1000 + 25
             ));
-            stopped.guest.session.signal(18)?;
-            told.map(drop).context("c was not told that its neighbour stands still")
+            if whole {
+                stopped.guest.session.signal(18)?;
+            } else {
+                bed.host.sh(&format!("causeway resume {}", stopped.name))?;
+            }
+            told.map(drop).context("its peer was not told that its neighbour stands still")
         }
-        Kind::Unload => bed.guest(victim)?.sh("sh /lab/up.sh down && sh /lab/up.sh modules").map(drop),
-        Kind::WildRing => wild(bed, number, victim),
+        Kind::Unload => bed.guest(victim)?.sh("down && modules").map(drop),
+        Kind::WildRing => {
+            let slot = bed.slot(peer)?;
+            let (from, to) = (bed.guest(victim)?, bed.guest(peer)?);
+            let over = format!("ended {} {} 5", from.name, ended(peer, victim));
+            // What is written to the ring may be overwritten by the driver that works beside it, so it is written again.
+            for _ in 0..5 {
+                // The connection may be over already: there is no ring then.
+                let written =
+                    from.sh(&format!("echo {slot} {number} > /sys/module/neigh_fault/parameters/wild"));
+                if to.sh(&over).is_ok() {
+                    return Ok(());
+                }
+                written?;
+            }
+            bail!(
+                "guest {} did not end the connection whose ring holds what is forbidden (case {number})",
+                to.name
+            )
+        }
         Kind::WindowStore => {
             let before = bed.discarded(victim)?;
-            let slot = slot(bed, 1 - victim)?;
+            let slot = bed.slot(peer)?;
             bed.guest(victim)?
                 .sh(&format!("echo {slot} {STORES} > /sys/module/neigh_fault/parameters/store"))?;
             let discarded = bed.discarded(victim)? - before;
@@ -122,44 +187,18 @@ fn fault(bed: &mut Bed<'_>, kind: Kind, number: u32, victim: usize) -> Result<()
     }
 }
 
-fn slot(bed: &Bed<'_>, guest: usize) -> Result<u64> {
-    let name = bed.guest(guest)?.name;
-    Ok(bed.members()?.get(name).with_context(|| format!("{name} is not a member"))?.0)
-}
-
-/// Breaks the rules towards the other one of a and b, until that has ended the connection: what is written to the ring may be overwritten by
-/// the driver that works beside it.
-fn wild(bed: &Bed<'_>, number: u32, victim: usize) -> Result<()> {
-    let (from, to) = (bed.guest(victim)?, bed.guest(1 - victim)?);
-    let epoch = || -> Result<u64> {
-        Ok(bed.members()?.get(to.name).and_then(|m| m.1.get(from.name).copied()).unwrap_or(0))
-    };
-    let (before, slot) = (epoch()?, slot(bed, 1 - victim)?);
-    for _ in 0..5 {
-        from.sh(&format!("echo {slot} {number} > /sys/module/neigh_fault/parameters/wild"))?;
-        let until = Instant::now() + Duration::from_secs(5);
-        while Instant::now() < until {
-            if epoch()? != before {
-                return Ok(());
-            }
-            std::thread::sleep(Duration::from_millis(100));
-        }
-    }
-    bail!("guest {} did not end the connection whose ring holds what is forbidden (case {number})", to.name)
-}
-
 /// What a fault did to those who had no part in it; a sentence for each.
-fn errors(bed: &Bed<'_>, kind: Kind, victim: usize, before: &Seen, after: &Seen) -> Vec<String> {
+fn errors(bed: &Bed<'_>, kind: Kind, attacked: (usize, usize), before: &Seen, after: &Seen) -> Vec<String> {
     let mut errors = Vec::new();
-    for (index, stream) in STREAMS.iter().enumerate() {
+    for stream in &STREAMS {
         let done = |of: &Seen| of.done.get(stream.name).copied().unwrap_or_default();
         let (old, new) = (done(before), done(after));
-        let replaced = kind == Kind::KillMonitor && stream.from == victim;
+        let replaced = kind == Kind::KillMonitor && stream.from == attacked.0;
         let old = if replaced { Default::default() } else { old };
         if new.wrong != old.wrong {
             errors.push(format!("{}: {} blocks with wrong bytes", stream.name, new.wrong - old.wrong));
         }
-        let touched = kind.touches(index, victim);
+        let touched = kind.touches(stream, attacked);
         // Requests of a disk wait for their server: none may fail, whatever happens to it.
         if new.breaks != old.breaks && (!touched || stream.name.starts_with("d-")) {
             errors.push(format!("{} was interrupted {} times", stream.name, new.breaks - old.breaks));
@@ -172,7 +211,7 @@ fn errors(bed: &Bed<'_>, kind: Kind, victim: usize, before: &Seen, after: &Seen)
         }
         let ends = [(stream.from, stream.to), (stream.to, stream.from)];
         for (guest, peer) in ends {
-            let Some(peer) = bed::NAMES.get(peer) else { continue };
+            let Some(peer) = NAMES.get(peer) else { continue };
             let key = (guest, (*peer).to_owned());
             if after.carrier.get(&key) != before.carrier.get(&key) {
                 errors.push(format!("guest {guest} lost its connection to {peer}"));
@@ -187,21 +226,36 @@ fn errors(bed: &Bed<'_>, kind: Kind, victim: usize, before: &Seen, after: &Seen)
     errors
 }
 
+/// How much more memory may be held under a name of [`Bed::held`].
+fn growth_kib(name: &str) -> u64 {
+    match name {
+        "host" => HOST_KIB,
+        _ if name.starts_with("kernel") => KERNEL_KIB,
+        _ => PROCESS_KIB,
+    }
+}
+
+/// What is held more than before; a sentence for each.
+fn grown(before: &BTreeMap<String, Held>, after: &BTreeMap<String, Held>) -> Vec<String> {
+    let mut leaks = Vec::new();
+    for (name, old) in before {
+        match after.get(name) {
+            None => leaks.push(format!("{name} is gone")),
+            Some(new) if new.fds > old.fds || new.maps > old.maps || new.kib > old.kib + growth_kib(name) => {
+                leaks.push(format!("{name} had {old:?} and has {new:?}"));
+            }
+            Some(_) => {}
+        }
+    }
+    leaks
+}
+
 /// What is held more than before, once it has settled; a sentence for each.
 fn leaks(bed: &Bed<'_>, before: &BTreeMap<String, Held>) -> Result<(Vec<String>, BTreeMap<String, Held>)> {
     let until = Instant::now() + SETTLE;
     loop {
         let after = bed.held()?;
-        let mut leaks = Vec::new();
-        for (name, old) in before {
-            let Some(new) = after.get(name) else {
-                leaks.push(format!("{name} is gone"));
-                continue;
-            };
-            if new.fds > old.fds || new.maps > old.maps || new.anon_kib > old.anon_kib + GROWTH_KIB {
-                leaks.push(format!("{name} had {old:?} and has {new:?}"));
-            }
-        }
+        let leaks = grown(before, &after);
         if leaks.is_empty() || Instant::now() > until {
             return Ok((leaks, after));
         }
@@ -209,22 +263,28 @@ fn leaks(bed: &Bed<'_>, before: &BTreeMap<String, Held>) -> Result<(Vec<String>,
     }
 }
 
-/// All faults of a kind.
+/// All faults of a kind; what is to be said of them.
 fn kind_of_faults(
     bed: &mut Bed<'_>,
     kind: Kind,
-    count: u32,
+    (count, at_most): (u32, Option<Duration>),
     counts: &mut Counts,
     report: &mut Report,
-) -> Result<()> {
+) -> Result<Value> {
     let begun = Instant::now();
     let held = bed.held()?;
+    let mut before = bed.seen()?;
+    let (mut verified, mut longest, mut faults) = (0, Duration::ZERO, 0);
     for number in 0..count {
-        // Either, in turns; the module that is unloaded is the server's, whose peers' traffic goes on.
-        let victim = if kind == Kind::Unload { 1 } else { usize::from(number % 2 == 0) };
-        let before = bed.seen()?;
+        if at_most.is_some_and(|at_most| begun.elapsed() > at_most) {
+            progress!("  the time for {} is over", kind.name());
+            break;
+        }
+        let attacked = kind.attacked(number);
         counts.faults += 1;
-        let done = fault(bed, kind, number, victim).and_then(|()| bed.until_all_move(&bed.seen()?));
+        let this = Instant::now();
+        let done =
+            fault(bed, kind, number, attacked, &before).and_then(|()| bed.until_all_move(&bed.seen()?));
         let after = match done {
             Ok(after) => after,
             Err(error) => {
@@ -237,13 +297,17 @@ fn kind_of_faults(
                 return Err(error.context(format!("{} number {number}", kind.name())));
             }
         };
-        for error in errors(bed, kind, victim, &before, &after) {
+        longest = longest.max(this.elapsed());
+        for error in errors(bed, kind, attacked, &before, &after) {
             counts.survivor_errors += 1;
-            report.check(false, format!("{} {number} of guest {victim}: {error}", kind.name()));
+            report.check(false, format!("{} {number} of guest {}: {error}", kind.name(), attacked.0));
         }
-        if number % 10 == 9 {
+        verified += moved(&before, &after);
+        if number % 10 == 9 || begun.elapsed() / 10 < this.elapsed() {
             progress!("  {} {} in {:.0} s", number + 1, kind.name(), begun.elapsed().as_secs_f64());
         }
+        before = after;
+        faults = number + 1;
     }
     let (left, after) = leaks(bed, &held)?;
     for leak in left {
@@ -256,16 +320,33 @@ fn kind_of_faults(
             report.check(false, format!("{}: {error:#}", kind.name()));
         }
     }
-    progress!(
-        "{}: {count} in {:.0} s; held before {held:?}, after {after:?}",
-        kind.name(),
-        begun.elapsed().as_secs_f64()
-    );
-    Ok(())
+    let seconds = begun.elapsed().as_secs();
+    progress!("{}: {faults} in {seconds} s; held before {held:?}, after {after:?}", kind.name());
+    Ok(json!({
+        "faults": faults,
+        "wanted": count,
+        "seconds": seconds,
+        "longest_s": longest.as_secs_f64(),
+        "blocks_verified": verified,
+        "held_before": held,
+        "held_after": after,
+    }))
+}
+
+/// Blocks that all streams have moved in between; a guest that was booted anew counts from 0.
+fn moved(before: &Seen, after: &Seen) -> u64 {
+    let blocks = |of: &Seen, name: &str| of.done.get(name).map_or(0, |done| done.blocks);
+    let by = |stream: &Stream| {
+        let (old, new) = (blocks(before, stream.name), blocks(after, stream.name));
+        if new < old { new } else { new - old }
+    };
+    STREAMS.iter().map(by).sum()
 }
 
 fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let count = options.count.unwrap_or(FAULTS);
+    // With --seconds a kind ends then, and its figures say how many there were.
+    let at_most = options.seconds.map(Duration::from_secs);
     let kinds: Vec<Kind> = Kind::ALL.into_iter().filter(|kind| options.wants(kind.name())).collect();
     if kinds.is_empty() {
         let names = Kind::ALL.map(Kind::name).join(", ");
@@ -277,14 +358,12 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let mut result = Ok(());
     for kind in kinds {
         progress!("{}", kind.name());
-        let (before, begun) = (counts.faults, Instant::now());
-        result = kind_of_faults(&mut bed, kind, count, &mut counts, report);
-        by_kind.insert(
-            kind.name().into(),
-            json!({"faults": counts.faults - before, "seconds": begun.elapsed().as_secs()}),
-        );
-        if result.is_err() {
-            break;
+        match kind_of_faults(&mut bed, kind, (count, at_most), &mut counts, report) {
+            Ok(said) => drop(by_kind.insert(kind.name().into(), said)),
+            Err(error) => {
+                result = Err(error);
+                break;
+            }
         }
     }
     report.figure("faults", counts.faults);
@@ -294,11 +373,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     report.figure("kernel", bed.kernel.clone());
     report.figure("kinds", by_kind);
     result?;
-    let moved: BTreeMap<String, u64> =
-        bed.seen()?.done.iter().map(|(name, done)| (name.clone(), done.blocks)).collect();
-    report.figure("blocks_since_boot", json!(moved));
     for guest in &bed.guests {
-        let _ = guest.start("busybox poweroff -f")?.wait(Duration::from_secs(20));
+        guest.begin("poweroff -f")?;
         guest.guest.ended(Duration::from_secs(60))?;
     }
     end_daemon(&bed.daemon)
@@ -307,15 +383,38 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::collections::BTreeSet;
 
     /// Each kind has a connection that must see nothing, but the daemon's, which is everybody's.
     #[test]
     fn every_kind_has_somebody_who_is_not_involved() {
         for kind in Kind::ALL {
-            for victim in 0..2 {
-                let untouched = (0..STREAMS.len()).filter(|stream| !kind.touches(*stream, victim)).count();
+            for number in 0..200 {
+                let attacked = kind.attacked(number);
+                assert_ne!(attacked.0, attacked.1);
+                let untouched = STREAMS.iter().filter(|stream| !kind.touches(stream, attacked)).count();
                 assert_eq!(untouched > 0, kind != Kind::KillDaemon, "{kind:?}");
             }
+        }
+    }
+
+    /// Each of the ten wild rings comes to each pair, both ways.
+    #[test]
+    fn all_pairs_get_all_wild_rings() {
+        let got: BTreeSet<_> =
+            (0..200).map(|number| (Kind::WildRing.attacked(number), number % 10)).collect();
+        assert_eq!(got.len(), 60);
+    }
+
+    /// What is held more is a leak, within what each is allowed; and what is gone.
+    #[test]
+    fn more_is_a_leak() {
+        let held = |fds, maps, kib| BTreeMap::from([("kernel of a".to_owned(), Held { fds, maps, kib })]);
+        let before = held(3, 4, 50_000);
+        assert!(grown(&before, &held(3, 4, 50_000 + KERNEL_KIB)).is_empty());
+        for more in [held(4, 4, 50_000), held(3, 5, 50_000), held(3, 4, 50_001 + KERNEL_KIB), BTreeMap::new()]
+        {
+            assert_eq!(grown(&before, &more).len(), 1, "{more:?}");
         }
     }
 }
