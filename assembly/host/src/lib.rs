@@ -20,6 +20,7 @@
 //! | [`neighbours`] | VMs that read each other's memory: who may, their descriptors, who is alive |
 //! | [`access`], [`identity`] | who may; names and addresses |
 //! | [`listener`], [`remembered`] | sockets; what outlives the daemon |
+//! | [`migration`] | a VM's HCA as it moves (no daemon drives it yet) |
 //! | [`sandbox`] | what the daemon may do |
 //! | `service`, `server`, `inspect`, `hw_counters` | gRPC, metrics, the live tree |
 
@@ -32,6 +33,7 @@ mod hw_counters;
 pub mod identity;
 mod inspect;
 pub mod listener;
+pub mod migration;
 pub mod neighbours;
 pub mod registry;
 pub mod remembered;

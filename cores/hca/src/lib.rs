@@ -13,6 +13,7 @@
 //! | [`limits`] | what a device offers, and what its VM may use |
 //! | [`counters`] | counters, named as Linux names them |
 //! | [`error`] | why a verb fails |
+//! | [`saved`] | the saved state of a device's objects |
 //! | [`testing`] | a guest without an ABI, for tests and benchmarks |
 //! | `memory` | regions, keys, protection, translation |
 //! | `objects` | the state of queue pairs, completion queues, devices |
@@ -30,6 +31,7 @@ pub mod names;
 mod objects;
 pub mod provider;
 pub mod remote;
+pub mod saved;
 mod table;
 pub mod testing;
 pub mod work;

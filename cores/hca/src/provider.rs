@@ -7,7 +7,11 @@
 //!                                                                    then Sink::completion_event, if armed
 //! ```
 
+use std::fmt::Debug;
+
 use dma::Dma;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
 
 use crate::names::{CqHandle, DeviceId};
 use crate::work::{AsyncEvent, Completion, Malformed, ReceiveRequest, SendRequest};
@@ -44,7 +48,13 @@ pub enum Fetched<T> {
 }
 
 /// The send queue of one queue pair. The engine may hold several fetched requests; they retire in order.
-pub trait SendQueue<M: Dma> {
+pub trait SendQueue<M: Dma>: Sized {
+    /// Its saved state: where its ring is, and how far the engine has come in it.
+    type Saved: Serialize + DeserializeOwned + Clone + Debug + PartialEq;
+    /// The state as it is now; for a queue that nothing is hidden in ([`crate::engine::Engine::poll`] has returned).
+    fn save(&self) -> Self::Saved;
+    /// A queue in a saved state, which may come from anywhere. What is wrong, in a word or two, where no queue can have it.
+    fn restore(saved: Self::Saved) -> Result<Self, &'static str>;
     /// Starts at the ring's present consumer index; called when the queue pair leaves RESET.
     fn start(&mut self, memory: &M);
     /// Whether a request waits behind those fetched: one load, no side effect. A broken ring counts as work.
@@ -65,7 +75,13 @@ pub trait SendQueue<M: Dma> {
 }
 
 /// A receive queue. Slots go back to the guest as soon as they are copied.
-pub trait ReceiveQueue<M: Dma> {
+pub trait ReceiveQueue<M: Dma>: Sized {
+    /// Its saved state: where its ring is, and how far the engine has come in it.
+    type Saved: Serialize + DeserializeOwned + Clone + Debug + PartialEq;
+    /// The state as it is now; for a queue that nothing is hidden in ([`crate::engine::Engine::poll`] has returned).
+    fn save(&self) -> Self::Saved;
+    /// A queue in a saved state, which may come from anywhere. What is wrong, in a word or two, where no queue can have it.
+    fn restore(saved: Self::Saved) -> Result<Self, &'static str>;
     /// As [`SendQueue::start`].
     fn start(&mut self, memory: &M);
     /// How many requests wait. A broken ring has 0.
@@ -76,7 +92,13 @@ pub trait ReceiveQueue<M: Dma> {
 
 /// A completion queue. The guest polls the index that [`CompletionQueue::publish`] stores, so each store costs both sides a cache
 /// line's way: the engine publishes several completions at once where they come in one go.
-pub trait CompletionQueue<M: Dma> {
+pub trait CompletionQueue<M: Dma>: Sized {
+    /// Its saved state: where its ring is, and how far the engine has come in it.
+    type Saved: Serialize + DeserializeOwned + Clone + Debug + PartialEq;
+    /// The state as it is now; for a queue that nothing is hidden in ([`crate::engine::Engine::poll`] has returned).
+    fn save(&self) -> Self::Saved;
+    /// A queue in a saved state, which may come from anywhere. What is wrong, in a word or two, where no queue can have it.
+    fn restore(saved: Self::Saved) -> Result<Self, &'static str>;
     /// Appends a completion, which the guest can't see yet. Never touches entries that are published already.
     fn push(&mut self, memory: &M, completion: &Completion) -> Result<(), CompletionQueueFailed>;
     /// Makes all that was pushed visible.

@@ -10,6 +10,8 @@ const QUARANTINE: usize = 64;
 pub(crate) struct Table<T> {
     slots: Vec<Option<T>>,
     free: VecDeque<u32>,
+    /// Objects were placed: `free` is made anew when it is needed.
+    placed: bool,
     limit: u32,
     live: u32,
 }
@@ -17,7 +19,7 @@ pub(crate) struct Table<T> {
 impl<T> Table<T> {
     /// A table whose handles are below `limit`.
     pub fn new(limit: u32) -> Self {
-        Self { slots: vec![None], free: VecDeque::new(), limit, live: 0 }
+        Self { slots: vec![None], free: VecDeque::new(), placed: false, limit, live: 0 }
     }
 
     /// Objects in the table.
@@ -27,6 +29,9 @@ impl<T> Table<T> {
 
     /// Adds what `make` makes of the new handle. `None` when all handles are taken.
     pub fn insert(&mut self, make: impl FnOnce(u32) -> T) -> Option<u32> {
+        if self.placed {
+            self.find_free();
+        }
         let next = u32::try_from(self.slots.len()).ok().filter(|next| *next < self.limit);
         let handle = match next {
             Some(next) if self.free.len() <= QUARANTINE => {
@@ -38,6 +43,27 @@ impl<T> Table<T> {
         self.slots[handle as usize] = Some(make(handle));
         self.live += 1;
         Some(handle)
+    }
+
+    /// Puts an object at a handle, in place of what is there: a restored one. `None` when no object of this table can have it.
+    pub fn place(&mut self, handle: u32, object: T) -> Option<()> {
+        if handle >= self.limit.max(1) {
+            return None;
+        }
+        let at = handle as usize;
+        if at >= self.slots.len() {
+            self.slots.resize_with(at + 1, || None);
+        }
+        self.live += u32::from(self.slots[at].is_none());
+        self.slots[at] = Some(object);
+        self.placed = true;
+        Some(())
+    }
+
+    fn find_free(&mut self) {
+        self.placed = false;
+        let empty = (0u32..).zip(&self.slots).skip(1).filter(|(_, slot)| slot.is_none());
+        self.free = empty.map(|(handle, _)| handle).collect();
     }
 
     /// Puts an object at handle 0, which [`Table::insert`] never gives out.
@@ -59,7 +85,7 @@ impl<T> Table<T> {
     pub fn remove(&mut self, handle: u32) -> Option<T> {
         let object = self.slots.get_mut(handle as usize)?.take()?;
         self.live -= 1;
-        if handle != 0 {
+        if handle != 0 && !self.placed {
             self.free.push_back(handle);
         }
         Some(object)

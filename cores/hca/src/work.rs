@@ -9,7 +9,7 @@ use crate::names::{CqHandle, Gid, Key, QpHandle, Qpn};
 pub const MAX_SGE: usize = 16;
 
 /// One scatter-gather element, not yet checked against any memory region.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 pub struct Sge {
     /// Address as the region has it (user virtual address; guest-physical for a DMA region).
     pub address: u64,
@@ -23,8 +23,23 @@ pub struct Sge {
 /// are moved on the data path, so they are small.
 pub type SgeList = SmallVec<[Sge; 3]>;
 
+/// Lists in saved state: as any sequence.
+mod sge_list {
+    use serde::{Deserialize, Deserializer, Serializer};
+
+    use super::{Sge, SgeList};
+
+    pub fn serialize<S: Serializer>(list: &SgeList, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(list)
+    }
+
+    pub fn deserialize<'a, D: Deserializer<'a>>(deserializer: D) -> Result<SgeList, D::Error> {
+        Vec::<Sge>::deserialize(deserializer).map(SgeList::from_vec)
+    }
+}
+
 /// Where a one-sided operation goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Remote {
     /// Address in the remote region.
     pub address: u64,
@@ -33,7 +48,7 @@ pub struct Remote {
 }
 
 /// The destination of a datagram, copied from the request's address vector.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Datagram {
     /// Remote queue pair.
     pub qpn: Qpn,
@@ -56,7 +71,7 @@ pub struct Datagram {
 }
 
 /// What a send request asks for.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Operation {
     /// SEND; to a connected peer, or as a datagram.
     Send {
@@ -105,7 +120,7 @@ pub enum Operation {
 }
 
 /// A fast registration: the page list is copied already.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct FastRegister {
     /// First address of the region; its offset within the first page as well.
     pub iova: u64,
@@ -120,7 +135,7 @@ pub struct FastRegister {
 }
 
 /// A send request.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct SendRequest {
     /// Echoed in the completion.
     pub wr_id: u64,
@@ -133,15 +148,17 @@ pub struct SendRequest {
     /// Raises a solicited event at the receiver.
     pub solicited: bool,
     /// Data.
+    #[serde(with = "sge_list")]
     pub sges: SgeList,
 }
 
 /// A receive request.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct ReceiveRequest {
     /// Echoed in the completion.
     pub wr_id: u64,
     /// Buffers.
+    #[serde(with = "sge_list")]
     pub sges: SgeList,
 }
 

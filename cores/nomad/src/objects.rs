@@ -215,6 +215,18 @@ impl Incoming {
         Ok(true)
     }
 
+    /// Whether what came is what the source has: for whoever makes objects as they come, and gives [`Incoming::take`] no bytes to keep.
+    ///
+    /// # Errors
+    /// When it isn't.
+    pub fn check(&self, total: Total) -> Result<(), Incomplete> {
+        if self.total == total {
+            Ok(())
+        } else {
+            Err(Incomplete::Differs { got: self.total.objects, expected: total.objects })
+        }
+    }
+
     /// All objects, in the order in which they can be made.
     ///
     /// # Errors

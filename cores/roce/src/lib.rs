@@ -45,7 +45,7 @@ pub mod testing;
 pub mod timing;
 
 pub use config::{Config, Mtu, Reliability};
-pub use connection::{Arrival, Connection, SendAttributes, State};
+pub use connection::{Arrival, Connection, Fate, SendAttributes, State};
 pub use counters::Counters;
 pub use memory::{Atomic, Memory, Received, ReceivedOperation, Remote};
 pub use output::{Batch, Output};

@@ -9,6 +9,7 @@ use zerocopy::IntoBytes;
 use crate::abi::completion::{Entry, SIZE, flags, network};
 use crate::abi::rings::state;
 use crate::ring::{RingError, RingMemory};
+use crate::saved;
 
 /// Entries ahead of the next one that are asked for: stores wait for their lines in order, requests for lines don't.
 const PREFETCHED: u32 = 3;
@@ -50,6 +51,22 @@ impl PvrdmaCompletionQueue {
 }
 
 impl<M: Dma> CompletionQueue<M> for PvrdmaCompletionQueue {
+    type Saved = saved::CompletionQueue;
+
+    fn save(&self) -> saved::CompletionQueue {
+        let Self { kernel, tail, head, .. } = *self;
+        saved::CompletionQueue { ring: self.ring.save(), kernel, tail, head }
+    }
+
+    fn restore(saved: saved::CompletionQueue) -> Result<Self, &'static str> {
+        let ring = saved.ring.restore()?;
+        ring.indices().between(saved.tail, saved.head).ok_or("index of a completion queue")?;
+        if ring.slot_size() != SIZE {
+            return Err("size of a completion queue's slots");
+        }
+        Ok(Self { ring, kernel: saved.kernel, tail: saved.tail, head: saved.head })
+    }
+
     #[inline]
     fn push(&mut self, memory: &M, completion: &Completion) -> Result<(), CompletionQueueFailed> {
         let indices = self.ring.indices();

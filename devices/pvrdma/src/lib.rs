@@ -36,6 +36,7 @@ pub mod page_list;
 mod provider;
 pub mod receive_queue;
 pub mod ring;
+pub mod saved;
 pub mod send_queue;
 pub mod testing;
 

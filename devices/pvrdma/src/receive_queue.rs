@@ -5,8 +5,10 @@ use hca::provider::{Fetched, ReceiveQueue};
 use hca::work::ReceiveRequest;
 
 use crate::abi::rings::state;
+use crate::abi::work::receive_slot;
 use crate::decode::read_receive;
 use crate::ring::{RingError, RingMemory};
+use crate::saved;
 
 /// A receive queue.
 #[derive(Debug)]
@@ -37,6 +39,22 @@ impl PvrdmaReceiveQueue {
 }
 
 impl<M: Dma> ReceiveQueue<M> for PvrdmaReceiveQueue {
+    type Saved = saved::ReceiveQueue;
+
+    fn save(&self) -> saved::ReceiveQueue {
+        let Self { max_sge, tail, head, .. } = *self;
+        saved::ReceiveQueue { ring: self.ring.save(), max_sge, tail, head }
+    }
+
+    fn restore(saved: saved::ReceiveQueue) -> Result<Self, &'static str> {
+        let ring = saved.ring.restore()?;
+        ring.indices().between(saved.tail, saved.head).ok_or("index of a receive queue")?;
+        if saved.max_sge as usize > hca::work::MAX_SGE || receive_slot(saved.max_sge) > ring.slot_size() {
+            return Err("number of elements of a receive request");
+        }
+        Ok(Self { ring, max_sge: saved.max_sge, tail: saved.tail, head: saved.head })
+    }
+
     fn start(&mut self, memory: &M) {
         self.head = self.ring.load(memory, state::RX_HEAD);
         self.tail = self.head;

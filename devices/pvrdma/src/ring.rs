@@ -150,9 +150,19 @@ impl RingMemory {
         Self::new(pages[0], &pages[1..], slots, slot_size)
     }
 
+    /// Its saved state.
+    pub fn save(&self) -> crate::saved::Ring {
+        crate::saved::Ring::new(self.state, &self.pages, self.indices.slots, self.slot_shift)
+    }
+
     #[inline]
     pub fn indices(&self) -> Indices {
         self.indices
+    }
+
+    /// Bytes of a slot.
+    pub fn slot_size(&self) -> u64 {
+        1 << self.slot_shift
     }
 
     /// Guest address of the slot of `index`.

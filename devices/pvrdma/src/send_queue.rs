@@ -5,8 +5,10 @@ use hca::provider::{Fetched, SendQueue};
 use hca::work::SendRequest;
 
 use crate::abi::rings::state;
+use crate::abi::work::send_slot;
 use crate::decode::{SendRules, read_send};
 use crate::ring::{RingError, RingMemory};
+use crate::saved;
 
 /// Requests that are asked for ahead: two cache lines each, and CPUs have about ten such misses under way at once.
 const PREFETCHED: u32 = 6;
@@ -66,6 +68,27 @@ impl PvrdmaSendQueue {
 }
 
 impl<M: Dma> SendQueue<M> for PvrdmaSendQueue {
+    type Saved = saved::SendQueue;
+
+    fn save(&self) -> saved::SendQueue {
+        let SendRules { kind, kernel, max_sge } = self.rules;
+        let Self { tail, next, head, .. } = *self;
+        saved::SendQueue { ring: self.ring.save(), kind, kernel, max_sge, tail, next, head }
+    }
+
+    fn restore(saved: saved::SendQueue) -> Result<Self, &'static str> {
+        let ring = saved.ring.restore()?;
+        let indices = ring.indices();
+        let (tail, next, head) = (saved.tail, saved.next, saved.head);
+        let filled = indices.between(tail, head).ok_or("index of a send queue")?;
+        let fetched = indices.between(next, head).filter(|fetched| *fetched <= filled);
+        fetched.ok_or("index of a send queue")?;
+        if saved.max_sge as usize > hca::work::MAX_SGE || send_slot(saved.max_sge) > ring.slot_size() {
+            return Err("number of elements of a send request");
+        }
+        Ok(Self { ring, rules: saved.rules(), tail, next, ahead: next, head })
+    }
+
     fn start(&mut self, memory: &M) {
         self.head = self.ring.load(memory, state::TX_HEAD);
         self.next = self.head;

@@ -4,3 +4,4 @@
 
 pub mod driver;
 pub mod monitor;
+pub mod moving;

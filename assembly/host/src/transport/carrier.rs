@@ -51,7 +51,7 @@ fn status(status: EngineStatus) -> Status {
     }
 }
 
-fn engine_status(status: Status) -> EngineStatus {
+pub(super) fn engine_status(status: Status) -> EngineStatus {
     match status {
         Status::Success => EngineStatus::Success,
         Status::LocalLength => EngineStatus::LocalLength,

@@ -80,6 +80,48 @@ impl Entry {
         })
     }
 
+    /// The state in which it moves; its timers stand still from then on.
+    pub fn save(&self, now: u64) -> SavedConnection {
+        SavedConnection {
+            peer_vm: self.peer_vm,
+            sends: self.sends,
+            remove_in: self.remove_at.map(|at| at.saturating_sub(now)),
+            connection: self.connection.save(now),
+        }
+    }
+
+    /// From a saved state, held.
+    ///
+    /// # Errors
+    /// When no connection can have that state.
+    pub fn restore(
+        qp: QpId,
+        qpn: u32,
+        header: Header,
+        saved: &SavedConnection,
+        now: u64,
+    ) -> Result<Self, roce::saved::InvalidState> {
+        let mut connection = Connection::restore(&saved.connection, now)?;
+        if connection.config().qpn != qpn {
+            return Err(roce::saved::InvalidState::Field("queue pair number"));
+        }
+        connection.suspend(now);
+        Ok(Self {
+            qp,
+            qpn,
+            peer_qpn: connection.config().peer_qpn,
+            peer_vm: saved.peer_vm,
+            host: None,
+            header,
+            line: None,
+            connection,
+            remove_at: saved.remove_in.map(|wait| now.saturating_add(wait)),
+            sends: saved.sends,
+            ready: false,
+            timer: None,
+        })
+    }
+
     /// The queue pair sends now: attributes that it got after it could receive are taken over.
     pub fn may_send<P: Provider>(&mut self, engine: &Engine<P>) {
         if self.sends {
@@ -97,6 +139,19 @@ impl Entry {
             self.sends = info.sends;
         }
     }
+}
+
+/// A connection by `fabric` as it moves with its queue pair.
+#[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
+pub struct SavedConnection {
+    /// The peer.
+    pub peer_vm: VmId,
+    /// The queue pair's attributes for sending were taken over.
+    pub sends: bool,
+    /// It has failed, and goes after so many nanoseconds.
+    pub remove_in: Option<u64>,
+    /// The protocol's state.
+    pub connection: roce::saved::Connection,
 }
 
 /// All connections.
@@ -184,6 +239,32 @@ impl Connections {
         self.numbers.insert(number, index);
         self.handles.insert((qp.device, qp.handle), index);
         Some(index)
+    }
+
+    /// The newest connection of a queue pair, whichever of its incarnations has it.
+    pub fn of_handle(&self, device: DeviceId, handle: QpHandle) -> Option<usize> {
+        self.handles.get(&(device, handle)).copied()
+    }
+
+    /// Those of a device, or of those the ones with a peer.
+    pub fn facing(&self, device: DeviceId, peer: Option<VmId>) -> Vec<usize> {
+        let all = self.entries.iter().enumerate();
+        let wanted = |entry: &Entry| {
+            entry.qp.device == device && peer.is_none_or(|peer| entry.peer_vm == peer && entry.line.is_none())
+        };
+        all.filter(|(_, entry)| entry.as_deref().is_some_and(wanted)).map(|(index, _)| index).collect()
+    }
+
+    /// A newer state of it comes, or it goes on without one: it is gone, and what it counted with it.
+    pub fn replace(&mut self, index: usize) {
+        if let Some(entry) = self.get(index) {
+            let (device, past) = (entry.qp.device, self.past.get(&entry.qp.device).copied());
+            self.remove(index);
+            match past {
+                Some(past) => drop(self.past.insert(device, past)),
+                None => drop(self.past.remove(&device)),
+            }
+        }
     }
 
     pub fn remove(&mut self, index: usize) {

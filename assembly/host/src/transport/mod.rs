@@ -21,6 +21,7 @@
 //! | `arrivals` | what other daemons sent |
 //! | `carrier` | the protocol's view of the engine |
 //! | `connections` | the protocol's connections |
+//! | `moving` | connections of VMs that move, or that face one |
 //! | `reports` | what is told of connections |
 
 mod arrivals;
@@ -33,6 +34,7 @@ mod fabric;
 #[doc(hidden)]
 pub mod fuzzing;
 mod header;
+mod moving;
 mod pin;
 mod reports;
 mod secure;
@@ -63,6 +65,7 @@ pub use directory::{Directory, DirectoryError, FileDirectory, VmId};
 pub use fabric::FabricError;
 use fabric::{Fabric, Run};
 use header::{ADDRESSES, Addresses, Header, Kind};
+pub use moving::{Immovable, SavedConnection};
 use pin::Refused;
 pub use pin::TransportKind;
 pub use reports::ConnectionReport;
@@ -319,15 +322,7 @@ impl Transports {
 
     /// Carries what the engine has posted, lets timers run out, and sends. After the engine's poll. Returns whether anything was done.
     pub fn carry<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) -> bool {
-        let mut worked = false;
-        if engine.has_actions() {
-            worked = true;
-            let mut actions = engine.take_actions();
-            for action in actions.drain(..) {
-                self.act(engine, action, now);
-            }
-            engine.recycle_actions(actions);
-        }
+        let mut worked = self.take_over(engine, now);
         while let Some(index) = self.connections.expired(now) {
             worked = true;
             if let Some(entry) = self.connections.get_mut(index) {
@@ -337,6 +332,7 @@ impl Transports {
                 }
                 // The VM may have moved.
                 entry.host = self.directory.host(entry.peer_vm);
+                engine.touch_qp(entry.qp.device, entry.qp.handle);
                 entry.connection.expired(now, &mut Carrier { engine, qp: entry.qp });
             }
             self.connections.ready(index);
@@ -438,6 +434,7 @@ impl Transports {
     fn transmit<P: Provider>(&mut self, engine: &mut Engine<P>, index: usize, now: u64) -> bool {
         let Self { fabric, connections, buffer, lengths, .. } = self;
         let Some(entry) = connections.get_mut(index) else { return false };
+        engine.touch_qp(entry.qp.device, entry.qp.handle);
         if entry.line.is_some() {
             return self.transmit_wire(engine, index, now);
         }
@@ -578,7 +575,9 @@ fn entry<P: Provider>(
     wire: &Wire,
 ) -> Option<Entry> {
     let info = engine.connection(qp)?;
-    if engine.was_local(qp.device, info.qpn) {
+    // What comes from the network for a pair that is here now was sent before one of them moved.
+    let beside = engine.is_beside(qp.device, info.segment, info.attributes.address.dgid);
+    if beside || engine.was_local(qp.device, info.qpn) {
         return None;
     }
     let found = nics.get(&qp.device).and_then(|nic| {
@@ -588,7 +587,12 @@ fn entry<P: Provider>(
     let Some((nic, peer_vm)) = found else { return wire.entry(&info) };
     let header = Header { kind: Kind::Connected, source: nic.vm, destination: peer_vm, segment: nic.tag };
     let config = roce::Config { window: WINDOW, ..Entry::config(&info, directory.mtu()) };
-    Entry::new(&info, config, peer_vm, directory.host(peer_vm), header)
+    let mut entry = Entry::new(&info, config, peer_vm, directory.host(peer_vm), header)?;
+    if engine.is_peer_held(qp) {
+        // Until the peer, which moves, is where it will be.
+        entry.connection.suspend(0);
+    }
+    Some(entry)
 }
 
 #[cfg(test)]

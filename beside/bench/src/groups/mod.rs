@@ -2,6 +2,7 @@
 
 pub mod dsm;
 pub mod fabric;
+pub mod migration;
 pub mod neighbours;
 pub mod rdma;
 pub mod vm;
@@ -34,6 +35,11 @@ pub const ALL: &[Group] = &[
         name: "fabric",
         about: "RDMA between hosts against TCP and UCX over the same link",
         run: fabric::run,
+    },
+    Group {
+        name: "migration",
+        about: "what a move costs the HCA: its share of the pause, its state, redirecting peers",
+        run: migration::run,
     },
     Group {
         name: "neighbours",

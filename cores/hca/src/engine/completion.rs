@@ -3,6 +3,7 @@
 use crate::names::{CqHandle, DeviceId};
 use crate::objects::{CqRef, NOT_NOTIFIED, ObjectRef, QpRef};
 use crate::provider::{CompletionQueue, Provider, SendQueue, Sink};
+use crate::saved::Kind;
 use crate::work::{Arm, AsyncEvent, Completion, Status};
 
 use super::Engine;
@@ -22,6 +23,7 @@ impl<P: Provider> Engine<P> {
             found.counters.cq_overruns += 1;
             return;
         }
+        found.marks.touch(Kind::CompletionQueue, cq.handle);
         let mut pushed = queue.ring.push(&found.memory, completion);
         if self.turn_of.is_none() {
             pushed = pushed.and_then(|()| queue.ring.publish(&found.memory));
@@ -53,6 +55,7 @@ impl<P: Provider> Engine<P> {
             return;
         };
         queue.failed = true;
+        found.marks.touch(Kind::CompletionQueue, cq.handle);
         found.counters.cq_overruns += 1;
         self.failed_cqs.push(cq);
         self.event(cq.device, AsyncEvent::CqError(CqHandle(cq.handle)));
@@ -105,7 +108,9 @@ impl<P: Provider> Engine<P> {
     /// after every event. Where arms are sampled the consumer may have polled before the completion came and sleep since: it is
     /// watched.
     pub fn arm_cq(&mut self, device: DeviceId, cq: CqHandle, arm: Arm, sink: &mut impl Sink) {
-        let Some(queue) = self.device_mut(device.0).and_then(|found| found.cqs.get_mut(cq.0)) else { return };
+        let Some(found) = self.device_mut(device.0) else { return };
+        found.marks.touch(Kind::CompletionQueue, cq.0);
+        let Some(queue) = found.cqs.get_mut(cq.0) else { return };
         queue.arm = match (queue.arm, arm) {
             // An arm for any completion is not weakened by a later one for solicited ones.
             (Some(Arm::Next), Arm::Solicited) => Some(Arm::Next),
@@ -186,6 +191,7 @@ impl<P: Provider> Engine<P> {
     /// An event is due. It is delivered with the next [`Engine::deliver`].
     fn notify(&mut self, device: u32, cq: u32) {
         let Some(found) = self.device_mut(device) else { return };
+        found.marks.touch(Kind::CompletionQueue, cq);
         let Some(queue) = found.cqs.get_mut(cq) else { return };
         queue.arm = None;
         if !queue.exact {

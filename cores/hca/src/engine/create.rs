@@ -3,12 +3,14 @@
 use crate::attributes::{Access, AddressVector, QpAttributes, QpKind, QpState};
 use crate::counters::QpCounters;
 use crate::error::VerbsError;
-use crate::memory::{Extent, Kind, Region};
+use crate::memory::{Extent, Kind as RegionKind, Region};
 use crate::names::{
     ContextHandle, CqHandle, DeviceId, GSI, Gid, MrHandle, PdHandle, QpHandle, Qpn, SrqHandle,
 };
 use crate::objects::{Context, Cq, Device, NOT_NOTIFIED, ObjectRef, Path, Pd, Qp, Srq, Wait};
 use crate::provider::{Provider, ReceiveQueue};
+
+use crate::saved::Kind;
 
 use super::{Engine, MrInfo, MrInit, QpInfo, QpInit, SrqAttributes, SrqInit};
 
@@ -38,11 +40,12 @@ impl<P: Provider> Engine<P> {
         // The kernel's doesn't count.
         room("contexts", found.contexts.len() - 1, found.limits.contexts)?;
         let exact = found.exact;
-        found
+        let handle = found
             .contexts
             .insert(|_| Context { stamp, exact, ..Context::default() })
-            .map(ContextHandle)
-            .ok_or(full("contexts", found.capabilities.max_contexts))
+            .ok_or(full("contexts", found.capabilities.max_contexts))?;
+        found.marks.touch(Kind::Context, handle);
+        Ok(ContextHandle(handle))
     }
 
     /// Creates a protection domain.
@@ -55,6 +58,7 @@ impl<P: Provider> Engine<P> {
             .insert(|_| Pd { context: context.0, owned: 0 })
             .ok_or(full("protection domains", found.capabilities.max_pd))?;
         owner.owned += 1;
+        found.marks.touch(Kind::ProtectionDomain, handle);
         Ok(PdHandle(handle))
     }
 
@@ -96,7 +100,7 @@ impl<P: Provider> Engine<P> {
             pd: pd.0,
             access,
             valid: true,
-            kind: Kind::User,
+            kind: RegionKind::User,
             start,
             length: init.length,
             exported: false,
@@ -120,7 +124,7 @@ impl<P: Provider> Engine<P> {
             pd: pd.0,
             access,
             valid: true,
-            kind: Kind::Dma,
+            kind: RegionKind::Dma,
             start: 0,
             length: u64::MAX,
             exported: false,
@@ -143,7 +147,7 @@ impl<P: Provider> Engine<P> {
             pd: pd.0,
             access: Access::empty(),
             valid: false,
-            kind: Kind::Fast { max_pages },
+            kind: RegionKind::Fast { max_pages },
             start: 0,
             length: 0,
             exported: false,
@@ -160,6 +164,7 @@ impl<P: Provider> Engine<P> {
         let (handle, key) =
             found.regions.insert(region, seed).ok_or(full("memory regions", found.capabilities.max_mr))?;
         owner.owned += 1;
+        found.marks.touch(Kind::MemoryRegion, handle);
         Ok(MrInfo { handle: MrHandle(handle), lkey: key, rkey: key })
     }
 
@@ -195,6 +200,7 @@ impl<P: Provider> Engine<P> {
         };
         let handle = found.cqs.insert(cq).ok_or(full("completion queues", found.capabilities.max_cq))?;
         owner.owned += 1;
+        found.marks.touch(Kind::CompletionQueue, handle);
         Ok(CqHandle(handle))
     }
 
@@ -234,13 +240,15 @@ impl<P: Provider> Engine<P> {
         if let Some(context) = found.contexts.get_mut(context) {
             context.srqs.push(handle);
         }
+        found.marks.touch(Kind::SharedReceiveQueue, handle);
         Ok(SrqHandle(handle))
     }
 
     /// Arms the limit event of a shared receive queue; 0 disarms it.
     pub fn modify_srq(&mut self, device: DeviceId, srq: SrqHandle, limit: u32) -> Result<(), VerbsError> {
-        let found =
-            self.of(device)?.srqs.get_mut(srq.0).ok_or(VerbsError::missing("shared receive queue", srq.0))?;
+        let found = self.of(device)?;
+        found.marks.touch(Kind::SharedReceiveQueue, srq.0);
+        let found = found.srqs.get_mut(srq.0).ok_or(VerbsError::missing("shared receive queue", srq.0))?;
         if limit > found.max_wr {
             return Err(VerbsError::invalid("The limit of a shared receive queue", limit));
         }
@@ -341,6 +349,7 @@ impl<P: Provider> Engine<P> {
             })
         };
         let handle = found.qps.insert(qp).ok_or(full("queue pairs", found.capabilities.max_qp))?;
+        found.marks.touch(Kind::QueuePair, handle);
         if init.kind == QpKind::Gsi {
             found.gsi = handle;
         }

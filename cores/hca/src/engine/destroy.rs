@@ -10,6 +10,8 @@ use crate::provider::Provider;
 use crate::remote::Action;
 use crate::work::AsyncEvent;
 
+use crate::saved::Kind;
+
 use super::{Engine, Timer};
 
 impl<P: Provider> Engine<P> {
@@ -28,7 +30,9 @@ impl<P: Provider> Engine<P> {
                 self.destroy_cq(device, CqHandle(cq))?;
             }
         }
-        self.of(device)?.contexts.remove(context.0);
+        let found = self.of(device)?;
+        found.contexts.remove(context.0);
+        found.marks.touch(Kind::Context, context.0);
         Ok(())
     }
 
@@ -49,6 +53,7 @@ impl<P: Provider> Engine<P> {
             }
         }
         let found = self.of(device)?;
+        found.marks.touch(Kind::ProtectionDomain, pd.0);
         let pd = found.pds.remove(pd.0).ok_or(missing)?;
         if let Some(context) = found.contexts.get_mut(pd.context) {
             context.owned -= 1;
@@ -60,6 +65,7 @@ impl<P: Provider> Engine<P> {
     pub fn deregister_mr(&mut self, device: DeviceId, mr: MrHandle) -> Result<(), VerbsError> {
         let found = self.of(device)?;
         let region = found.regions.remove(mr.0).ok_or(VerbsError::missing("memory region", mr.0))?;
+        found.marks.touch(Kind::MemoryRegion, mr.0);
         if region.kind == crate::memory::Kind::User {
             found.registered_bytes = found.registered_bytes.saturating_sub(region.length);
         }
@@ -77,6 +83,7 @@ impl<P: Provider> Engine<P> {
     pub fn destroy_cq(&mut self, device: DeviceId, cq: CqHandle) -> Result<(), VerbsError> {
         let found = self.of(device)?;
         let gone = found.cqs.remove(cq.0).ok_or(VerbsError::missing("completion queue", cq.0))?;
+        found.marks.touch(Kind::CompletionQueue, cq.0);
         if let Some(context) = found.contexts.get_mut(gone.context) {
             context.owned -= 1;
         }
@@ -92,6 +99,7 @@ impl<P: Provider> Engine<P> {
         if let Some(pd) = found.pds.get_mut(gone.pd) {
             pd.owned -= 1;
         }
+        found.marks.touch(Kind::SharedReceiveQueue, srq.0);
         if let Some(context) = found.contexts.get_mut(gone.context) {
             remove_first(&mut context.srqs, srq.0);
         }
@@ -126,6 +134,7 @@ impl<P: Provider> Engine<P> {
         let found = self.of(device)?;
         let gone = found.qps.remove(qp.0).ok_or(VerbsError::missing("queue pair", qp.0))?;
         found.quiet.forget(qp.0);
+        found.marks.touch(Kind::QueuePair, qp.0);
         if found.gsi == qp.0 {
             found.gsi = 0;
         }

@@ -6,6 +6,7 @@ use crate::names::{ContextHandle, DeviceId, Gid, QpHandle};
 use crate::objects::{Device, GidEntry, NOT_NOTIFIED, Path, QpRef};
 use crate::provider::{CompletionQueue, Provider};
 use crate::remote::Action;
+use crate::saved::Kind;
 use crate::work::{Arm, MAX_SGE};
 
 use super::{DeviceConfig, Engine, Timer};
@@ -39,11 +40,16 @@ impl<P: Provider> Engine<P> {
             return;
         }
         self.reset_device(device);
+        self.held.retain(|(of, _)| *of != device.0);
         self.devices[device.0 as usize] = None;
     }
 
     /// Puts a device into its state at power-on: no objects, no addresses. Counters and limits stay.
     pub fn reset_device(&mut self, device: DeviceId) {
+        if self.is_tracked(device) {
+            // All of them, which are gone in a moment.
+            self.track(device, true);
+        }
         let handles = self.device(device.0).map(|found| found.qps.handles(|qp| qp.path == Path::Elsewhere));
         for handle in handles.unwrap_or_default() {
             if let Some(at) = self.qp_ref(device, QpHandle(handle)) {
@@ -68,10 +74,14 @@ impl<P: Provider> Engine<P> {
         new.enabled = old.enabled;
         new.exact = old.exact;
         new.scheduled = old.scheduled;
+        std::mem::swap(&mut new.marks, &mut old.marks);
         let old = std::mem::replace(old, new);
         self.active_qps -= u32::try_from(old.active.len()).unwrap_or(0);
         for gid in old.gids.iter().flatten() {
-            self.gids.remove(&(old.segment, gid.gid));
+            // A stopped device has given them up.
+            if self.gids.get(&(old.segment, gid.gid)) == Some(&device.0) {
+                self.gids.remove(&(old.segment, gid.gid));
+            }
         }
         for (_, qp) in old.qps.iter() {
             let at = QpRef { device: device.0, handle: qp.handle.0, stamp: qp.stamp };
@@ -127,7 +137,8 @@ impl<P: Provider> Engine<P> {
     pub fn set_arm_exact(&mut self, device: DeviceId, exact: bool) {
         let Some(found) = self.device_mut(device.0) else { return };
         found.exact = exact;
-        for (_, context) in found.contexts.iter_mut() {
+        for (handle, context) in found.contexts.iter_mut() {
+            found.marks.touch(Kind::Context, handle);
             context.exact = exact;
         }
         self.set_cqs_exact(device.0, exact, |_| true);
@@ -138,6 +149,7 @@ impl<P: Provider> Engine<P> {
         let Some(found) = self.device_mut(device.0) else { return };
         let Some(owner) = found.contexts.get_mut(context.0) else { return };
         owner.exact = exact;
+        found.marks.touch(Kind::Context, context.0);
         self.set_cqs_exact(device.0, exact, |of| of == context.0);
     }
 
@@ -149,6 +161,7 @@ impl<P: Provider> Engine<P> {
                 continue;
             }
             cq.exact = exact;
+            found.marks.touch(Kind::CompletionQueue, handle);
             let consumer = if found.enabled { cq.ring.consumer(&found.memory) } else { None };
             let Some(consumer) = consumer else { continue };
             let consumed = cq.pushed.wrapping_sub(u64::from(consumer.unconsumed));

@@ -2,8 +2,9 @@
 
 use crate::attributes::{QpKind, QpState};
 use crate::names::{DeviceId, QpHandle};
-use crate::objects::{QpRef, Wait};
+use crate::objects::{Current, Progress, QpRef, Wait};
 use crate::provider::{Fetched, Provider, ReceiveQueue, SendQueue};
+use crate::saved::Kind;
 use crate::work::{AsyncEvent, CompletedOperation, Operation, Status};
 
 use super::Engine;
@@ -23,6 +24,7 @@ impl<P: Provider> Engine<P> {
         let never_started = qp.state == QpState::Reset;
         qp.state = QpState::Error;
         device.quiet.forget(at.handle);
+        device.marks.touch(Kind::QueuePair, at.handle);
         let waiter = qp.waiter.take();
         let stashed = qp.stashed.take();
         let (handle, shared) = (qp.handle, qp.srq.is_some());
@@ -90,6 +92,10 @@ impl<P: Provider> Engine<P> {
             let (wr_id, operation) = if let Some(outstanding) = handed {
                 (outstanding.request.wr_id, completed(&outstanding.request.operation))
             } else if let Some(current) = qp.current.take() {
+                let mut behind = current.behind;
+                qp.current = behind.pop_front().map(|next| {
+                    Box::new(Current { request: next.request, progress: Progress::default(), behind })
+                });
                 (current.request.wr_id, completed(&current.request.operation))
             } else {
                 match qp.send_queue.fetch(&device.memory) {

@@ -20,9 +20,12 @@ mod create;
 mod destroy;
 mod devices;
 mod failure;
+mod hold;
 mod modify;
 mod poll;
 mod query;
+mod restore;
+mod save;
 mod scan;
 mod timers;
 mod transitions;
@@ -42,8 +45,10 @@ use crate::work::AsyncEvent;
 
 pub(crate) use create::power_on_attributes;
 pub(crate) use failure::completed;
+pub use hold::Verdict;
 pub(crate) use modify::PSN_MASK;
 pub use query::{DeviceReport, ObjectCounts};
+pub use save::{SavedCq, SavedQp, SavedSrq};
 
 /// How an engine works.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -261,6 +266,12 @@ pub struct Engine<P: Provider> {
     failed_cqs: Vec<CqRef>,
     /// Segments whose addresses that nobody here has may be reached by a transport.
     pub(crate) uplinks: HashSet<SegmentId>,
+    /// Devices and addresses that they don't send to for now.
+    held: HashSet<(u32, Gid)>,
+    /// Queue pairs that found themselves held.
+    parked: Vec<QpRef>,
+    /// Addresses whose VMs have moved to another engine.
+    pub(crate) moved: HashSet<(SegmentId, Gid)>,
     /// What transports have to do.
     pub(crate) actions: Vec<Action>,
     /// Scratch for a copy's two sides.
@@ -296,6 +307,9 @@ impl<P: Provider> Engine<P> {
             unsettled_turns: 0,
             failed_cqs: Vec::new(),
             uplinks: HashSet::new(),
+            held: HashSet::new(),
+            parked: Vec::new(),
+            moved: HashSet::new(),
             actions: Vec::new(),
             source: Vec::new(),
             target: Vec::new(),

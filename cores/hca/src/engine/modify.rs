@@ -48,6 +48,7 @@ impl<P: Provider> Engine<P> {
             return Err(refused);
         }
         let source_gid = self.check_attributes(at, mask, new)?;
+        self.mark(at);
         self.apply_attributes(at, mask, new, source_gid);
         self.change_state(at, from, to);
         Ok(())

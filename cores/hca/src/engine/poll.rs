@@ -1,8 +1,11 @@
 //! Polling: turns of the active queue pairs.
 
+use std::collections::VecDeque;
+
 use crate::attributes::QpState;
 use crate::objects::{Current, Path, Progress as Done, QpRef, Wait};
 use crate::provider::{Fetched, Provider, SendQueue, Sink};
+use crate::saved::Kind;
 use crate::work::{AsyncEvent, CompletedOperation, Status};
 
 use super::failure::completed;
@@ -48,6 +51,7 @@ impl<P: Provider> Engine<P> {
             // It may be put back during its own turn: by a failure, or as the peer of another.
             if let Some(device) = self.device_mut(at.device) {
                 device.quiet.forget(at.handle);
+                device.marks.touch(Kind::QueuePair, at.handle);
             }
             if let Some(qp) = self.qp_mut(at) {
                 qp.active = false;
@@ -139,6 +143,11 @@ impl<P: Provider> Engine<P> {
     fn send_turn(&mut self, at: QpRef) -> Turn {
         let mut turn = Turn { requests: 0, bytes: 0, stay: true };
         let mut settled = 0;
+        if self.is_held(at) {
+            self.park(at);
+            turn.stay = false;
+            return turn;
+        }
         while turn.requests < self.config.requests_per_turn && turn.bytes < self.quantum_bytes() {
             if turn.bytes - settled >= SETTLED_BYTES {
                 settled = turn.bytes;
@@ -206,7 +215,7 @@ impl<P: Provider> Engine<P> {
                         self.hand_over(at, request);
                         continue;
                     }
-                    let current = Box::new(Current { request, progress });
+                    let current = Box::new(Current { request, progress, behind: VecDeque::new() });
                     if let Some(kept) = self.finish(at, step, current) {
                         turn.stay = kept;
                         break;
@@ -235,6 +244,9 @@ impl<P: Provider> Engine<P> {
         match step {
             Step::Done { byte_len } => {
                 self.complete_send(at, wr_id, operation, Status::Success, byte_len, signaled);
+                if !current.behind.is_empty() {
+                    self.follow_up(at, current.behind);
+                }
                 if self.is_drained(at) {
                     self.drained(at);
                 }
@@ -253,6 +265,9 @@ impl<P: Provider> Engine<P> {
             Step::NoPeer => self.no_peer(at, current),
             Step::Handed => {
                 self.hand_over(at, current.request);
+                if !current.behind.is_empty() {
+                    self.follow_up(at, current.behind);
+                }
                 None
             }
             Step::Drain => {

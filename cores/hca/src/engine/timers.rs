@@ -9,6 +9,7 @@ use crate::provider::{Provider, ReceiveQueue, SendQueue};
 
 use super::{Engine, Timer};
 use crate::attributes::QpState;
+use crate::saved::Kind;
 
 /// RNR timer codes in units of 10 microseconds (IBTA table 45); code 0 is the longest.
 const RNR_TIMERS: [u32; 32] = [
@@ -39,8 +40,17 @@ impl<P: Provider> Engine<P> {
         if let Some(qp) = self.qp_mut(at) {
             qp.empty_looks = 0;
             if !qp.active {
+                self.mark(at);
                 self.enlist(at);
             }
+        }
+    }
+
+    /// A queue pair was touched.
+    #[inline]
+    pub(crate) fn mark(&mut self, at: QpRef) {
+        if let Some(device) = self.device_mut(at.device) {
+            device.marks.touch(Kind::QueuePair, at.handle);
         }
     }
 
@@ -156,7 +166,7 @@ impl<P: Provider> Engine<P> {
             match qp.wait {
                 Wait::Receive => current.progress.rnr_waits = current.progress.rnr_waits.saturating_add(1),
                 Wait::Peer => current.progress.timeouts = current.progress.timeouts.saturating_add(1),
-                Wait::None | Wait::Rate | Wait::Outstanding => {}
+                Wait::None | Wait::Rate | Wait::Outstanding | Wait::Held => {}
             }
         }
         let timed_out = qp.wait == Wait::Peer;

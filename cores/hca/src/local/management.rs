@@ -5,6 +5,7 @@ use crate::engine::Engine;
 use crate::memory::{Extent, Forbidden, Kind};
 use crate::objects::QpRef;
 use crate::provider::Provider;
+use crate::saved;
 use crate::work::{FastRegister, Status};
 
 use super::Step;
@@ -14,6 +15,7 @@ impl<P: Provider> Engine<P> {
     pub(crate) fn local_invalidate(&mut self, at: QpRef, rkey: u32) -> Step {
         let Some(pd) = self.qp(at).map(|qp| qp.pd) else { return Step::Failed(Status::General) };
         let Some(device) = self.device_mut(at.device) else { return Step::Failed(Status::General) };
+        device.marks.touch(saved::Kind::MemoryRegion, rkey >> 8);
         match device.regions.invalidate(rkey, pd) {
             Ok(()) => Step::DONE,
             Err(Forbidden) => Step::Failed(Status::MemoryBind),
@@ -47,6 +49,7 @@ impl<P: Provider> Engine<P> {
         let start = if access.contains(Access::ZERO_BASED) { 0 } else { request.iova };
         start.checked_add(request.length)?;
         region.extent = Extent::from_pages(first, &request.pages)?;
+        device.marks.touch(saved::Kind::MemoryRegion, request.rkey >> 8);
         region.start = start;
         region.length = request.length;
         region.access = access;
@@ -66,6 +69,7 @@ impl<P: Provider> Engine<P> {
         if let Some(device) = self.device_mut(peer.device) {
             // Checked by `may_invalidate`, in the same step.
             let _ = device.regions.invalidate(key, pd);
+            device.marks.touch(saved::Kind::MemoryRegion, key >> 8);
         }
     }
 }

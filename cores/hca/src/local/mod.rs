@@ -25,6 +25,7 @@ use crate::engine::{Engine, PSN_MASK};
 use crate::memory::Forbidden;
 use crate::objects::{ObjectRef, Path, Progress, QpRef};
 use crate::provider::{Provider, SendQueue};
+use crate::saved::Kind;
 use crate::work::{AsyncEvent, CompletedOperation, Completion, Operation, SendRequest, Sge, Status};
 
 /// What became of a request.
@@ -314,6 +315,7 @@ impl<P: Provider> Engine<P> {
             self.event(peer.device, AsyncEvent::CommunicationEstablished(handle));
         }
         if let Some(device) = self.device_mut(peer.device) {
+            device.marks.touch(Kind::QueuePair, peer.handle);
             device.counters.port_rcv_data += forward.div_ceil(4);
             device.counters.port_xmit_data += back.div_ceil(4);
             device.counters.port_rcv_packets += sent;

@@ -4,6 +4,7 @@ use crate::attributes::QpKind;
 use crate::engine::Engine;
 use crate::objects::{ObjectRef, QpRef};
 use crate::provider::{Fetched, Provider, ReceiveQueue};
+use crate::saved::Kind;
 use crate::work::{AsyncEvent, CompletedOperation, Completion, ReceiveRequest, Status};
 
 use super::Step;
@@ -25,6 +26,7 @@ impl<P: Provider> Engine<P> {
     #[inline]
     pub(crate) fn take_receive(&mut self, at: QpRef) -> Taken {
         let Some(device) = self.device_mut(at.device) else { return Taken::Empty };
+        device.marks.touch(Kind::QueuePair, at.handle);
         let Some(qp) = device.qps.get_mut(at.handle) else { return Taken::Empty };
         if let Some(stashed) = qp.stashed.take() {
             return Taken::Request(*stashed);
@@ -37,6 +39,7 @@ impl<P: Provider> Engine<P> {
             let Some(srq) = device.srqs.get_mut(shared.handle).filter(|srq| srq.stamp == shared.stamp) else {
                 return Taken::Broken;
             };
+            device.marks.touch(Kind::SharedReceiveQueue, shared.handle);
             let fetched = srq.ring.take(&device.memory);
             let handle = crate::names::SrqHandle(shared.handle);
             if matches!(fetched, Fetched::Broken) {

@@ -50,6 +50,11 @@ impl Regions {
         Some((handle, key))
     }
 
+    /// Puts a restored region at its handle.
+    pub fn place(&mut self, handle: u32, region: Region) -> Option<()> {
+        self.table.place(handle, region)
+    }
+
     pub fn remove(&mut self, handle: u32) -> Option<Region> {
         self.table.remove(handle)
     }

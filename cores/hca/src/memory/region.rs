@@ -8,7 +8,7 @@ use super::Piece;
 const PAGE: u64 = 4096;
 
 /// What a region was made by.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Kind {
     /// Registration of user memory by a page list.
     User,
@@ -22,7 +22,7 @@ pub(crate) enum Kind {
 }
 
 /// Where a region's bytes are, by offset into the region.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) enum Extent {
     /// Offsets are guest addresses.
     Identity,
@@ -33,7 +33,7 @@ pub(crate) enum Extent {
 }
 
 /// A contiguous part of a region.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub(crate) struct Run {
     /// First offset into the region.
     pub offset: u64,
@@ -42,6 +42,26 @@ pub(crate) struct Run {
 }
 
 impl Extent {
+    pub fn is_identity(&self) -> bool {
+        matches!(self, Self::Identity)
+    }
+
+    /// Whether a restored one can be that of a region of `length` bytes: translation counts on it.
+    pub fn is_sound(&self, length: u64) -> bool {
+        match self {
+            Self::Identity => true,
+            Self::Single(address) => address.checked_add(length).is_some(),
+            Self::Runs(runs) => {
+                let in_order = runs.windows(2).all(|pair| pair[0].offset < pair[1].offset);
+                let ends = runs.iter().skip(1).map(|run| run.offset).chain([length]);
+                let fit = runs.iter().zip(ends).all(|(run, end)| {
+                    end.checked_sub(run.offset).is_some_and(|bytes| run.address.checked_add(bytes).is_some())
+                });
+                runs.first().is_some_and(|first| first.offset == 0) && in_order && fit
+            }
+        }
+    }
+
     /// From a page list; `first` is the offset into the first page. Neighbours that are contiguous are joined. `None` when a
     /// page is not aligned or wraps around.
     pub fn from_pages(first: u64, pages: &[u64]) -> Option<Self> {

@@ -9,7 +9,7 @@ use crate::names::{Gid, SegmentId};
 use crate::provider::Provider;
 use crate::table::Table;
 
-use super::{Cq, Qp, QpRef, QuietTable};
+use super::{Cq, Marks, Qp, QpRef, QuietTable};
 
 /// A user process's context, or the guest kernel's (0).
 #[derive(Debug, Default)]
@@ -81,6 +81,13 @@ pub(crate) struct Device<P: Provider> {
     pub srqs: Table<Srq<P::ReceiveQueue>>,
     pub qps: Table<Box<Qp<P>>>,
     pub quiet: QuietTable,
+    /// What a migration still has to copy.
+    pub marks: Marks,
+    /// Stopped or dormant: queue pairs that get turns when it goes on.
+    pub stopped: Option<Vec<u32>>,
+    /// Restored: completion queues whose consumers are to be looked at, and that have an event to deliver.
+    pub watch: Vec<u32>,
+    pub notify: Vec<u32>,
     /// Handle of the general services queue pair, 0 if there is none.
     pub gsi: u32,
     pub gids: Vec<Option<GidEntry>>,
@@ -120,6 +127,10 @@ impl<P: Provider> Device<P> {
             srqs: Table::new(capabilities.max_srq),
             qps: Table::new(capabilities.max_qp),
             quiet: QuietTable::default(),
+            marks: Marks::default(),
+            stopped: None,
+            watch: Vec::new(),
+            notify: Vec::new(),
             gsi: 0,
             gids: vec![None; capabilities.gid_table_len as usize],
             registered_bytes: 0,
@@ -139,6 +150,21 @@ impl<P: Provider> Device<P> {
         self.limits = limits;
         self.messages.set_rate(limits.messages_per_second);
         self.bytes.set_rate(limits.bytes_per_second);
+    }
+
+    /// An object of a protection domain is gone.
+    pub fn disown(&mut self, pd: u32) {
+        if let Some(pd) = self.pds.get_mut(pd) {
+            pd.owned = pd.owned.saturating_sub(1);
+        }
+    }
+
+    /// A region is gone.
+    pub fn disown_region(&mut self, gone: &crate::memory::Region) {
+        if gone.kind == crate::memory::Kind::User {
+            self.registered_bytes = self.registered_bytes.saturating_sub(gone.length);
+        }
+        self.disown(gone.pd);
     }
 
     /// The GID at an index of the table.

@@ -2,11 +2,13 @@
 
 mod cq;
 mod device;
+mod marks;
 mod qp;
 mod quiet;
 
 pub(crate) use cq::{Cq, NOT_NOTIFIED};
 pub(crate) use device::{Context, Device, GidEntry, Pd, Srq};
+pub(crate) use marks::Marks;
 pub(crate) use qp::{Current, Path, Progress, Qp, Wait};
 pub(crate) use quiet::QuietTable;
 

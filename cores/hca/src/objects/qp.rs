@@ -1,10 +1,13 @@
 //! A queue pair.
 
+use std::collections::VecDeque;
+
 use crate::attributes::{QpAttributes, QpKind, QpState};
 use crate::counters::QpCounters;
 use crate::names::{Gid, QpHandle, Qpn};
 use crate::provider::Provider;
 use crate::remote::Elsewhere;
+use crate::saved::Outstanding;
 use crate::work::{ReceiveRequest, SendRequest};
 
 use super::{ObjectRef, QpRef};
@@ -33,6 +36,8 @@ pub(crate) enum Wait {
     Rate,
     /// The end of all requests that a transport has.
     Outstanding,
+    /// The peer's move.
+    Held,
 }
 
 /// How far a request has come.
@@ -55,6 +60,8 @@ pub(crate) struct Progress {
 pub(crate) struct Current {
     pub request: SendRequest,
     pub progress: Progress,
+    /// Requests that were fetched behind it: a transport had them until the peer came here.
+    pub behind: VecDeque<Outstanding>,
 }
 
 /// A queue pair.

@@ -13,7 +13,8 @@
 //! **Which peers are elsewhere.** In a segment with an uplink ([`Engine::set_uplink`]), an address that no device of this engine has, or
 //! one that is to be reached by a transport all the same ([`Engine::set_detour`]). Once
 //! a connection has gone elsewhere it stays there until its queue pair is reset: its sequence numbers live in the transport. One that was
-//! local stays so as well: when its peer vanishes its data doesn't go out to a network, and nobody there can take the peer's place.
+//! local stays so as well: when its peer vanishes its data doesn't go out to a network, and nobody there can take the peer's place. Only a
+//! migration changes the one into the other ([`Engine::moved_away`], [`Engine::come_local`]).
 
 mod datagrams;
 mod queued;
@@ -27,6 +28,7 @@ use crate::engine::Engine;
 use crate::names::{DeviceId, Gid, QpHandle, Qpn, SegmentId};
 use crate::objects::{Path, QpRef};
 use crate::provider::Provider;
+use crate::saved;
 use crate::work::{ReceiveRequest, Remote, SendRequest, Status};
 
 pub use datagrams::{IncomingDatagram, OutgoingDatagram};
@@ -46,7 +48,11 @@ pub struct QpId {
 }
 
 impl QpId {
-    fn at(self) -> QpRef {
+    pub(crate) fn incarnation(self) -> u32 {
+        self.incarnation
+    }
+
+    pub(crate) fn at(self) -> QpRef {
         QpRef { device: self.device.0, handle: self.handle.0, stamp: self.stamp }
     }
 }
@@ -178,6 +184,40 @@ pub(crate) struct Elsewhere {
     pub awaits_receive: bool,
 }
 
+impl Elsewhere {
+    /// Its saved state.
+    pub fn save(&self) -> saved::Elsewhere {
+        saved::Elsewhere {
+            first_token: self.outstanding.front().map_or(self.next_token, |front| front.token),
+            outstanding: self.outstanding.iter().map(Outstanding::save).collect(),
+            awaits_receive: self.awaits_receive,
+        }
+    }
+
+    /// From a saved state that was checked.
+    pub fn restore(saved: saved::Elsewhere) -> Self {
+        let mut next_token = saved.first_token;
+        let outstanding = saved.outstanding.into_iter().map(|saved::Outstanding { request, outcome }| {
+            next_token += 1;
+            Outstanding { token: next_token - 1, request, outcome }
+        });
+        let outstanding = outstanding.collect();
+        Self { outstanding, ahead: VecDeque::new(), next_token, awaits_receive: saved.awaits_receive }
+    }
+
+    /// The requests alone.
+    pub fn into_outstanding(self) -> VecDeque<saved::Outstanding> {
+        let strip = |Outstanding { request, outcome, .. }| saved::Outstanding { request, outcome };
+        self.outstanding.into_iter().map(strip).collect()
+    }
+}
+
+impl Outstanding {
+    fn save(&self) -> saved::Outstanding {
+        saved::Outstanding { request: self.request.clone(), outcome: self.outcome }
+    }
+}
+
 /// Requests of one queue pair that transports hold at most.
 const MOST_OUTSTANDING: usize = 256;
 
@@ -199,6 +239,12 @@ impl<P: Provider> Engine<P> {
             device.detour = there;
         }
         self.topology_changed();
+    }
+
+    /// Whether two devices here reach each other by a transport only ([`Engine::set_detour`]).
+    #[must_use]
+    pub fn detoured(&self, one: DeviceId, other: DeviceId) -> bool {
+        self.detours(one.0, other.0)
     }
 
     /// Whether two devices here reach each other by a transport only.
@@ -262,10 +308,19 @@ impl<P: Provider> Engine<P> {
         serves.then_some(QpId { device, handle: qp.handle, stamp: qp.stamp, incarnation: qp.incarnation })
     }
 
+    /// The queue pair with a handle, whatever its state and its device's.
+    #[must_use]
+    pub fn qp_by_handle(&self, device: DeviceId, handle: QpHandle) -> Option<QpId> {
+        self.qp_id(self.qp_ref(device, handle)?)
+    }
+
     /// Whether a queue pair has had a peer of this engine since it left RESET: then it isn't a transport's.
     #[must_use]
     pub fn was_local(&self, device: DeviceId, qpn: Qpn) -> bool {
-        self.device(device.0).and_then(|device| device.qp_by_number(qpn)).is_some_and(|qp| qp.was_local)
+        let Some(found) = self.device(device.0) else { return false };
+        found.qp_by_number(qpn).is_some_and(|qp| {
+            qp.was_local && !self.moved.contains(&(found.segment, qp.attributes.address.dgid))
+        })
     }
 
     /// Whether a device of this engine has an address.
@@ -295,6 +350,10 @@ impl<P: Provider> Engine<P> {
             return qp.path;
         }
         let mut path = self.find_path(at);
+        let moved = path == Path::Elsewhere
+            && self.device(at.device).zip(self.qp(at)).is_some_and(|(device, qp)| {
+                self.moved.contains(&(device.segment, qp.attributes.address.dgid))
+            });
         if let Path::Local(peer) = path
             && let Some(peer) = self.qp_mut(peer)
         {
@@ -302,9 +361,10 @@ impl<P: Provider> Engine<P> {
         }
         if let Some(qp) = self.qp_mut(at) {
             qp.was_local |= matches!(path, Path::Local(_));
-            if qp.was_local && path == Path::Elsewhere {
+            if qp.was_local && path == Path::Elsewhere && !moved {
                 path = Path::Unreachable;
             }
+            qp.was_local &= !moved;
             qp.path = path;
             qp.path_at = topology;
         }

@@ -1,5 +1,6 @@
 //! The requester's side: requests that a transport has, until it says how they ended.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 
 use dma::Dma;
@@ -9,6 +10,7 @@ use crate::engine::{Engine, completed};
 use crate::local::{Step, message_len, total};
 use crate::objects::{Qp, QpRef, Wait};
 use crate::provider::Provider;
+use crate::saved;
 use crate::work::{CompletedOperation, Operation, SendRequest, Status};
 
 use super::{Action, Elsewhere, MOST_OUTSTANDING, Outstanding, Posted, PostedOperation, QpId};
@@ -180,6 +182,7 @@ impl<P: Provider> Engine<P> {
     /// of posting, whatever the order of calls; a failure fails the queue pair.
     pub fn remote_complete(&mut self, qp: QpId, token: u64, outcome: Result<u32, Status>) {
         let at = qp.at();
+        self.mark(at);
         let Some(found) = self.qp_mut(at).filter(|found| found.incarnation == qp.incarnation) else { return };
         let Some(elsewhere) = &mut found.elsewhere else { return };
         let Some(first) = elsewhere.outstanding.front().map(|front| front.token) else { return };
@@ -200,36 +203,8 @@ impl<P: Provider> Engine<P> {
             let Some(elsewhere) = &mut found.elsewhere else { return };
             let Some(outcome) = elsewhere.outstanding.front().and_then(|front| front.outcome) else { break };
             let Some(Outstanding { request, .. }) = elsewhere.outstanding.pop_front() else { break };
-            let operation = completed(&request.operation);
-            if let Ok(bytes) = outcome {
-                found.counters.bytes += u64::from(bytes);
-            }
-            // As at a local peer: only what came back is counted in a completion.
-            let outcome = outcome.map(|bytes| match operation {
-                CompletedOperation::Read | CompletedOperation::CompareSwap | CompletedOperation::FetchAdd => {
-                    bytes
-                }
-                _ => 0,
-            });
-            match outcome {
-                Ok(bytes) => {
-                    self.complete_send(at, request.wr_id, operation, Status::Success, bytes, request.signaled)
-                }
-                Err(status) => {
-                    if status == Status::RetryExceeded
-                        && let Some(device) = self.device_mut(at.device)
-                    {
-                        device.counters.req_transport_retries_exceeded += 1;
-                    }
-                    if status == Status::RnrRetryExceeded
-                        && let Some(device) = self.device_mut(at.device)
-                    {
-                        device.counters.rnr_nak_retry_err += 1;
-                    }
-                    self.complete_send(at, request.wr_id, operation, status, 0, true);
-                    self.fail_sender(at);
-                    return;
-                }
+            if !self.complete_carried(at, &request, outcome) {
+                return;
             }
         }
         let empty = self.nothing_outstanding(at);
@@ -244,6 +219,64 @@ impl<P: Provider> Engine<P> {
         }
     }
 
+    /// Puts requests whose ends are known behind those that a transport has, where it has any.
+    pub(crate) fn append_known(&mut self, at: QpRef, requests: &mut VecDeque<saved::Outstanding>) -> bool {
+        let Some(found) = self.qp_mut(at) else { return false };
+        let Some(elsewhere) = found.elsewhere.as_mut().filter(|elsewhere| !elsewhere.outstanding.is_empty())
+        else {
+            return false;
+        };
+        while let Some(outcome @ Some(_)) = requests.front().map(|front| front.outcome) {
+            let Some(saved::Outstanding { request, .. }) = requests.pop_front() else { break };
+            let token = elsewhere.next_token;
+            elsewhere.next_token += 1;
+            elsewhere.outstanding.push_back(Outstanding { token, request, outcome });
+        }
+        true
+    }
+
+    /// Completes a request that a transport has carried. `false`: it failed, and its queue pair with it.
+    pub(crate) fn complete_carried(
+        &mut self,
+        at: QpRef,
+        request: &SendRequest,
+        outcome: Result<u32, Status>,
+    ) -> bool {
+        let Some(found) = self.qp_mut(at) else { return false };
+        let operation = completed(&request.operation);
+        if let Ok(bytes) = outcome {
+            found.counters.bytes += u64::from(bytes);
+        }
+        // As at a local peer: only what came back is counted in a completion.
+        let outcome = outcome.map(|bytes| match operation {
+            CompletedOperation::Read | CompletedOperation::CompareSwap | CompletedOperation::FetchAdd => {
+                bytes
+            }
+            _ => 0,
+        });
+        match outcome {
+            Ok(bytes) => {
+                self.complete_send(at, request.wr_id, operation, Status::Success, bytes, request.signaled);
+                true
+            }
+            Err(status) => {
+                if status == Status::RetryExceeded
+                    && let Some(device) = self.device_mut(at.device)
+                {
+                    device.counters.req_transport_retries_exceeded += 1;
+                }
+                if status == Status::RnrRetryExceeded
+                    && let Some(device) = self.device_mut(at.device)
+                {
+                    device.counters.rnr_nak_retry_err += 1;
+                }
+                self.complete_send(at, request.wr_id, operation, status, 0, true);
+                self.fail_sender(at);
+                false
+            }
+        }
+    }
+
     /// Whether a queue pair in SQD has nothing under way.
     pub(crate) fn is_drained(&self, at: QpRef) -> bool {
         self.qp(at).is_some_and(|qp| qp.state == QpState::SendQueueDrained && qp.current.is_none())
@@ -251,7 +284,7 @@ impl<P: Provider> Engine<P> {
     }
 
     /// Writes bytes to the gathered target of a device.
-    pub(super) fn write_target(&self, device: u32, from: &[u8]) -> Result<(), dma::DmaFault> {
+    pub(crate) fn write_target(&self, device: u32, from: &[u8]) -> Result<(), dma::DmaFault> {
         let Some(device) = self.device(device).filter(|device| device.enabled) else { return Ok(()) };
         let mut rest = from;
         for piece in self.pieces().1 {

@@ -5,5 +5,5 @@ pub mod requests;
 mod rings;
 mod world;
 
-pub use rings::{CompletionRing, ReceiveRing, Rings, SendRing};
+pub use rings::{CompletionRing, ReceiveRing, Rings, SavedRing, SendRing};
 pub use world::{Connected, Events, Guest, World, gid, mac};

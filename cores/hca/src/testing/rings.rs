@@ -1,8 +1,9 @@
 //! Rings in plain memory.
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::marker::PhantomData;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
 use dma::Dma;
 
@@ -20,6 +21,29 @@ impl<M: Dma + Clone + 'static> Provider for Rings<M> {
     type SendQueue = SendRing;
     type ReceiveQueue = ReceiveRing;
     type CompletionQueue = CompletionRing;
+}
+
+/// Rings by number: what a saved state names, as guest addresses would. Rings that are gone leave their numbers behind.
+static RINGS: Mutex<Vec<Weak<dyn Any + Send + Sync>>> = Mutex::new(Vec::new());
+
+/// The saved state of one of these rings: the guest's memory is elsewhere, and this is where.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct SavedRing(u32);
+
+fn save<T: Send + 'static>(ring: &Arc<Mutex<T>>) -> SavedRing {
+    let erased: Arc<dyn Any + Send + Sync> = ring.clone();
+    let mut rings = lock(&RINGS);
+    let known = rings.iter().position(|other| std::ptr::addr_eq(other.as_ptr(), Arc::as_ptr(&erased)));
+    let number = known.unwrap_or_else(|| {
+        rings.push(Arc::downgrade(&erased));
+        rings.len() - 1
+    });
+    SavedRing(u32::try_from(number).unwrap_or(u32::MAX))
+}
+
+fn restore<T: Send + 'static>(saved: SavedRing) -> Result<Arc<Mutex<T>>, &'static str> {
+    let ring = lock(&RINGS).get(saved.0 as usize).and_then(Weak::upgrade).ok_or("ring")?;
+    ring.downcast().map_err(|_| "kind of ring")
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -78,6 +102,16 @@ impl SendRing {
 }
 
 impl<M: Dma> SendQueue<M> for SendRing {
+    type Saved = SavedRing;
+
+    fn save(&self) -> SavedRing {
+        save(&self.0)
+    }
+
+    fn restore(saved: SavedRing) -> Result<Self, &'static str> {
+        restore(saved).map(SendRing)
+    }
+
     fn start(&mut self, _memory: &M) {
         self.clear();
     }
@@ -137,6 +171,16 @@ impl ReceiveRing {
 }
 
 impl<M: Dma> ReceiveQueue<M> for ReceiveRing {
+    type Saved = SavedRing;
+
+    fn save(&self) -> SavedRing {
+        save(&self.0)
+    }
+
+    fn restore(saved: SavedRing) -> Result<Self, &'static str> {
+        restore(saved).map(ReceiveRing)
+    }
+
     fn start(&mut self, _memory: &M) {}
 
     fn available(&self, _memory: &M) -> u32 {
@@ -212,6 +256,16 @@ impl CompletionRing {
 }
 
 impl<M: Dma> CompletionQueue<M> for CompletionRing {
+    type Saved = SavedRing;
+
+    fn save(&self) -> SavedRing {
+        save(&self.0)
+    }
+
+    fn restore(saved: SavedRing) -> Result<Self, &'static str> {
+        restore(saved).map(CompletionRing)
+    }
+
     fn push(&mut self, _memory: &M, completion: &Completion) -> Result<(), CompletionQueueFailed> {
         let mut ring = lock(&self.0);
         if ring.broken {

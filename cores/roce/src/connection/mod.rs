@@ -13,6 +13,7 @@
 //! opcode; so a retransmission is the same packet again, except that a READ is asked for from its first missing byte on.
 
 mod answers;
+mod fates;
 mod replies;
 mod requester;
 mod responder;
@@ -33,6 +34,7 @@ use crate::request::{Kind, MOST_MESSAGE, PostError, Request};
 use crate::status::{Event, Status};
 use crate::timing;
 
+pub use fates::Fate;
 use requester::Requester;
 use responder::Responder;
 

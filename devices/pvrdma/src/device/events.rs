@@ -7,11 +7,13 @@ use hca::names::{CqHandle, DeviceId};
 use hca::provider::Sink;
 use hca::work::AsyncEvent;
 
+use crate::abi::PAGE;
 use crate::abi::rings::{event, state};
 use crate::ring::Indices;
+use crate::saved;
 
 /// Asynchronous events that may wait for room in the ring; each object and type waits at most once.
-const MAX_WAITING: usize = 4096;
+pub(super) const MAX_WAITING: usize = 4096;
 /// First delay before a guest that takes no events is interrupted again, nanoseconds.
 const REMIND_AFTER: u64 = 20_000_000;
 /// Longest such delay.
@@ -40,6 +42,21 @@ impl EventRing {
         let head = memory.load_u32(state + state::RX_HEAD).ok()?;
         indices.between(tail, head)?;
         Some(Self { state, elements, element_size, indices, tail, published: tail, head })
+    }
+
+    /// Its saved state; after a publication.
+    fn save(&self) -> saved::EventRing {
+        saved::EventRing { state: self.state, elements: self.elements, tail: self.tail, head: self.head }
+    }
+
+    /// A ring in a saved state; `None` if no ring can have it.
+    pub fn restore(saved: saved::EventRing, slots: u32, element_size: u64) -> Option<Self> {
+        let indices = Indices::new(slots)?;
+        let saved::EventRing { state, elements, tail, head } = saved;
+        indices.between(tail, head)?;
+        let fits = state.is_multiple_of(PAGE) && elements.is_multiple_of(PAGE);
+        let ends = state.checked_add(PAGE).is_some() && elements.checked_add(PAGE).is_some();
+        (fits && ends).then_some(Self { state, elements, element_size, indices, tail, published: tail, head })
     }
 
     /// Writes an element behind the others; `false` when there is no room or the ring is broken.
@@ -138,6 +155,25 @@ impl<M: Dma> Events<M> {
         self.waiting.clear();
         self.waits.clear();
         self.reminder = None;
+    }
+
+    /// The rings' saved states: of asynchronous and of completion events.
+    pub fn save(&self) -> Option<(saved::EventRing, saved::EventRing)> {
+        self.rings.as_ref().map(|(asynchronous, completion)| (asynchronous.save(), completion.save()))
+    }
+
+    /// Events that wait for room, in order.
+    pub fn save_waiting(&self) -> Vec<(u32, u32)> {
+        self.waiting.iter().copied().collect()
+    }
+
+    /// Takes what was saved. A guest that has events waiting is reminded soon.
+    pub fn restore(&mut self, rings: Option<(EventRing, EventRing)>, waiting: &[(u32, u32)], dropped: u64) {
+        self.rings = rings;
+        self.waiting = waiting.iter().copied().collect();
+        self.waits = waiting.iter().copied().collect();
+        self.reminder = Some(Reminder { at: 0, delay: REMIND_AFTER, left: MAX_REMINDERS });
+        self.dropped = dropped;
     }
 
     pub fn waiting(&self) -> usize {

@@ -18,6 +18,7 @@ pub mod doorbells;
 mod error;
 mod events;
 mod report;
+mod save;
 mod shared_region;
 
 use std::collections::{BTreeMap, HashMap};
@@ -51,7 +52,7 @@ pub trait Interrupts {
 }
 
 /// How far the guest's driver has come.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Phase {
     /// No driver; nothing of the guest's memory is touched.
     Silent,

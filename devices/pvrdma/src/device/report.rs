@@ -5,7 +5,7 @@ use dma::Dma;
 use super::{Device, Phase};
 
 /// What happened since the device was made.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Counters {
     /// Commands taken.
     pub commands: u64,

@@ -1,0 +1,205 @@
+//! What hosts' state machines ask for, done to their engines.
+
+use dma::Dma;
+use hca::names::Gid;
+use nomad::objects::{Piece, Total};
+use nomad::{Action, Event, HostId, VmId};
+use pvrdma::testing::Lines;
+
+use super::{Cluster, SEGMENT, SEGMENT_NAME, Timed, config, gid, memory};
+use crate::migration::{Arrival, Place, Source};
+
+impl Cluster {
+    pub(super) fn act(&mut self, index: usize, action: Action) {
+        match action {
+            Action::Send(message) => self.messages.push_back(message),
+            Action::Timer { timer, after_ms } => self.timer(u64::from(after_ms), Timed::Host(index, timer)),
+            Action::Reserve { migration, moves } => {
+                for moved in moves {
+                    let size = self.vms[&moved.vm].size;
+                    let room = memory(size);
+                    let place = Place {
+                        vm: crate::transport::VmId(moved.vm.0),
+                        segment: SEGMENT_NAME.to_owned(),
+                        segment_id: SEGMENT,
+                    };
+                    let machine = &mut self.machines[index];
+                    let arrival =
+                        Arrival::begin(&mut machine.parts(), config(moved.vm), room.clone(), &place).unwrap();
+                    machine.host.lines.insert(arrival.device(), Lines::default());
+                    machine.arriving.insert(moved.vm, (migration, arrival, room));
+                }
+                self.answers.push_back((index, Event::Room { migration, granted: true }));
+            }
+            Action::Release { migration } => {
+                let machine = &mut self.machines[index];
+                let gone: Vec<VmId> = machine
+                    .arriving
+                    .iter()
+                    .filter(|(_, (of, ..))| *of == migration)
+                    .map(|(vm, _)| *vm)
+                    .collect();
+                for vm in gone {
+                    let (_, arrival, _) = machine.arriving.remove(&vm).unwrap();
+                    machine.drop_lines(arrival.device());
+                    arrival.discard(&mut machine.parts());
+                }
+            }
+            Action::Copy { migration, vm, to } => {
+                let machine = &mut self.machines[index];
+                let device = machine.here[&vm];
+                let source = Source::begin(&mut machine.parts(), device).unwrap();
+                machine.leaving.insert(vm, (migration, to, source, 0));
+                self.round(index, vm);
+                self.timer(0, Timed::Copied(index, migration, vm));
+            }
+            Action::EndCopy { migration } => {
+                let machine = &mut self.machines[index];
+                let ended: Vec<VmId> = machine
+                    .leaving
+                    .iter()
+                    .filter(|(_, (of, ..))| *of == migration)
+                    .map(|(vm, _)| *vm)
+                    .collect();
+                for vm in ended {
+                    if machine.host.engine.is_stopped(machine.here[&vm]) {
+                        continue;
+                    }
+                    let (.., source, _) = machine.leaving.remove(&vm).unwrap();
+                    source.stay(&mut machine.parts()).unwrap();
+                }
+            }
+            Action::Hold { migration, vm } => {
+                self.hold(index, vm);
+                self.answers.push_back((index, Event::Held { migration, vm }));
+            }
+            Action::Open { vm, peer } => self.open(index, vm, peer),
+            Action::Lost { peer } => panic!("{peer:?} is lost, and nobody was killed"),
+            Action::Stop { migration, vm } => {
+                let now = self.now();
+                let found = self.vms.get_mut(&vm).unwrap();
+                found.running = false;
+                found.stopped_at = now;
+                let machine = &mut self.machines[index];
+                let device = machine.here[&vm];
+                let lines = machine.host.lines.remove(&device).unwrap();
+                let (of, to, mut source, rounds) = machine.leaving.remove(&vm).unwrap();
+                source.stop(&mut machine.parts(), &found.guest.uar, &lines).unwrap();
+                machine.leaving.insert(vm, (of, to, source, rounds));
+                machine.host.lines.insert(device, lines);
+                self.answers.push_back((index, Event::Stopped { migration, vm }));
+            }
+            Action::Finish { migration, vm, to } => {
+                let total = self.round(index, vm).expect("the VM is stopped");
+                let to = to.0 as usize - 1;
+                let size = self.vms[&vm].size;
+                let mut bytes = vec![0; usize::try_from(size).unwrap()];
+                self.vms[&vm].guest.memory.read(0, &mut bytes).unwrap();
+                let Some((_, arrival, room)) = self.machines[to].arriving.get(&vm) else {
+                    return self.answers.push_back((index, Event::StreamBroke { migration }));
+                };
+                room.write(0, &bytes).unwrap();
+                arrival.check(total).unwrap();
+                self.answers.push_back((to, Event::Arrived { migration, vm }));
+            }
+            Action::Run { vm, .. } => self.run(index, vm),
+            Action::Discard { vm } => {
+                let machine = &mut self.machines[index];
+                if let Some((.., source, _)) = machine.leaving.remove(&vm) {
+                    let device = machine.here.remove(&vm).unwrap();
+                    machine.drop_lines(device);
+                    source.leave(&mut machine.parts());
+                }
+            }
+        }
+    }
+
+    /// Copies what was touched, to wherever it goes. Gives the total of a stopped device.
+    pub(super) fn round(&mut self, index: usize, vm: VmId) -> Option<Total> {
+        let mut pieces: Vec<Piece> = Vec::new();
+        let machine = &mut self.machines[index];
+        let (migration, to, mut source, rounds) = machine.leaving.remove(&vm)?;
+        source.round(&mut machine.parts(), |piece| pieces.push(piece)).unwrap();
+        let stopped = machine.host.engine.is_stopped(machine.here[&vm]);
+        let total = source.total().filter(|_| stopped);
+        machine.leaving.insert(vm, (migration, to, source, rounds + 1));
+        if stopped {
+            self.moves.objects_in_pause += pieces.len() as u64;
+            let bytes = pieces.iter().filter_map(|piece| piece.state.as_ref()).map(Vec::len).sum::<usize>();
+            self.moves.bytes_in_pause += bytes as u64;
+        }
+        let machine = &mut self.machines[to.0 as usize - 1];
+        if let Some((of, mut arrival, room)) = machine.arriving.remove(&vm) {
+            for piece in pieces {
+                arrival.take(&mut machine.parts(), piece).unwrap();
+            }
+            machine.arriving.insert(vm, (of, arrival, room));
+        }
+        total
+    }
+
+    fn hold(&mut self, index: usize, vm: VmId) {
+        let machine = &mut self.machines[index];
+        let now = machine.host.now;
+        for (&other, &device) in &machine.here {
+            if other != vm {
+                machine.host.engine.hold(device, Gid(gid(vm)));
+                machine.transports.hold(device, crate::transport::VmId(vm.0), now);
+            }
+        }
+    }
+
+    fn open(&mut self, index: usize, vm: VmId, peer: nomad::Place) {
+        let machine = &mut self.machines[index];
+        machine.directory.set(peer.vm, peer.host);
+        let Some(&device) = machine.here.get(&vm) else { return };
+        let now = machine.host.now;
+        let engine = &mut machine.host.engine;
+        if peer.host.0 as usize - 1 == index {
+            if let Some(&beside) = machine.here.get(&peer.vm) {
+                machine.transports.take_over(engine, now);
+                self.moves.came_local += machine.transports.come_local(engine, device, beside) as u64;
+            }
+        } else {
+            engine.moved_away(SEGMENT, Gid(gid(peer.vm)));
+        }
+        engine.open(device, Gid(gid(peer.vm)));
+        machine.transports.go_on(device, crate::transport::VmId(peer.vm.0), now);
+    }
+
+    fn run(&mut self, index: usize, vm: VmId) {
+        let now = self.now();
+        let found = self.vms.get_mut(&vm).unwrap();
+        let machine = &mut self.machines[index];
+        let host = HostId(u32::try_from(index).unwrap() + 1);
+        machine.directory.set(vm, host);
+        let peers: Vec<VmId> = found.ends.keys().copied().collect();
+        let coming = machine.arriving.remove(&vm);
+        let device = match &coming {
+            Some((_, arrival, _)) => arrival.device(),
+            None => machine.here[&vm],
+        };
+        // One that never stopped has all its queue pairs open still.
+        let closed = machine.host.engine.is_stopped(device);
+        for peer in peers.into_iter().filter(|_| closed) {
+            machine.host.engine.hold(device, Gid(gid(peer)));
+            machine.transports.hold(device, crate::transport::VmId(peer.0), machine.host.now);
+        }
+        if let Some((_, arrival, room)) = coming {
+            arrival.start(&mut machine.parts()).unwrap();
+            machine.here.insert(vm, device);
+            found.guest.id = device;
+            found.guest.memory = room;
+            found.on = index;
+            self.moves.vms += 1;
+        } else if let Some((.., source, _)) = machine.leaving.remove(&vm) {
+            source.stay(&mut machine.parts()).unwrap();
+        }
+        if !found.running {
+            let pause = now.saturating_sub(found.stopped_at);
+            self.moves.longest_pause_ns = self.moves.longest_pause_ns.max(pause);
+            self.moves.paused_ns += pause;
+        }
+        found.running = true;
+    }
+}

@@ -1,0 +1,71 @@
+//! Saved state from anywhere, against a destination: whatever the bytes are, each object is refused or made, and an engine that runs what was
+//! made does no harm.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+use nomad::objects::Piece;
+use nomad::{HostId, VmId};
+use pvrdma::testing::{Host, Lines};
+
+use super::{Cluster, LiveDirectory, SEGMENT, SEGMENT_NAME, config, memory};
+use crate::migration::{Arrival, MigrationError, Parts, Place, Source};
+use crate::transport::Transports;
+
+/// Bytes of the guest's memory.
+const SIZE: u64 = 1 << 20;
+/// Polls of an engine that runs what came.
+const POLLS: u32 = 64;
+
+/// The pieces of a VM's HCA with everything in use: connections by the network and beside it, with requests under way.
+pub fn pieces(seed: u64) -> Vec<Piece> {
+    let mut cluster = Cluster::new(2, 3, seed);
+    for _ in 0..200 {
+        cluster.turn(10_000);
+    }
+    let vm = VmId(1);
+    let mut pieces = Vec::new();
+    let machine = &mut cluster.machines[0];
+    let device = machine.here[&vm];
+    let mut source = Source::begin(&mut machine.parts(), device).unwrap();
+    source.stop(&mut machine.parts(), &cluster.vms[&vm].guest.uar, &Lines::default()).unwrap();
+    source.round(&mut machine.parts(), |piece| pieces.push(piece)).unwrap();
+    pieces
+}
+
+/// Gives a destination these pieces, and runs what it makes of them.
+///
+/// # Errors
+/// What was refused.
+pub fn arrive(pieces: &[Piece]) -> Result<(), MigrationError> {
+    let vm = VmId(1);
+    let address = "127.0.0.1:0".parse().unwrap();
+    let places = Mutex::new(HashMap::new());
+    let directory = Arc::new(LiveDirectory { hosts: vec![address], places });
+    for other in (1..4).map(VmId) {
+        directory.set(other, HostId(1));
+    }
+    let mut transports = Transports::open(Arc::clone(&directory) as _, address, None).unwrap();
+    let mut host = Host::default();
+    let place =
+        Place { vm: crate::transport::VmId(vm.0), segment: SEGMENT_NAME.to_owned(), segment_id: SEGMENT };
+    let Host { engine, devices, now, .. } = &mut host;
+    let mut parts = Parts { engine, devices, transports: &mut transports, now: *now };
+    let mut arrival = Arrival::begin(&mut parts, config(vm), memory(SIZE), &place)?;
+    for piece in pieces {
+        if let Err(refused) = arrival.take(&mut parts, piece.clone()) {
+            arrival.discard(&mut parts);
+            return Err(refused);
+        }
+    }
+    let device = arrival.start(&mut parts)?;
+    host.lines.insert(device, Lines::default());
+    let uar = dma::HeapMemory::new(1 << 16);
+    for _ in 0..POLLS {
+        transports.receive(&mut host.engine, host.now);
+        host.turn([(device, &uar)]);
+        transports.carry(&mut host.engine, host.now);
+        host.now += 1_000_000;
+    }
+    Ok(())
+}

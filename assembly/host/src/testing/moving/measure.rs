@@ -1,0 +1,297 @@
+//! What a move costs the HCA: its share of the pause, its state, and redirecting who faces it. Three engines of this process, their transports on
+//! sockets of the loopback interface; the state is that of real queue pairs, some with requests under way, and afterwards those complete at the
+//! destination, so that what was measured is known to be whole.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use dma::MappedMemory;
+use hca::names::{DeviceId, Gid};
+use nomad::objects::Piece;
+use nomad::{HostId, VmId};
+use pvrdma::testing::guest::QpOptions;
+use pvrdma::testing::queues::{Post, sge};
+use pvrdma::testing::{Cq, Guest, Host, Lines, Qp, Region};
+
+use super::{ALL, LiveDirectory, SEGMENT, SEGMENT_NAME, config, gid, memory, port};
+use crate::migration::{Arrival, Parts, Place, Source};
+use crate::transport::Transports;
+
+const MOVER: VmId = VmId(1);
+const PEER: VmId = VmId(2);
+/// Bytes of a buffer of an active queue pair at most.
+const BUFFER: u64 = 1 << 20;
+
+/// One move.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Sample {
+    /// Stop and the last round, at the source, nanoseconds.
+    pub source_ns: u64,
+    /// Taking it and starting, at the destination, nanoseconds.
+    pub destination_ns: u64,
+    /// Objects in the pause.
+    pub objects: u64,
+    /// Bytes of them.
+    pub bytes: u64,
+    /// Bytes of requests that were posted and not complete when the device stopped.
+    pub in_flight: u64,
+    /// The first round, with all objects: saving and taking, nanoseconds.
+    pub whole_ns: u64,
+    /// Bytes of all queue pairs and completion queues, by their number.
+    pub bytes_per_qp: u64,
+}
+
+struct Engine {
+    host: Host<MappedMemory>,
+    transports: Transports,
+    directory: Arc<LiveDirectory>,
+}
+
+impl Engine {
+    fn new(hosts: &[SocketAddr], own: usize) -> Self {
+        let places = Mutex::new(HashMap::new());
+        let directory = Arc::new(LiveDirectory { hosts: hosts.to_vec(), places });
+        directory.set(MOVER, HostId(1));
+        directory.set(PEER, HostId(2));
+        let transports = Transports::open(Arc::clone(&directory) as _, hosts[own], None).unwrap();
+        Self { host: Host::default(), transports, directory }
+    }
+
+    fn parts(&mut self) -> Parts<'_, MappedMemory> {
+        let Host { engine, devices, now, .. } = &mut self.host;
+        Parts { engine, devices, transports: &mut self.transports, now: *now }
+    }
+
+    fn turn(&mut self, guest: Option<&Guest<MappedMemory>>, now: u64) {
+        self.host.now = now;
+        self.transports.receive(&mut self.host.engine, now);
+        self.host.turn(guest.map(|guest| (guest.id, &guest.uar)));
+        self.host.now = now;
+        self.transports.carry(&mut self.host.engine, now);
+    }
+}
+
+struct Side {
+    guest: Guest<MappedMemory>,
+    context: (u32, u32),
+    pd: u32,
+    cq: Cq,
+    qps: Vec<(Qp, Region)>,
+}
+
+fn side(engine: &mut Engine, vm: VmId, active: u32, buffer: u64) -> Side {
+    let size = (u64::from(active) * (buffer + (64 << 10)) + (16 << 20)).next_multiple_of(1 << 20);
+    let mut config = config(vm);
+    config.capabilities.max_qp = 32_768;
+    config.capabilities.max_cq = 32_768;
+    let mut guest = Guest::new(&mut engine.host, config, memory(size), size);
+    let name = format!("vm{}", vm.0);
+    engine.transports.attach(&mut engine.host.engine, guest.id, &name, SEGMENT_NAME, SEGMENT);
+    guest.probe(&mut engine.host);
+    guest.bind(&mut engine.host, 0, gid(vm)).unwrap();
+    let context = guest.context(&mut engine.host);
+    let pd = guest.pd(&mut engine.host, context.1);
+    let cq = guest.cq(&mut engine.host, context, 16_384);
+    let mut qps = Vec::new();
+    for number in 0..active {
+        let options = QpOptions { max_send_wr: 64, max_receive_wr: 1, ..QpOptions::default() };
+        let qp = guest.qp(&mut engine.host, context.0, pd, (&cq, &cq), None, options).unwrap();
+        guest.to_init(&mut engine.host, &qp, ALL).unwrap();
+        let address = (u64::from(number) + 1) << 24;
+        let region = guest.register(&mut engine.host, pd, address, buffer, ALL);
+        qps.push((qp, region));
+    }
+    Side { guest, context, pd, cq, qps }
+}
+
+/// Connects the queue pairs of two sides, one by one.
+fn connect(engines: &mut [Engine], left: &mut Side, right: &mut Side) {
+    for at in 0..left.qps.len() {
+        let (here, there) = (left.qps[at].0.clone(), right.qps[at].0.clone());
+        left.guest.connect(&mut engines[0].host, &here, there.qpn, gid(PEER)).unwrap();
+        right.guest.connect(&mut engines[1].host, &there, here.qpn, gid(MOVER)).unwrap();
+    }
+}
+
+/// Queue pairs that are ready to send and idle, each with a completion queue and a region of its own, on pages that they share: what they
+/// cost an HCA is the same, and a test's memory stays small.
+fn idle(engine: &mut Engine, side: &mut Side, count: u32) {
+    let begin = side.guest.used();
+    for number in 0..count {
+        side.guest.start_at(begin);
+        let cq = side.guest.cq(&mut engine.host, side.context, 64);
+        let qp = side
+            .guest
+            .qp(&mut engine.host, side.context.0, side.pd, (&cq, &cq), None, QpOptions::default())
+            .unwrap();
+        side.guest.to_init(&mut engine.host, &qp, ALL).unwrap();
+        side.guest.connect(&mut engine.host, &qp, 0x1_0000 + number, gid(PEER)).unwrap();
+        side.guest.register(&mut engine.host, side.pd, 0x100_0000_0000, 4096, ALL);
+    }
+}
+
+fn engines(hosts: usize) -> Vec<Engine> {
+    let port = port(hosts);
+    let addresses: Vec<SocketAddr> =
+        (1..=hosts).map(|host| format!("127.0.0.{host}:{port}").parse().unwrap()).collect();
+    (0..hosts).map(|own| Engine::new(&addresses, own)).collect()
+}
+
+fn write(side: &Side, at: usize, remote: &Region, wr_id: u64, length: u32) -> Post {
+    let local = [sge(&side.qps[at].1, 0, length)];
+    Post::remote(wr_id, pvrdma::abi::work::opcode::WRITE, remote.address, remote.rkey, &local)
+}
+
+fn nanoseconds(began: Instant) -> u64 {
+    u64::try_from(began.elapsed().as_nanos()).unwrap()
+}
+
+/// Moves a VM with `qps` queue pairs, of which `active` send to another host, with about so many bytes in flight when it stops.
+pub fn blackout(qps: u32, active: u32, in_flight: u64) -> Sample {
+    let mut engines = engines(3);
+    let each = u32::try_from((in_flight / u64::from(active)).clamp(64, BUFFER)).unwrap();
+    let mut left = side(&mut engines[0], MOVER, active, u64::from(each).max(4096));
+    let mut right = side(&mut engines[1], PEER, active, u64::from(each).max(4096));
+    connect(&mut engines, &mut left, &mut right);
+    idle(&mut engines[0], &mut left, qps.saturating_sub(active));
+    let clock = Instant::now();
+    let now = || 2_000_000_000 + nanoseconds(clock);
+    let mut done = 0u64;
+    let mut posted = 0u64;
+    let turn = |engines: &mut [Engine], left: &Side, right: &Side, done: &mut u64| {
+        engines[0].turn(Some(&left.guest), now());
+        engines[1].turn(Some(&right.guest), now());
+        while let Some(entry) = left.guest.take(&left.cq) {
+            assert_eq!(entry.status.get(), 0, "a request failed");
+            *done += 1;
+        }
+    };
+    // Connections exist, and all is warm.
+    for at in 0..left.qps.len() {
+        left.guest.post_send(&left.qps[at].0, &write(&left, at, &right.qps[at].1, posted, 64));
+        posted += 1;
+    }
+    while done < posted {
+        turn(&mut engines, &left, &right, &mut done);
+    }
+    // The destination: everything once, while the VM runs.
+    let mut sample = Sample::default();
+    let place =
+        Place { vm: crate::transport::VmId(MOVER.0), segment: SEGMENT_NAME.to_owned(), segment_id: SEGMENT };
+    let mut config = config(MOVER);
+    config.capabilities.max_qp = 32_768;
+    config.capabilities.max_cq = 32_768;
+    let room = left.guest.memory.clone();
+    let mut arrival = Arrival::begin(&mut engines[2].parts(), config, room, &place).unwrap();
+    let mut pieces: Vec<Piece> = Vec::new();
+    let device = left.guest.id;
+    let mut source = Source::begin(&mut engines[0].parts(), device).unwrap();
+    let began = Instant::now();
+    source.round(&mut engines[0].parts(), |piece| pieces.push(piece)).unwrap();
+    let states = pieces.iter().filter(|piece| {
+        matches!(piece.object.kind, nomad::objects::Kind::QueuePair | nomad::objects::Kind::CompletionQueue)
+    });
+    let bytes: usize = states.filter_map(|piece| piece.state.as_ref()).map(Vec::len).sum();
+    sample.bytes_per_qp = bytes as u64 / u64::from(qps);
+    for piece in pieces.drain(..) {
+        arrival.take(&mut engines[2].parts(), piece).unwrap();
+    }
+    sample.whole_ns = nanoseconds(began);
+    // The VM works on; where bytes are to be in flight, its last requests are stopped on their way.
+    for at in 0..left.qps.len() {
+        left.guest.post_send(&left.qps[at].0, &write(&left, at, &right.qps[at].1, posted, each));
+        posted += 1;
+    }
+    if in_flight == 0 {
+        while done < posted {
+            turn(&mut engines, &left, &right, &mut done);
+        }
+    } else {
+        turn(&mut engines, &left, &right, &mut done);
+    }
+    // Peers hold, the VM stops.
+    let at = now();
+    let peer = right.guest.id;
+    engines[1].host.engine.hold(peer, Gid(gid(MOVER)));
+    engines[1].transports.hold(peer, crate::transport::VmId(MOVER.0), at);
+    sample.in_flight = (posted - done) * u64::from(each);
+    engines[0].host.now = at;
+    engines[2].host.now = at;
+    let lines = engines[0].host.lines.remove(&device).unwrap();
+    let began = Instant::now();
+    source.stop(&mut engines[0].parts(), &left.guest.uar, &lines).unwrap();
+    source.round(&mut engines[0].parts(), |piece| pieces.push(piece)).unwrap();
+    let total = source.total().unwrap();
+    sample.source_ns = nanoseconds(began);
+    sample.objects = pieces.len() as u64;
+    sample.bytes =
+        pieces.iter().filter_map(|piece| piece.state.as_ref()).map(|state| state.len() as u64).sum();
+    let began = Instant::now();
+    for piece in pieces.drain(..) {
+        arrival.take(&mut engines[2].parts(), piece).unwrap();
+    }
+    arrival.check(total).unwrap();
+    engines[2].host.engine.hold(arrival.device(), Gid(gid(PEER)));
+    let arrived = arrival.start(&mut engines[2].parts()).unwrap();
+    sample.destination_ns = nanoseconds(began);
+    // And all of it goes on there.
+    source.leave(&mut engines[0].parts());
+    engines[2].host.lines.insert(arrived, Lines::default());
+    left.guest.id = arrived;
+    redirect(&mut engines[1], peer, MOVER, HostId(3), now());
+    redirect(&mut engines[2], arrived, PEER, HostId(2), now());
+    let began = Instant::now();
+    while done < posted {
+        engines[2].turn(Some(&left.guest), now());
+        engines[1].turn(Some(&right.guest), now());
+        while let Some(entry) = left.guest.take(&left.cq) {
+            assert_eq!(entry.status.get(), 0, "a request failed after the move");
+            done += 1;
+        }
+        assert!(
+            began.elapsed().as_secs() < 60,
+            "{done} of {posted} requests are done a minute after the move"
+        );
+    }
+    sample
+}
+
+/// A device's queue pairs that face a VM go on, to another host.
+fn redirect(engine: &mut Engine, device: DeviceId, peer: VmId, to: HostId, now: u64) {
+    engine.directory.set(peer, to);
+    engine.host.engine.moved_away(SEGMENT, Gid(gid(peer)));
+    engine.host.engine.open(device, Gid(gid(peer)));
+    engine.transports.go_on(device, crate::transport::VmId(peer.0), now);
+}
+
+/// Holding, and redirecting, `count` queue pairs whose connections exist: nanoseconds each.
+pub fn redirected(count: u32) -> (u64, u64) {
+    let mut engines = engines(3);
+    let mut left = side(&mut engines[0], MOVER, count, 4096);
+    let mut right = side(&mut engines[1], PEER, count, 4096);
+    connect(&mut engines, &mut left, &mut right);
+    let clock = Instant::now();
+    let now = || 2_000_000_000 + nanoseconds(clock);
+    let mut done = 0;
+    for at in 0..left.qps.len() {
+        left.guest.post_send(&left.qps[at].0, &write(&left, at, &right.qps[at].1, 0, 64));
+        while at as u64 >= done + 1000 || (at + 1 == left.qps.len() && done < u64::from(count)) {
+            engines[0].turn(Some(&left.guest), now());
+            engines[1].turn(Some(&right.guest), now());
+            while let Some(entry) = left.guest.take(&left.cq) {
+                assert_eq!(entry.status.get(), 0, "a request failed");
+                done += 1;
+            }
+        }
+    }
+    let peer = right.guest.id;
+    let began = Instant::now();
+    engines[1].host.engine.hold(peer, Gid(gid(MOVER)));
+    engines[1].transports.hold(peer, crate::transport::VmId(MOVER.0), now());
+    let held = nanoseconds(began);
+    let began = Instant::now();
+    redirect(&mut engines[1], peer, MOVER, HostId(3), now());
+    (held, nanoseconds(began))
+}

@@ -1,0 +1,490 @@
+//! Hosts in one process, each with an engine, its transports on sockets of the loopback interface, and its state machine of `nomad`; guests
+//! with programs, which move among them. A guest's RAM is copied to memory of its own at the destination when it stops, so what its old host
+//! would still do to it is lost, and seen.
+
+mod actions;
+mod directory;
+pub mod hostile;
+pub mod measure;
+mod traffic;
+
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque};
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use dma::MappedMemory;
+use hca::names::{DeviceId, SegmentId};
+use nomad::coordinator::{self, Coordinator, Decision, Ledger};
+use nomad::{Event, HostId, Incarnation, Message, MigrationId, Node, VmId};
+use pvrdma::testing::guest::QpOptions;
+use pvrdma::testing::{Cq, Guest, Host};
+
+use crate::migration::{Arrival, Parts, Source};
+use crate::transport::Transports;
+use directory::{LiveDirectory, config, gid, memory};
+pub use traffic::Verdict;
+use traffic::{End, REGION};
+
+const SEGMENT: SegmentId = SegmentId(7);
+const SEGMENT_NAME: &str = "s0";
+/// Access of regions and queue pairs: all of it.
+const ALL: u32 = 1 | 2 | 4 | 8;
+
+struct Machine {
+    host: Host<MappedMemory>,
+    transports: Transports,
+    directory: Arc<LiveDirectory>,
+    nomad: nomad::Host,
+    /// Devices of VMs that run here, or are stopped here.
+    here: BTreeMap<VmId, DeviceId>,
+    leaving: BTreeMap<VmId, (MigrationId, HostId, Source, u32)>,
+    arriving: BTreeMap<VmId, (MigrationId, Arrival, MappedMemory)>,
+}
+
+impl Machine {
+    fn parts(&mut self) -> Parts<'_, MappedMemory> {
+        let Host { engine, devices, now, .. } = &mut self.host;
+        Parts { engine, devices, transports: &mut self.transports, now: *now }
+    }
+
+    fn drop_lines(&mut self, device: DeviceId) {
+        self.host.lines.remove(&device);
+    }
+}
+
+struct Vm {
+    guest: Guest<MappedMemory>,
+    size: u64,
+    cq: Cq,
+    on: usize,
+    running: bool,
+    stopped_at: u64,
+    ends: BTreeMap<VmId, End>,
+}
+
+/// What happened.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
+pub struct Moves {
+    /// Migrations that were decided for.
+    pub committed: u64,
+    /// Given up.
+    pub aborted: u64,
+    /// VMs that moved.
+    pub vms: u64,
+    /// Connections that went from the network to RAM.
+    pub came_local: u64,
+    /// Objects that were left for the pause.
+    pub objects_in_pause: u64,
+    /// Bytes of them.
+    pub bytes_in_pause: u64,
+    /// The longest time that a VM stood still, nanoseconds.
+    pub longest_pause_ns: u64,
+    /// All of it.
+    pub paused_ns: u64,
+    /// Completions, by whether the peer was on the same host: there, and elsewhere.
+    pub local: u64,
+    /// See above.
+    pub remote: u64,
+}
+
+/// Hosts, the coordinator, and guests.
+pub struct Cluster {
+    machines: Vec<Machine>,
+    vms: BTreeMap<VmId, Vm>,
+    coordinator: Coordinator,
+    messages: VecDeque<Message>,
+    /// Answers to actions, which come when all actions of a step are done.
+    answers: VecDeque<(usize, Event)>,
+    timers: BinaryHeap<Reverse<(u64, u64)>>,
+    timed: HashMap<u64, Timed>,
+    next_timer: u64,
+    started: Instant,
+    /// What happened.
+    pub moves: Moves,
+    running: Option<(MigrationId, u64)>,
+    dice: u64,
+}
+
+enum Timed {
+    Host(usize, nomad::Timer),
+    Coordinator(coordinator::Timer),
+    Copied(usize, MigrationId, VmId),
+}
+
+impl std::fmt::Debug for Cluster {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Cluster").field("moves", &self.moves).finish_non_exhaustive()
+    }
+}
+
+/// Ports of the loopback interface that were free a moment ago, the same on several of its addresses.
+fn port(hosts: usize) -> u16 {
+    loop {
+        let first = std::net::UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
+        let port = first.map(|address| address.port()).unwrap_or_default();
+        if (1..=hosts).all(|host| std::net::UdpSocket::bind((format!("127.0.0.{host}"), port)).is_ok()) {
+            return port;
+        }
+    }
+}
+
+impl Cluster {
+    /// So many hosts, and VMs on them in turn, each connected with each by one queue pair.
+    pub fn new(hosts: usize, vms: u32, seed: u64) -> Self {
+        let port = port(hosts);
+        let addresses: Vec<SocketAddr> =
+            (1..=hosts).map(|host| format!("127.0.0.{host}:{port}").parse().unwrap()).collect();
+        let config_of_nomad = nomad::Config::default();
+        let mut cluster = Self {
+            machines: Vec::new(),
+            vms: BTreeMap::new(),
+            coordinator: Coordinator::new(config_of_nomad, Ledger::default()),
+            messages: VecDeque::new(),
+            answers: VecDeque::new(),
+            timers: BinaryHeap::new(),
+            timed: HashMap::new(),
+            next_timer: 0,
+            started: Instant::now(),
+            moves: Moves::default(),
+            running: None,
+            dice: seed | 1,
+        };
+        for (index, &address) in addresses.iter().enumerate() {
+            let places = Mutex::new(HashMap::new());
+            let directory = Arc::new(LiveDirectory { hosts: addresses.clone(), places });
+            let transports = Transports::open(Arc::clone(&directory) as _, address, None).unwrap();
+            let id = HostId(u32::try_from(index).unwrap() + 1);
+            cluster.machines.push(Machine {
+                host: Host::default(),
+                transports,
+                directory,
+                nomad: nomad::Host::new(id, Incarnation(1), config_of_nomad),
+                here: BTreeMap::new(),
+                leaving: BTreeMap::new(),
+                arriving: BTreeMap::new(),
+            });
+        }
+        for index in 0..hosts {
+            cluster.event(index, Event::Start);
+        }
+        cluster.deliver();
+        for vm in (1..=vms).map(VmId) {
+            cluster.start_vm(vm, (vm.0 as usize - 1) % hosts, vms);
+        }
+        let all: Vec<VmId> = cluster.vms.keys().copied().collect();
+        for &one in &all {
+            for &other in all.iter().filter(|other| **other > one) {
+                cluster.connect(one, other);
+            }
+        }
+        cluster
+    }
+
+    fn start_vm(&mut self, vm: VmId, on: usize, peers: u32) {
+        let host = HostId(u32::try_from(on).unwrap() + 1);
+        let mut actions = Vec::new();
+        let epoch = self.coordinator.started(vm, host, &mut actions).unwrap();
+        self.carry_out(actions);
+        for machine in &self.machines {
+            machine.directory.set(vm, host);
+        }
+        let size = (u64::from(peers) * (REGION + (64 << 10)) + (512 << 10)).next_multiple_of(1 << 16);
+        let machine = &mut self.machines[on];
+        let mut guest = Guest::new(&mut machine.host, config(vm), memory(size), size);
+        machine.transports.attach(
+            &mut machine.host.engine,
+            guest.id,
+            &format!("vm{}", vm.0),
+            SEGMENT_NAME,
+            SEGMENT,
+        );
+        machine.here.insert(vm, guest.id);
+        guest.probe(&mut machine.host);
+        guest.bind(&mut machine.host, 0, gid(vm)).unwrap();
+        let context = guest.context(&mut machine.host);
+        let pd = guest.pd(&mut machine.host, context.1);
+        let cq = guest.cq(&mut machine.host, context, 1024);
+        let mut ends = BTreeMap::new();
+        for peer in (1..=peers).map(VmId).filter(|peer| *peer != vm) {
+            let qp =
+                guest.qp(&mut machine.host, context.0, pd, (&cq, &cq), None, QpOptions::default()).unwrap();
+            guest.to_init(&mut machine.host, &qp, ALL).unwrap();
+            let address = 0x7000_0000 + u64::from(peer.0) * 0x10_0000;
+            let region = guest.register(&mut machine.host, pd, address, REGION, ALL);
+            ends.insert(peer, End::new(qp, region));
+        }
+        self.vms.insert(vm, Vm { guest, size, cq, on, running: true, stopped_at: 0, ends });
+        self.event(on, Event::Started { vm, epoch });
+    }
+
+    fn connect(&mut self, one: VmId, other: VmId) {
+        for (vm, peer) in [(one, other), (other, one)] {
+            let end = &self.vms[&peer].ends[&vm];
+            let (peer_qpn, remote) = (end.qp.qpn, (end.region.address, end.region.rkey));
+            let found = self.vms.get_mut(&vm).unwrap();
+            let end = found.ends.get_mut(&peer).unwrap();
+            end.remote = remote;
+            let machine = &mut self.machines[found.on];
+            found.guest.connect(&mut machine.host, &end.qp, peer_qpn, gid(peer)).unwrap();
+        }
+        let mut actions = Vec::new();
+        self.coordinator.linked(one, other, true, &mut actions).unwrap();
+        self.carry_out(actions);
+        for (vm, peer) in [(one, other), (other, one)] {
+            let owner = self.coordinator.ledger().vms[&peer];
+            let place = nomad::Place { vm: peer, host: owner.host, epoch: owner.epoch };
+            self.event(self.vms[&vm].on, Event::Connected { vm, peer: place });
+        }
+        self.deliver();
+    }
+
+    fn now(&self) -> u64 {
+        u64::try_from(self.started.elapsed().as_nanos()).unwrap() + 1
+    }
+
+    fn roll(&mut self, sides: u64) -> u64 {
+        self.dice ^= self.dice << 13;
+        self.dice ^= self.dice >> 7;
+        self.dice ^= self.dice << 17;
+        self.dice % sides
+    }
+
+    fn event(&mut self, index: usize, event: Event) {
+        let mut actions = Vec::new();
+        self.machines[index].nomad.step(event, &mut actions);
+        for action in actions {
+            self.act(index, action);
+        }
+    }
+
+    fn timer(&mut self, after_ms: u64, what: Timed) {
+        self.next_timer += 1;
+        self.timers.push(Reverse((self.now() + after_ms * 1_000_000, self.next_timer)));
+        self.timed.insert(self.next_timer, what);
+    }
+
+    fn deliver(&mut self) {
+        loop {
+            if let Some((index, event)) = self.answers.pop_front() {
+                self.event(index, event);
+                continue;
+            }
+            let Some(message) = self.messages.pop_front() else { return };
+            match message.to {
+                Node::Coordinator => self.coordinate(coordinator::Event::Message(message)),
+                Node::Host(host) => self.event(host.0 as usize - 1, Event::Message(message)),
+            }
+        }
+    }
+
+    fn coordinate(&mut self, event: coordinator::Event) {
+        let mut actions = Vec::new();
+        self.coordinator.step(event, &mut actions);
+        self.carry_out(actions);
+    }
+
+    fn carry_out(&mut self, actions: Vec<coordinator::Action>) {
+        for action in actions {
+            match action {
+                coordinator::Action::Write(_) | coordinator::Action::Came { .. } => {}
+                coordinator::Action::Send(message) => self.messages.push_back(message),
+                coordinator::Action::Timer { timer, after_ms } => {
+                    self.timer(u64::from(after_ms), Timed::Coordinator(timer));
+                }
+                coordinator::Action::Ended { decision, .. } => match decision {
+                    Decision::Committed => self.moves.committed += 1,
+                    Decision::Aborted => self.moves.aborted += 1,
+                },
+            }
+        }
+    }
+
+    /// Asks for a migration of one VM, of several, or for two to change places; now and then it is cancelled a moment later.
+    fn begin_migration(&mut self) {
+        let all: Vec<VmId> = self.vms.keys().copied().collect();
+        let hosts = self.machines.len() as u64;
+        let count = 1 + self.roll(all.len() as u64);
+        let mut moves: BTreeMap<VmId, HostId> = BTreeMap::new();
+        for _ in 0..count {
+            let vm = all[usize::try_from(self.roll(all.len() as u64)).unwrap()];
+            let to = usize::try_from(self.roll(hosts)).unwrap();
+            if self.vms[&vm].on != to {
+                moves.insert(vm, HostId(u32::try_from(to).unwrap() + 1));
+            }
+        }
+        let moves: Vec<(VmId, HostId)> = moves.into_iter().collect();
+        let mut actions = Vec::new();
+        if let Ok(migration) = self.coordinator.migrate(&moves, &mut actions) {
+            let cancel = if self.roll(8) == 0 { self.now() + self.roll(400) * 1_000 } else { u64::MAX };
+            self.running = Some((migration, cancel));
+        }
+        self.carry_out(actions);
+    }
+
+    /// A turn of everything.
+    fn turn(&mut self, most: u64) {
+        for index in 0..self.machines.len() {
+            let now = self.now();
+            let machine = &mut self.machines[index];
+            machine.host.now = now;
+            machine.transports.receive(&mut machine.host.engine, now);
+            let uars = self.vms.iter().filter(|(_, vm)| vm.on == index && vm.running);
+            machine.host.turn(uars.map(|(_, vm)| (vm.guest.id, &vm.guest.uar)));
+            machine.host.now = now;
+            machine.transports.carry(&mut machine.host.engine, now);
+        }
+        let places: BTreeMap<VmId, usize> = self.vms.iter().map(|(vm, found)| (*vm, found.on)).collect();
+        for vm in self.vms.values_mut().filter(|vm| vm.running) {
+            while let Some(entry) = vm.guest.take(&vm.cq) {
+                let qp = u32::try_from(entry.qp.get()).unwrap();
+                let (peer, end) = vm.ends.iter_mut().find(|(_, end)| end.qp.handle == qp).unwrap();
+                end.complete(&vm.guest, entry.wr_id.get(), entry.opcode.get(), entry.status.get());
+                if places[peer] == vm.on {
+                    self.moves.local += 1;
+                } else {
+                    self.moves.remote += 1;
+                }
+            }
+            for end in vm.ends.values_mut() {
+                end.post(&vm.guest, most);
+            }
+        }
+        let now = self.now();
+        while let Some(&Reverse((at, number))) = self.timers.peek() {
+            if at > now {
+                break;
+            }
+            self.timers.pop();
+            match self.timed.remove(&number) {
+                Some(Timed::Host(index, timer)) if self.machines[index].nomad.awaits(timer) => {
+                    self.event(index, Event::Timer(timer));
+                }
+                Some(Timed::Coordinator(timer)) if self.coordinator.awaits(timer) => {
+                    self.coordinate(coordinator::Event::Timer(timer));
+                }
+                Some(Timed::Copied(index, migration, vm)) => {
+                    let copies = self.machines[index].leaving.get(&vm);
+                    if copies.is_some_and(|(of, ..)| *of == migration) {
+                        // What changed while the first round was on its way.
+                        self.round(index, vm);
+                        self.event(index, Event::Converged { migration, vm });
+                    }
+                }
+                // What it was for is over.
+                Some(Timed::Host(..) | Timed::Coordinator(_)) | None => {}
+            }
+        }
+        if let Some((migration, cancel)) = self.running
+            && now >= cancel
+        {
+            self.running = Some((migration, u64::MAX));
+            let mut actions = Vec::new();
+            self.coordinator.cancel(migration, &mut actions);
+            self.carry_out(actions);
+        }
+        self.deliver();
+    }
+
+    /// Runs until each direction of each connection has done `operations`, with a migration every so many nanoseconds. `seen` is called now
+    /// and then with what is done.
+    ///
+    /// # Errors
+    /// When nothing has moved for half a minute, or something is wrong: what.
+    pub fn run_until(
+        &mut self,
+        operations: u64,
+        every_ns: u64,
+        mut seen: impl FnMut(u64, &Moves),
+    ) -> Result<Verdict, String> {
+        let mut next_migration = self.now() + every_ns;
+        let (mut last_done, mut last_progress) = (0, self.now());
+        let mut turns = 0u64;
+        loop {
+            self.turn(operations);
+            turns += 1;
+            let now = self.now();
+            if now >= next_migration {
+                self.begin_migration();
+                self.deliver();
+                next_migration = now + every_ns;
+            }
+            if !turns.is_multiple_of(256) {
+                continue;
+            }
+            let done: u64 = self.ends().map(|end| end.completed()).sum();
+            seen(done, &self.moves);
+            let verdict = self.verdict();
+            if !verdict.is_clean() {
+                return Err(format!("{verdict:?} after {:?}", self.moves));
+            }
+            if self.ends().all(|end| end.completed() >= operations) && self.is_quiet() {
+                break;
+            }
+            if done > last_done {
+                (last_done, last_progress) = (done, now);
+            } else if now - last_progress > 30_000_000_000 {
+                return Err(format!("nothing has moved for 30 s: {}", self.describe()));
+            }
+        }
+        for vm in self.vms.values_mut() {
+            for end in vm.ends.values_mut() {
+                end.check_words(&vm.guest, operations);
+            }
+        }
+        let verdict = self.verdict();
+        if verdict.is_clean() { Ok(verdict) } else { Err(format!("{verdict:?} after {:?}", self.moves)) }
+    }
+
+    fn ends(&self) -> impl Iterator<Item = &End> {
+        self.vms.values().flat_map(|vm| vm.ends.values())
+    }
+
+    fn verdict(&self) -> Verdict {
+        let mut sum = Verdict::default();
+        for end in self.ends() {
+            sum.add(&end.verdict);
+        }
+        sum
+    }
+
+    /// No VM stands still.
+    fn is_quiet(&self) -> bool {
+        self.vms.values().all(|vm| vm.running)
+    }
+
+    fn describe(&self) -> String {
+        let stuck: BTreeSet<String> = self
+            .vms
+            .iter()
+            .flat_map(|(vm, found)| {
+                found.ends.iter().map(move |(peer, end)| {
+                    let on = found.on + 1;
+                    format!(
+                        "VM {} on {on} to {}: {} done, runs {}",
+                        vm.0,
+                        peer.0,
+                        end.completed(),
+                        found.running
+                    )
+                })
+            })
+            .collect();
+        format!("{stuck:?}, {:?}, {:?}", self.moves, self.running)
+    }
+
+    /// Queue pair attributes as the guests' drivers see them after all moves: state and number of each queue pair.
+    pub fn states(&mut self) -> Vec<(u32, u32)> {
+        let mut states = Vec::new();
+        for vm in self.vms.values_mut() {
+            let machine = &mut self.machines[vm.on];
+            let qps: Vec<(u32, u32)> = vm.ends.values().map(|end| (end.qp.handle, end.qp.qpn)).collect();
+            for (handle, qpn) in qps {
+                let attributes = vm.guest.query(&mut machine.host, handle).unwrap();
+                states.push((attributes.state.get(), qpn));
+            }
+        }
+        states
+    }
+}

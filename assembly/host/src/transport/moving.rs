@@ -1,0 +1,264 @@
+//! Connections by `fabric` of VMs that move, or that face one.
+//!
+//! ```text
+//! peer's host    hold ─ suspended: nothing is sent, timers stand still, what comes in is taken ─ open, perhaps to another host
+//! source         stop ─ suspended, nobody is let in ─ save_connection …
+//! destination    attach_dormant ─ restore_connection … ─ start ─ open
+//! both here      come_local: both ends at rest, so each request's end is known; the rest goes from RAM to RAM
+//! ```
+//! Connections by `wire` and `verbs` don't move yet, and say so before anything is stopped ([`Transports::immovable`]).
+
+use std::collections::BTreeSet;
+
+use hca::engine::{Engine, Verdict};
+use hca::names::{DeviceId, QpHandle, Qpn, SegmentId};
+use hca::provider::Provider;
+use roce::Fate;
+
+use super::carrier::engine_status;
+use super::connections::Entry;
+pub use super::connections::SavedConnection;
+use super::directory::VmId;
+use super::header::{self, Header, Kind};
+use super::{Nic, Transports};
+
+/// Sequence numbers that are left out when a connection goes from the network to RAM. Packets of before may still lie in a socket when it goes
+/// back to the network; so many numbers later, more than a window, they are behind what is expected, and so duplicates.
+const FORWARD: u32 = 1 << 16;
+
+/// Why a device's connections can't move.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum Immovable {
+    /// A peer that no daemon knows.
+    #[error(
+        "Queue pair {0} is connected by transport wire, with a peer outside of the cluster; such connections can't move yet: close it first"
+    )]
+    Wire(u32),
+    /// The host's RDMA device has it.
+    #[error(
+        "Queue pair {0} is connected by transport verbs, whose state the host's RDMA device keeps; pin its VM to fabric first"
+    )]
+    Verbs(u32),
+    /// A saved connection that isn't one.
+    #[error("The saved connection of queue pair {qpn} can't be used")]
+    Invalid {
+        /// Which.
+        qpn: u32,
+        /// Why.
+        #[source]
+        source: roce::saved::InvalidState,
+    },
+    /// The VM isn't in the directory.
+    #[error("VM {0} isn't in this host's directory; start its daemon with the cluster's")]
+    Unknown(u32),
+}
+
+impl Transports {
+    /// Whether anything of a device can't move.
+    ///
+    /// # Errors
+    /// What, and what to do.
+    pub fn immovable<P: Provider>(&self, engine: &Engine<P>, device: DeviceId) -> Result<(), Immovable> {
+        for index in self.connections.facing(device, None) {
+            if let Some(entry) = self.connections.get(index).filter(|entry| entry.line.is_some()) {
+                return Err(Immovable::Wire(entry.qpn));
+            }
+        }
+        if self.verbs.is_there() {
+            for (handle, qpn, _) in engine.connections(device) {
+                let carried = engine.qp_by_handle(device, handle).and_then(|qp| self.verbs.find(qp));
+                if carried.is_some() {
+                    return Err(Immovable::Verbs(qpn.0));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes over what the engine has posted, and sends nothing.
+    pub fn take_over<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) -> bool {
+        if !engine.has_actions() {
+            return false;
+        }
+        let mut actions = engine.take_actions();
+        for action in actions.drain(..) {
+            self.act(engine, action, now);
+        }
+        engine.recycle_actions(actions);
+        true
+    }
+
+    /// A device's connections with a VM stand still.
+    pub fn hold(&mut self, device: DeviceId, peer: VmId, now: u64) {
+        for index in self.connections.facing(device, Some(peer)) {
+            if let Some(entry) = self.connections.get_mut(index) {
+                entry.connection.suspend(now);
+            }
+            self.connections.follow(index, false);
+        }
+    }
+
+    /// A device's connections with a VM go on, to where the directory says that it is.
+    pub fn go_on(&mut self, device: DeviceId, peer: VmId, now: u64) {
+        let host = self.directory.host(peer);
+        for index in self.connections.facing(device, Some(peer)) {
+            if let Some(entry) = self.connections.get_mut(index) {
+                entry.host = host;
+                entry.connection.resume(now);
+            }
+            self.connections.ready(index);
+        }
+    }
+
+    /// A stopped device's connections stand still, and nobody reaches it. What the engine had posted has been taken over.
+    pub fn stop(&mut self, device: DeviceId, now: u64) {
+        if let Some(nic) = self.nics.get(&device)
+            && self.devices.get(&(nic.vm, nic.tag)) == Some(&device)
+        {
+            self.devices.remove(&(nic.vm, nic.tag));
+        }
+        for index in self.connections.facing(device, None) {
+            if let Some(entry) = self.connections.get_mut(index) {
+                entry.connection.suspend(now);
+            }
+            self.connections.follow(index, false);
+        }
+    }
+
+    /// A device that waits for its saved state: nobody reaches it before [`Transports::start`].
+    ///
+    /// # Errors
+    /// When the directory doesn't know the VM.
+    pub fn attach_dormant(
+        &mut self,
+        device: DeviceId,
+        vm: VmId,
+        segment: &str,
+        segment_id: SegmentId,
+    ) -> Result<(), Immovable> {
+        if self.directory.host(vm).is_none() {
+            return Err(Immovable::Unknown(vm.0));
+        }
+        self.nics
+            .insert(device, Nic { vm, segment: segment.to_owned(), segment_id, tag: header::tag(segment) });
+        Ok(())
+    }
+
+    /// A stopped or dormant device is reached again. Its connections stay held until they are opened.
+    pub fn start<P: Provider>(&mut self, engine: &mut Engine<P>, device: DeviceId) {
+        if let Some(nic) = self.nics.get(&device) {
+            self.devices.insert((nic.vm, nic.tag), device);
+            engine.set_uplink(nic.segment_id, true);
+        }
+    }
+
+    /// The connection of a queue pair of a device, as it is.
+    #[must_use]
+    pub fn save_connection(&self, device: DeviceId, handle: QpHandle, now: u64) -> Option<SavedConnection> {
+        let entry = self.connections.get(self.connections.of_handle(device, handle)?)?;
+        entry.line.is_none().then(|| entry.save(now))
+    }
+
+    /// The connection of a dormant device's queue pair, in place of what came before.
+    ///
+    /// # Errors
+    /// When no connection of that queue pair can be so.
+    pub fn restore_connection<P: Provider>(
+        &mut self,
+        engine: &Engine<P>,
+        device: DeviceId,
+        (handle, qpn): (QpHandle, Qpn),
+        saved: Option<&SavedConnection>,
+        now: u64,
+    ) -> Result<(), Immovable> {
+        if let Some(before) = self.connections.of_handle(device, handle) {
+            self.connections.replace(before);
+        }
+        let Some((saved, nic)) = saved.zip(self.nics.get(&device)) else { return Ok(()) };
+        let Some(qp) = engine.qp_by_handle(device, handle) else { return Ok(()) };
+        let header =
+            Header { kind: Kind::Connected, source: nic.vm, destination: saved.peer_vm, segment: nic.tag };
+        let entry = Entry::restore(qp, qpn.0, header, saved, now)
+            .map_err(|source| Immovable::Invalid { qpn: qpn.0, source })?;
+        if let Some(index) = self.connections.of(qp, || Some(entry)) {
+            self.connections.follow(index, false);
+        }
+        Ok(())
+    }
+
+    /// Two devices of this host, both held towards each other, go on from RAM to RAM: their connections end, and each request's end is
+    /// what the peer's state says. Returns how many connections that were.
+    pub fn come_local<P: Provider>(
+        &mut self,
+        engine: &mut Engine<P>,
+        one: DeviceId,
+        other: DeviceId,
+    ) -> usize {
+        let (Some(left), Some(right)) = (self.nics.get(&one), self.nics.get(&other)) else { return 0 };
+        if left.segment_id != right.segment_id {
+            return 0;
+        }
+        let (left, right) = (left.vm, right.vm);
+        let mut pairs = BTreeSet::new();
+        for index in self.connections.facing(one, Some(right)) {
+            pairs.extend(self.connections.get(index).map(|entry| (entry.qpn, entry.peer_qpn)));
+        }
+        for index in self.connections.facing(other, Some(left)) {
+            pairs.extend(self.connections.get(index).map(|entry| (entry.peer_qpn, entry.qpn)));
+        }
+        pairs.iter().filter(|pair| self.join(engine, (one, pair.0), (other, pair.1))).count()
+    }
+
+    fn join<P: Provider>(
+        &mut self,
+        engine: &mut Engine<P>,
+        one: (DeviceId, u32),
+        other: (DeviceId, u32),
+    ) -> bool {
+        let (Some(left), Some(right)) =
+            (engine.connected(one.0, Qpn(one.1)), engine.connected(other.0, Qpn(other.1)))
+        else {
+            // One end has failed: by the network, here as well, it tells the other why.
+            return false;
+        };
+        let (Some(left_info), Some(right_info)) = (engine.connection(left), engine.connection(right)) else {
+            return false;
+        };
+        let each_other = left_info.attributes.destination_qpn.0 == other.1
+            && right_info.attributes.destination_qpn.0 == one.1;
+        if !each_other || engine.detoured(one.0, other.0) {
+            return false;
+        }
+        let (left_at, right_at) = (self.connections.find(left), self.connections.find(right));
+        let left_has = left_at.and_then(|index| self.connections.get(index)).map(|entry| &entry.connection);
+        let right_has = right_at.and_then(|index| self.connections.get(index)).map(|entry| &entry.connection);
+        let works = |has: Option<&roce::Connection>| has.is_none_or(|has| has.state() == roce::State::Ready);
+        if !works(left_has) || !works(right_has) {
+            return false;
+        }
+        let left_expects = left_has.map_or(left_info.attributes.rq_psn, roce::Connection::expected);
+        let right_expects = right_has.map_or(right_info.attributes.rq_psn, roce::Connection::expected);
+        let verdicts = |has: Option<&roce::Connection>, peer, expects| -> Vec<Verdict> {
+            let fates = has.map(|has| has.fates(peer, expects)).unwrap_or_default();
+            fates.into_iter().map(verdict).collect()
+        };
+        let of_left = verdicts(left_has, right_has, right_expects);
+        let of_right = verdicts(right_has, left_has, left_expects);
+        for index in [left_at, right_at].into_iter().flatten() {
+            self.connections.remove(index);
+        }
+        let (of_left_next, of_right_next) = (right_expects + FORWARD, left_expects + FORWARD);
+        engine.come_local(left, &of_left, of_left_next, of_right_next);
+        engine.come_local(right, &of_right, of_right_next, of_left_next);
+        true
+    }
+}
+
+fn verdict(fate: Fate) -> Verdict {
+    match fate {
+        Fate::Done(bytes) => Verdict::Done(bytes),
+        Fate::Atomic(before) => Verdict::Atomic(before),
+        Fate::Failed(status) => Verdict::Failed(engine_status(status)),
+        Fate::Again => Verdict::Again,
+    }
+}

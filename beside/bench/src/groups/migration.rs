@@ -1,0 +1,154 @@
+//! Group `migration`: what a move costs the HCA, in three engines of this process whose transports speak over the loopback interface. Its share of the
+//! pause and its state for 64 active queue pairs among many, with a region and a completion queue for each, and with bytes in flight; queue
+//! pairs moved per second; redirecting those that face the mover.
+//!
+//! Peers are figures that others published, on their hardware, and the same measured here with few queue pairs or nothing in flight: the pause
+//! shall depend on neither.
+
+use anyhow::Context;
+use host::testing::moving::measure::{Sample, blackout, redirected};
+
+use crate::conditions::Conditions;
+use crate::figures::{Better, Figure, Figures, Pairs, Report};
+
+/// Queue pairs in all; a region and a completion queue for each.
+const MANY: [u32; 3] = [100, 10_000, 30_000];
+const ACTIVE: u32 = 64;
+/// MiB in flight.
+const IN_FLIGHT: [u64; 3] = [0, 1, 64];
+/// Queue pairs that are redirected.
+const REDIRECTED: u32 = 10_000;
+
+/// MigrRDMA's pause at 16 queue pairs, milliseconds (SIGCOMM 2025).
+const MIGRRDMA_MS: f64 = 150.0;
+/// Device-assisted migration of a hardware NIC: restoring 100,000 queue pairs, seconds.
+const DEVICE_ASSISTED_S: f64 = 2.5;
+/// Nomad (2006): freeing and re-allocating resources, milliseconds at least.
+const NOMAD_MS: f64 = 10.0;
+
+fn float(number: u64) -> f64 {
+    #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
+    let float = number as f64;
+    float
+}
+
+fn milliseconds(sample: &Sample) -> f64 {
+    float(sample.source_ns + sample.destination_ns) / 1e6
+}
+
+fn take(count: usize, qps: u32, mebibytes: u64) -> Vec<Sample> {
+    // The first one warms up and isn't counted.
+    let samples: Vec<Sample> = (0..=count).map(|_| blackout(qps, ACTIVE, mebibytes << 20)).skip(1).collect();
+    for sample in &samples {
+        eprintln!(
+            "bench: migration: {qps} queue pairs, {mebibytes} MiB: source {:.0} us, destination {:.0} us, {} objects, {} bytes; in flight {} bytes",
+            float(sample.source_ns) / 1e3,
+            float(sample.destination_ns) / 1e3,
+            sample.objects,
+            sample.bytes,
+            sample.in_flight
+        );
+    }
+    samples
+}
+
+/// Measures; see [`crate::groups::Group::run`].
+pub fn run(quick: bool) -> anyhow::Result<Report> {
+    let mut conditions = Conditions::now(None, "4 KiB");
+    conditions.scheduling = "ordinary, one thread";
+    let count = if quick { 1 } else { 9 };
+    let many: &[u32] = if quick { &MANY[..2] } else { &MANY };
+    let mut figures = Figures::of("migration");
+    let against = |samples: &[Sample], peer: f64, of: &dyn Fn(&Sample) -> f64| Pairs {
+        pairs: samples.iter().map(|sample| (of(sample), peer)).collect(),
+    };
+    let mut first = None;
+    for &qps in many {
+        for (at, mebibytes) in IN_FLIGHT.into_iter().enumerate() {
+            let samples = take(count, qps, mebibytes);
+            let name = format!("{qps}qp_{mebibytes}MiB");
+            let what =
+                format!("{ACTIVE} active of {qps} queue pairs with as many regions, {mebibytes} MiB posted");
+            figures.add(Figure::new(
+                &format!("blackout_{name}"),
+                &format!("HCA's share of the pause: {what}"),
+                "ms",
+                Better::Lower,
+                "MigrRDMA, 16 queue pairs (published)",
+                &against(&samples, MIGRRDMA_MS, &milliseconds),
+                Some(5.0 / MIGRRDMA_MS),
+            ))?;
+            figures.add(Figure::new(
+                &format!("blackout_{name}_nomad"),
+                &format!("The same: {what}"),
+                "ms",
+                Better::Lower,
+                "Nomad, freeing and re-allocating (published)",
+                &against(&samples, NOMAD_MS, &milliseconds),
+                None,
+            ))?;
+            figures.add(Figure::new(
+                &format!("state_in_pause_{name}"),
+                &format!("State left for the pause, per active queue pair: {what}"),
+                "bytes",
+                Better::Lower,
+                "the aim for a queue pair and its completion queue",
+                &against(&samples, 512.0, &|sample| float(sample.bytes) / f64::from(ACTIVE)),
+                None,
+            ))?;
+            if let Some(base) = &first {
+                let base: &Vec<Sample> = base;
+                let pairs =
+                    samples.iter().zip(base).map(|(ours, base)| (milliseconds(ours), milliseconds(base)));
+                figures.add(Figure::new(
+                    &format!("blackout_{name}_independent"),
+                    &format!("The same: {what}"),
+                    "ms",
+                    Better::Lower,
+                    "100 queue pairs, nothing in flight, same run",
+                    &Pairs { pairs: pairs.collect() },
+                    None,
+                ))?;
+            } else {
+                first = Some(samples.clone());
+            }
+            if at > 0 {
+                continue;
+            }
+            figures.add(Figure::new(
+                &format!("bytes_per_qp_{qps}"),
+                &format!("Saved state of a queue pair and its completion queue, {qps} of them"),
+                "bytes",
+                Better::Lower,
+                "the aim",
+                &against(&samples, 512.0, &|sample| float(sample.bytes_per_qp)),
+                Some(1.0),
+            ))?;
+            figures.add(Figure::new(
+                &format!("moved_per_second_{qps}"),
+                "Queue pairs moved per second, each with a completion queue and a region: saved and restored",
+                "1/s",
+                Better::Higher,
+                "device-assisted migration, loading 100,000 (published)",
+                &against(&samples, 100_000.0 / DEVICE_ASSISTED_S, &|sample| {
+                    f64::from(qps) * 1e9 / float(sample.whole_ns)
+                }),
+                Some(200_000.0 / (100_000.0 / DEVICE_ASSISTED_S)),
+            ))?;
+        }
+    }
+    let redirects: Vec<(u64, u64)> = (0..count.min(5)).map(|_| redirected(REDIRECTED)).collect();
+    let pairs = |of: fn(&(u64, u64)) -> u64| Pairs {
+        pairs: redirects.iter().map(|sample| (float(of(sample)) / 1e6, 10.0)).collect(),
+    };
+    for (name, what, pairs) in [
+        ("hold_10000", "Holding 10,000 connections that face the mover", pairs(|sample| sample.0)),
+        ("redirect_10000", "Redirecting 10,000 connections to another host", pairs(|sample| sample.1)),
+    ] {
+        figures.add(Figure::new(name, what, "ms", Better::Lower, "the aim", &pairs, Some(1.0)))?;
+    }
+    conditions.finish();
+    let figures = figures.all;
+    figures.first().context("Nothing was measured")?;
+    Ok(Report { group: "migration", skipped: None, conditions, figures })
+}

@@ -1,0 +1,296 @@
+//! What a migration copies of a device: which objects were touched, and an object's state.
+//!
+//! A device is *tracked* from before its first object is saved. Each round takes the marks and saves those objects; when the device has
+//! been stopped ([`Engine::stop`]) what is left is what was touched since the round before, and [`crate::saved::Device`].
+
+use crate::attributes::QpKind;
+use crate::names::{DeviceId, QpHandle, Qpn};
+use crate::objects::{NOT_NOTIFIED, Path, QpRef, Wait};
+use crate::provider::{CompletionQueue, Provider, ReceiveQueue, SendQueue, Sink};
+use crate::saved::{self, InvalidState, Kind, Name};
+
+use super::{Engine, Timer};
+
+/// A saved queue pair of a provider.
+pub type SavedQp<P> = saved::Qp<
+    <<P as Provider>::SendQueue as SendQueue<<P as Provider>::Memory>>::Saved,
+    <<P as Provider>::ReceiveQueue as ReceiveQueue<<P as Provider>::Memory>>::Saved,
+>;
+/// A saved completion queue of a provider.
+pub type SavedCq<P> =
+    saved::Cq<<<P as Provider>::CompletionQueue as CompletionQueue<<P as Provider>::Memory>>::Saved>;
+/// A saved shared receive queue of a provider.
+pub type SavedSrq<P> =
+    saved::Srq<<<P as Provider>::ReceiveQueue as ReceiveQueue<<P as Provider>::Memory>>::Saved>;
+
+impl<P: Provider> Engine<P> {
+    /// Begins or ends noting which objects of a device are touched. At the beginning all that exist count as touched.
+    pub fn track(&mut self, device: DeviceId, on: bool) {
+        let Some(found) = self.device_mut(device.0) else { return };
+        found.marks.set(on);
+        if !on {
+            return;
+        }
+        let touched = [
+            (Kind::Device, vec![0]),
+            (Kind::Context, found.contexts.handles(|_| true)),
+            (Kind::ProtectionDomain, found.pds.handles(|_| true)),
+            (Kind::MemoryRegion, found.regions.table().handles(|_| true)),
+            (Kind::CompletionQueue, found.cqs.handles(|_| true)),
+            (Kind::SharedReceiveQueue, found.srqs.handles(|_| true)),
+            (Kind::QueuePair, found.qps.handles(|_| true)),
+        ];
+        for (kind, handles) in touched {
+            for handle in handles {
+                found.marks.touch(kind, handle);
+            }
+        }
+    }
+
+    /// Whether touched objects are noted.
+    #[must_use]
+    pub fn is_tracked(&self, device: DeviceId) -> bool {
+        self.device(device.0).is_some_and(|found| found.marks.on())
+    }
+
+    /// How many objects were touched since [`Engine::take_touched`].
+    #[must_use]
+    pub fn touched(&self, device: DeviceId) -> usize {
+        self.device(device.0).map_or(0, |found| found.marks.count())
+    }
+
+    /// Takes the marks: objects that were made, changed or destroyed, in the order in which they refer to each other.
+    pub fn take_touched(&mut self, device: DeviceId, each: impl FnMut(Name)) {
+        if let Some(found) = self.device_mut(device.0) {
+            found.marks.take(each);
+        }
+    }
+
+    /// A transport has changed what it holds for a queue pair.
+    #[inline]
+    pub fn touch_qp(&mut self, device: DeviceId, qp: QpHandle) {
+        if let Some(found) = self.device_mut(device.0) {
+            found.marks.touch(Kind::QueuePair, qp.0);
+        }
+    }
+
+    /// Stops a device between two requests or quanta: it gets no turns, touches no guest memory, and answers no peer, until
+    /// [`Engine::start`]. What its guest has posted stays in the rings. Call it between polls; transports then take the actions that
+    /// are left, and hold their connections.
+    pub fn stop(&mut self, device: DeviceId, sink: &mut impl Sink) {
+        self.run_failed_cqs();
+        self.deliver(sink);
+        let index = device.0;
+        let Some(found) = self.device_mut(index) else { return };
+        if found.stopped.is_some() {
+            return;
+        }
+        let mut stopped: Vec<u32> = found.active.drain(..).map(|at| at.handle).collect();
+        let active = u32::try_from(stopped.len()).unwrap_or(0);
+        stopped.extend(found.throttled.drain(..).map(|at| at.handle));
+        found.enabled = false;
+        let (segment, gids) = (found.segment, found.gids.clone());
+        self.active_qps -= active;
+        for entry in gids.iter().flatten() {
+            self.gids.remove(&(segment, entry.gid));
+        }
+        let waiting: Vec<QpRef> = self
+            .timers
+            .iter()
+            .filter_map(|(_, timer)| match timer {
+                Timer::Qp(at) => Some(*at),
+                Timer::Device(_) => None,
+            })
+            .collect();
+        self.timers.retain(|(_, timer)| *timer != Timer::Device(index));
+        self.topology_changed();
+        for at in waiting {
+            if at.device == index {
+                stopped.push(at.handle);
+                continue;
+            }
+            // Who waits for this device's answers or receives looks again, and finds that it is held.
+            let waits = self.qp(at).is_some_and(|qp| matches!(qp.wait, Wait::Receive | Wait::Peer));
+            if waits && self.is_held(at) {
+                self.wake(at);
+            }
+        }
+        self.parked.retain(|at| {
+            let own = at.device == index;
+            if own {
+                stopped.push(at.handle);
+            }
+            !own
+        });
+        stopped.sort_unstable();
+        stopped.dedup();
+        for &handle in &stopped {
+            let Some(at) = self.qp_ref(device, QpHandle(handle)) else { continue };
+            let Some(qp) = self.qp_mut(at) else { continue };
+            qp.active = false;
+            let awaits = qp.awaits.take();
+            self.stop_awaiting(at, awaits);
+            self.wait(at, Wait::None, None);
+            if let Some(found) = self.device_mut(index) {
+                found.quiet.forget(handle);
+                found.marks.touch(Kind::QueuePair, handle);
+            }
+        }
+        if let Some(found) = self.device_mut(index) {
+            found.marks.touch(Kind::Device, 0);
+            found.stopped = Some(stopped);
+        }
+    }
+
+    /// Whether a device is stopped, or dormant.
+    #[must_use]
+    pub fn is_stopped(&self, device: DeviceId) -> bool {
+        self.device(device.0).is_some_and(|found| found.stopped.is_some())
+    }
+
+    /// A stopped device.
+    #[must_use]
+    pub fn save_device(&self, device: DeviceId) -> Option<saved::Device> {
+        let found = self.device(device.0)?;
+        let active = found.stopped.clone()?;
+        let index = device.0;
+        let watched = self.watched.iter().filter(|(_, cq)| cq.device == index).map(|(_, cq)| cq.handle);
+        let late = self.undelivered.iter().chain(&self.notifications);
+        Some(saved::Device {
+            gids: self.gid_table(device),
+            counters: found.counters,
+            exact: found.exact,
+            active,
+            watched: watched.collect(),
+            notifying: late.filter(|cq| cq.device == index).map(|cq| cq.handle).collect(),
+        })
+    }
+
+    /// Whether an object is there.
+    #[must_use]
+    pub fn has(&self, device: DeviceId, name: Name) -> bool {
+        let Some(found) = self.device(device.0) else { return false };
+        let handle = name.handle;
+        match name.kind {
+            Kind::Device => true,
+            Kind::Context => found.contexts.get(handle).is_some(),
+            Kind::ProtectionDomain => found.pds.get(handle).is_some(),
+            Kind::MemoryRegion => found.regions.table().get(handle).is_some(),
+            Kind::CompletionQueue => found.cqs.get(handle).is_some(),
+            Kind::SharedReceiveQueue => found.srqs.get(handle).is_some(),
+            Kind::QueuePair => found.qps.get(handle).is_some(),
+        }
+    }
+
+    /// A context; `None`: there is none.
+    #[must_use]
+    pub fn save_context(&self, device: DeviceId, handle: u32) -> Option<saved::Context> {
+        let found = self.device(device.0)?.contexts.get(handle)?;
+        Some(saved::Context { stamp: found.stamp, exact: found.exact })
+    }
+
+    /// A protection domain; `None`: there is none.
+    #[must_use]
+    pub fn save_pd(&self, device: DeviceId, handle: u32) -> Option<saved::Pd> {
+        Some(saved::Pd { context: self.device(device.0)?.pds.get(handle)?.context })
+    }
+
+    /// A memory region; `None`: there is none.
+    #[must_use]
+    pub fn save_region(&self, device: DeviceId, handle: u32) -> Option<saved::Region> {
+        let found = self.device(device.0)?.regions.table().get(handle)?;
+        Some(saved::Region {
+            key: found.key,
+            pd: found.pd,
+            access: found.access,
+            valid: found.valid,
+            kind: found.kind,
+            start: found.start,
+            length: found.length,
+            extent: found.extent.clone(),
+        })
+    }
+
+    /// A completion queue; `None`: there is none.
+    #[must_use]
+    pub fn save_cq(&self, device: DeviceId, handle: u32) -> Option<SavedCq<P>> {
+        let found = self.device(device.0)?.cqs.get(handle)?;
+        Some(saved::Cq {
+            stamp: found.stamp,
+            context: found.context,
+            failed: found.failed,
+            exact: found.exact,
+            arm: found.arm,
+            pushed: found.pushed,
+            solicited: found.solicited,
+            notified_at: (found.notified_at != NOT_NOTIFIED).then_some(found.notified_at),
+            ring: found.ring.save(),
+        })
+    }
+
+    /// A shared receive queue; `None`: there is none.
+    #[must_use]
+    pub fn save_srq(&self, device: DeviceId, handle: u32) -> Option<SavedSrq<P>> {
+        let found = self.device(device.0)?.srqs.get(handle)?;
+        Some(saved::Srq {
+            stamp: found.stamp,
+            pd: found.pd,
+            context: found.context,
+            max_wr: found.max_wr,
+            max_sge: found.max_sge,
+            limit: found.limit,
+            ring: found.ring.save(),
+        })
+    }
+
+    /// A queue pair; `None`: there is none.
+    ///
+    /// # Errors
+    /// When a host's RDMA device has receives of it: what that device holds can't be had.
+    pub fn save_qp(&self, device: DeviceId, handle: u32) -> Result<Option<SavedQp<P>>, InvalidState> {
+        let Some(found) = self.device(device.0).and_then(|found| found.qps.get(handle)) else {
+            return Ok(None);
+        };
+        if found.elsewhere.as_ref().is_some_and(|elsewhere| !elsewhere.ahead.is_empty()) {
+            return Err(InvalidState::Verbs(found.qpn.0));
+        }
+        let reference = |at: crate::objects::ObjectRef| (at.handle, at.stamp);
+        Ok(Some(saved::Qp {
+            stamp: found.stamp,
+            state: found.state,
+            kind: found.kind,
+            signal_all: found.signal_all,
+            pd: found.pd,
+            context: found.context,
+            send_cq: reference(found.send_cq),
+            receive_cq: reference(found.receive_cq),
+            srq: found.srq.map(reference),
+            qpn: found.qpn,
+            incarnation: found.incarnation,
+            attributes: found.attributes,
+            source_gid: found.source_gid,
+            established: found.established,
+            carried: found.path == Path::Elsewhere,
+            counters: found.counters,
+            elsewhere: found.elsewhere.as_ref().map(|elsewhere| elsewhere.save()),
+            current: found.current.as_ref().map(|current| saved::Current {
+                request: current.request.clone(),
+                rnr_waits: current.progress.rnr_waits,
+                timeouts: current.progress.timeouts,
+                behind: current.behind.iter().cloned().collect(),
+            }),
+            stashed: found.stashed.as_deref().cloned(),
+            send: found.send_queue.save(),
+            receive: found.receive_queue.as_ref().map(ReceiveQueue::save),
+        }))
+    }
+
+    /// Connected queue pairs of a device: handle, number, and the peer's number.
+    #[must_use]
+    pub fn connections(&self, device: DeviceId) -> Vec<(QpHandle, Qpn, Qpn)> {
+        let qps = self.device(device.0).into_iter().flat_map(|found| found.qps.iter());
+        qps.filter(|(_, qp)| matches!(qp.kind, QpKind::Rc | QpKind::Uc) && qp.receives())
+            .map(|(_, qp)| (qp.handle, qp.qpn, qp.attributes.destination_qpn))
+            .collect()
+    }
+}

@@ -1,0 +1,209 @@
+//! Saving and restoring the function (types in [`crate::saved`]). What the engine holds of it moves apart, object by object.
+
+use dma::Dma;
+use hca::Engine;
+use hca::names::ContextHandle;
+use hca::saved::{InvalidState, Kind, Name};
+
+use super::doorbells::{DoorbellMode, LivePage};
+use super::events::{EventRing, Events, MAX_WAITING};
+use super::shared_region::SharedRegion;
+use super::{Config, ConfigError, Counters, Device, Interrupts, Phase, QpRecord};
+use crate::abi::commands::{COMMAND_SIZE, RESPONSE_SIZE};
+use crate::abi::rings::{ASYNC_ELEMENT, ASYNC_SLOTS, COMPLETION_ELEMENT, COMPLETION_SLOTS};
+use crate::provider::Pvrdma;
+use crate::saved;
+use telemetry::guest_log::GuestLog;
+
+fn wrong(what: &'static str) -> InvalidState {
+    InvalidState::Field { kind: "PVRDMA function", handle: 0, what }
+}
+
+impl<M: Dma + Clone + 'static> Device<M> {
+    /// A function that waits for its saved state, and its device in the engine for its objects.
+    ///
+    /// # Errors
+    /// As [`Device::new`].
+    pub fn dormant(config: Config, memory: M, engine: &mut Engine<Pvrdma<M>>) -> Result<Self, ConfigError> {
+        config.check()?;
+        let id = engine.add_dormant(config.for_engine(), memory.clone())?;
+        Ok(Self {
+            id,
+            mtu: config.mtu,
+            mode: config.doorbells,
+            events: Events::new(id, memory.clone()),
+            config,
+            memory,
+            bus_master: false,
+            link_up: true,
+            phase: Phase::Silent,
+            region_low: 0,
+            region_address: None,
+            region: None,
+            error: 0,
+            cause: 0,
+            masked: true,
+            suppressed: [false; 2],
+            pages: Vec::new(),
+            last_full_scan: 0,
+            next_look: 0,
+            next_polls: 0,
+            pds: std::collections::BTreeMap::new(),
+            qps: std::collections::HashMap::new(),
+            counters: Counters::default(),
+            log: GuestLog::new(),
+        })
+    }
+
+    /// Publishes what event rings have collected, before the function is saved: its device in the engine is stopped, and so are the vCPUs.
+    pub fn settle(&mut self, now: u64, interrupts: &impl Interrupts) {
+        self.flush_events(now, interrupts);
+    }
+
+    /// The function as it is now; after [`Device::settle`].
+    #[must_use]
+    pub fn save(&self) -> saved::Device {
+        saved::Device {
+            phase: self.phase,
+            bus_master: self.bus_master,
+            mtu: self.mtu,
+            link_up: self.link_up,
+            region_low: self.region_low,
+            region_address: self.region_address,
+            region: self.region.map(|region| saved::SharedRegion {
+                driver_version: region.driver_version,
+                command_slot: region.command_slot,
+                response_slot: region.response_slot,
+                uar_pfn: region.uar_pfn,
+            }),
+            error: self.error,
+            cause: self.cause,
+            masked: self.masked,
+            suppressed: self.suppressed,
+            rings: self.events.save(),
+            waiting: self.events.save_waiting(),
+            dropped: self.events.dropped,
+            pages: self.pages.iter().map(|live| (live.page, live.context.0)).collect(),
+            trapped: self.mode == DoorbellMode::Trapped,
+            counters: self.counters,
+        }
+    }
+
+    /// What is remembered of a queue pair; `None`: there is none.
+    #[must_use]
+    pub fn save_qp(&self, handle: u32) -> Option<saved::QpRecord> {
+        let QpRecord { pd, context, kind, max_send_wr, max_receive_wr, max_send_sge, max_receive_sge } =
+            *self.qps.get(&handle)?;
+        let context = context.0;
+        Some(saved::QpRecord {
+            pd,
+            context,
+            kind,
+            max_send_wr,
+            max_receive_wr,
+            max_send_sge,
+            max_receive_sge,
+        })
+    }
+
+    /// What is remembered of a queue pair comes.
+    pub fn restore_qp(&mut self, handle: u32, saved: saved::QpRecord) {
+        let saved::QpRecord { pd, context, kind, max_send_wr, max_receive_wr, max_send_sge, max_receive_sge } =
+            saved;
+        let context = ContextHandle(context);
+        let record =
+            QpRecord { pd, context, kind, max_send_wr, max_receive_wr, max_send_sge, max_receive_sge };
+        self.qps.insert(handle, record);
+    }
+
+    /// A protection domain comes, with its context.
+    pub fn restore_pd(&mut self, handle: u32, context: u32) {
+        self.pds.insert(handle, ContextHandle(context));
+    }
+
+    /// An object that the source has destroyed.
+    pub fn restore_gone(&mut self, name: Name) {
+        match name.kind {
+            Kind::ProtectionDomain => drop(self.pds.remove(&name.handle)),
+            Kind::QueuePair => drop(self.qps.remove(&name.handle)),
+            _ => {}
+        }
+    }
+
+    /// The function's state comes.
+    ///
+    /// # Errors
+    /// When it has a value that no function has.
+    pub fn restore(&mut self, saved: &saved::Device) -> Result<(), InvalidState> {
+        let region = match saved.region {
+            None => None,
+            Some(region) => {
+                for (slot, size) in
+                    [(region.command_slot, COMMAND_SIZE), (region.response_slot, RESPONSE_SIZE)]
+                {
+                    let there = slot.is_multiple_of(8) && self.memory.check(slot, size as u64).is_ok();
+                    if !there {
+                        return Err(wrong("address of a command slot"));
+                    }
+                }
+                Some(SharedRegion {
+                    driver_version: region.driver_version,
+                    command_slot: region.command_slot,
+                    response_slot: region.response_slot,
+                    uar_pfn: region.uar_pfn,
+                })
+            }
+        };
+        let rings = match saved.rings {
+            None => None,
+            Some((asynchronous, completion)) => {
+                let asynchronous = EventRing::restore(asynchronous, ASYNC_SLOTS, ASYNC_ELEMENT);
+                let completion = EventRing::restore(completion, COMPLETION_SLOTS, COMPLETION_ELEMENT);
+                Some(asynchronous.zip(completion).ok_or(wrong("event ring"))?)
+            }
+        };
+        let works = matches!(saved.phase, Phase::Described | Phase::Active);
+        if works != region.is_some() || works != rings.is_some() {
+            return Err(wrong("phase"));
+        }
+        if saved.waiting.len() > MAX_WAITING {
+            return Err(wrong("number of waiting events"));
+        }
+        let most = self.config.max_uar as usize;
+        if saved.pages.len() > most || saved.pages.iter().any(|(page, _)| *page as usize >= most) {
+            return Err(wrong("UAR page"));
+        }
+        self.phase = saved.phase;
+        self.bus_master = saved.bus_master;
+        self.mtu = saved.mtu;
+        self.link_up = saved.link_up;
+        self.region_low = saved.region_low;
+        self.region_address = saved.region_address;
+        self.region = region;
+        self.error = saved.error;
+        self.cause = saved.cause;
+        self.masked = saved.masked;
+        self.suppressed = saved.suppressed;
+        self.events.restore(rings, &saved.waiting, saved.dropped);
+        let page = |&(page, context): &(u32, u32)| LivePage { page, context: ContextHandle(context) };
+        self.pages = saved.pages.iter().map(page).collect();
+        self.mode = if saved.trapped { DoorbellMode::Trapped } else { DoorbellMode::Shared };
+        self.counters = saved.counters;
+        Ok(())
+    }
+
+    /// The stopped or restored function goes on.
+    ///
+    /// # Errors
+    /// When an address is another device's.
+    pub fn start(&mut self, engine: &mut Engine<Pvrdma<M>>) -> Result<(), InvalidState> {
+        engine.start(self.id)?;
+        if !self.bus_master {
+            engine.set_enabled(self.id, false);
+        }
+        self.events.enabled = self.bus_master;
+        self.next_look = 0;
+        self.next_polls = 0;
+        Ok(())
+    }
+}
