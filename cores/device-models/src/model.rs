@@ -88,6 +88,8 @@ pub struct Writes {
     pub denied: bool,
     /// The guest reset its device: the device must be brought to the model's state anew.
     pub reset: bool,
+    /// Registers that the monitor reads afterwards, and tells the model by [`Model::returned`].
+    pub looks: Vec<Reg>,
 }
 
 /// What a guest's read leads to.
@@ -306,6 +308,7 @@ impl Model {
                 }
                 Effect::Forget(window) => forgotten.push(*window),
                 Effect::Reset => writes.reset = true,
+                Effect::Look(reg) => writes.looks.push(*reg),
                 _ => {}
             }
         });

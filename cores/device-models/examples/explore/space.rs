@@ -197,6 +197,9 @@ impl Space {
                     let held = &mut world.registers[reg.index()];
                     *held = device.register(reg).held(*held, value);
                 }
+                for reg in writes.looks {
+                    self.show(&mut world, reg, device.register(reg).width);
+                }
                 if writes.reset {
                     self.reset(&mut world);
                 }
