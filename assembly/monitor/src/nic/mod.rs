@@ -49,6 +49,9 @@ pub const SYSCALLS: &[i64] = &[
     libc::SYS_newfstatat,
 ];
 
+/// System calls of the thread that gives a host's card back: it looks up the card's IOMMU group.
+pub const END_SYSCALLS: &[i64] = &[libc::SYS_ioctl, libc::SYS_readlink, libc::SYS_readlinkat];
+
 /// Ends the VM: a request of its guest was refused, and the policy is to stop. Says what was refused.
 pub type StopSink = Arc<dyn Fn(String) + Send + Sync>;
 

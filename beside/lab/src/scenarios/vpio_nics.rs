@@ -249,7 +249,8 @@ fn transfer(member: &Member<'_>) -> Result<()> {
     let bytes = member.card.kib << 10;
     let sum = |text: &str| text.lines().find_map(|line| Some(line.strip_prefix("SUM ")?.trim().to_owned()));
     let host = member.host;
-    let server = host.spawn("sink", &format!("exec timeout {BULK} socat -u TCP-LISTEN:7001,reuseaddr CREATE:/tmp/n/up"))?;
+    let server = host
+        .spawn("sink", &format!("exec timeout {BULK} socat -u TCP-LISTEN:7001,reuseaddr CREATE:/tmp/n/up"))?;
     let sent = member.run(&format!(
         "head -c {bytes} /dev/urandom > /tmp/w && echo SUM $(sha256sum < /tmp/w) && timeout {BULK} socat -u FILE:/tmp/w TCP:{HOST_SIDE}:7001,retry=20,interval=0.2"
     ))?;
