@@ -39,6 +39,13 @@ pub trait Grants {
     /// # Errors
     /// Why not.
     fn grant(&mut self, base: u64, length: u64, direction: Direction) -> Result<u64, Denied>;
+    /// Grants all of the guest's memory, to a device that takes addresses out of that memory ([`Space::Guest`]).
+    ///
+    /// # Errors
+    /// Why not: nothing but an IOMMU keeps such a device in that memory.
+    fn grant_all(&mut self, direction: Direction) -> Result<(), Denied>;
+    /// The device takes no addresses out of the guest's memory any more.
+    fn release_all(&mut self);
     /// The device doesn't use a granted window any more.
     fn release(&mut self, window: Granted, direction: Direction);
     /// Whether the guest has a permission.
@@ -503,8 +510,10 @@ impl Model {
 
     fn release(&self, id: WindowId, window: Granted, grants: &mut dyn Grants) {
         let of = &self.device.windows[id.index()];
-        if matches!(of.space, Space::Host { .. }) {
-            grants.release(window, of.direction);
+        match of.space {
+            Space::Host { .. } => grants.release(window, of.direction),
+            Space::Guest => grants.release_all(),
+            Space::Card { .. } => {}
         }
     }
 }
@@ -556,6 +565,10 @@ fn check_standing(window: &Window, values: &dyn Values, grants: &mut dyn Grants)
 }
 
 fn check_range(window: &Window, base: u64, length: u64, grants: &mut dyn Grants) -> Result<Granted, String> {
+    if window.space == Space::Guest {
+        grants.grant_all(window.direction).map_err(|why| format!("the {} {}", window.name, why.0))?;
+        return Ok(Granted { base: 0, length: 0, device_base: 0 });
+    }
     let place = |why: &str| format!("the {} of {length:X}h bytes from {base:X}h {why}", window.name);
     if length == 0 {
         return Err(place("is empty"));
@@ -564,6 +577,8 @@ fn check_range(window: &Window, base: u64, length: u64, grants: &mut dyn Grants)
         return Err(place("runs through the end of all addresses"));
     };
     match window.space {
+        // Granted above.
+        Space::Guest => Err(place("is no range")),
         Space::Card { from, to } if base >= from && end <= to => {
             Ok(Granted { base, length, device_base: base })
         }
