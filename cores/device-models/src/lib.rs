@@ -20,6 +20,7 @@
 pub mod describe;
 pub mod devices;
 pub mod grammar;
+pub mod grants;
 pub mod graph;
 pub mod model;
 pub mod page;
@@ -28,6 +29,7 @@ pub mod reference;
 pub mod saved;
 
 pub use describe::Device;
+pub use grants::{Granted, Grants};
 pub use graph::{Access, Piece};
-pub use model::{Granted, Grants, Model, Refusal};
+pub use model::{Model, Refusal};
 pub use physical::PhysicalDevice;

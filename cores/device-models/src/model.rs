@@ -10,40 +10,11 @@
 use thiserror::Error;
 
 use crate::describe::{
-    Check, Class, Device, Direction, Effect, Event, Expr, Permission, Pointers, Reg, Returns, Space, State,
-    Store, Values, Window, WindowId,
+    Check, Class, Device, Effect, Event, Expr, Pointers, Reg, Returns, Space, State, Store, Values, Window,
+    WindowId,
 };
+pub use crate::grants::{Denied, Granted, Grants};
 use crate::graph::{Access, Given, Graph, Piece, View, no_base, truncated};
-
-/// A window that was validated.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub struct Granted {
-    /// First byte, in the guest's addresses.
-    pub base: u64,
-    /// Bytes.
-    pub length: u64,
-    /// First byte, in the device's addresses.
-    pub device_base: u64,
-}
-
-/// A window that can't be granted.
-#[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("{0}")]
-pub struct Denied(pub String);
-
-/// What a guest was granted: its memory map and its permissions. Implemented by the monitor.
-pub trait Grants {
-    /// Grants a window in the host's memory: `length` bytes from `base` in the guest's addresses must be the guest's, usable in
-    /// this direction and contiguous for the device. The answer is the device's address of the first byte.
-    ///
-    /// # Errors
-    /// Why not.
-    fn grant(&mut self, base: u64, length: u64, direction: Direction) -> Result<u64, Denied>;
-    /// The device doesn't use a granted window any more.
-    fn release(&mut self, window: Granted, direction: Direction);
-    /// Whether the guest has a permission.
-    fn allows(&self, permission: Permission) -> bool;
-}
 
 /// A request that must not happen.
 #[derive(Debug, Clone, PartialEq, Eq, Error, serde::Serialize, serde::Deserialize)]
@@ -88,6 +59,8 @@ pub struct Writes {
     pub denied: bool,
     /// The guest reset its device: the device must be brought to the model's state anew.
     pub reset: bool,
+    /// Registers that the monitor reads afterwards, and tells the model by [`Model::returned`].
+    pub looks: Vec<Reg>,
 }
 
 /// What a guest's read leads to.
@@ -306,6 +279,7 @@ impl Model {
                 }
                 Effect::Forget(window) => forgotten.push(*window),
                 Effect::Reset => writes.reset = true,
+                Effect::Look(reg) => writes.looks.push(*reg),
                 _ => {}
             }
         });
@@ -500,8 +474,10 @@ impl Model {
 
     fn release(&self, id: WindowId, window: Granted, grants: &mut dyn Grants) {
         let of = &self.device.windows[id.index()];
-        if matches!(of.space, Space::Host { .. }) {
-            grants.release(window, of.direction);
+        match of.space {
+            Space::Host { .. } => grants.release(window, of.direction),
+            Space::Guest => grants.release_all(),
+            Space::Card { .. } => {}
         }
     }
 }
@@ -553,6 +529,10 @@ fn check_standing(window: &Window, values: &dyn Values, grants: &mut dyn Grants)
 }
 
 fn check_range(window: &Window, base: u64, length: u64, grants: &mut dyn Grants) -> Result<Granted, String> {
+    if window.space == Space::Guest {
+        grants.grant_all(window.direction).map_err(|why| format!("the {} {}", window.name, why.0))?;
+        return Ok(Granted { base: 0, length: 0, device_base: 0 });
+    }
     let place = |why: &str| format!("the {} of {length:X}h bytes from {base:X}h {why}", window.name);
     if length == 0 {
         return Err(place("is empty"));
@@ -561,6 +541,8 @@ fn check_range(window: &Window, base: u64, length: u64, grants: &mut dyn Grants)
         return Err(place("runs through the end of all addresses"));
     };
     match window.space {
+        // Granted above.
+        Space::Guest => Err(place("is no range")),
         Space::Card { from, to } if base >= from && end <= to => {
             Ok(Granted { base, length, device_base: base })
         }

@@ -245,6 +245,9 @@ impl<P: PhysicalDevice> Monitor<P> {
             self.guests[at].counters.forwarded += 1;
             self.forward(at, bar, piece, value)?;
         }
+        for reg in writes.looks {
+            self.remember(at, reg)?;
+        }
         if writes.reset {
             self.bring_in(at)?;
         }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use device_models::describe::{Bar, Device};
 use device_models::physical::DeviceError;
 use device_models::{Access, PhysicalDevice, reference};
-use machine::interrupt::InterruptController;
+use machine::interrupt::{InterruptController, LevelLine};
 use machine::memory::GuestRam;
 use pci::function::BarMapping;
 use serde_json::{Value, json};
@@ -16,7 +16,7 @@ use vpio::vfio::{Ram, Vfio};
 use vpio::{Answer, FailurePolicy, GuestConfig, GuestId, Monitor, MonitorError, Slot, Slots};
 
 use super::bus::RamBus;
-use super::{Back, NicError, Wire};
+use super::{Back, NicError, StopSink, Wire};
 use crate::description::{Nic, NicMode, NicPermission, NicPolicy};
 
 /// Bytes of the header in front of each frame of a tap.
@@ -42,15 +42,25 @@ pub(super) struct Engine {
 
 enum Mode {
     Virtual(Virtual),
-    Guarded(Guarded),
-    Passthrough { card: Box<Vfio>, mapped: Vec<Mapped> },
+    Guarded(Guarded<Vfio>),
+    Passthrough(Passthrough),
 }
 
-struct Guarded {
-    monitor: Box<Monitor<Vfio>>,
-    guest: GuestId,
+struct Passthrough {
+    card: Box<Vfio>,
+    mapped: Vec<Mapped>,
+    /// Ties the card's line to the guest's as long as it is open: KVM and VFIO hold the eventfds' counters, not their files, and let go
+    /// of a file that is closed.
+    line: Option<LevelLine>,
+}
+
+pub(super) struct Guarded<P> {
+    pub(super) monitor: Box<Monitor<P>>,
+    pub(super) guest: GuestId,
+    /// Called once, when the policy stops the guest.
+    pub(super) stop: Option<StopSink>,
     /// The card's line was up while its causes couldn't be read: VFIO keeps it masked until they are.
-    masked: bool,
+    pub(super) masked: bool,
 }
 
 /// A BAR of a card that is mapped into the guest.
@@ -97,7 +107,7 @@ fn pieces(ram: &GuestRam) -> Vec<Ram> {
 }
 
 impl Engine {
-    pub(super) fn new(wish: &Nic, back: Back, ram: &GuestRam) -> Result<Self, NicError> {
+    pub(super) fn new(wish: &Nic, back: Back, ram: &GuestRam, stop: StopSink) -> Result<Self, NicError> {
         let (device, mode) = match (&wish.mode, back) {
             (NicMode::Virtual { model, mac, .. }, Back::Wire(wire)) => {
                 let none = || NicError::machine("emulation", format!("there is none of {model}"));
@@ -108,14 +118,14 @@ impl Engine {
             }
             (NicMode::Vpio { policy, allow, .. }, Back::Card(mut card)) => {
                 card.set_ram(pieces(ram), Box::new(ram.memory()));
-                (card.description(), guarded(wish, *card, *policy, allow, ram)?)
+                (card.description(), guarded(wish, *card, *policy, allow, ram, stop)?)
             }
             (NicMode::Passthrough { .. }, Back::Card(mut card)) => {
                 card.set_ram(pieces(ram), Box::new(ram.memory()));
                 card.map_all()?;
                 card.set_bus_master(true)?;
                 let mapped = mapped(&card)?;
-                (card.description(), Mode::Passthrough { card, mapped })
+                (card.description(), Mode::Passthrough(Passthrough { card, mapped, line: None }))
             }
             (NicMode::Virtual { .. }, Back::Card(_)) | (_, Back::Wire(_)) => {
                 return Err(NicError::machine("back end", "it is another mode's"));
@@ -136,7 +146,7 @@ impl Engine {
         let made = match &self.mode {
             Mode::Virtual(card) => card.wire.queue.try_clone(),
             Mode::Guarded(Guarded { monitor, .. }) => monitor.physical_ref().interrupt_fd(),
-            Mode::Passthrough { .. } => return Ok(None),
+            Mode::Passthrough(_) => return Ok(None),
         };
         made.map(Some).map_err(|error| NicError::machine("descriptor", error))
     }
@@ -146,11 +156,13 @@ impl Engine {
         match &mut self.mode {
             Mode::Virtual(_) => Ok(()),
             Mode::Guarded(Guarded { monitor, .. }) => Ok(monitor.physical().enable_interrupt()?),
-            Mode::Passthrough { card, .. } => {
+            Mode::Passthrough(passed) => {
                 let line = controller
                     .level_eventfds(gsi)
                     .map_err(|error| NicError::machine("interrupt line", error))?;
-                Ok(card.connect_interrupt(line.trigger.as_fd(), line.resample.as_fd())?)
+                passed.card.connect_interrupt(line.trigger.as_fd(), line.resample.as_fd())?;
+                passed.line = Some(line);
+                Ok(())
             }
         }
     }
@@ -192,17 +204,13 @@ impl Engine {
                 Ok(value)
             }
             Mode::Guarded(guarded) => {
-                let answer = guarded.monitor.access(guarded.guest, access)?;
+                let value = guarded.access(access)?;
                 if guarded.masked {
                     guarded.unmask()?;
                 }
-                Ok(match answer {
-                    Answer::Done(value) => value,
-                    // No policy of ours asks for machine checks, and nobody else has the card.
-                    Answer::Wait | Answer::MachineCheck | Answer::Stopped => u32::MAX,
-                })
+                Ok(value)
             }
-            Mode::Passthrough { card, .. } => Ok(direct(card.as_mut(), access)?),
+            Mode::Passthrough(Passthrough { card, .. }) => Ok(direct(card.as_mut(), access)?),
         }
     }
 
@@ -222,7 +230,7 @@ impl Engine {
                     self.fail(&error);
                 }
             }
-            Mode::Passthrough { .. } => {}
+            Mode::Passthrough(_) => {}
         }
         self.counters.interrupt_nanoseconds += nanoseconds(begin);
     }
@@ -240,7 +248,7 @@ impl Engine {
         match &mut self.mode {
             Mode::Virtual(card) => card.card.interrupt().unwrap_or(false),
             Mode::Guarded(Guarded { monitor, guest, .. }) => monitor.line(*guest),
-            Mode::Passthrough { .. } => false,
+            Mode::Passthrough(_) => false,
         }
     }
 
@@ -249,7 +257,7 @@ impl Engine {
         let result = match &mut self.mode {
             Mode::Virtual(card) => card.card.set_bus_master(on),
             Mode::Guarded(Guarded { monitor, .. }) => monitor.physical().set_guest_bus_master(on),
-            Mode::Passthrough { card, .. } => card.set_guest_bus_master(on),
+            Mode::Passthrough(Passthrough { card, .. }) => card.set_guest_bus_master(on),
         };
         if let Err(error) = result {
             telemetry::guest_warn!(self.log, device = %self.name, %error, "Bus mastering can't be switched");
@@ -269,7 +277,7 @@ impl Engine {
                 monitor.power_on(*guest)?;
                 Ok(monitor.physical().unmask()?)
             }
-            Mode::Passthrough { card, .. } => {
+            Mode::Passthrough(Passthrough { card, .. }) => {
                 card.set_guest_bus_master(false)?;
                 card.reset()?;
                 Ok(card.set_bus_master(true)?)
@@ -291,7 +299,7 @@ impl Engine {
                 }
                 monitor.release()
             }
-            Mode::Passthrough { card, .. } => Ok(card.set_bus_master(false)?),
+            Mode::Passthrough(Passthrough { card, .. }) => Ok(card.set_bus_master(false)?),
         }
     }
 
@@ -306,13 +314,13 @@ impl Engine {
                 monitor.switch(*guest, false)?;
                 Ok(monitor.physical().unmask()?)
             }
-            Mode::Passthrough { card, .. } => Ok(card.set_bus_master(true)?),
+            Mode::Passthrough(Passthrough { card, .. }) => Ok(card.set_bus_master(true)?),
         }
     }
 
     /// Parts of BARs that the guest accesses without this process.
     pub(super) fn mappings(&self) -> Vec<BarMapping> {
-        let Mode::Passthrough { mapped, .. } = &self.mode else { return Vec::new() };
+        let Mode::Passthrough(Passthrough { mapped, .. }) = &self.mode else { return Vec::new() };
         let mapping = |mapped: &Mapped| BarMapping {
             bar: mapped.bar,
             offset: 0,
@@ -349,7 +357,9 @@ impl Engine {
                 },
             }),
             Mode::Guarded(Guarded { monitor, guest, .. }) => inspect_guarded(self.device, monitor, *guest),
-            Mode::Passthrough { card, .. } => json!({ "mode": "passthrough", "card": card.address() }),
+            Mode::Passthrough(Passthrough { card, .. }) => {
+                json!({ "mode": "passthrough", "card": card.address() })
+            }
         };
         if let Value::Object(more) = more {
             object.extend(more);
@@ -364,6 +374,7 @@ fn guarded(
     policy: NicPolicy,
     allow: &[NicPermission],
     ram: &GuestRam,
+    stop: StopSink,
 ) -> Result<Mode, NicError> {
     let device = card.description();
     card.reset()?;
@@ -394,7 +405,7 @@ fn guarded(
         memory: Box::new(Slots(slots.collect())),
     });
     monitor.switch(guest, false)?;
-    Ok(Mode::Guarded(Guarded { monitor: Box::new(monitor), guest, masked: false }))
+    Ok(Mode::Guarded(Guarded { monitor: Box::new(monitor), guest, stop: Some(stop), masked: false }))
 }
 
 fn inspect_guarded(device: &'static Device, monitor: &Monitor<Vfio>, guest: GuestId) -> Value {
@@ -444,7 +455,27 @@ fn mapped(card: &Vfio) -> Result<Vec<Mapped>, NicError> {
     Ok(found)
 }
 
-impl Guarded {
+impl<P: PhysicalDevice> Guarded<P> {
+    /// The guest accesses a BAR. A read's value.
+    pub(super) fn access(&mut self, access: Access) -> Result<u32, MonitorError> {
+        match self.monitor.access(self.guest, access)? {
+            Answer::Done(value) => return Ok(value),
+            Answer::Stopped => {
+                if let Some(stop) = self.stop.take() {
+                    // The last one of those that are kept is this one, or came before it: policy `stop` refuses once.
+                    let why = self.monitor.violations(self.guest).last();
+                    stop(why.map_or_else(String::new, |violation| violation.refusal.to_string()));
+                }
+            }
+            // No policy of ours asks for machine checks, and nobody else has the card.
+            Answer::Wait | Answer::MachineCheck => {}
+        }
+        // Until the VM has ended, as a device that is gone.
+        Ok(u32::MAX)
+    }
+}
+
+impl Guarded<Vfio> {
     /// Opens the line again once its causes have been taken.
     fn unmask(&mut self) -> Result<(), MonitorError> {
         self.masked = self.monitor.causes_wait();

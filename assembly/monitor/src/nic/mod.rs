@@ -49,6 +49,12 @@ pub const SYSCALLS: &[i64] = &[
     libc::SYS_newfstatat,
 ];
 
+/// System calls of the thread that gives a host's card back: it looks up the card's IOMMU group.
+pub const END_SYSCALLS: &[i64] = &[libc::SYS_ioctl, libc::SYS_readlink, libc::SYS_readlinkat];
+
+/// Ends the VM: a request of its guest was refused, and the policy is to stop. Says what was refused.
+pub type StopSink = Arc<dyn Fn(String) + Send + Sync>;
+
 /// A NIC can't be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum NicError {
@@ -133,7 +139,7 @@ impl OpenedNic {
         &self.wish.name
     }
 
-    /// Plugs it in and starts its thread; `on_start` runs first on that.
+    /// Plugs it in and starts its thread; `on_start` runs first on that. `stop` is called at most once, from any thread.
     ///
     /// # Errors
     /// When memory, interrupts or the thread can't be had.
@@ -143,10 +149,11 @@ impl OpenedNic {
         ram: &GuestRam,
         controller: &dyn InterruptController,
         on_start: ThreadHook,
+        stop: StopSink,
     ) -> Result<(), crate::vm::Error> {
         let name = self.wish.name.clone();
         let failed = |error: NicError| crate::vm::Error::device(&name, error);
-        let engine = engine::Engine::new(&self.wish, self.back, ram).map_err(failed)?;
+        let engine = engine::Engine::new(&self.wish, self.back, ram, stop).map_err(failed)?;
         let function = NicFunction::new(&name, engine).map_err(failed)?;
         let address = root.plug_next(Arc::clone(&function) as Arc<dyn PciFunction>)?;
         let gsi = intx_gsi(address.slot(), InterruptPin::A);

@@ -4,12 +4,17 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use device_models::Access;
+use device_models::devices::rtl8139::RTL8139;
+use device_models::reference::rtl8139::Rtl8139;
 use machine::memory::{Bytes as _, GuestAddress, GuestAddressSpace as _, GuestRam, RamLayout, RamOptions};
 use pci::function::PciFunction;
 use pci::testing::FakeLine;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use vpio::{FailurePolicy, GuestConfig, Monitor, Slot, Slots};
 
-use super::engine::Engine;
+use super::bus::RamBus;
+use super::engine::{Engine, Guarded};
 use super::function::NicFunction;
 use super::{Back, Wire};
 use crate::description::{MacAddress, Nic, NicMode};
@@ -36,7 +41,8 @@ fn machine(model: &str) -> Machine {
         mode: NicMode::Virtual { model: model.to_owned(), tap: "t".to_owned(), mac: MacAddress(ADDRESS) },
     };
     let back = Back::Wire(Wire { name: "t".to_owned(), queue, _interface: None });
-    let function = NicFunction::new("nic0", Engine::new(&wish, back, &ram).unwrap()).unwrap();
+    let function =
+        NicFunction::new("nic0", Engine::new(&wish, back, &ram, Arc::new(|_| {})).unwrap()).unwrap();
     let line = FakeLine::new();
     function.attach_intx(line.clone());
     function.start(Arc::new(|| {})).unwrap();
@@ -167,6 +173,42 @@ fn a_paused_nic_takes_no_frames() {
     assert!(!machine.line.asserted());
     machine.function.unquiesce().unwrap();
     machine.wait_for_line();
+}
+
+/// A guest whose policy is `stop` ends with the first request that is refused, and is told of once; its device is gone from then on.
+#[test]
+fn policy_stop_ends_the_guest_once() {
+    let memory = machine("rtl8139").ram.memory();
+    let card = Rtl8139::new(ADDRESS, RamBus::new(memory), false);
+    let mut monitor = Monitor::new(&RTL8139, card);
+    let slot = Slot { guest_base: 0, length: 2 << 20, device_base: 0, writable: true };
+    let guest = monitor.add(GuestConfig {
+        name: "nic0".to_owned(),
+        address: ADDRESS,
+        permissions: Vec::new(),
+        policy: FailurePolicy::Stop,
+        memory: Box::new(Slots(vec![slot])),
+    });
+    monitor.switch(guest, false).unwrap();
+    let (sender, told) = std::sync::mpsc::channel();
+    let sender = std::sync::Mutex::new(sender);
+    let stop = Arc::new(move |why| sender.lock().unwrap().send(why).unwrap());
+    let mut guarded = Guarded { monitor: Box::new(monitor), guest, stop: Some(stop), masked: false };
+    let mut write = |offset, size, value| {
+        guarded.access(Access { bar: 1, offset, size, write: Some(value) }).unwrap();
+    };
+    write(0x37, 1, 0x04);
+    write(0x20, 4, 0x1_0000);
+    write(0x10, 4, 100);
+    assert!(told.try_recv().is_err(), "what a driver does");
+    // The transmitter runs; a frame without an address.
+    write(0x14, 4, 100);
+    let why = told.try_recv().unwrap();
+    assert!(why.contains("TSD1") && why.contains("the frame has no address yet"), "{why}");
+    write(0x18, 4, 100);
+    assert!(told.try_recv().is_err(), "once");
+    let read = Access { bar: 1, offset: 0x37, size: 1, write: None };
+    assert_eq!(guarded.access(read).unwrap(), u32::MAX);
 }
 
 pci::pci_function_contract!(rtl8139_contract, || machine("rtl8139").function as Arc<dyn PciFunction>);

@@ -152,7 +152,7 @@ fn parts(kind: ThreadKind, vm: &VmDescription) -> Vec<&'static [i64]> {
         ThreadKind::VfioUser => [vcpu(), vec![served_watcher(vm)]].concat(),
         ThreadKind::Signals => vec![BASE, SIGNALS],
         ThreadKind::Main => {
-            [parts(ThreadKind::Api, vm), devices(), vec![CONSOLE, SIGNALS, end(vm), MAIN]].concat()
+            [parts(ThreadKind::Api, vm), devices(), end(vm), vec![CONSOLE, SIGNALS, MAIN]].concat()
         }
     }
 }

@@ -31,8 +31,9 @@ pub(super) const CONSOLE: &[i64] = platform_devices::console::SYSCALLS;
 pub(super) const VCPUS: &[i64] = platform_devices::console::VCPU_SYSCALLS;
 
 /// The main thread as it takes devices apart.
-pub(super) fn end(vm: &VmDescription) -> &'static [i64] {
-    if has_passt(vm) { net::passt::END_SYSCALLS } else { &[] }
+pub(super) fn end(vm: &VmDescription) -> Vec<&'static [i64]> {
+    let lists = [(has_passt(vm), net::passt::END_SYSCALLS), (!vm.nics.is_empty(), crate::nic::END_SYSCALLS)];
+    lists.into_iter().filter(|(present, _)| *present).map(|(_, list)| list).collect()
 }
 
 /// Whether the VM has a passt process, which is outside the sandbox and is ended by us.

@@ -41,6 +41,7 @@ pub struct OpenedDevices {
     served: Vec<OpenedSlot>,
     neighbour: Option<OpenedNeighbour>,
     sink: EventSink,
+    events: Events,
 }
 
 impl OpenedDevices {
@@ -81,7 +82,7 @@ impl OpenedDevices {
         let served = served::open(description)?;
         let neighbour = description.neighbour.as_ref();
         let neighbour = neighbour.map(|wish| OpenedNeighbour::open(&description.name, wish)).transpose()?;
-        Ok(Self { console: Some(console), virtio, nics, served, neighbour, sink })
+        Ok(Self { console: Some(console), virtio, nics, served, neighbour, sink, events: events.clone() })
     }
 
     /// Whether firmware should describe a console.
@@ -170,7 +171,9 @@ impl OpenedDevices {
         }
         for nic in self.nics {
             let on_start = threads::hook(sandbox, ThreadKind::DeviceWorker);
-            nic.plug(&root, ram, controller.as_ref(), on_start)?;
+            let (events, name) = (self.events.clone(), nic.name().to_owned());
+            let stop = Arc::new(move |what| events.send(Event::Refused(name.clone(), what)));
+            nic.plug(&root, ram, controller.as_ref(), on_start, stop)?;
         }
         served::plug(served_anywhere, &root, ram, &msi, &watcher)?;
         if let Some(opened) = self.neighbour {

@@ -82,6 +82,16 @@ pub enum Error {
     /// The guest can't go on.
     #[error("The guest can't go on: {0}")]
     GuestFailed(String),
+    /// A device's policy stops the guest.
+    #[error(
+        "The VM was stopped, as policy `stop` of {device} says: {what}; with `policy=ignore` or `policy=device-error` it goes on"
+    )]
+    Refused {
+        /// The device.
+        device: String,
+        /// The request that was refused, and why.
+        what: String,
+    },
     /// The description asks for a payload where a kernel is needed.
     #[error("VM {0} is described as a payload guest, which has no devices and boots no kernel")]
     NotLinux(String),

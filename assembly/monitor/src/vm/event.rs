@@ -12,6 +12,8 @@ pub enum Event {
     Machine(MachineEvent),
     /// From a vCPU thread.
     Vcpu(VcpuEvent),
+    /// A device's policy is to stop a guest whose request it refused: the device, and what was refused.
+    Refused(String, String),
     /// The API asks for a reset.
     Reset,
     /// The API asks to end the VM.

@@ -126,11 +126,13 @@ fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Er
                         Event::Stop | Event::Machine(MachineEvent::ConsoleQuit) | Event::Signal(_) => {
                             return Ok(Outcome::Stopped);
                         }
+                        Event::Refused(device, what) => return Err(Error::Refused { device, what }),
                         other => tracing::debug!(?other, "dropped with the reset"),
                     }
                 }
             }
             Event::Vcpu(event) => return Err(Error::GuestFailed(describe(&event))),
+            Event::Refused(device, what) => return Err(Error::Refused { device, what }),
         }
     }
 }

@@ -8,7 +8,7 @@ use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use device_models::describe::{
-    Class, Device, Direction, Event, Permission, Reg, Space as Place, Step, Transition, Values,
+    Class, Device, Direction, Event, Permission, Reg, Space as Place, Step, Transition, Values, Window,
 };
 use device_models::graph::Piece;
 use device_models::model::{Denied, Granted, Grants, Model, Reads};
@@ -31,6 +31,10 @@ impl Grants for Guest {
             Err(Denied("isn't the guest's memory".to_owned()))
         }
     }
+    fn grant_all(&mut self, _: Direction) -> Result<(), Denied> {
+        Ok(())
+    }
+    fn release_all(&mut self) {}
     fn release(&mut self, _: Granted, _: Direction) {}
     fn allows(&self, _: Permission) -> bool {
         false
@@ -139,7 +143,7 @@ impl Space {
                 requests.push(Request::Read(reg, register.width.min(2)));
                 requests.push(Request::Read(reg, register.width));
             }
-            if register.becomes.is_some() {
+            if register.becomes.is_some() || register.follows.is_some() {
                 own.push(Request::Complete(reg));
             }
         }
@@ -197,6 +201,9 @@ impl Space {
                     let held = &mut world.registers[reg.index()];
                     *held = device.register(reg).held(*held, value);
                 }
+                for reg in writes.looks {
+                    self.show(&mut world, reg, device.register(reg).width);
+                }
                 if writes.reset {
                     self.reset(&mut world);
                 }
@@ -207,6 +214,23 @@ impl Space {
                 Reads::Ask => self.show(&mut world, reg, bytes),
             },
             Request::Look(reg) => self.show(&mut world, reg, device.register(reg).width),
+            Request::Complete(reg) if device.register(reg).follows.is_some() => {
+                let (target, causes) = device.register(reg).follows?;
+                let wanted = world.registers[target.index()];
+                let used = |window: &&Window| {
+                    let mut used = false;
+                    window.active.registers(&mut |register| used |= register == target);
+                    window.length.registers(&mut |register| used |= register == target);
+                    used
+                };
+                let mut works = device.windows.iter().filter(used);
+                if world.registers[reg.index()] == wanted || !works.any(|window| window.active.holds(before))
+                {
+                    return None;
+                }
+                world.registers[reg.index()] = wanted;
+                world.latched |= causes;
+            }
             Request::Complete(reg) => {
                 let (clear, set, causes) = device.register(reg).becomes?;
                 let held = world.registers[reg.index()];
@@ -259,6 +283,10 @@ impl Space {
                 let (base, length) = (window.base.value(world), window.length.value(world));
                 self.used.fetch_or(u64::from(length > 0) << number, Ordering::Relaxed);
                 let bounds = match window.space {
+                    Place::Guest => {
+                        self.used.fetch_or(1 << number, Ordering::Relaxed);
+                        return world.model.windows()[usize::from(number)].is_some();
+                    }
                     Place::Card { from, to } => from..to,
                     Place::Host { .. } => GUEST.start + OFFSET..GUEST.end + OFFSET,
                 };

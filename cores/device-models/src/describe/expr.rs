@@ -43,6 +43,8 @@ pub enum Expr {
     Shr(&'static Expr, u8),
     /// Masked: the bits of the constant only.
     And(&'static Expr, u64),
+    /// The bits of the first that the second doesn't have.
+    Without(&'static Expr, &'static Expr),
     /// The entry of a list that the number selects; the last one when it is too large.
     Pick(&'static Expr, &'static [Expr]),
     /// The first when the condition holds, else the second.
@@ -67,6 +69,7 @@ impl Expr {
             Self::Shl(number, by) => number.value(from).saturating_mul(1 << by),
             Self::Shr(number, by) => number.value(from) >> by,
             Self::And(number, mask) => number.value(from) & mask,
+            Self::Without(bits, others) => bits.value(from) & !others.value(from),
             Self::Pick(number, table) => {
                 let at = usize::try_from(number.value(from)).unwrap_or(usize::MAX);
                 table[at.min(table.len() - 1)].value(from)
@@ -83,7 +86,7 @@ impl Expr {
         match self {
             Self::Reg(reg) | Self::Bits(reg, ..) => seen(*reg),
             Self::Sum(terms) => terms.iter().for_each(|term| term.registers(seen)),
-            Self::Minus(left, right) => {
+            Self::Minus(left, right) | Self::Without(left, right) => {
                 left.registers(seen);
                 right.registers(seen);
             }
@@ -187,6 +190,9 @@ impl fmt::Display for Named<'_, Expr> {
             Expr::Shl(number, by) => write!(out, "({} << {by})", Named(device, number)),
             Expr::Shr(number, by) => write!(out, "({} >> {by})", Named(device, number)),
             Expr::And(number, mask) => write!(out, "({} & {mask:X}h)", Named(device, number)),
+            Expr::Without(bits, others) => {
+                write!(out, "({} without {})", Named(device, bits), Named(device, others))
+            }
             Expr::Pick(number, table) => {
                 write!(out, "entry {} of (", Named(device, number))?;
                 for (at, entry) in table.iter().enumerate() {

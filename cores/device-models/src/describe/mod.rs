@@ -74,6 +74,9 @@ pub enum Space {
         /// Byte after the last one.
         to: u64,
     },
+    /// Whatever lies in the guest's memory, at addresses that the device finds in that memory: no check of them in place would hold. Granted as
+    /// a whole, by an IOMMU that lets the device reach that memory and nothing else; base and length mean nothing.
+    Guest,
     /// In the host's memory: DMA. Checked against the guest's memory map. The device computes addresses with `bits` bits.
     Host {
         /// Width of the device's addresses.

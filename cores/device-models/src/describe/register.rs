@@ -40,6 +40,8 @@ pub enum Store {
     Plain(u32),
     /// Ones clear bits, of these only.
     ClearOnes(u32),
+    /// Ones set bits, of these only.
+    SetOnes(u32),
     /// Replaces bits, but these can only be set by a write; the device clears them.
     Sticky(u32),
 }
@@ -89,6 +91,8 @@ pub struct Register {
     pub values: &'static [u32],
     /// Bits that the device clears, that it sets, and the causes that it reports, by itself when it is done with a request.
     pub becomes: Option<(u32, u32, u32)>,
+    /// The device brings it to that register's value by itself, and reports these causes then: how far it has come with what it was told.
+    pub follows: Option<(Reg, u32)>,
     /// Reads answer with this register's value instead.
     pub mirrors: Option<Reg>,
     /// What it is.
@@ -112,6 +116,7 @@ pub const fn register(name: &'static str, offset: u32) -> Register {
         late: false,
         values: &[],
         becomes: None,
+        follows: None,
         mirrors: None,
         about: "",
     }
@@ -199,6 +204,11 @@ impl Register {
         self.becomes = Some((clear, set, causes));
         self
     }
+    /// The device brings it to that register's value by itself, and reports these causes then.
+    pub const fn follows(mut self, reg: Reg, causes: u32) -> Self {
+        self.follows = Some((reg, causes));
+        self
+    }
     /// A read-only copy of another register.
     pub const fn mirrors(mut self, reg: Reg) -> Self {
         self.mirrors = Some(reg);
@@ -238,6 +248,7 @@ impl Register {
     pub fn held(&self, old: u32, value: u32) -> u32 {
         match self.store {
             Store::Plain(_) | Store::ClearOnes(_) => value & self.mask(),
+            Store::SetOnes(_) => self.stored(old, value),
             Store::Sticky(_) => self.stored(old, value),
         }
     }
@@ -247,6 +258,7 @@ impl Register {
         match self.store {
             Store::Plain(mask) => (old & !mask | value & mask) & self.mask(),
             Store::ClearOnes(mask) => old & !(value & mask),
+            Store::SetOnes(mask) => old | value & mask,
             Store::Sticky(mask) => (value | old & mask) & self.mask(),
         }
     }

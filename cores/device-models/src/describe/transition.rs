@@ -56,8 +56,8 @@ pub enum Effect {
     Store(Reg, Expr),
     /// The monitor writes a register of the device, before the request itself is forwarded. Nothing in the reference emulation.
     Device(Reg, Expr),
-    /// The monitor reads a register, and tells the model what it returned. For a cause that says that something is done, but not what:
-    /// the guest may have started the next thing since.
+    /// The monitor reads a register, and tells the model what it returned; at a cause or a guest's write. For a cause that says that something
+    /// is done, but not what: the guest may have started the next thing since.
     Look(Reg),
     /// The guest's read is answered with this; it doesn't reach the device.
     Answer(Expr),

@@ -81,6 +81,7 @@ table! { REGISTERS: Register => Reg {
     ANER = register("ANER", 0x6A).width(2).class(Class::Free, Class::Deny).reset(0x0001);
     CONFIG5 = register("CONFIG5", 0xD8).class(Class::Virtual, Class::Virtual);
     NEXT = register("next descriptor", 0).internal().values(&[0]).about("the descriptor that is sent next");
+    UNMASKS = register("unmasking", 0).internal().about("the monitor looks whether frames wait, since the driver unmasks ROK");
     EE_LAST = register("EEPROM lines", 0).internal();
     EE_BITS = register("EEPROM command", 0).internal().width(2);
     EE_COUNT = register("EEPROM bits", 0).internal();
@@ -259,6 +260,11 @@ const TRANSITIONS: &[Transition] = &[
     on(Event::Write(RCR)).then(&[Effect::Store(NEXT, Expr::Const(0))]).about("sets both pointers back (seen in QEMU's model)"),
     on(Event::Write(RCR)).given(Cond::Set(RCR, AAP)).checks(&[Check::Allowed(Permission::Promiscuous)]),
     on(Event::Write(TCR)).given(Cond::Set(TCR, LOOPBACK)).checks(&[Check::Allowed(Permission::Loopback)]),
+    // Linux's 8139too acknowledges ROK after each frame, and looks no further after 64 of them: what is in the ring then is told by the next
+    // frame only, which doesn't come from a peer that waits for an answer, or from a wire that waits for room in the ring. So it is told again.
+    on(Event::Write(IMR)).given(Cond::Set(IMR, ROK)).then(&[Effect::Store(UNMASKS, Expr::Const(1)), Effect::Look(CR)]),
+    on(Event::Returned(CR)).states(&[RE_ON]).given(Cond::All(&[Cond::Set(UNMASKS, 1), Cond::Clear(CR, BUFE)])).then(&[Effect::Raise(ROK)]),
+    on(Event::Returned(CR)).then(&[Effect::Store(UNMASKS, Expr::Const(0))]),
     // The address: the guest's own, unless it may have others.
     on(Event::Write(IDR0)).given(Cond::Not(&Cond::Equal(Expr::Reg(IDR0), MAC_LOW))).checks(&[Check::Allowed(Permission::AnyAddress)]),
     on(Event::Write(IDR4)).given(Cond::Not(&Cond::Equal(Expr::And(&Expr::Reg(IDR4), 0xFFFF), MAC_HIGH)))

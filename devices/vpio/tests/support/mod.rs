@@ -116,7 +116,7 @@ pub fn config(number: u8, policy: FailurePolicy, permissions: &[Permission], mem
     }
 }
 
-pub fn address(number: u8) -> [u8; 6] {
+pub const fn address(number: u8) -> [u8; 6] {
     [0x52, 0x54, 0, 0, 0, number]
 }
 

@@ -169,6 +169,7 @@ pub struct Driver {
     done: u32,
     read: u16,
     memory: u64,
+    polling: bool,
     pub accesses: u64,
 }
 
@@ -279,17 +280,7 @@ impl Driver {
             self.r(ports, 0x3C, 2);
             self.r(ports, 0x3E, 2);
             while self.r(ports, 0x37, 1) & 1 == 0 {
-                let header = ports.load(self.memory + RING_AT + u64::from(self.read), 4);
-                let length = usize::from(u16::from_le_bytes([header[2], header[3]]));
-                assert!(
-                    (64..=1522).contains(&length) && header[0] & 1 == 1,
-                    "a sane header at {:X}: {header:X?}",
-                    self.read
-                );
-                frames.push(ports.load(self.memory + RING_AT + u64::from(self.read) + 4, length - 4));
-                self.read =
-                    (self.read + u16::try_from((length + 4).next_multiple_of(4)).unwrap()) % RING_BYTES;
-                self.w(ports, 0x38, 2, u32::from(self.read.wrapping_sub(16)));
+                frames.push(self.take(ports));
                 let status = self.r(ports, 0x3E, 2) & 0x0051;
                 if status != 0 {
                     self.w(ports, 0x3E, 2, status);
@@ -300,5 +291,80 @@ impl Driver {
             self.r(ports, 0x3C, 2);
         }
         (frames, sent, error)
+    }
+
+    /// Whether a frame can be handed over.
+    pub fn has_room(&self) -> bool {
+        self.next - self.done < 4
+    }
+
+    /// The interrupt handler without its softirq half: frames that were sent are the driver's again, what came in waits for a poll.
+    pub fn handle(&mut self, ports: &mut dyn Memory) {
+        let status = self.r(ports, 0x3E, 2);
+        if status & 0xC07F == 0 {
+            return;
+        }
+        let now = status & !(0x0051 | 0x0008);
+        if now != 0 {
+            self.w(ports, 0x3E, 2, now);
+        }
+        if status & 0x0051 != 0 && !self.polling {
+            self.polling = true;
+            self.w(ports, 0x3C, 2, 0xC02E);
+            self.r(ports, 0x3C, 2);
+        }
+        if status & 0x000C != 0 {
+            while self.done != self.next && self.r(ports, 0x10 + 4 * (self.done % 4), 4) & 0x8000 != 0 {
+                self.done += 1;
+            }
+            if status & 0x0008 != 0 {
+                self.w(ports, 0x3E, 2, 0x0008);
+            }
+        }
+    }
+
+    fn acknowledge_received(&mut self, ports: &mut dyn Memory) {
+        if self.r(ports, 0x3E, 2) & 0x0051 != 0 {
+            self.w(ports, 0x3E, 2, 0x0051);
+            self.r(ports, 0x3E, 2);
+        }
+    }
+
+    /// The softirq half: at most `budget` frames.
+    pub fn poll(&mut self, ports: &mut dyn Memory, budget: usize) -> Vec<Vec<u8>> {
+        let mut frames = Vec::new();
+        if !self.polling {
+            return frames;
+        }
+        if self.r(ports, 0x3E, 2) & 0x0051 != 0 {
+            while frames.len() < budget && self.r(ports, 0x37, 1) & 1 == 0 {
+                frames.push(self.take(ports));
+                self.acknowledge_received(ports);
+            }
+            if frames.is_empty() {
+                self.acknowledge_received(ports);
+            }
+        }
+        if frames.len() < budget {
+            self.polling = false;
+            self.w(ports, 0x3C, 2, 0xC07F);
+            self.r(ports, 0x3C, 2);
+        }
+        frames
+    }
+
+    /// The next frame of the ring.
+    fn take(&mut self, ports: &mut dyn Memory) -> Vec<u8> {
+        let header = ports.load(self.memory + RING_AT + u64::from(self.read), 4);
+        let length = usize::from(u16::from_le_bytes([header[2], header[3]]));
+        assert!(
+            (64..=1522).contains(&length) && header[0] & 1 == 1,
+            "a sane header at {:X}: {header:X?}",
+            self.read
+        );
+        let frame = ports.load(self.memory + RING_AT + u64::from(self.read) + 4, length - 4);
+        self.read = (self.read + u16::try_from((length + 4).next_multiple_of(4)).unwrap()) % RING_BYTES;
+        self.w(ports, 0x38, 2, u32::from(self.read.wrapping_sub(16)));
+        frame
     }
 }
