@@ -150,5 +150,5 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     conditions.finish();
     let figures = figures.all;
     figures.first().context("Nothing was measured")?;
-    Ok(Report { group: "migration", skipped: None, conditions, figures })
+    Ok(Report { group: "migration", skipped: None, conditions, figures, details: serde_json::Value::Null })
 }

@@ -15,9 +15,11 @@ impl<P: Provider> Engine<P> {
     pub(crate) fn local_invalidate(&mut self, at: QpRef, rkey: u32) -> Step {
         let Some(pd) = self.qp(at).map(|qp| qp.pd) else { return Step::Failed(Status::General) };
         let Some(device) = self.device_mut(at.device) else { return Step::Failed(Status::General) };
-        device.marks.touch(saved::Kind::MemoryRegion, rkey >> 8);
         match device.regions.invalidate(rkey, pd) {
-            Ok(()) => Step::DONE,
+            Ok(()) => {
+                device.marks.touch(saved::Kind::MemoryRegion, rkey >> 8);
+                Step::DONE
+            }
             Err(Forbidden) => Step::Failed(Status::MemoryBind),
         }
     }
