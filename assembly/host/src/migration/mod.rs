@@ -263,12 +263,13 @@ impl Arrival {
         Ok(self.incoming.check(total)?)
     }
 
-    /// The VM runs here now. Its queue pairs are held towards those peers that [`Engine::hold`] was called for.
+    /// The VM runs here now. Its queue pairs are held towards those peers that [`Engine::hold`] was called for. What remembers which objects
+    /// have come is dropped afterwards, when the VM runs: for 30,000 queue pairs that takes milliseconds.
     ///
     /// # Errors
     /// When another device has one of its addresses.
     pub fn start<M: Dma + Clone + 'static>(
-        self,
+        &self,
         parts: &mut Parts<'_, M>,
     ) -> Result<DeviceId, MigrationError> {
         let missing = MigrationError::NoDevice(self.device);
