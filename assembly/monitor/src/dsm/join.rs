@@ -226,6 +226,11 @@ pub(super) fn join(hello: Hello, addresses: &[NodeAddress]) -> Result<Vec<Option
     };
     let mut greetings: Vec<Greeting> = Vec::new();
     while let (Some(listener), Some(next)) = (&listener, missing(&links)) {
+        // Looked at in each round: strangers that come without end must not keep it from ending.
+        if Instant::now() >= deadline {
+            let problem = format!("it hasn't come within {} s; start it", PATIENCE.as_secs());
+            return Err(failed(next, problem));
+        }
         match listener.accept() {
             Ok(stream) => match Greeting::begin(stream, &hello) {
                 Ok(greeting) => {
@@ -237,10 +242,6 @@ pub(super) fn join(hello: Hello, addresses: &[NodeAddress]) -> Result<Vec<Option
                 Err(error) => stranger(&error.to_string()),
             },
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                if Instant::now() >= deadline {
-                    let problem = format!("it hasn't come within {} s; start it", PATIENCE.as_secs());
-                    return Err(failed(next, problem));
-                }
                 std::thread::sleep(PAUSE);
             }
             // It was gone before it was taken.

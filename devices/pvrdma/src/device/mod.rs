@@ -125,7 +125,12 @@ impl<M: Dma + Clone + 'static> Device<M> {
         let id = engine.add_device(config.for_engine(), memory.clone())?;
         engine.set_enabled(id, false);
         engine.set_arm_exact(id, config.doorbells == DoorbellMode::Trapped);
-        Ok(Self {
+        Ok(Self::powered_on(id, config, memory))
+    }
+
+    /// The function of a device of the engine, as it is at power-on.
+    fn powered_on(id: DeviceId, config: Config, memory: M) -> Self {
+        Self {
             id,
             mtu: config.mtu,
             mode: config.doorbells,
@@ -150,7 +155,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
             qps: HashMap::new(),
             counters: Counters::default(),
             log: GuestLog::new(),
-        })
+        }
     }
 
     /// Takes the device out of the engine.

@@ -6,14 +6,13 @@ use hca::names::ContextHandle;
 use hca::saved::{InvalidState, Kind, Name};
 
 use super::doorbells::{DoorbellMode, LivePage};
-use super::events::{EventRing, Events, MAX_WAITING};
+use super::events::{EventRing, MAX_WAITING};
 use super::shared_region::SharedRegion;
-use super::{Config, ConfigError, Counters, Device, Interrupts, Phase, QpRecord};
+use super::{Config, ConfigError, Device, Interrupts, Phase, QpRecord};
 use crate::abi::commands::{COMMAND_SIZE, RESPONSE_SIZE};
 use crate::abi::rings::{ASYNC_ELEMENT, ASYNC_SLOTS, COMPLETION_ELEMENT, COMPLETION_SLOTS};
 use crate::provider::Pvrdma;
 use crate::saved;
-use telemetry::guest_log::GuestLog;
 
 fn wrong(what: &'static str) -> InvalidState {
     InvalidState::Field { kind: "PVRDMA function", handle: 0, what }
@@ -27,32 +26,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
     pub fn dormant(config: Config, memory: M, engine: &mut Engine<Pvrdma<M>>) -> Result<Self, ConfigError> {
         config.check()?;
         let id = engine.add_dormant(config.for_engine(), memory.clone())?;
-        Ok(Self {
-            id,
-            mtu: config.mtu,
-            mode: config.doorbells,
-            events: Events::new(id, memory.clone()),
-            config,
-            memory,
-            bus_master: false,
-            link_up: true,
-            phase: Phase::Silent,
-            region_low: 0,
-            region_address: None,
-            region: None,
-            error: 0,
-            cause: 0,
-            masked: true,
-            suppressed: [false; 2],
-            pages: Vec::new(),
-            last_full_scan: 0,
-            next_look: 0,
-            next_polls: 0,
-            pds: std::collections::BTreeMap::new(),
-            qps: std::collections::HashMap::new(),
-            counters: Counters::default(),
-            log: GuestLog::new(),
-        })
+        Ok(Self::powered_on(id, config, memory))
     }
 
     /// Publishes what event rings have collected, before the function is saved: its device in the engine is stopped, and so are the vCPUs.
