@@ -59,6 +59,10 @@ impl Device {
 /// Where the daemon listens, in the host.
 pub const DAEMON_SOCKET: &str = "/run/causeway/host.sock";
 
+/// A trapped doorbell costs 2 ms on an emulated host, 5 on one that others' work slows down, where hardware takes some microseconds: how busy
+/// a guest is has to be read on another scale than the daemon's default of 40 ms.
+pub const DOORBELL_WINDOW_MS: u32 = 500;
+
 /// The name of each guest's RDMA NIC, for its monitor.
 pub const NIC: &str = "rdma0";
 /// Its Ethernet half, as the monitor's counters call it.
@@ -551,7 +555,7 @@ pub fn start_daemon(host: &Host, arguments: &str) -> Result<Session> {
     let log =
         std::env::var("LAB_DAEMON_LOG").map(|filter| format!("--log-level {filter}")).unwrap_or_default();
     let daemon = host
-        .spawn("causeway host", &format!("exec causeway {log} host --socket {DAEMON_SOCKET} {arguments}"))?;
+        .spawn("causeway host", &format!("exec causeway {log} host --socket {DAEMON_SOCKET} --doorbell-window {DOORBELL_WINDOW_MS} {arguments}"))?;
     for _ in 0..100 {
         if let Some(code) = daemon.try_wait() {
             bail!("`causeway host` ended with status {code}: {}", daemon.err.tail(10));

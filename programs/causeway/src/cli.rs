@@ -117,6 +117,10 @@ pub struct HostArgs {
     /// Neighbours that show no sign of life for this long are taken for dead, milliseconds; more on hosts whose VMs often stand still
     #[arg(long, value_name = "MS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(300..=60_000))]
     pub neighbour_patience: u64,
+    /// A guest that rings 32 doorbells within this time is busy: its doorbells become memory, milliseconds; more on hosts that are slow to
+    /// exit, as emulated ones are
+    #[arg(long, value_name = "MS", default_value_t = 40, value_parser = clap::value_parser!(u64).range(1..=10_000))]
+    pub doorbell_window: u64,
     /// Bind the thread that does the RDMA work to this CPU
     #[arg(long, value_name = "CPU")]
     pub engine_cpu: Option<usize>,

@@ -14,7 +14,7 @@
 //! Sleeping and polling, per device (see [`handshake`] and [`load`]):
 //!
 //! ```text
-//!            32 trapped doorbells in 40 ms, and no program waits for events: ask for memory
+//!            32 trapped doorbells in 40 ms (`--doorbell-window`), and no program waits for events: ask for memory
 //!   trapped ──────────────────────────────────────────────────────────────▶ memory: the thread polls
 //!      ▲                                                                     │
 //!      └── last look, full scan ◀── client: trapped ◀── no work for 100 ms, or a program arms: ask for trapped
@@ -65,13 +65,20 @@ pub struct EngineSetup {
     pub cpu: Option<usize>,
     /// Doorbells of a device without work for this long are trapped again.
     pub idle: Duration,
+    /// 32 trapped doorbells of a device within this time make memory of its doorbells.
+    pub busy_window: Duration,
     /// The HCA engine's own settings.
     pub engine: hca::engine::EngineConfig,
 }
 
 impl Default for EngineSetup {
     fn default() -> Self {
-        Self { cpu: None, idle: Duration::from_millis(100), engine: hca::engine::EngineConfig::default() }
+        Self {
+            cpu: None,
+            idle: Duration::from_millis(100),
+            busy_window: Duration::from_millis(40),
+            engine: hca::engine::EngineConfig::default(),
+        }
     }
 }
 

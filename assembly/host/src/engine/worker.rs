@@ -42,6 +42,7 @@ pub struct Worker {
     /// The clock's reading when the engine began.
     started: u64,
     idle: u64,
+    busy_window: u64,
     counters: LoopCounters,
     stopping: bool,
     /// To other hosts.
@@ -71,6 +72,7 @@ impl Worker {
             started: clock.raw(),
             clock,
             idle: u64::try_from(setup.idle.as_nanos()).unwrap_or(u64::MAX),
+            busy_window: u64::try_from(setup.busy_window.as_nanos()).unwrap_or(u64::MAX),
             counters: LoopCounters::default(),
             stopping: false,
             transports,
@@ -228,7 +230,7 @@ impl Worker {
         if is_user_arm(offset, value) {
             served.load.armed(now);
         }
-        if served.load.trapped(now) && served.handshake.want(DoorbellMode::Mapped, now) {
+        if served.load.trapped(now, self.busy_window) && served.handshake.want(DoorbellMode::Mapped, now) {
             tracing::debug!(device = id.0, "Doorbells are to be memory: many came");
             served.load.enters_memory(now);
             // From here on a store may land in memory, and an arm be overwritten there.

@@ -97,8 +97,8 @@ fn mode_switches(pair: &Pair<'_>) -> Result<u64> {
     parse_switches(&pair.host().sh("causeway inspect host --json")?)
 }
 
-/// Waits until the daemon has made memory of the doorbells of guests that are busy. That takes 32 doorbells within 40 ms, and on hosts that are
-/// emulated a trapped one may cost 2 ms. Measured is what an established connection costs from then on.
+/// Waits until the daemon has made memory of the doorbells of guests that are busy. That takes 32 doorbells within
+/// [`rdma::DOORBELL_WINDOW_MS`]. Measured is what an established connection costs from then on.
 fn settle(pair: &Pair<'_>, guests: &[&str]) -> Result<()> {
     for _ in 0..LONGEST_SETTLING.as_millis() / 250 {
         let tree: Value = serde_json::from_str(&pair.host().sh("causeway inspect host --json")?)

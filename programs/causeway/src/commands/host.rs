@@ -33,7 +33,11 @@ pub fn host(args: &HostArgs, json: bool) -> anyhow::Result<()> {
                 },
                 ..NeighboursConfig::default()
             },
-            engine: EngineSetup { cpu: args.engine_cpu, ..EngineSetup::default() },
+            engine: EngineSetup {
+                cpu: args.engine_cpu,
+                busy_window: Duration::from_millis(args.doorbell_window),
+                ..EngineSetup::default()
+            },
         };
     let daemon = Daemon::start(&config)?;
     if json {
