@@ -356,7 +356,7 @@ fn vms_of_two_daemons_talk_and_both_say_how() {
             let late = fabric["dropped_old_handshake"].as_u64().unwrap();
             assert_eq!(fabric["dropped"], late, "{fabric}");
             let counters = client.inspect(Some(&format!("vms/{vm}/nics/rdma0/rdma/counters"))).unwrap();
-            // 50 messages of 4096 bytes in packets of 1024, or their acknowledgements.
+            // 50 messages of 4096 bytes in packets of 1376, or their acknowledgements.
             let of = |name: &str| counters[name].as_u64().unwrap();
             let (sent, received) = (of("sent_pkts"), of("rcvd_pkts"));
             assert!(

@@ -1,23 +1,31 @@
 //! What a connection is made from.
 
+use std::ops::RangeInclusive;
+
 use serde::{Deserialize, Serialize};
 
 use crate::congestion;
 use crate::packet::DEFAULT_PKEY;
 
-/// Path MTU: bytes of payload in a full packet.
+/// Path MTU: bytes of payload in a full packet. On the wire of RoCEv2 one of five sizes, which have names here; between two engines that have
+/// agreed on it any size that pads no packet but the last ([`Mtu::from_bytes`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[repr(u32)]
+#[serde(try_from = "u32", into = "u32")]
+pub struct Mtu(u32);
+
 #[allow(missing_docs)] // The names say it.
-pub enum Mtu {
-    B256 = 256,
-    B512 = 512,
-    B1024 = 1024,
-    B2048 = 2048,
-    B4096 = 4096,
+impl Mtu {
+    pub const B256: Self = Self(256);
+    pub const B512: Self = Self(512);
+    pub const B1024: Self = Self(1024);
+    pub const B2048: Self = Self(2048);
+    pub const B4096: Self = Self(4096);
 }
 
 impl Mtu {
+    /// The smallest and the largest size, bytes.
+    pub const RANGE: RangeInclusive<u32> = 256..=4096;
+
     /// From its code in verbs, 1 to 5.
     #[must_use]
     pub fn from_code(code: u8) -> Option<Self> {
@@ -26,11 +34,36 @@ impl Mtu {
             .copied()
     }
 
+    /// Any multiple of 4 in [`Mtu::RANGE`].
+    #[must_use]
+    pub fn from_bytes(bytes: u32) -> Option<Self> {
+        (Self::RANGE.contains(&bytes) && bytes.is_multiple_of(4)).then_some(Self(bytes))
+    }
+
     /// Bytes.
     #[inline]
     #[must_use]
     pub fn bytes(self) -> u32 {
-        self as u32
+        self.0
+    }
+}
+
+/// No path MTU has this size.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("A path MTU of {0} bytes isn't a multiple of 4 from 256 to 4096")]
+pub struct NoSuchMtu(u32);
+
+impl TryFrom<u32> for Mtu {
+    type Error = NoSuchMtu;
+
+    fn try_from(bytes: u32) -> Result<Self, NoSuchMtu> {
+        Self::from_bytes(bytes).ok_or(NoSuchMtu(bytes))
+    }
+}
+
+impl From<Mtu> for u32 {
+    fn from(mtu: Mtu) -> u32 {
+        mtu.bytes()
     }
 }
 

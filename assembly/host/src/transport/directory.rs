@@ -101,7 +101,7 @@ pub enum DirectoryError {
 /// A directory in a file, the same on all hosts.
 ///
 /// ```toml
-/// mtu = 1024                      # payload per packet: 256, 512, 1024, 2048 or 4096; 1024 suits links with an MTU of 1500
+/// mtu = 1376                      # payload per packet: a multiple of 4 from 256 to 4096; 1376 fills links with an MTU of 1500, 4096 suits 9000
 /// [[host]]
 /// name = "h1"
 /// address = "10.77.0.1:4792"
@@ -140,7 +140,7 @@ struct File {
 }
 
 fn default_mtu() -> u32 {
-    1024
+    1376
 }
 
 fn default_sockets() -> u16 {
@@ -196,10 +196,8 @@ impl FileDirectory {
     }
 
     fn make(file: File) -> Result<Self, String> {
-        let mtu = (1..=5)
-            .filter_map(roce::Mtu::from_code)
-            .find(|mtu| mtu.bytes() == file.mtu)
-            .ok_or_else(|| format!("mtu is {}; it can be 256, 512, 1024, 2048 or 4096", file.mtu))?;
+        let mtu = roce::Mtu::from_bytes(file.mtu)
+            .ok_or_else(|| format!("mtu is {}; it can be a multiple of 4 from 256 to 4096", file.mtu))?;
         if !(1..=16).contains(&file.sockets) {
             return Err(format!("sockets is {}; 1 to 16 are possible", file.sockets));
         }
@@ -366,7 +364,7 @@ mod tests {
     #[test]
     fn contradictions_are_named() {
         for (from, to, said) in [
-            ("4096", "1500", "mtu is 1500"),
+            ("4096", "1501", "mtu is 1501"),
             ("host = \"h2\"", "host = \"h3\"", "host h3"),
             ("id = 7", "id = 0", "id 0"),
             ("name = \"h2\"", "name = \"h1\"", "host h1 is there twice"),

@@ -112,7 +112,7 @@ fn two_vms_of_one_host_use_the_fabric_when_one_is_pinned_to_it() {
         let report = host.transports.report(device, host.qps[0].qp.qpn).unwrap();
         assert_eq!(report.transport, "fabric");
         assert!(
-            report.counters.unwrap().sent_packets >= 5 && host.transports.counters().packets_received >= 6
+            report.counters.unwrap().sent_packets >= 4 && host.transports.counters().packets_received >= 5
         );
         // What a connection has counted stays when it goes.
         let before = host.transports.device_counters(device).unwrap();
@@ -123,7 +123,7 @@ fn two_vms_of_one_host_use_the_fabric_when_one_is_pinned_to_it() {
         host.started = Instant::now() - Duration::from_secs(5);
         host.until(|host| host.transports.report(device, host.qps[0].qp.qpn).is_none().then_some(()));
         let after = host.transports.device_counters(device).unwrap();
-        assert!(before.sent_packets >= 5 && after.sent_packets >= before.sent_packets, "{after:?}");
+        assert!(before.sent_packets >= 4 && after.sent_packets >= before.sent_packets, "{after:?}");
     }
 }
 

@@ -141,7 +141,7 @@ fn completion(left: &mut Side, right: &mut Side) -> hca::work::Completion {
 
 #[test]
 fn all_operations_reach_a_guest_of_another_host() {
-    for (mtu, key) in [256, 1024, 4096].into_iter().flat_map(|mtu| ways().map(|key| (mtu, key))) {
+    for (mtu, key) in [256, 1376, 4096].into_iter().flat_map(|mtu| ways().map(|key| (mtu, key))) {
         let (mut left, mut right) = pair(QpKind::Rc, mtu, key.as_ref());
         let data: Vec<u8> =
             (0..1_000_003u32).map(|at| at.wrapping_mul(0x9E37_79B9).to_le_bytes()[3]).collect();
@@ -191,7 +191,7 @@ fn all_operations_reach_a_guest_of_another_host() {
 #[test]
 fn a_sender_waits_for_a_receive_no_longer_than_it_takes_to_post_one() {
     for key in ways() {
-        let (mut left, mut right) = pair(QpKind::Rc, 1024, key.as_ref());
+        let (mut left, mut right) = pair(QpKind::Rc, 1376, key.as_ref());
         left.world.send(&left.qp.clone(), requests::send(1, &[left.sge(0, 100)]));
         until(&mut left, &mut right, |left, _| {
             left.transports
@@ -208,7 +208,7 @@ fn a_sender_waits_for_a_receive_no_longer_than_it_takes_to_post_one() {
 #[test]
 fn refused_requests_fail_both_ends() {
     for key in ways() {
-        let (mut left, mut right) = pair(QpKind::Rc, 1024, key.as_ref());
+        let (mut left, mut right) = pair(QpKind::Rc, 1376, key.as_ref());
         let request = requests::write(1, 0, right.mr.rkey ^ 1, &[left.sge(0, 5000)]);
         left.world.send(&left.qp.clone(), request);
         left.world.send(&left.qp.clone(), requests::send(2, &[left.sge(0, 8)]));
@@ -222,7 +222,7 @@ fn refused_requests_fail_both_ends() {
 #[test]
 fn a_peer_that_is_gone_ends_in_retries_exceeded() {
     for key in ways() {
-        let (mut left, mut right) = pair(QpKind::Rc, 1024, key.as_ref());
+        let (mut left, mut right) = pair(QpKind::Rc, 1376, key.as_ref());
         right.transports.detach(right.qp.device);
         let request = requests::write(1, 0, right.mr.rkey, &[left.sge(0, 8)]);
         let start = Instant::now();
@@ -256,7 +256,7 @@ fn many_requests_under_way_both_ways_all_complete() {
     for key in ways() {
         // As perftest's streams: messages of several packets, up to 128 at a time, both ways at once.
         for sends in [false, true] {
-            let (mut left, mut right) = pair(QpKind::Rc, 1024, key.as_ref());
+            let (mut left, mut right) = pair(QpKind::Rc, 1376, key.as_ref());
             let most: u32 = 128;
             for side in [&mut left, &mut right] {
                 let buffer = side.sge(0x10_0000, 4096);
@@ -296,7 +296,7 @@ fn many_requests_under_way_both_ways_all_complete() {
 #[test]
 fn long_rounds_make_no_retransmissions() {
     for key in ways() {
-        let (mut left, mut right) = pair(QpKind::Rc, 1024, key.as_ref());
+        let (mut left, mut right) = pair(QpKind::Rc, 1376, key.as_ref());
         for wr_id in 0..128 {
             let request = requests::write(wr_id, 0x10_0000, right.mr.rkey, &[left.sge(0, 4096)]);
             left.world.send(&left.qp.clone(), request);
@@ -316,7 +316,7 @@ fn long_rounds_make_no_retransmissions() {
 
 #[test]
 fn a_transport_is_told_before_anything_was_sent() {
-    let (left, right) = pair(QpKind::Rc, 1024, None);
+    let (left, right) = pair(QpKind::Rc, 1376, None);
     assert!(left.transports.report(left.qp.device, left.qp.qp.qpn).is_none());
     assert_eq!(left.transports.reaches(left.qp.device, right.guest.gid), Some("fabric"));
     let nobody = Gid("10.0.0.77".parse::<std::net::Ipv4Addr>().unwrap().to_ipv6_mapped().octets());
@@ -327,7 +327,7 @@ fn a_transport_is_told_before_anything_was_sent() {
 
 #[test]
 fn packets_of_strangers_are_dropped() {
-    let (mut left, mut right) = pair(QpKind::Rc, 1024, None);
+    let (mut left, mut right) = pair(QpKind::Rc, 1376, None);
     let request = requests::write(1, 0, right.mr.rkey, &[left.sge(0, 8)]);
     left.world.send(&left.qp.clone(), request);
     assert_eq!(completion(&mut left, &mut right).status, Status::Success);
@@ -347,7 +347,7 @@ fn packets_of_strangers_are_dropped() {
 /// What was looked up for one packet doesn't let the next one in.
 #[test]
 fn packets_of_strangers_between_good_ones_are_dropped() {
-    let (mut left, mut right) = pair(QpKind::Rc, 1024, None);
+    let (mut left, mut right) = pair(QpKind::Rc, 1376, None);
     let request = requests::write(1, 0, right.mr.rkey, &[left.sge(0, 8)]);
     left.world.send(&left.qp.clone(), request);
     assert_eq!(completion(&mut left, &mut right).status, Status::Success);
@@ -397,7 +397,7 @@ fn daemons_that_do_not_agree_on_a_key_do_not_talk_and_count_why() {
         ([Some(&one), None], "dropped_encrypted"),
         ([Some(&one), Some(&other)], "dropped_handshake"),
     ] {
-        let (mut left, mut right) = pair_of(QpKind::Rc, 1024, keys);
+        let (mut left, mut right) = pair_of(QpKind::Rc, 1376, keys);
         let request = requests::write(1, 0, right.mr.rkey, &[left.sge(0, 8)]);
         left.guest.memory.write(0, &[0x77; 8]).unwrap();
         left.world.send(&left.qp.clone(), request);

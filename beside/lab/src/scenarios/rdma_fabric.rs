@@ -78,7 +78,7 @@ pub(super) fn layout() -> Layout {
 
 /// The directory, the same on both hosts: where the guests are, and what they are called.
 fn directory() -> String {
-    let mut text = "mtu = 1024\n".to_owned();
+    let mut text = "mtu = 1376\n".to_owned();
     for host in 1..=2 {
         text.push_str(&format!("[[host]]\nname = \"h{host}\"\naddress = \"10.77.0.{host}:{PORT}\"\n"));
     }

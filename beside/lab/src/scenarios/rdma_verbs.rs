@@ -61,7 +61,7 @@ fn layout() -> Layout {
 }
 
 fn directory() -> String {
-    let mut text = "mtu = 1024\n".to_owned();
+    let mut text = "mtu = 1376\n".to_owned();
     for number in 1..=2 {
         text.push_str(&format!("[[host]]\nname = \"h{number}\"\naddress = \"10.77.2.{number}:{PORT}\"\n"));
     }

@@ -108,7 +108,8 @@ pub(super) fn roll_configs(dice: &mut Dice, faults: &Faults, plant: Plant, index
         peer_qpn: 2 * index + u32::from(side == 0) + 2,
         sq_psn: psns[side],
         rq_psn: psns[1 - side],
-        mtu: Mtu::B256,
+        // Not a power of two in two of three programs: engines agree on any size.
+        mtu: Mtu::from_bytes(256 + 4 * (psns[0] % 3)).unwrap_or(Mtu::B256),
         pkey: DEFAULT_PKEY,
         timeout,
         retry_count: 7,

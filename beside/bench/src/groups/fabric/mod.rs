@@ -17,7 +17,7 @@ pub use crate::outside::tcp::Bandwidth;
 use crate::outside::tcp::{PROGRAMS, Peers};
 
 /// MTU of the link, and payload of our packets on it.
-const LINKS: [(u32, u32); 2] = [(9000, 4096), (1500, 1024)];
+const LINKS: [(u32, u32); 2] = [(9000, 4096), (1500, 1376)];
 const PORT: u16 = 4792;
 const ROUNDS: u32 = 20_000;
 
