@@ -4,7 +4,7 @@
 //! the lane (a socket of the sender), so that each lane counts and is checked for repetition by itself: packets of two sockets may
 //! overtake each other by as much as a socket's buffer holds, those of one seldom do.
 
-use ring::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
+use aws_lc_rs::aead::{AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 
 use super::replay::Window;
 use super::{DATA_HEADER, Dropped, TAG};
