@@ -1,7 +1,8 @@
 //! Windows in the host's memory: checked against the guest's memory map, then mapped (with an IOMMU) or translated (without).
 //!
 //! With an IOMMU the device uses the guest's own addresses, and reaches the pages of validated windows only: pages are counted, mapped
-//! with the first window that needs them, unmapped with the last.
+//! with the first window that needs them, unmapped with the last. A device that takes addresses out of the guest's memory (e1000) reaches all
+//! of that memory from the first start of an engine until a reset or the hand-off, and never more.
 
 use std::collections::BTreeMap;
 
@@ -19,6 +20,9 @@ pub trait MemoryMap {
     /// The address by which a device without an IOMMU reaches the guest's byte `base`, when all `length` bytes from there are the
     /// guest's, may be used by devices in this direction, and are contiguous in those addresses.
     fn dma(&self, base: u64, length: u64, direction: Direction) -> Option<u64>;
+    /// All of the memory that devices may use: first byte in the guest's addresses, bytes (both multiples of [`PAGE`]), whether devices may write
+    /// there. No two overlap. The same as long as the guest lives.
+    fn all(&self) -> Vec<(u64, u64, bool)>;
 }
 
 /// A piece of guest memory.
@@ -49,12 +53,20 @@ impl MemoryMap for Slots {
         usable.then_some(())?;
         slot.device_base.checked_add(base - slot.guest_base)
     }
+
+    fn all(&self) -> Vec<(u64, u64, bool)> {
+        self.0.iter().map(|slot| (slot.guest_base, slot.length, slot.writable)).collect()
+    }
 }
 
-/// What the device reaches through the IOMMU for the resident guest: pages, how many windows use each, how many of these are written.
+/// What the device reaches through the IOMMU for the resident guest: pages, how many windows use each, how many of these are written; or all of
+/// the guest's memory.
 #[derive(Debug, Default)]
 pub struct Mappings {
     pages: BTreeMap<u64, (u32, u32)>,
+    /// All of the memory, as it is mapped, while `whole_users` windows need it. Pages are counted meanwhile, and not mapped by themselves.
+    whole: Vec<Mapping>,
+    whole_users: u32,
     /// Most bytes that were mapped at a time.
     pub peak: u64,
 }
@@ -62,7 +74,57 @@ pub struct Mappings {
 impl Mappings {
     /// Bytes that are mapped, so pinned.
     pub fn bytes(&self) -> u64 {
+        if self.whole_users > 0 {
+            return self.whole.iter().map(|mapping| mapping.length).sum();
+        }
         u64::try_from(self.pages.len()).unwrap_or(u64::MAX).saturating_mul(PAGE)
+    }
+
+    /// Maps all of the guest's memory. The first time no engine of the device runs that needs memory, so pages may go for a moment.
+    fn add_all<P: PhysicalDevice>(
+        &mut self,
+        physical: &mut P,
+        memory: &[(u64, u64, bool)],
+    ) -> Result<(), DeviceError> {
+        if self.whole_users == 0 {
+            self.each_page(physical, P::unmap)?;
+            for &(base, length, writable) in memory {
+                let mapping = Mapping { device_base: base, guest_base: base, length, writable };
+                if let Err(error) = physical.map(mapping) {
+                    // As it was: what was mapped goes, pages come back.
+                    while let Some(mapped) = self.whole.pop() {
+                        physical.unmap(mapped)?;
+                    }
+                    self.each_page(physical, P::map)?;
+                    return Err(error);
+                }
+                self.whole.push(mapping);
+            }
+        }
+        self.whole_users += 1;
+        self.peak = self.peak.max(self.bytes());
+        Ok(())
+    }
+
+    fn remove_all<P: PhysicalDevice>(&mut self, physical: &mut P) -> Result<(), DeviceError> {
+        self.whole_users = self.whole_users.saturating_sub(1);
+        if self.whole_users == 0 {
+            while let Some(mapping) = self.whole.pop() {
+                physical.unmap(mapping)?;
+            }
+            self.each_page(physical, P::map)?;
+        }
+        Ok(())
+    }
+
+    fn each_page<P: PhysicalDevice>(
+        &self,
+        physical: &mut P,
+        act: impl Fn(&mut P, Mapping) -> Result<(), DeviceError>,
+    ) -> Result<(), DeviceError> {
+        self.pages
+            .iter()
+            .try_for_each(|(&page, &(_, writers))| act(physical, Self::mapping(page, writers > 0)))
     }
 
     fn pages_of(base: u64, length: u64) -> std::ops::RangeInclusive<u64> {
@@ -82,7 +144,9 @@ impl Mappings {
     ) -> Result<(), DeviceError> {
         for page in Self::pages_of(base, length) {
             let (users, writers) = self.pages.get(&page).copied().unwrap_or((0, 0));
-            if users == 0 {
+            if self.whole_users > 0 {
+                // It is mapped.
+            } else if users == 0 {
                 physical.map(Self::mapping(page, writes))?;
             } else if writes && writers == 0 {
                 physical.unmap(Self::mapping(page, false))?;
@@ -103,13 +167,16 @@ impl Mappings {
     ) -> Result<(), DeviceError> {
         for page in Self::pages_of(base, length) {
             let Some((users, writers)) = self.pages.get(&page).copied() else { continue };
+            let single = self.whole_users == 0;
             if users <= 1 {
                 self.pages.remove(&page);
-                physical.unmap(Self::mapping(page, writers > 0))?;
+                if single {
+                    physical.unmap(Self::mapping(page, writers > 0))?;
+                }
                 continue;
             }
             let left = writers.saturating_sub(u32::from(writes));
-            if writers > 0 && left == 0 {
+            if single && writers > 0 && left == 0 {
                 physical.unmap(Self::mapping(page, true))?;
                 physical.map(Self::mapping(page, false))?;
             }
@@ -155,16 +222,32 @@ impl<P: PhysicalDevice> Grants for Vetter<'_, P> {
         verdict
     }
 
-    /// Never yet: behind an IOMMU all of the guest's memory would have to be mapped in one piece, without one the descriptors be copied.
+    /// Behind an IOMMU all that devices may use of the guest's memory, for writing where that is allowed. Without one nothing keeps the device
+    /// there: the descriptors would have to be copied.
     fn grant_all(&mut self, _: Direction) -> Result<(), Denied> {
-        let verdict = Err(Denied(
-            "can't be kept in the guest's memory yet: the device takes addresses out of it".to_owned(),
-        ));
-        self.recorder.granted(&verdict);
-        verdict.map(|_| ())
+        let verdict = if self.physical.has_iommu() {
+            self.mappings.add_all(self.physical, &self.memory.all()).map_err(|error| {
+                let text = error.to_string();
+                self.failure = Some(error);
+                Denied(format!("can't be mapped for the device: {text}"))
+            })
+        } else {
+            Err(Denied(
+                "can't be kept in the guest's memory without an IOMMU: the device takes addresses out of it"
+                    .to_owned(),
+            ))
+        };
+        self.recorder.granted(&verdict.clone().map(|()| 0));
+        verdict
     }
 
-    fn release_all(&mut self) {}
+    fn release_all(&mut self) {
+        if self.physical.has_iommu()
+            && let Err(error) = self.mappings.remove_all(self.physical)
+        {
+            self.failure = Some(error);
+        }
+    }
 
     fn release(&mut self, window: Granted, direction: Direction) {
         if self.physical.has_iommu() {

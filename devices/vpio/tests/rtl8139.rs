@@ -7,7 +7,8 @@ mod support;
 
 use device_models::devices::rtl8139::RTL8139;
 use device_models::reference::rtl8139::Rtl8139;
-use support::rtl8139::{Card, Driver, MEMORY, Shared, at, memory, scratch, slots};
+use support::memory::{MEMORY, Shared, at, memory, scratch, slots};
+use support::rtl8139::{Card, Driver};
 use support::{Guest, Numbers, address, config, frame, switch};
 use vpio::{FailurePolicy, GuestId, Monitor};
 
@@ -56,7 +57,7 @@ fn a_driver_sends_and_receives() {
         assert_eq!((counters.refused, counters.disbelieved), (0, 0), "{:?}", monitor.violations(id));
         let card = monitor.physical();
         let (touched, outside) = card.bus().log();
-        assert_eq!((outside, card.blocked), (0, 0));
+        assert_eq!((outside, card.blocked()), (0, 0));
         assert!(touched > 100_000);
     }
 }
@@ -151,7 +152,7 @@ fn run(seed: u64, switching: bool, iommu: bool) -> Seen {
     let switches = monitor.counters(a).switches;
     let all = monitor.physical().take_sent();
     assert!(!switching || all.iter().any(|frame| frame[6] == 0xBB), "the other guest sends as well");
-    assert_eq!((monitor.physical().bus().log().1, monitor.physical().blocked), (0, 0));
+    assert_eq!((monitor.physical().bus().log().1, monitor.physical().blocked()), (0, 0));
     (trace, received, all.into_iter().filter(|frame| frame[6] != 0xBB).collect(), switches)
 }
 

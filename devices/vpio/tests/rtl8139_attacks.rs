@@ -12,7 +12,8 @@ use device_models::PhysicalDevice;
 use device_models::devices::rtl8139::RTL8139;
 use device_models::grammar::Grammar;
 use device_models::reference::rtl8139::Rtl8139;
-use support::rtl8139::{Card, MEMORY, Shared, at, scratch, slots};
+use support::memory::{MEMORY, Shared, at, scratch, slots};
+use support::rtl8139::Card;
 use support::{Bare, Guest, Numbers, Ports, config, frame, switch};
 use vpio::violation::replay;
 use vpio::{FailurePolicy, GuestId, Monitor};
@@ -104,7 +105,7 @@ fn attacks_succeed_on_a_bare_card_and_not_under_the_monitor() {
                 attack(&mut guest, writes);
                 traffic(monitor.physical());
                 assert_eq!(
-                    (ram.log().1, monitor.physical().blocked),
+                    (ram.log().1, monitor.physical().blocked()),
                     (0, 0),
                     "{name}: nor has the IOMMU to stop anything"
                 );
@@ -209,7 +210,7 @@ fn no_sequence_of_requests_leaves_the_memory() {
         racer.join().unwrap();
         refused += monitor.counters(GuestId(0)).refused + monitor.counters(GuestId(1)).refused;
         touched += ram.log().0;
-        assert_eq!(monitor.physical().blocked, 0, "the IOMMU had nothing to stop");
+        assert_eq!(monitor.physical().blocked(), 0, "the IOMMU had nothing to stop");
     }
     println!("rtl8139: {requests} requests, {refused} refused, {touched} bytes of DMA, 0 outside");
     assert!(refused > 1000 && touched > 100_000, "{refused} refused, {touched} bytes of DMA");

@@ -9,7 +9,8 @@ mod support;
 use device_models::PhysicalDevice as _;
 use device_models::devices::rtl8139::RTL8139;
 use device_models::reference::rtl8139::Rtl8139;
-use support::rtl8139::{Card, Driver, MEMORY, Memory, Shared, at, scratch, slots};
+use support::memory::{MEMORY, Memory, Shared, at, scratch, slots};
+use support::rtl8139::{Card, Driver};
 use support::{Bare, Guest, Numbers, address, config, frame, switch};
 use vpio::{FailurePolicy, GuestId, Monitor};
 

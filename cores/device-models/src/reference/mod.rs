@@ -1,7 +1,9 @@
 //! Reference emulations: registers, decoding and the state graph come from the description, the code here adds what the device does
 //! with packets. They believe their driver as real devices do: what a monitor must prevent, they do.
 
+pub mod e1000;
 pub mod ne2000;
+pub mod port;
 pub mod rtl8139;
 
 use crate::describe::Device;
@@ -25,6 +27,7 @@ pub fn card<B: Bus + Send + 'static>(
 ) -> Option<Box<dyn Card + Send>> {
     match device.name {
         "ne2000" => Some(Box::new(ne2000::Ne2000::new(address))),
+        "e1000" => Some(Box::new(e1000::E1000Card::new(address, bus, false))),
         "rtl8139" => Some(Box::new(rtl8139::Rtl8139::new(address, bus, false))),
         _ => None,
     }

@@ -1,6 +1,7 @@
 //! Reference RTL8139: four transmit descriptors, the receive ring, bus mastering. Time passes when a register is read.
 
 use super::multicast_index;
+use super::port::Port;
 use crate::describe::{Class, Direction, Event, Reg};
 use crate::devices::rtl8139::{
     AAP, AB, AM, APM, BUFE, CAPR, CBR, CR, EECR, IDR0, IDR4, LOOPBACK, MAC0, MAR0, MAR4, MPC, OWN, RBSTART,
@@ -13,15 +14,10 @@ use crate::physical::{Bus, DeviceError, Mapping, PhysicalDevice};
 #[derive(Debug)]
 pub struct Rtl8139<B> {
     graph: Graph,
-    bus: B,
-    /// With an IOMMU: what the device may reach.
-    mappings: Option<Vec<Mapping>>,
-    bus_master: bool,
+    port: Port<B>,
     next: u8,
     position: u32,
     sent: Vec<Vec<u8>>,
-    /// DMA that the IOMMU or the switched-off bus master stopped.
-    pub blocked: u64,
 }
 
 fn size(number: u32) -> usize {
@@ -39,23 +35,19 @@ impl<B: Bus> Rtl8139<B> {
         for (at, byte) in (0u8..).zip(address) {
             graph.set(Reg(MAC0.0 + at), u32::from(byte));
         }
-        let mut card = Self {
-            graph,
-            bus,
-            mappings: iommu.then(Vec::new),
-            bus_master: false,
-            next: 0,
-            position: 0,
-            sent: Vec::new(),
-            blocked: 0,
-        };
+        let mut card = Self { graph, port: Port::new(bus, iommu), next: 0, position: 0, sent: Vec::new() };
         card.clear();
         card
     }
 
     /// The bus.
     pub fn bus(&mut self) -> &mut B {
-        &mut self.bus
+        &mut self.port.bus
+    }
+
+    /// DMA that the IOMMU or the switched-off bus master stopped.
+    pub fn blocked(&self) -> u64 {
+        self.port.blocked
     }
 
     /// Frames that were sent since the last call.
@@ -83,34 +75,16 @@ impl<B: Bus> Rtl8139<B> {
         self.position = 0;
     }
 
-    fn reaches(&mut self, address: u64, length: u64, writes: bool) -> bool {
-        let inside = |mapping: &Mapping, at: u64| {
-            at >= mapping.device_base
-                && at - mapping.device_base < mapping.length
-                && (mapping.writable || !writes)
-        };
-        let allowed = self.bus_master
-            && self.mappings.as_ref().is_none_or(|mappings| {
-                (address..address + length).all(|at| mappings.iter().any(|mapping| inside(mapping, at)))
-            });
-        self.blocked += u64::from(!allowed);
-        allowed
-    }
-
     /// The device wraps at 32 bits.
     fn dma(&mut self, address: u32, length: usize, direction: Direction, data: &mut [u8]) {
         let before_wrap = if address == 0 { length } else { length.min(size(0u32.wrapping_sub(address))) };
         let parts = [(address, 0..before_wrap), (0, before_wrap..length)];
         for (address, range) in parts.into_iter().filter(|(_, range)| !range.is_empty()) {
-            let writes = direction == Direction::DeviceWrites;
-            if !self.reaches(u64::from(address), u64::from(number(range.len())), writes) {
-                continue;
-            }
-            if writes {
-                self.bus.write(u64::from(address), &data[range]);
-            } else {
-                self.bus.read(u64::from(address), &mut data[range]);
-            }
+            // What is stopped the card doesn't notice.
+            let _ = match direction {
+                Direction::DeviceWrites => self.port.write(u64::from(address), &data[range]),
+                Direction::DeviceReads => self.port.read(u64::from(address), &mut data[range]),
+            };
         }
     }
 
@@ -295,30 +269,19 @@ impl<B: Bus> PhysicalDevice for Rtl8139<B> {
     }
 
     fn set_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
-        self.bus_master = on;
+        self.port.bus_master = on;
         Ok(())
     }
 
     fn has_iommu(&self) -> bool {
-        self.mappings.is_some()
+        self.port.has_iommu()
     }
 
     fn map(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
-        match &mut self.mappings {
-            Some(mappings) => mappings.push(mapping),
-            None => {
-                return Err(DeviceError { bar: 0, offset: 0, why: format!("no IOMMU to map {mapping:?}") });
-            }
-        }
-        Ok(())
+        self.port.map(mapping)
     }
 
     fn unmap(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
-        let known = self.mappings.as_mut().and_then(|mappings| {
-            let at = mappings.iter().position(|known| *known == mapping)?;
-            Some(mappings.swap_remove(at))
-        });
-        let why = || DeviceError { bar: 0, offset: 0, why: format!("{mapping:?} isn't mapped") };
-        known.map(|_| ()).ok_or_else(why)
+        self.port.unmap(mapping)
     }
 }

@@ -1,6 +1,8 @@
 //! What the tests share: ports of a guest under the monitor and of a bare device, guests, a generator of numbers.
 #![allow(dead_code, reason = "each test file uses a part")]
 
+pub mod e1000;
+pub mod memory;
 pub mod ne2000;
 pub mod rtl8139;
 

@@ -1,122 +1,9 @@
-//! What Linux's 8139too does, in the order of spec nics 2.5, and the memory that it and the card share.
+//! What Linux's 8139too does, in the order of spec nics 2.5.
 
-use std::collections::HashMap;
-use std::ops::Range;
-use std::sync::{Arc, Mutex};
-
-use device_models::PhysicalDevice;
-use device_models::physical::Bus;
 use device_models::reference::rtl8139::Rtl8139;
-use vpio::fast_forward::{FRAME, RING, Scratch};
-use vpio::{Monitor, Slot, Slots};
 
-use super::{Bare, Guest, Ports, Timed};
-
-/// Memory of guest 0, in its own addresses.
-pub const MEMORY: Range<u64> = 0x10_0000..0x20_0000;
-
-/// Memory of guest `number`, in its own addresses. They differ, since a device behind an IOMMU uses these on one bus here.
-pub fn memory(number: u8) -> Range<u64> {
-    let length = MEMORY.end - MEMORY.start;
-    let start = MEMORY.start + u64::from(number) * length;
-    start..start + length
-}
-/// Scratch memory of the monitor, in the device's addresses.
-pub const SCRATCH: u64 = 0x3000_0000;
-
-/// Where guest `number`'s memory is for a device without an IOMMU.
-pub fn at(number: u8) -> u64 {
-    u64::from(number + 1) * 0x0800_0000 + MEMORY.start
-}
-
-pub fn slots(number: u8) -> Slots {
-    let length = MEMORY.end - MEMORY.start;
-    Slots(vec![Slot { guest_base: memory(number).start, length, device_base: at(number), writable: true }])
-}
-
-/// Memory in the device's addresses, with a log of what the device touched outside of what it may.
-#[derive(Debug, Default)]
-pub struct Ram {
-    pages: HashMap<u64, Box<[u8; 4096]>>,
-    pub allowed: Vec<Range<u64>>,
-    /// Bytes that the device touched.
-    pub touched: u64,
-    /// Those outside of `allowed`.
-    pub outside: u64,
-}
-
-impl Ram {
-    fn byte(&mut self, address: u64) -> &mut u8 {
-        let page = self.pages.entry(address >> 12).or_insert_with(|| Box::new([0; 4096]));
-        &mut page[usize::try_from(address & 0xFFF).unwrap()]
-    }
-    pub fn load(&mut self, address: u64, length: usize) -> Vec<u8> {
-        (address..).take(length).map(|address| *self.byte(address)).collect()
-    }
-    pub fn store(&mut self, address: u64, data: &[u8]) {
-        for (address, byte) in (address..).zip(data) {
-            *self.byte(address) = *byte;
-        }
-    }
-    fn log(&mut self, address: u64, length: usize) {
-        let length = u64::try_from(length).unwrap();
-        self.touched += length;
-        let inside: u64 = self
-            .allowed
-            .iter()
-            .map(|range| (address + length).min(range.end).saturating_sub(address.max(range.start)))
-            .sum();
-        self.outside += length - inside;
-    }
-}
-
-/// Memory that card, guests and monitor share.
-#[derive(Debug, Clone, Default)]
-pub struct Shared(Arc<Mutex<Ram>>);
-
-impl Shared {
-    pub fn new(allowed: Vec<Range<u64>>) -> Self {
-        Self(Arc::new(Mutex::new(Ram { allowed, ..Ram::default() })))
-    }
-    pub fn load(&self, address: u64, length: usize) -> Vec<u8> {
-        self.0.lock().unwrap().load(address, length)
-    }
-    pub fn store(&self, address: u64, data: &[u8]) {
-        self.0.lock().unwrap().store(address, data);
-    }
-    /// Bytes that the device touched, and those of them outside of what it may.
-    pub fn log(&self) -> (u64, u64) {
-        let ram = self.0.lock().unwrap();
-        (ram.touched, ram.outside)
-    }
-}
-
-impl Bus for Shared {
-    fn read(&mut self, address: u64, into: &mut [u8]) {
-        let mut ram = self.0.lock().unwrap();
-        ram.log(address, into.len());
-        into.copy_from_slice(&ram.load(address, into.len()));
-    }
-    fn write(&mut self, address: u64, data: &[u8]) {
-        let mut ram = self.0.lock().unwrap();
-        ram.log(address, data.len());
-        ram.store(address, data);
-    }
-}
-
-impl Scratch for Shared {
-    fn device_base(&self) -> u64 {
-        SCRATCH
-    }
-    fn write(&mut self, offset: u64, data: &[u8]) {
-        self.store(SCRATCH + offset, data);
-    }
-}
-
-/// What of the scratch memory the device may touch.
-pub fn scratch() -> Range<u64> {
-    SCRATCH..SCRATCH + RING + FRAME
-}
+use super::Timed;
+use super::memory::{Memory, OnBus, Shared, memory};
 
 pub type Card = Rtl8139<Shared>;
 
@@ -126,34 +13,9 @@ impl Timed for Card {
     }
 }
 
-/// A driver's view of its own memory.
-pub trait Memory: Ports {
-    fn load(&mut self, address: u64, length: usize) -> Vec<u8>;
-    fn store(&mut self, address: u64, data: &[u8]);
-}
-
-/// Where a guest's address is on the bus.
-pub fn on_bus(monitor: &mut Monitor<Card>, number: u8, address: u64) -> u64 {
-    if monitor.physical().has_iommu() { address } else { address - memory(number).start + at(number) }
-}
-
-impl Memory for Guest<'_, Card> {
-    fn load(&mut self, address: u64, length: usize) -> Vec<u8> {
-        let address = on_bus(self.monitor, u8::try_from(self.id.0).unwrap(), address);
-        self.monitor.physical().bus().load(address, length)
-    }
-    fn store(&mut self, address: u64, data: &[u8]) {
-        let address = on_bus(self.monitor, u8::try_from(self.id.0).unwrap(), address);
-        self.monitor.physical().bus().store(address, data);
-    }
-}
-
-impl Memory for Bare<Card> {
-    fn load(&mut self, address: u64, length: usize) -> Vec<u8> {
-        self.0.bus().load(address, length)
-    }
-    fn store(&mut self, address: u64, data: &[u8]) {
-        self.0.bus().store(address, data);
+impl OnBus for Card {
+    fn bus(&mut self) -> &mut Shared {
+        Rtl8139::bus(self)
     }
 }
 

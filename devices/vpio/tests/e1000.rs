@@ -1,0 +1,114 @@
+//! A guest with Linux's driver sequences on an e1000 under the monitor, behind an IOMMU: traffic, segmentation, decisions, pinned memory.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
+mod support;
+
+use device_models::devices::e1000::E1000;
+use device_models::reference::e1000::E1000Card;
+use support::e1000::{Card, Driver};
+use support::memory::{MEMORY, Memory, Shared, memory, slots};
+use support::{Bare, Guest, address, config, frame, switch};
+use vpio::{FailurePolicy, GuestId, Monitor};
+
+const CARD: [u8; 6] = [0x00, 0x1B, 0x21, 1, 2, 3];
+
+fn monitor() -> Monitor<Card> {
+    let mut monitor = Monitor::new(&E1000, E1000Card::new(CARD, Shared::new(vec![memory(0)]), true));
+    monitor.add(config(0, FailurePolicy::Stop, &[], slots(0)));
+    switch(&mut monitor, GuestId(0));
+    monitor
+}
+
+/// The driver reads the guest's own address from the virtual EEPROM, sends and receives frames byte by byte through several rounds of
+/// the rings; no DMA leaves the guest's memory, and the IOMMU has nothing to stop.
+#[test]
+fn a_driver_sends_and_receives() {
+    let (mut monitor, id) = (monitor(), GuestId(0));
+    let mut driver = Driver::probe(&mut Guest::new(&mut monitor, id), 0);
+    assert_eq!(driver.address, address(0));
+    driver.start(&mut Guest::new(&mut monitor, id));
+    for (mark, length) in (1u8..=200).zip([60, 61, 64, 1000, 1514].repeat(40)) {
+        let out = frame([0xFF; 6], mark, length);
+        driver.send(&mut Guest::new(&mut monitor, id), &out);
+        let into = frame(address(0), mark, length);
+        assert!(monitor.physical().receive(&into));
+        assert!(!monitor.physical().receive(&frame(address(9), mark, length)), "somebody else's");
+        monitor.physical().tick();
+        monitor.interrupt().unwrap();
+        assert!(monitor.line(id));
+        let (frames, sent) = driver.interrupt(&mut Guest::new(&mut monitor, id));
+        assert_eq!((frames, sent), (vec![into], 1));
+        assert!(!monitor.line(id));
+        assert_eq!(monitor.physical().take_sent(), vec![out]);
+    }
+    let counters = *monitor.counters(id);
+    assert_eq!((counters.refused, counters.disbelieved), (0, 0), "{:?}", monitor.violations(id));
+    let card = monitor.physical();
+    let (touched, outside) = card.bus().log();
+    assert_eq!((outside, card.blocked()), (0, 0));
+    assert!(touched > 100_000);
+}
+
+/// Segmentation under the monitor sends what a bare card sends.
+#[test]
+fn frames_are_cut_as_by_a_bare_card() {
+    let headers = 54;
+    let big: Vec<u8> = (0..20_000usize).map(|at| u8::try_from(at * 7 % 253).unwrap()).collect();
+    let run = |ports: &mut dyn Memory| {
+        let mut driver = Driver::probe(ports, 0);
+        driver.start(ports);
+        driver.send_cut(ports, &big, headers, 1460);
+        driver
+    };
+    let mut bare = Bare(E1000Card::new(address(0), Shared::new(vec![memory(0)]), false));
+    device_models::PhysicalDevice::set_bus_master(&mut bare.0, true).unwrap();
+    run(&mut bare);
+    bare.0.tick();
+    let alone = bare.0.take_sent();
+    let (mut monitor, id) = (monitor(), GuestId(0));
+    let mut driver = run(&mut Guest::new(&mut monitor, id));
+    monitor.physical().tick();
+    monitor.interrupt().unwrap();
+    assert_eq!(driver.interrupt(&mut Guest::new(&mut monitor, id)).1, 21, "a context, 20 pieces");
+    let guarded = monitor.physical().take_sent();
+    assert_eq!((alone.len(), &alone), (14, &guarded));
+    assert_eq!(alone.iter().map(|frame| frame.len() - usize::from(headers)).sum::<usize>(), big.len() - 54);
+    assert_eq!(monitor.counters(id).refused, 0, "{:?}", monitor.violations(id));
+}
+
+/// In the steady state no request runs a check, and nothing but the guest's memory is pinned.
+#[test]
+fn no_request_runs_a_check_in_the_steady_state() {
+    let (mut monitor, id) = (monitor(), GuestId(0));
+    let mut driver = Driver::probe(&mut Guest::new(&mut monitor, id), 0);
+    assert_eq!(monitor.mapped().0, 0, "an idle card has nothing");
+    driver.start(&mut Guest::new(&mut monitor, id));
+    let before = (*monitor.counters(id), driver.accesses);
+    for mark in 0..100 {
+        driver.send(&mut Guest::new(&mut monitor, id), &frame([0xFF; 6], mark, 1514));
+        assert!(monitor.physical().receive(&frame(address(0), mark, 1514)));
+        monitor.physical().tick();
+        monitor.interrupt().unwrap();
+        driver.interrupt(&mut Guest::new(&mut monitor, id));
+    }
+    let counters = monitor.counters(id);
+    let (pinned, _) = monitor.mapped();
+    println!(
+        "e1000: {} decisions in {} requests, {} virtual; pinned {pinned} bytes of {} of the guest",
+        counters.decisions - before.0.decisions,
+        driver.accesses - before.1,
+        counters.virtual_requests - before.0.virtual_requests,
+        MEMORY.end - MEMORY.start
+    );
+    assert_eq!(counters.decisions, before.0.decisions);
+    assert_eq!(pinned, MEMORY.end - MEMORY.start, "buffers are named by memory: all of it");
+    // An engine that is told to stop may end what it does: memory goes with a reset, or with the device.
+    let mut guest = Guest::new(&mut monitor, id);
+    support::Ports::write(&mut guest, 0x0, 4, 1 << 26);
+    assert_eq!(monitor.mapped().0, 0, "nothing is mapped after a reset");
+    Driver::probe(&mut Guest::new(&mut monitor, id), 0).start(&mut Guest::new(&mut monitor, id));
+    assert!(monitor.mapped().0 > 0);
+    monitor.release().unwrap();
+    assert_eq!(monitor.mapped().0, 0, "nothing stays pinned without the device");
+}
