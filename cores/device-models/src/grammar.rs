@@ -126,7 +126,7 @@ mod tests {
     /// Every register that can be written is written, in some bank where it is found.
     #[test]
     fn every_writable_register_is_reached() {
-        for device in devices::DESCRIBED {
+        for device in devices::ALL {
             let grammar = Grammar::new(device);
             let mut choices = Counting(1);
             let mut graph = crate::graph::Graph::new(device);

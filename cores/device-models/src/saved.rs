@@ -114,7 +114,7 @@ mod tests {
     /// A restored model is the saved one, and what doesn't fit is named.
     #[test]
     fn saved_states_come_back_and_others_are_refused() {
-        for device in devices::DESCRIBED {
+        for device in devices::ALL {
             let mut model = Model::new(device, [2, 0, 0, 0, 0, 7]);
             let status = device.interrupts.status;
             model.graph_mut().set(status, 1);

@@ -10,7 +10,7 @@ use space::explore;
 /// No path to a window that wasn't granted, a way to reusable from everywhere, and each window is used in some state.
 #[test]
 fn descriptions_hold() {
-    for device in devices::DESCRIBED {
+    for device in devices::ALL {
         let report = explore(device);
         assert_eq!(report.findings, Vec::<String>::new(), "{}", device.name);
         assert_eq!(report.unused, Vec::<&str>::new(), "{}", device.name);
@@ -30,7 +30,7 @@ fn without(device: &'static Device, at: usize) -> &'static Device {
 /// Whatever transition loses the check of its window, a path to the device's misuse is found.
 #[test]
 fn a_description_that_lacks_a_window_check_is_found() {
-    for device in devices::DESCRIBED {
+    for device in devices::ALL {
         for (at, transition) in device.transitions.iter().enumerate() {
             if !transition.checks.iter().any(|check| matches!(check, Check::Window(_))) {
                 continue;

@@ -1,5 +1,7 @@
 //! The monitor: guests' accesses in, accesses of the device out, with the model between them.
 
+use std::collections::BTreeMap;
+
 use device_models::Access;
 use device_models::describe::{BusMaster, Device, Reg, Returns, Store};
 use device_models::graph::{Piece, truncated};
@@ -58,6 +60,8 @@ pub(crate) struct Guest {
     pub config: GuestConfig,
     pub model: Model,
     pub card: CardMemory,
+    /// Words of tables that the guest wrote since its device was reset, by register and offset.
+    pub tables: BTreeMap<(Reg, u32), u32>,
     pub counters: Counters,
     pub recorder: Recorder,
     pub violations: Vec<Violation>,
@@ -107,6 +111,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             recorder,
             model,
             card: CardMemory::default(),
+            tables: BTreeMap::new(),
             counters: Counters::default(),
             violations: Vec::new(),
             stopped: false,
@@ -249,6 +254,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             self.remember(at, reg)?;
         }
         if writes.reset {
+            self.guests[at].tables.clear();
             self.bring_in(at)?;
         }
         Ok(None)
@@ -259,6 +265,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             Reads::Answer(value, reset) => {
                 self.guests[at].counters.virtual_requests += 1;
                 if reset {
+                    self.guests[at].tables.clear();
                     self.bring_in(at)?;
                 }
                 Ok(value)
@@ -326,6 +333,12 @@ impl<P: PhysicalDevice> Monitor<P> {
         let guest = &mut self.guests[at];
         guest.counters.device_accesses += 1;
         if let Some(reg) = piece.reg {
+            if let Some(word) = self.device.register(reg).word_of_table(piece.offset) {
+                let kept = guest.tables.entry((reg, word)).or_default();
+                let shift = 8 * (piece.offset & 3);
+                let mask = truncated(u32::MAX, piece.bytes) << shift;
+                *kept = *kept & !mask | value << shift & mask;
+            }
             let whole = if piece.is_whole(self.device.register(reg)) {
                 value
             } else {

@@ -91,6 +91,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         let guest = &mut self.guests[id.0];
         guest.model = Model::new(self.device, guest.config.address);
         guest.card = CardMemory::default();
+        guest.tables.clear();
         guest.stopped = false;
         guest.recorder.restart(&guest.model);
         if resident { self.bring_in(id.0) } else { Ok(()) }
@@ -109,6 +110,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             let guest = &mut self.guests[from];
             let address = guest.config.address;
             guest.model = Model::new(self.device, address);
+            guest.tables.clear();
             guest.model.raise(self.device.interrupts.error.unwrap_or(0));
         }
         self.resident = None;
@@ -147,6 +149,13 @@ impl<P: PhysicalDevice> Monitor<P> {
                 Step::Write(reg, ref expr) => {
                     let value = self.guests[at].model.number(expr);
                     self.put(at, reg, u32::try_from(value & 0xFFFF_FFFF).unwrap_or(0))?;
+                }
+                Step::Table(table) => {
+                    let of = self.guests[at].tables.range((table, 0)..=(table, u32::MAX));
+                    for ((_, offset), value) in of.map(|(&at, &value)| (at, value)).collect::<Vec<_>>() {
+                        self.physical.write(self.device.bar(), offset, 4, value)?;
+                        self.guests[at].counters.device_accesses += 1;
+                    }
                 }
                 Step::Read(reg) => self.remember(at, reg)?,
                 Step::Await(reg, mask, value, times) => self.await_bits(at, reg, mask, value, times)?,

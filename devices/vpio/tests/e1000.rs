@@ -8,7 +8,7 @@ use device_models::devices::e1000::E1000;
 use device_models::reference::e1000::E1000Card;
 use support::e1000::{Card, Driver};
 use support::memory::{MEMORY, Memory, Shared, memory, slots};
-use support::{Bare, Guest, address, config, frame, switch};
+use support::{Bare, Guest, Numbers, Ports, address, config, frame, switch};
 use vpio::{FailurePolicy, GuestId, Monitor};
 
 const CARD: [u8; 6] = [0x00, 0x1B, 0x21, 1, 2, 3];
@@ -105,10 +105,101 @@ fn no_request_runs_a_check_in_the_steady_state() {
     assert_eq!(pinned, MEMORY.end - MEMORY.start, "buffers are named by memory: all of it");
     // An engine that is told to stop may end what it does: memory goes with a reset, or with the device.
     let mut guest = Guest::new(&mut monitor, id);
-    support::Ports::write(&mut guest, 0x0, 4, 1 << 26);
+    Ports::write(&mut guest, 0x0, 4, 1 << 26);
     assert_eq!(monitor.mapped().0, 0, "nothing is mapped after a reset");
     Driver::probe(&mut Guest::new(&mut monitor, id), 0).start(&mut Guest::new(&mut monitor, id));
     assert!(monitor.mapped().0 > 0);
     monitor.release().unwrap();
     assert_eq!(monitor.mapped().0, 0, "nothing stays pinned without the device");
+}
+
+/// Offsets and values read, frames received, frames sent, times that the device came to the guest.
+type Seen = (Vec<(u32, u32)>, Vec<Vec<u8>>, Vec<Vec<u8>>, u64);
+
+/// What guest 0's driver reads, the frames it gets and sends, in a run in which the device goes to another guest before some accesses.
+fn run(seed: u64, switching: bool) -> Seen {
+    let (a, b) = (GuestId(0), GuestId(1));
+    let ram = Shared::new(vec![memory(0), memory(1)]);
+    let mut monitor = Monitor::new(&E1000, E1000Card::new(CARD, ram, true));
+    for number in 0..2 {
+        monitor.add(config(number, FailurePolicy::Stop, &[], slots(number)));
+    }
+    let (mut trace, mut received) = (Vec::new(), Vec::new());
+    let mut numbers = Numbers(seed);
+    let mut other: Option<Driver> = None;
+    let mut between = |monitor: &mut Monitor<Card>| {
+        if !switching || !numbers.next().is_multiple_of(29) {
+            return;
+        }
+        switch(monitor, b);
+        let driver = other.get_or_insert_with(|| {
+            let mut driver = Driver::probe(&mut Guest::new(monitor, b), 1);
+            driver.start(&mut Guest::new(monitor, b));
+            driver
+        });
+        // Sometimes the other guest leaves its frames unread.
+        monitor.physical().receive(&frame(
+            address(1),
+            0xB0,
+            60 + usize::try_from(numbers.next() % 1400).unwrap(),
+        ));
+        monitor.interrupt().unwrap();
+        if !numbers.next().is_multiple_of(3) {
+            driver.send(&mut Guest::new(monitor, b), &frame([0xFF; 6], 0xBB, 700));
+            monitor.physical().tick();
+            monitor.interrupt().unwrap();
+            driver.interrupt(&mut Guest::new(monitor, b));
+        }
+    };
+    macro_rules! guest {
+        () => {
+            Guest {
+                monitor: &mut monitor,
+                id: a,
+                bar: 0,
+                trace: Some(&mut trace),
+                between: Some(&mut between),
+            }
+        };
+    }
+    let mut driver = Driver::probe(&mut guest!(), 0);
+    driver.start(&mut guest!());
+    // A group that the guest listens to: bit 1A5h of the filter.
+    let group = [0x01, 0x00, 0x5E, 0x00, 0x50, 0x1A];
+    Ports::write(&mut guest!(), 0x5200 + 4 * (0x1A5 >> 5), 4, 1 << (0x1A5 & 31));
+    for round in 0u8..120 {
+        let length = 60 + usize::from(round) * 37 % 1455;
+        driver.send(&mut guest!(), &frame([0xFF; 6], round, length));
+        switch(&mut monitor, a);
+        for number in 0..round % 3 {
+            let to = if number == 0 { address(0) } else { group };
+            assert!(monitor.physical().receive(&frame(to, round, length)), "round {round} frame {number}");
+        }
+        monitor.physical().tick();
+        monitor.interrupt().unwrap();
+        received.extend(driver.interrupt(&mut guest!()).0);
+    }
+    assert_eq!(monitor.counters(a).refused + monitor.counters(b).refused, 0, "{:?}", monitor.violations(a));
+    let switches = monitor.counters(a).switches;
+    let all = monitor.physical().take_sent();
+    assert!(!switching || all.iter().any(|frame| frame[6] == 0xBB), "the other guest sends as well");
+    assert_eq!((monitor.physical().bus().log().1, monitor.physical().blocked()), (0, 0));
+    (trace, received, all.into_iter().filter(|frame| frame[6] != 0xBB).collect(), switches)
+}
+
+/// A driver can't tell a run in which it loses the device again and again from one in which it never does: heads, tails and the multicast
+/// filter included.
+#[test]
+fn a_switched_run_looks_like_an_unswitched_one() {
+    let alone = run(1, false);
+    assert_eq!((alone.1.len(), alone.2.len(), alone.3), (120, 120, 1), "every frame arrives");
+    for seed in 1..=2 {
+        let shared = run(seed, true);
+        assert!(shared.3 > 30, "{} switches", shared.3);
+        let first = alone.0.iter().zip(&shared.0).position(|(one, other)| one != other);
+        let around = |trace: &[(u32, u32)]| first.map(|at| trace[at.saturating_sub(4)..=at].to_vec());
+        assert_eq!(first, None, "seed {seed}: {:X?} against {:X?}", around(&alone.0), around(&shared.0));
+        assert_eq!(alone.0.len(), shared.0.len());
+        assert_eq!((&alone.1, &alone.2), (&shared.1, &shared.2));
+    }
 }

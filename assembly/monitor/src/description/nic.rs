@@ -150,7 +150,7 @@ mod tests {
             ("[[nic]]\nvpio = \"03:00.0\"", "not a PCI address"),
             ("[[nic]]\nvpio = \"0000.03.00.0\"", "not a PCI address"),
             ("[[nic]]\nvpio = \"../../../x:y.0\"", "not a PCI address"),
-            ("[[nic]]\nvirtual = \"3c905\"\ntap = \"t\"", "there are ne2000, rtl8139"),
+            ("[[nic]]\nvirtual = \"3c905\"\ntap = \"t\"", "there are ne2000, rtl8139, e1000"),
             ("[[nic]]\nvirtual = \"ne2000\"", "needs a tap"),
             ("[[nic]]\nvpio = \"0000:03:00.0\"\ntap = \"t\"", "belongs to virtual"),
             ("[[nic]]\npassthrough = \"0000:03:00.0\"\npolicy = \"stop\"", "belongs to vpio"),

@@ -223,7 +223,7 @@ pub struct Nic {
 pub enum NicMode {
     /// An emulated card and a tap.
     Virtual {
-        /// Short name of its description: `ne2000`, `rtl8139`.
+        /// Short name of its description: `ne2000`, `rtl8139`, `e1000`.
         model: String,
         /// Tap interface, 1 to 15 bytes.
         tap: String,

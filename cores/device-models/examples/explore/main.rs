@@ -16,7 +16,7 @@ fn main() -> ExitCode {
             eprintln!("Name the directory that the pages go to: --page DIRECTORY");
             return ExitCode::FAILURE;
         };
-        for device in devices::DESCRIBED {
+        for device in devices::ALL {
             let path = format!("{directory}/{}.md", device.name);
             if let Err(error) = std::fs::write(&path, device_models::page::page(device)) {
                 eprintln!("Cannot write the page '{path}': {error}");
@@ -25,17 +25,14 @@ fn main() -> ExitCode {
         }
         return ExitCode::SUCCESS;
     }
-    if let Some(unknown) =
-        words.iter().find(|word| devices::DESCRIBED.iter().all(|device| device.name != **word))
-    {
-        let known: Vec<&str> = devices::DESCRIBED.iter().map(|device| device.name).collect();
+    if let Some(unknown) = words.iter().find(|word| devices::ALL.iter().all(|device| device.name != **word)) {
+        let known: Vec<&str> = devices::ALL.iter().map(|device| device.name).collect();
         eprintln!("There is no description of '{unknown}': give some of {}", known.join(", "));
         return ExitCode::FAILURE;
     }
     let mut passed = true;
-    for device in devices::DESCRIBED
-        .iter()
-        .filter(|device| words.is_empty() || words.iter().any(|word| word == device.name))
+    for device in
+        devices::ALL.iter().filter(|device| words.is_empty() || words.iter().any(|word| word == device.name))
     {
         let began = Instant::now();
         let report = explore(device);

@@ -24,6 +24,8 @@ pub enum Step {
     All(&'static [Step]),
     /// Only if the condition holds.
     If(Cond, &'static [Step]),
+    /// Writes what the guest has written into a table of registers since its device was reset.
+    Table(Reg),
     /// Copies live memory of the card to the context.
     SaveMemory,
     /// Copies memory of the context to the card, and zeroes what else the previous guest may have left there.

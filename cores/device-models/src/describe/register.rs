@@ -95,6 +95,8 @@ pub struct Register {
     pub follows: Option<(Reg, u32)>,
     /// Reads answer with this register's value instead.
     pub mirrors: Option<Reg>,
+    /// Its words are remembered by the monitor, each for itself.
+    pub table: bool,
     /// What it is.
     pub about: &'static str,
 }
@@ -118,6 +120,7 @@ pub const fn register(name: &'static str, offset: u32) -> Register {
         becomes: None,
         follows: None,
         mirrors: None,
+        table: false,
         about: "",
     }
 }
@@ -134,6 +137,11 @@ impl Register {
         self.span = bytes;
         self.width = 4;
         self
+    }
+    /// Words side by side, in `bytes` bytes, that belong to the context ([`Step::Table`](super::Step::Table)).
+    pub const fn table(mut self, bytes: u32) -> Self {
+        self.table = true;
+        self.port(bytes)
     }
     /// Found in these banks only, a bit per bank.
     pub const fn banks(mut self, banks: u8) -> Self {
@@ -242,6 +250,14 @@ impl Register {
         let covers = |start: u32| offset >= start && offset - start < self.span;
         self.banks >> bank & 1 == 1
             && (self.offset.is_some_and(covers) || self.aliases.iter().any(|&start| covers(start)))
+    }
+
+    /// Offset of the word that `offset` means, in the table's own place rather than an alias.
+    pub fn word_of_table(&self, offset: u32) -> Option<u32> {
+        let own = self.offset?;
+        let covers = |start: &u32| offset >= *start && offset - *start < self.span;
+        let start = std::iter::once(own).chain(self.aliases.iter().copied()).find(covers)?;
+        self.table.then_some(own + (offset - start) / 4 * 4)
     }
 
     /// What the device holds after a write of `value` over `old`, as far as it is the writer's.

@@ -4,7 +4,8 @@
 //! memory ([`Space::Guest`]): the rings are validated as windows, the buffers are all of that memory. Without an IOMMU the rings would have to be
 //! copied; that isn't described, and the receiver and the transmitter don't start.
 //!
-//! Not in the context: the multicast and VLAN tables and the addresses 1 to 15, which are ports here. No hand-off before they are.
+//! Not in the context: what the last context descriptor said, which no register shows (Linux writes one before each frame that needs it;
+//! a driver that doesn't would have to be handed over with the head at one), and statistics.
 
 use crate::describe::{
     Bar, BusMaster, Check, Class, Component, Cond, Context, Device, Direction, Effect, Event, Expr,
@@ -59,11 +60,11 @@ table! { REGISTERS: Register => Reg {
     TSPMT = wide("TSPMT", 0x3830);
     STATISTICS = register("statistics", 0x4000).port(0x128).reads(Class::Free).about("most are cleared by a read");
     RXCSUM = wide("RXCSUM", 0x5000);
-    MTA = register("MTA", 0x5200).port(0x200).aliases(&[0x200]).about("multicast filter");
+    MTA = register("MTA", 0x5200).table(0x200).aliases(&[0x200]).about("multicast filter");
     RAL0 = wide("RAL0", 0x5400).aliases(&[0x40]).class(Class::Free, Class::Check).returns(Returns::Shadow).about("station address");
     RAH0 = wide("RAH0", 0x5404).aliases(&[0x44]).class(Class::Free, Class::Check).returns(Returns::Shadow).about("station address, valid");
-    RA = register("RA", 0x5408).port(0x78).aliases(&[0x48]).class(Class::Free, Class::Check).about("other addresses");
-    VFTA = register("VFTA", 0x5600).port(0x200).aliases(&[0x600]).about("VLAN filter");
+    RA = register("RA", 0x5408).table(0x78).aliases(&[0x48]).class(Class::Free, Class::Check).about("other addresses");
+    VFTA = register("VFTA", 0x5600).table(0x200).aliases(&[0x600]).about("VLAN filter");
     WUC = wide("WUC", 0x5800).class(Class::Deny, Class::Deny); WUFC = wide("WUFC", 0x5808).class(Class::Deny, Class::Deny);
     WUS = wide("WUS", 0x5810).class(Class::Deny, Class::Deny);
     MANC = wide("MANC", 0x5820).class(Class::Virtual, Class::Virtual);
@@ -270,6 +271,9 @@ const CONTEXT: Context = Context {
         Step::Write(RAL0, MAC_LOW),
         Step::Write(RAH0, Expr::Sum(&[MAC_HIGH, Expr::Const(0x8000_0000)])),
         Step::Recheck,
+        Step::Table(MTA),
+        Step::Table(RA),
+        Step::Table(VFTA),
         Step::All(put!(CTRL_EXT, FCAL, FCAH, FCT, FCTTV, VET, ITR, TIPG, AIT, PBA, FCRTL, FCRTH, RXCSUM)),
         Step::All(put!(RDTR, RADV, RXDCTL, TIDV, TADV, TXDCTL)),
         Step::If(

@@ -7,10 +7,7 @@ pub mod rtl8139;
 use crate::describe::Device;
 
 /// Devices that VMs can have.
-pub const ALL: &[&Device] = &[&ne2000::NE2000, &rtl8139::RTL8139];
-
-/// All devices that are described: those, and one that has neither an emulation nor been driven yet.
-pub const DESCRIBED: &[&Device] = &[&ne2000::NE2000, &rtl8139::RTL8139, &e1000::E1000];
+pub const ALL: &[&Device] = &[&ne2000::NE2000, &rtl8139::RTL8139, &e1000::E1000];
 
 /// The device with a short name.
 pub fn named(name: &str) -> Option<&'static Device> {
