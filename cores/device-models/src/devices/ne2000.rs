@@ -193,11 +193,15 @@ const RING_SANE: Cond = Cond::All(&[
     Cond::Less(Expr::Reg(PSTART), Expr::Reg(PSTOP)),
     Cond::AtMost(Expr::Reg(PSTART), Expr::Reg(CURR)),
     Cond::Less(Expr::Reg(CURR), Expr::Reg(PSTOP)),
-    Cond::AtMost(Expr::Reg(PSTART), Expr::Reg(BNRY)),
+    // Linux writes the page before the next one to read, which is not in the ring when that is its first. The device writes between PSTART
+    // and PSTOP all the same.
+    Cond::AtMost(Expr::Reg(PSTART), Expr::Sum(&[Expr::Reg(BNRY), Expr::Const(1)])),
     Cond::Less(Expr::Reg(BNRY), Expr::Reg(PSTOP)),
 ]);
-const RING_CHECKS: &[Check] =
-    &[Check::Rule("PSTART < PSTOP, with BNRY and CURR between them", RING_SANE), Check::Window(RING)];
+const RING_CHECKS: &[Check] = &[
+    Check::Rule("PSTART < PSTOP, with CURR between them, and BNRY too or a page before", RING_SANE),
+    Check::Window(RING),
+];
 const LISTENS: Cond = Cond::Clear(RCR, MON);
 /// Where a remote transfer is: RSAR plus what it moved, through the end of the ring.
 const AT: Expr = Expr::Minus(&Expr::Sum(&[RSAR, RBCR]), &Expr::Reg(LEFT));
@@ -304,7 +308,7 @@ const TRANSITIONS: &[Transition] = &[
     on(Event::Write(PSTOP)).states(&[RUNNING]).given(LISTENS).checks(RING_CHECKS),
     on(Event::Write(CURR)).states(&[RUNNING]).given(LISTENS).checks(RING_CHECKS),
     on(Event::Write(BNRY)).states(&[RUNNING]).given(Cond::All(&[LISTENS, Cond::Not(&RING_SANE)]))
-        .checks(&[Check::Refuse("BNRY must lie in the ring")]).about("once per packet: a value in the ring needs no decision"),
+        .checks(&[Check::Refuse("BNRY must lie in the ring, or a page before it")]).about("once per packet: a value in the ring needs no decision"),
     on(Event::Write(RCR)).states(&[RUNNING, UNCHECKED]).given(LISTENS).checks(RING_CHECKS).then(&[Effect::Enter(CHECKED)]),
     on(Event::Write(RCR)).given(Cond::Set(RCR, PRO)).checks(&[Check::Allowed(Permission::Promiscuous)]),
     address!(PAR0, MAC0), address!(PAR1, MAC1), address!(PAR2, MAC2), address!(PAR3, MAC3), address!(PAR4, MAC4), address!(PAR5, MAC5),
