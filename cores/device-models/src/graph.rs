@@ -50,16 +50,17 @@ pub struct Graph {
     pub(crate) states: Vec<u8>,
 }
 
-/// What an expression sees of an access: bytes, and the value that is written.
+/// What an expression sees of an access: bytes, offset, and the value that is written.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Given {
     pub size: u32,
+    pub offset: u32,
     pub written: u32,
 }
 
 impl Given {
     pub fn size(bytes: u8) -> Self {
-        Self { size: u32::from(bytes), written: 0 }
+        Self { size: u32::from(bytes), ..Self::default() }
     }
 }
 
@@ -84,6 +85,9 @@ impl Values for View<'_> {
     }
     fn access_size(&self) -> u32 {
         self.access.size
+    }
+    fn access_offset(&self) -> u32 {
+        self.access.offset
     }
     fn written(&self) -> u32 {
         self.access.written

@@ -223,7 +223,7 @@ impl Model {
             old & !mask | value << (8 * piece.skip) & mask
         };
         let stored = register.stored(old, whole);
-        let access = Given { size: u32::from(piece.bytes), written: whole };
+        let access = Given { size: u32::from(piece.bytes), offset: piece.offset, written: whole };
         // Conditions see the bits as written: a write of ones to clear means those ones.
         let seen = if matches!(register.store, Store::ClearOnes(_)) { whole } else { stored };
         let firing = self.graph.firing(self.device, Event::Write(reg), Some((reg, seen)), access);

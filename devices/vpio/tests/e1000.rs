@@ -4,6 +4,7 @@
 
 mod support;
 
+use device_models::Access;
 use device_models::devices::e1000::E1000;
 use device_models::reference::e1000::E1000Card;
 use support::e1000::{Card, Driver};
@@ -25,8 +26,27 @@ fn monitor() -> Monitor<Card> {
 #[test]
 fn a_driver_sends_and_receives() {
     let (mut monitor, id) = (monitor(), GuestId(0));
-    let mut driver = Driver::probe(&mut Guest::new(&mut monitor, id), 0);
+    let driver = Driver::probe(&mut Guest::new(&mut monitor, id), 0);
     assert_eq!(driver.address, address(0));
+    // Linux keeps groups among the addresses; another station's is refused.
+    for (offset, size, value, fine) in [
+        (0x5408, 4, 0x0000_3333, true),
+        (0x540C, 4, 0x8000_0100, true),
+        (0x48, 4, 0x005E_0001, true),
+        (0x5408, 4, 0x0000_5452, false),
+        (0x50, 4, 0x0000_5452, false),
+        (0x5409, 1, 0x55, false),
+        (0x540A, 2, 0x55, false),
+    ] {
+        let before = monitor.counters(id).refused;
+        Monitor::access(&mut monitor, id, Access { bar: 0, offset, size, write: Some(value) }).unwrap();
+        assert_eq!(monitor.counters(id).refused == before, fine, "{offset:X} {value:X}");
+        if !fine {
+            monitor.power_on(id).unwrap();
+        }
+    }
+    let refused = monitor.counters(id).refused;
+    let mut driver = Driver::probe(&mut Guest::new(&mut monitor, id), 0);
     driver.start(&mut Guest::new(&mut monitor, id));
     for (mark, length) in (1u8..=200).zip([60, 61, 64, 1000, 1514].repeat(40)) {
         let out = frame([0xFF; 6], mark, length);
@@ -43,7 +63,7 @@ fn a_driver_sends_and_receives() {
         assert_eq!(monitor.physical().take_sent(), vec![out]);
     }
     let counters = *monitor.counters(id);
-    assert_eq!((counters.refused, counters.disbelieved), (0, 0), "{:?}", monitor.violations(id));
+    assert_eq!((counters.refused, counters.disbelieved), (refused, 0), "{:?}", monitor.violations(id));
     let card = monitor.physical();
     let (touched, outside) = card.bus().log();
     assert_eq!((outside, card.blocked()), (0, 0));

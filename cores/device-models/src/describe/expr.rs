@@ -14,6 +14,10 @@ pub trait Values {
     fn access_size(&self) -> u32 {
         0
     }
+    /// Offset of the access in its BAR; 0 when there is none.
+    fn access_offset(&self) -> u32 {
+        0
+    }
     /// The value that is being written, with the bits that the register doesn't keep.
     fn written(&self) -> u32 {
         0
@@ -53,6 +57,8 @@ pub enum Expr {
     Written,
     /// Bytes of the access.
     AccessSize,
+    /// Offset of the access in its BAR: which word of a table.
+    Offset,
     /// First byte of a validated window, as the device must be told.
     DeviceBase(WindowId),
 }
@@ -77,6 +83,7 @@ impl Expr {
             Self::If(condition, yes, no) => if condition.holds(from) { yes } else { no }.value(from),
             Self::Written => u64::from(from.written()),
             Self::AccessSize => u64::from(from.access_size()),
+            Self::Offset => u64::from(from.access_offset()),
             Self::DeviceBase(window) => from.device_base(window),
         }
     }
@@ -100,7 +107,7 @@ impl Expr {
                 yes.registers(seen);
                 no.registers(seen);
             }
-            Self::Const(_) | Self::Written | Self::AccessSize | Self::DeviceBase(_) => {}
+            Self::Const(_) | Self::Written | Self::AccessSize | Self::Offset | Self::DeviceBase(_) => {}
         }
     }
 }
@@ -205,6 +212,7 @@ impl fmt::Display for Named<'_, Expr> {
             }
             Expr::Written => write!(out, "written"),
             Expr::AccessSize => write!(out, "size"),
+            Expr::Offset => write!(out, "offset"),
             Expr::DeviceBase(window) => write!(out, "translated({})", device.windows[window.index()].name),
         }
     }

@@ -193,6 +193,17 @@ const EE_WORD: Expr = Expr::If(
     &CHECKSUM,
     &Expr::Pick(&Expr::And(&EE_SHIFTED, 0x3F), WORDS),
 );
+const WHOLE_WORD: Cond = Cond::All(&[
+    Cond::Equal(Expr::AccessSize, Expr::Const(4)),
+    Cond::Equal(Expr::And(&Expr::Offset, 3), Expr::Const(0)),
+]);
+/// The first word of an address that is neither none nor a group's. (With none there, the second word can make it 00:00:00:00:xx:xx, which is
+/// nobody's.)
+const NOT_A_GROUP: Cond = Cond::All(&[
+    Cond::Equal(Expr::And(&Expr::Offset, 4), Expr::Const(0)),
+    Cond::Not(&Cond::Equal(Expr::Written, Expr::Const(0))),
+    Cond::Equal(Expr::And(&Expr::Written, 1), Expr::Const(0)),
+]);
 /// An operation that writes register 0 of the PHY with its power-down bit.
 const PHY_OFF: Cond = Cond::Is(MDIC, 0x0C1F_0800, 0x0400_0800);
 
@@ -234,7 +245,9 @@ const TRANSITIONS: &[Transition] = &[
     on(Event::Write(RAL0)).given(Cond::Not(&Cond::Equal(Expr::Reg(RAL0), MAC_LOW))).checks(&[Check::Allowed(Permission::AnyAddress)]),
     on(Event::Write(RAH0)).given(Cond::Not(&Cond::Equal(Expr::And(&Expr::Reg(RAH0), 0xFFFF), MAC_HIGH)))
         .checks(&[Check::Allowed(Permission::AnyAddress)]),
-    on(Event::Write(RA)).given(Cond::Not(&Cond::Equal(Expr::Written, Expr::Const(0)))).checks(&[Check::Allowed(Permission::AnyAddress)]),
+    on(Event::Write(RA)).given(NOT_A_GROUP).checks(&[Check::Allowed(Permission::AnyAddress)])
+        .about("drivers keep groups here; the first word of a pair says whether it is one"),
+    on(Event::Write(RA)).given(Cond::Not(&WHOLE_WORD)).checks(&[Check::Refuse("an address is written by whole words")]),
     // The EEPROM: a virtual 93C46, of which only reading works.
     on(Event::Write(EECD)).given(EE_CLOCK).then(&[
         Effect::Store(EE_OUT, Expr::If(

@@ -196,7 +196,7 @@ impl Ne2000 {
             &NE2000,
             Event::Write(reg),
             Some((reg, stored)),
-            Given { size: u32::from(bytes), written: value },
+            Given { size: u32::from(bytes), written: value, ..Given::default() },
         );
     }
 

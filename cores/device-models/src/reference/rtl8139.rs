@@ -190,7 +190,7 @@ impl<B: Bus> Rtl8139<B> {
             &RTL8139,
             Event::Write(reg),
             Some((reg, stored)),
-            Given { size: u32::from(bytes), written: value },
+            Given { size: u32::from(bytes), written: value, ..Given::default() },
         );
         if reg == RCR {
             self.position = 0;

@@ -224,7 +224,7 @@ impl<B: Bus> E1000Card<B> {
             return;
         }
         let stored = register.stored(self.value(reg), value);
-        let given = Given { size: u32::from(piece.bytes), written: value };
+        let given = Given { size: u32::from(piece.bytes), offset: piece.offset, written: value };
         self.graph.happen(&E1000, Event::Write(reg), Some((reg, stored)), given);
         if reg == MDIC {
             self.mdic(value);
