@@ -243,9 +243,21 @@ const COMMANDED: Cond = Cond::Clear(CR, 0x20);
 const SENDING: Check = Check::Refuse("the registers of a frame stay as they are while it is sent");
 const ACTIVE: &[State] = &[RDMA_READ, RDMA_WRITE, RDMA_PROM];
 
+macro_rules! all_equal {
+    ($($par:expr => $to:expr),*) => { Cond::All(&[$(Cond::Equal(Expr::Reg($par), $to)),*]) };
+}
+
+/// The guest's own address, or none at all.
+#[rustfmt::skip] // A table: a row is a line.
+const OWN_ADDRESS: Cond = Cond::Any(&[
+    all_equal!(PAR0 => Expr::Reg(MAC0), PAR1 => Expr::Reg(MAC1), PAR2 => Expr::Reg(MAC2), PAR3 => Expr::Reg(MAC3), PAR4 => Expr::Reg(MAC4), PAR5 => Expr::Reg(MAC5)),
+    all_equal!(PAR0 => Expr::Const(0), PAR1 => Expr::Const(0), PAR2 => Expr::Const(0), PAR3 => Expr::Const(0), PAR4 => Expr::Const(0), PAR5 => Expr::Const(0)),
+]);
+
 macro_rules! address {
     ($par:expr, $mac:expr) => {
         on(Event::Write($par))
+            .states(&[RUNNING])
             .given(Cond::Not(&Cond::Equal(Expr::Reg($par), Expr::Reg($mac))))
             .checks(&[Check::Allowed(Permission::AnyAddress)])
     };
@@ -258,6 +270,8 @@ const TRANSITIONS: &[Transition] = &[
     on(Event::Write(CR)).given(Cond::Clear(CR, STP)).then(&[Effect::Enter(RUNNING), Effect::Lower(RST)]),
     on(Event::Write(CR)).states(&[UNCHECKED]).given(Cond::All(&[Cond::Clear(CR, STP), LISTENS])).checks(RING_CHECKS)
         .then(&[Effect::Enter(CHECKED)]).about("the receiver starts: the ring is checked once, not per packet"),
+    on(Event::Write(CR)).states(&[STOPPED]).given(Cond::All(&[Cond::Clear(CR, STP), Cond::Not(&OWN_ADDRESS)]))
+        .checks(&[Check::Allowed(Permission::AnyAddress)]).about("Linux writes zeroes while it looks for the card; it listens when it starts"),
     on(Event::Write(CR)).states(&[TX_IDLE]).given(Cond::Set(CR, TXP)).checks(&[
         Check::Rule("1 <= TBCR <= 1518", Cond::All(&[Cond::Less(Expr::Const(0), TBCR), Cond::AtMost(TBCR, Expr::Const(LONGEST))])),
         Check::Window(FRAME),
