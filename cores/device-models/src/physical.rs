@@ -115,7 +115,9 @@ pub fn station_address(
     let mut address = [0; 6];
     let mut offset = station.offset;
     for byte in &mut address {
-        *byte = physical.read(device.bar(), offset, 1)?.to_le_bytes()[0];
+        let within = offset % u32::from(station.width);
+        let value = physical.read(device.bar(), offset - within, station.width)?;
+        *byte = (value >> (8 * within)).to_le_bytes()[0];
         offset += station.stride;
     }
     poke(device, physical, station.after)?;

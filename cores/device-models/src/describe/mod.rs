@@ -218,6 +218,8 @@ pub struct Station {
     pub offset: u32,
     /// How much further the next one is; 0: at the same port.
     pub stride: u32,
+    /// Bytes of the registers that hold them: a device may know no smaller access.
+    pub width: u8,
     /// What has to be done afterwards.
     pub after: &'static [Poke],
 }

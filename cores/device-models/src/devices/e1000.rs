@@ -337,7 +337,7 @@ pub static E1000: Device = Device {
         Poke::Await(0x0, 4, RST, 0),
         Poke::Write(0xD8, 4, u32::MAX),
     ],
-    station: Station { before: &[], offset: 0x5400, stride: 1, after: &[] },
+    station: Station { before: &[], offset: 0x5400, stride: 1, width: 4, after: &[] },
     registers: REGISTERS,
     bank: None,
     identity: &[MAC0, MAC1, MAC2, MAC3, MAC4, MAC5],

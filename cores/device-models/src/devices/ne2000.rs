@@ -429,6 +429,7 @@ pub static NE2000: Device = Device {
         ],
         offset: 0x10,
         stride: 0,
+        width: 1,
         after: &[Poke::Write(0x00, 1, 0x21), Poke::Write(0x07, 1, 0xFF)],
     },
     registers: REGISTERS,
