@@ -155,7 +155,13 @@ impl Engine {
     pub(super) fn connect(&mut self, controller: &dyn InterruptController, gsi: u32) -> Result<(), NicError> {
         match &mut self.mode {
             Mode::Virtual(_) => Ok(()),
-            Mode::Guarded(Guarded { monitor, .. }) => Ok(monitor.physical().enable_interrupt()?),
+            Mode::Guarded(guarded) => {
+                guarded.monitor.physical().enable_interrupt()?;
+                // A line that was up before (an e1000 reports its link) may never be signalled: its causes are taken now.
+                guarded.monitor.physical().signalled();
+                let taken = guarded.monitor.interrupt().and_then(|()| guarded.unmask());
+                taken.map_err(|error| NicError::machine("pending interrupt", error))
+            }
             Mode::Passthrough(passed) => {
                 let line = controller
                     .level_eventfds(gsi)
