@@ -79,8 +79,7 @@ pub(crate) fn start(registry: Registry, instance: u64) -> std::io::Result<(Handl
         slow_watchers: 0,
         lost_messages: 0,
     };
-    let thread =
-        std::thread::Builder::new().name("keeper".to_owned()).spawn(move || keeper.run(&inbox))?;
+    let thread = std::thread::Builder::new().name("keeper".to_owned()).spawn(move || keeper.run(&inbox))?;
     Ok((Handle(jobs), thread))
 }
 
@@ -103,7 +102,10 @@ impl Keeper {
                 && self.registry.next().is_some_and(|at| at <= now)
                 && let Err(error) = self.registry.tick(now)
             {
-                tracing::error!(error = &error as &dyn std::error::Error, "The cluster's state can't be written");
+                tracing::error!(
+                    error = &error as &dyn std::error::Error,
+                    "The cluster's state can't be written"
+                );
                 not_before = now + AGAIN;
             }
             self.deliver();
@@ -187,9 +189,8 @@ impl Keeper {
         let (watcher, events) = mpsc::channel(WATCHER);
         let current = self.registry.state().revision;
         let missed = current.checked_sub(revision).and_then(|missed| usize::try_from(missed).ok());
-        let missed = missed.filter(|missed| {
-            instance == self.instance && *missed <= self.log.len() && *missed < WATCHER
-        });
+        let missed = missed
+            .filter(|missed| instance == self.instance && *missed <= self.log.len() && *missed < WATCHER);
         // There is room: the channel is new.
         match missed {
             Some(missed) => {

@@ -61,9 +61,7 @@ async fn respond(request: &Request<hyper::body::Incoming>, keeper: &Handle) -> R
         match keeper.ask(|keeper, _| families(keeper)).await.map(|families| encode(&families, &[])) {
             Ok(Ok(text)) => (StatusCode::OK, telemetry::metrics::CONTENT_TYPE, text),
             Ok(Err(error)) => (StatusCode::INTERNAL_SERVER_ERROR, "text/plain", format!("{error}\n")),
-            Err(status) => {
-                (StatusCode::SERVICE_UNAVAILABLE, "text/plain", format!("{}\n", status.message()))
-            }
+            Err(status) => (StatusCode::SERVICE_UNAVAILABLE, "text/plain", format!("{}\n", status.message())),
         }
     };
     let mut response = Response::new(Full::new(Bytes::from(text)));
@@ -91,7 +89,11 @@ fn families(keeper: &mut Keeper) -> Vec<Family> {
         "VMs whose host was started again since, and that haven't come back.",
         count(state.vms.len() - alive),
     );
-    gauge("causeway_cluster_links", "Pairs of VMs on different hosts with connections.", count(state.links.len()));
+    gauge(
+        "causeway_cluster_links",
+        "Pairs of VMs on different hosts with connections.",
+        count(state.links.len()),
+    );
     gauge("causeway_cluster_groups", "Groups.", count(state.groups.len()));
     gauge("causeway_cluster_migrations", "Migrations that aren't over.", count(state.migrations.len()));
     gauge("causeway_cluster_watchers", "Clients that follow changes.", count(keeper.watchers()));

@@ -167,12 +167,7 @@ impl Server {
                 runtime.shutdown_background();
             })
             .map_err(start("service thread"))?;
-        Ok(Self {
-            stop: Some(stop),
-            threads: vec![thread, keeper],
-            address,
-            metrics: metrics_address,
-        })
+        Ok(Self { stop: Some(stop), threads: vec![thread, keeper], address, metrics: metrics_address })
     }
 
     /// Where it listens.
@@ -216,7 +211,8 @@ fn tls(keys: &Keys) -> Result<ServerTlsConfig, ServerError> {
         .client_ca_root(Certificate::from_pem(&keys.authority))
         .timeout(HANDSHAKE);
     // Whether they make TLS shows only here.
-    let _ = TonicServer::builder().tls_config(tls.clone()).map_err(|source| ClusterError::Keys(source.into()))?;
+    let _ =
+        TonicServer::builder().tls_config(tls.clone()).map_err(|source| ClusterError::Keys(source.into()))?;
     Ok(tls)
 }
 

@@ -129,8 +129,7 @@ impl ClusterService for Service {
         let request = request.into_inner();
         self.ask(move |keeper, now| {
             let speaker = messages::speaker(request.speaker)?;
-            let links: Vec<_> =
-                request.links.iter().map(|link| (VmId(link.vm), VmId(link.peer))).collect();
+            let links: Vec<_> = request.links.iter().map(|link| (VmId(link.vm), VmId(link.peer))).collect();
             keeper.registry.report_links(speaker, &links, now)
         })
         .await?;
@@ -156,8 +155,7 @@ impl ClusterService for Service {
                         let gid = messages::gid(&address.gid)?;
                         let segment: String = address.segment.chars().take(64).collect();
                         let shown = std::net::Ipv6Addr::from(gid);
-                        let text =
-                            format!("VM with address {shown} in segment {}", segment.escape_debug());
+                        let text = format!("VM with address {shown} in segment {}", segment.escape_debug());
                         (state.owner_of(&address.segment, &gid), text)
                     }
                     None => return Err(Refusal::Invalid("The question names no VM".to_owned())),
@@ -183,10 +181,7 @@ impl ClusterService for Service {
         Ok(Response::new(ReceiverStream::new(events)))
     }
 
-    async fn get_state(
-        &self,
-        _: Request<proto::GetStateRequest>,
-    ) -> Result<Response<proto::State>, Status> {
+    async fn get_state(&self, _: Request<proto::GetStateRequest>) -> Result<Response<proto::State>, Status> {
         let (uptime_seconds, authenticated) = (self.began.elapsed().as_secs(), self.authenticated);
         let state = self
             .keeper
@@ -268,7 +263,9 @@ impl ClusterService for Service {
                 if message.from != Node::Host(host) {
                     return;
                 }
-                if let Err(status) = service.ask(move |keeper, now| keeper.registry.message(message, now)).await {
+                if let Err(status) =
+                    service.ask(move |keeper, now| keeper.registry.message(message, now)).await
+                {
                     tracing::warn!("A message of {host} is refused: {}", status.message());
                 }
             }
@@ -278,6 +275,7 @@ impl ClusterService for Service {
 }
 
 fn parse(envelope: &proto::Envelope) -> Result<nomad::Message, Status> {
-    nomad::wire::parse(&envelope.message)
-        .map_err(|error| Status::invalid_argument(format!("A message of the migration protocol is wrong: {error}")))
+    nomad::wire::parse(&envelope.message).map_err(|error| {
+        Status::invalid_argument(format!("A message of the migration protocol is wrong: {error}"))
+    })
 }

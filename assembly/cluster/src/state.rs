@@ -29,7 +29,10 @@ impl Settings {
     /// One sentence.
     pub fn check(self) -> Result<Self, String> {
         if !(256..=4096).contains(&self.mtu) || !self.mtu.is_multiple_of(4) {
-            return Err(format!("An mtu of {} isn't possible: a multiple of 4 from 256 to 4096 is", self.mtu));
+            return Err(format!(
+                "An mtu of {} isn't possible: a multiple of 4 from 256 to 4096 is",
+                self.mtu
+            ));
         }
         if !(1..=16).contains(&self.sockets) {
             return Err(format!("{} sockets per host aren't possible: 1 to 16 are", self.sockets));

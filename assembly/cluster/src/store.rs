@@ -223,11 +223,13 @@ fn numbers(vms: &BTreeSet<VmId>) -> Vec<u32> {
 }
 
 fn encode(value: &impl Serialize) -> Result<Vec<u8>, StoreError> {
-    postcard::to_stdvec(value).map_err(|error| StoreError::Damaged(format!("a value can't be encoded ({error})")))
+    postcard::to_stdvec(value)
+        .map_err(|error| StoreError::Damaged(format!("a value can't be encoded ({error})")))
 }
 
 fn decode<T: DeserializeOwned>(bytes: &[u8], what: &str) -> Result<T, StoreError> {
-    postcard::from_bytes(bytes).map_err(|error| StoreError::Damaged(format!("{what} can't be decoded ({error})")))
+    postcard::from_bytes(bytes)
+        .map_err(|error| StoreError::Damaged(format!("{what} can't be decoded ({error})")))
 }
 
 /// Writes the rows that a record changes, as they are after it.

@@ -90,7 +90,8 @@ impl Acknowledged {
                 Err(error) => answered(&error),
             },
             3 if !running.is_empty() => {
-                let (name, (id, epoch)) = &running[dice.below(u32::try_from(running.len()).unwrap()) as usize];
+                let (name, (id, epoch)) =
+                    &running[dice.below(u32::try_from(running.len()).unwrap()) as usize];
                 match service.end(host, *id, *epoch) {
                     Ok(()) => {
                         self.end(name, *id);
@@ -100,7 +101,8 @@ impl Acknowledged {
                 }
             }
             4 if ids.len() > 1 => {
-                let links: BTreeSet<(u32, u32)> = ids.windows(2).map(|pair| (pair[0].min(pair[1]), pair[0].max(pair[1]))).collect();
+                let links: BTreeSet<(u32, u32)> =
+                    ids.windows(2).map(|pair| (pair[0].min(pair[1]), pair[0].max(pair[1]))).collect();
                 match service.links(host, &links.iter().copied().collect::<Vec<_>>()) {
                     Ok(()) => {
                         self.links = links;

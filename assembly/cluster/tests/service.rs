@@ -65,7 +65,10 @@ fn what_is_older_than_what_is_known_is_refused() {
     assert!(!service.state().unwrap().vms[0].alive);
     // It comes back in the next epoch; nobody may speak of the one before.
     assert_eq!(service.vm(again, "a", 0, 1).unwrap(), (1, 2));
-    refused(service.vm(again, "a", 1, 1), "VM a is in epoch 2 on host h1: a message of epoch 1 means nothing");
+    refused(
+        service.vm(again, "a", 1, 1),
+        "VM a is in epoch 2 on host h1: a message of epoch 1 means nothing",
+    );
     refused(service.end(again, 1, 1), "epoch 1");
     refused(service.vm(h2, "a", 2, 1), "isn't host h2's in epoch 2, but host h1's");
     refused(service.vm(again, "a", 7, 1), "an old copy");
@@ -108,8 +111,7 @@ fn what_cannot_be_is_refused_in_a_sentence() {
         (vec![nic((0..200).map(|n| vec![n; 16]).collect(), None)], "129 addresses"),
         (vec![proto::Nic { segment: "..".to_owned(), ..nic(vec![], None) }], "segment's name"),
     ] {
-        let request =
-            proto::RegisterVmRequest { speaker: Some(h1), name: "a".to_owned(), epoch: 0, nics };
+        let request = proto::RegisterVmRequest { speaker: Some(h1), name: "a".to_owned(), epoch: 0, nics };
         refused(service.ask("RegisterVm", async |client| client.register_vm(request).await), said);
     }
     refused(lookup(&service, What::Name("\u{1b}[2J".to_owned())), "\\u{1b}[2J");
@@ -118,8 +120,7 @@ fn what_cannot_be_is_refused_in_a_sentence() {
 #[test]
 fn a_host_that_is_silent_is_shown_so_and_keeps_its_vms() {
     let folder = tempfile::tempdir().unwrap();
-    let (_server, service) =
-        start_with(folder.path(), |config| config.lease = Duration::from_millis(300));
+    let (_server, service) = start_with(folder.path(), |config| config.lease = Duration::from_millis(300));
     let (h1, _h2) = (service.host("h1", 1, 0).unwrap(), service.host("h2", 2, 0).unwrap());
     service.vm(h1, "a", 0, 1).unwrap();
     let heard = || service.state().unwrap().hosts.iter().map(|host| host.heard).collect::<Vec<_>>();
@@ -244,7 +245,8 @@ struct Host {
 
 impl Host {
     fn new(service: &Service, speaker: Speaker) -> Self {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let (outgoing, messages) = tokio::sync::mpsc::channel(8);
         let host = HostId(speaker.host);
         let hello = envelope(host, speaker.incarnation, Body::Hello);
@@ -373,7 +375,8 @@ fn metrics_are_served() {
     stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n").unwrap();
     let mut text = String::new();
     stream.read_to_string(&mut text).unwrap();
-    for line in ["causeway_cluster_vms 1", "causeway_cluster_host_heard{host=\"h1\"} 1", "causeway_cluster_hosts 1"]
+    for line in
+        ["causeway_cluster_vms 1", "causeway_cluster_host_heard{host=\"h1\"} 1", "causeway_cluster_hosts 1"]
     {
         assert!(text.lines().any(|found| found == line), "{line}: {text}");
     }

@@ -95,7 +95,8 @@ fn changes(seed: u64, count: usize) -> Vec<Vec<Change>> {
                 one.insert(0, Change::Host(host, about));
             }
             Record::Vm { vm, .. } => {
-                let addresses = (0..dice.below(3)).map(|_| [u8::try_from(dice.below(9)).unwrap(); 16]).collect();
+                let addresses =
+                    (0..dice.below(3)).map(|_| [u8::try_from(dice.below(9)).unwrap(); 16]).collect();
                 let mac = dice.chance(500).then_some([2, 0, 0, 0, 0, 1]);
                 let nics = vec![Nic { segment: "blue".to_owned(), addresses, mac }];
                 one.insert(0, Change::Vm(vm, AboutVm { name: vm.to_string(), nics }));

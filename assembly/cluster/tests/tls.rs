@@ -40,8 +40,12 @@ fn only_those_with_a_certificate_of_the_authority_are_answered() {
     known.host("h1", 1, 0).unwrap();
     assert!(known.state().unwrap().authenticated);
     // Without a certificate, with another authority's, and one who doesn't believe the service.
-    let strangers =
-        [plain, with(keys(&other, &ours, "h2")), with(keys(&other, &other, "h3")), with(keys(&ours, &other, "h4"))];
+    let strangers = [
+        plain,
+        with(keys(&other, &ours, "h2")),
+        with(keys(&other, &other, "h3")),
+        with(keys(&ours, &other, "h4")),
+    ];
     for stranger in &strangers {
         let error = stranger.host("x", 9, 0).unwrap_err();
         let (connect, broken) =

@@ -177,8 +177,7 @@ impl Service {
         if host.is_empty() || port == 0 {
             return Err(wrong(None));
         }
-        let addresses: Vec<_> =
-            (host, port).to_socket_addrs().map_err(|error| wrong(Some(error)))?.collect();
+        let addresses: Vec<_> = (host, port).to_socket_addrs().map_err(|error| wrong(Some(error)))?.collect();
         if addresses.is_empty() {
             return Err(wrong(None));
         }

@@ -102,13 +102,7 @@ impl Registry {
     ///
     /// # Errors
     /// When it isn't the host's in that epoch, or moves.
-    pub fn end_vm(
-        &mut self,
-        speaker: Speaker,
-        vm: VmId,
-        epoch: Epoch,
-        now: Instant,
-    ) -> Result<(), Refusal> {
+    pub fn end_vm(&mut self, speaker: Speaker, vm: VmId, epoch: Epoch, now: Instant) -> Result<(), Refusal> {
         self.check(speaker, now)?;
         self.check_epoch(speaker, vm, epoch)?;
         let mut actions = Vec::new();
@@ -211,7 +205,10 @@ impl Registry {
 
 fn check_nics(vm: &str, nics: &[Nic]) -> Result<(), Refusal> {
     if nics.len() > MAX_NICS {
-        return Err(Refusal::TooMany(format!("VM {vm} has {} NICs; at most {MAX_NICS} are possible", nics.len())));
+        return Err(Refusal::TooMany(format!(
+            "VM {vm} has {} NICs; at most {MAX_NICS} are possible",
+            nics.len()
+        )));
     }
     for nic in nics {
         check_name("segment", &nic.segment).map_err(|error| Refusal::Invalid(error.to_string()))?;
