@@ -286,6 +286,9 @@ fn transports(config: &FabricConfig, folder: &Path) -> Result<Opened, DaemonErro
             (Arc::new(directory), None)
         }
         DirectorySource::Cluster(cluster) => {
+            // Where another daemon has the address, the service isn't told that this host has started again.
+            let probe = std::net::UdpSocket::bind(address);
+            drop(probe.map_err(|source| FabricError::Port { address, source })?);
             let directory = ClusterDirectory::open(cluster.clone(), address, folder)?;
             (Arc::clone(&directory) as _, Some((directory, cluster.service.port())))
         }

@@ -187,7 +187,11 @@ pub(crate) fn metrics(registry: &Registry) -> Result<String, EncodeError> {
                 u64::from(cluster.connected),
             ),
             ("outage_seconds", "How long the cluster service hasn't been followed.", cluster.outage_seconds),
-            ("outages_total", "Outages of the cluster service, as this daemon saw them.", cluster.outages),
+            (
+                "failures_total",
+                "Connections to the cluster service that broke, and attempts to make one that failed.",
+                cluster.failures,
+            ),
             ("revision", "Revision of the cluster's state that is known here.", cluster.revision),
             ("hosts", "Hosts of the cluster.", count(cluster.hosts)),
             ("vms", "VMs of the cluster that run.", count(cluster.vms)),

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use cluster::{Server, ServerConfig};
 use common::vm::{Vm, connect, vm};
 use common::wait_until;
-use control_api::cluster::{Service, proto};
+use control_api::cluster::{Keys, Service, proto};
 use control_api::host::HostClient;
 use host::cluster::ClusterConfig;
 use host::{Daemon, DaemonConfig, DirectorySource, FabricConfig};
@@ -21,17 +21,22 @@ struct Cluster {
     address: SocketAddr,
     service: Service,
     port: u16,
+    keys: Option<Keys>,
 }
 
 impl Cluster {
     fn new() -> Self {
+        Self::with(None)
+    }
+
+    fn with(keys: Option<Keys>) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let server = start(folder.path(), "127.0.0.1:0".parse().unwrap());
+        let server = start(folder.path(), "127.0.0.1:0".parse().unwrap(), keys.clone());
         let address = server.address();
-        let service = Service::new(&address.to_string(), None).unwrap();
+        let service = Service::new(&address.to_string(), keys.clone()).unwrap();
         let port = UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).unwrap().port();
         let port = if port > 65_000 { 40_000 } else { port };
-        Self { folder, server: Some(server), address, service, port }
+        Self { folder, server: Some(server), address, service, port, keys }
     }
 
     fn config(&self, number: u8) -> DaemonConfig {
@@ -57,7 +62,7 @@ impl Cluster {
 
     /// On the same file and address.
     fn resume(&mut self) {
-        self.server = Some(start(self.folder.path(), self.address));
+        self.server = Some(start(self.folder.path(), self.address, self.keys.clone()));
     }
 
     fn state(&self) -> proto::State {
@@ -82,8 +87,9 @@ impl Cluster {
     }
 }
 
-fn start(folder: &Path, listen: SocketAddr) -> Server {
+fn start(folder: &Path, listen: SocketAddr, keys: Option<Keys>) -> Server {
     let mut config = ServerConfig::new(listen, folder.join("cluster.redb"));
+    config.keys = keys;
     config.settings = Some(cluster::state::Settings { mtu: 1376, sockets: 1 });
     Server::start(&config).unwrap()
 }
@@ -233,7 +239,9 @@ fn a_vm_that_is_elsewhere_now_is_found_there_by_new_connections() {
 #[test]
 fn a_daemon_without_service_or_copy_or_with_anothers_name_isnt_started() {
     let mut cluster = Cluster::new();
-    let _one = cluster.daemon(1);
+    let one = cluster.daemon(1);
+    let _a = guest(&one, "a", 1);
+    let a = cluster.wait_for("a", 1);
     // Another host of that name, which is heard of.
     let mut config = cluster.config(2);
     if let Some(FabricConfig { directory: DirectorySource::Cluster(cluster), .. }) = &mut config.fabric {
@@ -251,10 +259,64 @@ fn a_daemon_without_service_or_copy_or_with_anothers_name_isnt_started() {
     };
     let text = chain(&config);
     assert!(text.contains("refuses this host") && text.contains("give this one another --name"), "{text}");
+    // A second daemon with the first one's name and address, by mistake: what the first has told isn't disturbed.
+    let again = DaemonConfig { socket: cluster.folder.path().join("again.sock"), ..cluster.config(1) };
+    let text = chain(&again);
+    assert!(text.contains(&format!("127.0.0.1:{}", cluster.port)), "{text}");
+    assert_eq!(cluster.wait_for("a", 1), a);
+    // Somebody says all the same that it was started again: it comes back as one that was, and its VM in the next epoch.
+    let request = proto::RegisterHostRequest {
+        name: "h1".to_owned(),
+        fabric_address: format!("127.0.0.1:{}", cluster.port),
+        incarnation: 0,
+    };
+    cluster.service.ask("RegisterHost", async |client| client.register_host(request).await).unwrap();
+    wait_until("the next epoch", || cluster.wait_for("a", 1).epoch == a.epoch + 1);
+    assert_eq!(cluster.state().hosts[0].incarnation, 3);
     cluster.stop();
     let text = chain(&cluster.config(2));
     assert!(
         text.contains("no copy of the directory") && text.contains("No cluster service answers"),
         "{text}"
     );
+}
+
+/// Keys of the service and of hosts alike, made for this test.
+fn keys() -> Keys {
+    let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
+    params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    let authority = rcgen::CertifiedIssuer::self_signed(params, rcgen::KeyPair::generate().unwrap()).unwrap();
+    let key = rcgen::KeyPair::generate().unwrap();
+    let params = rcgen::CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+    let certificate = params.signed_by(&key, &authority).unwrap();
+    Keys {
+        authority: authority.pem().into_bytes(),
+        certificate: certificate.pem().into_bytes(),
+        key: key.serialize_pem().into_bytes(),
+    }
+}
+
+/// TLS is made in the sandbox each time that the service is back.
+#[test]
+fn daemons_with_keys_speak_with_a_service_that_has_some_and_others_are_not_answered() {
+    let mut cluster = Cluster::with(Some(keys()));
+    let (one, two) = (cluster.daemon(1), cluster.daemon(2));
+    let (a, b) = (guest(&one, "a", 1), guest(&two, "b", 2));
+    cluster.wait_for("a", 1);
+    cluster.wait_for("b", 2);
+    wait_to_know(&cluster, &[&one, &two]);
+    connect(&a, &b);
+    writes(&a, &b, 1, 20);
+    assert_eq!(transport(&one, &a, "a"), "fabric");
+    cluster.stop();
+    wait_until("the outage", || known(&one)["connected"] == false);
+    cluster.resume();
+    wait_until("the end of the outage", || known(&one)["connected"] == true);
+    writes(&a, &b, 50, 20);
+    let mut config = cluster.config(3);
+    if let Some(FabricConfig { directory: DirectorySource::Cluster(config), .. }) = &mut config.fabric {
+        config.service = Service::new(&cluster.address.to_string(), None).unwrap();
+    }
+    assert!(Daemon::start(&config).is_err());
+    assert_eq!(cluster.state().hosts.len(), 2);
 }

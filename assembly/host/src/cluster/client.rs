@@ -32,6 +32,8 @@ const LATE: Duration = Duration::from_secs(2);
 const WRITE_AFTER: Duration = Duration::from_millis(100);
 
 type Client = ClusterServiceClient<Channel>;
+/// VMs by name, with their NICs.
+type Vms = BTreeMap<String, Vec<proto::Nic>>;
 
 /// Registers this host as just started, and gets the whole state. Blocks.
 pub(super) fn join(config: &ClusterConfig, address: SocketAddr) -> Result<(View, u64), ClusterError> {
@@ -142,12 +144,7 @@ impl Link {
             if began.elapsed() > LATE {
                 wait = SOON;
             }
-            let mut status = self.directory.status();
-            if status.away_since.is_none() {
-                status.away_since = Some(Instant::now());
-            }
-            status.outages += 1;
-            drop(status);
+            self.directory.lost();
             // The same sentence once per outage.
             let text = error.to_string();
             if text != last {
@@ -169,7 +166,13 @@ impl Link {
         let mut client = service.connect().await?;
         let incarnation = directory.incarnation.load(Ordering::SeqCst);
         let request = hello(&directory.config, directory.address, incarnation);
-        let reply = service.within("RegisterHost", client.register_host(request)).await?;
+        let reply = service.within("RegisterHost", client.register_host(request)).await;
+        if let Err(ClusterError::Refused { code: Code::FailedPrecondition, .. }) = &reply {
+            // Somebody has registered this host as started again, and isn't there: this daemon has its address. As a new start it is taken, if the
+            // service has no other address for its name.
+            directory.incarnation.store(0, Ordering::SeqCst);
+        }
+        let reply = reply?;
         let speaker = reply.speaker.unwrap_or_default();
         directory.incarnation.store(speaker.incarnation, Ordering::SeqCst);
         let settings = reply.settings.unwrap_or_default();
@@ -320,9 +323,9 @@ impl Link {
     }
 
     /// VMs that are here, with their NICs in order, and connections.
-    fn here(&self) -> (BTreeMap<String, Vec<proto::Nic>>, BTreeSet<(VmId, VmId)>) {
+    fn here(&self) -> (Vms, BTreeSet<(VmId, VmId)>) {
         let here = self.directory.here();
-        let mut vms: BTreeMap<String, Vec<proto::Nic>> = BTreeMap::new();
+        let mut vms = Vms::new();
         for LocalNic { vm, segment, addresses } in here.nics.values() {
             let addresses = addresses.iter().map(|gid| gid.0.to_vec()).collect();
             let nic = proto::Nic { segment: segment.clone(), addresses, mac: None };

@@ -113,7 +113,7 @@ pub struct ClusterDirectory {
 struct Status {
     /// Since when the service isn't followed; `None`: it is.
     away_since: Option<Instant>,
-    outages: u64,
+    failures: u64,
 }
 
 impl ClusterDirectory {
@@ -164,13 +164,22 @@ impl ClusterDirectory {
             here: Mutex::default(),
             changed: Notify::new(),
             incarnation: AtomicU64::new(incarnation),
-            status: Mutex::new(Status { away_since: Some(Instant::now()), outages: 0 }),
+            status: Mutex::new(Status { away_since: Some(Instant::now()), failures: 0 }),
             refused_old_epochs: AtomicU64::new(0),
         }))
     }
 
     fn here(&self) -> MutexGuard<'_, Here> {
         self.here.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The service isn't followed any more, or still not.
+    fn lost(&self) {
+        let mut status = self.status();
+        if status.away_since.is_none() {
+            status.away_since = Some(Instant::now());
+        }
+        status.failures += 1;
     }
 
     fn status(&self) -> MutexGuard<'_, Status> {
@@ -228,7 +237,7 @@ impl Directory for ClusterDirectory {
             service: self.config.service.name().to_owned(),
             connected: status.away_since.is_none(),
             outage_seconds: status.away_since.map_or(0, |since| since.elapsed().as_secs()),
-            outages: status.outages,
+            failures: status.failures,
             revision: view.place.1,
             hosts: view.contents.hosts.len(),
             vms: view.running(),

@@ -116,7 +116,8 @@ impl View {
         for vm in event.vms {
             let known = before.remove(&vm.id).or_else(|| self.contents.vms.get(&vm.id).cloned());
             let (id, new) = (vm.id, Vm::from(vm));
-            match known.filter(|known| new.epoch < known.epoch) {
+            // A number that is another VM's now is one of another database.
+            match known.filter(|known| known.name == new.name && new.epoch < known.epoch) {
                 Some(known) => {
                     old.push(format!(
                         "VM {} in epoch {}, which is in epoch {}",

@@ -69,8 +69,8 @@ pub struct DirectoryReport {
     pub connected: bool,
     /// How long it hasn't been, in seconds.
     pub outage_seconds: u64,
-    /// Connections to the service that broke, or couldn't be made in a row, since the daemon's start.
-    pub outages: u64,
+    /// Connections to the service that broke, and attempts to make one that failed, since the daemon's start.
+    pub failures: u64,
     /// The state's revision.
     pub revision: u64,
     /// Hosts.
