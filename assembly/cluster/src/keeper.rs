@@ -9,11 +9,12 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use control_api::cluster::proto;
-use nomad::{HostId, Message, Node};
+use nomad::{HostId, Message, MigrationId, Node};
 use tokio::sync::{mpsc, oneshot};
 use tonic::Status;
 
 use crate::messages;
+use crate::refusal::Refusal;
 use crate::registry::{Event, Registry};
 
 /// Events that are kept for watchers that come back.
@@ -202,6 +203,21 @@ impl Keeper {
         }
         self.watchers.push(watcher);
         Ok(events)
+    }
+
+    /// Begins a migration of VMs, or of a group to one host.
+    pub fn migrate(
+        &mut self,
+        wishes: &[(String, String)],
+        group: Option<(&str, &str)>,
+        now: Instant,
+    ) -> Result<MigrationId, Refusal> {
+        let Self { registry, hosts, .. } = self;
+        let listens = |host: HostId| hosts.get(&host).is_some_and(|stream| !stream.is_closed());
+        match group {
+            Some((group, host)) => registry.migrate_group(group, host, &listens, now),
+            None => registry.migrate(wishes, &listens, now),
+        }
     }
 
     /// Watchers at present.

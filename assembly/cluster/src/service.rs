@@ -216,9 +216,9 @@ impl ClusterService for Service {
                 (false, true) => {
                     let wishes: Vec<_> =
                         request.wishes.into_iter().map(|wish| (wish.vm, wish.host)).collect();
-                    keeper.registry.migrate(&wishes, now)
+                    keeper.migrate(&wishes, None, now)
                 }
-                (true, false) => keeper.registry.migrate_group(&request.group, &request.host, now),
+                (true, false) => keeper.migrate(&[], Some((&request.group, &request.host)), now),
                 _ => Err(Refusal::Invalid("A migration is of VMs or of a group: name one".to_owned())),
             })
             .await?;

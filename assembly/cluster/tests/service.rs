@@ -314,6 +314,8 @@ fn the_coordinator_moves_vms_and_watchers_see_them_at_their_new_hosts() {
     let (h1, h2) = (service.host("h1", 1, 0).unwrap(), service.host("h2", 2, 0).unwrap());
     service.vm(h1, "a", 0, 1).unwrap();
     service.vm(h1, "b", 0, 2).unwrap();
+    // A host that doesn't take part could neither do its part nor be told how it ended.
+    refused(service.migrate(&[("a", "h2")]), "VM a can't move: host h1 doesn't take part in migrations");
     let (mut one, mut two) = (Host::new(&service, h1), Host::new(&service, h2));
     let mut watcher = Watcher::new(&service, 0, 0);
     assert!(watcher.next().whole);

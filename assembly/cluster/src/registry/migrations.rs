@@ -9,11 +9,17 @@ use super::{Registry, Speaker};
 use crate::refusal::Refusal;
 
 impl Registry {
-    /// Begins a migration: VMs and hosts by name.
+    /// Begins a migration: VMs and hosts by name. `listens` says which hosts take the coordinator's messages: without them it would neither come
+    /// anywhere nor be told how it ended.
     ///
     /// # Errors
     /// When it can't begin.
-    pub fn migrate(&mut self, wishes: &[(String, String)], now: Instant) -> Result<MigrationId, Refusal> {
+    pub fn migrate(
+        &mut self,
+        wishes: &[(String, String)],
+        listens: &dyn Fn(HostId) -> bool,
+        now: Instant,
+    ) -> Result<MigrationId, Refusal> {
         self.heal(now)?;
         let named: Vec<(VmId, HostId)> = wishes
             .iter()
@@ -34,6 +40,16 @@ impl Registry {
                 self.state().host_name(*host)
             )));
         }
+        for (vm, to) in &named {
+            let from = self.state().ledger.vms.get(vm).map(|owner| owner.host);
+            if let Some(deaf) = from.into_iter().chain([*to]).find(|host| !listens(*host)) {
+                return Err(Refusal::Conflict(format!(
+                    "VM {} can't move: host {} doesn't take part in migrations at present",
+                    self.state().vm_name(*vm),
+                    self.state().host_name(deaf)
+                )));
+            }
+        }
         let mut actions = Vec::new();
         let begun = self.coordinator.migrate(&named, &mut actions);
         let migration = begun.map_err(|refused| Refusal::of(&refused, self.state()))?;
@@ -45,13 +61,19 @@ impl Registry {
     ///
     /// # Errors
     /// When there is no such group, or it can't begin.
-    pub fn migrate_group(&mut self, group: &str, host: &str, now: Instant) -> Result<MigrationId, Refusal> {
+    pub fn migrate_group(
+        &mut self,
+        group: &str,
+        host: &str,
+        listens: &dyn Fn(HostId) -> bool,
+        now: Instant,
+    ) -> Result<MigrationId, Refusal> {
         let vms = self.state().groups.get(group).ok_or_else(|| {
             let group = group.chars().take(64).collect::<String>();
             Refusal::Missing(format!("There is no group {}", group.escape_debug()))
         })?;
         let wishes: Vec<_> = vms.iter().map(|vm| (self.state().vm_name(*vm), host.to_owned())).collect();
-        self.migrate(&wishes, now)
+        self.migrate(&wishes, listens, now)
     }
 
     /// Gives a migration up, unless it is decided.
