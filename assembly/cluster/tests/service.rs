@@ -365,6 +365,49 @@ fn a_strangers_messages_of_the_protocol_are_refused() {
     assert_eq!(service.state().unwrap().hosts.len(), 1);
 }
 
+/// Prints how long answers take, each change with a sync of the disk that has the temporary folder.
+#[test]
+#[ignore = "measures; run by hand with --nocapture"]
+fn cost_of_a_change() {
+    let folder = tempfile::tempdir().unwrap();
+    let (_server, service) = start(folder.path());
+    let host = service.host("h1", 1, 0).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let mut client = runtime.block_on(service.connect()).unwrap();
+    let mut registered = 0_u32;
+    for upto in [100_u32, 1_000, 5_000] {
+        let mut times: Vec<Duration> = Vec::new();
+        while registered < upto {
+            registered += 1;
+            let addresses = vec![u128::from(registered).to_be_bytes().to_vec()];
+            let request = proto::RegisterVmRequest {
+                speaker: Some(host),
+                name: format!("vm{registered}"),
+                epoch: 0,
+                nics: vec![proto::Nic { segment: "blue".to_owned(), addresses, mac: None }],
+            };
+            let began = std::time::Instant::now();
+            runtime.block_on(client.register_vm(request)).unwrap();
+            times.push(began.elapsed());
+        }
+        let last = &mut times[..];
+        let tail = last.len().saturating_sub(100);
+        let last = &mut last[tail..];
+        last.sort_unstable();
+        println!("{upto} VMs: register {:?} (median of the last 100)", last[last.len() / 2]);
+        let mut times: Vec<Duration> = (0..200)
+            .map(|_| {
+                let request = proto::HeartbeatRequest { speaker: Some(host) };
+                let began = std::time::Instant::now();
+                runtime.block_on(client.heartbeat(request)).unwrap();
+                began.elapsed()
+            })
+            .collect();
+        times.sort_unstable();
+        println!("{upto} VMs: heartbeat {:?} (median of 200)", times[100]);
+    }
+}
+
 #[test]
 fn metrics_are_served() {
     use std::io::{Read as _, Write as _};

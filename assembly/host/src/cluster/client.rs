@@ -31,6 +31,9 @@ const LATE: Duration = Duration::from_secs(2);
 /// The view is written this long after a change, so that many changes are one write.
 const WRITE_AFTER: Duration = Duration::from_millis(100);
 
+/// Events that are taken over at once at most.
+const BATCH: usize = 1024;
+
 type Client = ClusterServiceClient<Channel>;
 /// VMs by name, with their NICs.
 type Vms = BTreeMap<String, Vec<proto::Nic>>;
@@ -55,7 +58,7 @@ pub(super) fn join(config: &ClusterConfig, address: SocketAddr) -> Result<(View,
         let first = tokio::time::timeout(TIMEOUT, events.message()).await;
         let late = || ClusterError::Timeout { service: service.name().to_owned(), request: "Watch" };
         let first = first.map_err(|_| late())?.map_err(|status| service.error("Watch", status))?;
-        view.apply(first.ok_or_else(late)?);
+        view.apply([first.ok_or_else(late)?]);
         Ok((view, speaker.incarnation))
     })
 }
@@ -222,7 +225,14 @@ impl Link {
                         let status = tonic::Status::unavailable("the stream of events has ended");
                         return Err(service.error("Watch", status));
                     };
-                    self.take(event);
+                    let mut batch = vec![event];
+                    // A view is made anew as a whole: once for all that have come meanwhile.
+                    while batch.len() < BATCH
+                        && let Ok(Ok(Some(event))) = tokio::time::timeout(Duration::ZERO, events.message()).await
+                    {
+                        batch.push(event);
+                    }
+                    self.take(batch);
                     write_at = write_at.or_else(|| Some(tokio::time::Instant::now() + WRITE_AFTER));
                 }
                 () = directory.changed.notified() => self.say(&mut client, speaker).await?,
@@ -240,9 +250,9 @@ impl Link {
         }
     }
 
-    fn take(&mut self, event: proto::WatchEvent) {
+    fn take(&mut self, events: Vec<proto::WatchEvent>) {
         let mut view = View::clone(&self.directory.view.load());
-        for old in view.apply(event) {
+        for old in view.apply(events) {
             self.directory.refused_old_epochs.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(
                 "The cluster service speaks of {old}; that isn't believed. Was its database restored from an old copy?"
