@@ -28,6 +28,8 @@ use crate::transport::VmId;
 /// Waits between attempts.
 const SOON: Duration = Duration::from_millis(100);
 const LATE: Duration = Duration::from_secs(2);
+/// What guests change is said at once, and what they change then this much later: a guest that binds addresses in a loop doesn't keep the cluster busy.
+const CALM: Duration = Duration::from_millis(50);
 /// The view is written this long after a change, so that many changes are one write.
 const WRITE_AFTER: Duration = Duration::from_millis(100);
 
@@ -210,14 +212,10 @@ impl Link {
         let lease = Duration::from_millis(reply.lease_milliseconds.clamp(30, 3_600_000));
         let mut heartbeat = tokio::time::interval(lease / 3);
         heartbeat.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
-        let mut write_at: Option<tokio::time::Instant> = None;
+        let (mut write_at, mut say_at) = (None, None);
+        let mut said = tokio::time::Instant::now();
         loop {
-            let write = async {
-                match write_at {
-                    Some(at) => tokio::time::sleep_until(at).await,
-                    None => std::future::pending().await,
-                }
-            };
+            let (write, say) = (until(write_at), until(say_at));
             tokio::select! {
                 event = events.message() => {
                     let event = event.map_err(|status| service.error("Watch", status))?;
@@ -235,7 +233,12 @@ impl Link {
                     self.take(batch);
                     write_at = write_at.or_else(|| Some(tokio::time::Instant::now() + WRITE_AFTER));
                 }
-                () = directory.changed.notified() => self.say(&mut client, speaker).await?,
+                () = directory.changed.notified() => say_at = say_at.or(Some(said + CALM)),
+                () = say => {
+                    say_at = None;
+                    self.say(&mut client, speaker).await?;
+                    said = tokio::time::Instant::now();
+                }
                 _ = heartbeat.tick() => {
                     let request = proto::HeartbeatRequest { speaker: Some(speaker) };
                     service.within("Heartbeat", client.heartbeat(request)).await?;
@@ -363,6 +366,14 @@ impl Link {
             }
             Err(error) => Err(error),
         }
+    }
+}
+
+/// Comes at a time, or never.
+async fn until(at: Option<tokio::time::Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at).await,
+        None => std::future::pending().await,
     }
 }
 
