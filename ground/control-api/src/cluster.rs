@@ -122,10 +122,12 @@ pub enum ClusterError {
         request: &'static str,
     },
     /// The connection broke.
-    #[error("The cluster service at {service} broke off its answer to {request}")]
+    #[error("The cluster service at {service} broke off its answer to {request}; {}", if *encrypted { "has its authority signed this certificate?" } else { "if it runs with keys, give --ca, --cert and --key" })]
     Broken {
         /// Where.
         service: String,
+        /// Whether it was tried with TLS.
+        encrypted: bool,
         /// What was asked.
         request: &'static str,
         /// Why.
@@ -308,7 +310,8 @@ impl Service {
         let transport = matches!(status.code(), Code::Unavailable | Code::Unknown | Code::Cancelled)
             || std::error::Error::source(&status).is_some();
         if transport {
-            return ClusterError::Broken { service: self.name.clone(), request, source: Box::new(status) };
+            let (service, encrypted) = (self.name.clone(), self.keys.is_some());
+            return ClusterError::Broken { service, encrypted, request, source: Box::new(status) };
         }
         ClusterError::Refused { code: status.code(), reason: status.message().to_owned() }
     }

@@ -149,10 +149,10 @@ impl Link {
             if began.elapsed() > LATE {
                 wait = SOON;
             }
-            self.directory.lost();
+            let followed = self.directory.lost();
             // The same sentence once per outage.
             let text = error.to_string();
-            if text != last {
+            if followed || text != last {
                 tracing::warn!(
                     error = &error as &dyn std::error::Error,
                     "The cluster service isn't followed; this host goes on with what it knows"

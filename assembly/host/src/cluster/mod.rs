@@ -173,13 +173,15 @@ impl ClusterDirectory {
         self.here.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The service isn't followed any more, or still not.
-    fn lost(&self) {
+    /// The service isn't followed any more, or still not. Whether it was until now.
+    fn lost(&self) -> bool {
         let mut status = self.status();
-        if status.away_since.is_none() {
+        let followed = status.away_since.is_none();
+        if followed {
             status.away_since = Some(Instant::now());
         }
         status.failures += 1;
+        followed
     }
 
     fn status(&self) -> MutexGuard<'_, Status> {
