@@ -1,11 +1,32 @@
-//! The cluster service, begun: what the coordinator of migrations must not forget, in a database.
+//! The cluster service (`causeway cluster serve`): where each VM is and in which epoch, who is connected to whom, which migrations are under way.
+//!
+//! ```text
+//!  hosts' daemons, CLI        "cluster" thread (tokio)         "keeper" thread
+//!    │ gRPC, mTLS ───────────▶ service: checks, translates ──▶ Registry: decides, with nomad's Coordinator
+//!    │                                                          │ writes one transaction ──▶ Store (redb)
+//!    │◀─── answer ──────────────────────────────────────────────┤ then, and only then:
+//!    │◀─── Watch, Coordinate: streams ──────────────────────────┘ answers, events, messages
+//! ```
 //!
 //! | module | holds |
 //! |---|---|
-//! | [`store`] | the ledger in a file: one transaction per record |
-//!
-//! The protocol is in the crate `nomad`. No service answers yet: docs/migration.md.
+//! | [`registry`] | all decisions; no threads, clocks or sockets |
+//! | [`state`] | what it knows, and changes of that |
+//! | [`store`] | a database of it: the trait, and one in a file (redb) |
+//! | [`refusal`] | why it says no |
+//! | `keeper` | the thread that owns the registry; watchers and their log |
+//! | `service`, `messages` | gRPC |
+//! | [`server`] | sockets, TLS, metrics; start and end |
 
+mod keeper;
+mod messages;
+mod metrics;
+pub mod refusal;
+pub mod registry;
+pub mod server;
+mod service;
+pub mod state;
 pub mod store;
 
-pub use store::{Store, StoreError};
+pub use server::{Server, ServerConfig, ServerError};
+pub use store::{RedbStore, Store, StoreError};

@@ -1,4 +1,7 @@
-//! The coordinator's ledger in a file.
+//! The service's state in a database.
+//!
+//! [`Store`] is what the service needs of one: the state as it was last written, and a transaction that makes changes, wholly or not at all.
+//! [`RedbStore`] keeps it in a file:
 //!
 //! | table | key | value |
 //! |---|---|---|
@@ -8,18 +11,26 @@
 //! | `links` | lower VM, higher VM | nothing |
 //! | `migrations` | migration | 0 undecided, 1 committed, 2 given up |
 //! | `moves` | migration, place in the list | VM, from, to, epoch |
-//! | `last` | "migration" | the last migration's number |
+//! | `last` | "migration", "vm", "revision" | the last migration's and VM's numbers; the transactions so far |
+//! | `settings` | "mtu", "sockets" | what is the same on all hosts |
+//! | `host_names` | host | [`AboutHost`], postcard |
+//! | `vm_names` | VM | [`AboutVm`], postcard |
+//! | `groups` | name | VMs, postcard |
 //!
-//! A record is one transaction, and is on the disk when [`Store::write`] returns. Concurrency: one process has the file open; redb locks it.
+//! Changes of one [`Store::write`] are one transaction, and on the disk when it returns. Concurrency: one process has the file open; redb locks it.
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use nomad::coordinator::{Decision, Ledger, Owner, Record, Stored};
 use nomad::{Epoch, HostId, Incarnation, MigrationId, Move, VmId};
 use redb::{Database, ReadableDatabase, ReadableTable, TableDefinition, WriteTransaction};
+use serde::{Serialize, de::DeserializeOwned};
+
+use crate::state::{AboutHost, AboutVm, Change, Settings, State};
 
 /// Version of the tables.
-pub const VERSION: u64 = 1;
+pub const VERSION: u64 = 2;
 
 const FORMAT: TableDefinition<'_, &str, u64> = TableDefinition::new("format");
 const HOSTS: TableDefinition<'_, u32, u64> = TableDefinition::new("hosts");
@@ -28,6 +39,10 @@ const LINKS: TableDefinition<'_, (u32, u32), ()> = TableDefinition::new("links")
 const MIGRATIONS: TableDefinition<'_, u64, u8> = TableDefinition::new("migrations");
 const MOVES: TableDefinition<'_, (u64, u32), (u32, u32, u32, u64)> = TableDefinition::new("moves");
 const LAST: TableDefinition<'_, &str, u64> = TableDefinition::new("last");
+const SETTINGS: TableDefinition<'_, &str, u64> = TableDefinition::new("settings");
+const HOST_NAMES: TableDefinition<'_, u32, &[u8]> = TableDefinition::new("host_names");
+const VM_NAMES: TableDefinition<'_, u32, &[u8]> = TableDefinition::new("vm_names");
+const GROUPS: TableDefinition<'_, &str, &[u8]> = TableDefinition::new("groups");
 
 const UNDECIDED: u8 = 0;
 const COMMITTED: u8 = 1;
@@ -72,14 +87,28 @@ fn written<E: Into<redb::Error>>(source: E) -> StoreError {
     StoreError::Broken { what: "written", source: Box::new(source.into()) }
 }
 
-/// The ledger, in memory and in a file.
-#[derive(Debug)]
-pub struct Store {
-    database: Database,
-    ledger: Ledger,
+/// A database of the service.
+pub trait Store: std::fmt::Debug + Send {
+    /// The state as it is written.
+    fn state(&self) -> &State;
+
+    /// Writes changes, in order, as one transaction. When this returns they are safe.
+    ///
+    /// # Errors
+    /// When they can't be written: then nothing has changed.
+    fn write(&mut self, changes: &[Change]) -> Result<(), StoreError>;
 }
 
-impl Store {
+/// The state, in memory and in a file.
+#[derive(Debug)]
+pub struct RedbStore {
+    database: Database,
+    state: State,
+    /// A transaction has failed, and the state may be ahead of the file.
+    stale: bool,
+}
+
+impl RedbStore {
     /// Opens a database, or makes one.
     ///
     /// # Errors
@@ -107,30 +136,100 @@ impl Store {
         transaction.open_table(MIGRATIONS).map_err(written)?;
         transaction.open_table(MOVES).map_err(written)?;
         transaction.open_table(LAST).map_err(written)?;
+        transaction.open_table(SETTINGS).map_err(written)?;
+        transaction.open_table(HOST_NAMES).map_err(written)?;
+        transaction.open_table(VM_NAMES).map_err(written)?;
+        transaction.open_table(GROUPS).map_err(written)?;
         transaction.commit().map_err(written)?;
-        let ledger = load(&database)?;
-        Ok(Self { database, ledger })
+        let state = load(&database)?;
+        Ok(Self { database, state, stale: false })
+    }
+}
+
+impl Store for RedbStore {
+    fn state(&self) -> &State {
+        &self.state
     }
 
-    /// What is written.
-    #[must_use]
-    pub fn ledger(&self) -> &Ledger {
-        &self.ledger
+    fn write(&mut self, changes: &[Change]) -> Result<(), StoreError> {
+        if self.stale {
+            self.state = load(&self.database)?;
+            self.stale = false;
+        }
+        let result = transact(&self.database, &mut self.state, changes);
+        if result.is_err() {
+            self.stale = true;
+            // Where that fails as well it is tried again before the next transaction.
+            if let Ok(state) = load(&self.database) {
+                self.state = state;
+                self.stale = false;
+            }
+        }
+        result
     }
+}
 
-    /// Writes a record. When this returns it is safe.
-    ///
-    /// # Errors
-    /// When the file can't be written: then nothing has changed.
-    pub fn write(&mut self, record: &Record) -> Result<(), StoreError> {
-        let mut after = self.ledger.clone();
-        after.apply(record);
-        let transaction = self.database.begin_write().map_err(written)?;
-        put(&transaction, record, &after)?;
-        transaction.commit().map_err(written)?;
-        self.ledger = after;
-        Ok(())
+/// One transaction; after a failure `state` is ahead of the file.
+fn transact(database: &Database, state: &mut State, changes: &[Change]) -> Result<(), StoreError> {
+    let transaction = database.begin_write().map_err(written)?;
+    state.revision += 1;
+    for change in changes {
+        state.apply(change);
+        match change {
+            Change::Ledger(record) => put(&transaction, record, &state.ledger)?,
+            Change::Settings(settings) => {
+                let mut table = transaction.open_table(SETTINGS).map_err(written)?;
+                table.insert("mtu", u64::from(settings.mtu)).map_err(written)?;
+                table.insert("sockets", u64::from(settings.sockets)).map_err(written)?;
+            }
+            Change::Host(host, about) => {
+                let mut table = transaction.open_table(HOST_NAMES).map_err(written)?;
+                table.insert(host.0, encode(about)?.as_slice()).map_err(written)?;
+            }
+            Change::Vm(vm, about) => {
+                let mut table = transaction.open_table(VM_NAMES).map_err(written)?;
+                table.insert(vm.0, encode(about)?.as_slice()).map_err(written)?;
+            }
+            Change::VmForgotten(vm) => {
+                let mut table = transaction.open_table(VM_NAMES).map_err(written)?;
+                table.remove(vm.0).map_err(written)?;
+                // Groups that it was in, as they are now.
+                let mut table = transaction.open_table(GROUPS).map_err(written)?;
+                table.retain(|name, _| state.groups.contains_key(name)).map_err(written)?;
+                for (name, vms) in &state.groups {
+                    table.insert(name.as_str(), encode(&numbers(vms))?.as_slice()).map_err(written)?;
+                }
+            }
+            Change::Group(name, vms) => {
+                let mut table = transaction.open_table(GROUPS).map_err(written)?;
+                if vms.is_empty() {
+                    table.remove(name.as_str()).map_err(written)?;
+                } else {
+                    table.insert(name.as_str(), encode(&numbers(vms))?.as_slice()).map_err(written)?;
+                }
+            }
+        }
     }
+    {
+        let mut last = transaction.open_table(LAST).map_err(written)?;
+        last.insert("vm", u64::from(state.last_vm)).map_err(written)?;
+        last.insert("revision", state.revision).map_err(written)?;
+    }
+    transaction.commit().map_err(written)
+}
+
+fn numbers(vms: &BTreeSet<VmId>) -> Vec<u32> {
+    vms.iter().map(|vm| vm.0).collect()
+}
+
+fn encode(value: &impl Serialize) -> Result<Vec<u8>, StoreError> {
+    postcard::to_stdvec(value)
+        .map_err(|error| StoreError::Damaged(format!("a value can't be encoded ({error})")))
+}
+
+fn decode<T: DeserializeOwned>(bytes: &[u8], what: &str) -> Result<T, StoreError> {
+    postcard::from_bytes(bytes)
+        .map_err(|error| StoreError::Damaged(format!("{what} can't be decoded ({error})")))
 }
 
 /// Writes the rows that a record changes, as they are after it.
@@ -217,7 +316,44 @@ fn put_decision(
     Ok(())
 }
 
-fn load(database: &Database) -> Result<Ledger, StoreError> {
+fn load(database: &Database) -> Result<State, StoreError> {
+    let mut state = State { ledger: load_ledger(database)?, ..State::default() };
+    let transaction = database.begin_read().map_err(read)?;
+    let last = transaction.open_table(LAST).map_err(read)?;
+    let number = |name: &str| -> Result<u64, StoreError> {
+        Ok(last.get(name).map_err(read)?.map_or(0, |value| value.value()))
+    };
+    state.revision = number("revision")?;
+    state.last_vm = u32::try_from(number("vm")?)
+        .map_err(|_| StoreError::Damaged("the last VM's number has more than 32 bits".to_owned()))?;
+    let settings = transaction.open_table(SETTINGS).map_err(read)?;
+    let (mtu, sockets) = (settings.get("mtu").map_err(read)?, settings.get("sockets").map_err(read)?);
+    if let (Some(mtu), Some(sockets)) = (mtu, sockets) {
+        let (mtu, sockets) = (u32::try_from(mtu.value()), u16::try_from(sockets.value()));
+        let (Ok(mtu), Ok(sockets)) = (mtu, sockets) else {
+            return Err(StoreError::Damaged("its settings are no numbers of that kind".to_owned()));
+        };
+        state.settings = Settings { mtu, sockets };
+    }
+    for row in transaction.open_table(HOST_NAMES).map_err(read)?.iter().map_err(read)? {
+        let (host, about) = row.map_err(read)?;
+        let about: AboutHost = decode(about.value(), "a host")?;
+        state.hosts.insert(HostId(host.value()), about);
+    }
+    for row in transaction.open_table(VM_NAMES).map_err(read)?.iter().map_err(read)? {
+        let (vm, about) = row.map_err(read)?;
+        let about: AboutVm = decode(about.value(), "a VM")?;
+        state.vms.insert(VmId(vm.value()), about);
+    }
+    for row in transaction.open_table(GROUPS).map_err(read)?.iter().map_err(read)? {
+        let (name, vms) = row.map_err(read)?;
+        let vms: Vec<u32> = decode(vms.value(), "a group")?;
+        state.groups.insert(name.value().to_owned(), vms.into_iter().map(VmId).collect());
+    }
+    Ok(state)
+}
+
+fn load_ledger(database: &Database) -> Result<Ledger, StoreError> {
     let mut ledger = Ledger::default();
     let transaction = database.begin_read().map_err(read)?;
     for row in transaction.open_table(HOSTS).map_err(read)?.iter().map_err(read)? {

@@ -1,10 +1,12 @@
 //! The database has what the coordinator's records make, whenever it is closed or its process is killed.
+#![allow(clippy::unwrap_used)] // A test that can't go on has failed.
 
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use cluster::{Store, StoreError};
+use cluster::state::{AboutHost, AboutVm, Change, Nic, Settings, State};
+use cluster::{RedbStore, Store as _, StoreError};
 use nomad::coordinator::{Action, Coordinator, Event, Ledger, Record};
 use nomad::testing::dice::Dice;
 use nomad::{Body, Config, HostId, Incarnation, Message, MigrationId, Node, Reason, VmId};
@@ -82,31 +84,72 @@ fn records(seed: u64, count: usize) -> Vec<Record> {
     written
 }
 
-fn after(records: &[Record]) -> Ledger {
-    let mut ledger = Ledger::default();
-    records.iter().for_each(|record| ledger.apply(record));
-    ledger
+/// The coordinator's records, and what the service writes beside them.
+fn changes(seed: u64, count: usize) -> Vec<Vec<Change>> {
+    let mut dice = Dice::new(seed ^ 0xABCD);
+    let mut changes: Vec<Vec<Change>> = Vec::new();
+    for record in records(seed, count) {
+        let mut one = vec![Change::Ledger(record.clone())];
+        match record {
+            Record::Host { host, .. } => {
+                let about = AboutHost { name: host.to_string(), address: ([10, 0, 0, 1], 4792).into() };
+                one.insert(0, Change::Host(host, about));
+            }
+            Record::Vm { vm, .. } => {
+                let addresses =
+                    (0..dice.below(3)).map(|_| [u8::try_from(dice.below(9)).unwrap(); 16]).collect();
+                let mac = dice.chance(500).then_some([2, 0, 0, 0, 0, 1]);
+                let nics = vec![Nic { segment: "blue".to_owned(), addresses, mac }];
+                one.insert(0, Change::Vm(vm, AboutVm { name: vm.to_string(), nics }));
+            }
+            Record::VmEnded { vm } => one.push(Change::VmForgotten(vm)),
+            _ if dice.chance(200) => {
+                let vms = (0..dice.below(4)).map(|_| VmId(dice.between(1, 6))).collect();
+                one.push(Change::Group(format!("g{}", dice.below(3)), vms));
+            }
+            _ if dice.chance(50) => one.push(Change::Settings(Settings { mtu: 4096, sockets: 3 })),
+            _ => {}
+        }
+        changes.push(one);
+    }
+    changes
+}
+
+fn after(changes: &[Vec<Change>]) -> State {
+    let mut state = State::default();
+    for change in changes.iter().flatten() {
+        state.apply(change);
+    }
+    state.revision = u64::try_from(changes.len()).unwrap();
+    state
 }
 
 /// Opened again after each record, it has all records up to there. All kinds of records come up.
 #[test]
 fn what_is_written_is_read() {
     let folder = tempfile::tempdir().unwrap();
-    let mut kinds = std::collections::HashSet::new();
+    let (mut kinds, mut others) = (std::collections::HashSet::new(), std::collections::HashSet::new());
     for seed in 0..2 {
         let path = folder.path().join(format!("{seed}.redb"));
-        let records = records(seed, 200);
-        for (count, record) in records.iter().enumerate() {
-            kinds.insert(std::mem::discriminant(record));
-            let mut store = Store::open(&path).unwrap();
-            assert_eq!(store.ledger(), &after(&records[..count]));
-            store.write(record).unwrap();
+        let changes = changes(seed, 200);
+        for (count, one) in changes.iter().enumerate() {
+            for change in one {
+                others.insert(std::mem::discriminant(change));
+                if let Change::Ledger(record) = change {
+                    kinds.insert(std::mem::discriminant(record));
+                }
+            }
+            let mut store = RedbStore::open(&path).unwrap();
+            assert_eq!(store.state(), &after(&changes[..count]));
+            store.write(one).unwrap();
+            assert_eq!(store.state(), &after(&changes[..=count]));
         }
     }
     assert_eq!(kinds.len(), 9, "not all kinds of records came up");
+    assert_eq!(others.len(), 6, "not all kinds of changes came up");
 }
 
-/// The process that writes is killed at random: what it had said to be written is there, at most one record more, and no half one.
+/// The process that writes is killed at random: what it had said to be written is there, at most one transaction more, and no half one.
 #[test]
 fn a_killed_process_leaves_whole_records() {
     let folder = tempfile::tempdir().unwrap();
@@ -134,9 +177,9 @@ fn a_killed_process_leaves_whole_records() {
         }
         writer.wait().unwrap();
         assert!(said >= enough, "the writer ended after {said} records");
-        let records = records(round, 400);
-        let found = Store::open(&path).unwrap().ledger().clone();
-        let whole = [said, said + 1].iter().any(|count| found == after(&records[..*count]));
+        let changes = changes(round, 400);
+        let found = RedbStore::open(&path).unwrap().state().clone();
+        let whole = [said, said + 1].iter().any(|count| found == after(&changes[..*count]));
         assert!(whole, "round {round}: after {said} records there is {found:?}");
     }
 }
@@ -146,9 +189,9 @@ fn a_killed_process_leaves_whole_records() {
 #[ignore = "run by a_killed_process_leaves_whole_records"]
 fn writes_until_killed() {
     let (Some(path), Some(seed)) = (std::env::var_os("STORE"), std::env::var("SEED").ok()) else { return };
-    let mut store = Store::open(Path::new(&path)).unwrap();
-    for (count, record) in records(seed.parse().unwrap(), 400).iter().enumerate() {
-        store.write(record).unwrap();
+    let mut store = RedbStore::open(Path::new(&path)).unwrap();
+    for (count, one) in changes(seed.parse().unwrap(), 400).iter().enumerate() {
+        store.write(one).unwrap();
         println!("written {}", count + 1);
     }
     panic!("not killed in time");
@@ -159,10 +202,10 @@ fn writes_until_killed() {
 fn a_file_that_is_in_use_or_foreign_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("cluster.redb");
-    let store = Store::open(&path).unwrap();
-    assert!(matches!(Store::open(&path), Err(StoreError::Open { .. })));
+    let store = RedbStore::open(&path).unwrap();
+    assert!(matches!(RedbStore::open(&path), Err(StoreError::Open { .. })));
     drop(store);
     std::fs::write(&path, b"something else, and long enough to look like a header of a database file")
         .unwrap();
-    assert!(matches!(Store::open(&path), Err(StoreError::Open { .. })));
+    assert!(matches!(RedbStore::open(&path), Err(StoreError::Open { .. })));
 }

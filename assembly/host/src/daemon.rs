@@ -9,6 +9,7 @@ use std::thread::JoinHandle;
 use tokio::sync::oneshot;
 
 use crate::access::Access;
+use crate::cluster::{ClusterConfig, ClusterDirectory, ClusterThread, JoinError};
 use crate::engine::{EngineError, EngineSetup, EngineThread};
 use crate::hardening;
 use crate::listener::{ListenError, Place, SocketFile, listen};
@@ -18,8 +19,7 @@ use crate::remembered::Remembered;
 use crate::sandbox::{self, SandboxError};
 use crate::server::{self, Sockets};
 use crate::transport::{
-    Absent, ClusterKey, Directory as _, DirectoryError, FabricError, FileDirectory, Found, KeyError,
-    Transports,
+    Absent, ClusterKey, Directory, DirectoryError, FabricError, FileDirectory, Found, KeyError, Transports,
 };
 
 /// What a daemon is started with.
@@ -45,13 +45,22 @@ pub struct DaemonConfig {
 #[derive(Debug, Clone)]
 pub struct FabricConfig {
     /// The directory of hosts and VMs.
-    pub directory: PathBuf,
-    /// The first of the daemon's own UDP sockets: one of the directory's hosts.
+    pub directory: DirectorySource,
+    /// The first of the daemon's own UDP sockets: in a file, one of its hosts.
     pub address: SocketAddr,
     /// A file with the cluster's key: packets between hosts are encrypted. Without one they are plain.
     pub cluster_key: Option<PathBuf>,
     /// Offer transport `verbs`, by the RDMA device that has this host's address.
     pub verbs: bool,
+}
+
+/// Where a daemon learns where VMs are.
+#[derive(Debug, Clone)]
+pub enum DirectorySource {
+    /// A file, the same on all hosts.
+    File(PathBuf),
+    /// The cluster's service.
+    Cluster(ClusterConfig),
 }
 
 impl DaemonConfig {
@@ -82,6 +91,9 @@ pub enum DaemonError {
     /// The directory of other hosts.
     #[error(transparent)]
     Directory(#[from] DirectoryError),
+    /// The cluster's service.
+    #[error(transparent)]
+    Cluster(#[from] JoinError),
     /// The cluster's key.
     #[error(transparent)]
     Key(#[from] KeyError),
@@ -131,6 +143,7 @@ pub struct Daemon {
     registry: Arc<Registry>,
     neighbours: Arc<Neighbours>,
     keeper: Option<JoinHandle<()>>,
+    cluster: Option<ClusterThread>,
     // After the NICs, which use it.
     engine: Option<EngineThread>,
     files: Vec<SocketFile>,
@@ -148,10 +161,12 @@ impl Daemon {
         let place = Place::take(&config.socket)?;
         // The library and its drivers: nothing is loaded in the sandbox.
         let verbs = config.fabric.as_ref().filter(|fabric| fabric.verbs).map(look_for_verbs).transpose()?;
-        let mut transports = match &config.fabric {
-            Some(fabric) => transports(fabric)?,
-            None => Transports::without_directory()
-                .map_err(|source| DaemonError::Start { what: "RDMA transport", source })?,
+        let (mut transports, cluster) = match &config.fabric {
+            Some(fabric) => transports(fabric, place.folder())?,
+            None => {
+                let alone = Transports::without_directory();
+                (alone.map_err(|source| DaemonError::Start { what: "RDMA transport", source })?, None)
+            }
         };
         let metrics_tcp = config
             .metrics
@@ -161,7 +176,8 @@ impl Daemon {
             .transpose()?;
         // What is opened outside is open; threads have it from here.
         if config.sandbox {
-            sandbox::enter(place.socket(), place.folder(), verbs.as_ref().map(Found::node))?;
+            let service = cluster.as_ref().map(|(_, port)| *port);
+            sandbox::enter(place.socket(), place.folder(), verbs.as_ref().map(Found::node), service)?;
         } else {
             tracing::warn!("The daemon runs without a sandbox: no seccomp, no Landlock");
         }
@@ -170,6 +186,9 @@ impl Daemon {
             transports.open_verbs(found)?;
         }
         let engine = EngineThread::start(config.engine, Some(transports))?;
+        let cluster = cluster.map(|(directory, _)| ClusterThread::start(directory, engine.handle()));
+        let cluster =
+            cluster.transpose().map_err(|source| DaemonError::Start { what: "cluster thread", source })?;
         let remembered = Remembered::load(place.folder());
         let (registry, events) =
             Registry::new(place.folder(), config.access.clone(), engine.handle(), remembered);
@@ -208,6 +227,7 @@ impl Daemon {
             registry,
             neighbours,
             keeper: Some(keeper),
+            cluster,
             engine: Some(engine),
             files: vec![service_file, metrics_file],
             metrics: metrics_address,
@@ -243,6 +263,8 @@ impl Drop for Daemon {
             let _ = stop.send(());
         }
         join(self.control.take(), "control");
+        // Before the devices go: their VMs haven't ended, the daemon does.
+        drop(self.cluster.take());
         self.registry.clear();
         self.registry.stop_keeper();
         join(self.keeper.take(), "keeper");
@@ -250,14 +272,29 @@ impl Drop for Daemon {
     }
 }
 
-fn transports(config: &FabricConfig) -> Result<Transports, DaemonError> {
-    let directory = FileDirectory::load(&config.directory)?;
+/// Those of a host with a directory; where that is a cluster's, it as well, and the TCP port of its service.
+type Opened = (Transports, Option<(Arc<ClusterDirectory>, u16)>);
+
+fn transports(config: &FabricConfig, folder: &Path) -> Result<Opened, DaemonError> {
     let address = config.address;
-    if !directory.hosts().contains(&address) {
-        return Err(DaemonError::NotAHost { address, directory: config.directory.clone() });
-    }
+    let (directory, cluster): (Arc<dyn Directory>, _) = match &config.directory {
+        DirectorySource::File(path) => {
+            let directory = FileDirectory::load(path)?;
+            if !directory.hosts().contains(&address) {
+                return Err(DaemonError::NotAHost { address, directory: path.clone() });
+            }
+            (Arc::new(directory), None)
+        }
+        DirectorySource::Cluster(cluster) => {
+            // Where another daemon has the address, the service isn't told that this host has started again.
+            let probe = std::net::UdpSocket::bind(address);
+            drop(probe.map_err(|source| FabricError::Port { address, source })?);
+            let directory = ClusterDirectory::open(cluster.clone(), address, folder)?;
+            (Arc::clone(&directory) as _, Some((directory, cluster.service.port())))
+        }
+    };
     let key = config.cluster_key.as_deref().map(ClusterKey::load).transpose()?;
-    let transports = Transports::open(Arc::new(directory), address, key.as_ref())?;
+    let transports = Transports::open(directory, address, key.as_ref())?;
     tracing::info!(
         %address,
         encryption = transports.fabric().encryption,
@@ -268,7 +305,7 @@ fn transports(config: &FabricConfig) -> Result<Transports, DaemonError> {
             "plain: whoever can forge a host's address can forge requests; --cluster-key FILE encrypts"
         }
     );
-    Ok(transports)
+    Ok((transports, cluster))
 }
 
 /// Finds the RDMA device that has this host's address, and lets its memory be pinned.

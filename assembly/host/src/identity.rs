@@ -1,32 +1,6 @@
 //! Names of VMs and NICs, and the addresses that are made from them.
 
-/// Longest name of a VM, NIC or segment in bytes.
-pub const LONGEST_NAME: usize = 64;
-
-/// A name can't be used.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "\"{}\" is not a {what}'s name: it has 1 to {LONGEST_NAME} of a-z, A-Z, 0-9, '.', '_', '-', and begins with a \
-     letter or digit",
-    name.escape_debug()
-)]
-pub struct BadName {
-    /// `VM`, `NIC` or `segment`.
-    pub what: &'static str,
-    /// As given, cut where it is longer than any name.
-    pub name: String,
-}
-
-/// Checks a name. Names become parts of file names and of metrics' labels.
-///
-/// # Errors
-/// When it is empty, too long, or has other characters.
-pub fn check_name(what: &'static str, name: &str) -> Result<(), BadName> {
-    let plain = (1..=LONGEST_NAME).contains(&name.len())
-        && name.starts_with(|c: char| c.is_ascii_alphanumeric())
-        && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"._-".contains(&byte));
-    if plain { Ok(()) } else { Err(BadName { what, name: name.chars().take(2 * LONGEST_NAME).collect() }) }
-}
+pub use control_api::names::{BadName, LONGEST_NAME, check_name};
 
 /// A MAC address for a NIC that was given none: the same each time, unicast, locally administered.
 #[must_use]

@@ -62,6 +62,7 @@ pub(crate) fn tree(registry: &Registry, neighbours: &Neighbours, uid: u32) -> Va
             "pid": std::process::id(),
             "engine": view.as_ref().map(|view| view.counters),
             "verbs": view.as_ref().and_then(|view| view.verbs.clone()),
+            "cluster": view.as_ref().and_then(|view| view.directory.clone()),
             "fabric": view.and_then(|view| view.fabric),
         },
         // Whom a VM permits is nobody else's affair.
@@ -175,6 +176,32 @@ pub(crate) fn metrics(registry: &Registry) -> Result<String, EncodeError> {
         let sessions = fabric.sessions.iter().flat_map(SessionCounters::list);
         for (name, help, value) in fabric.counters.list().chain(sessions) {
             add(&format!("causeway_host_fabric_{name}_total"), help, &[], value);
+        }
+    }
+    if let Some(cluster) = view.as_ref().and_then(|view| view.directory.as_ref()) {
+        let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
+        for (name, help, value) in [
+            (
+                "connected",
+                "Whether the cluster service is followed at present.",
+                u64::from(cluster.connected),
+            ),
+            ("outage_seconds", "How long the cluster service hasn't been followed.", cluster.outage_seconds),
+            (
+                "failures_total",
+                "Connections to the cluster service that broke, and attempts to make one that failed.",
+                cluster.failures,
+            ),
+            ("revision", "Revision of the cluster's state that is known here.", cluster.revision),
+            ("hosts", "Hosts of the cluster.", count(cluster.hosts)),
+            ("vms", "VMs of the cluster that run.", count(cluster.vms)),
+            (
+                "refused_old_epochs_total",
+                "News of VMs in older epochs, passed over.",
+                cluster.refused_old_epochs,
+            ),
+        ] {
+            add(&format!("causeway_host_cluster_{name}"), help, &[], value);
         }
     }
     // Root's eyes: whoever may read the metrics may read all of them.

@@ -17,6 +17,7 @@
 //! | [`function`] | the two PCI functions of a NIC as vfio-user devices |
 //! | [`engine`] | the thread that owns all RDMA state; doorbell modes |
 //! | [`segments`] | named networks, taps |
+//! | [`cluster`] | the directory of a host whose cluster has a service |
 //! | [`neighbours`] | VMs that read each other's memory: who may, their descriptors, who is alive |
 //! | [`access`], [`identity`] | who may; names and addresses |
 //! | [`listener`], [`remembered`] | sockets; what outlives the daemon |
@@ -25,6 +26,7 @@
 //! | `service`, `server`, `inspect`, `hw_counters` | gRPC, metrics, the live tree |
 
 pub mod access;
+pub mod cluster;
 pub mod daemon;
 pub mod engine;
 pub mod function;
@@ -46,4 +48,4 @@ pub mod testing;
 pub mod transport;
 pub mod uar;
 
-pub use daemon::{Daemon, DaemonConfig, DaemonError, FabricConfig};
+pub use daemon::{Daemon, DaemonConfig, DaemonError, DirectorySource, FabricConfig};

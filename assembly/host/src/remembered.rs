@@ -138,7 +138,7 @@ fn read(path: &Path) -> io::Result<Contents> {
 }
 
 /// A reader finds the old file or the new one, whenever this process or the host dies.
-fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
+pub(crate) fn replace(path: &Path, text: &[u8]) -> io::Result<()> {
     let new = path.with_extension("new");
     let mut file = std::fs::File::create(&new)?;
     file.write_all(text)?;

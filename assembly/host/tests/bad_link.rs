@@ -105,7 +105,7 @@ fn daemon(folder: &std::path::Path, number: usize, place: &Place, port: u16) -> 
     std::fs::write(&directory, text).unwrap();
     let mut config = DaemonConfig::new(folder.join(format!("h{number}/host.sock")));
     config.fabric = Some(host::FabricConfig {
-        directory,
+        directory: host::DirectorySource::File(directory),
         address: format!("{}:{port}", place.addresses[number - 1]).parse().unwrap(),
         cluster_key: None,
         verbs: false,

@@ -6,61 +6,12 @@ mod common;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use common::driver::{Endpoint, Guest};
-use common::monitor::{Machine, Monitor};
+use common::driver::Guest;
+use common::monitor::Machine;
+use common::vm::{Vm, connect, gid, vm};
 use common::{daemon, wait_until};
 use control_api::host::{HostClient, HostError, NicRequest, proto};
 use host::DaemonConfig;
-
-fn gid(last: u8) -> [u8; 16] {
-    let mut gid = [0; 16];
-    (gid[10], gid[11], gid[12], gid[15]) = (0xFF, 0xFF, 10, last);
-    gid
-}
-
-/// A machine with its monitor, driver and one endpoint in INIT.
-struct Vm {
-    machine: Machine,
-    monitor: Monitor,
-    guest: Guest,
-    endpoint: Endpoint,
-    gid: [u8; 16],
-}
-
-fn vm(daemon: &std::path::Path, name: &str, last: u8, doorbell_mode: bool) -> Vm {
-    let machine = Machine::new(name, "blue");
-    let monitor = machine.connect(daemon, doorbell_mode);
-    let mut guest = Guest::new(&machine);
-    guest.probe(&monitor, gid(last));
-    let endpoint = guest.endpoint(&monitor, 1, 4);
-    Vm { machine, monitor, guest, endpoint, gid: gid(last) }
-}
-
-fn connect(a: &Vm, b: &Vm) {
-    a.guest.connect(&a.monitor, &a.endpoint, b.endpoint.qp.1, b.gid);
-    b.guest.connect(&b.monitor, &b.endpoint, a.endpoint.qp.1, a.gid);
-}
-
-impl Vm {
-    /// An RDMA write into a peer's buffer; `wait` finds the completion.
-    fn write(&self, to: &Vm, wr_id: u64, length: u32) -> bool {
-        let target = (to.endpoint.buffer.address, to.endpoint.buffer.rkey);
-        self.guest.post_write(&self.monitor, &self.endpoint, wr_id, length, target)
-    }
-
-    /// Polls busily, as applications do. Status of the completion.
-    fn poll(&self, wr_id: u64) -> u32 {
-        let deadline = Instant::now() + Duration::from_secs(10);
-        loop {
-            if let Some(entry) = self.guest.poll(&self.monitor, &self.endpoint) {
-                assert_eq!(entry.wr_id.get(), wr_id);
-                return entry.status.get();
-            }
-            assert!(Instant::now() < deadline, "no completion of {wr_id}");
-            std::thread::yield_now();
-        }
-    }
-}
 
 #[test]
 fn a_write_arrives_in_both_doorbell_modes_and_the_engine_sleeps_afterwards() {
@@ -315,7 +266,7 @@ fn two_daemons(folder: &std::path::Path, key: bool) -> [host::Daemon; 2] {
     [1, 2].map(|number| {
         let mut config = DaemonConfig::new(folder.join(format!("h{number}/host.sock")));
         config.fabric = Some(host::FabricConfig {
-            directory: directory.clone(),
+            directory: host::DirectorySource::File(directory.clone()),
             address: format!("127.0.0.{number}:{port}").parse().unwrap(),
             cluster_key: key.then(|| file.clone()),
             verbs: false,
@@ -360,7 +311,7 @@ fn vms_of_two_daemons_talk_and_both_say_how() {
             let of = |name: &str| counters[name].as_u64().unwrap();
             let (sent, received) = (of("sent_pkts"), of("rcvd_pkts"));
             assert!(
-                if vm == "a" { sent >= 200 && received > 0 } else { received >= 200 && sent > 0 },
+                if vm == "a" { sent >= 150 && received > 0 } else { received >= 150 && sent > 0 },
                 "{counters}"
             );
             assert_eq!((of("out_of_sequence"), of("port_xmit_packets")), (0, sent));

@@ -267,7 +267,7 @@ impl HostClient {
 }
 
 /// The transport wraps the OS error several times, with texts that say nothing.
-fn root_cause(error: tonic::transport::Error) -> Box<dyn std::error::Error + Send + Sync> {
+pub(crate) fn root_cause(error: tonic::transport::Error) -> Box<dyn std::error::Error + Send + Sync> {
     let mut cause: &(dyn std::error::Error + 'static) = &error;
     while let Some(deeper) = cause.source() {
         cause = deeper;

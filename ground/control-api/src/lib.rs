@@ -15,10 +15,14 @@
 //! | `GET /openapi.json` | the description of all this |
 //!
 //! An error is an HTTP status and a [`types::Problem`].
+//!
+//! Beside it: the gRPC services of a host daemon ([`host`]) and of the cluster ([`cluster`]), and the names that all use ([`names`]).
 
 pub mod client;
+pub mod cluster;
 pub mod discovery;
 pub mod host;
+pub mod names;
 pub mod types;
 
 pub use client::{Client, ClientError};

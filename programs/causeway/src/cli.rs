@@ -1,5 +1,7 @@
 //! The command line.
 
+pub mod cluster;
+
 use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -51,6 +53,9 @@ pub enum Command {
     Limits(LimitsArgs),
     /// Write a new cluster key for `causeway host --cluster-key` to a file that isn't there yet
     Key(KeyArgs),
+    /// Run the cluster service, or ask it: where VMs are, who is connected to whom (docs/cluster.md)
+    #[command(subcommand)]
+    Cluster(cluster::ClusterCommand),
     /// Look at the memory that nodes of a VM share
     #[command(subcommand)]
     Dsm(DsmCommand),
@@ -99,13 +104,22 @@ pub struct HostArgs {
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub metrics: Option<SocketAddr>,
     /// RDMA to other hosts: a file that says which hosts there are, which VMs they run, and their addresses (docs/rdma-hosts.md)
-    #[arg(long, value_name = "PATH", requires = "fabric_address")]
+    #[arg(long, value_name = "PATH", requires = "fabric_address", group = "places")]
     pub directory: Option<PathBuf>,
-    /// This host's address in the directory, where packets of other hosts are taken by UDP
-    #[arg(long, value_name = "ADDRESS:PORT", requires = "directory")]
+    /// RDMA to other hosts: the cluster service that knows where VMs are, in place of a file (docs/cluster.md)
+    #[arg(long, value_name = "HOST:PORT", requires_all = ["fabric_address", "name"], group = "places")]
+    pub cluster: Option<String>,
+    /// This host's name in the cluster
+    #[arg(long, value_name = "HOST", requires = "cluster")]
+    pub name: Option<String>,
+    /// Keys for the cluster service, where it has some.
+    #[command(flatten)]
+    pub keys: cluster::KeysArgs,
+    /// This host's address, where packets of other hosts are taken by UDP; with --directory, one of its hosts
+    #[arg(long, value_name = "ADDRESS:PORT", requires = "places")]
     pub fabric_address: Option<SocketAddr>,
     /// Encrypt and authenticate packets between hosts with the key in this file, the same on all hosts (`causeway key` makes one)
-    #[arg(long, value_name = "FILE", requires = "directory")]
+    #[arg(long, value_name = "FILE", requires = "places")]
     pub cluster_key: Option<PathBuf>,
     /// Offer transport verbs to VMs that the directory pins to it: their connections are carried by this host's RDMA device that has the
     /// address of --fabric-address (docs/rdma-hosts.md)

@@ -101,6 +101,72 @@ const WRONG: &[(&[&str], &str)] = &[
         "No VM answers at /nonexistent/vm.sock\n  because: No such file",
     ),
     (&["inspect", "--socket", "/nonexistent/vm.sock"], "No VM answers at"),
+    (&["cluster", "serve", "--listen", "here", "--state", "s"], "Invalid value 'here' for '--listen"),
+    (&["cluster", "serve", "--listen", "127.0.0.1:0"], "--state <FILE>"),
+    (
+        &["cluster", "serve", "--listen", "127.0.0.1:0", "--state", "/nonexistent/c.redb"],
+        "/nonexistent/c.redb can't be opened",
+    ),
+    (
+        &["cluster", "serve", "--listen", "127.0.0.1:0", "--state", "s.redb", "--mtu", "1501"],
+        "An mtu of 1501 isn't possible",
+    ),
+    (
+        &["cluster", "serve", "--listen", "192.0.2.1:1", "--state", "t.redb"],
+        "can't listen at 192.0.2.1:1; choose another --listen",
+    ),
+    (&["cluster", "serve", "--listen", "127.0.0.1:0", "--state", "s", "--ca", "ca"], "--cert <FILE>"),
+    (
+        &[
+            "cluster",
+            "serve",
+            "--listen",
+            "127.0.0.1:0",
+            "--state",
+            "u.redb",
+            "--ca",
+            "a",
+            "--cert",
+            "b",
+            "--key",
+            "c",
+        ],
+        "The certificate a can't be read",
+    ),
+    (&["cluster", "vms"], "--cluster <HOST:PORT>"),
+    (&["cluster", "vms", "--cluster", "nowhere"], "\"nowhere\" is no address of a cluster service"),
+    (&["cluster", "status", "--cluster", "127.0.0.1:1"], "No cluster service answers at 127.0.0.1:1"),
+    (&["host", "--cluster", "127.0.0.1:1"], "--fabric-address"),
+    (&["host", "--cluster", "127.0.0.1:1", "--fabric-address", "127.0.0.1:4792"], "--name <HOST>"),
+    (
+        &[
+            "host",
+            "--directory",
+            "d",
+            "--cluster",
+            "127.0.0.1:1",
+            "--fabric-address",
+            "127.0.0.1:4792",
+            "--name",
+            "h",
+        ],
+        "cannot be used with",
+    ),
+    (&["host", "--fabric-address", "127.0.0.1:4792"], "--directory <PATH>|--cluster <HOST:PORT>"),
+    (
+        &[
+            "host",
+            "--socket",
+            "h/h.sock",
+            "--cluster",
+            "127.0.0.1:1",
+            "--fabric-address",
+            "127.0.0.1:4792",
+            "--name",
+            "h",
+        ],
+        "because: No cluster service answers at 127.0.0.1:1",
+    ),
 ];
 
 #[test]
@@ -280,4 +346,78 @@ proptest! {
         prop_assume!(!flags.iter().flatten().any(|word| matches!(word.as_str(), "-h" | "-V")));
         failure(&output, &format!("{arguments:?}"));
     }
+}
+
+/// The service as a process of its own, asked by the program: what it shows, and that it goes on with its file after SIGKILL.
+#[test]
+fn the_cluster_service_serves_and_is_asked() {
+    use std::io::{BufRead as _, BufReader};
+    let runtime = tempfile::tempdir().unwrap();
+    let serve = || {
+        let mut service = Command::new(env!("CARGO_BIN_EXE_causeway"))
+            .args([
+                "--json",
+                "cluster",
+                "serve",
+                "--listen",
+                "127.0.0.1:0",
+                "--state",
+                "c.redb",
+                "--mtu",
+                "4096",
+            ])
+            .current_dir(runtime.path())
+            .env_remove("RUST_LOG")
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(service.stdout.take().unwrap()).lines().map_while(Result::ok);
+        let line = lines.find(|line| line.contains("listen")).unwrap();
+        let address = line.split('"').nth(3).unwrap().to_owned();
+        (service, address)
+    };
+    let (mut service, address) = serve();
+    let ask = |what: &str, address: &str| {
+        let output = causeway(runtime.path(), &["--json", "cluster", what, "--cluster", address]);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap()
+    };
+    let status = ask("status", &address);
+    assert_eq!(
+        (&status["mtu"], &status["authenticated"], &status["hosts"]),
+        (&4096.into(), &false.into(), &0.into())
+    );
+    let client = control_api::cluster::Service::new(&address, None).unwrap();
+    let register = control_api::cluster::proto::RegisterHostRequest {
+        name: "h1".to_owned(),
+        fabric_address: "10.77.0.1:4792".to_owned(),
+        incarnation: 0,
+    };
+    client.ask("RegisterHost", async |client| client.register_host(register).await).unwrap();
+    assert_eq!(ask("hosts", &address)[0]["name"], "h1");
+    assert_eq!(ask("vms", &address), serde_json::json!([]));
+    let output = causeway(runtime.path(), &["cluster", "hosts", "--cluster", &address]);
+    assert!(
+        text(&output.stdout).contains("h1    10.77.0.1:4792  heard  1       0"),
+        "{}",
+        text(&output.stdout)
+    );
+    // One service per file.
+    let second =
+        causeway(runtime.path(), &["cluster", "serve", "--listen", "127.0.0.1:0", "--state", "c.redb"]);
+    assert!(
+        text(&second.stderr).contains("Is another `causeway cluster` running"),
+        "{}",
+        text(&second.stderr)
+    );
+    service.kill().unwrap();
+    let mut said = String::new();
+    service.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+    service.wait().unwrap();
+    assert!(said.contains("nothing is authenticated"), "{said}");
+    let (mut service, address) = serve();
+    assert_eq!(ask("hosts", &address)[0]["name"], "h1");
+    service.kill().unwrap();
+    service.wait().unwrap();
 }

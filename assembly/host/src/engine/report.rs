@@ -63,6 +63,8 @@ pub struct EngineView {
     pub counters: LoopCounters,
     /// The sockets to other hosts, where there are some.
     pub fabric: Option<crate::transport::FabricReport>,
+    /// The directory, where it comes from a cluster service.
+    pub directory: Option<crate::transport::DirectoryReport>,
     /// The host's RDMA device, or why there is none.
     pub verbs: Option<crate::transport::VerbsReport>,
     /// By number.

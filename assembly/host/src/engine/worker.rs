@@ -350,6 +350,13 @@ impl Worker {
         device.shared_region().filter(|_| matches!(device.phase(), Phase::Described | Phase::Active))
     }
 
+    /// The directory of hosts and VMs says something else than before.
+    pub fn directory_changed(&mut self) {
+        if let Some(transports) = &mut self.transports {
+            transports.directory_changed(&mut self.engine);
+        }
+    }
+
     /// What the VM may use.
     pub fn set_limits(&mut self, id: DeviceId, limits: Limits) {
         if let Some((device, _, engine)) = self.find(id) {
@@ -414,7 +421,8 @@ impl Worker {
         let sockets = self.transports.as_ref().filter(|transports| transports.has_fabric());
         let fabric = sockets.map(Transports::fabric);
         let verbs = self.transports.as_ref().map(Transports::verbs);
-        EngineView { counters: self.counters, fabric, verbs, devices }
+        let directory = self.transports.as_ref().and_then(Transports::directory);
+        EngineView { counters: self.counters, fabric, directory, verbs, devices }
     }
 
     /// Whether a queue pair's peer is reached on this host without a transport, or was when they spoke.

@@ -1,10 +1,11 @@
-//! Landlock: of the file system the daemon keeps its own folder, taps and what the kernel says of them; no TCP port is opened or connected to.
+//! Landlock: of the file system the daemon keeps its own folder, taps and what the kernel says of them; no TCP port is opened, and none connected
+//! to but that of the cluster service, where the daemon has one.
 
 use std::path::Path;
 
 use landlock::{
-    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible as _, PathBeneath, PathFd,
-    Ruleset, RulesetAttr as _, RulesetCreatedAttr as _, Scope,
+    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible as _, NetPort, PathBeneath,
+    PathFd, Ruleset, RulesetAttr as _, RulesetCreatedAttr as _, Scope,
 };
 
 use super::SandboxError;
@@ -17,7 +18,12 @@ const TUN: &str = "/dev/net/tun";
 const TAPS: &str = "/sys/devices/virtual/net";
 
 /// Confines the calling thread and those it makes. Returns what is in force.
-pub(super) fn enforce(socket: &Path, folder: &Path, rdma: Option<&Path>) -> Result<String, SandboxError> {
+pub(super) fn enforce(
+    socket: &Path,
+    folder: &Path,
+    rdma: Option<&Path>,
+    service: Option<u16>,
+) -> Result<String, SandboxError> {
     let failed = |source: landlock::RulesetError| SandboxError::Landlock(source.into());
     let mut ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::BestEffort)
@@ -55,6 +61,9 @@ pub(super) fn enforce(socket: &Path, folder: &Path, rdma: Option<&Path>) -> Resu
         let fd = PathFd::new(path)
             .map_err(|source| SandboxError::Path { path: path.to_owned(), source: source.into() })?;
         ruleset = ruleset.add_rule(PathBeneath::new(fd, access)).map_err(failed)?;
+    }
+    if let Some(port) = service {
+        ruleset = ruleset.add_rule(NetPort::new(port, AccessNet::ConnectTcp)).map_err(failed)?;
     }
     let status = ruleset.restrict_self().map_err(failed)?;
     Ok(confinement::landlock_state(&status))

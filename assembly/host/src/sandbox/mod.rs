@@ -54,13 +54,18 @@ const ENDING: confinement::trap::Ending = confinement::trap::Ending {
 };
 
 /// Confines the calling thread and those that it makes from now on. The service's socket is `socket`, `folder` the one beside it, `rdma` an RDMA device's file
-/// that is opened afterwards.
-pub(crate) fn enter(socket: &Path, folder: &Path, rdma: Option<&Path>) -> Result<(), SandboxError> {
+/// that is opened afterwards, and `service` the one TCP port to which connections may be made, if any.
+pub(crate) fn enter(
+    socket: &Path,
+    folder: &Path,
+    rdma: Option<&Path>,
+    service: Option<u16>,
+) -> Result<(), SandboxError> {
     confinement::trap::install(ENDING)
         .map_err(|source| SandboxError::Privileges { what: "handle refused system calls", source })?;
     let kept = drop_capabilities()?;
-    let landlock = filesystem::enforce(socket, folder, rdma)?;
-    seccomp::enforce(rdma.is_some())?;
+    let landlock = filesystem::enforce(socket, folder, rdma, service)?;
+    seccomp::enforce(seccomp::Uses { rdma: rdma.is_some(), service: service.is_some() })?;
     tracing::info!(landlock, capabilities = kept, "Sandbox: seccomp is enforced");
     Ok(())
 }

@@ -3,7 +3,10 @@
 use std::collections::BTreeMap;
 
 use confinement::{Arguments, BackendError};
-use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, SeccompRule, TargetArch};
+use seccompiler::{
+    BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+    TargetArch,
+};
 
 use super::SandboxError;
 
@@ -57,7 +60,8 @@ const EVENTS: &[i64] = &[
     libc::SYS_eventfd2,
 ];
 
-/// Sockets: the service and metrics, vfio-user with descriptors, UDP between hosts. New ones are Unix sockets only, see `rules`.
+/// Sockets: the service and metrics, vfio-user with descriptors, UDP between hosts. New ones are Unix sockets only, and TCP where the daemon has a
+/// cluster service, see `rules`.
 const SOCKETS: &[i64] = &[
     libc::SYS_bind,
     libc::SYS_listen,
@@ -145,9 +149,40 @@ const FCNTLS: &[libc::c_int] = &[
     libc::F_ADD_SEALS,
 ];
 
-/// What arguments must be; `rdma`: the daemon uses an RDMA device of the host.
-fn arguments(rdma: bool) -> Arguments {
-    let ioctls = if rdma { IOCTLS } else { IOCTLS.split_first().map_or(IOCTLS, |(_, rest)| rest) };
+/// What the daemon uses that not every daemon does.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Uses {
+    /// An RDMA device of the host.
+    pub rdma: bool,
+    /// A cluster service, to which it connects by TCP.
+    pub service: bool,
+}
+
+/// What arguments must be.
+fn rules(uses: Uses, syscall: i64) -> Result<Vec<SeccompRule>, BackendError> {
+    let mut rules = arguments(uses).rules(syscall)?;
+    if uses.service && syscall == libc::SYS_socket {
+        for family in [libc::AF_INET, libc::AF_INET6] {
+            let is = |argument, mask, value: libc::c_int| {
+                let operator = SeccompCmpOp::MaskedEq(mask);
+                let value = u64::from(value.cast_unsigned());
+                SeccompCondition::new(argument, SeccompCmpArgLen::Dword, operator, value)
+            };
+            // Its kind without the flags beside it.
+            rules.push(SeccompRule::new(vec![
+                is(0, u64::from(u32::MAX), family)?,
+                is(1, SOCKET_KIND, libc::SOCK_STREAM)?,
+            ])?);
+        }
+    }
+    Ok(rules)
+}
+
+/// `SOCK_TYPE_MASK` of Linux: a socket's kind, without `SOCK_NONBLOCK` and `SOCK_CLOEXEC`.
+const SOCKET_KIND: u64 = 0xF;
+
+fn arguments(uses: Uses) -> Arguments {
+    let ioctls = if uses.rdma { IOCTLS } else { IOCTLS.split_first().map_or(IOCTLS, |(_, rest)| rest) };
     Arguments { ioctls, prctls: PRCTLS, fcntls: FCNTLS }
 }
 
@@ -159,11 +194,11 @@ fn compile(
     SeccompFilter::new(rules, otherwise, matched, TargetArch::x86_64)?.try_into()
 }
 
-fn programs(rdma: bool) -> Result<[BpfProgram; 2], BackendError> {
+fn programs(uses: Uses) -> Result<[BpfProgram; 2], BackendError> {
     let mut allowed = BTreeMap::new();
     for list in [RUN_TIME, EVENTS, SOCKETS, FILES, CHECKED] {
         for syscall in list {
-            allowed.insert(*syscall, arguments(rdma).rules(*syscall)?);
+            allowed.insert(*syscall, rules(uses, *syscall)?);
         }
     }
     let allowed = compile(allowed, SeccompAction::Trap, SeccompAction::Allow)?;
@@ -172,8 +207,8 @@ fn programs(rdma: bool) -> Result<[BpfProgram; 2], BackendError> {
 }
 
 /// Confines the calling thread and those it makes.
-pub(super) fn enforce(rdma: bool) -> Result<(), SandboxError> {
-    let programs = programs(rdma).map_err(|error| SandboxError::Seccomp(error.into()))?;
+pub(super) fn enforce(uses: Uses) -> Result<(), SandboxError> {
+    let programs = programs(uses).map_err(|error| SandboxError::Seccomp(error.into()))?;
     for program in programs {
         seccompiler::apply_filter(&program).map_err(|error| SandboxError::Seccomp(error.into()))?;
     }
@@ -185,12 +220,12 @@ mod tests {
     use super::*;
 
     /// Each runs on a thread of its own: a filter lasts as long as its thread.
-    fn confined<R: Send + 'static>(what: impl FnOnce() -> R + Send + 'static) -> R {
-        std::thread::spawn(|| {
+    fn confined<R: Send + 'static>(uses: Uses, what: impl FnOnce() -> R + Send + 'static) -> R {
+        std::thread::spawn(move || {
             let mut allowed = BTreeMap::new();
             for list in [RUN_TIME, EVENTS, SOCKETS, FILES, CHECKED] {
                 for syscall in list {
-                    allowed.insert(*syscall, arguments(false).rules(*syscall).unwrap_or_default());
+                    allowed.insert(*syscall, rules(uses, *syscall).unwrap_or_default());
                 }
             }
             // As the real one, but a refusal is an error that can be looked at.
@@ -205,7 +240,7 @@ mod tests {
 
     #[test]
     fn programs_networks_and_processes_are_out_of_reach_and_work_is_not() {
-        let refused = confined(|| {
+        let refused = confined(Uses::default(), || {
             let code = |error: std::io::Error| error.raw_os_error();
             [
                 std::net::UdpSocket::bind("127.0.0.1:0").map(drop).map_err(code),
@@ -218,11 +253,23 @@ mod tests {
         for result in refused {
             assert_eq!(result, Err(Some(libc::EOVERFLOW)));
         }
-        let fine = confined(|| {
+        let fine = confined(Uses::default(), || {
             let pair = std::os::unix::net::UnixDatagram::unbound().map(drop);
             let thread = std::thread::spawn(|| 7).join().ok();
             (pair.is_ok(), thread)
         });
         assert_eq!(fine, (true, Some(7)));
+    }
+
+    #[test]
+    fn a_daemon_with_a_cluster_service_may_connect_by_tcp_and_no_more() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap_or_else(|e| panic!("{e}"));
+        let address = listener.local_addr().unwrap_or_else(|e| panic!("{e}"));
+        let (tcp, udp) = confined(Uses { service: true, rdma: false }, move || {
+            let tcp = std::net::TcpStream::connect(address).is_ok();
+            let udp = std::net::UdpSocket::bind("127.0.0.1:0").map(drop);
+            (tcp, udp.map_err(|error| error.raw_os_error()))
+        });
+        assert_eq!((tcp, udp), (true, Err(Some(libc::EOVERFLOW))));
     }
 }

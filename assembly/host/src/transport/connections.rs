@@ -1,6 +1,6 @@
 //! The protocol's connections: found by queue pair, ordered by who has something to send, and by time.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::net::SocketAddr;
 
 use hca::attributes::QpKind;
@@ -12,6 +12,7 @@ use roce::{Config, Connection, Counters, Mtu, Reliability, SendAttributes};
 
 use super::directory::VmId;
 use super::header::Header;
+use super::local::Pair;
 use super::wire::Line;
 
 /// A queue pair's connection.
@@ -122,6 +123,11 @@ impl Entry {
         })
     }
 
+    /// Who is connected to whom by it; nobody where the peer is outside of the cluster.
+    fn pair(&self) -> Option<Pair> {
+        self.line.is_none().then_some((self.header.source, self.peer_vm))
+    }
+
     /// The queue pair sends now: attributes that it got after it could receive are taken over.
     pub fn may_send<P: Provider>(&mut self, engine: &Engine<P>) {
         if self.sends {
@@ -167,6 +173,9 @@ pub(super) struct Connections {
     timers: BTreeSet<(u64, usize)>,
     /// What connections that are gone have counted.
     past: HashMap<DeviceId, Counters>,
+    /// Who is connected to whom by `fabric`, by how many connections.
+    pairs: BTreeMap<Pair, usize>,
+    pairs_changed: bool,
 }
 
 impl Connections {
@@ -238,7 +247,24 @@ impl Connections {
         };
         self.numbers.insert(number, index);
         self.handles.insert((qp.device, qp.handle), index);
+        if let Some(pair) = self.get(index).and_then(Entry::pair) {
+            let count = self.pairs.entry(pair).or_default();
+            self.pairs_changed |= *count == 0;
+            *count += 1;
+        }
         Some(index)
+    }
+
+    /// Who is connected to whom, if that isn't what it was when this was asked last.
+    pub fn changed_pairs(&mut self) -> Option<BTreeSet<Pair>> {
+        std::mem::take(&mut self.pairs_changed).then(|| self.pairs.keys().copied().collect())
+    }
+
+    /// Peers may be elsewhere now.
+    pub fn locate(&mut self, host: impl Fn(VmId) -> Option<SocketAddr>) {
+        for entry in self.entries.iter_mut().flatten().filter(|entry| entry.line.is_none()) {
+            entry.host = host(entry.peer_vm);
+        }
     }
 
     /// The newest connection of a queue pair, whichever of its incarnations has it.
@@ -270,6 +296,15 @@ impl Connections {
     pub fn remove(&mut self, index: usize) {
         let Some(entry) = self.entries.get_mut(index).and_then(Option::take) else { return };
         self.past.entry(entry.qp.device).or_default().add(entry.connection.counters());
+        if let Some(pair) = entry.pair()
+            && let Some(count) = self.pairs.get_mut(&pair)
+        {
+            *count -= 1;
+            if *count == 0 {
+                self.pairs.remove(&pair);
+                self.pairs_changed = true;
+            }
+        }
         if let Some(timer) = entry.timer {
             self.timers.remove(&(timer, index));
         }

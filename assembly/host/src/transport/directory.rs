@@ -1,11 +1,11 @@
 //! Where VMs are: which host serves a VM's RDMA NICs, and which addresses they have.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Debug;
 use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 
-use hca::names::Gid;
+use hca::names::{DeviceId, Gid};
 use serde::Deserialize;
 
 use super::pin::TransportKind;
@@ -31,6 +31,54 @@ pub trait Directory: Debug + Send + Sync {
     fn mtu(&self) -> roce::Mtu;
     /// Sockets per host, on consecutive ports.
     fn sockets(&self) -> u16;
+    /// Something of this host has changed. Called by the engine's thread: must not wait for anything.
+    fn tell(&self, news: News<'_>);
+    /// How up to date it is, where that can be said.
+    fn report(&self) -> Option<DirectoryReport>;
+}
+
+/// What a directory is told by the host that uses it.
+#[derive(Debug, Clone)]
+pub enum News<'a> {
+    /// A device is here, or its guest has bound other addresses.
+    Nic {
+        /// The device.
+        device: DeviceId,
+        /// Its VM, as `causeway run --name` has it.
+        vm: &'a str,
+        /// Whom it reaches.
+        segment: &'a str,
+        /// All addresses that its guest has bound.
+        addresses: &'a BTreeSet<Gid>,
+    },
+    /// A device has gone.
+    NicGone {
+        /// The device.
+        device: DeviceId,
+    },
+    /// VMs of this host and those elsewhere that they are connected to: all of them.
+    Connected(BTreeSet<(VmId, VmId)>),
+}
+
+/// How up to date a directory is.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+pub struct DirectoryReport {
+    /// The cluster service.
+    pub service: String,
+    /// Whether what it says is followed at present.
+    pub connected: bool,
+    /// How long it hasn't been, in seconds.
+    pub outage_seconds: u64,
+    /// Connections to the service that broke, and attempts to make one that failed, since the daemon's start.
+    pub failures: u64,
+    /// The state's revision.
+    pub revision: u64,
+    /// Hosts.
+    pub hosts: usize,
+    /// VMs that run.
+    pub vms: usize,
+    /// What was said of VMs in older epochs than what was known, and passed over.
+    pub refused_old_epochs: u64,
 }
 
 /// That of a host which was given none: it knows nobody.
@@ -64,6 +112,12 @@ impl Directory for NoDirectory {
 
     fn sockets(&self) -> u16 {
         0
+    }
+
+    fn tell(&self, _: News<'_>) {}
+
+    fn report(&self) -> Option<DirectoryReport> {
+        None
     }
 }
 
@@ -291,6 +345,13 @@ impl Directory for FileDirectory {
 
     fn sockets(&self) -> u16 {
         self.sockets
+    }
+
+    /// What runs where is written in the file.
+    fn tell(&self, _: News<'_>) {}
+
+    fn report(&self) -> Option<DirectoryReport> {
+        None
     }
 }
 

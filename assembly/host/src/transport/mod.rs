@@ -13,6 +13,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `directory` | where VMs are |
+//! | `local` | this host's devices, as the directory is told of them and names them |
 //! | `fabric`, `header`, `counters` | packets between daemons |
 //! | `secure` | their encryption and authentication |
 //! | `wire` | plain RoCEv2 on a NIC's segment, for whoever no daemon knows |
@@ -34,6 +35,7 @@ mod fabric;
 #[doc(hidden)]
 pub mod fuzzing;
 mod header;
+mod local;
 mod moving;
 mod pin;
 mod reports;
@@ -61,10 +63,12 @@ use carrier::Carrier;
 use connections::{Connections, Entry};
 pub use counters::{ENCRYPTED, FabricCounters, FabricReport, SessionCounters};
 use directory::NoDirectory;
-pub use directory::{Directory, DirectoryError, FileDirectory, VmId};
+pub use directory::{Directory, DirectoryError, DirectoryReport, FileDirectory, News, VmId};
 pub use fabric::FabricError;
 use fabric::{Fabric, Run};
 use header::{ADDRESSES, Addresses, Header, Kind};
+use local::Local;
+pub use local::Pair;
 pub use moving::{Immovable, SavedConnection};
 use pin::Refused;
 pub use pin::TransportKind;
@@ -113,6 +117,10 @@ pub struct Transports {
     instead: HashMap<QpId, String>,
     /// Messages of other daemons about `verbs`, to be taken.
     control: Vec<(DeviceId, VmId, Message)>,
+    /// Devices of this host, whether or not the directory knows their VMs.
+    local: HashMap<DeviceId, Local>,
+    /// What the directory was told of is as old.
+    topology: u64,
     nics: HashMap<DeviceId, Nic>,
     /// By VM and segment.
     devices: HashMap<(VmId, u32), DeviceId>,
@@ -163,6 +171,8 @@ impl Transports {
             verbs: Verbs::absent("its daemon isn't told to use an RDMA device; start it with --verbs"),
             instead: HashMap::new(),
             control: Vec::new(),
+            local: HashMap::new(),
+            topology: 0,
             nics: HashMap::new(),
             devices: HashMap::new(),
             connections: Connections::default(),
@@ -186,49 +196,6 @@ impl Transports {
     ) {
         self.wire.attach(device, segment, port);
         engine.set_uplink(segment, true);
-    }
-
-    /// A device was added to the engine. VMs that the directory doesn't know reach nobody elsewhere.
-    pub fn attach<P: Provider>(
-        &mut self,
-        engine: &mut Engine<P>,
-        device: DeviceId,
-        vm: &str,
-        segment: &str,
-        segment_id: SegmentId,
-    ) {
-        let Some(vm) = self.directory.vm(vm) else { return };
-        let nic = Nic { vm, segment: segment.to_owned(), segment_id, tag: header::tag(segment) };
-        if self.devices.insert((vm, nic.tag), device).is_some_and(|other| self.nics.contains_key(&other)) {
-            tracing::warn!(
-                vm = vm.0,
-                segment,
-                "A VM has a second RDMA NIC in a segment; other hosts reach the last one only"
-            );
-        }
-        self.nics.insert(device, nic);
-        engine.set_uplink(segment_id, true);
-        if let Some(pin) = self.directory.pin(vm) {
-            // What isn't to go from RAM to RAM comes here, and is carried or refused.
-            engine.set_detour(device, pin != TransportKind::Local);
-            tracing::info!(vm = vm.0, segment, "A VM's RDMA is pinned to transport {}", pin.name());
-            if pin == TransportKind::Verbs && !self.verbs.is_there() {
-                tracing::warn!(vm = vm.0, "Connections of that VM are refused: {}", self.verbs.why_absent());
-            }
-        }
-    }
-
-    /// A device is about to leave the engine.
-    pub fn detach(&mut self, device: DeviceId) {
-        if let Some(nic) = self.nics.remove(&device)
-            && self.devices.get(&(nic.vm, nic.tag)) == Some(&device)
-        {
-            self.devices.remove(&(nic.vm, nic.tag));
-        }
-        self.wire.detach(device);
-        self.connections.remove_device(device);
-        self.verbs.remove_device(device);
-        self.instead.retain(|qp, _| qp.device != device);
     }
 
     /// Descriptors that become readable when there is something to receive.
@@ -344,7 +311,14 @@ impl Transports {
             let Some(index) = self.connections.next_ready() else { break };
             worked |= self.transmit(engine, index, now);
         }
+        self.tell(engine);
         worked
+    }
+
+    /// What the directory says of itself.
+    #[must_use]
+    pub fn directory(&self) -> Option<DirectoryReport> {
+        self.directory.report()
     }
 
     fn act<P: Provider>(&mut self, engine: &mut Engine<P>, action: Action, now: u64) {

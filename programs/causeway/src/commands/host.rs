@@ -4,9 +4,10 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use host::access::Access;
+use host::cluster::ClusterConfig;
 use host::engine::EngineSetup;
 use host::neighbours::{Heartbeat, NeighboursConfig};
-use host::{Daemon, DaemonConfig, FabricConfig};
+use host::{Daemon, DaemonConfig, DirectorySource, FabricConfig};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
@@ -17,29 +18,31 @@ use crate::output;
 pub fn host(args: &HostArgs, json: bool) -> anyhow::Result<()> {
     // Before the sockets are there: a signal that comes while it starts ends it in order, too.
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("Signals can't be listened to")?;
-    let config =
-        DaemonConfig {
-            socket: args.socket.clone(),
-            access: Access { uids: args.allow_uid.clone(), gids: args.allow_gid.clone() },
-            metrics: args.metrics,
-            sandbox: !args.no_sandbox,
-            fabric: args.directory.clone().zip(args.fabric_address).map(|(directory, address)| {
-                FabricConfig { directory, address, cluster_key: args.cluster_key.clone(), verbs: args.verbs }
-            }),
-            neighbours: NeighboursConfig {
-                heartbeat: Heartbeat {
-                    patience: Duration::from_millis(args.neighbour_patience),
-                    ..Heartbeat::DEFAULT
-                },
-                ..NeighboursConfig::default()
+    let config = DaemonConfig {
+        socket: args.socket.clone(),
+        access: Access { uids: args.allow_uid.clone(), gids: args.allow_gid.clone() },
+        metrics: args.metrics,
+        sandbox: !args.no_sandbox,
+        fabric: fabric(args)?,
+        neighbours: NeighboursConfig {
+            heartbeat: Heartbeat {
+                patience: Duration::from_millis(args.neighbour_patience),
+                ..Heartbeat::DEFAULT
             },
-            engine: EngineSetup {
-                cpu: args.engine_cpu,
-                busy_window: Duration::from_millis(args.doorbell_window),
-                ..EngineSetup::default()
-            },
-        };
+            ..NeighboursConfig::default()
+        },
+        engine: EngineSetup {
+            cpu: args.engine_cpu,
+            busy_window: Duration::from_millis(args.doorbell_window),
+            ..EngineSetup::default()
+        },
+    };
     let daemon = Daemon::start(&config)?;
+    if let Some(service) = args.cluster.as_ref().filter(|_| args.keys.ca.is_none()) {
+        tracing::warn!(
+            "What the cluster service says is taken without keys: whoever answers at {service} is believed; --ca, --cert and --key make it safe"
+        );
+    }
     if json {
         let metrics = daemon.metrics().map(|address| address.to_string());
         output::print_json(&serde_json::json!({ "socket": daemon.socket(), "metrics": metrics }))?;
@@ -51,4 +54,23 @@ pub fn host(args: &HostArgs, json: bool) -> anyhow::Result<()> {
     }
     drop(daemon);
     Ok(())
+}
+
+/// How other hosts are reached, if they are.
+fn fabric(args: &HostArgs) -> anyhow::Result<Option<FabricConfig>> {
+    let directory = match (&args.directory, &args.cluster, &args.name) {
+        (Some(file), ..) => DirectorySource::File(file.clone()),
+        (None, Some(address), Some(name)) => {
+            let service = args.keys.service(address)?;
+            DirectorySource::Cluster(ClusterConfig { service, name: name.clone() })
+        }
+        _ => return Ok(None),
+    };
+    // The command line asks for both or none.
+    Ok(args.fabric_address.map(|address| FabricConfig {
+        directory,
+        address,
+        cluster_key: args.cluster_key.clone(),
+        verbs: args.verbs,
+    }))
 }

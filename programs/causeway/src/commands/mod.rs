@@ -1,5 +1,6 @@
 //! The commands, one module each.
 
+mod cluster;
 mod control;
 mod doctor;
 mod dsm_top;
@@ -31,6 +32,7 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Host(args) => host::host(&args, json)?,
         Command::Limits(args) => limits::limits(&args, json)?,
         Command::Key(args) => key::key(&args, json)?,
+        Command::Cluster(command) => cluster::cluster(&command, json)?,
         Command::Dsm(DsmCommand::Top(args)) => dsm_top::top(&args, json)?,
         Command::Doctor => return doctor::doctor(json),
     }

@@ -12,7 +12,7 @@ use pvrdma::Config;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::{SEGMENT, SEGMENT_NAME};
-use crate::transport::{Directory, TransportKind};
+use crate::transport::{Directory, DirectoryReport, News, TransportKind};
 
 /// What a host knows of where VMs are.
 #[derive(Debug)]
@@ -55,6 +55,12 @@ impl Directory for LiveDirectory {
 
     fn sockets(&self) -> u16 {
         1
+    }
+
+    fn tell(&self, _: News<'_>) {}
+
+    fn report(&self) -> Option<DirectoryReport> {
+        None
     }
 }
 

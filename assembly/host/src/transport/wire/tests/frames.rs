@@ -13,7 +13,7 @@ use roce::{Packet, icrc};
 
 use super::super::super::directory::VmId;
 use super::super::super::fabric::Fabric;
-use super::super::super::{Directory, TransportKind, Transports};
+use super::super::super::{Directory, DirectoryReport, News, TransportKind, Transports};
 use super::super::Wire;
 use super::Side;
 
@@ -338,6 +338,12 @@ impl Directory for OneVm {
 
     fn sockets(&self) -> u16 {
         1
+    }
+
+    fn tell(&self, _: News<'_>) {}
+
+    fn report(&self) -> Option<DirectoryReport> {
+        None
     }
 }
 

@@ -1,0 +1,234 @@
+//! The thread that owns the registry, and what follows from its decisions: events for watchers, messages for hosts.
+//!
+//! Jobs are carried out one after the other. A job's answer, events and messages leave when its transaction is on the disk. A watcher that doesn't
+//! take its events is dropped; it comes back, and gets what it missed or, where that isn't known any more, the whole state.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use control_api::cluster::proto;
+use nomad::{HostId, Message, MigrationId, Node};
+use tokio::sync::{mpsc, oneshot};
+use tonic::Status;
+
+use crate::messages;
+use crate::refusal::Refusal;
+use crate::registry::{Event, Registry};
+
+/// Events that are kept for watchers that come back.
+const LOG: usize = 4096;
+/// Events that may wait for one watcher.
+const WATCHER: usize = 1024;
+/// Watchers at most.
+const MAX_WATCHERS: usize = 8192;
+/// Messages that may wait for one host; what is beyond is lost, and said again by the protocol.
+const MESSAGES: usize = 256;
+/// A database that can't be written is tried again after this long.
+const AGAIN: Duration = Duration::from_millis(500);
+
+type Job = Box<dyn FnOnce(&mut Keeper, Instant) + Send>;
+
+/// Sends to the thread. Cheap to clone.
+#[derive(Debug, Clone)]
+pub(crate) struct Handle(Sender<Job>);
+
+impl Handle {
+    /// Has a job carried out. It is on the disk when this returns.
+    pub async fn ask<R: Send + 'static>(
+        &self,
+        job: impl FnOnce(&mut Keeper, Instant) -> R + Send + 'static,
+    ) -> Result<R, Status> {
+        let gone = || Status::unavailable("The cluster service is ending");
+        let (answer, result) = oneshot::channel();
+        let job: Job = Box::new(move |keeper, now| {
+            let result = job(keeper, now);
+            keeper.deliver();
+            // Whoever asked may have gone.
+            let _ = answer.send(result);
+        });
+        self.0.send(job).map_err(|_| gone())?;
+        result.await.map_err(|_| gone())
+    }
+}
+
+/// What the thread owns.
+#[derive(Debug)]
+pub(crate) struct Keeper {
+    pub registry: Registry,
+    /// This start of the service, for watchers that come back.
+    pub instance: u64,
+    log: VecDeque<proto::WatchEvent>,
+    watchers: Vec<mpsc::Sender<Result<proto::WatchEvent, Status>>>,
+    hosts: HashMap<HostId, mpsc::Sender<Result<proto::Envelope, Status>>>,
+    /// Watchers that were dropped because they took nothing.
+    pub slow_watchers: u64,
+    /// Messages of the coordinator that found no host, or no room.
+    pub lost_messages: u64,
+}
+
+/// Starts the thread. It ends when all handles are gone.
+pub(crate) fn start(registry: Registry, instance: u64) -> std::io::Result<(Handle, JoinHandle<()>)> {
+    let (jobs, inbox) = channel();
+    let mut keeper = Keeper {
+        registry,
+        instance,
+        log: VecDeque::new(),
+        watchers: Vec::new(),
+        hosts: HashMap::new(),
+        slow_watchers: 0,
+        lost_messages: 0,
+    };
+    let thread = std::thread::Builder::new().name("keeper".to_owned()).spawn(move || keeper.run(&inbox))?;
+    Ok((Handle(jobs), thread))
+}
+
+impl Keeper {
+    fn run(&mut self, inbox: &Receiver<Job>) {
+        let mut not_before = Instant::now();
+        loop {
+            let next = self.registry.next().map(|at| at.max(not_before));
+            let job = match next {
+                Some(at) => inbox.recv_timeout(at.saturating_duration_since(Instant::now())),
+                None => inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            let now = Instant::now();
+            match job {
+                Ok(job) => job(self, now),
+                Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return,
+            }
+            if now >= not_before
+                && self.registry.next().is_some_and(|at| at <= now)
+                && let Err(error) = self.registry.tick(now)
+            {
+                tracing::error!(
+                    error = &error as &dyn std::error::Error,
+                    "The cluster's state can't be written"
+                );
+                not_before = now + AGAIN;
+            }
+            self.deliver();
+        }
+    }
+
+    /// Sends what the last transactions have left.
+    fn deliver(&mut self) {
+        for event in self.registry.take_events() {
+            let event = self.shown(&event);
+            if self.log.len() >= LOG {
+                self.log.pop_front();
+            }
+            if !(event.hosts.is_empty() && event.vms.is_empty() && event.gone.is_empty()) {
+                let before = self.watchers.len();
+                self.watchers.retain(|watcher| watcher.try_send(Ok(event.clone())).is_ok());
+                self.slow_watchers += u64::try_from(before - self.watchers.len()).unwrap_or(0);
+            }
+            self.log.push_back(event);
+        }
+        for message in self.registry.take_messages() {
+            self.send(&message);
+        }
+    }
+
+    fn send(&mut self, message: &Message) {
+        let Node::Host(host) = message.to else { return };
+        let mut bytes = Vec::new();
+        nomad::wire::encode(message, &mut bytes);
+        let sent = self
+            .hosts
+            .get(&host)
+            .is_some_and(|stream| stream.try_send(Ok(proto::Envelope { message: bytes })).is_ok());
+        self.lost_messages += u64::from(!sent);
+    }
+
+    fn shown(&self, event: &Event) -> proto::WatchEvent {
+        let state = self.registry.state();
+        let (mut vms, mut gone) = (Vec::new(), Vec::new());
+        for vm in &event.vms {
+            match messages::vm(state, *vm) {
+                Some(vm) => vms.push(vm),
+                None => gone.push(vm.0),
+            }
+        }
+        proto::WatchEvent {
+            instance: self.instance,
+            revision: event.revision,
+            whole: false,
+            hosts: event.hosts.iter().filter_map(|host| messages::host(&self.registry, *host)).collect(),
+            vms,
+            gone,
+        }
+    }
+
+    /// The whole state as an event.
+    fn whole(&self) -> proto::WatchEvent {
+        let state = messages::state(&self.registry);
+        proto::WatchEvent {
+            instance: self.instance,
+            revision: state.revision,
+            whole: true,
+            hosts: state.hosts,
+            vms: state.vms,
+            gone: Vec::new(),
+        }
+    }
+
+    /// A watcher comes, or comes back with what it has.
+    pub fn watch(
+        &mut self,
+        instance: u64,
+        revision: u64,
+    ) -> Result<mpsc::Receiver<Result<proto::WatchEvent, Status>>, Status> {
+        self.watchers.retain(|watcher| !watcher.is_closed());
+        if self.watchers.len() >= MAX_WATCHERS {
+            return Err(Status::resource_exhausted(format!(
+                "The cluster service has {MAX_WATCHERS} watchers, and takes no more"
+            )));
+        }
+        let (watcher, events) = mpsc::channel(WATCHER);
+        let current = self.registry.state().revision;
+        let missed = current.checked_sub(revision).and_then(|missed| usize::try_from(missed).ok());
+        let missed = missed
+            .filter(|missed| instance == self.instance && *missed <= self.log.len() && *missed < WATCHER);
+        // There is room: the channel is new.
+        match missed {
+            Some(missed) => {
+                for event in self.log.range(self.log.len() - missed..) {
+                    let _ = watcher.try_send(Ok(event.clone()));
+                }
+            }
+            None => drop(watcher.try_send(Ok(self.whole()))),
+        }
+        self.watchers.push(watcher);
+        Ok(events)
+    }
+
+    /// Begins a migration of VMs, or of a group to one host.
+    pub fn migrate(
+        &mut self,
+        wishes: &[(String, String)],
+        group: Option<(&str, &str)>,
+        now: Instant,
+    ) -> Result<MigrationId, Refusal> {
+        let Self { registry, hosts, .. } = self;
+        let listens = |host: HostId| hosts.get(&host).is_some_and(|stream| !stream.is_closed());
+        match group {
+            Some((group, host)) => registry.migrate_group(group, host, &listens, now),
+            None => registry.migrate(wishes, &listens, now),
+        }
+    }
+
+    /// Watchers at present.
+    pub fn watchers(&self) -> usize {
+        self.watchers.iter().filter(|watcher| !watcher.is_closed()).count()
+    }
+
+    /// A host takes the coordinator's messages from now on, in place of an earlier connection of it.
+    pub fn attach(&mut self, host: HostId) -> mpsc::Receiver<Result<proto::Envelope, Status>> {
+        let (stream, messages) = mpsc::channel(MESSAGES);
+        self.hosts.insert(host, stream);
+        messages
+    }
+}

@@ -1,0 +1,123 @@
+//! Metrics over HTTP, gathered when asked for.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+use std::time::Duration;
+
+use control_api::cluster::proto;
+use http_body_util::Full;
+use hyper::body::Bytes;
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode, header};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use telemetry::metrics::{Family, encode};
+use tokio::net::TcpListener;
+use tokio::sync::Semaphore;
+
+use crate::keeper::{Handle, Keeper};
+use crate::messages;
+
+/// Readers at once.
+const READERS: usize = 16;
+/// No connection lasts longer.
+const LONGEST_READ: Duration = Duration::from_secs(10);
+
+/// Serves until the runtime ends.
+pub(crate) async fn serve(listener: TcpListener, keeper: Handle) {
+    let readers = Arc::new(Semaphore::new(READERS));
+    loop {
+        let Ok(permit) = Arc::clone(&readers).acquire_owned().await else { return };
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(error) => {
+                tracing::warn!(%error, "A connection for metrics can't be accepted");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                continue;
+            }
+        };
+        let keeper = keeper.clone();
+        tokio::spawn(async move {
+            let service = service_fn(move |request: Request<hyper::body::Incoming>| {
+                let keeper = keeper.clone();
+                async move { Ok::<_, Infallible>(respond(&request, &keeper).await) }
+            });
+            let connection = hyper::server::conn::http1::Builder::new()
+                .timer(TokioTimer::new())
+                .header_read_timeout(Duration::from_secs(5))
+                .max_buf_size(16 << 10)
+                .keep_alive(false)
+                .serve_connection(TokioIo::new(stream), service);
+            // What a reader does wrong is its own affair.
+            let _ = tokio::time::timeout(LONGEST_READ, connection).await;
+            drop(permit);
+        });
+    }
+}
+
+async fn respond(request: &Request<hyper::body::Incoming>, keeper: &Handle) -> Response<Full<Bytes>> {
+    let (status, kind, text) = if request.method() != Method::GET || request.uri().path() != "/metrics" {
+        (StatusCode::NOT_FOUND, "text/plain", "There is GET /metrics and nothing else\n".to_owned())
+    } else {
+        match keeper.ask(|keeper, _| families(keeper)).await.map(|families| encode(&families, &[])) {
+            Ok(Ok(text)) => (StatusCode::OK, telemetry::metrics::CONTENT_TYPE, text),
+            Ok(Err(error)) => (StatusCode::INTERNAL_SERVER_ERROR, "text/plain", format!("{error}\n")),
+            Err(status) => (StatusCode::SERVICE_UNAVAILABLE, "text/plain", format!("{}\n", status.message())),
+        }
+    };
+    let mut response = Response::new(Full::new(Bytes::from(text)));
+    *response.status_mut() = status;
+    response.headers_mut().insert(header::CONTENT_TYPE, header::HeaderValue::from_static(kind));
+    response
+}
+
+fn families(keeper: &mut Keeper) -> Vec<Family> {
+    let state: proto::State = messages::state(&keeper.registry);
+    let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
+    let mut families = Vec::new();
+    let mut gauge = |name: &str, help: &str, value: u64| {
+        let mut family = Family::gauge(name, help);
+        family.add_count(&[], value);
+        families.push(family);
+    };
+    let heard = state.hosts.iter().filter(|host| host.heard).count();
+    gauge("causeway_cluster_hosts", "Hosts that have ever registered.", count(state.hosts.len()));
+    gauge("causeway_cluster_hosts_heard", "Hosts whose lease runs.", count(heard));
+    let alive = state.vms.iter().filter(|vm| vm.alive).count();
+    gauge("causeway_cluster_vms", "VMs that run, as far as their hosts have said.", count(alive));
+    gauge(
+        "causeway_cluster_vms_lost",
+        "VMs whose host was started again since, and that haven't come back.",
+        count(state.vms.len() - alive),
+    );
+    gauge(
+        "causeway_cluster_links",
+        "Pairs of VMs on different hosts with connections.",
+        count(state.links.len()),
+    );
+    gauge("causeway_cluster_groups", "Groups.", count(state.groups.len()));
+    gauge("causeway_cluster_migrations", "Migrations that aren't over.", count(state.migrations.len()));
+    gauge("causeway_cluster_watchers", "Clients that follow changes.", count(keeper.watchers()));
+    for (name, help, value) in [
+        ("causeway_cluster_transactions_total", "Transactions of the database.", state.revision),
+        (
+            "causeway_cluster_slow_watchers_total",
+            "Watchers that were dropped because they took nothing.",
+            keeper.slow_watchers,
+        ),
+        (
+            "causeway_cluster_lost_messages_total",
+            "Messages to hosts that weren't there or took nothing.",
+            keeper.lost_messages,
+        ),
+    ] {
+        let mut family = Family::counter(name, help);
+        family.add_count(&[], value);
+        families.push(family);
+    }
+    let mut up = Family::gauge("causeway_cluster_host_heard", "Whether a host's lease runs.");
+    for host in &state.hosts {
+        up.add_count(&[("host", &host.name)], u64::from(host.heard));
+    }
+    families.push(up);
+    families
+}

@@ -1,0 +1,108 @@
+//! Hosts: registration and leases.
+
+use std::net::SocketAddr;
+use std::time::Instant;
+
+use control_api::names::check_name;
+use nomad::coordinator::Event as CoordinatorEvent;
+use nomad::{Body, HostId, Incarnation, Message, Node};
+
+use super::{MAX_HOSTS, Registry, Speaker};
+use crate::refusal::Refusal;
+use crate::state::{AboutHost, Change};
+
+impl Registry {
+    /// A host's daemon has started (`incarnation` 0), or is back with the incarnation that it was given before. VMs that an earlier start of it
+    /// ran are lost: it has forgotten them.
+    ///
+    /// # Errors
+    /// When the name or address can't be its, or it was started again since.
+    pub fn register_host(
+        &mut self,
+        name: &str,
+        address: SocketAddr,
+        incarnation: Incarnation,
+        now: Instant,
+    ) -> Result<Speaker, Refusal> {
+        self.heal(now)?;
+        check_name("host", name).map_err(|error| Refusal::Invalid(error.to_string()))?;
+        if address.ip().is_unspecified() || address.ip().is_multicast() || address.port() == 0 {
+            return Err(Refusal::Invalid(format!(
+                "{address} is no address at which host {name} can be reached; give --fabric-address another"
+            )));
+        }
+        let other = self.state().hosts.values().find(|about| about.address == address && about.name != name);
+        if let Some(other) = other {
+            return Err(Refusal::Conflict(format!(
+                "{address} is host {}'s; give host {name} another --fabric-address",
+                other.name
+            )));
+        }
+        let known = self.state().host(name).map(|(host, about)| (host, about.address));
+        let Some((host, before)) = known else {
+            if self.state().hosts.len() >= MAX_HOSTS {
+                return Err(Refusal::TooMany(format!(
+                    "Host {name} can't be registered: the cluster has {MAX_HOSTS} hosts"
+                )));
+            }
+            let last = self.state().hosts.keys().next_back().map_or(0, |host| host.0);
+            return self.begin_host(HostId(last + 1), name, address, incarnation.0.max(1), now);
+        };
+        let current = self.state().ledger.hosts.get(&host).copied().unwrap_or_default();
+        if incarnation.0 == 0 {
+            // Two daemons that were given one name would take it from each other for ever.
+            if before != address && self.is_heard(host) {
+                return Err(Refusal::Conflict(format!(
+                    "Host {name} is at {before} and was heard of lately; give this one another --name, or wait {} s",
+                    self.lease.as_secs().max(1)
+                )));
+            }
+            return self.begin_host(host, name, address, current.0 + 1, now);
+        }
+        if incarnation < current {
+            return Err(Refusal::old_start(name, incarnation, current));
+        }
+        if incarnation > current || before != address {
+            return self.begin_host(host, name, address, incarnation.0, now);
+        }
+        self.renew(host, now);
+        Ok(Speaker { host, incarnation })
+    }
+
+    fn begin_host(
+        &mut self,
+        host: HostId,
+        name: &str,
+        address: SocketAddr,
+        incarnation: u64,
+        now: Instant,
+    ) -> Result<Speaker, Refusal> {
+        let incarnation = Incarnation(incarnation);
+        let hello = Message { from: Node::Host(host), incarnation, to: Node::Coordinator, body: Body::Hello };
+        let mut actions = Vec::new();
+        self.coordinator.step(CoordinatorEvent::Message(hello), &mut actions);
+        let about = AboutHost { name: name.to_owned(), address };
+        self.commit(vec![Change::Host(host, about)], actions, now)?;
+        self.reported.remove(&host);
+        self.renew(host, now);
+        tracing::info!(host = name, %address, incarnation = incarnation.0, "A host has started");
+        Ok(Speaker { host, incarnation })
+    }
+
+    /// A host is alive.
+    ///
+    /// # Errors
+    /// When it isn't registered, or was started again since.
+    pub fn heartbeat(&mut self, speaker: Speaker, now: Instant) -> Result<(), Refusal> {
+        self.check(speaker, now)?;
+        self.renew(speaker.host, now);
+        Ok(())
+    }
+
+    pub(super) fn renew(&mut self, host: HostId, now: Instant) {
+        self.leases.insert(host, now + self.lease);
+        if self.silent.remove(&host) {
+            tracing::info!(host = self.state().host_name(host), "A host is heard of again");
+        }
+    }
+}

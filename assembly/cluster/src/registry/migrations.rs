@@ -1,0 +1,110 @@
+//! Migrations: begun by users, driven by the coordinator, told to hosts by messages.
+
+use std::time::Instant;
+
+use nomad::coordinator::Event as CoordinatorEvent;
+use nomad::{HostId, Message, MigrationId, Node, VmId};
+
+use super::{Registry, Speaker};
+use crate::refusal::Refusal;
+
+impl Registry {
+    /// Begins a migration: VMs and hosts by name. `listens` says which hosts take the coordinator's messages: without them it would neither come
+    /// anywhere nor be told how it ended.
+    ///
+    /// # Errors
+    /// When it can't begin.
+    pub fn migrate(
+        &mut self,
+        wishes: &[(String, String)],
+        listens: &dyn Fn(HostId) -> bool,
+        now: Instant,
+    ) -> Result<MigrationId, Refusal> {
+        self.heal(now)?;
+        let named: Vec<(VmId, HostId)> = wishes
+            .iter()
+            .map(|(vm, host)| {
+                let host = self.state().host(host).map(|(id, _)| id).ok_or_else(|| {
+                    Refusal::Missing(format!(
+                        "VM {vm} can't move to {}: no such host has reported. See 'causeway cluster hosts'",
+                        host.chars().take(64).collect::<String>().escape_debug()
+                    ))
+                })?;
+                Ok((self.vm_called(vm)?, host))
+            })
+            .collect::<Result<_, Refusal>>()?;
+        if let Some((vm, host)) = named.iter().find(|(_, host)| !self.is_heard(*host)) {
+            return Err(Refusal::Conflict(format!(
+                "VM {} can't move to host {}: that isn't heard of at present",
+                self.state().vm_name(*vm),
+                self.state().host_name(*host)
+            )));
+        }
+        for (vm, to) in &named {
+            let from = self.state().ledger.vms.get(vm).map(|owner| owner.host);
+            if let Some(deaf) = from.into_iter().chain([*to]).find(|host| !listens(*host)) {
+                return Err(Refusal::Conflict(format!(
+                    "VM {} can't move: host {} doesn't take part in migrations at present",
+                    self.state().vm_name(*vm),
+                    self.state().host_name(deaf)
+                )));
+            }
+        }
+        let mut actions = Vec::new();
+        let begun = self.coordinator.migrate(&named, &mut actions);
+        let migration = begun.map_err(|refused| Refusal::of(&refused, self.state()))?;
+        self.commit(Vec::new(), actions, now)?;
+        Ok(migration)
+    }
+
+    /// Moves all VMs of a group to one host.
+    ///
+    /// # Errors
+    /// When there is no such group, or it can't begin.
+    pub fn migrate_group(
+        &mut self,
+        group: &str,
+        host: &str,
+        listens: &dyn Fn(HostId) -> bool,
+        now: Instant,
+    ) -> Result<MigrationId, Refusal> {
+        let vms = self.state().groups.get(group).ok_or_else(|| {
+            let group = group.chars().take(64).collect::<String>();
+            Refusal::Missing(format!("There is no group {}", group.escape_debug()))
+        })?;
+        let wishes: Vec<_> = vms.iter().map(|vm| (self.state().vm_name(*vm), host.to_owned())).collect();
+        self.migrate(&wishes, listens, now)
+    }
+
+    /// Gives a migration up, unless it is decided.
+    ///
+    /// # Errors
+    /// When there is none.
+    pub fn cancel(&mut self, migration: MigrationId, now: Instant) -> Result<(), Refusal> {
+        self.heal(now)?;
+        let Some(stored) = self.state().ledger.migrations.get(&migration) else {
+            return Err(Refusal::Missing(format!("There is no {migration}: it is over, or never was")));
+        };
+        if let Some(decision) = stored.decision {
+            return Err(Refusal::Conflict(format!("{migration} can't be cancelled: it is {decision:?}")));
+        }
+        let mut actions = Vec::new();
+        self.coordinator.cancel(migration, &mut actions);
+        self.commit(Vec::new(), actions, now)?;
+        Ok(())
+    }
+
+    /// A host's message of the migration protocol.
+    ///
+    /// # Errors
+    /// When the host isn't registered, was started again since, or the message isn't one for the coordinator.
+    pub fn message(&mut self, message: Message, now: Instant) -> Result<(), Refusal> {
+        let (Node::Host(host), Node::Coordinator) = (message.from, message.to) else {
+            return Err(Refusal::Invalid("The message isn't one of a host to the coordinator".to_owned()));
+        };
+        self.check(Speaker { host, incarnation: message.incarnation }, now)?;
+        self.renew(host, now);
+        self.step(CoordinatorEvent::Message(message), now)?;
+        Ok(())
+    }
+}

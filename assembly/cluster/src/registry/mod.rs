@@ -1,0 +1,263 @@
+//! All decisions of the service, one after the other: hosts and their leases, VMs and their epochs, connections, groups, migrations.
+//!
+//! What concerns epochs, owners and moves is decided by `nomad`'s coordinator; this module keeps names, addresses and leases beside it, checks
+//! who speaks, and writes whatever changes, as one transaction, before anybody hears of it. It has no threads, clocks or sockets: the time comes
+//! with each call, what is to be sent is left in [`Registry::take_messages`], and what watchers are to see in [`Registry::take_events`].
+
+mod hosts;
+mod links;
+mod migrations;
+mod vms;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use nomad::coordinator::{Action, Event as CoordinatorEvent, Stage, Timer};
+use nomad::{Coordinator, HostId, Incarnation, Message, VmId};
+
+use crate::refusal::Refusal;
+use crate::state::{Change, Settings, State, touched};
+use crate::store::{Store, StoreError};
+
+pub use vms::Registered;
+
+/// Hosts and VMs of a cluster at most; NICs of a VM and addresses of a NIC.
+pub const MAX_HOSTS: usize = nomad::config::MAX_HOSTS;
+/// VMs of a cluster at most.
+pub const MAX_VMS: usize = 65_536;
+/// NICs of a VM at most.
+pub const MAX_NICS: usize = 16;
+/// Addresses of a NIC at most.
+pub const MAX_ADDRESSES: usize = 128;
+/// Groups at most.
+pub const MAX_GROUPS: usize = 4096;
+/// Connections that one host may report.
+pub const MAX_LINKS: usize = 65_536;
+
+/// A host that says something.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Speaker {
+    /// The host.
+    pub host: HostId,
+    /// Which start of it.
+    pub incarnation: Incarnation,
+}
+
+/// What watchers are to see: the hosts and VMs that one transaction has changed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Event {
+    /// The state's revision after it.
+    pub revision: u64,
+    /// Hosts.
+    pub hosts: BTreeSet<HostId>,
+    /// VMs; those that aren't in the state are gone.
+    pub vms: BTreeSet<VmId>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct Registry {
+    store: Box<dyn Store>,
+    coordinator: Coordinator,
+    /// The coordinator's state isn't the store's: a transaction has failed.
+    wounded: bool,
+    lease: Duration,
+    /// Until when a host counts as alive.
+    leases: BTreeMap<HostId, Instant>,
+    /// Hosts whose lease is over.
+    silent: BTreeSet<HostId>,
+    /// What hosts have said of connections since the service began.
+    reported: BTreeMap<HostId, BTreeSet<(VmId, VmId)>>,
+    timers: BTreeMap<(Instant, u64), Timer>,
+    next_timer: u64,
+    messages: Vec<Message>,
+    events: Vec<Event>,
+}
+
+impl Registry {
+    /// Goes on with what is in a database. Hosts have a lease to be heard of again; migrations that aren't decided are given up.
+    ///
+    /// # Errors
+    /// When the database can't be written.
+    pub fn new(store: Box<dyn Store>, lease: Duration, now: Instant) -> Result<Self, StoreError> {
+        let ledger = store.state().ledger.clone();
+        let mut registry = Self {
+            coordinator: Coordinator::new(nomad::Config::default(), ledger),
+            leases: store.state().hosts.keys().map(|host| (*host, now + lease)).collect(),
+            store,
+            wounded: true,
+            lease,
+            silent: BTreeSet::new(),
+            reported: BTreeMap::new(),
+            timers: BTreeMap::new(),
+            next_timer: 0,
+            messages: Vec::new(),
+            events: Vec::new(),
+        };
+        registry.heal(now)?;
+        Ok(registry)
+    }
+
+    /// What is written.
+    #[must_use]
+    pub fn state(&self) -> &State {
+        self.store.state()
+    }
+
+    /// How long a host counts as alive after it was heard.
+    #[must_use]
+    pub fn lease(&self) -> Duration {
+        self.lease
+    }
+
+    /// Whether a host's lease runs.
+    #[must_use]
+    pub fn is_heard(&self, host: HostId) -> bool {
+        self.leases.contains_key(&host)
+    }
+
+    /// What a migration waits for; `None`: it is over.
+    #[must_use]
+    pub fn stage(&self, migration: nomad::MigrationId) -> Option<Stage> {
+        self.coordinator.stage(migration)
+    }
+
+    /// Messages of the coordinator, to be sent in this order. They may be lost.
+    pub fn take_messages(&mut self) -> Vec<Message> {
+        std::mem::take(&mut self.messages)
+    }
+
+    /// What has changed since it was asked last.
+    pub fn take_events(&mut self) -> Vec<Event> {
+        std::mem::take(&mut self.events)
+    }
+
+    /// When [`Registry::tick`] is due next.
+    #[must_use]
+    pub fn next(&self) -> Option<Instant> {
+        let timer = self.timers.keys().next().map(|(at, _)| *at);
+        self.leases.values().copied().chain(timer).min()
+    }
+
+    /// Lets leases and the coordinator's timers run out.
+    ///
+    /// # Errors
+    /// When what follows can't be written; it is tried again with the next call.
+    pub fn tick(&mut self, now: Instant) -> Result<(), StoreError> {
+        self.heal(now)?;
+        let over: Vec<HostId> =
+            self.leases.iter().filter(|(_, until)| **until <= now).map(|(host, _)| *host).collect();
+        for host in over {
+            self.leases.remove(&host);
+            self.silent.insert(host);
+            tracing::warn!(
+                host = self.state().host_name(host),
+                "A host isn't heard of any more; its VMs stay its own, since they may still run"
+            );
+            self.step(CoordinatorEvent::Silent { host }, now)?;
+        }
+        while let Some((&(at, number), _)) = self.timers.first_key_value() {
+            if at > now {
+                break;
+            }
+            if let Some(timer) = self.timers.remove(&(at, number)) {
+                self.step(CoordinatorEvent::Timer(timer), now)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes settings over that were given at the start.
+    ///
+    /// # Errors
+    /// When they can't be written.
+    pub fn set_settings(&mut self, settings: Settings, now: Instant) -> Result<(), StoreError> {
+        if self.state().settings == settings && self.state().revision > 0 {
+            return Ok(());
+        }
+        self.commit(vec![Change::Settings(settings)], Vec::new(), now)
+    }
+
+    /// Has the coordinator take an event in.
+    fn step(&mut self, event: CoordinatorEvent, now: Instant) -> Result<(), StoreError> {
+        let mut actions = Vec::new();
+        self.coordinator.step(event, &mut actions);
+        self.commit(Vec::new(), actions, now)
+    }
+
+    /// Writes changes and what the coordinator decided, as one transaction, before anything that follows from it is done.
+    fn commit(
+        &mut self,
+        mut changes: Vec<Change>,
+        actions: Vec<Action>,
+        now: Instant,
+    ) -> Result<(), StoreError> {
+        changes.extend(actions.iter().filter_map(|action| match action {
+            Action::Write(record) => Some(Change::Ledger(record.clone())),
+            _ => None,
+        }));
+        if !changes.is_empty() {
+            // A migration's moves are known before it is forgotten, and after it was begun.
+            let before = touched(&changes, self.state());
+            if let Err(error) = self.store.write(&changes) {
+                self.wounded = true;
+                return Err(error);
+            }
+            let (mut hosts, mut vms) = touched(&changes, self.state());
+            hosts.extend(before.0);
+            vms.extend(before.1);
+            self.events.push(Event { revision: self.state().revision, hosts, vms });
+        }
+        for action in actions {
+            match action {
+                Action::Write(_) => {}
+                Action::Send(message) => self.messages.push(message),
+                Action::Timer { timer, after_ms } => {
+                    self.next_timer += 1;
+                    let at = now + Duration::from_millis(u64::from(after_ms));
+                    self.timers.insert((at, self.next_timer), timer);
+                }
+                Action::Came { migration, stage } => tracing::info!("{migration}: {stage:?}"),
+                Action::Ended { migration, decision, reason } => {
+                    let why = reason.map(|reason| format!(": {reason}")).unwrap_or_default();
+                    tracing::info!("{migration} is {decision:?}{why}");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// After a transaction has failed: the coordinator begins anew with what is written, as it does after a restart.
+    fn heal(&mut self, now: Instant) -> Result<(), StoreError> {
+        if !self.wounded {
+            return Ok(());
+        }
+        self.coordinator = Coordinator::new(nomad::Config::default(), self.state().ledger.clone());
+        self.timers.clear();
+        let mut actions = Vec::new();
+        self.coordinator.step(CoordinatorEvent::Start, &mut actions);
+        self.commit(Vec::new(), actions, now)?;
+        self.wounded = false;
+        Ok(())
+    }
+
+    /// Whether a host may say something: it is registered, and this is its present start.
+    fn check(&mut self, speaker: Speaker, now: Instant) -> Result<(), Refusal> {
+        self.heal(now)?;
+        let Some(known) = self.state().ledger.hosts.get(&speaker.host).copied() else {
+            return Err(Refusal::Missing(format!("There is no {}: register first", speaker.host)));
+        };
+        if speaker.incarnation < known {
+            let name = self.state().host_name(speaker.host);
+            return Err(Refusal::old_start(&name, speaker.incarnation, known));
+        }
+        if speaker.incarnation > known {
+            // The database is older than the host: it was restored from a copy.
+            return Err(Refusal::Missing(format!(
+                "Start {} of {} isn't known here: register first",
+                speaker.incarnation.0, speaker.host
+            )));
+        }
+        Ok(())
+    }
+}

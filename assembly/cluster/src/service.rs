@@ -1,0 +1,281 @@
+//! The gRPC service: checks what comes in, asks the registry, puts answers into messages.
+
+use std::pin::Pin;
+use std::time::Instant;
+
+use control_api::cluster::proto;
+use control_api::cluster::proto::cluster_service_server::ClusterService;
+use nomad::{Epoch, Incarnation, MigrationId, Node, VmId};
+use tonic::codegen::tokio_stream::Stream;
+use tonic::codegen::tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status, Streaming};
+
+use crate::keeper::{Handle, Keeper};
+use crate::messages;
+use crate::refusal::Refusal;
+
+/// The service.
+#[derive(Debug, Clone)]
+pub(crate) struct Service {
+    pub keeper: Handle,
+    pub began: Instant,
+    /// Whether callers have shown certificates.
+    pub authenticated: bool,
+}
+
+/// The refusal's own words, and what it was caused by.
+fn status(error: &Refusal) -> Status {
+    let mut text = error.to_string();
+    // The store's own sentence is in the text.
+    let mut source = match error {
+        Refusal::Store(error) => std::error::Error::source(error),
+        _ => None,
+    };
+    while let Some(cause) = source {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        source = cause.source();
+    }
+    match error {
+        Refusal::Invalid(_) => Status::invalid_argument(text),
+        Refusal::Missing(_) => Status::not_found(text),
+        Refusal::Conflict(_) => Status::aborted(text),
+        Refusal::Old(_) => Status::failed_precondition(text),
+        Refusal::TooMany(_) => Status::resource_exhausted(text),
+        Refusal::Store(_) => Status::internal(text),
+    }
+}
+
+impl Service {
+    async fn ask<R: Send + 'static>(
+        &self,
+        job: impl FnOnce(&mut Keeper, Instant) -> Result<R, Refusal> + Send + 'static,
+    ) -> Result<R, Status> {
+        self.keeper.ask(job).await?.map_err(|error| status(&error))
+    }
+}
+
+/// A stream of answers.
+type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl ClusterService for Service {
+    async fn register_host(
+        &self,
+        request: Request<proto::RegisterHostRequest>,
+    ) -> Result<Response<proto::RegisterHostReply>, Status> {
+        let request = request.into_inner();
+        let reply = self
+            .ask(move |keeper, now| {
+                let address = messages::socket_address(&request.fabric_address)?;
+                let incarnation = Incarnation(request.incarnation);
+                let speaker = keeper.registry.register_host(&request.name, address, incarnation, now)?;
+                let lease = keeper.registry.lease().as_millis();
+                Ok(proto::RegisterHostReply {
+                    speaker: Some(messages::said(speaker)),
+                    lease_milliseconds: u64::try_from(lease).unwrap_or(u64::MAX),
+                    settings: Some(messages::settings(keeper.registry.state())),
+                })
+            })
+            .await?;
+        Ok(Response::new(reply))
+    }
+
+    async fn heartbeat(
+        &self,
+        request: Request<proto::HeartbeatRequest>,
+    ) -> Result<Response<proto::HeartbeatReply>, Status> {
+        let speaker = request.into_inner().speaker;
+        self.ask(move |keeper, now| keeper.registry.heartbeat(messages::speaker(speaker)?, now)).await?;
+        Ok(Response::new(proto::HeartbeatReply {}))
+    }
+
+    async fn register_vm(
+        &self,
+        request: Request<proto::RegisterVmRequest>,
+    ) -> Result<Response<proto::RegisterVmReply>, Status> {
+        let request = request.into_inner();
+        let registered = self
+            .ask(move |keeper, now| {
+                let speaker = messages::speaker(request.speaker)?;
+                let nics = messages::nics(request.nics)?;
+                keeper.registry.register_vm(speaker, &request.name, Epoch(request.epoch), nics, now)
+            })
+            .await?;
+        Ok(Response::new(proto::RegisterVmReply {
+            vm: registered.vm.0,
+            epoch: registered.epoch.0,
+            refused: registered.refused,
+        }))
+    }
+
+    async fn end_vm(
+        &self,
+        request: Request<proto::EndVmRequest>,
+    ) -> Result<Response<proto::EndVmReply>, Status> {
+        let request = request.into_inner();
+        self.ask(move |keeper, now| {
+            let speaker = messages::speaker(request.speaker)?;
+            keeper.registry.end_vm(speaker, VmId(request.vm), Epoch(request.epoch), now)
+        })
+        .await?;
+        Ok(Response::new(proto::EndVmReply {}))
+    }
+
+    async fn report_links(
+        &self,
+        request: Request<proto::ReportLinksRequest>,
+    ) -> Result<Response<proto::ReportLinksReply>, Status> {
+        let request = request.into_inner();
+        self.ask(move |keeper, now| {
+            let speaker = messages::speaker(request.speaker)?;
+            let links: Vec<_> = request.links.iter().map(|link| (VmId(link.vm), VmId(link.peer))).collect();
+            keeper.registry.report_links(speaker, &links, now)
+        })
+        .await?;
+        Ok(Response::new(proto::ReportLinksReply {}))
+    }
+
+    async fn lookup(
+        &self,
+        request: Request<proto::LookupRequest>,
+    ) -> Result<Response<proto::LookupReply>, Status> {
+        use proto::lookup_request::What;
+        let what = request.into_inner().what;
+        let reply = self
+            .ask(move |keeper, _| {
+                let state = keeper.registry.state();
+                let (vm, what) = match what {
+                    Some(What::Id(id)) => (Some(VmId(id)), format!("VM {id}")),
+                    Some(What::Name(name)) => {
+                        let shown: String = name.chars().take(64).collect();
+                        (state.vm(&name).map(|(vm, _)| vm), format!("VM {}", shown.escape_debug()))
+                    }
+                    Some(What::Address(address)) => {
+                        let gid = messages::gid(&address.gid)?;
+                        let segment: String = address.segment.chars().take(64).collect();
+                        let shown = std::net::Ipv6Addr::from(gid);
+                        let text = format!("VM with address {shown} in segment {}", segment.escape_debug());
+                        (state.owner_of(&address.segment, &gid), text)
+                    }
+                    None => return Err(Refusal::Invalid("The question names no VM".to_owned())),
+                };
+                let missing = || Refusal::Missing(format!("The cluster has no {what}"));
+                let vm = vm.and_then(|vm| messages::vm(state, vm)).ok_or_else(missing)?;
+                let host = messages::host(&keeper.registry, nomad::HostId(vm.host));
+                Ok(proto::LookupReply { vm: Some(vm), host })
+            })
+            .await?;
+        Ok(Response::new(reply))
+    }
+
+    type WatchStream = ReceiverStream<Result<proto::WatchEvent, Status>>;
+
+    async fn watch(
+        &self,
+        request: Request<proto::WatchRequest>,
+    ) -> Result<Response<Self::WatchStream>, Status> {
+        let request = request.into_inner();
+        let events =
+            self.keeper.ask(move |keeper, _| keeper.watch(request.instance, request.revision)).await??;
+        Ok(Response::new(ReceiverStream::new(events)))
+    }
+
+    async fn get_state(&self, _: Request<proto::GetStateRequest>) -> Result<Response<proto::State>, Status> {
+        let (uptime_seconds, authenticated) = (self.began.elapsed().as_secs(), self.authenticated);
+        let state = self
+            .keeper
+            .ask(move |keeper, _| proto::State {
+                instance: keeper.instance,
+                version: env!("CARGO_PKG_VERSION").to_owned(),
+                uptime_seconds,
+                authenticated,
+                watchers: u32::try_from(keeper.watchers()).unwrap_or(u32::MAX),
+                ..messages::state(&keeper.registry)
+            })
+            .await?;
+        Ok(Response::new(state))
+    }
+
+    async fn set_group(
+        &self,
+        request: Request<proto::SetGroupRequest>,
+    ) -> Result<Response<proto::SetGroupReply>, Status> {
+        let request = request.into_inner();
+        self.ask(move |keeper, now| keeper.registry.set_group(&request.name, &request.vms, now)).await?;
+        Ok(Response::new(proto::SetGroupReply {}))
+    }
+
+    async fn migrate(
+        &self,
+        request: Request<proto::MigrateRequest>,
+    ) -> Result<Response<proto::MigrateReply>, Status> {
+        let request = request.into_inner();
+        let migration = self
+            .ask(move |keeper, now| match (request.wishes.is_empty(), request.group.is_empty()) {
+                (false, true) => {
+                    let wishes: Vec<_> =
+                        request.wishes.into_iter().map(|wish| (wish.vm, wish.host)).collect();
+                    keeper.migrate(&wishes, None, now)
+                }
+                (true, false) => keeper.migrate(&[], Some((&request.group, &request.host)), now),
+                _ => Err(Refusal::Invalid("A migration is of VMs or of a group: name one".to_owned())),
+            })
+            .await?;
+        Ok(Response::new(proto::MigrateReply { migration: migration.0 }))
+    }
+
+    async fn cancel_migration(
+        &self,
+        request: Request<proto::CancelMigrationRequest>,
+    ) -> Result<Response<proto::CancelMigrationReply>, Status> {
+        let migration = MigrationId(request.into_inner().migration);
+        self.ask(move |keeper, now| keeper.registry.cancel(migration, now)).await?;
+        Ok(Response::new(proto::CancelMigrationReply {}))
+    }
+
+    type CoordinateStream = Answers<proto::Envelope>;
+
+    async fn coordinate(
+        &self,
+        request: Request<Streaming<proto::Envelope>>,
+    ) -> Result<Response<Self::CoordinateStream>, Status> {
+        let mut incoming = request.into_inner();
+        let none = || Status::invalid_argument("A host's first message says who it is; none came");
+        let first = parse(&incoming.message().await?.ok_or_else(none)?)?;
+        let Node::Host(host) = first.from else {
+            return Err(Status::invalid_argument("The message isn't a host's"));
+        };
+        let outgoing = self
+            .ask(move |keeper, now| {
+                // The answer to the first message goes to the stream that brought it.
+                let speaker = crate::registry::Speaker { host, incarnation: first.incarnation };
+                keeper.registry.heartbeat(speaker, now)?;
+                let outgoing = keeper.attach(host);
+                keeper.registry.message(first, now)?;
+                Ok(outgoing)
+            })
+            .await?;
+        let service = self.clone();
+        tokio::spawn(async move {
+            while let Ok(Some(envelope)) = incoming.message().await {
+                let Ok(message) = parse(&envelope) else { return };
+                if message.from != Node::Host(host) {
+                    return;
+                }
+                if let Err(status) =
+                    service.ask(move |keeper, now| keeper.registry.message(message, now)).await
+                {
+                    tracing::warn!("A message of {host} is refused: {}", status.message());
+                }
+            }
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(outgoing))))
+    }
+}
+
+fn parse(envelope: &proto::Envelope) -> Result<nomad::Message, Status> {
+    nomad::wire::parse(&envelope.message).map_err(|error| {
+        Status::invalid_argument(format!("A message of the migration protocol is wrong: {error}"))
+    })
+}

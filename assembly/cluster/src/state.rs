@@ -1,0 +1,195 @@
+//! What the service knows: the coordinator's ledger, and what else is told of hosts, VMs and groups.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+
+use nomad::coordinator::{Ledger, Record};
+use nomad::{HostId, VmId};
+use serde::{Deserialize, Serialize};
+
+/// What is the same on all hosts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Settings {
+    /// Bytes of payload per packet between hosts.
+    pub mtu: u32,
+    /// UDP sockets per host, on consecutive ports.
+    pub sockets: u16,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self { mtu: 1376, sockets: 2 }
+    }
+}
+
+impl Settings {
+    /// Whether hosts can work so.
+    ///
+    /// # Errors
+    /// One sentence.
+    pub fn check(self) -> Result<Self, String> {
+        if !(256..=4096).contains(&self.mtu) || !self.mtu.is_multiple_of(4) {
+            return Err(format!(
+                "An mtu of {} isn't possible: a multiple of 4 from 256 to 4096 is",
+                self.mtu
+            ));
+        }
+        if !(1..=16).contains(&self.sockets) {
+            return Err(format!("{} sockets per host aren't possible: 1 to 16 are", self.sockets));
+        }
+        Ok(self)
+    }
+}
+
+/// A host, besides its incarnation.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AboutHost {
+    /// Its name.
+    pub name: String,
+    /// Where its daemon takes packets.
+    pub address: SocketAddr,
+}
+
+/// A NIC of a VM.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Nic {
+    /// Which VMs it reaches.
+    pub segment: String,
+    /// Its addresses.
+    pub addresses: BTreeSet<[u8; 16]>,
+    /// Its MAC.
+    pub mac: Option<[u8; 6]>,
+}
+
+/// A VM, besides its owner.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AboutVm {
+    /// Its name.
+    pub name: String,
+    /// Its RDMA NICs.
+    pub nics: Vec<Nic>,
+}
+
+/// A change of the state.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Change {
+    /// The coordinator's.
+    Ledger(Record),
+    /// Settings.
+    Settings(Settings),
+    /// A host is known, or has another address.
+    Host(HostId, AboutHost),
+    /// A VM is known, or has other NICs.
+    Vm(VmId, AboutVm),
+    /// A VM has ended. Its number isn't used again.
+    VmForgotten(VmId),
+    /// A group; an empty one is none.
+    Group(String, BTreeSet<VmId>),
+}
+
+/// The state.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct State {
+    /// Counts the transactions.
+    pub revision: u64,
+    /// What is the same on all hosts.
+    pub settings: Settings,
+    /// The coordinator's part.
+    pub ledger: Ledger,
+    /// Hosts.
+    pub hosts: BTreeMap<HostId, AboutHost>,
+    /// VMs.
+    pub vms: BTreeMap<VmId, AboutVm>,
+    /// Groups by name.
+    pub groups: BTreeMap<String, BTreeSet<VmId>>,
+    /// The highest number that a VM has had.
+    pub last_vm: u32,
+}
+
+impl State {
+    /// Makes a change.
+    pub fn apply(&mut self, change: &Change) {
+        match change {
+            Change::Ledger(record) => self.ledger.apply(record),
+            Change::Settings(settings) => self.settings = *settings,
+            Change::Host(host, about) => drop(self.hosts.insert(*host, about.clone())),
+            Change::Vm(vm, about) => {
+                self.last_vm = self.last_vm.max(vm.0);
+                self.vms.insert(*vm, about.clone());
+            }
+            Change::VmForgotten(vm) => {
+                self.vms.remove(vm);
+                self.groups.retain(|_, vms| {
+                    vms.remove(vm);
+                    !vms.is_empty()
+                });
+            }
+            Change::Group(name, vms) if vms.is_empty() => drop(self.groups.remove(name)),
+            Change::Group(name, vms) => drop(self.groups.insert(name.clone(), vms.clone())),
+        }
+    }
+
+    /// A host by its name.
+    #[must_use]
+    pub fn host(&self, name: &str) -> Option<(HostId, &AboutHost)> {
+        self.hosts.iter().find(|(_, about)| about.name == name).map(|(host, about)| (*host, about))
+    }
+
+    /// A VM by its name.
+    #[must_use]
+    pub fn vm(&self, name: &str) -> Option<(VmId, &AboutVm)> {
+        self.vms.iter().find(|(_, about)| about.name == name).map(|(vm, about)| (*vm, about))
+    }
+
+    /// The VM that runs and has an address in a segment.
+    #[must_use]
+    pub fn owner_of(&self, segment: &str, address: &[u8; 16]) -> Option<VmId> {
+        let has = |about: &AboutVm| {
+            about.nics.iter().any(|nic| nic.segment == segment && nic.addresses.contains(address))
+        };
+        let alive = |vm: &VmId| self.ledger.vms.get(vm).is_some_and(|owner| owner.alive);
+        self.vms.iter().find(|(vm, about)| alive(vm) && has(about)).map(|(vm, _)| *vm)
+    }
+
+    /// A host's name, or its number where it has none.
+    #[must_use]
+    pub fn host_name(&self, host: HostId) -> String {
+        self.hosts.get(&host).map_or_else(|| host.to_string(), |about| about.name.clone())
+    }
+
+    /// A VM's name, or its number where it has none.
+    #[must_use]
+    pub fn vm_name(&self, vm: VmId) -> String {
+        self.vms.get(&vm).map_or_else(|| vm.to_string(), |about| about.name.clone())
+    }
+}
+
+/// Which hosts and VMs changes concern, as watchers see them.
+#[must_use]
+pub fn touched(changes: &[Change], state: &State) -> (BTreeSet<HostId>, BTreeSet<VmId>) {
+    let (mut hosts, mut vms) = (BTreeSet::new(), BTreeSet::new());
+    for change in changes {
+        match change {
+            Change::Host(host, _) => drop(hosts.insert(*host)),
+            Change::Vm(vm, _) | Change::VmForgotten(vm) => drop(vms.insert(*vm)),
+            Change::Ledger(record) => match record {
+                Record::Host { host, lost, .. } => {
+                    hosts.insert(*host);
+                    vms.extend(lost.iter().copied());
+                }
+                Record::Vm { vm, .. } | Record::VmEnded { vm } => drop(vms.insert(*vm)),
+                Record::Committed { migration } => {
+                    let moved = state.ledger.migrations.get(migration).into_iter();
+                    vms.extend(moved.flat_map(|stored| &stored.moves).map(|moved| moved.vm));
+                }
+                Record::Finished { lost, .. } => vms.extend(lost.iter().copied()),
+                Record::Linked { .. }
+                | Record::Unlinked { .. }
+                | Record::Begun { .. }
+                | Record::Aborted { .. } => {}
+            },
+            Change::Settings(_) | Change::Group(..) => {}
+        }
+    }
+    (hosts, vms)
+}

@@ -1,0 +1,384 @@
+//! The thread that speaks with the cluster service.
+//!
+//! ```text
+//!  connect ─▶ RegisterHost ─▶ Watch ─▶ RegisterVm … ReportLinks ─▶ events, changes here, heartbeats ─┐
+//!     ▲                                                                                             │ any failure
+//!     └────────────────── wait 0.1 to 2 s ◀───────────────────────────────────────────────────────┘
+//! ```
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use control_api::cluster::proto::cluster_service_client::ClusterServiceClient;
+use control_api::cluster::proto::{self, Speaker};
+use control_api::cluster::{ClusterError, TIMEOUT};
+use tokio::sync::oneshot;
+use tonic::Code;
+use tonic::transport::Channel;
+
+use super::view::View;
+use super::{ClusterConfig, ClusterDirectory, LocalNic};
+use crate::engine::EngineHandle;
+use crate::transport::VmId;
+
+/// Waits between attempts.
+const SOON: Duration = Duration::from_millis(100);
+const LATE: Duration = Duration::from_secs(2);
+/// What guests change is said at once, and what they change then this much later: a guest that binds addresses in a loop doesn't keep the cluster busy.
+const CALM: Duration = Duration::from_millis(50);
+/// The view is written this long after a change, so that many changes are one write.
+const WRITE_AFTER: Duration = Duration::from_millis(100);
+
+/// Events that are taken over at once at most.
+const BATCH: usize = 1024;
+
+type Client = ClusterServiceClient<Channel>;
+/// VMs by name, with their NICs.
+type Vms = BTreeMap<String, Vec<proto::Nic>>;
+
+/// Registers this host as just started, and gets the whole state. Blocks.
+pub(super) fn join(config: &ClusterConfig, address: SocketAddr) -> Result<(View, u64), ClusterError> {
+    let service = &config.service;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_io()
+        .enable_time()
+        .build()
+        .map_err(ClusterError::SetUp)?;
+    runtime.block_on(async {
+        let mut client = service.connect().await?;
+        let reply = service.within("RegisterHost", client.register_host(hello(config, address, 0))).await?;
+        let speaker = reply.speaker.unwrap_or_default();
+        let settings = reply.settings.unwrap_or_default();
+        let sockets = u16::try_from(settings.sockets).unwrap_or(0);
+        let mut view = View::new(speaker.host, settings.mtu, sockets);
+        let request = proto::WatchRequest { instance: 0, revision: 0 };
+        let mut events = service.within("Watch", client.watch(request)).await?;
+        let first = tokio::time::timeout(TIMEOUT, events.message()).await;
+        let late = || ClusterError::Timeout { service: service.name().to_owned(), request: "Watch" };
+        let first = first.map_err(|_| late())?.map_err(|status| service.error("Watch", status))?;
+        view.apply([first.ok_or_else(late)?]);
+        Ok((view, speaker.incarnation))
+    })
+}
+
+fn hello(config: &ClusterConfig, address: SocketAddr, incarnation: u64) -> proto::RegisterHostRequest {
+    let (name, fabric_address) = (config.name.clone(), address.to_string());
+    proto::RegisterHostRequest { name, fabric_address, incarnation }
+}
+
+/// The running thread. Dropping it ends it; the host's VMs stay registered, as they do when the daemon dies.
+#[derive(Debug)]
+pub struct ClusterThread {
+    stop: Option<oneshot::Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl ClusterThread {
+    /// Starts it.
+    ///
+    /// # Errors
+    /// When the kernel has no thread or descriptor left.
+    pub fn start(directory: Arc<ClusterDirectory>, engine: EngineHandle) -> std::io::Result<Self> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
+        let (stop, stopped) = oneshot::channel();
+        let thread = std::thread::Builder::new().name("cluster".to_owned()).spawn(move || {
+            let mut link = Link {
+                directory,
+                engine,
+                told: BTreeMap::new(),
+                said_links: None,
+                complaints: BTreeMap::new(),
+            };
+            runtime.block_on(async {
+                tokio::select! {
+                    () = link.run() => {}
+                    // A daemon that is dropped stops as well.
+                    _ = stopped => {}
+                }
+            });
+            // What was learnt last isn't lost.
+            link.write();
+        })?;
+        Ok(Self { stop: Some(stop), thread: Some(thread) })
+    }
+}
+
+impl Drop for ClusterThread {
+    fn drop(&mut self) {
+        if let Some(stop) = self.stop.take() {
+            // A thread that has failed doesn't listen.
+            let _ = stop.send(());
+        }
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("The thread for the cluster service panicked; this is a bug");
+        }
+    }
+}
+
+/// A VM as the service was told of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Told {
+    vm: u32,
+    epoch: u64,
+    /// `None`: it is to be said again.
+    nics: Option<Vec<proto::Nic>>,
+}
+
+struct Link {
+    directory: Arc<ClusterDirectory>,
+    engine: EngineHandle,
+    told: BTreeMap<String, Told>,
+    said_links: Option<BTreeSet<(VmId, VmId)>>,
+    /// What the service refused of VMs, said once in the log.
+    complaints: BTreeMap<String, String>,
+}
+
+impl Link {
+    async fn run(&mut self) {
+        let mut wait = SOON;
+        let mut last = String::new();
+        loop {
+            let began = Instant::now();
+            let Err(error) = self.session().await;
+            if began.elapsed() > LATE {
+                wait = SOON;
+            }
+            let followed = self.directory.lost();
+            // The same sentence once per outage.
+            let text = error.to_string();
+            if followed || text != last {
+                tracing::warn!(
+                    error = &error as &dyn std::error::Error,
+                    "The cluster service isn't followed; this host goes on with what it knows"
+                );
+                last = text;
+            }
+            tokio::time::sleep(wait).await;
+            wait = (wait * 2).min(LATE);
+        }
+    }
+
+    /// One connection, until it fails.
+    async fn session(&mut self) -> Result<std::convert::Infallible, ClusterError> {
+        let directory = Arc::clone(&self.directory);
+        let service = &directory.config.service;
+        let mut client = service.connect().await?;
+        let incarnation = directory.incarnation.load(Ordering::SeqCst);
+        let request = hello(&directory.config, directory.address, incarnation);
+        let reply = service.within("RegisterHost", client.register_host(request)).await;
+        if let Err(ClusterError::Refused { code: Code::FailedPrecondition, .. }) = &reply {
+            // Somebody has registered this host as started again, and isn't there: this daemon has its address. As a new start it is taken, if the
+            // service has no other address for its name.
+            directory.incarnation.store(0, Ordering::SeqCst);
+        }
+        let reply = reply?;
+        let speaker = reply.speaker.unwrap_or_default();
+        directory.incarnation.store(speaker.incarnation, Ordering::SeqCst);
+        let settings = reply.settings.unwrap_or_default();
+        let own = (u64::from(directory.view.load().contents.mtu), u32::from(directory.sockets));
+        if (u64::from(settings.mtu), settings.sockets) != own {
+            tracing::warn!(
+                mtu = settings.mtu,
+                sockets = settings.sockets,
+                "The cluster's settings have changed; restart this daemon to use them"
+            );
+        }
+        let (instance, revision) = directory.view.load().place;
+        let mut events =
+            service.within("Watch", client.watch(proto::WatchRequest { instance, revision })).await?;
+        // All is said again: the service may have lost it, or refused it before.
+        self.said_links = None;
+        for told in self.told.values_mut() {
+            told.nics = None;
+        }
+        if directory.view.load().contents.own != speaker.host {
+            let mut view = View::clone(&directory.view.load());
+            view.contents.own = speaker.host;
+            self.replace(view);
+        }
+        self.say(&mut client, speaker).await?;
+        directory.status().away_since = None;
+        tracing::info!(
+            service = service.name(),
+            incarnation = speaker.incarnation,
+            "The cluster service is followed"
+        );
+        let lease = Duration::from_millis(reply.lease_milliseconds.clamp(30, 3_600_000));
+        let mut heartbeat = tokio::time::interval(lease / 3);
+        heartbeat.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+        let (mut write_at, mut say_at) = (None, None);
+        let mut said = tokio::time::Instant::now();
+        loop {
+            let (write, say) = (until(write_at), until(say_at));
+            tokio::select! {
+                event = events.message() => {
+                    let event = event.map_err(|status| service.error("Watch", status))?;
+                    let Some(event) = event else {
+                        let status = tonic::Status::unavailable("the stream of events has ended");
+                        return Err(service.error("Watch", status));
+                    };
+                    let mut batch = vec![event];
+                    // A view is made anew as a whole: once for all that have come meanwhile.
+                    while batch.len() < BATCH
+                        && let Ok(Ok(Some(event))) = tokio::time::timeout(Duration::ZERO, events.message()).await
+                    {
+                        batch.push(event);
+                    }
+                    self.take(batch);
+                    write_at = write_at.or_else(|| Some(tokio::time::Instant::now() + WRITE_AFTER));
+                }
+                () = directory.changed.notified() => say_at = say_at.or(Some(said + CALM)),
+                () = say => {
+                    say_at = None;
+                    self.say(&mut client, speaker).await?;
+                    said = tokio::time::Instant::now();
+                }
+                _ = heartbeat.tick() => {
+                    let request = proto::HeartbeatRequest { speaker: Some(speaker) };
+                    service.within("Heartbeat", client.heartbeat(request)).await?;
+                    // What couldn't be said, because a VM moved, can be now.
+                    self.say(&mut client, speaker).await?;
+                }
+                () = write => {
+                    write_at = None;
+                    self.write();
+                }
+            }
+        }
+    }
+
+    fn take(&mut self, events: Vec<proto::WatchEvent>) {
+        let mut view = View::clone(&self.directory.view.load());
+        for old in view.apply(events) {
+            self.directory.refused_old_epochs.fetch_add(1, Ordering::Relaxed);
+            tracing::warn!(
+                "The cluster service speaks of {old}; that isn't believed. Was its database restored from an old copy?"
+            );
+        }
+        self.replace(view);
+    }
+
+    /// The engine sees the new view when this returns.
+    fn replace(&self, view: View) {
+        self.directory.view.store(Arc::new(view));
+        // At the daemon's end there is no engine.
+        let _ = self.engine.call(crate::engine::Worker::directory_changed);
+    }
+
+    fn write(&self) {
+        if let Err(error) = self.directory.view.load().save(&self.directory.path) {
+            tracing::warn!(%error, "{} can't be written; this daemon can't be restarted while the cluster service is away", self.directory.path.display());
+        }
+    }
+
+    /// Says what is here and hasn't been said.
+    async fn say(&mut self, client: &mut Client, speaker: Speaker) -> Result<(), ClusterError> {
+        let (vms, links) = self.here();
+        let ended: Vec<(String, Told)> = self
+            .told
+            .iter()
+            .filter(|(name, _)| !vms.contains_key(*name))
+            .map(|(name, told)| (name.clone(), told.clone()))
+            .collect();
+        let directory = Arc::clone(&self.directory);
+        let service = &directory.config.service;
+        for (name, told) in ended {
+            let request = proto::EndVmRequest { speaker: Some(speaker), vm: told.vm, epoch: told.epoch };
+            let ended = service.within("EndVm", client.end_vm(request)).await;
+            match self.heard(&name, ended)? {
+                Heard::Done(_) => drop(self.told.remove(&name)),
+                // It moves, or the service can't write: again with the next heartbeat.
+                Heard::Refused(Code::Aborted | Code::Internal) => {}
+                // It isn't this host's any more, or not there.
+                Heard::Refused(_) => drop(self.told.remove(&name)),
+            }
+        }
+        for (name, nics) in vms {
+            let before = self.told.get(&name);
+            if before.is_some_and(|told| told.nics.as_ref() == Some(&nics)) {
+                continue;
+            }
+            // 0: it has just started, as far as this daemon knows.
+            let epoch = before.map_or(0, |told| told.epoch);
+            let request = proto::RegisterVmRequest {
+                speaker: Some(speaker),
+                name: name.clone(),
+                epoch,
+                nics: nics.clone(),
+            };
+            let registered = service.within("RegisterVm", client.register_vm(request)).await;
+            match self.heard(&name, registered)? {
+                Heard::Done(reply) => {
+                    for refused in &reply.refused {
+                        tracing::warn!(vm = name, "{refused}: this VM isn't reached there");
+                    }
+                    let told = Told { vm: reply.vm, epoch: reply.epoch, nics: Some(nics) };
+                    self.told.insert(name, told);
+                }
+                // Nothing older is believed, so this daemon knows nothing of it either.
+                Heard::Refused(Code::FailedPrecondition) => drop(self.told.remove(&name)),
+                Heard::Refused(_) => {}
+            }
+        }
+        if self.said_links.as_ref() != Some(&links) {
+            let said = links.iter().map(|(vm, peer)| proto::Link { vm: vm.0, peer: peer.0 }).collect();
+            let request = proto::ReportLinksRequest { speaker: Some(speaker), links: said };
+            service.within("ReportLinks", client.report_links(request)).await?;
+            self.said_links = Some(links);
+        }
+        Ok(())
+    }
+
+    /// VMs that are here, with their NICs in order, and connections.
+    fn here(&self) -> (Vms, BTreeSet<(VmId, VmId)>) {
+        let here = self.directory.here();
+        let mut vms = Vms::new();
+        for LocalNic { vm, segment, addresses } in here.nics.values() {
+            let addresses = addresses.iter().map(|gid| gid.0.to_vec()).collect();
+            let nic = proto::Nic { segment: segment.clone(), addresses, mac: None };
+            vms.entry(vm.clone()).or_default().push(nic);
+        }
+        (vms, here.links.clone())
+    }
+
+    /// A refusal is the VM's affair, anything else the connection's; so is a host that the service doesn't take for what it was.
+    fn heard<T>(&mut self, name: &str, answer: Result<T, ClusterError>) -> Result<Heard<T>, ClusterError> {
+        match answer {
+            Ok(done) => {
+                self.complaints.remove(name);
+                Ok(Heard::Done(done))
+            }
+            Err(ClusterError::Refused { code, reason }) => {
+                if code == Code::NotFound && reason.contains("register first") {
+                    return Err(ClusterError::Refused { code, reason });
+                }
+                if self.complaints.get(name) != Some(&reason) {
+                    tracing::warn!(vm = name, "The cluster service refuses what this host says: {reason}");
+                    self.complaints.insert(name.to_owned(), reason);
+                }
+                Ok(Heard::Refused(code))
+            }
+            Err(error) => Err(error),
+        }
+    }
+}
+
+/// Comes at a time, or never.
+async fn until(at: Option<tokio::time::Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// How the service answered what was said of a VM.
+enum Heard<T> {
+    Done(T),
+    Refused(Code),
+}

@@ -1,0 +1,249 @@
+//! The directory of a host whose cluster has a service (`causeway host --cluster`).
+//!
+//! ```text
+//!  engine thread          owner, host … ──▶ View (lock-free, replaced as a whole)
+//!                         tell ───────────▶ what is here (a lock held for a moment)
+//!                                              │ wakes                ▲ replaces, then has the engine look again
+//!  "cluster" thread       registers host and VMs, keeps the lease, follows the watch ◀──▶ causeway cluster serve
+//! ```
+//!
+//! The engine's thread never waits for the network. While the service is away everything goes on with the view as it is; what happens here
+//! meanwhile is said when it is back. A view is kept in the daemon's folder, so that a daemon that is started during an outage knows where
+//! others are.
+
+mod client;
+mod view;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use arc_swap::ArcSwap;
+use control_api::cluster::{ClusterError, Service};
+use hca::names::{DeviceId, Gid};
+use tokio::sync::Notify;
+
+use crate::transport::{Directory, DirectoryReport, News, TransportKind, VmId};
+
+pub use client::ClusterThread;
+pub use view::View;
+
+/// Name of the view's file in the daemon's folder.
+pub const FILE: &str = "cluster.json";
+
+/// Where the cluster's service is, and who this host is.
+#[derive(Debug, Clone)]
+pub struct ClusterConfig {
+    /// The service.
+    pub service: Service,
+    /// This host's name.
+    pub name: String,
+}
+
+/// A daemon can't take part in its cluster.
+#[derive(Debug, thiserror::Error)]
+pub enum JoinError {
+    /// The service refuses.
+    #[error("The cluster service at {service} refuses this host")]
+    Refused {
+        /// Where.
+        service: String,
+        /// Its sentence.
+        #[source]
+        source: ClusterError,
+    },
+    /// Nobody answers, and nothing is known from before.
+    #[error("This host can't be started without its cluster service: {} has no copy of the directory from before ({copy})", path.display())]
+    Nothing {
+        /// Where a copy would be.
+        path: PathBuf,
+        /// Why it can't be used.
+        copy: String,
+        /// Why the service can't.
+        #[source]
+        source: ClusterError,
+    },
+    /// Settings that this version can't have.
+    #[error("The cluster has an mtu of {mtu} and {sockets} sockets per host, which this version can't use")]
+    Settings {
+        /// Bytes of payload per packet.
+        mtu: u32,
+        /// UDP sockets.
+        sockets: u32,
+    },
+}
+
+/// A NIC of this host.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct LocalNic {
+    vm: String,
+    segment: String,
+    addresses: BTreeSet<Gid>,
+}
+
+/// What is here, to be told to the service.
+#[derive(Debug, Default)]
+struct Here {
+    nics: BTreeMap<DeviceId, LocalNic>,
+    links: BTreeSet<(VmId, VmId)>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct ClusterDirectory {
+    config: ClusterConfig,
+    address: SocketAddr,
+    /// Where the view is kept.
+    path: PathBuf,
+    view: ArcSwap<View>,
+    mtu: roce::Mtu,
+    sockets: u16,
+    here: Mutex<Here>,
+    changed: Notify,
+    /// Which start of this host the service takes it for; 0: it hasn't heard of it.
+    incarnation: AtomicU64,
+    status: Mutex<Status>,
+    refused_old_epochs: AtomicU64,
+}
+
+#[derive(Debug)]
+struct Status {
+    /// Since when the service isn't followed; `None`: it is.
+    away_since: Option<Instant>,
+    failures: u64,
+}
+
+impl ClusterDirectory {
+    /// Registers this host and gets the state; without the service, what an earlier daemon left in `folder`. Blocks for some seconds at most.
+    ///
+    /// # Errors
+    /// When the service refuses, or neither it nor a copy is there.
+    pub fn open(config: ClusterConfig, address: SocketAddr, folder: &Path) -> Result<Arc<Self>, JoinError> {
+        let path = folder.join(FILE);
+        let (view, incarnation) = match client::join(&config, address) {
+            Ok(joined) => joined,
+            Err(source) if source.is_refusal() => {
+                return Err(JoinError::Refused { service: config.service.name().to_owned(), source });
+            }
+            Err(source) => {
+                let view = View::load(&path).map_err(|error| error.to_string());
+                let named = view.and_then(|view| {
+                    let own = view.contents.hosts.get(&view.contents.own);
+                    match own.filter(|own| own.name == config.name && own.address == address) {
+                        Some(_) => Ok(view),
+                        None => Err(format!("it isn't of host {} at {address}", config.name)),
+                    }
+                });
+                match named {
+                    Ok(view) => {
+                        tracing::warn!(
+                            error = &source as &dyn std::error::Error,
+                            "The cluster service is away; this host goes on with the directory of {}",
+                            path.display()
+                        );
+                        (view, 0)
+                    }
+                    Err(copy) => return Err(JoinError::Nothing { path, copy, source }),
+                }
+            }
+        };
+        let contents = &view.contents;
+        let mtu = roce::Mtu::from_bytes(contents.mtu).filter(|_| (1..=16).contains(&contents.sockets));
+        let (bytes, sockets) = (contents.mtu, contents.sockets);
+        let mtu = mtu.ok_or(JoinError::Settings { mtu: bytes, sockets: sockets.into() })?;
+        Ok(Arc::new(Self {
+            config,
+            address,
+            path,
+            mtu,
+            sockets,
+            view: ArcSwap::from_pointee(view),
+            here: Mutex::default(),
+            changed: Notify::new(),
+            incarnation: AtomicU64::new(incarnation),
+            status: Mutex::new(Status { away_since: Some(Instant::now()), failures: 0 }),
+            refused_old_epochs: AtomicU64::new(0),
+        }))
+    }
+
+    fn here(&self) -> MutexGuard<'_, Here> {
+        self.here.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The service isn't followed any more, or still not. Whether it was until now.
+    fn lost(&self) -> bool {
+        let mut status = self.status();
+        let followed = status.away_since.is_none();
+        if followed {
+            status.away_since = Some(Instant::now());
+        }
+        status.failures += 1;
+        followed
+    }
+
+    fn status(&self) -> MutexGuard<'_, Status> {
+        self.status.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Directory for ClusterDirectory {
+    fn owner(&self, segment: &str, gid: Gid) -> Option<VmId> {
+        self.view.load().owner(segment, gid)
+    }
+
+    fn vm(&self, name: &str) -> Option<VmId> {
+        self.view.load().own_vm(name)
+    }
+
+    fn host(&self, vm: VmId) -> Option<SocketAddr> {
+        self.view.load().host(vm)
+    }
+
+    fn hosts(&self) -> Vec<SocketAddr> {
+        self.view.load().hosts()
+    }
+
+    /// The service has no pins.
+    fn pin(&self, _: VmId) -> Option<TransportKind> {
+        None
+    }
+
+    fn mtu(&self) -> roce::Mtu {
+        self.mtu
+    }
+
+    fn sockets(&self) -> u16 {
+        self.sockets
+    }
+
+    fn tell(&self, news: News<'_>) {
+        let mut here = self.here();
+        match news {
+            News::Nic { device, vm, segment, addresses } => {
+                let (vm, segment, addresses) = (vm.to_owned(), segment.to_owned(), addresses.clone());
+                here.nics.insert(device, LocalNic { vm, segment, addresses });
+            }
+            News::NicGone { device } => drop(here.nics.remove(&device)),
+            News::Connected(links) => here.links = links,
+        }
+        drop(here);
+        self.changed.notify_one();
+    }
+
+    fn report(&self) -> Option<DirectoryReport> {
+        let (view, status) = (self.view.load(), self.status());
+        Some(DirectoryReport {
+            service: self.config.service.name().to_owned(),
+            connected: status.away_since.is_none(),
+            outage_seconds: status.away_since.map_or(0, |since| since.elapsed().as_secs()),
+            failures: status.failures,
+            revision: view.place.1,
+            hosts: view.contents.hosts.len(),
+            vms: view.running(),
+            refused_old_epochs: self.refused_old_epochs.load(Ordering::Relaxed),
+        })
+    }
+}

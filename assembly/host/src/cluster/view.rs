@@ -1,0 +1,316 @@
+//! What a daemon knows of its cluster: built of the service's events, and kept in a file for a start without the service.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::io;
+use std::net::SocketAddr;
+use std::path::Path;
+
+use control_api::cluster::proto;
+use hca::names::Gid;
+use serde::{Deserialize, Serialize};
+
+use crate::transport::VmId;
+
+/// Version of the file.
+const VERSION: u32 = 1;
+/// A longer file isn't ours.
+const LONGEST_FILE: u64 = 256 << 20;
+
+/// A host.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Host {
+    /// Its name.
+    pub name: String,
+    /// Where its daemon takes packets.
+    pub address: SocketAddr,
+}
+
+/// A VM.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Vm {
+    /// Its name.
+    pub name: String,
+    /// Its host's number.
+    pub host: u32,
+    /// Since when it is there.
+    pub epoch: u64,
+    /// Whether it runs.
+    pub alive: bool,
+    /// Its addresses, by segment.
+    pub addresses: BTreeSet<(String, [u8; 16])>,
+}
+
+/// What the service has said, as a file has it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Contents {
+    /// Of the file.
+    version: u32,
+    /// Own number, 0: not known.
+    pub own: u32,
+    /// Bytes of payload per packet between hosts.
+    pub mtu: u32,
+    /// UDP sockets per host.
+    pub sockets: u16,
+    /// Hosts by number.
+    pub hosts: BTreeMap<u32, Host>,
+    /// VMs by number.
+    pub vms: BTreeMap<u32, Vm>,
+}
+
+/// What was said, ordered for those who ask.
+#[derive(Debug, Clone, Default)]
+pub struct View {
+    /// What was said.
+    pub contents: Contents,
+    /// Which start of the service said it, and up to which revision.
+    pub place: (u64, u64),
+    owners: HashMap<(String, Gid), VmId>,
+    names: HashMap<String, VmId>,
+}
+
+impl View {
+    /// Nothing but the settings.
+    #[must_use]
+    pub fn new(own: u32, mtu: u32, sockets: u16) -> Self {
+        let contents = Contents { version: VERSION, own, mtu, sockets, ..Contents::default() };
+        Self { contents, ..Self::default() }
+    }
+
+    /// What an earlier daemon has left in a file.
+    ///
+    /// # Errors
+    /// When there is none, or it is something else.
+    pub fn load(path: &Path) -> io::Result<Self> {
+        let reader = io::BufReader::new(io::Read::take(std::fs::File::open(path)?, LONGEST_FILE));
+        let contents: Contents = serde_json::from_reader(reader)?;
+        if contents.version != VERSION {
+            let text = format!("it has version {}, this program knows {VERSION}", contents.version);
+            return Err(io::Error::new(io::ErrorKind::InvalidData, text));
+        }
+        let mut view = Self { contents, ..Self::default() };
+        view.order();
+        Ok(view)
+    }
+
+    /// Leaves it in a file: a reader finds the old one or the new one, whenever this process or the host dies.
+    ///
+    /// # Errors
+    /// When the file system refuses.
+    pub fn save(&self, path: &Path) -> io::Result<()> {
+        crate::remembered::replace(path, &serde_json::to_vec(&self.contents)?)
+    }
+
+    /// Takes events over, in order. Returns what they said of VMs that is older than what was known; that isn't taken over.
+    pub fn apply(&mut self, events: impl IntoIterator<Item = proto::WatchEvent>) -> Vec<String> {
+        let mut old = Vec::new();
+        for event in events {
+            self.take(event, &mut old);
+        }
+        self.order();
+        old
+    }
+
+    fn take(&mut self, event: proto::WatchEvent, old: &mut Vec<String>) {
+        let mut before = BTreeMap::new();
+        if event.whole {
+            before = std::mem::take(&mut self.contents.vms);
+            self.contents.hosts.clear();
+        }
+        for host in event.hosts {
+            // The service checks addresses before it takes them.
+            let Ok(address) = host.fabric_address.parse() else { continue };
+            self.contents.hosts.insert(host.id, Host { name: host.name, address });
+        }
+        for vm in event.vms {
+            let known = before.remove(&vm.id).or_else(|| self.contents.vms.get(&vm.id).cloned());
+            let (id, new) = (vm.id, Vm::from(vm));
+            // A number that is another VM's now is one of another database.
+            match known.filter(|known| known.name == new.name && new.epoch < known.epoch) {
+                Some(known) => {
+                    old.push(format!(
+                        "VM {} in epoch {}, which is in epoch {}",
+                        known.name, new.epoch, known.epoch
+                    ));
+                    self.contents.vms.insert(id, known);
+                }
+                None => drop(self.contents.vms.insert(id, new)),
+            }
+        }
+        for vm in event.gone {
+            self.contents.vms.remove(&vm);
+        }
+        self.place = (event.instance, event.revision);
+    }
+
+    fn order(&mut self) {
+        self.owners.clear();
+        self.names.clear();
+        for (id, vm) in self.contents.vms.iter().filter(|(_, vm)| vm.alive) {
+            for (segment, gid) in &vm.addresses {
+                self.owners.insert((segment.clone(), Gid(*gid)), VmId(*id));
+            }
+            if vm.host == self.contents.own {
+                self.names.insert(vm.name.clone(), VmId(*id));
+            }
+        }
+    }
+
+    /// The VM that runs and has an address in a segment.
+    #[must_use]
+    pub fn owner(&self, segment: &str, gid: Gid) -> Option<VmId> {
+        // A look-up per connection, not per packet.
+        self.owners.get(&(segment.to_owned(), gid)).copied()
+    }
+
+    /// The number of a VM that runs on this host.
+    #[must_use]
+    pub fn own_vm(&self, name: &str) -> Option<VmId> {
+        self.names.get(name).copied()
+    }
+
+    /// Where a VM that runs is.
+    #[must_use]
+    pub fn host(&self, vm: VmId) -> Option<SocketAddr> {
+        let vm = self.contents.vms.get(&vm.0).filter(|vm| vm.alive)?;
+        Some(self.contents.hosts.get(&vm.host)?.address)
+    }
+
+    /// All hosts.
+    #[must_use]
+    pub fn hosts(&self) -> Vec<SocketAddr> {
+        self.contents.hosts.values().map(|host| host.address).collect()
+    }
+
+    /// VMs that run.
+    #[must_use]
+    pub fn running(&self) -> usize {
+        self.contents.vms.values().filter(|vm| vm.alive).count()
+    }
+}
+
+impl From<proto::Vm> for Vm {
+    fn from(vm: proto::Vm) -> Self {
+        let of_nic = |nic: proto::Nic| {
+            let segment = nic.segment;
+            nic.addresses.into_iter().filter_map(move |bytes| Some((segment.clone(), bytes.try_into().ok()?)))
+        };
+        let addresses = vm.nics.into_iter().flat_map(of_nic).collect();
+        Self { name: vm.name, host: vm.host, epoch: vm.epoch, alive: vm.alive, addresses }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn host(id: u32) -> proto::Host {
+        let (name, fabric_address) = (format!("h{id}"), format!("10.0.0.{id}:4792"));
+        proto::Host { id, name, fabric_address, incarnation: 1, heard: true }
+    }
+
+    fn vm(id: u32, host: u32, epoch: u64) -> proto::Vm {
+        let addresses = vec![vec![u8::try_from(id).unwrap(); 16]];
+        let nics = vec![proto::Nic { segment: "blue".to_owned(), addresses, mac: None }];
+        proto::Vm { id, name: format!("vm{id}"), host, epoch, alive: true, nics }
+    }
+
+    fn event(revision: u64, vms: Vec<proto::Vm>, gone: Vec<u32>) -> proto::WatchEvent {
+        proto::WatchEvent { instance: 7, revision, whole: false, hosts: Vec::new(), vms, gone }
+    }
+
+    fn view() -> View {
+        let mut view = View::new(1, 1376, 2);
+        let hosts = vec![host(1), host(2)];
+        let whole =
+            proto::WatchEvent { whole: true, hosts, ..event(1, vec![vm(1, 1, 1), vm(2, 2, 3)], vec![]) };
+        assert!(view.apply([whole]).is_empty());
+        view
+    }
+
+    #[test]
+    fn events_change_where_vms_are() {
+        let mut view = view();
+        let (one, two) = ("10.0.0.1:4792".parse().ok(), "10.0.0.2:4792".parse().ok());
+        assert_eq!((view.host(VmId(1)), view.host(VmId(2))), (one, two));
+        assert_eq!((view.own_vm("vm1"), view.own_vm("vm2")), (Some(VmId(1)), None));
+        assert_eq!(view.owner("blue", Gid([2; 16])), Some(VmId(2)));
+        assert_eq!(view.owner("red", Gid([2; 16])), None);
+        // It moves here; another ends; another's host was started again.
+        view.apply([event(2, vec![vm(2, 1, 4), vm(3, 2, 1)], vec![1])]);
+        assert_eq!((view.host(VmId(2)), view.own_vm("vm2")), (one, Some(VmId(2))));
+        assert_eq!((view.host(VmId(1)), view.owner("blue", Gid([1; 16]))), (None, None));
+        view.apply([event(3, vec![proto::Vm { alive: false, ..vm(3, 2, 1) }], vec![])]);
+        assert_eq!((view.host(VmId(3)), view.owner("blue", Gid([3; 16])), view.running()), (None, None, 1));
+        assert_eq!(view.place, (7, 3));
+    }
+
+    #[test]
+    fn an_older_epoch_is_refused_also_in_a_whole_state() {
+        let mut view = view();
+        let old = view.apply([event(2, vec![vm(2, 1, 2)], vec![])]);
+        assert_eq!(old, ["VM vm2 in epoch 2, which is in epoch 3"]);
+        let whole = proto::WatchEvent {
+            whole: true,
+            hosts: vec![host(1), host(2)],
+            ..event(2, vec![vm(2, 1, 2)], vec![])
+        };
+        assert_eq!(view.apply([whole]).len(), 1);
+        // A number that is another VM's is one of another database.
+        let other = proto::Vm { name: "other".to_owned(), ..vm(2, 1, 1) };
+        let whole =
+            proto::WatchEvent { whole: true, hosts: vec![host(1), host(2)], ..event(3, vec![other], vec![]) };
+        assert_eq!(view.host(VmId(2)), "10.0.0.2:4792".parse().ok());
+        assert_eq!(view.host(VmId(1)), None, "not in the whole state");
+        assert!(view.apply([whole]).is_empty());
+        assert_eq!(view.own_vm("other"), Some(VmId(2)));
+    }
+
+    /// Prints what a change costs a daemon of a large cluster.
+    #[test]
+    #[ignore = "measures; run by hand with --nocapture"]
+    fn cost_of_an_event() {
+        for count in [100_u32, 1_000, 10_000] {
+            let vms = (1..=count).map(|id| proto::Vm {
+                nics: vec![proto::Nic {
+                    segment: "blue".to_owned(),
+                    addresses: vec![
+                        u128::from(id).to_be_bytes().to_vec(),
+                        u128::from(id | 1 << 31).to_be_bytes().to_vec(),
+                    ],
+                    mac: None,
+                }],
+                ..vm(1, 1 + id % 64, 1)
+            });
+            let vms =
+                (1..).zip(vms).map(|(id, vm)| proto::Vm { id, name: format!("vm{id}"), ..vm }).collect();
+            let mut view = View::new(1, 1376, 2);
+            let hosts = (1..=64).map(host).collect();
+            view.apply([proto::WatchEvent { whole: true, hosts, ..event(1, vms, vec![]) }]);
+            let mut best = std::time::Duration::MAX;
+            for revision in 0..20 {
+                let began = std::time::Instant::now();
+                let mut new = view.clone();
+                new.apply([event(revision, vec![vm(1, 2, 2)], vec![])]);
+                view = new;
+                best = best.min(began.elapsed());
+            }
+            println!("{count} VMs: {best:?} per batch of events");
+        }
+    }
+
+    #[test]
+    fn a_file_has_what_was_known() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("cluster.json");
+        assert!(View::load(&path).is_err());
+        let view = view();
+        view.save(&path).unwrap();
+        let read = View::load(&path).unwrap();
+        assert_eq!(read.contents, view.contents);
+        assert_eq!((read.own_vm("vm1"), read.place), (Some(VmId(1)), (0, 0)));
+        for text in ["", "{", "{\"version\":9,\"own\":1,\"mtu\":1,\"sockets\":1,\"hosts\":{},\"vms\":{}}"] {
+            std::fs::write(&path, text).unwrap();
+            assert!(View::load(&path).is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! This host's devices, as its directory is told of them, and as it names them. A directory may learn of a VM after its device is here, or find
+//! that it is elsewhere; whoever keeps it then has [`Transports::directory_changed`] called.
+
+use std::collections::BTreeSet;
+
+use hca::engine::Engine;
+use hca::names::{DeviceId, Gid, SegmentId};
+use hca::provider::Provider;
+
+use super::directory::{News, VmId};
+use super::pin::TransportKind;
+use super::{Nic, Transports, header};
+
+/// A device that was added to the engine.
+#[derive(Debug)]
+pub(super) struct Local {
+    vm: String,
+    segment: String,
+    segment_id: SegmentId,
+    /// As the directory was told.
+    addresses: BTreeSet<Gid>,
+}
+
+impl Transports {
+    /// A device was added to the engine. VMs that the directory doesn't know reach nobody elsewhere.
+    pub fn attach<P: Provider>(
+        &mut self,
+        engine: &mut Engine<P>,
+        device: DeviceId,
+        vm: &str,
+        segment: &str,
+        segment_id: SegmentId,
+    ) {
+        let addresses = BTreeSet::new();
+        let local = Local { vm: vm.to_owned(), segment: segment.to_owned(), segment_id, addresses };
+        self.directory.tell(News::Nic { device, vm, segment, addresses: &local.addresses });
+        self.local.insert(device, local);
+        self.name(engine, device);
+    }
+
+    /// A device is about to leave the engine.
+    pub fn detach(&mut self, device: DeviceId) {
+        self.forget(device);
+        if self.local.remove(&device).is_some() {
+            self.directory.tell(News::NicGone { device });
+        }
+        self.wire.detach(device);
+        self.connections.remove_device(device);
+        self.verbs.remove_device(device);
+        self.instead.retain(|qp, _| qp.device != device);
+    }
+
+    /// The directory says something else than before: of VMs here, and of where others are.
+    pub fn directory_changed<P: Provider>(&mut self, engine: &mut Engine<P>) {
+        let devices: Vec<DeviceId> = self.local.keys().copied().collect();
+        for device in devices {
+            self.name(engine, device);
+        }
+        let directory = &self.directory;
+        self.connections.locate(|peer| directory.host(peer));
+    }
+
+    /// Tells the directory which addresses guests have bound, and who is connected to whom, where that has changed.
+    pub(super) fn tell<P: Provider>(&mut self, engine: &Engine<P>) {
+        if engine.topology() != self.topology {
+            self.topology = engine.topology();
+            for (device, local) in &mut self.local {
+                let addresses: BTreeSet<Gid> =
+                    engine.gid_table(*device).into_iter().map(|(_, gid, _)| gid).collect();
+                if addresses != local.addresses {
+                    local.addresses = addresses;
+                    let (device, addresses) = (*device, &local.addresses);
+                    self.directory.tell(News::Nic {
+                        device,
+                        vm: &local.vm,
+                        segment: &local.segment,
+                        addresses,
+                    });
+                }
+            }
+        }
+        if let Some(pairs) = self.connections.changed_pairs() {
+            self.directory.tell(News::Connected(pairs));
+        }
+    }
+
+    /// Gives a device the number that its VM has in the directory now.
+    fn name<P: Provider>(&mut self, engine: &mut Engine<P>, device: DeviceId) {
+        let Some(local) = self.local.get(&device) else { return };
+        let vm = self.directory.vm(&local.vm);
+        if self.nics.get(&device).map(|nic| nic.vm) == vm {
+            return;
+        }
+        let (segment, segment_id) = (local.segment.clone(), local.segment_id);
+        self.forget(device);
+        let Some(vm) = vm else { return };
+        let nic = Nic { vm, segment_id, tag: header::tag(&segment), segment };
+        if self.devices.insert((vm, nic.tag), device).is_some_and(|other| self.nics.contains_key(&other)) {
+            tracing::warn!(
+                vm = vm.0,
+                segment = nic.segment,
+                "A VM has a second RDMA NIC in a segment; other hosts reach the last one only"
+            );
+        }
+        self.pin(engine, device, &nic);
+        self.nics.insert(device, nic);
+        engine.set_uplink(segment_id, true);
+    }
+
+    fn pin<P: Provider>(&self, engine: &mut Engine<P>, device: DeviceId, nic: &Nic) {
+        let Some(pin) = self.directory.pin(nic.vm) else { return };
+        // What isn't to go from RAM to RAM comes here, and is carried or refused.
+        engine.set_detour(device, pin != TransportKind::Local);
+        let (vm, segment) = (nic.vm.0, &nic.segment);
+        tracing::info!(vm, segment, "A VM's RDMA is pinned to transport {}", pin.name());
+        if pin == TransportKind::Verbs && !self.verbs.is_there() {
+            tracing::warn!(vm, "Connections of that VM are refused: {}", self.verbs.why_absent());
+        }
+    }
+
+    /// Others don't reach a device any more.
+    fn forget(&mut self, device: DeviceId) {
+        if let Some(nic) = self.nics.remove(&device)
+            && self.devices.get(&(nic.vm, nic.tag)) == Some(&device)
+        {
+            self.devices.remove(&(nic.vm, nic.tag));
+        }
+    }
+}
+
+/// A VM of this host, and one elsewhere that it is connected to.
+pub type Pair = (VmId, VmId);

@@ -1,0 +1,322 @@
+//! Daemons whose directory is a cluster service: guests reach each other, go on while the service is away, and are found at their new hosts.
+#![allow(clippy::unwrap_used)] // A test that can't go on has failed.
+
+mod common;
+
+use std::net::{SocketAddr, UdpSocket};
+use std::path::{Path, PathBuf};
+
+use cluster::{Server, ServerConfig};
+use common::vm::{Vm, connect, vm};
+use common::wait_until;
+use control_api::cluster::{Keys, Service, proto};
+use control_api::host::HostClient;
+use host::cluster::ClusterConfig;
+use host::{Daemon, DaemonConfig, DirectorySource, FabricConfig};
+
+/// A service, and hosts that use it.
+struct Cluster {
+    folder: tempfile::TempDir,
+    server: Option<Server>,
+    address: SocketAddr,
+    service: Service,
+    port: u16,
+    keys: Option<Keys>,
+}
+
+impl Cluster {
+    fn new() -> Self {
+        Self::with(None)
+    }
+
+    fn with(keys: Option<Keys>) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let server = start(folder.path(), "127.0.0.1:0".parse().unwrap(), keys.clone());
+        let address = server.address();
+        let service = Service::new(&address.to_string(), keys.clone()).unwrap();
+        let port = UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).unwrap().port();
+        let port = if port > 65_000 { 40_000 } else { port };
+        Self { folder, server: Some(server), address, service, port, keys }
+    }
+
+    fn config(&self, number: u8) -> DaemonConfig {
+        let mut config = DaemonConfig::new(self.folder.path().join(format!("h{number}/host.sock")));
+        let service = self.service.clone();
+        config.fabric = Some(FabricConfig {
+            directory: DirectorySource::Cluster(ClusterConfig { service, name: format!("h{number}") }),
+            address: format!("127.0.0.{number}:{}", self.port).parse().unwrap(),
+            cluster_key: None,
+            verbs: false,
+        });
+        config
+    }
+
+    /// In its sandbox.
+    fn daemon(&self, number: u8) -> Daemon {
+        common::start(self.config(number))
+    }
+
+    fn stop(&mut self) {
+        drop(self.server.take());
+    }
+
+    /// On the same file and address.
+    fn resume(&mut self) {
+        self.server = Some(start(self.folder.path(), self.address, self.keys.clone()));
+    }
+
+    fn state(&self) -> proto::State {
+        self.service.state().unwrap()
+    }
+
+    /// Waits until a VM runs with an address and a host.
+    fn wait_for(&self, name: &str, host: u32) -> proto::Vm {
+        let mut found = None;
+        wait_until(&format!("VM {name} on host {host}"), || {
+            let vms = self.state().vms;
+            let runs = |vm: &proto::Vm| {
+                vm.name == name
+                    && vm.alive
+                    && vm.host == host
+                    && vm.nics.iter().any(|nic| !nic.addresses.is_empty())
+            };
+            found = vms.into_iter().find(runs);
+            found.is_some()
+        });
+        found.unwrap()
+    }
+}
+
+fn start(folder: &Path, listen: SocketAddr, keys: Option<Keys>) -> Server {
+    let mut config = ServerConfig::new(listen, folder.join("cluster.redb"));
+    config.keys = keys;
+    config.settings = Some(cluster::state::Settings { mtu: 1376, sockets: 1 });
+    Server::start(&config).unwrap()
+}
+
+fn guest(daemon: &Daemon, name: &str, last: u8) -> Vm {
+    let mut vm = vm(daemon.socket(), name, last, true);
+    // A quarter of a second: a crowded machine may take longer than a millisecond.
+    vm.guest.timeout = 16;
+    vm
+}
+
+fn known(daemon: &Daemon) -> serde_json::Value {
+    HostClient::new(daemon.socket()).inspect(Some("daemon/cluster")).unwrap()
+}
+
+/// Until a daemon has seen what the service knows.
+fn wait_to_know(cluster: &Cluster, daemons: &[&Daemon]) {
+    let revision = cluster.state().revision;
+    for daemon in daemons {
+        wait_until("the daemon's view", || known(daemon)["revision"].as_u64().unwrap() >= revision);
+    }
+}
+
+fn writes(from: &Vm, to: &Vm, first: u64, count: u64) {
+    for wr_id in first..first + count {
+        from.guest.fill(&from.endpoint.buffer, u8::try_from(wr_id % 251).unwrap());
+        assert!(from.write(to, wr_id, 4096));
+        assert_eq!(from.poll(wr_id), 0, "write {wr_id}");
+        assert_eq!(to.guest.bytes(&to.endpoint.buffer)[..4096], [u8::try_from(wr_id % 251).unwrap(); 4096]);
+    }
+}
+
+/// New queue pairs of both, connected.
+fn connect_anew(a: &mut Vm, b: &mut Vm, uar: u32) {
+    a.endpoint = a.guest.endpoint(&a.monitor, uar, 4);
+    b.endpoint = b.guest.endpoint(&b.monitor, uar, 4);
+    connect(a, b);
+}
+
+/// How a daemon reaches the peer of a VM's newest queue pair.
+fn transport(daemon: &Daemon, vm: &Vm, name: &str) -> serde_json::Value {
+    let path = format!("vms/{name}/nics/rdma0/rdma/queue_pairs/{}", vm.endpoint.qp.0);
+    HostClient::new(daemon.socket()).inspect(Some(&path)).unwrap()["transport"].clone()
+}
+
+#[test]
+fn guests_of_two_hosts_talk_and_go_on_while_the_service_is_away() {
+    let mut cluster = Cluster::new();
+    let (one, two) = (cluster.daemon(1), cluster.daemon(2));
+    let (mut a, mut b) = (guest(&one, "a", 1), guest(&two, "b", 2));
+    // What guests bind is what others look up: nobody wrote it into a file.
+    let (of_a, of_b) = (cluster.wait_for("a", 1), cluster.wait_for("b", 2));
+    assert_eq!((of_a.epoch, of_b.epoch), (1, 1));
+    assert!(of_a.nics[0].addresses.contains(&a.gid.to_vec()));
+    wait_to_know(&cluster, &[&one, &two]);
+    connect(&a, &b);
+    writes(&a, &b, 1, 50);
+    assert_eq!(transport(&one, &a, "a"), "fabric");
+    wait_until("the registered list", || {
+        cluster.state().links == [proto::Link { vm: of_a.id, peer: of_b.id }]
+    });
+    cluster.stop();
+    wait_until("the outage", || known(&one)["connected"] == false && known(&two)["connected"] == false);
+    // What is connected goes on, and new connections find the VM from what is known.
+    writes(&b, &a, 100, 50);
+    connect_anew(&mut a, &mut b, 2);
+    writes(&a, &b, 200, 50);
+    assert_eq!(transport(&one, &a, "a"), "fabric");
+    // A VM that starts meanwhile reaches its own host only, and is known when the service is back.
+    let mut c = guest(&two, "c", 3);
+    cluster.resume();
+    let of_c = cluster.wait_for("c", 2);
+    wait_to_know(&cluster, &[&one, &two]);
+    wait_until("the end of the outage", || {
+        known(&one)["connected"] == true && known(&two)["connected"] == true
+    });
+    // Nobody was started again: epochs and numbers are as before.
+    assert_eq!((cluster.wait_for("a", 1), cluster.wait_for("b", 2)), (of_a, of_b));
+    assert_eq!(of_c.id, 3);
+    connect_anew(&mut a, &mut c, 3);
+    writes(&a, &c, 300, 20);
+    assert_eq!(transport(&one, &a, "a"), "fabric");
+    // A VM that ends is known to have ended.
+    drop(c);
+    wait_until("the end of c", || cluster.state().vms.iter().all(|vm| vm.name != "c"));
+}
+
+#[test]
+fn a_daemon_that_is_started_during_an_outage_knows_where_others_are() {
+    let mut cluster = Cluster::new();
+    let (one, two) = (cluster.daemon(1), cluster.daemon(2));
+    let (a, mut b) = (guest(&one, "a", 1), guest(&two, "b", 2));
+    let before = cluster.wait_for("a", 1);
+    cluster.wait_for("b", 2);
+    wait_to_know(&cluster, &[&one, &two]);
+    let copy: PathBuf = one.socket().with_extension("d").join("cluster.json");
+    wait_until("the copy", || {
+        std::fs::read_to_string(&copy).is_ok_and(|text| text.contains("\"name\":\"b\""))
+    });
+    cluster.stop();
+    drop((a, one));
+    let one = cluster.daemon(1);
+    assert_eq!(known(&one)["connected"], false);
+    let mut a = guest(&one, "a", 1);
+    connect_anew(&mut a, &mut b, 2);
+    writes(&a, &b, 1, 50);
+    writes(&b, &a, 100, 50);
+    assert_eq!(transport(&one, &a, "a"), "fabric");
+    // The service is back: it takes the host for started again, and the VM has the same number in the next epoch.
+    cluster.resume();
+    wait_until("the next epoch", || cluster.wait_for("a", 1).epoch == before.epoch + 1);
+    assert_eq!(cluster.wait_for("a", 1).id, before.id);
+    wait_to_know(&cluster, &[&one, &two]);
+    writes(&a, &b, 200, 50);
+    connect_anew(&mut a, &mut b, 3);
+    writes(&a, &b, 300, 20);
+}
+
+#[test]
+fn a_vm_that_is_elsewhere_now_is_found_there_by_new_connections() {
+    let cluster = Cluster::new();
+    let daemons = [cluster.daemon(1), cluster.daemon(2), cluster.daemon(3)];
+    let (mut a, b) = (guest(&daemons[0], "a", 1), guest(&daemons[1], "b", 2));
+    cluster.wait_for("a", 1);
+    cluster.wait_for("b", 2);
+    wait_to_know(&cluster, &[&daemons[0], &daemons[1]]);
+    connect(&a, &b);
+    writes(&a, &b, 1, 20);
+    // While it runs nobody else can have its name: the third host says so, and its VM isn't reached.
+    let impostor = guest(&daemons[2], "b", 2);
+    std::thread::sleep(std::time::Duration::from_millis(300));
+    cluster.wait_for("b", 2);
+    writes(&a, &b, 50, 20);
+    drop(impostor);
+    drop(b);
+    wait_until("the end of b", || cluster.state().vms.iter().all(|vm| vm.name != "b"));
+    let mut b = guest(&daemons[2], "b", 2);
+    cluster.wait_for("b", 3);
+    wait_to_know(&cluster, &[&daemons[0], &daemons[2]]);
+    connect_anew(&mut a, &mut b, 2);
+    writes(&a, &b, 100, 20);
+    let path = format!("vms/a/nics/rdma0/rdma/queue_pairs/{}/connection/host", a.endpoint.qp.0);
+    let host = HostClient::new(daemons[0].socket()).inspect(Some(&path)).unwrap();
+    assert_eq!(host, format!("127.0.0.3:{}", cluster.port));
+}
+
+#[test]
+fn a_daemon_without_service_or_copy_or_with_anothers_name_isnt_started() {
+    let mut cluster = Cluster::new();
+    let one = cluster.daemon(1);
+    let _a = guest(&one, "a", 1);
+    let a = cluster.wait_for("a", 1);
+    // Another host of that name, which is heard of.
+    let mut config = cluster.config(2);
+    if let Some(FabricConfig { directory: DirectorySource::Cluster(cluster), .. }) = &mut config.fabric {
+        cluster.name = "h1".to_owned();
+    }
+    let chain = |config: &DaemonConfig| {
+        let error = Daemon::start(config).map(drop).unwrap_err();
+        let mut text = error.to_string();
+        let mut source = std::error::Error::source(&error);
+        while let Some(cause) = source {
+            text += &format!(": {cause}");
+            source = cause.source();
+        }
+        text
+    };
+    let text = chain(&config);
+    assert!(text.contains("refuses this host") && text.contains("give this one another --name"), "{text}");
+    // A second daemon with the first one's name and address, by mistake: what the first has told isn't disturbed.
+    let again = DaemonConfig { socket: cluster.folder.path().join("again.sock"), ..cluster.config(1) };
+    let text = chain(&again);
+    assert!(text.contains(&format!("127.0.0.1:{}", cluster.port)), "{text}");
+    assert_eq!(cluster.wait_for("a", 1), a);
+    // Somebody says all the same that it was started again: it comes back as one that was, and its VM in the next epoch.
+    let request = proto::RegisterHostRequest {
+        name: "h1".to_owned(),
+        fabric_address: format!("127.0.0.1:{}", cluster.port),
+        incarnation: 0,
+    };
+    cluster.service.ask("RegisterHost", async |client| client.register_host(request).await).unwrap();
+    wait_until("the next epoch", || cluster.wait_for("a", 1).epoch == a.epoch + 1);
+    assert_eq!(cluster.state().hosts[0].incarnation, 3);
+    cluster.stop();
+    let text = chain(&cluster.config(2));
+    assert!(
+        text.contains("no copy of the directory") && text.contains("No cluster service answers"),
+        "{text}"
+    );
+}
+
+/// Keys of the service and of hosts alike, made for this test.
+fn keys() -> Keys {
+    let mut params = rcgen::CertificateParams::new(Vec::new()).unwrap();
+    params.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
+    let authority = rcgen::CertifiedIssuer::self_signed(params, rcgen::KeyPair::generate().unwrap()).unwrap();
+    let key = rcgen::KeyPair::generate().unwrap();
+    let params = rcgen::CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+    let certificate = params.signed_by(&key, &authority).unwrap();
+    Keys {
+        authority: authority.pem().into_bytes(),
+        certificate: certificate.pem().into_bytes(),
+        key: key.serialize_pem().into_bytes(),
+    }
+}
+
+/// TLS is made in the sandbox each time that the service is back.
+#[test]
+fn daemons_with_keys_speak_with_a_service_that_has_some_and_others_are_not_answered() {
+    let mut cluster = Cluster::with(Some(keys()));
+    let (one, two) = (cluster.daemon(1), cluster.daemon(2));
+    let (a, b) = (guest(&one, "a", 1), guest(&two, "b", 2));
+    cluster.wait_for("a", 1);
+    cluster.wait_for("b", 2);
+    wait_to_know(&cluster, &[&one, &two]);
+    connect(&a, &b);
+    writes(&a, &b, 1, 20);
+    assert_eq!(transport(&one, &a, "a"), "fabric");
+    cluster.stop();
+    wait_until("the outage", || known(&one)["connected"] == false);
+    cluster.resume();
+    wait_until("the end of the outage", || known(&one)["connected"] == true);
+    writes(&a, &b, 50, 20);
+    let mut config = cluster.config(3);
+    if let Some(FabricConfig { directory: DirectorySource::Cluster(config), .. }) = &mut config.fabric {
+        config.service = Service::new(&cluster.address.to_string(), None).unwrap();
+    }
+    assert!(Daemon::start(&config).is_err());
+    assert_eq!(cluster.state().hosts.len(), 2);
+}

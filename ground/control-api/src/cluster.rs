@@ -1,0 +1,333 @@
+//! The API of the cluster service (`causeway cluster`): gRPC over TCP, with mutual TLS where keys are given.
+//!
+//! The messages are in [`proto`], made from `proto/cluster.proto`; the server is in the crate `cluster`. Who has no certificate of the cluster's
+//! authority isn't answered, where the service has one; where it has none, nobody is authenticated.
+
+use std::net::{SocketAddr, ToSocketAddrs as _};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use hyper_util::rt::TokioIo;
+use tokio::net::TcpStream;
+use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity, Uri};
+use tonic::{Code, Status};
+
+use proto::cluster_service_client::ClusterServiceClient;
+
+/// The messages and the service, as `proto/cluster.proto` has them.
+#[allow(missing_docs, unused_qualifications, clippy::all, clippy::pedantic, clippy::unwrap_used)]
+pub mod proto {
+    tonic::include_proto!("causeway.cluster.v1");
+}
+
+/// How long a connection, and then an answer, may take.
+pub const TIMEOUT: Duration = Duration::from_secs(5);
+/// A message is refused beyond this many bytes: the state of 65,536 VMs fits.
+pub const LARGEST_MESSAGE: usize = 64 << 20;
+
+/// Keys for mutual TLS, read.
+#[derive(Clone)]
+pub struct Keys {
+    /// The authority whose certificates the other side must have, PEM.
+    pub authority: Vec<u8>,
+    /// Own certificate, with those between it and the authority, PEM.
+    pub certificate: Vec<u8>,
+    /// Its private key, PEM.
+    pub key: Vec<u8>,
+}
+
+impl std::fmt::Debug for Keys {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Keys").finish_non_exhaustive()
+    }
+}
+
+impl Keys {
+    /// Reads the three files.
+    ///
+    /// # Errors
+    /// When one can't be read, or holds no PEM.
+    pub fn load(authority: &Path, certificate: &Path, key: &Path) -> Result<Self, ClusterError> {
+        let read = |path: &Path, label: &str, what: &'static str| {
+            let bytes = std::fs::read(path).map_err(|source| ClusterError::File {
+                path: path.to_owned(),
+                what,
+                source,
+            })?;
+            if String::from_utf8_lossy(&bytes).contains(label) {
+                Ok(bytes)
+            } else {
+                Err(ClusterError::NotPem { path: path.to_owned(), what })
+            }
+        };
+        Ok(Self {
+            authority: read(authority, "BEGIN CERTIFICATE", "certificate")?,
+            certificate: read(certificate, "BEGIN CERTIFICATE", "certificate")?,
+            key: read(key, "PRIVATE KEY", "private key")?,
+        })
+    }
+}
+
+/// Something went wrong between us and the cluster service.
+#[derive(Debug, thiserror::Error)]
+pub enum ClusterError {
+    /// The address.
+    #[error("\"{}\" is no address of a cluster service: write HOST:PORT", address.escape_debug())]
+    Address {
+        /// As given.
+        address: String,
+        /// Why, where a name couldn't be resolved.
+        #[source]
+        source: Option<std::io::Error>,
+    },
+    /// A file of keys.
+    #[error("The {what} {} can't be read", path.display())]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// `certificate` or `private key`.
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A file of keys with something else in it.
+    #[error("{} holds no {what} in PEM format", path.display())]
+    NotPem {
+        /// Which.
+        path: PathBuf,
+        /// `certificate` or `private key`.
+        what: &'static str,
+    },
+    /// Certificate, key and authority don't make TLS.
+    #[error("The certificate and key for the cluster service can't be used")]
+    Keys(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// Nobody answers.
+    #[error("No cluster service answers at {service}; is `causeway cluster serve` running there{}?", if *encrypted { ", with keys of the same authority" } else { ", without keys" })]
+    Connect {
+        /// Where.
+        service: String,
+        /// Whether it was tried with TLS.
+        encrypted: bool,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// No answer in time.
+    #[error("The cluster service at {service} gave no answer to {request} within {} s", TIMEOUT.as_secs())]
+    Timeout {
+        /// Where.
+        service: String,
+        /// What was asked.
+        request: &'static str,
+    },
+    /// The connection broke.
+    #[error("The cluster service at {service} broke off its answer to {request}; {}", if *encrypted { "has its authority signed this certificate?" } else { "if it runs with keys, give --ca, --cert and --key" })]
+    Broken {
+        /// Where.
+        service: String,
+        /// Whether it was tried with TLS.
+        encrypted: bool,
+        /// What was asked.
+        request: &'static str,
+        /// Why.
+        #[source]
+        source: Box<Status>,
+    },
+    /// The service said no, in its own words.
+    #[error("{reason}")]
+    Refused {
+        /// gRPC's code.
+        code: Code,
+        /// One sentence.
+        reason: String,
+    },
+    /// This process can't make connections.
+    #[error("The client of the cluster service could not be set up")]
+    SetUp(#[source] std::io::Error),
+}
+
+impl ClusterError {
+    /// Whether the service has answered, and said no.
+    #[must_use]
+    pub fn is_refusal(&self) -> bool {
+        matches!(self, Self::Refused { .. })
+    }
+}
+
+/// Where a cluster service is, and how to speak with it. Nothing is connected yet.
+#[derive(Debug, Clone)]
+pub struct Service {
+    /// As given: `HOST:PORT`.
+    name: String,
+    /// What certificates must be for.
+    host: String,
+    addresses: Vec<SocketAddr>,
+    keys: Option<Keys>,
+}
+
+impl Service {
+    /// Resolves an address, once.
+    ///
+    /// # Errors
+    /// When it is none, or its name can't be resolved.
+    pub fn new(address: &str, keys: Option<Keys>) -> Result<Self, ClusterError> {
+        let wrong = |source| ClusterError::Address { address: address.chars().take(300).collect(), source };
+        let (host, port) = address.rsplit_once(':').ok_or_else(|| wrong(None))?;
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        let port: u16 = port.parse().map_err(|_| wrong(None))?;
+        if host.is_empty() || port == 0 {
+            return Err(wrong(None));
+        }
+        let addresses: Vec<_> = (host, port).to_socket_addrs().map_err(|error| wrong(Some(error)))?.collect();
+        if addresses.is_empty() {
+            return Err(wrong(None));
+        }
+        Ok(Self { name: address.to_owned(), host: host.to_owned(), addresses, keys })
+    }
+
+    /// As given.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The TCP ports to which connections are made.
+    #[must_use]
+    pub fn port(&self) -> u16 {
+        self.addresses.first().map_or(0, SocketAddr::port)
+    }
+
+    /// Whether both sides are authenticated and what they say is encrypted.
+    #[must_use]
+    pub fn is_authenticated(&self) -> bool {
+        self.keys.is_some()
+    }
+
+    /// Connects.
+    ///
+    /// # Errors
+    /// When nobody answers, or with other keys.
+    pub async fn connect(&self) -> Result<ClusterServiceClient<Channel>, ClusterError> {
+        // gRPC needs a URI; where connections go is the connector's affair.
+        let mut endpoint = Endpoint::from_static("http://cluster").tcp_nodelay(true);
+        // TLS 1.3 is done for the client before the server has looked at its certificate: a refusal comes with the first answer.
+        if let Some(keys) = &self.keys {
+            let tls = ClientTlsConfig::new()
+                .domain_name(self.host.clone())
+                .ca_certificate(Certificate::from_pem(&keys.authority))
+                .identity(Identity::from_pem(&keys.certificate, &keys.key));
+            endpoint = Endpoint::from_static("https://cluster")
+                .tcp_nodelay(true)
+                .tls_config(tls)
+                .map_err(|source| ClusterError::Keys(source.into()))?;
+        }
+        let endpoint = endpoint
+            .connect_timeout(TIMEOUT)
+            .http2_keep_alive_interval(Duration::from_secs(5))
+            .keep_alive_timeout(Duration::from_secs(5))
+            .keep_alive_while_idle(true);
+        let addresses = self.addresses.clone();
+        let connector = tower::service_fn(move |_: Uri| {
+            let addresses = addresses.clone();
+            async move {
+                let mut last = std::io::Error::from(std::io::ErrorKind::AddrNotAvailable);
+                for address in addresses {
+                    match TcpStream::connect(address).await {
+                        Ok(stream) => {
+                            stream.set_nodelay(true)?;
+                            return Ok(TokioIo::new(stream));
+                        }
+                        Err(error) => last = error,
+                    }
+                }
+                Err(last)
+            }
+        });
+        let connected = tokio::time::timeout(TIMEOUT, endpoint.connect_with_connector(connector)).await;
+        let failed = |source: Box<dyn std::error::Error + Send + Sync>| ClusterError::Connect {
+            service: self.name.clone(),
+            encrypted: self.keys.is_some(),
+            source,
+        };
+        let channel = match connected {
+            Ok(connected) => connected.map_err(|error| failed(crate::host::root_cause(error)))?,
+            Err(_) => return Err(failed(std::io::Error::from(std::io::ErrorKind::TimedOut).into())),
+        };
+        Ok(ClusterServiceClient::new(channel)
+            .max_decoding_message_size(LARGEST_MESSAGE)
+            .max_encoding_message_size(LARGEST_MESSAGE))
+    }
+
+    /// One question: connects, asks, and blocks the calling thread until the answer is there.
+    ///
+    /// # Errors
+    /// When nobody answers, or the service refuses: then [`ClusterError::Refused`] has its sentence.
+    pub fn ask<T>(
+        &self,
+        request: &'static str,
+        call: impl AsyncFnOnce(&mut ClusterServiceClient<Channel>) -> Result<tonic::Response<T>, Status>,
+    ) -> Result<T, ClusterError> {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_io()
+            .enable_time()
+            .build()
+            .map_err(ClusterError::SetUp)?;
+        runtime.block_on(async {
+            let mut client = self.connect().await?;
+            self.within(request, call(&mut client)).await
+        })
+    }
+
+    /// Everything that the service knows; blocks.
+    ///
+    /// # Errors
+    /// As [`Service::ask`].
+    pub fn state(&self) -> Result<proto::State, ClusterError> {
+        self.ask("GetState", async |client| client.get_state(proto::GetStateRequest {}).await)
+    }
+
+    /// Waits for an answer as long as one may take.
+    ///
+    /// # Errors
+    /// When it doesn't come, or says no.
+    pub async fn within<T>(
+        &self,
+        request: &'static str,
+        answer: impl Future<Output = Result<tonic::Response<T>, Status>>,
+    ) -> Result<T, ClusterError> {
+        match tokio::time::timeout(TIMEOUT, answer).await {
+            Ok(Ok(answer)) => Ok(answer.into_inner()),
+            Ok(Err(status)) => Err(self.error(request, status)),
+            Err(_) => Err(ClusterError::Timeout { service: self.name.clone(), request }),
+        }
+    }
+
+    /// What a status means.
+    #[must_use]
+    pub fn error(&self, request: &'static str, status: Status) -> ClusterError {
+        // A status that the service sent has no source; one that the transport made has one of these codes or a source.
+        let transport = matches!(status.code(), Code::Unavailable | Code::Unknown | Code::Cancelled)
+            || std::error::Error::source(&status).is_some();
+        if transport {
+            let (service, encrypted) = (self.name.clone(), self.keys.is_some());
+            return ClusterError::Broken { service, encrypted, request, source: Box::new(status) };
+        }
+        ClusterError::Refused { code: status.code(), reason: status.message().to_owned() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Service;
+
+    #[test]
+    fn an_address_has_a_host_and_a_port() {
+        for wrong in ["", "h", ":1", "127.0.0.1", "127.0.0.1:0", "127.0.0.1:x", "127.0.0.1:99999"] {
+            let error = Service::new(wrong, None).map(drop).unwrap_err().to_string();
+            assert!(error.contains("write HOST:PORT"), "{error}");
+        }
+        let service = Service::new("[::1]:4793", None).unwrap();
+        assert_eq!((service.port(), service.host.as_str()), (4793, "::1"));
+    }
+}

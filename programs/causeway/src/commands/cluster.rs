@@ -1,0 +1,282 @@
+//! `causeway cluster`.
+
+use std::collections::BTreeMap;
+use std::net::Ipv6Addr;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use cluster::state::Settings;
+use cluster::{RedbStore, Server, ServerConfig, Store as _};
+use control_api::cluster::proto::{Migration, Nic, State};
+use serde_json::{Value, json};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use crate::cli::cluster::{AskArgs, ClusterCommand, ServeArgs};
+use crate::output;
+
+/// Does what the command line says.
+pub fn cluster(command: &ClusterCommand, json: bool) -> anyhow::Result<()> {
+    match command {
+        ClusterCommand::Serve(args) => serve(args, json),
+        ClusterCommand::Status(args) => show(args, json, status_json, status),
+        ClusterCommand::Hosts(args) => show(args, json, |state| json!(hosts_json(state)), hosts),
+        ClusterCommand::Vms(args) => show(args, json, |state| json!(vms_json(state)), vms),
+    }
+}
+
+/// Runs the service until a signal ends it.
+fn serve(args: &ServeArgs, json: bool) -> anyhow::Result<()> {
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("Signals can't be listened to")?;
+    let store = RedbStore::open(&args.state)?;
+    let before = store.state().settings;
+    let settings =
+        Settings { mtu: args.mtu.unwrap_or(before.mtu), sockets: args.sockets.unwrap_or(before.sockets) };
+    let config = ServerConfig {
+        keys: args.keys.load()?,
+        metrics: args.metrics,
+        lease: Duration::from_secs(args.lease),
+        settings: Some(settings),
+        ..ServerConfig::new(args.listen, &args.state)
+    };
+    let server = Server::with(&config, Box::new(store))?;
+    if json {
+        let metrics = server.metrics().map(|address| address.to_string());
+        output::print_json(&json!({ "listen": server.address().to_string(), "metrics": metrics }))?;
+    }
+    if let Some(signal) = signals.forever().next() {
+        tracing::info!(signal, "The cluster service ends: hosts go on with what they know");
+    }
+    drop(server);
+    Ok(())
+}
+
+fn show(
+    args: &AskArgs,
+    as_json: bool,
+    machine: impl Fn(&State) -> Value,
+    people: impl Fn(&State) -> String,
+) -> anyhow::Result<()> {
+    let state = args.keys.service(&args.cluster)?.state()?;
+    if as_json { output::print_json(&machine(&state)) } else { output::print(&people(&state)) }
+}
+
+/// Names by number.
+struct Names {
+    hosts: BTreeMap<u32, String>,
+    vms: BTreeMap<u32, String>,
+}
+
+impl Names {
+    fn of(state: &State) -> Self {
+        let hosts = state.hosts.iter().map(|host| (host.id, host.name.clone())).collect();
+        let vms = state.vms.iter().map(|vm| (vm.id, vm.name.clone())).collect();
+        Self { hosts, vms }
+    }
+
+    fn host(&self, id: u32) -> String {
+        self.hosts.get(&id).cloned().unwrap_or_else(|| format!("host {id}"))
+    }
+
+    fn vm(&self, id: u32) -> String {
+        self.vms.get(&id).cloned().unwrap_or_else(|| format!("VM {id}"))
+    }
+}
+
+/// An address as people write it.
+fn address(gid: &[u8]) -> String {
+    let Ok(bytes) = <[u8; 16]>::try_from(gid) else { return "?".to_owned() };
+    let address = Ipv6Addr::from(bytes);
+    address.to_ipv4_mapped().map_or_else(|| address.to_string(), |address| address.to_string())
+}
+
+fn addresses(nic: &Nic) -> Vec<String> {
+    nic.addresses.iter().map(|gid| address(gid)).collect()
+}
+
+fn hosts_json(state: &State) -> Vec<Value> {
+    let vms = |id| state.vms.iter().filter(|vm| vm.host == id && vm.alive).count();
+    state
+        .hosts
+        .iter()
+        .map(|host| {
+            json!({
+                "id": host.id,
+                "name": host.name,
+                "address": host.fabric_address,
+                "incarnation": host.incarnation,
+                "heard": host.heard,
+                "vms": vms(host.id),
+            })
+        })
+        .collect()
+}
+
+fn vms_json(state: &State) -> Vec<Value> {
+    let names = Names::of(state);
+    state
+        .vms
+        .iter()
+        .map(|vm| {
+            let nics: Vec<Value> = vm
+                .nics
+                .iter()
+                .map(|nic| json!({ "segment": nic.segment, "addresses": addresses(nic) }))
+                .collect();
+            let peers: Vec<String> = state
+                .links
+                .iter()
+                .filter_map(|link| match vm.id {
+                    id if id == link.vm => Some(names.vm(link.peer)),
+                    id if id == link.peer => Some(names.vm(link.vm)),
+                    _ => None,
+                })
+                .collect();
+            json!({
+                "id": vm.id,
+                "name": vm.name,
+                "host": names.host(vm.host),
+                "epoch": vm.epoch,
+                "state": if vm.alive { "running" } else { "lost" },
+                "nics": nics,
+                "peers": peers,
+            })
+        })
+        .collect()
+}
+
+fn migration_json(migration: &Migration, names: &Names) -> Value {
+    let moves: Vec<Value> = migration
+        .moves
+        .iter()
+        .map(|moved| {
+            json!({
+                "vm": names.vm(moved.vm),
+                "from": names.host(moved.from),
+                "to": names.host(moved.to),
+                "epoch": moved.epoch,
+            })
+        })
+        .collect();
+    json!({ "id": migration.id, "stage": migration.stage, "decision": migration.decision, "moves": moves })
+}
+
+fn status_json(state: &State) -> Value {
+    let names = Names::of(state);
+    let settings = state.settings.unwrap_or_default();
+    let groups: BTreeMap<&str, Vec<String>> = state
+        .groups
+        .iter()
+        .map(|group| (group.name.as_str(), group.vms.iter().map(|vm| names.vm(*vm)).collect()))
+        .collect();
+    json!({
+        "version": state.version,
+        "authenticated": state.authenticated,
+        "uptime_seconds": state.uptime_seconds,
+        "revision": state.revision,
+        "watchers": state.watchers,
+        "mtu": settings.mtu,
+        "sockets": settings.sockets,
+        "hosts": state.hosts.len(),
+        "hosts_heard": state.hosts.iter().filter(|host| host.heard).count(),
+        "vms": state.vms.len(),
+        "vms_running": state.vms.iter().filter(|vm| vm.alive).count(),
+        "connected_pairs": state.links.len(),
+        "groups": groups,
+        "migrations": state.migrations.iter().map(|migration| migration_json(migration, &names)).collect::<Vec<_>>(),
+    })
+}
+
+fn status(state: &State) -> String {
+    output::tree(&status_json(state))
+}
+
+fn row(cells: &[&str]) -> Vec<String> {
+    cells.iter().map(|cell| (*cell).to_owned()).collect()
+}
+
+fn hosts(state: &State) -> String {
+    if state.hosts.is_empty() {
+        return "No host has registered; start `causeway host --cluster` there\n".to_owned();
+    }
+    let mut rows = vec![row(&["NAME", "ADDRESS", "STATE", "STARTS", "VMS"])];
+    for host in &state.hosts {
+        let vms = state.vms.iter().filter(|vm| vm.host == host.id && vm.alive).count();
+        rows.push(vec![
+            host.name.clone(),
+            host.fabric_address.clone(),
+            if host.heard { "heard" } else { "silent" }.to_owned(),
+            host.incarnation.to_string(),
+            vms.to_string(),
+        ]);
+    }
+    output::table(&rows)
+}
+
+fn vms(state: &State) -> String {
+    if state.vms.is_empty() {
+        return "The cluster has no VM; `causeway run --rdma` on a host of it starts one\n".to_owned();
+    }
+    let names = Names::of(state);
+    let mut rows = vec![row(&["NAME", "ID", "HOST", "EPOCH", "STATE", "ADDRESSES"])];
+    for vm in &state.vms {
+        let of_nic = |nic: &Nic| format!("{}: {}", nic.segment, addresses(nic).join(" "));
+        rows.push(vec![
+            vm.name.clone(),
+            vm.id.to_string(),
+            names.host(vm.host),
+            vm.epoch.to_string(),
+            if vm.alive { "running" } else { "lost" }.to_owned(),
+            vm.nics.iter().map(of_nic).collect::<Vec<_>>().join(", "),
+        ]);
+    }
+    output::table(&rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use control_api::cluster::proto;
+
+    use super::{State, address, hosts, vms, vms_json};
+
+    fn state() -> State {
+        let mut gid = vec![0; 16];
+        gid[10..].copy_from_slice(&[0xFF, 0xFF, 10, 0, 0, 1]);
+        let nics = vec![proto::Nic { segment: "s0".to_owned(), addresses: vec![gid], mac: None }];
+        let vm = |id: u32, alive| proto::Vm {
+            id,
+            name: format!("vm{id}"),
+            host: 1,
+            epoch: 3,
+            alive,
+            nics: nics.clone(),
+        };
+        let host = proto::Host {
+            id: 1,
+            name: "h1".to_owned(),
+            fabric_address: "10.77.0.1:4792".to_owned(),
+            incarnation: 2,
+            heard: true,
+        };
+        State {
+            hosts: vec![host],
+            vms: vec![vm(1, true), vm(2, false)],
+            links: vec![proto::Link { vm: 1, peer: 2 }],
+            ..State::default()
+        }
+    }
+
+    #[test]
+    fn hosts_and_vms_are_tables() {
+        assert_eq!(
+            hosts(&state()),
+            "NAME  ADDRESS         STATE  STARTS  VMS\nh1    10.77.0.1:4792  heard  2       1\n"
+        );
+        assert_eq!(
+            vms(&state()),
+            "NAME  ID  HOST  EPOCH  STATE    ADDRESSES\nvm1   1   h1    3      running  s0: 10.0.0.1\nvm2   2   h1    3      lost     s0: 10.0.0.1\n"
+        );
+        assert_eq!(vms_json(&state())[1]["peers"][0], "vm1");
+        assert_eq!(address(&[1; 3]), "?");
+    }
+}
