@@ -18,6 +18,7 @@ mod socket;
 
 pub use control::{ControlError, VmControl};
 pub use document::openapi;
+pub(crate) use socket::{SocketFile, listen_for_packets};
 pub use server::{ApiError, ApiListener, ApiServer, SYSCALLS};
 
 #[cfg(test)]
