@@ -165,7 +165,8 @@ impl Packets {
     /// # Errors
     /// When nobody listens there.
     pub fn connect(path: &Path) -> io::Result<Self> {
-        let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+        let fd =
+            rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
         rustix::net::connect(&fd, &SocketAddrUnix::new(path)?)?;
         Ok(Self(fd))
     }
@@ -192,7 +193,8 @@ impl Packets {
     pub fn send<T: Serialize>(&self, message: &T, fds: &[BorrowedFd<'_>], wait: bool) -> io::Result<()> {
         let bytes = serde_json::to_vec(message)?;
         if bytes.len() > LARGEST_PACKET || fds.len() > MOST_STREAMS {
-            let text = format!("a packet of {} bytes with {} descriptors is too large", bytes.len(), fds.len());
+            let text =
+                format!("a packet of {} bytes with {} descriptors is too large", bytes.len(), fds.len());
             return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
         }
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_STREAMS))];
@@ -238,7 +240,9 @@ impl Packets {
             let text = "a packet is too long, or has too many descriptors";
             return Err(io::Error::new(io::ErrorKind::InvalidData, text));
         }
-        let Some(bytes) = bytes.get(..received.bytes).filter(|bytes| !bytes.is_empty()) else { return Ok(None) };
+        let Some(bytes) = bytes.get(..received.bytes).filter(|bytes| !bytes.is_empty()) else {
+            return Ok(None);
+        };
         Ok(Some((serde_json::from_slice(bytes)?, fds)))
     }
 }

@@ -51,13 +51,16 @@ pub fn gather(listener: &TcpListener, stop: &Stop) -> Result<Streams, MigrationE
         let (hello, spoken, stream) = match greet(fd, stop) {
             Ok(greeted) => greeted,
             Err(error) => {
-                tracing::warn!(error = line(&error), "A connection to the migration port is no stream of a VM");
+                tracing::warn!(
+                    error = line(&error),
+                    "A connection to the migration port is no stream of a VM"
+                );
                 continue;
             }
         };
-        let fits = found.first().is_none_or(|(first, _)| {
-            hello.migration == first.migration && hello.streams == first.streams
-        });
+        let fits = found
+            .first()
+            .is_none_or(|(first, _)| hello.migration == first.migration && hello.streams == first.streams);
         if !fits || found.iter().any(|(other, _)| other.stream == hello.stream) {
             tracing::warn!("A stream of another migration was sent away");
             continue;
@@ -170,12 +173,19 @@ impl Landing {
     ) -> Result<Vec<u8>, MigrationError> {
         let offered: Shape = match self.receiver.receive(&mut self.connection)? {
             (Kind::Offer, payload) => message::decode(payload, "a description")?,
-            (kind, _) => return Err(MigrationError::Protocol(format!("{kind:?} where an offer was to come"))),
+            (kind, _) => {
+                return Err(MigrationError::Protocol(format!("{kind:?} where an offer was to come")));
+            }
         };
         if let Some(obstacle) = ours.obstacle(&offered) {
             return Err(MigrationError::Protocol(format!("a VM that can't go on here: {obstacle}")));
         }
-        tracing::info!(vm = offered.name, source = offered.program, streams = others.len() + 1, "A VM arrives");
+        tracing::info!(
+            vm = offered.name,
+            source = offered.program,
+            streams = others.len() + 1,
+            "A VM arrives"
+        );
         let accepted = message::encode(&Accepted { version })?;
         self.send(Kind::Accepted, &accepted)?;
 

@@ -78,7 +78,9 @@ impl MigrationError {
     }
 
     /// A machine that could not be `what`.
-    pub fn machine<E: std::error::Error + Send + Sync + 'static>(what: &'static str) -> impl FnOnce(E) -> Self {
+    pub fn machine<E: std::error::Error + Send + Sync + 'static>(
+        what: &'static str,
+    ) -> impl FnOnce(E) -> Self {
         move |source| Self::Machine { what, source: Box::new(source) }
     }
 }

@@ -86,7 +86,8 @@ impl Sender {
     /// Sends one frame whose payload is `parts`, in one go.
     pub fn send(&mut self, to: &mut impl Write, kind: Kind, parts: &[&[u8]]) -> io::Result<()> {
         let length: usize = parts.iter().map(|part| part.len()).sum();
-        let too_long = || io::Error::new(io::ErrorKind::InvalidInput, format!("{length} bytes don't fit a {kind:?}"));
+        let too_long =
+            || io::Error::new(io::ErrorKind::InvalidInput, format!("{length} bytes don't fit a {kind:?}"));
         let announced = u32::try_from(length).ok().filter(|_| length <= kind.limit()).ok_or_else(too_long)?;
         let mut checksum = crc32fast::Hasher::new();
         parts.iter().for_each(|part| checksum.update(part));
@@ -189,7 +190,10 @@ mod tests {
             for _ in 0..whole {
                 receiver.receive(&mut from).unwrap();
             }
-            assert!(matches!(receiver.receive(&mut from), Err(MigrationError::Stream { .. })), "cut at {cut}");
+            assert!(
+                matches!(receiver.receive(&mut from), Err(MigrationError::Stream { .. })),
+                "cut at {cut}"
+            );
         }
     }
 
@@ -199,7 +203,10 @@ mod tests {
         let mut bytes = stream(&[(Kind::Go, vec![])]);
         bytes[8..12].copy_from_slice(&u32::MAX.to_le_bytes());
         let error = Receiver::new().receive(&mut bytes.as_slice()).unwrap_err();
-        assert_eq!(error.to_string(), "The other side of the migration sent a Go of 4294967295 bytes; 256 are possible");
+        assert_eq!(
+            error.to_string(),
+            "The other side of the migration sent a Go of 4294967295 bytes; 256 are possible"
+        );
         assert!(Sender::new().send(&mut Vec::new(), Kind::Go, &[&[0; 257]]).is_err());
     }
 

@@ -42,7 +42,8 @@ pub fn count(sets: &[DirtyPages]) -> u64 {
 }
 
 fn is_zero(page: &[u8]) -> bool {
-    page.chunks_exact(16).all(|chunk| <[u8; 16]>::try_from(chunk).is_ok_and(|chunk| u128::from_ne_bytes(chunk) == 0))
+    page.chunks_exact(16)
+        .all(|chunk| <[u8; 16]>::try_from(chunk).is_ok_and(|chunk| u128::from_ne_bytes(chunk) == 0))
 }
 
 fn header(address: u64, pages: usize, what: u32) -> [u8; RUN_HEADER] {
@@ -83,7 +84,8 @@ impl Share<'_> {
         let memory = self.memory.memory();
         let mut buffer = vec![0; MOST_PAGES * PAGE];
         let mut sent = Sent::default();
-        let mut pages = self.sets.iter().flat_map(DirtyPages::pages).filter(|page| self.mine(*page)).peekable();
+        let mut pages =
+            self.sets.iter().flat_map(DirtyPages::pages).filter(|page| self.mine(*page)).peekable();
         while let Some(start) = pages.next() {
             let mut length = 1;
             while length < MOST_PAGES && pages.next_if_eq(&(start + (length * PAGE) as u64)).is_some() {

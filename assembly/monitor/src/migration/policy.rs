@@ -87,12 +87,21 @@ impl Policy {
 mod tests {
     use super::*;
 
-    const POLICY: Policy =
-        Policy { downtime: Duration::from_millis(300), timeout: Some(Duration::from_secs(60)), max_throttle: 50 };
+    const POLICY: Policy = Policy {
+        downtime: Duration::from_millis(300),
+        timeout: Some(Duration::from_secs(60)),
+        max_throttle: 50,
+    };
 
     /// A round of 1 s at 100 MB/s.
     fn round(pages: u64, dirtied: u64, elapsed: u64) -> RoundEnd {
-        RoundEnd { bytes: 100_000_000, took: Duration::from_secs(1), pages, dirtied, elapsed: Duration::from_secs(elapsed) }
+        RoundEnd {
+            bytes: 100_000_000,
+            took: Duration::from_secs(1),
+            pages,
+            dirtied,
+            elapsed: Duration::from_secs(elapsed),
+        }
     }
 
     #[test]
@@ -129,7 +138,13 @@ mod tests {
 
     #[test]
     fn an_idle_guest_is_stopped_after_its_first_round() {
-        let empty = RoundEnd { bytes: 300, took: Duration::from_micros(900), pages: 3, dirtied: 40, elapsed: Duration::ZERO };
+        let empty = RoundEnd {
+            bytes: 300,
+            took: Duration::from_micros(900),
+            pages: 3,
+            dirtied: 40,
+            elapsed: Duration::ZERO,
+        };
         assert_eq!(POLICY.decide(&empty, 0), Decision::Stop);
         let none = RoundEnd { bytes: 0, took: Duration::ZERO, pages: 0, dirtied: 0, elapsed: Duration::ZERO };
         assert_eq!(Policy { downtime: Duration::ZERO, ..POLICY }.decide(&none, 0), Decision::Stop);

@@ -78,10 +78,8 @@ impl Watch {
         let Some(progress) = &mut state.progress else { return };
         change(progress);
         progress.elapsed_ms = u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX);
-        let last = matches!(
-            progress.phase,
-            MigrationPhase::Done | MigrationPhase::Failed | MigrationPhase::InDoubt
-        );
+        let last =
+            matches!(progress.phase, MigrationPhase::Done | MigrationPhase::Failed | MigrationPhase::InDoubt);
         let progress = progress.clone();
         state.busy &= !last;
         state.reported = Some(Instant::now());

@@ -38,6 +38,8 @@ pub trait Movable: Departing + Send + Sync + 'static {
 pub struct RequestListener {
     fd: OwnedFd,
     file: SocketFile,
+    /// Whose requests are taken, besides root's.
+    user: u32,
 }
 
 impl RequestListener {
@@ -47,7 +49,7 @@ impl RequestListener {
     /// When it can't be made.
     pub fn bind(path: &Path) -> Result<Self, ApiError> {
         let (fd, file) = listen_for_packets(path)?;
-        Ok(Self { fd, file })
+        Ok(Self { fd, file, user: rustix::process::geteuid().as_raw() })
     }
 
     /// Serves requests on threads called `migration`, which run `prepare` first. They end with the process.
@@ -65,7 +67,7 @@ impl RequestListener {
         let thread = std::thread::Builder::new().name("migration".to_owned()).spawn(move || {
             prepare();
             while !over.is_set() {
-                if let Err(error) = accept(&self.fd, &machine, &watch) {
+                if let Err(error) = accept(&self.fd, self.user, &machine, &watch) {
                     tracing::warn!(%error, "A migration request could not be taken");
                     std::thread::sleep(Duration::from_millis(100));
                 }
@@ -101,7 +103,7 @@ fn wait(fd: &impl AsFd, time: Duration) -> io::Result<bool> {
     }
 }
 
-fn accept(listener: &OwnedFd, machine: &Arc<dyn Movable>, watch: &Arc<Watch>) -> io::Result<()> {
+fn accept(listener: &OwnedFd, user: u32, machine: &Arc<dyn Movable>, watch: &Arc<Watch>) -> io::Result<()> {
     if !wait(listener, Duration::from_millis(100))? {
         return Ok(());
     }
@@ -111,7 +113,7 @@ fn accept(listener: &OwnedFd, machine: &Arc<dyn Movable>, watch: &Arc<Watch>) ->
         Err(error) => return Err(error.into()),
     };
     let peer = rustix::net::sockopt::socket_peercred(&fd)?.uid;
-    if peer != rustix::process::geteuid() && !peer.is_root() {
+    if peer.as_raw() != user && !peer.is_root() {
         tracing::warn!(user = peer.as_raw(), "A user who may not move this VM asked for it; refused");
         return Ok(());
     }
@@ -135,7 +137,10 @@ fn begin(
     watch: &Arc<Watch>,
 ) -> Result<(), String> {
     if streams.is_empty() || streams.len() > MOST_STREAMS {
-        return Err(format!("{} streams came with the request; 1 to {MOST_STREAMS} are possible", streams.len()));
+        return Err(format!(
+            "{} streams came with the request; 1 to {MOST_STREAMS} are possible",
+            streams.len()
+        ));
     }
     if request.max_throttle_percent > 99 {
         let percent = request.max_throttle_percent;
@@ -148,7 +153,9 @@ fn begin(
     let listener = rustix::io::fcntl_dupfd_cloexec(client, 0).map_err(|error| failed(error.into()))?;
     let listener = Arc::new(Packets::over(listener));
     let Some(stop) = watch.begin(&request.destination, Some(listener)) else {
-        return Err("A migration of this VM is under way already; `causeway migrate --cancel` ends it".to_owned());
+        return Err(
+            "A migration of this VM is under way already; `causeway migrate --cancel` ends it".to_owned()
+        );
     };
     let (machine, watch) = (Arc::clone(machine), Arc::clone(watch));
     let again = Arc::clone(&watch);

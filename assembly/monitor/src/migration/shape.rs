@@ -149,7 +149,8 @@ pub fn immovable(description: &VmDescription) -> Option<String> {
     }
     for (index, net) in description.net.iter().enumerate() {
         if net.backend == NetBackend::User {
-            found.push(format!("net{index} (its connections are in a passt process of this host; use a tap)"));
+            found
+                .push(format!("net{index} (its connections are in a passt process of this host; use a tap)"));
         }
     }
     (!found.is_empty()).then(|| found.join(", "))
@@ -186,7 +187,10 @@ pub(crate) mod tests {
         let ours = shape();
         let same = Shape { name: "b".to_owned(), program: "9".to_owned(), ..shape() };
         assert_eq!(ours.obstacle(&same), None);
-        assert_eq!(ours.obstacle(&Shape { cpuid: vec![leaf(0, 0x444d_4163), leaf(1, 0b101)], ..shape() }), None);
+        assert_eq!(
+            ours.obstacle(&Shape { cpuid: vec![leaf(0, 0x444d_4163), leaf(1, 0b101)], ..shape() }),
+            None
+        );
         let others = [
             (Shape { version: 2, ..shape() }, "version 2"),
             (Shape { vcpus: vec![0], ..shape() }, "1 vCPUs"),
@@ -195,7 +199,10 @@ pub(crate) mod tests {
             (Shape { console: false, ..shape() }, "serial port"),
             (Shape { devices: vec![], ..shape() }, "devices are , here are disk0 (1 queues)"),
             (Shape { cpuid: vec![leaf(0, 1)], ..shape() }, "different makers"),
-            (Shape { cpuid: vec![leaf(0, 0x444d_4163), leaf(1, 0b1111)], ..shape() }, "leaf 0x1.0, ECX, bits 0x8"),
+            (
+                Shape { cpuid: vec![leaf(0, 0x444d_4163), leaf(1, 0b1111)], ..shape() },
+                "leaf 0x1.0, ECX, bits 0x8",
+            ),
         ];
         for (other, expected) in others {
             let obstacle = ours.obstacle(&other).unwrap();

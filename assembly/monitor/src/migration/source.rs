@@ -209,9 +209,10 @@ impl Departure<'_> {
         let over = AtomicBool::new(false);
         let machine = self.machine;
         std::thread::scope(|scope| {
-            scope.spawn(|| hold_back(machine, &throttle, &over));
+            let holder = scope.spawn(|| hold_back(machine, &throttle, &over));
             let result = self.copy_rounds(first, &throttle);
             over.store(true, Ordering::Release);
+            holder.thread().unpark();
             result
         })
     }
@@ -280,8 +281,11 @@ impl Departure<'_> {
         let work = &work;
         let Some((control, others)) = self.streams.split_first_mut() else { return Ok(Sent::default()) };
         let results: Vec<Result<Sent, MigrationError>> = std::thread::scope(|scope| {
-            let threads: Vec<_> =
-                others.iter_mut().zip(1..).map(|(stream, index)| scope.spawn(move || work(stream, index, false))).collect();
+            let threads: Vec<_> = others
+                .iter_mut()
+                .zip(1..)
+                .map(|(stream, index)| scope.spawn(move || work(stream, index, false)))
+                .collect();
             let own = work(control, 0, true);
             let panicked = || MigrationError::Protocol("nothing: a thread of this side panicked".to_owned());
             let joined = threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(panicked())));
@@ -401,7 +405,7 @@ fn hold_back(machine: &dyn Departing, throttle: &AtomicU8, over: &AtomicBool) {
         if !held.is_zero() {
             machine.hold_back(held);
         }
-        std::thread::sleep(THROTTLE_PERIOD - held);
+        std::thread::park_timeout(THROTTLE_PERIOD - held);
     }
 }
 

@@ -123,7 +123,12 @@ impl Chassis {
             name: description.name.clone(),
             program: env!("CARGO_PKG_VERSION").to_owned(),
             vcpus: (0..topology.vcpus()).map(|index| topology.apic_id(index)).collect(),
-            memory: ram.layout().ranges().iter().map(|range| (range.start, range.size, node(range.node))).collect(),
+            memory: ram
+                .layout()
+                .ranges()
+                .iter()
+                .map(|range| (range.start, range.size, node(range.node)))
+                .collect(),
             windows: windows.map(|window| (window.start, window.len)).collect(),
             console: devices.has_console(),
             devices: devices.shapes(),

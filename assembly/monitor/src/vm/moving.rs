@@ -131,7 +131,10 @@ impl Departing for MovingMachine {
 
     fn stop_logging(&self) {
         if let Err(error) = self.machine.vm.slots().set_dirty_logging_all(false) {
-            tracing::warn!(error = line(&error), "The log of the guest's writes stays on, which costs it time");
+            tracing::warn!(
+                error = line(&error),
+                "The log of the guest's writes stays on, which costs it time"
+            );
         }
     }
 

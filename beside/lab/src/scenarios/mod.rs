@@ -9,6 +9,7 @@ mod demo;
 mod driver_faults;
 mod fio;
 mod host;
+mod migrate;
 mod neighbours;
 mod neighbours_appliance;
 mod neighbours_block;
@@ -41,6 +42,7 @@ pub const ALL: &[Scenario] = &[
     compare::SCENARIO,
     demo::SCENARIO,
     host::SCENARIO,
+    migrate::SCENARIO,
     neighbours::SCENARIO,
     neighbours_block::SCENARIO,
     neighbours_appliance::SCENARIO,

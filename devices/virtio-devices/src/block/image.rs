@@ -335,7 +335,9 @@ fn unlock(file: &File) -> io::Result<()> {
     for byte in [100, 101, 201, 203] {
         match ofd_lock(file, libc::F_OFD_SETLK, libc::F_UNLCK, byte) {
             // A file system without locks has none to give back.
-            Err(error) if !matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP | libc::ENOLCK)) => {
+            Err(error)
+                if !matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP | libc::ENOLCK)) =>
+            {
                 return Err(error);
             }
             _ => {}

@@ -135,10 +135,8 @@ impl VirtioDevice for Rng {
 
     fn restored(self: Box<Self>, saved: &SavedDevice) -> Result<Box<dyn VirtioDevice>, DeviceError> {
         let fresh = Self::restore(self.name.clone(), saved);
-        let device = fresh.map_err(|error| DeviceError::Saved {
-            name: self.name.clone(),
-            reason: error.to_string(),
-        })?;
+        let device = fresh
+            .map_err(|error| DeviceError::Saved { name: self.name.clone(), reason: error.to_string() })?;
         Ok(Box::new(device))
     }
 

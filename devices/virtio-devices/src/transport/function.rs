@@ -22,9 +22,7 @@ use super::lock;
 use super::registers::{Action, DRIVER_OK, Registers};
 use super::saved::{self, SavedTransport, VERSION};
 use super::threads::{self, DeviceThreads, SharedDevice};
-use crate::device::{
-    Activation, ActiveQueue, DeviceError, SavedDevice, VirtioDevice, VirtioInterrupt,
-};
+use crate::device::{Activation, ActiveQueue, DeviceError, SavedDevice, VirtioDevice, VirtioInterrupt};
 use crate::worker::{new_event, signal, take};
 
 /// A virtio device as a PCI function. Calls lock it; the device's threads don't.

@@ -33,7 +33,9 @@ impl GuestRam {
                     let hole = seek(&*region.file, SeekFrom::Hole(data))?.min(end);
                     let first = (data - region.file_offset) / PAGE;
                     for page in first..(hole - region.file_offset).div_ceil(PAGE) {
-                        if let Some(word) = usize::try_from(page / 64).ok().and_then(|word| bitmap.get_mut(word)) {
+                        if let Some(word) =
+                            usize::try_from(page / 64).ok().and_then(|word| bitmap.get_mut(word))
+                        {
                             *word |= 1 << (page % 64);
                         }
                     }
@@ -53,7 +55,13 @@ mod tests {
     #[test]
     fn only_touched_pages_are_present() {
         let ram = GuestRam::allocate(&RamLayout::new(&[64 << 20]).unwrap(), &RamOptions::default()).unwrap();
-        let pages = || ram.present().unwrap().iter().flat_map(|set| set.pages().collect::<Vec<_>>()).collect::<Vec<u64>>();
+        let pages = || {
+            ram.present()
+                .unwrap()
+                .iter()
+                .flat_map(|set| set.pages().collect::<Vec<_>>())
+                .collect::<Vec<u64>>()
+        };
         assert_eq!(pages(), []);
         for address in [0u64, 0x5000, 0x6fff, 63 << 20] {
             ram.memory().memory().write_obj(1u8, GuestAddress(address)).unwrap();
