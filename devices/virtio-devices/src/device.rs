@@ -79,6 +79,11 @@ pub trait VirtioDevice: Send {
     /// # Errors
     /// [`DeviceError::Saved`] when the state is damaged, or this device can't be what the driver knows.
     fn restored(self: Box<Self>, saved: &SavedDevice) -> Result<Box<dyn VirtioDevice>, DeviceError>;
+    /// Makes what was written durable, while the device runs: what [`VirtioDevice::hand_over`] then has to wait for is less.
+    ///
+    /// # Errors
+    /// When the host refuses.
+    fn settle(&self) -> Result<(), DeviceError>;
     /// Gives up what only one host may hold, so that the VM can go on elsewhere: locks of images, behind everything that
     /// was written. Called while stopped; the device can't be activated until [`VirtioDevice::take_over`].
     ///

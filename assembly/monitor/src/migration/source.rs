@@ -38,6 +38,8 @@ pub trait Departing: Sync {
     fn stop_logging(&self);
     /// Pages written since the last call.
     fn take_dirty(&self) -> Result<Vec<DirtyPages>, MigrationError>;
+    /// Makes durable what devices wrote so far, so that the stop has less to wait for.
+    fn settle(&self) -> Result<(), MigrationError>;
     /// vCPUs stand still for so long, if they run.
     fn hold_back(&self, time: Duration);
     /// Stops vCPUs and devices, gives up what only one host may hold, and returns the state. After an error
@@ -233,6 +235,7 @@ impl Departure<'_> {
             let began = Instant::now();
             let sent = self.round(&pages, number == 1)?;
             let took = began.elapsed();
+            self.machine.settle()?;
             let dirty = self.machine.take_dirty()?;
             let dirtied = count(&dirty);
             let bytes = self.note_round(began, &sent, dirtied, held, false);

@@ -84,6 +84,9 @@ impl Departing for StandIn {
         }
         Ok(vec![DirtyPages { start: 0, bitmap }])
     }
+    fn settle(&self) -> Result<(), MigrationError> {
+        Ok(())
+    }
     fn hold_back(&self, time: Duration) {
         self.held.fetch_add(u64::try_from(time.as_micros()).unwrap(), Ordering::SeqCst);
     }

@@ -98,12 +98,12 @@ impl OpenedDevices {
 
     /// What the guest sees of the devices that can move.
     pub fn shapes(&self) -> Vec<ShapeDevice> {
-        let shape = |device: &Box<dyn VirtioDevice>| ShapeDevice {
+        let shape = |device: &dyn VirtioDevice| ShapeDevice {
             name: device.name().to_owned(),
             device_id: device.device_id(),
             queues: device.queue_sizes(),
         };
-        self.virtio.iter().map(shape).collect()
+        self.virtio.iter().map(|device| shape(&**device)).collect()
     }
 
     /// The registry of neighbours, if the VM has some.

@@ -142,6 +142,11 @@ impl Departing for MovingMachine {
         self.machine.vm.slots().take_dirty_all().map_err(MigrationError::machine("asked what it wrote"))
     }
 
+    fn settle(&self) -> Result<(), MigrationError> {
+        let settled = self.machine.devices.virtio.iter().try_for_each(|function| function.settle());
+        settled.map_err(MigrationError::machine("made durable"))
+    }
+
     fn hold_back(&self, time: Duration) {
         // Held, so that a pause or reset of somebody else waits and isn't undone.
         let state = self.machine.state();

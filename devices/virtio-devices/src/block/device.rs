@@ -457,6 +457,11 @@ impl VirtioDevice for Block {
         Ok(Box::new(device))
     }
 
+    fn settle(&self) -> Result<(), DeviceError> {
+        let result = self.disk.image.settle();
+        result.map_err(|error| self.host("make its image durable", std::io::Error::other(error)))
+    }
+
     fn hand_over(&mut self) -> Result<(), DeviceError> {
         let result = self.disk.image.release();
         result.map_err(|error| self.host("give its image to another host", std::io::Error::other(error)))

@@ -210,13 +210,23 @@ impl Image {
         Ok(())
     }
 
+    /// Makes what was written durable.
+    pub(super) fn settle(&self) -> Result<(), BlockError> {
+        match &self.backend {
+            Backend::Raw { file, .. } if !self.read_only => {
+                file.sync_all().map_err(host(&self.path, "made durable"))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Lets another monitor have it: what was written is made durable, then the locks go. Readers keep theirs.
     pub(super) fn release(&self) -> Result<(), BlockError> {
         let Backend::Raw { file, .. } = &self.backend else { return Ok(()) };
         if self.read_only {
             return Ok(());
         }
-        file.sync_all().map_err(host(&self.path, "made durable"))?;
+        self.settle()?;
         self.claimed.store(false, Ordering::Release);
         unlock(file).map_err(host(&self.path, "unlocked"))?;
         self.locked.store(false, Ordering::Release);

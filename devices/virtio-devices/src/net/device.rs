@@ -449,6 +449,11 @@ impl VirtioDevice for Net {
         Ok(Box::new(device))
     }
 
+    fn settle(&self) -> Result<(), DeviceError> {
+        // It keeps nothing.
+        Ok(())
+    }
+
     fn hand_over(&mut self) -> Result<(), DeviceError> {
         // Its interface is this host's; the other host has its own.
         Ok(())

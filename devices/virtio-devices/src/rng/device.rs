@@ -140,6 +140,11 @@ impl VirtioDevice for Rng {
         Ok(Box::new(device))
     }
 
+    fn settle(&self) -> Result<(), DeviceError> {
+        // It keeps nothing.
+        Ok(())
+    }
+
     fn hand_over(&mut self) -> Result<(), DeviceError> {
         // It holds nothing.
         Ok(())

@@ -125,6 +125,16 @@ impl VirtioPciFunction {
         Ok(Arc::new(function))
     }
 
+    /// [`VirtioDevice::settle`] of the device. Accesses of its registers wait meanwhile.
+    ///
+    /// # Errors
+    /// As for the device.
+    pub fn settle(&self) -> Result<(), DeviceError> {
+        let device = Arc::clone(&lock(&self.state).device);
+        let device = lock(&device);
+        device.settle()
+    }
+
     /// [`VirtioDevice::hand_over`] of the quiesced device.
     ///
     /// # Errors

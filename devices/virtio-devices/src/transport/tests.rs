@@ -118,6 +118,9 @@ impl VirtioDevice for Echo {
         self.config = config;
         Ok(self)
     }
+    fn settle(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
     fn hand_over(&mut self) -> Result<(), DeviceError> {
         Ok(())
     }

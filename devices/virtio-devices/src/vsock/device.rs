@@ -239,6 +239,11 @@ impl VirtioDevice for Vsock {
         Ok(self)
     }
 
+    fn settle(&self) -> Result<(), DeviceError> {
+        // It keeps nothing.
+        Ok(())
+    }
+
     fn hand_over(&mut self) -> Result<(), DeviceError> {
         // Its socket is this host's; connections end with the move, and the guest is told.
         Ok(())

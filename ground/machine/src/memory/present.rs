@@ -62,7 +62,7 @@ mod tests {
                 .flat_map(|set| set.pages().collect::<Vec<_>>())
                 .collect::<Vec<u64>>()
         };
-        assert_eq!(pages(), []);
+        assert_eq!(pages(), [0u64; 0]);
         for address in [0u64, 0x5000, 0x6fff, 63 << 20] {
             ram.memory().memory().write_obj(1u8, GuestAddress(address)).unwrap();
         }
