@@ -20,8 +20,12 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-const PATIENCE: Duration = Duration::from_secs(180);
-const NET: &str = "10.78.0";
+pub(super) const PATIENCE: Duration = Duration::from_secs(180);
+pub(super) const NET: &str = "10.78.0";
+/// The disk's part of a step: what was written is read back, around the guest's page cache.
+const VERIFY: &str = r#"place=$((n % 400))
+    dd if=/tmp/w/new of=/dev/vdb bs=128k count=1 seek=$place conv=notrunc oflag=direct 2>/dev/null || wrong=$((wrong+1))
+    [ "$(dd if=/dev/vdb bs=128k count=1 skip=$place iflag=direct 2>/dev/null | sha256sum)" = "$sum" ] || wrong=$((wrong+1))"#;
 
 /// One bridge with an address, a tap per place where the guest can be, and the disk.
 fn prepare(host: &Host) -> Result<()> {
@@ -34,7 +38,8 @@ fn prepare(host: &Host) -> Result<()> {
 }
 
 /// What the guest does until the host opens port 7002. Each step is a line on the console and over one TCP connection.
-fn script() -> String {
+pub(super) fn script(disk: bool) -> String {
+    let verify = if disk { VERIFY } else { "" };
     let mut s = super::net::guest_up(NET);
     s.push_str(&format!(
         r#"mkdir -p /tmp/w; head -c 16777216 /dev/urandom > /tmp/w/keep; kept=$(sha256sum < /tmp/w/keep)
@@ -45,9 +50,7 @@ work() {{
     n=$((n+1))
     [ $((n % 8)) = 0 ] && [ "$(sha256sum < /tmp/w/keep)" != "$kept" ] && wrong=$((wrong+1))
     head -c 131072 /dev/urandom > /tmp/w/new; sum=$(sha256sum < /tmp/w/new)
-    place=$((n % 400))
-    dd if=/tmp/w/new of=/dev/vdb bs=128k count=1 seek=$place conv=notrunc oflag=direct 2>/dev/null || wrong=$((wrong+1))
-    [ "$(dd if=/dev/vdb bs=128k count=1 skip=$place iflag=direct 2>/dev/null | sha256sum)" = "$sum" ] || wrong=$((wrong+1))
+    {verify}
     echo "WORK $n $wrong $boot" | tee /dev/console
   done
 }}
@@ -63,7 +66,7 @@ fn spec(name: &str, kernel: &str, tap: u32) -> GuestSpec {
         .root()
         .disk("/disks/data", false)
         .tap(&format!("tap{tap}"))
-        .script(&script())
+        .script(&script(true))
 }
 
 /// A monitor that waits at a port of its own; returns when it listens.
@@ -94,13 +97,13 @@ fn migrate(number: u32, to: u32) -> String {
 
 /// One step of the guest as the host heard it.
 #[derive(Debug, PartialEq, Eq)]
-struct Step {
-    number: u64,
-    wrong: u64,
-    boot: String,
+pub(super) struct Step {
+    pub(super) number: u64,
+    pub(super) wrong: u64,
+    pub(super) boot: String,
 }
 
-fn steps(text: &str) -> Vec<Step> {
+pub(super) fn steps(text: &str) -> Vec<Step> {
     let step = |line: &str| {
         let mut words = line.strip_prefix("WORK ")?.split_whitespace();
         Some(Step {
@@ -113,7 +116,7 @@ fn steps(text: &str) -> Vec<Step> {
 }
 
 /// Steps that are missing, repeated or out of order; and boot ids besides the first.
-fn breaks(steps: &[Step]) -> usize {
+pub(super) fn breaks(steps: &[Step]) -> usize {
     let orders = steps.iter().zip(1u64..).filter(|(step, expected)| step.number != *expected).count();
     let boots =
         steps.iter().filter(|step| Some(&step.boot) != steps.first().map(|first| &first.boot)).count();
@@ -125,7 +128,7 @@ fn heard(host: &Host) -> Result<u64> {
 }
 
 /// Waits until the guest has done so many more steps and answers a ping.
-fn works_on(host: &Host, guest: &Guest, more: u64) -> Result<()> {
+pub(super) fn works_on(host: &Host, guest: &Guest, more: u64) -> Result<()> {
     let from = heard(host)?;
     let script = format!(
         "for i in $(seq 400); do [ $(wc -l < /tmp/steps) -ge {} ] && break; sleep 0.3; done; [ $(wc -l < /tmp/steps) -ge {} ] && \

@@ -10,6 +10,7 @@ mod driver_faults;
 mod fio;
 mod host;
 mod migrate;
+mod migrate_hosts;
 mod neighbours;
 mod neighbours_appliance;
 mod neighbours_block;
@@ -43,6 +44,7 @@ pub const ALL: &[Scenario] = &[
     demo::SCENARIO,
     host::SCENARIO,
     migrate::SCENARIO,
+    migrate_hosts::SCENARIO,
     neighbours::SCENARIO,
     neighbours_block::SCENARIO,
     neighbours_appliance::SCENARIO,
