@@ -34,7 +34,7 @@ pub trait Departing: Sync {
     fn present(&self) -> Result<Vec<DirtyPages>, MigrationError>;
     /// Notes writes of vCPUs and devices from here on.
     fn start_logging(&self) -> Result<(), MigrationError>;
-    /// No more.
+    /// No more. Not called when the guest has gone.
     fn stop_logging(&self);
     /// Pages written since the last call.
     fn take_dirty(&self) -> Result<Vec<DirtyPages>, MigrationError>;
@@ -113,14 +113,10 @@ pub fn migrate(
     if let Err(error) = departure.ask() {
         return Err(departure.give_up(error));
     }
-    let copied = departure.copy();
-    // The log costs the guest time; it isn't needed any more either way.
-    machine.stop_logging();
-    let stopped = match copied {
-        Ok(stopped) => stopped,
-        Err((error, stopped)) => return Err(departure.undo(error, stopped)),
-    };
-    departure.commit(stopped)
+    match departure.copy() {
+        Ok(stopped) => departure.commit(stopped),
+        Err((error, stopped)) => Err(departure.undo(error, stopped)),
+    }
 }
 
 /// When the guest was stopped, if it was.
@@ -336,6 +332,7 @@ impl Departure<'_> {
         }
         if let Err(error) = self.answer(Kind::Running) {
             self.machine.stay_in_doubt();
+            self.machine.stop_logging();
             return Err(MigrationError::InDoubt(Box::new(error)));
         }
         self.timeline.commit_ms = milliseconds(committing.elapsed());
@@ -348,8 +345,11 @@ impl Departure<'_> {
     /// The guest goes on here; returns why.
     fn undo(&mut self, error: MigrationError, stopped: Stopped) -> MigrationError {
         let error = self.give_up(error);
+        let gone_on = stopped.map_or(Ok(()), |_| self.machine.go_on());
+        // It costs the guest time.
+        self.machine.stop_logging();
         if let Some(stopped) = stopped {
-            if let Err(also) = self.machine.go_on() {
+            if let Err(also) = gone_on {
                 tracing::error!(error = line(&also), "The VM stands still after a failed migration");
                 return also;
             }
@@ -377,6 +377,8 @@ impl Departure<'_> {
             // A destination that hears nothing ends when the streams do.
             let _ = self.control().and_then(|control| control.send(Kind::Abort, &text.as_bytes()[..end]));
         }
+        // A destination that was ready holds the disks until it hears that it is over.
+        self.streams.clear();
         error
     }
 
