@@ -160,6 +160,10 @@ impl Backend {
 }
 
 impl NetBackend for Backend {
+    fn announce(&self, _mac: MacAddress) -> io::Result<()> {
+        self.result()
+    }
+
     fn description(&self) -> String {
         "fuzz".to_owned()
     }

@@ -3,6 +3,7 @@
 pub mod api;
 pub mod description;
 pub mod dsm;
+pub mod migration;
 pub mod neighbour;
 pub mod nic;
 pub mod payload;

@@ -73,6 +73,33 @@ pub trait VirtioDevice: Send {
     fn reset(&mut self);
     /// Device-specific saved state while stopped, versioned; `NotSaveable` names the reason.
     fn save(&self) -> Result<SavedDevice, DeviceError>;
+    /// The device as it was saved, made of one that is open here and was never active. What belongs to this host (files,
+    /// interfaces, sockets) stays; what the driver knows is taken over.
+    ///
+    /// # Errors
+    /// [`DeviceError::Saved`] when the state is damaged, or this device can't be what the driver knows.
+    fn restored(self: Box<Self>, saved: &SavedDevice) -> Result<Box<dyn VirtioDevice>, DeviceError>;
+    /// Makes what was written durable, while the device runs: what [`VirtioDevice::hand_over`] then has to wait for is less.
+    ///
+    /// # Errors
+    /// When the host refuses.
+    fn settle(&self) -> Result<(), DeviceError>;
+    /// Gives up what only one host may hold, so that the VM can go on elsewhere: locks of images, behind everything that
+    /// was written. Called while stopped; the device can't be activated until [`VirtioDevice::take_over`].
+    ///
+    /// # Errors
+    /// When what was written can't be made durable, or the host refuses.
+    fn hand_over(&mut self) -> Result<(), DeviceError>;
+    /// Takes what [`VirtioDevice::hand_over`] gave up, there or here. A device that has it keeps it.
+    ///
+    /// # Errors
+    /// When somebody else holds it.
+    fn take_over(&mut self) -> Result<(), DeviceError>;
+    /// Tells the world outside the host that the guest is here now. Called after it has begun to run.
+    ///
+    /// # Errors
+    /// When the host refuses; the guest goes on all the same.
+    fn announce(&self) -> Result<(), DeviceError>;
     /// State and counters.
     fn inspect(&self) -> serde_json::Value;
 }
@@ -92,6 +119,14 @@ pub enum DeviceError {
     /// It can't be saved.
     #[error("Device {name} can't be saved: {reason}")]
     NotSaveable {
+        /// Device name.
+        name: String,
+        /// Why.
+        reason: String,
+    },
+    /// It can't become what was saved.
+    #[error("Saved state of device {name} can't be used: {reason}")]
+    Saved {
         /// Device name.
         name: String,
         /// Why.

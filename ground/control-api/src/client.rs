@@ -125,6 +125,11 @@ impl Client {
         self.json(Method::PUT, "/v1/resume")
     }
 
+    /// Cancels the migration that is under way. The guest goes on here, unless it is too late.
+    pub fn cancel_migration(&self) -> Result<Done, ClientError> {
+        self.json(Method::DELETE, "/v1/migration")
+    }
+
     /// Presses the power button.
     pub fn power_button(&self) -> Result<Done, ClientError> {
         self.json(Method::PUT, "/v1/power-button")

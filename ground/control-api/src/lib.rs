@@ -10,6 +10,7 @@
 //! | `DELETE /v1/vm` | stops the VM at once, as pulling the plug does |
 //! | `GET /v1/inspect?path=a/b` | the live device tree, or what is below a path |
 //! | `PUT /v1/pause`, `/v1/resume`, `/v1/power-button`, `/v1/reset` | [`types::Done`] |
+//! | `DELETE /v1/migration` | cancels a migration; how one is begun: [`migration`] |
 //! | `GET /v1/exits` | [`types::ExitTable`] |
 //! | `GET /metrics` | Prometheus text |
 //! | `GET /openapi.json` | the description of all this |
@@ -22,6 +23,7 @@ pub mod client;
 pub mod cluster;
 pub mod discovery;
 pub mod host;
+pub mod migration;
 pub mod names;
 pub mod types;
 

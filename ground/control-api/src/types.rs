@@ -12,10 +12,14 @@ use utoipa::ToSchema;
 pub enum VmState {
     /// Its vCPUs have not run yet.
     Starting,
+    /// It waits for a VM to come from another monitor.
+    Incoming,
     /// Its vCPUs run.
     Running,
     /// Its vCPUs and devices stand still.
     Paused,
+    /// It stands still, and another monitor takes it over.
+    HandingOver,
     /// It is ending.
     Stopping,
 }
@@ -24,8 +28,10 @@ impl fmt::Display for VmState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             Self::Starting => "starting",
+            Self::Incoming => "incoming",
             Self::Running => "running",
             Self::Paused => "paused",
+            Self::HandingOver => "handing-over",
             Self::Stopping => "stopping",
         })
     }

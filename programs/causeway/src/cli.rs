@@ -45,6 +45,8 @@ pub enum Command {
     Resume(Target),
     /// Press a VM's reset button
     Reset(Target),
+    /// Move a running VM to another monitor, which waits for it with `causeway run --incoming`
+    Migrate(MigrateArgs),
     /// End a VM: by its power button, or at once
     Stop(StopArgs),
     /// Run this host's daemon in the foreground: it serves RDMA NICs to VMs
@@ -211,6 +213,32 @@ pub struct StopArgs {
     pub timeout: u64,
 }
 
+/// `causeway migrate`.
+#[derive(Debug, Args)]
+pub struct MigrateArgs {
+    /// Which VM.
+    #[command(flatten)]
+    pub target: Target,
+    /// Where a monitor of the same description waits for it
+    #[arg(long, value_name = "ADDRESS:PORT", required_unless_present = "cancel")]
+    pub to: Option<String>,
+    /// How long the guest may stand still, milliseconds: memory is copied again until the rest is expected to fit
+    #[arg(long, value_name = "MS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(0..=600_000))]
+    pub downtime: u64,
+    /// Give up after so many seconds, if the guest wasn't stopped by then; 0: never
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    pub timeout: u64,
+    /// How much of the time vCPUs may be held back when memory changes faster than it is copied, per cent; 0: not at all
+    #[arg(long, value_name = "PERCENT", default_value_t = 90, value_parser = clap::value_parser!(u8).range(0..=99))]
+    pub max_throttle: u8,
+    /// TCP streams that memory goes over
+    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub streams: u8,
+    /// Cancel the migration of this VM that is under way; the guest goes on here
+    #[arg(long, conflicts_with_all = ["to", "downtime", "timeout", "max_throttle", "streams"])]
+    pub cancel: bool,
+}
+
 /// `causeway dsm`.
 #[derive(Debug, Subcommand)]
 pub enum DsmCommand {
@@ -322,6 +350,9 @@ pub struct RunArgs {
     /// API socket  [default: NAME.sock in $XDG_RUNTIME_DIR/causeway or /run/causeway]
     #[arg(long, value_name = "PATH")]
     pub api_socket: Option<PathBuf>,
+    /// Don't boot: wait at this address for a VM of the same description to come from another monitor (`causeway migrate`)
+    #[arg(long, value_name = "ADDRESS:PORT", conflicts_with = "payload")]
+    pub incoming: Option<SocketAddr>,
     /// Confinement: on, log (show what would be refused) or off  [default: on]
     #[arg(long, value_parser = flags::sandbox)]
     pub sandbox: Option<SandboxMode>,

@@ -14,6 +14,8 @@ pub trait VmControl: Send + Sync {
     fn pause(&self) -> Result<(), ControlError>;
     /// Lets a paused VM go on. Resuming a running VM changes nothing.
     fn resume(&self) -> Result<(), ControlError>;
+    /// Cancels the migration that is under way; returns before the guest goes on.
+    fn cancel_migration(&self) -> Result<(), ControlError>;
     /// Presses the ACPI power button; what happens is up to the guest.
     fn power_button(&self) -> Result<(), ControlError>;
     /// Resets the machine at once, as the reset button does.
@@ -36,6 +38,12 @@ pub enum ControlError {
         state: VmState,
         /// What was asked.
         what: &'static str,
+    },
+    /// There is nothing to do it to, or it is too late.
+    #[error("{reason}")]
+    NotNow {
+        /// Why not.
+        reason: String,
     },
     /// It never can.
     #[error("This VM can't {what}: {reason}")]

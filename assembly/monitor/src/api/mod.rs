@@ -19,6 +19,7 @@ mod socket;
 pub use control::{ControlError, VmControl};
 pub use document::openapi;
 pub use server::{ApiError, ApiListener, ApiServer, SYSCALLS};
+pub(crate) use socket::{SocketFile, listen_for_packets};
 
 #[cfg(test)]
 pub(crate) mod tests;

@@ -31,7 +31,7 @@ impl IntoResponse for Refusal {
 impl From<ControlError> for Refusal {
     fn from(error: ControlError) -> Self {
         let status = match error {
-            ControlError::WrongState { .. } => StatusCode::CONFLICT,
+            ControlError::WrongState { .. } | ControlError::NotNow { .. } => StatusCode::CONFLICT,
             ControlError::Unsupported { .. } => StatusCode::NOT_IMPLEMENTED,
             ControlError::Failed { .. } => StatusCode::INTERNAL_SERVER_ERROR,
         };
@@ -116,6 +116,18 @@ pub(super) async fn pause(State(vm): State<Vm>) -> Result<Json<Done>, Refusal> {
 pub(super) async fn resume(State(vm): State<Vm>) -> Result<Json<Done>, Refusal> {
     vm.resume()?;
     Ok(done(&*vm, "resume"))
+}
+
+/// Cancels the migration that is under way; the guest goes on here.
+#[utoipa::path(
+    delete,
+    path = "/v1/migration",
+    operation_id = "cancel_migration",
+    responses((status = 200, body = Done), (status = 409, body = Problem))
+)]
+pub(super) async fn cancel_migration(State(vm): State<Vm>) -> Result<Json<Done>, Refusal> {
+    vm.cancel_migration()?;
+    Ok(done(&*vm, "cancel migration"))
 }
 
 /// Presses the ACPI power button.

@@ -17,7 +17,7 @@ const BACKLOG: i32 = 128;
 
 /// A socket file that is removed when this is dropped, unless another file has taken its place.
 #[derive(Debug)]
-pub(super) struct SocketFile {
+pub(crate) struct SocketFile {
     path: PathBuf,
     identity: (u64, u64),
 }
@@ -37,13 +37,13 @@ pub(super) fn listen(path: &Path) -> Result<(UnixListener, SocketFile), ApiError
     let failed = |what| move |source: io::Error| ApiError::Socket { path: path.to_owned(), what, source };
     // Two monitors that start at once must not both take the same stale socket for theirs.
     let _lock = lock_directory(path).map_err(failed("locked"))?;
-    let bound = match bind(path) {
+    let bound = match bind(path, SocketType::STREAM) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
             if probe(path) != SocketState::Stale {
                 return Err(ApiError::Taken { path: path.to_owned() });
             }
             std::fs::remove_file(path).map_err(failed("replaced"))?;
-            bind(path)
+            bind(path, SocketType::STREAM)
         }
         bound => bound,
     };
@@ -51,6 +51,22 @@ pub(super) fn listen(path: &Path) -> Result<(UnixListener, SocketFile), ApiError
     let metadata = std::fs::symlink_metadata(path).map_err(failed("read"))?;
     let file = SocketFile { path: path.to_owned(), identity: (metadata.dev(), metadata.ino()) };
     Ok((listener, file))
+}
+
+/// Listens for connections of packets at `path`, mode 0600, not blocking. Whatever socket is there is replaced: the caller holds the API
+/// socket that it belongs to.
+pub(crate) fn listen_for_packets(path: &Path) -> Result<(OwnedFd, SocketFile), ApiError> {
+    let failed = |what| move |source: io::Error| ApiError::Socket { path: path.to_owned(), what, source };
+    let bound = match bind(path, SocketType::SEQPACKET) {
+        Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
+            std::fs::remove_file(path).map_err(failed("replaced"))?;
+            bind(path, SocketType::SEQPACKET)
+        }
+        bound => bound,
+    };
+    let listener = bound.map_err(failed("bound"))?;
+    let metadata = std::fs::symlink_metadata(path).map_err(failed("read"))?;
+    Ok((listener, SocketFile { path: path.to_owned(), identity: (metadata.dev(), metadata.ino()) }))
 }
 
 fn lock_directory(path: &Path) -> io::Result<OwnedFd> {
@@ -64,9 +80,9 @@ fn lock_directory(path: &Path) -> io::Result<OwnedFd> {
     Ok(fd)
 }
 
-fn bind(path: &Path) -> io::Result<OwnedFd> {
+fn bind(path: &Path, kind: SocketType) -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, kind, flags, None)?;
     // The file that bind(2) makes gets this mode at once; the process-wide umask needn't change.
     rustix::fs::fchmod(&socket, Mode::RUSR | Mode::WUSR)?;
     rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;

@@ -49,6 +49,9 @@ impl VmControl for Fake {
     fn resume(&self) -> Result<(), ControlError> {
         self.go("resume", VmState::Paused, VmState::Running)
     }
+    fn cancel_migration(&self) -> Result<(), ControlError> {
+        Err(ControlError::NotNow { reason: "No migration of this VM is under way".into() })
+    }
     fn power_button(&self) -> Result<(), ControlError> {
         Err(ControlError::Unsupported { what: "take a power button", reason: "it is a fake".into() })
     }
@@ -122,6 +125,7 @@ fn the_description_names_every_route_of_the_client() {
         ("/v1/reset", "put"),
         ("/v1/exits", "get"),
         ("/metrics", "get"),
+        ("/v1/migration", "delete"),
         ("/openapi.json", "get"),
     ] {
         assert!(document["paths"][path][method].is_object(), "{method} {path}");

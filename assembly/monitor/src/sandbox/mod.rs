@@ -51,12 +51,22 @@ pub enum ThreadKind {
     Signals,
     /// Watches over a device that another process serves.
     VfioUser,
+    /// Moves the VM to another monitor, or takes one in.
+    Migration,
 }
 
 impl ThreadKind {
     /// All of them.
-    pub const ALL: [Self; 7] =
-        [Self::Main, Self::Vcpu, Self::DeviceWorker, Self::Api, Self::Console, Self::Signals, Self::VfioUser];
+    pub const ALL: [Self; 8] = [
+        Self::Main,
+        Self::Vcpu,
+        Self::DeviceWorker,
+        Self::Api,
+        Self::Console,
+        Self::Signals,
+        Self::VfioUser,
+        Self::Migration,
+    ];
 }
 
 /// The sandbox could not be made or entered.

@@ -48,9 +48,17 @@ const IOCTLS: &[(u64, u64)] = &[
 const PRCTLS: &[libc::c_int] =
     &[libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_NO_NEW_PRIVS, libc::PR_SET_VMA];
 
-/// fcntl operations: flags of a descriptor and of its file, copies of descriptors.
-const FCNTLS: &[libc::c_int] =
-    &[libc::F_GETFD, libc::F_SETFD, libc::F_GETFL, libc::F_SETFL, libc::F_DUPFD_CLOEXEC];
+/// fcntl operations: flags of a descriptor and of its file, copies of descriptors; locks of images, which a VM that moves gives up
+/// and takes.
+const FCNTLS: &[libc::c_int] = &[
+    libc::F_GETFD,
+    libc::F_SETFD,
+    libc::F_GETFL,
+    libc::F_SETFL,
+    libc::F_DUPFD_CLOEXEC,
+    libc::F_OFD_SETLK,
+    libc::F_OFD_GETLK,
+];
 
 /// TCSETS, TCSETS2: what any thread may do to standard input, so that a refused call doesn't leave the user's terminal
 /// in raw mode (`trap.rs`).

@@ -14,18 +14,20 @@ use super::machine::Machine;
 use super::{metrics, vcpus};
 use crate::api::{ControlError, VmControl};
 use crate::description::Guest;
+use crate::migration::progress::Watch;
 use crate::sandbox::Report;
 
 /// Implements the API over a [`Machine`].
 pub struct Control {
     machine: Arc<Machine>,
     sandbox: Report,
+    migration: Arc<Watch>,
 }
 
 impl Control {
     /// `sandbox` is what the device tree says about confinement.
-    pub fn new(machine: Arc<Machine>, sandbox: Report) -> Self {
-        Self { machine, sandbox }
+    pub fn new(machine: Arc<Machine>, sandbox: Report, migration: Arc<Watch>) -> Self {
+        Self { machine, sandbox, migration }
     }
 
     fn require(&self, what: &'static str, allowed: &[VmState]) -> Result<(), ControlError> {
@@ -80,6 +82,7 @@ impl VmControl for Control {
             "vcpus": vcpus::inspect(&machine.vcpus),
             "exits": self.exits(),
             "sandbox": self.sandbox,
+            "migration": self.migration.progress().map_or_else(|| json!({ "phase": "none" }), |progress| json!(progress)),
         })
     }
 
@@ -91,6 +94,10 @@ impl VmControl for Control {
     fn resume(&self) -> Result<(), ControlError> {
         self.require("be resumed", &[VmState::Running, VmState::Paused])?;
         self.machine.resume().map_err(failed("resume"))
+    }
+
+    fn cancel_migration(&self) -> Result<(), ControlError> {
+        self.migration.cancel().map_err(|error| ControlError::NotNow { reason: error.to_string() })
     }
 
     fn power_button(&self) -> Result<(), ControlError> {

@@ -8,7 +8,9 @@ use machine::interrupt::InterruptController;
 use machine::memory::GuestRam;
 use machine::vm::Vm;
 use pci::function::PciFunction;
-use pci::root::{AddressRange, CONFIG_PORTS_LEN, CONFIG_PORTS_START, PciRoot, RootConfig, Windows};
+use pci::root::{
+    AddressRange, CONFIG_PORTS_LEN, CONFIG_PORTS_START, FunctionAddress, PciRoot, RootConfig, Windows,
+};
 use platform_devices::console::{Console, ConsoleBackend};
 use platform_devices::legacy::{self, DelayPort, KeyboardReset, ResetControl};
 use platform_devices::power::{self, PowerRegisters};
@@ -29,6 +31,9 @@ use super::placer::MachinePlacer;
 use super::served::{self, OpenedSlot};
 use super::threads::{self, DeviceThreadMaker};
 use crate::description::{self, DiskFormat, NetBackend, VmDescription};
+use crate::migration::error::line;
+use crate::migration::shape::ShapeDevice;
+use crate::migration::state::SavedDevices;
 use crate::neighbour::{NeighbourFunction, OpenedNeighbour};
 use crate::nic::OpenedNic;
 use crate::sandbox::{Sandbox, ThreadKind};
@@ -46,7 +51,8 @@ pub struct OpenedDevices {
 
 impl OpenedDevices {
     /// Opens what the description names.
-    pub fn new(description: &VmDescription, events: &Events) -> Result<Self, Error> {
+    /// Images are locked now, or with `claim` off once the VM that uses them has come here.
+    pub fn new(description: &VmDescription, events: &Events, claim: bool) -> Result<Self, Error> {
         let sink: EventSink = {
             let events = events.clone();
             Arc::new(move |event| events.send(Event::Machine(event)))
@@ -64,7 +70,7 @@ impl OpenedDevices {
         }
         let mut virtio: Vec<Box<dyn VirtioDevice>> = Vec::new();
         for (index, disk) in description.disks.iter().enumerate() {
-            virtio.push(Box::new(open_disk(&format!("disk{index}"), disk)?));
+            virtio.push(Box::new(open_disk(&format!("disk{index}"), disk, claim)?));
         }
         for (index, interface) in description.net.iter().enumerate() {
             virtio.push(Box::new(open_net(&format!("net{index}"), interface)?));
@@ -90,12 +96,22 @@ impl OpenedDevices {
         self.console.is_some()
     }
 
+    /// What the guest sees of the devices that can move.
+    pub fn shapes(&self) -> Vec<ShapeDevice> {
+        let shape = |device: &dyn VirtioDevice| ShapeDevice {
+            name: device.name().to_owned(),
+            device_id: device.device_id(),
+            queues: device.queue_sizes(),
+        };
+        self.virtio.iter().map(|device| shape(&**device)).collect()
+    }
+
     /// The registry of neighbours, if the VM has some.
     pub fn neighbour(&self) -> Option<&OpenedNeighbour> {
         self.neighbour.as_ref()
     }
 
-    /// Connects everything to a machine.
+    /// Connects everything to a machine: at power-on state, or where saved devices were.
     #[allow(clippy::too_many_arguments)]
     pub fn plug(
         self,
@@ -106,16 +122,18 @@ impl OpenedDevices {
         memory: &Arc<AddressSpace>,
         map: &MachineMap,
         sandbox: &Sandbox,
+        saved: Option<&SavedDevices>,
     ) -> Result<(Devices, Arc<PciRoot>), Error> {
         let edge = |gsi| {
             controller
                 .edge_eventfd(gsi)
                 .map_err(|source| Error::Monitor { what: "set up an interrupt pin", source })
         };
-        let power = Arc::new(PowerRegisters::new(
-            Arc::clone(&self.sink),
-            eventfd_interrupt(edge(layout::EVENT_GSI)?),
-        ));
+        let (sink, button) = (Arc::clone(&self.sink), eventfd_interrupt(edge(layout::EVENT_GSI)?));
+        let power = Arc::new(match saved {
+            None => PowerRegisters::new(sink, button),
+            Some(saved) => PowerRegisters::restore(&saved.power, sink, button)?,
+        });
         ports.insert(layout::POWER_REGISTERS.into(), power::PORTS, "power", Arc::clone(&power) as _)?;
         let keyboard = Arc::new(KeyboardReset::new(Arc::clone(&self.sink)));
         ports.insert(
@@ -131,8 +149,11 @@ impl OpenedDevices {
             Some(mut console) => {
                 let filter = sandbox.thread_filter(ThreadKind::Console);
                 console.on_thread_start(move || filter.apply_or_end());
-                let serial = Serial::new("com1", console, eventfd_interrupt(edge(layout::COM1_GSI)?))?;
-                let serial = Arc::new(serial);
+                let interrupt = eventfd_interrupt(edge(layout::COM1_GSI)?);
+                let serial = Arc::new(match saved.and_then(|saved| saved.serial.as_ref()) {
+                    None => Serial::new("com1", console, interrupt)?,
+                    Some(saved) => Serial::restore("com1", saved, console, interrupt)?,
+                });
                 ports.insert(layout::COM1.into(), Serial::PORTS, "com1", Arc::clone(&serial) as _)?;
                 Some(serial)
             }
@@ -141,7 +162,7 @@ impl OpenedDevices {
 
         let placer = Arc::new(MachinePlacer::new(Arc::clone(vm), Arc::clone(ports), Arc::clone(memory)));
         let range = |range: firmware::map::AddressRange| AddressRange { start: range.start, len: range.len };
-        let root = PciRoot::new(RootConfig {
+        let config = RootConfig {
             windows: Windows {
                 memory32: range(map.pci.memory32),
                 memory64: map.pci.memory64.map(range),
@@ -152,8 +173,11 @@ impl OpenedDevices {
             },
             placer,
             intx: Arc::new(IntxPins { controller: Arc::clone(controller) }),
+        };
+        let root = Arc::new(match saved {
+            None => PciRoot::new(config),
+            Some(saved) => PciRoot::restore(config, &saved.root)?,
         });
-        let root = Arc::new(root);
         let maker = Arc::new(
             DeviceThreadMaker::start(sandbox.thread_filter(ThreadKind::DeviceWorker))
                 .map_err(|source| Error::Monitor { what: "start the thread that starts devices", source })?,
@@ -162,12 +186,20 @@ impl OpenedDevices {
         let watcher = threads::hook(sandbox, ThreadKind::VfioUser);
         let (served_in_place, served_anywhere) = served::by_slot(self.served);
         served::plug(served_in_place, &root, ram, &msi, &watcher)?;
+        let mut virtio = Vec::new();
         for device in self.virtio {
-            let name = device.name().to_owned();
-            let function = VirtioPciFunction::new(device, ram.memory(), &msi)
-                .map_err(|error| Error::device(&name, error))?;
+            let function = match saved {
+                None => {
+                    let name = device.name().to_owned();
+                    let function = VirtioPciFunction::new(device, ram.memory(), &msi)
+                        .map_err(|error| Error::device(&name, error))?;
+                    root.plug_next(Arc::clone(&function) as Arc<dyn PciFunction>)?;
+                    function
+                }
+                Some(saved) => restore(device, ram, &msi, saved, &root)?,
+            };
             function.activate_on(Arc::clone(&maker) as _);
-            root.plug_next(function as Arc<dyn PciFunction>)?;
+            virtio.push(function);
         }
         for nic in self.nics {
             let on_start = threads::hook(sandbox, ThreadKind::DeviceWorker);
@@ -187,12 +219,15 @@ impl OpenedDevices {
             });
             function.start(refresh, Arc::clone(&watcher))?;
         }
-        root.assign_bars()?;
+        match saved {
+            None => root.assign_bars()?,
+            Some(_) => root.place_all(),
+        }
         memory.insert(layout::ECAM.start, layout::ECAM.len, "pci-ecam", Arc::new(Ecam(Arc::clone(&root))))?;
         let ports_of_root = Arc::new(ConfigPorts(Arc::clone(&root)));
         let reset_control = Arc::new(ResetControl::new(ports_of_root, Arc::clone(&self.sink)));
         ports.insert(CONFIG_PORTS_START.into(), CONFIG_PORTS_LEN.into(), "pci-config", reset_control)?;
-        Ok((Devices { serial, power }, root))
+        Ok((Devices { serial, power, virtio }, root))
     }
 }
 
@@ -202,6 +237,8 @@ pub struct Devices {
     pub serial: Option<Arc<Serial>>,
     /// Power, reset and sleep registers with the power button.
     pub power: Arc<PowerRegisters>,
+    /// The virtio functions, which can move.
+    pub virtio: Vec<Arc<VirtioPciFunction>>,
 }
 
 impl Devices {
@@ -214,7 +251,27 @@ impl Devices {
     }
 }
 
-fn open_disk(name: &str, disk: &description::Disk) -> Result<Block, Error> {
+/// A function as it was saved, at the place where it was.
+fn restore(
+    device: Box<dyn VirtioDevice>,
+    ram: &GuestRam,
+    msi: &ControllerMsi,
+    saved: &SavedDevices,
+    root: &PciRoot,
+) -> Result<Arc<VirtioPciFunction>, Error> {
+    let name = device.name().to_owned();
+    let place = saved.functions.iter().find(|place| place.name == name);
+    let place = place.ok_or_else(|| Error::NoSavedDevice(name.clone()))?;
+    let failed = |error: &dyn std::error::Error| Error::BadSavedDevice(name.clone(), line(error));
+    let part = VirtioPciFunction::saved_device(&place.function).map_err(|error| failed(&error))?;
+    let device = device.restored(&part).map_err(|error| failed(&error))?;
+    let function = VirtioPciFunction::restore(device, ram.memory(), msi, &place.function)
+        .map_err(|error| failed(&error))?;
+    root.plug(FunctionAddress::from_devfn(place.devfn), Arc::clone(&function) as Arc<dyn PciFunction>)?;
+    Ok(function)
+}
+
+fn open_disk(name: &str, disk: &description::Disk, claim: bool) -> Result<Block, Error> {
     let config = BlockConfig {
         format: match disk.format {
             DiskFormat::Raw => ImageFormat::Raw,
@@ -224,6 +281,7 @@ fn open_disk(name: &str, disk: &description::Disk) -> Result<Block, Error> {
         serial: disk.serial.clone(),
         queues: disk.queues,
         direct: disk.direct,
+        claim,
         ..BlockConfig::new(name, disk.path.clone())
     };
     Block::open(config).map_err(|error| Error::device(name, error))

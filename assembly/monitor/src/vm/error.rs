@@ -65,6 +65,24 @@ pub enum Error {
         #[source]
         source: std::io::Error,
     },
+    /// A platform device can't be what was saved.
+    #[error(transparent)]
+    Platform(#[from] platform_devices::RestoreError),
+    /// Saved state without one of the devices.
+    #[error("The VM's saved state has no device {0}, which is described here")]
+    NoSavedDevice(String),
+    /// Saved state of a device that can't be used.
+    #[error("Device {0} can't go on here: {1}")]
+    BadSavedDevice(String, String),
+    /// Saved state that doesn't fit the machine.
+    #[error("The VM can't go on here: {0}")]
+    BadSavedMachine(String),
+    /// It is doing something else.
+    #[error("The VM is {0}, so it can't be moved now")]
+    NotNow(control_api::types::VmState),
+    /// It did not come.
+    #[error("The VM did not come here; start this monitor again to try it once more")]
+    NotArrived(#[source] crate::migration::MigrationError),
     /// Neighbours.
     #[error(transparent)]
     Neighbour(#[from] crate::neighbour::NeighbourError),

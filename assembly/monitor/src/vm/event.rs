@@ -5,6 +5,9 @@ use std::sync::mpsc::Sender;
 use machine::vcpu::VcpuEvent;
 use platform_devices::MachineEvent;
 
+use super::incoming::Arrived;
+use crate::migration::MigrationError;
+
 /// Something the main thread acts on. Senders never wait.
 #[derive(Debug)]
 pub enum Event {
@@ -18,6 +21,10 @@ pub enum Event {
     Reset,
     /// The API asks to end the VM.
     Stop,
+    /// The VM runs elsewhere now.
+    Moved,
+    /// A VM has come, or why none has.
+    Arrived(Box<Result<Arrived, MigrationError>>),
     /// A signal asks to end the VM.
     Signal(i32),
 }

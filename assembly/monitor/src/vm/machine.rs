@@ -18,6 +18,7 @@ use machine::state::SavedInterruptController;
 use machine::vcpu::{VcpuConfig, VcpuManager, VcpuOptions, VcpuStart};
 use machine::vm::Vm;
 use machine::x86::{CpuTopology, guest_cpuid};
+use pci::function::PciFunction as _;
 use pci::root::PciRoot;
 
 use super::boot;
@@ -26,6 +27,8 @@ use super::error::Error;
 use super::event::{Event, Events};
 use super::threads;
 use crate::description::{BootProtocol, Guest, HugePages, LinuxBoot, VmDescription};
+use crate::migration::shape::Shape;
+use crate::migration::state::{SavedDevices, SavedMachine};
 use crate::sandbox::{Sandbox, ThreadKind};
 
 /// Files of the guest's kernel, kept open for resets: a sandboxed monitor can open nothing.
@@ -43,55 +46,47 @@ pub struct Opened {
 }
 
 impl Opened {
-    /// Opens KVM and every file, socket and interface that the description names.
-    pub fn new(description: &VmDescription, events: &Events) -> Result<Self, Error> {
+    /// Opens KVM and every file, socket and interface that the description names. With `claim` off, disks are locked later: the VM
+    /// that uses them runs elsewhere.
+    pub fn new(description: &VmDescription, events: &Events, claim: bool) -> Result<Self, Error> {
         let linux = linux(description)?;
         let kernel = ImageFile::open(&linux.kernel, "kernel")?;
         let initrds =
             linux.initrd.iter().map(|path| ImageFile::open(path, "initrd")).collect::<Result<Vec<_>, _>>()?;
         let host = Host::open()?;
         let vm = host.create_vm()?;
-        let devices = OpenedDevices::new(description, events)?;
+        let devices = OpenedDevices::new(description, events, claim)?;
         Ok(Self { host, vm, boot: BootFiles { kernel, initrds }, devices })
     }
 }
 
-/// A machine with its guest. Thread-safe: the main thread and the API thread use it.
-pub struct Machine {
-    /// What was asked for.
-    pub description: VmDescription,
-    /// KVM's VM.
-    pub vm: Arc<Vm>,
-    /// vCPUs.
-    pub vcpus: VcpuManager,
-    /// Ports.
-    pub ports: Arc<AddressSpace>,
-    /// Memory-mapped I/O.
-    pub memory: Arc<AddressSpace>,
-    /// PCI bus.
-    pub root: Arc<PciRoot>,
-    /// Devices.
-    pub devices: Devices,
-    /// Where events go.
-    pub events: Events,
-    /// When the monitor started.
-    pub started: Instant,
+/// A machine without its guest: memory, interrupt controllers and empty buses. What comes next is a kernel, or a guest from
+/// elsewhere.
+pub struct Chassis {
+    description: VmDescription,
+    events: Events,
+    started: Instant,
+    host: Host,
+    vm: Arc<Vm>,
+    boot: BootFiles,
+    devices: OpenedDevices,
     ram: GuestRam,
-    topology: CpuTopology,
     controller: Arc<dyn InterruptController>,
     controller_at_start: SavedInterruptController,
+    names: Arc<RangeNames>,
+    ports: Arc<AddressSpace>,
+    memory: Arc<AddressSpace>,
+    topology: CpuTopology,
     map: MachineMap,
-    boot: BootFiles,
-    state: Mutex<VmState>,
+    shape: Shape,
 }
 
-impl Machine {
-    /// Assembles the machine, with its vCPUs paused before their first instruction.
+impl Chassis {
+    /// Assembles it.
     pub fn assemble(
         description: VmDescription,
         opened: Opened,
         events: Events,
-        sandbox: &Sandbox,
         started: Instant,
     ) -> Result<Self, Error> {
         let Opened { host, vm, boot, devices } = opened;
@@ -121,58 +116,198 @@ impl Machine {
             neighbour.check(ram.layout(), physical_bits)?;
             boot::end_pci_below(&mut map, neighbour.geometry().base());
         }
+        let node = |node| u32::try_from(node).unwrap_or(u32::MAX);
+        let windows = std::iter::once(map.pci.memory32).chain(map.pci.memory64);
+        let shape = Shape {
+            version: Shape::VERSION,
+            name: description.name.clone(),
+            program: env!("CARGO_PKG_VERSION").to_owned(),
+            vcpus: (0..topology.vcpus()).map(|index| topology.apic_id(index)).collect(),
+            memory: ram
+                .layout()
+                .ranges()
+                .iter()
+                .map(|range| (range.start, range.size, node(range.node)))
+                .collect(),
+            windows: windows.map(|window| (window.start, window.len)).collect(),
+            console: devices.has_console(),
+            devices: devices.shapes(),
+            cpuid: boot_cpuid.as_slice().to_vec(),
+        };
+        Ok(Self {
+            description,
+            events,
+            started,
+            host,
+            vm,
+            boot,
+            devices,
+            ram,
+            controller,
+            controller_at_start,
+            names,
+            ports,
+            memory,
+            topology,
+            map,
+            shape,
+        })
+    }
 
-        let (devices, root) = devices.plug(&vm, &ram, &controller, &ports, &memory, &map, sandbox)?;
+    /// What was asked for.
+    pub fn description(&self) -> &VmDescription {
+        &self.description
+    }
 
-        let registers = load(&ram, &map, &boot, &description, firmware::prepare_fresh)?;
-        let mut configs = Vec::with_capacity(usize::from(description.cpus.count()));
-        for index in 0..topology.vcpus() {
-            let pin_to = description
+    /// RAM.
+    pub fn ram(&self) -> &GuestRam {
+        &self.ram
+    }
+
+    /// What a guest sees of it.
+    pub fn shape(&self) -> &Shape {
+        &self.shape
+    }
+
+    /// The machine with vCPUs, paused before their first instruction, and devices at power-on state.
+    pub fn boot(self, sandbox: &Sandbox) -> Result<Machine, Error> {
+        self.finish(sandbox, None, |chassis| {
+            let Self { ram, map, boot, description, .. } = chassis;
+            let registers = load(ram, map, boot, description, firmware::prepare_fresh)?;
+            let start = |index| if index == 0 { registers.clone() } else { VcpuStart::WaitForSipi };
+            Ok((0..chassis.topology.vcpus()).map(start).collect())
+        })
+    }
+
+    /// The machine as it was saved, paused; its RAM has come already. Disks belong to it afterwards.
+    pub fn restore(self, sandbox: &Sandbox, saved: SavedMachine) -> Result<Machine, Error> {
+        let ids: Vec<u32> = saved.vcpus.iter().map(|vcpu| vcpu.id).collect();
+        if ids != self.shape.vcpus {
+            let text = format!("its saved state has vCPUs {ids:?}, this machine has {:?}", self.shape.vcpus);
+            return Err(Error::BadSavedMachine(text));
+        }
+        if saved.devices.functions.len() != self.shape.devices.len()
+            || saved.devices.serial.is_some() != self.shape.console
+        {
+            let text = "its saved state has other devices than were offered".to_owned();
+            return Err(Error::BadSavedMachine(text));
+        }
+        let SavedMachine { vcpus, controller, clock, devices, .. } = saved;
+        let machine = self.finish(sandbox, Some((&controller, &devices)), move |_| {
+            Ok(vcpus.into_iter().map(|vcpu| VcpuStart::Restored(Box::new(vcpu))).collect())
+        })?;
+        machine.vm.restore_clock(&clock)?;
+        machine.take_disks()?;
+        *machine.state() = VmState::Paused;
+        Ok(machine)
+    }
+
+    fn finish(
+        self,
+        sandbox: &Sandbox,
+        saved: Option<(&SavedInterruptController, &SavedDevices)>,
+        starts: impl FnOnce(&Self) -> Result<Vec<VcpuStart>, Error>,
+    ) -> Result<Machine, Error> {
+        let starts = starts(&self)?;
+        let mut configs = Vec::with_capacity(usize::from(self.description.cpus.count()));
+        for (index, start) in (0..self.topology.vcpus()).zip(starts) {
+            let pin_to = self
+                .description
                 .pinning
                 .get(usize::try_from(index).unwrap_or(usize::MAX))
                 .map(|list| list.iter().map(usize::from).collect())
                 .unwrap_or_default();
             configs.push(VcpuConfig {
-                id: topology.apic_id(index),
-                cpuid: guest_cpuid(&host, &topology, index)?,
-                start: if index == 0 { registers.clone() } else { VcpuStart::WaitForSipi },
+                id: self.topology.apic_id(index),
+                cpuid: guest_cpuid(&self.host, &self.topology, index)?,
+                start,
                 pin_to,
             });
         }
-        let vcpu_events = events.clone();
+        let vcpu_events = self.events.clone();
         let vcpus = VcpuManager::start(
-            &vm,
+            &self.vm,
             configs,
             VcpuOptions {
-                ports: Arc::clone(&ports),
-                memory: Arc::clone(&memory),
-                names,
+                ports: Arc::clone(&self.ports),
+                memory: Arc::clone(&self.memory),
+                names: self.names,
                 on_event: Arc::new(move |event| vcpu_events.send(Event::Vcpu(event))),
                 exit_handler: None,
                 on_thread_start: Some(threads::hook(sandbox, ThreadKind::Vcpu)),
             },
         )?;
-
-        Ok(Self {
-            description,
-            vm,
+        // Local APICs first, so that what the IOAPIC has pending reaches them; then devices, which assert their lines.
+        if let Some((controller, _)) = saved {
+            self.controller
+                .restore(controller)
+                .map_err(|source| Error::Monitor { what: "restore the interrupt controllers", source })?;
+        }
+        let (devices, root) = self.devices.plug(
+            &self.vm,
+            &self.ram,
+            &self.controller,
+            &self.ports,
+            &self.memory,
+            &self.map,
+            sandbox,
+            saved.map(|(_, devices)| devices),
+        )?;
+        Ok(Machine {
+            description: self.description,
+            vm: self.vm,
             vcpus,
-            ports,
-            memory,
+            ports: self.ports,
+            memory: self.memory,
             root,
             devices,
-            events,
-            started,
-            ram,
-            topology,
-            controller,
-            controller_at_start,
-            map,
-            boot,
+            events: self.events,
+            started: self.started,
+            ram: self.ram,
+            topology: self.topology,
+            controller: self.controller,
+            controller_at_start: self.controller_at_start,
+            map: self.map,
+            boot: self.boot,
+            shape: self.shape,
             state: Mutex::new(VmState::Starting),
         })
     }
+}
 
+/// A machine with its guest. Thread-safe: the main thread and the API thread use it.
+pub struct Machine {
+    /// What was asked for.
+    pub description: VmDescription,
+    /// KVM's VM.
+    pub vm: Arc<Vm>,
+    /// vCPUs.
+    pub vcpus: VcpuManager,
+    /// Ports.
+    pub ports: Arc<AddressSpace>,
+    /// Memory-mapped I/O.
+    pub memory: Arc<AddressSpace>,
+    /// PCI bus.
+    pub root: Arc<PciRoot>,
+    /// Devices.
+    pub devices: Devices,
+    /// Where events go.
+    pub events: Events,
+    /// When the monitor started.
+    pub started: Instant,
+    /// Interrupt controllers.
+    pub controller: Arc<dyn InterruptController>,
+    /// What the guest sees of it.
+    pub shape: Shape,
+    ram: GuestRam,
+    topology: CpuTopology,
+    controller_at_start: SavedInterruptController,
+    map: MachineMap,
+    boot: BootFiles,
+    state: Mutex<VmState>,
+}
+
+impl Machine {
     /// What the machine is doing. Held while it changes, so that two changes never mix.
     pub fn state(&self) -> MutexGuard<'_, VmState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -208,6 +343,8 @@ impl Machine {
     pub fn resume(&self) -> Result<(), Error> {
         let mut state = self.state();
         if *state == VmState::Paused {
+            // They are elsewhere after a migration whose end isn't known, or here again.
+            self.take_disks()?;
             for (_, function) in self.root.functions() {
                 function.unquiesce()?;
             }
@@ -217,11 +354,24 @@ impl Machine {
         Ok(())
     }
 
+    /// Takes what only one host may hold. What is held already stays.
+    pub fn take_disks(&self) -> Result<(), Error> {
+        for function in &self.devices.virtio {
+            function.take_over().map_err(|error| Error::device(function.name(), error))?;
+        }
+        Ok(())
+    }
+
     /// Puts everything back to power-on state, loads the kernel again and runs it.
     pub fn reset(&self) -> Result<(), Error> {
         let mut state = self.state();
+        if *state == VmState::HandingOver {
+            tracing::warn!("a reset was dropped: the VM is being handed over to another monitor");
+            return Ok(());
+        }
         self.vcpus.pause()?;
         if *state == VmState::Paused {
+            self.take_disks()?;
             for (_, function) in self.root.functions() {
                 function.unquiesce()?;
             }
@@ -244,7 +394,7 @@ impl Machine {
     /// Ends vCPUs and devices. What devices have acknowledged is on the disks' files before this returns.
     pub fn end(&self) -> Result<(), Error> {
         let mut state = self.state();
-        let devices_stand = *state == VmState::Paused;
+        let devices_stand = matches!(*state, VmState::Paused | VmState::HandingOver);
         *state = VmState::Stopping;
         self.vcpus.stop()?;
         if !devices_stand {

@@ -1,8 +1,10 @@
 //! A VM from its description to its end.
 //!
 //! ```text
-//! description -> Opened (files, sockets, /dev/kvm) -> sandbox closes -> Machine (memory, devices, kernel, vCPUs)
+//! description -> Opened (files, sockets, /dev/kvm) -> sandbox closes -> Chassis (memory, empty buses)
+//!      -> Machine (devices, vCPUs, and a kernel or a guest from another monitor)
 //!      -> running <-> paused ;  reset -> running ;  power off | stop | failure -> ended
+//!      -> handing over -> moved | running again
 //! ```
 
 mod boot;
@@ -10,15 +12,18 @@ mod control;
 mod devices;
 mod error;
 mod event;
+mod incoming;
 mod inherited;
 mod interrupts;
 mod machine;
 mod metrics;
+mod moving;
 mod placer;
 mod served;
 mod threads;
 mod vcpus;
 
+use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -32,9 +37,14 @@ pub use threads::ThreadHook;
 
 use self::control::Control;
 use self::event::{Event, Events};
-use self::machine::{Machine, Opened};
+use self::incoming::{Arrived, Switch, Waiting};
+use self::machine::{Chassis, Machine, Opened};
+use self::moving::MovingMachine;
 use crate::api::ApiListener;
 use crate::description::{OnReboot, VmDescription};
+use crate::migration::connection::Stop;
+use crate::migration::progress::Watch;
+use crate::migration::service::RequestListener;
 use crate::sandbox::{Sandbox, ThreadFilter, ThreadKind};
 
 /// How a VM ended.
@@ -46,40 +56,89 @@ pub enum Outcome {
     Reboot,
     /// The API, the console's user or a signal ended it.
     Stopped,
+    /// It runs elsewhere.
+    Moved,
 }
 
-/// Runs a VM to its end. `api_socket` is where its API listens; the socket file is removed afterwards.
+/// Runs a VM to its end. `api_socket` is where its API listens; the socket file is removed afterwards. With an address `incoming` it
+/// doesn't boot: it waits there for a VM of the same shape to come from another monitor.
 ///
 /// # Errors
-///
-/// When it can't be started as described, or the guest can't go on.
-pub fn run(description: VmDescription, api_socket: PathBuf) -> Result<Outcome, Error> {
+/// When it can't be started as described, doesn't come, or the guest can't go on.
+pub fn run(
+    description: VmDescription,
+    api_socket: PathBuf,
+    incoming: Option<SocketAddr>,
+) -> Result<Outcome, Error> {
     let started = Instant::now();
     raise_descriptor_limit();
     let (sender, receiver) = mpsc::channel();
     let events = Events::new(sender);
 
     let listener = ApiListener::bind(&api_socket)?;
-    let opened = Opened::new(&description, &events)?;
+    let requests = RequestListener::bind(&control_api::migration::socket_of(&api_socket))?;
+    let source = incoming.map(|address| incoming::listen(&description, address)).transpose()?;
+    let opened = Opened::new(&description, &events, incoming.is_none())?;
     let sandbox = Sandbox::prepare(&description)?;
     let confinement = sandbox.enter_process()?;
 
     // From here on threads are made, and nothing is opened.
     let signals = signals(&events, sandbox.thread_filter(ThreadKind::Signals))?;
-    let machine = Arc::new(Machine::assemble(description, opened, events.clone(), &sandbox, started)?);
-    let control = Arc::new(Control::new(Arc::clone(&machine), confinement));
+    let guest = machine::linux(&description)?.kernel.display().to_string();
+    let chassis = Chassis::assemble(description, opened, events.clone(), started)?;
     let api_filter = sandbox.thread_filter(ThreadKind::Api);
-    let server = listener.serve(control, move || api_filter.apply_or_end())?;
-    machine.start()?;
+    let prepare = move || api_filter.apply_or_end();
+    let watch = Arc::new(Watch::default());
+    let (machine, server) = match source {
+        None => {
+            let machine = Arc::new(chassis.boot(&sandbox)?);
+            let control = Control::new(Arc::clone(&machine), confinement, Arc::clone(&watch));
+            let server = listener.serve(Arc::new(control), prepare)?;
+            machine.start()?;
+            (machine, server)
+        }
+        Some(source) => {
+            let stop = Stop::default();
+            let waiting = Waiting::new(&chassis, guest, events.clone(), started);
+            let control = Arc::new(Switch::new(waiting));
+            let server = listener.serve(Arc::clone(&control) as _, prepare)?;
+            let (shape, memory) = (chassis.shape().clone(), chassis.ram().memory());
+            let filter = sandbox.thread_filter(ThreadKind::Migration);
+            incoming::await_vm(source, shape, memory, events.clone(), stop, filter)?;
+            let Some(arrived) = wait_for_vm(&receiver)? else { return Ok(Outcome::Stopped) };
+            let machine = incoming::land(chassis, arrived, &sandbox)?;
+            control.set(Arc::new(Control::new(Arc::clone(&machine), confinement, Arc::clone(&watch))));
+            (machine, server)
+        }
+    };
+    let filter = sandbox.thread_filter(ThreadKind::Migration);
+    let moving = Arc::new(MovingMachine::new(Arc::clone(&machine)));
+    let service = requests
+        .serve(moving, watch, move || filter.apply_or_end())
+        .map_err(|source| Error::Monitor { what: "start the thread that moves the VM", source })?;
     sandbox.thread_filter(ThreadKind::Main).apply()?;
 
     let result = wait(&machine, &receiver);
     let ended = machine.end();
+    drop(service);
     server.stop();
     signals.close();
     let outcome = result?;
     ended?;
     Ok(outcome)
+}
+
+/// Waits until a VM has come; `None` when this monitor is ended before.
+fn wait_for_vm(events: &mpsc::Receiver<Event>) -> Result<Option<Arrived>, Error> {
+    loop {
+        match events.recv() {
+            Ok(Event::Arrived(arrived)) => return arrived.map(Some).map_err(Error::NotArrived),
+            Ok(Event::Stop | Event::Signal(_) | Event::Machine(MachineEvent::ConsoleQuit)) | Err(_) => {
+                return Ok(None);
+            }
+            Ok(other) => tracing::debug!(?other, "dropped: the VM isn't here yet"),
+        }
+    }
 }
 
 /// Raises the soft limit of open files to the hard one: each vCPU and each interrupt vector takes descriptors, and a
@@ -105,6 +164,8 @@ fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Er
                 return Ok(Outcome::PowerOff);
             }
             Event::Stop | Event::Machine(MachineEvent::ConsoleQuit) => return Ok(Outcome::Stopped),
+            Event::Moved => return Ok(Outcome::Moved),
+            Event::Arrived(_) => tracing::debug!("a VM came twice"),
             Event::Signal(signal) => {
                 tracing::info!(signal, "ended by a signal");
                 return Ok(Outcome::Stopped);
@@ -126,6 +187,7 @@ fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Er
                         Event::Stop | Event::Machine(MachineEvent::ConsoleQuit) | Event::Signal(_) => {
                             return Ok(Outcome::Stopped);
                         }
+                        Event::Moved => return Ok(Outcome::Moved),
                         Event::Refused(device, what) => return Err(Error::Refused { device, what }),
                         other => tracing::debug!(?other, "dropped with the reset"),
                     }

@@ -9,6 +9,8 @@ mod demo;
 mod driver_faults;
 mod fio;
 mod host;
+mod migrate;
+mod migrate_hosts;
 mod neighbours;
 mod neighbours_appliance;
 mod neighbours_block;
@@ -41,6 +43,8 @@ pub const ALL: &[Scenario] = &[
     compare::SCENARIO,
     demo::SCENARIO,
     host::SCENARIO,
+    migrate::SCENARIO,
+    migrate_hosts::SCENARIO,
     neighbours::SCENARIO,
     neighbours_block::SCENARIO,
     neighbours_appliance::SCENARIO,

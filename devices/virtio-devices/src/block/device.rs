@@ -82,6 +82,9 @@ pub struct BlockConfig {
     pub format: ImageFormat,
     /// Who does the I/O.
     pub engine: EngineChoice,
+    /// Take the image at once. Without, it is opened for a VM that still runs elsewhere, and can't be used before
+    /// [`VirtioDevice::take_over`].
+    pub claim: bool,
 }
 
 impl BlockConfig {
@@ -96,6 +99,7 @@ impl BlockConfig {
             direct: false,
             format: ImageFormat::Auto,
             engine: EngineChoice::Auto,
+            claim: true,
         }
     }
 }
@@ -144,27 +148,30 @@ impl Block {
     /// A disk as it was saved, over the image that `config` names (here, or at the destination of a migration).
     pub fn restore(config: BlockConfig, saved: &SavedDevice) -> Result<Self, BlockError> {
         let name = config.name.clone();
-        let bad = |reason| BlockError::Restore { name: name.clone(), reason };
+        Self::open(config)?.with_saved(saved).map_err(|reason| BlockError::Restore { name, reason })
+    }
+
+    /// Takes over saved state.
+    fn with_saved(mut self, saved: &SavedDevice) -> Result<Self, String> {
         if saved.version != SAVED_VERSION {
-            return Err(bad(format!("version {} is not {SAVED_VERSION}", saved.version)));
+            return Err(format!("version {} is not {SAVED_VERSION}", saved.version));
         }
         let state: SavedBlock =
-            saved::decode(&saved.state).map_err(|error| bad(format!("it is damaged: {error}")))?;
-        let mut block = Self::open(config)?;
-        if state.capacity != block.disk.limits.capacity {
-            return Err(bad(format!(
+            saved::decode(&saved.state).map_err(|error| format!("it is damaged: {error}"))?;
+        if state.capacity != self.disk.limits.capacity {
+            return Err(format!(
                 "the disk had {} sectors, the image has {}",
-                state.capacity, block.disk.limits.capacity
-            )));
+                state.capacity, self.disk.limits.capacity
+            ));
         }
-        if state.queues != block.queues {
-            return Err(bad(format!("the disk had {} queues, now it has {}", state.queues, block.queues)));
+        if state.queues != self.queues {
+            return Err(format!("the disk had {} queues, now it has {}", state.queues, self.queues));
         }
-        if state.serial != block.disk.serial {
-            return Err(bad("the serial number differs".to_owned()));
+        if state.serial != self.disk.serial {
+            return Err("the serial number differs".to_owned());
         }
-        block.writeback = state.writeback;
-        Ok(block)
+        self.writeback = state.writeback;
+        Ok(self)
     }
 
     fn with_image(config: BlockConfig, serial: [u8; ID_BYTES], image: Image) -> Result<Self, BlockError> {
@@ -368,6 +375,10 @@ impl VirtioDevice for Block {
     }
 
     fn activate(&mut self, activation: Activation) -> Result<(), DeviceError> {
+        if !self.disk.image.claimed() {
+            let other = std::io::Error::other("its image was handed over to another host");
+            return Err(self.host("begin to serve requests", other));
+        }
         self.features = activation.features;
         self.apply_cache_mode();
         self.kick = activation.queues.first().map(|active| Arc::clone(&active.kick));
@@ -440,6 +451,32 @@ impl VirtioDevice for Block {
         Ok(SavedDevice { version: SAVED_VERSION, state })
     }
 
+    fn restored(self: Box<Self>, saved: &SavedDevice) -> Result<Box<dyn VirtioDevice>, DeviceError> {
+        let name = self.disk.name.clone();
+        let device = self.with_saved(saved).map_err(|reason| DeviceError::Saved { name, reason })?;
+        Ok(Box::new(device))
+    }
+
+    fn settle(&self) -> Result<(), DeviceError> {
+        let result = self.disk.image.settle();
+        result.map_err(|error| self.host("make its image durable", std::io::Error::other(error)))
+    }
+
+    fn hand_over(&mut self) -> Result<(), DeviceError> {
+        let result = self.disk.image.release();
+        result.map_err(|error| self.host("give its image to another host", std::io::Error::other(error)))
+    }
+
+    fn take_over(&mut self) -> Result<(), DeviceError> {
+        let result = self.disk.image.claim();
+        result.map_err(|error| self.host("take its image", std::io::Error::other(error)))
+    }
+
+    fn announce(&self) -> Result<(), DeviceError> {
+        // Nobody outside the host knows of it.
+        Ok(())
+    }
+
     fn inspect(&self) -> serde_json::Value {
         let image = &self.disk.image;
         json!({
@@ -450,7 +487,7 @@ impl VirtioDevice for Block {
             "bytes": self.disk.limits.capacity * SECTOR,
             "block_size": image.block_size,
             "read_only": image.read_only,
-            "locked": image.locked,
+            "locked": image.locked(),
             "write_cache": !self.disk.write_through(),
             "serial": String::from_utf8_lossy(&self.disk.serial).trim_end_matches('\0'),
             "queues": self.queues,

@@ -7,6 +7,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use imago::qcow2::Qcow2;
 use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder, StorageOpenOptions};
@@ -52,7 +53,9 @@ pub(super) struct Image {
     /// Space can be given back.
     pub can_punch: bool,
     /// Whether other monitors are kept out (false where the file system has no locks).
-    pub locked: bool,
+    locked: AtomicBool,
+    /// Whether it may be used: false until [`Image::claim`] where the image was opened for a VM that runs elsewhere.
+    claimed: AtomicBool,
 }
 
 impl Image {
@@ -80,7 +83,9 @@ impl Image {
         rustix::fs::fcntl_getfl(&file)
             .and_then(|flags| rustix::fs::fcntl_setfl(&file, flags - OFlags::NONBLOCK))
             .map_err(|error| host(&path, "set to blocking mode")(error.into()))?;
-        let locked = lock(&file, config.read_only, &path)?;
+        // Readers don't keep readers out, so these never wait for a VM that comes from elsewhere.
+        let claimed = config.claim || config.read_only;
+        let locked = claimed && lock(&file, config.read_only, &path)?;
 
         let mut magic = [0u8; 4];
         let is_qcow2 = file.read_exact_at(&mut magic, 0).is_ok() && magic == *b"QFI\xfb";
@@ -124,7 +129,8 @@ impl Image {
             block_size,
             physical_block: physical.max(block_size),
             can_punch,
-            locked,
+            locked: locked.into(),
+            claimed: claimed.into(),
         })
     }
 
@@ -173,8 +179,58 @@ impl Image {
             block_size: 512,
             physical_block: 4096,
             can_punch: false,
-            locked,
+            locked: locked.into(),
+            claimed: true.into(),
         })
+    }
+}
+
+impl Image {
+    /// Whether other monitors are kept out (false where the file system has no locks).
+    pub(super) fn locked(&self) -> bool {
+        self.locked.load(Ordering::Acquire)
+    }
+
+    /// Whether it may be used.
+    pub(super) fn claimed(&self) -> bool {
+        self.claimed.load(Ordering::Acquire)
+    }
+
+    /// Takes the image for this monitor.
+    pub(super) fn claim(&self) -> Result<(), BlockError> {
+        if let (false, Backend::Raw { file, .. }) = (self.claimed(), &self.backend) {
+            let locked = lock(file, self.read_only, &self.path).or_else(|error| {
+                // Half a lock would keep the other side from having its own back.
+                unlock(file).map_err(host(&self.path, "unlocked"))?;
+                Err(error)
+            })?;
+            self.locked.store(locked, Ordering::Release);
+        }
+        self.claimed.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Makes what was written durable.
+    pub(super) fn settle(&self) -> Result<(), BlockError> {
+        match &self.backend {
+            Backend::Raw { file, .. } if !self.read_only => {
+                file.sync_all().map_err(host(&self.path, "made durable"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Lets another monitor have it: what was written is made durable, then the locks go. Readers keep theirs.
+    pub(super) fn release(&self) -> Result<(), BlockError> {
+        let Backend::Raw { file, .. } = &self.backend else { return Ok(()) };
+        if self.read_only {
+            return Ok(());
+        }
+        self.settle()?;
+        self.claimed.store(false, Ordering::Release);
+        unlock(file).map_err(host(&self.path, "unlocked"))?;
+        self.locked.store(false, Ordering::Release);
+        Ok(())
     }
 }
 
@@ -282,6 +338,22 @@ fn lock(file: &File, read_only: bool, path: &Path) -> Result<bool, BlockError> {
         }
     }
     Ok(true)
+}
+
+/// Takes back what [`lock`] has set, also where it got stuck half-way.
+fn unlock(file: &File) -> io::Result<()> {
+    for byte in [100, 101, 201, 203] {
+        match ofd_lock(file, libc::F_OFD_SETLK, libc::F_UNLCK, byte) {
+            // A file system without locks has none to give back.
+            Err(error)
+                if !matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP | libc::ENOLCK)) =>
+            {
+                return Err(error);
+            }
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 /// One byte, one fcntl; for `F_OFD_GETLK` the answer says who is in the way.

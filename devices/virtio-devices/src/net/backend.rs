@@ -5,6 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use super::frame::{FrameSink, FrameSource};
 use super::header::{HEADER_LEN, VnetHeader};
+use super::mac::MacAddress;
 
 /// A frame that was received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,6 +28,9 @@ pub trait NetBackend: Send + Sync {
     fn set_active_pairs(&self, pairs: u16) -> io::Result<()>;
     /// Tells the host side whether the guest's link is up. Best effort where the host has no such notion.
     fn set_carrier(&self, up: bool) -> io::Result<()>;
+    /// Tells switches behind it where `mac` is now, after a VM has come from elsewhere. Nothing to tell where no switch
+    /// is.
+    fn announce(&self, mac: MacAddress) -> io::Result<()>;
     /// Why it has gone, after a channel reported that it has, as far as it is known.
     fn end_reason(&self) -> Option<String>;
 }

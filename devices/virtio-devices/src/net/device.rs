@@ -443,6 +443,38 @@ impl VirtioDevice for Net {
         Ok(SavedDevice { version: SAVED_VERSION, state })
     }
 
+    fn restored(self: Box<Self>, saved: &SavedDevice) -> Result<Box<dyn VirtioDevice>, DeviceError> {
+        let name = self.name.clone();
+        let device = self.with_saved(saved).map_err(|reason| DeviceError::Saved { name, reason })?;
+        Ok(Box::new(device))
+    }
+
+    fn settle(&self) -> Result<(), DeviceError> {
+        // It keeps nothing.
+        Ok(())
+    }
+
+    fn hand_over(&mut self) -> Result<(), DeviceError> {
+        // Its interface is this host's; the other host has its own.
+        Ok(())
+    }
+
+    fn take_over(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn announce(&self) -> Result<(), DeviceError> {
+        let (mac, up) = {
+            let state = self.shared.state();
+            (state.mac, state.link_up)
+        };
+        if !up {
+            return Ok(());
+        }
+        let result = self.shared.backend.announce(mac);
+        result.map_err(|error| self.host(&format!("announce {mac} to the network"), error))
+    }
+
     fn inspect(&self) -> serde_json::Value {
         let state = self.shared.state().clone();
         let counters: serde_json::Map<String, serde_json::Value> = self

@@ -19,6 +19,7 @@
 //! buffers) spill into a buffer of the host's and are finished when buffers come; nothing is truncated
 //! silently, every frame is delivered or counted as dropped.
 
+mod announcement;
 pub mod backend;
 pub mod control;
 pub mod counters;

@@ -6,7 +6,9 @@ use std::sync::atomic::{AtomicU16, Ordering};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
+use super::announcement;
 use super::backend::{NetBackend, NetChannel, PacketChannel};
+use super::mac::MacAddress;
 
 /// A back end that carries every offload to its other end, which is one sequenced-packet socket per queue
 /// pair: a message is the 12-byte header and the frame.
@@ -40,6 +42,12 @@ impl PairBackend {
 }
 
 impl NetBackend for PairBackend {
+    fn announce(&self, mac: MacAddress) -> io::Result<()> {
+        let first = self.ends.first().ok_or(io::ErrorKind::NotFound)?;
+        rustix::io::write(first, &announcement::message(mac))?;
+        Ok(())
+    }
+
     fn description(&self) -> String {
         format!("in-process pair, {} active", self.active.load(Ordering::Relaxed))
     }

@@ -21,6 +21,7 @@ use super::backend::{NetBackend, NetChannel, Received};
 use super::error::NetError;
 use super::frame::{FrameSink, FrameSource};
 use super::header::{FRAME_MAX, FRAME_MIN, VnetHeader};
+use super::mac::MacAddress;
 
 /// System calls made by the threads of a device with this back end, after it was opened.
 pub const SYSCALLS: &[i64] = &[
@@ -178,6 +179,11 @@ impl Passt {
 }
 
 impl NetBackend for Passt {
+    fn announce(&self, _mac: MacAddress) -> io::Result<()> {
+        // passt is the guest's only neighbour.
+        Ok(())
+    }
+
     fn description(&self) -> String {
         format!("passt, process {}", self.pid())
     }

@@ -11,9 +11,11 @@ use std::sync::Mutex;
 use rustix::fs::{Mode, OFlags};
 use virtio_bindings::virtio_net as b;
 
+use super::announcement;
 use super::backend::{NetBackend, NetChannel, PacketChannel};
 use super::error::NetError;
 use super::header::{HEADER_LEN, has};
+use super::mac::MacAddress;
 
 /// System calls made by the threads of a device with a tap, after it was opened.
 pub const SYSCALLS: &[i64] =
@@ -232,6 +234,12 @@ impl NetBackend for Tap {
     fn set_carrier(&self, up: bool) -> io::Result<()> {
         let first = self.queues.first().ok_or(io::ErrorKind::NotFound)?;
         ioctl_int(first.as_fd(), libc::TUNSETCARRIER, i32::from(up))
+    }
+
+    fn announce(&self, mac: MacAddress) -> io::Result<()> {
+        let first = self.queues.first().ok_or(io::ErrorKind::NotFound)?;
+        rustix::io::write(first, &announcement::message(mac))?;
+        Ok(())
     }
 
     fn end_reason(&self) -> Option<String> {

@@ -133,6 +133,31 @@ impl VirtioDevice for Rng {
         Ok(SavedDevice { version: SAVED_VERSION, state: Vec::new() })
     }
 
+    fn restored(self: Box<Self>, saved: &SavedDevice) -> Result<Box<dyn VirtioDevice>, DeviceError> {
+        let fresh = Self::restore(self.name.clone(), saved);
+        let device = fresh
+            .map_err(|error| DeviceError::Saved { name: self.name.clone(), reason: error.to_string() })?;
+        Ok(Box::new(device))
+    }
+
+    fn settle(&self) -> Result<(), DeviceError> {
+        // It keeps nothing.
+        Ok(())
+    }
+
+    fn hand_over(&mut self) -> Result<(), DeviceError> {
+        // It holds nothing.
+        Ok(())
+    }
+
+    fn take_over(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn announce(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
     fn inspect(&self) -> serde_json::Value {
         serde_json::json!({
             "kind": "rng",

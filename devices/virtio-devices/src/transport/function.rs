@@ -22,7 +22,7 @@ use super::lock;
 use super::registers::{Action, DRIVER_OK, Registers};
 use super::saved::{self, SavedTransport, VERSION};
 use super::threads::{self, DeviceThreads, SharedDevice};
-use crate::device::{Activation, ActiveQueue, SavedDevice, VirtioDevice, VirtioInterrupt};
+use crate::device::{Activation, ActiveQueue, DeviceError, SavedDevice, VirtioDevice, VirtioInterrupt};
 use crate::worker::{new_event, signal, take};
 
 /// A virtio device as a PCI function. Calls lock it; the device's threads don't.
@@ -48,6 +48,8 @@ struct State {
     /// The device has been activated and not stopped since.
     running: bool,
     quiesced: bool,
+    /// Made from saved state and not started since.
+    restored: bool,
 }
 
 impl VirtioPciFunction {
@@ -118,8 +120,43 @@ impl VirtioPciFunction {
             interrupts.follow(&config);
             own.registers = state.registers;
             own.quiesced = true;
+            own.restored = true;
         }
         Ok(Arc::new(function))
+    }
+
+    /// [`VirtioDevice::settle`] of the device. Accesses of its registers wait meanwhile.
+    ///
+    /// # Errors
+    /// As for the device.
+    pub fn settle(&self) -> Result<(), DeviceError> {
+        let device = Arc::clone(&lock(&self.state).device);
+        let device = lock(&device);
+        device.settle()
+    }
+
+    /// [`VirtioDevice::hand_over`] of the quiesced device.
+    ///
+    /// # Errors
+    /// As for the device.
+    pub fn hand_over(&self) -> Result<(), DeviceError> {
+        lock(&lock(&self.state).device).hand_over()
+    }
+
+    /// [`VirtioDevice::take_over`] of the device, before it starts.
+    ///
+    /// # Errors
+    /// As for the device.
+    pub fn take_over(&self) -> Result<(), DeviceError> {
+        lock(&lock(&self.state).device).take_over()
+    }
+
+    /// [`VirtioDevice::announce`] of the device.
+    ///
+    /// # Errors
+    /// As for the device.
+    pub fn announce(&self) -> Result<(), DeviceError> {
+        lock(&lock(&self.state).device).announce()
     }
 
     /// The device's part of a saved function, for the constructor of its type.
@@ -175,6 +212,7 @@ impl VirtioPciFunction {
                 device: Arc::new(Mutex::new(device)),
                 running: false,
                 quiesced: false,
+                restored: false,
             }),
             exits: Counter::new(),
             threads: OnceLock::new(),
@@ -230,8 +268,14 @@ impl VirtioPciFunction {
             return;
         }
         // What was kicked before, or while paused, is looked at.
-        for index in active {
-            self.kick(usize::from(index));
+        for index in &active {
+            self.kick(usize::from(*index));
+        }
+        if std::mem::take(&mut state.restored) {
+            // An interrupt that KVM had not delivered yet when the vCPUs were saved stayed behind; one too many does no harm.
+            for index in active {
+                self.interrupts.queue(index);
+            }
         }
     }
 
@@ -486,7 +530,7 @@ impl PciFunction for VirtioPciFunction {
             crate::device::DeviceError::NotSaveable { name, reason } => {
                 FunctionError::NotSaveable { name, reason }
             }
-            error @ crate::device::DeviceError::Host { .. } => self.failed("save its state", error),
+            error => self.failed("save its state", error),
         })?;
         let saved = SavedTransport {
             device_id: self.device_id,

@@ -110,6 +110,26 @@ impl VirtioDevice for Echo {
     fn save(&self) -> Result<SavedDevice, DeviceError> {
         Ok(SavedDevice { version: 1, state: self.config.to_vec() })
     }
+    fn restored(mut self: Box<Self>, saved: &SavedDevice) -> Result<Box<dyn VirtioDevice>, DeviceError> {
+        let Ok(config) = saved.state.as_slice().try_into() else {
+            let reason = "8 bytes are the configuration".to_owned();
+            return Err(DeviceError::Saved { name: "echo0".to_owned(), reason });
+        };
+        self.config = config;
+        Ok(self)
+    }
+    fn settle(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+    fn hand_over(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+    fn take_over(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+    fn announce(&self) -> Result<(), DeviceError> {
+        Ok(())
+    }
     fn inspect(&self) -> serde_json::Value {
         serde_json::json!({ "served": self.served.load(Ordering::SeqCst) })
     }

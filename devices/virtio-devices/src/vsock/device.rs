@@ -117,13 +117,17 @@ impl Vsock {
     /// connections, of which the guest is told.
     pub fn restore(config: VsockConfig, from: &SavedDevice) -> Result<Self, VsockError> {
         let bad = |reason| VsockError::Saved { name: config.name.clone(), reason };
-        if from.version != SAVED_VERSION {
-            return Err(bad(format!("its version is {}, known is {SAVED_VERSION}", from.version)));
-        }
-        let state: SavedVsock = saved::decode(&from.state).map_err(bad)?;
+        let state = Self::decode(from).map_err(bad)?;
         let mut vsock = Self::open(VsockConfig { cid: state.cid, ..config })?;
         vsock.announce_reset = true;
         Ok(vsock)
+    }
+
+    fn decode(from: &SavedDevice) -> Result<SavedVsock, String> {
+        if from.version != SAVED_VERSION {
+            return Err(format!("its version is {}, known is {SAVED_VERSION}", from.version));
+        }
+        saved::decode(&from.state)
     }
 
     fn host(&self, what: &str, source: std::io::Error) -> DeviceError {
@@ -223,6 +227,34 @@ impl VirtioDevice for Vsock {
         let state = saved::encode(&SavedVsock { cid: self.cid })
             .map_err(|error| self.host("serialise its state", error))?;
         Ok(SavedDevice { version: SAVED_VERSION, state })
+    }
+
+    fn restored(mut self: Box<Self>, saved: &SavedDevice) -> Result<Box<dyn VirtioDevice>, DeviceError> {
+        let bad = |reason| DeviceError::Saved { name: self.name.clone(), reason };
+        let state = Self::decode(saved).map_err(bad)?;
+        if state.cid != self.cid {
+            return Err(bad(format!("the guest's context id is {}, here it is {}", state.cid, self.cid)));
+        }
+        self.announce_reset = true;
+        Ok(self)
+    }
+
+    fn settle(&self) -> Result<(), DeviceError> {
+        // It keeps nothing.
+        Ok(())
+    }
+
+    fn hand_over(&mut self) -> Result<(), DeviceError> {
+        // Its socket is this host's; connections end with the move, and the guest is told.
+        Ok(())
+    }
+
+    fn take_over(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn announce(&self) -> Result<(), DeviceError> {
+        Ok(())
     }
 
     fn inspect(&self) -> serde_json::Value {

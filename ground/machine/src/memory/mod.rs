@@ -1,6 +1,7 @@
 //! Guest memory types. RAM lies only in sealed memfds, so that it can be handed to other processes.
 
 mod layout;
+mod present;
 mod ram;
 pub mod shared;
 mod windows;

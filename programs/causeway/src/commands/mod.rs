@@ -9,6 +9,7 @@ mod inspect;
 mod key;
 mod limits;
 mod list;
+mod migrate;
 mod stop;
 
 use std::process::ExitCode;
@@ -28,6 +29,7 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Pause(target) => control::control(&target, json, "paused", Client::pause)?,
         Command::Resume(target) => control::control(&target, json, "running again", Client::resume)?,
         Command::Reset(target) => control::control(&target, json, "reset", Client::reset)?,
+        Command::Migrate(args) => return migrate::migrate(&args, json),
         Command::Stop(args) => stop::stop(&args, json)?,
         Command::Host(args) => host::host(&args, json)?,
         Command::Limits(args) => limits::limits(&args, json)?,

@@ -16,9 +16,13 @@ use crate::cli::RunArgs;
 /// Runs a VM in the foreground.
 pub fn run(mut args: RunArgs, json: bool) -> anyhow::Result<ExitCode> {
     let span = spanning::Span::take(&mut args)?;
+    let incoming = args.incoming.take();
     let description = describe::describe(args)?;
     match (&description.guest, span) {
-        (Guest::Linux(_), _) => vm::run(description, json),
+        (Guest::Linux(_), _) => vm::run(description, incoming, json),
+        (Guest::Payload(_), _) if incoming.is_some() => {
+            anyhow::bail!("--incoming: payload guests can't move; describe a VM with a kernel")
+        }
         (Guest::Payload(payload), None) => payload::run(&description, payload, json),
         (Guest::Payload(payload), Some(span)) => spanning::run(&description, payload, &span, json),
     }

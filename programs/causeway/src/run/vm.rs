@@ -1,5 +1,6 @@
 //! Runs a Linux guest.
 
+use std::net::SocketAddr;
 use std::process::ExitCode;
 
 use anyhow::bail;
@@ -10,7 +11,11 @@ use monitor::vm::Outcome;
 use crate::output;
 
 /// Runs the VM until it ends.
-pub fn run(mut description: VmDescription, json: bool) -> anyhow::Result<ExitCode> {
+pub fn run(
+    mut description: VmDescription,
+    incoming: Option<SocketAddr>,
+    json: bool,
+) -> anyhow::Result<ExitCode> {
     let socket = match &description.api_socket {
         Some(socket) => socket.clone(),
         None => {
@@ -19,19 +24,21 @@ pub fn run(mut description: VmDescription, json: bool) -> anyhow::Result<ExitCod
             discovery::socket_of(&directory, &description.name)
         }
     };
-    if socket.as_os_str().len() > 107 {
+    // The socket of migrations is beside it, under a longer name.
+    if control_api::migration::socket_of(&socket).as_os_str().len() > 107 {
         bail!(
-            "The API socket {} has a longer path than Unix sockets take, 107 bytes; write --api-socket",
+            "The API socket {} has a longer path than Unix sockets take, 99 bytes; write --api-socket",
             socket.display()
         );
     }
     // The sandbox lets the monitor remove what the description names.
     description.api_socket = Some(socket.clone());
-    let outcome = monitor::vm::run(description, socket)?;
+    let outcome = monitor::vm::run(description, socket, incoming)?;
     let name = match outcome {
         Outcome::PowerOff => "power-off",
         Outcome::Reboot => "reboot",
         Outcome::Stopped => "stopped",
+        Outcome::Moved => "moved",
     };
     if json {
         output::print_json(&serde_json::json!({ "outcome": name }))?;

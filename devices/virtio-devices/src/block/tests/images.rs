@@ -81,6 +81,28 @@ fn images_are_locked_against_a_second_writer() {
     Block::open(config(false)).unwrap();
 }
 
+/// An image goes from one monitor to the other and back: at each moment one may use it, and one that can't have it leaves no lock behind.
+#[test]
+fn an_image_is_handed_over_and_taken_back() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.raw");
+    file(&path, MIB);
+    let mut source = Block::open(BlockConfig::new("disk0", &path)).unwrap();
+    let waiting = BlockConfig { claim: false, ..BlockConfig::new("disk0", &path) };
+    let mut destination = Block::open(waiting).unwrap();
+    assert_eq!(destination.inspect()["locked"], false);
+    let refusal = destination.take_over().unwrap_err();
+    assert!(format!("{:?}", std::error::Error::source(&refusal)).contains("Locked"), "{refusal:?}");
+    source.hand_over().unwrap();
+    assert_eq!(source.inspect()["locked"], false);
+    destination.take_over().unwrap();
+    assert_eq!(destination.inspect()["locked"], true);
+    source.take_over().unwrap_err();
+    destination.hand_over().unwrap();
+    source.take_over().unwrap();
+    assert_eq!(source.inspect()["locked"], true);
+}
+
 /// QEMU follows the same protocol: it can't write what this monitor writes.
 #[test]
 fn qemu_respects_the_lock() {

@@ -34,6 +34,21 @@ fn the_configuration_shows_address_link_pairs_and_mtu() {
     assert_ne!(net.features() & 1 << b::VIRTIO_NET_F_MQ, 0);
 }
 
+/// The network learns where the guest is by a broadcast from its address; a guest whose link is down isn't announced.
+#[test]
+fn a_guest_that_has_moved_is_announced_by_its_address() {
+    let (mut net, others) = pair_device(1);
+    net.announce().unwrap();
+    let mut message = [0; 128];
+    let (_, length) = rustix::net::recv(&others[0], &mut message, rustix::net::RecvFlags::DONTWAIT).unwrap();
+    assert_eq!(length, 12 + 60);
+    assert_eq!(message[12..24], [255, 255, 255, 255, 255, 255, 2, 0, 0, 0, 0, 1]);
+    assert_eq!(message[24..26], [0x80, 0x35]);
+    net.set_link(false);
+    net.announce().unwrap();
+    assert!(rustix::net::recv(&others[0], &mut message, rustix::net::RecvFlags::DONTWAIT).is_err());
+}
+
 #[test]
 fn several_pairs_carry_frames_once_the_driver_asks_for_them() {
     let (mut guest, others) = Guest::paired(3, OFFLOADS | MERGEABLE | CONTROL);

@@ -1,0 +1,294 @@
+//! The side that the VM comes to.
+
+use std::io;
+use std::net::TcpListener;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use machine::memory::{GuestAddressSpace, GuestMemorySpace};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{SocketFlags, accept_with};
+
+use super::connection::{Connection, Stop};
+use super::error::{MigrationError, line};
+use super::frame::{Kind, Receiver, Sender};
+use super::message::{self, Accepted, End, Hello};
+use super::pages;
+use super::shape::Shape;
+
+/// How long the source may be silent, once it has said something.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How long a new stream may take to say what it is, and all streams to come.
+const GREETING: Duration = Duration::from_secs(10);
+
+/// One stream of this side, greeted.
+struct Stream {
+    connection: Connection,
+    receiver: Receiver,
+}
+
+/// The streams of one migration.
+pub struct Streams {
+    streams: Vec<Stream>,
+    version: u16,
+}
+
+/// Waits for a source and all its streams. What connects and is no stream of a migration is sent away, and a source whose streams
+/// don't all come is given up for the next one.
+///
+/// # Errors
+/// When waiting is stopped, or the socket fails.
+pub fn gather(listener: &TcpListener, stop: &Stop) -> Result<Streams, MigrationError> {
+    let mut found: Vec<(Hello, Stream)> = Vec::new();
+    let mut first_came = Instant::now();
+    let version = loop {
+        if !found.is_empty() && first_came.elapsed() > GREETING {
+            tracing::warn!("A source of a migration didn't open all its streams; it is sent away");
+            found.clear();
+        }
+        let Some(fd) = accept(listener, stop)? else { continue };
+        let (hello, spoken, stream) = match greet(fd, stop) {
+            Ok(greeted) => greeted,
+            Err(error) => {
+                tracing::warn!(
+                    error = line(&error),
+                    "A connection to the migration port is no stream of a VM"
+                );
+                continue;
+            }
+        };
+        let fits = found
+            .first()
+            .is_none_or(|(first, _)| hello.migration == first.migration && hello.streams == first.streams);
+        if !fits || found.iter().any(|(other, _)| other.stream == hello.stream) {
+            tracing::warn!("A stream of another migration was sent away");
+            continue;
+        }
+        if found.is_empty() {
+            first_came = Instant::now();
+        }
+        found.push((hello, stream));
+        if found.len() == usize::from(hello.streams) {
+            break spoken;
+        }
+    };
+    found.sort_by_key(|(hello, _)| hello.stream);
+    Ok(Streams { streams: found.into_iter().map(|(_, stream)| stream).collect(), version })
+}
+
+fn accept(listener: &TcpListener, stop: &Stop) -> Result<Option<OwnedFd>, MigrationError> {
+    if stop.is_set() {
+        return Err(MigrationError::Cancelled);
+    }
+    let every = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+    let failed = |error: Errno| MigrationError::stream("awaited")(error.into());
+    match poll(&mut [PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN)], Some(&every)) {
+        Ok(0) | Err(Errno::INTR) => return Ok(None),
+        Ok(_) => {}
+        Err(error) => return Err(failed(error)),
+    }
+    match accept_with(listener, SocketFlags::CLOEXEC) {
+        Ok(fd) => Ok(Some(fd)),
+        Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(None),
+        Err(error) => Err(failed(error)),
+    }
+}
+
+fn greet(fd: OwnedFd, stop: &Stop) -> Result<(Hello, u16, Stream), MigrationError> {
+    let mut connection = Connection::new(fd, stop.clone(), GREETING);
+    let mut receiver = Receiver::new();
+    let (hello, version) = match receiver.receive(&mut connection)? {
+        (Kind::Hello, payload) => Hello::decode(payload).inspect_err(|error| {
+            // A source of another version can read this much.
+            let _ = Sender::new().send(&mut &mut connection, Kind::Refused, &[line(error).as_bytes()]);
+        })?,
+        (kind, _) => return Err(MigrationError::Protocol(format!("{kind:?} before a greeting"))),
+    };
+    connection.set_patience(PATIENCE);
+    Ok((hello, version, Stream { connection, receiver }))
+}
+
+impl Streams {
+    /// Streams that are connected already, one after the other.
+    ///
+    /// # Errors
+    /// When one doesn't greet.
+    #[cfg(test)]
+    pub fn over(fds: Vec<OwnedFd>, stop: &Stop) -> Result<Self, MigrationError> {
+        let mut streams = Vec::new();
+        for fd in fds {
+            streams.push(greet(fd, stop)?.2);
+        }
+        Ok(Self { streams, version: super::message::VERSION })
+    }
+
+    /// Takes the VM into memory that nothing was written to: its state is returned, unread, and what is left to say to
+    /// the source. On an error the source has been told, as far as it listens.
+    ///
+    /// # Errors
+    /// When the VM doesn't fit `ours`, or the source breaks off or sends what can't be.
+    pub fn take(
+        self,
+        ours: &Shape,
+        memory: &GuestMemorySpace,
+        stop: &Stop,
+    ) -> Result<(Landing, Vec<u8>), MigrationError> {
+        let Self { mut streams, version } = self;
+        if streams.is_empty() {
+            return Err(MigrationError::Protocol("no stream".to_owned()));
+        }
+        let control = streams.remove(0);
+        let mut landing =
+            Landing { connection: control.connection, receiver: control.receiver, sender: Sender::new() };
+        match landing.take(streams, ours, memory, version, stop) {
+            Ok(state) => Ok((landing, state)),
+            Err(error) => {
+                landing.refuse(&line(&error));
+                Err(error)
+            }
+        }
+    }
+}
+
+/// A VM that has arrived, and whose source waits.
+pub struct Landing {
+    connection: Connection,
+    receiver: Receiver,
+    sender: Sender,
+}
+
+impl Landing {
+    fn send(&mut self, kind: Kind, payload: &[u8]) -> Result<(), MigrationError> {
+        self.sender.send(&mut self.connection, kind, &[payload]).map_err(MigrationError::stream("written"))
+    }
+
+    fn take(
+        &mut self,
+        others: Vec<Stream>,
+        ours: &Shape,
+        memory: &GuestMemorySpace,
+        version: u16,
+        stop: &Stop,
+    ) -> Result<Vec<u8>, MigrationError> {
+        let offered: Shape = match self.receiver.receive(&mut self.connection)? {
+            (Kind::Offer, payload) => message::decode(payload, "a description")?,
+            (kind, _) => {
+                return Err(MigrationError::Protocol(format!("{kind:?} where an offer was to come")));
+            }
+        };
+        if let Some(obstacle) = ours.obstacle(&offered) {
+            return Err(MigrationError::Protocol(format!("a VM that can't go on here: {obstacle}")));
+        }
+        tracing::info!(
+            vm = offered.name,
+            source = offered.program,
+            streams = others.len() + 1,
+            "A VM arrives"
+        );
+        let accepted = message::encode(&Accepted { version })?;
+        self.send(Kind::Accepted, &accepted)?;
+
+        let (first, rest) = std::thread::scope(|scope| {
+            let threads: Vec<_> = others
+                .into_iter()
+                .map(|mut stream| {
+                    scope.spawn(move || {
+                        let result = fill(&mut stream.receiver, &mut stream.connection, memory);
+                        if result.is_err() {
+                            // The others must not wait for their end.
+                            stop.set();
+                        }
+                        result
+                    })
+                })
+                .collect();
+            let first = fill(&mut self.receiver, &mut self.connection, memory);
+            if first.is_err() {
+                stop.set();
+            }
+            let panicked = || MigrationError::Protocol("what made a thread of this side panic".to_owned());
+            let rest: Vec<_> =
+                threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(panicked()))).collect();
+            (first, rest)
+        });
+        // An error that isn't the stop's comes first: it is the cause.
+        let mut state = None;
+        let mut stopped = None;
+        for result in std::iter::once(first).chain(rest) {
+            match result {
+                Ok(found) => state = state.or(found),
+                Err(MigrationError::Stream { what, source })
+                    if source.kind() == io::ErrorKind::ConnectionAborted =>
+                {
+                    stopped = Some(MigrationError::Stream { what, source });
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        if let Some(stopped) = stopped {
+            return Err(stopped);
+        }
+        state.ok_or_else(|| MigrationError::Protocol("no state".to_owned()))
+    }
+
+    /// Tells the source that the VM can't run here. Its guest goes on there.
+    pub fn refuse(&mut self, reason: &str) {
+        let reason: String = reason.chars().take(1000).collect();
+        // Answers get out although this side's streams were stopped.
+        let stop = Stop::default();
+        if let Ok(fd) = rustix::io::fcntl_dupfd_cloexec(self.connection.as_fd(), 0) {
+            let mut connection = Connection::new(fd, stop, Duration::from_secs(1));
+            if let Err(error) = self.sender.send(&mut connection, Kind::Refused, &[reason.as_bytes()]) {
+                tracing::debug!(%error, "The source didn't hear why its VM was refused");
+            }
+        }
+    }
+
+    /// Everything is restored: tells the source, and waits for its word. After this the guest must run here, and nowhere else.
+    ///
+    /// # Errors
+    /// When the source gives up or is gone: the guest must not run here.
+    pub fn ready(&mut self) -> Result<(), MigrationError> {
+        self.send(Kind::Ready, &[])?;
+        match self.receiver.receive(&mut self.connection)? {
+            (Kind::Go, _) => Ok(()),
+            (Kind::Abort, payload) => Err(MigrationError::Aborted(message::sentence(payload))),
+            (kind, _) => Err(MigrationError::Protocol(format!("{kind:?} where the commit was to come"))),
+        }
+    }
+
+    /// The guest runs: tells the source, which ends.
+    ///
+    /// # Errors
+    /// When the source is gone. The guest runs here all the same.
+    pub fn running(mut self) -> Result<(), MigrationError> {
+        self.send(Kind::Running, &[])
+    }
+}
+
+/// Takes pages until the stream's end; returns the state if it came here.
+fn fill(
+    receiver: &mut Receiver,
+    connection: &mut Connection,
+    memory: &GuestMemorySpace,
+) -> Result<Option<Vec<u8>>, MigrationError> {
+    let memory = memory.memory();
+    let (mut pages, mut state) = (0, None);
+    loop {
+        match receiver.receive(connection)? {
+            (Kind::Pages, payload) => pages += pages::apply(payload, &memory)?,
+            (Kind::State, payload) if state.is_none() => state = Some(payload.to_vec()),
+            (Kind::End, payload) => {
+                let end: End = message::decode(payload, "an end")?;
+                if end.pages != pages {
+                    let text = format!("{pages} pages on a stream that says it had {}", end.pages);
+                    return Err(MigrationError::Protocol(text));
+                }
+                return Ok(state);
+            }
+            (Kind::Abort, payload) => return Err(MigrationError::Aborted(message::sentence(payload))),
+            (kind, _) => return Err(MigrationError::Protocol(format!("{kind:?} among pages"))),
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! Why a migration didn't come about.
+
+use std::io;
+
+/// A migration failed. Unless it is [`MigrationError::InDoubt`], the VM is where it was.
+#[derive(Debug, thiserror::Error)]
+pub enum MigrationError {
+    /// A stream broke.
+    #[error("The migration's stream could not be {what}")]
+    Stream {
+        /// What was tried.
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The other side sent something that can't be.
+    #[error("The other side of the migration sent {0}")]
+    Protocol(String),
+    /// It is of a version that isn't spoken here.
+    #[error(
+        "The other side of the migration speaks versions {lowest} to {highest} of the protocol, this one speaks {ours_lowest} to {ours}; use a version in between"
+    )]
+    Version {
+        /// The oldest that it speaks.
+        lowest: u16,
+        /// Its own.
+        highest: u16,
+        /// The oldest that is spoken here.
+        ours_lowest: u16,
+        /// Ours.
+        ours: u16,
+    },
+    /// The destination can't take the VM.
+    #[error("The destination refuses the VM: {0}")]
+    Refused(String),
+    /// The source gave up.
+    #[error("The source gave the migration up: {0}")]
+    Aborted(String),
+    /// Devices that can't move.
+    #[error("The VM can't move, because of {0}")]
+    Immovable(String),
+    /// The user cancelled.
+    #[error("The migration was cancelled")]
+    Cancelled,
+    /// Memory changes faster than it is copied.
+    #[error(
+        "Memory changed too fast to stop the guest for {downtime_ms} ms only, within {seconds} s: {left} pages were left; allow a longer --downtime or --timeout, more --max-throttle, or use more streams"
+    )]
+    NotConverging {
+        /// How long the guest might stand still.
+        downtime_ms: u64,
+        /// The limit.
+        seconds: u64,
+        /// Pages left.
+        left: u64,
+    },
+    /// The machine.
+    #[error("The VM could not be {what} for its migration")]
+    Machine {
+        /// What was tried.
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// The destination was told to run the VM, and nothing was heard of it since.
+    #[error(
+        "The destination was told to run the VM and hasn't said that it does; the VM stands still here. See whether it runs there: if so, end it here with `causeway stop --force`, else let it go on here with `causeway resume`"
+    )]
+    InDoubt(#[source] Box<MigrationError>),
+}
+
+impl MigrationError {
+    /// A stream that failed while it was `what`.
+    pub fn stream(what: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Stream { what, source }
+    }
+
+    /// A machine that could not be `what`.
+    pub fn machine<E: std::error::Error + Send + Sync + 'static>(
+        what: &'static str,
+    ) -> impl FnOnce(E) -> Self {
+        move |source| Self::Machine { what, source: Box::new(source) }
+    }
+}
+
+/// An error with what it was caused by, on one line.
+pub fn line(error: &dyn std::error::Error) -> String {
+    let sources = std::iter::successors(error.source(), |error| error.source());
+    std::iter::once(error.to_string()).chain(sources.map(ToString::to_string)).collect::<Vec<_>>().join(": ")
+}

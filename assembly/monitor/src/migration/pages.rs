@@ -1,0 +1,243 @@
+//! Contents of pages: which are sent, as what, and how they get into the destination's memory.
+//!
+//! ```text
+//! payload of a Pages frame: address u64, pages u32, what u32 (0 contents follow, 1 all zero), contents
+//! ```
+//!
+//! A page always goes by the same stream, so that a later copy never arrives before an earlier one: memory is dealt out to
+//! the streams by pieces of 1 MiB.
+
+use std::io::Write;
+
+use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemory, GuestMemorySpace};
+use machine::slots::DirtyPages;
+
+use super::error::MigrationError;
+use super::frame::{Kind, MOST_PAGES, Sender};
+
+/// Bytes of a page.
+pub const PAGE: usize = 4096;
+/// Bytes of a run's header.
+pub const RUN_HEADER: usize = 16;
+/// Memory is dealt out to streams by pieces of two to this power.
+const PIECE: u32 = 20;
+
+const CONTENTS: u32 = 0;
+const ZERO: u32 = 1;
+
+/// What was sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Sent {
+    /// Pages that were looked at.
+    pub pages: u64,
+    /// Those of them that were zero.
+    pub zero: u64,
+    /// Pages that frames were sent for.
+    pub announced: u64,
+}
+
+/// How many pages sets hold.
+pub fn count(sets: &[DirtyPages]) -> u64 {
+    sets.iter().map(DirtyPages::count).sum()
+}
+
+fn is_zero(page: &[u8]) -> bool {
+    page.chunks_exact(16)
+        .all(|chunk| <[u8; 16]>::try_from(chunk).is_ok_and(|chunk| u128::from_ne_bytes(chunk) == 0))
+}
+
+fn header(address: u64, pages: usize, what: u32) -> [u8; RUN_HEADER] {
+    let mut header = [0; RUN_HEADER];
+    header[..8].copy_from_slice(&address.to_le_bytes());
+    header[8..12].copy_from_slice(&u32::try_from(pages).unwrap_or(u32::MAX).to_le_bytes());
+    header[12..].copy_from_slice(&what.to_le_bytes());
+    header
+}
+
+/// Which pages of which memory go by a stream.
+#[derive(Debug, Clone, Copy)]
+pub struct Share<'a> {
+    /// Pages of all streams.
+    pub sets: &'a [DirtyPages],
+    /// Where they are read.
+    pub memory: &'a GuestMemorySpace,
+    /// Which stream.
+    pub stream: u64,
+    /// Of how many.
+    pub streams: u64,
+    /// Zero pages needn't be sent: the destination's memory is zero where nothing was sent before.
+    pub first: bool,
+}
+
+impl Share<'_> {
+    fn mine(&self, address: u64) -> bool {
+        (address >> PIECE) % self.streams == self.stream
+    }
+
+    /// Sends this stream's share. `after` is called after each frame.
+    pub fn send(
+        &self,
+        sender: &mut Sender,
+        to: &mut impl Write,
+        after: &mut dyn FnMut(u64),
+    ) -> Result<Sent, MigrationError> {
+        let memory = self.memory.memory();
+        let mut buffer = vec![0; MOST_PAGES * PAGE];
+        let mut sent = Sent::default();
+        let mut pages =
+            self.sets.iter().flat_map(DirtyPages::pages).filter(|page| self.mine(*page)).peekable();
+        while let Some(start) = pages.next() {
+            let mut length = 1;
+            while length < MOST_PAGES && pages.next_if_eq(&(start + (length * PAGE) as u64)).is_some() {
+                length += 1;
+            }
+            let run = &mut buffer[..length * PAGE];
+            memory.read_slice(run, GuestAddress(start)).map_err(MigrationError::machine("read"))?;
+            sent.pages += length as u64;
+            // Stretches of zero pages, and of others.
+            let mut at = 0;
+            while at < length {
+                let page = |index: usize| is_zero(&run[index * PAGE..(index + 1) * PAGE]);
+                let zero = page(at);
+                let end = (at + 1..length).find(|index| page(*index) != zero).unwrap_or(length);
+                let address = start + (at * PAGE) as u64;
+                sent.zero += if zero { (end - at) as u64 } else { 0 };
+                if !(zero && self.first) {
+                    let what = if zero { ZERO } else { CONTENTS };
+                    let contents = if zero { &[][..] } else { &run[at * PAGE..end * PAGE] };
+                    sender
+                        .send(to, Kind::Pages, &[&header(address, end - at, what), contents])
+                        .map_err(MigrationError::stream("written"))?;
+                    sent.announced += (end - at) as u64;
+                }
+                at = end;
+            }
+            after(sender.bytes());
+        }
+        Ok(sent)
+    }
+}
+
+/// Puts the pages of a frame into memory; returns how many there were. Addresses outside of RAM are refused.
+pub fn apply(payload: &[u8], memory: &GuestMemory) -> Result<u64, MigrationError> {
+    let bad = |what: String| MigrationError::Protocol(what);
+    let Some((header, contents)) = payload.split_at_checked(RUN_HEADER) else {
+        return Err(bad(format!("pages of {} bytes, without a header", payload.len())));
+    };
+    let word = |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
+    let address = u64::from(word(0)) | u64::from(word(4)) << 32;
+    let (pages, what) = (word(8), word(12));
+    let outside = || bad(format!("{pages} pages at {address:#x}, which isn't RAM"));
+    if pages == 0 || !address.is_multiple_of(PAGE as u64) {
+        return Err(bad(format!("{pages} pages at {address:#x}, which can't be")));
+    }
+    match what {
+        CONTENTS if contents.len() == usize::try_from(pages).unwrap_or(usize::MAX).saturating_mul(PAGE) => {
+            memory.write_slice(contents, GuestAddress(address)).map_err(|_| outside())?;
+        }
+        ZERO if contents.is_empty() => {
+            for page in 0..u64::from(pages) {
+                let at = address.checked_add(page * PAGE as u64).ok_or_else(outside)?;
+                memory.write_slice(&[0; PAGE], GuestAddress(at)).map_err(|_| outside())?;
+            }
+        }
+        _ => return Err(bad(format!("{pages} pages as {what} with {} bytes", contents.len()))),
+    }
+    Ok(pages.into())
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::migration::frame::Receiver;
+    use machine::memory::{GuestRam, RamLayout, RamOptions};
+    use proptest::prelude::*;
+
+    /// RAM of so many MiB.
+    pub fn ram(mib: u64) -> GuestRam {
+        GuestRam::allocate(&RamLayout::new(&[mib << 20]).unwrap(), &RamOptions::default()).unwrap()
+    }
+
+    fn carry(from: &GuestRam, to: &GuestRam, sets: &[DirtyPages], first: bool, streams: u64) -> (Sent, u64) {
+        let (mut total, mut applied) = (Sent::default(), 0);
+        for stream in 0..streams {
+            let (mut sender, mut bytes) = (Sender::new(), Vec::new());
+            let share = Share { sets, memory: &from.memory(), stream, streams, first };
+            let sent = share.send(&mut sender, &mut bytes, &mut |_| {}).unwrap();
+            total.pages += sent.pages;
+            total.zero += sent.zero;
+            total.announced += sent.announced;
+            let (mut receiver, mut rest) = (Receiver::new(), bytes.as_slice());
+            while !rest.is_empty() {
+                let (kind, payload) = receiver.receive(&mut rest).unwrap();
+                assert_eq!(kind, Kind::Pages);
+                applied += apply(payload, &to.memory().memory()).unwrap();
+            }
+        }
+        (total, applied)
+    }
+
+    fn contents(ram: &GuestRam) -> Vec<u8> {
+        let mut all = vec![0; usize::try_from(ram.layout().total()).unwrap()];
+        ram.memory().memory().read_slice(&mut all, GuestAddress(0)).unwrap();
+        all
+    }
+
+    /// The first round carries what isn't zero; a later one also what has become zero. Any number of streams does.
+    #[test]
+    fn memory_arrives_over_any_number_of_streams() {
+        for streams in [1, 2, 5] {
+            let (from, to) = (ram(4), ram(4));
+            let write = |at: u64, bytes: &[u8]| {
+                from.memory().memory().write_slice(bytes, GuestAddress(at)).unwrap();
+            };
+            write(0, &[1; PAGE * 70]);
+            write((1 << 20) - 5, b"over the edge");
+            write(3 << 20, &[0; PAGE * 3]);
+            write((4 << 20) - 1, &[9]);
+            let (sent, applied) = carry(&from, &to, &from.present().unwrap(), true, streams);
+            assert_eq!((sent.zero, sent.pages, applied), (3, 70 + 2 + 3 + 1, 73));
+            assert_eq!(contents(&from), contents(&to));
+            write(0x3000, &[0; PAGE * 2]);
+            write(0x7000, &[7; 3]);
+            let dirty = [DirtyPages { start: 0, bitmap: vec![0b1001_1000] }];
+            let (sent, applied) = carry(&from, &to, &dirty, false, streams);
+            assert_eq!((sent.pages, sent.zero, applied), (3, 2, 3));
+            assert_eq!(contents(&from), contents(&to));
+        }
+    }
+
+    /// Pages outside of RAM, of no length, or with other contents than announced are refused.
+    #[test]
+    fn pages_that_cannot_be_are_refused() {
+        let to = ram(4);
+        let frame = |address, pages, what, contents: usize| {
+            let mut payload = header(address, pages, what).to_vec();
+            payload.resize(RUN_HEADER + contents, 1);
+            apply(&payload, &to.memory().memory()).map_err(|error| error.to_string())
+        };
+        assert_eq!(frame(0x1000, 1, CONTENTS, PAGE), Ok(1));
+        for (address, pages, what, contents, expected) in [
+            (4 << 20, 1, CONTENTS, PAGE, "isn't RAM"),
+            ((4 << 20) - 4096, 2, CONTENTS, 2 * PAGE, "isn't RAM"),
+            (u64::MAX - 4095, 2, ZERO, 0, "isn't RAM"),
+            (0, 1025, ZERO, 0, "isn't RAM"),
+            (0x1001, 1, CONTENTS, PAGE, "can't be"),
+            (0x1000, 0, CONTENTS, 0, "can't be"),
+            (0x1000, 2, CONTENTS, PAGE, "with 4096 bytes"),
+            (0x1000, 1, ZERO, PAGE, "with 4096 bytes"),
+            (0x1000, 1, 2, 0, "as 2"),
+        ] {
+            let error = frame(address, pages, what, contents).unwrap_err();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+
+    proptest! {
+        /// Any payload is an answer.
+        #[test]
+        fn any_payload_is_an_answer(bytes in prop::collection::vec(any::<u8>(), 0..64)) {
+            let _ = apply(&bytes, &ram(1).memory().memory());
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! When to stop the guest, when to hold it back, when to give up.
+
+use std::time::Duration;
+
+/// The first step of holding vCPUs back, per cent.
+const FIRST_THROTTLE: u8 = 20;
+/// Further steps.
+const NEXT_THROTTLE: u8 = 10;
+/// What stopping, restoring and answering are taken to cost until they are done.
+const ALLOWANCE: Duration = Duration::from_millis(10);
+
+/// What the user wishes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Policy {
+    /// How long the guest may stand still.
+    pub downtime: Duration,
+    /// When to give up, without having stopped the guest.
+    pub timeout: Option<Duration>,
+    /// Most that vCPUs are held back, per cent of the time, below 100.
+    pub max_throttle: u8,
+}
+
+/// One round of copying, at its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RoundEnd {
+    /// Bytes that it sent.
+    pub bytes: u64,
+    /// How long it took.
+    pub took: Duration,
+    /// Pages that it copied.
+    pub pages: u64,
+    /// Pages that changed meanwhile.
+    pub dirtied: u64,
+    /// Since the migration began.
+    pub elapsed: Duration,
+}
+
+/// What to do next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Decision {
+    /// Stop the guest and copy the rest.
+    Stop,
+    /// Copy what changed, with vCPUs held back so much.
+    Again(u8),
+    /// Leave the guest where it is.
+    GiveUp,
+}
+
+impl RoundEnd {
+    /// Bytes per second.
+    pub fn rate(&self) -> u64 {
+        let micros = self.took.as_micros().max(1);
+        u64::try_from(u128::from(self.bytes) * 1_000_000 / micros).unwrap_or(u64::MAX)
+    }
+
+    /// How long the guest would stand still if it was stopped now. What was sent in no time says nothing of the speed: then a
+    /// gigabyte per second is assumed.
+    pub fn predicted_pause(&self) -> Duration {
+        let rate = if self.bytes < 1 << 20 { self.rate().max(1 << 30) } else { self.rate().max(1) };
+        let left = u128::from(self.dirtied) * 4096;
+        let micros = u64::try_from(left * 1_000_000 / u128::from(rate)).unwrap_or(u64::MAX);
+        Duration::from_micros(micros).saturating_add(ALLOWANCE)
+    }
+}
+
+impl Policy {
+    /// Decides after a round, in which vCPUs were held back by `throttle` per cent.
+    pub fn decide(&self, round: &RoundEnd, throttle: u8) -> Decision {
+        if round.predicted_pause() <= self.downtime.max(ALLOWANCE) {
+            return Decision::Stop;
+        }
+        if self.timeout.is_some_and(|timeout| round.elapsed >= timeout) {
+            return Decision::GiveUp;
+        }
+        // A round that leaves more than 7/10 of its pages to do gets nowhere.
+        let shrinks = round.dirtied.saturating_mul(10) < round.pages.saturating_mul(7);
+        let next = match (shrinks, throttle) {
+            (true, throttle) => throttle,
+            (false, 0) => FIRST_THROTTLE,
+            (false, throttle) => throttle.saturating_add(NEXT_THROTTLE),
+        };
+        Decision::Again(next.min(self.max_throttle).min(99))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const POLICY: Policy = Policy {
+        downtime: Duration::from_millis(300),
+        timeout: Some(Duration::from_secs(60)),
+        max_throttle: 50,
+    };
+
+    /// A round of 1 s at 100 MB/s.
+    fn round(pages: u64, dirtied: u64, elapsed: u64) -> RoundEnd {
+        RoundEnd {
+            bytes: 100_000_000,
+            took: Duration::from_secs(1),
+            pages,
+            dirtied,
+            elapsed: Duration::from_secs(elapsed),
+        }
+    }
+
+    #[test]
+    fn the_guest_is_stopped_when_the_rest_fits_the_downtime() {
+        // 7,000 pages are 287 ms at this speed, and 10 ms are allowed for the rest.
+        assert_eq!(POLICY.decide(&round(20_000, 7_000, 1), 0), Decision::Stop);
+        assert_eq!(POLICY.decide(&round(20_000, 7_200, 1), 0), Decision::Again(0));
+        // Even when the time is up.
+        assert_eq!(POLICY.decide(&round(20_000, 7_000, 100), 0), Decision::Stop);
+    }
+
+    #[test]
+    fn vcpus_are_held_back_step_by_step_while_rounds_do_not_shrink() {
+        let stuck = round(20_000, 20_000, 1);
+        let mut throttle = 0;
+        let mut steps = Vec::new();
+        for _ in 0..6 {
+            let Decision::Again(next) = POLICY.decide(&stuck, throttle) else { panic!() };
+            throttle = next;
+            steps.push(next);
+        }
+        assert_eq!(steps, [20, 30, 40, 50, 50, 50]);
+        assert_eq!(POLICY.decide(&round(20_000, 10_000, 1), 30), Decision::Again(30));
+        let never = Policy { max_throttle: 0, ..POLICY };
+        assert_eq!(never.decide(&stuck, 0), Decision::Again(0));
+    }
+
+    #[test]
+    fn the_time_limit_leaves_the_guest_where_it_is() {
+        assert_eq!(POLICY.decide(&round(20_000, 20_000, 60), 50), Decision::GiveUp);
+        let endless = Policy { timeout: None, ..POLICY };
+        assert_eq!(endless.decide(&round(20_000, 20_000, 60_000), 50), Decision::Again(50));
+    }
+
+    #[test]
+    fn an_idle_guest_is_stopped_after_its_first_round() {
+        let empty = RoundEnd {
+            bytes: 300,
+            took: Duration::from_micros(900),
+            pages: 3,
+            dirtied: 40,
+            elapsed: Duration::ZERO,
+        };
+        assert_eq!(POLICY.decide(&empty, 0), Decision::Stop);
+        let none = RoundEnd { bytes: 0, took: Duration::ZERO, pages: 0, dirtied: 0, elapsed: Duration::ZERO };
+        assert_eq!(Policy { downtime: Duration::ZERO, ..POLICY }.decide(&none, 0), Decision::Stop);
+    }
+}

@@ -1,0 +1,193 @@
+//! How far a migration is, for whoever asks: the API's thread and the one who wished it.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use control_api::migration::{MigrationPhase, MigrationProgress, MigrationReport, Packets};
+
+use super::connection::Stop;
+
+/// Reports while a round is copied are this far apart.
+const EVERY: Duration = Duration::from_millis(250);
+
+/// The migration of a VM, if there is or was one. Thread-safe.
+#[derive(Debug, Default)]
+pub struct Watch(Mutex<State>);
+
+#[derive(Debug, Default)]
+struct State {
+    progress: Option<MigrationProgress>,
+    began: Option<Instant>,
+    reported: Option<Instant>,
+    stop: Stop,
+    /// One is under way.
+    busy: bool,
+    /// It can't be cancelled any more.
+    committed: bool,
+    listener: Option<Arc<Packets>>,
+}
+
+/// A migration can't be cancelled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum NotCancelled {
+    /// There is none.
+    #[error("No migration of this VM is under way")]
+    None,
+    /// Too late.
+    #[error("The destination was told to run the VM; the migration can't be cancelled any more")]
+    Committed,
+}
+
+impl Watch {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins one; `None` when one is under way. Reports go to `listener`, too.
+    pub fn begin(&self, destination: &str, listener: Option<Arc<Packets>>) -> Option<Stop> {
+        let mut state = self.lock();
+        if state.busy {
+            return None;
+        }
+        *state = State {
+            progress: Some(MigrationProgress {
+                destination: destination.to_owned(),
+                phase: MigrationPhase::Asking,
+                round: 0,
+                bytes_sent: 0,
+                pages_left: 0,
+                bytes_per_second: 0,
+                predicted_pause_ms: 0,
+                throttle_percent: 0,
+                elapsed_ms: 0,
+                problem: None,
+                timeline: None,
+            }),
+            began: Some(Instant::now()),
+            busy: true,
+            listener,
+            ..State::default()
+        };
+        Some(state.stop.clone())
+    }
+
+    /// Changes the progress and reports it.
+    pub fn update(&self, change: impl FnOnce(&mut MigrationProgress)) {
+        let mut state = self.lock();
+        let elapsed = state.began.map_or(Duration::ZERO, |began| began.elapsed());
+        let Some(progress) = &mut state.progress else { return };
+        change(progress);
+        progress.elapsed_ms = u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX);
+        let last =
+            matches!(progress.phase, MigrationPhase::Done | MigrationPhase::Failed | MigrationPhase::InDoubt);
+        let progress = progress.clone();
+        state.busy &= !last;
+        state.reported = Some(Instant::now());
+        let listener = if last { state.listener.take() } else { state.listener.clone() };
+        drop(state);
+        tracing::info!(
+            phase = ?progress.phase,
+            round = progress.round,
+            bytes = progress.bytes_sent,
+            left = progress.pages_left,
+            predicted_pause_ms = progress.predicted_pause_ms,
+            throttle = progress.throttle_percent,
+            "Migration"
+        );
+        if let Some(listener) = listener {
+            // A listener that doesn't read, or has gone, misses reports; `inspect` has them. The last one is waited for.
+            let sent = listener.send(&MigrationReport::Progress(Box::new(progress)), &[], last);
+            if let Err(error) = sent {
+                tracing::debug!(%error, "A report of the migration was not taken");
+            }
+        }
+    }
+
+    /// Notes bytes sent while a round is copied; reports now and then.
+    pub fn sent(&self, bytes: u64) {
+        let due = {
+            let mut state = self.lock();
+            let due = state.reported.is_none_or(|reported| reported.elapsed() >= EVERY);
+            if let (false, Some(progress)) = (due, &mut state.progress) {
+                progress.bytes_sent = bytes;
+            }
+            due
+        };
+        if due {
+            self.update(|progress| progress.bytes_sent = bytes);
+        }
+    }
+
+    /// From here on it can't be cancelled; `false` when it was.
+    pub fn commit(&self) -> bool {
+        let mut state = self.lock();
+        state.committed = !state.stop.is_set();
+        state.committed
+    }
+
+    /// Cancels what is under way.
+    pub fn cancel(&self) -> Result<(), NotCancelled> {
+        let state = self.lock();
+        match (state.busy, state.committed) {
+            (false, _) => Err(NotCancelled::None),
+            (true, true) => Err(NotCancelled::Committed),
+            (true, false) => {
+                state.stop.set();
+                Ok(())
+            }
+        }
+    }
+
+    /// The migration that is under way, or the last one.
+    pub fn progress(&self) -> Option<MigrationProgress> {
+        let state = self.lock();
+        let mut progress = state.progress.clone()?;
+        if state.busy {
+            let elapsed = state.began.map_or(Duration::ZERO, |began| began.elapsed());
+            progress.elapsed_ms = u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX);
+        }
+        Some(progress)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One migration at a time; a cancel reaches its streams, and comes too late after the commit.
+    #[test]
+    fn a_migration_is_cancelled_until_it_is_committed() {
+        let watch = Watch::default();
+        assert_eq!(watch.cancel(), Err(NotCancelled::None));
+        let stop = watch.begin("h", None).unwrap();
+        assert!(watch.begin("h", None).is_none());
+        watch.cancel().unwrap();
+        assert!(stop.is_set() && !watch.commit());
+        watch.update(|progress| progress.phase = MigrationPhase::Failed);
+        assert_eq!(watch.cancel(), Err(NotCancelled::None));
+        let stop = watch.begin("h", None).unwrap();
+        assert!(watch.commit());
+        assert_eq!(watch.cancel(), Err(NotCancelled::Committed));
+        assert!(!stop.is_set());
+    }
+
+    /// Who asked hears of it, also of its end; one who has gone does no harm.
+    #[test]
+    fn reports_reach_who_asked() {
+        let watch = Watch::default();
+        let (ours, theirs) = Packets::pair().unwrap();
+        watch.begin("h", Some(Arc::new(ours))).unwrap();
+        watch.update(|progress| progress.phase = MigrationPhase::Copying);
+        watch.sent(5);
+        watch.update(|progress| progress.phase = MigrationPhase::Done);
+        let mut phases = Vec::new();
+        while let Some((MigrationReport::Progress(progress), _)) = theirs.receive().unwrap() {
+            phases.push((progress.phase, progress.bytes_sent));
+        }
+        assert_eq!(phases, [(MigrationPhase::Copying, 0), (MigrationPhase::Done, 5)]);
+        let (ours, theirs) = Packets::pair().unwrap();
+        watch.begin("h", Some(Arc::new(ours))).unwrap();
+        drop(theirs);
+        watch.update(|progress| progress.phase = MigrationPhase::Copying);
+    }
+}

@@ -1,0 +1,198 @@
+//! Takes requests to move this VM, with the streams to move it over, on a socket beside the API's.
+//!
+//! The monitor's sandbox lets it make no connections. Who asks has made them, and hands the descriptors over with the request
+//! ([`control_api::migration`]); the thread here only accepts on a socket that was bound before the sandbox closed.
+
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use control_api::migration::{
+    MOST_STREAMS, MigrationPhase, MigrationReport, MigrationRequest, MigrationTimeline, Packets,
+};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{SocketFlags, accept_with};
+
+use super::connection::Stop;
+use super::error::{MigrationError, line};
+use super::progress::Watch;
+use super::source::{self, Departing};
+use crate::api::{ApiError, SocketFile, listen_for_packets};
+
+/// How long a client may take to send its request.
+const REQUEST: Duration = Duration::from_secs(5);
+
+/// What the service moves, and who hears of it.
+pub trait Movable: Departing + Send + Sync + 'static {
+    /// Why it can't move at all; `None` where it can.
+    fn immovable(&self) -> Option<String>;
+    /// It has moved: ends this monitor.
+    fn moved(&self, timeline: &MigrationTimeline);
+}
+
+/// A socket that listens, not served yet.
+#[derive(Debug)]
+pub struct RequestListener {
+    fd: OwnedFd,
+    file: SocketFile,
+    /// Whose requests are taken, besides root's.
+    user: u32,
+}
+
+impl RequestListener {
+    /// Makes the socket at `path`. The API's socket must be bound already: it keeps a second monitor of the same name away.
+    ///
+    /// # Errors
+    /// When it can't be made.
+    pub fn bind(path: &Path) -> Result<Self, ApiError> {
+        let (fd, file) = listen_for_packets(path)?;
+        Ok(Self { fd, file, user: rustix::process::geteuid().as_raw() })
+    }
+
+    /// Serves requests on threads called `migration`, which run `prepare` first. They end with the process.
+    ///
+    /// # Errors
+    /// When the thread can't be started.
+    pub fn serve(
+        self,
+        machine: Arc<dyn Movable>,
+        watch: Arc<Watch>,
+        prepare: impl FnOnce() + Send + 'static,
+    ) -> io::Result<Service> {
+        let stop = Stop::default();
+        let over = stop.clone();
+        let thread = std::thread::Builder::new().name("migration".to_owned()).spawn(move || {
+            prepare();
+            while !over.is_set() {
+                if let Err(error) = accept(&self.fd, self.user, &machine, &watch) {
+                    tracing::warn!(%error, "A migration request could not be taken");
+                    std::thread::sleep(Duration::from_millis(100));
+                }
+            }
+            drop(self.file);
+        })?;
+        Ok(Service { stop, thread: Some(thread) })
+    }
+}
+
+/// The service. Dropping it ends its taking of requests, and removes the socket.
+#[derive(Debug)]
+pub struct Service {
+    stop: Stop,
+    thread: Option<std::thread::JoinHandle<()>>,
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        self.stop.set();
+        if self.thread.take().is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("The thread that takes migration requests has panicked");
+        }
+    }
+}
+
+fn wait(fd: &impl AsFd, time: Duration) -> io::Result<bool> {
+    let timeout = Timespec::try_from(time).map_err(io::Error::other)?;
+    match poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&timeout)) {
+        Ok(ready) => Ok(ready > 0),
+        Err(Errno::INTR) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+fn accept(listener: &OwnedFd, user: u32, machine: &Arc<dyn Movable>, watch: &Arc<Watch>) -> io::Result<()> {
+    if !wait(listener, Duration::from_millis(100))? {
+        return Ok(());
+    }
+    let fd = match accept_with(listener, SocketFlags::CLOEXEC) {
+        Ok(fd) => fd,
+        Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => return Ok(()),
+        Err(error) => return Err(error.into()),
+    };
+    let peer = rustix::net::sockopt::socket_peercred(&fd)?.uid;
+    if peer.as_raw() != user && !peer.is_root() {
+        tracing::warn!(user = peer.as_raw(), "A user who may not move this VM asked for it; refused");
+        return Ok(());
+    }
+    let client = Packets::over(fd);
+    if !wait(&client, REQUEST)? {
+        return Ok(());
+    }
+    let Some((request, streams)) = client.receive::<MigrationRequest>()? else { return Ok(()) };
+    if let Err(problem) = begin(request, streams, &client, machine, watch) {
+        return client.send(&MigrationReport::Refused { problem }, &[], false);
+    }
+    Ok(())
+}
+
+/// Starts the migration on a thread of its own; or says why not.
+fn begin(
+    request: MigrationRequest,
+    streams: Vec<OwnedFd>,
+    client: &Packets,
+    machine: &Arc<dyn Movable>,
+    watch: &Arc<Watch>,
+) -> Result<(), String> {
+    if streams.is_empty() || streams.len() > MOST_STREAMS {
+        return Err(format!(
+            "{} streams came with the request; 1 to {MOST_STREAMS} are possible",
+            streams.len()
+        ));
+    }
+    if request.max_throttle_percent > 99 {
+        let percent = request.max_throttle_percent;
+        return Err(format!("vCPUs can't be held back by {percent} %; 0 to 99 are possible"));
+    }
+    if let Some(reasons) = machine.immovable() {
+        return Err(line(&MigrationError::Immovable(reasons)));
+    }
+    let failed = |error: io::Error| format!("The migration could not be begun: {error}");
+    let listener = rustix::io::fcntl_dupfd_cloexec(client, 0).map_err(|error| failed(error.into()))?;
+    let listener = Arc::new(Packets::over(listener));
+    let Some(stop) = watch.begin(&request.destination, Some(listener)) else {
+        return Err(
+            "A migration of this VM is under way already; `causeway migrate --cancel` ends it".to_owned()
+        );
+    };
+    let (machine, watch) = (Arc::clone(machine), Arc::clone(watch));
+    let again = Arc::clone(&watch);
+    let spawned = std::thread::Builder::new().name("mover".to_owned()).spawn(move || {
+        let machine: &dyn Movable = &*machine;
+        run(machine, streams, &request, &watch, &stop);
+    });
+    spawned.map(drop).map_err(|error| {
+        let problem = failed(error);
+        again.update(|progress| {
+            progress.phase = MigrationPhase::Failed;
+            progress.problem = Some(problem.clone());
+        });
+        problem
+    })
+}
+
+/// Moves it, and says what came of it.
+fn run(machine: &dyn Movable, streams: Vec<OwnedFd>, request: &MigrationRequest, watch: &Watch, stop: &Stop) {
+    tracing::info!(destination = request.destination, streams = streams.len(), "Moving the VM");
+    match source::migrate(machine, streams, request, watch, stop) {
+        Ok(timeline) => {
+            watch.update(|progress| {
+                progress.phase = MigrationPhase::Done;
+                progress.bytes_sent = timeline.bytes;
+                progress.timeline = Some(timeline.clone());
+            });
+            machine.moved(&timeline);
+        }
+        Err(error) => {
+            tracing::warn!(error = line(&error), "The migration failed");
+            watch.update(|progress| {
+                let in_doubt = matches!(error, MigrationError::InDoubt(_));
+                progress.phase = if in_doubt { MigrationPhase::InDoubt } else { MigrationPhase::Failed };
+                progress.throttle_percent = 0;
+                progress.problem = Some(line(&error));
+            });
+        }
+    }
+}

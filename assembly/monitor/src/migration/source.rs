@@ -1,0 +1,419 @@
+//! The side that has the VM.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::time::{Duration, Instant};
+
+use control_api::migration::{MigrationPhase, MigrationRequest, MigrationRound, MigrationTimeline};
+use machine::memory::GuestMemorySpace;
+use machine::slots::DirtyPages;
+
+use super::connection::{Connection, Stop};
+use super::error::{MigrationError, line};
+use super::frame::{Kind, Receiver, Sender};
+use super::message::{self, Accepted, End, Hello, OLDEST, VERSION};
+use super::pages::{Sent, Share, count};
+use super::policy::{Decision, Policy, RoundEnd};
+use super::progress::Watch;
+use super::shape::Shape;
+
+/// How long the destination may be silent.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How long a broken stream's reason is waited for.
+const LAST_WORDS: Duration = Duration::from_millis(500);
+/// vCPUs are held back for a part of each such time.
+const THROTTLE_PERIOD: Duration = Duration::from_millis(20);
+
+/// A machine that can be moved. Methods are called from the threads of one migration.
+pub trait Departing: Sync {
+    /// What its guest sees of it.
+    fn shape(&self) -> Shape;
+    /// Its RAM.
+    fn memory(&self) -> GuestMemorySpace;
+    /// Pages that have anything in them.
+    fn present(&self) -> Result<Vec<DirtyPages>, MigrationError>;
+    /// Notes writes of vCPUs and devices from here on.
+    fn start_logging(&self) -> Result<(), MigrationError>;
+    /// No more. Not called when the guest has gone.
+    fn stop_logging(&self);
+    /// Pages written since the last call.
+    fn take_dirty(&self) -> Result<Vec<DirtyPages>, MigrationError>;
+    /// Makes durable what devices wrote so far, so that the stop has less to wait for.
+    fn settle(&self) -> Result<(), MigrationError>;
+    /// vCPUs stand still for so long, if they run.
+    fn hold_back(&self, time: Duration);
+    /// Stops vCPUs and devices, gives up what only one host may hold, and returns the state. After an error
+    /// [`Departing::go_on`] is called, too.
+    fn stop(&self) -> Result<Vec<u8>, MigrationError>;
+    /// The guest goes on here.
+    fn go_on(&self) -> Result<(), MigrationError>;
+    /// It is not known whether the guest runs at the destination: it stands still here until its user says so.
+    fn stay_in_doubt(&self);
+}
+
+/// One stream of this side.
+struct Stream {
+    connection: Connection,
+    sender: Sender,
+    announced: u64,
+}
+
+impl Stream {
+    fn send(&mut self, kind: Kind, payload: &[u8]) -> Result<(), MigrationError> {
+        self.sender.send(&mut self.connection, kind, &[payload]).map_err(MigrationError::stream("written"))
+    }
+}
+
+/// Moves `machine` over `streams`, of which the first also carries what is said. Blocks until it is over. On an error the guest
+/// is where it was, but for [`MigrationError::InDoubt`]. Reports are the caller's: the final phase isn't set here.
+///
+/// # Errors
+/// See [`MigrationError`].
+pub fn migrate(
+    machine: &dyn Departing,
+    streams: Vec<OwnedFd>,
+    request: &MigrationRequest,
+    watch: &Watch,
+    stop: &Stop,
+) -> Result<MigrationTimeline, MigrationError> {
+    let connect = |fd| Stream {
+        connection: Connection::new(fd, stop.clone(), PATIENCE),
+        sender: Sender::new(),
+        announced: 0,
+    };
+    let streams: Vec<Stream> = streams.into_iter().map(connect).collect();
+    let count = streams.len();
+    let mut departure = Departure {
+        machine,
+        streams,
+        answers: Receiver::new(),
+        watch,
+        stop,
+        policy: Policy {
+            downtime: Duration::from_millis(request.downtime_ms),
+            timeout: (request.timeout_seconds > 0).then(|| Duration::from_secs(request.timeout_seconds)),
+            max_throttle: request.max_throttle_percent,
+        },
+        began: Instant::now(),
+        timeline: MigrationTimeline {
+            destination: request.destination.clone(),
+            streams: count,
+            rounds: Vec::new(),
+            bytes: 0,
+            state_bytes: 0,
+            until_stop_ms: 0.0,
+            stop_ms: 0.0,
+            rest_ms: 0.0,
+            restore_ms: 0.0,
+            commit_ms: 0.0,
+            pause_ms: 0.0,
+            total_ms: 0.0,
+        },
+    };
+    if let Err(error) = departure.ask() {
+        return Err(departure.give_up(error));
+    }
+    match departure.copy() {
+        Ok(stopped) => departure.commit(stopped),
+        Err((error, stopped)) => Err(departure.undo(error, stopped)),
+    }
+}
+
+/// When the guest was stopped, if it was.
+type Stopped = Option<Instant>;
+
+struct Departure<'a> {
+    machine: &'a dyn Departing,
+    streams: Vec<Stream>,
+    answers: Receiver,
+    watch: &'a Watch,
+    stop: &'a Stop,
+    policy: Policy,
+    began: Instant,
+    timeline: MigrationTimeline,
+}
+
+impl Departure<'_> {
+    fn control(&mut self) -> Result<&mut Stream, MigrationError> {
+        let none = || MigrationError::Protocol("nothing: there is no stream".to_owned());
+        self.streams.first_mut().ok_or_else(none)
+    }
+
+    /// Greets, and asks whether the destination can take the VM.
+    fn ask(&mut self) -> Result<(), MigrationError> {
+        let migration = *uuid::Uuid::new_v4().as_bytes();
+        let streams = u16::try_from(self.streams.len()).unwrap_or(u16::MAX);
+        for (stream, index) in self.streams.iter_mut().zip(0u16..) {
+            let hello = Hello { version: VERSION, oldest: OLDEST, stream: index, streams, migration };
+            stream.send(Kind::Hello, &hello.encode())?;
+        }
+        let offer = message::encode(&self.machine.shape())?;
+        self.control()?.send(Kind::Offer, &offer)?;
+        let payload = self.answer(Kind::Accepted)?;
+        let accepted: Accepted = message::decode(&payload, "an acceptance")?;
+        if !(OLDEST..=VERSION).contains(&accepted.version) {
+            let text = format!("an acceptance in version {}, which was not offered", accepted.version);
+            return Err(MigrationError::Protocol(text));
+        }
+        Ok(())
+    }
+
+    /// Waits for one answer of the destination.
+    fn answer(&mut self, wanted: Kind) -> Result<Vec<u8>, MigrationError> {
+        let none = || MigrationError::Protocol("nothing: there is no stream".to_owned());
+        let control = self.streams.first_mut().ok_or_else(none)?;
+        let (kind, payload) = self.answers.receive(&mut control.connection)?;
+        match kind {
+            kind if kind == wanted => Ok(payload.to_vec()),
+            Kind::Refused => Err(MigrationError::Refused(message::sentence(payload))),
+            other => Err(MigrationError::Protocol(format!("{other:?} where {wanted:?} was to come"))),
+        }
+    }
+
+    /// Copies memory until the guest is stopped and everything is at the destination, which then is ready.
+    fn copy(&mut self) -> Result<Instant, (MigrationError, Stopped)> {
+        let running = |error| (error, None);
+        self.machine.start_logging().map_err(running)?;
+        let present = self.machine.present().map_err(running)?;
+        let rest = self.rounds(present).map_err(running)?;
+
+        let stopped = Instant::now();
+        let standing = |error| (error, Some(stopped));
+        self.timeline.until_stop_ms = milliseconds(stopped - self.began);
+        self.watch.update(|progress| progress.phase = MigrationPhase::Stopped);
+        let state = self.machine.stop().map_err(standing)?;
+        self.timeline.stop_ms = milliseconds(stopped.elapsed());
+        self.timeline.state_bytes = state.len() as u64;
+        let last = self.machine.take_dirty().map_err(standing)?;
+        let rest = union(rest, last);
+        let sending = Instant::now();
+        let sent = self.round(&rest, false).map_err(standing)?;
+        self.note_round(sending, &sent, 0, 0, true);
+        self.control().and_then(|control| control.send(Kind::State, &state)).map_err(standing)?;
+        for stream in &mut self.streams {
+            let end = message::encode(&End { pages: stream.announced }).map_err(standing)?;
+            stream.send(Kind::End, &end).map_err(standing)?;
+        }
+        self.timeline.rest_ms = milliseconds(sending.elapsed());
+        let waiting = Instant::now();
+        self.answer(Kind::Ready).map_err(standing)?;
+        self.timeline.restore_ms = milliseconds(waiting.elapsed());
+        Ok(stopped)
+    }
+
+    /// Copies memory while the guest runs, until what changed meanwhile is little enough; returns that.
+    fn rounds(&mut self, first: Vec<DirtyPages>) -> Result<Vec<DirtyPages>, MigrationError> {
+        let throttle = AtomicU8::new(0);
+        let over = AtomicBool::new(false);
+        let machine = self.machine;
+        std::thread::scope(|scope| {
+            let holder = scope.spawn(|| hold_back(machine, &throttle, &over));
+            let result = self.copy_rounds(first, &throttle);
+            over.store(true, Ordering::Release);
+            holder.thread().unpark();
+            result
+        })
+    }
+
+    fn copy_rounds(
+        &mut self,
+        first: Vec<DirtyPages>,
+        throttle: &AtomicU8,
+    ) -> Result<Vec<DirtyPages>, MigrationError> {
+        let mut pages = first;
+        for number in 1.. {
+            let held = throttle.load(Ordering::Acquire);
+            self.watch.update(|progress| {
+                progress.phase = MigrationPhase::Copying;
+                progress.round = number;
+                progress.throttle_percent = held;
+            });
+            let began = Instant::now();
+            let sent = self.round(&pages, number == 1)?;
+            let took = began.elapsed();
+            self.machine.settle()?;
+            let dirty = self.machine.take_dirty()?;
+            let dirtied = count(&dirty);
+            let bytes = self.note_round(began, &sent, dirtied, held, false);
+            let end = RoundEnd { bytes, took, pages: sent.pages, dirtied, elapsed: self.began.elapsed() };
+            self.watch.update(|progress| {
+                progress.pages_left = dirtied;
+                progress.bytes_per_second = end.rate();
+                progress.predicted_pause_ms =
+                    u64::try_from(end.predicted_pause().as_millis()).unwrap_or(u64::MAX);
+            });
+            match self.policy.decide(&end, held) {
+                Decision::Stop => return Ok(dirty),
+                Decision::Again(next) => throttle.store(next, Ordering::Release),
+                Decision::GiveUp => {
+                    let limit = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+                    return Err(MigrationError::NotConverging {
+                        downtime_ms: limit(self.policy.downtime),
+                        seconds: self.policy.timeout.map_or(0, |timeout| timeout.as_secs()),
+                        left: dirtied,
+                    });
+                }
+            }
+            pages = dirty;
+        }
+        Ok(pages)
+    }
+
+    /// Sends pages over all streams at once.
+    fn round(&mut self, pages: &[DirtyPages], first: bool) -> Result<Sent, MigrationError> {
+        let memory = self.machine.memory();
+        let streams = self.streams.len() as u64;
+        let others: u64 = self.streams.iter().skip(1).map(|stream| stream.sender.bytes()).sum();
+        let watch = self.watch;
+        let share = |stream| Share { sets: pages, memory: &memory, stream, streams, first };
+        let work = |stream: &mut Stream, index, tell: bool| {
+            // What the others send meanwhile is estimated to be as much.
+            let mut after = |bytes: u64| {
+                if tell {
+                    watch.sent(bytes + others);
+                }
+            };
+            let sent = share(index).send(&mut stream.sender, &mut stream.connection, &mut after)?;
+            stream.announced += sent.announced;
+            Ok(sent)
+        };
+        let work = &work;
+        let Some((control, others)) = self.streams.split_first_mut() else { return Ok(Sent::default()) };
+        let results: Vec<Result<Sent, MigrationError>> = std::thread::scope(|scope| {
+            let threads: Vec<_> = others
+                .iter_mut()
+                .zip(1..)
+                .map(|(stream, index)| scope.spawn(move || work(stream, index, false)))
+                .collect();
+            let own = work(control, 0, true);
+            let panicked = || MigrationError::Protocol("nothing: a thread of this side panicked".to_owned());
+            let joined = threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(panicked())));
+            std::iter::once(own).chain(joined).collect()
+        });
+        let mut total = Sent::default();
+        for result in results {
+            let sent = result?;
+            total.pages += sent.pages;
+            total.zero += sent.zero;
+            total.announced += sent.announced;
+        }
+        Ok(total)
+    }
+
+    /// Takes a round down; returns its bytes.
+    fn note_round(&mut self, began: Instant, sent: &Sent, dirtied: u64, throttle: u8, stopped: bool) -> u64 {
+        let all: u64 = self.streams.iter().map(|stream| stream.sender.bytes()).sum();
+        let before = self.timeline.bytes;
+        self.timeline.bytes = all;
+        let whole = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        self.timeline.rounds.push(MigrationRound {
+            began_ms: whole(began - self.began),
+            took_ms: whole(began.elapsed()),
+            pages: sent.pages,
+            zero_pages: sent.zero,
+            bytes: all.saturating_sub(before),
+            dirtied,
+            throttle_percent: throttle,
+            stopped,
+        });
+        all.saturating_sub(before)
+    }
+
+    /// The destination is ready: tells it to run the guest.
+    fn commit(mut self, stopped: Instant) -> Result<MigrationTimeline, MigrationError> {
+        if !self.watch.commit() {
+            return Err(self.undo(MigrationError::Cancelled, Some(stopped)));
+        }
+        let committing = Instant::now();
+        self.watch.update(|progress| progress.phase = MigrationPhase::Committing);
+        if let Err(error) = self.control().and_then(|control| control.send(Kind::Go, &[])) {
+            // A frame that wasn't taken whole can't be understood by the destination.
+            return Err(self.undo(error, Some(stopped)));
+        }
+        if let Err(error) = self.answer(Kind::Running) {
+            self.machine.stay_in_doubt();
+            self.machine.stop_logging();
+            return Err(MigrationError::InDoubt(Box::new(error)));
+        }
+        self.timeline.commit_ms = milliseconds(committing.elapsed());
+        self.timeline.pause_ms = milliseconds(stopped.elapsed());
+        self.timeline.total_ms = milliseconds(self.began.elapsed());
+        self.timeline.bytes = self.streams.iter().map(|stream| stream.sender.bytes()).sum();
+        Ok(self.timeline)
+    }
+
+    /// The guest goes on here; returns why.
+    fn undo(&mut self, error: MigrationError, stopped: Stopped) -> MigrationError {
+        let error = self.give_up(error);
+        let gone_on = stopped.map_or(Ok(()), |_| self.machine.go_on());
+        // It costs the guest time.
+        self.machine.stop_logging();
+        if let Some(stopped) = stopped {
+            if let Err(also) = gone_on {
+                tracing::error!(error = line(&also), "The VM stands still after a failed migration");
+                return also;
+            }
+            let ms = milliseconds(stopped.elapsed());
+            tracing::info!(pause_ms = ms, "The VM goes on here after a failed migration");
+        }
+        error
+    }
+
+    /// Ends the streams, and finds the reason that is worth telling: a cancelled migration's streams fail because of that, and
+    /// a destination that broke one off may have said why.
+    fn give_up(&mut self, error: MigrationError) -> MigrationError {
+        let cancelled = self.stop.is_set();
+        let error = match error {
+            _ if cancelled => MigrationError::Cancelled,
+            error @ MigrationError::Stream { .. } => self.last_words().unwrap_or(error),
+            error => error,
+        };
+        if !cancelled {
+            let text = line(&error);
+            let mut end = text.len().min(1000);
+            while !text.is_char_boundary(end) {
+                end -= 1;
+            }
+            // A destination that hears nothing ends when the streams do.
+            let _ = self.control().and_then(|control| control.send(Kind::Abort, &text.as_bytes()[..end]));
+        }
+        // A destination that was ready holds the disks until it hears that it is over.
+        self.streams.clear();
+        error
+    }
+
+    fn last_words(&mut self) -> Option<MigrationError> {
+        let control = self.streams.first_mut()?;
+        control.connection.set_patience(LAST_WORDS);
+        match self.answers.receive(&mut control.connection) {
+            Ok((Kind::Refused, payload)) => Some(MigrationError::Refused(message::sentence(payload))),
+            _ => None,
+        }
+    }
+}
+
+/// Pages of either, set by set: both are of the same memory.
+fn union(mut one: Vec<DirtyPages>, other: Vec<DirtyPages>) -> Vec<DirtyPages> {
+    for set in other {
+        match one.iter_mut().find(|mine| mine.start == set.start && mine.bitmap.len() == set.bitmap.len()) {
+            Some(mine) => mine.bitmap.iter_mut().zip(&set.bitmap).for_each(|(to, word)| *to |= word),
+            None => one.push(set),
+        }
+    }
+    one
+}
+
+/// Lets vCPUs stand still for their part of each period, until it is over.
+fn hold_back(machine: &dyn Departing, throttle: &AtomicU8, over: &AtomicBool) {
+    while !over.load(Ordering::Acquire) {
+        let held = THROTTLE_PERIOD * u32::from(throttle.load(Ordering::Acquire)) / 100;
+        if !held.is_zero() {
+            machine.hold_back(held);
+        }
+        std::thread::park_timeout(THROTTLE_PERIOD - held);
+    }
+}
+
+fn milliseconds(time: Duration) -> f64 {
+    time.as_secs_f64() * 1000.0
+}

@@ -1,0 +1,189 @@
+//! Everything of a paused machine but its RAM.
+
+use machine::state::{SavedClock, SavedInterruptController, SavedVcpu};
+use pci::function::SavedFunction;
+use pci::root::SavedRoot;
+use platform_devices::power::SavedPower;
+use platform_devices::serial::SavedSerial;
+use serde::{Deserialize, Serialize};
+
+/// Version of [`SavedMachine`]. Its parts have versions of their own.
+pub const MACHINE_STATE_VERSION: u32 = 1;
+
+/// A PCI function and where it was.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SavedPlace {
+    /// Slot times 8 plus function.
+    pub devfn: u8,
+    /// Its device's name.
+    pub name: String,
+    /// Its state.
+    pub function: SavedFunction,
+}
+
+/// State of the devices.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SavedDevices {
+    /// The PCI bus.
+    pub root: SavedRoot,
+    /// The functions on it, without the host bridge.
+    pub functions: Vec<SavedPlace>,
+    /// The serial port, where there is one.
+    pub serial: Option<SavedSerial>,
+    /// Power, reset and sleep registers.
+    pub power: SavedPower,
+}
+
+/// A machine that stands still.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct SavedMachine {
+    /// [`MACHINE_STATE_VERSION`] of the writer.
+    pub version: u32,
+    /// Whether it ran before it was stopped to be saved.
+    pub running: bool,
+    /// vCPUs in order of creation.
+    pub vcpus: Vec<SavedVcpu>,
+    /// PICs and IOAPIC.
+    pub controller: SavedInterruptController,
+    /// KVM's paravirtual clock.
+    pub clock: SavedClock,
+    /// Devices.
+    pub devices: SavedDevices,
+}
+
+impl SavedMachine {
+    /// As bytes: CBOR with field names.
+    pub fn encode(&self) -> Result<Vec<u8>, String> {
+        let mut bytes = Vec::new();
+        ciborium::into_writer(self, &mut bytes).map_err(|error| error.to_string())?;
+        Ok(bytes)
+    }
+
+    /// Reads it back. What its parts mean is checked by those who take them.
+    pub fn decode(bytes: &[u8]) -> Result<Self, String> {
+        let state: Self = ciborium::from_reader(bytes)
+            .map_err(|error| format!("The VM's saved state is damaged: {error}"))?;
+        if state.version != MACHINE_STATE_VERSION {
+            return Err(format!(
+                "The VM's saved state has version {}; this program restores version {MACHINE_STATE_VERSION}",
+                state.version
+            ));
+        }
+        Ok(state)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use machine::state::{SavedKernelIrqchip, SavedMsr};
+    use machine::x86;
+    use pci::config::{ConfigSpace, Identity};
+    use proptest::prelude::*;
+
+    /// A machine with something in every part.
+    fn saved() -> SavedMachine {
+        let vcpu = |id| SavedVcpu {
+            version: 1,
+            id,
+            cpuid: vec![x86::kvm_cpuid_entry2 { function: 1, eax: 7, ..Default::default() }],
+            regs: x86::kvm_regs { rip: 0xffff_8000_1234_5678, ..Default::default() },
+            sregs: x86::kvm_sregs { cr3: 0x1000, ..Default::default() },
+            xsave: vec![3; 4096],
+            xcrs: Some(x86::kvm_xcrs::default()),
+            debugregs: x86::kvm_debugregs::default(),
+            lapic: Some(x86::kvm_lapic_state::default()),
+            mp_state: x86::kvm_mp_state { mp_state: 3 },
+            events: x86::kvm_vcpu_events::default(),
+            msrs: vec![SavedMsr { index: 0x10, value: u64::MAX }],
+            tsc_khz: Some(2_000_000),
+        };
+        let chip = |chip_id| x86::kvm_irqchip { chip_id, ..Default::default() };
+        let serial = SavedSerial {
+            version: 1,
+            divisor: 1,
+            interrupt_enable: 5,
+            interrupt_identification: 1,
+            line_control: 3,
+            line_status: 0x60,
+            modem_control: 8,
+            modem_status: 0xb0,
+            scratch: 0,
+            received: b"typed".to_vec(),
+        };
+        SavedMachine {
+            version: MACHINE_STATE_VERSION,
+            running: true,
+            vcpus: vec![vcpu(0), vcpu(1)],
+            controller: SavedInterruptController::KernelIrqchip(Box::new(SavedKernelIrqchip {
+                version: 1,
+                pic_master: chip(0),
+                pic_slave: chip(1),
+                ioapic: chip(2),
+                pit: None,
+            })),
+            clock: SavedClock { version: 1, clock_ns: 5, realtime_ns: Some(6), host_tsc: None },
+            devices: SavedDevices {
+                root: SavedRoot {
+                    version: 1,
+                    config_address: 0x8000_0800,
+                    host_bridge: ConfigSpace::builder(Identity::default()).build().save(),
+                },
+                functions: vec![SavedPlace {
+                    devfn: 8,
+                    name: "disk0".to_owned(),
+                    function: SavedFunction {
+                        kind: "virtio-block".to_owned(),
+                        version: 1,
+                        state: vec![1, 2, 3],
+                    },
+                }],
+                serial: Some(serial),
+                power: SavedPower { version: 1, pending_events: 1, sleep_type: 0 },
+            },
+        }
+    }
+
+    /// What is read back is written the same again; nothing of any part is lost.
+    #[test]
+    fn a_machine_is_read_as_it_was_written() {
+        let bytes = saved().encode().unwrap();
+        let back = SavedMachine::decode(&bytes).unwrap();
+        assert_eq!(back.devices, saved().devices);
+        assert_eq!(back.clock, saved().clock);
+        assert_eq!(
+            (back.vcpus.len(), back.vcpus[1].id, back.vcpus[1].regs.rip),
+            (2, 1, 0xffff_8000_1234_5678)
+        );
+        assert_eq!(back.encode().unwrap(), bytes);
+    }
+
+    /// Half a state, another version and something else are refused with a sentence.
+    #[test]
+    fn foreign_and_cut_state_is_refused() {
+        let bytes = saved().encode().unwrap();
+        for cut in (0..bytes.len()).step_by(7) {
+            let error = SavedMachine::decode(&bytes[..cut]).unwrap_err();
+            assert!(error.contains("damaged"), "{error}");
+        }
+        let newer = SavedMachine { version: 2, ..saved() }.encode().unwrap();
+        assert!(SavedMachine::decode(&newer).unwrap_err().contains("version 2"));
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
+
+        /// Any changed bytes are a state or a sentence, never a panic.
+        #[test]
+        fn damaged_state_is_an_answer(changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6)) {
+            let mut bytes = saved().encode().unwrap();
+            for (at, byte) in changes {
+                let at = at.index(bytes.len());
+                bytes[at] = byte;
+            }
+            if let Err(error) = SavedMachine::decode(&bytes) {
+                prop_assert!(!error.contains('\n'), "{:?}", error);
+            }
+        }
+    }
+}

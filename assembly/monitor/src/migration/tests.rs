@@ -1,0 +1,376 @@
+//! Both sides of a migration against each other, with memory that changes meanwhile: over whole streams, streams that are cut at
+//! every point, and destinations that refuse. No KVM: the machine is a stand-in with real guest memory.
+
+use std::io::{Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use control_api::migration::{MigrationRequest, MigrationTimeline};
+use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemorySpace, GuestRam};
+use machine::slots::DirtyPages;
+
+use super::connection::Stop;
+use super::destination::Streams;
+use super::error::MigrationError;
+use super::pages::tests::ram;
+use super::progress::Watch;
+use super::shape::Shape;
+use super::shape::tests::shape;
+use super::source::{Departing, migrate};
+
+const STATE: &[u8] = b"everything but memory";
+const MIB: u64 = 4;
+
+/// A machine whose guest writes memory each time it is asked what was written.
+struct StandIn {
+    ram: GuestRam,
+    shape: Shape,
+    /// Pages that the guest writes between two rounds, round by round.
+    writes: Mutex<Vec<Vec<u64>>>,
+    stamp: AtomicU64,
+    held: AtomicU64,
+    /// 0 runs here, 1 stands still, 2 stands still in doubt.
+    life: AtomicU32,
+    stops: AtomicU32,
+    logging: AtomicU32,
+    /// A destination holds its disks.
+    held_there: AtomicBool,
+}
+
+impl StandIn {
+    fn new(writes: Vec<Vec<u64>>) -> Self {
+        let ram = ram(MIB);
+        for page in [0u64, 1, 2, 100, 300, 1023] {
+            ram.memory().memory().write_slice(&page.to_le_bytes(), GuestAddress(page * 4096)).unwrap();
+            ram.memory().memory().write_obj(7u8, GuestAddress(page * 4096 + 77)).unwrap();
+        }
+        Self {
+            ram,
+            shape: shape(),
+            writes: Mutex::new(writes.into_iter().rev().collect()),
+            stamp: AtomicU64::new(1),
+            held: AtomicU64::new(0),
+            life: AtomicU32::new(0),
+            stops: AtomicU32::new(0),
+            logging: AtomicU32::new(0),
+            held_there: AtomicBool::new(false),
+        }
+    }
+}
+
+impl Departing for StandIn {
+    fn shape(&self) -> Shape {
+        self.shape.clone()
+    }
+    fn memory(&self) -> GuestMemorySpace {
+        self.ram.memory()
+    }
+    fn present(&self) -> Result<Vec<DirtyPages>, MigrationError> {
+        self.ram.present().map_err(MigrationError::machine("looked at"))
+    }
+    fn start_logging(&self) -> Result<(), MigrationError> {
+        self.logging.fetch_add(1, Ordering::SeqCst);
+        Ok(())
+    }
+    fn stop_logging(&self) {
+        self.logging.fetch_sub(1, Ordering::SeqCst);
+    }
+    fn take_dirty(&self) -> Result<Vec<DirtyPages>, MigrationError> {
+        let mut bitmap = vec![0u64; 16];
+        for page in self.writes.lock().unwrap().pop().unwrap_or_default() {
+            let stamp = self.stamp.fetch_add(1, Ordering::SeqCst);
+            self.ram.memory().memory().write_obj(stamp, GuestAddress(page * 4096 + 8)).unwrap();
+            bitmap[usize::try_from(page / 64).unwrap()] |= 1 << (page % 64);
+        }
+        Ok(vec![DirtyPages { start: 0, bitmap }])
+    }
+    fn settle(&self) -> Result<(), MigrationError> {
+        Ok(())
+    }
+    fn hold_back(&self, time: Duration) {
+        self.held.fetch_add(u64::try_from(time.as_micros()).unwrap(), Ordering::SeqCst);
+    }
+    fn stop(&self) -> Result<Vec<u8>, MigrationError> {
+        self.stops.fetch_add(1, Ordering::SeqCst);
+        self.life.store(1, Ordering::SeqCst);
+        Ok(STATE.to_vec())
+    }
+    fn go_on(&self) -> Result<(), MigrationError> {
+        let until = Instant::now() + Duration::from_secs(5);
+        while self.held_there.load(Ordering::SeqCst) {
+            if Instant::now() > until {
+                let busy = std::io::Error::other("the destination holds the disks");
+                return Err(MigrationError::machine("let go on")(busy));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.life.store(0, Ordering::SeqCst);
+        Ok(())
+    }
+    fn stay_in_doubt(&self) {
+        self.life.store(2, Ordering::SeqCst);
+    }
+}
+
+fn request(downtime_ms: u64, timeout_seconds: u64) -> MigrationRequest {
+    MigrationRequest {
+        destination: "there".to_owned(),
+        downtime_ms,
+        timeout_seconds,
+        max_throttle_percent: 60,
+    }
+}
+
+/// What came of it at the destination.
+#[derive(Debug, PartialEq, Eq)]
+enum There {
+    /// The guest runs there.
+    Runs,
+    /// It doesn't, and why.
+    No(String),
+}
+
+/// A destination that does what a monitor does, with a restore that may fail.
+fn destination(ours: &Shape, to: &GuestRam, ends: Vec<OwnedFd>, restore: Result<(), &str>) -> There {
+    let stop = Stop::default();
+    let taken = Streams::over(ends, &stop).and_then(|streams| streams.take(ours, &to.memory(), &stop));
+    let (mut landing, state) = match taken {
+        Ok(taken) => taken,
+        Err(error) => return There::No(super::error::line(&error)),
+    };
+    assert_eq!(state, STATE);
+    if let Err(reason) = restore {
+        landing.refuse(reason);
+        return There::No(reason.to_owned());
+    }
+    match landing.ready() {
+        Ok(()) => {
+            let _ = landing.running();
+            There::Runs
+        }
+        Err(error) => There::No(super::error::line(&error)),
+    }
+}
+
+fn same(a: &GuestRam, b: &GuestRam) -> bool {
+    let read = |ram: &GuestRam| {
+        let mut all = vec![0; usize::try_from(ram.layout().total()).unwrap()];
+        ram.memory().memory().read_slice(&mut all, GuestAddress(0)).unwrap();
+        all
+    };
+    read(a) == read(b)
+}
+
+/// Sockets of `streams` streams that are connected by threads which carry `limit` bytes, both ways and all streams together, and
+/// then cut everything; and how much they have carried.
+fn wires(streams: usize, limit: u64) -> (Vec<OwnedFd>, Vec<OwnedFd>, std::sync::Arc<AtomicU64>) {
+    let carried = std::sync::Arc::new(AtomicU64::new(0));
+    let (mut ours, mut theirs) = (Vec::new(), Vec::new());
+    let mut inner = Vec::new();
+    for _ in 0..streams {
+        let (a, a_inner) = UnixStream::pair().unwrap();
+        let (b, b_inner) = UnixStream::pair().unwrap();
+        ours.push(a.into());
+        theirs.push(b.into());
+        inner.push((a_inner, b_inner));
+    }
+    let all: std::sync::Arc<Vec<(UnixStream, UnixStream)>> = std::sync::Arc::new(inner);
+    for index in 0..streams {
+        for back in [false, true] {
+            let (all, carried) = (std::sync::Arc::clone(&all), std::sync::Arc::clone(&carried));
+            std::thread::spawn(move || {
+                let (a, b) = &all[index];
+                let (mut from, mut to) = if back { (b, a) } else { (a, b) };
+                let mut buffer = [0; 4096];
+                while let Ok(read @ 1..) = from.read(&mut buffer) {
+                    let before = carried.fetch_add(read as u64, Ordering::SeqCst);
+                    let room = usize::try_from(limit.saturating_sub(before)).unwrap_or(usize::MAX).min(read);
+                    if to.write_all(&buffer[..room]).is_err() || room < read {
+                        break;
+                    }
+                }
+                if carried.load(Ordering::SeqCst) > limit {
+                    for (a, b) in all.iter() {
+                        let _ = a.shutdown(std::net::Shutdown::Both);
+                        let _ = b.shutdown(std::net::Shutdown::Both);
+                    }
+                } else {
+                    let _ = to.shutdown(std::net::Shutdown::Write);
+                }
+            });
+        }
+    }
+    (ours, theirs, carried)
+}
+
+struct Outcome {
+    here: Result<MigrationTimeline, MigrationError>,
+    there: There,
+    same: bool,
+    carried: u64,
+}
+
+fn go(
+    machine: &StandIn,
+    ours: &Shape,
+    streams: usize,
+    limit: u64,
+    request: &MigrationRequest,
+    restore: Result<(), &'static str>,
+) -> Outcome {
+    let to = ram(MIB);
+    let (a, b, carried) = wires(streams, limit);
+    let watch = Watch::default();
+    let stop = watch.begin("there", None).unwrap();
+    let (here, there) = std::thread::scope(|scope| {
+        let arriving = scope.spawn(|| destination(ours, &to, b, restore));
+        let here = migrate(machine, a, request, &watch, &stop);
+        (here, arriving.join().unwrap())
+    });
+    let logging = machine.logging.load(Ordering::SeqCst);
+    assert!(logging == 0 || here.is_ok(), "nobody stopped the log");
+    Outcome { here, there, same: same(&machine.ram, &to), carried: carried.load(Ordering::SeqCst) }
+}
+
+/// Memory that changes in each round arrives as it was when the guest stopped, over one stream and over several; the guest runs
+/// there and nowhere else, and the timeline says what happened.
+#[test]
+fn a_vm_moves_while_its_memory_changes() {
+    for streams in [1, 3] {
+        let machine = StandIn::new(vec![(0..900).collect(), (5..700).collect(), vec![1, 2, 700], vec![0, 2]]);
+        // 900 pages never fit 10 ms at the speed that the first round shows, three always do.
+        let outcome = go(&machine, &shape(), streams, u64::MAX, &request(12, 60), Ok(()));
+        let timeline = outcome.here.unwrap();
+        assert_eq!(outcome.there, There::Runs);
+        assert!(outcome.same && machine.life.load(Ordering::SeqCst) == 1);
+        assert_eq!(timeline.streams, streams);
+        let stopped: Vec<bool> = timeline.rounds.iter().map(|round| round.stopped).collect();
+        assert_eq!(stopped.iter().filter(|stopped| **stopped).count(), 1);
+        assert_eq!(stopped.last(), Some(&true));
+        assert_eq!(timeline.rounds[0].pages, 6);
+        assert_eq!(timeline.state_bytes, STATE.len() as u64);
+        let parts = timeline.stop_ms + timeline.rest_ms + timeline.restore_ms + timeline.commit_ms;
+        assert!(timeline.pause_ms >= parts * 0.99 && timeline.total_ms >= timeline.pause_ms);
+    }
+}
+
+/// Wherever the streams are cut, exactly one side has the guest, or none runs it and the source says that it doesn't know; before
+/// the commit it is always the source. Nobody hangs or panics.
+#[test]
+fn wherever_the_streams_are_cut_at_most_one_side_runs_the_guest() {
+    for streams in [1, 2] {
+        let whole = {
+            let machine = StandIn::new(vec![vec![3], vec![4]]);
+            let outcome = go(&machine, &shape(), streams, u64::MAX, &request(300, 60), Ok(()));
+            outcome.here.unwrap();
+            outcome.carried
+        };
+        let (mut runs, mut stays, mut doubts) = (0, 0, 0);
+        // Every byte of the beginning and of the end, where frames are short; each 397th of the contents.
+        let cuts = (0..whole).filter(|cut| *cut < 200 || *cut + 260 > whole || cut % 397 == 0);
+        for cut in cuts {
+            let machine = StandIn::new(vec![vec![3], vec![4]]);
+            let outcome = go(&machine, &shape(), streams, cut, &request(300, 60), Ok(()));
+            let life = machine.life.load(Ordering::SeqCst);
+            match (outcome.here, outcome.there) {
+                (Ok(_), There::Runs) => {
+                    assert_eq!(life, 1);
+                    runs += 1;
+                }
+                (Err(MigrationError::InDoubt(_)), there) => {
+                    assert_eq!(life, 2, "cut {cut}: {there:?}");
+                    doubts += 1;
+                }
+                (Err(_), There::No(reason)) => {
+                    assert_eq!(life, 0, "cut {cut}");
+                    assert!(!reason.is_empty());
+                    stays += 1;
+                }
+                (here, there) => panic!("cut {cut}: {here:?}, {there:?}"),
+            }
+        }
+        // Sums of payloads differ from run to run by the order of streams alone, so that a late cut may also miss.
+        assert!(stays > 200 && doubts > 0, "{runs} {stays} {doubts}");
+    }
+}
+
+/// A destination that can't take the VM says so before the guest is disturbed; one that can't restore it says so before it is
+/// committed. Both sentences reach the source.
+#[test]
+fn a_destination_refuses_with_a_sentence() {
+    let machine = StandIn::new(vec![]);
+    let other = Shape { vcpus: vec![0], ..shape() };
+    let outcome = go(&machine, &other, 2, u64::MAX, &request(300, 60), Ok(()));
+    let error = outcome.here.unwrap_err().to_string();
+    assert!(error.contains("refuses") && error.contains("--cpus"), "{error}");
+    assert_eq!(machine.stops.load(Ordering::SeqCst), 0);
+
+    let outcome = go(&machine, &shape(), 2, u64::MAX, &request(300, 60), Err("Disk disk0 is in use"));
+    let error = outcome.here.unwrap_err().to_string();
+    assert_eq!(error, "The destination refuses the VM: Disk disk0 is in use");
+    assert_eq!((machine.stops.load(Ordering::SeqCst), machine.life.load(Ordering::SeqCst)), (1, 0));
+    assert_eq!(outcome.there, There::No("Disk disk0 is in use".to_owned()));
+}
+
+/// A guest that writes more than is copied is held back, and left where it is when the time is up. It was never stopped.
+#[test]
+fn a_guest_that_writes_too_fast_is_held_back_and_then_left() {
+    let machine = StandIn::new((0..100_000).map(|_| (0..1024).collect()).collect());
+    let outcome = go(&machine, &shape(), 1, u64::MAX, &request(0, 1), Ok(()));
+    let error = outcome.here.unwrap_err();
+    assert!(matches!(error, MigrationError::NotConverging { seconds: 1, left: 1024, .. }), "{error}");
+    assert!(machine.held.load(Ordering::SeqCst) > 0);
+    assert_eq!(machine.stops.load(Ordering::SeqCst), 0);
+    assert!(matches!(outcome.there, There::No(reason) if reason.contains("gave the migration up")));
+}
+
+/// A cancel ends a migration that would never end by itself, whatever it is doing.
+#[test]
+fn a_cancel_ends_it_at_once() {
+    let machine = StandIn::new((0..100_000).map(|_| (0..1024).collect()).collect());
+    let (a, b, _) = wires(2, u64::MAX);
+    let (to, watch) = (ram(MIB), Watch::default());
+    let stop = watch.begin("there", None).unwrap();
+    std::thread::scope(|scope| {
+        let ours = shape();
+        let to = &to;
+        let arriving = scope.spawn(move || destination(&ours, to, b, Ok(())));
+        let moving = scope.spawn(|| migrate(&machine, a, &request(0, 0), &watch, &stop));
+        while watch.progress().is_some_and(|progress| progress.round < 2) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        watch.cancel().unwrap();
+        assert!(matches!(moving.join().unwrap(), Err(MigrationError::Cancelled)));
+        assert!(matches!(arriving.join().unwrap(), There::No(_)));
+    });
+    assert_eq!(machine.life.load(Ordering::SeqCst), 0);
+}
+
+/// A cancel that comes when the destination has the disks and waits for the last word: it hears that it is over, lets go of them, and the
+/// guest goes on at the source.
+#[test]
+fn a_cancel_at_the_last_moment_gives_the_disks_back() {
+    let machine = StandIn::new(vec![]);
+    let (a, b, _) = wires(2, u64::MAX);
+    let (to, watch) = (ram(MIB), Watch::default());
+    let stop = watch.begin("there", None).unwrap();
+    std::thread::scope(|scope| {
+        let arriving = scope.spawn(|| {
+            let theirs = Stop::default();
+            let streams = Streams::over(b, &theirs).unwrap();
+            let (mut landing, _) = streams.take(&shape(), &to.memory(), &theirs).unwrap();
+            machine.held_there.store(true, Ordering::SeqCst);
+            watch.cancel().unwrap();
+            let answer = landing.ready();
+            machine.held_there.store(false, Ordering::SeqCst);
+            answer
+        });
+        let here = migrate(&machine, a, &request(300, 60), &watch, &stop);
+        assert!(matches!(here, Err(MigrationError::Cancelled)), "{here:?}");
+        arriving.join().unwrap().unwrap_err();
+    });
+    assert_eq!(machine.life.load(Ordering::SeqCst), 0);
+}

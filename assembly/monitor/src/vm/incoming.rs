@@ -1,0 +1,243 @@
+//! A monitor that waits for its VM to come from another one.
+//!
+//! ```text
+//! main thread   chassis assembled, waits for events          restores, says Ready, hears Go, runs, says Running
+//! incoming      accepts the streams, fills RAM ──Arrived──▶
+//! api           serves what there is: progress, stop         from then on the machine
+//! ```
+
+use std::net::{SocketAddr, TcpListener};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
+
+use control_api::types::{ExitTable, VmState, VmSummary};
+use machine::memory::GuestMemorySpace;
+use serde_json::{Value, json};
+use telemetry::metrics::Family;
+
+use super::error::Error;
+use super::event::{Event, Events};
+use super::machine::{Chassis, Machine};
+use crate::api::{ControlError, VmControl};
+use crate::description::VmDescription;
+use crate::migration::connection::Stop;
+use crate::migration::destination::{Landing, gather};
+use crate::migration::error::{MigrationError, line};
+use crate::migration::shape::{self, Shape};
+use crate::migration::state::SavedMachine;
+use crate::sandbox::{Sandbox, ThreadFilter};
+
+/// A VM whose memory is here, and whose source waits.
+pub struct Arrived {
+    landing: Landing,
+    saved: SavedMachine,
+}
+
+impl std::fmt::Debug for Arrived {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Arrived").field("vcpus", &self.saved.vcpus.len()).finish_non_exhaustive()
+    }
+}
+
+/// Listens for a source; before the sandbox closes.
+pub fn listen(description: &VmDescription, address: SocketAddr) -> Result<TcpListener, Error> {
+    let failed = MigrationError::stream("listened for, at the address of --incoming");
+    if let Some(reasons) = shape::immovable(description) {
+        return Err(Error::NotArrived(MigrationError::Immovable(reasons)));
+    }
+    let listener = TcpListener::bind(address).and_then(|listener| {
+        // Streams inherit it: answers in the guest's pause must not wait for more to say.
+        rustix::net::sockopt::set_tcp_nodelay(&listener, true)?;
+        listener.set_nonblocking(true)?;
+        Ok(listener)
+    });
+    let listener = listener.map_err(failed).map_err(Error::NotArrived)?;
+    tracing::info!(%address, "Waiting for a VM");
+    Ok(listener)
+}
+
+/// Takes a VM in on a thread of its own; the main thread hears of it.
+pub fn await_vm(
+    listener: TcpListener,
+    shape: Shape,
+    memory: GuestMemorySpace,
+    events: Events,
+    stop: Stop,
+    filter: ThreadFilter,
+) -> Result<(), Error> {
+    let spawned = std::thread::Builder::new().name("incoming".to_owned()).spawn(move || {
+        filter.apply_or_end();
+        let arrived = arrive(&listener, &shape, &memory, &stop);
+        events.send(Event::Arrived(Box::new(arrived)));
+    });
+    spawned.map(drop).map_err(|source| Error::Monitor { what: "start the thread that takes a VM in", source })
+}
+
+fn arrive(
+    listener: &TcpListener,
+    shape: &Shape,
+    memory: &GuestMemorySpace,
+    stop: &Stop,
+) -> Result<Arrived, MigrationError> {
+    let streams = gather(listener, stop)?;
+    let (mut landing, state) = streams.take(shape, memory, stop)?;
+    match SavedMachine::decode(&state) {
+        Ok(saved) => Ok(Arrived { landing, saved }),
+        Err(reason) => {
+            landing.refuse(&reason);
+            Err(MigrationError::Protocol(format!("state that can't be used: {reason}")))
+        }
+    }
+}
+
+/// Restores the machine and runs its guest, when the source says so. On an error the guest is at the source.
+pub fn land(chassis: Chassis, arrived: Arrived, sandbox: &Sandbox) -> Result<Arc<Machine>, Error> {
+    let began = Instant::now();
+    let Arrived { mut landing, saved } = arrived;
+    let running = saved.running;
+    let machine = match chassis.restore(sandbox, saved) {
+        Ok(machine) => Arc::new(machine),
+        Err(error) => {
+            landing.refuse(&line(&error));
+            return Err(error);
+        }
+    };
+    let restored = began.elapsed();
+    if let Err(error) = landing.ready() {
+        // Nothing ran; the buses are emptied, so that everything is let go of.
+        machine.end()?;
+        return Err(Error::NotArrived(error));
+    }
+    // From here on the guest is here, whatever the source hears of it.
+    if running {
+        machine.resume()?;
+    }
+    if let Err(error) = landing.running() {
+        tracing::warn!(error = line(&error), "The source doesn't hear that its VM runs here");
+    }
+    for function in &machine.devices.virtio {
+        if let Err(error) = function.announce() {
+            tracing::warn!(error = line(&error), "The network doesn't hear that the VM is here");
+        }
+    }
+    let restore_ms = restored.as_secs_f64() * 1000.0;
+    let total_ms = began.elapsed().as_secs_f64() * 1000.0;
+    tracing::info!(restore_ms, total_ms, running, "The VM has arrived");
+    Ok(machine)
+}
+
+/// The VM as its API sees it while it hasn't come, and afterwards.
+pub struct Switch(Mutex<Arc<dyn VmControl>>);
+
+impl Switch {
+    /// First the one that waits.
+    pub fn new(waiting: Waiting) -> Self {
+        Self(Mutex::new(Arc::new(waiting)))
+    }
+
+    /// The VM has come.
+    pub fn set(&self, control: Arc<dyn VmControl>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = control;
+    }
+
+    fn now(&self) -> Arc<dyn VmControl> {
+        Arc::clone(&self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+impl VmControl for Switch {
+    fn summary(&self) -> VmSummary {
+        self.now().summary()
+    }
+    fn inspect(&self) -> Value {
+        self.now().inspect()
+    }
+    fn pause(&self) -> Result<(), ControlError> {
+        self.now().pause()
+    }
+    fn resume(&self) -> Result<(), ControlError> {
+        self.now().resume()
+    }
+    fn cancel_migration(&self) -> Result<(), ControlError> {
+        self.now().cancel_migration()
+    }
+    fn power_button(&self) -> Result<(), ControlError> {
+        self.now().power_button()
+    }
+    fn reset(&self) -> Result<(), ControlError> {
+        self.now().reset()
+    }
+    fn stop(&self) -> Result<(), ControlError> {
+        self.now().stop()
+    }
+    fn exits(&self) -> ExitTable {
+        self.now().exits()
+    }
+    fn metrics(&self) -> Vec<Family> {
+        self.now().metrics()
+    }
+}
+
+/// A VM that hasn't come.
+pub struct Waiting {
+    summary: VmSummary,
+    description: VmDescription,
+    started: Instant,
+    events: Events,
+}
+
+impl Waiting {
+    /// For the chassis that waits.
+    pub fn new(chassis: &Chassis, guest: String, events: Events, started: Instant) -> Self {
+        let description = chassis.description().clone();
+        let summary = VmSummary {
+            name: description.name.clone(),
+            pid: std::process::id(),
+            state: VmState::Incoming,
+            guest,
+            vcpus: description.cpus.count().into(),
+            memory_bytes: description.memory.size,
+            uptime_seconds: 0.0,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+        };
+        Self { summary, description, started, events }
+    }
+
+    fn not_here(what: &'static str) -> ControlError {
+        ControlError::WrongState { state: VmState::Incoming, what }
+    }
+}
+
+impl VmControl for Waiting {
+    fn summary(&self) -> VmSummary {
+        VmSummary { uptime_seconds: self.started.elapsed().as_secs_f64(), ..self.summary.clone() }
+    }
+    fn inspect(&self) -> Value {
+        json!({ "summary": self.summary(), "description": self.description })
+    }
+    fn pause(&self) -> Result<(), ControlError> {
+        Err(Self::not_here("be paused"))
+    }
+    fn resume(&self) -> Result<(), ControlError> {
+        Err(Self::not_here("be resumed"))
+    }
+    fn cancel_migration(&self) -> Result<(), ControlError> {
+        Err(Self::not_here("cancel its migration here; cancel it at the source"))
+    }
+    fn power_button(&self) -> Result<(), ControlError> {
+        Err(Self::not_here("take its power button"))
+    }
+    fn reset(&self) -> Result<(), ControlError> {
+        Err(Self::not_here("be reset"))
+    }
+    fn stop(&self) -> Result<(), ControlError> {
+        self.events.send(Event::Stop);
+        Ok(())
+    }
+    fn exits(&self) -> ExitTable {
+        ExitTable::default()
+    }
+    fn metrics(&self) -> Vec<Family> {
+        Vec::new()
+    }
+}

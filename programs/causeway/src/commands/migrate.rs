@@ -1,0 +1,215 @@
+//! `causeway migrate`: connects to the destination, hands the connections to the VM's monitor, and shows what it reports.
+//!
+//! The monitor can open no connections: its sandbox sees to that. This process is as free as its user.
+
+use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
+use std::os::fd::AsFd as _;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context as _, anyhow, bail};
+use control_api::client::Client;
+use control_api::migration::{
+    MigrationPhase, MigrationProgress, MigrationReport, MigrationRequest, MigrationTimeline, Packets,
+    socket_of,
+};
+
+use crate::cli::MigrateArgs;
+use crate::output;
+
+/// How long a connection to the destination may take.
+const CONNECT: Duration = Duration::from_secs(10);
+
+/// Moves a VM, or cancels that.
+pub fn migrate(args: &MigrateArgs, json: bool) -> anyhow::Result<ExitCode> {
+    let (name, client) = super::select(&args.target)?;
+    if args.cancel {
+        let done = client.cancel_migration()?;
+        if json {
+            output::print_json(&done)?;
+        } else {
+            output::print(&format!("The migration of {name} was cancelled\n"))?;
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    let to = args.to.as_deref().ok_or_else(|| anyhow!("--to: where to?"))?;
+    let progress = run(args, to, &client, json)?;
+    match (progress.phase, progress.timeline) {
+        (MigrationPhase::Done, Some(timeline)) => {
+            if json {
+                output::print_json(&timeline)?;
+            } else {
+                output::print(&describe(&name, &timeline))?;
+            }
+            Ok(ExitCode::SUCCESS)
+        }
+        _ => Err(anyhow!(
+            "{}",
+            progress.problem.unwrap_or_else(|| "the migration ended without a word".to_owned())
+        )),
+    }
+}
+
+/// Asks the monitor, and follows its reports to the last one.
+fn run(args: &MigrateArgs, to: &str, client: &Client, json: bool) -> anyhow::Result<MigrationProgress> {
+    let requests = socket_of(client.socket());
+    let monitor = Packets::connect(&requests)
+        .with_context(|| format!("No monitor takes migrations at {}", requests.display()))?;
+    let streams = connect(to, args.streams)?;
+    let request = MigrationRequest {
+        destination: to.to_owned(),
+        downtime_ms: args.downtime,
+        timeout_seconds: args.timeout,
+        max_throttle_percent: args.max_throttle,
+    };
+    let fds: Vec<_> = streams.iter().map(|stream| stream.as_fd()).collect();
+    monitor.send(&request, &fds, true).context("The VM's monitor doesn't take the request")?;
+    // The monitor's copies alone decide how long the streams live.
+    drop(streams);
+    let mut shown = None;
+    loop {
+        let report =
+            monitor.receive::<MigrationReport>().context("The VM's monitor broke off its reports")?;
+        let progress = match report {
+            None => bail!("The VM's monitor ended before the migration did; see its own log"),
+            Some((MigrationReport::Refused { problem }, _)) => bail!("{problem}"),
+            Some((MigrationReport::Progress(progress), _)) => *progress,
+        };
+        match progress.phase {
+            MigrationPhase::Done | MigrationPhase::Failed | MigrationPhase::InDoubt => return Ok(progress),
+            phase if !json && shown != Some((phase, progress.round)) => {
+                shown = Some((phase, progress.round));
+                tracing::info!(
+                    ?phase,
+                    round = progress.round,
+                    sent = progress.bytes_sent,
+                    left = progress.pages_left,
+                    predicted_pause_ms = progress.predicted_pause_ms,
+                    throttle_percent = progress.throttle_percent,
+                    "Moving"
+                );
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Connections to the destination: all to the same address of those that a name has.
+fn connect(to: &str, count: u8) -> anyhow::Result<Vec<TcpStream>> {
+    let addresses: Vec<SocketAddr> = to
+        .to_socket_addrs()
+        .with_context(|| format!("--to: {to} is no address with a port, like 192.0.2.1:7000"))?
+        .collect();
+    let mut problem = anyhow!("--to: {to} has no address");
+    for address in addresses {
+        let open = || {
+            let stream = TcpStream::connect_timeout(&address, CONNECT)?;
+            // Answers in the guest's pause must not wait for more to say.
+            stream.set_nodelay(true)?;
+            Ok::<_, std::io::Error>(stream)
+        };
+        match (0..count).map(|_| open()).collect() {
+            Ok(streams) => return Ok(streams),
+            Err(error) => {
+                problem = anyhow!(error).context(format!(
+                    "No monitor waits at {address}; start one with causeway run --incoming"
+                ));
+            }
+        }
+    }
+    Err(problem)
+}
+
+/// The timeline as a table.
+fn describe(name: &str, timeline: &MigrationTimeline) -> String {
+    use std::fmt::Write as _;
+
+    let mut text = String::new();
+    let mib =
+        |bytes: u64| format!("{:.1} MiB", Duration::from_micros(bytes).as_secs_f64() * 1e6 / 1_048_576.0);
+    // Writing to a string can't fail.
+    let _ = writeln!(text, "{name} runs at {} now", timeline.destination);
+    let _ = writeln!(
+        text,
+        "{:>6} {:>9} {:>10} {:>12} {:>9} {:>9}",
+        "round", "took ms", "pages", "sent", "dirtied", "held %"
+    );
+    for (number, round) in (1..).zip(&timeline.rounds) {
+        let label = if round.stopped { "rest".to_owned() } else { format!("{number}") };
+        let _ = writeln!(
+            text,
+            "{label:>6} {:>9} {:>10} {:>12} {:>9} {:>9}",
+            round.took_ms,
+            round.pages,
+            mib(round.bytes),
+            round.dirtied,
+            round.throttle_percent
+        );
+    }
+    let _ = writeln!(
+        text,
+        "pause {:.1} ms: stop {:.1}, rest {:.1}, restore {:.1}, commit {:.1}; in all {:.0} ms, {} over {} streams, of which state {} bytes",
+        timeline.pause_ms,
+        timeline.stop_ms,
+        timeline.rest_ms,
+        timeline.restore_ms,
+        timeline.commit_ms,
+        timeline.total_ms,
+        mib(timeline.bytes),
+        timeline.streams,
+        timeline.state_bytes
+    );
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use control_api::migration::MigrationRound;
+
+    use super::*;
+
+    #[test]
+    fn a_timeline_is_a_table() {
+        let round = |stopped| MigrationRound {
+            began_ms: 0,
+            took_ms: 12,
+            pages: 300,
+            zero_pages: 0,
+            bytes: 3 << 20,
+            dirtied: 4,
+            throttle_percent: 20,
+            stopped,
+        };
+        let timeline = MigrationTimeline {
+            destination: "h:1".to_owned(),
+            streams: 2,
+            rounds: vec![round(false), round(true)],
+            bytes: 6 << 20,
+            state_bytes: 50_000,
+            until_stop_ms: 12.0,
+            stop_ms: 1.0,
+            rest_ms: 2.0,
+            restore_ms: 3.0,
+            commit_ms: 4.0,
+            pause_ms: 10.0,
+            total_ms: 22.0,
+        };
+        let text = describe("a", &timeline);
+        let lines: Vec<&str> = text.lines().collect();
+        assert_eq!(lines[0], "a runs at h:1 now");
+        assert_eq!(
+            lines[2].split_whitespace().collect::<Vec<_>>(),
+            ["1", "12", "300", "3.0", "MiB", "4", "20"]
+        );
+        assert!(lines[3].starts_with("  rest"));
+        assert!(lines[4].starts_with(
+            "pause 10.0 ms: stop 1.0, rest 2.0, restore 3.0, commit 4.0; in all 22 ms, 6.0 MiB"
+        ));
+    }
+
+    #[test]
+    fn a_destination_without_a_port_is_refused() {
+        let error = connect("192.0.2.1", 1).unwrap_err().to_string();
+        assert!(error.contains("like 192.0.2.1:7000"), "{error}");
+    }
+}
