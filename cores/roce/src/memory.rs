@@ -90,7 +90,8 @@ pub trait Memory {
     /// Places bytes of a SEND into the receive in use. In order; each byte once.
     ///
     /// # Errors
-    /// The status that [`Memory::fail_receive`] is called with.
+    /// The status that [`Memory::fail_receive`] is called with. [`Status::Flushed`]: the queue pair is gone ([`Refusal::Gone`]); the packet
+    /// is dropped, and nothing is called.
     fn place_receive(&mut self, offset: u64, data: &[u8]) -> Result<(), Status>;
 
     /// The message is complete.

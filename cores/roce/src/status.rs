@@ -45,26 +45,31 @@ pub enum Refusal {
     Access,
     /// The responder itself is at fault. NAK remote operational error.
     Operation,
+    /// The queue pair is gone, in a state that takes no requests, or held: the packet counts as lost. No NAK, and nobody fails (InfiniBand
+    /// 1.7, 10.3.1: inbound packets are silently dropped in the states Reset, Init and Error).
+    Gone,
 }
 
 impl Refusal {
-    /// How the requester is told.
+    /// How the requester is told; `None`: it isn't.
     #[must_use]
-    pub fn syndrome(self) -> Syndrome {
+    pub fn syndrome(self) -> Option<Syndrome> {
         match self {
-            Self::InvalidRequest => Syndrome::InvalidRequest,
-            Self::Access => Syndrome::AccessError,
-            Self::Operation => Syndrome::OperationalError,
+            Self::InvalidRequest => Some(Syndrome::InvalidRequest),
+            Self::Access => Some(Syndrome::AccessError),
+            Self::Operation => Some(Syndrome::OperationalError),
+            Self::Gone => None,
         }
     }
 
     /// What the responder's owner is told.
     #[must_use]
-    pub fn event(self) -> Event {
+    pub fn event(self) -> Option<Event> {
         match self {
-            Self::InvalidRequest => Event::RequestError,
-            Self::Access => Event::AccessError,
-            Self::Operation => Event::Fatal,
+            Self::InvalidRequest => Some(Event::RequestError),
+            Self::Access => Some(Event::AccessError),
+            Self::Operation => Some(Event::Fatal),
+            Self::Gone => None,
         }
     }
 }
@@ -76,6 +81,8 @@ pub enum NoReceive {
     NotPosted,
     /// It, or the queue, is unusable. NAK remote operational error, and the connection fails, an unreliable one as well.
     Unusable,
+    /// As [`Refusal::Gone`].
+    Gone,
 }
 
 /// What happened besides completions.

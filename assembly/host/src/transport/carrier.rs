@@ -26,9 +26,9 @@ fn refusal(refusal: EngineRefusal) -> Refusal {
     match refusal {
         EngineRefusal::Access => Refusal::Access,
         EngineRefusal::Invalid => Refusal::InvalidRequest,
-        EngineRefusal::Operational | EngineRefusal::Gone | EngineRefusal::NotReady { .. } => {
-            Refusal::Operation
-        }
+        EngineRefusal::Operational | EngineRefusal::NotReady { .. } => Refusal::Operation,
+        // Its program has ended, and packets of the peer were on their way: what any HCA does with them.
+        EngineRefusal::Gone => Refusal::Gone,
     }
 }
 
@@ -92,6 +92,7 @@ impl<P: Provider> Memory for Carrier<'_, P> {
     fn take_receive(&mut self) -> Result<u64, NoReceive> {
         self.engine.remote_receive_begin(self.qp).map_err(|refusal| match refusal {
             EngineRefusal::NotReady { .. } => NoReceive::NotPosted,
+            EngineRefusal::Gone => NoReceive::Gone,
             _ => NoReceive::Unusable,
         })
     }
@@ -99,6 +100,7 @@ impl<P: Provider> Memory for Carrier<'_, P> {
     fn place_receive(&mut self, at: u64, data: &[u8]) -> Result<(), Status> {
         self.engine.remote_receive_data(self.qp, offset(at), data).map_err(|refusal| match refusal {
             EngineRefusal::Invalid => Status::LocalLength,
+            EngineRefusal::Gone => Status::Flushed,
             _ => Status::LocalProtection,
         })
     }

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use dma::{Dma, HeapMemory};
 use hca::MrInfo;
-use hca::attributes::{Access, QpKind, QpState};
+use hca::attributes::{Access, QpAttributeMask as Mask, QpAttributes, QpKind, QpState};
 use hca::names::{DeviceId, Gid, SegmentId};
 use hca::testing::{Connected, Guest, World, requests};
 use hca::work::{Sge, Status};
@@ -109,7 +109,7 @@ fn pair_of(kind: QpKind, mtu: u32, keys: [Option<&ClusterKey>; 2]) -> (Side, Sid
     let mut right = Side::new((7, "b"), kind, &directory, at("127.0.0.2"), keys[1]);
     let to_right = World::<HeapMemory>::attributes(right.guest.gid, right.qp.qp.qpn);
     let to_left = World::<HeapMemory>::attributes(left.guest.gid, left.qp.qp.qpn);
-    let patient = |mut attributes: hca::attributes::QpAttributes| {
+    let patient = |mut attributes: QpAttributes| {
         attributes.timeout = 14;
         attributes.retry_count = 7;
         attributes
@@ -231,6 +231,34 @@ fn a_peer_that_is_gone_ends_in_retries_exceeded() {
         // T is 67 ms; eight tries of T at least.
         assert!(start.elapsed() >= Duration::from_millis(8 * 67));
         assert!(right.transports.counters().dropped >= 8);
+    }
+}
+
+#[test]
+fn what_comes_for_a_queue_pair_in_the_moment_of_its_end_is_lost_and_not_refused() {
+    // A program that has all it wanted ends while its peer's last messages are on their way: the peer may not be told of an error sooner
+    // than of a lost peer.
+    for ends in [QpState::Reset, QpState::Error] {
+        let (mut left, mut right) = pair(QpKind::Rc, 1376, None);
+        let first = requests::write(1, 0, right.mr.rkey, &[left.sge(0, 8)]);
+        left.world.send(&left.qp.clone(), first);
+        assert_eq!(completion(&mut left, &mut right).status, Status::Success);
+        let start = Instant::now();
+        left.world.send(&left.qp.clone(), requests::send(2, &[left.sge(0, 8)]));
+        let later = requests::write(3, 64, right.mr.rkey, &[left.sge(0, 8)]);
+        left.world.send(&left.qp.clone(), later);
+        left.round();
+        if ends == QpState::Reset {
+            right.world.engine.destroy_qp(right.qp.device, right.qp.qp.handle).unwrap();
+        } else {
+            let mut error = World::<HeapMemory>::attributes(left.guest.gid, left.qp.qp.qpn);
+            error.state = QpState::Error;
+            right.world.modify(right.qp.device, right.qp.qp.handle, Mask::empty(), &error).unwrap();
+        }
+        // It receives before it hears of that end.
+        assert_eq!(completion(&mut left, &mut right).status, Status::RetryExceeded, "{ends:?}");
+        assert_eq!(completion(&mut left, &mut right).status, Status::Flushed);
+        assert!(start.elapsed() >= Duration::from_millis(8 * 67));
     }
 }
 

@@ -20,6 +20,7 @@ mod responder;
 mod restore;
 #[cfg(test)]
 mod tests;
+mod unreliable;
 
 use std::collections::VecDeque;
 

@@ -4,6 +4,7 @@ use super::responder::{Answer, Resource, Tail};
 use super::*;
 use crate::memory::Remote;
 use crate::packet::{Aeth, Header};
+use crate::status::Refusal;
 
 /// What became of a READ response.
 enum Response {
@@ -134,8 +135,12 @@ impl Connection {
         if payload > 0
             && let Err(refusal) = memory.read(remote, u64::from(length), offset, into)
         {
+            if refusal == Refusal::Gone {
+                self.responder.withhold_answers();
+                return Response::Refused;
+            }
             if self.state == State::Ready {
-                self.refuse(refusal, psn, Some(refusal.event()), memory);
+                self.refuse(refusal, psn, refusal.event(), memory);
             }
             self.drop_from(resource.first);
             return Response::Refused;

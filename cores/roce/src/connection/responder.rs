@@ -104,12 +104,20 @@ impl Responder {
     /// last request has completed here, and the peer must learn so even if this end is closed in that moment or an acknowledgement is lost.
     pub(super) fn close(&mut self) {
         self.incoming = Incoming::None;
-        // Not beyond a READ or atomic that goes without its answer.
+        if matches!(self.tail, Tail::Nak { .. }) {
+            self.tail = Tail::Nothing;
+        }
+        self.withhold_answers();
+        self.refused = None;
+        self.awaits_receive = false;
+    }
+
+    /// READs and atomics that wait for their answers go without, unless the peer asks again; nothing is acknowledged beyond them.
+    pub(super) fn withhold_answers(&mut self) {
         let unanswered = self.resources.iter().find(|found| found.due).map(|found| found.first);
         self.tail = match (self.tail, unanswered) {
             (Tail::Ack, Some(first)) if first > 0 => Tail::AckUpTo(first - 1),
             (Tail::AckUpTo(psn), Some(first)) if first > 0 => Tail::AckUpTo(psn.min(first - 1)),
-            (Tail::Nak { .. }, _) => Tail::Nothing,
             (tail, _) => tail,
         };
         // They stay, since what comes later must not be acknowledged beyond them either.
@@ -117,8 +125,6 @@ impl Responder {
             resource.due = false;
         }
         self.due = 0;
-        self.refused = None;
-        self.awaits_receive = false;
     }
 
     fn completed(&mut self) {
@@ -127,7 +133,7 @@ impl Responder {
 }
 
 /// How far a packet got.
-enum Done {
+pub(super) enum Done {
     /// Executed.
     Yes,
     /// Refused.
@@ -136,6 +142,24 @@ enum Done {
     RefusedSilently(Refusal),
     /// No receive is posted.
     NotReady,
+    /// Nobody takes it: as if it had not come.
+    Gone,
+}
+
+impl From<Refusal> for Done {
+    fn from(refusal: Refusal) -> Self {
+        if refusal == Refusal::Gone { Self::Gone } else { Self::Refused(refusal) }
+    }
+}
+
+impl From<NoReceive> for Done {
+    fn from(why: NoReceive) -> Self {
+        match why {
+            NoReceive::NotPosted => Self::NotReady,
+            NoReceive::Unusable => Self::RefusedSilently(Refusal::Operation),
+            NoReceive::Gone => Self::Gone,
+        }
+    }
 }
 
 impl Connection {
@@ -191,12 +215,17 @@ impl Connection {
                 self.responder.awaits_receive = true;
                 self.responder.tail = Tail::Nak { syndrome, psn: expected };
             }
-            Done::Refused(refusal) => self.refuse(refusal, expected, Some(refusal.event()), memory),
+            Done::Refused(refusal) => self.refuse(refusal, expected, refusal.event(), memory),
             Done::RefusedSilently(refusal) => self.refuse(refusal, expected, None, memory),
+            Done::Gone => {
+                self.counters.dropped_packets += 1;
+                // Nor is what comes behind it asked for again.
+                self.responder.nak_sent = true;
+            }
         }
     }
 
-    fn establish<M: Memory>(&mut self, memory: &mut M) {
+    pub(super) fn establish<M: Memory>(&mut self, memory: &mut M) {
         if !self.responder.established {
             self.responder.established = true;
             memory.event(Event::Established);
@@ -204,7 +233,7 @@ impl Connection {
     }
 
     /// The responder refuses the request at `psn`, and the connection fails. The NAK is said again whenever the peer asks again,
-    /// since otherwise a lost one would look like a peer that is gone.
+    /// since otherwise a lost one would look like a peer that is gone. Nothing happens for [`Refusal::Gone`].
     pub(super) fn refuse<M: Memory>(
         &mut self,
         refusal: Refusal,
@@ -212,11 +241,11 @@ impl Connection {
         event: Option<Event>,
         memory: &mut M,
     ) {
+        let Some(syndrome) = refusal.syndrome().map(Syndrome::encode) else { return };
         if matches!(self.responder.incoming, Incoming::Send { .. }) && refusal == Refusal::InvalidRequest {
             memory.fail_receive(Status::RemoteInvalidRequest);
         }
         self.counters.resp_remote_access_errors += u64::from(refusal == Refusal::Access);
-        let syndrome = refusal.syndrome().encode();
         let responder = &mut self.responder;
         responder.incoming = Incoming::None;
         responder.tail = Tail::Nak { syndrome, psn };
@@ -321,7 +350,7 @@ impl Connection {
 
     /// Executes the expected packet.
     #[inline]
-    fn execute<M: Memory>(&mut self, packet: &Packet<'_>, memory: &mut M) -> Done {
+    pub(super) fn execute<M: Memory>(&mut self, packet: &Packet<'_>, memory: &mut M) -> Done {
         use Operation::*;
         let operation = packet.header.operation;
         match operation {
@@ -354,11 +383,10 @@ impl Connection {
             Some(capacity) => capacity,
             None => match memory.take_receive() {
                 Ok(capacity) => capacity,
-                Err(NoReceive::NotPosted) => return Done::NotReady,
-                Err(NoReceive::Unusable) => return Done::RefusedSilently(Refusal::Operation),
+                Err(why) => return why.into(),
             },
         };
-        self.responder.incoming = Incoming::None;
+        let before = std::mem::replace(&mut self.responder.incoming, Incoming::None);
         let end = offset + packet.payload.len() as u64;
         if end > capacity {
             self.counters.resp_local_length_error += 1;
@@ -373,6 +401,10 @@ impl Connection {
         if !packet.payload.is_empty()
             && let Err(status) = memory.place_receive(offset, packet.payload)
         {
+            if status == Status::Flushed {
+                self.responder.incoming = before;
+                return Done::Gone;
+            }
             memory.fail_receive(status);
             return Done::RefusedSilently(Refusal::Operation);
         }
@@ -397,6 +429,10 @@ impl Connection {
                 let key = u32::from_be_bytes(header.immediate);
                 if let Err(refusal) = memory.invalidate(key) {
                     self.responder.expected -= 1;
+                    if refusal == Refusal::Gone {
+                        self.responder.incoming = before;
+                        return Done::Gone;
+                    }
                     memory.fail_receive(Status::RemoteInvalidRequest);
                     return Done::Refused(refusal);
                 }
@@ -426,15 +462,13 @@ impl Connection {
             return Done::Refused(Refusal::InvalidRequest);
         }
         if let Err(refusal) = memory.write(remote, u64::from(length), offset, packet.payload) {
-            return Done::Refused(refusal);
+            return refusal.into();
         }
         let immediate = matches!(operation, WriteLastImmediate | WriteOnlyImmediate);
         if immediate {
             // Only now a receive is needed. Without one, the packet comes again and is written again.
-            match memory.take_receive() {
-                Ok(_) => {}
-                Err(NoReceive::NotPosted) => return Done::NotReady,
-                Err(NoReceive::Unusable) => return Done::RefusedSilently(Refusal::Operation),
+            if let Err(why) = memory.take_receive() {
+                return why.into();
             }
         }
         let responder = &mut self.responder;
@@ -465,7 +499,7 @@ impl Connection {
             return Done::Refused(Refusal::InvalidRequest);
         }
         if let Err(refusal) = memory.read(remote, u64::from(length), 0, &mut []) {
-            return Done::Refused(refusal);
+            return refusal.into();
         }
         self.counters.rx_read_requests += 1;
         let packets = packets_of(length, self.config.mtu.bytes());
@@ -485,7 +519,7 @@ impl Connection {
                 self.remember(1, Answer::Atomic { original });
                 Done::Yes
             }
-            Err(refusal) => Done::Refused(refusal),
+            Err(refusal) => refusal.into(),
         }
     }
 
@@ -524,55 +558,6 @@ impl Connection {
         let mtu = self.config.mtu.bytes() as usize;
         let len = packet.payload.len();
         if last { len <= mtu && (packet.header.operation.begins() || len > 0) } else { len == mtu }
-    }
-
-    /// A packet of an unreliable connection: what doesn't follow is dropped up to the next message.
-    pub(super) fn receive_unreliable<M: Memory>(&mut self, packet: &Packet<'_>, memory: &mut M) {
-        if self.state == State::Failed {
-            self.counters.dropped_packets += 1;
-            return;
-        }
-        let operation = packet.header.operation;
-        // The peer may go anywhere at any time, so nothing is gained from numbers that never wrap.
-        let psn = psn::first(packet.header.psn);
-        self.responder.expected = psn::first(psn::wire(self.responder.expected));
-        let follows = psn == self.responder.expected && self.responder.incoming != Incoming::Drop;
-        if !follows {
-            self.counters.out_of_sequence += u64::from(psn != self.responder.expected);
-            self.drop_message(memory);
-            if !operation.begins() {
-                self.responder.expected = psn + 1;
-                self.responder.incoming = Incoming::Drop;
-                self.counters.dropped_packets += 1;
-                return;
-            }
-        } else if operation.begins() && self.responder.incoming != Incoming::None {
-            // The last packets of the message before are missing, or the peer gave it up.
-            self.drop_message(memory);
-        }
-        self.responder.expected = psn;
-        self.establish(memory);
-        match self.execute(packet, memory) {
-            Done::Yes => {}
-            done => {
-                self.counters.out_of_buffer += u64::from(matches!(done, Done::NotReady));
-                self.counters.dropped_packets += 1;
-                self.drop_message(memory);
-                self.responder.expected = psn + 1;
-                self.responder.incoming = Incoming::Drop;
-                if matches!(done, Done::RefusedSilently(_)) {
-                    // A receive that can't be used is this end's own fault.
-                    self.fail(memory);
-                }
-            }
-        }
-    }
-
-    fn drop_message<M: Memory>(&mut self, memory: &mut M) {
-        if matches!(self.responder.incoming, Incoming::Send { .. }) {
-            memory.keep_receive();
-        }
-        self.responder.incoming = Incoming::None;
     }
 }
 

@@ -1,6 +1,7 @@
 //! Unit tests of connections: two of them back to back.
 
 mod closing;
+mod gone;
 
 use super::*;
 use crate::memory::*;
@@ -53,11 +54,17 @@ impl Memory for Flat {
         self.completions.push((token, status, length));
     }
     fn take_receive(&mut self) -> Result<u64, NoReceive> {
+        if self.refuse == Some(Refusal::Gone) {
+            return Err(NoReceive::Gone);
+        }
         let capacity = self.receives.pop_front().ok_or(NoReceive::NotPosted)?;
         assert!(self.in_use.replace(capacity).is_none(), "one receive at a time");
         Ok(capacity)
     }
     fn place_receive(&mut self, offset: u64, data: &[u8]) -> Result<(), Status> {
+        if self.refuse == Some(Refusal::Gone) {
+            return Err(Status::Flushed);
+        }
         assert!(self.in_use.is_some());
         self.slice((1 << 18) + offset, data.len()).copy_from_slice(data);
         Ok(())
@@ -90,6 +97,9 @@ impl Memory for Flat {
         Ok(())
     }
     fn atomic(&mut self, remote: Remote, operation: Atomic) -> Result<u64, Refusal> {
+        if let Some(refusal) = self.refuse {
+            return Err(refusal);
+        }
         let word: &mut [u8; 8] = self.slice(remote.address, 8).try_into().unwrap();
         let before = u64::from_ne_bytes(*word);
         let after = match operation {
