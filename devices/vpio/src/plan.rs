@@ -1,12 +1,11 @@
 //! What KVM may handle without an exit to user space, as data: whoever wires a monitor to KVM owns the memory slots and zones and applies
-//! the plan; it changes only with the hook list, so at coarse transitions.
+//! the plan.
 //!
 //! KVM decides by page: a page of a memory BAR is mapped, mapped read-only over a shadow page that the monitor keeps fresh, or traps.
 //! Port reads always leave the guest. Writes that may be late wait in a coalescing ring, which is drained before anything else is done
 //! for the device (spec vpio, 3.1).
 
 use device_models::describe::{Bar, Class, Device, Event, Register};
-use device_models::model::hooks;
 
 /// Bytes of a page.
 const PAGE: u32 = 4096;
@@ -34,7 +33,7 @@ pub struct Zone {
     pub length: u32,
 }
 
-/// What KVM may do in a set of states.
+/// What KVM may do.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     /// Pages of memory BARs: BAR, offset of the page, treatment.
@@ -43,9 +42,8 @@ pub struct Plan {
     pub late: Vec<Zone>,
 }
 
-/// The plan for a device in `states` (a state number per component).
-pub fn plan(device: &'static Device, states: &[u8]) -> Plan {
-    let hooked = hooks(device, states);
+/// The plan for a device, the same in all of its states.
+pub fn plan(device: &'static Device) -> Plan {
     let (mut pages, mut late) = (Vec::new(), Vec::new());
     for (number, bar) in (0u8..).zip(device.bars) {
         let (Bar::Memory(size) | Bar::Ports(size)) = *bar else { continue };
@@ -54,23 +52,7 @@ pub fn plan(device: &'static Device, states: &[u8]) -> Plan {
                 pages.push((number, page, page_plan(device, page)));
             }
         }
-        let may_wait = |offset: u32| {
-            // Whatever bank is selected when the ring is drained: the writes before it are drained first, so each of them must be late.
-            let mut any = false;
-            let all =
-                device.numbered().filter(|(_, register)| register.write.is_some()).all(|(reg, register)| {
-                    if !(0..8).any(|bank| register.is_at(offset, bank)) {
-                        return true;
-                    }
-                    any = true;
-                    register.write == Some(Class::Deny) || register.late && !hooked.contains(&reg)
-                });
-            any && all
-        };
-        for offset in 0..size {
-            if !may_wait(offset) {
-                continue;
-            }
+        for offset in (0..size).filter(|offset| may_wait(device, *offset)) {
             match late.last_mut() {
                 Some(Zone { bar, offset: start, length }) if *bar == number && *start + *length == offset => {
                     *length += 1
@@ -80,6 +62,19 @@ pub fn plan(device: &'static Device, states: &[u8]) -> Plan {
         }
     }
     Plan { pages, late }
+}
+
+/// Whether writes to a byte may wait, in whatever bank it is when they are taken: the writes before them, one of which may have changed it,
+/// are taken first. A register that a check guards may be among them: the check comes before the device has the write, however late.
+fn may_wait(device: &Device, offset: u32) -> bool {
+    let written = device.numbered().filter(|(_, register)| register.write.is_some());
+    let mut any = false;
+    let mut here = written.filter(|(_, register)| (0..8).any(|bank| register.is_at(offset, bank)));
+    let all = here.all(|(_, register)| {
+        any |= register.late;
+        register.late || register.write == Some(Class::Deny)
+    });
+    any && all
 }
 
 fn page_plan(device: &'static Device, page: u32) -> PagePlan {
@@ -113,24 +108,39 @@ fn page_plan(device: &'static Device, page: u32) -> PagePlan {
 
 #[cfg(test)]
 mod tests {
-    use device_models::devices::ne2000::{NE2000, RUNNING, STOPPED};
+    use device_models::devices::{e1000::E1000, ne2000::NE2000, rtl8139::RTL8139};
 
-    use super::{Zone, plan};
+    use super::*;
 
-    /// The NE2000's data port is coalesced, its command register never; what a running receiver makes checked isn't either.
+    fn covers(device: &'static Device, bar: u8, offset: u32) -> bool {
+        let zones = plan(device).late;
+        zones.iter().any(|zone| zone.bar == bar && (zone.offset..zone.offset + zone.length).contains(&offset))
+    }
+
     #[test]
-    fn late_writes_of_the_ne2000() {
-        let mut states = vec![0; NE2000.components.len()];
-        states[usize::from(STOPPED.component)] = STOPPED.number;
-        let stopped = plan(&NE2000, &states);
-        assert!(stopped.pages.is_empty(), "ports have no pages");
-        let covers = |zones: &[Zone], offset: u32| {
-            zones.iter().any(|zone| (zone.offset..zone.offset + zone.length).contains(&offset))
-        };
-        assert!(covers(&stopped.late, 0x0D), "TCR");
-        assert!(!covers(&stopped.late, 0x00), "CR");
-        states[usize::from(RUNNING.component)] = RUNNING.number;
-        let running = plan(&NE2000, &states);
-        assert!(!covers(&running.late, 0x02), "PSTOP is checked while the receiver runs");
+    fn what_fills_a_frame_s_buffer_may_wait_and_what_sends_it_may_not() {
+        // The NE2000: the data port, where the remote transfer goes, and what the frame is; not CR, nor the mask of interrupts.
+        for late in [0x01, 0x03, 0x04, 0x05, 0x06, 0x07, 0x08, 0x0B, 0x10, 0x11, 0x13] {
+            assert!(covers(&NE2000, 0, late), "{late:#x}");
+        }
+        for prompt in [0x00, 0x0F, 0x1F] {
+            assert!(!covers(&NE2000, 0, prompt), "{prompt:#x}");
+        }
+    }
+
+    #[test]
+    fn acknowledged_causes_may_wait_and_requests_to_send_may_not() {
+        // The RTL8139 by ports and by memory: ISR; TSD0, CR, CAPR, IMR.
+        for bar in [0, 1] {
+            assert!(covers(&RTL8139, bar, 0x3E) && covers(&RTL8139, bar, 0x3F));
+            for prompt in [0x10, 0x37, 0x38, 0x3C] {
+                assert!(!covers(&RTL8139, bar, prompt), "{prompt:#x}");
+            }
+        }
+        // The e1000: IMC; IMS and both tails.
+        assert!(covers(&E1000, 0, 0xD8));
+        for prompt in [0xD0, 0x2818, 0x3818] {
+            assert!(!covers(&E1000, 0, prompt), "{prompt:#x}");
+        }
     }
 }

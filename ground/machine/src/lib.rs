@@ -6,6 +6,7 @@
 //! kvm::Host --create_vm--> vm::Vm --+-- slots::Slots        memslots, dirty log
 //!                                   +-- irqchip::KernelIrqchip (interrupt::InterruptController)
 //!                                   +-- ioeventfds
+//!                                   +-- late::LateWrites    writes that needn't exit
 //! memory::RamLayout -> memory::GuestRam (sealed memfds) --> Slots::add_ram
 //! bus::AddressSpace (ports), bus::AddressSpace (memory) --+
 //! x86::guest_cpuid, vcpu::VcpuStart --------------------- +--> vcpu::VcpuManager: one thread per vCPU
@@ -17,6 +18,7 @@ pub mod exits;
 pub mod interrupt;
 pub mod irqchip;
 pub mod kvm;
+pub mod late;
 pub mod memory;
 pub mod probe;
 pub mod scheduling;

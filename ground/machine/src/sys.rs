@@ -4,11 +4,13 @@
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
-use kvm_bindings::{KVMIO, kvm_ioeventfd, kvm_irqfd, kvm_userspace_memory_region};
+use kvm_bindings::{KVMIO, kvm_coalesced_mmio_zone, kvm_ioeventfd, kvm_irqfd, kvm_userspace_memory_region};
 use vmm_sys_util::ioctl::{ioctl, ioctl_with_ref};
 use vmm_sys_util::{ioctl_io_nr, ioctl_iow_nr};
 
 ioctl_iow_nr!(KVM_SET_USER_MEMORY_REGION, KVMIO, 0x46, kvm_userspace_memory_region);
+ioctl_iow_nr!(KVM_REGISTER_COALESCED_MMIO, KVMIO, 0x67, kvm_coalesced_mmio_zone);
+ioctl_iow_nr!(KVM_UNREGISTER_COALESCED_MMIO, KVMIO, 0x68, kvm_coalesced_mmio_zone);
 ioctl_iow_nr!(KVM_IRQFD, KVMIO, 0x76, kvm_irqfd);
 ioctl_iow_nr!(KVM_IOEVENTFD, KVMIO, 0x79, kvm_ioeventfd);
 ioctl_io_nr!(KVM_GET_STATS_FD, KVMIO, 0xce);
@@ -43,6 +45,13 @@ pub(crate) unsafe fn set_memory_region(
 pub(crate) fn ioeventfd(vm: &impl AsRawFd, event: &kvm_ioeventfd) -> io::Result<()> {
     // SAFETY: the request takes a pointer to this struct, which outlives the call. KVM takes its own reference to the fd.
     retry(|| unsafe { ioctl_with_ref(vm, KVM_IOEVENTFD(), event) }).map(drop)
+}
+
+/// KVM_REGISTER_COALESCED_MMIO, or KVM_UNREGISTER_COALESCED_MMIO.
+pub(crate) fn late_zone(vm: &impl AsRawFd, zone: &kvm_coalesced_mmio_zone, there: bool) -> io::Result<()> {
+    let request = if there { KVM_REGISTER_COALESCED_MMIO() } else { KVM_UNREGISTER_COALESCED_MMIO() };
+    // SAFETY: the request takes a pointer to this struct, which outlives the call.
+    retry(|| unsafe { ioctl_with_ref(vm, request, zone) }).map(drop)
 }
 
 /// KVM_IRQFD.

@@ -11,6 +11,7 @@ use kvm_bindings::{
 };
 use kvm_ioctls::{Cap, Kvm, VmFd};
 
+use crate::late::{LateWrites, LateZone};
 use crate::slots::Slots;
 use crate::state::{CLOCK_STATE_VERSION, SavedClock};
 use crate::stats::{KernelStats, StatsReader};
@@ -136,6 +137,7 @@ impl IoEvent {
 pub struct Vm {
     fd: Arc<VmFd>,
     slots: Slots,
+    late: LateWrites,
     kernel_irqchip: AtomicBool,
     irq_routes: usize,
     max_vcpus: usize,
@@ -170,6 +172,7 @@ impl Vm {
             (number(Cap::IrqRouting), number(Cap::Xsave2), number(Cap::NrMemslots));
         Ok(Arc::new(Self {
             slots: Slots::new(Arc::clone(&fd), memslots),
+            late: LateWrites::default(),
             kernel_irqchip: AtomicBool::new(false),
             irq_routes,
             max_vcpus: kvm.get_max_vcpus(),
@@ -183,6 +186,34 @@ impl Vm {
     /// Its memslots.
     pub fn slots(&self) -> &Slots {
         &self.slots
+    }
+
+    /// Its late writes.
+    pub fn late(&self) -> &LateWrites {
+        &self.late
+    }
+
+    /// Writes to these bytes may be late from now on ([`crate::late`]).
+    pub fn add_late_zone(&self, zone: &LateZone) -> Result<(), VmError> {
+        self.late_zone(zone, true)?;
+        self.late.zone_added();
+        Ok(())
+    }
+
+    /// Writes that begin afterwards exit again. Drain what waits before something else is put there.
+    pub fn remove_late_zone(&self, zone: &LateZone) -> Result<(), VmError> {
+        self.late_zone(zone, false)
+    }
+
+    fn late_zone(&self, zone: &LateZone, there: bool) -> Result<(), VmError> {
+        sys::late_zone(&*self.fd, &zone.request(), there).map_err(|source| {
+            let (space, address, length) = (zone.space.name(), zone.address, zone.length);
+            let let_ = if there { "let" } else { "no longer let" };
+            VmError::refused(
+                format!("{let_} writes to {length} bytes at {space} address {address:#x} wait"),
+                source,
+            )
+        })
     }
 
     /// Most vCPUs that this VM can have.

@@ -62,6 +62,17 @@ pub struct Doorbell {
     pub fd: Arc<OwnedFd>,
 }
 
+/// Bytes of a BAR whose writes may wait until the guest does something else ([`PciFunction::late_writes`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LateWrites {
+    /// Number of the BAR.
+    pub bar: u8,
+    /// First byte.
+    pub offset: u32,
+    /// Bytes.
+    pub len: u32,
+}
+
 /// What a configuration write changed, so that the bus acts on it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ConfigEffect {
@@ -103,6 +114,11 @@ pub trait PciFunction: Send + Sync {
     fn bar_write(&self, bar: u8, offset: u64, data: &[u8]);
     /// Writes that ring eventfds.
     fn doorbells(&self) -> Vec<Doorbell>;
+    /// Writes that needn't leave the guest at once: they come in order, before any other access of any BAR and before a pause, but perhaps
+    /// no sooner than the guest's next such access. None by default.
+    fn late_writes(&self) -> Vec<LateWrites> {
+        Vec::new()
+    }
     /// Ranges to map into the guest.
     fn mappings(&self) -> Vec<BarMapping>;
     /// The bus hands over the INTx wire of the slot; called once, before the guest runs.
@@ -159,7 +175,7 @@ pub enum FunctionError {
 /// Connects BARs to the guest's address spaces; implemented by the monitor.
 pub trait BarPlacer: Send + Sync {
     /// Makes a BAR answer at `address`: register it with the I/O or memory bus, attach its doorbells as
-    /// ioeventfds, map its [`BarMapping`]s as memslots.
+    /// ioeventfds, map its [`BarMapping`]s as memslots. [`PciFunction::late_writes`] may be let wait.
     fn place(&self, function: &Arc<dyn PciFunction>, bar: BarLayout, address: u64) -> Result<(), PlaceError>;
     /// Undoes [`BarPlacer::place`]. Succeeds when the BAR isn't placed there.
     fn unplace(

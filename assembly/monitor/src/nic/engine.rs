@@ -9,9 +9,10 @@ use device_models::physical::DeviceError;
 use device_models::{Access, PhysicalDevice, reference};
 use machine::interrupt::{InterruptController, LevelLine};
 use machine::memory::GuestRam;
-use pci::function::BarMapping;
+use pci::function::{BarMapping, LateWrites};
 use serde_json::{Value, json};
 use telemetry::guest_log::GuestLog;
+use vpio::plan::{Zone, plan};
 use vpio::vfio::{Ram, Vfio};
 use vpio::{Answer, FailurePolicy, GuestConfig, GuestId, Monitor, MonitorError, Slot, Slots};
 
@@ -336,6 +337,14 @@ impl Engine {
             read_only: false,
         };
         mapped.iter().map(mapping).collect()
+    }
+
+    /// Writes that may wait, where accesses come to this process.
+    pub(super) fn late_writes(&self) -> Vec<LateWrites> {
+        let mapped = self.mappings();
+        let late = |Zone { bar, offset, length }| LateWrites { bar, offset, len: length };
+        let zones = plan(self.device).late.into_iter();
+        zones.filter(|zone| mapped.iter().all(|mapping| mapping.bar != zone.bar)).map(late).collect()
     }
 
     pub(super) fn inspect(&self) -> Value {

@@ -7,7 +7,7 @@ use device_models::describe::{Bar, Device};
 use machine::interrupt::InterruptController;
 use pci::config::{ClassCode, ConfigSpace, Identity, InterruptPin};
 use pci::function::{
-    BarKind, BarLayout, BarMapping, BarPlace, ConfigEffect, Doorbell, FunctionError, PciFunction,
+    BarKind, BarLayout, BarMapping, BarPlace, ConfigEffect, Doorbell, FunctionError, LateWrites, PciFunction,
     SavedFunction,
 };
 use pci::interrupt::IntxLine;
@@ -75,13 +75,18 @@ impl NicFunction {
         lock(&self.engine).connect(controller, gsi)
     }
 
-    /// Starts the thread, if there is something to wait for.
-    pub(super) fn start(self: &Arc<Self>, on_start: ThreadHook) -> Result<(), NicError> {
+    /// Starts the thread, if there is something to wait for. `drain` brings late writes here, in the thread, before it looks.
+    pub(super) fn start(
+        self: &Arc<Self>,
+        on_start: ThreadHook,
+        drain: impl Fn() + Send + 'static,
+    ) -> Result<(), NicError> {
         let source = lock(&self.engine).source()?;
         let Some(source) = source else { return Ok(()) };
         let function: Weak<Self> = Arc::downgrade(self);
         let readable = move || {
             let Some(function) = function.upgrade() else { return false };
+            drain();
             let mut engine = lock(&function.engine);
             engine.readable();
             function.drive(&mut engine);
@@ -196,6 +201,10 @@ impl PciFunction for NicFunction {
 
     fn doorbells(&self) -> Vec<Doorbell> {
         Vec::new()
+    }
+
+    fn late_writes(&self) -> Vec<LateWrites> {
+        lock(&self.engine).late_writes()
     }
 
     fn mappings(&self) -> Vec<BarMapping> {

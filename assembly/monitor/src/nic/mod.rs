@@ -1,9 +1,11 @@
 //! Commodity NICs that the guest drives with its own driver: `[[nic]]`, in one of three modes ([`crate::description::NicMode`]).
 //!
 //! ```text
-//! virtual      guest ─▶ reference emulation (device-models) ─▶ tap            every access exits
-//! vpio         guest ─▶ Monitor (vpio) ─▶ card of this host, vfio-pci         every access exits; DMA to validated windows only
+//! virtual      guest ─▶ reference emulation (device-models) ─▶ tap            accesses exit
+//! vpio         guest ─▶ Monitor (vpio) ─▶ card of this host, vfio-pci         accesses exit; DMA to validated windows only
 //! passthrough  guest ─▶ card of this host, vfio-pci                           memory BARs mapped, INTx by irqfd; DMA to all of the guest
+//!
+//! Where accesses exit, writes that may be late don't, but wait for the next access (machine::late, vpio::plan).
 //! ```
 //!
 //! | module | holds |
@@ -139,7 +141,8 @@ impl OpenedNic {
         &self.wish.name
     }
 
-    /// Plugs it in and starts its thread; `on_start` runs first on that. `stop` is called at most once, from any thread.
+    /// Plugs it in and starts its thread; `on_start` runs first on that, `drain` whenever it wakes. `stop` is called at most once, from any
+    /// thread.
     ///
     /// # Errors
     /// When memory, interrupts or the thread can't be had.
@@ -149,6 +152,7 @@ impl OpenedNic {
         ram: &GuestRam,
         controller: &dyn InterruptController,
         on_start: ThreadHook,
+        drain: impl Fn() + Send + 'static,
         stop: StopSink,
     ) -> Result<(), crate::vm::Error> {
         let name = self.wish.name.clone();
@@ -157,7 +161,7 @@ impl OpenedNic {
         let function = NicFunction::new(&name, engine).map_err(failed)?;
         let address = root.plug_next(Arc::clone(&function) as Arc<dyn PciFunction>)?;
         let gsi = intx_gsi(address.slot(), InterruptPin::A);
-        function.connect(controller, gsi).and_then(|()| function.start(on_start)).map_err(failed)
+        function.connect(controller, gsi).and_then(|()| function.start(on_start, drain)).map_err(failed)
     }
 }
 

@@ -45,7 +45,7 @@ fn machine(model: &str) -> Machine {
         NicFunction::new("nic0", Engine::new(&wish, back, &ram, Arc::new(|_| {})).unwrap()).unwrap();
     let line = FakeLine::new();
     function.attach_intx(line.clone());
-    function.start(Arc::new(|| {})).unwrap();
+    function.start(Arc::new(|| {}), || {}).unwrap();
     Machine { function, ram, line, wire }
 }
 

@@ -205,7 +205,16 @@ impl OpenedDevices {
             let on_start = threads::hook(sandbox, ThreadKind::DeviceWorker);
             let (events, name) = (self.events.clone(), nic.name().to_owned());
             let stop = Arc::new(move |what| events.send(Event::Refused(name.clone(), what)));
-            nic.plug(&root, ram, controller.as_ref(), on_start, stop)?;
+            // A bus holds its devices, and must not be held by them.
+            let (its_vm, ports, memory) = (Arc::downgrade(vm), Arc::downgrade(ports), Arc::downgrade(memory));
+            let drain = move || {
+                if let (Some(vm), Some(ports), Some(memory)) =
+                    (its_vm.upgrade(), ports.upgrade(), memory.upgrade())
+                {
+                    vm.late().drain(&ports, &memory);
+                }
+            };
+            nic.plug(&root, ram, controller.as_ref(), on_start, drain, stop)?;
         }
         served::plug(served_anywhere, &root, ram, &msi, &watcher)?;
         if let Some(opened) = self.neighbour {

@@ -6,9 +6,10 @@ use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use machine::bus::{AddressSpace, BusDevice};
+use machine::late::LateZone;
 use machine::slots::{HostMapping, SlotId};
 use machine::vm::{IoEvent, IoSpace, Vm};
-use pci::function::{BarKind, BarLayout, BarMapping, BarPlacer, PciFunction, PlaceError};
+use pci::function::{BarKind, BarLayout, BarMapping, BarPlacer, LateWrites, PciFunction, PlaceError};
 
 /// Places BARs of one machine.
 pub struct MachinePlacer {
@@ -23,6 +24,7 @@ pub struct MachinePlacer {
 struct Placed {
     slots: Vec<(BarMapping, SlotId)>,
     events: Vec<IoEvent>,
+    late: Vec<LateZone>,
     on_bus: bool,
 }
 
@@ -76,6 +78,7 @@ impl MachinePlacer {
                 fd: doorbell.fd,
             });
         }
+        let late = late_zones(function, bar, address, space)?;
         let mappings = function.mappings().into_iter().filter(|mapping| mapping.bar == bar.index);
         let mappings: Vec<BarMapping> = mappings.collect();
 
@@ -88,7 +91,14 @@ impl MachinePlacer {
             let stays = events.iter().any(|wanted| same_event(wanted, event));
             stays || note(&mut first, self.vm.remove_ioevent(event).map_err(|error| describe(&error)))
         });
+        self.end_late(|zone| late.contains(zone), placed, &mut first);
         first?;
+        for zone in late {
+            if !placed.late.contains(&zone) {
+                self.vm.add_late_zone(&zone).map_err(|error| describe(&error))?;
+                placed.late.push(zone);
+            }
+        }
         for event in events {
             if !placed.events.iter().any(|there| same_event(there, &event)) {
                 self.vm.add_ioevent(&event).map_err(|error| describe(&error))?;
@@ -110,6 +120,22 @@ impl MachinePlacer {
         Ok(())
     }
 
+    /// Ends the zones of late writes that don't stay; what waits still reaches the function.
+    fn end_late(
+        &self,
+        stays: impl Fn(&LateZone) -> bool,
+        placed: &mut Placed,
+        first: &mut Result<(), String>,
+    ) {
+        let before = placed.late.len();
+        placed.late.retain(|zone| {
+            stays(zone) || note(first, self.vm.remove_late_zone(zone).map_err(|error| describe(&error)))
+        });
+        if placed.late.len() < before {
+            self.vm.late().drain(&self.ports, &self.memory);
+        }
+    }
+
     /// Takes back all that `attach` did, as far as it came. What can't be taken back stays in `placed`; the first
     /// failure is reported, the rest still happens.
     fn detach(&self, bar: BarLayout, address: u64, placed: &mut Placed) -> Result<(), String> {
@@ -120,6 +146,7 @@ impl MachinePlacer {
         placed.events.retain(|event| {
             note(&mut first, self.vm.remove_ioevent(event).map_err(|error| describe(&error)))
         });
+        self.end_late(|_| false, placed, &mut first);
         if placed.on_bus {
             let removed = self.bus(bar.kind).0.remove(address, bar.size);
             placed.on_bus = note(&mut first, removed.map_err(|error| describe(&error)));
@@ -173,6 +200,22 @@ impl BarPlacer for MachinePlacer {
             None => Err(place_error(function, bar, address, "it isn't placed".to_owned())),
         }
     }
+}
+
+/// Where a BAR at an address takes late writes.
+fn late_zones(
+    function: &Arc<dyn PciFunction>,
+    bar: BarLayout,
+    address: u64,
+    space: IoSpace,
+) -> Result<Vec<LateZone>, String> {
+    let here = function.late_writes().into_iter().filter(|late| late.bar == bar.index);
+    let zone = |late: LateWrites| {
+        let at =
+            address.checked_add(u64::from(late.offset)).ok_or("late writes lie beyond the address space")?;
+        Ok(LateZone { space, address: at, length: late.len })
+    };
+    here.map(zone).collect()
 }
 
 /// As exit tables show it, for instance `rdma0.1 bar2`.

@@ -348,6 +348,11 @@ fn create(
         what: "map the run page of".into(),
         source,
     })?;
+    vm.late().map(&fd).map_err(|source| VcpuError::Refused {
+        vcpu: id,
+        what: "map the ring of late writes of".into(),
+        source,
+    })?;
     let control = Arc::new(Control::new(page));
     let exits = Arc::new(VcpuExits::new());
     let thread = VcpuThread {

@@ -120,7 +120,9 @@ impl VcpuThread {
         }
         loop {
             if self.control.attention() {
-                return self.complete();
+                let left = self.complete();
+                self.drain();
+                return left;
             }
             match self.enter() {
                 Next::Go | Next::Interrupted => {}
@@ -140,6 +142,11 @@ impl VcpuThread {
                 Next::End(event) => return self.end(event),
             }
         }
+    }
+
+    /// What the guest wrote before, and may be late.
+    fn drain(&self) {
+        self.vm.late().drain(&self.options.ports, &self.options.memory);
     }
 
     fn end(&mut self, event: VcpuEvent) -> Left {
@@ -180,8 +187,14 @@ impl VcpuThread {
             Err(error) => return self.run_error(errno(error)),
         };
         match reason {
-            KVM_EXIT_IO => self.port(),
-            KVM_EXIT_MMIO => self.memory(),
+            KVM_EXIT_IO => {
+                self.drain();
+                self.port()
+            }
+            KVM_EXIT_MMIO => {
+                self.drain();
+                self.memory()
+            }
             _ => {
                 let cause = ExitCause::of_reason(reason);
                 self.exits.count(cause);

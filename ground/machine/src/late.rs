@@ -1,0 +1,299 @@
+//! Late writes: guest stores to ports or memory-mapped registers that may wait. KVM puts them into a ring instead of leaving the guest,
+//! and they reach their devices before anything else does that the guest asks for ("coalesced MMIO", `KVM_REGISTER_COALESCED_MMIO`).
+//!
+//! ```text
+//! guest's store ──▶ KVM: in a zone? ──▶ ring, 169 places ──▶ LateWrites::drain ──▶ bus ──▶ device
+//!                        │ no, or the ring is full                ▲
+//!                        └──▶ exit ── drains first ───────────────┘  also: pauses, and threads of devices before they look
+//! ```
+//!
+//! One ring per VM, for both address spaces: all late writes stay in their order, and whoever takes them holds a lock until the device has
+//! them, so that a vCPU's next access can't overtake its own late write in another thread's hands. A late write waits until the next exit
+//! for a port or memory access of any vCPU, the next pause, or the next wake-up of a device's thread.
+#![allow(unsafe_code)] // The ring is memory that the kernel writes.
+
+use std::io;
+use std::os::fd::{AsFd as _, AsRawFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use kvm_bindings::{KVM_COALESCED_MMIO_PAGE_OFFSET, kvm_coalesced_mmio, kvm_coalesced_mmio_zone};
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::bus::AddressSpace;
+use crate::vm::IoSpace;
+
+const PAGE: usize = 4096;
+/// Bytes in front of the entries: the indices.
+const HEAD: usize = 8;
+/// Places of the ring; one stays empty.
+const PLACES: u32 = ((PAGE - HEAD) / size_of::<kvm_coalesced_mmio>()) as u32;
+
+/// Bytes of an address space in which writes may be late, whatever their width.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LateZone {
+    /// Ports or memory.
+    pub space: IoSpace,
+    /// First port or guest-physical address.
+    pub address: u64,
+    /// Bytes. A write that begins in the zone and ends behind it isn't late.
+    pub length: u32,
+}
+
+impl LateZone {
+    pub(crate) fn request(&self) -> kvm_coalesced_mmio_zone {
+        let mut zone =
+            kvm_coalesced_mmio_zone { addr: self.address, size: self.length, ..Default::default() };
+        zone.__bindgen_anon_1.pio = u32::from(self.space == IoSpace::Port);
+        zone
+    }
+}
+
+/// The late writes of a VM. Thread-safe.
+#[derive(Debug, Default)]
+pub struct LateWrites {
+    /// Zones that there are: without any, nobody looks into the ring.
+    zones: AtomicUsize,
+    /// Writes that came by the ring.
+    taken: AtomicU64,
+    ring: Mutex<Option<Ring>>,
+}
+
+impl LateWrites {
+    fn ring(&self) -> MutexGuard<'_, Option<Ring>> {
+        self.ring.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Maps the ring, which is part of each vCPU's file. The first does; others change nothing.
+    pub(crate) fn map(&self, vcpu: &impl AsRawFd) -> io::Result<()> {
+        let mut ring = self.ring();
+        if ring.is_none() {
+            *ring = Some(Ring::map(vcpu)?);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn zone_added(&self) {
+        self.zones.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Gives all writes that wait to their devices, in the order in which the guest made them. Not from within a device's own `write`,
+    /// nor with a lock held that a device takes in it.
+    pub fn drain(&self, ports: &AddressSpace, memory: &AddressSpace) {
+        // Zones may go, but what they let wait is still taken: this never counts down.
+        if self.zones.load(Ordering::Acquire) == 0 {
+            return;
+        }
+        let mut ring = self.ring();
+        let Some(ring) = ring.as_mut() else { return };
+        let mut taken = 0;
+        while let Some(write) = ring.first() {
+            let data = write.data.get(..write.length).unwrap_or(&write.data);
+            match write.space {
+                IoSpace::Port => ports.write(write.address, data),
+                IoSpace::Memory => memory.write(write.address, data),
+            };
+            ring.advance();
+            taken += 1;
+        }
+        self.taken.fetch_add(taken, Ordering::Relaxed);
+    }
+
+    /// Writes that came by the ring since the VM began.
+    pub fn taken(&self) -> u64 {
+        self.taken.load(Ordering::Relaxed)
+    }
+}
+
+/// A write of a guest, copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Write {
+    space: IoSpace,
+    address: u64,
+    length: usize,
+    data: [u8; 8],
+}
+
+/// The page that KVM writes entries to: `first`, `last`, entries. KVM advances `last`, this process `first`.
+#[derive(Debug)]
+struct Ring(NonNull<u8>);
+
+// SAFETY: a mapping that nobody else of this process knows; the indices are accessed atomically.
+unsafe impl Send for Ring {}
+
+impl Ring {
+    fn map(vcpu: &impl AsRawFd) -> io::Result<Self> {
+        // SAFETY: the descriptor is open as long as `vcpu` lives.
+        let fd = unsafe { BorrowedFd::borrow_raw(vcpu.as_raw_fd()) };
+        let offset = u64::from(KVM_COALESCED_MMIO_PAGE_OFFSET) * PAGE as u64;
+        Self::of(fd, offset)
+    }
+
+    fn of(fd: BorrowedFd<'_>, offset: u64) -> io::Result<Self> {
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let null = std::ptr::null_mut();
+        // SAFETY: a new mapping at an address of the kernel's choice; it keeps the file open by itself.
+        let address =
+            unsafe { rustix::mm::mmap(null, PAGE, protection, MapFlags::SHARED, fd.as_fd(), offset) }?;
+        NonNull::new(address.cast()).map(Self).ok_or_else(|| io::ErrorKind::Other.into())
+    }
+
+    fn index(&self, offset: usize) -> &AtomicU32 {
+        // SAFETY: an aligned word of the mapping, which lives as long as `self`; the kernel accesses it as such.
+        unsafe { AtomicU32::from_ptr(self.0.as_ptr().add(offset).cast()) }
+    }
+
+    /// The oldest write that waits. It stays.
+    fn first(&self) -> Option<Write> {
+        let first = self.index(0).load(Ordering::Relaxed) % PLACES;
+        if self.index(4).load(Ordering::Acquire) % PLACES == first {
+            return None;
+        }
+        let at = HEAD + first as usize * size_of::<kvm_coalesced_mmio>();
+        // SAFETY: the entry lies in the mapping (`first` is below PLACES) and is KVM's no more: `last`, which was read before, says so.
+        let entry: kvm_coalesced_mmio =
+            unsafe { self.0.as_ptr().add(at).cast::<kvm_coalesced_mmio>().read() };
+        // SAFETY: both names are the same word.
+        let port = unsafe { entry.__bindgen_anon_1.pio } != 0;
+        Some(Write {
+            space: if port { IoSpace::Port } else { IoSpace::Memory },
+            address: entry.phys_addr,
+            length: (entry.len as usize).min(entry.data.len()),
+            data: entry.data,
+        })
+    }
+
+    /// Gives the oldest entry's place back to KVM.
+    fn advance(&mut self) {
+        let first = self.index(0).load(Ordering::Relaxed) % PLACES;
+        self.index(0).store((first + 1) % PLACES, Ordering::Release);
+    }
+}
+
+impl Drop for Ring {
+    fn drop(&mut self) {
+        // SAFETY: exactly the mapping made in `of`; nobody else knows it.
+        if let Err(error) = unsafe { rustix::mm::munmap(self.0.as_ptr().cast(), PAGE) } {
+            tracing::error!(%error, "The ring of late writes could not be released");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
+    use super::*;
+    use crate::bus::BusDevice;
+    use crate::exits::RangeNames;
+
+    /// What reached a device: offset and bytes.
+    #[derive(Default)]
+    struct Seen(Mutex<Vec<(u64, Vec<u8>)>>);
+
+    impl BusDevice for Seen {
+        fn read(&self, _: u64, _: &mut [u8]) {}
+        fn write(&self, offset: u64, data: &[u8]) {
+            self.0.lock().unwrap().push((offset, data.to_vec()));
+        }
+    }
+
+    /// KVM's side of a ring.
+    struct Kernel(Ring);
+
+    impl Kernel {
+        fn put(&self, port: bool, address: u64, length: u32, data: [u8; 8]) -> bool {
+            let last = self.0.index(4).load(Ordering::Relaxed);
+            if (last + 1) % PLACES == self.0.index(0).load(Ordering::Acquire) {
+                return false;
+            }
+            let mut entry =
+                kvm_coalesced_mmio { phys_addr: address, len: length, data, ..Default::default() };
+            entry.__bindgen_anon_1.pio = u32::from(port);
+            let at = HEAD + last as usize * size_of::<kvm_coalesced_mmio>();
+            unsafe { self.0.0.as_ptr().add(at).cast::<kvm_coalesced_mmio>().write(entry) };
+            self.0.index(4).store((last + 1) % PLACES, Ordering::Release);
+            true
+        }
+    }
+
+    struct World {
+        kernel: Kernel,
+        late: LateWrites,
+        ports: AddressSpace,
+        memory: AddressSpace,
+        seen: Arc<Seen>,
+    }
+
+    fn world() -> World {
+        let page = memfd_create("ring", MemfdFlags::CLOEXEC).unwrap();
+        ftruncate(&page, PAGE as u64).unwrap();
+        let ring = || Ring::of(page.as_fd(), 0).unwrap();
+        let late = LateWrites { ring: Mutex::new(Some(ring())), ..LateWrites::default() };
+        let names = RangeNames::new();
+        let (ports, memory) = (AddressSpace::ports(Arc::clone(&names)), AddressSpace::memory(names));
+        let seen = Arc::new(Seen::default());
+        ports.insert(0x300, 0x20, "ports", Arc::clone(&seen) as Arc<dyn BusDevice>).unwrap();
+        memory.insert(0x1000, 0x100, "memory", Arc::clone(&seen) as Arc<dyn BusDevice>).unwrap();
+        World { kernel: Kernel(ring()), late, ports, memory, seen }
+    }
+
+    #[test]
+    fn writes_reach_their_devices_in_order_and_once() {
+        let world = world();
+        world.late.zone_added();
+        let mut expected = Vec::new();
+        // Three times around the ring, ports and memory mixed.
+        for round in 0..=255_u8 {
+            assert!(world.kernel.put(true, 0x310, 2, [round, 1, 9, 9, 9, 9, 9, 9]));
+            assert!(world.kernel.put(false, 0x1008, 4, [round, 2, 3, 4, 9, 9, 9, 9]));
+            expected.push((0x10, vec![round, 1]));
+            expected.push((8, vec![round, 2, 3, 4]));
+            if round % 50 == 49 || round == 255 {
+                world.late.drain(&world.ports, &world.memory);
+                assert_eq!(*world.seen.0.lock().unwrap(), expected);
+            }
+        }
+        assert_eq!(world.late.taken(), 512);
+    }
+
+    #[test]
+    fn without_zones_nobody_looks() {
+        let world = world();
+        assert!(world.kernel.put(true, 0x310, 1, [7; 8]));
+        world.late.drain(&world.ports, &world.memory);
+        assert!(world.seen.0.lock().unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_full_ring_takes_no_more_until_it_is_drained() {
+        let world = world();
+        world.late.zone_added();
+        let mut put = 0;
+        while world.kernel.put(true, 0x310, 1, [1; 8]) {
+            put += 1;
+        }
+        assert_eq!(put, 169);
+        world.late.drain(&world.ports, &world.memory);
+        assert_eq!(world.seen.0.lock().unwrap().len(), 169);
+        assert!(world.kernel.put(true, 0x310, 1, [1; 8]));
+    }
+
+    #[test]
+    fn nonsense_in_the_ring_is_cut_down_to_what_a_write_can_be() {
+        let world = world();
+        world.late.zone_added();
+        world.kernel.0.index(0).store(u32::MAX - 5, Ordering::Relaxed);
+        world.kernel.0.index(4).store(u32::MAX, Ordering::Relaxed);
+        world.late.drain(&world.ports, &world.memory);
+        world.kernel.0.index(0).store(0, Ordering::Relaxed);
+        world.kernel.0.index(4).store(0, Ordering::Relaxed);
+        assert!(world.kernel.put(false, u64::MAX, 1 << 30, [5; 8]));
+        assert!(world.kernel.put(false, 0x1000, 0, [5; 8]));
+        world.late.drain(&world.ports, &world.memory);
+        assert!(world.seen.0.lock().unwrap().iter().all(|(_, data)| data.len() <= 8));
+    }
+}
