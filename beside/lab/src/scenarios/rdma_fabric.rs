@@ -202,7 +202,7 @@ fn verify(server: &Member<'_>, client: &Member<'_>) -> Result<()> {
 
 /// Pings over connections that the connection manager made, payload verified.
 fn rping(server: &Member<'_>, client: &Member<'_>) -> Result<()> {
-    let (address, listening) = (&server.port.address, "rdma resource show cm_id | grep -q LISTEN");
+    let (address, listening) = (&server.port.address, rdma_tools::CM);
     let (at_server, at_client) = rdma::both(
         (server, client),
         &format!("rping -s -a {address} -V -C 100 -S 1000"),
