@@ -1,6 +1,8 @@
 //! A VM that runs measurements one by one: the program `measure`, and the ports it asks for work on.
 
 use anyhow::{Context, bail};
+use machine::bus::BusDevice;
+use machine::late::LateZone;
 use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemorySpace, PageSize};
 use machine::slots::HostMapping;
 use monitor::payload::{HostPorts, PayloadVm};
@@ -104,6 +106,8 @@ pub struct Settings<'a> {
     pub window: Option<Arc<HostMapping>>,
     /// Bytes of address space for memslots that are added while it runs.
     pub room: u64,
+    /// A device at so many ports from the first on.
+    pub device: Option<(u16, u16, Arc<dyn BusDevice>)>,
 }
 
 /// The VM. While it waits for work it uses no processor.
@@ -119,7 +123,16 @@ impl MeasuringVm {
     /// What one with a vCPU on `cpu` and base pages has, without a window.
     pub fn plain(program: &Path, cpu: usize, memory: u64) -> Settings<'_> {
         let (pages, transparent_huge) = (PageSize::Base, false);
-        Settings { program, cpus: vec![cpu], memory, pages, transparent_huge, window: None, room: 0 }
+        Settings {
+            program,
+            cpus: vec![cpu],
+            memory,
+            pages,
+            transparent_huge,
+            window: None,
+            room: 0,
+            device: None,
+        }
     }
 
     /// Starts it.
@@ -137,6 +150,9 @@ impl MeasuringVm {
             .host_ports(desks.clone());
         if let Some(window) = settings.window {
             builder = builder.window(window);
+        }
+        if let Some((first, count, device)) = settings.device {
+            builder = builder.port_device(first, count, device);
         }
         let vm = builder.build()?;
         let memory = vm.memory();
@@ -187,6 +203,11 @@ impl MeasuringVm {
     ) -> anyhow::Result<()> {
         self.vm.vm().slots().add(name, address, memory, read_only)?;
         Ok(())
+    }
+
+    /// Lets writes of these bytes be late.
+    pub fn late(&self, zone: &LateZone) -> anyhow::Result<()> {
+        Ok(self.vm.vm().add_late_zone(zone)?)
     }
 
     /// Writes guest memory.

@@ -5,7 +5,7 @@ use super::ports::{Console, Control, DoorbellPage, HostPortDevice, HostPorts, on
 use super::vm::PayloadVm;
 use super::whole::{Local, Whole, vcpus_of};
 use super::{PayloadError, arguments, elf};
-use machine::bus::AddressSpace;
+use machine::bus::{AddressSpace, BusDevice};
 use machine::exits::RangeNames;
 use machine::kvm::Host;
 use machine::memory::shared::SharedRam;
@@ -45,6 +45,7 @@ pub struct PayloadBuilder {
     room: u64,
     console: Box<dyn Write + Send>,
     host_ports: Option<Arc<dyn HostPorts>>,
+    port_devices: Vec<(u16, u16, Arc<dyn BusDevice>)>,
     on_thread_start: Option<Arc<dyn Fn() + Send + Sync>>,
     whole: Option<Arc<dyn Whole>>,
 }
@@ -67,6 +68,7 @@ impl PayloadBuilder {
             room: 0,
             console: Box::new(std::io::stdout()),
             host_ports: None,
+            port_devices: Vec::new(),
             on_thread_start: None,
             whole: None,
         }
@@ -158,6 +160,12 @@ impl PayloadBuilder {
         self
     }
 
+    /// A device at `count` ports from `first` on. Default: none. Building fails when they are taken.
+    pub fn port_device(mut self, first: u16, count: u16, device: Arc<dyn BusDevice>) -> Self {
+        self.port_devices.push((first, count, device));
+        self
+    }
+
     /// Runs first on each vCPU thread: the place for its seccomp filter. Default: nothing.
     pub fn on_thread_start(mut self, hook: impl Fn() + Send + Sync + 'static) -> Self {
         self.on_thread_start = Some(Arc::new(hook));
@@ -246,6 +254,9 @@ impl PayloadBuilder {
         if let Some(host_ports) = self.host_ports {
             let device = Arc::new(HostPortDevice(host_ports));
             ports.insert(PORT_HOST.into(), PORT_HOST_COUNT.into(), "host ports", device)?;
+        }
+        for (first, count, device) in self.port_devices {
+            ports.insert(first.into(), count.into(), "port device", device)?;
         }
         mmio.insert(DOORBELL_ADDRESS, DOORBELL_SIZE, "doorbell page", Arc::new(DoorbellPage))?;
         let mut doorbells = Vec::new();

@@ -6,6 +6,7 @@ pub mod migration;
 pub mod neighbours;
 pub mod rdma;
 pub mod vm;
+pub mod vpio;
 
 use anyhow::Context;
 use machine::kvm::{Host, HostError};
@@ -46,6 +47,7 @@ pub const ALL: &[Group] = &[
         about: "messages between VMs, read in place, against copies, cache lines and sockets",
         run: neighbours::run,
     },
+    Group { name: "vpio", about: "a NIC under its model against trapping every access", run: vpio::run },
     Group {
         name: "dsm",
         about: "programs on two nodes that share memory against one node, and what sharing costs",

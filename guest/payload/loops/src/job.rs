@@ -1,7 +1,7 @@
 //! A measurement as data: the host writes it into guest memory for the program `measure`, or runs it
 //! itself as the peer.
 
-use crate::{access, copy, line, rings, verbs};
+use crate::{access, copy, line, rings, script, verbs};
 
 /// Bytes of a [`Job`] in memory.
 pub const JOB_SIZE: usize = 56;
@@ -76,6 +76,15 @@ pub enum Job {
         /// Bytes of each.
         length: u64,
     },
+    /// [`script::run`].
+    Script {
+        /// Address of the first [`script::Step`].
+        steps: u64,
+        /// How many.
+        count: u64,
+        /// How often all of them.
+        times: u64,
+    },
     /// End the program.
     Stop,
 }
@@ -98,6 +107,7 @@ impl Job {
                 [6, queues, count, completions, operations, window, 0]
             }
             Self::Rings { bed, role, messages, length } => [7, bed, role.number(), messages, length, 0, 0],
+            Self::Script { steps, count, times } => [8, steps, count, times, 0, 0, 0],
         };
         let mut bytes = [0; JOB_SIZE];
         for (chunk, word) in bytes.chunks_exact_mut(8).zip(words) {
@@ -132,6 +142,7 @@ impl Job {
             5 => Self::Chase { base: a, times: b },
             6 => Self::Verbs { queues: a, count: b, completions: c, operations: d, window: e },
             7 => Self::Rings { bed: a, role: rings::Role::from_number(b)?, messages: c, length: d },
+            8 => Self::Script { steps: a, count: b, times: c },
             _ => return None,
         })
     }
@@ -155,6 +166,7 @@ impl Job {
                     verbs::run(queues, count, completions, operations, window)
                 }
                 Self::Rings { bed, role, messages, length } => rings::run(bed, role, messages, length),
+                Self::Script { steps, count, times } => script::run(steps, count, times),
                 Self::Stop => 0,
             }
         }
@@ -176,6 +188,7 @@ mod tests {
             Job::Store { address: 6, times: 7 },
             Job::Chase { base: 8, times: 9 },
             Job::Rings { bed: 4096, role: crate::rings::Role::Pong, messages: 7, length: 64 },
+            Job::Script { steps: 4096, count: 25, times: 3 },
             Job::Verbs { queues: 1, count: 2, completions: 3, operations: 4, window: 5 },
         ] {
             assert_eq!(Job::from_bytes(&job.to_bytes()), Some(job));

@@ -9,5 +9,6 @@ pub mod copy;
 pub mod job;
 pub mod line;
 pub mod rings;
+pub mod script;
 pub mod tsc;
 pub mod verbs;

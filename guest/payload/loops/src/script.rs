@@ -1,0 +1,161 @@
+//! A driver's accesses of its device's ports as data: what a benchmark of devices has a guest do.
+
+use core::arch::asm;
+
+/// Bytes of a [`Step`] in memory.
+pub const STEP_SIZE: usize = 24;
+
+/// How often [`Step::Until`] looks.
+const TRIES: u32 = 1000;
+
+/// One instruction of a driver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Step {
+    /// `out dx, al`.
+    Out {
+        /// The port.
+        port: u16,
+        /// What is written.
+        value: u8,
+    },
+    /// `out dx, ax`.
+    OutWord {
+        /// The port.
+        port: u16,
+        /// What is written.
+        value: u16,
+    },
+    /// `in al, dx`; what was read is forgotten.
+    In {
+        /// The port.
+        port: u16,
+    },
+    /// `rep outsd`.
+    Outs {
+        /// The port.
+        port: u16,
+        /// Address of the first word.
+        address: u64,
+        /// Words of 32 bits.
+        words: u32,
+    },
+    /// `in al, dx` until a bit of `mask` is there.
+    Until {
+        /// The port.
+        port: u16,
+        /// The bits.
+        mask: u8,
+    },
+}
+
+impl Step {
+    /// As it lies in memory: three 64-bit words.
+    pub fn to_bytes(self) -> [u8; STEP_SIZE] {
+        let (kind, port, value, address) = match self {
+            Self::Out { port, value } => (1, port, u64::from(value), 0),
+            Self::OutWord { port, value } => (5, port, u64::from(value), 0),
+            Self::In { port } => (2, port, 0, 0),
+            Self::Outs { port, address, words } => (3, port, u64::from(words), address),
+            Self::Until { port, mask } => (4, port, u64::from(mask), 0),
+        };
+        let mut bytes = [0; STEP_SIZE];
+        for (chunk, word) in bytes.chunks_exact_mut(8).zip([kind | u64::from(port) << 16, value, address]) {
+            chunk.copy_from_slice(&word.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// The step that lies in these words, if it is one.
+    fn from_words([first, value, address]: [u64; 3]) -> Option<Self> {
+        let port = u16::try_from(first >> 16).ok()?;
+        Some(match first & 0xffff {
+            1 => Self::Out { port, value: u8::try_from(value).ok()? },
+            2 => Self::In { port },
+            3 => Self::Outs { port, address, words: u32::try_from(value).ok()? },
+            4 => Self::Until { port, mask: u8::try_from(value).ok()? },
+            5 => Self::OutWord { port, value: u16::try_from(value).ok()? },
+            _ => return None,
+        })
+    }
+
+    /// Whether it came to its end.
+    ///
+    /// # Safety
+    /// As for [`run`].
+    unsafe fn act(self) -> bool {
+        // SAFETY: the caller vouches for ports and memory.
+        unsafe {
+            match self {
+                Self::Out { port, value } => {
+                    asm!("out dx, al", in("dx") port, in("al") value, options(nostack, preserves_flags));
+                }
+                Self::OutWord { port, value } => {
+                    asm!("out dx, ax", in("dx") port, in("ax") value, options(nostack, preserves_flags));
+                }
+                Self::In { port } => {
+                    read(port);
+                }
+                Self::Outs { port, address, words } => asm!(
+                    "cld", "rep outsd",
+                    in("dx") port, inout("rsi") address => _, inout("rcx") u64::from(words) => _, options(nostack)
+                ),
+                Self::Until { port, mask } => return (0..TRIES).any(|_| read(port) & mask != 0),
+            }
+        }
+        true
+    }
+}
+
+/// # Safety
+/// As for [`run`].
+unsafe fn read(port: u16) -> u8 {
+    let value: u8;
+    // SAFETY: the caller vouches for the port.
+    unsafe { asm!("in al, dx", in("dx") port, out("al") value, options(nostack, preserves_flags)) };
+    value
+}
+
+/// Takes the `count` steps at `steps`, one after the other, `times` times, and returns the ticks it took; 0 when one came to no end.
+///
+/// # Safety
+/// In a VM only, with IOPL 3; the ports tolerate it; steps and what they name may be read.
+pub unsafe fn run(steps: u64, count: u64, times: u64) -> u64 {
+    let started = crate::tsc::start();
+    for _ in 0..times {
+        for index in 0..count {
+            let at =
+                core::ptr::with_exposed_provenance::<[u64; 3]>((steps + index * STEP_SIZE as u64) as usize);
+            // SAFETY: the caller vouches for the steps.
+            let ended =
+                Step::from_words(unsafe { at.read_volatile() }).is_some_and(|step| unsafe { step.act() });
+            if !ended {
+                return 0;
+            }
+        }
+    }
+    crate::tsc::end().wrapping_sub(started)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Step;
+
+    #[test]
+    fn steps_come_back_from_bytes_and_unknown_ones_do_not() {
+        for step in [
+            Step::Out { port: 0x300, value: 0x22 },
+            Step::OutWord { port: 0x310, value: 0x1234 },
+            Step::In { port: 0x307 },
+            Step::Outs { port: 0x310, address: 1 << 40, words: 379 },
+            Step::Until { port: 0x307, mask: 0x40 },
+        ] {
+            let mut words = [0; 3];
+            for (word, chunk) in words.iter_mut().zip(step.to_bytes().chunks_exact(8)) {
+                *word = u64::from_le_bytes(chunk.try_into().unwrap());
+            }
+            assert_eq!(Step::from_words(words), Some(step));
+        }
+        assert_eq!(Step::from_words([9, 0, 0]), None);
+        assert_eq!(Step::from_words([1, 256, 0]), None, "a byte has 8 bits");
+    }
+}
