@@ -28,7 +28,8 @@ const PAGE: usize = 4096;
 /// Bytes in front of the entries: the indices.
 const HEAD: usize = 8;
 /// Places of the ring; one stays empty.
-const PLACES: u32 = ((PAGE - HEAD) / size_of::<kvm_coalesced_mmio>()) as u32;
+const PLACES: u32 = 170;
+const _: () = assert!(PLACES as usize == (PAGE - HEAD) / size_of::<kvm_coalesced_mmio>());
 
 /// Bytes of an address space in which writes may be late, whatever their width.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

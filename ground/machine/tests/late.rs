@@ -1,5 +1,7 @@
 //! Late writes on real KVM: they cost no exits, and come in order and before everything else.
 
+#![allow(clippy::unwrap_used)] // A test that cannot go on panics.
+
 mod common;
 
 use std::sync::{Arc, Mutex};
