@@ -15,8 +15,11 @@ use machine::x86::kvm_regs;
 const PORT: u64 = 0x310;
 const TIMES: u64 = 1000;
 
+/// Whose, offset, value.
+type Write = (&'static str, u64, u64);
+
 /// What reached either range, in order.
-struct Log(Mutex<Vec<(&'static str, u64, u64)>>);
+struct Log(Mutex<Vec<Write>>);
 
 struct Range(&'static str, Arc<Log>);
 
@@ -40,7 +43,7 @@ fn count_down() -> (Vec<u8>, kvm_regs) {
     (program(&[&code, &STOP]), regs)
 }
 
-fn run(zones: &[LateZone]) -> Option<(Guest, Vec<(&'static str, u64, u64)>)> {
+fn run(zones: &[LateZone]) -> Option<(Guest, Vec<Write>)> {
     let guest = Guest::new(host()?, 1);
     let log = Arc::new(Log(Mutex::default()));
     let range = |name| Arc::new(Range(name, Arc::clone(&log))) as Arc<dyn BusDevice>;
