@@ -215,6 +215,7 @@ mod tests {
                 kvm_coalesced_mmio { phys_addr: address, len: length, data, ..Default::default() };
             entry.__bindgen_anon_1.pio = u32::from(port);
             let at = HEAD + last as usize * size_of::<kvm_coalesced_mmio>();
+            // SAFETY: `last` is a place of the ring, and the other side reads it only once `last` has moved on.
             unsafe { self.0.0.as_ptr().add(at).cast::<kvm_coalesced_mmio>().write(entry) };
             self.0.index(4).store((last + 1) % PLACES, Ordering::Release);
             true
