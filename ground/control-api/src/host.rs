@@ -39,6 +39,8 @@ pub struct NicRequest {
     pub segment: String,
     /// A tap device that connects the segment with the host's network.
     pub tap: Option<String>,
+    /// The VM comes from another host of the cluster.
+    pub incoming: bool,
 }
 
 /// What the daemon made for a NIC.
@@ -144,6 +146,7 @@ impl HostClient {
             segment: nic.segment.clone(),
             tap: nic.tap.clone(),
             mtu: None,
+            incoming: nic.incoming,
         };
         let reply = self.call("AttachNic", async |client| client.attach_nic(request).await)?;
         if reply.functions.is_empty() {
