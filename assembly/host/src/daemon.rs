@@ -225,7 +225,9 @@ impl Daemon {
         let control = std::thread::Builder::new()
             .name("control".to_owned())
             .spawn(move || {
-                if let Err(error) = runtime.block_on(server::serve(sockets, served, shown, directory, stopped)) {
+                if let Err(error) =
+                    runtime.block_on(server::serve(sockets, served, shown, directory, stopped))
+                {
                     tracing::error!(%error, "The daemon's service has ended; restart it");
                 }
             })

@@ -106,8 +106,8 @@ pub(crate) async fn serve(
     }
     let (callers, incoming) = tokio::sync::mpsc::channel(1);
     tokio::spawn(accept(service, Arc::clone(&registry), callers));
-    let service =
-        HostServiceServer::new(Service::new(registry, neighbours, cluster)).max_decoding_message_size(LARGEST_REQUEST);
+    let service = HostServiceServer::new(Service::new(registry, neighbours, cluster))
+        .max_decoding_message_size(LARGEST_REQUEST);
     Server::builder()
         .max_connection_age(LONGEST_CONNECTION)
         .timeout(Duration::from_secs(30))

@@ -207,7 +207,8 @@ impl HostService for Service {
         let peer = peer(&request)?;
         let proto::MoveVmRequest { vm, step } = request.into_inner();
         self.registry.check_vm(&peer, &vm).map_err(|error| status(&error))?;
-        let step = step.ok_or_else(|| Status::invalid_argument("The message says nothing of the migration"))?;
+        let step =
+            step.ok_or_else(|| Status::invalid_argument("The message says nothing of the migration"))?;
         let none = || {
             let text = "VM's RDMA NICs can't move: this host's daemon has no cluster service; start it with --cluster HOST:PORT --name HOST";
             Status::failed_precondition(format!("{vm}: a {text}"))

@@ -200,6 +200,19 @@ impl HostClient {
         })
     }
 
+    /// A monitor's part in the migration of its VM: says what it has done, and blocks until there is something to do, some seconds at most.
+    ///
+    /// # Errors
+    /// When nobody answers, or the daemon refuses: then [`HostError::Refused`] has its sentence.
+    pub fn move_vm(
+        &self,
+        vm: &str,
+        step: proto::move_vm_request::Step,
+    ) -> Result<proto::MoveVmReply, HostError> {
+        let request = proto::MoveVmRequest { vm: vm.to_owned(), step: Some(step) };
+        self.call("MoveVm", async |client| client.move_vm(request).await)
+    }
+
     /// Version and process of the daemon.
     ///
     /// # Errors

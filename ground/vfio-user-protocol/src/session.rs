@@ -13,10 +13,11 @@ use crate::region_info::{self, Encoded, RegionError};
 use crate::version::{MAX_DMA_MAPS, Offer, PeerLimits};
 use crate::wire::{
     DEVICE_PCI, DEVICE_RESETTABLE, DMA_READABLE, DMA_WRITABLE, DeviceFeature, DeviceInfo, DmaMap, DmaUnmap,
-    IRQ_AUTOMASKED, IRQ_EVENTFD, IRQ_MASKABLE, IRQ_NO_RESIZE, IoFdsInfo, IrqInfo, IrqSet, LOG_PAGE, LoggingRange,
-    LoggingReport, LoggingStart, MAX_LOG_RANGES, MAX_TRANSFER, MIGRATION_PRE_COPY, MIGRATION_STOP_COPY, MigData,
-    MigDeviceState, RegionAccess, RegionInfo, SET_ACTION_MASK, SET_ACTION_TRIGGER, SET_ACTION_UNMASK, SET_ACTIONS, SET_DATA_BOOL,
-    SET_DATA_EVENTFD, SET_DATA_MASK, SET_DATA_NONE, VERSION_MAJOR, VERSION_MINOR, Version, command, feature, wire_len,
+    IRQ_AUTOMASKED, IRQ_EVENTFD, IRQ_MASKABLE, IRQ_NO_RESIZE, IoFdsInfo, IrqInfo, IrqSet, LOG_PAGE,
+    LoggingRange, LoggingReport, LoggingStart, MAX_LOG_RANGES, MAX_TRANSFER, MIGRATION_PRE_COPY,
+    MIGRATION_STOP_COPY, MigData, MigDeviceState, RegionAccess, RegionInfo, SET_ACTION_MASK,
+    SET_ACTION_TRIGGER, SET_ACTION_UNMASK, SET_ACTIONS, SET_DATA_BOOL, SET_DATA_EVENTFD, SET_DATA_MASK,
+    SET_DATA_NONE, VERSION_MAJOR, VERSION_MINOR, Version, command, feature, wire_len,
 };
 
 /// The most interrupts of one index that a device may have (MSI-X has 2048).
@@ -138,8 +139,13 @@ impl<'a> Session<'a> {
                 }
                 feature::DMA_LOGGING_START => {
                     let (start, ranges) = LoggingStart::read_from_prefix(data).map_err(|_| Errno::INVAL)?;
-                    let size = usize::try_from(start.ranges).ok().map(|count| count.saturating_mul(size_of::<LoggingRange>()));
-                    if start.page_size != LOG_PAGE || start.ranges > MAX_LOG_RANGES || size != Some(ranges.len()) {
+                    let size = usize::try_from(start.ranges)
+                        .ok()
+                        .map(|count| count.saturating_mul(size_of::<LoggingRange>()));
+                    if start.page_size != LOG_PAGE
+                        || start.ranges > MAX_LOG_RANGES
+                        || size != Some(ranges.len())
+                    {
                         return Err(Errno::INVAL.into());
                     }
                     // All of the client's memory is logged, which these are parts of.

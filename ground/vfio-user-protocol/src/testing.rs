@@ -521,7 +521,9 @@ impl Migration for TestDevice {
         }
         for (region, offset) in std::mem::take(&mut state.changed) {
             let value = state.registers[&(region, offset)];
-            state.outgoing.extend(region.to_le_bytes().into_iter().chain(offset.to_le_bytes()).chain([value]));
+            state
+                .outgoing
+                .extend(region.to_le_bytes().into_iter().chain(offset.to_le_bytes()).chain([value]));
         }
         let count = most.min(state.outgoing.len());
         Ok(state.outgoing.drain(..count).collect())

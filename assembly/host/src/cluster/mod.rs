@@ -208,9 +208,15 @@ impl ClusterDirectory {
     pub(crate) fn send(&self, message: &nomad::Message) {
         let mut bytes = Vec::new();
         nomad::wire::encode(message, &mut bytes);
-        let sent = self.outbox().as_ref().is_some_and(|out| out.try_send(proto::Envelope { message: bytes }).is_ok());
+        let sent = self
+            .outbox()
+            .as_ref()
+            .is_some_and(|out| out.try_send(proto::Envelope { message: bytes }).is_ok());
         if !sent {
-            tracing::debug!(body = message.body.name(), "A message of the migration protocol can't be sent now");
+            tracing::debug!(
+                body = message.body.name(),
+                "A message of the migration protocol can't be sent now"
+            );
         }
     }
 

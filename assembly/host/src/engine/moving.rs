@@ -130,9 +130,9 @@ impl Worker {
     /// When they can't be ones. The device is of no use then.
     pub fn take_pieces(&mut self, id: DeviceId, pieces: Vec<Piece>) -> Result<(), MigrationError> {
         let mut arrival = self.arriving.remove(&id).ok_or(MigrationError::NoDevice(id))?;
-        let taken = self.parts(id).and_then(|mut parts| {
-            pieces.into_iter().try_for_each(|piece| arrival.take(&mut parts, piece))
-        });
+        let taken = self
+            .parts(id)
+            .and_then(|mut parts| pieces.into_iter().try_for_each(|piece| arrival.take(&mut parts, piece)));
         self.arriving.insert(id, arrival);
         taken
     }
@@ -172,14 +172,19 @@ impl Worker {
     #[must_use]
     pub fn devices_of(&self, vm: VmId) -> Vec<DeviceId> {
         let transports = self.transports.as_ref();
-        self.served.keys().copied().filter(|id| transports.and_then(|all| all.vm_of(*id)) == Some(vm)).collect()
+        self.served
+            .keys()
+            .copied()
+            .filter(|id| transports.and_then(|all| all.vm_of(*id)) == Some(vm))
+            .collect()
     }
 
     /// VMs of this host, other than `vm`, that work here.
     fn others(&self, vm: VmId) -> Vec<(DeviceId, VmId)> {
         let Some(transports) = &self.transports else { return Vec::new() };
         let works = |id: &DeviceId| !self.arriving.contains_key(id);
-        let named = self.served.keys().copied().filter(works).filter_map(|id| Some((id, transports.vm_of(id)?)));
+        let named =
+            self.served.keys().copied().filter(works).filter_map(|id| Some((id, transports.vm_of(id)?)));
         named.filter(|(_, other)| *other != vm).collect()
     }
 

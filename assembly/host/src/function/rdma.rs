@@ -364,16 +364,16 @@ impl Device for RdmaFunction {
     }
 
     fn dma_map(&self, mapping: DmaMapping) -> io::Result<()> {
-        self.memory
-            .map(&mapping, |table| self.with_if_there((), move |worker, device| worker.set_memory(device, table)))?;
+        self.memory.map(&mapping, |table| {
+            self.with_if_there((), move |worker, device| worker.set_memory(device, table))
+        })?;
         self.announce()
     }
 
     fn dma_unmap(&self, address: u64, size: u64) -> io::Result<()> {
-        self.memory
-            .unmap(address, size, |table| {
-                self.with_if_there((), move |worker, device| worker.set_memory(device, table))
-            })
+        self.memory.unmap(address, size, |table| {
+            self.with_if_there((), move |worker, device| worker.set_memory(device, table))
+        })
     }
 
     fn set_interrupts(&self, index: u32, start: u32, _: u32, change: SetInterrupts) -> io::Result<()> {

@@ -64,7 +64,12 @@ impl Stream {
 }
 
 /// A failure that the log tells of in words; the client gets a number.
-pub(super) fn failed(vm: &str, nic: &str, what: &str, error: &(dyn std::error::Error + 'static)) -> io::Error {
+pub(super) fn failed(
+    vm: &str,
+    nic: &str,
+    what: &str,
+    error: &(dyn std::error::Error + 'static),
+) -> io::Error {
     tracing::warn!(vm, nic, error, "An RDMA NIC can't {what}");
     Errno::INVAL.into()
 }

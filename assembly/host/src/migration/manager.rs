@@ -19,7 +19,9 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, unbounded};
 use hca::names::Gid;
-use nomad::{Action, Body, Epoch, Event, HostId, Incarnation, Message, MigrationId, Node, Place, Timer, VmId};
+use nomad::{
+    Action, Body, Epoch, Event, HostId, Incarnation, Message, MigrationId, Node, Place, Timer, VmId,
+};
 
 use crate::cluster::ClusterDirectory;
 use crate::engine::{EngineHandle, Worker};
@@ -229,7 +231,8 @@ impl Mover {
 
     fn joined(&mut self, host: HostId, incarnation: Incarnation, switch_ms: u32) {
         self.switch_ms = switch_ms;
-        let same = self.nomad.as_ref().is_some_and(|nomad| (nomad.id(), nomad.incarnation()) == (host, incarnation));
+        let same =
+            self.nomad.as_ref().is_some_and(|nomad| (nomad.id(), nomad.incarnation()) == (host, incarnation));
         if same {
             // The stream's first message says whose it is; the state machine has said what it had to say.
             let from = Node::Host(host);
@@ -423,7 +426,10 @@ impl Mover {
         let waits = |(shared, _): &Nic| shared.is_incoming() && shared.in_use() && !shared.is_locked();
         if nics.is_empty() || !nics.iter().all(waits) {
             let name = self.name(vm).unwrap_or_default();
-            tracing::warn!(vm = name, "A VM can't come here: no monitor waits for it; start `causeway run --incoming` first");
+            tracing::warn!(
+                vm = name,
+                "A VM can't come here: no monitor waits for it; start `causeway run --incoming` first"
+            );
             return false;
         }
         for (shared, _) in nics {

@@ -29,10 +29,14 @@ pub enum StreamError {
     #[error("A device's state ends in the middle of a record")]
     Cut,
     /// Another version.
-    #[error("A device's state has version {0}; this daemon reads {VERSION}: use the same release on both hosts")]
+    #[error(
+        "A device's state has version {0}; this daemon reads {VERSION}: use the same release on both hosts"
+    )]
     Version(u16),
     /// It is another device's.
-    #[error("The state is that of {found}, the device here is {own}; give the NIC the same MAC address and segment at both ends")]
+    #[error(
+        "The state is that of {found}, the device here is {own}; give the NIC the same MAC address and segment at both ends"
+    )]
     OtherDevice {
         /// What came.
         found: String,
@@ -161,7 +165,8 @@ fn parse(record: &[u8]) -> Result<Record, StreamError> {
             }
             let mac = array(rest, 2)?;
             let segment = std::str::from_utf8(rest.get(8..).unwrap_or_default());
-            let segment = segment.ok().filter(|name| name.len() <= 64).ok_or(StreamError::Record("segment"))?;
+            let segment =
+                segment.ok().filter(|name| name.len() <= 64).ok_or(StreamError::Record("segment"))?;
             Ok(Record::Begin { mac, segment: segment.to_owned() })
         }
         1 => {
@@ -195,7 +200,11 @@ mod tests {
         let object = |kind, handle| Object { kind, handle };
         vec![
             Record::Begin { mac: [2, 0, 0, 0, 0, 1], segment: "blue".to_owned() },
-            Record::Piece(Piece { object: object(Kind::QueuePair, 7), version: 3, state: Some(vec![1, 2, 3]) }),
+            Record::Piece(Piece {
+                object: object(Kind::QueuePair, 7),
+                version: 3,
+                state: Some(vec![1, 2, 3]),
+            }),
             Record::Piece(Piece { object: object(Kind::Device, 0), version: u64::MAX, state: None }),
             Record::Piece(Piece { object: object(Kind::Context, 1), version: 1, state: Some(Vec::new()) }),
             Record::Function(b"{}".to_vec()),

@@ -3,9 +3,9 @@
 use std::time::Duration;
 
 use control_api::cluster::proto as cluster_proto;
+use control_api::host::proto::MoveVmReply;
 use control_api::host::proto::move_vm_reply::State;
 use control_api::host::proto::move_vm_request::Step;
-use control_api::host::proto::MoveVmReply;
 use tonic::Status;
 
 use crate::cluster::ClusterDirectory;
@@ -23,7 +23,8 @@ pub(super) async fn step(
     vm: &str,
     step: Step,
 ) -> Result<MoveVmReply, Status> {
-    let none = || Status::unavailable("This daemon doesn't take part in migrations: it is starting or ending");
+    let none =
+        || Status::unavailable("This daemon doesn't take part in migrations: it is starting or ending");
     let mover = cluster.mover().ok_or_else(none)?;
     let ended = |phase: &Phase| phase.is_end();
     let phase = match step {
@@ -79,13 +80,16 @@ async fn begin(
     for (shared, rdma) in registry.rdma_functions(vm) {
         let name = &shared.key;
         let Some(device) = rdma.device() else {
-            return Err(Status::failed_precondition(format!("{name} can't move: its monitor isn't connected")));
+            return Err(Status::failed_precondition(format!(
+                "{name} can't move: its monitor isn't connected"
+            )));
         };
         let movable = registry.engine().call(move |worker| worker.movable(device));
         match movable {
             Ok(Ok(())) => {}
             Ok(Err(error)) => {
-                let why = std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
+                let why =
+                    std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
                 return Err(Status::failed_precondition(format!("{name} can't move: {why}")));
             }
             Err(EngineGone) => return Err(Status::unavailable(EngineGone.to_string())),
@@ -109,7 +113,9 @@ async fn begin(
     if phase == Phase::Begun {
         // The destination had no room, or a host was lost: the source never heard of it.
         mover.phases().set(vm, Phase::Idle);
-        let text = format!("VM {vm} can't move: the destination gives it no room; does a monitor wait there (`causeway run --incoming`)?");
+        let text = format!(
+            "VM {vm} can't move: the destination gives it no room; does a monitor wait there (`causeway run --incoming`)?"
+        );
         return Err(Status::failed_precondition(text));
     }
     Ok(reply(phase))
@@ -131,4 +137,3 @@ async fn cancel(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str) {
         }
     }
 }
-

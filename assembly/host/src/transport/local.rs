@@ -40,8 +40,15 @@ impl Transports {
     }
 
     /// A device that came with its VM works here: from now on it is one of this host's, which the directory is told of.
-    pub fn adopt<P: Provider>(&mut self, engine: &mut Engine<P>, device: DeviceId, vm: &str, port: Arc<WirePort>) {
-        let Some((segment, segment_id)) = self.nics.get(&device).map(|nic| (nic.segment.clone(), nic.segment_id))
+    pub fn adopt<P: Provider>(
+        &mut self,
+        engine: &mut Engine<P>,
+        device: DeviceId,
+        vm: &str,
+        port: Arc<WirePort>,
+    ) {
+        let Some((segment, segment_id)) =
+            self.nics.get(&device).map(|nic| (nic.segment.clone(), nic.segment_id))
         else {
             return;
         };

@@ -131,7 +131,10 @@ fn the_dirty_log_names_the_pages_that_were_written() {
     let memory = memory();
     memory.write(0x1000, &[1]).unwrap();
     memory.set_dirty_log(true);
-    assert_eq!((memory.take_dirty(0x1000, PAGE), memory.take_dirty(0x2000, 2 * PAGE)), (Some(vec![0]), Some(vec![0])));
+    assert_eq!(
+        (memory.take_dirty(0x1000, PAGE), memory.take_dirty(0x2000, 2 * PAGE)),
+        (Some(vec![0]), Some(vec![0]))
+    );
     let mut bytes = [0; 8];
     memory.read(0x1000, &mut bytes).unwrap();
     memory.load_u32(0x2000).unwrap();
@@ -157,9 +160,14 @@ fn the_dirty_log_names_the_pages_that_were_written() {
         assert_eq!(memory.take_dirty(0x2000, 2 * PAGE), Some(vec![0]), "taken once: {name}");
     }
     memory.write(0x1FFE, &[1; 0x1004]).unwrap();
-    assert_eq!((memory.take_dirty(0x1000, PAGE), memory.take_dirty(0x2000, 2 * PAGE)), (Some(vec![1]), Some(vec![0b11])));
+    assert_eq!(
+        (memory.take_dirty(0x1000, PAGE), memory.take_dirty(0x2000, 2 * PAGE)),
+        (Some(vec![1]), Some(vec![0b11]))
+    );
     // Parts of a word, other lengths, and ranges of two regions can't be taken.
-    for (address, len) in [(0x2000, PAGE), (0x3000, PAGE), (0x2000, 1), (0x1000, 3 * PAGE), (0x2000, 0), (0x9000, PAGE)] {
+    for (address, len) in
+        [(0x2000, PAGE), (0x3000, PAGE), (0x2000, 1), (0x1000, 3 * PAGE), (0x2000, 0), (0x9000, PAGE)]
+    {
         assert_eq!(memory.take_dirty(address, len), None, "{address:#x} {len:#x}");
     }
     memory.set_dirty_log(false);

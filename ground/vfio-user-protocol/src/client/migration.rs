@@ -51,7 +51,8 @@ impl Client {
             Err(ClientError::Refused { .. }) => return Ok(false),
             Err(error) => return Err(error),
         };
-        let what = reply.body.get(size_of::<DeviceFeature>()..).and_then(|data| u64::read_from_bytes(data).ok());
+        let what =
+            reply.body.get(size_of::<DeviceFeature>()..).and_then(|data| u64::read_from_bytes(data).ok());
         let what = what.ok_or(ClientError::Malformed { request: name, what: "it has another length" })?;
         let all = MIGRATION_STOP_COPY | MIGRATION_PRE_COPY;
         Ok(what & all == all)
@@ -65,8 +66,10 @@ impl Client {
         let data = MigDeviceState { state: state as u32, data_fd: u32::MAX };
         let flags = feature::SET | feature::MIG_DEVICE_STATE;
         let limit = size_of::<MigDeviceState>();
-        self.feature("DEVICE_FEATURE MIG_DEVICE_STATE", flags, data.as_bytes(), limit, &|| format!("{state:?}"))
-            .map(drop)
+        self.feature("DEVICE_FEATURE MIG_DEVICE_STATE", flags, data.as_bytes(), limit, &|| {
+            format!("{state:?}")
+        })
+        .map(drop)
     }
 
     /// The device's state's next bytes, at most [`Client::max_transfer`]. Fewer: there is no more at present.
@@ -184,7 +187,8 @@ impl Client {
             })?;
             let bitmap = reply.body.get(size_of::<DeviceFeature>() + size_of::<LoggingReport>()..);
             let bitmap = bitmap.filter(|bitmap| bitmap.len() == bytes);
-            let bitmap = bitmap.ok_or(ClientError::Malformed { request: name, what: "it has another length" })?;
+            let bitmap =
+                bitmap.ok_or(ClientError::Malformed { request: name, what: "it has another length" })?;
             let word = |bytes: &[u8]| <[u8; 8]>::try_from(bytes).map_or(0, u64::from_ne_bytes);
             all.extend(bitmap.chunks(8).map(word));
             done += report.size;

@@ -64,7 +64,11 @@ impl RdmaFunction {
         }
         let vm = self.nic.arriving_vm().ok_or_else(|| {
             let key = &self.nic.key;
-            tracing::warn!(vm = key.vm, nic = key.name, "An RDMA NIC can't come: the cluster has no running VM of this name on another host");
+            tracing::warn!(
+                vm = key.vm,
+                nic = key.name,
+                "An RDMA NIC can't come: the cluster has no running VM of this name on another host"
+            );
             io::Error::from(Errno::NOENT)
         })?;
         let config = Config { limits: self.limits(), ..self.config.clone() };
