@@ -389,6 +389,10 @@ impl Worker {
     pub fn set_mode_offered(&mut self, id: DeviceId, offered: bool) {
         if let Some((device, served, engine)) = self.find(id) {
             served.handshake.set_offered(offered);
+            if engine.is_stopped(id) {
+                // It looks at its doorbells when it starts.
+                return;
+            }
             let doorbells = if offered { Doorbells::Trapped } else { Doorbells::Shared };
             device.set_doorbells(engine, doorbells);
         }
@@ -403,7 +407,11 @@ impl Worker {
     pub fn reach(&mut self, id: DeviceId, mode: DoorbellMode) {
         let now = self.now();
         let Some((device, served, engine)) = self.find(id) else { return };
-        match served.handshake.reach(mode, now) {
+        let reached = served.handshake.reach(mode, now);
+        if engine.is_stopped(id) {
+            return;
+        }
+        match reached {
             Reached::Same => {}
             Reached::Mapped => {
                 device.set_doorbells(engine, Doorbells::Shared);
