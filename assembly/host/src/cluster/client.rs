@@ -205,9 +205,10 @@ impl Link {
             directory.change(|view| view.contents.own = speaker.host);
             self.look_again();
         }
-        self.say(&mut client, speaker).await?;
+        // Before VMs are registered: whoever takes part in migrations hears of them then.
         let switch_ms = settings.switch_milliseconds;
         let mut messages = self.coordinate(&mut client, speaker, switch_ms).await?;
+        self.say(&mut client, speaker).await?;
         directory.status().away_since = None;
         tracing::info!(
             service = service.name(),

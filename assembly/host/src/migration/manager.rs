@@ -485,7 +485,9 @@ impl Mover {
         let faces = self.nomad.as_ref().map(|nomad| nomad.faces(vm)).unwrap_or_default();
         let peers: Vec<_> = faces.into_iter().map(|peer| self.addressed(peer)).collect();
         self.ask(move |worker| worker.hold_towards(transport::VmId(vm.0), &peers));
-        let fine = self.go_on(vm);
+        // A monitor that died since it said that all is there has taken the VM with it.
+        let there = came.is_none() || !self.nics(vm).is_empty();
+        let fine = self.go_on(vm) && there;
         let phase = match (came, left) {
             (Some(_), _) if fine => Phase::Runs,
             (Some(_), _) => Phase::Failed,

@@ -105,13 +105,17 @@ async fn begin(
         let mut client = service.connect().await?;
         service.within("Migrate", client.migrate(request)).await
     };
-    if let Err(error) = asked.await {
-        mover.phases().set(vm, Phase::Idle);
-        return Err(Status::failed_precondition(format!("VM {vm} can't move: {error}")));
-    }
+    let migration = match asked.await {
+        Ok(reply) => reply.migration,
+        Err(error) => {
+            mover.phases().set(vm, Phase::Idle);
+            return Err(Status::failed_precondition(format!("VM {vm} can't move: {error}")));
+        }
+    };
     let phase = wait(mover, vm, |phase| phase.is_end() || matches!(phase, Phase::Copying(_))).await;
     if phase == Phase::Begun {
-        // The destination had no room, or a host was lost: the source never heard of it.
+        // The destination had no room, or a host was lost: the source never heard of it. What is still under way is ended.
+        withdraw(cluster, vm, migration).await;
         mover.phases().set(vm, Phase::Idle);
         let text = format!(
             "VM {vm} can't move: the destination gives it no room; does a monitor wait there (`causeway run --incoming`)?"
@@ -126,14 +130,20 @@ async fn cancel(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str) {
     let phase = mover.phases().get(vm);
     mover.said(vm, Said::Broken);
     if let Phase::Copying(migration) | Phase::Awaited(migration) = phase {
-        let service = cluster.service();
-        let asked = async {
-            let mut client = service.connect().await?;
-            let request = cluster_proto::CancelMigrationRequest { migration };
-            service.within("CancelMigration", client.cancel_migration(request)).await
-        };
-        if let Err(error) = asked.await {
-            tracing::debug!(%error, vm, "A migration can't be cancelled; it is given up here");
-        }
+        withdraw(cluster, vm, migration).await;
+    }
+}
+
+/// Asks the service to give a migration up.
+async fn withdraw(cluster: &ClusterDirectory, vm: &str, migration: u64) {
+    let service = cluster.service();
+    let asked = async {
+        let mut client = service.connect().await?;
+        let request = cluster_proto::CancelMigrationRequest { migration };
+        service.within("CancelMigration", client.cancel_migration(request)).await
+    };
+    if let Err(error) = asked.await {
+        // It is over already, or the service is away: then this host has given it up, or will be told.
+        tracing::debug!(%error, vm, "A migration can't be cancelled at the service");
     }
 }

@@ -191,6 +191,9 @@ impl Departing for MovingMachine {
     fn take_dirty(&self) -> Result<Vec<DirtyPages>, MigrationError> {
         let dirty = self.machine.vm.slots().take_dirty_all();
         let mut dirty = dirty.map_err(MigrationError::machine("asked what it wrote"))?;
+        // Memory of devices that guests have mapped, doorbells for instance, isn't the machine's.
+        let ram = self.machine.ram().layout();
+        dirty.retain(|set| ram.ranges().iter().any(|range| set.start.wrapping_sub(range.start) < range.size));
         for function in &self.machine.devices.served {
             for (start, bitmap) in
                 function.take_written().map_err(MigrationError::machine("asked what it wrote"))?

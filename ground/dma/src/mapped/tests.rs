@@ -147,9 +147,15 @@ fn the_dirty_log_names_the_pages_that_were_written() {
         ("write", &|at| other.write(at, &[7; 5]).unwrap()),
         ("zero", &|at| other.zero(at, 5).unwrap()),
         ("store", &|at| other.store_u32(at, 1).unwrap()),
-        ("swap", &|at| drop(other.swap_u32(at, 2).unwrap())),
-        ("exchange", &|at| drop(other.compare_exchange_u64(at, 1, 2).unwrap())),
-        ("add", &|at| drop(other.fetch_add_u64(at, 1).unwrap())),
+        ("swap", &|at| {
+            other.swap_u32(at, 2).unwrap();
+        }),
+        ("exchange", &|at| {
+            other.compare_exchange_u64(at, 1, 2).unwrap();
+        }),
+        ("add", &|at| {
+            other.fetch_add_u64(at, 1).unwrap();
+        }),
         ("copy", &|at| other.copy_to(0x1000, &other, at, 8).unwrap()),
     ];
     for (name, write) in writes {
