@@ -72,6 +72,8 @@ impl Worker {
         let transports = transports.as_mut().ok_or_else(missing)?;
         let (served, source) = served.get(&id).zip(leaving.get_mut(&id)).ok_or_else(missing)?;
         if !engine.is_stopped(id) {
+            // A queue pair may have found a peer outside of the cluster since it was asked first.
+            transports.immovable(engine, id)?;
             let mut parts = Parts { engine, devices, transports, now };
             source.stop(&mut parts, served.pages.memory(), &served.msix)?;
         }

@@ -42,11 +42,19 @@ pub enum Verdict {
     GivenUp(String),
 }
 
+/// How a daemon answers.
+type Answer = dyn Fn(&Step) -> Result<(State, String), HostError> + Send + Sync;
+
 /// The daemon that serves a VM's devices. Calls block.
-#[derive(Debug)]
 pub struct Daemon {
     client: HostClient,
-    vm: String,
+    answer: Box<Answer>,
+}
+
+impl std::fmt::Debug for Daemon {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Daemon").field("client", &self.client).finish_non_exhaustive()
+    }
 }
 
 fn refused(error: HostError) -> MigrationError {
@@ -61,12 +69,25 @@ impl Daemon {
     /// The daemon at a socket, and the VM as it knows it.
     #[must_use]
     pub fn new(socket: PathBuf, vm: String) -> Self {
-        Self { client: HostClient::new(socket), vm }
+        let client = HostClient::new(socket);
+        let asked = client.clone();
+        let answer = move |step: &Step| {
+            let reply = asked.move_vm(&vm, step.clone())?;
+            Ok((State::try_from(reply.state).unwrap_or(State::Pending), reply.reason))
+        };
+        Self { client, answer: Box::new(answer) }
     }
 
-    fn say(&self, step: Step) -> Result<(State, String), HostError> {
-        let reply = self.client.move_vm(&self.vm, step)?;
-        Ok((State::try_from(reply.state).unwrap_or(State::Pending), reply.reason))
+    /// One that answers as a test has it.
+    #[cfg(test)]
+    pub fn answering(
+        answer: impl Fn(&Step) -> Result<(State, String), HostError> + Send + Sync + 'static,
+    ) -> Self {
+        Self { client: HostClient::new("nowhere"), answer: Box::new(answer) }
+    }
+
+    fn say(&self, step: &Step) -> Result<(State, String), HostError> {
+        (self.answer)(step)
     }
 
     /// This host's name in its cluster.
@@ -87,7 +108,7 @@ impl Daemon {
     /// # Errors
     /// When it is refused, with the reason.
     pub fn begin(&self, host: &str) -> Result<(), MigrationError> {
-        match self.say(Step::Begin(host.to_owned())).map_err(refused)? {
+        match self.say(&Step::Begin(host.to_owned())).map_err(refused)? {
             (State::Copy, _) => Ok(()),
             (State::Stays, reason) => Err(MigrationError::GivenUp(reason)),
             (other, _) => Err(odd(other)),
@@ -101,7 +122,7 @@ impl Daemon {
     pub fn may_stop(&self, stopped: &dyn Fn() -> bool) -> Result<(), MigrationError> {
         let until = Instant::now() + BEGINNING;
         loop {
-            match self.say(Step::Converged(true)).map_err(refused)? {
+            match self.say(&Step::Converged(true)).map_err(refused)? {
                 (State::Stop, _) => return Ok(()),
                 (State::Stays, reason) => return Err(MigrationError::GivenUp(reason)),
                 // Other VMs of the migration aren't ready.
@@ -117,7 +138,7 @@ impl Daemon {
     /// # Errors
     /// When the daemon can't be told.
     pub fn stopped(&self) -> Result<(), MigrationError> {
-        self.say(Step::Stopped(true)).map(drop).map_err(refused)
+        self.say(&Step::Stopped(true)).map(drop).map_err(refused)
     }
 
     /// All of the VM is here: waits for the decision.
@@ -148,7 +169,7 @@ impl Daemon {
         let until = Instant::now() + PATIENCE;
         let mut step = first.clone();
         loop {
-            match self.say(step.clone()) {
+            match self.say(&step) {
                 Ok((State::Runs, _)) => return Ok(Verdict::RunsHere),
                 Ok((State::Moved, _)) => return Ok(Verdict::RunsThere),
                 Ok((State::Stays, reason)) => return Ok(Verdict::GivenUp(reason)),

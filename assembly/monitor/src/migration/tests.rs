@@ -1,6 +1,8 @@
 //! Both sides of a migration against each other, with memory that changes meanwhile: over whole streams, streams that are cut at
 //! every point, and destinations that refuse. No KVM: the machine is a stand-in with real guest memory.
 
+mod with_a_daemon;
+
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -51,6 +53,9 @@ struct StandIn {
     logging: AtomicU32,
     /// A destination holds its disks.
     held_there: AtomicBool,
+    daemon: Option<Daemon>,
+    /// What served devices give, round by round, the last round first.
+    devices: Mutex<Vec<Vec<Vec<u8>>>>,
 }
 
 impl StandIn {
@@ -70,6 +75,8 @@ impl StandIn {
             stops: AtomicU32::new(0),
             logging: AtomicU32::new(0),
             held_there: AtomicBool::new(false),
+            daemon: None,
+            devices: Mutex::default(),
         }
     }
 }
@@ -124,13 +131,22 @@ impl Departing for StandIn {
         Ok(())
     }
     fn daemon(&self) -> Option<&Daemon> {
-        None
+        self.daemon.as_ref()
     }
     fn begin_devices(&self) -> Result<(), MigrationError> {
         Ok(())
     }
     fn read_devices(&self) -> Result<Vec<Vec<u8>>, MigrationError> {
-        Ok(Vec::new())
+        let mut rounds = self.devices.lock().unwrap();
+        // The last is what is left when they have stopped.
+        let last = self.stops.load(Ordering::SeqCst) > 0;
+        if last {
+            Ok(rounds.drain(..1).next().unwrap_or_default())
+        } else if rounds.len() > 1 {
+            Ok(rounds.pop().unwrap_or_default())
+        } else {
+            Ok(Vec::new())
+        }
     }
     fn stay_in_doubt(&self) {
         self.life.store(2, Ordering::SeqCst);
