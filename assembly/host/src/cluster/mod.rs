@@ -26,7 +26,7 @@ use control_api::cluster::{ClusterError, Service, proto};
 use hca::names::{DeviceId, Gid};
 use tokio::sync::{Notify, mpsc};
 
-use crate::migration::manager::MoverHandle;
+use crate::migration::manager::{MoverHandle, Said};
 use crate::transport::{Directory, DirectoryReport, News, TransportKind, VmId};
 
 pub use client::ClusterThread;
@@ -321,7 +321,12 @@ impl Directory for ClusterDirectory {
                 let (vm, segment, addresses) = (vm.to_owned(), segment.to_owned(), addresses.clone());
                 here.nics.insert(device, LocalNic { vm, segment, addresses });
             }
-            News::NicGone { device } => drop(here.nics.remove(&device)),
+            News::NicGone { device } => {
+                if let (Some(nic), Some(mover)) = (here.nics.remove(&device), self.mover()) {
+                    // One that leaves has lost its monitor; nothing where it doesn't leave, or has left.
+                    mover.said(&nic.vm, Said::Broken);
+                }
+            }
             News::Connected(links) => here.links = links,
         }
         drop(here);

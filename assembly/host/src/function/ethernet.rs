@@ -199,8 +199,8 @@ impl Device for EthernetFunction {
     }
 
     fn regions(&self) -> Vec<Region> {
-        let own = self.events.as_ref().map(NicEvents::doorbell);
-        let doorbell = own.or_else(|| self.device().ok().map(|device| device.doorbell()));
+        let there = self.device().ok().map(|device| device.doorbell());
+        let doorbell = there.or_else(|| self.events.as_ref().map(NicEvents::doorbell));
         let io_fds = doorbell.map(|fd| {
             // The doorbells of the first queues: with the revision that Linux takes there are no others.
             let doorbell = |offset| RegionIoFd { offset, size: 4, datamatch: None, fd: Arc::clone(&fd) };

@@ -462,7 +462,10 @@ impl Mover {
     fn go_on(&self, vm: VmId) -> bool {
         let mut fine = true;
         for (shared, rdma) in self.nics(vm) {
-            if let Err(error) = rdma.run() {
+            if rdma.device().is_none() {
+                // Its monitor has gone, and the VM with it.
+                fine = false;
+            } else if let Err(error) = rdma.run() {
                 fine = false;
                 let name = &shared.key;
                 tracing::error!(%error, "{name} doesn't work after a migration");

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use control_api::cluster::proto as cluster_proto;
+use control_api::cluster::{ClusterError, proto as cluster_proto};
 use control_api::host::proto::MoveVmReply;
 use control_api::host::proto::move_vm_reply::State;
 use control_api::host::proto::move_vm_request::Step;
@@ -109,7 +109,11 @@ async fn begin(
         Ok(reply) => reply.migration,
         Err(error) => {
             mover.phases().set(vm, Phase::Idle);
-            return Err(Status::failed_precondition(format!("VM {vm} can't move: {error}")));
+            let text = match error {
+                ClusterError::Refused { reason, .. } => reason,
+                error => format!("VM {vm} can't move: {error}"),
+            };
+            return Err(Status::failed_precondition(text));
         }
     };
     let phase = wait(mover, vm, |phase| phase.is_end() || matches!(phase, Phase::Copying(_))).await;

@@ -119,7 +119,8 @@ pub fn migrate(
         },
     };
     if let Err(error) = departure.ask() {
-        return Err(departure.undo(error, None));
+        // Nothing has begun, here or at a daemon.
+        return Err(departure.give_up(error));
     }
     match departure.copy() {
         Ok(stopped) => departure.commit(stopped),
