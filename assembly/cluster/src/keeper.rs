@@ -220,6 +220,14 @@ impl Keeper {
         }
     }
 
+    /// A host's message for another host, which has its stream here as well. It is lost where that host doesn't listen; the protocol says it
+    /// again.
+    pub fn pass_on(&mut self, message: &Message, now: Instant) -> Result<(), Refusal> {
+        self.registry.check_sender(message, now)?;
+        self.send(message);
+        Ok(())
+    }
+
     /// Watchers at present.
     pub fn watchers(&self) -> usize {
         self.watchers.iter().filter(|watcher| !watcher.is_closed()).count()

@@ -75,8 +75,13 @@ pub(crate) fn vm(state: &State, vm: VmId) -> Option<proto::Vm> {
     })
 }
 
-pub(crate) fn settings(state: &State) -> proto::Settings {
-    proto::Settings { mtu: state.settings.mtu, sockets: state.settings.sockets.into() }
+pub(crate) fn settings(registry: &Registry) -> proto::Settings {
+    let settings = registry.state().settings;
+    proto::Settings {
+        mtu: settings.mtu,
+        sockets: settings.sockets.into(),
+        switch_milliseconds: registry.switch_ms(),
+    }
 }
 
 fn stage(stage: Option<Stage>) -> &'static str {
@@ -94,7 +99,7 @@ pub(crate) fn state(registry: &Registry) -> proto::State {
     let state = registry.state();
     proto::State {
         revision: state.revision,
-        settings: Some(settings(state)),
+        settings: Some(settings(registry)),
         hosts: state.hosts.keys().filter_map(|id| host(registry, *id)).collect(),
         vms: state.vms.keys().filter_map(|id| vm(state, *id)).collect(),
         links: state.ledger.links.iter().map(|(a, b)| proto::Link { vm: a.0, peer: b.0 }).collect(),

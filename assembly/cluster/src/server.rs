@@ -43,6 +43,8 @@ pub struct ServerConfig {
     pub metrics: Option<SocketAddr>,
     /// How long a host counts as alive after it was heard.
     pub lease: Duration,
+    /// How long a migration's switch-over may take, from when peers are asked to stop to the decision; what takes longer is given up.
+    pub switch_limit: Duration,
     /// What is the same on all hosts; `None`: as before, or the defaults.
     pub settings: Option<Settings>,
 }
@@ -57,6 +59,7 @@ impl ServerConfig {
             keys: None,
             metrics: None,
             lease: Duration::from_secs(6),
+            switch_limit: Duration::from_secs(2),
             settings: None,
         }
     }
@@ -127,7 +130,7 @@ impl Server {
         let metrics = config.metrics.map(|address| listen(address, "--metrics")).transpose()?;
         let metrics_address = metrics.as_ref().and_then(|listener| listener.local_addr().ok());
         let now = Instant::now();
-        let mut registry = Registry::new(store, config.lease, now)?;
+        let mut registry = Registry::new(store, config.lease, config.switch_limit, now)?;
         let settings = settings.unwrap_or(registry.state().settings);
         registry.set_settings(settings, now)?;
         let mut instance = [0; 8];

@@ -74,7 +74,7 @@ impl ClusterService for Service {
                 Ok(proto::RegisterHostReply {
                     speaker: Some(messages::said(speaker)),
                     lease_milliseconds: u64::try_from(lease).unwrap_or(u64::MAX),
-                    settings: Some(messages::settings(keeper.registry.state())),
+                    settings: Some(messages::settings(&keeper.registry)),
                 })
             })
             .await?;
@@ -263,9 +263,11 @@ impl ClusterService for Service {
                 if message.from != Node::Host(host) {
                     return;
                 }
-                if let Err(status) =
-                    service.ask(move |keeper, now| keeper.registry.message(message, now)).await
-                {
+                let passed = service.ask(move |keeper, now| match message.to {
+                    Node::Coordinator => keeper.registry.message(message, now),
+                    Node::Host(_) => keeper.pass_on(&message, now),
+                });
+                if let Err(status) = passed.await {
                     tracing::warn!("A message of {host} is refused: {}", status.message());
                 }
             }

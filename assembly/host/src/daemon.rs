@@ -13,6 +13,7 @@ use crate::cluster::{ClusterConfig, ClusterDirectory, ClusterThread, JoinError};
 use crate::engine::{EngineError, EngineSetup, EngineThread};
 use crate::hardening;
 use crate::listener::{ListenError, Place, SocketFile, listen};
+use crate::migration::manager::MoverThread;
 use crate::neighbours::{Neighbours, NeighboursConfig};
 use crate::registry::Registry;
 use crate::remembered::Remembered;
@@ -144,6 +145,7 @@ pub struct Daemon {
     neighbours: Arc<Neighbours>,
     keeper: Option<JoinHandle<()>>,
     cluster: Option<ClusterThread>,
+    mover: Option<MoverThread>,
     // After the NICs, which use it.
     engine: Option<EngineThread>,
     files: Vec<SocketFile>,
@@ -186,12 +188,19 @@ impl Daemon {
             transports.open_verbs(found)?;
         }
         let engine = EngineThread::start(config.engine, Some(transports))?;
-        let cluster = cluster.map(|(directory, _)| ClusterThread::start(directory, engine.handle()));
-        let cluster =
-            cluster.transpose().map_err(|source| DaemonError::Start { what: "cluster thread", source })?;
         let remembered = Remembered::load(place.folder());
         let (registry, events) =
             Registry::new(place.folder(), config.access.clone(), engine.handle(), remembered);
+        let directory = cluster.as_ref().map(|(directory, _)| Arc::clone(directory));
+        let mover = directory.clone().map(|directory| {
+            let mover = MoverThread::start(Arc::clone(&directory), Arc::clone(&registry), engine.handle());
+            mover.inspect(|mover| directory.set_mover(mover.handle()))
+        });
+        let mover =
+            mover.transpose().map_err(|source| DaemonError::Start { what: "migration thread", source })?;
+        let cluster = cluster.map(|(directory, _)| ClusterThread::start(directory, engine.handle()));
+        let cluster =
+            cluster.transpose().map_err(|source| DaemonError::Start { what: "cluster thread", source })?;
         let metrics_address = metrics_tcp.as_ref().and_then(|listener| listener.local_addr().ok());
         let (metrics, metrics_file) = listen(&place.folder().join("metrics"))?.into_parts();
         let kept = Arc::clone(&registry);
@@ -216,7 +225,9 @@ impl Daemon {
         let control = std::thread::Builder::new()
             .name("control".to_owned())
             .spawn(move || {
-                if let Err(error) = runtime.block_on(server::serve(sockets, served, shown, stopped)) {
+                if let Err(error) =
+                    runtime.block_on(server::serve(sockets, served, shown, directory, stopped))
+                {
                     tracing::error!(%error, "The daemon's service has ended; restart it");
                 }
             })
@@ -228,6 +239,7 @@ impl Daemon {
             neighbours,
             keeper: Some(keeper),
             cluster,
+            mover,
             engine: Some(engine),
             files: vec![service_file, metrics_file],
             metrics: metrics_address,
@@ -265,6 +277,7 @@ impl Drop for Daemon {
         join(self.control.take(), "control");
         // Before the devices go: their VMs haven't ended, the daemon does.
         drop(self.cluster.take());
+        drop(self.mover.take());
         self.registry.clear();
         self.registry.stop_keeper();
         join(self.keeper.take(), "keeper");

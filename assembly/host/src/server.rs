@@ -22,6 +22,7 @@ use tonic::codegen::tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::{Connected, Server};
 use vfio_user_protocol::device::Peer;
 
+use crate::cluster::ClusterDirectory;
 use crate::inspect;
 use crate::neighbours::Neighbours;
 use crate::registry::Registry;
@@ -92,6 +93,7 @@ pub(crate) async fn serve(
     sockets: Sockets,
     registry: Arc<Registry>,
     neighbours: Arc<Neighbours>,
+    cluster: Option<Arc<ClusterDirectory>>,
     stop: oneshot::Receiver<()>,
 ) -> io::Result<()> {
     let service = UnixListener::from_std(sockets.service)?;
@@ -104,8 +106,8 @@ pub(crate) async fn serve(
     }
     let (callers, incoming) = tokio::sync::mpsc::channel(1);
     tokio::spawn(accept(service, Arc::clone(&registry), callers));
-    let service =
-        HostServiceServer::new(Service::new(registry, neighbours)).max_decoding_message_size(LARGEST_REQUEST);
+    let service = HostServiceServer::new(Service::new(registry, neighbours, cluster))
+        .max_decoding_message_size(LARGEST_REQUEST);
     Server::builder()
         .max_connection_age(LONGEST_CONNECTION)
         .timeout(Duration::from_secs(30))

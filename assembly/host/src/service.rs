@@ -1,5 +1,7 @@
 //! The gRPC service: checks what comes in, asks the registry, puts answers into messages.
 
+mod moving;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,6 +12,7 @@ use telemetry::guest_log::GuestLog;
 use tonic::{Request, Response, Status};
 use vfio_user_protocol::device::Peer;
 
+use crate::cluster::ClusterDirectory;
 use crate::inspect;
 use crate::neighbours::Neighbours;
 use crate::registry::{NicInfo, NicKey, NicSpec, Registry, RegistryError};
@@ -22,14 +25,19 @@ const PATIENCE: Duration = Duration::from_secs(1);
 pub struct Service {
     registry: Arc<Registry>,
     neighbours: Arc<Neighbours>,
+    cluster: Option<Arc<ClusterDirectory>>,
     log: Arc<GuestLog>,
 }
 
 impl Service {
-    /// Over both registries.
+    /// Over both registries, and the cluster that the host belongs to.
     #[must_use]
-    pub fn new(registry: Arc<Registry>, neighbours: Arc<Neighbours>) -> Self {
-        Self { registry, neighbours, log: Arc::default() }
+    pub fn new(
+        registry: Arc<Registry>,
+        neighbours: Arc<Neighbours>,
+        cluster: Option<Arc<ClusterDirectory>>,
+    ) -> Self {
+        Self { registry, neighbours, cluster, log: Arc::default() }
     }
 }
 
@@ -123,6 +131,7 @@ impl HostService for Service {
             segment: request.segment,
             tap: request.tap,
             mtu: request.mtu,
+            incoming: request.incoming,
         };
         let asked = Instant::now();
         loop {
@@ -191,6 +200,23 @@ impl HostService for Service {
         }
     }
 
+    async fn move_vm(
+        &self,
+        request: Request<proto::MoveVmRequest>,
+    ) -> Result<Response<proto::MoveVmReply>, Status> {
+        let peer = peer(&request)?;
+        let proto::MoveVmRequest { vm, step } = request.into_inner();
+        self.registry.check_vm(&peer, &vm).map_err(|error| status(&error))?;
+        let step =
+            step.ok_or_else(|| Status::invalid_argument("The message says nothing of the migration"))?;
+        let none = || {
+            let text = "VM's RDMA NICs can't move: this host's daemon has no cluster service; start it with --cluster HOST:PORT --name HOST";
+            Status::failed_precondition(format!("{vm}: a {text}"))
+        };
+        let cluster = self.cluster.as_ref().ok_or_else(none)?;
+        Ok(Response::new(moving::step(cluster, &self.registry, &vm, step).await?))
+    }
+
     async fn version(
         &self,
         request: Request<proto::VersionRequest>,
@@ -198,6 +224,7 @@ impl HostService for Service {
         let peer = peer(&request)?;
         self.registry.access().check(&peer).map_err(|error| Status::permission_denied(error.to_string()))?;
         let version = env!("CARGO_PKG_VERSION").to_owned();
-        Ok(Response::new(proto::VersionReply { version, pid: std::process::id() }))
+        let host = self.cluster.as_ref().map(|cluster| cluster.host_name().to_owned()).unwrap_or_default();
+        Ok(Response::new(proto::VersionReply { version, pid: std::process::id(), host }))
     }
 }

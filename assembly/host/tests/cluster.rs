@@ -3,115 +3,14 @@
 
 mod common;
 
-use std::net::{SocketAddr, UdpSocket};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
-use cluster::{Server, ServerConfig};
-use common::vm::{Vm, connect, vm};
+use common::cluster::{Cluster, guest, known, transport, wait_to_know};
+use common::vm::{Vm, connect};
 use common::wait_until;
 use control_api::cluster::{Keys, Service, proto};
 use control_api::host::HostClient;
-use host::cluster::ClusterConfig;
 use host::{Daemon, DaemonConfig, DirectorySource, FabricConfig};
-
-/// A service, and hosts that use it.
-struct Cluster {
-    folder: tempfile::TempDir,
-    server: Option<Server>,
-    address: SocketAddr,
-    service: Service,
-    port: u16,
-    keys: Option<Keys>,
-}
-
-impl Cluster {
-    fn new() -> Self {
-        Self::with(None)
-    }
-
-    fn with(keys: Option<Keys>) -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let server = start(folder.path(), "127.0.0.1:0".parse().unwrap(), keys.clone());
-        let address = server.address();
-        let service = Service::new(&address.to_string(), keys.clone()).unwrap();
-        let port = UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).unwrap().port();
-        let port = if port > 65_000 { 40_000 } else { port };
-        Self { folder, server: Some(server), address, service, port, keys }
-    }
-
-    fn config(&self, number: u8) -> DaemonConfig {
-        let mut config = DaemonConfig::new(self.folder.path().join(format!("h{number}/host.sock")));
-        let service = self.service.clone();
-        config.fabric = Some(FabricConfig {
-            directory: DirectorySource::Cluster(ClusterConfig { service, name: format!("h{number}") }),
-            address: format!("127.0.0.{number}:{}", self.port).parse().unwrap(),
-            cluster_key: None,
-            verbs: false,
-        });
-        config
-    }
-
-    /// In its sandbox.
-    fn daemon(&self, number: u8) -> Daemon {
-        common::start(self.config(number))
-    }
-
-    fn stop(&mut self) {
-        drop(self.server.take());
-    }
-
-    /// On the same file and address.
-    fn resume(&mut self) {
-        self.server = Some(start(self.folder.path(), self.address, self.keys.clone()));
-    }
-
-    fn state(&self) -> proto::State {
-        self.service.state().unwrap()
-    }
-
-    /// Waits until a VM runs with an address and a host.
-    fn wait_for(&self, name: &str, host: u32) -> proto::Vm {
-        let mut found = None;
-        wait_until(&format!("VM {name} on host {host}"), || {
-            let vms = self.state().vms;
-            let runs = |vm: &proto::Vm| {
-                vm.name == name
-                    && vm.alive
-                    && vm.host == host
-                    && vm.nics.iter().any(|nic| !nic.addresses.is_empty())
-            };
-            found = vms.into_iter().find(runs);
-            found.is_some()
-        });
-        found.unwrap()
-    }
-}
-
-fn start(folder: &Path, listen: SocketAddr, keys: Option<Keys>) -> Server {
-    let mut config = ServerConfig::new(listen, folder.join("cluster.redb"));
-    config.keys = keys;
-    config.settings = Some(cluster::state::Settings { mtu: 1376, sockets: 1 });
-    Server::start(&config).unwrap()
-}
-
-fn guest(daemon: &Daemon, name: &str, last: u8) -> Vm {
-    let mut vm = vm(daemon.socket(), name, last, true);
-    // A quarter of a second: a crowded machine may take longer than a millisecond.
-    vm.guest.timeout = 16;
-    vm
-}
-
-fn known(daemon: &Daemon) -> serde_json::Value {
-    HostClient::new(daemon.socket()).inspect(Some("daemon/cluster")).unwrap()
-}
-
-/// Until a daemon has seen what the service knows.
-fn wait_to_know(cluster: &Cluster, daemons: &[&Daemon]) {
-    let revision = cluster.state().revision;
-    for daemon in daemons {
-        wait_until("the daemon's view", || known(daemon)["revision"].as_u64().unwrap() >= revision);
-    }
-}
 
 fn writes(from: &Vm, to: &Vm, first: u64, count: u64) {
     for wr_id in first..first + count {
@@ -127,12 +26,6 @@ fn connect_anew(a: &mut Vm, b: &mut Vm, uar: u32) {
     a.endpoint = a.guest.endpoint(&a.monitor, uar, 4);
     b.endpoint = b.guest.endpoint(&b.monitor, uar, 4);
     connect(a, b);
-}
-
-/// How a daemon reaches the peer of a VM's newest queue pair.
-fn transport(daemon: &Daemon, vm: &Vm, name: &str) -> serde_json::Value {
-    let path = format!("vms/{name}/nics/rdma0/rdma/queue_pairs/{}", vm.endpoint.qp.0);
-    HostClient::new(daemon.socket()).inspect(Some(&path)).unwrap()["transport"].clone()
 }
 
 #[test]

@@ -263,6 +263,7 @@ fn rdma(directory: &Path, vm: &str, machine: &Machine) -> Result<Arc<VfioUserFun
         mac: None,
         segment: "s".to_owned(),
         tap: None,
+        incoming: false,
     };
     let nic = Nic::new(&directory.join("host.sock"), request);
     let opened = OpenedFunction::open("rdma0.1", Box::new(NicConnector { nic, function: 1 }))?;

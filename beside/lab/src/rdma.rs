@@ -370,6 +370,21 @@ impl<'a> Pair<'a> {
         Ok(())
     }
 
+    /// A monitor on another host that waits at an address for the first guest to come.
+    pub fn await_first(&self, host: usize, address: &str) -> Result<Guest> {
+        let mut layout = self.layout.clone();
+        if let Some(of_first) = layout.hosts.first_mut() {
+            *of_first = host;
+        }
+        boot_with(self.lab, &layout, self.device, self.cpus, 1, Some(address))
+    }
+
+    /// The first guest has come there. Gives the one that it was.
+    pub fn first_moved(&mut self, guest: Guest, host: usize) -> Result<Guest> {
+        self.a.host = self.lab.host(host)?;
+        Ok(std::mem::replace(&mut self.a.guest, guest))
+    }
+
     /// The guests that joined.
     pub fn more(&self) -> &[Member<'a>] {
         &self.more
@@ -465,6 +480,18 @@ fn bridge(host: &Host, layout: &Layout) -> Result<()> {
 
 /// Starts a guest; it boots meanwhile.
 fn boot(lab: &Lab, layout: &Layout, device: Device, cpus: u32, number: usize) -> Result<Guest> {
+    boot_with(lab, layout, device, cpus, number, None)
+}
+
+/// As [`boot`]; with an address, its monitor waits there for the guest to come.
+fn boot_with(
+    lab: &Lab,
+    layout: &Layout,
+    device: Device,
+    cpus: u32,
+    number: usize,
+    incoming: Option<&str>,
+) -> Result<Guest> {
     let index = number.wrapping_sub(1);
     let (Some(&name), Some(&host)) = (NAMES.get(index), layout.hosts.get(index)) else {
         bail!("There is no guest number {number} in this layout")
@@ -489,6 +516,7 @@ fn boot(lab: &Lab, layout: &Layout, device: Device, cpus: u32, number: usize) ->
         let more = layout.nic.replace("{n}", &number.to_string());
         spec.extra.push(format!("--rdma name={NIC},segment=s0{more}"));
     }
+    spec.extra.extend(incoming.map(|address| format!("--incoming {address}")));
     Guest::start(host, &spec, Vmm::Causeway)
 }
 

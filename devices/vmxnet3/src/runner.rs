@@ -165,7 +165,7 @@ impl<M: Dma + Send + 'static> SegmentThread<M> {
         rules: PortRules,
         interrupts: Box<dyn Interrupts>,
     ) -> Result<NicHandle<M>, PlugError> {
-        self.attach_device(Vmxnet3::new(config, interrupts), rules)
+        self.attach_device(Vmxnet3::new(config, interrupts), rules, None)
     }
 
     /// Adds a device with saved state. It stands still until it is given memory.
@@ -179,12 +179,34 @@ impl<M: Dma + Send + 'static> SegmentThread<M> {
         interrupts: Box<dyn Interrupts>,
         state: SavedVmxnet3,
     ) -> Result<NicHandle<M>, PlugError> {
-        self.attach_device(Vmxnet3::restore(config, interrupts, state)?, rules)
+        self.attach_device(Vmxnet3::restore(config, interrupts, state)?, rules, None)
     }
 
-    fn attach_device(&self, device: Vmxnet3<M>, rules: PortRules) -> Result<NicHandle<M>, PlugError> {
-        let events =
-            NicEvents::new().map_err(|source| PlugError::Kernel { what: "make eventfds", source })?;
+    /// As [`SegmentThread::attach_restored`], with eventfds that were handed out before the device came.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn attach_arrived(
+        &self,
+        config: Vmxnet3Config,
+        rules: PortRules,
+        interrupts: Box<dyn Interrupts>,
+        state: SavedVmxnet3,
+        events: NicEvents,
+    ) -> Result<NicHandle<M>, PlugError> {
+        self.attach_device(Vmxnet3::restore(config, interrupts, state)?, rules, Some(events))
+    }
+
+    fn attach_device(
+        &self,
+        device: Vmxnet3<M>,
+        rules: PortRules,
+        events: Option<NicEvents>,
+    ) -> Result<NicHandle<M>, PlugError> {
+        let events = match events {
+            Some(events) => events,
+            None => NicEvents::new().map_err(|source| PlugError::Kernel { what: "make eventfds", source })?,
+        };
         let (counters, own) = (device.counters(), events.clone());
         let id = self.mailbox.call(move |worker| worker.attach(device, rules, own))??;
         Ok(NicHandle { mailbox: self.mailbox.clone(), id, events, counters, posted: Arc::default() })
@@ -257,9 +279,9 @@ pub struct IoEvent {
     pub fd: Arc<OwnedFd>,
 }
 
-/// A device's eventfds.
-#[derive(Clone)]
-struct NicEvents {
+/// A device's eventfds. They can be handed out before there is a device ([`SegmentThread::attach_arrived`]).
+#[derive(Debug, Clone)]
+pub struct NicEvents {
     /// Doorbells.
     kick: Arc<OwnedFd>,
     /// "Unmask", of the first vectors.
@@ -267,9 +289,19 @@ struct NicEvents {
 }
 
 impl NicEvents {
-    fn new() -> io::Result<Self> {
+    /// New ones.
+    ///
+    /// # Errors
+    /// When the kernel has no descriptor left.
+    pub fn new() -> io::Result<Self> {
         let event = || new_event().map(Arc::new);
         Ok(Self { kick: event()?, unmask: [event()?, event()?, event()?] })
+    }
+
+    /// As [`NicHandle::doorbell`].
+    #[must_use]
+    pub fn doorbell(&self) -> Arc<OwnedFd> {
+        Arc::clone(&self.kick)
     }
 }
 
@@ -356,6 +388,11 @@ impl<M: Dma + Send + 'static> NicHandle<M> {
     /// As [`Vmxnet3::set_bus_master`].
     pub fn set_bus_master(&self, on: bool) {
         let _ = self.with(move |device| device.set_bus_master(on));
+    }
+
+    /// Returns when what the segment's thread did before is done.
+    pub fn catch_up(&self) {
+        let _ = self.with(|_| ());
     }
 
     /// As [`Vmxnet3::reset`].

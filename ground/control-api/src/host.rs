@@ -39,6 +39,8 @@ pub struct NicRequest {
     pub segment: String,
     /// A tap device that connects the segment with the host's network.
     pub tap: Option<String>,
+    /// The VM comes from another host of the cluster.
+    pub incoming: bool,
 }
 
 /// What the daemon made for a NIC.
@@ -144,6 +146,7 @@ impl HostClient {
             segment: nic.segment.clone(),
             tap: nic.tap.clone(),
             mtu: None,
+            incoming: nic.incoming,
         };
         let reply = self.call("AttachNic", async |client| client.attach_nic(request).await)?;
         if reply.functions.is_empty() {
@@ -195,6 +198,19 @@ impl HostClient {
             request: "Inspect",
             what: error.to_string(),
         })
+    }
+
+    /// A monitor's part in the migration of its VM: says what it has done, and blocks until there is something to do, some seconds at most.
+    ///
+    /// # Errors
+    /// When nobody answers, or the daemon refuses: then [`HostError::Refused`] has its sentence.
+    pub fn move_vm(
+        &self,
+        vm: &str,
+        step: proto::move_vm_request::Step,
+    ) -> Result<proto::MoveVmReply, HostError> {
+        let request = proto::MoveVmRequest { vm: vm.to_owned(), step: Some(step) };
+        self.call("MoveVm", async |client| client.move_vm(request).await)
     }
 
     /// Version and process of the daemon.

@@ -12,6 +12,7 @@
 
 pub mod access;
 pub mod alias;
+mod dirty;
 pub mod heap;
 pub mod mapped;
 

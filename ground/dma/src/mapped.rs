@@ -13,6 +13,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::access::{CopyFault, Dma, DmaFault};
 use crate::alias::{Alias, AliasError};
+use crate::dirty::DirtyLog;
 
 /// x86-64 cache line, bytes.
 const LINE: usize = 64;
@@ -80,6 +81,8 @@ pub struct MemoryRegion {
     size: u64,
     host: *mut u8,
     writable: bool,
+    /// Pages that were written through this mapping.
+    log: DirtyLog,
 }
 
 // SAFETY: the mapping is shared memory that lives as long as the region; all accesses through it are volatile copies or
@@ -119,7 +122,7 @@ impl MemoryRegion {
             // SAFETY: a new shared mapping at an address of the kernel's choice touches nothing that exists.
             unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, file.as_fd(), offset) }
                 .map_err(kernel)?;
-        Ok(Self { address, size, host: host.cast(), writable })
+        Ok(Self { address, size, host: host.cast(), writable, log: DirtyLog::default() })
     }
 
     /// First guest address.
@@ -192,6 +195,26 @@ impl MappedMemory {
         &self.regions
     }
 
+    /// Begins to note which pages this process writes, with none noted; or ends it. Holds for all tables that share these regions. Writes that
+    /// other threads are carrying out at this moment may or may not be noted: ask them first.
+    pub fn set_dirty_log(&self, on: bool) {
+        for region in self.regions.iter() {
+            region.log.set(on, region.size);
+        }
+    }
+
+    /// Takes which pages of 4096 bytes were written since the log was switched on or since the last call: a bit each, the lowest of the first word
+    /// is the page at `address`. `None`: the range isn't one of pages within a region, or doesn't begin with a 64th page of it.
+    #[must_use]
+    pub fn take_dirty(&self, address: u64, len: u64) -> Option<Vec<u64>> {
+        let (region, _, room) = self.find(address)?;
+        let offset = region.size - room;
+        let fits = len <= room && len.is_multiple_of(PAGE) && offset.is_multiple_of(64 * PAGE);
+        // A word's other pages must not be taken with it.
+        let whole = len.is_multiple_of(64 * PAGE) || len == room;
+        (fits && whole && len > 0).then(|| region.log.take(offset / PAGE, len / PAGE))
+    }
+
     /// Pointer to `address` and how many bytes follow it in its region.
     #[inline]
     fn find(&self, address: u64) -> Option<(&MemoryRegion, *mut u8, u64)> {
@@ -217,6 +240,9 @@ impl MappedMemory {
         match self.find(address) {
             Some((region, pointer, room)) if len <= room && (region.writable || !write) => {
                 each(pointer, size);
+                if write {
+                    region.log.mark(region.size - room, len);
+                }
                 return Ok(());
             }
             _ if len == 0 => return Ok(()),
@@ -224,9 +250,12 @@ impl MappedMemory {
         }
         let (mut at, mut left) = (address, len);
         while left > 0 {
-            let (_, pointer, room) = self.find(at).ok_or(fault)?;
+            let (region, pointer, room) = self.find(at).ok_or(fault)?;
             let now = left.min(room);
             each(pointer, usize::try_from(now).map_err(|_| fault)?);
+            if write {
+                region.log.mark(region.size - room, now);
+            }
             at += now;
             left -= now;
         }
@@ -249,29 +278,30 @@ impl MappedMemory {
         Ok(())
     }
 
+    /// The word at an address, and the region it lies in.
     #[inline]
-    fn word_u32(&self, address: u64, write: bool) -> Result<&AtomicU32, DmaFault> {
-        let pointer = self.word(address, 4, write)?;
+    fn word_u32(&self, address: u64, write: bool) -> Result<(&AtomicU32, &MemoryRegion), DmaFault> {
+        let (pointer, region) = self.word(address, 4, write)?;
         // SAFETY: mapped for as long as `self`, aligned to 4, and only ever reached atomically or by raw copies.
-        Ok(unsafe { AtomicU32::from_ptr(pointer.cast()) })
+        Ok((unsafe { AtomicU32::from_ptr(pointer.cast()) }, region))
     }
 
     #[inline]
-    fn word_u64(&self, address: u64) -> Result<&AtomicU64, DmaFault> {
-        let pointer = self.word(address, 8, true)?;
+    fn word_u64(&self, address: u64) -> Result<(&AtomicU64, &MemoryRegion), DmaFault> {
+        let (pointer, region) = self.word(address, 8, true)?;
         // SAFETY: mapped for as long as `self`, aligned to 8, and only ever reached atomically or by raw copies.
-        Ok(unsafe { AtomicU64::from_ptr(pointer.cast()) })
+        Ok((unsafe { AtomicU64::from_ptr(pointer.cast()) }, region))
     }
 
     #[inline]
-    fn word(&self, address: u64, len: u64, write: bool) -> Result<*mut u8, DmaFault> {
+    fn word(&self, address: u64, len: u64, write: bool) -> Result<(*mut u8, &MemoryRegion), DmaFault> {
         let fault = DmaFault { address, len };
         let (region, pointer, room) = self.find(address).ok_or(fault)?;
         // Regions and their mappings are page-aligned, so an aligned guest address is an aligned pointer.
         if !address.is_multiple_of(len) || room < len || (write && !region.writable) {
             return Err(fault);
         }
-        Ok(pointer)
+        Ok((pointer, region))
     }
 }
 
@@ -306,29 +336,36 @@ impl Dma for MappedMemory {
 
     #[inline]
     fn load_u32(&self, address: u64) -> Result<u32, DmaFault> {
-        Ok(u32::from_le(self.word_u32(address, false)?.load(Ordering::Acquire)))
+        Ok(u32::from_le(self.word_u32(address, false)?.0.load(Ordering::Acquire)))
     }
 
     #[inline]
     fn store_u32(&self, address: u64, value: u32) -> Result<(), DmaFault> {
-        self.word_u32(address, true)?.store(value.to_le(), Ordering::Release);
+        let (word, region) = self.word_u32(address, true)?;
+        word.store(value.to_le(), Ordering::Release);
+        region.log.mark(address - region.address, 4);
         Ok(())
     }
 
     #[inline]
     fn swap_u32(&self, address: u64, value: u32) -> Result<u32, DmaFault> {
-        Ok(u32::from_le(self.word_u32(address, true)?.swap(value.to_le(), Ordering::SeqCst)))
+        let (word, region) = self.word_u32(address, true)?;
+        let before = word.swap(value.to_le(), Ordering::SeqCst);
+        region.log.mark(address - region.address, 4);
+        Ok(u32::from_le(before))
     }
 
     fn compare_exchange_u64(&self, address: u64, expected: u64, new: u64) -> Result<u64, DmaFault> {
-        let word = self.word_u64(address)?;
+        let (word, region) = self.word_u64(address)?;
         let result = word.compare_exchange(expected.to_le(), new.to_le(), Ordering::SeqCst, Ordering::SeqCst);
+        region.log.mark(address - region.address, 8);
         Ok(u64::from_le(result.unwrap_or_else(|before| before)))
     }
 
     fn fetch_add_u64(&self, address: u64, operand: u64) -> Result<u64, DmaFault> {
-        let word = self.word_u64(address)?;
+        let (word, region) = self.word_u64(address)?;
         let before = word.fetch_add(operand.to_le(), Ordering::SeqCst);
+        region.log.mark(address - region.address, 8);
         Ok(u64::from_le(before))
     }
 

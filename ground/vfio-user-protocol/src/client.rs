@@ -1,6 +1,7 @@
 //! The client side: a device that another process serves, used from many threads.
 
 mod error;
+mod migration;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};

@@ -4,6 +4,8 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use crate::migration::Migration;
+
 /// Region index of BAR 0; BARs 1 to 5 follow.
 pub const REGION_BAR0: u32 = 0;
 /// Region index of the expansion ROM.
@@ -182,6 +184,8 @@ pub trait Device: Send + Sync {
     /// # Errors
     /// When the device can't do that with them.
     fn set_interrupts(&self, index: u32, start: u32, count: u32, change: SetInterrupts) -> io::Result<()>;
+    /// How its state is handed out and taken; `None`: it can't move.
+    fn migration(&self) -> Option<&dyn Migration>;
     /// Conventional reset: configuration space and device as at power-on. DMA mappings and eventfds stay.
     ///
     /// # Errors

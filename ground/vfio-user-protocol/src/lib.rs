@@ -16,7 +16,7 @@
 //! ```
 //!
 //! What isn't offered, and answered ENOTSUP: access to client memory by message (DMA_READ, DMA_WRITE),
-//! REGION_WRITE_MULTI, migration, and eventfds for mask and unmask.
+//! REGION_WRITE_MULTI, and eventfds for mask and unmask.
 //!
 //! | module | holds |
 //! |---|---|
@@ -24,11 +24,13 @@
 //! | [`server`] | offering a device on a socket |
 //! | [`client`] | using a device from many threads |
 //! | [`doorbell_mode`] | our extension: mapped or trapped doorbells, changed while the guest runs |
+//! | [`migration`] | a device's state, and the pages that it writes, for a client that moves the guest |
 //! | [`testing`] | a device for tests |
 
 pub mod client;
 pub mod device;
 pub mod doorbell_mode;
+pub mod migration;
 mod region_info;
 pub mod server;
 mod session;

@@ -8,13 +8,16 @@ use rustix::io::Errno;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::device::{Device, DmaMapping, Interrupts, REGION_VGA, Region, SetInterrupts};
+use crate::migration::{DeviceState, Migration};
 use crate::region_info::{self, Encoded, RegionError};
 use crate::version::{MAX_DMA_MAPS, Offer, PeerLimits};
 use crate::wire::{
-    DEVICE_PCI, DEVICE_RESETTABLE, DMA_READABLE, DMA_WRITABLE, DeviceInfo, DmaMap, DmaUnmap, IRQ_AUTOMASKED,
-    IRQ_EVENTFD, IRQ_MASKABLE, IRQ_NO_RESIZE, IoFdsInfo, IrqInfo, IrqSet, MAX_TRANSFER, RegionAccess,
-    RegionInfo, SET_ACTION_MASK, SET_ACTION_TRIGGER, SET_ACTION_UNMASK, SET_ACTIONS, SET_DATA_BOOL,
-    SET_DATA_EVENTFD, SET_DATA_MASK, SET_DATA_NONE, VERSION_MAJOR, VERSION_MINOR, Version, command, wire_len,
+    DEVICE_PCI, DEVICE_RESETTABLE, DMA_READABLE, DMA_WRITABLE, DeviceFeature, DeviceInfo, DmaMap, DmaUnmap,
+    IRQ_AUTOMASKED, IRQ_EVENTFD, IRQ_MASKABLE, IRQ_NO_RESIZE, IoFdsInfo, IrqInfo, IrqSet, LOG_PAGE,
+    LoggingRange, LoggingReport, LoggingStart, MAX_LOG_RANGES, MAX_TRANSFER, MIGRATION_PRE_COPY,
+    MIGRATION_STOP_COPY, MigData, MigDeviceState, RegionAccess, RegionInfo, SET_ACTION_MASK,
+    SET_ACTION_TRIGGER, SET_ACTION_UNMASK, SET_ACTIONS, SET_DATA_BOOL, SET_DATA_EVENTFD, SET_DATA_MASK,
+    SET_DATA_NONE, VERSION_MAJOR, VERSION_MINOR, Version, command, feature, wire_len,
 };
 
 /// The most interrupts of one index that a device may have (MSI-X has 2048).
@@ -96,9 +99,109 @@ impl<'a> Session<'a> {
                 self.device.reset()?;
                 Vec::new()
             }
+            command::DEVICE_FEATURE => self.feature(body)?,
+            command::MIG_DATA_READ => self.read_data(body, peer)?,
+            command::MIG_DATA_WRITE => self.write_data(body)?,
             _ => return Err(Errno::NOTSUP.into()),
         };
         Ok(Encoded { body, fds: Vec::new() })
+    }
+
+    fn migration(&self) -> Result<&'a dyn Migration, Refusal> {
+        self.device.migration().ok_or(Errno::NOTSUP.into())
+    }
+
+    fn feature(&self, body: &[u8]) -> Result<Vec<u8>, Refusal> {
+        let migration = self.migration()?;
+        let (request, data) = DeviceFeature::read_from_prefix(body).map_err(|_| Errno::INVAL)?;
+        let what = request.flags & feature::MASK;
+        let how = request.flags & !feature::MASK;
+        let settable = [feature::MIG_DEVICE_STATE, feature::DMA_LOGGING_START, feature::DMA_LOGGING_STOP];
+        let gettable = [feature::MIGRATION, feature::MIG_DEVICE_STATE, feature::DMA_LOGGING_REPORT];
+        let (sets, gets) = (settable.contains(&what), gettable.contains(&what));
+        if !sets && !gets {
+            return Err(Errno::NOTTY.into());
+        }
+        let mut answer = Vec::new();
+        match how {
+            _ if how & feature::PROBE != 0 => {
+                let asked = (how & feature::SET == 0 || sets) && (how & feature::GET == 0 || gets);
+                if !asked || how & !(feature::PROBE | feature::SET | feature::GET) != 0 {
+                    return Err(Errno::INVAL.into());
+                }
+            }
+            feature::SET if sets => match what {
+                feature::MIG_DEVICE_STATE => {
+                    let wanted = fixed::<MigDeviceState>(data)?;
+                    let state = DeviceState::from_wire(wanted.state).ok_or(Errno::INVAL)?;
+                    migration.set_state(state)?;
+                    answer.extend_from_slice(wanted.as_bytes());
+                }
+                feature::DMA_LOGGING_START => {
+                    let (start, ranges) = LoggingStart::read_from_prefix(data).map_err(|_| Errno::INVAL)?;
+                    let size = usize::try_from(start.ranges)
+                        .ok()
+                        .map(|count| count.saturating_mul(size_of::<LoggingRange>()));
+                    if start.page_size != LOG_PAGE
+                        || start.ranges > MAX_LOG_RANGES
+                        || size != Some(ranges.len())
+                    {
+                        return Err(Errno::INVAL.into());
+                    }
+                    // All of the client's memory is logged, which these are parts of.
+                    migration.start_logging()?;
+                }
+                _ => migration.stop_logging()?,
+            },
+            feature::GET if gets => match what {
+                feature::MIGRATION => {
+                    answer.extend_from_slice((MIGRATION_STOP_COPY | MIGRATION_PRE_COPY).as_bytes());
+                }
+                feature::MIG_DEVICE_STATE => {
+                    let state = MigDeviceState { state: migration.state() as u32, data_fd: u32::MAX };
+                    answer.extend_from_slice(state.as_bytes());
+                }
+                _ => {
+                    let report = fixed::<LoggingReport>(data)?;
+                    let end = report.address.checked_add(report.size).ok_or(Errno::INVAL)?;
+                    let most = u64::from(MAX_TRANSFER) / 8 * 64 * LOG_PAGE;
+                    let known = self.dma.range(..=report.address).next_back();
+                    let within = known.is_some_and(|(start, size)| end <= start.saturating_add(*size));
+                    if report.page_size != LOG_PAGE || report.size == 0 || report.size > most || !within {
+                        return Err(Errno::INVAL.into());
+                    }
+                    let words = migration.take_dirty(report.address, report.size)?;
+                    answer.extend_from_slice(report.as_bytes());
+                    answer.extend_from_slice(words.as_bytes());
+                }
+            },
+            _ => return Err(Errno::INVAL.into()),
+        }
+        let argsz = wire_len(size_of::<DeviceFeature>() + answer.len());
+        let mut reply = DeviceFeature { argsz, flags: request.flags }.as_bytes().to_vec();
+        reply.extend_from_slice(&answer);
+        Ok(reply)
+    }
+
+    fn read_data(&self, body: &[u8], peer: PeerLimits) -> Result<Vec<u8>, Refusal> {
+        let request = fixed::<MigData>(body)?;
+        if request.size == 0 || request.size > peer.max_transfer.min(MAX_TRANSFER) {
+            return Err(Errno::INVAL.into());
+        }
+        let most = usize::try_from(request.size).map_err(|_| Errno::INVAL)?;
+        let mut data = self.migration()?.read_data(most)?;
+        data.truncate(most);
+        let head = MigData { argsz: wire_len(size_of::<MigData>() + data.len()), size: wire_len(data.len()) };
+        Ok([head.as_bytes(), &data].concat())
+    }
+
+    fn write_data(&self, body: &[u8]) -> Result<Vec<u8>, Refusal> {
+        let (head, data) = MigData::read_from_prefix(body).map_err(|_| Errno::INVAL)?;
+        if usize::try_from(head.size) != Ok(data.len()) {
+            return Err(Errno::INVAL.into());
+        }
+        self.migration()?.write_data(data)?;
+        Ok(MigData { argsz: wire_len(size_of::<MigData>()), size: 0 }.as_bytes().to_vec())
     }
 
     fn version(&mut self, body: &[u8]) -> Result<Encoded, Refusal> {

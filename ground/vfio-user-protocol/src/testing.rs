@@ -6,10 +6,11 @@
 //! | 2 | 16 KiB: pages 0 and 2 are memory that may be mapped, pages 1 and 3 are registers |
 //! | 4 | 4 KiB: MSI-X table and pending bits |
 //!
-//! Offset 8 of BAR 0 is an ioeventfd (4 bytes, value 7). Doorbell mode is there unless switched off.
+//! Offset 8 of BAR 0 is an ioeventfd (4 bytes, value 7). Doorbell mode is there unless switched off. It can move: its state is what was written to
+//! registers, a record of 13 bytes each.
 #![allow(clippy::missing_panics_doc, clippy::unwrap_used)] // A helper of tests: it may panic.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -26,6 +27,7 @@ use crate::device::{
     Region, RegionIoFd, RegionMapping, SetInterrupts,
 };
 use crate::doorbell_mode::{self, DoorbellMode};
+use crate::migration::{DeviceState, Migration};
 use crate::server::{Ended, serve_stream};
 
 /// Vendor and device ID of [`TestDevice`].
@@ -74,6 +76,14 @@ struct State {
     intx_masked: bool,
     intx_level: bool,
     events: Vec<TestEvent>,
+    /// Of a migration.
+    device_state: DeviceState,
+    /// Registers that weren't handed out since they were written.
+    changed: BTreeSet<(u32, u64)>,
+    outgoing: VecDeque<u8>,
+    incoming: Vec<u8>,
+    /// Pages that it wrote, while that is logged.
+    dirty: Option<BTreeSet<u64>>,
 }
 
 /// The device. Thread-safe.
@@ -132,6 +142,11 @@ impl TestDevice {
                 intx_masked: false,
                 intx_level: false,
                 events: Vec::new(),
+                device_state: DeviceState::Running,
+                changed: BTreeSet::new(),
+                outgoing: VecDeque::new(),
+                incoming: Vec::new(),
+                dirty: None,
             }),
             changed: Condvar::new(),
             memory: Arc::new(memory),
@@ -177,6 +192,13 @@ impl TestDevice {
     /// Makes each region read take this long.
     pub fn set_delay(&self, delay: Duration) {
         *self.delay.lock().unwrap() = delay;
+    }
+
+    /// As if it had written a byte of guest memory.
+    pub fn touch(&self, address: u64) {
+        if let Some(dirty) = &mut self.state().dirty {
+            dirty.insert(address / PAGE);
+        }
     }
 
     /// Signals an MSI-X vector; `false` where no eventfd is set.
@@ -384,6 +406,7 @@ impl Device for TestDevice {
             _ => {
                 for (at, byte) in (offset..).zip(data) {
                     state.registers.insert((region, at), *byte);
+                    state.changed.insert((region, at));
                 }
             }
         }
@@ -439,8 +462,13 @@ impl Device for TestDevice {
         Ok(())
     }
 
+    fn migration(&self) -> Option<&dyn Migration> {
+        Some(self)
+    }
+
     fn reset(&self) -> io::Result<()> {
         let mut state = self.state();
+        state.device_state = DeviceState::Running;
         state.config = config();
         state.registers.clear();
         self.note(state, TestEvent::Reset);
@@ -455,6 +483,90 @@ impl Device for TestDevice {
         state.eventfds.clear();
         state.intx_masked = false;
         state.reached = DoorbellMode::Trapped;
+        state.device_state = DeviceState::Running;
+        state.dirty = None;
         self.note(state, TestEvent::Disconnected);
+    }
+}
+
+/// Region, offset, value.
+const RECORD: usize = 13;
+
+impl Migration for TestDevice {
+    fn set_state(&self, wanted: DeviceState) -> io::Result<()> {
+        use DeviceState::{PreCopy, Resuming, Running, Stop, StopCopy};
+        let mut state = self.state();
+        match (state.device_state, wanted) {
+            (Running, PreCopy | StopCopy) => {
+                state.outgoing.clear();
+                state.changed = state.registers.keys().copied().collect();
+            }
+            (Running | Stop, Resuming) => state.incoming.clear(),
+            (Resuming, Stop) if !state.incoming.is_empty() => return Err(io::ErrorKind::InvalidData.into()),
+            (PreCopy, StopCopy) | (PreCopy | StopCopy | Stop, Running) | (Resuming | Running, Stop) => {}
+            _ => return Err(io::ErrorKind::InvalidInput.into()),
+        }
+        state.device_state = wanted;
+        Ok(())
+    }
+
+    fn state(&self) -> DeviceState {
+        TestDevice::state(self).device_state
+    }
+
+    fn read_data(&self, most: usize) -> io::Result<Vec<u8>> {
+        let mut state = TestDevice::state(self);
+        if !matches!(state.device_state, DeviceState::PreCopy | DeviceState::StopCopy) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        for (region, offset) in std::mem::take(&mut state.changed) {
+            let value = state.registers[&(region, offset)];
+            state
+                .outgoing
+                .extend(region.to_le_bytes().into_iter().chain(offset.to_le_bytes()).chain([value]));
+        }
+        let count = most.min(state.outgoing.len());
+        Ok(state.outgoing.drain(..count).collect())
+    }
+
+    fn write_data(&self, data: &[u8]) -> io::Result<()> {
+        let mut state = TestDevice::state(self);
+        if state.device_state != DeviceState::Resuming {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        state.incoming.extend_from_slice(data);
+        let whole = state.incoming.len() / RECORD * RECORD;
+        let records: Vec<u8> = state.incoming.drain(..whole).collect();
+        for record in records.chunks(RECORD) {
+            let region = u32::from_le_bytes(record[..4].try_into().unwrap());
+            let offset = u64::from_le_bytes(record[4..12].try_into().unwrap());
+            state.registers.insert((region, offset), record[12]);
+        }
+        Ok(())
+    }
+
+    fn start_logging(&self) -> io::Result<()> {
+        TestDevice::state(self).dirty = Some(BTreeSet::new());
+        Ok(())
+    }
+
+    fn stop_logging(&self) -> io::Result<()> {
+        TestDevice::state(self).dirty = None;
+        Ok(())
+    }
+
+    fn take_dirty(&self, address: u64, size: u64) -> io::Result<Vec<u64>> {
+        let mut state = TestDevice::state(self);
+        let dirty = state.dirty.as_mut().ok_or(io::ErrorKind::InvalidInput)?;
+        let first = address / PAGE;
+        let mut words = vec![0; usize::try_from(size.div_ceil(64 * PAGE)).unwrap()];
+        dirty.retain(|page| {
+            let within = (first..first + size / PAGE).contains(page);
+            if within {
+                words[usize::try_from((page - first) / 64).unwrap()] |= 1 << ((page - first) % 64);
+            }
+            !within
+        });
+        Ok(words)
     }
 }

@@ -32,6 +32,9 @@ pub(crate) mod command {
     pub(crate) const REGION_READ: u16 = 9;
     pub(crate) const REGION_WRITE: u16 = 10;
     pub(crate) const DEVICE_RESET: u16 = 13;
+    pub(crate) const DEVICE_FEATURE: u16 = 16;
+    pub(crate) const MIG_DATA_READ: u16 = 17;
+    pub(crate) const MIG_DATA_WRITE: u16 = 18;
 }
 
 /// The type of a message, in the low bits of its flags.
@@ -71,6 +74,28 @@ pub(crate) const SET_ACTION_MASK: u32 = 1 << 3;
 pub(crate) const SET_ACTION_UNMASK: u32 = 1 << 4;
 pub(crate) const SET_ACTION_TRIGGER: u32 = 1 << 5;
 pub(crate) const SET_ACTIONS: u32 = SET_ACTION_MASK | SET_ACTION_UNMASK | SET_ACTION_TRIGGER;
+
+/// Features of DEVICE_FEATURE, in the low half of its flags.
+pub(crate) mod feature {
+    pub(crate) const MASK: u32 = 0xFFFF;
+    pub(crate) const GET: u32 = 1 << 16;
+    pub(crate) const SET: u32 = 1 << 17;
+    pub(crate) const PROBE: u32 = 1 << 18;
+    pub(crate) const MIGRATION: u32 = 1;
+    pub(crate) const MIG_DEVICE_STATE: u32 = 2;
+    pub(crate) const DMA_LOGGING_START: u32 = 6;
+    pub(crate) const DMA_LOGGING_STOP: u32 = 7;
+    pub(crate) const DMA_LOGGING_REPORT: u32 = 8;
+}
+
+/// `VFIO_MIGRATION_STOP_COPY`.
+pub(crate) const MIGRATION_STOP_COPY: u64 = 1;
+/// `VFIO_MIGRATION_PRE_COPY`.
+pub(crate) const MIGRATION_PRE_COPY: u64 = 1 << 2;
+/// Pages that DMA logging counts in.
+pub(crate) const LOG_PAGE: u64 = 4096;
+/// Ranges that a client may name when it starts DMA logging.
+pub(crate) const MAX_LOG_RANGES: u32 = 4096;
 
 /// What every message begins with.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable)]
@@ -235,7 +260,64 @@ pub(crate) struct RegionAccess {
     pub count: u32,
 }
 
+/// DEVICE_FEATURE and its reply; the feature's data follow.
+#[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct DeviceFeature {
+    pub argsz: u32,
+    pub flags: u32,
+}
+
+/// Feature MIG_DEVICE_STATE.
+#[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct MigDeviceState {
+    pub state: u32,
+    /// Means nothing here: data travel by message.
+    pub data_fd: u32,
+}
+
+/// Feature DMA_LOGGING_START; ranges follow.
+#[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct LoggingStart {
+    pub page_size: u64,
+    pub ranges: u32,
+    pub reserved: u32,
+}
+
+/// One range.
+#[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct LoggingRange {
+    pub address: u64,
+    pub size: u64,
+}
+
+/// Feature DMA_LOGGING_REPORT; the bitmap follows in the reply.
+#[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct LoggingReport {
+    pub address: u64,
+    pub size: u64,
+    pub page_size: u64,
+}
+
+/// MIG_DATA_READ and MIG_DATA_WRITE; data follow in the reply, or the request.
+#[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct MigData {
+    pub argsz: u32,
+    pub size: u32,
+}
+
 const _: () = {
+    assert!(size_of::<DeviceFeature>() == 8);
+    assert!(size_of::<MigDeviceState>() == 8);
+    assert!(size_of::<LoggingStart>() == 16);
+    assert!(size_of::<LoggingRange>() == 16);
+    assert!(size_of::<LoggingReport>() == 24);
+    assert!(size_of::<MigData>() == 8);
     assert!(size_of::<Header>() == 16);
     assert!(size_of::<Version>() == 4);
     assert!(size_of::<DmaMap>() == 32);

@@ -61,7 +61,8 @@ fn what_is_wrong_gets_an_error_number_and_the_connection_goes_on() {
         (0, vec![], 95),                     // no command
         (11, vec![0; 16], 95),               // DMA_READ is the server's
         (15, vec![0; 8], 95),                // WRITE_MULTI
-        (16, vec![0; 8], 95),                // DEVICE_FEATURE
+        (15, vec![0; 8], 95),                // REGION_WRITE_MULTI
+        (16, vec![0; 8], 25),                // DEVICE_FEATURE: feature 0
         (0xFFFF, vec![0; 70_000], 95),       // no command, long
         (1, b"\0\0\x01\0{}\0".to_vec(), 22), // a second VERSION
         (2, vec![0; 32], 22),                // DMA_MAP of nothing

@@ -107,4 +107,15 @@ impl Registry {
         self.step(CoordinatorEvent::Message(message), now)?;
         Ok(())
     }
+
+    /// Whether a message comes from the start of its host that is known.
+    ///
+    /// # Errors
+    /// When it isn't a host's, or one that isn't registered or was started again since.
+    pub fn check_sender(&mut self, message: &Message, now: Instant) -> Result<(), Refusal> {
+        let Node::Host(host) = message.from else {
+            return Err(Refusal::Invalid("The message isn't a host's".to_owned()));
+        };
+        self.check(Speaker { host, incarnation: message.incarnation }, now)
+    }
 }

@@ -62,6 +62,8 @@ pub struct Registry {
     /// The coordinator's state isn't the store's: a transaction has failed.
     wounded: bool,
     lease: Duration,
+    /// The coordinator's times.
+    times: nomad::Config,
     /// Until when a host counts as alive.
     leases: BTreeMap<HostId, Instant>,
     /// Hosts whose lease is over.
@@ -74,15 +76,27 @@ pub struct Registry {
     events: Vec<Event>,
 }
 
+/// A migration whose memory isn't copied after so long is given up; monitors have time limits of their own, which are shorter as a rule.
+const COPY_MS: u32 = 6 * 3_600_000;
+
 impl Registry {
-    /// Goes on with what is in a database. Hosts have a lease to be heard of again; migrations that aren't decided are given up.
+    /// Goes on with what is in a database. Hosts have a lease to be heard of again; migrations that aren't decided are given up. A switch-over may
+    /// take as long as `switch_limit`.
     ///
     /// # Errors
     /// When the database can't be written.
-    pub fn new(store: Box<dyn Store>, lease: Duration, now: Instant) -> Result<Self, StoreError> {
+    pub fn new(
+        store: Box<dyn Store>,
+        lease: Duration,
+        switch_limit: Duration,
+        now: Instant,
+    ) -> Result<Self, StoreError> {
         let ledger = store.state().ledger.clone();
+        let switch_ms = u32::try_from(switch_limit.as_millis()).unwrap_or(u32::MAX).max(1);
+        let times = nomad::Config { switch_ms, copy_ms: COPY_MS, ..nomad::Config::default() };
         let mut registry = Self {
-            coordinator: Coordinator::new(nomad::Config::default(), ledger),
+            coordinator: Coordinator::new(times, ledger),
+            times,
             leases: store.state().hosts.keys().map(|host| (*host, now + lease)).collect(),
             store,
             wounded: true,
@@ -227,12 +241,18 @@ impl Registry {
         Ok(())
     }
 
+    /// How long a switch-over may take, milliseconds.
+    #[must_use]
+    pub fn switch_ms(&self) -> u32 {
+        self.times.switch_ms
+    }
+
     /// After a transaction has failed: the coordinator begins anew with what is written, as it does after a restart.
     fn heal(&mut self, now: Instant) -> Result<(), StoreError> {
         if !self.wounded {
             return Ok(());
         }
-        self.coordinator = Coordinator::new(nomad::Config::default(), self.state().ledger.clone());
+        self.coordinator = Coordinator::new(self.times, self.state().ledger.clone());
         self.timers.clear();
         let mut actions = Vec::new();
         self.coordinator.step(CoordinatorEvent::Start, &mut actions);

@@ -18,6 +18,7 @@ use control_api::cluster::proto::{self, Speaker};
 use control_api::cluster::{ClusterError, TIMEOUT};
 use tokio::sync::oneshot;
 use tonic::Code;
+use tonic::codegen::tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 
 use super::view::View;
@@ -33,6 +34,8 @@ const CALM: Duration = Duration::from_millis(50);
 /// The view is written this long after a change, so that many changes are one write.
 const WRITE_AFTER: Duration = Duration::from_millis(100);
 
+/// Messages of the migration protocol that may wait to be sent; what is beyond is said again.
+const OUTBOX: usize = 1024;
 /// Events that are taken over at once at most.
 const BATCH: usize = 1024;
 
@@ -149,6 +152,7 @@ impl Link {
             if began.elapsed() > LATE {
                 wait = SOON;
             }
+            *self.directory.outbox() = None;
             let followed = self.directory.lost();
             // The same sentence once per outage.
             let text = error.to_string();
@@ -198,10 +202,12 @@ impl Link {
             told.nics = None;
         }
         if directory.view.load().contents.own != speaker.host {
-            let mut view = View::clone(&directory.view.load());
-            view.contents.own = speaker.host;
-            self.replace(view);
+            directory.change(|view| view.contents.own = speaker.host);
+            self.look_again();
         }
+        // Before VMs are registered: whoever takes part in migrations hears of them then.
+        let switch_ms = settings.switch_milliseconds;
+        let mut messages = self.coordinate(&mut client, speaker, switch_ms).await?;
         self.say(&mut client, speaker).await?;
         directory.status().away_since = None;
         tracing::info!(
@@ -233,6 +239,18 @@ impl Link {
                     self.take(batch);
                     write_at = write_at.or_else(|| Some(tokio::time::Instant::now() + WRITE_AFTER));
                 }
+                message = messages.message() => {
+                    let message = message.map_err(|status| service.error("Coordinate", status))?;
+                    let Some(message) = message else {
+                        let status = tonic::Status::unavailable("the stream of messages has ended");
+                        return Err(service.error("Coordinate", status));
+                    };
+                    match (nomad::wire::parse(&message.message), directory.mover()) {
+                        (Ok(message), Some(mover)) => mover.message(message),
+                        (Err(error), _) => tracing::warn!(%error, "The cluster service sends what is no message of the migration protocol"),
+                        (Ok(_), None) => {}
+                    }
+                }
                 () = directory.changed.notified() => say_at = say_at.or(Some(said + CALM)),
                 () = say => {
                     say_at = None;
@@ -253,20 +271,35 @@ impl Link {
         }
     }
 
+    /// Takes part in migrations: messages go both ways from here on.
+    async fn coordinate(
+        &self,
+        client: &mut Client,
+        speaker: Speaker,
+        switch_ms: u32,
+    ) -> Result<tonic::Streaming<proto::Envelope>, ClusterError> {
+        let service = &self.directory.config.service;
+        let (out, outgoing) = tokio::sync::mpsc::channel(OUTBOX);
+        *self.directory.outbox() = Some(out);
+        if let Some(mover) = self.directory.mover() {
+            // Its first message opens the stream.
+            mover.joined(speaker.host, speaker.incarnation, switch_ms);
+        }
+        service.within("Coordinate", client.coordinate(ReceiverStream::new(outgoing))).await
+    }
+
     fn take(&mut self, events: Vec<proto::WatchEvent>) {
-        let mut view = View::clone(&self.directory.view.load());
-        for old in view.apply(events) {
+        for old in self.directory.change(|view| view.apply(events)) {
             self.directory.refused_old_epochs.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(
                 "The cluster service speaks of {old}; that isn't believed. Was its database restored from an old copy?"
             );
         }
-        self.replace(view);
+        self.look_again();
     }
 
-    /// The engine sees the new view when this returns.
-    fn replace(&self, view: View) {
-        self.directory.view.store(Arc::new(view));
+    /// The engine sees the present view when this returns.
+    fn look_again(&self) {
         // At the daemon's end there is no engine.
         let _ = self.engine.call(crate::engine::Worker::directory_changed);
     }
@@ -289,10 +322,20 @@ impl Link {
         let directory = Arc::clone(&self.directory);
         let service = &directory.config.service;
         for (name, told) in ended {
+            if directory.place(VmId(told.vm)).is_some_and(|(_, epoch)| epoch > told.epoch) {
+                // It has moved away: it isn't this host's to end.
+                drop(self.told.remove(&name));
+                continue;
+            }
             let request = proto::EndVmRequest { speaker: Some(speaker), vm: told.vm, epoch: told.epoch };
             let ended = service.within("EndVm", client.end_vm(request)).await;
             match self.heard(&name, ended)? {
-                Heard::Done(_) => drop(self.told.remove(&name)),
+                Heard::Done(_) => {
+                    drop(self.told.remove(&name));
+                    if let Some(mover) = directory.mover() {
+                        mover.ended(told.vm);
+                    }
+                }
                 // It moves, or the service can't write: again with the next heartbeat.
                 Heard::Refused(Code::Aborted | Code::Internal) => {}
                 // It isn't this host's any more, or not there.
@@ -317,6 +360,9 @@ impl Link {
                 Heard::Done(reply) => {
                     for refused in &reply.refused {
                         tracing::warn!(vm = name, "{refused}: this VM isn't reached there");
+                    }
+                    if let Some(mover) = directory.mover() {
+                        mover.started(reply.vm, reply.epoch);
                     }
                     let told = Told { vm: reply.vm, epoch: reply.epoch, nics: Some(nics) };
                     self.told.insert(name, told);

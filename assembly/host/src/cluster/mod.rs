@@ -18,14 +18,15 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use arc_swap::ArcSwap;
-use control_api::cluster::{ClusterError, Service};
+use control_api::cluster::{ClusterError, Service, proto};
 use hca::names::{DeviceId, Gid};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, mpsc};
 
+use crate::migration::manager::{MoverHandle, Said};
 use crate::transport::{Directory, DirectoryReport, News, TransportKind, VmId};
 
 pub use client::ClusterThread;
@@ -107,6 +108,12 @@ pub struct ClusterDirectory {
     incarnation: AtomicU64,
     status: Mutex<Status>,
     refused_old_epochs: AtomicU64,
+    /// Held while a view is made from the last one: two threads do.
+    changing: Mutex<()>,
+    /// Messages of the migration protocol to the service, while it listens.
+    outbox: Mutex<Option<mpsc::Sender<proto::Envelope>>>,
+    /// Who takes part in migrations, once there is somebody.
+    mover: OnceLock<MoverHandle>,
 }
 
 #[derive(Debug)]
@@ -166,7 +173,95 @@ impl ClusterDirectory {
             incarnation: AtomicU64::new(incarnation),
             status: Mutex::new(Status { away_since: Some(Instant::now()), failures: 0 }),
             refused_old_epochs: AtomicU64::new(0),
+            changing: Mutex::default(),
+            outbox: Mutex::default(),
+            mover: OnceLock::new(),
         }))
+    }
+
+    /// Who takes part in migrations from now on.
+    pub(crate) fn set_mover(&self, mover: MoverHandle) {
+        // Once per daemon.
+        let _ = self.mover.set(mover);
+    }
+
+    pub(crate) fn mover(&self) -> Option<&MoverHandle> {
+        self.mover.get()
+    }
+
+    /// The cluster's service.
+    pub(crate) fn service(&self) -> &Service {
+        &self.config.service
+    }
+
+    /// This host's name.
+    #[must_use]
+    pub fn host_name(&self) -> &str {
+        &self.config.name
+    }
+
+    fn outbox(&self) -> MutexGuard<'_, Option<mpsc::Sender<proto::Envelope>>> {
+        self.outbox.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends a message of the migration protocol, to the service or by it to another host. What can't be sent now is lost.
+    pub(crate) fn send(&self, message: &nomad::Message) {
+        let mut bytes = Vec::new();
+        nomad::wire::encode(message, &mut bytes);
+        let sent = self
+            .outbox()
+            .as_ref()
+            .is_some_and(|out| out.try_send(proto::Envelope { message: bytes }).is_ok());
+        if !sent {
+            tracing::debug!(
+                body = message.body.name(),
+                "A message of the migration protocol can't be sent now"
+            );
+        }
+    }
+
+    /// Makes a view from the present one.
+    fn change<R>(&self, change: impl FnOnce(&mut View) -> R) -> R {
+        let _alone = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut view = View::clone(&self.view.load());
+        let result = change(&mut view);
+        self.view.store(Arc::new(view));
+        result
+    }
+
+    /// A VM runs on a host in an epoch, as whoever runs it says. Whether that is news.
+    pub(crate) fn moved(&self, vm: VmId, host: u32, epoch: u64) -> bool {
+        let known = self.view.load().contents.vms.get(&vm.0).map(|vm| (vm.host, vm.epoch));
+        if known.is_none_or(|known| known == (host, epoch) || known.1 > epoch) {
+            return false;
+        }
+        self.change(|view| view.moved(vm, host, epoch));
+        true
+    }
+
+    /// Where a VM runs: its host's number, and its epoch.
+    pub(crate) fn place(&self, vm: VmId) -> Option<(u32, u64)> {
+        let view = self.view.load();
+        view.contents.vms.get(&vm.0).filter(|vm| vm.alive).map(|vm| (vm.host, vm.epoch))
+    }
+
+    /// All addresses of a VM.
+    pub(crate) fn addresses(&self, vm: VmId) -> Vec<Gid> {
+        let view = self.view.load();
+        let of = view.contents.vms.get(&vm.0).into_iter().flat_map(|vm| &vm.addresses);
+        let gids: BTreeSet<Gid> = of.map(|(_, gid)| Gid(*gid)).collect();
+        gids.into_iter().collect()
+    }
+
+    /// A VM's name.
+    pub(crate) fn name(&self, vm: VmId) -> Option<String> {
+        self.view.load().contents.vms.get(&vm.0).map(|vm| vm.name.clone())
+    }
+
+    /// The number of the VM of a name, wherever it runs.
+    pub(crate) fn number(&self, name: &str) -> Option<VmId> {
+        let view = self.view.load();
+        view.contents.vms.iter().find(|(_, vm)| vm.alive && vm.name == name).map(|(id, _)| VmId(*id))
     }
 
     fn here(&self) -> MutexGuard<'_, Here> {
@@ -226,7 +321,12 @@ impl Directory for ClusterDirectory {
                 let (vm, segment, addresses) = (vm.to_owned(), segment.to_owned(), addresses.clone());
                 here.nics.insert(device, LocalNic { vm, segment, addresses });
             }
-            News::NicGone { device } => drop(here.nics.remove(&device)),
+            News::NicGone { device } => {
+                if let (Some(nic), Some(mover)) = (here.nics.remove(&device), self.mover()) {
+                    // One that leaves has lost its monitor; nothing where it doesn't leave, or has left.
+                    mover.said(&nic.vm, Said::Broken);
+                }
+            }
             News::Connected(links) => here.links = links,
         }
         drop(here);

@@ -155,6 +155,14 @@ impl View {
         }
     }
 
+    /// A VM runs on another host than before.
+    pub fn moved(&mut self, vm: VmId, host: u32, epoch: u64) {
+        if let Some(found) = self.contents.vms.get_mut(&vm.0) {
+            (found.host, found.epoch, found.alive) = (host, epoch, true);
+            self.order();
+        }
+    }
+
     /// The VM that runs and has an address in a segment.
     #[must_use]
     pub fn owner(&self, segment: &str, gid: Gid) -> Option<VmId> {

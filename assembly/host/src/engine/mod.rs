@@ -25,6 +25,8 @@
 //! | module | holds |
 //! |---|---|
 //! | `worker` | the thread's loop |
+//! | `moving` | devices whose VMs leave or come, and those that face them |
+//! | `views` | what is told of devices |
 //! | `served` | a device, its client's eventfds, its doorbell mode |
 //! | `handshake` | changes of the doorbell mode |
 //! | `load` | when which mode is better |
@@ -32,8 +34,10 @@
 
 mod handshake;
 mod load;
+mod moving;
 mod report;
 mod served;
+mod views;
 mod worker;
 
 use std::io;

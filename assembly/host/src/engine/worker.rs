@@ -10,7 +10,7 @@ use crossbeam_channel::Receiver;
 use dma::MappedMemory;
 use hca::engine::Engine;
 use hca::limits::Limits;
-use hca::names::{DeviceId, Gid, Qpn};
+use hca::names::DeviceId;
 use pvrdma::abi::{PAGE, doorbells};
 use pvrdma::device::FatalError;
 use pvrdma::{ConfigError, Devices, DoorbellMode as Doorbells, Phase, Pvrdma, Uar};
@@ -20,9 +20,10 @@ use vfio_user_protocol::doorbell_mode::DoorbellMode;
 
 use super::handshake::{Handshake, Reached};
 use super::load::Load;
-use super::report::{DeviceView, EngineView, LoopCounters, PeerView};
+use super::report::LoopCounters;
 use super::served::{Device, DeviceSetup, Served, Vectors};
 use super::{EngineSetup, Message, Wake};
+use crate::migration::{Arrival, Source};
 use crate::transport::Transports;
 
 /// Messages carried out before devices have their turn again.
@@ -33,9 +34,12 @@ const EAGER_ROUNDS: u32 = 200;
 
 /// What the thread owns.
 pub struct Worker {
-    engine: Engine<Pvrdma<MappedMemory>>,
-    devices: Devices<MappedMemory>,
-    served: BTreeMap<DeviceId, Served>,
+    pub(super) engine: Engine<Pvrdma<MappedMemory>>,
+    pub(super) devices: Devices<MappedMemory>,
+    pub(super) served: BTreeMap<DeviceId, Served>,
+    /// Devices whose VMs leave, and those whose VMs come.
+    pub(super) leaving: BTreeMap<DeviceId, Source>,
+    pub(super) arriving: BTreeMap<DeviceId, Arrival>,
     inbox: Receiver<Message>,
     wake: Arc<Wake>,
     clock: Clock,
@@ -43,10 +47,10 @@ pub struct Worker {
     started: u64,
     idle: u64,
     busy_window: u64,
-    counters: LoopCounters,
+    pub(super) counters: LoopCounters,
     stopping: bool,
     /// To other hosts.
-    transports: Option<Transports>,
+    pub(super) transports: Option<Transports>,
 }
 
 impl std::fmt::Debug for Worker {
@@ -67,6 +71,8 @@ impl Worker {
             engine: Engine::new(setup.engine),
             devices: Devices::default(),
             served: BTreeMap::new(),
+            leaving: BTreeMap::new(),
+            arriving: BTreeMap::new(),
             inbox,
             wake,
             started: clock.raw(),
@@ -79,7 +85,7 @@ impl Worker {
         }
     }
 
-    fn now(&self) -> u64 {
+    pub(super) fn now(&self) -> u64 {
         self.clock.delta_as_nanos(self.started, self.clock.raw())
     }
 
@@ -140,6 +146,9 @@ impl Worker {
         // Both are in the order of identities.
         for (device, (id, served)) in self.devices.iter_mut().zip(&mut self.served) {
             debug_assert_eq!(device.id(), *id);
+            if self.engine.is_stopped(*id) {
+                continue;
+            }
             // Doorbells and calls leave events as well, and so do rounds that execute nothing: a consumer is reminded.
             earliest(&mut until, device.flush_events(now, &served.msix));
             match served.follow(device, self.idle, now) {
@@ -199,6 +208,10 @@ impl Worker {
         let mut found = false;
         for (device, (id, served)) in self.devices.iter_mut().zip(&mut self.served) {
             debug_assert_eq!(device.id(), *id);
+            // The words of one that has stopped are as good as read; of one that comes, none was written.
+            if self.engine.is_stopped(*id) {
+                continue;
+            }
             if served.handshake.in_memory() && (served.handshake.offered() || served.load.next_look() <= now)
             {
                 match served.look_if_due(device, &mut self.engine, now) {
@@ -280,6 +293,8 @@ impl Worker {
 
     /// Takes a device out: nothing of its guest's memory is used any more. Peers see it vanish.
     pub fn detach(&mut self, id: DeviceId) {
+        self.leaving.remove(&id);
+        self.arriving.remove(&id);
         if let Some(transports) = &mut self.transports {
             transports.detach(id);
         }
@@ -350,6 +365,12 @@ impl Worker {
         device.shared_region().filter(|_| matches!(device.phase(), Phase::Described | Phase::Active))
     }
 
+    /// Where a device's driver has its shared region, if there is a driver.
+    pub fn shared_region(&mut self, id: DeviceId) -> Option<u64> {
+        let (device, _, _) = self.find(id)?;
+        device.shared_region().filter(|_| matches!(device.phase(), Phase::Described | Phase::Active))
+    }
+
     /// The directory of hosts and VMs says something else than before.
     pub fn directory_changed(&mut self) {
         if let Some(transports) = &mut self.transports {
@@ -368,6 +389,10 @@ impl Worker {
     pub fn set_mode_offered(&mut self, id: DeviceId, offered: bool) {
         if let Some((device, served, engine)) = self.find(id) {
             served.handshake.set_offered(offered);
+            if engine.is_stopped(id) {
+                // It looks at its doorbells when it starts.
+                return;
+            }
             let doorbells = if offered { Doorbells::Trapped } else { Doorbells::Shared };
             device.set_doorbells(engine, doorbells);
         }
@@ -382,7 +407,11 @@ impl Worker {
     pub fn reach(&mut self, id: DeviceId, mode: DoorbellMode) {
         let now = self.now();
         let Some((device, served, engine)) = self.find(id) else { return };
-        match served.handshake.reach(mode, now) {
+        let reached = served.handshake.reach(mode, now);
+        if engine.is_stopped(id) {
+            return;
+        }
+        match reached {
             Reached::Same => {}
             Reached::Mapped => {
                 device.set_doorbells(engine, Doorbells::Shared);
@@ -406,78 +435,6 @@ impl Worker {
             Some((device, served, engine)) => device.announce_fatal(engine, address, &served.msix),
             None => Ok(()),
         }
-    }
-
-    /// The loop's counters.
-    #[must_use]
-    pub fn loop_counters(&self) -> LoopCounters {
-        self.counters
-    }
-
-    /// Everything there is to see.
-    #[must_use]
-    pub fn view(&self) -> EngineView {
-        let devices = self.devices.iter().filter_map(|device| self.device_view(device)).collect();
-        let sockets = self.transports.as_ref().filter(|transports| transports.has_fabric());
-        let fabric = sockets.map(Transports::fabric);
-        let verbs = self.transports.as_ref().map(Transports::verbs);
-        let directory = self.transports.as_ref().and_then(Transports::directory);
-        EngineView { counters: self.counters, fabric, directory, verbs, devices }
-    }
-
-    /// Whether a queue pair's peer is reached on this host without a transport, or was when they spoke.
-    fn has_beside(&self, id: DeviceId, qpn: Qpn, peer: Gid) -> bool {
-        let connected = self.engine.connected(id, qpn).and_then(|qp| self.engine.connection(qp));
-        connected.is_some_and(|connection| self.engine.is_beside(id, connection.segment, peer))
-            || self.engine.was_local(id, qpn)
-    }
-
-    /// One device.
-    #[must_use]
-    pub fn view_of(&self, id: DeviceId) -> Option<DeviceView> {
-        self.device_view(self.devices.get(id)?)
-    }
-
-    fn device_view(&self, device: &Device) -> Option<DeviceView> {
-        let id = device.id();
-        let served = self.served.get(&id)?;
-        let hca = self.engine.inspect(id);
-        let queue_pairs = hca.iter().flat_map(|hca| &hca.queue_pairs);
-        let peers = queue_pairs
-            .filter_map(|qp| {
-                let connected = matches!(qp.kind, hca::attributes::QpKind::Rc | hca::attributes::QpKind::Uc)
-                    && (2..=5).contains(&(qp.state as u32));
-                let (attributes, _) = self.engine.query_qp(id, qp.handle).ok().filter(|_| connected)?;
-                let remote = self.transports.as_ref().and_then(|transports| transports.report(id, qp.qpn));
-                let dgid = attributes.address.dgid;
-                let transport = match &remote {
-                    Some(remote) => remote.transport,
-                    None if self.has_beside(id, qp.qpn, dgid) => "local",
-                    None => {
-                        let transports = self.transports.as_ref();
-                        transports.and_then(|transports| transports.reaches(id, dgid)).unwrap_or("none")
-                    }
-                };
-                Some(PeerView {
-                    handle: qp.handle.0,
-                    gid: format!("{dgid:?}"),
-                    qpn: attributes.destination_qpn.0,
-                    transport,
-                    remote,
-                })
-            })
-            .collect();
-        Some(DeviceView {
-            id: id.0,
-            doorbells: served.handshake.describe(),
-            doorbell_mode_switches: served.handshake.switches,
-            doorbell_mode_failures: served.handshake.failures,
-            interrupts: served.msix.0.counts(),
-            function: device.report(),
-            hca,
-            roce: self.transports.as_ref().and_then(|transports| transports.device_counters(id)),
-            peers,
-        })
     }
 }
 

@@ -1,5 +1,7 @@
 //! Function 0: vmxnet3, as a vfio-user device. The device itself lives on its segment's thread.
 
+mod moving;
+
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -12,16 +14,19 @@ use vfio_user_protocol::device::{
     Device, DmaMapping, INTERRUPT_MSIX, InterruptFlags, Interrupts, Peer, REGION_CONFIG, Region, RegionIoFd,
     SetInterrupts,
 };
+use vfio_user_protocol::migration::{DeviceState, Migration};
 use vmxnet3::pci as ids;
 use vmxnet3::registers::{RXPROD, RXPROD2, TXPROD};
-use vmxnet3::runner::NicHandle;
+use vmxnet3::runner::{NicEvents, NicHandle};
 use vmxnet3::{PortRules, Vmxnet3Config};
 
 use super::header::{Appearance, Header, HeaderError, class_code};
 use super::interrupts::EventFds;
 use super::memory::ClientMemory;
+use super::stream::Stream;
 use super::{NicShared, registers};
 use crate::segments::Network;
+use moving::Coming;
 
 /// Which function of the slot.
 const FUNCTION: usize = 0;
@@ -62,6 +67,11 @@ pub struct EthernetFunction {
     memory: ClientMemory,
     /// The device, while there is a client.
     device: Mutex<Option<Arc<NicHandle<MappedMemory>>>>,
+    /// Of a device whose VM comes: clients are given them before there is a device.
+    events: Option<NicEvents>,
+    /// Its state, as the client reads or writes it. Locked first.
+    stream: Mutex<Stream>,
+    coming: Mutex<Coming>,
 }
 
 impl std::fmt::Debug for EthernetFunction {
@@ -79,21 +89,41 @@ impl vmxnet3::Interrupts for Vectors {
     }
 }
 
+/// The function can't be made.
+#[derive(Debug, thiserror::Error)]
+pub enum EthernetError {
+    /// Configuration space.
+    #[error("The Ethernet function's configuration space can't be built")]
+    Header(#[from] HeaderError),
+    /// Descriptors.
+    #[error("The Ethernet function's eventfds can't be made")]
+    Events(#[source] io::Error),
+}
+
+/// Guests may be routers, which forward frames to whoever can't be told that a checksum is still to be made.
+fn rules() -> PortRules {
+    PortRules { any_source: false, partial_checksums: false }
+}
+
 impl EthernetFunction {
     /// Without a client; nothing is in the segment yet.
     ///
     /// # Errors
-    /// When configuration space can't be built, which is a bug.
+    /// When configuration space can't be built, which is a bug, or the kernel has no descriptors.
     pub fn new(
         nic: Arc<NicShared>,
         config: Vmxnet3Config,
         network: Arc<Network>,
-    ) -> Result<Self, HeaderError> {
+    ) -> Result<Self, EthernetError> {
+        let events = nic.is_incoming().then(NicEvents::new).transpose().map_err(EthernetError::Events)?;
         Ok(Self {
             header: Header::new(&appearance()?)?,
             msix: Arc::new(EventFds::new(ids::VECTORS)),
             memory: ClientMemory::default(),
             device: Mutex::new(None),
+            events,
+            stream: Mutex::new(Stream::new(DeviceState::Running)),
+            coming: Mutex::default(),
             nic,
             config,
             network,
@@ -102,6 +132,18 @@ impl EthernetFunction {
 
     fn place(&self) -> MutexGuard<'_, Option<Arc<NicHandle<MappedMemory>>>> {
         self.device.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The device is in its segment.
+    fn plugged(&self, device: NicHandle<MappedMemory>) {
+        device.set_companion(Some(self.nic.wire.end()));
+        self.nic.wire.connect(device.waker());
+        *self.place() = Some(Arc::new(device));
+    }
+
+    /// Whether its VM is still to come.
+    fn is_absent(&self) -> bool {
+        self.events.is_some() && self.place().is_none()
     }
 
     fn device(&self) -> io::Result<Arc<NicHandle<MappedMemory>>> {
@@ -128,15 +170,18 @@ impl Device for EthernetFunction {
         if !self.nic.authorizes(peer) {
             return false;
         }
+        if self.nic.is_incoming() {
+            // Its segment sees it when its VM runs here.
+            *self.stream() = Stream::new(DeviceState::Stop);
+            self.nic.set_connected(FUNCTION, true);
+            return true;
+        }
+        *self.stream() = Stream::new(DeviceState::Running);
         let interrupts = Box::new(Vectors(Arc::clone(&self.msix)));
-        // Guests may be routers, which forward frames to whoever can't be told that a checksum is still to be made.
-        let rules = PortRules { any_source: false, partial_checksums: false };
-        match self.network.ethernet().attach(self.config.clone(), rules, interrupts) {
+        match self.network.ethernet().attach(self.config.clone(), rules(), interrupts) {
             Ok(device) => {
                 device.set_bus_master(false);
-                device.set_companion(Some(self.nic.wire.end()));
-                self.nic.wire.connect(device.waker());
-                *self.place() = Some(Arc::new(device));
+                self.plugged(device);
             }
             Err(error) => {
                 let key = &self.nic.key;
@@ -154,7 +199,9 @@ impl Device for EthernetFunction {
     }
 
     fn regions(&self) -> Vec<Region> {
-        let io_fds = self.device().map(|device| device.doorbell()).map(|fd| {
+        let there = self.device().ok().map(|device| device.doorbell());
+        let doorbell = there.or_else(|| self.events.as_ref().map(NicEvents::doorbell));
+        let io_fds = doorbell.map(|fd| {
             // The doorbells of the first queues: with the revision that Linux takes there are no others.
             let doorbell = |offset| RegionIoFd { offset, size: 4, datamatch: None, fd: Arc::clone(&fd) };
             [TXPROD, RXPROD, RXPROD2].map(doorbell).to_vec()
@@ -193,7 +240,9 @@ impl Device for EthernetFunction {
                 self.device()?.bar_write(bar, offset, data);
             }
             _ if region == REGION_CONFIG => {
-                if let Some(enabled) = self.header.write(offset, data) {
+                if let Some(enabled) = self.header.write(offset, data)
+                    && !self.is_absent()
+                {
                     self.device()?.set_bus_master(enabled);
                 }
             }
@@ -203,17 +252,21 @@ impl Device for EthernetFunction {
     }
 
     fn dma_map(&self, mapping: DmaMapping) -> io::Result<()> {
-        let device = self.device()?;
+        let device = if self.is_absent() { None } else { Some(self.device()?) };
         self.memory.map(&mapping, |table| {
-            device.set_memory(Some(table));
+            if let Some(device) = device {
+                device.set_memory(Some(table));
+            }
             Ok(())
         })
     }
 
     fn dma_unmap(&self, address: u64, size: u64) -> io::Result<()> {
-        let device = self.device()?;
+        let device = if self.is_absent() { None } else { Some(self.device()?) };
         self.memory.unmap(address, size, |table| {
-            device.set_memory(Some(table));
+            if let Some(device) = device {
+                device.set_memory(Some(table));
+            }
             Ok(())
         })
     }
@@ -225,7 +278,14 @@ impl Device for EthernetFunction {
         }
     }
 
+    fn migration(&self) -> Option<&dyn Migration> {
+        Some(self)
+    }
+
     fn reset(&self) -> io::Result<()> {
+        if self.is_absent() {
+            return Err(Errno::BUSY.into());
+        }
         self.header.reset();
         let device = self.device()?;
         device.set_bus_master(false);

@@ -87,6 +87,25 @@ impl ClientMemory {
         Ok(())
     }
 
+    /// The present table.
+    #[must_use]
+    pub fn table(&self) -> MappedMemory {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Begins or ends to note which pages are written. Those that are being written at this moment may not be noted.
+    pub fn set_dirty_log(&self, on: bool) {
+        self.table().set_dirty_log(on);
+    }
+
+    /// Takes the pages of a range that were written: see [`MappedMemory::take_dirty`].
+    ///
+    /// # Errors
+    /// When the range can't be asked for.
+    pub fn take_dirty(&self, address: u64, size: u64) -> io::Result<Vec<u64>> {
+        self.table().take_dirty(address, size).ok_or_else(|| Errno::INVAL.into())
+    }
+
     /// Forgets everything; the caller has taken the table from its users.
     pub fn clear(&self) {
         *self.table.lock().unwrap_or_else(PoisonError::into_inner) = MappedMemory::default();

@@ -6,9 +6,10 @@ pub mod header;
 pub mod interrupts;
 pub mod memory;
 pub mod rdma;
+mod stream;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::Sender;
 
 use vfio_user_protocol::device::{Peer, Region};
@@ -33,13 +34,62 @@ pub struct NicShared {
     pub wire: Arc<WirePort>,
     connected: [AtomicBool; FUNCTIONS],
     events: Sender<Event>,
+    /// Its VM comes from another host, and isn't here yet.
+    incoming: AtomicBool,
+    /// The VM that comes; 0: it isn't known yet.
+    arriving_vm: AtomicU32,
+    /// A migration of its VM is under way: only whoever decides on that lets the NIC's functions go on.
+    locked: AtomicBool,
 }
 
 impl NicShared {
     /// Of a NIC without clients.
     #[must_use]
-    pub fn new(key: NicKey, generation: u64, uid: u32, events: Sender<Event>) -> Self {
-        Self { key, generation, uid, wire: Arc::default(), connected: Default::default(), events }
+    pub fn new(key: NicKey, generation: u64, uid: u32, incoming: bool, events: Sender<Event>) -> Self {
+        Self {
+            key,
+            generation,
+            uid,
+            wire: Arc::default(),
+            connected: Default::default(),
+            events,
+            incoming: incoming.into(),
+            arriving_vm: AtomicU32::new(0),
+            locked: AtomicBool::new(false),
+        }
+    }
+
+    /// Whether its VM comes from another host, and isn't here yet.
+    #[must_use]
+    pub fn is_incoming(&self) -> bool {
+        self.incoming.load(Ordering::SeqCst)
+    }
+
+    /// Its VM is here.
+    pub(crate) fn has_arrived(&self) {
+        self.incoming.store(false, Ordering::SeqCst);
+    }
+
+    /// The number of the VM that comes, once it is known.
+    #[must_use]
+    pub fn arriving_vm(&self) -> Option<u32> {
+        Some(self.arriving_vm.load(Ordering::SeqCst)).filter(|vm| *vm != 0)
+    }
+
+    /// A VM comes.
+    pub(crate) fn set_arriving_vm(&self, vm: u32) {
+        self.arriving_vm.store(vm, Ordering::SeqCst);
+    }
+
+    /// Whether a migration decides when the functions go on.
+    #[must_use]
+    pub fn is_locked(&self) -> bool {
+        self.locked.load(Ordering::SeqCst)
+    }
+
+    /// A migration decides from now on when the functions go on; or their client again.
+    pub(crate) fn set_locked(&self, locked: bool) {
+        self.locked.store(locked, Ordering::SeqCst);
     }
 
     /// Whether a peer may have a function.

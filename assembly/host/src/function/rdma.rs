@@ -1,10 +1,13 @@
 //! Function 1: PVRDMA, as a vfio-user device. All that matters happens on the engine's thread.
 
+mod moving;
+
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use hca::limits::Limits;
 use hca::names::DeviceId;
+use nomad::objects::Total;
 use pci::config::{ClassCode, Identity};
 use pci::function::{BarKind, BarLayout};
 use pci::msix::MsixLayout;
@@ -16,10 +19,12 @@ use vfio_user_protocol::device::{
     RegionMapping, SetInterrupts,
 };
 use vfio_user_protocol::doorbell_mode::{self, DoorbellMode};
+use vfio_user_protocol::migration::{DeviceState, Migration};
 
 use super::header::{Appearance, Header, HeaderError};
 use super::interrupts::EventFds;
 use super::memory::ClientMemory;
+use super::stream::Stream;
 use super::{NicShared, registers};
 use crate::engine::{DeviceSetup, EngineGone, EngineHandle, Worker, is_arm};
 use crate::registry::Event;
@@ -73,6 +78,8 @@ pub struct RdmaFunction {
     /// The VM's quotas.
     limits: Mutex<Limits>,
     state: Mutex<State>,
+    /// Its state, as the client reads or writes it. Locked before `state`.
+    stream: Mutex<Stream>,
 }
 
 #[derive(Debug, Default)]
@@ -82,6 +89,9 @@ struct State {
     /// Where a driver that was there before this connection had its shared region, as long as it may still be there and
     /// not know that its device failed.
     orphan: Option<u64>,
+    /// Of a device that comes: its beginning was read, and what there must be at its end.
+    begun: bool,
+    expected: Option<Total>,
 }
 
 /// The function can't be made.
@@ -115,6 +125,7 @@ impl RdmaFunction {
             memory: ClientMemory::default(),
             limits: Mutex::new(config.limits),
             state: Mutex::default(),
+            stream: Mutex::new(Stream::new(DeviceState::Running)),
             nic,
             engine,
             config,
@@ -174,6 +185,15 @@ impl RdmaFunction {
         self.engine.call(move |worker| job(worker, device)).map_err(|EngineGone| Errno::NODEV.into())
     }
 
+    /// As [`RdmaFunction::with`]; where the device's VM is still to come, nothing is done.
+    fn with_if_there<R: Send + 'static>(
+        &self,
+        absent: R,
+        job: impl FnOnce(&mut Worker, DeviceId) -> R + Send + 'static,
+    ) -> io::Result<R> {
+        if self.nic.is_incoming() && self.device().is_none() { Ok(absent) } else { self.with(job) }
+    }
+
     fn register_write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
         // The driver's registers are 32 bits wide; other accesses mean nothing.
         let Some(value) = word(offset, data) else { return Ok(()) };
@@ -222,6 +242,10 @@ impl RdmaFunction {
     }
 
     fn set_bus_master(&self, enabled: bool) -> io::Result<()> {
+        if self.nic.is_incoming() {
+            // The header knows, and the device is told when it goes on.
+            return Ok(());
+        }
         self.with(move |worker, device| worker.set_bus_master(device, enabled))?;
         self.announce()
     }
@@ -238,6 +262,14 @@ impl Device for RdmaFunction {
         if !self.nic.authorizes(peer) {
             return false;
         }
+        if self.nic.is_incoming() {
+            // There is room for the device when its state begins to come.
+            *self.state() = State::default();
+            *self.stream() = Stream::new(DeviceState::Stop);
+            self.nic.set_connected(FUNCTION, true);
+            return true;
+        }
+        *self.stream() = Stream::new(DeviceState::Running);
         let config = Config { limits: self.limits(), ..self.config.clone() };
         let (pages, msix, mode) = (Arc::clone(&self.pages), Arc::clone(&self.msix), Arc::clone(&self.mode));
         let (vm, segment) = (self.nic.key.vm.clone(), self.segment.clone());
@@ -259,7 +291,7 @@ impl Device for RdmaFunction {
             Err(EngineGone) => return false,
         };
         let orphan = self.remembered.shared_region(&key.vm, &key.name, self.nic.uid);
-        *self.state() = State { device: Some(device), orphan };
+        *self.state() = State { device: Some(device), orphan, ..State::default() };
         self.nic.set_connected(FUNCTION, true);
         true
     }
@@ -295,7 +327,7 @@ impl Device for RdmaFunction {
             self.header.read(offset, data);
         } else if region == doorbell_mode::REGION && offset == doorbell_mode::WANTED_OFFSET && data.len() == 4
         {
-            let value = self.with(Worker::read_wanted)?;
+            let value = self.with_if_there(0, Worker::read_wanted)?;
             data.copy_from_slice(&value.to_le_bytes());
         }
         Ok(())
@@ -326,20 +358,22 @@ impl Device for RdmaFunction {
                 return Err(Errno::INVAL.into());
             }
             let mode = word(offset, data).and_then(DoorbellMode::from_register).ok_or(Errno::INVAL)?;
-            return self.with(move |worker, device| worker.reach(device, mode));
+            return self.with_if_there((), move |worker, device| worker.reach(device, mode));
         }
         Ok(())
     }
 
     fn dma_map(&self, mapping: DmaMapping) -> io::Result<()> {
-        self.memory
-            .map(&mapping, |table| self.with(move |worker, device| worker.set_memory(device, table)))?;
+        self.memory.map(&mapping, |table| {
+            self.with_if_there((), move |worker, device| worker.set_memory(device, table))
+        })?;
         self.announce()
     }
 
     fn dma_unmap(&self, address: u64, size: u64) -> io::Result<()> {
-        self.memory
-            .unmap(address, size, |table| self.with(move |worker, device| worker.set_memory(device, table)))
+        self.memory.unmap(address, size, |table| {
+            self.with_if_there((), move |worker, device| worker.set_memory(device, table))
+        })
     }
 
     fn set_interrupts(&self, index: u32, start: u32, _: u32, change: SetInterrupts) -> io::Result<()> {
@@ -351,13 +385,20 @@ impl Device for RdmaFunction {
             doorbell_mode::INTERRUPT => {
                 self.mode.change(start, change)?;
                 let offered = self.mode.is_connected(0);
-                self.with(move |worker, device| worker.set_mode_offered(device, offered))
+                self.with_if_there((), move |worker, device| worker.set_mode_offered(device, offered))
             }
             _ => Err(Errno::INVAL.into()),
         }
     }
 
+    fn migration(&self) -> Option<&dyn Migration> {
+        Some(self)
+    }
+
     fn reset(&self) -> io::Result<()> {
+        if self.nic.is_incoming() {
+            return Err(Errno::BUSY.into());
+        }
         self.header.reset();
         self.state().orphan = None;
         self.with(|worker, device| {

@@ -8,7 +8,9 @@
 //! A piece is an object of the device (`hca`), with what this device's function remembers of it (`pvrdma`) and, of a queue pair whose
 //! peer is on another host, its connection (`roce`).
 
+pub mod manager;
 mod pieces;
+pub mod stream;
 
 use dma::Dma;
 use hca::engine::Engine;

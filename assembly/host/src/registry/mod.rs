@@ -25,8 +25,7 @@ use self::nic::{FunctionServer, Nic};
 use crate::access::{Access, Denied, is_administrator, may_use};
 use crate::engine::EngineHandle;
 use crate::function::NicShared;
-use crate::function::ethernet::EthernetFunction;
-use crate::function::header::HeaderError;
+use crate::function::ethernet::{EthernetError, EthernetFunction};
 use crate::function::rdma::{RdmaError, RdmaFunction};
 use crate::identity::{check_name, is_unicast, mac_of, mac_text};
 use crate::remembered::Remembered;
@@ -66,6 +65,8 @@ pub struct NicSpec {
     pub tap: Option<String>,
     /// MTU in bytes; 1500 where it is left out.
     pub mtu: Option<u32>,
+    /// Its VM comes from another host: it is there when that has landed.
+    pub incoming: bool,
 }
 
 /// What a NIC is.
@@ -224,7 +225,8 @@ impl Registry {
         state.generations += 1;
         let generation = state.generations;
         let limits = state.limits.get(&spec.key.vm).copied().unwrap_or_else(default_limits);
-        let shared = Arc::new(NicShared::new(spec.key.clone(), generation, uid, self.events.clone()));
+        let shared =
+            Arc::new(NicShared::new(spec.key.clone(), generation, uid, spec.incoming, self.events.clone()));
         let nic = self.build(&shared, network, uplink, mac, mtu, limits)?;
         let info = nic.info();
         state.nics.insert(spec.key.clone(), nic);
@@ -291,7 +293,7 @@ impl Registry {
         .map_err(|error: RdmaError| serve(error.into()))?;
         let config = Vmxnet3Config { name: name.clone(), mac: MacAddress(mac), link_mbps: LINK_MBPS };
         let ethernet = EthernetFunction::new(Arc::clone(shared), config, Arc::clone(&network))
-            .map_err(|error: HeaderError| serve(error.into()))?;
+            .map_err(|error: EthernetError| serve(error.into()))?;
         let (rdma, ethernet) = (Arc::new(rdma), Arc::new(ethernet));
         let devices: [Arc<dyn Device>; crate::function::FUNCTIONS] = [ethernet.clone(), rdma.clone()];
         let mut servers = Vec::new();
@@ -382,6 +384,25 @@ impl Registry {
         let state = self.state();
         let seen = state.nics.values().filter(|nic| may_use(uid, nic.shared.uid));
         seen.map(|nic| (nic.info(), Arc::clone(&nic.rdma), Arc::clone(&nic.ethernet))).collect()
+    }
+
+    /// The RDMA functions of a VM's NICs, and what each shares with the Ethernet function.
+    pub(crate) fn rdma_functions(&self, vm: &str) -> Vec<(Arc<NicShared>, Arc<RdmaFunction>)> {
+        let state = self.state();
+        let of = state.nics.iter().filter(|(key, _)| key.vm == vm);
+        of.map(|(_, nic)| (Arc::clone(&nic.shared), Arc::clone(&nic.rdma))).collect()
+    }
+
+    /// Checks that a VM has NICs here, and that a peer may use them.
+    ///
+    /// # Errors
+    /// When there are none, or they are somebody else's.
+    pub(crate) fn check_vm(&self, peer: &Peer, vm: &str) -> Result<(), RegistryError> {
+        self.access.check(peer)?;
+        let state = self.state();
+        let key = state.nics.keys().find(|key| key.vm == vm).cloned();
+        let key = key.ok_or_else(|| RegistryError::NoSuchVm { vm: vm.chars().take(64).collect() })?;
+        self.owner(&state, peer, &key).map(drop)
     }
 
     /// Ends the keeper.

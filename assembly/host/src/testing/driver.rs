@@ -74,6 +74,11 @@ impl Guest {
         }
     }
 
+    /// The guest goes on with the memory of another machine.
+    pub fn moved(&mut self, machine: &Machine) {
+        self.ram = machine.ram.clone();
+    }
+
     fn page(&mut self) -> u64 {
         let page = self.next_page;
         assert!(page + PAGE <= self.end, "the guest's memory is used up");

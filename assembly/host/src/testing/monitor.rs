@@ -59,6 +59,12 @@ impl Machine {
         attach_nic(daemon, &self.request()).unwrap().functions
     }
 
+    /// Attaches and connects both functions of a NIC whose VM is to come here.
+    pub fn await_vm(&self, daemon: &Path) -> Monitor {
+        let request = NicRequest { incoming: true, ..self.request() };
+        Monitor::new(self, &attach_nic(daemon, &request).unwrap().functions, true)
+    }
+
     /// Attaches and connects both functions.
     pub fn connect(&self, daemon: &Path, doorbell_mode: bool) -> Monitor {
         Monitor::new(self, &self.attach(daemon), doorbell_mode)

@@ -2,6 +2,7 @@
 //! that it is elsewhere; whoever keeps it then has [`Transports::directory_changed`] called.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use hca::engine::Engine;
 use hca::names::{DeviceId, Gid, SegmentId};
@@ -9,7 +10,7 @@ use hca::provider::Provider;
 
 use super::directory::{News, VmId};
 use super::pin::TransportKind;
-use super::{Nic, Transports, header};
+use super::{Nic, Transports, WirePort, header};
 
 /// A device that was added to the engine.
 #[derive(Debug)]
@@ -36,6 +37,38 @@ impl Transports {
         self.directory.tell(News::Nic { device, vm, segment, addresses: &local.addresses });
         self.local.insert(device, local);
         self.name(engine, device);
+    }
+
+    /// A device that came with its VM works here: from now on it is one of this host's, which the directory is told of.
+    pub fn adopt<P: Provider>(
+        &mut self,
+        engine: &mut Engine<P>,
+        device: DeviceId,
+        vm: &str,
+        port: Arc<WirePort>,
+    ) {
+        let Some((segment, segment_id)) =
+            self.nics.get(&device).map(|nic| (nic.segment.clone(), nic.segment_id))
+        else {
+            return;
+        };
+        let addresses: BTreeSet<Gid> = engine.gid_table(device).into_iter().map(|(_, gid, _)| gid).collect();
+        let local = Local { vm: vm.to_owned(), segment, segment_id, addresses };
+        self.directory.tell(News::Nic { device, vm, segment: &local.segment, addresses: &local.addresses });
+        self.local.insert(device, local);
+        self.attach_wire(engine, device, segment_id, port);
+    }
+
+    /// The VM that a device belongs to, where the directory knows it.
+    #[must_use]
+    pub fn vm_of(&self, device: DeviceId) -> Option<VmId> {
+        self.nics.get(&device).map(|nic| nic.vm)
+    }
+
+    /// The segment that a device is in.
+    #[must_use]
+    pub fn segment_of(&self, device: DeviceId) -> Option<SegmentId> {
+        self.nics.get(&device).map(|nic| nic.segment_id)
     }
 
     /// A device is about to leave the engine.

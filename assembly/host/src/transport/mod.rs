@@ -243,7 +243,7 @@ impl Transports {
     }
 
     /// The VM of the directory that has an address, seen from a device.
-    fn owner(&self, device: DeviceId, peer: Gid) -> Option<VmId> {
+    pub(crate) fn owner(&self, device: DeviceId, peer: Gid) -> Option<VmId> {
         self.directory.owner(&self.nics.get(&device)?.segment, peer)
     }
 

@@ -28,6 +28,14 @@ struct Stream {
     receiver: Receiver,
 }
 
+/// Devices of this side that another process serves.
+pub trait Devices: Sync {
+    /// This host's name in its cluster; `None`: there are no such devices.
+    fn host(&self) -> Result<Option<String>, MigrationError>;
+    /// Bytes of one device's state, in order.
+    fn take(&self, number: u32, data: &[u8]) -> Result<(), MigrationError>;
+}
+
 /// The streams of one migration.
 pub struct Streams {
     streams: Vec<Stream>,
@@ -132,6 +140,7 @@ impl Streams {
         self,
         ours: &Shape,
         memory: &GuestMemorySpace,
+        devices: &dyn Devices,
         stop: &Stop,
     ) -> Result<(Landing, Vec<u8>), MigrationError> {
         let Self { mut streams, version } = self;
@@ -141,7 +150,7 @@ impl Streams {
         let control = streams.remove(0);
         let mut landing =
             Landing { connection: control.connection, receiver: control.receiver, sender: Sender::new() };
-        match landing.take(streams, ours, memory, version, stop) {
+        match landing.take(streams, ours, memory, devices, version, stop) {
             Ok(state) => Ok((landing, state)),
             Err(error) => {
                 landing.refuse(&line(&error));
@@ -168,6 +177,7 @@ impl Landing {
         others: Vec<Stream>,
         ours: &Shape,
         memory: &GuestMemorySpace,
+        devices: &dyn Devices,
         version: u16,
         stop: &Stop,
     ) -> Result<Vec<u8>, MigrationError> {
@@ -186,7 +196,7 @@ impl Landing {
             streams = others.len() + 1,
             "A VM arrives"
         );
-        let accepted = message::encode(&Accepted { version })?;
+        let accepted = message::encode(&Accepted { version, host: devices.host()? })?;
         self.send(Kind::Accepted, &accepted)?;
 
         let (first, rest) = std::thread::scope(|scope| {
@@ -194,7 +204,7 @@ impl Landing {
                 .into_iter()
                 .map(|mut stream| {
                     scope.spawn(move || {
-                        let result = fill(&mut stream.receiver, &mut stream.connection, memory);
+                        let result = fill(&mut stream.receiver, &mut stream.connection, memory, None);
                         if result.is_err() {
                             // The others must not wait for their end.
                             stop.set();
@@ -203,7 +213,7 @@ impl Landing {
                     })
                 })
                 .collect();
-            let first = fill(&mut self.receiver, &mut self.connection, memory);
+            let first = fill(&mut self.receiver, &mut self.connection, memory, Some(devices));
             if first.is_err() {
                 stop.set();
             }
@@ -258,6 +268,14 @@ impl Landing {
         }
     }
 
+    /// Everything is restored: tells the source. Where the guest runs is decided by others.
+    ///
+    /// # Errors
+    /// When the source can't be told; it may be decided all the same.
+    pub fn restored(&mut self) -> Result<(), MigrationError> {
+        self.send(Kind::Ready, &[])
+    }
+
     /// The guest runs: tells the source, which ends.
     ///
     /// # Errors
@@ -272,12 +290,23 @@ fn fill(
     receiver: &mut Receiver,
     connection: &mut Connection,
     memory: &GuestMemorySpace,
+    devices: Option<&dyn Devices>,
 ) -> Result<Option<Vec<u8>>, MigrationError> {
     let memory = memory.memory();
     let (mut pages, mut state) = (0, None);
     loop {
         match receiver.receive(connection)? {
             (Kind::Pages, payload) => pages += pages::apply(payload, &memory)?,
+            (Kind::Device, payload) => {
+                let number = payload.split_first_chunk::<4>();
+                let (number, data) = number.ok_or_else(|| {
+                    MigrationError::Protocol("a device's state without its number".to_owned())
+                })?;
+                let devices = devices.ok_or_else(|| {
+                    MigrationError::Protocol("a device's state on a further stream".to_owned())
+                })?;
+                devices.take(u32::from_le_bytes(*number), data)?;
+            }
             (Kind::State, payload) if state.is_none() => state = Some(payload.to_vec()),
             (Kind::End, payload) => {
                 let end: End = message::decode(payload, "an end")?;

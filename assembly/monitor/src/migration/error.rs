@@ -40,6 +40,26 @@ pub enum MigrationError {
     /// Devices that can't move.
     #[error("The VM can't move, because of {0}")]
     Immovable(String),
+    /// The host's daemon, which serves devices of the VM, refuses or can't be asked.
+    #[error("The host's daemon, which serves devices of the VM, doesn't move it")]
+    Daemon(#[source] Box<control_api::host::HostError>),
+    /// A served device doesn't take its state.
+    #[error("Device {name} doesn't take the VM's state; its server's log says why")]
+    Device {
+        /// Its name.
+        name: String,
+        /// What its server answered.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// A daemon without a cluster service.
+    #[error(
+        "VMs with RDMA NICs move by the cluster service, which the host daemon at {0} doesn't use; start it with --cluster HOST:PORT --name HOST"
+    )]
+    NoCluster(String),
+    /// The coordinator, or a host that takes part, gave it up.
+    #[error("The migration was given up: {0}")]
+    GivenUp(String),
     /// The user cancelled.
     #[error("The migration was cancelled")]
     Cancelled,

@@ -43,12 +43,17 @@ pub enum Kind {
     Running = 10,
     /// The source gives up; the payload is a sentence.
     Abort = 11,
+    /// State of a served device: its number among the served functions (u32), and what its server gave. From version 2 on.
+    Device = 12,
 }
+
+/// Most bytes of a served device's state in a frame.
+pub const MOST_DEVICE: usize = 1 << 20;
 
 impl Kind {
     fn of(number: u16) -> Option<Self> {
-        use Kind::{Abort, Accepted, End, Go, Hello, Offer, Pages, Ready, Refused, Running, State};
-        let all = [Hello, Offer, Accepted, Refused, Pages, State, End, Ready, Go, Running, Abort];
+        use Kind::{Abort, Accepted, Device, End, Go, Hello, Offer, Pages, Ready, Refused, Running, State};
+        let all = [Hello, Offer, Accepted, Refused, Pages, State, End, Ready, Go, Running, Abort, Device];
         all.into_iter().find(|kind| *kind as u16 == number)
     }
 
@@ -59,6 +64,7 @@ impl Kind {
             Self::Refused | Self::Abort => 4096,
             Self::Offer => 1 << 20,
             Self::Pages => super::pages::RUN_HEADER + MOST_PAGES * super::pages::PAGE,
+            Self::Device => 4 + MOST_DEVICE,
             Self::State => 64 << 20,
         }
     }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use super::error::MigrationError;
 
 /// The protocol's version that is spoken here.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// The oldest that is understood: the one before [`VERSION`], from version 2 on.
 pub const OLDEST: u16 = 1;
 /// First bytes of every stream.
@@ -76,10 +76,13 @@ impl Hello {
 }
 
 /// The payload of `Accepted`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Accepted {
     /// The version that is spoken from here on.
     pub version: u16,
+    /// The destination's name in its cluster, where the VM has devices that a daemon serves. From version 2 on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub host: Option<String>,
 }
 
 /// The payload of `End`.

@@ -135,9 +135,6 @@ fn missing_features(here: &[kvm_cpuid_entry2], offered: &[kvm_cpuid_entry2]) -> 
 /// What keeps a VM from moving: devices whose state is outside this process, each with its reason.
 pub fn immovable(description: &VmDescription) -> Option<String> {
     let mut found = Vec::new();
-    for nic in &description.rdma {
-        found.push(format!("{} (RDMA NIC: its state is in the host's daemon)", nic.name));
-    }
     for device in &description.vfio_user {
         found.push(format!("{} (served by another process)", device.name));
     }
@@ -217,9 +214,8 @@ pub(crate) mod tests {
                 description::parse(&format!("kernel = \"k\"\n{text}"), "/x/a.toml".as_ref()).unwrap();
             immovable(&description::validate(&written).unwrap())
         };
-        assert_eq!(of("[[net]]\ntap = \"t\"\n[[disks]]\npath = \"d\""), None);
+        assert_eq!(of("[[net]]\ntap = \"t\"\n[[disks]]\npath = \"d\"\n[[rdma]]\nsegment = \"s\""), None);
         for (text, name) in [
-            ("[[rdma]]\nsegment = \"s\"", "rdma0"),
             ("[[vfio-user]]\nsocket = \"s\"", "served by another process"),
             ("[[net]]\nuser = true", "net0"),
             ("[neighbour]\ngroup = \"g\"\npermit = [\"b@7\"]", "neighbourhood"),

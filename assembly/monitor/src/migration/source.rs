@@ -10,11 +10,12 @@ use machine::slots::DirtyPages;
 
 use super::connection::{Connection, Stop};
 use super::error::{MigrationError, line};
-use super::frame::{Kind, Receiver, Sender};
+use super::frame::{Kind, MOST_DEVICE, Receiver, Sender};
 use super::message::{self, Accepted, End, Hello, OLDEST, VERSION};
 use super::pages::{Sent, Share, count};
 use super::policy::{Decision, Policy, RoundEnd};
 use super::progress::Watch;
+use super::served::{Daemon, Verdict};
 use super::shape::Shape;
 
 /// How long the destination may be silent.
@@ -47,6 +48,12 @@ pub trait Departing: Sync {
     fn stop(&self) -> Result<Vec<u8>, MigrationError>;
     /// The guest goes on here.
     fn go_on(&self) -> Result<(), MigrationError>;
+    /// The daemon that serves devices of the VM and has a say in its migration; `None`: there are none.
+    fn daemon(&self) -> Option<&Daemon>;
+    /// Served devices are read from here on, while they work.
+    fn begin_devices(&self) -> Result<(), MigrationError>;
+    /// What of each served device has changed since the last call.
+    fn read_devices(&self) -> Result<Vec<Vec<u8>>, MigrationError>;
     /// It is not known whether the guest runs at the destination: it stands still here until its user says so.
     fn stay_in_doubt(&self);
 }
@@ -95,6 +102,7 @@ pub fn migrate(
             max_throttle: request.max_throttle_percent,
         },
         began: Instant::now(),
+        begun: false,
         timeline: MigrationTimeline {
             destination: request.destination.clone(),
             streams: count,
@@ -111,6 +119,7 @@ pub fn migrate(
         },
     };
     if let Err(error) = departure.ask() {
+        // Nothing has begun, here or at a daemon.
         return Err(departure.give_up(error));
     }
     match departure.copy() {
@@ -131,6 +140,8 @@ struct Departure<'a> {
     policy: Policy,
     began: Instant,
     timeline: MigrationTimeline,
+    /// The daemon of served devices takes part.
+    begun: bool,
 }
 
 impl Departure<'_> {
@@ -155,6 +166,34 @@ impl Departure<'_> {
             let text = format!("an acceptance in version {}, which was not offered", accepted.version);
             return Err(MigrationError::Protocol(text));
         }
+        if let Some(daemon) = self.machine.daemon() {
+            let host = accepted.host.ok_or_else(|| {
+                MigrationError::Protocol(
+                    "an acceptance that doesn't say which host of the cluster it is".to_owned(),
+                )
+            })?;
+            daemon.begin(&host)?;
+            self.begun = true;
+        }
+        Ok(())
+    }
+
+    /// What of served devices has changed.
+    fn send_devices(&mut self) -> Result<(), MigrationError> {
+        if !self.begun {
+            return Ok(());
+        }
+        for (number, state) in (0_u32..).zip(self.machine.read_devices()?) {
+            for piece in state.chunks(MOST_DEVICE) {
+                let control = self.control()?;
+                let sent = control.sender.send(
+                    &mut control.connection,
+                    Kind::Device,
+                    &[&number.to_le_bytes(), piece],
+                );
+                sent.map_err(MigrationError::stream("written"))?;
+            }
+        }
         Ok(())
     }
 
@@ -174,14 +213,24 @@ impl Departure<'_> {
     fn copy(&mut self) -> Result<Instant, (MigrationError, Stopped)> {
         let running = |error| (error, None);
         self.machine.start_logging().map_err(running)?;
+        if self.begun {
+            self.machine.begin_devices().map_err(running)?;
+        }
         let present = self.machine.present().map_err(running)?;
         let rest = self.rounds(present).map_err(running)?;
+        if let Some(daemon) = self.machine.daemon() {
+            let stop = self.stop.clone();
+            daemon.may_stop(&move || stop.is_set()).map_err(running)?;
+        }
 
         let stopped = Instant::now();
         let standing = |error| (error, Some(stopped));
         self.timeline.until_stop_ms = milliseconds(stopped - self.began);
         self.watch.update(|progress| progress.phase = MigrationPhase::Stopped);
         let state = self.machine.stop().map_err(standing)?;
+        if let Some(daemon) = self.machine.daemon() {
+            daemon.stopped().map_err(standing)?;
+        }
         self.timeline.stop_ms = milliseconds(stopped.elapsed());
         self.timeline.state_bytes = state.len() as u64;
         let last = self.machine.take_dirty().map_err(standing)?;
@@ -189,6 +238,7 @@ impl Departure<'_> {
         let sending = Instant::now();
         let sent = self.round(&rest, false).map_err(standing)?;
         self.note_round(sending, &sent, 0, 0, true);
+        self.send_devices().map_err(standing)?;
         self.control().and_then(|control| control.send(Kind::State, &state)).map_err(standing)?;
         for stream in &mut self.streams {
             let end = message::encode(&End { pages: stream.announced }).map_err(standing)?;
@@ -230,6 +280,7 @@ impl Departure<'_> {
             });
             let began = Instant::now();
             let sent = self.round(&pages, number == 1)?;
+            self.send_devices()?;
             let took = began.elapsed();
             self.machine.settle()?;
             let dirty = self.machine.take_dirty()?;
@@ -326,25 +377,63 @@ impl Departure<'_> {
         }
         let committing = Instant::now();
         self.watch.update(|progress| progress.phase = MigrationPhase::Committing);
+        if let Some(daemon) = self.machine.daemon() {
+            // Whatever this side hears of the destination: the coordinator decides.
+            match daemon.outcome() {
+                Ok(Verdict::RunsThere) => return Ok(self.committed(committing, stopped)),
+                Ok(Verdict::RunsHere) => {
+                    return Err(self.undo(MigrationError::GivenUp("it runs here".to_owned()), Some(stopped)));
+                }
+                Ok(Verdict::GivenUp(reason)) => {
+                    return Err(self.undo(MigrationError::GivenUp(reason), Some(stopped)));
+                }
+                Err(error) => return Err(self.doubt(error)),
+            }
+        }
         if let Err(error) = self.control().and_then(|control| control.send(Kind::Go, &[])) {
             // A frame that wasn't taken whole can't be understood by the destination.
             return Err(self.undo(error, Some(stopped)));
         }
         if let Err(error) = self.answer(Kind::Running) {
-            self.machine.stay_in_doubt();
-            self.machine.stop_logging();
-            return Err(MigrationError::InDoubt(Box::new(error)));
+            return Err(self.doubt(error));
         }
+        Ok(self.committed(committing, stopped))
+    }
+
+    /// It isn't known where the guest runs.
+    fn doubt(&mut self, error: MigrationError) -> MigrationError {
+        self.machine.stay_in_doubt();
+        self.machine.stop_logging();
+        MigrationError::InDoubt(Box::new(error))
+    }
+
+    fn committed(mut self, committing: Instant, stopped: Instant) -> MigrationTimeline {
         self.timeline.commit_ms = milliseconds(committing.elapsed());
         self.timeline.pause_ms = milliseconds(stopped.elapsed());
         self.timeline.total_ms = milliseconds(self.began.elapsed());
         self.timeline.bytes = self.streams.iter().map(|stream| stream.sender.bytes()).sum();
-        Ok(self.timeline)
+        self.timeline
     }
 
     /// The guest goes on here; returns why.
     fn undo(&mut self, error: MigrationError, stopped: Stopped) -> MigrationError {
         let error = self.give_up(error);
+        if let Some(daemon) = self.machine.daemon().filter(|_| self.begun) {
+            // It may have been decided already, or be known to be given up.
+            match daemon.give_up() {
+                Ok(Verdict::GivenUp(_) | Verdict::RunsHere) => {}
+                Ok(Verdict::RunsThere) => {
+                    return self.doubt(MigrationError::GivenUp(
+                        "this side, but the cluster service had decided".to_owned(),
+                    ));
+                }
+                Err(unknown) if stopped.is_some() => return self.doubt(unknown),
+                Err(unknown) => tracing::warn!(
+                    error = line(&unknown),
+                    "The host's daemon can't be told that the migration is over"
+                ),
+            }
+        }
         let gone_on = stopped.map_or(Ok(()), |_| self.machine.go_on());
         // It costs the guest time.
         self.machine.stop_logging();

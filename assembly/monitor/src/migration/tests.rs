@@ -1,6 +1,8 @@
 //! Both sides of a migration against each other, with memory that changes meanwhile: over whole streams, streams that are cut at
 //! every point, and destinations that refuse. No KVM: the machine is a stand-in with real guest memory.
 
+mod with_a_daemon;
+
 use std::io::{Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -13,16 +15,29 @@ use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemorySpace, 
 use machine::slots::DirtyPages;
 
 use super::connection::Stop;
-use super::destination::Streams;
+use super::destination::{Devices, Streams};
 use super::error::MigrationError;
 use super::pages::tests::ram;
 use super::progress::Watch;
+use super::served::Daemon;
 use super::shape::Shape;
 use super::shape::tests::shape;
 use super::source::{Departing, migrate};
 
 const STATE: &[u8] = b"everything but memory";
 const MIB: u64 = 4;
+
+/// A destination without served devices.
+struct NoDevices;
+
+impl Devices for NoDevices {
+    fn host(&self) -> Result<Option<String>, MigrationError> {
+        Ok(None)
+    }
+    fn take(&self, number: u32, _: &[u8]) -> Result<(), MigrationError> {
+        Err(MigrationError::Protocol(format!("state of device {number}")))
+    }
+}
 
 /// A machine whose guest writes memory each time it is asked what was written.
 struct StandIn {
@@ -38,6 +53,9 @@ struct StandIn {
     logging: AtomicU32,
     /// A destination holds its disks.
     held_there: AtomicBool,
+    daemon: Option<Daemon>,
+    /// What served devices give, round by round, the last round first.
+    devices: Mutex<Vec<Vec<Vec<u8>>>>,
 }
 
 impl StandIn {
@@ -57,6 +75,8 @@ impl StandIn {
             stops: AtomicU32::new(0),
             logging: AtomicU32::new(0),
             held_there: AtomicBool::new(false),
+            daemon: None,
+            devices: Mutex::default(),
         }
     }
 }
@@ -110,6 +130,24 @@ impl Departing for StandIn {
         self.life.store(0, Ordering::SeqCst);
         Ok(())
     }
+    fn daemon(&self) -> Option<&Daemon> {
+        self.daemon.as_ref()
+    }
+    fn begin_devices(&self) -> Result<(), MigrationError> {
+        Ok(())
+    }
+    fn read_devices(&self) -> Result<Vec<Vec<u8>>, MigrationError> {
+        let mut rounds = self.devices.lock().unwrap();
+        // The last is what is left when they have stopped.
+        let last = self.stops.load(Ordering::SeqCst) > 0;
+        if last {
+            Ok(rounds.drain(..1).next().unwrap_or_default())
+        } else if rounds.len() > 1 {
+            Ok(rounds.pop().unwrap_or_default())
+        } else {
+            Ok(Vec::new())
+        }
+    }
     fn stay_in_doubt(&self) {
         self.life.store(2, Ordering::SeqCst);
     }
@@ -136,7 +174,8 @@ enum There {
 /// A destination that does what a monitor does, with a restore that may fail.
 fn destination(ours: &Shape, to: &GuestRam, ends: Vec<OwnedFd>, restore: Result<(), &str>) -> There {
     let stop = Stop::default();
-    let taken = Streams::over(ends, &stop).and_then(|streams| streams.take(ours, &to.memory(), &stop));
+    let taken =
+        Streams::over(ends, &stop).and_then(|streams| streams.take(ours, &to.memory(), &NoDevices, &stop));
     let (mut landing, state) = match taken {
         Ok(taken) => taken,
         Err(error) => return There::No(super::error::line(&error)),
@@ -361,7 +400,7 @@ fn a_cancel_at_the_last_moment_gives_the_disks_back() {
         let arriving = scope.spawn(|| {
             let theirs = Stop::default();
             let streams = Streams::over(b, &theirs).unwrap();
-            let (mut landing, _) = streams.take(&shape(), &to.memory(), &theirs).unwrap();
+            let (mut landing, _) = streams.take(&shape(), &to.memory(), &NoDevices, &theirs).unwrap();
             machine.held_there.store(true, Ordering::SeqCst);
             watch.cancel().unwrap();
             let answer = landing.ready();

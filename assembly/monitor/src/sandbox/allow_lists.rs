@@ -151,9 +151,13 @@ fn parts(kind: ThreadKind, vm: &VmDescription) -> Vec<&'static [i64]> {
         // It places BARs as vCPU threads do.
         ThreadKind::VfioUser => [vcpu(), vec![served_watcher(vm)]].concat(),
         // It stops vCPUs and devices as the API does, and lets them go on; its streams have threads of their own.
-        ThreadKind::Migration => {
-            [parts(ThreadKind::Api, vm), devices(), vec![crate::migration::SYSCALLS]].concat()
-        }
+        ThreadKind::Migration => [
+            parts(ThreadKind::VfioUser, vm),
+            parts(ThreadKind::Api, vm),
+            devices(),
+            vec![crate::migration::SYSCALLS],
+        ]
+        .concat(),
         ThreadKind::Signals => vec![BASE, SIGNALS],
         ThreadKind::Main => {
             let migration = parts(ThreadKind::Migration, vm);

@@ -1,6 +1,7 @@
 //! Where a connection to a device server comes from.
 
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use control_api::host::{NicRequest, attach_nic};
@@ -19,6 +20,9 @@ pub trait Connector: Send + Sync {
 
     /// Where the server is, for messages.
     fn target(&self) -> String;
+
+    /// The VM that was to come is here.
+    fn has_arrived(&self);
 }
 
 /// A server that listens at a fixed path.
@@ -37,6 +41,8 @@ impl Connector for SocketConnector {
     fn target(&self) -> String {
         self.path.display().to_string()
     }
+
+    fn has_arrived(&self) {}
 }
 
 /// An RDMA NIC of the host daemon, which makes its sockets when it is asked, and anew after a restart. Shared by the
@@ -47,12 +53,15 @@ pub struct Nic {
     request: NicRequest,
     /// The functions' sockets as the daemon last named them; none before it was asked.
     sockets: Mutex<Vec<PathBuf>>,
+    /// The VM is still to come from another host.
+    incoming: AtomicBool,
 }
 
 impl Nic {
     /// A NIC of the daemon at `host`; nobody is asked yet.
     pub fn new(host: &Path, request: NicRequest) -> Arc<Self> {
-        Arc::new(Self { host: host.to_owned(), request, sockets: Mutex::default() })
+        let incoming = AtomicBool::new(request.incoming);
+        Arc::new(Self { host: host.to_owned(), request, sockets: Mutex::default(), incoming })
     }
 }
 
@@ -83,8 +92,9 @@ impl Connector for NicConnector {
                 result => return result.map_err(|error| self.failed(error)),
             }
         }
-        *sockets =
-            attach_nic(&self.nic.host, &self.nic.request).map_err(|error| self.failed(error))?.functions;
+        let incoming = self.nic.incoming.load(Ordering::Acquire);
+        let request = NicRequest { incoming, ..self.nic.request.clone() };
+        *sockets = attach_nic(&self.nic.host, &request).map_err(|error| self.failed(error))?.functions;
         let path = sockets.get(number).ok_or_else(|| VfioUserError::Device {
             target: self.target(),
             reason: format!("it has {} functions, function {number} is missing", sockets.len()),
@@ -94,5 +104,9 @@ impl Connector for NicConnector {
 
     fn target(&self) -> String {
         format!("{}, NIC {} function {}", self.nic.host.display(), self.nic.request.name, self.function)
+    }
+
+    fn has_arrived(&self) {
+        self.nic.incoming.store(false, Ordering::Release);
     }
 }

@@ -1,9 +1,12 @@
 //! A served device as a PCI function.
 
+mod moving;
+
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, OnceLock};
 
+use pci::config::ConfigSpace;
 use pci::function::{
     BarLayout, BarMapping, BarPlace, ConfigEffect, Doorbell, FunctionError, PciFunction, SavedFunction,
 };
@@ -26,6 +29,8 @@ use super::watcher::Watcher;
 use super::{VfioUserError, lock};
 use crate::vm::ThreadHook;
 
+pub use moving::Arriving;
+
 /// A piece of guest RAM that servers get.
 #[derive(Debug, Clone)]
 pub struct DmaRange {
@@ -43,8 +48,10 @@ pub struct DmaRange {
 pub struct OpenedFunction {
     name: String,
     connector: Box<dyn Connector>,
-    client: Client,
+    client: Arc<Client>,
     shape: Shape,
+    /// The server has the guest's memory already.
+    mapped: bool,
 }
 
 impl OpenedFunction {
@@ -56,12 +63,17 @@ impl OpenedFunction {
     pub fn open(name: &str, connector: Box<dyn Connector>) -> Result<Self, VfioUserError> {
         let client = connector.connect()?;
         let shape = read_shape(&client, connector.as_ref())?;
-        Ok(Self { name: name.to_owned(), connector, client, shape })
+        Ok(Self { name: name.to_owned(), connector, client: Arc::new(client), shape, mapped: false })
     }
 
     /// Its name.
     pub fn name(&self) -> &str {
         &self.name
+    }
+
+    /// PCI device ID.
+    pub fn device_id(&self) -> u16 {
+        self.shape.device_id()
     }
 }
 
@@ -276,10 +288,10 @@ impl VfioUserFunction {
         ram: Vec<DmaRange>,
         msi: &dyn Msi,
     ) -> Result<Arc<Self>, VfioUserError> {
-        let OpenedFunction { name, connector, client, shape } = opened;
-        let device = |reason: String| VfioUserError::Device { target: connector.target(), reason };
-        let config = shape.config_space().map_err(|error| device(error.to_string()))?;
-        let (msix, vectors) = match &shape.msix {
+        let target = opened.connector.target();
+        let device = |reason: String| VfioUserError::Device { target: target.clone(), reason };
+        let config = opened.shape.config_space().map_err(|error| device(error.to_string()))?;
+        let (msix, vectors) = match &opened.shape.msix {
             None => (None, Vec::new()),
             Some((_, layout)) => {
                 let vectors = msi.allocate(layout.count()).map_err(VfioUserError::Interrupts)?;
@@ -289,9 +301,21 @@ impl VfioUserFunction {
                 (Some(msix), events)
             }
         };
+        Self::assemble(opened, ram, config, msix, vectors)
+    }
+
+    fn assemble(
+        opened: OpenedFunction,
+        ram: Vec<DmaRange>,
+        config: ConfigSpace,
+        msix: Option<Msix>,
+        vectors: Vec<VectorEvent>,
+    ) -> Result<Arc<Self>, VfioUserError> {
+        let OpenedFunction { name, connector, client, shape, mapped } = opened;
         let server =
             |source: ClientError| VfioUserError::Server { target: connector.target(), source: source.into() };
-        let link = Link::new(client, &shape, &ram).map_err(server)?;
+        let given = if mapped { &[][..] } else { &ram };
+        let link = Link::new(client, &shape, given).map_err(server)?;
         let inner = Inner {
             name,
             shape,
@@ -514,10 +538,7 @@ impl PciFunction for VfioUserFunction {
     }
 
     fn save(&self) -> Result<SavedFunction, FunctionError> {
-        Err(FunctionError::NotSaveable {
-            name: self.inner.name.clone(),
-            reason: "its state is in another process, which can't hand it out yet".to_owned(),
-        })
+        self.save_ours()
     }
 
     fn inspect(&self) -> serde_json::Value {

@@ -34,7 +34,7 @@ pub(super) struct MappedRange {
 
 /// A connection. Usable until [`Client::is_failed`].
 pub(super) struct Link {
-    pub client: Client,
+    pub client: Arc<Client>,
     /// What may be mapped, MSI-X pages cut out.
     pub ranges: Vec<MappedRange>,
     pub doorbells: Vec<Doorbell>,
@@ -44,7 +44,7 @@ pub(super) struct Link {
 
 impl Link {
     /// Learns what may be mapped, and gives the server the guest's memory.
-    pub(super) fn new(client: Client, shape: &Shape, ram: &[DmaRange]) -> Result<Self, ClientError> {
+    pub(super) fn new(client: Arc<Client>, shape: &Shape, ram: &[DmaRange]) -> Result<Self, ClientError> {
         let mut ranges = Vec::new();
         let mut doorbells = Vec::new();
         for bar in &shape.bars {

@@ -27,7 +27,7 @@
 //! | `registers` | configuration space: which byte is ours, which is the server's |
 //! | `link` | one connection, and what is set up on it |
 //! | `events` | eventfds that the server signals |
-//! | `function` | the PCI function |
+//! | `function` | the PCI function, saved and restored |
 //! | `watcher` | its thread: interrupts, doorbell mode, reconnection |
 
 mod connector;
@@ -41,7 +41,7 @@ mod tests;
 mod watcher;
 
 pub use connector::{Connector, Nic, NicConnector, SocketConnector};
-pub use function::{DmaRange, OpenedFunction, VfioUserFunction};
+pub use function::{Arriving, DmaRange, OpenedFunction, VfioUserFunction};
 
 /// What vCPU threads (and whoever resets, pauses or inspects) do for accesses: a message to the server and its reply,
 /// and the look at a server's file before a part of it is mapped.

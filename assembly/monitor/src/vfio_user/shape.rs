@@ -106,6 +106,11 @@ impl Shape {
         }
     }
 
+    /// PCI device ID.
+    pub(super) fn device_id(&self) -> u16 {
+        u16::from_le_bytes([self.config[2], self.config[3]])
+    }
+
     /// Our part of the configuration space, in power-on state.
     pub(super) fn config_space(&self) -> Result<ConfigSpace, pci::config::ConfigError> {
         let byte = |at: u16| self.config[usize::from(at)];

@@ -195,6 +195,6 @@ fn reconnect(inner: &Inner) -> Result<(), VfioUserError> {
         return Err(VfioUserError::OtherDevice { target: target(), what });
     }
     let server = |source: ClientError| VfioUserError::Server { target: target(), source: source.into() };
-    let link = Link::new(client, &inner.shape, &inner.ram).map_err(server)?;
+    let link = Link::new(Arc::new(client), &inner.shape, &inner.ram).map_err(server)?;
     inner.adopt(link).map_err(server)
 }

@@ -37,6 +37,7 @@ use crate::migration::state::SavedDevices;
 use crate::neighbour::{NeighbourFunction, OpenedNeighbour};
 use crate::nic::OpenedNic;
 use crate::sandbox::{Sandbox, ThreadKind};
+use crate::vfio_user::{Arriving, VfioUserFunction};
 
 /// Devices whose files, sockets and interfaces are open, without a machine yet.
 pub struct OpenedDevices {
@@ -85,7 +86,7 @@ impl OpenedDevices {
         }
         let open_nic = |nic| OpenedNic::open(nic).map_err(|error| Error::device(&nic.name, error));
         let nics = description.nics.iter().map(open_nic).collect::<Result<Vec<_>, _>>()?;
-        let served = served::open(description)?;
+        let served = served::open(description, !claim)?;
         let neighbour = description.neighbour.as_ref();
         let neighbour = neighbour.map(|wish| OpenedNeighbour::open(&description.name, wish)).transpose()?;
         Ok(Self { console: Some(console), virtio, nics, served, neighbour, sink, events: events.clone() })
@@ -103,7 +104,12 @@ impl OpenedDevices {
             device_id: device.device_id(),
             queues: device.queue_sizes(),
         };
-        self.virtio.iter().map(|device| shape(&**device)).collect()
+        self.virtio.iter().map(|device| shape(&**device)).chain(served::shapes(&self.served)).collect()
+    }
+
+    /// What the state of served devices is written to, when their VM comes.
+    pub fn arriving(&mut self, ram: &GuestRam) -> Result<Vec<Arriving>, Error> {
+        served::arriving(&mut self.served, ram)
     }
 
     /// The registry of neighbours, if the VM has some.
@@ -185,7 +191,7 @@ impl OpenedDevices {
         let msi = ControllerMsi::new(Arc::clone(controller));
         let watcher = threads::hook(sandbox, ThreadKind::VfioUser);
         let (served_in_place, served_anywhere) = served::by_slot(self.served);
-        served::plug(served_in_place, &root, ram, &msi, &watcher)?;
+        let mut served = served::plug(served_in_place, &root, ram, &msi, &watcher, saved)?;
         let mut virtio = Vec::new();
         for device in self.virtio {
             let function = match saved {
@@ -216,7 +222,7 @@ impl OpenedDevices {
             };
             nic.plug(&root, ram, controller.as_ref(), on_start, drain, stop)?;
         }
-        served::plug(served_anywhere, &root, ram, &msi, &watcher)?;
+        served.extend(served::plug(served_anywhere, &root, ram, &msi, &watcher, saved)?);
         if let Some(opened) = self.neighbour {
             let function = NeighbourFunction::new(opened, vm, ram, memory, &msi)?;
             let address = root.plug_next(Arc::clone(&function) as Arc<dyn PciFunction>)?;
@@ -236,7 +242,7 @@ impl OpenedDevices {
         let ports_of_root = Arc::new(ConfigPorts(Arc::clone(&root)));
         let reset_control = Arc::new(ResetControl::new(ports_of_root, Arc::clone(&self.sink)));
         ports.insert(CONFIG_PORTS_START.into(), CONFIG_PORTS_LEN.into(), "pci-config", reset_control)?;
-        Ok((Devices { serial, power, virtio }, root))
+        Ok((Devices { serial, power, virtio, served }, root))
     }
 }
 
@@ -248,6 +254,8 @@ pub struct Devices {
     pub power: Arc<PowerRegisters>,
     /// The virtio functions, which can move.
     pub virtio: Vec<Arc<VirtioPciFunction>>,
+    /// Functions that other processes serve.
+    pub served: Vec<Arc<VfioUserFunction>>,
 }
 
 impl Devices {

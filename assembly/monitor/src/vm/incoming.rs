@@ -14,6 +14,8 @@ use control_api::types::{ExitTable, VmState, VmSummary};
 use machine::memory::GuestMemorySpace;
 use serde_json::{Value, json};
 use telemetry::metrics::Family;
+use vfio_user_protocol::client::ClientError;
+use vfio_user_protocol::migration::DeviceState;
 
 use super::error::Error;
 use super::event::{Event, Events};
@@ -21,16 +23,19 @@ use super::machine::{Chassis, Machine};
 use crate::api::{ControlError, VmControl};
 use crate::description::VmDescription;
 use crate::migration::connection::Stop;
-use crate::migration::destination::{Landing, gather};
+use crate::migration::destination::{Devices, Landing, gather};
 use crate::migration::error::{MigrationError, line};
+use crate::migration::served::{Daemon, Verdict};
 use crate::migration::shape::{self, Shape};
 use crate::migration::state::SavedMachine;
 use crate::sandbox::{Sandbox, ThreadFilter};
+use crate::vfio_user::Arriving;
 
 /// A VM whose memory is here, and whose source waits.
 pub struct Arrived {
     landing: Landing,
     saved: SavedMachine,
+    devices: ServedDevices,
 }
 
 impl std::fmt::Debug for Arrived {
@@ -56,18 +61,59 @@ pub fn listen(description: &VmDescription, address: SocketAddr) -> Result<TcpLis
     Ok(listener)
 }
 
+/// Served devices of the VM that comes.
+pub struct ServedDevices {
+    functions: Vec<Arriving>,
+    daemon: Option<Daemon>,
+    /// Whether their state has begun to come.
+    begun: Mutex<bool>,
+}
+
+impl ServedDevices {
+    /// Of a machine that waits.
+    pub fn new(functions: Vec<Arriving>, daemon: Option<Daemon>) -> Self {
+        Self { functions, daemon, begun: Mutex::default() }
+    }
+}
+
+fn server(name: &str) -> impl FnOnce(ClientError) -> MigrationError {
+    move |source| MigrationError::Device { name: name.to_owned(), source: Box::new(source) }
+}
+
+impl Devices for ServedDevices {
+    fn host(&self) -> Result<Option<String>, MigrationError> {
+        self.daemon.as_ref().map(Daemon::host).transpose()
+    }
+
+    fn take(&self, number: u32, data: &[u8]) -> Result<(), MigrationError> {
+        let mut begun = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
+        if !std::mem::replace(&mut *begun, true) {
+            // The daemon knows by now which VM comes.
+            for function in &self.functions {
+                function.begin().map_err(server(function.name()))?;
+            }
+        }
+        let function = usize::try_from(number).ok().and_then(|number| self.functions.get(number));
+        let function = function.ok_or_else(|| {
+            MigrationError::Protocol(format!("state of a device {number}, which isn't here"))
+        })?;
+        function.take(data).map_err(server(function.name()))
+    }
+}
+
 /// Takes a VM in on a thread of its own; the main thread hears of it.
 pub fn await_vm(
     listener: TcpListener,
     shape: Shape,
     memory: GuestMemorySpace,
+    devices: ServedDevices,
     events: Events,
     stop: Stop,
     filter: ThreadFilter,
 ) -> Result<(), Error> {
     let spawned = std::thread::Builder::new().name("incoming".to_owned()).spawn(move || {
         filter.apply_or_end();
-        let arrived = arrive(&listener, &shape, &memory, &stop);
+        let arrived = arrive(&listener, &shape, &memory, devices, &stop);
         events.send(Event::Arrived(Box::new(arrived)));
     });
     spawned.map(drop).map_err(|source| Error::Monitor { what: "start the thread that takes a VM in", source })
@@ -77,12 +123,13 @@ fn arrive(
     listener: &TcpListener,
     shape: &Shape,
     memory: &GuestMemorySpace,
+    devices: ServedDevices,
     stop: &Stop,
 ) -> Result<Arrived, MigrationError> {
     let streams = gather(listener, stop)?;
-    let (mut landing, state) = streams.take(shape, memory, stop)?;
+    let (mut landing, state) = streams.take(shape, memory, &devices, stop)?;
     match SavedMachine::decode(&state) {
-        Ok(saved) => Ok(Arrived { landing, saved }),
+        Ok(saved) => Ok(Arrived { landing, saved, devices }),
         Err(reason) => {
             landing.refuse(&reason);
             Err(MigrationError::Protocol(format!("state that can't be used: {reason}")))
@@ -93,7 +140,7 @@ fn arrive(
 /// Restores the machine and runs its guest, when the source says so. On an error the guest is at the source.
 pub fn land(chassis: Chassis, arrived: Arrived, sandbox: &Sandbox) -> Result<Arc<Machine>, Error> {
     let began = Instant::now();
-    let Arrived { mut landing, saved } = arrived;
+    let Arrived { mut landing, saved, devices } = arrived;
     let running = saved.running;
     let machine = match chassis.restore(sandbox, saved) {
         Ok(machine) => Arc::new(machine),
@@ -103,12 +150,20 @@ pub fn land(chassis: Chassis, arrived: Arrived, sandbox: &Sandbox) -> Result<Arc
         }
     };
     let restored = began.elapsed();
-    if let Err(error) = landing.ready() {
+    let decided = match &devices.daemon {
+        None => landing.ready(),
+        Some(daemon) => decide(&mut landing, &devices, daemon),
+    };
+    if let Err(error) = decided {
         // Nothing ran; the buses are emptied, so that everything is let go of.
         machine.end()?;
         return Err(Error::NotArrived(error));
     }
     // From here on the guest is here, whatever the source hears of it.
+    for function in &machine.devices.served {
+        function.set_device_state(DeviceState::Running)?;
+        function.has_arrived();
+    }
     if running {
         machine.resume()?;
     }
@@ -124,6 +179,25 @@ pub fn land(chassis: Chassis, arrived: Arrived, sandbox: &Sandbox) -> Result<Arc
     let total_ms = began.elapsed().as_secs_f64() * 1000.0;
     tracing::info!(restore_ms, total_ms, running, "The VM has arrived");
     Ok(machine)
+}
+
+/// All is here: who runs the guest is the coordinator's to say.
+fn decide(landing: &mut Landing, devices: &ServedDevices, daemon: &Daemon) -> Result<(), MigrationError> {
+    let ended =
+        devices.functions.iter().try_for_each(|function| function.end().map_err(server(function.name())));
+    if let Err(error) = ended {
+        landing.refuse(&line(&error));
+        return Err(error);
+    }
+    // A source that has gone has perhaps voted.
+    if let Err(error) = landing.restored() {
+        tracing::warn!(error = line(&error), "The source doesn't hear that its VM is here");
+    }
+    match daemon.arrived()? {
+        Verdict::RunsHere => Ok(()),
+        Verdict::GivenUp(reason) => Err(MigrationError::GivenUp(reason)),
+        Verdict::RunsThere => Err(MigrationError::GivenUp("it runs on another host".to_owned())),
+    }
 }
 
 /// The VM as its API sees it while it hasn't come, and afterwards.

@@ -30,6 +30,7 @@ use crate::description::{BootProtocol, Guest, HugePages, LinuxBoot, VmDescriptio
 use crate::migration::shape::Shape;
 use crate::migration::state::{SavedDevices, SavedMachine};
 use crate::sandbox::{Sandbox, ThreadKind};
+use crate::vfio_user::Arriving;
 
 /// Files of the guest's kernel, kept open for resets: a sandboxed monitor can open nothing.
 struct BootFiles {
@@ -167,6 +168,11 @@ impl Chassis {
     /// What a guest sees of it.
     pub fn shape(&self) -> &Shape {
         &self.shape
+    }
+
+    /// Gives served devices the guest's memory; what their state is written to.
+    pub fn arriving(&mut self) -> Result<Vec<Arriving>, Error> {
+        self.devices.arriving(&self.ram)
     }
 
     /// The machine with vCPUs, paused before their first instruction, and devices at power-on state.

@@ -37,7 +37,7 @@ pub use threads::ThreadHook;
 
 use self::control::Control;
 use self::event::{Event, Events};
-use self::incoming::{Arrived, Switch, Waiting};
+use self::incoming::{Arrived, ServedDevices, Switch, Waiting};
 use self::machine::{Chassis, Machine, Opened};
 use self::moving::MovingMachine;
 use crate::api::ApiListener;
@@ -85,7 +85,7 @@ pub fn run(
     // From here on threads are made, and nothing is opened.
     let signals = signals(&events, sandbox.thread_filter(ThreadKind::Signals))?;
     let guest = machine::linux(&description)?.kernel.display().to_string();
-    let chassis = Chassis::assemble(description, opened, events.clone(), started)?;
+    let mut chassis = Chassis::assemble(description, opened, events.clone(), started)?;
     let api_filter = sandbox.thread_filter(ThreadKind::Api);
     let prepare = move || api_filter.apply_or_end();
     let watch = Arc::new(Watch::default());
@@ -104,7 +104,8 @@ pub fn run(
             let server = listener.serve(Arc::clone(&control) as _, prepare)?;
             let (shape, memory) = (chassis.shape().clone(), chassis.ram().memory());
             let filter = sandbox.thread_filter(ThreadKind::Migration);
-            incoming::await_vm(source, shape, memory, events.clone(), stop, filter)?;
+            let devices = ServedDevices::new(chassis.arriving()?, moving::daemon_of(chassis.description()));
+            incoming::await_vm(source, shape, memory, devices, events.clone(), stop, filter)?;
             let Some(arrived) = wait_for_vm(&receiver)? else { return Ok(Outcome::Stopped) };
             let machine = incoming::land(chassis, arrived, &sandbox)?;
             control.set(Arc::new(Control::new(Arc::clone(&machine), confinement, Arc::clone(&watch))));

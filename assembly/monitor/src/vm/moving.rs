@@ -9,12 +9,15 @@ use machine::memory::GuestMemorySpace;
 use machine::slots::DirtyPages;
 use pci::function::PciFunction as _;
 use pci::root::FunctionAddress;
+use vfio_user_protocol::migration::DeviceState;
 
 use super::error::Error;
 use super::event::Event;
 use super::machine::Machine;
+use crate::description::VmDescription;
 use crate::migration::MigrationError;
 use crate::migration::error::line;
+use crate::migration::served::Daemon;
 use crate::migration::service::Movable;
 use crate::migration::shape::{self, Shape};
 use crate::migration::source::Departing;
@@ -23,16 +26,25 @@ use crate::migration::state::{MACHINE_STATE_VERSION, SavedDevices, SavedMachine,
 /// How long a destination that gave up may take to let go of the disks.
 const LETTING_GO: Duration = Duration::from_secs(10);
 
+/// The daemon that serves a VM's RDMA NICs.
+pub fn daemon_of(description: &VmDescription) -> Option<Daemon> {
+    let nic = description.rdma.first()?;
+    Some(Daemon::new(nic.host.clone(), description.name.clone()))
+}
+
 /// A machine and what it was doing before it was handed over.
 pub struct MovingMachine {
     machine: Arc<Machine>,
     was_running: std::sync::atomic::AtomicBool,
+    /// Of the VM's RDMA NICs.
+    daemon: Option<Daemon>,
 }
 
 impl MovingMachine {
     /// To be moved, perhaps.
     pub fn new(machine: Arc<Machine>) -> Self {
-        Self { machine, was_running: false.into() }
+        let daemon = daemon_of(&machine.description);
+        Self { machine, was_running: false.into(), daemon }
     }
 
     /// vCPUs, then devices; nothing else may let them go on from here. Then the state, then the disks.
@@ -51,9 +63,17 @@ impl MovingMachine {
             running
         };
         if running {
-            for (_, function) in machine.root.functions() {
+            for (_, function) in machine
+                .root
+                .functions()
+                .into_iter()
+                .filter(|(_, function)| !is_served(machine, function.name()))
+            {
                 function.quiesce()?;
             }
+        }
+        for function in &machine.devices.served {
+            function.set_device_state(DeviceState::StopCopy)?;
         }
         let saved = save(machine, running)?;
         for function in &machine.devices.virtio {
@@ -67,6 +87,9 @@ impl MovingMachine {
         if *machine.state() != VmState::HandingOver {
             return Ok(());
         }
+        for function in &machine.devices.served {
+            function.set_device_state(DeviceState::Running)?;
+        }
         let until = Instant::now() + LETTING_GO;
         while let Err(error) = machine.take_disks() {
             if Instant::now() >= until {
@@ -79,6 +102,11 @@ impl MovingMachine {
         *machine.state() = VmState::Paused;
         if self.was_running.load(std::sync::atomic::Ordering::SeqCst) { machine.resume() } else { Ok(()) }
     }
+}
+
+/// Whether a function's device is in another process: that stops it as a whole.
+fn is_served(machine: &Machine, name: &str) -> bool {
+    machine.devices.served.iter().any(|function| function.name() == name)
 }
 
 /// Everything of a machine whose vCPUs and devices stand still.
@@ -111,6 +139,14 @@ fn save(machine: &Machine, running: bool) -> Result<SavedMachine, Error> {
     })
 }
 
+/// Adds pages to those that are known. Sets of the same memory are of the same ranges, but may be cut otherwise.
+fn merge(all: &mut Vec<DirtyPages>, more: DirtyPages) {
+    match all.iter_mut().find(|set| set.start == more.start && set.bitmap.len() == more.bitmap.len()) {
+        Some(set) => set.bitmap.iter_mut().zip(&more.bitmap).for_each(|(to, word)| *to |= word),
+        None => all.push(more),
+    }
+}
+
 impl Departing for MovingMachine {
     fn shape(&self) -> Shape {
         self.machine.shape.clone()
@@ -126,7 +162,9 @@ impl Departing for MovingMachine {
 
     fn start_logging(&self) -> Result<(), MigrationError> {
         let logging = self.machine.vm.slots().set_dirty_logging_all(true);
-        logging.map_err(MigrationError::machine("set to log writes"))
+        logging.map_err(MigrationError::machine("set to log writes"))?;
+        let served = self.machine.devices.served.iter().try_for_each(|function| function.log_writes(true));
+        served.map_err(MigrationError::machine("set to log writes"))
     }
 
     fn stop_logging(&self) {
@@ -136,10 +174,34 @@ impl Departing for MovingMachine {
                 "The log of the guest's writes stays on, which costs it time"
             );
         }
+        for function in &self.machine.devices.served {
+            let ended = function.log_writes(false).and_then(|()| match &self.daemon {
+                // One that left, and works.
+                Some(_) if *self.machine.state() == VmState::Running => {
+                    function.set_device_state(DeviceState::Running)
+                }
+                _ => Ok(()),
+            });
+            if let Err(error) = ended {
+                tracing::warn!(error = line(&error), "A device's server still notes what it writes");
+            }
+        }
     }
 
     fn take_dirty(&self) -> Result<Vec<DirtyPages>, MigrationError> {
-        self.machine.vm.slots().take_dirty_all().map_err(MigrationError::machine("asked what it wrote"))
+        let dirty = self.machine.vm.slots().take_dirty_all();
+        let mut dirty = dirty.map_err(MigrationError::machine("asked what it wrote"))?;
+        // Memory of devices that guests have mapped, doorbells for instance, isn't the machine's.
+        let ram = self.machine.ram().layout();
+        dirty.retain(|set| ram.ranges().iter().any(|range| set.start.wrapping_sub(range.start) < range.size));
+        for function in &self.machine.devices.served {
+            for (start, bitmap) in
+                function.take_written().map_err(MigrationError::machine("asked what it wrote"))?
+            {
+                merge(&mut dirty, DirtyPages { start, bitmap });
+            }
+        }
+        Ok(dirty)
     }
 
     fn settle(&self) -> Result<(), MigrationError> {
@@ -172,6 +234,31 @@ impl Departing for MovingMachine {
         self.take_back().map_err(MigrationError::machine("let go on"))
     }
 
+    fn daemon(&self) -> Option<&Daemon> {
+        self.daemon.as_ref()
+    }
+
+    fn begin_devices(&self) -> Result<(), MigrationError> {
+        let begun = self
+            .machine
+            .devices
+            .served
+            .iter()
+            .try_for_each(|function| function.set_device_state(DeviceState::PreCopy));
+        begun.map_err(MigrationError::machine("read from the processes that serve its devices"))
+    }
+
+    fn read_devices(&self) -> Result<Vec<Vec<u8>>, MigrationError> {
+        let read = self
+            .machine
+            .devices
+            .served
+            .iter()
+            .map(|function| function.read_device_state())
+            .collect::<Result<_, _>>();
+        read.map_err(MigrationError::machine("read from the processes that serve its devices"))
+    }
+
     fn stay_in_doubt(&self) {
         let mut state = self.machine.state();
         if *state == VmState::HandingOver {
@@ -182,6 +269,12 @@ impl Departing for MovingMachine {
 
 impl Movable for MovingMachine {
     fn immovable(&self) -> Option<String> {
+        let state = *self.machine.state();
+        if self.daemon.is_some() && state != VmState::Running {
+            return Some(format!(
+                "its state, {state:?}: a VM with RDMA NICs moves while it runs; let it go on with `causeway resume`"
+            ));
+        }
         shape::immovable(&self.machine.description)
     }
 

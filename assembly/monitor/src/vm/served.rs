@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use control_api::host::NicRequest;
-use machine::memory::GuestRam;
+use machine::memory::{GuestRam, RamRegion};
 use pci::function::PciFunction;
 use pci::interrupt::Msi;
 use pci::root::{FunctionAddress, PciRoot};
@@ -11,8 +11,10 @@ use pci::root::{FunctionAddress, PciRoot};
 use super::ThreadHook;
 use super::error::Error;
 use crate::description::VmDescription;
+use crate::migration::shape::ShapeDevice;
+use crate::migration::state::SavedDevices;
 use crate::vfio_user::{
-    Connector, DmaRange, Nic, NicConnector, OpenedFunction, SocketConnector, VfioUserFunction,
+    Arriving, Connector, DmaRange, Nic, NicConnector, OpenedFunction, SocketConnector, VfioUserFunction,
 };
 
 /// An RDMA NIC has an Ethernet function (vmxnet3) and an RDMA function (PVRDMA), as the guest's driver expects.
@@ -25,7 +27,8 @@ pub struct OpenedSlot {
 }
 
 /// Connects to the servers that the description names.
-pub fn open(description: &VmDescription) -> Result<Vec<OpenedSlot>, Error> {
+/// With `incoming`, NICs are those of a VM that is to come from another host.
+pub fn open(description: &VmDescription, incoming: bool) -> Result<Vec<OpenedSlot>, Error> {
     let mut slots = Vec::new();
     for nic in &description.rdma {
         let request = NicRequest {
@@ -34,6 +37,7 @@ pub fn open(description: &VmDescription) -> Result<Vec<OpenedSlot>, Error> {
             mac: Some(nic.mac.octets()),
             segment: nic.segment.clone(),
             tap: nic.tap.clone(),
+            incoming,
         };
         let shared = Nic::new(&nic.host, request);
         let functions = (0..NIC_FUNCTIONS)
@@ -54,6 +58,40 @@ pub fn open(description: &VmDescription) -> Result<Vec<OpenedSlot>, Error> {
     Ok(slots)
 }
 
+/// What a guest sees of them.
+pub fn shapes(slots: &[OpenedSlot]) -> Vec<ShapeDevice> {
+    let functions = slots.iter().flat_map(|slot| &slot.functions);
+    functions
+        .map(|function| ShapeDevice {
+            name: function.name().to_owned(),
+            device_id: function.device_id(),
+            queues: Vec::new(),
+        })
+        .collect()
+}
+
+/// Gives the servers the guest's memory; what a VM's state is written to.
+pub fn arriving(slots: &mut [OpenedSlot], ram: &GuestRam) -> Result<Vec<Arriving>, Error> {
+    let ranges = ranges(ram);
+    let functions = slots.iter_mut().flat_map(|slot| &mut slot.functions);
+    functions
+        .map(|function| {
+            let arriving = function.arriving(&ranges);
+            arriving.map_err(|error| Error::device(function.name(), error))
+        })
+        .collect()
+}
+
+fn ranges(ram: &GuestRam) -> Vec<DmaRange> {
+    let range = |region: &RamRegion| DmaRange {
+        file: Arc::clone(&region.file),
+        offset: region.file_offset,
+        address: region.range.start,
+        size: region.range.size,
+    };
+    ram.regions().iter().map(range).collect()
+}
+
 /// Those that ask for a slot, and those that take what is left.
 pub fn by_slot(slots: Vec<OpenedSlot>) -> (Vec<OpenedSlot>, Vec<OpenedSlot>) {
     slots.into_iter().partition(|slot| slot.slot.is_some())
@@ -63,38 +101,45 @@ fn open_function(name: &str, connector: Box<dyn Connector>) -> Result<OpenedFunc
     OpenedFunction::open(name, connector).map_err(|error| Error::device(name, error))
 }
 
-/// Gives the servers the guest's memory, plugs their functions in and starts their threads.
+/// Gives the servers the guest's memory, plugs their functions in and starts their threads: at power-on state, or as they were saved.
 pub fn plug(
     slots: Vec<OpenedSlot>,
     root: &Arc<PciRoot>,
     ram: &GuestRam,
     msi: &dyn Msi,
     on_start: &ThreadHook,
-) -> Result<(), Error> {
-    let ranges: Vec<DmaRange> = ram
-        .regions()
-        .iter()
-        .map(|region| DmaRange {
-            file: Arc::clone(&region.file),
-            offset: region.file_offset,
-            address: region.range.start,
-            size: region.range.size,
-        })
-        .collect();
+    saved: Option<&SavedDevices>,
+) -> Result<Vec<Arc<VfioUserFunction>>, Error> {
+    let ranges = ranges(ram);
+    let mut functions_of_all = Vec::new();
     for OpenedSlot { slot, functions } in slots {
         let mut at = slot;
         for (number, opened) in (0_u8..).zip(functions) {
             let name = opened.name().to_owned();
-            let function = VfioUserFunction::new(opened, ranges.clone(), msi)
-                .map_err(|error| Error::device(&name, error))?;
-            let plugged = Arc::clone(&function) as Arc<dyn PciFunction>;
-            let address = match at {
-                Some(slot) => {
-                    let address = FunctionAddress::new(slot, number)?;
-                    root.plug(address, plugged)?;
-                    address
+            let failed = |error| Error::device(&name, error);
+            let (function, address) = match saved {
+                None => {
+                    let function = VfioUserFunction::new(opened, ranges.clone(), msi).map_err(failed)?;
+                    let plugged = Arc::clone(&function) as Arc<dyn PciFunction>;
+                    let address = match at {
+                        Some(slot) => {
+                            let address = FunctionAddress::new(slot, number)?;
+                            root.plug(address, plugged)?;
+                            address
+                        }
+                        None => root.plug_next(plugged)?,
+                    };
+                    (function, address)
                 }
-                None => root.plug_next(plugged)?,
+                Some(saved) => {
+                    let place = saved.functions.iter().find(|place| place.name == name);
+                    let place = place.ok_or_else(|| Error::NoSavedDevice(name.clone()))?;
+                    let function = VfioUserFunction::restore(opened, ranges.clone(), msi, &place.function);
+                    let function = function.map_err(failed)?;
+                    let address = FunctionAddress::from_devfn(place.devfn);
+                    root.plug(address, Arc::clone(&function) as Arc<dyn PciFunction>)?;
+                    (function, address)
+                }
             };
             at = Some(address.slot());
             let bus = Arc::downgrade(root);
@@ -104,7 +149,8 @@ pub fn plug(
                 }
             });
             function.start(refresh, Arc::clone(on_start)).map_err(|error| Error::device(&name, error))?;
+            functions_of_all.push(function);
         }
     }
-    Ok(())
+    Ok(functions_of_all)
 }

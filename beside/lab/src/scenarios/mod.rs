@@ -11,6 +11,7 @@ mod fio;
 mod host;
 mod migrate;
 mod migrate_hosts;
+mod migrate_rdma;
 mod neighbours;
 mod neighbours_appliance;
 mod neighbours_block;
@@ -45,6 +46,7 @@ pub const ALL: &[Scenario] = &[
     host::SCENARIO,
     migrate::SCENARIO,
     migrate_hosts::SCENARIO,
+    migrate_rdma::SCENARIO,
     neighbours::SCENARIO,
     neighbours_block::SCENARIO,
     neighbours_appliance::SCENARIO,

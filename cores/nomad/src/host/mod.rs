@@ -159,6 +159,12 @@ impl Host {
         self.vms.iter().map(|(vm, found)| (*vm, found.epoch))
     }
 
+    /// VMs that queue pairs of a VM of this host face.
+    #[must_use]
+    pub fn faces(&self, vm: VmId) -> BTreeSet<VmId> {
+        self.vms.get(&vm).map(|found| found.faces.keys().copied().collect()).unwrap_or_default()
+    }
+
     /// Nothing goes on: no migration, no announcement, no queue pair that is held.
     #[must_use]
     pub fn is_quiet(&self) -> bool {

@@ -63,11 +63,18 @@ impl HostService for Fake {
         Ok(Response::new(proto::InspectReply { json }))
     }
 
+    async fn move_vm(
+        &self,
+        _: Request<proto::MoveVmRequest>,
+    ) -> Result<Response<proto::MoveVmReply>, Status> {
+        Err(Status::unimplemented("not here"))
+    }
+
     async fn version(
         &self,
         _: Request<proto::VersionRequest>,
     ) -> Result<Response<proto::VersionReply>, Status> {
-        Ok(Response::new(proto::VersionReply { version: "1".to_owned(), pid: 1 }))
+        Ok(Response::new(proto::VersionReply { version: "1".to_owned(), pid: 1, host: String::new() }))
     }
 }
 
@@ -104,6 +111,7 @@ fn a_request_arrives_whole_and_the_answer_comes_back() {
         mac: Some([2, 0, 0, 0, 0, 9]),
         segment: "blue".into(),
         tap: Some("tap3".into()),
+        incoming: true,
     };
     let sockets = super::attach_nic(&socket, &nic).unwrap();
     assert_eq!(sockets.functions, [Path::new("/run/rdma0.0"), Path::new("/run/rdma0.1")]);

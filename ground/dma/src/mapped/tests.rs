@@ -124,3 +124,87 @@ proptest! {
         prop_assert_eq!(left, right);
     }
 }
+
+/// Every way to write notes its pages, in each region that it touches, once; reads and what was before note nothing.
+#[test]
+fn the_dirty_log_names_the_pages_that_were_written() {
+    let memory = memory();
+    memory.write(0x1000, &[1]).unwrap();
+    memory.set_dirty_log(true);
+    assert_eq!(
+        (memory.take_dirty(0x1000, PAGE), memory.take_dirty(0x2000, 2 * PAGE)),
+        (Some(vec![0]), Some(vec![0]))
+    );
+    let mut bytes = [0; 8];
+    memory.read(0x1000, &mut bytes).unwrap();
+    memory.load_u32(0x2000).unwrap();
+    memory.check(0x1000, 3 * PAGE).unwrap();
+    assert!(memory.write(0x3FFE, &[9; 4]).is_err());
+    assert_eq!(memory.take_dirty(0x2000, 2 * PAGE), Some(vec![0]), "nothing was written");
+    // A table that was made before shares the log.
+    let other = memory.clone();
+    let writes: [(&str, &dyn Fn(u64)); 7] = [
+        ("write", &|at| other.write(at, &[7; 5]).unwrap()),
+        ("zero", &|at| other.zero(at, 5).unwrap()),
+        ("store", &|at| other.store_u32(at, 1).unwrap()),
+        ("swap", &|at| {
+            other.swap_u32(at, 2).unwrap();
+        }),
+        ("exchange", &|at| {
+            other.compare_exchange_u64(at, 1, 2).unwrap();
+        }),
+        ("add", &|at| {
+            other.fetch_add_u64(at, 1).unwrap();
+        }),
+        ("copy", &|at| other.copy_to(0x1000, &other, at, 8).unwrap()),
+    ];
+    for (name, write) in writes {
+        write(0x2010);
+        assert_eq!(memory.take_dirty(0x2000, 2 * PAGE), Some(vec![0b01]), "{name}");
+        write(0x3010);
+        assert_eq!(memory.take_dirty(0x2000, 2 * PAGE), Some(vec![0b10]), "{name}");
+        assert_eq!(memory.take_dirty(0x2000, 2 * PAGE), Some(vec![0]), "taken once: {name}");
+    }
+    memory.write(0x1FFE, &[1; 0x1004]).unwrap();
+    assert_eq!(
+        (memory.take_dirty(0x1000, PAGE), memory.take_dirty(0x2000, 2 * PAGE)),
+        (Some(vec![1]), Some(vec![0b11]))
+    );
+    // Parts of a word, other lengths, and ranges of two regions can't be taken.
+    for (address, len) in
+        [(0x2000, PAGE), (0x3000, PAGE), (0x2000, 1), (0x1000, 3 * PAGE), (0x2000, 0), (0x9000, PAGE)]
+    {
+        assert_eq!(memory.take_dirty(address, len), None, "{address:#x} {len:#x}");
+    }
+    memory.set_dirty_log(false);
+    memory.write(0x1000, &[1]).unwrap();
+    assert_eq!(memory.take_dirty(0x1000, PAGE), Some(vec![0]));
+}
+
+proptest! {
+    /// Taken again and again during random writes: a copy that is made of the marked pages only is the memory.
+    #[test]
+    fn copying_marked_pages_makes_a_whole_copy(
+        rounds in prop::collection::vec(prop::collection::vec((0..200 * PAGE, 1..3 * PAGE, any::<u8>()), 0..8), 1..6),
+    ) {
+        let size = 203 * PAGE;
+        let fd = memfd(size, SealFlags::SHRINK);
+        let memory = MappedMemory::default().with(MemoryRegion::map(0x4000, size, &fd, 0, true).unwrap()).unwrap();
+        let bytes = usize::try_from(size).unwrap();
+        let mut copy = vec![0; bytes];
+        memory.set_dirty_log(true);
+        for round in rounds {
+            for (at, len, value) in round {
+                memory.write(0x4000 + at, &vec![value; usize::try_from(len).unwrap()]).unwrap();
+            }
+            let words = memory.take_dirty(0x4000, size).unwrap();
+            for page in (0..203_u64).filter(|page| words[usize::try_from(page / 64).unwrap()] >> (page % 64) & 1 == 1) {
+                let at = usize::try_from(page * PAGE).unwrap();
+                memory.read(0x4000 + page * PAGE, &mut copy[at..at + 4096]).unwrap();
+            }
+            let mut now = vec![0; bytes];
+            memory.read(0x4000, &mut now).unwrap();
+            prop_assert!(now == copy);
+        }
+    }
+}

@@ -71,6 +71,9 @@ pub struct ServeArgs {
     /// A host that isn't heard of for so long counts as silent, seconds
     #[arg(long, value_name = "SECONDS", default_value_t = 6, value_parser = clap::value_parser!(u64).range(1..=3600))]
     pub lease: u64,
+    /// How long a migration's switch-over may take, in milliseconds: what takes longer is given up, and the VM goes on where it was.
+    #[arg(long, value_name = "MS", default_value_t = 2000, value_parser = clap::value_parser!(u64).range(10..=600_000))]
+    pub switch_limit: u64,
     /// Bytes of payload per packet between hosts: a multiple of 4 from 256 to 4096; 1376 fills links with an MTU of 1500  [default: as before, or 1376]
     #[arg(long, value_name = "BYTES")]
     pub mtu: Option<u32>,

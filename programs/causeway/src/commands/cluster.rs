@@ -36,6 +36,7 @@ fn serve(args: &ServeArgs, json: bool) -> anyhow::Result<()> {
         keys: args.keys.load()?,
         metrics: args.metrics,
         lease: Duration::from_secs(args.lease),
+        switch_limit: Duration::from_millis(args.switch_limit),
         settings: Some(settings),
         ..ServerConfig::new(args.listen, &args.state)
     };

@@ -44,6 +44,8 @@ impl Connector for Arc<Prepared> {
     fn target(&self) -> String {
         "a test".to_owned()
     }
+
+    fn has_arrived(&self) {}
 }
 
 /// 1 MiB at 0 and 1 MiB at 4 GiB, of one file.

@@ -62,6 +62,13 @@ impl host_service_server::HostService for Service {
     ) -> Result<Response<proto::InspectReply>, Status> {
         Err(Status::unimplemented("not in this test"))
     }
+    async fn move_vm(
+        &self,
+        _: tonic::Request<proto::MoveVmRequest>,
+    ) -> Result<tonic::Response<proto::MoveVmReply>, tonic::Status> {
+        Err(tonic::Status::unimplemented("not here"))
+    }
+
     async fn version(
         &self,
         _: Request<proto::VersionRequest>,
@@ -134,6 +141,7 @@ fn both_functions_come_from_one_request_and_come_back_from_another() {
             mac: Some([2, 0, 0, 0, 0, 1]),
             segment: "s0".into(),
             tap: None,
+            incoming: false,
         },
     );
     let functions = [0, 1].map(|function| {

@@ -1,0 +1,270 @@
+//! Devices whose VMs leave or come, and queue pairs that face them: what the thread does of a migration. The protocol is the migration
+//! thread's ([`crate::migration::manager`]), state and memory travel by the monitors.
+
+use std::collections::BTreeSet;
+
+use dma::MappedMemory;
+use hca::names::{DeviceId, Gid};
+use nomad::objects::{Piece, Total};
+use pvrdma::DoorbellMode as Doorbells;
+
+use super::handshake::Handshake;
+use super::load::Load;
+use super::served::{DeviceSetup, Served, Vectors};
+use super::worker::Worker;
+use crate::migration::{Arrival, MigrationError, Parts, Place, Source};
+use crate::transport::VmId;
+
+/// A VM and its addresses.
+pub type Addressed = (VmId, Vec<Gid>);
+
+impl Worker {
+    /// What the migration of a device needs, and what is beside it.
+    fn parts(&mut self, id: DeviceId) -> Result<Parts<'_, MappedMemory>, MigrationError> {
+        let now = self.now();
+        let Self { engine, devices, transports, .. } = self;
+        let transports = transports.as_mut().ok_or(MigrationError::NoDevice(id))?;
+        Ok(Parts { engine, devices, transports, now })
+    }
+
+    /// Whether a device can move.
+    ///
+    /// # Errors
+    /// What of it can't, by name.
+    pub fn movable(&mut self, id: DeviceId) -> Result<(), MigrationError> {
+        let parts = self.parts(id)?;
+        Ok(parts.transports.immovable(parts.engine, id)?)
+    }
+
+    /// Begins to note what of a device changes.
+    ///
+    /// # Errors
+    /// When something of it can't move, by name.
+    pub fn begin_leaving(&mut self, id: DeviceId) -> Result<(), MigrationError> {
+        if !self.leaving.contains_key(&id) {
+            let source = Source::begin(&mut self.parts(id)?, id)?;
+            self.leaving.insert(id, source);
+        }
+        Ok(())
+    }
+
+    /// What of a device has changed since the last round.
+    ///
+    /// # Errors
+    /// When an object can't be saved, or the device doesn't leave.
+    pub fn leaving_round(&mut self, id: DeviceId) -> Result<Vec<Piece>, MigrationError> {
+        let mut source = self.leaving.remove(&id).ok_or(MigrationError::NoDevice(id))?;
+        let mut pieces = Vec::new();
+        let done = self.parts(id).and_then(|mut parts| source.round(&mut parts, |piece| pieces.push(piece)));
+        self.leaving.insert(id, source);
+        done.map(|_| pieces)
+    }
+
+    /// Stops a device, whose vCPUs stand still: the last pieces, and what the destination must have then.
+    ///
+    /// # Errors
+    /// When it can't be stopped or saved. It is to be told to [`Worker::stay`] then.
+    pub fn stop_leaving(&mut self, id: DeviceId) -> Result<(Vec<Piece>, Total), MigrationError> {
+        self.begin_leaving(id)?;
+        let missing = || MigrationError::NoDevice(id);
+        let now = self.now();
+        let Self { engine, devices, transports, served, leaving, .. } = self;
+        let transports = transports.as_mut().ok_or_else(missing)?;
+        let (served, source) = served.get(&id).zip(leaving.get_mut(&id)).ok_or_else(missing)?;
+        if !engine.is_stopped(id) {
+            // A queue pair may have found a peer outside of the cluster since it was asked first.
+            transports.immovable(engine, id)?;
+            let mut parts = Parts { engine, devices, transports, now };
+            source.stop(&mut parts, served.pages.memory(), &served.msix)?;
+        }
+        let pieces = self.leaving_round(id)?;
+        let total = self.leaving.get(&id).and_then(Source::total).ok_or_else(missing)?;
+        Ok((pieces, total))
+    }
+
+    /// A device that was to leave stays, and works. Nothing where it didn't leave.
+    ///
+    /// # Errors
+    /// When somebody has got its addresses meanwhile.
+    pub fn stay(&mut self, id: DeviceId) -> Result<(), MigrationError> {
+        match self.leaving.remove(&id) {
+            Some(source) => source.stay(&mut self.parts(id)?),
+            None => Ok(()),
+        }
+    }
+
+    /// A device has moved: nothing of it stays here.
+    pub fn leave(&mut self, id: DeviceId) {
+        self.detach(id);
+    }
+
+    /// Room for a device that comes. Nobody reaches it.
+    ///
+    /// # Errors
+    /// When such a device can't be, or the directory doesn't know its VM.
+    pub fn attach_dormant(
+        &mut self,
+        setup: DeviceSetup,
+        memory: MappedMemory,
+        vm: VmId,
+    ) -> Result<DeviceId, MigrationError> {
+        let now = self.now();
+        setup.pages.clear();
+        let place = Place { vm, segment: setup.segment, segment_id: setup.config.segment };
+        let mut parts = self.parts(DeviceId(0))?;
+        let arrival = Arrival::begin(&mut parts, setup.config, memory, &place)?;
+        let id = arrival.device();
+        let served = Served {
+            pages: setup.pages,
+            msix: Vectors(setup.msix),
+            mode: setup.mode,
+            handshake: Handshake::new(),
+            load: Load::new(now),
+        };
+        self.served.insert(id, served);
+        self.arriving.insert(id, arrival);
+        Ok(id)
+    }
+
+    /// Pieces of a device that comes.
+    ///
+    /// # Errors
+    /// When they can't be ones. The device is of no use then.
+    pub fn take_pieces(&mut self, id: DeviceId, pieces: Vec<Piece>) -> Result<(), MigrationError> {
+        let mut arrival = self.arriving.remove(&id).ok_or(MigrationError::NoDevice(id))?;
+        let taken = self
+            .parts(id)
+            .and_then(|mut parts| pieces.into_iter().try_for_each(|piece| arrival.take(&mut parts, piece)));
+        self.arriving.insert(id, arrival);
+        taken
+    }
+
+    /// Whether all of a device has come.
+    ///
+    /// # Errors
+    /// When something is missing.
+    pub fn check_arrival(&self, id: DeviceId, total: Total) -> Result<(), MigrationError> {
+        self.arriving.get(&id).ok_or(MigrationError::NoDevice(id))?.check(total)
+    }
+
+    /// A device that has come works from here on, as a device of the VM called `name`. Nothing where it does already.
+    ///
+    /// # Errors
+    /// When another device has one of its addresses.
+    pub fn start_arrival(
+        &mut self,
+        id: DeviceId,
+        name: &str,
+        wire: std::sync::Arc<crate::transport::WirePort>,
+    ) -> Result<(), MigrationError> {
+        let Some(arrival) = self.arriving.remove(&id) else { return Ok(()) };
+        let mut parts = self.parts(id)?;
+        arrival.start(&mut parts)?;
+        parts.transports.adopt(parts.engine, id, name, wire);
+        // The client's doorbells are what it says that they are, whatever the source's were. Looks at all queues as well.
+        if let Some((device, served)) = self.devices.get_mut(id).zip(self.served.get(&id)) {
+            let offered = served.handshake.offered();
+            let mode = if offered { Doorbells::Trapped } else { Doorbells::Shared };
+            device.set_doorbells(&mut self.engine, mode);
+        }
+        Ok(())
+    }
+
+    /// Devices of a VM, those that leave or come included.
+    #[must_use]
+    pub fn devices_of(&self, vm: VmId) -> Vec<DeviceId> {
+        let transports = self.transports.as_ref();
+        self.served
+            .keys()
+            .copied()
+            .filter(|id| transports.and_then(|all| all.vm_of(*id)) == Some(vm))
+            .collect()
+    }
+
+    /// VMs of this host, other than `vm`, that work here.
+    fn others(&self, vm: VmId) -> Vec<(DeviceId, VmId)> {
+        let Some(transports) = &self.transports else { return Vec::new() };
+        let works = |id: &DeviceId| !self.arriving.contains_key(id);
+        let named =
+            self.served.keys().copied().filter(works).filter_map(|id| Some((id, transports.vm_of(id)?)));
+        named.filter(|(_, other)| *other != vm).collect()
+    }
+
+    /// VMs that queue pairs of a device are connected with.
+    fn peers_of(&self, id: DeviceId) -> BTreeSet<VmId> {
+        let Some(transports) = &self.transports else { return BTreeSet::new() };
+        let connections = self.engine.connections(id).into_iter();
+        connections
+            .filter_map(|(handle, ..)| {
+                let (attributes, _) = self.engine.query_qp(id, handle).ok()?;
+                transports.owner(id, attributes.address.dgid)
+            })
+            .collect()
+    }
+
+    /// VMs that queue pairs of a VM are connected with.
+    #[must_use]
+    pub fn faces(&self, vm: VmId) -> BTreeSet<VmId> {
+        self.devices_of(vm).into_iter().flat_map(|id| self.peers_of(id)).filter(|peer| *peer != vm).collect()
+    }
+
+    /// VMs of this host whose queue pairs are connected with a VM.
+    #[must_use]
+    pub fn facing(&self, vm: VmId) -> BTreeSet<VmId> {
+        let others = self.others(vm).into_iter();
+        others.filter(|(id, _)| self.peers_of(*id).contains(&vm)).map(|(_, other)| other).collect()
+    }
+
+    /// Queue pairs of other VMs of this host that face a VM send nothing more to it.
+    pub fn hold_peers_of(&mut self, vm: &Addressed) {
+        for (id, _) in self.others(vm.0) {
+            self.hold(id, vm);
+        }
+    }
+
+    /// Queue pairs of a VM that face these send nothing to them.
+    pub fn hold_towards(&mut self, vm: VmId, peers: &[Addressed]) {
+        for id in self.devices_of(vm) {
+            for peer in peers {
+                self.hold(id, peer);
+            }
+        }
+    }
+
+    fn hold(&mut self, id: DeviceId, (peer, gids): &Addressed) {
+        let now = self.now();
+        for gid in gids {
+            self.engine.hold(id, *gid);
+        }
+        if let Some(transports) = &mut self.transports {
+            transports.hold(id, *peer, now);
+        }
+    }
+
+    /// Queue pairs of a VM that face a peer go on, to where the directory says that it is: here, or elsewhere. Returns how many connections went
+    /// from the network to RAM.
+    pub fn open(&mut self, vm: VmId, (peer, gids): &Addressed, here: bool) -> usize {
+        let now = self.now();
+        let devices = self.devices_of(vm);
+        let beside = if here { self.devices_of(*peer) } else { Vec::new() };
+        let mut came_local = 0;
+        for id in devices {
+            let Some(transports) = &mut self.transports else { return 0 };
+            if here {
+                transports.take_over(&mut self.engine, now);
+                for other in &beside {
+                    came_local += transports.come_local(&mut self.engine, id, *other);
+                }
+            } else if let Some(segment) = transports.segment_of(id) {
+                for gid in gids {
+                    self.engine.moved_away(segment, *gid);
+                }
+            }
+            for gid in gids {
+                self.engine.open(id, *gid);
+            }
+            transports.go_on(id, *peer, now);
+        }
+        came_local
+    }
+}

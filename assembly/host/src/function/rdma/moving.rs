@@ -1,0 +1,236 @@
+//! The function's state as its client reads and writes it.
+
+use std::io;
+use std::sync::{Arc, MutexGuard, PoisonError};
+
+use dma::MappedMemory;
+use nomad::objects::{Piece, Total};
+use pvrdma::Config;
+use rustix::io::Errno;
+use vfio_user_protocol::migration::{DeviceState, Migration};
+
+use super::RdmaFunction;
+use crate::engine::{DeviceSetup, EngineGone};
+use crate::function::stream::{Stream, failed};
+use crate::migration::MigrationError;
+use crate::migration::stream::{Record, StreamError};
+use crate::transport::VmId;
+
+impl RdmaFunction {
+    pub(super) fn stream(&self) -> MutexGuard<'_, Stream> {
+        self.stream.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn refused(&self, what: &str, error: &(dyn std::error::Error + 'static)) -> io::Error {
+        failed(&self.nic.key.vm, &self.nic.key.name, what, error)
+    }
+
+    fn gone(&self, what: &str, result: io::Result<Result<(), MigrationError>>) -> io::Result<()> {
+        result?.map_err(|error| self.refused(what, &error))
+    }
+
+    fn own(&self) -> Record {
+        Record::Begin { mac: self.config.mac, segment: self.segment.clone() }
+    }
+
+    fn push(&self, stream: &mut Stream, pieces: Vec<Piece>, total: Option<Total>) {
+        for piece in pieces {
+            stream.push(&Record::Piece(piece));
+        }
+        if let Some(total) = total {
+            stream.push(&Record::Total(total));
+        }
+    }
+
+    /// Its client reads the state from here on.
+    fn begin(&self, stream: &mut Stream) -> io::Result<()> {
+        self.gone("leave", self.with(|worker, device| worker.begin_leaving(device)))?;
+        stream.clear();
+        stream.push(&self.own());
+        Ok(())
+    }
+
+    fn stop(&self, stream: &mut Stream) -> io::Result<()> {
+        let stopped = self.with(|worker, device| worker.stop_leaving(device))?;
+        let (pieces, total) = stopped.map_err(|error| self.refused("be stopped and saved", &error))?;
+        self.push(stream, pieces, Some(total));
+        Ok(())
+    }
+
+    /// Makes room in the engine, once the VM is known.
+    fn resume(&self, stream: &mut Stream) -> io::Result<()> {
+        if self.state().device.is_some() {
+            return Err(Errno::INVAL.into());
+        }
+        let vm = self.nic.arriving_vm().ok_or_else(|| {
+            let key = &self.nic.key;
+            tracing::warn!(
+                vm = key.vm,
+                nic = key.name,
+                "An RDMA NIC can't come: the cluster has no running VM of this name on another host"
+            );
+            io::Error::from(Errno::NOENT)
+        })?;
+        let config = Config { limits: self.limits(), ..self.config.clone() };
+        let (pages, msix, mode) = (Arc::clone(&self.pages), Arc::clone(&self.msix), Arc::clone(&self.mode));
+        let (name, segment) = (self.nic.key.vm.clone(), self.segment.clone());
+        let wire = Arc::clone(&self.nic.wire);
+        let setup = DeviceSetup { vm: name, segment, config, pages, msix, mode, wire };
+        let memory: MappedMemory = self.memory.table();
+        let attached = self.engine.call(move |worker| worker.attach_dormant(setup, memory, VmId(vm)));
+        let attached = attached.map_err(|EngineGone| io::Error::from(Errno::NODEV))?;
+        let device = attached.map_err(|error| self.refused("come here", &error))?;
+        self.state().device = Some(device);
+        stream.clear();
+        if self.mode.is_connected(0) {
+            self.with(|worker, device| worker.set_mode_offered(device, true))?;
+        }
+        Ok(())
+    }
+
+    /// All has come, as it should.
+    fn arrived(&self, stream: &Stream) -> io::Result<()> {
+        let whole = || -> Result<Total, StreamError> {
+            stream.end()?;
+            self.state().expected.ok_or(StreamError::Order("no end"))
+        };
+        let total = whole().map_err(|error| self.refused("come here", &error))?;
+        self.gone("come here", self.with(move |worker, device| worker.check_arrival(device, total)))
+    }
+
+    /// The device works, here, from now on: one that stays, or one that has come. Called by its client, or by whoever decides how a migration
+    /// ends.
+    pub(crate) fn run(&self) -> io::Result<()> {
+        let (name, wire) = (self.nic.key.vm.clone(), Arc::clone(&self.nic.wire));
+        let bus_master = self.header.bus_master();
+        let run = move |worker: &mut crate::engine::Worker, device| {
+            worker.stay(device)?;
+            worker.start_arrival(device, &name, wire)?;
+            // What the client has said while the device couldn't hear it.
+            worker.set_bus_master(device, bus_master);
+            Ok(())
+        };
+        self.gone("go on", self.with(run))?;
+        self.nic.has_arrived();
+        self.stream().clear();
+        // Where its driver has its shared region, for the next daemon of this host.
+        if let Ok(region) = self.with(|worker, device| worker.shared_region(device)) {
+            self.remember(region);
+        }
+        Ok(())
+    }
+
+    /// The device has moved away: nothing of it stays here.
+    pub(crate) fn leave(&self) {
+        if let Some(device) = self.state().device.take() {
+            // At the daemon's end the engine is gone, and with it the device.
+            let _ = self.engine.call(move |worker| worker.leave(device));
+        }
+        self.remember(None);
+    }
+
+    fn record(&self, record: Record) -> io::Result<()> {
+        let order = |what| Err(self.refused("come here", &StreamError::Order(what)));
+        let begun = self.state().begun;
+        match record {
+            Record::Begin { mac, segment } if !begun => {
+                let text = |mac: [u8; 6], segment: &str| {
+                    format!("a NIC with address {} in segment {segment}", crate::identity::mac_text(mac))
+                };
+                if (mac, &segment) != (self.config.mac, &self.segment) {
+                    let (found, own) = (text(mac, &segment), text(self.config.mac, &self.segment));
+                    return Err(self.refused("come here", &StreamError::OtherDevice { found, own }));
+                }
+                self.state().begun = true;
+                Ok(())
+            }
+            Record::Piece(piece) if begun => {
+                let take = self.with(move |worker, device| worker.take_pieces(device, vec![piece]));
+                self.gone("come here", take)
+            }
+            Record::Total(total) if begun && self.state().expected.is_none() => {
+                self.state().expected = Some(total);
+                Ok(())
+            }
+            Record::Begin { .. } => order("a second beginning"),
+            Record::Function(_) => order("another function's state"),
+            _ => order("an object or an end"),
+        }
+    }
+}
+
+impl Migration for RdmaFunction {
+    fn set_state(&self, wanted: DeviceState) -> io::Result<()> {
+        use DeviceState::{PreCopy, Resuming, Running, Stop, StopCopy};
+        let mut stream = self.stream();
+        match (stream.state, wanted) {
+            (before, after) if before == after => return Ok(()),
+            (Running, PreCopy) => self.begin(&mut stream)?,
+            (Running, StopCopy) => {
+                self.begin(&mut stream)?;
+                self.stop(&mut stream)?;
+            }
+            (PreCopy, StopCopy) => self.stop(&mut stream)?,
+            (Stop, Resuming) if self.nic.is_incoming() => self.resume(&mut stream)?,
+            (Resuming, Stop) => self.arrived(&stream)?,
+            (PreCopy | StopCopy | Stop, Running) => {
+                if self.nic.is_locked() {
+                    // A migration's end isn't for the client to decide.
+                    return Err(Errno::BUSY.into());
+                }
+                if self.device().is_none() {
+                    return Err(Errno::NODEV.into());
+                }
+                drop(stream);
+                self.run()?;
+                stream = self.stream();
+            }
+            _ => return Err(Errno::INVAL.into()),
+        }
+        stream.state = wanted;
+        Ok(())
+    }
+
+    fn state(&self) -> DeviceState {
+        self.stream().state
+    }
+
+    fn read_data(&self, most: usize) -> io::Result<Vec<u8>> {
+        let mut stream = self.stream();
+        if !matches!(stream.state, DeviceState::PreCopy | DeviceState::StopCopy) {
+            return Err(Errno::INVAL.into());
+        }
+        if stream.is_empty() && stream.state == DeviceState::PreCopy {
+            let round = self.with(|worker, device| worker.leaving_round(device))?;
+            let pieces = round.map_err(|error| self.refused("be saved", &error))?;
+            self.push(&mut stream, pieces, None);
+        }
+        Ok(stream.next(most))
+    }
+
+    fn write_data(&self, data: &[u8]) -> io::Result<()> {
+        let records = {
+            let mut stream = self.stream();
+            if stream.state != DeviceState::Resuming {
+                return Err(Errno::INVAL.into());
+            }
+            stream.take(data).map_err(|error| self.refused("come here", &error))?
+        };
+        records.into_iter().try_for_each(|record| self.record(record))
+    }
+
+    fn start_logging(&self) -> io::Result<()> {
+        self.memory.set_dirty_log(true);
+        // Whoever was writing has done so: the engine's thread alone does.
+        self.engine.call(|_| ()).map_err(|EngineGone| Errno::NODEV.into())
+    }
+
+    fn stop_logging(&self) -> io::Result<()> {
+        self.memory.set_dirty_log(false);
+        Ok(())
+    }
+
+    fn take_dirty(&self, address: u64, size: u64) -> io::Result<Vec<u64>> {
+        self.memory.take_dirty(address, size)
+    }
+}

@@ -1,0 +1,538 @@
+//! The thread that takes part in migrations: it steps this host's state machine ([`nomad::Host`]) and does what that asks for.
+//!
+//! ```text
+//!  cluster thread ── messages in, VMs registered ──▶ migration thread ── messages out ──▶ cluster thread ──▶ service ──▶ other hosts
+//!  control thread ── what monitors say ────────────▶   nomad::Host      ── phases ──────▶ control thread ──▶ monitors
+//!                                                        │ EngineHandle::call: hold, open, stay, start, leave
+//!                                                        ▼
+//!                                                   engine thread
+//! ```
+//! The state of a VM's devices travels with its memory, from monitor to monitor. A monitor asks here when it may stop the VM, says when it has, and
+//! is told how the migration ended: it runs the VM only then.
+
+mod phases;
+
+use std::collections::{BTreeSet, BinaryHeap, HashMap, VecDeque};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, unbounded};
+use hca::names::Gid;
+use nomad::{
+    Action, Body, Epoch, Event, HostId, Incarnation, Message, MigrationId, Node, Place, Timer, VmId,
+};
+
+use crate::cluster::ClusterDirectory;
+use crate::engine::{EngineHandle, Worker};
+use crate::function::NicShared;
+use crate::function::rdma::RdmaFunction;
+use crate::registry::Registry;
+use crate::transport;
+
+pub use phases::{Phase, Phases};
+
+/// What the thread is told.
+#[derive(Debug)]
+enum Input {
+    /// The service takes this host for that start of it, and listens.
+    Joined { host: HostId, incarnation: Incarnation, switch_ms: u32 },
+    /// A message for this host came.
+    Message(Message),
+    /// A VM runs here, as the service has registered it.
+    Started { vm: VmId, epoch: Epoch },
+    /// A VM of this host has ended.
+    Ended { vm: VmId },
+    /// A monitor's word on its VM.
+    Said { vm: String, what: Said },
+    /// The daemon ends.
+    Stop,
+}
+
+/// What a monitor says of its VM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Said {
+    /// At the source: what is left of memory and state fits into the pause.
+    Converged,
+    /// At the source: vCPUs and devices stand still.
+    Stopped,
+    /// At the destination: all is there, and checked.
+    Arrived,
+    /// At either: it can't go on.
+    Broken,
+}
+
+/// Tells the thread. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct MoverHandle {
+    inputs: Sender<Input>,
+    phases: Arc<Phases>,
+}
+
+impl MoverHandle {
+    fn tell(&self, input: Input) {
+        // At the daemon's end nobody listens.
+        let _ = self.inputs.send(input);
+    }
+
+    /// The service takes this host for that start of it, and messages reach it.
+    pub fn joined(&self, host: u32, incarnation: u64, switch_ms: u32) {
+        self.tell(Input::Joined { host: HostId(host), incarnation: Incarnation(incarnation), switch_ms });
+    }
+
+    /// A message for this host came.
+    pub fn message(&self, message: Message) {
+        self.tell(Input::Message(message));
+    }
+
+    /// A VM runs here.
+    pub fn started(&self, vm: u32, epoch: u64) {
+        self.tell(Input::Started { vm: VmId(vm), epoch: Epoch(epoch) });
+    }
+
+    /// A VM of this host has ended.
+    pub fn ended(&self, vm: u32) {
+        self.tell(Input::Ended { vm: VmId(vm) });
+    }
+
+    /// A monitor's word.
+    pub fn said(&self, vm: &str, what: Said) {
+        self.tell(Input::Said { vm: vm.to_owned(), what });
+    }
+
+    /// How far migrations of this host's VMs are.
+    #[must_use]
+    pub fn phases(&self) -> &Arc<Phases> {
+        &self.phases
+    }
+}
+
+/// The running thread. Dropping it ends it; what it holds stays held until the engine ends, too.
+#[derive(Debug)]
+pub struct MoverThread {
+    handle: MoverHandle,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl MoverThread {
+    /// Starts it.
+    ///
+    /// # Errors
+    /// When the kernel has no thread left.
+    pub fn start(
+        directory: Arc<ClusterDirectory>,
+        registry: Arc<Registry>,
+        engine: EngineHandle,
+    ) -> std::io::Result<Self> {
+        let (inputs, inbox) = unbounded();
+        let phases = Arc::new(Phases::default());
+        let handle = MoverHandle { inputs, phases: Arc::clone(&phases) };
+        let thread = std::thread::Builder::new().name("migration".to_owned()).spawn(move || {
+            Mover {
+                directory,
+                registry,
+                engine,
+                phases,
+                nomad: None,
+                switch_ms: 0,
+                timers: BinaryHeap::new(),
+                due: HashMap::new(),
+                leaving: HashMap::new(),
+                arriving: HashMap::new(),
+                reason: HashMap::new(),
+            }
+            .run(&inbox);
+        })?;
+        Ok(Self { handle, thread: Some(thread) })
+    }
+
+    /// For other threads.
+    #[must_use]
+    pub fn handle(&self) -> MoverHandle {
+        self.handle.clone()
+    }
+}
+
+impl Drop for MoverThread {
+    fn drop(&mut self) {
+        self.handle.tell(Input::Stop);
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("The migration thread panicked; this is a bug");
+        }
+    }
+}
+
+/// A timer by its time, the earliest first in a heap.
+#[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Due(std::cmp::Reverse<Instant>, Timer);
+
+struct Mover {
+    directory: Arc<ClusterDirectory>,
+    registry: Arc<Registry>,
+    engine: EngineHandle,
+    phases: Arc<Phases>,
+    /// Once the service has taken this host for one.
+    nomad: Option<nomad::Host>,
+    switch_ms: u32,
+    timers: BinaryHeap<Due>,
+    /// When each timer really runs out: it may have been set again.
+    due: HashMap<Timer, Instant>,
+    leaving: HashMap<VmId, MigrationId>,
+    arriving: HashMap<VmId, MigrationId>,
+    /// Why migrations were given up, as far as this host has had to do with it.
+    reason: HashMap<MigrationId, String>,
+}
+
+/// A NIC's RDMA function, and what it shares with the other one.
+type Nic = (Arc<NicShared>, Arc<RdmaFunction>);
+
+impl Mover {
+    fn run(&mut self, inbox: &Receiver<Input>) {
+        loop {
+            let input = match self.timers.peek() {
+                Some(Due(at, _)) => inbox.recv_timeout(at.0.saturating_duration_since(Instant::now())),
+                None => inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
+            };
+            match input {
+                Ok(Input::Stop) | Err(RecvTimeoutError::Disconnected) => return,
+                Ok(input) => self.take(input),
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+            let now = Instant::now();
+            while self.timers.peek().is_some_and(|due| due.0.0 <= now) {
+                let Some(Due(at, timer)) = self.timers.pop() else { break };
+                if self.due.get(&timer) == Some(&at.0) {
+                    self.due.remove(&timer);
+                    if self.nomad.as_ref().is_some_and(|nomad| nomad.awaits(timer)) {
+                        self.step(Event::Timer(timer));
+                    }
+                }
+            }
+        }
+    }
+
+    fn take(&mut self, input: Input) {
+        match input {
+            Input::Joined { host, incarnation, switch_ms } => self.joined(host, incarnation, switch_ms),
+            Input::Message(message) => self.message(message),
+            Input::Started { vm, epoch } => self.step(Event::Started { vm, epoch }),
+            Input::Ended { vm } => {
+                if let Some(migration) = self.leaving.remove(&vm) {
+                    self.step(Event::StreamBroke { migration });
+                }
+                self.step(Event::Ended { vm });
+            }
+            Input::Said { vm, what } => self.said(&vm, what),
+            Input::Stop => {}
+        }
+    }
+
+    fn joined(&mut self, host: HostId, incarnation: Incarnation, switch_ms: u32) {
+        self.switch_ms = switch_ms;
+        let same =
+            self.nomad.as_ref().is_some_and(|nomad| (nomad.id(), nomad.incarnation()) == (host, incarnation));
+        if same {
+            // The stream's first message says whose it is; the state machine has said what it had to say.
+            let from = Node::Host(host);
+            self.send(&Message { from, incarnation, to: Node::Coordinator, body: Body::Hello });
+            return;
+        }
+        // Started again, as the service sees it: what was promised before is void.
+        let (leaving, arriving) = (std::mem::take(&mut self.leaving), std::mem::take(&mut self.arriving));
+        for vm in leaving.into_keys() {
+            self.stay(vm, "the cluster service takes this host for one that was started again");
+        }
+        for vm in arriving.into_keys() {
+            self.release(vm);
+        }
+        let config = nomad::Config { switch_ms: switch_ms.max(1), ..nomad::Config::default() };
+        self.nomad = Some(nomad::Host::new(host, incarnation, config));
+        self.timers.clear();
+        self.due.clear();
+        self.step(Event::Start);
+    }
+
+    /// Steps the state machine, and does what it asks for.
+    fn step(&mut self, event: Event) {
+        let mut events = VecDeque::from([event]);
+        while let Some(event) = events.pop_front() {
+            let Some(nomad) = &mut self.nomad else { return };
+            let mut actions = Vec::new();
+            nomad.step(event, &mut actions);
+            for action in actions {
+                events.extend(self.act(action));
+            }
+        }
+    }
+
+    fn send(&mut self, message: &Message) {
+        if let Body::Failed { migration, reason } = &message.body {
+            self.reason.insert(*migration, reason.to_string());
+        }
+        // What can't be sent now is said again.
+        self.directory.send(message);
+    }
+
+    fn message(&mut self, message: Message) {
+        // Connections are asked for when it matters, of the engine, rather than followed all the time.
+        match &message.body {
+            Body::Switch { migration } => {
+                let all = self.leaving.iter().filter(|(_, of)| *of == migration).map(|(vm, _)| *vm);
+                for vm in all.collect::<Vec<_>>() {
+                    self.look_at_faces(vm);
+                }
+            }
+            Body::Suspend { vms, .. } => {
+                for vm in vms.iter().take(nomad::config::MAX_MOVES) {
+                    self.look_at_facing(*vm);
+                }
+            }
+            _ => {}
+        }
+        self.step(Event::Message(message));
+    }
+
+    fn ask<R: Send + 'static>(&self, job: impl FnOnce(&mut Worker) -> R + Send + 'static) -> Option<R> {
+        // At the daemon's end there is no engine.
+        self.engine.call(job).ok()
+    }
+
+    fn place(&self, vm: VmId) -> Option<Place> {
+        let (host, epoch) = self.directory.place(transport::VmId(vm.0))?;
+        Some(Place { vm, host: HostId(host), epoch: Epoch(epoch) })
+    }
+
+    /// Who a VM of this host is connected with.
+    fn look_at_faces(&mut self, vm: VmId) {
+        let Some(faces) = self.ask(move |worker| worker.faces(transport::VmId(vm.0))) else { return };
+        let faces: BTreeSet<VmId> = faces.into_iter().map(|peer| VmId(peer.0)).collect();
+        let before = self.nomad.as_ref().map(|nomad| nomad.faces(vm)).unwrap_or_default();
+        for peer in before.into_iter().filter(|peer| !faces.contains(peer)) {
+            self.step(Event::Disconnected { vm, peer });
+        }
+        for peer in faces {
+            if let Some(peer) = self.place(peer) {
+                self.step(Event::Connected { vm, peer });
+            }
+        }
+    }
+
+    /// Which VMs of this host are connected with a VM that is about to stop.
+    fn look_at_facing(&mut self, vm: VmId) {
+        let Some(place) = self.place(vm) else { return };
+        let facing = self.ask(move |worker| worker.facing(transport::VmId(vm.0))).unwrap_or_default();
+        for other in facing {
+            self.step(Event::Connected { vm: VmId(other.0), peer: place });
+        }
+    }
+
+    fn addressed(&self, vm: VmId) -> (transport::VmId, Vec<Gid>) {
+        let vm = transport::VmId(vm.0);
+        (vm, self.directory.addresses(vm))
+    }
+
+    fn nics(&self, vm: VmId) -> Vec<Nic> {
+        self.name(vm).map(|name| self.registry.rdma_functions(&name)).unwrap_or_default()
+    }
+
+    fn name(&self, vm: VmId) -> Option<String> {
+        self.directory.name(transport::VmId(vm.0))
+    }
+
+    fn set(&self, vm: VmId, phase: Phase) {
+        if let Some(name) = self.name(vm) {
+            tracing::info!(vm = name, ?phase, "Migration");
+            self.phases.set(&name, phase);
+        }
+    }
+
+    fn act(&mut self, action: Action) -> Vec<Event> {
+        match action {
+            Action::Send(message) => self.send(&message),
+            Action::Timer { timer, after_ms } => {
+                let at = Instant::now() + Duration::from_millis(after_ms.into());
+                self.due.insert(timer, at);
+                self.timers.push(Due(std::cmp::Reverse(at), timer));
+            }
+            Action::Reserve { migration, moves } => {
+                let granted = moves.iter().all(|moved| self.reserve(migration, moved.vm));
+                if !granted {
+                    moves.iter().for_each(|moved| self.release(moved.vm));
+                }
+                return vec![Event::Room { migration, granted }];
+            }
+            Action::Release { migration } => {
+                for vm in keys(&self.arriving, migration) {
+                    self.release(vm);
+                }
+            }
+            Action::Copy { migration, vm, .. } => {
+                self.leaving.insert(vm, migration);
+                self.nics(vm).iter().for_each(|(shared, _)| shared.set_locked(true));
+                self.set(vm, Phase::Copying(migration.0));
+            }
+            Action::EndCopy { migration } => {
+                let reason = self.why(migration);
+                for vm in keys(&self.leaving, migration) {
+                    // One that stands still, or is about to, goes on when that is asked for.
+                    if matches!(self.phase(vm), Phase::Copying(_)) {
+                        self.stay(vm, &reason);
+                    }
+                }
+            }
+            Action::Hold { migration, vm } => {
+                let addressed = self.addressed(vm);
+                self.ask(move |worker| worker.hold_peers_of(&addressed));
+                return vec![Event::Held { migration, vm }];
+            }
+            Action::Open { vm, peer } => self.open(vm, peer),
+            Action::Lost { peer } => {
+                let addressed = self.addressed(peer);
+                self.ask(move |worker| {
+                    for vm in worker.facing(addressed.0) {
+                        worker.open(vm, &addressed, false);
+                    }
+                });
+            }
+            Action::Stop { vm, .. } => self.set(vm, Phase::Stop),
+            Action::Finish { vm, .. } => self.set(vm, Phase::Handing),
+            Action::Run { vm, epoch } => self.run_vm(vm, epoch),
+            Action::Discard { vm } => {
+                self.leaving.remove(&vm);
+                for (shared, rdma) in self.nics(vm) {
+                    rdma.leave();
+                    shared.set_locked(false);
+                }
+                self.set(vm, Phase::Moved);
+            }
+        }
+        Vec::new()
+    }
+
+    fn phase(&self, vm: VmId) -> Phase {
+        self.name(vm).map(|name| self.phases.get(&name)).unwrap_or_default()
+    }
+
+    fn why(&self, migration: MigrationId) -> String {
+        let reason = self.reason.get(&migration).cloned();
+        reason.unwrap_or_else(|| "it was cancelled, or another host that takes part gave it up".to_owned())
+    }
+
+    /// Whether a monitor waits here for a VM, with all its NICs.
+    fn reserve(&mut self, migration: MigrationId, vm: VmId) -> bool {
+        let nics = self.nics(vm);
+        let waits = |(shared, _): &Nic| shared.is_incoming() && shared.in_use() && !shared.is_locked();
+        if nics.is_empty() || !nics.iter().all(waits) {
+            let name = self.name(vm).unwrap_or_default();
+            tracing::warn!(
+                vm = name,
+                "A VM can't come here: no monitor waits for it; start `causeway run --incoming` first"
+            );
+            return false;
+        }
+        for (shared, _) in nics {
+            shared.set_arriving_vm(vm.0);
+            shared.set_locked(true);
+        }
+        self.arriving.insert(vm, migration);
+        self.set(vm, Phase::Awaited(migration.0));
+        true
+    }
+
+    /// A VM doesn't come.
+    fn release(&mut self, vm: VmId) {
+        let Some(migration) = self.arriving.remove(&vm) else { return };
+        for (shared, rdma) in self.nics(vm).into_iter().filter(|(shared, _)| shared.is_incoming()) {
+            rdma.leave();
+            shared.set_arriving_vm(0);
+            shared.set_locked(false);
+        }
+        self.set(vm, Phase::Stays(self.why(migration)));
+    }
+
+    /// A VM of this host that was to leave stays.
+    fn stay(&mut self, vm: VmId, reason: &str) {
+        self.leaving.remove(&vm);
+        self.go_on(vm);
+        self.set(vm, Phase::Stays(reason.to_owned()));
+    }
+
+    fn go_on(&self, vm: VmId) -> bool {
+        let mut fine = true;
+        for (shared, rdma) in self.nics(vm) {
+            if rdma.device().is_none() {
+                // Its monitor has gone, and the VM with it.
+                fine = false;
+            } else if let Err(error) = rdma.run() {
+                fine = false;
+                let name = &shared.key;
+                tracing::error!(%error, "{name} doesn't work after a migration");
+            }
+            shared.set_locked(false);
+        }
+        fine
+    }
+
+    /// This host runs a VM: goes on with one that stays, or begins with one that came. Its queue pairs stay closed until their peers are known to
+    /// know.
+    fn run_vm(&mut self, vm: VmId, epoch: Epoch) {
+        let came = self.arriving.remove(&vm);
+        let left = self.leaving.remove(&vm);
+        let own = self.nomad.as_ref().map(nomad::Host::id);
+        if let (Some(_), Some(host)) = (came, own) {
+            // From here on the directory names this host, whatever it hears last of the service.
+            self.believe(Place { vm, host, epoch });
+        }
+        let faces = self.nomad.as_ref().map(|nomad| nomad.faces(vm)).unwrap_or_default();
+        let peers: Vec<_> = faces.into_iter().map(|peer| self.addressed(peer)).collect();
+        self.ask(move |worker| worker.hold_towards(transport::VmId(vm.0), &peers));
+        // A monitor that died since it said that all is there has taken the VM with it.
+        let there = came.is_none() || !self.nics(vm).is_empty();
+        let fine = self.go_on(vm) && there;
+        let phase = match (came, left) {
+            (Some(_), _) if fine => Phase::Runs,
+            (Some(_), _) => Phase::Failed,
+            (None, Some(migration)) => Phase::Stays(self.why(migration)),
+            (None, None) => return,
+        };
+        self.set(vm, phase);
+    }
+
+    /// The directory says from here on that a VM is at a place.
+    fn believe(&self, Place { vm, host, epoch }: Place) {
+        if self.directory.moved(transport::VmId(vm.0), host.0, epoch.0) {
+            self.ask(Worker::directory_changed);
+        }
+    }
+
+    fn open(&self, vm: VmId, peer: Place) {
+        self.believe(peer);
+        let here = self.nomad.as_ref().is_some_and(|nomad| nomad.id() == peer.host);
+        let addressed = self.addressed(peer.vm);
+        let came_local = self.ask(move |worker| worker.open(transport::VmId(vm.0), &addressed, here));
+        tracing::debug!(vm = vm.0, peer = peer.vm.0, host = peer.host.0, came_local, "Queue pairs go on");
+    }
+
+    /// A monitor's word on its VM.
+    fn said(&mut self, name: &str, what: Said) {
+        let Some(vm) = self.directory.number(name).map(|vm| VmId(vm.0)) else { return };
+        let leaves = self.leaving.get(&vm).copied();
+        let comes = self.arriving.get(&vm).copied();
+        let event = match (what, leaves, comes) {
+            (Said::Converged, Some(migration), _) => Event::Converged { migration, vm },
+            (Said::Stopped, Some(migration), _) => Event::Stopped { migration, vm },
+            (Said::Arrived, _, Some(migration)) => Event::Arrived { migration, vm },
+            (Said::Broken, Some(migration), _) | (Said::Broken, _, Some(migration)) => {
+                Event::StreamBroke { migration }
+            }
+            _ => return,
+        };
+        self.step(event);
+    }
+}
+
+fn keys(of: &HashMap<VmId, MigrationId>, migration: MigrationId) -> Vec<VmId> {
+    of.iter().filter(|(_, of)| **of == migration).map(|(vm, _)| *vm).collect()
+}

@@ -1,0 +1,119 @@
+//! A cluster service and daemons that use it.
+
+use std::net::{SocketAddr, UdpSocket};
+use std::path::Path;
+
+use cluster::{Server, ServerConfig};
+use control_api::cluster::{Keys, Service, proto};
+use control_api::host::HostClient;
+use host::cluster::ClusterConfig;
+use host::{Daemon, DaemonConfig, DirectorySource, FabricConfig};
+
+use super::vm::{Vm, vm};
+use super::wait_until;
+
+/// A service, and hosts that use it.
+pub struct Cluster {
+    pub folder: tempfile::TempDir,
+    pub server: Option<Server>,
+    pub address: SocketAddr,
+    pub service: Service,
+    pub port: u16,
+    pub keys: Option<Keys>,
+}
+
+impl Cluster {
+    pub fn new() -> Self {
+        Self::with(None)
+    }
+
+    pub fn with(keys: Option<Keys>) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let server = start(folder.path(), "127.0.0.1:0".parse().unwrap(), keys.clone());
+        let address = server.address();
+        let service = Service::new(&address.to_string(), keys.clone()).unwrap();
+        let port = UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).unwrap().port();
+        let port = if port > 65_000 { 40_000 } else { port };
+        Self { folder, server: Some(server), address, service, port, keys }
+    }
+
+    pub fn config(&self, number: u8) -> DaemonConfig {
+        let mut config = DaemonConfig::new(self.folder.path().join(format!("h{number}/host.sock")));
+        let service = self.service.clone();
+        config.fabric = Some(FabricConfig {
+            directory: DirectorySource::Cluster(ClusterConfig { service, name: format!("h{number}") }),
+            address: format!("127.0.0.{number}:{}", self.port).parse().unwrap(),
+            cluster_key: None,
+            verbs: false,
+        });
+        config
+    }
+
+    /// In its sandbox.
+    pub fn daemon(&self, number: u8) -> Daemon {
+        super::start(self.config(number))
+    }
+
+    pub fn stop(&mut self) {
+        drop(self.server.take());
+    }
+
+    /// On the same file and address.
+    pub fn resume(&mut self) {
+        self.server = Some(start(self.folder.path(), self.address, self.keys.clone()));
+    }
+
+    pub fn state(&self) -> proto::State {
+        self.service.state().unwrap()
+    }
+
+    /// Waits until a VM runs with an address and a host.
+    pub fn wait_for(&self, name: &str, host: u32) -> proto::Vm {
+        let mut found = None;
+        wait_until(&format!("VM {name} on host {host}"), || {
+            let vms = self.state().vms;
+            let runs = |vm: &proto::Vm| {
+                vm.name == name
+                    && vm.alive
+                    && vm.host == host
+                    && vm.nics.iter().any(|nic| !nic.addresses.is_empty())
+            };
+            found = vms.into_iter().find(runs);
+            found.is_some()
+        });
+        found.unwrap()
+    }
+}
+
+pub fn start(folder: &Path, listen: SocketAddr, keys: Option<Keys>) -> Server {
+    let mut config = ServerConfig::new(listen, folder.join("cluster.redb"));
+    config.keys = keys;
+    config.settings = Some(cluster::state::Settings { mtu: 1376, sockets: 1 });
+    config.switch_limit = std::time::Duration::from_secs(4);
+    Server::start(&config).unwrap()
+}
+
+pub fn guest(daemon: &Daemon, name: &str, last: u8) -> Vm {
+    let mut vm = vm(daemon.socket(), name, last, true);
+    // A quarter of a second: a crowded machine may take longer than a millisecond.
+    vm.guest.timeout = 16;
+    vm
+}
+
+pub fn known(daemon: &Daemon) -> serde_json::Value {
+    HostClient::new(daemon.socket()).inspect(Some("daemon/cluster")).unwrap()
+}
+
+/// Until a daemon has seen what the service knows.
+pub fn wait_to_know(cluster: &Cluster, daemons: &[&Daemon]) {
+    let revision = cluster.state().revision;
+    for daemon in daemons {
+        wait_until("the daemon's view", || known(daemon)["revision"].as_u64().unwrap() >= revision);
+    }
+}
+
+/// How a daemon reaches the peer of a VM's newest queue pair.
+pub fn transport(daemon: &Daemon, vm: &Vm, name: &str) -> serde_json::Value {
+    let path = format!("vms/{name}/nics/rdma0/rdma/queue_pairs/{}", vm.endpoint.qp.0);
+    HostClient::new(daemon.socket()).inspect(Some(&path)).unwrap()["transport"].clone()
+}

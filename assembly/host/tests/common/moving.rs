@@ -1,0 +1,150 @@
+//! Monitors of both ends of a migration: memory by the dirty pages of guest and daemons, state by vfio-user, and the daemons' word on when.
+
+use std::path::Path;
+
+use control_api::host::HostClient;
+use control_api::host::proto::MoveVmReply;
+use control_api::host::proto::move_vm_reply::State;
+use control_api::host::proto::move_vm_request::Step;
+use dma::Dma;
+use vfio_user_protocol::client::Client;
+use vfio_user_protocol::migration::DeviceState;
+
+use super::monitor::{Machine, Monitor};
+use super::vm::Vm;
+
+const PAGE: u64 = 4096;
+
+/// A VM on its way.
+pub struct Move<'a> {
+    name: String,
+    source: HostClient,
+    destination: HostClient,
+    pub vm: &'a mut Vm,
+    pub machine: Machine,
+    pub monitor: Monitor,
+    /// Pages that daemons wrote and nobody else noted, in all rounds.
+    pub by_daemon: usize,
+}
+
+fn clients(monitor: &Monitor) -> [&Client; 2] {
+    [&monitor.ethernet, &monitor.rdma]
+}
+
+pub fn ask(daemon: &HostClient, vm: &str, step: Step) -> State {
+    let MoveVmReply { state, .. } = daemon.move_vm(vm, step).unwrap();
+    State::try_from(state).unwrap()
+}
+
+impl<'a> Move<'a> {
+    /// A monitor waits at the destination, and the source's daemon has begun.
+    pub fn begin(vm: &'a mut Vm, from: &Path, to: &Path, host: &str) -> Self {
+        let machine = Machine::with_ram(&vm.machine.vm, &vm.machine.segment, vm.machine.size);
+        let monitor = machine.await_vm(to);
+        let (source, destination) = (HostClient::new(from), HostClient::new(to));
+        let name = vm.machine.vm.clone();
+        assert_eq!(ask(&source, &name, Step::Begin(host.to_owned())), State::Copy);
+        vm.machine.ram.set_dirty_log(true);
+        for client in clients(&vm.monitor) {
+            client.start_dma_logging(&[(0, vm.machine.size)]).unwrap();
+            client.set_device_state(DeviceState::PreCopy).unwrap();
+        }
+        for client in clients(&monitor) {
+            client.set_device_state(DeviceState::Resuming).unwrap();
+        }
+        let mut all = vec![u64::MAX; usize::try_from(vm.machine.size / PAGE / 64).unwrap()];
+        let on_its_way = Self { name, source, destination, vm, machine, monitor, by_daemon: 0 };
+        on_its_way.copy(&mut all);
+        on_its_way
+    }
+
+    fn copy(&self, words: &mut [u64]) {
+        for (index, word) in (0_u64..).zip(words) {
+            for bit in (0..64).filter(|bit| *word >> bit & 1 == 1) {
+                let (at, mut page) = ((index * 64 + bit) * PAGE, [0; 4096]);
+                self.vm.machine.ram.read(at, &mut page).unwrap();
+                self.machine.ram.write(at, &page).unwrap();
+            }
+        }
+    }
+
+    /// What changed since the last round: state, then memory.
+    pub fn round(&mut self) {
+        for (from, to) in clients(&self.vm.monitor).into_iter().zip(clients(&self.monitor)) {
+            to.write_migration_data(&from.read_all_migration_data().unwrap()).unwrap();
+        }
+        let size = self.vm.machine.size;
+        let mut words = self.vm.machine.ram.take_dirty(0, size).unwrap();
+        for client in clients(&self.vm.monitor) {
+            for (word, more) in words.iter_mut().zip(client.take_dirty(0, size).unwrap()) {
+                self.by_daemon += usize::try_from((more & !*word).count_ones()).unwrap();
+                *word |= more;
+            }
+        }
+        self.copy(&mut words);
+    }
+
+    /// Waits until peers are held: the guest, which is the caller's to stop, must do nothing from here on.
+    pub fn converged(&self) -> State {
+        ask(&self.source, &self.name, Step::Converged(true))
+    }
+
+    /// Stops the devices, and brings the rest over: both memories are the same then.
+    pub fn stop(&mut self) {
+        for client in clients(&self.vm.monitor) {
+            client.set_device_state(DeviceState::StopCopy).unwrap();
+        }
+        ask(&self.source, &self.name, Step::Stopped(true));
+        self.round();
+        let memories = [&self.vm.machine, &self.machine].map(|machine| {
+            let mut bytes = vec![0; usize::try_from(machine.size).unwrap()];
+            machine.ram.read(0, &mut bytes).unwrap();
+            bytes
+        });
+        let differ = memories[0].chunks(4096).zip(memories[1].chunks(4096)).position(|(a, b)| a != b);
+        assert_eq!(differ, None, "a page changed and nobody noted it");
+    }
+
+    /// All is there; how it was decided.
+    pub fn arrived(&self) -> (State, State) {
+        for client in clients(&self.monitor) {
+            client.set_device_state(DeviceState::Stop).unwrap();
+            // Not for the monitor to decide.
+            assert!(client.set_device_state(DeviceState::Running).is_err());
+        }
+        let there = ask(&self.destination, &self.name, Step::Arrived(true));
+        (ask(&self.source, &self.name, Step::Wait(true)), there)
+    }
+
+    /// The guest runs at the destination from here on; the source's monitor ends.
+    pub fn land(self) {
+        for client in clients(&self.monitor) {
+            client.set_device_state(DeviceState::Running).unwrap();
+        }
+        for vector in &self.monitor.vectors {
+            rustix::io::write(vector, &1_u64.to_ne_bytes()).unwrap();
+        }
+        self.vm.guest.moved(&self.machine);
+        self.vm.machine = self.machine;
+        self.vm.monitor = self.monitor;
+    }
+
+    /// The source can't go on: how it ends there. The guest runs there again.
+    pub fn give_up(self) -> State {
+        let mut ended = ask(&self.source, &self.name, Step::Broken(true));
+        while ended == State::Pending {
+            ended = ask(&self.source, &self.name, Step::Wait(true));
+        }
+        self.stay();
+        ended
+    }
+
+    /// The guest goes on at the source.
+    pub fn stay(self) {
+        for client in clients(&self.vm.monitor) {
+            client.set_device_state(DeviceState::Running).unwrap();
+            client.stop_dma_logging().unwrap();
+        }
+        self.vm.machine.ram.set_dirty_log(false);
+    }
+}

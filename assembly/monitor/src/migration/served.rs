@@ -1,0 +1,197 @@
+//! Devices whose state is in another process of the host, and that process's word on when the VM stops and where it runs.
+//!
+//! ```text
+//! source's monitor            its daemon                  destination's daemon            destination's monitor
+//!   │── begin ─────────────────▶│ ⋯ the cluster service, room at the destination ⋯ ▶│           │ waits
+//!   │◀── copy ──────────────────│                                                   │           │
+//!   │══ memory, state ══════════════════════════════════════════════════════════════════════════▶│
+//!   │── converged ─────────────▶│ peers hold                                        │           │
+//!   │◀── stop ──────────────────│                                                   │           │
+//!   │ stops                     │                                                   │           │
+//!   │── stopped ───────────────▶│                                                   │           │
+//!   │══ the rest ═══════════════════════════════════════════════════════════════════════════════▶│ checks
+//!   │                           │                                                   │◀─ arrived ─│
+//!   │◀── moved, or stays ───────│◀─────── the decision ────────────────────────────▶│─ runs ────▶│ runs the guest
+//! ```
+//! The decision is the coordinator's (docs/migration.md): neither monitor runs the guest before it hears of it. A daemon that can't be asked
+//! leaves it standing still, as in doubt.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use control_api::host::proto::move_vm_reply::State;
+use control_api::host::proto::move_vm_request::Step;
+use control_api::host::{HostClient, HostError};
+
+use super::error::{MigrationError, line};
+
+/// A daemon that doesn't answer is asked again for so long, once the guest stands still.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How long a daemon may have nothing to say before the guest stands still.
+const BEGINNING: Duration = Duration::from_secs(120);
+const AGAIN: Duration = Duration::from_millis(200);
+
+/// How a migration ended, for one of its sides.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Verdict {
+    /// The VM runs on this side's host.
+    RunsHere,
+    /// It runs on the other.
+    RunsThere,
+    /// It was given up, for this reason: it runs at the source.
+    GivenUp(String),
+}
+
+/// How a daemon answers.
+type Answer = dyn Fn(&Step) -> Result<(State, String), HostError> + Send + Sync;
+
+/// The daemon that serves a VM's devices. Calls block.
+pub struct Daemon {
+    client: HostClient,
+    answer: Box<Answer>,
+}
+
+impl std::fmt::Debug for Daemon {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.debug_struct("Daemon").field("client", &self.client).finish_non_exhaustive()
+    }
+}
+
+fn refused(error: HostError) -> MigrationError {
+    MigrationError::Daemon(Box::new(error))
+}
+
+fn odd(state: State) -> MigrationError {
+    MigrationError::Protocol(format!("{state:?} as the daemon's answer, which doesn't fit"))
+}
+
+impl Daemon {
+    /// The daemon at a socket, and the VM as it knows it.
+    #[must_use]
+    pub fn new(socket: PathBuf, vm: String) -> Self {
+        let client = HostClient::new(socket);
+        let asked = client.clone();
+        let answer = move |step: &Step| {
+            let reply = asked.move_vm(&vm, step.clone())?;
+            Ok((State::try_from(reply.state).unwrap_or(State::Pending), reply.reason))
+        };
+        Self { client, answer: Box::new(answer) }
+    }
+
+    /// One that answers as a test has it.
+    #[cfg(test)]
+    pub fn answering(
+        answer: impl Fn(&Step) -> Result<(State, String), HostError> + Send + Sync + 'static,
+    ) -> Self {
+        Self { client: HostClient::new("nowhere"), answer: Box::new(answer) }
+    }
+
+    fn say(&self, step: &Step) -> Result<(State, String), HostError> {
+        (self.answer)(step)
+    }
+
+    /// This host's name in its cluster.
+    ///
+    /// # Errors
+    /// When the daemon can't be asked, or has no cluster service.
+    pub fn host(&self) -> Result<String, MigrationError> {
+        let host = self.client.version().map_err(refused)?.host;
+        if host.is_empty() {
+            let socket = self.client.socket().display().to_string();
+            return Err(MigrationError::NoCluster(socket));
+        }
+        Ok(host)
+    }
+
+    /// Has the migration begin; the VM may be copied when this returns.
+    ///
+    /// # Errors
+    /// When it is refused, with the reason.
+    pub fn begin(&self, host: &str) -> Result<(), MigrationError> {
+        match self.say(&Step::Begin(host.to_owned())).map_err(refused)? {
+            (State::Copy, _) => Ok(()),
+            (State::Stays, reason) => Err(MigrationError::GivenUp(reason)),
+            (other, _) => Err(odd(other)),
+        }
+    }
+
+    /// Little is left: waits until the guest is to be stopped.
+    ///
+    /// # Errors
+    /// When the migration was given up.
+    pub fn may_stop(&self, stopped: &dyn Fn() -> bool) -> Result<(), MigrationError> {
+        let until = Instant::now() + BEGINNING;
+        loop {
+            match self.say(&Step::Converged(true)).map_err(refused)? {
+                (State::Stop, _) => return Ok(()),
+                (State::Stays, reason) => return Err(MigrationError::GivenUp(reason)),
+                // Other VMs of the migration aren't ready.
+                (State::Copy | State::Pending, _) if stopped() => return Err(MigrationError::Cancelled),
+                (State::Copy | State::Pending, _) if Instant::now() < until => {}
+                (other, _) => return Err(odd(other)),
+            }
+        }
+    }
+
+    /// The guest stands still.
+    ///
+    /// # Errors
+    /// When the daemon can't be told.
+    pub fn stopped(&self) -> Result<(), MigrationError> {
+        self.say(&Step::Stopped(true)).map(drop).map_err(refused)
+    }
+
+    /// All of the VM is here: waits for the decision.
+    ///
+    /// # Errors
+    /// When the daemon can't be asked: it isn't known.
+    pub fn arrived(&self) -> Result<Verdict, MigrationError> {
+        self.decided(&Step::Arrived(true))
+    }
+
+    /// The rest has been sent: waits for the decision.
+    ///
+    /// # Errors
+    /// As [`Daemon::arrived`].
+    pub fn outcome(&self) -> Result<Verdict, MigrationError> {
+        self.decided(&Step::Wait(true))
+    }
+
+    /// This side can't go on. How it ended all the same: the decision may have been taken.
+    ///
+    /// # Errors
+    /// As [`Daemon::arrived`].
+    pub fn give_up(&self) -> Result<Verdict, MigrationError> {
+        self.decided(&Step::Broken(true))
+    }
+
+    fn decided(&self, first: &Step) -> Result<Verdict, MigrationError> {
+        let until = Instant::now() + PATIENCE;
+        let mut step = first.clone();
+        loop {
+            match self.say(&step) {
+                Ok((State::Runs, _)) => return Ok(Verdict::RunsHere),
+                Ok((State::Moved, _)) => return Ok(Verdict::RunsThere),
+                Ok((State::Stays, reason)) => return Ok(Verdict::GivenUp(reason)),
+                Ok((State::Failed, _)) => {
+                    let text = "the VM's RDMA NICs don't work at the destination; its daemon's log says why";
+                    return Err(MigrationError::Protocol(text.to_owned()));
+                }
+                Ok(_) if Instant::now() < until => {}
+                Ok((state, _)) => return Err(odd(state)),
+                Err(error @ HostError::Refused { .. }) => return Err(refused(error)),
+                Err(error) if Instant::now() >= until => return Err(refused(error)),
+                Err(error) => {
+                    tracing::warn!(
+                        error = line(&error),
+                        "The host's daemon doesn't say how the migration ended; it is asked again"
+                    );
+                    std::thread::sleep(AGAIN);
+                }
+            }
+            if matches!(step, Step::Broken(_)) {
+                step = Step::Wait(true);
+            }
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! A served function of a VM that moves: our part is saved here, the device's part is read from its server and written to that of the
+//! destination, and the server notes what it writes into guest memory.
+
+use std::sync::Arc;
+
+use pci::config::SavedConfig;
+use pci::function::{FunctionError, SavedFunction};
+use pci::interrupt::Msi;
+use pci::msix::{Msix, SavedMsix};
+use serde::{Deserialize, Serialize};
+use vfio_user_protocol::client::{Client, ClientError};
+use vfio_user_protocol::migration::DeviceState;
+
+use super::{DmaRange, OpenedFunction, VfioUserFunction, event_error};
+use crate::vfio_user::lock;
+use crate::vfio_user::{VfioUserError, events::VectorEvent};
+
+/// What [`SavedFunction::kind`] says.
+const KIND: &str = "vfio-user";
+/// Version of [`Saved`].
+const VERSION: u32 = 1;
+
+/// Our part of a function.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Saved {
+    config: SavedConfig,
+    msix: Option<SavedMsix>,
+}
+
+/// A function whose VM is to come: what its state is written to.
+#[derive(Debug, Clone)]
+pub struct Arriving {
+    name: String,
+    client: Arc<Client>,
+}
+
+impl Arriving {
+    /// The function's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The device's state begins to come.
+    pub fn begin(&self) -> Result<(), ClientError> {
+        self.client.set_device_state(DeviceState::Resuming)
+    }
+
+    /// More of it.
+    pub fn take(&self, data: &[u8]) -> Result<(), ClientError> {
+        self.client.write_migration_data(data)
+    }
+
+    /// It is whole: the server checks it.
+    pub fn end(&self) -> Result<(), ClientError> {
+        self.client.set_device_state(DeviceState::Stop)
+    }
+}
+
+impl OpenedFunction {
+    /// Gives the server the guest's memory, which the VM's own contents are still to come to.
+    ///
+    /// # Errors
+    /// When the server refuses, or its device can't take a VM's state.
+    pub fn arriving(&mut self, ram: &[DmaRange]) -> Result<Arriving, VfioUserError> {
+        let server = |source: ClientError| VfioUserError::Server {
+            target: self.connector.target(),
+            source: source.into(),
+        };
+        if !self.client.can_migrate().map_err(server)? {
+            return Err(VfioUserError::Device {
+                target: self.connector.target(),
+                reason: "its state can't be moved".to_owned(),
+            });
+        }
+        for range in ram {
+            use std::os::fd::AsFd as _;
+            let mapped =
+                self.client.dma_map(range.file.as_fd(), range.offset, range.address, range.size, true);
+            mapped.map_err(server)?;
+        }
+        self.mapped = true;
+        Ok(Arriving { name: self.name.clone(), client: Arc::clone(&self.client) })
+    }
+}
+
+impl VfioUserFunction {
+    /// As [`VfioUserFunction::new`], as it was saved. The device's own state has gone to its server already, and works when
+    /// [`VfioUserFunction::set_device_state`] says so.
+    ///
+    /// # Errors
+    /// As there, and when the state is another function's or damaged.
+    pub fn restore(
+        opened: OpenedFunction,
+        ram: Vec<DmaRange>,
+        msi: &dyn Msi,
+        saved: &SavedFunction,
+    ) -> Result<Arc<Self>, VfioUserError> {
+        let target = opened.connector.target();
+        let bad = |reason: String| VfioUserError::Device { target: target.clone(), reason };
+        if (saved.kind.as_str(), saved.version) != (KIND, VERSION) {
+            let text = format!("its saved state is version {} of a {}", saved.version, saved.kind);
+            return Err(bad(text));
+        }
+        let read: Result<Saved, _> = ciborium::from_reader(saved.state.as_slice());
+        let saved = read.map_err(|error| bad(format!("its saved state can't be read: {error}")))?;
+        let config = opened.shape.config_space().and_then(|config| config.restore(&saved.config));
+        let config = config.map_err(|error| bad(error.to_string()))?;
+        let (msix, vectors) = match (&opened.shape.msix, &saved.msix) {
+            (None, None) => (None, Vec::new()),
+            (Some((_, layout)), Some(saved)) => {
+                let vectors = msi.allocate(layout.count()).map_err(VfioUserError::Interrupts)?;
+                let events = vectors.iter().map(|vector| VectorEvent::new(Arc::clone(vector)));
+                let events = events.collect::<std::io::Result<Vec<_>>>().map_err(event_error)?;
+                let msix = Msix::restore(*layout, vectors, saved).map_err(|error| bad(error.to_string()))?;
+                (Some(msix), events)
+            }
+            _ => return Err(bad("its saved state has other interrupts".to_owned())),
+        };
+        Self::assemble(opened, ram, config, msix, vectors)
+    }
+
+    /// Our part; after [`VfioUserFunction::set_device_state`] has stopped the device's.
+    pub(super) fn save_ours(&self) -> Result<SavedFunction, FunctionError> {
+        let inner = &self.inner;
+        let saved = Saved {
+            config: lock(&inner.registers).config().save(),
+            msix: inner.msix.as_ref().map(Msix::save),
+        };
+        let mut state = Vec::new();
+        ciborium::into_writer(&saved, &mut state).map_err(|error| FunctionError::Failed {
+            name: inner.name.clone(),
+            what: "be written down".to_owned(),
+            source: Box::new(error),
+        })?;
+        Ok(SavedFunction { kind: KIND.to_owned(), version: VERSION, state })
+    }
+
+    fn client(&self) -> Result<Arc<Client>, FunctionError> {
+        let gone = || FunctionError::NotSaveable {
+            name: self.inner.name.clone(),
+            reason: "its server has gone; the device fails until it is back".to_owned(),
+        };
+        Ok(Arc::clone(&self.inner.link().ok_or_else(gone)?.client))
+    }
+
+    /// Has the device leave, stop, or go on.
+    ///
+    /// # Errors
+    /// When its server refuses or has gone.
+    pub fn set_device_state(&self, state: DeviceState) -> Result<(), FunctionError> {
+        let done = self.client()?.set_device_state(state);
+        done.map_err(|error| self.failed("be stopped, moved or started", error))
+    }
+
+    /// What there is of the device's state at present, since the last call.
+    ///
+    /// # Errors
+    /// When its server refuses or has gone.
+    pub fn read_device_state(&self) -> Result<Vec<u8>, FunctionError> {
+        let read = self.client()?.read_all_migration_data();
+        read.map_err(|error| self.failed("be saved", error))
+    }
+
+    /// Has the server note which pages of RAM it writes; or no more.
+    ///
+    /// # Errors
+    /// When its server refuses or has gone.
+    pub fn log_writes(&self, on: bool) -> Result<(), FunctionError> {
+        let client = self.client()?;
+        let ranges: Vec<(u64, u64)> =
+            self.inner.ram.iter().map(|range| (range.address, range.size)).collect();
+        let done = if on { client.start_dma_logging(&ranges) } else { client.stop_dma_logging() };
+        done.map_err(|error| self.failed("note what it writes", error))
+    }
+
+    /// Pages that the server has written since the last call: for each range of RAM its address, and a bit per page.
+    ///
+    /// # Errors
+    /// When its server refuses or has gone.
+    pub fn take_written(&self) -> Result<Vec<(u64, Vec<u64>)>, FunctionError> {
+        let client = self.client()?;
+        let ranges = self.inner.ram.iter();
+        ranges
+            .map(|range| {
+                let words = client.take_dirty(range.address, range.size);
+                let words = words.map_err(|error| self.failed("say what it has written", error))?;
+                Ok((range.address, words))
+            })
+            .collect()
+    }
+
+    /// The guest runs here now: what the server said before it came is looked at, and drivers are called once for every vector, as interrupts of
+    /// the pause may have stayed behind. Later connections are those of a VM that is here.
+    pub fn has_arrived(&self) {
+        self.inner.connector.has_arrived();
+        for vector in &self.inner.vectors {
+            if let Some(fd) = vector.fd() {
+                // A full counter means that it is signalled already.
+                let _ = rustix::io::write(fd, &1_u64.to_ne_bytes());
+            }
+        }
+    }
+}

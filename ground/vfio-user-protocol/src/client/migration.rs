@@ -1,0 +1,198 @@
+//! Requests of a client that moves the guest.
+
+use std::mem::size_of;
+
+use zerocopy::{FromBytes, IntoBytes};
+
+use super::{Client, ClientError, MAX_REPLY, Request};
+use crate::migration::DeviceState;
+use crate::socket::Message;
+use crate::wire::{
+    DeviceFeature, LOG_PAGE, LoggingRange, LoggingReport, LoggingStart, MAX_TRANSFER, MIGRATION_PRE_COPY,
+    MIGRATION_STOP_COPY, MigData, MigDeviceState, command, feature, wire_len,
+};
+
+/// Bytes of guest memory whose pages one report tells of at most.
+const REPORT: u64 = 16 << 30;
+
+impl Client {
+    fn feature(
+        &self,
+        name: &'static str,
+        flags: u32,
+        data: &[u8],
+        reply_limit: usize,
+        values: &dyn Fn() -> String,
+    ) -> Result<Message, ClientError> {
+        let argsz = wire_len(size_of::<DeviceFeature>() + data.len().max(reply_limit));
+        let head = DeviceFeature { argsz, flags };
+        self.request(
+            &Request {
+                command: command::DEVICE_FEATURE,
+                name,
+                parts: &[head.as_bytes(), data],
+                fds: &[],
+                reply_limit: size_of::<DeviceFeature>() + reply_limit,
+            },
+            values,
+        )
+    }
+
+    /// Whether the device's state can be moved, while it works and when it has stopped.
+    ///
+    /// # Errors
+    /// When the connection is lost, or the answer can't be.
+    pub fn can_migrate(&self) -> Result<bool, ClientError> {
+        let name = "DEVICE_FEATURE MIGRATION";
+        let flags = feature::GET | feature::MIGRATION;
+        let reply = match self.feature(name, flags, &[], 8, &String::new) {
+            Ok(reply) => reply,
+            // What every server without it says.
+            Err(ClientError::Refused { .. }) => return Ok(false),
+            Err(error) => return Err(error),
+        };
+        let what =
+            reply.body.get(size_of::<DeviceFeature>()..).and_then(|data| u64::read_from_bytes(data).ok());
+        let what = what.ok_or(ClientError::Malformed { request: name, what: "it has another length" })?;
+        let all = MIGRATION_STOP_COPY | MIGRATION_PRE_COPY;
+        Ok(what & all == all)
+    }
+
+    /// Has the device enter a state; it has when this returns.
+    ///
+    /// # Errors
+    /// When the connection is lost or the server refuses.
+    pub fn set_device_state(&self, state: DeviceState) -> Result<(), ClientError> {
+        let data = MigDeviceState { state: state as u32, data_fd: u32::MAX };
+        let flags = feature::SET | feature::MIG_DEVICE_STATE;
+        let limit = size_of::<MigDeviceState>();
+        self.feature("DEVICE_FEATURE MIG_DEVICE_STATE", flags, data.as_bytes(), limit, &|| {
+            format!("{state:?}")
+        })
+        .map(drop)
+    }
+
+    /// The device's state's next bytes, at most [`Client::max_transfer`]. Fewer: there is no more at present.
+    ///
+    /// # Errors
+    /// When the connection is lost or the server refuses.
+    pub fn read_migration_data(&self) -> Result<Vec<u8>, ClientError> {
+        let name = "MIG_DATA_READ";
+        let size = self.max_transfer().min(MAX_TRANSFER);
+        let head = MigData { argsz: wire_len(size_of::<MigData>()), size };
+        let most = usize::try_from(size).unwrap_or(0);
+        let reply = self.request(
+            &Request {
+                command: command::MIG_DATA_READ,
+                name,
+                parts: &[head.as_bytes()],
+                fds: &[],
+                reply_limit: size_of::<MigData>() + most,
+            },
+            &|| format!("{size} bytes"),
+        )?;
+        match MigData::read_from_prefix(&reply.body) {
+            Ok((head, data)) if usize::try_from(head.size) == Ok(data.len()) => Ok(data.to_vec()),
+            _ => Err(ClientError::Malformed { request: name, what: "it has another length" }),
+        }
+    }
+
+    /// All that there is of the device's state at present.
+    ///
+    /// # Errors
+    /// As [`Client::read_migration_data`].
+    pub fn read_all_migration_data(&self) -> Result<Vec<u8>, ClientError> {
+        let most = usize::try_from(self.max_transfer().min(MAX_TRANSFER)).unwrap_or(0);
+        let mut all = Vec::new();
+        loop {
+            let data = self.read_migration_data()?;
+            let last = data.len() < most;
+            all.extend(data);
+            if last {
+                return Ok(all);
+            }
+        }
+    }
+
+    /// Hands the device bytes of a state, in order.
+    ///
+    /// # Errors
+    /// When the connection is lost or the server refuses.
+    pub fn write_migration_data(&self, data: &[u8]) -> Result<(), ClientError> {
+        let piece = usize::try_from(self.max_transfer().min(MAX_TRANSFER)).unwrap_or(0).max(1);
+        for data in data.chunks(piece) {
+            let head =
+                MigData { argsz: wire_len(size_of::<MigData>() + data.len()), size: wire_len(data.len()) };
+            self.request(
+                &Request {
+                    command: command::MIG_DATA_WRITE,
+                    name: "MIG_DATA_WRITE",
+                    parts: &[head.as_bytes(), data],
+                    fds: &[],
+                    reply_limit: size_of::<MigData>(),
+                },
+                &|| format!("{} bytes", data.len()),
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Has the device note from now on which pages of these ranges (address, bytes) it writes.
+    ///
+    /// # Errors
+    /// When the connection is lost or the server refuses.
+    pub fn start_dma_logging(&self, ranges: &[(u64, u64)]) -> Result<(), ClientError> {
+        let start = LoggingStart { page_size: LOG_PAGE, ranges: wire_len(ranges.len()), reserved: 0 };
+        let mut data = start.as_bytes().to_vec();
+        for &(address, size) in ranges {
+            data.extend_from_slice(LoggingRange { address, size }.as_bytes());
+        }
+        let flags = feature::SET | feature::DMA_LOGGING_START;
+        self.feature("DEVICE_FEATURE DMA_LOGGING_START", flags, &data, MAX_REPLY, &|| {
+            format!("{} ranges", ranges.len())
+        })
+        .map(drop)
+    }
+
+    /// Ends it.
+    ///
+    /// # Errors
+    /// When the connection is lost or the server refuses.
+    pub fn stop_dma_logging(&self) -> Result<(), ClientError> {
+        let flags = feature::SET | feature::DMA_LOGGING_STOP;
+        self.feature("DEVICE_FEATURE DMA_LOGGING_STOP", flags, &[], MAX_REPLY, &String::new).map(drop)
+    }
+
+    /// Takes which pages of 4096 bytes the device has written since the last call, of one mapped range: a bit each, from the lowest of the first
+    /// word on.
+    ///
+    /// # Errors
+    /// When the connection is lost or the server refuses.
+    pub fn take_dirty(&self, address: u64, size: u64) -> Result<Vec<u64>, ClientError> {
+        let name = "DEVICE_FEATURE DMA_LOGGING_REPORT";
+        let mut all = Vec::new();
+        let mut done = 0;
+        while done < size {
+            let report = LoggingReport {
+                address: address.saturating_add(done),
+                size: (size - done).min(REPORT),
+                page_size: LOG_PAGE,
+            };
+            let words = usize::try_from(report.size.div_ceil(64 * LOG_PAGE)).unwrap_or(usize::MAX);
+            let bytes = words.saturating_mul(8);
+            let flags = feature::GET | feature::DMA_LOGGING_REPORT;
+            let limit = size_of::<LoggingReport>() + bytes;
+            let reply = self.feature(name, flags, report.as_bytes(), limit, &|| {
+                format!("{:#x} bytes at {:#x}", report.size, report.address)
+            })?;
+            let bitmap = reply.body.get(size_of::<DeviceFeature>() + size_of::<LoggingReport>()..);
+            let bitmap = bitmap.filter(|bitmap| bitmap.len() == bytes);
+            let bitmap =
+                bitmap.ok_or(ClientError::Malformed { request: name, what: "it has another length" })?;
+            let word = |bytes: &[u8]| <[u8; 8]>::try_from(bytes).map_or(0, u64::from_ne_bytes);
+            all.extend(bitmap.chunks(8).map(word));
+            done += report.size;
+        }
+        Ok(all)
+    }
+}
