@@ -8,6 +8,10 @@
 //!
 //! A [`Layout`] puts the guests elsewhere: on two hosts, for instance, whose bridges and daemons reach each other.
 
+mod both;
+
+pub use self::both::both;
+
 use crate::channel::{Output, Session};
 use crate::guest::{Guest, GuestSpec, Vmm};
 use crate::guest_channel;
@@ -548,34 +552,6 @@ fn up<'a>(lab: &'a Lab, layout: &Layout, device: Device, number: usize, guest: G
         member.port.address
     );
     Ok(member)
-}
-
-/// Runs a server in the first of two places and, once `listening` holds there, a client in the other. A server that doesn't
-/// end by itself is ended after the client.
-pub fn both<S: Runs + ?Sized, C: Runs + ?Sized>(
-    (server_in, client_in): (&S, &C),
-    server: &str,
-    server_ends: bool,
-    listening: &str,
-    client: &str,
-    timeout: Duration,
-) -> Result<(Output, Output)> {
-    let seconds = timeout.as_secs();
-    let bound = |script: &str| format!("exec timeout -k 5 {seconds} sh -c {}", quoted(script));
-    let server = format!(
-        "{{ {server}\n}} & s=$!; i=0; until {listening}; do i=$((i+1)); [ $i -gt 100 ] && break; kill -0 $s 2>/dev/null || break; sleep 0.1; done\n\
-         echo SERVER-LISTENS; wait $s"
-    );
-    let session = server_in.start(&bound(&server))?;
-    // A server that ended at once has said why; the client then says the rest.
-    session.wait_for("SERVER-LISTENS", 0, Duration::from_secs(60));
-    let client = client_in.run(&bound(client), timeout + Duration::from_secs(60))?;
-    // A server that outlives its client waits for something that doesn't come.
-    let patience = Duration::from_secs(if client.code == 0 && server_ends { 30 } else { 2 });
-    let server = session.output(patience);
-    let server =
-        server.unwrap_or_else(|e| Output { code: 124, stdout: String::new(), stderr: format!("{e:#}") });
-    Ok((server, client))
 }
 
 /// Starts a host's daemon and waits until it listens.

@@ -43,8 +43,7 @@ struct Tool {
 }
 
 pub(super) const TCP: &str = "ss -Hltn 'sport = :18515' | grep -q .";
-// The kernel shows the state before it takes requests: a client that came in between was once refused ("invalid service ID").
-pub(super) const CM: &str = "rdma resource show cm_id | grep -q LISTEN && sleep 0.5";
+pub(super) const CM: &str = "rdma resource show cm_id | grep -q LISTEN";
 pub(super) const CONTROL: &str = "ss -Hltn 'sport = :18601' | grep -q .";
 const NOTHING: &str = "true";
 
