@@ -282,6 +282,9 @@ impl Mover {
                 let all = self.leaving.iter().filter(|(_, of)| *of == migration).map(|(vm, _)| *vm);
                 for vm in all.collect::<Vec<_>>() {
                     self.look_at_faces(vm);
+                    // Its peers acknowledge nothing once they are held. It takes a while until the VM stands still, and what it sent in that time
+                    // would be given up as lost.
+                    self.hold_towards_peers(vm);
                 }
             }
             Body::Suspend { vms, .. } => {
@@ -456,7 +459,20 @@ impl Mover {
     fn stay(&mut self, vm: VmId, reason: &str) {
         self.leaving.remove(&vm);
         self.go_on(vm);
+        // It has never stopped: nobody else opens what was held when the switch-over began.
+        for peer in self.nomad.as_ref().map(|nomad| nomad.faces(vm)).unwrap_or_default() {
+            if let Some(place) = self.place(peer) {
+                self.open(vm, place);
+            }
+        }
         self.set(vm, Phase::Stays(reason.to_owned()));
+    }
+
+    /// Queue pairs of a VM that face others send nothing to them.
+    fn hold_towards_peers(&self, vm: VmId) {
+        let faces = self.nomad.as_ref().map(|nomad| nomad.faces(vm)).unwrap_or_default();
+        let peers: Vec<_> = faces.into_iter().map(|peer| self.addressed(peer)).collect();
+        self.ask(move |worker| worker.hold_towards(transport::VmId(vm.0), &peers));
     }
 
     fn go_on(&self, vm: VmId) -> bool {
@@ -485,9 +501,7 @@ impl Mover {
             // From here on the directory names this host, whatever it hears last of the service.
             self.believe(Place { vm, host, epoch });
         }
-        let faces = self.nomad.as_ref().map(|nomad| nomad.faces(vm)).unwrap_or_default();
-        let peers: Vec<_> = faces.into_iter().map(|peer| self.addressed(peer)).collect();
-        self.ask(move |worker| worker.hold_towards(transport::VmId(vm.0), &peers));
+        self.hold_towards_peers(vm);
         // A monitor that died since it said that all is there has taken the VM with it.
         let there = came.is_none() || !self.nics(vm).is_empty();
         let fine = self.go_on(vm) && there;
