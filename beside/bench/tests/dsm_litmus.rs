@@ -66,8 +66,15 @@ fn run(file: &[u8], trouble: Trouble, arguments: &[&str]) -> String {
         for node in 0..NODES {
             let builder = PayloadVm::builder("litmus", file.to_vec()).vcpus(NODES.into()).memory(32 << 20);
             let builder = builder.arguments(arguments.iter().copied()).console(output.clone());
-            let settings =
-                NodeSettings { node, addresses: addresses.clone(), policy: policy(), record: false, trouble };
+            let settings = NodeSettings {
+                node,
+                addresses: addresses.clone(),
+                policy: policy(),
+                record: false,
+                checkpoints: None,
+                restart: None,
+                trouble,
+            };
             scope.spawn(move || {
                 let ended = SpanningVm::join(builder, &settings).unwrap().run().unwrap();
                 assert_eq!(ended.outcome, Ok(0), "node {node}");

@@ -21,8 +21,15 @@ fn record(programs: &Programs, program: &str, policy: Policy, arguments: &[&str]
             let builder = PayloadVm::from_file(&programs.path(program)).unwrap().vcpus(2).memory(64 << 20);
             let builder = builder.arguments(arguments.iter().copied()).console(std::io::sink());
             let addresses = addresses.clone();
-            let settings =
-                NodeSettings { node, addresses, policy, record: true, trouble: Trouble::default() };
+            let settings = NodeSettings {
+                node,
+                addresses,
+                policy,
+                record: true,
+                checkpoints: None,
+                restart: None,
+                trouble: Trouble::default(),
+            };
             scope.spawn(move || SpanningVm::join(builder, &settings).unwrap().run().unwrap())
         };
         let threads = [run(0), run(1)];

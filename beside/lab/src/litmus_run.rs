@@ -12,7 +12,7 @@ use serde::Deserialize;
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Write};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Stdio};
 
 /// What to run.
@@ -355,23 +355,7 @@ fn check_nodes(causeway: &Path, nodes: u32) -> Result<()> {
 
 /// The program's file, built.
 fn program() -> Result<Vec<u8>> {
-    let root = paths::workspace();
-    let output = Command::new("make")
-        .args(["-s", "-C"])
-        .arg(root.join("guest/payload"))
-        // The outer build's flags aren't meant for programs without a standard library.
-        .env_remove("RUSTFLAGS")
-        .env_remove("CARGO_ENCODED_RUSTFLAGS")
-        .env_remove("CARGO_BUILD_TARGET")
-        .output()
-        .context("make could not be started to build the payload programs")?;
-    if !output.status.success() {
-        bail!(
-            "The payload programs could not be built:\n{}",
-            String::from_utf8_lossy(&output.stderr).trim_end()
-        );
-    }
-    let path: PathBuf = root.join("target/payload/release/litmus");
+    let path = paths::payload_programs()?.join("litmus");
     std::fs::read(&path).with_context(|| format!("Can't read {}", path.display()))
 }
 

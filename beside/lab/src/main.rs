@@ -157,6 +157,21 @@ enum Verb {
         #[arg(long = "run-argument", allow_hyphen_values = true)]
         run_arguments: Vec<String>,
     },
+    /// Kill, stop and cut off nodes of payload VMs on this machine's KVM at random moments, and restart them from checkpoints.
+    DsmFaults {
+        /// How many faults.
+        #[arg(long, default_value_t = 200)]
+        count: u32,
+        /// Number of the first fault, to repeat one or to go on.
+        #[arg(long, default_value_t = 0)]
+        first: u32,
+        /// Where randomness begins.
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
+        /// Most nodes of a VM.
+        #[arg(long, default_value_t = 4)]
+        nodes: u8,
+    },
     /// Run the scenario of that name.
     #[command(external_subcommand)]
     Scenario(Vec<String>),
@@ -293,6 +308,10 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
             };
             if list { lab::litmus_run::list(&options) } else { lab::litmus_run::run(&options) }
                 .map(|()| ExitCode::SUCCESS)
+        }
+        Some(Verb::DsmFaults { count, first, seed, nodes }) => {
+            let options = lab::dsm_faults::Options { count, first, seed, nodes };
+            lab::dsm_faults::run(&options).map(|()| ExitCode::SUCCESS)
         }
         Some(Verb::Scenario(words)) => {
             let cli = match ScenarioCli::try_parse_from(words) {

@@ -41,6 +41,27 @@ pub fn causeway() -> Result<PathBuf> {
         .context("There is no causeway binary yet: build it with `cargo build --profile lab -p causeway`, or name one in CAUSEWAY_BIN")
 }
 
+/// Builds the payload programs; the folder that they are in.
+pub fn payload_programs() -> Result<PathBuf> {
+    let root = workspace();
+    let output = std::process::Command::new("make")
+        .args(["-s", "-C"])
+        .arg(root.join("guest/payload"))
+        // The outer build's flags aren't meant for programs without a standard library.
+        .env_remove("RUSTFLAGS")
+        .env_remove("CARGO_ENCODED_RUSTFLAGS")
+        .env_remove("CARGO_BUILD_TARGET")
+        .output()
+        .context("make could not be started to build the payload programs")?;
+    if !output.status.success() {
+        bail!(
+            "The payload programs could not be built:\n{}",
+            String::from_utf8_lossy(&output.stderr).trim_end()
+        );
+    }
+    Ok(root.join("target/payload/release"))
+}
+
 /// The lab's own program, which is also the agent inside hosts.
 pub fn agent() -> Result<PathBuf> {
     let me = std::env::current_exe().context("Can't tell which program is running")?;

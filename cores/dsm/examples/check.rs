@@ -44,6 +44,7 @@ enum Planted {
     SkipAcks,
     NeverYield,
     ForgetEarly,
+    ForgetOwners,
 }
 
 impl Planted {
@@ -55,6 +56,7 @@ impl Planted {
             Self::SkipAcks => Plant::SkipAcks,
             Self::NeverYield => Plant::NeverYield,
             Self::ForgetEarly => Plant::ForgetEarly,
+            Self::ForgetOwners => Plant::ForgetOwners,
         }
     }
 }

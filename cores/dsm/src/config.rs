@@ -136,6 +136,8 @@ pub enum Plant {
     NeverYield,
     /// Updates that arrive before their page does are forgotten.
     ForgetEarly,
+    /// A saved node doesn't say which of its pages other nodes own.
+    ForgetOwners,
 }
 
 /// Why a configuration can't be used.

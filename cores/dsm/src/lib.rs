@@ -44,6 +44,7 @@ pub use event::{Action, Event, Fault};
 pub use message::{Body, Message};
 pub use names::{Access, Mode, NodeId, NodeSet, Page, Priority, Vcpu};
 pub use node::Node;
+pub use node::saved::SavedNode;
 pub use operation::{Atomic, Operation};
 pub use pages::Pages;
 pub use payload::Payload;

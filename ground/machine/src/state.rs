@@ -49,6 +49,13 @@ pub struct SavedVcpu {
     pub tsc_khz: Option<u32>,
 }
 
+impl SavedVcpu {
+    /// Leaves the time-stamp counter out: whoever is restored goes on with the one that it has.
+    pub fn forget_time(&mut self) {
+        self.msrs.retain(|msr| !crate::vcpu::is_time(msr.index));
+    }
+}
+
 /// State of the interrupt controllers outside the vCPUs.
 #[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
 pub enum SavedInterruptController {

@@ -311,6 +311,15 @@ pub struct RunArgs {
     /// How nodes keep memory the same: by moving pages only, or also by sending updates of pages that many use  [default: update]
     #[arg(long, value_name = "HOW")]
     pub coherence: Option<Coherence>,
+    /// A folder in which to keep the last checkpoint of a VM of several nodes, on each node's host
+    #[arg(long, value_name = "FOLDER")]
+    pub checkpoint: Option<PathBuf>,
+    /// Seconds from one checkpoint to the next  [default: 10]
+    #[arg(long, value_name = "SECONDS", requires = "checkpoint")]
+    pub checkpoint_every: Option<f64>,
+    /// Go on from the last checkpoint in this folder, with the same program and settings on the same number of nodes
+    #[arg(long, value_name = "FOLDER")]
+    pub restart: Option<PathBuf>,
     /// vCPUs: a number, or sockets=S,cores=C; those of all nodes together
     #[arg(long, value_parser = flags::cpus)]
     pub cpus: Option<written::Cpus>,

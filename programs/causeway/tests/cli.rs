@@ -279,7 +279,7 @@ fn the_doctor_reports_every_part_of_the_host() {
     assert_eq!(output.status.success(), report["payloads"].as_bool().unwrap());
     let names: Vec<_> =
         report["groups"].as_array().unwrap().iter().map(|group| group["name"].clone()).collect();
-    assert_eq!(names, ["KVM", "Memory", "Devices", "Kernel features"]);
+    assert_eq!(names, ["KVM", "Memory", "VMs of several nodes", "Devices", "Kernel features"]);
     for finding in
         report["groups"].as_array().unwrap().iter().flat_map(|group| group["findings"].as_array().unwrap())
     {

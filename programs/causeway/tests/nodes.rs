@@ -264,3 +264,131 @@ fn a_silent_node_ends_the_vm_with_a_diagnosis() {
     assert!(since.elapsed() < Duration::from_secs(5), "{:?}", since.elapsed());
     gone(&others);
 }
+
+/// Waits for a file.
+fn appears(path: &Path) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !path.exists() {
+        assert!(Instant::now() < deadline, "{} doesn't appear", path.display());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// A result without times.
+fn result(output: &[u8]) -> Value {
+    let mut result: Value = serde_json::from_slice(output).unwrap_or_else(|_| {
+        panic!("no result: {}", String::from_utf8_lossy(output));
+    });
+    let fields = result.as_object_mut().unwrap();
+    fields.retain(|name, _| name != "ns" && name != "serial_ns");
+    result
+}
+
+const JACOBI: [&str; 2] = ["n=128", "steps=400"];
+
+/// Kills node `lost` of a VM that writes checkpoints, some time after the first one.
+fn kill_after_checkpoints(runtime: &Path, programs: &Path, lost: usize, after: Duration) -> PathBuf {
+    let folder = runtime.join("checkpoints");
+    let place = folder.to_str().unwrap();
+    let flags = ["--nodes", "2", "--checkpoint", place, "--checkpoint-every", "0.05"];
+    let mut child = causeway(runtime, &programs.join("jacobi"), &flags, &JACOBI).spawn().unwrap();
+    appears(&folder.join("checkpoint.json"));
+    std::thread::sleep(after);
+    if lost == 0 {
+        child.kill().unwrap();
+    } else if let Some(other) = children(child.id()).get(lost - 1) {
+        kill_process(*other, Signal::KILL).unwrap();
+    }
+    let others = children(child.id());
+    child.wait().unwrap();
+    gone(&others);
+    folder
+}
+
+/// A VM that lost a node goes on from its last checkpoint and comes to the result of an undisturbed run, whichever node it was and when.
+#[test]
+fn a_restart_from_the_last_checkpoint_comes_to_the_same_result() {
+    let Some(programs) = programs("a_restart_from_the_last_checkpoint_comes_to_the_same_result") else {
+        return;
+    };
+    let quiet = runtime();
+    let flags = ["--nodes", "2"];
+    let output = causeway(quiet.path(), &programs.join("jacobi"), &flags, &JACOBI).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+    let expected = result(&output.stdout);
+    for (lost, after) in [(1, 0), (0, 0), (1, 150), (0, 300)] {
+        let runtime = runtime();
+        let folder = kill_after_checkpoints(runtime.path(), programs, lost, Duration::from_millis(after));
+        // And goes on writing them.
+        let place = folder.to_str().unwrap();
+        let flags = ["--nodes", "2", "--restart", place, "--checkpoint", place, "--checkpoint-every", "0.05"];
+        let output = causeway(runtime.path(), &programs.join("jacobi"), &flags, &JACOBI).output().unwrap();
+        assert!(output.status.success(), "node {lost} after {after} ms: {}", text(&output));
+        assert_eq!(result(&output.stdout), expected, "node {lost} after {after} ms");
+    }
+}
+
+/// What can't be gone on from, or written, is told in one sentence, and nothing is left running.
+#[test]
+fn broken_foreign_and_missing_checkpoints_are_told() {
+    let Some(programs) = programs("broken_foreign_and_missing_checkpoints_are_told") else { return };
+    let runtime = runtime();
+    let folder = kill_after_checkpoints(runtime.path(), programs, 1, Duration::ZERO);
+    let place = folder.to_str().unwrap();
+    let restart = |program: &str, flags: &[&str], arguments: &[&str]| {
+        let flags = [&["--restart", place][..], flags].concat();
+        let output = causeway(runtime.path(), &programs.join(program), &flags, arguments).output().unwrap();
+        assert!(!output.status.success(), "{}", text(&output));
+        text(&output)
+    };
+    let said = restart("jacobi", &["--nodes", "3"], &JACOBI);
+    assert!(said.contains("it had 2 nodes, this one has 3; give --nodes 2"), "{said}");
+    let said = restart("jacobi", &["--nodes", "2"], &["n=128", "steps=401"]);
+    assert!(said.contains("another program or with other settings"), "{said}");
+    let said = restart("jacobi", &[], &JACOBI);
+    assert!(said.contains("--restart") && said.contains("--nodes"), "{said}");
+    // Node 1's file, which node 1 reads.
+    let file = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
+    let file =
+        file.filter(|path| path.to_str().unwrap().contains("node-1-") && path.extension().unwrap() == "ckpt");
+    let file = file.max().unwrap();
+    let mut bytes = std::fs::read(&file).unwrap();
+    bytes[1000] ^= 0x40;
+    std::fs::write(&file, &bytes).unwrap();
+    let said = restart("jacobi", &["--nodes", "2"], &JACOBI);
+    assert!(said.contains("is damaged: its sum is") && said.contains("node-1-"), "{said}");
+    std::fs::remove_file(folder.join("checkpoint.json")).unwrap();
+    let said = restart("jacobi", &["--nodes", "2"], &JACOBI);
+    assert!(said.contains("There is no checkpoint in"), "{said}");
+}
+
+/// A folder without room costs the VM nothing: it says so once, keeps the checkpoint that it has, and comes to its result.
+#[test]
+fn a_full_disk_is_told_and_the_vm_goes_on() {
+    let Some(programs) = programs("a_full_disk_is_told_and_the_vm_goes_on") else { return };
+    if !rustix::process::geteuid().is_root() {
+        eprintln!(
+            "a_full_disk_is_told_and_the_vm_goes_on: skipped: a small file system can only be mounted by root"
+        );
+        return;
+    }
+    let runtime = runtime();
+    let folder = runtime.path().join("small");
+    std::fs::create_dir(&folder).unwrap();
+    let place = folder.to_str().unwrap();
+    // In a mount namespace of its own, which ends with it. A page of room.
+    let script = format!("mount -t tmpfs -o size=4k none {place} && exec \"$@\"");
+    let flags = ["--nodes", "2", "--checkpoint", place, "--checkpoint-every", "0.05"];
+    let inner = causeway(runtime.path(), &programs.join("jacobi"), &flags, &JACOBI);
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", &script, "sh"]).arg(inner.get_program());
+    let words: Vec<_> =
+        inner.get_args().map(|word| if word == "error" { "warn".as_ref() } else { word }).collect();
+    command.args(words).env("XDG_RUNTIME_DIR", runtime.path());
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(said.matches("No checkpoint could be written; the VM goes on").count(), 1, "{said}");
+    assert!(said.contains(".ckpt could not be written") && said.contains("No space left"), "{said}");
+    assert!(result(&output.stdout)["verified"] == true, "{}", text(&output));
+}

@@ -4,12 +4,14 @@ use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use dsm::trace::{Entry, Recorder};
 use dsm::{Access, Action, Event, Fault, Message, Node, Page, Pages, wire};
+use machine::memory::GuestMemorySpace;
 use machine::memory::shared::{PageRights, SharedRam};
 use machine::vcpu::VcpuManager;
 use rustix::event::{EventfdFlags, eventfd};
@@ -17,6 +19,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use super::DsmError;
 use super::ahead::Helpers;
+use super::checkpoint::Step;
 use super::hot::HotPages;
 use super::link::{Control, Link};
 use super::report::{Phase, Stalls};
@@ -40,6 +43,8 @@ pub(super) struct Machine {
     /// Ids of this node's vCPUs, in the order of the protocol's numbers.
     pub(super) ids: Vec<u32>,
     pub(super) stopper: Stopper,
+    /// All of its memory, by the monitor's own mapping.
+    pub(super) memory: GuestMemorySpace,
 }
 
 /// The protocol's view of guest memory.
@@ -147,6 +152,12 @@ pub(super) struct Core {
     pub(super) hot: HotPages,
     pub(super) phase: Phase,
     pub(super) stopping: bool,
+    /// vCPUs are leaving the guest for a checkpoint: they hold no page against others.
+    pub(super) holding: bool,
+    /// They have left it.
+    pub(super) standing: bool,
+    /// A vCPU has ended the VM.
+    pub(super) ending: bool,
     /// vCPUs to be kicked again, and when.
     pub(super) rekick: Vec<(u64, usize)>,
     pub(super) helpers: Helpers,
@@ -157,6 +168,9 @@ pub(super) struct Core {
     /// The deadline that the faults thread knows of.
     pub(super) armed: Option<u64>,
 }
+
+/// Told once why the VM can't go on, on any thread.
+pub(super) type Tell = Box<dyn Fn(&str) + Send + Sync>;
 
 /// One node of a VM that spans hosts.
 pub(super) struct Engine {
@@ -169,11 +183,17 @@ pub(super) struct Engine {
     /// Wakes the faults thread.
     pub(super) wake: OwnedFd,
     outcome: Mutex<Option<Outcome>>,
+    /// Who is told at once why the VM can't go on.
+    pub(super) on_failure: OnceLock<Tell>,
     /// Told when the outcome is known, and when reports and `Parked` arrive.
     pub(super) news: Condvar,
     gathered: Mutex<Gathered>,
     /// On node 0: where the guest's console goes.
     console: Mutex<Option<Box<dyn Write + Send>>>,
+    /// Bytes that have gone there.
+    pub(super) console_bytes: AtomicU64,
+    /// What other nodes say about checkpoints goes here.
+    pub(super) steps: SyncSender<(u8, Step)>,
     /// The threads of the service shall end.
     pub(super) quit: AtomicBool,
     /// What tests put in.
@@ -208,6 +228,7 @@ impl Engine {
         links: Vec<Option<Link>>,
         vcpus: usize,
         trouble: Trouble,
+        steps: SyncSender<(u8, Step)>,
     ) -> Result<Self, DsmError> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| DsmError::Host { what: "an eventfd", source: error.into() })?;
@@ -219,9 +240,12 @@ impl Engine {
             changed: (0..vcpus).map(|_| Condvar::new()).collect(),
             wake,
             outcome: Mutex::new(None),
+            on_failure: OnceLock::new(),
             news: Condvar::new(),
             gathered: Mutex::default(),
             console: Mutex::new(None),
+            console_bytes: AtomicU64::new(0),
+            steps,
             quit: AtomicBool::new(false),
             trouble,
         })
@@ -243,6 +267,9 @@ impl Engine {
             hot: HotPages::default(),
             phase: Phase::default(),
             stopping: false,
+            holding: false,
+            standing: false,
+            ending: false,
             rekick: Vec::new(),
             helpers: Helpers::default(),
             advised: BTreeSet::new(),
@@ -261,6 +288,23 @@ impl Engine {
 
     pub(super) fn console(&self) -> MutexGuard<'_, Option<Box<dyn Write + Send>>> {
         self.console.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Writes to the console; how many bytes it took. Only node 0 has one.
+    pub(super) fn write_console(&self, bytes: &[u8]) -> io::Result<usize> {
+        let written = match &mut *self.console() {
+            Some(console) => console.write(bytes)?,
+            None => bytes.len(),
+        };
+        self.console_bytes.fetch_add(u64::try_from(written).unwrap_or(0), Ordering::Relaxed);
+        Ok(written)
+    }
+
+    /// What was written to the console goes out; how many bytes that were.
+    pub(super) fn flush_console(&self) -> io::Result<u64> {
+        let mut console = self.console();
+        console.as_mut().map_or(Ok(()), |console| console.flush())?;
+        Ok(self.console_bytes.load(Ordering::Relaxed))
     }
 
     pub(super) fn gathered(&self) -> MutexGuard<'_, Gathered> {
@@ -317,6 +361,12 @@ impl Engine {
             for link in self.links() {
                 link.send_control(&control);
             }
+        }
+        // Before the vCPUs are stopped, which may take a while.
+        if let (Outcome::Failed { text, here }, Some(tell)) = (&outcome, self.on_failure.get())
+            && (*here || self.me == 0)
+        {
+            tell(text);
         }
         if let Some(machine) = self.machine.get() {
             machine.stopper.stop();
@@ -427,7 +477,7 @@ impl Engine {
             Action::Kick { vcpu } => {
                 let index = usize::from(vcpu);
                 let Some(slot) = core.vcpus.get_mut(index) else { return };
-                if slot.ended {
+                if slot.ended || core.holding {
                     more.push(Event::Retired { vcpu });
                     return;
                 }

@@ -16,6 +16,8 @@ use std::time::Duration;
 use dsm::wire;
 use rustix::net::SendFlags;
 
+use super::checkpoint::Step;
+
 /// First byte of a control frame. No version of the protocol has this number.
 const MARK: u8 = 0xc5;
 const HEADER: usize = 8;
@@ -47,6 +49,8 @@ pub(super) enum Control {
     Ask,
     /// What the sender has counted so far, as JSON.
     Answer(Vec<u8>),
+    /// About checkpoints.
+    Checkpoint(Step),
 }
 
 impl Control {
@@ -62,16 +66,23 @@ impl Control {
             Self::Phase(_) => 8,
             Self::Ask => 9,
             Self::Answer(_) => 10,
+            Self::Checkpoint(_) => 11,
         }
     }
 
     fn encode(&self) -> Vec<u8> {
+        let mut step = Vec::new();
         let body: &[u8] = match self {
             Self::Heartbeat | Self::Parked | Self::Start | Self::Ask => &[],
             Self::Console(bytes) | Self::Report(bytes) | Self::Answer(bytes) => bytes,
             Self::Phase(begins) => &[u8::from(*begins)],
             Self::Failed(text) => text.as_bytes(),
             Self::Exit(code) => &code.to_le_bytes(),
+            Self::Checkpoint(one) => {
+                // Into memory: this can't fail.
+                let _ = ciborium::into_writer(one, &mut step);
+                &step
+            }
         };
         let body = &body[..body.len().min(MAX_BODY)];
         let mut frame = vec![MARK, self.code(), 0, 0];
@@ -92,6 +103,7 @@ impl Control {
             (8, 1) => Self::Phase(body.first().is_some_and(|byte| *byte != 0)),
             (9, 0) => Self::Ask,
             (10, _) => Self::Answer(body),
+            (11, _) => Self::Checkpoint(ciborium::from_reader(body.as_slice()).ok()?),
             _ => return None,
         })
     }
@@ -316,6 +328,10 @@ mod tests {
             Control::Phase(false),
             Control::Ask,
             Control::Answer(b"[]".to_vec()),
+            Control::Checkpoint(Step::Hold(7)),
+            Control::Checkpoint(Step::Still(7, Err("why".into()))),
+            Control::Checkpoint(Step::Save { number: 7, token: 1 }),
+            Control::Checkpoint(Step::Go(Some(7))),
         ];
         for one in &all {
             assert!(!a.send_control(one));
@@ -353,6 +369,7 @@ mod tests {
             vec![MARK, 3, 0, 0, 1, 0, 0, 0, 7],
             vec![MARK, 2, 0, 0, 0xff, 0xff, 0xff, 0xff],
             vec![9; 64],
+            vec![MARK, 11, 0, 0, 1, 0, 0, 0, 0xff],
         ] {
             let (a, b) = pair();
             a.send(&bytes);

@@ -20,6 +20,7 @@
 //! | `ahead` | pages fetched before they are asked for |
 //! | `instruction` | stores and atomics, decoded to be carried out for the vCPU |
 //! | `service` | the faults thread: faults, time, heartbeats; the link threads |
+//! | `checkpoint` | all nodes saved at one cut, and restored |
 //! | `report`, `hot`, `top` | counters of a node and its hottest pages, as JSON; and for whoever asks while it runs |
 //! | `spanning` | a node from its settings to its end |
 //!
@@ -27,6 +28,7 @@
 
 mod address;
 mod ahead;
+mod checkpoint;
 mod engine;
 mod hot;
 mod instruction;
@@ -41,6 +43,7 @@ mod vcpus;
 use ::dsm::Policy;
 
 pub use address::{AddressError, NodeAddress};
+pub use checkpoint::{CheckpointError, Checkpoints};
 pub use spanning::{Ended, NodeSettings, SpanningVm, Trouble};
 
 /// A policy with the times that suit a monitor. Costs of this kind of machine decide: leaving the guest takes 25 µs, a trapped store some 300, a page
@@ -98,6 +101,12 @@ pub enum DsmError {
         #[source]
         source: std::io::Error,
     },
+    /// Another node has found why, or is gone.
+    #[error("The VM ended before it ran: {0}")]
+    Ended(String),
+    /// There is no checkpoint to go on from, or none can be written.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
     /// The payload VM of this node.
     #[error(transparent)]
     Payload(#[from] crate::payload::PayloadError),

@@ -1,6 +1,6 @@
 //! The threads of a node: one for faults, time, heartbeats and what links didn't take at once, and one per link that reads.
 
-use std::io::{self, Write as _};
+use std::io;
 use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
@@ -18,7 +18,7 @@ use super::link::{Control, Frame, Link};
 use super::vcpus::Pending;
 
 /// Pause between two heartbeats on each link, nanoseconds.
-const BEAT: u64 = 100_000_000;
+const BEAT: u64 = 50_000_000;
 /// Silence of a link after which its node counts as lost, nanoseconds.
 const SILENCE: u64 = 850_000_000;
 /// How long vCPUs that are stopped may go on waiting for pages, nanoseconds: inside KVM some waits can't be broken off.
@@ -161,6 +161,10 @@ impl Engine {
     }
 
     fn on_fault(&self, core: &mut Core, told: PageFault) {
+        if core.standing {
+            // The vCPU has left the guest meanwhile, and faults again when it runs.
+            return;
+        }
         let Some(index) = core.threads.get(&told.thread).copied() else {
             self.fail(format!(
                 "Thread {}, which is no vCPU, touched page {:#x} of the guest's own mapping: a fault of the monitor",
@@ -285,7 +289,7 @@ impl Engine {
             Control::Heartbeat => return,
             Control::Console(bytes) => {
                 link.busy.store(true, Ordering::Relaxed);
-                let result = self.write_console(&bytes);
+                let result = self.write_all(&bytes);
                 link.heard.store(now(), Ordering::Relaxed);
                 link.busy.store(false, Ordering::Relaxed);
                 if let Err(error) = result {
@@ -304,6 +308,15 @@ impl Engine {
                 self.send_control(link.peer, &Control::Answer(answer.to_string().into_bytes()));
                 return;
             }
+            Control::Checkpoint(step) => {
+                if self.steps.try_send((link.peer, step)).is_err() && self.outcome().is_none() {
+                    self.fail(format!(
+                        "Node {} sends more about checkpoints over the link {} than a correct node does",
+                        link.peer, link.address
+                    ));
+                }
+                return;
+            }
             Control::Phase(begins) => {
                 if let Some(core) = &mut *self.lock() {
                     core.mark(begins);
@@ -314,12 +327,15 @@ impl Engine {
         self.tell_news();
     }
 
-    fn write_console(&self, bytes: &[u8]) -> io::Result<()> {
-        let mut console = self.console();
-        match &mut *console {
-            Some(console) => console.write_all(bytes).and_then(|()| console.flush()),
-            // Only node 0 has one.
-            None => Ok(()),
+    fn write_all(&self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            match self.write_console(bytes) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(written) => bytes = bytes.get(written..).unwrap_or_default(),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
         }
+        self.flush_console().map(drop)
     }
 }

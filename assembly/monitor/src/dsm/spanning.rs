@@ -3,27 +3,33 @@
 use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::io::{self, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use dsm::trace::Entry;
 use dsm::{Config, Node, NodeId, Plant, Policy, wire};
 use machine::exits::ExitSnapshot;
-use machine::vcpu::GuestRegisters;
+use machine::vcpu::{GuestRegisters, VcpuError};
 use serde_json::Value;
 
 use super::ahead::HELPERS;
+use super::checkpoint::{self, Checkpoints, List, Listed, Member, Step};
 use super::engine::{Engine, Machine, Outcome};
 use super::join::{Hello, join};
 use super::link::Control;
-use super::{DsmError, NodeAddress, service, top};
+use super::{CheckpointError, DsmError, NodeAddress, service, top};
 use crate::payload::{PayloadBuilder, PayloadError, PayloadVm, Whole, vcpus_of};
 
 /// How long node 0 waits for the reports of the others at the end, and they for node 0's end.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+/// How often a node that waits for others looks whether the VM has ended.
+const LOOK: Duration = Duration::from_millis(100);
+/// What other nodes may have said about checkpoints that hasn't been looked at. Correct ones send one thing at a time.
+const MOST_STEPS: usize = 256;
 
 /// What makes a payload VM one node of several.
 #[derive(Debug, Clone)]
@@ -36,6 +42,10 @@ pub struct NodeSettings {
     pub policy: Policy,
     /// Record what the simulator can be driven with: [`Ended::trace`]. Costs memory for every event.
     pub record: bool,
+    /// Write checkpoints.
+    pub checkpoints: Option<Checkpoints>,
+    /// Go on from the last checkpoint in this folder, instead of starting the program.
+    pub restart: Option<PathBuf>,
     /// What is put in on purpose, for tests; nothing by default.
     pub trouble: Trouble,
 }
@@ -58,7 +68,7 @@ pub struct Ended {
     pub outcome: Result<u32, String>,
     /// Whether the failure was found by this node, rather than told by another one.
     pub found_here: bool,
-    /// On node 0: what each node counted; of nodes that were lost, nothing.
+    /// On node 0, after an exit: what each node counted; of nodes that were lost, nothing.
     pub reports: BTreeMap<u8, Value>,
     /// Exits of this node's vCPUs.
     pub exits: ExitSnapshot,
@@ -77,6 +87,16 @@ pub struct SpanningVm {
     vcpus: u32,
     config: Config,
     top: Option<top::Served>,
+    checkpoints: Option<Saving>,
+}
+
+/// What it takes to write checkpoints.
+struct Saving {
+    settings: Checkpoints,
+    steps: Receiver<(u8, Step)>,
+    identity: u64,
+    /// Number of the first.
+    first: u64,
 }
 
 /// The node, as its payload VM sees it.
@@ -102,8 +122,8 @@ impl Whole for Seat {
     fn before_run(&self, index: u32, registers: &dyn GuestRegisters) {
         self.engine.before_run(self.local(index), registers);
     }
-    fn ended(&self, index: u32) {
-        self.engine.vcpu_ended(self.local(index));
+    fn ended(&self, index: u32, parked: bool) {
+        self.engine.vcpu_ended(self.local(index), parked);
     }
     fn phase(&self, begins: bool) {
         if let Some(core) = &mut *self.engine.lock() {
@@ -140,13 +160,10 @@ struct SharedConsole(Arc<Engine>);
 
 impl Write for SharedConsole {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        match &mut *self.0.console() {
-            Some(console) => console.write(bytes),
-            None => Ok(bytes.len()),
-        }
+        self.0.write_console(bytes)
     }
     fn flush(&mut self) -> io::Result<()> {
-        self.0.console().as_mut().map_or(Ok(()), |console| console.flush())
+        self.0.flush_console().map(drop)
     }
 }
 
@@ -175,13 +192,17 @@ impl SpanningVm {
             policy: settings.policy,
             plant: settings.trouble.plant,
         };
-        let node = Node::new(config)?;
+        config.check()?;
         let mut hasher = DefaultHasher::new();
         builder.identify(&mut hasher);
-        (vcpus, memory, format!("{:?}", settings.policy)).hash(&mut hasher);
+        (nodes, vcpus, memory, format!("{:?}", settings.policy)).hash(&mut hasher);
+        let identity = hasher.finish();
+        (settings.checkpoints.is_some(), settings.restart.is_some()).hash(&mut hasher);
         let hello = Hello { node: settings.node, nodes, digest: hasher.finish() };
+        let (last, first) = Self::checkpoints_of(settings, identity, nodes)?;
         let links = join(hello, &settings.addresses)?;
-        let engine = Arc::new(Engine::new(settings.node, links, local, settings.trouble)?);
+        let (sender, steps) = sync_channel(MOST_STEPS);
+        let engine = Arc::new(Engine::new(settings.node, links, local, settings.trouble, sender)?);
         let threads = service::start(&engine)?;
         let seat = Seat { engine: Arc::clone(&engine), nodes: wide, first: here.start };
         let (builder, console) = if settings.node == 0 {
@@ -199,6 +220,19 @@ impl SpanningVm {
                 return Err(error.into());
             }
         };
+        let node = match &settings.restart {
+            None => Node::new(config).map(|node| (node, vec![false; local])).map_err(DsmError::from),
+            Some(folder) => Self::restore(&vm, &engine, config, identity, folder, last.as_ref(), &steps),
+        };
+        let (node, ended) = match node {
+            Ok(node) => node,
+            Err(error) => {
+                // Said once: by who has found it.
+                engine.fail(format!("Node {} could not be made: {}", settings.node, chain(&error)));
+                end_threads(&engine, threads);
+                return Err(error);
+            }
+        };
         let (manager, ids) = vm.vcpus();
         if let Some(ram) = vm.shared_ram() {
             let machine = Machine {
@@ -206,10 +240,86 @@ impl SpanningVm {
                 manager: Arc::clone(manager),
                 ids: ids.iter().map(|(id, _)| *id).collect(),
                 stopper: vm.stopper(),
+                memory: vm.memory(),
             };
             engine.begin(node, machine, usize::try_from(pages).unwrap_or(0), settings.record);
         }
-        Ok(Self { vm, engine, threads, nodes, vcpus, config, top: None })
+        if let Some(core) = &mut *engine.lock() {
+            for (slot, ended) in core.vcpus.iter_mut().zip(ended) {
+                slot.ended = ended;
+            }
+        }
+        let checkpoints =
+            settings.checkpoints.clone().map(|settings| Saving { settings, steps, identity, first });
+        Ok(Self { vm, engine, threads, nodes, vcpus, config, top: None, checkpoints })
+    }
+
+    /// On node 0, before anything is begun: the checkpoint to go on from, if one is asked for, and the number of the next one.
+    fn checkpoints_of(
+        settings: &NodeSettings,
+        identity: u64,
+        nodes: u8,
+    ) -> Result<(Option<List>, u64), CheckpointError> {
+        if settings.node != 0 {
+            return Ok((None, 0));
+        }
+        let last = settings.restart.as_deref().map(List::read).transpose()?;
+        if let (Some(list), Some(folder)) = (&last, &settings.restart) {
+            let other = |reason: String| CheckpointError::Other { path: folder.clone(), reason };
+            if list.nodes.len() != usize::from(nodes) {
+                let saved = list.nodes.len();
+                return Err(other(format!(
+                    "it had {saved} nodes, this one has {nodes}; give --nodes {saved}"
+                )));
+            }
+            if list.identity != identity {
+                return Err(other(checkpoint::another_program()));
+            }
+        }
+        let mut number = last.as_ref().map_or(0, |list| list.number);
+        if let Some(checkpoints) = &settings.checkpoints {
+            checkpoint::make_folder(&checkpoints.folder)?;
+            number = match List::read(&checkpoints.folder) {
+                Ok(list) => number.max(list.number),
+                Err(CheckpointError::None(_)) => number,
+                Err(error) => return Err(error),
+            };
+        }
+        Ok((last, number.saturating_add(1)))
+    }
+
+    /// Brings this node to where it was saved: node 0 says which checkpoint that is. The protocol's node, and which vCPUs have parked.
+    fn restore(
+        vm: &PayloadVm,
+        engine: &Engine,
+        config: Config,
+        identity: u64,
+        folder: &Path,
+        last: Option<&List>,
+        steps: &Receiver<(u8, Step)>,
+    ) -> Result<(Node, Vec<bool>), DsmError> {
+        let own: Listed = if let Some(list) = last {
+            for listed in &list.nodes {
+                engine.send_control(listed.node, &Control::Checkpoint(Step::Restore(listed.clone())));
+            }
+            engine.console_bytes.store(list.console_bytes, Ordering::Relaxed);
+            list.nodes.first().cloned().ok_or_else(|| CheckpointError::None(folder.to_owned()))?
+        } else {
+            loop {
+                match steps.recv_timeout(LOOK) {
+                    Ok((0, Step::Restore(listed))) if listed.node == engine.me => break listed,
+                    Err(RecvTimeoutError::Timeout) if engine.outcome().is_none() => {}
+                    _ => {
+                        let known = match engine.outcome() {
+                            Some(Outcome::Failed { text, .. }) => text,
+                            _ => "node 0 doesn't say which checkpoint".to_owned(),
+                        };
+                        return Err(DsmError::Ended(known));
+                    }
+                }
+            }
+        };
+        Ok(checkpoint::restore(vm, config, identity, folder, &own)?)
     }
 
     /// Serves what nodes have counted, and their hottest pages, on a Unix socket while the VM runs: whoever connects gets one JSON
@@ -224,13 +334,27 @@ impl SpanningVm {
         Ok(())
     }
 
+    /// While it runs: whom to tell why the VM can't go on, as soon as that is known. Called once at most, on any thread, where this node has found
+    /// it, and on node 0.
+    pub fn on_failure(&self, tell: impl Fn(&str) + Send + Sync + 'static) {
+        // The first stays.
+        let _ = self.engine.on_failure.set(Box::new(tell));
+    }
+
     /// Runs this node until the VM ends, here or anywhere.
     pub fn run(mut self) -> Result<Ended, DsmError> {
         self.await_all();
-        if self.engine.outcome().is_none() {
+        let ended = if self.engine.outcome().is_none() {
             self.vm.start()?;
-        }
-        match self.vm.wait() {
+            if let Some(saving) = self.checkpoints.take() {
+                self.threads.push(self.make_checkpoints(saving)?);
+            }
+            self.vm.wait()
+        } else {
+            // It was known before there was anything to be told to stop.
+            self.vm.stop().and(Err(VcpuError::Gone.into()))
+        };
+        match ended {
             Ok(code) => self.engine.end(Outcome::Exit(code)),
             Err(PayloadError::AllParked { .. }) => self.await_end(),
             Err(error) if self.engine.outcome().is_none() => self.engine.fail(chain(&error)),
@@ -253,6 +377,17 @@ impl SpanningVm {
         }
         end_threads(&self.engine, std::mem::take(&mut self.threads));
         Ok(Ended { outcome, found_here, reports, exits, trace, config: self.config })
+    }
+
+    /// Starts the thread for checkpoints. It ends after the VM has.
+    fn make_checkpoints(&self, saving: Saving) -> Result<JoinHandle<()>, DsmError> {
+        let Saving { settings, steps, identity, first } = saving;
+        let member = Member { engine: Arc::clone(&self.engine), settings, identity };
+        let nodes = self.nodes;
+        let thread = std::thread::Builder::new().name("dsm-checkpoint".to_owned());
+        thread
+            .spawn(move || checkpoint::serve(&member, &steps, first, nodes))
+            .map_err(|source| DsmError::Host { what: "a thread", source })
     }
 
     /// Waits until all nodes are ready.
@@ -297,7 +432,12 @@ impl SpanningVm {
     /// been told comes over their links.
     fn gather(&self, own: Value) -> BTreeMap<u8, Value> {
         let engine = &self.engine;
-        let until = Instant::now() + LAST_WORDS;
+        // After a failure nobody asks for counts, and whoever is cut off would be waited for in vain.
+        let patience = match engine.outcome() {
+            Some(Outcome::Exit(_)) => LAST_WORDS,
+            _ => Duration::ZERO,
+        };
+        let until = Instant::now() + patience;
         if engine.me != 0 {
             engine.send_control(0, &Control::Report(own.to_string().into_bytes()));
         }
@@ -338,7 +478,7 @@ fn end_threads(engine: &Engine, threads: Vec<JoinHandle<()>>) {
 }
 
 /// An error and what caused it, in one line.
-fn chain(error: &dyn std::error::Error) -> String {
+pub(super) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(next) = cause {

@@ -159,11 +159,13 @@ impl Engine {
     }
 
     /// A vCPU runs no more: nothing it was granted is held for it.
-    pub(super) fn vcpu_ended(&self, index: usize) {
+    /// `parked`: the VM goes on without it.
+    pub(super) fn vcpu_ended(&self, index: usize, parked: bool) {
         let mut locked = self.lock();
         if let Some(core) = &mut *locked
             && let Some(slot) = core.vcpus.get_mut(index)
         {
+            core.ending |= !parked;
             slot.ended = true;
             slot.kick = false;
             self.retired(core, index);

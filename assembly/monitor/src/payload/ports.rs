@@ -74,7 +74,7 @@ impl VcpuExitHandler for Control {
             _ => return ExitAction::Pass,
         }
         if let Some(whole) = &self.local.whole {
-            whole.ended(self.local.index(vcpu));
+            whole.ended(self.local.index(vcpu), port == PORT_PARK);
         }
         ExitAction::Stop
     }

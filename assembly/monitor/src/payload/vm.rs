@@ -9,8 +9,9 @@ use super::whole::Local;
 use machine::exits::ExitSnapshot;
 use machine::memory::shared::SharedRam;
 use machine::memory::{GuestAddressSpace, GuestMemorySpace, GuestRam};
+use machine::state::SavedVcpu;
 use machine::stats::KernelStats;
-use machine::vcpu::{VcpuEvent, VcpuManager};
+use machine::vcpu::{VcpuEvent, VcpuManager, VcpuStart};
 use machine::vm::Vm;
 use payload_abi::Region;
 use std::fs::File;
@@ -163,6 +164,22 @@ impl PayloadVm {
     /// For ending it from another thread.
     pub fn stopper(&self) -> Stopper {
         Stopper(self.parts.sender.clone())
+    }
+
+    /// Puts the vCPUs where saved ones were, before [`PayloadVm::start`]: one for each of this process, `None` for those that had parked. The
+    /// time-stamp counter goes on as it is.
+    pub fn restore(&self, saved: Vec<Option<SavedVcpu>>) -> Result<(), PayloadError> {
+        for ((id, _), saved) in self.parts.local.vcpus.iter().zip(saved) {
+            if let Some(mut saved) = saved {
+                saved.forget_time();
+                self.parts.manager.set_state(*id, VcpuStart::Restored(Box::new(saved)))?;
+            } else {
+                self.parts.manager.set_ended(*id)?;
+                // `wait` counts it. Fails only when nobody waits, which we do.
+                let _ = self.parts.sender.send(Message::Park);
+            }
+        }
+        Ok(())
     }
 
     /// RAM that all nodes share, of a VM that spans hosts.

@@ -12,8 +12,8 @@ pub trait Whole: Send + Sync {
     fn nodes(&self) -> u32;
     /// vCPU `index` (of the whole VM) is about to run; see [`machine::vcpu::VcpuExitHandler::before_run`].
     fn before_run(&self, index: u32, registers: &dyn GuestRegisters);
-    /// vCPU `index` has ended, by its own wish or by an exception, and runs no more.
-    fn ended(&self, index: u32);
+    /// vCPU `index` has ended, by its own wish or by an exception, and runs no more. `parked`: the others go on.
+    fn ended(&self, index: u32, parked: bool);
     /// What the program measures begins, or has ended.
     fn phase(&self, begins: bool);
     /// The vCPUs are about to be stopped: none may be kept waiting any more.

@@ -6,6 +6,7 @@ mod home;
 mod local;
 mod order;
 mod owner;
+pub mod saved;
 mod sequencer;
 mod weak;
 

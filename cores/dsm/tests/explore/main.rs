@@ -15,7 +15,7 @@ use scenarios::{
     two_pages_and_stores,
 };
 
-const NOTHING: Budget = Budget { discards: 0, modes: 0, tokens: 0 };
+const NOTHING: Budget = Budget { discards: 0, modes: 0, tokens: 0, restarts: 0 };
 
 fn holds(setup: Setup, most: usize) -> usize {
     let name = setup.litmus.name;
@@ -46,13 +46,32 @@ fn classics_hold_when_disturbed() {
         Budget { modes: 1, ..NOTHING },
         Budget { tokens: 1, ..NOTHING },
         Budget { discards: 1, ..NOTHING },
-        Budget { modes: 2, tokens: 1, discards: 1 },
+        Budget { modes: 2, tokens: 1, discards: 1, ..NOTHING },
     ];
     for budget in budgets {
         for updates in [&[][..], &[0], &[0, 1]] {
             for name in ["SB+mfences", "MP", "WRC", "xadd three times"] {
                 holds(setup(classic(name, false), updates, budget), 12_000);
             }
+        }
+    }
+}
+
+/// The same when all nodes are saved and restored at any moment at which nothing is under way: programs go on with the contents that owners
+/// had, and outcomes are still those of x86-TSO.
+#[test]
+fn classics_hold_over_a_restart() {
+    let budgets = [
+        Budget { restarts: 1, ..NOTHING },
+        Budget { restarts: 2, ..NOTHING },
+        Budget { restarts: 1, modes: 1, tokens: 1, ..NOTHING },
+    ];
+    for budget in budgets {
+        for updates in [&[][..], &[0], &[0, 1]] {
+            for name in ["SB+mfences", "MP", "WRC", "CoRR", "xadd three times"] {
+                holds(setup(classic(name, false), updates, budget), 12_000);
+            }
+            holds(setup(two_pages_and_stores(), updates, budget), 12_000);
         }
     }
 }
@@ -173,5 +192,17 @@ fn a_forgotten_update_is_found() {
         &[0],
         Budget { tokens: 1, ..NOTHING },
         "than the sequencer has",
+    );
+}
+
+/// Nodes that are saved without what homes know of owners come back with pages that two nodes own.
+#[test]
+fn a_saved_node_without_owners_is_found() {
+    finds(
+        Plant::ForgetOwners,
+        classic("MP", false),
+        &[],
+        Budget { restarts: 1, ..NOTHING },
+        "owners after a restart",
     );
 }

@@ -129,7 +129,7 @@ pub fn crowd_of_copies() -> Litmus {
     )
 }
 
-const NOTHING: Budget = Budget { discards: 0, modes: 0, tokens: 0 };
+const NOTHING: Budget = Budget { discards: 0, modes: 0, tokens: 0, restarts: 0 };
 
 /// All that a run of the checker looks at: first machines that are too large to be finished, then many small ones.
 pub fn all() -> Vec<Scenario> {
@@ -139,8 +139,9 @@ pub fn all() -> Vec<Scenario> {
         (", a mode changes", Budget { modes: 1, ..NOTHING }),
         (", the token moves", Budget { tokens: 1, ..NOTHING }),
         (", a page is discarded", Budget { discards: 1, ..NOTHING }),
-        (", two modes change and the token moves", Budget { modes: 2, tokens: 1, discards: 0 }),
-        (", all of that", Budget { modes: 2, tokens: 2, discards: 1 }),
+        (", two modes change and the token moves", Budget { modes: 2, tokens: 1, ..NOTHING }),
+        (", all are saved and restored", Budget { restarts: 1, ..NOTHING }),
+        (", all of that", Budget { modes: 2, tokens: 2, discards: 1, ..NOTHING }),
     ];
     for updates in [&[][..], &[0], &[0, 1]] {
         for litmus in [crowd(), crowd_of_copies()] {

@@ -204,7 +204,7 @@ impl Control {
         }
     }
 
-    /// On the vCPU thread: it ended.
+    /// It ended: on the vCPU thread, or while that is parked.
     pub(super) fn set_ended(&self) {
         self.lock().ended = true;
     }

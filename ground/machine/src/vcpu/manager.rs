@@ -230,6 +230,26 @@ impl VcpuManager {
         self.members.iter().map(save).collect()
     }
 
+    /// Saves the vCPUs that have not ended, in order of creation, while paused; `None` for each that has.
+    pub fn save_living(&self) -> Result<Vec<Option<SavedVcpu>>, VcpuError> {
+        let what = "save a vCPU";
+        let _life = self.paused(what)?;
+        let save = |member: &Member| {
+            if member.control.lock().ended {
+                return Ok(None);
+            }
+            Self::call(member, what, |thread| thread.vcpu().save())?.map(Some)
+        };
+        self.members.iter().map(save).collect()
+    }
+
+    /// While paused: a vCPU has ended, as if it had reported an event, and doesn't run until [`VcpuManager::set_state`].
+    pub fn set_ended(&self, vcpu: u32) -> Result<(), VcpuError> {
+        let _life = self.paused("end a vCPU")?;
+        self.member(vcpu)?.control.set_ended();
+        Ok(())
+    }
+
     /// General and system registers of one vCPU, while paused or ended; for messages and tests.
     pub fn registers(&self, vcpu: u32) -> Result<(kvm_regs, kvm_sregs), VcpuError> {
         let what = "show the registers of a vCPU";

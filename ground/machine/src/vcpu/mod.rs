@@ -6,6 +6,7 @@ mod registers;
 mod run;
 
 pub use manager::{VcpuManager, VcpuOptions};
+pub(crate) use registers::is_time;
 
 use crate::state::SavedVcpu;
 use crate::x86::{CpuId, kvm_fpu, kvm_msr_entry, kvm_regs, kvm_sregs};

@@ -325,6 +325,11 @@ fn offers_virtualisation(cpuid: &CpuId) -> bool {
     })
 }
 
+/// Whether an MSR sets the time-stamp counter.
+pub(crate) fn is_time(index: u32) -> bool {
+    matches!(index, MSR_IA32_TSC | MSR_IA32_TSC_ADJUST)
+}
+
 /// The time-stamp counter first, the deadline that is measured with it last.
 fn in_order(saved: &[SavedMsr], keep_time: bool) -> Vec<kvm_msr_entry> {
     let rank = |index: u32| match index {
@@ -332,7 +337,6 @@ fn in_order(saved: &[SavedMsr], keep_time: bool) -> Vec<kvm_msr_entry> {
         MSR_IA32_TSC_DEADLINE => 2,
         _ => 1,
     };
-    let is_time = |index: u32| matches!(index, MSR_IA32_TSC | MSR_IA32_TSC_ADJUST);
     let mut entries: Vec<_> = saved
         .iter()
         .filter(|msr| !(keep_time && is_time(msr.index)))

@@ -8,6 +8,7 @@ mod files;
 mod kernel;
 mod kvm;
 mod memory;
+mod nodes;
 
 use serde::Serialize;
 
@@ -93,6 +94,7 @@ pub fn examine() -> Report {
         groups: vec![
             Group { name: "KVM", findings: kvm.findings },
             Group { name: "Memory", findings: memory::examine(&files) },
+            Group { name: "VMs of several nodes", findings: nodes::examine(&files) },
             Group { name: "Devices", findings: devices::examine(&files) },
             Group { name: "Kernel features", findings: kernel::examine(&files) },
         ],

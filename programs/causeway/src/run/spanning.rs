@@ -9,12 +9,12 @@ use anyhow::{Context as _, anyhow, bail};
 use control_api::discovery;
 use dsm::Policy;
 use monitor::description::{HugePages, Payload, SandboxMode, VmDescription};
-use monitor::dsm::{NodeAddress, NodeSettings, SpanningVm, Trouble};
+use monitor::dsm::{Checkpoints, NodeAddress, NodeSettings, SpanningVm, Trouble};
 use monitor::payload::process_status;
 
 use super::payload;
 use crate::cli::{Coherence, RunArgs};
-use crate::output;
+use crate::{failure, output};
 
 /// How long nodes that were started here may take to end after node 0.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -25,6 +25,21 @@ pub struct Span {
     /// This node and where all are; `None`: all are started here.
     place: Option<(u8, Vec<NodeAddress>)>,
     coherence: Coherence,
+    checkpoints: Option<Checkpoints>,
+    restart: Option<PathBuf>,
+}
+
+/// Seconds from one checkpoint to the next where nothing is said.
+const CHECKPOINT_EVERY: f64 = 10.0;
+
+/// What the command line says about writing checkpoints.
+fn checkpoints(args: &mut RunArgs) -> anyhow::Result<Option<Checkpoints>> {
+    let seconds = args.checkpoint_every.take().unwrap_or(CHECKPOINT_EVERY);
+    let Some(folder) = args.checkpoint.take() else { return Ok(None) };
+    let every = Duration::try_from_secs_f64(seconds).ok().filter(|every| *every >= Duration::from_millis(10));
+    let every = every
+        .ok_or_else(|| anyhow!("--checkpoint-every: {seconds} s is not possible; choose 0.01 or more"))?;
+    Ok(Some(Checkpoints { folder, every }))
 }
 
 impl Span {
@@ -35,11 +50,18 @@ impl Span {
         let nodes = args.nodes.take().unwrap_or(named.max(1));
         let node = args.node.take();
         let coherence = args.coherence.take();
+        let (checkpoints, restart) = (checkpoints(args)?, args.restart.take());
         if nodes == 1 && peers.is_empty() && node.is_none() {
-            return match coherence {
-                Some(_) => bail!("--coherence: it is about VMs of several nodes; give --nodes, too"),
-                None => Ok(None),
-            };
+            for (given, flag) in [
+                (coherence.is_some(), "--coherence"),
+                (checkpoints.is_some(), "--checkpoint"),
+                (restart.is_some(), "--restart"),
+            ] {
+                if given {
+                    bail!("{flag}: it is about VMs of several nodes; give --nodes, too");
+                }
+            }
+            return Ok(None);
         }
         if args.payload.is_none() {
             bail!("--nodes: only payload guests can span nodes; give --payload, too");
@@ -61,7 +83,8 @@ impl Span {
         if args.cpus.is_none() {
             args.cpus = Some(monitor::description::written::Cpus::Count(nodes.into()));
         }
-        Ok(Some(Self { nodes, place, coherence: coherence.unwrap_or(Coherence::Update) }))
+        let coherence = coherence.unwrap_or(Coherence::Update);
+        Ok(Some(Self { nodes, place, coherence, checkpoints, restart }))
     }
 
     fn policy(&self) -> Policy {
@@ -93,22 +116,29 @@ pub fn run(
         Some((node, addresses)) => (*node, addresses.clone()),
         None => (0, others.start(&description.name, span.nodes)?),
     };
-    let settings =
-        NodeSettings { node, addresses, policy: span.policy(), record: false, trouble: Trouble::default() };
+    let settings = NodeSettings {
+        node,
+        addresses,
+        policy: span.policy(),
+        record: false,
+        checkpoints: span.checkpoints.clone(),
+        restart: span.restart.clone(),
+        trouble: Trouble::default(),
+    };
     let mut vm = SpanningVm::join(builder, &settings)?;
     if node == 0 {
         let runtime = discovery::runtime_directory();
         discovery::prepare_directory(&runtime)?;
         vm.serve_top(&top_socket(&description.name))?;
     }
+    // At once, as the rest of the end may take a while.
+    vm.on_failure(move |text| {
+        failure::report(&anyhow!(text.to_owned()), json);
+    });
     let ended = vm.run()?;
     others.end();
-    let code = match ended.outcome {
-        Ok(code) => code,
-        Err(text) if ended.found_here || node == 0 => return Err(anyhow!(text)),
-        // Whoever found it says so.
-        Err(_) => return Ok(ExitCode::FAILURE),
-    };
+    // Whoever found out why has said so.
+    let Ok(code) = ended.outcome else { return Ok(ExitCode::FAILURE) };
     if json && node == 0 {
         output::print_json(&serde_json::json!({
             "outcome": "exit",

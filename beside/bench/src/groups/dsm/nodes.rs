@@ -128,8 +128,15 @@ pub fn be(task: &str) -> anyhow::Result<()> {
         let addresses =
             task.addresses.iter().map(|text| text.parse()).collect::<Result<Vec<NodeAddress>, _>>()?;
         let policy = task.coherence.policy();
-        let settings =
-            NodeSettings { node: task.node, addresses, policy, record: false, trouble: Trouble::default() };
+        let settings = NodeSettings {
+            node: task.node,
+            addresses,
+            policy,
+            record: false,
+            checkpoints: None,
+            restart: None,
+            trouble: Trouble::default(),
+        };
         let ended = SpanningVm::join(builder, &settings)?.run()?;
         let code = ended.outcome.map_err(anyhow::Error::msg)?;
         (code, ended.reports.into_values().map(|mut report| report["measured"].take()).collect())

@@ -1,6 +1,7 @@
 //! A whole machine small enough to look at every order of its events: nodes, links, guest memories, virtual CPUs with store buffers.
 
 mod memory;
+mod restart;
 
 use std::collections::VecDeque;
 use std::hash::Hash;
@@ -51,6 +52,8 @@ pub struct Budget {
     pub modes: u8,
     /// The token moves.
     pub tokens: u8,
+    /// All nodes are saved at a moment at which nothing is under way, and restored.
+    pub restarts: u8,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -107,6 +110,8 @@ pub enum Step {
     MoveToken(u8),
     /// A node's timer ends.
     Timer(usize),
+    /// All nodes are saved and restored.
+    Restart,
 }
 
 impl World {
@@ -198,6 +203,9 @@ impl World {
         if self.budget.tokens > 0 {
             steps.extend((0..setup.nodes).map(Step::MoveToken));
         }
+        if self.budget.restarts > 0 && self.is_quiet() {
+            steps.push(Step::Restart);
+        }
     }
 
     /// The world after a step; nothing if that changes nothing.
@@ -241,6 +249,10 @@ impl World {
                     return None;
                 }
                 world.budget.tokens -= 1;
+            }
+            Step::Restart => {
+                world.budget.restarts -= 1;
+                world.restart();
             }
         }
         world.check(setup);

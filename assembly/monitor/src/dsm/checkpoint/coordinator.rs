@@ -1,0 +1,277 @@
+//! The thread for checkpoints: on node 0 it makes them, elsewhere it does what node 0 says.
+
+use std::collections::BTreeMap;
+use std::sync::mpsc::{Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
+
+use super::file::List;
+use super::member::{Counted, Member};
+use super::{Refused, Step};
+use crate::dsm::link::Control;
+use crate::dsm::spanning::chain;
+
+/// How long one part of a checkpoint may take before it is given up: vCPUs leave the guest, messages arrive.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// The same for writing files, which may be large.
+const WRITING: Duration = Duration::from_secs(600);
+/// Pause between two rounds of counts.
+const PAUSE: Duration = Duration::from_millis(1);
+/// How often to look whether the VM has ended.
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Why there is no new checkpoint.
+enum Abandoned {
+    /// The VM ends.
+    Ending,
+    /// The VM goes on, with the one before.
+    Because(String),
+}
+
+/// Makes checkpoints until the VM ends, or does what node 0 says. Runs on a thread of its own.
+pub(in crate::dsm) fn serve(member: &Member, steps: &Receiver<(u8, Step)>, first: u64, nodes: u8) {
+    if member.engine.me == 0 {
+        Coordinator { member, steps, nodes, number: first, said: false }.work();
+    } else {
+        follow(member, steps);
+    }
+}
+
+fn follow(member: &Member, steps: &Receiver<(u8, Step)>) {
+    let engine = &member.engine;
+    while engine.outcome().is_none() {
+        let step = match steps.recv_timeout(LOOK) {
+            Ok((0, step)) => step,
+            Err(RecvTimeoutError::Timeout) => continue,
+            Err(RecvTimeoutError::Disconnected) => return,
+            Ok((peer, _)) => {
+                engine.fail(format!(
+                    "Node {peer} spoke of checkpoints to node {}, which only node 0 does",
+                    engine.me
+                ));
+                return;
+            }
+        };
+        let answer = match step {
+            Step::Hold(number) => Step::Still(number, member.hold()),
+            Step::Count(round) => Step::Counted(round, member.count()),
+            Step::Save { number, token } => Step::Saved(number, member.save(number, token)),
+            Step::Go(complete) => {
+                if let Err(error) = member.go(complete) {
+                    engine.fail(format!("Node {} can't go on after a checkpoint: {error}", engine.me));
+                }
+                continue;
+            }
+            Step::Still(..) | Step::Counted(..) | Step::Saved(..) | Step::Restore(_) => {
+                engine.fail(
+                    "Node 0 sent a message about checkpoints that it doesn't send while the VM runs"
+                        .to_owned(),
+                );
+                return;
+            }
+        };
+        engine.send_control(0, &Control::Checkpoint(answer));
+    }
+}
+
+struct Coordinator<'a> {
+    member: &'a Member,
+    steps: &'a Receiver<(u8, Step)>,
+    nodes: u8,
+    /// Of the next one.
+    number: u64,
+    /// That there is no new one has been said.
+    said: bool,
+}
+
+impl Coordinator<'_> {
+    fn work(&mut self) {
+        while self.rest() {
+            let made = self.make();
+            let complete = made.is_ok().then_some(self.number);
+            self.tell(&Step::Go(complete));
+            if let Err(error) = self.member.go(complete) {
+                self.member.engine.fail(format!("Node 0 can't go on after a checkpoint: {error}"));
+                return;
+            }
+            match made {
+                Ok(took) => {
+                    self.said = false;
+                    tracing::info!(
+                        number = self.number,
+                        milliseconds = took.as_millis(),
+                        "Checkpoint written"
+                    );
+                }
+                Err(Abandoned::Ending) => {}
+                Err(Abandoned::Because(reason)) if self.said => tracing::debug!("{reason}"),
+                Err(Abandoned::Because(reason)) => {
+                    self.said = true;
+                    tracing::warn!(
+                        "No checkpoint could be written; the VM goes on, and the one before, if any, stays: {reason}"
+                    );
+                }
+            }
+            self.number += 1;
+        }
+    }
+
+    /// Waits until the next is due. False when the VM has ended.
+    fn rest(&self) -> bool {
+        let until = Instant::now() + self.member.settings.every;
+        while self.member.engine.outcome().is_none() {
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return true;
+            }
+            // What comes is an answer to one that was given up.
+            if matches!(self.steps.recv_timeout(left.min(LOOK)), Err(RecvTimeoutError::Disconnected)) {
+                return false;
+            }
+        }
+        false
+    }
+
+    fn tell(&self, step: &Step) {
+        for node in 1..self.nodes {
+            self.member.engine.send_control(node, &Control::Checkpoint(step.clone()));
+        }
+    }
+
+    /// Collects what `take` finds in an answer of each other node.
+    fn collect<T>(
+        &self,
+        patience: Duration,
+        what: &str,
+        take: impl Fn(Step) -> Option<T>,
+    ) -> Result<BTreeMap<u8, T>, Abandoned> {
+        let until = Instant::now() + patience;
+        let mut answers = BTreeMap::new();
+        while answers.len() < usize::from(self.nodes) - 1 {
+            if self.member.engine.outcome().is_some() {
+                return Err(Abandoned::Ending);
+            }
+            if Instant::now() >= until {
+                let missing = (1..self.nodes).find(|node| !answers.contains_key(node)).unwrap_or(0);
+                let seconds = patience.as_secs();
+                return Err(Abandoned::Because(format!("node {missing} has not {what} within {seconds} s")));
+            }
+            // Others are answers to a round that was given up.
+            if let Ok((peer, step)) = self.steps.recv_timeout(LOOK)
+                && let Some(answer) = take(step)
+            {
+                answers.insert(peer, answer);
+            }
+        }
+        Ok(answers)
+    }
+
+    /// One checkpoint. Whatever comes of it, all nodes are to be told to go on.
+    fn make(&self) -> Result<Duration, Abandoned> {
+        let begin = Instant::now();
+        let member = self.member;
+        let number = self.number;
+        self.tell(&Step::Hold(number));
+        let own = member.hold();
+        let mut still = self.collect(PATIENCE, "brought its vCPUs to a stop", |step| match step {
+            Step::Still(of, answer) if of == number => Some(answer),
+            _ => None,
+        })?;
+        still.insert(0, own);
+        for (node, answer) in still {
+            answer.map_err(|error| Abandoned::Because(format!("node {node} can't stand still: {error}")))?;
+        }
+        let token = self.await_quiet()?;
+        // All that other nodes' vCPUs have written has come before their counts.
+        let console_bytes = member.engine.flush_console().map_err(|error| {
+            Abandoned::Because(format!("what the guest wrote to its console can't be written: {error}"))
+        })?;
+        self.tell(&Step::Save { number, token });
+        let own = member.save(number, token);
+        let mut saved = self.collect(WRITING, "written its file", |step| match step {
+            Step::Saved(of, answer) if of == number => Some(answer),
+            _ => None,
+        })?;
+        saved.insert(0, own);
+        let mut listed = Vec::new();
+        for (node, answer) in saved {
+            match answer {
+                Ok(one) if one.node == node && one.number == number => listed.push(one),
+                Ok(_) => {
+                    return Err(Abandoned::Because(format!("node {node} has written another node's file")));
+                }
+                Err(Refused::Ending) => return Err(Abandoned::Ending),
+                Err(Refused::Because(reason)) => {
+                    return Err(Abandoned::Because(format!("node {node} can't be saved: {reason}")));
+                }
+            }
+        }
+        let list = List::new(member.identity, number, console_bytes, listed);
+        list.write(&member.settings.folder).map_err(|error| Abandoned::Because(chain(&error)))?;
+        Ok(begin.elapsed())
+    }
+
+    /// Waits until nothing is under way. Returns who has the token.
+    fn await_quiet(&self) -> Result<u8, Abandoned> {
+        let until = Instant::now() + PATIENCE;
+        let mut before: Option<Vec<Counted>> = None;
+        for round in 0.. {
+            self.tell(&Step::Count(round));
+            let own = self.member.count();
+            let mut counts = self.collect(PATIENCE, "told what it has sent", |step| match step {
+                Step::Counted(of, counted) if of == round => Some(counted),
+                _ => None,
+            })?;
+            counts.insert(0, own);
+            let counts: Vec<Counted> = counts.into_values().collect();
+            if let Some(holder) = quiet(before.as_deref(), &counts) {
+                return Ok(holder);
+            }
+            if Instant::now() >= until {
+                let busy = counts.iter().position(|counted| !counted.idle);
+                return Err(Abandoned::Because(match busy {
+                    Some(node) => format!("node {node} still waits for pages after {} s", PATIENCE.as_secs()),
+                    None => format!("messages are still under way after {} s", PATIENCE.as_secs()),
+                }));
+            }
+            before = Some(counts);
+            std::thread::sleep(PAUSE);
+        }
+        Err(Abandoned::Ending)
+    }
+}
+
+/// Whether counts, in the order of nodes, and those of the round before show that nothing is under way: the node with the token then.
+fn quiet(before: Option<&[Counted]>, counts: &[Counted]) -> Option<u8> {
+    let same = before == Some(counts);
+    let sum = |what: fn(&Counted) -> u64| counts.iter().map(what).fold(0, u64::wrapping_add);
+    let even = sum(|counted| counted.sent) == sum(|counted| counted.received);
+    let idle = counts.iter().all(|counted| counted.idle);
+    let holder = counts.iter().position(|counted| counted.token);
+    (same && even && idle).then_some(holder).flatten().and_then(|holder| u8::try_from(holder).ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn counted(sent: u64, received: u64, idle: bool, token: bool) -> Counted {
+        Counted { sent, received, idle, token }
+    }
+
+    /// Only two equal rounds, of idle nodes, with as many received as sent, and with somebody who has the token.
+    #[test]
+    fn quiet_is_what_two_rounds_agree_on() {
+        let still = [counted(5, 7, true, false), counted(7, 5, true, true)];
+        assert_eq!(quiet(Some(&still), &still), Some(1));
+        assert_eq!(quiet(None, &still), None);
+        let more = [counted(6, 7, true, false), counted(7, 6, true, true)];
+        assert_eq!(quiet(Some(&more), &still), None, "something went on in between");
+        for busy in [
+            [counted(5, 7, false, false), counted(7, 5, true, true)],
+            [counted(6, 7, true, false), counted(7, 5, true, true)],
+            [counted(5, 7, true, false), counted(7, 5, true, false)],
+        ] {
+            assert_eq!(quiet(Some(&busy), &busy), None, "{busy:?}");
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! What a node does when it is told to stand still, to be saved, and to go on; and how one is restored.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use dsm::{Config, Event, Node, NodeId, SavedNode, Vcpu, wire};
+use machine::memory::{Bytes as _, GuestAddress, GuestAddressSpace as _};
+use machine::vcpu::VcpuError;
+use payload_abi::LOWEST_LOAD_ADDRESS;
+use serde::{Deserialize, Serialize};
+
+use super::file::{self, Head, Listed};
+use super::{CheckpointError, Checkpoints, Refused};
+use crate::dsm::engine::{Core, Engine, Machine};
+use crate::dsm::spanning::chain;
+use crate::payload::PayloadVm;
+
+const PAGE: u64 = wire::PAGE_SIZE as u64;
+/// Pages that every node has for itself, below those that are shared.
+const OWN_PAGES: u64 = LOWEST_LOAD_ADDRESS / PAGE;
+
+/// What a node has sent and received at a moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(in crate::dsm) struct Counted {
+    /// Messages of the protocol.
+    pub(in crate::dsm) sent: u64,
+    pub(in crate::dsm) received: u64,
+    /// Nothing waits here.
+    pub(in crate::dsm) idle: bool,
+    /// It has the token.
+    pub(in crate::dsm) token: bool,
+}
+
+/// One node, as those who make checkpoints see it.
+pub(in crate::dsm) struct Member {
+    pub(in crate::dsm) engine: Arc<Engine>,
+    pub(in crate::dsm) settings: Checkpoints,
+    /// Of the VM's program and settings.
+    pub(in crate::dsm) identity: u64,
+}
+
+impl Member {
+    fn machine(&self) -> Result<&Machine, String> {
+        self.engine.machine.get().ok_or_else(|| "its part of the VM isn't there yet".to_owned())
+    }
+
+    /// Brings the vCPUs out of the guest. They keep nothing that other nodes wait for.
+    pub(in crate::dsm) fn hold(&self) -> Result<(), String> {
+        let machine = self.machine()?;
+        if let Some(core) = &mut *self.engine.lock() {
+            core.holding = true;
+            self.engine.give_up_holds(core);
+        }
+        match machine.manager.pause() {
+            Ok(()) => {}
+            // All have parked, and their threads have ended; or the VM ends, which `save` will say.
+            Err(VcpuError::Gone) => {}
+            Err(error) => return Err(chain(&error)),
+        }
+        if let Some(core) = &mut *self.engine.lock() {
+            core.standing = true;
+        }
+        Ok(())
+    }
+
+    fn all_ended(&self) -> bool {
+        self.engine.lock().as_ref().is_some_and(|core| core.vcpus.iter().all(|slot| slot.ended))
+    }
+
+    pub(in crate::dsm) fn count(&self) -> Counted {
+        match &*self.engine.lock() {
+            Some(core) => {
+                let counters = core.node.counters();
+                Counted {
+                    sent: counters.sent,
+                    received: counters.received,
+                    idle: core.node.is_idle(),
+                    token: core.node.has_token(),
+                }
+            }
+            None => Counted { sent: 0, received: 0, idle: false, token: false },
+        }
+    }
+
+    /// Writes this node's file.
+    pub(in crate::dsm) fn save(&self, number: u64, token: u8) -> Result<Listed, Refused> {
+        let because = Refused::Because;
+        let machine = self.machine().map_err(because)?;
+        let vcpus = match machine.manager.save_living() {
+            Ok(vcpus) => vcpus,
+            Err(VcpuError::Gone) if self.all_ended() => vec![None; machine.ids.len()],
+            Err(VcpuError::Gone) => return Err(Refused::Ending),
+            Err(error) => return Err(because(chain(&error))),
+        };
+        let saved = {
+            let locked = self.engine.lock();
+            let Some(core) = &*locked else { return Err(Refused::Ending) };
+            let parked = |(slot, vcpu): (&crate::dsm::vcpus::Slot, &Option<_>)| slot.ended == vcpu.is_none();
+            if core.ending || !core.vcpus.iter().zip(&vcpus).all(parked) {
+                return Err(Refused::Ending);
+            }
+            core.node.save(NodeId(token)).map_err(|error| because(error.to_string()))?
+        };
+        let pages: Vec<u64> = (0..OWN_PAGES).chain(saved.owned.iter().copied()).collect();
+        let head = Head {
+            identity: self.identity,
+            node: self.engine.me,
+            number,
+            protocol: saved,
+            vcpus,
+            pages: u64::try_from(pages.len()).unwrap_or(u64::MAX),
+        };
+        let memory = machine.memory.memory();
+        let read = |page: u64, into: &mut Vec<u8>| {
+            into.resize(wire::PAGE_SIZE, 0);
+            memory.read_slice(into, GuestAddress(page.saturating_mul(PAGE))).map_err(std::io::Error::other)
+        };
+        let listed = file::make_folder(&self.settings.folder)
+            .and_then(|()| file::write(&self.settings.folder, &head, pages.into_iter(), read));
+        listed.map_err(|error| because(chain(&error)))
+    }
+
+    /// Lets the vCPUs run again. `complete` is the number of the checkpoint that is the last one now.
+    pub(in crate::dsm) fn go(&self, complete: Option<u64>) -> Result<(), String> {
+        if let Some(number) = complete {
+            file::remove_others(&self.settings.folder, self.engine.me, number);
+        }
+        if let Some(core) = &mut *self.engine.lock() {
+            (core.holding, core.standing) = (false, false);
+            for slot in &mut core.vcpus {
+                // What was granted before is given up.
+                slot.snapshot = None;
+                slot.looks = 0;
+            }
+        }
+        match self.machine()?.manager.resume() {
+            Ok(()) => Ok(()),
+            // Stopped by who waits for the VM's end, or for that of all its vCPUs.
+            Err(VcpuError::Gone) => Ok(()),
+            Err(error) => Err(chain(&error)),
+        }
+    }
+}
+
+impl Engine {
+    /// No instruction of this node's vCPUs keeps a page from others. Whoever needs it faults again.
+    fn give_up_holds(&self, core: &mut Core) {
+        for index in 0..core.vcpus.len() {
+            if let Some(slot) = core.vcpus.get_mut(index) {
+                slot.granted.clear();
+            }
+            if let Ok(vcpu) = Vcpu::try_from(index) {
+                self.step(core, Event::Retired { vcpu });
+            }
+        }
+    }
+}
+
+/// Brings a node that hasn't run to where a saved one was: memory, vCPUs and protocol.
+pub(in crate::dsm) fn restore(
+    vm: &PayloadVm,
+    config: Config,
+    identity: u64,
+    folder: &Path,
+    listed: &Listed,
+) -> Result<(Node, Vec<bool>), CheckpointError> {
+    let path = file::path_of(folder, listed);
+    let memory = vm.memory();
+    let memory = memory.memory();
+    let write = |page: u64, content: &[u8]| {
+        let address = page.checked_mul(PAGE).ok_or("a page of it lies beyond all memory")?;
+        memory
+            .write_slice(content, GuestAddress(address))
+            .map_err(|error| format!("page {page:#x} of it doesn't fit into the VM's memory: {error}"))
+    };
+    let head = file::read(folder, listed, write)?;
+    if head.identity != identity {
+        return Err(CheckpointError::Other { path, reason: another_program() });
+    }
+    let state = |source: Box<dyn std::error::Error + Send + Sync>| CheckpointError::State {
+        path: path.clone(),
+        source,
+    };
+    let vcpus = vm.vcpus().1.len();
+    if head.vcpus.len() != vcpus {
+        let reason = format!("it has {} vCPUs of a node with {vcpus}", head.vcpus.len());
+        return Err(CheckpointError::Damaged { path, reason });
+    }
+    let node = node(config, &head.protocol).map_err(state)?;
+    let ended = head.vcpus.iter().map(Option::is_none).collect();
+    vm.restore(head.vcpus).map_err(|error| state(Box::new(error)))?;
+    Ok((node, ended))
+}
+
+fn node(config: Config, saved: &SavedNode) -> Result<Node, Box<dyn std::error::Error + Send + Sync>> {
+    Ok(Node::restore(config, saved)?)
+}
+
+/// In what a VM differs from that of a checkpoint.
+pub(in crate::dsm) fn another_program() -> String {
+    "it ran another program or with other settings; give the same program, arguments, --nodes, --cpus, --memory and --coherence"
+        .to_owned()
+}

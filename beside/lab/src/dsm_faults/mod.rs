@@ -1,0 +1,432 @@
+//! Nodes of a payload VM are killed, stopped and cut off at random moments: `lab dsm-faults`.
+//!
+//! Runs natively, without emulated hosts. A trial: a VM that writes checkpoints is started, something is done to one of its links, and then
+//! - the rest has to say within a second which node it was, over which link;
+//! - no process may be left;
+//! - the VM, restarted from its last checkpoint, has to come to the result of an undisturbed run: exit code and console.
+//!
+//! Links are gone through one after the other, and at each: either end is killed, either end is stopped (SIGSTOP), the link is cut. Nodes are
+//! processes in network namespaces, with a veth pair for each link, which is set down to cut it; every other trial without a cut uses Unix
+//! sockets instead.
+
+mod network;
+mod vm;
+
+use crate::{paths, progress};
+use anyhow::{Context, Result, bail};
+use network::{Ends, Network, links};
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use vm::{Plan, Vm};
+
+/// What to run.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// Trials.
+    pub count: u32,
+    /// Number of the first trial, to go on with or to repeat some.
+    pub first: u32,
+    /// Where randomness begins.
+    pub seed: u64,
+    /// Most nodes of a VM; the least is 2.
+    pub nodes: u8,
+}
+
+/// The programs: of a second or more, with a result that depends on all that came before.
+const PROGRAMS: [(&str, &[&str]); 5] = [
+    ("jacobi", &["n=256", "steps=120"]),
+    ("cg", &["n=4096", "iterations=25"]),
+    ("dsm_basic", &["all", "60"]),
+    ("search", &["scale=12"]),
+    ("ep", &["m=24"]),
+];
+/// Seconds from one checkpoint to the next.
+const EVERY: &str = "0.1";
+/// How long a diagnosis may take.
+const LIMIT: Duration = Duration::from_secs(1);
+/// How long the rest may take to end before that counts as a hang.
+const END: Duration = Duration::from_secs(3);
+/// How long a run may take.
+const RUN: Duration = Duration::from_secs(120);
+/// Tries to have a fault before the program ends.
+const TRIES: u32 = 6;
+
+/// What is done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    Kill(u8),
+    Stop(u8),
+    Cut(Ends),
+}
+
+impl Fault {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Kill(_) => "kill",
+            Self::Stop(_) => "stop",
+            Self::Cut(_) => "cut",
+        }
+    }
+
+    /// Whether a sentence names the node that is lost for whoever says it, and the link.
+    fn is_named_by(self, speaker: u8, text: &str) -> bool {
+        let names = |node: u8| text.contains(&format!("ode {node} ")) && text.contains("link ");
+        match self {
+            Self::Kill(node) | Self::Stop(node) => speaker != node && names(node),
+            // Node 0 repeats what it was told.
+            Self::Cut((low, high)) => names(low) || names(high),
+        }
+    }
+}
+
+/// All that is done to links of VMs of 2 to so many nodes.
+fn faults(nodes: u8) -> Vec<(u8, Fault)> {
+    let of = |nodes: u8| {
+        links(nodes).flat_map(move |ends| {
+            let (low, high) = ends;
+            [Fault::Kill(low), Fault::Cut(ends), Fault::Stop(high), Fault::Kill(high), Fault::Stop(low)]
+                .map(|fault| (nodes, fault))
+        })
+    };
+    (2..=nodes).flat_map(of).collect()
+}
+
+/// Numbers that look random (SplitMix64).
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ z >> 31
+    }
+
+    /// Up to a duration.
+    fn part_of(&mut self, most: Duration) -> Duration {
+        let most = u64::try_from(most.as_nanos()).unwrap_or(u64::MAX).max(1);
+        Duration::from_nanos(self.roll() % most)
+    }
+}
+
+/// What a program came to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Ending {
+    status: Option<i32>,
+    console: String,
+}
+
+/// A console's text without times, which no two runs share.
+fn without_times(console: &[u8]) -> String {
+    let line = |line: &str| match serde_json::from_str::<Value>(line) {
+        Ok(Value::Object(mut fields)) => {
+            fields.retain(|name, _| name != "ns" && !name.ends_with("_ns"));
+            Value::Object(fields).to_string()
+        }
+        _ => {
+            let words: Vec<&str> = line.split(' ').collect();
+            let timed = |at: usize| words.get(at + 1).is_some_and(|next| *next == "ns");
+            let kept = words.iter().enumerate().filter(|(at, _)| !timed(*at)).map(|(_, word)| *word);
+            kept.collect::<Vec<_>>().join(" ")
+        }
+    };
+    String::from_utf8_lossy(console).lines().map(line).collect::<Vec<_>>().join("\n")
+}
+
+/// What trials came to.
+#[derive(Debug, Default)]
+struct Tally {
+    faults: u32,
+    hangs: u32,
+    undiagnosed: u32,
+    late: u32,
+    left: u32,
+    different: u32,
+    longest: Duration,
+    kinds: BTreeMap<&'static str, u32>,
+    /// Sentences about what went wrong.
+    wrong: Vec<String>,
+}
+
+struct Scenario<'a> {
+    causeway: PathBuf,
+    programs: PathBuf,
+    network: &'a Network,
+    /// What undisturbed runs came to, and how long they took, by nodes and program.
+    known: BTreeMap<(u8, &'static str), (Ending, Duration)>,
+    dice: Dice,
+    tally: Tally,
+}
+
+/// Runs the trials; the last line on standard output is one JSON object.
+pub fn run(options: &Options) -> Result<()> {
+    if !Path::new("/dev/kvm").exists() {
+        eprintln!("lab: dsm-faults: SKIPPED: no /dev/kvm");
+        println!("{}", json!({ "scenario": "dsm-faults", "skipped": "no /dev/kvm", "faults": 0 }));
+        return Ok(());
+    }
+    if !(2..=8).contains(&options.nodes) || options.count == 0 {
+        bail!(
+            "{} trials with up to {} nodes are none; choose 1 or more, and 2 to 8 nodes",
+            options.count,
+            options.nodes
+        );
+    }
+    let network = Network::new(options.nodes)?;
+    let mut scenario = Scenario {
+        causeway: paths::causeway()?,
+        programs: paths::payload_programs()?,
+        network: &network,
+        known: BTreeMap::new(),
+        dice: Dice(options.seed),
+        tally: Tally::default(),
+    };
+    let faults = faults(options.nodes);
+    for trial in options.first..options.first.saturating_add(options.count) {
+        // Its own, so that it can be repeated alone.
+        scenario.dice = Dice(options.seed ^ u64::from(trial) << 32);
+        let index = usize::try_from(trial)? % faults.len();
+        let (nodes, fault) = *faults.get(index).context("No faults")?;
+        // A program of its own for each round over all links.
+        let round = usize::try_from(trial)? / faults.len() + index;
+        let (program, arguments) = PROGRAMS[round % PROGRAMS.len()];
+        let unix = round % 2 == 1 && !matches!(fault, Fault::Cut(_));
+        scenario
+            .trial(trial, nodes, fault, (program, arguments), unix)
+            .with_context(|| format!("Trial {trial}: {fault:?} of {nodes} nodes with {program}"))?;
+    }
+    let Tally { faults, hangs, undiagnosed, late, left, different, longest, kinds, wrong } = scenario.tally;
+    println!(
+        "{}",
+        json!({
+            "scenario": "dsm-faults", "seed": options.seed, "first": options.first, "faults": faults, "hangs": hangs, "undiagnosed": undiagnosed, "late": late,
+            "processes_left": left, "different_results": different, "longest_diagnosis_ms": longest.as_millis(),
+            "kinds": kinds, "ok": wrong.is_empty(),
+        })
+    );
+    if !wrong.is_empty() {
+        bail!("{} of {faults} faults went wrong: {}", wrong.len(), wrong.join("; "));
+    }
+    Ok(())
+}
+
+impl Scenario<'_> {
+    /// What a program comes to when nothing is done to it.
+    fn undisturbed(
+        &mut self,
+        nodes: u8,
+        program: &'static str,
+        arguments: &[&str],
+    ) -> Result<(Ending, Duration)> {
+        if let Some(known) = self.known.get(&(nodes, program)) {
+            return Ok(known.clone());
+        }
+        let begin = Instant::now();
+        let ending = self.complete(nodes, program, arguments, false, Vec::new(), &[])?;
+        if ending.status != Some(0) {
+            bail!("An undisturbed run of {program} ended with {:?}: {}", ending.status, ending.console);
+        }
+        let known = (ending, begin.elapsed());
+        self.known.insert((nodes, program), known.clone());
+        Ok(known)
+    }
+
+    /// Runs a VM to its end, whose console goes on behind `before`.
+    fn complete(
+        &self,
+        nodes: u8,
+        program: &str,
+        arguments: &[&str],
+        unix: bool,
+        flags: Vec<String>,
+        before: &[u8],
+    ) -> Result<Ending> {
+        let folder = tempfile::tempdir().context("Can't make a folder for sockets")?;
+        let mut vm = Vm::start(&Plan {
+            causeway: &self.causeway,
+            program: self.programs.join(program),
+            arguments,
+            nodes,
+            network: (!unix).then_some(self.network),
+            folder: folder.path(),
+            flags,
+        })?;
+        let left = vm.await_end(|_| true, RUN);
+        if !left.is_empty() {
+            bail!("Nodes {left:?} have not ended within {} s: {:?}", RUN.as_secs(), vm.said());
+        }
+        let console = [before, &vm.console()].concat();
+        let mut text = without_times(&console);
+        if vm.status() != Some(0) {
+            text.extend(vm.said().into_iter().map(|(node, _, line)| format!("\nnode {node}: {line}")));
+        }
+        Ok(Ending { status: vm.status(), console: text })
+    }
+
+    fn trial(
+        &mut self,
+        trial: u32,
+        nodes: u8,
+        fault: Fault,
+        (program, arguments): (&'static str, &[&str]),
+        unix: bool,
+    ) -> Result<()> {
+        let (expected, time) = self.undisturbed(nodes, program, arguments)?;
+        let name = format!("trial {trial} ({fault:?} of {nodes} nodes, {program})");
+        let mut window = time * 3 / 4;
+        for _ in 0..TRIES {
+            let folder = tempfile::tempdir().context("Can't make a folder for sockets")?;
+            let checkpoints = folder.path().join("checkpoints");
+            let place = checkpoints.display().to_string();
+            let mut vm = Vm::start(&Plan {
+                causeway: &self.causeway,
+                program: self.programs.join(program),
+                arguments,
+                nodes,
+                network: (!unix).then_some(self.network),
+                folder: folder.path(),
+                flags: ["--checkpoint", &place, "--checkpoint-every", EVERY].map(str::to_owned).to_vec(),
+            })?;
+            let list = checkpoints.join("checkpoint.json");
+            let until = Instant::now() + RUN;
+            while !list.exists() && vm.status().is_none() && Instant::now() < until {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            std::thread::sleep(self.dice.part_of(window));
+            if vm.status().is_some() {
+                // The program was quicker. What it came to counts all the same.
+                let ended = vm.await_end(|_| true, END).is_empty();
+                let console = without_times(&vm.console());
+                let ending = Ending { status: vm.status(), console };
+                if ending != expected || !ended {
+                    bail!(
+                        "Without a fault, with checkpoints, it came to {ending:?} and not {expected:?}: {:?}",
+                        vm.said()
+                    );
+                }
+                window /= 2;
+                continue;
+            }
+            self.disturb(&mut vm, &name, fault)?;
+            let console = vm.console();
+            drop(vm);
+            let list: Value =
+                serde_json::from_slice(&std::fs::read(&list).context("There is no checkpoint")?)?;
+            let covered = list["console_bytes"].as_u64().and_then(|bytes| usize::try_from(bytes).ok());
+            let before = covered.and_then(|covered| console.get(..covered));
+            let before = before.with_context(|| {
+                format!(
+                    "The checkpoint has more of the console than came out: {list}, {} bytes",
+                    console.len()
+                )
+            })?;
+            let flags = ["--restart", &place].map(str::to_owned).to_vec();
+            let ending = self.complete(nodes, program, arguments, unix, flags, before)?;
+            if ending != expected {
+                self.tally.different += 1;
+                self.tally.wrong.push(format!("{name}: the restart came to {ending:?} and not {expected:?}"));
+            }
+            return Ok(());
+        }
+        bail!("The program always ended before the fault came");
+    }
+
+    /// Does it, and looks at what the nodes make of it.
+    fn disturb(&mut self, vm: &mut Vm, name: &str, fault: Fault) -> Result<()> {
+        let since = Instant::now();
+        match fault {
+            Fault::Kill(node) => vm.signal(node, Signal::KILL)?,
+            Fault::Stop(node) => vm.signal(node, Signal::STOP)?,
+            Fault::Cut(ends) => self.network.set_link(ends, false)?,
+        }
+        let stopped = match fault {
+            Fault::Stop(node) => Some(node),
+            _ => None,
+        };
+        let mut left = vm.await_end(|node| Some(node) != stopped, END);
+        if let Some(node) = stopped {
+            // It can only end when it runs.
+            vm.signal(node, Signal::CONT)?;
+            left.extend(vm.await_end(|other| other == node, END));
+        }
+        if let Fault::Cut(ends) = fault {
+            self.network.set_link(ends, true)?;
+        }
+        let said = vm.said();
+        let diagnosis =
+            said.iter().filter(|(node, _, text)| fault.is_named_by(*node, text)).map(|(_, at, _)| *at).min();
+        let tally = &mut self.tally;
+        tally.faults += 1;
+        *tally.kinds.entry(fault.name()).or_default() += 1;
+        let took = diagnosis.map(|at| at.saturating_duration_since(since));
+        let others = || {
+            said.iter().map(|(node, _, text)| format!("node {node}: {text}")).collect::<Vec<_>>().join(" | ")
+        };
+        match took {
+            None => {
+                tally.undiagnosed += 1;
+                tally.wrong.push(format!("{name}: nobody named node and link: {}", others()));
+            }
+            Some(took) => {
+                tally.longest = tally.longest.max(took);
+                if took > LIMIT {
+                    tally.late += 1;
+                    tally.wrong.push(format!("{name}: the diagnosis took {took:?}"));
+                }
+            }
+        }
+        if !left.is_empty() {
+            tally.hangs += 1;
+            tally.left += u32::try_from(left.len()).unwrap_or(u32::MAX);
+            tally.wrong.push(format!("{name}: nodes {left:?} were left: {}", others()));
+        }
+        progress!("{name}: told after {} ms", took.map_or(0, |took| took.as_millis()));
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_end_of_every_link_has_its_faults() {
+        let all = faults(3);
+        assert_eq!(all.len(), (1 + 3) * 5);
+        for node in 0..3 {
+            for fault in [Fault::Kill(node), Fault::Stop(node)] {
+                assert!(all.contains(&(3, fault)), "{fault:?}");
+            }
+        }
+        for ends in [(0, 1), (0, 2), (1, 2)] {
+            assert!(all.contains(&(3, Fault::Cut(ends))));
+        }
+    }
+
+    #[test]
+    fn a_diagnosis_names_node_and_link_and_comes_from_somebody_else() {
+        let text = "causeway: The link unix:/x/1 to node 1 was closed: its monitor has died or was ended";
+        assert!(Fault::Kill(1).is_named_by(0, text));
+        assert!(!Fault::Kill(1).is_named_by(1, text));
+        assert!(!Fault::Kill(2).is_named_by(0, text));
+        assert!(!Fault::Kill(1).is_named_by(0, "causeway: Node 1 is gone"));
+        assert!(!Fault::Kill(1).is_named_by(0, &text.replace("node 1 ", "node 11 ")));
+        let silent = "causeway: Node 2 has not been heard from for 900 ms over the link tcp:10.77.2.2:7000: its host is down";
+        assert!(Fault::Cut((0, 2)).is_named_by(0, silent) && !Fault::Cut((0, 1)).is_named_by(0, silent));
+    }
+
+    #[test]
+    fn results_are_compared_without_times() {
+        let json = |ns: u32| format!("{{\"program\":\"x\",\"ns\":{ns},\"serial_ns\":{ns},\"checksum\":7}}\n");
+        assert_eq!(without_times(json(1).as_bytes()), without_times(json(2).as_bytes()));
+        assert_ne!(without_times(json(1).as_bytes()), without_times(json(1).replace('7', "8").as_bytes()));
+        assert_eq!(
+            without_times(b"turns: 5 rounds, 77 ns each, 0 wrong\n"),
+            "turns: 5 rounds, ns each, 0 wrong"
+        );
+    }
+}

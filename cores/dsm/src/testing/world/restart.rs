@@ -1,0 +1,52 @@
+//! A world that is saved and restored.
+
+use super::{Doing, PAGES, SIZE, World};
+use crate::names::{Access, NodeId, Page};
+use crate::node::Node;
+use std::collections::VecDeque;
+
+impl World {
+    /// Whether nothing is under way between nodes.
+    pub(super) fn is_quiet(&self) -> bool {
+        self.links.iter().all(VecDeque::is_empty) && self.nodes.iter().all(Node::is_idle)
+    }
+
+    /// Saves all nodes, and goes on with restored ones that have nothing but the contents of their own pages.
+    pub(super) fn restart(&mut self) {
+        let holder = self.nodes.iter().position(Node::has_token).unwrap_or(usize::MAX);
+        let token = NodeId(u8::try_from(holder).unwrap_or(u8::MAX));
+        let mut owners = [0; PAGES];
+        for (node, memory) in self.nodes.iter_mut().zip(&mut self.memories) {
+            // Leaving the guest drains store buffers.
+            (0..memory.buffers.len()).for_each(|vcpu| memory.drain(vcpu));
+            memory.access = [Access::None; PAGES];
+            let restored = node
+                .save(token)
+                .map_err(|error| error.to_string())
+                .and_then(|saved| Node::restore(*node.config(), &saved).map_err(|error| error.to_string()));
+            match restored {
+                Ok(restored) => *node = restored,
+                Err(error) => {
+                    self.verdict.get_or_insert(error);
+                    return;
+                }
+            }
+            for (page, (owners, content)) in owners.iter_mut().zip(&mut memory.content).enumerate() {
+                if node.is_owner(page as Page) {
+                    *owners += 1;
+                } else {
+                    // It isn't in what was saved.
+                    *content = [0xee; SIZE];
+                }
+            }
+        }
+        if let Some(page) = owners.iter().position(|owners| *owners != 1) {
+            self.fail(format!("page {page} has {} owners after a restart", owners[page]));
+        }
+        for cpu in &mut self.cpus {
+            cpu.doing = Doing::Running;
+            cpu.held.clear();
+            (cpu.grants, cpu.unreported, cpu.kicked) = (0, false, false);
+        }
+    }
+}
