@@ -16,7 +16,7 @@ const TRIES: u32 = 3;
 /// Runs a server in the first of two places and, once `listening` holds there, a client in the other. A server that doesn't
 /// end by itself is ended after the client.
 ///
-/// With `-R`, perftest's client asks for a second connection as soon as it has the first, when its server may not listen again yet (a capture shows both requests; the
+/// With `-R`, perftest's client asks for a second connection as soon as it has the first, when its server may not listen again yet (captured: the second came 0.25 s after the first was set up; the
 /// kernel rejects what nobody listens for as "invalid service ID"): seen in 6 of 65 runs on an overloaded machine, in none on a quiet one. Both are run again then, which is said.
 pub fn both<S: Runs + ?Sized, C: Runs + ?Sized>(
     at: (&S, &C),
