@@ -26,9 +26,12 @@ fn daemon(answers: Answers) -> (Daemon, Arc<Mutex<Vec<Step>>>) {
     (daemon, heard)
 }
 
+/// Pieces of devices' state, as they came: number and bytes.
+type Came = Vec<(u32, Vec<u8>)>;
+
 /// The destination's devices note what comes.
 #[derive(Default)]
-struct Noting(Mutex<Vec<(u32, Vec<u8>)>>);
+struct Noting(Mutex<Came>);
 
 impl Devices for Noting {
     fn host(&self) -> Result<Option<String>, MigrationError> {
@@ -41,9 +44,7 @@ impl Devices for Noting {
 }
 
 /// A move with such a daemon; the destination only takes what comes. What the guest's life is afterwards, and what came.
-fn go(
-    answers: Answers,
-) -> (Result<MigrationTimeline, MigrationError>, StandIn, Vec<(u32, Vec<u8>)>, Vec<Step>) {
+fn go(answers: Answers) -> (Result<MigrationTimeline, MigrationError>, StandIn, Came, Vec<Step>) {
     let (said, heard) = daemon(answers);
     let mut machine = StandIn::new(vec![vec![5], vec![6, 7]]);
     machine.daemon = Some(said);
