@@ -123,8 +123,8 @@ pub unsafe fn run(steps: u64, count: u64, times: u64) -> u64 {
     let started = crate::tsc::start();
     for _ in 0..times {
         for index in 0..count {
-            let at =
-                core::ptr::with_exposed_provenance::<[u64; 3]>((steps + index * STEP_SIZE as u64) as usize);
+            let at = usize::try_from(steps + index * STEP_SIZE as u64).unwrap_or(usize::MAX);
+            let at = core::ptr::with_exposed_provenance::<[u64; 3]>(at);
             // SAFETY: the caller vouches for the steps.
             let ended =
                 Step::from_words(unsafe { at.read_volatile() }).is_some_and(|step| unsafe { step.act() });
