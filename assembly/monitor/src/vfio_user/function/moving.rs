@@ -122,6 +122,12 @@ impl VfioUserFunction {
     /// Our part; after [`VfioUserFunction::set_device_state`] has stopped the device's.
     pub(super) fn save_ours(&self) -> Result<SavedFunction, FunctionError> {
         let inner = &self.inner;
+        if !self.client()?.can_migrate().map_err(|error| self.failed("be saved", error))? {
+            return Err(FunctionError::NotSaveable {
+                name: inner.name.clone(),
+                reason: "its server doesn't hand out its state".to_owned(),
+            });
+        }
         let saved = Saved {
             config: lock(&inner.registers).config().save(),
             msix: inner.msix.as_ref().map(Msix::save),
