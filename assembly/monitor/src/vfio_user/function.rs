@@ -70,11 +70,6 @@ impl OpenedFunction {
     pub fn name(&self) -> &str {
         &self.name
     }
-
-    /// PCI device ID.
-    pub fn device_id(&self) -> u16 {
-        self.shape.device_id()
-    }
 }
 
 pub(super) fn read_shape(client: &Client, connector: &dyn Connector) -> Result<Shape, VfioUserError> {

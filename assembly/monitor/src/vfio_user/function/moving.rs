@@ -57,6 +57,11 @@ impl Arriving {
 }
 
 impl OpenedFunction {
+    /// PCI device ID.
+    pub fn device_id(&self) -> u16 {
+        self.shape.device_id()
+    }
+
     /// Gives the server the guest's memory, which the VM's own contents are still to come to.
     ///
     /// # Errors
