@@ -60,6 +60,8 @@ pub(crate) struct Keeper {
     /// This start of the service, for watchers that come back.
     pub instance: u64,
     log: VecDeque<proto::WatchEvent>,
+    /// The revision of the last event that watchers were sent; what they had before this start is older.
+    pub shown: u64,
     watchers: Vec<mpsc::Sender<Result<proto::WatchEvent, Status>>>,
     hosts: HashMap<HostId, mpsc::Sender<Result<proto::Envelope, Status>>>,
     /// Watchers that were dropped because they took nothing.
@@ -75,6 +77,7 @@ pub(crate) fn start(registry: Registry, instance: u64) -> std::io::Result<(Handl
         registry,
         instance,
         log: VecDeque::new(),
+        shown: 0,
         watchers: Vec::new(),
         hosts: HashMap::new(),
         slow_watchers: 0,
@@ -121,6 +124,7 @@ impl Keeper {
                 self.log.pop_front();
             }
             if !(event.hosts.is_empty() && event.vms.is_empty() && event.gone.is_empty()) {
+                self.shown = event.revision;
                 let before = self.watchers.len();
                 self.watchers.retain(|watcher| watcher.try_send(Ok(event.clone())).is_ok());
                 self.slow_watchers += u64::try_from(before - self.watchers.len()).unwrap_or(0);

@@ -99,6 +99,7 @@ pub(crate) fn state(registry: &Registry) -> proto::State {
     let state = registry.state();
     proto::State {
         revision: state.revision,
+        shown_revision: 0,
         settings: Some(settings(registry)),
         hosts: state.hosts.keys().filter_map(|id| host(registry, *id)).collect(),
         vms: state.vms.keys().filter_map(|id| vm(state, *id)).collect(),

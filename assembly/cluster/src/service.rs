@@ -191,6 +191,7 @@ impl ClusterService for Service {
                 uptime_seconds,
                 authenticated,
                 watchers: u32::try_from(keeper.watchers()).unwrap_or(u32::MAX),
+                shown_revision: keeper.shown,
                 ..messages::state(&keeper.registry)
             })
             .await?;

@@ -104,9 +104,9 @@ pub fn known(daemon: &Daemon) -> serde_json::Value {
     HostClient::new(daemon.socket()).inspect(Some("daemon/cluster")).unwrap()
 }
 
-/// Until a daemon has seen what the service knows.
+/// Until a daemon has seen what the service shows: not every transaction is for watchers.
 pub fn wait_to_know(cluster: &Cluster, daemons: &[&Daemon]) {
-    let revision = cluster.state().revision;
+    let revision = cluster.state().shown_revision;
     for daemon in daemons {
         wait_until("the daemon's view", || known(daemon)["revision"].as_u64().unwrap() >= revision);
     }
