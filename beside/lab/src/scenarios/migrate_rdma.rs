@@ -265,7 +265,7 @@ mod tests {
         let said =
             "2457600 bytes in 0.60 seconds = 32.77 Mbit/sec\n300 iters in 1.50 seconds = 2000.00 usec/iter\n";
         assert_eq!(seconds(said), Some(1.5));
-        assert_eq!(messages(1.5, 1), 200 * PER_MOVE * 2);
+        assert_eq!(messages(f64::from(TRIAL) / 200.0, 1), 200 * PER_MOVE * 2);
         assert_eq!(seconds("nothing"), None);
     }
 }
