@@ -10,7 +10,7 @@
 
 mod both;
 
-pub use self::both::both;
+pub use self::both::{both, ran_again};
 
 use crate::channel::{Output, Session};
 use crate::guest::{Guest, GuestSpec, Vmm};

@@ -13,7 +13,7 @@
 #![allow(unsafe_code)] // The ring is memory that the kernel writes.
 
 use std::io;
-use std::os::fd::{AsFd as _, AsRawFd, BorrowedFd};
+use std::os::fd::{AsRawFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -135,8 +135,8 @@ impl Ring {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         let null = std::ptr::null_mut();
         // SAFETY: a new mapping at an address of the kernel's choice; it keeps the file open by itself.
-        let address =
-            unsafe { rustix::mm::mmap(null, PAGE, protection, MapFlags::SHARED, fd.as_fd(), offset) }?;
+        let mapped = unsafe { rustix::mm::mmap(null, PAGE, protection, MapFlags::SHARED, fd, offset) };
+        let address = mapped?;
         NonNull::new(address.cast()).map(Self).ok_or_else(|| io::ErrorKind::Other.into())
     }
 
@@ -152,9 +152,10 @@ impl Ring {
             return None;
         }
         let at = HEAD + first as usize * size_of::<kvm_coalesced_mmio>();
-        // SAFETY: the entry lies in the mapping (`first` is below PLACES) and is KVM's no more: `last`, which was read before, says so.
-        let entry: kvm_coalesced_mmio =
-            unsafe { self.0.as_ptr().add(at).cast::<kvm_coalesced_mmio>().read() };
+        // SAFETY: `first` is below PLACES, so the entry lies in the mapping.
+        let at = unsafe { self.0.as_ptr().add(at).cast::<kvm_coalesced_mmio>() };
+        // SAFETY: it is aligned to 8 bytes, and KVM's no more: `last`, which was read before, says so.
+        let entry = unsafe { at.read() };
         // SAFETY: both names are the same word.
         let port = unsafe { entry.__bindgen_anon_1.pio } != 0;
         Some(Write {
@@ -183,6 +184,7 @@ impl Drop for Ring {
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd as _;
     use std::sync::Arc;
 
     use rustix::fs::{MemfdFlags, ftruncate, memfd_create};

@@ -1,5 +1,6 @@
 //! Two programs that talk to each other, at two places.
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use anyhow::Result;
@@ -12,6 +13,14 @@ use crate::progress;
 const UNHEARD: &str = "RDMA_CM_EVENT_REJECTED; error: 8";
 /// How often a client may be unheard.
 const TRIES: u32 = 3;
+
+/// Pairs that were run again, in this process.
+static AGAIN: AtomicU32 = AtomicU32::new(0);
+
+/// How many pairs were run again so far, for reports.
+pub fn ran_again() -> u32 {
+    AGAIN.load(Ordering::Relaxed)
+}
 
 /// Runs a server in the first of two places and, once `listening` holds there, a client in the other. A server that doesn't
 /// end by itself is ended after the client.
@@ -34,6 +43,7 @@ pub fn both<S: Runs + ?Sized, C: Runs + ?Sized>(
             return Ok((said, answered));
         }
         tries += 1;
+        AGAIN.fetch_add(1, Ordering::Relaxed);
         progress!("again: the client's second request came before perftest's server listened anew");
     }
 }

@@ -359,6 +359,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         report.figure(name, fabric);
     }
     report.figure("passed", passed);
+    report.figure("ran_again", crate::rdma::ran_again());
     report.figure("failed", failed);
     report.check(passed > 0, "nothing was run");
     pair.finish()

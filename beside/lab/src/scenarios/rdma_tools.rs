@@ -345,6 +345,7 @@ pub(super) fn run_tools(pair: &Pair<'_>, options: &Options, report: &mut Report)
         results.insert(tool.name, entry);
     }
     report.figure("passed", passed);
+    report.figure("ran_again", crate::rdma::ran_again());
     report.figure("failed", failed);
     report.figure("device", pair.device.name());
     report.figure("absent", absent);

@@ -471,6 +471,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     }
     let Parts { report, results, passed, failed } = parts;
     report.figure("passed", passed);
+    report.figure("ran_again", crate::rdma::ran_again());
     report.figure("failed", failed);
     report.figure("wire", tree(h1)?["vms"]["a"]["nics"][NIC]["rdma"]["wire"].clone());
     report.figure("parts", results);

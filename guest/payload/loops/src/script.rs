@@ -126,8 +126,10 @@ pub unsafe fn run(steps: u64, count: u64, times: u64) -> u64 {
             let at = usize::try_from(steps + index * STEP_SIZE as u64).unwrap_or(usize::MAX);
             let at = core::ptr::with_exposed_provenance::<[u64; 3]>(at);
             // SAFETY: the caller vouches for the steps.
-            let ended =
-                Step::from_words(unsafe { at.read_volatile() }).is_some_and(|step| unsafe { step.act() });
+            let words = unsafe { at.read_volatile() };
+            let Some(step) = Step::from_words(words) else { return 0 };
+            // SAFETY: the caller vouches for ports and memory.
+            let ended = unsafe { step.act() };
             if !ended {
                 return 0;
             }

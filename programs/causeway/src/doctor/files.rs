@@ -59,3 +59,22 @@ impl Files {
         Some(text[start..end].to_owned())
     }
 }
+
+#[cfg(test)]
+pub mod testing {
+    //! Files that a test makes up.
+
+    use super::Files;
+
+    /// A folder with files of these paths and texts, which stands for the host's root as long as it is kept.
+    pub fn files(entries: &[(&str, &str)]) -> (tempfile::TempDir, Files) {
+        let root = tempfile::tempdir().unwrap();
+        for (path, text) in entries {
+            let path = root.path().join(path);
+            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
+            std::fs::write(path, text).unwrap();
+        }
+        let files = Files::below(root.path());
+        (root, files)
+    }
+}

@@ -154,17 +154,7 @@ fn nested(back_end: BackEnd, files: &Files) -> Option<Finding> {
 mod tests {
     use super::*;
     use crate::doctor::Status;
-
-    fn files(entries: &[(&str, &str)]) -> (tempfile::TempDir, Files) {
-        let root = tempfile::tempdir().unwrap();
-        for (path, text) in entries {
-            let path = root.path().join(path);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, text).unwrap();
-        }
-        let files = Files::below(root.path());
-        (root, files)
-    }
+    use crate::doctor::files::testing::files;
 
     #[test]
     fn the_back_end_says_whether_it_is_nested() {

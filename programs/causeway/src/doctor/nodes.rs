@@ -123,17 +123,7 @@ fn balancing(files: &Files) -> Finding {
 mod tests {
     use super::*;
     use crate::doctor::Status;
-
-    fn files(entries: &[(&str, &str)]) -> (tempfile::TempDir, Files) {
-        let root = tempfile::tempdir().unwrap();
-        for (path, text) in entries {
-            let path = root.path().join(path);
-            std::fs::create_dir_all(path.parent().unwrap()).unwrap();
-            std::fs::write(path, text).unwrap();
-        }
-        let files = Files::below(root.path());
-        (root, files)
-    }
+    use crate::doctor::files::testing::files;
 
     /// Only EPT without accessed and dirty bits neither writes nor goes stale; every other way says what it does and what to do.
     #[test]
