@@ -14,7 +14,7 @@ use std::sync::Arc;
 use causeway_fuzz::ring::{Address, Buffer, Driver, Guest, Poke, RingShape};
 use libfuzzer_sys::fuzz_target;
 use virtio_devices::device::VirtioInterrupt;
-use virtio_devices::net::backend::{NetBackend, NetChannel, Received};
+use virtio_devices::net::backend::{NetBackend, NetChannel, Received, Sent};
 use virtio_devices::net::control::{ControlQueue, Shared};
 use virtio_devices::net::header::{FRAME_MAX, FRAME_MIN, HEADER_LEN, VnetHeader};
 use virtio_devices::net::queue_pair::Progress;
@@ -132,7 +132,7 @@ impl NetChannel for Channel {
         Ok(Received { header: VnetHeader::parse(&frame.header), length })
     }
 
-    fn send(&mut self, header: &VnetHeader, frame: &FrameSource<'_>) -> io::Result<()> {
+    fn send(&mut self, header: &VnetHeader, frame: &FrameSource<'_>) -> io::Result<Sent> {
         let length = frame.length();
         assert!((FRAME_MIN..=FRAME_MAX).contains(&length), "a frame of {length} bytes");
         assert_eq!(header.sanitize(self.features, length), Ok(*header), "an unchecked header");
@@ -140,7 +140,7 @@ impl NetChannel for Channel {
         self.copy.clear();
         frame.copy_to(0, &mut self.copy);
         assert_eq!(self.copy.len(), length);
-        Ok(())
+        Ok(Sent::Passed)
     }
 
     fn flush(&mut self) -> io::Result<()> {

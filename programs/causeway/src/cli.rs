@@ -335,7 +335,7 @@ pub struct RunArgs {
     /// Disk: FILE[,readonly][,serial=S][,queues=N][,direct][,format=raw|qcow2|auto]; may be given several times
     #[arg(long, value_name = "DISK", value_parser = flags::disk)]
     pub disk: Vec<written::Disk>,
-    /// Network: tap:NAME, fd:N or user, then [,mac=M][,queues=N][,mtu=N]; may be given several times
+    /// Network: tap:NAME, fd:N, user or neighbours (of [neighbour]), then [,mac=M][,queues=N][,mtu=N]; may be given several times
     #[arg(long, value_name = "NET", value_parser = flags::net)]
     pub net: Vec<written::Net>,
     /// Commodity NIC with the guest's own driver: vpio:PCI-ADDRESS[,policy=ignore|device-error|stop][,allow=promiscuous+loopback+any-address], passthrough:PCI-ADDRESS, or virtual:CARD,tap=NAME[,mac=M]; may be given several times

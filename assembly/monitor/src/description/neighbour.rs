@@ -2,7 +2,7 @@
 
 use super::served::HOST_SOCKET;
 use super::validate::{quoted, socket_path};
-use super::vm::{Neighbour, NeighbourPeer};
+use super::vm::{Neighbour, NeighbourPeer, Net, NetBackend};
 use super::{Invalid, Key, written};
 
 /// Longest name of a group or a VM.
@@ -50,6 +50,29 @@ pub(super) fn validate(vm: &written::Vm, vm_name: &str) -> Result<Option<Neighbo
     Ok(Some(Neighbour { group: table.group.clone(), permit, host }))
 }
 
+/// Checks that a network device to neighbours has some, and is the only one.
+pub(super) fn check_network(net: &[Net], neighbour: Option<&Neighbour>) -> Result<(), Invalid> {
+    let mut to_neighbours = net
+        .iter()
+        .enumerate()
+        .filter(|(_, net)| net.backend == NetBackend::Neighbours)
+        .map(|(index, _)| index);
+    let Some(first) = to_neighbours.next() else { return Ok(()) };
+    let key = |index| Key::root("net").item(index).below("neighbours");
+    if neighbour.is_none() {
+        let problem = "a device to neighbours needs to know which; add [neighbour] with group = \"NAME\" and permit = [\"VM\"]";
+        return Err(Invalid::new(key(first), problem));
+    }
+    match to_neighbours.next() {
+        Some(second) => {
+            let problem =
+                format!("net[{first}] is there already, and reaches all neighbours; leave this one out");
+            Err(Invalid::new(key(second), problem))
+        }
+        None => Ok(()),
+    }
+}
+
 /// `VM`, or `VM@UID`.
 fn peer(key: &Key, text: &str) -> Result<NeighbourPeer, Invalid> {
     let (vm, uid) = match text.split_once('@') {
@@ -81,7 +104,7 @@ fn check_name(key: &Key, name: &str) -> Result<(), Invalid> {
 
 #[cfg(test)]
 mod tests {
-    use crate::description::{self, NeighbourPeer};
+    use crate::description::{self, NeighbourPeer, NetBackend};
 
     fn validated(text: &str) -> Result<description::VmDescription, String> {
         let text = format!("kernel = \"k\"\n{text}");
@@ -106,6 +129,24 @@ mod tests {
         );
         assert_eq!(vm.host.to_str(), Some("/x/h.sock"));
         assert!(validated("").unwrap().neighbour.is_none());
+    }
+
+    /// One virtio-net device may have the neighbourhood, if there is one.
+    #[test]
+    fn a_network_device_may_have_the_neighbourhood() {
+        let group = "[neighbour]\ngroup = \"g\"\npermit = [\"b\"]\n";
+        let one = "[[net]]\nneighbours = true\n";
+        let vm = validated(&format!("{group}{one}")).unwrap();
+        assert_eq!(vm.net[0].backend, NetBackend::Neighbours);
+        let error = validated(one).unwrap_err();
+        assert!(
+            error.starts_with("net[0].neighbours: a device to neighbours needs to know which"),
+            "{error}"
+        );
+        let error = validated(&format!("{group}{one}{one}")).unwrap_err();
+        assert!(error.starts_with("net[1].neighbours: net[0] is there already"), "{error}");
+        let error = validated(&format!("{group}{one}tap = \"t0\"")).unwrap_err();
+        assert!(error.starts_with("net[0]: write exactly one of"), "{error}");
     }
 
     #[test]

@@ -56,6 +56,7 @@ pub fn validate(vm: &written::Vm) -> Result<VmDescription, Invalid> {
     let nics = super::nic::validate(vm, &name)?;
     let (rdma, vfio_user) = super::served::validate(vm, &name)?;
     let neighbour = super::neighbour::validate(vm, &name)?;
+    super::neighbour::check_network(&net, neighbour.as_ref())?;
     let api_socket = vm.api_socket.clone();
     if let Some(path) = &api_socket {
         socket_path(&Key::root("api_socket"), path)?;
@@ -432,20 +433,21 @@ fn queues(key: &Key, queues: Option<u64>) -> Result<u16, Invalid> {
 
 fn network(vm: &str, index: usize, net: &written::Net) -> Result<Net, Invalid> {
     let key = Key::root("net").item(index);
-    let backend = match (&net.tap, net.fd, net.user) {
-        (Some(name), None, false) => NetBackend::Tap(interface(&key.below("tap"), name)?),
-        (None, Some(fd), false) => {
+    let backend = match (&net.tap, net.fd, net.user, net.neighbours) {
+        (Some(name), None, false, false) => NetBackend::Tap(interface(&key.below("tap"), name)?),
+        (None, Some(fd), false, false) => {
             let fits = i32::try_from(fd).ok().filter(|fd| *fd >= 3);
             NetBackend::Fd(fits.ok_or_else(|| {
                 let problem = format!("{fd} is not an inherited file descriptor; they are 3 or more");
                 Invalid::new(key.below("fd"), problem)
             })?)
         }
-        (None, None, true) => NetBackend::User,
+        (None, None, true, false) => NetBackend::User,
+        (None, None, false, true) => NetBackend::Neighbours,
         _ => {
             return Err(Invalid::new(
                 key,
-                "write exactly one of tap = \"NAME\", fd = NUMBER and user = true",
+                "write exactly one of tap = \"NAME\", fd = NUMBER, user = true and neighbours = true",
             ));
         }
     };

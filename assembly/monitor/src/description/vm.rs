@@ -206,6 +206,8 @@ pub enum NetBackend {
     Fd(i32),
     /// Network without root, through passt.
     User,
+    /// The VMs of its neighbourhood; `[neighbour]` says which. There is one such device at most, and no neighbour function then.
+    Neighbours,
 }
 
 /// A commodity NIC.

@@ -171,7 +171,7 @@ pub enum DiskFormat {
     Qcow2,
 }
 
-/// A `[[net]]` table; exactly one of `tap`, `fd` and `user`.
+/// A `[[net]]` table; exactly one of `tap`, `fd`, `user` and `neighbours`.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Net {
@@ -182,6 +182,9 @@ pub struct Net {
     /// `true`: through passt.
     #[serde(default)]
     pub user: bool,
+    /// `true`: to the VMs of `[neighbour]`.
+    #[serde(default)]
+    pub neighbours: bool,
     /// Address.
     pub mac: Option<MacAddress>,
     /// Queue pairs. Default 1.

@@ -1,6 +1,6 @@
 //! The PCI function.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
@@ -20,11 +20,11 @@ use pci::msix::{Msix, MsixLayout};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, SealFlags};
 use serde_json::json;
-use telemetry::Counter;
 use telemetry::guest_log::GuestLog;
 
-use super::thread::{Registry, Thread};
-use super::views::Views;
+use super::opened::Terms;
+use super::thread::{Counters, End, Member, Registry, Thread};
+use super::views::{Offer, View, Views};
 use super::windows::Windows;
 use super::{NeighbourError, OpenedNeighbour, lock};
 use crate::vm::ThreadHook;
@@ -41,60 +41,143 @@ pub(super) struct Asked {
     pub release_all: bool,
 }
 
-/// Counts for `causeway inspect`.
-#[derive(Default)]
-pub(super) struct Counters {
-    pub connections: Counter,
-    pub ends: Counter,
-    pub losses: Counter,
-}
-
 /// What the function and its thread share. Locks are taken in the order of the fields.
 pub(super) struct Inner {
-    pub vm: Arc<Vm>,
+    vm: Arc<Vm>,
     /// What this VM's devices see: windows are shown to them, too.
-    pub memory: GuestMemorySpace,
+    memory: GuestMemorySpace,
     config: Mutex<ConfigSpace>,
-    pub msix: Msix,
-    pub device: Arc<Mutex<Device>>,
-    pub views: Mutex<Views>,
-    pub asked: Mutex<Asked>,
+    msix: Msix,
+    device: Arc<Mutex<Device>>,
+    views: Mutex<Views>,
+    asked: Mutex<Asked>,
     /// Wakes the thread.
-    pub wake: OwnedFd,
-    pub counters: Counters,
-    pub log: GuestLog,
+    wake: OwnedFd,
+    counters: Counters,
+    log: GuestLog,
     status: Arc<OwnedFd>,
     beat: Arc<HostMapping>,
     refresh: OnceLock<Box<dyn Fn() + Send + Sync>>,
 }
 
 impl Inner {
-    /// Makes the bus follow what is mapped now.
-    pub(super) fn refresh(&self) {
-        if let Some(refresh) = self.refresh.get() {
-            refresh();
-        }
-    }
-
     /// Tells the guest that a block has changed.
-    pub(super) fn notify(&self) {
+    fn notify(&self) {
         if let Err(error) = self.msix.trigger(0) {
             telemetry::guest_warn!(self.log, device = NAME, %error, "An interrupt can't be sent");
         }
-    }
-
-    /// The driver's count; 0 when there is no driver.
-    pub(super) fn beat(&self) -> u64 {
-        if !lock(&self.device).driver() {
-            return 0;
-        }
-        read_word(&self.beat).max(1)
     }
 
     fn ask(&self, ask: impl FnOnce(&mut Asked)) {
         ask(&mut lock(&self.asked));
         // A counter that is full wakes as well.
         let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
+    }
+}
+
+impl Member for Inner {
+    fn log(&self) -> &GuestLog {
+        &self.log
+    }
+
+    fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    fn wake(&self) -> BorrowedFd<'_> {
+        self.wake.as_fd()
+    }
+
+    fn signals(&self, slots: u32) -> Option<Vec<BorrowedFd<'_>>> {
+        let signal = |peer: u32| self.msix.vector(u16::try_from(peer + 1).ok()?)?.eventfd();
+        (0..slots).map(signal).collect()
+    }
+
+    fn joined(&self, slot: u32) {
+        lock(&self.device).joined(slot);
+    }
+
+    fn views(&self) -> Vec<(u32, u32)> {
+        lock(&self.views).0.iter().map(|(slot, view)| (*slot, view.epoch)).collect()
+    }
+
+    fn map(&self, terms: &Terms, offer: Offer) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+        let slot = offer.slot;
+        let view = View::map(&self.vm, &self.memory, &terms.geometry, offer)?;
+        lock(&self.views).0.insert(slot, view);
+        Ok(())
+    }
+
+    fn show(&self, slot: u32, epoch: u32) -> bool {
+        let mapped = lock(&self.views).0.get(&slot).map(|view| (view.window, view.vm.clone()));
+        let shown = mapped.is_some_and(|(window, name)| lock(&self.device).offer(window, epoch, &name));
+        if shown {
+            self.notify();
+        }
+        shown
+    }
+
+    fn common(&self, slot: u32, slots: u64) {
+        let changed = lock(&self.device).common(slot, slots);
+        if changed {
+            self.notify();
+        }
+    }
+
+    fn gone(&self, slot: u32, epoch: u32, reason: u32) -> End {
+        let (told, driver) = {
+            let mut device = lock(&self.device);
+            (device.gone(slot, epoch, reason), device.driver())
+        };
+        match (told, driver) {
+            (false, _) => End::Unknown,
+            (true, false) => End::Unused,
+            (true, true) => {
+                self.notify();
+                End::Told
+            }
+        }
+    }
+
+    fn unmap(&self, slot: u32, epoch: u32) -> bool {
+        let view = {
+            let mut views = lock(&self.views);
+            match views.0.get(&slot) {
+                Some(view) if view.epoch == epoch => views.0.remove(&slot),
+                _ => None,
+            }
+        };
+        let Some(mut view) = view else { return false };
+        lock(&self.device).forget(slot, epoch);
+        // Segment and doorbell leave the BARs, then the window goes.
+        self.refresh();
+        view.unmap(&self.vm, &self.memory);
+        self.notify();
+        true
+    }
+
+    fn asked(&self) -> Vec<(u32, u32)> {
+        let asked = std::mem::take(&mut *lock(&self.asked));
+        let mut release: Vec<(u32, u32)> = asked.release.into_iter().collect();
+        if asked.release_all {
+            release.extend(self.views());
+        }
+        release
+    }
+
+    /// The driver's count; 0 when there is no driver.
+    fn beat(&self) -> u64 {
+        if !lock(&self.device).driver() {
+            return 0;
+        }
+        read_word(&self.beat).max(1)
+    }
+
+    /// Makes the bus follow what is mapped now.
+    fn refresh(&self) {
+        if let Some(refresh) = self.refresh.get() {
+            refresh();
+        }
     }
 }
 
@@ -166,7 +249,7 @@ impl NeighbourFunction {
             beat,
             refresh: OnceLock::new(),
         });
-        let registry = Registry::join(opened, ram, &inner)?;
+        let registry = Registry::join(opened, ram, &*inner)?;
         Ok(Arc::new(Self { inner, registry: Mutex::new(Some(registry)), thread: OnceLock::new() }))
     }
 
@@ -183,7 +266,7 @@ impl NeighbourFunction {
         let Some(registry) = lock(&self.registry).take() else { return Ok(()) };
         // Set once: the registry was there.
         let _ = self.inner.refresh.set(refresh);
-        let thread = Thread::start(Arc::clone(&self.inner), registry, on_start)
+        let thread = Thread::start(Arc::clone(&self.inner) as Arc<dyn Member>, registry, on_start)
             .map_err(|error| NeighbourError::monitor("start a thread", error))?;
         let _ = self.thread.set(thread);
         Ok(())

@@ -17,18 +17,21 @@
 //! | file | holds |
 //! |---|---|
 //! | `opened` | the connection and the geometry, before there is a machine |
+//! | `network` | in place of the function: a virtio network device whose frames go to neighbours |
 //! | `function` | the PCI function |
 //! | `views` | what is mapped of each peer |
-//! | `thread` | its thread: the registry's messages, the guest's effects, heartbeats |
+//! | `thread` | a member's thread: the registry's messages, the guest's effects, heartbeats |
 //! | `windows` | the bus device under all windows |
 
 mod function;
+mod network;
 mod opened;
 mod thread;
 mod views;
 mod windows;
 
 pub use function::NeighbourFunction;
+pub use network::{OpenedNetwork, RunningNetwork, SYSCALLS as NETWORK_SYSCALLS};
 pub use opened::OpenedNeighbour;
 
 use std::path::PathBuf;

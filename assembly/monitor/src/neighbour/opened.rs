@@ -54,15 +54,9 @@ impl OpenedNeighbour {
     /// # Errors
     /// When it hasn't.
     pub fn check(&self, ram: &RamLayout, physical_bits: u8) -> Result<(), NeighbourError> {
+        self.check_ram(ram)?;
         let geometry = &self.terms.geometry;
-        let windows = |reason| NeighbourError::Windows { base: geometry.base(), end: geometry.end(), reason };
-        let end = ram.ranges().iter().map(|range| range.start + range.size).max().unwrap_or(0);
-        if end > geometry.stride() {
-            return Err(windows(format!(
-                "the VM's RAM ends at {end:#x}, and a window has {:#x} bytes; give the VM less",
-                geometry.stride()
-            )));
-        }
+        let windows = |reason| self.no_room(reason);
         if ram.high_end() > geometry.base() {
             return Err(windows(format!(
                 "RAM and devices reach up to {:#x}; start the daemon with windows that lie higher",
@@ -75,6 +69,26 @@ impl OpenedNeighbour {
             )));
         }
         Ok(())
+    }
+
+    /// Whether RAM has room in a window, wherever that is.
+    ///
+    /// # Errors
+    /// When it hasn't.
+    pub fn check_ram(&self, ram: &RamLayout) -> Result<(), NeighbourError> {
+        let stride = self.terms.geometry.stride();
+        let end = ram.ranges().iter().map(|range| range.start + range.size).max().unwrap_or(0);
+        if end > stride {
+            return Err(self.no_room(format!(
+                "the VM's RAM ends at {end:#x}, and a window has {stride:#x} bytes; give the VM less"
+            )));
+        }
+        Ok(())
+    }
+
+    fn no_room(&self, reason: String) -> NeighbourError {
+        let geometry = &self.terms.geometry;
+        NeighbourError::Windows { base: geometry.base(), end: geometry.end(), reason }
     }
 }
 

@@ -1,4 +1,5 @@
-//! The function's thread: what the registry says, what the guest asks, and heartbeats.
+//! A member's thread: what the registry says, what the member asks, and heartbeats. Who the member is, the PCI function or a network device,
+//! is behind [`Member`].
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -14,11 +15,12 @@ use neighbour::registers::reason;
 use neighbour_protocol::{FromDaemon, FromMonitor, Permitted, Piece, Socket};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
+use telemetry::Counter;
+use telemetry::guest_log::GuestLog;
 
-use super::function::Inner;
 use super::opened::{Terms, connect};
-use super::views::{Offer, View};
-use super::{NeighbourError, OpenedNeighbour, lock};
+use super::views::Offer;
+use super::{NeighbourError, OpenedNeighbour};
 use crate::description::Neighbour;
 use crate::vm::ThreadHook;
 
@@ -29,6 +31,57 @@ const LONGEST_BACKOFF: Duration = Duration::from_secs(2);
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Messages at once, before the guest has its turn.
 const BATCH: usize = 16;
+
+/// What was done about a connection that is over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum End {
+    /// It wasn't known.
+    Unknown,
+    /// Its user was told, and asks for the release later.
+    Told,
+    /// Nobody uses it: it is released now.
+    Unused,
+}
+
+/// The user of a membership.
+pub(super) trait Member: Send + Sync + 'static {
+    /// Where what peers and guests cause is logged.
+    fn log(&self) -> &GuestLog;
+    /// What is counted.
+    fn counters(&self) -> &Counters;
+    /// Readable when [`Member::asked`] may have something; emptied by the thread.
+    fn wake(&self) -> BorrowedFd<'_>;
+    /// An eventfd per slot, which the peer in it signals; `None` when there are none.
+    fn signals(&self, slots: u32) -> Option<Vec<BorrowedFd<'_>>>;
+    /// It is in this slot.
+    fn joined(&self, slot: u32);
+    /// Slots and epochs of what is mapped.
+    fn views(&self) -> Vec<(u32, u32)>;
+    /// Maps a peer. Nothing is mapped after an error.
+    fn map(&self, terms: &Terms, offer: Offer) -> Result<(), Box<dyn std::error::Error + Send + Sync>>;
+    /// Shows the peer that was mapped to the member's user; false when it can't be used now.
+    fn show(&self, slot: u32, epoch: u32) -> bool;
+    /// Whom a peer and this member have in common.
+    fn common(&self, slot: u32, slots: u64);
+    /// A connection is over.
+    fn gone(&self, slot: u32, epoch: u32, reason: u32) -> End;
+    /// Takes away what is mapped of a peer; false when it isn't, or another epoch is.
+    fn unmap(&self, slot: u32, epoch: u32) -> bool;
+    /// What is to be released.
+    fn asked(&self) -> Vec<(u32, u32)>;
+    /// The user's count, 0 when there is no user; called once per heartbeat.
+    fn beat(&self) -> u64;
+    /// Makes others follow what is mapped.
+    fn refresh(&self);
+}
+
+/// Counts for `causeway inspect`.
+#[derive(Default)]
+pub(super) struct Counters {
+    pub connections: Counter,
+    pub ends: Counter,
+    pub losses: Counter,
+}
 
 /// The connection to the registry, and what is needed to make it anew.
 pub(super) struct Registry {
@@ -52,7 +105,7 @@ impl Registry {
     pub(super) fn join(
         opened: OpenedNeighbour,
         ram: &GuestRam,
-        inner: &Inner,
+        inner: &dyn Member,
     ) -> Result<Self, NeighbourError> {
         let OpenedNeighbour { wish, vm, path, socket, terms } = opened;
         let mut files: Vec<Arc<File>> = Vec::new();
@@ -90,7 +143,7 @@ impl Registry {
     }
 
     /// Sends a `Join` and hears the answer.
-    fn enter(&mut self, socket: Socket, slot: Option<u32>, inner: &Inner) -> Result<(), NeighbourError> {
+    fn enter(&mut self, socket: Socket, slot: Option<u32>, inner: &dyn Member) -> Result<(), NeighbourError> {
         let failed = |source: Box<dyn std::error::Error + Send + Sync>| NeighbourError::Registry {
             path: self.path.clone(),
             source,
@@ -105,16 +158,13 @@ impl Registry {
             epoch: self.epoch,
         };
         let mut fds: Vec<BorrowedFd<'_>> = self.files.iter().map(|file| file.as_fd()).collect();
-        for peer in 0..self.terms.geometry.slots() {
-            let vector = u16::try_from(peer + 1).ok().and_then(|vector| inner.msix.vector(vector));
-            let signal = vector.and_then(|vector| vector.eventfd());
-            fds.push(signal.ok_or_else(|| failed("this machine's interrupts don't come by eventfd".into()))?);
-        }
+        let signals = inner.signals(self.terms.geometry.slots());
+        fds.extend(signals.ok_or_else(|| failed("this machine's interrupts don't come by eventfd".into()))?);
         socket.send(&join, &fds).map_err(|error| failed(error.into()))?;
         match socket.wait::<FromDaemon>(PATIENCE).map_err(|error| failed(error.into()))?.0 {
             FromDaemon::Joined { slot } if slot < self.terms.geometry.slots() => {
                 self.slot = slot;
-                lock(&inner.device).joined(slot);
+                inner.joined(slot);
                 self.socket = Some(socket);
                 Ok(())
             }
@@ -126,7 +176,7 @@ impl Registry {
     }
 
     /// Takes what the registry has sent; false when the connection is lost.
-    fn hear(&mut self, inner: &Inner) -> bool {
+    fn hear(&mut self, inner: &dyn Member) -> bool {
         for _ in 0..BATCH {
             let Some(socket) = &self.socket else { return false };
             match socket.receive::<FromDaemon>() {
@@ -134,16 +184,14 @@ impl Registry {
                 Ok(Some((FromDaemon::Connect { slot, epoch, vm, ram, .. }, fds))) => {
                     self.epoch = self.epoch.max(epoch);
                     let offer = Offer { slot, epoch, vm, ram, fds };
-                    if lock(&inner.views).0.contains_key(&slot) {
+                    if inner.views().iter().any(|(mapped, _)| *mapped == slot) {
                         self.pending.insert(slot, offer);
                     } else {
                         self.take_up(offer, inner);
                     }
                 }
                 Ok(Some((FromDaemon::Common { slot, slots }, _))) => {
-                    if lock(&inner.device).common(slot, slots) {
-                        inner.notify();
-                    }
+                    inner.common(slot, slots);
                 }
                 Ok(Some((FromDaemon::Gone { slot, epoch, reason }, _))) => {
                     if self.pending.get(&slot).is_some_and(|offer| offer.epoch == epoch) {
@@ -169,71 +217,46 @@ impl Registry {
         true
     }
 
-    /// Maps a peer and shows it to the guest.
-    fn take_up(&mut self, offer: Offer, inner: &Inner) {
-        let (slot, epoch) = (offer.slot, offer.epoch);
-        let view = match View::map(&inner.vm, &inner.memory, &self.terms.geometry, offer) {
-            Ok(view) => view,
-            Err(error) => {
-                telemetry::guest_warn!(
-                    inner.log,
-                    error = &*error as &dyn std::error::Error,
-                    slot,
-                    "A neighbour can't be mapped; it is let go, and tried again after a while"
-                );
-                return self.say_released(slot, epoch);
-            }
-        };
-        telemetry::guest_info!(
-            inner.log,
-            slot,
-            epoch,
-            vm = view.vm,
-            window = format!("{:#x}", view.window.start()),
-            "Neighbour connected"
-        );
-        let (window, name) = (view.window, view.vm.clone());
-        lock(&inner.views).0.insert(slot, view);
+    /// Maps a peer and shows it to the member's user.
+    fn take_up(&mut self, offer: Offer, inner: &dyn Member) {
+        let (slot, epoch, vm) = (offer.slot, offer.epoch, offer.vm.clone());
+        if let Err(error) = inner.map(&self.terms, offer) {
+            telemetry::guest_warn!(
+                inner.log(),
+                error = &*error as &dyn std::error::Error,
+                slot,
+                "A neighbour can't be mapped; it is let go, and tried again after a while"
+            );
+            return self.say_released(slot, epoch);
+        }
+        telemetry::guest_info!(inner.log(), slot, epoch, vm, "Neighbour connected");
         inner.refresh();
         // Shown when it is there.
-        let shown = lock(&inner.device).offer(window, epoch, &name);
-        if shown {
-            inner.counters.connections.increment();
-            inner.notify();
+        if inner.show(slot, epoch) {
+            inner.counters().connections.increment();
         } else {
             self.release(slot, epoch, inner);
         }
     }
 
     /// A connection is over. Without a driver nobody would release it.
-    fn gone(&mut self, slot: u32, epoch: u32, reason: u32, inner: &Inner) {
-        let (told, driver) = {
-            let mut device = lock(&inner.device);
-            (device.gone(slot, epoch, reason), device.driver())
-        };
-        if !told {
+    fn gone(&mut self, slot: u32, epoch: u32, reason: u32, inner: &dyn Member) {
+        let end = inner.gone(slot, epoch, reason);
+        if end == End::Unknown {
             return;
         }
-        telemetry::guest_info!(inner.log, slot, epoch, reason, "Neighbour gone");
-        inner.counters.ends.increment();
-        if driver { inner.notify() } else { self.release(slot, epoch, inner) }
+        telemetry::guest_info!(inner.log(), slot, epoch, reason, "Neighbour gone");
+        inner.counters().ends.increment();
+        if end == End::Unused {
+            self.release(slot, epoch, inner);
+        }
     }
 
     /// Takes away what is mapped of a peer, and takes up the next offer.
-    fn release(&mut self, slot: u32, epoch: u32, inner: &Inner) {
-        let view = {
-            let mut views = lock(&inner.views);
-            match views.0.get(&slot) {
-                Some(view) if view.epoch == epoch => views.0.remove(&slot),
-                _ => None,
-            }
-        };
-        let Some(mut view) = view else { return };
-        lock(&inner.device).forget(slot, epoch);
-        // Segment and doorbell leave the BARs, then the window goes.
-        inner.refresh();
-        view.unmap(&inner.vm, &inner.memory);
-        inner.notify();
+    fn release(&mut self, slot: u32, epoch: u32, inner: &dyn Member) {
+        if !inner.unmap(slot, epoch) {
+            return;
+        }
         self.say_released(slot, epoch);
         if let Some(offer) = self.pending.remove(&slot) {
             self.take_up(offer, inner);
@@ -256,37 +279,30 @@ impl Registry {
         }
     }
 
-    /// Does what the guest has asked for.
-    fn serve(&mut self, inner: &Inner) {
-        let asked = std::mem::take(&mut *lock(&inner.asked));
-        let mut release = asked.release;
-        if asked.release_all {
-            release.extend(lock(&inner.views).0.iter().map(|(slot, view)| (*slot, view.epoch)));
-        }
-        for (slot, epoch) in release {
+    /// Does what the member's user has asked for.
+    fn serve(&mut self, inner: &dyn Member) {
+        for (slot, epoch) in inner.asked() {
             self.release(slot, epoch, inner);
         }
     }
 
     /// The daemon has gone. What is connected stays so; nobody watches over it.
-    fn lose(&mut self, inner: &Inner) {
-        telemetry::guest_warn!(inner.log, path = %self.path.display(), "The host daemon has gone; neighbours stay connected, and no new ones come until it is back");
+    fn lose(&mut self, inner: &dyn Member) {
+        telemetry::guest_warn!(inner.log(), path = %self.path.display(), "The host daemon has gone; neighbours stay connected, and no new ones come until it is back");
         self.socket = None;
         self.pending.clear();
-        inner.counters.losses.increment();
+        inner.counters().losses.increment();
     }
 
     /// One attempt to get the daemon back. What was connected under the old one ends.
-    fn reconnect(&mut self, inner: &Inner) -> Result<(), NeighbourError> {
+    fn reconnect(&mut self, inner: &dyn Member) -> Result<(), NeighbourError> {
         let (socket, terms) = connect(&self.path)?;
         if terms != self.terms {
             let source = "its windows or rings are others than before; restart the VM to use them".into();
             return Err(NeighbourError::Registry { path: self.path.clone(), source });
         }
         self.enter(socket, Some(self.slot), inner)?;
-        let old: Vec<(u32, u32)> =
-            lock(&inner.views).0.iter().map(|(slot, view)| (*slot, view.epoch)).collect();
-        for (slot, epoch) in old {
+        for (slot, epoch) in inner.views() {
             self.gone(slot, epoch, reason::REGISTRY, inner);
         }
         inner.refresh();
@@ -301,12 +317,16 @@ pub(super) struct Thread {
 }
 
 impl Thread {
-    pub(super) fn start(inner: Arc<Inner>, registry: Registry, on_start: ThreadHook) -> io::Result<Self> {
+    pub(super) fn start(
+        inner: Arc<dyn Member>,
+        registry: Registry,
+        on_start: ThreadHook,
+    ) -> io::Result<Self> {
         let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?);
         let stopped = Arc::clone(&stop);
         let thread = std::thread::Builder::new().name("neighbour0".to_owned()).spawn(move || {
             on_start();
-            run(&inner, registry, stopped.as_fd());
+            run(&*inner, registry, stopped.as_fd());
         })?;
         Ok(Self { stop, thread: Some(thread) })
     }
@@ -326,7 +346,7 @@ impl Drop for Thread {
     }
 }
 
-fn run(inner: &Inner, mut registry: Registry, stop: BorrowedFd<'_>) {
+fn run(inner: &dyn Member, mut registry: Registry, stop: BorrowedFd<'_>) {
     let interval = Duration::from_millis(registry.terms.heartbeat_ms.into());
     let mut due = Instant::now();
     let mut backoff = FIRST_BACKOFF;
@@ -343,7 +363,7 @@ fn run(inner: &Inner, mut registry: Registry, stop: BorrowedFd<'_>) {
             return;
         }
         if woken {
-            let _ = rustix::io::read(&inner.wake, &mut [0; 8]);
+            let _ = rustix::io::read(inner.wake(), &mut [0; 8]);
             registry.serve(inner);
         }
         if heard && !registry.hear(inner) {
@@ -361,13 +381,13 @@ fn run(inner: &Inner, mut registry: Registry, stop: BorrowedFd<'_>) {
         }
         match registry.reconnect(inner) {
             Ok(()) => {
-                telemetry::guest_info!(inner.log, "The host daemon is back; neighbours connect anew");
+                telemetry::guest_info!(inner.log(), "The host daemon is back; neighbours connect anew");
                 due = Instant::now();
             }
             Err(error) => {
                 if backoff == FIRST_BACKOFF || !matches!(error, NeighbourError::Registry { .. }) {
                     telemetry::guest_warn!(
-                        inner.log,
+                        inner.log(),
                         error = &error as &dyn std::error::Error,
                         "The host daemon isn't back yet"
                     );
@@ -380,10 +400,15 @@ fn run(inner: &Inner, mut registry: Registry, stop: BorrowedFd<'_>) {
 }
 
 /// Waits for the end, the guest, the registry, or until something is due.
-fn wait(inner: &Inner, registry: &Registry, stop: BorrowedFd<'_>, due: Instant) -> io::Result<[bool; 3]> {
+fn wait(
+    inner: &dyn Member,
+    registry: &Registry,
+    stop: BorrowedFd<'_>,
+    due: Instant,
+) -> io::Result<[bool; 3]> {
     let mut fds = vec![
         PollFd::from_borrowed_fd(stop, PollFlags::IN),
-        PollFd::from_borrowed_fd(inner.wake.as_fd(), PollFlags::IN),
+        PollFd::from_borrowed_fd(inner.wake(), PollFlags::IN),
     ];
     if let Some(socket) = &registry.socket {
         fds.push(PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::IN));

@@ -6,14 +6,15 @@ use crate::description::{NetBackend, VmDescription};
 
 /// Worker threads of the VM's virtio devices: one list per module that runs in them.
 pub(super) fn workers(vm: &VmDescription) -> Vec<&'static [i64]> {
-    let tap = vm.net.iter().any(|net| net.backend != NetBackend::User);
+    let tap = vm.net.iter().any(|net| matches!(net.backend, NetBackend::Tap(_) | NetBackend::Fd(_)));
     let user = has_passt(vm);
-    let lists: [(bool, &'static [i64]); 8] = [
+    let lists: [(bool, &'static [i64]); 9] = [
         (true, worker::SYSCALLS),
         (!vm.disks.is_empty(), block::SYSCALLS),
         (!vm.net.is_empty(), net::worker::SYSCALLS),
         (tap, net::tap::SYSCALLS),
         (user, net::passt::SYSCALLS),
+        (has_neighbours_network(vm), crate::neighbour::NETWORK_SYSCALLS),
         (vm.rng, rng::SYSCALLS),
         (vm.vsock.is_some(), vsock::SYSCALLS),
         (!vm.nics.is_empty(), crate::nic::SYSCALLS),
@@ -34,6 +35,10 @@ pub(super) const VCPUS: &[i64] = platform_devices::console::VCPU_SYSCALLS;
 pub(super) fn end(vm: &VmDescription) -> Vec<&'static [i64]> {
     let lists = [(has_passt(vm), net::passt::END_SYSCALLS), (!vm.nics.is_empty(), crate::nic::END_SYSCALLS)];
     lists.into_iter().filter(|(present, _)| *present).map(|(_, list)| list).collect()
+}
+
+fn has_neighbours_network(vm: &VmDescription) -> bool {
+    vm.net.iter().any(|net| net.backend == NetBackend::Neighbours)
 }
 
 /// Whether the VM has a passt process, which is outside the sandbox and is ended by us.

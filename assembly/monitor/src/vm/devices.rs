@@ -34,7 +34,7 @@ use crate::description::{self, DiskFormat, NetBackend, VmDescription};
 use crate::migration::error::line;
 use crate::migration::shape::ShapeDevice;
 use crate::migration::state::SavedDevices;
-use crate::neighbour::{NeighbourFunction, OpenedNeighbour};
+use crate::neighbour::{NeighbourFunction, OpenedNeighbour, OpenedNetwork, RunningNetwork};
 use crate::nic::OpenedNic;
 use crate::sandbox::{Sandbox, ThreadKind};
 use crate::vfio_user::{Arriving, VfioUserFunction};
@@ -46,6 +46,7 @@ pub struct OpenedDevices {
     nics: Vec<OpenedNic>,
     served: Vec<OpenedSlot>,
     neighbour: Option<OpenedNeighbour>,
+    network: Option<OpenedNetwork>,
     sink: EventSink,
     events: Events,
 }
@@ -73,8 +74,23 @@ impl OpenedDevices {
         for (index, disk) in description.disks.iter().enumerate() {
             virtio.push(Box::new(open_disk(&format!("disk{index}"), disk, claim)?));
         }
+        let neighbour = description.neighbour.as_ref();
+        let mut neighbour =
+            neighbour.map(|wish| OpenedNeighbour::open(&description.name, wish)).transpose()?;
+        let mut network = None;
         for (index, interface) in description.net.iter().enumerate() {
-            virtio.push(Box::new(open_net(&format!("net{index}"), interface)?));
+            let name = format!("net{index}");
+            // The neighbourhood is that device's then, and the guest has no function.
+            let to_neighbours = interface.backend == NetBackend::Neighbours;
+            match neighbour.take_if(|_| to_neighbours) {
+                Some(opened) => {
+                    let mac = net::MacAddress(interface.mac.octets());
+                    let (membership, device) = OpenedNetwork::new(opened, name, mac, interface.mtu)?;
+                    network = Some(membership);
+                    virtio.push(Box::new(device));
+                }
+                None => virtio.push(Box::new(open_net(&name, interface)?)),
+            }
         }
         if description.rng {
             virtio.push(Box::new(Rng::new("rng0")));
@@ -87,9 +103,16 @@ impl OpenedDevices {
         let open_nic = |nic| OpenedNic::open(nic).map_err(|error| Error::device(&nic.name, error));
         let nics = description.nics.iter().map(open_nic).collect::<Result<Vec<_>, _>>()?;
         let served = served::open(description, !claim)?;
-        let neighbour = description.neighbour.as_ref();
-        let neighbour = neighbour.map(|wish| OpenedNeighbour::open(&description.name, wish)).transpose()?;
-        Ok(Self { console: Some(console), virtio, nics, served, neighbour, sink, events: events.clone() })
+        Ok(Self {
+            console: Some(console),
+            virtio,
+            nics,
+            served,
+            neighbour,
+            network,
+            sink,
+            events: events.clone(),
+        })
     }
 
     /// Whether firmware should describe a console.
@@ -115,6 +138,11 @@ impl OpenedDevices {
     /// The registry of neighbours, if the VM has some.
     pub fn neighbour(&self) -> Option<&OpenedNeighbour> {
         self.neighbour.as_ref()
+    }
+
+    /// The membership of a network device, if the VM has that.
+    pub fn network(&self) -> Option<&OpenedNetwork> {
+        self.network.as_ref()
     }
 
     /// Connects everything to a machine: at power-on state, or where saved devices were.
@@ -234,6 +262,7 @@ impl OpenedDevices {
             });
             function.start(refresh, Arc::clone(&watcher))?;
         }
+        let network = self.network.map(|opened| opened.join(ram, Arc::clone(&watcher))).transpose()?;
         match saved {
             None => root.assign_bars()?,
             Some(_) => root.place_all(),
@@ -242,7 +271,7 @@ impl OpenedDevices {
         let ports_of_root = Arc::new(ConfigPorts(Arc::clone(&root)));
         let reset_control = Arc::new(ResetControl::new(ports_of_root, Arc::clone(&self.sink)));
         ports.insert(CONFIG_PORTS_START.into(), CONFIG_PORTS_LEN.into(), "pci-config", reset_control)?;
-        Ok((Devices { serial, power, virtio, served }, root))
+        Ok((Devices { serial, power, virtio, served, _network: network }, root))
     }
 }
 
@@ -256,6 +285,8 @@ pub struct Devices {
     pub virtio: Vec<Arc<VirtioPciFunction>>,
     /// Functions that other processes serve.
     pub served: Vec<Arc<VfioUserFunction>>,
+    /// The VM is a neighbour while this is there.
+    _network: Option<RunningNetwork>,
 }
 
 impl Devices {
@@ -315,6 +346,10 @@ fn open_net(name: &str, interface: &description::Net) -> Result<Net, Error> {
                 net::Backend::TapFd(vec![fd])
             }
             NetBackend::User => net::Backend::User,
+            NetBackend::Neighbours => {
+                let reason = "it has no neighbourhood; this is a bug";
+                return Err(Error::device(name, std::io::Error::other(reason)));
+            }
         },
         mac: Some(net::MacAddress(interface.mac.octets())),
         queue_pairs: interface.queues,

@@ -117,6 +117,9 @@ impl Chassis {
             neighbour.check(ram.layout(), physical_bits)?;
             boot::end_pci_below(&mut map, neighbour.geometry().base());
         }
+        if let Some(network) = devices.network() {
+            network.check(ram.layout())?;
+        }
         let node = |node| u32::try_from(node).unwrap_or(u32::MAX);
         let windows = std::iter::once(map.pci.memory32).chain(map.pci.memory64);
         let shape = Shape {

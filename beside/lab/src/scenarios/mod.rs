@@ -21,6 +21,8 @@ mod neighbours_faults;
 mod neighbours_member;
 mod neighbours_selftest;
 mod neighbours_table;
+mod neighbours_tools;
+mod neighbours_virtio;
 mod net;
 mod rdma_boot;
 mod rdma_exits;
@@ -52,6 +54,7 @@ pub const ALL: &[Scenario] = &[
     neighbours_appliance::SCENARIO,
     neighbours_faults::SCENARIO,
     neighbours_selftest::SCENARIO,
+    neighbours_virtio::SCENARIO,
     rdma_boot::SCENARIO,
     rdma_tools::SCENARIO,
     rdma_pyverbs::SCENARIO,

@@ -6,7 +6,7 @@
 //!            10.81.0.1 mm0 ─────── windows and rings, causeway host ─────── mm0 10.81.0.2
 //! ```
 
-use crate::channel::{Output, Session};
+use crate::channel::Session;
 use crate::guest::{Guest, GuestSpec, Vmm};
 use crate::guest_channel;
 use crate::host::Host;
@@ -21,6 +21,9 @@ use crate::scenarios::neighbours_disk::{self, FILES};
 use crate::scenarios::neighbours_end::{end_daemon, kernel_is_content};
 use crate::scenarios::neighbours_member::{Counts, Member, counter};
 use crate::scenarios::neighbours_table;
+use crate::scenarios::neighbours_tools::{
+    Found, MIB, NAMES, Net, PATIENCE, number, requests, throughput, transfer,
+};
 use crate::topology::{HostSpec, Topology};
 use crate::{progress, recipe};
 use anyhow::{Context, Result, bail};
@@ -42,41 +45,6 @@ const MEMORY_MIB: u32 = 640;
 const PATIENCE_MS: u64 = 10_000;
 /// On a machine that others keep busy a boot takes minutes.
 const BOOT: Duration = Duration::from_secs(900);
-const PATIENCE: Duration = Duration::from_secs(480);
-/// MiB of each transfer whose checksum is taken.
-const MIB: u64 = 32;
-/// Bytes of a request, and of its response.
-const REQUEST: u64 = 64;
-/// The guests.
-const NAMES: [&str; 2] = ["a", "b"];
-
-/// How a guest is reached.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Net {
-    Mmnet,
-    Virtio,
-}
-
-impl Net {
-    fn name(self) -> &'static str {
-        match self {
-            Net::Mmnet => "mmnet",
-            Net::Virtio => "virtio",
-        }
-    }
-
-    fn address(self, number: usize) -> String {
-        match self {
-            Net::Mmnet => format!("10.81.0.{number}"),
-            Net::Virtio => format!("10.79.0.{number}"),
-        }
-    }
-}
-
-/// The number of a guest, from 1 on: the last part of its addresses.
-fn number(of: &Member<'_>) -> usize {
-    if of.name == NAMES[0] { 1 } else { 2 }
-}
 
 /// Loads the modules and waits for the peer.
 fn load(number: usize) -> String {
@@ -158,11 +126,6 @@ impl<'a> Pair<'a> {
         Ok(Pair { a, b, host, kernel, daemon })
     }
 
-    /// Exits of both guests, of any kind.
-    fn exits(&self) -> Result<u64> {
-        Ok(self.a.exits()? + self.b.exits()?)
-    }
-
     fn load(&self) -> Result<()> {
         // Each waits for the other.
         let first = self.a.start(&load(1))?;
@@ -179,42 +142,14 @@ impl<'a> Pair<'a> {
         }
         self.b.sh("ping -q -c 3 -w 30 -s 9000 10.81.0.1").map(drop)
     }
-
-    /// Random bytes from one guest to the other, whose checksums must agree.
-    fn transfer(&self, net: Net, from: &Member<'_>, to: &Member<'_>) -> Result<()> {
-        let server = "socat -u TCP-LISTEN:7001,reuseaddr - | sha256sum | sed 's/^/SUM /'";
-        let client = format!(
-            "head -c {bytes} /dev/urandom > /tmp/w && echo SUM $(sha256sum < /tmp/w) && socat -u FILE:/tmp/w TCP:{address}:7001; s=$?; rm /tmp/w; exit $s",
-            bytes = MIB << 20,
-            address = net.address(number(to))
-        );
-        let (got, sent) = rdma::both((to, from), server, true, &listens(7001), &client, PATIENCE)?;
-        let sum = |o: &Output| -> Result<String> {
-            let line = o.stdout.lines().find_map(|l| l.strip_prefix("SUM ")?.split_whitespace().next());
-            line.map(str::to_owned).with_context(|| format!("no checksum: {:?} {:?}", o.stdout, o.stderr))
-        };
-        let (got, sent) = (sum(&got)?, sum(&sent)?);
-        if got != sent {
-            bail!("{MIB} MiB over {} arrived changed: {sent} became {got}", net.name());
-        }
-        Ok(())
-    }
 }
-
-/// Whether somebody listens on a TCP port.
-fn listens(port: u16) -> String {
-    format!("ss -Hltn sport = :{port} | grep -q .")
-}
-
-/// What a part of the scenario found, for the figures.
-type Found = Result<Value>;
 
 /// Bulk data both ways over mmnet, and what of it was copied in the kernel.
 fn bulk(pair: &Pair<'_>) -> Found {
     let mut found = Map::new();
     for (from, to) in [(&pair.a, &pair.b), (&pair.b, &pair.a)] {
         let before = to.statistics("mm0")?;
-        pair.transfer(Net::Mmnet, from, to)?;
+        transfer(Net::Mmnet, from, to)?;
         let after = to.statistics("mm0")?;
         let moved = |name: &str| Ok::<_, anyhow::Error>(counter(&after, name)? - counter(&before, name)?);
         let (by_reference, copied) = (moved("rx_bytes_by_reference")?, moved("rx_bytes_copied")?);
@@ -233,78 +168,6 @@ fn bulk(pair: &Pair<'_>) -> Found {
     Ok(found.into())
 }
 
-/// iperf3 both ways over both networks, and exits per MiB.
-fn throughput(pair: &Pair<'_>, seconds: u64) -> Found {
-    let mut found = Map::new();
-    for net in [Net::Mmnet, Net::Virtio] {
-        for (direction, reverse) in [("a_to_b", ""), ("b_to_a", "-R")] {
-            let client = format!("iperf3 -J -t {seconds} {reverse} -c {}", net.address(2));
-            let before = pair.exits()?;
-            let (_, client) = rdma::both(
-                (&pair.b, &pair.a),
-                "iperf3 -s -1 > /dev/null",
-                true,
-                &listens(5201),
-                &client,
-                PATIENCE,
-            )?;
-            let exits = pair.exits()? - before;
-            let bytes = iperf_bytes(&client.stdout)
-                .with_context(|| format!("iperf3 ended with {}: {}", client.code, client.stderr))?;
-            let mib = bytes as f64 / f64::from(1 << 20);
-            let line = json!({"mib": mib, "mbits": bytes as f64 * 8e-6 / seconds as f64, "exits": exits, "exits_per_mib": exits as f64 / mib});
-            progress!("  {} {direction}: {line}", net.name());
-            found.insert(format!("{}_{direction}", net.name()), line);
-        }
-    }
-    Ok(found.into())
-}
-
-/// Bytes received, of iperf3's JSON.
-fn iperf_bytes(text: &str) -> Result<u64> {
-    let tree: Value = serde_json::from_str(text).context("iperf3 printed no JSON")?;
-    let bytes = tree["end"]["sum_received"]["bytes"].as_u64().filter(|b| *b > 0);
-    bytes.with_context(|| format!("iperf3 received nothing: {}", tree["error"]))
-}
-
-/// Requests and responses of 64 bytes by fio's network engine, and exits per transaction.
-fn requests(pair: &Pair<'_>, count: u64) -> Found {
-    let mut found = Map::new();
-    for net in [Net::Mmnet, Net::Virtio] {
-        let fio = |more: &str| {
-            format!(
-                "fio --eta=never --name=rr --ioengine=net --protocol=tcp --nodelay=1 --pingpong=1 --port=8888 --bs={REQUEST} --size={} --thread \
-                 --output-format=json {more}",
-                REQUEST * count
-            )
-        };
-        let client = fio(&format!("--rw=write --hostname={}", net.address(2)));
-        let before = pair.exits()?;
-        let server = fio("--rw=read --listen");
-        let (_, client) = rdma::both((&pair.b, &pair.a), &server, true, &listens(8888), &client, PATIENCE)?;
-        let exits = pair.exits()? - before;
-        let (done, micros) = fio_transactions(&client.stdout)
-            .with_context(|| format!("fio ended with {}: {}", client.code, client.stderr))?;
-        if done < count {
-            bail!("{done} of {count} transactions over {} were done", net.name());
-        }
-        let line = json!({"transactions": done, "exits": exits, "exits_per_transaction": exits as f64 / done as f64, "microseconds": micros});
-        progress!("  {}: {line}", net.name());
-        found.insert(net.name().into(), line);
-    }
-    Ok(found.into())
-}
-
-/// Writes that fio did, and what one took with its answer, in µs.
-fn fio_transactions(text: &str) -> Result<(u64, f64)> {
-    let start = text.find('{').context("fio printed no JSON")?;
-    let tree: Value = serde_json::from_str(&text[start..]).context("fio's JSON can't be read")?;
-    let write = &tree["jobs"][0]["write"];
-    let done = write["total_ios"].as_u64().context("fio's JSON has no total_ios")?;
-    let runtime = write["runtime"].as_f64().context("fio's JSON has no runtime")?;
-    Ok((done, runtime * 1000.0 / done.max(1) as f64))
-}
-
 /// A reader that doesn't read keeps its frames; everybody else goes on, and the sender gets the rest of its memory back.
 fn slow_reader(pair: &Pair<'_>) -> Found {
     let reader =
@@ -317,7 +180,7 @@ fn slow_reader(pair: &Pair<'_>) -> Found {
     let sender = pair.a.start(&script)?;
     sender.wait_for("SENDS", 0, Duration::from_secs(60));
     pair.ping()?;
-    pair.transfer(Net::Mmnet, &pair.a, &pair.b)?;
+    transfer(Net::Mmnet, &pair.a, &pair.b)?;
     let out = |s: &Counts| -> Result<u64> {
         Ok(counter(s, "tx_frames")? - counter(s, "tx_returned")? - counter(s, "tx_lost")?)
     };
@@ -352,7 +215,7 @@ fn reload(pair: &Pair<'_>) -> Found {
         traffic.wait(Duration::from_secs(60))?;
         pair.ping()?;
     }
-    pair.transfer(Net::Mmnet, &pair.a, &pair.b)?;
+    transfer(Net::Mmnet, &pair.a, &pair.b)?;
     Ok(json!({"reloads": 2}))
 }
 
@@ -397,7 +260,7 @@ fn kill<'a>(pair: &mut Pair<'a>, options: &Options) -> Found {
     up(&pair.b)?;
     pair.b.sh(&load(2))?;
     pair.ping()?;
-    pair.transfer(Net::Mmnet, &pair.b, &pair.a)?;
+    transfer(Net::Mmnet, &pair.b, &pair.a)?;
     Ok(json!({"seconds_until_seen_at_most": to - from, "seconds_to_kill": killed.as_secs_f64()}))
 }
 
@@ -442,8 +305,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     };
     part(&mut pair, "ping", &|p| p.ping().map(|()| json!({})))?;
     part(&mut pair, "bulk", &|p| bulk(p))?;
-    part(&mut pair, "throughput", &|p| throughput(p, seconds))?;
-    part(&mut pair, "requests", &|p| requests(p, count))?;
+    part(&mut pair, "throughput", &|p| throughput((&p.a, &p.b), [Net::Mmnet, Net::Virtio], seconds))?;
+    part(&mut pair, "requests", &|p| requests((&p.a, &p.b), [Net::Mmnet, Net::Virtio], count))?;
     part(&mut pair, "disk", &|p| {
         neighbours_disk::compare(&p.a, &p.b, [&Net::Virtio.address(2), &Net::Mmnet.address(2)], seconds)
     })?;
@@ -472,18 +335,4 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         m.guest.ended(Duration::from_secs(60))?;
     }
     end_daemon(&pair.daemon)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn tools_are_read() {
-        assert_eq!(iperf_bytes(r#"{"end":{"sum_received":{"bytes":42}}}"#).unwrap(), 42);
-        assert!(iperf_bytes(r#"{"error":"unable to connect","end":{}}"#).is_err());
-        let text = "x\n{\"jobs\":[{\"write\":{\"total_ios\":1000,\"runtime\":50}}]}";
-        assert_eq!(fio_transactions(text).unwrap(), (1000, 50.0));
-        assert!(fio_transactions("{}").is_err());
-    }
 }

@@ -16,6 +16,15 @@ pub struct Received {
     pub length: usize,
 }
 
+/// What became of a frame that was sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sent {
+    /// It was passed on or copied: its buffers are the guest's again.
+    Passed,
+    /// Its buffers are still read; [`NetChannel::returned`] says this number when they no longer are.
+    Lent(u32),
+}
+
 /// A back end as a whole. Called from the device's thread 0 and the transport's threads.
 pub trait NetBackend: Send + Sync {
     /// One line for displays, for example `tap tap0`.
@@ -42,9 +51,27 @@ pub trait NetChannel: Send {
     /// Takes the next frame. `WouldBlock` when there is none, `UnexpectedEof` when the other side has gone.
     fn receive(&mut self, sink: &mut FrameSink<'_>) -> io::Result<Received>;
     /// Sends a frame whose header was sanitised. `WouldBlock`: nothing was taken, try again when writable.
-    fn send(&mut self, header: &VnetHeader, frame: &FrameSource<'_>) -> io::Result<()>;
+    fn send(&mut self, header: &VnetHeader, frame: &FrameSource<'_>) -> io::Result<Sent>;
     /// Sends the rest of a frame that was taken but not yet passed on whole. `WouldBlock`: there still is one.
     fn flush(&mut self) -> io::Result<()>;
+    /// Whether [`NetChannel::fd`] is an event that says that anything may have changed: frames, room, frames that came back. It is
+    /// always waited for then, and emptied by [`NetChannel::drain`] before the channel is looked at.
+    fn is_event(&self) -> bool {
+        false
+    }
+    /// Empties the event.
+    fn drain(&mut self) {}
+    /// Bytes of the frame that [`NetChannel::receive`] gives next, as far as that is known beforehand.
+    fn waiting(&mut self) -> Option<usize> {
+        None
+    }
+    /// A lent frame that has come back. Each is said once.
+    fn returned(&mut self) -> Option<u32> {
+        None
+    }
+    /// The device stops: waits a moment for lent frames, and takes back those that don't come. After it, [`NetChannel::returned`] says all
+    /// that were lent.
+    fn recall(&mut self) {}
 }
 
 /// A channel that carries the 12-byte header in front of each frame and keeps message boundaries: a tap
@@ -80,12 +107,12 @@ impl NetChannel for PacketChannel {
         Ok(Received { header: VnetHeader::parse(&header), length })
     }
 
-    fn send(&mut self, header: &VnetHeader, frame: &FrameSource<'_>) -> io::Result<()> {
+    fn send(&mut self, header: &VnetHeader, frame: &FrameSource<'_>) -> io::Result<Sent> {
         let sent = frame.write_to(self.fd.as_fd(), &header.to_bytes())?;
         if sent < HEADER_LEN + frame.length() {
             return Err(io::ErrorKind::WriteZero.into());
         }
-        Ok(())
+        Ok(Sent::Passed)
     }
 
     fn flush(&mut self) -> io::Result<()> {

@@ -6,7 +6,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-use crate::queue::GuestIoVecs;
+use crate::queue::{GuestIoVecs, Segment};
 
 /// Most entries of one vectored call (`UIO_MAXIOV`).
 const IOVECS_MAX: usize = 1024;
@@ -105,6 +105,92 @@ impl<'a> FrameSink<'a> {
         true
     }
 
+    /// Copies a frame from memory that others may write meanwhile; false when it doesn't fit (then nothing is written).
+    ///
+    /// # Safety
+    /// Each part is an address with as many bytes that may be read while this is called, and none is in the guest memory of this sink.
+    pub unsafe fn gather(&mut self, parts: &[(*const u8, usize)]) -> bool {
+        if parts.iter().map(|(_, len)| *len).sum::<usize>() > self.capacity() {
+            return false;
+        }
+        let mut places = self.vecs[1..].iter();
+        let (mut to, mut room) = (std::ptr::null_mut::<u8>(), 0);
+        for (from, len) in parts {
+            let (mut from, mut len) = (*from, *len);
+            while len > 0 {
+                if room == 0 {
+                    let Some(place) = places.next() else { return false };
+                    (to, room) = (place.iov_base.cast(), place.iov_len);
+                    continue;
+                }
+                let now = len.min(room);
+                // SAFETY: `now` bytes may be read by the caller's word, and written as the entry is lent to `self`; both pointers stay in
+                // or at the end of their memory.
+                unsafe {
+                    std::ptr::copy_nonoverlapping(from, to, now);
+                    (from, to) = (from.add(now), to.add(now));
+                }
+                (len, room) = (len - now, room - now);
+            }
+        }
+        true
+    }
+
+    /// Makes the checksum that a sender left open: the Internet checksum (RFC 1071) of the `length - start` bytes from `start` on goes to
+    /// `start + offset`, where the sender has put that of the pseudo-header. False when that isn't in a frame of `length` bytes.
+    pub fn finish_checksum(&mut self, length: usize, start: usize, offset: usize) -> bool {
+        let Some(place) =
+            start.checked_add(offset).filter(|at| at.checked_add(2).is_some_and(|end| end <= length))
+        else {
+            return false;
+        };
+        let mut sum = 0_u64;
+        self.walk(start, length, |at, byte| {
+            sum += u64::from(*byte) << if (at - start).is_multiple_of(2) { 8 } else { 0 };
+        });
+        while sum > 0xffff {
+            sum = (sum & 0xffff) + (sum >> 16);
+        }
+        let sum = u16::try_from(sum).unwrap_or(0);
+        // All ones means the same, and zero that there is none (UDP).
+        let check = if sum == 0xffff { 0xffff } else { !sum };
+        let mut bytes = check.to_be_bytes().into_iter();
+        self.walk(place, place + 2, |_, byte| {
+            if let Some(value) = bytes.next() {
+                *byte = value;
+            }
+        });
+        true
+    }
+
+    /// Copies the first bytes of what was put here.
+    pub fn copy_head(&mut self, out: &mut [u8]) {
+        self.walk(0, out.len(), |at, byte| out[at] = *byte);
+    }
+
+    /// Visits the frame's bytes from `start` to before `end`, by their number.
+    fn walk(&mut self, start: usize, end: usize, mut visit: impl FnMut(usize, &mut u8)) {
+        let mut at = 0;
+        for vec in &self.vecs[1..] {
+            let from = start.clamp(at, at + vec.iov_len);
+            let to = end.clamp(at, at + vec.iov_len);
+            for number in from..to {
+                // SAFETY: `number` lies in this entry, which is valid for reads and writes; the guest may write the byte meanwhile, so it is
+                // read once, and written once if it was changed.
+                unsafe {
+                    let place = vec.iov_base.cast::<u8>().add(number - at);
+                    let before = place.read_volatile();
+                    let mut byte = before;
+                    visit(number, &mut byte);
+                    if byte != before {
+                        place.write_volatile(byte);
+                    }
+                }
+            }
+            at += vec.iov_len;
+        }
+    }
+
     /// The allocation, to use again.
     pub fn into_storage(mut self) -> Storage {
         self.vecs.clear();
@@ -115,13 +201,38 @@ impl<'a> FrameSink<'a> {
 /// A frame of the guest's, in guest memory.
 pub struct FrameSource<'a> {
     frame: &'a GuestIoVecs,
+    segments: &'a [Segment],
     length: usize,
 }
 
 impl<'a> FrameSource<'a> {
-    /// The bytes of `frame`; `None` when they have too many pieces for one call.
-    pub fn new(frame: &'a GuestIoVecs) -> Option<Self> {
-        (frame.as_slice().len() < IOVECS_MAX).then(|| Self { frame, length: frame.total() })
+    /// The bytes of `frame`, which are those of `segments`; `None` when they have too many pieces for one call.
+    pub fn new(frame: &'a GuestIoVecs, segments: &'a [Segment]) -> Option<Self> {
+        (frame.as_slice().len() < IOVECS_MAX).then(|| Self { frame, segments, length: frame.total() })
+    }
+
+    /// Where in the guest's memory it lies.
+    pub fn segments(&self) -> &[Segment] {
+        self.segments
+    }
+
+    /// Copies its first bytes; returns how many there were.
+    pub fn copy_head(&self, out: &mut [u8]) -> usize {
+        let mut done = 0;
+        for vec in self.frame.as_slice() {
+            let now = vec.iov_len.min(out.len() - done);
+            // SAFETY: `now` bytes lie inside the entry's guest memory, and `out` has room for them. The guest may write meanwhile:
+            // the bytes are then any bytes, which a frame may be.
+            unsafe {
+                std::ptr::copy_nonoverlapping(
+                    vec.iov_base.cast::<u8>().cast_const(),
+                    out[done..].as_mut_ptr(),
+                    now,
+                );
+            }
+            done += now;
+        }
+        done
     }
 
     /// Bytes of the frame.

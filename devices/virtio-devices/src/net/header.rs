@@ -13,13 +13,19 @@ pub const FRAME_MIN: usize = 14;
 /// Longest frame: 64 KiB of segmentation-offloaded payload and headers behind an Ethernet header with one tag.
 pub const FRAME_MAX: usize = 65_535 + 14 + 4;
 
+/// Feature: the guest may leave checksums of frames that it sends to be made.
+pub const FEATURE_CSUM: u64 = 1 << b::VIRTIO_NET_F_CSUM;
+/// Feature: it takes frames whose checksum isn't made.
+pub const FEATURE_GUEST_CSUM: u64 = 1 << b::VIRTIO_NET_F_GUEST_CSUM;
+
 /// The header's fields are bytes, the bindings' constants aren't.
 const fn byte(constant: u32) -> u8 {
     assert!(constant < 256, "the field is a byte");
     constant.to_le_bytes()[0]
 }
 
-const NEEDS_CSUM: u8 = byte(b::VIRTIO_NET_HDR_F_NEEDS_CSUM);
+/// Flag: the checksum is still to be made.
+pub const NEEDS_CSUM: u8 = byte(b::VIRTIO_NET_HDR_F_NEEDS_CSUM);
 const DATA_VALID: u8 = byte(b::VIRTIO_NET_HDR_F_DATA_VALID);
 const GSO_NONE: u8 = byte(b::VIRTIO_NET_HDR_GSO_NONE);
 const GSO_TCPV4: u8 = byte(b::VIRTIO_NET_HDR_GSO_TCPV4);

@@ -17,7 +17,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, OFlags, SealFlags};
 use rustix::net::{AddressFamily, RecvFlags, Shutdown, SocketFlags, SocketType};
 
-use super::backend::{NetBackend, NetChannel, Received};
+use super::backend::{NetBackend, NetChannel, Received, Sent};
 use super::error::NetError;
 use super::frame::{FrameSink, FrameSource};
 use super::header::{FRAME_MAX, FRAME_MIN, VnetHeader};
@@ -333,7 +333,7 @@ impl NetChannel for StreamChannel {
         }
     }
 
-    fn send(&mut self, _header: &VnetHeader, frame: &FrameSource<'_>) -> io::Result<()> {
+    fn send(&mut self, _header: &VnetHeader, frame: &FrameSource<'_>) -> io::Result<Sent> {
         self.flush()?;
         let length = u32::try_from(frame.length()).map_err(|_| io::ErrorKind::InvalidInput)?;
         let prefix = length.to_be_bytes();
@@ -344,7 +344,7 @@ impl NetChannel for StreamChannel {
             self.pending.extend_from_slice(&prefix[sent.min(PREFIX)..]);
             frame.copy_to(sent.saturating_sub(PREFIX), &mut self.pending);
         }
-        Ok(())
+        Ok(Sent::Passed)
     }
 
     fn flush(&mut self) -> io::Result<()> {
@@ -423,8 +423,8 @@ mod tests {
         while received < 20 {
             while sent < 20 {
                 let vecs = GuestIoVecs::new(&memory, &segments).unwrap();
-                match channel.send(&VnetHeader::default(), &FrameSource::new(&vecs).unwrap()) {
-                    Ok(()) => sent += 1,
+                match channel.send(&VnetHeader::default(), &FrameSource::new(&vecs, &[]).unwrap()) {
+                    Ok(_) => sent += 1,
                     Err(error) => {
                         assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
                         break;

@@ -1,7 +1,7 @@
 //! One queue pair without its thread: moves frames between two rings and a channel. The thread calls it
 //! when something happens; tests and the fuzz target `net_frame` call it directly.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use machine::memory::{GuestAddressSpace, GuestMemory, GuestMemorySpace};
 use telemetry::guest_log::GuestLog;
 use virtio_bindings::virtio_net as b;
 
-use super::backend::{NetChannel, Received};
+use super::backend::{NetChannel, Received, Sent};
 use super::counters::Counters;
 use super::frame::{FrameSink, FrameSource, Storage};
 use super::header::{FRAME_MAX, FRAME_MIN, HEADER_LEN, VnetHeader, has};
@@ -83,6 +83,8 @@ pub struct QueuePair {
     waiting: Option<Waiting>,
     spill: Box<[u8]>,
     storage: Storage,
+    /// Transmit chains whose buffers the back end still reads, by the channel's number.
+    lent: BTreeMap<u32, u16>,
     lost: bool,
 }
 
@@ -110,6 +112,7 @@ impl QueuePair {
             waiting: None,
             spill: vec![0; FRAME_MAX].into_boxed_slice(),
             storage: Storage::default(),
+            lent: BTreeMap::new(),
             lost: false,
         }
     }
@@ -144,6 +147,40 @@ impl QueuePair {
         self.lose(&io::ErrorKind::UnexpectedEof.into());
     }
 
+    /// Empties the channel's event.
+    pub fn drain_channel(&mut self) {
+        self.channel.drain();
+    }
+
+    /// Whether the back end still reads frames of the guest's.
+    pub fn has_lent(&self) -> bool {
+        !self.lent.is_empty()
+    }
+
+    /// Takes back what is lent, before the queue stops.
+    pub fn recall(&mut self) -> Result<(), GuestError> {
+        self.channel.recall();
+        let memory = self.memory.memory().into_inner();
+        self.take_returned(&memory)?;
+        // A channel that doesn't say so has no claim on them any more.
+        while let Some((_, head)) = self.lent.pop_first() {
+            self.transmit.complete(&memory, head, 0)?;
+        }
+        Ok(())
+    }
+
+    /// Completes what has come back; whether anything had.
+    fn take_returned(&mut self, memory: &Arc<GuestMemory>) -> Result<bool, GuestError> {
+        let mut any = false;
+        while let Some(number) = self.channel.returned() {
+            if let Some(head) = self.lent.remove(&number) {
+                self.transmit.complete(memory, head, 0)?;
+                any = true;
+            }
+        }
+        Ok(any)
+    }
+
     /// Whether the back end is gone.
     pub fn is_lost(&self) -> bool {
         self.lost
@@ -172,7 +209,13 @@ impl QueuePair {
     }
 
     /// Bytes that buffers are gathered for before a frame is read: the longest frame that the guest lets come.
-    fn wanted(&self) -> usize {
+    fn wanted(&mut self) -> usize {
+        if !self.mergeable() {
+            return 1;
+        }
+        if let Some(length) = self.channel.waiting() {
+            return HEADER_LEN + length;
+        }
         let long = [
             b::VIRTIO_NET_F_GUEST_TSO4,
             b::VIRTIO_NET_F_GUEST_TSO6,
@@ -180,9 +223,7 @@ impl QueuePair {
             b::VIRTIO_NET_F_GUEST_USO4,
             b::VIRTIO_NET_F_GUEST_USO6,
         ];
-        if !self.mergeable() {
-            1
-        } else if long.iter().any(|bit| has(self.features, *bit)) {
+        if long.iter().any(|bit| has(self.features, *bit)) {
             HEADER_LEN + FRAME_MAX
         } else {
             // An ordinary frame; a longer one (jumbo) spills over and is finished from there.
@@ -200,17 +241,27 @@ impl QueuePair {
                 Err(error) => self.lose(&error),
             }
         }
+        self.take_returned(&memory)?;
         for _ in 0..BUDGET {
             let Some(chain) = self.transmit.pop(&memory)? else {
                 if self.transmit.enable_kicks(&memory)? {
                     continue;
                 }
+                // From now on the channel's event says what comes back.
+                self.take_returned(&memory)?;
                 return Ok(Progress::NeedsKick);
             };
             match self.send(&memory, &chain) {
-                Ok(true) => {}
-                Ok(false) => {
+                Ok(Some(Sent::Passed)) => {}
+                Ok(Some(Sent::Lent(number))) => {
+                    self.lent.insert(number, chain.head());
+                    continue;
+                }
+                Ok(None) => {
                     self.transmit.undo_pop();
+                    if self.take_returned(&memory)? {
+                        continue;
+                    }
                     self.transmit.disable_kicks(&memory)?;
                     self.counters.transmit_waits.increment();
                     return Ok(Progress::NeedsBackend);
@@ -229,8 +280,8 @@ impl QueuePair {
         Ok(Progress::More)
     }
 
-    /// Sends one frame, or counts why not; false when the back end takes nothing at present.
-    fn send(&mut self, memory: &Arc<GuestMemory>, chain: &Chain) -> Result<bool, RingError> {
+    /// Sends one frame, or counts why not; `None` when the back end takes nothing at present.
+    fn send(&mut self, memory: &Arc<GuestMemory>, chain: &Chain) -> Result<Option<Sent>, RingError> {
         let queue = self.transmit.index();
         let whole = total_len(chain.readable());
         let Some(length) = whole.checked_sub(HEADER_LEN as u64).filter(|_| chain.writable().is_empty())
@@ -241,7 +292,7 @@ impl QueuePair {
                 "Queue {queue}: a frame of {whole} readable and {} writable bytes was dropped",
                 total_len(chain.writable())
             );
-            return Ok(true);
+            return Ok(Some(Sent::Passed));
         };
         let mut header = [0; HEADER_LEN];
         queue::read(memory, chain.readable(), 0, &mut header)?;
@@ -251,39 +302,39 @@ impl QueuePair {
             Err(reason) => {
                 self.counters.transmit_errs.increment();
                 telemetry::guest_warn!(self.log, "Queue {queue}: a frame was dropped. {reason}");
-                return Ok(true);
+                return Ok(Some(Sent::Passed));
             }
         };
         let have = part(chain.readable(), HEADER_LEN as u64, length).unwrap_or_default();
         let vecs = GuestIoVecs::new(memory, &have)?;
-        let Some(frame) = FrameSource::new(&vecs) else {
+        let Some(frame) = FrameSource::new(&vecs, &have) else {
             self.counters.transmit_errs.increment();
             telemetry::guest_warn!(self.log, "Queue {queue}: a frame in {} pieces was dropped", have.len());
-            return Ok(true);
+            return Ok(Some(Sent::Passed));
         };
         if self.lost {
             self.counters.transmit_drop.increment();
-            return Ok(true);
+            return Ok(Some(Sent::Passed));
         }
         loop {
             return match self.channel.send(&header, &frame) {
-                Ok(()) => {
+                Ok(sent) => {
                     self.counters.transmit_packets.increment();
                     self.counters.transmit_bytes.add(length);
-                    Ok(true)
+                    Ok(Some(sent))
                 }
                 Err(error) => match error.kind() {
-                    io::ErrorKind::WouldBlock => Ok(false),
+                    io::ErrorKind::WouldBlock => Ok(None),
                     io::ErrorKind::Interrupted => continue,
                     io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
                         self.lose(&error);
                         self.counters.transmit_drop.increment();
-                        Ok(true)
+                        Ok(Some(Sent::Passed))
                     }
                     // The kernel looks into the frame and refuses what it can't segment, or the link is down.
                     _ => {
                         self.counters.transmit_drop.increment();
-                        Ok(true)
+                        Ok(Some(Sent::Passed))
                     }
                 },
             };

@@ -92,6 +92,7 @@ impl PairWorker {
             };
             let timeout = more.then_some(Duration::ZERO);
             if poller.wait(&mut ready, timeout)? == Wake::Stop {
+                self.pair.recall()?;
                 // Completions are never left without their interrupt.
                 self.pair.interrupt(&*self.interrupt)?;
                 return Ok(());
@@ -110,13 +111,16 @@ impl PairWorker {
         if self.pair.is_lost() {
             return Interest::NONE;
         }
+        if self.pair.channel().is_event() {
+            return Interest::READ;
+        }
         Interest {
             readable: pending.receive == Progress::NeedsBackend && self.in_use(),
             writable: pending.transmit == Progress::NeedsBackend,
         }
     }
 
-    fn note(&self, event: Ready, pending: &mut Pending) {
+    fn note(&mut self, event: Ready, pending: &mut Pending) {
         match event.token {
             RECEIVE => {
                 self.pair.receive_ring().drain_kick();
@@ -139,6 +143,15 @@ impl PairWorker {
             WAKE => {
                 worker::take(&*self.wake);
                 pending.receive = Progress::More;
+            }
+            _ if self.pair.channel().is_event() => {
+                self.pair.drain_channel();
+                if pending.receive == Progress::NeedsBackend {
+                    pending.receive = Progress::More;
+                }
+                if pending.transmit == Progress::NeedsBackend || self.pair.has_lent() {
+                    pending.transmit = Progress::More;
+                }
             }
             _ => {
                 if event.readable || event.closed {

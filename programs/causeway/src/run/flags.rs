@@ -88,7 +88,7 @@ pub fn disk(text: &str) -> Result<written::Disk, String> {
 pub fn net(text: &str) -> Result<written::Net, String> {
     const KNOWN: &[&str] = &["mac", "queues", "mtu"];
     let mut options = Options::parse(text)?;
-    let backend = options.first(KNOWN).ok_or("begin with tap:NAME, fd:NUMBER or user")?;
+    let backend = options.first(KNOWN).ok_or("begin with tap:NAME, fd:NUMBER, user or neighbours")?;
     let mut net = written::Net::default();
     match backend.split_once(':') {
         Some(("tap", name)) => net.tap = Some(name.to_owned()),
@@ -99,9 +99,10 @@ pub fn net(text: &str) -> Result<written::Net, String> {
                 })?);
         }
         None if backend == "user" => net.user = true,
+        None if backend == "neighbours" => net.neighbours = true,
         _ => {
             return Err(format!(
-                "\"{}\" is not known; begin with tap:NAME, fd:NUMBER or user",
+                "\"{}\" is not known; begin with tap:NAME, fd:NUMBER, user or neighbours",
                 backend.escape_debug()
             ));
         }
@@ -222,6 +223,7 @@ mod tests {
         assert_eq!((tap.tap.as_deref(), tap.queues, tap.mtu), (Some("tap0"), Some(2), Some(9000)));
         assert_eq!(tap.mac, Some(MacAddress([2, 0, 0, 0, 0, 1])));
         assert!(net("user").unwrap().user);
+        assert!(net("neighbours").unwrap().neighbours);
         assert_eq!(net("fd:7").unwrap().fd, Some(7));
         assert_eq!(vsock("cid=3,socket=/x").unwrap().cid, 3);
         let served = rdma("name=rdma0,segment=s0,mac=02:00:00:00:00:01,tap=tap1,host=/h,slot=5").unwrap();

@@ -1,0 +1,154 @@
+//! The device's side.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use virtio_devices::net::backend::{NetBackend, NetChannel, Received, Sent};
+use virtio_devices::net::header::{FEATURE_CSUM, FEATURE_GUEST_CSUM, VnetHeader};
+use virtio_devices::net::{FrameSink, FrameSource, MacAddress};
+
+use super::super::lock;
+use super::member::Network;
+use super::switch::Switch;
+
+/// How long a device that stops waits for peers to give frames back; the connection with one that doesn't ends.
+const RECALL: Duration = Duration::from_millis(500);
+/// Between two looks meanwhile.
+const LOOK: Duration = Duration::from_micros(200);
+
+/// The back end as a whole.
+pub(super) struct Backend {
+    group: String,
+    switch: Arc<Mutex<Switch>>,
+    network: Arc<Network>,
+}
+
+impl Backend {
+    pub(super) fn new(group: String, switch: Arc<Mutex<Switch>>, network: Arc<Network>) -> Self {
+        Self { group, switch, network }
+    }
+}
+
+impl NetBackend for Backend {
+    fn description(&self) -> String {
+        let switch = lock(&self.switch);
+        let names: Vec<&str> =
+            switch.peers().filter(|(_, peer)| peer.live).map(|(_, peer)| peer.vm.as_str()).collect();
+        let counts = switch.counts();
+        format!(
+            "neighbours of {} ({}); {} frames found no room at one, {} of theirs were none, {} connections ended for broken rules",
+            self.group,
+            if names.is_empty() { "nobody connected".to_owned() } else { names.join(", ") },
+            counts.full,
+            counts.malformed,
+            counts.broken
+        )
+    }
+
+    fn offload_features(&self) -> u64 {
+        // Long packets take the place of segmentation, see `super::MTU`.
+        FEATURE_CSUM | FEATURE_GUEST_CSUM
+    }
+
+    fn set_guest_offloads(&self, features: u64) -> io::Result<()> {
+        lock(&self.switch).set_open_checksums(features & FEATURE_GUEST_CSUM != 0);
+        self.network.use_begins();
+        Ok(())
+    }
+
+    fn set_active_pairs(&self, _pairs: u16) -> io::Result<()> {
+        // There is one.
+        Ok(())
+    }
+
+    fn set_carrier(&self, _up: bool) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn announce(&self, _mac: MacAddress) -> io::Result<()> {
+        // A VM with neighbours doesn't move.
+        Ok(())
+    }
+
+    fn end_reason(&self) -> Option<String> {
+        None
+    }
+}
+
+/// The one queue pair's way to the neighbours.
+pub(super) struct Channel {
+    switch: Arc<Mutex<Switch>>,
+    event: OwnedFd,
+    network: Arc<Network>,
+}
+
+impl Channel {
+    pub(super) fn new(switch: Arc<Mutex<Switch>>, event: OwnedFd, network: Arc<Network>) -> Self {
+        Self { switch, event, network }
+    }
+}
+
+impl NetChannel for Channel {
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.event.as_fd()
+    }
+
+    fn is_event(&self) -> bool {
+        true
+    }
+
+    fn drain(&mut self) {
+        // EAGAIN (nobody signalled) is as good as success; there is no other way to fail.
+        let _ = rustix::io::read(&self.event, &mut [0_u8; 8]);
+        lock(&self.switch).look();
+    }
+
+    fn waiting(&mut self) -> Option<usize> {
+        lock(&self.switch).waiting()
+    }
+
+    fn receive(&mut self, sink: &mut FrameSink<'_>) -> io::Result<Received> {
+        lock(&self.switch).receive(sink)
+    }
+
+    fn send(&mut self, header: &VnetHeader, frame: &FrameSource<'_>) -> io::Result<Sent> {
+        lock(&self.switch).send(*header, frame)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn returned(&mut self) -> Option<u32> {
+        lock(&self.switch).returned()
+    }
+
+    fn recall(&mut self) {
+        let begun = Instant::now();
+        // Kept: `returned` says each once.
+        let mut back = Vec::new();
+        loop {
+            let mut switch = lock(&self.switch);
+            while let Some(number) = switch.returned() {
+                back.push(number);
+            }
+            if !switch.has_lent() {
+                break;
+            }
+            if begun.elapsed() >= RECALL {
+                for (slot, epoch) in switch.end_readers() {
+                    // Its memory stays mapped there until it has let go; what it reads from now on it must not believe.
+                    switch.remove(slot, epoch);
+                    self.network.release(slot, epoch);
+                }
+                break;
+            }
+            drop(switch);
+            std::thread::sleep(LOOK);
+        }
+        lock(&self.switch).give_again(back);
+        self.network.use_ends();
+    }
+}

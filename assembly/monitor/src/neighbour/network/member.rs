@@ -1,0 +1,175 @@
+//! The registry's side.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use machine::memory::GuestRam;
+use rustix::event::{EventfdFlags, eventfd};
+use telemetry::guest_log::GuestLog;
+
+use super::super::lock;
+use super::super::opened::Terms;
+use super::super::thread::{Counters, End, Member};
+use super::super::views::Offer;
+use super::peer::Peer;
+use super::switch::Switch;
+
+/// A membership that a network device uses.
+pub(super) struct Network {
+    switch: Arc<Mutex<Switch>>,
+    /// What peers signal.
+    event: OwnedFd,
+    wake: OwnedFd,
+    log: GuestLog,
+    counters: Counters,
+    /// Guest-physical start and size of this VM's RAM.
+    ram: Mutex<Vec<(u64, u64)>>,
+    slot: AtomicU32,
+    /// Whether a driver has the device.
+    used: AtomicBool,
+    beats: AtomicU64,
+    /// Slots and epochs that the device has let go of.
+    released: Mutex<Vec<(u32, u32)>>,
+}
+
+impl Network {
+    pub(super) fn new(switch: Arc<Mutex<Switch>>) -> io::Result<Self> {
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        Ok(Self {
+            switch,
+            event: eventfd(0, flags)?,
+            wake: eventfd(0, flags)?,
+            log: GuestLog::new(),
+            counters: Counters::default(),
+            ram: Mutex::default(),
+            slot: AtomicU32::new(0),
+            used: AtomicBool::new(false),
+            beats: AtomicU64::new(0),
+            released: Mutex::default(),
+        })
+    }
+
+    /// What peers signal, for the device's thread.
+    pub(super) fn event(&self) -> io::Result<OwnedFd> {
+        self.event.try_clone()
+    }
+
+    pub(super) fn own_ram(&self, ram: &GuestRam) {
+        *lock(&self.ram) =
+            ram.regions().iter().map(|region| (region.range.start, region.range.size)).collect();
+    }
+
+    pub(super) fn use_begins(&self) {
+        self.used.store(true, Ordering::Relaxed);
+    }
+
+    pub(super) fn use_ends(&self) {
+        self.used.store(false, Ordering::Relaxed);
+    }
+
+    /// The device has let go of a peer.
+    pub(super) fn release(&self, slot: u32, epoch: u32) {
+        lock(&self.released).push((slot, epoch));
+        poke(&self.wake);
+    }
+}
+
+fn poke(event: &OwnedFd) {
+    // A counter that is full wakes as well; there is no other way to fail.
+    let _ = rustix::io::write(event, &1_u64.to_ne_bytes());
+}
+
+impl Member for Network {
+    fn log(&self) -> &GuestLog {
+        &self.log
+    }
+
+    fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    fn wake(&self) -> BorrowedFd<'_> {
+        self.wake.as_fd()
+    }
+
+    fn signals(&self, slots: u32) -> Option<Vec<BorrowedFd<'_>>> {
+        // One for all: the device's thread looks at all peers' rings.
+        Some((0..slots).map(|_| self.event.as_fd()).collect())
+    }
+
+    fn joined(&self, slot: u32) {
+        self.slot.store(slot, Ordering::Relaxed);
+    }
+
+    fn views(&self) -> Vec<(u32, u32)> {
+        lock(&self.switch).peers().map(|(slot, peer)| (slot, peer.epoch)).collect()
+    }
+
+    fn map(&self, terms: &Terms, offer: Offer) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+        let own = terms.geometry.window(self.slot.load(Ordering::Relaxed), &lock(&self.ram))?;
+        let slot = offer.slot;
+        let peer = Peer::map(terms, own, offer)?;
+        let mut switch = lock(&self.switch);
+        switch.set_own(own);
+        switch.add(slot, peer);
+        Ok(())
+    }
+
+    fn show(&self, _slot: u32, _epoch: u32) -> bool {
+        // The device's thread makes it live when the peer is ready.
+        poke(&self.event);
+        true
+    }
+
+    fn common(&self, _slot: u32, _slots: u64) {
+        // Frames are taken from their sender's own memory only.
+    }
+
+    fn gone(&self, slot: u32, epoch: u32, _reason: u32) -> End {
+        let known = self.views().contains(&(slot, epoch));
+        // Nothing of it is in use between two calls of the device's thread.
+        if known { End::Unused } else { End::Unknown }
+    }
+
+    fn unmap(&self, slot: u32, epoch: u32) -> bool {
+        let let_go = {
+            let mut released = lock(&self.released);
+            let before = released.len();
+            released.retain(|gone| *gone != (slot, epoch));
+            released.len() < before
+        };
+        let peer = lock(&self.switch).remove(slot, epoch);
+        // Frames that it read are the guest's again.
+        poke(&self.event);
+        peer.is_some() || let_go
+    }
+
+    fn asked(&self) -> Vec<(u32, u32)> {
+        let mut asked = lock(&self.released).clone();
+        asked.extend(lock(&self.switch).ended());
+        asked
+    }
+
+    fn beat(&self) -> u64 {
+        let (look, ended) = {
+            let switch = lock(&self.switch);
+            let waits = switch.peers().any(|(_, peer)| !peer.live);
+            (waits || switch.has_lent(), !switch.ended().is_empty())
+        };
+        if ended {
+            poke(&self.wake);
+        }
+        if look {
+            poke(&self.event);
+        }
+        // A device that was stopped stands still like a guest that hangs: peers get back what they lent it. 0 is for one that never began.
+        let more = u64::from(self.used.load(Ordering::Relaxed));
+        self.beats.fetch_add(more, Ordering::Relaxed) + more
+    }
+
+    fn refresh(&self) {
+        // Nothing of a peer is in the guest.
+    }
+}

@@ -1,0 +1,322 @@
+//! Virtio network devices of several VMs over a real registry: frames go from guest memory to guest memory. Mock drivers are the guests; no
+//! KVM is needed.
+#![allow(clippy::unwrap_used)] // Helpers of tests, which clippy does not take for tests.
+
+mod common;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use common::{PATIENCE, patient, registry, wait_until};
+use machine::memory::{GuestRam, RamLayout, RamOptions, Readers};
+use monitor::description::{Neighbour, NeighbourPeer};
+use monitor::neighbour::{OpenedNeighbour, OpenedNetwork, RunningNetwork};
+use neighbour::heartbeat::Heartbeat;
+use virtio_devices::device::VirtioDevice;
+use virtio_devices::net::header::{FEATURE_CSUM, FEATURE_GUEST_CSUM, HEADER_LEN, NEEDS_CSUM, VnetHeader};
+use virtio_devices::net::{MacAddress, Net};
+use virtio_devices::testing::{self, MockDriver, MockInterrupt};
+
+const RAM: u64 = 32 << 20;
+/// Frames to send begin here, and buffers to receive there.
+const SENT: u64 = 8 << 20;
+const RECEIVED: u64 = 16 << 20;
+const HEADER: u64 = HEADER_LEN as u64;
+/// `VIRTIO_NET_F_MRG_RXBUF`.
+const MERGEABLE: u64 = 1 << 15;
+const EVERYBODY: [u8; 6] = [0xff; 6];
+
+struct Guest {
+    net: Net,
+    membership: Option<RunningNetwork>,
+    receive: MockDriver,
+    transmit: MockDriver,
+    mac: [u8; 6],
+    posted: u64,
+    _ram: GuestRam,
+}
+
+impl Guest {
+    fn start(directory: &Path, name: &str, permits: &[&str], features: u64) -> Self {
+        let permit = permits.iter().map(|vm| NeighbourPeer { vm: (*vm).to_owned(), uid: None }).collect();
+        let wish = Neighbour { group: "lan".to_owned(), permit, host: directory.join("host.sock") };
+        let opened = OpenedNeighbour::open(name, &wish).unwrap();
+        let mac = [2, 0, 0, 0, 0, name.as_bytes()[0]];
+        let (network, mut net) =
+            OpenedNetwork::new(opened, "net0".to_owned(), MacAddress(mac), None).unwrap();
+        let options =
+            RamOptions { name: name.to_owned(), readers: Readers::Anybody, ..RamOptions::default() };
+        let ram = GuestRam::allocate(&RamLayout::new(&[RAM]).unwrap(), &options).unwrap();
+        let space = ram.memory();
+        let features = testing::RINGS | features;
+        let receive = MockDriver::new(&space, 0, 256, 0x1000, features);
+        let transmit = MockDriver::new(&space, 1, 256, 0x1000 + MockDriver::ring_bytes(256), features);
+        let interrupt = MockInterrupt::new();
+        net.activate(testing::activation(&space, features, &[&receive, &transmit], &interrupt)).unwrap();
+        let membership = Some(network.join(&ram, Arc::new(|| {})).unwrap());
+        Self { net, membership, receive, transmit, mac, posted: 0, _ram: ram }
+    }
+
+    fn backend(&self) -> String {
+        self.net.inspect()["backend"].as_str().unwrap().to_owned()
+    }
+
+    fn wait_for(&self, others: &str) {
+        wait_until(&format!("connected with {others}"), || self.backend().contains(&format!("({others})")));
+    }
+
+    fn counter(&self, name: &str) -> u64 {
+        self.net.inspect()["counters"][name].as_u64().unwrap()
+    }
+
+    /// A frame to `to` of `length` bytes, the same for the same `number`.
+    fn frame(&self, to: [u8; 6], length: usize, number: usize) -> Vec<u8> {
+        let mut frame: Vec<u8> = to.into_iter().chain(self.mac).chain([0x88, 0xb5]).collect();
+        frame.extend((14..length).map(|at| (at * 31 + number * 7).to_le_bytes()[0]));
+        frame
+    }
+
+    /// Makes a frame available, in two pieces and with its header by itself, and says so.
+    fn queue(&mut self, at: u64, header: VnetHeader, frame: &[u8]) -> u16 {
+        self.transmit.put(at, &header.to_bytes());
+        self.transmit.put(at + HEADER, frame);
+        let (first, rest) = (20_u32, u32::try_from(frame.len()).unwrap() - 20);
+        let chain =
+            [(at, 12, false), (at + HEADER, first, false), (at + HEADER + u64::from(first), rest, false)];
+        let head = self.transmit.push(&chain).unwrap();
+        self.transmit.kick();
+        head
+    }
+
+    fn post(&mut self, count: u64, length: u32) {
+        for _ in 0..count {
+            let at = RECEIVED + self.posted * u64::from(length);
+            self.receive.push(&[(at, length, true)]).unwrap();
+            self.posted += 1;
+        }
+        self.receive.kick();
+    }
+
+    /// The next frame, from buffers of `length` bytes of which `number` were used before.
+    fn take(&mut self, length: u32, number: &mut u64) -> (VnetHeader, Vec<u8>) {
+        let mut bytes = Vec::new();
+        let mut header = VnetHeader::default();
+        let mut left = 1;
+        while left > 0 {
+            let (_, written) = self.receive.wait_used();
+            let part =
+                self.receive.get(RECEIVED + *number * u64::from(length), usize::try_from(written).unwrap());
+            *number += 1;
+            if bytes.is_empty() && header == VnetHeader::default() {
+                header = VnetHeader::parse(part[..HEADER_LEN].try_into().unwrap());
+                left = header.num_buffers;
+                bytes.extend_from_slice(&part[HEADER_LEN..]);
+            } else {
+                bytes.extend_from_slice(&part);
+            }
+            left -= 1;
+        }
+        (header, bytes)
+    }
+}
+
+/// Frames of all lengths arrive whole and in order, over several receive buffers and in one; addresses are learned: what is for one goes to
+/// no other. A member that isn't permitted gets nothing.
+#[test]
+fn frames_go_from_vm_to_vm() {
+    let directory = tempfile::tempdir().unwrap();
+    let _registry = registry(directory.path(), patient());
+    let mut a = Guest::start(directory.path(), "a", &["b", "c"], FEATURE_GUEST_CSUM | MERGEABLE);
+    let mut b = Guest::start(directory.path(), "b", &["a", "c"], FEATURE_GUEST_CSUM | MERGEABLE);
+    let c = Guest::start(directory.path(), "c", &["a", "b"], FEATURE_GUEST_CSUM | MERGEABLE);
+    let d = Guest::start(directory.path(), "d", &["a", "b", "c"], FEATURE_GUEST_CSUM | MERGEABLE);
+    for guest in [&a, &b, &c] {
+        let others: Vec<&str> =
+            ["a", "b", "c"].into_iter().filter(|name| name.as_bytes()[0] != guest.mac[5]).collect();
+        guest.wait_for(&others.join(", "));
+    }
+    let (mut of_a, mut of_b) = (0, 0);
+    a.post(64, 2048);
+    b.post(200, 2048);
+
+    // Nobody knows b yet: all get it, and c has no buffers, so a's come back only from b.
+    let hello = b.frame(EVERYBODY, 60, 0);
+    b.queue(SENT, VnetHeader::default(), &hello);
+    assert_eq!(a.take(2048, &mut of_a).1, hello);
+    for (number, length) in [60, 61, 1514, 2036, 2037, 9000, 65_534].into_iter().enumerate() {
+        let frame = a.frame(b.mac, length, number);
+        a.queue(SENT, VnetHeader::default(), &frame);
+        let (header, bytes) = b.take(2048, &mut of_b);
+        assert!(bytes == frame, "{length} bytes differ");
+        assert_eq!(usize::from(header.num_buffers), (length + HEADER_LEN).div_ceil(2048));
+        a.transmit.wait_used();
+    }
+    assert_eq!(a.counter("transmit_packets"), 7);
+    assert_eq!(b.counter("receive_packets"), 7);
+    assert_eq!((c.counter("receive_packets"), d.counter("receive_packets")), (0, 0));
+    assert!(d.backend().contains("(nobody connected)"), "{}", d.backend());
+}
+
+/// The sender's buffers are read when the receiver has buffers, and not copied before: what the sender's guest writes meanwhile arrives. They
+/// are the guest's again only after that.
+#[test]
+fn there_is_one_copy_and_the_receiver_makes_it() {
+    let directory = tempfile::tempdir().unwrap();
+    let _registry = registry(directory.path(), patient());
+    let mut a = Guest::start(directory.path(), "a", &["b"], FEATURE_GUEST_CSUM | MERGEABLE);
+    let mut b = Guest::start(directory.path(), "b", &["a"], FEATURE_GUEST_CSUM | MERGEABLE);
+    a.wait_for("b");
+    b.wait_for("a");
+    let before = a.frame(b.mac, 4000, 1);
+    a.queue(SENT, VnetHeader::default(), &before);
+    wait_until("the frame is lent", || a.counter("transmit_packets") == 1);
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(a.transmit.pop_used(), None, "still the receiver's to read");
+    let after = a.frame(b.mac, 4000, 2);
+    a.transmit.put(SENT + HEADER, &after);
+    b.post(2, 4096);
+    assert!(b.take(4096, &mut 0).1 == after, "the frame was copied before");
+    a.transmit.wait_used();
+}
+
+/// A checksum that the sender leaves open is made for a guest that didn't negotiate to make it, and left open for one that did.
+#[test]
+fn open_checksums_are_made_for_guests_that_want_them_made() {
+    let directory = tempfile::tempdir().unwrap();
+    let _registry = registry(directory.path(), patient());
+    let mut a = Guest::start(directory.path(), "a", &["b", "c"], FEATURE_CSUM | MERGEABLE);
+    let mut b = Guest::start(directory.path(), "b", &["a"], FEATURE_GUEST_CSUM | MERGEABLE);
+    let mut c = Guest::start(directory.path(), "c", &["a"], MERGEABLE);
+    a.wait_for("b, c");
+    b.wait_for("a");
+    c.wait_for("a");
+    b.post(2, 1000);
+    c.post(2, 1000);
+    // The sum of the pseudo-header is where the checksum goes; an odd length, so that the last byte counts as a high one.
+    let mut frame = a.frame(EVERYBODY, 333, 5);
+    frame[40..42].copy_from_slice(&0x1234_u16.to_be_bytes());
+    let header = VnetHeader { flags: NEEDS_CSUM, csum_start: 34, csum_offset: 6, ..VnetHeader::default() };
+    a.queue(SENT, header, &frame);
+    let (open, bytes) = b.take(1000, &mut 0);
+    assert_eq!((open.flags, open.csum_start, open.csum_offset), (NEEDS_CSUM, 34, 6));
+    assert_eq!(bytes, frame);
+    let (made, bytes) = c.take(1000, &mut 0);
+    assert_eq!(made.flags, 0);
+    // With the right checksum the sum over all is all ones, with what was there before in the place of the pseudo-header.
+    let sum = |bytes: &[u8]| {
+        let words =
+            bytes.chunks(2).map(|pair| u32::from(pair[0]) << 8 | u32::from(*pair.get(1).unwrap_or(&0)));
+        let sum = words.sum::<u32>();
+        let sum = (sum & 0xffff) + (sum >> 16);
+        (sum & 0xffff) + (sum >> 16)
+    };
+    assert_ne!(bytes[40..42], frame[40..42]);
+    assert_eq!(
+        sum(&bytes[34..]) + 0x1234,
+        if sum(&bytes[34..]) + 0x1234 > 0xffff { 0x1_fffe } else { 0xffff }
+    );
+    assert_eq!((&bytes[..40], &bytes[42..]), (&frame[..40], &frame[42..]));
+}
+
+/// A receiver that posts no buffers keeps a share of the sender's; others still get their frames, and frames for the slow one are dropped
+/// and not waited for.
+#[test]
+fn a_receiver_without_buffers_holds_up_nobody_else() {
+    let directory = tempfile::tempdir().unwrap();
+    let _registry = registry(directory.path(), patient());
+    let mut a = Guest::start(directory.path(), "a", &["b", "c"], FEATURE_GUEST_CSUM | MERGEABLE);
+    let mut b = Guest::start(directory.path(), "b", &["a"], FEATURE_GUEST_CSUM | MERGEABLE);
+    let mut c = Guest::start(directory.path(), "c", &["a"], FEATURE_GUEST_CSUM | MERGEABLE);
+    a.wait_for("b, c");
+    b.wait_for("a");
+    c.wait_for("a");
+    a.post(4, 2048);
+    let mut of_a = 0;
+    for other in [&mut b, &mut c] {
+        let hello = other.frame(EVERYBODY, 60, 0);
+        other.queue(SENT, VnetHeader::default(), &hello);
+        assert_eq!(a.take(2048, &mut of_a).1, hello);
+    }
+    let mut held = 0;
+    let deadline = Instant::now() + PATIENCE;
+    while a.counter("transmit_drop") < 20 {
+        assert!(Instant::now() < deadline, "frames for a receiver without buffers are waited for");
+        let frame = a.frame(b.mac, 100, 0);
+        if held < 80 {
+            // Descriptors are left for others.
+            a.queue(SENT + 4096 * held, VnetHeader::default(), &frame);
+            held += 1;
+        }
+        if a.transmit.pop_used().is_some() {
+            held -= 1;
+        }
+    }
+    c.post(1, 2048);
+    let frame = a.frame(c.mac, 1000, 3);
+    a.queue(SENT + 4096 * 100, VnetHeader::default(), &frame);
+    assert!(c.take(2048, &mut 0).1 == frame);
+}
+
+/// When a peer goes, its monitor's end or the registry's word, what it still read is the guest's again, and it can come back.
+#[test]
+fn a_peer_that_goes_gives_all_back_and_may_return() {
+    let directory = tempfile::tempdir().unwrap();
+    let _registry = registry(directory.path(), patient());
+    let mut a = Guest::start(directory.path(), "a", &["b"], FEATURE_GUEST_CSUM | MERGEABLE);
+    let b = Guest::start(directory.path(), "b", &["a"], FEATURE_GUEST_CSUM | MERGEABLE);
+    a.wait_for("b");
+    b.wait_for("a");
+    for number in 0..10 {
+        let frame = a.frame(EVERYBODY, 500, 0);
+        a.queue(SENT + 4096 * number, VnetHeader::default(), &frame);
+    }
+    wait_until("the frames are lent", || a.counter("transmit_packets") == 10);
+    assert_eq!(a.transmit.pop_used(), None);
+    drop(b);
+    for _ in 0..10 {
+        a.transmit.wait_used();
+    }
+    a.wait_for("nobody connected");
+    let mut b = Guest::start(directory.path(), "b", &["a"], FEATURE_GUEST_CSUM | MERGEABLE);
+    a.wait_for("b");
+    b.wait_for("a");
+    b.post(1, 2048);
+    let frame = a.frame(EVERYBODY, 700, 9);
+    a.queue(SENT, VnetHeader::default(), &frame);
+    assert!(b.take(2048, &mut 0).1 == frame);
+}
+
+/// A device that stops doesn't wait for a peer that has no buffers: the connection with it ends, all is the guest's, and what comes
+/// after the next start arrives.
+#[test]
+fn a_device_that_stops_takes_back_what_it_lent() {
+    let directory = tempfile::tempdir().unwrap();
+    let _registry = registry(directory.path(), Heartbeat::DEFAULT);
+    let mut a = Guest::start(directory.path(), "a", &["b"], FEATURE_GUEST_CSUM | MERGEABLE);
+    let mut b = Guest::start(directory.path(), "b", &["a"], FEATURE_GUEST_CSUM | MERGEABLE);
+    a.wait_for("b");
+    b.wait_for("a");
+    let old = a.frame(b.mac, 500, 1);
+    a.queue(SENT, VnetHeader::default(), &old);
+    wait_until("the frame is lent", || a.counter("transmit_packets") == 1);
+    let queues = a.net.stop().unwrap();
+    a.transmit.wait_used();
+    // Its peer hears that nobody uses the device.
+    b.wait_for("nobody connected");
+    let activation = virtio_devices::device::Activation {
+        memory: a.transmit.space.clone(),
+        features: testing::RINGS | FEATURE_GUEST_CSUM | MERGEABLE,
+        queues,
+        interrupt: MockInterrupt::new(),
+    };
+    a.net.activate(activation).unwrap();
+    a.wait_for("b");
+    b.wait_for("a");
+    b.post(1, 2048);
+    let new = a.frame(b.mac, 500, 2);
+    a.queue(SENT, VnetHeader::default(), &new);
+    assert!(b.take(2048, &mut 0).1 == new, "a frame of before the stop");
+    drop(a.membership.take());
+    b.wait_for("nobody connected");
+}
