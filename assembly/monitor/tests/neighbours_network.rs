@@ -4,15 +4,24 @@
 
 mod common;
 
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use common::{PATIENCE, patient, registry, wait_until};
-use machine::memory::{GuestRam, RamLayout, RamOptions, Readers};
+use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestRam, RamLayout, RamOptions, Readers};
+use machine::slots::HostMapping;
 use monitor::description::{Neighbour, NeighbourPeer};
 use monitor::neighbour::{OpenedNeighbour, OpenedNetwork, RunningNetwork};
+use neighbour::channel::{Part, Sender};
 use neighbour::heartbeat::Heartbeat;
+use neighbour::layout::{Layout, Side};
+use neighbour::window::{Geometry, Window};
+use neighbour::words::Words;
+use neighbour_protocol::{FromDaemon, FromMonitor, Permitted, Piece, Socket};
+use rustix::event::EventfdFlags;
 use virtio_devices::device::VirtioDevice;
 use virtio_devices::net::header::{FEATURE_CSUM, FEATURE_GUEST_CSUM, HEADER_LEN, NEEDS_CSUM, VnetHeader};
 use virtio_devices::net::{MacAddress, Net};
@@ -319,4 +328,130 @@ fn a_device_that_stops_takes_back_what_it_lent() {
     assert!(b.take(2048, &mut 0).1 == new, "a frame of before the stop");
     drop(a.membership.take());
     b.wait_for("nobody connected");
+}
+
+/// A member that is played by hand.
+struct Hand {
+    _socket: Socket,
+    segment: Arc<HostMapping>,
+    signal: OwnedFd,
+    layout: Layout,
+    epoch: u32,
+    side: Side,
+    own: Window,
+    ram: GuestRam,
+    _signals: Vec<OwnedFd>,
+}
+
+impl Hand {
+    /// Joins as `name`, and is connected with `peer`.
+    fn join(directory: &Path, name: &str, peer: &str) -> Self {
+        let socket = Socket::connect(&directory.join("host.d/neighbours")).unwrap();
+        let (FromDaemon::Hello { base, stride, slots, entries, .. }, _) = socket.wait(PATIENCE).unwrap()
+        else {
+            panic!("hello comes first")
+        };
+        let options =
+            RamOptions { name: name.to_owned(), readers: Readers::Anybody, ..RamOptions::default() };
+        let ram = GuestRam::allocate(&RamLayout::new(&[RAM]).unwrap(), &options).unwrap();
+        let signals: Vec<OwnedFd> =
+            (0..slots).map(|_| rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap()).collect();
+        let join = FromMonitor::Join {
+            vm: name.to_owned(),
+            group: "lan".to_owned(),
+            permits: vec![Permitted { vm: peer.to_owned(), uid: None }],
+            ram: vec![Piece { address: 0, size: RAM, file: 0, offset: 0 }],
+            slot: None,
+            epoch: 0,
+        };
+        let file = ram.regions()[0].read_only.as_ref().unwrap();
+        let fds: Vec<_> = std::iter::once(file.as_fd()).chain(signals.iter().map(AsFd::as_fd)).collect();
+        socket.send(&join, &fds).unwrap();
+        let (FromDaemon::Joined { slot: own }, _) = socket.wait(PATIENCE).unwrap() else { panic!("refused") };
+        let (FromDaemon::Connect { slot, epoch, .. }, mut fds) = socket.wait(PATIENCE).unwrap() else {
+            panic!("not connected")
+        };
+        let (signal, segment) = (fds.pop().unwrap(), fds.pop().unwrap());
+        let layout = Layout::new(entries).unwrap();
+        let segment = HostMapping::new("segment", segment.as_fd(), 0, layout.size() as u64, true).unwrap();
+        let side = Side::of(own, slot).unwrap();
+        let own = Geometry::new(base, stride, slots).unwrap().window(own, &[(0, RAM)]).unwrap();
+        let hand =
+            Self { _socket: socket, segment, signal, layout, epoch, side, own, ram, _signals: signals };
+        hand.words().store_release(Layout::ready(side), u64::from(epoch));
+        hand
+    }
+
+    #[allow(unsafe_code)] // A segment as the crate sees it.
+    fn words(&self) -> &[AtomicU64] {
+        let count = usize::try_from(self.segment.len()).unwrap() / 8;
+        // SAFETY: mapped as long as `self`, page-aligned, and used as atomic words by both sides.
+        unsafe { std::slice::from_raw_parts(self.segment.as_ptr().cast(), count) }
+    }
+
+    fn sender(&self) -> Sender<Vec<u32>> {
+        let ids = vec![0; self.layout.entries() as usize];
+        Sender::new(self.words(), &self.layout, self.epoch, self.side, self.own, ids).unwrap()
+    }
+
+    fn signal(&self) {
+        rustix::io::write(&self.signal, &1_u64.to_ne_bytes()).unwrap();
+    }
+}
+
+/// What isn't a frame goes back with a word about it and reaches no guest; a message that breaks the ring's rules ends the connection with
+/// its sender. Others notice neither.
+#[test]
+fn a_broken_neighbour_reaches_no_guest_and_harms_no_other() {
+    let directory = tempfile::tempdir().unwrap();
+    let _registry = registry(directory.path(), patient());
+    let mut a = Guest::start(directory.path(), "a", &["b", "x"], FEATURE_GUEST_CSUM | MERGEABLE);
+    let mut b = Guest::start(directory.path(), "b", &["a"], FEATURE_GUEST_CSUM | MERGEABLE);
+    a.post(16, 2048);
+    let mut of_a = 0;
+    let hand = Hand::join(directory.path(), "x", "a");
+    a.wait_for("b, x");
+    b.wait_for("a");
+    let mut sender = hand.sender();
+    let at = |address: u64, length: u32| Part { address: hand.own.start() + address, length };
+    let long: Vec<Part> = (0..3).map(|part| at(part * 0x1_0000, 0x1_0000)).collect();
+    // Kind, note, parts, and the answer.
+    let cases: [(u16, u32, Vec<Part>, u32); 6] = [
+        (0x0100, 0, vec![at(0, 13)], 0xffff_0004),
+        (0x0100, 0, long, 0xffff_0004),
+        (0x0101, 60 << 16, vec![at(0, 60)], 0xffff_0004),
+        (0x0101, u32::MAX, vec![at(0, 60)], 0xffff_0004),
+        (0x0200, 0, vec![at(0, 60)], 0xffff_0002),
+        (0x0100, 0, vec![at(0x1000, 14), at(RAM - 100, 100)], 0),
+    ];
+    let good: Vec<u8> = (0..114).collect();
+    hand.ram.memory().memory().write_slice(&good[..14], GuestAddress(0x1000)).unwrap();
+    hand.ram.memory().memory().write_slice(&good[14..], GuestAddress(RAM - 100)).unwrap();
+    for (kind, note, parts, answer) in cases {
+        let id = sender.post(hand.words(), &parts, kind, note).unwrap();
+        hand.signal();
+        let mut got = None;
+        wait_until("an answer", || {
+            got = sender.completion(hand.words()).unwrap();
+            got.is_some()
+        });
+        assert_eq!(got.map(|got| (got.id, got.status)), Some((id, answer)), "{kind:#x} {note:#x}");
+    }
+    assert_eq!(a.take(2048, &mut of_a).1, good);
+    assert_eq!(a.counter("receive_packets"), 1);
+
+    // Nine entries were used. One beyond its RAM, as the sender's own check would not let it pass.
+    let first = hand.layout.messages(hand.side).first + 4 * 9;
+    let entry = [hand.own.start() + RAM - 10, 0x0100 << 48 | 60, 0];
+    for (word, value) in (first..).zip(entry) {
+        hand.words().store(word, value);
+    }
+    hand.words().store_release(first + 3, u64::from(hand.epoch) << 32 | 10);
+    hand.signal();
+    wait_until("its end", || a.backend().contains("1 connections ended for broken rules"));
+    a.wait_for("b");
+    let frame = b.frame(EVERYBODY, 900, 4);
+    b.queue(SENT, VnetHeader::default(), &frame);
+    assert!(a.take(2048, &mut of_a).1 == frame);
+    assert_eq!(a.counter("receive_packets"), 2);
 }
