@@ -112,7 +112,7 @@ impl Memory for End<'_> {
         if op.request.fence && open.iter().any(answered) {
             wrong!(self, "request {index} doesn't wait for those before it");
         }
-        if op.lost_from.is_some_and(|from| offset >= u64::from(from)) {
+        if op.lost_from.is_some_and(|from| offset + into.len() as u64 > u64::from(from)) {
             return Err(Status::LocalProtection);
         }
         for (position, place) in (offset..).zip(into) {
