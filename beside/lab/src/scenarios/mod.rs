@@ -31,6 +31,7 @@ mod rdma_tools;
 mod rdma_ulp;
 mod rdma_verbs;
 mod rdma_wire;
+mod vpio_handoff;
 mod vpio_nics;
 mod wakeups;
 
@@ -62,5 +63,6 @@ pub const ALL: &[Scenario] = &[
     rdma_wire::SCENARIO,
     rdma_verbs::SCENARIO,
     vpio_nics::SCENARIO,
+    vpio_handoff::SCENARIO,
     wakeups::SCENARIO,
 ];

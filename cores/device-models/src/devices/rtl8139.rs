@@ -167,7 +167,7 @@ const RING_BYTES: Expr = Expr::Pick(
 /// A frame may go on behind the ring's end; not behind that of the largest ring.
 const OVERHANGS: Cond = Cond::All(&[Cond::Set(RCR, WRAP), Cond::Not(&Cond::Is(RCR, 0x1800, 0x1800))]);
 /// Bits of TCR that tell the chip's version.
-const VERSION: u32 = 0x7CC0_0000;
+pub const VERSION: u32 = 0x7CC0_0000;
 #[rustfmt::skip] // A table: a row is a line.
 const MAC_LOW: Expr = Expr::Sum(&[
     Expr::Reg(MAC0), Expr::Shl(&Expr::Reg(MAC1), 8), Expr::Shl(&Expr::Reg(MAC2), 16), Expr::Shl(&Expr::Reg(MAC3), 24),
