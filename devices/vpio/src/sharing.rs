@@ -276,7 +276,6 @@ impl<P: PhysicalDevice, B: Bus, O: OwnRing> SharedCard<P, B, O> {
             self.drain()?;
         }
         self.guest_master = on;
-        self.feed();
         Ok(())
     }
 
@@ -298,9 +297,10 @@ impl<P: PhysicalDevice, B: Bus, O: OwnRing> SharedCard<P, B, O> {
         self.take_frames()
     }
 
-    /// Puts what waits for the holder into its ring, as far as there is room.
+    /// Puts what waits for the holder into its ring, as far as there is room. After the monitor's `switch` and after each access: what makes room
+    /// in the midst of a hand-off makes none for the guest.
     pub fn feed(&mut self) {
-        let masters = self.masters();
+        let masters = self.masters() && !self.loops();
         let Some(seat) = self.holder.and_then(|holder| self.seats.get_mut(holder)) else { return };
         while let Some(frame) = seat.queue.front() {
             // A filter that has changed meanwhile decides anew.
@@ -308,9 +308,7 @@ impl<P: PhysicalDevice, B: Bus, O: OwnRing> SharedCard<P, B, O> {
                 if !masters || !self.front.has_room(frame.len()) {
                     return;
                 }
-                if self.front.receive(frame) {
-                    seat.fed.delivered += 1;
-                }
+                seat.fed.delivered += u64::from(self.front.receive(frame));
             }
             seat.queue.pop_front();
         }
@@ -515,11 +513,7 @@ impl<P: PhysicalDevice, B: Bus, O: OwnRing> PhysicalDevice for SharedCard<P, B, 
         if offset == at(CR) && value & RST != 0 {
             self.tsd = [OWN; 4];
         }
-        self.front.write(bar, offset, bytes, value)?;
-        if offset == at(CAPR) || offset == at(CR) {
-            self.feed();
-        }
-        Ok(())
+        self.front.write(bar, offset, bytes, value)
     }
 
     fn interrupt(&mut self) -> Result<bool, DeviceError> {

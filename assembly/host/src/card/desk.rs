@@ -425,7 +425,6 @@ impl<P: Card, O: OwnRing> State<P, O> {
             self.monitor.physical().card().signalled();
         }
         let more = self.monitor.physical().poll()?;
-        self.monitor.physical().feed();
         if signalled {
             self.monitor.physical().card().unmask()?;
         }
@@ -434,8 +433,9 @@ impl<P: Card, O: OwnRing> State<P, O> {
         Ok(more)
     }
 
-    /// After anything: causes, frames for others, lines.
+    /// After anything: frames, causes, lines.
     fn after(&mut self) -> Result<(), MonitorError> {
+        self.monitor.physical().feed();
         self.monitor.interrupt()?;
         for seat in self.monitor.physical_ref().waiting() {
             self.scheduler.demand(GuestId(seat));
@@ -488,7 +488,6 @@ impl<P: Card, O: OwnRing> State<P, O> {
         if switched == Switched::Done {
             self.handoffs += 1;
             self.owed = self.places.get(next.0).filter(|place| place.asks).map(|_| (next.0, now));
-            self.monitor.physical().feed();
         } else {
             self.tell_stopped(next.0);
         }
