@@ -18,11 +18,11 @@
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use device_models::describe::Reg;
 use device_models::devices::rtl8139::{
     AAP, AB, AM, APM, BUFE, CAPR, CR, IMR, ISR, LOOPBACK, MAR0, MAR4, OWN, RBSTART, RCR, RE, ROK, RST,
     RTL8139, RXOVW, TCR, TE, TER, TOK, TOK_BIT, TSAD0, TSD0, VERSION, WRAP,
 };
-use device_models::describe::Reg;
 use device_models::physical::{Bus, DeviceError, Mapping, PhysicalDevice, poke};
 use device_models::reference::SHORTEST;
 use device_models::reference::rtl8139::{Filter, Rtl8139};
@@ -352,7 +352,8 @@ impl<P: PhysicalDevice, B: Bus, O: OwnRing> SharedCard<P, B, O> {
             let mut header = [0; 4];
             self.own.read(self.read.into(), &mut header);
             let [low, high, length_low, length_high] = header;
-            let (status, length) = (u16::from_le_bytes([low, high]), u16::from_le_bytes([length_low, length_high]));
+            let (status, length) =
+                (u16::from_le_bytes([low, high]), u16::from_le_bytes([length_low, length_high]));
             let length = usize::from(length);
             // With its CRC. A card whose ring can't be followed any more starts anew.
             if u32::from(status) & ROK == 0 || !(18..=1540).contains(&length) {

@@ -205,7 +205,11 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
     }
 
     /// Works on its interrupt.
-    pub fn interrupt(&self, seat: usize, act: impl FnOnce(&EventFds) -> std::io::Result<()>) -> std::io::Result<()> {
+    pub fn interrupt(
+        &self,
+        seat: usize,
+        act: impl FnOnce(&EventFds) -> std::io::Result<()>,
+    ) -> std::io::Result<()> {
         let mut state = self.lock();
         let Some(place) = state.places.get_mut(seat) else { return Ok(()) };
         act(&place.irq)?;
@@ -265,7 +269,10 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
                         continue;
                     }
                     if begin.elapsed() > PATIENCE {
-                        tracing::warn!(guest = state.places[seat].name, "A guest waited too long for the card");
+                        tracing::warn!(
+                            guest = state.places[seat].name,
+                            "A guest waited too long for the card"
+                        );
                         break u32::MAX;
                     }
                     let woken = self.changed.wait_timeout(state, LOOK);
@@ -338,7 +345,8 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
             timeout = match result {
                 Ok(true) => Some(Duration::ZERO),
                 Ok(false) => {
-                    let due = |due: u64| Duration::from_nanos(due.saturating_sub(now)).clamp(LOOK / 4, LOOK * 8);
+                    let due =
+                        |due: u64| Duration::from_nanos(due.saturating_sub(now)).clamp(LOOK / 4, LOOK * 8);
                     state.scheduler.due().map(due)
                 }
                 Err(error) => {
@@ -357,8 +365,10 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
         let totals = state.monitor.physical().totals();
         let (pinned, peak) = state.monitor.mapped();
         let state = &*state;
-        let guests: serde_json::Map<String, Value> =
-            (0..).zip(&state.places).map(|(seat, place)| (place.name.clone(), state.guest(seat, place))).collect();
+        let guests: serde_json::Map<String, Value> = (0..)
+            .zip(&state.places)
+            .map(|(seat, place)| (place.name.clone(), state.guest(seat, place)))
+            .collect();
         json!({
             "device": RTL8139.name,
             "failed": state.failed,
@@ -389,8 +399,12 @@ fn nanoseconds(time: Duration) -> u64 {
 impl<P: Card, O: OwnRing> State<P, O> {
     fn guest(&self, seat: usize, place: &Place) -> Value {
         let model = self.monitor.model(GuestId(seat));
-        let violations: Vec<String> =
-            self.monitor.violations(GuestId(seat)).iter().map(|violation| violation.refusal.to_string()).collect();
+        let violations: Vec<String> = self
+            .monitor
+            .violations(GuestId(seat))
+            .iter()
+            .map(|violation| violation.refusal.to_string())
+            .collect();
         json!({
             "connected": place.connected,
             "states": states_text(&RTL8139, model.graph().states()),
@@ -403,12 +417,16 @@ impl<P: Card, O: OwnRing> State<P, O> {
     }
 
     fn fail(&mut self, error: &MonitorError) {
-        tracing::error!(error = error as &dyn std::error::Error, "The card failed; its guests read ones from now on");
+        tracing::error!(
+            error = error as &dyn std::error::Error,
+            "The card failed; its guests read ones from now on"
+        );
         self.failed = Some(error.to_string());
     }
 
     fn tell_stopped(&mut self, seat: usize) {
         let why = self.monitor.violations(GuestId(seat)).last().map(|last| last.refusal.to_string());
+        self.monitor.physical().vacate(seat);
         let Some(place) = self.places.get_mut(seat) else { return };
         if !std::mem::replace(&mut place.told, true) {
             tracing::warn!(
@@ -438,7 +456,10 @@ impl<P: Card, O: OwnRing> State<P, O> {
         self.monitor.physical().feed();
         self.monitor.interrupt()?;
         for seat in self.monitor.physical_ref().waiting() {
-            self.scheduler.demand(GuestId(seat));
+            // A guest that is paused or stopped would do nothing with it.
+            if self.places.get(seat).is_some_and(|place| place.master && !place.told) {
+                self.scheduler.demand(GuestId(seat));
+            }
         }
         self.lines();
         Ok(())

@@ -10,7 +10,8 @@ use pci::config::{ConfigSpace, Identity, InterruptPin};
 use pci::function::{BarKind, BarLayout};
 use rustix::io::Errno;
 use vfio_user_protocol::device::{
-    Device, DmaMapping, INTERRUPT_INTX, InterruptFlags, Interrupts, Peer, REGION_CONFIG, Region, SetInterrupts,
+    Device, DmaMapping, INTERRUPT_INTX, InterruptFlags, Interrupts, Peer, REGION_CONFIG, Region,
+    SetInterrupts,
 };
 use vfio_user_protocol::migration::Migration;
 use vpio::sharing::OwnRing;
@@ -69,7 +70,13 @@ impl<P: Card, O: OwnRing + Send + 'static> GuestSide<P, O> {
     /// # Errors
     /// When configuration space can't be built, which is a bug.
     pub fn new(desk: Arc<Desk<P, O>>, seat: usize, uid: u32) -> Result<Self, pci::config::ConfigError> {
-        Ok(Self { desk, seat, uid, config: Mutex::new(config_space(&RTL8139)?), memory: ClientMemory::default() })
+        Ok(Self {
+            desk,
+            seat,
+            uid,
+            config: Mutex::new(config_space(&RTL8139)?),
+            memory: ClientMemory::default(),
+        })
     }
 
     fn config(&self) -> MutexGuard<'_, ConfigSpace> {

@@ -39,7 +39,8 @@ impl MemoryMap for Table {
     fn all(&self) -> Vec<(u64, u64, bool)> {
         let whole = |address: u64| address.is_multiple_of(PAGE);
         let memory = self.get();
-        let regions = memory.regions().iter().filter(|region| whole(region.address()) && whole(region.size()));
+        let regions =
+            memory.regions().iter().filter(|region| whole(region.address()) && whole(region.size()));
         regions.map(|region| (region.address(), region.size(), region.is_writable())).collect()
     }
 }

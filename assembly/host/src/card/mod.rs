@@ -33,14 +33,14 @@ use dma::MappedMemory;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use vfio_user_protocol::device::Device;
 use vfio_user_protocol::server::{Server, ServerError};
+use vpio::MonitorError;
 use vpio::sharing::OwnRing;
 use vpio::vfio::{OpenError, Ram, Vfio};
-use vpio::MonitorError;
 
 pub use desk::Card;
-pub use vpio::FailurePolicy;
 use desk::Desk;
 use guest::GuestSide;
+pub use vpio::FailurePolicy;
 
 use crate::access::may_use;
 use crate::function::interrupts::signal;
@@ -172,7 +172,9 @@ pub enum CardError {
     #[error(transparent)]
     Serve(#[from] ServerError),
     /// Locked memory.
-    #[error("The limit of locked memory can't be raised, and a card's memory is locked: run it with RLIMIT_MEMLOCK unlimited")]
+    #[error(
+        "The limit of locked memory can't be raised, and a card's memory is locked: run it with RLIMIT_MEMLOCK unlimited"
+    )]
     LockedMemory(#[source] io::Error),
     /// The sandbox.
     #[error(transparent)]
@@ -314,8 +316,12 @@ impl CardDaemon {
     ) -> Result<Self, CardError> {
         let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let stop = Arc::new(stop.map_err(|error| CardError::start("eventfd", io::Error::from(error)))?);
-        let mut daemon =
-            Self { folder: folder.to_owned(), stop: Arc::clone(&stop), threads: Vec::new(), _files: Vec::new() };
+        let mut daemon = Self {
+            folder: folder.to_owned(),
+            stop: Arc::clone(&stop),
+            threads: Vec::new(),
+            _files: Vec::new(),
+        };
         let (its, ends) = (Arc::clone(desk), Arc::clone(&stop));
         daemon.spawn("card", move || its.run(&interrupt, &ends))?;
         for (seat, wish) in wishes.iter().enumerate() {
@@ -328,7 +334,10 @@ impl CardDaemon {
             daemon.spawn(&wish.name, move || {
                 use std::os::fd::AsFd as _;
                 if let Err(error) = server.serve(&side, ends.as_fd()) {
-                    tracing::error!(error = &error as &dyn std::error::Error, "A guest's socket isn't served any more");
+                    tracing::error!(
+                        error = &error as &dyn std::error::Error,
+                        "A guest's socket isn't served any more"
+                    );
                 }
             })?;
         }

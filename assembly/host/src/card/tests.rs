@@ -217,7 +217,8 @@ impl Memory for Member {
 /// A frame whose bytes tell its number and who made it.
 fn frame(to: [u8; 6], from: [u8; 6], number: u32) -> Vec<u8> {
     let length = 60 + usize::try_from(number * 37 % 1455).unwrap();
-    let mut frame: Vec<u8> = (0u8..=255).cycle().skip(usize::try_from(number % 251).unwrap()).take(length).collect();
+    let mut frame: Vec<u8> =
+        (0u8..=255).cycle().skip(usize::try_from(number % 251).unwrap()).take(length).collect();
     frame[..6].copy_from_slice(&to);
     frame[6..12].copy_from_slice(&from);
     frame[12..16].copy_from_slice(&number.to_be_bytes());
@@ -240,7 +241,12 @@ fn daemon() -> (CardDaemon, TestDesk, tempfile::TempDir) {
 
 /// What one guest does until the end: sends frames by turns to the outside and to the other guest, takes what comes. Returns the frames
 /// that came, and how many it has sent.
-fn drive(folder: &std::path::Path, seat: u8, ready: &std::sync::Barrier, end: &AtomicBool) -> (Vec<Vec<u8>>, u32) {
+fn drive(
+    folder: &std::path::Path,
+    seat: u8,
+    ready: &std::sync::Barrier,
+    end: &AtomicBool,
+) -> (Vec<Vec<u8>>, u32) {
     let mut guest = Member::connect(folder, &format!("guest{seat}"));
     let mut driver = Driver::probe(&mut guest, 0);
     assert_eq!(driver.address, address(seat), "out of the virtual EEPROM");
@@ -314,12 +320,18 @@ fn two_guests_take_turns_and_nothing_is_lost() {
         assert_eq!(frames.len(), usize::try_from(injected).unwrap() + expected.len());
         let to = |number: u32| if number % 4 == 3 { address(other) } else { OUTSIDE };
         let expected: Vec<_> = (0..*sent).map(|number| frame(to(number), address(seat), number)).collect();
-        assert!(wire.iter().filter(|frame| frame[6..12] == address(seat)).eq(&expected), "the wire has guest {seat}'s frames");
+        assert!(
+            wire.iter().filter(|frame| frame[6..12] == address(seat)).eq(&expected),
+            "the wire has guest {seat}'s frames"
+        );
         let guest = &tree["guests"][format!("guest{seat}")];
         assert_eq!(guest["violations"], serde_json::json!([]));
         assert_eq!((&guest["frames"]["dropped"], &guest["decisions"]["refused"]), (&0.into(), &0.into()));
     }
-    assert_eq!((&tree["forced"], &tree["card"]["resets"], &tree["failed"]), (&0.into(), &0.into(), &serde_json::Value::Null));
+    assert_eq!(
+        (&tree["forced"], &tree["card"]["resets"], &tree["failed"]),
+        (&0.into(), &0.into(), &serde_json::Value::Null)
+    );
     assert_eq!(desk.with_card(|card| card.card.blocked()), 0);
 }
 
@@ -342,7 +354,10 @@ fn a_guest_that_dies_leaves_the_card() {
         }
         assert!(desk.with_card(|card| card.mapped.is_empty()), "nothing of it is mapped");
         assert_eq!(desk.inspect()["holder"], serde_json::Value::Null);
-        assert!(desk.with_card(|card| card.bus.0.lock().unwrap().1.regions().is_empty()), "its memory is gone");
+        assert!(
+            desk.with_card(|card| card.bus.0.lock().unwrap().1.regions().is_empty()),
+            "its memory is gone"
+        );
         let mut second = Member::connect(folder.path(), "guest1");
         let mut driver = Driver::probe(&mut second, 0);
         driver.start(&mut second);

@@ -188,7 +188,13 @@ fn rules(uses: Uses, syscall: i64) -> Result<Vec<SeccompRule>, BackendError> {
 const SOCKET_KIND: u64 = 0xF;
 
 fn arguments(uses: Uses) -> Arguments {
-    let ioctls = if uses.card { CARD_IOCTLS } else if uses.rdma { IOCTLS } else { IOCTLS.split_first().map_or(IOCTLS, |(_, rest)| rest) };
+    let ioctls = if uses.card {
+        CARD_IOCTLS
+    } else if uses.rdma {
+        IOCTLS
+    } else {
+        IOCTLS.split_first().map_or(IOCTLS, |(_, rest)| rest)
+    };
     Arguments { ioctls, prctls: PRCTLS, fcntls: FCNTLS }
 }
 

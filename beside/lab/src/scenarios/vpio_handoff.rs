@@ -246,7 +246,10 @@ fn work(host: &Host, card: &Card, seconds: u64, report: &mut Report) -> Result<(
     report.figure("forced", number(&after, "/forced"));
     report.figure("longest_handoff_microseconds", number(&after, "/longest_handoff_microseconds"));
     report.figure("pinned_bytes_peak", number(&after, "/pinned_bytes_peak"));
-    report.check(per_second >= PER_SECOND, format!("{per_second:.1} hand-offs per second, {PER_SECOND} are to be shown"));
+    report.check(
+        per_second >= PER_SECOND,
+        format!("{per_second:.1} hand-offs per second, {PER_SECOND} are to be shown"),
+    );
     report.check(lost == 0, format!("{lost} frames were lost"));
     report.check(errors == 0, format!("drivers counted {errors} errors"));
     report.check(broken == 0, format!("{broken} TCP exchanges failed"));

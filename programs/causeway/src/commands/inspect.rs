@@ -16,7 +16,10 @@ pub fn inspect(args: InspectArgs, json: bool) -> anyhow::Result<()> {
         InspectArgs { card: Some(folder), .. } => {
             let at = folder.join(host::card::STATE);
             host::card::state_of(&folder).with_context(|| {
-                format!("The daemon of a card at {} doesn't say its state; is it running, and yours?", at.display())
+                format!(
+                    "The daemon of a card at {} doesn't say its state; is it running, and yours?",
+                    at.display()
+                )
             })?
         }
         InspectArgs { daemon: Some(socket), name, path, .. } => {

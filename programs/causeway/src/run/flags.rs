@@ -208,10 +208,17 @@ pub fn card_guest(text: &str) -> Result<host::card::Guest, String> {
     let mut options = Options::parse(text)?;
     let name = options.first(KNOWN).ok_or("the name is missing; write it first: NAME,mac=M")?;
     let mac: Option<monitor::description::MacAddress> = options.parsed("mac")?;
-    let guest =
-        host::card::Guest { name: name.to_owned(), address: mac.map(|mac| mac.octets()), uid: options.parsed("uid")? };
+    let guest = host::card::Guest {
+        name: name.to_owned(),
+        address: mac.map(|mac| mac.octets()),
+        uid: options.parsed("uid")?,
+    };
     options.finish(KNOWN)?;
-    if guest.name.is_empty() { Err("the name is missing; write it first: NAME,mac=M".to_owned()) } else { Ok(guest) }
+    if guest.name.is_empty() {
+        Err("the name is missing; write it first: NAME,mac=M".to_owned())
+    } else {
+        Ok(guest)
+    }
 }
 
 /// `causeway card --policy stop`.
