@@ -147,6 +147,18 @@ fn guests_hear_each_other() {
     assert_eq!(drivers[1].interrupt(&mut Guest::new(&mut monitor, GuestId(1))).0, vec![to_one, to_all]);
 }
 
+/// What became of a frame is told to a driver that looks only after several hand-offs.
+#[test]
+fn a_sent_frame_is_reported_however_late_the_driver_looks() {
+    let (mut monitor, ram, mut drivers) = shared();
+    let id = GuestId(1);
+    drivers[1].send(&mut Guest::new(&mut monitor, id), &frame(OUTSIDE, 2, 60));
+    for to in [0, 1, 0, 1, 0, 1] {
+        turn(&mut monitor, &ram, to);
+    }
+    assert_eq!(drivers[1].interrupt(&mut Guest::new(&mut monitor, id)).1, 1);
+}
+
 /// A guest that may not master the bus has neither frames read from its memory nor any written there.
 #[test]
 fn a_guest_without_bus_mastering_has_no_dma() {

@@ -297,7 +297,14 @@ macro_rules! put {
 }
 
 const CONTEXT: Context = Context {
-    settle: &[Step::Harvest, Step::Read(TSD0), Step::Read(TSD1), Step::Read(TSD2), Step::Read(TSD3)],
+    // Only what is being sent: of a frame from before the last hand-off the device knows nothing any more.
+    settle: &[
+        Step::Harvest,
+        Step::If(Cond::In(TX0_PENDING), &[Step::Read(TSD0)]),
+        Step::If(Cond::In(TX1_PENDING), &[Step::Read(TSD1)]),
+        Step::If(Cond::In(TX2_PENDING), &[Step::Read(TSD2)]),
+        Step::If(Cond::In(TX3_PENDING), &[Step::Read(TSD3)]),
+    ],
     freeze: &[Step::Write(CR, Expr::And(&Expr::Reg(CR), TE as u64)), Step::Harvest],
     save: &[
         Step::Read(CBR),
