@@ -19,6 +19,7 @@
 //! | [`segments`] | named networks, taps |
 //! | [`cluster`] | the directory of a host whose cluster has a service |
 //! | [`neighbours`] | VMs that read each other's memory: who may, their descriptors, who is alive |
+//! | [`card`] | one card for several VMs: a daemon of its own (`causeway card`) |
 //! | [`access`], [`identity`] | who may; names and addresses |
 //! | [`listener`], [`remembered`] | sockets; what outlives the daemon |
 //! | [`migration`] | a VM's HCA as it moves (no daemon drives it yet) |
@@ -26,6 +27,7 @@
 //! | `service`, `server`, `inspect`, `hw_counters` | gRPC, metrics, the live tree |
 
 pub mod access;
+pub mod card;
 pub mod cluster;
 pub mod daemon;
 pub mod engine;

@@ -18,6 +18,7 @@
 //! | [`dma`] | windows: checked against the guest's memory, mapped or translated |
 //! | [`switch`] | hand-off of the device |
 //! | [`fast_forward`] | ring pointers that can't be written |
+//! | [`sharing`] | a card whose receiver feeds all guests, while they take turns with the rest |
 //! | [`scheduler`] | who holds the device next |
 //! | [`violation`] | traces of refused requests, and their replay |
 //! | [`plan`] | which pages and ports KVM may handle without an exit to user space |
@@ -34,6 +35,7 @@ pub mod guest;
 pub mod monitor;
 pub mod plan;
 pub mod scheduler;
+pub mod sharing;
 pub mod switch;
 pub mod vfio;
 pub mod violation;

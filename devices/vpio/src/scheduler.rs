@@ -39,6 +39,12 @@ impl Scheduler {
         self.holder = Some((guest, now));
     }
 
+    /// A guest has gone, or doesn't want the device any more.
+    pub fn forget(&mut self, guest: GuestId) {
+        self.waiting.retain(|&waiting| waiting != guest);
+        self.holder = self.holder.filter(|&(holder, _)| holder != guest);
+    }
+
     /// When [`Self::next`] may say something else than now, if somebody waits.
     pub fn due(&self) -> Option<u64> {
         self.waiting.front()?;
@@ -72,5 +78,10 @@ mod tests {
         assert_eq!(scheduler.next(200), Some(c));
         scheduler.switched(c, 200);
         assert_eq!(scheduler.next(300), Some(a));
+        scheduler.demand(b);
+        scheduler.forget(a);
+        assert_eq!(scheduler.next(299), None);
+        scheduler.forget(c);
+        assert_eq!(scheduler.next(299), Some(b), "nobody has it");
     }
 }

@@ -18,6 +18,7 @@ use vfio_ioctls::{VfioContainer, VfioDevice, VfioError, VfioOps};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::fast_forward::{FRAME, RING, Scratch};
+use crate::sharing::OwnRing;
 
 /// System calls of threads that use an opened device.
 pub const SYSCALLS: &[i64] = &[libc::SYS_pread64, libc::SYS_pwrite64, libc::SYS_ioctl];
@@ -30,6 +31,9 @@ const DECODE: u16 = 0x3;
 const BUS_MASTER: u16 = 0x4;
 /// Where the monitor's own memory lies in the device's addresses: between RAM below 3 GiB and what the host reserves for interrupts.
 const SCRATCH_BASE: u64 = 0xE000_0000;
+
+/// Addresses of the device that a guest of a shared card can't have memory at: the owner's and the monitor's.
+pub const RESERVED: std::ops::Range<u64> = SCRATCH_BASE..SCRATCH_BASE + 0x20_0000;
 
 /// A piece of the guest's memory in this process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -453,6 +457,20 @@ impl Scratch for MappedScratch {
             if self.skip + offset + at < self.memory.len() {
                 // SAFETY: within the allocation, which the device may read at the same time: a volatile store.
                 unsafe { base.add(self.skip + offset + at).write_volatile(*byte) };
+            }
+        }
+    }
+}
+
+impl OwnRing for MappedScratch {
+    fn read(&mut self, offset: u64, into: &mut [u8]) {
+        into.fill(0);
+        let Ok(offset) = usize::try_from(offset) else { return };
+        let base = self.memory.as_ptr();
+        for (at, byte) in into.iter_mut().enumerate() {
+            if self.skip + offset + at < self.memory.len() {
+                // SAFETY: within the allocation, which the device may write at the same time: a volatile load.
+                *byte = unsafe { base.add(self.skip + offset + at).read_volatile() };
             }
         }
     }

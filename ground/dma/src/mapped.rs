@@ -137,6 +137,18 @@ impl MemoryRegion {
         self.size
     }
 
+    /// Where it is mapped in this process, as long as this region lives: for an IOMMU, which needs no more than the number.
+    #[must_use]
+    pub fn host_address(&self) -> usize {
+        self.host.expose_provenance()
+    }
+
+    /// Whether it may be written.
+    #[must_use]
+    pub fn is_writable(&self) -> bool {
+        self.writable
+    }
+
     fn end(&self) -> u64 {
         self.address + self.size
     }

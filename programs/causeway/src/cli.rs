@@ -51,6 +51,8 @@ pub enum Command {
     Stop(StopArgs),
     /// Run this host's daemon in the foreground: it serves RDMA NICs to VMs
     Host(HostArgs),
+    /// Share one card of this host between VMs, in the foreground: their guests take turns with it, each with its own driver (docs/vpio.md)
+    Card(CardArgs),
     /// Change what a VM may use of this host's RDMA: quotas and rates, at once (root and the daemon's user only)
     Limits(LimitsArgs),
     /// Write a new cluster key for `causeway host --cluster-key` to a file that isn't there yet
@@ -88,6 +90,9 @@ pub struct InspectArgs {
     /// The host daemon at this socket, instead of a VM
     #[arg(long, value_name = "PATH", conflicts_with = "socket")]
     pub daemon: Option<PathBuf>,
+    /// The daemon of a shared card whose sockets are in this folder, instead of a VM
+    #[arg(long, value_name = "FOLDER", conflicts_with_all = ["socket", "daemon", "name"])]
+    pub card: Option<PathBuf>,
 }
 
 /// `causeway host`.
@@ -140,6 +145,31 @@ pub struct HostArgs {
     /// Bind the thread that does the RDMA work to this CPU
     #[arg(long, value_name = "CPU")]
     pub engine_cpu: Option<usize>,
+}
+
+/// `causeway card`.
+#[derive(Debug, Args)]
+pub struct CardArgs {
+    /// PCI address of an RTL8139 that is bound to vfio-pci: 0000:03:00.0
+    pub device: String,
+    /// A guest: NAME[,mac=M][,uid=N]; its VM is run with --vfio-user FOLDER/NAME; may be given several times
+    #[arg(long, value_name = "GUEST", required = true, value_parser = flags::card_guest)]
+    pub guest: Vec<host::card::Guest>,
+    /// Where the guests' sockets are made  [default: /run/causeway/card-DEVICE]
+    #[arg(long, value_name = "PATH")]
+    pub folder: Option<PathBuf>,
+    /// How long a guest has the card at least while others wait, milliseconds
+    #[arg(long, value_name = "MS", default_value_t = 2, value_parser = clap::value_parser!(u64).range(1..=1000))]
+    pub slice: u64,
+    /// After how long the card is taken from a guest that doesn't finish what it began, milliseconds
+    #[arg(long, value_name = "MS", default_value_t = 500, value_parser = clap::value_parser!(u64).range(10..=3000))]
+    pub limit: u64,
+    /// What happens when the model refuses a request: ignore, device-error or stop
+    #[arg(long, value_name = "POLICY", default_value = "device-error", value_parser = flags::card_policy)]
+    pub policy: host::card::FailurePolicy,
+    /// Run without seccomp, Landlock and dropped capabilities
+    #[arg(long)]
+    pub no_sandbox: bool,
 }
 
 /// `causeway limits`.

@@ -65,7 +65,18 @@ pub(crate) fn enter(
         .map_err(|source| SandboxError::Privileges { what: "handle refused system calls", source })?;
     let kept = drop_capabilities()?;
     let landlock = filesystem::enforce(socket, folder, rdma, service)?;
-    seccomp::enforce(seccomp::Uses { rdma: rdma.is_some(), service: service.is_some() })?;
+    seccomp::enforce(seccomp::Uses { rdma: rdma.is_some(), service: service.is_some(), card: false })?;
+    tracing::info!(landlock, capabilities = kept, "Sandbox: seccomp is enforced");
+    Ok(())
+}
+
+/// Confines the daemon of a card, once that is open: its folder, and of ioctl what a card is used by.
+pub(crate) fn enter_card(folder: &Path) -> Result<(), SandboxError> {
+    confinement::trap::install(ENDING)
+        .map_err(|source| SandboxError::Privileges { what: "handle refused system calls", source })?;
+    let kept = drop_capabilities()?;
+    let landlock = filesystem::enforce(&folder.join(crate::card::STATE), folder, None, None)?;
+    seccomp::enforce(seccomp::Uses { card: true, ..seccomp::Uses::default() })?;
     tracing::info!(landlock, capabilities = kept, "Sandbox: seccomp is enforced");
     Ok(())
 }

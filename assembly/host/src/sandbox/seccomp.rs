@@ -136,6 +136,10 @@ const IOCTLS: &[(u64, u64)] = &[
     (u64::MAX, 0x8913),
     (u64::MAX, 0x8914),
 ];
+/// The daemon of a card: VFIO's numbers from 96 to 127 of type ';' (linux/vfio.h), FIONREAD and FIONBIO.
+const CARD_IOCTLS: &[(u64, u64)] = &[(!0x1f, 0x3b60), (u64::MAX, 0x541b), (u64::MAX, 0x5421)];
+/// The daemon of a card: registers are written at offsets of a file.
+const CARD: &[i64] = &[libc::SYS_pwrite64];
 /// Names of threads and of the allocator's mappings.
 const PRCTLS: &[libc::c_int] = &[libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_VMA];
 /// Flags of a descriptor and of its file, copies, seals of guests' memory.
@@ -156,6 +160,8 @@ pub(super) struct Uses {
     pub rdma: bool,
     /// A cluster service, to which it connects by TCP.
     pub service: bool,
+    /// A card, by VFIO; and no tap.
+    pub card: bool,
 }
 
 /// What arguments must be.
@@ -182,7 +188,13 @@ fn rules(uses: Uses, syscall: i64) -> Result<Vec<SeccompRule>, BackendError> {
 const SOCKET_KIND: u64 = 0xF;
 
 fn arguments(uses: Uses) -> Arguments {
-    let ioctls = if uses.rdma { IOCTLS } else { IOCTLS.split_first().map_or(IOCTLS, |(_, rest)| rest) };
+    let ioctls = if uses.card {
+        CARD_IOCTLS
+    } else if uses.rdma {
+        IOCTLS
+    } else {
+        IOCTLS.split_first().map_or(IOCTLS, |(_, rest)| rest)
+    };
     Arguments { ioctls, prctls: PRCTLS, fcntls: FCNTLS }
 }
 
@@ -196,7 +208,8 @@ fn compile(
 
 fn programs(uses: Uses) -> Result<[BpfProgram; 2], BackendError> {
     let mut allowed = BTreeMap::new();
-    for list in [RUN_TIME, EVENTS, SOCKETS, FILES, CHECKED] {
+    let card = if uses.card { CARD } else { &[] };
+    for list in [RUN_TIME, EVENTS, SOCKETS, FILES, CHECKED, card] {
         for syscall in list {
             allowed.insert(*syscall, rules(uses, *syscall)?);
         }
@@ -265,7 +278,7 @@ mod tests {
     fn a_daemon_with_a_cluster_service_may_connect_by_tcp_and_no_more() {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap_or_else(|e| panic!("{e}"));
         let address = listener.local_addr().unwrap_or_else(|e| panic!("{e}"));
-        let (tcp, udp) = confined(Uses { service: true, rdma: false }, move || {
+        let (tcp, udp) = confined(Uses { service: true, ..Uses::default() }, move || {
             let tcp = std::net::TcpStream::connect(address).is_ok();
             let udp = std::net::UdpSocket::bind("127.0.0.1:0").map(drop);
             (tcp, udp.map_err(|error| error.raw_os_error()))

@@ -33,6 +33,7 @@ mod rdma_tools;
 mod rdma_ulp;
 mod rdma_verbs;
 mod rdma_wire;
+mod vpio_handoff;
 mod vpio_nics;
 mod wakeups;
 
@@ -65,5 +66,6 @@ pub const ALL: &[Scenario] = &[
     rdma_wire::SCENARIO,
     rdma_verbs::SCENARIO,
     vpio_nics::SCENARIO,
+    vpio_handoff::SCENARIO,
     wakeups::SCENARIO,
 ];

@@ -28,7 +28,7 @@ pub const SCENARIO: Scenario = Scenario {
 };
 
 /// A card of the host, as QEMU has it, and who drives it in the guest.
-struct Card {
+pub(super) struct Card {
     name: &'static str,
     qemu: &'static str,
     driver: &'static str,
@@ -42,14 +42,14 @@ struct Card {
     window: u32,
 }
 
-const CARDS: [Card; 3] = [
+pub(super) const CARDS: [Card; 3] = [
     Card { name: "rtl8139", qemu: "rtl8139", driver: "8139too", slot: 0x10, kib: 1024, window: 16384 },
     Card { name: "ne2000", qemu: "ne2k_pci", driver: "ne2k-pci", slot: 0x12, kib: 256, window: 8192 },
     Card { name: "e1000", qemu: "e1000", driver: "e1000", slot: 0x14, kib: 1024, window: 65536 },
 ];
 const MODES: [&str; 3] = ["virtual", "vpio", "passthrough"];
 const NAME: &str = "nics";
-const HOST_SIDE: &str = "10.82.0.1";
+pub(super) const HOST_SIDE: &str = "10.82.0.1";
 const GUEST_SIDE: &str = "10.82.0.2";
 /// Keystrokes that are echoed one by one.
 const KEYS: u32 = 50;
@@ -65,7 +65,7 @@ const BULK: u32 = 240;
 const PATIENCE: Duration = Duration::from_secs(600);
 
 impl Card {
-    fn address(&self) -> String {
+    pub(super) fn address(&self) -> String {
         format!("0000:00:{:02x}.0", self.slot)
     }
 
@@ -76,7 +76,7 @@ impl Card {
 
 /// Each card and its peer at the two ends of a wire of datagrams. QEMU hands a card the 42 bytes of an ARP answer as they are, where any wire
 /// carries at least 60, and Linux's ne2k-pci drops shorter frames as errors. So the peer is one whose driver makes them as long: Linux's e1000.
-fn topology(_: &Options) -> Topology {
+pub(super) fn topology(_: &Options) -> Topology {
     let mut arguments = vec!["-device".to_owned(), "intel-iommu,intremap=on,caching-mode=on".to_owned()];
     // Named as the lab's own folders are, so that a later lab removes those of one that is gone.
     let wires = std::env::temp_dir().join(format!("causeway-lab-{}-wires", std::process::id()));
@@ -194,7 +194,7 @@ fn find<'a>(tree: &'a Value, key: &str, text: &str) -> Option<&'a Value> {
 }
 
 /// Binds the cards to vfio-pci, names the peers, and starts what the guests talk to.
-fn prepare(host: &Host) -> Result<()> {
+pub(super) fn prepare(host: &Host) -> Result<()> {
     host.sh(
         "modprobe vfio-pci && modprobe e1000 && dmesg | grep -q -e DMAR -e IOMMU && ls /sys/kernel/iommu_groups | grep -q .",
     )
@@ -217,7 +217,7 @@ fn prepare(host: &Host) -> Result<()> {
 }
 
 /// The peer that the guest of a card and mode talks to has the address; nobody else.
-fn address_peer(host: &Host, card: &Card, mode: &str) -> Result<()> {
+pub(super) fn address_peer(host: &Host, card: &Card, mode: &str) -> Result<()> {
     let device = if mode == "virtual" { "tapn".to_owned() } else { format!("p-{}", card.name) };
     let mut script = "ip link del tapn 2>/dev/null; ip tuntap add tapn mode tap vnet_hdr\n".to_owned();
     for other in &CARDS {

@@ -147,10 +147,7 @@ impl Space {
                 own.push(Request::Complete(reg));
             }
         }
-        own.extend(device.context.settle.iter().filter_map(|step| match step {
-            Step::Read(reg) => Some(Request::Look(*reg)),
-            _ => None,
-        }));
+        own.extend(reads(device.context.settle).into_iter().map(Request::Look));
         requests.dedup();
         Self { device, requests, own, used: AtomicU64::new(0) }
     }
@@ -321,6 +318,16 @@ fn text(device: &Device, request: Request) -> String {
         Request::Harvest => "the monitor takes the causes".to_owned(),
         Request::Look(reg) => format!("the monitor reads {}", device.register(reg).name),
     }
+}
+
+/// Registers that steps read, whatever they depend on: the monitor may look at more than it does.
+fn reads(steps: &[Step]) -> Vec<Reg> {
+    let of = |step: &Step| match step {
+        Step::Read(reg) => vec![*reg],
+        Step::All(steps) | Step::If(_, steps) => reads(steps),
+        _ => Vec::new(),
+    };
+    steps.iter().flat_map(of).collect()
 }
 
 impl stateright::Model for Space {

@@ -167,7 +167,7 @@ const RING_BYTES: Expr = Expr::Pick(
 /// A frame may go on behind the ring's end; not behind that of the largest ring.
 const OVERHANGS: Cond = Cond::All(&[Cond::Set(RCR, WRAP), Cond::Not(&Cond::Is(RCR, 0x1800, 0x1800))]);
 /// Bits of TCR that tell the chip's version.
-const VERSION: u32 = 0x7CC0_0000;
+pub const VERSION: u32 = 0x7CC0_0000;
 #[rustfmt::skip] // A table: a row is a line.
 const MAC_LOW: Expr = Expr::Sum(&[
     Expr::Reg(MAC0), Expr::Shl(&Expr::Reg(MAC1), 8), Expr::Shl(&Expr::Reg(MAC2), 16), Expr::Shl(&Expr::Reg(MAC3), 24),
@@ -297,7 +297,14 @@ macro_rules! put {
 }
 
 const CONTEXT: Context = Context {
-    settle: &[Step::Harvest, Step::Read(TSD0), Step::Read(TSD1), Step::Read(TSD2), Step::Read(TSD3)],
+    // Only what is being sent: of a frame from before the last hand-off the device knows nothing any more.
+    settle: &[
+        Step::Harvest,
+        Step::If(Cond::In(TX0_PENDING), &[Step::Read(TSD0)]),
+        Step::If(Cond::In(TX1_PENDING), &[Step::Read(TSD1)]),
+        Step::If(Cond::In(TX2_PENDING), &[Step::Read(TSD2)]),
+        Step::If(Cond::In(TX3_PENDING), &[Step::Read(TSD3)]),
+    ],
     freeze: &[Step::Write(CR, Expr::And(&Expr::Reg(CR), TE as u64)), Step::Harvest],
     save: &[
         Step::Read(CBR),

@@ -10,6 +10,38 @@ use crate::devices::rtl8139::{
 use crate::graph::{Given, Graph, truncated};
 use crate::physical::{Bus, DeviceError, Mapping, PhysicalDevice};
 
+/// Which frames a receiver takes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Filter {
+    /// The receiver runs.
+    on: bool,
+    /// RCR.
+    config: u32,
+    /// Multicast filter.
+    groups: u64,
+    own: [u8; 6],
+}
+
+impl Filter {
+    /// Whether it takes a frame.
+    pub fn accepts(&self, frame: &[u8]) -> bool {
+        let Some(to) = frame.get(..6) else { return false };
+        if !self.on {
+            return false;
+        }
+        if self.config & AAP != 0 {
+            return true;
+        }
+        if to == [0xFF; 6] {
+            return self.config & AB != 0;
+        }
+        if to[0] & 1 == 1 {
+            return self.config & AM != 0 && self.groups >> multicast_index(to) & 1 == 1;
+        }
+        self.config & APM != 0 && to == self.own
+    }
+}
+
 /// The device.
 #[derive(Debug)]
 pub struct Rtl8139<B> {
@@ -115,15 +147,13 @@ impl<B: Bus> Rtl8139<B> {
     }
 
     fn store(&mut self, frame: &[u8]) -> bool {
-        if self.value(CR) & RE == 0 || !self.accepts(frame) {
+        if !self.filter().accepts(frame) {
             return false;
         }
         let rcr = self.value(RCR);
         let ring = 0x2000 << (rcr >> 11 & 3);
         let stored = (number(frame.len()) + 8).next_multiple_of(4);
-        let read = self.value(CAPR).wrapping_add(16) % ring;
-        let free = if self.position == read { ring } else { (read + ring - self.position) % ring };
-        if stored >= free {
+        if stored >= self.free() {
             self.graph.set(MPC, self.value(MPC) + 1);
             self.cause(RXOVW);
             return false;
@@ -152,23 +182,32 @@ impl<B: Bus> Rtl8139<B> {
         true
     }
 
-    fn accepts(&self, frame: &[u8]) -> bool {
-        let Some(to) = frame.get(..6) else { return false };
-        let rcr = self.value(RCR);
-        if rcr & AAP != 0 {
-            return true;
+    /// Which frames it takes now.
+    pub fn filter(&self) -> Filter {
+        let [low, high] = [self.value(IDR0), self.value(IDR4)].map(u32::to_le_bytes);
+        Filter {
+            on: self.value(CR) & RE != 0,
+            config: self.value(RCR),
+            groups: u64::from(self.value(MAR0)) | u64::from(self.value(MAR4)) << 32,
+            own: [low[0], low[1], low[2], low[3], high[0], high[1]],
         }
-        if to == [0xFF; 6] {
-            return rcr & AB != 0;
-        }
-        if to[0] & 1 == 1 {
-            let index = multicast_index(to);
-            let filter = u64::from(self.value(MAR0)) | u64::from(self.value(MAR4)) << 32;
-            return rcr & AM != 0 && filter >> index & 1 == 1;
-        }
-        let mut own = self.value(IDR0).to_le_bytes().to_vec();
-        own.extend(&self.value(IDR4).to_le_bytes()[..2]);
-        rcr & APM != 0 && to == own
+    }
+
+    /// Whether its ring has room for a frame of `length` bytes.
+    pub fn has_room(&self, length: usize) -> bool {
+        (number(length) + 8).next_multiple_of(4) < self.free()
+    }
+
+    /// Bytes of the ring that the driver has read.
+    fn free(&self) -> u32 {
+        let ring = 0x2000 << (self.value(RCR) >> 11 & 3);
+        let read = self.value(CAPR).wrapping_add(16) % ring;
+        if self.position == read { ring } else { (read + ring - self.position) % ring }
+    }
+
+    /// Causes of an interrupt that another part of the card has.
+    pub fn raise(&mut self, causes: u32) {
+        self.cause(causes);
     }
 
     fn cause(&mut self, causes: u32) {

@@ -1,5 +1,6 @@
 //! `causeway inspect`.
 
+use anyhow::Context as _;
 use control_api::host::{DEFAULT_SOCKET, HostClient};
 
 use crate::cli::{InspectArgs, Target};
@@ -12,6 +13,15 @@ const DAEMON: &str = "host";
 /// is the path.
 pub fn inspect(args: InspectArgs, json: bool) -> anyhow::Result<()> {
     let tree = match args {
+        InspectArgs { card: Some(folder), .. } => {
+            let at = folder.join(host::card::STATE);
+            host::card::state_of(&folder).with_context(|| {
+                format!(
+                    "The daemon of a card at {} doesn't say its state; is it running, and yours?",
+                    at.display()
+                )
+            })?
+        }
         InspectArgs { daemon: Some(socket), name, path, .. } => {
             // The word `host` may be there, or not.
             let path = path.or(name.filter(|name| name != DAEMON));

@@ -1,5 +1,6 @@
 //! The commands, one module each.
 
+mod card;
 mod cluster;
 mod control;
 mod doctor;
@@ -32,6 +33,7 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Migrate(args) => return migrate::migrate(&args, json),
         Command::Stop(args) => stop::stop(&args, json)?,
         Command::Host(args) => host::host(&args, json)?,
+        Command::Card(args) => card::card(&args, json)?,
         Command::Limits(args) => limits::limits(&args, json)?,
         Command::Key(args) => key::key(&args, json)?,
         Command::Cluster(command) => cluster::cluster(&command, json)?,

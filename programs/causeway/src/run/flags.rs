@@ -203,6 +203,38 @@ pub fn vfio_user(text: &str) -> Result<written::VfioUser, String> {
     Ok(device)
 }
 
+/// `causeway card --guest NAME,mac=M,uid=N`.
+pub fn card_guest(text: &str) -> Result<host::card::Guest, String> {
+    const KNOWN: &[&str] = &["mac", "uid"];
+    let mut options = Options::parse(text)?;
+    let name = options.first(KNOWN).ok_or("the name is missing; write it first: NAME,mac=M")?;
+    let mac: Option<monitor::description::MacAddress> = options.parsed("mac")?;
+    let guest = host::card::Guest {
+        name: name.to_owned(),
+        address: mac.map(|mac| mac.octets()),
+        uid: options.parsed("uid")?,
+    };
+    options.finish(KNOWN)?;
+    if guest.name.is_empty() {
+        Err("the name is missing; write it first: NAME,mac=M".to_owned())
+    } else {
+        Ok(guest)
+    }
+}
+
+/// `causeway card --policy stop`.
+pub fn card_policy(text: &str) -> Result<host::card::FailurePolicy, String> {
+    use host::card::FailurePolicy;
+    one_of(
+        text,
+        &[
+            ("ignore", FailurePolicy::Ignore),
+            ("device-error", FailurePolicy::DeviceError),
+            ("stop", FailurePolicy::Stop),
+        ],
+    )
+}
+
 #[cfg(test)]
 mod tests {
     use monitor::description::MacAddress;

@@ -1,0 +1,550 @@
+//! Who has the card: guests' accesses, the card's interrupts, hand-offs.
+//!
+//! One lock holds the monitor, so the card. A guest's access that needs the card, which another guest has, waits in its connection's thread until
+//! it is this guest's turn; whoever finds that a hand-off is due carries it out.
+
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use device_models::Access;
+use device_models::devices::rtl8139::RTL8139;
+use device_models::model::states_text;
+use device_models::physical::{DeviceError, PhysicalDevice};
+use dma::MappedMemory;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use serde_json::{Value, json};
+use vpio::sharing::{OwnRing, SharedCard};
+use vpio::{Answer, GuestConfig, GuestId, Monitor, MonitorError, Scheduler, Switched};
+
+use super::memory::{GuestBus, Table};
+use super::{Settings, Wish};
+use crate::function::interrupts::{EventFds, signal};
+
+/// How often a waiting access looks whether it is its turn.
+const LOOK: Duration = Duration::from_millis(1);
+/// An access that waits longer is answered with ones: the guest's monitor would take this process for dead soon after.
+const PATIENCE: Duration = Duration::from_secs(4);
+
+/// A card that can be shared.
+pub trait Card: PhysicalDevice + Send + 'static {
+    /// What is mapped for it from now on is this memory. Nothing of what it had before is mapped.
+    fn give(&mut self, memory: &MappedMemory);
+    /// Its interrupt has been signalled.
+    fn signalled(&mut self);
+    /// Its causes have been taken: it may signal again.
+    ///
+    /// # Errors
+    /// The card can't be reached.
+    fn unmask(&mut self) -> Result<(), DeviceError>;
+}
+
+/// One guest.
+struct Place {
+    name: String,
+    table: Table,
+    irq: EventFds,
+    /// The line was signalled, and its guest hasn't looked yet.
+    masked: bool,
+    /// Its command register lets the card master the bus.
+    master: bool,
+    connected: bool,
+    /// An access waits for the card.
+    asks: bool,
+    /// The log has told that it is stopped.
+    told: bool,
+    waits: u64,
+    longest_wait: Duration,
+}
+
+struct State<P, O> {
+    monitor: Monitor<SharedCard<P, GuestBus, O>>,
+    scheduler: Scheduler,
+    places: Vec<Place>,
+    /// This guest got the card because of an access that it hasn't carried out yet, since when.
+    owed: Option<(usize, u64)>,
+    /// The holder can't give the card up since then.
+    busy: Option<u64>,
+    failed: Option<String>,
+    handoffs: u64,
+    forced: u64,
+    longest_handoff: u64,
+    /// Nanoseconds after which the card is taken from a guest that doesn't give it up.
+    limit: u64,
+}
+
+/// The card, its guests, and their turns.
+pub(super) struct Desk<P, O> {
+    state: Mutex<State<P, O>>,
+    changed: Condvar,
+    /// Wakes the card's thread.
+    wake: OwnedFd,
+    begun: Instant,
+}
+
+impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
+    /// A desk for a card and its guests, none of whom is there yet.
+    ///
+    /// # Errors
+    /// The card can't be reached, or no descriptor is left.
+    pub fn new(card: P, own: O, wishes: &[Wish], settings: Settings) -> Result<Self, MonitorError> {
+        let mut shared = SharedCard::new(card, own)?;
+        for wish in wishes {
+            shared.add_seat(wish.address);
+        }
+        let pad = shared.pad();
+        let mut monitor = Monitor::new(&RTL8139, shared);
+        monitor.set_scratch(Box::new(pad));
+        let place = |wish: &Wish| {
+            let table = Table::default();
+            monitor.add(GuestConfig {
+                name: wish.name.clone(),
+                address: wish.address,
+                permissions: Vec::new(),
+                policy: settings.policy,
+                memory: Box::new(table.clone()),
+            });
+            Place {
+                name: wish.name.clone(),
+                table,
+                irq: EventFds::new(1),
+                masked: false,
+                master: false,
+                connected: false,
+                asks: false,
+                told: false,
+                waits: 0,
+                longest_wait: Duration::ZERO,
+            }
+        };
+        let places = wishes.iter().map(place).collect();
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|error| {
+            DeviceError { bar: 0, offset: 0, why: format!("an eventfd can't be made: {error}") }
+        })?;
+        let state = State {
+            monitor,
+            scheduler: Scheduler::new(nanoseconds(settings.slice)),
+            places,
+            owed: None,
+            busy: None,
+            failed: None,
+            handoffs: 0,
+            forced: 0,
+            longest_handoff: 0,
+            limit: nanoseconds(settings.limit),
+        };
+        Ok(Self { state: Mutex::new(state), changed: Condvar::new(), wake, begun: Instant::now() })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<P, O>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn now(&self) -> u64 {
+        nanoseconds(self.begun.elapsed())
+    }
+
+    /// Has the card's thread look.
+    pub fn wake(&self) {
+        signal(self.wake.as_fd());
+    }
+
+    /// The guest of a seat is there; false: one is there already.
+    pub fn connect(&self, seat: usize) -> bool {
+        let mut state = self.lock();
+        let Some(place) = state.places.get_mut(seat) else { return false };
+        !std::mem::replace(&mut place.connected, true)
+    }
+
+    /// It has gone: the card forgets it and its memory.
+    pub fn disconnect(&self, seat: usize) {
+        self.change(seat, |state| {
+            state.turn_out(seat)?;
+            state.monitor.physical().vacate(seat);
+            state.power_on(seat)
+        });
+        let mut state = self.lock();
+        if let Some(place) = state.places.get_mut(seat) {
+            place.table.set(MappedMemory::default());
+            place.irq.disconnect();
+            (place.masked, place.master, place.connected) = (false, false, false);
+        }
+    }
+
+    /// Its machine is reset.
+    pub fn reset(&self, seat: usize) {
+        self.change(seat, |state| {
+            state.turn_out(seat)?;
+            state.monitor.physical().vacate(seat);
+            state.power_on(seat)
+        });
+    }
+
+    /// Its memory is another from now on. Nobody uses the old one when this returns.
+    pub fn set_memory(&self, seat: usize, memory: MappedMemory) {
+        self.change(seat, |state| {
+            state.turn_out(seat)?;
+            if let Some(place) = state.places.get_mut(seat) {
+                place.table.set(memory);
+            }
+            Ok(())
+        });
+    }
+
+    /// Bus mastering as its command register has it.
+    pub fn set_master(&self, seat: usize, on: bool) {
+        self.change(seat, |state| {
+            if let Some(place) = state.places.get_mut(seat) {
+                place.master = on;
+            }
+            if state.monitor.resident() == Some(GuestId(seat)) {
+                state.monitor.physical().set_guest_bus_master(on)?;
+            }
+            Ok(())
+        });
+    }
+
+    /// Works on its interrupt.
+    pub fn interrupt(
+        &self,
+        seat: usize,
+        act: impl FnOnce(&EventFds) -> std::io::Result<()>,
+    ) -> std::io::Result<()> {
+        let mut state = self.lock();
+        let Some(place) = state.places.get_mut(seat) else { return Ok(()) };
+        act(&place.irq)?;
+        place.masked = false;
+        state.lines();
+        Ok(())
+    }
+
+    /// Masks its line, or opens it: a line that is up is signalled again.
+    pub fn mask(&self, seat: usize, masked: bool) {
+        let mut state = self.lock();
+        if let Some(place) = state.places.get_mut(seat) {
+            place.masked = masked;
+        }
+        state.lines();
+    }
+
+    fn change(&self, seat: usize, act: impl FnOnce(&mut State<P, O>) -> Result<(), MonitorError>) {
+        let mut state = self.lock();
+        if let Err(error) = act(&mut state).and_then(|()| state.after()) {
+            state.fail(&error);
+        }
+        if state.owed.is_some_and(|(owed, _)| owed == seat) {
+            state.owed = None;
+        }
+        drop(state);
+        self.changed.notify_all();
+        self.wake();
+    }
+
+    /// A guest accesses a BAR, within what the device has there. A read's value; ones when its device is gone or stopped.
+    pub fn access(&self, seat: usize, access: Access) -> u32 {
+        let begin = Instant::now();
+        let mut waited = false;
+        let mut state = self.lock();
+        let value = loop {
+            if state.failed.is_some() {
+                break u32::MAX;
+            }
+            match state.monitor.access(GuestId(seat), access) {
+                Ok(Answer::Done(value)) => break value,
+                Ok(Answer::Stopped | Answer::MachineCheck) => {
+                    state.tell_stopped(seat);
+                    break u32::MAX;
+                }
+                Ok(Answer::Wait) => {
+                    waited = true;
+                    if let Some(place) = state.places.get_mut(seat) {
+                        place.asks = true;
+                    }
+                    state.scheduler.demand(GuestId(seat));
+                    if let Err(error) = state.advance(self.now()) {
+                        state.fail(&error);
+                        continue;
+                    }
+                    if state.monitor.resident() == Some(GuestId(seat)) {
+                        continue;
+                    }
+                    if begin.elapsed() > PATIENCE {
+                        tracing::warn!(
+                            guest = state.places[seat].name,
+                            "A guest waited too long for the card"
+                        );
+                        break u32::MAX;
+                    }
+                    let woken = self.changed.wait_timeout(state, LOOK);
+                    state = woken.unwrap_or_else(PoisonError::into_inner).0;
+                }
+                Err(error) => state.fail(&error),
+            }
+        };
+        if state.owed.is_some_and(|(owed, _)| owed == seat) {
+            state.owed = None;
+        }
+        if waited && let Some(place) = state.places.get_mut(seat) {
+            place.waits += 1;
+            place.asks = false;
+            place.longest_wait = place.longest_wait.max(begin.elapsed());
+        }
+        if let Err(error) = state.after() {
+            state.fail(&error);
+        }
+        let others = state.scheduler.due().is_some();
+        drop(state);
+        if others {
+            // Somebody has asked whom no thread of his own waits for.
+            self.wake();
+        }
+        value
+    }
+
+    /// The card's thread: until `stop` is readable. `interrupt` is readable when the card has signalled.
+    pub fn run(&self, interrupt: &OwnedFd, stop: &OwnedFd) {
+        // A line that was up before its interrupt was connected may never be signalled: the first look is as if it had been.
+        let (mut timeout, mut signalled, mut failed) = (Some(Duration::ZERO), true, false);
+        loop {
+            let wait = timeout.map(|wait: Duration| Timespec {
+                tv_sec: i64::try_from(wait.as_secs()).unwrap_or(1),
+                tv_nsec: wait.subsec_nanos().into(),
+            });
+            let mut fds = [
+                PollFd::new(stop, PollFlags::IN),
+                PollFd::new(&self.wake, PollFlags::IN),
+                PollFd::new(interrupt, PollFlags::IN),
+            ];
+            // Nobody takes the interrupt of a card that has failed.
+            let count = if failed { 2 } else { 3 };
+            match poll(&mut fds[..count], wait.as_ref()) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => {
+                    tracing::error!(%error, "The card's thread can't wait; it ends");
+                    return;
+                }
+            }
+            let ready = |at: usize| !fds[at].revents().is_empty();
+            if ready(0) {
+                return;
+            }
+            if ready(1) {
+                // Whatever was counted.
+                let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+            }
+            signalled |= ready(2);
+            let mut state = self.lock();
+            failed = state.failed.is_some();
+            if failed {
+                timeout = None;
+                continue;
+            }
+            let now = self.now();
+            let result = state.look(signalled, now);
+            signalled = false;
+            timeout = match result {
+                Ok(true) => Some(Duration::ZERO),
+                Ok(false) => {
+                    let due =
+                        |due: u64| Duration::from_nanos(due.saturating_sub(now)).clamp(LOOK / 4, LOOK * 8);
+                    state.scheduler.due().map(due)
+                }
+                Err(error) => {
+                    state.fail(&error);
+                    None
+                }
+            };
+            drop(state);
+            self.changed.notify_all();
+        }
+    }
+
+    /// The tree for whoever looks.
+    pub fn inspect(&self) -> Value {
+        let mut state = self.lock();
+        let totals = state.monitor.physical().totals();
+        let (pinned, peak) = state.monitor.mapped();
+        let state = &*state;
+        let guests: serde_json::Map<String, Value> = (0..)
+            .zip(&state.places)
+            .map(|(seat, place)| (place.name.clone(), state.guest(seat, place)))
+            .collect();
+        json!({
+            "device": RTL8139.name,
+            "failed": state.failed,
+            "holder": state.monitor.resident().and_then(|id| state.places.get(id.0)).map(|place| place.name.clone()),
+            "handoffs": state.handoffs,
+            "forced": state.forced,
+            "longest_handoff_microseconds": state.longest_handoff / 1000,
+            "pinned_bytes": pinned,
+            "pinned_bytes_peak": peak,
+            "card": totals,
+            "guests": guests,
+        })
+    }
+
+    /// Works on the monitor: for tests, which play the wire.
+    #[cfg(test)]
+    pub fn with_card<R>(&self, act: impl FnOnce(&mut P) -> R) -> R {
+        let result = act(self.lock().monitor.physical().card());
+        self.wake();
+        result
+    }
+}
+
+fn nanoseconds(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+impl<P: Card, O: OwnRing> State<P, O> {
+    fn guest(&self, seat: usize, place: &Place) -> Value {
+        let model = self.monitor.model(GuestId(seat));
+        let violations: Vec<String> = self
+            .monitor
+            .violations(GuestId(seat))
+            .iter()
+            .map(|violation| violation.refusal.to_string())
+            .collect();
+        json!({
+            "connected": place.connected,
+            "states": states_text(&RTL8139, model.graph().states()),
+            "decisions": self.monitor.counters(GuestId(seat)),
+            "frames": self.monitor.physical_ref().fed(seat),
+            "waits": place.waits,
+            "longest_wait_microseconds": u64::try_from(place.longest_wait.as_micros()).unwrap_or(u64::MAX),
+            "violations": violations,
+        })
+    }
+
+    fn fail(&mut self, error: &MonitorError) {
+        tracing::error!(
+            error = error as &dyn std::error::Error,
+            "The card failed; its guests read ones from now on"
+        );
+        self.failed = Some(error.to_string());
+    }
+
+    fn tell_stopped(&mut self, seat: usize) {
+        let why = self.monitor.violations(GuestId(seat)).last().map(|last| last.refusal.to_string());
+        self.monitor.physical().vacate(seat);
+        let Some(place) = self.places.get_mut(seat) else { return };
+        if !std::mem::replace(&mut place.told, true) {
+            tracing::warn!(
+                guest = place.name,
+                why = why.unwrap_or_default(),
+                "A guest's use of the card is stopped until its machine is reset"
+            );
+        }
+    }
+
+    /// What the card says, then whose turn it is. Whether there is more to take at once.
+    fn look(&mut self, signalled: bool, now: u64) -> Result<bool, MonitorError> {
+        if signalled {
+            self.monitor.physical().card().signalled();
+        }
+        let more = self.monitor.physical().poll()?;
+        if signalled {
+            self.monitor.physical().card().unmask()?;
+        }
+        self.after()?;
+        self.advance(now)?;
+        Ok(more)
+    }
+
+    /// After anything: frames, causes, lines.
+    fn after(&mut self) -> Result<(), MonitorError> {
+        self.monitor.physical().feed();
+        self.monitor.interrupt()?;
+        for seat in self.monitor.physical_ref().waiting() {
+            // A guest that is paused or stopped would do nothing with it.
+            if self.places.get(seat).is_some_and(|place| place.master && !place.told) {
+                self.scheduler.demand(GuestId(seat));
+            }
+        }
+        self.lines();
+        Ok(())
+    }
+
+    /// Signals lines that came up.
+    fn lines(&mut self) {
+        if self.failed.is_some() {
+            return;
+        }
+        for (seat, place) in (0..).zip(&mut self.places) {
+            if !place.masked && place.irq.is_connected(0) && self.monitor.line(GuestId(seat)) {
+                place.masked = true;
+                place.irq.raise(0);
+            }
+        }
+    }
+
+    /// Carries out a hand-off that is due.
+    fn advance(&mut self, now: u64) -> Result<(), MonitorError> {
+        if self.owed.is_some_and(|(_, since)| now.saturating_sub(since) < self.limit) {
+            return Ok(());
+        }
+        let Some(next) = self.scheduler.next(now) else { return Ok(()) };
+        if !self.places.get(next.0).is_some_and(|place| place.connected) {
+            self.scheduler.forget(next);
+            return Ok(());
+        }
+        let begin = Instant::now();
+        // What came in goes to whoever it is for before receivers change.
+        self.monitor.physical().poll()?;
+        self.monitor.interrupt()?;
+        if !self.monitor.settle()? {
+            if now.saturating_sub(*self.busy.get_or_insert(now)) < self.limit {
+                return Ok(());
+            }
+            self.forced += 1;
+        }
+        self.leave()?;
+        let Some(place) = self.places.get(next.0) else { return Ok(()) };
+        let (memory, master) = (place.table.get(), place.master);
+        let shared = self.monitor.physical();
+        shared.card().give(&memory);
+        shared.seat(Some((next.0, GuestBus(memory), master)));
+        let switched = self.monitor.switch(next, false)?;
+        self.scheduler.switched(next, now);
+        if switched == Switched::Done {
+            self.handoffs += 1;
+            self.owed = self.places.get(next.0).filter(|place| place.asks).map(|_| (next.0, now));
+        } else {
+            self.tell_stopped(next.0);
+        }
+        self.longest_handoff = self.longest_handoff.max(nanoseconds(begin.elapsed()));
+        self.after()
+    }
+
+    /// Takes the card from whoever has it.
+    fn leave(&mut self) -> Result<(), MonitorError> {
+        self.busy = None;
+        self.owed = None;
+        self.monitor.physical().park();
+        self.monitor.release()?;
+        let shared = self.monitor.physical();
+        shared.seat(None);
+        shared.card().give(&MappedMemory::default());
+        Ok(())
+    }
+
+    /// Takes the card from this guest, if it has it.
+    fn turn_out(&mut self, seat: usize) -> Result<(), MonitorError> {
+        self.scheduler.forget(GuestId(seat));
+        if self.monitor.resident() != Some(GuestId(seat)) {
+            return Ok(());
+        }
+        self.monitor.physical().poll()?;
+        self.monitor.interrupt()?;
+        self.monitor.settle()?;
+        self.leave()
+    }
+
+    fn power_on(&mut self, seat: usize) -> Result<(), MonitorError> {
+        if let Some(place) = self.places.get_mut(seat) {
+            place.told = false;
+            place.masked = false;
+        }
+        self.monitor.power_on(GuestId(seat))
+    }
+}

@@ -1,0 +1,422 @@
+//! One card of this host for several VMs (`causeway card`): their monitors connect by vfio-user, each guest drives the card with its own driver,
+//! and the card goes from one to the next at reusable points.
+//!
+//! ```text
+//! monitor of VM a ── vfio-user ──▶ its thread ─┐
+//! monitor of VM b ── vfio-user ──▶ its thread ─┼─▶ desk: one lock ─▶ vpio::Monitor ─▶ SharedCard ─▶ vfio-pci
+//!                        card's interrupt ─▶ thread of the card ─┘     who waits, whose turn it is
+//! ```
+//!
+//! | module | holds |
+//! |---|---|
+//! | `desk` | who has the card; accesses, interrupts, hand-offs |
+//! | `guest` | a guest's side: the PCI function that its monitor sees |
+//! | `memory` | a guest's memory |
+//!
+//! It is a process of its own, since a card is: another may serve another card, and the host daemon needs no right to touch hardware.
+
+mod desk;
+mod guest;
+mod memory;
+
+use std::io::{self, Write as _};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use device_models::devices::rtl8139::RTL8139;
+use device_models::physical::{DeviceError, station_address};
+use dma::MappedMemory;
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use vfio_user_protocol::device::Device;
+use vfio_user_protocol::server::{Server, ServerError};
+use vpio::MonitorError;
+use vpio::sharing::OwnRing;
+use vpio::vfio::{OpenError, Ram, Vfio};
+
+pub use desk::Card;
+use desk::Desk;
+use guest::GuestSide;
+pub use vpio::FailurePolicy;
+
+use crate::access::may_use;
+use crate::function::interrupts::signal;
+use crate::hardening;
+use crate::identity::{BadName, check_name, is_unicast, mac_of, mac_text};
+use crate::listener::{ListenError, SocketFile, listen};
+use crate::sandbox::{self, SandboxError};
+
+/// The socket that tells the state.
+pub const STATE: &str = "state";
+
+/// A guest that may come.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Guest {
+    /// Its name, and that of its socket.
+    pub name: String,
+    /// Its Ethernet address; made from its name without one.
+    pub address: Option<[u8; 6]>,
+    /// The user whose monitor may connect, besides root; this process's own without one.
+    pub uid: Option<u32>,
+}
+
+/// How guests take turns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Settings {
+    /// How long a guest has the card at least while others wait.
+    pub slice: Duration,
+    /// After this time the card is taken from a guest that doesn't come to a reusable point; its driver sees the card's error status.
+    pub limit: Duration,
+    /// What happens when a request is refused.
+    pub policy: FailurePolicy,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            slice: Duration::from_millis(2),
+            limit: Duration::from_millis(500),
+            policy: FailurePolicy::DeviceError,
+        }
+    }
+}
+
+/// What a daemon is started with.
+#[derive(Debug, Clone)]
+pub struct CardConfig {
+    /// PCI address of a card that is bound to vfio-pci.
+    pub device: String,
+    /// Where the sockets are made; the folder is made where it isn't there.
+    pub folder: PathBuf,
+    /// Guests, at most [`MOST_GUESTS`].
+    pub guests: Vec<Guest>,
+    /// How they take turns.
+    pub settings: Settings,
+    /// Confine this process.
+    pub sandbox: bool,
+}
+
+/// Most guests of a card.
+pub const MOST_GUESTS: usize = 16;
+
+/// The daemon can't be started.
+#[derive(Debug, thiserror::Error)]
+pub enum CardError {
+    /// The card.
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    /// Another card than can be shared.
+    #[error(
+        "PCI device {address} is {title}; only an {known} can be shared by VMs (docs/vpio.md says why), give this one to one VM: --nic vpio:{address}"
+    )]
+    NotShareable {
+        /// The card.
+        address: String,
+        /// What it is.
+        title: &'static str,
+        /// What can be shared.
+        known: &'static str,
+    },
+    /// The card, once it was open.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// The card under its model.
+    #[error(transparent)]
+    Monitor(#[from] MonitorError),
+    /// The guests.
+    #[error("{count} guests can't share a card; 1 to {MOST_GUESTS} can: --guest NAME for each")]
+    Count {
+        /// How many were given.
+        count: usize,
+    },
+    /// A name.
+    #[error(transparent)]
+    Name(#[from] BadName),
+    /// Two of a name or an address.
+    #[error("Guest {name} has the same {what} as another, {value}: give each its own")]
+    Twice {
+        /// The guest.
+        name: String,
+        /// Name or address.
+        what: &'static str,
+        /// Which.
+        value: String,
+    },
+    /// An address that no card can have.
+    #[error("Guest {name} can't have the address {address}: it isn't that of one station")]
+    Address {
+        /// The guest.
+        name: String,
+        /// Which.
+        address: String,
+    },
+    /// A guest is called as the daemon's own socket.
+    #[error("A guest can't be called {STATE}: that is the daemon's own socket")]
+    Reserved,
+    /// The sockets.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    /// The sockets' folder.
+    #[error("The folder {} can't be made", path.display())]
+    Folder {
+        /// Which.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A socket.
+    #[error(transparent)]
+    Serve(#[from] ServerError),
+    /// Locked memory.
+    #[error(
+        "The limit of locked memory can't be raised, and a card's memory is locked: run it with RLIMIT_MEMLOCK unlimited"
+    )]
+    LockedMemory(#[source] io::Error),
+    /// The sandbox.
+    #[error(transparent)]
+    Sandbox(#[from] SandboxError),
+    /// A thread, a descriptor.
+    #[error("The card's {what} can't be made")]
+    Start {
+        /// What.
+        what: &'static str,
+        /// Why.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+impl CardError {
+    fn start(what: &'static str, source: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Self {
+        Self::Start { what, source: source.into() }
+    }
+}
+
+/// A guest with its address.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Wish {
+    name: String,
+    address: [u8; 6],
+    uid: u32,
+}
+
+/// Guests as they will be: each name and address once.
+fn wishes(card: &str, guests: &[Guest]) -> Result<Vec<Wish>, CardError> {
+    if guests.is_empty() || guests.len() > MOST_GUESTS {
+        return Err(CardError::Count { count: guests.len() });
+    }
+    let own = rustix::process::geteuid().as_raw();
+    let mut all: Vec<Wish> = Vec::new();
+    for guest in guests {
+        let name = guest.name.clone();
+        check_name("guest", &name)?;
+        if name == STATE {
+            return Err(CardError::Reserved);
+        }
+        let address = guest.address.unwrap_or_else(|| mac_of(&name, card));
+        if !is_unicast(address) {
+            return Err(CardError::Address { name, address: mac_text(address) });
+        }
+        if all.iter().any(|other| other.name == name) {
+            return Err(CardError::Twice { value: name.clone(), name, what: "name" });
+        }
+        if all.iter().any(|other| other.address == address) {
+            return Err(CardError::Twice { name, what: "address", value: mac_text(address) });
+        }
+        all.push(Wish { name, address, uid: guest.uid.unwrap_or(own) });
+    }
+    Ok(all)
+}
+
+impl Card for Vfio {
+    fn give(&mut self, memory: &MappedMemory) {
+        let piece = |region: &Arc<dma::MemoryRegion>| Ram {
+            guest_base: region.address(),
+            length: region.size(),
+            host_address: region.host_address(),
+        };
+        self.set_ram(memory.regions().iter().map(piece).collect(), Box::new(memory.clone()));
+    }
+
+    fn signalled(&mut self) {
+        Self::signalled(self);
+    }
+
+    fn unmask(&mut self) -> Result<(), DeviceError> {
+        Self::unmask(self)
+    }
+}
+
+/// A running daemon of a card. Dropping it ends it in order: guests see their cards fail, the card is reset.
+pub struct CardDaemon {
+    folder: PathBuf,
+    stop: Arc<OwnedFd>,
+    threads: Vec<JoinHandle<()>>,
+    _files: Vec<SocketFile>,
+}
+
+impl CardDaemon {
+    /// Opens the card and starts; guests can connect when this returns.
+    ///
+    /// # Errors
+    /// When the card can't be had, or what is asked for can't be.
+    pub fn start(config: &CardConfig) -> Result<Self, CardError> {
+        hardening::prepare();
+        let wishes = wishes(&config.device, &config.guests)?;
+        unlock_memory()?;
+        let mut card = Vfio::open(&config.device)?;
+        if card.description().name != RTL8139.name {
+            return Err(CardError::NotShareable {
+                address: config.device.clone(),
+                title: card.description().title,
+                known: RTL8139.title,
+            });
+        }
+        let station = station_address(&RTL8139, &mut card)?;
+        let own = card.scratch()?;
+        card.set_guest_bus_master(true)?;
+        card.enable_interrupt()?;
+        let interrupt =
+            card.interrupt_fd().map_err(|source| CardError::start("interrupt's descriptor", source))?;
+        std::fs::create_dir_all(&config.folder)
+            .map_err(|source| CardError::Folder { path: config.folder.clone(), source })?;
+        if config.sandbox {
+            sandbox::enter_card(&config.folder)?;
+        } else {
+            tracing::warn!("The card's daemon runs without a sandbox: no seccomp, no Landlock");
+        }
+        for wish in &wishes {
+            tracing::info!(guest = wish.name, address = mac_text(wish.address), "A seat at the card");
+        }
+        tracing::info!(card = config.device, own_address = mac_text(station), "The card is open");
+        Self::serve(card, own, interrupt, &config.folder, &wishes, config.settings)
+    }
+
+    fn serve<P: Card, O: OwnRing + Send + 'static>(
+        card: P,
+        own: O,
+        interrupt: OwnedFd,
+        folder: &Path,
+        wishes: &[Wish],
+        settings: Settings,
+    ) -> Result<Self, CardError> {
+        let desk = Arc::new(Desk::new(card, own, wishes, settings)?);
+        Self::serve_desk(&desk, interrupt, folder, wishes)
+    }
+
+    fn serve_desk<P: Card, O: OwnRing + Send + 'static>(
+        desk: &Arc<Desk<P, O>>,
+        interrupt: OwnedFd,
+        folder: &Path,
+        wishes: &[Wish],
+    ) -> Result<Self, CardError> {
+        let stop = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let stop = Arc::new(stop.map_err(|error| CardError::start("eventfd", io::Error::from(error)))?);
+        let mut daemon = Self {
+            folder: folder.to_owned(),
+            stop: Arc::clone(&stop),
+            threads: Vec::new(),
+            _files: Vec::new(),
+        };
+        let (its, ends) = (Arc::clone(desk), Arc::clone(&stop));
+        daemon.spawn("card", move || its.run(&interrupt, &ends))?;
+        for (seat, wish) in wishes.iter().enumerate() {
+            let (listener, file) = listen(&folder.join(&wish.name))?.into_parts();
+            let server = Server::from_listener(listener)?;
+            daemon._files.push(file);
+            let side = GuestSide::new(Arc::clone(desk), seat, wish.uid)
+                .map_err(|error| CardError::start("configuration space", error))?;
+            let (side, ends) = (Arc::new(side) as Arc<dyn Device>, Arc::clone(&stop));
+            daemon.spawn(&wish.name, move || {
+                use std::os::fd::AsFd as _;
+                if let Err(error) = server.serve(&side, ends.as_fd()) {
+                    tracing::error!(
+                        error = &error as &dyn std::error::Error,
+                        "A guest's socket isn't served any more"
+                    );
+                }
+            })?;
+        }
+        let (listener, file) = listen(&folder.join(STATE))?.into_parts();
+        daemon._files.push(file);
+        let its = Arc::clone(desk);
+        daemon.spawn(STATE, move || tell(&listener, &stop, || its.inspect()))?;
+        Ok(daemon)
+    }
+
+    fn spawn(&mut self, name: &str, act: impl FnOnce() + Send + 'static) -> Result<(), CardError> {
+        // Linux shows 15 bytes.
+        let thread = std::thread::Builder::new().name(name.chars().take(15).collect());
+        self.threads.push(thread.spawn(act).map_err(|source| CardError::start("thread", source))?);
+        Ok(())
+    }
+
+    /// Where the sockets are.
+    #[must_use]
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+}
+
+impl Drop for CardDaemon {
+    fn drop(&mut self) {
+        use std::os::fd::AsFd as _;
+        signal(self.stop.as_fd());
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("A thread of a shared card panicked; this is a bug");
+            }
+        }
+    }
+}
+
+/// Writes the state to whoever connects and may know, until `stop` is readable.
+fn tell(listener: &UnixListener, stop: &OwnedFd, state: impl Fn() -> serde_json::Value) {
+    let own = rustix::process::geteuid().as_raw();
+    loop {
+        let mut fds = [PollFd::new(listener, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
+        if poll(&mut fds, None).is_err() {
+            continue;
+        }
+        if !fds[1].revents().is_empty() {
+            return;
+        }
+        let Ok((mut stream, _)) = listener.accept() else { continue };
+        let known = rustix::net::sockopt::socket_peercred(&stream);
+        if known.is_ok_and(|peer| may_use(peer.uid.as_raw(), own)) {
+            // Whoever doesn't read is let go.
+            let _ = stream.set_write_timeout(Some(Duration::from_secs(1)));
+            let _ = stream.write_all(format!("{}\n", state()).as_bytes());
+        }
+    }
+}
+
+/// The state of the daemon whose folder this is.
+///
+/// # Errors
+/// When it can't be reached, doesn't answer this user, or what it says is no JSON.
+pub fn state_of(folder: &Path) -> io::Result<serde_json::Value> {
+    let text = io::read_to_string(std::os::unix::net::UnixStream::connect(folder.join(STATE))?)?;
+    if text.is_empty() {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    serde_json::from_str(&text).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
+}
+
+/// What a card may reach stays in memory, and counts as locked.
+fn unlock_memory() -> Result<(), CardError> {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+
+    if getrlimit(Resource::Memlock).current.is_none() {
+        return Ok(());
+    }
+    let none = Rlimit { current: None, maximum: None };
+    setrlimit(Resource::Memlock, none).map_err(|error| CardError::LockedMemory(error.into()))
+}
+
+#[cfg(test)]
+mod tests;

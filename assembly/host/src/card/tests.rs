@@ -1,0 +1,412 @@
+//! Two guests of one reference card, over vfio-user, each with the accesses of Linux's 8139too.
+
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
+
+use std::os::fd::{AsFd as _, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use device_models::physical::{Bus, DeviceError, Mapping, PhysicalDevice};
+use device_models::reference::rtl8139::Rtl8139;
+use dma::{Dma as _, MappedMemory, MemoryRegion};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+use vfio_user_protocol::client::Client;
+use vfio_user_protocol::device::{INTERRUPT_INTX, REGION_CONFIG};
+use vpio::fast_forward::{RING, Scratch};
+use vpio::sharing::OwnRing;
+
+use super::desk::{Card, Desk};
+use super::{CardDaemon, CardError, Guest, Settings, Wish, wishes};
+
+#[path = "../../../../devices/vpio/tests/support/mod.rs"]
+mod support;
+
+use support::Ports;
+use support::memory::Memory;
+use support::rtl8139::Driver;
+
+const OWN: u64 = 0xE000_0000;
+const RAM: u64 = 0x40_0000;
+const OUTSIDE: [u8; 6] = [0x52, 0x54, 0, 0, 0, 0x99];
+
+fn address(seat: u8) -> [u8; 6] {
+    [0x52, 0x54, 0, 0, 0, seat]
+}
+
+/// What the card reaches: the owner's ring, and the memory that it was given last.
+#[derive(Clone, Default)]
+struct HostBus(Arc<Mutex<(Vec<u8>, MappedMemory)>>);
+
+fn within(base: u64, length: usize) -> Option<std::ops::Range<usize>> {
+    let at = usize::try_from(base.checked_sub(OWN)?).unwrap();
+    (at + length <= usize::try_from(RING).unwrap()).then_some(at..at + length)
+}
+
+impl Bus for HostBus {
+    fn read(&mut self, address: u64, into: &mut [u8]) {
+        let (own, guest) = &*self.0.lock().unwrap();
+        match within(address, into.len()) {
+            Some(part) => into.copy_from_slice(&own[part]),
+            None => guest.read(address, into).unwrap(),
+        }
+    }
+
+    fn write(&mut self, address: u64, data: &[u8]) {
+        let (own, _) = &mut *self.0.lock().unwrap();
+        // A shared card writes nowhere else.
+        own[within(address, data.len()).unwrap()].copy_from_slice(data);
+    }
+}
+
+impl Scratch for HostBus {
+    fn device_base(&self) -> u64 {
+        OWN
+    }
+    fn write(&mut self, offset: u64, data: &[u8]) {
+        Bus::write(self, OWN + offset, data);
+    }
+}
+
+impl OwnRing for HostBus {
+    fn read(&mut self, offset: u64, into: &mut [u8]) {
+        Bus::read(self, OWN + offset, into);
+    }
+}
+
+/// The reference card behind an IOMMU, with an interrupt as VFIO signals it.
+struct TestCard {
+    card: Rtl8139<HostBus>,
+    bus: HostBus,
+    interrupt: OwnedFd,
+    masked: bool,
+    mapped: Vec<Mapping>,
+}
+
+impl TestCard {
+    fn new() -> (Self, HostBus, OwnedFd) {
+        let bus = HostBus::default();
+        bus.0.lock().unwrap().0 = vec![0; usize::try_from(RING).unwrap()];
+        let mut card = Rtl8139::new([0, 0xE0, 0x4C, 1, 2, 3], bus.clone(), true);
+        card.map(Mapping { device_base: OWN, guest_base: OWN, length: RING, writable: true }).unwrap();
+        let interrupt = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        let copy = interrupt.try_clone().unwrap();
+        (Self { card, bus: bus.clone(), interrupt, masked: false, mapped: Vec::new() }, bus, copy)
+    }
+
+    /// A frame from the wire.
+    fn receive(&mut self, frame: &[u8]) -> bool {
+        let stored = self.card.receive(frame);
+        self.check();
+        stored
+    }
+
+    fn check(&mut self) {
+        if !self.masked && self.card.interrupt().unwrap() {
+            self.masked = true;
+            rustix::io::write(&self.interrupt, &1_u64.to_ne_bytes()).unwrap();
+        }
+    }
+}
+
+impl PhysicalDevice for TestCard {
+    fn read(&mut self, bar: u8, offset: u32, size: u8) -> Result<u32, DeviceError> {
+        self.card.read(bar, offset, size)
+    }
+    fn write(&mut self, bar: u8, offset: u32, size: u8, value: u32) -> Result<(), DeviceError> {
+        self.card.write(bar, offset, size, value)?;
+        if (0x10..0x20).contains(&offset) {
+            self.card.tick();
+        }
+        self.check();
+        Ok(())
+    }
+    fn interrupt(&mut self) -> Result<bool, DeviceError> {
+        self.card.interrupt()
+    }
+    fn reset(&mut self) -> Result<(), DeviceError> {
+        self.card.reset()
+    }
+    fn set_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
+        self.card.set_bus_master(on)
+    }
+    fn has_iommu(&self) -> bool {
+        true
+    }
+    fn map(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
+        self.mapped.push(mapping);
+        self.card.map(mapping)
+    }
+    fn unmap(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
+        self.mapped.retain(|known| *known != mapping);
+        self.card.unmap(mapping)
+    }
+}
+
+impl Card for TestCard {
+    fn give(&mut self, memory: &MappedMemory) {
+        assert!(self.mapped.is_empty(), "nothing of the last guest is mapped: {:?}", self.mapped);
+        self.bus.0.lock().unwrap().1 = memory.clone();
+    }
+    fn signalled(&mut self) {
+        let _ = rustix::io::read(&self.interrupt, &mut [0; 8]);
+    }
+    fn unmask(&mut self) -> Result<(), DeviceError> {
+        self.masked = false;
+        self.check();
+        Ok(())
+    }
+}
+
+/// A guest: its memory, and its monitor's connection.
+struct Member {
+    client: Client,
+    ram: MappedMemory,
+    line: OwnedFd,
+}
+
+impl Member {
+    fn connect(folder: &std::path::Path, name: &str) -> Self {
+        let file = memfd_create("ram", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&file, RAM).unwrap();
+        fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW).unwrap();
+        let ram = MappedMemory::default().with(MemoryRegion::map(0, RAM, &file, 0, true).unwrap()).unwrap();
+        let client = Client::connect(&folder.join(name), Duration::from_secs(10)).unwrap();
+        client.dma_map(file.as_fd(), 0, 0, RAM, true).unwrap();
+        let line = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
+        client.set_eventfds(INTERRUPT_INTX, 0, &[Some(line.as_fd())]).unwrap();
+        client.region_write(REGION_CONFIG, 4, &7_u16.to_le_bytes()).unwrap();
+        Self { client, ram, line }
+    }
+
+    /// Waits for the line; false: it isn't up.
+    fn interrupted(&self, wait: Duration) -> bool {
+        let wait = Timespec { tv_sec: 0, tv_nsec: wait.subsec_nanos().into() };
+        poll(&mut [PollFd::new(&self.line, PollFlags::IN)], Some(&wait)).unwrap();
+        rustix::io::read(&self.line, &mut [0; 8]).is_ok()
+    }
+
+    fn unmask(&self) {
+        self.client.mask_interrupt(INTERRUPT_INTX, 0, false).unwrap();
+    }
+}
+
+impl Ports for Member {
+    fn read(&mut self, offset: u32, size: u8) -> u32 {
+        let mut value = [0; 4];
+        self.client.region_read(0, offset.into(), &mut value[..usize::from(size)]).unwrap();
+        u32::from_le_bytes(value)
+    }
+    fn write(&mut self, offset: u32, size: u8, value: u32) {
+        self.client.region_write(0, offset.into(), &value.to_le_bytes()[..usize::from(size)]).unwrap();
+    }
+}
+
+impl Memory for Member {
+    fn load(&mut self, address: u64, length: usize) -> Vec<u8> {
+        let mut bytes = vec![0; length];
+        self.ram.read(address, &mut bytes).unwrap();
+        bytes
+    }
+    fn store(&mut self, address: u64, data: &[u8]) {
+        self.ram.write(address, data).unwrap();
+    }
+}
+
+/// A frame whose bytes tell its number and who made it.
+fn frame(to: [u8; 6], from: [u8; 6], number: u32) -> Vec<u8> {
+    let length = 60 + usize::try_from(number * 37 % 1455).unwrap();
+    let mut frame: Vec<u8> =
+        (0u8..=255).cycle().skip(usize::try_from(number % 251).unwrap()).take(length).collect();
+    frame[..6].copy_from_slice(&to);
+    frame[6..12].copy_from_slice(&from);
+    frame[12..16].copy_from_slice(&number.to_be_bytes());
+    frame
+}
+
+type TestDesk = Arc<Desk<TestCard, HostBus>>;
+
+fn daemon() -> (CardDaemon, TestDesk, tempfile::TempDir) {
+    let folder = tempfile::tempdir().unwrap();
+    let uid = rustix::process::geteuid().as_raw();
+    let wish = |seat: u8| Wish { name: format!("guest{seat}"), address: address(seat), uid };
+    let seats = [wish(0), wish(1)];
+    let (card, own, interrupt) = TestCard::new();
+    let settings = Settings { slice: Duration::from_millis(1), ..Settings::default() };
+    let desk = Arc::new(Desk::new(card, own, &seats, settings).unwrap());
+    let daemon = CardDaemon::serve_desk(&desk, interrupt, folder.path(), &seats).unwrap();
+    (daemon, desk, folder)
+}
+
+/// What one guest does until the end: sends frames by turns to the outside and to the other guest, takes what comes. Returns the frames
+/// that came, and how many it has sent.
+fn drive(
+    folder: &std::path::Path,
+    seat: u8,
+    ready: &std::sync::Barrier,
+    end: &AtomicBool,
+    taken: &AtomicU32,
+) -> (Vec<Vec<u8>>, u32) {
+    let mut guest = Member::connect(folder, &format!("guest{seat}"));
+    let mut driver = Driver::probe(&mut guest, 0);
+    assert_eq!(driver.address, address(seat), "out of the virtual EEPROM");
+    driver.start(&mut guest);
+    ready.wait();
+    let (mut frames, mut handed, mut sent, mut due) = (Vec::new(), 0, 0, Instant::now());
+    let mut quiet = 0;
+    while quiet < 50 {
+        let ending = end.load(Ordering::SeqCst);
+        quiet = if ending && handed == sent { quiet + 1 } else { 0 };
+        if !ending && due <= Instant::now() && driver.has_room() {
+            let to = if handed % 4 == 3 { address(1 - seat) } else { OUTSIDE };
+            driver.send(&mut guest, &frame(to, address(seat), handed));
+            handed += 1;
+            due += Duration::from_millis(2);
+        }
+        if guest.interrupted(Duration::from_millis(1)) {
+            let (came, done, error) = driver.interrupt(&mut guest);
+            assert!(!error, "the driver saw an error");
+            quiet = if came.is_empty() { quiet } else { 0 };
+            let wires = came.iter().filter(|frame| frame[6..12] == OUTSIDE).count();
+            taken.fetch_add(u32::try_from(wires).unwrap(), Ordering::SeqCst);
+            frames.extend(came);
+            sent += done;
+            guest.unmask();
+        }
+    }
+    assert_eq!(handed, sent, "every frame was reported as sent");
+    (frames, sent)
+}
+
+/// Ends the guests, whatever happens to the test.
+struct End<'a>(&'a AtomicBool);
+
+impl Drop for End<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+/// Two drivers at once, through some hundred hand-offs: every frame of the wire and of the other guest arrives once, in order and whole,
+/// every frame sent is on the wire, no request is refused, and the card never reached for what wasn't mapped. The load is low: what
+/// is under way fits the card's ring and the queues. The rate is printed: it is the machine's.
+#[test]
+fn two_guests_take_turns_and_nothing_is_lost() {
+    const HANDOFFS: u64 = 500;
+    const UNDER_WAY: u32 = 16;
+    let (_daemon, desk, folder) = daemon();
+    let (ready, end) = (std::sync::Barrier::new(3), AtomicBool::new(false));
+    let taken = [AtomicU32::new(0), AtomicU32::new(0)];
+    let (mut wire, mut injected) = (Vec::new(), 0u32);
+    let results = std::thread::scope(|scope| {
+        let ends = End(&end);
+        let guests: Vec<_> = (0u8..2)
+            .zip(&taken)
+            .map(|(seat, taken)| {
+                let (folder, ready, end) = (folder.path(), &ready, &end);
+                scope.spawn(move || drive(folder, seat, ready, end, taken))
+            })
+            .collect();
+        ready.wait();
+        let handoffs = || desk.inspect()["handoffs"].as_u64().unwrap();
+        let (begin, before) = (Instant::now(), handoffs());
+        while handoffs() < before + HANDOFFS {
+            assert!(begin.elapsed() < Duration::from_secs(120), "{} hand-offs", handoffs() - before);
+            std::thread::sleep(Duration::from_millis(1));
+            let came = taken.iter().map(|taken| taken.load(Ordering::SeqCst)).min().unwrap();
+            if injected > came + UNDER_WAY {
+                continue;
+            }
+            let each = [0, 1].map(|seat| frame(address(seat), OUTSIDE, injected));
+            injected += 1;
+            wire.extend(desk.with_card(|card| {
+                assert!(each.iter().all(|frame| card.receive(frame)), "the card takes every frame");
+                card.card.take_sent()
+            }));
+        }
+        let rate = (handoffs() - before) as f64 / begin.elapsed().as_secs_f64();
+        eprintln!("{rate:.0} hand-offs per second, {injected} frames for each guest");
+        drop(ends);
+        guests.into_iter().map(|guest| guest.join().unwrap()).collect::<Vec<_>>()
+    });
+    wire.extend(desk.with_card(|card| card.card.take_sent()));
+    let tree = desk.inspect();
+    for (seat, (frames, sent)) in (0u8..).zip(&results) {
+        let from = |who: [u8; 6]| frames.iter().filter(move |frame| frame[6..12] == who);
+        let expected: Vec<_> = (0..injected).map(|number| frame(address(seat), OUTSIDE, number)).collect();
+        assert!(from(OUTSIDE).eq(&expected), "guest {seat} has the wire's frames, in order, {tree}");
+        let (other, others) = (1 - seat, results[usize::from(1 - seat)].1);
+        let expected = (0..others).filter(|number| number % 4 == 3);
+        let expected: Vec<_> = expected.map(|number| frame(address(seat), address(other), number)).collect();
+        assert!(from(address(other)).eq(&expected), "guest {seat} has the other's frames, in order, {tree}");
+        assert_eq!(frames.len(), usize::try_from(injected).unwrap() + expected.len());
+        let to = |number: u32| if number % 4 == 3 { address(other) } else { OUTSIDE };
+        let expected: Vec<_> = (0..*sent).map(|number| frame(to(number), address(seat), number)).collect();
+        assert!(
+            wire.iter().filter(|frame| frame[6..12] == address(seat)).eq(&expected),
+            "the wire has guest {seat}'s frames"
+        );
+        let guest = &tree["guests"][format!("guest{seat}")];
+        assert_eq!(guest["violations"], serde_json::json!([]));
+        assert_eq!((&guest["frames"]["dropped"], &guest["decisions"]["refused"]), (&0.into(), &0.into()));
+    }
+    assert_eq!(
+        (&tree["forced"], &tree["card"]["resets"], &tree["failed"]),
+        (&0.into(), &0.into(), &serde_json::Value::Null)
+    );
+    assert_eq!(desk.with_card(|card| card.card.blocked()), 0);
+}
+
+/// A guest whose monitor dies in the midst of its work loses the card, its windows are unmapped; the other goes on, and its place can be taken
+/// again. Nobody else can take a place that is taken.
+#[test]
+fn a_guest_that_dies_leaves_the_card() {
+    let (_daemon, desk, folder) = daemon();
+    for round in 0..3 {
+        let mut first = Member::connect(folder.path(), "guest0");
+        let mut driver = Driver::probe(&mut first, 0);
+        driver.start(&mut first);
+        assert!(desk.with_card(|card| !card.mapped.is_empty()), "its windows are mapped");
+        driver.send(&mut first, &frame(OUTSIDE, address(0), round));
+        drop(first);
+        let begin = Instant::now();
+        while desk.inspect()["guests"]["guest0"]["connected"] == true {
+            assert!(begin.elapsed() < Duration::from_secs(10));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(desk.with_card(|card| card.mapped.is_empty()), "nothing of it is mapped");
+        assert_eq!(desk.inspect()["holder"], serde_json::Value::Null);
+        assert!(
+            desk.with_card(|card| card.bus.0.lock().unwrap().1.regions().is_empty()),
+            "its memory is gone"
+        );
+        let mut second = Member::connect(folder.path(), "guest1");
+        let mut driver = Driver::probe(&mut second, 0);
+        driver.start(&mut second);
+        let into = frame(address(1), OUTSIDE, round);
+        desk.with_card(|card| assert!(card.receive(&into)));
+        assert!(second.interrupted(Duration::from_millis(900)));
+        assert_eq!(driver.interrupt(&mut second).0, vec![into]);
+        drop(second);
+        while desk.inspect()["guests"]["guest1"]["connected"] == true {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+/// Names and addresses are each guest's own.
+#[test]
+fn guests_that_cannot_be_told_apart_are_refused() {
+    let guest = |name: &str, address| Guest { name: name.to_owned(), address, uid: None };
+    let of = |guests: &[Guest]| wishes("0000:03:00.0", guests);
+    let mac = Some([2, 0, 0, 0, 0, 1]);
+    assert!(matches!(of(&[]), Err(CardError::Count { count: 0 })));
+    assert!(matches!(of(&[guest("a", None), guest("a", None)]), Err(CardError::Twice { what: "name", .. })));
+    assert!(matches!(of(&[guest("a", mac), guest("b", mac)]), Err(CardError::Twice { what: "address", .. })));
+    assert!(matches!(of(&[guest("a", Some([1; 6]))]), Err(CardError::Address { .. })));
+    assert!(matches!(of(&[guest("state", None)]), Err(CardError::Reserved)));
+    assert!(matches!(of(&[guest("../a", None)]), Err(CardError::Name(_))));
+    let two = of(&[guest("a", None), guest("b", mac)]).unwrap();
+    assert_ne!(two[0].address, two[1].address);
+}

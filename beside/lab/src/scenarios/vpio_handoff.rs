@@ -1,0 +1,277 @@
+//! Two guests that share one RTL8139 of their host by context switch, each with the unmodified driver, under ping and TCP in both directions.
+//!
+//! ```text
+//!   guest g0 10.82.0.2 ─ vfio-user ─┐
+//!                                   ├─ causeway card ─ RTL8139 (QEMU's, behind an emulated IOMMU) ─ wire ─ e1000 10.82.0.1 ─ host
+//!   guest g1 10.82.0.3 ─ vfio-user ─┘
+//! ```
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use super::vpio_nics::{self, CARDS, Card, HOST_SIDE};
+use crate::channel::Session;
+use crate::guest::{Guest, GuestSpec, Vmm};
+use crate::guest_channel;
+use crate::host::Host;
+use crate::lab::Lab;
+use crate::progress;
+use crate::rdma;
+use crate::scenario::{Options, Report, Scenario};
+
+/// The scenario.
+pub const SCENARIO: Scenario = Scenario {
+    name: "vpio-handoff",
+    about: "Two guests share one RTL8139 by context switch: hand-offs per second, lost frames and driver errors under ping and TCP",
+    topology: vpio_nics::topology,
+    run,
+    prompt: None,
+};
+
+/// Guests, and their addresses' last bytes.
+const GUESTS: [(&str, u8); 2] = [("g0", 2), ("g1", 3)];
+const SECONDS: u64 = 600;
+/// Pings per second, each way and guest: low load for an emulated host.
+const PINGS: u64 = 2;
+/// Bytes of each TCP exchange: sent, echoed, compared.
+const BYTES: u32 = 16384;
+/// A guest has the card at least so long while the other waits: an access of a guest costs milliseconds here.
+const SLICE: u32 = 20;
+const BOOT: Duration = Duration::from_secs(600);
+/// The least that has to be shown.
+const PER_SECOND: f64 = 5.0;
+
+fn address(last: u8) -> String {
+    format!("10.82.0.{last}")
+}
+
+fn folder(card: &Card) -> String {
+    format!("/run/causeway/card-{}", card.address())
+}
+
+fn state(host: &Host, card: &Card) -> Result<Value> {
+    let text = host.sh(&format!("causeway inspect --card {} --json", folder(card)))?;
+    serde_json::from_str(&text).context("`causeway inspect --card` printed no JSON")
+}
+
+/// Starts the card's daemon; it runs as long as the session is kept.
+fn serve(host: &Host, card: &Card) -> Result<Session> {
+    let guests: String = GUESTS.iter().map(|(name, _)| format!(" --guest {name}")).collect();
+    let script = format!("exec causeway card {} --slice {SLICE} --limit 3000{guests}", card.address());
+    let daemon = host.spawn("card", &script)?;
+    let until = Instant::now() + Duration::from_secs(60);
+    while host.run(&format!("[ -S {}/state ]", folder(card)), Duration::from_secs(60))?.code != 0 {
+        if Instant::now() > until || daemon.try_wait().is_some() {
+            bail!("The card's daemon doesn't serve: {}", daemon.err.tail(8));
+        }
+        std::thread::sleep(Duration::from_millis(300));
+    }
+    Ok(daemon)
+}
+
+fn boot(host: &Host, card: &Card, name: &str, last: u8, kernel: &str) -> Result<Guest> {
+    let own = address(last);
+    let script = format!(
+        "export PATH=/usr/sbin:/usr/bin:/sbin:/bin\nmount -t tmpfs run /run\nmodprobe 8139too || exit 1\n\
+         n=$(ls /sys/class/net | grep -v lo | head -n 1); [ -n \"$n\" ] || {{ dmesg | tail -n 20; exit 2; }}\n\
+         ip link set $n name n0; ip addr add {own}/24 dev n0; ip link set n0 up\n\
+         echo the nic is $(basename $(readlink /sys/class/net/n0/device/driver)) $(cat /sys/class/net/n0/address)\n{serve}",
+        serve = guest_channel::serve(&own),
+    );
+    let mut spec = GuestSpec::new(name, kernel, 1)
+        .memory(384)
+        .root()
+        .script(&script)
+        .file("agent", std::fs::read(crate::paths::agent()?)?);
+    spec.extra.push(format!(
+        "--vsock cid={},socket={} --vfio-user {}/{name}",
+        last + 1,
+        guest_channel::socket(name),
+        folder(card)
+    ));
+    Guest::start(host, &spec, Vmm::Causeway)
+}
+
+/// A script in a guest, to be waited for.
+fn inside(host: &Host, name: &str, what: &str, script: &str) -> Result<Session> {
+    let quoted = rdma::quoted(&format!("export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root; {script}"));
+    host.spawn(&format!("{name}-{what}"), &format!("exec /share/.lab/lab in --wait 60 {name} {quoted}"))
+}
+
+/// `ping` for a number of echoes; it waits long for the last of them.
+fn ping(to: &str, count: u64) -> String {
+    format!("ping -q -c {count} -i {} -W 30 {to}", 1.0 / PINGS as f64)
+}
+
+/// Echoes asked for and answered, from what ping says at its end.
+fn echoes(text: &str) -> Option<(u64, u64)> {
+    let line = text.lines().find(|line| line.contains("packets transmitted"))?;
+    let number = |part: &str| part.split_whitespace().next()?.parse().ok();
+    let mut parts = line.split(',');
+    Some((number(parts.next()?.trim())?, number(parts.next()?.trim())?))
+}
+
+/// Exchanges and those that failed, from what [`exchange`] says at its end.
+fn exchanges(text: &str) -> Option<(u64, u64)> {
+    let mut words = text.lines().find_map(|line| line.strip_prefix("TCP "))?.split_whitespace();
+    Some((words.next()?.parse().ok()?, words.next()?.parse().ok()?))
+}
+
+/// Random bytes to the host's echo and back, again and again.
+fn exchange(port: u16, seconds: u64) -> String {
+    format!(
+        "exec bash -c 'n=0; e=0; while [ $SECONDS -lt {seconds} ]; do head -c {BYTES} /dev/urandom > /tmp/w; \
+         timeout 60 socat -t 30 STDIO TCP:{HOST_SIDE}:{port} < /tmp/w > /tmp/r; cmp -s /tmp/w /tmp/r || e=$((e+1)); n=$((n+1)); sleep 0.5; done; echo TCP $n $e'"
+    )
+}
+
+/// What a guest's driver counts as errors.
+fn driver_errors(host: &Host, name: &str) -> Result<u64> {
+    let counters = "cd /sys/class/net/n0/statistics && cat rx_errors tx_errors rx_over_errors rx_fifo_errors rx_missed_errors tx_dropped tx_aborted_errors; \
+                    dmesg | grep -c -e 'NETDEV WATCHDOG' -e 'n0: .*[Ee]rror' -e 'PCI Bus error'";
+    let text = inside(host, name, "errors", &format!("{counters}; true"))?.output(BOOT)?.success()?;
+    let numbers: Vec<u64> = text.split_whitespace().filter_map(|word| word.parse().ok()).collect();
+    if numbers.len() != 8 {
+        bail!("The counters of guest {name} are {text:?}");
+    }
+    Ok(numbers.iter().sum())
+}
+
+fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
+    lab.install_causeway()?;
+    let host = lab.host(0)?;
+    let card = &CARDS[0];
+    vpio_nics::prepare(host)?;
+    vpio_nics::address_peer(host, card, "vpio")?;
+    let seconds = options.seconds.unwrap_or(SECONDS);
+    let kernel = options.kernels.first().map_or("6.1-generic", String::as_str);
+    let daemon = serve(host, card)?;
+    let mut guests = Vec::new();
+    for (name, last) in GUESTS {
+        guests.push(boot(host, card, name, last, kernel)?);
+    }
+    for guest in &guests {
+        let (line, _) = guest.expect("the nic is", BOOT)?;
+        progress!("  {}", line.trim());
+        if !line.contains("8139too") {
+            bail!("The guest's driver is another: {line:?}");
+        }
+    }
+    let looked = work(host, card, seconds, report);
+    if looked.is_err() {
+        eprintln!("card: {:?}", state(host, card).map(|tree| tree.to_string()));
+        eprintln!("daemon: {}", daemon.err.tail(12));
+    }
+    looked?;
+    for (guest, (name, _)) in guests.iter().zip(GUESTS) {
+        host.sh(&format!("causeway stop {name} --force"))?;
+        guest.ended(Duration::from_secs(60))?;
+        let trouble = guest.trouble();
+        report.check(trouble.is_empty(), format!("the kernel of {name} complained: {trouble:?}"));
+    }
+    // SIGTERM: it ends in order, and the card is free.
+    daemon.signal(15)?;
+    let ended = daemon.wait(Duration::from_secs(60))?;
+    report.check(ended == Some(0), format!("the card's daemon ended with {ended:?}: {}", daemon.err.tail(4)));
+    Ok(())
+}
+
+/// Ping and TCP by both guests at once, and what came of it.
+fn work(host: &Host, card: &Card, seconds: u64, report: &mut Report) -> Result<()> {
+    let patience = Duration::from_secs(seconds + 300);
+    for (name, last) in GUESTS {
+        inside(host, name, "first", &ping(HOST_SIDE, 2))?.output(BOOT)?.success()?;
+        progress!("  {name} ({}) reaches the host", address(last));
+    }
+    let (before, begin) = (state(host, card)?, Instant::now());
+    let count = seconds * PINGS;
+    let (mut pings, mut streams, mut servers) = (Vec::new(), Vec::new(), Vec::new());
+    for ((name, last), port) in GUESTS.into_iter().zip(7001..) {
+        servers.push(host.spawn(
+            &format!("echo-{name}"),
+            &format!("exec socat TCP-LISTEN:{port},reuseaddr,fork EXEC:cat"),
+        )?);
+        pings.push((format!("{name} to host"), inside(host, name, "ping", &ping(HOST_SIDE, count))?));
+        pings.push((
+            format!("host to {name}"),
+            host.spawn(&format!("ping-{name}"), &format!("exec {}", ping(&address(last), count)))?,
+        ));
+        streams.push((name, inside(host, name, "tcp", &exchange(port, seconds))?));
+    }
+    let (mut lost, mut sent) = (0, 0);
+    for (what, session) in &pings {
+        let text = session.output(patience)?.stdout;
+        let (asked, answered) = echoes(&text).with_context(|| format!("ping {what} said {text:?}"))?;
+        progress!("    ping {what}: {asked} asked, {answered} answered");
+        lost += asked - answered.min(asked);
+        sent += asked;
+    }
+    let (after, took) = (state(host, card)?, begin.elapsed());
+    let (mut carried, mut broken) = (0, 0);
+    for (name, session) in &streams {
+        let text = session.output(patience)?.stdout;
+        let (all, failed) = exchanges(&text).with_context(|| format!("TCP of {name} said {text:?}"))?;
+        progress!("    TCP of {name}: {all} exchanges, {failed} failed");
+        report.check(all > 0, format!("{name} had no TCP exchange"));
+        carried += all;
+        broken += failed;
+    }
+    drop(servers);
+    let mut errors = 0;
+    for (name, _) in GUESTS {
+        errors += driver_errors(host, name)?;
+    }
+    progress!("    card: {after}");
+    let number = |tree: &Value, path: &str| tree.pointer(path).and_then(Value::as_u64).unwrap_or(0);
+    let handoffs = number(&after, "/handoffs") - number(&before, "/handoffs");
+    let per_second = handoffs as f64 / took.as_secs_f64();
+    for place in ["/card/overruns", "/card/resets"] {
+        lost += number(&after, place);
+    }
+    for (name, _) in GUESTS {
+        lost += number(&after, &format!("/guests/{name}/frames/dropped"));
+        let refused = number(&after, &format!("/guests/{name}/decisions/refused"));
+        report.check(refused == 0, format!("the model refused {refused} requests of {name}"));
+    }
+    report.figure("seconds", took.as_secs());
+    report.figure("handoffs", handoffs);
+    report.figure("handoffs_per_second", (per_second * 10.0).round() / 10.0);
+    report.figure("lost_frames", lost);
+    report.figure("driver_errors", errors);
+    report.figure("pings", sent);
+    report.figure("tcp_exchanges", carried);
+    report.figure("tcp_failed", broken);
+    report.figure("forced", number(&after, "/forced"));
+    report.figure("longest_handoff_microseconds", number(&after, "/longest_handoff_microseconds"));
+    report.figure("pinned_bytes_peak", number(&after, "/pinned_bytes_peak"));
+    report.check(
+        per_second >= PER_SECOND,
+        format!("{per_second:.1} hand-offs per second, {PER_SECOND} are to be shown"),
+    );
+    report.check(lost == 0, format!("{lost} frames were lost"));
+    report.check(errors == 0, format!("drivers counted {errors} errors"));
+    report.check(broken == 0, format!("{broken} TCP exchanges failed"));
+    report.check(after["failed"].is_null(), format!("the card failed: {}", after["failed"]));
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_ping_and_exchanges_say_is_understood() {
+        let text = "PING 10.82.0.1 (10.82.0.1) 56(84) bytes of data.\n\n--- 10.82.0.1 ping statistics ---\n120 packets transmitted, 119 received, 0.83% packet loss, time 59ms\n";
+        assert_eq!(echoes(text), Some((120, 119)));
+        assert_eq!(echoes("ping: unknown host"), None);
+        assert_eq!(exchanges("TCP 12 1\n"), Some((12, 1)));
+        assert_eq!(exchanges("TCP \n"), None);
+    }
+
+    #[test]
+    fn a_card_has_its_folder() {
+        assert_eq!(folder(&CARDS[0]), "/run/causeway/card-0000:00:10.0");
+    }
+}
