@@ -22,6 +22,7 @@ use std::time::Duration;
 const ANY_CID: u32 = u32::MAX;
 
 type Port = Arc<Mutex<File>>;
+type Sessions = Arc<Mutex<HashMap<u32, Running>>>;
 
 struct Running {
     group: Pid,
@@ -81,38 +82,46 @@ fn serve_vsock(port: u32) -> Result<()> {
 
 fn serve_over(mut reader: File, writer: File) -> Result<()> {
     let port: Port = Arc::new(Mutex::new(writer));
-    let mut sessions: HashMap<u32, Running> = HashMap::new();
-    let ended = listen(&mut reader, &port, &mut sessions);
+    let sessions = Sessions::default();
+    let ended = listen(&mut reader, &port, &sessions);
     // Nobody is left to hear of them.
-    for running in sessions.values() {
+    for running in lock(&sessions).values() {
         let _ = kill_process_group(running.group, Signal::KILL);
     }
     ended
 }
 
-fn listen(reader: &mut File, port: &Port, sessions: &mut HashMap<u32, Running>) -> Result<()> {
+fn lock(sessions: &Sessions) -> std::sync::MutexGuard<'_, HashMap<u32, Running>> {
+    sessions.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+fn listen(reader: &mut File, port: &Port, sessions: &Sessions) -> Result<()> {
     tell(port, 0, Kind::Hello, &[]);
     loop {
         let frame = receive(reader)?;
         let Frame { session, kind, data } = frame;
         match kind {
             Kind::Ping => tell(port, session, Kind::Pong, &[]),
-            Kind::Start => match start(port, session, &data) {
-                Ok(running) => drop(sessions.insert(session, running)),
-                Err(e) => tell(port, session, Kind::Failed, format!("{e:#}").as_bytes()),
-            },
+            // What it starts is entered before its end can be.
+            Kind::Start => {
+                let mut entered = lock(sessions);
+                match start(port, session, &data, sessions) {
+                    Ok(running) => drop(entered.insert(session, running)),
+                    Err(e) => tell(port, session, Kind::Failed, format!("{e:#}").as_bytes()),
+                }
+            }
             Kind::Stdin => {
-                if let Some(input) = sessions.get(&session).and_then(|s| s.input.as_ref()) {
+                if let Some(input) = lock(sessions).get(&session).and_then(|s| s.input.as_ref()) {
                     let _ = input.send(data);
                 }
             }
             Kind::StdinEnd => {
-                if let Some(s) = sessions.get_mut(&session) {
+                if let Some(s) = lock(sessions).get_mut(&session) {
                     s.input = None;
                 }
             }
             Kind::Resize => {
-                if let (Some(s), [a, b, c, d]) = (sessions.get(&session), data.as_slice())
+                if let (Some(s), [a, b, c, d]) = (lock(sessions).get(&session), data.as_slice())
                     && let Some(terminal) = &s.terminal
                 {
                     let (rows, cols) = (u16::from_le_bytes([*a, *b]), u16::from_le_bytes([*c, *d]));
@@ -123,7 +132,7 @@ fn listen(reader: &mut File, port: &Port, sessions: &mut HashMap<u32, Running>) 
                 }
             }
             Kind::Signal => {
-                if let (Some(s), Ok(four)) = (sessions.get(&session), <[u8; 4]>::try_from(data.as_slice()))
+                if let (Some(s), Ok(four)) = (lock(sessions).get(&session), <[u8; 4]>::try_from(data.as_slice()))
                     && let Some(signal) = Signal::from_named_raw(i32::from_le_bytes(four))
                 {
                     let _ = kill_process_group(s.group, signal);
@@ -134,7 +143,7 @@ fn listen(reader: &mut File, port: &Port, sessions: &mut HashMap<u32, Running>) 
     }
 }
 
-fn start(port: &Port, session: u32, data: &[u8]) -> Result<Running> {
+fn start(port: &Port, session: u32, data: &[u8], sessions: &Sessions) -> Result<Running> {
     let what: Start = serde_json::from_slice(data).context("Can't read what to start")?;
     let mut terminal = None;
     let mut command;
@@ -175,7 +184,7 @@ fn start(port: &Port, session: u32, data: &[u8]) -> Result<Running> {
             feed(sink, bytes);
         }
     }
-    reap(port, session, child, readers);
+    reap(port, session, child, readers, sessions);
     Ok(Running { group, input: Some(input), terminal })
 }
 
@@ -206,13 +215,17 @@ fn pump(port: &Port, session: u32, kind: Kind, mut from: impl Read + Send + 'sta
     finished
 }
 
-fn reap(port: &Port, session: u32, mut child: Child, readers: Vec<Receiver<()>>) {
-    let port = Arc::clone(port);
+fn reap(port: &Port, session: u32, mut child: Child, readers: Vec<Receiver<()>>, sessions: &Sessions) {
+    let (port, sessions) = (Arc::clone(port), Arc::clone(sessions));
     std::thread::spawn(move || {
         let code = match child.wait() {
             Ok(status) => status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or(0)),
             Err(_) => 255,
         };
+        // Its input is closed; its group stays known, for what it has left in the background.
+        if let Some(ended) = lock(&sessions).get_mut(&session) {
+            (ended.input, ended.terminal) = (None, None);
+        }
         // A process left in the background may hold the pipes open: its output isn't waited for.
         for reader in readers {
             let _ = reader.recv_timeout(Duration::from_millis(300));
