@@ -132,7 +132,8 @@ fn listen(reader: &mut File, port: &Port, sessions: &Sessions) -> Result<()> {
                 }
             }
             Kind::Signal => {
-                if let (Some(s), Ok(four)) = (lock(sessions).get(&session), <[u8; 4]>::try_from(data.as_slice()))
+                if let (Some(s), Ok(four)) =
+                    (lock(sessions).get(&session), <[u8; 4]>::try_from(data.as_slice()))
                     && let Some(signal) = Signal::from_named_raw(i32::from_le_bytes(four))
                 {
                     let _ = kill_process_group(s.group, signal);

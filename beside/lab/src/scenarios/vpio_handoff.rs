@@ -123,7 +123,7 @@ fn exchanges(text: &str) -> Option<(u64, u64)> {
 fn exchange(port: u16, seconds: u64) -> String {
     format!(
         "exec bash -c 'n=0; e=0; while [ $SECONDS -lt {seconds} ]; do head -c {BYTES} /dev/urandom > /tmp/w; \
-         timeout 60 socat -t 30 STDIO TCP:{HOST_SIDE}:{port} < /tmp/w > /tmp/r; cmp -s /tmp/w /tmp/r || e=$((e+1)); n=$((n+1)); sleep 0.5; done; echo TCP $n $e'"
+         timeout 60 socat -t 30 STDIO TCP:{HOST_SIDE}:{port} < /tmp/w > /tmp/r; [ \"$(sha256sum < /tmp/w)\" = \"$(sha256sum < /tmp/r)\" ] || {{ e=$((e+1)); ls -l /tmp/w /tmp/r >&2; }}; n=$((n+1)); sleep 0.5; done; echo TCP $n $e'"
     )
 }
 
@@ -191,7 +191,7 @@ fn work(host: &Host, card: &Card, seconds: u64, report: &mut Report) -> Result<(
     for ((name, last), port) in GUESTS.into_iter().zip(7001..) {
         servers.push(host.spawn(
             &format!("echo-{name}"),
-            &format!("exec socat TCP-LISTEN:{port},reuseaddr,fork EXEC:cat"),
+            &format!("exec socat -t 30 TCP-LISTEN:{port},reuseaddr,fork EXEC:cat"),
         )?);
         pings.push((format!("{name} to host"), inside(host, name, "ping", &ping(HOST_SIDE, count))?));
         pings.push((
@@ -211,9 +211,14 @@ fn work(host: &Host, card: &Card, seconds: u64, report: &mut Report) -> Result<(
     let (after, took) = (state(host, card)?, begin.elapsed());
     let (mut carried, mut broken) = (0, 0);
     for (name, session) in &streams {
-        let text = session.output(patience)?.stdout;
+        let output = session.output(patience)?;
+        let text = output.stdout;
         let (all, failed) = exchanges(&text).with_context(|| format!("TCP of {name} said {text:?}"))?;
         progress!("    TCP of {name}: {all} exchanges, {failed} failed");
+        if failed > 0 {
+            let said: Vec<&str> = output.stderr.lines().rev().take(4).collect();
+            progress!("    the last that it said: {}", said.join(" | "));
+        }
         report.check(all > 0, format!("{name} had no TCP exchange"));
         carried += all;
         broken += failed;
