@@ -123,6 +123,8 @@ pub struct Vfio {
     device: VfioDevice,
     container: Arc<VfioContainer>,
     ram: Vec<Ram>,
+    /// Memory of the monitor's own that may be mapped for the device.
+    scratch: Option<Ram>,
     /// Keeps the guest's memory mapped.
     keep: Option<Box<dyn Any + Send>>,
     interrupt: EventFd,
@@ -177,6 +179,7 @@ impl Vfio {
             device: vfio,
             container,
             ram: Vec::new(),
+            scratch: None,
             keep: None,
             interrupt,
             signalled: false,
@@ -293,10 +296,10 @@ impl Vfio {
         Some((self.device.get_region_offset(index), bytes))
     }
 
-    /// Memory of the monitor's own, mapped for the device.
+    /// Memory of the monitor's own, which can be mapped for the device like the guest's ([`MappedScratch::mapping`]). It isn't yet.
     ///
     /// # Errors
-    /// The memory can't be made or mapped.
+    /// The guest has memory there.
     pub fn scratch(&mut self) -> Result<MappedScratch, DeviceError> {
         let bytes = usize::try_from(RING + FRAME).unwrap_or(0);
         let failed = |why: String| DeviceError { bar: 0, offset: 0, why };
@@ -313,7 +316,7 @@ impl Vfio {
                 "the guest has memory at {SCRATCH_BASE:#x}, where the monitor's own would be"
             )));
         }
-        self.map_host(inside.guest_base, inside.host_address, inside.length)?;
+        self.scratch = Some(inside);
         Ok(scratch)
     }
 
@@ -413,6 +416,7 @@ impl PhysicalDevice for Vfio {
         let ram = self
             .ram
             .iter()
+            .chain(&self.scratch)
             .find(|ram| mapping.guest_base >= ram.guest_base && end <= ram.guest_base + ram.length);
         let Some(ram) = ram else {
             return Err(self.failed(0, 0, &format!("{:#x} isn't the guest's memory", mapping.guest_base)));
@@ -443,6 +447,14 @@ impl AsFd for Vfio {
 pub struct MappedScratch {
     memory: Box<[u8]>,
     skip: usize,
+}
+
+impl MappedScratch {
+    /// All of it, as the device would reach it.
+    #[must_use]
+    pub const fn mapping(&self) -> Mapping {
+        Mapping { device_base: SCRATCH_BASE, guest_base: SCRATCH_BASE, length: RING + FRAME, writable: true }
+    }
 }
 
 impl Scratch for MappedScratch {

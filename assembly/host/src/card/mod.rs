@@ -28,7 +28,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use device_models::devices::rtl8139::RTL8139;
-use device_models::physical::{DeviceError, station_address};
+use device_models::physical::{DeviceError, PhysicalDevice as _, station_address};
 use dma::MappedMemory;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use vfio_user_protocol::device::Device;
@@ -278,6 +278,8 @@ impl CardDaemon {
         }
         let station = station_address(&RTL8139, &mut card)?;
         let own = card.scratch()?;
+        // Its ring, for as long as it runs.
+        card.map(own.mapping())?;
         card.set_guest_bus_master(true)?;
         card.enable_interrupt()?;
         let interrupt =

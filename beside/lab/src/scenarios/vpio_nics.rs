@@ -357,12 +357,24 @@ fn traffic(member: &Member<'_>) -> Result<()> {
     Ok(())
 }
 
+/// The VM is paused, which takes the card from the guest, and resumed, in the midst of pings; then all goes on.
+fn pause(member: &Member<'_>) -> Result<()> {
+    for _ in 0..3 {
+        member.host.sh(&format!("causeway pause {NAME}; sleep 0.5; causeway resume {NAME}"))?;
+        member.run(&format!("ping -q -c 5 -i 0.3 -w 60 {HOST_SIDE}"))?;
+    }
+    transfer(member)?;
+    progress!("    {} {}: paused and resumed", member.card.name, member.mode);
+    Ok(())
+}
+
 /// One card in one mode, from boot to power-off.
 fn part(lab: &Lab, card: &Card, mode: &'static str, kernel: &str) -> Result<Value> {
     let host = lab.host(0)?;
     let member = boot(host, card, mode, kernel)?;
     traffic(&member).inspect_err(|_| standing(&member))?;
     let rows = table(&member)?;
+    pause(&member).inspect_err(|_| standing(&member))?;
     let tree = member.inspect()?;
     let nic = find(&tree["pci"], "kind", "nic").context("The tree has no NIC")?;
     if mode == "vpio" {

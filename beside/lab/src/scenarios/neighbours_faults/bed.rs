@@ -123,6 +123,9 @@ impl<'a> Bed<'a> {
         lab.install_causeway()?;
         let host = lab.host(0)?;
         let disks: Vec<String> = DISKS.concat().iter().map(|disk| format!("/disks/{disk}.raw")).collect();
+        // Memory of a process is compared before and after, with those that were started anew, too: a heap that the kernel happens to give a
+        // page of 2 MiB, or takes one from, would look like a leak.
+        host.sh("echo madvise > /sys/kernel/mm/transparent_hugepage/enabled")?;
         host.sh(&format!(
             "mkdir -p /run/causeway /disks; mke2fs -q -F /dev/vdc; mount /dev/vdc /disks; truncate -s 16M {}",
             disks.join(" ")
