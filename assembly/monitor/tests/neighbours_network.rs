@@ -440,13 +440,27 @@ fn a_broken_neighbour_reaches_no_guest_and_harms_no_other() {
     assert_eq!(a.take(2048, &mut of_a).1, good);
     assert_eq!(a.counter("receive_packets"), 1);
 
-    // Nine entries were used. One beyond its RAM, as the sender's own check would not let it pass.
-    let first = hand.layout.messages(hand.side).first + 4 * 9;
+    // Far more than are looked at in one turn, and one signal for all of them.
+    for _ in 0..200 {
+        sender.post(hand.words(), &[at(0, 60)], 0x0300, 0).unwrap();
+    }
+    hand.signal();
+    wait_until("all are refused", || {
+        while let Some(got) = sender.completion(hand.words()).unwrap() {
+            assert_eq!(got.status, 0xffff_0002);
+        }
+        sender.outstanding() == 0
+    });
+
+    // 209 entries were used. One beyond its RAM, as the sender's own check would not let it pass.
+    let used = 209;
+    let place = usize::try_from(used % u64::from(hand.layout.entries())).unwrap();
+    let first = hand.layout.messages(hand.side).first + 4 * place;
     let entry = [hand.own.start() + RAM - 10, 0x0100 << 48 | 60, 0];
     for (word, value) in (first..).zip(entry) {
         hand.words().store(word, value);
     }
-    hand.words().store_release(first + 3, u64::from(hand.epoch) << 32 | 10);
+    hand.words().store_release(first + 3, u64::from(hand.epoch) << 32 | (used + 1));
     hand.signal();
     wait_until("its end", || a.backend().contains("1 connections ended for broken rules"));
     a.wait_for("b");

@@ -88,6 +88,19 @@ impl Channel {
     pub(super) fn new(switch: Arc<Mutex<Switch>>, event: OwnedFd, network: Arc<Network>) -> Self {
         Self { switch, event, network }
     }
+
+    /// Works on the switch, and comes back to it soon if it has left something.
+    fn with<R>(&self, act: impl FnOnce(&mut Switch) -> R) -> R {
+        let (result, left) = {
+            let mut switch = lock(&self.switch);
+            (act(&mut switch), switch.take_left())
+        };
+        if left {
+            // A counter that is full wakes as well; there is no other way to fail.
+            let _ = rustix::io::write(&self.event, &1_u64.to_ne_bytes());
+        }
+        result
+    }
 }
 
 impl NetChannel for Channel {
@@ -106,11 +119,11 @@ impl NetChannel for Channel {
     }
 
     fn waiting(&mut self) -> Option<usize> {
-        lock(&self.switch).waiting()
+        self.with(Switch::waiting)
     }
 
     fn receive(&mut self, sink: &mut FrameSink<'_>) -> io::Result<Received> {
-        lock(&self.switch).receive(sink)
+        self.with(|switch| switch.receive(sink))
     }
 
     fn send(&mut self, header: &VnetHeader, frame: &FrameSource<'_>) -> io::Result<Sent> {

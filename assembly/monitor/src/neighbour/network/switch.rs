@@ -28,6 +28,9 @@ const MOST_ADDRESSES: usize = 4096;
 /// A peer that has given nothing back for so long is not waited for: what is for it is dropped, as by a switch whose port is full.
 const PATIENCE: Duration = Duration::from_millis(100);
 
+/// Messages of one peer that aren't frames and are refused at once; then others, and the device's end, have their turn.
+const MOST_REFUSED: usize = 64;
+
 type Address = [u8; 6];
 
 /// A frame that peers still read.
@@ -68,6 +71,8 @@ pub(super) struct Switch {
     waiting: Option<Waiting>,
     /// Whose turn it is to give a frame.
     turn: u32,
+    /// A peer's messages were left, for now.
+    left: bool,
     /// Whether the guest leaves checksums to be made.
     open_checksums: bool,
     counts: Counts,
@@ -90,6 +95,7 @@ impl Switch {
             returned: VecDeque::new(),
             waiting: None,
             turn: 0,
+            left: false,
             open_checksums: false,
             counts: Counts::default(),
             places: Vec::new(),
@@ -300,7 +306,12 @@ impl Switch {
         Ok(Sent::Lent(number))
     }
 
-    /// Length of the frame that comes next. After `None`, peers signal when there is one.
+    /// Whether messages were left although nobody signals for them. Said once.
+    pub(super) fn take_left(&mut self) -> bool {
+        std::mem::take(&mut self.left)
+    }
+
+    /// Length of the frame that comes next. After `None`, peers signal when there is one, unless [`Switch::take_left`] says otherwise.
     pub(super) fn waiting(&mut self) -> Option<usize> {
         if let Some(waiting) = &self.waiting {
             return Some(waiting.length);
@@ -320,7 +331,7 @@ impl Switch {
                 let (words, _, receiver) = peer.rings();
                 sleeps &= receiver.arm(words);
             }
-            if sleeps {
+            if sleeps || self.left {
                 return None;
             }
         }
@@ -329,7 +340,10 @@ impl Switch {
     /// Takes the next frame of one peer, if there is one.
     fn take(&mut self, slot: u32) -> bool {
         let Some(peer) = self.peers.get_mut(&slot) else { return false };
-        while peer.live && !peer.ended {
+        for _ in 0..MOST_REFUSED {
+            if !peer.live || peer.ended {
+                return false;
+            }
             let mut message = Message::default();
             let (words, _, receiver) = peer.rings();
             match receiver.receive(words, &mut message) {
@@ -360,6 +374,7 @@ impl Switch {
                 }
             }
         }
+        self.left = true;
         false
     }
 
@@ -378,9 +393,9 @@ impl Switch {
         let Some(peer) = self.peers.get_mut(&slot).filter(|peer| peer.epoch == epoch) else {
             return Err(io::ErrorKind::WouldBlock.into());
         };
-        // SAFETY: `places` gives addresses in mappings of the peer's RAM, which stay while `peer` is there; this VM's RAM is other memory.
-        let copied =
-            peer.places(&message, &mut self.places).is_some() && unsafe { sink.gather(&self.places) };
+        let found = peer.places(&message, &mut self.places).is_some();
+        // SAFETY: `places` gives addresses in mappings of the peer's RAM, which stay while `peer` is there; this VM's RAM is mapped elsewhere.
+        let copied = found && unsafe { sink.gather(&self.places) };
         self.places.clear();
         let header = if copied { self.finish(&message, length, sink) } else { None };
         let mut head = [0; FRAME_MIN];
