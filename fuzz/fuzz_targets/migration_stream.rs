@@ -10,6 +10,8 @@ use machine::memory::{GuestAddressSpace, GuestRam, RamLayout, RamOptions};
 use monitor::migration::frame::{Kind, Receiver, Sender};
 use monitor::migration::message::{self, Accepted, End, Hello};
 use monitor::migration::pages;
+use monitor::migration::postcopy::message::{Complete, decode_missing, decode_wanted};
+use monitor::migration::postcopy::set::PageSet;
 use monitor::migration::shape::Shape;
 use monitor::migration::state::SavedMachine;
 
@@ -23,6 +25,9 @@ enum Frame {
     End(u64),
     Accepted(Vec<u8>),
     Sentence(Vec<u8>),
+    Missing { start: u32, words: Vec<u64> },
+    Want(Vec<u32>),
+    Complete(Vec<u8>),
 }
 
 #[derive(Debug, Arbitrary)]
@@ -61,6 +66,14 @@ fn payload(frame: &Frame) -> (Kind, Vec<u8>) {
         Frame::End(pages) => (Kind::End, message::encode(&End { pages: *pages }).expect("it is small")),
         Frame::Accepted(bytes) => (Kind::Accepted, bytes.clone()),
         Frame::Sentence(bytes) => (Kind::Refused, bytes.clone()),
+        Frame::Missing { start, words } => {
+            let all = std::iter::once(u64::from(*start)).chain(words.iter().copied());
+            (Kind::Missing, all.flat_map(u64::to_le_bytes).collect())
+        }
+        Frame::Want(pages) => {
+            (Kind::Want, pages.iter().flat_map(|page| u64::from(*page).to_le_bytes()).collect())
+        }
+        Frame::Complete(bytes) => (Kind::Complete, bytes.clone()),
     }
 }
 
@@ -102,7 +115,16 @@ fuzz_target!(|input: Input| {
                 let _ = message::decode::<Accepted>(payload, "an acceptance");
             }
             Kind::Refused | Kind::Abort => assert!(!message::sentence(payload).chars().any(char::is_control)),
-            Kind::Ready | Kind::Go | Kind::Running => {}
+            Kind::Missing => {
+                let mut set = PageSet::empty(&[(0, 1 << 20)]);
+                let _ = decode_missing(payload, &mut set);
+                assert!(set.count() <= 256);
+            }
+            Kind::Want => assert!(decode_wanted(payload).map_or(0, |pages| pages.len()) <= 64),
+            Kind::Complete => {
+                let _ = message::decode::<Complete>(payload, "the end of post-copy");
+            }
+            Kind::Ready | Kind::Go | Kind::Running | Kind::Device | Kind::Postcopy => {}
         }
     }
 });

@@ -13,6 +13,7 @@ use nomad::{HostId, Message, MigrationId, Node};
 use tokio::sync::{mpsc, oneshot};
 use tonic::Status;
 
+use crate::gathering::{Gathering, Told};
 use crate::messages;
 use crate::refusal::Refusal;
 use crate::registry::{Event, Registry};
@@ -64,6 +65,7 @@ pub(crate) struct Keeper {
     pub shown: u64,
     watchers: Vec<mpsc::Sender<Result<proto::WatchEvent, Status>>>,
     hosts: HashMap<HostId, mpsc::Sender<Result<proto::Envelope, Status>>>,
+    pub gathering: Gathering,
     /// Watchers that were dropped because they took nothing.
     pub slow_watchers: u64,
     /// Messages of the coordinator that found no host, or no room.
@@ -80,6 +82,7 @@ pub(crate) fn start(registry: Registry, instance: u64) -> std::io::Result<(Handl
         shown: 0,
         watchers: Vec::new(),
         hosts: HashMap::new(),
+        gathering: Gathering::default(),
         slow_watchers: 0,
         lost_messages: 0,
     };
@@ -221,6 +224,33 @@ impl Keeper {
         match group {
             Some((group, host)) => registry.migrate_group(group, host, &listens, now),
             None => registry.migrate(wishes, &listens, now),
+        }
+    }
+
+    /// A VM asks to move to a host, together with others that ask for themselves. Those that haven't, and the migration once it has begun.
+    pub fn migrate_together(
+        &mut self,
+        wishes: &[(String, String)],
+        attempt: u64,
+        together: &[String],
+        now: Instant,
+    ) -> Result<proto::MigrateReply, Refusal> {
+        let [(vm, host)] = wishes else {
+            let text = "A VM that moves together with others asks for itself alone".to_owned();
+            return Err(Refusal::Invalid(text));
+        };
+        self.registry.check_wish(vm, host, together)?;
+        let begun =
+            |migration: MigrationId| proto::MigrateReply { migration: migration.0, ..Default::default() };
+        match self.gathering.ask(vm, host, attempt, together, now)? {
+            Told::Missing(missing) => Ok(proto::MigrateReply { migration: 0, missing }),
+            Told::Begun(migration) => Ok(begun(migration)),
+            Told::Complete(all) => {
+                let result = self.migrate(&all, None, now);
+                let outcome = result.as_ref().copied().map_err(ToString::to_string);
+                self.gathering.ended(together, outcome, now);
+                result.map(begun)
+            }
         }
     }
 

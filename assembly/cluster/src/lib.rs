@@ -18,6 +18,7 @@
 //! | `service`, `messages` | gRPC |
 //! | [`server`] | sockets, TLS, metrics; start and end |
 
+mod gathering;
 mod keeper;
 mod messages;
 mod metrics;

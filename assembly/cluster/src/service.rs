@@ -212,26 +212,42 @@ impl ClusterService for Service {
         request: Request<proto::MigrateRequest>,
     ) -> Result<Response<proto::MigrateReply>, Status> {
         let request = request.into_inner();
-        let migration = self
-            .ask(move |keeper, now| match (request.wishes.is_empty(), request.group.is_empty()) {
-                (false, true) => {
-                    let wishes: Vec<_> =
-                        request.wishes.into_iter().map(|wish| (wish.vm, wish.host)).collect();
-                    keeper.migrate(&wishes, None, now)
+        let reply = self
+            .ask(move |keeper, now| {
+                let begun = |id: MigrationId| proto::MigrateReply { migration: id.0, missing: Vec::new() };
+                match (request.wishes.is_empty(), request.group.is_empty()) {
+                    (false, true) => {
+                        let wishes: Vec<_> =
+                            request.wishes.into_iter().map(|wish| (wish.vm, wish.host)).collect();
+                        if request.together.is_empty() {
+                            keeper.migrate(&wishes, None, now).map(begun)
+                        } else {
+                            keeper.migrate_together(&wishes, request.attempt, &request.together, now)
+                        }
+                    }
+                    (true, false) => {
+                        keeper.migrate(&[], Some((&request.group, &request.host)), now).map(begun)
+                    }
+                    _ => Err(Refusal::Invalid("A migration is of VMs or of a group: name one".to_owned())),
                 }
-                (true, false) => keeper.migrate(&[], Some((&request.group, &request.host)), now),
-                _ => Err(Refusal::Invalid("A migration is of VMs or of a group: name one".to_owned())),
             })
             .await?;
-        Ok(Response::new(proto::MigrateReply { migration: migration.0 }))
+        Ok(Response::new(reply))
     }
 
     async fn cancel_migration(
         &self,
         request: Request<proto::CancelMigrationRequest>,
     ) -> Result<Response<proto::CancelMigrationReply>, Status> {
-        let migration = MigrationId(request.into_inner().migration);
-        self.ask(move |keeper, now| keeper.registry.cancel(migration, now)).await?;
+        let proto::CancelMigrationRequest { migration, vm } = request.into_inner();
+        self.ask(move |keeper, now| {
+            if vm.is_empty() {
+                return keeper.registry.cancel(MigrationId(migration), now);
+            }
+            keeper.gathering.withdraw(&vm);
+            Ok(())
+        })
+        .await?;
         Ok(Response::new(proto::CancelMigrationReply {}))
     }
 

@@ -337,7 +337,7 @@ fn the_coordinator_moves_vms_and_watchers_see_them_at_their_new_hosts() {
     let request =
         proto::MigrateRequest { group: "g".to_owned(), host: "h2".to_owned(), ..Default::default() };
     let migration = service.ask("Migrate", async |client| client.migrate(request).await).unwrap().migration;
-    let cancel = proto::CancelMigrationRequest { migration };
+    let cancel = proto::CancelMigrationRequest { migration, vm: String::new() };
     service.ask("CancelMigration", async |client| client.cancel_migration(cancel).await).unwrap();
     for host in [&mut one, &mut two] {
         let migration = MigrationId(migration);

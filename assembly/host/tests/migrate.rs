@@ -4,117 +4,15 @@
 
 mod common;
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use common::adding::{Adder, Peer, check, pair};
 use common::cluster::{Cluster, guest, transport, wait_to_know};
 use common::moving::Move;
-use common::vm::{Vm, connect};
 use common::wait_until;
 use control_api::host::HostClient;
 use control_api::host::proto::move_vm_reply::State;
 use control_api::host::proto::move_vm_request::Step;
-use host::Daemon;
-
-/// Where in a buffer peers count, and where own results come.
-const COUNTED: u64 = 64;
-const RESULT: u32 = 128;
-
-/// A guest that adds to a word of its peer's, and checks what it is told.
-struct Adder {
-    /// The peer's buffer.
-    to: (u64, u32),
-    /// Operations that were posted, and that are complete.
-    posted: u64,
-    done: u64,
-}
-
-impl Adder {
-    fn new(to: &Vm) -> Self {
-        Self { to: (to.endpoint.buffer.address + COUNTED, to.endpoint.buffer.rkey), posted: 0, done: 0 }
-    }
-
-    /// Keeps up to `depth` operations under way, and takes what is complete.
-    fn work(&mut self, vm: &Vm, depth: u64) {
-        while self.posted - self.done < depth {
-            let at = RESULT + u32::try_from(self.posted % 16 * 8).unwrap();
-            assert!(vm.guest.post_fetch_add(&vm.monitor, &vm.endpoint, self.posted, at, self.to));
-            self.posted += 1;
-        }
-        self.take(vm);
-    }
-
-    fn take(&mut self, vm: &Vm) {
-        while let Some(entry) = vm.guest.poll(&vm.monitor, &vm.endpoint) {
-            assert_eq!((entry.wr_id.get(), entry.status.get()), (self.done, 0), "in order, without an error");
-            let before = vm.guest.word(&vm.endpoint.buffer, u64::from(RESULT) + self.done % 16 * 8);
-            assert_eq!(u64::from(before), self.done, "each operation once");
-            self.done += 1;
-        }
-    }
-
-    fn finish(&mut self, vm: &Vm) {
-        let deadline = Instant::now() + Duration::from_secs(20);
-        while self.done < self.posted {
-            self.take(vm);
-            assert!(Instant::now() < deadline, "{} of {} operations end", self.done, self.posted);
-        }
-    }
-}
-
-/// A peer that works on a thread of its own.
-struct Peer {
-    stop: Arc<AtomicBool>,
-    done: Arc<AtomicU64>,
-    thread: JoinHandle<(Vm, Adder)>,
-}
-
-impl Peer {
-    fn start(vm: Vm, mut adder: Adder) -> Self {
-        let (stop, done) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
-        let (stopped, count) = (Arc::clone(&stop), Arc::clone(&done));
-        let thread = std::thread::spawn(move || {
-            while !stopped.load(Ordering::SeqCst) {
-                adder.work(&vm, 8);
-                count.store(adder.done, Ordering::SeqCst);
-                std::thread::yield_now();
-            }
-            adder.finish(&vm);
-            (vm, adder)
-        });
-        Self { stop, done, thread }
-    }
-
-    /// Waits until more operations are complete.
-    fn wait_for_more(&self) {
-        let before = self.done.load(Ordering::SeqCst);
-        wait_until("the peer's operations", || self.done.load(Ordering::SeqCst) > before + 20);
-    }
-
-    fn end(self) -> (Vm, Adder) {
-        self.stop.store(true, Ordering::SeqCst);
-        self.thread.join().unwrap()
-    }
-}
-
-fn pair(cluster: &Cluster, one: &Daemon, two: &Daemon) -> (Vm, Vm) {
-    let (a, b) = (guest(one, "a", 1), guest(two, "b", 2));
-    cluster.wait_for("a", 1);
-    cluster.wait_for("b", 2);
-    wait_to_know(cluster, &[one, two]);
-    a.guest.put(&a.endpoint.buffer, COUNTED, &[0; 8]);
-    b.guest.put(&b.endpoint.buffer, COUNTED, &[0; 8]);
-    connect(&a, &b);
-    (a, b)
-}
-
-/// How often each word was added to is what its peer has asked for.
-fn check(a: &Vm, of_a: &Adder, b: &Vm, of_b: &Adder) {
-    let counts = [a, b].map(|vm| u64::from(vm.guest.word(&vm.endpoint.buffer, COUNTED)));
-    assert_eq!(counts, [of_b.done, of_a.done]);
-}
 
 /// To another host, to that of its peer (from the network to RAM), away from it (from RAM to the network), and back, twice: numbers, keys and
 /// order are kept, and each page that a daemon wrote is noted.

@@ -9,6 +9,7 @@ mod channel;
 mod clock;
 mod command;
 pub mod cpio;
+pub mod dma_attack;
 pub mod dsm_faults;
 pub mod guest;
 pub mod guest_channel;

@@ -79,6 +79,26 @@ enum Verb {
         #[arg(long, default_value_t = 10)]
         wait: u64,
     },
+    /// Attack a card by DMA, or use it as an honest driver does (inside a guest or a host).
+    #[command(hide = true)]
+    Attack {
+        /// The card: rtl8139 or e1000.
+        card: String,
+        /// The attack's number; without it, a frame is sent and received.
+        number: Option<usize>,
+        /// The BAR to go through.
+        #[arg(long, default_value_t = 0)]
+        bar: u8,
+        /// The card's PCI address [default: the only card of the kind]
+        #[arg(long)]
+        address: Option<String>,
+        /// How long to wait for frames, in milliseconds.
+        #[arg(long, default_value_t = 3000)]
+        hold: u64,
+        /// What a received frame holds, to be looked for in the end.
+        #[arg(long)]
+        marker: Option<String>,
+    },
     /// Fill a device with records (inside a guest).
     #[command(hide = true)]
     RecordsWrite {
@@ -272,6 +292,17 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
         Some(Verb::ModuleLint) => lab::neighbours_image::lint().map(|()| ExitCode::SUCCESS),
         Some(Verb::In { guest, script, wait }) => {
             lab::guest_channel::run(&guest, script.as_deref(), Duration::from_secs(wait)).map(status)
+        }
+        Some(Verb::Attack { card, number, bar, address, hold, marker }) => {
+            let request = lab::dma_attack::Request {
+                card,
+                number,
+                bar,
+                address,
+                hold: Duration::from_millis(hold),
+                marker,
+            };
+            lab::dma_attack::run(&request).map(|()| ExitCode::SUCCESS)
         }
         Some(Verb::RecordsWrite { device, run }) => {
             lab::records::write(&device, run).map(|()| ExitCode::SUCCESS)

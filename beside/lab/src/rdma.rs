@@ -9,6 +9,7 @@
 //! A [`Layout`] puts the guests elsewhere: on two hosts, for instance, whose bridges and daemons reach each other.
 
 mod both;
+mod moving;
 
 pub use self::both::{both, ran_again};
 
@@ -372,21 +373,6 @@ impl<'a> Pair<'a> {
         self.a.reaches(&member)?;
         self.more.push(member);
         Ok(())
-    }
-
-    /// A monitor on another host that waits at an address for the first guest to come.
-    pub fn await_first(&self, host: usize, address: &str) -> Result<Guest> {
-        let mut layout = self.layout.clone();
-        if let Some(of_first) = layout.hosts.first_mut() {
-            *of_first = host;
-        }
-        boot_with(self.lab, &layout, self.device, self.cpus, 1, Some(address))
-    }
-
-    /// The first guest has come there. Gives the one that it was.
-    pub fn first_moved(&mut self, guest: Guest, host: usize) -> Result<Guest> {
-        self.a.host = self.lab.host(host)?;
-        Ok(std::mem::replace(&mut self.a.guest, guest))
     }
 
     /// The guests that joined.

@@ -166,7 +166,7 @@ mod tests {
     fn cards_tell_their_address() {
         let address = [0x52, 0x54, 0, 0x88, 0x10, 0x01];
         for device in ALL {
-            let mut card = card(device, address, NoBus).unwrap();
+            let mut card = card(device, address, NoBus, false).unwrap();
             super::poke(device, card.as_mut(), device.reset).unwrap();
             assert_eq!(station_address(device, card.as_mut()).unwrap(), address, "{}", device.name);
         }

@@ -11,10 +11,11 @@
 //! A call returns when it has been carried out, so a QUIESCE command, a reset, a change of memory or a drop of the
 //! handle has stopped all DMA when it returns. Calls wait for at most one round of bounded work of each port.
 
+mod handle;
+
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -22,14 +23,13 @@ use std::time::{Duration, Instant};
 use dma::Dma;
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 
-use crate::counters::PortCounters;
 use crate::device::Vmxnet3;
 use crate::device::Vmxnet3Config;
 use crate::interrupts::Interrupts;
 use crate::saved::{RestoreError, SavedVmxnet3};
-use crate::segment::{
-    AttachError, Companion, FramePort, PortId, PortReport, PortRules, Segment, SegmentConfig,
-};
+use crate::segment::{AttachError, FramePort, PortId, PortReport, PortRules, Segment, SegmentConfig};
+
+pub use handle::{IoEvent, NicEvents, NicHandle};
 
 /// When frames that wait for buffers are tried again without a doorbell: first, and at most. A guest that is stopped
 /// must not keep us busy.
@@ -251,208 +251,6 @@ impl<M> Drop for SegmentThread<M> {
         {
             tracing::error!("The thread of segment {} has panicked", self.name);
         }
-    }
-}
-
-/// A device in a running segment, for the threads of its PCI shell; any of them may call at any time. Dropping it
-/// takes the device away: its memory isn't touched afterwards.
-///
-/// When the segment's thread is gone, registers read all ones and writes go nowhere, as with an absent device.
-pub struct NicHandle<M: Dma + Send + 'static> {
-    mailbox: Mailbox<M>,
-    id: PortId,
-    events: NicEvents,
-    counters: Arc<PortCounters>,
-    /// Writes under way that nobody waits for.
-    posted: Arc<AtomicUsize>,
-}
-
-/// A register write that only has to ring an eventfd: what a PCI shell makes an ioeventfd. All are writes of 4 bytes
-/// to [`crate::pci::BAR_DOORBELL`].
-#[derive(Debug, Clone)]
-pub struct IoEvent {
-    /// Offset within the BAR in bytes.
-    pub offset: u64,
-    /// Only this value rings; others are register writes. `None`: all values do.
-    pub value: Option<u32>,
-    /// The eventfd.
-    pub fd: Arc<OwnedFd>,
-}
-
-/// A device's eventfds. They can be handed out before there is a device ([`SegmentThread::attach_arrived`]).
-#[derive(Debug, Clone)]
-pub struct NicEvents {
-    /// Doorbells.
-    kick: Arc<OwnedFd>,
-    /// "Unmask", of the first vectors.
-    unmask: [Arc<OwnedFd>; UNMASK_EVENTS],
-}
-
-impl NicEvents {
-    /// New ones.
-    ///
-    /// # Errors
-    /// When the kernel has no descriptor left.
-    pub fn new() -> io::Result<Self> {
-        let event = || new_event().map(Arc::new);
-        Ok(Self { kick: event()?, unmask: [event()?, event()?, event()?] })
-    }
-
-    /// As [`NicHandle::doorbell`].
-    #[must_use]
-    pub fn doorbell(&self) -> Arc<OwnedFd> {
-        Arc::clone(&self.kick)
-    }
-}
-
-impl<M: Dma + Send + 'static> NicHandle<M> {
-    fn with<R: Send + 'static>(
-        &self,
-        job: impl FnOnce(&mut Vmxnet3<M>) -> R + Send + 'static,
-    ) -> Result<R, SegmentGone> {
-        let id = self.id;
-        let job = move |worker: &mut Worker<M>| {
-            worker.take_unmasks(id);
-            worker.segment.device(id).map(job)
-        };
-        self.mailbox.call(job)?.ok_or(SegmentGone)
-    }
-
-    /// As [`Vmxnet3::bar_read`].
-    pub fn bar_read(&self, bar: u8, offset: u64, data: &mut [u8]) {
-        let len = data.len();
-        let read = self.with(move |device| {
-            let mut bytes = vec![0; len];
-            device.bar_read(bar, offset, &mut bytes);
-            bytes
-        });
-        match read {
-            Ok(bytes) => data.copy_from_slice(&bytes),
-            Err(SegmentGone) => data.fill(0xFF),
-        }
-    }
-
-    /// As [`Vmxnet3::bar_write`]. Doorbells, and mostly what unmasks an interrupt, are not waited for, but keep their order
-    /// with all other accesses. A shell that uses [`NicHandle::io_events`] for masks must have other writes to the masks
-    /// carried out before the guest goes on.
-    pub fn bar_write(&self, bar: u8, offset: u64, data: &[u8]) {
-        let fast = bar == crate::pci::BAR_DOORBELL;
-        if fast && crate::pci::doorbell_offsets().any(|doorbell| doorbell == offset) {
-            ring(&self.events.kick);
-            return;
-        }
-        let unmask = fast && data == [0; 4];
-        let data = data.to_vec();
-        let write = move |device: &mut Vmxnet3<M>| device.bar_write(bar, offset, &data);
-        // A mask must be in place before an eventfd can ring to take it away again.
-        if !unmask || self.posted.load(Ordering::Relaxed) >= POSTED_MAX {
-            let _ = self.with(write);
-            return;
-        }
-        self.posted.fetch_add(1, Ordering::Relaxed);
-        let (id, posted) = (self.id, Arc::clone(&self.posted));
-        self.mailbox.post(move |worker| {
-            posted.fetch_sub(1, Ordering::Relaxed);
-            worker.take_unmasks(id);
-            worker.segment.device(id).map(write);
-        });
-    }
-
-    /// The eventfd that doorbells ([`crate::pci::doorbell_offsets`]) ring: one for all of the device.
-    #[must_use]
-    pub fn doorbell(&self) -> Arc<OwnedFd> {
-        Arc::clone(&self.events.kick)
-    }
-
-    /// All writes that can be ioeventfds: doorbells of the first queue (drivers of revision 7 have no other; those of
-    /// others arrive at [`NicHandle::bar_write`]), and writes of 0 to the mask registers of the first vectors, which the
-    /// driver does after each interrupt. None is lost, and their order with other accesses is kept.
-    #[must_use]
-    pub fn io_events(&self) -> Vec<IoEvent> {
-        use crate::registers::{IMR, RXPROD, RXPROD2, TXPROD};
-        let kick = |offset| IoEvent { offset, value: None, fd: Arc::clone(&self.events.kick) };
-        let unmask = |(vector, fd): (u64, &Arc<OwnedFd>)| IoEvent {
-            offset: IMR + 8 * vector,
-            value: Some(0),
-            fd: Arc::clone(fd),
-        };
-        let unmasks = (0..).zip(&self.events.unmask).map(unmask);
-        [TXPROD, RXPROD, RXPROD2].map(kick).into_iter().chain(unmasks).collect()
-    }
-
-    /// As [`Vmxnet3::set_memory`]; the memory before isn't touched after this returned.
-    pub fn set_memory(&self, memory: Option<M>) {
-        let _ = self.with(move |device| device.set_memory(memory));
-    }
-
-    /// As [`Vmxnet3::set_bus_master`].
-    pub fn set_bus_master(&self, on: bool) {
-        let _ = self.with(move |device| device.set_bus_master(on));
-    }
-
-    /// Returns when what the segment's thread did before is done.
-    pub fn catch_up(&self) {
-        let _ = self.with(|_| ());
-    }
-
-    /// As [`Vmxnet3::reset`].
-    pub fn reset(&self) {
-        let _ = self.with(Vmxnet3::reset);
-    }
-
-    /// As [`Vmxnet3::set_link`].
-    pub fn set_link(&self, up: bool) {
-        let _ = self.with(move |device| device.set_link(up));
-    }
-
-    /// Changes what the port may do.
-    pub fn set_rules(&self, rules: PortRules) {
-        let id = self.id;
-        let _ = self.mailbox.call(move |worker| worker.segment.set_rules(id, rules));
-    }
-
-    /// As [`Segment::set_companion`]; it is told of frames to send by [`NicHandle::waker`].
-    pub fn set_companion(&self, companion: Option<Box<dyn Companion>>) {
-        let id = self.id;
-        let _ = self.mailbox.call(move |worker| worker.segment.set_companion(id, companion));
-    }
-
-    /// What a companion's owner calls when there is something to send, from any thread.
-    #[must_use]
-    pub fn waker(&self) -> Box<dyn Fn() + Send + Sync> {
-        let (mailbox, id, pending) = (self.mailbox.clone(), self.id, Arc::new(AtomicBool::new(false)));
-        Box::new(move || {
-            // One message is enough for all that comes before it is carried out.
-            if !pending.swap(true, Ordering::SeqCst) {
-                let pending = Arc::clone(&pending);
-                mailbox.post(move |worker| {
-                    pending.store(false, Ordering::SeqCst);
-                    worker.segment.readable(id);
-                });
-            }
-        })
-    }
-
-    /// Traffic counters, without asking the thread.
-    #[must_use]
-    pub fn counters(&self) -> &Arc<PortCounters> {
-        &self.counters
-    }
-
-    /// State to be restored by [`SegmentThread::attach_restored`]. The device should have been stopped before, by
-    /// pausing the guest; frames that wait for its buffers are not part of it and are lost, as on a wire.
-    ///
-    /// # Errors
-    /// When the thread is gone.
-    pub fn save(&self) -> Result<SavedVmxnet3, SegmentGone> {
-        self.with(|device| device.save())
-    }
-}
-
-impl<M: Dma + Send + 'static> Drop for NicHandle<M> {
-    fn drop(&mut self) {
-        let id = self.id;
-        let _ = self.mailbox.call(move |worker| worker.detach(id));
     }
 }
 

@@ -18,6 +18,8 @@
 //! | [`dma`] | windows: checked against the guest's memory, mapped or translated |
 //! | [`switch`] | hand-off of the device |
 //! | [`fast_forward`] | ring pointers that can't be written |
+//! | [`exchange`] | another device of the same kind in the place of one |
+//! | [`pad`] | scratch memory where the device is an emulation |
 //! | [`sharing`] | a card whose receiver feeds all guests, while they take turns with the rest |
 //! | [`scheduler`] | who holds the device next |
 //! | [`violation`] | traces of refused requests, and their replay |
@@ -30,9 +32,11 @@
 
 pub mod counters;
 pub mod dma;
+pub mod exchange;
 pub mod fast_forward;
 pub mod guest;
 pub mod monitor;
+pub mod pad;
 pub mod plan;
 pub mod scheduler;
 pub mod sharing;

@@ -16,7 +16,6 @@
 //! a guest's reaches its memory, and the virtual receiver writes only where the monitor has mapped a validated window.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, PoisonError};
 
 use device_models::describe::Reg;
 use device_models::devices::rtl8139::{
@@ -28,7 +27,8 @@ use device_models::reference::SHORTEST;
 use device_models::reference::rtl8139::{Filter, Rtl8139};
 use serde::Serialize;
 
-use crate::fast_forward::{FRAME, RING, Scratch};
+use crate::fast_forward::Scratch;
+use crate::pad::{Inlet, Pad, in_pad};
 
 /// Bytes of the owner's ring, and RCR for it: all frames, a frame at the end goes on behind it, 32 KiB, long bursts.
 const OWN_RING: u32 = 0x8000;
@@ -46,70 +46,11 @@ const QUEUE: usize = 512;
 const BATCH: usize = 64;
 /// Reads of a descriptor until its frame must have been sent.
 const PATIENCE: u32 = 10_000;
-/// Where the monitor's scratch memory is in the device's addresses. No card reaches it: what sends to itself is the emulation.
-const PAD: u64 = 0xE010_0000;
 
 /// The owner's memory for the card: at least [`RING`] bytes.
 pub trait OwnRing: Scratch {
     /// Reads bytes at an offset, as the card wrote them.
     fn read(&mut self, offset: u64, into: &mut [u8]);
-}
-
-/// The monitor's scratch memory for a shared card: give it a clone.
-#[derive(Debug, Clone)]
-pub struct Pad(Arc<Mutex<Vec<u8>>>);
-
-impl Pad {
-    fn new() -> Self {
-        Self(Arc::new(Mutex::new(vec![0; usize::try_from(RING + FRAME).unwrap_or(0)])))
-    }
-
-    fn with(&self, offset: u64, length: usize, act: impl FnOnce(&mut [u8])) {
-        let mut bytes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let at = usize::try_from(offset).unwrap_or(usize::MAX);
-        if let Some(part) = at.checked_add(length).and_then(|end| bytes.get_mut(at..end)) {
-            act(part);
-        }
-    }
-}
-
-impl Scratch for Pad {
-    fn device_base(&self) -> u64 {
-        PAD
-    }
-
-    fn write(&mut self, offset: u64, data: &[u8]) {
-        self.with(offset, data.len(), |part| part.copy_from_slice(data));
-    }
-}
-
-/// What the emulation reaches: the holder's memory, and the scratch memory.
-#[derive(Debug)]
-struct Inlet<B> {
-    holder: Option<B>,
-    pad: Pad,
-}
-
-fn in_pad(address: u64) -> Option<u64> {
-    address.checked_sub(PAD).filter(|&offset| offset < RING + FRAME)
-}
-
-impl<B: Bus> Bus for Inlet<B> {
-    fn read(&mut self, address: u64, into: &mut [u8]) {
-        match (in_pad(address), &mut self.holder) {
-            (Some(offset), _) => self.pad.with(offset, into.len(), |part| into.copy_from_slice(part)),
-            (None, Some(holder)) => holder.read(address, into),
-            (None, None) => into.fill(0xFF),
-        }
-    }
-
-    fn write(&mut self, address: u64, data: &[u8]) {
-        match (in_pad(address), &mut self.holder) {
-            (Some(offset), _) => self.pad.with(offset, data.len(), |part| part.copy_from_slice(data)),
-            (None, Some(holder)) => holder.write(address, data),
-            (None, None) => {}
-        }
-    }
 }
 
 /// What happened to frames for one guest.
@@ -186,7 +127,7 @@ impl<P: PhysicalDevice, B: Bus, O: OwnRing> SharedCard<P, B, O> {
     /// The card can't be reached.
     pub fn new(card: P, own: O) -> Result<Self, DeviceError> {
         let pad = Pad::new();
-        let inlet = Inlet { holder: None, pad: pad.clone() };
+        let inlet = Inlet::new(None, pad.clone());
         let mut shared = Self {
             card,
             own,
@@ -255,7 +196,7 @@ impl<P: PhysicalDevice, B: Bus, O: OwnRing> SharedCard<P, B, O> {
             None => (None, None, false),
         };
         self.holder = seat;
-        self.front.bus().holder = memory;
+        self.front.bus().set_memory(memory);
         self.guest_master = master;
     }
 

@@ -10,7 +10,7 @@ use hyper_util::rt::TokioIo;
 use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 
-use crate::types::{Done, ExitTable, Problem, VmSummary};
+use crate::types::{Done, ExitTable, NicBehind, Problem, VmSummary};
 
 /// A VM's answer is refused beyond this many bytes.
 const LARGEST_ANSWER: usize = 64 << 20;
@@ -123,6 +123,14 @@ impl Client {
     /// Lets a paused VM go on.
     pub fn resume(&self) -> Result<Done, ClientError> {
         self.json(Method::PUT, "/v1/resume")
+    }
+
+    /// Changes what is behind a commodity NIC.
+    pub fn change_nic(&self, nic: &str, behind: NicBehind) -> Result<Done, ClientError> {
+        self.json(
+            Method::PUT,
+            &format!("/v1/nics/{}?behind={behind}", percent_encode(nic).replace('/', "%2F")),
+        )
     }
 
     /// Cancels the migration that is under way. The guest goes on here, unless it is too late.

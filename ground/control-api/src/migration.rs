@@ -41,6 +41,13 @@ pub struct MigrationRequest {
     pub timeout_seconds: u64,
     /// How much of the time vCPUs may be held back where memory changes faster than it is copied, per cent; 0: not at all.
     pub max_throttle_percent: u8,
+    /// The guest may run at the destination before all its memory is there (post-copy): after so many copies of memory, or earlier when
+    /// they don't get less; 0: before any. `None`: never.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub post_copy_after: Option<u32>,
+    /// Names of all VMs that move together, this one as well: all of them, or none. Empty: it moves by itself.
+    #[serde(default)]
+    pub together: Vec<String>,
 }
 
 /// What a migration is at.
@@ -55,12 +62,24 @@ pub enum MigrationPhase {
     Stopped,
     /// The destination has everything and was told to run the VM.
     Committing,
+    /// The VM runs at the destination, and the rest of its memory is copied (post-copy).
+    PostCopy,
     /// The VM runs at the destination.
     Done,
     /// It was given up; the VM runs here.
     Failed,
     /// The destination was told to run the VM, and hasn't said that it does: the VM stands still here.
     InDoubt,
+    /// The VM ran at the destination when the connection was lost, with memory still here: it can't go on here.
+    Lost,
+}
+
+impl MigrationPhase {
+    /// Whether no other follows.
+    #[must_use]
+    pub fn is_last(self) -> bool {
+        matches!(self, Self::Done | Self::Failed | Self::InDoubt | Self::Lost)
+    }
 }
 
 /// How far a migration is.
@@ -76,6 +95,9 @@ pub struct MigrationProgress {
     pub bytes_sent: u64,
     /// Pages that changed since they were copied, at the end of the last round.
     pub pages_left: u64,
+    /// In post-copy: pages that were sent because the guest waited for them. `pages_left` are those that weren't sent yet.
+    #[serde(default)]
+    pub pages_asked_for: u64,
     /// Bytes per second of the last round.
     pub bytes_per_second: u64,
     /// How long the guest would stand still if it was stopped at the end of the last round, milliseconds.
@@ -113,6 +135,29 @@ pub struct MigrationRound {
     pub stopped: bool,
 }
 
+/// What happened between the guest's start at the destination and the arrival of its last page.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct PostCopyTimeline {
+    /// Pages that were still to come when the guest was stopped.
+    pub missing_pages: u64,
+    /// Those of them that were sent because they were asked for.
+    pub asked_pages: u64,
+    /// Those that were sent without.
+    pub pushed_pages: u64,
+    /// Pages that never came, because the VM had ended before.
+    pub left_pages: u64,
+    /// Bytes sent, as seen from the guest's stop.
+    pub bytes: u64,
+    /// From the destination's word that the VM runs to the last page, milliseconds.
+    pub took_ms: f64,
+    /// Pages that something waited for at the destination.
+    pub faults: u64,
+    /// Half of these waits were no longer than this, microseconds.
+    pub fault_median_us: u32,
+    /// The longest wait, microseconds.
+    pub fault_worst_us: u32,
+}
+
 /// What happened in a migration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MigrationTimeline {
@@ -140,6 +185,9 @@ pub struct MigrationTimeline {
     pub pause_ms: f64,
     /// All of it.
     pub total_ms: f64,
+    /// What came after the pause, where memory did.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub post_copy: Option<PostCopyTimeline>,
 }
 
 /// What a monitor says to who asked for a migration.
@@ -266,6 +314,8 @@ mod tests {
             downtime_ms: 300,
             timeout_seconds: 0,
             max_throttle_percent: 90,
+            post_copy_after: None,
+            together: vec!["a".to_owned(), "b".to_owned()],
         };
         a.send(&request, &[a.as_fd(), b.as_fd()], true).unwrap();
         let (got, fds) = b.receive::<MigrationRequest>().unwrap().unwrap();

@@ -37,6 +37,25 @@ impl fmt::Display for VmState {
     }
 }
 
+/// What is behind a commodity NIC in mode `vpio`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "kebab-case")]
+pub enum NicBehind {
+    /// A card of the host.
+    Card,
+    /// The card's emulation, with a tap.
+    Emulation,
+}
+
+impl fmt::Display for NicBehind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Card => "card",
+            Self::Emulation => "emulation",
+        })
+    }
+}
+
 /// A VM in a few words.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct VmSummary {

@@ -1,6 +1,7 @@
 //! The command line.
 
 pub mod cluster;
+mod migrate;
 
 use std::ffi::OsString;
 use std::net::SocketAddr;
@@ -11,6 +12,8 @@ use monitor::description::{BootProtocol, ByteSize, CpuList, OnReboot, SandboxMod
 use monitor::dsm::NodeAddress;
 
 use crate::run::flags;
+
+pub use migrate::{DrainArgs, Member, MigrateArgs, TransferArgs};
 
 /// Virtual machines on Linux KVM.
 #[derive(Debug, Parser)]
@@ -45,8 +48,12 @@ pub enum Command {
     Resume(Target),
     /// Press a VM's reset button
     Reset(Target),
+    /// Take a VM's commodity NIC from its card to the card's emulation, or back, while the guest runs (docs/vpio.md)
+    Nic(NicArgs),
     /// Move a running VM to another monitor, which waits for it with `causeway run --incoming`
     Migrate(MigrateArgs),
+    /// Move all VMs of this host to another one, as one migration: all of them, or none
+    Drain(DrainArgs),
     /// End a VM: by its power button, or at once
     Stop(StopArgs),
     /// Run this host's daemon in the foreground: it serves RDMA NICs to VMs
@@ -75,6 +82,29 @@ pub struct Target {
     /// The VM whose API is at this socket, instead of a name
     #[arg(long, value_name = "PATH", conflicts_with = "name")]
     pub socket: Option<PathBuf>,
+}
+
+/// `causeway nic`.
+#[derive(Debug, Args)]
+pub struct NicArgs {
+    /// Which VM.
+    #[command(flatten)]
+    pub target: Target,
+    /// Which NIC, as `causeway inspect` names it
+    #[arg(long, value_name = "NIC", default_value = "nic0")]
+    pub nic: String,
+    /// What the guest is to drive: the host's card, or its emulation with the tap that was named beside it (`--nic vpio:ADDRESS,tap=NAME`)
+    #[arg(long)]
+    pub behind: Behind,
+}
+
+/// What is behind a NIC.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub enum Behind {
+    /// A card of the host.
+    Card,
+    /// The card's emulation.
+    Emulation,
 }
 
 /// `causeway inspect`.
@@ -241,32 +271,6 @@ pub struct StopArgs {
     /// How long to wait for the VM to end
     #[arg(long, value_name = "SECONDS", default_value_t = 60)]
     pub timeout: u64,
-}
-
-/// `causeway migrate`.
-#[derive(Debug, Args)]
-pub struct MigrateArgs {
-    /// Which VM.
-    #[command(flatten)]
-    pub target: Target,
-    /// Where a monitor of the same description waits for it
-    #[arg(long, value_name = "ADDRESS:PORT", required_unless_present = "cancel")]
-    pub to: Option<String>,
-    /// How long the guest may stand still, milliseconds: memory is copied again until the rest is expected to fit
-    #[arg(long, value_name = "MS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(0..=600_000))]
-    pub downtime: u64,
-    /// Give up after so many seconds, if the guest wasn't stopped by then; 0: never
-    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
-    pub timeout: u64,
-    /// How much of the time vCPUs may be held back when memory changes faster than it is copied, per cent; 0: not at all
-    #[arg(long, value_name = "PERCENT", default_value_t = 90, value_parser = clap::value_parser!(u8).range(0..=99))]
-    pub max_throttle: u8,
-    /// TCP streams that memory goes over
-    #[arg(long, value_name = "N", default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=16))]
-    pub streams: u8,
-    /// Cancel the migration of this VM that is under way; the guest goes on here
-    #[arg(long, conflicts_with_all = ["to", "downtime", "timeout", "max_throttle", "streams"])]
-    pub cancel: bool,
 }
 
 /// `causeway dsm`.

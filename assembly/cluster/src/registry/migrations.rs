@@ -57,6 +57,22 @@ impl Registry {
         Ok(migration)
     }
 
+    /// Whether a VM may ask to move to a host together with others: all of them are known, and it isn't there.
+    ///
+    /// # Errors
+    /// When not.
+    pub fn check_wish(&self, vm: &str, host: &str, together: &[String]) -> Result<(), Refusal> {
+        for name in together.iter().take(nomad::config::MAX_MOVES) {
+            self.vm_called(name)?;
+        }
+        let id = self.vm_called(vm)?;
+        let at = self.state().ledger.vms.get(&id).map(|owner| owner.host);
+        if at.is_some() && at == self.state().host(host).map(|(id, _)| id) {
+            return Err(Refusal::Conflict(format!("VM {vm} can't move to host {host}: it runs there")));
+        }
+        Ok(())
+    }
+
     /// Moves all VMs of a group to one host.
     ///
     /// # Errors

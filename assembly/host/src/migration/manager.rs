@@ -10,6 +10,7 @@
 //! The state of a VM's devices travels with its memory, from monitor to monitor. A monitor asks here when it may stop the VM, says when it has, and
 //! is told how the migration ended: it runs the VM only then.
 
+mod inbox;
 mod phases;
 
 use std::collections::{BTreeSet, BinaryHeap, HashMap, VecDeque};
@@ -17,7 +18,7 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, unbounded};
+use crossbeam_channel::{RecvTimeoutError, Sender, unbounded};
 use hca::names::Gid;
 use nomad::{
     Action, Body, Epoch, Event, HostId, Incarnation, Message, MigrationId, Node, Place, Timer, VmId,
@@ -29,6 +30,8 @@ use crate::function::NicShared;
 use crate::function::rdma::RdmaFunction;
 use crate::registry::Registry;
 use crate::transport;
+
+use inbox::Inbox;
 
 pub use phases::{Phase, Phases};
 
@@ -141,7 +144,7 @@ impl MoverThread {
                 arriving: HashMap::new(),
                 reason: HashMap::new(),
             }
-            .run(&inbox);
+            .run(&mut Inbox::new(inbox));
         })?;
         Ok(Self { handle, thread: Some(thread) })
     }
@@ -189,13 +192,9 @@ struct Mover {
 type Nic = (Arc<NicShared>, Arc<RdmaFunction>);
 
 impl Mover {
-    fn run(&mut self, inbox: &Receiver<Input>) {
+    fn run(&mut self, inbox: &mut Inbox) {
         loop {
-            let input = match self.timers.peek() {
-                Some(Due(at, _)) => inbox.recv_timeout(at.0.saturating_duration_since(Instant::now())),
-                None => inbox.recv().map_err(|_| RecvTimeoutError::Disconnected),
-            };
-            match input {
+            match inbox.next(self.timers.peek().map(|due| due.0.0)) {
                 Ok(Input::Stop) | Err(RecvTimeoutError::Disconnected) => return,
                 Ok(input) => self.take(input),
                 Err(RecvTimeoutError::Timeout) => {}
@@ -221,6 +220,9 @@ impl Mover {
             Input::Ended { vm } => {
                 if let Some(migration) = self.leaving.remove(&vm) {
                     self.step(Event::StreamBroke { migration });
+                }
+                if let Some(name) = self.name(vm) {
+                    self.phases.withdraw(&name, Phase::Idle);
                 }
                 self.step(Event::Ended { vm });
             }
@@ -279,16 +281,21 @@ impl Mover {
         // Connections are asked for when it matters, of the engine, rather than followed all the time.
         match &message.body {
             Body::Switch { migration } => {
-                let all = self.leaving.iter().filter(|(_, of)| *of == migration).map(|(vm, _)| *vm);
-                for vm in all.collect::<Vec<_>>() {
+                // Once: it is said again all the time, and each look waits for the engine.
+                let begun = self.nomad.as_ref().is_some_and(|nomad| nomad.switches(*migration));
+                let all = self.leaving.iter().filter(|(_, of)| !begun && *of == migration);
+                for vm in all.map(|(vm, _)| *vm).collect::<Vec<_>>() {
                     self.look_at_faces(vm);
                     // Its peers acknowledge nothing once they are held. It takes a while until the VM stands still, and what it sent in that time
                     // would be given up as lost.
                     self.hold_towards_peers(vm);
                 }
             }
-            Body::Suspend { vms, .. } => {
-                for vm in vms.iter().take(nomad::config::MAX_MOVES) {
+            Body::Suspend { migration, vms, .. } => {
+                let known =
+                    |vm: &&VmId| self.nomad.as_ref().is_some_and(|nomad| nomad.suspends(*migration, **vm));
+                let new = vms.iter().take(nomad::config::MAX_MOVES).filter(|vm| !known(vm));
+                for vm in &new.copied().collect::<Vec<_>>() {
                     self.look_at_facing(*vm);
                 }
             }
@@ -372,9 +379,14 @@ impl Mover {
                 }
             }
             Action::Copy { migration, vm, .. } => {
+                // Others of its group made it begin when its monitor had just given it up.
+                let wanted = self.phase(vm) == Phase::Begun;
                 self.leaving.insert(vm, migration);
                 self.nics(vm).iter().for_each(|(shared, _)| shared.set_locked(true));
                 self.set(vm, Phase::Copying(migration.0));
+                if !wanted {
+                    return vec![Event::StreamBroke { migration }];
+                }
             }
             Action::EndCopy { migration } => {
                 let reason = self.why(migration);

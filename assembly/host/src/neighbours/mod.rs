@@ -17,6 +17,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 pub use neighbour::heartbeat::Heartbeat;
 use neighbour::layout::Layout;
@@ -46,7 +47,12 @@ pub struct NeighboursConfig {
     pub layout: Layout,
     /// Who is alive.
     pub heartbeat: Heartbeat,
+    /// How long who has connected may take to join: a monitor allocates its VM's RAM meanwhile, which takes minutes where that is much and filled at once.
+    pub joining: Duration,
 }
+
+/// [`NeighboursConfig::joining`] by default. A user may have so many connections open that others wait for so long, with a shorter one as well.
+const JOINING: Duration = Duration::from_secs(300);
 
 impl Default for NeighboursConfig {
     fn default() -> Self {
@@ -54,7 +60,9 @@ impl Default for NeighboursConfig {
         let geometry = Geometry::new(BASE, STRIDE, SLOTS);
         let layout = Layout::new(ENTRIES);
         match (geometry, layout) {
-            (Ok(geometry), Ok(layout)) => Self { geometry, layout, heartbeat: Heartbeat::DEFAULT },
+            (Ok(geometry), Ok(layout)) => {
+                Self { geometry, layout, heartbeat: Heartbeat::DEFAULT, joining: JOINING }
+            }
             _ => unreachable!("the default windows and rings are possible"),
         }
     }

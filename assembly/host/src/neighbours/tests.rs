@@ -391,6 +391,19 @@ fn a_peer_is_told_that_a_member_hangs() {
 }
 
 #[test]
+fn who_connects_and_does_not_join_is_told_so_and_hung_up_on() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("neighbours");
+    let config = NeighboursConfig { joining: Duration::from_millis(300), ..NeighboursConfig::default() };
+    let neighbours = Neighbours::start(&path, Access::default(), config).unwrap();
+    let bed = Bed { _directory: directory, path, neighbours };
+    let late = Fake::connect(&bed);
+    let FromDaemon::Refused { reason } = late.next() else { panic!("it was to be refused") };
+    assert!(reason.contains("joins within 0.3 s"), "{reason}");
+    assert!(matches!(late.socket.wait::<FromDaemon>(PATIENCE), Err(SocketError::Closed)));
+}
+
+#[test]
 fn a_member_that_says_nonsense_is_hung_up_on_and_the_others_are_not() {
     let bed = start();
     let (a, _) = Fake::join(&bed, "a", &["b"]);

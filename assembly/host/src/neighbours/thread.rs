@@ -27,8 +27,6 @@ use crate::access::Access;
 const MOST_GROUPS: usize = 64;
 /// Connections that haven't joined yet; more wait in the kernel.
 const MOST_GUESTS: usize = 32;
-/// Who has connected joins soon, or is hung up on.
-const PATIENCE: Duration = Duration::from_secs(10);
 /// Pause after a connection that couldn't be accepted; short beside the heartbeat's patience.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(10);
 /// Messages of one member before the others have their turn.
@@ -188,7 +186,21 @@ impl Host {
     fn serve_guests(&mut self) {
         for guest in std::mem::take(&mut self.guests) {
             match guest.socket.receive::<FromMonitor>() {
-                Ok(None) if guest.since.elapsed() < PATIENCE => self.guests.push(guest),
+                Ok(None) if guest.since.elapsed() < self.config.joining => self.guests.push(guest),
+                Ok(None) => {
+                    let seconds = self.config.joining.as_secs_f32();
+                    let reason = format!(
+                        "A member joins within {seconds} s of having connected, and this one didn't; start the VM again"
+                    );
+                    telemetry::guest_warn!(
+                        self.log,
+                        pid = guest.peer.pid,
+                        uid = guest.peer.uid,
+                        reason,
+                        "A VM is refused by its neighbourhood"
+                    );
+                    let _ = guest.socket.send(&FromDaemon::Refused { reason }, &[]);
+                }
                 Ok(Some((FromMonitor::Join { vm, group, permits, ram, slot, epoch }, fds))) => {
                     let wish = Wish { vm, permits, ram, slot, epoch };
                     if let Err((socket, reason)) = self.join(guest, &group, wish, fds) {
@@ -205,7 +217,7 @@ impl Host {
                     let reason = "A member joins before it says anything else".to_owned();
                     let _ = guest.socket.send(&FromDaemon::Refused { reason }, &[]);
                 }
-                Ok(None) | Err(_) => {}
+                Err(_) => {}
             }
         }
     }

@@ -1,11 +1,11 @@
 //! A monitor's part in its VM's migration.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use control_api::cluster::{ClusterError, proto as cluster_proto};
-use control_api::host::proto::MoveVmReply;
 use control_api::host::proto::move_vm_reply::State;
 use control_api::host::proto::move_vm_request::Step;
+use control_api::host::proto::{BeginTogether, MoveVmReply};
 use tonic::Status;
 
 use crate::cluster::ClusterDirectory;
@@ -15,6 +15,10 @@ use crate::registry::Registry;
 
 /// An answer comes after so long at the latest.
 const LONGEST: Duration = Duration::from_secs(10);
+/// A monitor whose VM moves with others hears after so long that some haven't asked.
+const GATHERING: Duration = Duration::from_secs(1);
+/// How often the service is asked whether they have.
+const AGAIN: Duration = Duration::from_millis(100);
 
 /// One step; what the monitor is to do.
 pub(super) async fn step(
@@ -29,6 +33,7 @@ pub(super) async fn step(
     let ended = |phase: &Phase| phase.is_end();
     let phase = match step {
         Step::Begin(host) => return begin(cluster, registry, mover, vm, host).await,
+        Step::BeginTogether(wish) => return begin_together(cluster, registry, mover, vm, wish).await,
         Step::Converged(_) => {
             mover.said(vm, Said::Converged);
             wait(mover, vm, |phase| ended(phase) || *phase == Phase::Stop).await
@@ -69,14 +74,8 @@ fn reply(phase: Phase) -> MoveVmReply {
     MoveVmReply { state: state.into(), reason }
 }
 
-/// Asks the cluster service for a migration, and waits until the VM may be copied.
-async fn begin(
-    cluster: &ClusterDirectory,
-    registry: &Registry,
-    mover: &MoverHandle,
-    vm: &str,
-    host: String,
-) -> Result<MoveVmReply, Status> {
+/// Whether a VM's NICs can move at all.
+fn movable(registry: &Registry, vm: &str) -> Result<(), Status> {
     for (shared, rdma) in registry.rdma_functions(vm) {
         let name = &shared.key;
         let Some(device) = rdma.device() else {
@@ -95,42 +94,121 @@ async fn begin(
             Err(EngineGone) => return Err(Status::unavailable(EngineGone.to_string())),
         }
     }
-    if !mover.phases().begin(vm) {
-        return Err(Status::failed_precondition(format!("VM {vm} takes part in a migration already")));
+    Ok(())
+}
+
+fn moves_already(vm: &str) -> Status {
+    Status::failed_precondition(format!("VM {vm} takes part in a migration already"))
+}
+
+/// Asks the cluster service for a migration of one VM, and waits until it may be copied.
+async fn begin(
+    cluster: &ClusterDirectory,
+    registry: &Registry,
+    mover: &MoverHandle,
+    vm: &str,
+    host: String,
+) -> Result<MoveVmReply, Status> {
+    movable(registry, vm)?;
+    if !mover.phases().begin(vm, None) {
+        return Err(moves_already(vm));
     }
-    let service = cluster.service();
     let wish = cluster_proto::Wish { vm: vm.to_owned(), host };
     let request = cluster_proto::MigrateRequest { wishes: vec![wish], ..Default::default() };
-    let asked = async {
-        let mut client = service.connect().await?;
-        service.within("Migrate", client.migrate(request)).await
-    };
-    let migration = match asked.await {
-        Ok(reply) => reply.migration,
+    match ask(cluster, &request).await {
+        Ok(reply) => begun(cluster, mover, vm, reply.migration, "the destination gives it no room").await,
         Err(error) => {
-            mover.phases().set(vm, Phase::Idle);
-            let text = match error {
-                ClusterError::Refused { reason, .. } => reason,
-                error => format!("VM {vm} can't move: {error}"),
-            };
-            return Err(Status::failed_precondition(text));
+            mover.phases().withdraw(vm, Phase::Idle);
+            Err(refusal(vm, error))
         }
-    };
+    }
+}
+
+/// As [`begin`], together with others, each of which asks for itself. Where some haven't, the monitor hears of that after a second, and asks again in
+/// the same try.
+async fn begin_together(
+    cluster: &ClusterDirectory,
+    registry: &Registry,
+    mover: &MoverHandle,
+    vm: &str,
+    BeginTogether { host, vms, attempt }: BeginTogether,
+) -> Result<MoveVmReply, Status> {
+    movable(registry, vm)?;
+    if !mover.phases().begin(vm, Some(attempt)) {
+        return Err(moves_already(vm));
+    }
+    let wish = cluster_proto::Wish { vm: vm.to_owned(), host };
+    let request =
+        cluster_proto::MigrateRequest { wishes: vec![wish], together: vms, attempt, ..Default::default() };
+    let until = Instant::now() + GATHERING;
+    loop {
+        // Once another one has made the group complete, this host hears of it from the coordinator, whatever became of an answer of the service's.
+        let phase = mover.phases().get(vm);
+        if phase != Phase::Begun {
+            return Ok(reply(phase));
+        }
+        let reason = match ask(cluster, &request).await {
+            Ok(reply) if reply.migration != 0 => {
+                let no_room = "a destination has no room for it or for another VM of its group";
+                return begun(cluster, mover, vm, reply.migration, no_room).await;
+            }
+            Ok(reply) => format!("waits for VM {} of its group", reply.missing.join(", ")),
+            Err(error) if error.is_refusal() => {
+                mover.phases().withdraw(vm, Phase::Idle);
+                return Err(refusal(vm, error));
+            }
+            // One that is started again knows of nobody who has asked; all ask again.
+            Err(error) => format!("waits for the cluster service: {error}"),
+        };
+        if Instant::now() > until {
+            return Ok(MoveVmReply { state: State::Pending.into(), reason });
+        }
+        tokio::time::sleep(AGAIN).await;
+    }
+}
+
+/// The service has begun a migration: waits until the VM may be copied.
+async fn begun(
+    cluster: &ClusterDirectory,
+    mover: &MoverHandle,
+    vm: &str,
+    migration: u64,
+    no_room: &str,
+) -> Result<MoveVmReply, Status> {
     let phase = wait(mover, vm, |phase| phase.is_end() || matches!(phase, Phase::Copying(_))).await;
     if phase == Phase::Begun {
         // The destination had no room, or a host was lost: the source never heard of it. What is still under way is ended.
         withdraw(cluster, vm, migration).await;
-        mover.phases().set(vm, Phase::Idle);
-        let text = format!(
-            "VM {vm} can't move: the destination gives it no room; does a monitor wait there (`causeway run --incoming`)?"
-        );
-        return Err(Status::failed_precondition(text));
+        mover.phases().withdraw(vm, Phase::Idle);
+        return Err(Status::failed_precondition(format!(
+            "VM {vm} can't move: {no_room}; does a monitor wait there (`causeway run --incoming`)?"
+        )));
     }
     Ok(reply(phase))
 }
 
+fn refusal(vm: &str, error: ClusterError) -> Status {
+    Status::failed_precondition(match error {
+        ClusterError::Refused { reason, .. } => reason,
+        error => format!("VM {vm} can't move: {error}"),
+    })
+}
+
+async fn ask(
+    cluster: &ClusterDirectory,
+    request: &cluster_proto::MigrateRequest,
+) -> Result<cluster_proto::MigrateReply, ClusterError> {
+    let service = cluster.service();
+    let mut client = service.connect().await?;
+    service.within("Migrate", client.migrate(request.clone())).await
+}
+
 /// The monitor can't go on: where this host can't give the migration up on its own, the service is asked to.
 async fn cancel(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str) {
+    // One that others of its group are still waited for hasn't begun. Where the service can't be told, it forgets the VM in some seconds.
+    if mover.phases().withdraw(vm, Phase::Stays("it was cancelled".to_owned())) {
+        give_up(cluster, vm, cluster_proto::CancelMigrationRequest { migration: 0, vm: vm.to_owned() }).await;
+    }
     let phase = mover.phases().get(vm);
     mover.said(vm, Said::Broken);
     if let Phase::Copying(migration) | Phase::Awaited(migration) = phase {
@@ -140,10 +218,13 @@ async fn cancel(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str) {
 
 /// Asks the service to give a migration up.
 async fn withdraw(cluster: &ClusterDirectory, vm: &str, migration: u64) {
+    give_up(cluster, vm, cluster_proto::CancelMigrationRequest { migration, vm: String::new() }).await;
+}
+
+async fn give_up(cluster: &ClusterDirectory, vm: &str, request: cluster_proto::CancelMigrationRequest) {
     let service = cluster.service();
     let asked = async {
         let mut client = service.connect().await?;
-        let request = cluster_proto::CancelMigrationRequest { migration };
         service.within("CancelMigration", client.cancel_migration(request)).await
     };
     if let Err(error) = asked.await {

@@ -1,6 +1,7 @@
 //! A VM for tests: a monitor's side of vfio-user with doorbell mode, and a guest's driver on top.
 #![allow(dead_code, clippy::unwrap_used, clippy::missing_panics_doc)] // Tests' other half; each uses its part.
 
+pub mod adding;
 pub mod cluster;
 pub mod moving;
 pub mod vm;

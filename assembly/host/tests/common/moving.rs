@@ -1,11 +1,13 @@
 //! Monitors of both ends of a migration: memory by the dirty pages of guest and daemons, state by vfio-user, and the daemons' word on when.
 
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use control_api::host::HostClient;
-use control_api::host::proto::MoveVmReply;
 use control_api::host::proto::move_vm_reply::State;
 use control_api::host::proto::move_vm_request::Step;
+use control_api::host::proto::{BeginTogether, MoveVmReply};
 use dma::Dma;
 use vfio_user_protocol::client::Client;
 use vfio_user_protocol::migration::DeviceState;
@@ -25,37 +27,68 @@ pub struct Move<'a> {
     pub monitor: Monitor,
     /// Pages that daemons wrote and nobody else noted, in all rounds.
     pub by_daemon: usize,
+    /// Which try of the VM's it is.
+    attempt: u64,
 }
+
+/// Tries so far: each has a number of its own.
+static ATTEMPTS: AtomicU64 = AtomicU64::new(1);
 
 fn clients(monitor: &Monitor) -> [&Client; 2] {
     [&monitor.ethernet, &monitor.rdma]
 }
 
 pub fn ask(daemon: &HostClient, vm: &str, step: Step) -> State {
-    let MoveVmReply { state, .. } = daemon.move_vm(vm, step).unwrap();
+    let MoveVmReply { state, reason } = daemon.move_vm(vm, step).unwrap();
+    if !reason.is_empty() {
+        // Shown where a test fails.
+        eprintln!("VM {vm}: {reason}");
+    }
     State::try_from(state).unwrap()
 }
 
 impl<'a> Move<'a> {
-    /// A monitor waits at the destination, and the source's daemon has begun.
-    pub fn begin(vm: &'a mut Vm, from: &Path, to: &Path, host: &str) -> Self {
+    /// A monitor waits at the destination.
+    pub fn prepare(vm: &'a mut Vm, from: &Path, to: &Path) -> Self {
         let machine = Machine::with_ram(&vm.machine.vm, &vm.machine.segment, vm.machine.size);
         let monitor = machine.await_vm(to);
         let (source, destination) = (HostClient::new(from), HostClient::new(to));
         let name = vm.machine.vm.clone();
-        assert_eq!(ask(&source, &name, Step::Begin(host.to_owned())), State::Copy);
+        let attempt = ATTEMPTS.fetch_add(1, Ordering::Relaxed);
+        Self { name, source, destination, vm, machine, monitor, by_daemon: 0, attempt }
+    }
+
+    /// A monitor waits at the destination, and the source's daemon has begun.
+    pub fn begin(vm: &'a mut Vm, from: &Path, to: &Path, host: &str) -> Self {
+        let on_its_way = Self::prepare(vm, from, to);
+        assert_eq!(ask(&on_its_way.source, &on_its_way.name, Step::Begin(host.to_owned())), State::Copy);
+        on_its_way.copy_first();
+        on_its_way
+    }
+
+    fn copy_first(&self) {
+        let Self { vm, monitor, .. } = self;
         vm.machine.ram.set_dirty_log(true);
         for client in clients(&vm.monitor) {
             client.start_dma_logging(&[(0, vm.machine.size)]).unwrap();
             client.set_device_state(DeviceState::PreCopy).unwrap();
         }
-        for client in clients(&monitor) {
+        for client in clients(monitor) {
             client.set_device_state(DeviceState::Resuming).unwrap();
         }
         let mut all = vec![u64::MAX; usize::try_from(vm.machine.size / PAGE / 64).unwrap()];
-        let on_its_way = Self { name, source, destination, vm, machine, monitor, by_daemon: 0 };
-        on_its_way.copy(&mut all);
-        on_its_way
+        self.copy(&mut all);
+    }
+
+    fn together(&self, host: &str, vms: &[String]) -> Step {
+        Step::BeginTogether(BeginTogether { host: host.to_owned(), vms: vms.to_vec(), attempt: self.attempt })
+    }
+
+    /// Says that it moves together with others, to a host; a daemon's sentence where that can't be.
+    fn ask_together(&self, host: &str, vms: &[String]) -> Result<State, String> {
+        let step = self.together(host, vms);
+        let reply = self.source.move_vm(&self.name, step).map_err(|error| error.to_string())?;
+        Ok(State::try_from(reply.state).unwrap())
     }
 
     fn copy(&self, words: &mut [u64]) {
@@ -147,4 +180,59 @@ impl<'a> Move<'a> {
         }
         self.vm.machine.ram.set_dirty_log(false);
     }
+}
+
+/// All have asked to move together, each to its host, and may be copied.
+pub fn begin_together(moves: &[Move<'_>], hosts: &[&str]) {
+    let vms: Vec<String> = moves.iter().map(|one| one.name.clone()).collect();
+    let mut copied = vec![false; moves.len()];
+    while copied.contains(&false) {
+        for ((one, host), done) in moves.iter().zip(hosts).zip(&mut copied).filter(|(_, done)| !**done) {
+            let state = one.ask_together(host, &vms).unwrap();
+            assert!(matches!(state, State::Copy | State::Pending), "{state:?}");
+            *done = state == State::Copy;
+        }
+    }
+    moves.iter().for_each(Move::copy_first);
+}
+
+/// All ask at the same time to move together; what each is told in the end.
+pub fn refused_together(moves: &[Move<'_>], hosts: &[&str]) -> Vec<String> {
+    let vms: Vec<String> = moves.iter().map(|one| one.name.clone()).collect();
+    let asking = moves.iter().zip(hosts).map(|(one, host)| {
+        let (source, name, step) = (one.source.clone(), one.name.clone(), one.together(host, &vms));
+        std::thread::spawn(move || {
+            let until = Instant::now() + Duration::from_secs(45);
+            loop {
+                match source.move_vm(&name, step.clone()) {
+                    Ok(reply) if reply.state == i32::from(State::Pending) && Instant::now() < until => {}
+                    Ok(reply) => {
+                        return format!("{:?}: {}", State::try_from(reply.state).unwrap(), reply.reason);
+                    }
+                    Err(error) => return error.to_string(),
+                }
+            }
+        })
+    });
+    let asking: Vec<_> = asking.collect();
+    asking.into_iter().map(|one| one.join().unwrap()).collect()
+}
+
+/// A step of all sources (or destinations) at the same time: each answers when all are there.
+pub fn together(moves: &[Move<'_>], there: bool, step: &Step) -> Vec<State> {
+    let asking = moves.iter().map(|one| {
+        let daemon = if there { &one.destination } else { &one.source };
+        let (daemon, name, step) = (daemon.clone(), one.name.clone(), step.clone());
+        std::thread::spawn(move || ask(&daemon, &name, step))
+    });
+    let asking: Vec<_> = asking.collect();
+    asking.into_iter().map(|one| one.join().unwrap()).collect()
+}
+
+/// All is there; how it was decided, at each destination and at each source.
+pub fn arrived_together(moves: &[Move<'_>]) -> (Vec<State>, Vec<State>) {
+    for client in moves.iter().flat_map(|one| clients(&one.monitor)) {
+        client.set_device_state(DeviceState::Stop).unwrap();
+    }
+    (together(moves, true, &Step::Arrived(true)), together(moves, false, &Step::Wait(true)))
 }

@@ -1,6 +1,6 @@
 //! What the API asks of a VM; implemented by the VM.
 
-use control_api::types::{ExitTable, VmState, VmSummary};
+use control_api::types::{ExitTable, NicBehind, VmState, VmSummary};
 use telemetry::metrics::Family;
 
 /// A running VM. Calls come from the API thread, one at a time, and may block for as long as the work takes (a
@@ -14,6 +14,8 @@ pub trait VmControl: Send + Sync {
     fn pause(&self) -> Result<(), ControlError>;
     /// Lets a paused VM go on. Resuming a running VM changes nothing.
     fn resume(&self) -> Result<(), ControlError>;
+    /// Takes the guest of a commodity NIC from its card to the emulation, or back, while it runs. Changing nothing changes nothing.
+    fn change_nic(&self, nic: &str, behind: NicBehind) -> Result<(), ControlError>;
     /// Cancels the migration that is under way; returns before the guest goes on.
     fn cancel_migration(&self) -> Result<(), ControlError>;
     /// Presses the ACPI power button; what happens is up to the guest.

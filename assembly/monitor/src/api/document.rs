@@ -27,6 +27,7 @@ pub(super) fn router() -> (axum::Router<Vm>, utoipa::openapi::OpenApi) {
         .routes(routes!(handlers::inspect))
         .routes(routes!(handlers::pause))
         .routes(routes!(handlers::resume))
+        .routes(routes!(handlers::change_nic))
         .routes(routes!(handlers::cancel_migration))
         .routes(routes!(handlers::power_button))
         .routes(routes!(handlers::reset))

@@ -2,10 +2,10 @@
 
 use axum::Json;
 use axum::extract::rejection::QueryRejection;
-use axum::extract::{Query, State};
+use axum::extract::{Path, Query, State};
 use axum::http::{Method, StatusCode, Uri, header};
 use axum::response::{IntoResponse, Response};
-use control_api::types::{Done, ExitTable, Problem, VmState, VmSummary};
+use control_api::types::{Done, ExitTable, NicBehind, Problem, VmState, VmSummary};
 use serde::Deserialize;
 use utoipa::IntoParams;
 
@@ -116,6 +116,39 @@ pub(super) async fn pause(State(vm): State<Vm>) -> Result<Json<Done>, Refusal> {
 pub(super) async fn resume(State(vm): State<Vm>) -> Result<Json<Done>, Refusal> {
     vm.resume()?;
     Ok(done(&*vm, "resume"))
+}
+
+/// What is to be behind a NIC.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+#[serde(deny_unknown_fields)]
+pub(super) struct NicQuery {
+    /// Its card, or the card's emulation with a tap.
+    behind: NicBehind,
+}
+
+/// Changes what is behind a commodity NIC while its guest runs.
+#[utoipa::path(
+    put,
+    path = "/v1/nics/{nic}",
+    operation_id = "change_nic",
+    params(("nic" = String, Path, description = "Name of the NIC: `nic0`"), NicQuery),
+    responses(
+        (status = 200, body = Done),
+        (status = 400, body = Problem),
+        (status = 409, body = Problem),
+        (status = 500, body = Problem),
+        (status = 501, body = Problem)
+    )
+)]
+pub(super) async fn change_nic(
+    State(vm): State<Vm>,
+    Path(nic): Path<String>,
+    query: Result<Query<NicQuery>, QueryRejection>,
+) -> Result<Json<Done>, Refusal> {
+    let Query(query) = query.map_err(|error| Refusal::new(StatusCode::BAD_REQUEST, error.body_text()))?;
+    vm.change_nic(&nic, query.behind)?;
+    Ok(done(&*vm, "change NIC"))
 }
 
 /// Cancels the migration that is under way; the guest goes on here.

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use control_api::client::{Client, ClientError};
-use control_api::types::{ExitTable, VmState, VmSummary};
+use control_api::types::{ExitTable, NicBehind, VmState, VmSummary};
 use serde_json::{Value, json};
 use telemetry::metrics::Family;
 
@@ -48,6 +48,12 @@ impl VmControl for Fake {
     }
     fn resume(&self) -> Result<(), ControlError> {
         self.go("resume", VmState::Paused, VmState::Running)
+    }
+    fn change_nic(&self, nic: &str, behind: NicBehind) -> Result<(), ControlError> {
+        match (nic, behind) {
+            ("nic 0", NicBehind::Emulation) => Ok(()),
+            _ => Err(ControlError::NotNow { reason: format!("no {nic} with {behind}") }),
+        }
     }
     fn cancel_migration(&self) -> Result<(), ControlError> {
         Err(ControlError::NotNow { reason: "No migration of this VM is under way".into() })
@@ -99,6 +105,8 @@ fn every_request_reaches_the_vm_and_its_answer_the_client() {
     assert_eq!(client.pause().unwrap().state, VmState::Paused);
     assert_eq!(client.pause().unwrap().state, VmState::Paused);
     assert_eq!(client.resume().unwrap().state, VmState::Running);
+    assert_eq!(client.change_nic("nic 0", NicBehind::Emulation).unwrap().state, VmState::Running);
+    assert_eq!(refusal(client.change_nic("a/b", NicBehind::Card)), (409, "no a/b with card".to_owned()));
     assert_eq!(refusal(client.power_button()).0, 501);
     assert_eq!(refusal(client.reset()), (500, "The VM failed to reset; no wires".to_owned()));
     assert_eq!(client.exits().unwrap().total, 3);
@@ -126,6 +134,7 @@ fn the_description_names_every_route_of_the_client() {
         ("/v1/exits", "get"),
         ("/metrics", "get"),
         ("/v1/migration", "delete"),
+        ("/v1/nics/{nic}", "put"),
         ("/openapi.json", "get"),
     ] {
         assert!(document["paths"][path][method].is_object(), "{method} {path}");

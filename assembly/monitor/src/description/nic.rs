@@ -31,12 +31,15 @@ fn shared(one: &NicMode, other: &NicMode) -> Option<(&'static str, String)> {
         NicMode::Passthrough { device } => Some(("passthrough", device.clone())),
         NicMode::Virtual { .. } => None,
     };
-    if let (NicMode::Virtual { tap, mac, .. }, NicMode::Virtual { tap: its_tap, mac: its_mac, .. }) =
-        (one, other)
-    {
-        if tap == its_tap {
-            return Some(("tap", tap.clone()));
-        }
+    let tap = |mode: &NicMode| match mode {
+        NicMode::Virtual { tap, .. } => Some(tap.clone()),
+        NicMode::Vpio { tap, .. } => tap.clone(),
+        NicMode::Passthrough { .. } => None,
+    };
+    if let Some(tap) = tap(one).filter(|own| tap(other).as_ref() == Some(own)) {
+        return Some(("tap", tap));
+    }
+    if let (NicMode::Virtual { mac, .. }, NicMode::Virtual { mac: its_mac, .. }) = (one, other) {
         return (mac == its_mac).then(|| ("mac", mac.to_string()));
     }
     let ((key, device), (_, its)) = (card(one)?, card(other)?);
@@ -55,11 +58,13 @@ fn mode(vm: &str, index: usize, nic: &written::Nic) -> Result<NicMode, Invalid> 
     let model_fields = [("policy", nic.policy.is_some()), ("allow", nic.allow.is_some())];
     match (&nic.vpio, &nic.passthrough, &nic.emulate) {
         (Some(device), None, None) => {
-            foreign(&tap_fields, "virtual")?;
+            foreign(&tap_fields[1..], "virtual")?;
+            let tap = nic.tap.as_deref().map(|tap| interface(&key.below("tap"), tap)).transpose()?;
             Ok(NicMode::Vpio {
                 device: pci_address(&key.below("vpio"), device)?,
                 policy: nic.policy.unwrap_or(NicPolicy::DeviceError),
                 allow: nic.allow.clone().unwrap_or_default(),
+                tap,
             })
         }
         (None, Some(device), None) => {
@@ -134,8 +139,9 @@ mod tests {
              [[nic]]\nvirtual = \"rtl8139\"\ntap = \"tap0\"\n",
         )
         .unwrap();
-        let NicMode::Vpio { device, policy, allow } = &got[0].mode else { panic!("{got:?}") };
+        let NicMode::Vpio { device, policy, allow, tap } = &got[0].mode else { panic!("{got:?}") };
         assert_eq!((device.as_str(), *policy, allow.len()), ("0000:03:0a.0", NicPolicy::DeviceError, 1));
+        assert_eq!(*tap, None);
         assert_eq!(got[1].mode, NicMode::Passthrough { device: "0000:04:00.0".to_owned() });
         let NicMode::Virtual { model, tap, mac } = &got[2].mode else { panic!("{got:?}") };
         assert_eq!((model.as_str(), tap.as_str(), mac.is_unicast()), ("rtl8139", "tap0", true));
@@ -152,7 +158,12 @@ mod tests {
             ("[[nic]]\nvpio = \"../../../x:y.0\"", "not a PCI address"),
             ("[[nic]]\nvirtual = \"3c905\"\ntap = \"t\"", "there are ne2000, rtl8139, e1000"),
             ("[[nic]]\nvirtual = \"ne2000\"", "needs a tap"),
-            ("[[nic]]\nvpio = \"0000:03:00.0\"\ntap = \"t\"", "belongs to virtual"),
+            ("[[nic]]\nvpio = \"0000:03:00.0\"\nmac = \"02:00:00:00:00:01\"", "belongs to virtual"),
+            ("[[nic]]\npassthrough = \"0000:03:00.0\"\ntap = \"t\"", "belongs to virtual"),
+            (
+                "[[nic]]\nvpio = \"0000:03:00.0\"\ntap = \"t\"\n[[nic]]\nvirtual = \"ne2000\"\ntap = \"t\"",
+                "taken by nic0",
+            ),
             ("[[nic]]\npassthrough = \"0000:03:00.0\"\npolicy = \"stop\"", "belongs to vpio"),
             ("[[nic]]\nvpio = \"0000:03:00.0\"\n[[nic]]\npassthrough = \"0000:03:00.0\"", "taken by nic0"),
         ] {

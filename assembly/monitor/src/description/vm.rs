@@ -240,6 +240,9 @@ pub enum NicMode {
         policy: NicPolicy,
         /// What the guest may do beyond its own traffic.
         allow: Vec<NicPermission>,
+        /// Tap interface of the card's emulation, which the guest can be taken to.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        tap: Option<String>,
     },
     /// A card of this host that is bound to vfio-pci, by itself.
     Passthrough {

@@ -204,7 +204,7 @@ pub struct Nic {
     /// Which card to emulate, with `tap`.
     #[serde(rename = "virtual")]
     pub emulate: Option<String>,
-    /// With `virtual`: name of a tap interface.
+    /// With `virtual`: name of a tap interface. With `vpio`: the same, for the card's emulation, which the guest can be taken to while it runs.
     pub tap: Option<String>,
     /// With `virtual`: address.
     pub mac: Option<MacAddress>,

@@ -48,6 +48,11 @@ impl Connection {
         self.patience = patience;
     }
 
+    /// Listens to another stop from now on.
+    pub fn set_stop(&mut self, stop: Stop) {
+        self.stop = stop;
+    }
+
     /// The socket.
     pub fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()

@@ -1,20 +1,24 @@
 //! The side that the VM comes to.
 
 use std::io;
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use machine::memory::{GuestAddressSpace, GuestMemorySpace};
+use machine::memory::{GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion, GuestMemorySpace};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::net::{SocketFlags, accept_with};
+use rustix::net::{SocketFlags, acceptfrom_with};
 
 use super::connection::{Connection, Stop};
 use super::error::{MigrationError, line};
 use super::frame::{Kind, Receiver, Sender};
 use super::message::{self, Accepted, End, Hello};
 use super::pages;
+use super::postcopy::fetching::{self, Rest};
+use super::postcopy::message::decode_missing;
+use super::postcopy::set::PageSet;
+use super::postcopy::{LEAST_STREAMS, SINCE};
 use super::shape::Shape;
 
 /// How long the source may be silent, once it has said something.
@@ -34,12 +38,15 @@ pub trait Devices: Sync {
     fn host(&self) -> Result<Option<String>, MigrationError>;
     /// Bytes of one device's state, in order.
     fn take(&self, number: u32, data: &[u8]) -> Result<(), MigrationError>;
+    /// Makes ready for memory that comes after the guest: called before any of it comes. Or says why that can't be.
+    fn post_copy(&self) -> Result<(), MigrationError>;
 }
 
 /// The streams of one migration.
 pub struct Streams {
     streams: Vec<Stream>,
     version: u16,
+    from: String,
 }
 
 /// Waits for a source and all its streams. What connects and is no stream of a migration is sent away, and a source whose streams
@@ -49,13 +56,13 @@ pub struct Streams {
 /// When waiting is stopped, or the socket fails.
 pub fn gather(listener: &TcpListener, stop: &Stop) -> Result<Streams, MigrationError> {
     let mut found: Vec<(Hello, Stream)> = Vec::new();
-    let mut first_came = Instant::now();
+    let (mut first_came, mut from) = (Instant::now(), String::new());
     let version = loop {
         if !found.is_empty() && first_came.elapsed() > GREETING {
             tracing::warn!("A source of a migration didn't open all its streams; it is sent away");
             found.clear();
         }
-        let Some(fd) = accept(listener, stop)? else { continue };
+        let Some((fd, address)) = accept(listener, stop)? else { continue };
         let (hello, spoken, stream) = match greet(fd, stop) {
             Ok(greeted) => greeted,
             Err(error) => {
@@ -75,6 +82,7 @@ pub fn gather(listener: &TcpListener, stop: &Stop) -> Result<Streams, MigrationE
         }
         if found.is_empty() {
             first_came = Instant::now();
+            from = address;
         }
         found.push((hello, stream));
         if found.len() == usize::from(hello.streams) {
@@ -82,10 +90,11 @@ pub fn gather(listener: &TcpListener, stop: &Stop) -> Result<Streams, MigrationE
         }
     };
     found.sort_by_key(|(hello, _)| hello.stream);
-    Ok(Streams { streams: found.into_iter().map(|(_, stream)| stream).collect(), version })
+    Ok(Streams { streams: found.into_iter().map(|(_, stream)| stream).collect(), version, from })
 }
 
-fn accept(listener: &TcpListener, stop: &Stop) -> Result<Option<OwnedFd>, MigrationError> {
+/// A stream, and the address it comes from.
+fn accept(listener: &TcpListener, stop: &Stop) -> Result<Option<(OwnedFd, String)>, MigrationError> {
     if stop.is_set() {
         return Err(MigrationError::Cancelled);
     }
@@ -96,8 +105,11 @@ fn accept(listener: &TcpListener, stop: &Stop) -> Result<Option<OwnedFd>, Migrat
         Ok(_) => {}
         Err(error) => return Err(failed(error)),
     }
-    match accept_with(listener, SocketFlags::CLOEXEC) {
-        Ok(fd) => Ok(Some(fd)),
+    match acceptfrom_with(listener, SocketFlags::CLOEXEC) {
+        Ok((fd, address)) => {
+            let address = address.and_then(|address| SocketAddr::try_from(address).ok());
+            Ok(Some((fd, address.map_or_else(|| "its source".to_owned(), |address| address.to_string()))))
+        }
         Err(Errno::AGAIN | Errno::INTR | Errno::CONNABORTED) => Ok(None),
         Err(error) => Err(failed(error)),
     }
@@ -128,7 +140,7 @@ impl Streams {
         for fd in fds {
             streams.push(greet(fd, stop)?.2);
         }
-        Ok(Self { streams, version: super::message::VERSION })
+        Ok(Self { streams, version: super::message::VERSION, from: "a test".to_owned() })
     }
 
     /// Takes the VM into memory that nothing was written to: its state is returned, unread, and what is left to say to
@@ -143,13 +155,18 @@ impl Streams {
         devices: &dyn Devices,
         stop: &Stop,
     ) -> Result<(Landing, Vec<u8>), MigrationError> {
-        let Self { mut streams, version } = self;
+        let Self { mut streams, version, from } = self;
         if streams.is_empty() {
             return Err(MigrationError::Protocol("no stream".to_owned()));
         }
         let control = streams.remove(0);
-        let mut landing =
-            Landing { connection: control.connection, receiver: control.receiver, sender: Sender::new() };
+        let mut landing = Landing {
+            connection: control.connection,
+            receiver: control.receiver,
+            sender: Sender::new(),
+            from,
+            rest: None,
+        };
         match landing.take(streams, ours, memory, devices, version, stop) {
             Ok(state) => Ok((landing, state)),
             Err(error) => {
@@ -165,9 +182,52 @@ pub struct Landing {
     connection: Connection,
     receiver: Receiver,
     sender: Sender,
+    from: String,
+    rest: Option<Rest>,
+}
+
+/// What only the first stream carries.
+struct Control<'a> {
+    devices: &'a dyn Devices,
+    sender: &'a mut Sender,
+    version: u16,
+    streams: usize,
+    memory: &'a GuestMemorySpace,
+    /// Pages that come later, where the source has asked whether they may.
+    late: Option<PageSet>,
+}
+
+impl Control<'_> {
+    /// The source asks whether memory may come after the guest.
+    fn agree(&mut self, connection: &mut Connection) -> Result<(), MigrationError> {
+        if self.version < SINCE || self.late.is_some() {
+            return Err(MigrationError::Protocol("Postcopy among pages".to_owned()));
+        }
+        if self.streams < LEAST_STREAMS {
+            let text =
+                format!("a wish for post-copy over {} streams; it takes {LEAST_STREAMS}", self.streams);
+            return Err(MigrationError::Protocol(text));
+        }
+        self.devices.post_copy()?;
+        let ranges: Vec<_> =
+            self.memory.memory().iter().map(|region| (region.start_addr().0, region.len())).collect();
+        self.late = Some(PageSet::empty(&ranges));
+        let accepted = message::encode(&Accepted { version: self.version, host: None })?;
+        self.sender.send(connection, Kind::Accepted, &[&accepted]).map_err(MigrationError::stream("written"))
+    }
 }
 
 impl Landing {
+    /// Where the VM comes from, for messages.
+    pub fn from(&self) -> &str {
+        &self.from
+    }
+
+    /// What comes after the guest, if anything does; once.
+    pub fn take_rest(&mut self) -> Option<Rest> {
+        self.rest.take()
+    }
+
     fn send(&mut self, kind: Kind, payload: &[u8]) -> Result<(), MigrationError> {
         self.sender.send(&mut self.connection, kind, &[payload]).map_err(MigrationError::stream("written"))
     }
@@ -199,10 +259,13 @@ impl Landing {
         let accepted = message::encode(&Accepted { version, host: devices.host()? })?;
         self.send(Kind::Accepted, &accepted)?;
 
+        let mut others = others;
+        let streams = others.len() + 1;
+        let mut control = Control { devices, sender: &mut self.sender, version, streams, memory, late: None };
         let (first, rest) = std::thread::scope(|scope| {
             let threads: Vec<_> = others
-                .into_iter()
-                .map(|mut stream| {
+                .iter_mut()
+                .map(|stream| {
                     scope.spawn(move || {
                         let result = fill(&mut stream.receiver, &mut stream.connection, memory, None);
                         if result.is_err() {
@@ -213,7 +276,7 @@ impl Landing {
                     })
                 })
                 .collect();
-            let first = fill(&mut self.receiver, &mut self.connection, memory, Some(devices));
+            let first = fill(&mut self.receiver, &mut self.connection, memory, Some(&mut control));
             if first.is_err() {
                 stop.set();
             }
@@ -238,6 +301,12 @@ impl Landing {
         }
         if let Some(stopped) = stopped {
             return Err(stopped);
+        }
+        if let Some(missing) = control.late.filter(|missing| missing.count() > 0) {
+            let mut others = others
+                .into_iter()
+                .map(|stream| fetching::Stream { connection: stream.connection, receiver: stream.receiver });
+            self.rest = others.next().map(|wishes| Rest { missing, wishes, others: others.collect() });
         }
         state.ok_or_else(|| MigrationError::Protocol("no state".to_owned()))
     }
@@ -290,7 +359,7 @@ fn fill(
     receiver: &mut Receiver,
     connection: &mut Connection,
     memory: &GuestMemorySpace,
-    devices: Option<&dyn Devices>,
+    mut control: Option<&mut Control<'_>>,
 ) -> Result<Option<Vec<u8>>, MigrationError> {
     let memory = memory.memory();
     let (mut pages, mut state) = (0, None);
@@ -302,10 +371,21 @@ fn fill(
                 let (number, data) = number.ok_or_else(|| {
                     MigrationError::Protocol("a device's state without its number".to_owned())
                 })?;
-                let devices = devices.ok_or_else(|| {
+                let control = control.as_ref().ok_or_else(|| {
                     MigrationError::Protocol("a device's state on a further stream".to_owned())
                 })?;
-                devices.take(u32::from_le_bytes(*number), data)?;
+                control.devices.take(u32::from_le_bytes(*number), data)?;
+            }
+            (Kind::Postcopy, _) => match &mut control {
+                Some(control) => control.agree(connection)?,
+                None => return Err(MigrationError::Protocol("Postcopy on a further stream".to_owned())),
+            },
+            (Kind::Missing, payload) => {
+                let late = control.as_mut().and_then(|control| control.late.as_mut());
+                let late = late.ok_or_else(|| {
+                    MigrationError::Protocol("missing pages without having asked for post-copy".to_owned())
+                })?;
+                decode_missing(payload, late)?;
             }
             (Kind::State, payload) if state.is_none() => state = Some(payload.to_vec()),
             (Kind::End, payload) => {

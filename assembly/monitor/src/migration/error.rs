@@ -60,6 +60,39 @@ pub enum MigrationError {
     /// The coordinator, or a host that takes part, gave it up.
     #[error("The migration was given up: {0}")]
     GivenUp(String),
+    /// Memory can't come after the guest here.
+    #[error("Post-copy isn't possible here: {0}")]
+    NoPostcopy(String),
+    /// The destination doesn't know it.
+    #[error(
+        "The destination speaks version {0} of the migration's protocol, which doesn't know post-copy (version {since} does): run a newer causeway there, or move the VM without --post-copy",
+        since = super::postcopy::SINCE
+    )]
+    OldDestination(u16),
+    /// The source is gone, and pages with it.
+    #[error(
+        "The connection to {from} was lost in post-copy while {left} pages of the VM's memory were still there: the VM is stopped, it can't go on here nor at its source"
+    )]
+    LostSource {
+        /// Where the source was.
+        from: String,
+        /// Pages that hadn't come.
+        left: u64,
+        /// What happened.
+        #[source]
+        source: Box<MigrationError>,
+    },
+    /// The destination is gone, and the guest with it.
+    #[error(
+        "The connection to the destination was lost in post-copy before it said that all of the VM's memory is there ({left} pages had not been sent): the VM can't go on here, and can there only if it had all pages"
+    )]
+    LostDestination {
+        /// Pages that weren't sent.
+        left: u64,
+        /// What happened.
+        #[source]
+        source: Box<MigrationError>,
+    },
     /// The user cancelled.
     #[error("The migration was cancelled")]
     Cancelled,

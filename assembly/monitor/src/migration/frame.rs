@@ -45,6 +45,15 @@ pub enum Kind {
     Abort = 11,
     /// State of a served device: its number among the served functions (u32), and what its server gave. From version 2 on.
     Device = 12,
+    /// The source may let the guest run at the destination before all its memory is there: [`super::postcopy`]. From version 3 on,
+    /// as all that follow.
+    Postcopy = 13,
+    /// Pages that will be at the source when the guest runs at the destination.
+    Missing = 14,
+    /// The destination asks for pages.
+    Want = 15,
+    /// It has all of them.
+    Complete = 16,
 }
 
 /// Most bytes of a served device's state in a frame.
@@ -52,15 +61,21 @@ pub const MOST_DEVICE: usize = 1 << 20;
 
 impl Kind {
     fn of(number: u16) -> Option<Self> {
-        use Kind::{Abort, Accepted, Device, End, Go, Hello, Offer, Pages, Ready, Refused, Running, State};
-        let all = [Hello, Offer, Accepted, Refused, Pages, State, End, Ready, Go, Running, Abort, Device];
-        all.into_iter().find(|kind| *kind as u16 == number)
+        use Kind::{
+            Abort, Accepted, Complete, Device, End, Go, Hello, Missing, Offer, Pages, Postcopy, Ready,
+            Refused, Running, State, Want,
+        };
+        let first = [Hello, Offer, Accepted, Refused, Pages, State, End, Ready, Go, Running, Abort, Device];
+        first.into_iter().chain([Postcopy, Missing, Want, Complete]).find(|kind| *kind as u16 == number)
     }
 
     /// Longest payload in bytes.
     fn limit(self) -> usize {
         match self {
             Self::Hello | Self::End | Self::Accepted | Self::Ready | Self::Go | Self::Running => 256,
+            Self::Postcopy | Self::Complete => 256,
+            Self::Missing => super::postcopy::message::MOST_MISSING,
+            Self::Want => 8 * super::postcopy::message::MOST_WANTED,
             Self::Refused | Self::Abort => 4096,
             Self::Offer => 1 << 20,
             Self::Pages => super::pages::RUN_HEADER + MOST_PAGES * super::pages::PAGE,

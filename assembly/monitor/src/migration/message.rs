@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 use super::error::MigrationError;
 
 /// The protocol's version that is spoken here.
-pub const VERSION: u16 = 2;
-/// The oldest that is understood: the one before [`VERSION`], from version 2 on.
-pub const OLDEST: u16 = 1;
+pub const VERSION: u16 = 3;
+/// The oldest that is understood: the one before [`VERSION`].
+pub const OLDEST: u16 = 2;
 /// First bytes of every stream.
 const MAGIC: [u8; 8] = *b"CAUSEWAY";
 

@@ -17,7 +17,7 @@
 //! Until `Go` has been sent, any failure leaves the guest at the source, and the destination ends. Once it has been sent, the
 //! source never runs the guest by itself again: without `Running` it stands still, and its user decides.
 //!
-//! A VM with devices that a daemon serves has another end: see [`served`].
+//! A VM with devices that a daemon serves has another end: see [`served`]; one whose memory comes after it, too: see [`postcopy`].
 //!
 //! [`source`] and [`destination`] are the two sides over any sockets and any machine ([`source::Departing`]); `vm::moving` is
 //! the machine. A stream is hostile until checked: frames have a kind, a number, a length with a limit per kind and a
@@ -30,6 +30,7 @@ pub mod frame;
 pub mod message;
 pub mod pages;
 pub mod policy;
+pub mod postcopy;
 pub mod progress;
 pub mod served;
 pub mod service;

@@ -54,6 +54,37 @@ fn header(address: u64, pages: usize, what: u32) -> [u8; RUN_HEADER] {
     header
 }
 
+/// Sends the contents of whole pages from an address on, at most [`MOST_PAGES`]; without those that are zero, if they can be left out.
+pub(super) fn send_run(
+    run: &[u8],
+    start: u64,
+    without_zero: bool,
+    sender: &mut Sender,
+    to: &mut impl Write,
+) -> Result<Sent, MigrationError> {
+    let length = run.len() / PAGE;
+    let mut sent = Sent { pages: length as u64, ..Sent::default() };
+    // Stretches of zero pages, and of others.
+    let mut at = 0;
+    while at < length {
+        let page = |index: usize| is_zero(&run[index * PAGE..(index + 1) * PAGE]);
+        let zero = page(at);
+        let end = (at + 1..length).find(|index| page(*index) != zero).unwrap_or(length);
+        let address = start + (at * PAGE) as u64;
+        sent.zero += if zero { (end - at) as u64 } else { 0 };
+        if !(zero && without_zero) {
+            let what = if zero { ZERO } else { CONTENTS };
+            let contents = if zero { &[][..] } else { &run[at * PAGE..end * PAGE] };
+            sender
+                .send(to, Kind::Pages, &[&header(address, end - at, what), contents])
+                .map_err(MigrationError::stream("written"))?;
+            sent.announced += (end - at) as u64;
+        }
+        at = end;
+    }
+    Ok(sent)
+}
+
 /// Which pages of which memory go by a stream.
 #[derive(Debug, Clone, Copy)]
 pub struct Share<'a> {
@@ -93,33 +124,36 @@ impl Share<'_> {
             }
             let run = &mut buffer[..length * PAGE];
             memory.read_slice(run, GuestAddress(start)).map_err(MigrationError::machine("read"))?;
-            sent.pages += length as u64;
-            // Stretches of zero pages, and of others.
-            let mut at = 0;
-            while at < length {
-                let page = |index: usize| is_zero(&run[index * PAGE..(index + 1) * PAGE]);
-                let zero = page(at);
-                let end = (at + 1..length).find(|index| page(*index) != zero).unwrap_or(length);
-                let address = start + (at * PAGE) as u64;
-                sent.zero += if zero { (end - at) as u64 } else { 0 };
-                if !(zero && self.first) {
-                    let what = if zero { ZERO } else { CONTENTS };
-                    let contents = if zero { &[][..] } else { &run[at * PAGE..end * PAGE] };
-                    sender
-                        .send(to, Kind::Pages, &[&header(address, end - at, what), contents])
-                        .map_err(MigrationError::stream("written"))?;
-                    sent.announced += (end - at) as u64;
-                }
-                at = end;
-            }
+            let one = send_run(run, start, self.first, sender, to)?;
+            sent.pages += one.pages;
+            sent.zero += one.zero;
+            sent.announced += one.announced;
             after(sender.bytes());
         }
         Ok(sent)
     }
 }
 
-/// Puts the pages of a frame into memory; returns how many there were. Addresses outside of RAM are refused.
-pub fn apply(payload: &[u8], memory: &GuestMemory) -> Result<u64, MigrationError> {
+/// The pages of a frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Run<'a> {
+    /// Guest-physical address of the first; whether there are such pages isn't checked.
+    pub address: u64,
+    /// How many.
+    pub pages: u32,
+    /// What is in them, page after page; `None`: they are zero.
+    pub contents: Option<&'a [u8]>,
+}
+
+fn outside(address: u64, pages: u32) -> MigrationError {
+    MigrationError::Protocol(format!("{pages} pages at {address:#x}, which isn't RAM"))
+}
+
+/// Reads a frame of pages.
+///
+/// # Errors
+/// When it is none.
+pub fn parse(payload: &[u8]) -> Result<Run<'_>, MigrationError> {
     let bad = |what: String| MigrationError::Protocol(what);
     let Some((header, contents)) = payload.split_at_checked(RUN_HEADER) else {
         return Err(bad(format!("pages of {} bytes, without a header", payload.len())));
@@ -127,21 +161,32 @@ pub fn apply(payload: &[u8], memory: &GuestMemory) -> Result<u64, MigrationError
     let word = |at: usize| u32::from_le_bytes([header[at], header[at + 1], header[at + 2], header[at + 3]]);
     let address = u64::from(word(0)) | u64::from(word(4)) << 32;
     let (pages, what) = (word(8), word(12));
-    let outside = || bad(format!("{pages} pages at {address:#x}, which isn't RAM"));
     if pages == 0 || !address.is_multiple_of(PAGE as u64) {
         return Err(bad(format!("{pages} pages at {address:#x}, which can't be")));
     }
     match what {
         CONTENTS if contents.len() == usize::try_from(pages).unwrap_or(usize::MAX).saturating_mul(PAGE) => {
+            Ok(Run { address, pages, contents: Some(contents) })
+        }
+        ZERO if contents.is_empty() => Ok(Run { address, pages, contents: None }),
+        _ => Err(bad(format!("{pages} pages as {what} with {} bytes", contents.len()))),
+    }
+}
+
+/// Puts the pages of a frame into memory; returns how many there were. Addresses outside of RAM are refused.
+pub fn apply(payload: &[u8], memory: &GuestMemory) -> Result<u64, MigrationError> {
+    let Run { address, pages, contents } = parse(payload)?;
+    let outside = || outside(address, pages);
+    match contents {
+        Some(contents) => {
             memory.write_slice(contents, GuestAddress(address)).map_err(|_| outside())?;
         }
-        ZERO if contents.is_empty() => {
+        None => {
             for page in 0..u64::from(pages) {
                 let at = address.checked_add(page * PAGE as u64).ok_or_else(outside)?;
                 memory.write_slice(&[0; PAGE], GuestAddress(at)).map_err(|_| outside())?;
             }
         }
-        _ => return Err(bad(format!("{pages} pages as {what} with {} bytes", contents.len()))),
     }
     Ok(pages.into())
 }

@@ -18,11 +18,16 @@ pub struct Policy {
     pub timeout: Option<Duration>,
     /// Most that vCPUs are held back, per cent of the time, below 100.
     pub max_throttle: u8,
+    /// The guest goes before the rest of its memory, after so many rounds, or earlier when rounds don't shrink or the time is up; 0: before all
+    /// of it. It is never held back then.
+    pub post_copy_after: Option<u32>,
 }
 
 /// One round of copying, at its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RoundEnd {
+    /// Which one, from 1.
+    pub number: u32,
     /// Bytes that it sent.
     pub bytes: u64,
     /// How long it took.
@@ -42,6 +47,8 @@ pub enum Decision {
     Stop,
     /// Copy what changed, with vCPUs held back so much.
     Again(u8),
+    /// Stop the guest, and copy the rest when it runs at the destination.
+    PostCopy,
     /// Leave the guest where it is.
     GiveUp,
 }
@@ -69,11 +76,15 @@ impl Policy {
         if round.predicted_pause() <= self.downtime.max(ALLOWANCE) {
             return Decision::Stop;
         }
-        if self.timeout.is_some_and(|timeout| round.elapsed >= timeout) {
-            return Decision::GiveUp;
-        }
+        let late = self.timeout.is_some_and(|timeout| round.elapsed >= timeout);
         // A round that leaves more than 7/10 of its pages to do gets nowhere.
         let shrinks = round.dirtied.saturating_mul(10) < round.pages.saturating_mul(7);
+        match self.post_copy_after {
+            Some(rounds) if late || !shrinks || round.number >= rounds => return Decision::PostCopy,
+            Some(_) => return Decision::Again(0),
+            None if late => return Decision::GiveUp,
+            None => {}
+        }
         let next = match (shrinks, throttle) {
             (true, throttle) => throttle,
             (false, 0) => FIRST_THROTTLE,
@@ -91,11 +102,13 @@ mod tests {
         downtime: Duration::from_millis(300),
         timeout: Some(Duration::from_secs(60)),
         max_throttle: 50,
+        post_copy_after: None,
     };
 
     /// A round of 1 s at 100 MB/s.
     fn round(pages: u64, dirtied: u64, elapsed: u64) -> RoundEnd {
         RoundEnd {
+            number: 1,
             bytes: 100_000_000,
             took: Duration::from_secs(1),
             pages,
@@ -136,9 +149,24 @@ mod tests {
         assert_eq!(endless.decide(&round(20_000, 20_000, 60_000), 50), Decision::Again(50));
     }
 
+    /// Hybrid: little enough left is a stop as ever; rounds that shrink go on up to their number; what doesn't converge, or takes too long,
+    /// is a switch at once, and nothing is given up or held back.
+    #[test]
+    fn with_post_copy_it_always_ends() {
+        let hybrid = Policy { post_copy_after: Some(3), ..POLICY };
+        let nth = |number, dirtied, elapsed| RoundEnd { number, ..round(20_000, dirtied, elapsed) };
+        assert_eq!(hybrid.decide(&nth(1, 7_000, 1), 0), Decision::Stop);
+        assert_eq!(hybrid.decide(&nth(1, 10_000, 1), 0), Decision::Again(0));
+        assert_eq!(hybrid.decide(&nth(2, 10_000, 1), 0), Decision::Again(0));
+        assert_eq!(hybrid.decide(&nth(3, 10_000, 1), 0), Decision::PostCopy);
+        assert_eq!(hybrid.decide(&nth(1, 15_000, 1), 0), Decision::PostCopy);
+        assert_eq!(hybrid.decide(&nth(1, 10_000, 60), 0), Decision::PostCopy);
+    }
+
     #[test]
     fn an_idle_guest_is_stopped_after_its_first_round() {
         let empty = RoundEnd {
+            number: 1,
             bytes: 300,
             took: Duration::from_micros(900),
             pages: 3,
@@ -146,7 +174,7 @@ mod tests {
             elapsed: Duration::ZERO,
         };
         assert_eq!(POLICY.decide(&empty, 0), Decision::Stop);
-        let none = RoundEnd { bytes: 0, took: Duration::ZERO, pages: 0, dirtied: 0, elapsed: Duration::ZERO };
+        let none = RoundEnd { bytes: 0, took: Duration::ZERO, pages: 0, dirtied: 0, ..empty };
         assert_eq!(Policy { downtime: Duration::ZERO, ..POLICY }.decide(&none, 0), Decision::Stop);
     }
 }

@@ -56,6 +56,7 @@ impl Watch {
                 round: 0,
                 bytes_sent: 0,
                 pages_left: 0,
+                pages_asked_for: 0,
                 bytes_per_second: 0,
                 predicted_pause_ms: 0,
                 throttle_percent: 0,
@@ -78,8 +79,7 @@ impl Watch {
         let Some(progress) = &mut state.progress else { return };
         change(progress);
         progress.elapsed_ms = u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX);
-        let last =
-            matches!(progress.phase, MigrationPhase::Done | MigrationPhase::Failed | MigrationPhase::InDoubt);
+        let last = progress.phase.is_last();
         let progress = progress.clone();
         state.busy &= !last;
         state.reported = Some(Instant::now());

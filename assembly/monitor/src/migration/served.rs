@@ -19,6 +19,7 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use control_api::host::proto::BeginTogether;
 use control_api::host::proto::move_vm_reply::State;
 use control_api::host::proto::move_vm_request::Step;
 use control_api::host::{HostClient, HostError};
@@ -27,8 +28,10 @@ use super::error::{MigrationError, line};
 
 /// A daemon that doesn't answer is asked again for so long, once the guest stands still.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// How long a daemon may have nothing to say before the guest stands still.
-const BEGINNING: Duration = Duration::from_secs(120);
+/// How long the other VMs that are to move together are waited for, before anything begins. Less than the destination waits for a word.
+const GATHERING: Duration = Duration::from_secs(45);
+/// How long a VM that moves by itself may have to wait until it is to be stopped.
+pub(super) const BEGINNING: Duration = Duration::from_secs(120);
 const AGAIN: Duration = Duration::from_millis(200);
 
 /// How a migration ended, for one of its sides.
@@ -115,21 +118,54 @@ impl Daemon {
         }
     }
 
-    /// Little is left: waits until the guest is to be stopped.
+    /// As [`Daemon::begin`], together with others: returns when their monitors have asked as well, and all may be copied. `attempt`: a number that no
+    /// other try of this VM has.
+    ///
+    /// # Errors
+    /// When it is refused, others don't ask in time, or `cancelled` says so.
+    pub fn begin_together(
+        &self,
+        host: &str,
+        vms: &[String],
+        attempt: u64,
+        cancelled: &dyn Fn() -> bool,
+    ) -> Result<(), MigrationError> {
+        let step = Step::BeginTogether(BeginTogether { host: host.to_owned(), vms: vms.to_vec(), attempt });
+        let until = Instant::now() + GATHERING;
+        loop {
+            let error = match self.say(&step) {
+                Ok((State::Copy, _)) => return Ok(()),
+                Ok((State::Stays, reason)) => return Err(MigrationError::GivenUp(reason)),
+                Ok((State::Pending, _)) if cancelled() => MigrationError::Cancelled,
+                Ok((State::Pending, _)) if Instant::now() < until => continue,
+                Ok((State::Pending, reason)) => {
+                    MigrationError::GivenUp(format!("after {} s it still {reason}", GATHERING.as_secs()))
+                }
+                Ok((other, _)) => odd(other),
+                Err(error @ HostError::Refused { .. }) => return Err(refused(error)),
+                Err(error) => refused(error),
+            };
+            // It may have begun just now.
+            if let Err(unknown) = self.say(&Step::Broken(true)) {
+                tracing::warn!(
+                    error = line(&unknown),
+                    "The host's daemon can't be told that the VM doesn't move"
+                );
+            }
+            return Err(error);
+        }
+    }
+
+    /// Little is left: whether the guest is to be stopped now. `false` after some seconds, where other VMs of the migration aren't ready.
     ///
     /// # Errors
     /// When the migration was given up.
-    pub fn may_stop(&self, stopped: &dyn Fn() -> bool) -> Result<(), MigrationError> {
-        let until = Instant::now() + BEGINNING;
-        loop {
-            match self.say(&Step::Converged(true)).map_err(refused)? {
-                (State::Stop, _) => return Ok(()),
-                (State::Stays, reason) => return Err(MigrationError::GivenUp(reason)),
-                // Other VMs of the migration aren't ready.
-                (State::Copy | State::Pending, _) if stopped() => return Err(MigrationError::Cancelled),
-                (State::Copy | State::Pending, _) if Instant::now() < until => {}
-                (other, _) => return Err(odd(other)),
-            }
+    pub fn may_stop(&self) -> Result<bool, MigrationError> {
+        match self.say(&Step::Converged(true)).map_err(refused)? {
+            (State::Stop, _) => Ok(true),
+            (State::Stays, reason) => Err(MigrationError::GivenUp(reason)),
+            (State::Copy | State::Pending, _) => Ok(false),
+            (other, _) => Err(odd(other)),
         }
     }
 

@@ -18,6 +18,7 @@ use rustix::net::{SocketFlags, accept_with};
 
 use super::connection::Stop;
 use super::error::{MigrationError, line};
+use super::postcopy;
 use super::progress::Watch;
 use super::source::{self, Departing};
 use crate::api::{ApiError, SocketFile, listen_for_packets};
@@ -31,6 +32,8 @@ pub trait Movable: Departing + Send + Sync + 'static {
     fn immovable(&self) -> Option<String>;
     /// It has moved: ends this monitor.
     fn moved(&self, timeline: &MigrationTimeline);
+    /// It has gone, and was lost on the way: ends this monitor with this error.
+    fn lost(&self, error: MigrationError);
 }
 
 /// A socket that listens, not served yet.
@@ -149,6 +152,15 @@ fn begin(
     if let Some(reasons) = machine.immovable() {
         return Err(line(&MigrationError::Immovable(reasons)));
     }
+    if request.post_copy_after.is_some() {
+        // What the destination speaks isn't known yet.
+        postcopy::departing::allowed(postcopy::SINCE, streams.len(), machine.daemon().is_some())
+            .map_err(|error| line(&error))?;
+    }
+    if !request.together.is_empty() && machine.daemon().is_none() {
+        let text = "the VM has no RDMA NIC: the cluster service doesn't know it, and it moves by itself only";
+        return Err(format!("It can't move together with others: {text}"));
+    }
     let failed = |error: io::Error| format!("The migration could not be begun: {error}");
     let listener = rustix::io::fcntl_dupfd_cloexec(client, 0).map_err(|error| failed(error.into()))?;
     let listener = Arc::new(Packets::over(listener));
@@ -188,11 +200,17 @@ fn run(machine: &dyn Movable, streams: Vec<OwnedFd>, request: &MigrationRequest,
         Err(error) => {
             tracing::warn!(error = line(&error), "The migration failed");
             watch.update(|progress| {
-                let in_doubt = matches!(error, MigrationError::InDoubt(_));
-                progress.phase = if in_doubt { MigrationPhase::InDoubt } else { MigrationPhase::Failed };
+                progress.phase = match &error {
+                    MigrationError::InDoubt(_) => MigrationPhase::InDoubt,
+                    MigrationError::LostDestination { .. } => MigrationPhase::Lost,
+                    _ => MigrationPhase::Failed,
+                };
                 progress.throttle_percent = 0;
                 progress.problem = Some(line(&error));
             });
+            if matches!(error, MigrationError::LostDestination { .. }) {
+                machine.lost(error);
+            }
         }
     }
 }

@@ -14,8 +14,9 @@ use super::frame::{Kind, MOST_DEVICE, Receiver, Sender};
 use super::message::{self, Accepted, End, Hello, OLDEST, VERSION};
 use super::pages::{Sent, Share, count};
 use super::policy::{Decision, Policy, RoundEnd};
+use super::postcopy::departing::{self, PostCopy};
 use super::progress::Watch;
-use super::served::{Daemon, Verdict};
+use super::served::{BEGINNING, Daemon, Verdict};
 use super::shape::Shape;
 
 /// How long the destination may be silent.
@@ -100,9 +101,12 @@ pub fn migrate(
             downtime: Duration::from_millis(request.downtime_ms),
             timeout: (request.timeout_seconds > 0).then(|| Duration::from_secs(request.timeout_seconds)),
             max_throttle: request.max_throttle_percent,
+            post_copy_after: request.post_copy_after,
         },
         began: Instant::now(),
+        together: request.together.clone(),
         begun: false,
+        post_copy: None,
         timeline: MigrationTimeline {
             destination: request.destination.clone(),
             streams: count,
@@ -116,6 +120,7 @@ pub fn migrate(
             commit_ms: 0.0,
             pause_ms: 0.0,
             total_ms: 0.0,
+            post_copy: None,
         },
     };
     if let Err(error) = departure.ask() {
@@ -140,8 +145,12 @@ struct Departure<'a> {
     policy: Policy,
     began: Instant,
     timeline: MigrationTimeline,
+    /// VMs that move together, this one as well; empty: it moves by itself.
+    together: Vec<String>,
     /// The daemon of served devices takes part.
     begun: bool,
+    /// Memory that the destination gets later.
+    post_copy: Option<PostCopy>,
 }
 
 impl Departure<'_> {
@@ -152,7 +161,9 @@ impl Departure<'_> {
 
     /// Greets, and asks whether the destination can take the VM.
     fn ask(&mut self) -> Result<(), MigrationError> {
-        let migration = *uuid::Uuid::new_v4().as_bytes();
+        let migration = uuid::Uuid::new_v4();
+        let attempt = migration.as_u64_pair().0;
+        let migration = *migration.as_bytes();
         let streams = u16::try_from(self.streams.len()).unwrap_or(u16::MAX);
         for (stream, index) in self.streams.iter_mut().zip(0u16..) {
             let hello = Hello { version: VERSION, oldest: OLDEST, stream: index, streams, migration };
@@ -166,13 +177,22 @@ impl Departure<'_> {
             let text = format!("an acceptance in version {}, which was not offered", accepted.version);
             return Err(MigrationError::Protocol(text));
         }
+        if self.policy.post_copy_after.is_some() {
+            departing::allowed(accepted.version, self.streams.len(), self.machine.daemon().is_some())?;
+            self.control()?.send(Kind::Postcopy, &[])?;
+            self.answer(Kind::Accepted)?;
+        }
         if let Some(daemon) = self.machine.daemon() {
             let host = accepted.host.ok_or_else(|| {
                 MigrationError::Protocol(
                     "an acceptance that doesn't say which host of the cluster it is".to_owned(),
                 )
             })?;
-            daemon.begin(&host)?;
+            if self.together.is_empty() {
+                daemon.begin(&host)?;
+            } else {
+                daemon.begin_together(&host, &self.together, attempt, &|| self.stop.is_set())?;
+            }
             self.begun = true;
         }
         Ok(())
@@ -217,11 +237,11 @@ impl Departure<'_> {
             self.machine.begin_devices().map_err(running)?;
         }
         let present = self.machine.present().map_err(running)?;
-        let rest = self.rounds(present).map_err(running)?;
-        if let Some(daemon) = self.machine.daemon() {
-            let stop = self.stop.clone();
-            daemon.may_stop(&move || stop.is_set()).map_err(running)?;
-        }
+        let (rest, late) = match self.policy.post_copy_after {
+            Some(0) => (present, true),
+            _ => self.rounds(present, true).map_err(running)?,
+        };
+        let rest = self.await_stop(rest).map_err(running)?;
 
         let stopped = Instant::now();
         let standing = |error| (error, Some(stopped));
@@ -236,13 +256,21 @@ impl Departure<'_> {
         let last = self.machine.take_dirty().map_err(standing)?;
         let rest = union(rest, last);
         let sending = Instant::now();
-        let sent = self.round(&rest, false).map_err(standing)?;
-        self.note_round(sending, &sent, 0, 0, true);
+        if late {
+            self.say_missing(&rest).map_err(standing)?;
+        } else {
+            let sent = self.round(&rest, false).map_err(standing)?;
+            self.note_round(sending, &sent, 0, 0, true);
+        }
         self.send_devices().map_err(standing)?;
         self.control().and_then(|control| control.send(Kind::State, &state)).map_err(standing)?;
         for stream in &mut self.streams {
             let end = message::encode(&End { pages: stream.announced }).map_err(standing)?;
             stream.send(Kind::End, &end).map_err(standing)?;
+        }
+        if self.post_copy.is_some() {
+            // What the destination's restoring touches may be missing already.
+            self.begin_serving().map_err(standing)?;
         }
         self.timeline.rest_ms = milliseconds(sending.elapsed());
         let waiting = Instant::now();
@@ -251,14 +279,41 @@ impl Departure<'_> {
         Ok(stopped)
     }
 
-    /// Copies memory while the guest runs, until what changed meanwhile is little enough; returns that.
-    fn rounds(&mut self, first: Vec<DirtyPages>) -> Result<Vec<DirtyPages>, MigrationError> {
+    /// Little is left: waits until the daemon, if there is one, says that the guest is to be stopped. Where other VMs that move together have
+    /// more to copy, memory is copied again meanwhile, so that what is left stays little. Returns what is left of before.
+    fn await_stop(&mut self, mut rest: Vec<DirtyPages>) -> Result<Vec<DirtyPages>, MigrationError> {
+        let machine = self.machine;
+        let Some(daemon) = machine.daemon() else { return Ok(rest) };
+        let began = Instant::now();
+        let limit = if self.together.is_empty() { Some(BEGINNING) } else { self.policy.timeout };
+        while !daemon.may_stop()? {
+            if self.stop.is_set() {
+                return Err(MigrationError::Cancelled);
+            }
+            if let Some(limit) = limit.filter(|limit| began.elapsed() > *limit) {
+                let text = format!("it waited for {} s to be stopped", limit.as_secs());
+                return Err(MigrationError::GivenUp(text));
+            }
+            rest = union(rest, machine.take_dirty()?);
+            // Memory after the guest isn't for VMs that a daemon serves.
+            rest = self.rounds(rest, false)?.0;
+        }
+        Ok(rest)
+    }
+
+    /// Copies memory while the guest runs, until what changed meanwhile is little enough, or shall come later; returns that, and whether. `present`: they are the pages that have
+    /// anything in them, and none was sent before.
+    fn rounds(
+        &mut self,
+        pages: Vec<DirtyPages>,
+        present: bool,
+    ) -> Result<(Vec<DirtyPages>, bool), MigrationError> {
         let throttle = AtomicU8::new(0);
         let over = AtomicBool::new(false);
         let machine = self.machine;
         std::thread::scope(|scope| {
             let holder = scope.spawn(|| hold_back(machine, &throttle, &over));
-            let result = self.copy_rounds(first, &throttle);
+            let result = self.copy_rounds(pages, present, &throttle);
             over.store(true, Ordering::Release);
             holder.thread().unpark();
             result
@@ -267,11 +322,12 @@ impl Departure<'_> {
 
     fn copy_rounds(
         &mut self,
-        first: Vec<DirtyPages>,
+        mut pages: Vec<DirtyPages>,
+        mut first: bool,
         throttle: &AtomicU8,
-    ) -> Result<Vec<DirtyPages>, MigrationError> {
-        let mut pages = first;
-        for number in 1.. {
+    ) -> Result<(Vec<DirtyPages>, bool), MigrationError> {
+        let before = u32::try_from(self.timeline.rounds.len()).unwrap_or(u32::MAX - 1);
+        for number in before + 1.. {
             let held = throttle.load(Ordering::Acquire);
             self.watch.update(|progress| {
                 progress.phase = MigrationPhase::Copying;
@@ -279,14 +335,16 @@ impl Departure<'_> {
                 progress.throttle_percent = held;
             });
             let began = Instant::now();
-            let sent = self.round(&pages, number == 1)?;
+            let sent = self.round(&pages, first)?;
+            first = false;
             self.send_devices()?;
             let took = began.elapsed();
             self.machine.settle()?;
             let dirty = self.machine.take_dirty()?;
             let dirtied = count(&dirty);
             let bytes = self.note_round(began, &sent, dirtied, held, false);
-            let end = RoundEnd { bytes, took, pages: sent.pages, dirtied, elapsed: self.began.elapsed() };
+            let elapsed = self.began.elapsed();
+            let end = RoundEnd { number, bytes, took, pages: sent.pages, dirtied, elapsed };
             self.watch.update(|progress| {
                 progress.pages_left = dirtied;
                 progress.bytes_per_second = end.rate();
@@ -294,7 +352,8 @@ impl Departure<'_> {
                     u64::try_from(end.predicted_pause().as_millis()).unwrap_or(u64::MAX);
             });
             match self.policy.decide(&end, held) {
-                Decision::Stop => return Ok(dirty),
+                Decision::Stop => return Ok((dirty, false)),
+                Decision::PostCopy => return Ok((dirty, true)),
                 Decision::Again(next) => throttle.store(next, Ordering::Release),
                 Decision::GiveUp => {
                     let limit = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
@@ -307,7 +366,28 @@ impl Departure<'_> {
             }
             pages = dirty;
         }
-        Ok(pages)
+        Ok((pages, false))
+    }
+
+    /// Tells the destination which pages it gets later.
+    fn say_missing(&mut self, rest: &[DirtyPages]) -> Result<(), MigrationError> {
+        let post_copy = PostCopy::of(&self.machine.memory(), rest)?;
+        for frame in post_copy.announcement() {
+            self.control()?.send(Kind::Missing, &frame)?;
+        }
+        self.post_copy = Some(post_copy);
+        Ok(())
+    }
+
+    /// All streams but the first serve pages from here on.
+    fn begin_serving(&mut self) -> Result<(), MigrationError> {
+        let memory = self.machine.memory();
+        self.timeline.bytes = self.streams.iter().map(|stream| stream.sender.bytes()).sum();
+        if let Some(post_copy) = &mut self.post_copy {
+            let streams = self.streams.drain(1..).map(|stream| (stream.connection, stream.sender));
+            post_copy.begin(memory, streams.collect())?;
+        }
+        Ok(())
     }
 
     /// Sends pages over all streams at once.
@@ -394,10 +474,37 @@ impl Departure<'_> {
             // A frame that wasn't taken whole can't be understood by the destination.
             return Err(self.undo(error, Some(stopped)));
         }
-        if let Err(error) = self.answer(Kind::Running) {
-            return Err(self.doubt(error));
+        let running = self.answer(Kind::Running);
+        match (running, self.post_copy.take()) {
+            (Ok(_), None) => Ok(self.committed(committing, stopped)),
+            (Err(error), None) => Err(self.doubt(error)),
+            (running, Some(post_copy)) => self.serve(&post_copy, running.err(), committing, stopped),
         }
-        Ok(self.committed(committing, stopped))
+    }
+
+    /// Serves pages to the end. Where the destination's word that the guest runs was missed, its word that it has all pages says so, too.
+    fn serve(
+        mut self,
+        post_copy: &PostCopy,
+        doubt: Option<MigrationError>,
+        committing: Instant,
+        stopped: Instant,
+    ) -> Result<MigrationTimeline, MigrationError> {
+        self.timeline.commit_ms = milliseconds(committing.elapsed());
+        self.timeline.pause_ms = milliseconds(stopped.elapsed());
+        match (post_copy.serve(self.watch, self.timeline.bytes), doubt) {
+            (Ok(post_copy), _) => {
+                self.timeline.total_ms = milliseconds(self.began.elapsed());
+                self.timeline.bytes += post_copy.bytes;
+                self.timeline.post_copy = Some(post_copy);
+                Ok(self.timeline)
+            }
+            (Err(_), Some(error)) => Err(self.doubt(error)),
+            (Err(error), None) => {
+                self.machine.stop_logging();
+                Err(error)
+            }
+        }
     }
 
     /// It isn't known where the guest runs.
@@ -467,6 +574,7 @@ impl Departure<'_> {
             let _ = self.control().and_then(|control| control.send(Kind::Abort, &text.as_bytes()[..end]));
         }
         // A destination that was ready holds the disks until it hears that it is over.
+        self.post_copy = None;
         self.streams.clear();
         error
     }

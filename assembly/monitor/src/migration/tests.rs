@@ -1,6 +1,7 @@
 //! Both sides of a migration against each other, with memory that changes meanwhile: over whole streams, streams that are cut at
 //! every point, and destinations that refuse. No KVM: the machine is a stand-in with real guest memory.
 
+mod post_copy;
 mod with_a_daemon;
 
 use std::io::{Read, Write};
@@ -36,6 +37,9 @@ impl Devices for NoDevices {
     }
     fn take(&self, number: u32, _: &[u8]) -> Result<(), MigrationError> {
         Err(MigrationError::Protocol(format!("state of device {number}")))
+    }
+    fn post_copy(&self) -> Result<(), MigrationError> {
+        Err(MigrationError::NoPostcopy("there is no userfaultfd".to_owned()))
     }
 }
 
@@ -159,6 +163,8 @@ fn request(downtime_ms: u64, timeout_seconds: u64) -> MigrationRequest {
         downtime_ms,
         timeout_seconds,
         max_throttle_percent: 60,
+        post_copy_after: None,
+        together: Vec::new(),
     }
 }
 

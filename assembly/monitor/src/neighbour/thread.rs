@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use machine::memory::GuestRam;
 use neighbour::registers::reason;
-use neighbour_protocol::{FromDaemon, FromMonitor, Permitted, Piece, Socket};
+use neighbour_protocol::{FromDaemon, FromMonitor, Permitted, Piece, Socket, SocketError};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::io::Errno;
 use telemetry::Counter;
@@ -160,7 +160,11 @@ impl Registry {
         let mut fds: Vec<BorrowedFd<'_>> = self.files.iter().map(|file| file.as_fd()).collect();
         let signals = inner.signals(self.terms.geometry.slots());
         fds.extend(signals.ok_or_else(|| failed("this machine's interrupts don't come by eventfd".into()))?);
-        socket.send(&join, &fds).map_err(|error| failed(error.into()))?;
+        let sent = socket.send(&join, &fds);
+        if !matches!(sent, Ok(()) | Err(SocketError::Closed)) {
+            sent.map_err(|error| failed(error.into()))?;
+        }
+        // A registry that has hung up has said why, unless it has ended.
         match socket.wait::<FromDaemon>(PATIENCE).map_err(|error| failed(error.into()))?.0 {
             FromDaemon::Joined { slot } if slot < self.terms.geometry.slots() => {
                 self.slot = slot;

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use device_models::describe::{Bar, Device};
 use device_models::physical::DeviceError;
@@ -12,22 +12,19 @@ use machine::memory::GuestRam;
 use pci::function::{BarMapping, LateWrites};
 use serde_json::{Value, json};
 use telemetry::guest_log::GuestLog;
+use vpio::exchange::Aside;
+use vpio::fast_forward::Scratch;
+use vpio::pad::{Inlet, Pad};
 use vpio::plan::{Zone, plan};
 use vpio::vfio::{Ram, Vfio};
-use vpio::{Answer, FailurePolicy, GuestConfig, GuestId, Monitor, MonitorError, Slot, Slots};
+use vpio::{FailurePolicy, GuestConfig, Monitor, MonitorError, Slot, Slots};
 
+use super::behind::{Behind, Emulation};
 use super::bus::RamBus;
-use super::{Back, NicError, StopSink, Wire};
+use super::guarded::{ChangeError, Guarded};
+use super::wire::{Frames, Wire};
+use super::{Back, NicError, StopSink};
 use crate::description::{Nic, NicMode, NicPermission, NicPolicy};
-
-/// Bytes of the header in front of each frame of a tap.
-const HEADER: usize = virtio_devices::net::header::HEADER_LEN;
-/// The longest frame with a VLAN tag, without CRC.
-const LONGEST: usize = 1518;
-/// Frames that are taken from a tap before the lock is given up.
-const BATCH: usize = 16;
-/// How long a pause waits for a card to finish what the guest handed over.
-const SETTLE: Duration = Duration::from_millis(200);
 
 /// What is behind a NIC.
 pub(super) struct Engine {
@@ -42,7 +39,7 @@ pub(super) struct Engine {
 }
 
 enum Mode {
-    Virtual(Virtual),
+    Virtual(Box<Emulation>),
     Guarded(Guarded<Vfio>),
     Passthrough(Passthrough),
 }
@@ -55,15 +52,6 @@ struct Passthrough {
     line: Option<LevelLine>,
 }
 
-pub(super) struct Guarded<P> {
-    pub(super) monitor: Box<Monitor<P>>,
-    pub(super) guest: GuestId,
-    /// Called once, when the policy stops the guest.
-    pub(super) stop: Option<StopSink>,
-    /// The card's line was up while its causes couldn't be read: VFIO keeps it masked until they are.
-    pub(super) masked: bool,
-}
-
 /// A BAR of a card that is mapped into the guest.
 struct Mapped {
     bar: u8,
@@ -72,24 +60,13 @@ struct Mapped {
     length: u64,
 }
 
-struct Virtual {
-    card: Box<dyn reference::Card + Send>,
-    wire: Wire,
-}
-
-/// What happened. Frames are counted where this process sees them: in mode `virtual`.
+/// What happened.
 #[derive(Debug, Default, Clone, Copy)]
 struct Counters {
     accesses: u64,
     nanoseconds: u64,
     interrupts: u64,
     interrupt_nanoseconds: u64,
-    sent: u64,
-    sent_bytes: u64,
-    received: u64,
-    received_bytes: u64,
-    send_drops: u64,
-    receive_drops: u64,
 }
 
 fn nanoseconds(since: Instant) -> u64 {
@@ -114,21 +91,22 @@ impl Engine {
                 let none = || NicError::machine("emulation", format!("there is none of {model}"));
                 let device = device_models::devices::named(model).ok_or_else(none)?;
                 let bus = RamBus::new(ram.memory());
-                let card = reference::card(device, mac.octets(), bus).ok_or_else(none)?;
-                (device, Mode::Virtual(Virtual { card, wire }))
+                let card = reference::card(device, mac.octets(), bus, false).ok_or_else(none)?;
+                (device, Mode::Virtual(Box::new(Emulation::alone(card, wire))))
             }
-            (NicMode::Vpio { policy, allow, .. }, Back::Card(mut card)) => {
+            (NicMode::Vpio { policy, allow, .. }, Back::Card(mut card, wire)) => {
                 card.set_ram(pieces(ram), Box::new(ram.memory()));
-                (card.description(), guarded(wish, *card, *policy, allow, ram, stop)?)
+                let rules = Rules { policy: *policy, allow, stop };
+                (card.description(), Mode::Guarded(guarded(&wish.name, *card, wire, rules, ram)?))
             }
-            (NicMode::Passthrough { .. }, Back::Card(mut card)) => {
+            (NicMode::Passthrough { .. }, Back::Card(mut card, None)) => {
                 card.set_ram(pieces(ram), Box::new(ram.memory()));
                 card.map_all()?;
                 card.set_bus_master(true)?;
                 let mapped = mapped(&card)?;
                 (card.description(), Mode::Passthrough(Passthrough { card, mapped, line: None }))
             }
-            (NicMode::Virtual { .. }, Back::Card(_)) | (_, Back::Wire(_)) => {
+            (NicMode::Virtual { .. } | NicMode::Passthrough { .. }, Back::Card(..)) | (_, Back::Wire(_)) => {
                 return Err(NicError::machine("back end", "it is another mode's"));
             }
         };
@@ -142,14 +120,38 @@ impl Engine {
         })
     }
 
-    /// What its thread waits for: frames of the tap, or the card's interrupt; `None` when interrupts go by themselves.
-    pub(super) fn source(&self) -> Result<Option<OwnedFd>, NicError> {
-        let made = match &self.mode {
-            Mode::Virtual(card) => card.wire.queue.try_clone(),
-            Mode::Guarded(Guarded { monitor, .. }) => monitor.physical_ref().interrupt_fd(),
-            Mode::Passthrough(_) => return Ok(None),
-        };
-        made.map(Some).map_err(|error| NicError::machine("descriptor", error))
+    /// What its thread may wait for: a card's interrupt, frames of a tap. One of them at a time ([`Self::active`]); none where interrupts go by
+    /// themselves.
+    pub(super) fn sources(&self) -> Result<Vec<OwnedFd>, NicError> {
+        let failed = |error| NicError::machine("descriptor", error);
+        match &self.mode {
+            Mode::Virtual(emulation) => Ok(vec![emulation.wire.queue.try_clone().map_err(failed)?]),
+            Mode::Guarded(guarded) => guarded.sources().map_err(failed),
+            Mode::Passthrough(_) => Ok(Vec::new()),
+        }
+    }
+
+    /// Which of [`Self::sources`] counts now.
+    pub(super) fn active(&self) -> usize {
+        match &self.mode {
+            Mode::Guarded(guarded) => usize::from(guarded.monitor.physical_ref().is_emulation()),
+            Mode::Virtual(_) | Mode::Passthrough(_) => 0,
+        }
+    }
+
+    /// Changes what is behind the NIC while its guest runs.
+    pub(super) fn change(&mut self, emulation: bool) -> Result<(), ChangeError> {
+        let name = self.name.clone();
+        let one = |reason| Err(ChangeError::One { name: name.clone(), reason });
+        match &mut self.mode {
+            Mode::Guarded(guarded) => guarded.change(&name, emulation).inspect_err(|error| {
+                // What is half done can't be used.
+                self.failed |= matches!(error, ChangeError::Failed { .. });
+            }),
+            Mode::Virtual(_) if emulation => Ok(()),
+            Mode::Virtual(_) => one("it is emulated, and was started without a card"),
+            Mode::Passthrough(_) => one("its card is passed through, and nobody knows what the card holds"),
+        }
     }
 
     /// Has the card's interrupts delivered.
@@ -157,11 +159,11 @@ impl Engine {
         match &mut self.mode {
             Mode::Virtual(_) => Ok(()),
             Mode::Guarded(guarded) => {
-                guarded.monitor.physical().enable_interrupt()?;
+                if let Some(card) = guarded.monitor.physical().card() {
+                    card.enable_interrupt()?;
+                }
                 // A line that was up before (an e1000 reports its link) may never be signalled: its causes are taken now.
-                guarded.monitor.physical().signalled();
-                let taken = guarded.monitor.interrupt().and_then(|()| guarded.unmask());
-                taken.map_err(|error| NicError::machine("pending interrupt", error))
+                guarded.readable().map_err(|error| NicError::machine("pending interrupt", error))
             }
             Mode::Passthrough(passed) => {
                 let line = controller
@@ -198,16 +200,7 @@ impl Engine {
         match &mut self.mode {
             Mode::Virtual(card) => {
                 let value = direct(card.card.as_mut(), access)?;
-                card.card.tick();
-                for frame in card.card.take_sent() {
-                    match card.send(&frame) {
-                        true => {
-                            self.counters.sent += 1;
-                            self.counters.sent_bytes += u64::try_from(frame.len()).unwrap_or(0);
-                        }
-                        false => self.counters.send_drops += 1,
-                    }
-                }
+                card.take_sent();
                 Ok(value)
             }
             Mode::Guarded(guarded) => {
@@ -229,11 +222,9 @@ impl Engine {
         let begin = Instant::now();
         self.counters.interrupts += 1;
         match &mut self.mode {
-            Mode::Virtual(card) => card.take_frames(&mut self.counters),
+            Mode::Virtual(card) => card.feed(),
             Mode::Guarded(guarded) => {
-                guarded.monitor.physical().signalled();
-                let taken = guarded.monitor.interrupt();
-                if let Err(error) = taken.and_then(|()| guarded.unmask()) {
+                if let Err(error) = guarded.readable() {
                     self.fail(&error);
                 }
             }
@@ -262,9 +253,11 @@ impl Engine {
     /// Bus mastering as the guest's command register has it.
     pub(super) fn set_bus_master(&mut self, on: bool) {
         let result = match &mut self.mode {
-            Mode::Virtual(card) => card.card.set_bus_master(on),
-            Mode::Guarded(Guarded { monitor, .. }) => monitor.physical().set_guest_bus_master(on),
-            Mode::Passthrough(Passthrough { card, .. }) => card.set_guest_bus_master(on),
+            Mode::Virtual(card) => card.set_guest_bus_master(on).map_err(MonitorError::from),
+            Mode::Guarded(guarded) => guarded.set_guest_bus_master(on),
+            Mode::Passthrough(Passthrough { card, .. }) => {
+                card.set_guest_bus_master(on).map_err(MonitorError::from)
+            }
         };
         if let Err(error) = result {
             telemetry::guest_warn!(self.log, device = %self.name, %error, "Bus mastering can't be switched");
@@ -276,13 +269,13 @@ impl Engine {
         self.failed = false;
         match &mut self.mode {
             Mode::Virtual(card) => {
-                card.card.set_bus_master(false)?;
+                card.set_guest_bus_master(false)?;
                 Ok(card.card.reset()?)
             }
-            Mode::Guarded(Guarded { monitor, guest, .. }) => {
-                monitor.physical().set_guest_bus_master(false)?;
-                monitor.power_on(*guest)?;
-                Ok(monitor.physical().unmask()?)
+            Mode::Guarded(guarded) => {
+                guarded.set_guest_bus_master(false)?;
+                guarded.monitor.power_on(guarded.guest)?;
+                Ok(guarded.monitor.physical().unmask()?)
             }
             Mode::Passthrough(Passthrough { card, .. }) => {
                 card.set_guest_bus_master(false)?;
@@ -299,13 +292,7 @@ impl Engine {
         }
         match &mut self.mode {
             Mode::Virtual(_) => Ok(()),
-            Mode::Guarded(Guarded { monitor, .. }) => {
-                let begin = Instant::now();
-                while !monitor.settle()? && begin.elapsed() < SETTLE {
-                    std::thread::sleep(Duration::from_millis(1));
-                }
-                monitor.release()
-            }
+            Mode::Guarded(guarded) => guarded.quiesce(),
             Mode::Passthrough(Passthrough { card, .. }) => Ok(card.set_bus_master(false)?),
         }
     }
@@ -317,10 +304,7 @@ impl Engine {
         }
         match &mut self.mode {
             Mode::Virtual(_) => Ok(()),
-            Mode::Guarded(Guarded { monitor, guest, .. }) => {
-                monitor.switch(*guest, false)?;
-                Ok(monitor.physical().unmask()?)
-            }
+            Mode::Guarded(guarded) => guarded.unquiesce(),
             Mode::Passthrough(Passthrough { card, .. }) => Ok(card.set_bus_master(true)?),
         }
     }
@@ -362,16 +346,9 @@ impl Engine {
             Mode::Virtual(card) => json!({
                 "mode": "virtual",
                 "tap": card.wire.name,
-                "counters": {
-                    "transmit_packets": counters.sent,
-                    "transmit_bytes": counters.sent_bytes,
-                    "transmit_drop": counters.send_drops,
-                    "receive_packets": counters.received,
-                    "receive_bytes": counters.received_bytes,
-                    "receive_drop": counters.receive_drops,
-                },
+                "counters": counted(&card.frames),
             }),
-            Mode::Guarded(Guarded { monitor, guest, .. }) => inspect_guarded(self.device, monitor, *guest),
+            Mode::Guarded(guarded) => inspect_guarded(self.device, guarded),
             Mode::Passthrough(Passthrough { card, .. }) => {
                 json!({ "mode": "passthrough", "card": card.address() })
             }
@@ -383,47 +360,94 @@ impl Engine {
     }
 }
 
-fn guarded(
-    wish: &Nic,
-    mut card: Vfio,
+/// What a guest may do, and what happens when it tries more.
+struct Rules<'a> {
     policy: NicPolicy,
-    allow: &[NicPermission],
-    ram: &GuestRam,
+    allow: &'a [NicPermission],
     stop: StopSink,
-) -> Result<Mode, NicError> {
+}
+
+/// A card under its model; with a wire also its emulation, which waits.
+fn guarded(
+    name: &str,
+    mut card: Vfio,
+    wire: Option<Wire>,
+    rules: Rules<'_>,
+    ram: &GuestRam,
+) -> Result<Guarded<Vfio>, NicError> {
     let device = card.description();
     card.reset()?;
     let address = device_models::physical::station_address(device, &mut card)?;
+    let scratch = match device.context.pointers {
+        Some(_) => Some(Box::new(card.scratch()?) as Box<dyn Scratch + Send>),
+        None => None,
+    };
+    let aside = match wire {
+        None => None,
+        Some(wire) => Some(emulated(device, address, wire, ram)?),
+    };
+    let mut monitor = Monitor::new(device, Behind::Card(Box::new(card)));
+    if let Some(scratch) = scratch {
+        monitor.set_scratch(scratch);
+    }
+    let policy = match rules.policy {
+        NicPolicy::Ignore => FailurePolicy::Ignore,
+        NicPolicy::DeviceError => FailurePolicy::DeviceError,
+        NicPolicy::Stop => FailurePolicy::Stop,
+    };
     let slots = ram.regions().iter().map(|region| Slot {
         guest_base: region.range.start,
         length: region.range.size,
         device_base: region.range.start,
         writable: true,
     });
-    let scratch = match device.context.pointers {
-        Some(_) => Some(card.scratch()?),
-        None => None,
-    };
-    let mut monitor = Monitor::new(device, card);
-    if let Some(scratch) = scratch {
-        monitor.set_scratch(Box::new(scratch));
-    }
     let guest = monitor.add(GuestConfig {
-        name: wish.name.clone(),
+        name: name.to_owned(),
         address,
-        permissions: allow.iter().map(|permission| (*permission).into()).collect(),
-        policy: match policy {
-            NicPolicy::Ignore => FailurePolicy::Ignore,
-            NicPolicy::DeviceError => FailurePolicy::DeviceError,
-            NicPolicy::Stop => FailurePolicy::Stop,
-        },
+        permissions: rules.allow.iter().map(|permission| (*permission).into()).collect(),
+        policy,
         memory: Box::new(Slots(slots.collect())),
     });
     monitor.switch(guest, false)?;
-    Ok(Mode::Guarded(Guarded { monitor: Box::new(monitor), guest, stop: Some(stop), masked: false }))
+    Ok(Guarded {
+        monitor: Box::new(monitor),
+        guest,
+        stop: Some(rules.stop),
+        masked: false,
+        aside,
+        guest_master: false,
+        changes: 0,
+    })
 }
 
-fn inspect_guarded(device: &'static Device, monitor: &Monitor<Vfio>, guest: GuestId) -> Value {
+/// The emulation of a card, with the card's address, for its model: it reaches validated windows only, as behind an IOMMU.
+pub(super) fn emulated<C>(
+    device: &'static Device,
+    address: [u8; 6],
+    wire: Wire,
+    ram: &GuestRam,
+) -> Result<Aside<Behind<C>>, NicError> {
+    let pad = Pad::new();
+    let bus = Inlet::new(Some(RamBus::new(ram.memory())), pad.clone());
+    let none = || NicError::machine("emulation", format!("there is none of {}", device.name));
+    let card = reference::card(device, address, bus, true).ok_or_else(none)?;
+    let scratch = device.context.pointers.is_some().then(|| Box::new(pad) as Box<dyn Scratch + Send>);
+    Ok(Aside::new(Behind::Emulation(Box::new(Emulation::new(card, wire))), scratch))
+}
+
+fn counted(frames: &Frames) -> Value {
+    json!({
+        "transmit_packets": frames.sent,
+        "transmit_bytes": frames.sent_bytes,
+        "transmit_drop": frames.send_drops,
+        "receive_packets": frames.received,
+        "receive_bytes": frames.received_bytes,
+        "receive_drop": frames.receive_drops,
+    })
+}
+
+fn inspect_guarded(device: &'static Device, guarded: &Guarded<Vfio>) -> Value {
+    let (monitor, guest) = (&guarded.monitor, guarded.guest);
     let model = monitor.model(guest);
     let name = |reg: &device_models::describe::Reg| device.register(*reg).name;
     let windows: Vec<Value> = device
@@ -442,9 +466,19 @@ fn inspect_guarded(device: &'static Device, monitor: &Monitor<Vfio>, guest: Gues
     let violations: Vec<String> =
         monitor.violations(guest).iter().map(|violation| violation.refusal.to_string()).collect();
     let (mapped, peak) = monitor.mapped();
+    let (behind, card, frames) = match monitor.physical_ref() {
+        Behind::Card(card) => ("card", Some(card.address()), None),
+        Behind::Emulation(emulation) => {
+            ("emulation", None, Some((&emulation.wire.name, counted(&emulation.frames))))
+        }
+    };
     json!({
         "mode": "vpio",
-        "card": monitor.physical_ref().address(),
+        "behind": behind,
+        "changes": guarded.changes,
+        "card": card,
+        "tap": frames.as_ref().map(|(tap, _)| tap),
+        "counters": frames.as_ref().map(|(_, counters)| counters),
         "states": device_models::model::states_text(device, model.graph().states()),
         "hooks": model.hooks().iter().map(name).collect::<Vec<_>>(),
         "windows": windows,
@@ -470,71 +504,10 @@ fn mapped(card: &Vfio) -> Result<Vec<Mapped>, NicError> {
     Ok(found)
 }
 
-impl<P: PhysicalDevice> Guarded<P> {
-    /// The guest accesses a BAR. A read's value.
-    pub(super) fn access(&mut self, access: Access) -> Result<u32, MonitorError> {
-        match self.monitor.access(self.guest, access)? {
-            Answer::Done(value) => return Ok(value),
-            Answer::Stopped => {
-                if let Some(stop) = self.stop.take() {
-                    // The last one of those that are kept is this one, or came before it: policy `stop` refuses once.
-                    let why = self.monitor.violations(self.guest).last();
-                    stop(why.map_or_else(String::new, |violation| violation.refusal.to_string()));
-                }
-            }
-            // No policy of ours asks for machine checks, and nobody else has the card.
-            Answer::Wait | Answer::MachineCheck => {}
-        }
-        // Until the VM has ended, as a device that is gone.
-        Ok(u32::MAX)
-    }
-}
-
-impl Guarded<Vfio> {
-    /// Opens the line again once its causes have been taken.
-    fn unmask(&mut self) -> Result<(), MonitorError> {
-        self.masked = self.monitor.causes_wait();
-        if !self.masked {
-            self.monitor.physical().unmask()?;
-        }
-        Ok(())
-    }
-}
-
 /// An access that nobody vets.
 fn direct(card: &mut (impl PhysicalDevice + ?Sized), access: Access) -> Result<u32, DeviceError> {
     match access.write {
         Some(value) => card.write(access.bar, access.offset, access.size, value).map(|()| 0),
         None => card.read(access.bar, access.offset, access.size),
-    }
-}
-
-impl Virtual {
-    /// Sends a frame; false when the tap takes none now.
-    fn send(&self, frame: &[u8]) -> bool {
-        if frame.len() > LONGEST {
-            return false;
-        }
-        let mut whole = vec![0; HEADER];
-        whole.extend_from_slice(frame);
-        rustix::io::write(&self.wire.queue, &whole).is_ok()
-    }
-
-    fn take_frames(&mut self, counters: &mut Counters) {
-        let mut buffer = vec![0; 65536];
-        for _ in 0..BATCH {
-            let Ok(length) = rustix::io::read(&self.wire.queue, &mut buffer) else { return };
-            let Some(frame) = buffer.get(HEADER..length) else { return };
-            let mut frame = frame.to_vec();
-            if frame.len() < reference::SHORTEST {
-                frame.resize(reference::SHORTEST, 0);
-            }
-            if frame.len() <= LONGEST && self.card.receive(&frame) {
-                counters.received += 1;
-                counters.received_bytes += u64::try_from(frame.len()).unwrap_or(0);
-            } else {
-                counters.receive_drops += 1;
-            }
-        }
     }
 }

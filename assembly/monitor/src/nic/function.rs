@@ -16,6 +16,7 @@ use serde_json::json;
 
 use super::NicError;
 use super::engine::Engine;
+use super::guarded::ChangeError;
 use super::thread::Thread;
 use crate::vm::ThreadHook;
 
@@ -81,8 +82,13 @@ impl NicFunction {
         on_start: ThreadHook,
         drain: impl Fn() + Send + 'static,
     ) -> Result<(), NicError> {
-        let source = lock(&self.engine).source()?;
-        let Some(source) = source else { return Ok(()) };
+        let (sources, active) = {
+            let engine = lock(&self.engine);
+            (engine.sources()?, engine.active())
+        };
+        if sources.is_empty() {
+            return Ok(());
+        }
         let function: Weak<Self> = Arc::downgrade(self);
         let readable = move || {
             let Some(function) = function.upgrade() else { return false };
@@ -92,11 +98,30 @@ impl NicFunction {
             function.drive(&mut engine);
             true
         };
-        let thread = Thread::start(&self.name, source, on_start, readable)
+        let thread = Thread::start(&self.name, sources, active, on_start, readable)
             .map_err(|error| NicError::machine("thread", error))?;
         // Started once.
         let _ = self.thread.set(thread);
         Ok(())
+    }
+
+    /// As [`super::NicHandle::change`].
+    pub(super) fn change(self: &Arc<Self>, emulation: bool) -> Result<(), ChangeError> {
+        // In its thread: the one that asks may do nothing with cards.
+        let Some(thread) = self.thread.get() else { return self.change_here(emulation) };
+        let its = Arc::clone(self);
+        let silent = || ChangeError::Silent { name: self.name.clone() };
+        thread.call(move || its.change_here(emulation)).ok_or_else(silent)?
+    }
+
+    fn change_here(&self, emulation: bool) -> Result<(), ChangeError> {
+        let mut engine = lock(&self.engine);
+        let result = engine.change(emulation);
+        self.drive(&mut engine);
+        if let Some(thread) = self.thread.get() {
+            thread.activate(engine.active());
+        }
+        result
     }
 
     /// The wire follows the engine, whose lock is held so that levels come in order.

@@ -10,20 +10,28 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | [`engine`] | what is behind a NIC: one of the three, behind one lock |
+//! | [`engine`] | one of the three, behind one lock |
+//! | [`guarded`] | a NIC under its model; changes from its card to the emulation and back |
+//! | [`behind`] | what is behind a model: a card, or its emulation with a tap |
+//! | [`wire`] | frames of a tap |
 //! | [`function`] | the PCI function: configuration space, BARs, INTx |
 //! | [`thread`] | the thread of a NIC: frames of a tap, interrupts of a card |
 //! | [`bus`] | guest memory as a bus master of this process sees it |
 //!
+//! A NIC in mode vpio with a tap beside its card can be taken from card to emulation while its guest runs ([`NicHandle::change`]): the monitor
+//! keeps the guest's context, which is the same for both.
+//!
 //! What runs without its guest being paused: a card's DMA and interrupts. `quiesce` takes a card from the guest (its context is saved),
 //! `unquiesce` gives it back.
 
+mod behind;
 mod bus;
 mod engine;
 mod function;
+mod guarded;
 mod thread;
+mod wire;
 
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use machine::interrupt::InterruptController;
@@ -36,6 +44,8 @@ use virtio_devices::net::tap::Tap;
 use vpio::vfio::{OpenError, Vfio};
 
 use self::function::NicFunction;
+pub use self::guarded::ChangeError;
+use self::wire::Wire;
 use crate::description::{Nic, NicMode};
 use crate::vm::ThreadHook;
 
@@ -103,17 +113,8 @@ pub struct OpenedNic {
 /// What was opened.
 enum Back {
     Wire(Wire),
-    Card(Box<Vfio>),
-}
-
-/// Where an emulated card's frames go.
-struct Wire {
-    /// Name of the interface.
-    name: String,
-    /// Messages of a header and a frame, not blocking.
-    queue: OwnedFd,
-    /// Keeps the interface, where it was made here.
-    _interface: Option<Tap>,
+    /// A card, and where frames of its emulation go.
+    Card(Box<Vfio>, Option<Wire>),
 }
 
 impl OpenedNic {
@@ -123,14 +124,15 @@ impl OpenedNic {
     /// When it can't be.
     pub fn open(wish: &Nic) -> Result<Self, NicError> {
         let back = match &wish.mode {
-            NicMode::Virtual { tap, .. } => {
-                let tap = Tap::open(tap, 1)?;
-                let queue = tap.queue().map_err(|error| NicError::machine("tap queue", error))?;
-                Back::Wire(Wire { name: tap.ifname().to_owned(), queue, _interface: Some(tap) })
-            }
-            NicMode::Vpio { device, .. } | NicMode::Passthrough { device } => {
+            NicMode::Virtual { tap, .. } => Back::Wire(open_wire(tap)?),
+            NicMode::Vpio { device, tap, .. } => {
                 unlock_memory()?;
-                Back::Card(Box::new(Vfio::open(device)?))
+                let card = Box::new(Vfio::open(device)?);
+                Back::Card(card, tap.as_deref().map(open_wire).transpose()?)
+            }
+            NicMode::Passthrough { device } => {
+                unlock_memory()?;
+                Back::Card(Box::new(Vfio::open(device)?), None)
             }
         };
         Ok(Self { wish: wish.clone(), back })
@@ -154,15 +156,41 @@ impl OpenedNic {
         on_start: ThreadHook,
         drain: impl Fn() + Send + 'static,
         stop: StopSink,
-    ) -> Result<(), crate::vm::Error> {
+    ) -> Result<NicHandle, crate::vm::Error> {
         let name = self.wish.name.clone();
         let failed = |error: NicError| crate::vm::Error::device(&name, error);
         let engine = engine::Engine::new(&self.wish, self.back, ram, stop).map_err(failed)?;
         let function = NicFunction::new(&name, engine).map_err(failed)?;
         let address = root.plug_next(Arc::clone(&function) as Arc<dyn PciFunction>)?;
         let gsi = intx_gsi(address.slot(), InterruptPin::A);
-        function.connect(controller, gsi).and_then(|()| function.start(on_start, drain)).map_err(failed)
+        function.connect(controller, gsi).and_then(|()| function.start(on_start, drain)).map_err(failed)?;
+        Ok(NicHandle(function))
     }
+}
+
+/// A NIC of a running machine.
+pub struct NicHandle(Arc<NicFunction>);
+
+impl NicHandle {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        PciFunction::name(&*self.0)
+    }
+
+    /// Takes the guest to the emulation (`true`) or to the card, while it runs, at a point at which the card can be taken. Frames on their way
+    /// are lost. The guest's accesses wait meanwhile, for a second at the most.
+    ///
+    /// # Errors
+    /// When there is nothing else behind the NIC, the guest never lets go of it, or card or tap fails.
+    pub fn change(&self, emulation: bool) -> Result<(), ChangeError> {
+        self.0.change(emulation)
+    }
+}
+
+fn open_wire(tap: &str) -> Result<Wire, NicError> {
+    let tap = Tap::open(tap, 1)?;
+    let queue = tap.queue().map_err(|error| NicError::machine("tap queue", error))?;
+    Ok(Wire { name: tap.ifname().to_owned(), queue, _interface: Some(tap) })
 }
 
 /// What a card may reach stays in memory, and counts as locked: a process without privileges may lock little, and this one gives its up.

@@ -6,17 +6,22 @@ use std::time::{Duration, Instant};
 
 use device_models::Access;
 use device_models::devices::rtl8139::RTL8139;
+use device_models::physical::{DeviceError, Mapping, PhysicalDevice};
 use device_models::reference::rtl8139::Rtl8139;
 use machine::memory::{Bytes as _, GuestAddress, GuestAddressSpace as _, GuestRam, RamLayout, RamOptions};
 use pci::function::PciFunction;
 use pci::testing::FakeLine;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use vpio::pad::{Inlet, Pad};
 use vpio::{FailurePolicy, GuestConfig, Monitor, Slot, Slots};
 
+use super::Back;
+use super::behind::{Behind, HostCard};
 use super::bus::RamBus;
-use super::engine::{Engine, Guarded};
+use super::engine::{self, Engine};
 use super::function::NicFunction;
-use super::{Back, Wire};
+use super::guarded::Guarded;
+use super::wire::Wire;
 use crate::description::{MacAddress, Nic, NicMode};
 
 const COMMAND: u16 = 4;
@@ -175,25 +180,182 @@ fn a_paused_nic_takes_no_frames() {
     machine.wait_for_line();
 }
 
-/// A guest whose policy is `stop` ends with the first request that is refused, and is told of once; its device is gone from then on.
-#[test]
-fn policy_stop_ends_the_guest_once() {
-    let memory = machine("rtl8139").ram.memory();
-    let card = Rtl8139::new(ADDRESS, RamBus::new(memory), false);
-    let mut monitor = Monitor::new(&RTL8139, card);
+/// A card of the host that is an emulation of this process; its frames go nowhere but to who asks.
+struct Plugged(Rtl8139<Inlet<RamBus>>);
+
+impl PhysicalDevice for Plugged {
+    fn read(&mut self, bar: u8, offset: u32, size: u8) -> Result<u32, DeviceError> {
+        self.0.read(bar, offset, size)
+    }
+    fn write(&mut self, bar: u8, offset: u32, size: u8, value: u32) -> Result<(), DeviceError> {
+        self.0.write(bar, offset, size, value)
+    }
+    fn interrupt(&mut self) -> Result<bool, DeviceError> {
+        self.0.interrupt()
+    }
+    fn reset(&mut self) -> Result<(), DeviceError> {
+        self.0.reset()
+    }
+    fn set_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
+        self.0.set_bus_master(on)
+    }
+    fn has_iommu(&self) -> bool {
+        self.0.has_iommu()
+    }
+    fn map(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
+        self.0.map(mapping)
+    }
+    fn unmap(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
+        self.0.unmap(mapping)
+    }
+}
+
+impl HostCard for Plugged {
+    /// The monitor's word alone counts here.
+    fn set_guest_bus_master(&mut self, _on: bool) -> Result<(), DeviceError> {
+        Ok(())
+    }
+    fn interrupt_fd(&self) -> std::io::Result<OwnedFd> {
+        Ok(rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)?)
+    }
+    fn signalled(&mut self) {}
+    fn unmask(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+}
+
+/// A guest with a card of the host, and with the emulation aside where there is a wire for it.
+fn guarded(
+    ram: &GuestRam,
+    policy: FailurePolicy,
+    stop: super::StopSink,
+    wire: Option<OwnedFd>,
+) -> Guarded<Plugged> {
+    let pad = Pad::new();
+    let inlet = Inlet::new(Some(RamBus::new(ram.memory())), pad.clone());
+    let card = Plugged(Rtl8139::new(ADDRESS, inlet, true));
+    let mut monitor = Monitor::new(&RTL8139, Behind::Card(Box::new(card)));
+    monitor.set_scratch(Box::new(pad));
     let slot = Slot { guest_base: 0, length: 2 << 20, device_base: 0, writable: true };
     let guest = monitor.add(GuestConfig {
         name: "nic0".to_owned(),
         address: ADDRESS,
         permissions: Vec::new(),
-        policy: FailurePolicy::Stop,
+        policy,
         memory: Box::new(Slots(vec![slot])),
     });
     monitor.switch(guest, false).unwrap();
+    let aside = wire.map(|queue| {
+        let wire = Wire { name: "t".to_owned(), queue, _interface: None };
+        engine::emulated(&RTL8139, ADDRESS, wire, ram).unwrap()
+    });
+    let monitor = Box::new(monitor);
+    Guarded { monitor, guest, stop: Some(stop), masked: false, aside, guest_master: false, changes: 0 }
+}
+
+/// A driver that sends and receives without pause is taken from its card to the emulation and back, again and again: descriptors and ring go on
+/// where they were, frames go out where the guest is, each cause is told.
+#[test]
+fn a_guest_goes_from_its_card_to_the_emulation_and_back_under_traffic() {
+    const RING: u64 = 0x8000;
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let (queue, wire) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    let ram = machine("rtl8139").ram;
+    let mut guarded = guarded(&ram, FailurePolicy::Stop, Arc::new(|why| panic!("{why}")), Some(queue));
+    let memory = ram.memory().memory();
+    let write = |guarded: &mut Guarded<Plugged>, offset, size, value| {
+        guarded.access(Access { bar: 1, offset, size, write: Some(value) }).unwrap();
+    };
+    let read = |guarded: &mut Guarded<Plugged>, offset, size| {
+        guarded.access(Access { bar: 1, offset, size, write: None }).unwrap()
+    };
+    guarded.set_guest_bus_master(true).unwrap();
+    for (offset, size, value) in [
+        (0x30, 4, 0x8000),
+        (0x37, 1, 0x0C),
+        (0x44, 4, 0xF78A),
+        (0x40, 4, 0x0300_0680),
+        (0x20, 4, 0x2_0000),
+        (0x24, 4, 0x2_1000),
+        (0x28, 4, 0x2_2000),
+        (0x2C, 4, 0x2_3000),
+        (0x3C, 2, 0xC07F),
+    ] {
+        write(&mut guarded, offset, size, value);
+    }
+    let mut at = 0u64;
+    for round in 0..200u32 {
+        let emulation = round / 3 % 2 == 1;
+        guarded.change("nic0", emulation).unwrap();
+        assert_eq!(guarded.monitor.physical_ref().is_emulation(), emulation);
+
+        // A frame out of the next descriptor.
+        let descriptor = round % 4;
+        let frame: Vec<u8> = (0..100 + round).map(|byte| (byte ^ round).to_le_bytes()[0]).collect();
+        memory.write_slice(&frame, GuestAddress(0x2_0000 + u64::from(descriptor) * 0x1000)).unwrap();
+        write(&mut guarded, 0x10 + 4 * descriptor, 4, 100 + round);
+        let card = guarded.monitor.physical().card();
+        let sent = match card {
+            Some(card) => {
+                card.0.tick();
+                card.0.take_sent().pop()
+            }
+            None => {
+                let mut message = vec![0; 2048];
+                let length = rustix::io::read(&wire, &mut message).unwrap();
+                Some(message[12..length].to_vec())
+            }
+        };
+        assert_eq!(sent, Some(frame), "round {round}");
+        guarded.readable().unwrap();
+        assert_eq!(read(&mut guarded, 0x3E, 2) & 0x0004, 0x0004, "round {round}: it was sent");
+        assert_eq!(read(&mut guarded, 0x10 + 4 * descriptor, 4) & 0xA000, 0xA000);
+        write(&mut guarded, 0x3E, 2, 0x0004);
+
+        // A frame into the ring.
+        let mut arriving = ADDRESS.to_vec();
+        arriving.extend((0..90 + round).map(|byte| (byte ^ round).to_le_bytes()[0]));
+        match guarded.monitor.physical().card() {
+            Some(card) => assert!(card.0.receive(&arriving)),
+            None => {
+                rustix::io::write(&wire, &[vec![0; 12], arriving.clone()].concat()).unwrap();
+            }
+        }
+        guarded.readable().unwrap();
+        assert_eq!(read(&mut guarded, 0x3E, 2) & 1, 1, "round {round}: it was received");
+        write(&mut guarded, 0x3E, 2, 1);
+        let mut header = [0; 4];
+        memory.read_slice(&mut header, GuestAddress(RING + at)).unwrap();
+        let length = usize::from(u16::from_le_bytes([header[2], header[3]]));
+        assert_eq!(length, arriving.len() + 4, "round {round}");
+        let mut stored = vec![0; arriving.len()];
+        memory.read_slice(&mut stored, GuestAddress(RING + at + 4)).unwrap();
+        assert_eq!(stored, arriving, "round {round}");
+        at = (at + u64::try_from(length).unwrap() + 4).next_multiple_of(4) % 0x8000;
+        write(&mut guarded, 0x38, 2, u32::try_from(at).unwrap().wrapping_sub(16) & 0xFFFF);
+        assert!(!guarded.monitor.line(guarded.guest), "round {round}: all was acknowledged");
+    }
+    assert_eq!(guarded.changes, 66);
+}
+
+/// Without a tap there is nothing to change to, and it is said.
+#[test]
+fn a_card_without_a_tap_beside_it_stays() {
+    let ram = machine("rtl8139").ram;
+    let mut guarded = guarded(&ram, FailurePolicy::Ignore, Arc::new(|_| {}), None);
+    guarded.change("nic0", false).unwrap();
+    let error = guarded.change("nic0", true).unwrap_err().to_string();
+    assert!(error.contains("without a tap"), "{error}");
+}
+
+/// A guest whose policy is `stop` ends with the first request that is refused, and is told of once; its device is gone from then on.
+#[test]
+fn policy_stop_ends_the_guest_once() {
+    let ram = machine("rtl8139").ram;
     let (sender, told) = std::sync::mpsc::channel();
     let sender = std::sync::Mutex::new(sender);
     let stop = Arc::new(move |why| sender.lock().unwrap().send(why).unwrap());
-    let mut guarded = Guarded { monitor: Box::new(monitor), guest, stop: Some(stop), masked: false };
+    let mut guarded = guarded(&ram, FailurePolicy::Stop, stop, None);
     let mut write = |offset, size, value| {
         guarded.access(Access { bar: 1, offset, size, write: Some(value) }).unwrap();
     };

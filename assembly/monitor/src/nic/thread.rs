@@ -2,9 +2,11 @@
 
 use std::io;
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::sync_channel;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 
@@ -16,7 +18,16 @@ struct Shared {
     wake: OwnedFd,
     stop: AtomicBool,
     paused: AtomicBool,
+    /// Which source counts.
+    active: AtomicUsize,
+    /// What others want done in the thread, which may do what its sandbox lets it.
+    jobs: Mutex<Vec<Job>>,
 }
+
+type Job = Box<dyn FnOnce() + Send>;
+
+/// How long a job may take.
+const JOB: Duration = Duration::from_secs(10);
 
 /// The running thread; it ends when this is dropped.
 pub(super) struct Thread {
@@ -25,21 +36,28 @@ pub(super) struct Thread {
 }
 
 impl Thread {
-    /// Starts it. `readable` is called when `source` is; false ends the thread.
+    /// Starts it. `readable` is called when the active one of `sources` is; false ends the thread.
     pub(super) fn start(
         name: &str,
-        source: OwnedFd,
+        sources: Vec<OwnedFd>,
+        active: usize,
         on_start: ThreadHook,
         readable: impl Fn() -> bool + Send + 'static,
     ) -> io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        let shared = Arc::new(Shared { wake, stop: AtomicBool::new(false), paused: AtomicBool::new(false) });
+        let shared = Arc::new(Shared {
+            wake,
+            stop: AtomicBool::new(false),
+            paused: AtomicBool::new(false),
+            active: AtomicUsize::new(active),
+            jobs: Mutex::default(),
+        });
         let its = Arc::clone(&shared);
         // Linux shows 15 bytes.
         let name = name.chars().take(15).collect();
         let handle = std::thread::Builder::new().name(name).spawn(move || {
             on_start();
-            run(&its, &source, readable);
+            run(&its, &sources, readable);
         })?;
         Ok(Self { shared, handle: Some(handle) })
     }
@@ -47,6 +65,24 @@ impl Thread {
     /// Lets it look at its source, or not. A call of `readable` that has begun goes on: lock what it locks.
     pub(super) fn pause(&self, paused: bool) {
         self.shared.paused.store(paused, Ordering::SeqCst);
+        self.wake();
+    }
+
+    /// Has something done in the thread. `None` where it has ended, or doesn't answer.
+    pub(super) fn call<R: Send + 'static>(&self, job: impl FnOnce() -> R + Send + 'static) -> Option<R> {
+        let (answer, result) = sync_channel(1);
+        let job: Job = Box::new(move || {
+            // Whoever asked may have gone.
+            let _ = answer.send(job());
+        });
+        self.shared.jobs.lock().unwrap_or_else(PoisonError::into_inner).push(job);
+        self.wake();
+        result.recv_timeout(JOB).ok()
+    }
+
+    /// Another source counts. What the one before has still to tell is told when that counts again.
+    pub(super) fn activate(&self, active: usize) {
+        self.shared.active.store(active, Ordering::SeqCst);
         self.wake();
     }
 
@@ -70,8 +106,10 @@ impl Drop for Thread {
     }
 }
 
-fn run(shared: &Shared, source: &OwnedFd, readable: impl Fn() -> bool) {
+fn run(shared: &Shared, sources: &[OwnedFd], readable: impl Fn() -> bool) {
     loop {
+        let active = shared.active.load(Ordering::SeqCst);
+        let Some(source) = sources.get(active) else { return };
         let paused = shared.paused.load(Ordering::SeqCst);
         let mut fds = [PollFd::new(&shared.wake, PollFlags::IN), PollFd::new(source, PollFlags::IN)];
         let count = if paused { 1 } else { 2 };
@@ -90,6 +128,13 @@ fn run(shared: &Shared, source: &OwnedFd, readable: impl Fn() -> bool) {
         }
         if shared.stop.load(Ordering::SeqCst) {
             return;
+        }
+        let jobs = std::mem::take(&mut *shared.jobs.lock().unwrap_or_else(PoisonError::into_inner));
+        for job in jobs {
+            job();
+        }
+        if shared.active.load(Ordering::SeqCst) != active {
+            continue;
         }
         if ready.contains(PollFlags::IN) && !shared.paused.load(Ordering::SeqCst) && !readable() {
             return;

@@ -36,6 +36,8 @@ const IOCTLS: &[(u64, u64)] = &[
     (u64::MAX, 0x402c_542c),
     (u64::MAX, 0x402c_542d),
     (u64::MAX, 0x5413),
+    // userfaultfd: pages of a VM that comes by post-copy; the descriptor was opened before, and what it does is limited to mappings of RAM.
+    (0xff00, 0xaa00),
     // FIONREAD, FIONBIO.
     (u64::MAX, 0x541b),
     (u64::MAX, 0x5421),

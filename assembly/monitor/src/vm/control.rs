@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use ::machine::stats::KernelStats;
-use control_api::types::{ExitTable, VcpuExits, VmState, VmSummary};
+use control_api::migration::MigrationPhase;
+use control_api::types::{ExitTable, NicBehind, VcpuExits, VmState, VmSummary};
 use serde_json::{Map, Value, json};
 use telemetry::metrics::Family;
 
@@ -14,7 +15,9 @@ use super::machine::Machine;
 use super::{metrics, vcpus};
 use crate::api::{ControlError, VmControl};
 use crate::description::Guest;
+use crate::migration::postcopy::fetching::Fetching;
 use crate::migration::progress::Watch;
+use crate::nic::{ChangeError, NicHandle};
 use crate::sandbox::Report;
 
 /// Implements the API over a [`Machine`].
@@ -22,12 +25,18 @@ pub struct Control {
     machine: Arc<Machine>,
     sandbox: Report,
     migration: Arc<Watch>,
+    fetching: Option<Fetching>,
 }
 
 impl Control {
-    /// `sandbox` is what the device tree says about confinement.
-    pub fn new(machine: Arc<Machine>, sandbox: Report, migration: Arc<Watch>) -> Self {
-        Self { machine, sandbox, migration }
+    /// `sandbox` is what the device tree says about confinement; `fetching` are pages that come after the guest.
+    pub fn new(
+        machine: Arc<Machine>,
+        sandbox: Report,
+        migration: Arc<Watch>,
+        fetching: Option<Fetching>,
+    ) -> Self {
+        Self { machine, sandbox, migration, fetching }
     }
 
     fn require(&self, what: &'static str, allowed: &[VmState]) -> Result<(), ControlError> {
@@ -82,6 +91,7 @@ impl VmControl for Control {
             "vcpus": vcpus::inspect(&machine.vcpus),
             "exits": self.exits(),
             "sandbox": self.sandbox,
+            "post_copy": self.fetching.as_ref().map_or(Value::Null, |fetching| metrics::post_copy_tree(&fetching.report())),
             "migration": self.migration.progress().map_or_else(|| json!({ "phase": "none" }), |progress| json!(progress)),
         })
     }
@@ -94,6 +104,30 @@ impl VmControl for Control {
     fn resume(&self) -> Result<(), ControlError> {
         self.require("be resumed", &[VmState::Running, VmState::Paused])?;
         self.machine.resume().map_err(failed("resume"))
+    }
+
+    fn change_nic(&self, nic: &str, behind: NicBehind) -> Result<(), ControlError> {
+        self.require("change its NICs", &[VmState::Running])?;
+        let Some(found) = self.machine.devices.nics.iter().find(|one| one.name() == nic) else {
+            let names: Vec<&str> = self.machine.devices.nics.iter().map(NicHandle::name).collect();
+            let has = if names.is_empty() {
+                "it has none".to_owned()
+            } else {
+                format!("it has {}", names.join(", "))
+            };
+            return Err(ControlError::NotNow {
+                reason: format!("This VM has no commodity NIC {nic}; {has}"),
+            });
+        };
+        found.change(behind == NicBehind::Emulation).map_err(|error| match error {
+            ChangeError::Failed { .. } => {
+                ControlError::Failed { what: "change its NIC", source: Box::new(error) }
+            }
+            ChangeError::One { .. } => {
+                ControlError::Unsupported { what: "change its NIC", reason: error.to_string() }
+            }
+            _ => ControlError::NotNow { reason: error.to_string() },
+        })
     }
 
     fn cancel_migration(&self) -> Result<(), ControlError> {
@@ -115,6 +149,14 @@ impl VmControl for Control {
     }
 
     fn stop(&self) -> Result<(), ControlError> {
+        let progress = self.migration.progress();
+        if let Some(progress) = progress.filter(|progress| progress.phase == MigrationPhase::PostCopy) {
+            let reason = format!(
+                "The VM runs at {}, and {} pages of its memory are still here: end it there, or wait",
+                progress.destination, progress.pages_left
+            );
+            return Err(ControlError::NotNow { reason });
+        }
         self.machine.events.send(Event::Stop);
         Ok(())
     }
@@ -148,6 +190,10 @@ impl VmControl for Control {
     }
 
     fn metrics(&self) -> Vec<Family> {
-        metrics::families(&self.machine, &self.exits())
+        let mut families = metrics::families(&self.machine, &self.exits());
+        families.extend(
+            self.fetching.iter().flat_map(|fetching| metrics::post_copy_families(&fetching.report())),
+        );
+        families
     }
 }

@@ -35,7 +35,7 @@ use crate::migration::error::line;
 use crate::migration::shape::ShapeDevice;
 use crate::migration::state::SavedDevices;
 use crate::neighbour::{NeighbourFunction, OpenedNeighbour, OpenedNetwork, RunningNetwork};
-use crate::nic::OpenedNic;
+use crate::nic::{NicHandle, OpenedNic};
 use crate::sandbox::{Sandbox, ThreadKind};
 use crate::vfio_user::{Arriving, VfioUserFunction};
 
@@ -235,6 +235,7 @@ impl OpenedDevices {
             function.activate_on(Arc::clone(&maker) as _);
             virtio.push(function);
         }
+        let mut nics = Vec::new();
         for nic in self.nics {
             let on_start = threads::hook(sandbox, ThreadKind::DeviceWorker);
             let (events, name) = (self.events.clone(), nic.name().to_owned());
@@ -248,7 +249,7 @@ impl OpenedDevices {
                     vm.late().drain(&ports, &memory);
                 }
             };
-            nic.plug(&root, ram, controller.as_ref(), on_start, drain, stop)?;
+            nics.push(nic.plug(&root, ram, controller.as_ref(), on_start, drain, stop)?);
         }
         served.extend(served::plug(served_anywhere, &root, ram, &msi, &watcher, saved)?);
         if let Some(opened) = self.neighbour {
@@ -271,7 +272,7 @@ impl OpenedDevices {
         let ports_of_root = Arc::new(ConfigPorts(Arc::clone(&root)));
         let reset_control = Arc::new(ResetControl::new(ports_of_root, Arc::clone(&self.sink)));
         ports.insert(CONFIG_PORTS_START.into(), CONFIG_PORTS_LEN.into(), "pci-config", reset_control)?;
-        Ok((Devices { serial, power, virtio, served, _network: network }, root))
+        Ok((Devices { serial, power, virtio, served, nics, _network: network }, root))
     }
 }
 
@@ -285,6 +286,8 @@ pub struct Devices {
     pub virtio: Vec<Arc<VirtioPciFunction>>,
     /// Functions that other processes serve.
     pub served: Vec<Arc<VfioUserFunction>>,
+    /// Commodity NICs.
+    pub nics: Vec<NicHandle>,
     /// The VM is a neighbour while this is there.
     _network: Option<RunningNetwork>,
 }

@@ -83,6 +83,9 @@ pub enum Error {
     /// It did not come.
     #[error("The VM did not come here; start this monitor again to try it once more")]
     NotArrived(#[source] crate::migration::MigrationError),
+    /// It went, and is lost.
+    #[error("The VM is lost")]
+    Lost(#[source] crate::migration::MigrationError),
     /// Neighbours.
     #[error(transparent)]
     Neighbour(#[from] crate::neighbour::NeighbourError),

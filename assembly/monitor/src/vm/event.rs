@@ -23,6 +23,8 @@ pub enum Event {
     Stop,
     /// The VM runs elsewhere now.
     Moved,
+    /// The VM has gone, and was lost on the way.
+    Lost(MigrationError),
     /// A VM has come, or why none has.
     Arrived(Box<Result<Arrived, MigrationError>>),
     /// A signal asks to end the VM.

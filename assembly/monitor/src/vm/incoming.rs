@@ -7,11 +7,12 @@
 //! ```
 
 use std::net::{SocketAddr, TcpListener};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use control_api::types::{ExitTable, VmState, VmSummary};
-use machine::memory::GuestMemorySpace;
+use control_api::types::{ExitTable, NicBehind, VmState, VmSummary};
+use machine::memory::arriving::{ArrivingRam, allow_huge, keep_small};
+use machine::memory::{GuestMemorySpace, RamRegion, Userfault, UserfaultError};
 use serde_json::{Value, json};
 use telemetry::metrics::Family;
 use vfio_user_protocol::client::ClientError;
@@ -21,10 +22,12 @@ use super::error::Error;
 use super::event::{Event, Events};
 use super::machine::{Chassis, Machine};
 use crate::api::{ControlError, VmControl};
-use crate::description::VmDescription;
+use crate::description::{HugePages, VmDescription};
 use crate::migration::connection::Stop;
 use crate::migration::destination::{Devices, Landing, gather};
 use crate::migration::error::{MigrationError, line};
+use crate::migration::postcopy::departing::DAEMON;
+use crate::migration::postcopy::fetching::{Fetching, Rest};
 use crate::migration::served::{Daemon, Verdict};
 use crate::migration::shape::{self, Shape};
 use crate::migration::state::SavedMachine;
@@ -36,6 +39,8 @@ pub struct Arrived {
     landing: Landing,
     saved: SavedMachine,
     devices: ServedDevices,
+    /// Pages that come later.
+    fetching: Option<Fetching>,
 }
 
 impl std::fmt::Debug for Arrived {
@@ -67,12 +72,77 @@ pub struct ServedDevices {
     daemon: Option<Daemon>,
     /// Whether their state has begun to come.
     begun: Mutex<bool>,
+    late: LateMemory,
 }
+
+/// What memory that comes after the guest takes.
+pub struct LateMemory {
+    /// Opened while the process had its privileges.
+    uffd: Mutex<Result<Userfault, UserfaultError>>,
+    regions: Vec<RamRegion>,
+    pages: HugePages,
+}
+
+impl LateMemory {
+    /// For the RAM of the VM that comes.
+    pub fn new(uffd: Result<Userfault, UserfaultError>, chassis: &Chassis) -> Self {
+        let pages = chassis.description().memory.hugepages;
+        Self { uffd: Mutex::new(uffd), regions: chassis.ram().regions().to_vec(), pages }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Result<Userfault, UserfaultError>> {
+        self.uffd.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn prepare(&self) -> Result<(), MigrationError> {
+        if let Err(error) = &*self.lock() {
+            return Err(MigrationError::NoPostcopy(line(error)));
+        }
+        if self.pages != HugePages::None {
+            let text =
+                "this VM's memory is in huge pages, which are too large to fetch one by one; use small ones";
+            return Err(MigrationError::NoPostcopy(text.to_owned()));
+        }
+        keep_small(&self.regions).map_err(MigrationError::machine("prepared"))
+    }
+
+    /// All memory came before the guest.
+    fn not_needed(&self) {
+        if self.pages == HugePages::None {
+            allow_huge(&self.regions);
+        }
+    }
+
+    /// Has pages come while the guest runs.
+    fn begin(&self, rest: Rest, from: String) -> Result<Fetching, MigrationError> {
+        let gone = UserfaultError::Open(std::io::Error::other("it is in use"));
+        let uffd = std::mem::replace(&mut *self.lock(), Err(gone))
+            .map_err(|error| MigrationError::NoPostcopy(line(&error)))?;
+        let ram = ArrivingRam::new(uffd, self.regions.clone(), rest.missing.sets());
+        let ram = ram.map_err(MigrationError::machine("prepared"))?;
+        let on_lost = move |left, given, source: MigrationError| {
+            // Threads of this process wait for pages inside the kernel, devices' too, and nothing but its end makes them go on
+            // without: what they would find is no memory of the guest's.
+            let source = Box::new(source);
+            let error = if given {
+                Error::Lost(MigrationError::LostSource { from: from.clone(), left, source })
+            } else {
+                Error::NotArrived(*source)
+            };
+            tracing::error!(error = line(&error), "The VM ends");
+            std::process::exit(LOST_EXIT_CODE);
+        };
+        Fetching::begin(rest, ram, true, Box::new(on_lost))
+    }
+}
+
+/// How the process ends when pages of the VM's memory can't come any more.
+const LOST_EXIT_CODE: i32 = 1;
 
 impl ServedDevices {
     /// Of a machine that waits.
-    pub fn new(functions: Vec<Arriving>, daemon: Option<Daemon>) -> Self {
-        Self { functions, daemon, begun: Mutex::default() }
+    pub fn new(functions: Vec<Arriving>, daemon: Option<Daemon>, late: LateMemory) -> Self {
+        Self { functions, daemon, begun: Mutex::default(), late }
     }
 }
 
@@ -98,6 +168,13 @@ impl Devices for ServedDevices {
             MigrationError::Protocol(format!("state of a device {number}, which isn't here"))
         })?;
         function.take(data).map_err(server(function.name()))
+    }
+
+    fn post_copy(&self) -> Result<(), MigrationError> {
+        if self.daemon.is_some() || !self.functions.is_empty() {
+            return Err(MigrationError::NoPostcopy(DAEMON.to_owned()));
+        }
+        self.late.prepare()
     }
 }
 
@@ -129,7 +206,15 @@ fn arrive(
     let streams = gather(listener, stop)?;
     let (mut landing, state) = streams.take(shape, memory, &devices, stop)?;
     match SavedMachine::decode(&state) {
-        Ok(saved) => Ok(Arrived { landing, saved, devices }),
+        Ok(saved) => {
+            let from = landing.from().to_owned();
+            let fetching = landing.take_rest().map(|rest| devices.late.begin(rest, from)).transpose();
+            let fetching = fetching.inspect_err(|error| landing.refuse(&line(error)))?;
+            if fetching.is_none() {
+                devices.late.not_needed();
+            }
+            Ok(Arrived { landing, saved, devices, fetching })
+        }
         Err(reason) => {
             landing.refuse(&reason);
             Err(MigrationError::Protocol(format!("state that can't be used: {reason}")))
@@ -138,13 +223,20 @@ fn arrive(
 }
 
 /// Restores the machine and runs its guest, when the source says so. On an error the guest is at the source.
-pub fn land(chassis: Chassis, arrived: Arrived, sandbox: &Sandbox) -> Result<Arc<Machine>, Error> {
+///
+/// With memory that is still to come: returned, too, and to be ended with the VM.
+pub fn land(
+    chassis: Chassis,
+    arrived: Arrived,
+    sandbox: &Sandbox,
+) -> Result<(Arc<Machine>, Option<Fetching>), Error> {
     let began = Instant::now();
-    let Arrived { mut landing, saved, devices } = arrived;
+    let Arrived { mut landing, saved, devices, fetching } = arrived;
     let running = saved.running;
     let machine = match chassis.restore(sandbox, saved) {
         Ok(machine) => Arc::new(machine),
         Err(error) => {
+            fetching.iter().for_each(Fetching::abandon);
             landing.refuse(&line(&error));
             return Err(error);
         }
@@ -155,11 +247,15 @@ pub fn land(chassis: Chassis, arrived: Arrived, sandbox: &Sandbox) -> Result<Arc
         Some(daemon) => decide(&mut landing, &devices, daemon),
     };
     if let Err(error) = decided {
+        fetching.iter().for_each(Fetching::abandon);
         // Nothing ran; the buses are emptied, so that everything is let go of.
         machine.end()?;
         return Err(Error::NotArrived(error));
     }
     // From here on the guest is here, whatever the source hears of it.
+    if let Some(fetching) = &fetching {
+        fetching.commit();
+    }
     for function in &machine.devices.served {
         function.set_device_state(DeviceState::Running)?;
         function.has_arrived();
@@ -178,7 +274,7 @@ pub fn land(chassis: Chassis, arrived: Arrived, sandbox: &Sandbox) -> Result<Arc
     let restore_ms = restored.as_secs_f64() * 1000.0;
     let total_ms = began.elapsed().as_secs_f64() * 1000.0;
     tracing::info!(restore_ms, total_ms, running, "The VM has arrived");
-    Ok(machine)
+    Ok((machine, fetching))
 }
 
 /// All is here: who runs the guest is the coordinator's to say.
@@ -231,6 +327,9 @@ impl VmControl for Switch {
     }
     fn resume(&self) -> Result<(), ControlError> {
         self.now().resume()
+    }
+    fn change_nic(&self, nic: &str, behind: NicBehind) -> Result<(), ControlError> {
+        self.now().change_nic(nic, behind)
     }
     fn cancel_migration(&self) -> Result<(), ControlError> {
         self.now().cancel_migration()
@@ -294,6 +393,9 @@ impl VmControl for Waiting {
     }
     fn resume(&self) -> Result<(), ControlError> {
         Err(Self::not_here("be resumed"))
+    }
+    fn change_nic(&self, _nic: &str, _behind: NicBehind) -> Result<(), ControlError> {
+        Err(Self::not_here("change its NICs"))
     }
     fn cancel_migration(&self) -> Result<(), ControlError> {
         Err(Self::not_here("cancel its migration here; cancel it at the source"))

@@ -2,10 +2,11 @@
 //! and `node_network_*` after node_exporter, one `device` label per device.
 
 use control_api::types::{ExitTable, VmState};
-use serde_json::Value;
+use serde_json::{Value, json};
 use telemetry::metrics::Family;
 
 use super::machine::Machine;
+use crate::migration::postcopy::fetching::Report;
 
 /// Counters of block devices: key in the device tree, metric, help.
 const DISK: [(&str, &str, &str); 8] = [
@@ -76,6 +77,43 @@ fn exit_families(exits: &ExitTable) -> [Family; 3] {
         kernel.add_count(&[("stat", name)], *count);
     }
     [causes, ranges, kernel]
+}
+
+/// Pages that come after a guest which arrived by post-copy.
+pub fn post_copy_families(report: &Report) -> [Family; 3] {
+    let mut faults = Family::counter(
+        "migration_postcopy_faults_total",
+        "Pages that were waited for after the VM had arrived by post-copy.",
+    );
+    faults.add_count(&[], report.waits.count);
+    let mut waits = Family::gauge(
+        "migration_postcopy_fault_microseconds",
+        "How long such pages were waited for: half of them no longer than the median.",
+    );
+    waits.add_count(&[("quantile", "0.5")], report.waits.median_us.into());
+    waits.add_count(&[("quantile", "1")], report.waits.worst_us.into());
+    [
+        gauge(
+            "migration_postcopy_pages_left",
+            "Pages of the VM's memory that are still at its source.",
+            report.left,
+        ),
+        faults,
+        waits,
+    ]
+}
+
+/// The same for the device tree.
+pub fn post_copy_tree(report: &Report) -> Value {
+    json!({
+        "phase": if report.over { "done" } else { "fetching" },
+        "pages_left": report.left,
+        "faults": report.waits.count,
+        "fault_median_us": report.waits.median_us,
+        "fault_worst_us": report.waits.worst_us,
+        "zero_faults": report.zero,
+        "pages_dropped": report.dropped,
+    })
 }
 
 fn gauge(name: &str, help: &str, value: u64) -> Family {

@@ -29,6 +29,7 @@ use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::Instant;
 
+use ::machine::memory::Userfault;
 use ::machine::vcpu::VcpuEvent;
 use platform_devices::MachineEvent;
 
@@ -37,7 +38,7 @@ pub use threads::ThreadHook;
 
 use self::control::Control;
 use self::event::{Event, Events};
-use self::incoming::{Arrived, ServedDevices, Switch, Waiting};
+use self::incoming::{Arrived, LateMemory, ServedDevices, Switch, Waiting};
 use self::machine::{Chassis, Machine, Opened};
 use self::moving::MovingMachine;
 use crate::api::ApiListener;
@@ -77,7 +78,9 @@ pub fn run(
 
     let listener = ApiListener::bind(&api_socket)?;
     let requests = RequestListener::bind(&control_api::migration::socket_of(&api_socket))?;
+    // The sandbox takes away what a userfaultfd needs.
     let source = incoming.map(|address| incoming::listen(&description, address)).transpose()?;
+    let source = source.map(|listener| (listener, Userfault::for_arriving_ram()));
     let opened = Opened::new(&description, &events, incoming.is_none())?;
     let sandbox = Sandbox::prepare(&description)?;
     let confinement = sandbox.enter_process()?;
@@ -89,31 +92,34 @@ pub fn run(
     let api_filter = sandbox.thread_filter(ThreadKind::Api);
     let prepare = move || api_filter.apply_or_end();
     let watch = Arc::new(Watch::default());
-    let (machine, server) = match source {
+    let (machine, server, fetching) = match source {
         None => {
             let machine = Arc::new(chassis.boot(&sandbox)?);
-            let control = Control::new(Arc::clone(&machine), confinement, Arc::clone(&watch));
+            let control = Control::new(Arc::clone(&machine), confinement, Arc::clone(&watch), None);
             let server = listener.serve(Arc::new(control), prepare)?;
             machine.start()?;
-            (machine, server)
+            (machine, server, None)
         }
-        Some(source) => {
+        Some((source, uffd)) => {
             let stop = Stop::default();
             let waiting = Waiting::new(&chassis, guest, events.clone(), started);
             let control = Arc::new(Switch::new(waiting));
             let server = listener.serve(Arc::clone(&control) as _, prepare)?;
             let (shape, memory) = (chassis.shape().clone(), chassis.ram().memory());
             let filter = sandbox.thread_filter(ThreadKind::Migration);
-            let devices = ServedDevices::new(chassis.arriving()?, moving::daemon_of(chassis.description()));
+            let late = LateMemory::new(uffd, &chassis);
+            let daemon = moving::daemon_of(chassis.description());
+            let devices = ServedDevices::new(chassis.arriving()?, daemon, late);
             incoming::await_vm(source, shape, memory, devices, events.clone(), stop, filter)?;
             let Some(arrived) = wait_for_vm(&receiver)? else { return Ok(Outcome::Stopped) };
-            let machine = incoming::land(chassis, arrived, &sandbox)?;
-            control.set(Arc::new(Control::new(Arc::clone(&machine), confinement, Arc::clone(&watch))));
-            (machine, server)
+            let (machine, fetching) = incoming::land(chassis, arrived, &sandbox)?;
+            let arrived = Arc::clone(&machine);
+            control.set(Arc::new(Control::new(arrived, confinement, Arc::clone(&watch), fetching.clone())));
+            (machine, server, fetching)
         }
     };
     let filter = sandbox.thread_filter(ThreadKind::Migration);
-    let moving = Arc::new(MovingMachine::new(Arc::clone(&machine)));
+    let moving = Arc::new(MovingMachine::new(Arc::clone(&machine), fetching.clone()));
     let service = requests
         .serve(moving, watch, move || filter.apply_or_end())
         .map_err(|source| Error::Monitor { what: "start the thread that moves the VM", source })?;
@@ -121,6 +127,9 @@ pub fn run(
 
     let result = wait(&machine, &receiver);
     let ended = machine.end();
+    if let Some(fetching) = fetching {
+        fetching.end();
+    }
     drop(service);
     server.stop();
     signals.close();
@@ -166,6 +175,7 @@ fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Er
             }
             Event::Stop | Event::Machine(MachineEvent::ConsoleQuit) => return Ok(Outcome::Stopped),
             Event::Moved => return Ok(Outcome::Moved),
+            Event::Lost(error) => return Err(Error::Lost(error)),
             Event::Arrived(_) => tracing::debug!("a VM came twice"),
             Event::Signal(signal) => {
                 tracing::info!(signal, "ended by a signal");
@@ -189,6 +199,7 @@ fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Er
                             return Ok(Outcome::Stopped);
                         }
                         Event::Moved => return Ok(Outcome::Moved),
+                        Event::Lost(error) => return Err(Error::Lost(error)),
                         Event::Refused(device, what) => return Err(Error::Refused { device, what }),
                         other => tracing::debug!(?other, "dropped with the reset"),
                     }

@@ -17,6 +17,7 @@ use super::machine::Machine;
 use crate::description::VmDescription;
 use crate::migration::MigrationError;
 use crate::migration::error::line;
+use crate::migration::postcopy::fetching::Fetching;
 use crate::migration::served::Daemon;
 use crate::migration::service::Movable;
 use crate::migration::shape::{self, Shape};
@@ -38,13 +39,15 @@ pub struct MovingMachine {
     was_running: std::sync::atomic::AtomicBool,
     /// Of the VM's RDMA NICs.
     daemon: Option<Daemon>,
+    /// Memory that came, or still comes, after the guest.
+    fetching: Option<Fetching>,
 }
 
 impl MovingMachine {
     /// To be moved, perhaps.
-    pub fn new(machine: Arc<Machine>) -> Self {
+    pub fn new(machine: Arc<Machine>, fetching: Option<Fetching>) -> Self {
         let daemon = daemon_of(&machine.description);
-        Self { machine, was_running: false.into(), daemon }
+        Self { machine, was_running: false.into(), daemon, fetching }
     }
 
     /// vCPUs, then devices; nothing else may let them go on from here. Then the state, then the disks.
@@ -275,7 +278,16 @@ impl Movable for MovingMachine {
                 "its state, {state:?}: a VM with RDMA NICs moves while it runs; let it go on with `causeway resume`"
             ));
         }
+        if let Some(left) = self.fetching.as_ref().map(Fetching::left).filter(|left| *left > 0) {
+            return Some(format!(
+                "its memory, of which {left} pages have yet to come from where it was before; try again then"
+            ));
+        }
         shape::immovable(&self.machine.description)
+    }
+
+    fn lost(&self, error: MigrationError) {
+        self.machine.events.send(Event::Lost(error));
     }
 
     fn moved(&self, timeline: &MigrationTimeline) {

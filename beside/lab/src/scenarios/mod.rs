@@ -10,8 +10,11 @@ mod driver_faults;
 mod fio;
 mod host;
 mod migrate;
+mod migrate_group;
 mod migrate_hosts;
+mod migrate_postcopy;
 mod migrate_rdma;
+mod migrate_talk;
 mod neighbours;
 mod neighbours_appliance;
 mod neighbours_block;
@@ -33,6 +36,7 @@ mod rdma_tools;
 mod rdma_ulp;
 mod rdma_verbs;
 mod rdma_wire;
+mod vpio_attacks;
 mod vpio_handoff;
 mod vpio_nics;
 mod wakeups;
@@ -49,7 +53,9 @@ pub const ALL: &[Scenario] = &[
     host::SCENARIO,
     migrate::SCENARIO,
     migrate_hosts::SCENARIO,
+    migrate_postcopy::SCENARIO,
     migrate_rdma::SCENARIO,
+    migrate_group::SCENARIO,
     neighbours::SCENARIO,
     neighbours_block::SCENARIO,
     neighbours_appliance::SCENARIO,
@@ -67,5 +73,6 @@ pub const ALL: &[Scenario] = &[
     rdma_verbs::SCENARIO,
     vpio_nics::SCENARIO,
     vpio_handoff::SCENARIO,
+    vpio_attacks::SCENARIO,
     wakeups::SCENARIO,
 ];

@@ -47,7 +47,12 @@ pub(super) const CARDS: [Card; 3] = [
     Card { name: "ne2000", qemu: "ne2k_pci", driver: "ne2k-pci", slot: 0x12, kib: 256, window: 8192 },
     Card { name: "e1000", qemu: "e1000", driver: "e1000", slot: 0x14, kib: 1024, window: 65536 },
 ];
-const MODES: [&str; 3] = ["virtual", "vpio", "passthrough"];
+const MODES: [&str; 4] = ["virtual", "vpio", "passthrough", CHANGING];
+/// Under its model, and taken to the emulation and back while traffic flows.
+const CHANGING: &str = "changing";
+/// How often, and how many pings there are in each place.
+const CHANGES: u32 = 20;
+const PINGS: u32 = 3;
 const NAME: &str = "nics";
 pub(super) const HOST_SIDE: &str = "10.82.0.1";
 const GUEST_SIDE: &str = "10.82.0.2";
@@ -67,6 +72,14 @@ const PATIENCE: Duration = Duration::from_secs(600);
 impl Card {
     pub(super) fn address(&self) -> String {
         format!("0000:00:{:02x}.0", self.slot)
+    }
+
+    pub(super) fn is(&self, name: &str) -> bool {
+        self.name == name
+    }
+
+    pub(super) fn slot(&self) -> u8 {
+        self.slot
     }
 
     fn peer_mac(&self) -> String {
@@ -193,20 +206,35 @@ fn find<'a>(tree: &'a Value, key: &str, text: &str) -> Option<&'a Value> {
     }
 }
 
-/// Binds the cards to vfio-pci, names the peers, and starts what the guests talk to.
-pub(super) fn prepare(host: &Host) -> Result<()> {
+/// Binds a card to vfio-pci.
+pub(super) fn bind(host: &Host, card: &Card) -> Result<()> {
+    let address = card.address();
+    host.sh(&format!(
+        "set -e; cd /sys/bus/pci/devices/{address} && echo vfio-pci > driver_override && {{ [ ! -e driver ] || echo {address} > driver/unbind; }} && \
+         echo {address} > /sys/bus/pci/drivers_probe && [ \"$(basename $(readlink driver))\" = vfio-pci ]"
+    ))
+    .map(drop)
+}
+
+/// Loads what cards need, and names their peers.
+pub(super) fn name_peers(host: &Host) -> Result<()> {
     host.sh(
         "modprobe vfio-pci && modprobe e1000 && dmesg | grep -q -e DMAR -e IOMMU && ls /sys/kernel/iommu_groups | grep -q .",
     )
     .context("The host has no IOMMU")?;
     for card in &CARDS {
-        let (address, mac, name) = (card.address(), card.peer_mac(), card.name);
+        let (mac, name) = (card.peer_mac(), card.name);
         host.sh(&format!(
-            "set -e; cd /sys/bus/pci/devices/{address} && echo vfio-pci > driver_override && {{ [ ! -e driver ] || echo {address} > driver/unbind; }} && \
-             echo {address} > /sys/bus/pci/drivers_probe && [ \"$(basename $(readlink driver))\" = vfio-pci ]\n\
-             for d in /sys/class/net/*; do [ \"$(cat $d/address)\" = {mac} ] || continue; ip link set ${{d##*/}} name p-{name}; done; [ -e /sys/class/net/p-{name} ]"
+            "for d in /sys/class/net/*; do [ \"$(cat $d/address)\" = {mac} ] || continue; ip link set ${{d##*/}} name p-{name}; done; [ -e /sys/class/net/p-{name} ]"
         ))?;
     }
+    Ok(())
+}
+
+/// Binds the cards to vfio-pci, names the peers, and starts what the guests talk to.
+pub(super) fn prepare(host: &Host) -> Result<()> {
+    name_peers(host)?;
+    CARDS.iter().try_for_each(|card| bind(host, card))?;
     let most = CARDS.iter().map(|card| card.kib).max().unwrap_or(1);
     host.sh(&format!(
         "mkdir -p /tmp/n && head -c {} /dev/urandom > /tmp/n/down && head -c {} /dev/zero > /tmp/n/group",
@@ -219,11 +247,22 @@ pub(super) fn prepare(host: &Host) -> Result<()> {
 /// The peer that the guest of a card and mode talks to has the address; nobody else.
 pub(super) fn address_peer(host: &Host, card: &Card, mode: &str) -> Result<()> {
     let device = if mode == "virtual" { "tapn".to_owned() } else { format!("p-{}", card.name) };
-    let mut script = "ip link del tapn 2>/dev/null; ip tuntap add tapn mode tap vnet_hdr\n".to_owned();
+    let mut script =
+        "ip link del brn 2>/dev/null; ip link del tapn 2>/dev/null; ip tuntap add tapn mode tap vnet_hdr\n"
+            .to_owned();
     for other in &CARDS {
         script.push_str(&format!("ip addr flush dev p-{0}; ip link set p-{0} down\n", other.name));
     }
-    script.push_str(&format!("ip addr add {HOST_SIDE}/24 dev {device} && ip link set {device} up"));
+    if mode == CHANGING {
+        // The guest's frames come from the wire or from the tap; its peer is behind both.
+        script.push_str(&format!(
+            "set -e; ip link add brn type bridge; for d in tapn p-{}; do ip link set $d master brn; ip link set $d up; done\n\
+             ip addr add {HOST_SIDE}/24 dev brn; ip link set brn up",
+            card.name
+        ));
+    } else {
+        script.push_str(&format!("ip addr add {HOST_SIDE}/24 dev {device} && ip link set {device} up"));
+    }
     host.sh(&script).map(drop)
 }
 
@@ -244,6 +283,7 @@ fn boot<'a>(host: &'a Host, card: &'a Card, mode: &'static str, kernel: &str) ->
         .file("agent", std::fs::read(crate::paths::agent()?)?);
     let nic = match mode {
         "virtual" => format!("virtual:{},tap=tapn", card.name),
+        CHANGING => format!("vpio:{},tap=tapn", card.address()),
         _ => format!("{mode}:{}", card.address()),
     };
     spec.extra.push(format!("--vsock cid=3,socket={} --nic {nic}", guest_channel::socket(NAME)));
@@ -368,16 +408,69 @@ fn pause(member: &Member<'_>) -> Result<()> {
     Ok(())
 }
 
+/// The guest is taken from its card to the emulation and back, while a stream of bytes runs that is compared in the end.
+fn changes(member: &Member<'_>) -> Result<Value> {
+    let host = member.host;
+    let echo = host.spawn("echo", "exec socat TCP-LISTEN:7004,reuseaddr EXEC:cat")?;
+    let stream = format!(
+        "export PATH=/usr/sbin:/usr/bin:/sbin:/bin; head -c 65536 /dev/urandom > /tmp/s; \
+         while [ ! -e /tmp/over ]; do cat /tmp/s; sleep 0.5; done | timeout {BULK} socat -t 60 STDIO TCP:{HOST_SIDE}:7004,retry=20,interval=0.2 > /tmp/e"
+    );
+    let stream =
+        host.spawn("stream", &format!("exec /share/.lab/lab in --wait 60 {NAME} {}", rdma::quoted(&stream)))?;
+    let mut lost = 0;
+    for change in 0..CHANGES {
+        let behind = if change % 2 == 0 { "emulation" } else { "card" };
+        host.sh(&format!("causeway nic {NAME} --behind {behind}"))?;
+        let text = member.run(&format!("ping -c {PINGS} -i 0.3 -w 30 {HOST_SIDE}; true"))?;
+        let answered = text.lines().filter(|line| line.contains("bytes from")).count();
+        if answered == 0 {
+            bail!("Behind its {behind} the NIC answers nothing: {text:?}");
+        }
+        lost += u64::from(PINGS).saturating_sub(u64::try_from(answered)?);
+    }
+    member.run("touch /tmp/over")?;
+    if stream.wait(PATIENCE)? != Some(0) {
+        bail!("The stream broke: {}", stream.err.tail(4));
+    }
+    let text = member.run(
+        "size=$(stat -c %s /tmp/e); [ $((size % 65536)) = 0 ] && [ $size -gt 0 ] || { echo $size bytes came back; exit 1; }\n\
+         sent=$(for i in $(seq $((size / 65536))); do cat /tmp/s; done | sha256sum); [ \"$sent\" = \"$(sha256sum < /tmp/e)\" ] && echo STREAM $((size / 65536))",
+    )?;
+    let pieces = text.lines().find_map(|line| line.strip_prefix("STREAM ")?.trim().parse::<u64>().ok());
+    let pieces = pieces.with_context(|| format!("The stream was not compared: {text:?}"))?;
+    if pieces < u64::from(CHANGES) / 4 {
+        bail!("The stream stood still: {pieces} pieces in {CHANGES} changes");
+    }
+    echo.wait(PATIENCE)?;
+    let tree = member.inspect()?;
+    let nic = find(&tree["pci"], "kind", "nic").context("The tree has no NIC")?;
+    if nic["changes"] != CHANGES || nic["behind"] != "card" {
+        bail!("The NIC counts {} changes and has its {} behind it", nic["changes"], nic["behind"]);
+    }
+    progress!(
+        "    {} changed {CHANGES} times: {pieces} pieces of 64 KiB compared, {lost} pings lost",
+        member.card.name
+    );
+    Ok(json!({ "changes": CHANGES, "compared_64_KiB": pieces, "lost_pings": lost }))
+}
+
 /// One card in one mode, from boot to power-off.
 fn part(lab: &Lab, card: &Card, mode: &'static str, kernel: &str) -> Result<Value> {
     let host = lab.host(0)?;
     let member = boot(host, card, mode, kernel)?;
     traffic(&member).inspect_err(|_| standing(&member))?;
-    let rows = table(&member)?;
-    pause(&member).inspect_err(|_| standing(&member))?;
+    let mut found = Map::new();
+    if mode == CHANGING {
+        found.insert("changes".to_owned(), changes(&member).inspect_err(|_| standing(&member))?);
+        traffic(&member).inspect_err(|_| standing(&member))?;
+    } else {
+        found.insert("packets".to_owned(), table(&member)?);
+        pause(&member).inspect_err(|_| standing(&member))?;
+    }
     let tree = member.inspect()?;
     let nic = find(&tree["pci"], "kind", "nic").context("The tree has no NIC")?;
-    if mode == "vpio" {
+    if mode == "vpio" || mode == CHANGING {
         progress!("    states {}, hooks {}, windows {}", nic["states"], nic["hooks"], nic["windows"]);
         if nic["violations"].as_array().is_none_or(|list| !list.is_empty()) {
             bail!("The model refused what the driver did: {}", nic["violations"]);
@@ -386,8 +479,7 @@ fn part(lab: &Lab, card: &Card, mode: &'static str, kernel: &str) -> Result<Valu
     if nic["failed"] != false {
         bail!("The NIC failed: {nic}");
     }
-    let mut found = json!({ "packets": rows });
-    if let (Some(found), Some(pinned)) = (found.as_object_mut(), nic.get("pinned_bytes_peak")) {
+    if let Some(pinned) = nic.get("pinned_bytes_peak") {
         found.insert("pinned_bytes".to_owned(), pinned.clone());
     }
     host.sh(&format!("causeway stop {NAME} --force"))?;
@@ -396,7 +488,7 @@ fn part(lab: &Lab, card: &Card, mode: &'static str, kernel: &str) -> Result<Valu
     if !trouble.is_empty() {
         bail!("The guest's kernel complained: {trouble:?}");
     }
-    Ok(found)
+    Ok(found.into())
 }
 
 fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {

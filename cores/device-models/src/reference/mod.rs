@@ -19,16 +19,18 @@ pub trait Card: PhysicalDevice {
     fn receive(&mut self, frame: &[u8]) -> bool;
 }
 
-/// The card of a description, with a station address, on a bus without IOMMU. `None` where nobody has written one.
+/// The card of a description, with a station address, on a bus; with `iommu` it reaches only what is mapped. `None` where nobody has written
+/// one.
 pub fn card<B: Bus + Send + 'static>(
     device: &'static Device,
     address: [u8; 6],
     bus: B,
+    iommu: bool,
 ) -> Option<Box<dyn Card + Send>> {
     match device.name {
         "ne2000" => Some(Box::new(ne2000::Ne2000::new(address))),
-        "e1000" => Some(Box::new(e1000::E1000Card::new(address, bus, false))),
-        "rtl8139" => Some(Box::new(rtl8139::Rtl8139::new(address, bus, false))),
+        "e1000" => Some(Box::new(e1000::E1000Card::new(address, bus, iommu))),
+        "rtl8139" => Some(Box::new(rtl8139::Rtl8139::new(address, bus, iommu))),
         _ => None,
     }
 }

@@ -8,6 +8,12 @@ use crate::message::Body;
 use crate::names::{Epoch, HostId, MigrationId, Node, Place, Stamp, VmId};
 
 impl Host {
+    /// Whether queue pairs that face a VM have been suspended for the sake of a migration, or of a later one.
+    #[must_use]
+    pub fn suspends(&self, migration: MigrationId, vm: VmId) -> bool {
+        self.known.get(&vm).is_some_and(|known| known.suspended.is_some_and(|last| last >= migration))
+    }
+
     pub(super) fn suspend(
         &mut self,
         from: HostId,

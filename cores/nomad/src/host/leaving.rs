@@ -55,6 +55,12 @@ impl Leaving {
 }
 
 impl Host {
+    /// Whether VMs that leave this host in a migration have come to their switch-over: their peers have been asked to stop.
+    #[must_use]
+    pub fn switches(&self, migration: MigrationId) -> bool {
+        self.leaving.get(&migration).is_some_and(|leaving| !matches!(leaving.phase, Phase::Copying(_)))
+    }
+
     /// Begins to copy.
     pub(super) fn begin(&mut self, migration: MigrationId, moves: Vec<Move>, actions: &mut Vec<Action>) {
         if let Some(leaving) = self.leaving.get(&migration) {

@@ -1,13 +1,16 @@
 //! Guest memory types. RAM lies only in sealed memfds, so that it can be handed to other processes.
 
+pub mod arriving;
 mod layout;
 mod present;
 mod ram;
 pub mod shared;
+mod userfault;
 mod windows;
 
 pub use layout::{HIGH_RAM_START, LOW_RAM_END, RamLayout, RamRange};
 pub use ram::{GuestRam, HostNuma, NumaMode, PageSize, RamOptions, RamRegion, Readers};
+pub use userfault::{Userfault, UserfaultError};
 pub use windows::{WindowError, is_writable, show_window, take_window};
 
 pub use vm_memory::bitmap::{AtomicBitmap, Bitmap, BitmapSlice};

@@ -5,8 +5,38 @@ use std::io;
 use rustix::fs::{SeekFrom, seek};
 use rustix::io::Errno;
 
-use super::GuestRam;
+use super::{GuestRam, RamRegion};
 use crate::slots::{DirtyPages, PAGE};
+
+/// Pages of regions that have memory behind them, one set per region.
+pub(super) fn present(regions: &[RamRegion]) -> io::Result<Vec<DirtyPages>> {
+    regions.iter().map(present_in).collect()
+}
+
+fn present_in(region: &RamRegion) -> io::Result<DirtyPages> {
+    let pages = region.range.size / PAGE;
+    let words = usize::try_from(pages.div_ceil(64)).map_err(io::Error::other)?;
+    let mut bitmap = vec![0u64; words];
+    let end = region.file_offset + region.range.size;
+    let mut at = region.file_offset;
+    while at < end {
+        let data = match seek(&*region.file, SeekFrom::Data(at)) {
+            Ok(data) if data < end => data,
+            // Nothing behind it, or in another region.
+            Ok(_) | Err(Errno::NXIO) => break,
+            Err(error) => return Err(error.into()),
+        };
+        let hole = seek(&*region.file, SeekFrom::Hole(data))?.min(end);
+        let first = (data - region.file_offset) / PAGE;
+        for page in first..(hole - region.file_offset).div_ceil(PAGE) {
+            if let Some(word) = usize::try_from(page / 64).ok().and_then(|word| bitmap.get_mut(word)) {
+                *word |= 1 << (page % 64);
+            }
+        }
+        at = hole.max(at + PAGE);
+    }
+    Ok(DirtyPages { start: region.range.start, bitmap })
+}
 
 impl GuestRam {
     /// The pages that have memory behind them, one set per region; all others read as zero, and reading them would give
@@ -15,35 +45,7 @@ impl GuestRam {
     /// # Errors
     /// When the host can't tell.
     pub fn present(&self) -> io::Result<Vec<DirtyPages>> {
-        self.regions()
-            .iter()
-            .map(|region| {
-                let pages = region.range.size / PAGE;
-                let words = usize::try_from(pages.div_ceil(64)).map_err(io::Error::other)?;
-                let mut bitmap = vec![0u64; words];
-                let end = region.file_offset + region.range.size;
-                let mut at = region.file_offset;
-                while at < end {
-                    let data = match seek(&*region.file, SeekFrom::Data(at)) {
-                        Ok(data) if data < end => data,
-                        // Nothing behind it, or in another region.
-                        Ok(_) | Err(Errno::NXIO) => break,
-                        Err(error) => return Err(error.into()),
-                    };
-                    let hole = seek(&*region.file, SeekFrom::Hole(data))?.min(end);
-                    let first = (data - region.file_offset) / PAGE;
-                    for page in first..(hole - region.file_offset).div_ceil(PAGE) {
-                        if let Some(word) =
-                            usize::try_from(page / 64).ok().and_then(|word| bitmap.get_mut(word))
-                        {
-                            *word |= 1 << (page % 64);
-                        }
-                    }
-                    at = hole.max(at + PAGE);
-                }
-                Ok(DirtyPages { start: region.range.start, bitmap })
-            })
-            .collect()
+        present(self.regions())
     }
 }
 

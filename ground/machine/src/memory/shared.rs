@@ -12,16 +12,17 @@
 //! ```
 //!
 //! Source: spec dsm, section 4; Linux's admin-guide/mm/userfaultfd.
-#![allow(unsafe_code)] // userfaultfd's ioctls, madvise, and accesses to memory that the guest changes at the same time.
+#![allow(unsafe_code)] // madvise, and accesses to memory that the guest changes at the same time.
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
-use rustix::mm::{Advice, UserfaultfdFlags};
+use rustix::mm::Advice;
 use vm_memory::MmapRegion;
 
+use super::userfault::{CONTINUE_DONTWAKE, CONTINUE_WP, Range, Userfault, UserfaultError, feature, register};
 use super::{AtomicBitmap, GuestRam};
 use crate::slots::{HostMapping, SlotError};
 
@@ -56,21 +57,9 @@ pub struct PageFault {
 /// Shared RAM could not be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum SharedRamError {
-    /// No userfaultfd that sees faults of the kernel.
-    #[error(
-        "A userfaultfd that sees faults inside KVM could not be had; run as a user with CAP_SYS_PTRACE, or that may open /dev/userfaultfd"
-    )]
-    Userfaultfd(#[source] io::Error),
-    /// Linux older than 6.4, say.
-    #[error(
-        "This kernel's userfaultfd lacks what shared guest memory needs (missing, minor and write-protect faults of shared memory, thread ids): it has features {has:#x}, of {needs:#x} needed"
-    )]
-    Features {
-        /// Bits of `UFFD_FEATURE_*` that it has.
-        has: u64,
-        /// And those needed.
-        needs: u64,
-    },
+    /// No userfaultfd that sees faults of the kernel, or one that lacks something (Linux older than 6.4, say).
+    #[error(transparent)]
+    Userfault(#[from] UserfaultError),
     /// A piece of RAM was refused.
     #[error("Guest RAM at {start:#x} with {len:#x} bytes could not be {what}")]
     Refused {
@@ -100,11 +89,10 @@ struct Piece {
 
 /// RAM whose pages come and go. Thread-safe; who changes the rights of one page from several threads must put these changes in an order.
 pub struct SharedRam {
-    uffd: OwnedFd,
+    uffd: Userfault,
     pieces: Vec<Piece>,
 }
 
-const API: u64 = 0xaa;
 const FEATURES: u64 = feature::PAGEFAULT_FLAG_WP
     | feature::MISSING_SHMEM
     | feature::THREAD_ID
@@ -112,85 +100,11 @@ const FEATURES: u64 = feature::PAGEFAULT_FLAG_WP
     | feature::EXACT_ADDRESS
     | feature::WP_HUGETLBFS_SHMEM;
 
-/// `UFFD_FEATURE_*` of include/uapi/linux/userfaultfd.h.
-mod feature {
-    pub(super) const PAGEFAULT_FLAG_WP: u64 = 1;
-    pub(super) const MISSING_SHMEM: u64 = 1 << 5;
-    pub(super) const THREAD_ID: u64 = 1 << 8;
-    pub(super) const MINOR_SHMEM: u64 = 1 << 10;
-    pub(super) const EXACT_ADDRESS: u64 = 1 << 11;
-    pub(super) const WP_HUGETLBFS_SHMEM: u64 = 1 << 12;
-}
-
-const REGISTER_MISSING_WP_MINOR: u64 = 1 | 2 | 4;
-const WRITEPROTECT_WP: u64 = 1;
-const WRITEPROTECT_DONTWAKE: u64 = 2;
-const CONTINUE_DONTWAKE: u64 = 1;
-const CONTINUE_WP: u64 = 2;
-const EVENT_PAGEFAULT: u8 = 0x12;
-const FAULT_WRITE: u64 = 1;
-const FAULT_WP: u64 = 2;
-
-#[repr(C)]
-struct ApiRequest {
-    api: u64,
-    features: u64,
-    ioctls: u64,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct Range {
-    start: u64,
-    len: u64,
-}
-
-/// `uffdio_register` and `uffdio_continue`: both have a range, a mode, and a word that the kernel fills.
-#[repr(C)]
-struct RangeModeAnswer {
-    range: Range,
-    mode: u64,
-    answer: u64,
-}
-
-#[repr(C)]
-struct RangeMode {
-    range: Range,
-    mode: u64,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct Told {
-    event: u8,
-    _reserved: [u8; 7],
-    flags: u64,
-    address: u64,
-    thread: u32,
-    _padding: u32,
-}
-
-const _: () = assert!(size_of::<Told>() == 32);
-
-const fn request(direction: u64, number: u64, size: usize) -> libc::c_ulong {
-    (direction << 30) | ((size as u64) << 16) | (0xaa << 8) | number
-}
-const READ: u64 = 2;
-const READ_WRITE: u64 = 3;
-const UFFDIO_REGISTER: libc::c_ulong = request(READ_WRITE, 0, size_of::<RangeModeAnswer>());
-const UFFDIO_UNREGISTER: libc::c_ulong = request(READ, 1, size_of::<Range>());
-const UFFDIO_WAKE: libc::c_ulong = request(READ, 2, size_of::<Range>());
-const UFFDIO_WRITEPROTECT: libc::c_ulong = request(READ_WRITE, 6, size_of::<RangeMode>());
-const UFFDIO_CONTINUE: libc::c_ulong = request(READ_WRITE, 7, size_of::<RangeModeAnswer>());
-const UFFDIO_API: libc::c_ulong = request(READ_WRITE, 0x3f, size_of::<ApiRequest>());
-/// `_IO(0xaa, 0)` on /dev/userfaultfd.
-const USERFAULTFD_IOC_NEW: libc::c_ulong = 0xaa00;
-
 impl SharedRam {
     /// Maps RAM from guest-physical address `from` (a multiple of the page size) on a second time, for the guest; nothing of it is
     /// there yet. What lies below stays as it is. The monitor's mapping is that of `ram`.
     pub fn new(ram: &GuestRam, from: u64) -> Result<Self, SharedRamError> {
-        let uffd = open()?;
+        let uffd = Userfault::open(FEATURES)?;
         let mut pieces = Vec::new();
         for region in ram.regions() {
             let skip = from.saturating_sub(region.range.start).min(region.range.size);
@@ -206,11 +120,11 @@ impl SharedRam {
             let at = usize::try_from(skip).ok().and_then(|skip| region.host_address.checked_add(skip));
             let at = at.ok_or_else(|| refused("addressed")(io::ErrorKind::InvalidInput.into()))?;
             for address in [at, guest.as_ptr().addr()] {
-                no_huge_pages(address, len).map_err(refused("kept from huge pages"))?;
+                super::userfault::no_huge_pages(address, len).map_err(refused("kept from huge pages"))?;
             }
             let range = Range { start: guest.as_ptr().addr() as u64, len };
-            let mut register = RangeModeAnswer { range, mode: REGISTER_MISSING_WP_MINOR, answer: 0 };
-            call(&uffd, UFFDIO_REGISTER, &mut register).map_err(refused("watched for faults"))?;
+            let modes = register::MISSING | register::WP | register::MINOR;
+            uffd.register(range, modes).map_err(refused("watched for faults"))?;
             pieces.push(Piece { start, guest, _alias: alias, at });
         }
         Ok(Self { uffd, pieces })
@@ -223,30 +137,20 @@ impl SharedRam {
 
     /// Readable when there are faults.
     pub fn fd(&self) -> BorrowedFd<'_> {
-        self.uffd.as_fd()
+        self.uffd.fd()
     }
 
     /// Takes faults that have been told; none when there are none now.
     pub fn faults(&self, into: &mut Vec<PageFault>) -> io::Result<()> {
-        let mut told = [Told::default(); 16];
-        let size = size_of_val(&told);
-        // SAFETY: the buffer is ours and `size` bytes long; all bit patterns are valid for it.
-        let read = unsafe { libc::read(self.uffd.as_raw_fd(), told.as_mut_ptr().cast(), size) };
-        let Ok(read) = usize::try_from(read) else {
-            let error = io::Error::last_os_error();
-            let nothing = matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted);
-            return if nothing { Ok(()) } else { Err(error) };
-        };
-        for one in told.iter().take(read / size_of::<Told>()).filter(|one| one.event == EVENT_PAGEFAULT) {
+        for fault in self.uffd.faults()? {
             let page = self.pieces.iter().find_map(|piece| {
                 let base = piece.guest.as_ptr().addr() as u64;
-                let offset = one.address.checked_sub(base).filter(|offset| *offset < piece.guest.len())?;
+                let offset = fault.address.checked_sub(base).filter(|offset| *offset < piece.guest.len())?;
                 Some((piece.start + offset) / PAGE_64)
             });
             let Some(page) = page else { continue };
-            let write = one.flags & (FAULT_WRITE | FAULT_WP) != 0;
-            let offset = u16::try_from(one.address % PAGE_64).unwrap_or(0);
-            into.push(PageFault { page, offset, write, thread: one.thread });
+            let offset = u16::try_from(fault.address % PAGE_64).unwrap_or(0);
+            into.push(PageFault { page, offset, write: fault.write, thread: fault.thread });
         }
         Ok(())
     }
@@ -269,35 +173,29 @@ impl SharedRam {
                 // SAFETY: a byte of the monitor's mapping, which lives as long as `self`; the guest may change it meanwhile.
                 unsafe { AtomicU8::from_ptr(alias as *mut u8) }.load(Ordering::Relaxed);
                 let wp = if to == PageRights::Read { CONTINUE_WP } else { 0 };
-                let mut request = RangeModeAnswer { range, mode: wp | CONTINUE_DONTWAKE, answer: 0 };
-                match call(&self.uffd, UFFDIO_CONTINUE, &mut request) {
+                match self.uffd.map_existing(range, wp | CONTINUE_DONTWAKE) {
                     Err(error) if error.raw_os_error() == Some(libc::EEXIST) => {
-                        self.write_protect(range, to == PageRights::Read)
+                        self.uffd.write_protect(range, to == PageRights::Read)
                     }
                     result => result,
                 }
             }
-            (PageRights::Read, PageRights::Write) => self.write_protect(range, false),
-            (PageRights::Write, PageRights::Read) => self.write_protect(range, true),
+            (PageRights::Read, PageRights::Write) => self.uffd.write_protect(range, false),
+            (PageRights::Write, PageRights::Read) => self.uffd.write_protect(range, true),
         }
-    }
-
-    fn write_protect(&self, range: Range, on: bool) -> io::Result<()> {
-        let mode = if on { WRITEPROTECT_WP } else { WRITEPROTECT_DONTWAKE };
-        call(&self.uffd, UFFDIO_WRITEPROTECT, &mut RangeMode { range, mode })
     }
 
     /// Lets threads that wait for a page try again.
     pub fn wake(&self, page: u64) -> io::Result<()> {
         let (guest, _) = self.addresses(page)?;
-        call(&self.uffd, UFFDIO_WAKE, &mut Range { start: guest as u64, len: PAGE_64 })
+        self.uffd.wake(Range { start: guest as u64, len: PAGE_64 })
     }
 
     /// Ends it: all that wait go on, and there will be no faults. What the guest sees from here on is this host's own memory.
     pub fn release(&self) {
         for piece in &self.pieces {
-            let mut range = Range { start: piece.guest.as_ptr().addr() as u64, len: piece.guest.len() };
-            if let Err(error) = call(&self.uffd, UFFDIO_UNREGISTER, &mut range) {
+            let range = Range { start: piece.guest.as_ptr().addr() as u64, len: piece.guest.len() };
+            if let Err(error) = self.uffd.unregister(range) {
                 tracing::error!(%error, start = piece.start, "Shared RAM could not be released");
             }
         }
@@ -368,66 +266,6 @@ impl SharedRam {
     }
 }
 
-fn open() -> Result<OwnedFd, SharedRamError> {
-    let flags = UserfaultfdFlags::CLOEXEC | UserfaultfdFlags::NONBLOCK;
-    // SAFETY: a new descriptor; nothing is registered with it yet.
-    let uffd = match unsafe { rustix::mm::userfaultfd(flags) } {
-        Ok(uffd) => uffd,
-        Err(rustix::io::Errno::PERM | rustix::io::Errno::NOSYS) => {
-            open_device().map_err(SharedRamError::Userfaultfd)?
-        }
-        Err(error) => return Err(SharedRamError::Userfaultfd(error.into())),
-    };
-    // Asked for none, it tells all it has; a second descriptor isn't needed, as the kernel lets one ask once.
-    let mut api = ApiRequest { api: API, features: FEATURES, ioctls: 0 };
-    match call(&uffd, UFFDIO_API, &mut api) {
-        Ok(()) => Ok(uffd),
-        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
-            Err(SharedRamError::Features { has: api.features, needs: FEATURES })
-        }
-        Err(error) => Err(SharedRamError::Userfaultfd(error)),
-    }
-}
-
-fn open_device() -> io::Result<OwnedFd> {
-    use std::os::fd::FromRawFd;
-    let device = std::fs::File::open("/dev/userfaultfd")?;
-    let flags = libc::O_CLOEXEC | libc::O_NONBLOCK;
-    // SAFETY: the request takes flags by value and returns a descriptor.
-    let fd = unsafe { libc::ioctl(device.as_raw_fd(), USERFAULTFD_IOC_NEW, flags) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: a fresh descriptor that nobody else knows.
-    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
-}
-
-/// Runs an ioctl, again where the kernel says that the address space is changing (EAGAIN) or that a signal came.
-fn call<T>(uffd: &OwnedFd, request: libc::c_ulong, argument: &mut T) -> io::Result<()> {
-    loop {
-        // SAFETY: each request is made for a structure of the type it is called with here, which outlives the call. What it
-        // does to memory is limited to ranges registered in `SharedRam::new`, which are shared mappings of guest RAM.
-        let result = unsafe { libc::ioctl(uffd.as_raw_fd(), request, std::ptr::from_mut(argument)) };
-        if result >= 0 {
-            return Ok(());
-        }
-        let error = io::Error::last_os_error();
-        if !matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) {
-            return Err(error);
-        }
-    }
-}
-
-fn no_huge_pages(address: usize, len: u64) -> io::Result<()> {
-    let len = usize::try_from(len).map_err(|_| io::ErrorKind::InvalidInput)?;
-    // SAFETY: a whole mapping of guest RAM; the advice doesn't change its contents.
-    match unsafe { rustix::mm::madvise(address as *mut _, len, Advice::LinuxNoHugepage) } {
-        // A kernel without huge pages.
-        Ok(()) | Err(rustix::io::Errno::INVAL) => Ok(()),
-        Err(error) => Err(error.into()),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -438,7 +276,7 @@ mod tests {
         let ram = GuestRam::allocate(&RamLayout::new(&[4 << 20]).unwrap(), &RamOptions::default()).unwrap();
         match SharedRam::new(&ram, 2 << 20) {
             Ok(shared) => Some((ram, shared)),
-            Err(SharedRamError::Userfaultfd(error)) => {
+            Err(SharedRamError::Userfault(UserfaultError::Open(error))) => {
                 eprintln!("Skipped: no userfaultfd here: {error}");
                 None
             }
@@ -458,7 +296,8 @@ mod tests {
     fn next(shared: &SharedRam) -> PageFault {
         let mut faults = Vec::new();
         while faults.is_empty() {
-            let mut fds = [rustix::event::PollFd::new(&shared.uffd, rustix::event::PollFlags::IN)];
+            let mut fds =
+                [rustix::event::PollFd::from_borrowed_fd(shared.fd(), rustix::event::PollFlags::IN)];
             rustix::event::poll(&mut fds, None).unwrap();
             shared.faults(&mut faults).unwrap();
         }

@@ -1,9 +1,9 @@
-//! `causeway pause`, `resume`, `reset`: one request each.
+//! `causeway pause`, `resume`, `reset`, `nic`: one request each.
 
 use control_api::client::{Client, ClientError};
-use control_api::types::Done;
+use control_api::types::{Done, NicBehind};
 
-use crate::cli::Target;
+use crate::cli::{Behind, NicArgs, Target};
 use crate::output;
 
 /// Sends a request and says what came of it.
@@ -16,4 +16,19 @@ pub fn control(
     let (name, client) = super::select(target)?;
     let done = request(&client)?;
     if json { output::print_json(&done) } else { output::print(&format!("{name} is {result}\n")) }
+}
+
+/// Changes what is behind a NIC.
+pub fn nic(args: &NicArgs, json: bool) -> anyhow::Result<()> {
+    let behind = match args.behind {
+        Behind::Card => NicBehind::Card,
+        Behind::Emulation => NicBehind::Emulation,
+    };
+    let (name, client) = super::select(&args.target)?;
+    let done = client.change_nic(&args.nic, behind)?;
+    if json {
+        output::print_json(&done)
+    } else {
+        output::print(&format!("{} of {name} has its {behind} behind it\n", args.nic))
+    }
 }

@@ -14,14 +14,19 @@ use control_api::migration::{
     socket_of,
 };
 
-use crate::cli::MigrateArgs;
+use crate::cli::{MigrateArgs, TransferArgs};
 use crate::output;
 
+/// Streams of a VM's memory, without post-copy.
+pub const STREAMS: u8 = 2;
 /// How long a connection to the destination may take.
 const CONNECT: Duration = Duration::from_secs(10);
 
 /// Moves a VM, or cancels that.
 pub fn migrate(args: &MigrateArgs, json: bool) -> anyhow::Result<ExitCode> {
+    if !args.group.is_empty() {
+        return super::migrate_group::migrate(args, json);
+    }
     let (name, client) = super::select(&args.target)?;
     if args.cancel {
         let done = client.cancel_migration()?;
@@ -33,7 +38,13 @@ pub fn migrate(args: &MigrateArgs, json: bool) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let to = args.to.as_deref().ok_or_else(|| anyhow!("--to: where to?"))?;
-    let progress = run(args, to, &client, json)?;
+    let post_copy_after = if args.post_copy { Some(0) } else { args.post_copy_after };
+    let streams = args.transfer.streams.unwrap_or(if post_copy_after.is_some() { 3 } else { STREAMS });
+    let monitor = ask(&args.transfer, to, connect(to, streams)?, post_copy_after, &[], &client)?;
+    let progress = match follow(&name, &monitor, json)? {
+        Followed::Refused(problem) => bail!("{problem}"),
+        Followed::Ended(progress) => *progress,
+    };
     match (progress.phase, progress.timeline) {
         (MigrationPhase::Done, Some(timeline)) => {
             if json {
@@ -50,40 +61,68 @@ pub fn migrate(args: &MigrateArgs, json: bool) -> anyhow::Result<ExitCode> {
     }
 }
 
-/// Asks the monitor, and follows its reports to the last one.
-fn run(args: &MigrateArgs, to: &str, client: &Client, json: bool) -> anyhow::Result<MigrationProgress> {
+/// Asks the monitor; its reports come over what is returned. `together`: the VMs that move with it, itself as well; none where it moves alone.
+///
+/// # Errors
+/// When the monitor doesn't take the request: the VM runs where it was.
+pub fn ask(
+    transfer: &TransferArgs,
+    to: &str,
+    streams: Vec<TcpStream>,
+    post_copy_after: Option<u32>,
+    together: &[String],
+    client: &Client,
+) -> anyhow::Result<Packets> {
     let requests = socket_of(client.socket());
     let monitor = Packets::connect(&requests)
         .with_context(|| format!("No monitor takes migrations at {}", requests.display()))?;
-    let streams = connect(to, args.streams)?;
     let request = MigrationRequest {
         destination: to.to_owned(),
-        downtime_ms: args.downtime,
-        timeout_seconds: args.timeout,
-        max_throttle_percent: args.max_throttle,
+        downtime_ms: transfer.downtime,
+        timeout_seconds: transfer.timeout,
+        max_throttle_percent: transfer.max_throttle,
+        post_copy_after,
+        together: together.to_vec(),
     };
     let fds: Vec<_> = streams.iter().map(|stream| stream.as_fd()).collect();
     monitor.send(&request, &fds, true).context("The VM's monitor doesn't take the request")?;
-    // The monitor's copies alone decide how long the streams live.
-    drop(streams);
+    // The monitor's copies alone decide how long the streams live: this side's end here.
+    Ok(monitor)
+}
+
+/// What a monitor said in the end.
+pub enum Followed {
+    /// It doesn't begin, for this reason.
+    Refused(String),
+    /// How it ended.
+    Ended(Box<MigrationProgress>),
+}
+
+/// Follows a monitor's reports to the last one.
+///
+/// # Errors
+/// When the monitor goes before the end: it isn't known how it ended.
+pub fn follow(name: &str, monitor: &Packets, json: bool) -> anyhow::Result<Followed> {
     let mut shown = None;
     loop {
         let report =
             monitor.receive::<MigrationReport>().context("The VM's monitor broke off its reports")?;
         let progress = match report {
             None => bail!("The VM's monitor ended before the migration did; see its own log"),
-            Some((MigrationReport::Refused { problem }, _)) => bail!("{problem}"),
-            Some((MigrationReport::Progress(progress), _)) => *progress,
+            Some((MigrationReport::Refused { problem }, _)) => return Ok(Followed::Refused(problem)),
+            Some((MigrationReport::Progress(progress), _)) => progress,
         };
         match progress.phase {
-            MigrationPhase::Done | MigrationPhase::Failed | MigrationPhase::InDoubt => return Ok(progress),
+            phase if phase.is_last() => return Ok(Followed::Ended(progress)),
             phase if !json && shown != Some((phase, progress.round)) => {
                 shown = Some((phase, progress.round));
                 tracing::info!(
+                    vm = name,
                     ?phase,
                     round = progress.round,
                     sent = progress.bytes_sent,
                     left = progress.pages_left,
+                    asked_for = progress.pages_asked_for,
                     predicted_pause_ms = progress.predicted_pause_ms,
                     throttle_percent = progress.throttle_percent,
                     "Moving"
@@ -94,8 +133,11 @@ fn run(args: &MigrateArgs, to: &str, client: &Client, json: bool) -> anyhow::Res
     }
 }
 
-/// Connections to the destination: all to the same address of those that a name has.
-fn connect(to: &str, count: u8) -> anyhow::Result<Vec<TcpStream>> {
+/// Connections to the destination of a VM: all to the same address of those that a name has.
+///
+/// # Errors
+/// When it has no such address, or nobody waits there.
+pub fn connect(to: &str, count: u8) -> anyhow::Result<Vec<TcpStream>> {
     let addresses: Vec<SocketAddr> = to
         .to_socket_addrs()
         .with_context(|| format!("--to: {to} is no address with a port, like 192.0.2.1:7000"))?
@@ -121,7 +163,7 @@ fn connect(to: &str, count: u8) -> anyhow::Result<Vec<TcpStream>> {
 }
 
 /// The timeline as a table.
-fn describe(name: &str, timeline: &MigrationTimeline) -> String {
+pub fn describe(name: &str, timeline: &MigrationTimeline) -> String {
     use std::fmt::Write as _;
 
     let mut text = String::new();
@@ -159,12 +201,28 @@ fn describe(name: &str, timeline: &MigrationTimeline) -> String {
         timeline.streams,
         timeline.state_bytes
     );
+    if let Some(post) = &timeline.post_copy {
+        let _ = writeln!(
+            text,
+            "post-copy {:.0} ms: {} pages after the guest, {} of them asked for, {}; {} waits for pages, median {} us, worst {} us",
+            post.took_ms,
+            post.missing_pages,
+            post.asked_pages,
+            mib(post.bytes),
+            post.faults,
+            post.fault_median_us,
+            post.fault_worst_us
+        );
+        if post.left_pages > 0 {
+            let _ = writeln!(text, "the VM ended there before {} of its pages had come", post.left_pages);
+        }
+    }
     text
 }
 
 #[cfg(test)]
 mod tests {
-    use control_api::migration::MigrationRound;
+    use control_api::migration::{MigrationRound, PostCopyTimeline};
 
     use super::*;
 
@@ -193,6 +251,17 @@ mod tests {
             commit_ms: 4.0,
             pause_ms: 10.0,
             total_ms: 22.0,
+            post_copy: Some(PostCopyTimeline {
+                missing_pages: 900,
+                asked_pages: 20,
+                pushed_pages: 873,
+                left_pages: 7,
+                bytes: 3 << 20,
+                took_ms: 40.0,
+                faults: 19,
+                fault_median_us: 210,
+                fault_worst_us: 4000,
+            }),
         };
         let text = describe("a", &timeline);
         let lines: Vec<&str> = text.lines().collect();
@@ -205,6 +274,11 @@ mod tests {
         assert!(lines[4].starts_with(
             "pause 10.0 ms: stop 1.0, rest 2.0, restore 3.0, commit 4.0; in all 22 ms, 6.0 MiB"
         ));
+        assert_eq!(
+            lines[5],
+            "post-copy 40 ms: 900 pages after the guest, 20 of them asked for, 3.0 MiB; 19 waits for pages, median 210 us, worst 4000 us"
+        );
+        assert_eq!(lines[6], "the VM ended there before 7 of its pages had come");
     }
 
     #[test]

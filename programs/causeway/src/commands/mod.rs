@@ -11,6 +11,7 @@ mod key;
 mod limits;
 mod list;
 mod migrate;
+mod migrate_group;
 mod stop;
 
 use std::process::ExitCode;
@@ -30,7 +31,9 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Pause(target) => control::control(&target, json, "paused", Client::pause)?,
         Command::Resume(target) => control::control(&target, json, "running again", Client::resume)?,
         Command::Reset(target) => control::control(&target, json, "reset", Client::reset)?,
+        Command::Nic(args) => control::nic(&args, json)?,
         Command::Migrate(args) => return migrate::migrate(&args, json),
+        Command::Drain(args) => return migrate_group::drain(&args, json),
         Command::Stop(args) => stop::stop(&args, json)?,
         Command::Host(args) => host::host(&args, json)?,
         Command::Card(args) => card::card(&args, json)?,

@@ -42,43 +42,71 @@ impl Phase {
     }
 }
 
+/// A VM's last migration.
+#[derive(Debug, Default)]
+struct Last {
+    phase: Phase,
+    /// Which try of its monitor's it was, where it moves together with others.
+    attempt: Option<u64>,
+}
+
 /// The phases of all VMs. Thread-safe.
 #[derive(Debug, Default)]
 pub struct Phases {
-    of: Mutex<HashMap<String, Phase>>,
+    of: Mutex<HashMap<String, Last>>,
     changes: watch::Sender<u64>,
 }
 
 impl Phases {
-    fn all(&self) -> MutexGuard<'_, HashMap<String, Phase>> {
+    fn all(&self) -> MutexGuard<'_, HashMap<String, Last>> {
         self.of.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn changed(&self) {
+        self.changes.send_modify(|changes| *changes += 1);
     }
 
     /// A VM's phase.
     #[must_use]
     pub fn get(&self, vm: &str) -> Phase {
-        self.all().get(vm).cloned().unwrap_or_default()
+        self.all().get(vm).map(|last| last.phase.clone()).unwrap_or_default()
     }
 
     /// A VM is in another phase.
     pub fn set(&self, vm: &str, phase: Phase) {
         let mut all = self.all();
-        if all.len() >= MOST && !all.contains_key(vm) {
-            all.retain(|_, phase| !phase.is_end());
-        }
-        all.insert(vm.to_owned(), phase);
+        make_room(&mut all, vm);
+        all.entry(vm.to_owned()).or_default().phase = phase;
         drop(all);
-        self.changes.send_modify(|changes| *changes += 1);
+        self.changed();
     }
 
-    /// A migration is asked for: `false` where one is under way.
-    pub fn begin(&self, vm: &str) -> bool {
-        let before = self.get(vm);
-        let free = before == Phase::Idle || before.is_end();
+    /// A migration is asked for: `false` where another one is under way. `attempt`: it moves with others, and its monitor asks again and again; nothing
+    /// changes where that is the try that was asked for last, whatever came of it.
+    pub fn begin(&self, vm: &str, attempt: Option<u64>) -> bool {
+        let mut all = self.all();
+        make_room(&mut all, vm);
+        let last = all.entry(vm.to_owned()).or_default();
+        if attempt.is_some() && attempt == last.attempt {
+            return true;
+        }
+        let free = last.phase == Phase::Idle || last.phase.is_end();
         if free {
-            self.set(vm, Phase::Begun);
+            *last = Last { phase: Phase::Begun, attempt };
+            drop(all);
+            self.changed();
         }
         free
+    }
+
+    /// What was asked for isn't wanted any more; `false`, and nothing, where it has begun meanwhile, or wasn't asked for.
+    pub fn withdraw(&self, vm: &str, phase: Phase) -> bool {
+        let mut all = self.all();
+        let Some(asked) = all.get_mut(vm).filter(|asked| asked.phase == Phase::Begun) else { return false };
+        asked.phase = phase;
+        drop(all);
+        self.changed();
+        true
     }
 
     /// Waits until a VM is in a phase that is waited for; the caller limits the time.
@@ -91,5 +119,48 @@ impl Phases {
                 return phase;
             }
         }
+    }
+}
+
+/// Forgets migrations that are over where another VM's has no room.
+fn make_room(all: &mut HashMap<String, Last>, vm: &str) {
+    if all.len() >= MOST && !all.contains_key(vm) {
+        all.retain(|_, last| last.phase != Phase::Idle && !last.phase.is_end());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is said again changes nothing, whatever has come of it; what is tried again begins anew, once the one before is over.
+    #[test]
+    fn a_try_is_begun_once() {
+        let phases = Phases::default();
+        assert!(phases.begin("a", Some(1)));
+        assert_eq!(phases.get("a"), Phase::Begun);
+        phases.set("a", Phase::Copying(7));
+        assert!(phases.begin("a", Some(1)));
+        assert_eq!(phases.get("a"), Phase::Copying(7));
+        assert!(!phases.begin("a", Some(2)), "another one is under way");
+        assert!(!phases.begin("a", None));
+        phases.set("a", Phase::Stays("no".to_owned()));
+        assert!(phases.begin("a", Some(1)));
+        assert_eq!(phases.get("a"), Phase::Stays("no".to_owned()), "the monitor hasn't heard of that");
+        assert!(phases.begin("a", Some(2)));
+        assert_eq!(phases.get("a"), Phase::Begun);
+    }
+
+    /// What has begun meanwhile isn't withdrawn.
+    #[test]
+    fn only_a_wish_is_withdrawn() {
+        let phases = Phases::default();
+        assert!(!phases.withdraw("a", Phase::Idle));
+        assert!(phases.begin("a", None));
+        assert!(phases.withdraw("a", Phase::Idle));
+        assert_eq!(phases.get("a"), Phase::Idle);
+        phases.set("a", Phase::Copying(7));
+        assert!(!phases.withdraw("a", Phase::Idle));
+        assert_eq!(phases.get("a"), Phase::Copying(7));
     }
 }

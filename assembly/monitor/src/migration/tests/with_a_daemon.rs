@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
 use control_api::host::HostError;
+use control_api::host::proto::BeginTogether;
 use control_api::host::proto::move_vm_reply::State;
 use control_api::host::proto::move_vm_request::Step;
 
@@ -41,10 +42,21 @@ impl Devices for Noting {
         self.0.lock().unwrap().push((number, data.to_vec()));
         Ok(())
     }
+    fn post_copy(&self) -> Result<(), MigrationError> {
+        Ok(())
+    }
 }
 
 /// A move with such a daemon; the destination only takes what comes. What the guest's life is afterwards, and what came.
 fn go(answers: Answers) -> (Result<MigrationTimeline, MigrationError>, StandIn, Came, Vec<Step>) {
+    go_with(answers, &[])
+}
+
+/// As [`go`], together with others.
+fn go_with(
+    answers: Answers,
+    others: &[&str],
+) -> (Result<MigrationTimeline, MigrationError>, StandIn, Came, Vec<Step>) {
     let (said, heard) = daemon(answers);
     let mut machine = StandIn::new(vec![vec![5], vec![6, 7]]);
     machine.daemon = Some(said);
@@ -64,7 +76,9 @@ fn go(answers: Answers) -> (Result<MigrationTimeline, MigrationError>, StandIn, 
                 let _ = landing.restored();
             }
         });
-        let here = migrate(&machine, a, &request(1000, 0), &watch, &stop);
+        let together = others.iter().map(|other| (*other).to_owned()).collect();
+        let asked = MigrationRequest { together, ..request(1000, 0) };
+        let here = migrate(&machine, a, &asked, &watch, &stop);
         arriving.join().unwrap();
         here
     });
@@ -99,6 +113,50 @@ fn the_daemon_s_word_ends_the_source() {
     };
     assert_eq!(of(0), b"firstlast");
     assert_eq!(of(1), vec![3; 2 << 20]);
+}
+
+/// With others it asks until all have, copies, and copies again while others of them aren't ready: all that was written is there in the end.
+#[test]
+fn a_vm_that_moves_with_others_waits_for_them() {
+    let (here, machine, came, steps) = go_with(
+        vec![
+            Ok((State::Pending, "waits for VM b of its group")),
+            Ok((State::Pending, "waits for VM b of its group")),
+            Ok((State::Copy, "")),
+            Ok((State::Copy, "")),
+            Ok((State::Stop, "")),
+            Ok((State::Stop, "")),
+            Ok((State::Moved, "")),
+        ],
+        &["a", "b"],
+    );
+    let timeline = here.unwrap();
+    assert_eq!(
+        timeline.rounds.iter().filter(|round| !round.stopped).count(),
+        2,
+        "copied again while it waited"
+    );
+    assert_eq!(machine.life.load(Ordering::SeqCst), 1, "it stands still here");
+    let vms = vec!["a".to_owned(), "b".to_owned()];
+    let Some(Step::BeginTogether(BeginTogether { attempt, .. })) = steps.first().cloned() else {
+        panic!("{steps:?}")
+    };
+    let ask = Step::BeginTogether(BeginTogether { host: "h2".to_owned(), vms, attempt });
+    let rest = [Step::Converged(true), Step::Converged(true), Step::Stopped(true), Step::Wait(true)];
+    assert_eq!(steps, [vec![ask; 3], rest.to_vec()].concat());
+    let of = |number| {
+        came.iter().filter(|(at, _)| *at == number).flat_map(|(_, data)| data.clone()).collect::<Vec<u8>>()
+    };
+    assert_eq!((of(0), of(1)), (b"firstlast".to_vec(), vec![3; 2 << 20]));
+}
+
+/// A group that can't be: the guest never stands still, and nothing was copied.
+#[test]
+fn a_group_that_is_refused_stops_nobody() {
+    let (here, machine, came, _) = go_with(vec![Err("The cluster has no VM nobody")], &["a", "nobody"]);
+    assert!(super::super::error::line(&here.unwrap_err()).contains("no VM nobody"));
+    assert_eq!((machine.stops.load(Ordering::SeqCst), machine.logging.load(Ordering::SeqCst)), (0, 0));
+    assert!(came.is_empty());
 }
 
 /// Refused, or given up before the stop: the guest never stands still, and the log is off.

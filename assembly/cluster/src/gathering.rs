@@ -1,0 +1,214 @@
+//! VMs that are to move together and each ask for themselves: who has asked, and what came of it. It isn't written down: nothing has begun
+//! before all have asked, and they ask again.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use nomad::MigrationId;
+use nomad::config::MAX_MOVES;
+
+use crate::refusal::Refusal;
+
+/// Who hasn't asked for so long doesn't take part any more.
+const STALE: Duration = Duration::from_secs(3);
+/// What came of it is kept for so long, for those who haven't heard of it.
+const KEPT: Duration = Duration::from_secs(30);
+/// Groups that gather at a time.
+const MOST: usize = 1024;
+
+/// What came of it: the migration, or why it can't be.
+type Outcome = Result<MigrationId, String>;
+
+/// A member's wish.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Wish {
+    host: String,
+    /// Which try of the VM's it is.
+    attempt: u64,
+    last: Instant,
+}
+
+/// A group that gathers.
+#[derive(Debug, Default)]
+struct Group {
+    asked: BTreeMap<String, Wish>,
+    /// For those who have asked, when they ask again in the same try.
+    outcome: Option<(Outcome, Instant)>,
+}
+
+/// What a VM that asks is told.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Told {
+    /// These haven't asked.
+    Missing(Vec<String>),
+    /// All have: the migration is to be begun, of these VMs to these hosts, and [`Gathering::ended`] to be told.
+    Complete(Vec<(String, String)>),
+    /// It has begun.
+    Begun(MigrationId),
+}
+
+/// All groups that gather, by their members' names.
+#[derive(Debug, Default)]
+pub(crate) struct Gathering(BTreeMap<BTreeSet<String>, Group>);
+
+impl Gathering {
+    /// A VM asks to move to a host, together with others. Names are checked against the cluster by the caller. What has come of it is told as often
+    /// as it is asked for in the same try; another try is of another migration.
+    ///
+    /// # Errors
+    /// When the names can't be a group, another group with one of them gathers, or the migration couldn't begin.
+    pub fn ask(
+        &mut self,
+        vm: &str,
+        host: &str,
+        attempt: u64,
+        together: &[String],
+        now: Instant,
+    ) -> Result<Told, Refusal> {
+        let names: BTreeSet<String> = together.iter().cloned().collect();
+        if names.len() != together.len() || names.len() > MAX_MOVES || !names.contains(vm) {
+            return Err(Refusal::Invalid(format!(
+                "VMs that move together are 1 to {MAX_MOVES}, each named once, and the one that asks is one of them"
+            )));
+        }
+        self.forget(now);
+        if let Some(other) = self.0.iter().find_map(|(others, group)| {
+            let open = *others != names && group.outcome.is_none();
+            group.asked.keys().find(|asked| open && names.contains(*asked))
+        }) {
+            return Err(Refusal::Conflict(format!(
+                "VM {vm} can't move in this group: VM {other} has asked to move together with others"
+            )));
+        }
+        if self.0.len() >= MOST && !self.0.contains_key(&names) {
+            return Err(Refusal::TooMany(format!(
+                "{MOST} groups of VMs wait to move already; try again later"
+            )));
+        }
+        let group = self.0.entry(names.clone()).or_default();
+        if let Some((outcome, _)) = &group.outcome {
+            if group.asked.get(vm).is_some_and(|wish| wish.attempt == attempt) {
+                return outcome.clone().map(Told::Begun).map_err(Refusal::Conflict);
+            }
+            *group = Group::default();
+        }
+        group.asked.insert(vm.to_owned(), Wish { host: host.to_owned(), attempt, last: now });
+        let missing: Vec<String> =
+            names.iter().filter(|name| !group.asked.contains_key(*name)).cloned().collect();
+        if missing.is_empty() {
+            let wishes = group.asked.iter().map(|(vm, wish)| (vm.clone(), wish.host.clone()));
+            return Ok(Told::Complete(wishes.collect()));
+        }
+        Ok(Told::Missing(missing))
+    }
+
+    /// What came of a complete group.
+    pub fn ended(&mut self, together: &[String], outcome: Outcome, now: Instant) {
+        let names: BTreeSet<String> = together.iter().cloned().collect();
+        if let Some(group) = self.0.get_mut(&names) {
+            group.outcome = Some((outcome, now));
+        }
+    }
+
+    /// A VM doesn't ask any more. Nothing where its group is complete.
+    pub fn withdraw(&mut self, vm: &str) {
+        self.0.retain(|_, group| {
+            if group.outcome.is_none() {
+                group.asked.remove(vm);
+            }
+            !group.asked.is_empty()
+        });
+    }
+
+    fn forget(&mut self, now: Instant) {
+        self.0.retain(|_, group| match &group.outcome {
+            Some((_, at)) => now.duration_since(*at) < KEPT,
+            None => {
+                group.asked.retain(|_, wish| now.duration_since(wish.last) < STALE);
+                !group.asked.is_empty()
+            }
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used)]
+    use super::*;
+
+    fn names(all: &[&str]) -> Vec<String> {
+        all.iter().map(|name| (*name).to_owned()).collect()
+    }
+
+    /// It begins when all have asked, each with its own host, in whatever order the names are; each hears of it as often as it asks in that try.
+    #[test]
+    fn a_group_is_complete_when_all_have_asked() {
+        let (mut gathering, now) = (Gathering::default(), Instant::now());
+        let told = gathering.ask("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        assert_eq!(told, Told::Missing(names(&["b"])));
+        let told = gathering.ask("b", "h1", 5, &names(&["b", "a"]), now).unwrap();
+        let wishes = vec![("a".to_owned(), "h2".to_owned()), ("b".to_owned(), "h1".to_owned())];
+        assert_eq!(told, Told::Complete(wishes));
+        gathering.ended(&names(&["b", "a"]), Ok(MigrationId(7)), now);
+        for (vm, host, attempt) in [("a", "h2", 1), ("a", "h2", 1), ("b", "h1", 5)] {
+            let told = gathering.ask(vm, host, attempt, &names(&["a", "b"]), now).unwrap();
+            assert_eq!(told, Told::Begun(MigrationId(7)), "an answer may be lost");
+        }
+        // The next one of the same VMs is another one, for either of them.
+        let told = gathering.ask("b", "h1", 6, &names(&["a", "b"]), now).unwrap();
+        assert_eq!(told, Told::Missing(names(&["a"])));
+        let told = gathering.ask("a", "h2", 2, &names(&["a", "b"]), now).unwrap();
+        assert!(matches!(told, Told::Complete(_)), "{told:?}");
+    }
+
+    /// A refusal is everybody's, and nobody's who tries again.
+    #[test]
+    fn all_hear_why_it_cannot_be() {
+        let (mut gathering, now) = (Gathering::default(), Instant::now());
+        gathering.ask("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        gathering.ask("b", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        gathering.ended(&names(&["a", "b"]), Err("no".to_owned()), now);
+        let error = gathering.ask("a", "h2", 1, &names(&["a", "b"]), now).unwrap_err();
+        assert_eq!(error.to_string(), "no");
+        let told = gathering.ask("b", "h2", 2, &names(&["a", "b"]), now).unwrap();
+        assert_eq!(told, Told::Missing(names(&["a"])), "what came of the try before isn't this one's");
+        let told = gathering.ask("a", "h2", 1, &names(&["a", "b"]), now + KEPT).unwrap();
+        assert_eq!(told, Told::Missing(names(&["b"])), "nothing is kept for ever");
+    }
+
+    /// Who stops asking isn't taken for one that wants to move, and keeps no others from it.
+    #[test]
+    fn who_asks_no_more_does_not_take_part() {
+        let (mut gathering, now) = (Gathering::default(), Instant::now());
+        gathering.ask("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        let error = gathering.ask("b", "h2", 1, &names(&["b", "a", "c"]), now).unwrap_err();
+        assert!(error.to_string().contains("VM a has asked"), "{error}");
+        let told = gathering.ask("b", "h2", 1, &names(&["a", "b"]), now + STALE).unwrap();
+        assert_eq!(told, Told::Missing(names(&["a"])));
+        let told = gathering.ask("a", "h2", 2, &names(&["a", "c"]), now + STALE * 2).unwrap();
+        assert_eq!(told, Told::Missing(names(&["c"])));
+    }
+
+    /// Who has given it up isn't counted, not even for a moment; what has begun is the coordinator's to end.
+    #[test]
+    fn who_gives_it_up_does_not_take_part() {
+        let (mut gathering, now) = (Gathering::default(), Instant::now());
+        gathering.ask("a", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        gathering.withdraw("a");
+        let told = gathering.ask("b", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        assert_eq!(told, Told::Missing(names(&["a"])));
+        gathering.ask("a", "h2", 2, &names(&["a", "b"]), now).unwrap();
+        gathering.ended(&names(&["a", "b"]), Ok(MigrationId(7)), now);
+        gathering.withdraw("a");
+        let told = gathering.ask("b", "h2", 1, &names(&["a", "b"]), now).unwrap();
+        assert_eq!(told, Told::Begun(MigrationId(7)));
+    }
+
+    #[test]
+    fn what_is_no_group_is_refused() {
+        let (mut gathering, now) = (Gathering::default(), Instant::now());
+        for all in [&[][..], &["b"], &["a", "a"]] {
+            assert!(gathering.ask("a", "h2", 1, &names(all), now).is_err(), "{all:?}");
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! Post-copy as the source's migration has it: what is missing, and its way there.
+
+use std::time::{Duration, Instant};
+
+use control_api::migration::{MigrationPhase, PostCopyTimeline};
+use machine::memory::{Address, GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion, GuestMemorySpace};
+use machine::slots::DirtyPages;
+
+use super::message::encode_missing;
+use super::serving::{Serving, Stream};
+use super::set::PageSet;
+use super::{LEAST_STREAMS, SINCE};
+use crate::migration::connection::Connection;
+use crate::migration::error::MigrationError;
+use crate::migration::frame::Sender;
+use crate::migration::progress::Watch;
+
+/// Whether a migration may end by post-copy, with a destination of this version, so many streams, and a daemon that serves devices or
+/// none.
+///
+/// # Errors
+/// When it can't, and why.
+pub fn allowed(version: u16, streams: usize, daemon: bool) -> Result<(), MigrationError> {
+    if version < SINCE {
+        return Err(MigrationError::OldDestination(version));
+    }
+    if streams < LEAST_STREAMS {
+        let text = format!(
+            "it takes {LEAST_STREAMS} streams (what is said, pages that are waited for, and all others), not {streams}"
+        );
+        return Err(MigrationError::NoPostcopy(text));
+    }
+    if daemon {
+        return Err(MigrationError::NoPostcopy(DAEMON.to_owned()));
+    }
+    Ok(())
+}
+
+/// Why RDMA NICs and post-copy don't go together.
+pub const DAEMON: &str = "the VM has RDMA NICs, and their daemon maps its memory in another process, which doesn't wait for pages that are still to come; move it without --post-copy";
+
+/// Memory that goes after the guest.
+pub struct PostCopy {
+    missing: PageSet,
+    pages: u64,
+    serving: Option<Serving>,
+}
+
+impl PostCopy {
+    /// These pages of a memory.
+    ///
+    /// # Errors
+    /// When one isn't in it.
+    pub fn of(memory: &GuestMemorySpace, pages: &[DirtyPages]) -> Result<Self, MigrationError> {
+        let ranges: Vec<_> =
+            memory.memory().iter().map(|region| (region.start_addr().raw_value(), region.len())).collect();
+        let mut missing = PageSet::empty(&ranges);
+        pages
+            .iter()
+            .try_for_each(|set| missing.insert_all(set))
+            .map_err(MigrationError::machine("listed"))?;
+        let pages = missing.count();
+        Ok(Self { missing, pages, serving: None })
+    }
+
+    /// Payloads that tell the destination.
+    pub fn announcement(&self) -> Vec<Vec<u8>> {
+        encode_missing(&self.missing).collect()
+    }
+
+    /// Sends pages from here on, until this is dropped. Nothing where none is missing.
+    ///
+    /// # Errors
+    /// When the host refuses a thread.
+    pub fn begin(
+        &mut self,
+        memory: GuestMemorySpace,
+        streams: Vec<(Connection, Sender)>,
+    ) -> Result<(), MigrationError> {
+        let mut streams = streams.into_iter().map(|(connection, sender)| Stream { connection, sender });
+        let wishes = streams.next().filter(|_| self.pages > 0);
+        if let Some(wishes) = wishes {
+            let missing = std::mem::replace(&mut self.missing, PageSet::empty(&[]));
+            self.serving = Some(Serving::begin(memory, missing, wishes, streams.collect())?);
+        }
+        Ok(())
+    }
+
+    /// The guest runs at the destination: waits until that has all pages. `before` are bytes that were sent until now.
+    ///
+    /// # Errors
+    /// When the destination is lost.
+    pub fn serve(&self, watch: &Watch, before: u64) -> Result<PostCopyTimeline, MigrationError> {
+        let began = Instant::now();
+        let tell = |left, asked, bytes| {
+            watch.update(|progress| {
+                progress.phase = MigrationPhase::PostCopy;
+                progress.pages_left = left;
+                progress.pages_asked_for = asked;
+                progress.bytes_sent = before + bytes;
+            });
+        };
+        let mut timeline = PostCopyTimeline {
+            missing_pages: self.pages,
+            asked_pages: 0,
+            pushed_pages: 0,
+            left_pages: 0,
+            bytes: 0,
+            took_ms: 0.0,
+            faults: 0,
+            fault_median_us: 0,
+            fault_worst_us: 0,
+        };
+        if let Some(serving) = &self.serving {
+            let now = serving.served();
+            tell(now.left, now.asked, now.bytes);
+            let complete =
+                serving.wait(&mut |now| tell(now.left, now.asked, now.bytes)).map_err(|source| {
+                    let left = serving.served().left;
+                    MigrationError::LostDestination { left, source: Box::new(source) }
+                })?;
+            let served = serving.served();
+            timeline.asked_pages = served.asked;
+            timeline.pushed_pages = served.pushed;
+            timeline.bytes = served.bytes;
+            timeline.left_pages = complete.left;
+            timeline.faults = complete.faults;
+            timeline.fault_median_us = complete.median_us;
+            timeline.fault_worst_us = complete.worst_us;
+        }
+        timeline.took_ms = Duration::as_secs_f64(&began.elapsed()) * 1000.0;
+        Ok(timeline)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What can't be is said before anything is stopped, each in a sentence of its own.
+    #[test]
+    fn what_post_copy_needs_is_said() {
+        assert!(allowed(SINCE, LEAST_STREAMS, false).is_ok());
+        for (version, streams, daemon, expected) in [
+            (
+                SINCE - 1,
+                3,
+                false,
+                "speaks version 2 of the migration's protocol, which doesn't know post-copy",
+            ),
+            (SINCE, 2, false, "it takes 3 streams"),
+            (SINCE, 3, true, "RDMA NICs"),
+        ] {
+            let error = allowed(version, streams, daemon).unwrap_err().to_string();
+            assert!(error.contains(expected), "{error}");
+        }
+    }
+}

@@ -1,0 +1,114 @@
+//! Which pages are still at the source, and which goes next.
+
+use super::set::{NoSuchPage, PageSet};
+use crate::migration::pages::PAGE;
+
+/// The source's pages. Each leaves once: those that are asked for at once, the others in order, from behind the last that was asked for:
+/// what a guest touches next is often near.
+#[derive(Debug)]
+pub struct Outgoing {
+    left: PageSet,
+    /// Where the next push looks first.
+    at: u64,
+    asked: u64,
+    pushed: u64,
+}
+
+impl Outgoing {
+    /// With all these still here.
+    pub fn new(left: PageSet) -> Self {
+        Self { left, at: 0, asked: 0, pushed: 0 }
+    }
+
+    /// The destination asks for a page: whether it is to be sent now. `false`: it is on its way, or never was here, and its
+    /// destination knows that.
+    ///
+    /// # Errors
+    /// When the VM has no such page.
+    pub fn ask(&mut self, address: u64) -> Result<bool, NoSuchPage> {
+        let send = self.left.remove(address)?;
+        if send {
+            self.asked += 1;
+            self.at = address.saturating_add(PAGE as u64);
+        }
+        Ok(send)
+    }
+
+    /// Pages to be sent now, unasked, at most so many: where, and how many. `None`: all have left.
+    pub fn push(&mut self, most: usize) -> Option<(u64, usize)> {
+        let (start, pages) = self.left.run(self.at, most)?;
+        for page in 0..pages as u64 {
+            // It was found there.
+            let _ = self.left.remove(start + page * PAGE as u64);
+        }
+        self.pushed += pages as u64;
+        self.at = start.saturating_add((pages * PAGE) as u64);
+        Some((start, pages))
+    }
+
+    /// Pages that haven't left.
+    pub fn left(&self) -> u64 {
+        self.left.count()
+    }
+
+    /// Pages that left because they were asked for, and others.
+    pub fn sent(&self) -> (u64, u64) {
+        (self.asked, self.pushed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const STEP: u64 = PAGE as u64;
+
+    fn set(pages: impl IntoIterator<Item = u64>) -> PageSet {
+        let mut set = PageSet::empty(&[(0, 200 * STEP)]);
+        pages.into_iter().for_each(|page| assert!(set.insert(page * STEP).unwrap()));
+        set
+    }
+
+    /// A page that is asked for goes at once, and the push goes on behind it, then from the beginning.
+    #[test]
+    fn what_is_asked_for_goes_first_and_the_push_follows_it() {
+        let mut outgoing = Outgoing::new(set([1, 2, 3, 50, 51, 52, 53, 90]));
+        assert_eq!(outgoing.push(2), Some((STEP, 2)));
+        assert_eq!(outgoing.ask(51 * STEP), Ok(true));
+        assert_eq!(outgoing.ask(51 * STEP), Ok(false), "it is on its way");
+        assert_eq!(outgoing.ask(70 * STEP), Ok(false), "it never was here");
+        assert_eq!(outgoing.ask(STEP + 1), Err(NoSuchPage(STEP + 1)));
+        assert_eq!(outgoing.ask(200 * STEP), Err(NoSuchPage(200 * STEP)));
+        let pushed: Vec<_> = std::iter::from_fn(|| outgoing.push(64)).collect();
+        assert_eq!(pushed, [(52 * STEP, 2), (90 * STEP, 1), (3 * STEP, 1), (50 * STEP, 1)]);
+        assert_eq!((outgoing.left(), outgoing.sent()), (0, (1, 7)));
+    }
+
+    proptest! {
+        /// Whatever is asked for and pushed, in whatever order: each page leaves exactly once.
+        #[test]
+        fn each_page_leaves_once(pages in prop::collection::btree_set(0u64..200, 0..200), steps in prop::collection::vec((0u64..210, 1usize..70), 0..300)) {
+            let mut outgoing = Outgoing::new(set(pages.iter().copied()));
+            let mut left = BTreeSet::new();
+            let mut take = |start: u64, count: usize| (start / STEP..).take(count).all(|page| left.insert(page));
+            for (page, most) in steps {
+                match outgoing.ask(page * STEP) {
+                    Ok(true) => prop_assert!(take(page * STEP, 1)),
+                    Ok(false) => {}
+                    Err(_) => prop_assert!(page >= 200),
+                }
+                if let Some((start, count)) = outgoing.push(most % 5 + 1) {
+                    prop_assert!(count <= most % 5 + 1 && take(start, count));
+                }
+            }
+            while let Some((start, count)) = outgoing.push(64) {
+                prop_assert!(take(start, count));
+            }
+            prop_assert_eq!(left, pages);
+        }
+    }
+}

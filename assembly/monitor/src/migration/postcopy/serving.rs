@@ -1,0 +1,220 @@
+//! The source's threads: one answers the destination's wishes, the others push.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemorySpace};
+
+use super::message::{Complete, decode_wanted};
+use super::outgoing::Outgoing;
+use super::set::PageSet;
+use crate::migration::connection::{Connection, Stop};
+use crate::migration::error::{MigrationError, line};
+use crate::migration::frame::{Kind, MOST_PAGES, Receiver, Sender};
+use crate::migration::message;
+use crate::migration::pages::{PAGE, send_run};
+
+/// How long the destination may take to say that it has everything, once all was sent.
+pub(super) const LAST_WORD: Duration = Duration::from_secs(60);
+/// How often progress is told.
+const EVERY: Duration = Duration::from_millis(250);
+/// Nobody may wish for a page for long.
+const FOREVER: Duration = Duration::MAX;
+
+/// A stream as it was left at its `End`.
+pub struct Stream {
+    /// The socket.
+    pub connection: Connection,
+    /// Counts on.
+    pub sender: Sender,
+}
+
+/// The threads that send what is left. They end with this.
+pub struct Serving {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+struct Shared {
+    memory: GuestMemorySpace,
+    pages: Mutex<Outgoing>,
+    end: Mutex<Option<Result<Complete, MigrationError>>>,
+    ended: Condvar,
+    stop: Stop,
+    bytes: AtomicU64,
+}
+
+/// How far it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Served {
+    /// Pages that weren't sent yet.
+    pub left: u64,
+    /// Pages that were sent because they were asked for.
+    pub asked: u64,
+    /// Other pages that were sent.
+    pub pushed: u64,
+    /// Bytes sent.
+    pub bytes: u64,
+}
+
+impl Shared {
+    fn pages(&self) -> MutexGuard<'_, Outgoing> {
+        self.pages.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn end(&self) -> MutexGuard<'_, Option<Result<Complete, MigrationError>>> {
+        self.end.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The first end is the one.
+    fn over(&self, how: Result<Complete, MigrationError>) {
+        let mut end = self.end();
+        if end.is_none() {
+            *end = Some(how);
+        }
+        drop(end);
+        self.stop.set();
+        self.ended.notify_all();
+    }
+
+    fn wait_for_end(&self) {
+        let mut end = self.end();
+        while end.is_none() && !self.stop.is_set() {
+            end = self.ended.wait_timeout(end, EVERY).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn send(&self, stream: &mut Stream, start: u64, pages: usize) -> Result<(), MigrationError> {
+        let mut run = vec![0; pages * PAGE];
+        let read = self.memory.memory().read_slice(&mut run, GuestAddress(start));
+        read.map_err(MigrationError::machine("read"))?;
+        let before = stream.sender.bytes();
+        let sent = send_run(&run, start, false, &mut stream.sender, &mut stream.connection);
+        self.bytes.fetch_add(stream.sender.bytes() - before, Ordering::Relaxed);
+        sent.map(drop)
+    }
+
+    fn push(&self, stream: &mut Stream) -> Result<(), MigrationError> {
+        loop {
+            let Some((start, pages)) = self.pages().push(MOST_PAGES) else { return Ok(()) };
+            self.send(stream, start, pages)?;
+        }
+    }
+
+    fn answer(&self, mut stream: Stream) -> Result<Complete, MigrationError> {
+        let mut receiver = Receiver::new();
+        loop {
+            let wanted = match receiver.receive(&mut stream.connection)? {
+                (Kind::Want, payload) => decode_wanted(payload)?,
+                (Kind::Complete, payload) => return message::decode(payload, "the end of post-copy"),
+                (kind, _) => {
+                    return Err(MigrationError::Protocol(format!(
+                        "{kind:?} where wishes for pages were to come"
+                    )));
+                }
+            };
+            for page in wanted {
+                let send = self.pages().ask(page);
+                if send.map_err(|error| MigrationError::Protocol(format!("a wish for {error}")))? {
+                    self.send(&mut stream, page, 1)?;
+                }
+            }
+        }
+    }
+}
+
+impl Serving {
+    /// Serves the pages `left` of memory that nobody changes any more: wishes come and are answered on `wishes`, all other pages go by `others`.
+    ///
+    /// # Errors
+    /// When the host refuses a thread.
+    pub fn begin(
+        memory: GuestMemorySpace,
+        left: PageSet,
+        wishes: Stream,
+        others: Vec<Stream>,
+    ) -> Result<Self, MigrationError> {
+        let shared = Arc::new(Shared {
+            memory,
+            pages: Mutex::new(Outgoing::new(left)),
+            end: Mutex::default(),
+            ended: Condvar::new(),
+            stop: Stop::default(),
+            bytes: AtomicU64::new(0),
+        });
+        let mut serving = Self { shared, threads: Vec::new() };
+        serving.spawn("wishes", wishes, |shared, mut stream| {
+            stream.connection.set_patience(FOREVER);
+            let end = shared.answer(stream);
+            shared.over(end);
+        })?;
+        for stream in others {
+            serving.spawn("push", stream, |shared, mut stream| match shared.push(&mut stream) {
+                // The stream stays open until all is over: its end would be a loss to the destination.
+                Ok(()) => shared.wait_for_end(),
+                Err(error) => shared.over(Err(error)),
+            })?;
+        }
+        Ok(serving)
+    }
+
+    fn spawn(
+        &mut self,
+        name: &str,
+        mut stream: Stream,
+        work: impl FnOnce(&Shared, Stream) + Send + 'static,
+    ) -> Result<(), MigrationError> {
+        stream.connection.set_stop(self.shared.stop.clone());
+        let shared = Arc::clone(&self.shared);
+        let spawned = std::thread::Builder::new().name(name.to_owned()).spawn(move || work(&shared, stream));
+        self.threads.push(spawned.map_err(MigrationError::machine("given a thread"))?);
+        Ok(())
+    }
+
+    /// How far it is.
+    pub fn served(&self) -> Served {
+        let pages = self.shared.pages();
+        let (asked, pushed) = pages.sent();
+        Served { left: pages.left(), asked, pushed, bytes: self.shared.bytes.load(Ordering::Relaxed) }
+    }
+
+    /// Waits until the destination says that it has everything, or that it ends without; tells now and then how far it is.
+    ///
+    /// # Errors
+    /// When the connection to it is lost, or it sends what can't be.
+    pub fn wait(&self, tell: &mut dyn FnMut(Served)) -> Result<Complete, MigrationError> {
+        let mut since = Instant::now();
+        let mut end = self.shared.end();
+        loop {
+            if let Some(ended) = end.take() {
+                return ended;
+            }
+            end = self.shared.ended.wait_timeout(end, EVERY).unwrap_or_else(PoisonError::into_inner).0;
+            let served = self.served();
+            if served.left > 0 {
+                since = Instant::now();
+            } else if since.elapsed() > LAST_WORD {
+                let late = std::io::Error::from(std::io::ErrorKind::TimedOut);
+                return Err(MigrationError::stream("heard of, once all pages were sent")(late));
+            }
+            tell(served);
+        }
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        self.shared.stop.set();
+        self.shared.ended.notify_all();
+        for thread in self.threads.drain(..) {
+            if thread.join().is_err() {
+                tracing::error!("A thread that sends pages has panicked");
+            }
+        }
+        if let Some(Err(error)) = &*self.shared.end() {
+            tracing::debug!(error = line(error), "Pages were no longer sent");
+        }
+    }
+}

@@ -1,0 +1,381 @@
+//! Memory that comes after the guest: both sides against each other over real userfaultfd, a source that is lost on the way, one that lies, and
+//! destinations that can't. Where this machine gives no userfaultfd the tests say so and end.
+
+use std::collections::HashSet;
+use std::sync::mpsc;
+
+use machine::memory::arriving::{ArrivingRam, keep_small};
+use machine::memory::{Userfault, UserfaultError};
+
+use super::*;
+use crate::migration::connection::Connection;
+use crate::migration::frame::{Kind, Receiver, Sender};
+use crate::migration::message::{self, Accepted, End, Hello};
+use crate::migration::postcopy::fetching::{Fetching, Report};
+use crate::migration::postcopy::message::{Complete, decode_wanted};
+
+fn uffd() -> Option<Userfault> {
+    match Userfault::for_arriving_ram() {
+        Ok(uffd) => Some(uffd),
+        Err(UserfaultError::Open(error)) => {
+            eprintln!("Skipped: no userfaultfd here: {error}");
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// A destination that takes memory late.
+struct Late<'a>(&'a GuestRam);
+
+impl Devices for Late<'_> {
+    fn host(&self) -> Result<Option<String>, MigrationError> {
+        Ok(None)
+    }
+    fn take(&self, number: u32, _: &[u8]) -> Result<(), MigrationError> {
+        Err(MigrationError::Protocol(format!("state of device {number}")))
+    }
+    fn post_copy(&self) -> Result<(), MigrationError> {
+        keep_small(self.0.regions()).map_err(MigrationError::machine("prepared"))
+    }
+}
+
+/// What came of it there: pages lost and whether the guest was given, or how it was.
+type Lost = Result<Report, (u64, bool, String)>;
+
+/// Takes the VM in, runs `guest` on its memory when it is told to, and waits for the last page or the loss.
+fn late_destination(
+    uffd: Userfault,
+    to: &GuestRam,
+    ends: Vec<OwnedFd>,
+    guest: impl FnOnce(&GuestRam),
+) -> Result<Lost, MigrationError> {
+    let stop = Stop::default();
+    let streams = Streams::over(ends, &stop)?;
+    let (mut landing, state) = streams.take(&shape(), &to.memory(), &Late(to), &stop)?;
+    assert_eq!(state, STATE);
+    let Some(rest) = landing.take_rest() else {
+        landing.ready()?;
+        guest(to);
+        let _ = landing.running();
+        let waits = crate::migration::postcopy::incoming::Waits::default();
+        return Ok(Ok(Report { left: 0, waits, zero: 0, dropped: 0, over: true }));
+    };
+    let ram = ArrivingRam::new(uffd, to.regions().to_vec(), rest.missing.sets()).unwrap();
+    let (tell, lost) = mpsc::channel();
+    let tell = Mutex::new(tell);
+    let on_lost = move |left, given, error: MigrationError| {
+        let _ = tell.lock().unwrap().send((left, given, crate::migration::error::line(&error)));
+    };
+    let fetching = Fetching::begin(rest, ram, false, Box::new(on_lost))?;
+    if let Err(error) = landing.ready() {
+        fetching.abandon();
+        return Err(error);
+    }
+    fetching.commit();
+    let _ = landing.running();
+    guest(to);
+    loop {
+        let report = fetching.report();
+        if report.over {
+            return Ok(Ok(report));
+        }
+        if let Ok(lost) = lost.recv_timeout(Duration::from_millis(5)) {
+            return Ok(Err(lost));
+        }
+    }
+}
+
+fn late_request(after: u32) -> MigrationRequest {
+    MigrationRequest { post_copy_after: Some(after), ..request(0, 60) }
+}
+
+/// Reads and writes all of RAM from its end on, as a guest would.
+fn use_all(ram: &GuestRam) {
+    for page in (0..1024u64).rev() {
+        let at = GuestAddress(page * 4096 + 1024);
+        ram.memory().memory().write_obj(page ^ 0x55, at).unwrap();
+    }
+}
+
+/// Contents but for what [`use_all`] wrote.
+fn same_but_for_use(from: &GuestRam, to: &GuestRam) -> bool {
+    (0..1024u64).for_each(|page| {
+        from.memory().memory().write_obj(page ^ 0x55, GuestAddress(page * 4096 + 1024)).unwrap();
+    });
+    same(from, to)
+}
+
+/// A guest with many pages that runs before any of them is there, or after rounds that don't converge, finds all as it was left, pages
+/// that were sent before and changed since included; each missing page is sent once; writes at the destination aren't overwritten.
+#[test]
+fn a_guest_runs_before_its_memory_is_there() {
+    let many: Vec<Vec<u64>> = vec![(0..900).collect(), (5..700).collect()];
+    let few: Vec<Vec<u64>> = vec![vec![0, 1, 2, 3], vec![0, 1], vec![1], vec![2, 900]];
+    // Six pages are used at first. Nine hundred after six don't converge, so that the second round isn't taken.
+    for (after, streams, writes, rounds, missing) in [
+        (0, 3, &many, 0, 901),
+        (0, 5, &many, 0, 901),
+        (1, 3, &many, 1, 900),
+        (4, 4, &many, 1, 900),
+        (3, 4, &few, 3, 3),
+    ] {
+        let Some(uffd) = uffd() else { return };
+        let machine = StandIn::new(writes.clone());
+        let to = ram(MIB);
+        let (a, b, _) = wires(streams, u64::MAX);
+        let watch = Watch::default();
+        let stop = watch.begin("there", None).unwrap();
+        let (timeline, report) = std::thread::scope(|scope| {
+            let arriving = scope.spawn(|| late_destination(uffd, &to, b, use_all));
+            let timeline = migrate(&machine, a, &late_request(after), &watch, &stop).unwrap();
+            (timeline, arriving.join().unwrap().unwrap().unwrap())
+        });
+        assert_eq!(machine.life.load(Ordering::SeqCst), 1);
+        assert!(same_but_for_use(&machine.ram, &to), "after {after} rounds over {streams} streams");
+        let post = timeline.post_copy.unwrap();
+        assert_eq!((timeline.rounds.len(), post.missing_pages), (rounds, missing));
+        assert_eq!(post.asked_pages + post.pushed_pages, post.missing_pages);
+        assert_eq!((post.left_pages, report.left, report.dropped), (0, 0, 0));
+        assert_eq!(post.faults, report.waits.count);
+        assert!(report.waits.count >= post.asked_pages);
+        assert!(timeline.bytes >= post.bytes && timeline.total_ms >= post.took_ms);
+    }
+}
+
+/// A guest that converges is moved as without post-copy, though that was allowed.
+#[test]
+fn what_converges_needs_no_post_copy() {
+    let Some(uffd) = uffd() else { return };
+    let machine = StandIn::new(vec![vec![3], vec![4]]);
+    let to = ram(MIB);
+    let (a, b, _) = wires(3, u64::MAX);
+    let watch = Watch::default();
+    let stop = watch.begin("there", None).unwrap();
+    let wish = MigrationRequest { downtime_ms: 300, ..late_request(5) };
+    let timeline = std::thread::scope(|scope| {
+        let arriving = scope.spawn(|| late_destination(uffd, &to, b, |_| {}));
+        let timeline = migrate(&machine, a, &wish, &watch, &stop).unwrap();
+        arriving.join().unwrap().unwrap().unwrap();
+        timeline
+    });
+    assert!(timeline.post_copy.is_none() && same(&machine.ram, &to));
+}
+
+/// The streams are cut at many places. Before the destination runs the guest, the source has it; afterwards both sides say that it is lost, with
+/// the pages that are missing, unless all had come. At no point do both run it.
+#[test]
+fn a_connection_that_is_lost_is_reported_for_what_it_is() {
+    let go = |limit: u64| {
+        let uffd = uffd()?;
+        let machine = StandIn::new(vec![(0..900).collect()]);
+        let to = ram(MIB);
+        let (a, b, carried) = wires(3, limit);
+        let watch = Watch::default();
+        let stop = watch.begin("there", None).unwrap();
+        let (here, there) = std::thread::scope(|scope| {
+            // The guest touches nothing: a thread that waits for a lost page would wait for ever.
+            let arriving = scope.spawn(|| late_destination(uffd, &to, b, |_| {}));
+            let here = migrate(&machine, a, &late_request(0), &watch, &stop);
+            (here, arriving.join().unwrap())
+        });
+        Some((here, there, machine, carried.load(Ordering::SeqCst)))
+    };
+    let Some((here, _, _, whole)) = go(u64::MAX) else { return };
+    here.unwrap();
+    let mut seen = HashSet::new();
+    for cut in
+        (0..whole).filter(|cut| *cut < 1500 && cut % 23 == 0 || *cut + 100 > whole || cut % 80_021 == 0)
+    {
+        let Some((here, there, machine, _)) = go(cut) else { return };
+        let life = machine.life.load(Ordering::SeqCst);
+        match (here, there) {
+            (Err(MigrationError::LostDestination { .. }), Ok(Err((left, given, error)))) => {
+                assert!(life == 1 && given && left > 0 && !error.is_empty(), "cut {cut}: {left} {given}");
+                seen.insert("lost");
+            }
+            (Err(MigrationError::InDoubt(_)), _) => {
+                assert_eq!(life, 2);
+                seen.insert("doubt");
+            }
+            // The last word, that all is there, was cut; or it was said, and the rest of the streams' life.
+            (Err(MigrationError::LostDestination { .. }) | Ok(_), Ok(Ok(report))) => {
+                assert_eq!((report.left, life), (0, 1), "cut {cut}");
+                seen.insert("all");
+            }
+            (Err(_), Err(_)) => {
+                assert_eq!(life, 0, "cut {cut}");
+                seen.insert("stays");
+            }
+            (Err(_), Ok(Err((_, given, _)))) if life == 0 => assert!(!given, "cut {cut}"),
+            (here, there) => panic!("cut {cut}: {here:?}, {there:?}, life {life}"),
+        }
+    }
+    assert!(seen.contains("stays") && seen.contains("lost"), "{seen:?}");
+}
+
+/// Destinations that can't: one says why, and one of an older version is told from its answer. The guest isn't disturbed.
+#[test]
+fn a_destination_that_cannot_is_noticed_before_the_guest_is_disturbed() {
+    let machine = StandIn::new(vec![]);
+    let outcome = super::go(&machine, &shape(), 3, u64::MAX, &late_request(0), Ok(()));
+    let error = outcome.here.unwrap_err().to_string();
+    assert!(error.contains("refuses") && error.contains("there is no userfaultfd"), "{error}");
+    let outcome = super::go(&machine, &shape(), 2, u64::MAX, &late_request(0), Ok(()));
+    assert!(outcome.here.unwrap_err().to_string().contains("it takes 3 streams"));
+
+    let (a, b, _) = wires(3, u64::MAX);
+    let watch = Watch::default();
+    let stop = watch.begin("there", None).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut control =
+                Connection::new(b.into_iter().next().unwrap(), Stop::default(), Duration::from_secs(5));
+            let mut receiver = Receiver::new();
+            receiver.receive(&mut control).unwrap();
+            receiver.receive(&mut control).unwrap();
+            let accepted = message::encode(&Accepted { version: 2, host: None }).unwrap();
+            Sender::new().send(&mut control, Kind::Accepted, &[&accepted]).unwrap();
+            let _ = receiver.receive(&mut control);
+        });
+        let error = migrate(&machine, a, &late_request(0), &watch, &stop).unwrap_err().to_string();
+        assert!(error.contains("version 2") && error.contains("doesn't know post-copy"), "{error}");
+    });
+    assert_eq!((machine.stops.load(Ordering::SeqCst), machine.life.load(Ordering::SeqCst)), (0, 0));
+}
+
+/// One side's end of a stream, for a peer that lies.
+struct Peer {
+    connection: Connection,
+    sender: Sender,
+    receiver: Receiver,
+}
+
+impl Peer {
+    fn over(fd: OwnedFd) -> Self {
+        let connection = Connection::new(fd, Stop::default(), Duration::from_secs(5));
+        Self { connection, sender: Sender::new(), receiver: Receiver::new() }
+    }
+    fn send(&mut self, kind: Kind, payload: &[u8]) {
+        self.sender.send(&mut self.connection, kind, &[payload]).unwrap();
+    }
+    fn expect(&mut self, wanted: Kind) -> Vec<u8> {
+        let (kind, payload) = self.receiver.receive(&mut self.connection).unwrap();
+        assert_eq!(kind, wanted, "{}", message::sentence(payload));
+        payload.to_vec()
+    }
+}
+
+fn page_frame(address: u64, byte: u8) -> Vec<u8> {
+    let mut frame = address.to_le_bytes().to_vec();
+    frame.extend_from_slice(&1u32.to_le_bytes());
+    frame.extend_from_slice(&0u32.to_le_bytes());
+    frame.resize(16 + 4096, byte);
+    frame
+}
+
+/// A source that lies: pages that nobody lacks, twice the same and other contents for it, are dropped, and what the guest wrote stays; a page
+/// outside of RAM ends it as a loss, with the pages that are missing.
+#[test]
+fn a_source_that_lies_cannot_overwrite_the_guest() {
+    for wild in [None, Some(4u64 << 20), Some(u64::MAX - 4095), Some(77)] {
+        let Some(uffd) = uffd() else { return };
+        let to = ram(MIB);
+        let (a, b, _) = wires(3, u64::MAX);
+        std::thread::scope(|scope| {
+            let read = |page: u64| to.memory().memory().read_obj::<u8>(GuestAddress(page * 4096)).unwrap();
+            let (go_on, wait) = mpsc::channel();
+            let to = &to;
+            let arriving = scope.spawn(move || {
+                late_destination(uffd, to, b, move |ram| {
+                    // Page 5 is waited for; page 6 is never touched.
+                    ram.memory().memory().write_obj(0xEEu8, GuestAddress(5 * 4096 + 9)).unwrap();
+                    go_on.send(()).unwrap();
+                })
+            });
+            let mut ends: Vec<Peer> = a.into_iter().map(Peer::over).collect();
+            for (end, stream) in ends.iter_mut().zip(0u16..) {
+                let hello = Hello { version: 3, oldest: 2, stream, streams: 3, migration: [9; 16] };
+                end.send(Kind::Hello, &hello.encode());
+            }
+            let [control, wishes, push] = &mut ends[..] else { panic!() };
+            control.send(Kind::Offer, &message::encode(&shape()).unwrap());
+            control.expect(Kind::Accepted);
+            control.send(Kind::Postcopy, &[]);
+            control.expect(Kind::Accepted);
+            // Pages 5 and 6 are missing.
+            control.send(Kind::Missing, &[0u64.to_le_bytes(), 0b110_0000u64.to_le_bytes()].concat());
+            control.send(Kind::State, STATE);
+            let none = message::encode(&End { pages: 0 }).unwrap();
+            control.send(Kind::End, &none);
+            wishes.send(Kind::End, &none);
+            push.send(Kind::End, &none);
+            control.expect(Kind::Ready);
+            control.send(Kind::Go, &[]);
+            control.expect(Kind::Running);
+            assert_eq!(decode_wanted(&wishes.expect(Kind::Want)).unwrap(), [5 * 4096]);
+            push.send(Kind::Pages, &page_frame(100 * 4096, 0xBB));
+            wishes.send(Kind::Pages, &page_frame(5 * 4096, 1));
+            wait.recv().unwrap();
+            wishes.send(Kind::Pages, &page_frame(5 * 4096, 2));
+            match wild {
+                None => {
+                    push.send(Kind::Pages, &page_frame(6 * 4096, 3));
+                    let complete: Complete = message::decode(&wishes.expect(Kind::Complete), "it").unwrap();
+                    assert_eq!((complete.left, complete.faults), (0, 1));
+                    let report = arriving.join().unwrap().unwrap().unwrap();
+                    assert!((1..=2).contains(&report.dropped), "{report:?}");
+                    assert_eq!((read(5), read(6), read(100)), (1, 3, 0));
+                    let written = to.memory().memory().read_obj::<u8>(GuestAddress(5 * 4096 + 9)).unwrap();
+                    assert_eq!(written, 0xEE);
+                }
+                Some(wild) => {
+                    push.send(Kind::Pages, &page_frame(wild, 3));
+                    let (left, given, error) = arriving.join().unwrap().unwrap().unwrap_err();
+                    // Page 6; and page 5, as long as its being placed, which its waiter has seen, isn't noted.
+                    assert!((1..=2).contains(&left) && given, "{left}");
+                    assert!(error.contains("isn't RAM") || error.contains("can't be"), "{error}");
+                }
+            }
+        });
+    }
+}
+
+/// A destination that lies: wishes for pages that aren't there are no harm before the source has given the guest away, and a loss after it.
+#[test]
+fn a_destination_that_lies_is_noticed() {
+    for wish in [vec![4u64 << 20], vec![1], vec![]] {
+        let machine = StandIn::new(vec![(0..900).collect()]);
+        let (a, b, _) = wires(3, u64::MAX);
+        let watch = Watch::default();
+        let stop = watch.begin("there", None).unwrap();
+        std::thread::scope(|scope| {
+            let wish = &wish;
+            scope.spawn(move || {
+                let mut ends: Vec<Peer> = b.into_iter().map(Peer::over).collect();
+                ends.iter_mut().for_each(|end| drop(end.expect(Kind::Hello)));
+                let [control, wishes, _push] = &mut ends[..] else { panic!() };
+                control.expect(Kind::Offer);
+                let accepted = message::encode(&Accepted { version: 3, host: None }).unwrap();
+                control.send(Kind::Accepted, &accepted);
+                control.expect(Kind::Postcopy);
+                control.send(Kind::Accepted, &accepted);
+                control.expect(Kind::Missing);
+                control.expect(Kind::State);
+                control.send(Kind::Ready, &[]);
+                control.expect(Kind::End);
+                control.expect(Kind::Go);
+                control.send(Kind::Running, &[]);
+                let bytes: Vec<u8> = wish.iter().flat_map(|page| page.to_le_bytes()).collect();
+                wishes.send(Kind::Want, &bytes);
+                // Until the source has noticed.
+                while wishes.receiver.receive(&mut wishes.connection).is_ok() {}
+            });
+            let error = migrate(&machine, a, &late_request(0), &watch, &stop).unwrap_err();
+            let text = crate::migration::error::line(&error);
+            assert!(matches!(error, MigrationError::LostDestination { .. }), "{text}");
+            assert!(text.contains("a wish for"), "{text}");
+        });
+        assert_eq!(machine.life.load(Ordering::SeqCst), 1, "the guest isn't run here again");
+    }
+}

@@ -1,0 +1,204 @@
+//! A NIC whose guest's requests are vetted by the model of its card.
+
+use std::io;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use device_models::Access;
+use vpio::exchange::Aside;
+use vpio::{Answer, GuestId, Monitor, MonitorError, Switched};
+
+use super::StopSink;
+use super::behind::{Behind, HostCard};
+
+/// How long a pause waits for a card to finish what the guest handed over.
+const SETTLE: Duration = Duration::from_millis(200);
+/// How long a change of what is behind the NIC waits for a point at which the card can be taken from its guest.
+const REUSABLE: Duration = Duration::from_secs(1);
+
+/// See the module.
+pub(super) struct Guarded<C> {
+    pub monitor: Box<Monitor<Behind<C>>>,
+    pub guest: GuestId,
+    /// Called once, when the policy stops the guest.
+    pub stop: Option<StopSink>,
+    /// The card's line was up while its causes couldn't be read: VFIO keeps it masked until they are.
+    pub masked: bool,
+    /// Card or emulation, whichever isn't in use.
+    pub aside: Option<Aside<Behind<C>>>,
+    /// Bus mastering as the guest's command register has it.
+    pub guest_master: bool,
+    /// Changes of what is behind it.
+    pub changes: u64,
+}
+
+/// What is behind a NIC can't be changed.
+#[derive(Debug, thiserror::Error)]
+pub enum ChangeError {
+    /// There is nothing else.
+    #[error("NIC {name} has one mode only: {reason}")]
+    One {
+        /// Which.
+        name: String,
+        /// Why.
+        reason: &'static str,
+    },
+    /// The guest uses it without pause.
+    #[error(
+        "NIC {name} was not at a point where its card can be taken from its guest for {} s; try again with less traffic",
+        REUSABLE.as_secs()
+    )]
+    Busy {
+        /// Which.
+        name: String,
+    },
+    /// The guest has no right to its card any more.
+    #[error("NIC {name} was stopped before, by its policy; reset the VM")]
+    Stopped {
+        /// Which.
+        name: String,
+    },
+    /// Its thread.
+    #[error("The thread of NIC {name} doesn't answer; see the monitor's log")]
+    Silent {
+        /// Which.
+        name: String,
+    },
+    /// The card.
+    #[error("NIC {name} failed")]
+    Failed {
+        /// Which.
+        name: String,
+        /// Why.
+        #[source]
+        source: MonitorError,
+    },
+}
+
+impl<C: HostCard> Guarded<C> {
+    /// The guest accesses a BAR. A read's value.
+    pub fn access(&mut self, access: Access) -> Result<u32, MonitorError> {
+        let answer = self.monitor.access(self.guest, access)?;
+        if self.monitor.physical_ref().is_emulation() {
+            // No eventfd tells of its line.
+            self.monitor.interrupt()?;
+        }
+        match answer {
+            Answer::Done(value) => return Ok(value),
+            Answer::Stopped => {
+                if let Some(stop) = self.stop.take() {
+                    // The last one of those that are kept is this one, or came before it: policy `stop` refuses once.
+                    let why = self.monitor.violations(self.guest).last();
+                    stop(why.map_or_else(String::new, |violation| violation.refusal.to_string()));
+                }
+            }
+            // No policy of ours asks for machine checks, and nobody else has the card.
+            Answer::Wait | Answer::MachineCheck => {}
+        }
+        // Until the VM has ended, as a device that is gone.
+        Ok(u32::MAX)
+    }
+
+    /// What tells of a card's line, and of frames for its emulation.
+    pub fn sources(&self) -> io::Result<Vec<OwnedFd>> {
+        let (mut card, mut wire) = (None, None);
+        let aside = self.aside.as_ref().map(Aside::physical_ref);
+        for behind in [Some(self.monitor.physical_ref()), aside].into_iter().flatten() {
+            match behind {
+                Behind::Card(one) => card = Some(one.interrupt_fd()?),
+                Behind::Emulation(one) => wire = Some(one.wire.queue.try_clone()?),
+            }
+        }
+        Ok(card.into_iter().chain(wire).collect())
+    }
+
+    /// Opens the line again once its causes have been taken.
+    pub fn unmask(&mut self) -> Result<(), MonitorError> {
+        self.masked = self.monitor.causes_wait();
+        if !self.masked {
+            self.monitor.physical().unmask()?;
+        }
+        Ok(())
+    }
+
+    /// The card's line has been told of, or frames have come for the emulation.
+    pub fn readable(&mut self) -> Result<(), MonitorError> {
+        match self.monitor.physical() {
+            Behind::Card(card) => card.signalled(),
+            Behind::Emulation(emulation) => emulation.feed(),
+        }
+        self.monitor.interrupt()?;
+        self.unmask()
+    }
+
+    /// Bus mastering as the guest's command register has it.
+    pub fn set_guest_bus_master(&mut self, on: bool) -> Result<(), MonitorError> {
+        self.guest_master = on;
+        Ok(self.monitor.physical().set_guest_bus_master(on)?)
+    }
+
+    /// Takes the card from the guest, whose vCPUs stand.
+    pub fn quiesce(&mut self) -> Result<(), MonitorError> {
+        self.settle(SETTLE)?;
+        self.monitor.release()
+    }
+
+    /// Gives it back.
+    pub fn unquiesce(&mut self) -> Result<(), MonitorError> {
+        self.monitor.switch(self.guest, false)?;
+        Ok(self.monitor.physical().unmask()?)
+    }
+
+    /// Whether the card can be taken from the guest, after some time at the most.
+    fn settle(&mut self, patience: Duration) -> Result<bool, MonitorError> {
+        let begin = Instant::now();
+        while !self.monitor.settle()? {
+            if begin.elapsed() >= patience {
+                return Ok(false);
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(true)
+    }
+
+    /// Takes the guest to the emulation, or to the card. It sees nothing of it but lost frames: those that are on their way. Nothing where it is
+    /// there already.
+    pub fn change(&mut self, name: &str, emulation: bool) -> Result<(), ChangeError> {
+        if self.monitor.physical_ref().is_emulation() == emulation {
+            return Ok(());
+        }
+        let failed = |source: MonitorError| ChangeError::Failed { name: name.to_owned(), source };
+        if self.aside.is_none() {
+            let reason = "it was started without a tap beside its card";
+            return Err(ChangeError::One { name: name.to_owned(), reason });
+        }
+        if !self.settle(REUSABLE).map_err(failed)? {
+            return Err(ChangeError::Busy { name: name.to_owned() });
+        }
+        self.monitor.release().map_err(failed)?;
+        if let Some(mut other) = self.aside.take() {
+            let prepared = other.physical().set_guest_bus_master(self.guest_master);
+            prepared.map_err(|error| failed(error.into()))?;
+            // Nobody has it: it was released.
+            let (Ok(one) | Err(one)) = self.monitor.exchange(other);
+            self.aside = Some(one);
+        }
+        if let Some(left) = &mut self.aside {
+            // What is left behind receives nothing more, and holds its line down.
+            left.physical().set_guest_bus_master(false).map_err(|error| failed(error.into()))?;
+            device_models::physical::PhysicalDevice::reset(left.physical())
+                .map_err(|error| failed(error.into()))?;
+        }
+        self.changes += 1;
+        let switched = self.monitor.switch(self.guest, false).map_err(failed)?;
+        if switched != Switched::Done {
+            return Err(ChangeError::Stopped { name: name.to_owned() });
+        }
+        if let Some(card) = self.monitor.physical().card() {
+            // A line that was up before may never be signalled.
+            card.signalled();
+        }
+        self.monitor.interrupt().map_err(failed)?;
+        self.unmask().map_err(failed)
+    }
+}

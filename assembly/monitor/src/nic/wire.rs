@@ -1,0 +1,78 @@
+//! Where frames of an emulated card come from and go: a tap.
+
+use std::os::fd::OwnedFd;
+
+use device_models::reference::{self, Card};
+use virtio_devices::net::tap::Tap;
+
+/// Bytes of the header in front of each frame of a tap.
+const HEADER: usize = virtio_devices::net::header::HEADER_LEN;
+/// The longest frame with a VLAN tag, without CRC.
+const LONGEST: usize = 1518;
+/// Frames that are taken from a tap before the lock is given up.
+const BATCH: usize = 16;
+
+/// Where an emulated card's frames go.
+pub(super) struct Wire {
+    /// Name of the interface.
+    pub name: String,
+    /// Messages of a header and a frame, not blocking.
+    pub queue: OwnedFd,
+    /// Keeps the interface, where it was made here.
+    pub _interface: Option<Tap>,
+}
+
+/// Frames that an emulated card has sent and received.
+#[derive(Debug, Default, Clone, Copy)]
+pub(super) struct Frames {
+    pub sent: u64,
+    pub sent_bytes: u64,
+    pub received: u64,
+    pub received_bytes: u64,
+    pub send_drops: u64,
+    pub receive_drops: u64,
+}
+
+impl Wire {
+    /// Sends what the card has sent.
+    pub fn take_sent(&self, card: &mut (impl Card + ?Sized), frames: &mut Frames) {
+        card.tick();
+        for frame in card.take_sent() {
+            if self.send(&frame) {
+                frames.sent += 1;
+                frames.sent_bytes += u64::try_from(frame.len()).unwrap_or(0);
+            } else {
+                frames.send_drops += 1;
+            }
+        }
+    }
+
+    /// Sends a frame; false when the tap takes none now.
+    fn send(&self, frame: &[u8]) -> bool {
+        if frame.len() > LONGEST {
+            return false;
+        }
+        let mut whole = vec![0; HEADER];
+        whole.extend_from_slice(frame);
+        rustix::io::write(&self.queue, &whole).is_ok()
+    }
+
+    /// Gives the card frames that have come, some at a time.
+    pub fn feed(&self, card: &mut (impl Card + ?Sized), frames: &mut Frames) {
+        let mut buffer = vec![0; 65536];
+        for _ in 0..BATCH {
+            let Ok(length) = rustix::io::read(&self.queue, &mut buffer) else { return };
+            let Some(frame) = buffer.get(HEADER..length) else { return };
+            let mut frame = frame.to_vec();
+            if frame.len() < reference::SHORTEST {
+                frame.resize(reference::SHORTEST, 0);
+            }
+            if frame.len() <= LONGEST && card.receive(&frame) {
+                frames.received += 1;
+                frames.received_bytes += u64::try_from(frame.len()).unwrap_or(0);
+            } else {
+                frames.receive_drops += 1;
+            }
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! What two guests that move say to each other: `ibv_rc_pingpong` keeps messages going over one connection from before the first move until after
+//! the last and compares what arrived, and the daemons say which queue pairs are connected.
+
+use super::rdma_fabric;
+use crate::channel::Session;
+use crate::host::Host;
+use crate::lab::Lab;
+use crate::progress;
+use crate::rdma::{Layout, Member, NIC, Pair};
+use crate::scenario::Report;
+use anyhow::{Context, Result, bail};
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+/// Where the cluster service listens.
+const SERVICE: &str = "10.77.0.1:4793";
+/// For what an emulated host does: a move, a boot, the end of a program.
+pub(super) const PATIENCE: Duration = Duration::from_secs(400);
+/// How long the programs are to go on per move, seconds: an emulated host copies memory slowly.
+const PER_MOVE: u32 = 120;
+/// Messages of the run that says how fast they are here.
+const TRIAL: u32 = 100;
+
+/// A pair whose daemons are of one cluster; guests on these hosts.
+pub(super) fn layout(hosts: &[usize]) -> Layout {
+    let daemon = |host: usize| {
+        format!(
+            "--cluster {SERVICE} --name h{0} --fabric-address 10.77.0.{0}:4792 --cluster-key /run/causeway/cluster.key",
+            host + 1
+        )
+    };
+    Layout { hosts: hosts.to_vec(), daemons: vec![daemon(0), daemon(1)], ..rdma_fabric::layout() }
+}
+
+/// The hosts' networks, and the service; times of an emulated host say nothing, so a switch-over may take long.
+pub(super) fn service(lab: &Lab) -> Result<Session> {
+    lab.install_causeway()?;
+    for (number, host) in lab.hosts().iter().enumerate() {
+        rdma_fabric::prepare(host, number)?;
+    }
+    let host = lab.host(0)?;
+    let command = format!(
+        "mkdir -p /run/causeway && exec causeway cluster serve --listen {SERVICE} --state /run/causeway/cluster.redb --switch-limit 120000"
+    );
+    let service = host.spawn("causeway cluster", &command)?;
+    let listens =
+        "for i in $(seq 200); do ss -Hltn 'sport = :4793' | grep -q . && exit 0; sleep 0.2; done; exit 1";
+    if host.run(listens, PATIENCE)?.code != 0 {
+        bail!("The cluster service doesn't listen: {}", service.err.tail(5));
+    }
+    Ok(service)
+}
+
+/// A guest's connected queue pairs: handle and number.
+pub(super) type Names = BTreeSet<(String, u64)>;
+
+/// The queue pairs of a guest that are ready to send: handle, number, and how their peers are reached.
+fn queue_pairs(host: &Host, vm: &str) -> Result<BTreeSet<(String, u64, String)>> {
+    let tree = rdma_fabric::tree(host)?;
+    let all = tree["vms"][vm]["nics"][NIC]["rdma"]["queue_pairs"].as_object();
+    Ok(all
+        .into_iter()
+        .flatten()
+        .filter(|(_, qp)| qp["state"] == "ReadyToSend" && qp["peer"]["gid"].is_string())
+        .map(|(handle, qp)| {
+            let transport = qp["transport"].as_str().unwrap_or("none").to_owned();
+            (handle.clone(), qp["qpn"].as_u64().unwrap_or(0), transport)
+        })
+        .collect())
+}
+
+fn pingpong(m: &Member<'_>, count: u32, server: Option<&str>) -> String {
+    let to = server.unwrap_or("");
+    format!("ibv_rc_pingpong -d {} -g {} -c -s 4096 -n {count} {to}", m.port.device, m.port.gid)
+}
+
+/// How long a run says that it took: `300 iters in 1.25 seconds = …`.
+fn seconds(said: &str) -> Option<f64> {
+    let words: Vec<&str> = said.split_whitespace().collect();
+    let at = words.windows(2).position(|pair| pair == ["iters", "in"])?;
+    words.get(at + 2)?.parse().ok().filter(|seconds| *seconds > 0.0)
+}
+
+/// Messages that last over so many moves, where the trial took so long.
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // Bounded: floats become whole numbers at the nearest bound.
+fn messages(trial: f64, moves: u32) -> u32 {
+    let rate = (f64::from(TRIAL) / trial).clamp(1.0, 100_000.0);
+    (rate * f64::from(PER_MOVE) * f64::from(moves + 1)) as u32
+}
+
+/// Starts a program that goes on without the connection that started it.
+fn detach(m: &Member<'_>, command: &str) -> Result<()> {
+    m.sh(&format!(
+        "rm -f /run/work.*; setsid sh -c '{command} > /run/work.out 2>&1; echo $? > /run/work.code' < /dev/null > /dev/null 2>&1 & sleep 1"
+    ))
+    .map(drop)
+}
+
+/// The status of the program, once it has ended.
+fn ended(m: &Member<'_>, patience: Duration) -> Result<(i32, String)> {
+    let until = Instant::now() + patience;
+    loop {
+        let text = m.sh("cat /run/work.code 2>/dev/null || true")?;
+        if let Ok(code) = text.trim().parse() {
+            return Ok((code, m.sh("tail -n 6 /run/work.out")?));
+        }
+        if Instant::now() > until {
+            bail!(
+                "The program in guest {} doesn't end: {}",
+                m.name,
+                m.sh("tail -n 4 /run/work.out; dmesg | tail -n 6")?
+            );
+        }
+        std::thread::sleep(Duration::from_secs(2));
+    }
+}
+
+/// Whether the program goes on.
+pub(super) fn works(m: &Member<'_>) -> Result<bool> {
+    Ok(m.sh("[ -e /run/work.code ] || echo works")?.contains("works"))
+}
+
+/// The queue pairs of a guest that are connected, waited for a while, and how their peers are reached.
+pub(super) fn connected(member: &Member<'_>) -> Result<(Names, BTreeSet<String>)> {
+    let until = Instant::now() + Duration::from_secs(60);
+    loop {
+        let found = queue_pairs(member.host(), member.name)?;
+        if !found.is_empty() || Instant::now() > until {
+            let transports = found.iter().map(|(_, _, transport)| transport.clone()).collect();
+            return Ok((found.into_iter().map(|(handle, qpn, _)| (handle, qpn)).collect(), transports));
+        }
+        std::thread::sleep(Duration::from_secs(1));
+    }
+}
+
+/// Has both talk for so many moves; the number of messages.
+pub(super) fn begin(pair: &Pair<'_>, moves: u32) -> Result<u32> {
+    // How fast messages are.
+    let (server, client) = (pingpong(&pair.b, TRIAL, None), pingpong(&pair.a, TRIAL, Some(&pair.b.tcp)));
+    detach(&pair.b, &server)?;
+    detach(&pair.a, &client)?;
+    let trial = [ended(&pair.a, PATIENCE)?, ended(&pair.b, PATIENCE)?];
+    let [(0, said), (0, _)] = &trial else {
+        bail!("The programs don't work before anything moves: {trial:?}");
+    };
+    let seconds =
+        seconds(said).with_context(|| format!("ibv_rc_pingpong doesn't say how long it took: {said}"))?;
+    let count = messages(seconds, moves);
+    progress!("{TRIAL} messages took {seconds} s; {count} for {moves} moves");
+    let (server, client) = (pingpong(&pair.b, count, None), pingpong(&pair.a, count, Some(&pair.b.tcp)));
+    detach(&pair.b, &server)?;
+    detach(&pair.a, &client)?;
+    Ok(count)
+}
+
+/// Fails where they have ended. What fails by itself on a crowded machine (`ibv_rc_pingpong` gives up after half a second) isn't the move's doing, and
+/// is said apart.
+pub(super) fn go_on(pair: &Pair<'_>) -> Result<()> {
+    if !works(&pair.a)? || !works(&pair.b)? {
+        bail!("The programs had ended before it began: {}", pair.a.sh("cat /run/work.out")?);
+    }
+    Ok(())
+}
+
+/// Waits for their end; what went wrong in either guest.
+pub(super) fn end(pair: &Pair<'_>, report: &mut Report) -> Result<u32> {
+    let goes_on = works(&pair.a)?;
+    report.check(goes_on, "the programs had ended before the last move was over: they say less");
+    let mut errors = 0;
+    let results = [ended(&pair.a, PATIENCE * 2)?, ended(&pair.b, PATIENCE * 2)?];
+    for (code, said) in &results {
+        let right = *code == 0 && !said.contains("invalid data") && !said.contains("Failed");
+        errors += u32::from(!right);
+        report.check(right, format!("a program ended with status {code}: {said}"));
+    }
+    for member in [&pair.a, &pair.b] {
+        let trouble = member.guest.trouble();
+        errors += u32::try_from(trouble.len()).unwrap_or(u32::MAX);
+        report.check(trouble.is_empty(), format!("guest {}: {trouble:?}", member.name));
+        // What a driver says when its device or a queue pair fails.
+        let complaints = member
+            .sh("dmesg | grep -i -c -e 'pvrdma.*error' -e 'pvrdma.*fatal' -e 'vmxnet3.*error' || true")?;
+        let complaints: u32 = complaints.trim().parse().unwrap_or(1);
+        errors += complaints;
+        report.check(complaints == 0, format!("guest {}: {}", member.name, member.kernel_log(8)));
+    }
+    pair.a.reaches(&pair.b)?;
+    Ok(errors)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_length_of_a_run_follows_from_a_trial() {
+        let said =
+            "2457600 bytes in 0.60 seconds = 32.77 Mbit/sec\n300 iters in 1.50 seconds = 2000.00 usec/iter\n";
+        assert_eq!(seconds(said), Some(1.5));
+        assert_eq!(messages(f64::from(TRIAL) / 200.0, 1), 200 * PER_MOVE * 2);
+        assert_eq!(seconds("nothing"), None);
+    }
+}

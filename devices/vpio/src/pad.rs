@@ -1,0 +1,88 @@
+//! The monitor's scratch memory where the device is an emulation of this process.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use device_models::physical::Bus;
+
+use crate::fast_forward::{FRAME, RING, Scratch};
+
+/// Where it is in the device's addresses. No card reaches it: what sends to itself is the emulation.
+const PAD: u64 = 0xE010_0000;
+
+/// Scratch memory for a monitor: give it a clone.
+#[derive(Debug, Clone)]
+pub struct Pad(Arc<Mutex<Vec<u8>>>);
+
+impl Pad {
+    /// Zeros.
+    #[must_use]
+    pub fn new() -> Self {
+        Self(Arc::new(Mutex::new(vec![0; usize::try_from(RING + FRAME).unwrap_or(0)])))
+    }
+
+    fn with(&self, offset: u64, length: usize, act: impl FnOnce(&mut [u8])) {
+        let mut bytes = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let at = usize::try_from(offset).unwrap_or(usize::MAX);
+        if let Some(part) = at.checked_add(length).and_then(|end| bytes.get_mut(at..end)) {
+            act(part);
+        }
+    }
+}
+
+impl Default for Pad {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Scratch for Pad {
+    fn device_base(&self) -> u64 {
+        PAD
+    }
+
+    fn write(&mut self, offset: u64, data: &[u8]) {
+        self.with(offset, data.len(), |part| part.copy_from_slice(data));
+    }
+}
+
+/// What an emulation reaches: a guest's memory, while there is one, and the scratch memory.
+#[derive(Debug)]
+pub struct Inlet<B> {
+    memory: Option<B>,
+    pad: Pad,
+}
+
+impl<B> Inlet<B> {
+    /// Both.
+    pub fn new(memory: Option<B>, pad: Pad) -> Self {
+        Self { memory, pad }
+    }
+
+    /// Another guest's memory from here on.
+    pub fn set_memory(&mut self, memory: Option<B>) {
+        self.memory = memory;
+    }
+}
+
+/// The offset in the scratch memory of an address of the device's.
+pub(crate) fn in_pad(address: u64) -> Option<u64> {
+    address.checked_sub(PAD).filter(|&offset| offset < RING + FRAME)
+}
+
+impl<B: Bus> Bus for Inlet<B> {
+    fn read(&mut self, address: u64, into: &mut [u8]) {
+        match (in_pad(address), &mut self.memory) {
+            (Some(offset), _) => self.pad.with(offset, into.len(), |part| into.copy_from_slice(part)),
+            (None, Some(memory)) => memory.read(address, into),
+            (None, None) => into.fill(0xFF),
+        }
+    }
+
+    fn write(&mut self, address: u64, data: &[u8]) {
+        match (in_pad(address), &mut self.memory) {
+            (Some(offset), _) => self.pad.with(offset, data.len(), |part| part.copy_from_slice(data)),
+            (None, Some(memory)) => memory.write(address, data),
+            (None, None) => {}
+        }
+    }
+}

@@ -1,0 +1,88 @@
+//! `causeway migrate` and `causeway drain`.
+
+use std::str::FromStr;
+
+use clap::Args;
+
+use super::Target;
+
+/// How memory is copied, and when the guest is stopped.
+#[derive(Debug, Args)]
+pub struct TransferArgs {
+    /// How long the guest may stand still, milliseconds: memory is copied again until the rest is expected to fit
+    #[arg(long, value_name = "MS", default_value_t = 300, value_parser = clap::value_parser!(u64).range(0..=600_000))]
+    pub downtime: u64,
+    /// Give up after so many seconds, if the guest wasn't stopped by then; 0: never
+    #[arg(long, value_name = "SECONDS", default_value_t = 600)]
+    pub timeout: u64,
+    /// How much of the time vCPUs may be held back when memory changes faster than it is copied, per cent; 0: not at all
+    #[arg(long, value_name = "PERCENT", default_value_t = 90, value_parser = clap::value_parser!(u8).range(0..=99))]
+    pub max_throttle: u8,
+    /// TCP streams that a VM's memory goes over, at least 3 with post-copy  [default: 2, with post-copy 3]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub streams: Option<u8>,
+}
+
+/// `causeway migrate`.
+#[derive(Debug, Args)]
+pub struct MigrateArgs {
+    /// Which VM.
+    #[command(flatten)]
+    pub target: Target,
+    /// Move these VMs as one: all of them, or none. With --to their monitors wait at consecutive ports from that one on, in this order; else each
+    /// that runs here has its own address, and those that run elsewhere are moved by a command there that names the same VMs
+    #[arg(long, value_name = "VM[=ADDRESS:PORT],...", value_delimiter = ',', conflicts_with_all = ["name", "socket"])]
+    pub group: Vec<Member>,
+    /// Where a monitor of the same description waits for it
+    #[arg(long, value_name = "ADDRESS:PORT", required_unless_present_any = ["cancel", "group"])]
+    pub to: Option<String>,
+    /// How it is done.
+    #[command(flatten)]
+    pub transfer: TransferArgs,
+    /// Post-copy: run the guest there at once, and copy its memory afterwards. If either host or the network between them fails before all
+    /// is there, the VM is lost
+    #[arg(long, conflicts_with_all = ["post_copy_after", "group"])]
+    pub post_copy: bool,
+    /// Hybrid: copy memory at most so many times first, then go on as with --post-copy; earlier when copies don't get less, or at --timeout
+    #[arg(long, value_name = "COPIES", conflicts_with = "group", value_parser = clap::value_parser!(u32).range(1..))]
+    pub post_copy_after: Option<u32>,
+    /// Cancel the migration of this VM that is under way; the guest goes on here, and so do those that move with it
+    #[arg(long, conflicts_with_all = ["to", "group", "downtime", "timeout", "max_throttle", "streams", "post_copy", "post_copy_after"])]
+    pub cancel: bool,
+}
+
+/// `causeway drain`.
+#[derive(Debug, Args)]
+pub struct DrainArgs {
+    /// Where monitors of the same descriptions wait: at consecutive ports from this one on, for the VMs in the order of their names
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    pub to: String,
+    /// How it is done.
+    #[command(flatten)]
+    pub transfer: TransferArgs,
+}
+
+/// A VM of a group, and where it goes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Member {
+    /// Its name.
+    pub name: String,
+    /// The address and port where its monitor waits, where it has its own.
+    pub to: Option<String>,
+}
+
+impl FromStr for Member {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (name, to) = match text.split_once('=') {
+            Some((name, to)) => (name, Some(to)),
+            None => (text, None),
+        };
+        if name.is_empty() || to == Some("") {
+            return Err("a VM of a group is its name, or its name and where it goes, like a=192.0.2.1:7000"
+                .to_owned());
+        }
+        Ok(Self { name: name.to_owned(), to: to.map(str::to_owned) })
+    }
+}

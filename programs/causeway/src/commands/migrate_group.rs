@@ -1,0 +1,303 @@
+//! `causeway migrate --group` and `causeway drain`: VMs of this host that move as one migration, all or none.
+//!
+//! Each VM's monitor copies its own memory over its own connections and asks for itself; the cluster service begins when all have asked. So VMs of
+//! other hosts can take part: a command there names the same group.
+
+use std::net::TcpStream;
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use anyhow::{Context as _, anyhow, bail};
+use control_api::client::Client;
+use control_api::discovery::{self, SocketState};
+use control_api::migration::{MigrationPhase, MigrationTimeline};
+use control_api::types::VmState;
+use serde_json::json;
+
+use super::migrate::{Followed, STREAMS, ask, connect, describe, follow};
+use crate::cli::{DrainArgs, Member, MigrateArgs, TransferArgs};
+use crate::output;
+
+/// How often it is looked whether others are to be told that one can't move.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// A VM that this command moves.
+struct Leaving {
+    name: String,
+    client: Client,
+    to: String,
+}
+
+/// How it ended for one VM.
+enum Ended {
+    Moved(MigrationTimeline),
+    /// It wasn't moved, for this reason.
+    Stays(String),
+    /// It isn't known where it runs.
+    InDoubt(String),
+}
+
+/// Moves a group.
+pub fn migrate(args: &MigrateArgs, json: bool) -> anyhow::Result<ExitCode> {
+    let names: Vec<String> = args.group.iter().map(|member| member.name.clone()).collect();
+    let leaving = places(&args.group, args.to.as_deref())?
+        .into_iter()
+        .map(|(name, to)| {
+            let found = discovery::select(&discovery::runtime_directory(), Some(&name))?;
+            Ok(Leaving { client: found.client(), name, to })
+        })
+        .collect::<anyhow::Result<Vec<_>>>()?;
+    together(&leaving, &names, &args.transfer, json)
+}
+
+/// Moves all VMs of this host.
+pub fn drain(args: &DrainArgs, json: bool) -> anyhow::Result<ExitCode> {
+    let directory = discovery::runtime_directory();
+    let mut running = discovery::find(&directory)?;
+    running.retain(|vm| vm.state != SocketState::Stale);
+    running.sort_by(|one, other| one.name.cmp(&other.name));
+    // A monitor that waits for a VM to come has none to move.
+    let states = running.iter().map(|vm| {
+        let summary = vm.client().summary();
+        let unknown = || format!("VM {} doesn't say whether it runs: nothing has moved", vm.name);
+        summary.map(|summary| summary.state != VmState::Incoming).with_context(unknown)
+    });
+    let here = states.collect::<anyhow::Result<Vec<bool>>>()?;
+    let mut here = here.into_iter();
+    running.retain(|_| here.next().unwrap_or_default());
+    if running.is_empty() {
+        bail!("No VM runs here (in {}): there is nothing to move", directory.display());
+    }
+    let members: Vec<Member> = running.iter().map(|vm| Member { name: vm.name.clone(), to: None }).collect();
+    let places = places(&members, Some(&args.to))?;
+    let leaving: Vec<Leaving> = running
+        .into_iter()
+        .zip(places)
+        .map(|(vm, (name, to))| Leaving { name, client: vm.client(), to })
+        .collect();
+    let names: Vec<String> = leaving.iter().map(|vm| vm.name.clone()).collect();
+    together(&leaving, &names, &args.transfer, json)
+}
+
+/// Where the members go that this command moves: to their own addresses, or to consecutive ports of one host.
+fn places(group: &[Member], to: Option<&str>) -> anyhow::Result<Vec<(String, String)>> {
+    for (at, member) in group.iter().enumerate() {
+        if group.iter().take(at).any(|other| other.name == member.name) {
+            bail!("--group names VM {} twice", member.name);
+        }
+    }
+    let Some(to) = to else {
+        let own = group.iter().filter_map(|member| Some((member.name.clone(), member.to.clone()?)));
+        let own: Vec<_> = own.collect();
+        if own.is_empty() {
+            bail!(
+                "No VM of --group has an address to go to: add --to ADDRESS:PORT, or =ADDRESS:PORT to each that runs here"
+            );
+        }
+        return Ok(own);
+    };
+    if let Some(member) = group.iter().find(|member| member.to.is_some()) {
+        bail!("VM {} has an address of its own, and --to gives another: use one of both", member.name);
+    }
+    let parts = to.rsplit_once(':').and_then(|(host, port)| Some((host, port.parse::<u16>().ok()?)));
+    let (host, first) =
+        parts.with_context(|| format!("--to: {to} is no address with a port, like 192.0.2.1:7000"))?;
+    let ports = (0_u16..).map(|number| first.checked_add(number));
+    group
+        .iter()
+        .zip(ports)
+        .map(|(member, port)| {
+            let port = port.with_context(|| {
+                format!(
+                    "--to: {} VMs need consecutive ports from {first} on, and 65535 is the last",
+                    group.len()
+                )
+            })?;
+            Ok((member.name.clone(), format!("{host}:{port}")))
+        })
+        .collect()
+}
+
+/// Moves VMs of this host, of a group that may have others.
+fn together(
+    leaving: &[Leaving],
+    group: &[String],
+    transfer: &TransferArgs,
+    json: bool,
+) -> anyhow::Result<ExitCode> {
+    // Whoever isn't waited for is found before any monitor is asked.
+    let streams: Vec<Vec<TcpStream>> = leaving
+        .iter()
+        .map(|vm| {
+            connect(&vm.to, transfer.streams.unwrap_or(STREAMS))
+                .with_context(|| format!("VM {} can't move", vm.name))
+        })
+        .collect::<anyhow::Result<_>>()?;
+    // The first one that can't go on says why; the others only hear that it was given up.
+    let first = Mutex::new(None);
+    let ended: Vec<Ended> = std::thread::scope(|scope| {
+        let first = &first;
+        let moving: Vec<_> = leaving
+            .iter()
+            .zip(streams)
+            .map(|(vm, streams)| {
+                scope.spawn(move || {
+                    let ended = one(vm, streams, group, transfer, json);
+                    if let Ended::Stays(problem) = &ended {
+                        note(first, &vm.name, problem);
+                    }
+                    ended
+                })
+            })
+            .collect();
+        // Once one stays, those that still wait for it needn't. One whose monitor hasn't begun is told again.
+        while moving.iter().any(|one| !one.is_finished()) {
+            if noted(first) {
+                for (vm, _) in leaving.iter().zip(&moving).filter(|(_, one)| !one.is_finished()) {
+                    // Refused where nothing is under way, or it is decided.
+                    let _ = vm.client.cancel_migration();
+                }
+            }
+            std::thread::sleep(LOOK);
+        }
+        let panicked = || Ended::InDoubt("a thread of this command panicked".to_owned());
+        moving.into_iter().map(|one| one.join().unwrap_or_else(|_| panicked())).collect()
+    });
+    finish(leaving, &ended, first.into_inner().ok().flatten(), json)
+}
+
+fn note(first: &Mutex<Option<String>>, name: &str, problem: &str) {
+    if let Ok(mut first) = first.lock() {
+        first.get_or_insert_with(|| format!("VM {name}: {problem}"));
+    }
+}
+
+fn noted(first: &Mutex<Option<String>>) -> bool {
+    first.lock().is_ok_and(|first| first.is_some())
+}
+
+/// Moves one of them.
+fn one(
+    vm: &Leaving,
+    streams: Vec<TcpStream>,
+    group: &[String],
+    transfer: &TransferArgs,
+    json: bool,
+) -> Ended {
+    let monitor = match ask(transfer, &vm.to, streams, None, group, &vm.client) {
+        Ok(monitor) => monitor,
+        Err(error) => return Ended::Stays(format!("{error:#}")),
+    };
+    match follow(&vm.name, &monitor, json) {
+        Ok(Followed::Refused(problem)) => Ended::Stays(problem),
+        Ok(Followed::Ended(progress)) => match (progress.phase, progress.timeline) {
+            (MigrationPhase::Done, Some(timeline)) => Ended::Moved(timeline),
+            (MigrationPhase::InDoubt, _) => Ended::InDoubt(progress.problem.unwrap_or_default()),
+            _ => Ended::Stays(
+                progress.problem.unwrap_or_else(|| "the migration ended without a word".to_owned()),
+            ),
+        },
+        Err(error) => Ended::InDoubt(format!("{error:#}")),
+    }
+}
+
+/// Says what came of it.
+fn finish(
+    leaving: &[Leaving],
+    ended: &[Ended],
+    first: Option<String>,
+    json: bool,
+) -> anyhow::Result<ExitCode> {
+    let moved = ended.iter().filter(|one| matches!(one, Ended::Moved(_))).count();
+    if json {
+        let vms: Vec<_> = leaving.iter().zip(ended).map(|(vm, ended)| row(&vm.name, &vm.to, ended)).collect();
+        output::print_json(&json!({ "moved": moved == ended.len(), "vms": vms }))?;
+    } else {
+        for (vm, ended) in leaving.iter().zip(ended) {
+            if let Ended::Moved(timeline) = ended {
+                output::print(&describe(&vm.name, timeline))?;
+            }
+        }
+    }
+    if moved == ended.len() {
+        return Ok(ExitCode::SUCCESS);
+    }
+    let doubt: Vec<String> = leaving
+        .iter()
+        .zip(ended)
+        .filter_map(|(vm, ended)| match ended {
+            Ended::InDoubt(problem) => Some(format!("VM {}: {problem}", vm.name)),
+            _ => None,
+        })
+        .collect();
+    let why = first.unwrap_or_else(|| doubt.join("; "));
+    if moved == 0 && doubt.is_empty() {
+        return Err(anyhow!("{why}")
+            .context(format!("None of {} VMs has moved, all run where they were", ended.len())));
+    }
+    // The service has decided for all alike; a monitor hasn't heard of it.
+    Err(anyhow!("{why}").context(format!(
+        "{moved} of {} VMs are known to have moved; see `causeway cluster vms` for where the others are",
+        ended.len()
+    )))
+}
+
+fn row(name: &str, to: &str, ended: &Ended) -> serde_json::Value {
+    match ended {
+        Ended::Moved(timeline) => json!({ "vm": name, "to": to, "state": "moved", "timeline": timeline }),
+        Ended::Stays(problem) => json!({ "vm": name, "to": to, "state": "stays", "problem": problem }),
+        Ended::InDoubt(problem) => json!({ "vm": name, "to": to, "state": "in-doubt", "problem": problem }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn group(text: &str) -> Vec<Member> {
+        text.split(',').map(|member| member.parse().expect("a member")).collect()
+    }
+
+    fn pairs(all: &[(&str, &str)]) -> Vec<(String, String)> {
+        all.iter().map(|(name, to)| ((*name).to_owned(), (*to).to_owned())).collect()
+    }
+
+    /// One host has a port for each; else each has its own address, and who has none is another command's.
+    #[test]
+    fn each_member_has_its_place() {
+        let to = places(&group("a,b"), Some("[::1]:7000")).expect("places");
+        assert_eq!(to, pairs(&[("a", "[::1]:7000"), ("b", "[::1]:7001")]));
+        let to = places(&group("a=h2:7000,b"), None).expect("places");
+        assert_eq!(to, pairs(&[("a", "h2:7000")]));
+    }
+
+    #[test]
+    fn what_is_no_group_is_refused_with_a_sentence() {
+        let refused =
+            |text: &str, to: Option<&str>| places(&group(text), to).expect_err("refused").to_string();
+        assert!(refused("a,a", Some("h:1")).contains("VM a twice"));
+        assert!(refused("a,b", None).contains("add --to"));
+        assert!(refused("a=h:1,b", Some("h:2")).contains("use one of both"));
+        assert!(refused("a,b", Some("h")).contains("like 192.0.2.1:7000"));
+        assert!(refused("a,b", Some("h:65535")).contains("consecutive ports from 65535"));
+        assert!("a=".parse::<Member>().expect_err("refused").contains("a=192.0.2.1:7000"));
+    }
+
+    /// One sentence says why; the exit isn't 0; what is in doubt isn't said to have stayed.
+    #[test]
+    fn a_failure_says_who_and_why() {
+        let leaving = ["a", "b"].map(|name| Leaving {
+            name: name.to_owned(),
+            client: Client::new("/nowhere"),
+            to: "h:1".to_owned(),
+        });
+        let stays = || Ended::Stays("no".to_owned());
+        let error = finish(&leaving, &[stays(), stays()], Some("VM b: no room".to_owned()), false)
+            .expect_err("it failed");
+        assert_eq!(format!("{error:#}"), "None of 2 VMs has moved, all run where they were: VM b: no room");
+        let doubt = Ended::InDoubt("not heard".to_owned());
+        let error = finish(&leaving, &[stays(), doubt], None, false).expect_err("it failed");
+        assert!(format!("{error:#}").starts_with("0 of 2 VMs are known to have moved"), "{error:#}");
+    }
+}
