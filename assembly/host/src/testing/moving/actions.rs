@@ -17,7 +17,7 @@ impl Cluster {
             Action::Reserve { migration, moves } => {
                 for moved in moves {
                     let size = self.vms[&moved.vm].size;
-                    let room = memory(size);
+                    let room = self.spare.pop().unwrap_or_else(|| memory(size));
                     let place = Place {
                         vm: crate::transport::VmId(moved.vm.0),
                         segment: SEGMENT_NAME.to_owned(),
@@ -40,9 +40,10 @@ impl Cluster {
                     .map(|(vm, _)| *vm)
                     .collect();
                 for vm in gone {
-                    let (_, arrival, _) = machine.arriving.remove(&vm).unwrap();
+                    let (_, arrival, room) = machine.arriving.remove(&vm).unwrap();
                     machine.drop_lines(arrival.device());
                     arrival.discard(&mut machine.parts());
+                    self.spare.push(room);
                 }
             }
             Action::Copy { migration, vm, to } => {
@@ -92,13 +93,14 @@ impl Cluster {
             Action::Finish { migration, vm, to } => {
                 let total = self.round(index, vm).expect("the VM is stopped");
                 let to = to.0 as usize - 1;
-                let size = self.vms[&vm].size;
-                let mut bytes = vec![0; usize::try_from(size).unwrap()];
-                self.vms[&vm].guest.memory.read(0, &mut bytes).unwrap();
+                let found = self.vms.get_mut(&vm).unwrap();
+                found.left = Some(found.guest.memory.clone());
+                self.bytes.resize(usize::try_from(found.size).unwrap(), 0);
+                found.guest.memory.read(0, &mut self.bytes).unwrap();
                 let Some((_, arrival, room)) = self.machines[to].arriving.get(&vm) else {
                     return self.answers.push_back((index, Event::StreamBroke { migration }));
                 };
-                room.write(0, &bytes).unwrap();
+                room.write(0, &self.bytes).unwrap();
                 arrival.check(total).unwrap();
                 self.answers.push_back((to, Event::Arrived { migration, vm }));
             }
@@ -109,6 +111,8 @@ impl Cluster {
                     let device = machine.here.remove(&vm).unwrap();
                     machine.drop_lines(device);
                     source.leave(&mut machine.parts());
+                    // Nothing of this host writes to it any more. If something did, it would now be another VM's memory, and be seen.
+                    self.spare.extend(self.vms.get_mut(&vm).and_then(|found| found.left.take()));
                 }
             }
         }

@@ -61,6 +61,8 @@ struct Vm {
     on: usize,
     running: bool,
     stopped_at: u64,
+    /// The memory that it had when it was last copied, until its host has let go of it.
+    left: Option<MappedMemory>,
     ends: BTreeMap<VmId, End>,
 }
 
@@ -105,6 +107,11 @@ pub struct Cluster {
     pub moves: Moves,
     running: Option<(MigrationId, u64)>,
     dice: u64,
+    /// Memory that VMs have left, with what they left in it, for those who come: making and filling pages took longer than the operations.
+    /// All VMs have as much.
+    spare: Vec<MappedMemory>,
+    /// A VM's memory on its way.
+    bytes: Vec<u8>,
 }
 
 enum Timed {
@@ -150,6 +157,8 @@ impl Cluster {
             moves: Moves::default(),
             running: None,
             dice: seed | 1,
+            spare: Vec::new(),
+            bytes: Vec::new(),
         };
         for (index, &address) in addresses.iter().enumerate() {
             let places = Mutex::new(HashMap::new());
@@ -215,7 +224,7 @@ impl Cluster {
             let region = guest.register(&mut machine.host, pd, address, REGION, ALL);
             ends.insert(peer, End::new(qp, region));
         }
-        self.vms.insert(vm, Vm { guest, size, cq, on, running: true, stopped_at: 0, ends });
+        self.vms.insert(vm, Vm { guest, size, cq, on, running: true, stopped_at: 0, left: None, ends });
         self.event(on, Event::Started { vm, epoch });
     }
 
