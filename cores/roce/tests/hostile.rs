@@ -211,7 +211,7 @@ fn check(steps: Vec<Step>, unreliable: bool, window: u32, paced: bool) {
                 header.immediate = u32::from(rkey).to_be_bytes();
                 let mut bytes = vec![0; header.packet_len(len.into())];
                 header.write(&mut bytes, len.into());
-                connection.receive(now, &bytes, Arrival { congested: ack }, &mut memory);
+                connection.receive(now, &bytes, Arrival { congested: ack, too_fast: !ack }, &mut memory);
             }
             Step::Raw(bytes) => connection.receive(now, &bytes, Arrival::default(), &mut memory),
             Step::Transmit(most) => {

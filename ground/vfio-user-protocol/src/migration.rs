@@ -5,6 +5,7 @@
 //! ```text
 //! source         Running ─▶ PreCopy: data is read, again and again ─▶ StopCopy: the rest ─▶ (the client goes, or Running again)
 //! destination    Resuming: data is written ─▶ Stop: it is whole, and checked ─▶ Running
+//! holding back   by so many per cent, in PreCopy (a feature of Causeway's own)
 //! DMA logging    start ─▶ report, again and again: pages written since the last report ─▶ stop
 //! ```
 //! Reading data: an answer that is shorter than what was asked for ends what there is at present. In PreCopy more comes when the device has
@@ -70,6 +71,15 @@ pub trait Migration {
     /// # Errors
     /// When it can't be told.
     fn stop_logging(&self) -> io::Result<()>;
+    /// What others write into guest memory by the device is to become less, by so many per cent (0 to 99) of what they wrote before they were held
+    /// back: the guest's memory changes faster than it can be copied. Ends with the state PreCopy.
+    ///
+    /// # Errors
+    /// ENOTTY where the device has no way to do so.
+    fn hold_back(&self, percent: u8) -> io::Result<()> {
+        let _ = percent;
+        Err(rustix::io::Errno::NOTTY.into())
+    }
     /// Takes the pages of 4096 bytes that were written since the last call: a bit each, the lowest of the first word for the page at `address`.
     ///
     /// # Errors

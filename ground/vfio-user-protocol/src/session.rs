@@ -13,7 +13,7 @@ use crate::region_info::{self, Encoded, RegionError};
 use crate::version::{MAX_DMA_MAPS, Offer, PeerLimits};
 use crate::wire::{
     DEVICE_PCI, DEVICE_RESETTABLE, DMA_READABLE, DMA_WRITABLE, DeviceFeature, DeviceInfo, DmaMap, DmaUnmap,
-    IRQ_AUTOMASKED, IRQ_EVENTFD, IRQ_MASKABLE, IRQ_NO_RESIZE, IoFdsInfo, IrqInfo, IrqSet, LOG_PAGE,
+    HoldBack, IRQ_AUTOMASKED, IRQ_EVENTFD, IRQ_MASKABLE, IRQ_NO_RESIZE, IoFdsInfo, IrqInfo, IrqSet, LOG_PAGE,
     LoggingRange, LoggingReport, LoggingStart, MAX_LOG_RANGES, MAX_TRANSFER, MIGRATION_PRE_COPY,
     MIGRATION_STOP_COPY, MigData, MigDeviceState, RegionAccess, RegionInfo, SET_ACTION_MASK,
     SET_ACTION_TRIGGER, SET_ACTION_UNMASK, SET_ACTIONS, SET_DATA_BOOL, SET_DATA_EVENTFD, SET_DATA_MASK,
@@ -116,7 +116,12 @@ impl<'a> Session<'a> {
         let (request, data) = DeviceFeature::read_from_prefix(body).map_err(|_| Errno::INVAL)?;
         let what = request.flags & feature::MASK;
         let how = request.flags & !feature::MASK;
-        let settable = [feature::MIG_DEVICE_STATE, feature::DMA_LOGGING_START, feature::DMA_LOGGING_STOP];
+        let settable = [
+            feature::MIG_DEVICE_STATE,
+            feature::DMA_LOGGING_START,
+            feature::DMA_LOGGING_STOP,
+            feature::HOLD_BACK,
+        ];
         let gettable = [feature::MIGRATION, feature::MIG_DEVICE_STATE, feature::DMA_LOGGING_REPORT];
         let (sets, gets) = (settable.contains(&what), gettable.contains(&what));
         if !sets && !gets {
@@ -150,6 +155,13 @@ impl<'a> Session<'a> {
                     }
                     // All of the client's memory is logged, which these are parts of.
                     migration.start_logging()?;
+                }
+                feature::HOLD_BACK => {
+                    let percent = u8::try_from(fixed::<HoldBack>(data)?.percent).map_err(|_| Errno::INVAL)?;
+                    if percent > 99 {
+                        return Err(Errno::INVAL.into());
+                    }
+                    migration.hold_back(percent)?;
                 }
                 _ => migration.stop_logging()?,
             },

@@ -84,6 +84,8 @@ struct State {
     incoming: Vec<u8>,
     /// Pages that it wrote, while that is logged.
     dirty: Option<BTreeSet<u64>>,
+    /// By how much others were to be held back.
+    held_back: Vec<u8>,
 }
 
 /// The device. Thread-safe.
@@ -146,6 +148,7 @@ impl TestDevice {
                 changed: BTreeSet::new(),
                 outgoing: VecDeque::new(),
                 incoming: Vec::new(),
+                held_back: Vec::new(),
                 dirty: None,
             }),
             changed: Condvar::new(),
@@ -199,6 +202,12 @@ impl TestDevice {
         if let Some(dirty) = &mut self.state().dirty {
             dirty.insert(address / PAGE);
         }
+    }
+
+    /// By how many per cent others were to be held back, each time.
+    #[must_use]
+    pub fn held_back(&self) -> Vec<u8> {
+        self.state().held_back.clone()
     }
 
     /// Signals an MSI-X vector; `false` where no eventfd is set.
@@ -552,6 +561,16 @@ impl Migration for TestDevice {
 
     fn stop_logging(&self) -> io::Result<()> {
         TestDevice::state(self).dirty = None;
+        Ok(())
+    }
+
+    fn hold_back(&self, percent: u8) -> io::Result<()> {
+        let mut state = TestDevice::state(self);
+        if state.dirty.is_none() {
+            // As a device without a way to do so answers.
+            return Err(rustix::io::Errno::NOTTY.into());
+        }
+        state.held_back.push(percent);
         Ok(())
     }
 

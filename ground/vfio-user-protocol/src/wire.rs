@@ -86,6 +86,8 @@ pub(crate) mod feature {
     pub(crate) const DMA_LOGGING_START: u32 = 6;
     pub(crate) const DMA_LOGGING_STOP: u32 = 7;
     pub(crate) const DMA_LOGGING_REPORT: u32 = 8;
+    /// Causeway's own, far from VFIO's numbers: [`super::HoldBack`].
+    pub(crate) const HOLD_BACK: u32 = 0xCA01;
 }
 
 /// `VFIO_MIGRATION_STOP_COPY`.
@@ -277,6 +279,13 @@ pub(crate) struct MigDeviceState {
     pub data_fd: u32,
 }
 
+/// Feature HOLD_BACK.
+#[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct HoldBack {
+    pub percent: u32,
+}
+
 /// Feature DMA_LOGGING_START; ranges follow.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
@@ -314,6 +323,7 @@ pub(crate) struct MigData {
 const _: () = {
     assert!(size_of::<DeviceFeature>() == 8);
     assert!(size_of::<MigDeviceState>() == 8);
+    assert!(size_of::<HoldBack>() == 4);
     assert!(size_of::<LoggingStart>() == 16);
     assert!(size_of::<LoggingRange>() == 16);
     assert!(size_of::<LoggingReport>() == 24);

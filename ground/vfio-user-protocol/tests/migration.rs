@@ -90,7 +90,11 @@ fn dirty_pages_are_told_once() {
     for (address, size) in [(16 * MIB, MIB), (15 * MIB, 2 * MIB), (u64::MAX - 4095, 4096)] {
         assert!(matches!(client.take_dirty(address, size), Err(ClientError::Refused { .. })));
     }
+    assert!(client.hold_back(20).unwrap() && client.hold_back(99).unwrap());
+    assert!(matches!(client.hold_back(100), Err(ClientError::Refused { .. })));
+    assert_eq!(device.held_back(), [20, 99]);
     client.stop_dma_logging().unwrap();
+    assert!(!client.hold_back(30).unwrap(), "it has no way to do so");
     assert!(client.take_dirty(0, MIB).is_err() && !client.is_failed());
 }
 

@@ -35,6 +35,7 @@
 mod handshake;
 mod load;
 mod moving;
+mod pace;
 mod report;
 mod served;
 mod views;

@@ -10,6 +10,7 @@ use pvrdma::DoorbellMode as Doorbells;
 
 use super::handshake::Handshake;
 use super::load::Load;
+use super::pace::Pace;
 use super::served::{DeviceSetup, Served, Vectors};
 use super::worker::Worker;
 use crate::migration::{Arrival, MigrationError, Parts, Place, Source};
@@ -44,8 +45,29 @@ impl Worker {
         if !self.leaving.contains_key(&id) {
             let source = Source::begin(&mut self.parts(id)?, id)?;
             self.leaving.insert(id, source);
+            self.engine.watch_inbound(id, true);
+            self.paces.insert(id, Pace::begin(self.now()));
         }
         Ok(())
+    }
+
+    /// Lets peers of a device that leaves write less, by so many per cent of what they wrote before they were held back.
+    ///
+    /// # Errors
+    /// When it doesn't leave.
+    pub fn hold_back(&mut self, id: DeviceId, percent: u8) -> Result<(), MigrationError> {
+        let now = self.now();
+        let known = self.paces.get_mut(&id).zip(self.engine.inbound_bytes(id));
+        let (pace, bytes) = known.ok_or(MigrationError::NoDevice(id))?;
+        let limit = pace.hold_back(now, bytes, percent);
+        self.engine.limit_inbound(id, limit);
+        Ok(())
+    }
+
+    fn end_pace(&mut self, id: DeviceId) {
+        if self.paces.remove(&id).is_some() {
+            self.engine.watch_inbound(id, false);
+        }
     }
 
     /// What of a device has changed since the last round.
@@ -66,6 +88,7 @@ impl Worker {
     /// When it can't be stopped or saved. It is to be told to [`Worker::stay`] then.
     pub fn stop_leaving(&mut self, id: DeviceId) -> Result<(Vec<Piece>, Total), MigrationError> {
         self.begin_leaving(id)?;
+        self.end_pace(id);
         let missing = || MigrationError::NoDevice(id);
         let now = self.now();
         let Self { engine, devices, transports, served, leaving, .. } = self;
@@ -87,6 +110,7 @@ impl Worker {
     /// # Errors
     /// When somebody has got its addresses meanwhile.
     pub fn stay(&mut self, id: DeviceId) -> Result<(), MigrationError> {
+        self.end_pace(id);
         match self.leaving.remove(&id) {
             Some(source) => source.stay(&mut self.parts(id)?),
             None => Ok(()),

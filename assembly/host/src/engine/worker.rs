@@ -20,6 +20,7 @@ use vfio_user_protocol::doorbell_mode::DoorbellMode;
 
 use super::handshake::{Handshake, Reached};
 use super::load::Load;
+use super::pace::Pace;
 use super::report::LoopCounters;
 use super::served::{Device, DeviceSetup, Served, Vectors};
 use super::{EngineSetup, Message, Wake};
@@ -40,6 +41,8 @@ pub struct Worker {
     /// Devices whose VMs leave, and those whose VMs come.
     pub(super) leaving: BTreeMap<DeviceId, Source>,
     pub(super) arriving: BTreeMap<DeviceId, Arrival>,
+    /// How fast the memory of those that leave is written.
+    pub(super) paces: BTreeMap<DeviceId, Pace>,
     inbox: Receiver<Message>,
     wake: Arc<Wake>,
     clock: Clock,
@@ -73,6 +76,7 @@ impl Worker {
             served: BTreeMap::new(),
             leaving: BTreeMap::new(),
             arriving: BTreeMap::new(),
+            paces: BTreeMap::new(),
             inbox,
             wake,
             started: clock.raw(),
@@ -295,6 +299,7 @@ impl Worker {
     pub fn detach(&mut self, id: DeviceId) {
         self.leaving.remove(&id);
         self.arriving.remove(&id);
+        self.paces.remove(&id);
         if let Some(transports) = &mut self.transports {
             transports.detach(id);
         }

@@ -63,7 +63,8 @@ impl<P: Provider> Arrivals<'_, P> {
                 };
                 *self.last = Some(Last { from, header: *header, qpn, index });
                 let entry = self.connections.get_mut(index).ok_or(Dropped::NoQueuePair)?;
-                let arrival = roce::Arrival { congested };
+                let too_fast = self.engine.is_written_too_fast(entry.qp.device);
+                let arrival = roce::Arrival { congested, too_fast };
                 self.engine.touch_qp(entry.qp.device, entry.qp.handle);
                 let mut carrier = Carrier { engine: self.engine, qp: entry.qp };
                 entry.connection.receive(self.now, rest, arrival, &mut carrier);

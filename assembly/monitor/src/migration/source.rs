@@ -44,6 +44,8 @@ pub trait Departing: Sync {
     fn settle(&self) -> Result<(), MigrationError>;
     /// vCPUs stand still for so long, if they run.
     fn hold_back(&self, time: Duration);
+    /// Peers of its devices may write less into its memory, by so many per cent; where devices have a way to do so.
+    fn hold_back_peers(&self, percent: u8) -> Result<(), MigrationError>;
     /// Stops vCPUs and devices, gives up what only one host may hold, and returns the state. After an error
     /// [`Departing::go_on`] is called, too.
     fn stop(&self) -> Result<Vec<u8>, MigrationError>;
@@ -354,7 +356,12 @@ impl Departure<'_> {
             match self.policy.decide(&end, held) {
                 Decision::Stop => return Ok((dirty, false)),
                 Decision::PostCopy => return Ok((dirty, true)),
-                Decision::Again(next) => throttle.store(next, Ordering::Release),
+                Decision::Again(next) => {
+                    throttle.store(next, Ordering::Release);
+                    if next > 0 {
+                        self.machine.hold_back_peers(next)?;
+                    }
+                }
                 Decision::GiveUp => {
                     let limit = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
                     return Err(MigrationError::NotConverging {

@@ -51,6 +51,10 @@ struct StandIn {
     writes: Mutex<Vec<Vec<u64>>>,
     stamp: AtomicU64,
     held: AtomicU64,
+    /// By how much peers were held back, each time.
+    peers: Mutex<Vec<u8>>,
+    /// It is they who write, as long as they are held back by less than this.
+    peers_write_below: u8,
     /// 0 runs here, 1 stands still, 2 stands still in doubt.
     life: AtomicU32,
     stops: AtomicU32,
@@ -75,6 +79,8 @@ impl StandIn {
             writes: Mutex::new(writes.into_iter().rev().collect()),
             stamp: AtomicU64::new(1),
             held: AtomicU64::new(0),
+            peers: Mutex::default(),
+            peers_write_below: u8::MAX,
             life: AtomicU32::new(0),
             stops: AtomicU32::new(0),
             logging: AtomicU32::new(0),
@@ -104,7 +110,11 @@ impl Departing for StandIn {
     }
     fn take_dirty(&self) -> Result<Vec<DirtyPages>, MigrationError> {
         let mut bitmap = vec![0u64; 16];
-        for page in self.writes.lock().unwrap().pop().unwrap_or_default() {
+        let mut pages = self.writes.lock().unwrap().pop().unwrap_or_default();
+        if self.peers.lock().unwrap().last().is_some_and(|held| *held >= self.peers_write_below) {
+            pages.clear();
+        }
+        for page in pages {
             let stamp = self.stamp.fetch_add(1, Ordering::SeqCst);
             self.ram.memory().memory().write_obj(stamp, GuestAddress(page * 4096 + 8)).unwrap();
             bitmap[usize::try_from(page / 64).unwrap()] |= 1 << (page % 64);
@@ -116,6 +126,10 @@ impl Departing for StandIn {
     }
     fn hold_back(&self, time: Duration) {
         self.held.fetch_add(u64::try_from(time.as_micros()).unwrap(), Ordering::SeqCst);
+    }
+    fn hold_back_peers(&self, percent: u8) -> Result<(), MigrationError> {
+        self.peers.lock().unwrap().push(percent);
+        Ok(())
     }
     fn stop(&self) -> Result<Vec<u8>, MigrationError> {
         self.stops.fetch_add(1, Ordering::SeqCst);
@@ -370,6 +384,17 @@ fn a_guest_that_writes_too_fast_is_held_back_and_then_left() {
     assert!(machine.held.load(Ordering::SeqCst) > 0);
     assert_eq!(machine.stops.load(Ordering::SeqCst), 0);
     assert!(matches!(outcome.there, There::No(reason) if reason.contains("gave the migration up")));
+}
+
+/// Peers that write into the guest's memory faster than it is copied are held back, step by step, until it converges.
+#[test]
+fn peers_that_write_too_fast_are_held_back_until_it_converges() {
+    let mut machine = StandIn::new((0..100_000).map(|_| (0..1024).collect()).collect());
+    machine.peers_write_below = 60;
+    let outcome = go(&machine, &shape(), 1, u64::MAX, &request(0, 60), Ok(()));
+    assert!(outcome.here.is_ok(), "{:?}", outcome.here);
+    assert_eq!(outcome.there, There::Runs);
+    assert_eq!(*machine.peers.lock().unwrap(), [20, 30, 40, 50, 60]);
 }
 
 /// A cancel ends a migration that would never end by itself, whatever it is doing.

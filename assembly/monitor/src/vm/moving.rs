@@ -227,6 +227,14 @@ impl Departing for MovingMachine {
         }
     }
 
+    fn hold_back_peers(&self, percent: u8) -> Result<(), MigrationError> {
+        for function in self.machine.devices.served.iter().filter(|_| self.daemon.is_some()) {
+            let held = function.hold_back_peers(percent);
+            held.map_err(MigrationError::machine("kept from being written by peers"))?;
+        }
+        Ok(())
+    }
+
     fn stop(&self) -> Result<Vec<u8>, MigrationError> {
         let saved = self.hand_over().map_err(MigrationError::machine("stopped and saved"))?;
         let encoded = saved.encode().map_err(std::io::Error::other);

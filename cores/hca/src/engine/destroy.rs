@@ -160,6 +160,9 @@ impl<P: Provider> Engine<P> {
         if let Some(deadline) = gone.deadline {
             self.timers.remove(&(deadline, Timer::Qp(at)));
         }
+        if gone.wait == Wait::Budget {
+            self.leave_inbound(|waiting| waiting == at);
+        }
         if gone.wait == Wait::Rate
             && let Some(found) = self.device_mut(device.0)
         {

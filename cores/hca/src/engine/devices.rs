@@ -40,6 +40,7 @@ impl<P: Provider> Engine<P> {
             return;
         }
         self.reset_device(device);
+        self.watch_inbound(device, false);
         self.held.retain(|(of, _)| *of != device.0);
         self.devices[device.0 as usize] = None;
     }
@@ -74,6 +75,7 @@ impl<P: Provider> Engine<P> {
         new.enabled = old.enabled;
         new.exact = old.exact;
         new.scheduled = old.scheduled;
+        new.inbound = old.inbound.take();
         std::mem::swap(&mut new.marks, &mut old.marks);
         let old = std::mem::replace(old, new);
         self.active_qps -= u32::try_from(old.active.len()).unwrap_or(0);

@@ -21,6 +21,7 @@ mod destroy;
 mod devices;
 mod failure;
 mod hold;
+mod inbound;
 mod modify;
 mod poll;
 mod query;
@@ -46,6 +47,7 @@ use crate::work::AsyncEvent;
 pub(crate) use create::power_on_attributes;
 pub(crate) use failure::completed;
 pub use hold::Verdict;
+pub(crate) use inbound::Inbound;
 pub(crate) use modify::PSN_MASK;
 pub use query::{DeviceReport, ObjectCounts};
 pub use save::{SavedCq, SavedQp, SavedSrq};
@@ -207,6 +209,8 @@ enum Timer {
     Qp(QpRef),
     /// A device's rate limit allows more.
     Device(u32),
+    /// What peers may write into a device's memory.
+    Inbound(u32),
 }
 
 /// A scan of a context's queue pairs.
@@ -270,6 +274,8 @@ pub struct Engine<P: Provider> {
     held: HashSet<(u32, Gid)>,
     /// Queue pairs that found themselves held.
     parked: Vec<QpRef>,
+    /// Devices of which somebody wants to know what peers write into their guests' memory.
+    inbound_watched: usize,
     /// Addresses whose VMs have moved to another engine.
     pub(crate) moved: HashSet<(SegmentId, Gid)>,
     /// What transports have to do.
@@ -309,6 +315,7 @@ impl<P: Provider> Engine<P> {
             uplinks: HashSet::new(),
             held: HashSet::new(),
             parked: Vec::new(),
+            inbound_watched: 0,
             moved: HashSet::new(),
             actions: Vec::new(),
             source: Vec::new(),

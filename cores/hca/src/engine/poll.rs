@@ -154,6 +154,10 @@ impl<P: Provider> Engine<P> {
                 self.settle();
             }
             let now = self.now;
+            if self.inbound_watched > 0 && self.awaits_budget(at) {
+                turn.stay = false;
+                break;
+            }
             let Some(device) = self.devices.get_mut(at.device as usize).and_then(|d| d.as_deref_mut()) else {
                 break;
             };

@@ -99,10 +99,13 @@ impl<P: Provider> Engine<P> {
             .iter()
             .filter_map(|(_, timer)| match timer {
                 Timer::Qp(at) => Some(*at),
-                Timer::Device(_) => None,
+                Timer::Device(_) | Timer::Inbound(_) => None,
             })
             .collect();
         self.timers.retain(|(_, timer)| *timer != Timer::Device(index));
+        stopped.extend(self.leave_inbound(|waiting| waiting.device == index));
+        // They find that it is held.
+        self.release_inbound(index, usize::MAX);
         self.topology_changed();
         for at in waiting {
             if at.device == index {

@@ -127,6 +127,9 @@ impl<P: Provider> Engine<P> {
         if let Some(deadline) = deadline {
             self.timers.remove(&(deadline, Timer::Qp(at)));
         }
+        if wait == Wait::Budget {
+            self.leave_inbound(|waiting| waiting == at);
+        }
         if wait == Wait::Rate
             && let Some(device) = self.device_mut(at.device)
         {
@@ -153,6 +156,7 @@ impl<P: Provider> Engine<P> {
             worked = true;
             match timer {
                 Timer::Device(device) => self.release_throttled(device, RELEASED_AT_ONCE),
+                Timer::Inbound(device) => self.release_inbound(device, 1),
                 Timer::Qp(at) => self.timer_expired(at),
             }
         }
@@ -166,7 +170,7 @@ impl<P: Provider> Engine<P> {
             match qp.wait {
                 Wait::Receive => current.progress.rnr_waits = current.progress.rnr_waits.saturating_add(1),
                 Wait::Peer => current.progress.timeouts = current.progress.timeouts.saturating_add(1),
-                Wait::None | Wait::Rate | Wait::Outstanding | Wait::Held => {}
+                Wait::None | Wait::Rate | Wait::Budget | Wait::Outstanding | Wait::Held => {}
             }
         }
         let timed_out = qp.wait == Wait::Peer;

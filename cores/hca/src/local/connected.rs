@@ -56,6 +56,7 @@ impl<P: Provider> Engine<P> {
         }
         progress.offset = part.end;
         self.charge(at, part.end - part.start);
+        self.was_written(peer.device, part.end - part.start);
         progress.rnr_waits = 0;
         progress.timeouts = 0;
         if progress.offset < length {

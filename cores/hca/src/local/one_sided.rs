@@ -51,6 +51,7 @@ impl<P: Provider> Engine<P> {
         }
         progress.offset = part.end;
         self.charge(at, part.end - part.start);
+        self.was_written(peer.device, part.end - part.start);
         if progress.offset < length {
             progress.timeouts = 0;
             return Step::More;
@@ -176,6 +177,7 @@ impl<P: Provider> Engine<P> {
             done += len;
         }
         self.charge(at, ATOMIC);
+        self.was_written(peer.device, ATOMIC);
         self.account(at, peer, 0, ATOMIC);
         if let Some(device) = self.device_mut(peer.device) {
             device.counters.rx_atomic_requests += 1;

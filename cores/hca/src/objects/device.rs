@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 
 use crate::counters::DeviceCounters;
+use crate::engine::Inbound;
 use crate::limits::{Bucket, Capabilities, Limits};
 use crate::memory::Regions;
 use crate::names::{Gid, SegmentId};
@@ -94,6 +95,8 @@ pub(crate) struct Device<P: Provider> {
     pub registered_bytes: u64,
     pub messages: Bucket,
     pub bytes: Bucket,
+    /// What peers write into its guest's memory, while somebody wants to know.
+    pub inbound: Option<Box<Inbound>>,
     /// Queue pairs that get turns.
     pub active: VecDeque<QpRef>,
     /// It is among the devices that get turns.
@@ -136,6 +139,7 @@ impl<P: Provider> Device<P> {
             registered_bytes: 0,
             messages: Bucket::default(),
             bytes: Bucket::default(),
+            inbound: None,
             active: VecDeque::new(),
             scheduled: false,
             throttled: VecDeque::new(),

@@ -34,6 +34,8 @@ pub(crate) enum Wait {
     Peer,
     /// The VM's rate limit.
     Rate,
+    /// What may be written into its peer's memory.
+    Budget,
     /// The end of all requests that a transport has.
     Outstanding,
     /// The peer's move.

@@ -129,6 +129,7 @@ impl<P: Provider> Engine<P> {
             self.own_failure(at);
             return Err(self.refused(at, Refusal::Operational, None));
         }
+        self.was_written(at.device, u64::try_from(data.len()).unwrap_or(u64::MAX));
         if let Some(found) = self.qp_mut(at) {
             found.stashed = Some(receive);
         }
@@ -210,6 +211,7 @@ impl<P: Provider> Engine<P> {
         if self.write_target(at.device, data).is_err() {
             return Err(self.refused(at, Refusal::Operational, Some(AsyncEvent::QpFatal)));
         }
+        self.was_written(at.device, u64::try_from(data.len()).unwrap_or(u64::MAX));
         if last {
             let bytes = message_len(length);
             self.count_served(at, bytes, |counters| &mut counters.rx_write_requests);
@@ -312,6 +314,7 @@ impl<P: Provider> Engine<P> {
         let Ok(before) = before else {
             return Err(self.refused(at, Refusal::Operational, Some(AsyncEvent::QpFatal)));
         };
+        self.was_written(at.device, 8);
         self.count_served(at, 8, |counters| &mut counters.rx_atomic_requests);
         Ok(before)
     }

@@ -70,6 +70,8 @@ pub struct SendAttributes {
 pub struct Arrival {
     /// The network marked it: congestion experienced.
     pub congested: bool,
+    /// The sender is to send more slowly, for a reason of the receiver's own: its memory changes faster than it can be copied elsewhere.
+    pub too_fast: bool,
 }
 
 /// One queue pair's reliable or unreliable connection. About 600 bytes, and what its queues need: bounded by
@@ -184,12 +186,13 @@ impl Connection {
         }
         if arrival.congested {
             self.counters.np_ecn_marked_roce_packets += 1;
-            if let Some(parameters) = &self.config.congestion
-                && now >= self.next_notification
-            {
-                self.next_notification = now.saturating_add(parameters.notification_interval);
-                self.notify = true;
+            if let Some(parameters) = &self.config.congestion {
+                self.notify_by(now, parameters.notification_interval);
             }
+        }
+        if arrival.too_fast {
+            let parameters = self.config.congestion.unwrap_or_default();
+            self.notify_by(now, parameters.notification_interval);
         }
         if header.operation.is_response() {
             if self.state == State::Ready {
@@ -204,7 +207,21 @@ impl Connection {
         }
     }
 
+    /// The sender is notified, if it wasn't within the interval.
+    fn notify_by(&mut self, now: u64, interval: u64) {
+        if now >= self.next_notification {
+            self.next_notification = now.saturating_add(interval);
+            self.notify = true;
+        }
+    }
+
+    /// The receiver asks for less. Without congestion control nobody marks packets; the receiver itself may ask nevertheless, and is heard from
+    /// then on.
     fn notified(&mut self, now: u64) {
+        if self.sender.is_none() {
+            let parameters = *self.config.congestion.get_or_insert_default();
+            self.sender = Some(Sender::new(&parameters));
+        }
         if let (Some(parameters), Some(sender)) = (&self.config.congestion, &mut self.sender) {
             self.counters.rp_cnp_handled += 1;
             sender.notified(parameters, now);

@@ -511,7 +511,7 @@ fn a_marked_packet_is_answered_with_one_notification_per_interval() {
     let packets = pair.packets(0);
     for packet in &packets {
         let (connection, memory) = &mut pair.ends[1];
-        connection.receive(pair.now, packet, Arrival { congested: true }, memory);
+        connection.receive(pair.now, packet, Arrival { congested: true, ..Arrival::default() }, memory);
     }
     let answers = pair.packets(1);
     let notifications: Vec<_> = answers.iter().filter(|packet| packet[0] == 0x81).collect();
@@ -526,9 +526,41 @@ fn a_marked_packet_is_answered_with_one_notification_per_interval() {
     pair.post(1, SEND, 10);
     let packets = pair.packets(0);
     let (connection, memory) = &mut pair.ends[1];
-    connection.receive(pair.now, &packets[0], Arrival { congested: true }, memory);
+    connection.receive(pair.now, &packets[0], Arrival { congested: true, ..Arrival::default() }, memory);
     assert_eq!(pair.packets(1).len(), 1, "the acknowledgement alone");
     assert_eq!(pair.ends[0].0.rate(), None);
+}
+
+/// A receiver that can't keep up with 20 MB/s says so itself, without congestion control: the sender comes near to that and not beyond, and nothing is sent
+/// twice.
+#[test]
+fn a_receiver_that_asks_for_less_gets_less() {
+    let mut pair = Pair::new(|_| {});
+    let (mut posted, mut taken, mut debt) = (0, 0u64, 0f64);
+    let (tick, ticks) = (50_000, 20_000);
+    for _ in 0..ticks {
+        pair.now += tick;
+        debt = (debt - 20e6 * tick as f64 / 1e9).max(0.0);
+        while posted < pair.ends[0].1.completions.len() as u64 + 16 {
+            pair.post(posted, SEND, 4096);
+            pair.ends[1].1.receives.push_back(4096);
+            posted += 1;
+        }
+        for packet in pair.packets(0) {
+            taken += packet.len() as u64;
+            debt += packet.len() as f64;
+            let too_fast = debt > 20e3;
+            let (connection, memory) = &mut pair.ends[1];
+            connection.receive(pair.now, &packet, Arrival { too_fast, ..Arrival::default() }, memory);
+        }
+        let answers = pair.packets(1);
+        pair.deliver(0, &answers);
+    }
+    assert!((10_000_000..26_000_000).contains(&taken), "{taken} bytes in a second");
+    assert!(pair.ends[1].0.counters().np_cnp_sent > 10);
+    assert_eq!(pair.ends[1].0.counters().np_ecn_marked_roce_packets, 0);
+    assert_eq!(pair.ends[0].0.counters().retransmitted_packets, 0);
+    assert!(pair.ends[0].1.completions.iter().all(|(_, status, _)| *status == Status::Success));
 }
 
 #[test]

@@ -314,7 +314,12 @@ impl World {
                 self.tell("delivered", link, at, &bytes);
                 self.report.delivered += 1;
                 self.with(link, at, |connection, end| {
-                    connection.receive(end.now, &bytes, Arrival { congested: marked }, end);
+                    connection.receive(
+                        end.now,
+                        &bytes,
+                        Arrival { congested: marked, ..Arrival::default() },
+                        end,
+                    );
                 });
                 self.transmit_soon(link, at);
             }

@@ -8,8 +8,8 @@ use super::{Client, ClientError, MAX_REPLY, Request};
 use crate::migration::DeviceState;
 use crate::socket::Message;
 use crate::wire::{
-    DeviceFeature, LOG_PAGE, LoggingRange, LoggingReport, LoggingStart, MAX_TRANSFER, MIGRATION_PRE_COPY,
-    MIGRATION_STOP_COPY, MigData, MigDeviceState, command, feature, wire_len,
+    DeviceFeature, HoldBack, LOG_PAGE, LoggingRange, LoggingReport, LoggingStart, MAX_TRANSFER,
+    MIGRATION_PRE_COPY, MIGRATION_STOP_COPY, MigData, MigDeviceState, command, feature, wire_len,
 };
 
 /// Bytes of guest memory whose pages one report tells of at most.
@@ -161,6 +161,25 @@ impl Client {
     pub fn stop_dma_logging(&self) -> Result<(), ClientError> {
         let flags = feature::SET | feature::DMA_LOGGING_STOP;
         self.feature("DEVICE_FEATURE DMA_LOGGING_STOP", flags, &[], MAX_REPLY, &String::new).map(drop)
+    }
+
+    /// Asks the device to let others write less into guest memory, by so many per cent, 0 to 99. Whether it can.
+    ///
+    /// # Errors
+    /// When the connection is lost, or the server refuses for another reason than that it has no way to do so.
+    pub fn hold_back(&self, percent: u8) -> Result<bool, ClientError> {
+        let data = HoldBack { percent: u32::from(percent) };
+        let flags = feature::SET | feature::HOLD_BACK;
+        let name = "DEVICE_FEATURE HOLD_BACK";
+        match self.feature(name, flags, data.as_bytes(), MAX_REPLY, &|| format!("{percent} per cent")) {
+            Ok(_) => Ok(true),
+            Err(ClientError::Refused { source, .. })
+                if source.raw_os_error() == Some(rustix::io::Errno::NOTTY.raw_os_error()) =>
+            {
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
     }
 
     /// Takes which pages of 4096 bytes the device has written since the last call, of one mapped range: a bit each, from the lowest of the first

@@ -230,6 +230,16 @@ impl Migration for RdmaFunction {
         Ok(())
     }
 
+    fn hold_back(&self, percent: u8) -> io::Result<()> {
+        if self.stream().state != DeviceState::PreCopy {
+            return Err(Errno::INVAL.into());
+        }
+        self.gone(
+            "be written more slowly",
+            self.with(move |worker, device| worker.hold_back(device, percent)),
+        )
+    }
+
     fn take_dirty(&self, address: u64, size: u64) -> io::Result<Vec<u64>> {
         self.memory.take_dirty(address, size)
     }

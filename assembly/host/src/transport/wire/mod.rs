@@ -216,7 +216,8 @@ impl Transports {
         if (line.peer, line.own) != (arrived.source, arrived.destination) {
             return Err(Dropped::WrongPeer);
         }
-        let arrival = roce::Arrival { congested: arrived.congested };
+        let too_fast = engine.is_written_too_fast(entry.qp.device);
+        let arrival = roce::Arrival { congested: arrived.congested, too_fast };
         entry.connection.receive(now, packet, arrival, &mut Carrier { engine, qp: entry.qp });
         self.connections.ready(index);
         Ok(())

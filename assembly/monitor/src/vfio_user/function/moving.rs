@@ -184,6 +184,15 @@ impl VfioUserFunction {
         done.map_err(|error| self.failed("note what it writes", error))
     }
 
+    /// Has the server let others write less into RAM, by so many per cent; nothing where it has no way to do so.
+    ///
+    /// # Errors
+    /// When its server refuses or has gone.
+    pub fn hold_back_peers(&self, percent: u8) -> Result<(), FunctionError> {
+        let held = self.client()?.hold_back(percent);
+        held.map(drop).map_err(|error| self.failed("let peers write less", error))
+    }
+
     /// Pages that the server has written since the last call: for each range of RAM its address, and a bit per page.
     ///
     /// # Errors

@@ -1,0 +1,59 @@
+//! How fast peers may write into the memory of a VM that is being copied elsewhere.
+
+/// Peers may always write so many bytes per second: what is held back goes on, and a measurement at a quiet moment doesn't stop them.
+const LEAST: u64 = 1 << 20;
+
+/// What peers write into a device's memory while its VM is copied.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Pace {
+    /// When it was last looked at, and bytes written until then.
+    looked: (u64, u64),
+    /// The most that they wrote between two looks, bytes per second: what they would write if nobody held them back.
+    fastest: u64,
+}
+
+impl Pace {
+    /// At a time, nanoseconds.
+    pub(super) fn begin(now: u64) -> Self {
+        Self { looked: (now, 0), fastest: 0 }
+    }
+
+    /// The bytes per second that they may write when they are to be held back by so many per cent; `None`: as many as they like. `bytes`: what
+    /// they have written since the beginning.
+    pub(super) fn hold_back(&mut self, now: u64, bytes: u64, percent: u8) -> Option<u64> {
+        let (before, written) = std::mem::replace(&mut self.looked, (now, bytes));
+        let rate = u128::from(bytes.saturating_sub(written)) * 1_000_000_000
+            / u128::from(now.saturating_sub(before).max(1));
+        self.fastest = self.fastest.max(u64::try_from(rate).unwrap_or(u64::MAX));
+        if percent == 0 || self.fastest == 0 {
+            return None;
+        }
+        let left = u128::from(self.fastest) * u128::from(100 - percent.min(99)) / 100;
+        Some(u64::try_from(left).unwrap_or(u64::MAX).max(LEAST))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn peers_are_held_back_from_what_they_wrote_unhindered() {
+        const SECOND: u64 = 1_000_000_000;
+        let mut pace = Pace::begin(5 * SECOND);
+        assert_eq!(pace.hold_back(6 * SECOND, 0, 20), None, "nobody writes");
+        assert_eq!(pace.hold_back(7 * SECOND, 1_000_000_000, 30), Some(700_000_000));
+        // Held back they write less, which isn't what the next step is measured by.
+        assert_eq!(pace.hold_back(8 * SECOND, 1_700_000_000, 50), Some(500_000_000));
+        assert_eq!(pace.hold_back(9 * SECOND, 2_200_000_000, 99), Some(10_000_000));
+        assert_eq!(pace.hold_back(10 * SECOND, 2_210_000_000, 0), None);
+        // More than before, in no time at all.
+        assert_eq!(pace.hold_back(10 * SECOND, u64::MAX, 90), Some(u64::MAX / 10));
+    }
+
+    #[test]
+    fn something_may_always_be_written() {
+        let mut pace = Pace::begin(0);
+        assert_eq!(pace.hold_back(1_000_000_000, 2 << 20, 99), Some(LEAST));
+    }
+}

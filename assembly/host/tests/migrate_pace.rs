@@ -1,0 +1,79 @@
+//! What peers write into the memory of a VM that leaves is held back where its monitor asks for that: beside it, and from another host. No queue
+//! pair fails.
+#![allow(clippy::unwrap_used)] // A test that can't go on has failed.
+
+mod common;
+
+use std::time::{Duration, Instant};
+
+use common::adding::pair;
+use common::cluster::{Cluster, transport, wait_to_know};
+use common::moving::Move;
+use common::vm::Vm;
+use control_api::host::proto::move_vm_reply::State;
+
+const LENGTH: u32 = 16 << 10;
+
+/// Writes into a peer's buffer for a while, as much as its queue takes. How many writes were complete.
+fn write_for(time: Duration, from: &Vm, to: &Vm, outstanding: &mut u64) -> u64 {
+    let until = Instant::now() + time;
+    let mut done = 0;
+    while Instant::now() < until {
+        while from.write(to, 1, LENGTH) {
+            *outstanding += 1;
+        }
+        while let Some(entry) = from.guest.poll(&from.monitor, &from.endpoint) {
+            assert_eq!(entry.status.get(), 0, "a write failed");
+            done += 1;
+        }
+        std::thread::yield_now();
+    }
+    *outstanding -= done;
+    done
+}
+
+#[test]
+fn peers_of_a_vm_that_leaves_write_less() {
+    let cluster = Cluster::new();
+    let daemons = [cluster.daemon(1), cluster.daemon(2), cluster.daemon(3)];
+    let (mut a, b) = pair(&cluster, &daemons[0], &daemons[1]);
+    wait_to_know(&cluster, &[&daemons[2]]);
+    let (while_long, mut outstanding) = (Duration::from_millis(400), 0);
+    // From the other host, then from RAM to RAM.
+    for (at, expected) in [(0, "fabric"), (1, "local")] {
+        let sockets = [daemons[at].socket(), daemons[2].socket()];
+        assert!(a.monitor.rdma.hold_back(50).is_err(), "it doesn't leave");
+        let on_its_way = Move::begin(&mut a, sockets[0], sockets[1], "h3");
+        let rdma = &on_its_way.vm.monitor.rdma;
+        let before = write_for(while_long, &b, on_its_way.vm, &mut outstanding);
+        assert!(rdma.hold_back(99).unwrap());
+        // What was under way.
+        write_for(while_long / 4, &b, on_its_way.vm, &mut outstanding);
+        let held = write_for(while_long, &b, on_its_way.vm, &mut outstanding);
+        assert!(held > 0 && held * 4 < before, "{expected}: {held} against {before}");
+        assert!(rdma.hold_back(0).unwrap());
+        write_for(while_long / 4, &b, on_its_way.vm, &mut outstanding);
+        let free = write_for(while_long, &b, on_its_way.vm, &mut outstanding);
+        assert!(free > held * 2, "{expected}: {free} against {held}");
+        assert!(!on_its_way.vm.monitor.ethernet.hold_back(50).unwrap(), "a vmxnet3 has no way to do so");
+        // It comes to its peer while that is held back.
+        rdma.hold_back(99).unwrap();
+        let mut on_its_way = if at == 0 {
+            assert_eq!(on_its_way.give_up(), State::Stays);
+            let on_its_way = Move::begin(&mut a, daemons[0].socket(), daemons[1].socket(), "h2");
+            on_its_way.vm.monitor.rdma.hold_back(99).unwrap();
+            on_its_way
+        } else {
+            on_its_way
+        };
+        assert_eq!(on_its_way.converged(), State::Stop);
+        on_its_way.stop();
+        assert_eq!(on_its_way.arrived(), (State::Moved, State::Runs));
+        on_its_way.land();
+        let after = write_for(while_long, &b, &a, &mut outstanding);
+        assert!(after > held * 2, "{expected}: {after} against {held} when it has moved");
+        let now = if at == 0 { ("local", 1) } else { ("fabric", 2) };
+        assert_eq!(transport(&daemons[now.1], &a, "a"), now.0);
+    }
+    assert!(a.guest.events().is_empty() && b.guest.events().is_empty(), "no queue pair has failed");
+}
