@@ -89,7 +89,7 @@ fn messages(trial: f64, moves: u32) -> u32 {
 }
 
 /// Starts a program that goes on without the connection that started it.
-fn detach(m: &Member<'_>, command: &str) -> Result<()> {
+pub(super) fn detach(m: &Member<'_>, command: &str) -> Result<()> {
     m.sh(&format!(
         "rm -f /run/work.*; setsid sh -c '{command} > /run/work.out 2>&1; echo $? > /run/work.code' < /dev/null > /dev/null 2>&1 & sleep 1"
     ))

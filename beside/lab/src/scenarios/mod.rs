@@ -10,6 +10,7 @@ mod driver_faults;
 mod fio;
 mod host;
 mod migrate;
+mod migrate_converge;
 mod migrate_group;
 mod migrate_hosts;
 mod migrate_postcopy;
@@ -55,6 +56,7 @@ pub const ALL: &[Scenario] = &[
     migrate_hosts::SCENARIO,
     migrate_postcopy::SCENARIO,
     migrate_rdma::SCENARIO,
+    migrate_converge::SCENARIO,
     migrate_group::SCENARIO,
     neighbours::SCENARIO,
     neighbours_block::SCENARIO,

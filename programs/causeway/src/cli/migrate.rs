@@ -15,7 +15,8 @@ pub struct TransferArgs {
     /// Give up after so many seconds, if the guest wasn't stopped by then; 0: never
     #[arg(long, value_name = "SECONDS", default_value_t = 600)]
     pub timeout: u64,
-    /// How much of the time vCPUs may be held back when memory changes faster than it is copied, per cent; 0: not at all
+    /// By how much vCPUs, and what peers write into the VM by RDMA, may be held back when memory changes faster than it is copied, per cent; 0: not at
+    /// all
     #[arg(long, value_name = "PERCENT", default_value_t = 90, value_parser = clap::value_parser!(u8).range(0..=99))]
     pub max_throttle: u8,
     /// TCP streams that a VM's memory goes over, at least 3 with post-copy  [default: 2, with post-copy 3]
