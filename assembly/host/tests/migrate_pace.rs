@@ -6,7 +6,7 @@ mod common;
 
 use std::time::{Duration, Instant};
 
-use common::adding::pair;
+use common::adding::{pair, pair_at};
 use common::cluster::{Cluster, transport, wait_to_know};
 use common::moving::Move;
 use common::vm::Vm;
@@ -75,5 +75,25 @@ fn peers_of_a_vm_that_leaves_write_less() {
         let now = if at == 0 { ("local", 1) } else { ("fabric", 2) };
         assert_eq!(transport(&daemons[now.1], &a, "a"), now.0);
     }
+    assert!(a.guest.events().is_empty() && b.guest.events().is_empty(), "no queue pair has failed");
+}
+
+#[test]
+fn a_peer_that_was_always_beside_a_vm_waits_while_it_leaves() {
+    let cluster = Cluster::new();
+    let daemons = [cluster.daemon(1), cluster.daemon(2)];
+    let (mut a, b) = pair_at(&cluster, [(&daemons[0], 1); 2]);
+    wait_to_know(&cluster, &[&daemons[1]]);
+    let mut outstanding = 0;
+    let mut on_its_way = Move::begin(&mut a, daemons[0].socket(), daemons[1].socket(), "h2");
+    assert_eq!(on_its_way.converged(), State::Stop);
+    on_its_way.stop();
+    // Longer than all its retries take.
+    let long = Duration::from_millis(1_500);
+    assert_eq!(write_for(long, &b, on_its_way.vm, &mut outstanding), 0, "nobody takes it");
+    assert_eq!(on_its_way.arrived(), (State::Moved, State::Runs));
+    on_its_way.land();
+    assert!(write_for(long, &b, &a, &mut outstanding) > 0, "nothing is written to where it is now");
+    assert_eq!(transport(&daemons[1], &a, "a"), "fabric");
     assert!(a.guest.events().is_empty() && b.guest.events().is_empty(), "no queue pair has failed");
 }

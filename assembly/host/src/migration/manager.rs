@@ -286,6 +286,8 @@ impl Mover {
                 let all = self.leaving.iter().filter(|(_, of)| !begun && *of == migration);
                 for vm in all.map(|(vm, _)| *vm).collect::<Vec<_>>() {
                     self.look_at_faces(vm);
+                    // Peers of this host hear no message: the state machine tells itself.
+                    self.look_at_facing(vm);
                     // Its peers acknowledge nothing once they are held. It takes a while until the VM stands still, and what it sent in that time
                     // would be given up as lost.
                     self.hold_towards_peers(vm);

@@ -93,9 +93,14 @@ impl Peer {
 }
 
 pub fn pair(cluster: &Cluster, one: &Daemon, two: &Daemon) -> (Vm, Vm) {
+    pair_at(cluster, [(one, 1), (two, 2)])
+}
+
+/// The same, on hosts with these numbers, which may be one.
+pub fn pair_at(cluster: &Cluster, [(one, first), (two, second)]: [(&Daemon, u32); 2]) -> (Vm, Vm) {
     let (a, b) = (guest(one, "a", 1), guest(two, "b", 2));
-    cluster.wait_for("a", 1);
-    cluster.wait_for("b", 2);
+    cluster.wait_for("a", first);
+    cluster.wait_for("b", second);
     wait_to_know(cluster, &[one, two]);
     a.guest.put(&a.endpoint.buffer, COUNTED, &[0; 8]);
     b.guest.put(&b.endpoint.buffer, COUNTED, &[0; 8]);
