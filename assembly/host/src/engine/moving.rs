@@ -14,7 +14,7 @@ use super::pace::Pace;
 use super::served::{DeviceSetup, Served, Vectors};
 use super::worker::Worker;
 use crate::migration::{Arrival, MigrationError, Parts, Place, Source};
-use crate::transport::VmId;
+use crate::transport::{Outside, VmId};
 
 /// A VM and its addresses.
 pub type Addressed = (VmId, Vec<Gid>);
@@ -35,6 +35,12 @@ impl Worker {
     pub fn movable(&mut self, id: DeviceId) -> Result<(), MigrationError> {
         let parts = self.parts(id)?;
         Ok(parts.transports.immovable(parts.engine, id)?)
+    }
+
+    /// A device's connections with peers outside of the cluster.
+    #[must_use]
+    pub fn outside(&self, id: DeviceId) -> Outside {
+        self.transports.as_ref().map(|transports| transports.outside(id)).unwrap_or_default()
     }
 
     /// Begins to note what of a device changes.
@@ -95,7 +101,7 @@ impl Worker {
         let transports = transports.as_mut().ok_or_else(missing)?;
         let (served, source) = served.get(&id).zip(leaving.get_mut(&id)).ok_or_else(missing)?;
         if !engine.is_stopped(id) {
-            // A queue pair may have found a peer outside of the cluster since it was asked first.
+            // A queue pair may have got another transport since it was asked first.
             transports.immovable(engine, id)?;
             let mut parts = Parts { engine, devices, transports, now };
             source.stop(&mut parts, served.pages.memory(), &served.msix)?;

@@ -32,6 +32,8 @@ pub struct NicShared {
     pub uid: u32,
     /// Between the functions, for RDMA in frames of the NIC's own.
     pub wire: Arc<WirePort>,
+    /// Its segment is connected with a tap, for this NIC.
+    pub tap: bool,
     connected: [AtomicBool; FUNCTIONS],
     events: Sender<Event>,
     /// Its VM comes from another host, and isn't here yet.
@@ -43,14 +45,21 @@ pub struct NicShared {
 }
 
 impl NicShared {
-    /// Of a NIC without clients.
+    /// Of a NIC without clients; whether its VM is to come, and whether it has a tap.
     #[must_use]
-    pub fn new(key: NicKey, generation: u64, uid: u32, incoming: bool, events: Sender<Event>) -> Self {
+    pub fn new(
+        key: NicKey,
+        generation: u64,
+        uid: u32,
+        (incoming, tap): (bool, bool),
+        events: Sender<Event>,
+    ) -> Self {
         Self {
             key,
             generation,
             uid,
             wire: Arc::default(),
+            tap,
             connected: Default::default(),
             events,
             incoming: incoming.into(),

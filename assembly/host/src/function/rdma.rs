@@ -91,6 +91,8 @@ struct State {
     orphan: Option<u64>,
     /// Of a device that comes: its beginning was read, and what there must be at its end.
     begun: bool,
+    /// Of one that leaves: the other end was told of connections with peers outside of the cluster.
+    said_outside: bool,
     expected: Option<Total>,
 }
 
@@ -172,7 +174,7 @@ impl RdmaFunction {
     }
 
     /// What the transport `wire` counted for the NIC.
-    pub(crate) fn wire_counters(&self) -> [(&'static str, u64); 10] {
+    pub(crate) fn wire_counters(&self) -> [(&'static str, u64); 11] {
         self.nic.wire.counters.values()
     }
 

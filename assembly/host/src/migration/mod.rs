@@ -179,6 +179,7 @@ impl Source {
             let missing = MigrationError::NoDevice(self.device);
             parts.devices.get_mut(self.device).ok_or(missing)?.start(parts.engine)?;
             parts.transports.start(parts.engine, self.device);
+            parts.transports.go_on_outside(parts.engine, self.device, parts.now);
         }
         parts.engine.track(self.device, false);
         Ok(())

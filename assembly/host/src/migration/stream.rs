@@ -6,6 +6,7 @@
 //!   1 piece:     u8 kind, u32 handle, u64 version, u8 exists, its state
 //!   2 total:     u64 objects, u64 sum; the last record
 //!   3 function:  the state of a vmxnet3, as JSON
+//!   4 outside:   u8 whether the segment has a tap; before the first connection by `wire`. Daemons of before such connections moved refuse it
 //! ```
 //! Little endian. The stream may be cut anywhere, and come from anywhere.
 
@@ -43,6 +44,11 @@ pub enum StreamError {
         /// What is here.
         own: String,
     },
+    /// Frames have no way there.
+    #[error(
+        "The VM has connections with peers outside of the cluster (transport wire), and its NIC has a tap where it runs and none here; give the NIC here a tap of the same network"
+    )]
+    NoTap,
     /// Something is missing or twice.
     #[error("A device's state has {0} where it can't be")]
     Order(&'static str),
@@ -64,6 +70,11 @@ pub enum Record {
     Total(Total),
     /// The state of a vmxnet3.
     Function(Vec<u8>),
+    /// Connections with peers outside of the cluster come.
+    Outside {
+        /// The source's NIC has a tap.
+        tap: bool,
+    },
 }
 
 /// Appends a record.
@@ -93,6 +104,7 @@ pub fn put(record: &Record, into: &mut Vec<u8>) {
             into.push(3);
             into.extend(state);
         }
+        Record::Outside { tap } => into.extend([4, u8::from(*tap)]),
     }
     // What is longer than a record may be is refused by whoever reads it.
     let length = u32::try_from(into.len() - at - 4).unwrap_or(u32::MAX);
@@ -186,6 +198,10 @@ fn parse(record: &[u8]) -> Result<Record, StreamError> {
             Ok(Record::Total(Total { objects, sum }))
         }
         3 => Ok(Record::Function(rest.to_vec())),
+        4 => match rest {
+            [tap @ (0 | 1)] => Ok(Record::Outside { tap: *tap == 1 }),
+            _ => Err(StreamError::Record("mark of a tap")),
+        },
         _ => Err(StreamError::Record("kind of record")),
     }
 }

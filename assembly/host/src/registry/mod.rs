@@ -225,8 +225,8 @@ impl Registry {
         state.generations += 1;
         let generation = state.generations;
         let limits = state.limits.get(&spec.key.vm).copied().unwrap_or_else(default_limits);
-        let shared =
-            Arc::new(NicShared::new(spec.key.clone(), generation, uid, spec.incoming, self.events.clone()));
+        let kind = (spec.incoming, uplink.is_some());
+        let shared = Arc::new(NicShared::new(spec.key.clone(), generation, uid, kind, self.events.clone()));
         let nic = self.build(&shared, network, uplink, mac, mtu, limits)?;
         let info = nic.info();
         state.nics.insert(spec.key.clone(), nic);

@@ -14,6 +14,7 @@ use super::directory::VmId;
 use super::header::Header;
 use super::local::Pair;
 use super::wire::Line;
+use super::NOBODY;
 
 /// A queue pair's connection.
 #[derive(Debug)]
@@ -25,7 +26,9 @@ pub(super) struct Entry {
     /// Where the peer is; unknown ones get nothing, and time out.
     pub host: Option<SocketAddr>,
     pub header: Header,
-    /// Its frames, where it is reached by `wire`.
+    /// Its peer is outside of the cluster, reached by `wire`.
+    pub outside: bool,
+    /// Its frames, where it is reached by `wire`; `None` until its VM, which has come from another host, runs here.
     pub line: Option<Line>,
     pub connection: Connection,
     /// It has failed, and goes then.
@@ -72,6 +75,7 @@ impl Entry {
             peer_vm,
             host,
             header,
+            outside: false,
             line: None,
             connection,
             remove_at: None,
@@ -114,6 +118,7 @@ impl Entry {
             peer_vm: saved.peer_vm,
             host: None,
             header,
+            outside: saved.peer_vm == NOBODY,
             line: None,
             connection,
             remove_at: saved.remove_in.map(|wait| now.saturating_add(wait)),
@@ -125,7 +130,7 @@ impl Entry {
 
     /// Who is connected to whom by it; nobody where the peer is outside of the cluster.
     fn pair(&self) -> Option<Pair> {
-        self.line.is_none().then_some((self.header.source, self.peer_vm))
+        (!self.outside).then_some((self.header.source, self.peer_vm))
     }
 
     /// The queue pair sends now: attributes that it got after it could receive are taken over.
@@ -147,10 +152,10 @@ impl Entry {
     }
 }
 
-/// A connection by `fabric` as it moves with its queue pair.
+/// A connection by `fabric` or `wire` as it moves with its queue pair.
 #[derive(Debug, Clone, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct SavedConnection {
-    /// The peer.
+    /// The peer; of a connection by `wire` nobody (0).
     pub peer_vm: VmId,
     /// The queue pair's attributes for sending were taken over.
     pub sends: bool,
@@ -262,7 +267,7 @@ impl Connections {
 
     /// Peers may be elsewhere now.
     pub fn locate(&mut self, host: impl Fn(VmId) -> Option<SocketAddr>) {
-        for entry in self.entries.iter_mut().flatten().filter(|entry| entry.line.is_none()) {
+        for entry in self.entries.iter_mut().flatten().filter(|entry| !entry.outside) {
             entry.host = host(entry.peer_vm);
         }
     }
@@ -276,8 +281,15 @@ impl Connections {
     pub fn facing(&self, device: DeviceId, peer: Option<VmId>) -> Vec<usize> {
         let all = self.entries.iter().enumerate();
         let wanted = |entry: &Entry| {
-            entry.qp.device == device && peer.is_none_or(|peer| entry.peer_vm == peer && entry.line.is_none())
+            entry.qp.device == device && peer.is_none_or(|peer| entry.peer_vm == peer && !entry.outside)
         };
+        all.filter(|(_, entry)| entry.as_deref().is_some_and(wanted)).map(|(index, _)| index).collect()
+    }
+
+    /// Those of a device whose peers are outside of the cluster.
+    pub fn outside(&self, device: DeviceId) -> Vec<usize> {
+        let all = self.entries.iter().enumerate();
+        let wanted = |entry: &Entry| entry.qp.device == device && entry.outside;
         all.filter(|(_, entry)| entry.as_deref().is_some_and(wanted)).map(|(index, _)| index).collect()
     }
 

@@ -57,6 +57,7 @@ impl Transports {
         self.directory.tell(News::Nic { device, vm, segment: &local.segment, addresses: &local.addresses });
         self.local.insert(device, local);
         self.attach_wire(engine, device, segment_id, port);
+        self.wire.lands(device);
     }
 
     /// The VM that a device belongs to, where the directory knows it.

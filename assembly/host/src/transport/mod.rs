@@ -78,7 +78,7 @@ pub use verbs::library::{Absent, Found, devices};
 pub use verbs::{LinkCounters, LinkReport, VerbsReport};
 use verbs::{Message, Verbs};
 use wire::Wire;
-pub use wire::WirePort;
+pub use wire::{Outside, WirePort};
 
 /// Who isn't in the directory; VMs are numbered from 1.
 const NOBODY: VmId = VmId(0);
@@ -409,7 +409,7 @@ impl Transports {
         let Self { fabric, connections, buffer, lengths, .. } = self;
         let Some(entry) = connections.get_mut(index) else { return false };
         engine.touch_qp(entry.qp.device, entry.qp.handle);
-        if entry.line.is_some() {
+        if entry.outside {
             return self.transmit_wire(engine, index, now);
         }
         let socket = fabric.index(entry.qpn, entry.peer_qpn);

@@ -1,4 +1,4 @@
-//! Connections by `fabric` of VMs that move, or that face one.
+//! Connections by `fabric` and `wire` of VMs that move, or that face one.
 //!
 //! ```text
 //! peer's host    hold ─ suspended: nothing is sent, timers stand still, what comes in is taken ─ open, perhaps to another host
@@ -6,7 +6,8 @@
 //! destination    attach_dormant ─ restore_connection … ─ start ─ open
 //! both here      come_local: both ends at rest, so each request's end is known; the rest goes from RAM to RAM
 //! ```
-//! Connections by `wire` and `verbs` don't move yet, and say so before anything is stopped ([`Transports::immovable`]).
+//! Peers of connections by `wire` are outside of the cluster, and hear nothing of all this: see `wire::moving`.
+//! Connections by `verbs` don't move yet, and say so before anything is stopped ([`Transports::immovable`]).
 
 use std::collections::BTreeSet;
 
@@ -29,11 +30,6 @@ const FORWARD: u32 = 1 << 16;
 /// Why a device's connections can't move.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Immovable {
-    /// A peer that no daemon knows.
-    #[error(
-        "Queue pair {0} is connected by transport wire, with a peer outside of the cluster; such connections can't move yet: close it first"
-    )]
-    Wire(u32),
     /// The host's RDMA device has it.
     #[error(
         "Queue pair {0} is connected by transport verbs, whose state the host's RDMA device keeps; pin its VM to fabric first"
@@ -59,11 +55,6 @@ impl Transports {
     /// # Errors
     /// What, and what to do.
     pub fn immovable<P: Provider>(&self, engine: &Engine<P>, device: DeviceId) -> Result<(), Immovable> {
-        for index in self.connections.facing(device, None) {
-            if let Some(entry) = self.connections.get(index).filter(|entry| entry.line.is_some()) {
-                return Err(Immovable::Wire(entry.qpn));
-            }
-        }
         if self.verbs.is_there() {
             for (handle, qpn, _) in engine.connections(device) {
                 let carried = engine.qp_by_handle(device, handle).and_then(|qp| self.verbs.find(qp));
@@ -123,6 +114,7 @@ impl Transports {
             }
             self.connections.follow(index, false);
         }
+        self.wire.stand_still(device, true);
     }
 
     /// A device that waits for its saved state: nobody reaches it before [`Transports::start`].
@@ -144,7 +136,7 @@ impl Transports {
         Ok(())
     }
 
-    /// A stopped or dormant device is reached again. Its connections stay held until they are opened.
+    /// A stopped or dormant device is reached again. Its connections with VMs of the cluster stay held until they are opened.
     pub fn start<P: Provider>(&mut self, engine: &mut Engine<P>, device: DeviceId) {
         if let Some(nic) = self.nics.get(&device) {
             self.devices.insert((nic.vm, nic.tag), device);
@@ -156,7 +148,7 @@ impl Transports {
     #[must_use]
     pub fn save_connection(&self, device: DeviceId, handle: QpHandle, now: u64) -> Option<SavedConnection> {
         let entry = self.connections.get(self.connections.of_handle(device, handle)?)?;
-        entry.line.is_none().then(|| entry.save(now))
+        Some(entry.save(now))
     }
 
     /// The connection of a dormant device's queue pair, in place of what came before.
@@ -176,6 +168,7 @@ impl Transports {
         }
         let Some((saved, nic)) = saved.zip(self.nics.get(&device)) else { return Ok(()) };
         let Some(qp) = engine.qp_by_handle(device, handle) else { return Ok(()) };
+        // Of the fabric; one by wire doesn't use it.
         let header =
             Header { kind: Kind::Connected, source: nic.vm, destination: saved.peer_vm, segment: nic.tag };
         let entry = Entry::restore(qp, qpn.0, header, saved, now)

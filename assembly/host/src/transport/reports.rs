@@ -40,7 +40,7 @@ impl Transports {
             });
         }
         let entry = self.connections.by_number(device, qpn.0)?;
-        let kind = if entry.line.is_some() { TransportKind::Wire } else { TransportKind::Fabric };
+        let kind = if entry.outside { TransportKind::Wire } else { TransportKind::Fabric };
         Some(ConnectionReport {
             transport: kind.name(),
             host: entry.host,

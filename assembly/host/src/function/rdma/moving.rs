@@ -14,7 +14,7 @@ use crate::engine::{DeviceSetup, EngineGone};
 use crate::function::stream::{Stream, failed};
 use crate::migration::MigrationError;
 use crate::migration::stream::{Record, StreamError};
-use crate::transport::VmId;
+use crate::transport::{Outside, VmId};
 
 impl RdmaFunction {
     pub(super) fn stream(&self) -> MutexGuard<'_, Stream> {
@@ -33,7 +33,10 @@ impl RdmaFunction {
         Record::Begin { mac: self.config.mac, segment: self.segment.clone() }
     }
 
-    fn push(&self, stream: &mut Stream, pieces: Vec<Piece>, total: Option<Total>) {
+    fn push(&self, stream: &mut Stream, outside: Outside, pieces: Vec<Piece>, total: Option<Total>) {
+        if outside.connections > 0 && !std::mem::replace(&mut self.state().said_outside, true) {
+            stream.push(&Record::Outside { tap: self.nic.tap });
+        }
         for piece in pieces {
             stream.push(&Record::Piece(piece));
         }
@@ -47,13 +50,17 @@ impl RdmaFunction {
         self.gone("leave", self.with(|worker, device| worker.begin_leaving(device)))?;
         stream.clear();
         stream.push(&self.own());
+        self.state().said_outside = false;
         Ok(())
     }
 
     fn stop(&self, stream: &mut Stream) -> io::Result<()> {
-        let stopped = self.with(|worker, device| worker.stop_leaving(device))?;
-        let (pieces, total) = stopped.map_err(|error| self.refused("be stopped and saved", &error))?;
-        self.push(stream, pieces, Some(total));
+        let stopped = self.with(|worker, device| {
+            worker.stop_leaving(device).map(|(pieces, total)| (worker.outside(device), pieces, total))
+        })?;
+        let (outside, pieces, total) =
+            stopped.map_err(|error| self.refused("be stopped and saved", &error))?;
+        self.push(stream, outside, pieces, Some(total));
         Ok(())
     }
 
@@ -152,6 +159,12 @@ impl RdmaFunction {
                 self.state().expected = Some(total);
                 Ok(())
             }
+            Record::Outside { tap } if begun => {
+                if tap && !self.nic.tap {
+                    return Err(self.refused("come here", &StreamError::NoTap));
+                }
+                Ok(())
+            }
             Record::Begin { .. } => order("a second beginning"),
             Record::Function(_) => order("another function's state"),
             _ => order("an object or an end"),
@@ -201,9 +214,11 @@ impl Migration for RdmaFunction {
             return Err(Errno::INVAL.into());
         }
         if stream.is_empty() && stream.state == DeviceState::PreCopy {
-            let round = self.with(|worker, device| worker.leaving_round(device))?;
-            let pieces = round.map_err(|error| self.refused("be saved", &error))?;
-            self.push(&mut stream, pieces, None);
+            let round = self.with(|worker, device| {
+                worker.leaving_round(device).map(|pieces| (worker.outside(device), pieces))
+            })?;
+            let (outside, pieces) = round.map_err(|error| self.refused("be saved", &error))?;
+            self.push(&mut stream, outside, pieces, None);
         }
         Ok(stream.next(most))
     }

@@ -6,9 +6,10 @@
 //! A frame is taken only if it is whole (ICRC), is for an address of the guest, and comes from the peer that the guest connected its queue
 //! pair to. That an address is the sender's, nobody on an Ethernet can know: as with any RoCE NIC.
 
+mod moving;
 mod port;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::net::IpAddr;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -27,6 +28,7 @@ use super::carrier::Carrier;
 use super::connections::Entry;
 use super::header::{Header, Kind};
 use super::{BURST, NOBODY, Transports};
+pub use moving::Outside;
 pub use port::WirePort;
 use port::{Address, Arrived, Bell, Inbox};
 
@@ -48,6 +50,8 @@ pub(super) struct Line {
 pub(super) struct Wire {
     bell: Arc<Bell>,
     ports: HashMap<DeviceId, (Arc<WirePort>, SegmentId)>,
+    /// Devices that have come with their VMs, and whose ports aren't in their segments yet.
+    landing: BTreeSet<DeviceId>,
     /// Of the addresses that ports have.
     topology: u64,
     inbox: Inbox,
@@ -71,6 +75,7 @@ impl Wire {
         Ok(Self {
             bell: Arc::new(Bell::new()?),
             ports: HashMap::new(),
+            landing: BTreeSet::new(),
             topology: 0,
             inbox: Inbox::default(),
             identification: 0,
@@ -85,6 +90,7 @@ impl Wire {
     }
 
     pub fn detach(&mut self, device: DeviceId) {
+        self.landing.remove(&device);
         if let Some((port, _)) = self.ports.remove(&device) {
             port.close();
         }
@@ -110,8 +116,8 @@ impl Wire {
         }
     }
 
-    /// The entry of a queue pair; `None` where its device has no port, or the guest named no MAC.
-    pub fn entry(&self, info: &ConnectionInfo) -> Option<Entry> {
+    /// The frames of a queue pair; `None` where its device has no port, or the guest named no MAC.
+    fn line(&self, info: &ConnectionInfo) -> Option<Line> {
         let (port, _) = self.ports.get(&info.qp.device)?;
         let attributes = &info.attributes;
         let path = &attributes.address;
@@ -131,13 +137,19 @@ impl Wire {
             hop_limit: path.hop_limit,
             source_port: frame::source_port(path.flow_label, info.qpn.0, attributes.destination_qpn.0),
         });
-        let line = Line { port: Arc::clone(port), template: template.ok()?, own, peer, identification: 0 };
+        Some(Line { port: Arc::clone(port), template: template.ok()?, own, peer, identification: 0 })
+    }
+
+    /// The entry of a queue pair; `None` where its device has no port, or the guest named no MAC.
+    pub fn entry(&self, info: &ConnectionInfo) -> Option<Entry> {
+        let line = self.line(info)?;
+        let attributes = &info.attributes;
         let mtu = Mtu::from_code(attributes.path_mtu)?;
         let config = Config { congestion: Some(Parameters::default()), ..Entry::config(info, mtu) };
         // Of the fabric, which it doesn't use.
         let header = Header { kind: Kind::Connected, source: NOBODY, destination: NOBODY, segment: 0 };
         let mut entry = Entry::new(info, config, NOBODY, None, header)?;
-        entry.line = Some(line);
+        (entry.outside, entry.line) = (true, Some(line));
         Some(entry)
     }
 }
@@ -146,6 +158,7 @@ impl Transports {
     /// Takes what has come by wire.
     pub(super) fn receive_wire<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) -> bool {
         self.wire.follow(engine);
+        self.land(engine, now);
         if !self.wire.bell.take() {
             return false;
         }
@@ -159,6 +172,9 @@ impl Transports {
         let mut any = false;
         for (device, port, segment) in ports {
             port.drain(&mut inbox);
+            if port.is_still() {
+                continue;
+            }
             for (arrived, packet) in inbox.packets() {
                 any = true;
                 match self.take_packet(engine, (device, segment), arrived, packet, now) {

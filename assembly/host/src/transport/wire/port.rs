@@ -88,11 +88,13 @@ pub(crate) struct WireCounters {
     pub wrong_peer: Counter,
     /// Without a place to go: no room, no Ethernet function, no MAC of the peer.
     pub send_drops: Counter,
+    /// Came or were to be sent while the VM, which moves, stood still.
+    pub moving_drops: Counter,
 }
 
 impl WireCounters {
     /// Name and value of each.
-    pub fn values(&self) -> [(&'static str, u64); 10] {
+    pub fn values(&self) -> [(&'static str, u64); 11] {
         [
             ("packets_sent", self.packets_sent.get()),
             ("bytes_sent", self.bytes_sent.get()),
@@ -104,6 +106,7 @@ impl WireCounters {
             ("no_queue_pair", self.no_queue_pair.get()),
             ("wrong_peer", self.wrong_peer.get()),
             ("send_drops", self.send_drops.get()),
+            ("moving_drops", self.moving_drops.get()),
         ]
     }
 }
@@ -184,6 +187,8 @@ pub struct WirePort {
     waker: Mutex<Option<Waker>>,
     /// Set while there is an RDMA function.
     bell: Mutex<Option<Arc<Bell>>>,
+    /// The VM moves, and stands still: nothing comes in, and nothing leaves.
+    still: AtomicBool,
     pub(crate) counters: WireCounters,
 }
 
@@ -201,6 +206,29 @@ impl WirePort {
     /// The Ethernet function is in its segment; `waker` tells that segment's thread to look at [`WirePort::end`].
     pub(crate) fn connect(&self, waker: Waker) {
         *locked(&self.waker) = Some(waker);
+        // Its connections may wait for this.
+        if let Some(bell) = &*locked(&self.bell) {
+            bell.ring();
+        }
+    }
+
+    /// Whether the Ethernet function is in its segment.
+    pub(crate) fn is_connected(&self) -> bool {
+        locked(&self.waker).is_some()
+    }
+
+    /// The VM stands still, and may run elsewhere soon: what waits in either box is lost, as on a link, and so is what comes. Or it goes on.
+    pub(crate) fn stand_still(&self, still: bool) {
+        self.still.store(still, Ordering::SeqCst);
+        if still {
+            *locked(&self.inbox) = Inbox::default();
+            *locked(&self.outbox) = Outbox::default();
+        }
+    }
+
+    /// Whether the VM stands still.
+    pub(crate) fn is_still(&self) -> bool {
+        self.still.load(Ordering::SeqCst)
     }
 
     /// The Ethernet function leaves its segment.
@@ -222,6 +250,7 @@ impl WirePort {
     /// The RDMA function goes: frames are the Ethernet function's from now on.
     pub(crate) fn close(&self) {
         locked(&self.addresses).clear();
+        self.still.store(false, Ordering::SeqCst);
         *locked(&self.bell) = None;
         *locked(&self.inbox) = Inbox::default();
     }
@@ -249,6 +278,10 @@ impl WirePort {
         let waker = locked(&self.waker);
         let mut sent = false;
         for frame in frames {
+            if self.is_still() {
+                self.counters.moving_drops.increment();
+                continue;
+            }
             let mut outbox = locked(&self.outbox);
             if waker.is_none() || outbox.size() + frame.len() + EACH > OUTBOX {
                 self.counters.send_drops.increment();
@@ -279,6 +312,9 @@ impl WirePort {
     fn receive(&self, frame: &[u8]) {
         self.counters.packets_received.increment();
         self.counters.bytes_received.add(frame.len() as u64);
+        if self.is_still() {
+            return self.counters.moving_drops.increment();
+        }
         let frame = match Frame::parse(frame) {
             Ok(frame) => frame,
             Err(NotTaken::Icrc) => return self.counters.icrc_errors.increment(),
@@ -362,6 +398,11 @@ impl Companion for End {
     }
 
     fn next(&mut self, frame: &mut Vec<u8>) -> bool {
+        if self.port.is_still() {
+            self.sending = Outbox::default();
+            (self.next, self.position) = (0, 0);
+            return false;
+        }
         if self.next >= self.sending.lengths.len() {
             (self.next, self.position) = (0, 0);
             self.sending.lengths.clear();
