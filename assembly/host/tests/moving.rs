@@ -29,3 +29,31 @@ fn two_vms_on_two_hosts_meet_and_part() {
 fn three_vms_on_three_hosts_move_alone_and_in_groups() {
     check(3, 3, 2, 8_000, 3_000_000);
 }
+
+/// Beside their connections with each other, VMs have some with a peer that knows of no cluster, over a link that loses frames or doesn't: whatever moves, is
+/// cancelled or changes places, each operation happens once and in order, no queue pair fails, and nothing is sent from where a VM doesn't run.
+fn check_outside(hosts: usize, vms: u32, seed: u64, loss_percent: u64, operations: u64) {
+    let mut cluster = Cluster::with_outside(hosts, vms, seed, loss_percent);
+    let verdict =
+        cluster.run_until(operations, 5_000_000, |_, _| {}).unwrap_or_else(|wrong| panic!("{wrong}"));
+    let directions = u64::from(vms) * u64::from(vms - 1) + 2 * u64::from(vms);
+    assert_eq!(verdict.operations, directions * operations);
+    assert!(verdict.is_clean());
+    let (moves, frames) = (cluster.moves, cluster.frames());
+    eprintln!("{moves:?}, {frames:?}");
+    assert!(moves.vms >= 3 && moves.aborted > 0, "too little moved to show anything: {moves:?}");
+    assert!(frames.passed > 2 * operations && (frames.lost > 0) == (loss_percent > 0), "{frames:?}");
+    assert_eq!(frames.announced, moves.vms, "each VM that has come says so once per address");
+    assert_eq!(frames.strays, 0, "a host sent in the name of a VM that doesn't run there");
+    assert!(cluster.states().iter().all(|(state, _)| *state == 3));
+}
+
+#[test]
+fn a_peer_outside_keeps_its_connection_while_its_vm_moves() {
+    check_outside(2, 1, 3, 0, 8_000);
+}
+
+#[test]
+fn peers_outside_and_inside_at_once_with_frames_lost() {
+    check_outside(3, 2, 4, 2, 3_000);
+}

@@ -12,6 +12,7 @@ mod both;
 mod moving;
 
 pub use self::both::{both, ran_again};
+pub use self::moving::{Coming, await_guest};
 
 use crate::channel::{Output, Session};
 use crate::guest::{Guest, GuestSpec, Vmm};
@@ -446,13 +447,26 @@ pub fn end(members: &[&Member<'_>], daemons: &[Session]) -> Result<()> {
 
 /// The daemon of a host and the first guest of a layout, without a second.
 pub fn alone<'a>(lab: &'a Lab, options: &Options, layout: &Layout) -> Result<(Member<'a>, Session)> {
+    let (member, mut daemons) = alone_among(lab, options, layout)?;
+    Ok((member, daemons.pop().context("The layout has no daemon")?))
+}
+
+/// The daemons of all hosts of a layout that have one, and its first guest.
+pub fn alone_among<'a>(
+    lab: &'a Lab,
+    options: &Options,
+    layout: &Layout,
+) -> Result<(Member<'a>, Vec<Session>)> {
     lab.install_causeway()?;
-    let host = lab.host(layout.hosts.first().copied().unwrap_or(0))?;
-    bridge(host, layout)?;
-    let daemon = start_daemon(host, layout.daemons.first().map_or("", String::as_str))?;
+    let mut daemons = Vec::new();
+    for (number, arguments) in layout.daemons.iter().enumerate() {
+        let host = lab.host(number)?;
+        bridge(host, layout)?;
+        daemons.push(start_daemon(host, arguments)?);
+    }
     let cpus = options.cpus.first().copied().unwrap_or(2);
     let guest = boot(lab, layout, Device::Pvrdma, cpus, 1)?;
-    Ok((up(lab, layout, Device::Pvrdma, 1, guest)?, daemon))
+    Ok((up(lab, layout, Device::Pvrdma, 1, guest)?, daemons))
 }
 
 /// Makes the bridge of a host's virtio NICs, with the uplink on it.

@@ -10,11 +10,11 @@ use hca::provider::Provider;
 use hca::remote::{ConnectionInfo, QpId};
 use roce::{Config, Connection, Counters, Mtu, Reliability, SendAttributes};
 
+use super::NOBODY;
 use super::directory::VmId;
 use super::header::Header;
 use super::local::Pair;
 use super::wire::Line;
-use super::NOBODY;
 
 /// A queue pair's connection.
 #[derive(Debug)]

@@ -1,10 +1,53 @@
 //! Guests of a pair that move to other hosts.
 
-use super::{Member, Pair, boot_with};
+use super::{Device, Layout, Member, Pair, boot_with};
 use crate::guest::Guest;
 use crate::host::Host;
+use crate::lab::Lab;
 use anyhow::{Result, bail};
 use std::time::Duration;
+
+/// A guest that is to come to another host.
+pub struct Coming<'a> {
+    /// As it is now.
+    pub member: &'a Member<'a>,
+    /// Its number: 0 is the first.
+    pub number: usize,
+    /// Its CPUs.
+    pub cpus: u32,
+}
+
+/// A monitor on a host that waits at an address for a guest to come, once it does.
+pub fn await_guest(
+    lab: &Lab,
+    layout: &Layout,
+    coming: &Coming<'_>,
+    (host, address): (usize, &str),
+    patience: Duration,
+) -> Result<Guest> {
+    let mut layout = layout.clone();
+    if let Some(place) = layout.hosts.get_mut(coming.number) {
+        *place = host;
+    }
+    let there: &Host = lab.host(host)?;
+    let next = boot_with(lab, &layout, Device::Pvrdma, coming.cpus, coming.number + 1, Some(address))?;
+    let name = coming.member.name;
+    let waits = format!(
+        "for i in $(seq 400); do causeway inspect {name} summary | grep -q incoming && exit 0; sleep 0.3; done; exit 1"
+    );
+    if there.run(&waits, patience)?.code != 0 {
+        bail!("The monitor on {} doesn't wait for VM {name}: {}", there.name(), next.session.err.tail(8));
+    }
+    Ok(next)
+}
+
+impl<'a> Member<'a> {
+    /// It has come to another host. Gives the guest that it was.
+    pub fn moved(&mut self, guest: Guest, host: &'a Host) -> Guest {
+        self.host = host;
+        std::mem::replace(&mut self.guest, guest)
+    }
+}
 
 impl<'a> Pair<'a> {
     /// A guest by its number: 0 is the first.
@@ -24,20 +67,8 @@ impl<'a> Pair<'a> {
         address: &str,
         patience: Duration,
     ) -> Result<Guest> {
-        let mut layout = self.layout.clone();
-        if let Some(place) = layout.hosts.get_mut(number) {
-            *place = host;
-        }
-        let there: &Host = self.lab.host(host)?;
-        let next = boot_with(self.lab, &layout, self.device, self.cpus, number + 1, Some(address))?;
-        let name = self.member(number)?.name;
-        let waits = format!(
-            "for i in $(seq 400); do causeway inspect {name} summary | grep -q incoming && exit 0; sleep 0.3; done; exit 1"
-        );
-        if there.run(&waits, patience)?.code != 0 {
-            bail!("The monitor on {} doesn't wait for VM {name}: {}", there.name(), next.session.err.tail(8));
-        }
-        Ok(next)
+        let coming = Coming { member: self.member(number)?, number, cpus: self.cpus };
+        await_guest(self.lab, &self.layout, &coming, (host, address), patience)
     }
 
     /// A guest has come there. Gives the one that it was.
@@ -48,7 +79,6 @@ impl<'a> Pair<'a> {
             1 => &mut self.b,
             _ => bail!("A pair has no guest number {number} that moves"),
         };
-        member.host = host;
-        Ok(std::mem::replace(&mut member.guest, guest))
+        Ok(member.moved(guest, host))
     }
 }

@@ -35,7 +35,8 @@ pub(super) fn layout(hosts: &[usize]) -> Layout {
 /// The hosts' networks, and the service; times of an emulated host say nothing, so a switch-over may take long.
 pub(super) fn service(lab: &Lab) -> Result<Session> {
     lab.install_causeway()?;
-    for (number, host) in lab.hosts().iter().enumerate() {
+    // Those with daemons; others are outside of the cluster.
+    for (number, host) in lab.hosts().iter().take(2).enumerate() {
         rdma_fabric::prepare(host, number)?;
     }
     let host = lab.host(0)?;
@@ -97,7 +98,7 @@ pub(super) fn detach(m: &Member<'_>, command: &str) -> Result<()> {
 }
 
 /// The status of the program, once it has ended.
-fn ended(m: &Member<'_>, patience: Duration) -> Result<(i32, String)> {
+pub(super) fn ended(m: &Member<'_>, patience: Duration) -> Result<(i32, String)> {
     let until = Instant::now() + patience;
     loop {
         let text = m.sh("cat /run/work.code 2>/dev/null || true")?;

@@ -16,6 +16,7 @@ mod migrate_hosts;
 mod migrate_postcopy;
 mod migrate_rdma;
 mod migrate_talk;
+mod migrate_wire;
 mod neighbours;
 mod neighbours_appliance;
 mod neighbours_block;
@@ -58,6 +59,7 @@ pub const ALL: &[Scenario] = &[
     migrate_rdma::SCENARIO,
     migrate_converge::SCENARIO,
     migrate_group::SCENARIO,
+    migrate_wire::SCENARIO,
     neighbours::SCENARIO,
     neighbours_block::SCENARIO,
     neighbours_appliance::SCENARIO,

@@ -469,6 +469,8 @@ impl<M: Dma + Clone + 'static> Guest<M> {
             to.max_dest_rd_atomic = 4;
             to.min_rnr_timer = 1;
             to.address.dgid = peer_gid;
+            // As hosts of tests give them to their guests.
+            to.address.dmac = [2, 0, 0, 0, 0, peer_gid[15]];
             to.address.sgid_index = 0;
             to.address.hop_limit = 64;
             to.address.traffic_class = 0;

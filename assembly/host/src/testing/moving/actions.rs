@@ -1,12 +1,14 @@
 //! What hosts' state machines ask for, done to their engines.
 
+use std::sync::Arc;
+
 use dma::Dma;
 use hca::names::Gid;
 use nomad::objects::{Piece, Total};
 use nomad::{Action, Event, HostId, VmId};
 use pvrdma::testing::Lines;
 
-use super::{Cluster, SEGMENT, SEGMENT_NAME, Timed, config, gid, memory};
+use super::{Cluster, OUTSIDE, Port, SEGMENT, SEGMENT_NAME, Timed, config, gid, memory};
 use crate::migration::{Arrival, Place, Source};
 
 impl Cluster {
@@ -177,7 +179,8 @@ impl Cluster {
         let machine = &mut self.machines[index];
         let host = HostId(u32::try_from(index).unwrap() + 1);
         machine.directory.set(vm, host);
-        let peers: Vec<VmId> = found.ends.keys().copied().collect();
+        // Nobody holds or opens those outside.
+        let peers: Vec<VmId> = found.ends.keys().copied().filter(|peer| *peer != OUTSIDE).collect();
         let coming = machine.arriving.remove(&vm);
         let device = match &coming {
             Some((_, arrival, _)) => arrival.device(),
@@ -191,6 +194,13 @@ impl Cluster {
         }
         if let Some((_, arrival, room)) = coming {
             arrival.start(&mut machine.parts()).unwrap();
+            if self.outside.is_some() {
+                let port = Port::new();
+                let name = format!("vm{}", vm.0);
+                machine.transports.adopt(&mut machine.host.engine, device, &name, Arc::clone(&port.port));
+                port.connect();
+                machine.ports.insert(device, port);
+            }
             machine.here.insert(vm, device);
             found.guest.id = device;
             found.guest.memory = room;

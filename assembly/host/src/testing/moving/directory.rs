@@ -14,6 +14,9 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 use super::{SEGMENT, SEGMENT_NAME};
 use crate::transport::{Directory, DirectoryReport, News, TransportKind};
 
+/// The guest that no directory knows: not a VM of the cluster.
+pub(super) const OUTSIDE: VmId = VmId(200);
+
 /// What a host knows of where VMs are.
 #[derive(Debug)]
 pub(super) struct LiveDirectory {
@@ -30,7 +33,8 @@ impl LiveDirectory {
 impl Directory for LiveDirectory {
     fn owner(&self, segment: &str, gid: Gid) -> Option<crate::transport::VmId> {
         let address = gid.ipv4()?.octets();
-        (segment == SEGMENT_NAME).then(|| crate::transport::VmId(u32::from(address[3])))
+        (segment == SEGMENT_NAME && u32::from(address[3]) != OUTSIDE.0)
+            .then(|| crate::transport::VmId(u32::from(address[3])))
     }
 
     fn vm(&self, name: &str) -> Option<crate::transport::VmId> {

@@ -6,6 +6,7 @@ mod actions;
 mod directory;
 pub mod hostile;
 pub mod measure;
+mod outside;
 mod traffic;
 
 use std::cmp::Reverse;
@@ -23,7 +24,9 @@ use pvrdma::testing::{Cq, Guest, Host};
 
 use crate::migration::{Arrival, Parts, Source};
 use crate::transport::Transports;
-use directory::{LiveDirectory, config, gid, memory};
+use directory::{LiveDirectory, OUTSIDE, config, gid, memory};
+pub use outside::Frames;
+use outside::{Outside, Port, Ports};
 pub use traffic::Verdict;
 use traffic::{End, REGION};
 
@@ -41,6 +44,8 @@ struct Machine {
     here: BTreeMap<VmId, DeviceId>,
     leaving: BTreeMap<VmId, (MigrationId, HostId, Source, u32)>,
     arriving: BTreeMap<VmId, (MigrationId, Arrival, MappedMemory)>,
+    /// To the segment that the peer outside is on; none without it.
+    ports: Ports,
 }
 
 impl Machine {
@@ -51,6 +56,7 @@ impl Machine {
 
     fn drop_lines(&mut self, device: DeviceId) {
         self.host.lines.remove(&device);
+        self.ports.remove(&device);
     }
 }
 
@@ -112,6 +118,7 @@ pub struct Cluster {
     spare: Vec<MappedMemory>,
     /// A VM's memory on its way.
     bytes: Vec<u8>,
+    outside: Option<Outside>,
 }
 
 enum Timed {
@@ -140,6 +147,10 @@ fn port(hosts: usize) -> u16 {
 impl Cluster {
     /// So many hosts, and VMs on them in turn, each connected with each by one queue pair.
     pub fn new(hosts: usize, vms: u32, seed: u64) -> Self {
+        Self::make(hosts, vms, seed, None)
+    }
+
+    fn make(hosts: usize, vms: u32, seed: u64, outside: Option<Outside>) -> Self {
         let port = port(hosts);
         let addresses: Vec<SocketAddr> =
             (1..=hosts).map(|host| format!("127.0.0.{host}:{port}").parse().unwrap()).collect();
@@ -159,6 +170,7 @@ impl Cluster {
             dice: seed | 1,
             spare: Vec::new(),
             bytes: Vec::new(),
+            outside,
         };
         for (index, &address) in addresses.iter().enumerate() {
             let places = Mutex::new(HashMap::new());
@@ -173,6 +185,7 @@ impl Cluster {
                 here: BTreeMap::new(),
                 leaving: BTreeMap::new(),
                 arriving: BTreeMap::new(),
+                ports: Ports::new(),
             });
         }
         for index in 0..hosts {
@@ -188,6 +201,9 @@ impl Cluster {
                 cluster.connect(one, other);
             }
         }
+        for vm in all {
+            cluster.connect_outside(vm);
+        }
         cluster
     }
 
@@ -199,7 +215,7 @@ impl Cluster {
         for machine in &self.machines {
             machine.directory.set(vm, host);
         }
-        let size = (u64::from(peers) * (REGION + (64 << 10)) + (512 << 10)).next_multiple_of(1 << 16);
+        let size = (u64::from(peers + 1) * (REGION + (64 << 10)) + (512 << 10)).next_multiple_of(1 << 16);
         let machine = &mut self.machines[on];
         let mut guest = Guest::new(&mut machine.host, config(vm), memory(size), size);
         machine.transports.attach(
@@ -210,13 +226,25 @@ impl Cluster {
             SEGMENT,
         );
         machine.here.insert(vm, guest.id);
+        if self.outside.is_some() {
+            let port = Port::new();
+            machine.transports.attach_wire(
+                &mut machine.host.engine,
+                guest.id,
+                SEGMENT,
+                Arc::clone(&port.port),
+            );
+            port.connect();
+            machine.ports.insert(guest.id, port);
+        }
         guest.probe(&mut machine.host);
         guest.bind(&mut machine.host, 0, gid(vm)).unwrap();
         let context = guest.context(&mut machine.host);
         let pd = guest.pd(&mut machine.host, context.1);
         let cq = guest.cq(&mut machine.host, context, 1024);
         let mut ends = BTreeMap::new();
-        for peer in (1..=peers).map(VmId).filter(|peer| *peer != vm) {
+        let outside = self.outside.as_ref().map(|_| OUTSIDE);
+        for peer in (1..=peers).map(VmId).filter(|peer| *peer != vm).chain(outside) {
             let qp =
                 guest.qp(&mut machine.host, context.0, pd, (&cq, &cq), None, QpOptions::default()).unwrap();
             guest.to_init(&mut machine.host, &qp, ALL).unwrap();
@@ -350,7 +378,7 @@ impl Cluster {
                 let qp = u32::try_from(entry.qp.get()).unwrap();
                 let (peer, end) = vm.ends.iter_mut().find(|(_, end)| end.qp.handle == qp).unwrap();
                 end.complete(&vm.guest, entry.wr_id.get(), entry.opcode.get(), entry.status.get());
-                if places[peer] == vm.on {
+                if places.get(peer) == Some(&vm.on) {
                     self.moves.local += 1;
                 } else {
                     self.moves.remote += 1;
@@ -360,6 +388,7 @@ impl Cluster {
                 end.post(&vm.guest, most);
             }
         }
+        self.turn_outside(most);
         let now = self.now();
         while let Some(&Reverse((at, number))) = self.timers.peek() {
             if at > now {
@@ -442,12 +471,16 @@ impl Cluster {
                 end.check_words(&vm.guest, operations);
             }
         }
+        if let Some(outside) = &mut self.outside {
+            outside.check_words(operations);
+        }
         let verdict = self.verdict();
         if verdict.is_clean() { Ok(verdict) } else { Err(format!("{verdict:?} after {:?}", self.moves)) }
     }
 
     fn ends(&self) -> impl Iterator<Item = &End> {
-        self.vms.values().flat_map(|vm| vm.ends.values())
+        let outside = self.outside.iter().flat_map(|outside| outside.ends.values());
+        self.vms.values().flat_map(|vm| vm.ends.values()).chain(outside)
     }
 
     fn verdict(&self) -> Verdict {

@@ -87,9 +87,12 @@ impl Transports {
 
     /// Devices that have come go on once their Ethernet functions are in their segments: whoever keeps a table of who is where is told first.
     pub(super) fn land<P: Provider>(&mut self, engine: &mut Engine<P>, now: u64) {
-        while let Some(&device) = self.wire.landing.iter().find(|device| {
-            self.wire.ports.get(device).is_none_or(|(port, _)| port.is_connected())
-        }) {
+        while let Some(&device) = self
+            .wire
+            .landing
+            .iter()
+            .find(|device| self.wire.ports.get(device).is_none_or(|(port, _)| port.is_connected()))
+        {
             self.wire.landing.remove(&device);
             self.go_on_outside(engine, device, now);
             let Some((port, _)) = self.wire.ports.get(&device) else { continue };
@@ -164,7 +167,10 @@ mod tests {
         let frame = announcement("10.80.0.1".parse().unwrap(), mac);
         assert_eq!((frame.len(), &frame[..6], &frame[6..12]), (60, &[0xFF; 6][..], &mac[..]));
         assert_eq!(frame[12..22], [0x08, 0x06, 0, 1, 8, 0, 6, 4, 0, 1]);
-        assert_eq!((&frame[22..28], &frame[28..32], &frame[38..42]), (&mac[..], &[10, 80, 0, 1][..], &[10, 80, 0, 1][..]));
+        assert_eq!(
+            (&frame[22..28], &frame[28..32], &frame[38..42]),
+            (&mac[..], &[10, 80, 0, 1][..], &[10, 80, 0, 1][..])
+        );
         let address: Ipv6Addr = "fe80::5054:ff:fe4d:1".parse().unwrap();
         let frame = announcement(address.into(), mac);
         assert_eq!((frame.len(), frame[12], frame[13], frame[20], frame[21]), (86, 0x86, 0xDD, 58, 255));
