@@ -14,7 +14,7 @@ use super::pace::Pace;
 use super::served::{DeviceSetup, Served, Vectors};
 use super::worker::Worker;
 use crate::migration::{Arrival, MigrationError, Parts, Place, Source};
-use crate::transport::{Outside, VmId};
+use crate::transport::VmId;
 
 /// A VM and its addresses.
 pub type Addressed = (VmId, Vec<Gid>);
@@ -37,10 +37,10 @@ impl Worker {
         Ok(parts.transports.immovable(parts.engine, id)?)
     }
 
-    /// A device's connections with peers outside of the cluster.
+    /// Whether a device is connected with peers outside of the cluster.
     #[must_use]
-    pub fn outside(&self, id: DeviceId) -> Outside {
-        self.transports.as_ref().map(|transports| transports.outside(id)).unwrap_or_default()
+    pub fn faces_outside(&self, id: DeviceId) -> bool {
+        self.transports.as_ref().is_some_and(|transports| transports.faces_outside(id))
     }
 
     /// Begins to note what of a device changes.

@@ -78,7 +78,7 @@ pub use verbs::library::{Absent, Found, devices};
 pub use verbs::{LinkCounters, LinkReport, VerbsReport};
 use verbs::{Message, Verbs};
 use wire::Wire;
-pub use wire::{Outside, WirePort};
+pub use wire::WirePort;
 
 /// Who isn't in the directory; VMs are numbered from 1.
 const NOBODY: VmId = VmId(0);

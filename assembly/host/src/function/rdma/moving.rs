@@ -14,7 +14,7 @@ use crate::engine::{DeviceSetup, EngineGone};
 use crate::function::stream::{Stream, failed};
 use crate::migration::MigrationError;
 use crate::migration::stream::{Record, StreamError};
-use crate::transport::{Outside, VmId};
+use crate::transport::VmId;
 
 impl RdmaFunction {
     pub(super) fn stream(&self) -> MutexGuard<'_, Stream> {
@@ -33,8 +33,8 @@ impl RdmaFunction {
         Record::Begin { mac: self.config.mac, segment: self.segment.clone() }
     }
 
-    fn push(&self, stream: &mut Stream, outside: Outside, pieces: Vec<Piece>, total: Option<Total>) {
-        if outside.connections > 0 && !std::mem::replace(&mut self.state().said_outside, true) {
+    fn push(&self, stream: &mut Stream, outside: bool, pieces: Vec<Piece>, total: Option<Total>) {
+        if outside && !std::mem::replace(&mut self.state().said_outside, true) {
             stream.push(&Record::Outside { tap: self.nic.tap });
         }
         for piece in pieces {
@@ -56,7 +56,7 @@ impl RdmaFunction {
 
     fn stop(&self, stream: &mut Stream) -> io::Result<()> {
         let stopped = self.with(|worker, device| {
-            worker.stop_leaving(device).map(|(pieces, total)| (worker.outside(device), pieces, total))
+            worker.stop_leaving(device).map(|(pieces, total)| (worker.faces_outside(device), pieces, total))
         })?;
         let (outside, pieces, total) =
             stopped.map_err(|error| self.refused("be stopped and saved", &error))?;
@@ -215,7 +215,7 @@ impl Migration for RdmaFunction {
         }
         if stream.is_empty() && stream.state == DeviceState::PreCopy {
             let round = self.with(|worker, device| {
-                worker.leaving_round(device).map(|pieces| (worker.outside(device), pieces))
+                worker.leaving_round(device).map(|pieces| (worker.faces_outside(device), pieces))
             })?;
             let (outside, pieces) = round.map_err(|error| self.refused("be saved", &error))?;
             self.push(&mut stream, outside, pieces, None);

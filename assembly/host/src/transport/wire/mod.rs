@@ -28,7 +28,6 @@ use super::carrier::Carrier;
 use super::connections::Entry;
 use super::header::{Header, Kind};
 use super::{BURST, NOBODY, Transports};
-pub use moving::Outside;
 pub use port::WirePort;
 use port::{Address, Arrived, Bell, Inbox};
 

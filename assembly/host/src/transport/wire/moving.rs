@@ -17,25 +17,6 @@ use super::super::carrier::Carrier;
 use super::super::{LINGER_NS, Transports};
 use super::{Wire, ip};
 
-/// What a NIC's connections with peers outside of the cluster endure.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Outside {
-    /// How many there are.
-    pub connections: u32,
-    /// The shortest time, in nanoseconds, that one of them goes on without an answer: the VM's own timeout times its own retry count. The peer's are
-    /// not known; they are often the same. `None` where all wait for ever.
-    pub patience: Option<u64>,
-}
-
-impl Outside {
-    /// Of both together.
-    #[must_use]
-    pub fn and(self, other: Self) -> Self {
-        let patience = [self.patience, other.patience].into_iter().flatten().min();
-        Self { connections: self.connections + other.connections, patience }
-    }
-}
-
 impl Wire {
     /// A device's VM stands still, or goes on where it was.
     pub fn stand_still(&mut self, device: DeviceId, still: bool) {
@@ -51,18 +32,10 @@ impl Wire {
 }
 
 impl Transports {
-    /// A device's connections with peers outside of the cluster.
+    /// Whether a device is connected with peers outside of the cluster.
     #[must_use]
-    pub fn outside(&self, device: DeviceId) -> Outside {
-        let of = |index: usize| -> Option<Outside> {
-            let config = self.connections.get(index)?.connection.config();
-            // 4.096 µs times a power of two; 0 is for ever. A retry count of 0 ends it with the first timeout.
-            let timeout = u32::from(config.timeout);
-            let wait = (1..=31).contains(&timeout).then(|| 4096_u64 << timeout);
-            let patience = wait.map(|wait| wait * u64::from(config.retry_count.max(1)));
-            Some(Outside { connections: 1, patience })
-        };
-        self.connections.outside(device).into_iter().filter_map(of).fold(Outside::default(), Outside::and)
+    pub fn faces_outside(&self, device: DeviceId) -> bool {
+        !self.connections.outside(device).is_empty()
     }
 
     /// A device's connections with peers outside of the cluster go on: its VM runs here, and its frames have a way.
