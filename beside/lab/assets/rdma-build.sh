@@ -16,4 +16,6 @@ mpi=/usr/lib/x86_64-linux-gnu/openmpi
 for p in rdma-loop rdma-verify rdma-counter; do
   gcc -O2 -Wall -Wextra -Werror -o /build/out/$p $p.c -libverbs
 done
-gcc -O2 -Wall -Wextra -Werror -I$mpi/include -L$mpi/lib -o /build/out/mpi-check mpi-check.c -lmpi
+for p in mpi-check mpi-steady; do
+  gcc -O2 -Wall -Wextra -Werror -I$mpi/include -L$mpi/lib -o /build/out/$p $p.c -lmpi
+done

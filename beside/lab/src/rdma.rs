@@ -129,11 +129,11 @@ impl Layout {
 }
 
 /// The guests' names, in the order of their numbers.
-const NAMES: [&str; 3] = ["a", "b", "c"];
+const NAMES: [&str; 4] = ["a", "b", "c", "d"];
 
 /// A guest of the pair.
 pub struct Member<'a> {
-    /// `a`, `b` or `c`.
+    /// `a`, `b`, `c` or `d`.
     pub name: &'static str,
     /// The guest and its console.
     pub guest: Guest,
@@ -293,7 +293,7 @@ fn boot_script(number: usize, name: &str, mtu: u32) -> String {
         "{ENVIRONMENT}\n\
          mount -t tmpfs run /run; mkdir -p /run/lock /run/rpcbind; hostname {name}\n\
          mount -t configfs configfs /sys/kernel/config 2>/dev/null; mount -t debugfs debugfs /sys/kernel/debug 2>/dev/null\n\
-         printf '127.0.0.1 localhost\\n10.79.0.1 a\\n10.79.0.2 b\\n10.79.0.3 c\\n' > /etc/hosts\n\
+         printf '127.0.0.1 localhost\\n10.79.0.1 a\\n10.79.0.2 b\\n10.79.0.3 c\\n10.79.0.4 d\\n' > /etc/hosts\n\
          # The kernel asks for modules in the initramfs' root, where there are none: hand it on to this one.\n\
          printf '#!/bin/busybox sh\\nexec /bin/busybox chroot /new /sbin/modprobe \"$@\"\\n' > /proc/1/root/modprobe\n\
          chmod +x /proc/1/root/modprobe; echo /modprobe > /proc/sys/kernel/modprobe\n\

@@ -319,6 +319,7 @@ pub const RDMA_SOURCES: &[(&str, &str)] = &[
     ("rdma-verify.c", include_str!("../guest-programs/rdma-verify.c")),
     ("rdma-counter.c", include_str!("../guest-programs/rdma-counter.c")),
     ("mpi-check.c", include_str!("../guest-programs/mpi-check.c")),
+    ("mpi-steady.c", include_str!("../guest-programs/mpi-steady.c")),
 ];
 
 /// Folders of kernel modules that an emulated host never needs.

@@ -22,7 +22,7 @@ fn guest(world: &mut World) -> (Guest, hca::MrInfo) {
 
 fn touched(world: &mut World, device: DeviceId) -> Vec<Name> {
     let mut names = Vec::new();
-    world.engine.take_touched(device, |name| names.push(name));
+    world.engine.take_touched(device, usize::MAX, |name| names.push(name));
     names
 }
 

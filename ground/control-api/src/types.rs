@@ -75,6 +75,9 @@ pub struct VmSummary {
     pub uptime_seconds: f64,
     /// Version of the monitor.
     pub version: String,
+    /// NICs that a host daemon serves: a VM with one is known to the cluster service, and can move together with others.
+    #[serde(default)]
+    pub rdma_nics: u32,
 }
 
 /// A command was carried out.

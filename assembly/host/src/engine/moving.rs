@@ -76,14 +76,20 @@ impl Worker {
         }
     }
 
-    /// What of a device has changed since the last round.
+    /// How many objects of a device that leaves have changed since the last round.
+    pub fn leaving_left(&self, id: DeviceId) -> usize {
+        self.leaving.get(&id).map_or(0, |source| source.left(&self.engine))
+    }
+
+    /// What of a device has changed since the last round, at most so many objects.
     ///
     /// # Errors
     /// When an object can't be saved, or the device doesn't leave.
-    pub fn leaving_round(&mut self, id: DeviceId) -> Result<Vec<Piece>, MigrationError> {
+    pub fn leaving_part(&mut self, id: DeviceId, most: usize) -> Result<Vec<Piece>, MigrationError> {
         let mut source = self.leaving.remove(&id).ok_or(MigrationError::NoDevice(id))?;
         let mut pieces = Vec::new();
-        let done = self.parts(id).and_then(|mut parts| source.round(&mut parts, |piece| pieces.push(piece)));
+        let done =
+            self.parts(id).and_then(|mut parts| source.part(most, &mut parts, |piece| pieces.push(piece)));
         self.leaving.insert(id, source);
         done.map(|_| pieces)
     }
@@ -106,7 +112,7 @@ impl Worker {
             let mut parts = Parts { engine, devices, transports, now };
             source.stop(&mut parts, served.pages.memory(), &served.msix)?;
         }
-        let pieces = self.leaving_round(id)?;
+        let pieces = self.leaving_part(id, usize::MAX)?;
         let total = self.leaving.get(&id).and_then(Source::total).ok_or_else(missing)?;
         Ok((pieces, total))
     }

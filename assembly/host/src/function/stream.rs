@@ -14,13 +14,15 @@ pub(super) struct Stream {
     outgoing: Vec<u8>,
     /// Bytes of it that were read.
     read: usize,
+    /// Objects that the round under way still has, at most.
+    pub round_left: usize,
     incoming: Reader,
 }
 
 impl Stream {
     /// Of a function whose client has just come.
     pub fn new(state: DeviceState) -> Self {
-        Self { state, outgoing: Vec::new(), read: 0, incoming: Reader::default() }
+        Self { state, outgoing: Vec::new(), read: 0, round_left: 0, incoming: Reader::default() }
     }
 
     /// More to hand out.
@@ -36,12 +38,18 @@ impl Stream {
     pub fn clear(&mut self) {
         self.outgoing.clear();
         self.read = 0;
+        self.round_left = 0;
         self.incoming = Reader::default();
     }
 
     /// Whether all was read.
     pub fn is_empty(&self) -> bool {
         self.read == self.outgoing.len()
+    }
+
+    /// Bytes that weren't read.
+    pub fn len(&self) -> usize {
+        self.outgoing.len() - self.read
     }
 
     /// The next bytes.

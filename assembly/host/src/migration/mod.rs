@@ -115,9 +115,23 @@ impl Source {
         parts: &mut Parts<'_, M>,
         each: impl FnMut(Piece),
     ) -> Result<usize, MigrationError> {
+        self.part(usize::MAX, parts, each)
+    }
+
+    /// A part of a round: pieces of at most so many objects, so that other devices' turns come between two. Returns how many.
+    ///
+    /// # Errors
+    /// When an object can't move.
+    pub fn part<M: Dma + Clone + 'static>(
+        &mut self,
+        most: usize,
+        parts: &mut Parts<'_, M>,
+        each: impl FnMut(Piece),
+    ) -> Result<usize, MigrationError> {
         let Self { device, outgoing } = self;
         let mut names: Vec<Name> = Vec::new();
-        parts.engine.take_touched(*device, |name| names.push(name));
+        parts.engine.take_touched(*device, most, |name| names.push(name));
+        let taken = names.len();
         for name in names {
             match pieces::exists(parts, *device, name) {
                 Some(true) => outgoing.touched(object(name)),
@@ -126,7 +140,6 @@ impl Source {
                 None => {}
             }
         }
-        let count = outgoing.left();
         let mut failed = None;
         let save = |object: Object| match pieces::save(parts, *device, name(object)) {
             Ok(bytes) => bytes,
@@ -137,7 +150,7 @@ impl Source {
         };
         outgoing.round(usize::MAX, save, each);
         match failed {
-            None => Ok(count),
+            None => Ok(taken),
             Some(error) => Err(error.into()),
         }
     }

@@ -38,6 +38,7 @@ impl VmControl for Fake {
             memory_bytes: 1 << 30,
             uptime_seconds: 1.5,
             version: "0".into(),
+            rdma_nics: 0,
         }
     }
     fn inspect(&self) -> Value {

@@ -64,6 +64,7 @@ impl VmControl for Control {
             memory_bytes: description.memory.size,
             uptime_seconds: self.machine.started.elapsed().as_secs_f64(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
+            rdma_nics: u32::try_from(description.rdma.len()).unwrap_or(u32::MAX),
         }
     }
 

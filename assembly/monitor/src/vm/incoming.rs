@@ -372,6 +372,7 @@ impl Waiting {
             memory_bytes: description.memory.size,
             uptime_seconds: 0.0,
             version: env!("CARGO_PKG_VERSION").to_owned(),
+            rdma_nics: u32::try_from(description.rdma.len()).unwrap_or(u32::MAX),
         };
         Self { summary, description, started, events }
     }

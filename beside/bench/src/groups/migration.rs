@@ -6,7 +6,8 @@
 //! shall depend on neither.
 
 use anyhow::Context;
-use host::testing::moving::measure::{Sample, blackout, redirected};
+use host::testing::moving::Cluster;
+use host::testing::moving::measure::{Sample, beside, blackout, redirected};
 
 use crate::conditions::Conditions;
 use crate::figures::{Better, Figure, Figures, Pairs, Report};
@@ -18,6 +19,10 @@ const ACTIVE: u32 = 64;
 const IN_FLIGHT: [u64; 3] = [0, 1, 64];
 /// Queue pairs that are redirected.
 const REDIRECTED: u32 = 10_000;
+/// Queue pairs of a VM that leaves beside others.
+const LEAVING: u32 = 10_000;
+/// Operations per direction of each of three connections, while three VMs move among three hosts.
+const MOVING_OPERATIONS: u64 = 150_000;
 
 /// MigrRDMA's pause at 16 queue pairs, milliseconds (SIGCOMM 2025).
 const MIGRRDMA_MS: f64 = 150.0;
@@ -147,8 +152,66 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     ] {
         figures.add(Figure::new(name, what, "ms", Better::Lower, "the aim", &pairs, Some(1.0)))?;
     }
+    let worst = neighbours(&mut figures, if quick { 1 } else { 5 })?;
+    peers(&mut figures, quick)?;
     conditions.finish();
     let figures = figures.all;
     figures.first().context("Nothing was measured")?;
-    Ok(Report { group: "migration", skipped: None, conditions, figures, details: serde_json::Value::Null })
+    let details = serde_json::json!({ "beside_worst_us": worst });
+    Ok(Report { group: "migration", skipped: None, conditions, figures, details })
+}
+
+/// The value below which so many per mille of a sorted list are.
+fn per_mille(sorted: &[u64], mille: usize) -> f64 {
+    let at = (sorted.len() * mille / 1000).min(sorted.len().saturating_sub(1));
+    float(sorted.get(at).copied().unwrap_or(0))
+}
+
+/// Who has nothing to do with a migration, on the host that the VM leaves: a second while nobody moves, and a second in which one leaves. Gives the longest
+/// times, microseconds: while nobody moves, and in the other second.
+fn neighbours(figures: &mut Figures, runs: usize) -> anyhow::Result<Vec<(f64, f64)>> {
+    let samples: Vec<_> =
+        (0..runs).map(|_| beside(LEAVING, ACTIVE, std::time::Duration::from_secs(1))).collect();
+    for (name, mille) in [("median", 500), ("p99", 990)] {
+        let pairs = samples
+            .iter()
+            .map(|sample| (per_mille(&sample.during, mille) / 1e3, per_mille(&sample.alone, mille) / 1e3));
+        figures.add(Figure::new(
+            &format!("beside_{name}"),
+            &format!(
+                "Writes of 64 bytes between two VMs that stay, {name}, in a second in which a third one with {LEAVING} queue pairs leaves their host"
+            ),
+            "us",
+            Better::Lower,
+            "a second in which nobody moves, same run",
+            &Pairs { pairs: pairs.collect() },
+            (mille == 990).then_some(1.05),
+        ))?;
+    }
+    let worst = |sorted: &[u64]| float(sorted.last().copied().unwrap_or(0)) / 1e3;
+    let worst = samples.iter().map(|sample| (worst(&sample.alone), worst(&sample.during))).collect();
+    eprintln!("bench: migration: longest write beside a migration, us (nobody moves, one leaves): {worst:?}");
+    Ok(worst)
+}
+
+/// How long peers that stay are held, beyond the time that the VM stands still.
+fn peers(figures: &mut Figures, quick: bool) -> anyhow::Result<()> {
+    let mut cluster = Cluster::new(3, 3, 13);
+    cluster.watch_peers();
+    let operations = if quick { MOVING_OPERATIONS / 10 } else { MOVING_OPERATIONS };
+    cluster.run_until(operations, 20_000_000, |_, _| ()).map_err(anyhow::Error::msg)?;
+    let pairs: Vec<(f64, f64)> = cluster
+        .peers_pauses()
+        .iter()
+        .map(|pause| ((float(pause.held_ns.saturating_sub(pause.mover_ns)) / 1e6).max(1e-6), 1.0))
+        .collect();
+    eprintln!("bench: migration: {} pauses of peers", pairs.len());
+    let longest = pairs.iter().map(|(extra, _)| *extra).fold(0.0, f64::max);
+    for (name, what, pairs) in [
+        ("peer_pause_extra", "How much longer a peer is held than the VM stands still, median", pairs),
+        ("peer_pause_extra_worst", "The same, the longest of all", vec![(longest, 1.0)]),
+    ] {
+        figures.add(Figure::new(name, what, "ms", Better::Lower, "the aim", &Pairs { pairs }, Some(1.0)))?;
+    }
+    Ok(())
 }

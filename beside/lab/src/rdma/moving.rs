@@ -4,7 +4,7 @@ use super::{Device, Layout, Member, Pair, boot_with};
 use crate::guest::Guest;
 use crate::host::Host;
 use crate::lab::Lab;
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 use std::time::Duration;
 
 /// A guest that is to come to another host.
@@ -49,13 +49,17 @@ impl<'a> Member<'a> {
     }
 }
 
+fn no_such(number: usize) -> String {
+    format!("There is no guest number {number} that moves")
+}
+
 impl<'a> Pair<'a> {
     /// A guest by its number: 0 is the first.
     pub fn member(&self, number: usize) -> Result<&Member<'a>> {
         match number {
             0 => Ok(&self.a),
             1 => Ok(&self.b),
-            _ => bail!("A pair has no guest number {number} that moves"),
+            _ => self.more.get(number - 2).with_context(|| no_such(number)),
         }
     }
 
@@ -77,7 +81,7 @@ impl<'a> Pair<'a> {
         let member = match number {
             0 => &mut self.a,
             1 => &mut self.b,
-            _ => bail!("A pair has no guest number {number} that moves"),
+            _ => self.more.get_mut(number - 2).with_context(|| no_such(number))?,
         };
         Ok(member.moved(guest, host))
     }

@@ -18,7 +18,6 @@ use crate::rdma::{Device, Pair};
 use crate::scenario::{Options, Report, Scenario};
 use crate::topology::{HostSpec, Topology};
 use anyhow::{Context, Result, bail};
-use serde_json::Value;
 use std::collections::BTreeSet;
 use std::time::Duration;
 
@@ -110,31 +109,6 @@ fn commands(at: [usize; 2], step: Step) -> (Vec<(usize, String)>, Vec<usize>) {
     (said, moving)
 }
 
-/// Runs them at the same time; what each printed.
-fn at_once(lab: &Lab, commands: &[(usize, String)]) -> Result<Vec<Value>> {
-    let outputs: Vec<Result<Value>> = std::thread::scope(|scope| {
-        let running: Vec<_> = commands
-            .iter()
-            .map(|(host, command)| {
-                scope.spawn(move || {
-                    let output = lab.host(*host)?.run(command, PATIENCE)?;
-                    if output.code != 0 {
-                        bail!("{command:?} on h{}: {}", host + 1, output.stderr);
-                    }
-                    serde_json::from_str(output.stdout.trim())
-                        .with_context(|| format!("{command:?} printed {:?}", output.stdout))
-                })
-            })
-            .collect();
-        let joined = running.into_iter().map(|one| match one.join() {
-            Ok(result) => result,
-            Err(_) => bail!("A thread of this scenario panicked"),
-        });
-        joined.collect()
-    });
-    outputs.into_iter().collect()
-}
-
 /// Carries a step out; the number of guests that moved.
 fn carry_out(lab: &Lab, pair: &mut Pair<'_>, at: [usize; 2], step: Step) -> Result<usize> {
     let (commands, moving) = commands(at, step);
@@ -146,7 +120,7 @@ fn carry_out(lab: &Lab, pair: &mut Pair<'_>, at: [usize; 2], step: Step) -> Resu
         })
         .collect::<Result<_>>()?;
     talk::go_on(pair)?;
-    let said = at_once(lab, &commands).with_context(|| {
+    let said = talk::at_once(lab, &commands).with_context(|| {
         let tails = |sessions: Vec<String>| sessions.join("\n---\n");
         format!(
             "sources:\n{}\ndestinations:\n{}\ndaemons:\n{}",

@@ -9,6 +9,7 @@ use crate::progress;
 use crate::rdma::{Layout, Member, NIC, Pair};
 use crate::scenario::Report;
 use anyhow::{Context, Result, bail};
+use serde_json::Value;
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
@@ -21,22 +22,32 @@ const PER_MOVE: u32 = 120;
 /// Messages of the run that says how fast they are here.
 const TRIAL: u32 = 100;
 
-/// A pair whose daemons are of one cluster; guests on these hosts.
+/// A pair whose daemons are of one cluster, on the first two hosts; guests on these hosts.
 pub(super) fn layout(hosts: &[usize]) -> Layout {
+    layout_of(hosts, 2)
+}
+
+/// As [`layout`], with daemons on so many hosts.
+pub(super) fn layout_of(hosts: &[usize], daemons: usize) -> Layout {
     let daemon = |host: usize| {
         format!(
             "--cluster {SERVICE} --name h{0} --fabric-address 10.77.0.{0}:4792 --cluster-key /run/causeway/cluster.key",
             host + 1
         )
     };
-    Layout { hosts: hosts.to_vec(), daemons: vec![daemon(0), daemon(1)], ..rdma_fabric::layout() }
+    Layout { hosts: hosts.to_vec(), daemons: (0..daemons).map(daemon).collect(), ..rdma_fabric::layout() }
 }
 
-/// The hosts' networks, and the service; times of an emulated host say nothing, so a switch-over may take long.
+/// As [`service_of`], for the two hosts that most scenarios have; others are outside of the cluster.
 pub(super) fn service(lab: &Lab) -> Result<Session> {
+    service_of(lab, 2)
+}
+
+/// The networks of the first so many hosts, which have daemons, and the service; times of an emulated host say nothing, so a switch-over may take
+/// long.
+pub(super) fn service_of(lab: &Lab, hosts: usize) -> Result<Session> {
     lab.install_causeway()?;
-    // Those with daemons; others are outside of the cluster.
-    for (number, host) in lab.hosts().iter().take(2).enumerate() {
+    for (number, host) in lab.hosts().iter().take(hosts).enumerate() {
         rdma_fabric::prepare(host, number)?;
     }
     let host = lab.host(0)?;
@@ -175,18 +186,47 @@ pub(super) fn end(pair: &Pair<'_>, report: &mut Report) -> Result<u32> {
         report.check(right, format!("a program ended with status {code}: {said}"));
     }
     for member in [&pair.a, &pair.b] {
-        let trouble = member.guest.trouble();
-        errors += u32::try_from(trouble.len()).unwrap_or(u32::MAX);
-        report.check(trouble.is_empty(), format!("guest {}: {trouble:?}", member.name));
-        // What a driver says when its device or a queue pair fails.
-        let complaints = member
-            .sh("dmesg | grep -i -c -e 'pvrdma.*error' -e 'pvrdma.*fatal' -e 'vmxnet3.*error' || true")?;
-        let complaints: u32 = complaints.trim().parse().unwrap_or(1);
-        errors += complaints;
-        report.check(complaints == 0, format!("guest {}: {}", member.name, member.kernel_log(8)));
+        errors += complaints(member, report)?;
     }
     pair.a.reaches(&pair.b)?;
     Ok(errors)
+}
+
+/// What a guest's console and its drivers say of trouble with their devices, counted.
+pub(super) fn complaints(member: &Member<'_>, report: &mut Report) -> Result<u32> {
+    let trouble = member.guest.trouble();
+    report.check(trouble.is_empty(), format!("guest {}: {trouble:?}", member.name));
+    // What a driver says when its device or a queue pair fails.
+    let said =
+        member.sh("dmesg | grep -i -c -e 'pvrdma.*error' -e 'pvrdma.*fatal' -e 'vmxnet3.*error' || true")?;
+    let said: u32 = said.trim().parse().unwrap_or(1);
+    report.check(said == 0, format!("guest {}: {}", member.name, member.kernel_log(8)));
+    Ok(said.saturating_add(u32::try_from(trouble.len()).unwrap_or(u32::MAX)))
+}
+
+/// Runs commands, each on its host, at the same time; what each printed.
+pub(super) fn at_once(lab: &Lab, commands: &[(usize, String)]) -> Result<Vec<Value>> {
+    let outputs: Vec<Result<Value>> = std::thread::scope(|scope| {
+        let running: Vec<_> = commands
+            .iter()
+            .map(|(host, command)| {
+                scope.spawn(move || {
+                    let output = lab.host(*host)?.run(command, PATIENCE)?;
+                    if output.code != 0 {
+                        bail!("{command:?} on h{}: {}", host + 1, output.stderr);
+                    }
+                    serde_json::from_str(output.stdout.trim())
+                        .with_context(|| format!("{command:?} printed {:?}", output.stdout))
+                })
+            })
+            .collect();
+        let joined = running.into_iter().map(|one| match one.join() {
+            Ok(result) => result,
+            Err(_) => bail!("A thread of this scenario panicked"),
+        });
+        joined.collect()
+    });
+    outputs.into_iter().collect()
 }
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ mod migrate;
 mod migrate_converge;
 mod migrate_group;
 mod migrate_hosts;
+mod migrate_mpi;
 mod migrate_postcopy;
 mod migrate_rdma;
 mod migrate_talk;
@@ -59,6 +60,7 @@ pub const ALL: &[Scenario] = &[
     migrate_rdma::SCENARIO,
     migrate_converge::SCENARIO,
     migrate_group::SCENARIO,
+    migrate_mpi::SCENARIO,
     migrate_wire::SCENARIO,
     neighbours::SCENARIO,
     neighbours_block::SCENARIO,

@@ -246,7 +246,7 @@ fn tools(device: Device) -> Vec<Tool> {
 }
 
 /// A remote shell without passwords or keys, for mpirun on both sides: the other guest runs what it is told.
-const RSH: &str = "printf '#!/bin/sh\\nh=$1; shift; echo \"$*; exit\" | exec socat -t 600 - TCP:$h:514\\n' > /tmp/rsh; chmod +x /tmp/rsh; ";
+pub(super) const RSH: &str = "printf '#!/bin/sh\\nh=$1; shift; echo \"$*; exit\" | exec socat -t 600 - TCP:$h:514\\n' > /tmp/rsh; chmod +x /tmp/rsh; ";
 
 /// Puts names into the braces.
 fn fill(text: &str, port: &rdma::Port, server: &rdma::Member<'_>) -> String {

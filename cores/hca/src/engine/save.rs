@@ -59,10 +59,10 @@ impl<P: Provider> Engine<P> {
         self.device(device.0).map_or(0, |found| found.marks.count())
     }
 
-    /// Takes the marks: objects that were made, changed or destroyed, in the order in which they refer to each other.
-    pub fn take_touched(&mut self, device: DeviceId, each: impl FnMut(Name)) {
+    /// Takes marks, at most so many: objects that were made, changed or destroyed, in the order in which they refer to each other.
+    pub fn take_touched(&mut self, device: DeviceId, most: usize, each: impl FnMut(Name)) {
         if let Some(found) = self.device_mut(device.0) {
-            found.marks.take(each);
+            found.marks.take(most, each);
         }
     }
 

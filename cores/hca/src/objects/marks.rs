@@ -54,21 +54,53 @@ impl Marks {
         self.kinds.iter().map(|bits| bits.count).sum()
     }
 
-    /// Takes the marks, in the order in which objects refer to each other.
-    pub fn take(&mut self, mut each: impl FnMut(Name)) {
+    /// Takes the first marks, at most so many, in the order in which objects refer to each other.
+    pub fn take(&mut self, most: usize, mut each: impl FnMut(Name)) {
+        let mut room = most;
         for kind in Kind::ALL {
             let bits = &mut self.kinds[kind as usize];
-            if bits.count == 0 {
-                continue;
-            }
-            bits.count = 0;
             for (word, at) in bits.words.iter_mut().zip(0u32..) {
-                let mut left = std::mem::take(word);
-                while left != 0 {
-                    each(Name { kind, handle: at * 64 + left.trailing_zeros() });
-                    left &= left - 1;
+                if bits.count == 0 || room == 0 {
+                    break;
+                }
+                while *word != 0 && room > 0 {
+                    each(Name { kind, handle: at * 64 + word.trailing_zeros() });
+                    *word &= *word - 1;
+                    bits.count -= 1;
+                    room -= 1;
                 }
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// In parts as in one go: each mark once, kinds in their order, and what is left is counted.
+    #[test]
+    fn marks_are_taken_in_parts() {
+        let mut marks = Marks::default();
+        marks.set(true);
+        for handle in [0, 63, 64, 700] {
+            marks.touch(Kind::QueuePair, handle);
+            marks.touch(Kind::CompletionQueue, handle);
+        }
+        let mut parts = Vec::new();
+        for left in [5, 2, 0] {
+            let before = parts.len();
+            marks.take(3, |name| parts.push((name.kind, name.handle)));
+            assert_eq!(parts.len() - before, 8_usize.saturating_sub(before).min(3));
+            assert_eq!(marks.count(), left);
+        }
+        let expected: Vec<_> = [Kind::CompletionQueue, Kind::QueuePair]
+            .into_iter()
+            .flat_map(|kind| [0, 63, 64, 700].map(|handle| (kind, handle)))
+            .collect();
+        assert_eq!(parts, expected);
+        marks.touch(Kind::QueuePair, 3);
+        marks.take(usize::MAX, |name| assert_eq!((name.kind, name.handle), (Kind::QueuePair, 3)));
+        assert_eq!(marks.count(), 0);
     }
 }

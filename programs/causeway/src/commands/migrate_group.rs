@@ -1,4 +1,4 @@
-//! `causeway migrate --group` and `causeway drain`: VMs of this host that move as one migration, all or none.
+//! `causeway migrate --group` and `causeway drain`: VMs of this host that move as one migration, all or none; and for `drain` those that move by themselves.
 //!
 //! Each VM's monitor copies its own memory over its own connections and asks for itself; the cluster service begins when all have asked. So VMs of
 //! other hosts can take part: a command there names the same group.
@@ -48,36 +48,62 @@ pub fn migrate(args: &MigrateArgs, json: bool) -> anyhow::Result<ExitCode> {
             Ok(Leaving { client: found.client(), name, to })
         })
         .collect::<anyhow::Result<Vec<_>>>()?;
-    together(&leaving, &names, &args.transfer, json)
+    let (ended, first) = together(&leaving, &names, &args.transfer, json)?;
+    finish(&leaving, &ended, first, json)
 }
 
-/// Moves all VMs of this host.
+/// Moves all VMs of this host: those with RDMA NICs together, since connections may hold them together; then each of the others by itself.
 pub fn drain(args: &DrainArgs, json: bool) -> anyhow::Result<ExitCode> {
     let directory = discovery::runtime_directory();
     let mut running = discovery::find(&directory)?;
     running.retain(|vm| vm.state != SocketState::Stale);
     running.sort_by(|one, other| one.name.cmp(&other.name));
-    // A monitor that waits for a VM to come has none to move.
-    let states = running.iter().map(|vm| {
-        let summary = vm.client().summary();
+    let mut here = Vec::new();
+    for vm in running {
         let unknown = || format!("VM {} doesn't say whether it runs: nothing has moved", vm.name);
-        summary.map(|summary| summary.state != VmState::Incoming).with_context(unknown)
-    });
-    let here = states.collect::<anyhow::Result<Vec<bool>>>()?;
-    let mut here = here.into_iter();
-    running.retain(|_| here.next().unwrap_or_default());
-    if running.is_empty() {
+        let summary = vm.client().summary().with_context(unknown)?;
+        // A monitor that waits for a VM to come has none to move.
+        if summary.state != VmState::Incoming {
+            here.push((vm, summary.rdma_nics > 0));
+        }
+    }
+    if here.is_empty() {
         bail!("No VM runs here (in {}): there is nothing to move", directory.display());
     }
-    let members: Vec<Member> = running.iter().map(|vm| Member { name: vm.name.clone(), to: None }).collect();
+    let members: Vec<Member> =
+        here.iter().map(|(vm, _)| Member { name: vm.name.clone(), to: None }).collect();
     let places = places(&members, Some(&args.to))?;
-    let leaving: Vec<Leaving> = running
-        .into_iter()
-        .zip(places)
-        .map(|(vm, (name, to))| Leaving { name, client: vm.client(), to })
-        .collect();
-    let names: Vec<String> = leaving.iter().map(|vm| vm.name.clone()).collect();
-    together(&leaving, &names, &args.transfer, json)
+    let leaving = here.into_iter().zip(places);
+    let leaving =
+        leaving.map(|((vm, grouped), (name, to))| (Leaving { name, client: vm.client(), to }, grouped));
+    let (grouped, alone): (Vec<_>, Vec<_>) = leaving.partition(|(_, grouped)| *grouped);
+    let [grouped, alone] = [grouped, alone].map(|vms| vms.into_iter().map(|(vm, _)| vm).collect::<Vec<_>>());
+    let names: Vec<String> = grouped.iter().map(|vm| vm.name.clone()).collect();
+    let (mut ended, mut first) = if grouped.is_empty() {
+        (Vec::new(), None)
+    } else {
+        together(&grouped, &names, &args.transfer, json)?
+    };
+    for vm in &alone {
+        let end = match (&first, ended.iter().all(|one| matches!(one, Ended::Moved(_)))) {
+            (None, true) => by_itself(vm, &args.transfer, json),
+            _ => Ended::Stays("it was not tried, since another VM hasn't moved".to_owned()),
+        };
+        if let Ended::Stays(problem) = &end {
+            first.get_or_insert_with(|| format!("VM {}: {problem}", vm.name));
+        }
+        ended.push(end);
+    }
+    let leaving: Vec<Leaving> = grouped.into_iter().chain(alone).collect();
+    finish(&leaving, &ended, first, json)
+}
+
+/// Moves a VM that no connection holds together with others.
+fn by_itself(vm: &Leaving, transfer: &TransferArgs, json: bool) -> Ended {
+    match connect(&vm.to, transfer.streams.unwrap_or(STREAMS)) {
+        Ok(streams) => one(vm, streams, &[], transfer, json),
+        Err(error) => Ended::Stays(format!("{error:#}")),
+    }
 }
 
 /// Where the members go that this command moves: to their own addresses, or to consecutive ports of one host.
@@ -119,13 +145,16 @@ fn places(group: &[Member], to: Option<&str>) -> anyhow::Result<Vec<(String, Str
         .collect()
 }
 
-/// Moves VMs of this host, of a group that may have others.
+/// Moves VMs of this host, of a group that may have others: how it ended for each, and what the first one that can't move says.
+///
+/// # Errors
+/// When nothing was begun.
 fn together(
     leaving: &[Leaving],
     group: &[String],
     transfer: &TransferArgs,
     json: bool,
-) -> anyhow::Result<ExitCode> {
+) -> anyhow::Result<(Vec<Ended>, Option<String>)> {
     // Whoever isn't waited for is found before any monitor is asked.
     let streams: Vec<Vec<TcpStream>> = leaving
         .iter()
@@ -164,7 +193,7 @@ fn together(
         let panicked = || Ended::InDoubt("a thread of this command panicked".to_owned());
         moving.into_iter().map(|one| one.join().unwrap_or_else(|_| panicked())).collect()
     });
-    finish(leaving, &ended, first.into_inner().ok().flatten(), json)
+    Ok((ended, first.into_inner().ok().flatten()))
 }
 
 fn note(first: &Mutex<Option<String>>, name: &str, problem: &str) {
@@ -236,9 +265,16 @@ fn finish(
         return Err(anyhow!("{why}")
             .context(format!("None of {} VMs has moved, all run where they were", ended.len())));
     }
-    // The service has decided for all alike; a monitor hasn't heard of it.
+    // The service decides for a group alike, and a monitor may not have heard of it; those that move by themselves may stay.
+    let stay = ended.len() - moved - doubt.len();
+    let doubtful = match doubt.len() {
+        0 => String::new(),
+        count => {
+            format!("; where {count} are isn't known here (`causeway cluster vms`, `causeway list` there)")
+        }
+    };
     Err(anyhow!("{why}").context(format!(
-        "{moved} of {} VMs are known to have moved; see `causeway cluster vms` for where the others are",
+        "{moved} of {} VMs are known to have moved, {stay} run where they were{doubtful}",
         ended.len()
     )))
 }
@@ -298,6 +334,11 @@ mod tests {
         assert_eq!(format!("{error:#}"), "None of 2 VMs has moved, all run where they were: VM b: no room");
         let doubt = Ended::InDoubt("not heard".to_owned());
         let error = finish(&leaving, &[stays(), doubt], None, false).expect_err("it failed");
-        assert!(format!("{error:#}").starts_with("0 of 2 VMs are known to have moved"), "{error:#}");
+        let said = format!("{error:#}");
+        assert!(
+            said.starts_with("0 of 2 VMs are known to have moved, 1 run where they were; where 1 are"),
+            "{said}"
+        );
+        assert!(said.ends_with(": VM b: not heard"), "{said}");
     }
 }

@@ -16,6 +16,9 @@ use crate::migration::MigrationError;
 use crate::migration::stream::{Record, StreamError};
 use crate::transport::VmId;
 
+/// Objects that are saved in one go: some 100 us of the engine's thread.
+const MOST_AT_ONCE: usize = 256;
+
 impl RdmaFunction {
     pub(super) fn stream(&self) -> MutexGuard<'_, Stream> {
         self.stream.lock().unwrap_or_else(PoisonError::into_inner)
@@ -213,12 +216,21 @@ impl Migration for RdmaFunction {
         if !matches!(stream.state, DeviceState::PreCopy | DeviceState::StopCopy) {
             return Err(Errno::INVAL.into());
         }
-        if stream.is_empty() && stream.state == DeviceState::PreCopy {
-            let round = self.with(|worker, device| {
-                worker.leaving_round(device).map(|pieces| (worker.faces_outside(device), pieces))
-            })?;
-            let (outside, pieces) = round.map_err(|error| self.refused("be saved", &error))?;
-            self.push(&mut stream, outside, pieces, None);
+        if stream.state == DeviceState::PreCopy {
+            if stream.is_empty() && stream.round_left == 0 {
+                stream.round_left = self.with(|worker, device| worker.leaving_left(device))?;
+            }
+            // Other devices get their turns between two parts.
+            while stream.round_left > 0 && stream.len() < most {
+                let now = stream.round_left.min(MOST_AT_ONCE);
+                let part = self.with(move |worker, device| {
+                    let pieces = worker.leaving_part(device, now)?;
+                    Ok::<_, MigrationError>((worker.faces_outside(device), pieces))
+                })?;
+                let (outside, pieces) = part.map_err(|error| self.refused("be saved", &error))?;
+                stream.round_left -= now;
+                self.push(&mut stream, outside, pieces, None);
+            }
         }
         Ok(stream.next(most))
     }

@@ -8,7 +8,7 @@ use nomad::objects::{Piece, Total};
 use nomad::{Action, Event, HostId, VmId};
 use pvrdma::testing::Lines;
 
-use super::{Cluster, OUTSIDE, Port, SEGMENT, SEGMENT_NAME, Timed, config, gid, memory};
+use super::{Cluster, OUTSIDE, PeerPause, Port, SEGMENT, SEGMENT_NAME, Timed, config, gid, memory};
 use crate::migration::{Arrival, Place, Source};
 
 impl Cluster {
@@ -145,7 +145,13 @@ impl Cluster {
     }
 
     fn hold(&mut self, index: usize, vm: VmId) {
+        let at = self.now();
         let machine = &mut self.machines[index];
+        if let Some(held) = &mut self.held {
+            for other in machine.here.keys().filter(|other| **other != vm) {
+                held.entry((*other, vm)).or_insert(at);
+            }
+        }
         let now = machine.host.now;
         for (&other, &device) in &machine.here {
             if other != vm {
@@ -171,6 +177,18 @@ impl Cluster {
         }
         engine.open(device, Gid(gid(peer.vm)));
         machine.transports.go_on(device, crate::transport::VmId(peer.vm.0), now);
+        self.note_peer(vm, peer.vm);
+    }
+
+    /// A VM is open towards another one again: how long it was held, if only that one stood still.
+    fn note_peer(&mut self, vm: VmId, mover: VmId) {
+        let Some(since) = self.held.as_mut().and_then(|held| held.remove(&(vm, mover))) else { return };
+        let now = self.now();
+        let (Some(stayed), Some(moved)) = (self.vms.get(&vm), self.vms.get(&mover)) else { return };
+        let (ran_at, stood_still) = moved.ran;
+        if stayed.running && stayed.ran.0 < since && ran_at > since {
+            self.peers.push(PeerPause { held_ns: now - since, mover_ns: stood_still });
+        }
     }
 
     fn run(&mut self, index: usize, vm: VmId) {
@@ -213,6 +231,7 @@ impl Cluster {
             let pause = now.saturating_sub(found.stopped_at);
             self.moves.longest_pause_ns = self.moves.longest_pause_ns.max(pause);
             self.moves.paused_ns += pause;
+            found.ran = (now, pause);
         }
         found.running = true;
     }

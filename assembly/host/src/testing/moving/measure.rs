@@ -21,6 +21,8 @@ use crate::transport::Transports;
 
 const MOVER: VmId = VmId(1);
 const PEER: VmId = VmId(2);
+/// Two that have nothing to do with either, on the mover's host.
+const BESIDE: [VmId; 2] = [VmId(3), VmId(4)];
 /// Bytes of a buffer of an active queue pair at most.
 const BUFFER: u64 = 1 << 20;
 
@@ -55,6 +57,7 @@ impl Engine {
         let directory = Arc::new(LiveDirectory { hosts: hosts.to_vec(), places });
         directory.set(MOVER, HostId(1));
         directory.set(PEER, HostId(2));
+        BESIDE.into_iter().for_each(|vm| directory.set(vm, HostId(1)));
         let transports = Transports::open(Arc::clone(&directory) as _, hosts[own], None).unwrap();
         Self { host: Host::default(), transports, directory }
     }
@@ -64,10 +67,10 @@ impl Engine {
         Parts { engine, devices, transports: &mut self.transports, now: *now }
     }
 
-    fn turn(&mut self, guest: Option<&Guest<MappedMemory>>, now: u64) {
+    fn turn<'a>(&mut self, guests: impl IntoIterator<Item = &'a Guest<MappedMemory>>, now: u64) {
         self.host.now = now;
         self.transports.receive(&mut self.host.engine, now);
-        self.host.turn(guest.map(|guest| (guest.id, &guest.uar)));
+        self.host.turn(guests.into_iter().map(|guest| (guest.id, &guest.uar)));
         self.host.now = now;
         self.transports.carry(&mut self.host.engine, now);
     }
@@ -317,4 +320,91 @@ pub fn redirected(count: u32) -> (u64, u64) {
     let began = Instant::now();
     redirect(&mut engines[1], peer, MOVER, HostId(3), now());
     (held, nanoseconds(began))
+}
+
+/// Latencies of a queue pair that has nothing to do with a migration, on the mover's host, nanoseconds each, sorted.
+#[derive(Debug, Clone, Default)]
+pub struct Beside {
+    /// While nobody moves.
+    pub alone: Vec<u64>,
+    /// While a VM leaves: from the first round to the removal of its device, and until the time is over.
+    pub during: Vec<u64>,
+    /// The mover's objects that were saved meanwhile.
+    pub objects: u64,
+}
+
+/// Objects that are saved between two turns of the engine: as the daemon does it.
+const PART: usize = 256;
+
+/// Writes of 64 bytes between two VMs of one host, one after the other, for so long twice: while a third VM there with `qps` queue pairs, as many regions
+/// and completion queues stays, and while it leaves. Its memory isn't copied: that is its monitor's work, in a process of its own.
+pub fn beside(qps: u32, active: u32, each: std::time::Duration) -> Beside {
+    let mut engines = engines(3);
+    let mut left = side(&mut engines[0], MOVER, active, 4096);
+    let mut right = side(&mut engines[1], PEER, active, 4096);
+    connect(&mut engines, &mut left, &mut right);
+    idle(&mut engines[0], &mut left, qps.saturating_sub(active));
+    let [one, other] = BESIDE.map(|vm| side(&mut engines[0], vm, 1, 4096));
+    let (mut one, mut other) = (one, other);
+    let (here, there) = (one.qps[0].0.clone(), other.qps[0].0.clone());
+    one.guest.connect(&mut engines[0].host, &here, there.qpn, gid(BESIDE[1])).unwrap();
+    other.guest.connect(&mut engines[0].host, &there, here.qpn, gid(BESIDE[0])).unwrap();
+    let clock = Instant::now();
+    let now = || 2_000_000_000 + nanoseconds(clock);
+    let mut number = 0;
+    let mut write_one = |engines: &mut [Engine], mover: Option<&Guest<MappedMemory>>| {
+        let began = Instant::now();
+        one.guest.post_send(&here, &write(&one, 0, &other.qps[0].1, number, 64));
+        number += 1;
+        loop {
+            engines[0].turn([&one.guest, &other.guest].into_iter().chain(mover), now());
+            if let Some(entry) = one.guest.take(&one.cq) {
+                assert_eq!(entry.status.get(), 0, "a request beside a migration failed");
+                return nanoseconds(began);
+            }
+        }
+    };
+    let mut beside = Beside::default();
+    // What was just made is looked at for a while.
+    for _ in 0..100_000 {
+        write_one(&mut engines, Some(&left.guest));
+    }
+    let began = Instant::now();
+    while began.elapsed() < each {
+        beside.alone.push(write_one(&mut engines, Some(&left.guest)));
+    }
+    // It leaves: what the daemon's thread does of that waits between two requests, or is in the way of one.
+    let began = Instant::now();
+    let device = left.guest.id;
+    let mut part = |engines: &mut [Engine], work: &mut dyn FnMut(&mut Engine)| {
+        let began = Instant::now();
+        work(&mut engines[0]);
+        let work = nanoseconds(began);
+        beside.during.push(work + write_one(engines, Some(&left.guest)));
+    };
+    let mut source = None;
+    part(&mut engines, &mut |engine| source = Some(Source::begin(&mut engine.parts(), device).unwrap()));
+    let mut source = source.unwrap();
+    loop {
+        let left_over = source.left(&engines[0].host.engine);
+        if left_over == 0 {
+            break;
+        }
+        part(&mut engines, &mut |engine| {
+            source.part(PART, &mut engine.parts(), |_| beside.objects += 1).map(drop).unwrap();
+        });
+    }
+    let lines = engines[0].host.lines.remove(&device).unwrap();
+    part(&mut engines, &mut |engine| {
+        source.stop(&mut engine.parts(), &left.guest.uar, &lines).unwrap();
+        source.round(&mut engine.parts(), |_| ()).map(drop).unwrap();
+    });
+    let mut source = Some(source);
+    part(&mut engines, &mut |engine| source.take().unwrap().leave(&mut engine.parts()));
+    while began.elapsed() < each {
+        beside.during.push(write_one(&mut engines, None));
+    }
+    beside.alone.sort_unstable();
+    beside.during.sort_unstable();
+    beside
 }

@@ -67,6 +67,8 @@ struct Vm {
     on: usize,
     running: bool,
     stopped_at: u64,
+    /// When it last began to run, and how long it had stood still.
+    ran: (u64, u64),
     /// The memory that it had when it was last copied, until its host has let go of it.
     left: Option<MappedMemory>,
     ends: BTreeMap<VmId, End>,
@@ -119,6 +121,18 @@ pub struct Cluster {
     /// A VM's memory on its way.
     bytes: Vec<u8>,
     outside: Option<Outside>,
+    /// Since when a VM is held towards another one, nanoseconds; noted once somebody wants [`Cluster::peers_pauses`].
+    held: Option<BTreeMap<(VmId, VmId), u64>>,
+    peers: Vec<PeerPause>,
+}
+
+/// How long a VM that stayed was held towards one that moved.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PeerPause {
+    /// From its host's holding to its opening, nanoseconds.
+    pub held_ns: u64,
+    /// How long the other VM stood still, nanoseconds.
+    pub mover_ns: u64,
 }
 
 enum Timed {
@@ -171,6 +185,8 @@ impl Cluster {
             spare: Vec::new(),
             bytes: Vec::new(),
             outside,
+            held: None,
+            peers: Vec::new(),
         };
         for (index, &address) in addresses.iter().enumerate() {
             let places = Mutex::new(HashMap::new());
@@ -205,6 +221,17 @@ impl Cluster {
             cluster.connect_outside(vm);
         }
         cluster
+    }
+
+    /// Notes from now on how long VMs that stay are held, as [`Cluster::peers_pauses`] tells.
+    pub fn watch_peers(&mut self) {
+        self.held.get_or_insert_default();
+    }
+
+    /// How long VMs that stayed were held towards one that moved alone, each.
+    #[must_use]
+    pub fn peers_pauses(&self) -> &[PeerPause] {
+        &self.peers
     }
 
     fn start_vm(&mut self, vm: VmId, on: usize, peers: u32) {
@@ -252,7 +279,10 @@ impl Cluster {
             let region = guest.register(&mut machine.host, pd, address, REGION, ALL);
             ends.insert(peer, End::new(qp, region));
         }
-        self.vms.insert(vm, Vm { guest, size, cq, on, running: true, stopped_at: 0, left: None, ends });
+        self.vms.insert(
+            vm,
+            Vm { guest, size, cq, on, running: true, stopped_at: 0, ran: (0, 0), left: None, ends },
+        );
         self.event(on, Event::Started { vm, epoch });
     }
 
