@@ -23,20 +23,18 @@
 //!
 //! Sans-IO: what is to be sent is left in an outbox, time comes in.
 
-mod key;
 mod replay;
 mod session;
 
 use std::cell::Cell;
 use std::collections::{BTreeMap, HashMap, VecDeque};
-use std::io;
 use std::net::SocketAddr;
 
 use snow::{Builder, HandshakeState};
 
 use super::counters::SessionCounters;
 use super::header::{HEADER, Header, SEALED};
-pub use key::{ClusterKey, KeyError};
+pub use cluster_key::{ClusterKey, KeyError};
 use session::{LANES, MOST_PACKETS, REKEY_AFTER_PACKETS, Session};
 
 /// Bytes before what is sealed: the header, the session and the counter.
@@ -72,15 +70,6 @@ const PROVOKED: u64 = SECOND;
 /// What waits for a session with one host, bytes, and for how long.
 const MOST_HELD: usize = 256 << 10;
 const HELD_FOR: u64 = SECOND;
-
-/// Random bytes of the kernel.
-pub(super) fn fill_random(bytes: &mut [u8]) -> io::Result<()> {
-    let mut filled = 0;
-    while let Some(rest) = bytes.get_mut(filled..).filter(|rest| !rest.is_empty()) {
-        filled += rustix::rand::getrandom(rest, rustix::rand::GetRandomFlags::empty())?;
-    }
-    Ok(())
-}
 
 /// Why a packet was dropped.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -413,7 +402,7 @@ impl Secure {
     fn number(&self) -> Result<u32, snow::Error> {
         loop {
             let mut bytes = [0; 4];
-            fill_random(&mut bytes).map_err(|_| snow::Error::Rng)?;
+            cluster_key::fill_random(&mut bytes).map_err(|_| snow::Error::Rng)?;
             let number = u32::from_ne_bytes(bytes);
             if !self.sessions.contains_key(&number) {
                 return Ok(number);

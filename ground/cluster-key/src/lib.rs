@@ -1,4 +1,7 @@
 //! The key that all hosts of a cluster share.
+//!
+//! Daemons encrypt what they say to each other with it, and monitors the VMs that move between them. A file has it, 32 bytes or as many in hexadecimal, that
+//! nobody but its owner may read.
 
 use std::fmt;
 use std::io::Read as _;
@@ -126,7 +129,7 @@ impl ClusterKey {
         use std::io::Write as _;
         let failed = |source| KeyError::Write { path: path.to_owned(), source };
         let mut bytes = [0; KEY];
-        super::fill_random(&mut bytes).map_err(failed)?;
+        fill_random(&mut bytes).map_err(failed)?;
         let mut text: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
         text.push('\n');
         let mut options = std::fs::OpenOptions::new();
@@ -134,9 +137,23 @@ impl ClusterKey {
         file.write_all(text.as_bytes()).and_then(|()| file.sync_all()).map_err(failed)
     }
 
-    pub(super) fn bytes(&self) -> &[u8; KEY] {
+    /// The secret itself.
+    #[must_use]
+    pub fn bytes(&self) -> &[u8; KEY] {
         &self.0
     }
+}
+
+/// Random bytes of the kernel.
+///
+/// # Errors
+/// When it has none.
+pub fn fill_random(bytes: &mut [u8]) -> std::io::Result<()> {
+    let mut filled = 0;
+    while let Some(rest) = bytes.get_mut(filled..).filter(|rest| !rest.is_empty()) {
+        filled += rustix::rand::getrandom(rest, rustix::rand::GetRandomFlags::empty())?;
+    }
+    Ok(())
 }
 
 #[cfg(test)]
