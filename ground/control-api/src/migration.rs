@@ -48,6 +48,19 @@ pub struct MigrationRequest {
     /// Names of all VMs that move together, this one as well: all of them, or none. Empty: it moves by itself.
     #[serde(default)]
     pub together: Vec<String>,
+    /// The cluster key that streams are encrypted with; `None`: they aren't.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<StreamKey>,
+}
+
+/// A secret on its way from who asks to the monitor, over a Unix socket. Never shown.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StreamKey(pub [u8; 32]);
+
+impl std::fmt::Debug for StreamKey {
+    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        formatter.write_str("StreamKey")
+    }
 }
 
 /// What a migration is at.

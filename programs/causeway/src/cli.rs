@@ -396,6 +396,9 @@ pub struct RunArgs {
     /// Don't boot: wait at this address for a VM of the same description to come from another monitor (`causeway migrate`)
     #[arg(long, value_name = "ADDRESS:PORT", conflicts_with = "payload")]
     pub incoming: Option<SocketAddr>,
+    /// With --incoming: take encrypted streams only, with the cluster key in this file (`causeway key FILE` makes one; `causeway migrate --key`)
+    #[arg(long, value_name = "FILE", requires = "incoming")]
+    pub incoming_key: Option<PathBuf>,
     /// Confinement: on, log (show what would be refused) or off  [default: on]
     #[arg(long, value_parser = flags::sandbox)]
     pub sandbox: Option<SandboxMode>,

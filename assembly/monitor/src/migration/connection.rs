@@ -1,7 +1,7 @@
 //! A stream's socket: reads and writes that end when the migration is stopped, or when nothing moves for too long.
 
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -9,6 +9,8 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags};
+
+use super::sealed::{Opening, Sealing};
 
 /// How often a waiting stream looks whether it shall stop.
 const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
@@ -29,9 +31,25 @@ impl Stop {
     }
 }
 
-/// One connected stream socket of any family.
+/// One connected stream socket of any family, encrypted where both sides want that.
 #[derive(Debug)]
 pub struct Connection {
+    socket: Socket,
+    crypt: Crypt,
+}
+
+#[derive(Debug)]
+enum Crypt {
+    Plain,
+    /// Who sends may be another one ([`Connection::sender`]).
+    Sealed(Option<Box<Sealing>>, Box<Opening>),
+    /// Sends only.
+    Sends(Box<Sealing>),
+}
+
+/// The socket itself.
+#[derive(Debug)]
+struct Socket {
     fd: OwnedFd,
     stop: Stop,
     patience: Duration,
@@ -40,25 +58,67 @@ pub struct Connection {
 impl Connection {
     /// Over a connected stream socket; it may block or not. An operation fails when nothing moves for `patience`.
     pub fn new(fd: OwnedFd, stop: Stop, patience: Duration) -> Self {
-        Self { fd, stop, patience }
+        Self { socket: Socket { fd, stop, patience }, crypt: Crypt::Plain }
+    }
+
+    /// What comes and goes is encrypted from here on.
+    pub(super) fn encrypt(&mut self, sealing: Sealing, opening: Opening) {
+        self.crypt = Crypt::Sealed(Some(Box::new(sealing)), Box::new(opening));
+    }
+
+    /// Another one for the same socket, which sends from here on; this one receives only.
+    ///
+    /// # Errors
+    /// When there are no descriptors left.
+    pub fn sender(&mut self, stop: Stop, patience: Duration) -> io::Result<Self> {
+        let fd = rustix::io::fcntl_dupfd_cloexec(self.socket.fd.as_fd(), 0)?;
+        let crypt = match &mut self.crypt {
+            Crypt::Plain => Crypt::Plain,
+            Crypt::Sealed(sealing, _) => match sealing.take() {
+                Some(sealing) => Crypt::Sends(sealing),
+                None => return Err(io::Error::other("somebody else sends already")),
+            },
+            Crypt::Sends(_) => return Err(io::Error::other("it receives nothing")),
+        };
+        Ok(Self { socket: Socket { fd, stop, patience }, crypt })
+    }
+
+    /// Waits for as many bytes, and says whether they are these; they are read later.
+    pub(super) fn begins_with<const N: usize>(&mut self, bytes: [u8; N]) -> io::Result<bool> {
+        let since = Instant::now();
+        let mut first = [0; N];
+        loop {
+            let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
+            match rustix::net::recv(&self.socket.fd, &mut first, flags) {
+                Ok((_, 0)) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                // Fewer are enough to see that it's something else.
+                Ok((_, read)) if read == N || first.get(..read) != bytes.get(..read) => {
+                    return Ok(first == bytes);
+                }
+                Ok(_) => {
+                    std::thread::sleep(Duration::from_millis(1));
+                    self.socket.look(since)?;
+                }
+                Err(Errno::AGAIN | Errno::INTR) => self.socket.wait(PollFlags::IN, since)?,
+                Err(error) => return Err(error.into()),
+            }
+        }
     }
 
     /// Waits this long from now on.
     pub fn set_patience(&mut self, patience: Duration) {
-        self.patience = patience;
+        self.socket.patience = patience;
     }
 
     /// Listens to another stop from now on.
     pub fn set_stop(&mut self, stop: Stop) {
-        self.stop = stop;
+        self.socket.stop = stop;
     }
+}
 
-    /// The socket.
-    pub fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
-    }
-
-    fn wait(&self, events: PollFlags, since: Instant) -> io::Result<()> {
+impl Socket {
+    /// Whether there is still time.
+    fn look(&self, since: Instant) -> io::Result<()> {
         if self.stop.is_set() {
             return Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the migration was stopped"));
         }
@@ -66,6 +126,11 @@ impl Connection {
             let text = format!("nothing moved for {} s", self.patience.as_secs());
             return Err(io::Error::new(io::ErrorKind::TimedOut, text));
         }
+        Ok(())
+    }
+
+    fn wait(&self, events: PollFlags, since: Instant) -> io::Result<()> {
+        self.look(since)?;
         match poll(&mut [PollFd::from_borrowed_fd(self.fd.as_fd(), events)], Some(&LOOK_EVERY)) {
             Ok(_) | Err(Errno::INTR) => Ok(()),
             Err(error) => Err(error.into()),
@@ -73,7 +138,7 @@ impl Connection {
     }
 }
 
-impl Read for Connection {
+impl Read for Socket {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let since = Instant::now();
         loop {
@@ -86,7 +151,7 @@ impl Read for Connection {
     }
 }
 
-impl Write for Connection {
+impl Write for Socket {
     fn write(&mut self, from: &[u8]) -> io::Result<usize> {
         let since = Instant::now();
         loop {
@@ -99,6 +164,30 @@ impl Write for Connection {
                 Err(Errno::AGAIN | Errno::INTR) => self.wait(PollFlags::OUT, since)?,
                 Err(error) => return Err(error.into()),
             }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Read for Connection {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        match &mut self.crypt {
+            Crypt::Plain => self.socket.read(into),
+            Crypt::Sealed(_, opening) => opening.read(into, &mut self.socket),
+            Crypt::Sends(_) => Err(io::Error::other("it receives nothing")),
+        }
+    }
+}
+
+impl Write for Connection {
+    fn write(&mut self, from: &[u8]) -> io::Result<usize> {
+        match &mut self.crypt {
+            Crypt::Plain => self.socket.write(from),
+            Crypt::Sealed(Some(sealing), _) | Crypt::Sends(sealing) => sealing.write(from, &mut self.socket),
+            Crypt::Sealed(None, _) => Err(io::Error::other("somebody else sends")),
         }
     }
 

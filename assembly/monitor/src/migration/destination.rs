@@ -5,6 +5,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use cluster_key::ClusterKey;
 use machine::memory::{GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion, GuestMemorySpace};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
@@ -19,6 +20,7 @@ use super::postcopy::fetching::{self, Rest};
 use super::postcopy::message::decode_missing;
 use super::postcopy::set::PageSet;
 use super::postcopy::{LEAST_STREAMS, SINCE};
+use super::sealed;
 use super::shape::Shape;
 
 /// How long the source may be silent, once it has said something.
@@ -49,12 +51,16 @@ pub struct Streams {
     from: String,
 }
 
-/// Waits for a source and all its streams. What connects and is no stream of a migration is sent away, and a source whose streams
+/// Waits for a source and all its streams, which are encrypted with `key` where there is one. What connects and is no stream of a migration is sent away, and a source whose streams
 /// don't all come is given up for the next one.
 ///
 /// # Errors
 /// When waiting is stopped, or the socket fails.
-pub fn gather(listener: &TcpListener, stop: &Stop) -> Result<Streams, MigrationError> {
+pub fn gather(
+    listener: &TcpListener,
+    key: Option<&ClusterKey>,
+    stop: &Stop,
+) -> Result<Streams, MigrationError> {
     let mut found: Vec<(Hello, Stream)> = Vec::new();
     let (mut first_came, mut from) = (Instant::now(), String::new());
     let version = loop {
@@ -63,7 +69,7 @@ pub fn gather(listener: &TcpListener, stop: &Stop) -> Result<Streams, MigrationE
             found.clear();
         }
         let Some((fd, address)) = accept(listener, stop)? else { continue };
-        let (hello, spoken, stream) = match greet(fd, stop) {
+        let (hello, spoken, stream) = match greet(fd, key, stop) {
             Ok(greeted) => greeted,
             Err(error) => {
                 tracing::warn!(
@@ -115,8 +121,9 @@ fn accept(listener: &TcpListener, stop: &Stop) -> Result<Option<(OwnedFd, String
     }
 }
 
-fn greet(fd: OwnedFd, stop: &Stop) -> Result<(Hello, u16, Stream), MigrationError> {
+fn greet(fd: OwnedFd, key: Option<&ClusterKey>, stop: &Stop) -> Result<(Hello, u16, Stream), MigrationError> {
     let mut connection = Connection::new(fd, stop.clone(), GREETING);
+    sealed::as_destination(&mut connection, key)?;
     let mut receiver = Receiver::new();
     let (hello, version) = match receiver.receive(&mut connection)? {
         (Kind::Hello, payload) => Hello::decode(payload).inspect_err(|error| {
@@ -135,10 +142,10 @@ impl Streams {
     /// # Errors
     /// When one doesn't greet.
     #[cfg(test)]
-    pub fn over(fds: Vec<OwnedFd>, stop: &Stop) -> Result<Self, MigrationError> {
+    pub fn over(fds: Vec<OwnedFd>, key: Option<&ClusterKey>, stop: &Stop) -> Result<Self, MigrationError> {
         let mut streams = Vec::new();
         for fd in fds {
-            streams.push(greet(fd, stop)?.2);
+            streams.push(greet(fd, key, stop)?.2);
         }
         Ok(Self { streams, version: super::message::VERSION, from: "a test".to_owned() })
     }
@@ -315,12 +322,10 @@ impl Landing {
     pub fn refuse(&mut self, reason: &str) {
         let reason: String = reason.chars().take(1000).collect();
         // Answers get out although this side's streams were stopped.
-        let stop = Stop::default();
-        if let Ok(fd) = rustix::io::fcntl_dupfd_cloexec(self.connection.as_fd(), 0) {
-            let mut connection = Connection::new(fd, stop, Duration::from_secs(1));
-            if let Err(error) = self.sender.send(&mut connection, Kind::Refused, &[reason.as_bytes()]) {
-                tracing::debug!(%error, "The source didn't hear why its VM was refused");
-            }
+        self.connection.set_stop(Stop::default());
+        self.connection.set_patience(Duration::from_secs(1));
+        if let Err(error) = self.sender.send(&mut self.connection, Kind::Refused, &[reason.as_bytes()]) {
+            tracing::debug!(%error, "The source didn't hear why its VM was refused");
         }
     }
 

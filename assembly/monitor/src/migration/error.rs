@@ -31,6 +31,21 @@ pub enum MigrationError {
         /// Ours.
         ours: u16,
     },
+    /// The destination hasn't a key.
+    #[error(
+        "the stream is encrypted, and this side has no key: start the monitor that waits with --incoming-key FILE"
+    )]
+    NoKey,
+    /// The destination has a key, the source doesn't encrypt.
+    #[error(
+        "the stream isn't encrypted, and this side takes encrypted ones only: give `causeway migrate` its --key FILE"
+    )]
+    Plain,
+    /// Not the same.
+    #[error(
+        "The other side of the migration has another key: --key and --incoming-key must name the same one"
+    )]
+    Key,
     /// The destination can't take the VM.
     #[error("The destination refuses the VM: {0}")]
     Refused(String),

@@ -32,6 +32,7 @@ pub mod pages;
 pub mod policy;
 pub mod postcopy;
 pub mod progress;
+mod sealed;
 pub mod served;
 pub mod service;
 pub mod shape;

@@ -4,6 +4,7 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use std::time::{Duration, Instant};
 
+use cluster_key::ClusterKey;
 use control_api::migration::{MigrationPhase, MigrationRequest, MigrationRound, MigrationTimeline};
 use machine::memory::GuestMemorySpace;
 use machine::slots::DirtyPages;
@@ -16,6 +17,7 @@ use super::pages::{Sent, Share, count};
 use super::policy::{Decision, Policy, RoundEnd};
 use super::postcopy::departing::{self, PostCopy};
 use super::progress::Watch;
+use super::sealed;
 use super::served::{BEGINNING, Daemon, Verdict};
 use super::shape::Shape;
 
@@ -107,6 +109,7 @@ pub fn migrate(
         },
         began: Instant::now(),
         together: request.together.clone(),
+        key: request.key.as_ref().and_then(|key| ClusterKey::new(key.0)),
         begun: false,
         post_copy: None,
         timeline: MigrationTimeline {
@@ -149,6 +152,8 @@ struct Departure<'a> {
     timeline: MigrationTimeline,
     /// VMs that move together, this one as well; empty: it moves by itself.
     together: Vec<String>,
+    /// Streams are encrypted with it.
+    key: Option<ClusterKey>,
     /// The daemon of served devices takes part.
     begun: bool,
     /// Memory that the destination gets later.
@@ -163,11 +168,15 @@ impl Departure<'_> {
 
     /// Greets, and asks whether the destination can take the VM.
     fn ask(&mut self) -> Result<(), MigrationError> {
+        let key = self.key.take();
         let migration = uuid::Uuid::new_v4();
         let attempt = migration.as_u64_pair().0;
         let migration = *migration.as_bytes();
         let streams = u16::try_from(self.streams.len()).unwrap_or(u16::MAX);
         for (stream, index) in self.streams.iter_mut().zip(0u16..) {
+            if let Some(key) = &key {
+                sealed::as_source(&mut stream.connection, key)?;
+            }
             let hello = Hello { version: VERSION, oldest: OLDEST, stream: index, streams, migration };
             stream.send(Kind::Hello, &hello.encode())?;
         }

@@ -11,7 +11,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use control_api::migration::{MigrationRequest, MigrationTimeline};
+use cluster_key::ClusterKey;
+use control_api::migration::{MigrationRequest, MigrationTimeline, StreamKey};
 use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemorySpace, GuestRam};
 use machine::slots::DirtyPages;
 
@@ -179,7 +180,19 @@ fn request(downtime_ms: u64, timeout_seconds: u64) -> MigrationRequest {
         max_throttle_percent: 60,
         post_copy_after: None,
         together: Vec::new(),
+        key: None,
     }
+}
+
+/// The key that both sides of a request use.
+fn key_of(request: &MigrationRequest) -> Option<ClusterKey> {
+    request.key.as_ref().and_then(|key| ClusterKey::new(key.0))
+}
+
+/// As a request, encrypted.
+fn sealed(request: MigrationRequest) -> MigrationRequest {
+    let key = std::array::from_fn(|at| u8::try_from(at).unwrap());
+    MigrationRequest { key: Some(StreamKey(key)), ..request }
 }
 
 /// What came of it at the destination.
@@ -192,10 +205,16 @@ enum There {
 }
 
 /// A destination that does what a monitor does, with a restore that may fail.
-fn destination(ours: &Shape, to: &GuestRam, ends: Vec<OwnedFd>, restore: Result<(), &str>) -> There {
+fn destination(
+    ours: &Shape,
+    to: &GuestRam,
+    ends: Vec<OwnedFd>,
+    key: Option<&ClusterKey>,
+    restore: Result<(), &str>,
+) -> There {
     let stop = Stop::default();
-    let taken =
-        Streams::over(ends, &stop).and_then(|streams| streams.take(ours, &to.memory(), &NoDevices, &stop));
+    let taken = Streams::over(ends, key, &stop)
+        .and_then(|streams| streams.take(ours, &to.memory(), &NoDevices, &stop));
     let (mut landing, state) = match taken {
         Ok(taken) => taken,
         Err(error) => return There::No(super::error::line(&error)),
@@ -280,28 +299,30 @@ fn go(
     request: &MigrationRequest,
     restore: Result<(), &'static str>,
 ) -> Outcome {
-    let to = ram(MIB);
+    let to = &ram(MIB);
     let (a, b, carried) = wires(streams, limit);
     let watch = Watch::default();
     let stop = watch.begin("there", None).unwrap();
     let (here, there) = std::thread::scope(|scope| {
-        let arriving = scope.spawn(|| destination(ours, &to, b, restore));
+        let key = key_of(request);
+        let arriving = scope.spawn(move || destination(ours, to, b, key.as_ref(), restore));
         let here = migrate(machine, a, request, &watch, &stop);
         (here, arriving.join().unwrap())
     });
     let logging = machine.logging.load(Ordering::SeqCst);
     assert!(logging == 0 || here.is_ok(), "nobody stopped the log");
-    Outcome { here, there, same: same(&machine.ram, &to), carried: carried.load(Ordering::SeqCst) }
+    Outcome { here, there, same: same(&machine.ram, to), carried: carried.load(Ordering::SeqCst) }
 }
 
 /// Memory that changes in each round arrives as it was when the guest stopped, over one stream and over several; the guest runs
 /// there and nowhere else, and the timeline says what happened.
 #[test]
 fn a_vm_moves_while_its_memory_changes() {
-    for streams in [1, 3] {
+    for (streams, encrypted) in [(1, false), (3, false), (1, true), (3, true)] {
         let machine = StandIn::new(vec![(0..900).collect(), (5..700).collect(), vec![1, 2, 700], vec![0, 2]]);
         // 900 pages never fit 10 ms at the speed that the first round shows, three always do.
-        let outcome = go(&machine, &shape(), streams, u64::MAX, &request(12, 60), Ok(()));
+        let asked = if encrypted { sealed(request(12, 60)) } else { request(12, 60) };
+        let outcome = go(&machine, &shape(), streams, u64::MAX, &asked, Ok(()));
         let timeline = outcome.here.unwrap();
         assert_eq!(outcome.there, There::Runs);
         assert!(outcome.same && machine.life.load(Ordering::SeqCst) == 1);
@@ -320,10 +341,10 @@ fn a_vm_moves_while_its_memory_changes() {
 /// the commit it is always the source. Nobody hangs or panics.
 #[test]
 fn wherever_the_streams_are_cut_at_most_one_side_runs_the_guest() {
-    for streams in [1, 2] {
+    for (streams, asked) in [(1, request(300, 60)), (2, request(300, 60)), (2, sealed(request(300, 60)))] {
         let whole = {
             let machine = StandIn::new(vec![vec![3], vec![4]]);
-            let outcome = go(&machine, &shape(), streams, u64::MAX, &request(300, 60), Ok(()));
+            let outcome = go(&machine, &shape(), streams, u64::MAX, &asked, Ok(()));
             outcome.here.unwrap();
             outcome.carried
         };
@@ -332,7 +353,7 @@ fn wherever_the_streams_are_cut_at_most_one_side_runs_the_guest() {
         let cuts = (0..whole).filter(|cut| *cut < 200 || *cut + 260 > whole || cut % 397 == 0);
         for cut in cuts {
             let machine = StandIn::new(vec![vec![3], vec![4]]);
-            let outcome = go(&machine, &shape(), streams, cut, &request(300, 60), Ok(()));
+            let outcome = go(&machine, &shape(), streams, cut, &asked, Ok(()));
             let life = machine.life.load(Ordering::SeqCst);
             match (outcome.here, outcome.there) {
                 (Ok(_), There::Runs) => {
@@ -407,7 +428,7 @@ fn a_cancel_ends_it_at_once() {
     std::thread::scope(|scope| {
         let ours = shape();
         let to = &to;
-        let arriving = scope.spawn(move || destination(&ours, to, b, Ok(())));
+        let arriving = scope.spawn(move || destination(&ours, to, b, None, Ok(())));
         let moving = scope.spawn(|| migrate(&machine, a, &request(0, 0), &watch, &stop));
         while watch.progress().is_some_and(|progress| progress.round < 2) {
             std::thread::sleep(Duration::from_millis(1));
@@ -430,7 +451,7 @@ fn a_cancel_at_the_last_moment_gives_the_disks_back() {
     std::thread::scope(|scope| {
         let arriving = scope.spawn(|| {
             let theirs = Stop::default();
-            let streams = Streams::over(b, &theirs).unwrap();
+            let streams = Streams::over(b, None, &theirs).unwrap();
             let (mut landing, _) = streams.take(&shape(), &to.memory(), &NoDevices, &theirs).unwrap();
             machine.held_there.store(true, Ordering::SeqCst);
             watch.cancel().unwrap();

@@ -10,6 +10,7 @@ use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use cluster_key::ClusterKey;
 use control_api::types::{ExitTable, NicBehind, VmState, VmSummary};
 use machine::memory::arriving::{ArrivingRam, allow_huge, keep_small};
 use machine::memory::{GuestMemorySpace, RamRegion, Userfault, UserfaultError};
@@ -49,8 +50,25 @@ impl std::fmt::Debug for Arrived {
     }
 }
 
+/// Where a VM is waited for.
+#[derive(Debug, Clone)]
+pub struct Incoming {
+    /// The address.
+    pub address: SocketAddr,
+    /// Streams must be encrypted with it; `None`: they must not be.
+    pub key: Option<ClusterKey>,
+}
+
+/// A socket that sources connect with.
+#[derive(Debug)]
+pub struct Listening {
+    listener: TcpListener,
+    key: Option<ClusterKey>,
+}
+
 /// Listens for a source; before the sandbox closes.
-pub fn listen(description: &VmDescription, address: SocketAddr) -> Result<TcpListener, Error> {
+pub fn listen(description: &VmDescription, incoming: Incoming) -> Result<Listening, Error> {
+    let Incoming { address, key } = incoming;
     let failed = MigrationError::stream("listened for, at the address of --incoming");
     if let Some(reasons) = shape::immovable(description) {
         return Err(Error::NotArrived(MigrationError::Immovable(reasons)));
@@ -62,8 +80,8 @@ pub fn listen(description: &VmDescription, address: SocketAddr) -> Result<TcpLis
         Ok(listener)
     });
     let listener = listener.map_err(failed).map_err(Error::NotArrived)?;
-    tracing::info!(%address, "Waiting for a VM");
-    Ok(listener)
+    tracing::info!(%address, encrypted = key.is_some(), "Waiting for a VM");
+    Ok(Listening { listener, key })
 }
 
 /// Served devices of the VM that comes.
@@ -180,7 +198,7 @@ impl Devices for ServedDevices {
 
 /// Takes a VM in on a thread of its own; the main thread hears of it.
 pub fn await_vm(
-    listener: TcpListener,
+    source: Listening,
     shape: Shape,
     memory: GuestMemorySpace,
     devices: ServedDevices,
@@ -190,20 +208,20 @@ pub fn await_vm(
 ) -> Result<(), Error> {
     let spawned = std::thread::Builder::new().name("incoming".to_owned()).spawn(move || {
         filter.apply_or_end();
-        let arrived = arrive(&listener, &shape, &memory, devices, &stop);
+        let arrived = arrive(&source, &shape, &memory, devices, &stop);
         events.send(Event::Arrived(Box::new(arrived)));
     });
     spawned.map(drop).map_err(|source| Error::Monitor { what: "start the thread that takes a VM in", source })
 }
 
 fn arrive(
-    listener: &TcpListener,
+    source: &Listening,
     shape: &Shape,
     memory: &GuestMemorySpace,
     devices: ServedDevices,
     stop: &Stop,
 ) -> Result<Arrived, MigrationError> {
-    let streams = gather(listener, stop)?;
+    let streams = gather(&source.listener, source.key.as_ref(), stop)?;
     let (mut landing, state) = streams.take(shape, memory, &devices, stop)?;
     match SavedMachine::decode(&state) {
         Ok(saved) => {

@@ -23,7 +23,6 @@ mod served;
 mod threads;
 mod vcpus;
 
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc;
@@ -34,6 +33,7 @@ use ::machine::vcpu::VcpuEvent;
 use platform_devices::MachineEvent;
 
 pub use error::Error;
+pub use incoming::Incoming;
 pub use threads::ThreadHook;
 
 use self::control::Control;
@@ -69,7 +69,7 @@ pub enum Outcome {
 pub fn run(
     description: VmDescription,
     api_socket: PathBuf,
-    incoming: Option<SocketAddr>,
+    incoming: Option<Incoming>,
 ) -> Result<Outcome, Error> {
     let started = Instant::now();
     raise_descriptor_limit();
@@ -79,9 +79,9 @@ pub fn run(
     let listener = ApiListener::bind(&api_socket)?;
     let requests = RequestListener::bind(&control_api::migration::socket_of(&api_socket))?;
     // The sandbox takes away what a userfaultfd needs.
-    let source = incoming.map(|address| incoming::listen(&description, address)).transpose()?;
+    let source = incoming.map(|incoming| incoming::listen(&description, incoming)).transpose()?;
     let source = source.map(|listener| (listener, Userfault::for_arriving_ram()));
-    let opened = Opened::new(&description, &events, incoming.is_none())?;
+    let opened = Opened::new(&description, &events, source.is_none())?;
     let sandbox = Sandbox::prepare(&description)?;
     let confinement = sandbox.enter_process()?;
 

@@ -29,6 +29,9 @@ pub const SCENARIO: Scenario = Scenario {
 /// Where monitors wait; memory goes over the first link.
 const PORT: u32 = 7100;
 
+/// The cluster key, on both hosts.
+const KEY: &str = "/run/cluster.key";
+
 /// The second link and the guest's tap on one bridge; the first host has an address there, too.
 fn prepare(host: &Host, first: bool) -> Result<()> {
     let address = if first { format!("ip addr add {NET}.1/24 dev br0 && ") } else { String::new() };
@@ -51,6 +54,9 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let hosts = [lab.host(0)?, lab.host(1)?];
     prepare(hosts[0], true)?;
     prepare(hosts[1], false)?;
+    for host in hosts {
+        host.sh(&format!("umask 077; echo {} > {KEY}", "0123456789abcdef".repeat(4)))?;
+    }
     let home = hosts[0];
     let kernel = options.kernels.first().map_or("6.1-cloud", String::as_str);
     let moves = options.count.unwrap_or(4);
@@ -66,7 +72,10 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         let (from, to) = (hosts[number % 2], hosts[(number + 1) % 2]);
         let address = format!("10.77.0.{}:{PORT}", (number + 1) % 2 + 1);
         let mut waits = spec(kernel);
-        waits.extra.push(format!("--incoming {address}"));
+        // Every other way there and back is encrypted.
+        let encrypted = number % 4 >= 2;
+        let waits_with = if encrypted { format!(" --incoming-key {KEY}") } else { String::new() };
+        waits.extra.push(format!("--incoming {address}{waits_with}"));
         let next = Guest::start(to, &waits, Vmm::Causeway)?;
         let listens = "for i in $(seq 300); do causeway inspect moved summary | grep -q incoming && exit 0; sleep 0.3; done; exit 1";
         if to.run(listens, PATIENCE)?.code != 0 {
@@ -74,6 +83,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         }
         // The way back is said as an operator empties a host: this VM is the only one there.
         let emptied = number % 2 == 1;
+        let with = if encrypted { format!(" --key {KEY}") } else { String::new() };
         let which = if emptied { "drain" } else { "migrate moved" };
         let output = from
             .run(&format!("causeway --json {which} --to {address} --downtime 2000 --streams 4"), PATIENCE)?;
@@ -98,9 +108,10 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         works_on(home, &guest, 3)?;
         bytes += timeline["bytes"].as_u64().unwrap_or(0);
         progress!(
-            "move {}/{moves}: to {}, {} bytes, {} rounds, pause {} ms (emulated: says nothing)",
+            "move {}/{moves}: to {} by {which}{}, {} bytes, {} rounds, pause {} ms (emulated: says nothing)",
             number + 1,
             to.name(),
+            if encrypted { ", encrypted" } else { "" },
             timeline["bytes"],
             timeline["rounds"].as_array().map_or(0, Vec::len),
             timeline["pause_ms"]

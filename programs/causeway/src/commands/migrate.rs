@@ -8,10 +8,11 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context as _, anyhow, bail};
+use cluster_key::ClusterKey;
 use control_api::client::Client;
 use control_api::migration::{
     MigrationPhase, MigrationProgress, MigrationReport, MigrationRequest, MigrationTimeline, Packets,
-    socket_of,
+    StreamKey, socket_of,
 };
 
 use crate::cli::{MigrateArgs, TransferArgs};
@@ -76,6 +77,7 @@ pub fn ask(
     let requests = socket_of(client.socket());
     let monitor = Packets::connect(&requests)
         .with_context(|| format!("No monitor takes migrations at {}", requests.display()))?;
+    let key = transfer.key.as_deref().map(ClusterKey::load).transpose()?;
     let request = MigrationRequest {
         destination: to.to_owned(),
         downtime_ms: transfer.downtime,
@@ -83,6 +85,7 @@ pub fn ask(
         max_throttle_percent: transfer.max_throttle,
         post_copy_after,
         together: together.to_vec(),
+        key: key.map(|key| StreamKey(*key.bytes())),
     };
     let fds: Vec<_> = streams.iter().map(|stream| stream.as_fd()).collect();
     monitor.send(&request, &fds, true).context("The VM's monitor doesn't take the request")?;

@@ -9,14 +9,17 @@ mod vm;
 
 use std::process::ExitCode;
 
+use cluster_key::ClusterKey;
 use monitor::description::Guest;
+use monitor::vm::Incoming;
 
 use crate::cli::RunArgs;
 
 /// Runs a VM in the foreground.
 pub fn run(mut args: RunArgs, json: bool) -> anyhow::Result<ExitCode> {
     let span = spanning::Span::take(&mut args)?;
-    let incoming = args.incoming.take();
+    let key = args.incoming_key.take().as_deref().map(ClusterKey::load).transpose()?;
+    let incoming = args.incoming.take().map(|address| Incoming { address, key });
     let description = describe::describe(args)?;
     match (&description.guest, span) {
         (Guest::Linux(_), _) => vm::run(description, incoming, json),

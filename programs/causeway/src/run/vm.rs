@@ -1,19 +1,18 @@
 //! Runs a Linux guest.
 
-use std::net::SocketAddr;
 use std::process::ExitCode;
 
 use anyhow::bail;
 use control_api::discovery;
 use monitor::description::VmDescription;
-use monitor::vm::Outcome;
+use monitor::vm::{Incoming, Outcome};
 
 use crate::output;
 
 /// Runs the VM until it ends.
 pub fn run(
     mut description: VmDescription,
-    incoming: Option<SocketAddr>,
+    incoming: Option<Incoming>,
     json: bool,
 ) -> anyhow::Result<ExitCode> {
     let socket = match &description.api_socket {

@@ -96,13 +96,12 @@ impl Fetching {
     pub fn begin(rest: Rest, ram: ArrivingRam, huge: bool, on_lost: OnLost) -> Result<Self, MigrationError> {
         let stop = Stop::default();
         let Rest { missing, mut wishes, mut others } = rest;
-        let refused = |error: Errno| MigrationError::stream("used for wishes")(error.into());
-        let writer = rustix::io::fcntl_dupfd_cloexec(wishes.connection.as_fd(), 0).map_err(refused)?;
+        let writer = wishes.connection.sender(stop.clone(), super::serving::LAST_WORD);
+        let writer = writer.map_err(MigrationError::stream("used for wishes"))?;
         wishes.connection.set_patience(FOREVER);
         for stream in others.iter_mut().chain([&mut wishes]) {
             stream.connection.set_stop(stop.clone());
         }
-        let writer = Connection::new(writer, stop.clone(), super::serving::LAST_WORD);
         let fetching = Self(Arc::new(Shared {
             ram,
             pages: Mutex::new(Incoming::new(missing)),

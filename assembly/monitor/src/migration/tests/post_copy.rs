@@ -47,11 +47,11 @@ type Lost = Result<Report, (u64, bool, String)>;
 fn late_destination(
     uffd: Userfault,
     to: &GuestRam,
-    ends: Vec<OwnedFd>,
+    (ends, key): (Vec<OwnedFd>, Option<ClusterKey>),
     guest: impl FnOnce(&GuestRam),
 ) -> Result<Lost, MigrationError> {
     let stop = Stop::default();
-    let streams = Streams::over(ends, &stop)?;
+    let streams = Streams::over(ends, key.as_ref(), &stop)?;
     let (mut landing, state) = streams.take(&shape(), &to.memory(), &Late(to), &stop)?;
     assert_eq!(state, STATE);
     let Some(rest) = landing.take_rest() else {
@@ -127,8 +127,12 @@ fn a_guest_runs_before_its_memory_is_there() {
         let watch = Watch::default();
         let stop = watch.begin("there", None).unwrap();
         let (timeline, report) = std::thread::scope(|scope| {
-            let arriving = scope.spawn(|| late_destination(uffd, &to, b, use_all));
-            let timeline = migrate(&machine, a, &late_request(after), &watch, &stop).unwrap();
+            // With more streams than it takes they are encrypted.
+            let asked = if streams > 3 { sealed(late_request(after)) } else { late_request(after) };
+            let key = key_of(&asked);
+            let to = &to;
+            let arriving = scope.spawn(move || late_destination(uffd, to, (b, key), use_all));
+            let timeline = migrate(&machine, a, &asked, &watch, &stop).unwrap();
             (timeline, arriving.join().unwrap().unwrap().unwrap())
         });
         assert_eq!(machine.life.load(Ordering::SeqCst), 1);
@@ -154,7 +158,7 @@ fn what_converges_needs_no_post_copy() {
     let stop = watch.begin("there", None).unwrap();
     let wish = MigrationRequest { downtime_ms: 300, ..late_request(5) };
     let timeline = std::thread::scope(|scope| {
-        let arriving = scope.spawn(|| late_destination(uffd, &to, b, |_| {}));
+        let arriving = scope.spawn(|| late_destination(uffd, &to, (b, None), |_| {}));
         let timeline = migrate(&machine, a, &wish, &watch, &stop).unwrap();
         arriving.join().unwrap().unwrap().unwrap();
         timeline
@@ -175,7 +179,7 @@ fn a_connection_that_is_lost_is_reported_for_what_it_is() {
         let stop = watch.begin("there", None).unwrap();
         let (here, there) = std::thread::scope(|scope| {
             // The guest touches nothing: a thread that waits for a lost page would wait for ever.
-            let arriving = scope.spawn(|| late_destination(uffd, &to, b, |_| {}));
+            let arriving = scope.spawn(|| late_destination(uffd, &to, (b, None), |_| {}));
             let here = migrate(&machine, a, &late_request(0), &watch, &stop);
             (here, arriving.join().unwrap())
         });
@@ -287,7 +291,7 @@ fn a_source_that_lies_cannot_overwrite_the_guest() {
             let (go_on, wait) = mpsc::channel();
             let to = &to;
             let arriving = scope.spawn(move || {
-                late_destination(uffd, to, b, move |ram| {
+                late_destination(uffd, to, (b, None), move |ram| {
                     // Page 5 is waited for; page 6 is never touched.
                     ram.memory().memory().write_obj(0xEEu8, GuestAddress(5 * 4096 + 9)).unwrap();
                     go_on.send(()).unwrap();

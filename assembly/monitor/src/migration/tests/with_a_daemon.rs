@@ -69,7 +69,7 @@ fn go_with(
     let here = std::thread::scope(|scope| {
         let arriving = scope.spawn(|| {
             let theirs = Stop::default();
-            let taken = Streams::over(b, &theirs)
+            let taken = Streams::over(b, None, &theirs)
                 .and_then(|streams| streams.take(&shape(), &to.memory(), &noting, &theirs));
             if let Ok((mut landing, _)) = taken {
                 // Its own daemon tells it the rest.
