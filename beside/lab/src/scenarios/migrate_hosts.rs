@@ -85,8 +85,10 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         let emptied = number % 2 == 1;
         let with = if encrypted { format!(" --key {KEY}") } else { String::new() };
         let which = if emptied { "drain" } else { "migrate moved" };
-        let output = from
-            .run(&format!("causeway --json {which} --to {address} --downtime 2000 --streams 4"), PATIENCE)?;
+        let output = from.run(
+            &format!("causeway --json {which} --to {address} --downtime 2000 --streams 4{with}"),
+            PATIENCE,
+        )?;
         if output.code != 0 {
             bail!(
                 "Move {} failed: {}; source {:?}, destination {:?}",
