@@ -376,31 +376,33 @@ pub fn beside(qps: u32, active: u32, each: std::time::Duration) -> Beside {
     // It leaves: what the daemon's thread does of that waits between two requests, or is in the way of one.
     let began = Instant::now();
     let device = left.guest.id;
-    let mut part = |engines: &mut [Engine], work: &mut dyn FnMut(&mut Engine)| {
+    let mut part = |engines: &mut [Engine], works: bool, work: &mut dyn FnMut(&mut Engine)| {
         let began = Instant::now();
         work(&mut engines[0]);
         let work = nanoseconds(began);
-        beside.during.push(work + write_one(engines, Some(&left.guest)));
+        beside.during.push(work + write_one(engines, works.then_some(&left.guest)));
     };
     let mut source = None;
-    part(&mut engines, &mut |engine| source = Some(Source::begin(&mut engine.parts(), device).unwrap()));
+    part(&mut engines, true, &mut |engine| {
+        source = Some(Source::begin(&mut engine.parts(), device).unwrap())
+    });
     let mut source = source.unwrap();
     loop {
         let left_over = source.left(&engines[0].host.engine);
         if left_over == 0 {
             break;
         }
-        part(&mut engines, &mut |engine| {
+        part(&mut engines, true, &mut |engine| {
             source.part(PART, &mut engine.parts(), |_| beside.objects += 1).map(drop).unwrap();
         });
     }
     let lines = engines[0].host.lines.remove(&device).unwrap();
-    part(&mut engines, &mut |engine| {
+    part(&mut engines, false, &mut |engine| {
         source.stop(&mut engine.parts(), &left.guest.uar, &lines).unwrap();
         source.round(&mut engine.parts(), |_| ()).map(drop).unwrap();
     });
     let mut source = Some(source);
-    part(&mut engines, &mut |engine| source.take().unwrap().leave(&mut engine.parts()));
+    part(&mut engines, false, &mut |engine| source.take().unwrap().leave(&mut engine.parts()));
     while began.elapsed() < each {
         beside.during.push(write_one(&mut engines, None));
     }
