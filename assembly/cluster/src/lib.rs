@@ -18,16 +18,25 @@
 //! | `service`, `messages` | gRPC |
 //! | [`server`] | sockets, TLS, metrics; start and end |
 
+pub mod election;
 mod gathering;
 mod keeper;
+pub mod kv;
+pub mod kv_store;
 mod messages;
 mod metrics;
 pub mod refusal;
 pub mod registry;
+mod roles;
+pub mod rows;
 pub mod server;
 mod service;
 pub mod state;
 pub mod store;
+pub mod term;
+pub mod testing;
 
+pub use election::Candidate;
+pub use kv_store::KvStore;
 pub use server::{Server, ServerConfig, ServerError};
 pub use store::{RedbStore, Store, StoreError};
