@@ -19,6 +19,9 @@
 //! | [`server`] | sockets, TLS, metrics; start and end |
 
 pub mod election;
+#[cfg(feature = "etcd")]
+pub mod etcd;
+pub mod etcd_config;
 mod gathering;
 mod keeper;
 pub mod kv;
