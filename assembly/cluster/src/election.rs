@@ -50,7 +50,13 @@ pub fn ends(sent: Instant, lasts: Duration) -> Instant {
 }
 
 /// Takes part until told to stop.
-pub(crate) fn run(kv: &Arc<dyn Kv>, candidate: &Candidate, roles: &Arc<Roles>, make: &Make, stop: &Receiver<()>) {
+pub(crate) fn run(
+    kv: &Arc<dyn Kv>,
+    candidate: &Candidate,
+    roles: &Arc<Roles>,
+    make: &Make,
+    stop: &Receiver<()>,
+) {
     let mut election = Election { kv, candidate, roles, make, stop, key: leader_key(&candidate.prefix) };
     while !election.stopped(Duration::ZERO) {
         match election.round() {
@@ -111,7 +117,11 @@ impl Election<'_> {
         let address = String::from_utf8_lossy(&entry.value).into_owned();
         let term = u64::try_from(entry.created).unwrap_or(0);
         if self.roles.follow(Some((address.clone(), term))) && address != self.candidate.address {
-            tracing::info!(leader = address, term, "Another instance of the cluster service leads; this one stands by");
+            tracing::info!(
+                leader = address,
+                term,
+                "Another instance of the cluster service leads; this one stands by"
+            );
         }
         self.kv.wait_gone(&self.key, entry.modified, self.within())?;
         Ok(Duration::ZERO)
@@ -191,7 +201,10 @@ impl Election<'_> {
             return UNFIT;
         }
         if !stopped {
-            tracing::warn!(term = term.number(), "This instance of the cluster service doesn't lead any more");
+            tracing::warn!(
+                term = term.number(),
+                "This instance of the cluster service doesn't lead any more"
+            );
         }
         // Others that wait for the key see it go with the lease, at once.
         Duration::ZERO
@@ -222,7 +235,9 @@ impl Election<'_> {
                 Ok(None) => return false,
                 Err(error) => {
                     if self.roles.trouble(Some(error.to_string())) {
-                        tracing::warn!("{error}: this instance of the cluster service leads for {left:?} more without");
+                        tracing::warn!(
+                            "{error}: this instance of the cluster service leads for {left:?} more without"
+                        );
                     }
                     wait = AGAIN.min(left);
                 }

@@ -14,8 +14,8 @@ use tokio::runtime::Runtime;
 use tonic::Code;
 use tonic::transport::{Certificate, Identity};
 
-use crate::kv::{Entry, Guard, Kv, KvError, Lease, Operation};
 use crate::etcd_config::{EtcdConfig, EtcdError};
+use crate::kv::{Entry, Guard, Kv, KvError, Lease, Operation};
 
 /// Keys that are asked for at once: none is larger than 64 KiB.
 const PAGE: i64 = 512;
@@ -130,7 +130,9 @@ impl Etcd {
             tokio::time::timeout(within, async {
                 let client = match client {
                     Some(client) => client,
-                    None => Client::connect([&self.config.members[place]], Some(self.options.clone())).await?,
+                    None => {
+                        Client::connect([&self.config.members[place]], Some(self.options.clone())).await?
+                    }
                 };
                 self.members().clients[place] = Some(client.clone());
                 request(client).await
@@ -153,7 +155,11 @@ impl Etcd {
     }
 
     /// A request that may be said twice, tried at each member until one answers.
-    fn any<T>(&self, within: Duration, request: impl AsyncFn(Client) -> Result<T, Error>) -> Result<T, KvError> {
+    fn any<T>(
+        &self,
+        within: Duration,
+        request: impl AsyncFn(Client) -> Result<T, Error>,
+    ) -> Result<T, KvError> {
         let count = u32::try_from(self.config.members.len()).unwrap_or(u32::MAX);
         let mut result = self.once(within / count, &request);
         for _ in 1..count {
@@ -167,7 +173,10 @@ impl Etcd {
 
     fn entry(&self, found: &etcd_client::KeyValue) -> Result<Entry, KvError> {
         let key = String::from_utf8(found.key().to_vec());
-        let foreign = |_| KvError::Refused { place: self.place(), reason: "a key under the prefix is no text".to_owned() };
+        let foreign = |_| KvError::Refused {
+            place: self.place(),
+            reason: "a key under the prefix is no text".to_owned(),
+        };
         Ok(Entry {
             key: key.map_err(foreign)?,
             value: found.value().to_vec(),
@@ -259,7 +268,9 @@ impl Kv for Etcd {
             for found in page.kvs() {
                 entries.push(self.entry(found)?);
             }
-            revision = page.header().map_or(revision, |header| if revision == 0 { header.revision() } else { revision });
+            revision = page
+                .header()
+                .map_or(revision, |header| if revision == 0 { header.revision() } else { revision });
             match page.kvs().last() {
                 Some(last) if page.more() => {
                     from = last.key().to_vec();

@@ -44,7 +44,9 @@ pub enum EtcdError {
     #[error("\"{}\" is no address of an etcd member: write http://HOST:PORT or https://HOST:PORT, several with commas between them", .0.escape_debug())]
     Address(String),
     /// Keys that an address makes no use of, or lacks.
-    #[error("The address {0} of an etcd member and the keys don't go together: https needs --etcd-ca, and http takes no keys")]
+    #[error(
+        "The address {0} of an etcd member and the keys don't go together: https needs --etcd-ca, and http takes no keys"
+    )]
     Keys(String),
     /// A file.
     #[error("The file {} for etcd can't be read", path.display())]
@@ -76,7 +78,8 @@ impl EtcdConfig {
         for member in &config.members {
             let (_, place) = member.split_once("://").unwrap_or(("", member));
             let port = place.rsplit_once(':').and_then(|(host, port)| {
-                let fine = !host.is_empty() && host.chars().all(|letter| letter.is_ascii_graphic() && letter != '/');
+                let fine =
+                    !host.is_empty() && host.chars().all(|letter| letter.is_ascii_graphic() && letter != '/');
                 port.parse::<u16>().ok().filter(|port| fine && *port > 0)
             });
             let scheme = ["http://", "https://"].iter().any(|scheme| member.starts_with(scheme));
@@ -135,7 +138,17 @@ mod tests {
     fn addresses_are_checked() {
         let several = EtcdConfig::new("https://a:2379,10.0.0.1:2379,http://[::1]:1").unwrap();
         assert_eq!(several.members.len(), 3);
-        for wrong in ["", "a", "ftp://a:1", "http://a", "http://a:1,", "http://a:0", "http://:1", "a:1/x", "http://a/b:1"] {
+        for wrong in [
+            "",
+            "a",
+            "ftp://a:1",
+            "http://a",
+            "http://a:1,",
+            "http://a:0",
+            "http://:1",
+            "a:1/x",
+            "http://a/b:1",
+        ] {
             let error = EtcdConfig::new(wrong).unwrap_err().to_string();
             assert!(error.contains("is no address of an etcd member"), "{wrong}: {error}");
         }

@@ -83,8 +83,16 @@ fn of_role(role: &proto::Role) -> Vec<Family> {
     let labels = [("store", role.store.as_str()), ("instance", role.instance.as_str())];
     for (name, help, value) in [
         ("causeway_cluster_leads", "Whether this instance leads.", u64::from(role.leads)),
-        ("causeway_cluster_leader_known", "Whether this instance knows one that leads.", u64::from(!role.leader.is_empty())),
-        ("causeway_cluster_term", "The last term of leadership that this instance has seen; 0: it is alone.", role.term),
+        (
+            "causeway_cluster_leader_known",
+            "Whether this instance knows one that leads.",
+            u64::from(!role.leader.is_empty()),
+        ),
+        (
+            "causeway_cluster_term",
+            "The last term of leadership that this instance has seen; 0: it is alone.",
+            role.term,
+        ),
         (
             "causeway_cluster_store_answers",
             "Whether the store answered when it was asked last.",

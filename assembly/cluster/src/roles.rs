@@ -90,7 +90,9 @@ impl Roles {
                 format!("This instance of the cluster service doesn't lead: {leader} does, ask there")
             }
             (None, Some(trouble)) => {
-                format!("No instance of the cluster service leads, as far as this one knows, and it can't: {trouble}")
+                format!(
+                    "No instance of the cluster service leads, as far as this one knows, and it can't: {trouble}"
+                )
             }
             (None, None) => {
                 "No instance of the cluster service leads at the moment: one will in some seconds, ask again"

@@ -187,8 +187,11 @@ impl ClusterService for Service {
         request: Request<proto::WatchRequest>,
     ) -> Result<Response<Self::WatchStream>, Status> {
         let request = request.into_inner();
-        let events =
-            self.roles.leading()?.ask(move |keeper, _| keeper.watch(request.instance, request.revision)).await??;
+        let events = self
+            .roles
+            .leading()?
+            .ask(move |keeper, _| keeper.watch(request.instance, request.revision))
+            .await??;
         Ok(Response::new(ReceiverStream::new(events)))
     }
 
@@ -281,14 +284,14 @@ impl ClusterService for Service {
         };
         let leading = self.roles.leading()?;
         let outgoing = ask(&leading, move |keeper, now| {
-                // The answer to the first message goes to the stream that brought it.
-                let speaker = crate::registry::Speaker { host, incarnation: first.incarnation };
-                keeper.registry.heartbeat(speaker, now)?;
-                let outgoing = keeper.attach(host);
-                keeper.registry.message(first, now)?;
-                Ok(outgoing)
-            })
-            .await?;
+            // The answer to the first message goes to the stream that brought it.
+            let speaker = crate::registry::Speaker { host, incarnation: first.incarnation };
+            keeper.registry.heartbeat(speaker, now)?;
+            let outgoing = keeper.attach(host);
+            keeper.registry.message(first, now)?;
+            Ok(outgoing)
+        })
+        .await?;
         tokio::spawn(async move {
             while let Ok(Some(envelope)) = incoming.message().await {
                 let Ok(message) = parse(&envelope) else { return };

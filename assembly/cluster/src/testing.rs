@@ -114,11 +114,12 @@ impl Inner {
 pub struct FakeKv {
     shared: Arc<(Mutex<Inner>, Condvar)>,
     cut: Arc<AtomicBool>,
+    deceived: Arc<AtomicBool>,
 }
 
 impl Clone for FakeKv {
     fn clone(&self) -> Self {
-        Self { shared: Arc::clone(&self.shared), cut: Arc::default() }
+        Self { shared: Arc::clone(&self.shared), cut: Arc::default(), deceived: Arc::default() }
     }
 }
 
@@ -135,6 +136,12 @@ impl FakeKv {
     #[must_use]
     pub fn switch(&self) -> Arc<AtomicBool> {
         Arc::clone(&self.cut)
+    }
+
+    /// Whether this client believes that its leases are renewed, which they aren't: as one whose clock stands still.
+    #[must_use]
+    pub fn deceived(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.deceived)
     }
 
     /// Lets leases grow older.
@@ -196,6 +203,9 @@ impl Kv for FakeKv {
 
     fn renew(&self, lease: i64, _: Duration) -> Result<Option<Duration>, KvError> {
         let mut inner = self.reach()?;
+        if self.deceived.load(Ordering::SeqCst) {
+            return Ok(Some(Duration::from_secs(3600)));
+        }
         let now = Instant::now() + inner.ahead;
         let held = inner.leases.get_mut(&lease);
         Ok(held.map(|held| {

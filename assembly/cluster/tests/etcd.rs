@@ -2,9 +2,9 @@
 #![cfg(feature = "etcd")]
 #![allow(clippy::unwrap_used)] // A test that can't go on has failed.
 
-mod common;
 #[path = "common/changes.rs"]
 mod changes;
+mod common;
 #[path = "common/etcd.rs"]
 mod etcd;
 
