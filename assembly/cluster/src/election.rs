@@ -21,6 +21,7 @@ use crate::kv::{Guard, Kv, KvError, Operation};
 use crate::kv_store::{KvStore, leader_key};
 use crate::registry::Registry;
 use crate::roles::Roles;
+use crate::state::State;
 use crate::store::StoreError;
 use crate::term::Term;
 
@@ -36,6 +37,8 @@ pub struct Candidate {
     pub prefix: String,
     /// Own address, as daemons and the other instances' clients reach it: `HOST:PORT`.
     pub address: String,
+    /// What to begin with where the store has nothing yet.
+    pub begin_with: Option<Arc<State>>,
     /// How long the leader's key outlives an instance that is gone. Between 2 s (etcd's least, as it is delivered) and a minute.
     pub lease: Duration,
 }
@@ -99,7 +102,9 @@ impl Election<'_> {
         // Who leads isn't known any more; once in the log.
         self.roles.follow(None);
         if self.roles.trouble(Some(error.to_string())) {
-            tracing::warn!("{error}: this instance of the cluster service can't lead until it does");
+            tracing::warn!(
+                "{error}: until that changes this instance of the cluster service neither leads nor knows who does"
+            );
         }
     }
 
@@ -123,8 +128,9 @@ impl Election<'_> {
                 "Another instance of the cluster service leads; this one stands by"
             );
         }
-        self.kv.wait_gone(&self.key, entry.modified, self.within())?;
-        Ok(Duration::ZERO)
+        // Where the member that is asked is lost meanwhile, the others say next whether the store answers.
+        let waited = self.kv.wait_gone(&self.key, entry.modified, self.within());
+        Ok(if waited.is_ok() { Duration::ZERO } else { AGAIN })
     }
 
     fn campaign(&mut self) -> Result<Duration, KvError> {

@@ -257,23 +257,23 @@ impl KvStore {
     }
 }
 
-impl Store for KvStore {
-    fn state(&self) -> &State {
-        &self.state
+impl KvStore {
+    /// Begins with the state of another store, where there is none here yet. Whether that was so.
+    ///
+    /// # Errors
+    /// As [`Store::write`].
+    pub fn begin_with(&mut self, state: &State) -> Result<bool, StoreError> {
+        if self.state.revision > 0 || state.revision == 0 {
+            return Ok(false);
+        }
+        self.finish()?;
+        self.state = state.clone();
+        self.put(&rows::all(state))?;
+        Ok(true)
     }
 
-    fn write(&mut self, changes: &[Change]) -> Result<(), StoreError> {
-        if !self.term.holds() {
-            return Err(StoreError::NotLeading);
-        }
-        // The batch before comes first. Nothing has changed where that fails.
-        self.finish()?;
-        let mut touched = BTreeSet::from([Row::Head]);
-        for change in changes {
-            rows::touch(change, &self.state, &mut touched);
-            self.state.apply(change);
-        }
-        self.state.revision += 1;
+    /// Writes rows as the state in memory has them, which is a transaction ahead.
+    fn put(&mut self, touched: &BTreeSet<Row>) -> Result<(), StoreError> {
         let revision = self.state.revision;
         let mut operations = Vec::with_capacity(touched.len());
         for row in touched {
@@ -311,6 +311,27 @@ impl Store for KvStore {
                 Err(if ambiguous { StoreError::Unknown } else { error })
             }
         }
+    }
+}
+
+impl Store for KvStore {
+    fn state(&self) -> &State {
+        &self.state
+    }
+
+    fn write(&mut self, changes: &[Change]) -> Result<(), StoreError> {
+        if !self.term.holds() {
+            return Err(StoreError::NotLeading);
+        }
+        // The batch before comes first. Nothing has changed where that fails.
+        self.finish()?;
+        let mut touched = BTreeSet::from([Row::Head]);
+        for change in changes {
+            rows::touch(change, &self.state, &mut touched);
+            self.state.apply(change);
+        }
+        self.state.revision += 1;
+        self.put(&touched)
     }
 }
 

@@ -17,6 +17,17 @@
 //! | `keeper` | the thread that owns the registry; watchers and their log |
 //! | `service`, `messages` | gRPC |
 //! | [`server`] | sockets, TLS, metrics; start and end |
+//!
+//! Several instances that share a store, of which one leads:
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`kv`] | what is needed of such a store: transactions with guards, leases |
+//! | `etcd`, [`etcd_config`] | etcd is one; with the feature `etcd` |
+//! | [`testing`] | another, in memory, for tests |
+//! | [`rows`], [`kv_store`] | the state in it; who doesn't lead any more changes nothing |
+//! | [`term`], [`election`] | who leads, and until when |
+//! | `roles` | what this instance says of that |
 
 pub mod election;
 #[cfg(feature = "etcd")]

@@ -99,11 +99,16 @@ impl Roles {
                     .to_owned()
             }
         };
+        Err(Self::not_leading(text, leader.unwrap_or_default()))
+    }
+
+    /// Nothing was done, because another instance leads: its address, or nothing where none is known.
+    pub fn not_leading(text: String, leader: &str) -> Status {
         let mut status = Status::unavailable(text);
         // An address is ASCII.
-        let address = leader.unwrap_or_default().parse().unwrap_or_else(|_| MetadataValue::from_static(""));
+        let address = leader.parse().unwrap_or_else(|_| MetadataValue::from_static(""));
         status.metadata_mut().insert(LEADER, address);
-        Err(status)
+        status
     }
 
     /// For whoever asks.

@@ -73,6 +73,21 @@ pub fn touch(change: &Change, before: &State, rows: &mut BTreeSet<Row>) {
     }
 }
 
+/// All rows of a state.
+#[must_use]
+pub fn all(state: &State) -> BTreeSet<Row> {
+    let ledger = &state.ledger;
+    let mut rows = BTreeSet::from([Row::Head, Row::Settings]);
+    rows.extend(ledger.hosts.keys().copied().map(Row::Host));
+    rows.extend(state.hosts.keys().copied().map(Row::HostName));
+    rows.extend(ledger.vms.keys().copied().map(Row::Vm));
+    rows.extend(state.vms.keys().copied().map(Row::VmName));
+    rows.extend(ledger.links.iter().map(|(a, b)| Row::Link(*a, *b)));
+    rows.extend(ledger.migrations.keys().copied().map(Row::Migration));
+    rows.extend(state.groups.keys().cloned().map(Row::Group));
+    rows
+}
+
 fn touch_ledger(record: &Record, before: &State, rows: &mut BTreeSet<Row>) {
     match record {
         Record::Host { host, lost, .. } => {

@@ -176,7 +176,15 @@ impl Server {
         let (elected, own) = (Arc::clone(&roles), config.clone());
         // A number for each term: watchers of an earlier one get the whole state.
         let base = instance()?;
-        let make: Make = Arc::new(move |store: KvStore| {
+        let begin_with = candidate.begin_with.clone();
+        let make: Make = Arc::new(move |mut store: KvStore| {
+            if let Some(state) = &begin_with {
+                if store.begin_with(state)? {
+                    tracing::info!(revision = state.revision, "The state of the file is taken over");
+                } else {
+                    tracing::info!("There is a state already: that of the file isn't taken over");
+                }
+            }
             let number = base.wrapping_add(store.term().number()).max(1);
             Ok((own.registry(Box::new(store))?, number))
         });

@@ -45,7 +45,8 @@ fn status(error: &Refusal) -> Status {
         Refusal::Conflict(_) => Status::aborted(text),
         Refusal::Old(_) => Status::failed_precondition(text),
         Refusal::TooMany(_) => Status::resource_exhausted(text),
-        Refusal::Store(StoreError::NotLeading | StoreError::Unknown) => Status::unavailable(text),
+        Refusal::Store(StoreError::NotLeading) => Roles::not_leading(text, ""),
+        Refusal::Store(StoreError::Unknown) => Status::unavailable(text),
         Refusal::Store(_) => Status::internal(text),
     }
 }

@@ -87,7 +87,7 @@ impl Drop for Process {
 fn serves_until_killed() {
     let (Ok(members), Ok(prefix)) = (std::env::var("ETCD"), std::env::var("PREFIX")) else { return };
     let kv = EtcdConfig::new(&members).unwrap().client().unwrap();
-    let candidate = Candidate { prefix, address: String::new(), lease: LEASE };
+    let candidate = Candidate { prefix, address: String::new(), begin_with: None, lease: LEASE };
     let config = ServerConfig::new("127.0.0.1:0".parse().unwrap(), "");
     let server = Server::elected(&config, kv, &candidate).unwrap();
     println!("serves at {}", server.address());

@@ -35,7 +35,8 @@ fn instance(kv: &FakeKv) -> Instance {
     let (cut, deceived) = (client.switch(), client.deceived());
     let mut config = ServerConfig::new("127.0.0.1:0".parse().unwrap(), "");
     config.metrics = Some("127.0.0.1:0".parse().unwrap());
-    let candidate = Candidate { prefix: "/causeway".to_owned(), address: String::new(), lease: LEASE };
+    let candidate =
+        Candidate { prefix: "/causeway".to_owned(), address: String::new(), begin_with: None, lease: LEASE };
     let server = Server::elected(&config, Arc::new(client), &candidate).unwrap();
     let address = server.address().to_string();
     Instance { server, cut, deceived, service: Service::new(&address, None).unwrap(), address }

@@ -57,7 +57,7 @@ fn wide(count: u32) -> Vec<Change> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 10, ..ProptestConfig::default() })]
 
     /// The same changes as in a file make the same state, in memory and for whoever leads next.
     #[test]
@@ -207,6 +207,27 @@ fn a_large_change_is_there_wholly_or_not_at_all() {
         }
         assert!(seen.iter().all(|times| *times > 1), "{seen:?}");
     }
+}
+
+/// A cluster goes on with the state of its file, whole, where there is nothing yet; what is there is left alone.
+#[test]
+fn a_files_state_is_taken_over_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut file = RedbStore::open(&folder.path().join("cluster.redb")).unwrap();
+    for one in changes(11, 150).iter().chain([&many(500)]) {
+        file.write(one).unwrap();
+    }
+    assert!(!file.state().ledger.migrations.is_empty() && !file.state().groups.is_empty());
+    let kv = FakeKv::default();
+    let mut store = open(&kv);
+    assert!(store.begin_with(file.state()).unwrap());
+    assert_eq!(store.state(), file.state());
+    let mut next = open(&kv);
+    assert_eq!(next.state(), file.state());
+    next.write(&many(3)).unwrap();
+    let before = next.state().clone();
+    assert!(!next.begin_with(file.state()).unwrap());
+    assert_eq!(open(&kv).state(), &before);
 }
 
 /// Foreign things under the prefix, and another version, are refused in a sentence.

@@ -203,6 +203,9 @@ impl Instance {
     }
 }
 
+/// What an instance says of itself, with its address.
+pub type Said = (String, Result<proto::Role, ClusterError>);
+
 /// Where a cluster service is, and how to speak with it. Nothing is connected yet.
 #[derive(Debug, Clone)]
 pub struct Service {
@@ -306,7 +309,10 @@ impl Service {
         let (client, role) = tokio::time::timeout(PROBE, async {
             let mut client = self.connect_to(instance).await?;
             let role = client.get_role(proto::GetRoleRequest {}).await;
-            Ok::<_, ClusterError>((client, role.map_err(|status| self.error("GetRole", status))?.into_inner()))
+            Ok::<_, ClusterError>((
+                client,
+                role.map_err(|status| self.error("GetRole", status))?.into_inner(),
+            ))
         })
         .await
         .map_err(|_| late())??;
@@ -326,7 +332,7 @@ impl Service {
     ///
     /// # Errors
     /// When this process can't make connections.
-    pub fn roles(&self) -> Result<Vec<(String, Result<proto::Role, ClusterError>)>, ClusterError> {
+    pub fn roles(&self) -> Result<Vec<Said>, ClusterError> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()

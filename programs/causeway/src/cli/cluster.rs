@@ -7,9 +7,9 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use clap::{Args, Subcommand};
-use cluster::Candidate;
 use cluster::etcd_config::{EtcdConfig, EtcdTls};
 use cluster::kv::Kv;
+use cluster::{Candidate, RedbStore, Store as _};
 use control_api::cluster::{Keys, Service};
 
 /// `causeway cluster`.
@@ -83,6 +83,9 @@ pub struct EtcdArgs {
     /// A file with the user's password in its first line
     #[arg(long, value_name = "FILE", requires = "etcd_user")]
     pub etcd_password_file: Option<PathBuf>,
+    /// Begin with the state of this database of a service that has ended, where etcd has none yet
+    #[arg(long, value_name = "FILE", requires = "etcd")]
+    pub etcd_import: Option<PathBuf>,
     /// The address at which daemons and the program reach this instance  [default: --listen]
     #[arg(long, value_name = "HOST:PORT", requires = "etcd")]
     pub advertise: Option<String>,
@@ -121,20 +124,32 @@ impl EtcdArgs {
             config.user = Some((user.clone(), text.lines().next().unwrap_or_default().to_owned()));
         }
         if self.advertise.is_none() && listen.ip().is_unspecified() {
-            bail!("--listen {listen} isn't an address at which others reach this instance: give it with --advertise HOST:PORT");
+            bail!(
+                "--listen {listen} isn't an address at which others reach this instance: give it with --advertise HOST:PORT"
+            );
         }
         if let Some(address) = &self.advertise {
-            let port = address.rsplit_once(':').and_then(|(host, port)| port.parse::<u16>().ok().filter(|_| !host.is_empty()));
+            let port = address
+                .rsplit_once(':')
+                .and_then(|(host, port)| port.parse::<u16>().ok().filter(|_| !host.is_empty()));
             if port.is_none_or(|port| port == 0) || !address.is_ascii() {
                 bail!("--advertise {} is no address: write HOST:PORT", address.escape_debug());
             }
         }
+        let client = config.client()?;
+        let begin_with = match &self.etcd_import {
+            // Opening it would make it.
+            Some(file) if !file.exists() => bail!("--etcd-import {}: there is no such file", file.display()),
+            Some(file) => Some(Arc::new(RedbStore::open(file)?.state().clone())),
+            None => None,
+        };
         let candidate = Candidate {
+            begin_with,
             prefix: self.etcd_prefix.clone(),
             address: self.advertise.clone().unwrap_or_default(),
             lease: Duration::from_secs(self.leader_lease),
         };
-        Ok(Some((config.client()?, candidate)))
+        Ok(Some((client, candidate)))
     }
 }
 
