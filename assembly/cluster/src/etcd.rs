@@ -298,7 +298,7 @@ impl Kv for Etcd {
     }
 
     fn wait_gone(&self, key: &str, since: i64, within: Duration) -> Result<bool, KvError> {
-        let watched = self.once(within * 2, async |mut client| {
+        self.once(within * 2, async |mut client| {
             let options = WatchOptions::new().with_start_revision(since + 1);
             let until = tokio::time::Instant::now() + within;
             let watch = async {
@@ -318,7 +318,6 @@ impl Kv for Etcd {
                 Ok(gone) => gone,
                 Err(_) => Ok(false),
             }
-        });
-        watched
+        })
     }
 }

@@ -108,3 +108,62 @@ fn what_is_written_is_read() {
     }
     assert_eq!(open().state(), &after(&changes));
 }
+
+/// etcd with TLS for both sides and with users: who has the keys and the password is served, and others are told why not.
+#[test]
+fn keys_and_passwords_are_for_those_who_have_them() {
+    use cluster::etcd_config::{EtcdConfig, EtcdTls};
+    use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+    if !is_installed("keys_and_passwords_are_for_those_who_have_them") {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let mut params = CertificateParams::new(Vec::new()).unwrap();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let authority = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+    let certified = || {
+        let key = KeyPair::generate().unwrap();
+        let params = CertificateParams::new(vec!["127.0.0.1".to_owned()]).unwrap();
+        (params.signed_by(&key, &authority).unwrap().pem(), key.serialize_pem())
+    };
+    let of_etcd = certified();
+    for (name, text) in [("ca", &authority.pem()), ("cert", &of_etcd.0), ("key", &of_etcd.1)] {
+        std::fs::write(folder.path().join(name), text).unwrap();
+    }
+    let members = Members::start_with_tls(folder.path());
+    let config = |identity: Option<(String, String)>, user: Option<(&str, &str)>| {
+        let mut config = EtcdConfig::new(&members.addresses()).unwrap();
+        let identity = identity.map(|(certificate, key)| (certificate.into_bytes(), key.into_bytes()));
+        config.tls = Some(EtcdTls { authority: authority.pem().into_bytes(), identity });
+        config.user = user.map(|(user, password)| (user.to_owned(), password.to_owned()));
+        config
+    };
+    let ours = config(Some(certified()), None).client().unwrap();
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while let Err(error) = ours.get("x", Duration::from_secs(3)) {
+        assert!(Instant::now() < deadline, "{error}");
+        std::thread::sleep(Duration::from_millis(100));
+    }
+    let stranger = config(None, None).client().unwrap();
+    assert!(stranger.get("x", Duration::from_secs(3)).is_err());
+    // With users: root makes one, and from then on all need one.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let (certificate, key) = certified();
+        let tls = etcd_client::TlsOptions::new()
+            .ca_certificate(etcd_client::Certificate::from_pem(authority.pem()))
+            .identity(etcd_client::Identity::from_pem(certificate, key));
+        let options = etcd_client::ConnectOptions::new().with_tls(tls);
+        let mut root = etcd_client::Client::connect([members.addresses()], Some(options)).await.unwrap();
+        root.user_add("root", "secret", None).await.unwrap();
+        root.user_grant_role("root", "root").await.unwrap();
+        root.auth_enable().await.unwrap();
+    });
+    let user = |password: &str| config(Some(certified()), Some(("root", password))).client().unwrap();
+    let ours = user("secret");
+    assert_eq!(ours.get("x", WITHIN).unwrap(), None);
+    let store = KvStore::open(Arc::clone(&ours), "/causeway", lead(&ours, "/causeway"));
+    assert_eq!(store.unwrap().state().revision, 0);
+    let error = user("wrong").get("x", WITHIN).unwrap_err().to_string();
+    assert!(error.contains("refuses") && error.contains("authentication failed"), "{error}");
+}

@@ -2,6 +2,7 @@
 #![allow(dead_code, clippy::unwrap_used, clippy::missing_panics_doc)] // Tests' other half; each uses its part.
 
 use std::net::TcpListener;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -15,6 +16,8 @@ pub struct Members {
     /// Ports for clients, and for each other.
     ports: Vec<(u16, u16)>,
     running: Vec<Option<Child>>,
+    /// A folder with `ca`, `cert` and `key`, for TLS with clients, who have to show certificates.
+    tls: Option<PathBuf>,
 }
 
 /// Whether etcd is installed; says so loudly where it isn't.
@@ -29,16 +32,26 @@ pub fn is_installed(test: &str) -> bool {
 impl Members {
     /// Starts so many, and waits until they answer.
     pub fn start(count: usize) -> Self {
+        let members = Self::begin(count, None);
+        members.wait();
+        members
+    }
+
+    /// Starts one with the keys of a folder.
+    pub fn start_with_tls(keys: &Path) -> Self {
+        Self::begin(1, Some(keys.to_owned()))
+    }
+
+    fn begin(count: usize, tls: Option<PathBuf>) -> Self {
         let sockets: Vec<_> = (0..count * 2).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
         let ports: Vec<u16> = sockets.iter().map(|socket| socket.local_addr().unwrap().port()).collect();
         drop(sockets);
         let ports = ports.chunks(2).map(|pair| (pair[0], pair[1])).collect();
         let running = (0..count).map(|_| None).collect();
-        let mut members = Self { folder: tempfile::tempdir().unwrap(), ports, running };
+        let mut members = Self { folder: tempfile::tempdir().unwrap(), ports, running, tls };
         for member in 0..count {
             members.run(member);
         }
-        members.wait();
         members
     }
 
@@ -54,11 +67,20 @@ impl Members {
 
     /// Starts a member, anew where it has been there before.
     pub fn run(&mut self, member: usize) {
-        let client = format!("http://127.0.0.1:{}", self.ports[member].0);
+        let client = format!("{}://127.0.0.1:{}", self.scheme(), self.ports[member].0);
         let peer = |member: usize| format!("http://127.0.0.1:{}", self.ports[member].1);
         let all: Vec<_> = (0..self.ports.len()).map(|member| format!("m{member}={}", peer(member))).collect();
         let log = std::fs::File::create(self.folder.path().join(format!("m{member}.log"))).unwrap();
-        let child = Command::new("etcd")
+        let mut command = Command::new("etcd");
+        if let Some(keys) = &self.tls {
+            for (option, file) in
+                [("--trusted-ca-file", "ca"), ("--cert-file", "cert"), ("--key-file", "key")]
+            {
+                command.arg(option).arg(keys.join(file));
+            }
+            command.arg("--client-cert-auth");
+        }
+        let child = command
             .args(["--name", &format!("m{member}"), "--data-dir"])
             .arg(self.folder.path().join(format!("m{member}")))
             .args(["--listen-client-urls", &client, "--advertise-client-urls", &client])
@@ -73,6 +95,10 @@ impl Members {
         self.running[member] = Some(child);
     }
 
+    fn scheme(&self) -> &'static str {
+        if self.tls.is_some() { "https" } else { "http" }
+    }
+
     /// SIGKILL.
     pub fn kill(&mut self, member: usize) {
         if let Some(mut child) = self.running[member].take() {
@@ -84,7 +110,7 @@ impl Members {
     /// For `--etcd`.
     pub fn addresses(&self) -> String {
         let addresses: Vec<_> =
-            self.ports.iter().map(|(client, _)| format!("http://127.0.0.1:{client}")).collect();
+            self.ports.iter().map(|(client, _)| format!("{}://127.0.0.1:{client}", self.scheme())).collect();
         addresses.join(",")
     }
 
