@@ -242,7 +242,7 @@ impl Election<'_> {
                 Err(error) => {
                     if self.roles.trouble(Some(error.to_string())) {
                         tracing::warn!(
-                            "{error}: this instance of the cluster service leads for {left:?} more without"
+                            "{error}: this instance of the cluster service leads for {left:.1?} more without"
                         );
                     }
                     wait = AGAIN.min(left);

@@ -16,7 +16,7 @@ use control_api::cluster::{Keys, Service};
 #[derive(Debug, Subcommand)]
 pub enum ClusterCommand {
     /// Run the cluster service in the foreground: where each VM is, who is connected to whom, which migrations are under way
-    Serve(ServeArgs),
+    Serve(Box<ServeArgs>),
     /// Show the service, groups and migrations
     Status(AskArgs),
     /// Show the hosts, and whether they are heard of
