@@ -11,7 +11,7 @@
 //! whatever it sent before it gave a request up does nothing after the next one that succeeded.
 //!
 //! **No answer.** What was sent may be done yet. The state is read again, and where the change isn't in it the head row is written anew: when
-//! that succeeds, the old request can't any more. Then, and only then, it is known that nothing has changed. Where that can't be found out
+//! that succeeds, the old request can't any more. Then, and only then, it is known that nothing has changed, and the change is sent again. Where that can't be found out
 //! while the term lasts, the term is over: the next leader reads what is there.
 //!
 //! **Large transactions.** etcd takes 128 operations and 1.5 MiB at most. What is larger is laid down in parts, which mean nothing yet; the
@@ -32,6 +32,8 @@ use crate::term::Term;
 const REQUEST: Duration = Duration::from_secs(2);
 /// A store that doesn't answer is asked again after this long.
 const AGAIN: Duration = Duration::from_millis(50);
+/// A change is sent so often, where it is certain each time that nothing has come of it.
+const ATTEMPTS: u32 = 3;
 
 /// The leader's key.
 #[must_use]
@@ -272,6 +274,22 @@ impl KvStore {
         Ok(true)
     }
 
+    /// One attempt to write changes.
+    fn attempt(&mut self, changes: &[Change]) -> Result<(), StoreError> {
+        if !self.term.holds() {
+            return Err(StoreError::NotLeading);
+        }
+        // The batch before comes first. Nothing has changed where that fails.
+        self.finish()?;
+        let mut touched = BTreeSet::from([Row::Head]);
+        for change in changes {
+            rows::touch(change, &self.state, &mut touched);
+            self.state.apply(change);
+        }
+        self.state.revision += 1;
+        self.put(&touched)
+    }
+
     /// Writes rows as the state in memory has them, which is a transaction ahead.
     fn put(&mut self, touched: &BTreeSet<Row>) -> Result<(), StoreError> {
         let revision = self.state.revision;
@@ -320,18 +338,15 @@ impl Store for KvStore {
     }
 
     fn write(&mut self, changes: &[Change]) -> Result<(), StoreError> {
-        if !self.term.holds() {
-            return Err(StoreError::NotLeading);
+        let mut attempts = ATTEMPTS;
+        loop {
+            attempts -= 1;
+            match self.attempt(changes) {
+                // It is certain that nothing has changed, and that nothing of it will. A member of the store was lost: the next one answers.
+                Err(StoreError::Kv(KvError::Away { .. })) if attempts > 0 && self.term.holds() => {}
+                result => return result,
+            }
         }
-        // The batch before comes first. Nothing has changed where that fails.
-        self.finish()?;
-        let mut touched = BTreeSet::from([Row::Head]);
-        for change in changes {
-            rows::touch(change, &self.state, &mut touched);
-            self.state.apply(change);
-        }
-        self.state.revision += 1;
-        self.put(&touched)
     }
 }
 

@@ -146,7 +146,7 @@ fn who_does_not_lead_any_more_changes_nothing() {
     assert_eq!(open(&kv).state(), &after(&changes[..2]));
 }
 
-/// What a leader sent, and gave up, does nothing when it arrives: not to the next leader's state, and not to its own.
+/// What a leader sent, and sent again because no answer came, does nothing when it arrives: not to the next leader's state, and not to its own.
 #[test]
 fn a_request_that_arrives_late_does_nothing() {
     let changes = changes(7, 20);
@@ -160,8 +160,7 @@ fn a_request_that_arrives_late_does_nothing() {
                 kv.fate(&vec![Fate::Answered; late]);
                 kv.fate(&[Fate::Late]);
                 let written = first.write(&write);
-                let counts = late >= 4;
-                assert_eq!(written.is_ok(), counts, "{late}: {written:?}");
+                assert!(written.is_ok(), "it is sent again, {late}: {written:?}");
                 let mut next = if taken_over { open(&kv) } else { first };
                 if !taken_over {
                     // Its own next transaction goes before it.
