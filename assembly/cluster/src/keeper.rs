@@ -4,7 +4,8 @@
 //! take its events is dropped; it comes back, and gets what it missed or, where that isn't known any more, the whole state.
 
 use std::collections::{HashMap, VecDeque};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -17,6 +18,7 @@ use crate::gathering::{Gathering, Told};
 use crate::messages;
 use crate::refusal::Refusal;
 use crate::registry::{Event, Registry};
+use crate::term::Term;
 
 /// Events that are kept for watchers that come back.
 const LOG: usize = 4096;
@@ -33,24 +35,43 @@ type Job = Box<dyn FnOnce(&mut Keeper, Instant) + Send>;
 
 /// Sends to the thread. Cheap to clone.
 #[derive(Debug, Clone)]
-pub(crate) struct Handle(Sender<Job>);
+pub(crate) struct Handle {
+    jobs: Sender<Job>,
+    /// While it holds, answers count.
+    pub term: Arc<Term>,
+}
 
 impl Handle {
-    /// Has a job carried out. It is on the disk when this returns.
+    /// Has a job carried out. It is on the disk when this returns. What isn't done when the term is over isn't answered.
     pub async fn ask<R: Send + 'static>(
         &self,
         job: impl FnOnce(&mut Keeper, Instant) -> R + Send + 'static,
     ) -> Result<R, Status> {
-        let gone = || Status::unavailable("The cluster service is ending");
+        let gone = || {
+            Status::unavailable(
+                "This instance of the cluster service has just ended, or doesn't lead any more: ask again",
+            )
+        };
         let (answer, result) = oneshot::channel();
         let job: Job = Box::new(move |keeper, now| {
+            if !keeper.term.holds() {
+                return;
+            }
             let result = job(keeper, now);
             keeper.deliver();
-            // Whoever asked may have gone.
-            let _ = answer.send(result);
+            if keeper.term.holds() {
+                // Whoever asked may have gone.
+                let _ = answer.send(result);
+            }
         });
-        self.0.send(job).map_err(|_| gone())?;
+        self.jobs.send(job).map_err(|_| gone())?;
         result.await.map_err(|_| gone())
+    }
+
+    /// Has the thread end after the job that it is at.
+    pub fn end(&self) {
+        // It may have ended.
+        let _ = self.jobs.send(Box::new(|keeper, _| keeper.ending = true));
     }
 }
 
@@ -70,11 +91,31 @@ pub(crate) struct Keeper {
     pub slow_watchers: u64,
     /// Messages of the coordinator that found no host, or no room.
     pub lost_messages: u64,
+    term: Arc<Term>,
+    ending: bool,
 }
 
-/// Starts the thread. It ends when all handles are gone.
+/// Jobs for a thread that isn't there yet.
+pub(crate) type Inbox = Receiver<Job>;
+
+/// A handle, and where its jobs arrive.
+pub(crate) fn channel(term: Arc<Term>) -> (Handle, Inbox) {
+    let (jobs, inbox) = std::sync::mpsc::channel();
+    (Handle { jobs, term }, inbox)
+}
+
+/// Starts the thread. It ends when all handles are gone, or one has ended it.
 pub(crate) fn start(registry: Registry, instance: u64) -> std::io::Result<(Handle, JoinHandle<()>)> {
-    let (jobs, inbox) = channel();
+    let (handle, inbox) = channel(Arc::new(Term::alone()));
+    let term = Arc::clone(&handle.term);
+    let thread = std::thread::Builder::new()
+        .name("keeper".to_owned())
+        .spawn(move || run(registry, instance, term, &inbox))?;
+    Ok((handle, thread))
+}
+
+/// Carries jobs out until all handles are gone, or one has ended it.
+pub(crate) fn run(registry: Registry, instance: u64, term: Arc<Term>, inbox: &Inbox) {
     let mut keeper = Keeper {
         registry,
         instance,
@@ -85,15 +126,20 @@ pub(crate) fn start(registry: Registry, instance: u64) -> std::io::Result<(Handl
         gathering: Gathering::default(),
         slow_watchers: 0,
         lost_messages: 0,
+        term,
+        ending: false,
     };
-    let thread = std::thread::Builder::new().name("keeper".to_owned()).spawn(move || keeper.run(&inbox))?;
-    Ok((Handle(jobs), thread))
+    keeper.run(inbox);
 }
 
 impl Keeper {
     fn run(&mut self, inbox: &Receiver<Job>) {
         let mut not_before = Instant::now();
-        loop {
+        while !self.ending {
+            if !self.term.holds() {
+                // Its end comes soon; nothing is due until then.
+                not_before = not_before.max(Instant::now() + AGAIN);
+            }
             let next = self.registry.next().map(|at| at.max(not_before));
             let job = match next {
                 Some(at) => inbox.recv_timeout(at.saturating_duration_since(Instant::now())),
@@ -106,6 +152,7 @@ impl Keeper {
                 Err(RecvTimeoutError::Disconnected) => return,
             }
             if now >= not_before
+                && self.term.holds()
                 && self.registry.next().is_some_and(|at| at <= now)
                 && let Err(error) = self.registry.tick(now)
             {
@@ -121,6 +168,10 @@ impl Keeper {
 
     /// Sends what the last transactions have left.
     fn deliver(&mut self) {
+        if !self.term.holds() {
+            // It isn't this instance's to say any more: whoever leads says it.
+            return;
+        }
         for event in self.registry.take_events() {
             let event = self.shown(&event);
             if self.log.len() >= LOG {

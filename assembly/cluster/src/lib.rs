@@ -17,17 +17,40 @@
 //! | `keeper` | the thread that owns the registry; watchers and their log |
 //! | `service`, `messages` | gRPC |
 //! | [`server`] | sockets, TLS, metrics; start and end |
+//!
+//! Several instances that share a store, of which one leads:
+//!
+//! | module | holds |
+//! |---|---|
+//! | [`kv`] | what is needed of such a store: transactions with guards, leases |
+//! | `etcd`, [`etcd_config`] | etcd is one; with the feature `etcd` |
+//! | [`testing`] | another, in memory, for tests |
+//! | [`rows`], [`kv_store`] | the state in it; who doesn't lead any more changes nothing |
+//! | [`term`], [`election`] | who leads, and until when |
+//! | `roles` | what this instance says of that |
 
+pub mod election;
+#[cfg(feature = "etcd")]
+pub mod etcd;
+pub mod etcd_config;
 mod gathering;
 mod keeper;
+pub mod kv;
+pub mod kv_store;
 mod messages;
 mod metrics;
 pub mod refusal;
 pub mod registry;
+mod roles;
+pub mod rows;
 pub mod server;
 mod service;
 pub mod state;
 pub mod store;
+pub mod term;
+pub mod testing;
 
+pub use election::Candidate;
+pub use kv_store::KvStore;
 pub use server::{Server, ServerConfig, ServerError};
 pub use store::{RedbStore, Store, StoreError};

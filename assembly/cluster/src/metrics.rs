@@ -14,8 +14,9 @@ use telemetry::metrics::{Family, encode};
 use tokio::net::TcpListener;
 use tokio::sync::Semaphore;
 
-use crate::keeper::{Handle, Keeper};
+use crate::keeper::Keeper;
 use crate::messages;
+use crate::roles::Roles;
 
 /// Readers at once.
 const READERS: usize = 16;
@@ -23,7 +24,7 @@ const READERS: usize = 16;
 const LONGEST_READ: Duration = Duration::from_secs(10);
 
 /// Serves until the runtime ends.
-pub(crate) async fn serve(listener: TcpListener, keeper: Handle) {
+pub(crate) async fn serve(listener: TcpListener, roles: Arc<Roles>) {
     let readers = Arc::new(Semaphore::new(READERS));
     loop {
         let Ok(permit) = Arc::clone(&readers).acquire_owned().await else { return };
@@ -35,11 +36,11 @@ pub(crate) async fn serve(listener: TcpListener, keeper: Handle) {
                 continue;
             }
         };
-        let keeper = keeper.clone();
+        let roles = Arc::clone(&roles);
         tokio::spawn(async move {
             let service = service_fn(move |request: Request<hyper::body::Incoming>| {
-                let keeper = keeper.clone();
-                async move { Ok::<_, Infallible>(respond(&request, &keeper).await) }
+                let roles = Arc::clone(&roles);
+                async move { Ok::<_, Infallible>(respond(&request, &roles).await) }
             });
             let connection = hyper::server::conn::http1::Builder::new()
                 .timer(TokioTimer::new())
@@ -54,20 +55,64 @@ pub(crate) async fn serve(listener: TcpListener, keeper: Handle) {
     }
 }
 
-async fn respond(request: &Request<hyper::body::Incoming>, keeper: &Handle) -> Response<Full<Bytes>> {
+async fn respond(request: &Request<hyper::body::Incoming>, roles: &Roles) -> Response<Full<Bytes>> {
     let (status, kind, text) = if request.method() != Method::GET || request.uri().path() != "/metrics" {
         (StatusCode::NOT_FOUND, "text/plain", "There is GET /metrics and nothing else\n".to_owned())
     } else {
-        match keeper.ask(|keeper, _| families(keeper)).await.map(|families| encode(&families, &[])) {
-            Ok(Ok(text)) => (StatusCode::OK, telemetry::metrics::CONTENT_TYPE, text),
-            Ok(Err(error)) => (StatusCode::INTERNAL_SERVER_ERROR, "text/plain", format!("{error}\n")),
-            Err(status) => (StatusCode::SERVICE_UNAVAILABLE, "text/plain", format!("{}\n", status.message())),
+        let mut all = of_role(&roles.role());
+        // Hosts and VMs are shown by the instance that leads.
+        if let Ok(keeper) = roles.leading()
+            && let Ok(families) = keeper.ask(|keeper, _| families(keeper)).await
+        {
+            all.extend(families);
+        }
+        match encode(&all, &[]) {
+            Ok(text) => (StatusCode::OK, telemetry::metrics::CONTENT_TYPE, text),
+            Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, "text/plain", format!("{error}\n")),
         }
     };
     let mut response = Response::new(Full::new(Bytes::from(text)));
     *response.status_mut() = status;
     response.headers_mut().insert(header::CONTENT_TYPE, header::HeaderValue::from_static(kind));
     response
+}
+
+/// What every instance shows.
+fn of_role(role: &proto::Role) -> Vec<Family> {
+    let mut families = Vec::new();
+    let labels = [("store", role.store.as_str()), ("instance", role.instance.as_str())];
+    for (name, help, value) in [
+        ("causeway_cluster_leads", "Whether this instance leads.", u64::from(role.leads)),
+        (
+            "causeway_cluster_leader_known",
+            "Whether this instance knows one that leads.",
+            u64::from(!role.leader.is_empty()),
+        ),
+        (
+            "causeway_cluster_term",
+            "The last term of leadership that this instance has seen; 0: it is alone.",
+            role.term,
+        ),
+        (
+            "causeway_cluster_store_answers",
+            "Whether the store answered when it was asked last.",
+            u64::from(role.store_answers),
+        ),
+        (
+            "causeway_cluster_lease_milliseconds",
+            "How much longer this instance leads without a renewal of its lease.",
+            role.lease_milliseconds,
+        ),
+    ] {
+        let mut family = Family::gauge(name, help);
+        family.add_count(&labels, value);
+        families.push(family);
+    }
+    let mut family =
+        Family::counter("causeway_cluster_terms_led_total", "How often this instance has become leader.");
+    family.add_count(&labels, role.terms_led);
+    families.push(family);
+    families
 }
 
 fn families(keeper: &mut Keeper) -> Vec<Family> {

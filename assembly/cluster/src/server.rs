@@ -18,9 +18,13 @@ use tonic::codegen::tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::server::{Connected, Server as TonicServer, TcpConnectInfo};
 use tonic::transport::{Certificate, Identity, ServerTlsConfig};
 
-use crate::keeper::{self, Handle};
+use crate::election::{self, Candidate, Make};
+use crate::keeper;
+use crate::kv::Kv;
+use crate::kv_store::KvStore;
 use crate::metrics;
 use crate::registry::Registry;
+use crate::roles::Roles;
 use crate::service::Service;
 use crate::state::Settings;
 use crate::store::{RedbStore, Store, StoreError};
@@ -45,8 +49,10 @@ pub struct ServerConfig {
     pub lease: Duration,
     /// How long a migration's switch-over may take, from when peers are asked to stop to the decision; what takes longer is given up.
     pub switch_limit: Duration,
-    /// What is the same on all hosts; `None`: as before, or the defaults.
-    pub settings: Option<Settings>,
+    /// Bytes of payload per packet between hosts; `None`: as before, or the default.
+    pub mtu: Option<u32>,
+    /// UDP sockets of each host; `None`: as before, or the default.
+    pub sockets: Option<u16>,
 }
 
 impl ServerConfig {
@@ -60,8 +66,23 @@ impl ServerConfig {
             metrics: None,
             lease: Duration::from_secs(6),
             switch_limit: Duration::from_secs(2),
-            settings: None,
+            mtu: None,
+            sockets: None,
         }
+    }
+
+    /// What is the same on all hosts, given what it was before.
+    fn settings(&self, before: Settings) -> Settings {
+        Settings { mtu: self.mtu.unwrap_or(before.mtu), sockets: self.sockets.unwrap_or(before.sockets) }
+    }
+
+    /// What decides, with a database.
+    fn registry(&self, store: Box<dyn Store>) -> Result<Registry, StoreError> {
+        let now = Instant::now();
+        let mut registry = Registry::new(store, self.lease, self.switch_limit, now)?;
+        let settings = self.settings(registry.state().settings);
+        registry.set_settings(settings, now)?;
+        Ok(registry)
     }
 }
 
@@ -103,6 +124,8 @@ pub enum ServerError {
 #[derive(Debug)]
 pub struct Server {
     stop: Option<oneshot::Sender<()>>,
+    /// Dropped, it ends the part in the election.
+    stand_down: Option<std::sync::mpsc::Sender<()>>,
     threads: Vec<JoinHandle<()>>,
     address: SocketAddr,
     metrics: Option<SocketAddr>,
@@ -123,21 +146,64 @@ impl Server {
     /// # Errors
     /// As [`Server::start`].
     pub fn with(config: &ServerConfig, store: Box<dyn Store>) -> Result<Self, ServerError> {
-        let settings = config.settings.map(Settings::check).transpose().map_err(ServerError::Settings)?;
-        let tls = config.keys.as_ref().map(tls).transpose()?;
-        let listener = listen(config.listen, "--listen")?;
-        let address = listener.local_addr().unwrap_or(config.listen);
-        let metrics = config.metrics.map(|address| listen(address, "--metrics")).transpose()?;
-        let metrics_address = metrics.as_ref().and_then(|listener| listener.local_addr().ok());
-        let now = Instant::now();
-        let mut registry = Registry::new(store, config.lease, config.switch_limit, now)?;
-        let settings = settings.unwrap_or(registry.state().settings);
-        registry.set_settings(settings, now)?;
-        let mut instance = [0; 8];
-        random(&mut instance)?;
-        let instance = u64::from_le_bytes(instance).max(1);
+        config.settings(store.state().settings).check().map_err(ServerError::Settings)?;
+        let sockets = Sockets::open(config)?;
+        let registry = config.registry(store)?;
+        let (handle, keeper) = keeper::start(registry, instance()?)
+            .map_err(|source| ServerError::Start { what: "keeper thread", source })?;
+        let place = config.state.display().to_string();
+        let roles = Roles::alone(sockets.address.to_string(), place, handle);
+        Self::serve(sockets, roles, vec![keeper], None)
+    }
+
+    /// Starts it as one of several instances that share a store; it answers when this returns, and leads when it is elected. The file of
+    /// `config.state` isn't used.
+    ///
+    /// # Errors
+    /// When the keys or the sockets can't be had. A store that doesn't answer is waited for.
+    pub fn elected(
+        config: &ServerConfig,
+        kv: Arc<dyn Kv>,
+        candidate: &Candidate,
+    ) -> Result<Self, ServerError> {
+        config.settings(Settings::default()).check().map_err(ServerError::Settings)?;
+        let sockets = Sockets::open(config)?;
+        let mut candidate = candidate.clone();
+        if candidate.address.is_empty() {
+            candidate.address = sockets.address.to_string();
+        }
+        let roles = Roles::one_of_several(candidate.address.clone(), kv.place());
+        let (elected, own) = (Arc::clone(&roles), config.clone());
+        // A number for each term: watchers of an earlier one get the whole state.
+        let base = instance()?;
+        let begin_with = candidate.begin_with.clone();
+        let make: Make = Arc::new(move |mut store: KvStore| {
+            if let Some(state) = &begin_with {
+                if store.begin_with(state)? {
+                    tracing::info!(revision = state.revision, "The state of the file is taken over");
+                } else {
+                    tracing::info!("There is a state already: that of the file isn't taken over");
+                }
+            }
+            let number = base.wrapping_add(store.term().number()).max(1);
+            Ok((own.registry(Box::new(store))?, number))
+        });
+        let (stand_down, stop) = std::sync::mpsc::channel();
+        let thread = std::thread::Builder::new()
+            .name("election".to_owned())
+            .spawn(move || election::run(&kv, &candidate, &elected, &make, &stop))
+            .map_err(|source| ServerError::Start { what: "election thread", source })?;
+        Self::serve(sockets, roles, vec![thread], Some(stand_down))
+    }
+
+    fn serve(
+        sockets: Sockets,
+        roles: Arc<Roles>,
+        mut threads: Vec<JoinHandle<()>>,
+        stand_down: Option<std::sync::mpsc::Sender<()>>,
+    ) -> Result<Self, ServerError> {
+        let Sockets { tls, listener, address, metrics, metrics_address } = sockets;
         let start = |what| move |source| ServerError::Start { what, source };
-        let (handle, keeper) = keeper::start(registry, instance).map_err(start("keeper thread"))?;
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
             .enable_time()
@@ -157,7 +223,7 @@ impl Server {
             .spawn(move || {
                 runtime.block_on(async {
                     tokio::select! {
-                        ended = serve(listener, metrics, tls, handle) => {
+                        ended = serve(listener, metrics, tls, roles) => {
                             if let Err(error) = ended {
                                 tracing::error!(%error, "The cluster service has ended; restart it");
                             }
@@ -170,7 +236,8 @@ impl Server {
                 runtime.shutdown_background();
             })
             .map_err(start("service thread"))?;
-        Ok(Self { stop: Some(stop), threads: vec![thread, keeper], address, metrics: metrics_address })
+        threads.insert(0, thread);
+        Ok(Self { stop: Some(stop), stand_down, threads, address, metrics: metrics_address })
     }
 
     /// Where it listens.
@@ -192,6 +259,8 @@ impl Drop for Server {
             // A thread that has failed doesn't listen.
             let _ = stop.send(());
         }
+        // The lease is given back, so that another instance leads at once.
+        drop(self.stand_down.take());
         // The keeper ends when the service's handles are gone.
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
@@ -201,11 +270,33 @@ impl Drop for Server {
     }
 }
 
-/// Eight random bytes of the kernel.
-fn random(bytes: &mut [u8]) -> Result<(), ServerError> {
+/// A random number for this start of the service.
+fn instance() -> Result<u64, ServerError> {
     use std::io::Read as _;
-    let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(bytes));
-    read.map_err(|source| ServerError::Start { what: "random numbers", source })
+    let mut bytes = [0; 8];
+    let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
+    read.map_err(|source| ServerError::Start { what: "random numbers", source })?;
+    Ok(u64::from_le_bytes(bytes).max(1))
+}
+
+/// What it serves at.
+struct Sockets {
+    tls: Option<ServerTlsConfig>,
+    listener: StdTcpListener,
+    address: SocketAddr,
+    metrics: Option<StdTcpListener>,
+    metrics_address: Option<SocketAddr>,
+}
+
+impl Sockets {
+    fn open(config: &ServerConfig) -> Result<Self, ServerError> {
+        let tls = config.keys.as_ref().map(tls).transpose()?;
+        let listener = listen(config.listen, "--listen")?;
+        let address = listener.local_addr().unwrap_or(config.listen);
+        let metrics = config.metrics.map(|address| listen(address, "--metrics")).transpose()?;
+        let metrics_address = metrics.as_ref().and_then(|listener| listener.local_addr().ok());
+        Ok(Self { tls, listener, address, metrics, metrics_address })
+    }
 }
 
 fn tls(keys: &Keys) -> Result<ServerTlsConfig, ServerError> {
@@ -230,11 +321,11 @@ async fn serve(
     listener: StdTcpListener,
     metrics: Option<StdTcpListener>,
     tls: Option<ServerTlsConfig>,
-    keeper: Handle,
+    roles: Arc<Roles>,
 ) -> io::Result<()> {
     let listener = TcpListener::from_std(listener)?;
     if let Some(metrics) = metrics {
-        tokio::spawn(metrics::serve(TcpListener::from_std(metrics)?, keeper.clone()));
+        tokio::spawn(metrics::serve(TcpListener::from_std(metrics)?, Arc::clone(&roles)));
     }
     let (connections, incoming) = tokio::sync::mpsc::channel(1);
     tokio::spawn(accept(listener, connections));
@@ -243,7 +334,7 @@ async fn serve(
     if let Some(tls) = tls {
         builder = builder.tls_config(tls).map_err(io::Error::other)?;
     }
-    let service = Service { keeper, began: Instant::now(), authenticated };
+    let service = Service { roles, began: Instant::now(), authenticated };
     let service = ClusterServiceServer::new(service)
         .max_decoding_message_size(LARGEST_MESSAGE / 16)
         .max_encoding_message_size(LARGEST_MESSAGE);

@@ -1,6 +1,7 @@
 //! The gRPC service: checks what comes in, asks the registry, puts answers into messages.
 
 use std::pin::Pin;
+use std::sync::Arc;
 use std::time::Instant;
 
 use control_api::cluster::proto;
@@ -13,11 +14,13 @@ use tonic::{Request, Response, Status, Streaming};
 use crate::keeper::{Handle, Keeper};
 use crate::messages;
 use crate::refusal::Refusal;
+use crate::roles::Roles;
+use crate::store::StoreError;
 
 /// The service.
 #[derive(Debug, Clone)]
 pub(crate) struct Service {
-    pub keeper: Handle,
+    pub roles: Arc<Roles>,
     pub began: Instant,
     /// Whether callers have shown certificates.
     pub authenticated: bool,
@@ -42,6 +45,8 @@ fn status(error: &Refusal) -> Status {
         Refusal::Conflict(_) => Status::aborted(text),
         Refusal::Old(_) => Status::failed_precondition(text),
         Refusal::TooMany(_) => Status::resource_exhausted(text),
+        Refusal::Store(StoreError::NotLeading) => Roles::not_leading(text, ""),
+        Refusal::Store(StoreError::Unknown) => Status::unavailable(text),
         Refusal::Store(_) => Status::internal(text),
     }
 }
@@ -51,8 +56,15 @@ impl Service {
         &self,
         job: impl FnOnce(&mut Keeper, Instant) -> Result<R, Refusal> + Send + 'static,
     ) -> Result<R, Status> {
-        self.keeper.ask(job).await?.map_err(|error| status(&error))
+        ask(&self.roles.leading()?, job).await
     }
+}
+
+async fn ask<R: Send + 'static>(
+    keeper: &Handle,
+    job: impl FnOnce(&mut Keeper, Instant) -> Result<R, Refusal> + Send + 'static,
+) -> Result<R, Status> {
+    keeper.ask(job).await?.map_err(|error| status(&error))
 }
 
 /// A stream of answers.
@@ -176,15 +188,19 @@ impl ClusterService for Service {
         request: Request<proto::WatchRequest>,
     ) -> Result<Response<Self::WatchStream>, Status> {
         let request = request.into_inner();
-        let events =
-            self.keeper.ask(move |keeper, _| keeper.watch(request.instance, request.revision)).await??;
+        let events = self
+            .roles
+            .leading()?
+            .ask(move |keeper, _| keeper.watch(request.instance, request.revision))
+            .await??;
         Ok(Response::new(ReceiverStream::new(events)))
     }
 
     async fn get_state(&self, _: Request<proto::GetStateRequest>) -> Result<Response<proto::State>, Status> {
         let (uptime_seconds, authenticated) = (self.began.elapsed().as_secs(), self.authenticated);
         let state = self
-            .keeper
+            .roles
+            .leading()?
             .ask(move |keeper, _| proto::State {
                 instance: keeper.instance,
                 version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -195,7 +211,11 @@ impl ClusterService for Service {
                 ..messages::state(&keeper.registry)
             })
             .await?;
-        Ok(Response::new(state))
+        Ok(Response::new(proto::State { role: Some(self.roles.role()), ..state }))
+    }
+
+    async fn get_role(&self, _: Request<proto::GetRoleRequest>) -> Result<Response<proto::Role>, Status> {
+        Ok(Response::new(self.roles.role()))
     }
 
     async fn set_group(
@@ -263,24 +283,27 @@ impl ClusterService for Service {
         let Node::Host(host) = first.from else {
             return Err(Status::invalid_argument("The message isn't a host's"));
         };
-        let outgoing = self
-            .ask(move |keeper, now| {
-                // The answer to the first message goes to the stream that brought it.
-                let speaker = crate::registry::Speaker { host, incarnation: first.incarnation };
-                keeper.registry.heartbeat(speaker, now)?;
-                let outgoing = keeper.attach(host);
-                keeper.registry.message(first, now)?;
-                Ok(outgoing)
-            })
-            .await?;
-        let service = self.clone();
+        let leading = self.roles.leading()?;
+        let outgoing = ask(&leading, move |keeper, now| {
+            // The answer to the first message goes to the stream that brought it.
+            let speaker = crate::registry::Speaker { host, incarnation: first.incarnation };
+            keeper.registry.heartbeat(speaker, now)?;
+            let outgoing = keeper.attach(host);
+            keeper.registry.message(first, now)?;
+            Ok(outgoing)
+        })
+        .await?;
         tokio::spawn(async move {
             while let Ok(Some(envelope)) = incoming.message().await {
                 let Ok(message) = parse(&envelope) else { return };
                 if message.from != Node::Host(host) {
                     return;
                 }
-                let passed = service.ask(move |keeper, now| match message.to {
+                // Of this term: the next one has other streams.
+                if !leading.term.holds() {
+                    return;
+                }
+                let passed = ask(&leading, move |keeper, now| match message.to {
                     Node::Coordinator => keeper.registry.message(message, now),
                     Node::Host(_) => keeper.pass_on(&message, now),
                 });

@@ -74,6 +74,23 @@ pub enum StoreError {
         #[source]
         source: Box<redb::Error>,
     },
+    /// Another version, in etcd.
+    #[error(
+        "The cluster's state in etcd has version {0}, this program knows {known}: run the release that made it",
+        known = crate::rows::VERSION
+    )]
+    EtcdVersion(u64),
+    /// The store that instances share doesn't do it.
+    #[error(transparent)]
+    Kv(#[from] crate::kv::KvError),
+    /// Another instance leads, or may lead by now.
+    #[error("This instance of the cluster service doesn't lead any more, and changed nothing: ask again")]
+    NotLeading,
+    /// No answer came while this instance led.
+    #[error(
+        "This instance of the cluster service doesn't lead any more, and doesn't know what became of its last change: ask again"
+    )]
+    Unknown,
     /// It has something that no ledger has.
     #[error("The cluster's database is damaged: {0}. Restore it from a copy")]
     Damaged(String),

@@ -2,13 +2,16 @@
 #![allow(clippy::unwrap_used)] // A test that can't go on has failed.
 
 mod common;
+#[path = "common/moving.rs"]
+mod moving;
 
 use std::time::Duration;
 
 use common::{Says as _, refused, start, start_with, wait_until};
 use control_api::cluster::Service;
 use control_api::cluster::proto::{self, Speaker, lookup_request::What};
-use nomad::{Body, HostId, Incarnation, Message, MigrationId, Node};
+use moving::{Host, envelope, moves};
+use nomad::{Body, HostId, MigrationId};
 
 fn lookup(service: &Service, what: What) -> Result<proto::LookupReply, control_api::cluster::ClusterError> {
     let request = proto::LookupRequest { what: Some(what) };
@@ -233,78 +236,6 @@ fn connections_are_on_the_list_while_one_end_says_so() {
     service.links(h1, &[(1, 2)]).unwrap();
     service.end(h1, 1, 1).unwrap();
     assert_eq!(shown(&service), []);
-}
-
-/// A host's end of the migration protocol, by hand.
-struct Host {
-    runtime: tokio::runtime::Runtime,
-    outgoing: tokio::sync::mpsc::Sender<proto::Envelope>,
-    incoming: tonic::Streaming<proto::Envelope>,
-    speaker: Speaker,
-}
-
-impl Host {
-    fn new(service: &Service, speaker: Speaker) -> Self {
-        let runtime =
-            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-        let (outgoing, messages) = tokio::sync::mpsc::channel(8);
-        let host = HostId(speaker.host);
-        let hello = envelope(host, speaker.incarnation, Body::Hello);
-        let incoming = runtime.block_on(async {
-            outgoing.send(hello).await.unwrap();
-            let mut client = service.connect().await.unwrap();
-            let messages = tonic::codegen::tokio_stream::wrappers::ReceiverStream::new(messages);
-            client.coordinate(messages).await.unwrap().into_inner()
-        });
-        let mut host = Self { runtime, outgoing, incoming, speaker };
-        assert_eq!(host.next(), Body::Welcome);
-        host
-    }
-
-    fn say(&self, body: Body) {
-        let envelope = envelope(HostId(self.speaker.host), self.speaker.incarnation, body);
-        self.runtime.block_on(self.outgoing.send(envelope)).unwrap();
-    }
-
-    fn next(&mut self) -> Body {
-        let next = async { tokio::time::timeout(Duration::from_secs(10), self.incoming.message()).await };
-        let envelope = self.runtime.block_on(next).unwrap().unwrap().unwrap();
-        nomad::wire::parse(&envelope.message).unwrap().body
-    }
-
-    /// The next message of another kind than those before, which are said again until they are answered.
-    fn until(&mut self, wanted: impl Fn(&Body) -> bool) -> Body {
-        loop {
-            let body = self.next();
-            if wanted(&body) {
-                return body;
-            }
-        }
-    }
-}
-
-fn envelope(host: HostId, incarnation: u64, body: Body) -> proto::Envelope {
-    let from = Node::Host(host);
-    let message = Message { from, incarnation: Incarnation(incarnation), to: Node::Coordinator, body };
-    let mut bytes = Vec::new();
-    nomad::wire::encode(&message, &mut bytes);
-    proto::Envelope { message: bytes }
-}
-
-/// Takes both hosts to the commit, over the network.
-fn moves(source: &mut Host, destination: &mut Host, migration: u64) {
-    let migration = MigrationId(migration);
-    destination.until(|body| matches!(body, Body::Reserve { .. }));
-    destination.say(Body::Reserved { migration });
-    source.until(|body| matches!(body, Body::Begin { .. }));
-    source.say(Body::Converged { migration });
-    source.until(|body| matches!(body, Body::Switch { .. }));
-    destination.say(Body::Loaded { migration });
-    source.say(Body::Yield { migration });
-    for host in [source, destination] {
-        host.until(|body| matches!(body, Body::Commit { .. }));
-        host.say(Body::Settled { migration, lost: Vec::new() });
-    }
 }
 
 #[test]

@@ -1,128 +1,17 @@
 //! The database has what the coordinator's records make, whenever it is closed or its process is killed.
 #![allow(clippy::unwrap_used)] // A test that can't go on has failed.
 
+#[path = "common/changes.rs"]
+mod changes;
+
 use std::io::{BufRead, BufReader};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-use cluster::state::{AboutHost, AboutVm, Change, Nic, Settings, State};
+use changes::{after, changes};
+use cluster::state::Change;
 use cluster::{RedbStore, Store as _, StoreError};
-use nomad::coordinator::{Action, Coordinator, Event, Ledger, Record};
 use nomad::testing::dice::Dice;
-use nomad::{Body, Config, HostId, Incarnation, Message, MigrationId, Node, Reason, VmId};
-
-/// Records of a coordinator that is told random things by hosts and users.
-fn records(seed: u64, count: usize) -> Vec<Record> {
-    let mut dice = Dice::new(seed);
-    let mut coordinator = Coordinator::new(Config::default(), Ledger::default());
-    let mut written = Vec::new();
-    let mut actions = Vec::new();
-    let mut starts = [1_u64; 5];
-    while written.len() < count {
-        let (vm, mut host) = (VmId(dice.between(1, 6)), HostId(dice.between(1, 4)));
-        let migration = MigrationId(coordinator.ledger().last.0.saturating_sub(u64::from(dice.below(2))));
-        match dice.below(12) {
-            0 => drop(coordinator.started(vm, host, &mut actions)),
-            1 => drop(coordinator.linked(vm, VmId(dice.between(1, 6)), dice.chance(700), &mut actions)),
-            2 => drop(coordinator.ended(vm, &mut actions)),
-            3 | 4 => {
-                let begun = coordinator.migrate(&[(vm, host)], &mut actions);
-                // Half of them go all the way.
-                if let Ok(migration) = begun
-                    && dice.chance(500)
-                {
-                    let moved = coordinator.ledger().migrations[&migration].moves[0];
-                    let settled = || Body::Settled { migration, lost: Vec::new() };
-                    for (from, body) in [
-                        (moved.to, Body::Reserved { migration }),
-                        (moved.from, Body::Converged { migration }),
-                        (moved.to, Body::Loaded { migration }),
-                        (moved.from, Body::Yield { migration }),
-                        (moved.from, settled()),
-                        (moved.to, settled()),
-                    ] {
-                        let incarnation = Incarnation(starts[from.0 as usize]);
-                        let (from, to) = (Node::Host(from), Node::Coordinator);
-                        coordinator
-                            .step(Event::Message(Message { from, incarnation, to, body }), &mut actions);
-                    }
-                }
-            }
-            5 => coordinator.cancel(migration, &mut actions),
-            _ => {
-                // Mostly those that take part.
-                if let Some(moved) =
-                    coordinator.ledger().migrations.get(&migration).map(|stored| stored.moves[0])
-                {
-                    host = [moved.from, moved.to, host][dice.below(3) as usize];
-                }
-                let body = match dice.below(6) {
-                    0 => Body::Reserved { migration },
-                    1 => Body::Converged { migration },
-                    2 => Body::Loaded { migration },
-                    3 => Body::Yield { migration },
-                    4 => Body::Settled {
-                        migration,
-                        lost: if dice.chance(100) { vec![vm] } else { Vec::new() },
-                    },
-                    _ if dice.chance(200) => Body::Failed { migration, reason: Reason::NoRoom },
-                    _ => Body::Hello,
-                };
-                let start = &mut starts[host.0 as usize];
-                *start += u64::from(dice.chance(10));
-                let incarnation = Incarnation(*start);
-                let message = Message { from: Node::Host(host), incarnation, to: Node::Coordinator, body };
-                coordinator.step(Event::Message(message), &mut actions);
-            }
-        }
-        written.extend(actions.drain(..).filter_map(|action| match action {
-            Action::Write(record) => Some(record),
-            _ => None,
-        }));
-    }
-    written.truncate(count);
-    written
-}
-
-/// The coordinator's records, and what the service writes beside them.
-fn changes(seed: u64, count: usize) -> Vec<Vec<Change>> {
-    let mut dice = Dice::new(seed ^ 0xABCD);
-    let mut changes: Vec<Vec<Change>> = Vec::new();
-    for record in records(seed, count) {
-        let mut one = vec![Change::Ledger(record.clone())];
-        match record {
-            Record::Host { host, .. } => {
-                let about = AboutHost { name: host.to_string(), address: ([10, 0, 0, 1], 4792).into() };
-                one.insert(0, Change::Host(host, about));
-            }
-            Record::Vm { vm, .. } => {
-                let addresses =
-                    (0..dice.below(3)).map(|_| [u8::try_from(dice.below(9)).unwrap(); 16]).collect();
-                let mac = dice.chance(500).then_some([2, 0, 0, 0, 0, 1]);
-                let nics = vec![Nic { segment: "blue".to_owned(), addresses, mac }];
-                one.insert(0, Change::Vm(vm, AboutVm { name: vm.to_string(), nics }));
-            }
-            Record::VmEnded { vm } => one.push(Change::VmForgotten(vm)),
-            _ if dice.chance(200) => {
-                let vms = (0..dice.below(4)).map(|_| VmId(dice.between(1, 6))).collect();
-                one.push(Change::Group(format!("g{}", dice.below(3)), vms));
-            }
-            _ if dice.chance(50) => one.push(Change::Settings(Settings { mtu: 4096, sockets: 3 })),
-            _ => {}
-        }
-        changes.push(one);
-    }
-    changes
-}
-
-fn after(changes: &[Vec<Change>]) -> State {
-    let mut state = State::default();
-    for change in changes.iter().flatten() {
-        state.apply(change);
-    }
-    state.revision = u64::try_from(changes.len()).unwrap();
-    state
-}
 
 /// Opened again after each record, it has all records up to there. All kinds of records come up.
 #[test]

@@ -1,5 +1,6 @@
 //! The daemon, put together.
 
+use std::collections::BTreeSet;
 use std::io;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -178,7 +179,7 @@ impl Daemon {
             .transpose()?;
         // What is opened outside is open; threads have it from here.
         if config.sandbox {
-            let service = cluster.as_ref().map(|(_, port)| *port);
+            let service = cluster.as_ref().map(|(_, ports)| ports);
             sandbox::enter(place.socket(), place.folder(), verbs.as_ref().map(Found::node), service)?;
         } else {
             tracing::warn!("The daemon runs without a sandbox: no seccomp, no Landlock");
@@ -285,8 +286,8 @@ impl Drop for Daemon {
     }
 }
 
-/// Those of a host with a directory; where that is a cluster's, it as well, and the TCP port of its service.
-type Opened = (Transports, Option<(Arc<ClusterDirectory>, u16)>);
+/// Those of a host with a directory; where that is a cluster's, it as well, and the TCP ports of its service.
+type Opened = (Transports, Option<(Arc<ClusterDirectory>, BTreeSet<u16>)>);
 
 fn transports(config: &FabricConfig, folder: &Path) -> Result<Opened, DaemonError> {
     let address = config.address;
@@ -303,7 +304,7 @@ fn transports(config: &FabricConfig, folder: &Path) -> Result<Opened, DaemonErro
             let probe = std::net::UdpSocket::bind(address);
             drop(probe.map_err(|source| FabricError::Port { address, source })?);
             let directory = ClusterDirectory::open(cluster.clone(), address, folder)?;
-            (Arc::clone(&directory) as _, Some((directory, cluster.service.port())))
+            (Arc::clone(&directory) as _, Some((directory, cluster.service.ports())))
         }
     };
     let key = config.cluster_key.as_deref().map(ClusterKey::load).transpose()?;

@@ -3,12 +3,15 @@
 //! The messages are in [`proto`], made from `proto/cluster.proto`; the server is in the crate `cluster`. Who has no certificate of the cluster's
 //! authority isn't answered, where the service has one; where it has none, nobody is authenticated.
 
+use std::collections::BTreeSet;
 use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
+use tokio::task::JoinSet;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Identity, Uri};
 use tonic::{Code, Status};
 
@@ -22,6 +25,10 @@ pub mod proto {
 
 /// How long a connection, and then an answer, may take.
 pub const TIMEOUT: Duration = Duration::from_secs(5);
+/// How long an instance may take to say whether it leads; those that don't answer are passed over.
+const PROBE: Duration = Duration::from_secs(2);
+/// Metadata of an answer of an instance that doesn't lead: the address of the one that does, or nothing.
+pub const LEADER: &str = "causeway-leader";
 /// A message is refused beyond this many bytes: the state of 65,536 VMs fits.
 pub const LARGEST_MESSAGE: usize = 64 << 20;
 
@@ -134,6 +141,20 @@ pub enum ClusterError {
         #[source]
         source: Box<Status>,
     },
+    /// The instance doesn't lead; nothing was done.
+    #[error("{reason}")]
+    NotLeading {
+        /// Which one does, as far as it knows.
+        leader: Option<String>,
+        /// Its own words.
+        reason: String,
+    },
+    /// None of several instances leads.
+    #[error("None of the cluster service's instances leads: {}", said.join("; "))]
+    NoLeader {
+        /// What each said, or what is wrong with it.
+        said: Vec<String>,
+    },
     /// The service said no, in its own words.
     #[error("{reason}")]
     Refused {
@@ -155,23 +176,18 @@ impl ClusterError {
     }
 }
 
-/// Where a cluster service is, and how to speak with it. Nothing is connected yet.
-#[derive(Debug, Clone)]
-pub struct Service {
+/// An instance of the service.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Instance {
     /// As given: `HOST:PORT`.
     name: String,
     /// What certificates must be for.
     host: String,
     addresses: Vec<SocketAddr>,
-    keys: Option<Keys>,
 }
 
-impl Service {
-    /// Resolves an address, once.
-    ///
-    /// # Errors
-    /// When it is none, or its name can't be resolved.
-    pub fn new(address: &str, keys: Option<Keys>) -> Result<Self, ClusterError> {
+impl Instance {
+    fn new(address: &str) -> Result<Self, ClusterError> {
         let wrong = |source| ClusterError::Address { address: address.chars().take(300).collect(), source };
         let (host, port) = address.rsplit_once(':').ok_or_else(|| wrong(None))?;
         let host = host.trim_start_matches('[').trim_end_matches(']');
@@ -183,7 +199,32 @@ impl Service {
         if addresses.is_empty() {
             return Err(wrong(None));
         }
-        Ok(Self { name: address.to_owned(), host: host.to_owned(), addresses, keys })
+        Ok(Self { name: address.to_owned(), host: host.to_owned(), addresses })
+    }
+}
+
+/// What an instance says of itself, with its address.
+pub type Said = (String, Result<proto::Role, ClusterError>);
+
+/// Where a cluster service is, and how to speak with it. Nothing is connected yet.
+#[derive(Debug, Clone)]
+pub struct Service {
+    /// As given: `HOST:PORT`, or several with commas between them.
+    name: String,
+    instances: Vec<Instance>,
+    /// One that isn't among them, and of which one of them has said that it leads.
+    hint: Arc<Mutex<Option<Instance>>>,
+    keys: Option<Keys>,
+}
+
+impl Service {
+    /// Resolves the address of a service, or of its instances with commas between them, once.
+    ///
+    /// # Errors
+    /// When one is none, or its name can't be resolved.
+    pub fn new(addresses: &str, keys: Option<Keys>) -> Result<Self, ClusterError> {
+        let instances: Vec<_> = addresses.split(',').map(Instance::new).collect::<Result<_, _>>()?;
+        Ok(Self { name: addresses.to_owned(), instances, hint: Arc::default(), keys })
     }
 
     /// As given.
@@ -194,8 +235,28 @@ impl Service {
 
     /// The TCP ports to which connections are made.
     #[must_use]
-    pub fn port(&self) -> u16 {
-        self.addresses.first().map_or(0, SocketAddr::port)
+    pub fn ports(&self) -> BTreeSet<u16> {
+        self.instances.iter().flat_map(|instance| &instance.addresses).map(SocketAddr::port).collect()
+    }
+
+    fn hint(&self) -> MutexGuard<'_, Option<Instance>> {
+        self.hint.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Those to be asked.
+    fn candidates(&self) -> Vec<Instance> {
+        let mut all = self.instances.clone();
+        all.extend(self.hint().clone().filter(|hint| !self.instances.contains(hint)));
+        all
+    }
+
+    /// An instance has said that another leads. Names aren't resolved here: who sent this may not look names up any more.
+    fn heard_of(&self, leader: &str) {
+        if leader.parse::<SocketAddr>().is_ok()
+            && !self.instances.iter().any(|instance| instance.name == leader)
+        {
+            *self.hint() = Instance::new(leader).ok();
+        }
     }
 
     /// Whether both sides are authenticated and what they say is encrypted.
@@ -204,17 +265,107 @@ impl Service {
         self.keys.is_some()
     }
 
-    /// Connects.
+    /// Connects with the service; where it has several instances, with the one that leads.
     ///
     /// # Errors
-    /// When nobody answers, or with other keys.
+    /// When nobody answers, or with other keys; when none of several leads.
     pub async fn connect(&self) -> Result<ClusterServiceClient<Channel>, ClusterError> {
+        let candidates = self.candidates();
+        if let [only] = candidates.as_slice() {
+            return self.connect_to(only).await;
+        }
+        // All at once: one that is gone or stopped doesn't hold the others up.
+        let mut probes = JoinSet::new();
+        for instance in candidates {
+            let service = self.clone();
+            probes.spawn(async move { service.probe(&instance).await.map_err(|said| (instance.name, said)) });
+        }
+        let (mut said, mut away) = (Vec::new(), Vec::new());
+        while let Some(probe) = probes.join_next().await {
+            match probe {
+                Ok(Ok(client)) => return Ok(client),
+                Ok(Err((name, error))) => {
+                    if let ClusterError::NotLeading { leader: Some(leader), .. } = &error {
+                        self.heard_of(leader);
+                    }
+                    said.push(format!("{name}: {error}"));
+                    away.push(error);
+                }
+                // A task that has panicked or was ended has nothing to say.
+                Err(_) => {}
+            }
+        }
+        // Where a hint leads nowhere, the next attempt is without.
+        if !away.iter().any(|error| matches!(error, ClusterError::NotLeading { leader: Some(_), .. })) {
+            *self.hint() = None;
+        }
+        said.sort();
+        Err(ClusterError::NoLeader { said })
+    }
+
+    /// Connects with an instance if it leads.
+    async fn probe(&self, instance: &Instance) -> Result<ClusterServiceClient<Channel>, ClusterError> {
+        let late = || ClusterError::Timeout { service: instance.name.clone(), request: "GetRole" };
+        let (client, role) = tokio::time::timeout(PROBE, async {
+            let mut client = self.connect_to(instance).await?;
+            let role = client.get_role(proto::GetRoleRequest {}).await;
+            Ok::<_, ClusterError>((
+                client,
+                role.map_err(|status| self.error("GetRole", status))?.into_inner(),
+            ))
+        })
+        .await
+        .map_err(|_| late())??;
+        if role.leads {
+            return Ok(client);
+        }
+        let leader = Some(role.leader).filter(|leader| !leader.is_empty());
+        let reason = match &leader {
+            Some(leader) => format!("it doesn't lead, {leader} does"),
+            None if role.store_answers => "it knows none that leads".to_owned(),
+            None => role.store_error,
+        };
+        Err(ClusterError::NotLeading { leader, reason })
+    }
+
+    /// What each instance says of itself, in the order given; blocks.
+    ///
+    /// # Errors
+    /// When this process can't make connections.
+    pub fn roles(&self) -> Result<Vec<Said>, ClusterError> {
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_io()
+            .enable_time()
+            .build()
+            .map_err(ClusterError::SetUp)?;
+        runtime.block_on(async {
+            let mut asked = JoinSet::new();
+            for (place, instance) in self.instances.iter().cloned().enumerate() {
+                let service = self.clone();
+                asked.spawn(async move {
+                    let request = "GetRole";
+                    let asked = async {
+                        let mut client = service.connect_to(&instance).await?;
+                        service.within(request, client.get_role(proto::GetRoleRequest {})).await
+                    };
+                    let role = tokio::time::timeout(PROBE, asked).await;
+                    let late = ClusterError::Timeout { service: instance.name.clone(), request };
+                    (place, instance.name, role.unwrap_or(Err(late)))
+                });
+            }
+            let mut roles = asked.join_all().await;
+            roles.sort_by_key(|(place, ..)| *place);
+            Ok(roles.into_iter().map(|(_, name, role)| (name, role)).collect())
+        })
+    }
+
+    async fn connect_to(&self, instance: &Instance) -> Result<ClusterServiceClient<Channel>, ClusterError> {
         // gRPC needs a URI; where connections go is the connector's affair.
         let mut endpoint = Endpoint::from_static("http://cluster").tcp_nodelay(true);
         // TLS 1.3 is done for the client before the server has looked at its certificate: a refusal comes with the first answer.
         if let Some(keys) = &self.keys {
             let tls = ClientTlsConfig::new()
-                .domain_name(self.host.clone())
+                .domain_name(instance.host.clone())
                 .ca_certificate(Certificate::from_pem(&keys.authority))
                 .identity(Identity::from_pem(&keys.certificate, &keys.key));
             endpoint = Endpoint::from_static("https://cluster")
@@ -227,7 +378,7 @@ impl Service {
             .http2_keep_alive_interval(Duration::from_secs(5))
             .keep_alive_timeout(Duration::from_secs(5))
             .keep_alive_while_idle(true);
-        let addresses = self.addresses.clone();
+        let addresses = instance.addresses.clone();
         let connector = tower::service_fn(move |_: Uri| {
             let addresses = addresses.clone();
             async move {
@@ -246,7 +397,7 @@ impl Service {
         });
         let connected = tokio::time::timeout(TIMEOUT, endpoint.connect_with_connector(connector)).await;
         let failed = |source: Box<dyn std::error::Error + Send + Sync>| ClusterError::Connect {
-            service: self.name.clone(),
+            service: instance.name.clone(),
             encrypted: self.keys.is_some(),
             source,
         };
@@ -275,6 +426,18 @@ impl Service {
             .map_err(ClusterError::SetUp)?;
         runtime.block_on(async {
             let mut client = self.connect().await?;
+            if self.candidates().len() == 1 {
+                // It may be one of several all the same.
+                let role = client.get_role(proto::GetRoleRequest {});
+                if let Ok(Ok(role)) = tokio::time::timeout(PROBE, role).await
+                    && !role.get_ref().leads
+                {
+                    self.heard_of(&role.get_ref().leader);
+                    if self.hint().is_some() {
+                        client = self.connect().await?;
+                    }
+                }
+            }
             self.within(request, call(&mut client)).await
         })
     }
@@ -306,6 +469,13 @@ impl Service {
     /// What a status means.
     #[must_use]
     pub fn error(&self, request: &'static str, status: Status) -> ClusterError {
+        if let Some(leader) = status.metadata().get(LEADER) {
+            let leader = leader.to_str().ok().filter(|leader| !leader.is_empty()).map(str::to_owned);
+            if let Some(leader) = &leader {
+                self.heard_of(leader);
+            }
+            return ClusterError::NotLeading { leader, reason: status.message().to_owned() };
+        }
         // A status that the service sent has no source; one that the transport made has one of these codes or a source.
         let transport = matches!(status.code(), Code::Unavailable | Code::Unknown | Code::Cancelled)
             || std::error::Error::source(&status).is_some();
@@ -328,6 +498,22 @@ mod tests {
             assert!(error.contains("write HOST:PORT"), "{error}");
         }
         let service = Service::new("[::1]:4793", None).unwrap();
-        assert_eq!((service.port(), service.host.as_str()), (4793, "::1"));
+        assert_eq!((service.ports().first(), service.instances[0].host.as_str()), (Some(&4793), "::1"));
+        let several = Service::new("127.0.0.1:1,127.0.0.2:1,127.0.0.3:2", None).unwrap();
+        assert_eq!(several.ports().into_iter().collect::<Vec<_>>(), [1, 2]);
+        assert!(Service::new("127.0.0.1:1,", None).is_err());
+    }
+
+    /// An instance may say that another leads, which the list doesn't have: an address is taken, a name isn't looked up.
+    #[test]
+    fn a_leader_that_is_not_on_the_list_is_asked_where_it_has_an_address() {
+        let service = Service::new("127.0.0.1:1", None).unwrap();
+        let candidates = |service: &Service| service.candidates().len();
+        for said in ["127.0.0.1:1", "h1:4793", "", "127.0.0.2"] {
+            service.heard_of(said);
+            assert_eq!(candidates(&service), 1, "{said}");
+        }
+        service.heard_of("127.0.0.2:1");
+        assert_eq!(candidates(&service.clone()), 2);
     }
 }

@@ -143,7 +143,7 @@ pub struct HostArgs {
     /// RDMA to other hosts: a file that says which hosts there are, which VMs they run, and their addresses (docs/rdma-hosts.md)
     #[arg(long, value_name = "PATH", requires = "fabric_address", group = "places")]
     pub directory: Option<PathBuf>,
-    /// RDMA to other hosts: the cluster service that knows where VMs are, in place of a file (docs/cluster.md)
+    /// RDMA to other hosts: the cluster service that knows where VMs are, in place of a file (docs/cluster.md); its instances with commas between them
     #[arg(long, value_name = "HOST:PORT", requires_all = ["fabric_address", "name"], group = "places")]
     pub cluster: Option<String>,
     /// This host's name in the cluster

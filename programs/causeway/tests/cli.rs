@@ -388,6 +388,10 @@ fn the_cluster_service_serves_and_is_asked() {
         (&status["mtu"], &status["authenticated"], &status["hosts"]),
         (&4096.into(), &false.into(), &0.into())
     );
+    // One instance with a file leads, and there are no terms.
+    let role = &status["instances"][0];
+    assert_eq!((&role["store"], &role["leads"], &role["term"]), (&"redb".into(), &true.into(), &0.into()));
+    assert_eq!((&status["store"], &status["leader"]), (&"redb".into(), &address.as_str().into()));
     let client = control_api::cluster::Service::new(&address, None).unwrap();
     let register = control_api::cluster::proto::RegisterHostRequest {
         name: "h1".to_owned(),
@@ -420,4 +424,42 @@ fn the_cluster_service_serves_and_is_asked() {
     assert_eq!(ask("hosts", &address)[0]["name"], "h1");
     service.kill().unwrap();
     service.wait().unwrap();
+}
+
+/// What has to do with several instances of the service is checked before anything is tried, and a program without etcd says so.
+#[test]
+fn several_instances_need_etcd_and_addresses() {
+    let runtime = tempfile::tempdir().unwrap();
+    let serve = |arguments: &[&str]| {
+        let mut all = vec!["cluster", "serve"];
+        all.extend(arguments);
+        failure(&causeway(runtime.path(), &all), &format!("{arguments:?}"))
+    };
+    let listen = ["--listen", "127.0.0.1:0"];
+    let with = |more: &[&'static str]| [&listen[..], more].concat();
+    assert!(serve(&listen).contains("--state"));
+    assert!(
+        serve(&with(&["--state", "c.redb", "--etcd", "http://127.0.0.1:1"])).contains("cannot be used with")
+    );
+    assert!(serve(&with(&["--etcd", "ftp://127.0.0.1:1"])).contains("is no address of an etcd member"));
+    assert!(
+        serve(&with(&["--etcd", "http://127.0.0.1:1", "--etcd-prefix", "a/"]))
+            .contains("without a slash at the end")
+    );
+    assert!(serve(&with(&["--etcd", "http://127.0.0.1:1", "--advertise", "x"])).contains("write HOST:PORT"));
+    let all = serve(&["--listen", "0.0.0.0:0", "--etcd", "http://127.0.0.1:1"]);
+    assert!(all.contains("give it with --advertise"), "{all}");
+    if cfg!(not(feature = "etcd")) {
+        let built = serve(&with(&["--etcd", "http://127.0.0.1:1"]));
+        assert!(built.contains("built without etcd") && built.contains("--features etcd"), "{built}");
+    }
+    // Several addresses, of which none answers: in one sentence.
+    let output = causeway(runtime.path(), &["cluster", "status", "--cluster", "127.0.0.1:1,127.0.0.1:2"]);
+    let said = failure(&output, "status");
+    assert!(
+        said.contains(
+            "None of the cluster service's instances leads: 127.0.0.1:1: No cluster service answers"
+        ),
+        "{said}"
+    );
 }

@@ -1,6 +1,7 @@
 //! Landlock: of the file system the daemon keeps its own folder, taps and what the kernel says of them; no TCP port is opened, and none connected
 //! to but that of the cluster service, where the daemon has one.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use landlock::{
@@ -22,7 +23,7 @@ pub(super) fn enforce(
     socket: &Path,
     folder: &Path,
     rdma: Option<&Path>,
-    service: Option<u16>,
+    service: Option<&BTreeSet<u16>>,
 ) -> Result<String, SandboxError> {
     let failed = |source: landlock::RulesetError| SandboxError::Landlock(source.into());
     let mut ruleset = Ruleset::default()
@@ -62,8 +63,8 @@ pub(super) fn enforce(
             .map_err(|source| SandboxError::Path { path: path.to_owned(), source: source.into() })?;
         ruleset = ruleset.add_rule(PathBeneath::new(fd, access)).map_err(failed)?;
     }
-    if let Some(port) = service {
-        ruleset = ruleset.add_rule(NetPort::new(port, AccessNet::ConnectTcp)).map_err(failed)?;
+    for port in service.into_iter().flatten() {
+        ruleset = ruleset.add_rule(NetPort::new(*port, AccessNet::ConnectTcp)).map_err(failed)?;
     }
     let status = ruleset.restrict_self().map_err(failed)?;
     Ok(confinement::landlock_state(&status))

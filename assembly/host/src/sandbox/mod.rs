@@ -12,6 +12,7 @@
 mod filesystem;
 mod seccomp;
 
+use std::collections::BTreeSet;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -54,12 +55,12 @@ const ENDING: confinement::trap::Ending = confinement::trap::Ending {
 };
 
 /// Confines the calling thread and those that it makes from now on. The service's socket is `socket`, `folder` the one beside it, `rdma` an RDMA device's file
-/// that is opened afterwards, and `service` the one TCP port to which connections may be made, if any.
+/// that is opened afterwards, and `service` the TCP ports to which connections may be made, if any.
 pub(crate) fn enter(
     socket: &Path,
     folder: &Path,
     rdma: Option<&Path>,
-    service: Option<u16>,
+    service: Option<&BTreeSet<u16>>,
 ) -> Result<(), SandboxError> {
     confinement::trap::install(ENDING)
         .map_err(|source| SandboxError::Privileges { what: "handle refused system calls", source })?;

@@ -88,7 +88,7 @@ impl Cluster {
 pub fn start(folder: &Path, listen: SocketAddr, keys: Option<Keys>) -> Server {
     let mut config = ServerConfig::new(listen, folder.join("cluster.redb"));
     config.keys = keys;
-    config.settings = Some(cluster::state::Settings { mtu: 1376, sockets: 1 });
+    (config.mtu, config.sockets) = (Some(1376), Some(1));
     config.switch_limit = std::time::Duration::from_secs(8);
     Server::start(&config).unwrap()
 }

@@ -2,16 +2,21 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use clap::{Args, Subcommand};
+use cluster::etcd_config::{EtcdConfig, EtcdTls};
+use cluster::kv::Kv;
+use cluster::{Candidate, RedbStore, Store as _};
 use control_api::cluster::{Keys, Service};
 
 /// `causeway cluster`.
 #[derive(Debug, Subcommand)]
 pub enum ClusterCommand {
     /// Run the cluster service in the foreground: where each VM is, who is connected to whom, which migrations are under way
-    Serve(ServeArgs),
+    Serve(Box<ServeArgs>),
     /// Show the service, groups and migrations
     Status(AskArgs),
     /// Show the hosts, and whether they are heard of
@@ -53,15 +58,113 @@ impl KeysArgs {
     }
 }
 
+/// etcd, and this instance among several.
+#[derive(Debug, Args, Clone)]
+pub struct EtcdArgs {
+    /// Keep the state in etcd, as one of several instances of which one leads: members of etcd with commas between them, as http://HOST:PORT or
+    /// https://HOST:PORT (docs/cluster.md)
+    #[arg(long, value_name = "URL,URL", conflicts_with = "state")]
+    pub etcd: Option<String>,
+    /// What its keys begin with; the same for all instances of a cluster, another for each cluster
+    #[arg(long, value_name = "PREFIX", default_value = "/causeway", requires = "etcd", value_parser = prefix)]
+    pub etcd_prefix: String,
+    /// Speak TLS with etcd, whose certificates this authority has signed (PEM)
+    #[arg(long, value_name = "FILE", requires = "etcd")]
+    pub etcd_ca: Option<PathBuf>,
+    /// Own certificate for etcd (PEM)
+    #[arg(long, value_name = "FILE", requires_all = ["etcd_ca", "etcd_key"])]
+    pub etcd_cert: Option<PathBuf>,
+    /// Private key of --etcd-cert (PEM)
+    #[arg(long, value_name = "FILE", requires_all = ["etcd_ca", "etcd_cert"])]
+    pub etcd_key: Option<PathBuf>,
+    /// User of etcd
+    #[arg(long, value_name = "NAME", requires = "etcd_password_file")]
+    pub etcd_user: Option<String>,
+    /// A file with the user's password in its first line
+    #[arg(long, value_name = "FILE", requires = "etcd_user")]
+    pub etcd_password_file: Option<PathBuf>,
+    /// Begin with the state of this database of a service that has ended, where etcd has none yet
+    #[arg(long, value_name = "FILE", requires = "etcd")]
+    pub etcd_import: Option<PathBuf>,
+    /// The address at which daemons and the program reach this instance  [default: --listen]
+    #[arg(long, value_name = "HOST:PORT", requires = "etcd")]
+    pub advertise: Option<String>,
+    /// How long an instance that is gone is waited for before another leads, seconds
+    #[arg(long, value_name = "SECONDS", default_value_t = 6, requires = "etcd", value_parser = clap::value_parser!(u64).range(2..=60))]
+    pub leader_lease: u64,
+}
+
+/// A prefix of keys: begins with a slash and doesn't end with one.
+fn prefix(text: &str) -> Result<String, String> {
+    let fine = text.len() > 1
+        && text.len() <= 256
+        && text.starts_with('/')
+        && !text.ends_with('/')
+        && text.bytes().all(|byte| byte.is_ascii_graphic());
+    if fine { Ok(text.to_owned()) } else { Err("write /NAME, without a slash at the end".to_owned()) }
+}
+
+impl EtcdArgs {
+    /// Its client, and this instance's part; `None`: there is one instance with a file.
+    ///
+    /// # Errors
+    /// When a file can't be read, an address is none, or this program was built without etcd.
+    pub fn client(&self, listen: SocketAddr) -> anyhow::Result<Option<(Arc<dyn Kv>, Candidate)>> {
+        let Some(members) = &self.etcd else { return Ok(None) };
+        let mut config = EtcdConfig::new(members)?;
+        if let Some(ca) = &self.etcd_ca {
+            let identity = match (&self.etcd_cert, &self.etcd_key) {
+                (Some(cert), Some(key)) => Some((EtcdConfig::read(cert)?, EtcdConfig::read(key)?)),
+                _ => None,
+            };
+            config.tls = Some(EtcdTls { authority: EtcdConfig::read(ca)?, identity });
+        }
+        if let (Some(user), Some(file)) = (&self.etcd_user, &self.etcd_password_file) {
+            let text = String::from_utf8_lossy(&EtcdConfig::read(file)?).into_owned();
+            config.user = Some((user.clone(), text.lines().next().unwrap_or_default().to_owned()));
+        }
+        if self.advertise.is_none() && listen.ip().is_unspecified() {
+            bail!(
+                "--listen {listen} isn't an address at which others reach this instance: give it with --advertise HOST:PORT"
+            );
+        }
+        if let Some(address) = &self.advertise {
+            let port = address
+                .rsplit_once(':')
+                .and_then(|(host, port)| port.parse::<u16>().ok().filter(|_| !host.is_empty()));
+            if port.is_none_or(|port| port == 0) || !address.is_ascii() {
+                bail!("--advertise {} is no address: write HOST:PORT", address.escape_debug());
+            }
+        }
+        let client = config.client()?;
+        let begin_with = match &self.etcd_import {
+            // Opening it would make it.
+            Some(file) if !file.exists() => bail!("--etcd-import {}: there is no such file", file.display()),
+            Some(file) => Some(Arc::new(RedbStore::open(file)?.state().clone())),
+            None => None,
+        };
+        let candidate = Candidate {
+            begin_with,
+            prefix: self.etcd_prefix.clone(),
+            address: self.advertise.clone().unwrap_or_default(),
+            lease: Duration::from_secs(self.leader_lease),
+        };
+        Ok(Some((client, candidate)))
+    }
+}
+
 /// `causeway cluster serve`.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
     /// Where to listen
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub listen: SocketAddr,
-    /// The database; made where there is none
-    #[arg(long, value_name = "FILE")]
-    pub state: PathBuf,
+    /// The database, where this is the only instance; made where there is none
+    #[arg(long, value_name = "FILE", required_unless_present = "etcd")]
+    pub state: Option<PathBuf>,
+    /// One of several instances: the state is in etcd, and one of them leads.
+    #[command(flatten)]
+    pub etcd: EtcdArgs,
     /// Keys; without them nothing is authenticated.
     #[command(flatten)]
     pub keys: KeysArgs,
@@ -85,7 +188,7 @@ pub struct ServeArgs {
 /// `causeway cluster status|hosts|vms`.
 #[derive(Debug, Args)]
 pub struct AskArgs {
-    /// The cluster service
+    /// The cluster service, or its instances with commas between them
     #[arg(long, value_name = "HOST:PORT")]
     pub cluster: String,
     /// Keys, where the service has some.

@@ -5,9 +5,9 @@ use std::net::Ipv6Addr;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use cluster::state::Settings;
-use cluster::{RedbStore, Server, ServerConfig, Store as _};
-use control_api::cluster::proto::{Migration, Nic, State};
+use cluster::{Server, ServerConfig};
+use control_api::cluster::ClusterError;
+use control_api::cluster::proto::{Migration, Nic, Role, State};
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -19,7 +19,7 @@ use crate::output;
 pub fn cluster(command: &ClusterCommand, json: bool) -> anyhow::Result<()> {
     match command {
         ClusterCommand::Serve(args) => serve(args, json),
-        ClusterCommand::Status(args) => show(args, json, status_json, status),
+        ClusterCommand::Status(args) => show_status(args, json),
         ClusterCommand::Hosts(args) => show(args, json, |state| json!(hosts_json(state)), hosts),
         ClusterCommand::Vms(args) => show(args, json, |state| json!(vms_json(state)), vms),
     }
@@ -28,19 +28,20 @@ pub fn cluster(command: &ClusterCommand, json: bool) -> anyhow::Result<()> {
 /// Runs the service until a signal ends it.
 fn serve(args: &ServeArgs, json: bool) -> anyhow::Result<()> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).context("Signals can't be listened to")?;
-    let store = RedbStore::open(&args.state)?;
-    let before = store.state().settings;
-    let settings =
-        Settings { mtu: args.mtu.unwrap_or(before.mtu), sockets: args.sockets.unwrap_or(before.sockets) };
+    let several = args.etcd.client(args.listen)?;
     let config = ServerConfig {
         keys: args.keys.load()?,
         metrics: args.metrics,
         lease: Duration::from_secs(args.lease),
         switch_limit: Duration::from_millis(args.switch_limit),
-        settings: Some(settings),
-        ..ServerConfig::new(args.listen, &args.state)
+        mtu: args.mtu,
+        sockets: args.sockets,
+        ..ServerConfig::new(args.listen, args.state.clone().unwrap_or_default())
     };
-    let server = Server::with(&config, Box::new(store))?;
+    let server = match several {
+        Some((etcd, candidate)) => Server::elected(&config, etcd, &candidate)?,
+        None => Server::start(&config)?,
+    };
     if json {
         let metrics = server.metrics().map(|address| address.to_string());
         output::print_json(&json!({ "listen": server.address().to_string(), "metrics": metrics }))?;
@@ -60,6 +61,51 @@ fn show(
 ) -> anyhow::Result<()> {
     let state = args.keys.service(&args.cluster)?.state()?;
     if as_json { output::print_json(&machine(&state)) } else { output::print(&people(&state)) }
+}
+
+/// The state, and what each instance says of itself. Where none leads, the instances alone.
+fn show_status(args: &AskArgs, as_json: bool) -> anyhow::Result<()> {
+    let service = args.keys.service(&args.cluster)?;
+    let roles = service.roles()?;
+    let state = service.state();
+    let instances: Vec<Value> = roles.iter().map(|(name, role)| instance_json(name, role)).collect();
+    let shown = match &state {
+        Ok(state) => {
+            let mut shown = status_json(state);
+            shown["instances"] = json!(instances);
+            shown
+        }
+        Err(_) => json!({ "instances": instances }),
+    };
+    let answered = roles.iter().any(|(_, role)| role.is_ok());
+    if state.is_ok() || answered {
+        if as_json { output::print_json(&shown)? } else { output::print(&output::tree(&shown))? }
+    }
+    state.map(drop).map_err(Into::into)
+}
+
+fn role_json(role: &Role) -> Value {
+    let text = |text: &str| if text.is_empty() { Value::Null } else { json!(text) };
+    json!({
+        "leads": role.leads,
+        "leader": text(&role.leader),
+        "store": role.store,
+        "store_place": role.store_place,
+        "store_answers": role.store_answers,
+        "store_error": text(&role.store_error),
+        "term": role.term,
+        "lease_milliseconds": role.lease_milliseconds,
+        "terms_led": role.terms_led,
+    })
+}
+
+fn instance_json(name: &str, role: &Result<Role, ClusterError>) -> Value {
+    let mut shown = match role {
+        Ok(role) => role_json(role),
+        Err(error) => json!({ "error": error.to_string() }),
+    };
+    shown["address"] = json!(name);
+    shown
 }
 
 /// Names by number.
@@ -172,6 +218,9 @@ fn status_json(state: &State) -> Value {
         .collect();
     json!({
         "version": state.version,
+        "store": state.role.as_ref().map(|role| &role.store),
+        "leader": state.role.as_ref().map(|role| &role.leader),
+        "term": state.role.as_ref().map(|role| role.term),
         "authenticated": state.authenticated,
         "uptime_seconds": state.uptime_seconds,
         "revision": state.revision,
@@ -186,10 +235,6 @@ fn status_json(state: &State) -> Value {
         "groups": groups,
         "migrations": state.migrations.iter().map(|migration| migration_json(migration, &names)).collect::<Vec<_>>(),
     })
-}
-
-fn status(state: &State) -> String {
-    output::tree(&status_json(state))
 }
 
 fn row(cells: &[&str]) -> Vec<String> {
