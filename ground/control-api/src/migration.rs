@@ -329,7 +329,9 @@ mod tests {
             max_throttle_percent: 90,
             post_copy_after: None,
             together: vec!["a".to_owned(), "b".to_owned()],
+            key: Some(StreamKey([7; 32])),
         };
+        assert!(!format!("{request:?}").contains('7'), "secrets aren't printed");
         a.send(&request, &[a.as_fd(), b.as_fd()], true).unwrap();
         let (got, fds) = b.receive::<MigrationRequest>().unwrap().unwrap();
         assert_eq!((got, fds.len()), (request, 2));
