@@ -146,6 +146,40 @@ fn who_does_not_lead_any_more_changes_nothing() {
     assert_eq!(open(&kv).state(), &after(&changes[..2]));
 }
 
+/// From when the leader's key is gone, or another's is there that hasn't written anything, nothing is changed by who has lost it: neither by what it
+/// sends now nor by what it sent before.
+#[test]
+fn without_the_leaders_key_nothing_is_changed() {
+    let changes = changes(7, 20);
+    for (another, large) in [(false, false), (false, true), (true, false), (true, true)] {
+        let kv = FakeKv::default();
+        let mut first = open(&kv);
+        first.write(&changes[0]).unwrap();
+        // The last that it sent before it was cut off, on its way.
+        let cut = kv.clone();
+        let mut held = KvStore::open(Arc::new(cut.clone()), PREFIX, lead(&kv)).unwrap();
+        let before = held.state().clone();
+        kv.fate(&[Fate::Late]);
+        kv.die_after(1, cut.switch(), Arc::clone(held.term()));
+        assert!(matches!(held.write(&changes[1]), Err(StoreError::Unknown)));
+        let lease = held.term().lease();
+        // Until the lease is over it is the leader's to write.
+        let mut first = KvStore::open(Arc::new(kv.clone()), PREFIX, Arc::new(same(held.term()))).unwrap();
+        kv.revoke(lease, LONG).unwrap();
+        let next = another.then(|| lead(&kv));
+        let write = if large { many(300) } else { changes[1].clone() };
+        assert!(matches!(first.write(&write), Err(StoreError::NotLeading)));
+        assert_eq!(kv.arrive(), [false]);
+        let next = next.unwrap_or_else(|| lead(&kv));
+        assert_eq!(KvStore::open(Arc::new(kv.clone()), PREFIX, next).unwrap().state(), &before);
+    }
+}
+
+/// A term as an instance knows it that hasn't heard of its end.
+fn same(term: &Term) -> Term {
+    Term::new(term.number(), term.lease(), Instant::now() + LONG)
+}
+
 /// What a leader sent, and sent again because no answer came, does nothing when it arrives: not to the next leader's state, and not to its own.
 #[test]
 fn a_request_that_arrives_late_does_nothing() {
