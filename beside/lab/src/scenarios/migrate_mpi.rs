@@ -122,7 +122,7 @@ fn await_rounds(a: &Member<'_>, wanted: u64) -> Result<u64> {
         if !talk::works(a)? || Instant::now() > until {
             bail!(
                 "The MPI job has done {done} rounds, {wanted} are due: {}",
-                a.sh("tail -n 12 /run/work.out")?
+                a.sh("tail -n 12 /run/work.out; ps -e -o pid,stat,wchan:20,args | grep -v '\\]$' | tail -n 15; ss -tnp | head -n 20")?
             );
         }
         std::thread::sleep(Duration::from_secs(2));
@@ -214,6 +214,13 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         member.sh(&format!(
             "{RSH}setsid socat TCP-LISTEN:514,fork,reuseaddr EXEC:bash < /dev/null > /dev/null 2>&1 & sleep 1"
         ))?;
+    }
+    for name in NAMES.iter().skip(1) {
+        // mpirun waits for as long as it is let where a host can't be reached.
+        let said = pair.a.sh(&format!("{RSH}timeout 60 /tmp/rsh {name} echo reached $(hostname) 2>&1 || true"))?;
+        if !said.contains("reached") {
+            bail!("Guest a can't start programs in guest {name} by its virtio-net address: {said}");
+        }
     }
     pair.a.sh(&format!("cat > /run/mpi.sh <<'E'\n{}E\n", job(&pair.a)))?;
     talk::detach(&pair.a, "sh /run/mpi.sh")?;
