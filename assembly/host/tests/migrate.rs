@@ -72,6 +72,48 @@ fn a_vm_moves_with_its_connection_open() {
     assert!(a.guest.events().is_empty() && b.guest.events().is_empty(), "no queue pair has failed");
 }
 
+/// By post-copy: the VM runs before anything of its memory is there but what its NIC counts on. To another host, and to that of its peer and away
+/// from it: each count is exact, and nobody fails.
+#[test]
+fn a_vm_runs_before_its_memory_is_there() {
+    let cluster = Cluster::new();
+    let daemons = [cluster.daemon(1), cluster.daemon(2), cluster.daemon(3)];
+    let (mut a, b) = pair(&cluster, &daemons[0], &daemons[1]);
+    wait_to_know(&cluster, &[&daemons[2]]);
+    let (mut of_a, of_b) = (Adder::new(&b), Adder::new(&a));
+    let counted = a.endpoint.buffer.page_of(0) / 4096;
+    let peer = Peer::start(b, of_b);
+    let mut at = 0_usize;
+    for to in [2_usize, 1, 2, 0] {
+        let (from_socket, to_socket) = (daemons[at].socket(), daemons[to].socket());
+        let mut on_its_way = Move::begin(&mut a, from_socket, to_socket, &format!("h{}", to + 1));
+        for _ in 0..20 {
+            of_a.work(on_its_way.vm, 8);
+        }
+        on_its_way.round();
+        of_a.work(on_its_way.vm, 8);
+        assert_eq!(on_its_way.converged(), State::Stop);
+        let late = on_its_way.stop_late();
+        assert_eq!(on_its_way.arrived(), (State::Moved, State::Runs));
+        on_its_way.land();
+        at = to;
+        for _ in 0..20 {
+            of_a.work(&a, 8);
+        }
+        of_a.finish(&a);
+        peer.wait_for_more();
+        let asked = late.end();
+        assert!(asked.contains(&counted), "nobody needed the buffer: {asked:?}");
+        of_a.work(&a, 8);
+        of_a.finish(&a);
+        peer.wait_for_more();
+        wait_until("the end of the migration", || cluster.state().migrations.is_empty());
+    }
+    let (b, of_b) = peer.end();
+    check(&a, &of_a, &b, &of_b);
+    assert!(a.guest.events().is_empty() && b.guest.events().is_empty(), "no queue pair has failed");
+}
+
 /// Given up when its devices have stopped, and before that: the source goes on, its peer too, and it moves the next time.
 #[test]
 fn a_migration_that_is_given_up_leaves_the_source_unharmed() {

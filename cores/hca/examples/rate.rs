@@ -37,6 +37,8 @@ impl SendQueue<MappedMemory> for Sends {
 
     fn save(&self) {}
 
+    fn memory(&self, _: &mut dyn FnMut(u64, u64)) {}
+
     fn restore((): ()) -> Result<Self, &'static str> {
         Err("ring: these are made by the measurement only")
     }
@@ -56,6 +58,8 @@ impl ReceiveQueue<MappedMemory> for Receives {
 
     fn save(&self) {}
 
+    fn memory(&self, _: &mut dyn FnMut(u64, u64)) {}
+
     fn restore((): ()) -> Result<Self, &'static str> {
         Err("ring: these are made by the measurement only")
     }
@@ -73,6 +77,8 @@ impl CompletionQueue<MappedMemory> for Completions {
     type Saved = ();
 
     fn save(&self) {}
+
+    fn memory(&self, _: &mut dyn FnMut(u64, u64)) {}
 
     fn restore((): ()) -> Result<Self, &'static str> {
         Err("ring: these are made by the measurement only")

@@ -55,6 +55,8 @@ pub trait SendQueue<M: Dma>: Sized {
     fn save(&self) -> Self::Saved;
     /// A queue in a saved state, which may come from anywhere. What is wrong, in a word or two, where no queue can have it.
     fn restore(saved: Self::Saved) -> Result<Self, &'static str>;
+    /// Its ring in guest memory: addresses and lengths.
+    fn memory(&self, each: &mut dyn FnMut(u64, u64));
     /// Starts at the ring's present consumer index; called when the queue pair leaves RESET.
     fn start(&mut self, memory: &M);
     /// Whether a request waits behind those fetched: one load, no side effect. A broken ring counts as work.
@@ -82,6 +84,8 @@ pub trait ReceiveQueue<M: Dma>: Sized {
     fn save(&self) -> Self::Saved;
     /// A queue in a saved state, which may come from anywhere. What is wrong, in a word or two, where no queue can have it.
     fn restore(saved: Self::Saved) -> Result<Self, &'static str>;
+    /// Its ring in guest memory: addresses and lengths.
+    fn memory(&self, each: &mut dyn FnMut(u64, u64));
     /// As [`SendQueue::start`].
     fn start(&mut self, memory: &M);
     /// How many requests wait. A broken ring has 0.
@@ -99,6 +103,8 @@ pub trait CompletionQueue<M: Dma>: Sized {
     fn save(&self) -> Self::Saved;
     /// A queue in a saved state, which may come from anywhere. What is wrong, in a word or two, where no queue can have it.
     fn restore(saved: Self::Saved) -> Result<Self, &'static str>;
+    /// Its ring in guest memory: addresses and lengths.
+    fn memory(&self, each: &mut dyn FnMut(u64, u64));
     /// Appends a completion, which the guest can't see yet. Never touches entries that are published already.
     fn push(&mut self, memory: &M, completion: &Completion) -> Result<(), CompletionQueueFailed>;
     /// Makes all that was pushed visible.

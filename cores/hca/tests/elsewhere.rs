@@ -10,7 +10,7 @@ use hca::MrInfo;
 use hca::attributes::{Access, QpAttributeMask as Mask, QpKind, QpState};
 use hca::names::SegmentId;
 use hca::remote::{
-    Action, AheadReceived, AtomicOperation, IncomingDatagram, Posted, PostedOperation, QpId, Refusal,
+    Action, AheadReceived, AtomicOperation, IncomingDatagram, Posted, PostedOperation, QpId, Refusal, Unmoved,
 };
 use hca::testing::{Connected, Guest, World, requests};
 use hca::work::{AsyncEvent, Completion, Operation, Remote, SendRequest, Status};
@@ -91,7 +91,7 @@ impl Pair {
                 match action {
                     Action::Post { qp, request } => posts.push((qp, request)),
                     Action::Closed { qp } => self.closed.push(qp),
-                    Action::ReceivePosted { .. } | Action::RegionGone { .. } => {}
+                    Action::ReceivePosted { .. } | Action::RegionGone { .. } | Action::MemoryCame { .. } => {}
                     Action::Datagram(datagram) => {
                         let incoming = IncomingDatagram {
                             segment: datagram.segment,
@@ -122,7 +122,9 @@ impl Pair {
                 }
                 match self.carry(*qp, request) {
                     Ok(bytes) => self.left.world.engine.remote_complete(*qp, request.token, Ok(bytes)),
-                    Err(Refused::Remote(Refusal::NotReady { .. })) => self.held.push((*qp, *request)),
+                    Err(Refused::Remote(Refusal::NotReady { .. } | Refusal::NotHere)) => {
+                        self.held.push((*qp, *request));
+                    }
                     Err(refused) => {
                         let status = refused.status();
                         self.left.world.engine.remote_complete(*qp, request.token, Err(status));
@@ -149,7 +151,7 @@ impl Pair {
                 right.remote_receive_begin(peer).map_err(Refused::Remote)?;
                 for (at, len) in chunks {
                     let part = &mut buffer[..len as usize];
-                    left.remote_gather(qp, request.token, at, part).map_err(Refused::Local)?;
+                    left.remote_gather(qp, request.token, at, part).map_err(Refused::from)?;
                     right.remote_receive_data(peer, at, part).map_err(Refused::Remote)?;
                 }
                 if let Some(key) = invalidate {
@@ -164,7 +166,7 @@ impl Pair {
                 right.remote_write(peer, remote, length, 0, &[]).map_err(Refused::Remote)?;
                 for (at, len) in chunks {
                     let part = &mut buffer[..len as usize];
-                    left.remote_gather(qp, request.token, at, part).map_err(Refused::Local)?;
+                    left.remote_gather(qp, request.token, at, part).map_err(Refused::from)?;
                     right.remote_write(peer, remote, length, at, part).map_err(Refused::Remote)?;
                 }
                 if let Some(immediate) = immediate {
@@ -180,20 +182,20 @@ impl Pair {
                 for (at, len) in chunks {
                     let part = &mut buffer[..len as usize];
                     right.remote_read(peer, remote, length, at, part).map_err(Refused::Remote)?;
-                    left.remote_place(qp, request.token, at, part).map_err(Refused::Local)?;
+                    left.remote_place(qp, request.token, at, part).map_err(Refused::from)?;
                 }
                 Ok(length)
             }
             PostedOperation::CompareSwap { remote, compare, swap } => {
                 let operation = AtomicOperation::CompareSwap { compare, swap };
                 let before = right.remote_atomic(peer, remote, operation).map_err(Refused::Remote)?;
-                left.remote_place(qp, request.token, 0, &before.to_le_bytes()).map_err(Refused::Local)?;
+                left.remote_place(qp, request.token, 0, &before.to_le_bytes()).map_err(Refused::from)?;
                 Ok(8)
             }
             PostedOperation::FetchAdd { remote, add } => {
                 let operation = AtomicOperation::FetchAdd { add };
                 let before = right.remote_atomic(peer, remote, operation).map_err(Refused::Remote)?;
-                left.remote_place(qp, request.token, 0, &before.to_le_bytes()).map_err(Refused::Local)?;
+                left.remote_place(qp, request.token, 0, &before.to_le_bytes()).map_err(Refused::from)?;
                 Ok(8)
             }
         }
@@ -205,6 +207,15 @@ enum Refused {
     Remote(Refusal),
 }
 
+impl From<Unmoved> for Refused {
+    fn from(unmoved: Unmoved) -> Self {
+        match unmoved {
+            Unmoved::Failed(status) => Self::Local(status),
+            Unmoved::NotHere => Self::Remote(Refusal::NotHere),
+        }
+    }
+}
+
 impl Refused {
     fn status(self) -> Status {
         match self {
@@ -214,6 +225,7 @@ impl Refused {
             Self::Remote(Refusal::Operational) => Status::RemoteOperation,
             Self::Remote(Refusal::Gone) => Status::RetryExceeded,
             Self::Remote(Refusal::NotReady { .. }) => Status::RnrRetryExceeded,
+            Self::Remote(Refusal::NotHere) => Status::General,
         }
     }
 }

@@ -19,7 +19,7 @@ use roce::config::Plant;
 use roce::testing::Dice;
 use roce::{
     Arrival, Atomic, Batch, Config, Connection, Event, Kind, Memory, NoReceive, Received, Refusal, Remote,
-    Request, Status,
+    Request, Status, Unmoved,
 };
 
 #[derive(Parser, Clone)]
@@ -71,10 +71,10 @@ struct End {
 }
 
 impl Memory for End {
-    fn gather(&mut self, _: u64, _: u64, _: &mut [u8]) -> Result<(), Status> {
-        Err(Status::LocalProtection)
+    fn gather(&mut self, _: u64, _: u64, _: &mut [u8]) -> Result<(), Unmoved> {
+        Err(Status::LocalProtection.into())
     }
-    fn place(&mut self, _: u64, _: u64, data: &[u8]) -> Result<(), Status> {
+    fn place(&mut self, _: u64, _: u64, data: &[u8]) -> Result<(), Unmoved> {
         let value = u64::from_ne_bytes(data.try_into().map_err(|_| Status::BadResponse)?);
         let mut counter = self.counter.borrow_mut();
         let word = usize::try_from(value / 64).ok().and_then(|word| counter.returned.get_mut(word));
@@ -97,7 +97,7 @@ impl Memory for End {
     fn take_receive(&mut self) -> Result<u64, NoReceive> {
         Err(NoReceive::NotPosted)
     }
-    fn place_receive(&mut self, _: u64, _: &[u8]) -> Result<(), Status> {
+    fn place_receive(&mut self, _: u64, _: &[u8]) -> Result<(), Unmoved> {
         Ok(())
     }
     fn complete_receive(&mut self, _: &Received) {}

@@ -15,7 +15,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use roce::{
     Arrival, Atomic, Batch, Config, Connection, Event, Kind, Memory, Mtu, NoReceive, Received, Refusal,
-    Remote, Request, Status,
+    Remote, Request, Status, Unmoved,
 };
 
 /// Bytes that messages come from and go to; more than the caches of one core hold.
@@ -46,12 +46,12 @@ impl End {
 }
 
 impl Memory for End {
-    fn gather(&mut self, token: u64, offset: u64, into: &mut [u8]) -> Result<(), Status> {
+    fn gather(&mut self, token: u64, offset: u64, into: &mut [u8]) -> Result<(), Unmoved> {
         let at = self.at(token, offset);
         into.copy_from_slice(&self.bytes[at..at + into.len()]);
         Ok(())
     }
-    fn place(&mut self, token: u64, offset: u64, data: &[u8]) -> Result<(), Status> {
+    fn place(&mut self, token: u64, offset: u64, data: &[u8]) -> Result<(), Unmoved> {
         let at = self.at(token, offset);
         self.bytes[at..at + data.len()].copy_from_slice(data);
         Ok(())
@@ -66,7 +66,7 @@ impl Memory for End {
     fn take_receive(&mut self) -> Result<u64, NoReceive> {
         Ok(self.message as u64)
     }
-    fn place_receive(&mut self, offset: u64, data: &[u8]) -> Result<(), Status> {
+    fn place_receive(&mut self, offset: u64, data: &[u8]) -> Result<(), Unmoved> {
         let at = self.receive_at + usize::try_from(offset).unwrap();
         self.bytes[at..at + data.len()].copy_from_slice(data);
         Ok(())

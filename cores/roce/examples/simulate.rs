@@ -81,6 +81,7 @@ fn main() -> ExitCode {
         "lost": total.lost,
         "disturbed": total.disturbed,
         "restored": total.restored,
+        "memory_came": total.came,
         "counters": counters,
     });
     println!("{result}");

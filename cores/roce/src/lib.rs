@@ -51,4 +51,4 @@ pub use memory::{Atomic, Memory, Received, ReceivedOperation, Remote};
 pub use output::{Batch, Output};
 pub use packet::Packet;
 pub use request::{Kind, PostError, Request};
-pub use status::{Event, NoReceive, Refusal, Status};
+pub use status::{Event, NoReceive, Refusal, Status, Unmoved};

@@ -3,7 +3,7 @@
 //! A connection keeps no payload. It asks for the bytes of a request by token and offset whenever it (re)transmits them, and hands
 //! over what arrives at once. All calls come from within [`crate::Connection`]'s own functions; nothing here may call back into it.
 
-pub use crate::status::{Event, NoReceive, Refusal, Status};
+pub use crate::status::{Event, NoReceive, Refusal, Status, Unmoved};
 
 /// Where a one-sided operation goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, serde::Serialize, serde::Deserialize)]
@@ -65,14 +65,14 @@ pub trait Memory {
     ///
     /// # Errors
     /// The status that the request completes with, once all requests before it are complete.
-    fn gather(&mut self, token: u64, offset: u64, into: &mut [u8]) -> Result<(), Status>;
+    fn gather(&mut self, token: u64, offset: u64, into: &mut [u8]) -> Result<(), Unmoved>;
 
     /// Places bytes `offset..` of a READ's answer, or the 8 bytes of an atomic's in native byte order. Each byte comes once, in
-    /// order, except after a restore of an older state.
+    /// order, except after a restore of an older state, and after [`Unmoved::NotHere`].
     ///
     /// # Errors
     /// The status that the request completes with.
-    fn place(&mut self, token: u64, offset: u64, data: &[u8]) -> Result<(), Status>;
+    fn place(&mut self, token: u64, offset: u64, data: &[u8]) -> Result<(), Unmoved>;
 
     /// Does a [`crate::Kind::Local`] request. Called exactly once for each that is reached.
     fn execute_local(&mut self, token: u64) -> Status;
@@ -92,7 +92,7 @@ pub trait Memory {
     /// # Errors
     /// The status that [`Memory::fail_receive`] is called with. [`Status::Flushed`]: the queue pair is gone ([`Refusal::Gone`]); the packet
     /// is dropped, and nothing is called.
-    fn place_receive(&mut self, offset: u64, data: &[u8]) -> Result<(), Status>;
+    fn place_receive(&mut self, offset: u64, data: &[u8]) -> Result<(), Unmoved>;
 
     /// The message is complete.
     fn complete_receive(&mut self, received: &Received);

@@ -45,6 +45,9 @@ pub enum Refusal {
     Access,
     /// The responder itself is at fault. NAK remote operational error.
     Operation,
+    /// The guest's memory that it is about is still to come: the packet counts as lost, and is asked for again after
+    /// [`crate::Connection::memory_came`]. No NAK until then, and nobody fails.
+    NotHere,
     /// The queue pair is gone, in a state that takes no requests, or held: the packet counts as lost. No NAK, and nobody fails (InfiniBand
     /// 1.7, 10.3.1: inbound packets are silently dropped in the states Reset, Init and Error).
     Gone,
@@ -58,7 +61,7 @@ impl Refusal {
             Self::InvalidRequest => Some(Syndrome::InvalidRequest),
             Self::Access => Some(Syndrome::AccessError),
             Self::Operation => Some(Syndrome::OperationalError),
-            Self::Gone => None,
+            Self::Gone | Self::NotHere => None,
         }
     }
 
@@ -69,8 +72,23 @@ impl Refusal {
             Self::InvalidRequest => Some(Event::RequestError),
             Self::Access => Some(Event::AccessError),
             Self::Operation => Some(Event::Fatal),
-            Self::Gone => None,
+            Self::Gone | Self::NotHere => None,
         }
+    }
+}
+
+/// Why bytes can't be gathered or placed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unmoved {
+    /// With this status; what that means is said where it is returned.
+    Failed(Status),
+    /// The guest's memory is still to come: nothing happens until [`crate::Connection::memory_came`], and nothing fails.
+    NotHere,
+}
+
+impl From<Status> for Unmoved {
+    fn from(status: Status) -> Self {
+        Self::Failed(status)
     }
 }
 

@@ -9,7 +9,7 @@ use roce::config::{Mtu, Reliability};
 use roce::packet::{Aeth, AtomicEth, Header, Operation, Reth, Service};
 use roce::{
     Arrival, Atomic, Batch, Config, Connection, Event, Kind, Memory, NoReceive, Received, Refusal, Remote,
-    Request, State, Status,
+    Request, State, Status, Unmoved,
 };
 
 /// Takes anything, and refuses some.
@@ -26,12 +26,12 @@ struct Sponge {
 }
 
 impl Memory for Sponge {
-    fn gather(&mut self, token: u64, offset: u64, into: &mut [u8]) -> Result<(), Status> {
+    fn gather(&mut self, token: u64, offset: u64, into: &mut [u8]) -> Result<(), Unmoved> {
         assert!(token >= self.completed && token < self.posted);
         assert!(offset + into.len() as u64 <= length(token));
         Ok(())
     }
-    fn place(&mut self, token: u64, offset: u64, data: &[u8]) -> Result<(), Status> {
+    fn place(&mut self, token: u64, offset: u64, data: &[u8]) -> Result<(), Unmoved> {
         assert_eq!(token, self.completed, "answers are those of the oldest request");
         assert!(offset + data.len() as u64 <= length(token).max(8));
         Ok(())
@@ -55,7 +55,7 @@ impl Memory for Sponge {
         self.capacity = 1000;
         Ok(self.capacity)
     }
-    fn place_receive(&mut self, offset: u64, data: &[u8]) -> Result<(), Status> {
+    fn place_receive(&mut self, offset: u64, data: &[u8]) -> Result<(), Unmoved> {
         assert!(self.in_use && offset + data.len() as u64 <= self.capacity);
         Ok(())
     }
@@ -320,10 +320,10 @@ proptest! {
 struct Anything;
 
 impl Memory for Anything {
-    fn gather(&mut self, _: u64, _: u64, _: &mut [u8]) -> Result<(), Status> {
+    fn gather(&mut self, _: u64, _: u64, _: &mut [u8]) -> Result<(), Unmoved> {
         Ok(())
     }
-    fn place(&mut self, _: u64, _: u64, _: &[u8]) -> Result<(), Status> {
+    fn place(&mut self, _: u64, _: u64, _: &[u8]) -> Result<(), Unmoved> {
         Ok(())
     }
     fn execute_local(&mut self, _: u64) -> Status {
@@ -333,7 +333,7 @@ impl Memory for Anything {
     fn take_receive(&mut self) -> Result<u64, NoReceive> {
         Ok(500)
     }
-    fn place_receive(&mut self, _: u64, _: &[u8]) -> Result<(), Status> {
+    fn place_receive(&mut self, _: u64, _: &[u8]) -> Result<(), Unmoved> {
         Ok(())
     }
     fn complete_receive(&mut self, _: &Received) {}

@@ -58,6 +58,10 @@ impl<M: Dma> CompletionQueue<M> for PvrdmaCompletionQueue {
         saved::CompletionQueue { ring: self.ring.save(), kernel, tail, head }
     }
 
+    fn memory(&self, each: &mut dyn FnMut(u64, u64)) {
+        self.ring.memory(each);
+    }
+
     fn restore(saved: saved::CompletionQueue) -> Result<Self, &'static str> {
         let ring = saved.ring.restore()?;
         ring.indices().between(saved.tail, saved.head).ok_or("index of a completion queue")?;

@@ -46,6 +46,10 @@ impl<M: Dma> ReceiveQueue<M> for PvrdmaReceiveQueue {
         saved::ReceiveQueue { ring: self.ring.save(), max_sge, tail, head }
     }
 
+    fn memory(&self, each: &mut dyn FnMut(u64, u64)) {
+        self.ring.memory(each);
+    }
+
     fn restore(saved: saved::ReceiveQueue) -> Result<Self, &'static str> {
         let ring = saved.ring.restore()?;
         ring.indices().between(saved.tail, saved.head).ok_or("index of a receive queue")?;

@@ -147,7 +147,22 @@ impl RingMemory {
             return Err(RingError::TooFewPages { given: given.saturating_sub(1), needed });
         }
         let pages = read_page_list(memory, directory, needed + 1)?;
+        if memory.is_late() {
+            // The engine counts on all of a ring being here.
+            let missing = pages.iter().fold(None, |found, page| {
+                if memory.awaits(*page, PAGE, false) { found.or(Some(*page)) } else { found }
+            });
+            if let Some(page) = missing {
+                memory.read(page, &mut [0])?;
+            }
+        }
         Self::new(pages[0], &pages[1..], slots, slot_size)
+    }
+
+    /// Its indices and its slots: addresses and lengths.
+    pub fn memory(&self, each: &mut dyn FnMut(u64, u64)) {
+        each(self.state, PAGE);
+        self.pages.iter().for_each(|page| each(*page, PAGE));
     }
 
     /// Its saved state.

@@ -76,6 +76,10 @@ impl<M: Dma> SendQueue<M> for PvrdmaSendQueue {
         saved::SendQueue { ring: self.ring.save(), kind, kernel, max_sge, tail, next, head }
     }
 
+    fn memory(&self, each: &mut dyn FnMut(u64, u64)) {
+        self.ring.memory(each);
+    }
+
     fn restore(saved: saved::SendQueue) -> Result<Self, &'static str> {
         let ring = saved.ring.restore()?;
         let indices = ring.indices();

@@ -91,6 +91,8 @@ pub(crate) enum Delivery {
     Inactive,
     /// The sender's memory is at fault.
     SourceFault,
+    /// The guest's buffers are memory that is still to come.
+    Late,
 }
 
 /// A vmxnet3 function without its PCI shell. `M` is the guest's memory.
@@ -317,6 +319,13 @@ impl<M: Dma> Vmxnet3<M> {
         }
     }
 
+    /// Whether part of a packet is memory that is still to come; it is asked for then.
+    pub(crate) fn is_late(&self, pieces: &[Piece]) -> bool {
+        let Some(memory) = self.dma().filter(|memory| memory.is_late()) else { return false };
+        // All of them, so that all are asked for.
+        pieces.iter().filter(|piece| memory.awaits(piece.address, piece.len as u64, false)).count() > 0
+    }
+
     /// Stops the queue of a packet whose memory turned out to be at fault.
     pub(crate) fn packet_fault(&mut self, packet: &TxPacket) {
         self.stop_queue(false, packet.queue, QueueError::Invalid);
@@ -423,6 +432,10 @@ impl<M: Dma> Vmxnet3<M> {
                 Delivery::TooLong
             }
             Err(RxFailure::Source(_)) => Delivery::SourceFault,
+            Err(RxFailure::Late) => {
+                queue.stats.out_of_buffers = queue.stats.out_of_buffers.wrapping_add(1);
+                Delivery::Late
+            }
             Err(RxFailure::Queue(error)) => {
                 self.stop_queue(true, 0, error);
                 Delivery::Inactive

@@ -13,6 +13,8 @@ use crate::transmit::Traffic;
 const PIECES_MAX: usize = 18;
 /// Most BODY buffers of ring 0 skipped per frame; the rest is skipped with the next one.
 const SKIP_MAX: u32 = 64;
+/// Buffers of later frames that are asked for together with one that is still to come.
+const LATE_AHEAD: u32 = 64;
 
 /// A queue while the device is active.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -61,6 +63,8 @@ pub(crate) enum RxFailure {
     TooLong,
     /// The sender's memory is at fault; nothing was received.
     Source(DmaFault),
+    /// Its buffers are memory that is still to come, and was asked for.
+    Late,
     /// The queue must stop.
     Queue(QueueError),
 }
@@ -150,6 +154,19 @@ impl RxQueue {
         Err(RxFailure::NoBuffers)
     }
 
+    /// Whether buffers are memory that is still to come. Asks for it, and for that of the next frames.
+    #[cold]
+    fn is_late(&self, memory: &impl Dma, targets: &[Target], mut next: Cursor) -> bool {
+        // All of them, so that all are asked for.
+        let awaited = targets.iter().filter(|to| memory.awaits(to.address, to.len as u64, false)).count();
+        for _ in 0..LATE_AHEAD {
+            let Ok(Some(buffer)) = self.peek(memory, 0, next) else { break };
+            memory.awaits(buffer.address, u64::from(buffer.len), false);
+            next = next.after(self.layout.ring_sizes[0]);
+        }
+        awaited > 0
+    }
+
     /// Whether a HEAD buffer is there.
     pub fn has_buffer(&self, memory: &impl Dma) -> bool {
         self.stopped.is_none() && matches!(self.peek(memory, 0, self.next[0]), Ok(Some(_)))
@@ -167,6 +184,9 @@ impl RxQueue {
         let mut targets = [Target { ring: 0, index: 0, address: 0, len: 0 }; PIECES_MAX];
         let total = frame.len();
         let (count, next) = self.reserve(memory, total, &mut targets)?;
+        if memory.is_late() && self.is_late(memory, &targets[..count], next[0]) {
+            return Err(RxFailure::Late);
+        }
         let mut from = 0;
         for target in &targets[..count] {
             frame.copy(from, memory, target.address, target.len).map_err(|fault| match fault {

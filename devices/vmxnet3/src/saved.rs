@@ -9,7 +9,7 @@ use crate::interrupts::{Interrupts, Vectors};
 use crate::mac::MacAddress;
 use crate::receive::{RxQueue, RxStats};
 use crate::registers::{COMPLETION_RING_MAX, INTERRUPTS_MAX, QUEUES_MAX, RING_MAX};
-use crate::shared_area::{RxLayout, TxLayout};
+use crate::shared_area::{QUEUE_ENTRY, RxLayout, TxLayout};
 use crate::transmit::{TxQueue, TxStats};
 
 /// Version that this code writes. It reads no other yet.
@@ -93,6 +93,34 @@ pub enum RestoreError {
         /// The saved one's.
         saved: MacAddress,
     },
+}
+
+/// Bytes of the driver's shared area, its tables apart, and of each descriptor.
+const SHARED_AREA: u64 = 720;
+const DESCRIPTOR: u64 = 16;
+
+impl SavedVmxnet3 {
+    /// The guest's memory that a device in this state counts on being there: addresses and lengths of its shared area and rings.
+    pub fn memory(&self, each: &mut dyn FnMut(u64, u64)) {
+        let Some(active) = &self.active else { return };
+        each(active.shared, SHARED_AREA);
+        let ring = |each: &mut dyn FnMut(u64, u64), address, size| {
+            if size > 0 {
+                each(address, u64::from(size) * DESCRIPTOR);
+            }
+        };
+        for SavedTx { layout, .. } in &active.tx {
+            each(layout.entry, QUEUE_ENTRY);
+            ring(each, layout.ring, layout.ring_size);
+            ring(each, layout.completion, layout.completion_size);
+        }
+        for SavedRx { layout, .. } in &active.rx {
+            each(layout.entry, QUEUE_ENTRY);
+            ring(each, layout.rings[0], layout.ring_sizes[0]);
+            ring(each, layout.rings[1], layout.ring_sizes[1]);
+            ring(each, layout.completion, layout.completion_size);
+        }
+    }
 }
 
 impl<M: Dma> Vmxnet3<M> {

@@ -57,6 +57,24 @@ pub trait Dma {
         let _ = (address, len);
     }
 
+    /// Whether memory of the guest is still to come from another host.
+    #[inline]
+    fn is_late(&self) -> bool {
+        false
+    }
+
+    /// Whether bytes of a range are still to come, so that an access would fail now and not later. They are asked for then. Pages that are
+    /// overwritten as a whole (`write`) needn't be there.
+    fn awaits(&self, address: u64, len: u64, write: bool) -> bool {
+        let _ = (address, len, write);
+        false
+    }
+
+    /// How many accesses have failed as their memory was still to come: whether an error is one that passes is told by comparing.
+    fn absences(&self) -> u64 {
+        0
+    }
+
     /// Whether the whole range is the guest's memory.
     fn check(&self, address: u64, len: u64) -> Result<(), DmaFault>;
 

@@ -28,6 +28,9 @@ pub enum AliasError {
         /// Its length.
         len: u64,
     },
+    /// Part of the memory is still to come, and whoever pins it would find zeros there.
+    #[error("Part of this guest's memory is still to come from the host that it has left")]
+    Late,
     /// Not the guest's memory, or not writable.
     #[error("The {len:#x} bytes at {address:#x} aren't memory of the guest that may be written")]
     Fault {

@@ -1,6 +1,7 @@
 //! Plain memory behind [`Dma`], for tests, simulation and model checking. Accesses outside are faults, and
 //! all accesses can be listed, so that an oracle can say what a device touched.
 
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -15,6 +16,28 @@ pub struct HeapMemory {
     /// Word accesses and copies are made one at a time, so words are atomic here as well.
     words: Arc<Mutex<()>>,
     log: Arc<Mutex<Option<Vec<Access>>>>,
+    late: Arc<Mutex<Late>>,
+}
+
+/// x86-64 base page, bytes.
+const PAGE: u64 = 4096;
+
+/// Pages that are still to come.
+#[derive(Debug, Default)]
+struct Late {
+    missing: BTreeSet<u64>,
+    asked: BTreeSet<u64>,
+    refused: u64,
+}
+
+impl Late {
+    /// The missing pages that an access needs.
+    fn needed(&self, address: u64, len: u64, write: bool) -> Vec<u64> {
+        let end = address.saturating_add(len);
+        let covered = |page: &u64| write && *page >= address && page + PAGE <= end;
+        let pages = self.missing.range(address - address % PAGE..end).copied();
+        pages.filter(|page| len > 0 && !covered(page)).collect()
+    }
 }
 
 /// An access that a device made.
@@ -43,6 +66,33 @@ impl HeapMemory {
             bytes: (0..len).map(|_| AtomicU8::new(0)).collect(),
             words: Arc::default(),
             log: Arc::default(),
+            late: Arc::default(),
+        }
+    }
+
+    /// These pages are still to come, by their addresses; what lies there meanwhile is nothing of the guest's.
+    pub fn set_missing(&self, pages: impl IntoIterator<Item = u64>) {
+        let pages: BTreeSet<u64> = pages.into_iter().collect();
+        for page in &pages {
+            for cell in self.range(*page, PAGE, true).into_iter().flatten() {
+                cell.store(0xEE, Ordering::Relaxed);
+            }
+        }
+        lock(&self.late).missing = pages;
+    }
+
+    /// Takes the pages that were asked for.
+    #[must_use]
+    pub fn take_asked(&self) -> BTreeSet<u64> {
+        std::mem::take(&mut lock(&self.late).asked)
+    }
+
+    /// A page comes, unless it was written as a whole meanwhile.
+    pub fn come(&self, page: u64, contents: &[u8]) {
+        if lock(&self.late).missing.remove(&page) {
+            for (cell, byte) in self.range(page, PAGE, true).into_iter().flatten().zip(contents) {
+                cell.store(*byte, Ordering::Relaxed);
+            }
         }
     }
 
@@ -64,6 +114,19 @@ impl HeapMemory {
         let start = usize::try_from(start).map_err(|_| fault)?;
         let end = usize::try_from(end).map_err(|_| fault)?;
         let range = self.bytes.get(start..end).ok_or(fault)?;
+        let mut late = lock(&self.late);
+        if !late.missing.is_empty() {
+            let needed = late.needed(address, len, write);
+            if !needed.is_empty() {
+                late.refused += 1;
+                late.asked.extend(needed);
+                return Err(fault);
+            }
+            if write {
+                late.missing.retain(|page| *page < address || page + PAGE > address + len);
+            }
+        }
+        drop(late);
         if let Some(log) = lock(&self.log).as_mut() {
             log.push(Access { address, len, write });
         }
@@ -160,6 +223,21 @@ impl Dma for HeapMemory {
         let start = address.checked_sub(self.base).ok_or(fault)?;
         let end = start.checked_add(len).ok_or(fault)?;
         if end <= self.bytes.len() as u64 { Ok(()) } else { Err(fault) }
+    }
+
+    fn is_late(&self) -> bool {
+        !lock(&self.late).missing.is_empty()
+    }
+
+    fn awaits(&self, address: u64, len: u64, write: bool) -> bool {
+        let mut late = lock(&self.late);
+        let needed = late.needed(address, len, write);
+        late.asked.extend(&needed);
+        !needed.is_empty()
+    }
+
+    fn absences(&self) -> u64 {
+        lock(&self.late).refused
     }
 
     fn alias(&self, _: &[(u64, u64)]) -> Result<Alias, AliasError> {

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`access`] | the trait [`Dma`]: all that a device model may do with guest memory |
 //! | [`mapped`] | [`MappedMemory`]: the RAM of a guest that runs in another process, mapped from its memfds |
+//! | [`arriving`] | pages of it that are still to come from another host |
 //! | [`alias`] | [`Alias`]: a second view of it, in another order, for a device of the host |
 //! | [`heap`] | [`HeapMemory`]: plain memory for tests, simulation and model checking |
 //!
@@ -12,6 +13,7 @@
 
 pub mod access;
 pub mod alias;
+pub mod arriving;
 mod dirty;
 pub mod heap;
 pub mod mapped;

@@ -13,6 +13,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::access::{CopyFault, Dma, DmaFault};
 use crate::alias::{Alias, AliasError};
+use crate::arriving::{Bitmap, Late};
 use crate::dirty::DirtyLog;
 
 /// x86-64 cache line, bytes.
@@ -83,6 +84,8 @@ pub struct MemoryRegion {
     writable: bool,
     /// Pages that were written through this mapping.
     log: DirtyLog,
+    /// Pages that are still to come.
+    late: Late,
 }
 
 // SAFETY: the mapping is shared memory that lives as long as the region; all accesses through it are volatile copies or
@@ -122,7 +125,7 @@ impl MemoryRegion {
             // SAFETY: a new shared mapping at an address of the kernel's choice touches nothing that exists.
             unsafe { mmap(std::ptr::null_mut(), bytes, protection, MapFlags::SHARED, file.as_fd(), offset) }
                 .map_err(kernel)?;
-        Ok(Self { address, size, host: host.cast(), writable, log: DirtyLog::default() })
+        Ok(Self { address, size, host: host.cast(), writable, log: DirtyLog::default(), late: Late::new() })
     }
 
     /// First guest address.
@@ -151,6 +154,13 @@ impl MemoryRegion {
 
     fn end(&self) -> u64 {
         self.address + self.size
+    }
+
+    /// Bytes were written, all of them there.
+    #[inline]
+    fn wrote(&self, offset: u64, len: u64) {
+        self.log.mark(offset, len);
+        self.late.wrote(offset, len);
     }
 }
 
@@ -227,6 +237,30 @@ impl MappedMemory {
         (fits && whole && len > 0).then(|| region.log.take(offset / PAGE, len / PAGE))
     }
 
+    /// From here on only those pages of the region at `address` are there that the bitmap names; others are asked for by a pipe when they are
+    /// needed, which doesn't block. Holds for all tables that share the region, and until the bitmap says that all are there. Once per region.
+    ///
+    /// # Errors
+    /// When there is no such region, it is late already, or the kernel refuses.
+    pub fn set_late(
+        &self,
+        (address, size): (u64, u64),
+        bitmap: Bitmap,
+        wishes: Arc<OwnedFd>,
+    ) -> Result<(), MapError> {
+        let found = self.regions.iter().find(|region| (region.address, region.size) == (address, size));
+        let region = found.ok_or(MapError::Shape { address, size })?;
+        region.late.begin((address, size), region.host, bitmap, wishes)
+    }
+
+    /// How often pages have come that were asked for, where some are still to come.
+    #[must_use]
+    pub fn arrivals(&self) -> Option<u64> {
+        let mut late = self.regions.iter().filter_map(|region| region.late.generation()).peekable();
+        late.peek()?;
+        Some(late.fold(0, u64::wrapping_add))
+    }
+
     /// Pointer to `address` and how many bytes follow it in its region.
     #[inline]
     fn find(&self, address: u64) -> Option<(&MemoryRegion, *mut u8, u64)> {
@@ -251,9 +285,12 @@ impl MappedMemory {
         let size = usize::try_from(len).map_err(|_| fault)?;
         match self.find(address) {
             Some((region, pointer, room)) if len <= room && (region.writable || !write) => {
+                if region.late.refuses(region.size - room, len, write) {
+                    return Err(fault);
+                }
                 each(pointer, size);
                 if write {
-                    region.log.mark(region.size - room, len);
+                    region.wrote(region.size - room, len);
                 }
                 return Ok(());
             }
@@ -264,9 +301,12 @@ impl MappedMemory {
         while left > 0 {
             let (region, pointer, room) = self.find(at).ok_or(fault)?;
             let now = left.min(room);
+            if region.late.refuses(region.size - room, now, write) {
+                return Err(fault);
+            }
             each(pointer, usize::try_from(now).map_err(|_| fault)?);
             if write {
-                region.log.mark(region.size - room, now);
+                region.wrote(region.size - room, now);
             }
             at += now;
             left -= now;
@@ -311,6 +351,9 @@ impl MappedMemory {
         let (region, pointer, room) = self.find(address).ok_or(fault)?;
         // Regions and their mappings are page-aligned, so an aligned guest address is an aligned pointer.
         if !address.is_multiple_of(len) || room < len || (write && !region.writable) {
+            return Err(fault);
+        }
+        if region.late.refuses(region.size - room, len, write) {
             return Err(fault);
         }
         Ok((pointer, region))
@@ -409,7 +452,35 @@ impl Dma for MappedMemory {
         self.check_pieces(address, len, false)
     }
 
+    fn awaits(&self, address: u64, len: u64, write: bool) -> bool {
+        if !self.is_late() {
+            return false;
+        }
+        let (mut at, mut left, mut awaits) = (address, len, false);
+        while left > 0 {
+            // What isn't memory needn't be waited for.
+            let Some((region, _, room)) = self.find(at) else { break };
+            let now = left.min(room);
+            awaits |= region.late.awaits(region.size - room, now, write);
+            at = at.wrapping_add(now);
+            left -= now;
+        }
+        awaits
+    }
+
+    #[inline]
+    fn is_late(&self) -> bool {
+        self.regions.iter().any(|region| region.late.is_on())
+    }
+
+    fn absences(&self) -> u64 {
+        self.regions.iter().fold(0, |sum, region| sum.wrapping_add(region.late.refused()))
+    }
+
     fn alias(&self, pieces: &[(u64, u64)]) -> Result<Alias, AliasError> {
+        if self.is_late() {
+            return Err(AliasError::Late);
+        }
         Alias::map(pieces, |address| {
             let (region, pointer, room) = self.find(address)?;
             region.writable.then_some((pointer, room))

@@ -6,12 +6,14 @@
 //! source         Running ─▶ PreCopy: data is read, again and again ─▶ StopCopy: the rest ─▶ (the client goes, or Running again)
 //! destination    Resuming: data is written ─▶ Stop: it is whole, and checked ─▶ Running
 //! holding back   by so many per cent, in PreCopy (a feature of Causeway's own)
+//! late memory    in Resuming: of these ranges only pages that a bitmap names are there, until all are (a feature of Causeway's own)
 //! DMA logging    start ─▶ report, again and again: pages written since the last report ─▶ stop
 //! ```
 //! Reading data: an answer that is shorter than what was asked for ends what there is at present. In PreCopy more comes when the device has
 //! changed; in StopCopy it is the end.
 
 use std::io;
+use std::os::fd::OwnedFd;
 
 /// What a device does (`vfio_device_mig_state`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -40,6 +42,19 @@ impl DeviceState {
             .into_iter()
             .find(|state| *state as u32 == value)
     }
+}
+
+/// Guest memory that is still to come, told when a device's state is being written.
+#[derive(Debug)]
+pub struct LateMemory {
+    /// Mapped ranges, each by its address and bytes, and where its bitmap begins in the file. All whole ones.
+    pub ranges: Vec<(u64, u64, u64)>,
+    /// Which pages are there; what its bits are is the client's and the device's to know.
+    pub bitmap: OwnedFd,
+    /// A pipe by which pages are asked for.
+    pub wishes: OwnedFd,
+    /// An eventfd that counts up when pages have come that were asked for.
+    pub arrivals: OwnedFd,
 }
 
 /// A device whose state can be handed out and taken. Calls come as those of [`crate::device::Device`] do.
@@ -78,6 +93,14 @@ pub trait Migration {
     /// ENOTTY where the device has no way to do so.
     fn hold_back(&self, percent: u8) -> io::Result<()> {
         let _ = percent;
+        Err(rustix::io::Errno::NOTTY.into())
+    }
+    /// Part of the guest's memory is still to come, as `late` says: the device touches only what is there.
+    ///
+    /// # Errors
+    /// ENOTTY where the device can't do without, or the reason.
+    fn late_memory(&self, late: LateMemory) -> io::Result<()> {
+        drop(late);
         Err(rustix::io::Errno::NOTTY.into())
     }
     /// Takes the pages of 4096 bytes that were written since the last call: a bit each, the lowest of the first word for the page at `address`.

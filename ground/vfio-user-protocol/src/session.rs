@@ -8,16 +8,16 @@ use rustix::io::Errno;
 use zerocopy::{FromBytes, IntoBytes};
 
 use crate::device::{Device, DmaMapping, Interrupts, REGION_VGA, Region, SetInterrupts};
-use crate::migration::{DeviceState, Migration};
+use crate::migration::{DeviceState, LateMemory, Migration};
 use crate::region_info::{self, Encoded, RegionError};
 use crate::version::{MAX_DMA_MAPS, Offer, PeerLimits};
 use crate::wire::{
     DEVICE_PCI, DEVICE_RESETTABLE, DMA_READABLE, DMA_WRITABLE, DeviceFeature, DeviceInfo, DmaMap, DmaUnmap,
     HoldBack, IRQ_AUTOMASKED, IRQ_EVENTFD, IRQ_MASKABLE, IRQ_NO_RESIZE, IoFdsInfo, IrqInfo, IrqSet, LOG_PAGE,
-    LoggingRange, LoggingReport, LoggingStart, MAX_LOG_RANGES, MAX_TRANSFER, MIGRATION_PRE_COPY,
-    MIGRATION_STOP_COPY, MigData, MigDeviceState, RegionAccess, RegionInfo, SET_ACTION_MASK,
-    SET_ACTION_TRIGGER, SET_ACTION_UNMASK, SET_ACTIONS, SET_DATA_BOOL, SET_DATA_EVENTFD, SET_DATA_MASK,
-    SET_DATA_NONE, VERSION_MAJOR, VERSION_MINOR, Version, command, feature, wire_len,
+    LateRange, LateStart, LoggingRange, LoggingReport, LoggingStart, MAX_LOG_RANGES, MAX_TRANSFER,
+    MIGRATION_PRE_COPY, MIGRATION_STOP_COPY, MigData, MigDeviceState, RegionAccess, RegionInfo,
+    SET_ACTION_MASK, SET_ACTION_TRIGGER, SET_ACTION_UNMASK, SET_ACTIONS, SET_DATA_BOOL, SET_DATA_EVENTFD,
+    SET_DATA_MASK, SET_DATA_NONE, VERSION_MAJOR, VERSION_MINOR, Version, command, feature, wire_len,
 };
 
 /// The most interrupts of one index that a device may have (MSI-X has 2048).
@@ -99,7 +99,7 @@ impl<'a> Session<'a> {
                 self.device.reset()?;
                 Vec::new()
             }
-            command::DEVICE_FEATURE => self.feature(body)?,
+            command::DEVICE_FEATURE => self.feature(body, fds)?,
             command::MIG_DATA_READ => self.read_data(body, peer)?,
             command::MIG_DATA_WRITE => self.write_data(body)?,
             _ => return Err(Errno::NOTSUP.into()),
@@ -111,7 +111,27 @@ impl<'a> Session<'a> {
         self.device.migration().ok_or(Errno::NOTSUP.into())
     }
 
-    fn feature(&self, body: &[u8]) -> Result<Vec<u8>, Refusal> {
+    /// The client's word on memory that is still to come.
+    fn late_memory(&self, data: &[u8], fds: Vec<OwnedFd>) -> Result<LateMemory, Refusal> {
+        let (start, rest) = LateStart::read_from_prefix(data).map_err(|_| Errno::INVAL)?;
+        let size =
+            usize::try_from(start.ranges).ok().map(|count| count.saturating_mul(size_of::<LateRange>()));
+        if start.ranges == 0 || start.ranges > MAX_DMA_MAPS || size != Some(rest.len()) {
+            return Err(Errno::INVAL.into());
+        }
+        let [bitmap, wishes, arrivals] = <[OwnedFd; 3]>::try_from(fds).map_err(|_| Errno::INVAL)?;
+        let mut ranges = Vec::new();
+        for bytes in rest.chunks_exact(size_of::<LateRange>()) {
+            let range = fixed::<LateRange>(bytes)?;
+            if self.dma.get(&range.address) != Some(&range.size) {
+                return Err(Errno::NOENT.into());
+            }
+            ranges.push((range.address, range.size, range.bitmap));
+        }
+        Ok(LateMemory { ranges, bitmap, wishes, arrivals })
+    }
+
+    fn feature(&self, body: &[u8], fds: Vec<OwnedFd>) -> Result<Vec<u8>, Refusal> {
         let migration = self.migration()?;
         let (request, data) = DeviceFeature::read_from_prefix(body).map_err(|_| Errno::INVAL)?;
         let what = request.flags & feature::MASK;
@@ -121,6 +141,7 @@ impl<'a> Session<'a> {
             feature::DMA_LOGGING_START,
             feature::DMA_LOGGING_STOP,
             feature::HOLD_BACK,
+            feature::LATE_MEMORY,
         ];
         let gettable = [feature::MIGRATION, feature::MIG_DEVICE_STATE, feature::DMA_LOGGING_REPORT];
         let (sets, gets) = (settable.contains(&what), gettable.contains(&what));
@@ -163,6 +184,7 @@ impl<'a> Session<'a> {
                     }
                     migration.hold_back(percent)?;
                 }
+                feature::LATE_MEMORY => migration.late_memory(self.late_memory(data, fds)?)?,
                 _ => migration.stop_logging()?,
             },
             feature::GET if gets => match what {

@@ -88,6 +88,8 @@ pub(crate) mod feature {
     pub(crate) const DMA_LOGGING_REPORT: u32 = 8;
     /// Causeway's own, far from VFIO's numbers: [`super::HoldBack`].
     pub(crate) const HOLD_BACK: u32 = 0xCA01;
+    /// As [`HOLD_BACK`]: [`super::LateStart`].
+    pub(crate) const LATE_MEMORY: u32 = 0xCA02;
 }
 
 /// `VFIO_MIGRATION_STOP_COPY`.
@@ -286,6 +288,23 @@ pub(crate) struct HoldBack {
     pub percent: u32,
 }
 
+/// Feature LATE_MEMORY; ranges follow, and three descriptors: the bitmap, a pipe for wishes, an eventfd for arrivals.
+#[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct LateStart {
+    pub ranges: u32,
+    pub reserved: u32,
+}
+
+/// One range, as it is mapped, and where its bitmap begins in the file.
+#[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct LateRange {
+    pub address: u64,
+    pub size: u64,
+    pub bitmap: u64,
+}
+
 /// Feature DMA_LOGGING_START; ranges follow.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
@@ -324,6 +343,8 @@ const _: () = {
     assert!(size_of::<DeviceFeature>() == 8);
     assert!(size_of::<MigDeviceState>() == 8);
     assert!(size_of::<HoldBack>() == 4);
+    assert!(size_of::<LateStart>() == 8);
+    assert!(size_of::<LateRange>() == 24);
     assert!(size_of::<LoggingStart>() == 16);
     assert!(size_of::<LoggingRange>() == 16);
     assert!(size_of::<LoggingReport>() == 24);

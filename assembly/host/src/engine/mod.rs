@@ -33,6 +33,7 @@
 //! | `report` | what is told of all that |
 
 mod handshake;
+mod late;
 mod load;
 mod moving;
 mod pace;
@@ -57,8 +58,8 @@ use crate::transport::Transports;
 
 pub use report::{DeviceView, EngineView, LoopCounters};
 pub use served::DeviceSetup;
-pub use worker::Worker;
 pub(crate) use worker::is_arm;
+pub use worker::{Worker, Written};
 
 /// Calls and doorbells that wait at most; whoever has more to say waits.
 const WAITING: usize = 4096;

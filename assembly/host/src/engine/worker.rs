@@ -19,6 +19,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vfio_user_protocol::doorbell_mode::DoorbellMode;
 
 use super::handshake::{Handshake, Reached};
+use super::late::LateDevice;
 use super::load::Load;
 use super::pace::Pace;
 use super::report::LoopCounters;
@@ -33,6 +34,15 @@ const MESSAGES_PER_ROUND: usize = 64;
 /// the work is waited for from.
 const EAGER_ROUNDS: u32 = 200;
 
+/// What became of a write to a register.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Written {
+    /// It is done; where the driver's shared region is, if there is a driver.
+    Done(Option<u64>),
+    /// It needs memory that is still to come, and nothing was done.
+    Postponed,
+}
+
 /// What the thread owns.
 pub struct Worker {
     pub(super) engine: Engine<Pvrdma<MappedMemory>>,
@@ -41,6 +51,8 @@ pub struct Worker {
     /// Devices whose VMs leave, and those whose VMs come.
     pub(super) leaving: BTreeMap<DeviceId, Source>,
     pub(super) arriving: BTreeMap<DeviceId, Arrival>,
+    /// Devices whose guests' memory is still to come.
+    pub(super) late: BTreeMap<DeviceId, LateDevice>,
     /// How fast the memory of those that leave is written.
     pub(super) paces: BTreeMap<DeviceId, Pace>,
     inbox: Receiver<Message>,
@@ -76,6 +88,7 @@ impl Worker {
             served: BTreeMap::new(),
             leaving: BTreeMap::new(),
             arriving: BTreeMap::new(),
+            late: BTreeMap::new(),
             paces: BTreeMap::new(),
             inbox,
             wake,
@@ -127,6 +140,7 @@ impl Worker {
     fn round(&mut self) -> Round {
         self.counters.polls += 1;
         let mut anything = self.take_messages();
+        anything |= self.look_for_memory();
         let now = self.now();
         anything |= self.look_at_doorbells(now);
         let mut received = false;
@@ -198,6 +212,9 @@ impl Worker {
                 if let Some(transports) = &self.transports {
                     fds.extend(transports.fds().map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
                 }
+                fds.extend(
+                    self.late.values().map(|device| PollFd::from_borrowed_fd(device.fd(), PollFlags::IN)),
+                );
                 // Interrupted or not: the loop looks at everything.
                 let _ = poll(&mut fds, timeout.as_ref());
             }
@@ -205,6 +222,7 @@ impl Worker {
         self.wake.sleeping.store(false, Ordering::SeqCst);
         // Fails when nobody has rung.
         let _ = rustix::io::read(&self.wake.event, &mut [0_u8; 8]);
+        self.hush_arrivals();
     }
 
     /// Looks at doorbells that are memory.
@@ -300,6 +318,7 @@ impl Worker {
         self.leaving.remove(&id);
         self.arriving.remove(&id);
         self.paces.remove(&id);
+        self.late.remove(&id);
         if let Some(transports) = &mut self.transports {
             transports.detach(id);
         }
@@ -356,18 +375,20 @@ impl Worker {
     }
 
     /// Writes a register of BAR 1; what it asks for is done when this returns. Says where a driver's shared region is
-    /// now, if there is a driver.
-    pub fn register_write(&mut self, id: DeviceId, offset: u64, value: u32) -> Option<u64> {
+    /// now, if there is a driver; or that the write is to be made again, when memory has come that it needs.
+    pub fn register_write(&mut self, id: DeviceId, offset: u64, value: u32) -> Written {
         let now = self.now();
         if let Some(transports) = &mut self.transports {
             transports.catch_up(&mut self.engine, now);
         }
-        let (device, served, engine) = self.find(id)?;
+        let Some((device, served, engine)) = self.find(id) else { return Written::Done(None) };
         device.register_write(engine, offset, value, &served.msix);
+        if device.is_postponed() {
+            return Written::Postponed;
+        }
         served.load.worked(now);
         self.settle(now);
-        let (device, _, _) = self.find(id)?;
-        device.shared_region().filter(|_| matches!(device.phase(), Phase::Described | Phase::Active))
+        Written::Done(self.shared_region(id))
     }
 
     /// Where a device's driver has its shared region, if there is a driver.

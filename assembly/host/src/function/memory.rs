@@ -1,9 +1,12 @@
 //! A client's memory: the table of what it mapped, and how it changes.
 
 use std::io;
-use std::sync::{Mutex, PoisonError};
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use dma::{MapError, MappedMemory, MemoryRegion};
+use dma::arriving::Bitmap;
+use dma::{Dma as _, MapError, MappedMemory, MemoryRegion};
 use rustix::io::Errno;
 use telemetry::guest_log::GuestLog;
 use vfio_user_protocol::device::DmaMapping;
@@ -11,6 +14,29 @@ use vfio_user_protocol::device::DmaMapping;
 /// Most ranges of a client. A guest has two for each of at most 64 NUMA nodes; without a bound one client could use up the
 /// mappings that the kernel allows this process, and make every access of the engine a long search.
 const MOST_RANGES: usize = 128;
+
+/// How long memory may take to come that a device can't go on without.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How often is looked whether it is there.
+const LOOK_EVERY: Duration = Duration::from_micros(200);
+
+/// Waits until all of some ranges (addresses and lengths) of a table is there, where some of it is still to come.
+///
+/// # Errors
+/// When it takes longer than anybody should wait.
+pub fn await_memory(table: &MappedMemory, mut ranges: Vec<(u64, u64)>) -> io::Result<()> {
+    let began = Instant::now();
+    loop {
+        ranges.retain(|(address, len)| table.awaits(*address, *len, false));
+        if ranges.is_empty() {
+            return Ok(());
+        }
+        if began.elapsed() > PATIENCE {
+            return Err(Errno::TIMEDOUT.into());
+        }
+        std::thread::sleep(LOOK_EVERY);
+    }
+}
 
 /// The table. Changes come from one connection thread; whoever uses a table is given it by `publish` and must have
 /// dropped the last one when that returns.
@@ -104,6 +130,36 @@ impl ClientMemory {
     /// When the range can't be asked for.
     pub fn take_dirty(&self, address: u64, size: u64) -> io::Result<Vec<u64>> {
         self.table().take_dirty(address, size).ok_or_else(|| Errno::INVAL.into())
+    }
+
+    /// Part of the client's memory is still to come: from here on only what is there is touched.
+    ///
+    /// # Errors
+    /// When a range isn't one, its bitmap can't be mapped, or the kernel refuses.
+    pub fn set_late(
+        &self,
+        ranges: &[(u64, u64, u64)],
+        bitmap: &OwnedFd,
+        wishes: OwnedFd,
+    ) -> io::Result<MappedMemory> {
+        let table = self.table();
+        // A full pipe must not stop whoever asks.
+        let flags = rustix::fs::fcntl_getfl(&wishes)?;
+        rustix::fs::fcntl_setfl(&wishes, flags | rustix::fs::OFlags::NONBLOCK)?;
+        let wishes = Arc::new(wishes);
+        for &(address, size, offset) in ranges {
+            let late = Bitmap::map(bitmap, offset, size)
+                .and_then(|bitmap| table.set_late((address, size), bitmap, Arc::clone(&wishes)));
+            late.map_err(|error| {
+                telemetry::guest_warn!(
+                    self.log,
+                    error = &error as &dyn std::error::Error,
+                    "A client's memory that is still to come can't be waited for"
+                );
+                io::Error::from(Errno::INVAL)
+            })?;
+        }
+        Ok(table)
     }
 
     /// Forgets everything; the caller has taken the table from its users.

@@ -4,6 +4,7 @@ mod moving;
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use hca::limits::Limits;
 use hca::names::DeviceId;
@@ -26,11 +27,14 @@ use super::interrupts::EventFds;
 use super::memory::ClientMemory;
 use super::stream::Stream;
 use super::{NicShared, registers};
-use crate::engine::{DeviceSetup, EngineGone, EngineHandle, Worker, is_arm};
+use crate::engine::{DeviceSetup, EngineGone, EngineHandle, Worker, Written, is_arm};
 use crate::registry::Event;
 use crate::remembered::Remembered;
 use crate::uar::UarPages;
 
+/// How long a command may wait for memory that is still to come, and how often is looked whether it is there.
+const POSTPONED: Duration = Duration::from_secs(60);
+const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// Which function of the slot.
 const FUNCTION: usize = 1;
 
@@ -199,7 +203,15 @@ impl RdmaFunction {
     fn register_write(&self, offset: u64, data: &[u8]) -> io::Result<()> {
         // The driver's registers are 32 bits wide; other accesses mean nothing.
         let Some(value) = word(offset, data) else { return Ok(()) };
-        let region = self.with(move |worker, device| worker.register_write(device, offset, value))?;
+        let began = Instant::now();
+        let region = loop {
+            match self.with(move |worker, device| worker.register_write(device, offset, value))? {
+                Written::Done(region) => break region,
+                Written::Postponed if began.elapsed() > POSTPONED => return Err(Errno::TIMEDOUT.into()),
+                // Its vCPU waits, as it would for the page itself.
+                Written::Postponed => std::thread::sleep(LOOK_EVERY),
+            }
+        };
         if matches!(offset, pvrdma::abi::registers::DSR_HIGH | pvrdma::abi::registers::CONTROL) {
             // A driver of this connection: whoever was there before is gone.
             self.state().orphan = None;

@@ -506,6 +506,10 @@ impl Guest {
 
     /// The aligned word at `offset` of a buffer, in one load that sees what was stored before it.
     pub fn word(&self, buffer: &Buffer, offset: u64) -> u32 {
+        while self.ram.awaits(buffer.page_of(offset) + offset % PAGE, 4, false) {
+            // A vCPU that touches a page that is still to come waits.
+            std::thread::sleep(std::time::Duration::from_micros(100));
+        }
         self.ram.load_u32(buffer.page_of(offset) + offset % PAGE).unwrap()
     }
 
@@ -517,7 +521,7 @@ impl Guest {
 }
 
 impl Buffer {
-    fn page_of(&self, offset: u64) -> u64 {
+    pub fn page_of(&self, offset: u64) -> u64 {
         self.pages[usize::try_from(offset / PAGE).unwrap()]
     }
 

@@ -45,6 +45,12 @@ impl Machine {
         Self { vm: vm.to_owned(), segment: segment.to_owned(), ram, size, file }
     }
 
+    /// Takes all pages out of the RAM, whatever they hold.
+    pub fn empty(&self) {
+        let flags = rustix::fs::FallocateFlags::PUNCH_HOLE | rustix::fs::FallocateFlags::KEEP_SIZE;
+        rustix::fs::fallocate(&self.file, flags, 0, self.size).unwrap();
+    }
+
     pub fn request(&self) -> NicRequest {
         NicRequest {
             vm: self.vm.clone(),

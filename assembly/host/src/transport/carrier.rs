@@ -2,9 +2,9 @@
 
 use hca::engine::Engine;
 use hca::provider::Provider;
-use hca::remote::{AtomicOperation, QpId, Refusal as EngineRefusal};
+use hca::remote::{AtomicOperation, QpId, Refusal as EngineRefusal, Unmoved as EngineUnmoved};
 use hca::work::{Remote as EngineRemote, Status as EngineStatus};
-use roce::{Atomic, Event, Memory, NoReceive, Received, ReceivedOperation, Refusal, Remote, Status};
+use roce::{Atomic, Event, Memory, NoReceive, Received, ReceivedOperation, Refusal, Remote, Status, Unmoved};
 
 /// A queue pair of the engine, for the time of a call into its connection.
 pub(super) struct Carrier<'a, P: Provider> {
@@ -29,6 +29,14 @@ fn refusal(refusal: EngineRefusal) -> Refusal {
         EngineRefusal::Operational | EngineRefusal::NotReady { .. } => Refusal::Operation,
         // Its program has ended, and packets of the peer were on their way: what any HCA does with them.
         EngineRefusal::Gone => Refusal::Gone,
+        EngineRefusal::NotHere => Refusal::NotHere,
+    }
+}
+
+fn unmoved(unmoved: EngineUnmoved) -> Unmoved {
+    match unmoved {
+        EngineUnmoved::Failed(failed) => Unmoved::Failed(status(failed)),
+        EngineUnmoved::NotHere => Unmoved::NotHere,
     }
 }
 
@@ -71,12 +79,12 @@ pub(super) fn engine_status(status: Status) -> EngineStatus {
 }
 
 impl<P: Provider> Memory for Carrier<'_, P> {
-    fn gather(&mut self, token: u64, at: u64, into: &mut [u8]) -> Result<(), Status> {
-        self.engine.remote_gather(self.qp, token, offset(at), into).map_err(status)
+    fn gather(&mut self, token: u64, at: u64, into: &mut [u8]) -> Result<(), Unmoved> {
+        self.engine.remote_gather(self.qp, token, offset(at), into).map_err(unmoved)
     }
 
-    fn place(&mut self, token: u64, at: u64, data: &[u8]) -> Result<(), Status> {
-        self.engine.remote_place(self.qp, token, offset(at), data).map_err(status)
+    fn place(&mut self, token: u64, at: u64, data: &[u8]) -> Result<(), Unmoved> {
+        self.engine.remote_place(self.qp, token, offset(at), data).map_err(unmoved)
     }
 
     fn execute_local(&mut self, _token: u64) -> Status {
@@ -97,11 +105,12 @@ impl<P: Provider> Memory for Carrier<'_, P> {
         })
     }
 
-    fn place_receive(&mut self, at: u64, data: &[u8]) -> Result<(), Status> {
+    fn place_receive(&mut self, at: u64, data: &[u8]) -> Result<(), Unmoved> {
         self.engine.remote_receive_data(self.qp, offset(at), data).map_err(|refusal| match refusal {
-            EngineRefusal::Invalid => Status::LocalLength,
-            EngineRefusal::Gone => Status::Flushed,
-            _ => Status::LocalProtection,
+            EngineRefusal::Invalid => Status::LocalLength.into(),
+            EngineRefusal::Gone => Status::Flushed.into(),
+            EngineRefusal::NotHere => Unmoved::NotHere,
+            _ => Status::LocalProtection.into(),
         })
     }
 

@@ -368,6 +368,14 @@ impl Transports {
                     self.connections.ready(index);
                 }
             }
+            Action::MemoryCame { qp } => {
+                if let Some(index) = self.connections.find(qp) {
+                    if let Some(entry) = self.connections.get_mut(index) {
+                        entry.connection.memory_came();
+                    }
+                    self.connections.ready(index);
+                }
+            }
             Action::RegionGone { device, key } => self.verbs.region_gone(device, key, now),
             Action::Closed { qp } => {
                 self.instead.remove(&qp);

@@ -3,6 +3,7 @@
 
 pub mod adding;
 pub mod cluster;
+pub mod late;
 pub mod moving;
 pub mod vm;
 

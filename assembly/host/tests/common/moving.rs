@@ -12,6 +12,7 @@ use dma::Dma;
 use vfio_user_protocol::client::Client;
 use vfio_user_protocol::migration::DeviceState;
 
+use super::late::LateRam;
 use super::monitor::{Machine, Monitor};
 use super::vm::Vm;
 
@@ -136,6 +137,15 @@ impl<'a> Move<'a> {
         });
         let differ = memories[0].chunks(4096).zip(memories[1].chunks(4096)).position(|(a, b)| a != b);
         assert_eq!(differ, None, "a page changed and nobody noted it");
+    }
+
+    /// As [`Move::stop`]; but nothing of the memory is there, and it comes when it is asked for.
+    pub fn stop_late(&mut self) -> LateRam {
+        self.stop();
+        let mut bytes = vec![0; usize::try_from(self.machine.size).unwrap()];
+        self.machine.ram.read(0, &mut bytes).unwrap();
+        self.machine.empty();
+        LateRam::begin(&self.machine.ram, self.machine.size, bytes, clients(&self.monitor))
     }
 
     /// All is there; how it was decided.

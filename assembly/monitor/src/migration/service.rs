@@ -154,8 +154,7 @@ fn begin(
     }
     if request.post_copy_after.is_some() {
         // What the destination speaks isn't known yet.
-        postcopy::departing::allowed(postcopy::SINCE, streams.len(), machine.daemon().is_some())
-            .map_err(|error| line(&error))?;
+        postcopy::departing::allowed(postcopy::SINCE, streams.len()).map_err(|error| line(&error))?;
     }
     if !request.together.is_empty() && machine.daemon().is_none() {
         let text = "the VM has no RDMA NIC: the cluster service doesn't know it, and it moves by itself only";

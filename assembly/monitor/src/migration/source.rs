@@ -107,7 +107,11 @@ pub fn migrate(
             downtime: Duration::from_millis(request.downtime_ms),
             timeout: (request.timeout_seconds > 0).then(|| Duration::from_secs(request.timeout_seconds)),
             max_throttle: request.max_throttle_percent,
-            post_copy_after: request.post_copy_after,
+            // Rings of served devices have to be there when the guest is: what of them doesn't change has been copied before.
+            post_copy_after: match request.post_copy_after {
+                Some(0) if machine.daemon().is_some() => Some(1),
+                after => after,
+            },
         },
         began: Instant::now(),
         together: request.together.clone(),
@@ -191,7 +195,7 @@ impl Departure<'_> {
             return Err(MigrationError::Protocol(text));
         }
         if self.policy.post_copy_after.is_some() {
-            departing::allowed(accepted.version, self.streams.len(), self.machine.daemon().is_some())?;
+            departing::allowed(accepted.version, self.streams.len())?;
             self.control()?.send(Kind::Postcopy, &[])?;
             self.answer(Kind::Accepted)?;
         }
@@ -308,7 +312,6 @@ impl Departure<'_> {
                 return Err(MigrationError::GivenUp(text));
             }
             rest = union(rest, machine.take_dirty()?);
-            // Memory after the guest isn't for VMs that a daemon serves.
             rest = self.rounds(rest, false)?.0;
         }
         Ok(rest)

@@ -29,6 +29,7 @@ use crate::migration::destination::{Devices, Landing, gather};
 use crate::migration::error::{MigrationError, line};
 use crate::migration::postcopy::departing::DAEMON;
 use crate::migration::postcopy::fetching::{Fetching, Rest};
+use crate::migration::postcopy::presence::{Presence, PresenceError};
 use crate::migration::served::{Daemon, Verdict};
 use crate::migration::shape::{self, Shape};
 use crate::migration::state::SavedMachine;
@@ -99,13 +100,23 @@ pub struct LateMemory {
     uffd: Mutex<Result<Userfault, UserfaultError>>,
     regions: Vec<RamRegion>,
     pages: HugePages,
+    /// Where a daemon has the memory mapped, too.
+    presence: Mutex<Option<Result<Presence, PresenceError>>>,
 }
 
 impl LateMemory {
     /// For the RAM of the VM that comes.
     pub fn new(uffd: Result<Userfault, UserfaultError>, chassis: &Chassis) -> Self {
         let pages = chassis.description().memory.hugepages;
-        Self { uffd: Mutex::new(uffd), regions: chassis.ram().regions().to_vec(), pages }
+        let regions = chassis.ram().regions().to_vec();
+        let ranges: Vec<_> = regions.iter().map(|region| (region.range.start, region.range.size)).collect();
+        let served = !chassis.description().rdma.is_empty();
+        let presence = Mutex::new(served.then(|| Presence::new(&ranges)));
+        Self { uffd: Mutex::new(uffd), regions, pages, presence }
+    }
+
+    fn presence(&self) -> MutexGuard<'_, Option<Result<Presence, PresenceError>>> {
+        self.presence.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn lock(&self) -> MutexGuard<'_, Result<Userfault, UserfaultError>> {
@@ -121,6 +132,9 @@ impl LateMemory {
                 "this VM's memory is in huge pages, which are too large to fetch one by one; use small ones";
             return Err(MigrationError::NoPostcopy(text.to_owned()));
         }
+        if let Some(Err(error)) = &*self.presence() {
+            return Err(MigrationError::NoPostcopy(line(error)));
+        }
         keep_small(&self.regions).map_err(MigrationError::machine("prepared"))
     }
 
@@ -132,12 +146,28 @@ impl LateMemory {
     }
 
     /// Has pages come while the guest runs.
-    fn begin(&self, rest: Rest, from: String) -> Result<Fetching, MigrationError> {
+    fn begin(&self, rest: Rest, functions: &[Arriving], from: String) -> Result<Fetching, MigrationError> {
         let gone = UserfaultError::Open(std::io::Error::other("it is in use"));
         let uffd = std::mem::replace(&mut *self.lock(), Err(gone))
             .map_err(|error| MigrationError::NoPostcopy(line(&error)))?;
         let ram = ArrivingRam::new(uffd, self.regions.clone(), rest.missing.sets());
         let ram = ram.map_err(MigrationError::machine("prepared"))?;
+        let presence = match self.presence().take() {
+            None => None,
+            Some(presence) => Some(presence.map_err(|error| MigrationError::NoPostcopy(line(&error)))?),
+        };
+        if let Some(presence) = &presence {
+            presence.fill(rest.missing.sets());
+            for function in functions {
+                presence.tell(|ranges, bitmap, wishes, arrivals| {
+                    match function.late_memory(ranges, bitmap, wishes, arrivals) {
+                        Ok(true) => Ok(()),
+                        Ok(false) => Err(MigrationError::NoPostcopy(DAEMON.to_owned())),
+                        Err(error) => Err(server(function.name())(error)),
+                    }
+                })?;
+            }
+        }
         let on_lost = move |left, given, source: MigrationError| {
             // Threads of this process wait for pages inside the kernel, devices' too, and nothing but its end makes them go on
             // without: what they would find is no memory of the guest's.
@@ -150,7 +180,7 @@ impl LateMemory {
             tracing::error!(error = line(&error), "The VM ends");
             std::process::exit(LOST_EXIT_CODE);
         };
-        Fetching::begin(rest, ram, true, Box::new(on_lost))
+        Fetching::begin(rest, ram, presence, true, Box::new(on_lost))
     }
 }
 
@@ -189,8 +219,10 @@ impl Devices for ServedDevices {
     }
 
     fn post_copy(&self) -> Result<(), MigrationError> {
-        if self.daemon.is_some() || !self.functions.is_empty() {
-            return Err(MigrationError::NoPostcopy(DAEMON.to_owned()));
+        for function in &self.functions {
+            if !function.can_be_late().map_err(server(function.name()))? {
+                return Err(MigrationError::NoPostcopy(DAEMON.to_owned()));
+            }
         }
         self.late.prepare()
     }
@@ -226,7 +258,10 @@ fn arrive(
     match SavedMachine::decode(&state) {
         Ok(saved) => {
             let from = landing.from().to_owned();
-            let fetching = landing.take_rest().map(|rest| devices.late.begin(rest, from)).transpose();
+            let fetching = landing
+                .take_rest()
+                .map(|rest| devices.late.begin(rest, &devices.functions, from))
+                .transpose();
             let fetching = fetching.inspect_err(|error| landing.refuse(&line(error)))?;
             if fetching.is_none() {
                 devices.late.not_needed();

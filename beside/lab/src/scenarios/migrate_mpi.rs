@@ -217,7 +217,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     }
     for name in NAMES.iter().skip(1) {
         // mpirun waits for as long as it is let where a host can't be reached.
-        let said = pair.a.sh(&format!("{RSH}timeout 60 /tmp/rsh {name} echo reached $(hostname) 2>&1 || true"))?;
+        let said =
+            pair.a.sh(&format!("{RSH}timeout 60 /tmp/rsh {name} echo reached $(hostname) 2>&1 || true"))?;
         if !said.contains("reached") {
             bail!("Guest a can't start programs in guest {name} by its virtio-net address: {said}");
         }

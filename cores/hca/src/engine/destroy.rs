@@ -162,6 +162,7 @@ impl<P: Provider> Engine<P> {
         }
         if gone.wait == Wait::Budget {
             self.leave_inbound(|waiting| waiting == at);
+            self.leave_late(|waiting| waiting == at);
         }
         if gone.wait == Wait::Rate
             && let Some(found) = self.device_mut(device.0)

@@ -41,6 +41,7 @@ impl<P: Provider> Engine<P> {
         }
         self.reset_device(device);
         self.watch_inbound(device, false);
+        self.set_late(device, false);
         self.held.retain(|(of, _)| *of != device.0);
         self.devices[device.0 as usize] = None;
     }
@@ -76,6 +77,8 @@ impl<P: Provider> Engine<P> {
         new.exact = old.exact;
         new.scheduled = old.scheduled;
         new.inbound = old.inbound.take();
+        new.late = old.late.take();
+        new.memory_waits = old.memory_waits;
         std::mem::swap(&mut new.marks, &mut old.marks);
         let old = std::mem::replace(old, new);
         self.active_qps -= u32::try_from(old.active.len()).unwrap_or(0);

@@ -22,6 +22,7 @@ mod devices;
 mod failure;
 mod hold;
 mod inbound;
+mod late;
 mod modify;
 mod poll;
 mod query;
@@ -48,6 +49,7 @@ pub(crate) use create::power_on_attributes;
 pub(crate) use failure::completed;
 pub use hold::Verdict;
 pub(crate) use inbound::Inbound;
+pub(crate) use late::Late;
 pub(crate) use modify::PSN_MASK;
 pub use query::{DeviceReport, ObjectCounts};
 pub use save::{SavedCq, SavedQp, SavedSrq};
@@ -211,6 +213,8 @@ enum Timer {
     Device(u32),
     /// What peers may write into a device's memory.
     Inbound(u32),
+    /// Memory of a device's guest that is still to come.
+    Late(u32),
 }
 
 /// A scan of a context's queue pairs.
@@ -276,6 +280,8 @@ pub struct Engine<P: Provider> {
     parked: Vec<QpRef>,
     /// Devices of which somebody wants to know what peers write into their guests' memory.
     inbound_watched: usize,
+    /// Devices whose guests' memory is still to come.
+    late_devices: usize,
     /// Addresses whose VMs have moved to another engine.
     pub(crate) moved: HashSet<(SegmentId, Gid)>,
     /// What transports have to do.
@@ -316,6 +322,7 @@ impl<P: Provider> Engine<P> {
             held: HashSet::new(),
             parked: Vec::new(),
             inbound_watched: 0,
+            late_devices: 0,
             moved: HashSet::new(),
             actions: Vec::new(),
             source: Vec::new(),

@@ -279,6 +279,11 @@ impl<P: Provider> Engine<P> {
                 self.wait(at, Wait::Outstanding, None);
                 Some(false)
             }
+            Step::NotHere => {
+                self.qp_mut(at)?.current = Some(current);
+                self.wait(at, Wait::Memory, None);
+                Some(false)
+            }
         }
     }
 

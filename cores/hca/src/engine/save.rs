@@ -99,11 +99,12 @@ impl<P: Provider> Engine<P> {
             .iter()
             .filter_map(|(_, timer)| match timer {
                 Timer::Qp(at) => Some(*at),
-                Timer::Device(_) | Timer::Inbound(_) => None,
+                Timer::Device(_) | Timer::Inbound(_) | Timer::Late(_) => None,
             })
             .collect();
         self.timers.retain(|(_, timer)| *timer != Timer::Device(index));
         stopped.extend(self.leave_inbound(|waiting| waiting.device == index));
+        stopped.extend(self.leave_late(|waiting| waiting.device == index));
         // They find that it is held.
         self.release_inbound(index, usize::MAX);
         self.topology_changed();

@@ -130,6 +130,9 @@ impl<P: Provider> Engine<P> {
         if wait == Wait::Budget {
             self.leave_inbound(|waiting| waiting == at);
         }
+        if wait == Wait::Memory {
+            self.leave_late(|waiting| waiting == at);
+        }
         if wait == Wait::Rate
             && let Some(device) = self.device_mut(at.device)
         {
@@ -157,6 +160,7 @@ impl<P: Provider> Engine<P> {
             match timer {
                 Timer::Device(device) => self.release_throttled(device, RELEASED_AT_ONCE),
                 Timer::Inbound(device) => self.release_inbound(device, 1),
+                Timer::Late(device) => self.memory_came(crate::names::DeviceId(device)),
                 Timer::Qp(at) => self.timer_expired(at),
             }
         }
@@ -170,7 +174,7 @@ impl<P: Provider> Engine<P> {
             match qp.wait {
                 Wait::Receive => current.progress.rnr_waits = current.progress.rnr_waits.saturating_add(1),
                 Wait::Peer => current.progress.timeouts = current.progress.timeouts.saturating_add(1),
-                Wait::None | Wait::Rate | Wait::Budget | Wait::Outstanding | Wait::Held => {}
+                Wait::None | Wait::Rate | Wait::Budget | Wait::Outstanding | Wait::Held | Wait::Memory => {}
             }
         }
         let timed_out = qp.wait == Wait::Peer;

@@ -46,6 +46,10 @@ impl<P: Provider> Engine<P> {
         if self.gather_target(peer, shared, &receive.sges, length, part.clone()).is_err() {
             return self.receive_failed(at, peer, &receive);
         }
+        if self.awaits_memory(at, false, Some(at.device), Some(peer.device)) {
+            self.stash_receive(peer, receive);
+            return Step::NotHere;
+        }
         match self.copy(at.device, peer.device) {
             Ok(()) => {}
             Err(CopyFault::Source(_)) => {

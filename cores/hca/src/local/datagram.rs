@@ -5,6 +5,7 @@ use dma::access::CopyFault;
 
 use crate::attributes::QpKind;
 use crate::engine::Engine;
+use crate::memory::Piece;
 use crate::names::{GSI, Gid, Qpn};
 use crate::objects::QpRef;
 use crate::provider::Provider;
@@ -45,6 +46,9 @@ impl<P: Provider> Engine<P> {
         if self.gather_source(at, &request.sges, length, 0..length).is_err() {
             return Step::Failed(Status::LocalProtection);
         }
+        if self.awaits_memory(at, false, Some(at.device), None) {
+            return Step::NotHere;
+        }
         if length > port_mtu {
             return Step::DONE;
         }
@@ -80,6 +84,14 @@ impl<P: Provider> Engine<P> {
         let Some(receive) = self.datagram_receive(owner, receiver) else { return Step::DONE };
         if total(&receive.sges) < GRH_AREA + length {
             // Anyone can send a datagram: it must not cost the receiver its buffer.
+            self.stash_receive(receiver, receive);
+            if let Some(device) = self.device_mut(owner) {
+                device.counters.rx_dropped += 1;
+            }
+            return Step::DONE;
+        }
+        if self.buffer_is_late(receiver, &receive, GRH_AREA + length) {
+            // As where none is posted: nobody waits for a datagram.
             self.stash_receive(receiver, receive);
             if let Some(device) = self.device_mut(owner) {
                 device.counters.rx_dropped += 1;
@@ -150,6 +162,21 @@ impl<P: Provider> Engine<P> {
                 None
             }
         }
+    }
+
+    /// Whether a datagram's buffer is memory that is still to come, which is asked for then.
+    pub(crate) fn buffer_is_late(&mut self, receiver: QpRef, receive: &ReceiveRequest, total: u64) -> bool {
+        if self.device(receiver.device).is_none_or(|device| device.late.is_none()) {
+            return false;
+        }
+        let shared = self.shared_queue(receiver);
+        if self.gather_target(receiver, shared, &receive.sges, total, 0..total).is_err() {
+            return false;
+        }
+        let Some(device) = self.device(receiver.device) else { return false };
+        // All of them, so that all are asked for. Header and data are written apart: no page counts as overwritten as a whole.
+        let awaits = |piece: &&Piece| device.memory.awaits(piece.address, piece.len, false);
+        self.pieces().1.iter().filter(awaits).count() > 0
     }
 
     /// Writes the GRH area and copies the payload behind it.

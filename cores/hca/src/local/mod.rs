@@ -53,6 +53,8 @@ pub(crate) enum Step {
     Handed,
     /// It has to wait until transports have ended all earlier ones.
     Drain,
+    /// It has to wait for guest memory that is still to come.
+    NotHere,
 }
 
 impl Step {

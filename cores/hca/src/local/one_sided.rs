@@ -42,6 +42,9 @@ impl<P: Provider> Engine<P> {
         if self.remote_target(peer, remote, length, part.clone()).is_err() {
             return self.refuse(at, peer, Status::RemoteAccess, Some(AsyncEvent::QpAccessError));
         }
+        if self.awaits_memory(at, false, Some(at.device), Some(peer.device)) {
+            return Step::NotHere;
+        }
         match self.copy(at.device, peer.device) {
             Ok(()) => {}
             Err(CopyFault::Source(_)) => return Step::Failed(Status::LocalProtection),
@@ -107,6 +110,9 @@ impl<P: Provider> Engine<P> {
         if self.remote_source(peer, remote, length, part.clone(), Access::REMOTE_READ).is_err() {
             return self.refuse(at, peer, Status::RemoteAccess, Some(AsyncEvent::QpAccessError));
         }
+        if self.awaits_memory(at, false, Some(peer.device), Some(at.device)) {
+            return Step::NotHere;
+        }
         match self.copy(peer.device, at.device) {
             Ok(()) => {}
             Err(CopyFault::Source(_)) => {
@@ -153,6 +159,9 @@ impl<P: Provider> Engine<P> {
         }
         if self.remote_source(peer, remote, ATOMIC, 0..ATOMIC, Access::REMOTE_ATOMIC).is_err() {
             return self.refuse(at, peer, Status::RemoteAccess, Some(AsyncEvent::QpAccessError));
+        }
+        if self.awaits_memory(at, false, Some(peer.device), Some(at.device)) {
+            return Step::NotHere;
         }
         let word = self.pieces().0.first().map_or(0, |piece| piece.address);
         let Some(device) = self.device(peer.device) else { return Step::NoPeer };

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use crate::counters::DeviceCounters;
-use crate::engine::Inbound;
+use crate::engine::{Inbound, Late};
 use crate::limits::{Bucket, Capabilities, Limits};
 use crate::memory::Regions;
 use crate::names::{Gid, SegmentId};
@@ -97,6 +97,10 @@ pub(crate) struct Device<P: Provider> {
     pub bytes: Bucket,
     /// What peers write into its guest's memory, while somebody wants to know.
     pub inbound: Option<Box<Inbound>>,
+    /// Who waits for its guest's memory, while some is still to come.
+    pub late: Option<Box<Late>>,
+    /// How often something has waited for it.
+    pub memory_waits: u64,
     /// Queue pairs that get turns.
     pub active: VecDeque<QpRef>,
     /// It is among the devices that get turns.
@@ -140,6 +144,8 @@ impl<P: Provider> Device<P> {
             messages: Bucket::default(),
             bytes: Bucket::default(),
             inbound: None,
+            late: None,
+            memory_waits: 0,
             active: VecDeque::new(),
             scheduled: false,
             throttled: VecDeque::new(),

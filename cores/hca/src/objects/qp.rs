@@ -40,6 +40,8 @@ pub(crate) enum Wait {
     Outstanding,
     /// The peer's move.
     Held,
+    /// Guest memory that is still to come.
+    Memory,
 }
 
 /// How far a request has come.

@@ -123,6 +123,13 @@ impl<P: Provider> Engine<P> {
             }
             return false;
         }
+        if self.buffer_is_late(receiver, &receive, all) {
+            self.stash_receive(receiver, receive);
+            if let Some(device) = self.device_mut(owner) {
+                device.counters.rx_dropped += 1;
+            }
+            return false;
+        }
         let to = Datagram {
             qpn: datagram.qpn,
             qkey: datagram.qkey,

@@ -33,6 +33,7 @@ use crate::work::{ReceiveRequest, Remote, SendRequest, Status};
 
 pub use datagrams::{IncomingDatagram, OutgoingDatagram};
 pub use queued::{AheadReceived, NotQueued, Queued, RegionInfo, first_bytes};
+pub use requester::Unmoved;
 pub use responder::{AtomicOperation, Refusal};
 
 /// A queue pair, as transports name it. Never used again, so a name of what is gone leads nowhere.
@@ -129,6 +130,11 @@ pub enum Action {
         /// Where.
         qp: QpId,
     },
+    /// Guest memory that a message of a connected queue pair waited for ([`Refusal::NotHere`], [`Unmoved::NotHere`]) has come.
+    MemoryCame {
+        /// Whose.
+        qp: QpId,
+    },
     /// The connection is over: the queue pair was reset, failed, or is gone. Answers that it owes may still be sent.
     Closed {
         /// Whose.
@@ -203,6 +209,11 @@ impl Elsewhere {
         });
         let outstanding = outstanding.collect();
         Self { outstanding, ahead: VecDeque::new(), next_token, awaits_receive: saved.awaits_receive }
+    }
+
+    /// The requests that transports have.
+    pub fn requests(&self) -> impl Iterator<Item = &SendRequest> {
+        self.outstanding.iter().map(|outstanding| &outstanding.request)
     }
 
     /// The requests alone.

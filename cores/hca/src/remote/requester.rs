@@ -5,18 +5,33 @@ use std::ops::Range;
 
 use dma::Dma;
 
-use crate::attributes::{QpKind, QpState};
+use crate::attributes::{Access, QpKind, QpState};
 use crate::engine::{Engine, completed};
 use crate::local::{Step, message_len, total};
 use crate::objects::{Qp, QpRef, Wait};
 use crate::provider::Provider;
 use crate::saved;
-use crate::work::{CompletedOperation, Operation, SendRequest, Status};
+use crate::work::{CompletedOperation, Operation, SendRequest, Sge, Status};
 
 use super::{Action, Elsewhere, MOST_OUTSTANDING, Outstanding, Posted, PostedOperation, QpId};
 
 /// Bytes of an atomic.
 const ATOMIC: u32 = 8;
+
+/// Why bytes of a request can't be read or placed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Unmoved {
+    /// The request fails with this status.
+    Failed(Status),
+    /// Its memory is still to come: [`Action::MemoryCame`] says when. Until then it is as if the packet hadn't come, or can't be sent.
+    NotHere,
+}
+
+impl From<Status> for Unmoved {
+    fn from(status: Status) -> Self {
+        Self::Failed(status)
+    }
+}
 
 impl<P: Provider> Qp<P> {
     /// Whether a transport takes another request.
@@ -142,12 +157,16 @@ impl<P: Provider> Engine<P> {
         token: u64,
         offset: u32,
         into: &mut [u8],
-    ) -> Result<(), Status> {
+    ) -> Result<(), Unmoved> {
         let outstanding = self.outstanding(qp, token).ok_or(Status::General)?;
         let sges = outstanding.request.sges.clone();
         let length = total(&sges);
         let part = range(offset, into.len()).filter(|part| part.end <= length).ok_or(Status::General)?;
         self.gather_source(qp.at(), &sges, length, part).map_err(|_| Status::LocalProtection)?;
+        if self.awaits_memory(qp.at(), true, Some(qp.device.0), None) {
+            self.ask_for_all(qp.at(), &sges, length, Access::empty());
+            return Err(Unmoved::NotHere);
+        }
         let device = self.device(qp.device.0).filter(|device| device.enabled).ok_or(Status::General)?;
         let mut rest = into;
         for piece in self.pieces().0 {
@@ -163,7 +182,7 @@ impl<P: Provider> Engine<P> {
     ///
     /// # Errors
     /// The status that the request fails with when its memory may not be written, or is gone.
-    pub fn remote_place(&mut self, qp: QpId, token: u64, offset: u32, from: &[u8]) -> Result<(), Status> {
+    pub fn remote_place(&mut self, qp: QpId, token: u64, offset: u32, from: &[u8]) -> Result<(), Unmoved> {
         let outstanding = self.outstanding(qp, token).ok_or(Status::General)?;
         let answers = matches!(
             outstanding.request.operation,
@@ -175,7 +194,23 @@ impl<P: Provider> Engine<P> {
             .filter(|part| answers && part.end <= length)
             .ok_or(Status::BadResponse)?;
         self.gather_target(qp.at(), None, &sges, length, part).map_err(|_| Status::LocalProtection)?;
-        self.write_target(qp.device.0, from).map_err(|_| Status::LocalProtection)
+        if self.awaits_memory(qp.at(), true, None, Some(qp.device.0)) {
+            self.ask_for_all(qp.at(), &sges, length, Access::LOCAL_WRITE);
+            return Err(Unmoved::NotHere);
+        }
+        Ok(self.write_target(qp.device.0, from).map_err(|_| Status::LocalProtection)?)
+    }
+
+    /// Asks for all memory of a message, of which a part isn't here: packets ask for little more than a page each.
+    fn ask_for_all(&self, at: QpRef, sges: &[Sge], length: u64, need: Access) {
+        let Some(device) = self.device(at.device) else { return };
+        let Some(qp) = device.qps.get(at.handle) else { return };
+        let mut pieces = Vec::new();
+        if device.regions.gather(qp.pd, sges, length, 0..length, need, &mut pieces).is_ok() {
+            for piece in pieces {
+                device.memory.awaits(piece.address, piece.len, need.contains(Access::LOCAL_WRITE));
+            }
+        }
     }
 
     /// Says how a request ended: the bytes of its message (8 for atomics), or the status it failed with. Completions come in the order

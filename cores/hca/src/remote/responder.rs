@@ -31,6 +31,9 @@ pub enum Refusal {
     Operational,
     /// The queue pair takes no messages (any more): the packet is dropped.
     Gone,
+    /// The guest's memory that it is about is still to come: the packet is dropped, and the peer may be asked for it again when
+    /// [`super::Action::MemoryCame`] says so.
+    NotHere,
 }
 
 /// An atomic, in the guest's byte order.
@@ -121,9 +124,14 @@ impl<P: Provider> Engine<P> {
             return Err(self.refused(at, Refusal::Invalid, Some(AsyncEvent::QpRequestError)));
         }
         let shared = self.shared_queue(at);
-        let placed = part.is_empty()
-            || (self.gather_target(at, shared, &receive.sges, part.end, part).is_ok()
-                && self.write_target(at.device, data).is_ok());
+        let mut placed = part.is_empty();
+        if !placed && self.gather_target(at, shared, &receive.sges, part.end, part).is_ok() {
+            if self.awaits_memory(at, true, None, Some(at.device)) {
+                self.stash_receive(at, *receive);
+                return Err(Refusal::NotHere);
+            }
+            placed = self.write_target(at.device, data).is_ok();
+        }
         if !placed {
             self.complete_receive_error(at, receive.wr_id, Status::LocalProtection);
             self.own_failure(at);
@@ -208,6 +216,9 @@ impl<P: Provider> Engine<P> {
         if self.remote_target(at, remote, length, part).is_err() {
             return Err(self.refused(at, Refusal::Access, Some(AsyncEvent::QpAccessError)));
         }
+        if self.awaits_memory(at, true, None, Some(at.device)) {
+            return Err(Refusal::NotHere);
+        }
         if self.write_target(at.device, data).is_err() {
             return Err(self.refused(at, Refusal::Operational, Some(AsyncEvent::QpFatal)));
         }
@@ -262,10 +273,17 @@ impl<P: Provider> Engine<P> {
             return Err(self.refused(at, Refusal::Invalid, Some(AsyncEvent::QpRequestError)));
         }
         let total = u64::from(length);
-        let part = range(offset, into.len()).filter(|part| part.end <= total).ok_or(Refusal::Invalid)?;
+        let mut part = range(offset, into.len()).filter(|part| part.end <= total).ok_or(Refusal::Invalid)?;
         let last = part.end == total;
+        if into.is_empty() && self.is_late(qp.device) {
+            // A READ begins when all that it reads is here.
+            part = 0..total;
+        }
         if self.remote_source(at, remote, total, part, Access::REMOTE_READ).is_err() {
             return Err(self.refused(at, Refusal::Access, Some(AsyncEvent::QpAccessError)));
+        }
+        if self.awaits_memory(at, true, Some(at.device), None) {
+            return Err(Refusal::NotHere);
         }
         let device = self.device(at.device).ok_or(Refusal::Gone)?;
         let mut rest = into;
@@ -302,6 +320,9 @@ impl<P: Provider> Engine<P> {
         }
         if self.remote_source(at, remote, 8, 0..8, Access::REMOTE_ATOMIC).is_err() {
             return Err(self.refused(at, Refusal::Access, Some(AsyncEvent::QpAccessError)));
+        }
+        if self.awaits_memory(at, true, Some(at.device), None) {
+            return Err(Refusal::NotHere);
         }
         let word = self.pieces().0.first().map_or(0, |piece| piece.address);
         let device = self.device(at.device).ok_or(Refusal::Gone)?;

@@ -108,6 +108,9 @@ impl<M: Dma> SendQueue<M> for SendRing {
         save(&self.0)
     }
 
+    /// These rings aren't guest memory.
+    fn memory(&self, _: &mut dyn FnMut(u64, u64)) {}
+
     fn restore(saved: SavedRing) -> Result<Self, &'static str> {
         restore(saved).map(SendRing)
     }
@@ -176,6 +179,9 @@ impl<M: Dma> ReceiveQueue<M> for ReceiveRing {
     fn save(&self) -> SavedRing {
         save(&self.0)
     }
+
+    /// These rings aren't guest memory.
+    fn memory(&self, _: &mut dyn FnMut(u64, u64)) {}
 
     fn restore(saved: SavedRing) -> Result<Self, &'static str> {
         restore(saved).map(ReceiveRing)
@@ -261,6 +267,9 @@ impl<M: Dma> CompletionQueue<M> for CompletionRing {
     fn save(&self) -> SavedRing {
         save(&self.0)
     }
+
+    /// These rings aren't guest memory.
+    fn memory(&self, _: &mut dyn FnMut(u64, u64)) {}
 
     fn restore(saved: SavedRing) -> Result<Self, &'static str> {
         restore(saved).map(CompletionRing)

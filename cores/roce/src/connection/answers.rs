@@ -175,8 +175,13 @@ impl Connection {
             return;
         }
         if !packet.payload.is_empty()
-            && let Err(status) = memory.place(front.request.token, offset, packet.payload)
+            && let Err(unmoved) = memory.place(front.request.token, offset, packet.payload)
         {
+            let Unmoved::Failed(status) = unmoved else {
+                self.counters.dropped_packets += 1;
+                self.stall();
+                return;
+            };
             self.fail_requests(status, memory);
             return;
         }
@@ -203,7 +208,12 @@ impl Connection {
             self.counters.dropped_packets += 1;
             return;
         }
-        if let Err(status) = memory.place(front.request.token, 0, &original.to_ne_bytes()) {
+        if let Err(unmoved) = memory.place(front.request.token, 0, &original.to_ne_bytes()) {
+            let Unmoved::Failed(status) = unmoved else {
+                self.counters.dropped_packets += 1;
+                self.stall();
+                return;
+            };
             self.fail_requests(status, memory);
             return;
         }

@@ -32,12 +32,12 @@ use crate::output::Output;
 use crate::packet::{Operation, Packet, Service, Syndrome};
 use crate::psn;
 use crate::request::{Kind, MOST_MESSAGE, PostError, Request};
-use crate::status::{Event, Status};
+use crate::status::{Event, Status, Unmoved};
 use crate::timing;
 
 pub use fates::Fate;
 use requester::Requester;
-use responder::Responder;
+use responder::{Responder, Tail};
 
 /// Whether a connection still works.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -275,7 +275,7 @@ impl Connection {
             return None;
         }
         let requester = &self.requester;
-        let mut first = requester.rnr_until.or(requester.deadline);
+        let mut first = requester.rnr_until.or(requester.deadline).filter(|_| !requester.stalled);
         if let Some(sender) = &self.sender
             && (self.has_replies(false) || (requester.rnr_until.is_none() && self.has_requests(u64::MAX)))
         {
@@ -286,7 +286,7 @@ impl Connection {
 
     /// Time has come to `now`: timers that ran out are acted on.
     pub fn expired<M: Memory>(&mut self, now: u64, memory: &mut M) {
-        if self.suspended || self.state != State::Ready {
+        if self.suspended || self.state != State::Ready || self.requester.stalled {
             return;
         }
         let requester = &mut self.requester;
@@ -303,9 +303,9 @@ impl Connection {
     #[inline]
     pub fn receive_posted(&mut self) {
         let responder = &mut self.responder;
-        if responder.awaits_receive && responder.tail == responder::Tail::Nothing {
+        if responder.awaits_receive && responder.tail == Tail::Nothing {
             responder.awaits_receive = false;
-            responder.tail = responder::Tail::Ack;
+            responder.tail = Tail::Ack;
         }
     }
 
@@ -318,6 +318,30 @@ impl Connection {
             self.flush(Status::Flushed, memory);
             memory.event(Event::Failed);
         }
+    }
+
+    /// Memory that something waited for has come ([`Unmoved::NotHere`], [`Refusal::NotHere`]): the peer is asked for what was dropped, answers go
+    /// on, and so do own requests, from the oldest that isn't complete. Counts as no retry here. Call `transmit` after it.
+    pub fn memory_came(&mut self) {
+        let responder = &mut self.responder;
+        responder.stalled = false;
+        let asks = std::mem::take(&mut responder.missed) && self.state == State::Ready;
+        if asks && self.config.reliability == Reliability::Reliable && responder.tail == Tail::Nothing {
+            responder.nak_sent = true;
+            self.counters.seq_nak_sent += 1;
+            let psn = responder.expected;
+            responder.tail = Tail::Nak { syndrome: Syndrome::SequenceError.encode(), psn };
+        }
+        if std::mem::take(&mut self.requester.stalled) {
+            self.requester.deadline = None;
+            self.requester.go_back();
+        }
+    }
+
+    /// Memory of a request is still to come: nothing more is sent until it is there, since answers come in order.
+    fn stall(&mut self) {
+        self.requester.stalled = true;
+        self.requester.deadline = None;
     }
 
     /// Holds the connection: it sends nothing, and its timers stand still. What comes in is still processed.

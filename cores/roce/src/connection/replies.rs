@@ -19,6 +19,9 @@ impl Connection {
     #[inline]
     pub(super) fn has_replies(&self, paced: bool) -> bool {
         let responder = &self.responder;
+        if responder.stalled {
+            return false;
+        }
         if responder.due > 0 { !paced } else { responder.tail != Tail::Nothing }
     }
 
@@ -46,6 +49,10 @@ impl Connection {
         out: &mut O,
     ) -> bool {
         while self.responder.due > 0 {
+            if self.responder.stalled {
+                // What comes later is not to be answered before.
+                return true;
+            }
             let found = self.responder.resources.iter().position(|resource| resource.due);
             let Some(index) = found else {
                 self.responder.due = 0;
@@ -135,6 +142,10 @@ impl Connection {
         if payload > 0
             && let Err(refusal) = memory.read(remote, u64::from(length), offset, into)
         {
+            if refusal == Refusal::NotHere {
+                self.responder.stalled = true;
+                return Response::Refused;
+            }
             if refusal == Refusal::Gone {
                 self.responder.withhold_answers();
                 return Response::Refused;

@@ -69,6 +69,8 @@ pub(super) struct Requester {
     pub rnr_until: Option<u64>,
     /// When the acknowledgement is overdue.
     pub deadline: Option<u64>,
+    /// Memory of a request is still to come: nothing is sent, and no timer runs.
+    pub stalled: bool,
 }
 
 impl Requester {
@@ -97,6 +99,7 @@ impl Requester {
             rnr_waits: 0,
             rnr_until: None,
             deadline: None,
+            stalled: false,
         }
     }
 
@@ -206,7 +209,8 @@ impl Connection {
     /// Whether there is a request packet to send, not counting pacing.
     pub(super) fn has_requests(&self, now: u64) -> bool {
         let requester = &self.requester;
-        if self.state != State::Ready || requester.rnr_until.is_some_and(|until| until > now) {
+        let waits = requester.stalled || requester.rnr_until.is_some_and(|until| until > now);
+        if self.state != State::Ready || waits {
             return false;
         }
         let Some(pending) = requester.queue.get(requester.cursor) else { return false };
@@ -343,8 +347,12 @@ impl Connection {
         let Some(packet) = out.reserve(len) else { return Sent::Full };
         let into = header.write(packet, payload);
         if payload > 0
-            && let Err(status) = memory.gather(pending.request.token, offset, into)
+            && let Err(unmoved) = memory.gather(pending.request.token, offset, into)
         {
+            let Unmoved::Failed(status) = unmoved else {
+                self.stall();
+                return Sent::Blocked;
+            };
             if let Some(found) = self.requester.queue.get_mut(self.requester.cursor) {
                 found.error = Some(status);
             }

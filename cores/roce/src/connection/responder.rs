@@ -4,7 +4,7 @@ use super::*;
 use crate::config::Plant;
 use crate::memory::{Atomic, Received, ReceivedOperation, Remote};
 use crate::packet::Header;
-use crate::status::{NoReceive, Refusal};
+use crate::status::{NoReceive, Refusal, Unmoved};
 
 /// The message that is coming in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,6 +82,10 @@ pub(super) struct Responder {
     pub established: bool,
     /// The NAK that ended it.
     pub refused: Option<(u8, u64)>,
+    /// The expected packet was dropped since its memory is still to come.
+    pub missed: bool,
+    /// A READ's answer waits for memory that is still to come, and all that is said after it.
+    pub stalled: bool,
 }
 
 impl Responder {
@@ -97,6 +101,8 @@ impl Responder {
             awaits_receive: false,
             established: false,
             refused: None,
+            missed: false,
+            stalled: false,
         }
     }
 
@@ -110,6 +116,8 @@ impl Responder {
         self.withhold_answers();
         self.refused = None;
         self.awaits_receive = false;
+        self.missed = false;
+        self.stalled = false;
     }
 
     /// READs and atomics that wait for their answers go without, unless the peer asks again; nothing is acknowledged beyond them.
@@ -144,11 +152,17 @@ pub(super) enum Done {
     NotReady,
     /// Nobody takes it: as if it had not come.
     Gone,
+    /// Its memory is still to come: as if it had not come, and it is asked for later.
+    NotHere,
 }
 
 impl From<Refusal> for Done {
     fn from(refusal: Refusal) -> Self {
-        if refusal == Refusal::Gone { Self::Gone } else { Self::Refused(refusal) }
+        match refusal {
+            Refusal::Gone => Self::Gone,
+            Refusal::NotHere => Self::NotHere,
+            refusal => Self::Refused(refusal),
+        }
     }
 }
 
@@ -199,6 +213,7 @@ impl Connection {
             Done::Yes => {
                 let responder = &mut self.responder;
                 responder.nak_sent = false;
+                responder.missed = false;
                 responder.awaits_receive = false;
                 if matches!(responder.tail, Tail::Nak { .. }) {
                     responder.tail = Tail::Nothing;
@@ -221,6 +236,11 @@ impl Connection {
                 self.counters.dropped_packets += 1;
                 // Nor is what comes behind it asked for again.
                 self.responder.nak_sent = true;
+            }
+            Done::NotHere => {
+                self.counters.dropped_packets += 1;
+                self.responder.nak_sent = true;
+                self.responder.missed = true;
             }
         }
     }
@@ -399,8 +419,12 @@ impl Connection {
             return Done::Refused(Refusal::InvalidRequest);
         }
         if !packet.payload.is_empty()
-            && let Err(status) = memory.place_receive(offset, packet.payload)
+            && let Err(unmoved) = memory.place_receive(offset, packet.payload)
         {
+            let Unmoved::Failed(status) = unmoved else {
+                self.responder.incoming = before;
+                return Done::NotHere;
+            };
             if status == Status::Flushed {
                 self.responder.incoming = before;
                 return Done::Gone;

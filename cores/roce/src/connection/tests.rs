@@ -34,15 +34,15 @@ impl Flat {
 }
 
 impl Memory for Flat {
-    fn gather(&mut self, token: u64, offset: u64, into: &mut [u8]) -> Result<(), Status> {
+    fn gather(&mut self, token: u64, offset: u64, into: &mut [u8]) -> Result<(), Unmoved> {
         if offset >= self.lost_from {
-            return Err(Status::LocalProtection);
+            return Err(Status::LocalProtection.into());
         }
         let len = into.len();
         into.copy_from_slice(self.slice(token * 4096 + offset, len));
         Ok(())
     }
-    fn place(&mut self, token: u64, offset: u64, data: &[u8]) -> Result<(), Status> {
+    fn place(&mut self, token: u64, offset: u64, data: &[u8]) -> Result<(), Unmoved> {
         self.slice(token * 4096 + offset, data.len()).copy_from_slice(data);
         Ok(())
     }
@@ -61,9 +61,9 @@ impl Memory for Flat {
         assert!(self.in_use.replace(capacity).is_none(), "one receive at a time");
         Ok(capacity)
     }
-    fn place_receive(&mut self, offset: u64, data: &[u8]) -> Result<(), Status> {
+    fn place_receive(&mut self, offset: u64, data: &[u8]) -> Result<(), Unmoved> {
         if self.refuse == Some(Refusal::Gone) {
-            return Err(Status::Flushed);
+            return Err(Status::Flushed.into());
         }
         assert!(self.in_use.is_some());
         self.slice((1 << 18) + offset, data.len()).copy_from_slice(data);

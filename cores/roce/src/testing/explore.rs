@@ -95,6 +95,7 @@ impl World {
             finite_rnr: false,
             own_failed: &mut self.failed[own],
             verdict: &mut self.verdict,
+            late: None,
         };
         let result = call(&mut connection, &mut end);
         self.store(side, &connection);

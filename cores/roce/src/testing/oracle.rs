@@ -1,10 +1,12 @@
 //! Memory and queues of a connection's end, which know what must happen.
 
+use super::dice::Dice;
 use super::program::{KEY, Op, RECEIVE, WORDS, byte, index_of};
+use super::world::MOST_LATE;
 use crate::config::Reliability;
 use crate::memory::{Atomic, Memory, Received, ReceivedOperation, Remote};
 use crate::request::Kind;
-use crate::status::{Event, NoReceive, Refusal, Status};
+use crate::status::{Event, NoReceive, Refusal, Status, Unmoved};
 
 /// One direction of a connection: the requests of one end, what became of them there, and at the other end.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
@@ -29,6 +31,8 @@ pub(super) struct Flow {
     /// Receives posted at the other end.
     pub receives: u32,
     pub in_use: bool,
+    /// The receive in use is asked for again: what was to be placed there found memory that is still to come.
+    pub again: bool,
     /// Unreliable: what has arrived.
     pub bytes: Vec<u8>,
     /// Packets lost, repeated or delayed, in either direction, since a request completed last.
@@ -85,6 +89,33 @@ pub(super) struct End<'a> {
     pub finite_rnr: bool,
     pub own_failed: &'a mut bool,
     pub verdict: &'a mut Verdict,
+    /// Memory of this end that is still to come.
+    pub late: Option<Late<'a>>,
+}
+
+/// Memory that is still to come: until when.
+pub(super) struct Late<'a> {
+    pub until: &'a mut u64,
+    pub dice: &'a mut Dice,
+    /// How often it is found so, in parts of 1000.
+    pub chance: u32,
+}
+
+impl End<'_> {
+    /// Whether what is accessed now is still to come.
+    fn is_late(&mut self) -> bool {
+        let Some(late) = &mut self.late else { return false };
+        if *late.until <= self.now && late.dice.chance(late.chance) {
+            *late.until = self.now + 1 + u64::from(late.dice.below(MOST_LATE));
+        }
+        let is_late = *late.until > self.now;
+        if is_late {
+            // As a packet that is lost: tries of the peer are used up.
+            self.out.faults += 1;
+            self.back.faults += 1;
+        }
+        is_late
+    }
 }
 
 macro_rules! wrong {
@@ -96,11 +127,14 @@ macro_rules! wrong {
 }
 
 impl Memory for End<'_> {
-    fn gather(&mut self, token: u64, offset: u64, into: &mut [u8]) -> Result<(), Status> {
+    fn gather(&mut self, token: u64, offset: u64, into: &mut [u8]) -> Result<(), Unmoved> {
+        if self.is_late() {
+            return Err(Unmoved::NotHere);
+        }
         let index = usize::try_from(token).unwrap_or(usize::MAX);
         let Some(op) = self.out.program.get(index) else {
             wrong!(self, "unknown token {token}");
-            return Err(Status::General);
+            return Err(Status::General.into());
         };
         if offset + into.len() as u64 > u64::from(op.request.length) {
             wrong!(self, "gathers beyond the end of request {index}");
@@ -113,7 +147,7 @@ impl Memory for End<'_> {
             wrong!(self, "request {index} doesn't wait for those before it");
         }
         if op.lost_from.is_some_and(|from| offset + into.len() as u64 > u64::from(from)) {
-            return Err(Status::LocalProtection);
+            return Err(Status::LocalProtection.into());
         }
         for (position, place) in (offset..).zip(into) {
             *place = byte(self.out.number, index, position);
@@ -121,7 +155,10 @@ impl Memory for End<'_> {
         Ok(())
     }
 
-    fn place(&mut self, token: u64, offset: u64, data: &[u8]) -> Result<(), Status> {
+    fn place(&mut self, token: u64, offset: u64, data: &[u8]) -> Result<(), Unmoved> {
+        if self.is_late() {
+            return Err(Unmoved::NotHere);
+        }
         let index = self.out.completed;
         let Some(op) = self.out.program.get(index).filter(|op| op.request.token == token) else {
             wrong!(self, "an answer for request {token} while {index} is the oldest");
@@ -200,6 +237,9 @@ impl Memory for End<'_> {
             wrong!(self, "a receive is taken though nothing was asked for");
             return Err(NoReceive::NotPosted);
         };
+        if std::mem::take(&mut self.back.again) && self.back.in_use {
+            return Ok(u64::from(RECEIVE));
+        }
         if !self.back.unreliable {
             let consumes =
                 matches!(op.request.kind, Kind::Send { .. } | Kind::Write { immediate: Some(_), .. });
@@ -216,7 +256,11 @@ impl Memory for End<'_> {
         Ok(u64::from(RECEIVE))
     }
 
-    fn place_receive(&mut self, offset: u64, data: &[u8]) -> Result<(), Status> {
+    fn place_receive(&mut self, offset: u64, data: &[u8]) -> Result<(), Unmoved> {
+        if self.is_late() {
+            self.back.again = offset == 0;
+            return Err(Unmoved::NotHere);
+        }
         if self.back.unreliable {
             if offset != self.back.bytes.len() as u64 {
                 wrong!(self, "unreliable: bytes at {offset} after {}", self.back.bytes.len());
@@ -276,6 +320,9 @@ impl Memory for End<'_> {
     }
 
     fn write(&mut self, remote: Remote, length: u64, offset: u64, data: &[u8]) -> Result<(), Refusal> {
+        if remote.rkey == KEY && self.is_late() {
+            return Err(Refusal::NotHere);
+        }
         if remote.rkey != KEY {
             self.back.refused = true;
             return Err(Refusal::Access);
@@ -312,6 +359,9 @@ impl Memory for End<'_> {
             self.back.refused = true;
             return Err(Refusal::Access);
         }
+        if self.is_late() {
+            return Err(Refusal::NotHere);
+        }
         let expected = self.back.current();
         if into.is_empty() {
             // Long READs come as several requests.
@@ -338,6 +388,9 @@ impl Memory for End<'_> {
         if remote.rkey != KEY {
             self.back.refused = true;
             return Err(Refusal::Access);
+        }
+        if self.is_late() {
+            return Err(Refusal::NotHere);
         }
         let index = index_of(remote.address).unwrap_or(usize::MAX);
         let current = self.back.current();

@@ -55,6 +55,8 @@ pub(super) struct Faults {
     pub late_receives: u32,
     /// Receives that never come.
     pub no_receives: bool,
+    /// Accesses that find memory which is still to come.
+    pub late_memory: u32,
 }
 
 impl Faults {
@@ -73,6 +75,7 @@ impl Faults {
             kill: dice.chance(80),
             errors: dice.chance(150),
             no_receives: dice.chance(50),
+            late_memory: if dice.chance(300) { dice.between(1, 100) } else { 0 },
         }
     }
 }

@@ -6,7 +6,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use super::dice::Dice;
-use super::oracle::{End, Flow, Verdict};
+use super::oracle::{End, Flow, Late, Verdict};
 use super::program::{Faults, WORDS, roll_configs, roll_program};
 use crate::config::{Config, Plant};
 use crate::connection::{Arrival, Connection, State};
@@ -45,6 +45,8 @@ pub struct Report {
     pub disturbed: u64,
     /// Connections saved and restored.
     pub restored: u64,
+    /// Times that memory came which an access had found missing.
+    pub came: u64,
     /// Sum over all connections.
     pub counters: Counters,
 }
@@ -60,6 +62,7 @@ impl Report {
         self.lost += other.lost;
         self.disturbed += other.disturbed;
         self.restored += other.restored;
+        self.came += other.came;
         self.counters.add(&other.counters);
     }
 }
@@ -78,6 +81,8 @@ pub struct Violation {
 const MOST_EVENTS: u64 = 3_000_000;
 /// Nanoseconds within which a packet arrives if it does.
 pub(super) const MOST_DELAY: u64 = 25_000;
+/// Nanoseconds within which memory comes that an access finds missing.
+pub(super) const MOST_LATE: u32 = 60_000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Event {
@@ -89,6 +94,7 @@ pub(super) enum Event {
     Save,
     Hold { until: u64 },
     Arrive,
+    Came,
 }
 
 /// When, in which order among those of the same time, to which side of which link.
@@ -106,6 +112,9 @@ pub(super) struct Side {
     pub receives_due: u32,
     pub last_arrival: u64,
     pub posted_at: u64,
+    /// Its memory is late until then, and whether that end is scheduled.
+    pub late_until: u64,
+    pub comes: bool,
 }
 
 pub(super) struct Link {
@@ -245,6 +254,8 @@ impl World {
                 receives_due,
                 last_arrival: 0,
                 posted_at: 0,
+                late_until: 0,
+                comes: false,
             });
         let (Some(a), Some(b)) = (sides.next(), sides.next()) else { return };
         let mut flows = flows.into_iter();
@@ -360,6 +371,12 @@ impl World {
             Event::Save => self.save(link),
             Event::Hold { until } => self.hold(link, at, until),
             Event::Arrive => self.arrive(link, at),
+            Event::Came => {
+                found.comes = false;
+                found.connection.memory_came();
+                self.report.came += 1;
+                self.transmit_soon(link, at);
+            }
         }
     }
 
@@ -386,8 +403,18 @@ impl World {
             finite_rnr: config.rnr_retry != 7,
             own_failed: &mut own.failed,
             verdict: &mut self.verdict,
+            late: Some(Late {
+                until: &mut own.late_until,
+                dice: &mut self.dice,
+                chance: self.faults.late_memory,
+            }),
         };
-        call(&mut own.connection, &mut end)
+        let result = call(&mut own.connection, &mut end);
+        let until = own.late_until;
+        if until > self.now && !std::mem::replace(&mut own.comes, true) {
+            self.schedule(until - self.now, link, at, Event::Came);
+        }
+        result
     }
 
     fn post(&mut self, link: u32, at: u8) {
@@ -526,7 +553,9 @@ impl World {
     /// Whether a request to an endpoint that is gone ended too late.
     fn overdue(&self, own: &Side, other: &Side, flow: &Flow) -> Option<String> {
         let (_, killed) = self.kill?;
-        let waits = !other.dead || self.faults.migrations > 0 || self.faults.late_receives > 0;
+        // Timers begin anew whenever memory has come that a request waited for.
+        let late = self.faults.late_receives > 0 || self.faults.late_memory > 0;
+        let waits = !other.dead || self.faults.migrations > 0 || late;
         if waits || own.connection.state() == State::Ready {
             return None;
         }

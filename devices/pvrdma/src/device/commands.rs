@@ -77,8 +77,15 @@ impl<M: Dma + Clone + 'static> Device<M> {
         value: u32,
         interrupts: &impl Interrupts,
     ) {
+        let absences = self.memory.absences();
+        let executed = self.execute(engine, value);
+        if executed.is_err() && self.memory.absences() != absences {
+            // A command that fails for want of memory has done nothing.
+            self.postponed = true;
+            return;
+        }
         self.counters.commands += 1;
-        match self.execute(engine, value) {
+        match executed {
             Ok(responded) => {
                 self.error = 0;
                 if responded {

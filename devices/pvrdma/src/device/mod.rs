@@ -105,6 +105,8 @@ pub struct Device<M: Dma + Clone + 'static> {
     qps: HashMap<u32, QpRecord>,
     counters: Counters,
     log: GuestLog,
+    /// A register was written whose effect needs memory that is still to come: nothing was done.
+    postponed: bool,
 }
 
 impl<M: Dma + Clone + 'static> std::fmt::Debug for Device<M> {
@@ -155,6 +157,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
             qps: HashMap::new(),
             counters: Counters::default(),
             log: GuestLog::new(),
+            postponed: false,
         }
     }
 
@@ -263,6 +266,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
         value: u32,
         interrupts: &impl Interrupts,
     ) {
+        self.postponed = false;
         match offset {
             registers::DSR_LOW => self.region_low = value,
             registers::DSR_HIGH => {
@@ -274,6 +278,13 @@ impl<M: Dma + Clone + 'static> Device<M> {
             registers::INTERRUPT_MASK => self.set_mask(value != 0, interrupts),
             _ => {}
         }
+    }
+
+    /// Whether the last [`Device::register_write`] was to be made again: what it asks for needs memory that is still to come and was asked for, and
+    /// nothing was done.
+    #[must_use]
+    pub fn is_postponed(&self) -> bool {
+        self.postponed
     }
 
     /// A new shared region: the driver begins anew, also where its predecessor never said goodbye.
@@ -288,6 +299,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
             );
             return;
         }
+        let absences = self.memory.absences();
         match SharedRegion::accept(&self.memory, address, &self.config) {
             Ok((region, async_ring, completion_ring)) => {
                 self.events.attach(async_ring, completion_ring);
@@ -295,6 +307,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
                 self.region = Some(region);
                 self.phase = Phase::Described;
             }
+            Err(_) if self.memory.absences() != absences => self.postponed = true,
             Err(error) => {
                 self.region_address = None;
                 telemetry::guest_warn!(

@@ -9,6 +9,7 @@ use super::doorbells::{DoorbellMode, LivePage};
 use super::events::{EventRing, MAX_WAITING};
 use super::shared_region::SharedRegion;
 use super::{Config, ConfigError, Device, Interrupts, Phase, QpRecord};
+use crate::abi::PAGE;
 use crate::abi::commands::{COMMAND_SIZE, RESPONSE_SIZE};
 use crate::abi::rings::{ASYNC_ELEMENT, ASYNC_SLOTS, COMPLETION_ELEMENT, COMPLETION_SLOTS};
 use crate::provider::Pvrdma;
@@ -60,6 +61,20 @@ impl<M: Dma + Clone + 'static> Device<M> {
             pages: self.pages.iter().map(|live| (live.page, live.context.0)).collect(),
             trapped: self.mode == DoorbellMode::Trapped,
             counters: self.counters,
+        }
+    }
+
+    /// The guest's memory that the function counts on being there: addresses and lengths of its shared region and event rings. What the engine
+    /// counts on is the engine's to say ([`Engine::control_memory`]).
+    pub fn control_memory(&self, each: &mut dyn FnMut(u64, u64)) {
+        if let (Some(region), Some(address)) = (self.region, self.region_address) {
+            each(address, PAGE);
+            each(region.command_slot, COMMAND_SIZE as u64);
+            each(region.response_slot, RESPONSE_SIZE as u64);
+        }
+        for ring in self.events.save().into_iter().flat_map(|(one, other)| [one, other]) {
+            each(ring.state, PAGE);
+            each(ring.elements, PAGE);
         }
     }
 

@@ -102,7 +102,9 @@ pub(super) fn count_delivery(counters: &PortCounters, delivery: Delivery, len: u
             }
         }
         Delivery::TooLong => counters.rx_errors.increment(),
-        Delivery::Inactive | Delivery::NoBuffers | Delivery::SourceFault => counters.rx_dropped.increment(),
+        Delivery::Inactive | Delivery::NoBuffers | Delivery::SourceFault | Delivery::Late => {
+            counters.rx_dropped.increment();
+        }
         Delivery::Filtered => {}
     }
 }

@@ -89,6 +89,10 @@ impl<M: Dma> Segment<M> {
         }
         let rules = self.ports[index].as_ref()?.rules;
         let device = self.ports[index].as_mut()?.device()?;
+        if device.is_late(&scratch.pieces) {
+            // As a frame that is lost on a wire: nobody behind it has to wait.
+            return Some(TxOutcome::Discarded);
+        }
         let head = packet.len.min(HEAD);
         let frame = &mut scratch.frame;
         // Room for a tag is left in front.

@@ -208,3 +208,127 @@ proptest! {
         }
     }
 }
+
+/// Pages that are still to come.
+mod late {
+    use std::fs::File;
+    use std::io::Read as _;
+
+    use crate::arriving::{Bitmap, bitmap_size, wished};
+
+    use super::*;
+
+    struct Arrival {
+        memory: MappedMemory,
+        bitmap: Bitmap,
+        wishes: File,
+        to: Arc<OwnedFd>,
+    }
+
+    fn sealed(size: u64) -> std::os::fd::OwnedFd {
+        let fd = rustix::fs::memfd_create("late", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&fd, size).unwrap();
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW).unwrap();
+        fd
+    }
+
+    /// 200 pages from 0x10000 on, of which all but these are there.
+    fn arrival(missing: &[u64]) -> Arrival {
+        let (address, size) = (0x1_0000, 200 * PAGE);
+        let region = MemoryRegion::map(address, size, &sealed(size), 0, true).unwrap();
+        let memory = MappedMemory::default().with(region).unwrap();
+        let file = sealed(bitmap_size(size));
+        let (own, theirs) = (Bitmap::map(&file, 0, size).unwrap(), Bitmap::map(&file, 0, size).unwrap());
+        (0..200).filter(|page| !missing.contains(page)).for_each(|page| own.set(page));
+        let (wishes, to) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::NONBLOCK).unwrap();
+        let to = Arc::new(to);
+        memory.set_late((address, size), theirs, Arc::clone(&to)).unwrap();
+        Arrival { memory, bitmap: own, wishes: File::from(wishes), to }
+    }
+
+    impl Arrival {
+        fn wishes(&mut self) -> Vec<(u64, u64)> {
+            let mut all = Vec::new();
+            let mut one = [0; 8];
+            while self.wishes.read_exact(&mut one).is_ok() {
+                all.push(wished(one));
+            }
+            all
+        }
+    }
+
+    /// What is missing is neither read nor written, but where it is overwritten as a whole; it is asked for once; once it is there it is as all other
+    /// memory, and so is everything once all is there.
+    #[test]
+    fn missing_pages_are_waited_for() {
+        let mut arrival = arrival(&[3, 4, 5, 70]);
+        let Arrival { memory, .. } = &arrival;
+        let page = |number: u64| 0x1_0000 + number * PAGE;
+        assert!(memory.is_late() && !memory.awaits(page(0), 3 * PAGE, false));
+        memory.write(page(2), &[1; 4096]).unwrap();
+        assert_eq!(memory.absences(), 0);
+        assert!(memory.read(page(2) + 4095, &mut [0; 2]).is_err());
+        assert!(memory.write(page(3), &[1; 4095]).is_err());
+        assert!(memory.store_u32(page(3), 1).is_err() && memory.fetch_add_u64(page(70), 1).is_err());
+        assert!(memory.zero(page(70) - 1, 2).is_err());
+        assert_eq!(memory.absences(), 5);
+        assert_eq!(memory.alias(&[(page(0), PAGE)]).unwrap_err(), AliasError::Late);
+        assert!(memory.awaits(page(0), 200 * PAGE, false));
+        // The last byte of page 3 isn't covered.
+        assert!(memory.awaits(page(3), PAGE - 1, true) && !memory.awaits(page(3), PAGE, true));
+        assert_eq!(arrival.wishes(), [(page(3), 1), (page(70), 1), (page(4), 2)]);
+        let Arrival { memory, .. } = &arrival;
+        // Page 4 comes by being overwritten, with the end of 3 still missing.
+        let copy = memory.copy_to(page(0), memory, page(4), PAGE);
+        assert_eq!((copy, arrival.bitmap.has(4), arrival.bitmap.has(3)), (Ok(()), true, false));
+        memory.read(page(4) + 5, &mut [0; 10]).unwrap();
+        assert!(memory.write(page(4) + 1, &[7; 4096]).is_err(), "page 5 is written in part");
+        let before = memory.arrivals().unwrap();
+        arrival.bitmap.set(5);
+        arrival.bitmap.came();
+        assert_eq!(memory.arrivals(), Some(before + 1));
+        memory.write(page(4) + 1, &[7; 4096]).unwrap();
+        assert_eq!(arrival.wishes(), []);
+        arrival.bitmap.complete();
+        let Arrival { memory, .. } = &arrival;
+        assert!(!memory.is_late() && memory.arrivals().is_none());
+        memory.store_u32(page(3), 1).unwrap();
+    }
+
+    /// A wish that finds no room in the pipe is said again when somebody asks again.
+    #[test]
+    fn a_full_pipe_loses_no_wish() {
+        let mut arrival = arrival(&(0..200).collect::<Vec<_>>());
+        let page = |number: u64| 0x1_0000 + number * PAGE;
+        let ask = |arrival: &Arrival| {
+            // Every other page, each a wish of its own.
+            (0..200).step_by(2).for_each(|number| assert!(arrival.memory.awaits(page(number), 1, false)));
+        };
+        let full: Vec<(u64, u64)> = (0..200).step_by(2).map(|number| (page(number), 1)).collect();
+        while rustix::io::write(&*arrival.to, &[0; 8]) == Ok(8) {}
+        // Room for three.
+        arrival.wishes.read_exact(&mut [0; 24]).unwrap();
+        ask(&arrival);
+        let mut said = arrival.wishes();
+        said.retain(|(address, _)| *address > 0);
+        assert!(said.len() < full.len(), "the pipe had room for all");
+        ask(&arrival);
+        said.extend(arrival.wishes());
+        said.sort_unstable();
+        assert_eq!(said, full, "each once");
+    }
+
+    #[test]
+    fn bitmaps_that_could_shrink_or_are_too_short_are_refused() {
+        let file = rustix::fs::memfd_create("open", MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&file, 1 << 20).unwrap();
+        assert!(matches!(Bitmap::map(&file, 0, PAGE), Err(MapError::NotSealed { .. })));
+        let file = sealed(bitmap_size(PAGE));
+        assert!(Bitmap::map(&file, 0, PAGE).is_ok());
+        assert!(matches!(Bitmap::map(&file, 0, PAGE * 64 * 4096), Err(MapError::TooShort { .. })));
+        assert!(matches!(Bitmap::map(&file, 1, PAGE), Err(MapError::Shape { .. })));
+        let memory = MappedMemory::default();
+        let (_, to) = rustix::pipe::pipe().unwrap();
+        assert!(memory.set_late((0, PAGE), Bitmap::map(&file, 0, PAGE).unwrap(), Arc::new(to)).is_err());
+    }
+}

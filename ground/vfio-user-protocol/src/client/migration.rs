@@ -1,6 +1,7 @@
 //! Requests of a client that moves the guest.
 
 use std::mem::size_of;
+use std::os::fd::BorrowedFd;
 
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -8,8 +9,9 @@ use super::{Client, ClientError, MAX_REPLY, Request};
 use crate::migration::DeviceState;
 use crate::socket::Message;
 use crate::wire::{
-    DeviceFeature, HoldBack, LOG_PAGE, LoggingRange, LoggingReport, LoggingStart, MAX_TRANSFER,
-    MIGRATION_PRE_COPY, MIGRATION_STOP_COPY, MigData, MigDeviceState, command, feature, wire_len,
+    DeviceFeature, HoldBack, LOG_PAGE, LateRange, LateStart, LoggingRange, LoggingReport, LoggingStart,
+    MAX_TRANSFER, MIGRATION_PRE_COPY, MIGRATION_STOP_COPY, MigData, MigDeviceState, command, feature,
+    wire_len,
 };
 
 /// Bytes of guest memory whose pages one report tells of at most.
@@ -172,6 +174,61 @@ impl Client {
         let flags = feature::SET | feature::HOLD_BACK;
         let name = "DEVICE_FEATURE HOLD_BACK";
         match self.feature(name, flags, data.as_bytes(), MAX_REPLY, &|| format!("{percent} per cent")) {
+            Ok(_) => Ok(true),
+            Err(ClientError::Refused { source, .. })
+                if source.raw_os_error() == Some(rustix::io::Errno::NOTTY.raw_os_error()) =>
+            {
+                Ok(false)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Whether the device can do without memory that is still to come ([`Client::late_memory`]).
+    ///
+    /// # Errors
+    /// When the connection is lost, or the answer can't be.
+    pub fn can_be_late(&self) -> Result<bool, ClientError> {
+        let flags = feature::PROBE | feature::SET | feature::LATE_MEMORY;
+        match self.feature("DEVICE_FEATURE LATE_MEMORY", flags, &[], MAX_REPLY, &String::new) {
+            Ok(_) => Ok(true),
+            Err(ClientError::Refused { .. }) => Ok(false),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Tells the device that part of the guest's memory is still to come: of mapped ranges (address, bytes, where the range's bitmap begins in the
+    /// file) only pages that the bitmap names are there. `wishes` is the end of a pipe to write to, `arrivals` an eventfd. Whether it can do without.
+    ///
+    /// # Errors
+    /// When the connection is lost, or the server refuses for another reason than that it can't.
+    pub fn late_memory(
+        &self,
+        ranges: &[(u64, u64, u64)],
+        bitmap: BorrowedFd<'_>,
+        wishes: BorrowedFd<'_>,
+        arrivals: BorrowedFd<'_>,
+    ) -> Result<bool, ClientError> {
+        let name = "DEVICE_FEATURE LATE_MEMORY";
+        let start = LateStart { ranges: wire_len(ranges.len()), reserved: 0 };
+        let mut data = start.as_bytes().to_vec();
+        for &(address, size, bitmap) in ranges {
+            data.extend_from_slice(LateRange { address, size, bitmap }.as_bytes());
+        }
+        let flags = feature::SET | feature::LATE_MEMORY;
+        let argsz = wire_len(size_of::<DeviceFeature>() + data.len().max(MAX_REPLY));
+        let head = DeviceFeature { argsz, flags };
+        let sent = self.request(
+            &Request {
+                command: command::DEVICE_FEATURE,
+                name,
+                parts: &[head.as_bytes(), &data],
+                fds: &[bitmap, wishes, arrivals],
+                reply_limit: size_of::<DeviceFeature>() + MAX_REPLY,
+            },
+            &|| format!("{} ranges", ranges.len()),
+        );
+        match sent {
             Ok(_) => Ok(true),
             Err(ClientError::Refused { source, .. })
                 if source.raw_os_error() == Some(rustix::io::Errno::NOTTY.raw_os_error()) =>

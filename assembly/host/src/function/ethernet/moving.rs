@@ -3,11 +3,13 @@
 use std::io;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
+use dma::Dma as _;
 use rustix::io::Errno;
-use vfio_user_protocol::migration::{DeviceState, Migration};
+use vfio_user_protocol::migration::{DeviceState, LateMemory, Migration};
 use vmxnet3::saved::SavedVmxnet3;
 
 use super::{EthernetFunction, Vectors, rules};
+use crate::function::memory::await_memory;
 use crate::function::stream::{Stream, failed};
 use crate::migration::stream::{Record, StreamError};
 
@@ -101,6 +103,14 @@ impl Migration for EthernetFunction {
                     None => Err(StreamError::Order("no state")),
                 });
                 whole.map_err(|error| self.refused("come here", &error))?;
+                let table = self.memory.table();
+                if table.is_late() {
+                    let mut ranges = Vec::new();
+                    if let Some(saved) = &self.coming().saved {
+                        saved.memory(&mut |address, len| ranges.push((address, len)));
+                    }
+                    await_memory(&table, ranges)?;
+                }
             }
             (PreCopy | StopCopy | Stop, Running) => {
                 if self.nic.is_locked() {
@@ -149,6 +159,14 @@ impl Migration for EthernetFunction {
     fn stop_logging(&self) -> io::Result<()> {
         self.memory.set_dirty_log(false);
         Ok(())
+    }
+
+    fn late_memory(&self, late: LateMemory) -> io::Result<()> {
+        if self.stream().state != DeviceState::Resuming {
+            return Err(Errno::INVAL.into());
+        }
+        // Frames whose buffers aren't there are dropped, so that nobody has to hear of arrivals.
+        self.memory.set_late(&late.ranges, &late.bitmap, late.wishes).map(drop)
     }
 
     fn take_dirty(&self, address: u64, size: u64) -> io::Result<Vec<u64>> {

@@ -3,14 +3,15 @@
 use std::io;
 use std::sync::{Arc, MutexGuard, PoisonError};
 
-use dma::MappedMemory;
+use dma::{Dma as _, MappedMemory};
 use nomad::objects::{Piece, Total};
 use pvrdma::Config;
 use rustix::io::Errno;
-use vfio_user_protocol::migration::{DeviceState, Migration};
+use vfio_user_protocol::migration::{DeviceState, LateMemory, Migration};
 
 use super::RdmaFunction;
-use crate::engine::{DeviceSetup, EngineGone};
+use crate::engine::{DeviceSetup, EngineGone, Worker};
+use crate::function::memory::await_memory;
 use crate::function::stream::{Stream, failed};
 use crate::migration::MigrationError;
 use crate::migration::stream::{Record, StreamError};
@@ -105,6 +106,18 @@ impl RdmaFunction {
             self.state().expected.ok_or(StreamError::Order("no end"))
         };
         let total = whole().map_err(|error| self.refused("come here", &error))?;
+        let table = self.memory.table();
+        if table.is_late() {
+            let ranges = self.with(Worker::control_memory)?;
+            let count = ranges.len();
+            await_memory(&table, ranges)?;
+            tracing::debug!(
+                vm = self.nic.key.vm,
+                nic = self.nic.key.name,
+                count,
+                "The NIC's own memory is here"
+            );
+        }
         self.gone("come here", self.with(move |worker, device| worker.check_arrival(device, total)))
     }
 
@@ -265,6 +278,14 @@ impl Migration for RdmaFunction {
             "be written more slowly",
             self.with(move |worker, device| worker.hold_back(device, percent)),
         )
+    }
+
+    fn late_memory(&self, late: LateMemory) -> io::Result<()> {
+        if self.stream().state != DeviceState::Resuming {
+            return Err(Errno::INVAL.into());
+        }
+        let table = self.memory.set_late(&late.ranges, &late.bitmap, late.wishes)?;
+        self.with(move |worker, device| worker.set_late(device, table, late.arrivals))
     }
 
     fn take_dirty(&self, address: u64, size: u64) -> io::Result<Vec<u64>> {

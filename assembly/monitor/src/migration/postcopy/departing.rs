@@ -15,12 +15,11 @@ use crate::migration::error::MigrationError;
 use crate::migration::frame::Sender;
 use crate::migration::progress::Watch;
 
-/// Whether a migration may end by post-copy, with a destination of this version, so many streams, and a daemon that serves devices or
-/// none.
+/// Whether a migration may end by post-copy, with a destination of this version and so many streams.
 ///
 /// # Errors
 /// When it can't, and why.
-pub fn allowed(version: u16, streams: usize, daemon: bool) -> Result<(), MigrationError> {
+pub fn allowed(version: u16, streams: usize) -> Result<(), MigrationError> {
     if version < SINCE {
         return Err(MigrationError::OldDestination(version));
     }
@@ -30,14 +29,11 @@ pub fn allowed(version: u16, streams: usize, daemon: bool) -> Result<(), Migrati
         );
         return Err(MigrationError::NoPostcopy(text));
     }
-    if daemon {
-        return Err(MigrationError::NoPostcopy(DAEMON.to_owned()));
-    }
     Ok(())
 }
 
-/// Why RDMA NICs and post-copy don't go together.
-pub const DAEMON: &str = "the VM has RDMA NICs, and their daemon maps its memory in another process, which doesn't wait for pages that are still to come; move it without --post-copy";
+/// Why RDMA NICs whose daemon is older and post-copy don't go together.
+pub const DAEMON: &str = "the VM has RDMA NICs, and this host's daemon, which maps their VM's memory as well, is of a version that doesn't wait for pages that are still to come; start a newer one, or move it without --post-copy";
 
 /// Memory that goes after the guest.
 pub struct PostCopy {
@@ -140,18 +136,12 @@ mod tests {
     /// What can't be is said before anything is stopped, each in a sentence of its own.
     #[test]
     fn what_post_copy_needs_is_said() {
-        assert!(allowed(SINCE, LEAST_STREAMS, false).is_ok());
-        for (version, streams, daemon, expected) in [
-            (
-                SINCE - 1,
-                3,
-                false,
-                "speaks version 2 of the migration's protocol, which doesn't know post-copy",
-            ),
-            (SINCE, 2, false, "it takes 3 streams"),
-            (SINCE, 3, true, "RDMA NICs"),
+        assert!(allowed(SINCE, LEAST_STREAMS).is_ok());
+        for (version, streams, expected) in [
+            (SINCE - 1, 3, "speaks version 2 of the migration's protocol, which doesn't know post-copy"),
+            (SINCE, 2, "it takes 3 streams"),
         ] {
-            let error = allowed(version, streams, daemon).unwrap_err().to_string();
+            let error = allowed(version, streams).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         }
     }

@@ -1,6 +1,5 @@
 //! The destination's threads: one takes faults and asks for pages, one per stream puts pages into memory.
 
-use std::os::fd::AsFd as _;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -10,6 +9,7 @@ use rustix::io::Errno;
 
 use super::incoming::{Fault, Incoming, Waits};
 use super::message::{Complete, MOST_WANTED, encode_wanted};
+use super::presence::Presence;
 use super::set::{NoSuchPage, PageSet};
 use crate::migration::connection::{Connection, Stop};
 use crate::migration::error::{MigrationError, line};
@@ -74,6 +74,8 @@ struct Shared {
     state: Mutex<State>,
     huge: bool,
     on_lost: OnLost,
+    /// What a daemon that has the memory mapped, too, is told.
+    presence: Option<Presence>,
 }
 
 /// What has happened.
@@ -88,12 +90,18 @@ struct State {
 }
 
 impl Fetching {
-    /// Begins: `ram` was made without the missing pages of `rest`. Threads end when all pages are there, or with the process. Once all are there,
+    /// Begins: `ram` was made without the missing pages of `rest`, and `presence`, where a daemon has the memory mapped, filled. Threads end when all pages are there, or with the process. Once all are there,
     /// huge pages are possible again with `huge`.
     ///
     /// # Errors
     /// When the host refuses a thread or descriptor.
-    pub fn begin(rest: Rest, ram: ArrivingRam, huge: bool, on_lost: OnLost) -> Result<Self, MigrationError> {
+    pub fn begin(
+        rest: Rest,
+        ram: ArrivingRam,
+        presence: Option<Presence>,
+        huge: bool,
+        on_lost: OnLost,
+    ) -> Result<Self, MigrationError> {
         let stop = Stop::default();
         let Rest { missing, mut wishes, mut others } = rest;
         let writer = wishes.connection.sender(stop.clone(), super::serving::LAST_WORD);
@@ -111,6 +119,7 @@ impl Fetching {
             state: Mutex::default(),
             huge,
             on_lost,
+            presence,
         }));
         fetching.spawn("faults", Shared::take_faults)?;
         for stream in others.into_iter().chain([wishes]) {
@@ -189,10 +198,10 @@ impl Shared {
             if all_here || over {
                 return Ok(());
             }
-            match poll(
-                &mut [PollFd::from_borrowed_fd(self.ram.fd().as_fd(), PollFlags::IN)],
-                Some(&LOOK_EVERY),
-            ) {
+            let presence = self.presence.iter().map(Presence::fd);
+            let fds = std::iter::once(self.ram.fd()).chain(presence);
+            let mut fds: Vec<_> = fds.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)).collect();
+            match poll(&mut fds, Some(&LOOK_EVERY)) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(error) => return Err(failed(error.into())),
             }
@@ -210,6 +219,22 @@ impl Shared {
                     Fault::Wait => {}
                 }
             }
+            faults.clear();
+            if let Some(presence) = &self.presence {
+                presence.wishes(&mut faults).map_err(failed)?;
+            }
+            let mut here = false;
+            for page in &faults {
+                match self.pages().fault(*page, now).map_err(|error| failed(std::io::Error::other(error)))? {
+                    Fault::Ask => wanted.push(*page),
+                    Fault::Wait => {}
+                    // It has come in this moment.
+                    Fault::Zero => here |= self.presence.as_ref().is_some_and(|all| all.placed(*page)),
+                }
+            }
+            if here && let Some(presence) = &self.presence {
+                presence.came();
+            }
             for some in wanted.chunks(MOST_WANTED) {
                 let mut wishes = self.wishes.lock().unwrap_or_else(PoisonError::into_inner);
                 let (connection, sender) = &mut *wishes;
@@ -224,8 +249,12 @@ impl Shared {
             match stream.receiver.receive(&mut stream.connection)? {
                 (Kind::Pages, payload) => {
                     let run = pages::parse(payload)?;
+                    let mut wanted = false;
                     for index in 0..u64::from(run.pages) {
-                        self.take_page(&run, index)?;
+                        wanted |= self.take_page(&run, index)?;
+                    }
+                    if wanted && let Some(presence) = &self.presence {
+                        presence.came();
                     }
                     self.end_if_complete();
                 }
@@ -235,11 +264,12 @@ impl Shared {
         }
     }
 
-    fn take_page(&self, run: &pages::Run<'_>, index: u64) -> Result<(), MigrationError> {
+    /// Puts a page where it belongs. Whether the daemon has waited for it.
+    fn take_page(&self, run: &pages::Run<'_>, index: u64) -> Result<bool, MigrationError> {
         let wild = |error: NoSuchPage| MigrationError::Protocol(error.to_string());
         let address = run.address.checked_add(index * STEP).ok_or(NoSuchPage(run.address)).map_err(wild)?;
         if !self.pages().arrives(address).map_err(wild)? {
-            return Ok(());
+            return Ok(false);
         }
         let from = usize::try_from(index * STEP).unwrap_or(usize::MAX);
         let page = match run.contents {
@@ -249,13 +279,17 @@ impl Shared {
         };
         self.ram.place(address, page).map_err(MigrationError::machine("given a page that came"))?;
         let now = self.now();
+        let wanted = self.presence.as_ref().is_some_and(|presence| presence.placed(address));
         self.pages().placed(address, now);
-        Ok(())
+        Ok(wanted)
     }
 
     fn end_if_complete(&self) {
         if self.pages().left() > 0 || std::mem::replace(&mut self.state().all_here, true) {
             return;
+        }
+        if let Some(presence) = &self.presence {
+            presence.complete();
         }
         self.ram.release(self.huge);
         self.say(|state| state.given);

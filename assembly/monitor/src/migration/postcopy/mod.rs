@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! source                                               destination
-//!   │── Postcopy ────────────────────────────────────────▶│ has it a userfaultfd, RAM in small pages, no other process that maps it?
+//!   │── Postcopy ────────────────────────────────────────▶│ has it a userfaultfd, RAM in small pages, and has its daemon, if it has one, this ABI?
 //!   │◀────────────────────────────── Accepted | Refused ──│
 //!   │══ Pages: rounds, if any, every stream ═════════════▶│ the guest runs at the source
 //!   │ stops the guest, gives up its disks                 │
@@ -26,17 +26,15 @@
 //! so that none may come again. Which pages are where is known by [`outgoing::Outgoing`] and [`incoming::Incoming`], which have neither
 //! sockets nor threads; [`serving`] and [`fetching`] are the threads around them.
 //!
-//! The RAM may be mapped by this one process: others don't fault ([`machine::memory::arriving`]). VMs with devices in other processes are
-//! refused for that reason. What would let the host's daemon in: its own descriptor for its own mapping, told to `Incoming` as one
-//! more place where faults come from (it names pages, not threads), pages placed by one of the two and mapped by the other; inbound
-//! writes of whole pages then land without a fetch (`Incoming::arrives`, with the writer's contents), and a remote read of a missing
-//! page stalls its queue pair alone.
+//! A page that is missing is a hole: this process's threads wait for it in the kernel ([`machine::memory::arriving`]). The host's daemon, which maps
+//! the RAM of VMs with RDMA NICs as well, isn't to wait: [`presence`] tells it which pages are here, and takes its wishes for others.
 
 pub mod departing;
 pub mod fetching;
 pub mod incoming;
 pub mod message;
 pub mod outgoing;
+pub mod presence;
 pub mod serving;
 pub mod set;
 

@@ -22,14 +22,25 @@ impl Departure<'_> {
         if let Some(daemon) = self.machine.daemon() {
             // Whatever this side hears of the destination: the coordinator decides.
             match daemon.outcome() {
-                Ok(Verdict::RunsThere) => return Ok(self.committed(committing, stopped)),
+                Ok(Verdict::RunsThere) => {
+                    return match self.post_copy.take() {
+                        None => Ok(self.committed(committing, stopped)),
+                        Some(post_copy) => self.serve(&post_copy, None, committing, stopped),
+                    };
+                }
                 Ok(Verdict::RunsHere) => {
                     return Err(self.undo(MigrationError::GivenUp("it runs here".to_owned()), Some(stopped)));
                 }
                 Ok(Verdict::GivenUp(reason)) => {
                     return Err(self.undo(MigrationError::GivenUp(reason), Some(stopped)));
                 }
-                Err(error) => return Err(self.doubt(error)),
+                Err(error) => {
+                    return match self.post_copy.take() {
+                        None => Err(self.doubt(error)),
+                        // A destination that has all pages has run the guest.
+                        Some(post_copy) => self.serve(&post_copy, Some(error), committing, stopped),
+                    };
+                }
             }
         }
         if let Err(error) = self.control().and_then(|control| control.send(Kind::Go, &[])) {

@@ -67,7 +67,7 @@ fn late_destination(
     let on_lost = move |left, given, error: MigrationError| {
         let _ = tell.lock().unwrap().send((left, given, crate::migration::error::line(&error)));
     };
-    let fetching = Fetching::begin(rest, ram, false, Box::new(on_lost))?;
+    let fetching = Fetching::begin(rest, ram, None, false, Box::new(on_lost))?;
     if let Err(error) = landing.ready() {
         fetching.abandon();
         return Err(error);

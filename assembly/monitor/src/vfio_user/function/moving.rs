@@ -1,6 +1,7 @@
 //! A served function of a VM that moves: our part is saved here, the device's part is read from its server and written to that of the
 //! destination, and the server notes what it writes into guest memory.
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use pci::config::SavedConfig;
@@ -48,6 +49,22 @@ impl Arriving {
     /// More of it.
     pub fn take(&self, data: &[u8]) -> Result<(), ClientError> {
         self.client.write_migration_data(data)
+    }
+
+    /// Whether the server can do without memory that is still to come.
+    pub fn can_be_late(&self) -> Result<bool, ClientError> {
+        self.client.can_be_late()
+    }
+
+    /// Part of the guest's memory is still to come: see [`Client::late_memory`].
+    pub fn late_memory(
+        &self,
+        ranges: &[(u64, u64, u64)],
+        bitmap: BorrowedFd<'_>,
+        wishes: BorrowedFd<'_>,
+        arrivals: BorrowedFd<'_>,
+    ) -> Result<bool, ClientError> {
+        self.client.late_memory(ranges, bitmap, wishes, arrivals)
     }
 
     /// It is whole: the server checks it.

@@ -1,0 +1,183 @@
+//! Guest memory that is still to come from another host, while the guest runs here (post-copy).
+//!
+//! A request that needs a page which isn't here waits, and nobody else does: a queue pair of this engine until the page has come
+//! ([`Engine::memory_came`]), a message by a transport until that is told of it ([`Action::MemoryCame`]). What is overwritten as a whole needn't
+//! come. Datagrams whose buffer isn't here are dropped. The guest's rings are always here: whoever lets a device go on has seen to it
+//! ([`Engine::control_memory`]).
+
+use std::collections::BTreeMap;
+
+use dma::Dma;
+
+use crate::attributes::Access;
+use crate::memory::Piece;
+use crate::names::DeviceId;
+use crate::objects::{QpRef, Wait};
+use crate::provider::{CompletionQueue, Provider, ReceiveQueue, SendQueue};
+use crate::remote::Action;
+use crate::work::Operation;
+
+use super::{Engine, Timer};
+
+/// How often is looked again, nanoseconds, besides when pages have come: a wish may have found no room in the pipe.
+const LOOK_EVERY: u64 = 10_000_000;
+/// Bytes of an atomic.
+const ATOMIC: u64 = 8;
+
+/// What waits for pages of a device's guest.
+#[derive(Debug, Default)]
+pub(crate) struct Late {
+    /// Who waits, by itself or its transport, and for what: pieces that are read, and pieces that are written.
+    waiting: BTreeMap<(QpRef, bool), Vec<(Piece, bool)>>,
+}
+
+impl<P: Provider> Engine<P> {
+    /// Memory of a device's guest is still to come, or all of it is here.
+    pub fn set_late(&mut self, device: DeviceId, late: bool) {
+        let Some(found) = self.device_mut(device.0) else { return };
+        if found.late.is_some() == late {
+            return;
+        }
+        let before = std::mem::replace(&mut found.late, late.then(Box::default));
+        self.timers.retain(|(_, timer)| *timer != Timer::Late(device.0));
+        self.late_devices = self.devices.iter().flatten().filter(|device| device.late.is_some()).count();
+        for (at, remote) in before.into_iter().flat_map(|late| late.waiting.into_keys()) {
+            self.end_memory_wait(at, remote);
+        }
+    }
+
+    /// Whether memory of a device's guest is still to come.
+    #[must_use]
+    pub fn is_late(&self, device: DeviceId) -> bool {
+        self.device(device.0).is_some_and(|found| found.late.is_some())
+    }
+
+    /// How often something has waited for memory of a device's guest.
+    #[must_use]
+    pub fn memory_waits(&self, device: DeviceId) -> u64 {
+        self.device(device.0).map_or(0, |found| found.memory_waits)
+    }
+
+    /// Pages of a device's guest have come: who has waited for them goes on.
+    pub fn memory_came(&mut self, device: DeviceId) {
+        let Some(found) = self.device_mut(device.0) else { return };
+        let Some(late) = &mut found.late else { return };
+        let mut here = Vec::new();
+        let memory = &found.memory;
+        late.waiting.retain(|key, pieces| {
+            // All of them, so that all are asked for.
+            pieces.retain(|(piece, write)| memory.awaits(piece.address, piece.len, *write));
+            if pieces.is_empty() {
+                here.push(*key);
+            }
+            !pieces.is_empty()
+        });
+        let (waits, complete) = (!late.waiting.is_empty(), !memory.is_late());
+        self.timers.retain(|(_, timer)| *timer != Timer::Late(device.0));
+        if complete {
+            self.set_late(device, false);
+        } else if waits {
+            self.timers.insert((self.now.saturating_add(LOOK_EVERY), Timer::Late(device.0)));
+        }
+        for (at, remote) in here {
+            self.end_memory_wait(at, remote);
+        }
+    }
+
+    fn end_memory_wait(&mut self, at: QpRef, remote: bool) {
+        if remote {
+            if let Some(qp) = self.qp_id(at) {
+                self.actions.push(Action::MemoryCame { qp });
+            }
+        } else if let Some(qp) = self.qp_mut(at).filter(|qp| qp.wait == Wait::Memory) {
+            qp.wait = Wait::None;
+            self.activate(at);
+        }
+    }
+
+    /// Whether what was gathered last isn't all here: of the copy's source in the guest of device `from`, of its target in that of `to`. A
+    /// queue pair's own wait begins with [`Wait::Memory`], its transport (`remote`) is told.
+    #[inline]
+    pub(crate) fn awaits_memory(
+        &mut self,
+        at: QpRef,
+        remote: bool,
+        from: Option<u32>,
+        to: Option<u32>,
+    ) -> bool {
+        self.late_devices > 0 && self.look_for_memory(at, remote, from, to)
+    }
+
+    #[cold]
+    fn look_for_memory(&mut self, at: QpRef, remote: bool, from: Option<u32>, to: Option<u32>) -> bool {
+        let mut whose = None;
+        let mut missing = Vec::new();
+        let (sources, targets) = self.pieces();
+        for (device, pieces, write) in [(from, sources, false), (to, targets, true)] {
+            let found = device.and_then(|device| Some((device, self.device(device)?)));
+            let Some((device, found)) = found.filter(|(_, found)| found.late.is_some()) else { continue };
+            let awaits = |piece: &&Piece| found.memory.awaits(piece.address, piece.len, write);
+            let awaited: Vec<_> = pieces.iter().filter(awaits).map(|piece| (*piece, write)).collect();
+            if whose.is_none() && !awaited.is_empty() {
+                // Where both ends' memory is late, the other's is looked at again later.
+                whose = Some(device);
+                missing = awaited;
+            }
+        }
+        let Some(device) = whose else { return false };
+        let now = self.now;
+        let Some(late) = self.device_mut(device).and_then(|found| found.late.as_mut()) else { return false };
+        let first = late.waiting.is_empty();
+        late.waiting.insert((at, remote), missing);
+        if first {
+            self.timers.insert((now.saturating_add(LOOK_EVERY), Timer::Late(device)));
+        }
+        if let Some(found) = self.device_mut(device) {
+            found.memory_waits += 1;
+        }
+        true
+    }
+
+    /// Takes send queues that don't wait any more out of the lists where they did; gives their handles.
+    pub(super) fn leave_late(&mut self, whose: impl Fn(QpRef) -> bool) -> Vec<u32> {
+        let mut left = Vec::new();
+        if self.late_devices == 0 {
+            return left;
+        }
+        for late in self.devices.iter_mut().flatten().filter_map(|found| found.late.as_mut()) {
+            late.waiting.retain(|&(at, remote), _| {
+                let leaves = !remote && whose(at);
+                if leaves {
+                    left.push(at.handle);
+                }
+                !leaves
+            });
+        }
+        left
+    }
+
+    /// Memory of a device's guest that has to be here before the device goes on, as addresses and lengths: its objects' rings, and where results of
+    /// atomics go that a transport has.
+    pub fn control_memory(&mut self, device: DeviceId, each: &mut dyn FnMut(u64, u64)) {
+        let Some(found) = self.device(device.0) else { return };
+        found.cqs.iter().for_each(|(_, cq)| cq.ring.memory(each));
+        found.srqs.iter().for_each(|(_, srq)| srq.ring.memory(each));
+        let mut pieces = Vec::new();
+        for (_, qp) in found.qps.iter() {
+            qp.send_queue.memory(each);
+            qp.receive_queue.iter().for_each(|queue| queue.memory(each));
+            for request in qp.elsewhere.iter().flat_map(|elsewhere| elsewhere.requests()) {
+                let atomic =
+                    matches!(request.operation, Operation::CompareSwap { .. } | Operation::FetchAdd { .. });
+                let need = Access::LOCAL_WRITE;
+                let regions = &found.regions;
+                // One that isn't permitted fails when its result comes.
+                if atomic
+                    && regions.gather(qp.pd, &request.sges, ATOMIC, 0..ATOMIC, need, &mut pieces).is_ok()
+                {
+                    pieces.iter().for_each(|piece| each(piece.address, piece.len));
+                }
+            }
+        }
+    }
+}
