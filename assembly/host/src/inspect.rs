@@ -113,6 +113,7 @@ fn device_tree(device: &DeviceView) -> Value {
         "doorbell_mode_failures": device.doorbell_mode_failures,
         "interrupts": { "sent": device.interrupts.0, "nobody_listened": device.interrupts.1 },
         "driver": device.function,
+        "late_memory": { "still_to_come": device.late_memory, "waits": device.memory_waits },
         "bus_master": device.hca.as_ref().map(|hca| hca.enabled),
         "gids": gids,
         "objects": device.hca.as_ref().map(|hca| hca.objects),
@@ -227,6 +228,12 @@ pub(crate) fn metrics(registry: &Registry) -> Result<String, EncodeError> {
             device.doorbell_mode_switches,
         );
         add("causeway_host_interrupts_total", "Interrupts sent to the guest.", of_nic, device.interrupts.0);
+        add(
+            "causeway_host_memory_waits_total",
+            "Times that something waited for memory of the guest that was still to come (post-copy).",
+            of_nic,
+            device.memory_waits,
+        );
         let Some(hca) = &device.hca else { continue };
         for (name, value) in merged(hca.counters.list(), device.roce.as_ref()) {
             let help = format!("Linux's counter {name} of the port.");

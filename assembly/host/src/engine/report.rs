@@ -36,6 +36,10 @@ pub struct DeviceView {
     pub hca: Option<hca::engine::DeviceReport>,
     /// What its connections to other hosts have counted; past ones included.
     pub roce: Option<roce::Counters>,
+    /// Part of its guest's memory is still to come.
+    pub late_memory: bool,
+    /// How often something has waited for it.
+    pub memory_waits: u64,
     /// State and peer of each connected queue pair.
     pub peers: Vec<PeerView>,
 }

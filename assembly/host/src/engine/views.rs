@@ -76,6 +76,8 @@ impl Worker {
             function: device.report(),
             hca,
             roce: self.transports.as_ref().and_then(|transports| transports.device_counters(id)),
+            late_memory: self.engine.is_late(id),
+            memory_waits: self.engine.memory_waits(id),
             peers,
         })
     }

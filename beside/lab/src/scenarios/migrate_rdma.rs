@@ -30,14 +30,17 @@ pub const SCENARIO: Scenario = Scenario {
 
 /// Where monitors wait; memory goes over the first link.
 const PORT: u32 = 7100;
+/// How memory goes: before the guest, or what changes after a round of copying after it (`--only post-copy`).
+pub(super) const BEFORE: &str = "--downtime 3000 --streams 2";
+const AFTER: &str = "--downtime 0 --streams 3 --post-copy-after 1";
 
 /// One move of the first guest.
-fn step(lab: &Lab, pair: &mut Pair<'_>, to: usize) -> Result<Value> {
+fn step(lab: &Lab, pair: &mut Pair<'_>, to: usize, how: &str) -> Result<Value> {
     let address = format!("10.77.0.{}:{PORT}", to + 1);
     let from = lab.host(1 - to)?;
     let next: Guest = pair.await_guest(0, to, &address, PATIENCE)?;
     talk::go_on(pair)?;
-    let command = format!("causeway --json migrate a --to {address} --downtime 3000 --streams 2");
+    let command = format!("causeway --json migrate a --to {address} {how}");
     let output = from.run(&command, PATIENCE)?;
     if output.code != 0 {
         bail!(
@@ -62,6 +65,9 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let _service = talk::service(lab)?;
     let mut pair = Pair::place(lab, options, talk::layout(&[0, 1]))?;
     let moves = options.count.unwrap_or(2);
+    let late = !options.only.is_empty() && options.wants("post-copy");
+    let how = if late { AFTER } else { BEFORE };
+    let mut asked = 0;
     let count = talk::begin(&pair, moves)?;
     let (first, _) = talk::connected(&pair.a)?;
     report.check(!first.is_empty(), "no queue pair is connected before the first move");
@@ -69,7 +75,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let mut transports = BTreeSet::new();
     for number in 0..moves {
         let to = if number % 2 == 0 { 1 } else { 0 };
-        let timeline = step(lab, &mut pair, to).with_context(|| format!("Move {}", number + 1))?;
+        let timeline = step(lab, &mut pair, to, how).with_context(|| format!("Move {}", number + 1))?;
         let (now, reached_by) = talk::connected(&pair.a)?;
         if now != first {
             errors += 1;
@@ -79,6 +85,13 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             );
         }
         transports.extend(reached_by);
+        if late {
+            let after = &timeline["post_copy"];
+            asked += after["asked_pages"].as_u64().unwrap_or(0);
+            let whole = after["missing_pages"].as_u64() > Some(0) && after["left_pages"] == 0;
+            report
+                .check(whole, format!("move {} wasn't by post-copy, or left pages: {timeline}", number + 1));
+        }
         progress!(
             "move {}/{moves}: to h{}, {} bytes, {} rounds, pause {} ms (emulated: says nothing), {transports:?}",
             number + 1,
@@ -94,6 +107,9 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     report.figure("moves", moves);
     report.figure("errors", errors);
     report.figure("messages", count);
+    if late {
+        report.figure("asked_pages", asked);
+    }
     report.figure("transports", transports.into_iter().collect::<Vec<_>>());
     report.check(errors == 0, format!("{errors} errors"));
     pair.finish()
