@@ -33,6 +33,9 @@ const PORT: u32 = 7100;
 /// How memory goes: before the guest, or what changes after a round of copying after it (`--only post-copy`).
 pub(super) const BEFORE: &str = "--downtime 3000 --streams 2";
 const AFTER: &str = "--downtime 0 --streams 3 --post-copy-after 1";
+const LINK: &str =
+    "modprobe sch_tbf && tc qdisc replace dev x0 root tbf rate 100mbit burst 128kb latency 100ms";
+const CHANGES: &str = "setsid sh -c 'while :; do head -c 33554432 /dev/urandom > /dev/shm/changes; done' < /dev/null > /dev/null 2>&1 & sleep 1";
 
 /// One move of the first guest.
 fn step(lab: &Lab, pair: &mut Pair<'_>, to: usize, how: &str) -> Result<Value> {
@@ -68,6 +71,13 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let late = !options.only.is_empty() && options.wants("post-copy");
     let how = if late { AFTER } else { BEFORE };
     let mut asked = 0;
+    if late {
+        // Changed pages take seconds, and the connection needs some of them meanwhile.
+        for host in [0, 1] {
+            lab.host(host)?.sh(LINK)?;
+        }
+        pair.a.sh(CHANGES)?;
+    }
     let count = talk::begin(&pair, moves)?;
     let (first, _) = talk::connected(&pair.a)?;
     report.check(!first.is_empty(), "no queue pair is connected before the first move");
@@ -88,6 +98,11 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         if late {
             let after = &timeline["post_copy"];
             asked += after["asked_pages"].as_u64().unwrap_or(0);
+            progress!(
+                "pages after the guest: {}, asked for: {}",
+                after["missing_pages"],
+                after["asked_pages"]
+            );
             let whole = after["missing_pages"].as_u64() > Some(0) && after["left_pages"] == 0;
             report
                 .check(whole, format!("move {} wasn't by post-copy, or left pages: {timeline}", number + 1));
