@@ -18,6 +18,7 @@ use serde_json::{Value, json};
 use telemetry::metrics::Family;
 use vfio_user_protocol::client::ClientError;
 use vfio_user_protocol::migration::DeviceState;
+use virtio_devices::block::DiskContent;
 
 use super::error::Error;
 use super::event::{Event, Events};
@@ -91,6 +92,7 @@ pub struct ServedDevices {
     /// Whether their state has begun to come.
     begun: Mutex<bool>,
     late: LateMemory,
+    disks: Vec<DiskContent>,
 }
 
 /// What memory that comes after the guest takes.
@@ -159,8 +161,13 @@ const LOST_EXIT_CODE: i32 = 1;
 
 impl ServedDevices {
     /// Of a machine that waits.
-    pub fn new(functions: Vec<Arriving>, daemon: Option<Daemon>, late: LateMemory) -> Self {
-        Self { functions, daemon, begun: Mutex::default(), late }
+    pub fn new(
+        functions: Vec<Arriving>,
+        disks: Vec<DiskContent>,
+        daemon: Option<Daemon>,
+        late: LateMemory,
+    ) -> Self {
+        Self { functions, daemon, begun: Mutex::default(), late, disks }
     }
 }
 
@@ -193,6 +200,10 @@ impl Devices for ServedDevices {
             return Err(MigrationError::NoPostcopy(DAEMON.to_owned()));
         }
         self.late.prepare()
+    }
+
+    fn disks(&self) -> &[DiskContent] {
+        &self.disks
     }
 }
 
@@ -278,6 +289,7 @@ pub fn land(
         function.set_device_state(DeviceState::Running)?;
         function.has_arrived();
     }
+    machine.devices.disks.iter().for_each(DiskContent::in_use);
     if running {
         machine.resume()?;
     }

@@ -23,6 +23,10 @@ pub struct TransferArgs {
     /// TCP streams that a VM's memory goes over, at least 3 with post-copy  [default: 2, with post-copy 3]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
     pub streams: Option<u8>,
+    /// Copy the content of disks along, into the images that the VM's description names there (of the same size): these disks, or all that the guest may
+    /// write and that aren't shared by both ends
+    #[arg(long, value_name = "DISK,...", num_args = 0..=1, value_delimiter = ',')]
+    pub mirror: Option<Vec<String>>,
     /// Encrypt the streams with the cluster key in this file, which the monitors that wait must have, too (--incoming-key)
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,
@@ -52,7 +56,7 @@ pub struct MigrateArgs {
     #[arg(long, value_name = "COPIES", conflicts_with = "group", value_parser = clap::value_parser!(u32).range(1..))]
     pub post_copy_after: Option<u32>,
     /// Cancel the migration of this VM that is under way; the guest goes on here, and so do those that move with it
-    #[arg(long, conflicts_with_all = ["to", "group", "downtime", "timeout", "max_throttle", "streams", "key", "post_copy", "post_copy_after"])]
+    #[arg(long, conflicts_with_all = ["to", "group", "downtime", "timeout", "max_throttle", "streams", "mirror", "key", "post_copy", "post_copy_after"])]
     pub cancel: bool,
 }
 
