@@ -143,11 +143,10 @@ fn greet(fd: OwnedFd, key: Option<&ClusterKey>, stop: &Stop) -> Result<(Hello, u
 }
 
 impl Streams {
-    /// Streams that are connected already, one after the other.
+    /// Streams that are connected already, one after the other: for tests and fuzzing, which have no port.
     ///
     /// # Errors
     /// When one doesn't greet.
-    #[cfg(test)]
     pub fn over(fds: Vec<OwnedFd>, key: Option<&ClusterKey>, stop: &Stop) -> Result<Self, MigrationError> {
         let mut streams = Vec::new();
         for fd in fds {
@@ -462,6 +461,9 @@ fn fill(
                 if end.pages != pages {
                     let text = format!("{pages} pages on a stream that says it had {}", end.pages);
                     return Err(MigrationError::Protocol(text));
+                }
+                if let (None, Some(filling)) = (&control, disks.filling.get()) {
+                    filling.ended(disks.stream);
                 }
                 return Ok(state);
             }

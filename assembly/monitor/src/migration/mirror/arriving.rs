@@ -115,7 +115,15 @@ impl Filling {
     /// A further stream's share of a round is here.
     pub fn said(&self, stream: usize) {
         if let Some(count) = locked(&self.settled).get_mut(stream) {
-            *count += 1;
+            *count = count.saturating_add(1);
+        }
+        self.changed.notify_all();
+    }
+
+    /// A further stream has ended: nothing of it is waited for.
+    pub fn ended(&self, stream: usize) {
+        if let Some(count) = locked(&self.settled).get_mut(stream) {
+            *count = u64::MAX;
         }
         self.changed.notify_all();
     }

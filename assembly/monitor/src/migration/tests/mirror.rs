@@ -544,3 +544,37 @@ fn a_source_that_lies_is_refused() {
         assert!(disks.arriving().take_over().is_err() == asks, "{expected}");
     }
 }
+
+/// A source whose further stream ends without its share of a round isn't waited for; what is missing is found at the end.
+#[test]
+fn a_stream_that_ends_early_is_not_waited_for() {
+    use crate::migration::message::{End, Hello, OLDEST, VERSION};
+    use crate::migration::mirror::message::WishedDisk;
+    let bytes = 1 << 20;
+    let disks = Disks::new(bytes, bytes);
+    let (a, b, _) = wires(2, u64::MAX);
+    let to = ram(MIB);
+    std::thread::scope(|scope| {
+        let (to, there) = (&to, disks.arriving());
+        let arriving = scope.spawn(move || arrive(b, None, to, there));
+        let mut ends: Vec<Peer> = a.into_iter().map(Peer::over).collect();
+        for (end, stream) in ends.iter_mut().zip(0..) {
+            let hello = Hello { version: VERSION, oldest: OLDEST, stream, streams: 2, migration: [1; 16] };
+            end.send(Kind::Hello, &hello.encode());
+        }
+        let [control, other] = &mut ends[..] else { panic!() };
+        control.send(Kind::Offer, &message::encode(&shape()).unwrap());
+        control.expect(Kind::Accepted);
+        let disk = WishedDisk { name: "disk0".to_owned(), bytes, device: false, named: true };
+        control.send(Kind::Mirror, &message::encode(&Wish { disks: vec![disk] }).unwrap());
+        control.expect(Kind::Mirror);
+        let end = message::encode(&End { pages: 0 }).unwrap();
+        other.send(Kind::End, &end);
+        control.send(Kind::Settle, &[]);
+        control.expect(Kind::Settled);
+        control.send(Kind::State, STATE);
+        control.send(Kind::End, &end);
+        let There::No(reason) = arriving.join().unwrap() else { panic!() };
+        assert!(reason.contains("0 of the 1048576 bytes of disk0 only"), "{reason}");
+    });
+}
