@@ -4,12 +4,14 @@
 
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
 use std::os::fd::AsFd as _;
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow, bail};
 use cluster_key::ClusterKey;
 use control_api::client::Client;
+use control_api::host::HostClient;
 use control_api::migration::{
     MigrationPhase, MigrationProgress, MigrationReport, MigrationRequest, MigrationTimeline, Packets,
     StreamKey, socket_of,
@@ -41,6 +43,7 @@ pub fn migrate(args: &MigrateArgs, json: bool) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let to = args.to.as_deref().ok_or_else(|| anyhow!("--to: where to?"))?;
+    let to = &place(&args.transfer.daemon, &name, to)?;
     let post_copy_after = if args.post_copy { Some(0) } else { args.post_copy_after };
     let streams = args.transfer.streams.unwrap_or(if post_copy_after.is_some() { 3 } else { STREAMS });
     let monitor = ask(&args.transfer, to, connect(to, streams)?, post_copy_after, &[], &client)?;
@@ -145,6 +148,18 @@ pub fn follow(name: &str, monitor: &Packets, json: bool) -> anyhow::Result<Follo
             _ => {}
         }
     }
+}
+
+/// The address of what `--to` says of a VM: an address as it is, a host of the cluster by asking this host's daemon.
+///
+/// # Errors
+/// When the daemon can't be asked, or no monitor waits there.
+pub fn place(daemon: &Path, vm: &str, to: &str) -> anyhow::Result<String> {
+    if to.contains(':') {
+        return Ok(to.to_owned());
+    }
+    let found = HostClient::new(daemon).find_waiting(vm, to);
+    found.with_context(|| format!("--to: {to} has no port, so it is the name of a host of the cluster"))
 }
 
 /// Connections to the destination of a VM: all to the same address of those that a name has.
@@ -321,6 +336,16 @@ mod tests {
             "post-copy 40 ms: 900 pages after the guest, 20 of them asked for, 3.0 MiB; 19 waits for pages, median 210 us, worst 4000 us"
         );
         assert_eq!(lines[7], "the VM ended there before 7 of its pages had come");
+    }
+
+    /// Without a port it is a host's name, for which there must be a daemon to ask.
+    #[test]
+    fn a_host_is_asked_for_at_the_daemon() {
+        let nowhere = Path::new("/nowhere/host.sock");
+        assert_eq!(place(nowhere, "a", "h2:7000").unwrap(), "h2:7000");
+        let error = format!("{:#}", place(nowhere, "a", "h2").unwrap_err());
+        assert!(error.starts_with("--to: h2 has no port, so it is the name of a host"), "{error}");
+        assert!(error.contains("No host daemon answers at /nowhere/host.sock"), "{error}");
     }
 
     #[test]
