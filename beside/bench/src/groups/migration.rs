@@ -26,9 +26,6 @@ const LEAVING: u32 = 10_000;
 /// Operations per direction of each of three connections, while three VMs move among three hosts.
 const MOVING_OPERATIONS: u64 = 150_000;
 
-/// Bytes per second of the migration's link, where a peer writes faster than that.
-const CONVERGING_LINK: u64 = 40 << 20;
-
 /// MigrRDMA's pause at 16 queue pairs, milliseconds (SIGCOMM 2025).
 const MIGRRDMA_MS: f64 = 150.0;
 /// Device-assisted migration of a hardware NIC: restoring 100,000 queue pairs, seconds.
@@ -202,9 +199,8 @@ fn neighbours(figures: &mut Figures, runs: usize) -> anyhow::Result<Vec<(f64, f6
 
 /// What a peer that writes into a moving VM faster than its migration's link loses by back-pressure.
 fn converging(figures: &mut Figures, quick: bool) -> anyhow::Result<Vec<converge::Sample>> {
-    let samples = (0..if quick { 1 } else { 5 })
-        .map(|_| converge::converge(CONVERGING_LINK))
-        .collect::<anyhow::Result<Vec<_>>>()?;
+    let samples =
+        (0..if quick { 1 } else { 5 }).map(|_| converge::converge()).collect::<anyhow::Result<Vec<_>>>()?;
     for sample in &samples {
         eprintln!(
             "bench: migration: a peer writes {:.0} MB/s before, {:.0} MB/s while the VM is copied over {:.0} MB/s for {:.2} s, {:.0} MB/s after: {:.0} MB/s lost; {} rounds, held back by up to {} %, pause {:.0} ms",

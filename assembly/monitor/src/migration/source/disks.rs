@@ -36,6 +36,7 @@ impl Departure<'_> {
     pub(super) fn copy_disks(&mut self) -> Result<(), MigrationError> {
         let Some(mirror) = &mut self.mirror else { return Ok(()) };
         mirror.begin()?;
+        self.watch.disk_left(mirror.left());
         let machine = self.machine;
         throttled(machine, |throttle| self.disk_rounds_until_little(true, throttle))
     }

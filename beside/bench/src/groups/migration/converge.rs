@@ -46,6 +46,11 @@ const AT_ONCE: usize = 16;
 const PAGE: usize = 4096;
 /// How long it is measured before and after.
 const STEADY: Duration = Duration::from_secs(2);
+/// The migration's link takes such a part of what the peer writes before, and no more than so many bytes per second.
+const PART: f64 = 0.25;
+const FASTEST_LINK: f64 = 100e6;
+/// How much a link may make up for.
+const BURST: Duration = Duration::from_millis(5);
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// One move.
@@ -285,8 +290,9 @@ fn relay(mut from: UnixStream, mut to: UnixStream, rate: Option<u64>) {
     let mut free_at = Instant::now();
     while let Ok(read @ 1..) = from.read(&mut buffer) {
         if let Some(rate) = rate {
-            // What wasn't used doesn't count later.
-            free_at = free_at.max(Instant::now()) + Duration::from_nanos(read as u64 * 1_000_000_000 / rate);
+            // What wasn't used counts for a moment only, so that a late wake-up can be made up for.
+            let earliest = Instant::now().checked_sub(BURST).unwrap_or(free_at);
+            free_at = free_at.max(earliest) + Duration::from_nanos(read as u64 * 1_000_000_000 / rate);
             std::thread::sleep(free_at.saturating_duration_since(Instant::now()));
         }
         if to.write_all(&buffer[..read]).is_err() {
@@ -328,11 +334,11 @@ fn rate(bytes: u64, time: f64) -> f64 {
     super::float(bytes) / time.max(1e-9)
 }
 
-/// Moves a VM from one host to another while a third one's writes into it, over a link that takes so many bytes per second.
+/// Moves a VM from one host to another while a third one's writes into it, over a link that takes a part of that.
 ///
 /// # Errors
 /// When it doesn't converge, a write fails, or a host doesn't do its part.
-pub fn converge(link_rate: u64) -> anyhow::Result<Sample> {
+pub fn converge() -> anyhow::Result<Sample> {
     let folder = tempfile::tempdir()?;
     let mut config = cluster::ServerConfig::new("127.0.0.1:0".parse()?, folder.path().join("cluster.redb"));
     (config.mtu, config.sockets) = (Some(1376), Some(1));
@@ -402,6 +408,12 @@ pub fn converge(link_rate: u64) -> anyhow::Result<Sample> {
         let moved = (|| {
             std::thread::sleep(STEADY / 2);
             let before = steady();
+            #[expect(
+                clippy::cast_possible_truncation,
+                clippy::cast_sign_loss,
+                reason = "positive, and far below 2^64"
+            )]
+            let link_rate = (before * PART).clamp(1e5, FASTEST_LINK) as u64;
             let (mut ours, mut theirs) = (Vec::new(), Vec::new());
             for _ in 0..2 {
                 let (one, other) = link(link_rate / 2)?;
@@ -411,7 +423,7 @@ pub fn converge(link_rate: u64) -> anyhow::Result<Sample> {
             let request = MigrationRequest {
                 destination: "h3".to_owned(),
                 downtime_ms: 100,
-                timeout_seconds: 60,
+                timeout_seconds: 120,
                 max_throttle_percent: 99,
                 post_copy_after: None,
                 mirror: None,
@@ -427,7 +439,7 @@ pub fn converge(link_rate: u64) -> anyhow::Result<Sample> {
             let there = arriving.join().map_err(|_| anyhow!("the destination panicked"))??;
             let after = steady();
             // The VM stays until the peer has ended.
-            Ok::<_, anyhow::Error>((before, until - from, after, timeline, there))
+            Ok::<_, anyhow::Error>((link_rate, before, until - from, after, timeline, there))
         })();
         over.store(true, Ordering::Relaxed);
         let wrote = writing.join().map_err(|_| anyhow!("the peer panicked"))?;
@@ -435,7 +447,7 @@ pub fn converge(link_rate: u64) -> anyhow::Result<Sample> {
         wrote?;
         Ok::<_, anyhow::Error>(moved)
     });
-    let (before, during, after, timeline, _there) = measured?;
+    let (link_rate, before, during, after, timeline, _there) = measured?;
     let copied_for = (timeline.total_ms - timeline.pause_ms) / 1e3;
     let held_back = mover.most_held.lock().map_or(0, |most| *most);
     drop(server);
