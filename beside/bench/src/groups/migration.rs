@@ -69,6 +69,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     let against = |samples: &[Sample], peer: f64, of: &dyn Fn(&Sample) -> f64| Pairs {
         pairs: samples.iter().map(|sample| (of(sample), peer)).collect(),
     };
+    let converged = converging(&mut figures, quick)?;
     let mut first = None;
     for &qps in many {
         for (at, mebibytes) in IN_FLIGHT.into_iter().enumerate() {
@@ -156,7 +157,6 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     }
     let worst = neighbours(&mut figures, if quick { 1 } else { 5 })?;
     peers(&mut figures, quick)?;
-    let converged = converging(&mut figures, quick)?;
     conditions.finish();
     let figures = figures.all;
     figures.first().context("Nothing was measured")?;
@@ -203,13 +203,15 @@ fn converging(figures: &mut Figures, quick: bool) -> anyhow::Result<Vec<converge
         (0..if quick { 1 } else { 5 }).map(|_| converge::converge()).collect::<anyhow::Result<Vec<_>>>()?;
     for sample in &samples {
         eprintln!(
-            "bench: migration: a peer writes {:.0} MB/s before, {:.0} MB/s while the VM is copied over {:.0} MB/s for {:.2} s, {:.0} MB/s after: {:.0} MB/s lost; {} rounds, held back by up to {} %, pause {:.0} ms",
+            "bench: migration: a peer writes {:.0} MB/s before, {:.0} MB/s while the VM is copied over {:.0} MB/s for {:.2} s, {:.0} MB/s after; held back for {:.2} s to {:.0} MB/s: {:.0} MB/s lost; {} rounds, held back by up to {} %, pause {:.0} ms",
             sample.before / 1e6,
             sample.during / 1e6,
             float(sample.link) / 1e6,
             sample.copied_for,
             sample.after / 1e6,
-            (sample.before - sample.during) / 1e6,
+            sample.held_for,
+            sample.held / 1e6,
+            (sample.before - sample.held) / 1e6,
             sample.rounds,
             sample.held_back,
             sample.pause * 1e3
@@ -221,6 +223,7 @@ fn converging(figures: &mut Figures, quick: bool) -> anyhow::Result<Vec<converge
             "What a peer writes by RDMA into a VM that moves over a slower link, while it is copied",
             (|sample| sample.during) as fn(&converge::Sample) -> f64,
         ),
+        ("converging_held", "The same, in rounds in which it is held back", |sample| sample.held),
         ("converging_after", "The same, after it has landed", |sample| sample.after),
     ] {
         let pairs = samples.iter().map(|sample| (of(sample) / 1e6, sample.before / 1e6)).collect();

@@ -62,6 +62,10 @@ pub struct Sample {
     pub before: f64,
     /// While it was copied, without the pause.
     pub during: f64,
+    /// Of that, in rounds in which it was held back.
+    pub held: f64,
+    /// How long those were, seconds.
+    pub held_for: f64,
     /// In two seconds after it.
     pub after: f64,
     /// How long it was copied, seconds.
@@ -330,6 +334,33 @@ impl Writer {
     }
 }
 
+/// What was complete when, every few milliseconds.
+type Seen = Vec<(Instant, u64)>;
+
+fn sample(complete: &AtomicU64, over: &AtomicBool) -> Seen {
+    let mut seen = Seen::new();
+    while !over.load(Ordering::Relaxed) {
+        seen.push((Instant::now(), complete.load(Ordering::Relaxed)));
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    seen
+}
+
+/// Bytes that were complete, and seconds, in rounds in which peers were held back.
+fn held(seen: &Seen, began: Instant, timeline: &MigrationTimeline) -> (u64, f64) {
+    let at = |ms: u64| {
+        let when = began + Duration::from_millis(ms);
+        seen.iter().take_while(|(time, _)| *time <= when).last().map_or(0, |(_, bytes)| *bytes)
+    };
+    let rounds = timeline.rounds.iter().filter(|round| round.throttle_percent > 0 && !round.stopped);
+    let (mut bytes, mut ms) = (0, 0);
+    for round in rounds {
+        bytes += at(round.began_ms + round.took_ms) - at(round.began_ms);
+        ms += round.took_ms;
+    }
+    (bytes, super::float(ms) / 1e3)
+}
+
 fn rate(bytes: u64, time: f64) -> f64 {
     super::float(bytes) / time.max(1e-9)
 }
@@ -389,6 +420,8 @@ pub fn converge() -> anyhow::Result<Sample> {
     }
     guest.connect(&monitor, &endpoint, its_endpoint.qp.1, gid(2));
     its_guest.connect(&its_monitor, &its_endpoint, endpoint.qp.1, gid(1));
+    // Pages of zeroes would go over the link as next to nothing.
+    its_guest.fill(&its_endpoint.buffer, 0xA7);
     let target = (endpoint.buffer.address, endpoint.buffer.rkey);
 
     let writer =
@@ -405,6 +438,7 @@ pub fn converge() -> anyhow::Result<Sample> {
     };
     let measured = std::thread::scope(|scope| {
         let writing = scope.spawn(|| writer.run(target, &complete, &over));
+        let watching = scope.spawn(|| sample(&complete, &over));
         let moved = (|| {
             std::thread::sleep(STEADY / 2);
             let before = steady();
@@ -433,21 +467,23 @@ pub fn converge() -> anyhow::Result<Sample> {
             let (watch, socket) = (Watch::default(), h3.socket());
             let stop = watch.begin("h3", None).context("a migration is under way")?;
             let arriving = scope.spawn(move || arrive(socket, theirs, landing_place, its_place));
-            let from = complete.load(Ordering::Relaxed);
+            let (from, began) = (complete.load(Ordering::Relaxed), Instant::now());
             let timeline: MigrationTimeline = migrate(&mover, ours, &request, &watch, &stop)?;
             let until = complete.load(Ordering::Relaxed);
             let there = arriving.join().map_err(|_| anyhow!("the destination panicked"))??;
             let after = steady();
             // The VM stays until the peer has ended.
-            Ok::<_, anyhow::Error>((link_rate, before, until - from, after, timeline, there))
+            Ok::<_, anyhow::Error>((link_rate, before, until - from, after, timeline, began, there))
         })();
         over.store(true, Ordering::Relaxed);
         let wrote = writing.join().map_err(|_| anyhow!("the peer panicked"))?;
+        let seen = watching.join().map_err(|_| anyhow!("the one who looks panicked"))?;
         let moved = moved?;
         wrote?;
-        Ok::<_, anyhow::Error>(moved)
+        Ok::<_, anyhow::Error>((moved, seen))
     });
-    let (link_rate, before, during, after, timeline, _there) = measured?;
+    let ((link_rate, before, during, after, timeline, began, _there), seen) = measured?;
+    let (held_bytes, held_for) = held(&seen, began, &timeline);
     let copied_for = (timeline.total_ms - timeline.pause_ms) / 1e3;
     let held_back = mover.most_held.lock().map_or(0, |most| *most);
     drop(server);
@@ -455,6 +491,8 @@ pub fn converge() -> anyhow::Result<Sample> {
         link: link_rate,
         before,
         during: rate(during, copied_for),
+        held: if held_for > 0.0 { rate(held_bytes, held_for) } else { rate(during, copied_for) },
+        held_for,
         after,
         copied_for,
         pause: timeline.pause_ms / 1e3,
