@@ -536,8 +536,8 @@ fn a_source_that_lies_is_refused() {
             for block in blocks {
                 control.send(Kind::Block, &block);
             }
-            control.send(Kind::State, STATE);
-            control.send(Kind::End, &message::encode(&End { pages: 0 }).unwrap());
+            control.send_if_heard(Kind::State, STATE);
+            control.send_if_heard(Kind::End, &message::encode(&End { pages: 0 }).unwrap());
             let There::No(reason) = arriving.join().unwrap() else { panic!("{expected}") };
             assert!(reason.contains(expected), "{reason}");
         });

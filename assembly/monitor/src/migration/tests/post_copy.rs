@@ -277,6 +277,10 @@ impl Peer {
     pub(super) fn send(&mut self, kind: Kind, payload: &[u8]) {
         self.sender.send(&mut self.connection, kind, &[payload]).unwrap();
     }
+    /// As [`Peer::send`], to somebody who may have hung up.
+    pub(super) fn send_if_heard(&mut self, kind: Kind, payload: &[u8]) {
+        let _ = self.sender.send(&mut self.connection, kind, &[payload]);
+    }
     pub(super) fn expect(&mut self, wanted: Kind) -> Vec<u8> {
         let (kind, payload) = self.receiver.receive(&mut self.connection).unwrap();
         assert_eq!(kind, wanted, "{}", message::sentence(payload));
