@@ -270,11 +270,11 @@ impl Departure<'_> {
             Some(0) => (present, true),
             _ => self.rounds(present, true).map_err(running)?,
         };
-        let rest = self.await_stop(rest).map_err(running)?;
         if late {
-            // What was written since isn't looked at by rounds of memory.
+            // Disks must be whole before the guest goes. Not after the next step: peers may be held then.
             self.copy_disks_again().map_err(running)?;
         }
+        let rest = self.await_stop(rest).map_err(running)?;
 
         let stopped = Instant::now();
         let standing = |error| (error, Some(stopped));
