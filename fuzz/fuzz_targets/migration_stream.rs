@@ -1,19 +1,31 @@
-//! What a stranger can send to a monitor that waits for a VM: greetings, descriptions, pages and state, as frames that are well-formed
-//! unless the input breaks them.
+//! What a stranger can send to a monitor that waits for a VM: greetings, descriptions, pages, pieces of disks and state, as frames that are
+//! well-formed unless the input breaks them; over one or two streams, to the destination as the monitor has it.
 #![no_main]
 
+use std::os::fd::OwnedFd;
 use std::sync::OnceLock;
 
 use arbitrary::Arbitrary;
 use libfuzzer_sys::fuzz_target;
 use machine::memory::{GuestAddressSpace, GuestRam, RamLayout, RamOptions};
-use monitor::migration::frame::{Kind, Receiver, Sender};
+use monitor::migration::MigrationError;
+use monitor::migration::connection::Stop;
+use monitor::migration::destination::{Devices, Streams};
+use monitor::migration::error::line;
+use monitor::migration::frame::{Kind, Sender};
 use monitor::migration::message::{self, Accepted, End, Hello};
+use monitor::migration::mirror::message::{Wish, WishedDisk, header};
 use monitor::migration::pages;
-use monitor::migration::postcopy::message::{Complete, decode_missing, decode_wanted};
-use monitor::migration::postcopy::set::PageSet;
-use monitor::migration::shape::Shape;
+use monitor::migration::postcopy::message::{Complete, decode_wanted};
+use monitor::migration::shape::{Shape, ShapeDevice};
 use monitor::migration::state::SavedMachine;
+use rustix::net::{AddressFamily, SendFlags, SocketFlags, SocketType, send, socketpair};
+use virtio_devices::block::{Block, BlockConfig, DiskContent, EngineChoice};
+
+/// Bytes of the disk.
+const DISK: u64 = 256 << 10;
+/// Bytes of RAM.
+const RAM: u64 = 1 << 20;
 
 /// One frame of a stream.
 #[derive(Debug, Arbitrary)]
@@ -22,27 +34,85 @@ enum Frame {
     Pages { address: u32, pages: u8, what: u8, contents: u16 },
     Offer(Vec<u8>),
     State(Vec<u8>),
-    End(u64),
+    End(u8),
+    EndOf(Vec<u8>),
     Accepted(Vec<u8>),
     Sentence(Vec<u8>),
     Missing { start: u32, words: Vec<u64> },
     Want(Vec<u32>),
     Complete(Vec<u8>),
+    Mirror { bytes: Option<u32>, named: bool, device: bool, twice: bool },
+    MirrorOf(Vec<u8>),
+    Block { disk: u8, zero: bool, offset: u32, bytes: u16, contents: Option<u16> },
+    Whole { disk: u8 },
+    Device(Vec<u8>),
+    Settle,
+    Postcopy,
+    Go,
+    Abort,
 }
 
+/// One stream.
 #[derive(Debug, Arbitrary)]
-struct Input {
+struct Line {
+    /// Greeted as it should be, and on the first stream offered the VM that fits.
+    proper: bool,
     frames: Vec<Frame>,
     /// Bytes of the stream that are changed.
     changes: Vec<(u16, u8)>,
 }
 
-fn ram() -> &'static GuestRam {
-    static RAM: OnceLock<GuestRam> = OnceLock::new();
-    RAM.get_or_init(|| {
-        let layout = RamLayout::new(&[1 << 20]).expect("1 MiB is possible");
-        GuestRam::allocate(&layout, &RamOptions::default()).expect("1 MiB is there")
+#[derive(Debug, Arbitrary)]
+struct Input {
+    first: Line,
+    second: Option<Line>,
+}
+
+fn ram() -> GuestRam {
+    let layout = RamLayout::new(&[RAM]).expect("1 MiB is possible");
+    GuestRam::allocate(&layout, &RamOptions::default()).expect("1 MiB is there")
+}
+
+fn shape() -> &'static Shape {
+    static SHAPE: OnceLock<Shape> = OnceLock::new();
+    SHAPE.get_or_init(|| Shape {
+        version: Shape::VERSION,
+        name: "a".to_owned(),
+        program: "0".to_owned(),
+        vcpus: vec![0],
+        memory: vec![(0, RAM, 0)],
+        windows: Vec::new(),
+        console: false,
+        devices: vec![ShapeDevice { name: "disk0".to_owned(), device_id: 2, queues: vec![256] }],
+        cpuid: Vec::new(),
     })
+}
+
+/// Takes what comes.
+struct There(Vec<DiskContent>);
+
+impl Devices for There {
+    fn host(&self) -> Result<Option<String>, MigrationError> {
+        Ok(None)
+    }
+    fn take(&self, _: u32, _: &[u8]) -> Result<(), MigrationError> {
+        Ok(())
+    }
+    fn post_copy(&self) -> Result<(), MigrationError> {
+        Ok(())
+    }
+    fn disks(&self) -> &[DiskContent] {
+        &self.0
+    }
+}
+
+fn disk() -> Block {
+    let file = rustix::fs::memfd_create("disk", rustix::fs::MemfdFlags::CLOEXEC).expect("memfds are there");
+    let file = std::fs::File::from(file);
+    file.set_len(DISK).expect("it is small");
+    let config =
+        BlockConfig { claim: false, engine: EngineChoice::Synchronous, ..BlockConfig::new("disk0", "(memory)") };
+    Block::from_file(file, config).expect("it is a disk")
 }
 
 fn payload(frame: &Frame) -> (Kind, Vec<u8>) {
@@ -53,17 +123,18 @@ fn payload(frame: &Frame) -> (Kind, Vec<u8>) {
         }
         Frame::Pages { address, pages, what, contents } => {
             let mut bytes = u64::from(*address).to_le_bytes().to_vec();
-            bytes.extend_from_slice(&u32::from(*pages).to_le_bytes());
+            bytes.extend_from_slice(&u32::from(*pages % 8).to_le_bytes());
             bytes.extend_from_slice(&u32::from(*what).to_le_bytes());
             // Whole pages unless the input says otherwise.
-            let whole = usize::from(*pages) * pages::PAGE;
+            let whole = usize::from(*pages % 8) * pages::PAGE;
             let length = if *contents == 0 { whole } else { usize::from(*contents) };
-            bytes.resize(pages::RUN_HEADER + if *what == 0 { length.min(64 * pages::PAGE) } else { 0 }, 5);
+            bytes.resize(pages::RUN_HEADER + if *what == 0 { length } else { 0 }, 5);
             (Kind::Pages, bytes)
         }
         Frame::Offer(bytes) => (Kind::Offer, bytes.clone()),
         Frame::State(bytes) => (Kind::State, bytes.clone()),
-        Frame::End(pages) => (Kind::End, message::encode(&End { pages: *pages }).expect("it is small")),
+        Frame::End(pages) => (Kind::End, encoded(&End { pages: u64::from(*pages) })),
+        Frame::EndOf(bytes) => (Kind::End, bytes.clone()),
         Frame::Accepted(bytes) => (Kind::Accepted, bytes.clone()),
         Frame::Sentence(bytes) => (Kind::Refused, bytes.clone()),
         Frame::Missing { start, words } => {
@@ -74,57 +145,98 @@ fn payload(frame: &Frame) -> (Kind, Vec<u8>) {
             (Kind::Want, pages.iter().flat_map(|page| u64::from(*page).to_le_bytes()).collect())
         }
         Frame::Complete(bytes) => (Kind::Complete, bytes.clone()),
+        Frame::Mirror { bytes, named, device, twice } => {
+            let bytes = bytes.map_or(DISK, u64::from);
+            let one = WishedDisk { name: "disk0".to_owned(), bytes, device: *device, named: *named };
+            (Kind::Mirror, encoded(&Wish { disks: vec![one; 1 + usize::from(*twice)] }))
+        }
+        Frame::MirrorOf(bytes) => (Kind::Mirror, bytes.clone()),
+        Frame::Block { disk, zero, offset, bytes, contents } => {
+            let length = contents.unwrap_or(if *zero { 0 } else { *bytes });
+            let mut frame = header(u32::from(*disk), *zero, u64::from(*offset), u64::from(*bytes)).to_vec();
+            frame.resize(frame.len() + usize::from(length), 9);
+            (Kind::Block, frame)
+        }
+        Frame::Whole { disk } => (Kind::Block, header(u32::from(*disk), true, 0, DISK).to_vec()),
+        Frame::Device(bytes) => (Kind::Device, bytes.clone()),
+        Frame::Settle => (Kind::Settle, Vec::new()),
+        Frame::Postcopy => (Kind::Postcopy, Vec::new()),
+        Frame::Go => (Kind::Go, Vec::new()),
+        Frame::Abort => (Kind::Abort, b"no".to_vec()),
     }
 }
 
-fuzz_target!(|input: Input| {
-    let (mut sender, mut stream) = (Sender::new(), Vec::new());
-    for frame in input.frames.iter().take(32) {
-        let (kind, payload) = payload(frame);
+fn encoded<T: serde::Serialize>(message: &T) -> Vec<u8> {
+    message::encode(message).expect("it is small")
+}
+
+/// A socket that has all bytes of a stream, and its end. The other end is kept, so that answers can be sent.
+fn stream(line: &Line, number: u16, streams: u16) -> (OwnedFd, OwnedFd) {
+    let (mut sender, mut bytes) = (Sender::new(), Vec::new());
+    let mut put = |kind, payload: &[u8]| {
         // What is too long for its kind isn't sent.
-        let _ = sender.send(&mut stream, kind, &[&payload]);
+        let _ = sender.send(&mut bytes, kind, &[payload]);
+    };
+    if line.proper {
+        let hello = Hello { version: 4, oldest: 3, stream: number, streams, migration: [1; 16] };
+        put(Kind::Hello, &hello.encode());
+        if number == 0 {
+            put(Kind::Offer, &encoded(shape()));
+        }
     }
-    for (at, byte) in &input.changes {
-        if let Some(place) = stream.get_mut(usize::from(*at)) {
+    for frame in line.frames.iter().take(32) {
+        let (kind, payload) = payload(frame);
+        put(kind, &payload);
+    }
+    for (at, byte) in &line.changes {
+        if let Some(place) = bytes.get_mut(usize::from(*at)) {
             *place = *byte;
         }
     }
-    let memory = ram().memory().memory().clone();
-    let (mut receiver, mut rest) = (Receiver::new(), stream.as_slice());
-    while let Ok((kind, payload)) = receiver.receive(&mut rest) {
-        match kind {
-            Kind::Hello => {
-                if let Ok((hello, version)) = Hello::decode(payload) {
-                    assert!(hello.stream < hello.streams && version <= hello.version);
-                }
+    let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+        .expect("sockets are there");
+    // What a socket doesn't take at once is cut off.
+    let mut rest = &bytes[..];
+    while let Ok(sent @ 1..) = send(&ours, rest, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+        rest = &rest[sent..];
+    }
+    rustix::net::shutdown(&ours, rustix::net::Shutdown::Write).expect("it is connected");
+    (ours, theirs)
+}
+
+fuzz_target!(|input: Input| {
+    // Answers of the destination, as its source reads them.
+    for frame in input.first.frames.iter().take(8) {
+        match payload(frame) {
+            (Kind::Accepted, bytes) => drop(message::decode::<Accepted>(&bytes, "an acceptance")),
+            (Kind::Want, bytes) => {
+                assert!(decode_wanted(&bytes).map_or(0, |pages| pages.len()) <= 64);
             }
-            Kind::Pages => {
-                // At most what RAM holds: anything beyond is refused.
-                assert!(pages::apply(payload, &memory).unwrap_or(0) <= 256);
-            }
-            Kind::Offer => {
-                let _ = message::decode::<Shape>(payload, "a description");
-            }
-            Kind::State => {
-                let _ = SavedMachine::decode(payload);
-            }
-            Kind::End => {
-                let _ = message::decode::<End>(payload, "an end");
-            }
-            Kind::Accepted => {
-                let _ = message::decode::<Accepted>(payload, "an acceptance");
-            }
-            Kind::Refused | Kind::Abort => assert!(!message::sentence(payload).chars().any(char::is_control)),
-            Kind::Missing => {
-                let mut set = PageSet::empty(&[(0, 1 << 20)]);
-                let _ = decode_missing(payload, &mut set);
-                assert!(set.count() <= 256);
-            }
-            Kind::Want => assert!(decode_wanted(payload).map_or(0, |pages| pages.len()) <= 64),
-            Kind::Complete => {
-                let _ = message::decode::<Complete>(payload, "the end of post-copy");
-            }
-            Kind::Ready | Kind::Go | Kind::Running | Kind::Device | Kind::Postcopy => {}
+            (Kind::Complete, bytes) => drop(message::decode::<Complete>(&bytes, "the end of post-copy")),
+            (Kind::Refused, bytes) => assert!(!message::sentence(&bytes).chars().any(char::is_control)),
+            _ => {}
         }
     }
+    let streams = 1 + u16::from(input.second.is_some());
+    let mut kept = Vec::new();
+    let mut ends = Vec::new();
+    for (line, number) in std::iter::once(&input.first).chain(&input.second).zip(0..) {
+        let (ours, theirs) = stream(line, number, streams);
+        kept.push(ours);
+        ends.push(theirs);
+    }
+    let (ram, disk, stop) = (ram(), disk(), Stop::default());
+    let there = There(vec![disk.content()]);
+    let taken = Streams::over(ends, None, &stop)
+        .and_then(|streams| streams.take(shape(), &ram.memory(), &there, &stop));
+    match taken {
+        Ok((mut landing, state)) => {
+            let _ = SavedMachine::decode(&state);
+            if landing.ready().is_ok() {
+                let _ = landing.running();
+            }
+        }
+        Err(error) => assert!(!line(&error).is_empty()),
+    }
+    drop(ram.memory().memory());
 });

@@ -97,9 +97,25 @@ impl ClusterService for Service {
         &self,
         request: Request<proto::HeartbeatRequest>,
     ) -> Result<Response<proto::HeartbeatReply>, Status> {
-        let speaker = request.into_inner().speaker;
-        self.ask(move |keeper, now| keeper.registry.heartbeat(messages::speaker(speaker)?, now)).await?;
+        let proto::HeartbeatRequest { speaker, waiting } = request.into_inner();
+        self.ask(move |keeper, now| {
+            let speaker = messages::speaker(speaker)?;
+            keeper.registry.heartbeat(speaker, now)?;
+            let one = |waiting: proto::Waiting| Ok((waiting.vm, messages::socket_address(&waiting.address)?));
+            let waiting = waiting.into_iter().map(one).collect::<Result<_, Refusal>>()?;
+            keeper.registry.set_waiting(speaker, waiting, now)
+        })
+        .await?;
         Ok(Response::new(proto::HeartbeatReply {}))
+    }
+
+    async fn find_waiting(
+        &self,
+        request: Request<proto::FindWaitingRequest>,
+    ) -> Result<Response<proto::FindWaitingReply>, Status> {
+        let proto::FindWaitingRequest { vm, host } = request.into_inner();
+        let address = self.ask(move |keeper, _| keeper.registry.find_waiting(&vm, &host)).await?;
+        Ok(Response::new(proto::FindWaitingReply { address: address.to_string() }))
     }
 
     async fn register_vm(

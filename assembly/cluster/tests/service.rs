@@ -328,7 +328,7 @@ fn cost_of_a_change() {
         println!("{upto} VMs: register {:?} (median of the last 100)", last[last.len() / 2]);
         let mut times: Vec<Duration> = (0..200)
             .map(|_| {
-                let request = proto::HeartbeatRequest { speaker: Some(host) };
+                let request = proto::HeartbeatRequest { speaker: Some(host), waiting: Vec::new() };
                 let began = std::time::Instant::now();
                 runtime.block_on(client.heartbeat(request)).unwrap();
                 began.elapsed()

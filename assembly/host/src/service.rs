@@ -1,6 +1,7 @@
 //! The gRPC service: checks what comes in, asks the registry, puts answers into messages.
 
 mod moving;
+mod waiting;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -215,6 +216,28 @@ impl HostService for Service {
         };
         let cluster = self.cluster.as_ref().ok_or_else(none)?;
         Ok(Response::new(moving::step(cluster, &self.registry, &vm, step).await?))
+    }
+
+    type AwaitVmStream = waiting::Announcement;
+
+    async fn await_vm(
+        &self,
+        request: Request<proto::AwaitVmRequest>,
+    ) -> Result<Response<Self::AwaitVmStream>, Status> {
+        let peer = peer(&request)?;
+        self.registry.access().check(&peer).map_err(|error| Status::permission_denied(error.to_string()))?;
+        let cluster = self.cluster.as_ref().ok_or_else(waiting::no_cluster)?;
+        Ok(Response::new(waiting::announce(cluster, &request.into_inner())?))
+    }
+
+    async fn find_waiting(
+        &self,
+        request: Request<proto::FindWaitingRequest>,
+    ) -> Result<Response<proto::FindWaitingReply>, Status> {
+        let peer = peer(&request)?;
+        self.registry.access().check(&peer).map_err(|error| Status::permission_denied(error.to_string()))?;
+        let cluster = self.cluster.as_ref().ok_or_else(waiting::no_cluster)?;
+        Ok(Response::new(waiting::find(cluster, &request.into_inner()).await?))
     }
 
     async fn version(

@@ -3,6 +3,7 @@
 //! The messages are in [`proto`], made from `proto/host.proto`; the server is in the crate `host`. The daemon knows
 //! its callers by SO_PEERCRED, so there is nothing to log in with.
 
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -115,6 +116,18 @@ pub fn attach_nic(host_socket: &Path, nic: &NicRequest) -> Result<NicSockets, Ho
     HostClient::new(host_socket).attach_nic(nic)
 }
 
+/// The cluster knows that a monitor waits, until this is dropped. Nothing is read or written meanwhile: the open connection is enough.
+#[derive(Debug)]
+pub struct Awaiting {
+    /// This host's name in its cluster.
+    pub host: String,
+    /// Where sources are told to connect.
+    pub address: String,
+    // Dropped first.
+    _stream: tonic::Streaming<proto::AwaitVmReply>,
+    _runtime: tokio::runtime::Runtime,
+}
+
 /// A client of one daemon. Each call makes a connection of its own and blocks the calling thread.
 #[derive(Debug, Clone)]
 pub struct HostClient {
@@ -211,6 +224,46 @@ impl HostClient {
     ) -> Result<proto::MoveVmReply, HostError> {
         let request = proto::MoveVmRequest { vm: vm.to_owned(), step: Some(step) };
         self.call("MoveVm", async |client| client.move_vm(request).await)
+    }
+
+    /// Says that a monitor waits for a VM at this address; blocks until the daemon has taken that. It is known to the cluster until what is
+    /// returned is dropped, or this process ends.
+    ///
+    /// # Errors
+    /// When nobody answers, or the daemon refuses: then [`HostError::Refused`] has its sentence.
+    pub fn await_vm(&self, vm: &str, address: SocketAddr) -> Result<Awaiting, HostError> {
+        const REQUEST: &str = "AwaitVm";
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_io()
+            .enable_time()
+            .build()
+            .map_err(|source| HostError::SetUp { source })?;
+        let request = proto::AwaitVmRequest { vm: vm.to_owned(), address: address.to_string() };
+        let exchange = async {
+            let mut client = HostServiceClient::new(self.connect().await?);
+            let answer = client.await_vm(request).await.map_err(|status| self.error(REQUEST, status))?;
+            let mut stream = answer.into_inner();
+            let first = stream.message().await.map_err(|status| self.error(REQUEST, status))?;
+            let first = first.ok_or_else(|| HostError::NotUnderstood {
+                socket: self.socket.clone(),
+                request: REQUEST,
+                what: "it ended at once".to_owned(),
+            })?;
+            Ok((stream, first))
+        };
+        let timed = runtime.block_on(async { tokio::time::timeout(TIMEOUT, exchange).await });
+        let (stream, reply) = timed
+            .unwrap_or_else(|_| Err(HostError::Timeout { socket: self.socket.clone(), request: REQUEST }))?;
+        Ok(Awaiting { host: reply.host, address: reply.address, _stream: stream, _runtime: runtime })
+    }
+
+    /// Where a monitor waits for a VM on a host of the cluster, as an address with a port.
+    ///
+    /// # Errors
+    /// When nobody answers, or no monitor waits there: then [`HostError::Refused`] has the sentence.
+    pub fn find_waiting(&self, vm: &str, host: &str) -> Result<String, HostError> {
+        let request = proto::FindWaitingRequest { vm: vm.to_owned(), host: host.to_owned() };
+        Ok(self.call("FindWaiting", async |client| client.find_waiting(request).await)?.address)
     }
 
     /// Version and process of the daemon.

@@ -45,6 +45,10 @@ pub struct MigrationRequest {
     /// they don't get less; 0: before any. `None`: never.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub post_copy_after: Option<u32>,
+    /// Disks whose content is copied along, by name (`disk0`); none named: all that the guest may write and that aren't shared. `None`: none, they are
+    /// the same files at both ends.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mirror: Option<Vec<String>>,
     /// Names of all VMs that move together, this one as well: all of them, or none. Empty: it moves by itself.
     #[serde(default)]
     pub together: Vec<String>,
@@ -108,6 +112,9 @@ pub struct MigrationProgress {
     pub bytes_sent: u64,
     /// Pages that changed since they were copied, at the end of the last round.
     pub pages_left: u64,
+    /// Bytes of disks that are copied along and are still to be copied, or were written again since.
+    #[serde(default)]
+    pub disk_bytes_left: u64,
     /// In post-copy: pages that were sent because the guest waited for them. `pages_left` are those that weren't sent yet.
     #[serde(default)]
     pub pages_asked_for: u64,
@@ -142,6 +149,12 @@ pub struct MigrationRound {
     pub bytes: u64,
     /// Pages that changed meanwhile.
     pub dirtied: u64,
+    /// Bytes of disks that were copied, zeroes and holes as well.
+    #[serde(default)]
+    pub disk_bytes: u64,
+    /// Bytes of disks that were to be copied again at the end: the guest wrote there meanwhile.
+    #[serde(default)]
+    pub disk_bytes_dirtied: u64,
     /// How much vCPUs were held back, per cent of the time.
     pub throttle_percent: u8,
     /// Whether the guest stood still.
@@ -171,6 +184,17 @@ pub struct PostCopyTimeline {
     pub fault_worst_us: u32,
 }
 
+/// A disk whose content was copied along.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct MirroredDisk {
+    /// Its name in the VM.
+    pub name: String,
+    /// How large it is.
+    pub bytes: u64,
+    /// Bytes of it that were copied in all rounds, zeroes and holes as well.
+    pub copied: u64,
+}
+
 /// What happened in a migration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct MigrationTimeline {
@@ -198,6 +222,9 @@ pub struct MigrationTimeline {
     pub pause_ms: f64,
     /// All of it.
     pub total_ms: f64,
+    /// Disks whose content was copied along.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub disks: Vec<MirroredDisk>,
     /// What came after the pause, where memory did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub post_copy: Option<PostCopyTimeline>,
@@ -328,6 +355,7 @@ mod tests {
             timeout_seconds: 0,
             max_throttle_percent: 90,
             post_copy_after: None,
+            mirror: Some(vec!["disk1".to_owned()]),
             together: vec!["a".to_owned(), "b".to_owned()],
             key: Some(StreamKey([7; 32])),
         };

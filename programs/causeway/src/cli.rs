@@ -415,4 +415,23 @@ mod tests {
     fn the_command_line_is_consistent() {
         super::Cli::command().debug_assert();
     }
+
+    /// `--mirror` names disks, or none: all of them, wherever it stands.
+    #[test]
+    fn disks_to_mirror_are_named_or_not() {
+        use clap::Parser as _;
+        let of = |line: &str| {
+            let words = std::iter::once("causeway").chain(line.split(' '));
+            match super::Cli::try_parse_from(words).unwrap().command {
+                super::Command::Migrate(args) => args.transfer.mirror,
+                _ => panic!("{line}"),
+            }
+        };
+        assert_eq!(of("migrate a --to h:1"), None);
+        assert_eq!(of("migrate a --to h:1 --mirror"), Some(vec![]));
+        assert_eq!(of("migrate a --mirror --to h:1"), Some(vec![]));
+        let two = Some(vec!["disk0".to_owned(), "disk2".to_owned()]);
+        assert_eq!(of("migrate a --mirror disk0,disk2 --to h:1"), two);
+        assert!(super::Cli::try_parse_from(["causeway", "migrate", "a", "--cancel", "--mirror"]).is_err());
+    }
 }

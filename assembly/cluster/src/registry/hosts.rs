@@ -1,5 +1,6 @@
 //! Hosts: registration and leases.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::time::Instant;
 
@@ -7,7 +8,7 @@ use control_api::names::check_name;
 use nomad::coordinator::Event as CoordinatorEvent;
 use nomad::{Body, HostId, Incarnation, Message, Node};
 
-use super::{MAX_HOSTS, Registry, Speaker};
+use super::{MAX_HOSTS, MAX_WAITING, Registry, Speaker};
 use crate::refusal::Refusal;
 use crate::state::{AboutHost, Change};
 
@@ -84,6 +85,7 @@ impl Registry {
         let about = AboutHost { name: name.to_owned(), address };
         self.commit(vec![Change::Host(host, about)], actions, now)?;
         self.reported.remove(&host);
+        self.waiting.remove(&host);
         self.renew(host, now);
         tracing::info!(host = name, %address, incarnation = incarnation.0, "A host has started");
         Ok(Speaker { host, incarnation })
@@ -97,6 +99,58 @@ impl Registry {
         self.check(speaker, now)?;
         self.renew(speaker.host, now);
         Ok(())
+    }
+
+    /// Monitors of a host that wait for VMs, in place of those said before.
+    ///
+    /// # Errors
+    /// As [`Registry::heartbeat`], and when there are too many, or one can't be.
+    pub fn set_waiting(
+        &mut self,
+        speaker: Speaker,
+        waiting: BTreeMap<String, SocketAddr>,
+        now: Instant,
+    ) -> Result<(), Refusal> {
+        self.check(speaker, now)?;
+        if waiting.len() > MAX_WAITING {
+            return Err(Refusal::TooMany(format!(
+                "{} monitors that wait for VMs are too many; a host can have {MAX_WAITING}",
+                waiting.len()
+            )));
+        }
+        for (vm, address) in &waiting {
+            check_name("VM", vm).map_err(|error| Refusal::Invalid(error.to_string()))?;
+            if address.ip().is_unspecified() || address.port() == 0 {
+                return Err(Refusal::Invalid(format!("No source of VM {vm} can connect to {address}")));
+            }
+        }
+        self.waiting.insert(speaker.host, waiting);
+        Ok(())
+    }
+
+    /// Where a monitor waits for a VM on a host.
+    ///
+    /// # Errors
+    /// When none does, or there is no such host.
+    pub fn find_waiting(&self, vm: &str, host: &str) -> Result<SocketAddr, Refusal> {
+        let Some((id, _)) = self.state().host(host) else {
+            let names: Vec<&str> = self.state().hosts.values().map(|about| about.name.as_str()).collect();
+            return Err(Refusal::Missing(format!(
+                "The cluster has no host {host}; its hosts are: {}",
+                names.join(", ")
+            )));
+        };
+        if !self.is_heard(id) {
+            return Err(Refusal::Missing(format!(
+                "Host {host} isn't heard of: whether a monitor waits there for VM {vm} isn't known"
+            )));
+        }
+        let waits = self.waiting.get(&id).and_then(|waiting| waiting.get(vm));
+        waits.copied().ok_or_else(|| {
+            Refusal::Missing(format!(
+                "No monitor waits on host {host} for VM {vm}: start one there, causeway run … --name {vm} --incoming ADDRESS:PORT"
+            ))
+        })
     }
 
     pub(super) fn renew(&mut self, host: HostId, now: Instant) {

@@ -10,6 +10,7 @@ mod migrations;
 mod vms;
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use nomad::coordinator::{Action, Event as CoordinatorEvent, Stage, Timer};
@@ -31,6 +32,8 @@ pub const MAX_NICS: usize = 16;
 pub const MAX_ADDRESSES: usize = 128;
 /// Groups at most.
 pub const MAX_GROUPS: usize = 4096;
+/// Monitors of one host that may wait for VMs.
+pub const MAX_WAITING: usize = 1024;
 /// Connections that one host may report.
 pub const MAX_LINKS: usize = 65_536;
 
@@ -70,6 +73,8 @@ pub struct Registry {
     silent: BTreeSet<HostId>,
     /// What hosts have said of connections since the service began.
     reported: BTreeMap<HostId, BTreeSet<(VmId, VmId)>>,
+    /// Where monitors of hosts wait for VMs, by the VMs' names.
+    waiting: BTreeMap<HostId, BTreeMap<String, SocketAddr>>,
     timers: BTreeMap<(Instant, u64), Timer>,
     next_timer: u64,
     messages: Vec<Message>,
@@ -103,6 +108,7 @@ impl Registry {
             lease,
             silent: BTreeSet::new(),
             reported: BTreeMap::new(),
+            waiting: BTreeMap::new(),
             timers: BTreeMap::new(),
             next_timer: 0,
             messages: Vec::new(),
@@ -163,6 +169,7 @@ impl Registry {
             self.leases.iter().filter(|(_, until)| **until <= now).map(|(host, _)| *host).collect();
         for host in over {
             self.leases.remove(&host);
+            self.waiting.remove(&host);
             self.silent.insert(host);
             tracing::warn!(
                 host = self.state().host_name(host),

@@ -51,7 +51,7 @@ impl Says for Service {
     }
 
     fn heartbeat(&self, speaker: Speaker) -> Result<(), ClusterError> {
-        let request = proto::HeartbeatRequest { speaker: Some(speaker) };
+        let request = proto::HeartbeatRequest { speaker: Some(speaker), waiting: Vec::new() };
         self.ask("Heartbeat", async |client| client.heartbeat(request).await).map(drop)
     }
 

@@ -94,6 +94,7 @@ impl ClusterThread {
                 engine,
                 told: BTreeMap::new(),
                 said_links: None,
+                said_waiting: None,
                 complaints: BTreeMap::new(),
             };
             runtime.block_on(async {
@@ -138,6 +139,8 @@ struct Link {
     engine: EngineHandle,
     told: BTreeMap<String, Told>,
     said_links: Option<BTreeSet<(VmId, VmId)>>,
+    /// `None`: all of it is to be said again.
+    said_waiting: Option<Vec<proto::Waiting>>,
     /// What the service refused of VMs, said once in the log.
     complaints: BTreeMap<String, String>,
 }
@@ -198,6 +201,7 @@ impl Link {
             service.within("Watch", client.watch(proto::WatchRequest { instance, revision })).await?;
         // All is said again: the service may have lost it, or refused it before.
         self.said_links = None;
+        self.said_waiting = None;
         for told in self.told.values_mut() {
             told.nics = None;
         }
@@ -258,8 +262,7 @@ impl Link {
                     said = tokio::time::Instant::now();
                 }
                 _ = heartbeat.tick() => {
-                    let request = proto::HeartbeatRequest { speaker: Some(speaker) };
-                    service.within("Heartbeat", client.heartbeat(request)).await?;
+                    self.beat(&mut client, speaker).await?;
                     // What couldn't be said, because a VM moved, can be now.
                     self.say(&mut client, speaker).await?;
                 }
@@ -310,8 +313,20 @@ impl Link {
         }
     }
 
+    /// The daemon is alive, and these monitors wait.
+    async fn beat(&mut self, client: &mut Client, speaker: Speaker) -> Result<(), ClusterError> {
+        let waiting = self.directory.waiting();
+        let request = proto::HeartbeatRequest { speaker: Some(speaker), waiting: waiting.clone() };
+        self.directory.config.service.within("Heartbeat", client.heartbeat(request)).await?;
+        self.said_waiting = Some(waiting);
+        Ok(())
+    }
+
     /// Says what is here and hasn't been said.
     async fn say(&mut self, client: &mut Client, speaker: Speaker) -> Result<(), ClusterError> {
+        if self.said_waiting.as_ref() != Some(&self.directory.waiting()) {
+            self.beat(client, speaker).await?;
+        }
         let (vms, links) = self.here();
         let ended: Vec<(String, Told)> = self
             .told

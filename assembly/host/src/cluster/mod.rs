@@ -13,6 +13,7 @@
 
 mod client;
 mod view;
+mod waiting;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -31,6 +32,7 @@ use crate::transport::{Directory, DirectoryReport, News, TransportKind, VmId};
 
 pub use client::ClusterThread;
 pub use view::View;
+pub(crate) use waiting::Waits;
 
 /// Name of the view's file in the daemon's folder.
 pub const FILE: &str = "cluster.json";
@@ -103,6 +105,8 @@ pub struct ClusterDirectory {
     mtu: roce::Mtu,
     sockets: u16,
     here: Mutex<Here>,
+    /// Where monitors wait for VMs, by the VMs' names.
+    waiting: Mutex<BTreeMap<String, SocketAddr>>,
     changed: Notify,
     /// Which start of this host the service takes it for; 0: it hasn't heard of it.
     incarnation: AtomicU64,
@@ -169,6 +173,7 @@ impl ClusterDirectory {
             sockets,
             view: ArcSwap::from_pointee(view),
             here: Mutex::default(),
+            waiting: Mutex::default(),
             changed: Notify::new(),
             incarnation: AtomicU64::new(incarnation),
             status: Mutex::new(Status { away_since: Some(Instant::now()), failures: 0 }),

@@ -3,6 +3,7 @@
 use std::io;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use cluster_key::ClusterKey;
@@ -10,11 +11,14 @@ use machine::memory::{GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion, 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, acceptfrom_with};
+use virtio_devices::block::DiskContent;
 
 use super::connection::{Connection, Stop};
 use super::error::{MigrationError, line};
 use super::frame::{Kind, Receiver, Sender};
 use super::message::{self, Accepted, End, Hello};
+use super::mirror;
+use super::mirror::arriving::Filling;
 use super::pages;
 use super::postcopy::fetching::{self, Rest};
 use super::postcopy::message::decode_missing;
@@ -42,6 +46,8 @@ pub trait Devices: Sync {
     fn take(&self, number: u32, data: &[u8]) -> Result<(), MigrationError>;
     /// Makes ready for memory that comes after the guest: called before any of it comes. Or says why that can't be.
     fn post_copy(&self) -> Result<(), MigrationError>;
+    /// Disks that can be filled, should the source wish so.
+    fn disks(&self) -> &[DiskContent];
 }
 
 /// The streams of one migration.
@@ -137,11 +143,10 @@ fn greet(fd: OwnedFd, key: Option<&ClusterKey>, stop: &Stop) -> Result<(Hello, u
 }
 
 impl Streams {
-    /// Streams that are connected already, one after the other.
+    /// Streams that are connected already, one after the other: for tests and fuzzing, which have no port.
     ///
     /// # Errors
     /// When one doesn't greet.
-    #[cfg(test)]
     pub fn over(fds: Vec<OwnedFd>, key: Option<&ClusterKey>, stop: &Stop) -> Result<Self, MigrationError> {
         let mut streams = Vec::new();
         for fd in fds {
@@ -204,7 +209,40 @@ struct Control<'a> {
     late: Option<PageSet>,
 }
 
+/// Disks that are copied along, as one stream's thread has them.
+#[derive(Clone, Copy)]
+struct Disks<'a> {
+    filling: &'a OnceLock<Filling>,
+    stream: usize,
+    stop: &'a Stop,
+}
+
+impl<'a> Disks<'a> {
+    fn filling(&self) -> Result<&'a Filling, MigrationError> {
+        let none = || MigrationError::Protocol("a piece of a disk without having asked for that".to_owned());
+        self.filling.get().ok_or_else(none)
+    }
+}
+
 impl Control<'_> {
+    /// The source asks whether its disks may be copied here.
+    fn mirror(
+        &mut self,
+        connection: &mut Connection,
+        wish: &[u8],
+        disks: &Disks<'_>,
+    ) -> Result<(), MigrationError> {
+        if self.version < mirror::SINCE || disks.filling.get().is_some() {
+            return Err(MigrationError::Protocol("Mirror among pages".to_owned()));
+        }
+        let wish = message::decode(wish, "a wish for disks")?;
+        let (filling, answer) = Filling::agree(&wish, self.devices.disks(), self.streams)?;
+        // Nobody else sets it: only the first stream's thread comes here.
+        let _ = disks.filling.set(filling);
+        let answer = message::encode(&answer)?;
+        self.sender.send(connection, Kind::Mirror, &[&answer]).map_err(MigrationError::stream("written"))
+    }
+
     /// The source asks whether memory may come after the guest.
     fn agree(&mut self, connection: &mut Connection) -> Result<(), MigrationError> {
         if self.version < SINCE || self.late.is_some() {
@@ -269,12 +307,16 @@ impl Landing {
         let mut others = others;
         let streams = others.len() + 1;
         let mut control = Control { devices, sender: &mut self.sender, version, streams, memory, late: None };
+        let filling = OnceLock::new();
+        let disks = Disks { filling: &filling, stream: 0, stop };
         let (first, rest) = std::thread::scope(|scope| {
             let threads: Vec<_> = others
                 .iter_mut()
-                .map(|stream| {
+                .zip(1..)
+                .map(|(stream, number)| {
                     scope.spawn(move || {
-                        let result = fill(&mut stream.receiver, &mut stream.connection, memory, None);
+                        let disks = Disks { stream: number, ..disks };
+                        let result = fill(&mut stream.receiver, &mut stream.connection, memory, &disks, None);
                         if result.is_err() {
                             // The others must not wait for their end.
                             stop.set();
@@ -283,7 +325,7 @@ impl Landing {
                     })
                 })
                 .collect();
-            let first = fill(&mut self.receiver, &mut self.connection, memory, Some(&mut control));
+            let first = fill(&mut self.receiver, &mut self.connection, memory, &disks, Some(&mut control));
             if first.is_err() {
                 stop.set();
             }
@@ -292,23 +334,11 @@ impl Landing {
                 threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(panicked()))).collect();
             (first, rest)
         });
-        // An error that isn't the stop's comes first: it is the cause.
-        let mut state = None;
-        let mut stopped = None;
-        for result in std::iter::once(first).chain(rest) {
-            match result {
-                Ok(found) => state = state.or(found),
-                Err(MigrationError::Stream { what, source })
-                    if source.kind() == io::ErrorKind::ConnectionAborted =>
-                {
-                    stopped = Some(MigrationError::Stream { what, source });
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        if let Some(stopped) = stopped {
-            return Err(stopped);
-        }
+        let state = first_cause(std::iter::once(first).chain(rest)).and_then(|state| {
+            filling.get().map_or(Ok(()), Filling::finish)?;
+            Ok(state)
+        });
+        let state = state.inspect_err(|_| filling.get().into_iter().for_each(Filling::say_incomplete))?;
         if let Some(missing) = control.late.filter(|missing| missing.count() > 0) {
             let mut others = others
                 .into_iter()
@@ -359,11 +389,31 @@ impl Landing {
     }
 }
 
+/// The state that one of the streams carried. An error that isn't the stop's comes first: it is the cause.
+fn first_cause(
+    results: impl Iterator<Item = Result<Option<Vec<u8>>, MigrationError>>,
+) -> Result<Option<Vec<u8>>, MigrationError> {
+    let (mut state, mut stopped) = (None, None);
+    for result in results {
+        match result {
+            Ok(found) => state = state.or(found),
+            Err(MigrationError::Stream { what, source })
+                if source.kind() == io::ErrorKind::ConnectionAborted =>
+            {
+                stopped = Some(MigrationError::Stream { what, source });
+            }
+            Err(error) => return Err(error),
+        }
+    }
+    stopped.map_or(Ok(state), Err)
+}
+
 /// Takes pages until the stream's end; returns the state if it came here.
 fn fill(
     receiver: &mut Receiver,
     connection: &mut Connection,
     memory: &GuestMemorySpace,
+    disks: &Disks<'_>,
     mut control: Option<&mut Control<'_>>,
 ) -> Result<Option<Vec<u8>>, MigrationError> {
     let memory = memory.memory();
@@ -371,6 +421,19 @@ fn fill(
     loop {
         match receiver.receive(connection)? {
             (Kind::Pages, payload) => pages += pages::apply(payload, &memory)?,
+            (Kind::Block, payload) => disks.filling()?.apply(payload)?,
+            (Kind::Settle, _) => match &mut control {
+                Some(control) => {
+                    disks.filling()?.settle(disks.stop)?;
+                    let said = control.sender.send(connection, Kind::Settled, &[]);
+                    said.map_err(MigrationError::stream("written"))?;
+                }
+                None => disks.filling()?.said(disks.stream),
+            },
+            (Kind::Mirror, payload) => match &mut control {
+                Some(control) => control.mirror(connection, payload, disks)?,
+                None => return Err(MigrationError::Protocol("Mirror on a further stream".to_owned())),
+            },
             (Kind::Device, payload) => {
                 let number = payload.split_first_chunk::<4>();
                 let (number, data) = number.ok_or_else(|| {
@@ -398,6 +461,9 @@ fn fill(
                 if end.pages != pages {
                     let text = format!("{pages} pages on a stream that says it had {}", end.pages);
                     return Err(MigrationError::Protocol(text));
+                }
+                if let (None, Some(filling)) = (&control, disks.filling.get()) {
+                    filling.ended(disks.stream);
                 }
                 return Ok(state);
             }

@@ -84,6 +84,30 @@ pub enum MigrationError {
         since = super::postcopy::SINCE
     )]
     OldDestination(u16),
+    /// Disks can't be copied along.
+    #[error("The VM's disks can't be copied along: {0}")]
+    NoMirror(String),
+    /// The destination doesn't know that.
+    #[error(
+        "The destination speaks version {0} of the migration's protocol, which doesn't know how to copy disks along (version {since} does): run a newer causeway there, or move the VM without --mirror",
+        since = super::mirror::SINCE
+    )]
+    NoMirrorThere(u16),
+    /// An image of this side can't be filled.
+    #[error("The content of the source's disk can't be put into the image here")]
+    NotMirrored(#[source] Box<virtio_devices::block::BlockError>),
+    /// Disks change faster than they are copied.
+    #[error(
+        "The guest wrote its disks too fast to stop it for {downtime_ms} ms only, within {seconds} s after they were copied first: {left} bytes were left; allow a longer --downtime or --timeout, more --max-throttle, or use more streams"
+    )]
+    DisksNotConverging {
+        /// How long the guest might stand still.
+        downtime_ms: u64,
+        /// The limit.
+        seconds: u64,
+        /// Bytes left.
+        left: u64,
+    },
     /// The source is gone, and pages with it.
     #[error(
         "The connection to {from} was lost in post-copy while {left} pages of the VM's memory were still there: the VM is stopped, it can't go on here nor at its source"

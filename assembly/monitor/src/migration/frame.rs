@@ -54,6 +54,14 @@ pub enum Kind {
     Want = 15,
     /// It has all of them.
     Complete = 16,
+    /// Which disks are copied along, and the answer: [`super::mirror`]. From version 4 on, as all that follow.
+    Mirror = 32,
+    /// A piece of a disk.
+    Block = 33,
+    /// All of a round of disks went by this stream.
+    Settle = 34,
+    /// It is durable at the destination.
+    Settled = 35,
 }
 
 /// Most bytes of a served device's state in a frame.
@@ -62,18 +70,22 @@ pub const MOST_DEVICE: usize = 1 << 20;
 impl Kind {
     fn of(number: u16) -> Option<Self> {
         use Kind::{
-            Abort, Accepted, Complete, Device, End, Go, Hello, Missing, Offer, Pages, Postcopy, Ready,
-            Refused, Running, State, Want,
+            Abort, Accepted, Block, Complete, Device, End, Go, Hello, Mirror, Missing, Offer, Pages,
+            Postcopy, Ready, Refused, Running, Settle, Settled, State, Want,
         };
         let first = [Hello, Offer, Accepted, Refused, Pages, State, End, Ready, Go, Running, Abort, Device];
-        first.into_iter().chain([Postcopy, Missing, Want, Complete]).find(|kind| *kind as u16 == number)
+        let late = [Postcopy, Missing, Want, Complete];
+        let disks = [Mirror, Block, Settle, Settled];
+        first.into_iter().chain(late).chain(disks).find(|kind| *kind as u16 == number)
     }
 
     /// Longest payload in bytes.
     fn limit(self) -> usize {
         match self {
             Self::Hello | Self::End | Self::Accepted | Self::Ready | Self::Go | Self::Running => 256,
-            Self::Postcopy | Self::Complete => 256,
+            Self::Postcopy | Self::Complete | Self::Settle | Self::Settled => 256,
+            Self::Mirror => super::mirror::message::MOST_WISH,
+            Self::Block => super::mirror::message::BLOCK_HEADER + super::mirror::message::MOST_CONTENTS,
             Self::Missing => super::postcopy::message::MOST_MISSING,
             Self::Want => 8 * super::postcopy::message::MOST_WANTED,
             Self::Refused | Self::Abort => 4096,

@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 use super::error::MigrationError;
 
 /// The protocol's version that is spoken here.
-pub const VERSION: u16 = 3;
+pub const VERSION: u16 = 4;
 /// The oldest that is understood: the one before [`VERSION`].
-pub const OLDEST: u16 = 2;
+pub const OLDEST: u16 = 3;
 /// First bytes of every stream.
 const MAGIC: [u8; 8] = *b"CAUSEWAY";
 

@@ -17,6 +17,8 @@
 //! Until `Go` has been sent, any failure leaves the guest at the source, and the destination ends. Once it has been sent, the
 //! source never runs the guest by itself again: without `Running` it stands still, and its user decides.
 //!
+//! Disks that only the source has are copied along, where that is wished: see [`mirror`].
+//!
 //! A VM with devices that a daemon serves has another end: see [`served`]; one whose memory comes after it, too: see [`postcopy`].
 //!
 //! [`source`] and [`destination`] are the two sides over any sockets and any machine ([`source::Departing`]); `vm::moving` is
@@ -28,6 +30,7 @@ pub mod destination;
 pub mod error;
 pub mod frame;
 pub mod message;
+pub mod mirror;
 pub mod pages;
 pub mod policy;
 pub mod postcopy;
@@ -44,7 +47,7 @@ mod tests;
 pub use error::MigrationError;
 
 /// System calls of threads that move a VM, beyond those of threads that pause it: streams, the requests' socket, the parts
-/// of memory that exist, and making disks durable.
+/// of memory that exist, making disks durable, and marking those that are filled.
 pub const SYSCALLS: &[i64] = &[
     libc::SYS_accept4,
     libc::SYS_getsockopt,
@@ -56,6 +59,8 @@ pub const SYSCALLS: &[i64] = &[
     libc::SYS_shutdown,
     libc::SYS_lseek,
     libc::SYS_fsync,
+    libc::SYS_fsetxattr,
+    libc::SYS_fremovexattr,
     libc::SYS_epoll_ctl,
     libc::SYS_epoll_create1,
     libc::SYS_eventfd2,

@@ -34,6 +34,8 @@ pub struct Sent {
     pub zero: u64,
     /// Pages that frames were sent for.
     pub announced: u64,
+    /// Bytes of disks that went with them.
+    pub disk_bytes: u64,
 }
 
 /// How many pages sets hold.
@@ -41,7 +43,7 @@ pub fn count(sets: &[DirtyPages]) -> u64 {
     sets.iter().map(DirtyPages::count).sum()
 }
 
-fn is_zero(page: &[u8]) -> bool {
+pub(super) fn is_zero(page: &[u8]) -> bool {
     page.chunks_exact(16)
         .all(|chunk| <[u8; 16]>::try_from(chunk).is_ok_and(|chunk| u128::from_ne_bytes(chunk) == 0))
 }

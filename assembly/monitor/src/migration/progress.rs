@@ -56,6 +56,7 @@ impl Watch {
                 round: 0,
                 bytes_sent: 0,
                 pages_left: 0,
+                disk_bytes_left: 0,
                 pages_asked_for: 0,
                 bytes_per_second: 0,
                 predicted_pause_ms: 0,
@@ -90,6 +91,7 @@ impl Watch {
             round = progress.round,
             bytes = progress.bytes_sent,
             left = progress.pages_left,
+            disk_bytes_left = progress.disk_bytes_left,
             predicted_pause_ms = progress.predicted_pause_ms,
             throttle = progress.throttle_percent,
             "Migration"
@@ -115,6 +117,13 @@ impl Watch {
         };
         if due {
             self.update(|progress| progress.bytes_sent = bytes);
+        }
+    }
+
+    /// Notes bytes of disks that are left while a round is copied; they are reported with the next bytes sent.
+    pub fn disk_left(&self, bytes: u64) {
+        if let Some(progress) = &mut self.lock().progress {
+            progress.disk_bytes_left = bytes;
         }
     }
 

@@ -1,5 +1,6 @@
 //! The side that has the VM.
 
+mod disks;
 mod ending;
 
 use std::os::fd::OwnedFd;
@@ -10,12 +11,14 @@ use cluster_key::ClusterKey;
 use control_api::migration::{MigrationPhase, MigrationRequest, MigrationRound, MigrationTimeline};
 use machine::memory::GuestMemorySpace;
 use machine::slots::DirtyPages;
+use virtio_devices::block::DiskContent;
 
 use super::connection::{Connection, Stop};
 use super::error::MigrationError;
 use super::frame::{Kind, MOST_DEVICE, Receiver, Sender};
 use super::message::{self, Accepted, End, Hello, OLDEST, VERSION};
-use super::pages::{Sent, Share, count};
+use super::mirror::leaving::{self, Mirroring};
+use super::pages::{PAGE, Sent, Share, count};
 use super::policy::{Decision, Policy, RoundEnd};
 use super::postcopy::departing::{self, PostCopy};
 use super::progress::Watch;
@@ -61,6 +64,8 @@ pub trait Departing: Sync {
     fn begin_devices(&self) -> Result<(), MigrationError>;
     /// What of each served device has changed since the last call.
     fn read_devices(&self) -> Result<Vec<Vec<u8>>, MigrationError>;
+    /// Its disks.
+    fn disks(&self) -> &[DiskContent];
     /// It is not known whether the guest runs at the destination: it stands still here until its user says so.
     fn stay_in_doubt(&self);
 }
@@ -114,6 +119,9 @@ pub fn migrate(
             },
         },
         began: Instant::now(),
+        limit_from: Instant::now(),
+        wish: request.mirror.clone(),
+        mirror: None,
         together: request.together.clone(),
         key: request.key.as_ref().and_then(|key| ClusterKey::new(key.0)),
         begun: false,
@@ -131,6 +139,7 @@ pub fn migrate(
             commit_ms: 0.0,
             pause_ms: 0.0,
             total_ms: 0.0,
+            disks: Vec::new(),
             post_copy: None,
         },
     };
@@ -155,6 +164,11 @@ struct Departure<'a> {
     stop: &'a Stop,
     policy: Policy,
     began: Instant,
+    /// Since when the time limit runs.
+    limit_from: Instant,
+    /// Disks that the user wishes to be copied along.
+    wish: Option<Vec<String>>,
+    mirror: Option<Mirroring>,
     timeline: MigrationTimeline,
     /// VMs that move together, this one as well; empty: it moves by itself.
     together: Vec<String>,
@@ -199,6 +213,7 @@ impl Departure<'_> {
             self.control()?.send(Kind::Postcopy, &[])?;
             self.answer(Kind::Accepted)?;
         }
+        self.ask_for_disks(accepted.version)?;
         if let Some(daemon) = self.machine.daemon() {
             let host = accepted.host.ok_or_else(|| {
                 MigrationError::Protocol(
@@ -249,6 +264,7 @@ impl Departure<'_> {
     /// Copies memory until the guest is stopped and everything is at the destination, which then is ready.
     fn copy(&mut self) -> Result<Instant, (MigrationError, Stopped)> {
         let running = |error| (error, None);
+        self.copy_disks().map_err(running)?;
         self.machine.start_logging().map_err(running)?;
         if self.begun {
             self.machine.begin_devices().map_err(running)?;
@@ -258,6 +274,10 @@ impl Departure<'_> {
             Some(0) => (present, true),
             _ => self.rounds(present, true).map_err(running)?,
         };
+        if late {
+            // Disks must be whole before the guest goes. Not after the next step: peers may be held then.
+            self.copy_disks_again().map_err(running)?;
+        }
         let rest = self.await_stop(rest).map_err(running)?;
 
         let stopped = Instant::now();
@@ -272,8 +292,13 @@ impl Departure<'_> {
         self.timeline.state_bytes = state.len() as u64;
         let last = self.machine.take_dirty().map_err(standing)?;
         let rest = union(rest, last);
+        self.look_at_disks().map_err(standing)?;
         let sending = Instant::now();
         if late {
+            if self.mirror.is_some() {
+                let sent = self.round(&[], false).map_err(standing)?;
+                self.note_round(sending, &sent, 0, 0, true);
+            }
             self.say_missing(&rest).map_err(standing)?;
         } else {
             let sent = self.round(&rest, false).map_err(standing)?;
@@ -324,16 +349,7 @@ impl Departure<'_> {
         pages: Vec<DirtyPages>,
         present: bool,
     ) -> Result<(Vec<DirtyPages>, bool), MigrationError> {
-        let throttle = AtomicU8::new(0);
-        let over = AtomicBool::new(false);
-        let machine = self.machine;
-        std::thread::scope(|scope| {
-            let holder = scope.spawn(|| hold_back(machine, &throttle, &over));
-            let result = self.copy_rounds(pages, present, &throttle);
-            over.store(true, Ordering::Release);
-            holder.thread().unpark();
-            result
-        })
+        throttled(self.machine, |throttle| self.copy_rounds(pages, present, throttle))
     }
 
     fn copy_rounds(
@@ -343,6 +359,7 @@ impl Departure<'_> {
         throttle: &AtomicU8,
     ) -> Result<(Vec<DirtyPages>, bool), MigrationError> {
         let before = u32::try_from(self.timeline.rounds.len()).unwrap_or(u32::MAX - 1);
+        let disk_rounds = self.disk_rounds();
         for number in before + 1.. {
             let held = throttle.load(Ordering::Acquire);
             self.watch.update(|progress| {
@@ -358,9 +375,17 @@ impl Departure<'_> {
             self.machine.settle()?;
             let dirty = self.machine.take_dirty()?;
             let dirtied = count(&dirty);
+            let disks = self.look_at_disks()?;
             let bytes = self.note_round(began, &sent, dirtied, held, false);
-            let elapsed = self.began.elapsed();
-            let end = RoundEnd { number, bytes, took, pages: sent.pages, dirtied, elapsed };
+            let end = RoundEnd {
+                // Rounds of disks alone don't count.
+                number: number - disk_rounds,
+                bytes,
+                took,
+                pages: sent.pages + sent.disk_bytes / PAGE as u64,
+                dirtied: dirtied + disks / PAGE as u64,
+                elapsed: self.limit_from.elapsed(),
+            };
             self.watch.update(|progress| {
                 progress.pages_left = dirtied;
                 progress.bytes_per_second = end.rate();
@@ -376,14 +401,7 @@ impl Departure<'_> {
                         self.machine.hold_back_peers(next)?;
                     }
                 }
-                Decision::GiveUp => {
-                    let limit = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-                    return Err(MigrationError::NotConverging {
-                        downtime_ms: limit(self.policy.downtime),
-                        seconds: self.policy.timeout.map_or(0, |timeout| timeout.as_secs()),
-                        left: dirtied,
-                    });
-                }
+                Decision::GiveUp => return Err(self.not_converging(dirtied, disks)),
             }
             pages = dirty;
         }
@@ -417,14 +435,21 @@ impl Departure<'_> {
         let streams = self.streams.len() as u64;
         let others: u64 = self.streams.iter().skip(1).map(|stream| stream.sender.bytes()).sum();
         let watch = self.watch;
+        let disks = self.mirror.as_mut().map(Mirroring::round);
+        let disk_bytes = disks.as_ref().map_or(0, leaving::Round::left);
         let share = |stream| Share { sets: pages, memory: &memory, stream, streams, first };
         let work = |stream: &mut Stream, index, tell: bool| {
             // What the others send meanwhile is estimated to be as much.
             let mut after = |bytes: u64| {
                 if tell {
+                    disks.iter().for_each(|disks| watch.disk_left(disks.left()));
                     watch.sent(bytes + others);
                 }
             };
+            if let Some(disks) = &disks {
+                disks.send(index, streams, &mut stream.sender, &mut stream.connection, &mut after)?;
+                stream.send(Kind::Settle, &[])?;
+            }
             let sent = share(index).send(&mut stream.sender, &mut stream.connection, &mut after)?;
             stream.announced += sent.announced;
             Ok(sent)
@@ -442,12 +467,15 @@ impl Departure<'_> {
             let joined = threads.into_iter().map(|thread| thread.join().unwrap_or_else(|_| Err(panicked())));
             std::iter::once(own).chain(joined).collect()
         });
-        let mut total = Sent::default();
+        let mut total = Sent { disk_bytes, ..Sent::default() };
         for result in results {
             let sent = result?;
             total.pages += sent.pages;
             total.zero += sent.zero;
             total.announced += sent.announced;
+        }
+        if self.mirror.is_some() {
+            self.answer(Kind::Settled)?;
         }
         Ok(total)
     }
@@ -457,6 +485,7 @@ impl Departure<'_> {
         let all: u64 = self.streams.iter().map(|stream| stream.sender.bytes()).sum();
         let before = self.timeline.bytes;
         self.timeline.bytes = all;
+        self.timeline.disks = self.mirror.as_ref().map_or_else(Vec::new, Mirroring::summary);
         let whole = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         self.timeline.rounds.push(MigrationRound {
             began_ms: whole(began - self.began),
@@ -465,6 +494,8 @@ impl Departure<'_> {
             zero_pages: sent.zero,
             bytes: all.saturating_sub(before),
             dirtied,
+            disk_bytes: sent.disk_bytes,
+            disk_bytes_dirtied: self.mirror.as_ref().map_or(0, Mirroring::left),
             throttle_percent: throttle,
             stopped,
         });
@@ -481,6 +512,19 @@ fn union(mut one: Vec<DirtyPages>, other: Vec<DirtyPages>) -> Vec<DirtyPages> {
         }
     }
     one
+}
+
+/// Works while vCPUs are held back by as much as it says.
+fn throttled<T>(machine: &dyn Departing, work: impl FnOnce(&AtomicU8) -> T) -> T {
+    let throttle = AtomicU8::new(0);
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let holder = scope.spawn(|| hold_back(machine, &throttle, &over));
+        let result = work(&throttle);
+        over.store(true, Ordering::Release);
+        holder.thread().unpark();
+        result
+    })
 }
 
 /// Lets vCPUs stand still for their part of each period, until it is over.

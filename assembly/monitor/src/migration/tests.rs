@@ -1,6 +1,7 @@
 //! Both sides of a migration against each other, with memory that changes meanwhile: over whole streams, streams that are cut at
 //! every point, and destinations that refuse. No KVM: the machine is a stand-in with real guest memory.
 
+mod mirror;
 mod post_copy;
 mod with_a_daemon;
 
@@ -15,6 +16,7 @@ use cluster_key::ClusterKey;
 use control_api::migration::{MigrationRequest, MigrationTimeline, StreamKey};
 use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemorySpace, GuestRam};
 use machine::slots::DirtyPages;
+use virtio_devices::block::DiskContent;
 
 use super::connection::Stop;
 use super::destination::{Devices, Streams};
@@ -42,6 +44,9 @@ impl Devices for NoDevices {
     fn post_copy(&self) -> Result<(), MigrationError> {
         Err(MigrationError::NoPostcopy("there is no userfaultfd".to_owned()))
     }
+    fn disks(&self) -> &[DiskContent] {
+        &[]
+    }
 }
 
 /// A machine whose guest writes memory each time it is asked what was written.
@@ -65,6 +70,9 @@ struct StandIn {
     daemon: Option<Daemon>,
     /// What served devices give, round by round, the last round first.
     devices: Mutex<Vec<Vec<Vec<u8>>>>,
+    disks: Vec<DiskContent>,
+    /// What its guest does to its disks when it is asked what it wrote to memory, and as it stops.
+    writer: Option<Box<dyn Fn(bool) + Sync + Send>>,
 }
 
 impl StandIn {
@@ -88,6 +96,8 @@ impl StandIn {
             held_there: AtomicBool::new(false),
             daemon: None,
             devices: Mutex::default(),
+            disks: Vec::new(),
+            writer: None,
         }
     }
 }
@@ -110,6 +120,7 @@ impl Departing for StandIn {
         self.logging.fetch_sub(1, Ordering::SeqCst);
     }
     fn take_dirty(&self) -> Result<Vec<DirtyPages>, MigrationError> {
+        self.writer.iter().for_each(|write| write(false));
         let mut bitmap = vec![0u64; 16];
         let mut pages = self.writes.lock().unwrap().pop().unwrap_or_default();
         if self.peers.lock().unwrap().last().is_some_and(|held| *held >= self.peers_write_below) {
@@ -133,6 +144,7 @@ impl Departing for StandIn {
         Ok(())
     }
     fn stop(&self) -> Result<Vec<u8>, MigrationError> {
+        self.writer.iter().for_each(|write| write(true));
         self.stops.fetch_add(1, Ordering::SeqCst);
         self.life.store(1, Ordering::SeqCst);
         Ok(STATE.to_vec())
@@ -167,6 +179,9 @@ impl Departing for StandIn {
             Ok(Vec::new())
         }
     }
+    fn disks(&self) -> &[DiskContent] {
+        &self.disks
+    }
     fn stay_in_doubt(&self) {
         self.life.store(2, Ordering::SeqCst);
     }
@@ -179,6 +194,7 @@ fn request(downtime_ms: u64, timeout_seconds: u64) -> MigrationRequest {
         timeout_seconds,
         max_throttle_percent: 60,
         post_copy_after: None,
+        mirror: None,
         together: Vec::new(),
         key: None,
     }

@@ -16,7 +16,7 @@ use platform_devices::legacy::{self, DelayPort, KeyboardReset, ResetControl};
 use platform_devices::power::{self, PowerRegisters};
 use platform_devices::serial::Serial;
 use platform_devices::{EventSink, eventfd_interrupt};
-use virtio_devices::block::{Block, BlockConfig, ImageFormat};
+use virtio_devices::block::{Block, BlockConfig, DiskContent, ImageFormat};
 use virtio_devices::device::VirtioDevice;
 use virtio_devices::net::{self, Net, NetConfig};
 use virtio_devices::rng::Rng;
@@ -43,6 +43,7 @@ use crate::vfio_user::{Arriving, VfioUserFunction};
 pub struct OpenedDevices {
     console: Option<Console>,
     virtio: Vec<Box<dyn VirtioDevice>>,
+    disks: Vec<DiskContent>,
     nics: Vec<OpenedNic>,
     served: Vec<OpenedSlot>,
     neighbour: Option<OpenedNeighbour>,
@@ -71,8 +72,11 @@ impl OpenedDevices {
             tracing::info!(path = %path.display(), "the console is a pseudo-terminal");
         }
         let mut virtio: Vec<Box<dyn VirtioDevice>> = Vec::new();
+        let mut disks = Vec::new();
         for (index, disk) in description.disks.iter().enumerate() {
-            virtio.push(Box::new(open_disk(&format!("disk{index}"), disk, claim)?));
+            let disk = open_disk(&format!("disk{index}"), disk, claim)?;
+            disks.push(disk.content());
+            virtio.push(Box::new(disk));
         }
         let neighbour = description.neighbour.as_ref();
         let mut neighbour =
@@ -106,6 +110,7 @@ impl OpenedDevices {
         Ok(Self {
             console: Some(console),
             virtio,
+            disks,
             nics,
             served,
             neighbour,
@@ -113,6 +118,11 @@ impl OpenedDevices {
             sink,
             events: events.clone(),
         })
+    }
+
+    /// The contents of the VM's disks.
+    pub fn disks(&self) -> Vec<DiskContent> {
+        self.disks.clone()
     }
 
     /// Whether firmware should describe a console.
@@ -272,7 +282,7 @@ impl OpenedDevices {
         let ports_of_root = Arc::new(ConfigPorts(Arc::clone(&root)));
         let reset_control = Arc::new(ResetControl::new(ports_of_root, Arc::clone(&self.sink)));
         ports.insert(CONFIG_PORTS_START.into(), CONFIG_PORTS_LEN.into(), "pci-config", reset_control)?;
-        Ok((Devices { serial, power, virtio, served, nics, _network: network }, root))
+        Ok((Devices { serial, power, virtio, disks: self.disks, served, nics, _network: network }, root))
     }
 }
 
@@ -284,6 +294,8 @@ pub struct Devices {
     pub power: Arc<PowerRegisters>,
     /// The virtio functions, which can move.
     pub virtio: Vec<Arc<VirtioPciFunction>>,
+    /// The contents of its disks.
+    pub disks: Vec<DiskContent>,
     /// Functions that other processes serve.
     pub served: Vec<Arc<VfioUserFunction>>,
     /// Commodity NICs.

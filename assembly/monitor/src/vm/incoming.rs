@@ -7,10 +7,12 @@
 //! ```
 
 use std::net::{SocketAddr, TcpListener};
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use cluster_key::ClusterKey;
+use control_api::host::{Awaiting, DEFAULT_SOCKET, HostClient};
 use control_api::types::{ExitTable, NicBehind, VmState, VmSummary};
 use machine::memory::arriving::{ArrivingRam, allow_huge, keep_small};
 use machine::memory::{GuestMemorySpace, RamRegion, Userfault, UserfaultError};
@@ -18,6 +20,7 @@ use serde_json::{Value, json};
 use telemetry::metrics::Family;
 use vfio_user_protocol::client::ClientError;
 use vfio_user_protocol::migration::DeviceState;
+use virtio_devices::block::DiskContent;
 
 use super::error::Error;
 use super::event::{Event, Events};
@@ -65,6 +68,8 @@ pub struct Incoming {
 pub struct Listening {
     listener: TcpListener,
     key: Option<ClusterKey>,
+    /// The cluster knows of it, until this goes.
+    _announced: Option<Awaiting>,
 }
 
 /// Listens for a source; before the sandbox closes.
@@ -82,7 +87,34 @@ pub fn listen(description: &VmDescription, incoming: Incoming) -> Result<Listeni
     });
     let listener = listener.map_err(failed).map_err(Error::NotArrived)?;
     tracing::info!(%address, encrypted = key.is_some(), "Waiting for a VM");
-    Ok(Listening { listener, key })
+    let _announced = announce(description, address);
+    Ok(Listening { listener, key, _announced })
+}
+
+/// Tells the cluster where the VM is waited for, by the daemon of its RDMA NICs or the host's usual one: then `migrate --to` finds it by the host's name.
+/// Where that can't be, addresses do as well.
+fn announce(description: &VmDescription, address: SocketAddr) -> Option<Awaiting> {
+    let socket = description.rdma.first().map_or(Path::new(DEFAULT_SOCKET), |nic| nic.host.as_path());
+    if !socket.exists() {
+        return None;
+    }
+    match HostClient::new(socket).await_vm(&description.name, address) {
+        Ok(announced) => {
+            tracing::info!(
+                host = announced.host,
+                address = announced.address,
+                "The cluster knows where the VM is waited for"
+            );
+            Some(announced)
+        }
+        Err(error) => {
+            tracing::info!(
+                reason = line(&error),
+                "The cluster isn't told where the VM is waited for; its address does as well"
+            );
+            None
+        }
+    }
 }
 
 /// Served devices of the VM that comes.
@@ -92,6 +124,7 @@ pub struct ServedDevices {
     /// Whether their state has begun to come.
     begun: Mutex<bool>,
     late: LateMemory,
+    disks: Vec<DiskContent>,
 }
 
 /// What memory that comes after the guest takes.
@@ -189,8 +222,13 @@ const LOST_EXIT_CODE: i32 = 1;
 
 impl ServedDevices {
     /// Of a machine that waits.
-    pub fn new(functions: Vec<Arriving>, daemon: Option<Daemon>, late: LateMemory) -> Self {
-        Self { functions, daemon, begun: Mutex::default(), late }
+    pub fn new(
+        functions: Vec<Arriving>,
+        disks: Vec<DiskContent>,
+        daemon: Option<Daemon>,
+        late: LateMemory,
+    ) -> Self {
+        Self { functions, daemon, begun: Mutex::default(), late, disks }
     }
 }
 
@@ -225,6 +263,10 @@ impl Devices for ServedDevices {
             }
         }
         self.late.prepare()
+    }
+
+    fn disks(&self) -> &[DiskContent] {
+        &self.disks
     }
 }
 
@@ -313,6 +355,7 @@ pub fn land(
         function.set_device_state(DeviceState::Running)?;
         function.has_arrived();
     }
+    machine.devices.disks.iter().for_each(DiskContent::in_use);
     if running {
         machine.resume()?;
     }

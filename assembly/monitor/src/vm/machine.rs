@@ -20,6 +20,7 @@ use machine::vm::Vm;
 use machine::x86::{CpuTopology, guest_cpuid};
 use pci::function::PciFunction as _;
 use pci::root::PciRoot;
+use virtio_devices::block::DiskContent;
 
 use super::boot;
 use super::devices::{Devices, OpenedDevices};
@@ -171,6 +172,11 @@ impl Chassis {
     /// What a guest sees of it.
     pub fn shape(&self) -> &Shape {
         &self.shape
+    }
+
+    /// The contents of its disks.
+    pub fn disks(&self) -> Vec<DiskContent> {
+        self.devices.disks()
     }
 
     /// Gives served devices the guest's memory; what their state is written to.

@@ -109,7 +109,7 @@ pub fn run(
             let filter = sandbox.thread_filter(ThreadKind::Migration);
             let late = LateMemory::new(uffd, &chassis);
             let daemon = moving::daemon_of(chassis.description());
-            let devices = ServedDevices::new(chassis.arriving()?, daemon, late);
+            let devices = ServedDevices::new(chassis.arriving()?, chassis.disks(), daemon, late);
             incoming::await_vm(source, shape, memory, devices, events.clone(), stop, filter)?;
             let Some(arrived) = wait_for_vm(&receiver)? else { return Ok(Outcome::Stopped) };
             let (machine, fetching) = incoming::land(chassis, arrived, &sandbox)?;

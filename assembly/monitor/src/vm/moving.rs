@@ -10,6 +10,7 @@ use machine::slots::DirtyPages;
 use pci::function::PciFunction as _;
 use pci::root::FunctionAddress;
 use vfio_user_protocol::migration::DeviceState;
+use virtio_devices::block::DiskContent;
 
 use super::error::Error;
 use super::event::Event;
@@ -268,6 +269,10 @@ impl Departing for MovingMachine {
             .map(|function| function.read_device_state())
             .collect::<Result<_, _>>();
         read.map_err(MigrationError::machine("read from the processes that serve its devices"))
+    }
+
+    fn disks(&self) -> &[DiskContent] {
+        &self.machine.devices.disks
     }
 
     fn stay_in_doubt(&self) {

@@ -5,6 +5,8 @@
 //! Peers are figures that others published, on their hardware, and the same measured here with few queue pairs or nothing in flight: the pause
 //! shall depend on neither.
 
+mod converge;
+
 use anyhow::Context;
 use host::testing::moving::Cluster;
 use host::testing::moving::measure::{Sample, beside, blackout, redirected};
@@ -67,6 +69,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     let against = |samples: &[Sample], peer: f64, of: &dyn Fn(&Sample) -> f64| Pairs {
         pairs: samples.iter().map(|sample| (of(sample), peer)).collect(),
     };
+    let converged = converging(&mut figures, quick)?;
     let mut first = None;
     for &qps in many {
         for (at, mebibytes) in IN_FLIGHT.into_iter().enumerate() {
@@ -157,7 +160,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     conditions.finish();
     let figures = figures.all;
     figures.first().context("Nothing was measured")?;
-    let details = serde_json::json!({ "beside_worst_us": worst });
+    let details = serde_json::json!({ "beside_worst_us": worst, "converging": converged });
     Ok(Report { group: "migration", skipped: None, conditions, figures, details })
 }
 
@@ -192,6 +195,49 @@ fn neighbours(figures: &mut Figures, runs: usize) -> anyhow::Result<Vec<(f64, f6
     let worst = samples.iter().map(|sample| (worst(&sample.alone), worst(&sample.during))).collect();
     eprintln!("bench: migration: longest write beside a migration, us (nobody moves, one leaves): {worst:?}");
     Ok(worst)
+}
+
+/// What a peer that writes into a moving VM faster than its migration's link loses by back-pressure.
+fn converging(figures: &mut Figures, quick: bool) -> anyhow::Result<Vec<converge::Sample>> {
+    let samples =
+        (0..if quick { 1 } else { 5 }).map(|_| converge::converge()).collect::<anyhow::Result<Vec<_>>>()?;
+    for sample in &samples {
+        eprintln!(
+            "bench: migration: a peer writes {:.0} MB/s before, {:.0} MB/s while the VM is copied over {:.0} MB/s for {:.2} s, {:.0} MB/s after; held back for {:.2} s to {:.0} MB/s: {:.0} MB/s lost; {} rounds, held back by up to {} %, pause {:.0} ms",
+            sample.before / 1e6,
+            sample.during / 1e6,
+            float(sample.link) / 1e6,
+            sample.copied_for,
+            sample.after / 1e6,
+            sample.held_for,
+            sample.held / 1e6,
+            (sample.before - sample.held) / 1e6,
+            sample.rounds,
+            sample.held_back,
+            sample.pause * 1e3
+        );
+    }
+    for (name, what, of) in [
+        (
+            "converging_during",
+            "What a peer writes by RDMA into a VM that moves over a slower link, while it is copied",
+            (|sample| sample.during) as fn(&converge::Sample) -> f64,
+        ),
+        ("converging_held", "The same, in rounds in which it is held back", |sample| sample.held),
+        ("converging_after", "The same, after it has landed", |sample| sample.after),
+    ] {
+        let pairs = samples.iter().map(|sample| (of(sample) / 1e6, sample.before / 1e6)).collect();
+        figures.add(Figure::new(
+            name,
+            what,
+            "MB/s",
+            Better::Higher,
+            "before the move, same run",
+            &Pairs { pairs },
+            None,
+        ))?;
+    }
+    Ok(samples)
 }
 
 /// How long peers that stay are held, beyond the time that the VM stands still.

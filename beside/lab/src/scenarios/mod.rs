@@ -13,6 +13,7 @@ mod migrate;
 mod migrate_converge;
 mod migrate_group;
 mod migrate_hosts;
+mod migrate_mirror;
 mod migrate_mpi;
 mod migrate_postcopy;
 mod migrate_rdma;
@@ -56,6 +57,7 @@ pub const ALL: &[Scenario] = &[
     host::SCENARIO,
     migrate::SCENARIO,
     migrate_hosts::SCENARIO,
+    migrate_mirror::SCENARIO,
     migrate_postcopy::SCENARIO,
     migrate_rdma::SCENARIO,
     migrate_converge::SCENARIO,

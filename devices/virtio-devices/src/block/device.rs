@@ -19,6 +19,7 @@ use super::counters::BlockCounters;
 use super::disk::Disk;
 use super::error::BlockError;
 use super::image::{Backend, Image};
+use super::mirror::DiskContent;
 use super::request::{ID_BYTES, MAX_DISCARD_SECTORS, MAX_RANGES, MAX_ZERO_SECTORS, SECTOR};
 use super::sync::Synchronous;
 use super::uring::Uring;
@@ -209,6 +210,11 @@ impl Block {
     /// What the disk has done.
     pub fn counters(&self) -> &BlockCounters {
         &self.disk.counters
+    }
+
+    /// Its content, for a copy of it elsewhere.
+    pub fn content(&self) -> DiskContent {
+        DiskContent::new(Arc::clone(&self.disk))
     }
 
     /// A queue of this disk without a thread, for tests and fuzzing: the caller calls [`BlockQueue::serve`]. The

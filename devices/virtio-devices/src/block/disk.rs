@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use telemetry::guest_log::GuestLog;
 use telemetry::guest_warn;
 
+use super::chunks::Written;
 use super::counters::BlockCounters;
 use super::image::{Backend, Image};
 use super::request::{ID_BYTES, Limits, SECTOR};
@@ -18,6 +19,8 @@ pub struct Disk {
     pub(super) serial: [u8; ID_BYTES],
     pub(super) image: Image,
     pub(super) counters: BlockCounters,
+    /// What the guest writes while its content is copied elsewhere.
+    pub(super) written: Written,
     /// What the guest causes is logged through this.
     pub(super) log: GuestLog,
     /// Every write is durable before it completes: the driver can't flush, or has asked for it.
@@ -42,6 +45,7 @@ impl Disk {
             serial,
             image,
             counters: BlockCounters::default(),
+            written: Written::default(),
             log: GuestLog::new(),
             write_through: AtomicBool::new(false),
             flush_wanted: AtomicBool::new(false),

@@ -12,6 +12,12 @@ pub enum BlockError {
         /// Where it was looked for.
         path: PathBuf,
     },
+    /// A migration didn't fill it to the end.
+    #[error("Disk image {} is incomplete: a migration that was to fill it has not ended; move the VM again with --mirror, or use another image", .path.display())]
+    Incomplete {
+        /// The image.
+        path: PathBuf,
+    },
     /// No permission.
     #[error("Disk image {} can't be opened for {access}: permission denied; change its permissions{}", .path.display(), if *.access == "reading" { "" } else { " or attach it read-only" })]
     Permission {

@@ -15,6 +15,7 @@ use rustix::fs::{FallocateFlags, OFlags};
 
 use super::device::{BlockConfig, ImageFormat};
 use super::error::BlockError;
+use super::mirror::Completeness;
 use super::request::SECTOR;
 
 /// What requests are served from.
@@ -52,6 +53,10 @@ pub(super) struct Image {
     pub physical_block: u32,
     /// Space can be given back.
     pub can_punch: bool,
+    /// It is a block device.
+    pub device: bool,
+    /// Whether a migration has left it half filled.
+    pub completeness: Completeness,
     /// Whether other monitors are kept out (false where the file system has no locks).
     locked: AtomicBool,
     /// Whether it may be used: false until [`Image::claim`] where the image was opened for a VM that runs elsewhere.
@@ -87,6 +92,10 @@ impl Image {
         let claimed = config.claim || config.read_only;
         let locked = claimed && lock(&file, config.read_only, &path)?;
 
+        let completeness = Completeness::of(&file);
+        if config.claim {
+            completeness.check(&path)?;
+        }
         let mut magic = [0u8; 4];
         let is_qcow2 = file.read_exact_at(&mut magic, 0).is_ok() && magic == *b"QFI\xfb";
         match config.format {
@@ -129,6 +138,8 @@ impl Image {
             block_size,
             physical_block: physical.max(block_size),
             can_punch,
+            device,
+            completeness,
             locked: locked.into(),
             claimed: claimed.into(),
         })
@@ -179,6 +190,8 @@ impl Image {
             block_size: 512,
             physical_block: 4096,
             can_punch: false,
+            device: false,
+            completeness: Completeness::default(),
             locked: locked.into(),
             claimed: true.into(),
         })
@@ -198,16 +211,24 @@ impl Image {
 
     /// Takes the image for this monitor.
     pub(super) fn claim(&self) -> Result<(), BlockError> {
-        if let (false, Backend::Raw { file, .. }) = (self.claimed(), &self.backend) {
-            let locked = lock(file, self.read_only, &self.path).or_else(|error| {
-                // Half a lock would keep the other side from having its own back.
-                unlock(file).map_err(host(&self.path, "unlocked"))?;
-                Err(error)
-            })?;
-            self.locked.store(locked, Ordering::Release);
+        self.completeness.check(&self.path)?;
+        if !self.claimed() {
+            self.lock_only()?;
         }
         self.claimed.store(true, Ordering::Release);
         Ok(())
+    }
+
+    /// Keeps other monitors out; whether the file system could do that.
+    pub(super) fn lock_only(&self) -> Result<bool, BlockError> {
+        let Backend::Raw { file, .. } = &self.backend else { return Ok(self.locked()) };
+        let locked = lock(file, self.read_only, &self.path).or_else(|error| {
+            // Half a lock would keep the other side from having its own back.
+            unlock(file).map_err(host(&self.path, "unlocked"))?;
+            Err(error)
+        })?;
+        self.locked.store(locked, Ordering::Release);
+        Ok(locked)
     }
 
     /// Makes what was written durable.
@@ -234,7 +255,7 @@ impl Image {
     }
 }
 
-fn host(path: &Path, what: &'static str) -> impl FnOnce(io::Error) -> BlockError {
+pub(super) fn host(path: &Path, what: &'static str) -> impl FnOnce(io::Error) -> BlockError {
     let path = path.to_owned();
     move |source| BlockError::Host { path, what, source }
 }

@@ -5,11 +5,13 @@
 //! checks, `task` turns a request into system calls, two engines make them (io_uring, or one at a time),
 //! [`worker`] connects a ring to an engine.
 
+mod chunks;
 mod counters;
 mod device;
 mod disk;
 mod error;
 mod image;
+mod mirror;
 pub mod request;
 mod sync;
 mod task;
@@ -18,7 +20,9 @@ mod tests;
 mod uring;
 pub mod worker;
 
+pub use chunks::{CHUNK, Chunks};
 pub use counters::BlockCounters;
 pub use device::{Block, BlockConfig, EngineChoice, ImageFormat, MAX_QUEUES, QUEUE_SIZE};
 pub use error::BlockError;
+pub use mirror::{Buffer, DiskContent};
 pub use worker::{BlockQueue, SYSCALLS};

@@ -260,6 +260,14 @@ impl Task {
     /// Takes the result of the last [`Task::op`]: bytes or zero, or an errno. `None`: there is more to do.
     pub(super) fn advance(&mut self, disk: &Disk, result: Result<usize, i32>) -> Option<Status> {
         let Some(step) = self.steps.last().copied() else { return Some(Status::Ok) };
+        // Also what failed may have changed a part.
+        match step {
+            Step::Write { offset, .. } => disk.written.note(offset, self.place.0 + self.place.1 - offset),
+            Step::Punch { range, .. } | Step::Zero { range } | Step::Overwrite { range, .. } => {
+                disk.written.note(range.start, range.len);
+            }
+            Step::Read { .. } | Step::Sync => {}
+        }
         let moved = match result {
             Ok(moved) => moved,
             Err(libc::EINTR | libc::EAGAIN) if self.retries < MAX_RETRIES => {

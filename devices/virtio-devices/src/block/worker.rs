@@ -69,6 +69,7 @@ impl BlockQueue {
     pub(super) fn into_parts(mut self) -> (Ring, Engine) {
         let memory = self.space.memory().into_inner();
         if let Err(reason) = self.drain(&memory) {
+            self.disk.written.lose();
             tracing::warn!(
                 "Disk {}: queue {} could not be drained: {reason}",
                 self.disk.name,

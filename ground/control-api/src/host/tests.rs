@@ -70,6 +70,22 @@ impl HostService for Fake {
         Err(Status::unimplemented("not here"))
     }
 
+    type AwaitVmStream = tonic::codegen::tokio_stream::Empty<Result<proto::AwaitVmReply, tonic::Status>>;
+
+    async fn await_vm(
+        &self,
+        _: tonic::Request<proto::AwaitVmRequest>,
+    ) -> Result<tonic::Response<Self::AwaitVmStream>, tonic::Status> {
+        Err(tonic::Status::unimplemented("not here"))
+    }
+
+    async fn find_waiting(
+        &self,
+        _: tonic::Request<proto::FindWaitingRequest>,
+    ) -> Result<tonic::Response<proto::FindWaitingReply>, tonic::Status> {
+        Err(tonic::Status::unimplemented("not here"))
+    }
+
     async fn version(
         &self,
         _: Request<proto::VersionRequest>,

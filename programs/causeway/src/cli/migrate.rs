@@ -23,6 +23,13 @@ pub struct TransferArgs {
     /// TCP streams that a VM's memory goes over, at least 3 with post-copy  [default: 2, with post-copy 3]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=16))]
     pub streams: Option<u8>,
+    /// Copy the content of disks along, into the images that the VM's description names there (of the same size): these disks, or all that the guest may
+    /// write and that aren't shared by both ends
+    #[arg(long, value_name = "DISK,...", num_args = 0..=1, value_delimiter = ',')]
+    pub mirror: Option<Vec<String>>,
+    /// The daemon of this host, which finds where monitors wait on a host that --to names
+    #[arg(long, value_name = "PATH", default_value = control_api::host::DEFAULT_SOCKET)]
+    pub daemon: PathBuf,
     /// Encrypt the streams with the cluster key in this file, which the monitors that wait must have, too (--incoming-key)
     #[arg(long, value_name = "FILE")]
     pub key: Option<PathBuf>,
@@ -34,12 +41,12 @@ pub struct MigrateArgs {
     /// Which VM.
     #[command(flatten)]
     pub target: Target,
-    /// Move these VMs as one: all of them, or none. With --to their monitors wait at consecutive ports from that one on, in this order; else each
+    /// Move these VMs as one: all of them, or none. With --to their monitors wait at consecutive ports from that one on, in this order, or at any port of the host that it names; else each
     /// that runs here has its own address, and those that run elsewhere are moved by a command there that names the same VMs
-    #[arg(long, value_name = "VM[=ADDRESS:PORT],...", value_delimiter = ',', conflicts_with_all = ["name", "socket"])]
+    #[arg(long, value_name = "VM[=ADDRESS:PORT|HOST],...", value_delimiter = ',', conflicts_with_all = ["name", "socket"])]
     pub group: Vec<Member>,
-    /// Where a monitor of the same description waits for it
-    #[arg(long, value_name = "ADDRESS:PORT", required_unless_present_any = ["cancel", "group"])]
+    /// Where a monitor of the same description waits for it: an address, or the name of a host of the cluster (`causeway cluster hosts`)
+    #[arg(long, value_name = "ADDRESS:PORT|HOST", required_unless_present_any = ["cancel", "group"])]
     pub to: Option<String>,
     /// How it is done.
     #[command(flatten)]
@@ -52,15 +59,16 @@ pub struct MigrateArgs {
     #[arg(long, value_name = "COPIES", conflicts_with = "group", value_parser = clap::value_parser!(u32).range(1..))]
     pub post_copy_after: Option<u32>,
     /// Cancel the migration of this VM that is under way; the guest goes on here, and so do those that move with it
-    #[arg(long, conflicts_with_all = ["to", "group", "downtime", "timeout", "max_throttle", "streams", "key", "post_copy", "post_copy_after"])]
+    #[arg(long, conflicts_with_all = ["to", "group", "downtime", "timeout", "max_throttle", "streams", "mirror", "key", "post_copy", "post_copy_after"])]
     pub cancel: bool,
 }
 
 /// `causeway drain`.
 #[derive(Debug, Args)]
 pub struct DrainArgs {
-    /// Where monitors of the same descriptions wait: at consecutive ports from this one on, for the VMs in the order of their names
-    #[arg(long, value_name = "ADDRESS:PORT")]
+    /// Where monitors of the same descriptions wait: at consecutive ports from this one on, for the VMs in the order of their names; or the name of a host
+    /// of the cluster, where they may wait at any port
+    #[arg(long, value_name = "ADDRESS:PORT|HOST")]
     pub to: String,
     /// How it is done.
     #[command(flatten)]

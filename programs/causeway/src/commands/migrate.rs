@@ -4,12 +4,14 @@
 
 use std::net::{SocketAddr, TcpStream, ToSocketAddrs as _};
 use std::os::fd::AsFd as _;
+use std::path::Path;
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow, bail};
 use cluster_key::ClusterKey;
 use control_api::client::Client;
+use control_api::host::HostClient;
 use control_api::migration::{
     MigrationPhase, MigrationProgress, MigrationReport, MigrationRequest, MigrationTimeline, Packets,
     StreamKey, socket_of,
@@ -22,6 +24,8 @@ use crate::output;
 pub const STREAMS: u8 = 2;
 /// How long a connection to the destination may take.
 const CONNECT: Duration = Duration::from_secs(10);
+/// How often it is said how much of a disk is left.
+const AGAIN: Duration = Duration::from_secs(5);
 
 /// Moves a VM, or cancels that.
 pub fn migrate(args: &MigrateArgs, json: bool) -> anyhow::Result<ExitCode> {
@@ -39,6 +43,7 @@ pub fn migrate(args: &MigrateArgs, json: bool) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     let to = args.to.as_deref().ok_or_else(|| anyhow!("--to: where to?"))?;
+    let to = &place(&args.transfer.daemon, &name, to)?;
     let post_copy_after = if args.post_copy { Some(0) } else { args.post_copy_after };
     let streams = args.transfer.streams.unwrap_or(if post_copy_after.is_some() { 3 } else { STREAMS });
     let monitor = ask(&args.transfer, to, connect(to, streams)?, post_copy_after, &[], &client)?;
@@ -84,6 +89,7 @@ pub fn ask(
         timeout_seconds: transfer.timeout,
         max_throttle_percent: transfer.max_throttle,
         post_copy_after,
+        mirror: transfer.mirror.clone(),
         together: together.to_vec(),
         key: key.map(|key| StreamKey(*key.bytes())),
     };
@@ -107,6 +113,7 @@ pub enum Followed {
 /// When the monitor goes before the end: it isn't known how it ended.
 pub fn follow(name: &str, monitor: &Packets, json: bool) -> anyhow::Result<Followed> {
     let mut shown = None;
+    let mut said = Instant::now();
     loop {
         let report =
             monitor.receive::<MigrationReport>().context("The VM's monitor broke off its reports")?;
@@ -117,14 +124,21 @@ pub fn follow(name: &str, monitor: &Packets, json: bool) -> anyhow::Result<Follo
         };
         match progress.phase {
             phase if phase.is_last() => return Ok(Followed::Ended(progress)),
-            phase if !json && shown != Some((phase, progress.round)) => {
+            // A disk's first copy is long: it is said how far it is.
+            phase
+                if !json
+                    && (shown != Some((phase, progress.round))
+                        || (progress.disk_bytes_left > 0 && said.elapsed() >= AGAIN)) =>
+            {
                 shown = Some((phase, progress.round));
+                said = Instant::now();
                 tracing::info!(
                     vm = name,
                     ?phase,
                     round = progress.round,
                     sent = progress.bytes_sent,
                     left = progress.pages_left,
+                    disk_bytes_left = progress.disk_bytes_left,
                     asked_for = progress.pages_asked_for,
                     predicted_pause_ms = progress.predicted_pause_ms,
                     throttle_percent = progress.throttle_percent,
@@ -134,6 +148,18 @@ pub fn follow(name: &str, monitor: &Packets, json: bool) -> anyhow::Result<Follo
             _ => {}
         }
     }
+}
+
+/// The address of what `--to` says of a VM: an address as it is, a host of the cluster by asking this host's daemon.
+///
+/// # Errors
+/// When the daemon can't be asked, or no monitor waits there.
+pub fn place(daemon: &Path, vm: &str, to: &str) -> anyhow::Result<String> {
+    if to.contains(':') {
+        return Ok(to.to_owned());
+    }
+    let found = HostClient::new(daemon).find_waiting(vm, to);
+    found.with_context(|| format!("--to: {to} has no port, so it is the name of a host of the cluster"))
 }
 
 /// Connections to the destination of a VM: all to the same address of those that a name has.
@@ -176,19 +202,43 @@ pub fn describe(name: &str, timeline: &MigrationTimeline) -> String {
     let _ = writeln!(text, "{name} runs at {} now", timeline.destination);
     let _ = writeln!(
         text,
-        "{:>6} {:>9} {:>10} {:>12} {:>9} {:>9}",
-        "round", "took ms", "pages", "sent", "dirtied", "held %"
+        "{:>6} {:>9} {:>10} {:>12} {:>9} {:>9}{}",
+        "round",
+        "took ms",
+        "pages",
+        "sent",
+        "dirtied",
+        "held %",
+        if timeline.disks.is_empty() {
+            String::new()
+        } else {
+            format!(" {:>13} {:>13}", "of disks", "written")
+        }
     );
     for (number, round) in (1..).zip(&timeline.rounds) {
         let label = if round.stopped { "rest".to_owned() } else { format!("{number}") };
+        let disks = if timeline.disks.is_empty() {
+            String::new()
+        } else {
+            format!(" {:>13} {:>13}", mib(round.disk_bytes), mib(round.disk_bytes_dirtied))
+        };
         let _ = writeln!(
             text,
-            "{label:>6} {:>9} {:>10} {:>12} {:>9} {:>9}",
+            "{label:>6} {:>9} {:>10} {:>12} {:>9} {:>9}{disks}",
             round.took_ms,
             round.pages,
             mib(round.bytes),
             round.dirtied,
             round.throttle_percent
+        );
+    }
+    for disk in &timeline.disks {
+        let _ = writeln!(
+            text,
+            "{} went along: {}, {} copied with what was written meanwhile",
+            disk.name,
+            mib(disk.bytes),
+            mib(disk.copied)
         );
     }
     let _ = writeln!(
@@ -225,7 +275,7 @@ pub fn describe(name: &str, timeline: &MigrationTimeline) -> String {
 
 #[cfg(test)]
 mod tests {
-    use control_api::migration::{MigrationRound, PostCopyTimeline};
+    use control_api::migration::{MigrationRound, MirroredDisk, PostCopyTimeline};
 
     use super::*;
 
@@ -238,6 +288,8 @@ mod tests {
             zero_pages: 0,
             bytes: 3 << 20,
             dirtied: 4,
+            disk_bytes: 2 << 20,
+            disk_bytes_dirtied: 4096,
             throttle_percent: 20,
             stopped,
         };
@@ -254,6 +306,7 @@ mod tests {
             commit_ms: 4.0,
             pause_ms: 10.0,
             total_ms: 22.0,
+            disks: vec![MirroredDisk { name: "disk0".to_owned(), bytes: 3 << 20, copied: 4 << 20 }],
             post_copy: Some(PostCopyTimeline {
                 missing_pages: 900,
                 asked_pages: 20,
@@ -271,17 +324,28 @@ mod tests {
         assert_eq!(lines[0], "a runs at h:1 now");
         assert_eq!(
             lines[2].split_whitespace().collect::<Vec<_>>(),
-            ["1", "12", "300", "3.0", "MiB", "4", "20"]
+            ["1", "12", "300", "3.0", "MiB", "4", "20", "2.0", "MiB", "0.0", "MiB"]
         );
         assert!(lines[3].starts_with("  rest"));
-        assert!(lines[4].starts_with(
+        assert_eq!(lines[4], "disk0 went along: 3.0 MiB, 4.0 MiB copied with what was written meanwhile");
+        assert!(lines[5].starts_with(
             "pause 10.0 ms: stop 1.0, rest 2.0, restore 3.0, commit 4.0; in all 22 ms, 6.0 MiB"
         ));
         assert_eq!(
-            lines[5],
+            lines[6],
             "post-copy 40 ms: 900 pages after the guest, 20 of them asked for, 3.0 MiB; 19 waits for pages, median 210 us, worst 4000 us"
         );
-        assert_eq!(lines[6], "the VM ended there before 7 of its pages had come");
+        assert_eq!(lines[7], "the VM ended there before 7 of its pages had come");
+    }
+
+    /// Without a port it is a host's name, for which there must be a daemon to ask.
+    #[test]
+    fn a_host_is_asked_for_at_the_daemon() {
+        let nowhere = Path::new("/nowhere/host.sock");
+        assert_eq!(place(nowhere, "a", "h2:7000").unwrap(), "h2:7000");
+        let error = format!("{:#}", place(nowhere, "a", "h2").unwrap_err());
+        assert!(error.starts_with("--to: h2 has no port, so it is the name of a host"), "{error}");
+        assert!(error.contains("No host daemon answers at /nowhere/host.sock"), "{error}");
     }
 
     #[test]

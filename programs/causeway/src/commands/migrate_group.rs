@@ -15,7 +15,7 @@ use control_api::migration::{MigrationPhase, MigrationTimeline};
 use control_api::types::VmState;
 use serde_json::json;
 
-use super::migrate::{Followed, STREAMS, ask, connect, describe, follow};
+use super::migrate::{Followed, STREAMS, ask, connect, describe, follow, place};
 use crate::cli::{DrainArgs, Member, MigrateArgs, TransferArgs};
 use crate::output;
 
@@ -44,6 +44,7 @@ pub fn migrate(args: &MigrateArgs, json: bool) -> anyhow::Result<ExitCode> {
     let leaving = places(&args.group, args.to.as_deref())?
         .into_iter()
         .map(|(name, to)| {
+            let to = place(&args.transfer.daemon, &name, &to)?;
             let found = discovery::select(&discovery::runtime_directory(), Some(&name))?;
             Ok(Leaving { client: found.client(), name, to })
         })
@@ -73,10 +74,12 @@ pub fn drain(args: &DrainArgs, json: bool) -> anyhow::Result<ExitCode> {
     let members: Vec<Member> =
         here.iter().map(|(vm, _)| Member { name: vm.name.clone(), to: None }).collect();
     let places = places(&members, Some(&args.to))?;
-    let leaving = here.into_iter().zip(places);
-    let leaving =
-        leaving.map(|((vm, grouped), (name, to))| (Leaving { name, client: vm.client(), to }, grouped));
-    let (grouped, alone): (Vec<_>, Vec<_>) = leaving.partition(|(_, grouped)| *grouped);
+    let leaving = here.into_iter().zip(places).map(|((vm, grouped), (name, to))| {
+        let to = place(&args.transfer.daemon, &name, &to)?;
+        Ok((Leaving { name, client: vm.client(), to }, grouped))
+    });
+    let leaving = leaving.collect::<anyhow::Result<Vec<_>>>()?;
+    let (grouped, alone): (Vec<_>, Vec<_>) = leaving.into_iter().partition(|(_, grouped)| *grouped);
     let [grouped, alone] = [grouped, alone].map(|vms| vms.into_iter().map(|(vm, _)| vm).collect::<Vec<_>>());
     let names: Vec<String> = grouped.iter().map(|vm| vm.name.clone()).collect();
     let (mut ended, mut first) = if grouped.is_empty() {
@@ -125,6 +128,10 @@ fn places(group: &[Member], to: Option<&str>) -> anyhow::Result<Vec<(String, Str
     };
     if let Some(member) = group.iter().find(|member| member.to.is_some()) {
         bail!("VM {} has an address of its own, and --to gives another: use one of both", member.name);
+    }
+    if !to.contains(':') {
+        // A host of the cluster: each where its own monitor waits.
+        return Ok(group.iter().map(|member| (member.name.clone(), to.to_owned())).collect());
     }
     let parts = to.rsplit_once(':').and_then(|(host, port)| Some((host, port.parse::<u16>().ok()?)));
     let (host, first) =
@@ -306,6 +313,8 @@ mod tests {
         assert_eq!(to, pairs(&[("a", "[::1]:7000"), ("b", "[::1]:7001")]));
         let to = places(&group("a=h2:7000,b"), None).expect("places");
         assert_eq!(to, pairs(&[("a", "h2:7000")]));
+        let to = places(&group("a,b"), Some("h2")).expect("places");
+        assert_eq!(to, pairs(&[("a", "h2"), ("b", "h2")]));
     }
 
     #[test]
@@ -315,7 +324,7 @@ mod tests {
         assert!(refused("a,a", Some("h:1")).contains("VM a twice"));
         assert!(refused("a,b", None).contains("add --to"));
         assert!(refused("a=h:1,b", Some("h:2")).contains("use one of both"));
-        assert!(refused("a,b", Some("h")).contains("like 192.0.2.1:7000"));
+        assert!(refused("a,b", Some("h:")).contains("like 192.0.2.1:7000"));
         assert!(refused("a,b", Some("h:65535")).contains("consecutive ports from 65535"));
         assert!("a=".parse::<Member>().expect_err("refused").contains("a=192.0.2.1:7000"));
     }

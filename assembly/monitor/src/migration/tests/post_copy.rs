@@ -14,7 +14,7 @@ use crate::migration::message::{self, Accepted, End, Hello};
 use crate::migration::postcopy::fetching::{Fetching, Report};
 use crate::migration::postcopy::message::{Complete, decode_wanted};
 
-fn uffd() -> Option<Userfault> {
+pub(super) fn uffd() -> Option<Userfault> {
     match Userfault::for_arriving_ram() {
         Ok(uffd) => Some(uffd),
         Err(UserfaultError::Open(error)) => {
@@ -26,7 +26,7 @@ fn uffd() -> Option<Userfault> {
 }
 
 /// A destination that takes memory late.
-struct Late<'a>(&'a GuestRam);
+struct Late<'a>(&'a GuestRam, &'a [DiskContent]);
 
 impl Devices for Late<'_> {
     fn host(&self) -> Result<Option<String>, MigrationError> {
@@ -38,21 +38,35 @@ impl Devices for Late<'_> {
     fn post_copy(&self) -> Result<(), MigrationError> {
         keep_small(self.0.regions()).map_err(MigrationError::machine("prepared"))
     }
+    fn disks(&self) -> &[DiskContent] {
+        self.1
+    }
 }
 
 /// What came of it there: pages lost and whether the guest was given, or how it was.
-type Lost = Result<Report, (u64, bool, String)>;
+pub(super) type Lost = Result<Report, (u64, bool, String)>;
 
 /// Takes the VM in, runs `guest` on its memory when it is told to, and waits for the last page or the loss.
 fn late_destination(
     uffd: Userfault,
     to: &GuestRam,
+    ends: (Vec<OwnedFd>, Option<ClusterKey>),
+    guest: impl FnOnce(&GuestRam),
+) -> Result<Lost, MigrationError> {
+    late_destination_with(uffd, to, &[], ends, guest)
+}
+
+/// The same with disks that are filled.
+pub(super) fn late_destination_with(
+    uffd: Userfault,
+    to: &GuestRam,
+    disks: &[DiskContent],
     (ends, key): (Vec<OwnedFd>, Option<ClusterKey>),
     guest: impl FnOnce(&GuestRam),
 ) -> Result<Lost, MigrationError> {
     let stop = Stop::default();
     let streams = Streams::over(ends, key.as_ref(), &stop)?;
-    let (mut landing, state) = streams.take(&shape(), &to.memory(), &Late(to), &stop)?;
+    let (mut landing, state) = streams.take(&shape(), &to.memory(), &Late(to, disks), &stop)?;
     assert_eq!(state, STATE);
     let Some(rest) = landing.take_rest() else {
         landing.ready()?;
@@ -86,12 +100,12 @@ fn late_destination(
     }
 }
 
-fn late_request(after: u32) -> MigrationRequest {
+pub(super) fn late_request(after: u32) -> MigrationRequest {
     MigrationRequest { post_copy_after: Some(after), ..request(0, 60) }
 }
 
 /// Reads and writes all of RAM from its end on, as a guest would.
-fn use_all(ram: &GuestRam) {
+pub(super) fn use_all(ram: &GuestRam) {
     for page in (0..1024u64).rev() {
         let at = GuestAddress(page * 4096 + 1024);
         ram.memory().memory().write_obj(page ^ 0x55, at).unwrap();
@@ -99,7 +113,7 @@ fn use_all(ram: &GuestRam) {
 }
 
 /// Contents but for what [`use_all`] wrote.
-fn same_but_for_use(from: &GuestRam, to: &GuestRam) -> bool {
+pub(super) fn same_but_for_use(from: &GuestRam, to: &GuestRam) -> bool {
     (0..1024u64).for_each(|page| {
         from.memory().memory().write_obj(page ^ 0x55, GuestAddress(page * 4096 + 1024)).unwrap();
     });
@@ -218,7 +232,7 @@ fn a_connection_that_is_lost_is_reported_for_what_it_is() {
     assert!(seen.contains("stays") && seen.contains("lost"), "{seen:?}");
 }
 
-/// Destinations that can't: one says why, and one of an older version is told from its answer. The guest isn't disturbed.
+/// Destinations that can't: one says why, and one of a version that isn't spoken any more is told from its answer. The guest isn't disturbed.
 #[test]
 fn a_destination_that_cannot_is_noticed_before_the_guest_is_disturbed() {
     let machine = StandIn::new(vec![]);
@@ -243,27 +257,31 @@ fn a_destination_that_cannot_is_noticed_before_the_guest_is_disturbed() {
             let _ = receiver.receive(&mut control);
         });
         let error = migrate(&machine, a, &late_request(0), &watch, &stop).unwrap_err().to_string();
-        assert!(error.contains("version 2") && error.contains("doesn't know post-copy"), "{error}");
+        assert!(error.contains("version 2, which was not offered"), "{error}");
     });
     assert_eq!((machine.stops.load(Ordering::SeqCst), machine.life.load(Ordering::SeqCst)), (0, 0));
 }
 
 /// One side's end of a stream, for a peer that lies.
-struct Peer {
+pub(super) struct Peer {
     connection: Connection,
     sender: Sender,
     receiver: Receiver,
 }
 
 impl Peer {
-    fn over(fd: OwnedFd) -> Self {
+    pub(super) fn over(fd: OwnedFd) -> Self {
         let connection = Connection::new(fd, Stop::default(), Duration::from_secs(5));
         Self { connection, sender: Sender::new(), receiver: Receiver::new() }
     }
-    fn send(&mut self, kind: Kind, payload: &[u8]) {
+    pub(super) fn send(&mut self, kind: Kind, payload: &[u8]) {
         self.sender.send(&mut self.connection, kind, &[payload]).unwrap();
     }
-    fn expect(&mut self, wanted: Kind) -> Vec<u8> {
+    /// As [`Peer::send`], to somebody who may have hung up.
+    pub(super) fn send_if_heard(&mut self, kind: Kind, payload: &[u8]) {
+        let _ = self.sender.send(&mut self.connection, kind, &[payload]);
+    }
+    pub(super) fn expect(&mut self, wanted: Kind) -> Vec<u8> {
         let (kind, payload) = self.receiver.receive(&mut self.connection).unwrap();
         assert_eq!(kind, wanted, "{}", message::sentence(payload));
         payload.to_vec()

@@ -45,6 +45,9 @@ impl Devices for Noting {
     fn post_copy(&self) -> Result<(), MigrationError> {
         Ok(())
     }
+    fn disks(&self) -> &[DiskContent] {
+        &[]
+    }
 }
 
 /// A move with such a daemon; the destination only takes what comes. What the guest's life is afterwards, and what came.

@@ -3,6 +3,7 @@
 #![allow(clippy::cast_possible_truncation)] // Small numbers of the tests' own.
 
 mod images;
+mod mirror;
 mod model;
 mod requests;
 mod running;

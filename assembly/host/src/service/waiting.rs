@@ -1,0 +1,74 @@
+//! Monitors that wait for VMs: announced, and found by the names of their hosts.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use control_api::cluster::{ClusterError, proto as cluster_proto};
+use control_api::host::proto;
+use tonic::Status;
+use tonic::codegen::tokio_stream::Stream;
+
+use crate::cluster::{ClusterDirectory, Waits};
+
+/// A monitor that has just begun to wait may not be known yet: whoever looks for it waits so long.
+const PATIENCE: Duration = Duration::from_secs(2);
+const AGAIN: Duration = Duration::from_millis(100);
+
+pub(super) fn no_cluster() -> Status {
+    Status::failed_precondition(
+        "This host's daemon has no cluster service, so hosts have no names: start it with --cluster HOST:PORT --name HOST, or use addresses",
+    )
+}
+
+/// The answer to a monitor that waits: says once what others are told, and then nothing. The monitor's end of it is the end of its waiting.
+pub struct Announcement {
+    first: Option<proto::AwaitVmReply>,
+    _waits: Waits,
+}
+
+impl Stream for Announcement {
+    type Item = Result<proto::AwaitVmReply, Status>;
+
+    fn poll_next(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        // Never woken after that: it is dropped with the connection.
+        self.first.take().map_or(Poll::Pending, |first| Poll::Ready(Some(Ok(first))))
+    }
+}
+
+pub(super) fn announce(
+    cluster: &Arc<ClusterDirectory>,
+    request: &proto::AwaitVmRequest,
+) -> Result<Announcement, Status> {
+    let wrong = |_| Status::invalid_argument(format!("{:?} is no IP address with a port", request.address));
+    let address = request.address.parse().map_err(wrong)?;
+    let waits = Waits::begin(cluster, &request.vm, address).map_err(Status::failed_precondition)?;
+    let first =
+        proto::AwaitVmReply { host: cluster.host_name().to_owned(), address: waits.address.to_string() };
+    Ok(Announcement { first: Some(first), _waits: waits })
+}
+
+pub(super) async fn find(
+    cluster: &ClusterDirectory,
+    request: &proto::FindWaitingRequest,
+) -> Result<proto::FindWaitingReply, Status> {
+    let service = cluster.service();
+    let asked = cluster_proto::FindWaitingRequest { vm: request.vm.clone(), host: request.host.clone() };
+    let until = Instant::now() + PATIENCE;
+    loop {
+        let found = async {
+            let mut client = service.connect().await?;
+            service.within("FindWaiting", client.find_waiting(asked.clone())).await
+        };
+        match found.await {
+            Ok(reply) => return Ok(proto::FindWaitingReply { address: reply.address }),
+            Err(error) if error.is_refusal() && Instant::now() < until => tokio::time::sleep(AGAIN).await,
+            Err(ClusterError::Refused { reason, .. }) => return Err(Status::not_found(reason)),
+            Err(error) => {
+                let text = format!("Where a monitor waits on host {} isn't known: {error}", request.host);
+                return Err(Status::failed_precondition(text));
+            }
+        }
+    }
+}

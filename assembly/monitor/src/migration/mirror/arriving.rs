@@ -1,0 +1,235 @@
+//! Disks as the destination fills them.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use virtio_devices::block::{BlockError, Chunks, DiskContent};
+
+use super::message::{Answer, Block, Wish, WishedDisk, parse};
+use crate::migration::connection::Stop;
+use crate::migration::error::{MigrationError, line};
+
+/// Bytes that may be in the host's page cache only: with more the source waits for this side's storage.
+const UNSETTLED: u64 = 64 << 20;
+/// How often a waiting thread looks whether it shall stop.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
+
+/// One disk.
+struct Arriving {
+    content: DiskContent,
+    unsettled: AtomicU64,
+    /// Chunks of which anything has come.
+    touched: Mutex<Chunks>,
+}
+
+/// The disks of a VM that comes; `None`: one that is shared with the source. Used by all streams' threads.
+pub struct Filling {
+    disks: Vec<Option<Arriving>>,
+    /// How often each stream has said that its share of a round is here.
+    settled: Mutex<Vec<u64>>,
+    changed: Condvar,
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn filled(error: BlockError) -> MigrationError {
+    MigrationError::NotMirrored(Box::new(error))
+}
+
+impl Filling {
+    /// Takes what the source would copy, over so many streams, and prepares the images; or says why that can't be.
+    ///
+    /// # Errors
+    /// With the disk that can't be filled.
+    pub fn agree(
+        wish: &Wish,
+        disks: &[DiskContent],
+        streams: usize,
+    ) -> Result<(Self, Answer), MigrationError> {
+        let (mut ours, mut shared): (Vec<Option<Arriving>>, Vec<(u32, String)>) = (Vec::new(), Vec::new());
+        let mut seen: Vec<&str> = Vec::new();
+        for (number, wished) in (0..).zip(&wish.disks) {
+            let content = find(wished, disks)?;
+            if seen.contains(&content.name()) {
+                return Err(MigrationError::Protocol(format!("two disks {}", content.name())));
+            }
+            seen.push(content.name());
+            match begin(wished, content)? {
+                None => {
+                    tracing::info!(
+                        disk = wished.name,
+                        path = %content.path().display(),
+                        bytes = wished.bytes,
+                        "The disk is filled from the source's"
+                    );
+                    ours.push(Some(Arriving {
+                        content: content.clone(),
+                        unsettled: AtomicU64::new(0),
+                        touched: Mutex::new(Chunks::none(content.bytes())),
+                    }));
+                }
+                Some(reason) => {
+                    tracing::info!(disk = wished.name, reason, "The disk is shared with the source");
+                    shared.push((number, reason));
+                    ours.push(None);
+                }
+            }
+        }
+        let settled = Mutex::new(vec![0; streams]);
+        Ok((Self { disks: ours, settled, changed: Condvar::new() }, Answer { shared }))
+    }
+
+    /// Puts a frame's bytes where they belong.
+    ///
+    /// # Errors
+    /// When it is none, or the image can't take it.
+    pub fn apply(&self, payload: &[u8]) -> Result<(), MigrationError> {
+        let Block { disk, offset, bytes, contents } = parse(payload)?;
+        let number = usize::try_from(disk).unwrap_or(usize::MAX);
+        let Some(Some(arriving)) = self.disks.get(number) else {
+            return Err(MigrationError::Protocol(format!(
+                "a piece of disk {disk}, which isn't to be filled"
+            )));
+        };
+        let content = &arriving.content;
+        if offset.checked_add(bytes).is_none_or(|end| end > content.bytes()) {
+            let text =
+                format!("{bytes} bytes at {offset} of {}, which has {}", content.name(), content.bytes());
+            return Err(MigrationError::Protocol(text));
+        }
+        match contents {
+            Some(contents) => content.fill(offset, contents).map_err(filled)?,
+            None => content.fill_zeroes(offset, bytes).map_err(filled)?,
+        }
+        locked(&arriving.touched).insert(offset, bytes);
+        if contents.is_some() && arriving.unsettled.fetch_add(bytes, Ordering::Relaxed) + bytes >= UNSETTLED {
+            arriving.unsettled.store(0, Ordering::Relaxed);
+            content.sync().map_err(filled)?;
+        }
+        Ok(())
+    }
+
+    /// A further stream's share of a round is here.
+    pub fn said(&self, stream: usize) {
+        if let Some(count) = locked(&self.settled).get_mut(stream) {
+            *count = count.saturating_add(1);
+        }
+        self.changed.notify_all();
+    }
+
+    /// A further stream has ended: nothing of it is waited for.
+    pub fn ended(&self, stream: usize) {
+        if let Some(count) = locked(&self.settled).get_mut(stream) {
+            *count = u64::MAX;
+        }
+        self.changed.notify_all();
+    }
+
+    /// The first stream's share of a round is here: waits for the others', and makes all of it durable.
+    ///
+    /// # Errors
+    /// When another stream's thread has failed, or the host's storage does.
+    pub fn settle(&self, stop: &Stop) -> Result<(), MigrationError> {
+        let mut settled = locked(&self.settled);
+        let round = settled.first().copied().unwrap_or(0) + 1;
+        if let Some(first) = settled.first_mut() {
+            *first = round;
+        }
+        while settled.iter().any(|count| *count < round) {
+            if stop.is_set() {
+                let aborted = std::io::Error::from(std::io::ErrorKind::ConnectionAborted);
+                return Err(MigrationError::stream("read to the end of a round")(aborted));
+            }
+            settled =
+                self.changed.wait_timeout(settled, LOOK_EVERY).unwrap_or_else(PoisonError::into_inner).0;
+        }
+        drop(settled);
+        self.sync()
+    }
+
+    fn sync(&self) -> Result<(), MigrationError> {
+        self.disks.iter().flatten().try_for_each(|disk| {
+            disk.unsettled.store(0, Ordering::Relaxed);
+            disk.content.sync().map_err(filled)
+        })
+    }
+
+    /// All streams have ended: looks whether every disk is whole, and makes it durable.
+    ///
+    /// # Errors
+    /// With a disk that isn't.
+    pub fn finish(&self) -> Result<(), MigrationError> {
+        self.sync()?;
+        for disk in self.disks.iter().flatten() {
+            let here = locked(&disk.touched).covered();
+            if here != disk.content.bytes() {
+                return Err(MigrationError::Protocol(format!(
+                    "{here} of the {} bytes of {} only",
+                    disk.content.bytes(),
+                    disk.content.name()
+                )));
+            }
+            disk.content.filled();
+        }
+        Ok(())
+    }
+
+    /// What the log shall say of images that aren't filled, after a migration that failed.
+    pub fn say_incomplete(&self) {
+        for disk in self.disks.iter().flatten() {
+            tracing::warn!(
+                disk = disk.content.name(),
+                path = %disk.content.path().display(),
+                "This image is incomplete: the migration that was to fill it has failed"
+            );
+        }
+    }
+}
+
+/// The disk that is meant, if it can be filled.
+fn find<'a>(wished: &WishedDisk, disks: &'a [DiskContent]) -> Result<&'a DiskContent, MigrationError> {
+    let no = |text: String| Err(MigrationError::NoMirror(text));
+    let name = crate::migration::message::sentence(wished.name.as_bytes());
+    let Some(content) = disks.iter().find(|disk| disk.name() == wished.name) else {
+        return no(format!("there is no disk {name} at the destination"));
+    };
+    if content.read_only() {
+        return no(format!("{name} is read-only at the destination"));
+    }
+    if content.bytes() != wished.bytes {
+        let path = content.path().display();
+        return no(format!(
+            "{name} has {} bytes at the source and its image {path} at the destination {}; they must be the same (for a file that is to be filled: truncate -s {} {path})",
+            wished.bytes,
+            content.bytes(),
+            wished.bytes
+        ));
+    }
+    Ok(content)
+}
+
+/// Takes an image; or the reason to take it for the source's own, which must not be written: what is copied is older than what is there.
+fn begin(wished: &WishedDisk, content: &DiskContent) -> Result<Option<String>, MigrationError> {
+    let unsure = |reason: &str| {
+        let path = content.path().display();
+        MigrationError::NoMirror(format!(
+            "{} may be shared with the source: {reason} ({path}); if it is not, name it: --mirror {}",
+            content.name(),
+            content.name()
+        ))
+    };
+    if wished.device && content.is_device() && !wished.named {
+        return Err(unsure("it is a block device at both ends"));
+    }
+    match content.lock() {
+        Ok(false) if !wished.named => return Err(unsure("its file system has no locks that would tell")),
+        Ok(_) => {}
+        Err(error @ BlockError::Locked { .. }) if !wished.named => return Ok(Some(line(&error))),
+        Err(error) => return Err(filled(error)),
+    }
+    content.begin_filling().map_err(filled)?;
+    Ok(None)
+}

@@ -1,0 +1,267 @@
+//! Disks as the source copies them: what is left to copy, and how it is put into frames.
+
+use std::io::Write;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use control_api::migration::MirroredDisk;
+use virtio_devices::block::{BlockError, Buffer, CHUNK, Chunks, DiskContent};
+
+use super::message::{Answer, MOST_CONTENTS, Wish, WishedDisk, header};
+use crate::migration::error::MigrationError;
+use crate::migration::frame::{Kind, Sender};
+use crate::migration::pages::{PAGE, is_zero};
+
+/// Disks are dealt out to streams by pieces of so many bytes.
+pub const PIECE: u64 = 1 << 20;
+
+fn read(error: BlockError) -> MigrationError {
+    MigrationError::machine("read from its disks")(error)
+}
+
+/// One disk.
+struct Leaving {
+    /// Its place in the wish.
+    number: u32,
+    content: DiskContent,
+    left: Chunks,
+    /// In the first round: chunks that have anything in them.
+    present: Option<Chunks>,
+    copied: u64,
+}
+
+/// The disks of one migration. Dropped, writes aren't noted any more.
+pub struct Mirroring {
+    disks: Vec<Leaving>,
+    begun: bool,
+}
+
+impl Mirroring {
+    /// Of a VM's disks those that the user wishes: the named ones, or all that the guest may write.
+    ///
+    /// # Errors
+    /// With the name of one that can't be copied.
+    pub fn new(disks: &[DiskContent], names: &[String]) -> Result<Self, MigrationError> {
+        let no = |text: String| Err(MigrationError::NoMirror(text));
+        let mut chosen: Vec<&DiskContent> = Vec::new();
+        for name in names {
+            let Some(disk) = disks.iter().find(|disk| disk.name() == name) else {
+                let all: Vec<&str> = disks.iter().map(DiskContent::name).collect();
+                return no(format!("it has no disk {name}; its disks are: {}", all.join(", ")));
+            };
+            if disk.read_only() {
+                return no(format!(
+                    "{name} is read-only: nothing in it changes, so copy its image before and leave it out"
+                ));
+            }
+            if !chosen.iter().any(|other| other.name() == name) {
+                chosen.push(disk);
+            }
+        }
+        if names.is_empty() {
+            chosen = disks.iter().filter(|disk| !disk.read_only()).collect();
+        }
+        if chosen.is_empty() {
+            return no("it has no disk that its guest may write".to_owned());
+        }
+        let disks = (0..).zip(chosen).map(|(number, content)| Leaving {
+            number,
+            content: content.clone(),
+            left: Chunks::default(),
+            present: None,
+            copied: 0,
+        });
+        Ok(Self { disks: disks.collect(), begun: false })
+    }
+
+    /// What the destination is asked.
+    #[must_use]
+    pub fn wish(&self, named: bool) -> Wish {
+        let disk = |disk: &Leaving| WishedDisk {
+            name: disk.content.name().to_owned(),
+            bytes: disk.content.bytes(),
+            device: disk.content.is_device(),
+            named,
+        };
+        Wish { disks: self.disks.iter().map(disk).collect() }
+    }
+
+    /// What it answered: disks that it has in common with this side are left out.
+    pub fn agreed(&mut self, answer: &Answer) {
+        for (number, reason) in &answer.shared {
+            let reason = crate::migration::message::sentence(reason.as_bytes());
+            if let Some(disk) = self.disks.iter().find(|disk| disk.number == *number) {
+                tracing::info!(disk = disk.content.name(), reason, "This disk is shared, and isn't copied");
+            }
+        }
+        self.disks.retain(|disk| answer.shared.iter().all(|(number, _)| *number != disk.number));
+    }
+
+    /// Whether there is nothing to do.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.disks.is_empty()
+    }
+
+    /// Notes writes from here on; all is left to copy.
+    ///
+    /// # Errors
+    /// When the host refuses.
+    pub fn begin(&mut self) -> Result<(), MigrationError> {
+        self.begun = true;
+        for disk in &mut self.disks {
+            disk.content.begin_noting();
+            disk.present = Some(disk.content.present().map_err(read)?);
+            disk.left = Chunks::all(disk.content.bytes());
+        }
+        Ok(())
+    }
+
+    /// Adds what was written since the last call.
+    ///
+    /// # Errors
+    /// When that isn't known.
+    pub fn look(&mut self) -> Result<(), MigrationError> {
+        for disk in &mut self.disks {
+            disk.left.add(&disk.content.take_written().map_err(read)?);
+        }
+        Ok(())
+    }
+
+    /// Bytes that are left to copy.
+    #[must_use]
+    pub fn left(&self) -> u64 {
+        self.disks.iter().map(|disk| disk.left.covered()).sum()
+    }
+
+    /// What is left becomes a round, which is to be sent whole.
+    pub fn round(&mut self) -> Round {
+        let part = |disk: &mut Leaving| {
+            let bytes = disk.content.bytes();
+            let chunks = std::mem::replace(&mut disk.left, Chunks::none(bytes));
+            disk.copied += chunks.covered();
+            let (number, content) = (disk.number, disk.content.clone());
+            Part { number, content, chunks, present: disk.present.take() }
+        };
+        let left = self.left();
+        Round { parts: self.disks.iter_mut().map(part).collect(), left: AtomicU64::new(left) }
+    }
+
+    /// For the timeline.
+    #[must_use]
+    pub fn summary(&self) -> Vec<MirroredDisk> {
+        let one = |disk: &Leaving| MirroredDisk {
+            name: disk.content.name().to_owned(),
+            bytes: disk.content.bytes(),
+            copied: disk.copied,
+        };
+        self.disks.iter().map(one).collect()
+    }
+}
+
+impl Drop for Mirroring {
+    fn drop(&mut self) {
+        if self.begun {
+            self.disks.iter().for_each(|disk| disk.content.end_noting());
+        }
+    }
+}
+
+/// One disk's part of a round.
+struct Part {
+    number: u32,
+    content: DiskContent,
+    chunks: Chunks,
+    present: Option<Chunks>,
+}
+
+/// What all streams copy at once.
+pub struct Round {
+    parts: Vec<Part>,
+    left: AtomicU64,
+}
+
+impl Round {
+    /// Bytes that no stream has sent yet.
+    #[must_use]
+    pub fn left(&self) -> u64 {
+        self.left.load(Ordering::Relaxed)
+    }
+
+    /// Sends a stream's share of it. `after` is called after each piece.
+    ///
+    /// # Errors
+    /// When the disk can't be read, or the stream breaks.
+    pub fn send(
+        &self,
+        stream: u64,
+        streams: u64,
+        sender: &mut Sender,
+        to: &mut impl Write,
+        after: &mut dyn FnMut(u64),
+    ) -> Result<(), MigrationError> {
+        let mut buffer = Buffer::new(MOST_CONTENTS);
+        for part in &self.parts {
+            let mine = |chunk: &u64| (chunk * CHUNK / PIECE + u64::from(part.number)) % streams == stream;
+            let mut chunks = part.chunks.iter().filter(mine).peekable();
+            while let Some(first) = chunks.next() {
+                let hole = |chunk| part.present.as_ref().is_some_and(|present| !present.contains(chunk));
+                let is_hole = hole(first);
+                // Holes a piece at a time, data a buffer at a time, and never across a piece.
+                let most = if is_hole { PIECE } else { MOST_CONTENTS as u64 } / CHUNK;
+                let mut end = first + 1;
+                while end - first < most
+                    && !(end * CHUNK).is_multiple_of(PIECE)
+                    && hole(end) == is_hole
+                    && chunks.next_if_eq(&end).is_some()
+                {
+                    end += 1;
+                }
+                let start = first * CHUNK;
+                let bytes = (end * CHUNK).min(part.content.bytes()) - start;
+                if is_hole {
+                    frame(part.number, start, bytes, None, sender, to)?;
+                } else {
+                    let run = buffer.first(usize::try_from(bytes).unwrap_or(MOST_CONTENTS));
+                    part.content.read(start, run).map_err(read)?;
+                    stretches(part.number, start, run, sender, to)?;
+                }
+                self.left.fetch_sub(bytes, Ordering::Relaxed);
+                after(sender.bytes());
+            }
+        }
+        Ok(())
+    }
+}
+
+fn frame(
+    disk: u32,
+    offset: u64,
+    bytes: u64,
+    contents: Option<&[u8]>,
+    sender: &mut Sender,
+    to: &mut impl Write,
+) -> Result<(), MigrationError> {
+    let header = header(disk, contents.is_none(), offset, bytes);
+    let sent = sender.send(to, Kind::Block, &[&header, contents.unwrap_or_default()]);
+    sent.map_err(MigrationError::stream("written"))
+}
+
+/// Sends bytes of a disk as stretches of zero blocks and of others, in units of 4 KiB.
+fn stretches(
+    disk: u32,
+    start: u64,
+    run: &[u8],
+    sender: &mut Sender,
+    to: &mut impl Write,
+) -> Result<(), MigrationError> {
+    let blocks: Vec<bool> = run.chunks(PAGE).map(is_zero).collect();
+    let mut at = 0;
+    for same in blocks.chunk_by(|a, b| a == b) {
+        let end = (at + same.len() * PAGE).min(run.len());
+        let bytes = &run[at..end];
+        let contents = (same.first() == Some(&false)).then_some(bytes);
+        frame(disk, start + at as u64, bytes.len() as u64, contents, sender, to)?;
+        at = end;
+    }
+    Ok(())
+}

@@ -1,0 +1,121 @@
+//! Disks that are copied along, as the source's migration has them: before memory until little is left, then with each of its rounds.
+
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::{Duration, Instant};
+
+use control_api::migration::MigrationPhase;
+
+use super::{Departure, throttled};
+use crate::migration::error::MigrationError;
+use crate::migration::frame::Kind;
+use crate::migration::message;
+use crate::migration::mirror::SINCE;
+use crate::migration::mirror::leaving::Mirroring;
+use crate::migration::mirror::message::Answer;
+use crate::migration::pages::PAGE;
+use crate::migration::policy::{Decision, Policy, RoundEnd};
+
+impl Departure<'_> {
+    /// Asks the destination whether it takes the disks that are to be copied along; before anything has begun.
+    pub(super) fn ask_for_disks(&mut self, version: u16) -> Result<(), MigrationError> {
+        let Some(names) = self.wish.take() else { return Ok(()) };
+        let mut mirror = Mirroring::new(self.machine.disks(), &names)?;
+        if version < SINCE {
+            return Err(MigrationError::NoMirrorThere(version));
+        }
+        let wish = message::encode(&mirror.wish(!names.is_empty()))?;
+        self.control()?.send(Kind::Mirror, &wish)?;
+        let answer: Answer = message::decode(&self.answer(Kind::Mirror)?, "an answer about disks")?;
+        mirror.agreed(&answer);
+        self.mirror = (!mirror.is_empty()).then_some(mirror);
+        Ok(())
+    }
+
+    /// Copies whole disks while the guest runs, and again what it writes meanwhile, until that is little. The time limit runs from the end of
+    /// the first copy: how long that takes is a matter of size alone.
+    pub(super) fn copy_disks(&mut self) -> Result<(), MigrationError> {
+        let Some(mirror) = &mut self.mirror else { return Ok(()) };
+        mirror.begin()?;
+        self.watch.disk_left(mirror.left());
+        let machine = self.machine;
+        throttled(machine, |throttle| self.disk_rounds_until_little(true, throttle))
+    }
+
+    /// The same later, without beginning anew.
+    pub(super) fn copy_disks_again(&mut self) -> Result<(), MigrationError> {
+        if self.mirror.is_none() {
+            return Ok(());
+        }
+        let machine = self.machine;
+        throttled(machine, |throttle| self.disk_rounds_until_little(false, throttle))
+    }
+
+    fn disk_rounds_until_little(
+        &mut self,
+        mut first: bool,
+        throttle: &AtomicU8,
+    ) -> Result<(), MigrationError> {
+        // Disks are whole before the guest goes, however its memory does.
+        let policy = Policy { post_copy_after: None, ..self.policy };
+        loop {
+            let number = u32::try_from(self.timeline.rounds.len()).unwrap_or(u32::MAX - 1) + 1;
+            let held = throttle.load(Ordering::Acquire);
+            self.watch.update(|progress| {
+                progress.phase = MigrationPhase::Copying;
+                progress.round = number;
+                progress.throttle_percent = held;
+            });
+            let began = Instant::now();
+            let sent = self.round(&[], false)?;
+            let took = began.elapsed();
+            if std::mem::take(&mut first) {
+                self.limit_from = Instant::now();
+            }
+            let left = self.look_at_disks()?;
+            let bytes = self.note_round(began, &sent, 0, held, false);
+            let end = RoundEnd {
+                number,
+                bytes,
+                took,
+                pages: sent.disk_bytes / PAGE as u64,
+                dirtied: left / PAGE as u64,
+                elapsed: self.limit_from.elapsed(),
+            };
+            self.watch.update(|progress| {
+                progress.bytes_per_second = end.rate();
+                progress.predicted_pause_ms =
+                    u64::try_from(end.predicted_pause().as_millis()).unwrap_or(u64::MAX);
+            });
+            match policy.decide(&end, held) {
+                Decision::Stop | Decision::PostCopy => return Ok(()),
+                Decision::Again(next) => throttle.store(next, Ordering::Release),
+                Decision::GiveUp => return Err(self.not_converging(0, left)),
+            }
+        }
+    }
+
+    /// What the guest has written is to be copied, too; returns how many bytes that are in all.
+    pub(super) fn look_at_disks(&mut self) -> Result<u64, MigrationError> {
+        let Some(mirror) = &mut self.mirror else { return Ok(0) };
+        mirror.look()?;
+        let left = mirror.left();
+        self.watch.disk_left(left);
+        Ok(left)
+    }
+
+    /// Rounds so far that were of disks alone.
+    pub(super) fn disk_rounds(&self) -> u32 {
+        let rounds = self.timeline.rounds.iter().filter(|round| round.pages == 0 && round.disk_bytes > 0);
+        u32::try_from(rounds.count()).unwrap_or(u32::MAX)
+    }
+
+    /// The time is up, with so many pages of memory and bytes of disks left.
+    pub(super) fn not_converging(&self, pages: u64, disk_bytes: u64) -> MigrationError {
+        let downtime_ms = u64::try_from(self.policy.downtime.as_millis()).unwrap_or(u64::MAX);
+        let seconds = self.policy.timeout.as_ref().map_or(0, Duration::as_secs);
+        if disk_bytes > pages.saturating_mul(PAGE as u64) {
+            return MigrationError::DisksNotConverging { downtime_ms, seconds, left: disk_bytes };
+        }
+        MigrationError::NotConverging { downtime_ms, seconds, left: pages }
+    }
+}

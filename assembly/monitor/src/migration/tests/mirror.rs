@@ -1,0 +1,580 @@
+//! Disks that are copied along: real images, written through real queues all the while, on both sides of whole, cut and lying streams.
+
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+
+use tempfile::TempDir;
+use virtio_devices::block::{Block, BlockConfig, BlockQueue, EngineChoice};
+use virtio_devices::device::VirtioDevice;
+use virtio_devices::queue::Ring;
+use virtio_devices::testing::{MockDriver, MockInterrupt, RINGS, memory};
+
+use super::post_copy::{Peer, late_destination_with, late_request, same_but_for_use, uffd, use_all};
+use super::*;
+use crate::migration::frame::Kind;
+use crate::migration::message::{self, Accepted};
+use crate::migration::mirror::message::{Answer, Wish};
+
+const HEADER: u64 = 0x1000;
+const STATUS: u64 = 0x1800;
+const DATA: u64 = 0x10_0000;
+
+/// A guest's driver, writing all over a disk, a request at a time.
+struct Driver {
+    driver: MockDriver,
+    queue: BlockQueue,
+    interrupt: Arc<MockInterrupt>,
+    bytes: u64,
+    seed: u64,
+    /// Requests done; none more after the guest was stopped.
+    done: u64,
+    stopped: bool,
+}
+
+impl Driver {
+    fn new(block: &Block) -> Self {
+        let space = memory(&[(0, 4 << 20)]);
+        let driver = MockDriver::new(&space, 0, 64, 0x8_0000, RINGS);
+        let queue = block.queue(Ring::new(driver.active_queue(), RINGS), space);
+        let (interrupt, bytes) = (MockInterrupt::new(), block.content().bytes());
+        Self { driver, queue, interrupt, bytes, seed: 1, done: 0, stopped: false }
+    }
+
+    /// A write, or zeroes, or a discard, somewhere.
+    fn request(&mut self) {
+        self.seed = self.seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        let sectors = 1 + (self.seed >> 40) % 200;
+        let sector = (self.seed >> 20) % (self.bytes / 512 - sectors);
+        let kind = [1u32, 1, 1, 13, 11][usize::try_from((self.seed >> 55) % 5).unwrap()];
+        let mut header = [0u8; 16];
+        header[..4].copy_from_slice(&kind.to_le_bytes());
+        let data = if kind == 1 {
+            header[8..].copy_from_slice(&sector.to_le_bytes());
+            vec![u8::try_from(self.seed >> 56).unwrap() | 1; usize::try_from(sectors * 512).unwrap()]
+        } else {
+            let count = u32::try_from(sectors).unwrap();
+            [&sector.to_le_bytes()[..], &count.to_le_bytes(), &0u32.to_le_bytes()].concat()
+        };
+        self.driver.put(HEADER, &header);
+        self.driver.put(DATA, &data);
+        let length = u32::try_from(data.len()).unwrap();
+        self.driver.push(&[(HEADER, 16, false), (DATA, length, false), (STATUS, 1, true)]).unwrap();
+        self.queue.serve(&*self.interrupt, &|| false).unwrap();
+        self.driver.wait_used();
+        assert_eq!(self.driver.get(STATUS, 1)[0], 0);
+        self.done += 1;
+    }
+}
+
+/// A disk of the source with its guest, and an image of the destination.
+struct Disks {
+    _directory: TempDir,
+    here: PathBuf,
+    there: PathBuf,
+    source: DiskContent,
+    _owner: Mutex<Block>,
+    driver: Arc<Mutex<Driver>>,
+}
+
+fn open(path: &Path, change: impl FnOnce(&mut BlockConfig)) -> Block {
+    let mut config = BlockConfig { engine: EngineChoice::Synchronous, ..BlockConfig::new("disk0", path) };
+    change(&mut config);
+    Block::open(config).unwrap()
+}
+
+impl Disks {
+    /// Holes, data and zeroes here; old content there, in an image of so many bytes.
+    fn new(bytes: u64, there_bytes: u64) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let (here, there) = (directory.path().join("here.raw"), directory.path().join("there.raw"));
+        let file = std::fs::File::create(&here).unwrap();
+        file.set_len(bytes).unwrap();
+        file.write_all_at(&[3; 5000], bytes / 4).unwrap();
+        file.write_all_at(&[0; 70_000], bytes / 2).unwrap();
+        file.write_all_at(b"end", bytes - 3).unwrap();
+        let old = std::fs::File::create(&there).unwrap();
+        old.set_len(there_bytes).unwrap();
+        old.write_all_at(&vec![0xDD; usize::try_from(there_bytes / 2).unwrap()], 0).unwrap();
+        let source = open(&here, |_| ());
+        let driver = Arc::new(Mutex::new(Driver::new(&source)));
+        let content = source.content();
+        Self { _directory: directory, here, there, source: content, _owner: Mutex::new(source), driver }
+    }
+
+    /// A guest that writes so often whenever it is asked what it wrote, and as it is stopped.
+    fn machine(&self, requests: u64, writes: Vec<Vec<u64>>) -> StandIn {
+        let driver = Arc::clone(&self.driver);
+        let writer = move |stopping: bool| {
+            let mut driver = driver.lock().unwrap();
+            if !driver.stopped {
+                (0..requests).for_each(|_| driver.request());
+            }
+            driver.stopped |= stopping;
+        };
+        let mut machine = StandIn::new(writes);
+        machine.disks = vec![self.source.clone()];
+        machine.writer = Some(Box::new(writer));
+        machine
+    }
+
+    fn arriving(&self) -> Block {
+        open(&self.there, |config| config.claim = false)
+    }
+
+    fn equal(&self) -> bool {
+        std::fs::read(&self.here).unwrap() == std::fs::read(&self.there).unwrap()
+    }
+}
+
+fn mirrored(request: MigrationRequest) -> MigrationRequest {
+    MigrationRequest { mirror: Some(Vec::new()), ..request }
+}
+
+/// A destination with disks.
+struct WithDisks(Vec<DiskContent>);
+
+impl Devices for WithDisks {
+    fn host(&self) -> Result<Option<String>, MigrationError> {
+        Ok(None)
+    }
+    fn take(&self, number: u32, _: &[u8]) -> Result<(), MigrationError> {
+        Err(MigrationError::Protocol(format!("state of device {number}")))
+    }
+    fn post_copy(&self) -> Result<(), MigrationError> {
+        Err(MigrationError::NoPostcopy("there is no userfaultfd".to_owned()))
+    }
+    fn disks(&self) -> &[DiskContent] {
+        &self.0
+    }
+}
+
+/// As a monitor does it: takes the VM, then its disk, and runs it when it is told to.
+fn arrive(ends: Vec<OwnedFd>, key: Option<&ClusterKey>, to: &GuestRam, mut disk: Block) -> There {
+    let stop = Stop::default();
+    let devices = WithDisks(vec![disk.content()]);
+    let taken = Streams::over(ends, key, &stop)
+        .and_then(|streams| streams.take(&shape(), &to.memory(), &devices, &stop));
+    let (mut landing, _) = match taken {
+        Ok(taken) => taken,
+        Err(error) => return There::No(super::super::error::line(&error)),
+    };
+    if let Err(error) = disk.take_over() {
+        let reason = super::super::error::line(&error);
+        landing.refuse(&reason);
+        return There::No(reason);
+    }
+    match landing.ready() {
+        Ok(()) => {
+            disk.content().in_use();
+            let _ = landing.running();
+            There::Runs
+        }
+        Err(error) => There::No(super::super::error::line(&error)),
+    }
+}
+
+/// A move of such a machine to such a disk; the source gives its own up first, as a monitor does.
+fn go_with(
+    machine: &StandIn,
+    disk: Block,
+    streams: usize,
+    limit: u64,
+    request: &MigrationRequest,
+) -> Outcome {
+    let to = &ram(MIB);
+    let (a, b, carried) = wires(streams, limit);
+    let watch = Watch::default();
+    let stop = watch.begin("there", None).unwrap();
+    let (here, there) = std::thread::scope(|scope| {
+        let key = key_of(request);
+        let arriving = scope.spawn(move || arrive(b, key.as_ref(), to, disk));
+        let here = migrate(machine, a, request, &watch, &stop);
+        (here, arriving.join().unwrap())
+    });
+    Outcome { here, there, same: same(&machine.ram, to), carried: carried.load(Ordering::SeqCst) }
+}
+
+/// What the guest writes in each round, besides a thread that writes all the time, arrives: both images are equal when the guest runs there. What was
+/// there before is gone, holes are holes, and the timeline says what was copied.
+#[test]
+fn a_disk_goes_along_while_its_guest_writes() {
+    let bytes = (6 << 20) + 512 * 3;
+    for (streams, encrypted) in [(1, false), (3, false), (2, true)] {
+        let disks = Disks::new(bytes, bytes);
+        let machine = disks.machine(3, vec![(0..900).collect(), vec![1, 2, 700], vec![0, 2]]);
+        let asked = mirrored(if encrypted { sealed(request(300, 60)) } else { request(300, 60) });
+        let over = AtomicBool::new(false);
+        let (outcome, all) = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                while !over.load(Ordering::SeqCst) {
+                    let mut driver = disks.driver.lock().unwrap();
+                    if driver.stopped {
+                        break;
+                    }
+                    driver.request();
+                    drop(driver);
+                    std::thread::sleep(Duration::from_micros(300));
+                }
+            });
+            let outcome = go_with(&machine, disks.arriving(), streams, u64::MAX, &asked);
+            over.store(true, Ordering::SeqCst);
+            let all = disks.driver.lock().unwrap().done;
+            (outcome, all)
+        });
+        let timeline = outcome.here.unwrap();
+        assert_eq!(outcome.there, There::Runs);
+        assert!(outcome.same && disks.equal(), "{streams} streams");
+        assert!(all > 10, "only {all} requests");
+        let [disk] = &timeline.disks[..] else { panic!("{:?}", timeline.disks) };
+        assert_eq!((disk.name.as_str(), disk.bytes), ("disk0", bytes));
+        let copied: u64 = timeline.rounds.iter().map(|round| round.disk_bytes).sum();
+        assert!(disk.copied == copied && copied > bytes, "{copied}");
+        assert_eq!(timeline.rounds[0].disk_bytes, bytes);
+        assert!(timeline.rounds[0].pages == 0 && timeline.rounds.last().unwrap().stopped);
+        // What is zero, and most is not written to, takes no space.
+        let (here, there) =
+            (std::fs::metadata(&disks.here).unwrap(), std::fs::metadata(&disks.there).unwrap());
+        assert!(there.blocks() <= here.blocks() + 256, "{} {}", there.blocks(), here.blocks());
+        assert!(open(&disks.there, |_| ()).take_over().is_ok(), "it is a disk again");
+    }
+}
+
+/// Wherever the streams are cut: before the commit the guest has its own disk, with all it wrote, and the other image is no disk.
+#[test]
+fn wherever_the_streams_are_cut_the_source_keeps_its_disk() {
+    let bytes = 256 << 10;
+    let marks = {
+        let disks = Disks::new(bytes, bytes);
+        let file = std::fs::File::open(&disks.there).unwrap();
+        rustix::fs::fsetxattr(&file, "user.causeway.try", b"1", rustix::fs::XattrFlags::empty()).is_ok()
+    };
+    for asked in [mirrored(request(300, 60)), mirrored(sealed(request(300, 60)))] {
+        let disks = Disks::new(bytes, bytes);
+        let whole = go_with(&disks.machine(1, vec![vec![3]]), disks.arriving(), 2, u64::MAX, &asked);
+        whole.here.unwrap();
+        let (whole, mut stays, mut begun) = (whole.carried, 0, 0);
+        for cut in (0..whole).filter(|cut| *cut + 150 > whole || cut % 1499 == 0) {
+            let disks = Disks::new(bytes, bytes);
+            let machine = disks.machine(1, vec![vec![3]]);
+            let outcome = go_with(&machine, disks.arriving(), 2, cut, &asked);
+            let life = machine.life.load(Ordering::SeqCst);
+            match (outcome.here, outcome.there) {
+                (Ok(_), There::Runs) => assert!(life == 1 && disks.equal()),
+                (Err(MigrationError::InDoubt(_)), there) => {
+                    assert_eq!(life, 2, "cut {cut}: {there:?}");
+                    assert!(disks.equal());
+                }
+                (Err(_), There::No(reason)) => {
+                    assert_eq!(life, 0, "cut {cut}");
+                    assert!(!reason.is_empty());
+                    stays += 1;
+                    // Its own disk is as good as before.
+                    let mut driver = disks.driver.lock().unwrap();
+                    driver.request();
+                    let file = std::fs::File::open(&disks.there).unwrap();
+                    if rustix::fs::fgetxattr(&file, "user.causeway.incomplete", &mut [0u8; 64][..]).is_ok() {
+                        begun += 1;
+                        let other = BlockConfig::new("disk0", &disks.there);
+                        let error = Block::open(other).err().unwrap().to_string();
+                        assert!(error.contains("is incomplete"), "{error}");
+                    }
+                }
+                (here, there) => panic!("cut {cut}: {here:?}, {there:?}"),
+            }
+        }
+        assert!(stays > 50 && (begun > 50 || !marks), "{stays} {begun}");
+    }
+}
+
+/// Disks that can't be copied are named in a sentence before anything begins, on the side that knows.
+#[test]
+fn disks_that_cannot_be_copied_are_named() {
+    let bytes = 1 << 20;
+    let named = |names: &[&str]| MigrationRequest {
+        mirror: Some(names.iter().map(|name| (*name).to_owned()).collect()),
+        ..request(300, 60)
+    };
+    let refused = |machine: &StandIn, there: Block, asked: &MigrationRequest, expected: &str| {
+        let error = super::super::error::line(&go_with(machine, there, 2, u64::MAX, asked).here.unwrap_err());
+        assert!(error.contains(expected), "{error}");
+        assert_eq!(machine.stops.load(Ordering::SeqCst), 0);
+    };
+    let disks = Disks::new(bytes, 2 << 20);
+    let machine = disks.machine(1, vec![]);
+    refused(&machine, disks.arriving(), &named(&[]), "at the destination 2097152; they must be the same");
+    refused(&machine, disks.arriving(), &named(&["disk7"]), "no disk disk7; its disks are: disk0");
+
+    let disks = Disks::new(bytes, bytes);
+    let machine = disks.machine(1, vec![]);
+    let read_only = open(&disks.there, |config| (config.claim, config.read_only) = (false, true));
+    refused(&machine, read_only, &named(&[]), "disk0 is read-only at the destination");
+    let other = open(&disks.there, |config| (config.claim, config.name) = (false, "disk1".to_owned()));
+    refused(&machine, other, &named(&["disk0"]), "no disk disk0 at the destination");
+    let mut bare = disks.machine(1, vec![]);
+    bare.disks.clear();
+    refused(&bare, disks.arriving(), &named(&[]), "no disk that its guest may write");
+    bare.disks = vec![open(&disks.there, |config| config.read_only = true).content()];
+    refused(&bare, disks.arriving(), &named(&["disk0"]), "disk0 is read-only: nothing in it changes");
+    assert_eq!(std::fs::read(&disks.there).unwrap()[0], 0xDD, "nothing was written");
+}
+
+/// A disk that both sides have in common is left alone, and said to be in use where it was named.
+#[test]
+fn a_shared_disk_is_not_copied_onto_itself() {
+    let disks = Disks::new(1 << 20, 1 << 20);
+    let machine = disks.machine(1, vec![]);
+    let same = || open(&disks.here, |config| config.claim = false);
+    let asked = MigrationRequest { mirror: Some(vec!["disk0".to_owned()]), ..request(300, 60) };
+    let error = go_with(&machine, same(), 2, u64::MAX, &asked).here.unwrap_err();
+    let error = super::super::error::line(&error);
+    assert!(error.contains("is in use by another virtual machine"), "{error}");
+    assert_eq!(machine.stops.load(Ordering::SeqCst), 0);
+
+    let machine = disks.machine(1, vec![]);
+    // The stand-in doesn't give its disk up, so that the other side can't take it in the end.
+    let outcome = go_with(&machine, same(), 2, u64::MAX, &mirrored(request(300, 60)));
+    assert!(matches!(outcome.there, There::No(reason) if reason.contains("take its image")));
+    assert!(outcome.here.is_err() && machine.stops.load(Ordering::SeqCst) == 1, "it came to the end");
+}
+
+/// A file in a small file system of another mount namespace, and the process that keeps that. `None` without privileges.
+fn small_file_system(bytes: u64) -> Option<(Child, PathBuf)> {
+    let script = format!(
+        "mount -t tmpfs -o size=1m none /mnt && truncate -s {bytes} /mnt/disk && echo ready && exec sleep 300"
+    );
+    let mut child = Command::new("unshare")
+        .args(["--mount", "--propagation", "private", "sh", "-c", &script])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .ok()?;
+    let mut said = [0; 5];
+    let ready = child.stdout.take().is_some_and(|mut out| out.read_exact(&mut said).is_ok());
+    let path = PathBuf::from(format!("/proc/{}/root/mnt/disk", child.id()));
+    if !ready || std::fs::metadata(&path).is_err() {
+        let _ = child.kill();
+        let _ = child.wait();
+        return None;
+    }
+    Some((child, path))
+}
+
+/// A destination without room for what the guest has written: it says so, and the guest goes on where it is.
+#[test]
+fn a_full_disk_at_the_destination_is_said() {
+    let bytes = 8 << 20;
+    let Some((mut child, path)) = small_file_system(bytes) else {
+        eprintln!("Skipped: no mount namespaces here");
+        return;
+    };
+    let disks = Disks::new(bytes, bytes);
+    std::fs::File::options()
+        .write(true)
+        .open(&disks.here)
+        .unwrap()
+        .write_all_at(&vec![9; 4 << 20], 0)
+        .unwrap();
+    for streams in [1, 3] {
+        let machine = disks.machine(2, vec![]);
+        let there = open(&path, |config| config.claim = false);
+        let outcome = go_with(&machine, there, streams, u64::MAX, &mirrored(request(300, 60)));
+        let error = super::super::error::line(&outcome.here.unwrap_err());
+        assert!(error.contains("refuses") && error.contains("No space left on device"), "{error}");
+        assert_eq!((machine.stops.load(Ordering::SeqCst), machine.life.load(Ordering::SeqCst)), (0, 0));
+        disks.driver.lock().unwrap().request();
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+/// A guest that writes its disk faster than it is copied is held back, and left where it is when the time is up; the limit runs from the end of the
+/// first copy.
+#[test]
+fn a_guest_that_writes_its_disk_too_fast_is_held_back_and_then_left() {
+    let disks = Disks::new(2 << 20, 2 << 20);
+    let machine = disks.machine(0, vec![]);
+    let over = AtomicBool::new(false);
+    let outcome = std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(Ordering::SeqCst) {
+                disks.driver.lock().unwrap().request();
+            }
+        });
+        let outcome = go_with(&machine, disks.arriving(), 1, u64::MAX, &mirrored(request(0, 1)));
+        over.store(true, Ordering::SeqCst);
+        outcome
+    });
+    let error = outcome.here.unwrap_err();
+    assert!(matches!(error, MigrationError::DisksNotConverging { seconds: 1, left: 1.., .. }), "{error}");
+    assert!(machine.held.load(Ordering::SeqCst) > 0);
+    assert_eq!(machine.stops.load(Ordering::SeqCst), 0);
+}
+
+/// A cancel while disks are copied ends it; the guest was never disturbed, and writes aren't noted any more.
+#[test]
+fn a_cancel_ends_the_copy_of_disks() {
+    let disks = Disks::new(2 << 20, 2 << 20);
+    let machine = disks.machine(0, vec![]);
+    let (a, b, _) = wires(2, u64::MAX);
+    let (to, watch) = (ram(MIB), Watch::default());
+    let stop = watch.begin("there", None).unwrap();
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !over.load(Ordering::SeqCst) {
+                disks.driver.lock().unwrap().request();
+            }
+        });
+        let (to, there) = (&to, disks.arriving());
+        let arriving = scope.spawn(move || arrive(b, None, to, there));
+        let (machine, watch) = (&machine, &watch);
+        let moving = scope.spawn(move || migrate(machine, a, &mirrored(request(0, 0)), watch, &stop));
+        while watch.progress().is_some_and(|progress| progress.round < 2 || progress.disk_bytes_left == 0) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        watch.cancel().unwrap();
+        assert!(matches!(moving.join().unwrap(), Err(MigrationError::Cancelled)));
+        assert!(matches!(arriving.join().unwrap(), There::No(_)));
+        over.store(true, Ordering::SeqCst);
+    });
+    assert_eq!((machine.stops.load(Ordering::SeqCst), machine.life.load(Ordering::SeqCst)), (0, 0));
+    disks.driver.lock().unwrap().request();
+    assert_eq!(disks.source.take_written().unwrap().covered(), 0);
+}
+
+/// With post-copy the disk is whole before the guest runs there; its memory comes afterwards.
+#[test]
+fn with_post_copy_disks_are_whole_before_the_guest_goes() {
+    for after in [0, 1] {
+        let Some(uffd) = uffd() else { return };
+        let disks = Disks::new(2 << 20, 2 << 20);
+        let machine = disks.machine(2, vec![(0..900).collect(), (5..700).collect()]);
+        let to = ram(MIB);
+        let (a, b, _) = wires(3, u64::MAX);
+        let watch = Watch::default();
+        let stop = watch.begin("there", None).unwrap();
+        let asked = mirrored(MigrationRequest { downtime_ms: 12, ..late_request(after) });
+        let timeline = std::thread::scope(|scope| {
+            let (to, there) = (&to, disks.arriving());
+            let equal = || disks.equal();
+            let arriving = scope.spawn(move || {
+                let content = there.content();
+                late_destination_with(uffd, to, &[content], (b, None), |ram| {
+                    assert!(equal(), "the guest runs, and its disk isn't whole");
+                    use_all(ram);
+                })
+            });
+            let timeline = migrate(&machine, a, &asked, &watch, &stop).unwrap();
+            arriving.join().unwrap().unwrap().unwrap();
+            timeline
+        });
+        assert!(same_but_for_use(&machine.ram, &to));
+        assert!(timeline.post_copy.is_some_and(|post| post.missing_pages >= 900));
+        assert_eq!(timeline.disks[0].bytes, 2 << 20);
+    }
+}
+
+/// An older destination isn't asked: the user hears what it would take, before anything begins.
+#[test]
+fn an_older_destination_is_named() {
+    let disks = Disks::new(1 << 20, 1 << 20);
+    let machine = disks.machine(1, vec![]);
+    let (a, b, _) = wires(1, u64::MAX);
+    let watch = Watch::default();
+    let stop = watch.begin("there", None).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let mut control = Peer::over(b.into_iter().next().unwrap());
+            control.expect(Kind::Hello);
+            control.expect(Kind::Offer);
+            control.send(Kind::Accepted, &message::encode(&Accepted { version: 3, host: None }).unwrap());
+            let said = message::sentence(&control.expect(Kind::Abort));
+            assert!(said.contains("version 3"), "{said}");
+        });
+        let error = migrate(&machine, a, &mirrored(request(300, 60)), &watch, &stop).unwrap_err();
+        assert!(error.to_string().contains("move the VM without --mirror"), "{error}");
+    });
+    assert_eq!((machine.stops.load(Ordering::SeqCst), machine.logging.load(Ordering::SeqCst)), (0, 0));
+}
+
+/// A source that lies: pieces of disks without having asked, of disks that aren't there, beyond their ends, or less than all of one. Each is a
+/// sentence, and what isn't whole is no disk.
+#[test]
+fn a_source_that_lies_is_refused() {
+    use crate::migration::message::{End, Hello, OLDEST, VERSION};
+    use crate::migration::mirror::message::{WishedDisk, header};
+    let bytes = 1 << 20;
+    let piece = |disk, offset: u64, length: u64| header(disk, true, offset, length).to_vec();
+    let cases: [(bool, Vec<Vec<u8>>, &str); 6] = [
+        (false, vec![piece(0, 0, 512)], "without having asked"),
+        (true, vec![piece(1, 0, 512)], "disk 1, which isn't to be filled"),
+        (true, vec![piece(0, bytes, 512)], "of disk0, which has"),
+        (true, vec![piece(0, u64::MAX - 5, 512)], "of disk0, which has"),
+        (true, vec![piece(0, 0, bytes)[..20].to_vec()], "without a header"),
+        (true, vec![piece(0, 0, bytes / 2)], "524288 of the 1048576 bytes of disk0 only"),
+    ];
+    for (asks, blocks, expected) in cases {
+        let disks = Disks::new(bytes, bytes);
+        let (a, b, _) = wires(1, u64::MAX);
+        let to = ram(MIB);
+        std::thread::scope(|scope| {
+            let (to, there) = (&to, disks.arriving());
+            let arriving = scope.spawn(move || arrive(b, None, to, there));
+            let mut control = Peer::over(a.into_iter().next().unwrap());
+            let hello = Hello { version: VERSION, oldest: OLDEST, stream: 0, streams: 1, migration: [1; 16] };
+            control.send(Kind::Hello, &hello.encode());
+            control.send(Kind::Offer, &message::encode(&shape()).unwrap());
+            control.expect(Kind::Accepted);
+            if asks {
+                let disk = WishedDisk { name: "disk0".to_owned(), bytes, device: false, named: true };
+                control.send(Kind::Mirror, &message::encode(&Wish { disks: vec![disk] }).unwrap());
+                let answer: Answer = message::decode(&control.expect(Kind::Mirror), "an answer").unwrap();
+                assert!(answer.shared.is_empty());
+            }
+            for block in blocks {
+                control.send(Kind::Block, &block);
+            }
+            control.send_if_heard(Kind::State, STATE);
+            control.send_if_heard(Kind::End, &message::encode(&End { pages: 0 }).unwrap());
+            let There::No(reason) = arriving.join().unwrap() else { panic!("{expected}") };
+            assert!(reason.contains(expected), "{reason}");
+        });
+        assert!(disks.arriving().take_over().is_err() == asks, "{expected}");
+    }
+}
+
+/// A source whose further stream ends without its share of a round isn't waited for; what is missing is found at the end.
+#[test]
+fn a_stream_that_ends_early_is_not_waited_for() {
+    use crate::migration::message::{End, Hello, OLDEST, VERSION};
+    use crate::migration::mirror::message::WishedDisk;
+    let bytes = 1 << 20;
+    let disks = Disks::new(bytes, bytes);
+    let (a, b, _) = wires(2, u64::MAX);
+    let to = ram(MIB);
+    std::thread::scope(|scope| {
+        let (to, there) = (&to, disks.arriving());
+        let arriving = scope.spawn(move || arrive(b, None, to, there));
+        let mut ends: Vec<Peer> = a.into_iter().map(Peer::over).collect();
+        for (end, stream) in ends.iter_mut().zip(0..) {
+            let hello = Hello { version: VERSION, oldest: OLDEST, stream, streams: 2, migration: [1; 16] };
+            end.send(Kind::Hello, &hello.encode());
+        }
+        let [control, other] = &mut ends[..] else { panic!() };
+        control.send(Kind::Offer, &message::encode(&shape()).unwrap());
+        control.expect(Kind::Accepted);
+        let disk = WishedDisk { name: "disk0".to_owned(), bytes, device: false, named: true };
+        control.send(Kind::Mirror, &message::encode(&Wish { disks: vec![disk] }).unwrap());
+        control.expect(Kind::Mirror);
+        let end = message::encode(&End { pages: 0 }).unwrap();
+        other.send(Kind::End, &end);
+        control.send(Kind::Settle, &[]);
+        control.expect(Kind::Settled);
+        control.send(Kind::State, STATE);
+        control.send(Kind::End, &end);
+        let There::No(reason) = arriving.join().unwrap() else { panic!() };
+        assert!(reason.contains("0 of the 1048576 bytes of disk0 only"), "{reason}");
+    });
+}
