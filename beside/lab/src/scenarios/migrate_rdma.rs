@@ -31,12 +31,11 @@ pub const SCENARIO: Scenario = Scenario {
 /// Where monitors wait; memory goes over the first link.
 const PORT: u32 = 7100;
 
-/// One move of the first guest.
-fn step(lab: &Lab, pair: &mut Pair<'_>, to: usize) -> Result<Value> {
+/// One move of the first guest, which is on the first host or on the second.
+pub(super) fn step(lab: &Lab, pair: &mut Pair<'_>, to: usize) -> Result<Value> {
     let address = format!("10.77.0.{}:{PORT}", to + 1);
     let from = lab.host(1 - to)?;
     let next: Guest = pair.await_guest(0, to, &address, PATIENCE)?;
-    talk::go_on(pair)?;
     let command = format!("causeway --json migrate a --to {address} --downtime 3000 --streams 2");
     let output = from.run(&command, PATIENCE)?;
     if output.code != 0 {
@@ -69,6 +68,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let mut transports = BTreeSet::new();
     for number in 0..moves {
         let to = if number % 2 == 0 { 1 } else { 0 };
+        talk::go_on(&pair)?;
         let timeline = step(lab, &mut pair, to).with_context(|| format!("Move {}", number + 1))?;
         let (now, reached_by) = talk::connected(&pair.a)?;
         if now != first {

@@ -11,8 +11,11 @@ mod fio;
 mod host;
 mod migrate;
 mod migrate_converge;
+mod migrate_exact;
+mod migrate_faults;
 mod migrate_group;
 mod migrate_hosts;
+mod migrate_many;
 mod migrate_mpi;
 mod migrate_postcopy;
 mod migrate_rdma;
@@ -58,6 +61,9 @@ pub const ALL: &[Scenario] = &[
     migrate_hosts::SCENARIO,
     migrate_postcopy::SCENARIO,
     migrate_rdma::SCENARIO,
+    migrate_exact::SCENARIO,
+    migrate_many::SCENARIO,
+    migrate_faults::SCENARIO,
     migrate_converge::SCENARIO,
     migrate_group::SCENARIO,
     migrate_mpi::SCENARIO,
