@@ -10,6 +10,7 @@ mod driver_faults;
 mod fio;
 mod host;
 mod migrate;
+mod migrate_blackout;
 mod migrate_converge;
 mod migrate_exact;
 mod migrate_faults;
@@ -60,6 +61,7 @@ pub const ALL: &[Scenario] = &[
     migrate::SCENARIO,
     migrate_hosts::SCENARIO,
     migrate_postcopy::SCENARIO,
+    migrate_blackout::SCENARIO,
     migrate_rdma::SCENARIO,
     migrate_exact::SCENARIO,
     migrate_many::SCENARIO,

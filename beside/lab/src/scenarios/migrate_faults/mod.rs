@@ -76,7 +76,7 @@ struct Tally {
     errors: u32,
     moved: u32,
     stayed: u32,
-    stragglers: u32,
+    in_doubt: u32,
     by_step: BTreeMap<String, u32>,
     by_kind: BTreeMap<String, u32>,
 }
@@ -225,9 +225,10 @@ impl World<'_> {
     }
 
     /// Who has the VM once all is decided. More than one that runs at any moment is counted.
-    fn settle(&mut self) -> Result<Ending> {
+    /// `in_doubt`: the source has told its user that it stands still.
+    fn settle(&mut self, in_doubt: bool) -> Result<Ending> {
         let until = Instant::now() + SETTLES;
-        let mut same = 0;
+        let (mut same, mut before) = (0, [None, None]);
         loop {
             let states = self.states()?;
             let runs = |host: usize| states[host].as_deref() == Some("running");
@@ -240,16 +241,22 @@ impl World<'_> {
                 (false, true) => Ending::Destination,
                 (false, false) => Ending::Nowhere,
             };
-            // Whoever stands still may be waiting for the decision.
+            // Whoever stands still may be waiting for the decision; or it is in doubt, and waits for its user.
             let open = states.iter().any(|state| state.as_deref().is_some_and(|state| state != "running"));
-            same = if open { 0 } else { same + 1 };
-            if same >= 3 || Instant::now() > until {
-                if open {
-                    self.tally.stragglers += 1;
-                    self.error(format!("after {} s monitors are {states:?}", SETTLES.as_secs()));
-                }
+            same = if states == before { same + 1 } else { 0 };
+            if !open && same >= 2 {
                 return Ok(ending);
             }
+            let doubt = in_doubt && ending == Ending::Nowhere && states[1 - self.at].is_none();
+            if doubt && same >= 10 {
+                self.tally.in_doubt += 1;
+                return Ok(ending);
+            }
+            if Instant::now() > until {
+                self.error(format!("after {} s monitors are {states:?}", SETTLES.as_secs()));
+                return Ok(ending);
+            }
+            before = states;
             std::thread::sleep(Duration::from_secs(1));
         }
     }
@@ -292,21 +299,16 @@ impl World<'_> {
             self.tally.faults += 1;
             *self.tally.by_step.entry(format!("{at:?}")).or_default() += 1;
             *self.tally.by_kind.entry(format!("{:?} {:?}", fault.how, fault.who)).or_default() += 1;
-            if fault.who == Who::Service {
-                std::thread::sleep(Duration::from_secs(2));
-                self.mend(fault)?;
-            }
+            std::thread::sleep(Duration::from_secs(2));
+            self.mend(fault)?;
         }
         let code = command.wait(PATIENCE)?;
         if code.is_none() {
             self.error(format!("{fault:?} at {at:?}: the command doesn't end"));
             command.kill()?;
         }
-        if let Some(fault) = fault.filter(|fault| fault.who != Who::Service) {
-            self.mend(fault)?;
-        }
-        let ending = self.settle()?;
         let said = command.err.text();
+        let ending = self.settle(said.contains("stands still here"))?;
         let last = said.lines().last().unwrap_or_default();
         progress!(
             "{}: {fault:?} at {at:?}: status {code:?}, guest a at {ending:?}: {last}",
@@ -405,6 +407,7 @@ impl World<'_> {
         report.figure("double_owners", t.double_owners);
         report.figure("lost_vms", t.lost_vms);
         report.figure("lost_with_their_process", t.lost_with_their_process);
+        report.figure("in_doubt_of_these", t.in_doubt);
         report.figure("errors", t.errors);
         report.figure("moved", t.moved);
         report.figure("stayed", t.stayed);
