@@ -10,13 +10,11 @@ mod driver_faults;
 mod fio;
 mod host;
 mod migrate;
-mod migrate_blackout;
 mod migrate_converge;
 mod migrate_exact;
 mod migrate_faults;
 mod migrate_group;
 mod migrate_hosts;
-mod migrate_many;
 mod migrate_mpi;
 mod migrate_postcopy;
 mod migrate_rdma;
@@ -61,10 +59,8 @@ pub const ALL: &[Scenario] = &[
     migrate::SCENARIO,
     migrate_hosts::SCENARIO,
     migrate_postcopy::SCENARIO,
-    migrate_blackout::SCENARIO,
     migrate_rdma::SCENARIO,
     migrate_exact::SCENARIO,
-    migrate_many::SCENARIO,
     migrate_faults::SCENARIO,
     migrate_converge::SCENARIO,
     migrate_group::SCENARIO,
