@@ -354,7 +354,7 @@ impl World<'_> {
                         self.pair.daemons().iter().map(|daemon| daemon.err.tail(14)).collect();
                     self.error(format!("{what}: the guest is lost: {tails:?} {daemons}"));
                 }
-                if code == Some(0) {
+                if code == Some(0) && !fault.is_some_and(|fault| fault.ends_what_has_moved(at)) {
                     self.error(format!("{what}: the guest is lost, and the command succeeded"));
                 }
                 next.session.kill()?;

@@ -117,6 +117,12 @@ impl Fault {
             }
     }
 
+    /// Whether it ended a VM that had moved: the command that moved it has succeeded then, and the VM ends with the destination like any other VM there.
+    pub fn ends_what_has_moved(self, at: Step) -> bool {
+        let there = matches!(self.who, Who::DestinationMonitor | Who::DestinationDaemon);
+        self.how == How::Kill && there && at == Step::Moved
+    }
+
     /// Whether the VM's RDMA device is lost with the daemon that was killed, where the VM runs.
     pub fn harms_the_mover(self, ending: Ending) -> bool {
         self.how == How::Kill
@@ -216,6 +222,9 @@ mod tests {
             assert!(fault.how == How::Kill && of_owner || !fault.may_lose(Step::Moved), "{fault:?}");
             let destination = matches!(fault.who, Who::DestinationMonitor | Who::DestinationDaemon);
             assert!(!(destination && fault.may_lose(Step::Copying)), "{fault:?}");
+            // A command that succeeded says that the VM has moved: only the destination's death loses it afterwards.
+            assert!(!fault.ends_what_has_moved(Step::Handing), "{fault:?}");
+            assert_eq!(fault.ends_what_has_moved(Step::Moved), destination && fault.how == How::Kill);
         }
     }
 }
