@@ -13,7 +13,7 @@ strip --strip-debug vmw_pvrdma.ko
 cp vmw_pvrdma.ko /build/out/
 cd /build/programs
 mpi=/usr/lib/x86_64-linux-gnu/openmpi
-for p in rdma-loop rdma-verify rdma-counter; do
+for p in rdma-loop rdma-verify rdma-counter rdma-exact; do
   gcc -O2 -Wall -Wextra -Werror -o /build/out/$p $p.c -libverbs
 done
 for p in mpi-check mpi-steady; do

@@ -185,6 +185,9 @@ static struct device device_open(const char *name, int gid_index) {
 // READs and atomic operations that a connection may have under way, each way.
 static uint8_t rd_atomic = 1;
 
+// How long a connection waits for an answer: 4.096 us * 2^14 are 67 ms.
+static uint8_t ack_timeout = 14;
+
 // Takes a reliable connection from RESET to RTS.
 static void rc_connect(struct device *d, struct ibv_qp *qp, struct hello peer) {
 	struct ibv_qp_attr init = { .qp_state = IBV_QPS_INIT, .port_num = 1,
@@ -198,7 +201,7 @@ static void rc_connect(struct device *d, struct ibv_qp *qp, struct hello peer) {
 	if (ibv_modify_qp(qp, &rtr, IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
 			IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER))
 		die("Can't take the queue pair to RTR");
-	struct ibv_qp_attr rts = { .qp_state = IBV_QPS_RTS, .timeout = 14, .retry_cnt = 7, .rnr_retry = 7, .sq_psn = PSN, .max_rd_atomic = rd_atomic };
+	struct ibv_qp_attr rts = { .qp_state = IBV_QPS_RTS, .timeout = ack_timeout, .retry_cnt = 7, .rnr_retry = 7, .sq_psn = PSN, .max_rd_atomic = rd_atomic };
 	if (ibv_modify_qp(qp, &rts, IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
 			IBV_QP_MAX_QP_RD_ATOMIC))
 		die("Can't take the queue pair to RTS");

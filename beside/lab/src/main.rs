@@ -215,6 +215,9 @@ struct OptionArgs {
     /// How long, in seconds.
     #[arg(long)]
     seconds: Option<u64>,
+    /// Where randomness begins, in scenarios that have some.
+    #[arg(long)]
+    seed: Option<u64>,
     /// Only this kernel; may be given again.
     #[arg(long = "kernel")]
     kernels: Vec<String>,
@@ -240,6 +243,7 @@ impl From<OptionArgs> for scenario::Options {
         scenario::Options {
             count: a.count,
             seconds: a.seconds,
+            seed: a.seed,
             kernels: a.kernels,
             cpus: a.cpus,
             ends: a.ends,

@@ -113,6 +113,8 @@ pub struct Layout {
     pub daemons: Vec<String>,
     /// More options for each guest's RDMA NIC; `{n}` stands for the guest's number, which begins at 1.
     pub nic: String,
+    /// More words for the guests' command lines.
+    pub cmdline: &'static str,
 }
 
 impl Layout {
@@ -124,6 +126,7 @@ impl Layout {
             uplink: None,
             daemons: vec![String::new()],
             nic: String::new(),
+            cmdline: "",
         }
     }
 }
@@ -511,6 +514,7 @@ fn boot_with(
         .disk("/dev/vdd", true)
         .tap(&format!("{tap},mac=52:54:00:4c:00:0{number},mtu={mtu}"))
         .script(&boot_script(number, name, mtu))
+        .cmdline(layout.cmdline.split_whitespace())
         // The agent of this build.
         .file("agent", std::fs::read(crate::paths::agent()?)?)
         .file("pyverbs-run.py", include_bytes!("../assets/pyverbs-run.py").to_vec())

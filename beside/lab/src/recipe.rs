@@ -318,6 +318,8 @@ pub const RDMA_SOURCES: &[(&str, &str)] = &[
     ("rdma-loop.c", include_str!("../guest-programs/rdma-loop.c")),
     ("rdma-verify.c", include_str!("../guest-programs/rdma-verify.c")),
     ("rdma-counter.c", include_str!("../guest-programs/rdma-counter.c")),
+    ("exact-judge.h", include_str!("../guest-programs/exact-judge.h")),
+    ("rdma-exact.c", include_str!("../guest-programs/rdma-exact.c")),
     ("mpi-check.c", include_str!("../guest-programs/mpi-check.c")),
     ("mpi-steady.c", include_str!("../guest-programs/mpi-steady.c")),
 ];

@@ -18,6 +18,8 @@ pub struct Options {
     pub count: Option<u32>,
     /// How long, in seconds, where a scenario runs for a time.
     pub seconds: Option<u64>,
+    /// Where randomness begins, in scenarios that have some.
+    pub seed: Option<u64>,
     /// Only these kernels.
     pub kernels: Vec<String>,
     /// Only these numbers of vCPUs.

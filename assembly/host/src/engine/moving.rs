@@ -258,6 +258,19 @@ impl Worker {
         }
     }
 
+    /// Nothing of other VMs here waits for a VM any more, which is gone: neither what is connected with it, nor what will be with a VM that has its addresses later.
+    pub fn let_go_of(&mut self, (peer, gids): &Addressed) {
+        let now = self.now();
+        for (id, _) in self.others(*peer) {
+            for gid in gids {
+                self.engine.open(id, *gid);
+            }
+            if let Some(transports) = &mut self.transports {
+                transports.go_on(id, *peer, now);
+            }
+        }
+    }
+
     /// Queue pairs of a VM that face these send nothing to them.
     pub fn hold_towards(&mut self, vm: VmId, peers: &[Addressed]) {
         for id in self.devices_of(vm) {

@@ -143,6 +143,7 @@ impl MoverThread {
                 leaving: HashMap::new(),
                 arriving: HashMap::new(),
                 reason: HashMap::new(),
+                held: HashMap::new(),
             }
             .run(&mut Inbox::new(inbox));
         })?;
@@ -186,6 +187,8 @@ struct Mover {
     arriving: HashMap<VmId, MigrationId>,
     /// Why migrations were given up, as far as this host has had to do with it.
     reason: HashMap<MigrationId, String>,
+    /// Addresses of VMs whose peers here were held last.
+    held: HashMap<VmId, Vec<Gid>>,
 }
 
 /// A NIC's RDMA function, and what it shares with the other one.
@@ -401,16 +404,20 @@ impl Mover {
             }
             Action::Hold { migration, vm } => {
                 let addressed = self.addressed(vm);
+                // The directory forgets whose addresses they were when the VM is gone.
+                self.held.insert(vm, addressed.1.clone());
                 self.ask(move |worker| worker.hold_peers_of(&addressed));
                 return vec![Event::Held { migration, vm }];
             }
             Action::Open { vm, peer } => self.open(vm, peer),
             Action::Lost { peer } => {
-                let addressed = self.addressed(peer);
+                let mut addressed = self.addressed(peer);
+                addressed.1.extend(self.held.remove(&peer).unwrap_or_default());
                 self.ask(move |worker| {
                     for vm in worker.facing(addressed.0) {
                         worker.open(vm, &addressed, false);
                     }
+                    worker.let_go_of(&addressed);
                 });
             }
             Action::Stop { vm, .. } => self.set(vm, Phase::Stop),

@@ -1,6 +1,7 @@
 //! Guests of a pair that move to other hosts.
 
-use super::{Device, Layout, Member, Pair, boot_with};
+use super::{Device, Layout, Member, Pair, boot, boot_with, start_daemon, up};
+use crate::channel::Session;
 use crate::guest::Guest;
 use crate::host::Host;
 use crate::lab::Lab;
@@ -73,6 +74,32 @@ impl<'a> Pair<'a> {
     ) -> Result<Guest> {
         let coming = Coming { member: self.member(number)?, number, cpus: self.cpus };
         await_guest(self.lab, &self.layout, &coming, (host, address), patience)
+    }
+
+    /// Starts a host's daemon again, whose process has ended. Gives what was left of the one before.
+    pub fn restart_daemon(&mut self, host: usize) -> Result<Session> {
+        let arguments =
+            self.layout.daemons.get(host).with_context(|| format!("Host number {host} has no daemon"))?;
+        let new = start_daemon(self.lab.host(host)?, arguments)?;
+        let place =
+            self.daemons.get_mut(host).with_context(|| format!("Host number {host} has no daemon"))?;
+        Ok(std::mem::replace(place, new))
+    }
+
+    /// Boots a guest anew on a host, where its monitor has ended.
+    pub fn reboot(&mut self, number: usize, host: usize) -> Result<()> {
+        let place = self.layout.hosts.get_mut(number).with_context(|| no_such(number))?;
+        *place = host;
+        let name = self.member(number)?.name;
+        self.lab.host(host)?.sh(&format!("rm -f {}", crate::guest_channel::socket(name)))?;
+        let guest = boot(self.lab, &self.layout, self.device, self.cpus, number + 1)?;
+        let member = up(self.lab, &self.layout, self.device, number + 1, guest)?;
+        match number {
+            0 => self.a = member,
+            1 => self.b = member,
+            _ => *self.more.get_mut(number - 2).with_context(|| no_such(number))? = member,
+        }
+        Ok(())
     }
 
     /// A guest has come there. Gives the one that it was.

@@ -61,10 +61,10 @@ fn topology(_: &Options) -> Topology {
 }
 
 /// The third host's links join the bridges of the second; there they get the names that the other hosts' first links have.
-const H2: &str = "set -e; for i in x2 x3; do ip addr flush dev $i; done
+pub(super) const H2: &str = "set -e; for i in x2 x3; do ip addr flush dev $i; done
 [ -e /sys/class/net/br0 ] || ip link add br0 type bridge; ip link set br0 up
 ip link set x2 master br1 up; ip link set x3 master br0 up";
-const H3: &str = "set -e; for i in 0 1; do o=x$((i+2)); ip addr flush dev $o; ip link set $o down; ip link set $o name x$i; ip link set x$i up; done";
+pub(super) const H3: &str = "set -e; for i in 0 1; do o=x$((i+2)); ip addr flush dev $o; ip link set $o down; ip link set $o name x$i; ip link set x$i up; done";
 
 fn address(guest: usize, host: usize) -> String {
     format!("10.77.0.{}:{}", host + 1, PORT + guest)

@@ -37,12 +37,11 @@ const LINK: &str =
     "modprobe sch_tbf && tc qdisc replace dev x0 root tbf rate 100mbit burst 128kb latency 100ms";
 const CHANGES: &str = "setsid sh -c 'while :; do head -c 33554432 /dev/urandom > /dev/shm/changes; done' < /dev/null > /dev/null 2>&1 & sleep 1";
 
-/// One move of the first guest.
-fn step(lab: &Lab, pair: &mut Pair<'_>, to: usize, how: &str) -> Result<Value> {
+/// One move of the first guest, which is on the first host or on the second; `how` is for the command.
+pub(super) fn step(lab: &Lab, pair: &mut Pair<'_>, to: usize, how: &str) -> Result<Value> {
     let address = format!("10.77.0.{}:{PORT}", to + 1);
     let from = lab.host(1 - to)?;
     let next: Guest = pair.await_guest(0, to, &address, PATIENCE)?;
-    talk::go_on(pair)?;
     let command = format!("causeway --json migrate a --to {address} {how}");
     let output = from.run(&command, PATIENCE)?;
     if output.code != 0 {
@@ -85,6 +84,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let mut transports = BTreeSet::new();
     for number in 0..moves {
         let to = if number % 2 == 0 { 1 } else { 0 };
+        talk::go_on(&pair)?;
         let timeline = step(lab, &mut pair, to, how).with_context(|| format!("Move {}", number + 1))?;
         let (now, reached_by) = talk::connected(&pair.a)?;
         if now != first {

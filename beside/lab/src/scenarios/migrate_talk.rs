@@ -13,8 +13,10 @@ use serde_json::Value;
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-/// Where the cluster service listens.
-const SERVICE: &str = "10.77.0.1:4793";
+/// Where the cluster service listens, on a host.
+fn listens_at(host: usize) -> String {
+    format!("10.77.0.{}:4793", host + 1)
+}
 /// For what an emulated host does: a move, a boot, the end of a program.
 pub(super) const PATIENCE: Duration = Duration::from_secs(400);
 /// How long the programs are to go on per move, seconds: an emulated host copies memory slowly.
@@ -29,9 +31,15 @@ pub(super) fn layout(hosts: &[usize]) -> Layout {
 
 /// As [`layout`], with daemons on so many hosts.
 pub(super) fn layout_of(hosts: &[usize], daemons: usize) -> Layout {
+    layout_served(hosts, daemons, 0)
+}
+
+/// As [`layout_of`], with the cluster service on that host.
+pub(super) fn layout_served(hosts: &[usize], daemons: usize, service: usize) -> Layout {
+    let service = listens_at(service);
     let daemon = |host: usize| {
         format!(
-            "--cluster {SERVICE} --name h{0} --fabric-address 10.77.0.{0}:4792 --cluster-key /run/causeway/cluster.key",
+            "--cluster {service} --name h{0} --fabric-address 10.77.0.{0}:4792 --cluster-key /run/causeway/cluster.key",
             host + 1
         )
     };
@@ -43,16 +51,21 @@ pub(super) fn service(lab: &Lab) -> Result<Session> {
     service_of(lab, 2)
 }
 
-/// The networks of the first so many hosts, which have daemons, and the service; times of an emulated host say nothing, so a switch-over may take
-/// long.
+/// The networks of the first so many hosts, which have daemons, and the service on the first.
 pub(super) fn service_of(lab: &Lab, hosts: usize) -> Result<Session> {
     lab.install_causeway()?;
     for (number, host) in lab.hosts().iter().take(hosts).enumerate() {
         rdma_fabric::prepare(host, number)?;
     }
-    let host = lab.host(0)?;
+    service_on(lab, 0)
+}
+
+/// Starts the service on a host, with the state that it had there; times of an emulated host say nothing, so a switch-over may take long.
+pub(super) fn service_on(lab: &Lab, number: usize) -> Result<Session> {
+    let host = lab.host(number)?;
     let command = format!(
-        "mkdir -p /run/causeway && exec causeway cluster serve --listen {SERVICE} --state /run/causeway/cluster.redb --switch-limit 120000"
+        "mkdir -p /run/causeway && exec causeway cluster serve --listen {} --state /run/causeway/cluster.redb --switch-limit 120000",
+        listens_at(number)
     );
     let service = host.spawn("causeway cluster", &command)?;
     let listens =
@@ -98,6 +111,14 @@ fn seconds(said: &str) -> Option<f64> {
 fn messages(trial: f64, moves: u32) -> u32 {
     let rate = (f64::from(TRIAL) / trial).clamp(1.0, 100_000.0);
     (rate * f64::from(PER_MOVE) * f64::from(moves + 1)) as u32
+}
+
+/// For guests that move often: pages that they free become zero, which costs a move next to nothing.
+pub(super) const SMALL: &str = "init_on_free=1";
+
+/// Gives what a guest's files hold of its memory back to it; with [`SMALL`], little is left to be copied.
+pub(super) fn shrink(m: &Member<'_>) -> Result<()> {
+    m.sh("sync; echo 3 > /proc/sys/vm/drop_caches").map(drop)
 }
 
 /// Starts a program that goes on without the connection that started it.

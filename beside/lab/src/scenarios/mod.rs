@@ -11,6 +11,8 @@ mod fio;
 mod host;
 mod migrate;
 mod migrate_converge;
+mod migrate_exact;
+mod migrate_faults;
 mod migrate_group;
 mod migrate_hosts;
 mod migrate_mirror;
@@ -60,6 +62,8 @@ pub const ALL: &[Scenario] = &[
     migrate_mirror::SCENARIO,
     migrate_postcopy::SCENARIO,
     migrate_rdma::SCENARIO,
+    migrate_exact::SCENARIO,
+    migrate_faults::SCENARIO,
     migrate_converge::SCENARIO,
     migrate_group::SCENARIO,
     migrate_mpi::SCENARIO,

@@ -73,6 +73,7 @@ pub(super) fn layout() -> Layout {
         uplink: Some("x1"),
         daemons: vec![daemon(0), daemon(1)],
         nic: ",mac=52:54:00:4d:00:0{n},tap=seg0".to_owned(),
+        cmdline: "",
     }
 }
 

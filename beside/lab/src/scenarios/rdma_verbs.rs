@@ -57,6 +57,7 @@ fn layout() -> Layout {
         uplink: Some("x1"),
         daemons: vec![daemon(0), daemon(1)],
         nic: ",mac=52:54:00:4d:00:0{n},tap=seg0".to_owned(),
+        cmdline: "",
     }
 }
 

@@ -59,6 +59,7 @@ fn layout() -> Layout {
         uplink: Some("x1"),
         daemons: vec![String::new()],
         nic: ",mac=52:54:00:4d:00:0{n},tap=seg0".to_owned(),
+        cmdline: "",
     }
 }
 

@@ -1,0 +1,172 @@
+//! Two guests do operations of five kinds to each other, over several connections and in both directions, while one of them moves to and fro between two hosts all the
+//! time: to the other one's host, where connections are local, and away. Each operation is to be carried out exactly once and in order; what is wrong is judged from
+//! the data, by the program `rdma-exact` in the guests.
+//!
+//! ```text
+//!  host h1: causeway cluster, causeway host ═══ link ═══ host h2: causeway host
+//!  guest a  ──────────────── moves ──────────────────▶  beside guest b, and back
+//! ```
+//! Keys are those that the programs told each other at the beginning, and go on to use. The program's connections wait 17 s for an answer, more than any pause here: a crowded machine's emulated hosts stand still for seconds.
+
+use super::migrate_rdma;
+use super::migrate_talk::{self as talk, PATIENCE};
+use super::rdma_fabric;
+use crate::lab::Lab;
+use crate::progress;
+use crate::rdma::{Device, Layout, Member, Pair};
+use crate::scenario::{Options, Report, Scenario};
+use anyhow::{Context, Result, bail};
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+/// The scenario.
+pub const SCENARIO: Scenario = Scenario {
+    name: "migrate-exact",
+    about: "numbered SENDs, WRITEs, READs, fetch-and-adds and compare-and-swaps (--count of them) while a guest moves to and fro: each exactly once and in order",
+    topology: rdma_fabric::topology,
+    run,
+    prompt: None,
+};
+
+/// Operations of a run, unless `--count` says how many.
+const OPERATIONS: u32 = 10_000_000;
+/// Connections between the guests; operations of a round of one of them in one direction (rdma-exact.c).
+const CONNECTIONS: u64 = 8;
+const EACH: u64 = 6;
+/// How long nothing may be done.
+const STUCK: Duration = Duration::from_secs(400);
+
+fn command(m: &Member<'_>, rounds: u64, server: Option<&str>) -> String {
+    let to = server.unwrap_or("");
+    format!(
+        "rdma-exact --device {} --gid {} --connections {CONNECTIONS} --count {rounds} {to}",
+        m.port.device, m.port.gid
+    )
+}
+
+/// Numbers of a line such as `EXACT lost=0 repeated=1`, of the last line that begins so.
+fn numbers(said: &str, begin: &str) -> Option<BTreeMap<String, u64>> {
+    let line = said.lines().rev().find(|line| line.starts_with(begin))?;
+    let pair =
+        |word: &str| word.split_once('=').and_then(|(name, n)| Some((name.to_owned(), n.parse().ok()?)));
+    Some(line.split_whitespace().filter_map(pair).collect())
+}
+
+/// Rounds that are done, as the program says.
+fn done(m: &Member<'_>) -> Result<u64> {
+    let said = m.sh("tail -n 3 /run/work.out")?;
+    if said.contains("ERROR") {
+        bail!("The program in guest {} failed: {said}", m.name);
+    }
+    Ok(numbers(&said, "DONE").and_then(|n| n.get("rounds").copied()).unwrap_or(0))
+}
+
+fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
+    if options.rdma_device()? != Device::Pvrdma {
+        bail!("migrate-exact is about Causeway's device");
+    }
+    let wanted = u64::from(options.count.unwrap_or(OPERATIONS));
+    let rounds = wanted.div_ceil(EACH * CONNECTIONS * 2);
+    let _service = talk::service(lab)?;
+    let layout = Layout { cmdline: talk::SMALL, ..talk::layout(&[0, 1]) };
+    let mut pair = Pair::place(lab, options, layout)?;
+    talk::shrink(&pair.a)?;
+    talk::detach(&pair.b, &command(&pair.b, rounds, None))?;
+    talk::detach(&pair.a, &command(&pair.a, rounds, Some(&pair.b.tcp)))?;
+    let (first, mut transports) = talk::connected(&pair.a)?;
+    report.check(
+        first.len() as u64 == CONNECTIONS,
+        format!("before the first move {first:?} are connected, not {CONNECTIONS} queue pairs"),
+    );
+    let (mut moves, mut errors, mut last) = (0_usize, 0_u32, (0, Instant::now()));
+    while talk::works(&pair.a)? && talk::works(&pair.b)? {
+        let to = (moves + 1) % 2;
+        let timeline =
+            migrate_rdma::step(lab, &mut pair, to, migrate_rdma::BEFORE).with_context(|| format!("Move {}", moves + 1))?;
+        moves += 1;
+        let (now, by) = if talk::works(&pair.a)? { talk::connected(&pair.a)? } else { Default::default() };
+        // The program may have ended meanwhile, and with it its queue pairs.
+        let goes_on = talk::works(&pair.a)?;
+        if goes_on {
+            errors += u32::from(now != first);
+            report.check(
+                now == first,
+                format!("queue pairs were {first:?}; after move {moves} they are {now:?}"),
+            );
+            transports.extend(by.clone());
+        }
+        let rounds_done = done(&pair.a)?;
+        if rounds_done > last.0 {
+            last = (rounds_done, Instant::now());
+        } else if goes_on && last.1.elapsed() > STUCK {
+            bail!("Nothing was done in {} s, after {rounds_done} rounds", STUCK.as_secs());
+        }
+        progress!(
+            "move {moves}: to h{}, {} bytes, {} rounds of memory, pause {} ms (emulated: says nothing), {by:?}; {rounds_done}/{rounds} rounds",
+            to + 1,
+            timeline["bytes"],
+            timeline["rounds"].as_array().map_or(0, Vec::len),
+            timeline["pause_ms"]
+        );
+    }
+    report.figure("moves", moves as u64);
+    report.figure("transports", transports.iter().cloned().collect::<Vec<_>>());
+    let mut sums: BTreeMap<&str, u64> =
+        ["operations", "lost", "repeated", "reordered", "corrupt"].map(|name| (name, 0)).into();
+    for m in [&pair.a, &pair.b] {
+        let (code, said) = talk::ended(m, PATIENCE)?;
+        let found = numbers(&said, "EXACT");
+        errors += u32::from(code != 0);
+        report.check(code == 0 && found.is_some(), format!("guest {}: status {code}: {said}", m.name));
+        for (name, sum) in &mut sums {
+            *sum += found.as_ref().and_then(|found| found.get(*name)).copied().unwrap_or(0);
+        }
+        progress!("guest {}: {}", m.name, said.lines().last().unwrap_or_default());
+        let said = m.sh("grep DONE /run/work.out | cut -d' ' -f2,3 | tail -n 40 | tr '\\n' ';'")?;
+        progress!("guest {}: {said}", m.name);
+        errors += talk::complaints(m, report)?;
+    }
+    for (name, sum) in &sums {
+        report.figure(name, *sum);
+    }
+    report.figure("errors", errors);
+    report.check(
+        sums["operations"] >= wanted,
+        format!("{} operations in place of {wanted}", sums["operations"]),
+    );
+    report.check(moves > 0, "nothing moved while the programs worked");
+    let wrong: u64 = sums.iter().filter(|(name, _)| **name != "operations").map(|(_, sum)| sum).sum();
+    report.check(errors == 0 && wrong == 0, format!("{errors} errors, {wrong} operations that were wrong"));
+    pair.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    /// What guests' operations are judged by finds losses, repetitions, other orders and corrupt contents, planted one by one, and nothing where
+    /// nothing is wrong.
+    #[test]
+    fn the_judge_finds_what_is_planted() {
+        let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join("judge");
+        let source = concat!(env!("CARGO_MANIFEST_DIR"), "/guest-programs/exact-judge-test.c");
+        let built = Command::new("cc")
+            .args(["-O2", "-Wall", "-Wextra", "-Werror", "-o"])
+            .arg(&program)
+            .arg(source)
+            .status();
+        assert!(built.unwrap().success());
+        let judged = Command::new(&program).output().unwrap();
+        assert!(judged.status.success(), "{}", String::from_utf8_lossy(&judged.stdout));
+    }
+
+    #[test]
+    fn the_last_line_of_a_kind_counts() {
+        let said = "DONE rounds=3 lost=0\nDONE rounds=5 lost=1\nEXACT operations=48 lost=1\n";
+        assert_eq!(numbers(said, "DONE").unwrap()["rounds"], 5);
+        assert_eq!(numbers(said, "EXACT").unwrap()["operations"], 48);
+        assert_eq!(numbers(said, "ERROR"), None);
+    }
+}
