@@ -81,8 +81,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let (mut moves, mut errors, mut last) = (0_usize, 0_u32, (0, Instant::now()));
     while talk::works(&pair.a)? && talk::works(&pair.b)? {
         let to = (moves + 1) % 2;
-        let timeline =
-            migrate_rdma::step(lab, &mut pair, to, migrate_rdma::BEFORE).with_context(|| format!("Move {}", moves + 1))?;
+        let timeline = migrate_rdma::step(lab, &mut pair, to, migrate_rdma::BEFORE)
+            .with_context(|| format!("Move {}", moves + 1))?;
         moves += 1;
         let (now, by) = if talk::works(&pair.a)? { talk::connected(&pair.a)? } else { Default::default() };
         // The program may have ended meanwhile, and with it its queue pairs.
