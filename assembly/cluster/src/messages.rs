@@ -81,6 +81,11 @@ pub(crate) fn settings(registry: &Registry) -> proto::Settings {
         mtu: settings.mtu,
         sockets: settings.sockets.into(),
         switch_milliseconds: registry.switch_ms(),
+        pins: registry
+            .pins()
+            .iter()
+            .map(|(vm, transport)| proto::Pin { vm: vm.clone(), transport: transport.clone() })
+            .collect(),
     }
 }
 

@@ -1,5 +1,6 @@
 //! Sockets, TLS and metrics of the service; its start and end.
 
+use std::collections::BTreeMap;
 use std::io;
 use std::net::{SocketAddr, TcpListener as StdTcpListener};
 use std::path::PathBuf;
@@ -33,6 +34,8 @@ use crate::store::{RedbStore, Store, StoreError};
 const CONNECTIONS: usize = 8192;
 /// A TLS handshake may take so long.
 const HANDSHAKE: Duration = Duration::from_secs(5);
+/// A connection of whose other end nothing is heard for so long is ended, or for as long as a host's lease where that is longer.
+const SILENCE: Duration = Duration::from_secs(10);
 
 /// What the service is started with.
 #[derive(Debug, Clone)]
@@ -49,6 +52,8 @@ pub struct ServerConfig {
     pub lease: Duration,
     /// How long a migration's switch-over may take, from when peers are asked to stop to the decision; what takes longer is given up.
     pub switch_limit: Duration,
+    /// Names of transports that VMs' connections are pinned to, by the VMs' names; `*` is all others.
+    pub pins: BTreeMap<String, String>,
     /// Bytes of payload per packet between hosts; `None`: as before, or the default.
     pub mtu: Option<u32>,
     /// UDP sockets of each host; `None`: as before, or the default.
@@ -66,6 +71,7 @@ impl ServerConfig {
             metrics: None,
             lease: Duration::from_secs(6),
             switch_limit: Duration::from_secs(2),
+            pins: BTreeMap::new(),
             mtu: None,
             sockets: None,
         }
@@ -82,6 +88,7 @@ impl ServerConfig {
         let mut registry = Registry::new(store, self.lease, self.switch_limit, now)?;
         let settings = self.settings(registry.state().settings);
         registry.set_settings(settings, now)?;
+        registry.set_pins(self.pins.clone());
         Ok(registry)
     }
 }
@@ -202,7 +209,7 @@ impl Server {
         mut threads: Vec<JoinHandle<()>>,
         stand_down: Option<std::sync::mpsc::Sender<()>>,
     ) -> Result<Self, ServerError> {
-        let Sockets { tls, listener, address, metrics, metrics_address } = sockets;
+        let Sockets { tls, listener, address, metrics, metrics_address, silence } = sockets;
         let start = |what| move |source| ServerError::Start { what, source };
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_io()
@@ -223,7 +230,7 @@ impl Server {
             .spawn(move || {
                 runtime.block_on(async {
                     tokio::select! {
-                        ended = serve(listener, metrics, tls, roles) => {
+                        ended = serve(listener, metrics, tls, roles, silence) => {
                             if let Err(error) = ended {
                                 tracing::error!(%error, "The cluster service has ended; restart it");
                             }
@@ -286,6 +293,8 @@ struct Sockets {
     address: SocketAddr,
     metrics: Option<StdTcpListener>,
     metrics_address: Option<SocketAddr>,
+    /// How long nothing may be heard of a connection.
+    silence: Duration,
 }
 
 impl Sockets {
@@ -295,7 +304,7 @@ impl Sockets {
         let address = listener.local_addr().unwrap_or(config.listen);
         let metrics = config.metrics.map(|address| listen(address, "--metrics")).transpose()?;
         let metrics_address = metrics.as_ref().and_then(|listener| listener.local_addr().ok());
-        Ok(Self { tls, listener, address, metrics, metrics_address })
+        Ok(Self { tls, listener, address, metrics, metrics_address, silence: config.lease.max(SILENCE) })
     }
 }
 
@@ -322,6 +331,7 @@ async fn serve(
     metrics: Option<StdTcpListener>,
     tls: Option<ServerTlsConfig>,
     roles: Arc<Roles>,
+    silence: Duration,
 ) -> io::Result<()> {
     let listener = TcpListener::from_std(listener)?;
     if let Some(metrics) = metrics {
@@ -342,7 +352,7 @@ async fn serve(
         .timeout(Duration::from_secs(30))
         .concurrency_limit_per_connection(16)
         .http2_keepalive_interval(Some(Duration::from_secs(5)))
-        .http2_keepalive_timeout(Some(Duration::from_secs(10)))
+        .http2_keepalive_timeout(Some(silence))
         .add_service(service)
         .serve_with_incoming(ReceiverStream::new(incoming))
         .await

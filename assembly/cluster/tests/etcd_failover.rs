@@ -23,6 +23,7 @@ use control_api::cluster::proto::{self, Speaker};
 use control_api::cluster::{ClusterError, Service};
 use etcd::{Members, is_installed};
 use moving::{Host, STEPS, settle, steps};
+use nomad::{Body, MigrationId};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// Not etcd's least: a crowded machine isn't to change leaders for nothing.
@@ -111,39 +112,73 @@ fn directly(process: &Process, vm: &str, host: Speaker) -> Result<(), ClusterErr
     })
 }
 
+/// A VM that two instances move from one host to the other, as far as a step.
+struct Moving {
+    first: Process,
+    second: Process,
+    service: Service,
+    hosts: [Speaker; 2],
+    /// Number and epoch before.
+    vm: (u32, u64),
+    migration: u64,
+    step: usize,
+    /// A host has heard of the commit.
+    heard: bool,
+    /// Open when the fault comes.
+    _streams: [Host; 2],
+}
+
+impl Moving {
+    /// The first instance leads.
+    fn begin(members: &Members, prefix: &str, step: usize) -> Self {
+        let first = Process::start(members, prefix);
+        wait_until("a leader", || first.leads());
+        let second = Process::start(members, prefix);
+        let service = both(&first, &second);
+        let hosts = [service.host("h1", 1, 0).unwrap(), service.host("h2", 2, 0).unwrap()];
+        let vm = service.vm(hosts[0], "a", 0, 1).unwrap();
+        let [mut source, mut destination] = hosts.map(|host| Host::new(&service, host));
+        let migration = service.migrate(&[("a", "h2")]).unwrap();
+        let heard = steps(&mut source, &mut destination, migration, step);
+        let _streams = [source, destination];
+        Self { first, second, service, hosts, vm, migration, step, heard, _streams }
+    }
+
+    /// The VM has one owner, the one that hosts were told of. Whether the migration was committed.
+    fn judge(&self, told: Option<bool>) -> bool {
+        let (Self { hosts: [h1, h2], vm: (id, epoch), step, .. }, state) =
+            (self, self.service.state().unwrap());
+        let found = &state.vms[0];
+        let committed = (found.host, found.epoch) == (h2.host, epoch + 1);
+        assert!(committed || (found.host, found.epoch) == (h1.host, *epoch), "step {step}: {found:?}");
+        assert_eq!(found.id, *id);
+        assert!(!self.heard || committed, "step {step}: a host was told of a commit that isn't");
+        assert!(told.is_none_or(|told| told == committed), "step {step}: told {told:?}");
+        committed
+    }
+}
+
 /// One step of a migration at which the leader is killed, or stopped and woken when the other has led it to its end. Whether it was committed.
 fn takes_over(members: &Members, step: usize, stop: bool) -> bool {
     let prefix = format!("/{}{step}", if stop { "stop" } else { "kill" });
-    let first = Process::start(members, &prefix);
-    wait_until("a leader", || first.leads());
-    let second = Process::start(members, &prefix);
-    let service = both(&first, &second);
-    let (h1, h2) = (service.host("h1", 1, 0).unwrap(), service.host("h2", 2, 0).unwrap());
-    let (id, epoch) = service.vm(h1, "a", 0, 1).unwrap();
-    let (mut source, mut destination) = (Host::new(&service, h1), Host::new(&service, h2));
-    let migration = service.migrate(&[("a", "h2")]).unwrap();
-    let heard = steps(&mut source, &mut destination, migration, step);
+    let moving = Moving::begin(members, &prefix, step);
+    let Moving { first, second, service, hosts: [h1, h2], migration, .. } = &moving;
+    let (h1, h2, migration) = (*h1, *h2, *migration);
     first.signal(if stop { Signal::STOP } else { Signal::KILL });
     wait_until("the other to lead", || second.leads());
     // What hosts do that have lost the service. The first address of the two doesn't answer, or hangs.
     for (host, number) in [(h1, 1), (h2, 2)] {
         assert_eq!(service.host(&format!("h{number}"), number, host.incarnation).unwrap(), host);
     }
-    let (mut source, mut destination) = (Host::new(&service, h1), Host::new(&service, h2));
+    let (mut source, mut destination) = (Host::new(service, h1), Host::new(service, h2));
     let over = || service.state().unwrap().migrations.is_empty();
     let told = settle(&mut source, &mut destination, migration, over);
-    let state = service.state().unwrap();
-    let found = &state.vms[0];
-    let committed = (found.host, found.epoch) == (h2.host, epoch + 1);
-    assert!(committed || (found.host, found.epoch) == (h1.host, epoch), "step {step}: {found:?}");
-    assert_eq!(found.id, id);
-    assert!(!heard || committed, "step {step}: a host was told of a commit that isn't");
-    assert!(told.is_none_or(|told| told == committed), "step {step}: told {told:?}");
+    let committed = moving.judge(told);
     if stop {
-        let revision = state.revision;
+        let revision = service.state().unwrap().revision;
         // It wakes up in the midst of leading.
         first.signal(Signal::CONT);
-        let error = directly(&first, "ghost", h1).unwrap_err();
+        let error = directly(first, "ghost", h1).unwrap_err();
         assert!(!error.is_refusal(), "{error:?}");
         wait_until("the first to stand by", || {
             first.role().is_some_and(|role| role.leader == second.address && !role.leads)
@@ -183,6 +218,69 @@ fn a_leader_is_killed_at_each_step_of_a_migration() {
 #[test]
 fn a_leader_is_stopped_at_each_step_of_a_migration_and_wakes_up() {
     at_each_step("a_leader_is_stopped_at_each_step_of_a_migration_and_wakes_up", true);
+}
+
+/// One step of a migration at which a member of etcd is killed; whichever instance leads then takes it to its end, given up if it isn't decided. Whether
+/// it was committed.
+fn goes_on(members: &mut Members, step: usize) -> bool {
+    let prefix = format!("/member{step}");
+    let moving = Moving::begin(members, &prefix, step);
+    let Moving { service, hosts: [h1, h2], migration, .. } = &moving;
+    let (h1, h2, migration) = (*h1, *h2, *migration);
+    let member = step % 3;
+    members.kill(member);
+    // Either may lead now, or lead again: whoever asks while that is open asks again, and whose stream has ended begins another.
+    let join = |host: Speaker, number: u8| {
+        let name = format!("h{number}");
+        wait_until("the host's registration", || {
+            service.host(&name, number, host.incarnation).is_ok_and(|known| known == host)
+        });
+        Host::try_new(service, host)
+    };
+    let mut ends = [(h1, None), (h2, None)];
+    let mut told = None;
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !service.state().is_ok_and(|state| state.migrations.is_empty()) {
+        assert!(Instant::now() < deadline, "step {step}: the migration doesn't end");
+        // What isn't decided is given up; what is, is told to both.
+        let _ = service.cancel(migration);
+        for (number, (host, end)) in (1..).zip(&mut ends) {
+            if end.is_none() {
+                *end = join(*host, number);
+            }
+            let Some(open) = end else { continue };
+            let committed = match open.soon_unless_broken() {
+                Some(Some(Body::Commit { .. })) => true,
+                Some(Some(Body::Abort { .. })) => false,
+                Some(_) => continue,
+                None => {
+                    *end = None;
+                    continue;
+                }
+            };
+            assert!(told.is_none_or(|told| told == committed), "one is told to commit, one to give it up");
+            told = Some(committed);
+            open.say(Body::Settled { migration: MigrationId(migration), lost: Vec::new() });
+        }
+    }
+    let committed = moving.judge(told);
+    drop(moving);
+    members.run(member);
+    members.wait();
+    committed
+}
+
+#[test]
+fn a_member_of_etcd_is_killed_at_each_step_of_a_migration() {
+    if !is_installed("a_member_of_etcd_is_killed_at_each_step_of_a_migration") {
+        return;
+    }
+    let mut members = Members::start(3);
+    let mut ends = [0, 0];
+    for step in 0..=STEPS {
+        ends[usize::from(goes_on(&mut members, step))] += 1;
+    }
+    assert!(ends.iter().all(|times| *times >= 2), "{ends:?}");
 }
 
 /// Registers VMs as long as it is let, and tries again what isn't answered. What was answered.

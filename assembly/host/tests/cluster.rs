@@ -70,6 +70,33 @@ fn guests_of_two_hosts_talk_and_go_on_while_the_service_is_away() {
     wait_until("the end of c", || cluster.state().vms.iter().all(|vm| vm.name != "c"));
 }
 
+/// What the service pins holds on each host, also while the service is away: VMs of one host that are pinned to `fabric` reach each other through their
+/// daemon's sockets, and one that is pinned to what the host doesn't have isn't connected by something else.
+#[test]
+fn vms_use_the_transport_that_the_service_pins_them_to() {
+    let mut cluster = Cluster::pinned(&[("*", "fabric"), ("c", "verbs"), ("d", "verbs")]);
+    let one = cluster.daemon(1);
+    let (mut a, mut b) = (guest(&one, "a", 1), guest(&one, "b", 2));
+    let (c, d) = (guest(&one, "c", 3), guest(&one, "d", 4));
+    for name in ["a", "b", "c", "d"] {
+        cluster.wait_for(name, 1);
+    }
+    wait_to_know(&cluster, &[&one]);
+    connect(&a, &b);
+    writes(&a, &b, 1, 20);
+    assert_eq!(transport(&one, &a, "a"), "fabric");
+    connect(&c, &d);
+    assert!(c.write(&d, 1, 64));
+    assert_ne!(c.poll(1), 0, "there is no RDMA device here, and nothing else may carry it");
+    let pins = cluster.state().settings.unwrap().pins;
+    let shown: Vec<_> = pins.iter().map(|pin| (pin.vm.as_str(), pin.transport.as_str())).collect();
+    assert_eq!(shown, [("*", "fabric"), ("c", "verbs"), ("d", "verbs")]);
+    cluster.stop();
+    connect_anew(&mut a, &mut b, 2);
+    writes(&a, &b, 100, 20);
+    assert_eq!(transport(&one, &a, "a"), "fabric");
+}
+
 #[test]
 fn a_daemon_that_is_started_during_an_outage_knows_where_others_are() {
     let mut cluster = Cluster::new();

@@ -20,6 +20,37 @@ fn check(hosts: usize, vms: u32, seed: u64, operations: u64, every_ns: u64) {
     assert!(cluster.states().iter().all(|(state, _)| *state == 3));
 }
 
+/// Connections are the hosts' devices', also between VMs of one host: these are done with everything when a VM stops, whose connections are made anew by
+/// the device of the host where it is then. Each operation happens once and in order.
+fn check_by_verbs(hosts: usize, vms: u32, seed: u64, operations: u64) {
+    let mut cluster = Cluster::by_verbs(hosts, vms, seed);
+    let verdict =
+        cluster.run_until(operations, 3_000_000, |_, _| {}).unwrap_or_else(|wrong| panic!("{wrong}"));
+    assert_eq!(verdict.operations, u64::from(vms) * u64::from(vms - 1) * operations);
+    assert!(verdict.is_clean(), "{verdict:?}");
+    let moves = cluster.moves;
+    eprintln!("{moves:?}");
+    assert!(moves.vms >= 3, "too little moved to show anything: {moves:?}");
+    assert!(moves.local > 0 && moves.remote > 0, "VMs weren't on one host, and on two: {moves:?}");
+    assert_eq!(moves.came_local, 0, "what is pinned to the devices doesn't go from RAM to RAM");
+    assert!(cluster.states().iter().all(|(state, _)| *state == 3));
+    // Ends and regions of VMs that have left are gone.
+    let held = cluster.devices_hold();
+    let (ends, regions) = held.iter().fold((0, 0), |sum, host| (sum.0 + host.0, sum.1 + host.1));
+    let most = (vms * (vms - 1)) as usize;
+    assert!(ends <= most && regions <= most, "{held:?}");
+}
+
+#[test]
+fn two_vms_by_the_hosts_devices_meet_and_part() {
+    check_by_verbs(2, 2, 5, 10_000);
+}
+
+#[test]
+fn three_vms_by_the_hosts_devices_move_alone_and_in_groups() {
+    check_by_verbs(3, 3, 6, 4_000);
+}
+
 #[test]
 fn two_vms_on_two_hosts_meet_and_part() {
     check(2, 2, 1, 20_000, 3_000_000);

@@ -73,7 +73,7 @@ pub struct GuestSpec {
     pub script: Option<String>,
     /// Files beside the script: name in `/lab`, bytes.
     pub files: Vec<(String, Vec<u8>)>,
-    /// More arguments for our monitor.
+    /// More arguments for the monitor, in its own words.
     pub extra: Vec<String>,
 }
 
@@ -197,6 +197,9 @@ impl GuestSpec {
                     add(format!(
                         "-netdev tap,id=n{n},ifname={t},script=no,downscript=no,vnet_hdr=on -device virtio-net-{bus},netdev=n{n}"
                     ));
+                }
+                for e in &self.extra {
+                    add(e.clone());
                 }
             }
         }

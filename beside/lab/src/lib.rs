@@ -11,6 +11,7 @@ mod command;
 pub mod cpio;
 pub mod dma_attack;
 pub mod dsm_faults;
+pub mod growth;
 pub mod guest;
 pub mod guest_channel;
 mod host;

@@ -231,8 +231,9 @@ pub struct Qp<S, R> {
     pub elsewhere: Option<Elsewhere>,
     /// The request that it is at.
     pub current: Option<Current>,
-    /// A receive that was taken and is not complete.
-    pub stashed: Option<ReceiveRequest>,
+    /// Receives that were taken and are not complete, the oldest first; more than one only where a host's RDMA device had them. (Up to one they are
+    /// the bytes of the `Option` that releases before had here; these take more than one for damage.)
+    pub taken: Vec<ReceiveRequest>,
     /// The send ring.
     pub send: S,
     /// The receive ring.
@@ -269,11 +270,6 @@ pub enum InvalidState {
     /// Another device of the segment has that address.
     #[error("The address {0:?} of the saved device belongs to another device of this segment")]
     AddressTaken(Gid),
-    /// A receive ahead of its message belongs to a host's RDMA device, and can't move.
-    #[error(
-        "Queue pair {0} is carried by the host's RDMA device, which can't give its state away; unpin transport verbs first"
-    )]
-    Verbs(u32),
 }
 
 /// A saved object as bytes, its version first.

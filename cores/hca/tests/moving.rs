@@ -62,7 +62,7 @@ fn copy(from: &World, device: DeviceId, to: &mut World, there: DeviceId, names: 
                 new.restore_srq(there, handle, decode(&encode(&saved)).unwrap()).unwrap();
             }
             Kind::QueuePair => {
-                let saved = old.save_qp(device, handle).unwrap().unwrap();
+                let saved = old.save_qp(device, handle).unwrap();
                 new.restore_qp(there, handle, decode(&encode(&saved)).unwrap()).unwrap();
             }
         }

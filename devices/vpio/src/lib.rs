@@ -25,6 +25,7 @@
 //! | [`violation`] | traces of refused requests, and their replay |
 //! | [`plan`] | which pages and ports KVM may handle without an exit to user space |
 //! | [`counters`] | what happened |
+//! | [`remote`] | one that a QEMU process plays, as the physical device |
 //! | [`vfio`] | a card of this host that is bound to vfio-pci, as the physical device |
 //!
 //! Sans-KVM and without threads or clocks: whoever owns a monitor calls it from one thread at a time, and gives it the time. Facts and
@@ -38,6 +39,7 @@ pub mod guest;
 pub mod monitor;
 pub mod pad;
 pub mod plan;
+pub mod remote;
 pub mod scheduler;
 pub mod sharing;
 pub mod switch;

@@ -6,6 +6,7 @@
 use std::collections::BTreeSet;
 use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -23,8 +24,10 @@ pub mod proto {
     tonic::include_proto!("causeway.cluster.v1");
 }
 
-/// How long a connection, and then an answer, may take.
+/// How long a connection, and then an answer, may take, where hosts' leases aren't longer.
 pub const TIMEOUT: Duration = Duration::from_secs(5);
+/// How long they may take at most.
+const LONGEST: Duration = Duration::from_secs(60);
 /// How long an instance may take to say whether it leads; those that don't answer are passed over.
 const PROBE: Duration = Duration::from_secs(2);
 /// Metadata of an answer of an instance that doesn't lead: the address of the one that does, or nothing.
@@ -121,10 +124,12 @@ pub enum ClusterError {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// No answer in time.
-    #[error("The cluster service at {service} gave no answer to {request} within {} s", TIMEOUT.as_secs())]
+    #[error("The cluster service at {service} gave no answer to {request} within {} s", after.as_secs())]
     Timeout {
         /// Where.
         service: String,
+        /// How long was waited.
+        after: Duration,
         /// What was asked.
         request: &'static str,
     },
@@ -215,6 +220,8 @@ pub struct Service {
     /// One that isn't among them, and of which one of them has said that it leads.
     hint: Arc<Mutex<Option<Instance>>>,
     keys: Option<Keys>,
+    /// Milliseconds that the service's lease allows; 0: it has said nothing yet.
+    patience: Arc<AtomicU64>,
 }
 
 impl Service {
@@ -224,7 +231,26 @@ impl Service {
     /// When one is none, or its name can't be resolved.
     pub fn new(addresses: &str, keys: Option<Keys>) -> Result<Self, ClusterError> {
         let instances: Vec<_> = addresses.split(',').map(Instance::new).collect::<Result<_, _>>()?;
-        Ok(Self { name: addresses.to_owned(), instances, hint: Arc::default(), keys })
+        Ok(Self {
+            name: addresses.to_owned(),
+            instances,
+            hint: Arc::default(),
+            keys,
+            patience: Arc::new(AtomicU64::new(0)),
+        })
+    }
+
+    /// How long a connection, and then an answer, may take.
+    #[must_use]
+    pub fn patience(&self) -> Duration {
+        Duration::from_millis(self.patience.load(Ordering::Relaxed)).clamp(TIMEOUT, LONGEST)
+    }
+
+    /// The service has said how long a host may be silent: it may take nearly as long for an answer from now on. Whoever gives hosts more time, on
+    /// machines that stand still for seconds, gives it to the service as well.
+    pub fn set_lease(&self, lease: Duration) {
+        let patience = u64::try_from(lease.as_millis() / 6 * 5).unwrap_or(u64::MAX);
+        self.patience.store(patience, Ordering::Relaxed);
     }
 
     /// As given.
@@ -305,7 +331,8 @@ impl Service {
 
     /// Connects with an instance if it leads.
     async fn probe(&self, instance: &Instance) -> Result<ClusterServiceClient<Channel>, ClusterError> {
-        let late = || ClusterError::Timeout { service: instance.name.clone(), request: "GetRole" };
+        let late =
+            || ClusterError::Timeout { service: instance.name.clone(), after: PROBE, request: "GetRole" };
         let (client, role) = tokio::time::timeout(PROBE, async {
             let mut client = self.connect_to(instance).await?;
             let role = client.get_role(proto::GetRoleRequest {}).await;
@@ -349,7 +376,8 @@ impl Service {
                         service.within(request, client.get_role(proto::GetRoleRequest {})).await
                     };
                     let role = tokio::time::timeout(PROBE, asked).await;
-                    let late = ClusterError::Timeout { service: instance.name.clone(), request };
+                    let late =
+                        ClusterError::Timeout { service: instance.name.clone(), after: PROBE, request };
                     (place, instance.name, role.unwrap_or(Err(late)))
                 });
             }
@@ -374,9 +402,9 @@ impl Service {
                 .map_err(|source| ClusterError::Keys(source.into()))?;
         }
         let endpoint = endpoint
-            .connect_timeout(TIMEOUT)
+            .connect_timeout(self.patience())
             .http2_keep_alive_interval(Duration::from_secs(5))
-            .keep_alive_timeout(Duration::from_secs(5))
+            .keep_alive_timeout(self.patience())
             .keep_alive_while_idle(true);
         let addresses = instance.addresses.clone();
         let connector = tower::service_fn(move |_: Uri| {
@@ -395,7 +423,8 @@ impl Service {
                 Err(last)
             }
         });
-        let connected = tokio::time::timeout(TIMEOUT, endpoint.connect_with_connector(connector)).await;
+        let connected =
+            tokio::time::timeout(self.patience(), endpoint.connect_with_connector(connector)).await;
         let failed = |source: Box<dyn std::error::Error + Send + Sync>| ClusterError::Connect {
             service: instance.name.clone(),
             encrypted: self.keys.is_some(),
@@ -459,10 +488,11 @@ impl Service {
         request: &'static str,
         answer: impl Future<Output = Result<tonic::Response<T>, Status>>,
     ) -> Result<T, ClusterError> {
-        match tokio::time::timeout(TIMEOUT, answer).await {
+        let after = self.patience();
+        match tokio::time::timeout(after, answer).await {
             Ok(Ok(answer)) => Ok(answer.into_inner()),
             Ok(Err(status)) => Err(self.error(request, status)),
-            Err(_) => Err(ClusterError::Timeout { service: self.name.clone(), request }),
+            Err(_) => Err(ClusterError::Timeout { service: self.name.clone(), after, request }),
         }
     }
 
@@ -489,7 +519,20 @@ impl Service {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::Service;
+
+    /// Answers may take five sixths of a host's lease, but neither less than they may by default nor longer than a user waits.
+    #[test]
+    fn patience_follows_the_lease_within_bounds() {
+        let service = Service::new("127.0.0.1:1", None).unwrap();
+        assert_eq!(service.patience(), Duration::from_secs(5), "nothing was said");
+        for (lease, patience) in [(1, 5), (6, 5), (30, 25), (3600, 60)] {
+            service.clone().set_lease(Duration::from_secs(lease));
+            assert_eq!(service.patience(), Duration::from_secs(patience), "lease {lease} s");
+        }
+    }
 
     #[test]
     fn an_address_has_a_host_and_a_port() {

@@ -11,6 +11,7 @@
 //! bus::AddressSpace (ports), bus::AddressSpace (memory) --+
 //! x86::guest_cpuid, vcpu::VcpuStart --------------------- +--> vcpu::VcpuManager: one thread per vCPU
 //!                                                              exits::ExitAccounting, state::SavedVcpu
+//! a device's answer to a vCPU's access may be machine_check::raise
 //! ```
 
 pub mod bus;
@@ -19,6 +20,7 @@ pub mod interrupt;
 pub mod irqchip;
 pub mod kvm;
 pub mod late;
+pub mod machine_check;
 pub mod memory;
 pub mod probe;
 pub mod scheduling;

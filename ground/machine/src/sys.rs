@@ -4,7 +4,9 @@
 use std::io;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 
-use kvm_bindings::{KVMIO, kvm_coalesced_mmio_zone, kvm_ioeventfd, kvm_irqfd, kvm_userspace_memory_region};
+use kvm_bindings::{
+    KVMIO, kvm_coalesced_mmio_zone, kvm_ioeventfd, kvm_irqfd, kvm_userspace_memory_region, kvm_x86_mce,
+};
 use vmm_sys_util::ioctl::{ioctl, ioctl_with_ref};
 use vmm_sys_util::{ioctl_io_nr, ioctl_iow_nr};
 
@@ -13,6 +15,7 @@ ioctl_iow_nr!(KVM_REGISTER_COALESCED_MMIO, KVMIO, 0x67, kvm_coalesced_mmio_zone)
 ioctl_iow_nr!(KVM_UNREGISTER_COALESCED_MMIO, KVMIO, 0x68, kvm_coalesced_mmio_zone);
 ioctl_iow_nr!(KVM_IRQFD, KVMIO, 0x76, kvm_irqfd);
 ioctl_iow_nr!(KVM_IOEVENTFD, KVMIO, 0x79, kvm_ioeventfd);
+ioctl_iow_nr!(KVM_X86_SET_MCE, KVMIO, 0x9e, kvm_x86_mce);
 ioctl_io_nr!(KVM_GET_STATS_FD, KVMIO, 0xce);
 
 /// Runs a system call again while it says EINTR.
@@ -58,6 +61,12 @@ pub(crate) fn late_zone(vm: &impl AsRawFd, zone: &kvm_coalesced_mmio_zone, there
 pub(crate) fn irqfd(vm: &impl AsRawFd, irqfd: &kvm_irqfd) -> io::Result<()> {
     // SAFETY: the request takes a pointer to this struct, which outlives the call. KVM takes its own reference to the fd.
     retry(|| unsafe { ioctl_with_ref(vm, KVM_IRQFD(), irqfd) }).map(drop)
+}
+
+/// KVM_X86_SET_MCE of a vCPU.
+pub(crate) fn machine_check(vcpu: &impl AsRawFd, record: &kvm_x86_mce) -> io::Result<()> {
+    // SAFETY: the request takes a pointer to this struct, which outlives the call.
+    retry(|| unsafe { ioctl_with_ref(vcpu, KVM_X86_SET_MCE(), record) }).map(drop)
 }
 
 /// KVM_GET_STATS_FD of a VM or vCPU.

@@ -7,13 +7,14 @@ mod common;
 use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use common::{CODE, Guest, Recorder, STOP, WINDOW, host, program, start};
+use common::{CODE, Guest, Recorder, STOP, WINDOW, host, program, start, start_registers};
 use machine::bus::{AddressSpace, BusDevice};
 use machine::exits::RangeNames;
 use machine::irqchip::{IrqchipOptions, KernelIrqchip};
+use machine::machine_check;
 use machine::stats::KernelStats;
 use machine::vcpu::{VcpuConfig, VcpuError, VcpuEvent, VcpuManager, VcpuOptions, VcpuStart};
-use machine::x86::kvm_regs;
+use machine::x86::{kvm_msr_entry, kvm_regs};
 
 #[test]
 fn port_accesses_reach_their_device_and_are_counted() {
@@ -91,6 +92,35 @@ fn a_triple_fault_is_an_event_and_the_vcpu_can_be_reset() {
     assert!(matches!(guest.vcpus.save(), Err(VcpuError::NotSaveable { vcpu: 0, .. })));
     let regs = guest.run_to_stop(&STOP, kvm_regs { rbx: 42, ..Default::default() });
     assert_eq!(regs.rbx, 42);
+}
+
+/// Answers each write with a machine check.
+struct Refuser;
+
+impl BusDevice for Refuser {
+    fn read(&self, _offset: u64, _data: &mut [u8]) {}
+    fn write(&self, _offset: u64, _data: &[u8]) {
+        machine_check::raise();
+    }
+}
+
+/// A guest that has disabled machine checks altogether (CR4.MCE) shuts down, as a processor does; the bank alone disabled: nothing is reported.
+#[test]
+fn a_machine_check_of_a_device_reaches_the_vcpu() {
+    let Some(host) = host() else { return };
+    let guest = Guest::new(host, 1);
+    guest.ports.insert(0x10, 1, "refuser", Arc::new(Refuser) as Arc<dyn BusDevice>).unwrap();
+    // out 0x10, al; inc rbx; then the end
+    let code = program(&[&[0xe6, 0x10, 0x48, 0xff, 0xc3], &STOP]);
+    let regs = guest.run_to_stop(&code, kvm_regs::default());
+    assert_eq!(regs.rbx, 1, "the bank is off: the guest goes on");
+    let mut registers = start_registers(kvm_regs::default());
+    registers.msrs =
+        vec![kvm_msr_entry { index: machine_check::BANK_CONTROL, data: u64::MAX, ..Default::default() }];
+    guest.vcpus.set_state(0, VcpuStart::Registers(Box::new(registers))).unwrap();
+    guest.vcpus.resume().unwrap();
+    let event = guest.events.recv_timeout(Duration::from_secs(10)).expect("an event within 10 s");
+    assert!(matches!(event, VcpuEvent::Shutdown { vcpu: 0, .. } | VcpuEvent::Failed { .. }), "{event:?}");
 }
 
 struct Bomb;

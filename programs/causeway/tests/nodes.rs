@@ -42,14 +42,7 @@ fn runtime() -> tempfile::TempDir {
 
 fn causeway(runtime: &Path, program: &Path, flags: &[&str], arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_causeway"));
-    command.env("XDG_RUNTIME_DIR", runtime).args([
-        "--log-level",
-        "error",
-        "run",
-        "--sandbox",
-        "off",
-        "--payload",
-    ]);
+    command.env("XDG_RUNTIME_DIR", runtime).args(["--log-level", "error", "run", "--payload"]);
     command.arg(program).args(flags).arg("--").args(arguments);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
@@ -174,6 +167,36 @@ fn exists(pid: Pid) -> bool {
     // A zombie doesn't count.
     std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()))
         .is_ok_and(|stat| !stat.rsplit(')').next().unwrap_or_default().trim().starts_with('Z'))
+}
+
+/// All threads of all nodes are confined: a filter, no capability, none to be gained.
+#[test]
+fn nodes_run_in_the_sandbox() {
+    let Some(programs) = programs("nodes_run_in_the_sandbox") else { return };
+    let runtime = runtime();
+    let (mut child, _) = endless(runtime.path(), programs, "2");
+    let first = Pid::from_child(&child);
+    let nodes: Vec<Pid> = std::iter::once(first).chain(children(child.id())).collect();
+    let mut seen = Vec::new();
+    for node in &nodes {
+        for task in std::fs::read_dir(format!("/proc/{}/task", node.as_raw_nonzero())).unwrap() {
+            // Threads may end meanwhile.
+            let text = std::fs::read_to_string(task.unwrap().path().join("status")).unwrap_or_default();
+            let of = |key: &str| {
+                text.lines().find_map(|line| line.strip_prefix(key)).map(|of| of.trim().to_owned())
+            };
+            let state = ["Seccomp:", "NoNewPrivs:", "CapEff:", "CapPrm:"].map(of);
+            seen.push((of("Name:"), state));
+        }
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(nodes.len(), 2);
+    assert!(seen.len() >= 8, "{seen:?}");
+    let confined = ["2", "1", "0000000000000000", "0000000000000000"].map(|word| Some(word.to_owned()));
+    for (name, state) in seen {
+        assert!(state[0].is_none() || state == confined, "{name:?}: {state:?}");
+    }
 }
 
 /// Starts a VM that never ends by itself, and waits until it runs on all nodes.

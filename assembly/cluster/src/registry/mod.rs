@@ -7,6 +7,8 @@
 mod hosts;
 mod links;
 mod migrations;
+#[cfg(test)]
+mod tests;
 mod vms;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -65,6 +67,8 @@ pub struct Registry {
     /// The coordinator's state isn't the store's: a transaction has failed.
     wounded: bool,
     lease: Duration,
+    /// Transports by VMs' names.
+    pins: BTreeMap<String, String>,
     /// The coordinator's times.
     times: nomad::Config,
     /// Until when a host counts as alive.
@@ -77,12 +81,19 @@ pub struct Registry {
     waiting: BTreeMap<HostId, BTreeMap<String, SocketAddr>>,
     timers: BTreeMap<(Instant, u64), Timer>,
     next_timer: u64,
+    /// The last [`Registry::tick`] came late and gave everybody more time.
+    stood_still: bool,
     messages: Vec<Message>,
     events: Vec<Event>,
 }
 
 /// A migration whose memory isn't copied after so long is given up; monitors have time limits of their own, which are shorter as a rule.
 const COPY_MS: u32 = 6 * 3_600_000;
+
+/// The service itself stood still when it looks at its clock so much later than it meant to.
+const STOOD_STILL: Duration = Duration::from_millis(500);
+/// What answers that came meanwhile are given to be read.
+const MOMENT: Duration = Duration::from_millis(50);
 
 impl Registry {
     /// Goes on with what is in a database. Hosts have a lease to be heard of again; migrations that aren't decided are given up. A switch-over may
@@ -98,7 +109,11 @@ impl Registry {
     ) -> Result<Self, StoreError> {
         let ledger = store.state().ledger.clone();
         let switch_ms = u32::try_from(switch_limit.as_millis()).unwrap_or(u32::MAX).max(1);
-        let times = nomad::Config { switch_ms, copy_ms: COPY_MS, ..nomad::Config::default() };
+        let ordinary = nomad::Config::default();
+        // Whoever gives hosts more time to be heard gives it to destinations as well.
+        let lease_ms = u32::try_from(lease.as_millis()).unwrap_or(u32::MAX);
+        let reserve_ms = ordinary.reserve_ms.max(lease_ms / 3);
+        let times = nomad::Config { switch_ms, reserve_ms, copy_ms: COPY_MS, ..ordinary };
         let mut registry = Self {
             coordinator: Coordinator::new(times, ledger),
             times,
@@ -106,11 +121,13 @@ impl Registry {
             store,
             wounded: true,
             lease,
+            pins: BTreeMap::new(),
             silent: BTreeSet::new(),
             reported: BTreeMap::new(),
             waiting: BTreeMap::new(),
             timers: BTreeMap::new(),
             next_timer: 0,
+            stood_still: false,
             messages: Vec::new(),
             events: Vec::new(),
         };
@@ -122,6 +139,17 @@ impl Registry {
     #[must_use]
     pub fn state(&self) -> &State {
         self.store.state()
+    }
+
+    /// Which transports VMs' connections are pinned to, by the VMs' names; `*` is all others.
+    #[must_use]
+    pub fn pins(&self) -> &BTreeMap<String, String> {
+        &self.pins
+    }
+
+    /// Pins VMs' connections to transports. Hosts hear of it when they register.
+    pub fn set_pins(&mut self, pins: BTreeMap<String, String>) {
+        self.pins = pins;
     }
 
     /// How long a host counts as alive after it was heard.
@@ -159,12 +187,29 @@ impl Registry {
         self.leases.values().copied().chain(timer).min()
     }
 
-    /// Lets leases and the coordinator's timers run out.
+    /// Lets leases and the coordinator's timers run out. A call that comes late by more than [`STOOD_STILL`] lets none of them: what others said while
+    /// the service itself stood still hasn't been looked at, so the time doesn't count, and each gets a moment more to be heard.
     ///
     /// # Errors
     /// When what follows can't be written; it is tried again with the next call.
     pub fn tick(&mut self, now: Instant) -> Result<(), StoreError> {
         self.heal(now)?;
+        let late = self.next().map_or(Duration::ZERO, |due| now.saturating_duration_since(due));
+        // Twice in a row, and a service that always comes late would never decide.
+        self.stood_still = late > STOOD_STILL && !self.stood_still;
+        if self.stood_still {
+            tracing::warn!(
+                milliseconds = late.as_millis(),
+                "The service stood still; that time doesn't count as hosts' silence"
+            );
+            for until in self.leases.values_mut() {
+                *until += late + self.lease / 3;
+            }
+            let timers = std::mem::take(&mut self.timers);
+            let later = |((at, number), timer)| ((at + late + MOMENT, number), timer);
+            self.timers = timers.into_iter().map(later).collect();
+            return Ok(());
+        }
         let over: Vec<HostId> =
             self.leases.iter().filter(|(_, until)| **until <= now).map(|(host, _)| *host).collect();
         for host in over {

@@ -30,6 +30,7 @@ pub trait Says {
     fn links(&self, speaker: Speaker, links: &[(u32, u32)]) -> Result<(), ClusterError>;
     fn group(&self, name: &str, vms: &[&str]) -> Result<(), ClusterError>;
     fn migrate(&self, wishes: &[(&str, &str)]) -> Result<u64, ClusterError>;
+    fn cancel(&self, migration: u64) -> Result<(), ClusterError>;
 }
 
 pub fn gid(last: u8) -> Vec<u8> {
@@ -84,6 +85,11 @@ impl Says for Service {
         let wishes = wishes.iter().map(wish).collect();
         let request = proto::MigrateRequest { wishes, ..Default::default() };
         Ok(self.ask("Migrate", async |client| client.migrate(request).await)?.migration)
+    }
+
+    fn cancel(&self, migration: u64) -> Result<(), ClusterError> {
+        let request = proto::CancelMigrationRequest { migration, ..Default::default() };
+        self.ask("CancelMigration", async |client| client.cancel_migration(request.clone()).await).map(drop)
     }
 }
 

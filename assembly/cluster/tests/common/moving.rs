@@ -17,6 +17,11 @@ pub struct Host {
 
 impl Host {
     pub fn new(service: &Service, speaker: Speaker) -> Self {
+        Self::try_new(service, speaker).unwrap()
+    }
+
+    /// `None`: nobody takes it now.
+    pub fn try_new(service: &Service, speaker: Speaker) -> Option<Self> {
         let runtime =
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let (outgoing, messages) = tokio::sync::mpsc::channel(8);
@@ -24,18 +29,25 @@ impl Host {
         let hello = envelope(host, speaker.incarnation, Body::Hello);
         let incoming = runtime.block_on(async {
             outgoing.send(hello).await.unwrap();
-            let mut client = service.connect().await.unwrap();
+            let mut client = service.connect().await.ok()?;
             let messages = tonic::codegen::tokio_stream::wrappers::ReceiverStream::new(messages);
-            client.coordinate(messages).await.unwrap().into_inner()
-        });
+            Some(client.coordinate(messages).await.ok()?.into_inner())
+        })?;
         let mut host = Self { runtime, outgoing, incoming, speaker };
-        assert_eq!(host.next(), Body::Welcome);
-        host
+        // What it doesn't hear soon it doesn't hear.
+        for _ in 0..40 {
+            if let Some(body) = host.soon_unless_broken()? {
+                assert_eq!(body, Body::Welcome);
+                return Some(host);
+            }
+        }
+        None
     }
 
     pub fn say(&self, body: Body) {
         let envelope = envelope(HostId(self.speaker.host), self.speaker.incarnation, body);
-        self.runtime.block_on(self.outgoing.send(envelope)).unwrap();
+        // Where the stream has ended, whoever waits for an answer sees that.
+        let _ = self.runtime.block_on(self.outgoing.send(envelope));
     }
 
     pub fn next(&mut self) -> Body {
@@ -46,9 +58,15 @@ impl Host {
 
     /// The next message, if it comes in a quarter of a second.
     pub fn soon(&mut self) -> Option<Body> {
+        self.soon_unless_broken().unwrap()
+    }
+
+    /// The same; `None`: the stream has ended.
+    pub fn soon_unless_broken(&mut self) -> Option<Option<Body>> {
         let next = async { tokio::time::timeout(Duration::from_millis(250), self.incoming.message()).await };
-        let envelope = self.runtime.block_on(next).ok()?.unwrap().unwrap();
-        Some(nomad::wire::parse(&envelope.message).unwrap().body)
+        let Ok(message) = self.runtime.block_on(next) else { return Some(None) };
+        let envelope = message.ok()??;
+        Some(Some(nomad::wire::parse(&envelope.message).unwrap().body))
     }
 
     /// The next message of another kind than those before, which are said again until they are answered.

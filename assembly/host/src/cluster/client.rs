@@ -13,9 +13,9 @@ use std::sync::atomic::Ordering;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use control_api::cluster::ClusterError;
 use control_api::cluster::proto::cluster_service_client::ClusterServiceClient;
 use control_api::cluster::proto::{self, Speaker};
-use control_api::cluster::{ClusterError, TIMEOUT};
 use tokio::sync::oneshot;
 use tonic::Code;
 use tonic::codegen::tokio_stream::wrappers::ReceiverStream;
@@ -54,18 +54,35 @@ pub(super) fn join(config: &ClusterConfig, address: SocketAddr) -> Result<(View,
     runtime.block_on(async {
         let mut client = service.connect().await?;
         let reply = service.within("RegisterHost", client.register_host(hello(config, address, 0))).await?;
+        service.set_lease(lease(&reply));
         let speaker = reply.speaker.unwrap_or_default();
         let settings = reply.settings.unwrap_or_default();
         let sockets = u16::try_from(settings.sockets).unwrap_or(0);
         let mut view = View::new(speaker.host, settings.mtu, sockets);
+        warn_of(&view.set_pins(&settings.pins));
         let request = proto::WatchRequest { instance: 0, revision: 0 };
         let mut events = service.within("Watch", client.watch(request)).await?;
-        let first = tokio::time::timeout(TIMEOUT, events.message()).await;
-        let late = || ClusterError::Timeout { service: service.name().to_owned(), request: "Watch" };
+        let after = service.patience();
+        let first = tokio::time::timeout(after, events.message()).await;
+        let late = || ClusterError::Timeout { service: service.name().to_owned(), after, request: "Watch" };
         let first = first.map_err(|_| late())?.map_err(|status| service.error("Watch", status))?;
         view.apply([first.ok_or_else(late)?]);
         Ok((view, speaker.incarnation))
     })
+}
+
+/// How long this host may be silent.
+fn lease(reply: &proto::RegisterHostReply) -> Duration {
+    Duration::from_millis(reply.lease_milliseconds.clamp(30, 3_600_000))
+}
+
+/// Pins that this version doesn't know: these VMs aren't pinned here.
+fn warn_of(unknown: &[String]) {
+    for pin in unknown {
+        tracing::warn!(
+            "The cluster pins {pin}, which this version doesn't know: it isn't pinned on this host"
+        );
+    }
 }
 
 fn hello(config: &ClusterConfig, address: SocketAddr, incarnation: u64) -> proto::RegisterHostRequest {
@@ -185,6 +202,8 @@ impl Link {
             directory.incarnation.store(0, Ordering::SeqCst);
         }
         let reply = reply?;
+        let lease = lease(&reply);
+        service.set_lease(lease);
         let speaker = reply.speaker.unwrap_or_default();
         directory.incarnation.store(speaker.incarnation, Ordering::SeqCst);
         let settings = reply.settings.unwrap_or_default();
@@ -196,6 +215,7 @@ impl Link {
                 "The cluster's settings have changed; restart this daemon to use them"
             );
         }
+        warn_of(&directory.change(|view| view.set_pins(&settings.pins)));
         let (instance, revision) = directory.view.load().place;
         let mut events =
             service.within("Watch", client.watch(proto::WatchRequest { instance, revision })).await?;
@@ -219,7 +239,6 @@ impl Link {
             incarnation = speaker.incarnation,
             "The cluster service is followed"
         );
-        let lease = Duration::from_millis(reply.lease_milliseconds.clamp(30, 3_600_000));
         let mut heartbeat = tokio::time::interval(lease / 3);
         heartbeat.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
         let (mut write_at, mut say_at) = (None, None);

@@ -306,9 +306,8 @@ impl Directory for ClusterDirectory {
         self.view.load().hosts()
     }
 
-    /// The service has no pins.
-    fn pin(&self, _: VmId) -> Option<TransportKind> {
-        None
+    fn pin(&self, vm: VmId) -> Option<TransportKind> {
+        self.view.load().pin(vm)
     }
 
     fn mtu(&self) -> roce::Mtu {

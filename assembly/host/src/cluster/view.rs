@@ -9,7 +9,7 @@ use control_api::cluster::proto;
 use hca::names::Gid;
 use serde::{Deserialize, Serialize};
 
-use crate::transport::VmId;
+use crate::transport::{TransportKind, VmId};
 
 /// Version of the file.
 const VERSION: u32 = 1;
@@ -51,6 +51,9 @@ pub struct Contents {
     pub mtu: u32,
     /// UDP sockets per host.
     pub sockets: u16,
+    /// Which transports VMs are pinned to, by their names; `*`: all others.
+    #[serde(default)]
+    pub pins: BTreeMap<String, TransportKind>,
     /// Hosts by number.
     pub hosts: BTreeMap<u32, Host>,
     /// VMs by number.
@@ -98,6 +101,30 @@ impl View {
     /// When the file system refuses.
     pub fn save(&self, path: &Path) -> io::Result<()> {
         crate::remembered::replace(path, &serde_json::to_vec(&self.contents)?)
+    }
+
+    /// Takes pins over. Returns what can't be, one sentence each.
+    pub fn set_pins(&mut self, pins: &[proto::Pin]) -> Vec<String> {
+        let mut unknown = Vec::new();
+        self.contents.pins.clear();
+        for proto::Pin { vm, transport } in pins {
+            match TransportKind::named(transport) {
+                Some(known) => drop(self.contents.pins.insert(vm.clone(), known)),
+                None => unknown.push(format!("VM {vm} to transport {transport}")),
+            }
+        }
+        unknown
+    }
+
+    /// The transport that a VM's connections are pinned to.
+    #[must_use]
+    pub fn pin(&self, vm: VmId) -> Option<TransportKind> {
+        let pins = &self.contents.pins;
+        if pins.is_empty() {
+            return None;
+        }
+        let name = &self.contents.vms.get(&vm.0)?.name;
+        pins.get(name).or_else(|| pins.get("*")).copied()
     }
 
     /// Takes events over, in order. Returns what they said of VMs that is older than what was known; that isn't taken over.

@@ -14,7 +14,7 @@ use super::pace::Pace;
 use super::served::{DeviceSetup, Served, Vectors};
 use super::worker::Worker;
 use crate::migration::{Arrival, MigrationError, Parts, Place, Source};
-use crate::transport::VmId;
+use crate::transport::{Immovable, VmId};
 
 /// A VM and its addresses.
 pub type Addressed = (VmId, Vec<Gid>);
@@ -28,13 +28,31 @@ impl Worker {
         Ok(Parts { engine, devices, transports, now })
     }
 
-    /// Whether a device can move.
+    /// Whether the host's RDMA device is done with all requests of a VM, whose queue pairs are held.
     ///
     /// # Errors
-    /// What of it can't, by name.
-    pub fn movable(&mut self, id: DeviceId) -> Result<(), MigrationError> {
-        let parts = self.parts(id)?;
-        Ok(parts.transports.immovable(parts.engine, id)?)
+    /// What it isn't done with.
+    pub fn is_at_rest(&mut self, vm: VmId) -> Result<(), Immovable> {
+        let devices = self.devices_of(vm).into_iter().map(|id| (id, None)).collect();
+        self.at_rest(devices)
+    }
+
+    /// The same for queue pairs of other VMs of this host that face a VM.
+    ///
+    /// # Errors
+    /// What it isn't done with.
+    pub fn are_peers_at_rest(&mut self, vm: VmId) -> Result<(), Immovable> {
+        let devices = self.others(vm).into_iter().map(|(id, _)| (id, Some(vm))).collect();
+        self.at_rest(devices)
+    }
+
+    fn at_rest(&mut self, devices: Vec<(DeviceId, Option<VmId>)>) -> Result<(), Immovable> {
+        let now = self.now();
+        let Self { engine, transports, .. } = self;
+        let Some(transports) = transports else { return Ok(()) };
+        // What is on its way to the transport isn't done either.
+        transports.take_over(engine, now);
+        devices.into_iter().try_for_each(|(id, peer)| transports.at_rest(id, peer))
     }
 
     /// Whether a device is connected with peers outside of the cluster.
@@ -43,13 +61,19 @@ impl Worker {
         self.transports.as_ref().is_some_and(|transports| transports.faces_outside(id))
     }
 
+    /// Whether a device's VM is pinned to the host's RDMA device.
+    #[must_use]
+    pub fn is_pinned_to_verbs(&self, id: DeviceId) -> bool {
+        self.transports.as_ref().is_some_and(|transports| transports.is_pinned_to_verbs(id))
+    }
+
     /// Begins to note what of a device changes.
     ///
     /// # Errors
-    /// When something of it can't move, by name.
+    /// When this host has no transports.
     pub fn begin_leaving(&mut self, id: DeviceId) -> Result<(), MigrationError> {
         if !self.leaving.contains_key(&id) {
-            let source = Source::begin(&mut self.parts(id)?, id)?;
+            let source = Source::begin(&mut self.parts(id)?, id);
             self.leaving.insert(id, source);
             self.engine.watch_inbound(id, true);
             self.paces.insert(id, Pace::begin(self.now()));
@@ -84,12 +108,11 @@ impl Worker {
     /// What of a device has changed since the last round, at most so many objects.
     ///
     /// # Errors
-    /// When an object can't be saved, or the device doesn't leave.
+    /// When the device doesn't leave.
     pub fn leaving_part(&mut self, id: DeviceId, most: usize) -> Result<Vec<Piece>, MigrationError> {
         let mut source = self.leaving.remove(&id).ok_or(MigrationError::NoDevice(id))?;
         let mut pieces = Vec::new();
-        let done =
-            self.parts(id).and_then(|mut parts| source.part(most, &mut parts, |piece| pieces.push(piece)));
+        let done = self.parts(id).map(|mut parts| source.part(most, &mut parts, |piece| pieces.push(piece)));
         self.leaving.insert(id, source);
         done.map(|_| pieces)
     }
@@ -107,8 +130,6 @@ impl Worker {
         let transports = transports.as_mut().ok_or_else(missing)?;
         let (served, source) = served.get(&id).zip(leaving.get_mut(&id)).ok_or_else(missing)?;
         if !engine.is_stopped(id) {
-            // A queue pair may have got another transport since it was asked first.
-            transports.immovable(engine, id)?;
             let mut parts = Parts { engine, devices, transports, now };
             source.stop(&mut parts, served.pages.memory(), &served.msix)?;
         }
@@ -266,7 +287,7 @@ impl Worker {
                 self.engine.open(id, *gid);
             }
             if let Some(transports) = &mut self.transports {
-                transports.go_on(id, *peer, now);
+                transports.go_on(&mut self.engine, id, *peer, now);
             }
         }
     }
@@ -312,7 +333,7 @@ impl Worker {
             for gid in gids {
                 self.engine.open(id, *gid);
             }
-            transports.go_on(id, *peer, now);
+            transports.go_on(&mut self.engine, id, *peer, now);
         }
         came_local
     }

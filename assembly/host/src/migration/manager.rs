@@ -10,6 +10,7 @@
 //! The state of a VM's devices travels with its memory, from monitor to monitor. A monitor asks here when it may stop the VM, says when it has, and
 //! is told how the migration ended: it runs the VM only then.
 
+mod draining;
 mod inbox;
 mod phases;
 
@@ -31,6 +32,7 @@ use crate::function::rdma::RdmaFunction;
 use crate::registry::Registry;
 use crate::transport;
 
+use draining::{Drain, Draining};
 use inbox::Inbox;
 
 pub use phases::{Phase, Phases};
@@ -144,6 +146,7 @@ impl MoverThread {
                 arriving: HashMap::new(),
                 reason: HashMap::new(),
                 held: HashMap::new(),
+                draining: Draining::default(),
             }
             .run(&mut Inbox::new(inbox));
         })?;
@@ -189,6 +192,8 @@ struct Mover {
     reason: HashMap<MigrationId, String>,
     /// Addresses of VMs whose peers here were held last.
     held: HashMap<VmId, Vec<Gid>>,
+    /// Held queue pairs whose requests end still.
+    draining: Draining,
 }
 
 /// A NIC's RDMA function, and what it shares with the other one.
@@ -197,7 +202,8 @@ type Nic = (Arc<NicShared>, Arc<RdmaFunction>);
 impl Mover {
     fn run(&mut self, inbox: &mut Inbox) {
         loop {
-            match inbox.next(self.timers.peek().map(|due| due.0.0)) {
+            let timer = self.timers.peek().map(|due| due.0.0);
+            match inbox.next([timer, self.draining.next()].into_iter().flatten().min()) {
                 Ok(Input::Stop) | Err(RecvTimeoutError::Disconnected) => return,
                 Ok(input) => self.take(input),
                 Err(RecvTimeoutError::Timeout) => {}
@@ -212,6 +218,7 @@ impl Mover {
                     }
                 }
             }
+            self.look_at_draining();
         }
     }
 
@@ -221,6 +228,7 @@ impl Mover {
             Input::Message(message) => self.message(message),
             Input::Started { vm, epoch } => self.step(Event::Started { vm, epoch }),
             Input::Ended { vm } => {
+                self.draining.forget(Drain::Own(vm));
                 if let Some(migration) = self.leaving.remove(&vm) {
                     self.step(Event::StreamBroke { migration });
                 }
@@ -245,6 +253,7 @@ impl Mover {
             return;
         }
         // Started again, as the service sees it: what was promised before is void.
+        self.draining = Draining::default();
         let (leaving, arriving) = (std::mem::take(&mut self.leaving), std::mem::take(&mut self.arriving));
         for vm in leaving.into_keys() {
             self.stay(vm, "the cluster service takes this host for one that was started again");
@@ -407,10 +416,14 @@ impl Mover {
                 // The directory forgets whose addresses they were when the VM is gone.
                 self.held.insert(vm, addressed.1.clone());
                 self.ask(move |worker| worker.hold_peers_of(&addressed));
-                return vec![Event::Held { migration, vm }];
+                return self.drain(Drain::Peers(vm), migration).into_iter().collect();
             }
-            Action::Open { vm, peer } => self.open(vm, peer),
+            Action::Open { vm, peer } => {
+                self.draining.forget(Drain::Peers(peer.vm));
+                self.open(vm, peer);
+            }
             Action::Lost { peer } => {
+                self.draining.forget(Drain::Peers(peer));
                 let mut addressed = self.addressed(peer);
                 addressed.1.extend(self.held.remove(&peer).unwrap_or_default());
                 self.ask(move |worker| {
@@ -420,10 +433,13 @@ impl Mover {
                     worker.let_go_of(&addressed);
                 });
             }
-            Action::Stop { vm, .. } => self.set(vm, Phase::Stop),
+            Action::Stop { migration, vm } => {
+                return self.drain(Drain::Own(vm), migration).into_iter().collect();
+            }
             Action::Finish { vm, .. } => self.set(vm, Phase::Handing),
             Action::Run { vm, epoch } => self.run_vm(vm, epoch),
             Action::Discard { vm } => {
+                self.draining.forget(Drain::Own(vm));
                 self.leaving.remove(&vm);
                 for (shared, rdma) in self.nics(vm) {
                     rdma.leave();
@@ -440,7 +456,8 @@ impl Mover {
     }
 
     fn why(&self, migration: MigrationId) -> String {
-        let reason = self.reason.get(&migration).cloned();
+        let reason = self.draining.why(migration).map(ToOwned::to_owned);
+        let reason = reason.or_else(|| self.reason.get(&migration).cloned());
         reason.unwrap_or_else(|| "it was cancelled, or another host that takes part gave it up".to_owned())
     }
 
@@ -478,6 +495,7 @@ impl Mover {
 
     /// A VM of this host that was to leave stays.
     fn stay(&mut self, vm: VmId, reason: &str) {
+        self.draining.forget(Drain::Own(vm));
         self.leaving.remove(&vm);
         self.go_on(vm);
         // It has never stopped: nobody else opens what was held when the switch-over began.
@@ -515,6 +533,7 @@ impl Mover {
     /// This host runs a VM: goes on with one that stays, or begins with one that came. Its queue pairs stay closed until their peers are known to
     /// know.
     fn run_vm(&mut self, vm: VmId, epoch: Epoch) {
+        self.draining.forget(Drain::Own(vm));
         let came = self.arriving.remove(&vm);
         let left = self.leaving.remove(&vm);
         let own = self.nomad.as_ref().map(nomad::Host::id);

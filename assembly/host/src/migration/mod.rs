@@ -16,7 +16,7 @@ use dma::Dma;
 use hca::engine::Engine;
 use hca::names::{DeviceId, SegmentId};
 use hca::saved::{InvalidState, Name};
-use nomad::objects::{Incoming, Incomplete, Object, Outgoing, Piece, Total};
+use nomad::objects::{Incoming, Incomplete, Outgoing, Piece, Total};
 use pvrdma::{Config, ConfigError, Device, Devices, Interrupts, Pvrdma, Uar};
 
 use crate::transport::{Immovable, Transports, VmId};
@@ -88,16 +88,9 @@ pub struct Source {
 
 impl Source {
     /// Begins to note what changes.
-    ///
-    /// # Errors
-    /// When something of it can't move, by name.
-    pub fn begin<M: Dma + Clone + 'static>(
-        parts: &mut Parts<'_, M>,
-        device: DeviceId,
-    ) -> Result<Self, MigrationError> {
-        parts.transports.immovable(parts.engine, device)?;
+    pub fn begin<M: Dma + Clone + 'static>(parts: &mut Parts<'_, M>, device: DeviceId) -> Self {
         parts.engine.track(device, true);
-        Ok(Self { device, outgoing: Outgoing::new() })
+        Self { device, outgoing: Outgoing::new() }
     }
 
     /// How many objects the next round has.
@@ -107,27 +100,21 @@ impl Source {
     }
 
     /// Pieces of all objects that were touched since the last round. Returns how many.
-    ///
-    /// # Errors
-    /// When an object can't move.
     pub fn round<M: Dma + Clone + 'static>(
         &mut self,
         parts: &mut Parts<'_, M>,
         each: impl FnMut(Piece),
-    ) -> Result<usize, MigrationError> {
+    ) -> usize {
         self.part(usize::MAX, parts, each)
     }
 
     /// A part of a round: pieces of at most so many objects, so that other devices' turns come between two. Returns how many.
-    ///
-    /// # Errors
-    /// When an object can't move.
     pub fn part<M: Dma + Clone + 'static>(
         &mut self,
         most: usize,
         parts: &mut Parts<'_, M>,
         each: impl FnMut(Piece),
-    ) -> Result<usize, MigrationError> {
+    ) -> usize {
         let Self { device, outgoing } = self;
         let mut names: Vec<Name> = Vec::new();
         parts.engine.take_touched(*device, most, |name| names.push(name));
@@ -140,25 +127,14 @@ impl Source {
                 None => {}
             }
         }
-        let mut failed = None;
-        let save = |object: Object| match pieces::save(parts, *device, name(object)) {
-            Ok(bytes) => bytes,
-            Err(error) => {
-                failed = Some(error);
-                Vec::new()
-            }
-        };
-        outgoing.round(usize::MAX, save, each);
-        match failed {
-            None => Ok(taken),
-            Some(error) => Err(error.into()),
-        }
+        outgoing.round(usize::MAX, |object| pieces::save(parts, *device, name(object)), each);
+        taken
     }
 
     /// Stops the device, whose vCPUs stand still. Then comes the last [`Source::round`].
     ///
     /// # Errors
-    /// When it isn't there.
+    /// When it isn't there, or the host's RDMA device has requests of it.
     pub fn stop<M: Dma + Clone + 'static>(
         &mut self,
         parts: &mut Parts<'_, M>,
@@ -168,6 +144,9 @@ impl Source {
         let Parts { engine, devices, transports, now } = parts;
         let missing = MigrationError::NoDevice(self.device);
         let Some(device) = devices.get_mut(self.device) else { return Err(missing) };
+        // What the host's RDMA device has placed: nobody is told of it later.
+        transports.catch_up(engine, *now);
+        transports.at_rest(self.device, None)?;
         // Doorbells that nobody has seen: the words don't move.
         device.scan(engine, uar, *now);
         engine.stop(self.device, *devices);

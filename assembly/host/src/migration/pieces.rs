@@ -53,15 +53,11 @@ pub(super) fn exists<M: Dma + Clone + 'static>(
     Some(parts.engine.has(device, name))
 }
 
-pub(super) fn save<M: Dma + Clone + 'static>(
-    parts: &Parts<'_, M>,
-    device: DeviceId,
-    name: Name,
-) -> Result<Vec<u8>, InvalidState> {
+pub(super) fn save<M: Dma + Clone + 'static>(parts: &Parts<'_, M>, device: DeviceId, name: Name) -> Vec<u8> {
     let Name { kind, handle } = name;
     let engine = &*parts.engine;
     let function = parts.devices.get(device);
-    Ok(match kind {
+    match kind {
         Kind::Device => encode(&(engine.save_device(device), function.map(pvrdma::Device::save))),
         Kind::Context => encode(&engine.save_context(device, handle)),
         Kind::ProtectionDomain => encode(&engine.save_pd(device, handle)),
@@ -69,12 +65,12 @@ pub(super) fn save<M: Dma + Clone + 'static>(
         Kind::CompletionQueue => encode(&engine.save_cq(device, handle)),
         Kind::SharedReceiveQueue => encode(&engine.save_srq(device, handle)),
         Kind::QueuePair => {
-            let saved = engine.save_qp(device, handle)?;
+            let saved = engine.save_qp(device, handle);
             let record = function.and_then(|function| function.save_qp(handle));
             let connection = parts.transports.save_connection(device, QpHandle(handle), parts.now);
             encode(&saved.map(|saved| (saved, record, connection)))
         }
-    })
+    }
 }
 
 pub(super) fn restore<M: Dma + Clone + 'static>(

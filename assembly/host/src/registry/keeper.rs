@@ -48,10 +48,11 @@ impl Registry {
         if !state.nics.get(key).is_some_and(same) {
             return;
         }
-        let nic = state.nics.remove(key);
+        // Under the lock: a NIC of its name that is made meanwhile would have its addresses and the names of its sockets, and lose the latter to it. Nobody
+        // is connected, so its threads end at once.
+        drop(state.nics.remove(key));
         forget_limits(&mut state, &key.vm);
         drop(state);
-        drop(nic);
         tracing::info!(vm = key.vm, nic = key.name, "NIC released: its monitor has gone");
     }
 
@@ -71,12 +72,11 @@ impl Registry {
                 gone.push(nic.shared.key.clone());
             }
         }
-        let nics: Vec<_> = gone.iter().filter_map(|key| state.nics.remove(key)).collect();
         for key in &gone {
+            drop(state.nics.remove(key));
             forget_limits(&mut state, &key.vm);
         }
         drop(state);
-        drop(nics);
         for key in gone {
             tracing::info!(vm = key.vm, nic = key.name, "NIC released: nobody connected to it");
         }

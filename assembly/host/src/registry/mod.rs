@@ -326,7 +326,8 @@ impl Registry {
             return Err(RegistryError::NoSuchNic { key: key.clone() });
         }
         self.owner(&state, peer, key)?;
-        let nic = state.nics.remove(key);
+        let mut nic = state.nics.remove(key);
+        nic.iter_mut().for_each(Nic::hide);
         forget_limits(&mut state, &key.vm);
         drop(state);
         // Its threads may take a moment to end.

@@ -40,7 +40,7 @@ pub(super) struct FunctionServer {
     path: PathBuf,
     stop: Arc<OwnedFd>,
     thread: Option<JoinHandle<()>>,
-    _file: SocketFile,
+    file: Option<SocketFile>,
 }
 
 impl FunctionServer {
@@ -71,7 +71,7 @@ impl FunctionServer {
                 }
             })
             .map_err(|error| failed(error.into()))?;
-        Ok(Self { path, stop, thread: Some(thread), _file: file })
+        Ok(Self { path, stop, thread: Some(thread), file: Some(file) })
     }
 }
 
@@ -87,6 +87,14 @@ impl Drop for FunctionServer {
 }
 
 impl Nic {
+    /// Nobody finds its sockets any more. Before another NIC of its name may be made: files are named after NICs, and one that is removed late would
+    /// be the other's.
+    pub(super) fn hide(&mut self) {
+        for server in &mut self.servers {
+            server.file = None;
+        }
+    }
+
     /// What is said about it.
     pub(super) fn info(&self) -> NicInfo {
         NicInfo {

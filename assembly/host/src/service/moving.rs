@@ -9,7 +9,6 @@ use control_api::host::proto::{BeginTogether, MoveVmReply};
 use tonic::Status;
 
 use crate::cluster::ClusterDirectory;
-use crate::engine::EngineGone;
 use crate::migration::manager::{MoverHandle, Phase, Said};
 use crate::registry::Registry;
 
@@ -51,6 +50,7 @@ pub(super) async fn step(
             wait(mover, vm, ended).await
         }
         Step::Wait(_) => wait(mover, vm, ended).await,
+        Step::Look(_) => mover.phases().get(vm),
     };
     Ok(reply(phase))
 }
@@ -78,20 +78,10 @@ fn reply(phase: Phase) -> MoveVmReply {
 fn movable(registry: &Registry, vm: &str) -> Result<(), Status> {
     for (shared, rdma) in registry.rdma_functions(vm) {
         let name = &shared.key;
-        let Some(device) = rdma.device() else {
+        if rdma.device().is_none() {
             return Err(Status::failed_precondition(format!(
                 "{name} can't move: its monitor isn't connected"
             )));
-        };
-        let movable = registry.engine().call(move |worker| worker.movable(device));
-        match movable {
-            Ok(Ok(())) => {}
-            Ok(Err(error)) => {
-                let why =
-                    std::error::Error::source(&error).map_or_else(|| error.to_string(), ToString::to_string);
-                return Err(Status::failed_precondition(format!("{name} can't move: {why}")));
-            }
-            Err(EngineGone) => return Err(Status::unavailable(EngineGone.to_string())),
         }
     }
     Ok(())

@@ -21,6 +21,11 @@ impl Transports {
         Ok(())
     }
 
+    /// A device in memory, for tests.
+    pub(crate) fn pretend_verbs(&mut self, device: super::verbs::fake::FakeRnic) {
+        self.verbs = Verbs::over(Box::new(device));
+    }
+
     /// There is no device, and why.
     pub fn without_verbs(&mut self, why: &str) {
         self.verbs = Verbs::absent(why);

@@ -260,9 +260,14 @@ impl Connections {
         Some(index)
     }
 
-    /// Who is connected to whom, if that isn't what it was when this was asked last.
-    pub fn changed_pairs(&mut self) -> Option<BTreeSet<Pair>> {
-        std::mem::take(&mut self.pairs_changed).then(|| self.pairs.keys().copied().collect())
+    /// Whether who is connected to whom isn't what it was when this was asked last.
+    pub fn pairs_changed(&mut self) -> bool {
+        std::mem::take(&mut self.pairs_changed)
+    }
+
+    /// Who is connected to whom by `fabric`.
+    pub fn pairs(&self) -> impl Iterator<Item = Pair> {
+        self.pairs.keys().copied()
     }
 
     /// Peers may be elsewhere now.

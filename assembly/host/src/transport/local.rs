@@ -113,8 +113,12 @@ impl Transports {
                 }
             }
         }
-        if let Some(pairs) = self.connections.changed_pairs() {
-            self.directory.tell(News::Connected(pairs));
+        // Both are asked, whatever the first says.
+        if self.connections.pairs_changed() | self.verbs.pairs_changed() {
+            let pairs = self.connections.pairs().chain(self.verbs.pairs());
+            // A device carries what is pinned to it also within a host.
+            let elsewhere = |pair: &Pair| self.nics.values().all(|nic| nic.vm != pair.1);
+            self.directory.tell(News::Connected(pairs.filter(elsewhere).collect()));
         }
     }
 

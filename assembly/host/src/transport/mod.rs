@@ -74,6 +74,7 @@ use pin::Refused;
 pub use pin::TransportKind;
 pub use reports::ConnectionReport;
 pub use secure::{ClusterKey, KeyError, PeerReport};
+pub(crate) use verbs::fake;
 pub use verbs::library::{Absent, Found, devices};
 pub use verbs::{LinkCounters, LinkReport, VerbsReport};
 use verbs::{Message, Verbs};

@@ -7,7 +7,8 @@
 //! both here      come_local: both ends at rest, so each request's end is known; the rest goes from RAM to RAM
 //! ```
 //! Peers of connections by `wire` are outside of the cluster, and hear nothing of all this: see `wire::moving`.
-//! Connections by `verbs` don't move yet, and say so before anything is stopped ([`Transports::immovable`]).
+//! Connections by `verbs` come to rest before anything is stopped ([`Transports::at_rest`]), and are made anew where the VM is then: see
+//! `verbs::moving`.
 
 use std::collections::BTreeSet;
 
@@ -21,7 +22,7 @@ use super::connections::Entry;
 pub use super::connections::SavedConnection;
 use super::directory::VmId;
 use super::header::{self, Header, Kind};
-use super::{Nic, Transports};
+use super::{Nic, TransportKind, Transports};
 
 /// Sequence numbers that are left out when a connection goes from the network to RAM. Packets of before may still lie in a socket when it goes
 /// back to the network; so many numbers later, more than a window, they are behind what is expected, and so duplicates.
@@ -30,11 +31,26 @@ const FORWARD: u32 = 1 << 16;
 /// Why a device's connections can't move.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Immovable {
-    /// The host's RDMA device has it.
+    /// The host's RDMA device isn't done with it.
     #[error(
-        "Queue pair {0} is connected by transport verbs, whose state the host's RDMA device keeps; pin its VM to fabric first"
+        "Queue pair {qpn} has {requests} requests at the host's RDMA device, which alone knows how far they are; they end when VM {peer} posts receives or answers"
     )]
-    Verbs(u32),
+    UnderWay {
+        /// Which.
+        qpn: u32,
+        /// With whom it is connected.
+        peer: u32,
+        /// How many.
+        requests: usize,
+    },
+    /// What its connections need isn't on this host.
+    #[error("VM {vm} is pinned to transport verbs, which this host can't offer: {why}")]
+    NoDevice {
+        /// Which.
+        vm: u32,
+        /// Why not.
+        why: String,
+    },
     /// A saved connection that isn't one.
     #[error("The saved connection of queue pair {qpn} can't be used")]
     Invalid {
@@ -50,20 +66,19 @@ pub enum Immovable {
 }
 
 impl Transports {
-    /// Whether anything of a device can't move.
+    /// Whether the host's RDMA device is done with all requests of a device, or of those of its queue pairs that face a VM. They are held, so
+    /// no others come.
     ///
     /// # Errors
-    /// What, and what to do.
-    pub fn immovable<P: Provider>(&self, engine: &Engine<P>, device: DeviceId) -> Result<(), Immovable> {
-        if self.verbs.is_there() {
-            for (handle, qpn, _) in engine.connections(device) {
-                let carried = engine.qp_by_handle(device, handle).and_then(|qp| self.verbs.find(qp));
-                if carried.is_some() {
-                    return Err(Immovable::Verbs(qpn.0));
-                }
-            }
-        }
-        Ok(())
+    /// What it isn't done with.
+    pub fn at_rest(&self, device: DeviceId, peer: Option<VmId>) -> Result<(), Immovable> {
+        self.verbs.at_rest(device, peer)
+    }
+
+    /// Whether a device's VM is pinned to the host's RDMA device.
+    #[must_use]
+    pub fn is_pinned_to_verbs(&self, device: DeviceId) -> bool {
+        self.nics.get(&device).is_some_and(|nic| self.directory.pin(nic.vm) == Some(TransportKind::Verbs))
     }
 
     /// Takes over what the engine has posted, and sends nothing.
@@ -90,8 +105,9 @@ impl Transports {
     }
 
     /// A device's connections with a VM go on, to where the directory says that it is.
-    pub fn go_on(&mut self, device: DeviceId, peer: VmId, now: u64) {
+    pub fn go_on<P: Provider>(&mut self, engine: &mut Engine<P>, device: DeviceId, peer: VmId, now: u64) {
         let host = self.directory.host(peer);
+        self.verbs.leave_places(engine, (device, peer), host, now);
         for index in self.connections.facing(device, Some(peer)) {
             if let Some(entry) = self.connections.get_mut(index) {
                 entry.host = host;
@@ -130,6 +146,9 @@ impl Transports {
     ) -> Result<(), Immovable> {
         if self.directory.host(vm).is_none() {
             return Err(Immovable::Unknown(vm.0));
+        }
+        if self.directory.pin(vm) == Some(TransportKind::Verbs) && !self.verbs.is_there() {
+            return Err(Immovable::NoDevice { vm: vm.0, why: self.verbs.why_absent().to_owned() });
         }
         self.nics
             .insert(device, Nic { vm, segment: segment.to_owned(), segment_id, tag: header::tag(segment) });

@@ -19,6 +19,12 @@ pub enum TransportKind {
 }
 
 impl TransportKind {
+    /// The one with a name.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        [Self::Local, Self::Fabric, Self::Wire, Self::Verbs].into_iter().find(|kind| kind.name() == name)
+    }
+
     /// Its name in reports and in the directory.
     #[must_use]
     pub fn name(self) -> &'static str {

@@ -28,8 +28,21 @@ impl Cluster {
     }
 
     pub fn with(keys: Option<Keys>) -> Self {
+        Self::made(|config| config.keys = keys)
+    }
+
+    /// Whose service pins VMs to transports.
+    pub fn pinned(pins: &[(&str, &str)]) -> Self {
+        let own = |(vm, transport): &(&str, &str)| ((*vm).to_owned(), (*transport).to_owned());
+        Self::made(|config| config.pins = pins.iter().map(own).collect())
+    }
+
+    fn made(change: impl FnOnce(&mut ServerConfig)) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let server = start(folder.path(), "127.0.0.1:0".parse().unwrap(), keys.clone());
+        let mut config = config(folder.path(), "127.0.0.1:0".parse().unwrap());
+        change(&mut config);
+        let keys = config.keys.clone();
+        let server = Server::start(&config).unwrap();
         let address = server.address();
         let service = Service::new(&address.to_string(), keys.clone()).unwrap();
         let port = UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr()).unwrap().port();
@@ -60,7 +73,9 @@ impl Cluster {
 
     /// On the same file and address.
     pub fn resume(&mut self) {
-        self.server = Some(start(self.folder.path(), self.address, self.keys.clone()));
+        let mut config = config(self.folder.path(), self.address);
+        config.keys = self.keys.clone();
+        self.server = Some(Server::start(&config).unwrap());
     }
 
     pub fn state(&self) -> proto::State {
@@ -85,12 +100,11 @@ impl Cluster {
     }
 }
 
-pub fn start(folder: &Path, listen: SocketAddr, keys: Option<Keys>) -> Server {
+fn config(folder: &Path, listen: SocketAddr) -> ServerConfig {
     let mut config = ServerConfig::new(listen, folder.join("cluster.redb"));
-    config.keys = keys;
     (config.mtu, config.sockets) = (Some(1376), Some(1));
     config.switch_limit = std::time::Duration::from_secs(8);
-    Server::start(&config).unwrap()
+    config
 }
 
 pub fn guest(daemon: &Daemon, name: &str, last: u8) -> Vm {

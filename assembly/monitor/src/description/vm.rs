@@ -259,6 +259,8 @@ pub enum NicPolicy {
     Ignore,
     /// The device's own error status is raised.
     DeviceError,
+    /// The vCPU that made the request gets a machine check.
+    MachineCheck,
     /// The guest's use of the device is frozen.
     Stop,
 }

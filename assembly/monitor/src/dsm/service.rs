@@ -57,6 +57,8 @@ fn be_quick() {
     if let Err(error) = machine::scheduling::run_before_others() {
         tracing::info!(%error, "Threads that serve shared memory have ordinary priority: faults take longer while CPUs are busy; give CAP_SYS_NICE to change that");
     }
+    // Nothing else that they do needs any.
+    crate::sandbox::privileges_used();
 }
 
 impl Engine {

@@ -2,8 +2,8 @@
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -17,17 +17,37 @@ const LOOK_EVERY: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 
 /// Says to all streams of a migration that it is over. Cheap to clone.
 #[derive(Debug, Clone, Default)]
-pub struct Stop(Arc<AtomicBool>);
+pub struct Stop(Arc<Said>);
+
+#[derive(Debug, Default)]
+struct Said {
+    over: AtomicBool,
+    /// Why, where it wasn't a user who wanted it.
+    reason: OnceLock<String>,
+}
 
 impl Stop {
     /// Ends all waiting.
     pub fn set(&self) {
-        self.0.store(true, Ordering::Release);
+        self.0.over.store(true, Ordering::Release);
+    }
+
+    /// As [`Stop::set`], for a reason other than the user's wish. The first one counts.
+    pub fn give_up(&self, reason: String) {
+        if !self.is_set() {
+            let _ = self.0.reason.set(reason);
+        }
+        self.set();
+    }
+
+    /// Why, where it wasn't a user who wanted it.
+    pub fn reason(&self) -> Option<&str> {
+        self.0.reason.get().map(String::as_str)
     }
 
     /// Whether it was said.
     pub fn is_set(&self) -> bool {
-        self.0.load(Ordering::Acquire)
+        self.0.over.load(Ordering::Acquire)
     }
 }
 

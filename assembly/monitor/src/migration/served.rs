@@ -17,6 +17,7 @@
 //! leaves it standing still, as in doubt.
 
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use control_api::host::proto::BeginTogether;
@@ -24,6 +25,7 @@ use control_api::host::proto::move_vm_reply::State;
 use control_api::host::proto::move_vm_request::Step;
 use control_api::host::{HostClient, HostError};
 
+use super::connection::Stop;
 use super::error::{MigrationError, line};
 
 /// A daemon that doesn't answer is asked again for so long, once the guest stands still.
@@ -33,6 +35,8 @@ const GATHERING: Duration = Duration::from_secs(45);
 /// How long a VM that moves by itself may have to wait until it is to be stopped.
 pub(super) const BEGINNING: Duration = Duration::from_secs(120);
 const AGAIN: Duration = Duration::from_millis(200);
+/// How often the daemon is asked, while memory is copied, whether the migration is still under way.
+const LOOK_EVERY: Duration = Duration::from_secs(1);
 
 /// How a migration ended, for one of its sides.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -153,6 +157,34 @@ impl Daemon {
                 );
             }
             return Err(error);
+        }
+    }
+
+    /// Does `work`, which copies. When another host, or the service, gives the migration up meanwhile, `stop` says so, with the reason.
+    pub fn watched<T>(&self, stop: &Stop, work: impl FnOnce() -> T) -> T {
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let watcher = scope.spawn(|| self.watch(stop, &over));
+            let result = work();
+            over.store(true, Ordering::Release);
+            watcher.thread().unpark();
+            result
+        })
+    }
+
+    fn watch(&self, stop: &Stop, over: &AtomicBool) {
+        let mut next = Instant::now() + LOOK_EVERY;
+        while !over.load(Ordering::Acquire) {
+            let left = next.saturating_duration_since(Instant::now());
+            if !left.is_zero() {
+                std::thread::park_timeout(left);
+                continue;
+            }
+            // An error says nothing here: whatever is asked next meets it as well.
+            if let Ok((State::Stays, reason)) = self.say(&Step::Look(true)) {
+                return stop.give_up(reason);
+            }
+            next = Instant::now() + LOOK_EVERY;
         }
     }
 

@@ -261,24 +261,33 @@ impl Departure<'_> {
         }
     }
 
-    /// Copies memory until the guest is stopped and everything is at the destination, which then is ready.
-    fn copy(&mut self) -> Result<Instant, (MigrationError, Stopped)> {
-        let running = |error| (error, None);
-        self.copy_disks().map_err(running)?;
-        self.machine.start_logging().map_err(running)?;
+    /// Copies disks and memory while the guest runs, until it is to be stopped; returns what is left of memory, and whether that comes after the guest.
+    fn copy_running(&mut self) -> Result<(Vec<DirtyPages>, bool), MigrationError> {
+        self.copy_disks()?;
+        self.machine.start_logging()?;
         if self.begun {
-            self.machine.begin_devices().map_err(running)?;
+            self.machine.begin_devices()?;
         }
-        let present = self.machine.present().map_err(running)?;
+        let present = self.machine.present()?;
         let (rest, late) = match self.policy.post_copy_after {
             Some(0) => (present, true),
-            _ => self.rounds(present, true).map_err(running)?,
+            _ => self.rounds(present, true)?,
         };
         if late {
             // Disks must be whole before the guest goes. Not after the next step: peers may be held then.
-            self.copy_disks_again().map_err(running)?;
+            self.copy_disks_again()?;
         }
-        let rest = self.await_stop(rest).map_err(running)?;
+        Ok((self.await_stop(rest)?, late))
+    }
+
+    /// Copies memory until the guest is stopped and everything is at the destination, which then is ready.
+    fn copy(&mut self) -> Result<Instant, (MigrationError, Stopped)> {
+        let (machine, stop) = (self.machine, self.stop);
+        let copied = match machine.daemon().filter(|_| self.begun) {
+            Some(daemon) => daemon.watched(stop, || self.copy_running()),
+            None => self.copy_running(),
+        };
+        let (rest, late) = copied.map_err(|error| (error, None))?;
 
         let stopped = Instant::now();
         let standing = |error| (error, Some(stopped));

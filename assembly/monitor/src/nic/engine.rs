@@ -393,6 +393,7 @@ fn guarded(
     let policy = match rules.policy {
         NicPolicy::Ignore => FailurePolicy::Ignore,
         NicPolicy::DeviceError => FailurePolicy::DeviceError,
+        NicPolicy::MachineCheck => FailurePolicy::MachineCheck,
         NicPolicy::Stop => FailurePolicy::Stop,
     };
     let slots = ram.regions().iter().map(|region| Slot {

@@ -92,8 +92,10 @@ impl<C: HostCard> Guarded<C> {
                     stop(why.map_or_else(String::new, |violation| violation.refusal.to_string()));
                 }
             }
-            // No policy of ours asks for machine checks, and nobody else has the card.
-            Answer::Wait | Answer::MachineCheck => {}
+            // This is the thread of the vCPU that made the access.
+            Answer::MachineCheck => machine::machine_check::raise(),
+            // Nobody else has the card.
+            Answer::Wait => {}
         }
         // Until the VM has ended, as a device that is gone.
         Ok(u32::MAX)

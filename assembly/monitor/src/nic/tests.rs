@@ -373,5 +373,19 @@ fn policy_stop_ends_the_guest_once() {
     assert_eq!(guarded.access(read).unwrap(), u32::MAX);
 }
 
+/// A guest whose policy is `machine-check`: the vCPU that asked for what is refused gets one, and nothing else changes.
+#[test]
+fn policy_machine_check_tells_the_vcpu_that_asked() {
+    let ram = machine("rtl8139").ram;
+    let mut guarded = guarded(&ram, FailurePolicy::MachineCheck, Arc::new(|why| panic!("{why}")), None);
+    let mut write = |offset, size, value| {
+        guarded.access(Access { bar: 1, offset, size, write: Some(value) }).unwrap();
+        machine::machine_check::is_wanted()
+    };
+    let honest = [write(0x37, 1, 0x04), write(0x20, 4, 0x1_0000), write(0x10, 4, 100)];
+    assert_eq!(honest, [false; 3], "what a driver does");
+    assert!(write(0x14, 4, 100), "the transmitter runs; a frame without an address");
+}
+
 pci::pci_function_contract!(rtl8139_contract, || machine("rtl8139").function as Arc<dyn PciFunction>);
 pci::pci_function_contract!(ne2000_contract, || machine("ne2000").function as Arc<dyn PciFunction>);

@@ -9,7 +9,9 @@ use machine::bus::{AddressSpace, BusDevice};
 use machine::exits::RangeNames;
 use machine::kvm::Host;
 use machine::memory::shared::SharedRam;
-use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestRam, PageSize, RamLayout, RamOptions};
+use machine::memory::{
+    Bytes, GuestAddress, GuestAddressSpace, GuestRam, PageSize, RamLayout, RamOptions, Userfault,
+};
 use machine::slots::HostMapping;
 use machine::vcpu::{StartRegisters, VcpuConfig, VcpuManager, VcpuOptions, VcpuStart};
 use machine::vm::{IoEvent, IoSpace, Vm};
@@ -48,6 +50,7 @@ pub struct PayloadBuilder {
     port_devices: Vec<(u16, u16, Arc<dyn BusDevice>)>,
     on_thread_start: Option<Arc<dyn Fn() + Send + Sync>>,
     whole: Option<Arc<dyn Whole>>,
+    userfault: Option<Userfault>,
 }
 
 impl PayloadBuilder {
@@ -71,6 +74,7 @@ impl PayloadBuilder {
             port_devices: Vec::new(),
             on_thread_start: None,
             whole: None,
+            userfault: None,
         }
     }
 
@@ -180,6 +184,13 @@ impl PayloadBuilder {
         self
     }
 
+    /// For a VM that spans hosts: what [`SharedRam::userfault`] has opened, while the process had its privileges. It is opened when the VM is made otherwise.
+    #[must_use]
+    pub fn userfault(mut self, userfault: Userfault) -> Self {
+        self.userfault = Some(userfault);
+        self
+    }
+
     /// vCPUs and bytes of RAM.
     pub(crate) fn shape(&self) -> (u32, u64) {
         (self.vcpus, self.memory)
@@ -210,7 +221,8 @@ impl PayloadBuilder {
 
     /// Loads the program and creates the VM, its vCPUs not yet running. Everything that can be wrong with
     /// settings and program is told before KVM is touched.
-    pub fn build(self) -> Result<PayloadVm, PayloadError> {
+    pub fn build(mut self) -> Result<PayloadVm, PayloadError> {
+        let userfault = self.userfault.take();
         let layout = self.checked_layout()?;
         let too_small = |what: String| PayloadError::TooSmall { memory: layout.low_end(), what };
         let stacks_start = layout
@@ -233,7 +245,7 @@ impl PayloadBuilder {
                 ..RamOptions::default()
             },
         )?;
-        let shared = self.place_ram(&vm, &ram)?;
+        let shared = self.place_ram(&vm, &ram, userfault)?;
         if let Some(window) = &self.window {
             vm.slots().add("window", layout.window.start, window.clone(), true)?;
         }
@@ -369,7 +381,12 @@ impl PayloadBuilder {
 
     /// Gives the guest its RAM: all of it, or, of a VM that spans hosts, the part that is this node's alone, and the shared part
     /// by a mapping of its own.
-    fn place_ram(&self, vm: &Vm, ram: &GuestRam) -> Result<Option<Arc<SharedRam>>, PayloadError> {
+    fn place_ram(
+        &self,
+        vm: &Vm,
+        ram: &GuestRam,
+        userfault: Option<Userfault>,
+    ) -> Result<Option<Arc<SharedRam>>, PayloadError> {
         if self.whole.is_none() {
             vm.slots().add_ram(ram)?;
             return Ok(None);
@@ -379,7 +396,10 @@ impl PayloadBuilder {
                 HostMapping::new("tables", low.file.as_fd(), low.file_offset, LOWEST_LOAD_ADDRESS, true)?;
             vm.slots().add("tables", low.range.start, tables, false)?;
         }
-        let shared = SharedRam::new(ram, LOWEST_LOAD_ADDRESS)?;
+        let shared = match userfault {
+            Some(userfault) => SharedRam::with(userfault, ram, LOWEST_LOAD_ADDRESS)?,
+            None => SharedRam::new(ram, LOWEST_LOAD_ADDRESS)?,
+        };
         for (start, mapping) in shared.mappings() {
             vm.slots().add("shared RAM", start, Arc::clone(mapping), false)?;
         }

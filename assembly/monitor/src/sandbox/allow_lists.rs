@@ -159,6 +159,7 @@ fn parts(kind: ThreadKind, vm: &VmDescription) -> Vec<&'static [i64]> {
         ]
         .concat(),
         ThreadKind::Signals => vec![BASE, SIGNALS],
+        ThreadKind::Node => vec![BASE, SPAWN, SPAWNERS, VCPU, VCPUS, MAIN, super::node::SYSCALLS],
         ThreadKind::Main => {
             let migration = parts(ThreadKind::Migration, vm);
             [migration, end(vm), vec![CONSOLE, SIGNALS, MAIN]].concat()

@@ -5,12 +5,13 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use landlock::{
-    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible as _, LandlockStatus,
+    ABI, Access as _, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible as _, LandlockStatus, NetPort,
     PathBeneath, PathFd, Ruleset, RulesetAttr as _, RulesetCreatedAttr as _, Scope,
 };
 
 use super::SandboxError;
 use super::device_syscalls::has_passt;
+use super::node::NodePlaces;
 use crate::description::{Console, Guest, VmDescription};
 
 /// The newest set of rights that is known here. An older kernel gets what it has.
@@ -25,6 +26,8 @@ pub(super) struct Filesystem {
     connected: BTreeSet<PathBuf>,
     /// Opened while the VM is made.
     devices: BTreeSet<PathBuf>,
+    /// A node's; empty for a VM of one node.
+    node: NodePlaces,
     /// What doesn't reach processes outside the sandbox.
     scope: BitFlags<Scope>,
 }
@@ -82,6 +85,23 @@ impl Filesystem {
                 Guest::Payload(_) if Path::new("/dev/kvm").exists() => BTreeSet::from(["/dev/kvm".into()]),
                 Guest::Payload(_) | Guest::Linux(_) => BTreeSet::new(),
             },
+            node: NodePlaces::default(),
+        }
+    }
+
+    /// For a node of a VM that spans several.
+    pub(super) fn of_node(places: &NodePlaces) -> Self {
+        let devices = ["/dev/kvm"].map(PathBuf::from).into_iter().filter(|path| path.exists()).collect();
+        Self {
+            own: BTreeSet::new(),
+            connected: BTreeSet::new(),
+            devices,
+            scope: match places.has_children {
+                // They are ended by a signal when they don't end by themselves.
+                true => Scope::AbstractUnixSocket.into(),
+                false => Scope::from_all(KNOWN),
+            },
+            node: places.clone(),
         }
     }
 
@@ -98,7 +118,22 @@ impl Filesystem {
             .map_err(failed)?
             .create()
             .map_err(failed)?;
+        let reading = AccessFs::ReadFile | AccessFs::ReadDir;
+        let kept = reading
+            | AccessFs::WriteFile
+            | AccessFs::Truncate
+            | AccessFs::MakeReg
+            | AccessFs::RemoveFile
+            | AccessFs::Refer;
+        let sockets = AccessFs::MakeSock
+            | AccessFs::RemoveFile
+            | AccessFs::RemoveDir
+            | AccessFs::ReadDir
+            | AccessFs::ResolveUnix;
         for (paths, access) in [
+            (&self.node.sockets, sockets),
+            (&self.node.checkpoints, kept),
+            (&self.node.restarts, reading),
             (&self.own, BitFlags::from(AccessFs::RemoveFile)),
             (&self.connected, AccessFs::ResolveUnix.into()),
             (&self.devices, AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::IoctlDev),
@@ -107,6 +142,13 @@ impl Filesystem {
                 let fd = PathFd::new(path)
                     .map_err(|source| SandboxError::Path { path: path.clone(), source: source.into() })?;
                 ruleset = ruleset.add_rule(PathBeneath::new(fd, access)).map_err(failed)?;
+            }
+        }
+        for (ports, access) in
+            [(&self.node.listens, AccessNet::BindTcp), (&self.node.connects, AccessNet::ConnectTcp)]
+        {
+            for port in ports {
+                ruleset = ruleset.add_rule(NetPort::new(*port, access)).map_err(failed)?;
             }
         }
         let status = ruleset.restrict_self().map_err(failed)?;

@@ -15,6 +15,7 @@ mod allocator;
 mod allow_lists;
 mod device_syscalls;
 mod filesystem;
+mod node;
 mod observer;
 mod privileges;
 mod seccomp;
@@ -24,6 +25,7 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use rustix::thread::CapabilitySet;
 use serde::Serialize;
 
 use crate::description::{SandboxMode, VmDescription};
@@ -32,6 +34,7 @@ use seccomp::Program;
 
 pub use confinement::trap::REFUSED_EXIT_CODE;
 pub use filesystem::landlock_abi;
+pub use node::{NodePlaces, privileges_used};
 
 /// The kinds of threads of the monitor, by what they may do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -53,10 +56,12 @@ pub enum ThreadKind {
     VfioUser,
     /// Moves the VM to another monitor, or takes one in.
     Migration,
+    /// All threads of a node of a VM that spans several.
+    Node,
 }
 
 impl ThreadKind {
-    /// All of them.
+    /// Those of a VM with one node.
     pub const ALL: [Self; 8] = [
         Self::Main,
         Self::Vcpu,
@@ -147,6 +152,8 @@ pub struct Sandbox {
     programs: BTreeMap<ThreadKind, Arc<Program>>,
     process: [Program; 2],
     filesystem: filesystem::Filesystem,
+    /// Capabilities that threads drop by themselves, as soon as they can ([`privileges_used`]).
+    kept: CapabilitySet,
     observer: Option<Arc<Observer>>,
 }
 
@@ -154,11 +161,29 @@ impl Sandbox {
     /// Compiles the filters for a VM, before the process has other threads. In log mode, starts the thread that
     /// reports.
     pub fn prepare(description: &VmDescription) -> Result<Self, SandboxError> {
+        let filesystem = filesystem::Filesystem::prepare(description);
+        Self::of(description, &ThreadKind::ALL, filesystem, CapabilitySet::empty())
+    }
+
+    /// As [`Sandbox::prepare`], for a node of a VM that spans several: of its threads all are [`ThreadKind::Node`].
+    pub fn prepare_node(description: &VmDescription, places: &NodePlaces) -> Result<Self, SandboxError> {
+        let filesystem = filesystem::Filesystem::of_node(places);
+        Self::of(description, &[ThreadKind::Node], filesystem, CapabilitySet::SYS_NICE)
+    }
+
+    fn of(
+        description: &VmDescription,
+        kinds: &[ThreadKind],
+        filesystem: filesystem::Filesystem,
+        kept: CapabilitySet,
+    ) -> Result<Self, SandboxError> {
         let mode = description.sandbox;
+        // Asked for once, and remembered: how rustix finds it out isn't allowed later.
+        let _ = rustix::param::page_size();
         let mut programs = BTreeMap::new();
         if mode != SandboxMode::Off {
             allocator::use_one_arena();
-            for kind in ThreadKind::ALL {
+            for &kind in kinds {
                 programs.insert(kind, Arc::new(seccomp::thread_program(kind, description)?));
             }
         }
@@ -166,13 +191,7 @@ impl Sandbox {
             SandboxMode::Log => Some(Observer::start()?),
             _ => None,
         };
-        Ok(Self {
-            mode,
-            programs,
-            process: seccomp::process_programs()?,
-            filesystem: filesystem::Filesystem::prepare(description),
-            observer,
-        })
+        Ok(Self { mode, programs, process: seccomp::process_programs()?, filesystem, kept, observer })
     }
 
     /// Confines the calling thread and all threads that it will make. Called once, on the main thread, when
@@ -206,7 +225,7 @@ impl Sandbox {
                     source,
                 })?;
                 privileges::forbid_core_dumps()?;
-                privileges::drop_capabilities()?;
+                privileges::drop_capabilities(self.kept)?;
                 privileges::forbid_new()?;
                 let landlock = self.filesystem.enforce()?;
                 for program in &self.process {

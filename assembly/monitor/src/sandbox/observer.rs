@@ -103,9 +103,9 @@ fn serve(listener: &OwnedFd, reported: &mut BTreeSet<(String, i32, u64)>) {
         return;
     }
     let number = report.data.nr;
-    // An ioctl is told apart by its request, prctl and others by their first argument.
+    // An ioctl or fcntl is told apart by its request, prctl and others by their first argument.
     let detail = match i64::from(number) {
-        libc::SYS_ioctl => report.data.args[1],
+        libc::SYS_ioctl | libc::SYS_fcntl => report.data.args[1],
         libc::SYS_prctl | libc::SYS_seccomp => report.data.args[0],
         libc::SYS_mmap | libc::SYS_mprotect => report.data.args[2],
         _ => 0,

@@ -25,8 +25,8 @@ pub(super) fn forbid_core_dumps() -> Result<(), SandboxError> {
         .map_err(failed("turn off core dumps"))
 }
 
-/// Drops all capabilities, for good: also from the bounding set where that is allowed.
-pub(super) fn drop_capabilities() -> Result<(), SandboxError> {
+/// Drops all capabilities but those that are kept, for good: also from the bounding set where that is allowed.
+pub(super) fn drop_capabilities(kept: CapabilitySet) -> Result<(), SandboxError> {
     let held = rustix::thread::capabilities(None).map_err(failed("read its capabilities"))?;
     if held.effective.contains(CapabilitySet::SETPCAP) {
         for capability in CapabilitySet::all().iter() {
@@ -38,10 +38,7 @@ pub(super) fn drop_capabilities() -> Result<(), SandboxError> {
         }
     }
     rustix::thread::clear_ambient_capability_set().map_err(failed("drop its ambient capabilities"))?;
-    let none = CapabilitySets {
-        effective: CapabilitySet::empty(),
-        permitted: CapabilitySet::empty(),
-        inheritable: CapabilitySet::empty(),
-    };
-    rustix::thread::set_capabilities(None, none).map_err(failed("drop its capabilities"))
+    let (effective, permitted) = (held.effective & kept, held.permitted & kept);
+    let left = CapabilitySets { effective, permitted, inheritable: CapabilitySet::empty() };
+    rustix::thread::set_capabilities(None, left).map_err(failed("drop its capabilities"))
 }

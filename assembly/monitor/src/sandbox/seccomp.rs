@@ -60,6 +60,8 @@ const FCNTLS: &[libc::c_int] = &[
     libc::F_DUPFD_CLOEXEC,
     libc::F_OFD_SETLK,
     libc::F_OFD_GETLK,
+    // Sealing memory that others map; it only narrows.
+    libc::F_ADD_SEALS,
 ];
 
 /// TCSETS, TCSETS2: what any thread may do to standard input, so that a refused call doesn't leave the user's terminal
@@ -114,6 +116,18 @@ fn restore_terminal() -> Result<Vec<SeccompRule>, BackendError> {
     RESTORE_TERMINAL.iter().map(|request| SeccompRule::new(vec![is(0, stdin)?, is(1, *request)?])).collect()
 }
 
+/// Nodes' links, beside Unix sockets; to which ports is Landlock's to say, which knows nothing of UDP.
+fn tcp() -> Result<Vec<SeccompRule>, BackendError> {
+    let is = |argument, mask, value: libc::c_int| {
+        let value = u64::from(value.cast_unsigned());
+        SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::MaskedEq(mask), value)
+    };
+    let families = [libc::AF_INET, libc::AF_INET6].into_iter();
+    families
+        .map(|family| SeccompRule::new(vec![is(0, u64::MAX, family)?, is(1, 0xF, libc::SOCK_STREAM)?]))
+        .collect()
+}
+
 /// The filter of a kind of thread: what is listed passes; the rest traps, or is reported in log mode.
 pub(super) fn thread_program(kind: ThreadKind, vm: &VmDescription) -> Result<Program, SandboxError> {
     let refusal = match vm.sandbox {
@@ -127,6 +141,9 @@ pub(super) fn thread_program(kind: ThreadKind, vm: &VmDescription) -> Result<Pro
             .map(|call| Ok((call, ARGUMENTS.rules(call)?)))
             .collect::<Result<BTreeMap<_, _>, BackendError>>()?;
         rules.entry(libc::SYS_ioctl).or_insert(restore_terminal()?);
+        if kind == ThreadKind::Node {
+            rules.entry(libc::SYS_socket).or_default().extend(tcp()?);
+        }
         let filter = SeccompFilter::new(rules, refusal.clone(), SeccompAction::Allow, TargetArch::x86_64)?;
         BpfProgram::try_from(filter)
     };

@@ -307,6 +307,17 @@ fn a_vcpu_may_do_nothing_that_only_device_workers_need() {
     }
 }
 
+/// A node opens files and makes connections where Landlock lets it; other programs, other processes' memory and raising itself aren't its to have.
+#[test]
+fn a_node_may_connect_and_start_nothing() {
+    let vm = describe("kernel = \"k\"");
+    let allowed = super::allow_lists::allowed(ThreadKind::Node, &vm);
+    assert!([libc::SYS_openat, libc::SYS_connect, libc::SYS_bind].iter().all(|call| allowed.contains(call)));
+    assert!(super::allow_lists::NEVER.iter().all(|call| !allowed.contains(call)));
+    let others = [libc::SYS_userfaultfd, libc::SYS_setuid, libc::SYS_io_uring_setup];
+    assert!(others.iter().all(|call| !allowed.contains(call)));
+}
+
 #[test]
 fn a_device_that_the_vm_has_not_widens_nothing() {
     let without = describe("kernel = \"k\"");

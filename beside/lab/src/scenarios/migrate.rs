@@ -28,7 +28,7 @@ const VERIFY: &str = r#"place=$((n % 400))
     [ "$(dd if=/dev/vdb bs=128k count=1 skip=$place iflag=direct 2>/dev/null | sha256sum)" = "$sum" ] || wrong=$((wrong+1))"#;
 
 /// One bridge with an address, a tap per place where the guest can be, and the disk.
-fn prepare(host: &Host) -> Result<()> {
+pub(super) fn prepare(host: &Host) -> Result<()> {
     host.sh(&format!(
         "ip link add br0 type bridge && ip addr add {NET}.1/24 dev br0 && ip link set br0 up && \
          for t in 0 1; do ip tuntap add tap$t mode tap vnet_hdr && ip link set tap$t master br0 && ip link set tap$t up; done && \

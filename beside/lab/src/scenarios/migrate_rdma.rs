@@ -1,6 +1,8 @@
 //! A guest with an RDMA NIC moves between two hosts while it is connected with another guest: to the host of that one, away from it, and so on. A
 //! program in each keeps messages going over one connection from before the first move until after the last, and compares what arrived.
 //!
+//! Moves away from the first host go to the address where a monitor waits, those back to the host's name in the cluster.
+//!
 //! ```text
 //!  host h1: causeway cluster, causeway host ═══ link ═══ host h2: causeway host
 //!  guest a  ──────────────── moves ──────────────────▶  beside guest b, and back
@@ -37,12 +39,14 @@ const LINK: &str =
     "modprobe sch_tbf && tc qdisc replace dev x0 root tbf rate 100mbit burst 128kb latency 100ms";
 const CHANGES: &str = "setsid sh -c 'while :; do head -c 33554432 /dev/urandom > /dev/shm/changes; done' < /dev/null > /dev/null 2>&1 & sleep 1";
 
-/// One move of the first guest, which is on the first host or on the second; `how` is for the command.
+/// One move of the first guest, which is on the first host or on the second: there to the address where the monitor waits, back to the host's name; `how`
+/// is for the command.
 pub(super) fn step(lab: &Lab, pair: &mut Pair<'_>, to: usize, how: &str) -> Result<Value> {
     let address = format!("10.77.0.{}:{PORT}", to + 1);
     let from = lab.host(1 - to)?;
     let next: Guest = pair.await_guest(0, to, &address, PATIENCE)?;
-    let command = format!("causeway --json migrate a --to {address} {how}");
+    let place = if by_name(to) { host_name(to) } else { address };
+    let command = format!("causeway --json migrate a --to {place} {how}");
     let output = from.run(&command, PATIENCE)?;
     if output.code != 0 {
         bail!(
@@ -58,6 +62,29 @@ pub(super) fn step(lab: &Lab, pair: &mut Pair<'_>, to: usize, how: &str) -> Resu
     let before = pair.moved(0, next, to)?;
     before.ended(PATIENCE)?;
     Ok(timeline)
+}
+
+/// Whether moves to a host say its name.
+fn by_name(to: usize) -> bool {
+    to == 0
+}
+
+/// What the cluster calls a host (the daemons' `--name`).
+fn host_name(host: usize) -> String {
+    format!("h{}", host + 1)
+}
+
+/// Whether a host by whose name nobody waits for the guest, and a name that no host has, are refused, each with what is wrong.
+fn refused(lab: &Lab, report: &mut Report) -> Result<()> {
+    for (name, word) in [(host_name(1), "waits"), ("h9".to_owned(), "h9")] {
+        let output = lab.host(0)?.run(&format!("causeway migrate a --to {name} {BEFORE}"), PATIENCE)?;
+        let told = output.code != 0 && output.stderr.contains(word);
+        report.check(
+            told,
+            format!("a move to {name} came to status {}: {} {}", output.code, output.stdout, output.stderr),
+        );
+    }
+    Ok(())
 }
 
 fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
@@ -80,10 +107,12 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let count = talk::begin(&pair, moves)?;
     let (first, _) = talk::connected(&pair.a)?;
     report.check(!first.is_empty(), "no queue pair is connected before the first move");
-    let mut errors = 0;
+    refused(lab, report)?;
+    let (mut errors, mut named) = (0, 0);
     let mut transports = BTreeSet::new();
     for number in 0..moves {
         let to = if number % 2 == 0 { 1 } else { 0 };
+        named += u32::from(by_name(to));
         talk::go_on(&pair)?;
         let timeline = step(lab, &mut pair, to, how).with_context(|| format!("Move {}", number + 1))?;
         let (now, reached_by) = talk::connected(&pair.a)?;
@@ -120,6 +149,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     }
     errors += talk::end(&pair, report)?;
     report.figure("moves", moves);
+    report.figure("moves_by_name", named);
     report.figure("errors", errors);
     report.figure("messages", count);
     if late {

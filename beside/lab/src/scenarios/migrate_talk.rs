@@ -2,6 +2,7 @@
 //! the last and compares what arrived, and the daemons say which queue pairs are connected.
 
 use super::rdma_fabric;
+use super::rdma_tools::TCP;
 use crate::channel::Session;
 use crate::host::Host;
 use crate::lab::Lab;
@@ -62,9 +63,17 @@ pub(super) fn service_of(lab: &Lab, hosts: usize) -> Result<Session> {
 
 /// Starts the service on a host, with the state that it had there; times of an emulated host say nothing, so a switch-over may take long.
 pub(super) fn service_on(lab: &Lab, number: usize) -> Result<Session> {
+    service_with(lab, number, "")
+}
+
+/// Seconds that a host may be silent: emulated ones stand still for many while others use the machine.
+const LEASE: u64 = 30;
+
+/// As [`service_on`], with more on its command line.
+pub(super) fn service_with(lab: &Lab, number: usize, more: &str) -> Result<Session> {
     let host = lab.host(number)?;
     let command = format!(
-        "mkdir -p /run/causeway && exec causeway cluster serve --listen {} --state /run/causeway/cluster.redb --switch-limit 120000",
+        "mkdir -p /run/causeway && exec causeway cluster serve --listen {} --state /run/causeway/cluster.redb --switch-limit 120000 --lease {LEASE} {more}",
         listens_at(number)
     );
     let service = host.spawn("causeway cluster", &command)?;
@@ -166,13 +175,28 @@ pub(super) fn connected(member: &Member<'_>) -> Result<(Names, BTreeSet<String>)
     }
 }
 
+/// Waits until the program takes connections: a crowded machine's guest needs its time.
+fn listens(m: &Member<'_>) -> Result<()> {
+    let look = format!("for i in $(seq 300); do {TCP} && exit 0; sleep 0.2; done; echo never");
+    if m.sh(&look)?.contains("never") {
+        bail!("The program in guest {} doesn't listen: {}", m.name, m.sh("cat /run/work.out")?);
+    }
+    Ok(())
+}
+
 /// Has both talk for so many moves; the number of messages.
 pub(super) fn begin(pair: &Pair<'_>, moves: u32) -> Result<u32> {
     // How fast messages are.
     let (server, client) = (pingpong(&pair.b, TRIAL, None), pingpong(&pair.a, TRIAL, Some(&pair.b.tcp)));
     detach(&pair.b, &server)?;
+    listens(&pair.b)?;
     detach(&pair.a, &client)?;
-    let trial = [ended(&pair.a, PATIENCE)?, ended(&pair.b, PATIENCE)?];
+    let client = ended(&pair.a, PATIENCE)?;
+    if client.0 != 0 {
+        // The server of one that gave up waits without end.
+        bail!("The program in guest a doesn't work before anything moves: {client:?}");
+    }
+    let trial = [client, ended(&pair.b, PATIENCE)?];
     let [(0, said), (0, _)] = &trial else {
         bail!("The programs don't work before anything moves: {trial:?}");
     };
@@ -182,6 +206,7 @@ pub(super) fn begin(pair: &Pair<'_>, moves: u32) -> Result<u32> {
     progress!("{TRIAL} messages took {seconds} s; {count} for {moves} moves");
     let (server, client) = (pingpong(&pair.b, count, None), pingpong(&pair.a, count, Some(&pair.b.tcp)));
     detach(&pair.b, &server)?;
+    listens(&pair.b)?;
     detach(&pair.a, &client)?;
     Ok(count)
 }

@@ -10,16 +10,19 @@ mod driver_faults;
 mod fio;
 mod host;
 mod migrate;
+mod migrate_blackout;
 mod migrate_converge;
 mod migrate_exact;
 mod migrate_faults;
 mod migrate_group;
 mod migrate_hosts;
+mod migrate_many;
 mod migrate_mirror;
 mod migrate_mpi;
 mod migrate_postcopy;
 mod migrate_rdma;
 mod migrate_talk;
+mod migrate_verbs;
 mod migrate_wire;
 mod neighbours;
 mod neighbours_appliance;
@@ -62,11 +65,14 @@ pub const ALL: &[Scenario] = &[
     migrate_mirror::SCENARIO,
     migrate_postcopy::SCENARIO,
     migrate_rdma::SCENARIO,
+    migrate_blackout::SCENARIO,
     migrate_exact::SCENARIO,
+    migrate_many::SCENARIO,
     migrate_faults::SCENARIO,
     migrate_converge::SCENARIO,
     migrate_group::SCENARIO,
     migrate_mpi::SCENARIO,
+    migrate_verbs::SCENARIO,
     migrate_wire::SCENARIO,
     neighbours::SCENARIO,
     neighbours_block::SCENARIO,

@@ -39,7 +39,7 @@ const PORT: u16 = 4792;
 const DIRECTORY: &str = "/run/causeway/directory.toml";
 
 /// Three CPUs each: a guest's program that polls, the engine, and rxe.
-fn topology(_: &Options) -> Topology {
+pub(super) fn topology(_: &Options) -> Topology {
     Topology::new()
         .host(HostSpec::new("h1").cpus(3).rdma())
         .host(HostSpec::new("h2").cpus(3).rdma())
@@ -75,25 +75,31 @@ fn directory() -> String {
     text
 }
 
-/// The segment's Ethernet, the directory, and an RDMA device on the third link.
-fn prepare(host: &Host, number: usize) -> Result<()> {
+/// An RDMA device on the third link.
+pub(super) fn rxe(host: &Host, number: usize) -> Result<()> {
     let own = format!("10.77.2.{}", number + 1);
     let said = host.sh(&format!(
-        "set -e; ip link add br1 type bridge; ip addr flush dev x0; ip link set x0 master br1 up\n\
-         ip tuntap add seg0 mode tap vnet_hdr; ip link set seg0 master br1 up; ip link set br1 up\n\
-         ip link set x2 up; modprobe -a rdma_rxe ib_uverbs; rdma link add rxe0 type rxe netdev x2\n\
-         i=0; until grep -qsi '{:02x}{:02x}:{:02x}{:02x}' /sys/class/infiniband/rxe0/ports/1/gids/*; do i=$((i+1)); [ $i -lt 50 ] || {{ echo no GID for {own} >&2; exit 1; }}; sleep 0.1; done\n\
-         mkdir -p /run/causeway; cat > {DIRECTORY} <<'E'\n{}E\n\
-         ls /dev/infiniband",
-        10, 77, 2, number + 1,
-        directory()
+        "set -e; ip link set x2 up; modprobe -a rdma_rxe ib_uverbs; rdma link add rxe0 type rxe netdev x2\n\
+         i=0; until grep -qsi '{:02x}{:02x}:{:02x}{:02x}' /sys/class/infiniband/rxe0/ports/1/gids/*; do i=$((i+1)); [ $i -lt 50 ] || {{ echo no GID for {own} >&2; exit 1; }}; sleep 0.1; done; ls /dev/infiniband",
+        10, 77, 2, number + 1
     ))?;
     progress!("{}: {}", host.name(), said.trim().replace('\n', " | "));
     Ok(())
 }
 
+/// The segment's Ethernet, the directory, and an RDMA device on the third link.
+fn prepare(host: &Host, number: usize) -> Result<()> {
+    host.sh(&format!(
+        "set -e; ip link add br1 type bridge; ip addr flush dev x0; ip link set x0 master br1 up\n\
+         ip tuntap add seg0 mode tap vnet_hdr; ip link set seg0 master br1 up; ip link set br1 up\n\
+         mkdir -p /run/causeway; cat > {DIRECTORY} <<'E'\n{}E",
+        directory()
+    ))?;
+    rxe(host, number)
+}
+
 /// Packets that a host's device has sent and received.
-fn packets(host: &Host) -> Result<[u64; 2]> {
+pub(super) fn packets(host: &Host) -> Result<[u64; 2]> {
     let text = host.sh("cd /sys/class/infiniband/rxe0/ports/1/hw_counters; cat sent_pkts rcvd_pkts")?;
     let mut words = text.split_whitespace().map(str::parse);
     match (words.next(), words.next()) {

@@ -229,8 +229,8 @@ fn listen(host: &Host, card: &Card, on: &vpio_nics::Card) -> Result<crate::chann
     Ok(session)
 }
 
-/// A guest with the card under its model, which ignores what the model refuses, and no driver for it.
-fn boot(host: &Host, card: &Card, on: &vpio_nics::Card, kernel: &str) -> Result<Guest> {
+/// A guest with the card under its model, with a policy for what the model refuses, and no driver for it.
+fn boot(host: &Host, card: &Card, on: &vpio_nics::Card, kernel: &str, policy: &str) -> Result<Guest> {
     let script = format!(
         "export PATH=/usr/sbin:/usr/bin:/sbin:/bin\nmount -t tmpfs run /run\nip link set lo up\n\
          grep -E -i 'reserved' /proc/iomem | head -n 20\necho the attacker is ready\n{serve}sleep 100000",
@@ -243,13 +243,29 @@ fn boot(host: &Host, card: &Card, on: &vpio_nics::Card, kernel: &str) -> Result<
         .script(&script)
         .file("agent", std::fs::read(crate::paths::agent()?)?);
     spec.extra.push(format!(
-        "--vsock cid=3,socket={} --nic vpio:{},policy=ignore",
+        "--vsock cid=3,socket={} --nic vpio:{},policy={policy}",
         guest_channel::socket(NAME),
         on.address()
     ));
     let guest = Guest::start(host, &spec, Vmm::Causeway)?;
     guest.expect("the attacker is ready", BOOT).with_context(|| format!("with the {}", card.name))?;
     Ok(guest)
+}
+
+/// A refused request under policy `machine-check`: the guest's kernel takes the exception, says so, and ends as it does for a broken processor.
+fn checked(host: &Host, card: &'static Card, on: &vpio_nics::Card, kernel: &str) -> Result<()> {
+    progress!("  {}: a machine check for what is refused", card.name);
+    let guest = boot(host, card, on, kernel, "machine-check")?;
+    let attack =
+        rdma::quoted(&format!("/lab/agent attack {} 0 --bar {} --hold 100", card.name, card.bars[0]));
+    // The guest doesn't live to answer.
+    let session = host.spawn("attack", &format!("exec /share/.lab/lab in --wait 60 {NAME} {attack}"))?;
+    guest.expect("Machine Check Exception: 4 Bank 7: b200000000000e0b", PATIENCE)?;
+    guest.expect("Kernel panic - not syncing: Fatal", PATIENCE)?;
+    session.kill()?;
+    host.sh(&format!("causeway stop {NAME} --force"))?;
+    guest.ended(Duration::from_secs(60))?;
+    Ok(())
 }
 
 /// A card: bare, then under its model.
@@ -271,7 +287,8 @@ fn part(host: &Host, card: &'static Card, options: &Options, report: &mut Report
     vpio_nics::bind(host, on)?;
     let log = dma_log();
     let before = length(&log);
-    let guest = boot(host, card, on, options.kernels.first().map_or("6.1-generic", String::as_str))?;
+    let kernel = options.kernels.first().map_or("6.1-generic", String::as_str);
+    let guest = boot(host, card, on, kernel, "ignore")?;
     let inside = rdma::quoted("/lab/agent attack ARGUMENTS");
     let guarded = Bench::new(host, card, format!("/share/.lab/lab in --wait 60 {NAME} {inside}"));
     let found = guarded.all(options)?;
@@ -283,6 +300,7 @@ fn part(host: &Host, card: &'static Card, options: &Options, report: &mut Report
     }
     host.sh(&format!("causeway stop {NAME} --force"))?;
     guest.ended(Duration::from_secs(60))?;
+    checked(host, card, on, kernel).with_context(|| format!("{}: policy machine-check", card.name))?;
     wire.kill()?;
     let text = String::from_utf8_lossy(&tail(&log, before)?).into_owned();
     let (outside, pages, stopped) = reached(&text, on.slot());

@@ -115,8 +115,8 @@ impl<P: Provider> Engine<P> {
         while flushed < FLUSHED_PER_TURN {
             let Some(device) = self.device_mut(at.device) else { break };
             let Some(qp) = device.qps.get_mut(at.handle) else { break };
-            let ahead = qp.elsewhere.as_mut().and_then(|elsewhere| elsewhere.ahead.pop_front());
-            if let Some(receive) = ahead {
+            let taken = qp.elsewhere.as_mut().and_then(|elsewhere| elsewhere.pop_receive());
+            if let Some(receive) = taken {
                 self.complete_receive_error(at, receive.wr_id, Status::Flushed);
                 flushed += 1;
                 continue;

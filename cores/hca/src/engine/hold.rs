@@ -97,10 +97,12 @@ impl<P: Provider> Engine<P> {
             found.path = Path::Unreachable;
         }
         found.path_at = 0;
-        let elsewhere = found.elsewhere.take();
+        let mut requests = std::collections::VecDeque::<Outstanding>::new();
+        if let Some(mut elsewhere) = found.elsewhere.take() {
+            requests = elsewhere.take_outstanding();
+            found.elsewhere = elsewhere.without_requests();
+        }
         let current = found.current.take();
-        let mut requests: std::collections::VecDeque<Outstanding> =
-            elsewhere.map(|elsewhere| elsewhere.into_outstanding()).unwrap_or_default();
         // A request that the transport didn't get yet comes behind those that it has.
         let progress = current.as_ref().map_or_else(Progress::default, |current| Progress {
             rnr_waits: current.progress.rnr_waits,

@@ -18,6 +18,8 @@ use crate::error::VerbsError;
 
 /// Requests behind the one that a queue pair is at, and that a transport has, at most.
 const MOST_REQUESTS: usize = 2 * 256;
+/// Receives that a queue pair can have taken from its ring at most: what a host's RDMA device is given, and some.
+const MOST_TAKEN: usize = 4096;
 
 fn wrong(kind: &'static str, handle: u32, what: &'static str) -> InvalidState {
     InvalidState::Field { kind, handle, what }
@@ -353,7 +355,8 @@ impl<P: Provider> Engine<P> {
             });
         if many
             || requests.any(|request| request.sges.len() > MAX_SGE)
-            || saved.stashed.as_ref().is_some_and(|stashed| stashed.sges.len() > MAX_SGE)
+            || saved.taken.len() > MOST_TAKEN
+            || saved.taken.iter().any(|receive| receive.sges.len() > MAX_SGE)
         {
             return Err(wrong("request"));
         }
@@ -384,6 +387,13 @@ impl<P: Provider> Engine<P> {
             self.destroy_qp(device, QpHandle(handle)).map_err(|_| InvalidState::NoDevice)?;
         }
         let found = self.dormant(device)?;
+        let mut taken = saved.taken.into_iter();
+        // Of a message that has begun, or the next one's: that makes no difference.
+        let stashed = taken.next().map(Box::new);
+        let mut elsewhere = saved.elsewhere.map(|elsewhere| Box::new(Elsewhere::restore(elsewhere)));
+        if taken.len() > 0 {
+            elsewhere.get_or_insert_default().returned = taken.collect();
+        }
         let qp = Qp::<P> {
             stamp: saved.stamp,
             state: saved.state,
@@ -409,8 +419,8 @@ impl<P: Provider> Engine<P> {
                     behind: current.behind.into(),
                 })
             }),
-            elsewhere: saved.elsewhere.map(|elsewhere| Box::new(Elsewhere::restore(elsewhere))),
-            stashed: saved.stashed.map(Box::new),
+            elsewhere,
+            stashed,
             waiter: None,
             send_queue: send,
             receive_queue: receive,

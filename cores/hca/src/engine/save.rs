@@ -7,7 +7,7 @@ use crate::attributes::QpKind;
 use crate::names::{DeviceId, QpHandle, Qpn};
 use crate::objects::{NOT_NOTIFIED, Path, QpRef, Wait};
 use crate::provider::{CompletionQueue, Provider, ReceiveQueue, SendQueue, Sink};
-use crate::saved::{self, InvalidState, Kind, Name};
+use crate::saved::{self, Kind, Name};
 
 use super::{Engine, Timer};
 
@@ -248,18 +248,13 @@ impl<P: Provider> Engine<P> {
     }
 
     /// A queue pair; `None`: there is none.
-    ///
-    /// # Errors
-    /// When a host's RDMA device has receives of it: what that device holds can't be had.
-    pub fn save_qp(&self, device: DeviceId, handle: u32) -> Result<Option<SavedQp<P>>, InvalidState> {
-        let Some(found) = self.device(device.0).and_then(|found| found.qps.get(handle)) else {
-            return Ok(None);
-        };
-        if found.elsewhere.as_ref().is_some_and(|elsewhere| !elsewhere.ahead.is_empty()) {
-            return Err(InvalidState::Verbs(found.qpn.0));
-        }
+    #[must_use]
+    pub fn save_qp(&self, device: DeviceId, handle: u32) -> Option<SavedQp<P>> {
+        let found = self.device(device.0)?.qps.get(handle)?;
         let reference = |at: crate::objects::ObjectRef| (at.handle, at.stamp);
-        Ok(Some(saved::Qp {
+        let elsewhere = found.elsewhere.as_deref();
+        let unused = elsewhere.into_iter().flat_map(|elsewhere| elsewhere.taken_receives());
+        Some(saved::Qp {
             stamp: found.stamp,
             state: found.state,
             kind: found.kind,
@@ -276,17 +271,17 @@ impl<P: Provider> Engine<P> {
             established: found.established,
             carried: found.path == Path::Elsewhere,
             counters: found.counters,
-            elsewhere: found.elsewhere.as_ref().map(|elsewhere| elsewhere.save()),
+            elsewhere: elsewhere.map(|elsewhere| elsewhere.save()),
             current: found.current.as_ref().map(|current| saved::Current {
                 request: current.request.clone(),
                 rnr_waits: current.progress.rnr_waits,
                 timeouts: current.progress.timeouts,
                 behind: current.behind.iter().cloned().collect(),
             }),
-            stashed: found.stashed.as_deref().cloned(),
+            taken: found.stashed.as_deref().into_iter().chain(unused).cloned().collect(),
             send: found.send_queue.save(),
             receive: found.receive_queue.as_ref().map(ReceiveQueue::save),
-        }))
+        })
     }
 
     /// Connected queue pairs of a device: handle, number, and the peer's number.

@@ -31,6 +31,9 @@ impl<P: Provider> Engine<P> {
         if let Some(stashed) = qp.stashed.take() {
             return Taken::Request(*stashed);
         }
+        if let Some(returned) = qp.elsewhere.as_mut().and_then(|elsewhere| elsewhere.returned.pop_front()) {
+            return Taken::Request(returned);
+        }
         let mut event = None;
         let fetched = if let Some(queue) = &mut qp.receive_queue {
             queue.take(&device.memory)

@@ -185,6 +185,8 @@ pub(crate) struct Elsewhere {
     pub outstanding: VecDeque<Outstanding>,
     /// Receives that were taken before there was a message for them.
     pub ahead: VecDeque<ReceiveRequest>,
+    /// Receives that were taken ahead and came back unused: the next ones, before those in the ring.
+    pub returned: VecDeque<ReceiveRequest>,
     next_token: u64,
     /// The peer was told that there is no receive, and is to be told when there is one.
     pub awaits_receive: bool,
@@ -208,7 +210,22 @@ impl Elsewhere {
             Outstanding { token: next_token - 1, request, outcome }
         });
         let outstanding = outstanding.collect();
-        Self { outstanding, ahead: VecDeque::new(), next_token, awaits_receive: saved.awaits_receive }
+        Self { outstanding, next_token, awaits_receive: saved.awaits_receive, ..Self::default() }
+    }
+
+    /// Receives that were taken from the ring and are not used, the oldest first.
+    pub fn taken_receives(&self) -> impl Iterator<Item = &ReceiveRequest> {
+        self.ahead.iter().chain(&self.returned)
+    }
+
+    /// The oldest of them.
+    pub fn pop_receive(&mut self) -> Option<ReceiveRequest> {
+        self.ahead.pop_front().or_else(|| self.returned.pop_front())
+    }
+
+    /// What is left of it when requests are nobody's any more.
+    pub fn without_requests(self) -> Option<Box<Self>> {
+        (!self.returned.is_empty()).then(|| Box::new(Self { returned: self.returned, ..Self::default() }))
     }
 
     /// The requests that transports have.
@@ -216,10 +233,10 @@ impl Elsewhere {
         self.outstanding.iter().map(|outstanding| &outstanding.request)
     }
 
-    /// The requests alone.
-    pub fn into_outstanding(self) -> VecDeque<saved::Outstanding> {
+    /// The requests alone, which it doesn't have then.
+    pub fn take_outstanding(&mut self) -> VecDeque<saved::Outstanding> {
         let strip = |Outstanding { request, outcome, .. }| saved::Outstanding { request, outcome };
-        self.outstanding.into_iter().map(strip).collect()
+        std::mem::take(&mut self.outstanding).into_iter().map(strip).collect()
     }
 }
 

@@ -93,6 +93,28 @@ impl<P: Provider> Engine<P> {
         }
     }
 
+    /// The transport with queues of its own carries the connection no longer, and has nothing of it under way: the receives that it took and
+    /// didn't use are the next ones, whatever carries it then.
+    pub fn remote_unbind(&mut self, qp: QpId) {
+        let at = qp.at();
+        self.touch_qp(qp.device, qp.handle);
+        let Some(found) = self.qp_mut(at).filter(|found| found.incarnation == qp.incarnation) else { return };
+        let Some(elsewhere) = &mut found.elsewhere else { return };
+        // Those that came back before were taken later.
+        elsewhere.ahead.append(&mut elsewhere.returned);
+        std::mem::swap(&mut elsewhere.ahead, &mut elsewhere.returned);
+        elsewhere.awaits_receive = false;
+    }
+
+    /// Whether a transport has requests of a queue pair.
+    #[must_use]
+    pub fn remote_has_requests(&self, qp: QpId) -> bool {
+        let found = self.qp(qp.at()).filter(|found| found.incarnation == qp.incarnation);
+        found
+            .and_then(|found| found.elsewhere.as_ref())
+            .is_some_and(|elsewhere| !elsewhere.outstanding.is_empty())
+    }
+
     /// Takes the next receive before there is a message for it. Without one, [`super::Action::ReceivePosted`] tells of the next.
     ///
     /// # Errors
@@ -136,6 +158,7 @@ impl<P: Provider> Engine<P> {
         let Ok(at) = self.served(qp) else { return };
         let ahead = self.qp_mut(at).and_then(|found| found.elsewhere.as_mut()?.ahead.pop_front());
         let Some(receive) = ahead else { return };
+        self.touch_qp(qp.device, qp.handle);
         match outcome {
             Ok(got) => {
                 self.count_served(at, got.length, |counters| &mut counters.rx_send_requests);

@@ -104,7 +104,22 @@ impl SharedRam {
     /// Maps RAM from guest-physical address `from` (a multiple of the page size) on a second time, for the guest; nothing of it is
     /// there yet. What lies below stays as it is. The monitor's mapping is that of `ram`.
     pub fn new(ram: &GuestRam, from: u64) -> Result<Self, SharedRamError> {
-        let uffd = Userfault::open(FEATURES)?;
+        Self::with(Self::userfault()?, ram, from)
+    }
+
+    /// What [`SharedRam::with`] needs. To be opened while the process still has its privileges.
+    ///
+    /// # Errors
+    /// When the kernel refuses, or lacks something.
+    pub fn userfault() -> Result<Userfault, SharedRamError> {
+        Ok(Userfault::open(FEATURES)?)
+    }
+
+    /// As [`SharedRam::new`], with what [`SharedRam::userfault`] has opened before.
+    ///
+    /// # Errors
+    /// When memory can't be mapped or watched.
+    pub fn with(uffd: Userfault, ram: &GuestRam, from: u64) -> Result<Self, SharedRamError> {
         let mut pieces = Vec::new();
         for region in ram.regions() {
             let skip = from.saturating_sub(region.range.start).min(region.range.size);

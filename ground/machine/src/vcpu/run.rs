@@ -18,6 +18,7 @@ use crate::exits::{ExitCause, VcpuExits};
 use crate::state::SavedVcpu;
 use crate::vm::{Vm, errno};
 use crate::x86::kvm_regs;
+use crate::{machine_check, sys};
 
 /// Work for a parked vCPU thread.
 pub(super) type Command = Box<dyn FnOnce(&mut VcpuThread) + Send>;
@@ -119,8 +120,11 @@ impl VcpuThread {
             handler.before_run(self.id, self);
         }
         loop {
-            if self.control.attention() {
-                let left = self.complete();
+            if self.control.attention() || machine_check::is_wanted() {
+                let mut left = self.complete();
+                if machine_check::take() && matches!(left, Left::Attention) {
+                    left = self.machine_check();
+                }
                 self.drain();
                 return left;
             }
@@ -140,6 +144,18 @@ impl VcpuThread {
                 Next::Go => {}
                 Next::Interrupted => return Left::Attention,
                 Next::End(event) => return self.end(event),
+            }
+        }
+    }
+
+    /// A device answered the access that is complete now with a machine check.
+    fn machine_check(&self) -> Left {
+        match sys::machine_check(&self.fd, &machine_check::record()) {
+            // Whoever gives orders finds none, and lets it run on.
+            Ok(()) => Left::Attention,
+            Err(error) => {
+                let what = format!("KVM could not raise a machine check: {error}");
+                Left::Ended(VcpuEvent::Failed { vcpu: self.id, what })
             }
         }
     }

@@ -11,6 +11,7 @@ use cluster::etcd_config::{EtcdConfig, EtcdTls};
 use cluster::kv::Kv;
 use cluster::{Candidate, RedbStore, Store as _};
 use control_api::cluster::{Keys, Service};
+use host::transport::TransportKind;
 
 /// `causeway cluster`.
 #[derive(Debug, Subcommand)]
@@ -177,6 +178,10 @@ pub struct ServeArgs {
     /// How long a migration's switch-over may take, in milliseconds: what takes longer is given up, and the VM goes on where it was.
     #[arg(long, value_name = "MS", default_value_t = 2000, value_parser = clap::value_parser!(u64).range(10..=600_000))]
     pub switch_limit: u64,
+    /// Pin RDMA connections of a VM, or of all that aren't named (*), to a transport: local, fabric, wire or verbs; may be given several times. Hosts
+    /// hear of it when they register, and NICs are pinned when they are attached
+    #[arg(long, value_name = "VM=TRANSPORT", value_parser = pin)]
+    pub pin: Vec<(String, TransportKind)>,
     /// Bytes of payload per packet between hosts: a multiple of 4 from 256 to 4096; 1376 fills links with an MTU of 1500  [default: as before, or 1376]
     #[arg(long, value_name = "BYTES")]
     pub mtu: Option<u32>,
@@ -194,4 +199,11 @@ pub struct AskArgs {
     /// Keys, where the service has some.
     #[command(flatten)]
     pub keys: KeysArgs,
+}
+
+fn pin(text: &str) -> Result<(String, TransportKind), String> {
+    let (vm, transport) =
+        text.split_once('=').filter(|(vm, _)| !vm.is_empty()).ok_or("write VM=TRANSPORT, or *=TRANSPORT")?;
+    let transport = TransportKind::named(transport).ok_or("a transport is local, fabric, wire or verbs")?;
+    Ok((vm.to_owned(), transport))
 }

@@ -34,6 +34,7 @@ fn serve(args: &ServeArgs, json: bool) -> anyhow::Result<()> {
         metrics: args.metrics,
         lease: Duration::from_secs(args.lease),
         switch_limit: Duration::from_millis(args.switch_limit),
+        pins: args.pin.iter().map(|(vm, transport)| (vm.clone(), transport.name().to_owned())).collect(),
         mtu: args.mtu,
         sockets: args.sockets,
         ..ServerConfig::new(args.listen, args.state.clone().unwrap_or_default())
@@ -210,7 +211,9 @@ fn migration_json(migration: &Migration, names: &Names) -> Value {
 
 fn status_json(state: &State) -> Value {
     let names = Names::of(state);
-    let settings = state.settings.unwrap_or_default();
+    let settings = state.settings.clone().unwrap_or_default();
+    let pins: BTreeMap<&str, &str> =
+        settings.pins.iter().map(|pin| (pin.vm.as_str(), pin.transport.as_str())).collect();
     let groups: BTreeMap<&str, Vec<String>> = state
         .groups
         .iter()
@@ -227,6 +230,7 @@ fn status_json(state: &State) -> Value {
         "watchers": state.watchers,
         "mtu": settings.mtu,
         "sockets": settings.sockets,
+        "pins": pins,
         "hosts": state.hosts.len(),
         "hosts_heard": state.hosts.iter().filter(|host| host.heard).count(),
         "vms": state.vms.len(),

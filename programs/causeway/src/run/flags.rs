@@ -149,6 +149,7 @@ pub fn nic(text: &str) -> Result<written::Nic, String> {
             let choices = [
                 ("ignore", NicPolicy::Ignore),
                 ("device-error", NicPolicy::DeviceError),
+                ("machine-check", NicPolicy::MachineCheck),
                 ("stop", NicPolicy::Stop),
             ];
             Some(one_of(policy, &choices).map_err(|error| named("policy", policy, error))?)

@@ -1,6 +1,7 @@
 //! A payload VM that spans several monitors: all of them here, or one of them where the others are started elsewhere.
 
 use std::ffi::OsString;
+use std::net::ToSocketAddrs as _;
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
@@ -8,9 +9,11 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, anyhow, bail};
 use control_api::discovery;
 use dsm::Policy;
+use machine::memory::shared::SharedRam;
 use monitor::description::{HugePages, Payload, SandboxMode, VmDescription};
 use monitor::dsm::{Checkpoints, NodeAddress, NodeSettings, SpanningVm, Trouble};
 use monitor::payload::process_status;
+use monitor::sandbox::{NodePlaces, Sandbox, ThreadKind, privileges_used};
 
 use super::payload;
 use crate::cli::{Coherence, RunArgs};
@@ -105,11 +108,6 @@ pub fn run(
     if description.memory.hugepages != HugePages::None {
         bail!("--hugepages: memory that nodes share moves in pages of 4 KiB; leave it out");
     }
-    if description.sandbox != SandboxMode::Off && span.place.as_ref().is_none_or(|(node, _)| *node == 0) {
-        tracing::warn!(
-            "The sandbox doesn't cover VMs of several nodes yet: this one runs without (as with --sandbox off)"
-        );
-    }
     let builder = payload::builder(description, program)?;
     let mut others = Others::default();
     let (node, addresses) = match &span.place {
@@ -125,10 +123,15 @@ pub fn run(
         restart: span.restart.clone(),
         trouble: Trouble::default(),
     };
+    let builder = builder.userfault(SharedRam::userfault()?);
+    let settings = confine(description, settings, others.folder.is_some())?;
+    let confined = description.sandbox == SandboxMode::On;
+    let builder = if confined { builder.on_thread_start(privileges_used) } else { builder };
     let mut vm = SpanningVm::join(builder, &settings)?;
+    if confined {
+        privileges_used();
+    }
     if node == 0 {
-        let runtime = discovery::runtime_directory();
-        discovery::prepare_directory(&runtime)?;
         vm.serve_top(&top_socket(&description.name))?;
     }
     // At once, as the rest of the end may take a while.
@@ -149,6 +152,50 @@ pub fn run(
         }))?;
     }
     Ok(ExitCode::from(process_status(code)))
+}
+
+/// Puts this node into its sandbox. What it needs from here on are its sockets, KVM and the folders of checkpoints.
+fn confine(
+    description: &VmDescription,
+    mut settings: NodeSettings,
+    has_children: bool,
+) -> anyhow::Result<NodeSettings> {
+    let runtime = discovery::runtime_directory();
+    discovery::prepare_directory(&runtime)?;
+    let mut places = NodePlaces { has_children, ..NodePlaces::default() };
+    if settings.node == 0 {
+        places.sockets.insert(runtime);
+    }
+    for (node, address) in settings.addresses.iter_mut().enumerate() {
+        let own = node == usize::from(settings.node);
+        match address {
+            NodeAddress::Unix(socket) => {
+                let folder = socket.parent().filter(|folder| !folder.as_os_str().is_empty());
+                places.sockets.insert(folder.map_or_else(|| PathBuf::from("."), PathBuf::from));
+            }
+            NodeAddress::Tcp(_) if description.sandbox == SandboxMode::Off => {}
+            NodeAddress::Tcp(place) => {
+                // In the sandbox no names can be looked up: it is done once, and the first address counts.
+                let found = place
+                    .to_socket_addrs()
+                    .with_context(|| format!("--peers: tcp:{place} can't be looked up"))?;
+                let first = found.into_iter().next();
+                let first = first.ok_or_else(|| anyhow!("--peers: tcp:{place} has no address"))?;
+                if own { &mut places.listens } else { &mut places.connects }.insert(first.port());
+                *place = first.to_string();
+            }
+        }
+    }
+    if let Some(checkpoints) = &settings.checkpoints {
+        checkpoints.make_folder()?;
+        places.checkpoints.insert(checkpoints.folder.clone());
+    }
+    // One that isn't there is said to have no checkpoint.
+    places.restarts.extend(settings.restart.clone().filter(|folder| folder.exists()));
+    let sandbox = Sandbox::prepare_node(description, &places)?;
+    sandbox.enter_process()?;
+    sandbox.thread_filter(ThreadKind::Node).apply()?;
+    Ok(settings)
 }
 
 /// The socket on which node 0 of a VM tells what its nodes count.

@@ -284,6 +284,13 @@ impl Migration for RdmaFunction {
         if self.stream().state != DeviceState::Resuming {
             return Err(Errno::INVAL.into());
         }
+        if self.with(|worker, device| worker.is_pinned_to_verbs(device))? {
+            tracing::error!(
+                "{} can't run before its memory is there: its VM is pinned to transport verbs, and the host's RDMA device would take pages that are still to come",
+                self.nic.key
+            );
+            return Err(Errno::OPNOTSUPP.into());
+        }
         let table = self.memory.set_late(&late.ranges, &late.bitmap, late.wishes)?;
         self.with(move |worker, device| worker.set_late(device, table, late.arrivals))
     }

@@ -5,9 +5,10 @@ use std::sync::Arc;
 use dma::Dma;
 use hca::names::Gid;
 use nomad::objects::{Piece, Total};
-use nomad::{Action, Event, HostId, VmId};
+use nomad::{Action, Event, HostId, MigrationId, VmId};
 use pvrdma::testing::Lines;
 
+use super::verbs::Drain;
 use super::{Cluster, OUTSIDE, PeerPause, Port, SEGMENT, SEGMENT_NAME, Timed, config, gid, memory};
 use crate::migration::{Arrival, Place, Source};
 
@@ -51,7 +52,7 @@ impl Cluster {
             Action::Copy { migration, vm, to } => {
                 let machine = &mut self.machines[index];
                 let device = machine.here[&vm];
-                let source = Source::begin(&mut machine.parts(), device).unwrap();
+                let source = Source::begin(&mut machine.parts(), device);
                 machine.leaving.insert(vm, (migration, to, source, 0));
                 self.round(index, vm);
                 self.timer(0, Timed::Copied(index, migration, vm));
@@ -68,29 +69,23 @@ impl Cluster {
                     if machine.host.engine.is_stopped(machine.here[&vm]) {
                         continue;
                     }
+                    self.draining.retain(|(_, drain)| !drain.is_own(vm));
                     let (.., source, _) = machine.leaving.remove(&vm).unwrap();
                     source.stay(&mut machine.parts()).unwrap();
                 }
             }
             Action::Hold { migration, vm } => {
                 self.hold(index, vm);
-                self.answers.push_back((index, Event::Held { migration, vm }));
+                self.drain(index, Drain::Peers(migration, vm));
             }
-            Action::Open { vm, peer } => self.open(index, vm, peer),
+            Action::Open { vm, peer } => {
+                self.draining.retain(|(at, drain)| *at != index || !drain.is_of_peers(peer.vm));
+                self.open(index, vm, peer);
+            }
             Action::Lost { peer } => panic!("{peer:?} is lost, and nobody was killed"),
             Action::Stop { migration, vm } => {
-                let now = self.now();
-                let found = self.vms.get_mut(&vm).unwrap();
-                found.running = false;
-                found.stopped_at = now;
-                let machine = &mut self.machines[index];
-                let device = machine.here[&vm];
-                let lines = machine.host.lines.remove(&device).unwrap();
-                let (of, to, mut source, rounds) = machine.leaving.remove(&vm).unwrap();
-                source.stop(&mut machine.parts(), &found.guest.uar, &lines).unwrap();
-                machine.leaving.insert(vm, (of, to, source, rounds));
-                machine.host.lines.insert(device, lines);
-                self.answers.push_back((index, Event::Stopped { migration, vm }));
+                self.hold_own(index, vm);
+                self.drain(index, Drain::Own(migration, vm));
             }
             Action::Finish { migration, vm, to } => {
                 let total = self.round(index, vm).expect("the VM is stopped");
@@ -120,12 +115,27 @@ impl Cluster {
         }
     }
 
+    pub(super) fn stop(&mut self, index: usize, migration: MigrationId, vm: VmId) {
+        let now = self.now();
+        let found = self.vms.get_mut(&vm).unwrap();
+        found.running = false;
+        found.stopped_at = now;
+        let machine = &mut self.machines[index];
+        let device = machine.here[&vm];
+        let lines = machine.host.lines.remove(&device).unwrap();
+        let (of, to, mut source, rounds) = machine.leaving.remove(&vm).unwrap();
+        source.stop(&mut machine.parts(), &found.guest.uar, &lines).unwrap();
+        machine.leaving.insert(vm, (of, to, source, rounds));
+        machine.host.lines.insert(device, lines);
+        self.answers.push_back((index, Event::Stopped { migration, vm }));
+    }
+
     /// Copies what was touched, to wherever it goes. Gives the total of a stopped device.
     pub(super) fn round(&mut self, index: usize, vm: VmId) -> Option<Total> {
         let mut pieces: Vec<Piece> = Vec::new();
         let machine = &mut self.machines[index];
         let (migration, to, mut source, rounds) = machine.leaving.remove(&vm)?;
-        source.round(&mut machine.parts(), |piece| pieces.push(piece)).unwrap();
+        source.round(&mut machine.parts(), |piece| pieces.push(piece));
         let stopped = machine.host.engine.is_stopped(machine.here[&vm]);
         let total = source.total().filter(|_| stopped);
         machine.leaving.insert(vm, (migration, to, source, rounds + 1));
@@ -176,7 +186,7 @@ impl Cluster {
             engine.moved_away(SEGMENT, Gid(gid(peer.vm)));
         }
         engine.open(device, Gid(gid(peer.vm)));
-        machine.transports.go_on(device, crate::transport::VmId(peer.vm.0), now);
+        machine.transports.go_on(&mut machine.host.engine, device, crate::transport::VmId(peer.vm.0), now);
         self.note_peer(vm, peer.vm);
     }
 

@@ -22,6 +22,8 @@ pub(super) const OUTSIDE: VmId = VmId(200);
 pub(super) struct LiveDirectory {
     pub hosts: Vec<SocketAddr>,
     pub places: Mutex<HashMap<u32, usize>>,
+    /// Of all VMs.
+    pub pin: Option<TransportKind>,
 }
 
 impl LiveDirectory {
@@ -50,7 +52,7 @@ impl Directory for LiveDirectory {
     }
 
     fn pin(&self, _: crate::transport::VmId) -> Option<TransportKind> {
-        None
+        self.pin
     }
 
     fn mtu(&self) -> roce::Mtu {

@@ -27,9 +27,9 @@ pub fn pieces(seed: u64) -> Vec<Piece> {
     let mut pieces = Vec::new();
     let machine = &mut cluster.machines[0];
     let device = machine.here[&vm];
-    let mut source = Source::begin(&mut machine.parts(), device).unwrap();
+    let mut source = Source::begin(&mut machine.parts(), device);
     source.stop(&mut machine.parts(), &cluster.vms[&vm].guest.uar, &Lines::default()).unwrap();
-    source.round(&mut machine.parts(), |piece| pieces.push(piece)).unwrap();
+    source.round(&mut machine.parts(), |piece| pieces.push(piece));
     pieces
 }
 
@@ -41,7 +41,7 @@ pub fn arrive(pieces: &[Piece]) -> Result<(), MigrationError> {
     let vm = VmId(1);
     let address = "127.0.0.1:0".parse().unwrap();
     let places = Mutex::new(HashMap::new());
-    let directory = Arc::new(LiveDirectory { hosts: vec![address], places });
+    let directory = Arc::new(LiveDirectory { hosts: vec![address], places, pin: None });
     for other in (1..4).map(VmId) {
         directory.set(other, HostId(1));
     }

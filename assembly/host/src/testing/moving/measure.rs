@@ -54,7 +54,7 @@ struct Engine {
 impl Engine {
     fn new(hosts: &[SocketAddr], own: usize) -> Self {
         let places = Mutex::new(HashMap::new());
-        let directory = Arc::new(LiveDirectory { hosts: hosts.to_vec(), places });
+        let directory = Arc::new(LiveDirectory { hosts: hosts.to_vec(), places, pin: None });
         directory.set(MOVER, HostId(1));
         directory.set(PEER, HostId(2));
         BESIDE.into_iter().for_each(|vm| directory.set(vm, HostId(1)));
@@ -190,9 +190,9 @@ pub fn blackout(qps: u32, active: u32, in_flight: u64) -> Sample {
     let mut arrival = Arrival::begin(&mut engines[2].parts(), config, room, &place).unwrap();
     let mut pieces: Vec<Piece> = Vec::new();
     let device = left.guest.id;
-    let mut source = Source::begin(&mut engines[0].parts(), device).unwrap();
+    let mut source = Source::begin(&mut engines[0].parts(), device);
     let began = Instant::now();
-    source.round(&mut engines[0].parts(), |piece| pieces.push(piece)).unwrap();
+    source.round(&mut engines[0].parts(), |piece| pieces.push(piece));
     let states = pieces.iter().filter(|piece| {
         matches!(piece.object.kind, nomad::objects::Kind::QueuePair | nomad::objects::Kind::CompletionQueue)
     });
@@ -208,7 +208,7 @@ pub fn blackout(qps: u32, active: u32, in_flight: u64) -> Sample {
         for _ in 0..100 {
             turn(&mut engines, &left, &right, &mut done);
         }
-        source.round(&mut engines[0].parts(), |piece| pieces.push(piece)).unwrap();
+        source.round(&mut engines[0].parts(), |piece| pieces.push(piece));
         let few = pieces.len() <= 4 * left.qps.len();
         for piece in pieces.drain(..) {
             arrival.take(&mut engines[2].parts(), piece).unwrap();
@@ -247,7 +247,7 @@ pub fn blackout(qps: u32, active: u32, in_flight: u64) -> Sample {
     let lines = engines[0].host.lines.remove(&device).unwrap();
     let began = Instant::now();
     source.stop(&mut engines[0].parts(), &left.guest.uar, &lines).unwrap();
-    source.round(&mut engines[0].parts(), |piece| pieces.push(piece)).unwrap();
+    source.round(&mut engines[0].parts(), |piece| pieces.push(piece));
     let total = source.total().unwrap();
     sample.source_ns = nanoseconds(began);
     sample.objects = pieces.len() as u64;
@@ -289,7 +289,7 @@ fn redirect(engine: &mut Engine, device: DeviceId, peer: VmId, to: HostId, now: 
     engine.directory.set(peer, to);
     engine.host.engine.moved_away(SEGMENT, Gid(gid(peer)));
     engine.host.engine.open(device, Gid(gid(peer)));
-    engine.transports.go_on(device, crate::transport::VmId(peer.0), now);
+    engine.transports.go_on(&mut engine.host.engine, device, crate::transport::VmId(peer.0), now);
 }
 
 /// Holding, and redirecting, `count` queue pairs whose connections exist: nanoseconds each.
@@ -383,9 +383,7 @@ pub fn beside(qps: u32, active: u32, each: std::time::Duration) -> Beside {
         beside.during.push(work + write_one(engines, works.then_some(&left.guest)));
     };
     let mut source = None;
-    part(&mut engines, true, &mut |engine| {
-        source = Some(Source::begin(&mut engine.parts(), device).unwrap())
-    });
+    part(&mut engines, true, &mut |engine| source = Some(Source::begin(&mut engine.parts(), device)));
     let mut source = source.unwrap();
     loop {
         let left_over = source.left(&engines[0].host.engine);
@@ -393,13 +391,13 @@ pub fn beside(qps: u32, active: u32, each: std::time::Duration) -> Beside {
             break;
         }
         part(&mut engines, true, &mut |engine| {
-            source.part(PART, &mut engine.parts(), |_| beside.objects += 1).map(drop).unwrap();
+            source.part(PART, &mut engine.parts(), |_| beside.objects += 1);
         });
     }
     let lines = engines[0].host.lines.remove(&device).unwrap();
     part(&mut engines, false, &mut |engine| {
         source.stop(&mut engine.parts(), &left.guest.uar, &lines).unwrap();
-        source.round(&mut engine.parts(), |_| ()).map(drop).unwrap();
+        source.round(&mut engine.parts(), |_| ());
     });
     let mut source = Some(source);
     part(&mut engines, false, &mut |engine| source.take().unwrap().leave(&mut engine.parts()));

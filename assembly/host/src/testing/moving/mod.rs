@@ -8,6 +8,7 @@ pub mod hostile;
 pub mod measure;
 mod outside;
 mod traffic;
+mod verbs;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, HashMap, VecDeque};
@@ -23,7 +24,7 @@ use pvrdma::testing::guest::QpOptions;
 use pvrdma::testing::{Cq, Guest, Host};
 
 use crate::migration::{Arrival, Parts, Source};
-use crate::transport::Transports;
+use crate::transport::{TransportKind, Transports, fake};
 use directory::{LiveDirectory, OUTSIDE, config, gid, memory};
 pub use outside::Frames;
 use outside::{Outside, Port, Ports};
@@ -124,6 +125,7 @@ pub struct Cluster {
     /// Since when a VM is held towards another one, nanoseconds; noted once somebody wants [`Cluster::peers_pauses`].
     held: Option<BTreeMap<(VmId, VmId), u64>>,
     peers: Vec<PeerPause>,
+    draining: Vec<(usize, verbs::Drain)>,
 }
 
 /// How long a VM that stayed was held towards one that moved.
@@ -161,10 +163,10 @@ fn port(hosts: usize) -> u16 {
 impl Cluster {
     /// So many hosts, and VMs on them in turn, each connected with each by one queue pair.
     pub fn new(hosts: usize, vms: u32, seed: u64) -> Self {
-        Self::make(hosts, vms, seed, None)
+        Self::make(hosts, vms, seed, None, false)
     }
 
-    fn make(hosts: usize, vms: u32, seed: u64, outside: Option<Outside>) -> Self {
+    fn make(hosts: usize, vms: u32, seed: u64, outside: Option<Outside>, by_verbs: bool) -> Self {
         let port = port(hosts);
         let addresses: Vec<SocketAddr> =
             (1..=hosts).map(|host| format!("127.0.0.{host}:{port}").parse().unwrap()).collect();
@@ -187,11 +189,19 @@ impl Cluster {
             outside,
             held: None,
             peers: Vec::new(),
+            draining: Vec::new(),
         };
+        let network = fake::Network::default();
         for (index, &address) in addresses.iter().enumerate() {
             let places = Mutex::new(HashMap::new());
-            let directory = Arc::new(LiveDirectory { hosts: addresses.clone(), places });
-            let transports = Transports::open(Arc::clone(&directory) as _, address, None).unwrap();
+            let pin = by_verbs.then_some(TransportKind::Verbs);
+            let directory = Arc::new(LiveDirectory { hosts: addresses.clone(), places, pin });
+            let mut transports = Transports::open(Arc::clone(&directory) as _, address, None).unwrap();
+            if by_verbs {
+                // Each with numbers of its own.
+                let first = u32::try_from(index).unwrap() * 0x11_1111 + 77;
+                transports.pretend_verbs(network.device(first));
+            }
             let id = HostId(u32::try_from(index).unwrap() + 1);
             cluster.machines.push(Machine {
                 host: Host::default(),
@@ -419,6 +429,7 @@ impl Cluster {
             }
         }
         self.turn_outside(most);
+        self.look_at_draining();
         let now = self.now();
         while let Some(&Reverse((at, number))) = self.timers.peek() {
             if at > now {

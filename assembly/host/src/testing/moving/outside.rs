@@ -133,7 +133,7 @@ impl Cluster {
     /// As [`Cluster::new`], and each VM is also connected with a peer outside of the cluster by frames, of which so many in a hundred are lost.
     #[must_use]
     pub fn with_outside(hosts: usize, vms: u32, seed: u64, loss_percent: u64) -> Self {
-        Self::make(hosts, vms, seed, Some(Outside::new(vms, loss_percent)))
+        Self::make(hosts, vms, seed, Some(Outside::new(vms, loss_percent)), false)
     }
 
     /// What the segment has seen.

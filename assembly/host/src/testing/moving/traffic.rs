@@ -147,6 +147,15 @@ impl End {
     pub fn complete(&mut self, guest: &Guest<MappedMemory>, wr_id: u64, code: u32, status: u32) {
         let verdict = &mut self.verdict;
         if status != 0 {
+            if verdict.errors == 0 {
+                tracing::error!(
+                    qpn = self.qp.qpn,
+                    wr_id,
+                    code,
+                    status,
+                    "The first request of a queue pair that failed"
+                );
+            }
             verdict.errors += 1;
         }
         if code >= 128 {

@@ -1,5 +1,7 @@
-//! Devices in memory, for tests: two or more on one network, each with numbers of its own. What a reliable connection promises is kept:
+//! Devices in memory, for tests and simulations: two or more on one network, each with numbers of its own. What a reliable connection promises is kept:
 //! order, protection by domain, key, range and rights, one receive per message, errors at both ends, flushing.
+
+#![allow(missing_docs, dead_code, clippy::indexing_slicing, clippy::missing_panics_doc)] // Of use to tests alone.
 
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
@@ -56,10 +58,10 @@ struct Nic {
 
 /// Devices that reach each other.
 #[derive(Clone, Default)]
-pub(in super::super) struct Network(Arc<Mutex<Vec<Nic>>>);
+pub(crate) struct Network(Arc<Mutex<Vec<Nic>>>);
 
 /// One of them.
-pub(in super::super) struct FakeRnic {
+pub(crate) struct FakeRnic {
     network: Network,
     index: usize,
     /// Refuse to make more queue pairs than this.

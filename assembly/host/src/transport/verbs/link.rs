@@ -215,11 +215,12 @@ impl Link {
 
     /// When to say it once more, after having done so.
     pub fn ask_again(&mut self, now: u64) {
-        self.asks = (self.asks + 1).min(DOUBLINGS);
-        self.again_at = Some(now + (AGAIN_NS << self.asks));
+        self.asks = self.asks.saturating_add(1);
+        self.again_at = Some(now + (AGAIN_NS << self.asks.min(DOUBLINGS)));
     }
 
-    /// Whether the peer's daemon has had its time, by the guest's own timers; a timeout of 0 is for ever.
+    /// Whether the peer's daemon has had its time, by the guest's own timers; a timeout of 0 is for ever. So many questions must have gone unanswered as fit into
+    /// that time: one that this daemon slept through was never asked.
     pub fn is_out_of_patience(&self, now: u64, timeout: u8, retries: u8) -> bool {
         let Some(since) = self.asking_since else { return false };
         if timeout == 0 {
@@ -227,7 +228,8 @@ impl Link {
         }
         let each = 4096u64 << timeout.min(31);
         let patience = each.saturating_mul(u64::from(retries) + 1).max(LEAST_PATIENCE_NS);
-        now.saturating_sub(since) >= patience
+        let asks = patience / (AGAIN_NS << DOUBLINGS);
+        now.saturating_sub(since) >= patience && u64::from(self.asks) >= asks
     }
 
     pub fn next(&self) -> Option<u64> {

@@ -20,15 +20,16 @@
 //! | `control` | what daemons tell each other |
 //! | `link` | a connection |
 //! | `requests`, `messages` | what the guest posts; what daemons say |
+//! | `moving` | what becomes of connections when a VM moves |
 
 mod abi;
 mod control;
 mod device;
-#[cfg(test)]
-mod fake;
+pub(crate) mod fake;
 pub(super) mod library;
 mod link;
 mod messages;
+mod moving;
 mod numbers;
 mod requests;
 mod rnic;
@@ -130,6 +131,8 @@ pub(super) struct Verbs {
     by_handle: HashMap<(DeviceId, u32), u32>,
     by_number: HashMap<(DeviceId, u32), u32>,
     by_pair: HashMap<HostQp, u32>,
+    /// Connections were made or closed.
+    changed: bool,
     pds: HashMap<(DeviceId, PdHandle), (HostPd, u32)>,
     own: OwnKeys,
     last_id: u32,
@@ -166,6 +169,7 @@ impl Verbs {
             by_handle: HashMap::new(),
             by_number: HashMap::new(),
             by_pair: HashMap::new(),
+            changed: false,
             pds: HashMap::new(),
             own: OwnKeys::default(),
             last_id: 0,
@@ -220,6 +224,16 @@ impl Verbs {
         let link = self.links.get(self.by_number.get(&(device, qpn.0))?)?;
         let name = self.info.as_ref().map_or("", |info| info.device.as_str());
         Some((link.host, link.report(name)))
+    }
+
+    /// Whether connections were made or closed since this was asked last.
+    pub fn pairs_changed(&mut self) -> bool {
+        std::mem::take(&mut self.changed)
+    }
+
+    /// Who is connected to whom: VMs here, and their peers.
+    pub fn pairs(&self) -> impl Iterator<Item = (VmId, VmId)> {
+        self.links.values().map(|link| (link.header.source, link.header.destination))
     }
 
     /// The connection of a queue pair.
@@ -301,6 +315,7 @@ impl Verbs {
         let id = self.last_id;
         let made = Made { pd: queued.pd, host_pd, pair, own };
         self.links.insert(id, Link::new(id, random() | 1, ends, &made));
+        self.changed = true;
         self.by_handle.insert((device, ends.qp.handle.0), id);
         self.by_number.insert((device, ends.qpn), id);
         self.by_pair.insert(pair, id);
@@ -333,6 +348,7 @@ impl Verbs {
 
     fn close_link(&mut self, id: u32) {
         let Some(link) = self.links.remove(&id) else { return };
+        self.changed = true;
         if let Some(rnic) = &mut self.rnic {
             rnic.destroy_qp(link.pair);
         }

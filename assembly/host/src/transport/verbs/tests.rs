@@ -13,7 +13,7 @@ use hca::work::{Completion, Sge, Status};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 
 use super::super::tests::port;
-use super::super::{Directory, FileDirectory, Transports};
+use super::super::{Directory, FileDirectory, Transports, VmId};
 use super::Verbs;
 use super::fake::Network;
 
@@ -439,6 +439,54 @@ fn a_silent_peer_ends_in_retries_exceeded() {
     pair.send(0, requests::write(1, START, rkey, &[sge]));
     assert_eq!(pair.completion(0).status, Status::RetryExceeded);
     assert!(start.elapsed() >= Duration::from_secs(2));
+}
+
+/// A daemon that was asleep for longer than its peer may take hasn't asked all that time: it asks again, and the peer answers.
+#[test]
+fn a_daemon_that_was_asleep_asks_again() {
+    let mut pair = Pair::new(Setup::default());
+    let sge = pair.sides[0].sge(0, 64);
+    let rkey = pair.sides[1].mr.rkey;
+    pair.send(0, requests::write(1, START, rkey, &[sge]));
+    for _ in 0..100 {
+        pair.sides[0].round();
+    }
+    // Its question waits at the peer, which hasn't had a turn either.
+    std::thread::sleep(Duration::from_millis(2500));
+    for _ in 0..100 {
+        pair.sides[0].round();
+    }
+    assert_eq!(pair.completion(0).status, Status::Success);
+}
+
+/// A connection stays where its peer is, and where its peer is lost; it ends, and its receives come back, where its peer is on another host.
+#[test]
+fn connections_end_where_their_peer_has_moved_and_only_there() {
+    let mut pair = Pair::new(Setup::default());
+    let (sge, target) = (pair.sides[0].sge(0, 64), pair.sides[1].sge(0, 64));
+    for wr_id in 0..3 {
+        pair.receive(1, 10 + wr_id, target);
+    }
+    pair.send(0, requests::send(1, &[sge]));
+    assert_eq!((pair.completion(0).status, pair.completion(1).wr_id), (Status::Success, 10));
+    let leave = |pair: &mut Pair, host: Option<&str>| {
+        let side = &mut pair.sides[1];
+        let host = host.map(|host| host.parse().unwrap());
+        let (device, now) = (side.qp.device, side.now);
+        side.transports.verbs.leave_places(&mut side.world.engine, (device, VmId(1)), host, now);
+        side.transports.verbs().connections
+    };
+    let own = pair.sides[1].transports.directory.host(VmId(1)).unwrap().to_string();
+    assert_eq!(leave(&mut pair, None), 1, "the VM is lost: nothing else carries the connection");
+    assert_eq!(leave(&mut pair, Some(&own)), 1);
+    assert!(pair.sides[1].transports.at_rest(pair.sides[1].qp.device, None).is_ok());
+    assert_eq!(leave(&mut pair, Some("192.0.2.1:4792")), 0);
+    assert_eq!(pair.network.objects(1).2, 0, "the device's queue pair is gone");
+    // What the device had and didn't use is the queue pair's again, in its order.
+    let qp =
+        pair.sides[1].world.engine.qp_by_handle(pair.sides[1].qp.device, pair.sides[1].qp.qp.handle).unwrap();
+    let saved = pair.sides[1].world.engine.save_qp(qp.device, qp.handle.0).unwrap();
+    assert_eq!(saved.taken.iter().map(|receive| receive.wr_id).collect::<Vec<_>>(), [11, 12]);
 }
 
 /// Queue pairs that are reset leave the devices at once, with their protection domains once no region is left; connected again, they are

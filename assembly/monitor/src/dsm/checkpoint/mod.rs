@@ -43,6 +43,16 @@ pub struct Checkpoints {
     pub every: Duration,
 }
 
+impl Checkpoints {
+    /// Makes the folder, where it isn't there.
+    ///
+    /// # Errors
+    /// When it can't be made.
+    pub fn make_folder(&self) -> Result<(), CheckpointError> {
+        make_folder(&self.folder)
+    }
+}
+
 /// What nodes tell each other about checkpoints.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Step {

@@ -133,7 +133,10 @@ impl Departure<'_> {
     pub(super) fn give_up(&mut self, error: MigrationError) -> MigrationError {
         let cancelled = self.stop.is_set();
         let error = match error {
-            _ if cancelled => MigrationError::Cancelled,
+            _ if cancelled => match self.stop.reason() {
+                Some(reason) => MigrationError::GivenUp(reason.to_owned()),
+                None => MigrationError::Cancelled,
+            },
             error @ MigrationError::Stream { .. } => self.last_words().unwrap_or(error),
             error => error,
         };

@@ -17,6 +17,10 @@ fn daemon(answers: Answers) -> (Daemon, Arc<Mutex<Vec<Step>>>) {
     let heard = Arc::new(Mutex::new(Vec::new()));
     let (told, next) = (Arc::clone(&heard), AtomicUsize::new(0));
     let daemon = Daemon::answering(move |step: &Step| {
+        if matches!(step, Step::Look(_)) {
+            // Only a slow machine asks this while so little is copied.
+            return Ok((State::Copy, String::new()));
+        }
         told.lock().unwrap().push(step.clone());
         let at = next.fetch_add(1, Ordering::SeqCst).min(answers.len() - 1);
         match answers[at] {
@@ -172,6 +176,62 @@ fn what_is_given_up_before_the_stop_never_stops_the_guest() {
     assert!(here.unwrap_err().to_string().contains("a peer was silent"));
     assert_eq!((machine.stops.load(Ordering::SeqCst), machine.logging.load(Ordering::SeqCst)), (0, 0));
     assert_eq!(steps.last(), Some(&Step::Broken(true)));
+}
+
+/// A destination whose devices take nothing for the time being, so that the streams fill up.
+struct Stalled(Mutex<()>);
+
+impl Devices for Stalled {
+    fn host(&self) -> Result<Option<String>, MigrationError> {
+        Ok(Some("h2".to_owned()))
+    }
+    fn take(&self, _: u32, _: &[u8]) -> Result<(), MigrationError> {
+        drop(self.0.lock().unwrap());
+        Ok(())
+    }
+    fn post_copy(&self) -> Result<(), MigrationError> {
+        Ok(())
+    }
+    fn disks(&self) -> &[DiskContent] {
+        &[]
+    }
+}
+
+/// Another host gives it up while memory is copied: that is heard of then, and not when little is left.
+#[test]
+fn what_is_given_up_while_it_is_copied_is_heard_of_at_once() {
+    let looks = Arc::new(AtomicUsize::new(0));
+    let looked = Arc::clone(&looks);
+    let said = Daemon::answering(move |step: &Step| match step {
+        Step::Begin(_) => Ok((State::Copy, String::new())),
+        Step::Look(_) if looked.fetch_add(1, Ordering::SeqCst) == 0 => Ok((State::Copy, String::new())),
+        Step::Look(_) | Step::Broken(_) => Ok((State::Stays, "host h3 was silent".to_owned())),
+        other => panic!("{other:?}"),
+    });
+    let mut machine = StandIn::new(vec![vec![5]]);
+    machine.daemon = Some(said);
+    machine.devices = Mutex::new(vec![Vec::new(), vec![vec![3; 8 << 20]]]);
+    let (to, stalled) = (ram(MIB), Stalled(Mutex::new(())));
+    let (a, b, _) = wires(1, u64::MAX);
+    let watch = Watch::default();
+    let stop = watch.begin("there", None).unwrap();
+    let here = std::thread::scope(|scope| {
+        let stands = stalled.0.lock().unwrap();
+        scope.spawn(|| {
+            let theirs = Stop::default();
+            let taken = Streams::over(b, None, &theirs)
+                .and_then(|streams| streams.take(&shape(), &to.memory(), &stalled, &theirs));
+            assert!(taken.is_err());
+        });
+        let here = migrate(&machine, a, &request(1000, 0), &watch, &stop);
+        drop(stands);
+        here
+    });
+    let error = here.unwrap_err();
+    assert!(matches!(error, MigrationError::GivenUp(_)), "{error:?}");
+    assert!(error.to_string().contains("host h3 was silent"), "{error}");
+    assert_eq!(looks.load(Ordering::SeqCst), 2);
+    assert_eq!((machine.stops.load(Ordering::SeqCst), machine.logging.load(Ordering::SeqCst)), (0, 0));
 }
 
 /// Given up when all had been sent: the guest goes on.

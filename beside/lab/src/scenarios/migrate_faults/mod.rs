@@ -225,8 +225,9 @@ impl World<'_> {
     }
 
     /// Who has the VM once all is decided. More than one that runs at any moment is counted.
-    /// `in_doubt`: the source has told its user that it stands still.
-    fn settle(&mut self, in_doubt: bool) -> Result<Ending> {
+    /// `in_doubt`: the source has told its user that it stands still. `unopened`: the source may have gone before all its streams were open; the destination
+    /// goes on waiting for one then, as it does when nobody comes.
+    fn settle(&mut self, in_doubt: bool, unopened: bool) -> Result<Ending> {
         let until = Instant::now() + SETTLES;
         let (mut same, mut before) = (0, [None, None]);
         loop {
@@ -242,7 +243,11 @@ impl World<'_> {
                 (false, false) => Ending::Nowhere,
             };
             // Whoever stands still may be waiting for the decision; or it is in doubt, and waits for its user.
-            let open = states.iter().any(|state| state.as_deref().is_some_and(|state| state != "running"));
+            let waits = unopened && same >= 20 && states[1 - self.at].as_deref() == Some("incoming");
+            let open = (0..2).any(|host| {
+                let stands = states[host].as_deref().is_some_and(|state| state != "running");
+                stands && !(waits && host != self.at)
+            });
             same = if states == before { same + 1 } else { 0 };
             if !open && same >= 2 {
                 return Ok(ending);
@@ -308,7 +313,7 @@ impl World<'_> {
             command.kill()?;
         }
         let said = command.err.text();
-        let ending = self.settle(said.contains("stands still here"))?;
+        let ending = self.settle(said.contains("stands still here"), at == Step::Begun)?;
         let last = said.lines().last().unwrap_or_default();
         progress!(
             "{}: {fault:?} at {at:?}: status {code:?}, guest a at {ending:?}: {last}",

@@ -1,0 +1,209 @@
+//! A guest moves between two hosts many times in a row, a move every few seconds, while perftest goes on between it and another guest; and what the hosts' daemons, the
+//! monitors and the cluster service hold of memory and descriptors doesn't grow with the number of moves.
+//!
+//! Hosts, guests and network are those of `migrate-rdma`.
+
+use super::migrate_rdma;
+use super::migrate_talk as talk;
+use super::rdma_fabric;
+use crate::growth::{self, Holding, Limit};
+use crate::lab::Lab;
+use crate::progress;
+use crate::rdma::{Device, Layout, Member, Pair};
+use crate::scenario::{Options, Report, Scenario};
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+/// The scenario.
+pub const SCENARIO: Scenario = Scenario {
+    name: "migrate-many",
+    about: "a guest moves --count times in a row (100), a move every --seconds (5), with perftest running: no error, no growth of memory or descriptors",
+    topology: rdma_fabric::topology,
+    run,
+    prompt: None,
+};
+
+/// From this move on nothing may grow, or from half of them where there are fewer than twice as many.
+const FROM: usize = 10;
+/// What may come and go by itself between two moves of many: 6 MiB are a leak of 68 KiB a move in 90 of them.
+const LIMIT: Limit = Limit { anonymous_kib: 6 << 10, mappings: 40, descriptors: 8 };
+/// Until perftest prints a line after the last move: one in three seconds of the guest's.
+const GOES_ON: Duration = Duration::from_secs(90);
+/// perftest's queue pairs.
+const QUEUE_PAIRS: usize = 4;
+/// Bytes of perftest's messages.
+const LENGTH: u32 = 4096;
+
+/// Perftest without end, a line every few seconds. Its queue pairs wait 2 s for an answer before they ask again: emulated hosts stand still for as long.
+fn perftest(m: &Member<'_>, server: &str) -> String {
+    format!(
+        "{IN_QUARTER}stdbuf -oL ib_send_bw -d {} -x {} -F -q {QUEUE_PAIRS} -s {LENGTH} -t 32 -u 19 --run_infinitely -D 3 {server}",
+        m.port.device, m.port.gid
+    )
+}
+
+/// Lets what is started from now on in a guest's shell use a quarter of a CPU: perftest polls, and an emulated host that does nothing else copies memory
+/// several times more slowly. Its rate says nothing here.
+const QUARTER: &str = "mkdir -p /sys/fs/cgroup && { mountpoint -q /sys/fs/cgroup || mount -t cgroup2 none /sys/fs/cgroup; } && \
+     echo +cpu > /sys/fs/cgroup/cgroup.subtree_control && mkdir -p /sys/fs/cgroup/work && echo '25000 100000' > /sys/fs/cgroup/work/cpu.max";
+const IN_QUARTER: &str = "echo 0 > /sys/fs/cgroup/work/cgroup.procs; exec ";
+
+/// Lines of figures that the client has printed.
+fn lines(m: &Member<'_>) -> Result<usize> {
+    let said = m.sh(&format!("grep -c '^ *{LENGTH} ' /run/work.out || true"))?;
+    said.trim().parse().with_context(|| format!("grep counted {said:?}"))
+}
+
+fn shown(holding: &Holding) -> Value {
+    holding
+        .iter()
+        .map(|(role, held)| {
+            let held = json!({"anonymous_kib": held.anonymous_kib, "resident_kib": held.resident_kib,
+                "mappings": held.mappings, "descriptors": held.descriptors});
+            (role.clone(), held)
+        })
+        .collect::<serde_json::Map<_, _>>()
+        .into()
+}
+
+/// The first sample that is compared with the last one of so many moves: as far in as [`FROM`], on the same host.
+fn first_compared(moves: usize) -> usize {
+    let from = FROM.min(moves / 2).max(1);
+    from + (moves - from) % 2
+}
+
+fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
+    if options.rdma_device()? != Device::Pvrdma {
+        bail!("migrate-many is about Causeway's device");
+    }
+    let moves = usize::try_from(options.count.unwrap_or(100))?;
+    let every = Duration::from_secs(options.seconds.unwrap_or(5));
+    let _service = talk::service(lab)?;
+    let layout = Layout { cmdline: talk::SMALL, ..talk::layout(&[0, 1]) };
+    let mut pair = Pair::place(lab, options, layout)?;
+    talk::shrink(&pair.a)?;
+    for m in [&pair.a, &pair.b] {
+        m.sh(QUARTER)?;
+    }
+    talk::detach(&pair.b, &perftest(&pair.b, ""))?;
+    talk::detach(&pair.a, &perftest(&pair.a, &pair.b.tcp))?;
+    let began = Instant::now();
+    let (first, mut transports) = loop {
+        let (found, by) = talk::connected(&pair.a)?;
+        if found.len() >= QUEUE_PAIRS && lines(&pair.a)? > 0 {
+            break (found, by);
+        }
+        if began.elapsed() > talk::PATIENCE {
+            bail!("perftest doesn't begin: {found:?}, {}", pair.a.sh("cat /run/work.out")?);
+        }
+        std::thread::sleep(Duration::from_secs(2));
+    };
+    let mut errors = 0_u32;
+    let mut samples: Vec<Holding> = Vec::new();
+    let (mut longest, mut pauses, began) = (Duration::ZERO, Vec::new(), Instant::now());
+    let mut silent = 0;
+    for number in 0..moves {
+        let start = Instant::now();
+        talk::go_on(&pair).with_context(|| format!("Before move {}", number + 1))?;
+        let before = lines(&pair.a)?;
+        let timeline = migrate_rdma::step(lab, &mut pair, (number + 1) % 2, migrate_rdma::BEFORE)
+            .with_context(|| format!("Move {}", number + 1))?;
+        pauses.push(timeline["pause_ms"].as_f64().unwrap_or(0.0));
+        let (now, by) = talk::connected(&pair.a)?;
+        errors += u32::from(now != first);
+        report.check(
+            now == first,
+            format!("queue pairs were {first:?}, and are {now:?} after move {}", number + 1),
+        );
+        transports.extend(by);
+        samples.push(growth::held(lab.hosts())?);
+        // Whatever takes longer than the interval begins the next one at once.
+        std::thread::sleep(every.saturating_sub(start.elapsed()));
+        longest = longest.max(start.elapsed());
+        silent += u32::from(lines(&pair.a)? == before);
+        if number % 10 == 9 || number == 0 {
+            progress!(
+                "move {}/{moves}, after {:.0} s: {}",
+                number + 1,
+                began.elapsed().as_secs_f64(),
+                shown(&samples[number])
+            );
+        } else {
+            progress!(
+                "move {}/{moves}, after {:.0} s: {} bytes, pause {} ms (emulated: says nothing)",
+                number + 1,
+                began.elapsed().as_secs_f64(),
+                timeline["bytes"],
+                timeline["pause_ms"]
+            );
+        }
+    }
+    let took = began.elapsed();
+    // It goes on after the last one, too. A guest in an emulated host may need ten seconds for one.
+    let (before, still) = (lines(&pair.a)?, Instant::now());
+    let mut after = before;
+    while after <= before && still.elapsed() < GOES_ON {
+        std::thread::sleep(Duration::from_secs(1));
+        after = lines(&pair.a)?;
+    }
+    let line_after = still.elapsed();
+    if after <= before {
+        // Whether it stands still, or is slow: what it and the guest's clock say, some seconds apart.
+        let look = "cat /proc/uptime; tail -n 2 /run/work.out; ps -o pid,stat,time,args | grep ib_send; sleep 5; cat /proc/uptime; \
+             tail -n 2 /run/work.out; ps -o pid,stat,time,args | grep ib_send; true";
+        let said = pair.a.sh(look)?;
+        report.check(
+            false,
+            format!("perftest doesn't go on after the last move: {before} lines, then {after}; {said}"),
+        );
+    }
+    talk::go_on(&pair)?;
+    for m in [&pair.a, &pair.b] {
+        let said = m.sh("cat /run/work.out; pkill -x ib_send_bw; true")?;
+        let failed =
+            ["Completion with error", "Failed status", "ailed to"].iter().any(|word| said.contains(word));
+        errors += u32::from(failed);
+        report.check(!failed, format!("perftest in guest {}: {said}", m.name));
+        errors += talk::complaints(m, report)?;
+    }
+    let from = first_compared(moves);
+    let (Some(first), Some(last)) = (samples.get(from - 1), samples.last()) else { bail!("Nothing moved") };
+    let grown = growth::grown(first, last, LIMIT);
+    for sentence in &grown {
+        report.check(false, format!("from move {from} to {moves}: {sentence}"));
+    }
+    pauses.sort_unstable_by(f64::total_cmp);
+    report.figure("moves", moves as u64);
+    report.figure("errors", errors);
+    report.figure("grown", grown.len() as u64);
+    report.figure("seconds_from_one_to_the_next", (took.as_secs_f64() / moves as f64 * 10.0).round() / 10.0);
+    report.figure("longest_seconds", longest.as_secs_f64().round());
+    report.figure("pause_ms_median", pauses.get(pauses.len() / 2).copied().unwrap_or(0.0).round());
+    report.figure("moves_without_a_line_of_perftest", silent);
+    report.figure("seconds_to_the_line_after_the_last", line_after.as_secs());
+    report.figure("transports", transports.into_iter().collect::<Vec<_>>());
+    report.figure("compared_from_move", from as u64);
+    report.figure("held_then", shown(first));
+    report.figure("held_last", shown(last));
+    report.check(errors == 0, format!("{errors} errors"));
+    pair.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Both samples are of moves to the same host, with as many moves between them as can be.
+    #[test]
+    fn samples_are_compared_on_the_same_host() {
+        assert_eq!(first_compared(100), 10);
+        assert_eq!(first_compared(101), 11);
+        assert_eq!(first_compared(4), 2);
+        assert_eq!(first_compared(1), 1);
+        for moves in 1..200 {
+            let from = first_compared(moves);
+            assert!(from <= moves && (moves - from).is_multiple_of(2), "{moves}");
+        }
+    }
+}
