@@ -204,6 +204,23 @@ fn attacks_succeed_on_a_bare_card_and_not_under_the_monitor() {
     }
 }
 
+/// What registers name is refused before the card knows of it, and the policy is asked; what descriptors name reaches the IOMMU.
+#[test]
+fn a_ring_outside_is_refused() {
+    for (name, expected) in [("a receive ring outside", true), ("a frame out of foreign memory", false)] {
+        let of = ATTACKS.iter().find(|of| of.name == name).unwrap();
+        let (mut monitor, _) = monitor(true, FailurePolicy::Ignore);
+        let mut guest = Guest::new(&mut monitor, GuestId(0));
+        prepare(&mut guest, of);
+        for (bar, offset, value) in requests(of) {
+            guest.bar = bar;
+            guest.write(offset, 4, value);
+        }
+        traffic(monitor.physical());
+        assert_eq!(monitor.counters(GuestId(0)).refused > 0, expected, "{name}");
+    }
+}
+
 /// Without an IOMMU nothing keeps what descriptors name in the guest's memory: the engines don't start, and the guest is told why.
 #[test]
 fn without_an_iommu_no_engine_starts() {

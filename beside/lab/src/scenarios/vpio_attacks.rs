@@ -41,6 +41,8 @@ pub const SCENARIO: Scenario = Scenario {
 };
 
 const NAME: &str = "attacker";
+/// The cards.
+const ATTACKED: [&str; 2] = ["rtl8139", "e1000"];
 const BOOT: Duration = Duration::from_secs(600);
 const PATIENCE: Duration = Duration::from_secs(300);
 /// What the target holds where it isn't zeros, and the frames that the peer sends.
@@ -252,12 +254,21 @@ fn boot(host: &Host, card: &Card, on: &vpio_nics::Card, kernel: &str, policy: &s
     Ok(guest)
 }
 
+/// The attack by registers alone that the model of every card refuses. What descriptors name the IOMMU stops, and no request of the guest's is refused
+/// then.
+const REFUSED: &str = "ring outside";
+
 /// A refused request under policy `machine-check`: the guest's kernel takes the exception, says so, and ends as it does for a broken processor.
 fn checked(host: &Host, card: &'static Card, on: &vpio_nics::Card, kernel: &str) -> Result<()> {
     progress!("  {}: a machine check for what is refused", card.name);
+    let number = card
+        .attacks
+        .iter()
+        .position(|attack| attack.name == REFUSED)
+        .with_context(|| format!("The {} has no attack \"{REFUSED}\"", card.name))?;
     let guest = boot(host, card, on, kernel, "machine-check")?;
     let attack =
-        rdma::quoted(&format!("/lab/agent attack {} 0 --bar {} --hold 100", card.name, card.bars[0]));
+        rdma::quoted(&format!("/lab/agent attack {} {number} --bar {} --hold 100", card.name, card.bars[0]));
     // The guest doesn't live to answer.
     let session = host.spawn("attack", &format!("exec /share/.lab/lab in --wait 60 {NAME} {attack}"))?;
     guest.expect("Machine Check Exception: 4 Bank 7: b200000000000e0b", PATIENCE)?;
@@ -327,7 +338,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     host.sh("mkdir -p /tmp/n && cp /share/frames /tmp/n/frames")?;
     progress!("  the peer has {HOST_SIDE}");
     let (mut attacks, mut bytes) = (0, 0);
-    for name in ["rtl8139", "e1000"] {
+    for name in ATTACKED {
         let card = Card::find(name).context("There is no such card")?;
         if !card.attacks.iter().any(|attack| options.wants(&format!("{name}: {}, BAR 0", attack.name))) {
             continue;
@@ -358,6 +369,18 @@ mod tests {
                    vtd_dmar_fault sid 0xa0 fault 5 addr 0x20000000 write 1\n";
         assert_eq!(reached(log, 0x10), (1, 3, 1));
         assert_eq!(reached(log, 0x14), (1, 1, 1));
+    }
+
+    #[test]
+    fn every_card_has_an_attack_by_registers_alone() {
+        for name in ATTACKED {
+            let card = Card::find(name).unwrap();
+            let attack = card.attacks.iter().find(|attack| attack.name == REFUSED).unwrap();
+            assert!(
+                attack.memory.is_empty() && attack.writes.iter().any(|&(.., value)| value == TARGET),
+                "{name}"
+            );
+        }
     }
 
     #[test]
