@@ -22,6 +22,7 @@ use crate::topology::{HostSpec, Topology};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::collections::BTreeSet;
+use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -77,11 +78,17 @@ fn directory() -> String {
 
 /// An RDMA device on the third link.
 pub(super) fn rxe(host: &Host, number: usize) -> Result<()> {
-    let own = format!("10.77.2.{}", number + 1);
+    host.sh("ip link set x2 up")?;
+    rxe_on(host, "x2", Ipv4Addr::new(10, 77, 2, u8::try_from(number + 1)?))
+}
+
+/// An RDMA device on an interface that is up and has this address.
+pub(super) fn rxe_on(host: &Host, interface: &str, own: Ipv4Addr) -> Result<()> {
+    // A GID ends with the address in hexadecimal.
+    let [a, b, c, d] = own.octets();
     let said = host.sh(&format!(
-        "set -e; ip link set x2 up; modprobe -a rdma_rxe ib_uverbs; rdma link add rxe0 type rxe netdev x2\n\
-         i=0; until grep -qsi '{:02x}{:02x}:{:02x}{:02x}' /sys/class/infiniband/rxe0/ports/1/gids/*; do i=$((i+1)); [ $i -lt 50 ] || {{ echo no GID for {own} >&2; exit 1; }}; sleep 0.1; done; ls /dev/infiniband",
-        10, 77, 2, number + 1
+        "set -e; modprobe -a rdma_rxe ib_uverbs; rdma link add rxe0 type rxe netdev {interface}\n\
+         i=0; until grep -qsi '{a:02x}{b:02x}:{c:02x}{d:02x}' /sys/class/infiniband/rxe0/ports/1/gids/*; do i=$((i+1)); [ $i -lt 50 ] || {{ echo no GID for {own} >&2; exit 1; }}; sleep 0.1; done; ls /dev/infiniband"
     ))?;
     progress!("{}: {}", host.name(), said.trim().replace('\n', " | "));
     Ok(())
