@@ -108,6 +108,8 @@ pub struct Settings<'a> {
     pub room: u64,
     /// A device at so many ports from the first on.
     pub device: Option<(u16, u16, Arc<dyn BusDevice>)>,
+    /// A device at the first bytes of the room: how many.
+    pub room_device: Option<(u64, Arc<dyn BusDevice>)>,
 }
 
 /// The VM. While it waits for work it uses no processor.
@@ -132,6 +134,7 @@ impl MeasuringVm {
             window: None,
             room: 0,
             device: None,
+            room_device: None,
         }
     }
 
@@ -153,6 +156,9 @@ impl MeasuringVm {
         }
         if let Some((first, count, device)) = settings.device {
             builder = builder.port_device(first, count, device);
+        }
+        if let Some((size, device)) = settings.room_device {
+            builder = builder.room_device(size, device);
         }
         let vm = builder.build()?;
         let memory = vm.memory();
@@ -208,6 +214,16 @@ impl MeasuringVm {
     /// Lets writes of these bytes be late.
     pub fn late(&self, zone: &LateZone) -> anyhow::Result<()> {
         Ok(self.vm.vm().add_late_zone(zone)?)
+    }
+
+    /// Its memory, for a device that reads there.
+    pub fn memory(&self) -> GuestMemorySpace {
+        self.memory.clone()
+    }
+
+    /// Has a write of one value told by an eventfd only.
+    pub fn tell(&self, event: &IoEvent) -> anyhow::Result<()> {
+        Ok(self.vm.vm().add_ioevent(event)?)
     }
 
     /// Writes guest memory.

@@ -21,6 +21,7 @@
 //! | [`exchange`] | another device of the same kind in the place of one |
 //! | [`pad`] | scratch memory where the device is an emulation |
 //! | [`sharing`] | a card whose receiver feeds all guests, while they take turns with the rest |
+//! | [`shown`] | registers that a guest reads without anybody seeing it |
 //! | [`scheduler`] | who holds the device next |
 //! | [`violation`] | traces of refused requests, and their replay |
 //! | [`plan`] | which pages and ports KVM may handle without an exit to user space |
@@ -42,6 +43,7 @@ pub mod plan;
 pub mod remote;
 pub mod scheduler;
 pub mod sharing;
+pub mod shown;
 pub mod switch;
 pub mod vfio;
 pub mod violation;

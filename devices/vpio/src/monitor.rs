@@ -66,6 +66,8 @@ pub(crate) struct Guest {
     pub recorder: Recorder,
     pub violations: Vec<Violation>,
     pub stopped: bool,
+    /// The guest reads a page.
+    pub page: Option<crate::shown::Page>,
 }
 
 /// One device and its guests.
@@ -115,6 +117,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             counters: Counters::default(),
             violations: Vec::new(),
             stopped: false,
+            page: None,
         });
         GuestId(self.guests.len() - 1)
     }
@@ -178,7 +181,8 @@ impl<P: PhysicalDevice> Monitor<P> {
             return Ok(Answer::Wait);
         }
         guest.recorder.trim(&guest.model);
-        guest.recorder.access(access);
+        let access = self.without_unseen(id.0, access);
+        self.guests[id.0].recorder.access(access);
         let (mut done, mut value) = (0u8, 0u32);
         while done < access.size {
             let offset = access.offset.saturating_add(u32::from(done));
@@ -237,6 +241,9 @@ impl<P: PhysicalDevice> Monitor<P> {
                 return Ok(Some(self.fail(at, refusal)));
             }
         };
+        if let Some(page) = &mut guest.page {
+            page.wrote(piece.reg, writes.forward.is_some() || !writes.before.is_empty(), &self.device.polled);
+        }
         guest.counters.decisions += u64::from(writes.decided);
         guest.counters.denied += u64::from(writes.denied);
         guest.counters.virtual_requests += u64::from(writes.forward.is_none() && !writes.denied);
@@ -431,6 +438,9 @@ impl<P: PhysicalDevice> Monitor<P> {
             }
             let guest = &mut self.guests[at];
             guest.recorder.cause(causes);
+            if let Some(page) = &mut guest.page {
+                page.caused(causes, &self.device.polled);
+            }
             for reg in guest.model.cause(causes) {
                 self.remember(at, reg)?;
             }

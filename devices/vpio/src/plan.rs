@@ -5,7 +5,7 @@
 //! Port reads always leave the guest. Writes that may be late wait in a coalescing ring, which is drained before anything else is done
 //! for the device (spec vpio, 3.1).
 
-use device_models::describe::{Bar, Class, Device, Event, Register};
+use device_models::describe::{Bar, Class, Device, Effect, Event, Register};
 
 /// Bytes of a page.
 const PAGE: u32 = 4096;
@@ -40,6 +40,21 @@ pub struct Plan {
     pub pages: Vec<(u8, u32, PagePlan)>,
     /// Zones of late writes.
     pub late: Vec<Zone>,
+    /// Writes of these values to memory BARs are told by an eventfd.
+    pub told: Vec<Told>,
+}
+
+/// A write that only has to be known of before anything else is done for the device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Told {
+    /// Number of the BAR.
+    pub bar: u8,
+    /// First byte.
+    pub offset: u32,
+    /// Bytes.
+    pub bytes: u8,
+    /// What is written.
+    pub value: u32,
 }
 
 /// The plan for a device, the same in all of its states.
@@ -61,7 +76,14 @@ pub fn plan(device: &'static Device) -> Plan {
             }
         }
     }
-    Plan { pages, late }
+    let told = crate::shown::bars(device).flat_map(|bar| {
+        let mask = device.register(device.interrupts.mask);
+        let of = move |value: &u32| {
+            mask.offset.map(|offset| Told { bar, offset, bytes: mask.width, value: *value })
+        };
+        device.polled.masks.iter().filter_map(of)
+    });
+    Plan { pages, late, told: told.collect() }
 }
 
 /// Whether writes to a byte may wait, in whatever bank it is when they are taken: the writes before them, one of which may have changed it,
@@ -93,17 +115,15 @@ fn page_plan(device: &'static Device, page: u32) -> PagePlan {
     if inside().all(|(_, register)| free(register.read) && free(register.write)) {
         return PagePlan::Map;
     }
-    let read_has_effect = |reg| {
-        device
-            .transitions
-            .iter()
-            .any(|transition| matches!(transition.event, Event::Read(read) if read == reg))
-    };
-    if inside().any(|(reg, register)| read_has_effect(reg) || register.span > u32::from(register.width)) {
-        PagePlan::Trap
-    } else {
-        PagePlan::ReadOnlyShadow
-    }
+    let read_has_effect =
+        |reg| {
+            device.transitions.iter().filter(|transition| transition.event == Event::Read(reg)).any(
+                |transition| transition.effects.iter().any(|effect| !matches!(effect, Effect::Answer(_))),
+            )
+        };
+    let wide =
+        || inside().any(|(reg, register)| read_has_effect(reg) || register.span > u32::from(register.width));
+    if !device.polled.any() || wide() { PagePlan::Trap } else { PagePlan::ReadOnlyShadow }
 }
 
 #[cfg(test)]
@@ -126,6 +146,16 @@ mod tests {
         for prompt in [0x00, 0x0F, 0x1F] {
             assert!(!covers(&NE2000, 0, prompt), "{prompt:#x}");
         }
+    }
+
+    /// The RTL8139's page can be read, and 8139too's mask while it polls is known without an exit; the others' reads have to be seen.
+    #[test]
+    fn what_drivers_look_at_all_the_time_is_a_page() {
+        let pages = |device| plan(device).pages.into_iter().map(|(_, _, plan)| plan).collect::<Vec<_>>();
+        assert_eq!(pages(&RTL8139), [PagePlan::ReadOnlyShadow]);
+        assert_eq!(plan(&RTL8139).told, [Told { bar: 1, offset: 0x3C, bytes: 2, value: 0xC02E }]);
+        assert!(!pages(&E1000).contains(&PagePlan::ReadOnlyShadow) && plan(&E1000).told.is_empty());
+        assert!(plan(&NE2000).told.is_empty());
     }
 
     #[test]

@@ -132,6 +132,9 @@ impl<P: PhysicalDevice> Monitor<P> {
         }
         let guest = &mut self.guests[to];
         guest.recorder.restart(&guest.model);
+        if let Some(page) = &mut guest.page {
+            page.restored();
+        }
         Ok(())
     }
 
@@ -185,9 +188,14 @@ impl<P: PhysicalDevice> Monitor<P> {
     }
 
     pub(crate) fn remember(&mut self, at: usize, reg: Reg) -> Result<(), MonitorError> {
-        if !self.is_readable(reg) {
-            return Ok(());
+        if self.is_readable(reg) {
+            self.ask(at, reg)?;
         }
+        Ok(())
+    }
+
+    /// Reads a register for the model; what the guest sees of it.
+    pub(crate) fn ask(&mut self, at: usize, reg: Reg) -> Result<u32, MonitorError> {
         let raw = self.get(at, reg)?;
         let register = self.device.register(reg);
         let piece = device_models::Piece {
@@ -200,7 +208,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         guest.recorder.read(piece.offset, piece.bytes, raw);
         let shown = guest.model.returned(piece, raw);
         guest.counters.disbelieved += u64::from(shown.disbelief.is_some());
-        Ok(())
+        Ok(shown.value)
     }
 
     fn await_bits(

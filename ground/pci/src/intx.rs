@@ -69,6 +69,12 @@ impl IntxPin {
         state.drive()
     }
 
+    /// The wire was lowered by its other end, which does so at each end of interrupt (KVM's resampling): it is raised anew at the next
+    /// [`Self::set_pending`] that still wants it.
+    pub fn lowered(&self) {
+        lock(&self.state).asserted = false;
+    }
+
     /// Whether the device wants an interrupt (the status bit), disabled or not.
     #[must_use]
     pub fn pending(&self) -> bool {
@@ -109,6 +115,7 @@ impl State {
 mod tests {
     use super::IntxPin;
     use crate::config::{CapabilityBuilder, ConfigSpace, Identity, InterruptPin};
+    use crate::interrupt::IntxLine as _;
     use crate::msix::MsixLayout;
     use crate::registers::{CAP_MSIX, COMMAND, COMMAND_INTX_DISABLE, STATUS, STATUS_INTERRUPT};
     use crate::testing::FakeLine;
@@ -137,6 +144,22 @@ mod tests {
             pin.follow(&config).unwrap();
             assert!(line.asserted());
         }
+    }
+
+    #[test]
+    fn a_wire_that_was_lowered_is_raised_while_an_interrupt_is_wanted() {
+        let (pin, line) = (IntxPin::new(), FakeLine::new());
+        pin.attach(line.clone()).unwrap();
+        pin.set_pending(true).unwrap();
+        line.set_level(false).unwrap();
+        pin.set_pending(true).unwrap();
+        assert!(!line.asserted(), "nobody said so");
+        pin.lowered();
+        pin.set_pending(true).unwrap();
+        assert!(line.asserted());
+        pin.lowered();
+        pin.set_pending(false).unwrap();
+        assert!(!pin.pending());
     }
 
     #[test]

@@ -9,7 +9,7 @@ use device_models::physical::DeviceError;
 use device_models::{Access, PhysicalDevice, reference};
 use machine::interrupt::{InterruptController, LevelLine};
 use machine::memory::GuestRam;
-use pci::function::{BarMapping, LateWrites};
+use pci::function::{BarMapping, Doorbell, LateWrites};
 use serde_json::{Value, json};
 use telemetry::guest_log::GuestLog;
 use vpio::exchange::Aside;
@@ -22,6 +22,7 @@ use vpio::{FailurePolicy, GuestConfig, Monitor, MonitorError, Slot, Slots};
 use super::behind::{Behind, Emulation};
 use super::bus::RamBus;
 use super::guarded::{ChangeError, Guarded};
+use super::page::RegisterPage;
 use super::wire::{Frames, Wire};
 use super::{Back, NicError, StopSink};
 use crate::description::{Nic, NicMode, NicPermission, NicPolicy};
@@ -233,8 +234,21 @@ impl Engine {
         self.counters.interrupt_nanoseconds += nanoseconds(begin);
     }
 
+    /// The guest's line was lowered.
+    pub(super) fn lowered(&mut self) {
+        if let Mode::Guarded(guarded) = &mut self.mode
+            && !self.failed
+            && let Err(error) = guarded.lowered()
+        {
+            self.fail(&error);
+        }
+    }
+
     fn fail(&mut self, error: &MonitorError) {
         self.failed = true;
+        if let Mode::Guarded(guarded) = &self.mode {
+            guarded.gone();
+        }
         tracing::error!(device = %self.name, %error, "A NIC failed; the guest's accesses read ones from now on");
     }
 
@@ -272,11 +286,7 @@ impl Engine {
                 card.set_guest_bus_master(false)?;
                 Ok(card.card.reset()?)
             }
-            Mode::Guarded(guarded) => {
-                guarded.set_guest_bus_master(false)?;
-                guarded.monitor.power_on(guarded.guest)?;
-                Ok(guarded.monitor.physical().unmask()?)
-            }
+            Mode::Guarded(guarded) => guarded.reset(),
             Mode::Passthrough(Passthrough { card, .. }) => {
                 card.set_guest_bus_master(false)?;
                 card.reset()?;
@@ -309,8 +319,38 @@ impl Engine {
         }
     }
 
+    fn page(&self) -> Option<&RegisterPage> {
+        if let Mode::Guarded(guarded) = &self.mode { guarded.page.as_ref() } else { None }
+    }
+
+    /// Whether the guest reads registers without being seen: its interrupts are lowered at their end then, since nobody may see it
+    /// acknowledge their causes.
+    pub(super) fn has_page(&self) -> bool {
+        self.page().is_some()
+    }
+
+    /// As [`Guarded::has_unseen`].
+    pub(super) fn has_unseen(&self) -> bool {
+        if let Mode::Guarded(guarded) = &self.mode { guarded.has_unseen() } else { false }
+    }
+
+    /// As [`Guarded::seen`].
+    pub(super) fn seen(&mut self) {
+        if let Mode::Guarded(guarded) = &mut self.mode {
+            guarded.seen();
+        }
+    }
+
+    /// Writes that are only told of.
+    pub(super) fn doorbells(&self) -> Vec<Doorbell> {
+        self.page().map(RegisterPage::doorbells).unwrap_or_default()
+    }
+
     /// Parts of BARs that the guest accesses without this process.
     pub(super) fn mappings(&self) -> Vec<BarMapping> {
+        if let Some(page) = self.page() {
+            return page.mappings();
+        }
         let Mode::Passthrough(Passthrough { mapped, .. }) = &self.mode else { return Vec::new() };
         let mapping = |mapped: &Mapped| BarMapping {
             bar: mapped.bar,
@@ -328,7 +368,8 @@ impl Engine {
         let mapped = self.mappings();
         let late = |Zone { bar, offset, length }| LateWrites { bar, offset, len: length };
         let zones = plan(self.device).late.into_iter();
-        zones.filter(|zone| mapped.iter().all(|mapping| mapping.bar != zone.bar)).map(late).collect()
+        let comes = |zone: &Zone| mapped.iter().all(|mapping| mapping.bar != zone.bar || mapping.read_only);
+        zones.filter(comes).map(late).collect()
     }
 
     pub(super) fn inspect(&self) -> Value {
@@ -410,7 +451,11 @@ fn guarded(
         memory: Box::new(Slots(slots.collect())),
     });
     monitor.switch(guest, false)?;
-    Ok(Guarded {
+    let page = RegisterPage::of(name, device)?;
+    if page.is_some() {
+        monitor.show_from_now(guest);
+    }
+    let mut guarded = Guarded {
         monitor: Box::new(monitor),
         guest,
         stop: Some(rules.stop),
@@ -418,7 +463,10 @@ fn guarded(
         aside,
         guest_master: false,
         changes: 0,
-    })
+        page,
+    };
+    guarded.show()?;
+    Ok(guarded)
 }
 
 /// The emulation of a card, with the card's address, for its model: it reaches validated windows only, as behind an IOMMU.
@@ -483,6 +531,7 @@ fn inspect_guarded(device: &'static Device, guarded: &Guarded<Vfio>) -> Value {
         "states": device_models::model::states_text(device, model.graph().states()),
         "hooks": model.hooks().iter().map(name).collect::<Vec<_>>(),
         "windows": windows,
+        "register_page": guarded.page.is_some(),
         "pinned_bytes": mapped,
         "pinned_bytes_peak": peak,
         "decisions": monitor.counters(guest),

@@ -1,23 +1,24 @@
 //! The PCI function of a NIC.
 
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use device_models::Access;
 use device_models::describe::{Bar, Device};
-use machine::interrupt::InterruptController;
+use machine::interrupt::{InterruptController, LevelLine};
 use pci::config::{ClassCode, ConfigSpace, Identity, InterruptPin};
 use pci::function::{
     BarKind, BarLayout, BarMapping, BarPlace, ConfigEffect, Doorbell, FunctionError, LateWrites, PciFunction,
     SavedFunction,
 };
-use pci::interrupt::IntxLine;
+use pci::interrupt::{InterruptError, IntxLine};
 use pci::intx::IntxPin;
 use serde_json::json;
 
 use super::NicError;
 use super::engine::Engine;
 use super::guarded::ChangeError;
-use super::thread::Thread;
+use super::thread::{Sources, Thread};
 use crate::vm::ThreadHook;
 
 /// Least bytes of a memory BAR: what can be mapped.
@@ -33,7 +34,24 @@ pub(super) struct NicFunction {
     config: Mutex<ConfigSpace>,
     engine: Mutex<Engine>,
     pin: IntxPin,
+    /// The wire of a NIC whose guest isn't seen acknowledging.
+    level: OnceLock<LevelLine>,
     thread: OnceLock<Thread>,
+}
+
+/// A wire that KVM lowers at the end of each interrupt.
+struct LoweredByGuest(Arc<OwnedFd>);
+
+impl IntxLine for LoweredByGuest {
+    fn set_level(&self, asserted: bool) -> Result<(), InterruptError> {
+        if asserted && let Err(error) = rustix::io::write(&self.0, &1_u64.to_ne_bytes()) {
+            return Err(InterruptError::Refused {
+                what: "raise a NIC's line".to_owned(),
+                source: error.into(),
+            });
+        }
+        Ok(())
+    }
 }
 
 fn config_space(device: &Device) -> Result<ConfigSpace, pci::config::ConfigError> {
@@ -67,13 +85,24 @@ impl NicFunction {
             config: Mutex::new(config),
             engine: Mutex::new(engine),
             pin: IntxPin::new(),
+            level: OnceLock::new(),
             thread: OnceLock::new(),
         }))
     }
 
     /// Has a card's interrupts delivered.
     pub(super) fn connect(&self, controller: &dyn InterruptController, gsi: u32) -> Result<(), NicError> {
-        lock(&self.engine).connect(controller, gsi)
+        let mut engine = lock(&self.engine);
+        if engine.has_page() {
+            let failed = |error| NicError::machine("interrupt line", error);
+            let line = controller.level_eventfds(gsi).map_err(failed)?;
+            self.pin
+                .attach(Arc::new(LoweredByGuest(Arc::clone(&line.trigger))))
+                .map_err(|error| NicError::machine("interrupt line", error))?;
+            // Connected once.
+            let _ = self.level.set(line);
+        }
+        engine.connect(controller, gsi)
     }
 
     /// Starts the thread, if there is something to wait for. `drain` brings late writes here, in the thread, before it looks.
@@ -89,16 +118,30 @@ impl NicFunction {
         if sources.is_empty() {
             return Ok(());
         }
+        let lowered = self.level.get().map(|line| line.resample.try_clone());
+        let lowered = lowered.transpose().map_err(|error| NicError::machine("descriptor", error))?;
         let function: Weak<Self> = Arc::downgrade(self);
-        let readable = move || {
+        let readable = move |lowered| {
             let Some(function) = function.upgrade() else { return false };
             drain();
             let mut engine = lock(&function.engine);
-            engine.readable();
+            if lowered {
+                function.pin.lowered();
+                engine.lowered();
+            } else {
+                engine.readable();
+            }
+            if engine.has_unseen() {
+                // What waits may be older than what the guest has just been shown, or not: it is taken with that in mind.
+                drop(engine);
+                drain();
+                engine = lock(&function.engine);
+                engine.seen();
+            }
             function.drive(&mut engine);
             true
         };
-        let thread = Thread::start(&self.name, sources, active, on_start, readable)
+        let thread = Thread::start(&self.name, Sources { all: sources, active, lowered }, on_start, readable)
             .map_err(|error| NicError::machine("thread", error))?;
         // Started once.
         let _ = self.thread.set(thread);
@@ -225,7 +268,7 @@ impl PciFunction for NicFunction {
     }
 
     fn doorbells(&self) -> Vec<Doorbell> {
-        Vec::new()
+        lock(&self.engine).doorbells()
     }
 
     fn late_writes(&self) -> Vec<LateWrites> {

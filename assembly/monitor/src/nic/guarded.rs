@@ -10,6 +10,7 @@ use vpio::{Answer, GuestId, Monitor, MonitorError, Switched};
 
 use super::StopSink;
 use super::behind::{Behind, HostCard};
+use super::page::RegisterPage;
 
 /// How long a pause waits for a card to finish what the guest handed over.
 const SETTLE: Duration = Duration::from_millis(200);
@@ -30,6 +31,8 @@ pub(super) struct Guarded<C> {
     pub guest_master: bool,
     /// Changes of what is behind it.
     pub changes: u64,
+    /// Where the guest reads the registers without an exit.
+    pub page: Option<RegisterPage>,
 }
 
 /// What is behind a NIC can't be changed.
@@ -78,6 +81,53 @@ pub enum ChangeError {
 impl<C: HostCard> Guarded<C> {
     /// The guest accesses a BAR. A read's value.
     pub fn access(&mut self, access: Access) -> Result<u32, MonitorError> {
+        self.take_told()?;
+        let result = self.make(access);
+        self.show()?;
+        result
+    }
+
+    /// Writes that were only told of happen now, before what came after them. They change nothing that could be refused.
+    fn take_told(&mut self) -> Result<(), MonitorError> {
+        let Some(page) = &self.page else { return Ok(()) };
+        for access in page.take_told() {
+            self.monitor.access(self.guest, access)?;
+        }
+        Ok(())
+    }
+
+    /// Brings the guest's page up to date.
+    pub fn show(&mut self) -> Result<(), MonitorError> {
+        match &self.page {
+            Some(page) => self.monitor.show(self.guest, &mut |shown| page.put(shown)),
+            None => Ok(()),
+        }
+    }
+
+    /// The guest's registers read ones from now on.
+    pub fn gone(&self) {
+        if let Some(page) = &self.page {
+            page.fill(u32::MAX);
+        }
+    }
+
+    /// The guest's line was lowered: whoever raises it again has to know what the guest was told of.
+    pub fn lowered(&mut self) -> Result<(), MonitorError> {
+        self.take_told()?;
+        self.show()
+    }
+
+    /// Whether causes were taken that the guest may not have read: late writes are taken once more then, and [`Self::seen`] is called.
+    pub fn has_unseen(&self) -> bool {
+        self.monitor.has_unseen(self.guest)
+    }
+
+    /// See [`vpio::shown`].
+    pub fn seen(&mut self) {
+        self.monitor.seen(self.guest);
+    }
+
+    fn make(&mut self, access: Access) -> Result<u32, MonitorError> {
         let answer = self.monitor.access(self.guest, access)?;
         if self.monitor.physical_ref().is_emulation() {
             // No eventfd tells of its line.
@@ -86,6 +136,7 @@ impl<C: HostCard> Guarded<C> {
         match answer {
             Answer::Done(value) => return Ok(value),
             Answer::Stopped => {
+                self.gone();
                 if let Some(stop) = self.stop.take() {
                     // The last one of those that are kept is this one, or came before it: policy `stop` refuses once.
                     let why = self.monitor.violations(self.guest).last();
@@ -129,7 +180,9 @@ impl<C: HostCard> Guarded<C> {
             Behind::Card(card) => card.signalled(),
             Behind::Emulation(emulation) => emulation.feed(),
         }
+        self.take_told()?;
         self.monitor.interrupt()?;
+        self.show()?;
         self.unmask()
     }
 
@@ -148,6 +201,20 @@ impl<C: HostCard> Guarded<C> {
     /// Gives it back.
     pub fn unquiesce(&mut self) -> Result<(), MonitorError> {
         self.monitor.switch(self.guest, false)?;
+        self.show()?;
+        Ok(self.monitor.physical().unmask()?)
+    }
+
+    /// Power-on state.
+    pub fn reset(&mut self) -> Result<(), MonitorError> {
+        self.set_guest_bus_master(false)?;
+        // What was told before is forgotten with the rest.
+        self.take_told()?;
+        if let Some(page) = &self.page {
+            page.fill(0);
+        }
+        self.monitor.power_on(self.guest)?;
+        self.show()?;
         Ok(self.monitor.physical().unmask()?)
     }
 
@@ -201,6 +268,7 @@ impl<C: HostCard> Guarded<C> {
             card.signalled();
         }
         self.monitor.interrupt().map_err(failed)?;
+        self.show().map_err(failed)?;
         self.unmask().map_err(failed)
     }
 }

@@ -5,13 +5,16 @@
 //! vpio         guest ─▶ Monitor (vpio) ─▶ card of this host, vfio-pci         accesses exit; DMA to validated windows only
 //! passthrough  guest ─▶ card of this host, vfio-pci                           memory BARs mapped, INTx by irqfd; DMA to all of the guest
 //!
-//! Where accesses exit, writes that may be late don't, but wait for the next access (machine::late, vpio::plan).
+//! Where accesses exit, writes that may be late don't, but wait for the next access (machine::late, vpio::plan). Where the model's device is one that
+//! drivers look at all the time (the RTL8139), its registers are a page that the guest reads (vpio::shown), and its line is lowered by KVM at each end
+//! of interrupt: nobody may see the guest acknowledge.
 //! ```
 //!
 //! | module | holds |
 //! |---|---|
 //! | [`engine`] | one of the three, behind one lock |
 //! | [`guarded`] | a NIC under its model; changes from its card to the emulation and back |
+//! | [`page`] | the page in which a guest reads registers of a card under its model without an exit |
 //! | [`behind`] | what is behind a model: a card, or its emulation with a tap |
 //! | [`wire`] | frames of a tap |
 //! | [`function`] | the PCI function: configuration space, BARs, INTx |
@@ -29,6 +32,7 @@ mod bus;
 mod engine;
 mod function;
 mod guarded;
+mod page;
 mod thread;
 mod wire;
 

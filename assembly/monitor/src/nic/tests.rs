@@ -21,6 +21,7 @@ use super::bus::RamBus;
 use super::engine::{self, Engine};
 use super::function::NicFunction;
 use super::guarded::Guarded;
+use super::page::RegisterPage;
 use super::wire::Wire;
 use crate::description::{MacAddress, Nic, NicMode};
 
@@ -250,7 +251,16 @@ fn guarded(
         engine::emulated(&RTL8139, ADDRESS, wire, ram).unwrap()
     });
     let monitor = Box::new(monitor);
-    Guarded { monitor, guest, stop: Some(stop), masked: false, aside, guest_master: false, changes: 0 }
+    Guarded {
+        monitor,
+        guest,
+        stop: Some(stop),
+        masked: false,
+        aside,
+        guest_master: false,
+        changes: 0,
+        page: None,
+    }
 }
 
 /// A driver that sends and receives without pause is taken from its card to the emulation and back, again and again: descriptors and ring go on
@@ -371,6 +381,88 @@ fn policy_stop_ends_the_guest_once() {
     assert!(told.try_recv().is_err(), "once");
     let read = Access { bar: 1, offset: 0x37, size: 1, write: None };
     assert_eq!(guarded.access(read).unwrap(), u32::MAX);
+}
+
+/// The guest's page says what an access would: after its writes, after the card's causes, after a change to the emulation and a reset; ones where
+/// its device is gone. A mask that is only told of takes effect before what comes after it.
+#[test]
+fn registers_are_read_in_a_page() {
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let (queue, _wire) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    let ram = machine("rtl8139").ram;
+    let mut guarded = guarded(&ram, FailurePolicy::Stop, Arc::new(|_| {}), Some(queue));
+    guarded.page = RegisterPage::of("nic0", &RTL8139).unwrap();
+    guarded.monitor.show_from_now(guarded.guest);
+    guarded.show().unwrap();
+    let doorbell = guarded.page.as_ref().unwrap().doorbells().remove(0);
+    assert_eq!((doorbell.bar, doorbell.offset, doorbell.datamatch), (1, 0x3C, Some(0xC02E)));
+    let mapping = guarded.page.as_ref().unwrap().mappings().remove(0);
+    assert!(mapping.read_only && (mapping.bar, mapping.offset, mapping.len) == (1, 0, 4096));
+    let write = |guarded: &mut Guarded<Plugged>, offset, size, value| {
+        guarded.access(Access { bar: 1, offset, size, write: Some(value) }).unwrap();
+    };
+    let page = |guarded: &Guarded<Plugged>, offset, bytes| {
+        let shown = guarded.page.as_ref().unwrap().load(offset, bytes);
+        shown & u32::MAX >> (32 - 8 * u32::from(bytes))
+    };
+    let same = |guarded: &mut Guarded<Plugged>, when: &str| {
+        for (offset, size) in [
+            (0x0, 4),
+            (0x10, 4),
+            (0x14, 4),
+            (0x20, 4),
+            (0x37, 1),
+            (0x3C, 2),
+            (0x3E, 2),
+            (0x40, 4),
+            (0x44, 4),
+            (0x58, 1),
+        ] {
+            let shown = page(guarded, offset, size);
+            let asked = guarded.access(Access { bar: 1, offset, size, write: None }).unwrap();
+            assert_eq!(shown, asked, "{offset:#x} {when}");
+        }
+    };
+    same(&mut guarded, "at first");
+    assert_eq!(page(&guarded, 0x100, 4), u32::MAX, "behind the device's registers");
+    guarded.set_guest_bus_master(true).unwrap();
+    for (offset, size, value) in
+        [(0x30, 4, 0x8000), (0x37, 1, 0x0C), (0x44, 4, 0xF78A), (0x20, 4, 0x2_0000), (0x3C, 2, 0xC07F)]
+    {
+        write(&mut guarded, offset, size, value);
+        same(&mut guarded, "while it starts");
+    }
+    write(&mut guarded, 0x10, 4, 100);
+    guarded.monitor.physical().card().unwrap().0.tick();
+    guarded.readable().unwrap();
+    assert_eq!((page(&guarded, 0x10, 4) & 0xA000, page(&guarded, 0x3E, 2)), (0xA000, 4), "sent, and told");
+    assert!(guarded.has_unseen());
+    write(&mut guarded, 0x3E, 2, 4);
+    assert_eq!(page(&guarded, 0x3E, 2), 4, "an acknowledgement that may be older than the cause");
+    guarded.seen();
+    write(&mut guarded, 0x3E, 2, 4);
+    assert_eq!(page(&guarded, 0x3E, 2), 0);
+    let mut arriving = ADDRESS.to_vec();
+    arriving.extend([9; 60]);
+    assert!(guarded.monitor.physical().card().unwrap().0.receive(&arriving));
+    guarded.readable().unwrap();
+    assert_eq!((page(&guarded, 0x37, 1) & 1, page(&guarded, 0x3E, 2)), (0, 1), "a frame is in the ring");
+    assert!(guarded.monitor.line(guarded.guest));
+    rustix::io::write(&doorbell.fd, &1u64.to_ne_bytes()).unwrap();
+    guarded.lowered().unwrap();
+    assert!(!guarded.monitor.line(guarded.guest), "put off");
+    assert_eq!(page(&guarded, 0x3C, 2), 0xC02E);
+    same(&mut guarded, "with a frame");
+    guarded.change("nic0", true).unwrap();
+    same(&mut guarded, "on the emulation");
+    guarded.reset().unwrap();
+    same(&mut guarded, "after a reset");
+    write(&mut guarded, 0x37, 1, 0x04);
+    write(&mut guarded, 0x14, 4, 100);
+    assert_eq!((page(&guarded, 0x37, 1), page(&guarded, 0x60, 4)), (0xFF, u32::MAX), "stopped");
+    guarded.reset().unwrap();
+    same(&mut guarded, "after another reset");
+    assert_eq!(page(&guarded, 0x60, 4), 0);
 }
 
 /// A guest whose policy is `machine-check`: the vCPU that asked for what is refused gets one, and nothing else changes.

@@ -29,6 +29,16 @@ type Job = Box<dyn FnOnce() + Send>;
 /// How long a job may take.
 const JOB: Duration = Duration::from_secs(10);
 
+/// What the thread waits for.
+pub(super) struct Sources {
+    /// Frames of a tap, a card's interrupt: one of them counts.
+    pub all: Vec<OwnedFd>,
+    /// Which.
+    pub active: usize,
+    /// The guest's line was lowered.
+    pub lowered: Option<OwnedFd>,
+}
+
 /// The running thread; it ends when this is dropped.
 pub(super) struct Thread {
     shared: Arc<Shared>,
@@ -36,20 +46,20 @@ pub(super) struct Thread {
 }
 
 impl Thread {
-    /// Starts it. `readable` is called when the active one of `sources` is; false ends the thread.
+    /// Starts it. `readable` is called when the active one of `sources` is, or, with `true`, when the line was lowered; false ends the
+    /// thread.
     pub(super) fn start(
         name: &str,
-        sources: Vec<OwnedFd>,
-        active: usize,
+        sources: Sources,
         on_start: ThreadHook,
-        readable: impl Fn() -> bool + Send + 'static,
+        readable: impl Fn(bool) -> bool + Send + 'static,
     ) -> io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let shared = Arc::new(Shared {
             wake,
             stop: AtomicBool::new(false),
             paused: AtomicBool::new(false),
-            active: AtomicUsize::new(active),
+            active: AtomicUsize::new(sources.active),
             jobs: Mutex::default(),
         });
         let its = Arc::clone(&shared);
@@ -106,13 +116,22 @@ impl Drop for Thread {
     }
 }
 
-fn run(shared: &Shared, sources: &[OwnedFd], readable: impl Fn() -> bool) {
+fn run(shared: &Shared, sources: &Sources, readable: impl Fn(bool) -> bool) {
     loop {
         let active = shared.active.load(Ordering::SeqCst);
-        let Some(source) = sources.get(active) else { return };
+        let Some(source) = sources.all.get(active) else { return };
         let paused = shared.paused.load(Ordering::SeqCst);
-        let mut fds = [PollFd::new(&shared.wake, PollFlags::IN), PollFd::new(source, PollFlags::IN)];
-        let count = if paused { 1 } else { 2 };
+        let lowered = sources.lowered.as_ref();
+        let mut fds = [
+            PollFd::new(&shared.wake, PollFlags::IN),
+            PollFd::new(source, PollFlags::IN),
+            PollFd::new(lowered.unwrap_or(&shared.wake), PollFlags::IN),
+        ];
+        let count = match lowered {
+            _ if paused => 1,
+            Some(_) => 3,
+            None => 2,
+        };
         match poll(&mut fds[..count], None) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => {
@@ -121,6 +140,7 @@ fn run(shared: &Shared, sources: &[OwnedFd], readable: impl Fn() -> bool) {
             }
         }
         let (woken, ready) = (!fds[0].revents().is_empty(), fds[1].revents());
+        let was_lowered = lowered.filter(|_| count == 3 && fds[2].revents().contains(PollFlags::IN));
         if woken {
             let mut count = [0; 8];
             // Whatever was counted.
@@ -136,7 +156,15 @@ fn run(shared: &Shared, sources: &[OwnedFd], readable: impl Fn() -> bool) {
         if shared.active.load(Ordering::SeqCst) != active {
             continue;
         }
-        if ready.contains(PollFlags::IN) && !shared.paused.load(Ordering::SeqCst) && !readable() {
+        if let Some(lowered) = was_lowered {
+            let mut count = [0; 8];
+            // Whatever was counted.
+            let _ = rustix::io::read(lowered, &mut count);
+            if !readable(true) {
+                return;
+            }
+        }
+        if ready.contains(PollFlags::IN) && !shared.paused.load(Ordering::SeqCst) && !readable(false) {
             return;
         }
         if ready.intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL) {

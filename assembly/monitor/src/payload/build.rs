@@ -48,6 +48,7 @@ pub struct PayloadBuilder {
     console: Box<dyn Write + Send>,
     host_ports: Option<Arc<dyn HostPorts>>,
     port_devices: Vec<(u16, u16, Arc<dyn BusDevice>)>,
+    room_device: Option<(u64, Arc<dyn BusDevice>)>,
     on_thread_start: Option<Arc<dyn Fn() + Send + Sync>>,
     whole: Option<Arc<dyn Whole>>,
     userfault: Option<Userfault>,
@@ -72,6 +73,7 @@ impl PayloadBuilder {
             console: Box::new(std::io::stdout()),
             host_ports: None,
             port_devices: Vec::new(),
+            room_device: None,
             on_thread_start: None,
             whole: None,
             userfault: None,
@@ -167,6 +169,12 @@ impl PayloadBuilder {
     /// A device at `count` ports from `first` on. Default: none. Building fails when they are taken.
     pub fn port_device(mut self, first: u16, count: u16, device: Arc<dyn BusDevice>) -> Self {
         self.port_devices.push((first, count, device));
+        self
+    }
+
+    /// A device at the first `size` bytes of the room ([`Self::room`]), for what no memslot there answers. Default: none.
+    pub fn room_device(mut self, size: u64, device: Arc<dyn BusDevice>) -> Self {
+        self.room_device = Some((size, device));
         self
     }
 
@@ -269,6 +277,9 @@ impl PayloadBuilder {
         }
         for (first, count, device) in self.port_devices {
             ports.insert(first.into(), count.into(), "port device", device)?;
+        }
+        if let Some((size, device)) = self.room_device {
+            mmio.insert(layout.room.start, size, "room device", device)?;
         }
         mmio.insert(DOORBELL_ADDRESS, DOORBELL_SIZE, "doorbell page", Arc::new(DoorbellPage))?;
         let mut doorbells = Vec::new();

@@ -146,6 +146,31 @@ pub struct Interrupts {
     pub error: Option<u32>,
 }
 
+/// What drivers look at and write for each frame. Where there are any, a guest can read a page of the monitor's instead of the device
+/// (`vpio::shown`), which is kept as fresh as this says.
+#[derive(Debug, Clone, Copy)]
+pub struct Polled {
+    /// Registers that change by themselves and that drivers look at all the time.
+    pub read: &'static [Reg],
+    /// Registers whose writes change no others but these and the status.
+    pub written: &'static [Reg],
+    /// Causes with which nothing but these has changed.
+    pub causes: u32,
+    /// Values that drivers write to the interrupt mask to be left alone for a while. They may take effect when the device is looked at
+    /// next: until then no interrupt comes, or one that was on its way.
+    pub masks: &'static [u32],
+}
+
+impl Polled {
+    /// Drivers leave the guest for each read.
+    pub const NONE: Self = Self { read: &[], written: &[], causes: 0, masks: &[] };
+
+    /// Whether a page can be kept up.
+    pub const fn any(&self) -> bool {
+        !self.read.is_empty()
+    }
+}
+
 /// A bank register: which group of registers an offset means.
 #[derive(Debug, Clone, Copy)]
 pub struct Bank {
@@ -255,6 +280,8 @@ pub struct Device {
     pub windows: &'static [Window],
     /// Interrupts.
     pub interrupts: Interrupts,
+    /// What drivers look at all the time.
+    pub polled: Polled,
     /// States in which the device can be given to another guest. Different components must all be in one of theirs.
     pub reusable: &'static [State],
     /// Stopping, saving, restoring.

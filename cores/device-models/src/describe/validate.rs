@@ -8,6 +8,7 @@ pub(super) fn problems(device: &Device) -> Vec<String> {
     for transition in device.transitions {
         classes(device, transition, &mut found);
     }
+    polled(device, &mut found);
     for (reg, register) in device.numbered() {
         let hooked = device
             .transitions
@@ -21,6 +22,26 @@ pub(super) fn problems(device: &Device) -> Vec<String> {
         }
     }
     found
+}
+
+/// A guest that reads a page isn't seen reading: no read may change anything.
+fn polled(device: &Device, found: &mut Vec<String>) {
+    if !device.polled.any() {
+        return;
+    }
+    let changes = device.transitions.iter().filter(|transition| {
+        matches!(transition.event, Event::Read(_))
+            && transition.effects.iter().any(|effect| !matches!(effect, Effect::Answer(_)))
+    });
+    for transition in changes {
+        found.push(format!(
+            "drivers look at it without being seen, but a read changes it: {:?}",
+            transition.event
+        ));
+    }
+    if device.bank.is_some() {
+        found.push("drivers look at it without being seen, but it has banks".to_owned());
+    }
 }
 
 /// Two registers must not claim the same byte in the same bank for the same direction.

@@ -9,7 +9,7 @@
 
 use crate::describe::{
     Bar, BusMaster, Check, Class, Component, Cond, Context, Device, Direction, Effect, Event, Expr,
-    Interrupts, Pci, Permission, Poke, Reg, Register, Returns, Space, State, Station, Step, Store,
+    Interrupts, Pci, Permission, Poke, Polled, Reg, Register, Returns, Space, State, Station, Step, Store,
     Transition, Window, WindowId, on, register, states, table,
 };
 
@@ -354,6 +354,7 @@ pub static E1000: Device = Device {
         // None that a driver recovers from by itself.
         error: None,
     },
+    polled: Polled::NONE,
     reusable: &[IDLE],
     context: CONTEXT,
     // The engines don't depend on each other.

@@ -5,8 +5,8 @@
 
 use crate::describe::{
     Bank, Bar, BusMaster, Check, Class, Component, Cond, Context, Device, Direction, Effect, Event, Expr,
-    Interrupts, Memory, Pages, Pci, Permission, Poke, Reg, Register, Returns, Space, State, Station, Step,
-    Store, Transition, Window, WindowId, on, register, states, table,
+    Interrupts, Memory, Pages, Pci, Permission, Poke, Polled, Reg, Register, Returns, Space, State, Station,
+    Step, Store, Transition, Window, WindowId, on, register, states, table,
 };
 
 const PAGE0: u8 = 1;
@@ -447,6 +447,7 @@ pub static NE2000: Device = Device {
         latched: &[(TSR, PTX | TXE), (NCR, PTX | TXE), (RSR, PRX | RXE)],
         error: Some(TXE),
     },
+    polled: Polled::NONE,
     reusable: &[TX_IDLE],
     context: CONTEXT,
     slices: &[&[]],

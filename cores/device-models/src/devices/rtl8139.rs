@@ -5,8 +5,8 @@
 
 use crate::describe::{
     Bar, BusMaster, Check, Class, Component, Cond, Context, Device, Direction, Effect, Event, Expr,
-    Interrupts, Pci, Permission, Pointers, Poke, Reg, Register, Returns, Space, Standing, State, Station,
-    Step, Store, Transition, Window, WindowId, on, register, states, table,
+    Interrupts, Pci, Permission, Pointers, Poke, Polled, Reg, Register, Returns, Space, Standing, State,
+    Station, Step, Store, Transition, Window, WindowId, on, register, states, table,
 };
 
 /// TSD: the host owns the descriptor.
@@ -387,6 +387,14 @@ pub static RTL8139: Device = Device {
         physical_mask: PHYSICAL_MASK,
         latched: &[],
         error: Some(TER),
+    },
+    polled: Polled {
+        read: &[TSD0, TSD1, TSD2, TSD3, CR],
+        written: &[TSD0, TSD1, TSD2, TSD3, TSAD0, TSAD1, TSAD2, TSAD3, CAPR, IMR, ISR],
+        // Received, sent, either with an error, ring or FIFO full; not the link.
+        causes: 0x005F,
+        // 8139too while it polls: all but what NAPI handles.
+        masks: &[0xC02E],
     },
     reusable: &[TX0_IDLE, TX0_KEPT, TX1_IDLE, TX1_KEPT, TX2_IDLE, TX2_KEPT, TX3_IDLE, TX3_KEPT],
     context: CONTEXT,

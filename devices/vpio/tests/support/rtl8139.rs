@@ -160,6 +160,11 @@ impl Driver {
         self.next - self.done < 4
     }
 
+    /// Frames that were handed over and aren't the driver's again.
+    pub fn unnoticed(&self) -> u32 {
+        self.next - self.done
+    }
+
     /// The interrupt handler without its softirq half: frames that were sent are the driver's again, what came in waits for a poll.
     pub fn handle(&mut self, ports: &mut dyn Memory) {
         let status = self.r(ports, 0x3E, 2);

@@ -3,6 +3,7 @@
 #![allow(unsafe_code)] // KVM_SET_USER_MEMORY_REGION over mappings that the table keeps alive.
 
 mod mapping;
+mod page;
 mod table;
 
 use std::io;
@@ -12,6 +13,7 @@ use kvm_bindings::{KVM_MEM_LOG_DIRTY_PAGES, KVM_MEM_READONLY, kvm_userspace_memo
 use kvm_ioctls::VmFd;
 
 pub use mapping::HostMapping;
+pub use page::SharedPage;
 
 use self::table::{Backing, Slot, Table};
 use crate::memory::GuestRam;

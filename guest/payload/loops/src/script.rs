@@ -1,4 +1,4 @@
-//! A driver's accesses of its device's ports as data: what a benchmark of devices has a guest do.
+//! A driver's accesses of its device, by ports or memory, as data: what a benchmark of devices has a guest do.
 
 use core::arch::asm;
 
@@ -7,6 +7,8 @@ pub const STEP_SIZE: usize = 24;
 
 /// How often [`Step::Until`] looks.
 const TRIES: u32 = 1000;
+/// How often [`Step::UntilMemory`] looks: some seconds where a look costs nanoseconds.
+const LOOKS: u32 = 1 << 30;
 
 /// One instruction of a driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -46,12 +48,39 @@ pub enum Step {
         /// The bits.
         mask: u8,
     },
+    /// `mov [address], al`, `ax` or `eax`.
+    Store {
+        /// The address, a multiple of the size.
+        address: u64,
+        /// Bytes: 1, 2 or 4.
+        size: u8,
+        /// What is written.
+        value: u32,
+    },
+    /// `mov eax, [address]`; what was read is forgotten.
+    Load {
+        /// The address, a multiple of the size.
+        address: u64,
+        /// Bytes: 1, 2 or 4.
+        size: u8,
+    },
+    /// `mov eax, [address]` until a bit of `mask` is there.
+    UntilMemory {
+        /// The address, a multiple of 4.
+        address: u64,
+        /// The bits.
+        mask: u32,
+    },
 }
 
 impl Step {
     /// As it lies in memory: three 64-bit words.
     pub fn to_bytes(self) -> [u8; STEP_SIZE] {
+        // A size stands where other steps have a port.
         let (kind, port, value, address) = match self {
+            Self::Store { address, size, value } => (6, size.into(), u64::from(value), address),
+            Self::Load { address, size } => (7, size.into(), 0, address),
+            Self::UntilMemory { address, mask } => (8, 4, u64::from(mask), address),
             Self::Out { port, value } => (1, port, u64::from(value), 0),
             Self::OutWord { port, value } => (5, port, u64::from(value), 0),
             Self::In { port } => (2, port, 0, 0),
@@ -74,6 +103,9 @@ impl Step {
             3 => Self::Outs { port, address, words: u32::try_from(value).ok()? },
             4 => Self::Until { port, mask: u8::try_from(value).ok()? },
             5 => Self::OutWord { port, value: u16::try_from(value).ok()? },
+            6 => Self::Store { address, size: size(port)?, value: u32::try_from(value).ok()? },
+            7 => Self::Load { address, size: size(port)? },
+            8 => Self::UntilMemory { address, mask: u32::try_from(value).ok()? },
             _ => return None,
         })
     }
@@ -99,11 +131,60 @@ impl Step {
                     "cld", "rep outsd",
                     in("dx") port, inout("rsi") address => _, inout("rcx") u64::from(words) => _, options(nostack)
                 ),
+                Self::Store { address, size, value } => store(address, size, value),
+                Self::Load { address, size } => drop(load(address, size)),
+                Self::UntilMemory { address, mask } => {
+                    return (0..LOOKS).any(|_| {
+                        core::hint::spin_loop();
+                        load(address, 4) & mask != 0
+                    });
+                }
                 Self::Until { port, mask } => return (0..TRIES).any(|_| read(port) & mask != 0),
             }
         }
         true
     }
+}
+
+/// Bytes of an access.
+fn size(port: u16) -> Option<u8> {
+    u8::try_from(port).ok().filter(|size| matches!(size, 1 | 2 | 4))
+}
+
+/// One instruction, whatever the compiler thinks of it.
+///
+/// # Safety
+/// As for [`run`].
+unsafe fn store(address: u64, size: u8, value: u32) {
+    // SAFETY: the caller vouches for the address.
+    unsafe {
+        match size {
+            1 => asm!("mov [{}], al", in(reg) address, in("eax") value, options(nostack, preserves_flags)),
+            2 => asm!("mov [{}], ax", in(reg) address, in("eax") value, options(nostack, preserves_flags)),
+            _ => asm!("mov [{}], eax", in(reg) address, in("eax") value, options(nostack, preserves_flags)),
+        }
+    }
+}
+
+/// As [`store`].
+///
+/// # Safety
+/// As for [`run`].
+unsafe fn load(address: u64, size: u8) -> u32 {
+    let value: u32;
+    // SAFETY: the caller vouches for the address.
+    unsafe {
+        match size {
+            1 => {
+                asm!("movzx {:e}, byte ptr [{}]", out(reg) value, in(reg) address, options(nostack, preserves_flags))
+            }
+            2 => {
+                asm!("movzx {:e}, word ptr [{}]", out(reg) value, in(reg) address, options(nostack, preserves_flags))
+            }
+            _ => asm!("mov {:e}, [{}]", out(reg) value, in(reg) address, options(nostack, preserves_flags)),
+        }
+    }
+    value
 }
 
 /// # Safety
@@ -150,6 +231,9 @@ mod tests {
             Step::In { port: 0x307 },
             Step::Outs { port: 0x310, address: 1 << 40, words: 379 },
             Step::Until { port: 0x307, mask: 0x40 },
+            Step::Store { address: 0x4000_0010, size: 4, value: u32::MAX },
+            Step::Load { address: 0x4000_003E, size: 2 },
+            Step::UntilMemory { address: 0x4000_0010, mask: 0x2000 },
         ] {
             let mut words = [0; 3];
             for (word, chunk) in words.iter_mut().zip(step.to_bytes().chunks_exact(8)) {
@@ -158,6 +242,7 @@ mod tests {
             assert_eq!(Step::from_words(words), Some(step));
         }
         assert_eq!(Step::from_words([9, 0, 0]), None);
+        assert_eq!(Step::from_words([6 | 3 << 16, 0, 0]), None, "three bytes");
         assert_eq!(Step::from_words([1, 256, 0]), None, "a byte has 8 bits");
     }
 }

@@ -1,10 +1,10 @@
-//! Group `vpio`: an NE2000 that a guest drives as Linux's ne2k-pci does, by real port instructions in a VM. The card is the reference
+//! An NE2000 that a guest drives as Linux's ne2k-pci does, by real port instructions in a VM. The card is the reference
 //! emulation, in this process; it is under its model or bare, and writes that may be late wait in KVM's ring or leave the guest.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
-use anyhow::{Context, bail};
+use anyhow::bail;
 use device_models::devices::ne2000::NE2000;
 use device_models::reference::ne2000::Ne2000;
 use device_models::{Access, PhysicalDevice};
@@ -17,8 +17,7 @@ use serde_json::{Value, json};
 use vpio::plan::plan;
 use vpio::{Answer, FailurePolicy, GuestConfig, GuestId, Monitor, Slots};
 
-use crate::conditions::Conditions;
-use crate::figures::{Better, Figure, Figures, Pairs, Report, nanoseconds};
+use crate::figures::{Better, Figure, Figures, Pairs, nanoseconds};
 use crate::measuring_vm::{MeasuringVm, Settings};
 use crate::peers;
 use crate::programs::Programs;
@@ -38,23 +37,16 @@ const CR: u16 = 0x00;
 const ISR: u16 = 0x07;
 const DATA: u16 = 0x10;
 
-/// Measures; see [`super::Group::run`].
-pub fn run(quick: bool) -> anyhow::Result<Report> {
-    let host = match super::kvm("vpio")? {
-        Ok(host) => host,
-        Err(report) => return Ok(report),
-    };
-    let programs = Programs::build()?;
-    let mut conditions = Conditions::now(Some(&host), "4 KiB");
-    conditions.scheduling = peers::prefer_this_process();
-    let cpu = core_affinity::get_core_ids().and_then(|cores| cores.first().copied());
-    let cpu = cpu.context("This process may run on no CPU that can be named")?.id;
-    peers::pin(cpu)?;
-    let samples = if quick { 3 } else { 21 };
-    let place = |model, late| Driven::start(&programs, cpu, model, late);
+/// Measures.
+pub fn measure(
+    programs: &Programs,
+    cpu: usize,
+    samples: usize,
+    figures: &mut Figures,
+    details: &mut serde_json::Map<String, Value>,
+) -> anyhow::Result<()> {
+    let place = |model, late| Driven::start(programs, cpu, model, late);
     let (mut guarded, mut trapped, mut bare) = (place(true, true)?, place(true, false)?, place(false, true)?);
-    let mut figures = Figures::of("vpio");
-    let mut details = serde_json::Map::new();
     for (length, frames) in FRAMES {
         let aim = (length == 1514).then_some(AIM);
         let pairs = Pairs::take(samples, || guarded.rate(length, frames), || trapped.rate(length, frames))?;
@@ -86,9 +78,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     for driven in [guarded, trapped, bare] {
         driven.vm.finish()?;
     }
-    conditions.finish();
-    let figures = figures.all;
-    Ok(Report { group: "vpio", skipped: None, conditions, figures, details: Value::Object(details) })
+    Ok(())
 }
 
 /// What is behind the ports.

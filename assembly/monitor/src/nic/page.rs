@@ -1,0 +1,107 @@
+//! The page in which a guest reads the registers of its NIC without an exit, and writes that are only told (`vpio::shown`, `vpio::plan`).
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use device_models::Access;
+use device_models::describe::{Bar, Device};
+use machine::slots::{PAGE, SharedPage};
+use pci::function::{BarMapping, Doorbell};
+use rustix::event::{EventfdFlags, eventfd};
+use vpio::plan::{PagePlan, Told, plan};
+use vpio::shown::Shown;
+
+use super::NicError;
+
+/// See the module.
+pub(super) struct RegisterPage {
+    page: SharedPage,
+    /// Memory BARs that begin with it.
+    bars: Vec<u8>,
+    /// Bytes of it that are registers.
+    size: u32,
+    told: Vec<(Told, Arc<OwnedFd>)>,
+}
+
+impl RegisterPage {
+    /// The page of a device whose drivers' reads needn't be seen.
+    pub fn of(name: &str, device: &'static Device) -> Result<Option<Self>, NicError> {
+        let plan = plan(device);
+        let bars: Vec<u8> = plan
+            .pages
+            .iter()
+            .filter(|(_, offset, plan)| *offset == 0 && *plan == PagePlan::ReadOnlyShadow)
+            .map(|(bar, ..)| *bar)
+            .collect();
+        let Some(Bar::Memory(size)) = bars.first().and_then(|bar| device.bars.get(usize::from(*bar))) else {
+            return Ok(None);
+        };
+        let page = SharedPage::new(name).map_err(|error| NicError::machine("page of registers", error))?;
+        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
+        let told = plan.told.into_iter().map(|told| Ok((told, Arc::new(eventfd(0, flags)?))));
+        let told: Result<_, rustix::io::Errno> = told.collect();
+        let told = told.map_err(|error| NicError::machine("descriptor", error))?;
+        let page = Self { page, bars, size: *size, told };
+        // A BAR may be larger than the device.
+        (page.size..PAGE_BYTES).for_each(|offset| page.page.store(offset, 1, u32::MAX));
+        Ok(Some(page))
+    }
+
+    pub fn put(&self, shown: Shown) {
+        if shown.offset < self.size {
+            self.page.store(shown.offset, shown.bytes, shown.value);
+        }
+    }
+
+    /// All of it reads so: ones for a device that is gone, zeros before it is shown anew.
+    pub fn fill(&self, value: u32) {
+        (0..self.size).for_each(|offset| self.page.store(offset, 1, value));
+    }
+
+    /// What the guest reads. For tests.
+    #[cfg(test)]
+    pub fn load(&self, offset: u32, bytes: u8) -> u32 {
+        self.page.load(offset, bytes)
+    }
+
+    pub fn mappings(&self) -> Vec<BarMapping> {
+        let of = |bar: &u8| BarMapping {
+            bar: *bar,
+            offset: 0,
+            len: PAGE,
+            fd: self.page.file(),
+            fd_offset: 0,
+            read_only: true,
+        };
+        self.bars.iter().map(of).collect()
+    }
+
+    pub fn doorbells(&self) -> Vec<Doorbell> {
+        let of = |(told, fd): &(Told, Arc<OwnedFd>)| Doorbell {
+            bar: told.bar,
+            offset: u64::from(told.offset),
+            width: told.bytes,
+            datamatch: Some(u64::from(told.value)),
+            fd: Arc::clone(fd),
+        };
+        self.told.iter().map(of).collect()
+    }
+
+    /// Writes that were told since the last call.
+    pub fn take_told(&self) -> impl Iterator<Item = Access> {
+        let rung = |fd: &OwnedFd| {
+            let mut count = [0; 8];
+            rustix::io::read(fd, &mut count).is_ok()
+        };
+        self.told.iter().filter(move |(_, fd)| rung(fd)).map(|(told, _)| Access {
+            bar: told.bar,
+            offset: told.offset,
+            size: told.bytes,
+            write: Some(told.value),
+        })
+    }
+}
+
+/// [`PAGE`], as registers count.
+const PAGE_BYTES: u32 = 4096;
+const _: () = assert!(PAGE_BYTES as u64 == PAGE);
