@@ -8,9 +8,10 @@
 //!  drain   both ◀──────────────────────────────────────────────  a and b
 //!  apart   b ───────────────────────────────────────────▶                   alone; then from the beginning, `--group` in place of `drain`
 //! ```
-//! The network of the guests is that of `rdma-fabric`.
+//! The network of the guests is that of `rdma-fabric`. With `--only verbs` their connections are carried by rxe devices on the hosts' bridges br1.
 
 use super::migrate_talk::{self as talk, Names, PATIENCE};
+use super::rdma_verbs;
 use crate::guest::Guest;
 use crate::lab::Lab;
 use crate::progress;
@@ -24,7 +25,7 @@ use std::time::Duration;
 /// The scenario.
 pub const SCENARIO: Scenario = Scenario {
     name: "migrate-group",
-    about: "two guests that talk by RDMA move as one migration, together and to each other's places: no error, the same queue pairs, every byte right",
+    about: "two guests that talk by RDMA move as one migration, together and to each other's places: no error, the same queue pairs, every byte right (--only verbs: by the hosts' RDMA devices)",
     topology,
     run,
     prompt: None,
@@ -146,8 +147,9 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     if options.rdma_device()? != Device::Pvrdma {
         bail!("migrate-group is about Causeway's device");
     }
-    let _service = talk::service(lab)?;
-    let mut pair = Pair::place(lab, options, talk::layout(&FIRST))?;
+    let (verbs, mut layout) = (talk::by_verbs(options), talk::layout(&FIRST));
+    let _service = if verbs { talk::verbs_of(lab, 2, &mut layout)? } else { talk::service(lab)? };
+    let mut pair = Pair::place(lab, options, layout)?;
     let wanted = options.count.unwrap_or(2);
     // Those of one guest alone take time as well: one between two groups.
     let count = talk::begin(&pair, wanted.saturating_mul(2) - 1)?;
@@ -170,6 +172,10 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             .with_context(|| format!("{} to {:?}, after {groups} groups", step.name, step.to))?;
         at = step.to;
         groups += u32::from(moved > 1);
+        if verbs {
+            // The first request makes the connection.
+            std::thread::sleep(Duration::from_secs(5));
+        }
         let (now, reached_by) = names(&pair)?;
         if now != first {
             errors += 1;
@@ -181,7 +187,11 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             at[0] + 1,
             at[1] + 1
         );
-        let expected = if at[0] == at[1] { "local" } else { "fabric" };
+        let expected = match at[0] == at[1] {
+            _ if verbs => "verbs",
+            true => "local",
+            false => "fabric",
+        };
         report.check(
             reached_by.iter().eq([expected]),
             format!("after {} guests are reached by {reached_by:?} where {expected} is possible", step.name),
@@ -189,6 +199,13 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         transports.extend(reached_by);
         // They go on for a while before the next one.
         std::thread::sleep(Duration::from_secs(5));
+    }
+    if verbs {
+        for host in lab.hosts() {
+            let packets = rdma_verbs::packets(host)?;
+            progress!("{}: its RDMA device sent and received {packets:?} packets", host.name());
+            report.check(packets[0] > 0, format!("{}'s RDMA device sent nothing", host.name()));
+        }
     }
     errors += talk::end(&pair, report)?;
     report.figure("groups", groups);

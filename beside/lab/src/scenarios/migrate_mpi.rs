@@ -10,12 +10,9 @@
 //!  segment s0   tap, br1 ── x0 ═══════ link ═══════ x0 ── br1 ── x2 ═══════ link ═══════ x0 ── br1
 //!  virtio-net        br0 ── x1 ═══════ link ═══════ x1 ── br0 ── x3 ═══════ link ═══════ x1 ── br0
 //! ```
-//! Connections go by `fabric` and, where two guests are together, by `local`; with `--only verbs` by rxe devices on the hosts' bridges br1. These can't carry
-//! UCX's shared receive queues, so that job's messages go by Open MPI's own `openib`, with a queue of receives per peer.
 
 use super::migrate_talk::{self as talk, Names, PATIENCE};
 use super::rdma_tools::RSH;
-use super::{rdma_fabric, rdma_verbs};
 use crate::guest::Guest;
 use crate::lab::Lab;
 use crate::progress;
@@ -25,13 +22,12 @@ use crate::topology::{HostSpec, Topology};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::collections::BTreeSet;
-use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
 
 /// The scenario.
 pub const SCENARIO: Scenario = Scenario {
     name: "migrate-mpi",
-    about: "four guests of an MPI job on three hosts: one moves (--count N times), then all as a group, then two change places: no error, every byte right (--only verbs: by the hosts' RDMA devices)",
+    about: "four guests of an MPI job on three hosts: one moves (--count N times), then all as a group, then two change places: no error, every byte right",
     topology,
     run,
     prompt: None,
@@ -50,11 +46,6 @@ const ROUNDS_BETWEEN: u64 = 50;
 const LARGEST: u32 = 65536;
 /// The job ends once this file is in the first guest.
 const STOP: &str = "/run/mpi.stop";
-
-/// Whether the hosts' RDMA devices carry the job's connections.
-fn by_verbs(options: &Options) -> bool {
-    !options.only.is_empty() && options.wants("verbs")
-}
 
 fn topology(_: &Options) -> Topology {
     // Room for those that are there and those that come.
@@ -103,27 +94,14 @@ fn commands(at: [usize; 4], to: [usize; 4]) -> (Vec<(usize, String)>, Vec<usize>
     (said.collect(), moving)
 }
 
-/// How the job's messages go: words of mpirun's command line.
-fn messages(device: &str, gid: &str, verbs: bool) -> String {
-    if verbs {
-        // A queue of receives per peer, and 17 s for an answer: an emulated host stands still for long.
-        format!(
-            "--mca pml ob1 --mca osc ^ucx --mca btl openib,self --mca btl_openib_if_include {device}:1 --mca btl_openib_gid_index {gid} --mca btl_openib_allow_ib 1 \
-             --mca btl_openib_cpc_include rdmacm --mca btl_openib_receive_queues P,16384,64,32 --mca btl_openib_warn_no_device_params_found 0 --mca btl_openib_ib_timeout 22"
-        )
-    } else {
-        format!(
-            "--mca pml ucx --mca osc ucx --mca btl self -x UCX_NET_DEVICES={device}:1 -x UCX_IB_GID_INDEX={gid} -x UCX_TLS=rc_v,self \
-             --mca opal_common_ucx_tls any --mca opal_common_ucx_devices any -x UCX_UD_VERBS_ETH_DGID_CHECK=n"
-        )
-    }
-}
-
 /// The job, as a file in the first guest: a rank in each.
-fn job(messages: &str) -> String {
+fn job(a: &Member<'_>) -> String {
     format!(
         "{RSH}rm -f {STOP}; exec mpirun.openmpi --allow-run-as-root -H a:1,b:1,c:1,d:1 -np 4 --map-by node --mca plm_rsh_agent /tmp/rsh \
-         --mca plm_rsh_no_tree_spawn 1 --mca oob_tcp_if_include net0 --mca coll ^hcoll --mca mpi_yield_when_idle 1 {messages} mpi-steady {STOP} {LARGEST}\n"
+         --mca plm_rsh_no_tree_spawn 1 --mca oob_tcp_if_include net0 --mca pml ucx --mca osc ucx --mca btl self --mca coll ^hcoll --mca mpi_yield_when_idle 1 \
+         -x UCX_NET_DEVICES={}:1 -x UCX_IB_GID_INDEX={} -x UCX_TLS=rc_v,self --mca opal_common_ucx_tls any --mca opal_common_ucx_devices any \
+         -x UCX_UD_VERBS_ETH_DGID_CHECK=n mpi-steady {STOP} {LARGEST}\n",
+        a.port.device, a.port.gid
     )
 }
 
@@ -227,23 +205,9 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         bail!("migrate-mpi is about Causeway's device");
     }
     lab.host(2)?.sh(H3)?;
-    let verbs = by_verbs(options);
-    let mut layout = talk::layout_of(&FIRST, HOSTS);
-    let _service = if verbs {
-        lab.install_causeway()?;
-        for (number, host) in lab.hosts().iter().enumerate() {
-            rdma_fabric::prepare(host, number)?;
-            rdma_verbs::rxe_on(host, "br1", Ipv4Addr::new(10, 77, 0, u8::try_from(number + 1)?))?;
-        }
-        for daemon in &mut layout.daemons {
-            daemon.push_str(" --verbs");
-        }
-        talk::service_with(lab, 0, "--pin '*=verbs'")?
-    } else {
-        talk::service_of(lab, HOSTS)?
-    };
+    let _service = talk::service_of(lab, HOSTS)?;
     lab.host(1)?.sh(H2)?;
-    let mut pair = Pair::place(lab, options, layout)?;
+    let mut pair = Pair::place(lab, options, talk::layout_of(&FIRST, HOSTS))?;
     pair.join()?;
     pair.join()?;
     for member in pair.more().iter().chain([&pair.b]) {
@@ -259,8 +223,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             bail!("Guest a can't start programs in guest {name} by its virtio-net address: {said}");
         }
     }
-    let messages = messages(&pair.a.port.device, &pair.a.port.gid.to_string(), verbs);
-    pair.a.sh(&format!("cat > /run/mpi.sh <<'E'\n{}E\n", job(&messages)))?;
+    pair.a.sh(&format!("cat > /run/mpi.sh <<'E'\n{}E\n", job(&pair.a)))?;
     talk::detach(&pair.a, "sh /run/mpi.sh")?;
     let mut guests = Guests { pair: &mut pair, at: FIRST };
     let mut done = await_rounds(&guests.pair.a, ROUNDS_BETWEEN)?;
@@ -307,8 +270,6 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     report.figure("errors", errors);
     report.figure("rounds", done);
     report.figure("said", said.trim().lines().last().unwrap_or_default());
-    let expected = |transport: &String| (transport == "verbs") == verbs;
-    report.check(transports.iter().all(expected), format!("connections went by {transports:?}"));
     report.figure("transports", transports.into_iter().collect::<Vec<_>>());
     report.check(errors == 0, format!("{errors} errors"));
     pair.finish()
@@ -335,19 +296,6 @@ mod tests {
         let (said, moving) = commands([0, 1, 2, 1], [0, 1, 2, 0]);
         assert_eq!((said.len(), moving), (1, vec![3]));
         assert!(said[0].1.contains("migrate d --to 10.77.0.1:7103 "), "{said:?}");
-    }
-
-    #[test]
-    fn verbs_is_asked_for_by_name() {
-        let only = |parts: &[&str]| Options {
-            only: parts.iter().map(ToString::to_string).collect(),
-            ..Options::default()
-        };
-        assert!(by_verbs(&only(&["verbs"])) && !by_verbs(&only(&[])));
-        assert!(
-            messages("d", "1", true).contains("receive_queues P,")
-                && messages("d", "1", false).contains("rc_v")
-        );
     }
 
     /// All four move in the group, and two are on different hosts before they change places.

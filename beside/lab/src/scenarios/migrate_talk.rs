@@ -3,15 +3,17 @@
 
 use super::rdma_fabric;
 use super::rdma_tools::TCP;
+use super::rdma_verbs;
 use crate::channel::Session;
 use crate::host::Host;
 use crate::lab::Lab;
 use crate::progress;
 use crate::rdma::{Layout, Member, NIC, Pair};
-use crate::scenario::Report;
+use crate::scenario::{Options, Report};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::collections::BTreeSet;
+use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
 
 /// Where the cluster service listens, on a host.
@@ -83,6 +85,24 @@ pub(super) fn service_with(lab: &Lab, number: usize, more: &str) -> Result<Sessi
         bail!("The cluster service doesn't listen: {}", service.err.tail(5));
     }
     Ok(service)
+}
+
+/// Whether `--only verbs` was said: the hosts' RDMA devices carry the guests' connections, rxe on the bridges of the segment.
+pub(super) fn by_verbs(options: &Options) -> bool {
+    !options.only.is_empty() && options.wants("verbs")
+}
+
+/// As [`service_of`], with an RDMA device on each host and all VMs pinned to transport `verbs`; what daemons are told of it goes into the layout.
+pub(super) fn verbs_of(lab: &Lab, hosts: usize, layout: &mut Layout) -> Result<Session> {
+    lab.install_causeway()?;
+    for (number, host) in lab.hosts().iter().take(hosts).enumerate() {
+        rdma_fabric::prepare(host, number)?;
+        rdma_verbs::rxe_on(host, "br1", Ipv4Addr::new(10, 77, 0, u8::try_from(number + 1)?))?;
+    }
+    for daemon in &mut layout.daemons {
+        daemon.push_str(" --verbs");
+    }
+    service_with(lab, 0, "--pin '*=verbs'")
 }
 
 /// A guest's connected queue pairs: handle and number.
@@ -278,6 +298,15 @@ pub(super) fn at_once(lab: &Lab, commands: &[(usize, String)]) -> Result<Vec<Val
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn verbs_is_asked_for_by_name() {
+        let only = |parts: &[&str]| Options {
+            only: parts.iter().map(ToString::to_string).collect(),
+            ..Options::default()
+        };
+        assert!(by_verbs(&only(&["verbs"])) && !by_verbs(&only(&[])) && !by_verbs(&only(&["other"])));
+    }
 
     #[test]
     fn the_length_of_a_run_follows_from_a_trial() {
