@@ -221,11 +221,6 @@ impl MeasuringVm {
         self.memory.clone()
     }
 
-    /// Has a write of one value told by an eventfd only.
-    pub fn tell(&self, event: &IoEvent) -> anyhow::Result<()> {
-        Ok(self.vm.vm().add_ioevent(event)?)
-    }
-
     /// Writes guest memory.
     pub fn write(&self, address: u64, bytes: &[u8]) -> anyhow::Result<()> {
         Ok(self.memory.memory().write_slice(bytes, GuestAddress(address))?)

@@ -10,6 +10,10 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 
 use super::{HostMapping, PAGE, SlotError};
 
+/// [`PAGE`], as this process counts memory.
+const SIZE: usize = 4096;
+const _: () = assert!(SIZE as u64 == PAGE);
+
 /// 4096 bytes of memory, zero at first. The guest sees each store whole, and stores in their order (x86).
 #[derive(Debug)]
 pub struct SharedPage {
@@ -47,7 +51,7 @@ impl SharedPage {
     /// Stores the lowest `bytes` (1, 2 or 4) of a value, as one store where the offset is a multiple of that. What lies outside is left out.
     pub fn store(&self, offset: u32, bytes: u8, value: u32) {
         let (at, size) = (offset as usize, usize::from(bytes));
-        if !matches!(size, 1 | 2 | 4) || at + size > PAGE as usize {
+        if !matches!(size, 1 | 2 | 4) || at + size > SIZE {
             return;
         }
         let [low, high, ..] = value.to_le_bytes();
@@ -76,7 +80,7 @@ impl SharedPage {
     /// outside.
     pub fn load(&self, offset: u32, bytes: u8) -> u32 {
         let (at, size) = (offset as usize, usize::from(bytes));
-        if at + size > PAGE as usize {
+        if at + size > SIZE {
             return 0;
         }
         // SAFETY: `at` lies in the mapping, which lives as long as `self`.

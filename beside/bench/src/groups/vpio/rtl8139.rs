@@ -139,7 +139,7 @@ impl Guarded {
 
 /// The card as a device of the memory bus.
 enum Bus {
-    Guarded(Mutex<Guarded>, Mutex<Option<String>>),
+    Guarded(Box<Mutex<Guarded>>, Mutex<Option<String>>),
     Direct(Mutex<Host>),
 }
 
@@ -190,7 +190,7 @@ impl Driven {
     fn start(programs: &Programs, (cpu, other): (usize, usize), mode: Mode) -> anyhow::Result<Self> {
         let registers = Card::registers()?;
         let bus = Arc::new(match mode {
-            Mode::Model => Bus::Guarded(Mutex::new(Guarded::new(&registers)?), Mutex::default()),
+            Mode::Model => Bus::Guarded(Box::new(Mutex::new(Guarded::new(&registers)?)), Mutex::default()),
             Mode::Passthrough | Mode::Trapped => Bus::Direct(Mutex::new(Host(Arc::clone(&registers)))),
         });
         let vm = MeasuringVm::start(Settings {
