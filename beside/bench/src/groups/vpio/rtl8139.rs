@@ -29,7 +29,8 @@ const STATION: [u8; 6] = [0x02, 0, 0, 0, 0, 9];
 const BAR: u8 = 1;
 /// Bytes of the frames, and how many rounds of [`DESCRIPTORS`] frames make a sample.
 const FRAMES: [(u32, u64); 2] = [(60, 200), (1514, 100)];
-/// Of the longest frames (specs/vpio.md, goal G3).
+/// Aims of specs/vpio.md, goal G3, which says nothing of sizes. The wire takes 144,000 short frames per second, and 8,100 long ones: it bounds what
+/// the long ones can gain over trapping.
 const AIM_OF_PASSTHROUGH: f64 = 0.95;
 const AIM_OF_TRAPPED: f64 = 3.0;
 
@@ -50,7 +51,6 @@ pub fn measure(
     details: &mut serde_json::Map<String, Value>,
 ) -> anyhow::Result<()> {
     for (length, rounds) in FRAMES {
-        let long = length == 1514;
         for (peer, name, aim) in [
             (Mode::Passthrough, "passed through", AIM_OF_PASSTHROUGH),
             (Mode::Trapped, "with every access leaving the guest", AIM_OF_TRAPPED),
@@ -72,7 +72,7 @@ pub fn measure(
                 Better::Higher,
                 &format!("the same card {name}"),
                 &pairs,
-                long.then_some(aim),
+                Some(aim),
             ))?;
         }
         for (name, mode) in
