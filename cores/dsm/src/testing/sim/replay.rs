@@ -2,7 +2,8 @@
 //! machine is slower than the live one was. With links that are faster than those were, adaptation so sees the same times.
 //!
 //! A fault that was recorded on a page which the simulated node may still use waits until the page is taken away, as it was then: a
-//! loop that reads a flag is not in the trace, only its faults.
+//! loop that reads a flag is not in the trace, only its faults. One that was recorded while the node waited for that page anyway, for another
+//! virtual CPU, doesn't: with faster links that page is there already, and nothing was asked for it then either.
 
 use std::cell::RefCell;
 use std::cmp::Reverse;
@@ -96,6 +97,8 @@ struct Item {
     /// When it was done, nanoseconds.
     time: u64,
     event: Event,
+    /// A fault on a page that the node was already waiting for, for another virtual CPU: nothing was asked for it.
+    joined: bool,
 }
 
 /// What a virtual CPU is at.
@@ -179,9 +182,12 @@ fn time(entry: &Entry) -> Option<u64> {
 fn host(config: Config, entries: Vec<Entry>, first: u64) -> Result<Host, ConfigError> {
     let mut memory = Memory::default();
     let mut cpus: BTreeMap<Vcpu, Cpu> = BTreeMap::new();
+    let mut awaited: BTreeMap<Vcpu, (Page, Fault)> = BTreeMap::new();
     for entry in entries {
         match entry {
-            Entry::Go { .. } => {}
+            Entry::Go { vcpu, .. } => {
+                awaited.remove(&vcpu);
+            }
             Entry::Content { page, reading, changes } => {
                 memory.changes.entry(page).or_default().push_back((reading, changes));
             }
@@ -193,9 +199,17 @@ fn host(config: Config, entries: Vec<Entry>, first: u64) -> Result<Host, ConfigE
                     // Wishes: from whoever is first.
                     _ => 0,
                 };
+                let mut joined = false;
+                if let Event::Fault { page, fault, .. } = event {
+                    let covers = |other: &(Page, Fault)| {
+                        other.0 == page && (other.1 == Fault::Write || fault == Fault::Read)
+                    };
+                    joined = awaited.values().any(covers);
+                    awaited.insert(vcpu, (page, fault));
+                }
                 let none = || Cpu { items: VecDeque::new(), at: At::Ended, trapped: None };
                 let time = at.saturating_sub(first);
-                cpus.entry(vcpu).or_insert_with(none).items.push_back(Item { time, event });
+                cpus.entry(vcpu).or_insert_with(none).items.push_back(Item { time, event, joined });
             }
         }
     }
@@ -278,10 +292,18 @@ impl Machine {
         if cpu.at != At::Timed {
             return;
         }
+        let joined = cpu.items.front().is_some_and(|item| item.joined);
         match cpu.items.front().map(|item| &item.event) {
             Some(Event::Fault { page, fault, .. }) => {
                 let (page, fault) = (*page, *fault);
                 if self.allows(host, page, fault) {
+                    if joined {
+                        // Live, the page was still on its way; here it came sooner.
+                        self.result.done += 1;
+                        self.pop(host, vcpu);
+                        self.schedule(host, vcpu, now);
+                        return;
+                    }
                     self.set(host, vcpu, At::UntilGone(page, fault));
                     return;
                 }
