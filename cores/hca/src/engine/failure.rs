@@ -28,10 +28,18 @@ impl<P: Provider> Engine<P> {
         let waiter = qp.waiter.take();
         let stashed = qp.stashed.take();
         let (handle, shared) = (qp.handle, qp.srq.is_some());
+        // Before the event below, which says that there is nothing more to come.
+        let mut taken = Vec::new();
+        if shared && let Some(elsewhere) = &mut qp.elsewhere {
+            taken.extend(std::iter::from_fn(|| elsewhere.pop_receive()));
+        }
         self.topology += 1;
         self.wait(at, Wait::None, None);
         if let Some(stashed) = stashed {
             self.complete_receive_error(at, stashed.wr_id, Status::Flushed);
+        }
+        for receive in taken {
+            self.complete_receive_error(at, receive.wr_id, Status::Flushed);
         }
         if shared && !never_started {
             self.event(at.device, AsyncEvent::LastWqeReached(handle));

@@ -13,8 +13,8 @@ use crate::attributes::{Access, QpAttributes, QpKind};
 use crate::engine::Engine;
 use crate::local::receive::{Received, Taken};
 use crate::memory::Kind;
-use crate::names::{DeviceId, PdHandle};
-use crate::objects::Path;
+use crate::names::{DeviceId, PdHandle, SrqHandle};
+use crate::objects::{ObjectRef, Path, QpRef};
 use crate::provider::{Provider, ReceiveQueue};
 use crate::work::{AsyncEvent, CompletedOperation, Sge, SgeList, Status};
 
@@ -26,8 +26,8 @@ pub enum NotQueued {
     /// It isn't a reliable connection.
     #[error("it is no reliable connection")]
     Kind,
-    /// Its receives are shared: they can't be taken for one queue pair before there is a message.
-    #[error("it has a shared receive queue")]
+    /// Its receives are shared, and their memory is in another protection domain than its own.
+    #[error("its shared receive queue has another protection domain")]
     Shared,
     /// The guest kernel's: its regions are all of memory, or change with each request.
     #[error("it is the guest kernel's")]
@@ -41,6 +41,8 @@ pub struct Queued {
     pub pd: PdHandle,
     /// Its attributes now.
     pub attributes: QpAttributes,
+    /// It has a shared receive queue: a receive may be taken for it only when there is a message.
+    pub shared: bool,
 }
 
 /// A memory region, for a registration elsewhere.
@@ -76,11 +78,19 @@ impl<P: Provider> Engine<P> {
     /// Why it can't. `None`: it isn't that queue pair any more, or not connected.
     pub fn queued(&self, qp: QpId) -> Option<Result<Queued, NotQueued>> {
         let found = self.qp(self.served(qp).ok()?)?;
+        let of_its_domain = |shared: ObjectRef| {
+            let srq = self.device(qp.device.0).and_then(|device| device.srqs.get(shared.handle));
+            srq.is_some_and(|srq| srq.stamp == shared.stamp && srq.pd == found.pd)
+        };
         Some(match () {
             () if found.kind != QpKind::Rc => Err(NotQueued::Kind),
-            () if found.srq.is_some() => Err(NotQueued::Shared),
             () if found.context == 0 => Err(NotQueued::Kernel),
-            () => Ok(Queued { pd: PdHandle(found.pd), attributes: found.attributes }),
+            () if found.srq.is_some_and(|shared| !of_its_domain(shared)) => Err(NotQueued::Shared),
+            () => Ok(Queued {
+                pd: PdHandle(found.pd),
+                attributes: found.attributes,
+                shared: found.srq.is_some(),
+            }),
         })
     }
 
@@ -115,7 +125,7 @@ impl<P: Provider> Engine<P> {
             .is_some_and(|elsewhere| !elsewhere.outstanding.is_empty())
     }
 
-    /// Takes the next receive before there is a message for it. Without one, [`super::Action::ReceivePosted`] tells of the next.
+    /// Takes the next receive, of its own queue or the shared one, before there is a message for it. Without one, [`super::Action::ReceivePosted`] tells of the next.
     ///
     /// # Errors
     /// [`Refusal::NotReady`] without one; others when the queue pair is gone, or fails since its receive can't be used.
@@ -127,10 +137,9 @@ impl<P: Provider> Engine<P> {
             found.elsewhere.get_or_insert_with(Box::default).awaits_receive = true;
             self.await_receive(at, at);
             // What was posted before the line above, and after the look before it, rings no doorbell again.
-            let device = self.device(at.device).ok_or(Refusal::Gone)?;
-            let queue = device.qps.get(at.handle).and_then(|found| found.receive_queue.as_ref());
-            if queue.is_some_and(|queue| queue.available(&device.memory) > 0) {
+            if self.has_receive(at) {
                 taken = self.take_receive(at);
+                self.await_no_receive(at);
             }
         }
         match taken {
@@ -151,6 +160,37 @@ impl<P: Provider> Engine<P> {
             }
             Taken::Broken => Err(self.refused(at, Refusal::Operational, Some(AsyncEvent::QpFatal))),
         }
+    }
+
+    /// A queue pair that waits where others do, and needn't, would be woken in another's place.
+    fn await_no_receive(&mut self, at: QpRef) {
+        let Some(found) = self.qp_mut(at) else { return };
+        let awaits = found.awaits.take();
+        if let Some(elsewhere) = &mut found.elsewhere {
+            elsewhere.awaits_receive = false;
+        }
+        self.stop_awaiting(at, awaits);
+    }
+
+    /// A queue pair was told of a receive ([`super::Action::ReceivePosted`]) and has no use for it: whoever else waits for the shared queue is told.
+    pub fn remote_receive_declined(&mut self, qp: QpId) {
+        if let Some(shared) = self.qp(qp.at()).and_then(|found| found.srq) {
+            self.doorbell_srq(qp.device, SrqHandle(shared.handle));
+        }
+    }
+
+    /// Whether the ring that a queue pair takes receives from has one.
+    fn has_receive(&self, at: QpRef) -> bool {
+        let Some(device) = self.device(at.device) else { return false };
+        let Some(found) = device.qps.get(at.handle) else { return false };
+        let ring = match found.srq {
+            None => found.receive_queue.as_ref(),
+            Some(shared) => {
+                let srq = device.srqs.get(shared.handle).filter(|srq| srq.stamp == shared.stamp);
+                srq.map(|srq| &srq.ring)
+            }
+        };
+        ring.is_some_and(|ring| ring.available(&device.memory) > 0)
     }
 
     /// Completes the oldest receive that was taken ahead. An error fails the queue pair.

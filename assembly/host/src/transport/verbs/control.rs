@@ -8,7 +8,10 @@
 //! caches the number               ◀──   Resolved (rkey is n)
 //!                                 ◀──   Invalidate (rkey), when the guest deregisters, until there is an answer
 //! Invalidated (rkey)              ──▶
+//! Announce (n)                    ──▶   takes receives of its shared queue for n messages
+//! sends up to the n-th            ◀──   Ready (n)
 //! ```
+//! The last two are for an end with a shared receive queue alone: its device may have a receive only once it is known whose message takes it.
 //!
 //! Messages may be lost, doubled or come late: whoever needs an answer asks again. `from` and `to` name the incarnation of an end, so that
 //! a message for an earlier one is recognised. They travel as packets of the fabric do, sealed where those are.
@@ -27,7 +30,7 @@ pub(in crate::transport) const MOST: usize = HEAD + 36;
 pub(in crate::transport) enum Reason {
     #[error("the peer's host has no usable RDMA device, or its daemon isn't told to use it")]
     NoDevice,
-    #[error("the peer's queue pair has a shared receive queue")]
+    #[error("the peer's shared receive queue has another protection domain than its queue pair")]
     Shared,
     #[error("the peer's queue pair is its guest kernel's")]
     Kernel,
@@ -52,6 +55,8 @@ pub(in crate::transport) struct Hello {
     pub sends: bool,
     /// No answer is needed: the other end's numbers are known, and that it has these.
     pub settled: bool,
+    /// The queue pair has a shared receive queue: messages are to be announced.
+    pub shared: bool,
     /// First PSN that the guest's queue pair would send.
     pub sq_psn: u32,
 }
@@ -81,6 +86,14 @@ pub(in crate::transport) enum Body {
     Failed {
         status: u32,
     },
+    /// So many messages that take a receive are posted since the connection was made, modulo 2^32.
+    Announce {
+        total: u32,
+    },
+    /// So many of them may be sent.
+    Ready {
+        total: u32,
+    },
 }
 
 /// A message.
@@ -99,6 +112,7 @@ pub(in crate::transport) struct Message {
 
 const SENDS: u8 = 1;
 const SETTLED: u8 = 2;
+const SHARED: u8 = 4;
 
 impl Message {
     pub fn encode(&self) -> Vec<u8> {
@@ -106,7 +120,9 @@ impl Message {
         let mut flags = 0;
         let kind = match self.body {
             Body::Hello(hello) => {
-                flags = (u8::from(hello.sends) * SENDS) | (u8::from(hello.settled) * SETTLED);
+                flags = (u8::from(hello.sends) * SENDS)
+                    | (u8::from(hello.settled) * SETTLED)
+                    | (u8::from(hello.shared) * SHARED);
                 body.extend(hello.gid);
                 body.extend(hello.number.to_be_bytes());
                 body.extend(hello.psn.to_be_bytes());
@@ -148,6 +164,14 @@ impl Message {
                 body.extend(status.to_be_bytes());
                 7
             }
+            Body::Announce { total } => {
+                body.extend(total.to_be_bytes());
+                8
+            }
+            Body::Ready { total } => {
+                body.extend(total.to_be_bytes());
+                9
+            }
         };
         let mut bytes = vec![kind, flags, 0, 0];
         for number in [self.own, self.peer, self.from, self.to] {
@@ -162,7 +186,7 @@ impl Message {
         let mut reader = Reader(bytes);
         let [kind, flags, 0, 0] = reader.take()? else { return None };
         let (own, peer, from, to) = (reader.number()?, reader.number()?, reader.number()?, reader.number()?);
-        let known = if kind == 1 { SENDS | SETTLED } else { 0 };
+        let known = if kind == 1 { SENDS | SETTLED | SHARED } else { 0 };
         if from == 0 || flags & !known != 0 {
             return None;
         }
@@ -174,8 +198,8 @@ impl Message {
                 if !(1..=5).contains(&mtu) || [number, psn, sq_psn].iter().any(|it| *it > 0xFF_FFFF) {
                     return None;
                 }
-                let (sends, settled) = (flags & SENDS != 0, flags & SETTLED != 0);
-                Body::Hello(Hello { gid, number, psn, mtu, sends, settled, sq_psn })
+                let [sends, settled, shared] = [SENDS, SETTLED, SHARED].map(|flag| flags & flag != 0);
+                Body::Hello(Hello { gid, number, psn, mtu, sends, settled, shared, sq_psn })
             }
             2 => Body::Refuse(match reader.take()? {
                 [1] => Reason::NoDevice,
@@ -200,6 +224,8 @@ impl Message {
             5 => Body::Invalidate { rkey: reader.number()? },
             6 => Body::Invalidated { rkey: reader.number()? },
             7 => Body::Failed { status: reader.number()? },
+            8 => Body::Announce { total: reader.number()? },
+            9 => Body::Ready { total: reader.number()? },
             _ => return None,
         };
         reader.0.is_empty().then_some(Self { own, peer, from, to, body })
@@ -228,11 +254,11 @@ mod tests {
 
     fn body() -> impl Strategy<Value = Body> {
         let number = 0..=0xFF_FFFFu32;
-        let hello = (any::<[u8; 16]>(), number.clone(), number.clone(), number, 1..=5u8, any::<[bool; 2]>());
+        let hello = (any::<[u8; 16]>(), number.clone(), number.clone(), number, 1..=5u8, any::<[bool; 3]>());
         let reasons = [Reason::NoDevice, Reason::Shared, Reason::Kernel, Reason::Fabric, Reason::Refused];
         prop_oneof![
-            hello.prop_map(|(gid, number, psn, sq_psn, mtu, [sends, settled])| {
-                Body::Hello(Hello { gid, number, psn, mtu, sends, settled, sq_psn })
+            hello.prop_map(|(gid, number, psn, sq_psn, mtu, [sends, settled, shared])| {
+                Body::Hello(Hello { gid, number, psn, mtu, sends, settled, shared, sq_psn })
             }),
             (0..reasons.len()).prop_map(move |at| Body::Refuse(reasons[at])),
             any::<[u32; 2]>().prop_map(|[rkey, serial]| Body::Resolve { rkey, serial }),
@@ -244,6 +270,8 @@ mod tests {
             any::<u32>().prop_map(|rkey| Body::Invalidate { rkey }),
             any::<u32>().prop_map(|rkey| Body::Invalidated { rkey }),
             any::<u32>().prop_map(|status| Body::Failed { status }),
+            any::<u32>().prop_map(|total| Body::Announce { total }),
+            any::<u32>().prop_map(|total| Body::Ready { total }),
         ]
     }
 

@@ -11,10 +11,11 @@ use std::collections::{BTreeSet, VecDeque};
 use std::net::SocketAddr;
 
 use hca::names::PdHandle;
-use hca::remote::{Posted, QpId};
+use hca::remote::{Posted, PostedOperation, QpId};
 use serde::Serialize;
 
 use super::super::header::Header;
+use super::announced::{Announced, Announcing};
 use super::control::{Body, Hello, Message};
 use super::numbers::PeerKeys;
 use super::rnic::{End, HostPd, HostQp};
@@ -43,12 +44,14 @@ pub struct LinkCounters {
     pub keys_asked: u64,
     /// Keys of the peer whose end was told.
     pub keys_invalidated: u64,
+    /// Messages to the peer that told of messages for its shared receive queue.
+    pub announcements: u64,
 }
 
 impl LinkCounters {
     /// Names and values.
     #[must_use]
-    pub fn list(&self) -> [(&'static str, u64); 7] {
+    pub fn list(&self) -> [(&'static str, u64); 8] {
         [
             ("requests", self.requests),
             ("completed", self.completed),
@@ -57,6 +60,7 @@ impl LinkCounters {
             ("translations", self.translations),
             ("keys_asked", self.keys_asked),
             ("keys_invalidated", self.keys_invalidated),
+            ("announcements", self.announcements),
         ]
     }
 }
@@ -107,6 +111,11 @@ pub(super) struct Link {
     pub posted: VecDeque<(u64, u32)>,
     /// Receives that the device has.
     pub ahead: u32,
+    /// Where the guest's queue pair has a shared receive queue: messages that it was told of.
+    pub announced: Option<Announced>,
+    /// The peer's has one; the messages that it is told of.
+    pub peer_shared: bool,
+    pub announcing: Announcing,
     pub keys: PeerKeys,
     /// Keys whose end the peer has not acknowledged.
     pub unacknowledged: BTreeSet<u32>,
@@ -151,6 +160,9 @@ impl Link {
             waiting: VecDeque::new(),
             posted: VecDeque::new(),
             ahead: 0,
+            announced: made.shared.then(Announced::default),
+            peer_shared: false,
+            announcing: Announcing::default(),
             keys: PeerKeys::default(),
             unacknowledged: BTreeSet::new(),
             asking_since: None,
@@ -188,9 +200,25 @@ impl Link {
             mtu: self.own.mtu,
             sends: sq_psn.is_some(),
             settled: self.settled,
+            shared: self.announced.is_some(),
             sq_psn: sq_psn.unwrap_or(0),
         };
         self.say(Body::Hello(hello), outbox);
+    }
+
+    /// Tells a peer with a shared receive queue of messages that it hasn't been told of.
+    pub fn announce(&mut self, outbox: &mut Vec<Outgoing>) {
+        if self.peer_shared
+            && let Some(total) = self.announcing.news()
+        {
+            self.counters.announcements += 1;
+            self.say(Body::Announce { total }, outbox);
+        }
+    }
+
+    /// Whether a request waits until its receiver has a receive of its shared queue.
+    pub fn awaits_ready(&self, request: &Posted) -> bool {
+        self.peer_shared && takes_receive(request) && !self.announcing.may_send()
     }
 
     /// An answer is waited for from now on.
@@ -253,4 +281,12 @@ impl Link {
             counters: self.counters,
         }
     }
+}
+
+/// Whether a request takes a receive at the peer.
+pub(super) fn takes_receive(request: &Posted) -> bool {
+    matches!(
+        request.operation,
+        PostedOperation::Send { .. } | PostedOperation::Write { immediate: Some(_), .. }
+    )
 }

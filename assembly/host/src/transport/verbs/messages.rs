@@ -80,6 +80,31 @@ impl Verbs {
             Body::Invalidated { rkey } => {
                 link.unacknowledged.remove(&rkey);
             }
+            Body::Announce { total } => {
+                let said = link
+                    .announced
+                    .as_mut()
+                    .map(|announced| (!announced.announce(total)).then(|| announced.said()));
+                match said {
+                    // Its answer was lost, or it comes twice.
+                    Some(Some(total)) => link.say(Body::Ready { total }, &mut self.outbox),
+                    Some(None) => {
+                        self.refill(engine, id, now);
+                        self.active(now);
+                    }
+                    None => self.dropped += 1,
+                }
+            }
+            Body::Ready { total } => {
+                let awaited = link.waiting.front().is_some_and(|request| link.awaits_ready(request));
+                if link.peer_shared && link.announcing.answer(total) {
+                    // The first request may be waiting for a key instead.
+                    if awaited {
+                        link.answered();
+                    }
+                    self.advance(engine, id, now);
+                }
+            }
             Body::Failed { status } => {
                 let refusal = match status {
                     9 => Refusal::Invalid,
@@ -149,6 +174,7 @@ impl Verbs {
                     return Err(Some(Reason::Refused));
                 }
                 link.peer = Some((message.from, end));
+                link.peer_shared = hello.shared;
                 // Before the peer learns that it may send.
                 self.refill(engine, id, now);
             }

@@ -19,10 +19,12 @@
 //! | `numbers` | keys, both ways |
 //! | `control` | what daemons tell each other |
 //! | `link` | a connection |
+//! | `announced` | messages for shared receive queues |
 //! | `requests`, `messages` | what the guest posts; what daemons say |
 //! | `moving` | what becomes of connections when a VM moves |
 
 mod abi;
+mod announced;
 mod control;
 mod device;
 pub(crate) mod fake;
@@ -51,8 +53,8 @@ use super::header::Header;
 use control::Body;
 pub(super) use control::Message;
 pub(super) use control::Reason;
-use link::Link;
 pub(super) use link::Outgoing;
+use link::{Link, takes_receive};
 pub use link::{LinkCounters, LinkReport};
 use numbers::{OwnKeys, PeerKey};
 use requests::remote_of;
@@ -82,6 +84,8 @@ pub(super) struct Made {
     host_pd: HostPd,
     pair: HostQp,
     own: End,
+    /// The guest's queue pair has a shared receive queue.
+    shared: bool,
 }
 
 /// What the transport is, and did.
@@ -313,7 +317,7 @@ impl Verbs {
         }
         self.last_id = (self.last_id + 1) & 0x7FFF_FFFF;
         let id = self.last_id;
-        let made = Made { pd: queued.pd, host_pd, pair, own };
+        let made = Made { pd: queued.pd, host_pd, pair, own, shared: queued.shared };
         self.links.insert(id, Link::new(id, random() | 1, ends, &made));
         self.changed = true;
         self.by_handle.insert((device, ends.qp.handle.0), id);
@@ -327,6 +331,9 @@ impl Verbs {
     /// Carries a request.
     pub fn post<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, request: Posted, now: u64) {
         if let Some(link) = self.links.get_mut(&id) {
+            if takes_receive(&request) {
+                link.announcing.post();
+            }
             link.waiting.push_back(request);
         }
         self.advance(engine, id, now);
@@ -334,9 +341,15 @@ impl Verbs {
 
     /// Receives were posted.
     pub fn receive_posted<P: Provider>(&mut self, engine: &mut Engine<P>, qp: QpId, now: u64) {
+        let receives = |links: &HashMap<u32, Link>, id| links.get(&id).map(|link| link.counters.receives);
         if let Some(id) = self.find(qp) {
+            let before = receives(&self.links, id);
             self.refill(engine, id, now);
+            if receives(&self.links, id) != before {
+                return;
+            }
         }
+        engine.remote_receive_declined(qp);
     }
 
     /// The connection is over; nothing of the guest is touched any more when this returns.
@@ -555,6 +568,9 @@ impl Verbs {
                 && let Some(PeerKey::Asked(serial)) = link.keys.get(remote.rkey)
             {
                 link.say(Body::Resolve { rkey: remote.rkey, serial }, &mut self.outbox);
+            }
+            if link.waiting.front().is_some_and(|request| link.awaits_ready(request)) {
+                link.say(Body::Announce { total: link.announcing.announced() }, &mut self.outbox);
             }
         }
         for rkey in &link.unacknowledged {

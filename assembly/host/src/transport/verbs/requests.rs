@@ -7,6 +7,7 @@ use hca::remote::{Posted, PostedOperation, first_bytes};
 use hca::work::{Remote, SgeList, Status};
 
 use super::control::Body;
+use super::link::takes_receive;
 use super::numbers::PeerKey;
 use super::rnic::{HostPd, HostRequest, Operation, Registered, Sending};
 use super::{RECEIVE, Verbs, chain};
@@ -82,6 +83,7 @@ impl Verbs {
                 }
                 link.sends = true;
             }
+            link.announce(&mut self.outbox);
             if link.posted.len() >= usize::try_from(device.sends).unwrap_or(0) {
                 return;
             }
@@ -110,6 +112,11 @@ impl Verbs {
                 // Keys that can be invalidated so are a kernel's, and its queue pairs aren't carried here.
                 return self.refuse_remotely(engine, id, request.token);
             }
+            if link.awaits_ready(&request) {
+                link.expect(now);
+                let next = link.next();
+                return self.due(next);
+            }
             let qp = link.qp;
             let Some(sges) = engine.remote_sges(qp, request.token) else {
                 link.waiting.pop_front();
@@ -129,6 +136,9 @@ impl Verbs {
             match posted {
                 Ok(()) => {
                     link.posted.push_back((request.token, request.length));
+                    if takes_receive(&request) {
+                        link.announcing.sent();
+                    }
                     link.counters.requests += 1;
                 }
                 Err(why) => {
@@ -163,10 +173,22 @@ impl Verbs {
 
     /// Hands receives of the guest to the device.
     pub(super) fn refill<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, now: u64) {
+        self.hand_receives(engine, id, now);
+        let (Some(link), Some(device)) = (self.links.get_mut(&id), &self.info) else { return };
+        let room = link.ahead < device.receives;
+        if let Some(total) = link.announced.as_mut().and_then(|announced| announced.news(room)) {
+            link.say(Body::Ready { total }, &mut self.outbox);
+        }
+    }
+
+    fn hand_receives<P: Provider>(&mut self, engine: &mut Engine<P>, id: u32, now: u64) {
         loop {
             let (Some(link), Some(device)) = (self.links.get_mut(&id), &self.info) else { return };
             // Before that another transport may still have to take them.
             if link.peer.is_none() || link.ahead >= device.receives || link.dies_at.is_some() {
+                return;
+            }
+            if link.announced.is_some_and(|announced| !announced.wants()) {
                 return;
             }
             let Ok(sges) = engine.remote_receive_ahead(link.qp) else { return };
@@ -177,6 +199,9 @@ impl Verbs {
             match posted {
                 Ok(()) => {
                     link.ahead += 1;
+                    if let Some(announced) = &mut link.announced {
+                        announced.take();
+                    }
                     link.counters.receives += 1;
                 }
                 Err(why) => return self.fail(engine, id, &format!("a receive can't be used: {why}")),

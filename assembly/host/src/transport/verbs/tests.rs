@@ -17,6 +17,8 @@ use super::super::{Directory, FileDirectory, Transports, VmId};
 use super::Verbs;
 use super::fake::Network;
 
+mod shared;
+
 /// RAM of a guest.
 const SIZE: u64 = 2 << 20;
 /// Where its region's addresses begin: as a program has them, unlike those of its RAM.
@@ -36,6 +38,7 @@ struct Side {
     guest: Guest<MappedMemory>,
     qp: Connected,
     mr: hca::MrInfo,
+    srq: Option<hca::names::SrqHandle>,
     transports: Transports,
     started: Instant,
     now: u64,
@@ -51,6 +54,8 @@ struct Setup {
     kernel: [bool; 2],
     /// Whether it has a shared receive queue.
     shared: [bool; 2],
+    /// In another protection domain.
+    apart: bool,
     rnr_retry: u8,
     access: Access,
 }
@@ -62,6 +67,7 @@ impl Default for Setup {
             devices: [true; 2],
             kernel: [false; 2],
             shared: [false; 2],
+            apart: false,
             rnr_retry: 7,
             access: Access::all() - Access::ZERO_BASED,
         }
@@ -87,14 +93,23 @@ impl Side {
         let init =
             MrInit { start: START, length: LENGTH, access: setup.access.bits(), pages: pages().into() };
         let mr = world.engine.register_mr(guest.device, guest.pd, init).unwrap();
-        let srq = setup.shared[which].then(|| world.shared_queue(&guest, 0));
+        let srq = setup.shared[which].then(|| {
+            // Of a domain of its own where that is wanted.
+            let pd =
+                if setup.apart { world.engine.create_pd(guest.device, context).unwrap() } else { guest.pd };
+            let pd = std::mem::replace(&mut guest.pd, pd);
+            let shared = world.shared_queue(&guest, 0);
+            guest.pd = pd;
+            shared
+        });
         let completions = CompletionRing::new(4096);
         let cq = world.engine.create_cq(guest.device, context, 4096, completions.clone()).unwrap();
         let mut qp =
             world.queue_pair_on(&guest, QpKind::Rc, srq.as_ref().map(|(srq, _)| *srq), cq, completions);
-        if let Some((_, ring)) = srq {
-            qp.receives = ring;
+        if let Some((_, ring)) = &srq {
+            qp.receives = ring.clone();
         }
+        let srq = srq.map(|(srq, _)| srq);
         let mut transports = Transports::open(directory, at.parse().unwrap(), None).unwrap();
         if setup.devices[which] {
             // Numbers that have nothing in common with the guest's, nor with the other host's.
@@ -102,7 +117,7 @@ impl Side {
             transports.verbs = Verbs::over(Box::new(device));
         }
         transports.attach(&mut world.engine, guest.device, ["a", "b"][which], "s0", SegmentId(1));
-        Self { world, guest, qp, mr, transports, started: Instant::now(), now: 0 }
+        Self { world, guest, qp, mr, srq, transports, started: Instant::now(), now: 0 }
     }
 
     fn round(&mut self) {
@@ -209,8 +224,15 @@ impl Pair {
     }
 
     fn receive(&mut self, which: usize, wr_id: u64, sge: Sge) {
-        let at = self.sides[which].qp.clone();
-        self.sides[which].world.receive(&at, wr_id, &[sge]);
+        let side = &mut self.sides[which];
+        let at = side.qp.clone();
+        match side.srq {
+            None => side.world.receive(&at, wr_id, &[sge]),
+            Some(srq) => {
+                at.receives.post(hca::work::ReceiveRequest { wr_id, sges: [sge].into_iter().collect() });
+                side.world.engine.doorbell_srq(at.device, srq);
+            }
+        }
     }
 }
 
@@ -371,7 +393,7 @@ fn a_deregistered_region_is_gone_at_once() {
 fn what_no_device_can_carry_goes_by_fabric_and_says_so() {
     for (which, from) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
         for shared in [false, true] {
-            let mut setup = Setup::default();
+            let mut setup = Setup { apart: shared, ..Setup::default() };
             if shared {
                 setup.shared[which] = true;
             } else {
@@ -379,23 +401,18 @@ fn what_no_device_can_carry_goes_by_fabric_and_says_so() {
             }
             let mut pair = Pair::new(setup);
             let to = 1 - from;
-            let buffer = pair.sides[to].sge(0, 100);
-            if shared && to == which {
-                let side = &mut pair.sides[to];
-                side.qp
-                    .receives
-                    .post(hca::work::ReceiveRequest { wr_id: 7, sges: [buffer].into_iter().collect() });
-            } else {
-                pair.receive(to, 7, buffer);
-            }
-            let sge = pair.sides[from].sge(0, 100);
+            // The guest's region isn't the other domain's: nothing but messages without bytes may go there.
+            let length = if shared { 0 } else { 100 };
+            let buffer = pair.sides[to].sge(0, length);
+            pair.receive(to, 7, buffer);
+            let sge = pair.sides[from].sge(0, length);
             pair.send(from, requests::send(1, &[sge]));
             assert_eq!(pair.completion(from).status, Status::Success, "{which} {from} {shared}");
             assert_eq!(pair.completion(to).wr_id, 7);
             let (transport, why) = pair.sides[from].transport();
             assert_eq!(transport, "fabric");
             let why = why.unwrap();
-            assert!(why.contains(if shared { "shared receive queue" } else { "kernel's" }), "{why}");
+            assert!(why.contains(if shared { "protection domain" } else { "kernel's" }), "{why}");
             assert_eq!(pair.network.objects(0).2 + pair.network.objects(1).2, 0);
         }
     }
