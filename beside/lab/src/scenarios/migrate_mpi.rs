@@ -10,9 +10,11 @@
 //!  segment s0   tap, br1 ── x0 ═══════ link ═══════ x0 ── br1 ── x2 ═══════ link ═══════ x0 ── br1
 //!  virtio-net        br0 ── x1 ═══════ link ═══════ x1 ── br0 ── x3 ═══════ link ═══════ x1 ── br0
 //! ```
+//! With `--only verbs` rxe devices on the hosts' bridges br1 carry the connections, which have shared receive queues (UCX's).
 
 use super::migrate_talk::{self as talk, Names, PATIENCE};
 use super::rdma_tools::RSH;
+use super::rdma_verbs;
 use crate::guest::Guest;
 use crate::lab::Lab;
 use crate::progress;
@@ -27,7 +29,7 @@ use std::time::{Duration, Instant};
 /// The scenario.
 pub const SCENARIO: Scenario = Scenario {
     name: "migrate-mpi",
-    about: "four guests of an MPI job on three hosts: one moves (--count N times), then all as a group, then two change places: no error, every byte right",
+    about: "four guests of an MPI job on three hosts: one moves (--count N times), then all as a group, then two change places: no error, every byte right (--only verbs: by the hosts' RDMA devices)",
     topology,
     run,
     prompt: None,
@@ -205,9 +207,11 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         bail!("migrate-mpi is about Causeway's device");
     }
     lab.host(2)?.sh(H3)?;
-    let _service = talk::service_of(lab, HOSTS)?;
+    let (verbs, mut layout) = (talk::by_verbs(options), talk::layout_of(&FIRST, HOSTS));
+    let _service =
+        if verbs { talk::verbs_of(lab, HOSTS, &mut layout)? } else { talk::service_of(lab, HOSTS)? };
     lab.host(1)?.sh(H2)?;
-    let mut pair = Pair::place(lab, options, talk::layout_of(&FIRST, HOSTS))?;
+    let mut pair = Pair::place(lab, options, layout)?;
     pair.join()?;
     pair.join()?;
     for member in pair.more().iter().chain([&pair.b]) {
@@ -264,6 +268,18 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     report.check(right, format!("the MPI job ended with status {code}: {said}"));
     for guest in 0..NAMES.len() {
         errors += talk::complaints(guests.pair.member(guest)?, report)?;
+    }
+    let (wanted, other) = if verbs { ("verbs", "fabric") } else { ("fabric", "verbs") };
+    report.check(
+        transports.contains(wanted) && !transports.contains(other),
+        format!("connections between hosts were to go by {wanted}, and went by {transports:?}"),
+    );
+    if verbs {
+        for host in lab.hosts().iter().take(HOSTS) {
+            let packets = rdma_verbs::packets(host)?;
+            progress!("{}: its RDMA device sent and received {packets:?} packets", host.name());
+            report.check(packets[0] > 0, format!("{}'s RDMA device sent nothing", host.name()));
+        }
     }
     report.figure("moves", moves);
     report.figure("groups", groups);
