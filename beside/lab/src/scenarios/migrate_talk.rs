@@ -73,9 +73,14 @@ const LEASE: u64 = 30;
 
 /// As [`service_on`], with more on its command line.
 pub(super) fn service_with(lab: &Lab, number: usize, more: &str) -> Result<Session> {
+    service_kept(lab, number, &format!("--state /run/causeway/cluster.redb {more}"))
+}
+
+/// As [`service_with`], with where it keeps its state.
+pub(super) fn service_kept(lab: &Lab, number: usize, kept: &str) -> Result<Session> {
     let host = lab.host(number)?;
     let command = format!(
-        "mkdir -p /run/causeway && exec causeway cluster serve --listen {} --state /run/causeway/cluster.redb --switch-limit 120000 --lease {LEASE} {more}",
+        "mkdir -p /run/causeway && exec causeway cluster serve --listen {} --switch-limit 120000 --lease {LEASE} {kept}",
         listens_at(number)
     );
     let service = host.spawn("causeway cluster", &command)?;

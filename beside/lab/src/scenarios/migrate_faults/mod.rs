@@ -10,11 +10,14 @@
 //! go on from the same number.
 //!
 //! The lines of the source's daemon say how far a migration is; the lab acts on one as soon as it reads it, so a fault may come a step later than meant, and is counted
-//! where the daemon was then. The instances of etcd are not among those who are killed here (`cargo test -p cluster --features etcd`).
+//! where the daemon was then. With `--only etcd` the service keeps its state in three members of etcd, and one of them, or the service, is killed or stopped; the program
+//! has to be built with the feature `etcd` for it.
 
+mod etcd;
 mod plan;
 
-use self::plan::{Beats, Dice, Ending, Fault, How, Step, Who, faults};
+use self::etcd::{Etcd, MEMBERS};
+use self::plan::{Beats, Dice, Ending, Fault, How, Step, Who, faults, faults_with_etcd};
 use super::migrate_mpi::{H2, H3};
 use super::migrate_talk::{self as talk, PATIENCE};
 use crate::channel::Session;
@@ -32,7 +35,7 @@ use std::time::{Duration, Instant};
 /// The scenario.
 pub const SCENARIO: Scenario = Scenario {
     name: "migrate-faults",
-    about: "whoever takes part in a migration is killed, stopped or cut off at each step (--count faults in an order of --seed): one owner, the source unharmed",
+    about: "whoever takes part in a migration is killed, stopped or cut off at each step (--count faults in an order of --seed; --only etcd: the service and members of etcd): one owner, the source unharmed",
     topology,
     run,
     prompt: None,
@@ -85,6 +88,10 @@ struct World<'l> {
     lab: &'l Lab,
     pair: Pair<'l>,
     service: Option<Session>,
+    /// Where the service keeps its state there.
+    etcd: Option<Etcd>,
+    /// The member that a fault is about.
+    member: usize,
     heart: Session,
     beats: Beats,
     beats_read: usize,
@@ -186,6 +193,7 @@ impl World<'_> {
             Who::DestinationDaemon => &self.pair.daemons()[1 - self.at],
             Who::PeerDaemon => &self.pair.daemons()[2],
             Who::Service => self.service.as_ref().context("The service doesn't run")?,
+            Who::Etcd => self.etcd.as_ref().context("etcd doesn't run")?.member(self.member)?,
         };
         let links =
             |state: &str| format!("for i in /sys/class/net/x*; do ip link set ${{i##*/}} {state}; done");
@@ -215,8 +223,14 @@ impl World<'_> {
             Who::PeerDaemon => 2,
             Who::Service => {
                 self.service = None;
-                self.service = Some(talk::service_on(self.lab, 2)?);
+                self.service = Some(serve(self.lab, self.etcd.as_ref())?);
                 return Ok(());
+            }
+            Who::Etcd => {
+                return match &mut self.etcd {
+                    Some(etcd) => etcd.restart(self.lab, self.member),
+                    None => Ok(()),
+                };
             }
             Who::SourceMonitor | Who::DestinationMonitor => return Ok(()),
         };
@@ -300,6 +314,7 @@ impl World<'_> {
             };
             std::thread::sleep(Duration::from_millis(self.dice.roll() % some));
             at = Step::of(&log.lines_from(position));
+            self.member = usize::try_from(self.dice.roll())? % MEMBERS;
             self.strike(fault, &next)?;
             self.tally.faults += 1;
             *self.tally.by_step.entry(format!("{at:?}")).or_default() += 1;
@@ -422,6 +437,14 @@ impl World<'_> {
     }
 }
 
+/// Starts the service, with the state that it had.
+fn serve(lab: &Lab, etcd: Option<&Etcd>) -> Result<Session> {
+    match etcd {
+        Some(_) => talk::service_kept(lab, 2, &Etcd::flags()),
+        None => talk::service_on(lab, 2),
+    }
+}
+
 fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     if options.rdma_device()? != Device::Pvrdma {
         bail!("migrate-faults is about Causeway's device");
@@ -432,7 +455,9 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         super::rdma_fabric::prepare(lab.host(number)?, number)?;
     }
     lab.host(1)?.sh(H2)?;
-    let service = talk::service_on(lab, 2)?;
+    let on_etcd = options.only.iter().any(|only| only == "etcd");
+    let etcd = if on_etcd { Some(Etcd::begin(lab)?) } else { None };
+    let service = serve(lab, etcd.as_ref())?;
     let layout = Layout { cmdline: talk::SMALL, ..talk::layout_served(&[0, 2], 3, 2) };
     let pair = Pair::place(lab, options, layout)?;
     let third = lab.host(2)?;
@@ -443,6 +468,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         lab,
         pair,
         service: Some(service),
+        etcd,
+        member: 0,
         heart,
         beats: Beats::default(),
         beats_read: 0,
@@ -457,11 +484,11 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let wanted = usize::try_from(options.count.unwrap_or(100))?;
     let mut planned = Vec::new();
     while planned.len() < wanted {
-        planned.extend(faults(&mut world.dice));
+        planned.extend(if on_etcd { faults_with_etcd(&mut world.dice) } else { faults(&mut world.dice) });
     }
     let mut result = Ok(());
     for fault in planned.into_iter().take(wanted) {
-        if !options.wants(&format!("{:?} {:?} {:?}", fault.how, fault.who, fault.step)) {
+        if !on_etcd && !options.wants(&format!("{:?} {:?} {:?}", fault.how, fault.who, fault.step)) {
             continue;
         }
         result = world.trial(Some(fault)).with_context(|| format!("{fault:?}"));

@@ -9,6 +9,8 @@ pub(super) enum Who {
     DestinationDaemon,
     PeerDaemon,
     Service,
+    /// A member of etcd, where the service keeps its state there.
+    Etcd,
 }
 
 /// What is done: ended by SIGKILL, stopped for a while by SIGSTOP, or its host's links are down for a while.
@@ -81,9 +83,18 @@ impl Dice {
 
 /// Each fault at each step once, in an order of the seed's; a cut is of a host's links, so of one participant of each host.
 pub(super) fn faults(dice: &mut Dice) -> Vec<Fault> {
+    faults_of(&ALL, dice)
+}
+
+/// The same for the service and the members of etcd that hold its state.
+pub(super) fn faults_with_etcd(dice: &mut Dice) -> Vec<Fault> {
+    faults_of(&[Who::Service, Who::Etcd], dice)
+}
+
+fn faults_of(them: &[Who], dice: &mut Dice) -> Vec<Fault> {
     let mut all = Vec::new();
     for step in STEPS {
-        for who in ALL {
+        for &who in them {
             let both = [How::Kill, How::Stop].into_iter();
             let cut = [Who::SourceDaemon, Who::DestinationDaemon, Who::PeerDaemon].contains(&who);
             all.extend(both.chain(cut.then_some(How::Cut)).map(|how| Fault { how, who, step }));
@@ -113,7 +124,7 @@ impl Fault {
             && match self.who {
                 Who::SourceMonitor | Who::SourceDaemon => true,
                 Who::DestinationMonitor | Who::DestinationDaemon => voted,
-                Who::PeerDaemon | Who::Service => false,
+                Who::PeerDaemon | Who::Service | Who::Etcd => false,
             }
     }
 
@@ -142,7 +153,7 @@ impl Fault {
         match self.who {
             Who::SourceMonitor | Who::SourceDaemon => source,
             Who::DestinationMonitor | Who::DestinationDaemon => 1 - source,
-            Who::PeerDaemon | Who::Service => 2,
+            Who::PeerDaemon | Who::Service | Who::Etcd => 2,
         }
     }
 }
@@ -192,6 +203,9 @@ mod tests {
         assert_eq!(first.iter().copied().collect::<BTreeSet<_>>().len(), first.len());
         assert_eq!(first, faults(&mut Dice(1)));
         assert_ne!(first, faults(&mut Dice(2)));
+        let etcd = faults_with_etcd(&mut Dice(1));
+        assert_eq!(etcd.iter().copied().collect::<BTreeSet<_>>().len(), 5 * 2 * 2);
+        assert!(etcd.iter().all(|fault| !fault.may_lose(Step::Moved) && !fault.harms_the_peer()));
     }
 
     /// A second VM that goes on from the same memory sends numbers that were sent: it is seen.
