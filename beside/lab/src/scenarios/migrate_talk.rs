@@ -17,7 +17,7 @@ use std::net::Ipv4Addr;
 use std::time::{Duration, Instant};
 
 /// Where the cluster service listens, on a host.
-fn listens_at(host: usize) -> String {
+pub(super) fn listens_at(host: usize) -> String {
     format!("10.77.0.{}:4793", host + 1)
 }
 /// For what an emulated host does: a move, a boot, the end of a program.

@@ -91,11 +91,22 @@ impl Etcd {
         Ok(())
     }
 
+    /// Waits until the service, which may have been killed a moment ago, leads again: the lease that it had then has to end.
+    pub fn await_leader(lab: &Lab, address: &str, service: &Session) -> Result<()> {
+        let leads = format!(
+            "for i in $(seq 100); do timeout 10 causeway cluster hosts --cluster {address} --json > /dev/null 2>&1 && exit 0; sleep 0.5; done; exit 1"
+        );
+        if lab.host(HOST)?.run(&leads, PATIENCE)?.code != 0 {
+            bail!("The service doesn't lead: {}", service.err.tail(8));
+        }
+        Ok(())
+    }
+
     /// What the service is told of it.
     pub fn flags() -> String {
         let all: Vec<String> = (0..MEMBERS).map(client).collect();
         // Emulated hosts stand still for many seconds.
-        format!("--etcd {} --leader-lease 30", all.join(","))
+        format!("--etcd {} --leader-lease 15", all.join(","))
     }
 }
 

@@ -440,7 +440,11 @@ impl World<'_> {
 /// Starts the service, with the state that it had.
 fn serve(lab: &Lab, etcd: Option<&Etcd>) -> Result<Session> {
     match etcd {
-        Some(_) => talk::service_kept(lab, 2, &Etcd::flags()),
+        Some(_) => {
+            let service = talk::service_kept(lab, 2, &Etcd::flags())?;
+            Etcd::await_leader(lab, &talk::listens_at(2), &service)?;
+            Ok(service)
+        }
         None => talk::service_on(lab, 2),
     }
 }
