@@ -14,7 +14,7 @@ const HOST: usize = 2;
 /// This machine's, for the host.
 const PROGRAM: &str = "/usr/bin/etcd";
 /// Until a member listens.
-const PATIENCE: Duration = Duration::from_secs(120);
+const PATIENCE: Duration = Duration::from_secs(300);
 
 /// etcd.
 pub(super) struct Etcd {
@@ -36,7 +36,7 @@ fn command(number: usize) -> String {
     format!(
         "exec etcd --name e{number} --data-dir /run/etcd/{number} --listen-client-urls {client} --advertise-client-urls {client} \
          --listen-peer-urls {peer} --initial-advertise-peer-urls {peer} --initial-cluster {} --initial-cluster-state new \
-         --heartbeat-interval 300 --election-timeout 3000 --log-level warn",
+         --heartbeat-interval 1000 --election-timeout 10000 --log-level warn",
         all.join(",")
     )
 }
@@ -94,7 +94,7 @@ impl Etcd {
     /// Waits until the service, which may have been killed a moment ago, leads again: the lease that it had then has to end.
     pub fn await_leader(lab: &Lab, address: &str, service: &Session) -> Result<()> {
         let leads = format!(
-            "for i in $(seq 100); do timeout 10 causeway cluster hosts --cluster {address} --json > /dev/null 2>&1 && exit 0; sleep 0.5; done; exit 1"
+            "for i in $(seq 300); do timeout 10 causeway cluster hosts --cluster {address} --json > /dev/null 2>&1 && exit 0; sleep 0.5; done; exit 1"
         );
         if lab.host(HOST)?.run(&leads, PATIENCE)?.code != 0 {
             bail!("The service doesn't lead: {}", service.err.tail(8));
@@ -106,7 +106,7 @@ impl Etcd {
     pub fn flags() -> String {
         let all: Vec<String> = (0..MEMBERS).map(client).collect();
         // Emulated hosts stand still for many seconds.
-        format!("--etcd {} --leader-lease 15", all.join(","))
+        format!("--etcd {} --leader-lease 30", all.join(","))
     }
 }
 

@@ -28,7 +28,7 @@ use crate::rdma::{Device, Layout, Member, Pair};
 use crate::scenario::{Options, Report, Scenario};
 use crate::topology::{HostSpec, Topology};
 use crate::transcript::Waited;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -49,6 +49,8 @@ const SETTLES: Duration = Duration::from_secs(120);
 /// Until operations go on after a fault: the connections wait 2 s before they ask again, and longer each time.
 const GOES_ON: Duration = Duration::from_secs(90);
 const HEART: u16 = 7002;
+/// Migrations that may be given up before a fault's step.
+const TRIES: u32 = 3;
 
 fn topology(_: &Options) -> Topology {
     Topology::new()
@@ -79,6 +81,7 @@ struct Tally {
     errors: u32,
     moved: u32,
     stayed: u32,
+    given_up: u32,
     in_doubt: u32,
     by_step: BTreeMap<String, u32>,
     by_kind: BTreeMap<String, u32>,
@@ -280,8 +283,9 @@ impl World<'_> {
         }
     }
 
-    /// One migration with a fault, or without.
-    fn trial(&mut self, fault: Option<Fault>) -> Result<()> {
+    /// One migration with a fault, or without. False: it was given up before the fault's step, as when a starved host's etcd had an election; the guest is
+    /// at its source.
+    fn trial(&mut self, fault: Option<Fault>) -> Result<bool> {
         let (from, to) = (self.at, 1 - self.at);
         let address = format!("10.77.0.{}:{PORT}", to + 1);
         let next = self.pair.await_guest(0, to, &address, PATIENCE)?;
@@ -295,16 +299,28 @@ impl World<'_> {
         )?;
         let mut at = Step::Begun;
         if let Some(fault) = fault {
-            let log = &self.pair.daemons()[from].err;
+            let log = self.pair.daemons()[from].err.clone();
             if let Some(said) = fault.step.said() {
-                match log.wait_for(said, position, PATIENCE) {
-                    Waited::Line(..) => {}
-                    _ => bail!(
-                        "No new migration comes to {said:?}: {}{}{}",
-                        log.tail(12),
-                        command.err.tail(6),
-                        next.session.err.tail(6)
-                    ),
+                let until = Instant::now() + PATIENCE;
+                loop {
+                    if let Waited::Line(..) = log.wait_for(said, position, Duration::from_secs(5)) {
+                        break;
+                    }
+                    let ended = command.wait(Duration::ZERO)?.is_some();
+                    if ended && self.settle(false, true)? == Ending::Source {
+                        progress!("{fault:?}: given up before its step: {}", command.err.tail(1));
+                        next.session.kill()?;
+                        self.tally.given_up += 1;
+                        return Ok(false);
+                    }
+                    if ended || Instant::now() > until {
+                        bail!(
+                            "No new migration comes to {said:?}: {}{}{}",
+                            self.pair.daemons()[from].err.tail(12),
+                            command.err.tail(6),
+                            next.session.err.tail(6)
+                        );
+                    }
                 }
             }
             let some = match fault.step {
@@ -334,7 +350,8 @@ impl World<'_> {
             "{}: {fault:?} at {at:?}: status {code:?}, guest a at {ending:?}: {last}",
             self.tally.faults
         );
-        self.judge(fault, (at, ending), code, next)
+        self.judge(fault, (at, ending), code, next)?;
+        Ok(true)
     }
 
     fn judge(
@@ -431,6 +448,7 @@ impl World<'_> {
         report.figure("errors", t.errors);
         report.figure("moved", t.moved);
         report.figure("stayed", t.stayed);
+        report.figure("given_up_before_the_fault", t.given_up);
         report.figure("heartbeats", self.beats.taken);
         report.figure("by_step", counts(&t.by_step));
         report.figure("by_kind", counts(&t.by_kind));
@@ -495,14 +513,18 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         if !on_etcd && !options.wants(&format!("{:?} {:?} {:?}", fault.how, fault.who, fault.step)) {
             continue;
         }
-        result = world.trial(Some(fault)).with_context(|| format!("{fault:?}"));
+        let mut tries = (0..TRIES).map(|_| world.trial(Some(fault)).with_context(|| format!("{fault:?}")));
+        result = match tries.find(|done| !matches!(done, Ok(false))) {
+            Some(done) => done.map(drop),
+            None => Err(anyhow!("{fault:?}: {TRIES} migrations were given up before its step")),
+        };
         if result.is_err() {
             break;
         }
     }
     // After all of it, a migration as any other.
     if result.is_ok() {
-        result = world.trial(None).context("The migration without a fault");
+        result = world.trial(None).context("The migration without a fault").map(drop);
     }
     world.figures(report);
     for text in &world.wrong {
