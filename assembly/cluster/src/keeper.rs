@@ -15,6 +15,7 @@ use tokio::sync::{mpsc, oneshot};
 use tonic::Status;
 
 use crate::gathering::{Gathering, Told};
+use crate::holds::Holds;
 use crate::messages;
 use crate::refusal::Refusal;
 use crate::registry::{Event, Registry};
@@ -87,6 +88,7 @@ pub(crate) struct Keeper {
     watchers: Vec<mpsc::Sender<Result<proto::WatchEvent, Status>>>,
     hosts: HashMap<HostId, mpsc::Sender<Result<proto::Envelope, Status>>>,
     pub gathering: Gathering,
+    pub holds: Holds,
     /// Watchers that were dropped because they took nothing.
     pub slow_watchers: u64,
     /// Messages of the coordinator that found no host, or no room.
@@ -124,6 +126,7 @@ pub(crate) fn run(registry: Registry, instance: u64, term: Arc<Term>, inbox: &In
         watchers: Vec::new(),
         hosts: HashMap::new(),
         gathering: Gathering::default(),
+        holds: Holds::default(),
         slow_watchers: 0,
         lost_messages: 0,
         term,

@@ -34,6 +34,7 @@ pub mod election;
 pub mod etcd;
 pub mod etcd_config;
 mod gathering;
+mod holds;
 mod keeper;
 pub mod kv;
 pub mod kv_store;

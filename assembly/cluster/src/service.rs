@@ -17,6 +17,9 @@ use crate::refusal::Refusal;
 use crate::roles::Roles;
 use crate::store::StoreError;
 
+/// Holds in one report at most.
+const MAX_HOLDS: usize = 1024;
+
 /// The service.
 #[derive(Debug, Clone)]
 pub(crate) struct Service {
@@ -162,6 +165,43 @@ impl ClusterService for Service {
         })
         .await?;
         Ok(Response::new(proto::ReportLinksReply {}))
+    }
+
+    async fn report_holds(
+        &self,
+        request: Request<proto::ReportHoldsRequest>,
+    ) -> Result<Response<proto::ReportHoldsReply>, Status> {
+        let request = request.into_inner();
+        self.ask(move |keeper, now| {
+            let speaker = messages::speaker(request.speaker)?;
+            keeper.registry.heard_of(speaker, now)?;
+            for hold in request.holds.iter().take(MAX_HOLDS) {
+                let (migration, vm) = (MigrationId(hold.migration), VmId(hold.vm));
+                keeper.holds.report(migration, vm, speaker.host, hold.microseconds);
+            }
+            Ok(())
+        })
+        .await?;
+        Ok(Response::new(proto::ReportHoldsReply {}))
+    }
+
+    async fn get_holds(
+        &self,
+        request: Request<proto::GetHoldsRequest>,
+    ) -> Result<Response<proto::GetHoldsReply>, Status> {
+        let migration = request.into_inner().migration;
+        let holds = self
+            .ask(move |keeper, _| {
+                let named = |(vm, host, microseconds): (VmId, nomad::HostId, u64)| proto::Hold {
+                    migration,
+                    vm: vm.0,
+                    microseconds,
+                    host: keeper.registry.state().host_name(host),
+                };
+                Ok(keeper.holds.of(MigrationId(migration)).map(named).collect())
+            })
+            .await?;
+        Ok(Response::new(proto::GetHoldsReply { holds }))
     }
 
     async fn lookup(

@@ -51,6 +51,11 @@ fn a_vm_moves_with_its_connection_open() {
         on_its_way.stop();
         std::thread::sleep(slow);
         assert_eq!(on_its_way.arrived(), (State::Moved, State::Runs));
+        // The host of its peer says how long it was held: from before the stop until the VM runs, or a little later.
+        let held = on_its_way.peers_held();
+        let [(host, held)] = held.as_slice() else { panic!("{held:?} after move {number}") };
+        let most = asked.elapsed() + Duration::from_secs(1);
+        assert!(host == "h2" && (2 * slow..most).contains(held), "{host} {held:?} of {most:?}");
         by_daemon += on_its_way.by_daemon;
         on_its_way.land();
         at = to;

@@ -184,6 +184,15 @@ pub struct PostCopyTimeline {
     pub fault_worst_us: u32,
 }
 
+/// How long queue pairs that face the VM were held on a host.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct PeerPause {
+    /// The host's name in the cluster.
+    pub host: String,
+    /// From when they were held until they went on, as that host saw it, milliseconds.
+    pub pause_ms: f64,
+}
+
 /// A disk whose content was copied along.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct MirroredDisk {
@@ -222,6 +231,9 @@ pub struct MigrationTimeline {
     pub pause_ms: f64,
     /// All of it.
     pub total_ms: f64,
+    /// How long each host of a peer held the queue pairs that face the VM, where it has RDMA NICs; hosts that didn't say so in a second are missing.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub peers: Vec<PeerPause>,
     /// Disks whose content was copied along.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub disks: Vec<MirroredDisk>,

@@ -314,6 +314,14 @@ impl Registry {
     }
 
     /// Whether a host may say something: it is registered, and this is its present start.
+    /// Whether a host is the one that the cluster knows, in its last start.
+    ///
+    /// # Errors
+    /// When it isn't, or the database can't be written.
+    pub fn heard_of(&mut self, speaker: Speaker, now: Instant) -> Result<(), Refusal> {
+        self.check(speaker, now)
+    }
+
     fn check(&mut self, speaker: Speaker, now: Instant) -> Result<(), Refusal> {
         self.heal(now)?;
         let Some(known) = self.state().ledger.hosts.get(&speaker.host).copied() else {

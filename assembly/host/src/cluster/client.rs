@@ -22,7 +22,7 @@ use tonic::codegen::tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 
 use super::view::View;
-use super::{ClusterConfig, ClusterDirectory, LocalNic};
+use super::{ClusterConfig, ClusterDirectory, Hold, LocalNic};
 use crate::engine::EngineHandle;
 use crate::transport::VmId;
 
@@ -412,6 +412,30 @@ impl Link {
             service.within("ReportLinks", client.report_links(request)).await?;
             self.said_links = Some(links);
         }
+        self.say_holds(client, speaker).await
+    }
+
+    /// Says how long what faces VMs was held. A service that is older doesn't want to know.
+    async fn say_holds(&self, client: &mut Client, speaker: Speaker) -> Result<(), ClusterError> {
+        let holds: Vec<Hold> = self.directory.here().holds.iter().copied().collect();
+        if holds.is_empty() {
+            return Ok(());
+        }
+        let told = |hold: &Hold| proto::Hold {
+            migration: hold.migration,
+            vm: hold.vm,
+            microseconds: hold.microseconds,
+            host: String::new(),
+        };
+        let request =
+            proto::ReportHoldsRequest { speaker: Some(speaker), holds: holds.iter().map(told).collect() };
+        let service = &self.directory.config.service;
+        match service.within("ReportHolds", client.report_holds(request)).await {
+            Ok(_) | Err(ClusterError::Refused { code: Code::Unimplemented, .. }) => {}
+            Err(error) => return Err(error),
+        }
+        // What came meanwhile stays; what was said may have been dropped by it.
+        self.directory.here().holds.retain(|hold| !holds.contains(hold));
         Ok(())
     }
 

@@ -15,7 +15,7 @@ mod client;
 mod view;
 mod waiting;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -92,6 +92,19 @@ struct LocalNic {
 struct Here {
     nics: BTreeMap<DeviceId, LocalNic>,
     links: BTreeSet<(VmId, VmId)>,
+    /// How long what faces VMs was held here, the oldest first.
+    holds: VecDeque<Hold>,
+}
+
+/// Held pauses that wait for the service at most; the oldest are dropped.
+const MOST_HOLDS: usize = 1024;
+
+/// How long queue pairs that face a VM were held on this host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Hold {
+    pub migration: u64,
+    pub vm: u32,
+    pub microseconds: u64,
 }
 
 /// See the module.
@@ -256,6 +269,23 @@ impl ClusterDirectory {
         let of = view.contents.vms.get(&vm.0).into_iter().flat_map(|vm| &vm.addresses);
         let gids: BTreeSet<Gid> = of.map(|(_, gid)| Gid(*gid)).collect();
         gids.into_iter().collect()
+    }
+
+    /// The name of the host that a VM is on.
+    pub(crate) fn host_of(&self, vm: VmId) -> Option<String> {
+        let (host, _) = self.place(vm)?;
+        self.view.load().contents.hosts.get(&host).map(|host| host.name.clone())
+    }
+
+    /// Has the service told of a hold.
+    pub(crate) fn held(&self, hold: Hold) {
+        let mut here = self.here();
+        if here.holds.len() >= MOST_HOLDS {
+            here.holds.pop_front();
+        }
+        here.holds.push_back(hold);
+        drop(here);
+        self.changed.notify_one();
     }
 
     /// A VM's name.

@@ -25,7 +25,7 @@ use nomad::{
     Action, Body, Epoch, Event, HostId, Incarnation, Message, MigrationId, Node, Place, Timer, VmId,
 };
 
-use crate::cluster::ClusterDirectory;
+use crate::cluster::{ClusterDirectory, Hold};
 use crate::engine::{EngineHandle, Worker};
 use crate::function::NicShared;
 use crate::function::rdma::RdmaFunction;
@@ -146,6 +146,7 @@ impl MoverThread {
                 arriving: HashMap::new(),
                 reason: HashMap::new(),
                 held: HashMap::new(),
+                held_since: HashMap::new(),
                 draining: Draining::default(),
             }
             .run(&mut Inbox::new(inbox));
@@ -192,6 +193,8 @@ struct Mover {
     reason: HashMap<MigrationId, String>,
     /// Addresses of VMs whose peers here were held last.
     held: HashMap<VmId, Vec<Gid>>,
+    /// Since when they have been, and for which migration, while they are.
+    held_since: HashMap<VmId, (MigrationId, Instant)>,
     /// Held queue pairs whose requests end still.
     draining: Draining,
 }
@@ -300,6 +303,7 @@ impl Mover {
                     self.look_at_faces(vm);
                     // Peers of this host hear no message: the state machine tells itself.
                     self.look_at_facing(vm);
+                    self.remember_peers(*migration, vm);
                     // Its peers acknowledge nothing once they are held. It takes a while until the VM stands still, and what it sent in that time
                     // would be given up as lost.
                     self.hold_towards_peers(vm);
@@ -341,6 +345,22 @@ impl Mover {
                 self.step(Event::Connected { vm, peer });
             }
         }
+    }
+
+    /// Whose hosts will hold what faces a VM of this host.
+    fn remember_peers(&self, migration: MigrationId, vm: VmId) {
+        let faces = self.nomad.as_ref().map(|nomad| nomad.faces(vm)).unwrap_or_default();
+        let hosts = faces.into_iter().filter_map(|peer| self.directory.host_of(transport::VmId(peer.0)));
+        if let Some(name) = self.name(vm) {
+            self.phases.set_peers(&name, migration.0, hosts.collect());
+        }
+    }
+
+    /// What was held here towards a VM goes on.
+    fn goes_on(&mut self, vm: VmId) {
+        let Some((migration, since)) = self.held_since.remove(&vm) else { return };
+        let microseconds = u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX);
+        self.directory.held(Hold { migration: migration.0, vm: vm.0, microseconds });
     }
 
     /// Which VMs of this host are connected with a VM that is about to stop.
@@ -415,15 +435,20 @@ impl Mover {
                 let addressed = self.addressed(vm);
                 // The directory forgets whose addresses they were when the VM is gone.
                 self.held.insert(vm, addressed.1.clone());
+                if self.held_since.get(&vm).is_none_or(|(of, _)| *of != migration) {
+                    self.held_since.insert(vm, (migration, Instant::now()));
+                }
                 self.ask(move |worker| worker.hold_peers_of(&addressed));
                 return self.drain(Drain::Peers(vm), migration).into_iter().collect();
             }
             Action::Open { vm, peer } => {
                 self.draining.forget(Drain::Peers(peer.vm));
                 self.open(vm, peer);
+                self.goes_on(peer.vm);
             }
             Action::Lost { peer } => {
                 self.draining.forget(Drain::Peers(peer));
+                self.held_since.remove(&peer);
                 let mut addressed = self.addressed(peer);
                 addressed.1.extend(self.held.remove(&peer).unwrap_or_default());
                 self.ask(move |worker| {
@@ -440,7 +465,10 @@ impl Mover {
             Action::Run { vm, epoch } => self.run_vm(vm, epoch),
             Action::Discard { vm } => {
                 self.draining.forget(Drain::Own(vm));
-                self.leaving.remove(&vm);
+                if let Some(migration) = self.leaving.remove(&vm) {
+                    // What faced others of its group from here may go on elsewhere, and never here.
+                    self.held_since.retain(|held, (of, _)| *held == vm || *of != migration);
+                }
                 for (shared, rdma) in self.nics(vm) {
                     rdma.leave();
                     shared.set_locked(false);

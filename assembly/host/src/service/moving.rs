@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use control_api::cluster::{ClusterError, proto as cluster_proto};
 use control_api::host::proto::move_vm_reply::State;
 use control_api::host::proto::move_vm_request::Step;
-use control_api::host::proto::{BeginTogether, MoveVmReply};
+use control_api::host::proto::{BeginTogether, MoveVmReply, PeerHold};
 use tonic::Status;
 
 use crate::cluster::ClusterDirectory;
@@ -18,6 +18,9 @@ const LONGEST: Duration = Duration::from_secs(10);
 const GATHERING: Duration = Duration::from_secs(1);
 /// How often the service is asked whether they have.
 const AGAIN: Duration = Duration::from_millis(100);
+
+/// How long hosts' reports of what they held are waited for.
+const REPORTS: Duration = Duration::from_secs(1);
 
 /// One step; what the monitor is to do.
 pub(super) async fn step(
@@ -51,6 +54,7 @@ pub(super) async fn step(
         }
         Step::Wait(_) => wait(mover, vm, ended).await,
         Step::Look(_) => mover.phases().get(vm),
+        Step::Peers(_) => return Ok(peers(cluster, mover, vm).await),
     };
     Ok(reply(phase))
 }
@@ -71,7 +75,42 @@ fn reply(phase: Phase) -> MoveVmReply {
         Phase::Stays(reason) => (State::Stays, reason),
         Phase::Failed => (State::Failed, String::new()),
     };
-    MoveVmReply { state: state.into(), reason }
+    MoveVmReply { state: state.into(), reason, peers: Vec::new() }
+}
+
+/// How long hosts of a VM's peers have held what faces it, as they have told the service: all of them, or those that have within [`REPORTS`].
+async fn peers(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str) -> MoveVmReply {
+    let mut answer = reply(mover.phases().get(vm));
+    let (Some((migration, hosts)), Some(number)) = (mover.phases().peers(vm), cluster.number(vm)) else {
+        return answer;
+    };
+    let until = Instant::now() + REPORTS;
+    loop {
+        let service = cluster.service();
+        let asked = async {
+            let mut client = service.connect().await?;
+            let request = cluster_proto::GetHoldsRequest { migration };
+            service.within("GetHolds", client.get_holds(request)).await
+        };
+        match asked.await {
+            Ok(told) => {
+                let of = told.holds.into_iter().filter(|hold| hold.vm == number.0);
+                answer.peers =
+                    of.map(|hold| PeerHold { host: hold.host, microseconds: hold.microseconds }).collect();
+            }
+            Err(error) if error.is_refusal() => {
+                tracing::debug!(%error, vm, "The service doesn't say how long peers were held");
+                return answer;
+            }
+            // It may be away for a moment.
+            Err(error) => tracing::debug!(%error, vm, "The service can't be asked how long peers were held"),
+        }
+        let all = hosts.iter().all(|host| answer.peers.iter().any(|held| held.host == *host));
+        if all || Instant::now() > until {
+            return answer;
+        }
+        tokio::time::sleep(AGAIN).await;
+    }
 }
 
 /// Whether a VM's NICs can move at all.
@@ -151,7 +190,7 @@ async fn begin_together(
             Err(error) => format!("waits for the cluster service: {error}"),
         };
         if Instant::now() > until {
-            return Ok(MoveVmReply { state: State::Pending.into(), reason });
+            return Ok(MoveVmReply { state: State::Pending.into(), reason, peers: Vec::new() });
         }
         tokio::time::sleep(AGAIN).await;
     }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use control_api::host::HostClient;
 use control_api::host::proto::move_vm_reply::State;
 use control_api::host::proto::move_vm_request::Step;
-use control_api::host::proto::{BeginTogether, MoveVmReply};
+use control_api::host::proto::{BeginTogether, MoveVmReply, PeerHold};
 use dma::Dma;
 use vfio_user_protocol::client::Client;
 use vfio_user_protocol::migration::DeviceState;
@@ -40,7 +40,7 @@ fn clients(monitor: &Monitor) -> [&Client; 2] {
 }
 
 pub fn ask(daemon: &HostClient, vm: &str, step: Step) -> State {
-    let MoveVmReply { state, reason } = daemon.move_vm(vm, step).unwrap();
+    let MoveVmReply { state, reason, .. } = daemon.move_vm(vm, step).unwrap();
     if !reason.is_empty() {
         // Shown where a test fails.
         eprintln!("VM {vm}: {reason}");
@@ -157,6 +157,13 @@ impl<'a> Move<'a> {
         }
         let there = ask(&self.destination, &self.name, Step::Arrived(true));
         (ask(&self.source, &self.name, Step::Wait(true)), there)
+    }
+
+    /// It has moved: how long its peers were held, as the source's daemon says, by host.
+    pub fn peers_held(&self) -> Vec<(String, Duration)> {
+        let reply = self.source.move_vm(&self.name, Step::Peers(true)).unwrap();
+        let held = |peer: PeerHold| (peer.host, Duration::from_micros(peer.microseconds));
+        reply.peers.into_iter().map(held).collect()
     }
 
     /// The guest runs at the destination from here on; the source's monitor ends.

@@ -20,13 +20,15 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use control_api::host::proto::BeginTogether;
 use control_api::host::proto::move_vm_reply::State;
 use control_api::host::proto::move_vm_request::Step;
+use control_api::host::proto::{BeginTogether, PeerHold};
 use control_api::host::{HostClient, HostError};
+use control_api::migration::PeerPause;
 
 use super::connection::Stop;
 use super::error::{MigrationError, line};
+use super::source::milliseconds;
 
 /// A daemon that doesn't answer is asked again for so long, once the guest stands still.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -55,6 +57,7 @@ type Answer = dyn Fn(&Step) -> Result<(State, String), HostError> + Send + Sync;
 /// The daemon that serves a VM's devices. Calls block.
 pub struct Daemon {
     client: HostClient,
+    vm: String,
     answer: Box<Answer>,
 }
 
@@ -77,12 +80,12 @@ impl Daemon {
     #[must_use]
     pub fn new(socket: PathBuf, vm: String) -> Self {
         let client = HostClient::new(socket);
-        let asked = client.clone();
+        let (asked, name) = (client.clone(), vm.clone());
         let answer = move |step: &Step| {
-            let reply = asked.move_vm(&vm, step.clone())?;
+            let reply = asked.move_vm(&name, step.clone())?;
             Ok((State::try_from(reply.state).unwrap_or(State::Pending), reply.reason))
         };
-        Self { client, answer: Box::new(answer) }
+        Self { client, vm, answer: Box::new(answer) }
     }
 
     /// One that answers as a test has it.
@@ -90,7 +93,7 @@ impl Daemon {
     pub fn answering(
         answer: impl Fn(&Step) -> Result<(State, String), HostError> + Send + Sync + 'static,
     ) -> Self {
-        Self { client: HostClient::new("nowhere"), answer: Box::new(answer) }
+        Self { client: HostClient::new("nowhere"), vm: String::new(), answer: Box::new(answer) }
     }
 
     fn say(&self, step: &Step) -> Result<(State, String), HostError> {
@@ -231,6 +234,25 @@ impl Daemon {
     /// As [`Daemon::arrived`].
     pub fn give_up(&self) -> Result<Verdict, MigrationError> {
         self.decided(&Step::Broken(true))
+    }
+
+    /// The VM has moved: how long its peers were held, by their hosts. Without an answer nothing is known; it has moved all the same.
+    pub fn peers(&self) -> Vec<PeerPause> {
+        let reply = match self.client.move_vm(&self.vm, Step::Peers(true)) {
+            Ok(reply) => reply,
+            Err(error) => {
+                tracing::debug!(
+                    error = line(&error),
+                    "The host's daemon doesn't say how long peers were held"
+                );
+                return Vec::new();
+            }
+        };
+        let pause = |held: PeerHold| PeerPause {
+            host: held.host,
+            pause_ms: milliseconds(Duration::from_micros(held.microseconds)),
+        };
+        reply.peers.into_iter().map(pause).collect()
     }
 
     fn decided(&self, first: &Step) -> Result<Verdict, MigrationError> {

@@ -139,6 +139,7 @@ pub fn migrate(
             commit_ms: 0.0,
             pause_ms: 0.0,
             total_ms: 0.0,
+            peers: Vec::new(),
             disks: Vec::new(),
             post_copy: None,
         },
@@ -547,6 +548,6 @@ fn hold_back(machine: &dyn Departing, throttle: &AtomicU8, over: &AtomicBool) {
     }
 }
 
-fn milliseconds(time: Duration) -> f64 {
+pub(super) fn milliseconds(time: Duration) -> f64 {
     time.as_secs_f64() * 1000.0
 }

@@ -115,6 +115,14 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         named += u32::from(by_name(to));
         talk::go_on(&pair)?;
         let timeline = step(lab, &mut pair, to, how).with_context(|| format!("Move {}", number + 1))?;
+        // Its peer's host held what faces it.
+        let held: Vec<&str> = timeline["peers"]
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter_map(|peer| peer["host"].as_str())
+            .collect();
+        report.check(held == ["h2"], format!("who held it in move {}: {timeline}", number + 1));
         let (now, reached_by) = talk::connected(&pair.a)?;
         if now != first {
             errors += 1;

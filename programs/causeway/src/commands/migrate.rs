@@ -254,6 +254,9 @@ pub fn describe(name: &str, timeline: &MigrationTimeline) -> String {
         timeline.streams,
         timeline.state_bytes
     );
+    for peer in &timeline.peers {
+        let _ = writeln!(text, "peers on host {} were held for {:.1} ms", peer.host, peer.pause_ms);
+    }
     if let Some(post) = &timeline.post_copy {
         let _ = writeln!(
             text,
@@ -275,7 +278,7 @@ pub fn describe(name: &str, timeline: &MigrationTimeline) -> String {
 
 #[cfg(test)]
 mod tests {
-    use control_api::migration::{MigrationRound, MirroredDisk, PostCopyTimeline};
+    use control_api::migration::{MigrationRound, MirroredDisk, PeerPause, PostCopyTimeline};
 
     use super::*;
 
@@ -306,6 +309,7 @@ mod tests {
             commit_ms: 4.0,
             pause_ms: 10.0,
             total_ms: 22.0,
+            peers: vec![PeerPause { host: "h3".to_owned(), pause_ms: 11.25 }],
             disks: vec![MirroredDisk { name: "disk0".to_owned(), bytes: 3 << 20, copied: 4 << 20 }],
             post_copy: Some(PostCopyTimeline {
                 missing_pages: 900,
@@ -331,11 +335,12 @@ mod tests {
         assert!(lines[5].starts_with(
             "pause 10.0 ms: stop 1.0, rest 2.0, restore 3.0, commit 4.0; in all 22 ms, 6.0 MiB"
         ));
+        assert_eq!(lines[6], "peers on host h3 were held for 11.2 ms");
         assert_eq!(
-            lines[6],
+            lines[7],
             "post-copy 40 ms: 900 pages after the guest, 20 of them asked for, 3.0 MiB; 19 waits for pages, median 210 us, worst 4000 us"
         );
-        assert_eq!(lines[7], "the VM ended there before 7 of its pages had come");
+        assert_eq!(lines[8], "the VM ended there before 7 of its pages had come");
     }
 
     /// Without a port it is a host's name, for which there must be a daemon to ask.

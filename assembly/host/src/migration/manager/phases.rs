@@ -1,6 +1,6 @@
 //! How far migrations are, as monitors are told.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::watch;
@@ -48,6 +48,8 @@ struct Last {
     phase: Phase,
     /// Which try of its monitor's it was, where it moves together with others.
     attempt: Option<u64>,
+    /// Of one that leaves: the migration's number, and the hosts of its peers.
+    peers: Option<(u64, BTreeSet<String>)>,
 }
 
 /// The phases of all VMs. Thread-safe.
@@ -81,6 +83,19 @@ impl Phases {
         self.changed();
     }
 
+    /// A VM that leaves is about to stop: the hosts of its peers, which hold what faces it.
+    pub fn set_peers(&self, vm: &str, migration: u64, hosts: BTreeSet<String>) {
+        if let Some(last) = self.all().get_mut(vm) {
+            last.peers = Some((migration, hosts));
+        }
+    }
+
+    /// Who held what faced a VM when it left: the migration's number, and hosts.
+    #[must_use]
+    pub fn peers(&self, vm: &str) -> Option<(u64, BTreeSet<String>)> {
+        self.all().get(vm)?.peers.clone()
+    }
+
     /// A migration is asked for: `false` where another one is under way. `attempt`: it moves with others, and its monitor asks again and again; nothing
     /// changes where that is the try that was asked for last, whatever came of it.
     pub fn begin(&self, vm: &str, attempt: Option<u64>) -> bool {
@@ -92,7 +107,7 @@ impl Phases {
         }
         let free = last.phase == Phase::Idle || last.phase.is_end();
         if free {
-            *last = Last { phase: Phase::Begun, attempt };
+            *last = Last { phase: Phase::Begun, attempt, peers: None };
             drop(all);
             self.changed();
         }

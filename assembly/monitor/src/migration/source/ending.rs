@@ -23,10 +23,11 @@ impl Departure<'_> {
             // Whatever this side hears of the destination: the coordinator decides.
             match daemon.outcome() {
                 Ok(Verdict::RunsThere) => {
-                    return match self.post_copy.take() {
+                    let timeline = match self.post_copy.take() {
                         None => Ok(self.committed(committing, stopped)),
                         Some(post_copy) => self.serve(&post_copy, None, committing, stopped),
                     };
+                    return timeline.map(|timeline| MigrationTimeline { peers: daemon.peers(), ..timeline });
                 }
                 Ok(Verdict::RunsHere) => {
                     return Err(self.undo(MigrationError::GivenUp("it runs here".to_owned()), Some(stopped)));
