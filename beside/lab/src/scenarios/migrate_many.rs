@@ -136,11 +136,13 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             );
         } else {
             progress!(
-                "move {}/{moves}, after {:.0} s: {} bytes, pause {} ms (emulated: says nothing)",
+                "move {}/{moves}, after {:.0} s: {:.1} s, of which the migration {:.1} s, pause {:.1} s (emulated: says nothing), {} bytes",
                 number + 1,
                 began.elapsed().as_secs_f64(),
-                timeline["bytes"],
-                timeline["pause_ms"]
+                start.elapsed().as_secs_f64(),
+                timeline["total_ms"].as_f64().unwrap_or(0.0) / 1000.0,
+                timeline["pause_ms"].as_f64().unwrap_or(0.0) / 1000.0,
+                timeline["bytes"]
             );
         }
     }
