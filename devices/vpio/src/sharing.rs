@@ -1,56 +1,69 @@
-//! An RTL8139 that guests take turns with, and whose receiver nobody takes from the others.
+//! A card that guests take turns with, and whose receiver nobody takes from the others.
 //!
 //! A hand-off resets a card, and what comes in meanwhile is lost; and a card that takes every guest's frames would put them all into the
 //! holder's memory. So the receiver of a shared card is its owner's for good: one ring of the owner's own, all frames. What the monitor hands over is
-//! the rest, among it the transmitter, which reads frames out of the holder's memory by DMA; and in the receiver's place a virtual one, the reference
+//! the rest, among it the transmitter, which sends the holder's frames; and in the receiver's place a virtual one, the reference
 //! emulation's, which fills the holder's ring. The monitor doesn't see the difference: this is a [`PhysicalDevice`].
 //!
 //! ```text
-//! Monitor ─▶ SharedCard ─┬─ transmit descriptors ──▶ card ─▶ wire         frames: by DMA out of the holder's memory
-//!                        ├─ link, version ─────────▶ card
+//! Monitor ─▶ SharedCard ─┬─ frames to send ────────▶ card ─▶ wire
+//!                        ├─ link ──────────────────▶ card
 //!                        └─ other registers ───────▶ reference emulation ─▶ holder's ring
 //! wire ─▶ card ─▶ owner's ring ─▶ holder: its receiver; others: their queues, until it is their turn
 //! ```
 //!
+//! | kind | owner's ring | frames to send |
+//! |---|---|---|
+//! | `rtl8139` | in the owner's memory | by DMA out of the holder's memory; the card's descriptors go round, whichever the holder uses |
+//! | `e1000` | in the owner's memory | by DMA out of the holder's memory; the holder's descriptors are read once, checked and put into a ring of the owner's |
+//! | `ne2000` | on the card | each guest's on-card memory is the emulation's; a frame is copied to the card when it is sent |
+//!
 //! A frame of a guest for another one's address goes onto the wire and to that guest: no wire brings it back. Nothing of a frame that isn't
 //! a guest's reaches its memory, and the virtual receiver writes only where the monitor has mapped a validated window.
 
+mod e1000;
+mod ne2000;
+mod places;
+mod rtl8139;
+
 use std::collections::VecDeque;
 
-use device_models::describe::Reg;
-use device_models::devices::rtl8139::{
-    AAP, AB, AM, APM, BUFE, CAPR, CR, IMR, ISR, LOOPBACK, MAR0, MAR4, OWN, RBSTART, RCR, RE, ROK, RST,
-    RTL8139, RXOVW, TCR, TE, TER, TOK, TOK_BIT, TSAD0, TSD0, VERSION, WRAP,
-};
+use device_models::describe::{BusMaster, Device};
+use device_models::devices;
 use device_models::physical::{Bus, DeviceError, Mapping, PhysicalDevice, poke};
-use device_models::reference::SHORTEST;
-use device_models::reference::rtl8139::{Filter, Rtl8139};
+use device_models::reference::{Filter, SHORTEST};
 use serde::Serialize;
 
-use crate::fast_forward::Scratch;
-use crate::pad::{Inlet, Pad, in_pad};
+use crate::fast_forward::{RING, Scratch};
+use crate::pad::{Inlet, Pad};
 
-/// Bytes of the owner's ring, and RCR for it: all frames, a frame at the end goes on behind it, 32 KiB, long bursts.
-const OWN_RING: u32 = 0x8000;
-const OWN_RCR: u32 = 0xF700 | 0x1000 | WRAP | AAP | APM | AM | AB;
-/// Usual gap between frames, 8 retries, long bursts: as Linux's driver has it.
-const OWN_TCR: u32 = 0x0300_0680;
-/// Received, sent, errors. Not that the ring is full: QEMU's card then drops frames in place of holding them back.
-const OWN_CAUSES: u32 = 0x006F;
-/// TSD: carrier lost, aborted; the transmitter ran empty.
-const ABORTED: u32 = 0x4000_0000;
-const EMPTY: u32 = 0x4000;
 /// Frames that wait for a guest's turn or for room in its ring.
 const QUEUE: usize = 512;
 /// Frames that are taken out of the owner's ring at a time.
 const BATCH: usize = 64;
-/// Reads of a descriptor until its frame must have been sent.
+/// Looks at the card until what it has must have been sent.
 const PATIENCE: u32 = 10_000;
 
-/// The owner's memory for the card: at least [`RING`] bytes.
+/// The owner's memory for the card: at least [`own_bytes`].
 pub trait OwnRing: Scratch {
     /// Reads bytes at an offset, as the card wrote them.
     fn read(&mut self, offset: u64, into: &mut [u8]);
+}
+
+/// Bytes of the owner's memory that a card needs, which it reaches by DMA; `None`: such a card can't be shared.
+pub fn own_bytes(device: &Device) -> Option<u64> {
+    match device.name {
+        "rtl8139" => Some(RING),
+        "e1000" => Some(e1000::OWN_BYTES),
+        "ne2000" => Some(0),
+        _ => None,
+    }
+}
+
+/// Cards that can be shared.
+pub fn known() -> String {
+    let all = devices::ALL.iter().filter(|device| own_bytes(device).is_some());
+    all.map(|device| device.title).collect::<Vec<_>>().join(", ")
 }
 
 /// What happened to frames for one guest.
@@ -64,6 +77,8 @@ pub struct Fed {
     pub dropped: u64,
     /// Handed to the card.
     pub sent: u64,
+    /// Not handed to the card: they lie outside of the guest's memory, or have more pieces than a card takes.
+    pub refused: u64,
 }
 
 /// One guest's side.
@@ -73,6 +88,12 @@ struct Seat {
     /// What its receiver takes, while another guest has the card.
     parked: Option<Filter>,
     queue: VecDeque<Vec<u8>>,
+    /// Its ring has no room for the first of the queue: only the guest itself changes that, by an access.
+    full: bool,
+    /// Causes that it is told when it has the card again.
+    owed: u32,
+    /// What a kind keeps of a guest that no register shows.
+    hidden: Vec<u8>,
     fed: Fed,
 }
 
@@ -91,61 +112,214 @@ pub struct Totals {
     pub resets: u64,
 }
 
-/// The card, its owner's side and the holder's. See the module.
+/// What a kind of card sees of everything else while it works.
+struct Side<'a> {
+    device: &'static Device,
+    card: &'a mut dyn PhysicalDevice,
+    own: &'a mut dyn OwnRing,
+    /// The card may use the holder's memory.
+    masters: bool,
+    seats: &'a [Seat],
+    holder: Option<usize>,
+    /// Frames of the holder that another guest takes.
+    copies: Vec<Vec<u8>>,
+    /// Frames of the holder that the card got, and that it didn't.
+    handed: u64,
+    refused: u64,
+    resets: u64,
+}
+
+impl Side<'_> {
+    fn get(&mut self, offset: u32, bytes: u8) -> Result<u32, DeviceError> {
+        self.card.read(self.device.bar(), offset, bytes)
+    }
+
+    fn put(&mut self, offset: u32, bytes: u8, value: u32) -> Result<(), DeviceError> {
+        self.card.write(self.device.bar(), offset, bytes, value)
+    }
+
+    /// Resets the card, by whatever way there is.
+    fn reset(&mut self) -> Result<(), DeviceError> {
+        self.card.reset()?;
+        poke(self.device, self.card, self.device.reset)
+    }
+
+    /// Whether another guest may take a frame of the holder to this address.
+    fn wants(&self, to: [u8; 6]) -> bool {
+        let another = |(number, seat): (usize, &Seat)| self.holder != Some(number) && seat.address == to;
+        self.seats.len() > 1 && (to[0] & 1 == 1 || self.seats.iter().enumerate().any(another))
+    }
+}
+
+/// What the card said.
+#[derive(Debug, Clone, Copy, Default)]
+struct Look {
+    /// Frames that came in were lost.
+    overrun: bool,
+    /// Causes that concern all guests.
+    all: u32,
+    /// There is more to do at once.
+    more: bool,
+}
+
+/// What is next in the owner's ring.
 #[derive(Debug)]
-pub struct SharedCard<P, B, O> {
+enum Next {
+    Frame(Vec<u8>),
+    Nothing,
+    /// The ring can't be followed any more.
+    Garbled,
+}
+
+/// What differs from one kind of card to another.
+trait Kind<B> {
+    /// The emulation behind which the holder's registers are.
+    fn front(&mut self) -> &mut dyn PhysicalDevice;
+    /// What the emulation reaches from here on.
+    fn set_memory(&mut self, memory: Option<B>);
+    /// What the holder's receiver takes.
+    fn filter(&self) -> Filter;
+    /// Whether the holder's ring has room for a frame.
+    fn has_room(&self, length: usize) -> bool;
+    /// Puts a frame into the holder's ring. Whether it did.
+    fn receive(&mut self, frame: &[u8]) -> bool;
+    /// Causes of an interrupt for the holder.
+    fn raise(&mut self, causes: u32);
+    /// Resets the card, with what it has, and starts its receiver.
+    fn start(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError>;
+    /// Takes the card's causes, and what it has sent.
+    fn look(&mut self, side: &mut Side<'_>) -> Result<Look, DeviceError>;
+    /// The next frame that came in.
+    fn next(&mut self, side: &mut Side<'_>) -> Result<Next, DeviceError>;
+    /// Waits until the card has nothing of the holder's any more, so reads nothing of its memory. False: it doesn't come to an end.
+    fn drain(&mut self, side: &mut Side<'_>) -> Result<bool, DeviceError>;
+    /// The holder's device is reset.
+    fn reset(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError>;
+    /// The card may use the holder's memory from here on.
+    fn may_master(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError>;
+    fn read(&mut self, side: &mut Side<'_>, offset: u32, bytes: u8) -> Result<u32, DeviceError>;
+    fn write(&mut self, side: &mut Side<'_>, offset: u32, bytes: u8, value: u32) -> Result<(), DeviceError>;
+    /// A window of the holder's memory may be used.
+    fn map(&mut self, side: &mut Side<'_>, mapping: Mapping) -> Result<(), DeviceError>;
+    fn unmap(&mut self, side: &mut Side<'_>, mapping: Mapping) -> Result<(), DeviceError>;
+    /// What no register shows of the guest that has lost the card.
+    fn hidden(&mut self) -> Vec<u8> {
+        Vec::new()
+    }
+    /// The same, of the guest that gets it. Its device is reset next.
+    fn set_hidden(&mut self, _: Vec<u8>) {}
+    /// What stays mapped for the guest of a seat while others have the card is unmapped.
+    fn forget_memory(&mut self, _: &mut Side<'_>, _: usize) -> Result<(), DeviceError> {
+        Ok(())
+    }
+    /// As [`Self::drain`]; a card that doesn't come to an end is reset.
+    fn empty(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError> {
+        if !self.drain(side)? {
+            side.resets += 1;
+            self.start(side)?;
+        }
+        Ok(())
+    }
+}
+
+/// The memory that is mapped for a card, counted.
+#[derive(Debug)]
+struct Counted<P> {
     card: P,
+    mapped: u64,
+    peak: u64,
+}
+
+impl<P: PhysicalDevice> PhysicalDevice for Counted<P> {
+    fn read(&mut self, bar: u8, offset: u32, bytes: u8) -> Result<u32, DeviceError> {
+        self.card.read(bar, offset, bytes)
+    }
+
+    fn write(&mut self, bar: u8, offset: u32, bytes: u8, value: u32) -> Result<(), DeviceError> {
+        self.card.write(bar, offset, bytes, value)
+    }
+
+    fn interrupt(&mut self) -> Result<bool, DeviceError> {
+        self.card.interrupt()
+    }
+
+    fn reset(&mut self) -> Result<(), DeviceError> {
+        self.card.reset()
+    }
+
+    fn set_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
+        self.card.set_bus_master(on)
+    }
+
+    fn has_iommu(&self) -> bool {
+        self.card.has_iommu()
+    }
+
+    fn map(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
+        self.card.map(mapping)?;
+        self.mapped = self.mapped.saturating_add(mapping.length);
+        self.peak = self.peak.max(self.mapped);
+        Ok(())
+    }
+
+    fn unmap(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
+        self.card.unmap(mapping)?;
+        self.mapped = self.mapped.saturating_sub(mapping.length);
+        Ok(())
+    }
+}
+
+/// The card, its owner's side and the holder's. See the module.
+pub struct SharedCard<P, B, O> {
+    device: &'static Device,
+    card: Counted<P>,
     own: O,
-    /// Where the owner reads next in its ring.
-    read: u32,
-    front: Rtl8139<Inlet<B>>,
+    kind: Box<dyn Kind<B> + Send>,
     pad: Pad,
     seats: Vec<Seat>,
     holder: Option<usize>,
     /// The holder's command register lets the card master the bus; and the monitor does.
     guest_master: bool,
     monitor_master: bool,
-    /// The holder's descriptors as it sees them.
-    tsd: [u32; 4],
-    tsad: [u32; 4],
-    /// Frames that the card has: the holder's descriptor, the card's.
-    pending: VecDeque<(usize, u32)>,
-    /// The card's next descriptor.
-    next: u32,
     totals: Totals,
 }
 
-/// A register's offset.
-fn at(reg: Reg) -> u32 {
-    RTL8139.register(reg).offset.unwrap_or(0)
-}
-
-impl<P: PhysicalDevice, B: Bus, O: OwnRing> SharedCard<P, B, O> {
-    /// Starts the card's receiver, with a ring in `own`. No guest has a seat yet.
+impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O> {
+    /// Starts the receiver of a card, which is what `device` describes, with a ring in `own`. No guest has a seat yet.
     ///
     /// # Errors
-    /// The card can't be reached.
-    pub fn new(card: P, own: O) -> Result<Self, DeviceError> {
+    /// The card can't be reached, or nobody knows how to share it.
+    pub fn new(device: &'static Device, card: P, own: O) -> Result<Self, DeviceError> {
         let pad = Pad::new();
         let inlet = Inlet::new(None, pad.clone());
+        let kind: Box<dyn Kind<B> + Send> = match device.name {
+            "rtl8139" => Box::new(rtl8139::Shared::new(inlet)),
+            "e1000" => Box::new(e1000::Shared::new(inlet)),
+            "ne2000" => Box::new(ne2000::Shared::new()),
+            name => {
+                let why = format!("an {name} can't be shared; {} can", known());
+                return Err(DeviceError { bar: 0, offset: 0, why });
+            }
+        };
         let mut shared = Self {
-            card,
+            device,
+            card: Counted { card, mapped: 0, peak: 0 },
             own,
-            read: 0,
-            front: Rtl8139::new([0; 6], inlet, true),
+            kind,
             pad,
             seats: Vec::new(),
             holder: None,
             guest_master: false,
             monitor_master: false,
-            tsd: [OWN; 4],
-            tsad: [0; 4],
-            pending: VecDeque::new(),
-            next: 0,
             totals: Totals::default(),
         };
-        shared.start()?;
+        shared.with(|kind, side| kind.start(side))?;
         Ok(shared)
+    }
+
+    /// What it is.
+    pub fn device(&self) -> &'static Device {
+        self.device
     }
 
     /// Scratch memory for the monitor.
@@ -155,12 +329,25 @@ impl<P: PhysicalDevice, B: Bus, O: OwnRing> SharedCard<P, B, O> {
 
     /// The card itself.
     pub fn card(&mut self) -> &mut P {
-        &mut self.card
+        &mut self.card.card
+    }
+
+    /// Bytes of guests' memory that are mapped for the card, and the most that there were.
+    pub fn mapped(&self) -> (u64, u64) {
+        (self.card.mapped, self.card.peak)
     }
 
     /// A seat for a guest with this address: the next number, from 0 on.
     pub fn add_seat(&mut self, address: [u8; 6]) {
-        self.seats.push(Seat { address, parked: None, queue: VecDeque::new(), fed: Fed::default() });
+        self.seats.push(Seat {
+            address,
+            parked: None,
+            queue: VecDeque::new(),
+            full: false,
+            owed: 0,
+            hidden: Vec::new(),
+            fed: Fed::default(),
+        });
     }
 
     /// What happened to a guest's frames.
@@ -173,17 +360,17 @@ impl<P: PhysicalDevice, B: Bus, O: OwnRing> SharedCard<P, B, O> {
         self.totals
     }
 
-    /// Guests without the card for whom frames wait.
+    /// Guests without the card for whom frames wait, which their rings may have room for.
     pub fn waiting(&self) -> impl Iterator<Item = usize> {
         let waits = |(number, seat): (usize, &Seat)| {
-            (self.holder != Some(number) && !seat.queue.is_empty()).then_some(number)
+            (self.holder != Some(number) && !seat.queue.is_empty() && !seat.full).then_some(number)
         };
         self.seats.iter().enumerate().filter_map(waits)
     }
 
     /// The holder is about to lose the card: what its receiver takes is remembered. Before the monitor's `release`.
     pub fn park(&mut self) {
-        let filter = self.front.filter();
+        let filter = self.kind.filter();
         if let Some(seat) = self.holder.and_then(|holder| self.seats.get_mut(holder)) {
             seat.parked = Some(filter);
         }
@@ -191,13 +378,18 @@ impl<P: PhysicalDevice, B: Bus, O: OwnRing> SharedCard<P, B, O> {
 
     /// The next accesses are for this guest, with this memory; nobody's with `None`. After the monitor's `release`.
     pub fn seat(&mut self, holder: Option<(usize, B, bool)>) {
+        if let Some(seat) = self.holder.and_then(|holder| self.seats.get_mut(holder)) {
+            seat.hidden = self.kind.hidden();
+        }
         let (seat, memory, master) = match holder {
             Some((seat, memory, master)) => (Some(seat), Some(memory), master),
             None => (None, None, false),
         };
         self.holder = seat;
-        self.front.bus().set_memory(memory);
+        self.kind.set_memory(memory);
         self.guest_master = master;
+        let seat = self.holder.and_then(|holder| self.seats.get_mut(holder));
+        self.kind.set_hidden(seat.map(|seat| std::mem::take(&mut seat.hidden)).unwrap_or_default());
     }
 
     /// The guest of a seat is gone, and so is what waits for it. It doesn't hold the card.
@@ -205,7 +397,17 @@ impl<P: PhysicalDevice, B: Bus, O: OwnRing> SharedCard<P, B, O> {
         if let Some(seat) = self.seats.get_mut(seat) {
             seat.parked = None;
             seat.queue.clear();
+            seat.hidden.clear();
+            (seat.full, seat.owed) = (false, 0);
         }
+    }
+
+    /// Nothing of the memory of a seat's guest is mapped any more after this. It doesn't hold the card.
+    ///
+    /// # Errors
+    /// The card can't be reached.
+    pub fn forget_memory(&mut self, seat: usize) -> Result<(), DeviceError> {
+        self.with(|kind, side| kind.forget_memory(side, seat))
     }
 
     /// Bus mastering as the holder's command register has it.
@@ -213,10 +415,19 @@ impl<P: PhysicalDevice, B: Bus, O: OwnRing> SharedCard<P, B, O> {
     /// # Errors
     /// The card can't be reached.
     pub fn set_guest_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
-        if !on {
-            self.drain()?;
+        self.master(on, self.monitor_master)
+    }
+
+    fn master(&mut self, guest: bool, monitor: bool) -> Result<(), DeviceError> {
+        let before = self.masters();
+        if before && !(guest && monitor) {
+            // Before windows are unmapped.
+            self.with(|kind, side| kind.empty(side))?;
         }
-        self.guest_master = on;
+        (self.guest_master, self.monitor_master) = (guest, monitor);
+        if !before && self.masters() {
+            self.with(|kind, side| kind.may_master(side))?;
+        }
         Ok(())
     }
 
@@ -226,110 +437,111 @@ impl<P: PhysicalDevice, B: Bus, O: OwnRing> SharedCard<P, B, O> {
     /// # Errors
     /// The card can't be reached.
     pub fn poll(&mut self) -> Result<bool, DeviceError> {
-        let causes = self.get(at(ISR), 2)?;
-        if causes != 0 {
-            // First: what happens from here on is told again.
-            self.put(at(ISR), 2, causes)?;
+        let look = self.with(|kind, side| kind.look(side))?;
+        self.totals.overruns += u64::from(look.overrun);
+        if look.all != 0 {
+            self.seats.iter_mut().for_each(|seat| seat.owed |= look.all);
         }
-        if causes & (RXOVW | 0x40) != 0 {
-            self.totals.overruns += 1;
-        }
-        self.collect()?;
-        self.take_frames()
-    }
-
-    /// Puts what waits for the holder into its ring, as far as there is room. After the monitor's `switch` and after each access: what makes room
-    /// in the midst of a hand-off makes none for the guest.
-    pub fn feed(&mut self) {
-        let masters = self.masters() && !self.loops();
-        let Some(seat) = self.holder.and_then(|holder| self.seats.get_mut(holder)) else { return };
-        while let Some(frame) = seat.queue.front() {
-            // A filter that has changed meanwhile decides anew.
-            if self.front.filter().accepts(frame) {
-                if !masters || !self.front.has_room(frame.len()) {
-                    return;
-                }
-                seat.fed.delivered += u64::from(self.front.receive(frame));
-            }
-            seat.queue.pop_front();
-        }
-    }
-
-    fn get(&mut self, offset: u32, bytes: u8) -> Result<u32, DeviceError> {
-        self.card.read(RTL8139.bar(), offset, bytes)
-    }
-
-    fn put(&mut self, offset: u32, bytes: u8, value: u32) -> Result<(), DeviceError> {
-        self.card.write(RTL8139.bar(), offset, bytes, value)
-    }
-
-    /// Resets the card and starts both engines.
-    fn start(&mut self) -> Result<(), DeviceError> {
-        self.card.reset()?;
-        poke(&RTL8139, &mut self.card, RTL8139.reset)?;
-        self.card.set_bus_master(true)?;
-        (self.read, self.next) = (0, 0);
-        self.pending.clear();
-        let ring = u32::try_from(self.own.device_base()).unwrap_or(0);
-        self.put(at(RBSTART), 4, ring)?;
-        self.put(at(CR), 1, TE | RE)?;
-        self.put(at(RCR), 4, OWN_RCR)?;
-        self.put(at(TCR), 4, OWN_TCR)?;
-        self.put(at(MAR0), 4, u32::MAX)?;
-        self.put(at(MAR4), 4, u32::MAX)?;
-        self.put(at(IMR), 2, OWN_CAUSES)
-    }
-
-    fn restart(&mut self) -> Result<(), DeviceError> {
-        self.totals.resets += 1;
-        self.start()
-    }
-
-    fn take_frames(&mut self) -> Result<bool, DeviceError> {
         for _ in 0..BATCH {
-            if self.get(at(CR), 1)? & BUFE != 0 {
-                return Ok(false);
-            }
-            let mut header = [0; 4];
-            self.own.read(self.read.into(), &mut header);
-            let [low, high, length_low, length_high] = header;
-            let (status, length) =
-                (u16::from_le_bytes([low, high]), u16::from_le_bytes([length_low, length_high]));
-            let length = usize::from(length);
-            // With its CRC. A card whose ring can't be followed any more starts anew.
-            if u32::from(status) & ROK == 0 || !(18..=1540).contains(&length) {
-                self.restart()?;
-                return Ok(false);
-            }
-            let mut frame = vec![0; length - 4];
-            self.own.read(u64::from(self.read) + 4, &mut frame);
-            let stored = (u32::try_from(length).unwrap_or(0) + 4).next_multiple_of(4);
-            self.read = (self.read + stored) % OWN_RING;
-            self.put(at(CAPR), 2, self.read.wrapping_sub(16) & 0xFFFF)?;
-            self.totals.arrived += 1;
-            frame.resize(frame.len().max(SHORTEST), 0);
-            if !self.deliver(&frame, None) {
-                self.totals.for_nobody += 1;
+            match self.with(|kind, side| kind.next(side))? {
+                Next::Nothing => return Ok(look.more),
+                Next::Garbled => {
+                    self.totals.resets += 1;
+                    self.with(|kind, side| kind.start(side))?;
+                    return Ok(look.more);
+                }
+                Next::Frame(mut frame) => {
+                    self.totals.arrived += 1;
+                    frame.resize(frame.len().max(SHORTEST), 0);
+                    if !self.deliver(&frame, None) {
+                        self.totals.for_nobody += 1;
+                    }
+                }
             }
         }
         Ok(true)
     }
 
+    /// Puts what waits for the holder into its ring, as far as there is room. After the monitor's `switch` and after each access: what makes room
+    /// in the midst of a hand-off makes none for the guest.
+    pub fn feed(&mut self) {
+        let masters = self.masters();
+        let Some(seat) = self.holder.and_then(|holder| self.seats.get_mut(holder)) else { return };
+        let owed = std::mem::take(&mut seat.owed);
+        if owed != 0 {
+            self.kind.raise(owed);
+        }
+        seat.full = false;
+        while let Some(frame) = seat.queue.front() {
+            // A filter that has changed meanwhile decides anew.
+            if self.kind.filter().accepts(frame) {
+                if !masters {
+                    return;
+                }
+                if !self.kind.has_room(frame.len()) {
+                    seat.full = true;
+                    return;
+                }
+                seat.fed.delivered += u64::from(self.kind.receive(frame));
+            }
+            seat.queue.pop_front();
+        }
+    }
+
+    /// Has the kind do something, and does what follows.
+    fn with<R>(
+        &mut self,
+        act: impl FnOnce(&mut dyn Kind<B>, &mut Side<'_>) -> Result<R, DeviceError>,
+    ) -> Result<R, DeviceError> {
+        let mut side = Side {
+            device: self.device,
+            masters: self.guest_master && self.monitor_master,
+            card: &mut self.card,
+            own: &mut self.own,
+            seats: &self.seats,
+            holder: self.holder,
+            copies: Vec::new(),
+            handed: 0,
+            refused: 0,
+            resets: 0,
+        };
+        let result = act(self.kind.as_mut(), &mut side);
+        let Side { copies, handed, refused, resets, .. } = side;
+        self.totals.resets += resets;
+        if let Some(seat) = self.holder.and_then(|holder| self.seats.get_mut(holder)) {
+            seat.fed.sent += handed;
+            seat.fed.refused += refused;
+        }
+        for frame in copies {
+            if self.deliver(&frame, self.holder) {
+                self.totals.between_guests += 1;
+            }
+        }
+        result
+    }
+
     /// Gives a frame to all whose receivers take it but its sender. Whether anybody does.
     fn deliver(&mut self, frame: &[u8], sender: Option<usize>) -> bool {
-        let (live, masters) = (self.front.filter(), self.masters());
+        let masters = self.masters();
         let mut taken = false;
         for (number, seat) in self.seats.iter_mut().enumerate() {
             let holds = self.holder == Some(number);
-            let filter = if holds { Some(live) } else { seat.parked };
             // A guest has its own frames and groups', whatever else it would take.
             let its = frame.get(..6).is_some_and(|to| to[0] & 1 == 1 || to == seat.address);
-            if sender == Some(number) || !its || !filter.is_some_and(|filter| filter.accepts(frame)) {
+            if sender == Some(number) || !its {
+                continue;
+            }
+            let accepts = if holds {
+                self.kind.filter().accepts(frame)
+            } else {
+                seat.parked.is_some_and(|filter| filter.accepts(frame))
+            };
+            if !accepts {
                 continue;
             }
             taken = true;
-            if holds && masters && seat.queue.is_empty() && self.front.has_room(frame.len()) {
-                seat.fed.delivered += u64::from(self.front.receive(frame));
+            if holds && masters && seat.queue.is_empty() && self.kind.has_room(frame.len()) {
+                seat.fed.delivered += u64::from(self.kind.receive(frame));
             } else if seat.queue.len() < QUEUE {
                 seat.queue.push_back(frame.to_vec());
                 seat.fed.queued += 1;
@@ -340,142 +552,36 @@ impl<P: PhysicalDevice, B: Bus, O: OwnRing> SharedCard<P, B, O> {
         taken
     }
 
-    /// Takes what the card says of the frames that it has.
-    fn collect(&mut self) -> Result<(), DeviceError> {
-        while let Some(&(descriptor, on_card)) = self.pending.front() {
-            let status = self.get(at(TSD0) + 4 * on_card, 4)?;
-            if status & OWN == 0 || status & (TOK_BIT | ABORTED | EMPTY) == 0 {
-                break;
-            }
-            self.pending.pop_front();
-            self.tsd[descriptor] = status;
-            self.front.raise(if status & TOK_BIT != 0 { TOK } else { TER });
-        }
-        Ok(())
-    }
-
-    /// After this the card has no frame of the holder's, so reads nothing of its memory any more.
-    fn drain(&mut self) -> Result<(), DeviceError> {
-        for _ in 0..PATIENCE {
-            self.collect()?;
-            if self.pending.is_empty() {
-                return Ok(());
-            }
-        }
-        self.restart()
-    }
-
-    /// The holder hands a frame over, or takes a descriptor back.
-    fn transmit(&mut self, descriptor: usize, value: u32) -> Result<(), DeviceError> {
-        if value & OWN != 0 || self.pending.iter().any(|&(its, _)| its == descriptor) {
-            self.drain()?;
-        }
-        self.tsd[descriptor] = value;
-        if value & OWN != 0 || !self.masters() {
-            return Ok(());
-        }
-        if self.seats.len() > 1 {
-            self.pass_on(self.tsad[descriptor], value & 0x1FFF);
-        }
-        if let Some(seat) = self.holder.and_then(|holder| self.seats.get_mut(holder)) {
-            seat.fed.sent += 1;
-        }
-        self.put(at(TSAD0) + 4 * self.next, 4, self.tsad[descriptor])?;
-        self.put(at(TSD0) + 4 * self.next, 4, value)?;
-        self.pending.push_back((descriptor, self.next));
-        self.next = (self.next + 1) % 4;
-        Ok(())
-    }
-
-    /// A copy of a frame that another guest takes. The holder may change it between this and the card's own reading: both are its frames.
-    fn pass_on(&mut self, address: u32, length: u32) {
-        let length = usize::try_from(length).unwrap_or(0);
-        let mut to = [0; 6];
-        self.front.bus().read(address.into(), &mut to);
-        let another = |(number, seat): (usize, &Seat)| self.holder != Some(number) && seat.address == to;
-        if !(SHORTEST..=1518).contains(&length)
-            || to[0] & 1 == 0 && !self.seats.iter().enumerate().any(another)
-        {
-            return;
-        }
-        let mut frame = vec![0; length];
-        self.front.bus().read(address.into(), &mut frame);
-        if self.deliver(&frame, self.holder) {
-            self.totals.between_guests += 1;
-        }
-    }
-
-    /// Whether the card may use the holder's memory.
+    /// Whether the card may use the holder's memory. One that has no bus mastering needs no leave.
     fn masters(&self) -> bool {
-        self.guest_master && self.monitor_master
-    }
-
-    fn loops(&self) -> bool {
-        self.front.value(TCR) & LOOPBACK == LOOPBACK
+        self.device.pci.bus_master == BusMaster::Never || self.guest_master && self.monitor_master
     }
 }
 
-/// A descriptor's number, for an access to one of four registers from `first` on.
-fn descriptor(first: Reg, offset: u32, bytes: u8) -> Option<usize> {
-    let within = offset.checked_sub(at(first)).filter(|within| *within < 16)?;
-    (bytes == 4 && within.is_multiple_of(4)).then(|| usize::try_from(within / 4).unwrap_or(0))
-}
-
-impl<P: PhysicalDevice, B: Bus, O: OwnRing> PhysicalDevice for SharedCard<P, B, O> {
-    fn read(&mut self, bar: u8, offset: u32, bytes: u8) -> Result<u32, DeviceError> {
-        if (0x10..0x20).contains(&offset) && !self.loops() {
-            self.collect()?;
-            let within = offset - at(TSD0);
-            let value = self.tsd[usize::try_from(within / 4).unwrap_or(0) & 3];
-            return Ok(value >> (8 * (within & 3)));
-        }
-        // Link and transceiver.
-        if offset == 0x58 || (0x62..0x6C).contains(&offset) {
-            return self.card.read(bar, offset, bytes);
-        }
-        let value = self.front.read(bar, offset, bytes)?;
-        if offset == at(TCR) && bytes == 4 {
-            return Ok(value & !VERSION | self.get(offset, 4)? & VERSION);
-        }
-        Ok(value)
+impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> PhysicalDevice for SharedCard<P, B, O> {
+    fn read(&mut self, _: u8, offset: u32, bytes: u8) -> Result<u32, DeviceError> {
+        self.with(|kind, side| kind.read(side, offset, bytes))
     }
 
-    fn write(&mut self, bar: u8, offset: u32, bytes: u8, value: u32) -> Result<(), DeviceError> {
-        if !self.loops()
-            && let Some(number) = descriptor(TSD0, offset, bytes)
-        {
-            return self.transmit(number, value);
-        }
-        if let Some(number) = descriptor(TSAD0, offset, bytes) {
-            self.tsad[number] = value;
-        }
-        if offset == at(CR) && (value & RST != 0 || value & TE == 0) {
-            self.drain()?;
-        }
-        if offset == at(CR) && value & RST != 0 {
-            self.tsd = [OWN; 4];
-        }
-        self.front.write(bar, offset, bytes, value)
+    fn write(&mut self, _: u8, offset: u32, bytes: u8, value: u32) -> Result<(), DeviceError> {
+        self.with(|kind, side| kind.write(side, offset, bytes, value))
     }
 
     fn interrupt(&mut self) -> Result<bool, DeviceError> {
-        self.front.interrupt()
+        self.kind.front().interrupt()
     }
 
     fn reset(&mut self) -> Result<(), DeviceError> {
-        self.drain()?;
-        (self.tsd, self.tsad) = ([OWN; 4], [0; 4]);
-        self.front.reset()
+        self.with(|kind, side| {
+            kind.empty(side)?;
+            kind.reset(side)
+        })
     }
 
     fn set_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
-        if !on {
-            // Before windows are unmapped.
-            self.drain()?;
-        }
-        self.monitor_master = on;
+        self.master(self.guest_master, on)?;
         // The monitor's own frames to itself need nobody else's leave.
-        self.front.set_bus_master(on)
+        self.kind.front().set_bus_master(on)
     }
 
     fn has_iommu(&self) -> bool {
@@ -483,14 +589,10 @@ impl<P: PhysicalDevice, B: Bus, O: OwnRing> PhysicalDevice for SharedCard<P, B, 
     }
 
     fn map(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
-        if in_pad(mapping.device_base).is_none() {
-            self.card.map(mapping)?;
-        }
-        self.front.map(mapping)
+        self.with(|kind, side| kind.map(side, mapping))
     }
 
     fn unmap(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
-        self.front.unmap(mapping)?;
-        if in_pad(mapping.device_base).is_some() { Ok(()) } else { self.card.unmap(mapping) }
+        self.with(|kind, side| kind.unmap(side, mapping))
     }
 }

@@ -111,6 +111,9 @@ impl<P: PhysicalDevice> Monitor<P> {
             let address = guest.config.address;
             guest.model = Model::new(self.device, address);
             guest.tables.clear();
+            // Nothing of the guest's may be left on the card for what comes after it.
+            let card = std::mem::take(&mut guest.card);
+            self.dirty.extend(card.written.iter().chain(&card.rings));
             guest.model.raise(self.device.interrupts.error.unwrap_or(0));
         }
         self.resident = None;

@@ -301,16 +301,24 @@ impl Vfio {
     /// # Errors
     /// The guest has memory there.
     pub fn scratch(&mut self) -> Result<MappedScratch, DeviceError> {
-        let bytes = usize::try_from(RING + FRAME).unwrap_or(0);
+        self.scratch_of(RING + FRAME)
+    }
+
+    /// The same, of so many bytes, at most 1 MiB: for the owner of a shared card.
+    ///
+    /// # Errors
+    /// The guest has memory there.
+    pub fn scratch_of(&mut self, length: u64) -> Result<MappedScratch, DeviceError> {
+        let length = length.next_multiple_of(4096);
+        let bytes = usize::try_from(length).unwrap_or(0);
         let failed = |why: String| DeviceError { bar: 0, offset: 0, why };
         let memory = vec![0u8; bytes + 4096];
         let start = memory.as_ptr().addr().next_multiple_of(4096);
         let skip = start - memory.as_ptr().addr();
-        let scratch = MappedScratch { memory: memory.into_boxed_slice(), skip };
-        let inside = Ram { guest_base: SCRATCH_BASE, length: RING + FRAME, host_address: start };
-        let taken = |ram: &Ram| {
-            ram.guest_base < SCRATCH_BASE + RING + FRAME && SCRATCH_BASE < ram.guest_base + ram.length
-        };
+        let scratch = MappedScratch { memory: memory.into_boxed_slice(), skip, length };
+        let inside = Ram { guest_base: SCRATCH_BASE, length, host_address: start };
+        let taken =
+            |ram: &Ram| ram.guest_base < SCRATCH_BASE + length && SCRATCH_BASE < ram.guest_base + ram.length;
         if self.ram.iter().any(taken) {
             return Err(failed(format!(
                 "the guest has memory at {SCRATCH_BASE:#x}, where the monitor's own would be"
@@ -447,13 +455,14 @@ impl AsFd for Vfio {
 pub struct MappedScratch {
     memory: Box<[u8]>,
     skip: usize,
+    length: u64,
 }
 
 impl MappedScratch {
     /// All of it, as the device would reach it.
     #[must_use]
     pub const fn mapping(&self) -> Mapping {
-        Mapping { device_base: SCRATCH_BASE, guest_base: SCRATCH_BASE, length: RING + FRAME, writable: true }
+        Mapping { device_base: SCRATCH_BASE, guest_base: SCRATCH_BASE, length: self.length, writable: true }
     }
 }
 

@@ -180,7 +180,7 @@ pub struct HostArgs {
 /// `causeway card`.
 #[derive(Debug, Args)]
 pub struct CardArgs {
-    /// PCI address of an RTL8139 that is bound to vfio-pci: 0000:03:00.0
+    /// PCI address of an RTL8139, e1000 or NE2000 that is bound to vfio-pci: 0000:03:00.0
     pub device: String,
     /// A guest: NAME[,mac=M][,uid=N]; its VM is run with --vfio-user FOLDER/NAME; may be given several times
     #[arg(long, value_name = "GUEST", required = true, value_parser = flags::card_guest)]

@@ -8,7 +8,7 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use device_models::Access;
-use device_models::devices::rtl8139::RTL8139;
+use device_models::describe::Device;
 use device_models::model::states_text;
 use device_models::physical::{DeviceError, PhysicalDevice};
 use dma::MappedMemory;
@@ -28,7 +28,7 @@ const PATIENCE: Duration = Duration::from_secs(4);
 
 /// A card that can be shared.
 pub trait Card: PhysicalDevice + Send + 'static {
-    /// What is mapped for it from now on is this memory. Nothing of what it had before is mapped.
+    /// What is mapped for it from now on is this memory. What it had before stays mapped as far as it is.
     fn give(&mut self, memory: &MappedMemory);
     /// Its interrupt has been signalled.
     fn signalled(&mut self);
@@ -46,7 +46,7 @@ struct Place {
     irq: EventFds,
     /// The line was signalled, and its guest hasn't looked yet.
     masked: bool,
-    /// Its command register lets the card master the bus.
+    /// Its command register lets the card work for it.
     master: bool,
     connected: bool,
     /// An access waits for the card.
@@ -75,6 +75,7 @@ struct State<P, O> {
 
 /// The card, its guests, and their turns.
 pub(super) struct Desk<P, O> {
+    device: &'static Device,
     state: Mutex<State<P, O>>,
     changed: Condvar,
     /// Wakes the card's thread.
@@ -87,13 +88,19 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
     ///
     /// # Errors
     /// The card can't be reached, or no descriptor is left.
-    pub fn new(card: P, own: O, wishes: &[Wish], settings: Settings) -> Result<Self, MonitorError> {
-        let mut shared = SharedCard::new(card, own)?;
+    pub fn new(
+        device: &'static Device,
+        card: P,
+        own: O,
+        wishes: &[Wish],
+        settings: Settings,
+    ) -> Result<Self, MonitorError> {
+        let mut shared = SharedCard::new(device, card, own)?;
         for wish in wishes {
             shared.add_seat(wish.address);
         }
         let pad = shared.pad();
-        let mut monitor = Monitor::new(&RTL8139, shared);
+        let mut monitor = Monitor::new(device, shared);
         monitor.set_scratch(Box::new(pad));
         let place = |wish: &Wish| {
             let table = Table::default();
@@ -133,7 +140,12 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
             longest_handoff: 0,
             limit: nanoseconds(settings.limit),
         };
-        Ok(Self { state: Mutex::new(state), changed: Condvar::new(), wake, begun: Instant::now() })
+        Ok(Self { device, state: Mutex::new(state), changed: Condvar::new(), wake, begun: Instant::now() })
+    }
+
+    /// What the card is.
+    pub fn device(&self) -> &'static Device {
+        self.device
     }
 
     fn lock(&self) -> MutexGuard<'_, State<P, O>> {
@@ -160,6 +172,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
     pub fn disconnect(&self, seat: usize) {
         self.change(seat, |state| {
             state.turn_out(seat)?;
+            state.monitor.physical().forget_memory(seat)?;
             state.monitor.physical().vacate(seat);
             state.power_on(seat)
         });
@@ -184,6 +197,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
     pub fn set_memory(&self, seat: usize, memory: MappedMemory) {
         self.change(seat, |state| {
             state.turn_out(seat)?;
+            state.monitor.physical().forget_memory(seat)?;
             if let Some(place) = state.places.get_mut(seat) {
                 place.table.set(memory);
             }
@@ -191,7 +205,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
         });
     }
 
-    /// Bus mastering as its command register has it.
+    /// Whether its command register lets the card work for it: master the bus, or answer where it never does.
     pub fn set_master(&self, seat: usize, on: bool) {
         self.change(seat, |state| {
             if let Some(place) = state.places.get_mut(seat) {
@@ -363,14 +377,14 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
     pub fn inspect(&self) -> Value {
         let mut state = self.lock();
         let totals = state.monitor.physical().totals();
-        let (pinned, peak) = state.monitor.mapped();
+        let (pinned, peak) = state.monitor.physical_ref().mapped();
         let state = &*state;
         let guests: serde_json::Map<String, Value> = (0..)
             .zip(&state.places)
             .map(|(seat, place)| (place.name.clone(), state.guest(seat, place)))
             .collect();
         json!({
-            "device": RTL8139.name,
+            "device": self.device.name,
             "failed": state.failed,
             "holder": state.monitor.resident().and_then(|id| state.places.get(id.0)).map(|place| place.name.clone()),
             "handoffs": state.handoffs,
@@ -407,7 +421,7 @@ impl<P: Card, O: OwnRing> State<P, O> {
             .collect();
         json!({
             "connected": place.connected,
-            "states": states_text(&RTL8139, model.graph().states()),
+            "states": states_text(self.monitor.physical_ref().device(), model.graph().states()),
             "decisions": self.monitor.counters(GuestId(seat)),
             "frames": self.monitor.physical_ref().fed(seat),
             "waits": place.waits,

@@ -4,8 +4,7 @@ use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use device_models::Access;
-use device_models::describe::{Bar, Device as Description};
-use device_models::devices::rtl8139::RTL8139;
+use device_models::describe::{Bar, BusMaster, Device as Description};
 use pci::config::{ConfigSpace, Identity, InterruptPin};
 use pci::function::{BarKind, BarLayout};
 use rustix::io::Errno;
@@ -24,6 +23,9 @@ use crate::function::memory::ClientMemory;
 
 /// Bytes of configuration space.
 const CONFIG: u64 = 256;
+/// The command register, and its bits for ports and memory.
+const COMMAND: u16 = 4;
+const DECODES: u16 = 0x3;
 /// Least bytes of a memory BAR.
 const PAGE: u64 = 4096;
 
@@ -70,13 +72,8 @@ impl<P: Card, O: OwnRing + Send + 'static> GuestSide<P, O> {
     /// # Errors
     /// When configuration space can't be built, which is a bug.
     pub fn new(desk: Arc<Desk<P, O>>, seat: usize, uid: u32) -> Result<Self, pci::config::ConfigError> {
-        Ok(Self {
-            desk,
-            seat,
-            uid,
-            config: Mutex::new(config_space(&RTL8139)?),
-            memory: ClientMemory::default(),
-        })
+        let config = Mutex::new(config_space(desk.device())?);
+        Ok(Self { desk, seat, uid, config, memory: ClientMemory::default() })
     }
 
     fn config(&self) -> MutexGuard<'_, ConfigSpace> {
@@ -84,9 +81,9 @@ impl<P: Card, O: OwnRing + Send + 'static> GuestSide<P, O> {
     }
 
     /// Does an access in pieces that a device knows: 1, 2 or 4 bytes, as far as they lie in what it has there.
-    fn each(region: u32, offset: u64, length: usize, mut act: impl FnMut(Access, usize)) {
+    fn each(&self, region: u32, offset: u64, length: usize, mut act: impl FnMut(Access, usize)) {
         let Ok(bar) = u8::try_from(region) else { return };
-        let size = match RTL8139.bars.get(usize::from(bar)) {
+        let size = match self.desk.device().bars.get(usize::from(bar)) {
             Some(Bar::Ports(size) | Bar::Memory(size)) => u64::from(*size),
             Some(Bar::Hidden) | None => 0,
         };
@@ -114,7 +111,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Device for GuestSide<P, O> {
     }
 
     fn regions(&self) -> Vec<Region> {
-        let bars = (0u8..).zip(RTL8139.bars).filter_map(|(index, bar)| layout(index, bar));
+        let bars = (0u8..).zip(self.desk.device().bars).filter_map(|(index, bar)| layout(index, bar));
         let all = bars.map(|bar| (u32::from(bar.index), bar.size)).chain([(REGION_CONFIG, CONFIG)]);
         all.map(|(index, size)| Region {
             index,
@@ -141,7 +138,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Device for GuestSide<P, O> {
             return Ok(());
         }
         let length = data.len();
-        Self::each(region, offset, length, |access, done| {
+        self.each(region, offset, length, |access, done| {
             let value = self.desk.access(self.seat, access).to_le_bytes();
             let size = usize::from(access.size);
             data[done..done + size].copy_from_slice(&value[..size]);
@@ -153,17 +150,22 @@ impl<P: Card, O: OwnRing + Send + 'static> Device for GuestSide<P, O> {
         if region == REGION_CONFIG {
             let Ok(offset) = u16::try_from(offset) else { return Ok(()) };
             let mut config = self.config();
-            let before = config.bus_master();
+            let works = |config: &ConfigSpace| {
+                // One that never masters the bus works where it answers.
+                let never = self.desk.device().pci.bus_master == BusMaster::Never;
+                if never { config.u16(COMMAND) & DECODES != 0 } else { config.bus_master() }
+            };
+            let before = works(&config);
             // Where BARs answer is the client's matter.
             let _ = config.write(offset, data);
-            let after = config.bus_master();
+            let after = works(&config);
             drop(config);
             if before != after {
                 self.desk.set_master(self.seat, after);
             }
             return Ok(());
         }
-        Self::each(region, offset, data.len(), |access, done| {
+        self.each(region, offset, data.len(), |access, done| {
             let mut value = [0; 4];
             let size = usize::from(access.size);
             value[..size].copy_from_slice(&data[done..done + size]);

@@ -27,14 +27,14 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use device_models::devices::rtl8139::RTL8139;
+use device_models::describe::{BusMaster, Device as Description};
 use device_models::physical::{DeviceError, PhysicalDevice as _, station_address};
 use dma::MappedMemory;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use vfio_user_protocol::device::Device;
 use vfio_user_protocol::server::{Server, ServerError};
 use vpio::MonitorError;
-use vpio::sharing::OwnRing;
+use vpio::sharing::{self, OwnRing};
 use vpio::vfio::{OpenError, Ram, Vfio};
 
 pub use desk::Card;
@@ -110,7 +110,7 @@ pub enum CardError {
     Open(#[from] OpenError),
     /// Another card than can be shared.
     #[error(
-        "PCI device {address} is {title}; only an {known} can be shared by VMs (docs/vpio.md says why), give this one to one VM: --nic vpio:{address}"
+        "PCI device {address} is {title}, which can't be shared by VMs ({known} can): give it to one VM by --nic vpio:{address}"
     )]
     NotShareable {
         /// The card.
@@ -118,7 +118,7 @@ pub enum CardError {
         /// What it is.
         title: &'static str,
         /// What can be shared.
-        known: &'static str,
+        known: String,
     },
     /// The card, once it was open.
     #[error(transparent)]
@@ -269,18 +269,21 @@ impl CardDaemon {
         let wishes = wishes(&config.device, &config.guests)?;
         unlock_memory()?;
         let mut card = Vfio::open(&config.device)?;
-        if card.description().name != RTL8139.name {
+        let device = card.description();
+        let Some(bytes) = sharing::own_bytes(device) else {
             return Err(CardError::NotShareable {
                 address: config.device.clone(),
-                title: card.description().title,
-                known: RTL8139.title,
+                title: device.title,
+                known: sharing::known(),
             });
+        };
+        let station = station_address(device, &mut card)?;
+        let own = card.scratch_of(bytes)?;
+        if device.pci.bus_master != BusMaster::Never {
+            // Its rings, for as long as it runs.
+            card.map(own.mapping())?;
+            card.set_guest_bus_master(true)?;
         }
-        let station = station_address(&RTL8139, &mut card)?;
-        let own = card.scratch()?;
-        // Its ring, for as long as it runs.
-        card.map(own.mapping())?;
-        card.set_guest_bus_master(true)?;
         card.enable_interrupt()?;
         let interrupt =
             card.interrupt_fd().map_err(|source| CardError::start("interrupt's descriptor", source))?;
@@ -295,10 +298,11 @@ impl CardDaemon {
             tracing::info!(guest = wish.name, address = mac_text(wish.address), "A seat at the card");
         }
         tracing::info!(card = config.device, own_address = mac_text(station), "The card is open");
-        Self::serve(card, own, interrupt, &config.folder, &wishes, config.settings)
+        Self::serve(device, card, own, interrupt, &config.folder, &wishes, config.settings)
     }
 
     fn serve<P: Card, O: OwnRing + Send + 'static>(
+        device: &'static Description,
         card: P,
         own: O,
         interrupt: OwnedFd,
@@ -306,7 +310,7 @@ impl CardDaemon {
         wishes: &[Wish],
         settings: Settings,
     ) -> Result<Self, CardError> {
-        let desk = Arc::new(Desk::new(card, own, wishes, settings)?);
+        let desk = Arc::new(Desk::new(device, card, own, wishes, settings)?);
         Self::serve_desk(&desk, interrupt, folder, wishes)
     }
 

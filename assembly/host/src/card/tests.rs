@@ -1,4 +1,4 @@
-//! Two guests of one reference card, over vfio-user, each with the accesses of Linux's 8139too.
+//! Two guests of one reference card, over vfio-user, each with the accesses of Linux's own driver.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail like tests")]
 
@@ -7,15 +7,17 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
+use device_models::describe::{Bar, Device};
+use device_models::devices::{e1000::E1000, ne2000::NE2000, rtl8139::RTL8139};
 use device_models::physical::{Bus, DeviceError, Mapping, PhysicalDevice};
-use device_models::reference::rtl8139::Rtl8139;
+use device_models::reference;
 use dma::{Dma as _, MappedMemory, MemoryRegion};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use vfio_user_protocol::client::Client;
 use vfio_user_protocol::device::{INTERRUPT_INTX, REGION_CONFIG};
-use vpio::fast_forward::{RING, Scratch};
-use vpio::sharing::OwnRing;
+use vpio::fast_forward::Scratch;
+use vpio::sharing::{OwnRing, own_bytes};
 
 use super::desk::{Card, Desk};
 use super::{CardDaemon, CardError, Guest, Settings, Wish, wishes};
@@ -25,7 +27,7 @@ mod support;
 
 use support::Ports;
 use support::memory::Memory;
-use support::rtl8139::Driver;
+use support::nic::{CARDS, Driver};
 
 const OWN: u64 = 0xE000_0000;
 const RAM: u64 = 0x40_0000;
@@ -35,28 +37,44 @@ fn address(seat: u8) -> [u8; 6] {
     [0x52, 0x54, 0, 0, 0, seat]
 }
 
-/// What the card reaches: the owner's ring, and the memory that it was given last.
+/// What the card reaches: its owner's memory, and what is mapped of guests', as it was when it was mapped.
 #[derive(Clone, Default)]
-struct HostBus(Arc<Mutex<(Vec<u8>, MappedMemory)>>);
+struct HostBus(Arc<Mutex<Reach>>);
 
-fn within(base: u64, length: usize) -> Option<std::ops::Range<usize>> {
-    let at = usize::try_from(base.checked_sub(OWN)?).unwrap();
-    (at + length <= usize::try_from(RING).unwrap()).then_some(at..at + length)
+#[derive(Default)]
+struct Reach {
+    own: Vec<u8>,
+    mapped: Vec<(Mapping, MappedMemory)>,
+    given: MappedMemory,
+}
+
+impl Reach {
+    fn within(&self, base: u64, length: usize) -> Option<std::ops::Range<usize>> {
+        let at = usize::try_from(base.checked_sub(OWN)?).unwrap();
+        (at + length <= self.own.len()).then_some(at..at + length)
+    }
 }
 
 impl Bus for HostBus {
     fn read(&mut self, address: u64, into: &mut [u8]) {
-        let (own, guest) = &*self.0.lock().unwrap();
-        match within(address, into.len()) {
-            Some(part) => into.copy_from_slice(&own[part]),
-            None => guest.read(address, into).unwrap(),
+        let reach = &*self.0.lock().unwrap();
+        if let Some(part) = reach.within(address, into.len()) {
+            return into.copy_from_slice(&reach.own[part]);
+        }
+        for (at, byte) in (address..).zip(into) {
+            let is = |(map, _): &&(Mapping, MappedMemory)| {
+                (map.device_base..map.device_base + map.length).contains(&at)
+            };
+            let (map, memory) = reach.mapped.iter().find(is).expect("it is mapped");
+            memory.read(at - map.device_base + map.guest_base, std::slice::from_mut(byte)).unwrap();
         }
     }
 
     fn write(&mut self, address: u64, data: &[u8]) {
-        let (own, _) = &mut *self.0.lock().unwrap();
+        let reach = &mut *self.0.lock().unwrap();
         // A shared card writes nowhere else.
-        own[within(address, data.len()).unwrap()].copy_from_slice(data);
+        let part = reach.within(address, data.len()).unwrap();
+        reach.own[part].copy_from_slice(data);
     }
 }
 
@@ -75,24 +93,27 @@ impl OwnRing for HostBus {
     }
 }
 
-/// The reference card behind an IOMMU, with an interrupt as VFIO signals it.
+/// A reference card behind an IOMMU, with an interrupt as VFIO signals it.
 struct TestCard {
-    card: Rtl8139<HostBus>,
+    card: Box<dyn reference::Card + Send>,
     bus: HostBus,
     interrupt: OwnedFd,
     masked: bool,
-    mapped: Vec<Mapping>,
 }
 
 impl TestCard {
-    fn new() -> (Self, HostBus, OwnedFd) {
+    fn new(device: &'static Device) -> (Self, HostBus, OwnedFd) {
         let bus = HostBus::default();
-        bus.0.lock().unwrap().0 = vec![0; usize::try_from(RING).unwrap()];
-        let mut card = Rtl8139::new([0, 0xE0, 0x4C, 1, 2, 3], bus.clone(), true);
-        card.map(Mapping { device_base: OWN, guest_base: OWN, length: RING, writable: true }).unwrap();
+        let bytes = own_bytes(device).unwrap();
+        bus.0.lock().unwrap().own = vec![0; usize::try_from(bytes).unwrap()];
+        let station = [0, 0xE0, 0x4C, 1, 2, 3];
+        let mut card = reference::card(device, station, bus.clone(), bytes > 0).unwrap();
+        if bytes > 0 {
+            card.map(Mapping { device_base: OWN, guest_base: OWN, length: bytes, writable: true }).unwrap();
+        }
         let interrupt = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         let copy = interrupt.try_clone().unwrap();
-        (Self { card, bus: bus.clone(), interrupt, masked: false, mapped: Vec::new() }, bus, copy)
+        (Self { card, bus: bus.clone(), interrupt, masked: false }, bus, copy)
     }
 
     /// A frame from the wire.
@@ -100,6 +121,11 @@ impl TestCard {
         let stored = self.card.receive(frame);
         self.check();
         stored
+    }
+
+    /// Mappings of guests' memory.
+    fn mapped(&self) -> usize {
+        self.bus.0.lock().unwrap().mapped.len()
     }
 
     fn check(&mut self) {
@@ -116,9 +142,7 @@ impl PhysicalDevice for TestCard {
     }
     fn write(&mut self, bar: u8, offset: u32, size: u8, value: u32) -> Result<(), DeviceError> {
         self.card.write(bar, offset, size, value)?;
-        if (0x10..0x20).contains(&offset) {
-            self.card.tick();
-        }
+        self.card.tick();
         self.check();
         Ok(())
     }
@@ -135,19 +159,19 @@ impl PhysicalDevice for TestCard {
         true
     }
     fn map(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
-        self.mapped.push(mapping);
+        let reach = &mut *self.bus.0.lock().unwrap();
+        reach.mapped.push((mapping, reach.given.clone()));
         self.card.map(mapping)
     }
     fn unmap(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
-        self.mapped.retain(|known| *known != mapping);
+        self.bus.0.lock().unwrap().mapped.retain(|(known, _)| *known != mapping);
         self.card.unmap(mapping)
     }
 }
 
 impl Card for TestCard {
     fn give(&mut self, memory: &MappedMemory) {
-        assert!(self.mapped.is_empty(), "nothing of the last guest is mapped: {:?}", self.mapped);
-        self.bus.0.lock().unwrap().1 = memory.clone();
+        self.bus.0.lock().unwrap().given = memory.clone();
     }
     fn signalled(&mut self) {
         let _ = rustix::io::read(&self.interrupt, &mut [0; 8]);
@@ -167,7 +191,7 @@ struct Member {
 }
 
 impl Member {
-    fn connect(folder: &std::path::Path, name: &str) -> Self {
+    fn connect(device: &Device, folder: &std::path::Path, name: &str) -> Self {
         let file = memfd_create("ram", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
         ftruncate(&file, RAM).unwrap();
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW).unwrap();
@@ -176,7 +200,9 @@ impl Member {
         client.dma_map(file.as_fd(), 0, 0, RAM, true).unwrap();
         let line = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         client.set_eventfds(INTERRUPT_INTX, 0, &[Some(line.as_fd())]).unwrap();
-        client.region_write(REGION_CONFIG, 4, &7_u16.to_le_bytes()).unwrap();
+        // As Linux's drivers have it: an NE2000 never masters the bus.
+        let command: u16 = if matches!(device.bars[0], Bar::Ports(32)) { 1 } else { 7 };
+        client.region_write(REGION_CONFIG, 4, &command.to_le_bytes()).unwrap();
         Self { client, ram, line }
     }
 
@@ -227,14 +253,14 @@ fn frame(to: [u8; 6], from: [u8; 6], number: u32) -> Vec<u8> {
 
 type TestDesk = Arc<Desk<TestCard, HostBus>>;
 
-fn daemon() -> (CardDaemon, TestDesk, tempfile::TempDir) {
+fn daemon(device: &'static Device) -> (CardDaemon, TestDesk, tempfile::TempDir) {
     let folder = tempfile::tempdir().unwrap();
     let uid = rustix::process::geteuid().as_raw();
     let wish = |seat: u8| Wish { name: format!("guest{seat}"), address: address(seat), uid };
     let seats = [wish(0), wish(1)];
-    let (card, own, interrupt) = TestCard::new();
+    let (card, own, interrupt) = TestCard::new(device);
     let settings = Settings { slice: Duration::from_millis(1), ..Settings::default() };
-    let desk = Arc::new(Desk::new(card, own, &seats, settings).unwrap());
+    let desk = Arc::new(Desk::new(device, card, own, &seats, settings).unwrap());
     let daemon = CardDaemon::serve_desk(&desk, interrupt, folder.path(), &seats).unwrap();
     (daemon, desk, folder)
 }
@@ -242,15 +268,16 @@ fn daemon() -> (CardDaemon, TestDesk, tempfile::TempDir) {
 /// What one guest does until the end: sends frames by turns to the outside and to the other guest, takes what comes. Returns the frames
 /// that came, and how many it has sent.
 fn drive(
+    device: &Device,
     folder: &std::path::Path,
     seat: u8,
     ready: &std::sync::Barrier,
     end: &AtomicBool,
     taken: &AtomicU32,
 ) -> (Vec<Vec<u8>>, u32) {
-    let mut guest = Member::connect(folder, &format!("guest{seat}"));
-    let mut driver = Driver::probe(&mut guest, 0);
-    assert_eq!(driver.address, address(seat), "out of the virtual EEPROM");
+    let mut guest = Member::connect(device, folder, &format!("guest{seat}"));
+    let mut driver = Driver::probe(device, &mut guest, 0);
+    assert_eq!(driver.address(), address(seat), "its own");
     driver.start(&mut guest);
     ready.wait();
     let (mut frames, mut handed, mut sent, mut due) = (Vec::new(), 0, 0, Instant::now());
@@ -290,12 +317,9 @@ impl Drop for End<'_> {
 
 /// Two drivers at once, through some hundred hand-offs: every frame of the wire and of the other guest arrives once, in order and whole,
 /// every frame sent is on the wire, no request is refused, and the card never reached for what wasn't mapped. The load is low: what
-/// is under way fits the card's ring and the queues. The rate is printed: it is the machine's.
-#[test]
-fn two_guests_take_turns_and_nothing_is_lost() {
-    const HANDOFFS: u64 = 500;
-    const UNDER_WAY: u32 = 16;
-    let (_daemon, desk, folder) = daemon();
+/// is under way (`under_way` frames for each) fits the card's ring and the queues. The rate is printed: it is the machine's.
+fn take_turns(device: &'static Device, handoffs_wanted: u64, under_way: u32) {
+    let (_daemon, desk, folder) = daemon(device);
     let (ready, end) = (std::sync::Barrier::new(3), AtomicBool::new(false));
     let taken = [AtomicU32::new(0), AtomicU32::new(0)];
     let (mut wire, mut injected) = (Vec::new(), 0u32);
@@ -305,17 +329,17 @@ fn two_guests_take_turns_and_nothing_is_lost() {
             .zip(&taken)
             .map(|(seat, taken)| {
                 let (folder, ready, end) = (folder.path(), &ready, &end);
-                scope.spawn(move || drive(folder, seat, ready, end, taken))
+                scope.spawn(move || drive(device, folder, seat, ready, end, taken))
             })
             .collect();
         ready.wait();
         let handoffs = || desk.inspect()["handoffs"].as_u64().unwrap();
         let (begin, before) = (Instant::now(), handoffs());
-        while handoffs() < before + HANDOFFS {
+        while handoffs() < before + handoffs_wanted {
             assert!(begin.elapsed() < Duration::from_secs(120), "{} hand-offs", handoffs() - before);
             std::thread::sleep(Duration::from_millis(1));
             let came = taken.iter().map(|taken| taken.load(Ordering::SeqCst)).min().unwrap();
-            if injected > came + UNDER_WAY {
+            if injected > came + under_way {
                 continue;
             }
             let each = [0, 1].map(|seat| frame(address(seat), OUTSIDE, injected));
@@ -326,7 +350,7 @@ fn two_guests_take_turns_and_nothing_is_lost() {
             }));
         }
         let rate = (handoffs() - before) as f64 / begin.elapsed().as_secs_f64();
-        eprintln!("{rate:.0} hand-offs per second, {injected} frames for each guest");
+        eprintln!("{}: {rate:.0} hand-offs per second, {injected} frames for each guest", device.name);
         drop(ends);
         guests.into_iter().map(|guest| guest.join().unwrap()).collect::<Vec<_>>()
     });
@@ -358,31 +382,52 @@ fn two_guests_take_turns_and_nothing_is_lost() {
     assert_eq!(desk.with_card(|card| card.card.blocked()), 0);
 }
 
+#[test]
+fn two_guests_take_turns_with_an_rtl8139_and_nothing_is_lost() {
+    take_turns(&RTL8139, 500, 16);
+}
+
+#[test]
+fn two_guests_take_turns_with_an_e1000_and_nothing_is_lost() {
+    take_turns(&E1000, 500, 16);
+}
+
+/// Its ring holds nine long frames for both.
+#[test]
+fn two_guests_take_turns_with_an_ne2000_and_nothing_is_lost() {
+    take_turns(&NE2000, 500, 3);
+}
+
 /// A guest whose monitor dies in the midst of its work loses the card, its windows are unmapped; the other goes on, and its place can be taken
 /// again. Nobody else can take a place that is taken.
 #[test]
 fn a_guest_that_dies_leaves_the_card() {
-    let (_daemon, desk, folder) = daemon();
+    CARDS.into_iter().for_each(dies);
+}
+
+fn dies(device: &'static Device) {
+    let (_daemon, desk, folder) = daemon(device);
     for round in 0..3 {
-        let mut first = Member::connect(folder.path(), "guest0");
-        let mut driver = Driver::probe(&mut first, 0);
+        let mut first = Member::connect(device, folder.path(), "guest0");
+        let mut driver = Driver::probe(device, &mut first, 0);
         driver.start(&mut first);
-        assert!(desk.with_card(|card| !card.mapped.is_empty()), "its windows are mapped");
         driver.send(&mut first, &frame(OUTSIDE, address(0), round));
+        let maps = device.name != "ne2000";
+        assert_eq!(desk.with_card(|card| card.mapped() > 0), maps, "what it sends is mapped");
         drop(first);
         let begin = Instant::now();
         while desk.inspect()["guests"]["guest0"]["connected"] == true {
             assert!(begin.elapsed() < Duration::from_secs(10));
             std::thread::sleep(Duration::from_millis(1));
         }
-        assert!(desk.with_card(|card| card.mapped.is_empty()), "nothing of it is mapped");
+        assert!(desk.with_card(|card| card.mapped() == 0), "nothing of it is mapped");
         assert_eq!(desk.inspect()["holder"], serde_json::Value::Null);
         assert!(
-            desk.with_card(|card| card.bus.0.lock().unwrap().1.regions().is_empty()),
+            desk.with_card(|card| card.bus.0.lock().unwrap().given.regions().is_empty()),
             "its memory is gone"
         );
-        let mut second = Member::connect(folder.path(), "guest1");
-        let mut driver = Driver::probe(&mut second, 0);
+        let mut second = Member::connect(device, folder.path(), "guest1");
+        let mut driver = Driver::probe(device, &mut second, 0);
         driver.start(&mut second);
         let into = frame(address(1), OUTSIDE, round);
         desk.with_card(|card| assert!(card.receive(&into)));

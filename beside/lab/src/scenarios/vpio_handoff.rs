@@ -1,15 +1,15 @@
-//! Two guests that share one RTL8139 of their host by context switch, each with the unmodified driver, under ping and TCP in both directions.
+//! Two guests that share one card of their host, an RTL8139, an e1000, an NE2000, by context switch, each with the unmodified driver, under ping and TCP in both directions.
 //!
 //! ```text
 //!   guest g0 10.82.0.2 ─ vfio-user ─┐
-//!                                   ├─ causeway card ─ RTL8139 (QEMU's, behind an emulated IOMMU) ─ wire ─ e1000 10.82.0.1 ─ host
+//!                                   ├─ causeway card ─ card (QEMU's, behind an emulated IOMMU) ─ wire ─ e1000 10.82.0.1 ─ host
 //!   guest g1 10.82.0.3 ─ vfio-user ─┘
 //! ```
 
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::vpio_nics::{self, CARDS, Card, HOST_SIDE};
 use crate::channel::Session;
@@ -24,19 +24,23 @@ use crate::scenario::{Options, Report, Scenario};
 /// The scenario.
 pub const SCENARIO: Scenario = Scenario {
     name: "vpio-handoff",
-    about: "Two guests share one RTL8139 by context switch: hand-offs per second, lost frames and driver errors under ping and TCP",
+    about: "Two guests share one card (--only rtl8139, e1000 or ne2000) by context switch: hand-offs per second, lost frames and driver errors under ping and TCP",
     topology: vpio_nics::topology,
     run,
     prompt: None,
 };
 
+/// Cards, in their order.
+const ORDER: [&str; 3] = ["rtl8139", "e1000", "ne2000"];
 /// Guests, and their addresses' last bytes.
 const GUESTS: [(&str, u8); 2] = [("g0", 2), ("g1", 3)];
 const SECONDS: u64 = 600;
-/// Pings per second, each way and guest: low load for an emulated host.
-const PINGS: u64 = 2;
-/// Bytes of each TCP exchange: sent, echoed, compared.
+/// Milliseconds between pings, each way and guest: low load for an emulated host. An NE2000's guest makes a hundred accesses for each.
+const BETWEEN: u64 = 500;
+const NE2000_BETWEEN: u64 = 2000;
+/// Bytes of each TCP exchange: sent, echoed, compared. An NE2000 moves every four of them by an access of its own, which is a message here.
 const BYTES: u32 = 16384;
+const NE2000_BYTES: u32 = 4096;
 /// A guest has the card at least so long while the other waits: an access of a guest costs milliseconds here.
 const SLICE: u32 = 20;
 const BOOT: Duration = Duration::from_secs(600);
@@ -74,10 +78,11 @@ fn serve(host: &Host, card: &Card) -> Result<Session> {
 fn boot(host: &Host, card: &Card, name: &str, last: u8, kernel: &str) -> Result<Guest> {
     let own = address(last);
     let script = format!(
-        "export PATH=/usr/sbin:/usr/bin:/sbin:/bin\nmount -t tmpfs run /run\nmodprobe 8139too || exit 1\n\
+        "export PATH=/usr/sbin:/usr/bin:/sbin:/bin\nmount -t tmpfs run /run\nmodprobe {driver} || exit 1\n\
          n=$(ls /sys/class/net | grep -v lo | head -n 1); [ -n \"$n\" ] || {{ dmesg | tail -n 20; exit 2; }}\n\
          ip link set $n name n0; ip addr add {own}/24 dev n0; ip link set n0 up\n\
          echo the nic is $(basename $(readlink /sys/class/net/n0/device/driver)) $(cat /sys/class/net/n0/address)\n{serve}",
+        driver = card.driver(),
         serve = guest_channel::serve(&own),
     );
     let mut spec = GuestSpec::new(name, kernel, 1)
@@ -101,8 +106,12 @@ fn inside(host: &Host, name: &str, what: &str, script: &str) -> Result<Session> 
 }
 
 /// `ping` for a number of echoes; it waits long for the last of them.
-fn ping(to: &str, count: u64) -> String {
-    format!("ping -q -c {count} -i {} -W 30 {to}", 1.0 / PINGS as f64)
+fn ping(card: &Card, to: &str, count: u64) -> String {
+    format!("ping -q -c {count} -i {} -W 30 {to}", between(card) as f64 / 1000.0)
+}
+
+fn between(card: &Card) -> u64 {
+    if card.is("ne2000") { NE2000_BETWEEN } else { BETWEEN }
 }
 
 /// Echoes asked for and answered, from what ping says at its end.
@@ -119,11 +128,13 @@ fn exchanges(text: &str) -> Option<(u64, u64)> {
     Some((words.next()?.parse().ok()?, words.next()?.parse().ok()?))
 }
 
-/// Random bytes to the host's echo and back, again and again.
-fn exchange(port: u16, seconds: u64) -> String {
+/// Random bytes to the host's echo and back, again and again. The guest lets the host send ahead no more than the card's ring holds.
+fn exchange(card: &Card, port: u16, seconds: u64) -> String {
+    let bytes = if card.is("ne2000") { NE2000_BYTES } else { BYTES };
+    let window = card.window() / 2;
     format!(
-        "exec bash -c 'n=0; e=0; while [ $SECONDS -lt {seconds} ]; do head -c {BYTES} /dev/urandom > /tmp/w; \
-         timeout 60 socat -t 30 STDIO TCP:{HOST_SIDE}:{port} < /tmp/w > /tmp/r; [ \"$(sha256sum < /tmp/w)\" = \"$(sha256sum < /tmp/r)\" ] || {{ e=$((e+1)); ls -l /tmp/w /tmp/r >&2; }}; n=$((n+1)); sleep 0.5; done; echo TCP $n $e'"
+        "exec bash -c 'n=0; e=0; while [ $SECONDS -lt {seconds} ]; do head -c {bytes} /dev/urandom > /tmp/w; \
+         timeout 60 socat -t 30 STDIO TCP:{HOST_SIDE}:{port},rcvbuf={window} < /tmp/w > /tmp/r; [ \"$(sha256sum < /tmp/w)\" = \"$(sha256sum < /tmp/r)\" ] || {{ e=$((e+1)); ls -l /tmp/w /tmp/r >&2; }}; n=$((n+1)); sleep 0.5; done; echo TCP $n $e'"
     )
 }
 
@@ -139,14 +150,42 @@ fn driver_errors(host: &Host, name: &str) -> Result<u64> {
     Ok(numbers.iter().sum())
 }
 
+/// What came of one card.
+#[derive(Debug, Default)]
+struct Outcome {
+    handoffs: u64,
+    lost: u64,
+    errors: u64,
+}
+
 fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     lab.install_causeway()?;
     let host = lab.host(0)?;
-    let card = &CARDS[0];
     vpio_nics::prepare(host)?;
-    vpio_nics::address_peer(host, card, "vpio")?;
     let seconds = options.seconds.unwrap_or(SECONDS);
     let kernel = options.kernels.first().map_or("6.1-generic", String::as_str);
+    let (mut all, mut cards) = (Outcome::default(), 0);
+    for name in ORDER {
+        let Some(card) = CARDS.iter().find(|card| card.is(name) && options.wants(name)) else { continue };
+        progress!("  {name}");
+        let one = share(host, card, seconds, kernel, report).with_context(|| format!("{name} failed"))?;
+        cards += 1;
+        all.handoffs += one.handoffs;
+        all.lost += one.lost;
+        all.errors += one.errors;
+    }
+    if cards == 0 {
+        bail!("No card is called {:?}; {ORDER:?} are", options.only);
+    }
+    report.figure("handoffs", all.handoffs);
+    report.figure("lost_frames", all.lost);
+    report.figure("driver_errors", all.errors);
+    Ok(())
+}
+
+/// One card, from its daemon's start to its end.
+fn share(host: &Host, card: &Card, seconds: u64, kernel: &str, report: &mut Report) -> Result<Outcome> {
+    vpio_nics::address_peer(host, card, "vpio")?;
     let daemon = serve(host, card)?;
     let mut guests = Vec::new();
     for (name, last) in GUESTS {
@@ -155,7 +194,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     for guest in &guests {
         let (line, _) = guest.expect("the nic is", BOOT)?;
         progress!("  {}", line.trim());
-        if !line.contains("8139too") {
+        if !line.contains(card.driver()) {
             bail!("The guest's driver is another: {line:?}");
         }
     }
@@ -164,7 +203,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         eprintln!("card: {:?}", state(host, card).map(|tree| tree.to_string()));
         eprintln!("daemon: {}", daemon.err.tail(12));
     }
-    looked?;
+    let outcome = looked?;
     for (guest, (name, _)) in guests.iter().zip(GUESTS) {
         host.sh(&format!("causeway stop {name} --force"))?;
         guest.ended(Duration::from_secs(60))?;
@@ -175,30 +214,30 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     daemon.signal(15)?;
     let ended = daemon.wait(Duration::from_secs(60))?;
     report.check(ended == Some(0), format!("the card's daemon ended with {ended:?}: {}", daemon.err.tail(4)));
-    Ok(())
+    Ok(outcome)
 }
 
 /// Ping and TCP by both guests at once, and what came of it.
-fn work(host: &Host, card: &Card, seconds: u64, report: &mut Report) -> Result<()> {
+fn work(host: &Host, card: &Card, seconds: u64, report: &mut Report) -> Result<Outcome> {
     let patience = Duration::from_secs(seconds + 300);
     for (name, last) in GUESTS {
-        inside(host, name, "first", &ping(HOST_SIDE, 2))?.output(BOOT)?.success()?;
+        inside(host, name, "first", &ping(card, HOST_SIDE, 2))?.output(BOOT)?.success()?;
         progress!("  {name} ({}) reaches the host", address(last));
     }
     let (before, begin) = (state(host, card)?, Instant::now());
-    let count = seconds * PINGS;
+    let count = seconds * 1000 / between(card);
     let (mut pings, mut streams, mut servers) = (Vec::new(), Vec::new(), Vec::new());
     for ((name, last), port) in GUESTS.into_iter().zip(7001..) {
         servers.push(host.spawn(
             &format!("echo-{name}"),
             &format!("exec socat -t 30 TCP-LISTEN:{port},reuseaddr,fork EXEC:cat"),
         )?);
-        pings.push((format!("{name} to host"), inside(host, name, "ping", &ping(HOST_SIDE, count))?));
+        pings.push((format!("{name} to host"), inside(host, name, "ping", &ping(card, HOST_SIDE, count))?));
         pings.push((
             format!("host to {name}"),
-            host.spawn(&format!("ping-{name}"), &format!("exec {}", ping(&address(last), count)))?,
+            host.spawn(&format!("ping-{name}"), &format!("exec {}", ping(card, &address(last), count)))?,
         ));
-        streams.push((name, inside(host, name, "tcp", &exchange(port, seconds))?));
+        streams.push((name, inside(host, name, "tcp", &exchange(card, port, seconds))?));
     }
     let (mut lost, mut sent) = (0, 0);
     for (what, session) in &pings {
@@ -237,20 +276,25 @@ fn work(host: &Host, card: &Card, seconds: u64, report: &mut Report) -> Result<(
     }
     for (name, _) in GUESTS {
         lost += number(&after, &format!("/guests/{name}/frames/dropped"));
+        lost += number(&after, &format!("/guests/{name}/frames/refused"));
         let refused = number(&after, &format!("/guests/{name}/decisions/refused"));
         report.check(refused == 0, format!("the model refused {refused} requests of {name}"));
     }
-    report.figure("seconds", took.as_secs());
-    report.figure("handoffs", handoffs);
-    report.figure("handoffs_per_second", (per_second * 10.0).round() / 10.0);
-    report.figure("lost_frames", lost);
-    report.figure("driver_errors", errors);
-    report.figure("pings", sent);
-    report.figure("tcp_exchanges", carried);
-    report.figure("tcp_failed", broken);
-    report.figure("forced", number(&after, "/forced"));
-    report.figure("longest_handoff_microseconds", number(&after, "/longest_handoff_microseconds"));
-    report.figure("pinned_bytes_peak", number(&after, "/pinned_bytes_peak"));
+    let figures = json!({
+        "seconds": took.as_secs(),
+        "handoffs": handoffs,
+        "handoffs_per_second": (per_second * 10.0).round() / 10.0,
+        "lost_frames": lost,
+        "driver_errors": errors,
+        "pings": sent,
+        "tcp_exchanges": carried,
+        "tcp_failed": broken,
+        "forced": number(&after, "/forced"),
+        "longest_handoff_microseconds": number(&after, "/longest_handoff_microseconds"),
+        "pinned_bytes_peak": number(&after, "/pinned_bytes_peak"),
+    });
+    progress!("    {}: {figures}", card.name());
+    report.figure(card.name(), figures);
     report.check(
         per_second >= PER_SECOND,
         format!("{per_second:.1} hand-offs per second, {PER_SECOND} are to be shown"),
@@ -259,7 +303,7 @@ fn work(host: &Host, card: &Card, seconds: u64, report: &mut Report) -> Result<(
     report.check(errors == 0, format!("drivers counted {errors} errors"));
     report.check(broken == 0, format!("{broken} TCP exchanges failed"));
     report.check(after["failed"].is_null(), format!("the card failed: {}", after["failed"]));
-    Ok(())
+    Ok(Outcome { handoffs, lost, errors })
 }
 
 #[cfg(test)]

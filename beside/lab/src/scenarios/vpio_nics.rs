@@ -78,6 +78,18 @@ impl Card {
         self.name == name
     }
 
+    pub(super) fn name(&self) -> &'static str {
+        self.name
+    }
+
+    pub(super) fn driver(&self) -> &'static str {
+        self.driver
+    }
+
+    pub(super) fn window(&self) -> u32 {
+        self.window
+    }
+
     pub(super) fn slot(&self) -> u8 {
         self.slot
     }

@@ -2,12 +2,15 @@
 //! with packets. They believe their driver as real devices do: what a monitor must prevent, they do.
 
 pub mod e1000;
+pub mod filter;
 pub mod ne2000;
 pub mod port;
 pub mod rtl8139;
 
 use crate::describe::Device;
 use crate::physical::{Bus, PhysicalDevice};
+
+pub use filter::Filter;
 
 /// A network card of this module.
 pub trait Card: PhysicalDevice {
@@ -17,6 +20,8 @@ pub trait Card: PhysicalDevice {
     fn take_sent(&mut self) -> Vec<Vec<u8>>;
     /// A frame arrives. Whether it was stored.
     fn receive(&mut self, frame: &[u8]) -> bool;
+    /// DMA that the IOMMU or the switched-off bus master stopped.
+    fn blocked(&self) -> u64;
 }
 
 /// The card of a description, with a station address, on a bus; with `iommu` it reaches only what is mapped. `None` where nobody has written

@@ -1,12 +1,13 @@
 //! Reference NE2000: 64 KiB of card addresses (station PROM at 0, packet memory at 4000h, somebody else's beyond), remote transfers,
 //! transmission, the receive ring.
 
-use super::{SHORTEST, multicast_index};
+use super::SHORTEST;
+use super::filter::{Filter, Groups};
 use crate::describe::{Class, Direction, Event, Reg};
 use crate::devices::ne2000::{
-    BNRY, CNTR0, CNTR1, CNTR2, CR, CRDA0, CRDA1, CURR, DATA, DCR, MAC0, MAR0, MON, NE2000, OVW, PAR0, PRO,
-    PRX, PSTART, PSTOP, PTX, RCR, RDMA_IDLE, RDMA_WRITE, RESET, RSAR0, RSAR1, RSR, RUNNING, TBCR0, TBCR1,
-    TPSR, TSR, TX_BUSY, TX_IDLE, TXP, WTS,
+    BNRY, CNTR0, CNTR1, CNTR2, CR, CRDA0, CRDA1, CURR, DATA, DCR, MAC0, MAR0, MON, NCR, NE2000, OVW, PAR0,
+    PRO, PRX, PSTART, PSTOP, PTX, RCR, RDMA_IDLE, RDMA_WRITE, RESET, RSAR0, RSAR1, RSR, RUNNING, TBCR0,
+    TBCR1, TPSR, TSR, TX_BUSY, TX_IDLE, TXP, WTS,
 };
 use crate::graph::{Given, Graph, truncated};
 use crate::physical::{DeviceError, Mapping, PhysicalDevice, Touch};
@@ -21,7 +22,8 @@ pub struct Ne2000 {
     /// Where the remote transfer is.
     at: u16,
     sent: Vec<Vec<u8>>,
-    log: Vec<Touch>,
+    /// `None`: nobody wants it.
+    log: Option<Vec<Touch>>,
     bus_master: bool,
     /// Frames that were not stored because the ring was full.
     pub missed: u64,
@@ -42,7 +44,14 @@ impl Ne2000 {
             memory[usize::from(at) * 2 + 1] = byte;
         }
         memory[28..32].fill(0x57);
-        Self { graph, memory, at: 0, sent: Vec::new(), log: Vec::new(), bus_master: false, missed: 0 }
+        Self { graph, memory, at: 0, sent: Vec::new(), log: Some(Vec::new()), bus_master: false, missed: 0 }
+    }
+
+    /// Without a log of what it touches, which nobody would take.
+    #[must_use]
+    pub fn without_log(mut self) -> Self {
+        self.log = None;
+        self
     }
 
     /// The card's addresses, byte by byte.
@@ -52,7 +61,7 @@ impl Ne2000 {
 
     /// What the card touched of its memory since the last call: the oracle of tests.
     pub fn take_log(&mut self) -> Vec<Touch> {
-        std::mem::take(&mut self.log)
+        self.log.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
     /// Frames that were sent since the last call.
@@ -72,32 +81,40 @@ impl Ne2000 {
 
     /// Time passes: a frame that is being sent is gone.
     pub fn tick(&mut self) {
-        if !self.graph.is(TX_BUSY) {
-            return;
-        }
-        let length = usize::from(low(self.value(TBCR0) | self.value(TBCR1) << 8));
+        let Some(frame) = self.sending() else { return };
         let base = usize::from(low(self.value(TPSR) << 8));
-        let frame = (0..length).map(|at| self.memory[(base + at) % self.memory.len()]).collect();
-        self.touch(Direction::DeviceReads, base, length, "frame to send");
+        self.touch(Direction::DeviceReads, base, frame.len(), "frame to send");
         self.sent.push(frame);
-        self.graph.set(TSR, 1);
+        self.finish(1, 0, PTX);
+    }
+
+    /// The frame that is being sent.
+    pub fn sending(&self) -> Option<Vec<u8>> {
+        self.graph.is(TX_BUSY).then(|| {
+            let length = usize::from(low(self.value(TBCR0) | self.value(TBCR1) << 8));
+            let base = usize::from(low(self.value(TPSR) << 8));
+            (0..length).map(|at| self.memory[(base + at) % self.memory.len()]).collect()
+        })
+    }
+
+    /// The frame that is being sent is gone, or given up: status, collisions, causes.
+    pub fn finish(&mut self, status: u32, collisions: u32, causes: u32) {
+        self.graph.set(TSR, status & 0xFF);
+        self.graph.set(NCR, collisions & 0xFF);
         self.graph.set(CR, self.value(CR) & !TXP);
         self.graph.enter(TX_IDLE);
-        self.cause(PTX);
+        self.cause(causes);
     }
 
     /// A frame arrives. Whether it was stored.
     pub fn receive(&mut self, frame: &[u8]) -> bool {
-        if !self.graph.is(RUNNING) || self.value(RCR) & MON != 0 || !self.accepts(frame) {
+        if !self.filter().accepts(frame) {
             return false;
         }
-        let (start, stop) = (self.byte(PSTART), self.byte(PSTOP));
-        let (curr, bnry) = (self.byte(CURR), self.byte(BNRY));
+        let (start, stop, curr) = (self.byte(PSTART), self.byte(PSTOP), self.byte(CURR));
         let length = frame.len().max(SHORTEST);
         let pages = (length + 8).div_ceil(PAGE);
-        let free =
-            if curr < bnry { bnry - curr } else { stop.saturating_sub(start).saturating_sub(curr - bnry) };
-        if pages >= free {
+        if !self.has_room(frame.len()) {
             self.missed += 1;
             self.graph.set(CNTR2, (self.value(CNTR2) + 1).min(0xFF));
             self.cause(OVW);
@@ -122,21 +139,29 @@ impl Ne2000 {
         true
     }
 
-    fn accepts(&self, frame: &[u8]) -> bool {
-        let Some(to) = frame.get(..6) else { return false };
+    /// Whether its ring has room for a frame of `length` bytes.
+    pub fn has_room(&self, length: usize) -> bool {
+        let (start, stop) = (self.byte(PSTART), self.byte(PSTOP));
+        let (curr, bnry) = (self.byte(CURR), self.byte(BNRY));
+        let free =
+            if curr < bnry { bnry - curr } else { stop.saturating_sub(start).saturating_sub(curr - bnry) };
+        (length.max(SHORTEST) + 8).div_ceil(PAGE) < free
+    }
+
+    /// Which frames it takes now.
+    pub fn filter(&self) -> Filter {
         let rcr = self.value(RCR);
-        if rcr & PRO != 0 {
-            return true;
-        }
-        if to == [0xFF; 6] {
-            return rcr & 0x04 != 0;
-        }
-        if to[0] & 1 == 1 {
-            let index = multicast_index(to);
-            let row = u8::try_from(index >> 3).unwrap_or(0);
-            return rcr & 0x08 != 0 && self.value(Reg(MAR0.0 + row)) >> (index & 7) & 1 == 1;
-        }
-        (0u8..).zip(to).all(|(at, &byte)| self.value(Reg(PAR0.0 + at)) == u32::from(byte))
+        let bytes = |first: Reg, at: u8| self.value(Reg(first.0 + at)).to_le_bytes()[0];
+        let groups = (0..8).fold(0, |all, at| all | u64::from(bytes(MAR0, at)) << (8 * at));
+        let groups = if rcr & 0x08 == 0 { Groups::None } else { Groups::Hashed(groups) };
+        let on = self.graph.is(RUNNING) && rcr & MON == 0;
+        let station = std::array::from_fn(|at| bytes(PAR0, u8::try_from(at).unwrap_or(0)));
+        Filter::new(on, rcr & PRO != 0, rcr & 0x04 != 0, groups).with(station)
+    }
+
+    /// Causes of an interrupt that another part of the card has.
+    pub fn raise(&mut self, causes: u32) {
+        self.cause(causes);
     }
 
     fn byte(&self, reg: Reg) -> usize {
@@ -145,7 +170,9 @@ impl Ne2000 {
 
     fn touch(&mut self, direction: Direction, address: usize, length: usize, purpose: &'static str) {
         let number = |at: usize| u64::try_from(at).unwrap_or(u64::MAX);
-        self.log.push(Touch { direction, address: number(address), length: number(length), purpose });
+        if let Some(log) = &mut self.log {
+            log.push(Touch { direction, address: number(address), length: number(length), purpose });
+        }
     }
 
     fn cause(&mut self, causes: u32) {
@@ -230,12 +257,16 @@ impl super::Card for Ne2000 {
 
     fn take_sent(&mut self) -> Vec<Vec<u8>> {
         // Only tests want the log, and a guest must not be able to grow it.
-        self.log.clear();
+        drop(self.take_log());
         Self::take_sent(self)
     }
 
     fn receive(&mut self, frame: &[u8]) -> bool {
         Self::receive(self, frame)
+    }
+
+    fn blocked(&self) -> u64 {
+        0
     }
 }
 

@@ -1,6 +1,6 @@
 //! Reference RTL8139: four transmit descriptors, the receive ring, bus mastering. Time passes when a register is read.
 
-use super::multicast_index;
+use super::filter::{Filter, Groups};
 use super::port::Port;
 use crate::describe::{Class, Direction, Event, Reg};
 use crate::devices::rtl8139::{
@@ -9,38 +9,6 @@ use crate::devices::rtl8139::{
 };
 use crate::graph::{Given, Graph, truncated};
 use crate::physical::{Bus, DeviceError, Mapping, PhysicalDevice};
-
-/// Which frames a receiver takes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Filter {
-    /// The receiver runs.
-    on: bool,
-    /// RCR.
-    config: u32,
-    /// Multicast filter.
-    groups: u64,
-    own: [u8; 6],
-}
-
-impl Filter {
-    /// Whether it takes a frame.
-    pub fn accepts(&self, frame: &[u8]) -> bool {
-        let Some(to) = frame.get(..6) else { return false };
-        if !self.on {
-            return false;
-        }
-        if self.config & AAP != 0 {
-            return true;
-        }
-        if to == [0xFF; 6] {
-            return self.config & AB != 0;
-        }
-        if to[0] & 1 == 1 {
-            return self.config & AM != 0 && self.groups >> multicast_index(to) & 1 == 1;
-        }
-        self.config & APM != 0 && to == self.own
-    }
-}
 
 /// The device.
 #[derive(Debug)]
@@ -184,13 +152,15 @@ impl<B: Bus> Rtl8139<B> {
 
     /// Which frames it takes now.
     pub fn filter(&self) -> Filter {
-        let [low, high] = [self.value(IDR0), self.value(IDR4)].map(u32::to_le_bytes);
-        Filter {
-            on: self.value(CR) & RE != 0,
-            config: self.value(RCR),
-            groups: u64::from(self.value(MAR0)) | u64::from(self.value(MAR4)) << 32,
-            own: [low[0], low[1], low[2], low[3], high[0], high[1]],
+        let (rcr, [low, high]) =
+            (self.value(RCR), [self.value(IDR0), self.value(IDR4)].map(u32::to_le_bytes));
+        let groups = u64::from(self.value(MAR0)) | u64::from(self.value(MAR4)) << 32;
+        let groups = if rcr & AM == 0 { Groups::None } else { Groups::Hashed(groups) };
+        let filter = Filter::new(self.value(CR) & RE != 0, rcr & AAP != 0, rcr & AB != 0, groups);
+        if rcr & APM == 0 {
+            return filter;
         }
+        filter.with([low[0], low[1], low[2], low[3], high[0], high[1]])
     }
 
     /// Whether its ring has room for a frame of `length` bytes.
@@ -266,6 +236,10 @@ impl<B: Bus> super::Card for Rtl8139<B> {
 
     fn receive(&mut self, frame: &[u8]) -> bool {
         Self::receive(self, frame)
+    }
+
+    fn blocked(&self) -> u64 {
+        Self::blocked(self)
     }
 }
 

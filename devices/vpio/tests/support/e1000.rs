@@ -163,6 +163,16 @@ impl Driver {
         }
     }
 
+    /// Sends what lies at an address by a legacy descriptor.
+    pub fn send_at(&mut self, ports: &mut dyn Memory, address: u64, length: u16) {
+        let mut descriptor = [0; 16];
+        descriptor[..8].copy_from_slice(&address.to_le_bytes());
+        descriptor[8..10].copy_from_slice(&length.to_le_bytes());
+        descriptor[11] = SEND;
+        self.post(ports, &descriptor);
+        self.w(ports, 0x3818, self.next % RING);
+    }
+
     fn post(&mut self, ports: &mut dyn Memory, descriptor: &[u8; 16]) {
         ports.store(self.memory + TX_RING + u64::from(self.next % RING) * 16, descriptor);
         self.next += 1;
@@ -185,6 +195,11 @@ impl Driver {
         let mut context = [14, 24, 33, 0, 34, 50, 0, 0, 0, 0, 0, 0x27, 0, headers, 0, 0];
         context[14..].copy_from_slice(&segment.to_le_bytes());
         self.post(ports, &context);
+        self.send_more(ports, frame);
+    }
+
+    /// The same, by the context that came last.
+    pub fn send_more(&mut self, ports: &mut dyn Memory, frame: &[u8]) {
         let pieces = frame.chunks(1024).count();
         for (number, piece) in frame.chunks(1024).enumerate() {
             let buffer = self.memory + TX_BUFFERS + u64::from(self.next % RING) * BUFFER;

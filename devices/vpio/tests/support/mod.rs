@@ -4,6 +4,7 @@
 pub mod e1000;
 pub mod memory;
 pub mod ne2000;
+pub mod nic;
 pub mod rtl8139;
 
 use device_models::Access;

@@ -11,6 +11,8 @@ mod offload;
 mod receive;
 mod transmit;
 
+pub use transmit::{Parsed, parse, reports};
+
 use super::port::Port;
 use crate::describe::{Class, Event, Reg};
 use crate::devices::e1000::{
@@ -23,6 +25,7 @@ use offload::Offload;
 
 /// STATUS: full duplex, link up, 1000 Mb/s, and what else QEMU's card shows.
 const LINK_UP: u32 = 0x8008_0783;
+const LINK_BITS: u32 = 0xC3;
 /// MDIC: read, done.
 const MDIC_READ: u32 = 1 << 27;
 const MDIC_READY: u32 = 1 << 28;
@@ -105,6 +108,8 @@ pub struct E1000Card<B> {
     /// What goes through the card, and where the next frame begins.
     buffer: Vec<u8>,
     buffered: usize,
+    /// Whether it sends by itself.
+    transmits: bool,
     /// Register that the second BAR's window shows.
     indirect: u32,
     sent: Vec<Vec<u8>>,
@@ -125,11 +130,41 @@ impl<B: Bus> E1000Card<B> {
             offload: Offload::default(),
             buffer: vec![0; BUFFER_BYTES],
             buffered: 0,
+            transmits: true,
             indirect: 0,
             sent: Vec::new(),
         };
         card.clear();
         card
+    }
+
+    /// A card that sends nothing by itself: somebody else does, from its ring ([`Self::descriptor`] to [`Self::sent_to`]).
+    #[must_use]
+    pub fn without_transmitter(mut self) -> Self {
+        self.transmits = false;
+        self
+    }
+
+    /// The register that an access of `bytes` bytes is to.
+    pub fn register_at(&self, offset: u32, bytes: u8, write: bool) -> Option<Reg> {
+        self.graph.piece(&E1000, offset, bytes, write).reg
+    }
+
+    /// Causes of an interrupt that another part of the card has.
+    pub fn raise(&mut self, causes: u32) {
+        self.cause(causes);
+    }
+
+    /// The link as another card's STATUS has it: up, duplex, speed.
+    pub fn set_link(&mut self, status: u32) {
+        self.graph.set(STATUS, LINK_UP & !LINK_BITS | status & LINK_BITS);
+    }
+
+    /// A register of the PHY, 0 to 31.
+    pub fn set_phy(&mut self, register: u32, value: u16) {
+        if let Some(place) = self.phy.get_mut(size(register)) {
+            *place = value;
+        }
     }
 
     /// The bus.
@@ -301,6 +336,10 @@ impl<B: Bus> super::Card for E1000Card<B> {
 
     fn receive(&mut self, frame: &[u8]) -> bool {
         Self::receive(self, frame)
+    }
+
+    fn blocked(&self) -> u64 {
+        Self::blocked(self)
     }
 }
 

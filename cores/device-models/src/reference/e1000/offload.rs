@@ -5,6 +5,8 @@ const LONGEST: usize = 0x1_0000 + 0x100;
 /// Command bits of a context: TCP rather than UDP, IPv4 rather than IPv6.
 const TCP: u8 = 1;
 const IPV4: u8 = 2;
+/// And: for frames that are cut.
+const SEGMENTS: u8 = 4;
 
 /// Where a checksum begins, where it is put, where it ends (0: with the frame).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -38,7 +40,8 @@ pub(super) struct Wishes {
 /// Context and frame under construction.
 #[derive(Debug, Default)]
 pub(super) struct Offload {
-    context: ContextFields,
+    /// For frames that are sent as they are, and for frames that are cut: each has its own.
+    contexts: [ContextFields; 2],
     frame: Vec<u8>,
     wishes: Option<Wishes>,
 }
@@ -75,7 +78,7 @@ impl Offload {
     pub fn set_context(&mut self, descriptor: &[u8; 16]) {
         let byte = |at: usize| usize::from(descriptor[at]);
         let end = |at: usize| usize::from(u16::from_le_bytes([descriptor[at], descriptor[at + 1]]));
-        self.context = ContextFields {
+        self.contexts[usize::from(descriptor[11] & SEGMENTS != 0)] = ContextFields {
             ip: Sum { start: byte(0), place: byte(1), end: end(2) },
             transport: Sum { start: byte(4), place: byte(5), end: end(6) },
             command: descriptor[11],
@@ -109,18 +112,19 @@ impl Offload {
     }
 
     fn sums(&self, frame: &mut [u8], wishes: Wishes) {
+        let context = &self.contexts[usize::from(wishes.segments)];
         if wishes.transport {
-            insert(frame, self.context.transport);
+            insert(frame, context.transport);
         }
         if wishes.ip {
-            insert(frame, self.context.ip);
+            insert(frame, context.ip);
         }
     }
 
     /// Segments of at most MSS bytes, each with the headers brought up to date. A context that makes no sense (no segment size, headers
     /// longer than the frame) sends nothing.
     fn cut(&self, frame: &[u8], wishes: Wishes) -> Vec<Vec<u8>> {
-        let of = self.context;
+        let of = self.contexts[1];
         let Some((header, payload)) = frame.split_at_checked(of.header) else { return Vec::new() };
         if of.segment == 0 || header.is_empty() || payload.is_empty() {
             return Vec::new();
@@ -138,7 +142,7 @@ impl Offload {
     }
 
     fn bring_up_to_date(&self, segment: &mut [u8], number: usize, last: bool) {
-        let of = self.context;
+        let of = self.contexts[1];
         let low = |value: usize| u16::try_from(value & 0xFFFF).unwrap_or(0);
         if of.command & IPV4 != 0 {
             put_word(segment, of.ip.start + 2, low(segment.len().saturating_sub(of.ip.start)));
@@ -237,7 +241,7 @@ mod tests {
             assert!(offload.finish().is_empty(), "{mss} {header}");
         }
         let mut offload = Offload::default();
-        offload.set_context(&[0xFF; 16]);
+        offload.set_context(&[0xFF; 16].map(|byte: u8| byte & !SEGMENTS));
         offload.push(&[0; 60], Wishes { ip: true, transport: true, segments: false });
         assert_eq!(offload.finish(), vec![vec![0; 60]], "a sum beyond the frame");
     }
@@ -245,7 +249,11 @@ mod tests {
     #[test]
     fn one_frame_gets_its_sums() {
         let mut offload = Offload::default();
-        offload.set_context(&context(0, 0));
+        let mut plain = context(0, 0);
+        plain[11] &= !SEGMENTS;
+        offload.set_context(&plain);
+        // Another, for frames that are cut: this one's stays.
+        offload.set_context(&[0xFF; 16]);
         let mut frame = prepared(333);
         let ip_length = u16::try_from(frame.len() - 14).unwrap_or(0);
         put_word(&mut frame, 16, ip_length);

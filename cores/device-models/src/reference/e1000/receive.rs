@@ -4,6 +4,7 @@ use super::{ADDRESS_VALID, E1000Card, GPRC, MPC, RXDMT0, RXO, TPR, number, size}
 use crate::devices::e1000::{EN, LBM, RAH0, RAL0, RCTL, RDBAH, RDBAL, RDH, RDLEN, RDT, RXT0, UPE};
 use crate::physical::Bus;
 use crate::reference::SHORTEST;
+use crate::reference::filter::{Filter, Groups};
 
 /// RCTL: all multicast frames, long frames, broadcasts, buffer sizes times 16, CRC is left out.
 const MPE: u32 = 0x10;
@@ -39,7 +40,7 @@ impl<B: Bus> E1000Card<B> {
     }
 
     pub(super) fn store(&mut self, frame: &[u8]) -> bool {
-        if self.value(RCTL) & EN == 0 || !self.accepts(frame) {
+        if !self.filter().accepts(frame) {
             return false;
         }
         let mut bytes = frame.to_vec();
@@ -48,11 +49,11 @@ impl<B: Bus> E1000Card<B> {
         if self.value(RCTL) & SECRC == 0 {
             bytes.extend_from_slice(&[0xCC; 4]);
         }
-        if bytes.len() > LONGEST && self.value(RCTL) & LPE == 0 {
+        if self.is_too_long(bytes.len()) {
             return false;
         }
         let room = self.buffer_bytes();
-        if size(self.free()) < bytes.len().div_ceil(room) {
+        if !self.has_room(frame.len()) {
             self.count(MPC);
             self.cause(RXO);
             return false;
@@ -92,29 +93,33 @@ impl<B: Bus> E1000Card<B> {
         self.graph.set(RDH, if next * 16 == self.value(RDLEN) { 0 } else { next });
     }
 
-    fn accepts(&self, frame: &[u8]) -> bool {
-        let Some(to) = frame.first_chunk::<6>() else { return false };
+    /// Which frames it takes now.
+    pub fn filter(&self) -> Filter {
         let rcr = self.value(RCTL);
-        if *to == [0xFF; 6] {
-            return rcr & BAM != 0 || rcr & MPE != 0;
-        }
-        if to[0] & 1 == 1 {
-            return rcr & MPE != 0 || self.in_multicast_table(*to);
-        }
-        let first = [self.value(RAL0), self.value(RAH0)];
-        let others = self.tables.addresses.as_chunks::<2>().0;
-        let own = |pair: &[u32; 2]| {
-            let low = u32::from_le_bytes([to[0], to[1], to[2], to[3]]);
-            let high = u32::from_le_bytes([to[4], to[5], 0, 0]);
-            pair[1] & ADDRESS_VALID != 0 && pair[0] == low && pair[1] & 0xFFFF == high
+        let groups = if rcr & MPE != 0 {
+            Groups::All
+        } else {
+            // Twelve bits of the address, which RCTL chooses.
+            Groups::Table([4, 3, 2, 0][size(rcr >> 12 & 3)], self.tables.multicast)
         };
-        rcr & UPE != 0 || own(&first) || others.iter().any(own)
+        // A promiscuous receiver takes all stations' frames, and of groups' what it would take anyway.
+        let filter = Filter::new(rcr & EN != 0, false, rcr & (BAM | MPE) != 0, groups);
+        let filter = if rcr & UPE == 0 { filter } else { filter.with_stations() };
+        let first = [self.value(RAL0), self.value(RAH0)];
+        let pairs = std::iter::once(&first).chain(self.tables.addresses.as_chunks::<2>().0);
+        pairs.filter(|pair| pair[1] & ADDRESS_VALID != 0).fold(filter, |filter, pair| {
+            let [low, high] = pair.map(u32::to_le_bytes);
+            filter.with([low[0], low[1], low[2], low[3], high[0], high[1]])
+        })
     }
 
-    /// The filter is indexed by twelve bits of the address that RCTL chooses.
-    fn in_multicast_table(&self, to: [u8; 6]) -> bool {
-        let shift = [4, 3, 2, 0][size(self.value(RCTL) >> 12 & 3)];
-        let index = (u32::from(u16::from_le_bytes([to[4], to[5]])) >> shift) & 0xFFF;
-        self.tables.multicast[size(index >> 5)] >> (index & 31) & 1 == 1
+    /// Whether there are descriptors for a frame of `length` bytes. One that is longer than the receiver takes needs none.
+    pub fn has_room(&self, length: usize) -> bool {
+        let stored = length.max(SHORTEST) + if self.value(RCTL) & SECRC == 0 { 4 } else { 0 };
+        self.is_too_long(stored) || size(self.free()) >= stored.div_ceil(self.buffer_bytes())
+    }
+
+    fn is_too_long(&self, stored: usize) -> bool {
+        stored > LONGEST && self.value(RCTL) & LPE == 0
     }
 }

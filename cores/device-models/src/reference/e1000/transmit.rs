@@ -1,7 +1,7 @@
 //! The transmitter: descriptors from head to tail (manual of the PCI/PCI-X family, 3.3).
 
 use super::offload::Wishes;
-use super::{E1000Card, GPTC, TPT, TXQE, size};
+use super::{E1000Card, GPTC, TPT, TXQE};
 use crate::devices::e1000::{CTRL, EN, LBM, RCTL, TCTL, TDBAH, TDBAL, TDH, TDLEN, TDT, TXDW, VET};
 use crate::physical::Bus;
 
@@ -15,6 +15,47 @@ const EXTENDED: u8 = 0x20;
 const TAG: u8 = 0x40;
 /// CTRL: VLAN tags are handled.
 const VME: u32 = 1 << 30;
+/// What a descriptor is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Parsed {
+    /// A context, for frames that are cut or for those that aren't.
+    Context {
+        /// For frames that are cut.
+        segments: bool,
+    },
+    /// A piece of a frame.
+    Data {
+        /// Its first byte in memory.
+        address: u64,
+        /// Its bytes, less than 1 MiB.
+        length: usize,
+        /// The frame ends with it.
+        last: bool,
+    },
+    /// A kind that isn't defined: skipped.
+    Unknown,
+}
+
+/// What a descriptor is, from its bytes.
+pub fn parse(descriptor: &[u8; 16]) -> Parsed {
+    let command = descriptor[11];
+    let short = usize::from(u16::from_le_bytes([descriptor[8], descriptor[9]]));
+    let length = match (command & EXTENDED != 0, descriptor[10] >> 4) {
+        (false, _) => short,
+        (true, 1) => short | usize::from(descriptor[10] & 0xF) << 16,
+        (true, 0) => return Parsed::Context { segments: command & CHECKSUM_OR_CUT != 0 },
+        (true, _) => return Parsed::Unknown,
+    };
+    let mut address = [0; 8];
+    address.copy_from_slice(&descriptor[..8]);
+    Parsed::Data { address: u64::from_le_bytes(address), length, last: command & EOP != 0 }
+}
+
+/// Whether the driver wants to be told when a descriptor is done.
+pub fn reports(descriptor: &[u8; 16]) -> bool {
+    descriptor[11] & REPORT != 0
+}
+
 /// The longest frame that goes out (82540EM, TCTL).
 const LONGEST_FRAME: usize = 16288;
 
@@ -22,7 +63,7 @@ impl<B: Bus> E1000Card<B> {
     /// Time passes: what lies between head and tail is sent. A head beyond the ring's end goes on through memory, as the silicon's.
     pub fn tick(&mut self) {
         let mut causes = 0;
-        for _ in 0..AT_A_TIME {
+        for _ in 0..if self.transmits { AT_A_TIME } else { 0 } {
             let head = self.value(TDH) & 0xFFFF;
             if self.value(TCTL) & EN == 0 || head == self.value(TDT) & 0xFFFF {
                 break;
@@ -41,67 +82,93 @@ impl<B: Bus> E1000Card<B> {
 
     /// The descriptor at `head`; its causes.
     fn transmit(&mut self, head: u32) -> u32 {
-        let base = u64::from(self.value(TDBAL) & !0xF) | u64::from(self.value(TDBAH)) << 32;
-        let at = base.wrapping_add(u64::from(head) * 16);
-        let mut descriptor = [0; 16];
-        if !self.port.read(at, &mut descriptor) {
+        let Some((at, descriptor)) = self.descriptor(head) else { return 0 };
+        for frame in self.assemble(&descriptor) {
+            self.send(frame);
+        }
+        if !reports(&descriptor) {
             return 0;
         }
+        self.report(at, &descriptor);
+        TXDW
+    }
+
+    /// A descriptor of the transmit ring by its number, and its address. `None`: the card may not read it.
+    pub fn descriptor(&mut self, number: u32) -> Option<(u64, [u8; 16])> {
+        let base = u64::from(self.value(TDBAL) & !0xF) | u64::from(self.value(TDBAH)) << 32;
+        let at = base.wrapping_add(u64::from(number) * 16);
+        let mut descriptor = [0; 16];
+        self.port.read(at, &mut descriptor).then_some((at, descriptor))
+    }
+
+    /// Writes a descriptor back: it is done.
+    pub fn report(&mut self, at: u64, descriptor: &[u8; 16]) {
+        let mut back = [0; 8];
+        back.copy_from_slice(&descriptor[8..]);
+        back[4] |= 1;
+        self.port.write(at + 8, &back);
+    }
+
+    /// Reads memory as the card does. False, and `into` as it was: it may not.
+    pub fn peek(&mut self, address: u64, into: &mut [u8]) -> bool {
+        self.port.read(address, into)
+    }
+
+    /// What goes out on the wire by this descriptor, after those before it. Nothing is sent or reported.
+    pub fn assemble(&mut self, descriptor: &[u8; 16]) -> Vec<Vec<u8>> {
         let command = descriptor[11];
-        let kind = descriptor[10] >> 4;
-        match (command & EXTENDED != 0, kind) {
-            (true, 0) => self.offload.set_context(&descriptor),
-            (true, 1) => {
-                let length = u32::from_le_bytes([descriptor[8], descriptor[9], descriptor[10] & 0xF, 0]);
+        let (address, length, wishes) = match parse(descriptor) {
+            Parsed::Context { .. } => {
+                self.offload.set_context(descriptor);
+                return Vec::new();
+            }
+            Parsed::Unknown => return Vec::new(),
+            Parsed::Data { address, length, .. } if command & EXTENDED == 0 => {
+                (address, length, Wishes::default())
+            }
+            Parsed::Data { address, length, .. } => {
                 let wishes = Wishes {
                     ip: descriptor[13] & 1 != 0,
                     transport: descriptor[13] & 2 != 0,
                     segments: command & CHECKSUM_OR_CUT != 0,
                 };
-                self.gather(&descriptor, size(length), wishes);
+                (address, length, wishes)
             }
-            (true, _) => {}
-            (false, _) => {
-                let length = usize::from(u16::from_le_bytes([descriptor[8], descriptor[9]]));
-                self.gather(&descriptor, length, Wishes::default());
-            }
-        }
-        if command & REPORT == 0 {
-            return 0;
-        }
-        descriptor[12] |= 1;
-        self.port.write(at + 8, &descriptor[8..]);
-        TXDW
-    }
-
-    fn gather(&mut self, descriptor: &[u8; 16], length: usize, wishes: Wishes) {
-        let mut address = [0; 8];
-        address.copy_from_slice(&descriptor[..8]);
+        };
         let mut piece = vec![0; length];
-        self.port.read(u64::from_le_bytes(address), &mut piece);
+        self.port.read(address, &mut piece);
         self.offload.push(&piece, wishes);
-        let command = descriptor[11];
         if command & EOP == 0 {
-            return;
+            return Vec::new();
         }
-        for mut frame in self.offload.finish() {
-            let extended = command & EXTENDED != 0;
-            if !extended && command & CHECKSUM_OR_CUT != 0 {
-                legacy_checksum(&mut frame, descriptor[13], descriptor[10]);
+        let mut frames = self.offload.finish();
+        for frame in &mut frames {
+            if command & EXTENDED == 0 && command & CHECKSUM_OR_CUT != 0 {
+                legacy_checksum(frame, descriptor[13], descriptor[10]);
             }
             if command & TAG != 0 && self.value(CTRL) & VME != 0 && frame.len() >= 12 {
                 let kind = self.value(VET).to_le_bytes();
                 let tag = [kind[1], kind[0], descriptor[15], descriptor[14]];
                 frame.splice(12..12, tag);
             }
-            self.send(frame);
         }
+        frames.retain(|frame| !frame.is_empty() && frame.len() <= LONGEST_FRAME);
+        frames
+    }
+
+    /// What has come of a frame doesn't go out.
+    pub fn forget_frame(&mut self) {
+        self.offload.forget_frame();
+    }
+
+    /// The transmitter of a card that has none of its own ([`E1000Card::without_transmitter`]) has come so far; the causes of it.
+    pub fn sent_to(&mut self, head: u32, causes: u32) {
+        self.graph.set(TDH, head & 0xFFFF);
+        let empty = if head & 0xFFFF == self.value(TDT) & 0xFFFF { TXQE } else { 0 };
+        self.cause(causes | empty);
     }
 
     fn send(&mut self, frame: Vec<u8>) {
-        if frame.is_empty() || frame.len() > LONGEST_FRAME {
-            return;
-        }
         self.count(GPTC);
         self.count(TPT);
         self.pass(&frame);

@@ -1,0 +1,313 @@
+//! A shared NE2000: the card's memory is its owner's, six pages for the frame that is being sent, the others for a ring that takes all frames. Each guest's
+//! on-card memory, with its own ring and its frames to send, is the emulation's; the monitor saves and zeroes it as it would the card's. A frame to
+//! send is moved to the card in the moment in which its guest starts it.
+//!
+//! The card has one remote transfer at a time, which is the owner's: guests' transfers are the emulation's.
+
+use device_models::describe::Reg;
+use device_models::devices::ne2000::{
+    BNRY, CR, CURR, DATA, DCR, IMR, ISR, MAR0, NCR, NE2000, OVW, PRO, PRX, PSTART, PSTOP, PTX, RBCR0, RBCR1,
+    RCR, RDC, RSAR0, RSAR1, RST, RXE, TBCR0, TBCR1, TCR, TPSR, TSR, TXE, TXP,
+};
+use device_models::physical::{Bus, DeviceError, Mapping, PhysicalDevice};
+use device_models::reference::ne2000::Ne2000;
+use device_models::reference::{Filter, SHORTEST};
+
+use super::{Kind, Look, Next, PATIENCE, Side};
+
+/// Pages of the card: the frame to send, then the ring.
+const FRAME: u32 = 0x40;
+const START: u32 = 0x46;
+const STOP: u32 = 0x80;
+const PAGE: u32 = 256;
+/// The longest frame without its CRC, with a VLAN tag: it fits the six pages.
+const LONGEST: usize = 1518;
+/// CR: stopped; running, no remote transfer; the other bank; remote read; remote write; send.
+const HALT: u32 = 0x21;
+const RUN: u32 = 0x22;
+const RUN_BANK1: u32 = 0x62;
+const HALT_BANK1: u32 = 0x61;
+const FETCH: u32 = 0x0A;
+const STORE: u32 = 0x12;
+const SEND: u32 = 0x26;
+/// RCR: all stations, groups as their filter says, broadcasts.
+const OWN_RCR: u32 = PRO | 0x08 | 0x04;
+/// DCR: words, normal operation.
+const WORDS: u32 = 0x49;
+/// TCR: loopback.
+const LOOPBACK: u32 = 0x02;
+const OWN_CAUSES: u32 = PRX | PTX | RXE | TXE | OVW;
+/// TSR: sent; given up.
+const SENT: u32 = 0x01;
+const ABORTED: u32 = 0x08;
+/// Reads until a card that was stopped must have stopped; QEMU's never says so.
+const STOPPING: u32 = 2_000;
+
+/// The holder's side of the card.
+pub(super) struct Shared {
+    front: Ne2000,
+    /// Page that the owner reads next.
+    next: u32,
+    /// The card sends the holder's frame.
+    sending: bool,
+    /// The ring was full, and the card stands still until it is empty: whether its frame has to be sent again.
+    full: Option<bool>,
+}
+
+/// A register's offset.
+fn at(reg: Reg) -> u32 {
+    NE2000.register(reg).offset.unwrap_or(0)
+}
+
+impl Shared {
+    pub fn new() -> Self {
+        Self { front: Ne2000::new([0; 6]).without_log(), next: START, sending: false, full: None }
+    }
+
+    /// Takes what the card says of the frame that it sends.
+    fn collect(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError> {
+        if !self.sending || side.get(at(CR), 1)? & TXP != 0 {
+            return Ok(());
+        }
+        let (status, collisions) = (side.get(at(TSR), 1)?, side.get(at(NCR), 1)?);
+        self.sending = false;
+        self.front.finish(status, collisions, if status & SENT != 0 { PTX } else { TXE });
+        Ok(())
+    }
+
+    /// The holder has started a frame: the card gets it.
+    fn transmit(&mut self, side: &mut Side<'_>, frame: Vec<u8>) -> Result<(), DeviceError> {
+        let length @ 1..=LONGEST = frame.len() else {
+            side.refused += 1;
+            self.front.finish(ABORTED, 0, TXE);
+            return Ok(());
+        };
+        store(side, &frame)?;
+        let [low, high, ..] = length.to_le_bytes();
+        for (reg, value) in [(TBCR0, low.into()), (TBCR1, high.into()), (TPSR, FRAME), (CR, SEND)] {
+            side.put(at(reg), 1, value)?;
+        }
+        self.sending = true;
+        side.handed += 1;
+        if let (SHORTEST.., Some(to)) = (frame.len(), frame.first_chunk())
+            && side.wants(*to)
+        {
+            side.copies.push(frame);
+        }
+        Ok(())
+    }
+
+    /// The ring was full. As the data sheet says: stop, and go on without the wire until the ring is empty.
+    fn stand_still(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError> {
+        let sending = side.get(at(CR), 1)? & TXP != 0;
+        side.put(at(CR), 1, HALT)?;
+        let mut causes = 0;
+        for _ in 0..STOPPING {
+            causes = side.get(at(ISR), 1)?;
+            if causes & RST != 0 {
+                break;
+            }
+        }
+        self.full = Some(sending && causes & (PTX | TXE) == 0);
+        for (reg, value) in [(RBCR0, 0), (RBCR1, 0), (TCR, LOOPBACK), (CR, RUN)] {
+            side.put(at(reg), 1, value)?;
+        }
+        Ok(())
+    }
+
+    /// The ring is empty.
+    fn go_on(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError> {
+        let Some(again) = self.full.take() else { return Ok(()) };
+        side.put(at(ISR), 1, OVW)?;
+        side.put(at(TCR), 1, 0)?;
+        if again { side.put(at(CR), 1, SEND) } else { Ok(()) }
+    }
+}
+
+/// Begins a transfer of `bytes` bytes, which are made whole double words.
+fn transfer(side: &mut Side<'_>, place: u32, bytes: usize, command: u32) -> Result<(), DeviceError> {
+    let [low, high, ..] = bytes.next_multiple_of(4).to_le_bytes();
+    for (reg, value) in [
+        (ISR, RDC),
+        (RBCR0, low.into()),
+        (RBCR1, high.into()),
+        (RSAR0, place & 0xFF),
+        (RSAR1, place >> 8 & 0xFF),
+        (CR, command),
+    ] {
+        side.put(at(reg), 1, value)?;
+    }
+    Ok(())
+}
+
+/// Ends a transfer.
+fn end(side: &mut Side<'_>) -> Result<(), DeviceError> {
+    side.put(at(CR), 1, RUN)?;
+    side.put(at(ISR), 1, RDC)
+}
+
+/// Reads bytes out of the card's memory; through the end of the ring to its start, as the card does by itself.
+fn fetch(side: &mut Side<'_>, place: u32, bytes: usize) -> Result<Vec<u8>, DeviceError> {
+    transfer(side, place, bytes, FETCH)?;
+    let mut data = Vec::with_capacity(bytes + 3);
+    while data.len() < bytes {
+        data.extend(side.get(at(DATA), 4)?.to_le_bytes());
+    }
+    data.truncate(bytes);
+    end(side)?;
+    Ok(data)
+}
+
+/// Moves a frame to where it is sent from.
+fn store(side: &mut Side<'_>, frame: &[u8]) -> Result<(), DeviceError> {
+    transfer(side, FRAME * PAGE, frame.len(), STORE)?;
+    for chunk in frame.chunks(4) {
+        let mut word = [0; 4];
+        word[..chunk.len()].copy_from_slice(chunk);
+        side.put(at(DATA), 4, u32::from_le_bytes(word))?;
+    }
+    for _ in 0..PATIENCE {
+        if side.get(at(ISR), 1)? & RDC != 0 {
+            return end(side);
+        }
+    }
+    let why = format!("a transfer of {} bytes to its memory didn't end in {PATIENCE} reads", frame.len());
+    Err(DeviceError { bar: NE2000.bar(), offset: at(DATA), why })
+}
+
+impl<B: Bus> Kind<B> for Shared {
+    fn front(&mut self) -> &mut dyn PhysicalDevice {
+        &mut self.front
+    }
+
+    fn set_memory(&mut self, _: Option<B>) {
+        // It reaches none.
+    }
+
+    fn filter(&self) -> Filter {
+        self.front.filter()
+    }
+
+    fn has_room(&self, length: usize) -> bool {
+        self.front.has_room(length)
+    }
+
+    fn receive(&mut self, frame: &[u8]) -> bool {
+        self.front.receive(frame)
+    }
+
+    fn raise(&mut self, causes: u32) {
+        self.front.raise(causes);
+    }
+
+    fn start(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError> {
+        side.reset()?;
+        self.next = START;
+        self.full = None;
+        if std::mem::take(&mut self.sending) {
+            self.front.finish(ABORTED, 0, TXE);
+        }
+        for (reg, value) in [
+            (CR, HALT),
+            (DCR, WORDS),
+            (RBCR0, 0),
+            (RBCR1, 0),
+            (TCR, LOOPBACK),
+            (PSTART, START),
+            (PSTOP, STOP),
+            (BNRY, STOP - 1),
+            (ISR, 0xFF),
+            (CR, HALT_BANK1),
+            (CURR, START),
+        ] {
+            side.put(at(reg), 1, value)?;
+        }
+        for row in 0..8 {
+            side.put(at(Reg(MAR0.0 + row)), 1, 0xFF)?;
+        }
+        for (reg, value) in [(CR, HALT), (IMR, OWN_CAUSES), (CR, RUN), (TCR, 0), (RCR, OWN_RCR)] {
+            side.put(at(reg), 1, value)?;
+        }
+        Ok(())
+    }
+
+    fn look(&mut self, side: &mut Side<'_>) -> Result<Look, DeviceError> {
+        let causes = side.get(at(ISR), 1)? & OWN_CAUSES;
+        let overrun = causes & OVW != 0;
+        if causes & !OVW != 0 {
+            // First: what happens from here on is told again.
+            side.put(at(ISR), 1, causes & !OVW)?;
+        }
+        if overrun {
+            self.stand_still(side)?;
+        }
+        self.collect(side)?;
+        Ok(Look { overrun, ..Look::default() })
+    }
+
+    fn next(&mut self, side: &mut Side<'_>) -> Result<Next, DeviceError> {
+        side.put(at(CR), 1, RUN_BANK1)?;
+        let current = side.get(at(CURR), 1)?;
+        side.put(at(CR), 1, RUN)?;
+        if current == self.next {
+            self.go_on(side)?;
+            return Ok(Next::Nothing);
+        }
+        let header = fetch(side, self.next * PAGE, 4)?;
+        let next = u32::from(header[1]);
+        let length = usize::from(u16::from_le_bytes([header[2], header[3]]));
+        // With its CRC.
+        let sane = u32::from(header[0]) & PRX != 0 && (18..=LONGEST + 4).contains(&length);
+        if !sane || next == self.next || [next, current].iter().any(|page| !(START..STOP).contains(page)) {
+            return Ok(Next::Garbled);
+        }
+        let frame = fetch(side, self.next * PAGE + 4, length - 4)?;
+        self.next = next;
+        side.put(at(BNRY), 1, if next == START { STOP - 1 } else { next - 1 })?;
+        Ok(Next::Frame(frame))
+    }
+
+    fn drain(&mut self, side: &mut Side<'_>) -> Result<bool, DeviceError> {
+        for _ in 0..PATIENCE {
+            self.collect(side)?;
+            if !self.sending {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    fn reset(&mut self, _: &mut Side<'_>) -> Result<(), DeviceError> {
+        self.front.reset()
+    }
+
+    fn may_master(&mut self, _: &mut Side<'_>) -> Result<(), DeviceError> {
+        // It always may: it has no bus mastering.
+        Ok(())
+    }
+
+    fn read(&mut self, side: &mut Side<'_>, offset: u32, bytes: u8) -> Result<u32, DeviceError> {
+        if offset == at(CR) {
+            self.collect(side)?;
+        }
+        self.front.read(NE2000.bar(), offset, bytes)
+    }
+
+    fn write(&mut self, side: &mut Side<'_>, offset: u32, bytes: u8, value: u32) -> Result<(), DeviceError> {
+        self.front.write(NE2000.bar(), offset, bytes, value)?;
+        if !self.sending
+            && let Some(frame) = self.front.sending()
+        {
+            return self.transmit(side, frame);
+        }
+        Ok(())
+    }
+
+    fn map(&mut self, _: &mut Side<'_>, mapping: Mapping) -> Result<(), DeviceError> {
+        self.front.map(mapping)
+    }
+
+    fn unmap(&mut self, _: &mut Side<'_>, mapping: Mapping) -> Result<(), DeviceError> {
+        self.front.unmap(mapping)
+    }
+}

@@ -1,0 +1,266 @@
+//! Where guests' memory is for a shared card that takes addresses from its owner only.
+//!
+//! Each guest has addresses of its own there, so that what one needs can stay mapped while others have the card: mapping is what a hand-off would
+//! cost. Memory is mapped by the chunk, when a frame lies there, for as long as the guest's memory stays the same.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use device_models::physical::{DeviceError, Mapping, PhysicalDevice};
+
+/// Bytes that are mapped at a time, and how many such chunks of a guest at most: VFIO keeps 65,535 mappings for a process.
+const CHUNK: u64 = 2 << 20;
+const MOST: usize = 2048;
+/// Addresses for guests: above the owner's, below what the smallest IOMMUs have (39 bits).
+const FROM: u64 = 1 << 32;
+const TO: u64 = 1 << 39;
+
+/// A region of a guest's memory.
+#[derive(Debug)]
+struct Area {
+    guest_base: u64,
+    length: u64,
+    /// Its first byte for the card.
+    base: u64,
+    chunks: BTreeSet<u64>,
+}
+
+impl Area {
+    fn mapping(&self, chunk: u64) -> Mapping {
+        let start = chunk * CHUNK;
+        Mapping {
+            device_base: self.base + start,
+            guest_base: self.guest_base + start,
+            length: CHUNK.min(self.length - start),
+            writable: false,
+        }
+    }
+}
+
+/// See the module.
+#[derive(Debug, Default)]
+pub(super) struct Places {
+    /// What the holder may use, as the monitor has granted it.
+    granted: Vec<Mapping>,
+    seats: BTreeMap<usize, Vec<Area>>,
+}
+
+impl Places {
+    pub fn grant(&mut self, mapping: Mapping) {
+        self.granted.push(mapping);
+    }
+
+    pub fn withdraw(&mut self, mapping: Mapping) {
+        if let Some(at) = self.granted.iter().position(|known| *known == mapping) {
+            self.granted.swap_remove(at);
+        }
+    }
+
+    /// Where `length` bytes of the holder's memory are for the card, piece by piece; what isn't mapped for it is. `None`: not all of it is
+    /// granted.
+    ///
+    /// # Errors
+    /// It can't be mapped.
+    pub fn find(
+        &mut self,
+        card: &mut dyn PhysicalDevice,
+        holder: usize,
+        address: u64,
+        length: u64,
+    ) -> Result<Option<Vec<(u64, u64)>>, DeviceError> {
+        let Some(end) = address.checked_add(length) else { return Ok(None) };
+        let (mut at, mut pieces) = (address, Vec::new());
+        while at < end {
+            let covers =
+                |granted: &&Mapping| granted.guest_base <= at && at - granted.guest_base < granted.length;
+            let Some(granted) = self.granted.iter().find(covers).copied() else { return Ok(None) };
+            let Some(area) = self.area(holder, &granted) else { return Ok(None) };
+            let within = at - granted.guest_base;
+            let bytes = (end - at).min(granted.length - within);
+            for chunk in within / CHUNK..=(within + bytes - 1) / CHUNK {
+                let areas = self.seats.entry(holder).or_default();
+                if areas[area].chunks.contains(&chunk) {
+                    continue;
+                }
+                if areas.iter().map(|area| area.chunks.len()).sum::<usize>() >= MOST {
+                    // Nothing can be unmapped now: the card may have frames there.
+                    return Ok(None);
+                }
+                card.map(areas[area].mapping(chunk))?;
+                areas[area].chunks.insert(chunk);
+            }
+            pieces.push((self.seats.get(&holder).map_or(0, |areas| areas[area].base) + within, bytes));
+            at += bytes;
+        }
+        Ok(Some(pieces))
+    }
+
+    /// Whether a guest has nearly as much mapped as it may.
+    pub fn is_full(&self, seat: usize) -> bool {
+        let chunks = |areas: &Vec<Area>| areas.iter().map(|area| area.chunks.len()).sum::<usize>();
+        // Descriptors that are looked at before anything else happens, two chunks each.
+        self.seats.get(&seat).is_some_and(|areas| chunks(areas) + 512 >= MOST)
+    }
+
+    /// Unmaps what is mapped of a guest's memory. The card has nothing of the guest's.
+    ///
+    /// # Errors
+    /// The card can't be reached.
+    pub fn forget(&mut self, card: &mut dyn PhysicalDevice, seat: usize) -> Result<(), DeviceError> {
+        for area in self.seats.remove(&seat).unwrap_or_default() {
+            for &chunk in &area.chunks {
+                card.unmap(area.mapping(chunk))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The number of the holder's area for a region; a new one where there are addresses left.
+    fn area(&mut self, holder: usize, granted: &Mapping) -> Option<usize> {
+        let is = |area: &Area| (area.guest_base, area.length) == (granted.guest_base, granted.length);
+        if let Some(known) = self.seats.get(&holder).and_then(|areas| areas.iter().position(is)) {
+            return Some(known);
+        }
+        let mut taken: Vec<(u64, u64)> = self
+            .seats
+            .values()
+            .flatten()
+            .map(|area| (area.base, area.base + area.length.next_multiple_of(CHUNK)))
+            .collect();
+        taken.sort_unstable();
+        let length = granted.length.checked_next_multiple_of(CHUNK)?;
+        let mut base = FROM;
+        for (start, end) in taken {
+            if start.saturating_sub(base) >= length {
+                break;
+            }
+            base = end;
+        }
+        if base.checked_add(length).is_none_or(|end| end > TO) {
+            return None;
+        }
+        let areas = self.seats.entry(holder).or_default();
+        areas.push(Area {
+            guest_base: granted.guest_base,
+            length: granted.length,
+            base,
+            chunks: BTreeSet::new(),
+        });
+        Some(areas.len() - 1)
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    /// Remembers what is mapped; two mappings never share an address.
+    #[derive(Default)]
+    struct Maps(Vec<Mapping>);
+
+    impl PhysicalDevice for Maps {
+        fn read(&mut self, _: u8, _: u32, _: u8) -> Result<u32, DeviceError> {
+            Ok(0)
+        }
+        fn write(&mut self, _: u8, _: u32, _: u8, _: u32) -> Result<(), DeviceError> {
+            Ok(())
+        }
+        fn interrupt(&mut self) -> Result<bool, DeviceError> {
+            Ok(false)
+        }
+        fn reset(&mut self) -> Result<(), DeviceError> {
+            Ok(())
+        }
+        fn set_bus_master(&mut self, _: bool) -> Result<(), DeviceError> {
+            Ok(())
+        }
+        fn has_iommu(&self) -> bool {
+            true
+        }
+        fn map(&mut self, new: Mapping) -> Result<(), DeviceError> {
+            let apart = |old: &Mapping| {
+                old.device_base + old.length <= new.device_base
+                    || new.device_base + new.length <= old.device_base
+            };
+            assert!(self.0.iter().all(apart), "{new:?}");
+            self.0.push(new);
+            Ok(())
+        }
+        fn unmap(&mut self, old: Mapping) -> Result<(), DeviceError> {
+            let at = self.0.iter().position(|known| *known == old);
+            self.0.swap_remove(at.expect("it is mapped"));
+            Ok(())
+        }
+    }
+
+    /// A guest's regions: two side by side, and one beyond a hole.
+    const REGIONS: [(u64, u64); 3] = [(0, 0x30_0000), (0x30_0000, 0x1000), (0x1_0000_0000, 0x500_0000)];
+
+    fn give(places: &mut Places, on: bool) {
+        for (base, length) in REGIONS {
+            let mapping = Mapping { device_base: base, guest_base: base, length, writable: true };
+            if on { places.grant(mapping) } else { places.withdraw(mapping) }
+        }
+    }
+
+    proptest! {
+        /// Whatever guests ask for in turn: what is found is all of it, piece by piece, mapped to the guest's own bytes, and nobody else's;
+        /// what isn't all the guest's isn't found; a guest that goes leaves nothing.
+        #[test]
+        fn bytes_are_found_where_they_are_mapped(
+            asks in prop::collection::vec(
+                (0usize..3, prop_oneof![0u64..0x40_0000, 0xFFFF_0000u64..0x1_0600_0000, Just(u64::MAX - 3)], 1u64..0x10_0000, any::<bool>()),
+                1..60,
+            )
+        ) {
+            let (mut places, mut card) = (Places::default(), Maps::default());
+            let mut owners: Vec<(u64, u64, usize)> = Vec::new();
+            for (seat, address, length, goes) in asks {
+                prop_assert_eq!(places.find(&mut card, seat, address, length).unwrap(), None, "nothing is granted");
+                give(&mut places, true);
+                let inside = |at: u64| REGIONS.iter().any(|(base, length)| (*base..base + length).contains(&at));
+                // Regions end at whole pages.
+                let all = address.checked_add(length).is_some_and(|end| {
+                    inside(address) && inside(end - 1) && (address..end).step_by(0x1000).all(inside)
+                });
+                let found = places.find(&mut card, seat, address, length).unwrap();
+                prop_assert_eq!(found.is_some(), all, "{:#x} {:#x}", address, length);
+                let mut at = address;
+                for (place, bytes) in found.into_iter().flatten() {
+                    for within in [0, bytes / 2, bytes - 1] {
+                        let is = |map: &&Mapping| (map.device_base..map.device_base + map.length).contains(&(place + within));
+                        let map = card.0.iter().find(is).expect("it is mapped");
+                        prop_assert_eq!(place + within - map.device_base + map.guest_base, at + within);
+                    }
+                    let other = |(start, end, owner): &(u64, u64, usize)| *owner != seat && *start < place + bytes && place < *end;
+                    prop_assert!(!owners.iter().any(other), "another guest's addresses");
+                    owners.push((place, place + bytes, seat));
+                    at += bytes;
+                }
+                give(&mut places, false);
+                if goes {
+                    places.forget(&mut card, seat).unwrap();
+                    owners.retain(|(_, _, owner)| *owner != seat);
+                }
+            }
+            (0..3).for_each(|seat| places.forget(&mut card, seat).unwrap());
+            prop_assert!(card.0.is_empty(), "nothing stays mapped");
+        }
+    }
+
+    #[test]
+    fn a_guest_has_no_more_mapped_than_it_may() {
+        let (mut places, mut card) = (Places::default(), Maps::default());
+        let all = Mapping { device_base: 0, guest_base: 0, length: 8 << 30, writable: true };
+        places.grant(all);
+        let found = |places: &mut Places, card: &mut Maps, chunk: usize| {
+            places.find(card, 0, u64::try_from(chunk).unwrap() * CHUNK, 64).unwrap().is_some()
+        };
+        assert!((0..MOST).all(|chunk| found(&mut places, &mut card, chunk)));
+        assert!(places.is_full(0) && !found(&mut places, &mut card, MOST) && card.0.len() == MOST);
+        places.forget(&mut card, 0).unwrap();
+        assert!(!places.is_full(0) && found(&mut places, &mut card, MOST) && card.0.len() == 1);
+    }
+}
