@@ -6,6 +6,7 @@ use super::multicast_index;
 const STATIONS: usize = 16;
 
 /// How a receiver knows groups of stations.
+#[expect(clippy::large_enum_variant, reason = "a few, for a moment each: no reason to allocate")]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Groups {
     /// None.
