@@ -399,6 +399,12 @@ impl Model {
         self.graph.set(status, self.graph.value(status) | bits);
     }
 
+    /// The guest has read these bits of the virtual status, where nobody saw it: they are clear, as a read would have left them.
+    pub fn was_read(&mut self, bits: u32) {
+        let status = self.device.interrupts.status;
+        self.graph.set(status, self.graph.value(status) & !bits);
+    }
+
     /// The model with what no check and no window can tell apart made equal: registers without values that stand for all are at
     /// their reset value, counters are rounded down to such a value, the interrupt status is clear. For explorations.
     #[must_use]

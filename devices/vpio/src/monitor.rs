@@ -66,6 +66,7 @@ pub(crate) struct Guest {
     pub recorder: Recorder,
     pub violations: Vec<Violation>,
     pub stopped: bool,
+    pub resets: u64,
     /// The guest reads a page.
     pub page: Option<crate::shown::Page>,
 }
@@ -117,6 +118,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             counters: Counters::default(),
             violations: Vec::new(),
             stopped: false,
+            resets: 0,
             page: None,
         });
         GuestId(self.guests.len() - 1)
@@ -145,6 +147,11 @@ impl<P: PhysicalDevice> Monitor<P> {
     /// A guest's counters.
     pub fn counters(&self, guest: GuestId) -> &Counters {
         &self.guests[guest.0].counters
+    }
+
+    /// How often a guest has reset its device.
+    pub fn resets(&self, guest: GuestId) -> u64 {
+        self.guests[guest.0].resets
     }
 
     /// A guest's refused requests, the oldest first; the first 16 are kept.
@@ -241,15 +248,13 @@ impl<P: PhysicalDevice> Monitor<P> {
                 return Ok(Some(self.fail(at, refusal)));
             }
         };
-        if let Some(page) = &mut guest.page {
-            page.wrote(piece.reg, writes.forward.is_some() || !writes.before.is_empty(), &self.device.polled);
-        }
         guest.counters.decisions += u64::from(writes.decided);
         guest.counters.denied += u64::from(writes.denied);
         guest.counters.virtual_requests += u64::from(writes.forward.is_none() && !writes.denied);
         if guest.model.windows() != before {
             self.note_card_windows(at, &before);
         }
+        let through = writes.forward.is_some() || !writes.before.is_empty();
         for (reg, value) in writes.before {
             self.put(at, reg, value)?;
         }
@@ -262,8 +267,10 @@ impl<P: PhysicalDevice> Monitor<P> {
         }
         if writes.reset {
             self.guests[at].tables.clear();
+            self.guests[at].resets += 1;
             self.bring_in(at)?;
         }
+        self.note_written(at, piece.reg, value, through);
         Ok(None)
     }
 
@@ -273,6 +280,7 @@ impl<P: PhysicalDevice> Monitor<P> {
                 self.guests[at].counters.virtual_requests += 1;
                 if reset {
                     self.guests[at].tables.clear();
+                    self.guests[at].resets += 1;
                     self.bring_in(at)?;
                 }
                 Ok(value)

@@ -8,7 +8,7 @@
 use device_models::describe::{Bar, Class, Device, Effect, Event, Register};
 
 /// Bytes of a page.
-const PAGE: u32 = 4096;
+pub const PAGE: u32 = 4096;
 
 /// How a page of a memory BAR is treated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -38,7 +38,7 @@ pub struct Zone {
 pub struct Plan {
     /// Pages of memory BARs: BAR, offset of the page, treatment.
     pub pages: Vec<(u8, u32, PagePlan)>,
-    /// Zones of late writes.
+    /// Zones of late writes, for whoever looks at them soon after any access ([`late`]).
     pub late: Vec<Zone>,
     /// Writes of these values to memory BARs are told by an eventfd.
     pub told: Vec<Told>,
@@ -59,21 +59,11 @@ pub struct Told {
 
 /// The plan for a device, the same in all of its states.
 pub fn plan(device: &'static Device) -> Plan {
-    let (mut pages, mut late) = (Vec::new(), Vec::new());
+    let mut pages = Vec::new();
     for (number, bar) in (0u8..).zip(device.bars) {
-        let (Bar::Memory(size) | Bar::Ports(size)) = *bar else { continue };
-        if matches!(bar, Bar::Memory(_)) {
-            for page in (0..size.div_ceil(PAGE)).map(|page| page * PAGE) {
-                pages.push((number, page, page_plan(device, page)));
-            }
-        }
-        for offset in (0..size).filter(|offset| may_wait(device, *offset)) {
-            match late.last_mut() {
-                Some(Zone { bar, offset: start, length }) if *bar == number && *start + *length == offset => {
-                    *length += 1
-                }
-                _ => late.push(Zone { bar: number, offset, length: 1 }),
-            }
+        let Bar::Memory(size) = *bar else { continue };
+        for page in (0..size.div_ceil(PAGE)).map(|page| page * PAGE) {
+            pages.push((number, page, page_plan(device, page)));
         }
     }
     let told = crate::shown::bars(device).flat_map(|bar| {
@@ -83,18 +73,37 @@ pub fn plan(device: &'static Device) -> Plan {
         };
         device.polled.masks.iter().filter_map(of)
     });
-    Plan { pages, late, told: told.collect() }
+    Plan { pages, late: late(device, true), told: told.collect() }
+}
+
+/// Where writes may wait. `watched`: whoever owns the device looks at late writes soon after any access, so that registers may be among them whose
+/// writes start something (`Register::starts`).
+pub fn late(device: &Device, watched: bool) -> Vec<Zone> {
+    let mut late: Vec<Zone> = Vec::new();
+    for (number, bar) in (0u8..).zip(device.bars) {
+        let (Bar::Memory(size) | Bar::Ports(size)) = *bar else { continue };
+        for offset in (0..size).filter(|offset| may_wait(device, *offset, watched)) {
+            match late.last_mut() {
+                Some(Zone { bar, offset: start, length }) if *bar == number && *start + *length == offset => {
+                    *length += 1
+                }
+                _ => late.push(Zone { bar: number, offset, length: 1 }),
+            }
+        }
+    }
+    late
 }
 
 /// Whether writes to a byte may wait, in whatever bank it is when they are taken: the writes before them, one of which may have changed it,
 /// are taken first. A register that a check guards may be among them: the check comes before the device has the write, however late.
-fn may_wait(device: &Device, offset: u32) -> bool {
+fn may_wait(device: &Device, offset: u32, watched: bool) -> bool {
     let written = device.numbered().filter(|(_, register)| register.write.is_some());
     let mut any = false;
     let mut here = written.filter(|(_, register)| (0..8).any(|bank| register.is_at(offset, bank)));
     let all = here.all(|(_, register)| {
-        any |= register.late;
-        register.late || register.write == Some(Class::Deny)
+        let late = register.late && (watched || !register.starts);
+        any |= late;
+        late || register.write == Some(Class::Deny)
     });
     any && all
 }
@@ -115,15 +124,19 @@ fn page_plan(device: &'static Device, page: u32) -> PagePlan {
     if inside().all(|(_, register)| free(register.read) && free(register.write)) {
         return PagePlan::Map;
     }
-    let read_has_effect =
-        |reg| {
-            device.transitions.iter().filter(|transition| transition.event == Event::Read(reg)).any(
-                |transition| transition.effects.iter().any(|effect| !matches!(effect, Effect::Answer(_))),
-            )
-        };
-    let wide =
-        || inside().any(|(reg, register)| read_has_effect(reg) || register.span > u32::from(register.width));
-    if !device.polled.any() || wide() { PagePlan::Trap } else { PagePlan::ReadOnlyShadow }
+    let read_has_effect = |reg| {
+        let reads = device.transitions.iter().filter(|transition| transition.event == Event::Read(reg));
+        let mut effects = reads.flat_map(|transition| transition.effects);
+        // A status that a read clears is cleared later.
+        (reg != device.interrupts.status || device.polled.read_clears.is_none())
+            && effects.any(|effect| !matches!(effect, Effect::Answer(_)))
+    };
+    let wide = || {
+        let mut ports = inside().filter(|(_, register)| !register.table);
+        ports.any(|(reg, register)| read_has_effect(reg) || register.span > u32::from(register.width))
+    };
+    // What is looked at all the time lies in the first.
+    if page > 0 || !device.polled.any() || wide() { PagePlan::Trap } else { PagePlan::ReadOnlyShadow }
 }
 
 #[cfg(test)]
@@ -133,18 +146,27 @@ mod tests {
     use super::*;
 
     fn covers(device: &'static Device, bar: u8, offset: u32) -> bool {
-        let zones = plan(device).late;
+        is_in(&plan(device).late, bar, offset)
+    }
+
+    fn is_in(zones: &[Zone], bar: u8, offset: u32) -> bool {
         zones.iter().any(|zone| zone.bar == bar && (zone.offset..zone.offset + zone.length).contains(&offset))
     }
 
     #[test]
     fn what_fills_a_frame_s_buffer_may_wait_and_what_sends_it_may_not() {
-        // The NE2000: the data port, where the remote transfer goes, and what the frame is; not CR, nor the mask of interrupts.
+        // The NE2000: the data port, where the remote transfer goes, and what the frame is; not the reset, and CR and the mask of interrupts only
+        // where somebody looks.
+        let unwatched = super::late(&NE2000, false);
         for late in [0x01, 0x03, 0x04, 0x05, 0x06, 0x07, 0x08, 0x0B, 0x10, 0x11, 0x13] {
-            assert!(covers(&NE2000, 0, late), "{late:#x}");
+            assert!(covers(&NE2000, 0, late) && is_in(&unwatched, 0, late), "{late:#x}");
         }
-        for prompt in [0x00, 0x0F, 0x1F] {
-            assert!(!covers(&NE2000, 0, prompt), "{prompt:#x}");
+        for watched in [0x00, 0x0F] {
+            assert!(covers(&NE2000, 0, watched) && !is_in(&unwatched, 0, watched), "{watched:#x}");
+        }
+        assert!(!covers(&NE2000, 0, 0x1F));
+        for device in [&RTL8139, &E1000] {
+            assert_eq!(super::late(device, false), plan(device).late, "{}", device.name);
         }
     }
 
@@ -154,7 +176,11 @@ mod tests {
         let pages = |device| plan(device).pages.into_iter().map(|(_, _, plan)| plan).collect::<Vec<_>>();
         assert_eq!(pages(&RTL8139), [PagePlan::ReadOnlyShadow]);
         assert_eq!(plan(&RTL8139).told, [Told { bar: 1, offset: 0x3C, bytes: 2, value: 0xC02E }]);
-        assert!(!pages(&E1000).contains(&PagePlan::ReadOnlyShadow) && plan(&E1000).told.is_empty());
+        // The e1000: its first page, and what Linux wants to hear of; statistics as they are; nothing where its rings are named.
+        let of_e1000 = pages(&E1000);
+        assert_eq!((of_e1000[0], of_e1000[4]), (PagePlan::ReadOnlyShadow, PagePlan::Map));
+        assert!((1..32).filter(|page| *page != 4).all(|page| of_e1000[page] == PagePlan::Trap));
+        assert_eq!(plan(&E1000).told, [Told { bar: 0, offset: 0xD0, bytes: 4, value: 0x9D }]);
         assert!(plan(&NE2000).told.is_empty());
     }
 
@@ -167,9 +193,9 @@ mod tests {
                 assert!(!covers(&RTL8139, bar, prompt), "{prompt:#x}");
             }
         }
-        // The e1000: IMC; IMS and both tails.
-        assert!(covers(&E1000, 0, 0xD8));
-        for prompt in [0xD0, 0x2818, 0x3818] {
+        // The e1000: IMC, and the receive ring's tail; IMS, and the tail that sends.
+        assert!(covers(&E1000, 0, 0xD8) && covers(&E1000, 0, 0x2818));
+        for prompt in [0xD0, 0x3818] {
             assert!(!covers(&E1000, 0, prompt), "{prompt:#x}");
         }
     }

@@ -27,6 +27,8 @@ pub enum Told {
     Withheld(String),
     /// Causes of the device.
     Cause(u32),
+    /// Causes that the guest has read where nobody saw it.
+    WasRead(u32),
 }
 
 /// A request that was refused, with all that led to it.
@@ -94,6 +96,10 @@ impl Recorder {
         self.told.push(Told::Cause(causes));
     }
 
+    pub fn was_read(&mut self, causes: u32) {
+        self.told.push(Told::WasRead(causes));
+    }
+
     pub fn violation(&self, guest: &str, permissions: &[Permission], refusal: Refusal) -> Violation {
         Violation {
             guest: guest.to_owned(),
@@ -147,6 +153,7 @@ pub fn replay(device: &'static Device, violation: &Violation) -> Result<Vec<Refu
             Told::Access(access) => replay_access(&mut model, *access, &mut grants, &mut refusals),
             // The registers that the monitor looked at then follow in the trace.
             Told::Cause(causes) => drop(model.cause(*causes)),
+            Told::WasRead(causes) => model.was_read(*causes),
             // Belongs to an access that needed it less than when it was recorded.
             Told::Returned(_) | Told::Granted(_) | Told::Withheld(_) => {}
         }

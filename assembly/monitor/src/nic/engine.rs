@@ -1,10 +1,9 @@
 //! What is behind a NIC: an emulated card with a tap, a card of the host under its model, or a card of the host by itself.
 
 use std::os::fd::{AsFd as _, OwnedFd};
-use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use device_models::describe::{Bar, Device};
+use device_models::describe::Device;
 use device_models::physical::DeviceError;
 use device_models::{Access, PhysicalDevice, reference};
 use machine::interrupt::{InterruptController, LevelLine};
@@ -15,13 +14,14 @@ use telemetry::guest_log::GuestLog;
 use vpio::exchange::Aside;
 use vpio::fast_forward::Scratch;
 use vpio::pad::{Inlet, Pad};
-use vpio::plan::{Zone, plan};
+use vpio::plan::Zone;
 use vpio::vfio::{Ram, Vfio};
 use vpio::{FailurePolicy, GuestConfig, Monitor, MonitorError, Slot, Slots};
 
 use super::behind::{Behind, Emulation};
 use super::bus::RamBus;
-use super::guarded::{ChangeError, Guarded};
+use super::guarded::{ChangeError, Guarded, Watch};
+use super::mapped::{Mapped, free_pages, mapped};
 use super::page::RegisterPage;
 use super::wire::{Frames, Wire};
 use super::{Back, NicError, StopSink};
@@ -41,7 +41,7 @@ pub(super) struct Engine {
 
 enum Mode {
     Virtual(Box<Emulation>),
-    Guarded(Guarded<Vfio>),
+    Guarded(Box<Guarded<Vfio>>),
     Passthrough(Passthrough),
 }
 
@@ -51,14 +51,6 @@ struct Passthrough {
     /// Ties the card's line to the guest's as long as it is open: KVM and VFIO hold the eventfds' counters, not their files, and let go
     /// of a file that is closed.
     line: Option<LevelLine>,
-}
-
-/// A BAR of a card that is mapped into the guest.
-struct Mapped {
-    bar: u8,
-    fd: Arc<OwnedFd>,
-    offset: u64,
-    length: u64,
 }
 
 /// What happened.
@@ -98,7 +90,7 @@ impl Engine {
             (NicMode::Vpio { policy, allow, .. }, Back::Card(mut card, wire)) => {
                 card.set_ram(pieces(ram), Box::new(ram.memory()));
                 let rules = Rules { policy: *policy, allow, stop };
-                (card.description(), Mode::Guarded(guarded(&wish.name, *card, wire, rules, ram)?))
+                (card.description(), Mode::Guarded(Box::new(guarded(&wish.name, *card, wire, rules, ram)?)))
             }
             (NicMode::Passthrough { .. }, Back::Card(mut card, None)) => {
                 card.set_ram(pieces(ram), Box::new(ram.memory()));
@@ -234,6 +226,48 @@ impl Engine {
         self.counters.interrupt_nanoseconds += nanoseconds(begin);
     }
 
+    /// As [`Guarded::collect_told`].
+    pub(super) fn collect_told(&mut self) {
+        if let Mode::Guarded(guarded) = &mut self.mode {
+            guarded.collect_told();
+        }
+    }
+
+    /// The guest has told of something, or it is looked whether it has.
+    pub(super) fn told(&mut self) {
+        if let Mode::Guarded(guarded) = &mut self.mode
+            && !self.failed
+            && let Err(error) = guarded.told()
+        {
+            self.fail(&error);
+        }
+    }
+
+    /// The guest's line was raised.
+    pub(super) fn raised(&mut self) {
+        if let Mode::Guarded(guarded) = &mut self.mode {
+            guarded.raised();
+        }
+    }
+
+    /// After anything that its thread has done, with `idle` if that was for nothing: whether mappings have changed, and when it looks again.
+    pub(super) fn watch(&mut self, idle: bool) -> (bool, Option<Duration>) {
+        match &mut self.mode {
+            Mode::Guarded(guarded) if !self.failed => {
+                let changed = guarded.watch(Instant::now());
+                (changed, guarded.again(idle))
+            }
+            _ => (false, None),
+        }
+    }
+
+    /// Descriptors that tell of what is to be looked at at once.
+    pub(super) fn prompt(&self) -> Result<Vec<OwnedFd>, NicError> {
+        let told = self.page().map(RegisterPage::prompt).unwrap_or_default();
+        let clones = told.iter().map(|(_, fd)| fd.try_clone());
+        clones.collect::<Result<_, _>>().map_err(|error| NicError::machine("descriptor", error))
+    }
+
     /// The guest's line was lowered.
     pub(super) fn lowered(&mut self) {
         if let Mode::Guarded(guarded) = &mut self.mode
@@ -259,7 +293,7 @@ impl Engine {
         }
         match &mut self.mode {
             Mode::Virtual(card) => card.card.interrupt().unwrap_or(false),
-            Mode::Guarded(Guarded { monitor, guest, .. }) => monitor.line(*guest),
+            Mode::Guarded(guarded) => guarded.monitor.line(guarded.guest),
             Mode::Passthrough(_) => false,
         }
     }
@@ -348,26 +382,31 @@ impl Engine {
 
     /// Parts of BARs that the guest accesses without this process.
     pub(super) fn mappings(&self) -> Vec<BarMapping> {
-        if let Some(page) = self.page() {
-            return page.mappings();
+        match &self.mode {
+            Mode::Virtual(_) => Vec::new(),
+            Mode::Guarded(guarded) => {
+                let shown = guarded.page.as_ref().filter(|_| !guarded.watch.taken);
+                let mut mappings = shown.map(RegisterPage::mappings).unwrap_or_default();
+                if !guarded.monitor.physical_ref().is_emulation() {
+                    mappings.extend(guarded.free_pages.iter().map(|page| page.mapping(true)));
+                }
+                mappings
+            }
+            Mode::Passthrough(passed) => passed.mapped.iter().map(|mapped| mapped.mapping(false)).collect(),
         }
-        let Mode::Passthrough(Passthrough { mapped, .. }) = &self.mode else { return Vec::new() };
-        let mapping = |mapped: &Mapped| BarMapping {
-            bar: mapped.bar,
-            offset: 0,
-            len: mapped.length,
-            fd: Arc::clone(&mapped.fd),
-            fd_offset: mapped.offset,
-            read_only: false,
-        };
-        mapped.iter().map(mapping).collect()
+    }
+
+    /// Whether the NIC has a thread that looks at late writes soon after an access, and there is need for it.
+    pub(super) fn is_watched(&self) -> bool {
+        self.device.registers.iter().any(|register| register.starts)
+            && !matches!(self.mode, Mode::Passthrough(_))
     }
 
     /// Writes that may wait, where accesses come to this process.
     pub(super) fn late_writes(&self) -> Vec<LateWrites> {
         let mapped = self.mappings();
         let late = |Zone { bar, offset, length }| LateWrites { bar, offset, len: length };
-        let zones = plan(self.device).late.into_iter();
+        let zones = vpio::plan::late(self.device, self.is_watched()).into_iter();
         let comes = |zone: &Zone| mapped.iter().all(|mapping| mapping.bar != zone.bar || mapping.read_only);
         zones.filter(comes).map(late).collect()
     }
@@ -427,6 +466,7 @@ fn guarded(
         None => None,
         Some(wire) => Some(emulated(device, address, wire, ram)?),
     };
+    let free_pages = free_pages(device, &card)?;
     let mut monitor = Monitor::new(device, Behind::Card(Box::new(card)));
     if let Some(scratch) = scratch {
         monitor.set_scratch(scratch);
@@ -464,6 +504,8 @@ fn guarded(
         guest_master: false,
         changes: 0,
         page,
+        watch: Watch::default(),
+        free_pages,
     };
     guarded.show()?;
     Ok(guarded)
@@ -531,27 +573,13 @@ fn inspect_guarded(device: &'static Device, guarded: &Guarded<Vfio>) -> Value {
         "states": device_models::model::states_text(device, model.graph().states()),
         "hooks": model.hooks().iter().map(name).collect::<Vec<_>>(),
         "windows": windows,
-        "register_page": guarded.page.is_some(),
+        "register_page": guarded.page.is_some() && !guarded.watch.taken,
+        "register_page_taken": guarded.watch.times,
         "pinned_bytes": mapped,
         "pinned_bytes_peak": peak,
         "decisions": monitor.counters(guest),
         "violations": violations,
     })
-}
-
-/// Memory BARs that VFIO lets be mapped.
-fn mapped(card: &Vfio) -> Result<Vec<Mapped>, NicError> {
-    let mut found = Vec::new();
-    for (bar, what) in (0u8..).zip(card.description().bars) {
-        if matches!(what, Bar::Memory(_))
-            && let Some((offset, length)) = card.mappable(bar)
-        {
-            let fd = card.as_fd().try_clone_to_owned();
-            let fd = Arc::new(fd.map_err(|error| NicError::machine("descriptor", error))?);
-            found.push(Mapped { bar, fd, offset, length });
-        }
-    }
-    Ok(found)
 }
 
 /// An access that nobody vets.

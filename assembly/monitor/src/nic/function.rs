@@ -1,6 +1,7 @@
 //! The PCI function of a NIC.
 
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use device_models::Access;
@@ -18,7 +19,8 @@ use serde_json::json;
 use super::NicError;
 use super::engine::Engine;
 use super::guarded::ChangeError;
-use super::thread::{Sources, Thread};
+use super::look::Look;
+use super::thread::{Next, Sources, Thread, Woken};
 use crate::vm::ThreadHook;
 
 /// Least bytes of a memory BAR: what can be mapped.
@@ -35,12 +37,19 @@ pub(super) struct NicFunction {
     engine: Mutex<Engine>,
     pin: IntxPin,
     /// The wire of a NIC whose guest isn't seen acknowledging.
-    level: OnceLock<LevelLine>,
+    level: OnceLock<(LevelLine, Arc<LoweredByGuest>)>,
     thread: OnceLock<Thread>,
+    /// Has the bus follow what is mapped.
+    refresh: OnceLock<Refresh>,
+    /// Wakes the thread soon after an access, where what the guest writes late may start something.
+    look: OnceLock<Look>,
 }
 
-/// A wire that KVM lowers at the end of each interrupt.
-struct LoweredByGuest(Arc<OwnedFd>);
+/// Has the bus follow what is mapped. Called without any lock.
+pub(super) type Refresh = Box<dyn Fn() + Send + Sync>;
+
+/// A wire that KVM lowers at the end of each interrupt, and whether it was raised since that was asked.
+struct LoweredByGuest(Arc<OwnedFd>, AtomicBool);
 
 impl IntxLine for LoweredByGuest {
     fn set_level(&self, asserted: bool) -> Result<(), InterruptError> {
@@ -50,6 +59,7 @@ impl IntxLine for LoweredByGuest {
                 source: error.into(),
             });
         }
+        self.1.fetch_or(asserted, Ordering::SeqCst);
         Ok(())
     }
 }
@@ -87,6 +97,8 @@ impl NicFunction {
             pin: IntxPin::new(),
             level: OnceLock::new(),
             thread: OnceLock::new(),
+            refresh: OnceLock::new(),
+            look: OnceLock::new(),
         }))
     }
 
@@ -96,11 +108,12 @@ impl NicFunction {
         if engine.has_page() {
             let failed = |error| NicError::machine("interrupt line", error);
             let line = controller.level_eventfds(gsi).map_err(failed)?;
+            let wire = Arc::new(LoweredByGuest(Arc::clone(&line.trigger), AtomicBool::new(false)));
             self.pin
-                .attach(Arc::new(LoweredByGuest(Arc::clone(&line.trigger))))
+                .attach(Arc::clone(&wire) as Arc<dyn IntxLine>)
                 .map_err(|error| NicError::machine("interrupt line", error))?;
             // Connected once.
-            let _ = self.level.set(line);
+            let _ = self.level.set((line, wire));
         }
         engine.connect(controller, gsi)
     }
@@ -111,25 +124,38 @@ impl NicFunction {
         on_start: ThreadHook,
         drain: impl Fn() + Send + 'static,
     ) -> Result<(), NicError> {
-        let (sources, active) = {
+        let (sources, active, mut told, watched) = {
             let engine = lock(&self.engine);
-            (engine.sources()?, engine.active())
+            (engine.sources()?, engine.active(), engine.prompt()?, engine.is_watched())
         };
         if sources.is_empty() {
             return Ok(());
         }
-        let lowered = self.level.get().map(|line| line.resample.try_clone());
+        if watched {
+            let look = Look::new().and_then(|look| Ok((look.0.try_clone()?, look)));
+            let (timer, look) = look.map_err(|error| NicError::machine("timer", error))?;
+            told.push(timer);
+            // Started once.
+            let _ = self.look.set(look);
+        }
+        let lowered = self.level.get().map(|(line, _)| line.resample.try_clone());
         let lowered = lowered.transpose().map_err(|error| NicError::machine("descriptor", error))?;
         let function: Weak<Self> = Arc::downgrade(self);
-        let readable = move |lowered| {
-            let Some(function) = function.upgrade() else { return false };
+        let woken = move |what| {
+            let Some(function) = function.upgrade() else { return Next::End };
+            if let Some(look) = function.look.get() {
+                look.over();
+            }
+            lock(&function.engine).collect_told();
             drain();
             let mut engine = lock(&function.engine);
-            if lowered {
-                function.pin.lowered();
-                engine.lowered();
-            } else {
-                engine.readable();
+            match what {
+                Woken::Lowered => {
+                    function.pin.lowered();
+                    engine.lowered();
+                }
+                Woken::Source => engine.readable(),
+                Woken::Told | Woken::Time => engine.told(),
             }
             if engine.has_unseen() {
                 // What waits may be older than what the guest has just been shown, or not: it is taken with that in mind.
@@ -139,13 +165,31 @@ impl NicFunction {
                 engine.seen();
             }
             function.drive(&mut engine);
-            true
+            let (changed, again) = engine.watch(what == Woken::Time);
+            drop(engine);
+            if changed {
+                function.refresh();
+            }
+            Next::Wait(again)
         };
-        let thread = Thread::start(&self.name, Sources { all: sources, active, lowered }, on_start, readable)
+        let sources = Sources { all: sources, active, lowered, told };
+        let thread = Thread::start(&self.name, sources, on_start, woken)
             .map_err(|error| NicError::machine("thread", error))?;
         // Started once.
         let _ = self.thread.set(thread);
         Ok(())
+    }
+
+    /// Has `refresh` called when what is mapped changes, from the thread.
+    pub(super) fn set_refresh(&self, refresh: Refresh) {
+        // Plugged once.
+        let _ = self.refresh.set(refresh);
+    }
+
+    fn refresh(&self) {
+        if let Some(refresh) = self.refresh.get() {
+            refresh();
+        }
     }
 
     /// As [`super::NicHandle::change`].
@@ -164,6 +208,8 @@ impl NicFunction {
         if let Some(thread) = self.thread.get() {
             thread.activate(engine.active());
         }
+        drop(engine);
+        self.refresh();
         result
     }
 
@@ -171,6 +217,9 @@ impl NicFunction {
     fn drive(&self, engine: &mut Engine) {
         if let Err(error) = self.pin.set_pending(engine.line()) {
             tracing::warn!(device = %self.name, %error, "An interrupt line can't be driven");
+        }
+        if self.level.get().is_some_and(|(_, wire)| wire.1.swap(false, Ordering::SeqCst)) {
+            engine.raised();
         }
     }
 
@@ -206,6 +255,10 @@ impl NicFunction {
             done += size;
         }
         self.drive(&mut engine);
+        drop(engine);
+        if let Some(look) = self.look.get() {
+            look.begin();
+        }
     }
 }
 

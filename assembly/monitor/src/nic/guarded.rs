@@ -10,10 +10,17 @@ use vpio::{Answer, GuestId, Monitor, MonitorError, Switched};
 
 use super::StopSink;
 use super::behind::{Behind, HostCard};
+use super::mapped::Mapped;
 use super::page::RegisterPage;
 
 /// How long a pause waits for a card to finish what the guest handed over.
 const SETTLE: Duration = Duration::from_millis(200);
+/// How long a guest's handler may take before its page is taken from it.
+const ENDLESS: Duration = Duration::from_millis(100);
+/// So often in a row the page comes back, until the next reset. A guest that is slow for once loses it once.
+const RETURNS: u32 = 4;
+/// After which time late writes are looked at where nothing brings them: at first, and at last.
+const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_secs(1));
 /// How long a change of what is behind the NIC waits for a point at which the card can be taken from its guest.
 const REUSABLE: Duration = Duration::from_secs(1);
 
@@ -33,6 +40,27 @@ pub(super) struct Guarded<C> {
     pub changes: u64,
     /// Where the guest reads the registers without an exit.
     pub page: Option<RegisterPage>,
+    /// How the page is watched over.
+    pub watch: Watch,
+    /// Pages of the card that the guest may read without its model.
+    pub free_pages: Vec<Mapped>,
+}
+
+/// A guest's page is taken away while an interrupt of its doesn't end: it may read until no cause is left, which only a read that is seen can
+/// bring about.
+#[derive(Debug, Default)]
+pub(super) struct Watch {
+    /// Writes that were told, and that late writes may be older than.
+    told: Vec<Access>,
+    /// Since when the guest has an interrupt.
+    since: Option<Instant>,
+    /// Until when nothing is looked at, where nothing happens.
+    look: Duration,
+    /// The page is away.
+    pub taken: bool,
+    /// How often it was, and how often in a row.
+    pub times: u32,
+    in_a_row: u32,
 }
 
 /// What is behind a NIC can't be changed.
@@ -81,19 +109,82 @@ pub enum ChangeError {
 impl<C: HostCard> Guarded<C> {
     /// The guest accesses a BAR. A read's value.
     pub fn access(&mut self, access: Access) -> Result<u32, MonitorError> {
-        self.take_told()?;
+        if !self.is_prompt() {
+            self.take_told()?;
+        }
         let result = self.make(access);
         self.show()?;
         result
     }
 
-    /// Writes that were only told of happen now, before what came after them. They change nothing that could be refused.
+    fn is_prompt(&self) -> bool {
+        self.page.as_ref().is_some_and(|page| !page.prompt().is_empty())
+    }
+
+    /// Writes that were only told of happen now, before what came after them. They change nothing that could be refused. Where they are prompt
+    /// only those happen that were collected before late writes were taken: what they must not overtake waits there.
     fn take_told(&mut self) -> Result<(), MonitorError> {
         let Some(page) = &self.page else { return Ok(()) };
-        for access in page.take_told() {
+        if page.prompt().is_empty() {
+            for access in page.take_told() {
+                self.monitor.access(self.guest, access)?;
+            }
+        }
+        for access in std::mem::take(&mut self.watch.told) {
             self.monitor.access(self.guest, access)?;
         }
         Ok(())
+    }
+
+    /// Notes what was told of, where it is prompt. Late writes are taken next, and then [`Self::told`] is called. So a mask that is opened is
+    /// never closed by what the guest wrote before; what it wrote right after, to close it, may count as before: an interrupt comes then that
+    /// was on its way.
+    pub fn collect_told(&mut self) {
+        if let Some(page) = self.page.as_ref().filter(|page| !page.prompt().is_empty()) {
+            for access in page.take_told() {
+                if !self.watch.told.contains(&access) {
+                    self.watch.told.push(access);
+                }
+            }
+        }
+    }
+
+    /// The guest has told of something, or it is looked whether late writes wait.
+    pub fn told(&mut self) -> Result<(), MonitorError> {
+        self.take_told()?;
+        self.show()
+    }
+
+    /// The guest's line was raised.
+    pub fn raised(&mut self) {
+        self.monitor.raised(self.guest);
+        self.watch.since.get_or_insert_with(Instant::now);
+    }
+
+    /// Watches over the page, after anything that its thread does. Whether mappings have changed.
+    pub fn watch(&mut self, now: Instant) -> bool {
+        let watch = &mut self.watch;
+        let endless = watch.since.is_some_and(|since| now.saturating_duration_since(since) >= ENDLESS);
+        let take = self.page.is_some()
+            && self.monitor.clears_by_reads()
+            && (endless || watch.taken && (watch.since.is_some() || watch.in_a_row > RETURNS));
+        if take && !watch.taken {
+            watch.times += 1;
+            watch.in_a_row += 1;
+        }
+        std::mem::replace(&mut watch.taken, take) != take
+    }
+
+    /// When late writes are looked at again, with nothing that brings them: while the guest has an interrupt, or causes that it doesn't want to
+    /// hear of now. A driver that only polls fills its ring again by late writes.
+    pub fn again(&mut self, idle: bool) -> Option<Duration> {
+        if self.page.is_none() || !self.monitor.clears_by_reads() {
+            return None;
+        }
+        let (first, last) = LOOKS;
+        self.watch.look = if idle { (self.watch.look * 2).clamp(first, last) } else { first };
+        let waits = self.watch.since.is_some() && !self.watch.taken || self.monitor.has_causes(self.guest);
+        waits.then_some(self.watch.look)
     }
 
     /// Brings the guest's page up to date.
@@ -113,7 +204,11 @@ impl<C: HostCard> Guarded<C> {
 
     /// The guest's line was lowered: whoever raises it again has to know what the guest was told of.
     pub fn lowered(&mut self) -> Result<(), MonitorError> {
+        if self.watch.since.take().is_some() && !self.watch.taken {
+            self.watch.in_a_row = 0;
+        }
         self.take_told()?;
+        self.monitor.lowered(self.guest);
         self.show()
     }
 
@@ -128,7 +223,13 @@ impl<C: HostCard> Guarded<C> {
     }
 
     fn make(&mut self, access: Access) -> Result<u32, MonitorError> {
+        let resets = self.monitor.resets(self.guest);
         let answer = self.monitor.access(self.guest, access)?;
+        if self.monitor.resets(self.guest) != resets {
+            // What was told of before is over with the rest.
+            self.collect_told();
+            self.watch.told.clear();
+        }
         if self.monitor.physical_ref().is_emulation() {
             // No eventfd tells of its line.
             self.monitor.interrupt()?;
@@ -209,7 +310,9 @@ impl<C: HostCard> Guarded<C> {
     pub fn reset(&mut self) -> Result<(), MonitorError> {
         self.set_guest_bus_master(false)?;
         // What was told before is forgotten with the rest.
+        self.collect_told();
         self.take_told()?;
+        (self.watch.since, self.watch.in_a_row) = (None, 0);
         if let Some(page) = &self.page {
             page.fill(0);
         }

@@ -6,7 +6,7 @@
 //! passthrough  guest ─▶ card of this host, vfio-pci                           memory BARs mapped, INTx by irqfd; DMA to all of the guest
 //!
 //! Where accesses exit, writes that may be late don't, but wait for the next access (machine::late, vpio::plan). Where the model's device is one that
-//! drivers look at all the time (the RTL8139), its registers are a page that the guest reads (vpio::shown), and its line is lowered by KVM at each end
+//! drivers look at all the time (RTL8139, e1000), its registers are a page that the guest reads (vpio::shown), and its line is lowered by KVM at each end
 //! of interrupt: nobody may see the guest acknowledge.
 //! ```
 //!
@@ -15,6 +15,8 @@
 //! | [`engine`] | one of the three, behind one lock |
 //! | [`guarded`] | a NIC under its model; changes from its card to the emulation and back |
 //! | [`page`] | the page in which a guest reads registers of a card under its model without an exit |
+//! | [`mapped`] | parts of a card's BARs that the guest accesses by itself |
+//! | [`look`] | the timer after which late writes are looked at, where they may start something |
 //! | [`behind`] | what is behind a model: a card, or its emulation with a tap |
 //! | [`wire`] | frames of a tap |
 //! | [`function`] | the PCI function: configuration space, BARs, INTx |
@@ -32,6 +34,8 @@ mod bus;
 mod engine;
 mod function;
 mod guarded;
+mod look;
+mod mapped;
 mod page;
 mod thread;
 mod wire;
@@ -60,6 +64,8 @@ pub const SYSCALLS: &[i64] = &[
     libc::SYS_ioctl,
     libc::SYS_readv,
     libc::SYS_writev,
+    // Late writes that may start something are looked at after a while.
+    libc::SYS_timerfd_settime,
     // Before a card's BAR is mapped into the guest.
     libc::SYS_fstat,
     libc::SYS_newfstatat,
@@ -166,6 +172,12 @@ impl OpenedNic {
         let engine = engine::Engine::new(&self.wish, self.back, ram, stop).map_err(failed)?;
         let function = NicFunction::new(&name, engine).map_err(failed)?;
         let address = root.plug_next(Arc::clone(&function) as Arc<dyn PciFunction>)?;
+        let bus = Arc::downgrade(root);
+        function.set_refresh(Box::new(move || {
+            if let Some(bus) = bus.upgrade() {
+                bus.refresh(address);
+            }
+        }));
         let gsi = intx_gsi(address.slot(), InterruptPin::A);
         function.connect(controller, gsi).and_then(|()| function.start(on_start, drain)).map_err(failed)?;
         Ok(NicHandle(function))

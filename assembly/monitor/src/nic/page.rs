@@ -21,6 +21,8 @@ pub(super) struct RegisterPage {
     /// Bytes of it that are registers.
     size: u32,
     told: Vec<(Told, Arc<OwnedFd>)>,
+    /// What is told is looked at at once.
+    prompt: bool,
 }
 
 impl RegisterPage {
@@ -41,7 +43,7 @@ impl RegisterPage {
         let told = plan.told.into_iter().map(|told| Ok((told, Arc::new(eventfd(0, flags)?))));
         let told: Result<_, rustix::io::Errno> = told.collect();
         let told = told.map_err(|error| NicError::machine("descriptor", error))?;
-        let page = Self { page, bars, size: *size, told };
+        let page = Self { page, bars, size: (*size).min(PAGE_BYTES), told, prompt: device.polled.prompt };
         // A BAR may be larger than the device.
         (page.size..PAGE_BYTES).for_each(|offset| page.page.store(offset, 1, u32::MAX));
         Ok(Some(page))
@@ -85,6 +87,11 @@ impl RegisterPage {
             fd: Arc::clone(fd),
         };
         self.told.iter().map(of).collect()
+    }
+
+    /// What tells of writes that are to be looked at at once.
+    pub fn prompt(&self) -> &[(Told, Arc<OwnedFd>)] {
+        if self.prompt { &self.told } else { &[] }
     }
 
     /// Writes that were told since the last call.

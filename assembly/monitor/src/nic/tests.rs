@@ -1,5 +1,7 @@
 //! A NIC in mode `virtual` as a driver sees it: registers through the BARs, frames through the tap's end, the line.
 
+mod e1000;
+
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -20,7 +22,7 @@ use super::behind::{Behind, HostCard};
 use super::bus::RamBus;
 use super::engine::{self, Engine};
 use super::function::NicFunction;
-use super::guarded::Guarded;
+use super::guarded::{Guarded, Watch};
 use super::page::RegisterPage;
 use super::wire::Wire;
 use crate::description::{MacAddress, Nic, NicMode};
@@ -37,6 +39,11 @@ struct Machine {
 
 /// A machine with one emulated card; the other end of its wire is a socket that keeps messages apart.
 fn machine(model: &str) -> Machine {
+    machine_with(model, |_| {})
+}
+
+/// The same, with what brings late writes to it.
+fn machine_with(model: &str, drain: impl Fn(&NicFunction) + Send + 'static) -> Machine {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let (queue, wire) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
     let layout = RamLayout::new(&[2 << 20]).unwrap();
@@ -51,7 +58,13 @@ fn machine(model: &str) -> Machine {
         NicFunction::new("nic0", Engine::new(&wish, back, &ram, Arc::new(|_| {})).unwrap()).unwrap();
     let line = FakeLine::new();
     function.attach_intx(line.clone());
-    function.start(Arc::new(|| {}), || {}).unwrap();
+    let its = Arc::downgrade(&function);
+    let drain = move || {
+        if let Some(function) = its.upgrade() {
+            drain(&function);
+        }
+    };
+    function.start(Arc::new(|| {}), drain).unwrap();
     Machine { function, ram, line, wire }
 }
 
@@ -181,6 +194,37 @@ fn a_paused_nic_takes_no_frames() {
     machine.wait_for_line();
 }
 
+/// A frame goes out though the write that sends it waits in KVM's ring, and the guest does nothing after it.
+#[test]
+fn what_is_written_late_and_sends_is_looked_at() {
+    let ring: Arc<std::sync::Mutex<Vec<(u64, u8)>>> = Arc::default();
+    let its = Arc::clone(&ring);
+    let machine = machine_with("ne2000", move |function| {
+        for (offset, value) in std::mem::take(&mut *its.lock().unwrap()) {
+            function.bar_write(0, offset, &[value]);
+        }
+    });
+    let late = machine.function.late_writes();
+    assert!(late.iter().any(|zone| zone.offset == 0), "its command register is late: {late:?}");
+    for (offset, value) in [(0x0, 0x22), (0xE, 0x49), (0xD, 0), (0xA, 60), (0xB, 0), (0x8, 0), (0x9, 0x40)] {
+        machine.write(0, offset, 1, value);
+    }
+    machine.write(0, 0x0, 1, 0x12);
+    (0..15).for_each(|word| machine.write(0, 0x10, 4, 0x0101_0101 * word));
+    for (offset, value) in [(0x0, 0x22), (0x4, 0x40), (0x5, 60), (0x6, 0)] {
+        machine.write(0, offset, 1, value);
+    }
+    assert_eq!(machine.read(0, 0x7, 1) & 0x40, 0x40, "the frame is on the card");
+    ring.lock().unwrap().push((0x0, 0x26));
+    let begin = Instant::now();
+    let sent = std::iter::repeat_with(|| machine.message()).find_map(|message| {
+        assert!(begin.elapsed() < Duration::from_secs(20), "it stays on the card");
+        std::thread::sleep(Duration::from_micros(100));
+        message
+    });
+    assert_eq!(sent.map(|message| message.len()), Some(12 + 60));
+}
+
 /// A card of the host that is an emulation of this process; its frames go nowhere but to who asks.
 struct Plugged(Rtl8139<Inlet<RamBus>>);
 
@@ -260,6 +304,8 @@ fn guarded(
         guest_master: false,
         changes: 0,
         page: None,
+        watch: Watch::default(),
+        free_pages: Vec::new(),
     }
 }
 

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::vm::ThreadHook;
 
@@ -37,6 +37,27 @@ pub(super) struct Sources {
     pub active: usize,
     /// The guest's line was lowered.
     pub lowered: Option<OwnedFd>,
+    /// The guest has written what it only tells of. Whoever is called takes what is in them.
+    pub told: Vec<OwnedFd>,
+}
+
+/// What the thread woke for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Woken {
+    /// The active source is readable.
+    Source,
+    /// The line was lowered.
+    Lowered,
+    /// The guest has told of something.
+    Told,
+    /// The time is over that was asked for.
+    Time,
+}
+
+/// What the thread does then: it ends, or goes on, with another look after a time where nothing happens.
+pub(super) enum Next {
+    End,
+    Wait(Option<Duration>),
 }
 
 /// The running thread; it ends when this is dropped.
@@ -46,13 +67,12 @@ pub(super) struct Thread {
 }
 
 impl Thread {
-    /// Starts it. `readable` is called when the active one of `sources` is, or, with `true`, when the line was lowered; false ends the
-    /// thread.
+    /// Starts it. `woken` is called when any of `sources` wakes it.
     pub(super) fn start(
         name: &str,
         sources: Sources,
         on_start: ThreadHook,
-        readable: impl Fn(bool) -> bool + Send + 'static,
+        woken: impl Fn(Woken) -> Next + Send + 'static,
     ) -> io::Result<Self> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
         let shared = Arc::new(Shared {
@@ -67,7 +87,7 @@ impl Thread {
         let name = name.chars().take(15).collect();
         let handle = std::thread::Builder::new().name(name).spawn(move || {
             on_start();
-            run(&its, &sources, readable);
+            run(&its, &sources, woken);
         })?;
         Ok(Self { shared, handle: Some(handle) })
     }
@@ -116,31 +136,34 @@ impl Drop for Thread {
     }
 }
 
-fn run(shared: &Shared, sources: &Sources, readable: impl Fn(bool) -> bool) {
+fn run(shared: &Shared, sources: &Sources, call: impl Fn(Woken) -> Next) {
+    let mut again = None;
     loop {
         let active = shared.active.load(Ordering::SeqCst);
         let Some(source) = sources.all.get(active) else { return };
         let paused = shared.paused.load(Ordering::SeqCst);
-        let lowered = sources.lowered.as_ref();
-        let mut fds = [
-            PollFd::new(&shared.wake, PollFlags::IN),
-            PollFd::new(source, PollFlags::IN),
-            PollFd::new(lowered.unwrap_or(&shared.wake), PollFlags::IN),
-        ];
-        let count = match lowered {
-            _ if paused => 1,
-            Some(_) => 3,
-            None => 2,
-        };
-        match poll(&mut fds[..count], None) {
-            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+        let mut fds = vec![PollFd::new(&shared.wake, PollFlags::IN)];
+        if !paused {
+            let others = sources.lowered.iter().chain(&sources.told);
+            fds.extend(std::iter::once(source).chain(others).map(|fd| PollFd::new(fd, PollFlags::IN)));
+        }
+        let timeout = again.filter(|_| !paused).and_then(|again: Duration| Timespec::try_from(again).ok());
+        let mut nothing = false;
+        match poll(&mut fds, timeout.as_ref()) {
+            Ok(ready) => nothing = ready == 0,
+            Err(rustix::io::Errno::INTR) => {}
             Err(error) => {
                 tracing::error!(%error, "The thread of a NIC can't wait; it ends");
                 return;
             }
         }
-        let (woken, ready) = (!fds[0].revents().is_empty(), fds[1].revents());
-        let was_lowered = lowered.filter(|_| count == 3 && fds[2].revents().contains(PollFlags::IN));
+        let (woken, rest) = fds.split_at(1);
+        let (woken, ready) =
+            (!woken[0].revents().is_empty(), rest.first().map_or(PollFlags::empty(), PollFd::revents));
+        let came = |fd: &PollFd<'_>| fd.revents().contains(PollFlags::IN);
+        let mut others = rest.iter().skip(1);
+        let was_lowered = sources.lowered.as_ref().filter(|_| others.next().is_some_and(came));
+        let was_told = others.any(came);
         if woken {
             let mut count = [0; 8];
             // Whatever was counted.
@@ -153,19 +176,30 @@ fn run(shared: &Shared, sources: &Sources, readable: impl Fn(bool) -> bool) {
         for job in jobs {
             job();
         }
-        if shared.active.load(Ordering::SeqCst) != active {
+        if shared.active.load(Ordering::SeqCst) != active || shared.paused.load(Ordering::SeqCst) {
             continue;
         }
+        let mut what = Vec::new();
         if let Some(lowered) = was_lowered {
             let mut count = [0; 8];
             // Whatever was counted.
             let _ = rustix::io::read(lowered, &mut count);
-            if !readable(true) {
-                return;
-            }
+            what.push(Woken::Lowered);
         }
-        if ready.contains(PollFlags::IN) && !shared.paused.load(Ordering::SeqCst) && !readable(false) {
-            return;
+        if ready.contains(PollFlags::IN) {
+            what.push(Woken::Source);
+        }
+        if was_told {
+            what.push(Woken::Told);
+        }
+        if nothing {
+            what.push(Woken::Time);
+        }
+        for what in what {
+            match call(what) {
+                Next::End => return,
+                Next::Wait(next) => again = next,
+            }
         }
         if ready.intersects(PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL) {
             tracing::warn!("What is behind a NIC has gone; the NIC receives nothing any more");

@@ -156,18 +156,33 @@ pub struct Polled {
     pub written: &'static [Reg],
     /// Causes with which nothing but these has changed.
     pub causes: u32,
-    /// Values that drivers write to the interrupt mask to be left alone for a while. They may take effect when the device is looked at
-    /// next: until then no interrupt comes, or one that was on its way.
+    /// Values that drivers write to the interrupt mask at each interrupt, which are only told of. They may take effect when the device is
+    /// looked at next: until then no interrupt comes, or one that was on its way.
     pub masks: &'static [u32],
+    /// Where such a value opens the mask: it is looked at without delay, since causes may wait for it.
+    pub prompt: bool,
+    /// Registers that are done some time after they were written, and the bit that says so.
+    pub settles: &'static [(Reg, u32)],
+    /// The status is cleared by a read, which nobody sees in a page: the register whose write, of ones to clear bits of the mask, follows that
+    /// read in drivers. Frames of causes in `causes` are looked for after it.
+    pub read_clears: Option<Reg>,
 }
 
 impl Polled {
     /// Drivers leave the guest for each read.
-    pub const NONE: Self = Self { read: &[], written: &[], causes: 0, masks: &[] };
+    pub const NONE: Self = Self {
+        read: &[],
+        written: &[],
+        causes: 0,
+        masks: &[],
+        prompt: false,
+        settles: &[],
+        read_clears: None,
+    };
 
     /// Whether a page can be kept up.
     pub const fn any(&self) -> bool {
-        !self.read.is_empty()
+        !self.read.is_empty() || self.read_clears.is_some()
     }
 }
 

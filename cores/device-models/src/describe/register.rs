@@ -86,6 +86,8 @@ pub struct Register {
     pub returns: Returns,
     /// A write may reach the model and the device late (in order with other late ones): it may wait in a coalescing ring.
     pub late: bool,
+    /// A late write may start something that nobody waits for by another access: late writes are looked at soon after any access.
+    pub starts: bool,
     /// Values that stand for all, one per case that the model or the device tells apart: exploration and grammar use them. The
     /// exploration leaves registers without values at their reset value.
     pub values: &'static [u32],
@@ -116,6 +118,7 @@ pub const fn register(name: &'static str, offset: u32) -> Register {
         store: Store::Plain(u32::MAX),
         returns: Returns::Any,
         late: false,
+        starts: false,
         values: &[],
         becomes: None,
         follows: None,
@@ -195,6 +198,12 @@ impl Register {
     /// Writes may be late.
     pub const fn late(mut self) -> Self {
         self.late = true;
+        self
+    }
+    /// Writes may be late, where late writes are looked at soon after any access.
+    pub const fn late_watched(mut self) -> Self {
+        self.late = true;
+        self.starts = true;
         self
     }
     /// Also found at these offsets.

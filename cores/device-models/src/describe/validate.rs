@@ -32,6 +32,9 @@ fn polled(device: &Device, found: &mut Vec<String>) {
     let changes = device.transitions.iter().filter(|transition| {
         matches!(transition.event, Event::Read(_))
             && transition.effects.iter().any(|effect| !matches!(effect, Effect::Answer(_)))
+            // Cleared later, by what drivers write after it.
+            && !(transition.event == Event::Read(device.interrupts.status)
+                && device.polled.read_clears.is_some())
     });
     for transition in changes {
         found.push(format!(

@@ -48,7 +48,7 @@ table! { REGISTERS: Register => Reg {
     RDBAH = base("RDBAH", 0x2804).aliases(&[0x114]).values(&[0, 1]);
     RDLEN = base("RDLEN", 0x2808).aliases(&[0x118]).store(Store::Plain(0xF_FF80)).values(&[0, 0x80, 0x1000]).about("its bytes");
     RDH = head("RDH", 0x2810).aliases(&[0x120]).follows(RDT, RXT0).about("where the device is");
-    RDT = tail("RDT", 0x2818).aliases(&[0x128]).about("where the driver is");
+    RDT = tail("RDT", 0x2818).aliases(&[0x128]).late().about("where the driver is");
     RDTR = wide("RDTR", 0x2820).aliases(&[0x108]); RXDCTL = wide("RXDCTL", 0x2828); RADV = wide("RADV", 0x282C);
     RSRPD = wide("RSRPD", 0x2C00);
     TDBAL = base("TDBAL", 0x3800).aliases(&[0x420]).values(&[0x10_0000, 0x1F_FF00, 0xFFFF_F000]).about("transmit ring");
@@ -354,7 +354,17 @@ pub static E1000: Device = Device {
         // None that a driver recovers from by itself.
         error: None,
     },
-    polled: Polled::NONE,
+    polled: Polled {
+        read: &[],
+        written: &[TDT, RDT, IMS, IMC, ICS, ICR, ITR],
+        // Sent, received, few buffers, none; not the link, nor the PHY.
+        causes: 0x00D3,
+        // What Linux's driver wants to hear of.
+        masks: &[0x009D],
+        prompt: true,
+        settles: &[(MDIC, 1 << 28)],
+        read_clears: Some(IMC),
+    },
     reusable: &[IDLE],
     context: CONTEXT,
     // The engines don't depend on each other.

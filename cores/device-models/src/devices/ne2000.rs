@@ -46,7 +46,7 @@ pub const MEMORY_END: u32 = 0x8000;
 pub const LONGEST: u64 = 1518;
 
 table! { REGISTERS: Register => Reg {
-    CR = register("CR", 0x0).class(Class::Free, Class::Dma).reset(0x21).store(Store::Sticky(TXP)).returns(Returns::Bits(TXP)).becomes(TXP, 0, PTX)
+    CR = register("CR", 0x0).class(Class::Free, Class::Dma).reset(0x21).store(Store::Sticky(TXP)).returns(Returns::Bits(TXP)).becomes(TXP, 0, PTX).late_watched()
         .values(&[0x21, 0x22, 0x61, 0x62, 0x26, 0x0A, 0x12, 0x16, 0x1A, 0x02]).about("stop, start, transmit, remote transfer, bank");
     PSTART = register("PSTART", 0x1).banks(PAGE0).writes(Class::Check).late().values(&[0x00, 0x4C]).about("first page of the ring");
     PSTOP = register("PSTOP", 0x2).banks(PAGE0).writes(Class::Check).late().values(&[0x80, 0xFF]).about("page after the ring");
@@ -64,7 +64,7 @@ table! { REGISTERS: Register => Reg {
     RCR = register("RCR", 0xC).banks(PAGE0).writes(Class::Check).reset(MON).late().values(&[MON, 0x04]).about("receive configuration");
     TCR = register("TCR", 0xD).banks(PAGE0).writes(Class::Shadow).late().about("transmit configuration");
     DCR = register("DCR", 0xE).banks(PAGE0).writes(Class::Shadow).reset(0x49).late().about("data configuration");
-    IMR = register("IMR", 0xF).banks(PAGE0).writes(Class::Virtual).store(Store::Plain(0x7F)).about("interrupt mask");
+    IMR = register("IMR", 0xF).banks(PAGE0).writes(Class::Virtual).store(Store::Plain(0x7F)).late_watched().about("interrupt mask");
     CLDA0 = register("CLDA0", 0x1).banks(PAGE0).reads(Class::Free);
     CLDA1 = register("CLDA1", 0x2).banks(PAGE0).reads(Class::Free);
     TSR = register("TSR", 0x4).banks(PAGE0).reads(Class::Free).returns(Returns::Shadow).about("transmit status");

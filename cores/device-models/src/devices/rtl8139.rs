@@ -395,6 +395,9 @@ pub static RTL8139: Device = Device {
         causes: 0x005F,
         // 8139too while it polls: all but what NAPI handles.
         masks: &[0xC02E],
+        prompt: false,
+        settles: &[],
+        read_clears: None,
     },
     reusable: &[TX0_IDLE, TX0_KEPT, TX1_IDLE, TX1_KEPT, TX2_IDLE, TX2_KEPT, TX3_IDLE, TX3_KEPT],
     context: CONTEXT,

@@ -215,14 +215,45 @@ impl Driver {
         self.w(ports, 0x3818, self.next % RING);
     }
 
-    /// The interrupt handler: frames received, descriptors of frames that are sent.
-    pub fn interrupt(&mut self, ports: &mut dyn Memory) -> (Vec<Vec<u8>>, u32) {
-        let (mut frames, mut sent) = (Vec::new(), 0);
-        if self.r(ports, 0xC0) == 0 {
-            return (frames, sent);
+    /// The interrupt handler: causes, none where the interrupt is another device's.
+    pub fn handle(&mut self, ports: &mut dyn Memory) -> u32 {
+        let causes = self.r(ports, 0xC0);
+        if causes != 0 {
+            self.w(ports, 0xD8, u32::MAX);
+            self.r(ports, 0x8);
         }
-        self.w(ports, 0xD8, u32::MAX);
+        causes
+    }
+
+    /// The handler, and the poll after it: frames received, descriptors of frames that are sent.
+    pub fn interrupt(&mut self, ports: &mut dyn Memory) -> (Vec<Vec<u8>>, u32) {
+        if self.handle(ports) == 0 {
+            return (Vec::new(), 0);
+        }
+        let found = self.poll(ports);
+        self.unmask(ports);
+        found
+    }
+
+    /// Whether a frame can be sent.
+    pub fn has_room(&self) -> bool {
+        self.next - self.done + 1 < RING
+    }
+
+    /// Descriptors that were handed over, and that the driver hasn't seen come back.
+    pub fn unnoticed(&self) -> u32 {
+        self.next - self.done
+    }
+
+    /// Interrupts may come again.
+    pub fn unmask(&mut self, ports: &mut dyn Memory) {
+        self.w(ports, 0xD0, 0x9D);
         self.r(ports, 0x8);
+    }
+
+    /// Looks at both rings: frames received, descriptors of frames that are sent.
+    pub fn poll(&mut self, ports: &mut dyn Memory) -> (Vec<Vec<u8>>, u32) {
+        let (mut frames, mut sent) = (Vec::new(), 0);
         while self.done != self.next {
             // Of a frame of several descriptors the last reports.
             let reported = (self.done..self.next).find(|at| {
@@ -250,8 +281,6 @@ impl Driver {
             taken += 1;
         }
         self.refill(ports, taken);
-        self.w(ports, 0xD0, 0x9D);
-        self.r(ports, 0x8);
         (frames, sent)
     }
 }

@@ -1,0 +1,198 @@
+//! An e1000 under its model, whose first page the guest reads: a told mask doesn't overtake what was written before it, a reset forgets it, and a
+//! guest whose interrupt doesn't end loses its page for as long.
+
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use device_models::Access;
+use device_models::devices::e1000::{E1000, RST};
+use device_models::physical::{DeviceError, Mapping, PhysicalDevice};
+use device_models::reference::e1000::E1000Card;
+use machine::memory::{GuestRam, RamLayout, RamOptions};
+use pci::function::Doorbell;
+use vpio::{FailurePolicy, GuestConfig, Monitor, Slot, Slots};
+
+use super::super::behind::{Behind, HostCard};
+use super::super::bus::RamBus;
+use super::super::guarded::{Guarded, Watch};
+use super::super::page::RegisterPage;
+use super::ADDRESS;
+
+const ICR: u32 = 0xC0;
+const ICS: u32 = 0xC8;
+const IMS: u32 = 0xD0;
+const IMC: u32 = 0xD8;
+const LINK: u32 = 4;
+
+/// A card of the host that is an emulation of this process.
+struct Plugged(E1000Card<RamBus>);
+
+impl PhysicalDevice for Plugged {
+    fn read(&mut self, bar: u8, offset: u32, size: u8) -> Result<u32, DeviceError> {
+        self.0.read(bar, offset, size)
+    }
+    fn write(&mut self, bar: u8, offset: u32, size: u8, value: u32) -> Result<(), DeviceError> {
+        self.0.write(bar, offset, size, value)
+    }
+    fn interrupt(&mut self) -> Result<bool, DeviceError> {
+        self.0.interrupt()
+    }
+    fn reset(&mut self) -> Result<(), DeviceError> {
+        self.0.reset()
+    }
+    fn set_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
+        self.0.set_bus_master(on)
+    }
+    fn has_iommu(&self) -> bool {
+        self.0.has_iommu()
+    }
+    fn map(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
+        self.0.map(mapping)
+    }
+    fn unmap(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
+        self.0.unmap(mapping)
+    }
+}
+
+impl HostCard for Plugged {
+    fn set_guest_bus_master(&mut self, _on: bool) -> Result<(), DeviceError> {
+        Ok(())
+    }
+    fn interrupt_fd(&self) -> std::io::Result<OwnedFd> {
+        Ok(rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)?)
+    }
+    fn signalled(&mut self) {}
+    fn unmask(&mut self) -> Result<(), DeviceError> {
+        Ok(())
+    }
+}
+
+struct Machine {
+    guarded: Guarded<Plugged>,
+    opens: Doorbell,
+}
+
+impl Machine {
+    fn new() -> Self {
+        let layout = RamLayout::new(&[2 << 20]).unwrap();
+        let options = RamOptions { name: "nic".into(), ..RamOptions::default() };
+        let ram = GuestRam::allocate(&layout, &options).unwrap();
+        let card = Plugged(E1000Card::new(ADDRESS, RamBus::new(ram.memory()), true));
+        let mut monitor = Monitor::new(&E1000, Behind::Card(Box::new(card)));
+        let slot = Slot { guest_base: 0, length: 2 << 20, device_base: 0, writable: true };
+        let guest = monitor.add(GuestConfig {
+            name: "nic0".to_owned(),
+            address: ADDRESS,
+            permissions: Vec::new(),
+            policy: FailurePolicy::Stop,
+            memory: Box::new(Slots(vec![slot])),
+        });
+        monitor.switch(guest, false).unwrap();
+        monitor.show_from_now(guest);
+        let page = RegisterPage::of("nic0", &E1000).unwrap();
+        let opens = page.as_ref().unwrap().doorbells().remove(0);
+        let mut guarded = Guarded {
+            monitor: Box::new(monitor),
+            guest,
+            stop: None,
+            masked: false,
+            aside: None,
+            guest_master: false,
+            changes: 0,
+            page,
+            watch: Watch::default(),
+            free_pages: Vec::new(),
+        };
+        guarded.show().unwrap();
+        Self { guarded, opens }
+    }
+
+    fn write(&mut self, offset: u32, value: u32) {
+        self.guarded.access(Access { bar: 0, offset, size: 4, write: Some(value) }).unwrap();
+    }
+
+    fn page(&self, offset: u32) -> u32 {
+        self.guarded.page.as_ref().unwrap().load(offset, 4)
+    }
+
+    /// The guest opens its mask: an eventfd is all that tells.
+    fn open(&self) {
+        rustix::io::write(&self.opens.fd, &1u64.to_ne_bytes()).unwrap();
+    }
+
+    /// The card reports causes, and the thread takes them, with late writes that come between.
+    fn cause(&mut self, causes: u32, late: &[(u32, u32)]) {
+        self.guarded.collect_told();
+        self.guarded.monitor.physical().card().unwrap().write(0, ICS, 4, causes).unwrap();
+        late.iter().for_each(|(offset, value)| self.write(*offset, *value));
+        self.guarded.readable().unwrap();
+        self.guarded.seen();
+    }
+
+    fn line(&self) -> bool {
+        self.guarded.monitor.line(self.guarded.guest)
+    }
+}
+
+#[test]
+fn a_mask_that_is_told_of_is_opened_after_what_closed_it_before() {
+    let mut machine = Machine::new();
+    assert_eq!((machine.opens.offset, machine.opens.datamatch), (u64::from(IMS), Some(0x9D)));
+    machine.open();
+    // An access doesn't take it: late writes that are older may wait.
+    machine.write(ICS, LINK);
+    assert_eq!((machine.page(IMS), machine.page(ICR)), (0, LINK));
+    machine.cause(0x80, &[(IMC, u32::MAX)]);
+    assert_eq!((machine.page(IMS), machine.page(ICR)), (0x9D, 0x84));
+    assert!(machine.line());
+    // The handler's write clears what was shown of frames, and not the link.
+    machine.write(IMC, u32::MAX);
+    assert_eq!((machine.page(IMS), machine.page(ICR)), (0, LINK));
+    assert!(!machine.line());
+    // A reset forgets what was told of before it.
+    machine.open();
+    machine.guarded.collect_told();
+    machine.open();
+    machine.write(0, RST);
+    machine.guarded.collect_told();
+    machine.guarded.told().unwrap();
+    assert_eq!(machine.page(IMS), 0);
+}
+
+#[test]
+fn an_interrupt_without_end_takes_the_page_away() {
+    let mut machine = Machine::new();
+    machine.write(IMS, 0x9D);
+    machine.cause(LINK, &[]);
+    assert!(machine.line());
+    let begin = Instant::now();
+    machine.guarded.raised();
+    assert!(!machine.guarded.watch(begin), "it may take its time");
+    assert_eq!(machine.guarded.again(false), Some(Duration::from_millis(1)));
+    assert_eq!(machine.guarded.again(true), Some(Duration::from_millis(2)));
+    assert!(machine.guarded.watch(begin + Duration::from_secs(1)));
+    assert!(machine.guarded.watch.taken && !machine.guarded.watch(begin + Duration::from_secs(2)));
+    // Its reads leave the guest now, and are reads.
+    let read = Access { bar: 0, offset: ICR, size: 4, write: None };
+    assert_eq!(machine.guarded.access(read).unwrap(), LINK);
+    assert_eq!(machine.guarded.access(read).unwrap(), 0);
+    assert!(!machine.line());
+    machine.guarded.lowered().unwrap();
+    assert!(machine.guarded.watch(begin + Duration::from_secs(3)), "it comes back");
+    assert_eq!((machine.guarded.again(false), machine.page(ICR)), (None, 0));
+    // One that ends is one of a guest that was slow for once.
+    machine.guarded.raised();
+    assert!(!machine.guarded.watch(Instant::now()));
+    machine.guarded.lowered().unwrap();
+    // A guest that goes on so keeps none.
+    for time in 0..8 {
+        machine.guarded.raised();
+        machine.guarded.watch(begin + Duration::from_secs(10 + time));
+        machine.guarded.lowered().unwrap();
+        machine.guarded.watch(begin + Duration::from_secs(10 + time));
+        assert_eq!(machine.guarded.watch.taken, time >= 4, "{time}");
+    }
+    assert_eq!(machine.guarded.watch.times, 6);
+    machine.guarded.reset().unwrap();
+    assert!(machine.guarded.watch(begin) && !machine.guarded.watch.taken, "until a reset");
+}
