@@ -37,8 +37,7 @@ fn lay_out<'c>(
     count: usize,
     all: impl Fn(usize) -> &'c [u32],
 ) -> core::ops::Range<usize> {
-    let range = places.len() - 1;
-    let places = &mut places[..range];
+    let range = places.len();
     places.fill(0);
     for vcpu in 0..count {
         places.iter_mut().zip(all(vcpu)).for_each(|(place, keys)| *place += keys);
@@ -70,11 +69,9 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     let limit = u32::try_from(range).unwrap_or(u32::MAX);
     let count = team.count();
     let keys = heap.array::<u32>(n)?;
-    // Behind the keys a page for each vCPU, where it puts keys that aren't its own.
-    let elsewhere = n.next_multiple_of(PER_PAGE);
-    let sorted = heap.array::<u32>(elsewhere + PER_PAGE * count)?;
-    // Counts, and places, of each vCPU; on pages of their own. The place for other keys comes last.
-    let stride = (range + 1).next_multiple_of(PER_PAGE);
+    let sorted = heap.array::<u32>(n)?;
+    // Counts, and places, of each vCPU; on pages of their own.
+    let stride = range.next_multiple_of(PER_PAGE);
     let counts = heap.array::<u32>(stride * count)?;
     let places = heap.array::<u32>(stride * count)?;
 
@@ -98,23 +95,29 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
             }
             team.wait();
             // SAFETY: own places.
-            let places = unsafe { places.write(own.start..own.end + 1) };
+            let places = unsafe { places.write(own.clone()) };
             // SAFETY: nobody writes counts before the next barrier.
             let all = |vcpu: usize| unsafe { counts.read(vcpu * stride..vcpu * stride + range) };
             let values = lay_out(places, n, me, count, all);
             let first = u32::try_from(values.start).unwrap_or(0);
             let width = u32::try_from(values.len()).unwrap_or(0);
-            places[range] = u32::try_from(elsewhere + me * PER_PAGE).unwrap_or(0);
+            let mut own_keys = [0; CHUNK];
             // SAFETY: nobody writes keys any more.
-            for key in unsafe { keys.read(0..n) } {
-                // No branch: which keys are its own can't be foretold.
-                let owned = key.wrapping_sub(first) < width;
-                let place = &mut places[if owned { *key as usize } else { range }];
-                let at = *place as usize;
-                // SAFETY: each place belongs to one key of one vCPU, or to one vCPU.
-                let slot = unsafe { sorted.write(at..at + 1) };
-                slot[0] = *key;
-                *place += u32::from(owned);
+            for some in unsafe { keys.read(0..n) }.chunks(CHUNK) {
+                let mut len = 0;
+                for key in some {
+                    // No branch: which keys are its own can't be foretold.
+                    own_keys[len] = *key;
+                    len += usize::from(key.wrapping_sub(first) < width);
+                }
+                for key in &own_keys[..len] {
+                    let place = &mut places[*key as usize];
+                    let at = *place as usize;
+                    // SAFETY: each place belongs to one key of one vCPU.
+                    let slot = unsafe { sorted.write(at..at + 1) };
+                    slot[0] = *key;
+                    *place += 1;
+                }
             }
             team.wait();
         }
