@@ -11,8 +11,9 @@ use std::time::Duration;
 
 use dsm::trace::{Entry, Recorder};
 use dsm::{Access, Action, Event, Fault, Message, Node, Page, Pages, wire};
-use machine::memory::GuestMemorySpace;
 use machine::memory::shared::{PageRights, SharedRam};
+use machine::memory::{GuestMemorySpace, RamRegion};
+use machine::slots::DirtyPages;
 use machine::vcpu::VcpuManager;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::time::{ClockId, clock_gettime};
@@ -20,6 +21,7 @@ use rustix::time::{ClockId, clock_gettime};
 use super::DsmError;
 use super::ahead::Helpers;
 use super::checkpoint::Step;
+use super::gather::{Gathering, Turns, Watch};
 use super::hot::HotPages;
 use super::link::{Control, Link};
 use super::report::{Phase, Stalls};
@@ -45,12 +47,23 @@ pub(super) struct Machine {
     pub(super) stopper: Stopper,
     /// All of its memory, by the monitor's own mapping.
     pub(super) memory: GuestMemorySpace,
+    /// The same in pieces, to see which pages there are.
+    pub(super) regions: Vec<RamRegion>,
+}
+
+impl Machine {
+    /// The pages that have memory behind them, in order of address.
+    pub(super) fn present(&self) -> io::Result<Vec<DirtyPages>> {
+        machine::memory::present(&self.regions)
+    }
 }
 
 /// The protocol's view of guest memory.
 pub(super) struct LivePages {
-    ram: Arc<SharedRam>,
+    pub(super) ram: Arc<SharedRam>,
     rights: Vec<PageRights>,
+    /// Pages that were taken from the guest here, wholly or for writing: a fault there is no first fetch.
+    lost: Vec<bool>,
     /// The host refused a change: the VM can't go on.
     pub(super) refused: Option<String>,
     /// What is recorded for the simulator, where that is wanted. In a cell as reading is recorded, too.
@@ -80,6 +93,11 @@ impl LivePages {
     /// What was recorded.
     pub(super) fn recorded(&mut self) -> Vec<Entry> {
         self.recorder.take().map(|recorder| recorder.into_inner().finish()).unwrap_or_default()
+    }
+
+    /// Whether a page was here, and was taken.
+    pub(super) fn was_lost(&self, page: Page) -> bool {
+        usize::try_from(page).ok().and_then(|page| self.lost.get(page)).copied().unwrap_or(false)
     }
 
     pub(super) fn wake(&mut self, page: Page) {
@@ -116,6 +134,11 @@ impl Pages for LivePages {
         let to = rights(access);
         let known = usize::try_from(page).ok().and_then(|page| self.rights.get_mut(page));
         let from = known.map_or(PageRights::None, |known| std::mem::replace(known, to));
+        if to < from
+            && let Some(lost) = usize::try_from(page).ok().and_then(|page| self.lost.get_mut(page))
+        {
+            *lost = true;
+        }
         let result = self.ram.set(page, from, to);
         self.note("protected", page, result);
     }
@@ -139,6 +162,10 @@ pub(super) struct Counts {
     pub(super) not_emulated: u64,
     /// Pages fetched before they were asked for.
     pub(super) ahead: u64,
+    /// Nanoseconds that vCPUs have waited for pages which they had had before, and for trapped stores.
+    pub(super) waited: u64,
+    /// The same for pages that they had never had.
+    pub(super) waited_first: u64,
 }
 
 /// Everything behind the lock.
@@ -158,6 +185,14 @@ pub(super) struct Core {
     pub(super) standing: bool,
     /// A vCPU has ended the VM.
     pub(super) ending: bool,
+    /// On node 0, where programs that don't pay are brought together: who sees that.
+    pub(super) watch: Option<Watch>,
+    /// All vCPUs and all memory are on node 0, or are on the way there.
+    pub(super) gathering: Gathering,
+    /// After all has come together where processors are few: who runs when.
+    pub(super) turns: Option<Turns>,
+    /// What node 0 was last told of waits, and of other time.
+    pub(super) told: (u64, u64),
     /// vCPUs to be kicked again, and when.
     pub(super) rekick: Vec<(u64, usize)>,
     pub(super) helpers: Helpers,
@@ -196,6 +231,10 @@ pub(super) struct Engine {
     pub(super) steps: SyncSender<(u8, Step)>,
     /// The threads of the service shall end.
     pub(super) quit: AtomicBool,
+    /// Programs that don't pay are brought together on node 0.
+    pub(super) gathers: bool,
+    /// On node 0: this one doesn't.
+    pub(super) gather_now: AtomicBool,
     /// What tests put in.
     pub(super) trouble: Trouble,
 }
@@ -227,6 +266,7 @@ impl Engine {
         me: u8,
         links: Vec<Option<Link>>,
         vcpus: usize,
+        gathers: bool,
         trouble: Trouble,
         steps: SyncSender<(u8, Step)>,
     ) -> Result<Self, DsmError> {
@@ -247,6 +287,8 @@ impl Engine {
             console_bytes: AtomicU64::new(0),
             steps,
             quit: AtomicBool::new(false),
+            gathers,
+            gather_now: AtomicBool::new(false),
             trouble,
         })
     }
@@ -258,6 +300,7 @@ impl Engine {
             pages: LivePages {
                 ram: Arc::clone(&machine.ram),
                 rights: vec![PageRights::None; pages],
+                lost: vec![false; pages],
                 refused: None,
                 recorder: record.then(RefCell::default),
             },
@@ -270,6 +313,11 @@ impl Engine {
             holding: false,
             standing: false,
             ending: false,
+            watch: (self.gathers && self.me == 0)
+                .then(|| Watch::new(u8::try_from(self.links.len()).unwrap_or(u8::MAX))),
+            gathering: Gathering::default(),
+            turns: None,
+            told: (0, 0),
             rekick: Vec::new(),
             helpers: Helpers::default(),
             advised: BTreeSet::new(),
@@ -400,6 +448,10 @@ impl Engine {
 
     /// Gives the protocol an event, and does what it says.
     pub(super) fn step(&self, core: &mut Core, event: Event) {
+        if core.gathering.is_over() {
+            // All memory is on one node: nothing is kept the same any more.
+            return;
+        }
         let mut next = Some(event);
         let mut more = Vec::new();
         while let Some(event) = next.take() {
@@ -449,6 +501,11 @@ impl Engine {
                         slot.snapshot = None;
                     }
                     let waited = core.counts.stalls.count(&fault, now());
+                    if fault.again {
+                        core.counts.waited += waited;
+                    } else {
+                        core.counts.waited_first += waited;
+                    }
                     core.hot.waited(fault.page, waited);
                     if !slot.granted.contains(&fault.page) {
                         slot.granted.push(fault.page);

@@ -17,14 +17,16 @@ use dsm::wire;
 use rustix::net::SendFlags;
 
 use super::checkpoint::Step;
+use super::gather::Waited;
 
 /// First byte of a control frame. No version of the protocol has this number.
 const MARK: u8 = 0xc5;
 const HEADER: usize = 8;
 /// Most bytes of a control frame's body.
 const MAX_BODY: usize = 1 << 20;
-/// A console that its node doesn't write away stops the vCPU that writes when so many bytes are queued.
-const CONSOLE_QUEUE: usize = 1 << 20;
+/// Who may wait does so when so many bytes are queued: a vCPU that writes to a console that its node doesn't write away, and a node that hands its
+/// memory over.
+const LONG_QUEUE: usize = 1 << 20;
 
 /// What nodes tell each other beside the protocol.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,8 +51,12 @@ pub(super) enum Control {
     Ask,
     /// What the sender has counted so far, as JSON.
     Answer(Vec<u8>),
-    /// About checkpoints.
+    /// About checkpoints, and moves of vCPUs.
     Checkpoint(Step),
+    /// How long the sender's vCPUs have waited; to node 0.
+    Waited(Waited),
+    /// Pages that the sender hands over, for [`super::gather::pages`]; to node 0.
+    Pages(Vec<u8>),
 }
 
 impl Control {
@@ -67,14 +73,21 @@ impl Control {
             Self::Ask => 9,
             Self::Answer(_) => 10,
             Self::Checkpoint(_) => 11,
+            Self::Waited(_) => 12,
+            Self::Pages(_) => 13,
         }
     }
 
     fn encode(&self) -> Vec<u8> {
         let mut step = Vec::new();
+        let waited;
         let body: &[u8] = match self {
             Self::Heartbeat | Self::Parked | Self::Start | Self::Ask => &[],
-            Self::Console(bytes) | Self::Report(bytes) | Self::Answer(bytes) => bytes,
+            Self::Console(bytes) | Self::Report(bytes) | Self::Answer(bytes) | Self::Pages(bytes) => bytes,
+            Self::Waited(numbers) => {
+                waited = numbers.to_bytes();
+                &waited
+            }
             Self::Phase(begins) => &[u8::from(*begins)],
             Self::Failed(text) => text.as_bytes(),
             Self::Exit(code) => &code.to_le_bytes(),
@@ -104,6 +117,8 @@ impl Control {
             (9, 0) => Self::Ask,
             (10, _) => Self::Answer(body),
             (11, _) => Self::Checkpoint(ciborium::from_reader(body.as_slice()).ok()?),
+            (12, _) => Self::Waited(Waited::from_bytes(&body)?),
+            (13, _) => Self::Pages(body),
             _ => return None,
         })
     }
@@ -219,14 +234,14 @@ impl Link {
         self.send(&control.encode())
     }
 
-    /// The same for a console's bytes; waits while very many are queued.
-    pub(super) fn send_console(&self, bytes: &[u8]) -> bool {
+    /// The same, but waits while very many bytes are queued.
+    pub(super) fn send_patiently(&self, control: &Control) -> bool {
         let mut queue = self.queue();
-        while queue.len() > CONSOLE_QUEUE && !self.closed.load(Ordering::Relaxed) {
+        while queue.len() > LONG_QUEUE && !self.closed.load(Ordering::Relaxed) {
             queue = self.drained.wait(queue).unwrap_or_else(PoisonError::into_inner);
         }
         drop(queue);
-        self.send_control(&Control::Console(bytes.to_vec()))
+        self.send_control(control)
     }
 
     fn offer(&self, bytes: &[u8]) -> usize {
@@ -332,6 +347,9 @@ mod tests {
             Control::Checkpoint(Step::Still(7, Err("why".into()))),
             Control::Checkpoint(Step::Save { number: 7, token: 1 }),
             Control::Checkpoint(Step::Go(Some(7))),
+            Control::Checkpoint(Step::Vcpu { number: 1, index: 3, state: vec![1, 2] }),
+            Control::Waited(Waited { at: 1 << 40, ran: 5, waited: 7, vcpus: 3 }),
+            Control::Pages(b"pages".to_vec()),
         ];
         for one in &all {
             assert!(!a.send_control(one));
@@ -370,6 +388,7 @@ mod tests {
             vec![MARK, 2, 0, 0, 0xff, 0xff, 0xff, 0xff],
             vec![9; 64],
             vec![MARK, 11, 0, 0, 1, 0, 0, 0, 0xff],
+            vec![MARK, 12, 0, 0, 1, 0, 0, 0, 1],
         ] {
             let (a, b) = pair();
             a.send(&bytes);

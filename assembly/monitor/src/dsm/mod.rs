@@ -21,6 +21,7 @@
 //! | `instruction` | stores and atomics, decoded to be carried out for the vCPU |
 //! | `service` | the faults thread: faults, time, heartbeats; the link threads |
 //! | `checkpoint` | all nodes saved at one cut, and restored |
+//! | `gather` | a program that doesn't pay on several nodes is brought together on node 0 |
 //! | `report`, `hot`, `top` | counters of a node and its hottest pages, as JSON; and for whoever asks while it runs |
 //! | `spanning` | a node from its settings to its end |
 //!
@@ -30,6 +31,7 @@ mod address;
 mod ahead;
 mod checkpoint;
 mod engine;
+mod gather;
 mod hot;
 mod instruction;
 mod join;

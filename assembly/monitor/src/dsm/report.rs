@@ -106,6 +106,8 @@ fn counted(now: &(Counters, Counts), before: Option<&(Counters, Counts)>) -> Val
         "emulated": counts.emulated - old.emulated,
         "fetched_ahead": counts.ahead - old.ahead,
         "not_emulated": counts.not_emulated - old.not_emulated,
+        "waited_again_ns": counts.waited - old.waited,
+        "waited_first_ns": counts.waited_first - old.waited_first,
         "protocol": counters,
     })
 }
@@ -136,6 +138,7 @@ impl Core {
                 fields.insert("measured".to_owned(), counted(end, Some(begin)));
             }
             fields.insert("hot".to_owned(), self.hot.to_json(&self.node));
+            fields.insert("gathered".to_owned(), self.gathering.to_json());
         }
         report
     }

@@ -70,6 +70,7 @@ impl Engine {
         while !self.quit.load(Ordering::Relaxed) {
             if now() >= next_beat {
                 self.beat();
+                self.tell_waits();
                 next_beat = now() + BEAT;
             }
             let mut until = next_beat;
@@ -116,6 +117,9 @@ impl Engine {
     /// What is due. Returns when to come again.
     fn on_time(&self, core: &mut Core) -> u64 {
         let time = now();
+        if core.gathering.is_over() {
+            return self.look_at_turns(core);
+        }
         if core.node.deadline().is_some_and(|at| at <= time) {
             self.step(core, Event::Timer);
         }
@@ -182,6 +186,7 @@ impl Engine {
             return;
         }
         let upgrade = Self::allows(core, told.page, Fault::Read);
+        let again = core.pages.was_lost(told.page);
         let Some(slot) = core.vcpus.get_mut(index) else { return };
         let known = slot.fault.is_some_and(|old| old.page == told.page && old.write == told.write);
         if known || slot.trap.is_some() || slot.operating || core.stopping {
@@ -193,7 +198,7 @@ impl Engine {
         let Some(slot) = core.vcpus.get_mut(index) else { return };
         core.hot.fault(told.page, told.offset, told.write);
         let ahead = slot.stream.fault(told.page, told.write);
-        slot.fault = Some(Pending { page: told.page, write: told.write, upgrade, at: now() });
+        slot.fault = Some(Pending { page: told.page, write: told.write, upgrade, again, at: now() });
         slot.examined = false;
         let Ok(vcpu) = Vcpu::try_from(index) else { return };
         self.step(core, Event::Fault { vcpu, page: told.page, fault });
@@ -270,6 +275,8 @@ impl Engine {
         let what = message.body.name();
         let mut locked = self.lock();
         let taken = match &mut *locked {
+            // Sent by a node that didn't know it yet.
+            Some(core) if core.gathering.is_over() => true,
             Some(core) if message.to.0 == self.me => {
                 let before = core.node.counters().refused;
                 self.step(core, Event::Message(message));
@@ -308,6 +315,19 @@ impl Engine {
             Control::Ask => {
                 let answer = self.lock().as_ref().map(|core| core.report(self.me)).unwrap_or_default();
                 self.send_control(link.peer, &Control::Answer(answer.to_string().into_bytes()));
+                return;
+            }
+            Control::Waited(waited) => {
+                self.waited(link.peer, waited);
+                return;
+            }
+            Control::Pages(pages) => {
+                if let Err(reason) = self.take_pages(link.peer, &pages) {
+                    self.fail(format!(
+                        "Node {} handed over memory over the link {} as no correct node does: {reason}",
+                        link.peer, link.address
+                    ));
+                }
                 return;
             }
             Control::Checkpoint(step) => {

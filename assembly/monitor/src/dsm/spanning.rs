@@ -17,8 +17,9 @@ use machine::vcpu::{GuestRegisters, VcpuError};
 use serde_json::Value;
 
 use super::ahead::HELPERS;
-use super::checkpoint::{self, Checkpoints, List, Listed, Member, Step};
+use super::checkpoint::{self, Checkpoints, List, Listed, Member, Plan, Restored, Step};
 use super::engine::{Engine, Machine, Outcome};
+use super::gather::{Gathered, Gathering, Turns, processors};
 use super::join::{Hello, join};
 use super::link::Control;
 use super::{CheckpointError, DsmError, NodeAddress, service, top};
@@ -46,6 +47,8 @@ pub struct NodeSettings {
     pub checkpoints: Option<Checkpoints>,
     /// Go on from the last checkpoint in this folder, instead of starting the program.
     pub restart: Option<PathBuf>,
+    /// Bring a program that doesn't pay on several nodes together on node 0; the same on all nodes.
+    pub gather: bool,
     /// What is put in on purpose, for tests; nothing by default.
     pub trouble: Trouble,
 }
@@ -87,16 +90,14 @@ pub struct SpanningVm {
     vcpus: u32,
     config: Config,
     top: Option<top::Served>,
-    checkpoints: Option<Saving>,
+    cuts: Option<Cuts>,
 }
 
-/// What it takes to write checkpoints.
-struct Saving {
-    settings: Checkpoints,
+/// What it takes to write checkpoints and to move vCPUs.
+struct Cuts {
+    member: Member,
     steps: Receiver<(u8, Step)>,
-    identity: u64,
-    /// Number of the first.
-    first: u64,
+    plan: Plan,
 }
 
 /// The node, as its payload VM sees it.
@@ -118,6 +119,9 @@ impl Whole for Seat {
     }
     fn nodes(&self) -> u32 {
         self.nodes
+    }
+    fn takes_over(&self) -> bool {
+        self.engine.me == 0
     }
     fn before_run(&self, index: u32, registers: &dyn GuestRegisters) {
         self.engine.before_run(self.local(index), registers);
@@ -144,7 +148,7 @@ struct RemoteConsole(Arc<Engine>);
 impl Write for RemoteConsole {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         if let Some(link) = self.0.link(0)
-            && link.send_console(bytes)
+            && link.send_patiently(&Control::Console(bytes.to_vec()))
         {
             self.0.poke();
         }
@@ -181,7 +185,9 @@ impl SpanningVm {
             )));
         }
         let here = vcpus_of(settings.node.into(), wide, vcpus);
-        let local = here.len();
+        // Node 0 has those of others, too, to take them over.
+        let local =
+            if settings.node == 0 { usize::try_from(vcpus).unwrap_or(usize::MAX) } else { here.len() };
         let pages = builder.highest_address().div_ceil(wire::PAGE_SIZE as u64);
         let config = Config {
             me: NodeId(settings.node),
@@ -197,12 +203,13 @@ impl SpanningVm {
         builder.identify(&mut hasher);
         (nodes, vcpus, memory, format!("{:?}", settings.policy)).hash(&mut hasher);
         let identity = hasher.finish();
-        (settings.checkpoints.is_some(), settings.restart.is_some()).hash(&mut hasher);
+        (settings.checkpoints.is_some(), settings.restart.is_some(), settings.gather).hash(&mut hasher);
         let hello = Hello { node: settings.node, nodes, digest: hasher.finish() };
         let (last, first) = Self::checkpoints_of(settings, identity, nodes)?;
         let links = join(hello, &settings.addresses)?;
         let (sender, steps) = sync_channel(MOST_STEPS);
-        let engine = Arc::new(Engine::new(settings.node, links, local, settings.trouble, sender)?);
+        let engine =
+            Arc::new(Engine::new(settings.node, links, local, settings.gather, settings.trouble, sender)?);
         let threads = service::start(&engine)?;
         let seat = Seat { engine: Arc::clone(&engine), nodes: wide, first: here.start };
         let (builder, console) = if settings.node == 0 {
@@ -221,10 +228,15 @@ impl SpanningVm {
             }
         };
         let node = match &settings.restart {
-            None => Node::new(config).map(|node| (node, vec![false; local])).map_err(DsmError::from),
+            None => Node::new(config)
+                .map(|node| {
+                    let ended = (0..local).map(|place| place >= here.len()).collect();
+                    Restored { node, ended, gathered: false }
+                })
+                .map_err(DsmError::from),
             Some(folder) => Self::restore(&vm, &engine, config, identity, folder, last.as_ref(), &steps),
         };
-        let (node, ended) = match node {
+        let Restored { node, ended, gathered } = match node {
             Ok(node) => node,
             Err(error) => {
                 // Said once: by who has found it.
@@ -241,6 +253,7 @@ impl SpanningVm {
                 ids: ids.iter().map(|(id, _)| *id).collect(),
                 stopper: vm.stopper(),
                 memory: vm.memory(),
+                regions: vm.ram_regions().to_vec(),
             };
             engine.begin(node, machine, usize::try_from(pages).unwrap_or(0), settings.record);
         }
@@ -248,10 +261,26 @@ impl SpanningVm {
             for (slot, ended) in core.vcpus.iter_mut().zip(ended) {
                 slot.ended = ended;
             }
+            if gathered {
+                core.gathering = Gathering::Over(Gathered::default());
+                core.turns = (settings.node == 0).then(|| Turns::new(processors(), local)).flatten();
+                core.pages.ram.release();
+            }
         }
-        let checkpoints =
-            settings.checkpoints.clone().map(|settings| Saving { settings, steps, identity, first });
-        Ok(Self { vm, engine, threads, nodes, vcpus, config, top: None, checkpoints })
+        let member = Member {
+            engine: Arc::clone(&engine),
+            folder: settings.checkpoints.as_ref().map(|checkpoints| checkpoints.folder.clone()),
+            identity,
+            vcpus,
+            first: here.start,
+            own: vm.own_vcpus(),
+            spare: vm.spare().to_vec(),
+            roster: vm.roster(),
+        };
+        let every = settings.checkpoints.as_ref().map(|checkpoints| checkpoints.every);
+        let wanted = every.is_some() || settings.gather;
+        let cuts = wanted.then_some(Cuts { member, steps, plan: Plan { nodes, first, every } });
+        Ok(Self { vm, engine, threads, nodes, vcpus, config, top: None, cuts })
     }
 
     /// On node 0, before anything is begun: the checkpoint to go on from, if one is asked for, and the number of the next one.
@@ -297,7 +326,7 @@ impl SpanningVm {
         folder: &Path,
         last: Option<&List>,
         steps: &Receiver<(u8, Step)>,
-    ) -> Result<(Node, Vec<bool>), DsmError> {
+    ) -> Result<Restored, DsmError> {
         let own: Listed = if let Some(list) = last {
             for listed in &list.nodes {
                 engine.send_control(listed.node, &Control::Checkpoint(Step::Restore(listed.clone())));
@@ -346,8 +375,8 @@ impl SpanningVm {
         self.await_all();
         let ended = if self.engine.outcome().is_none() {
             self.vm.start()?;
-            if let Some(saving) = self.checkpoints.take() {
-                self.threads.push(self.make_checkpoints(saving)?);
+            if let Some(cuts) = self.cuts.take() {
+                self.threads.push(make_cuts(cuts)?);
             }
             self.vm.wait()
         } else {
@@ -377,17 +406,6 @@ impl SpanningVm {
         }
         end_threads(&self.engine, std::mem::take(&mut self.threads));
         Ok(Ended { outcome, found_here, reports, exits, trace, config: self.config })
-    }
-
-    /// Starts the thread for checkpoints. It ends after the VM has.
-    fn make_checkpoints(&self, saving: Saving) -> Result<JoinHandle<()>, DsmError> {
-        let Saving { settings, steps, identity, first } = saving;
-        let member = Member { engine: Arc::clone(&self.engine), settings, identity };
-        let nodes = self.nodes;
-        let thread = std::thread::Builder::new().name("dsm-checkpoint".to_owned());
-        thread
-            .spawn(move || checkpoint::serve(&member, &steps, first, nodes))
-            .map_err(|source| DsmError::Host { what: "a thread", source })
     }
 
     /// Waits until all nodes are ready.
@@ -460,6 +478,14 @@ impl SpanningVm {
         reports.insert(engine.me, own);
         reports
     }
+}
+
+/// Starts the thread for checkpoints and moves. It ends after the VM has.
+fn make_cuts(cuts: Cuts) -> Result<JoinHandle<()>, DsmError> {
+    let thread = std::thread::Builder::new().name("dsm-checkpoint".to_owned());
+    thread
+        .spawn(move || checkpoint::serve(&cuts.member, &cuts.steps, cuts.plan))
+        .map_err(|source| DsmError::Host { what: "a thread", source })
 }
 
 fn end_threads(engine: &Engine, threads: Vec<JoinHandle<()>>) {

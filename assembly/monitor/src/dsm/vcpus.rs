@@ -32,6 +32,8 @@ pub(super) struct Pending {
     pub(super) write: bool,
     /// It could read the page before.
     pub(super) upgrade: bool,
+    /// The page was here before, and was taken.
+    pub(super) again: bool,
     /// When it was read, nanoseconds.
     pub(super) at: u64,
 }
@@ -74,6 +76,11 @@ impl Engine {
         let thread = rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs();
         let mut locked = self.lock();
         if let Some(core) = &mut *locked {
+            if core.gathering.is_over() {
+                // Its memory is ordinary memory.
+                self.await_turn(locked, index, registers);
+                return;
+            }
             core.threads.insert(thread, index);
         }
         set_outside(&mut locked, index, true);
@@ -163,11 +170,16 @@ impl Engine {
     pub(super) fn vcpu_ended(&self, index: usize, parked: bool) {
         let mut locked = self.lock();
         if let Some(core) = &mut *locked
-            && let Some(slot) = core.vcpus.get_mut(index)
+            && core.vcpus.get(index).is_some()
         {
             core.ending |= !parked;
-            slot.ended = true;
-            slot.kick = false;
+            if let Some(next) = core.turns.as_mut().and_then(|turns| turns.left(index, now())) {
+                self.notify(next);
+            }
+            if let Some(slot) = core.vcpus.get_mut(index) {
+                slot.ended = true;
+                slot.kick = false;
+            }
             self.retired(core, index);
         }
     }
@@ -216,6 +228,7 @@ impl Engine {
                 core.counts.emulated += 1;
                 let waited = now().saturating_sub(since);
                 core.counts.stalls.count_trapped(waited);
+                core.counts.waited += waited;
                 core.hot.trapped(page, waited);
                 break;
             }

@@ -297,19 +297,28 @@ impl PayloadBuilder {
 
         let topology = CpuTopology::flat(self.vcpus)?;
         let place = Place::of(self.whole.as_deref(), self.vcpus);
+        // Its own first: node 0, which may take over those of others, has the first ones.
+        let made = if place.takes_over { 0..self.vcpus } else { place.vcpus.clone() };
         let local = Local {
-            vcpus: place.vcpus.clone().map(|index| (topology.apic_id(index), index)).collect(),
+            vcpus: made.clone().map(|index| (topology.apic_id(index), index)).collect(),
+            own: place.vcpus.end - place.vcpus.start,
             whole: self.whole,
         };
         let mut configs = Vec::new();
-        for index in place.vcpus.clone() {
+        for index in made.clone() {
             let cpuid = guest_cpuid(&host, &topology, index)?;
             let registers = start_registers(&layout, index, program.entry, Features::of(&cpuid));
             configs.push(VcpuConfig {
                 id: topology.apic_id(index),
                 cpuid,
                 start: VcpuStart::Registers(Box::new(registers)),
-                pin_to: self.pin.get(to_usize(index)).cloned().unwrap_or_default(),
+                // CPUs of another node's host need not be there.
+                pin_to: self
+                    .pin
+                    .get(to_usize(index))
+                    .filter(|_| place.vcpus.contains(&index))
+                    .cloned()
+                    .unwrap_or_default(),
             });
         }
         let features: Vec<Features> = configs.iter().map(|config| Features::of(&config.cpuid)).collect();
@@ -331,7 +340,7 @@ impl PayloadBuilder {
         // Extended control registers can only be set as part of a whole state, so each vCPU is taken as it was
         // made, completed and put back. That also gives the TSC frequency.
         let mut tsc_khz = 0;
-        for ((index, mut saved), features) in place.vcpus.clone().zip(manager.save()?).zip(features) {
+        for ((index, mut saved), features) in made.zip(manager.save()?).zip(features) {
             if features.xcr0 != 0 {
                 let mut xcrs = kvm_xcrs { nr_xcrs: 1, ..kvm_xcrs::default() };
                 xcrs.xcrs[0].value = features.xcr0; // register 0, as all is zero
@@ -344,6 +353,13 @@ impl PayloadBuilder {
             saved.regs.rsp = stack.address;
             saved.regs.rdi = boot_info;
             manager.set_state(topology.apic_id(index), VcpuStart::Restored(Box::new(saved)))?;
+        }
+        let mut spare = Vec::new();
+        let others =
+            if place.takes_over { manager.save()?.split_off(to_usize(local.own)) } else { Vec::new() };
+        for vcpu in others {
+            manager.set_ended(vcpu.id)?;
+            spare.push(vcpu.cpuid);
         }
         // Of all vCPUs, also of other nodes': shared memory is the same everywhere before anything runs.
         for index in 0..self.vcpus {
@@ -386,6 +402,7 @@ impl PayloadBuilder {
             console,
             messages,
             sender,
+            spare,
         };
         Ok(PayloadVm::new(parts))
     }
@@ -477,12 +494,16 @@ struct Place {
     nodes: u32,
     total: u32,
     vcpus: std::ops::Range<u32>,
+    /// It makes the vCPUs of all nodes.
+    takes_over: bool,
 }
 
 impl Place {
     fn of(whole: Option<&dyn Whole>, total: u32) -> Self {
         let (node, nodes) = whole.map_or((0, 1), |whole| (whole.node(), whole.nodes().max(1)));
-        Self { nodes, total, vcpus: vcpus_of(node, nodes, total) }
+        // The vCPUs made are its own and those that follow.
+        let takes_over = node == 0 && whole.is_some_and(Whole::takes_over);
+        Self { nodes, total, vcpus: vcpus_of(node, nodes, total), takes_over }
     }
 
     /// The node of a vCPU.

@@ -32,6 +32,8 @@ pub(super) enum Message {
     Exit(u32),
     /// A vCPU ended itself.
     Park,
+    /// So many vCPUs of other nodes have come to this process.
+    Joined(u32),
     /// A vCPU is in an exception stub.
     Exception(u32),
     /// The console can't be written.
@@ -181,7 +183,7 @@ mod tests {
     #[test]
     fn control_ports_stop_the_vcpu_and_say_why_and_others_pass() {
         let (sender, messages) = mpsc::channel();
-        let local = Local { vcpus: vec![(3, 3)], whole: None };
+        let local = Local { vcpus: vec![(3, 3)], own: 1, whole: None };
         let control = Control { messages: Mutex::new(sender), local };
         assert_eq!(control.port_out(3, payload_abi::PORT_EXIT, &[7, 0, 0, 0]), ExitAction::Stop);
         assert_eq!(control.port_out(3, payload_abi::PORT_PARK, &[0]), ExitAction::Stop);

@@ -10,6 +10,9 @@ pub trait Whole: Send + Sync {
     fn node(&self) -> u32;
     /// How many there are.
     fn nodes(&self) -> u32;
+    /// Whether this node makes the vCPUs of all nodes: those of others have ended at first, and may be given a state to go on from later
+    /// ([`super::Roster`]).
+    fn takes_over(&self) -> bool;
     /// vCPU `index` (of the whole VM) is about to run; see [`machine::vcpu::VcpuExitHandler::before_run`].
     fn before_run(&self, index: u32, registers: &dyn GuestRegisters);
     /// vCPU `index` has ended, by its own wish or by an exception, and runs no more. `parked`: the others go on.
@@ -34,15 +37,12 @@ pub fn vcpus_of(node: u32, nodes: u32, total: u32) -> Range<u32> {
 pub(super) struct Local {
     /// Ids and indices in the whole VM.
     pub(super) vcpus: Vec<(u32, u32)>,
+    /// How many of them, the first ones, are this node's own.
+    pub(super) own: u32,
     pub(super) whole: Option<Arc<dyn Whole>>,
 }
 
 impl Local {
-    /// Their number.
-    pub(super) fn count(&self) -> u32 {
-        u32::try_from(self.vcpus.len()).unwrap_or(u32::MAX)
-    }
-
     /// Index in the whole VM of the vCPU with an id.
     pub(super) fn index(&self, id: u32) -> u32 {
         self.vcpus.iter().find(|vcpu| vcpu.0 == id).map_or(0, |vcpu| vcpu.1)

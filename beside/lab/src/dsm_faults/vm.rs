@@ -77,6 +77,8 @@ impl Vm {
                 "off",
             ]);
             command.args(["--name", "faults", "--node", &node.to_string(), "--peers", &peers.join(",")]);
+            // On one node links would matter no more.
+            command.args(["--gather", "never"]);
             command.args(&plan.flags).arg("--payload").arg(&plan.program).arg("--").args(plan.arguments);
             let stdout = if node == 0 { Stdio::piped() } else { Stdio::null() };
             command.stdin(Stdio::null()).stdout(stdout).stderr(Stdio::piped());

@@ -8,8 +8,11 @@ use rustix::io::Errno;
 use super::{GuestRam, RamRegion};
 use crate::slots::{DirtyPages, PAGE};
 
-/// Pages of regions that have memory behind them, one set per region.
-pub(super) fn present(regions: &[RamRegion]) -> io::Result<Vec<DirtyPages>> {
+/// Pages of regions that have memory behind them, one set per region; see [`GuestRam::present`].
+///
+/// # Errors
+/// When the host can't tell.
+pub fn present(regions: &[RamRegion]) -> io::Result<Vec<DirtyPages>> {
     regions.iter().map(present_in).collect()
 }
 

@@ -20,13 +20,23 @@ impl TicketLock {
 
     /// Runs `inside` while nobody else does.
     pub fn with<R>(&self, inside: impl FnOnce() -> R) -> R {
+        self.with_ticket(|_| inside())
+    }
+
+    /// The same; `inside` is told its place in the order of all who had the lock, from 0 on, modulo 2^32.
+    pub fn with_ticket<R>(&self, inside: impl FnOnce(u32) -> R) -> R {
         let ticket = self.next.fetch_add(1, Ordering::Relaxed);
         while self.served.load(Ordering::Acquire) != ticket {
             spin_loop();
         }
-        let result = inside();
+        let result = inside(ticket);
         self.served.store(ticket.wrapping_add(1), Ordering::Release);
         result
+    }
+
+    /// Whether somebody has asked for the lock since who had this ticket did.
+    pub fn asked_after(&self, ticket: u32) -> bool {
+        self.next.load(Ordering::Relaxed) != ticket.wrapping_add(1)
     }
 }
 

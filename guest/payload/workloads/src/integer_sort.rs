@@ -1,4 +1,7 @@
-//! Integer sort: each vCPU counts its keys, all counts become places, each puts its keys there.
+//! Integer sort: each vCPU counts its part of the keys; all counts say which values are whose, such that each has about as many keys; each goes through all keys and
+//! puts those with its values into their places.
+//!
+//! So nobody writes where another one writes, but for the pages at which two vCPUs' places meet; keys are read by all, and written by nobody.
 //!
 //! Source: Bailey and others, *The NAS Parallel Benchmarks* (RNR-94-007), kernel IS: what is done and the bell shape of the keys. Unlike there, the
 //! keys themselves are moved.
@@ -6,7 +9,6 @@
 #![allow(unsafe_code)] // Parts of shared arrays.
 
 use crate::checksum;
-use core::sync::atomic::{AtomicU32, Ordering};
 use payload_spmd::{Figure, Heap, Outcome, Random, Refused, Settings, Team};
 
 /// `n`: keys (128K); `range`: they are below it (2K); `rounds` (4); `seed` (1).
@@ -14,6 +16,8 @@ pub const NAMES: &[&str] = &["n", "range", "rounds", "seed"];
 
 /// Keys drawn from one seed, so that the same keys come whoever draws them.
 const CHUNK: usize = 1024;
+/// Keys of a page.
+const PER_PAGE: usize = 1024;
 
 /// Draws the keys of a chunk: the mean of four random numbers each.
 fn draw(seed: u64, chunk: usize, range: u32, keys: &mut [u32]) {
@@ -22,6 +26,35 @@ fn draw(seed: u64, chunk: usize, range: u32, keys: &mut [u32]) {
         let sum: u64 = (0..4).map(|_| random.below(range.into())).sum();
         u32::try_from(sum / 4).unwrap_or(0)
     });
+}
+
+/// For each value that is vCPU `me`'s: where its first key goes. Which values these are: they follow one another, and have about an even part of the `n` keys.
+/// `all` gives the counts of each of `count` vCPUs.
+fn lay_out<'c>(
+    places: &mut [u32],
+    n: usize,
+    me: usize,
+    count: usize,
+    all: impl Fn(usize) -> &'c [u32],
+) -> core::ops::Range<usize> {
+    let range = places.len();
+    places.fill(0);
+    for vcpu in 0..count {
+        places.iter_mut().zip(all(vcpu)).for_each(|(place, keys)| *place += keys);
+    }
+    let (mut before, mut first, mut end) = (0, range, range);
+    for (value, place) in places.iter_mut().enumerate() {
+        // Whose the value's first key would be, were keys alone to be divided.
+        let owner = (before as usize * count / n).min(count - 1);
+        if owner >= me {
+            first = first.min(value);
+        }
+        if owner > me {
+            end = end.min(value);
+        }
+        before += core::mem::replace(place, before);
+    }
+    first..end.max(first)
 }
 
 /// Runs it.
@@ -37,11 +70,10 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     let count = team.count();
     let keys = heap.array::<u32>(n)?;
     let sorted = heap.array::<u32>(n)?;
-    // Counts of each vCPU, then first places; on pages of their own.
-    let stride = range.next_multiple_of(1024);
+    // Counts, and places, of each vCPU; on pages of their own.
+    let stride = range.next_multiple_of(PER_PAGE);
     let counts = heap.array::<u32>(stride * count)?;
-    // Keys that each vCPU's part of the range has, per vCPU on its own page.
-    let totals = heap.array::<AtomicU32>(1024 * count)?;
+    let places = heap.array::<u32>(stride * count)?;
 
     let chunks = team.part(n / CHUNK);
     for chunk in chunks.clone() {
@@ -49,47 +81,43 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
         draw(seed, chunk, limit, unsafe { keys.write(chunk * CHUNK..(chunk + 1) * CHUNK) });
     }
     let mine = chunks.start * CHUNK..chunks.end * CHUNK;
-    let values = team.part(range);
-    let own_counts = team.index() * stride..team.index() * stride + range;
+    let me = team.index();
+    let own = me * stride..me * stride + range;
     let nanoseconds = team.measure(|| {
         for _ in 0..rounds {
             {
-                // SAFETY: own keys, and own counts, which others use between the barriers below only.
-                let (keys, counts) = unsafe { (keys.read(mine.clone()), counts.write(own_counts.clone())) };
+                // SAFETY: own keys, and own counts, which others read between the barriers below only.
+                let (keys, counts) = unsafe { (keys.read(mine.clone()), counts.write(own.clone())) };
                 counts.fill(0);
                 for key in keys {
                     counts[*key as usize] += 1;
                 }
             }
             team.wait();
-            // For its part of the values, in all counts: how many keys there are.
-            let column = |vcpu: usize| vcpu * stride + values.start..vcpu * stride + values.end;
-            let total = (0..count).fold(0, |total: u32, vcpu| {
-                // SAFETY: counts are written again after the next barriers only, and then each column by one vCPU.
-                total + unsafe { counts.read(column(vcpu)) }.iter().sum::<u32>()
-            });
-            totals.atomics()[team.index() * 1024].store(total, Ordering::Release);
-            team.wait();
-            let before = (0..team.index()).map(|vcpu| totals.atomics()[vcpu * 1024].load(Ordering::Acquire));
-            let mut place: u32 = before.sum();
-            for value in values.clone() {
-                for vcpu in 0..count {
-                    let at = vcpu * stride + value;
-                    // SAFETY: columns of this vCPU's values are its own between these barriers.
-                    let entry = unsafe { counts.write(at..at + 1) };
-                    let keys = core::mem::replace(&mut entry[0], place);
-                    place += keys;
+            // SAFETY: own places.
+            let places = unsafe { places.write(own.clone()) };
+            // SAFETY: nobody writes counts before the next barrier.
+            let all = |vcpu: usize| unsafe { counts.read(vcpu * stride..vcpu * stride + range) };
+            let values = lay_out(places, n, me, count, all);
+            let first = u32::try_from(values.start).unwrap_or(0);
+            let width = u32::try_from(values.len()).unwrap_or(0);
+            let mut own_keys = [0; CHUNK];
+            // SAFETY: nobody writes keys any more.
+            for some in unsafe { keys.read(0..n) }.chunks(CHUNK) {
+                let mut len = 0;
+                for key in some {
+                    // No branch: which keys are its own can't be foretold.
+                    own_keys[len] = *key;
+                    len += usize::from(key.wrapping_sub(first) < width);
                 }
-            }
-            team.wait();
-            // SAFETY: own keys, and own places again.
-            let (keys, places) = unsafe { (keys.read(mine.clone()), counts.write(own_counts.clone())) };
-            for key in keys {
-                let at = places[*key as usize] as usize;
-                places[*key as usize] += 1;
-                // SAFETY: each place belongs to one key of one vCPU.
-                let place = unsafe { sorted.write(at..at + 1) };
-                place[0] = *key;
+                for key in &own_keys[..len] {
+                    let place = &mut places[*key as usize];
+                    let at = *place as usize;
+                    // SAFETY: each place belongs to one key of one vCPU.
+                    let slot = unsafe { sorted.write(at..at + 1) };
+                    slot[0] = *key;
+                    *place += 1;
+                }
             }
             team.wait();
         }

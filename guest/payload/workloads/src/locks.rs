@@ -1,13 +1,17 @@
 //! A counter under a lock that all vCPUs contend for. The counter is read and written apart, so that whoever gets in unduly loses
-//! counts; who is inside says so, and looks whether somebody else did.
+//! counts; who is inside says so, and looks whether somebody else did. Without data nothing but the lock is shared, which shows what it costs alone: whether it came from another vCPU is seen
+//! from the tickets.
 
 use core::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use payload_spmd::{
     Figure, Heap, Outcome, OwnPage, QueueLock, QueuePlace, Refused, Settings, Team, TicketLock,
 };
 
-/// `kind`: ticket or queue; `times`: per vCPU (2000); `inside` and `outside`: pauses in and between (0, 0).
-pub const NAMES: &[&str] = &["kind", "times", "inside", "outside"];
+/// `kind`: ticket or queue; `times`: per vCPU (2000); `inside` and `outside`: pauses in and between (0, 0); `data`: shared or none (shared; none with tickets only);
+/// `turns`: with data=none, whether who had the lock asks again only when another one has asked for it (no).
+pub const NAMES: &[&str] = &["kind", "times", "inside", "outside", "data", "turns"];
+/// Words of a page.
+const PER_PAGE: usize = 512;
 
 /// vCPUs that can queue.
 const MOST: usize = 64;
@@ -23,6 +27,14 @@ static PLACES: [OwnPage<QueuePlace>; MOST] = [const { OwnPage(QueuePlace::new())
 pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outcome, Refused> {
     let queue = settings.word("kind", &["ticket", "queue"])? == 1;
     let times = settings.number("times", 2000, 1..=1 << 40)?;
+    let bare = settings.word("data", &["shared", "none"])? == 1;
+    if bare && queue {
+        return Err(Refused::Other("data=none: only tickets show who had the lock; leave kind=queue out"));
+    }
+    let turns = settings.word("turns", &["no", "yes"])? == 1;
+    if turns && !bare {
+        return Err(Refused::Other("turns=yes: only where nothing but the lock is shared; give data=none, too"));
+    }
     let inside = settings.number("inside", 0, 0..=1 << 32)?;
     let outside = settings.number("outside", 0, 0..=1 << 32)?;
     if team.count() > MOST {
@@ -49,19 +61,48 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
         }
         owner.store(0, Ordering::Relaxed);
     };
+    // Without data: how often each vCPU had the lock after another one, and how often at all, on a page of its own.
+    let alone = heap.array::<AtomicU64>(PER_PAGE * team.count())?;
+    // Somebody has had its last turn, and asks no more.
+    let ended = heap.array::<AtomicU32>(1)?;
     let nanoseconds = team.measure(|| {
+        let (mut after_others, mut mine, mut next) = (0, 0, None);
         for _ in 0..times {
-            if queue {
+            if bare {
+                TICKET.0.with_ticket(|ticket| {
+                    after_others += u64::from(next != Some(ticket));
+                    next = Some(ticket.wrapping_add(1));
+                    mine += 1;
+                    crate::pause(inside);
+                });
+            } else if queue {
                 QUEUE.0.with(team.index(), |vcpu| &PLACES[vcpu].0, critical);
             } else {
                 TICKET.0.with(critical);
             }
             crate::pause(outside);
+            // The ticket that it had.
+            let had = next.unwrap_or(0_u32).wrapping_sub(1);
+            while turns && team.count() > 1 && !TICKET.0.asked_after(had) && ended.atomics()[0].load(Ordering::Relaxed) == 0 {
+                core::hint::spin_loop();
+            }
+        }
+        if turns {
+            ended.atomics()[0].store(1, Ordering::Relaxed);
+        }
+        if bare {
+            let place = team.index() * PER_PAGE;
+            alone.atomics()[place].store(after_others, Ordering::Release);
+            alone.atomics()[place + 1].store(mine, Ordering::Release);
         }
     });
-    let count = counter.load(Ordering::Acquire);
+    let sum = |what: usize| -> u64 {
+        (0..team.count()).map(|vcpu| alone.atomics()[vcpu * PER_PAGE + what].load(Ordering::Acquire)).sum()
+    };
+    let count = if bare { sum(1) } else { counter.load(Ordering::Acquire) };
+    let hand_offs = if bare { sum(0) } else { handed.atomics()[0].load(Ordering::Acquire) };
     let intruders = intrusions.atomics()[0].load(Ordering::Acquire);
-    Ok(Outcome::new("hand-off", handed.atomics()[0].load(Ordering::Acquire), nanoseconds)
+    Ok(Outcome::new("hand-off", hand_offs, nanoseconds)
         .verified(count == times * team.count() as u64 && intruders == 0)
         .figure("kind", Figure::Word(if queue { "queue" } else { "ticket" }))
         .figure("count", Figure::Count(count))
@@ -77,5 +118,7 @@ mod tests {
     fn no_count_is_lost() {
         right(run, NAMES, &["kind=ticket", "times=100"]);
         right(run, NAMES, &["kind=queue", "times=100", "inside=3", "outside=5"]);
+        right(run, NAMES, &["data=none", "times=100", "outside=5"]);
+        right(run, NAMES, &["data=none", "turns=yes", "times=100"]);
     }
 }

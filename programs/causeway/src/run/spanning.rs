@@ -16,7 +16,7 @@ use monitor::payload::process_status;
 use monitor::sandbox::{NodePlaces, Sandbox, ThreadKind, privileges_used};
 
 use super::payload;
-use crate::cli::{Coherence, RunArgs};
+use crate::cli::{Coherence, Gather, RunArgs};
 use crate::{failure, output};
 
 /// How long nodes that were started here may take to end after node 0.
@@ -28,6 +28,7 @@ pub struct Span {
     /// This node and where all are; `None`: all are started here.
     place: Option<(u8, Vec<NodeAddress>)>,
     coherence: Coherence,
+    gather: Gather,
     checkpoints: Option<Checkpoints>,
     restart: Option<PathBuf>,
 }
@@ -53,10 +54,12 @@ impl Span {
         let nodes = args.nodes.take().unwrap_or(named.max(1));
         let node = args.node.take();
         let coherence = args.coherence.take();
+        let gather = args.gather.take();
         let (checkpoints, restart) = (checkpoints(args)?, args.restart.take());
         if nodes == 1 && peers.is_empty() && node.is_none() {
             for (given, flag) in [
                 (coherence.is_some(), "--coherence"),
+                (gather.is_some(), "--gather"),
                 (checkpoints.is_some(), "--checkpoint"),
                 (restart.is_some(), "--restart"),
             ] {
@@ -87,7 +90,8 @@ impl Span {
             args.cpus = Some(monitor::description::written::Cpus::Count(nodes.into()));
         }
         let coherence = coherence.unwrap_or(Coherence::Update);
-        Ok(Some(Self { nodes, place, coherence, checkpoints, restart }))
+        let gather = gather.unwrap_or(Gather::Auto);
+        Ok(Some(Self { nodes, place, coherence, gather, checkpoints, restart }))
     }
 
     fn policy(&self) -> Policy {
@@ -121,6 +125,7 @@ pub fn run(
         record: false,
         checkpoints: span.checkpoints.clone(),
         restart: span.restart.clone(),
+        gather: span.gather == Gather::Auto,
         trouble: Trouble::default(),
     };
     let builder = builder.userfault(SharedRam::userfault()?);

@@ -1,6 +1,7 @@
-//! The thread for checkpoints: on node 0 it makes them, elsewhere it does what node 0 says.
+//! The thread for cuts: on node 0 it makes checkpoints and brings programs together, elsewhere it does what node 0 says.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -17,20 +18,32 @@ const WRITING: Duration = Duration::from_secs(600);
 /// Pause between two rounds of counts.
 const PAUSE: Duration = Duration::from_millis(1);
 /// How often to look whether the VM has ended.
-const LOOK: Duration = Duration::from_millis(20);
+pub(in crate::dsm) const LOOK: Duration = Duration::from_millis(20);
 
-/// Why there is no new checkpoint.
-enum Abandoned {
+/// Why there is no new checkpoint, or why vCPUs stay where they are.
+pub(in crate::dsm) enum Abandoned {
     /// The VM ends.
     Ending,
     /// The VM goes on, with the one before.
     Because(String),
 }
 
-/// Makes checkpoints until the VM ends, or does what node 0 says. Runs on a thread of its own.
-pub(in crate::dsm) fn serve(member: &Member, steps: &Receiver<(u8, Step)>, first: u64, nodes: u8) {
+/// What node 0 is to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::dsm) struct Plan {
+    /// Nodes of the VM.
+    pub(in crate::dsm) nodes: u8,
+    /// Number of the first checkpoint.
+    pub(in crate::dsm) first: u64,
+    /// Pause between checkpoints; without, none are made.
+    pub(in crate::dsm) every: Option<Duration>,
+}
+
+/// Makes checkpoints and brings programs together until the VM ends, or does what node 0 says. Runs on a thread of its own.
+pub(in crate::dsm) fn serve(member: &Member, steps: &Receiver<(u8, Step)>, plan: Plan) {
     if member.engine.me == 0 {
-        Coordinator { member, steps, nodes, number: first, said: false }.work();
+        let Plan { nodes, first, every } = plan;
+        Coordinator { member, steps, nodes, every, number: first, said: false, stays: false }.work();
     } else {
         follow(member, steps);
     }
@@ -55,13 +68,27 @@ fn follow(member: &Member, steps: &Receiver<(u8, Step)>) {
             Step::Hold(number) => Step::Still(number, member.hold()),
             Step::Count(round) => Step::Counted(round, member.count()),
             Step::Save { number, token } => Step::Saved(number, member.save(number, token)),
+            Step::Give(number) => Step::Given(number, member.give(number)),
+            Step::Move { number, token } => Step::Moved(number, member.hand_over(token)),
+            Step::Gathered => {
+                if let Err(error) = member.gathered() {
+                    engine.fail(format!("Node {} can't give its vCPUs away: {error}", engine.me));
+                }
+                continue;
+            }
             Step::Go(complete) => {
                 if let Err(error) = member.go(complete) {
                     engine.fail(format!("Node {} can't go on after a checkpoint: {error}", engine.me));
                 }
                 continue;
             }
-            Step::Still(..) | Step::Counted(..) | Step::Saved(..) | Step::Restore(_) => {
+            Step::Still(..)
+            | Step::Counted(..)
+            | Step::Saved(..)
+            | Step::Vcpu { .. }
+            | Step::Given(..)
+            | Step::Moved(..)
+            | Step::Restore(_) => {
                 engine.fail(
                     "Node 0 sent a message about checkpoints that it doesn't send while the VM runs"
                         .to_owned(),
@@ -73,72 +100,113 @@ fn follow(member: &Member, steps: &Receiver<(u8, Step)>) {
     }
 }
 
-struct Coordinator<'a> {
-    member: &'a Member,
-    steps: &'a Receiver<(u8, Step)>,
-    nodes: u8,
-    /// Of the next one.
-    number: u64,
-    /// That there is no new one has been said.
+pub(in crate::dsm) struct Coordinator<'a> {
+    pub(in crate::dsm) member: &'a Member,
+    pub(in crate::dsm) steps: &'a Receiver<(u8, Step)>,
+    pub(in crate::dsm) nodes: u8,
+    every: Option<Duration>,
+    /// Of the next cut.
+    pub(in crate::dsm) number: u64,
+    /// That there is no new checkpoint has been said.
     said: bool,
+    /// The program can't be brought together, or has been.
+    stays: bool,
+}
+
+/// What is due.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Due {
+    Checkpoint,
+    Gather,
+    /// The VM has ended.
+    Nothing,
 }
 
 impl Coordinator<'_> {
     fn work(&mut self) {
-        while self.rest() {
-            let made = self.make();
-            let complete = made.is_ok().then_some(self.number);
-            self.tell(&Step::Go(complete));
-            if let Err(error) = self.member.go(complete) {
-                self.member.engine.fail(format!("Node 0 can't go on after a checkpoint: {error}"));
+        loop {
+            let worked = match self.rest() {
+                Due::Checkpoint => self.checkpoint(),
+                Due::Gather => self.bring_together(),
+                Due::Nothing => return,
+            };
+            if let Err(error) = worked {
+                self.member.engine.fail(format!("Node 0 can't go on after it stood still: {error}"));
                 return;
-            }
-            match made {
-                Ok(took) => {
-                    self.said = false;
-                    tracing::info!(
-                        number = self.number,
-                        milliseconds = took.as_millis(),
-                        "Checkpoint written"
-                    );
-                }
-                Err(Abandoned::Ending) => {}
-                Err(Abandoned::Because(reason)) if self.said => tracing::debug!("{reason}"),
-                Err(Abandoned::Because(reason)) => {
-                    self.said = true;
-                    tracing::warn!(
-                        "No checkpoint could be written; the VM goes on, and the one before, if any, stays: {reason}"
-                    );
-                }
             }
             self.number += 1;
         }
     }
 
-    /// Waits until the next is due. False when the VM has ended.
-    fn rest(&self) -> bool {
-        let until = Instant::now() + self.member.settings.every;
+    fn bring_together(&mut self) -> Result<(), String> {
+        self.stays = true;
+        match self.gather() {
+            Ok(gathered) => {
+                self.tell(&Step::Gathered);
+                tracing::info!(
+                    milliseconds = gathered.took_ns / 1_000_000,
+                    pages = gathered.pages,
+                    "The program's vCPUs waited more than several nodes are worth, so it was brought together on node 0"
+                );
+            }
+            Err(Abandoned::Ending) => {}
+            Err(Abandoned::Because(reason)) => tracing::warn!(
+                "The program's vCPUs wait more than several nodes are worth, but it can't be brought together on node 0: {reason}"
+            ),
+        }
+        self.tell(&Step::Go(None));
+        self.member.go(None)
+    }
+
+    fn checkpoint(&mut self) -> Result<(), String> {
+        let made = self.make();
+        let complete = made.is_ok().then_some(self.number);
+        self.tell(&Step::Go(complete));
+        self.member.go(complete)?;
+        match made {
+            Ok(took) => {
+                self.said = false;
+                tracing::info!(number = self.number, milliseconds = took.as_millis(), "Checkpoint written");
+            }
+            Err(Abandoned::Ending) => {}
+            Err(Abandoned::Because(reason)) if self.said => tracing::debug!("{reason}"),
+            Err(Abandoned::Because(reason)) => {
+                self.said = true;
+                tracing::warn!(
+                    "No checkpoint could be written; the VM goes on, and the one before, if any, stays: {reason}"
+                );
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits until something is due.
+    fn rest(&self) -> Due {
+        let until = self.every.map(|every| Instant::now() + every);
         while self.member.engine.outcome().is_none() {
-            let left = until.saturating_duration_since(Instant::now());
+            if !self.stays && self.member.engine.gather_now.load(Ordering::Relaxed) {
+                return Due::Gather;
+            }
+            let left = until.map_or(LOOK, |until| until.saturating_duration_since(Instant::now()));
             if left.is_zero() {
-                return true;
+                return Due::Checkpoint;
             }
             // What comes is an answer to one that was given up.
             if matches!(self.steps.recv_timeout(left.min(LOOK)), Err(RecvTimeoutError::Disconnected)) {
-                return false;
+                return Due::Nothing;
             }
         }
-        false
+        Due::Nothing
     }
 
-    fn tell(&self, step: &Step) {
+    pub(in crate::dsm) fn tell(&self, step: &Step) {
         for node in 1..self.nodes {
             self.member.engine.send_control(node, &Control::Checkpoint(step.clone()));
         }
     }
 
     /// Collects what `take` finds in an answer of each other node.
-    fn collect<T>(
+    pub(in crate::dsm) fn collect<T>(
         &self,
         patience: Duration,
         what: &str,
@@ -165,9 +233,8 @@ impl Coordinator<'_> {
         Ok(answers)
     }
 
-    /// One checkpoint. Whatever comes of it, all nodes are to be told to go on.
-    fn make(&self) -> Result<Duration, Abandoned> {
-        let begin = Instant::now();
+    /// Brings all nodes to a stop, with nothing under way. Whatever comes of it, all are to be told to go on. Returns who has the token.
+    pub(in crate::dsm) fn stand_still(&self) -> Result<u8, Abandoned> {
         let member = self.member;
         let number = self.number;
         self.tell(&Step::Hold(number));
@@ -180,7 +247,16 @@ impl Coordinator<'_> {
         for (node, answer) in still {
             answer.map_err(|error| Abandoned::Because(format!("node {node} can't stand still: {error}")))?;
         }
-        let token = self.await_quiet()?;
+        self.await_quiet()
+    }
+
+    /// One checkpoint. Whatever comes of it, all nodes are to be told to go on.
+    fn make(&self) -> Result<Duration, Abandoned> {
+        let begin = Instant::now();
+        let member = self.member;
+        let number = self.number;
+        let folder = member.folder.as_deref().ok_or(Abandoned::Ending)?;
+        let token = self.stand_still()?;
         // All that other nodes' vCPUs have written has come before their counts.
         let console_bytes = member.engine.flush_console().map_err(|error| {
             Abandoned::Because(format!("what the guest wrote to its console can't be written: {error}"))
@@ -206,7 +282,7 @@ impl Coordinator<'_> {
             }
         }
         let list = List::new(member.identity, number, console_bytes, listed);
-        list.write(&member.settings.folder).map_err(|error| Abandoned::Because(chain(&error)))?;
+        list.write(folder).map_err(|error| Abandoned::Because(chain(&error)))?;
         Ok(begin.elapsed())
     }
 

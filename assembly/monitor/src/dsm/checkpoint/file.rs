@@ -21,8 +21,10 @@ use serde::{Deserialize, Serialize};
 use super::CheckpointError;
 
 const MAGIC: &[u8; 8] = b"CWNODECK";
-/// Version of a node's file.
-const FILE_VERSION: u32 = 1;
+/// Version of a node's file. Since 2 its head says whether all is on node 0; before, it never was.
+const FILE_VERSION: u32 = 2;
+/// The oldest version that is read.
+const OLDEST_VERSION: u32 = 1;
 /// Version of the list.
 const LIST_VERSION: u32 = 1;
 /// Most bytes of a head. That of 64 GiB of guest memory in pages that all moved has some 100 MiB.
@@ -39,6 +41,9 @@ pub(in crate::dsm) struct Head {
     pub(in crate::dsm) node: u8,
     pub(in crate::dsm) number: u64,
     pub(in crate::dsm) protocol: SavedNode,
+    /// All vCPUs and all memory are on node 0, which has used what `protocol` says that it owns.
+    #[serde(default)]
+    pub(in crate::dsm) gathered: bool,
     /// vCPUs of this node, in order; none for each that had parked.
     pub(in crate::dsm) vcpus: Vec<Option<SavedVcpu>>,
     /// How many pages follow.
@@ -199,7 +204,7 @@ pub(in crate::dsm) fn read(
     if magic != MAGIC {
         return Err(damaged("it is no checkpoint of a node".to_owned()));
     }
-    if word(0) != FILE_VERSION {
+    if !(OLDEST_VERSION..=FILE_VERSION).contains(&word(0)) {
         return Err(CheckpointError::Version { path: path.clone(), found: word(0), known: FILE_VERSION });
     }
     let len = word(4);
@@ -332,7 +337,7 @@ mod tests {
 
     fn head(number: u64, pages: u64) -> Head {
         let protocol = SavedNode { version: 1, owned: vec![7, 9], elsewhere: vec![(3, 1)] };
-        Head { identity: 5, node: 1, number, protocol, vcpus: vec![None, None], pages }
+        Head { identity: 5, node: 1, number, protocol, gathered: false, vcpus: vec![None, None], pages }
     }
 
     fn content(page: u64) -> Vec<u8> {
@@ -396,13 +401,13 @@ mod tests {
         let mut listed = written(folder.path(), 4);
         let path = path_of(folder.path(), &listed);
         let mut bytes = fs::read(&path).unwrap();
-        bytes[8] = 2;
+        bytes[8] = 3;
         let end = bytes.len() - 4;
         listed.crc32 = crc32fast::hash(&bytes[..end]);
         bytes[end..].copy_from_slice(&listed.crc32.to_le_bytes());
         fs::write(&path, &bytes).unwrap();
         let error = read_back(folder.path(), &listed).map(drop).unwrap_err();
-        assert!(matches!(error, CheckpointError::Version { found: 2, .. }), "{error}");
+        assert!(matches!(error, CheckpointError::Version { found: 3, .. }), "{error}");
     }
 
     #[test]

@@ -76,7 +76,15 @@ const EVENTS: &[Event] = &[
         giantvm: "4 / 16,440",
     },
     Event {
-        what: "ticket lock, a hand-off",
+        what: "ticket lock, a hand-off of the lock alone",
+        program: "locks",
+        arguments: &["times=2000", "outside=2K", "data=none", "turns=yes"],
+        nodes: 2,
+        paper: "2 / 112 an atomic",
+        giantvm: "2 to 4 / 8,220 to 16,440 and the page",
+    },
+    Event {
+        what: "ticket lock, a hand-off with a page of data",
         program: "locks",
         arguments: &["times=2000", "outside=2K"],
         nodes: 2,
@@ -99,7 +107,7 @@ pub(super) fn all(programs: &Programs, cpus: &[usize], quick: bool) -> anyhow::R
     for event in EVENTS.iter().take(if quick { 4 } else { EVENTS.len() }) {
         let places: Vec<usize> = cpus.iter().copied().cycle().take(event.nodes).collect();
         for coherence in [Coherence::Invalidate, Coherence::SingleWriter] {
-            let ran = run(&places, coherence, &programs.path(event.program), event.arguments)?;
+            let ran = run(&places, coherence, false, &programs.path(event.program), event.arguments)?;
             let count = ran.number("events")?;
             let (loads, load_ns) = ran.stalls(&["read"]);
             let (stores, store_ns) = ran.stalls(&["write", "upgrade", "trapped"]);

@@ -74,12 +74,12 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
         let pairs = Pairs::take(
             if quick { 1 } else { 3 },
             || {
-                let ran = run_nodes(&cpus, Coherence::SingleWriter, &path, arguments)?;
+                let ran = run_nodes(&cpus, Coherence::SingleWriter, true, &path, arguments)?;
                 let speed = speed(&ran)?;
                 last = Some(ran);
                 Ok(speed)
             },
-            || speed(&run_nodes(&cpus[..1], Coherence::SingleWriter, &path, arguments)?),
+            || speed(&run_nodes(&cpus[..1], Coherence::SingleWriter, false, &path, arguments)?),
         )?;
         figures.add(Figure::new(
             &format!("speed_{}", job.program),
@@ -92,8 +92,8 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
         ))?;
         for coherence in Coherence::ALL {
             let ran = match (coherence, &last) {
-                (Coherence::SingleWriter, Some(ran)) => ran.clone(),
-                _ => run_nodes(&cpus, coherence, &path, arguments)?,
+                (Coherence::SingleWriter, Some(ran)) if ran.gathered().is_null() => ran.clone(),
+                _ => run_nodes(&cpus, coherence, false, &path, arguments)?,
             };
             compared.push(comparison(job.what, coherence, &ran)?);
         }
@@ -104,7 +104,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
         ("false-sharing", "false sharing, 2000 stores each", &["times=2000", "pace=20K"]),
     ] {
         for coherence in Coherence::ALL {
-            let ran = run_nodes(&cpus, coherence, &programs.path(program), arguments)?;
+            let ran = run_nodes(&cpus, coherence, false, &programs.path(program), arguments)?;
             compared.push(comparison(what, coherence, &ran)?);
         }
     }

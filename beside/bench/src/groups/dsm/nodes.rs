@@ -60,6 +60,7 @@ struct Task {
     node: u8,
     addresses: Vec<String>,
     coherence: Coherence,
+    gather: bool,
     program: PathBuf,
     arguments: Vec<String>,
     cpu: usize,
@@ -85,6 +86,11 @@ impl Ran {
     /// The sum over nodes of what they counted under a path such as `/messages`.
     pub fn sum(&self, path: &str) -> u64 {
         self.nodes.iter().filter_map(|node| node.pointer(path)?.as_u64()).sum()
+    }
+
+    /// Whether the program was brought together on node 0, and what that came to; null when it wasn't.
+    pub fn gathered(&self) -> Value {
+        self.nodes.first().map(|node| node["gathered"].clone()).unwrap_or_default()
     }
 
     /// Waits, and their length in nanoseconds, of these kinds.
@@ -135,11 +141,17 @@ pub fn be(task: &str) -> anyhow::Result<()> {
             record: false,
             checkpoints: None,
             restart: None,
+            gather: task.gather,
             trouble: Trouble::default(),
         };
         let ended = SpanningVm::join(builder, &settings)?.run()?;
         let code = ended.outcome.map_err(anyhow::Error::msg)?;
-        (code, ended.reports.into_values().map(|mut report| report["measured"].take()).collect())
+        let measured = ended.reports.into_values().map(|mut report| {
+            let mut measured = report["measured"].take();
+            measured["gathered"] = report["gathered"].take();
+            measured
+        });
+        (code, measured.collect())
     };
     if task.node == 0 {
         let bytes = console.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -149,11 +161,17 @@ pub fn be(task: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs a program on as many nodes as CPUs are named, one vCPU each.
+/// Runs a program on as many nodes as CPUs are named, one vCPU each. `gather`: one that doesn't pay is brought together on the first.
 ///
 /// # Errors
 /// When it can't be run, or its result is wrong.
-pub fn run(cpus: &[usize], coherence: Coherence, program: &Path, arguments: &[&str]) -> anyhow::Result<Ran> {
+pub fn run(
+    cpus: &[usize],
+    coherence: Coherence,
+    gather: bool,
+    program: &Path,
+    arguments: &[&str],
+) -> anyhow::Result<Ran> {
     let folder = tempfile::tempdir().context("A folder for the nodes' sockets can't be made")?;
     let addresses: Vec<String> = match cpus {
         [_] => Vec::new(),
@@ -168,6 +186,7 @@ pub fn run(cpus: &[usize], coherence: Coherence, program: &Path, arguments: &[&s
             node: u8::try_from(node)?,
             addresses: addresses.clone(),
             coherence,
+            gather,
             program: program.to_owned(),
             arguments: arguments.iter().map(|&argument| argument.to_owned()).collect(),
             cpu: *cpu,

@@ -1,0 +1,229 @@
+//! A program that doesn't pay on several nodes is brought together on node 0.
+//!
+//! Node 0 has made the vCPUs of all nodes, those of others ended. A move is a cut as for a checkpoint ([`super::checkpoint`]), at which saved vCPUs and memory go
+//! over links instead of into files:
+//! ```text
+//! node 0                                  every other node
+//!   Hold, Count …                         all stand still, nothing is under way
+//!   Give ──────────────────────────────▶  one after the other
+//!   ◀──────────────────── Vcpu …, Given   what its vCPUs are; or why it can't: then all go on as before
+//!   fits the processor and the clock here?  no: all go on as before
+//!   Move ──────────────────────────────▶  from here on there is no way back: who is lost ends the VM
+//!   ◀────────────────── Pages …, Moved    the pages that it owns
+//!   all of them are here: memory is ordinary memory from now on, and vCPUs have their states
+//!   Gathered ──────────────────────────▶  its vCPUs have ended; it stays for counts, and to be told of the end
+//! ```
+//!
+//! At each moment at most one node runs a vCPU: others' are stopped before their states are told, and begin at node 0 after the point of no return.
+//! What node 0 has afterwards: the pages that it owned, those that others owned, and pages that nobody has used, which are the same everywhere. The protocol has
+//! nothing to do any more; order of memory is the processor's.
+//!
+//! | module | holds |
+//! |---|---|
+//! | `policy` | when: from numbers alone |
+//! | `turns` | who runs where processors are fewer than vCPUs |
+//! | `pages` | pages as bytes on a link |
+//! | `coordinator` | node 0: the order of all this |
+//! | `member` | what a node does when it is told to |
+
+mod coordinator;
+mod member;
+mod pages;
+mod policy;
+mod turns;
+
+use std::collections::BTreeMap;
+use std::sync::MutexGuard;
+use std::sync::atomic::Ordering;
+
+use dsm::Page;
+use machine::scheduling::thread_time;
+use machine::vcpu::GuestRegisters;
+use serde_json::{Value, json};
+
+use super::checkpoint::OWN_PAGES;
+use super::engine::{Core, Engine, now};
+use super::link::Control;
+pub(super) use member::processors;
+pub(super) use policy::{Found, Waited, Watch};
+pub(super) use turns::Turns;
+
+/// Where a VM's vCPUs and memory are.
+#[derive(Debug, Default)]
+pub(super) enum Gathering {
+    /// Each node has its own.
+    #[default]
+    No,
+    /// On node 0: pages of others come. Which have come, and how many from whom.
+    Taking { taken: Vec<bool>, from: BTreeMap<u8, u64> },
+    /// All is on node 0.
+    Over(Gathered),
+}
+
+/// What bringing together came to, for people. Where a node doesn't know it, zero.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Gathered {
+    /// Why.
+    pub(super) found: Found,
+    /// How long all vCPUs stood still, nanoseconds.
+    pub(super) took_ns: u64,
+    /// Pages that were moved.
+    pub(super) pages: u64,
+    /// vCPUs that were moved.
+    pub(super) vcpus: u32,
+}
+
+impl Gathering {
+    pub(super) fn is_over(&self) -> bool {
+        matches!(self, Self::Over(_))
+    }
+
+    pub(super) fn to_json(&self) -> Value {
+        match self {
+            Self::Over(gathered) => json!({
+                "vcpus": gathered.vcpus,
+                "pages": gathered.pages,
+                "stood_still_ns": gathered.took_ns,
+                "waited_permille": gathered.found.share,
+                "done_permille_of_a_vcpu": gathered.found.done,
+            }),
+            Self::No | Self::Taking { .. } => Value::Null,
+        }
+    }
+}
+
+impl Core {
+    /// How long vCPUs of this node have waited by now for pages that were here before, and how long they have run, or waited for others.
+    fn waits(&mut self) -> Waited {
+        let at = now();
+        let living = |index: usize| self.vcpus.get(index).is_some_and(|slot| !slot.ended);
+        let threads = self.threads.iter().filter(|(_, index)| living(**index));
+        // A thread that has just ended has run nothing more.
+        let ran: u64 = threads.map(|(thread, _)| thread_time(*thread).unwrap_or(0)).sum();
+        let (mut waited, mut first) = (self.counts.waited, self.counts.waited_first);
+        for slot in self.vcpus.iter().filter(|slot| !slot.ended) {
+            match slot.fault {
+                Some(fault) if fault.again => waited += at.saturating_sub(fault.at),
+                Some(fault) => first += at.saturating_sub(fault.at),
+                None if slot.operating || slot.trap.is_some() => waited += at.saturating_sub(slot.trapped_at),
+                None => {}
+            }
+        }
+        // Waits that came to nothing (the page was taken again before the vCPU ran) are counted while they last only.
+        let told = &mut self.told;
+        (told.0, told.1) = (told.0.max(waited), told.1.max(first.saturating_add(ran)));
+        let (waited, ran) = *told;
+        let running = self.vcpus.iter().filter(|slot| !slot.ended).count();
+        Waited { at, ran, waited, vcpus: u32::try_from(running).unwrap_or(u32::MAX) }
+    }
+}
+
+impl Engine {
+    /// Tells node 0 how long vCPUs have waited.
+    pub(super) fn tell_waits(&self) {
+        if !self.gathers {
+            return;
+        }
+        let waits = match &mut *self.lock() {
+            Some(core) if !core.gathering.is_over() && !core.standing => core.waits(),
+            _ => return,
+        };
+        if self.me == 0 {
+            self.waited(0, waits);
+        } else {
+            self.send_control(0, &Control::Waited(waits));
+        }
+    }
+
+    /// On node 0: a node has told how long its vCPUs have waited.
+    pub(super) fn waited(&self, node: u8, waits: Waited) {
+        if let Some(core) = &mut *self.lock()
+            && !core.standing
+            && let Some(watch) = &mut core.watch
+            && watch.told(node, waits)
+        {
+            self.gather_now.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// On node 0: another node hands pages over. Each must be one that is shared, that isn't owned here, and that hasn't come before.
+    pub(super) fn take_pages(&self, peer: u8, bytes: &[u8]) -> Result<(), String> {
+        let mut locked = self.lock();
+        let Some(core) = &mut *locked else { return Err("this node isn't there yet".to_owned()) };
+        let Core { node, pages, gathering, .. } = core;
+        let Gathering::Taking { taken, from } = gathering else {
+            return Err("nobody has asked for it".to_owned());
+        };
+        let count = from.entry(peer).or_default();
+        for one in pages::parse(bytes) {
+            let (page, content) = one?;
+            let place = usize::try_from(page).ok().and_then(|page| taken.get_mut(page));
+            let Some(place) = place.filter(|taken| page >= OWN_PAGES && !**taken && !node.is_owner(page))
+            else {
+                return Err(format!("page {page:#x} isn't its to hand over"));
+            };
+            *place = true;
+            pages.ram.write(page, 0, content).map_err(|error| error.to_string())?;
+            *count += 1;
+        }
+        Ok(())
+    }
+}
+
+impl Engine {
+    /// After everything has come together: waits until this vCPU's turn has come, where there are turns.
+    pub(super) fn await_turn(
+        &self,
+        mut locked: MutexGuard<'_, Option<Core>>,
+        index: usize,
+        registers: &dyn GuestRegisters,
+    ) {
+        while let Some(core) = &mut *locked
+            && let Some(turns) = &mut core.turns
+            && !core.stopping
+            && !core.holding
+        {
+            if turns.is_called(index) {
+                let spins = self.registers(registers).is_some_and(|found| spins(core, found.rip));
+                let next = core.turns.as_mut().and_then(|turns| turns.looked(index, spins, now()));
+                if let Some(next) = next {
+                    self.notify(next);
+                }
+                self.poke();
+                continue;
+            }
+            if turns.may_run(index, now()) {
+                return;
+            }
+            self.poke();
+            locked = self.wait(locked, index);
+        }
+    }
+
+    /// Calls those out whose turn may be over. Returns when to come again.
+    pub(super) fn look_at_turns(&self, core: &mut Core) -> u64 {
+        let Some(turns) = &mut core.turns else { return u64::MAX };
+        let due = turns.due(now());
+        let next = turns.next_look();
+        for vcpu in due {
+            self.summon(core, vcpu);
+        }
+        next
+    }
+}
+
+/// Whether the code at an address waits in a loop, as far as can be seen: there is a `pause` nearby. Who is wrongly taken for it loses a turn.
+fn spins(core: &Core, rip: u64) -> bool {
+    const NEAR: usize = 24;
+    let size = dsm::wire::PAGE_SIZE as u64;
+    let mut bytes = [0; 2 * NEAR];
+    let offset = usize::try_from(rip % size).ok().map(|offset| offset.saturating_sub(NEAR));
+    let len = offset.and_then(|offset| core.pages.code(rip / size, offset, &mut bytes));
+    let seen = bytes.get(..len.unwrap_or(0)).unwrap_or_default();
+    seen.windows(2).any(|two| two == [0xf3, 0x90])
+}
+
+/// All shared pages that a machine with so many pages has.
+fn none_taken(pages: Page) -> Vec<bool> {
+    vec![false; usize::try_from(pages).unwrap_or(0)]
+}

@@ -1,0 +1,180 @@
+//! Who runs when more vCPUs have come together than there are processors.
+//!
+//! Programs for several processors spin when they wait: left to the host, a vCPU that spins keeps the one that it waits for from the processor for whole time
+//! slices. So as many run as there are processors, the rest waits outside the guest. Who runs is looked at now and then; who spins, or has had its turn,
+//! goes behind the others. Looks come often after one that found a vCPU spinning, and seldom after turns that were used.
+
+use std::collections::VecDeque;
+
+/// Time to the first look of a turn, nanoseconds: at least, and at most. It costs the vCPU an exit.
+const SOONEST: u64 = 100_000;
+const LATEST: u64 = 1_600_000;
+/// Longest turn while others wait, nanoseconds.
+const TURN: u64 = 6_000_000;
+
+/// A vCPU that runs.
+#[derive(Debug, Clone, Copy)]
+struct Running {
+    vcpu: usize,
+    since: u64,
+    /// When to look, and after how long it was.
+    look: (u64, u64),
+    /// It has been called out.
+    called: bool,
+}
+
+/// All vCPUs of this host.
+#[derive(Debug)]
+pub(in crate::dsm) struct Turns {
+    processors: usize,
+    running: Vec<Running>,
+    waiting: VecDeque<usize>,
+    /// Time to the first look of the next turn, by vCPU.
+    first: Vec<u64>,
+}
+
+impl Turns {
+    /// `None` where every vCPU can have a processor.
+    pub(in crate::dsm) fn new(processors: usize, vcpus: usize) -> Option<Self> {
+        let processors = processors.max(1);
+        (vcpus > processors).then(|| Self {
+            processors,
+            running: Vec::new(),
+            waiting: VecDeque::new(),
+            first: vec![SOONEST; vcpus],
+        })
+    }
+
+    /// A vCPU is about to run. False: it has to wait, and ask again when [`Turns::looked`] or [`Turns::left`] names it.
+    pub(in crate::dsm) fn may_run(&mut self, vcpu: usize, now: u64) -> bool {
+        if self.running.iter().any(|running| running.vcpu == vcpu) {
+            return true;
+        }
+        if self.running.len() < self.processors {
+            self.waiting.retain(|waiting| *waiting != vcpu);
+            self.begin(vcpu, now);
+            return true;
+        }
+        if !self.waiting.contains(&vcpu) {
+            self.waiting.push_back(vcpu);
+        }
+        false
+    }
+
+    fn begin(&mut self, vcpu: usize, now: u64) {
+        let first = self.first.get(vcpu).copied().unwrap_or(SOONEST);
+        self.running.push(Running {
+            vcpu,
+            since: now,
+            look: (now.saturating_add(first), first),
+            called: false,
+        });
+    }
+
+    /// vCPUs to be called out of the guest, to be looked at.
+    pub(in crate::dsm) fn due(&mut self, now: u64) -> Vec<usize> {
+        if self.waiting.is_empty() {
+            return Vec::new();
+        }
+        let due = self.running.iter_mut().filter(|running| running.look.0 <= now && !running.called);
+        due.map(|running| {
+            running.called = true;
+            running.vcpu
+        })
+        .collect()
+    }
+
+    /// When [`Turns::due`] is worth asking.
+    pub(in crate::dsm) fn next_look(&self) -> u64 {
+        let looks = self.running.iter().filter(|running| !running.called).map(|running| running.look.0);
+        looks.min().filter(|_| !self.waiting.is_empty()).unwrap_or(u64::MAX)
+    }
+
+    /// Whether a vCPU was called out to be looked at.
+    pub(in crate::dsm) fn is_called(&self, vcpu: usize) -> bool {
+        self.running.iter().any(|running| running.vcpu == vcpu && running.called)
+    }
+
+    /// A vCPU has been looked at. If its turn is over: who runs in its place.
+    pub(in crate::dsm) fn looked(&mut self, vcpu: usize, spins: bool, now: u64) -> Option<usize> {
+        let place = self.running.iter().position(|running| running.vcpu == vcpu)?;
+        let running = self.running.get_mut(place)?;
+        running.called = false;
+        let over = now.saturating_sub(running.since) >= TURN;
+        if self.waiting.is_empty() || !(spins || over) {
+            let after = running.look.1.saturating_mul(2).min(LATEST);
+            running.look = (now.saturating_add(after), after);
+            return None;
+        }
+        let after = running.look.1;
+        if let Some(first) = self.first.get_mut(vcpu) {
+            *first = if spins { (after / 2).max(SOONEST) } else { LATEST };
+        }
+        self.running.swap_remove(place);
+        self.waiting.push_back(vcpu);
+        self.next(now)
+    }
+
+    /// A vCPU has ended. Who runs in its place.
+    pub(in crate::dsm) fn left(&mut self, vcpu: usize, now: u64) -> Option<usize> {
+        self.waiting.retain(|waiting| *waiting != vcpu);
+        let place = self.running.iter().position(|running| running.vcpu == vcpu)?;
+        self.running.swap_remove(place);
+        self.next(now)
+    }
+
+    fn next(&mut self, now: u64) -> Option<usize> {
+        let next = self.waiting.pop_front()?;
+        self.begin(next, now);
+        Some(next)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Who spins goes behind the others at the first look; who works has its turn, and then waits for all others.
+    #[test]
+    fn spinners_yield_and_workers_have_their_turn() {
+        assert!(Turns::new(2, 2).is_none());
+        let mut turns = Turns::new(1, 3).unwrap();
+        assert!(turns.may_run(0, 0));
+        assert_eq!((turns.next_look(), turns.due(u64::MAX)), (u64::MAX, vec![]), "nobody waits");
+        assert!(!turns.may_run(1, 0) && !turns.may_run(2, 0) && !turns.may_run(1, 0) && turns.may_run(0, 0));
+        assert_eq!(turns.next_look(), SOONEST);
+        assert_eq!(turns.due(SOONEST), [0]);
+        assert!(turns.is_called(0) && turns.due(SOONEST).is_empty());
+        assert_eq!(turns.looked(0, true, SOONEST), Some(1));
+        let mut looks = 0;
+        let (next, now) = loop {
+            let now = turns.next_look();
+            assert_eq!(turns.due(now), [1]);
+            looks += 1;
+            if let Some(next) = turns.looked(1, false, now) {
+                break (next, now);
+            }
+        };
+        assert_eq!(next, 2);
+        assert!((SOONEST + TURN..SOONEST + TURN + LATEST).contains(&now) && looks < 9, "{now}, {looks}");
+        // The next ones, in order; who has worked is looked at later.
+        let began = now;
+        assert_eq!(turns.looked(2, true, now), Some(0));
+        assert_eq!(turns.looked(0, true, now), Some(1));
+        assert_eq!(turns.next_look(), began + LATEST);
+    }
+
+    /// Those that end leave their processor to who waits, and aren't waited for.
+    #[test]
+    fn who_ends_leaves_its_place() {
+        let mut turns = Turns::new(2, 4).unwrap();
+        let may: Vec<bool> = (0..4).map(|vcpu| turns.may_run(vcpu, 0)).collect();
+        assert_eq!(may, [true, true, false, false]);
+        assert_eq!(turns.left(2, 1), None);
+        assert_eq!(turns.left(0, 1), Some(3));
+        assert!(turns.may_run(3, 1) && turns.may_run(1, 1));
+        assert_eq!(turns.next_look(), u64::MAX);
+        assert_eq!(turns.left(1, 2), None);
+        assert_eq!(turns.looked(1, true, 2), None);
+    }
+}
