@@ -33,7 +33,9 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     }
     let turns = settings.word("turns", &["no", "yes"])? == 1;
     if turns && !bare {
-        return Err(Refused::Other("turns=yes: only where nothing but the lock is shared; give data=none, too"));
+        return Err(Refused::Other(
+            "turns=yes: only where nothing but the lock is shared; give data=none, too",
+        ));
     }
     let inside = settings.number("inside", 0, 0..=1 << 32)?;
     let outside = settings.number("outside", 0, 0..=1 << 32)?;
@@ -83,7 +85,11 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
             crate::pause(outside);
             // The ticket that it had.
             let had = next.unwrap_or(0_u32).wrapping_sub(1);
-            while turns && team.count() > 1 && !TICKET.0.asked_after(had) && ended.atomics()[0].load(Ordering::Relaxed) == 0 {
+            while turns
+                && team.count() > 1
+                && !TICKET.0.asked_after(had)
+                && ended.atomics()[0].load(Ordering::Relaxed) == 0
+            {
                 core::hint::spin_loop();
             }
         }
