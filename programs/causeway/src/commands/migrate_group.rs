@@ -31,7 +31,7 @@ struct Leaving {
 
 /// How it ended for one VM.
 enum Ended {
-    Moved(MigrationTimeline),
+    Moved(Box<MigrationTimeline>),
     /// It wasn't moved, for this reason.
     Stays(String),
     /// It isn't known where it runs.
@@ -228,7 +228,7 @@ fn one(
     match follow(&vm.name, &monitor, json) {
         Ok(Followed::Refused(problem)) => Ended::Stays(problem),
         Ok(Followed::Ended(progress)) => match (progress.phase, progress.timeline) {
-            (MigrationPhase::Done, Some(timeline)) => Ended::Moved(timeline),
+            (MigrationPhase::Done, Some(timeline)) => Ended::Moved(Box::new(timeline)),
             (MigrationPhase::InDoubt, _) => Ended::InDoubt(progress.problem.unwrap_or_default()),
             _ => Ended::Stays(
                 progress.problem.unwrap_or_else(|| "the migration ended without a word".to_owned()),
