@@ -41,6 +41,11 @@ pub trait PhysicalDevice {
     /// # Errors
     /// The device can't be reached.
     fn write(&mut self, bar: u8, offset: u32, size: u8, value: u32) -> Result<(), DeviceError>;
+    /// Whether each guest finds its memory on the device as it left it, and nobody else's: then nothing of it is moved or cleared at a hand-off. No card
+    /// does that by itself.
+    fn keeps_memory(&self) -> bool {
+        false
+    }
     /// Level of the interrupt line.
     ///
     /// # Errors

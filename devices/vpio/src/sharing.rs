@@ -202,6 +202,10 @@ trait Kind<B> {
     /// A window of the holder's memory may be used.
     fn map(&mut self, side: &mut Side<'_>, mapping: Mapping) -> Result<(), DeviceError>;
     fn unmap(&mut self, side: &mut Side<'_>, mapping: Mapping) -> Result<(), DeviceError>;
+    /// As [`PhysicalDevice::keeps_memory`]: it is part of what is hidden.
+    fn keeps_memory(&self) -> bool {
+        false
+    }
     /// What no register shows of the guest that has lost the card.
     fn hidden(&mut self) -> Vec<u8> {
         Vec::new()
@@ -565,6 +569,10 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> PhysicalDevice for 
 
     fn write(&mut self, _: u8, offset: u32, bytes: u8, value: u32) -> Result<(), DeviceError> {
         self.with(|kind, side| kind.write(side, offset, bytes, value))
+    }
+
+    fn keeps_memory(&self) -> bool {
+        self.kind.keeps_memory()
     }
 
     fn interrupt(&mut self) -> Result<bool, DeviceError> {

@@ -256,6 +256,9 @@ impl<P: PhysicalDevice> Monitor<P> {
 
     fn save_memory(&mut self, at: usize) -> Result<(), MonitorError> {
         let Some(memory) = &self.device.context.memory else { return Ok(()) };
+        if self.physical.keeps_memory() {
+            return Ok(());
+        }
         let model = &self.guests[at].model;
         let ring = ring_pages(memory, model);
         let moved = model.graph().value(memory.current) != self.current_at_start;
@@ -279,6 +282,10 @@ impl<P: PhysicalDevice> Monitor<P> {
 
     fn restore_memory(&mut self, at: usize) -> Result<(), MonitorError> {
         let Some(memory) = &self.device.context.memory else { return Ok(()) };
+        if self.physical.keeps_memory() {
+            self.dirty.clear();
+            return Ok(());
+        }
         let saved = std::mem::take(&mut self.guests[at].card.saved);
         let zeroes = vec![0; usize::try_from(memory.page / 4).unwrap_or(0)];
         let dirty: Vec<u32> = std::mem::take(&mut self.dirty).into_iter().collect();

@@ -13,6 +13,8 @@ use crate::graph::{Given, Graph, truncated};
 use crate::physical::{DeviceError, Mapping, PhysicalDevice, Touch};
 
 const PAGE: usize = 256;
+/// Where the memory for packets begins; below is the station PROM.
+const PACKETS: usize = 0x4000;
 
 /// The device.
 #[derive(Debug, Clone)]
@@ -52,6 +54,17 @@ impl Ne2000 {
     pub fn without_log(mut self) -> Self {
         self.log = None;
         self
+    }
+
+    /// Gives it other contents in place of all that can be written, and returns those. What isn't as long is taken as a card's that was just switched on.
+    pub fn exchange_memory(&mut self, contents: Vec<u8>) -> Vec<u8> {
+        let before = self.memory.split_off(PACKETS);
+        if contents.len() == before.len() {
+            self.memory.extend(contents);
+        } else {
+            self.memory.resize(PACKETS + before.len(), 0);
+        }
+        before
     }
 
     /// The card's addresses, byte by byte.

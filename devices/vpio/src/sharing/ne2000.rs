@@ -1,5 +1,6 @@
 //! A shared NE2000: the card's memory is its owner's, six pages for the frame that is being sent, the others for a ring that takes all frames. Each guest's
-//! on-card memory, with its own ring and its frames to send, is the emulation's; the monitor saves and zeroes it as it would the card's. A frame to
+//! on-card memory, with its own ring and its frames to send, is the emulation's, which gets another one at a hand-off: moving it through the data port, as
+//! the monitor would have to do with a card's own, takes longer than a guest's turn when the ring is full. A frame to
 //! send is moved to the card in the moment in which its guest starts it.
 //!
 //! The card has one remote transfer at a time, which is the owner's: guests' transfers are the emulation's.
@@ -301,6 +302,18 @@ impl<B: Bus> Kind<B> for Shared {
             return self.transmit(side, frame);
         }
         Ok(())
+    }
+
+    fn keeps_memory(&self) -> bool {
+        true
+    }
+
+    fn hidden(&mut self) -> Vec<u8> {
+        self.front.exchange_memory(Vec::new())
+    }
+
+    fn set_hidden(&mut self, hidden: Vec<u8>) {
+        drop(self.front.exchange_memory(hidden));
     }
 
     fn map(&mut self, _: &mut Side<'_>, mapping: Mapping) -> Result<(), DeviceError> {
