@@ -143,9 +143,7 @@ impl NicFunction {
         let function: Weak<Self> = Arc::downgrade(self);
         let woken = move |what| {
             let Some(function) = function.upgrade() else { return Next::End };
-            if let Some(look) = function.look.get() {
-                look.over();
-            }
+            let looked = function.look.get().map(|look| (look, look.over()));
             lock(&function.engine).collect_told();
             drain();
             let mut engine = lock(&function.engine);
@@ -169,6 +167,9 @@ impl NicFunction {
             drop(engine);
             if changed {
                 function.refresh();
+            }
+            if let Some((look, empty)) = looked {
+                look.again(empty);
             }
             Next::Wait(again)
         };
