@@ -1,6 +1,6 @@
 //! A look at late writes soon after an access. Where a late write may start something (`Register::starts`: the NE2000's command register), a
 //! guest may make it and then wait for an interrupt; what waits in KVM's ring is told to nobody. So after any access of the NIC that leaves the
-//! guest, or that was late itself, its thread looks once more, [`AFTER`] later: the order of writes stays what it was, as all of them are in
+//! guest, or that was late itself, its thread looks, [`AFTER`] later: the order of writes stays what it was, as all of them are in
 //! that ring.
 //!
 //! A guest may need longer for its next write: where it has one processor with that thread, each look takes it away from its guest. So looks that find

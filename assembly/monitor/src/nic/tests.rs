@@ -226,9 +226,9 @@ fn what_is_written_late_and_sends_is_looked_at() {
 }
 
 /// A card of the host that is an emulation of this process; its frames go nowhere but to who asks.
-struct Plugged(Rtl8139<Inlet<RamBus>>);
+struct Plugged<C>(C);
 
-impl PhysicalDevice for Plugged {
+impl<C: PhysicalDevice> PhysicalDevice for Plugged<C> {
     fn read(&mut self, bar: u8, offset: u32, size: u8) -> Result<u32, DeviceError> {
         self.0.read(bar, offset, size)
     }
@@ -255,7 +255,7 @@ impl PhysicalDevice for Plugged {
     }
 }
 
-impl HostCard for Plugged {
+impl<C: PhysicalDevice + Send> HostCard for Plugged<C> {
     /// The monitor's word alone counts here.
     fn set_guest_bus_master(&mut self, _on: bool) -> Result<(), DeviceError> {
         Ok(())
@@ -275,7 +275,7 @@ fn guarded(
     policy: FailurePolicy,
     stop: super::StopSink,
     wire: Option<OwnedFd>,
-) -> Guarded<Plugged> {
+) -> Guarded<Plugged<Rtl8139<Inlet<RamBus>>>> {
     let pad = Pad::new();
     let inlet = Inlet::new(Some(RamBus::new(ram.memory())), pad.clone());
     let card = Plugged(Rtl8139::new(ADDRESS, inlet, true));
@@ -319,10 +319,10 @@ fn a_guest_goes_from_its_card_to_the_emulation_and_back_under_traffic() {
     let ram = machine("rtl8139").ram;
     let mut guarded = guarded(&ram, FailurePolicy::Stop, Arc::new(|why| panic!("{why}")), Some(queue));
     let memory = ram.memory().memory();
-    let write = |guarded: &mut Guarded<Plugged>, offset, size, value| {
+    let write = |guarded: &mut Guarded<Plugged<Rtl8139<Inlet<RamBus>>>>, offset, size, value| {
         guarded.access(Access { bar: 1, offset, size, write: Some(value) }).unwrap();
     };
-    let read = |guarded: &mut Guarded<Plugged>, offset, size| {
+    let read = |guarded: &mut Guarded<Plugged<Rtl8139<Inlet<RamBus>>>>, offset, size| {
         guarded.access(Access { bar: 1, offset, size, write: None }).unwrap()
     };
     guarded.set_guest_bus_master(true).unwrap();
@@ -444,14 +444,14 @@ fn registers_are_read_in_a_page() {
     assert_eq!((doorbell.bar, doorbell.offset, doorbell.datamatch), (1, 0x3C, Some(0xC02E)));
     let mapping = guarded.page.as_ref().unwrap().mappings().remove(0);
     assert!(mapping.read_only && (mapping.bar, mapping.offset, mapping.len) == (1, 0, 4096));
-    let write = |guarded: &mut Guarded<Plugged>, offset, size, value| {
+    let write = |guarded: &mut Guarded<Plugged<Rtl8139<Inlet<RamBus>>>>, offset, size, value| {
         guarded.access(Access { bar: 1, offset, size, write: Some(value) }).unwrap();
     };
-    let page = |guarded: &Guarded<Plugged>, offset, bytes| {
+    let page = |guarded: &Guarded<Plugged<Rtl8139<Inlet<RamBus>>>>, offset, bytes| {
         let shown = guarded.page.as_ref().unwrap().load(offset, bytes);
         shown & u32::MAX >> (32 - 8 * u32::from(bytes))
     };
-    let same = |guarded: &mut Guarded<Plugged>, when: &str| {
+    let same = |guarded: &mut Guarded<Plugged<Rtl8139<Inlet<RamBus>>>>, when: &str| {
         for (offset, size) in [
             (0x0, 4),
             (0x10, 4),

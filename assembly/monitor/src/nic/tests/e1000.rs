@@ -1,22 +1,21 @@
 //! An e1000 under its model, whose first page the guest reads: a told mask doesn't overtake what was written before it, a reset forgets it, and a
 //! guest whose interrupt doesn't end loses its page for as long.
 
-use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use device_models::Access;
 use device_models::devices::e1000::{E1000, RST};
-use device_models::physical::{DeviceError, Mapping, PhysicalDevice};
+use device_models::physical::PhysicalDevice;
 use device_models::reference::e1000::E1000Card;
 use machine::memory::{GuestRam, RamLayout, RamOptions};
 use pci::function::Doorbell;
 use vpio::{FailurePolicy, GuestConfig, Monitor, Slot, Slots};
 
-use super::super::behind::{Behind, HostCard};
+use super::super::behind::Behind;
 use super::super::bus::RamBus;
 use super::super::guarded::{Guarded, Watch};
 use super::super::page::RegisterPage;
-use super::ADDRESS;
+use super::{ADDRESS, Plugged};
 
 const ICR: u32 = 0xC0;
 const ICS: u32 = 0xC8;
@@ -24,51 +23,8 @@ const IMS: u32 = 0xD0;
 const IMC: u32 = 0xD8;
 const LINK: u32 = 4;
 
-/// A card of the host that is an emulation of this process.
-struct Plugged(E1000Card<RamBus>);
-
-impl PhysicalDevice for Plugged {
-    fn read(&mut self, bar: u8, offset: u32, size: u8) -> Result<u32, DeviceError> {
-        self.0.read(bar, offset, size)
-    }
-    fn write(&mut self, bar: u8, offset: u32, size: u8, value: u32) -> Result<(), DeviceError> {
-        self.0.write(bar, offset, size, value)
-    }
-    fn interrupt(&mut self) -> Result<bool, DeviceError> {
-        self.0.interrupt()
-    }
-    fn reset(&mut self) -> Result<(), DeviceError> {
-        self.0.reset()
-    }
-    fn set_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
-        self.0.set_bus_master(on)
-    }
-    fn has_iommu(&self) -> bool {
-        self.0.has_iommu()
-    }
-    fn map(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
-        self.0.map(mapping)
-    }
-    fn unmap(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
-        self.0.unmap(mapping)
-    }
-}
-
-impl HostCard for Plugged {
-    fn set_guest_bus_master(&mut self, _on: bool) -> Result<(), DeviceError> {
-        Ok(())
-    }
-    fn interrupt_fd(&self) -> std::io::Result<OwnedFd> {
-        Ok(rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)?)
-    }
-    fn signalled(&mut self) {}
-    fn unmask(&mut self) -> Result<(), DeviceError> {
-        Ok(())
-    }
-}
-
 struct Machine {
-    guarded: Guarded<Plugged>,
+    guarded: Guarded<Plugged<E1000Card<RamBus>>>,
     opens: Doorbell,
 }
 
