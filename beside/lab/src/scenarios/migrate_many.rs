@@ -13,6 +13,7 @@ use crate::rdma::{Device, Layout, Member, Pair};
 use crate::scenario::{Options, Report, Scenario};
 use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 /// The scenario.
@@ -30,30 +31,46 @@ const FROM: usize = 10;
 const LIMIT: Limit = Limit { anonymous_kib: 6 << 10, mappings: 40, descriptors: 8 };
 /// Until perftest prints a line after the last move: one in three seconds of the guest's.
 const GOES_ON: Duration = Duration::from_secs(90);
+/// Where perftest's server listens.
+const PORT: u16 = 18515;
 /// perftest's queue pairs.
 const QUEUE_PAIRS: usize = 4;
-/// The hosts' link has jumbo frames, as links that VMs move over have: an emulated host takes a tenth of a millisecond for a packet, whatever its length.
-const JUMBO: &str = "ip link set x0 mtu 9000 && ip link set br1 mtu 9000";
+/// The hosts' link takes packets as long as the emulator does: an emulated host takes a tenth of a millisecond for each, whatever its length, where real ones
+/// have their NIC cut them.
+const LONG_PACKETS: &str = "ip link set x0 mtu 60000 && ip link set br1 mtu 60000";
 /// Bytes of perftest's messages.
 const LENGTH: u32 = 4096;
 
 /// Perftest without end, a line every few seconds. Its queue pairs wait 2 s for an answer before they ask again: emulated hosts stand still for as long.
-fn perftest(m: &Member<'_>, server: &str) -> String {
+pub(super) fn perftest(m: &Member<'_>, port: u16, server: &str) -> String {
     format!(
-        "{IN_QUARTER}stdbuf -oL ib_send_bw -d {} -x {} -F -q {QUEUE_PAIRS} -s {LENGTH} -t 32 -u 19 --run_infinitely -D 3 {server}",
+        "({IN_QUARTER}stdbuf -oL ib_send_bw -p {port} -d {} -x {} -F -q {QUEUE_PAIRS} -s {LENGTH} -t 32 -u 19 --run_infinitely -D 3 {server})",
         m.port.device, m.port.gid
     )
 }
 
+/// Ends perftest in a guest, and gives what it said and whether that tells of a failure.
+pub(super) fn perftest_ends(m: &Member<'_>, name: &str) -> Result<(bool, String)> {
+    let said = m.sh(&format!("cat /run/{name}.out; pkill -x ib_send_bw; true"))?;
+    let failed =
+        ["Completion with error", "Failed status", "ailed to"].iter().any(|word| said.contains(word));
+    Ok((failed, said))
+}
+
 /// Lets what is started from now on in a guest's shell use a quarter of a CPU: perftest polls, and an emulated host that does nothing else copies memory
 /// several times more slowly. Its rate says nothing here.
-const QUARTER: &str = "mkdir -p /sys/fs/cgroup && { mountpoint -q /sys/fs/cgroup || mount -t cgroup2 none /sys/fs/cgroup; } && \
+pub(super) const QUARTER: &str = "mkdir -p /sys/fs/cgroup && { mountpoint -q /sys/fs/cgroup || mount -t cgroup2 none /sys/fs/cgroup; } && \
      echo +cpu > /sys/fs/cgroup/cgroup.subtree_control && mkdir -p /sys/fs/cgroup/work && echo '25000 100000' > /sys/fs/cgroup/work/cpu.max";
 const IN_QUARTER: &str = "echo 0 > /sys/fs/cgroup/work/cgroup.procs; exec ";
 
 /// Lines of figures that the client has printed.
-fn lines(m: &Member<'_>) -> Result<usize> {
-    let said = m.sh(&format!("grep -c '^ *{LENGTH} ' /run/work.out || true"))?;
+fn lines(m: &Member<'_>) -> Result<u64> {
+    lines_of(m, "work")
+}
+
+/// As [`lines`], of the perftest of that name.
+pub(super) fn lines_of(m: &Member<'_>, name: &str) -> Result<u64> {
+    let said = m.sh(&format!("grep -c '^ *{LENGTH} ' /run/{name}.out || true"))?;
     said.trim().parse().with_context(|| format!("grep counted {said:?}"))
 }
 
@@ -83,7 +100,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let every = Duration::from_secs(options.seconds.unwrap_or(5));
     let _service = talk::service(lab)?;
     for host in lab.hosts() {
-        host.sh(JUMBO)?;
+        host.sh(LONG_PACKETS)?;
     }
     let layout = Layout { cmdline: talk::SMALL, ..talk::layout(&[0, 1]) };
     let mut pair = Pair::place(lab, options, layout)?;
@@ -91,8 +108,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     for m in [&pair.a, &pair.b] {
         m.sh(QUARTER)?;
     }
-    talk::detach(&pair.b, &perftest(&pair.b, ""))?;
-    talk::detach(&pair.a, &perftest(&pair.a, &pair.b.tcp))?;
+    talk::detach(&pair.b, &perftest(&pair.b, PORT, ""))?;
+    talk::detach(&pair.a, &perftest(&pair.a, PORT, &pair.b.tcp))?;
     let began = Instant::now();
     let (first, mut transports) = loop {
         let (found, by) = talk::connected(&pair.a)?;
@@ -105,45 +122,56 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         std::thread::sleep(Duration::from_secs(2));
     };
     let mut errors = 0_u32;
-    let mut samples: Vec<Holding> = Vec::new();
-    let (mut longest, mut pauses, began) = (Duration::ZERO, Vec::new(), Instant::now());
-    let mut silent = 0;
-    for number in 0..moves {
+    let from = first_compared(moves);
+    let mut samples: BTreeMap<usize, Holding> = BTreeMap::new();
+    let (mut longest, mut pauses, mut silent) = (Duration::ZERO, Vec::new(), 0);
+    let mut printed = lines(&pair.a)?;
+    let mut next = Some(migrate_rdma::awaited(&pair, 1)?);
+    let began = Instant::now();
+    for number in 1..=moves {
         let start = Instant::now();
-        talk::go_on(&pair).with_context(|| format!("Before move {}", number + 1))?;
-        let before = lines(&pair.a)?;
-        let timeline = migrate_rdma::step(lab, &mut pair, (number + 1) % 2, migrate_rdma::BEFORE)
-            .with_context(|| format!("Move {}", number + 1))?;
+        let coming = next.take().context("Nobody waits for the guest")?;
+        let timeline = migrate_rdma::go(lab, &mut pair, coming, number % 2, migrate_rdma::BEFORE)
+            .with_context(|| format!("Move {number}"))?;
+        let moved = start.elapsed();
         pauses.push(timeline["pause_ms"].as_f64().unwrap_or(0.0));
-        let (now, by) = talk::connected(&pair.a)?;
+        if number == from || number == moves || number % 10 == 0 {
+            // Before the next monitor is there.
+            samples.insert(number, growth::held(lab.hosts())?);
+        }
+        // The next one's monitor starts while what has come is looked at: most of both is waiting for an emulated host.
+        let looked = std::thread::scope(|scope| {
+            let next =
+                (number < moves).then(|| scope.spawn(|| migrate_rdma::awaited(&pair, (number + 1) % 2)));
+            let looked = talk::connected(&pair.a)
+                .and_then(|found| Ok((found, talk::go_on(&pair).and_then(|()| lines(&pair.a))?)));
+            let next = next.map(|thread| thread.join().unwrap_or_else(|_| bail!("A thread panicked")));
+            (looked, next)
+        });
+        next = looked.1.transpose()?;
+        let ((now, by), count) = looked.0.with_context(|| format!("After move {number}"))?;
         errors += u32::from(now != first);
-        report.check(
-            now == first,
-            format!("queue pairs were {first:?}, and are {now:?} after move {}", number + 1),
-        );
+        report
+            .check(now == first, format!("queue pairs were {first:?}, and are {now:?} after move {number}"));
         transports.extend(by);
-        samples.push(growth::held(lab.hosts())?);
+        silent += u32::from(count == printed);
+        printed = count;
+        let busy = start.elapsed();
         // Whatever takes longer than the interval begins the next one at once.
-        std::thread::sleep(every.saturating_sub(start.elapsed()));
+        std::thread::sleep(every.saturating_sub(busy));
         longest = longest.max(start.elapsed());
-        silent += u32::from(lines(&pair.a)? == before);
-        if number % 10 == 9 || number == 0 {
-            progress!(
-                "move {}/{moves}, after {:.0} s: {}",
-                number + 1,
-                began.elapsed().as_secs_f64(),
-                shown(&samples[number])
-            );
-        } else {
-            progress!(
-                "move {}/{moves}, after {:.0} s: {:.1} s, of which the migration {:.1} s, pause {:.1} s (emulated: says nothing), {} bytes",
-                number + 1,
-                began.elapsed().as_secs_f64(),
-                start.elapsed().as_secs_f64(),
-                timeline["total_ms"].as_f64().unwrap_or(0.0) / 1000.0,
-                timeline["pause_ms"].as_f64().unwrap_or(0.0) / 1000.0,
-                timeline["bytes"]
-            );
+        progress!(
+            "move {number}/{moves}, after {:.0} s: {:.1} s, of which the command {:.1} s, the migration {:.1} s, pause {:.1} s (emulated: says nothing), {} bytes in {} rounds",
+            began.elapsed().as_secs_f64(),
+            busy.as_secs_f64(),
+            moved.as_secs_f64(),
+            timeline["total_ms"].as_f64().unwrap_or(0.0) / 1000.0,
+            timeline["pause_ms"].as_f64().unwrap_or(0.0) / 1000.0,
+            timeline["bytes"],
+            timeline["rounds"].as_array().map_or(0, Vec::len)
+        );
+        if let Some(held) = samples.get(&number) {
+            progress!("{}", shown(held));
         }
     }
     let took = began.elapsed();
@@ -167,15 +195,12 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     }
     talk::go_on(&pair)?;
     for m in [&pair.a, &pair.b] {
-        let said = m.sh("cat /run/work.out; pkill -x ib_send_bw; true")?;
-        let failed =
-            ["Completion with error", "Failed status", "ailed to"].iter().any(|word| said.contains(word));
+        let (failed, said) = perftest_ends(m, "work")?;
         errors += u32::from(failed);
         report.check(!failed, format!("perftest in guest {}: {said}", m.name));
         errors += talk::complaints(m, report)?;
     }
-    let from = first_compared(moves);
-    let (Some(first), Some(last)) = (samples.get(from - 1), samples.last()) else { bail!("Nothing moved") };
+    let (Some(first), Some(last)) = (samples.get(&from), samples.get(&moves)) else { bail!("Nothing moved") };
     let grown = growth::grown(first, last, LIMIT);
     for sentence in &grown {
         report.check(false, format!("from move {from} to {moves}: {sentence}"));

@@ -1,5 +1,6 @@
-//! Four guests on three hosts, a rank of one MPI job in each: one of them moves from host to host, then all four at once, then two change places. The job goes
-//! on from before the first move until after the last, and verifies every byte that it exchanges.
+//! Four guests on three hosts: one of them moves from host to host, then all four at once, then two change places. Meanwhile they run one MPI job, a rank in
+//! each, which verifies every byte that it exchanges; with `--only pingpong` or `--only perftest` these in its place, each in all four guests, and with
+//! several of `mpi`, `pingpong` and `perftest` all that are named, at the same time.
 //!
 //! ```text
 //!        host h1: causeway cluster, causeway host      host h2: causeway host          host h3: causeway host
@@ -10,26 +11,25 @@
 //!  segment s0   tap, br1 ── x0 ═══════ link ═══════ x0 ── br1 ── x2 ═══════ link ═══════ x0 ── br1
 //!  virtio-net        br0 ── x1 ═══════ link ═══════ x1 ── br0 ── x3 ═══════ link ═══════ x1 ── br0
 //! ```
-//! With `--only verbs` rxe devices on the hosts' bridges br1 carry the connections, which have shared receive queues (UCX's).
+//! With `--only verbs` rxe devices on the hosts' bridges br1 carry the connections (those of the MPI job have shared receive queues, UCX's).
 
+use super::migrate_programs::{Programs, Wanted};
 use super::migrate_talk::{self as talk, Names, PATIENCE};
-use super::rdma_tools::RSH;
 use super::rdma_verbs;
 use crate::guest::Guest;
 use crate::lab::Lab;
 use crate::progress;
-use crate::rdma::{Device, Member, Pair};
+use crate::rdma::{Device, Pair};
 use crate::scenario::{Options, Report, Scenario};
 use crate::topology::{HostSpec, Topology};
 use anyhow::{Context, Result, bail};
 use serde_json::Value;
 use std::collections::BTreeSet;
-use std::time::{Duration, Instant};
 
 /// The scenario.
 pub const SCENARIO: Scenario = Scenario {
     name: "migrate-mpi",
-    about: "four guests of an MPI job on three hosts: one moves (--count N times), then all as a group, then two change places: no error, every byte right (--only verbs: by the hosts' RDMA devices)",
+    about: "four guests of an MPI job (--only pingpong, perftest, mpi: of these) on three hosts: one moves (--count N times), then all as a group, then two change places: no error, every byte right (--only verbs: by the hosts' RDMA devices)",
     topology,
     run,
     prompt: None,
@@ -42,12 +42,6 @@ const HOSTS: usize = 3;
 /// Where monitors wait: the first guest's, and one more for each of the others.
 const PORT: usize = 7100;
 const TRANSFER: &str = "--downtime 3000 --streams 2";
-/// Rounds that the job has to do between two migrations.
-const ROUNDS_BETWEEN: u64 = 50;
-/// Largest message, bytes: eager ones and those of UCX's rendezvous.
-const LARGEST: u32 = 65536;
-/// The job ends once this file is in the first guest.
-const STOP: &str = "/run/mpi.stop";
 
 fn topology(_: &Options) -> Topology {
     // Room for those that are there and those that come.
@@ -94,41 +88,6 @@ fn commands(at: [usize; 4], to: [usize; 4]) -> (Vec<(usize, String)>, Vec<usize>
         (host, format!("causeway --json migrate --group {} {TRANSFER}", group.join(",")))
     });
     (said.collect(), moving)
-}
-
-/// The job, as a file in the first guest: a rank in each.
-fn job(a: &Member<'_>) -> String {
-    format!(
-        "{RSH}rm -f {STOP}; exec mpirun.openmpi --allow-run-as-root -H a:1,b:1,c:1,d:1 -np 4 --map-by node --mca plm_rsh_agent /tmp/rsh \
-         --mca plm_rsh_no_tree_spawn 1 --mca oob_tcp_if_include net0 --mca pml ucx --mca osc ucx --mca btl self --mca coll ^hcoll --mca mpi_yield_when_idle 1 \
-         -x UCX_NET_DEVICES={}:1 -x UCX_IB_GID_INDEX={} -x UCX_TLS=rc_v,self --mca opal_common_ucx_tls any --mca opal_common_ucx_devices any \
-         -x UCX_UD_VERBS_ETH_DGID_CHECK=n mpi-steady {STOP} {LARGEST}\n",
-        a.port.device, a.port.gid
-    )
-}
-
-/// Rounds that the job has done, as it says them.
-fn rounds(a: &Member<'_>) -> Result<u64> {
-    let said = a.sh("grep ROUNDS /run/work.out | tail -n 1 || true")?;
-    Ok(said.split_whitespace().nth(1).and_then(|number| number.parse().ok()).unwrap_or(0))
-}
-
-/// Waits until the job has done so many.
-fn await_rounds(a: &Member<'_>, wanted: u64) -> Result<u64> {
-    let until = Instant::now() + PATIENCE;
-    loop {
-        let done = rounds(a)?;
-        if done >= wanted {
-            return Ok(done);
-        }
-        if !talk::works(a)? || Instant::now() > until {
-            bail!(
-                "The MPI job has done {done} rounds, {wanted} are due: {}",
-                a.sh("tail -n 12 /run/work.out; ps -e -o pid,stat,wchan:20,args | grep -v '\\]$' | tail -n 15; ss -tnp | head -n 20")?
-            );
-        }
-        std::thread::sleep(Duration::from_secs(2));
-    }
 }
 
 struct Guests<'p, 'l> {
@@ -206,6 +165,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     if options.rdma_device()? != Device::Pvrdma {
         bail!("migrate-mpi is about Causeway's device");
     }
+    let wanted = Wanted::of(options)?;
     lab.host(2)?.sh(H3)?;
     let (verbs, mut layout) = (talk::by_verbs(options), talk::layout_of(&FIRST, HOSTS));
     let _service =
@@ -214,25 +174,10 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let mut pair = Pair::place(lab, options, layout)?;
     pair.join()?;
     pair.join()?;
-    for member in pair.more().iter().chain([&pair.b]) {
-        member.sh(&format!(
-            "{RSH}setsid socat TCP-LISTEN:514,fork,reuseaddr EXEC:bash < /dev/null > /dev/null 2>&1 & sleep 1"
-        ))?;
-    }
-    for name in NAMES.iter().skip(1) {
-        // mpirun waits for as long as it is let where a host can't be reached.
-        let said =
-            pair.a.sh(&format!("{RSH}timeout 60 /tmp/rsh {name} echo reached $(hostname) 2>&1 || true"))?;
-        if !said.contains("reached") {
-            bail!("Guest a can't start programs in guest {name} by its virtio-net address: {said}");
-        }
-    }
-    pair.a.sh(&format!("cat > /run/mpi.sh <<'E'\n{}E\n", job(&pair.a)))?;
-    talk::detach(&pair.a, "sh /run/mpi.sh")?;
+    let mut programs = Programs::start(&pair, wanted)?;
     let mut guests = Guests { pair: &mut pair, at: FIRST };
-    let mut done = await_rounds(&guests.pair.a, ROUNDS_BETWEEN)?;
-    let (first, by) = guests.names()?;
-    progress!("{done} rounds; queue pairs {first:?}, by {by:?}");
+    let (mut first, by) = guests.names()?;
+    progress!("{}; queue pairs {first:?}, by {by:?}", programs.said());
     report.check(
         first.iter().all(|one| !one.is_empty()),
         "a guest has no connected queue pair before the first move",
@@ -242,30 +187,31 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let plan = plan(options.count.unwrap_or(3));
     let steps = plan.len();
     for (number, (name, to)) in plan.into_iter().enumerate() {
+        if programs.begin_again(guests.pair)? {
+            first = guests.names()?.0;
+        }
         let moved =
             guests.go(lab, to).with_context(|| format!("{name}, to {to:?}, migration {}", number + 1))?;
         moves += u32::from(moved == 1);
         groups += u32::from(moved > 1);
-        done = await_rounds(&guests.pair.a, done + ROUNDS_BETWEEN)?;
+        programs.go_on(guests.pair).with_context(|| format!("After migration {}, {name}", number + 1))?;
         let (now, by) = guests.names()?;
-        let same = now == first;
+        // What has ended meanwhile has no queue pairs any more, and begins again.
+        let same = now == first || programs.one_has_ended(guests.pair)?;
         errors += u32::from(!same);
         report.check(
             same,
             format!("queue pairs were {first:?}, and are {now:?} after migration {}", number + 1),
         );
         progress!(
-            "{}/{steps} {name}: guests on {:?}, by {by:?}; {done} rounds",
+            "{}/{steps} {name}: guests on {:?}, by {by:?}; {}",
             number + 1,
-            to.map(|host| host + 1)
+            to.map(|host| host + 1),
+            programs.said()
         );
         transports.extend(by);
     }
-    guests.pair.a.sh(&format!("touch {STOP}"))?;
-    let (code, said) = talk::ended(&guests.pair.a, PATIENCE * 2)?;
-    let right = code == 0 && said.contains("mismatches=0");
-    errors += u32::from(!right);
-    report.check(right, format!("the MPI job ended with status {code}: {said}"));
+    errors += programs.end(guests.pair, report)?;
     for guest in 0..NAMES.len() {
         errors += talk::complaints(guests.pair.member(guest)?, report)?;
     }
@@ -284,8 +230,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     report.figure("moves", moves);
     report.figure("groups", groups);
     report.figure("errors", errors);
-    report.figure("rounds", done);
-    report.figure("said", said.trim().lines().last().unwrap_or_default());
+    programs.figures(report);
     report.figure("transports", transports.into_iter().collect::<Vec<_>>());
     report.check(errors == 0, format!("{errors} errors"));
     pair.finish()

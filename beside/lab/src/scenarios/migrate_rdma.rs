@@ -42,10 +42,23 @@ const CHANGES: &str = "setsid sh -c 'while :; do head -c 33554432 /dev/urandom >
 /// One move of the first guest, which is on the first host or on the second: there to the address where the monitor waits, back to the host's name; `how`
 /// is for the command.
 pub(super) fn step(lab: &Lab, pair: &mut Pair<'_>, to: usize, how: &str) -> Result<Value> {
-    let address = format!("10.77.0.{}:{PORT}", to + 1);
+    let next = awaited(pair, to)?;
+    go(lab, pair, next, to, how)
+}
+
+fn address(host: usize) -> String {
+    format!("10.77.0.{}:{PORT}", host + 1)
+}
+
+/// The monitor that waits on a host for the first guest.
+pub(super) fn awaited(pair: &Pair<'_>, to: usize) -> Result<Guest> {
+    pair.await_guest(0, to, &address(to), PATIENCE)
+}
+
+/// As [`step`], to where a monitor waits.
+pub(super) fn go(lab: &Lab, pair: &mut Pair<'_>, next: Guest, to: usize, how: &str) -> Result<Value> {
     let from = lab.host(1 - to)?;
-    let next: Guest = pair.await_guest(0, to, &address, PATIENCE)?;
-    let place = if by_name(to) { host_name(to) } else { address };
+    let place = if by_name(to) { host_name(to) } else { address(to) };
     let command = format!("causeway --json migrate a --to {place} {how}");
     let output = from.run(&command, PATIENCE)?;
     if output.code != 0 {

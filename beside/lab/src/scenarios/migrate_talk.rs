@@ -128,7 +128,7 @@ fn queue_pairs(host: &Host, vm: &str) -> Result<BTreeSet<(String, u64, String)>>
         .collect())
 }
 
-fn pingpong(m: &Member<'_>, count: u32, server: Option<&str>) -> String {
+pub(super) fn pingpong(m: &Member<'_>, count: u32, server: Option<&str>) -> String {
     let to = server.unwrap_or("");
     format!("ibv_rc_pingpong -d {} -g {} -c -s 4096 -n {count} {to}", m.port.device, m.port.gid)
 }
@@ -140,11 +140,11 @@ fn seconds(said: &str) -> Option<f64> {
     words.get(at + 2)?.parse().ok().filter(|seconds| *seconds > 0.0)
 }
 
-/// Messages that last over so many moves, where the trial took so long.
+/// Messages that last for so many seconds, where the trial took so long.
 #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // Bounded: floats become whole numbers at the nearest bound.
-fn messages(trial: f64, moves: u32) -> u32 {
+fn messages(trial: f64, seconds: u32) -> u32 {
     let rate = (f64::from(TRIAL) / trial).clamp(1.0, 100_000.0);
-    (rate * f64::from(PER_MOVE) * f64::from(moves + 1)) as u32
+    (rate * f64::from(seconds)) as u32
 }
 
 /// For guests that move often: pages that they free become zero, which costs a move next to nothing.
@@ -155,27 +155,40 @@ pub(super) fn shrink(m: &Member<'_>) -> Result<()> {
     m.sh("sync; echo 3 > /proc/sys/vm/drop_caches").map(drop)
 }
 
+/// What the files of a guest's one program are called.
+const WORK: &str = "work";
+
 /// Starts a program that goes on without the connection that started it.
 pub(super) fn detach(m: &Member<'_>, command: &str) -> Result<()> {
+    detach_as(m, WORK, command)
+}
+
+/// As [`detach`], where a guest has several programs: what it says is in `/run/NAME.out`, its status in `/run/NAME.code`.
+pub(super) fn detach_as(m: &Member<'_>, name: &str, command: &str) -> Result<()> {
     m.sh(&format!(
-        "rm -f /run/work.*; setsid sh -c '{command} > /run/work.out 2>&1; echo $? > /run/work.code' < /dev/null > /dev/null 2>&1 & sleep 1"
+        "rm -f /run/{name}.out /run/{name}.code; setsid sh -c '{command} > /run/{name}.out 2>&1; echo $? > /run/{name}.code' < /dev/null > /dev/null 2>&1 & sleep 1"
     ))
     .map(drop)
 }
 
 /// The status of the program, once it has ended.
 pub(super) fn ended(m: &Member<'_>, patience: Duration) -> Result<(i32, String)> {
+    ended_as(m, WORK, patience)
+}
+
+/// As [`ended`], of the program of that name.
+pub(super) fn ended_as(m: &Member<'_>, name: &str, patience: Duration) -> Result<(i32, String)> {
     let until = Instant::now() + patience;
     loop {
-        let text = m.sh("cat /run/work.code 2>/dev/null || true")?;
+        let text = m.sh(&format!("cat /run/{name}.code 2>/dev/null || true"))?;
         if let Ok(code) = text.trim().parse() {
-            return Ok((code, m.sh("tail -n 6 /run/work.out")?));
+            return Ok((code, m.sh(&format!("tail -n 6 /run/{name}.out"))?));
         }
         if Instant::now() > until {
             bail!(
                 "The program in guest {} doesn't end: {}",
                 m.name,
-                m.sh("tail -n 4 /run/work.out; dmesg | tail -n 6")?
+                m.sh(&format!("tail -n 4 /run/{name}.out; dmesg | tail -n 6"))?
             );
         }
         std::thread::sleep(Duration::from_secs(2));
@@ -184,7 +197,12 @@ pub(super) fn ended(m: &Member<'_>, patience: Duration) -> Result<(i32, String)>
 
 /// Whether the program goes on.
 pub(super) fn works(m: &Member<'_>) -> Result<bool> {
-    Ok(m.sh("[ -e /run/work.code ] || echo works")?.contains("works"))
+    works_as(m, WORK)
+}
+
+/// As [`works`], of the program of that name.
+pub(super) fn works_as(m: &Member<'_>, name: &str) -> Result<bool> {
+    Ok(m.sh(&format!("[ -e /run/{name}.code ] || echo works"))?.contains("works"))
 }
 
 /// The queue pairs of a guest that are connected, waited for a while, and how their peers are reached.
@@ -202,33 +220,42 @@ pub(super) fn connected(member: &Member<'_>) -> Result<(Names, BTreeSet<String>)
 
 /// Waits until the program takes connections: a crowded machine's guest needs its time.
 fn listens(m: &Member<'_>) -> Result<()> {
-    let look = format!("for i in $(seq 300); do {TCP} && exit 0; sleep 0.2; done; echo never");
+    listens_as(m, WORK, TCP)
+}
+
+/// As [`listens`], for the program of that name; `condition` is a command that succeeds once it does.
+pub(super) fn listens_as(m: &Member<'_>, name: &str, condition: &str) -> Result<()> {
+    let look = format!("for i in $(seq 300); do {condition} && exit 0; sleep 0.2; done; echo never");
     if m.sh(&look)?.contains("never") {
-        bail!("The program in guest {} doesn't listen: {}", m.name, m.sh("cat /run/work.out")?);
+        bail!("The program in guest {} doesn't listen: {}", m.name, m.sh(&format!("cat /run/{name}.out"))?);
     }
     Ok(())
 }
 
-/// Has both talk for so many moves; the number of messages.
-pub(super) fn begin(pair: &Pair<'_>, moves: u32) -> Result<u32> {
-    // How fast messages are.
-    let (server, client) = (pingpong(&pair.b, TRIAL, None), pingpong(&pair.a, TRIAL, Some(&pair.b.tcp)));
-    detach(&pair.b, &server)?;
-    listens(&pair.b)?;
-    detach(&pair.a, &client)?;
-    let client = ended(&pair.a, PATIENCE)?;
-    if client.0 != 0 {
+/// How many messages last for so many seconds between two guests, as a run of some says.
+pub(super) fn lasting(server: &Member<'_>, client: &Member<'_>, seconds: u32) -> Result<u32> {
+    detach(server, &pingpong(server, TRIAL, None))?;
+    listens(server)?;
+    detach(client, &pingpong(client, TRIAL, Some(&server.tcp)))?;
+    let said = ended(client, PATIENCE)?;
+    if said.0 != 0 {
         // The server of one that gave up waits without end.
-        bail!("The program in guest a doesn't work before anything moves: {client:?}");
+        bail!("The program in guest {} doesn't work before anything moves: {said:?}", client.name);
     }
-    let trial = [client, ended(&pair.b, PATIENCE)?];
+    let trial = [said, ended(server, PATIENCE)?];
     let [(0, said), (0, _)] = &trial else {
         bail!("The programs don't work before anything moves: {trial:?}");
     };
-    let seconds =
-        seconds(said).with_context(|| format!("ibv_rc_pingpong doesn't say how long it took: {said}"))?;
-    let count = messages(seconds, moves);
-    progress!("{TRIAL} messages took {seconds} s; {count} for {moves} moves");
+    let trial = self::seconds(said)
+        .with_context(|| format!("ibv_rc_pingpong doesn't say how long it took: {said}"))?;
+    let count = messages(trial, seconds);
+    progress!("{TRIAL} messages took {trial} s; {count} for {seconds} s");
+    Ok(count)
+}
+
+/// Has both talk for so many moves; the number of messages.
+pub(super) fn begin(pair: &Pair<'_>, moves: u32) -> Result<u32> {
+    let count = lasting(&pair.b, &pair.a, PER_MOVE * (moves + 1))?;
     let (server, client) = (pingpong(&pair.b, count, None), pingpong(&pair.a, count, Some(&pair.b.tcp)));
     detach(&pair.b, &server)?;
     listens(&pair.b)?;
@@ -318,7 +345,7 @@ mod tests {
         let said =
             "2457600 bytes in 0.60 seconds = 32.77 Mbit/sec\n300 iters in 1.50 seconds = 2000.00 usec/iter\n";
         assert_eq!(seconds(said), Some(1.5));
-        assert_eq!(messages(f64::from(TRIAL) / 200.0, 1), 200 * PER_MOVE * 2);
+        assert_eq!(messages(f64::from(TRIAL) / 200.0, 240), 200 * 240);
         assert_eq!(seconds("nothing"), None);
     }
 }

@@ -20,6 +20,7 @@ mod migrate_many;
 mod migrate_mirror;
 mod migrate_mpi;
 mod migrate_postcopy;
+mod migrate_programs;
 mod migrate_rdma;
 mod migrate_talk;
 mod migrate_verbs;

@@ -9,7 +9,7 @@ mod plot;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use dsm::testing::sim::costs::Preset;
 use dsm::testing::sim::programs::Pattern;
 use dsm::testing::sim::{Report, Run, run};
@@ -29,9 +29,12 @@ struct Arguments {
     /// Only this pattern.
     #[arg(long, default_value = "")]
     pattern: String,
-    /// Draws bytes per event into this SVG file.
+    /// Draws a chart into this SVG file.
     #[arg(long)]
     svg: Option<PathBuf>,
+    /// What the chart shows, per event.
+    #[arg(long, value_enum, default_value_t = Shown::Bytes, requires = "svg")]
+    shown: Shown,
     /// Of the random numbers.
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -41,6 +44,41 @@ struct Arguments {
     /// Time of a round, microseconds.
     #[arg(long, default_value_t = 200)]
     pace_us: u64,
+}
+
+/// What a chart shows of each event.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Shown {
+    /// Bytes on the network.
+    Bytes,
+    /// Messages.
+    Messages,
+    /// Simulated time, microseconds.
+    Time,
+    /// How long a load or store that had to wait did, microseconds, times how many of them an event has.
+    Stalls,
+}
+
+impl Shown {
+    fn title(self) -> &'static str {
+        match self {
+            Shown::Bytes => "Bytes",
+            Shown::Messages => "Messages",
+            Shown::Time => "Simulated time, µs,",
+            Shown::Stalls => "Time that virtual CPUs wait, µs,",
+        }
+    }
+
+    fn of(self, report: &Report) -> f64 {
+        match self {
+            Shown::Bytes => report.per_event(report.bytes),
+            Shown::Messages => report.per_event(report.messages),
+            Shown::Time => report.per_event(report.time_ns) / 1000.0,
+            Shown::Stalls => {
+                report.per_event(report.load_stalls.1.saturating_add(report.store_stalls.1)) / 1000.0
+            }
+        }
+    }
 }
 
 #[expect(clippy::cast_precision_loss, reason = "for people to read")]
@@ -114,7 +152,7 @@ fn main() -> ExitCode {
             bars.push(plot::Bar {
                 group: pattern.name().to_owned(),
                 series: preset.name.to_owned(),
-                value: report.per_event(report.bytes),
+                value: arguments.shown.of(&report),
             });
             if let Some(fault) = &report.fault {
                 eprintln!("    wrong: {fault}");
@@ -151,7 +189,12 @@ fn main() -> ExitCode {
     if let Some(path) = &arguments.svg {
         let place = |bar: &plot::Bar| Pattern::ALL.iter().position(|pattern| pattern.name() == bar.group);
         bars.sort_by_key(place);
-        let title = format!("Bytes per event, {} nodes, seed {}", arguments.nodes, arguments.seed);
+        let title = format!(
+            "{} per event, {} nodes, seed {}",
+            arguments.shown.title(),
+            arguments.nodes,
+            arguments.seed
+        );
         if let Err(error) = std::fs::write(path, plot::bars(&title, &bars)) {
             eprintln!(
                 "Can't write the plot to {}: {error}. Name a file in a folder that exists",

@@ -1,0 +1,390 @@
+//! What four guests run while they move: an MPI job over all of them, `ibv_rc_pingpong` and perftest between two and two. Each has to get on between two
+//! migrations, and what it says in the end has to be right.
+
+use super::migrate_many as many;
+use super::migrate_talk::{self as talk, PATIENCE};
+use super::rdma_tools::{RSH, TCP};
+use crate::progress;
+use crate::rdma::{Member, NIC, Pair};
+use crate::scenario::{Options, Report};
+use anyhow::{Context, Result, bail};
+use std::time::{Duration, Instant};
+
+/// Server and client of each ping-pong: among them is every guest.
+const PING_PONGS: [(usize, usize); 2] = [(1, 0), (3, 2)];
+/// Of each perftest: others than those.
+const PERFTESTS: [(usize, usize); 2] = [(2, 0), (3, 1)];
+/// Where perftest's servers listen; those of ping-pong are at its own port.
+const PERFTEST_PORT: u16 = 18520;
+const PERFTEST_LISTENS: &str = "ss -Hltn \"sport = :18520\" | grep -q .";
+/// How long a ping-pong is to last, seconds, before it begins again: by what a short one took, which nothing hindered.
+/// With all of them at once it takes several times as long.
+const LASTS: u32 = 100;
+
+/// Rounds that the job has to do between two migrations.
+const ROUNDS: u64 = 50;
+/// Requests of a ping-pong's first guest.
+const MESSAGES: u64 = 20;
+/// Perftest's lines, one in three seconds of the guest's.
+const LINES: u64 = 1;
+
+/// Largest message of the job, bytes: eager ones and those of UCX's rendezvous.
+const LARGEST: u32 = 65536;
+/// The job ends once this file is in the first guest.
+const STOP: &str = "/run/mpi.stop";
+
+/// What `--only` may name: programs, and how the guests' connections are carried.
+const NAMES: [&str; 4] = ["mpi", "pingpong", "perftest", "verbs"];
+
+/// Which of them are to run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Wanted {
+    job: bool,
+    ping_pong: bool,
+    perftest: bool,
+}
+
+impl Wanted {
+    /// Those that are named, and the MPI job where none is. Fails on what is neither the name of one nor `verbs`.
+    pub fn of(options: &Options) -> Result<Self> {
+        if let Some(other) = options.only.iter().find(|name| !NAMES.contains(&name.as_str())) {
+            bail!("There is no program {other:?}; there are {} (each with its own --only)", NAMES.join(", "));
+        }
+        let named = |name: &str| options.only.iter().any(|only| only == name);
+        let [job, ping_pong, perftest, _] = NAMES.map(named);
+        Ok(Wanted { job: job || !(ping_pong || perftest), ping_pong, perftest })
+    }
+}
+
+/// A program in two guests, or in all.
+#[derive(Debug, Clone)]
+enum Kind {
+    Job,
+    PingPong { messages: u32 },
+    Perftest,
+}
+
+#[derive(Debug, Clone)]
+struct Program {
+    kind: Kind,
+    /// What its files in guests are called.
+    name: String,
+    server: usize,
+    client: usize,
+    /// How far it is: rounds, lines, requests.
+    done: u64,
+    /// How often it began.
+    runs: u32,
+}
+
+/// All that run.
+pub(super) struct Programs(Vec<Program>);
+
+impl Programs {
+    /// Starts what is wanted, and waits until each gets on.
+    pub fn start(pair: &Pair<'_>, wanted: Wanted) -> Result<Self> {
+        let mut all = Vec::new();
+        let mut add = |kind, name: String, (server, client)| {
+            all.push(Program { kind, name, server, client, done: 0, runs: 0 });
+        };
+        if wanted.ping_pong {
+            for between in PING_PONGS {
+                let messages = talk::lasting(pair.member(between.0)?, pair.member(between.1)?, LASTS)?;
+                add(Kind::PingPong { messages }, format!("pingpong{}{}", between.0, between.1), between);
+            }
+        }
+        if wanted.perftest {
+            for between in PERFTESTS {
+                add(Kind::Perftest, format!("perftest{}{}", between.0, between.1), between);
+            }
+        }
+        if wanted.job {
+            add(Kind::Job, "job".to_owned(), (0, 0));
+        }
+        let mut programs = Programs(all);
+        for program in &mut programs.0 {
+            program.start(pair)?;
+        }
+        programs.go_on(pair)?;
+        Ok(programs)
+    }
+
+    /// Waits until each has done something since the last time.
+    pub fn go_on(&mut self, pair: &Pair<'_>) -> Result<()> {
+        for program in &mut self.0 {
+            let until = Instant::now() + PATIENCE;
+            let due = program.done + program.step();
+            loop {
+                let done = program.counted(pair)?;
+                let over = program.has_ended(pair)?;
+                if done >= due || over && program.ends_by_itself() {
+                    program.done = done;
+                    break;
+                }
+                if over || Instant::now() > until {
+                    bail!("{} is at {done}, {due} are due: {}", program.name, program.trouble(pair)?);
+                }
+                std::thread::sleep(Duration::from_secs(2));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether one that ends by itself has.
+    pub fn one_has_ended(&self, pair: &Pair<'_>) -> Result<bool> {
+        for program in self.0.iter().filter(|program| program.ends_by_itself()) {
+            if program.has_ended(pair)? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Starts those anew that have ended well, so that none is missing in the next migration; whether there were some.
+    pub fn begin_again(&mut self, pair: &Pair<'_>) -> Result<bool> {
+        let mut again = false;
+        for program in self.0.iter_mut().filter(|program| program.ends_by_itself()) {
+            if program.has_ended(pair)? {
+                if let Some(wrong) = program.wrong(pair)? {
+                    bail!("{}: {wrong}", program.name);
+                }
+                progress!("{} has ended well, and begins again", program.name);
+                program.start(pair)?;
+                again = true;
+            }
+        }
+        if again {
+            self.go_on(pair)?;
+        }
+        Ok(again)
+    }
+
+    /// Ends all; how many went wrong.
+    pub fn end(&mut self, pair: &Pair<'_>, report: &mut Report) -> Result<u32> {
+        let mut errors = 0;
+        // Those that end by themselves get on faster once the others have ended.
+        self.0.sort_by_key(Program::ends_by_itself);
+        for program in &mut self.0 {
+            let wrong = match program.kind {
+                Kind::Perftest => {
+                    let ends = [program.server, program.client].map(|guest| {
+                        let (failed, said) = many::perftest_ends(pair.member(guest)?, &program.name)?;
+                        Ok(failed.then_some(said))
+                    });
+                    let [server, client]: [Result<Option<String>>; 2] = ends;
+                    server?.or(client?)
+                }
+                Kind::Job => {
+                    pair.a.sh(&format!("touch {STOP}"))?;
+                    program.wrong(pair)?
+                }
+                Kind::PingPong { .. } => program.wrong(pair)?,
+            };
+            errors += u32::from(wrong.is_some());
+            report.check(wrong.is_none(), format!("{}: {}", program.name, wrong.unwrap_or_default()));
+        }
+        Ok(errors)
+    }
+
+    /// How far each is.
+    pub fn said(&self) -> String {
+        let said: Vec<String> = self
+            .0
+            .iter()
+            .map(|program| {
+                format!("{} {} {}, begun {} times", program.name, program.done, program.unit(), program.runs)
+            })
+            .collect();
+        said.join("; ")
+    }
+
+    /// As figures.
+    pub fn figures(&self, report: &mut Report) {
+        report.figure("said", self.said());
+        for program in &self.0 {
+            report.figure(&format!("{}_{}", program.name, program.unit()), program.done);
+        }
+    }
+}
+
+impl Program {
+    fn ends_by_itself(&self) -> bool {
+        matches!(self.kind, Kind::PingPong { .. })
+    }
+
+    fn unit(&self) -> &'static str {
+        match self.kind {
+            Kind::Job => "rounds",
+            Kind::PingPong { .. } => "requests",
+            Kind::Perftest => "lines",
+        }
+    }
+
+    fn step(&self) -> u64 {
+        match self.kind {
+            Kind::Job => ROUNDS,
+            Kind::PingPong { .. } => MESSAGES,
+            Kind::Perftest => LINES,
+        }
+    }
+
+    fn ends<'p, 'l>(&self, pair: &'p Pair<'l>) -> Result<[&'p Member<'l>; 2]> {
+        Ok([pair.member(self.server)?, pair.member(self.client)?])
+    }
+
+    fn start(&mut self, pair: &Pair<'_>) -> Result<()> {
+        self.runs += 1;
+        let [server, client] = self.ends(pair)?;
+        match self.kind {
+            Kind::Job => start_job(pair, &self.name)?,
+            Kind::PingPong { messages } => {
+                // By events: programs that poll in four guests leave emulated hosts no time.
+                let run = |m, to| format!("stdbuf -oL {} -e", talk::pingpong(m, messages, to));
+                talk::detach_as(server, &self.name, &run(server, None))?;
+                talk::listens_as(server, &self.name, TCP)?;
+                talk::detach_as(client, &self.name, &run(client, Some(&server.tcp)))?;
+                // Its queue pair is another one, which has counted nothing.
+                self.done = 0;
+            }
+            Kind::Perftest => {
+                for m in [server, client] {
+                    m.sh(many::QUARTER)?;
+                }
+                talk::detach_as(server, &self.name, &many::perftest(server, PERFTEST_PORT, ""))?;
+                talk::listens_as(server, &self.name, PERFTEST_LISTENS)?;
+                let command = many::perftest(client, PERFTEST_PORT, &server.tcp);
+                talk::detach_as(client, &self.name, &command)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// How far it is.
+    fn counted(&self, pair: &Pair<'_>) -> Result<u64> {
+        let client = pair.member(self.client)?;
+        match self.kind {
+            Kind::Job => {
+                let said = client.sh(&format!("grep ROUNDS /run/{}.out | tail -n 1 || true", self.name))?;
+                Ok(said.split_whitespace().nth(1).and_then(|number| number.parse().ok()).unwrap_or(0))
+            }
+            Kind::Perftest => many::lines_of(client, &self.name),
+            Kind::PingPong { .. } => {
+                // It says only in the end what it has done; its queue pair's counters go with the guest.
+                let said = client.sh(&format!("grep local /run/{}.out || true", self.name))?;
+                let Some(qpn) = number_of(&said) else { return Ok(0) };
+                let tree = super::rdma_fabric::tree(client.host())?;
+                let all = tree["vms"][client.name]["nics"][NIC]["rdma"]["queue_pairs"].as_object();
+                let mine = all.into_iter().flatten().find(|(_, qp)| qp["qpn"].as_u64() == Some(qpn));
+                Ok(mine.and_then(|(_, qp)| qp["counters"]["requests"].as_u64()).unwrap_or(0))
+            }
+        }
+    }
+
+    fn has_ended(&self, pair: &Pair<'_>) -> Result<bool> {
+        let [server, client] = self.ends(pair)?;
+        Ok(!talk::works_as(client, &self.name)? || !talk::works_as(server, &self.name)?)
+    }
+
+    /// What is wrong with how it ended, once it has.
+    fn wrong(&self, pair: &Pair<'_>) -> Result<Option<String>> {
+        let [server, client] = self.ends(pair)?;
+        let (code, said) = talk::ended_as(client, &self.name, PATIENCE * 2)?;
+        let right = match self.kind {
+            Kind::Job => code == 0 && said.contains("mismatches=0"),
+            _ => {
+                let (other, more) = talk::ended_as(server, &self.name, PATIENCE)?;
+                let texts = [&said, &more];
+                let bad = |text: &&String| text.contains("invalid data") || text.contains("Failed");
+                code == 0 && other == 0 && !texts.iter().any(bad)
+            }
+        };
+        if right {
+            progress!("{}: {}", self.name, said.trim().lines().last().unwrap_or_default());
+        }
+        Ok((!right).then(|| format!("ended with status {code}: {said}")))
+    }
+
+    /// What there is to see of one that doesn't get on.
+    fn trouble(&self, pair: &Pair<'_>) -> Result<String> {
+        let look = format!(
+            "tail -n 12 /run/{}.out; ps -e -o pid,stat,wchan:20,args | grep -v '\\]$' | tail -n 15; ss -tnp | head -n 20",
+            self.name
+        );
+        let [server, client] = self.ends(pair)?;
+        Ok(format!("{}\n---\n{}", client.sh(&look)?, server.sh(&look)?))
+    }
+}
+
+/// The queue pair's number in `local address:  LID 0x0000, QPN 0x00000c, PSN 0x…`.
+fn number_of(said: &str) -> Option<u64> {
+    let rest = said.split("QPN 0x").nth(1)?;
+    let digits = rest.split(|c: char| !c.is_ascii_hexdigit()).next()?;
+    u64::from_str_radix(digits, 16).ok()
+}
+
+/// The job, as a file in the first guest: a rank in each.
+fn job(a: &Member<'_>) -> String {
+    format!(
+        "{RSH}rm -f {STOP}; exec mpirun.openmpi --allow-run-as-root -H a:1,b:1,c:1,d:1 -np 4 --map-by node --mca plm_rsh_agent /tmp/rsh \
+         --mca plm_rsh_no_tree_spawn 1 --mca oob_tcp_if_include net0 --mca pml ucx --mca osc ucx --mca btl self --mca coll ^hcoll --mca mpi_yield_when_idle 1 \
+         -x UCX_NET_DEVICES={}:1 -x UCX_IB_GID_INDEX={} -x UCX_TLS=rc_v,self --mca opal_common_ucx_tls any --mca opal_common_ucx_devices any \
+         -x UCX_UD_VERBS_ETH_DGID_CHECK=n mpi-steady {STOP} {LARGEST}\n",
+        a.port.device, a.port.gid
+    )
+}
+
+fn start_job(pair: &Pair<'_>, name: &str) -> Result<()> {
+    let others = || pair.more().iter().chain([&pair.b]);
+    for member in others() {
+        member.sh(&format!(
+            "{RSH}setsid socat TCP-LISTEN:514,fork,reuseaddr EXEC:bash < /dev/null > /dev/null 2>&1 & sleep 1"
+        ))?;
+    }
+    for other in others().map(|member| member.name) {
+        // mpirun waits for as long as it is let where a host can't be reached.
+        let said =
+            pair.a.sh(&format!("{RSH}timeout 60 /tmp/rsh {other} echo reached $(hostname) 2>&1 || true"))?;
+        if !said.contains("reached") {
+            bail!("Guest a can't start programs in guest {other} by its virtio-net address: {said}");
+        }
+    }
+    pair.a.sh(&format!("cat > /run/mpi.sh <<'E'\n{}E\n", job(&pair.a)))?;
+    talk::detach_as(&pair.a, name, "sh /run/mpi.sh").context("Can't start the MPI job")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn programs_are_asked_for_by_name() {
+        let of = |parts: &[&str]| {
+            let only = parts.iter().map(ToString::to_string).collect();
+            Wanted::of(&Options { only, ..Options::default() })
+        };
+        assert!(of(&["pingpong,perftest"]).is_err());
+        let of = |parts: &[&str]| of(parts).unwrap();
+        let job = Wanted { job: true, ping_pong: false, perftest: false };
+        assert_eq!(of(&[]), job);
+        assert_eq!(of(&["verbs"]), job);
+        assert_eq!(of(&["verbs", "pingpong"]), Wanted { job: false, ping_pong: true, ..job });
+        assert_eq!(of(&["mpi", "perftest"]), Wanted { perftest: true, ..job });
+    }
+
+    /// Whoever moves, a ping-pong and a perftest go on in it.
+    #[test]
+    fn every_guest_is_in_each() {
+        for all in [PING_PONGS, PERFTESTS] {
+            let guests: BTreeSet<usize> = all.into_iter().flat_map(|(a, b)| [a, b]).collect();
+            assert_eq!(guests.len(), 4);
+        }
+    }
+
+    #[test]
+    fn numbers_of_queue_pairs_are_read() {
+        let said = "  local address:  LID 0x0000, QPN 0x00000c, PSN 0x8b12f5, GID ::ffff:10.80.0.1";
+        assert_eq!(number_of(said), Some(12));
+        assert_eq!(number_of("nothing"), None);
+    }
+}
