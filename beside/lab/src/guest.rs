@@ -325,6 +325,14 @@ impl Guest {
         }
     }
 
+    /// What the guest's kernel said up to its panic, when it had one: a hundred lines. Its monitor starts it again.
+    pub fn panicked(&self) -> Option<String> {
+        let text = self.session.out.text();
+        let lines: Vec<&str> = text.lines().collect();
+        let at = lines.iter().position(|line| line.contains("Kernel panic"))?;
+        Some(lines.get(at.saturating_sub(100)..=at)?.join("\n"))
+    }
+
     /// Lines that say that something went wrong inside.
     pub fn trouble(&self) -> Vec<String> {
         BAD.iter().flat_map(|b| self.session.out.find(b)).map(|l| l.1).collect()

@@ -203,6 +203,11 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             same,
             format!("queue pairs were {first:?}, and are {now:?} after migration {}", number + 1),
         );
+        for guest in 0..NAMES.len() {
+            let failures = talk::failures(guests.pair.member(guest)?)?;
+            errors += u32::from(!failures.is_empty());
+            report.check(failures.is_empty(), format!("after migration {}: {failures:?}", number + 1));
+        }
         progress!(
             "{}/{steps} {name}: guests on {:?}, by {by:?}; {}",
             number + 1,

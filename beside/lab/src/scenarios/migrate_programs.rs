@@ -115,6 +115,7 @@ impl Programs {
             let until = Instant::now() + PATIENCE;
             let due = program.done + program.step();
             loop {
+                none_panicked(pair)?;
                 let done = program.counted(pair)?;
                 let over = program.has_ended(pair)?;
                 if done >= due || over && program.ends_by_itself() {
@@ -167,12 +168,13 @@ impl Programs {
         for program in &mut self.0 {
             let wrong = match program.kind {
                 Kind::Perftest => {
-                    let ends = [program.server, program.client].map(|guest| {
+                    // The client first: what it sends to nobody would be an error.
+                    let ends = [program.client, program.server].map(|guest| {
                         let (failed, said) = many::perftest_ends(pair.member(guest)?, &program.name)?;
                         Ok(failed.then_some(said))
                     });
-                    let [server, client]: [Result<Option<String>>; 2] = ends;
-                    server?.or(client?)
+                    let [client, server]: [Result<Option<String>>; 2] = ends;
+                    client?.or(server?)
                 }
                 Kind::Job => {
                     pair.a.sh(&format!("touch {STOP}"))?;
@@ -288,7 +290,13 @@ impl Program {
     /// What is wrong with how it ended, once it has.
     fn wrong(&self, pair: &Pair<'_>) -> Result<Option<String>> {
         let [server, client] = self.ends(pair)?;
-        let (code, said) = talk::ended_as(client, &self.name, PATIENCE * 2)?;
+        let until = Instant::now() + PATIENCE * 2;
+        while talk::works_as(client, &self.name)? && Instant::now() < until {
+            // The peer of a guest that has started again may wait without end.
+            none_panicked(pair)?;
+            std::thread::sleep(Duration::from_secs(5));
+        }
+        let (code, said) = talk::ended_as(client, &self.name, Duration::ZERO)?;
         let right = match self.kind {
             Kind::Job => code == 0 && said.contains("mismatches=0"),
             _ => {
@@ -313,6 +321,16 @@ impl Program {
         let [server, client] = self.ends(pair)?;
         Ok(format!("{}\n---\n{}", client.sh(&look)?, server.sh(&look)?))
     }
+}
+
+/// Fails with what a guest's kernel said, where one had a panic.
+fn none_panicked(pair: &Pair<'_>) -> Result<()> {
+    for member in [&pair.a, &pair.b].into_iter().chain(pair.more()) {
+        if let Some(said) = member.guest.panicked() {
+            bail!("The kernel of guest {} on {} had a panic:\n{said}", member.name, member.host().name());
+        }
+    }
+    Ok(())
 }
 
 /// The queue pair's number in `local address:  LID 0x0000, QPN 0x00000c, PSN 0x…`.

@@ -290,7 +290,27 @@ pub(super) fn end(pair: &Pair<'_>, report: &mut Report) -> Result<u32> {
     Ok(errors)
 }
 
-/// What a guest's console and its drivers say of trouble with their devices, counted.
+/// What a device counts when a request or a receive ended with an error, or a completion was lost. Retries that a guest's program would see are among them.
+const FAILURES: [&str; 5] =
+    ["req_cqe_error", "resp_cqe_error", "req_transport_retries_exceeded", "rnr_nak_retry_err", "cq_overruns"];
+
+/// A guest's device's counters of failures that aren't zero.
+pub(super) fn failures(member: &Member<'_>) -> Result<Vec<String>> {
+    let tree = rdma_fabric::tree(member.host())?;
+    let counters = &tree["vms"][member.name]["nics"][NIC]["rdma"]["counters"];
+    let mut found = Vec::new();
+    for name in FAILURES {
+        let count = counters[name]
+            .as_u64()
+            .with_context(|| format!("The device has no counter {name}: {counters}"))?;
+        if count > 0 {
+            found.push(format!("guest {}: {name} {count}", member.name));
+        }
+    }
+    Ok(found)
+}
+
+/// What a guest's console, its drivers and its device's counters say of trouble, counted.
 pub(super) fn complaints(member: &Member<'_>, report: &mut Report) -> Result<u32> {
     let trouble = member.guest.trouble();
     report.check(trouble.is_empty(), format!("guest {}: {trouble:?}", member.name));
@@ -299,7 +319,9 @@ pub(super) fn complaints(member: &Member<'_>, report: &mut Report) -> Result<u32
         member.sh("dmesg | grep -i -c -e 'pvrdma.*error' -e 'pvrdma.*fatal' -e 'vmxnet3.*error' || true")?;
     let said: u32 = said.trim().parse().unwrap_or(1);
     report.check(said == 0, format!("guest {}: {}", member.name, member.kernel_log(8)));
-    Ok(said.saturating_add(u32::try_from(trouble.len()).unwrap_or(u32::MAX)))
+    let failures = failures(member)?;
+    report.check(failures.is_empty(), format!("{failures:?}"));
+    Ok(said.saturating_add(u32::try_from(trouble.len() + failures.len()).unwrap_or(u32::MAX)))
 }
 
 /// Runs commands, each on its host, at the same time; what each printed.
