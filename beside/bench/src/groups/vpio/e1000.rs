@@ -17,11 +17,12 @@ use machine::vm::{IoEvent, IoSpace};
 use payload_loops::job::Job;
 use payload_loops::script::{STEP_SIZE, Step};
 use rustix::event::{EventfdFlags, eventfd};
-use serde_json::{Value, json};
+use serde_json::Value;
 use vpio::plan::{Told, plan};
 use vpio::{Answer, Counters, FailurePolicy, GuestConfig, GuestId, Monitor, Slot, Slots};
 
 use super::card::sum;
+use super::counts::Counts;
 use super::gigabit::{
     AT_STATUS, BASE, DESCRIPTOR, DONE, Gigabit, HEAD, Host, ICR, IMC, IMS, LENGTH, PAGES, RCTL, RX,
     Registers, STATUS, TAIL, TCTL, TX,
@@ -440,31 +441,20 @@ impl Driven {
         Ok(ticks)
     }
 
-    /// What frames cost: exits, requests that the monitor had, those that ran a check, time in the monitor.
+    /// What frames cost beside time.
     fn counted(&mut self, traffic: Traffic) -> anyhow::Result<Value> {
         self.card.work(true);
         self.pass(Traffic { rounds: 1, ..traffic })?;
-        let (exits, counters) = (self.vm.exits(), self.bus.counters());
+        let before = self.counts();
         self.pass(traffic)?;
-        // Each job was asked for.
         let jobs = if traffic.way == Way::Send { 2 } else { 1 };
-        let exits = (self.vm.exits() - exits).saturating_sub(jobs);
+        let counted = self.counts().per_frame(&before, jobs, traffic.frames());
         self.card.work(false);
-        #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
-        let each = |count: u64| count as f64 / traffic.frames() as f64;
-        let mut counted = json!({ "exits_per_frame": each(exits) });
-        if let (Some((before, began)), Some((after, ended)), Some(object)) =
-            (counters, self.bus.counters(), counted.as_object_mut())
-        {
-            let requests = after.requests - before.requests;
-            let checks = after.decisions - before.decisions;
-            #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
-            let share = checks as f64 / requests.max(1) as f64;
-            object.insert("requests_per_frame".to_owned(), json!(each(requests)));
-            object.insert("share_of_requests_checked".to_owned(), json!(share));
-            object.insert("nanoseconds_in_monitor_per_frame".to_owned(), json!(each(ended - began)));
-        }
         Ok(counted)
+    }
+
+    fn counts(&self) -> Counts {
+        Counts { exits: self.vm.exits(), monitor: self.bus.counters() }
     }
 }
 
