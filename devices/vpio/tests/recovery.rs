@@ -49,16 +49,16 @@ const POLICIES: [FailurePolicy; 4] =
 
 /// The wire's end of a card.
 trait Wired: PhysicalDevice + Timed + OnBus {
-    fn from_wire(&mut self, frame: &[u8]);
-    fn to_wire(&mut self) -> Vec<Vec<u8>>;
+    fn arrives(&mut self, frame: &[u8]);
+    fn left(&mut self) -> Vec<Vec<u8>>;
 }
 
 macro_rules! wired {
     ($($card:ty),*) => { $(impl Wired for $card {
-        fn from_wire(&mut self, frame: &[u8]) {
+        fn arrives(&mut self, frame: &[u8]) {
             self.receive(frame);
         }
-        fn to_wire(&mut self) -> Vec<Vec<u8>> {
+        fn left(&mut self) -> Vec<Vec<u8>> {
             self.take_sent()
         }
     })* };
@@ -75,20 +75,20 @@ impl OnBus for Ne2000 {
 /// A frame goes out whole, and one comes in.
 fn works<C: Wired>(monitor: &mut Monitor<C>, driver: &mut Driver) -> bool {
     let (out, into) = (frame([0xFF; 6], 0x22, 200), frame(driver.address(), 0x33, 300));
-    monitor.physical().to_wire();
+    monitor.physical().left();
     driver.send(&mut Guest::new(monitor, ID), &out);
     let mut received = Vec::new();
     for turn in 0..4 {
         monitor.physical().tick();
         if turn == 1 {
-            monitor.physical().from_wire(&into);
+            monitor.physical().arrives(&into);
         }
         monitor.interrupt().unwrap();
         if monitor.line(ID) {
             received.extend(driver.interrupt(&mut Guest::new(monitor, ID)).0);
         }
     }
-    monitor.physical().to_wire() == [out] && received == [into]
+    monitor.physical().left() == [out] && received == [into]
 }
 
 /// Injects one violation under a policy, and sees that the guest comes back as that policy has it.
@@ -117,7 +117,7 @@ fn injected<C: Wired>(
         assert_eq!(replay(device, violation).unwrap().last(), Some(&violation.refusal), "{what}");
     }
     monitor.physical().tick();
-    let stray = monitor.physical().to_wire();
+    let stray = monitor.physical().left();
     assert!(stray.iter().all(|frame| !frame.contains(&STRAY)), "{what}: it is sent");
 
     let stops = policy == FailurePolicy::Stop
