@@ -1,10 +1,12 @@
 //! A VM that runs measurements one by one: the program `measure`, and the ports it asks for work on.
 
 use anyhow::{Context, bail};
-use machine::bus::BusDevice;
+use machine::bus::{AddressSpace, BusDevice};
+use machine::exits::RangeNames;
 use machine::late::LateZone;
 use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemorySpace, PageSize};
 use machine::slots::HostMapping;
+use machine::vm::IoEvent;
 use monitor::payload::{HostPorts, PayloadVm};
 use payload_loops::job::{JOB_SIZE, Job};
 use std::fs::File;
@@ -13,8 +15,8 @@ use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Longest that any measurement may take, and the guest may need to ask for work.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Longest that any measurement may take, and the guest may need to ask for work, on a machine that does much else.
+const PATIENCE: Duration = Duration::from_secs(300);
 /// How often it is looked whether the program still runs, meanwhile.
 const GLANCE: Duration = Duration::from_millis(200);
 const PAGE: u64 = 4096;
@@ -214,6 +216,20 @@ impl MeasuringVm {
     /// Lets writes of these bytes be late.
     pub fn late(&self, zone: &LateZone) -> anyhow::Result<()> {
         Ok(self.vm.vm().add_late_zone(zone)?)
+    }
+
+    /// Has writes of a value signal an eventfd.
+    pub fn ring(&self, event: &IoEvent) -> anyhow::Result<()> {
+        Ok(self.vm.vm().add_ioevent(event)?)
+    }
+
+    /// What gives late writes to the device at the first bytes of the room, in any thread.
+    pub fn drain(&self, bytes: u64, device: Arc<dyn BusDevice>) -> anyhow::Result<impl Fn() + Send + use<>> {
+        let names = RangeNames::new();
+        let (ports, memory) = (AddressSpace::ports(Arc::clone(&names)), AddressSpace::memory(names));
+        memory.insert(self.room(), bytes, "room device", device)?;
+        let vm = Arc::clone(self.vm.vm());
+        Ok(move || vm.late().drain(&ports, &memory))
     }
 
     /// Its memory, for a device that reads there.

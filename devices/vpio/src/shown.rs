@@ -92,6 +92,11 @@ impl Page {
     pub fn restored(&mut self) {
         self.changed = true;
     }
+
+    /// The guest's machine was reset: nothing was told, and no interrupt is under way.
+    pub fn forget(&mut self) {
+        *self = Self::new();
+    }
 }
 
 /// A register's bytes in the page.

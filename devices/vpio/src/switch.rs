@@ -93,6 +93,9 @@ impl<P: PhysicalDevice> Monitor<P> {
         guest.card = CardMemory::default();
         guest.tables.clear();
         guest.stopped = false;
+        if let Some(page) = &mut guest.page {
+            page.forget();
+        }
         guest.recorder.restart(&guest.model);
         if resident { self.bring_in(id.0) } else { Ok(()) }
     }

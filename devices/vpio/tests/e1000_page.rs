@@ -207,6 +207,16 @@ impl Machine {
         }
     }
 
+    /// The guest's machine is reset, in the middle of whatever it is; its interrupt controller forgets the line.
+    fn power_on(&mut self) {
+        self.late.clear();
+        (self.told, self.collected, self.lowered, self.level, self.asserted) =
+            (false, false, false, false, false);
+        self.step = Step::Waits;
+        self.monitor.power_on(ID).unwrap();
+        self.show();
+    }
+
     fn change_link(&mut self) {
         self.monitor.physical().write(0, 0xC8, 4, LINK).unwrap();
         self.link.0 += 1;
@@ -403,6 +413,32 @@ fn frames_cost_an_exit_where_they_are_sent() {
     // Told twice, heard of once at least.
     assert_eq!((settle(&mut machine, &mut driver), machine.link), ((0, 0, 2), (1, 1)));
     assert_eq!(machine.load_page(0xC0, 4), 0);
+}
+
+/// After a reset of the guest's machine in the middle of an interrupt the next guest hears of a change as one whose machine began so: twice.
+#[test]
+fn a_reset_in_an_interrupt_is_a_new_beginning() {
+    let mut machine = Machine::new(1, Care::All);
+    let mut driver = Driver::probe(&mut machine, 0);
+    driver.start(&mut machine);
+    machine.change_link();
+    (0..4).for_each(|_| machine.thread());
+    assert!(machine.level && machine.monitor.is_in_service(ID), "the handler runs, and doesn't end");
+    machine.power_on();
+    assert!(!machine.monitor.is_in_service(ID) && !machine.monitor.has_unseen(ID));
+    let mut driver = Driver::probe(&mut machine, 0);
+    driver.start(&mut machine);
+    machine.change_link();
+    let mut interrupts = 0;
+    for _ in 0..20 {
+        machine.thread();
+        if machine.level {
+            interrupts += 1;
+            driver.interrupt(&mut machine);
+            machine.end();
+        }
+    }
+    assert_eq!((interrupts, machine.link), (2, (2, 2)));
 }
 
 /// What the page shows is what an access gets, whatever was written before; causes excepted, which an access clears.

@@ -7,8 +7,9 @@ pub const STEP_SIZE: usize = 24;
 
 /// How often [`Step::Until`] looks.
 const TRIES: u32 = 1000;
-/// How often [`Step::UntilMemory`] looks: some seconds where a look costs nanoseconds.
-const LOOKS: u32 = 1 << 30;
+/// How often [`Step::UntilMemory`] looks: a quarter of an hour where a look costs ten nanoseconds. What it waits for may be a thread that gets no processor
+/// for as long as another one wants it, so that whoever runs this gives up first.
+const LOOKS: u64 = 1 << 36;
 
 /// One instruction of a driver.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

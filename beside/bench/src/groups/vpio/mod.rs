@@ -5,8 +5,14 @@
 //! | [`ne2000`] | by ports: the reference emulation, under its model or bare, against trapping every access |
 //! | [`rtl8139`] | by memory: a card that sends at 100 Mbit/s, under its model, passed through, and with every access trapped |
 //! | [`card`] | that card |
+//! | [`e1000`] | by memory: a card that sends and receives at 1 Gbit/s, the same three ways |
+//! | [`gigabit`] | that card |
+//! | [`counts`] | exits, requests, checks, time in the monitor |
 
 mod card;
+mod counts;
+mod e1000;
+mod gigabit;
 mod ne2000;
 mod rtl8139;
 
@@ -38,6 +44,8 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     peers::pin(cpu)?;
     ne2000::measure(&programs, cpu, samples, &mut figures, &mut details).context("NE2000")?;
     rtl8139::measure(&programs, (cpu, other), samples, &mut figures, &mut details).context("RTL8139")?;
+    e1000::measure(&programs, (cpu, other), samples, &mut figures, &mut details).context("e1000")?;
+    println!("{}", counts::table(&details));
     conditions.finish();
     let figures = figures.all;
     Ok(Report { group: "vpio", skipped: None, conditions, figures, details: Value::Object(details) })

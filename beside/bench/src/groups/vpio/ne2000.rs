@@ -13,10 +13,11 @@ use machine::late::LateZone;
 use machine::vm::IoSpace;
 use payload_loops::job::Job;
 use payload_loops::script::{STEP_SIZE, Step};
-use serde_json::{Value, json};
+use serde_json::Value;
 use vpio::plan::plan;
 use vpio::{Answer, FailurePolicy, GuestConfig, GuestId, Monitor, Slots};
 
+use super::counts::Counts;
 use crate::figures::{Better, Figure, Figures, Pairs, nanoseconds};
 use crate::measuring_vm::{MeasuringVm, Settings};
 use crate::peers;
@@ -69,10 +70,9 @@ pub fn measure(
             &pairs,
             None,
         ))?;
-        for (name, driven) in
-            [("late", &mut guarded), ("trapped", &mut trapped), ("without_model", &mut bare)]
+        for (name, driven) in [("model", &mut guarded), ("model_trapped", &mut trapped), ("bare", &mut bare)]
         {
-            details.insert(format!("{name}_{length}"), driven.counted(length, frames)?);
+            details.insert(format!("ne2000_send_{length}_{name}"), driven.counted(length, frames)?);
         }
     }
     for driven in [guarded, trapped, bare] {
@@ -92,8 +92,7 @@ struct Card {
     behind: Behind,
     sent: u64,
     last: Vec<u8>,
-    accesses: u64,
-    nanoseconds: u128,
+    nanoseconds: u64,
     /// What went wrong, once.
     failed: Option<String>,
 }
@@ -114,19 +113,18 @@ impl Card {
         } else {
             Behind::Bare(Ne2000::new(STATION))
         };
-        Ok(Self { behind, sent: 0, last: Vec::new(), accesses: 0, nanoseconds: 0, failed: None })
+        Ok(Self { behind, sent: 0, last: Vec::new(), nanoseconds: 0, failed: None })
     }
 
     fn access(&mut self, offset: u64, size: usize, write: Option<u32>) -> u32 {
         let begin = Instant::now();
-        self.accesses += 1;
         let offset = u32::try_from(offset).unwrap_or(u32::MAX);
         let access = Access { bar: 0, offset, size: u8::try_from(size).unwrap_or(1), write };
         let value = self.try_access(access).unwrap_or_else(|error| {
             self.failed.get_or_insert(format!("{access:?}: {error:#}"));
             u32::MAX
         });
-        self.nanoseconds += begin.elapsed().as_nanos();
+        self.nanoseconds += u64::try_from(begin.elapsed().as_nanos()).unwrap_or(u64::MAX);
         value
     }
 
@@ -249,25 +247,20 @@ impl Driven {
         Ok(1e9 / nanoseconds(self.khz, ticks, frames))
     }
 
-    /// What a frame costs: exits, accesses of the card, and time in this process for those.
+    /// What frames cost beside time.
     fn counted(&mut self, length: usize, frames: u64) -> anyhow::Result<Value> {
-        let look = |driven: &Self| {
-            let card = lock(&driven.card);
-            (driven.vm.exits(), card.accesses, card.nanoseconds)
-        };
-        let before = look(self);
+        let before = self.counts();
         self.rate(length, frames)?;
-        let after = look(self);
-        #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
-        let each = |count: u64| count as f64 / frames as f64;
-        // One exit asked for the next job.
-        let exits = (after.0 - before.0).saturating_sub(1);
-        let time = u64::try_from(after.2 - before.2).unwrap_or(u64::MAX);
-        Ok(json!({
-            "exits_per_frame": each(exits),
-            "accesses_per_frame": each(after.1 - before.1),
-            "nanoseconds_in_monitor_per_frame": each(time),
-        }))
+        Ok(self.counts().per_frame(&before, 1, frames))
+    }
+
+    fn counts(&self) -> Counts {
+        let card = lock(&self.card);
+        let monitor = match &card.behind {
+            Behind::Bare(_) => None,
+            Behind::Guarded(monitor, guest) => Some((*monitor.counters(*guest), card.nanoseconds)),
+        };
+        Counts { exits: self.vm.exits(), monitor }
     }
 }
 

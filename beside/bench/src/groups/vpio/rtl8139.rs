@@ -2,6 +2,7 @@
 //! passed through; and with every access trapped, as a NIC without any such care has it.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use anyhow::bail;
 use device_models::devices::rtl8139::{OWN, RTL8139, TE, TOK};
@@ -12,12 +13,13 @@ use machine::slots::{HostMapping, PAGE, SharedPage};
 use machine::vm::IoSpace;
 use payload_loops::job::Job;
 use payload_loops::script::{STEP_SIZE, Step};
-use serde_json::{Value, json};
+use serde_json::Value;
 use std::os::fd::AsFd as _;
 use vpio::plan::plan;
 use vpio::{Answer, FailurePolicy, GuestConfig, GuestId, Monitor, Slot, Slots};
 
 use super::card::{CR, Card, DESCRIPTORS, Host, ISR, Registers, TSAD0, TSD0, sum};
+use super::counts::Counts;
 use crate::figures::{Better, Figure, Figures, Pairs, nanoseconds};
 use crate::measuring_vm::{MeasuringVm, Settings};
 use crate::peers;
@@ -79,7 +81,7 @@ pub fn measure(
             [("passthrough", Mode::Passthrough), ("model", Mode::Model), ("trapped", Mode::Trapped)]
         {
             let mut driven = Driven::start(programs, cpus, mode)?;
-            details.insert(format!("rtl8139_{name}_{length}"), driven.counted(length, rounds)?);
+            details.insert(format!("rtl8139_send_{length}_{name}"), driven.counted(length, rounds)?);
             driven.vm.finish()?;
         }
     }
@@ -95,6 +97,8 @@ struct Guarded {
     monitor: Monitor<Host>,
     guest: GuestId,
     page: Arc<SharedPage>,
+    /// Time in the monitor.
+    nanoseconds: u64,
 }
 
 impl Guarded {
@@ -110,7 +114,7 @@ impl Guarded {
         });
         monitor.switch(guest, false)?;
         monitor.show_from_now(guest);
-        let mut this = Self { monitor, guest, page: Arc::new(SharedPage::new("shown")?) };
+        let mut this = Self { monitor, guest, page: Arc::new(SharedPage::new("shown")?), nanoseconds: 0 };
         this.show()?;
         Ok(this)
     }
@@ -118,6 +122,14 @@ impl Guarded {
     fn show(&mut self) -> anyhow::Result<()> {
         let page = &self.page;
         Ok(self.monitor.show(self.guest, &mut |shown| page.store(shown.offset, shown.bytes, shown.value))?)
+    }
+
+    /// Does something in the monitor.
+    fn timed<T>(&mut self, act: impl FnOnce(&mut Self) -> T) -> T {
+        let begin = Instant::now();
+        let result = act(self);
+        self.nanoseconds += u64::try_from(begin.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        result
     }
 
     fn access(&mut self, access: Access) -> anyhow::Result<u32> {
@@ -153,7 +165,7 @@ impl Bus {
             }
             (Self::Guarded(guarded, failed), _) => {
                 let access = Access { bar: BAR, offset, size, write };
-                lock(guarded).access(access).unwrap_or_else(|error| {
+                lock(guarded).timed(|guarded| guarded.access(access)).unwrap_or_else(|error| {
                     lock(failed).get_or_insert(format!("{error:#}"));
                     u32::MAX
                 })
@@ -215,7 +227,7 @@ impl Driven {
         let its = Arc::clone(&bus);
         let caused = move || {
             if let Bus::Guarded(guarded, failed) = &*its
-                && let Err(error) = lock(guarded).caused()
+                && let Err(error) = lock(guarded).timed(Guarded::caused)
             {
                 lock(failed).get_or_insert(format!("{error:#}"));
             }
@@ -273,15 +285,22 @@ impl Driven {
         Ok(1e9 / nanoseconds(self.khz, ticks, frames))
     }
 
-    /// Exits per frame.
+    /// What frames cost beside time.
     fn counted(&mut self, length: u32, rounds: u64) -> anyhow::Result<Value> {
-        let before = self.vm.exits();
+        let before = self.counts();
         self.rate(length, rounds)?;
-        // One asked for the next job.
-        let exits = (self.vm.exits() - before).saturating_sub(1);
-        #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
-        let each = exits as f64 / (rounds * u64::from(DESCRIPTORS)) as f64;
-        Ok(json!({ "exits_per_frame": each }))
+        Ok(self.counts().per_frame(&before, 2, rounds * u64::from(DESCRIPTORS)))
+    }
+
+    fn counts(&self) -> Counts {
+        let monitor = match &*self.bus {
+            Bus::Direct(_) => None,
+            Bus::Guarded(guarded, _) => {
+                let guarded = lock(guarded);
+                Some((*guarded.monitor.counters(guarded.guest), guarded.nanoseconds))
+            }
+        };
+        Counts { exits: self.vm.exits(), monitor }
     }
 }
 
