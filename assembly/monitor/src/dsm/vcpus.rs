@@ -15,6 +15,7 @@ use machine::x86::kvm_regs;
 
 use super::ahead::Stream;
 use super::engine::{Core, Engine, now};
+use super::gather::Look;
 use super::instruction;
 
 /// Looks at unchanged registers after which an instruction counts as retired all the same. A loop that waits for a value comes back to
@@ -66,6 +67,8 @@ pub(super) struct Slot {
     pub(super) ended: bool,
     /// Whether it goes on from page to page.
     pub(super) stream: Stream,
+    /// Looks at what it does.
+    pub(super) look: Look,
 }
 
 type Locked<'a> = MutexGuard<'a, Option<Core>>;
@@ -98,6 +101,8 @@ impl Engine {
                 }
             } else if std::mem::take(&mut slot.kick) {
                 self.look(core, index, registers);
+            } else if slot.look.is_called() {
+                self.looked_at(core, index, registers);
             } else {
                 break;
             }
