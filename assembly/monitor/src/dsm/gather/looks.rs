@@ -64,6 +64,12 @@ impl Core {
     /// What this node's vCPUs have spent their time with by now.
     pub(super) fn spent(&mut self) -> Told {
         let at = now();
+        let threads: Vec<_> = self.threads.iter().map(|(thread, index)| (*thread, *index)).collect();
+        for (thread, index) in threads {
+            if self.vcpus.get(index).is_some_and(|slot| !slot.ended) {
+                self.count_run(index, thread);
+            }
+        }
         let (mut waited, mut first) = (self.counts.waited, self.counts.waited_first);
         for slot in self.vcpus.iter().filter(|slot| !slot.ended) {
             match slot.fault {
@@ -115,15 +121,11 @@ impl Engine {
             }
             slot.look.due = after;
             next = next.min(after);
+            // What it does is known without a look.
             let waits = slot.fault.is_some() || slot.trap.is_some() || slot.operating;
-            match slot.look.thread {
-                // What it does is known without a look; only how long it ran before isn't.
-                Some(thread) if waits => core.count_run(index, thread),
-                _ if waits || slot.outside => {}
-                _ => {
-                    slot.look.called = true;
-                    self.summon(core, index);
-                }
+            if !waits && !slot.outside {
+                slot.look.called = true;
+                self.summon(core, index);
             }
         }
         next

@@ -130,12 +130,12 @@ impl Found {
         let all = ran + spun + waited + first;
         let vcpus = u128::from(after.vcpus);
         self.vcpus += u64::from(after.vcpus);
-        // Nothing has been done by who had no processor, and nothing was lost.
         let share = |part: u128| {
             let share = (part * vcpus * 1_000).checked_div(all).unwrap_or(0);
             u64::try_from(share).unwrap_or(u64::MAX)
         };
-        self.done += share(ran + first);
+        // Who had no processor, and waits for nothing, would work.
+        self.done += if all == 0 { u64::from(after.vcpus) * 1_000 } else { share(ran + first) };
         self.first += share(first);
         self.waited += share(waited);
         self.spun += share(spun);

@@ -126,10 +126,22 @@ fn who_runs_nothing_is_not_waited_for() {
     for vcpus in [[0, 1], [1, 0], [0, 0]] {
         assert_eq!(Nodes::new(&vcpus).decided(&[life(900, 0, 0); 2]), None, "{vcpus:?}");
     }
-    // Its one vCPU has no processor, and waits for nothing.
+    // All stand still.
     let mut nodes = Nodes::new(&[1, 1]);
     for _ in 0..100 {
         nodes.told.iter_mut().for_each(|told| told.at += BEAT);
+        assert_eq!(nodes.tell(), Decision::Stay);
+    }
+}
+
+/// A node whose vCPUs have no processor does nothing for a matter of the host's, not the program's: whoever waits for it meanwhile has no reason to leave.
+#[test]
+fn who_is_kept_from_its_processor_is_taken_to_work() {
+    let mut nodes = Nodes::new(&[1, 1]);
+    for _ in 0..200 {
+        nodes.told[1].at += BEAT;
+        nodes.told[0].at += BEAT;
+        nodes.told[0].waited += BEAT;
         assert_eq!(nodes.tell(), Decision::Stay);
     }
 }
