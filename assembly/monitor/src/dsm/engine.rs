@@ -534,6 +534,8 @@ impl Engine {
                 if let Some(slot) = core.vcpus.get_mut(index) {
                     slot.completed = Some(old);
                     slot.operating = false;
+                    // Not until its thread runs again: when that is depends on the host.
+                    core.counts.waited += now().saturating_sub(slot.operating_since);
                 }
                 self.notify(index);
             }

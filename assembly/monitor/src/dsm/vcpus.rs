@@ -52,8 +52,9 @@ pub(super) struct Slot {
     pub(super) trap: Option<Page>,
     /// When the fault of that was read.
     pub(super) trapped_at: u64,
-    /// Its operation is under way.
+    /// Its operation is under way, since when, nanoseconds.
     pub(super) operating: bool,
+    pub(super) operating_since: u64,
     /// Its operation is done: the value before.
     pub(super) completed: Option<u64>,
     /// Pages that it was granted since its last instruction is known to have retired.
@@ -216,6 +217,7 @@ impl Engine {
         };
         let Some(slot) = core.vcpus.get_mut(index) else { return locked };
         slot.operating = true;
+        slot.operating_since = now();
         slot.completed = None;
         self.step(core, Event::Operate { vcpu, page, operation: trapped.operation.clone() });
         while let Some(core) = &mut *locked
@@ -233,7 +235,6 @@ impl Engine {
                 core.counts.emulated += 1;
                 let waited = now().saturating_sub(since);
                 core.counts.stalls.count_trapped(waited);
-                core.counts.waited += waited;
                 core.hot.trapped(page, waited);
                 break;
             }

@@ -75,7 +75,7 @@ impl Core {
             match slot.fault {
                 Some(fault) if fault.again => waited += at.saturating_sub(fault.at),
                 Some(fault) => first += at.saturating_sub(fault.at),
-                None if slot.operating || slot.trap.is_some() => waited += at.saturating_sub(slot.trapped_at),
+                None if slot.operating => waited += at.saturating_sub(slot.operating_since),
                 None => {}
             }
         }
