@@ -110,7 +110,7 @@ fn who_spins_most_of_the_time_comes_together() {
     let Some(programs) = programs("who_spins_most_of_the_time_comes_together") else { return };
     let runtime = tempfile::tempdir().unwrap();
     let flags = ["--nodes", "2", "--json"];
-    let arguments = ["n=16K", "band=8", "iterations=2000"];
+    let arguments = ["n=64K", "band=32", "iterations=300"];
     let command = causeway(runtime.path(), &programs.join("cg"), &flags, &arguments);
     let mut pinned = Command::new("taskset");
     pinned.args(["-c", "0"]).arg(command.get_program()).args(command.get_args());
