@@ -17,7 +17,7 @@ use dsm::wire;
 use rustix::net::SendFlags;
 
 use super::checkpoint::Step;
-use super::gather::Waited;
+use super::gather::Told;
 
 /// First byte of a control frame. No version of the protocol has this number.
 const MARK: u8 = 0xc5;
@@ -53,8 +53,8 @@ pub(super) enum Control {
     Answer(Vec<u8>),
     /// About checkpoints, and moves of vCPUs.
     Checkpoint(Step),
-    /// How long the sender's vCPUs have waited; to node 0.
-    Waited(Waited),
+    /// What the sender's vCPUs have spent their time with; to node 0.
+    Told(Told),
     /// Pages that the sender hands over, for [`super::gather::pages`]; to node 0.
     Pages(Vec<u8>),
 }
@@ -73,20 +73,20 @@ impl Control {
             Self::Ask => 9,
             Self::Answer(_) => 10,
             Self::Checkpoint(_) => 11,
-            Self::Waited(_) => 12,
+            Self::Told(_) => 12,
             Self::Pages(_) => 13,
         }
     }
 
     fn encode(&self) -> Vec<u8> {
         let mut step = Vec::new();
-        let waited;
+        let told;
         let body: &[u8] = match self {
             Self::Heartbeat | Self::Parked | Self::Start | Self::Ask => &[],
             Self::Console(bytes) | Self::Report(bytes) | Self::Answer(bytes) | Self::Pages(bytes) => bytes,
-            Self::Waited(numbers) => {
-                waited = numbers.to_bytes();
-                &waited
+            Self::Told(numbers) => {
+                told = numbers.to_bytes();
+                &told
             }
             Self::Phase(begins) => &[u8::from(*begins)],
             Self::Failed(text) => text.as_bytes(),
@@ -117,7 +117,7 @@ impl Control {
             (9, 0) => Self::Ask,
             (10, _) => Self::Answer(body),
             (11, _) => Self::Checkpoint(ciborium::from_reader(body.as_slice()).ok()?),
-            (12, _) => Self::Waited(Waited::from_bytes(&body)?),
+            (12, _) => Self::Told(Told::from_bytes(&body)?),
             (13, _) => Self::Pages(body),
             _ => return None,
         })
@@ -274,7 +274,11 @@ impl Link {
 
     /// Ends it, for both sides.
     pub(super) fn close(&self) {
-        self.closed.store(true, Ordering::Relaxed);
+        {
+            // Under the lock: nobody is between a look and a wait.
+            let _queue = self.queue();
+            self.closed.store(true, Ordering::Relaxed);
+        }
         self.stream.shutdown();
         self.drained.notify_all();
     }
@@ -348,7 +352,7 @@ mod tests {
             Control::Checkpoint(Step::Save { number: 7, token: 1 }),
             Control::Checkpoint(Step::Go(Some(7))),
             Control::Checkpoint(Step::Vcpu { number: 1, index: 3, state: vec![1, 2] }),
-            Control::Waited(Waited { at: 1 << 40, ran: 5, waited: 7, vcpus: 3 }),
+            Control::Told(Told { at: 1 << 40, ran: 5, spun: 6, waited: 7, first: 8, vcpus: 3 }),
             Control::Pages(b"pages".to_vec()),
         ];
         for one in &all {
@@ -378,6 +382,21 @@ mod tests {
             std::thread::yield_now();
         }
         reader.join().unwrap();
+    }
+
+    /// Whoever has seen an open link with a full queue, and is about to wait, is waited for by who closes it: nobody else would wake him.
+    #[test]
+    fn a_link_is_not_closed_between_a_look_and_a_wait() {
+        let (a, _b) = pair();
+        std::thread::scope(|scope| {
+            let looked = a.queue();
+            let closes = scope.spawn(|| a.close());
+            std::thread::sleep(Duration::from_millis(50));
+            assert!(!a.closed.load(Ordering::Relaxed));
+            drop(looked);
+            closes.join().unwrap();
+        });
+        assert!(a.closed.load(Ordering::Relaxed));
     }
 
     #[test]

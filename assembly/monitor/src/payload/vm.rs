@@ -55,6 +55,12 @@ impl Stopper {
 pub(crate) struct Roster(Sender<Message>);
 
 impl Roster {
+    /// One that nobody waits for.
+    #[cfg(test)]
+    pub(crate) fn of_nobody() -> Self {
+        Self(std::sync::mpsc::channel().0)
+    }
+
     /// So many vCPUs of other nodes run here from now on. To be called before they do.
     pub(crate) fn came(&self, vcpus: u32) {
         // Fails when nobody waits any more.

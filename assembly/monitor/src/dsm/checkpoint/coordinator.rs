@@ -43,7 +43,8 @@ pub(in crate::dsm) struct Plan {
 pub(in crate::dsm) fn serve(member: &Member, steps: &Receiver<(u8, Step)>, plan: Plan) {
     if member.engine.me == 0 {
         let Plan { nodes, first, every } = plan;
-        Coordinator { member, steps, nodes, every, number: first, said: false, stays: false }.work();
+        let began = Instant::now();
+        Coordinator { member, steps, nodes, began, every, number: first, said: false, stays: false }.work();
     } else {
         follow(member, steps);
     }
@@ -104,6 +105,8 @@ pub(in crate::dsm) struct Coordinator<'a> {
     pub(in crate::dsm) member: &'a Member,
     pub(in crate::dsm) steps: &'a Receiver<(u8, Step)>,
     pub(in crate::dsm) nodes: u8,
+    /// When vCPUs began to run.
+    pub(in crate::dsm) began: Instant,
     every: Option<Duration>,
     /// Of the next cut.
     pub(in crate::dsm) number: u64,
@@ -149,6 +152,8 @@ impl Coordinator<'_> {
                     "The program's vCPUs waited more than several nodes are worth, so it was brought together on node 0"
                 );
             }
+            // Nobody goes on: some vCPUs may be here and there.
+            Err(_) if self.member.engine.outcome().is_some() => return Ok(()),
             Err(Abandoned::Ending) => {}
             Err(Abandoned::Because(reason)) => tracing::warn!(
                 "The program's vCPUs wait more than several nodes are worth, but it can't be brought together on node 0: {reason}"
@@ -328,10 +333,50 @@ fn quiet(before: Option<&[Counted]>, counts: &[Counted]) -> Option<u8> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::dsm::Trouble;
+    use crate::dsm::engine::Engine;
+    use crate::dsm::link::{Frame, Link, Stream};
+    use crate::payload::Roster;
 
     fn counted(sent: u64, received: u64, idle: bool, token: bool) -> Counted {
         Counted { sent, received, idle, token }
+    }
+
+    /// When the VM ends while a program is brought together, no node is told to go on: after it has given its vCPUs away it would run them a second time.
+    #[test]
+    fn nobody_goes_on_after_the_vm_has_ended() {
+        let (here, there) = std::os::unix::net::UnixStream::pair().unwrap();
+        let link = |peer, stream| Link::new(peer, "a".into(), Stream::Unix(stream));
+        let (sender, steps) = std::sync::mpsc::sync_channel(1);
+        let links = vec![None, Some(link(1, here))];
+        let engine = Arc::new(Engine::new(0, links, 1, true, Trouble::default(), sender).unwrap());
+        let member = Member {
+            engine: Arc::clone(&engine),
+            folder: None,
+            identity: 0,
+            vcpus: 2,
+            first: 0,
+            own: 1,
+            spare: Vec::new(),
+            roster: Roster::of_nobody(),
+        };
+        let (member, steps) = (&member, &steps);
+        let began = Instant::now();
+        let mut coordinator =
+            Coordinator { member, steps, nodes: 2, began, every: None, number: 1, said: false, stays: false };
+        engine.fail("for this test".to_owned());
+        assert_eq!(coordinator.bring_together(), Ok(()));
+        engine.links().for_each(Link::close);
+        let there = link(0, there);
+        let mut told = Vec::new();
+        while let Ok(Frame::Control(control)) = there.receive(&mut Vec::new()) {
+            told.push(control);
+        }
+        let expected = [Control::Failed("for this test".to_owned()), Control::Checkpoint(Step::Hold(1))];
+        assert_eq!(told, expected);
     }
 
     /// Only two equal rounds, of idle nodes, with as many received as sent, and with somebody who has the token.
