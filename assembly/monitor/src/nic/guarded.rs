@@ -302,6 +302,8 @@ impl<C: HostCard> Guarded<C> {
     /// Gives it back.
     pub fn unquiesce(&mut self) -> Result<(), MonitorError> {
         self.monitor.switch(self.guest, false)?;
+        // A handler that runs has its time from here on: in the pause its guest didn't run.
+        self.watch.since = self.watch.since.map(|_| Instant::now());
         self.show()?;
         Ok(self.monitor.physical().unmask()?)
     }

@@ -52,12 +52,32 @@ pub(super) fn mapped(card: &Vfio) -> Result<Vec<Mapped>, NicError> {
 pub(super) fn free_pages(device: &'static Device, card: &Vfio) -> Result<Vec<Mapped>, NicError> {
     let mut found = Vec::new();
     for whole in mapped(card)? {
-        let ours = plan(device).pages.into_iter().filter(|(bar, ..)| *bar == whole.bar);
-        for (bar, page, _) in ours.filter(|(.., plan)| *plan == PagePlan::Map) {
-            let begin = u64::from(page);
-            let fd = Arc::clone(&whole.fd);
+        for begin in free(device, whole.bar, whole.length) {
+            let (bar, fd) = (whole.bar, Arc::clone(&whole.fd));
             found.push(Mapped { bar, fd, offset: whole.offset + begin, begin, length: u64::from(PAGE) });
         }
     }
     Ok(found)
+}
+
+/// Where those pages begin in a BAR of which so many bytes can be mapped: a card may have less than its description.
+fn free(device: &'static Device, bar: u8, length: u64) -> impl Iterator<Item = u64> {
+    let pages = plan(device).pages.into_iter();
+    let free = pages.filter(move |(of, _, plan)| *of == bar && *plan == PagePlan::Map);
+    free.map(|(_, page, _)| u64::from(page)).filter(move |begin| begin + u64::from(PAGE) <= length)
+}
+
+#[cfg(test)]
+mod tests {
+    use device_models::devices::e1000::E1000;
+
+    use super::free;
+
+    /// An e1000's statistics are the card's own, and nothing is mapped that a card doesn't have.
+    #[test]
+    fn free_pages_lie_in_what_can_be_mapped() {
+        let of = |bar, length| free(&E1000, bar, length).collect::<Vec<_>>();
+        assert_eq!((of(0, 0x2_0000), of(0, 0x5000)), (vec![0x4000], vec![0x4000]));
+        assert!(of(0, 0x4FFF).is_empty() && of(0, 0).is_empty() && of(1, 0x2_0000).is_empty());
+    }
 }

@@ -115,6 +115,24 @@ fn a_mask_that_is_told_of_is_opened_after_what_closed_it_before() {
     assert_eq!(machine.page(IMS), 0);
 }
 
+/// The time of a pause isn't the handler's: the guest doesn't run in it.
+#[test]
+fn a_pause_in_an_interrupt_takes_no_page_away() {
+    let mut machine = Machine::new();
+    machine.write(IMS, 0x9D);
+    machine.cause(LINK, &[]);
+    machine.guarded.raised();
+    machine.guarded.quiesce().unwrap();
+    let paused = Instant::now();
+    while paused.elapsed() < Duration::from_millis(150) {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    machine.guarded.unquiesce().unwrap();
+    let resumed = Instant::now();
+    assert!(!machine.guarded.watch(resumed) && !machine.guarded.watch.taken);
+    assert!(machine.guarded.watch(resumed + Duration::from_secs(1)), "but it is watched from there on");
+}
+
 #[test]
 fn an_interrupt_without_end_takes_the_page_away() {
     let mut machine = Machine::new();
