@@ -21,7 +21,7 @@ use rustix::time::{ClockId, clock_gettime};
 use super::DsmError;
 use super::ahead::Helpers;
 use super::checkpoint::Step;
-use super::gather::{Gathering, Told, Turns, Watch};
+use super::gather::{Gathering, Turns, Watch};
 use super::hot::HotPages;
 use super::link::{Control, Link};
 use super::report::{Phase, Stalls};
@@ -166,9 +166,6 @@ pub(super) struct Counts {
     pub(super) waited: u64,
     /// The same for pages that they had never had.
     pub(super) waited_first: u64,
-    /// Nanoseconds that they have had a processor, up to the last look at each, and of these apart those in which they span; where that is looked at.
-    pub(super) ran: u64,
-    pub(super) spun: u64,
 }
 
 /// Everything behind the lock.
@@ -194,10 +191,8 @@ pub(super) struct Core {
     pub(super) gathering: Gathering,
     /// After all has come together where processors are few: who runs when.
     pub(super) turns: Option<Turns>,
-    /// What node 0 was last told.
-    pub(super) told: Told,
-    /// This node's vCPUs wait or spin, so that looks at them are worth what they cost.
-    pub(super) look_often: bool,
+    /// What node 0 was last told of waits, and of other time.
+    pub(super) told: (u64, u64),
     /// vCPUs to be kicked again, and when.
     pub(super) rekick: Vec<(u64, usize)>,
     pub(super) helpers: Helpers,
@@ -322,8 +317,7 @@ impl Engine {
                 .then(|| Watch::new(u8::try_from(self.links.len()).unwrap_or(u8::MAX))),
             gathering: Gathering::default(),
             turns: None,
-            told: Told::default(),
-            look_often: false,
+            told: (0, 0),
             rekick: Vec::new(),
             helpers: Helpers::default(),
             advised: BTreeSet::new(),
@@ -534,8 +528,6 @@ impl Engine {
                 if let Some(slot) = core.vcpus.get_mut(index) {
                     slot.completed = Some(old);
                     slot.operating = false;
-                    // Not until its thread runs again: when that is depends on the host.
-                    core.counts.waited += now().saturating_sub(slot.operating_since);
                 }
                 self.notify(index);
             }

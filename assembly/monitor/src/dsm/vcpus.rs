@@ -15,7 +15,6 @@ use machine::x86::kvm_regs;
 
 use super::ahead::Stream;
 use super::engine::{Core, Engine, now};
-use super::gather::Look;
 use super::instruction;
 
 /// Looks at unchanged registers after which an instruction counts as retired all the same. A loop that waits for a value comes back to
@@ -52,9 +51,8 @@ pub(super) struct Slot {
     pub(super) trap: Option<Page>,
     /// When the fault of that was read.
     pub(super) trapped_at: u64,
-    /// Its operation is under way, since when, nanoseconds.
+    /// Its operation is under way.
     pub(super) operating: bool,
-    pub(super) operating_since: u64,
     /// Its operation is done: the value before.
     pub(super) completed: Option<u64>,
     /// Pages that it was granted since its last instruction is known to have retired.
@@ -68,8 +66,6 @@ pub(super) struct Slot {
     pub(super) ended: bool,
     /// Whether it goes on from page to page.
     pub(super) stream: Stream,
-    /// Looks at what it does.
-    pub(super) look: Look,
 }
 
 type Locked<'a> = MutexGuard<'a, Option<Core>>;
@@ -102,8 +98,6 @@ impl Engine {
                 }
             } else if std::mem::take(&mut slot.kick) {
                 self.look(core, index, registers);
-            } else if slot.look.is_called() {
-                self.looked_at(core, index, registers);
             } else {
                 break;
             }
@@ -217,7 +211,6 @@ impl Engine {
         };
         let Some(slot) = core.vcpus.get_mut(index) else { return locked };
         slot.operating = true;
-        slot.operating_since = now();
         slot.completed = None;
         self.step(core, Event::Operate { vcpu, page, operation: trapped.operation.clone() });
         while let Some(core) = &mut *locked
@@ -235,6 +228,7 @@ impl Engine {
                 core.counts.emulated += 1;
                 let waited = now().saturating_sub(since);
                 core.counts.stalls.count_trapped(waited);
+                core.counts.waited += waited;
                 core.hot.trapped(page, waited);
                 break;
             }
