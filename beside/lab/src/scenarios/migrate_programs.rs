@@ -131,14 +131,16 @@ impl Programs {
         Ok(())
     }
 
-    /// Whether one that ends by itself has.
-    pub fn one_has_ended(&self, pair: &Pair<'_>) -> Result<bool> {
+    /// In how many that have ended by themselves each guest was: as many queue pairs of its may be gone.
+    pub fn gone(&self, pair: &Pair<'_>) -> Result<[usize; 4]> {
+        let mut gone = [0; 4];
         for program in self.0.iter().filter(|program| program.ends_by_itself()) {
             if program.has_ended(pair)? {
-                return Ok(true);
+                gone[program.server] += 1;
+                gone[program.client] += 1;
             }
         }
-        Ok(false)
+        Ok(gone)
     }
 
     /// Starts those anew that have ended well, so that none is missing in the next migration; whether there were some.
@@ -167,6 +169,7 @@ impl Programs {
         self.0.sort_by_key(Program::ends_by_itself);
         for program in &mut self.0 {
             let wrong = match program.kind {
+                Kind::Perftest if program.has_ended(pair)? => Some(program.trouble(pair)?),
                 Kind::Perftest => {
                     // The client first: what it sends to nobody would be an error.
                     let ends = [program.client, program.server].map(|guest| {

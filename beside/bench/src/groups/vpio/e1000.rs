@@ -21,6 +21,7 @@ use serde_json::Value;
 use vpio::plan::{Told, plan};
 use vpio::{Answer, Counters, FailurePolicy, GuestConfig, GuestId, Monitor, Slot, Slots};
 
+use super::bytes::{answer, written};
 use super::card::sum;
 use super::counts::Counts;
 use super::gigabit::{
@@ -253,16 +254,12 @@ impl Bus {
 
 impl BusDevice for Bus {
     fn read(&self, offset: u64, data: &mut [u8]) {
-        let value = self.access(offset, data.len(), None).to_le_bytes();
-        let length = data.len().min(4);
-        data[..length].copy_from_slice(&value[..length]);
+        answer(data, self.access(offset, data.len(), None));
     }
 
     fn write(&self, offset: u64, data: &[u8]) {
-        let mut value = [0; 4];
-        let length = data.len().min(4);
-        value[..length].copy_from_slice(&data[..length]);
-        self.access(offset, length, Some(u32::from_le_bytes(value)));
+        let (length, value) = written(data);
+        self.access(offset, length, Some(value));
     }
 }
 

@@ -9,6 +9,7 @@
 //! | [`gigabit`] | that card |
 //! | [`counts`] | exits, requests, checks, time in the monitor |
 
+mod bytes;
 mod card;
 mod counts;
 mod e1000;

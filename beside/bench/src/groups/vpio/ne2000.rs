@@ -17,6 +17,7 @@ use serde_json::Value;
 use vpio::plan::plan;
 use vpio::{Answer, FailurePolicy, GuestConfig, GuestId, Monitor, Slots};
 
+use super::bytes::{answer, written};
 use super::counts::Counts;
 use crate::figures::{Better, Figure, Figures, Pairs, nanoseconds};
 use crate::measuring_vm::{MeasuringVm, Settings};
@@ -161,16 +162,12 @@ struct Shared(Arc<Mutex<Card>>);
 
 impl BusDevice for Shared {
     fn read(&self, offset: u64, data: &mut [u8]) {
-        let value = lock(&self.0).access(offset, data.len(), None).to_le_bytes();
-        let length = data.len().min(4);
-        data[..length].copy_from_slice(&value[..length]);
+        answer(data, lock(&self.0).access(offset, data.len(), None));
     }
 
     fn write(&self, offset: u64, data: &[u8]) {
-        let mut value = [0; 4];
-        let length = data.len().min(4);
-        value[..length].copy_from_slice(&data[..length]);
-        lock(&self.0).access(offset, length, Some(u32::from_le_bytes(value)));
+        let (length, value) = written(data);
+        lock(&self.0).access(offset, length, Some(value));
     }
 }
 
