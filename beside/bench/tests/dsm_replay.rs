@@ -45,8 +45,12 @@ const BY_CHANCE: [&str; 3] = ["jacobi", "producer-consumer", "locks"];
 /// Messages, with a page each, by which any two may differ: on a machine so busy that a run has few messages, one is more than 2 %.
 const FEW: u64 = 2;
 
-/// Messages and bytes agree within 2 %, or two messages, for misses and upgrades with pages moved only and with updates, and for Jacobi, streams and locks with
-/// pages moved only.
+/// Messages and bytes of a fault between two nodes at most: request, forward, page, confirmation. On a busy machine a replay's order is another
+/// than the nodes' was, and faults that aren't any in that order are skipped and counted: what they cost the live nodes isn't the simulator's to count.
+const OF_A_FAULT: [u64; 2] = [4, 4096 + 512];
+
+/// Messages and bytes agree within 2 %, or two messages, and what skipped faults have cost, for misses and upgrades with pages moved only and with
+/// updates, and for Jacobi, streams and locks with pages moved only; there less than one event in twenty is skipped.
 #[test]
 fn the_simulator_counts_what_live_nodes_count() {
     let name = "the_simulator_counts_what_live_nodes_count";
@@ -84,9 +88,13 @@ fn the_simulator_counts_what_live_nodes_count() {
                 found.skipped
             );
             assert!(live[0] > 20, "{program} has hardly sent anything");
-            let far = |at: usize, few: u64| live[at].abs_diff(simulated[at]) > (live[at] / 50).max(few);
-            if !by_chance && (far(0, FEW) || far(1, FEW * 4096)) {
-                wrong.push(format!("{program}, {how}: live {live:?}, simulated {simulated:?}"));
+            let far = |at: usize, few: u64| {
+                live[at].abs_diff(simulated[at]) > (live[at] / 50).max(few) + found.skipped * OF_A_FAULT[at]
+            };
+            let astray = found.skipped * 20 > found.done;
+            if !by_chance && (astray || far(0, FEW) || far(1, FEW * 4096)) {
+                let of = format!("{} of {} events skipped", found.skipped, found.done + found.skipped);
+                wrong.push(format!("{program}, {how}: live {live:?}, simulated {simulated:?}, {of}"));
             }
         }
     }

@@ -333,14 +333,32 @@ impl Guest {
         Some(lines.get(at.saturating_sub(100)..=at)?.join("\n"))
     }
 
+    /// What shows that it began anew although nobody asked for that: its console before it did, and what its monitor said.
+    ///
+    /// Not for guests that are told to reboot.
+    pub fn began_anew(&self) -> Option<String> {
+        let text = self.session.out.text();
+        let lines: Vec<&str> = text.lines().collect();
+        let again = lines.iter().enumerate().filter(|(_, line)| line.contains("LAB-L2 init")).nth(1)?.0;
+        Some(format!(
+            "its console before that:\n{}\nits monitor said: {}",
+            lines.get(again.saturating_sub(100)..again)?.join("\n"),
+            self.complaint()
+        ))
+    }
+
     /// Lines that say that something went wrong inside.
     pub fn trouble(&self) -> Vec<String> {
         BAD.iter().flat_map(|b| self.session.out.find(b)).map(|l| l.1).collect()
     }
 
-    /// The status of the guest's script, from its last marker.
+    /// The status of the guest's script, from its last marker. A script that began a second time has none: the guest's kernel crashed, or its
+    /// processor did.
     pub fn script_status(&self, timeout: Duration) -> Result<i32> {
         let (line, _) = self.expect("LAB-L2 exit ", timeout)?;
+        if let Some(what) = self.began_anew() {
+            bail!("Guest {} began anew while its script ran; {what}", self.spec.name);
+        }
         let status = line
             .split("LAB-L2 exit ")
             .nth(1)

@@ -383,6 +383,17 @@ impl Host {
         Ok(())
     }
 
+    /// As [`Host::install`], without debugging information, which is three quarters of a program of ours.
+    pub fn install_stripped(&self, file: &Path) -> Result<()> {
+        self.install(file)?;
+        let to = self.share().join("bin").join(file.file_name().unwrap_or_default());
+        let status = Command::new("strip").arg("--strip-debug").arg(&to).status();
+        match status.context("Can't run strip, which comes with the linker; is binutils installed?")? {
+            status if status.success() => Ok(()),
+            status => bail!("strip of {} ended with {status}", to.display()),
+        }
+    }
+
     /// Asks the host to power off and waits a little; the emulator is ended in any case.
     pub fn shut_down(&self) -> Result<()> {
         let _ = self.channel.start("off", "sync; busybox poweroff -f", None, None)?;

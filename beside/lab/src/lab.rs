@@ -47,6 +47,10 @@ fn sweep() {
     }
 }
 
+/// Programs come from a host's memory from now on.
+const IN_MEMORY: &str = "mkdir -p /run/programs/bin && cp /share/bin/* /run/programs/bin/ && cp /share/.lab/lab /run/programs/ && \
+     mount --bind /run/programs/bin /share/bin && mount --bind /run/programs/lab /share/.lab/lab";
+
 impl Lab {
     /// Builds images where needed and boots all hosts of a topology, at the same time.
     pub fn boot(topology: &Topology) -> Result<Self> {
@@ -120,6 +124,18 @@ impl Lab {
         let program = paths::causeway()?;
         progress!("lab: the monitor is {}", program.display());
         self.hosts.iter().try_for_each(|h| h.install(&program))
+    }
+
+    /// As [`Lab::install_causeway`]; the monitor and the lab's own program then run from the hosts' memory, of which they take some 60 MiB. The share is asked for each of
+    /// their pages over 9p every time that one is started, which takes an emulated host half a second.
+    pub fn install_causeway_in_memory(&self) -> Result<()> {
+        let program = paths::causeway()?;
+        progress!("lab: the monitor is {}, in the hosts' memory", program.display());
+        for host in &self.hosts {
+            host.install_stripped(&program)?;
+            host.sh(IN_MEMORY)?;
+        }
+        Ok(())
     }
 
     /// With `LAB_HOLD=SECONDS`, keeps the hosts of a failed scenario for so long, so that what hangs can be looked at: a script put into a

@@ -5,6 +5,7 @@ mod agent;
 mod appliance_image;
 mod apt;
 mod bare_guest;
+mod busy;
 mod channel;
 mod clock;
 mod command;

@@ -99,6 +99,17 @@ enum Verb {
         #[arg(long)]
         marker: Option<String>,
     },
+    /// Ask a card for what its model refuses, beside the driver that runs it (inside a guest).
+    #[command(hide = true)]
+    Inject {
+        /// The card: rtl8139, e1000 or ne2000.
+        card: String,
+        /// The violation's number.
+        number: usize,
+        /// The BAR to go through.
+        #[arg(long, default_value_t = 0)]
+        bar: u8,
+    },
     /// Fill a device with records (inside a guest).
     #[command(hide = true)]
     RecordsWrite {
@@ -307,6 +318,9 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
                 marker,
             };
             lab::dma_attack::run(&request).map(|()| ExitCode::SUCCESS)
+        }
+        Some(Verb::Inject { card, number, bar }) => {
+            lab::dma_attack::beside::inject(&card, number, bar).map(|()| ExitCode::SUCCESS)
         }
         Some(Verb::RecordsWrite { device, run }) => {
             lab::records::write(&device, run).map(|()| ExitCode::SUCCESS)

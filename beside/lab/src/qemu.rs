@@ -35,7 +35,7 @@ impl Default for Emulator {
         Emulator {
             newer: true,
             threads: Threads::Single,
-            cpu: "max,+svm,-la57,-xsave".into(),
+            cpu: "max,+svm,-la57,-xsave,-erms,-fsrm,-pclmulqdq".into(),
             npt: true,
             native: false,
         }

@@ -14,6 +14,9 @@ pub const MAX_FACES: usize = 65_536;
 pub struct Config {
     /// An unanswered message is sent again.
     pub retry_ms: u32,
+    /// As [`Config::retry_ms`] while memory is copied, which takes seconds or minutes in which nobody stands still: what is said again then is only for
+    /// the case that a stream broke.
+    pub calm_ms: u32,
     /// A source gives up a switch-over that hasn't come to its vote, and the coordinator one that isn't decided.
     pub switch_ms: u32,
     /// The coordinator gives up a migration whose destinations don't answer.
@@ -32,6 +35,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             retry_ms: 20,
+            calm_ms: 250,
             switch_ms: 150,
             reserve_ms: 2_000,
             copy_ms: 300_000,

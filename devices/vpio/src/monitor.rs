@@ -322,6 +322,7 @@ impl<P: PhysicalDevice> Monitor<P> {
     pub(crate) fn fail(&mut self, at: usize, refusal: Refusal) -> Answer {
         let guest = &mut self.guests[at];
         guest.counters.refused += 1;
+        guest.recorder.refused();
         if guest.violations.len() < VIOLATIONS {
             let violation = guest.recorder.violation(&guest.config.name, &guest.config.permissions, refusal);
             guest.violations.push(violation);

@@ -2,6 +2,9 @@
 //!
 //! A recorder keeps what a guest's model was told since a known state: accesses, the values that the device returned, causes, and how
 //! grants were decided. That is all that a model depends on, so a trace is replayed without device, guest or memory.
+//!
+//! In a file each is a line of JSON ([`Violation::line`], [`read`]): monitors append them, and [`decides_as_before`] says of each whether this program
+//! still decides so.
 
 use device_models::Access;
 use device_models::describe::{Device, Direction, Permission};
@@ -9,6 +12,7 @@ use device_models::graph::truncated;
 use device_models::model::{Denied, Granted, Grants, Model, Reads, Refusal};
 use device_models::saved::{RestoreError, SavedModel};
 use serde::{Deserialize, Serialize};
+use thiserror::Error;
 
 /// Events that a recorder keeps; then it starts again from the state of that moment.
 pub const KEPT: usize = 1024;
@@ -44,6 +48,77 @@ pub struct Violation {
     pub start: SavedModel,
     /// What it was told; the refused access is the last one.
     pub told: Vec<Told>,
+    /// How many of these accesses were refused before it.
+    pub earlier: usize,
+}
+
+/// A file of violations, or one of them, is of no use.
+#[derive(Debug, Error)]
+pub enum TraceError {
+    /// A line isn't a violation.
+    #[error("Line {number} is no violation")]
+    Line {
+        /// Which, from 1.
+        number: usize,
+        /// Why.
+        #[source]
+        source: serde_json::Error,
+    },
+    /// A device that this program has no description of.
+    #[error("There is no description of the device '{0}'")]
+    Device(String),
+    /// A description that has changed.
+    #[error(transparent)]
+    State(#[from] RestoreError),
+    /// It is decided in another way.
+    #[error("After {earlier} other refusals it was decided: {recorded} Now, after {others}: {now}")]
+    Otherwise {
+        /// How many requests were refused then, before it.
+        earlier: usize,
+        /// What was refused then.
+        recorded: Refusal,
+        /// How many are refused now, before the last one.
+        others: usize,
+        /// What is refused now, or that nothing is.
+        now: String,
+    },
+}
+
+impl Violation {
+    /// It as a line of a file.
+    ///
+    /// # Errors
+    /// None that can be brought about: all of it has a form in JSON.
+    pub fn line(&self) -> Result<String, serde_json::Error> {
+        serde_json::to_string(self).map(|text| text + "\n")
+    }
+}
+
+/// The violations of a file, one a line.
+///
+/// # Errors
+/// Names the first line that is none. A last line that its writer didn't come to the end of is one.
+pub fn read(text: &str) -> Result<Vec<Violation>, TraceError> {
+    let parse =
+        |(at, line)| serde_json::from_str(line).map_err(|source| TraceError::Line { number: at + 1, source });
+    text.lines().enumerate().map(parse).collect()
+}
+
+/// Whether this program refuses what was refused, for the same reason, and as many requests before it.
+///
+/// # Errors
+/// It doesn't, or the trace isn't for this program.
+pub fn decides_as_before(violation: &Violation) -> Result<(), TraceError> {
+    let name = &violation.start.device;
+    let device = device_models::devices::named(name).ok_or_else(|| TraceError::Device(name.clone()))?;
+    let refusals = replay(device, violation)?;
+    let others = refusals.len().saturating_sub(1);
+    if refusals.last() == Some(&violation.refusal) && others == violation.earlier {
+        return Ok(());
+    }
+    let now = refusals.last().map_or_else(|| "nothing is refused".to_owned(), ToString::to_string);
+    let Violation { earlier, refusal: recorded, .. } = violation.clone();
+    Err(TraceError::Otherwise { earlier, recorded, others, now })
 }
 
 /// Keeps what a model is told.
@@ -51,11 +126,12 @@ pub struct Violation {
 pub(crate) struct Recorder {
     start: SavedModel,
     told: Vec<Told>,
+    refused: usize,
 }
 
 impl Recorder {
     pub fn new(model: &Model) -> Self {
-        Self { start: model.save(), told: Vec::new() }
+        Self { start: model.save(), told: Vec::new(), refused: 0 }
     }
 
     /// Between two accesses: forgets the past when there is much of it.
@@ -69,6 +145,7 @@ impl Recorder {
     pub fn restart(&mut self, model: &Model) {
         self.start = model.save();
         self.told.clear();
+        self.refused = 0;
     }
 
     pub fn access(&mut self, access: Access) {
@@ -100,6 +177,12 @@ impl Recorder {
         self.told.push(Told::WasRead(causes));
     }
 
+    /// The last access was refused.
+    pub fn refused(&mut self) {
+        self.refused += 1;
+    }
+
+    /// The trace of the last access, which was refused.
     pub fn violation(&self, guest: &str, permissions: &[Permission], refusal: Refusal) -> Violation {
         Violation {
             guest: guest.to_owned(),
@@ -107,6 +190,7 @@ impl Recorder {
             permissions: permissions.to_vec(),
             start: self.start.clone(),
             told: self.told.clone(),
+            earlier: self.refused.saturating_sub(1),
         }
     }
 }

@@ -13,8 +13,8 @@ use device_models::reference::{e1000::E1000Card, ne2000::Ne2000, rtl8139::Rtl813
 use support::memory::{MEMORY, OnBus, Shared, scratch, slots};
 use support::nic::Driver;
 use support::{Guest, Timed, config, frame, switch};
-use vpio::violation::replay;
-use vpio::{Answer, FailurePolicy, GuestId, Monitor};
+use vpio::violation::{Told, TraceError, decides_as_before, read, replay};
+use vpio::{Answer, FailurePolicy, GuestId, Monitor, Violation};
 
 const CARD: [u8; 6] = [0x00, 0x1B, 0x21, 1, 2, 3];
 const ID: GuestId = GuestId(0);
@@ -36,6 +36,7 @@ const OF_E1000: &[(&str, &[Write])] = &[
     ("the ring is grown while the transmitter runs", &[(0x3808, 4, 0x1_0000)]),
     ("a tail beyond the ring", &[(0x3818, 4, 0xFFFF)]),
     ("a tail beyond the ring, at its old place", &[(0x438, 4, 0xFFFF)]),
+    ("a tail beyond the ring that receives", &[(0x2818, 4, 0xFFFF)]),
     ("the card's place in the ring", &[(0x3810, 4, 0x40)]),
 ];
 
@@ -91,6 +92,26 @@ fn works<C: Wired>(monitor: &mut Monitor<C>, driver: &mut Driver) -> bool {
     monitor.physical().left() == [out] && received == [into]
 }
 
+/// As a line of a file it comes back, and is decided as it was; a cut line, and a trace that isn't what happened, are told.
+fn in_a_file(violation: &Violation) {
+    let line = violation.line().unwrap();
+    assert_eq!(read(&format!("{line}{line}")).unwrap(), [violation.clone(), violation.clone()]);
+    let cut = format!("{line}{}", &line[..line.len() - 10]);
+    assert!(matches!(read(&cut), Err(TraceError::Line { number: 2, .. })));
+    decides_as_before(violation).unwrap();
+    let otherwise = |change: &dyn Fn(&mut Violation)| {
+        let mut other = violation.clone();
+        change(&mut other);
+        decides_as_before(&other).unwrap_err()
+    };
+    let last = violation.told.iter().rposition(|told| matches!(told, Told::Access(_))).unwrap();
+    assert!(matches!(otherwise(&|other| other.told.truncate(last)), TraceError::Otherwise { .. }));
+    assert!(matches!(otherwise(&|other| other.refusal.why.push('.')), TraceError::Otherwise { .. }));
+    assert!(matches!(otherwise(&|other| other.earlier += 1), TraceError::Otherwise { .. }));
+    assert!(matches!(otherwise(&|other| other.start.device.push('x')), TraceError::Device(_)));
+    assert!(matches!(otherwise(&|other| drop(other.start.states.pop())), TraceError::State(_)));
+}
+
 /// Injects one violation under a policy, and sees that the guest comes back as that policy has it.
 fn injected<C: Wired>(
     device: &'static Device,
@@ -115,6 +136,7 @@ fn injected<C: Wired>(
     assert!(refused(&monitor) > before, "{what}: it isn't refused");
     for violation in monitor.violations(ID) {
         assert_eq!(replay(device, violation).unwrap().last(), Some(&violation.refusal), "{what}");
+        in_a_file(violation);
     }
     monitor.physical().tick();
     let stray = monitor.physical().left();
@@ -188,6 +210,25 @@ fn an_ne2000_s_driver_goes_on_or_is_stopped() {
             let mut monitor = Monitor::new(&NE2000, Ne2000::new(CARD));
             monitor.add(config(0, policy, &[], vpio::Slots::default()));
             injected(&NE2000, monitor, policy, violation);
+        }
+    }
+}
+
+/// Beside Linux's own drivers, in the lab (`vpio-recovery`): each file has what a monitor wrote, and each request is refused for the same reason still.
+#[test]
+fn what_was_refused_beside_linux_drivers_is_refused_still() {
+    for (name, registers) in [
+        ("rtl8139", &["RBSTART", "TSD0", "TSD0", "TSAD0"][..]),
+        ("e1000", &["RDBAL", "TDLEN", "TDT", "TDT", "RDT", "TDH"]),
+        ("ne2000", &["CR", "PSTOP", "BNRY"]),
+    ] {
+        let file = format!("{}/tests/traces/{name}.jsonl", env!("CARGO_MANIFEST_DIR"));
+        let violations = read(&std::fs::read_to_string(&file).unwrap()).unwrap();
+        let refused: Vec<_> = violations.iter().map(|one| one.refusal.register.as_str()).collect();
+        assert_eq!(refused, registers, "{file}");
+        for violation in &violations {
+            assert_eq!(violation.start.device, name);
+            in_a_file(violation);
         }
     }
 }

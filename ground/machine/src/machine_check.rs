@@ -21,7 +21,8 @@ thread_local! {
     static WANTED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// The access that this thread carries out ends in a machine check. Nothing where the thread is no vCPU's.
+/// The access that this thread carries out ends in a machine check. Where the thread is no vCPU's, whoever has it carry out late writes asks
+/// [`take`], and has a vCPU take it ([`VcpuManager::machine_check`](crate::vcpu::VcpuManager::machine_check)).
 pub fn raise() {
     WANTED.set(true);
 }
@@ -32,7 +33,9 @@ pub fn is_wanted() -> bool {
     WANTED.get()
 }
 
-pub(crate) fn take() -> bool {
+/// The same, and then not any more: whoever asks sees to it.
+#[must_use]
+pub fn take() -> bool {
     WANTED.take()
 }
 

@@ -123,6 +123,41 @@ fn a_machine_check_of_a_device_reaches_the_vcpu() {
     assert!(matches!(event, VcpuEvent::Shutdown { vcpu: 0, .. } | VcpuEvent::Failed { .. }), "{event:?}");
 }
 
+/// One that is asked for from without, for a write that some vCPU made late, reaches a vCPU that runs, and one that was paused meanwhile; a vCPU that was
+/// reset meanwhile is another guest's.
+#[test]
+fn a_machine_check_from_without_reaches_a_vcpu() {
+    let Some(host) = host() else { return };
+    let guest = Guest::new(host, 1);
+    // inc qword [rdi]; jmp back
+    guest.load(CODE, &[0x48, 0xff, 0x07, 0xeb, 0xfb]);
+    let enabled = || {
+        let mut registers = start_registers(kvm_regs { rdi: 0x8000, ..Default::default() });
+        let all = kvm_msr_entry { index: machine_check::BANK_CONTROL, data: u64::MAX, ..Default::default() };
+        registers.msrs = vec![all];
+        VcpuStart::Registers(Box::new(registers))
+    };
+    for paused in [false, true] {
+        guest.vcpus.set_state(0, enabled()).unwrap();
+        if paused {
+            guest.vcpus.machine_check().unwrap();
+            guest.vcpus.set_state(0, enabled()).unwrap();
+        }
+        guest.vcpus.resume().unwrap();
+        assert!(guest.events.recv_timeout(Duration::from_millis(200)).is_err(), "nobody has asked");
+        if paused {
+            guest.vcpus.pause().unwrap();
+        }
+        guest.vcpus.machine_check().unwrap();
+        if paused {
+            guest.vcpus.resume().unwrap();
+        }
+        let event = guest.events.recv_timeout(Duration::from_secs(10)).expect("an event within 10 s");
+        assert!(matches!(event, VcpuEvent::Shutdown { vcpu: 0, .. } | VcpuEvent::Failed { .. }), "{event:?}");
+        guest.vcpus.pause().unwrap();
+    }
+}
+
 struct Bomb;
 
 impl BusDevice for Bomb {

@@ -384,7 +384,7 @@ pub struct RunArgs {
     /// Network: tap:NAME, fd:N, user or neighbours (of [neighbour]), then [,mac=M][,queues=N][,mtu=N]; may be given several times
     #[arg(long, value_name = "NET", value_parser = flags::net)]
     pub net: Vec<written::Net>,
-    /// Commodity NIC with the guest's own driver: vpio:PCI-ADDRESS[,policy=ignore|device-error|machine-check|stop][,allow=promiscuous+loopback+any-address], passthrough:PCI-ADDRESS, or virtual:CARD,tap=NAME[,mac=M]; may be given several times
+    /// Commodity NIC with the guest's own driver: vpio:PCI-ADDRESS[,policy=ignore|device-error|machine-check|stop][,allow=promiscuous+loopback+any-address][,violations=FILE], passthrough:PCI-ADDRESS, or virtual:CARD,tap=NAME[,mac=M]; may be given several times
     #[arg(long, value_name = "NIC", value_parser = flags::nic)]
     pub nic: Vec<written::Nic>,
     /// RDMA NIC of `causeway host`: segment=NAME[,name=N][,mac=M][,tap=NAME][,host=SOCKET][,slot=N]; may be given several times

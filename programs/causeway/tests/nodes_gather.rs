@@ -97,6 +97,53 @@ fn what_pays_or_is_told_to_stays_apart() {
     }
 }
 
+/// The children of a process.
+fn children(parent: u32) -> Vec<rustix::process::Pid> {
+    let text = std::fs::read_to_string(format!("/proc/{parent}/task/{parent}/children")).unwrap_or_default();
+    text.split_whitespace().filter_map(|pid| rustix::process::Pid::from_raw(pid.parse().ok()?)).collect()
+}
+
+/// Two nodes on one processor: each spins nearly all the time, and so keeps the other, for which it waits, from running. That is seen, though they wait for pages for a
+/// small part of the time only.
+#[test]
+fn who_spins_most_of_the_time_comes_together() {
+    let Some(programs) = programs("who_spins_most_of_the_time_comes_together") else { return };
+    let runtime = tempfile::tempdir().unwrap();
+    let flags = ["--nodes", "2", "--json"];
+    let arguments = ["n=64K", "band=32", "iterations=300"];
+    let command = causeway(runtime.path(), &programs.join("cg"), &flags, &arguments);
+    let mut pinned = Command::new("taskset");
+    pinned.args(["-c", "0"]).arg(command.get_program()).args(command.get_args());
+    pinned.env("XDG_RUNTIME_DIR", runtime.path()).stdin(Stdio::null());
+    let (line, report) = said(&pinned.output().unwrap());
+    println!("{line} {}", report["nodes"]["0"]["gathered"]);
+    assert_eq!(line["verified"], true, "{line}");
+    assert_eq!(report["nodes"]["0"]["gathered"]["vcpus"], 1, "{report:#}");
+}
+
+/// A node that is lost at any moment around the one at which all comes together, killed or standing still, ends the VM, which names it and its link; nothing hangs.
+#[test]
+fn a_node_lost_while_all_comes_together_is_told() {
+    let Some(programs) = programs("a_node_lost_while_all_comes_together_is_told") else { return };
+    for trial in 0..12 {
+        let runtime = tempfile::tempdir().unwrap();
+        let (arguments, flags) = (["kind=add", "ms=20000"], ["--nodes", "2"]);
+        let child = causeway(runtime.path(), &programs.join("storm"), &flags, &arguments).spawn().unwrap();
+        let other = until("node 1", || children(child.id()).first().copied());
+        std::thread::sleep(Duration::from_millis(200 + 100 * trial));
+        let signal =
+            if trial % 2 == 0 { rustix::process::Signal::KILL } else { rustix::process::Signal::STOP };
+        rustix::process::kill_process(other, signal).unwrap();
+        let lost = Instant::now();
+        let output = child.wait_with_output().unwrap();
+        println!("{signal:?} after {} ms: told and ended in {:?}", 200 + 100 * trial, lost.elapsed());
+        let said = text(&output);
+        assert!(!output.status.success() && said.contains("ode 1"), "{trial}: {said}");
+        assert!(said.contains("unix:"), "{trial}: no link is named: {said}");
+        assert!(lost.elapsed() < Duration::from_secs(10), "{trial}: {:?}", lost.elapsed());
+    }
+}
+
 /// What nodes of a VM say while it runs.
 fn asked(runtime: &Path, name: &str) -> Option<Value> {
     let mut command = Command::new(env!("CARGO_BIN_EXE_causeway"));
@@ -145,9 +192,7 @@ fn checkpoints_of_what_came_together_are_gone_on_from() {
     let child = together(runtime.path(), programs, place, &arguments);
     let first = number(&folder).unwrap_or(0);
     until("two more checkpoints", || number(&folder).filter(|number| *number > first + 2));
-    let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", child.id())).unwrap();
-    let other = children.split_whitespace().next().unwrap().parse().unwrap();
-    let other = rustix::process::Pid::from_raw(other).unwrap();
+    let other = *children(child.id()).first().unwrap();
     rustix::process::kill_process(other, rustix::process::Signal::KILL).unwrap();
     let output = child.wait_with_output().unwrap();
     assert!(!output.status.success() && text(&output).contains("node 1"), "{}", text(&output));

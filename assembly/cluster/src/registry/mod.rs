@@ -11,7 +11,7 @@ mod migrations;
 mod tests;
 mod vms;
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
@@ -80,6 +80,8 @@ pub struct Registry {
     /// Where monitors of hosts wait for VMs, by the VMs' names.
     waiting: BTreeMap<HostId, BTreeMap<String, SocketAddr>>,
     timers: BTreeMap<(Instant, u64), Timer>,
+    /// Of each timer the one that was set last: it replaces those before it.
+    latest: HashMap<Timer, u64>,
     next_timer: u64,
     /// The last [`Registry::tick`] came late and gave everybody more time.
     stood_still: bool,
@@ -126,6 +128,7 @@ impl Registry {
             reported: BTreeMap::new(),
             waiting: BTreeMap::new(),
             timers: BTreeMap::new(),
+            latest: HashMap::new(),
             next_timer: 0,
             stood_still: false,
             messages: Vec::new(),
@@ -226,7 +229,10 @@ impl Registry {
             if at > now {
                 break;
             }
-            if let Some(timer) = self.timers.remove(&(at, number)) {
+            if let Some(timer) = self.timers.remove(&(at, number))
+                && self.latest.get(&timer) == Some(&number)
+            {
+                self.latest.remove(&timer);
                 self.step(CoordinatorEvent::Timer(timer), now)?;
             }
         }
@@ -282,6 +288,7 @@ impl Registry {
                     self.next_timer += 1;
                     let at = now + Duration::from_millis(u64::from(after_ms));
                     self.timers.insert((at, self.next_timer), timer);
+                    self.latest.insert(timer, self.next_timer);
                 }
                 Action::Came { migration, stage } => tracing::info!("{migration}: {stage:?}"),
                 Action::Ended { migration, decision, reason } => {
@@ -306,6 +313,7 @@ impl Registry {
         }
         self.coordinator = Coordinator::new(self.times, self.state().ledger.clone());
         self.timers.clear();
+        self.latest.clear();
         let mut actions = Vec::new();
         self.coordinator.step(CoordinatorEvent::Start, &mut actions);
         self.commit(Vec::new(), actions, now)?;

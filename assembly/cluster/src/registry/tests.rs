@@ -71,3 +71,34 @@ fn a_service_that_always_comes_late_finds_silent_hosts_all_the_same() {
     world.tick(40_000);
     assert_eq!(world.heard(), [false, false]);
 }
+
+/// What hosts don't answer is said again, once each time: setting a timer anew, as each stage of a migration does, replaces the one before. While memory is
+/// copied that is seldom.
+#[test]
+fn what_is_not_answered_is_said_again_once_and_seldom_while_memory_is_copied() {
+    let mut world = World::new();
+    let began = world.began;
+    let at = |ms: u64| began + Duration::from_millis(ms);
+    let [source, destination] = world.hosts;
+    world.registry.register_vm(source, "a", nomad::Epoch(0), Vec::new(), began).unwrap();
+    let wish = [("a".to_owned(), "h2".to_owned())];
+    let migration = world.registry.migrate(&wish, &|_| true, began).unwrap();
+    world.registry.take_messages();
+    let said = |world: &mut World, from: u64, to: u64| {
+        (from..to).for_each(|ms| world.tick(ms));
+        world.registry.take_messages().len()
+    };
+    let config = nomad::Config::default();
+    let (retry, calm) = (u64::from(config.retry_ms), u64::from(config.calm_ms));
+    assert_eq!(said(&mut world, 1, 5 * retry + 1), 5, "room is asked for");
+    let reserved = Message {
+        from: nomad::Node::Host(destination.host),
+        incarnation: destination.incarnation,
+        to: nomad::Node::Coordinator,
+        body: nomad::Body::Reserved { migration },
+    };
+    let now = 5 * retry + 1;
+    world.registry.message(reserved, at(now)).unwrap();
+    assert_eq!(world.registry.take_messages().len(), 1, "the source shall copy");
+    assert_eq!(said(&mut world, now, now + 4 * calm + 1), 4, "and is told again");
+}

@@ -85,10 +85,14 @@ async fn peers(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str) -> Mov
         return answer;
     };
     let until = Instant::now() + REPORTS;
+    let service = cluster.service();
+    let mut connected = None;
     loop {
-        let service = cluster.service();
         let asked = async {
-            let mut client = service.connect().await?;
+            let client = match &mut connected {
+                Some(client) => client,
+                none => none.insert(service.connect().await?),
+            };
             let request = cluster_proto::GetHoldsRequest { migration };
             service.within("GetHolds", client.get_holds(request)).await
         };
@@ -103,7 +107,10 @@ async fn peers(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str) -> Mov
                 return answer;
             }
             // It may be away for a moment.
-            Err(error) => tracing::debug!(%error, vm, "The service can't be asked how long peers were held"),
+            Err(error) => {
+                connected = None;
+                tracing::debug!(%error, vm, "The service can't be asked how long peers were held");
+            }
         }
         let all = hosts.iter().all(|host| answer.peers.iter().any(|held| held.host == *host));
         if all || Instant::now() > until {

@@ -1,6 +1,6 @@
 //! Validation of commodity NICs: `[[nic]]`.
 
-use super::validate::{MOST_DEVICES, at_most, interface, quoted};
+use super::validate::{MOST_DEVICES, at_most, interface, path, quoted};
 use super::vm::{Nic, NicMode, NicPolicy};
 use super::{Invalid, Key, MacAddress, written};
 
@@ -55,16 +55,24 @@ fn mode(vm: &str, index: usize, nic: &written::Nic) -> Result<NicMode, Invalid> 
         })
     };
     let tap_fields = [("tap", nic.tap.is_some()), ("mac", nic.mac.is_some())];
-    let model_fields = [("policy", nic.policy.is_some()), ("allow", nic.allow.is_some())];
+    let model_fields = [
+        ("policy", nic.policy.is_some()),
+        ("allow", nic.allow.is_some()),
+        ("violations", nic.violations.is_some()),
+    ];
     match (&nic.vpio, &nic.passthrough, &nic.emulate) {
         (Some(device), None, None) => {
             foreign(&tap_fields[1..], "virtual")?;
             let tap = nic.tap.as_deref().map(|tap| interface(&key.below("tap"), tap)).transpose()?;
+            if let Some(file) = &nic.violations {
+                path(&key.below("violations"), file)?;
+            }
             Ok(NicMode::Vpio {
                 device: pci_address(&key.below("vpio"), device)?,
                 policy: nic.policy.unwrap_or(NicPolicy::DeviceError),
                 allow: nic.allow.clone().unwrap_or_default(),
                 tap,
+                violations: nic.violations.clone(),
             })
         }
         (None, Some(device), None) => {
@@ -139,9 +147,11 @@ mod tests {
              [[nic]]\nvirtual = \"rtl8139\"\ntap = \"tap0\"\n",
         )
         .unwrap();
-        let NicMode::Vpio { device, policy, allow, tap } = &got[0].mode else { panic!("{got:?}") };
+        let NicMode::Vpio { device, policy, allow, tap, violations } = &got[0].mode else {
+            panic!("{got:?}")
+        };
         assert_eq!((device.as_str(), *policy, allow.len()), ("0000:03:0a.0", NicPolicy::DeviceError, 1));
-        assert_eq!(*tap, None);
+        assert_eq!((tap, violations), (&None, &None));
         assert_eq!(got[1].mode, NicMode::Passthrough { device: "0000:04:00.0".to_owned() });
         let NicMode::Virtual { model, tap, mac } = &got[2].mode else { panic!("{got:?}") };
         assert_eq!((model.as_str(), tap.as_str(), mac.is_unicast()), ("rtl8139", "tap0", true));
@@ -165,6 +175,8 @@ mod tests {
                 "taken by nic0",
             ),
             ("[[nic]]\npassthrough = \"0000:03:00.0\"\npolicy = \"stop\"", "belongs to vpio"),
+            ("[[nic]]\nvpio = \"0000:03:00.0\"\nviolations = \"\"", "the path is empty"),
+            ("[[nic]]\nvirtual = \"ne2000\"\ntap = \"t\"\nviolations = \"f\"", "belongs to vpio"),
             ("[[nic]]\nvpio = \"0000:03:00.0\"\n[[nic]]\npassthrough = \"0000:03:00.0\"", "taken by nic0"),
         ] {
             let error = nics(text).unwrap_err();

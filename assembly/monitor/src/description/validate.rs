@@ -359,7 +359,7 @@ fn no_nul(key: &Key, text: &str) -> Result<(), Invalid> {
     Ok(())
 }
 
-fn path(key: &Key, path: &Path) -> Result<(), Invalid> {
+pub(super) fn path(key: &Key, path: &Path) -> Result<(), Invalid> {
     if path.as_os_str().is_empty() {
         return Err(Invalid::new(key.clone(), "the path is empty; name a file"));
     }

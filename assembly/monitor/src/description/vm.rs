@@ -243,6 +243,9 @@ pub enum NicMode {
         /// Tap interface of the card's emulation, which the guest can be taken to.
         #[serde(skip_serializing_if = "Option::is_none")]
         tap: Option<String>,
+        /// Where traces of refused requests go, a line each.
+        #[serde(skip_serializing_if = "Option::is_none")]
+        violations: Option<PathBuf>,
     },
     /// A card of this host that is bound to vfio-pci, by itself.
     Passthrough {

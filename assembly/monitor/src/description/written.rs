@@ -212,6 +212,8 @@ pub struct Nic {
     pub policy: Option<NicPolicy>,
     /// With `vpio`: what the guest may do beyond its own traffic. Default nothing.
     pub allow: Option<Vec<NicPermission>>,
+    /// With `vpio`: file for the traces of refused requests. Default none.
+    pub violations: Option<PathBuf>,
 }
 
 /// A `[[rdma]]` table.
@@ -283,6 +285,7 @@ impl Vm {
         self.initrd.iter_mut().flat_map(|list| list.0.iter_mut()).for_each(resolve);
         self.payload.iter_mut().map(|payload| &mut payload.program).for_each(resolve);
         self.disks.iter_mut().flatten().map(|disk| &mut disk.path).for_each(resolve);
+        self.nic.iter_mut().flatten().flat_map(|nic| &mut nic.violations).for_each(resolve);
         self.rdma.iter_mut().flatten().flat_map(|nic| &mut nic.host).for_each(resolve);
         self.vfio_user.iter_mut().flatten().map(|device| &mut device.socket).for_each(resolve);
         self.neighbour.iter_mut().flat_map(|table| &mut table.host).for_each(resolve);

@@ -21,7 +21,7 @@ use rustix::time::{ClockId, clock_gettime};
 use super::DsmError;
 use super::ahead::Helpers;
 use super::checkpoint::Step;
-use super::gather::{Gathering, Turns, Watch};
+use super::gather::{Gathering, Told, Turns, Watch};
 use super::hot::HotPages;
 use super::link::{Control, Link};
 use super::report::{Phase, Stalls};
@@ -166,6 +166,11 @@ pub(super) struct Counts {
     pub(super) waited: u64,
     /// The same for pages that they had never had.
     pub(super) waited_first: u64,
+    /// Nanoseconds that they have had a processor, up to the last look at each, and of these apart those in which they span; where that is looked at.
+    pub(super) ran: u64,
+    pub(super) spun: u64,
+    /// The least that a vCPU's thread has run from one fault to the next, nanoseconds: what it takes to cross into the guest and out of it, and hardly more.
+    pub(super) crossing: Option<u64>,
 }
 
 /// Everything behind the lock.
@@ -191,8 +196,10 @@ pub(super) struct Core {
     pub(super) gathering: Gathering,
     /// After all has come together where processors are few: who runs when.
     pub(super) turns: Option<Turns>,
-    /// What node 0 was last told of waits, and of other time.
-    pub(super) told: (u64, u64),
+    /// What node 0 was last told.
+    pub(super) told: Told,
+    /// This node's vCPUs wait or spin, so that looks at them are worth what they cost.
+    pub(super) look_often: bool,
     /// vCPUs to be kicked again, and when.
     pub(super) rekick: Vec<(u64, usize)>,
     pub(super) helpers: Helpers,
@@ -317,7 +324,8 @@ impl Engine {
                 .then(|| Watch::new(u8::try_from(self.links.len()).unwrap_or(u8::MAX))),
             gathering: Gathering::default(),
             turns: None,
-            told: (0, 0),
+            told: Told::default(),
+            look_often: false,
             rekick: Vec::new(),
             helpers: Helpers::default(),
             advised: BTreeSet::new(),
@@ -500,16 +508,14 @@ impl Engine {
                         // What is known of it is of an older instruction.
                         slot.snapshot = None;
                     }
-                    let waited = core.counts.stalls.count(&fault, now());
-                    if fault.again {
-                        core.counts.waited += waited;
-                    } else {
-                        core.counts.waited_first += waited;
-                    }
+                    let time = now();
+                    let waited = core.counts.stalls.count(&fault, time);
+                    core.counts.count_wait(&fault, time);
                     core.hot.waited(fault.page, waited);
                     if !slot.granted.contains(&fault.page) {
                         slot.granted.push(fault.page);
                     }
+                    core.page_is_here(index);
                     core.pages.wake(fault.page);
                 }
                 self.notify(index);
@@ -517,10 +523,12 @@ impl Engine {
             Action::Trap { vcpu, page } => {
                 let index = usize::from(vcpu);
                 let Some(slot) = core.vcpus.get_mut(index) else { return };
+                slot.trap = Some(page);
                 if let Some(fault) = slot.fault.take() {
                     slot.trapped_at = fault.at;
+                    core.counts.count_wait(&fault, now());
                 }
-                slot.trap = Some(page);
+                core.trap_begins(index);
                 self.summon(core, index);
             }
             Action::Completed { vcpu, old } => {
@@ -528,6 +536,10 @@ impl Engine {
                 if let Some(slot) = core.vcpus.get_mut(index) {
                     slot.completed = Some(old);
                     slot.operating = false;
+                    // Not until its thread runs again: when that is depends on the host.
+                    if let Some(since) = slot.operating_since.take() {
+                        core.counts.waited += now().saturating_sub(since);
+                    }
                 }
                 self.notify(index);
             }

@@ -17,7 +17,7 @@ use dsm::wire;
 use rustix::net::SendFlags;
 
 use super::checkpoint::Step;
-use super::gather::Waited;
+use super::gather::Told;
 
 /// First byte of a control frame. No version of the protocol has this number.
 const MARK: u8 = 0xc5;
@@ -53,8 +53,8 @@ pub(super) enum Control {
     Answer(Vec<u8>),
     /// About checkpoints, and moves of vCPUs.
     Checkpoint(Step),
-    /// How long the sender's vCPUs have waited; to node 0.
-    Waited(Waited),
+    /// What the sender's vCPUs have spent their time with; to node 0.
+    Told(Told),
     /// Pages that the sender hands over, for [`super::gather::pages`]; to node 0.
     Pages(Vec<u8>),
 }
@@ -73,20 +73,20 @@ impl Control {
             Self::Ask => 9,
             Self::Answer(_) => 10,
             Self::Checkpoint(_) => 11,
-            Self::Waited(_) => 12,
+            Self::Told(_) => 12,
             Self::Pages(_) => 13,
         }
     }
 
     fn encode(&self) -> Vec<u8> {
         let mut step = Vec::new();
-        let waited;
+        let told;
         let body: &[u8] = match self {
             Self::Heartbeat | Self::Parked | Self::Start | Self::Ask => &[],
             Self::Console(bytes) | Self::Report(bytes) | Self::Answer(bytes) | Self::Pages(bytes) => bytes,
-            Self::Waited(numbers) => {
-                waited = numbers.to_bytes();
-                &waited
+            Self::Told(numbers) => {
+                told = numbers.to_bytes();
+                &told
             }
             Self::Phase(begins) => &[u8::from(*begins)],
             Self::Failed(text) => text.as_bytes(),
@@ -117,7 +117,7 @@ impl Control {
             (9, 0) => Self::Ask,
             (10, _) => Self::Answer(body),
             (11, _) => Self::Checkpoint(ciborium::from_reader(body.as_slice()).ok()?),
-            (12, _) => Self::Waited(Waited::from_bytes(&body)?),
+            (12, _) => Self::Told(Told::from_bytes(&body)?),
             (13, _) => Self::Pages(body),
             _ => return None,
         })
@@ -352,7 +352,7 @@ mod tests {
             Control::Checkpoint(Step::Save { number: 7, token: 1 }),
             Control::Checkpoint(Step::Go(Some(7))),
             Control::Checkpoint(Step::Vcpu { number: 1, index: 3, state: vec![1, 2] }),
-            Control::Waited(Waited { at: 1 << 40, ran: 5, waited: 7, vcpus: 3 }),
+            Control::Told(Told { at: 1 << 40, ran: 5, spun: 6, waited: 7, first: 8, vcpus: 3 }),
             Control::Pages(b"pages".to_vec()),
         ];
         for one in &all {

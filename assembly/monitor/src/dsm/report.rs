@@ -69,6 +69,15 @@ fn add(waits: &mut Waits, waited: u64) {
     waits.most_ns = waits.most_ns.max(waited);
 }
 
+impl Counts {
+    /// A vCPU has waited for a page.
+    pub(super) fn count_wait(&mut self, fault: &Pending, now: u64) {
+        let waited = now.saturating_sub(fault.at);
+        let counted = if fault.again { &mut self.waited } else { &mut self.waited_first };
+        *counted = counted.saturating_add(waited);
+    }
+}
+
 /// Counters when what the guest measures began, and when it had ended.
 #[derive(Debug, Default)]
 pub(super) struct Phase {
@@ -108,6 +117,9 @@ fn counted(now: &(Counters, Counts), before: Option<&(Counters, Counts)>) -> Val
         "not_emulated": counts.not_emulated - old.not_emulated,
         "waited_again_ns": counts.waited - old.waited,
         "waited_first_ns": counts.waited_first - old.waited_first,
+        "ran_ns": counts.ran - old.ran,
+        "spun_ns": counts.spun - old.spun,
+        "crossing_ns": counts.crossing,
         "protocol": counters,
     })
 }

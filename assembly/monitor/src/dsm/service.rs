@@ -19,6 +19,8 @@ use super::vcpus::Pending;
 
 /// Pause between two heartbeats on each link, nanoseconds.
 const BEAT: u64 = 50_000_000;
+/// Pause between two tellings of what vCPUs spend their time with, nanoseconds.
+const TELL: u64 = 25_000_000;
 /// Silence of a link after which its node counts as lost, nanoseconds.
 const SILENCE: u64 = 850_000_000;
 /// How long vCPUs that are stopped may go on waiting for pages, nanoseconds: inside KVM some waits can't be broken off.
@@ -64,16 +66,23 @@ fn be_quick() {
 impl Engine {
     fn serve(&self) {
         let mut next_beat = now();
+        let mut next_telling = next_beat;
         let mut stopping_since = None;
         let mut released = false;
         let mut faults = Vec::new();
         while !self.quit.load(Ordering::Relaxed) {
             if now() >= next_beat {
                 self.beat();
-                self.tell_waits();
                 next_beat = now() + BEAT;
             }
             let mut until = next_beat;
+            if self.gathers {
+                if now() >= next_telling {
+                    self.tell_time();
+                    next_telling = now() + TELL;
+                }
+                until = until.min(next_telling);
+            }
             if let Some(core) = &mut *self.lock() {
                 until = until.min(self.on_time(core));
                 if core.stopping && self.outcome().is_some() && !released {
@@ -133,9 +142,10 @@ impl Engine {
                 self.summon(core, vcpu);
             }
         }
+        let look = self.look_at_vcpus(core);
         core.armed = core.node.deadline();
         let rekick = core.rekick.iter().map(|(at, _)| *at).min();
-        core.armed.into_iter().chain(rekick).min().unwrap_or(u64::MAX)
+        core.armed.into_iter().chain(rekick).min().unwrap_or(u64::MAX).min(look)
     }
 
     /// Sleeps until a time, a poke, faults, or until a link takes more.
@@ -200,6 +210,10 @@ impl Engine {
         let ahead = slot.stream.fault(told.page, told.write);
         slot.fault = Some(Pending { page: told.page, write: told.write, upgrade, again, at: now() });
         slot.examined = false;
+        slot.look.give_up();
+        if self.gathers {
+            core.page_is_missed(index, told.thread, again);
+        }
         let Ok(vcpu) = Vcpu::try_from(index) else { return };
         self.step(core, Event::Fault { vcpu, page: told.page, fault });
         self.fetch_ahead(core, told.page, ahead, told.write);
@@ -317,8 +331,8 @@ impl Engine {
                 self.send_control(link.peer, &Control::Answer(answer.to_string().into_bytes()));
                 return;
             }
-            Control::Waited(waited) => {
-                self.waited(link.peer, waited);
+            Control::Told(told) => {
+                self.told(link.peer, told);
                 return;
             }
             Control::Pages(pages) => {

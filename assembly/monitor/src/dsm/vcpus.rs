@@ -15,6 +15,7 @@ use machine::x86::kvm_regs;
 
 use super::ahead::Stream;
 use super::engine::{Core, Engine, now};
+use super::gather::Look;
 use super::instruction;
 
 /// Looks at unchanged registers after which an instruction counts as retired all the same. A loop that waits for a value comes back to
@@ -53,6 +54,8 @@ pub(super) struct Slot {
     pub(super) trapped_at: u64,
     /// Its operation is under way.
     pub(super) operating: bool,
+    /// Since when it sleeps until that is done, nanoseconds.
+    pub(super) operating_since: Option<u64>,
     /// Its operation is done: the value before.
     pub(super) completed: Option<u64>,
     /// Pages that it was granted since its last instruction is known to have retired.
@@ -66,6 +69,8 @@ pub(super) struct Slot {
     pub(super) ended: bool,
     /// Whether it goes on from page to page.
     pub(super) stream: Stream,
+    /// Looks at what it does.
+    pub(super) look: Look,
 }
 
 type Locked<'a> = MutexGuard<'a, Option<Core>>;
@@ -90,6 +95,9 @@ impl Engine {
         {
             if let Some(page) = slot.trap.take() {
                 locked = self.carry_out(locked, index, page, registers);
+                if let Some(core) = &mut *locked {
+                    core.trap_ends(index);
+                }
             } else if slot.fault.is_some() {
                 if std::mem::replace(&mut slot.examined, true) {
                     locked = self.wait(locked, index);
@@ -98,6 +106,8 @@ impl Engine {
                 }
             } else if std::mem::take(&mut slot.kick) {
                 self.look(core, index, registers);
+            } else if slot.look.is_called() {
+                self.looked_at(core, index, registers);
             } else {
                 break;
             }
@@ -211,8 +221,14 @@ impl Engine {
         };
         let Some(slot) = core.vcpus.get_mut(index) else { return locked };
         slot.operating = true;
+        slot.operating_since = None;
         slot.completed = None;
         self.step(core, Event::Operate { vcpu, page, operation: trapped.operation.clone() });
+        if let Some(slot) = core.vcpus.get_mut(index)
+            && slot.operating
+        {
+            slot.operating_since = Some(now());
+        }
         while let Some(core) = &mut *locked
             && let Some(slot) = core.vcpus.get_mut(index)
         {
@@ -228,7 +244,6 @@ impl Engine {
                 core.counts.emulated += 1;
                 let waited = now().saturating_sub(since);
                 core.counts.stalls.count_trapped(waited);
-                core.counts.waited += waited;
                 core.hot.trapped(page, waited);
                 break;
             }

@@ -23,7 +23,8 @@ use super::bus::RamBus;
 use super::guarded::{ChangeError, Guarded, Watch};
 use super::mapped::{Mapped, free_pages, mapped};
 use super::page::RegisterPage;
-use super::wire::{Frames, Wire};
+use super::traces::Traces;
+use super::wire::{Wire, counted};
 use super::{Back, NicError, StopSink};
 use crate::description::{Nic, NicMode, NicPermission, NicPolicy};
 
@@ -111,6 +112,13 @@ impl Engine {
             name: wish.name.clone(),
             failed: false,
         })
+    }
+
+    /// Has what the guest is refused kept in a file.
+    pub(super) fn set_traces(&mut self, traces: Traces) {
+        if let Mode::Guarded(guarded) = &mut self.mode {
+            guarded.traces = Some(traces);
+        }
     }
 
     /// What its thread may wait for: a card's interrupt, frames of a tap. One of them at a time ([`Self::active`]); none where interrupts go by
@@ -499,6 +507,7 @@ fn guarded(
         monitor: Box::new(monitor),
         guest,
         stop: Some(rules.stop),
+        traces: None,
         masked: false,
         aside,
         guest_master: false,
@@ -524,17 +533,6 @@ pub(super) fn emulated<C>(
     let card = reference::card(device, address, bus, true).ok_or_else(none)?;
     let scratch = device.context.pointers.is_some().then(|| Box::new(pad) as Box<dyn Scratch + Send>);
     Ok(Aside::new(Behind::Emulation(Box::new(Emulation::new(card, wire))), scratch))
-}
-
-fn counted(frames: &Frames) -> Value {
-    json!({
-        "transmit_packets": frames.sent,
-        "transmit_bytes": frames.sent_bytes,
-        "transmit_drop": frames.send_drops,
-        "receive_packets": frames.received,
-        "receive_bytes": frames.received_bytes,
-        "receive_drop": frames.receive_drops,
-    })
 }
 
 fn inspect_guarded(device: &'static Device, guarded: &Guarded<Vfio>) -> Value {

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use device_models::Access;
 use device_models::describe::{Bar, Device};
 use machine::interrupt::{InterruptController, LevelLine};
+use machine::machine_check;
 use pci::config::{ClassCode, ConfigSpace, Identity, InterruptPin};
 use pci::function::{
     BarKind, BarLayout, BarMapping, BarPlace, ConfigEffect, Doorbell, FunctionError, LateWrites, PciFunction,
@@ -118,11 +119,13 @@ impl NicFunction {
         engine.connect(controller, gsi)
     }
 
-    /// Starts the thread, if there is something to wait for. `drain` brings late writes here, in the thread, before it looks.
+    /// Starts the thread, if there is something to wait for. `drain` brings late writes here, in the thread, before it looks; `check` has a vCPU
+    /// take a machine check for one of them.
     pub(super) fn start(
         self: &Arc<Self>,
         on_start: ThreadHook,
         drain: impl Fn() + Send + 'static,
+        check: Box<dyn Fn() + Send>,
     ) -> Result<(), NicError> {
         let (sources, active, mut told, watched) = {
             let engine = lock(&self.engine);
@@ -165,6 +168,9 @@ impl NicFunction {
             function.drive(&mut engine);
             let (changed, again) = engine.watch(what == Woken::Time);
             drop(engine);
+            if machine_check::take() {
+                check();
+            }
             if changed {
                 function.refresh();
             }

@@ -12,6 +12,7 @@ use super::StopSink;
 use super::behind::{Behind, HostCard};
 use super::mapped::Mapped;
 use super::page::RegisterPage;
+use super::traces::Traces;
 
 /// How long a pause waits for a card to finish what the guest handed over.
 const SETTLE: Duration = Duration::from_millis(200);
@@ -30,6 +31,8 @@ pub(super) struct Guarded<C> {
     pub guest: GuestId,
     /// Called once, when the policy stops the guest.
     pub stop: Option<StopSink>,
+    /// Where traces of what was refused go.
+    pub traces: Option<Traces>,
     /// The card's line was up while its causes couldn't be read: VFIO keeps it masked until they are.
     pub masked: bool,
     /// Card or emulation, whichever isn't in use.
@@ -225,6 +228,10 @@ impl<C: HostCard> Guarded<C> {
     fn make(&mut self, access: Access) -> Result<u32, MonitorError> {
         let resets = self.monitor.resets(self.guest);
         let answer = self.monitor.access(self.guest, access)?;
+        if let Some(traces) = &mut self.traces {
+            // Before the VM ends for it.
+            traces.keep(self.monitor.violations(self.guest));
+        }
         if self.monitor.resets(self.guest) != resets {
             // What was told of before is over with the rest.
             self.collect_told();
@@ -244,7 +251,7 @@ impl<C: HostCard> Guarded<C> {
                     stop(why.map_or_else(String::new, |violation| violation.refusal.to_string()));
                 }
             }
-            // This is the thread of the vCPU that made the access.
+            // This is the thread of the vCPU that made the access, or the NIC's, which sees to it that a vCPU has it.
             Answer::MachineCheck => machine::machine_check::raise(),
             // Nobody else has the card.
             Answer::Wait => {}

@@ -20,6 +20,7 @@
 //! | [`behind`] | what is behind a model: a card, or its emulation with a tap |
 //! | [`wire`] | frames of a tap |
 //! | [`function`] | the PCI function: configuration space, BARs, INTx |
+//! | [`traces`] | the file of what a guest was refused |
 //! | [`thread`] | the thread of a NIC: frames of a tap, interrupts of a card |
 //! | [`bus`] | guest memory as a bus master of this process sees it |
 //!
@@ -38,6 +39,7 @@ mod look;
 mod mapped;
 mod page;
 mod thread;
+mod traces;
 mod wire;
 
 use std::sync::Arc;
@@ -53,6 +55,7 @@ use vpio::vfio::{OpenError, Vfio};
 
 use self::function::NicFunction;
 pub use self::guarded::ChangeError;
+use self::traces::Traces;
 use self::wire::Wire;
 use crate::description::{Nic, NicMode};
 use crate::vm::ThreadHook;
@@ -77,6 +80,14 @@ pub const END_SYSCALLS: &[i64] = &[libc::SYS_ioctl, libc::SYS_readlink, libc::SY
 /// Ends the VM: a request of its guest was refused, and the policy is to stop. Says what was refused.
 pub type StopSink = Arc<dyn Fn(String) + Send + Sync>;
 
+/// Whom a NIC tells of requests that were refused. Called from any thread.
+pub struct Refusals {
+    /// The policy is to stop; called at most once until the machine is reset.
+    pub stop: StopSink,
+    /// The policy is a machine check, and what was refused came late: the vCPU that wrote it isn't known any more. A vCPU is to have one.
+    pub check: Box<dyn Fn() + Send>,
+}
+
 /// A NIC can't be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum NicError {
@@ -92,6 +103,15 @@ pub enum NicError {
     /// The tap.
     #[error(transparent)]
     Tap(#[from] NetError),
+    /// The file for traces.
+    #[error("The file {path} for traces of refused requests can't be opened")]
+    Traces {
+        /// Which.
+        path: String,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
     /// Guest memory can't be pinned.
     #[error(
         "The limit of locked memory can't be raised, and a card's memory is locked: run it with RLIMIT_MEMLOCK unlimited"
@@ -118,6 +138,7 @@ impl NicError {
 pub struct OpenedNic {
     wish: Nic,
     back: Back,
+    traces: Option<Traces>,
 }
 
 /// What was opened.
@@ -145,7 +166,14 @@ impl OpenedNic {
                 Back::Card(Box::new(Vfio::open(device)?), None)
             }
         };
-        Ok(Self { wish: wish.clone(), back })
+        let traces = match &wish.mode {
+            NicMode::Vpio { violations: Some(path), .. } => {
+                let failed = |source| NicError::Traces { path: path.display().to_string(), source };
+                Some(Traces::open(path).map_err(failed)?)
+            }
+            _ => None,
+        };
+        Ok(Self { wish: wish.clone(), back, traces })
     }
 
     /// Its name.
@@ -153,8 +181,7 @@ impl OpenedNic {
         &self.wish.name
     }
 
-    /// Plugs it in and starts its thread; `on_start` runs first on that, `drain` whenever it wakes. `stop` is called at most once, from any
-    /// thread.
+    /// Plugs it in and starts its thread; `on_start` runs first on that, `drain` whenever it wakes.
     ///
     /// # Errors
     /// When memory, interrupts or the thread can't be had.
@@ -165,11 +192,15 @@ impl OpenedNic {
         controller: &dyn InterruptController,
         on_start: ThreadHook,
         drain: impl Fn() + Send + 'static,
-        stop: StopSink,
+        refusals: Refusals,
     ) -> Result<NicHandle, crate::vm::Error> {
         let name = self.wish.name.clone();
         let failed = |error: NicError| crate::vm::Error::device(&name, error);
-        let engine = engine::Engine::new(&self.wish, self.back, ram, stop).map_err(failed)?;
+        let Refusals { stop, check } = refusals;
+        let mut engine = engine::Engine::new(&self.wish, self.back, ram, stop).map_err(failed)?;
+        if let Some(traces) = self.traces {
+            engine.set_traces(traces);
+        }
         let function = NicFunction::new(&name, engine).map_err(failed)?;
         let address = root.plug_next(Arc::clone(&function) as Arc<dyn PciFunction>)?;
         let bus = Arc::downgrade(root);
@@ -179,7 +210,10 @@ impl OpenedNic {
             }
         }));
         let gsi = intx_gsi(address.slot(), InterruptPin::A);
-        function.connect(controller, gsi).and_then(|()| function.start(on_start, drain)).map_err(failed)?;
+        function
+            .connect(controller, gsi)
+            .and_then(|()| function.start(on_start, drain, check))
+            .map_err(failed)?;
         Ok(NicHandle(function))
     }
 }

@@ -4,6 +4,7 @@ mod e1000;
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use device_models::Access;
@@ -44,6 +45,15 @@ fn machine(model: &str) -> Machine {
 
 /// The same, with what brings late writes to it.
 fn machine_with(model: &str, drain: impl Fn(&NicFunction) + Send + 'static) -> Machine {
+    machine_checked(model, drain, || panic!("nothing was refused"))
+}
+
+/// The same, with who is told that a late write is to end in a machine check.
+fn machine_checked(
+    model: &str,
+    drain: impl Fn(&NicFunction) + Send + 'static,
+    check: impl Fn() + Send + 'static,
+) -> Machine {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let (queue, wire) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
     let layout = RamLayout::new(&[2 << 20]).unwrap();
@@ -64,7 +74,7 @@ fn machine_with(model: &str, drain: impl Fn(&NicFunction) + Send + 'static) -> M
             drain(&function);
         }
     };
-    function.start(Arc::new(|| {}), drain).unwrap();
+    function.start(Arc::new(|| {}), drain, Box::new(check)).unwrap();
     Machine { function, ram, line, wire }
 }
 
@@ -299,6 +309,7 @@ fn guarded(
         monitor,
         guest,
         stop: Some(stop),
+        traces: None,
         masked: false,
         aside,
         guest_master: false,
@@ -523,6 +534,43 @@ fn policy_machine_check_tells_the_vcpu_that_asked() {
     let honest = [write(0x37, 1, 0x04), write(0x20, 4, 0x1_0000), write(0x10, 4, 100)];
     assert_eq!(honest, [false; 3], "what a driver does");
     assert!(write(0x14, 4, 100), "the transmitter runs; a frame without an address");
+}
+
+/// A late write that is refused, and that the NIC's thread takes: a vCPU is to have the machine check, once, since that thread is none's.
+#[test]
+fn what_is_refused_late_is_passed_to_a_vcpu() {
+    let (refused, checks) = (Arc::new(AtomicBool::new(true)), Arc::new(AtomicU32::new(0)));
+    let told = Arc::clone(&checks);
+    let drain = move |_: &NicFunction| {
+        if refused.swap(false, Ordering::SeqCst) {
+            machine::machine_check::raise();
+        }
+    };
+    let machine = machine_checked("ne2000", drain, move || {
+        told.fetch_add(1, Ordering::SeqCst);
+    });
+    let begin = Instant::now();
+    while checks.load(Ordering::SeqCst) == 0 {
+        assert!(begin.elapsed() < Duration::from_secs(20), "no vCPU is told");
+        machine.read(0, 0, 1);
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let looks = (0..5).map(|_| {
+        machine.read(0, 0, 1);
+        std::thread::sleep(Duration::from_millis(5));
+        checks.load(Ordering::SeqCst)
+    });
+    assert_eq!(looks.collect::<Vec<_>>(), [1; 5]);
+}
+
+/// Two violations of a guest whose NIC drops what it refuses.
+pub(super) fn violations() -> Vec<vpio::Violation> {
+    let ram = machine("rtl8139").ram;
+    let mut guarded = guarded(&ram, FailurePolicy::Ignore, Arc::new(|why| panic!("{why}")), None);
+    for (offset, size, value) in [(0x37, 1, 0x04), (0x14, 4, 100), (0x22, 2, 0x4000)] {
+        guarded.access(Access { bar: 1, offset, size, write: Some(value) }).unwrap();
+    }
+    guarded.monitor.violations(guarded.guest).to_vec()
 }
 
 pci::pci_function_contract!(rtl8139_contract, || machine("rtl8139").function as Arc<dyn PciFunction>);

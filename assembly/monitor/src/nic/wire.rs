@@ -3,6 +3,7 @@
 use std::os::fd::OwnedFd;
 
 use device_models::reference::{self, Card};
+use serde_json::{Value, json};
 use virtio_devices::net::tap::Tap;
 
 /// Bytes of the header in front of each frame of a tap.
@@ -75,4 +76,16 @@ impl Wire {
             }
         }
     }
+}
+
+/// What a tree of the monitor says of frames.
+pub(super) fn counted(frames: &Frames) -> Value {
+    json!({
+        "transmit_packets": frames.sent,
+        "transmit_bytes": frames.sent_bytes,
+        "transmit_drop": frames.send_drops,
+        "receive_packets": frames.received,
+        "receive_bytes": frames.received_bytes,
+        "receive_drop": frames.receive_drops,
+    })
 }

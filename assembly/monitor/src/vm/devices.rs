@@ -35,7 +35,7 @@ use crate::migration::error::line;
 use crate::migration::shape::ShapeDevice;
 use crate::migration::state::SavedDevices;
 use crate::neighbour::{NeighbourFunction, OpenedNeighbour, OpenedNetwork, RunningNetwork};
-use crate::nic::{NicHandle, OpenedNic};
+use crate::nic::{NicHandle, OpenedNic, Refusals};
 use crate::sandbox::{Sandbox, ThreadKind};
 use crate::vfio_user::{Arriving, VfioUserFunction};
 
@@ -250,6 +250,8 @@ impl OpenedDevices {
             let on_start = threads::hook(sandbox, ThreadKind::DeviceWorker);
             let (events, name) = (self.events.clone(), nic.name().to_owned());
             let stop = Arc::new(move |what| events.send(Event::Refused(name.clone(), what)));
+            let events = self.events.clone();
+            let check = Box::new(move || events.send(Event::MachineCheck));
             // A bus holds its devices, and must not be held by them.
             let (its_vm, ports, memory) = (Arc::downgrade(vm), Arc::downgrade(ports), Arc::downgrade(memory));
             let drain = move || {
@@ -259,7 +261,14 @@ impl OpenedDevices {
                     vm.late().drain(&ports, &memory);
                 }
             };
-            nics.push(nic.plug(&root, ram, controller.as_ref(), on_start, drain, stop)?);
+            nics.push(nic.plug(
+                &root,
+                ram,
+                controller.as_ref(),
+                on_start,
+                drain,
+                Refusals { stop, check },
+            )?);
         }
         served.extend(served::plug(served_anywhere, &root, ram, &msi, &watcher, saved)?);
         if let Some(opened) = self.neighbour {

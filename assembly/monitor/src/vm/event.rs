@@ -17,6 +17,8 @@ pub enum Event {
     Vcpu(VcpuEvent),
     /// A device's policy is to stop a guest whose request it refused: the device, and what was refused.
     Refused(String, String),
+    /// A device's policy is a machine check, for a request that came late.
+    MachineCheck,
     /// The API asks for a reset.
     Reset,
     /// The API asks to end the VM.

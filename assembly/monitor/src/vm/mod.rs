@@ -177,6 +177,11 @@ fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Er
             Event::Moved => return Ok(Outcome::Moved),
             Event::Lost(error) => return Err(Error::Lost(error)),
             Event::Arrived(_) => tracing::debug!("a VM came twice"),
+            Event::MachineCheck => {
+                if let Err(error) = machine.vcpus.machine_check() {
+                    tracing::warn!(%error, "a device's machine check reaches no vCPU");
+                }
+            }
             Event::Signal(signal) => {
                 tracing::info!(signal, "ended by a signal");
                 return Ok(Outcome::Stopped);
@@ -190,7 +195,12 @@ fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Er
             Event::Reset
             | Event::Machine(MachineEvent::Reset(_))
             | Event::Vcpu(VcpuEvent::Shutdown { .. }) => {
-                tracing::info!(?event, "resetting the machine");
+                if let Event::Vcpu(VcpuEvent::Shutdown { vcpu, .. }) = &event {
+                    // No guest does that in order to reboot when it has ACPI, and its registers are gone.
+                    tracing::warn!(vcpu, "a triple fault of a vCPU resets the machine");
+                } else {
+                    tracing::info!(?event, "resetting the machine");
+                }
                 machine.reset()?;
                 // Requests of the guest that was: each of its vCPUs may have asked.
                 while let Ok(stale) = events.try_recv() {

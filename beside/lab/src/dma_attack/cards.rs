@@ -7,6 +7,11 @@ pub const SIZE: u32 = 0x10_0000;
 /// First byte that isn't the guest's: the end of its memory. The [`SIZE`] bytes before it are left alone by its kernel too.
 pub const TARGET: u32 = 0x2000_0000;
 
+/// PCI vendor and device of an RTL8139.
+pub const RTL8139_ID: (u16, u16) = (0x10EC, 0x8139);
+/// PCI vendor and device of an 82540EM.
+pub const E1000_ID: (u16, u16) = (0x8086, 0x100E);
+
 /// What the target holds before an attack.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fill {
@@ -82,7 +87,7 @@ const PLUS_SEND: u64 = 0xF000_03E8;
 /// The RTL8139. Its BAR 0 are ports, its BAR 1 memory: the same registers.
 pub static RTL8139: Card = Card {
     name: "rtl8139",
-    identity: (0x10EC, 0x8139),
+    identity: RTL8139_ID,
     bars: &[0, 1],
     ports: [true, false],
     reset: (0, 0x37, 1, 0x10),
@@ -144,7 +149,7 @@ const fn send(length: u64) -> u64 {
 /// attacks (`vpio`'s own tests have them).
 pub static E1000: Card = Card {
     name: "e1000",
-    identity: (0x8086, 0x100E),
+    identity: E1000_ID,
     bars: &[0],
     ports: [false, true],
     reset: (0, 0x0000, 4, 0x0400_0000),

@@ -1,6 +1,7 @@
 //! Attacks on a card by DMA: what `lab attack` does, in a guest or on a bare host. It needs no driver: a card's BARs and a part of memory
 //! that the kernel leaves alone. Whether an attack succeeded is for others to say ([`crate::scenarios`]): by the target's bytes and the wire's.
 
+pub mod beside;
 pub mod cards;
 mod registers;
 
@@ -26,7 +27,7 @@ const RINGS: usize = 0x1_0000;
 const DEVICES: &str = "/sys/bus/pci/devices";
 
 /// The only card of that kind here.
-fn only(card: &Card) -> Result<PathBuf> {
+fn only(name: &str, identity: (u16, u16)) -> Result<PathBuf> {
     let mut found = Vec::new();
     for entry in std::fs::read_dir(DEVICES).with_context(|| format!("Can't list {DEVICES}"))? {
         let path = entry?.path();
@@ -34,13 +35,13 @@ fn only(card: &Card) -> Result<PathBuf> {
             let text = std::fs::read_to_string(path.join(name)).ok()?;
             u16::from_str_radix(text.trim().trim_start_matches("0x"), 16).ok()
         };
-        if number("vendor").zip(number("device")) == Some(card.identity) {
+        if number("vendor").zip(number("device")) == Some(identity) {
             found.push(path);
         }
     }
     match found.as_slice() {
         [path] => Ok(path.clone()),
-        _ => bail!("There are {} cards of kind {} here; say which (--address)", found.len(), card.name),
+        _ => bail!("There are {} cards of kind {name} here; say which (--address)", found.len()),
     }
 }
 
@@ -97,7 +98,7 @@ pub fn run(request: &Request) -> Result<()> {
     };
     let path = match &request.address {
         Some(address) => Path::new(DEVICES).join(address),
-        None => only(card)?,
+        None => only(card.name, card.identity)?,
     };
     enable(&path)?;
     let mut registers = Registers::open(&path, card.ports)?;

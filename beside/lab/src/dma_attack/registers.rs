@@ -54,6 +54,14 @@ impl Registers {
         Ok(Registers([bar(0, ports[0])?, bar(1, ports[1])?]))
     }
 
+    /// Reads a register of one byte among a card's ports.
+    pub fn read_port(&self, bar: u8, offset: u32) -> Result<u8> {
+        let Some(Bar::Ports(file)) = self.0.get(usize::from(bar)) else { bail!("BAR {bar} has no ports") };
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, u64::from(offset)).context("Can't read a port")?;
+        Ok(byte[0])
+    }
+
     /// Writes a register of 1, 2 or 4 bytes by one access.
     pub fn write(&mut self, bar: u8, offset: u32, size: u8, value: u32) -> Result<()> {
         let bytes = value.to_le_bytes();

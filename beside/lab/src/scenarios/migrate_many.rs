@@ -6,6 +6,7 @@
 use super::migrate_rdma;
 use super::migrate_talk as talk;
 use super::rdma_fabric;
+use crate::busy::{self, Look};
 use crate::growth::{self, Holding, Limit};
 use crate::lab::Lab;
 use crate::progress;
@@ -74,6 +75,17 @@ pub(super) fn lines_of(m: &Member<'_>, name: &str) -> Result<u64> {
     said.trim().parse().with_context(|| format!("grep counted {said:?}"))
 }
 
+/// As [`lines`], where perftest must not have ended.
+fn goes_on(m: &Member<'_>) -> Result<u64> {
+    let said =
+        m.sh(&format!("[ -e /run/work.code ] && echo ended; grep -c '^ *{LENGTH} ' /run/work.out || true"))?;
+    said.trim().parse().with_context(|| format!("perftest in guest {}: {said:?} lines", m.name))
+}
+
+pub(super) fn joined<T>(thread: std::thread::ScopedJoinHandle<'_, Result<T>>) -> Result<T> {
+    thread.join().unwrap_or_else(|_| bail!("A thread panicked"))
+}
+
 fn shown(holding: &Holding) -> Value {
     holding
         .iter()
@@ -90,6 +102,11 @@ fn shown(holding: &Holding) -> Value {
 fn first_compared(moves: usize) -> usize {
     let from = FROM.min(moves / 2).max(1);
     from + (moves - from) % 2
+}
+
+/// What hosts are busy with, where somebody wants to know.
+fn looks(lab: &Lab) -> Result<Vec<Look>> {
+    if busy::wanted() { lab.hosts().iter().map(Look::take).collect() } else { Ok(Vec::new()) }
 }
 
 fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
@@ -121,19 +138,27 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         }
         std::thread::sleep(Duration::from_secs(2));
     };
+    if busy::wanted() {
+        progress!("memory of guest a: {}", pair.a.sh("tr -s ' \n' ' ' < /proc/meminfo")?);
+    }
     let mut errors = 0_u32;
     let from = first_compared(moves);
     let mut samples: BTreeMap<usize, Holding> = BTreeMap::new();
-    let (mut longest, mut pauses, mut silent) = (Duration::ZERO, Vec::new(), 0);
+    let (mut needed, mut pauses, mut silent) = (Vec::new(), Vec::new(), 0);
     let mut printed = lines(&pair.a)?;
     let mut next = Some(migrate_rdma::awaited(&pair, 1)?);
     let began = Instant::now();
     for number in 1..=moves {
         let start = Instant::now();
         let coming = next.take().context("Nobody waits for the guest")?;
+        let idle = looks(lab)?;
         let timeline = migrate_rdma::go(lab, &mut pair, coming, number % 2, migrate_rdma::BEFORE)
             .with_context(|| format!("Move {number}"))?;
         let moved = start.elapsed();
+        let at_end = looks(lab)?;
+        for ((host, end), begin) in lab.hosts().iter().zip(&at_end).zip(&idle) {
+            progress!("{} was busy with: {}", host.name(), end.since(begin));
+        }
         pauses.push(timeline["pause_ms"].as_f64().unwrap_or(0.0));
         if number == from || number == moves || number % 10 == 0 {
             // Before the next monitor is there.
@@ -143,9 +168,14 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         let looked = std::thread::scope(|scope| {
             let next =
                 (number < moves).then(|| scope.spawn(|| migrate_rdma::awaited(&pair, (number + 1) % 2)));
-            let looked = talk::connected(&pair.a)
-                .and_then(|found| Ok((found, talk::go_on(&pair).and_then(|()| lines(&pair.a))?)));
-            let next = next.map(|thread| thread.join().unwrap_or_else(|_| bail!("A thread panicked")));
+            let peer = scope.spawn(|| talk::works(&pair.b));
+            let found = scope.spawn(|| talk::connected(&pair.a));
+            let looked = goes_on(&pair.a).and_then(|count| {
+                let peer = joined(peer)?;
+                let found = joined(found)?;
+                peer.then_some((found, count)).context("perftest in guest b has ended")
+            });
+            let next = next.map(joined);
             (looked, next)
         });
         next = looked.1.transpose()?;
@@ -157,9 +187,10 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         silent += u32::from(count == printed);
         printed = count;
         let busy = start.elapsed();
-        // Whatever takes longer than the interval begins the next one at once.
-        std::thread::sleep(every.saturating_sub(busy));
-        longest = longest.max(start.elapsed());
+        // What takes longer than the interval begins the next one at once, and what comes behind makes up for it.
+        let due = every * u32::try_from(number).unwrap_or(u32::MAX);
+        std::thread::sleep(due.saturating_sub(began.elapsed()));
+        needed.push(busy);
         progress!(
             "move {number}/{moves}, after {:.0} s: {:.1} s, of which the command {:.1} s, the migration {:.1} s, pause {:.1} s (emulated: says nothing), {} bytes in {} rounds",
             began.elapsed().as_secs_f64(),
@@ -206,11 +237,15 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         report.check(false, format!("from move {from} to {moves}: {sentence}"));
     }
     pauses.sort_unstable_by(f64::total_cmp);
+    needed.sort_unstable();
+    let in_tenths = |time: Option<&Duration>| (time.map_or(0.0, Duration::as_secs_f64) * 10.0).round() / 10.0;
     report.figure("moves", moves as u64);
     report.figure("errors", errors);
     report.figure("grown", grown.len() as u64);
     report.figure("seconds_from_one_to_the_next", (took.as_secs_f64() / moves as f64 * 10.0).round() / 10.0);
-    report.figure("longest_seconds", longest.as_secs_f64().round());
+    // What a move takes by itself, with all looks: more than the interval is made up for by others only where these are quicker.
+    report.figure("seconds_of_a_move_median", in_tenths(needed.get(needed.len() / 2)));
+    report.figure("seconds_of_a_move_longest", in_tenths(needed.last()));
     report.figure("pause_ms_median", pauses.get(pauses.len() / 2).copied().unwrap_or(0.0).round());
     report.figure("moves_without_a_line_of_perftest", silent);
     report.figure("seconds_to_the_line_after_the_last", line_after.as_secs());

@@ -13,7 +13,7 @@
 //! ```
 //! With `--only verbs` rxe devices on the hosts' bridges br1 carry the connections (those of the MPI job have shared receive queues, UCX's).
 
-use super::migrate_programs::{Programs, Wanted};
+use super::migrate_programs::{Programs, Wanted, all_at_once};
 use super::migrate_talk::{self as talk, Names, PATIENCE};
 use super::rdma_verbs;
 use crate::guest::Guest;
@@ -98,14 +98,10 @@ struct Guests<'p, 'l> {
 impl Guests<'_, '_> {
     /// The connected queue pairs of each, and how their peers are reached.
     fn names(&self) -> Result<(Vec<Names>, BTreeSet<String>)> {
-        let mut transports = BTreeSet::new();
-        let mut all = Vec::new();
-        for guest in 0..NAMES.len() {
-            let (names, by) = talk::connected(self.pair.member(guest)?)?;
-            all.push(names);
-            transports.extend(by);
-        }
-        Ok((all, transports))
+        let pair: &Pair<'_> = self.pair;
+        let found = all_at_once(0..NAMES.len(), |guest| talk::connected(pair.member(guest)?))?;
+        let (all, by): (Vec<Names>, Vec<BTreeSet<String>>) = found.into_iter().unzip();
+        Ok((all, by.into_iter().flatten().collect()))
     }
 
     /// Moves guests as one migration.
@@ -209,8 +205,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             same,
             format!("queue pairs were {first:?}, and are {now:?} after migration {}", number + 1),
         );
-        for guest in 0..NAMES.len() {
-            let failures = talk::failures(guests.pair.member(guest)?)?;
+        let pair: &Pair<'_> = guests.pair;
+        for failures in all_at_once(0..NAMES.len(), |guest| talk::failures(pair.member(guest)?))? {
             errors += u32::from(!failures.is_empty());
             report.check(failures.is_empty(), format!("after migration {}: {failures:?}", number + 1));
         }

@@ -77,6 +77,18 @@ struct Program {
     runs: u32,
 }
 
+/// Does the same for each, all at once, and fails where one does.
+pub(super) fn all_at_once<T: Send, R: Send>(
+    those: impl Iterator<Item = T>,
+    each: impl Fn(T) -> Result<R> + Sync,
+) -> Result<Vec<R>> {
+    std::thread::scope(|scope| {
+        let each = &each;
+        let threads: Vec<_> = those.map(|one| scope.spawn(move || each(one))).collect();
+        threads.into_iter().map(many::joined).collect()
+    })
+}
+
 /// All that run.
 pub(super) struct Programs(Vec<Program>);
 
@@ -109,53 +121,38 @@ impl Programs {
         Ok(programs)
     }
 
-    /// Waits until each has done something since the last time.
+    /// Waits until each has done something since the last time. All are looked at at once: most of it is waiting for emulated hosts.
     pub fn go_on(&mut self, pair: &Pair<'_>) -> Result<()> {
-        for program in &mut self.0 {
-            let until = Instant::now() + PATIENCE;
-            let due = program.done + program.step();
-            loop {
-                none_panicked(pair)?;
-                let done = program.counted(pair)?;
-                let over = program.has_ended(pair)?;
-                if done >= due || over && program.ends_by_itself() {
-                    program.done = done;
-                    break;
-                }
-                if over || Instant::now() > until {
-                    bail!("{} is at {done}, {due} are due: {}", program.name, program.trouble(pair)?);
-                }
-                std::thread::sleep(Duration::from_secs(2));
-            }
-        }
-        Ok(())
+        all_at_once(self.0.iter_mut(), |program| program.goes_on(pair)).map(drop)
     }
 
     /// In how many that have ended by themselves each guest was: as many queue pairs of its may be gone.
     pub fn gone(&self, pair: &Pair<'_>) -> Result<[usize; 4]> {
         let mut gone = [0; 4];
-        for program in self.0.iter().filter(|program| program.ends_by_itself()) {
-            if program.has_ended(pair)? {
-                gone[program.server] += 1;
-                gone[program.client] += 1;
-            }
+        let those = || self.0.iter().filter(|program| program.ends_by_itself());
+        let ended = all_at_once(those(), |program| program.has_ended(pair))?;
+        for (program, _) in those().zip(ended).filter(|(_, ended)| *ended) {
+            gone[program.server] += 1;
+            gone[program.client] += 1;
         }
         Ok(gone)
     }
 
     /// Starts those anew that have ended well, so that none is missing in the next migration; whether there were some.
     pub fn begin_again(&mut self, pair: &Pair<'_>) -> Result<bool> {
-        let mut again = false;
-        for program in self.0.iter_mut().filter(|program| program.ends_by_itself()) {
-            if program.has_ended(pair)? {
-                if let Some(wrong) = program.wrong(pair)? {
-                    bail!("{}: {wrong}", program.name);
-                }
-                progress!("{} has ended well, and begins again", program.name);
-                program.start(pair)?;
-                again = true;
+        let those = self.0.iter_mut().filter(|program| program.ends_by_itself());
+        let begun = all_at_once(those, |program| {
+            if !program.has_ended(pair)? {
+                return Ok(false);
             }
-        }
+            if let Some(wrong) = program.wrong(pair)? {
+                bail!("{}: {wrong}", program.name);
+            }
+            progress!("{} has ended well, and begins again", program.name);
+            program.start(pair)?;
+            Ok(true)
+        })?;
+        let again = begun.contains(&true);
         if again {
             self.go_on(pair)?;
         }
@@ -264,6 +261,25 @@ impl Program {
         Ok(())
     }
 
+    /// Waits until it has done something since the last time.
+    fn goes_on(&mut self, pair: &Pair<'_>) -> Result<()> {
+        let until = Instant::now() + PATIENCE;
+        let due = self.done + self.step();
+        loop {
+            none_panicked(pair)?;
+            let done = self.counted(pair)?;
+            let over = self.has_ended(pair)?;
+            if done >= due || over && self.ends_by_itself() {
+                self.done = done;
+                return Ok(());
+            }
+            if over || Instant::now() > until {
+                bail!("{} is at {done}, {due} are due: {}", self.name, self.trouble(pair)?);
+            }
+            std::thread::sleep(Duration::from_secs(2));
+        }
+    }
+
     /// How far it is.
     fn counted(&self, pair: &Pair<'_>) -> Result<u64> {
         let client = pair.member(self.client)?;
@@ -286,8 +302,8 @@ impl Program {
     }
 
     fn has_ended(&self, pair: &Pair<'_>) -> Result<bool> {
-        let [server, client] = self.ends(pair)?;
-        Ok(!talk::works_as(client, &self.name)? || !talk::works_as(server, &self.name)?)
+        let ends = self.ends(pair)?;
+        Ok(all_at_once(ends.into_iter(), |member| talk::works_as(member, &self.name))?.contains(&false))
     }
 
     /// What is wrong with how it ended, once it has.

@@ -56,7 +56,7 @@ pub(super) fn service(lab: &Lab) -> Result<Session> {
 
 /// The networks of the first so many hosts, which have daemons, and the service on the first.
 pub(super) fn service_of(lab: &Lab, hosts: usize) -> Result<Session> {
-    lab.install_causeway()?;
+    lab.install_causeway_in_memory()?;
     for (number, host) in lab.hosts().iter().take(hosts).enumerate() {
         rdma_fabric::prepare(host, number)?;
     }
@@ -99,7 +99,7 @@ pub(super) fn by_verbs(options: &Options) -> bool {
 
 /// As [`service_of`], with an RDMA device on each host and all VMs pinned to transport `verbs`; what daemons are told of it goes into the layout.
 pub(super) fn verbs_of(lab: &Lab, hosts: usize, layout: &mut Layout) -> Result<Session> {
-    lab.install_causeway()?;
+    lab.install_causeway_in_memory()?;
     for (number, host) in lab.hosts().iter().take(hosts).enumerate() {
         rdma_fabric::prepare(host, number)?;
         rdma_verbs::rxe_on(host, "br1", Ipv4Addr::new(10, 77, 0, u8::try_from(number + 1)?))?;

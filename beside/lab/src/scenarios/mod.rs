@@ -49,6 +49,7 @@ mod rdma_wire;
 mod vpio_attacks;
 mod vpio_handoff;
 mod vpio_nics;
+mod vpio_recovery;
 mod wakeups;
 
 use crate::scenario::Scenario;
@@ -93,5 +94,6 @@ pub const ALL: &[Scenario] = &[
     vpio_nics::SCENARIO,
     vpio_handoff::SCENARIO,
     vpio_attacks::SCENARIO,
+    vpio_recovery::SCENARIO,
     wakeups::SCENARIO,
 ];

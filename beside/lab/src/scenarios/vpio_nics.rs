@@ -53,7 +53,9 @@ const CHANGING: &str = "changing";
 /// How often, and how many pings there are in each place.
 const CHANGES: u32 = 20;
 const PINGS: u32 = 3;
-const NAME: &str = "nics";
+pub(super) const NAME: &str = "nics";
+/// What a guest says once its card has its driver.
+pub(super) const READY: &str = "the nic is";
 pub(super) const HOST_SIDE: &str = "10.82.0.1";
 const GUEST_SIDE: &str = "10.82.0.2";
 /// Keystrokes that are echoed one by one.
@@ -64,10 +66,10 @@ const ALONE: u32 = 40;
 /// Groups of frames that arrive together, and how many of them.
 const GROUP: u32 = 8;
 const GROUPS: u32 = 10;
-const BOOT: Duration = Duration::from_secs(600);
+pub(super) const BOOT: Duration = Duration::from_secs(600);
 /// Seconds that a transfer may take.
 const BULK: u32 = 240;
-const PATIENCE: Duration = Duration::from_secs(600);
+pub(super) const PATIENCE: Duration = Duration::from_secs(600);
 
 impl Card {
     pub(super) fn address(&self) -> String {
@@ -130,9 +132,9 @@ pub(super) fn topology(_: &Options) -> Topology {
 }
 
 /// A guest with one NIC.
-struct Member<'a> {
-    host: &'a Host,
-    guest: Guest,
+pub(super) struct Member<'a> {
+    pub(super) host: &'a Host,
+    pub(super) guest: Guest,
     card: &'a Card,
     mode: &'static str,
 }
@@ -150,7 +152,8 @@ struct Counts {
 }
 
 impl Member<'_> {
-    fn run(&self, script: &str) -> Result<String> {
+    /// Runs a script in the guest.
+    pub(super) fn run(&self, script: &str) -> Result<String> {
         let quoted = rdma::quoted(&format!("export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root; {script}"));
         let first = script.lines().next().unwrap_or_default();
         self.host
@@ -164,9 +167,15 @@ impl Member<'_> {
         serde_json::from_str(&text).context("`causeway inspect --json` printed no JSON")
     }
 
+    /// The NIC in the monitor's tree.
+    pub(super) fn nic(&self) -> Result<Value> {
+        let text = self.host.sh(&format!("causeway inspect {NAME} pci/functions --json"))?;
+        let tree = serde_json::from_str(&text).context("`causeway inspect --json` printed no JSON")?;
+        find(&tree, "kind", "nic").cloned().context("The tree has no NIC")
+    }
+
     fn counts(&self) -> Result<Counts> {
-        let tree = self.inspect()?;
-        let nic = find(&tree["pci"], "kind", "nic").context("The tree has no NIC")?;
+        let (tree, nic) = (self.inspect()?, self.nic()?);
         let number = |value: &Value| value.as_u64().unwrap_or(0);
         let ranges = tree["exits"]["ranges"].as_object().context("The exit table has no ranges")?;
         let ours = |name: &str| name.split([':', ' ']).any(|word| word == "nic0");
@@ -280,27 +289,40 @@ pub(super) fn address_peer(host: &Host, card: &Card, mode: &str) -> Result<()> {
 
 fn boot<'a>(host: &'a Host, card: &'a Card, mode: &'static str, kernel: &str) -> Result<Member<'a>> {
     address_peer(host, card, mode)?;
+    let nic = match mode {
+        "virtual" => format!("virtual:{},tap=tapn", card.name),
+        CHANGING => format!("vpio:{},tap=tapn", card.address()),
+        _ => format!("{mode}:{}", card.address()),
+    };
+    start(host, card, mode, &nic, &[], kernel)
+}
+
+/// A guest whose NIC is `nic`, with its card's driver and more words on its command line.
+pub(super) fn start<'a>(
+    host: &'a Host,
+    card: &'a Card,
+    mode: &'static str,
+    nic: &str,
+    words: &[&str],
+    kernel: &str,
+) -> Result<Member<'a>> {
     let script = format!(
         "export PATH=/usr/sbin:/usr/bin:/sbin:/bin\nmount -t tmpfs run /run\nmodprobe {driver} || exit 1\n\
          n=$(ls /sys/class/net | grep -v lo | head -n 1); [ -n \"$n\" ] || {{ dmesg | tail -n 20; exit 2; }}\n\
          ip link set $n name n0; ip addr add {GUEST_SIDE}/24 dev n0; ip link set n0 up\n\
-         echo the nic is $(basename $(readlink /sys/class/net/n0/device/driver)) $(cat /sys/class/net/n0/address)\n{serve}",
+         echo {READY} $(basename $(readlink /sys/class/net/n0/device/driver)) $(cat /sys/class/net/n0/address)\n{serve}",
         driver = card.driver,
         serve = guest_channel::serve(GUEST_SIDE),
     );
     let mut spec = GuestSpec::new(NAME, kernel, 1)
         .memory(512)
         .root()
+        .cmdline(words.iter().copied())
         .script(&script)
         .file("agent", std::fs::read(crate::paths::agent()?)?);
-    let nic = match mode {
-        "virtual" => format!("virtual:{},tap=tapn", card.name),
-        CHANGING => format!("vpio:{},tap=tapn", card.address()),
-        _ => format!("{mode}:{}", card.address()),
-    };
     spec.extra.push(format!("--vsock cid=3,socket={} --nic {nic}", guest_channel::socket(NAME)));
     let guest = Guest::start(host, &spec, Vmm::Causeway)?;
-    let (line, _) = guest.expect("the nic is", BOOT)?;
+    let (line, _) = guest.expect(READY, BOOT)?;
     if !line.contains(card.driver) {
         bail!("The guest's driver is another: {line:?}");
     }
@@ -308,9 +330,9 @@ fn boot<'a>(host: &'a Host, card: &'a Card, mode: &'static str, kernel: &str) ->
     Ok(Member { host, guest, card, mode })
 }
 
-/// Random bytes in one direction, whose checksums must agree.
-fn transfer(member: &Member<'_>) -> Result<()> {
-    let bytes = member.card.kib << 10;
+/// Random bytes in each direction, whose checksums must agree.
+pub(super) fn transfer(member: &Member<'_>, kib: u64) -> Result<()> {
+    let bytes = kib << 10;
     let sum = |text: &str| text.lines().find_map(|line| Some(line.strip_prefix("SUM ")?.trim().to_owned()));
     let host = member.host;
     let server = host
@@ -346,8 +368,7 @@ fn standing(member: &Member<'_>) {
     let guest = "grep -e n0 -e CPU0 /proc/interrupts; ss -tino; cat /sys/class/net/n0/statistics/{tx_packets,rx_packets,rx_errors,rx_dropped,rx_over_errors}; dmesg | tail -n 5; ip -s link show n0; ip neigh";
     for _ in 0..2 {
         eprintln!("guest: {}", member.run(guest).unwrap_or_else(|error| format!("{error:#}")));
-        let nic = member.inspect().map(|tree| find(&tree["pci"], "kind", "nic").cloned());
-        eprintln!("monitor: {nic:?}");
+        eprintln!("monitor: {:?}", member.nic());
         let host = member.host.sh("ss -tino; ip -s link; grep vfio /proc/interrupts; nstat -az 2>/dev/null | grep -i -e retrans -e timeouts");
         eprintln!("host: {}", host.unwrap_or_else(|error| format!("{error:#}")));
         std::thread::sleep(Duration::from_secs(5));
@@ -404,7 +425,7 @@ fn traffic(member: &Member<'_>) -> Result<()> {
     progress!("    {} {}: ping", member.card.name, member.mode);
     keystrokes(member)?;
     progress!("    {} {}: keystrokes", member.card.name, member.mode);
-    transfer(member)?;
+    transfer(member, member.card.kib)?;
     progress!("    {} {}: transfers", member.card.name, member.mode);
     Ok(())
 }
@@ -415,7 +436,7 @@ fn pause(member: &Member<'_>) -> Result<()> {
         member.host.sh(&format!("causeway pause {NAME}; sleep 0.5; causeway resume {NAME}"))?;
         member.run(&format!("ping -q -c 5 -i 0.3 -w 60 {HOST_SIDE}"))?;
     }
-    transfer(member)?;
+    transfer(member, member.card.kib)?;
     progress!("    {} {}: paused and resumed", member.card.name, member.mode);
     Ok(())
 }
@@ -455,8 +476,7 @@ fn changes(member: &Member<'_>) -> Result<Value> {
         bail!("The stream stood still: {pieces} pieces in {CHANGES} changes");
     }
     echo.wait(PATIENCE)?;
-    let tree = member.inspect()?;
-    let nic = find(&tree["pci"], "kind", "nic").context("The tree has no NIC")?;
+    let nic = member.nic()?;
     if nic["changes"] != CHANGES || nic["behind"] != "card" {
         bail!("The NIC counts {} changes and has its {} behind it", nic["changes"], nic["behind"]);
     }
@@ -480,8 +500,7 @@ fn part(lab: &Lab, card: &Card, mode: &'static str, kernel: &str) -> Result<Valu
         found.insert("packets".to_owned(), table(&member)?);
         pause(&member).inspect_err(|_| standing(&member))?;
     }
-    let tree = member.inspect()?;
-    let nic = find(&tree["pci"], "kind", "nic").context("The tree has no NIC")?;
+    let nic = member.nic()?;
     if mode == "vpio" || mode == CHANGING {
         progress!("    states {}, hooks {}, windows {}", nic["states"], nic["hooks"], nic["windows"]);
         if nic["violations"].as_array().is_none_or(|list| !list.is_empty()) {

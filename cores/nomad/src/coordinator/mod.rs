@@ -352,7 +352,8 @@ impl Coordinator {
             };
             self.send(host, body, actions);
         }
-        let after_ms = self.config.retry_ms;
+        let Config { retry_ms, calm_ms, .. } = self.config;
+        let after_ms = if stage == Stage::Copying { calm_ms } else { retry_ms };
         actions.push(Action::Timer { timer: Timer::Retry(migration), after_ms });
     }
 

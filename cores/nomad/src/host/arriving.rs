@@ -63,7 +63,7 @@ impl Host {
         actions.push(Action::Reserve { migration, moves: moves.clone() });
         let arriving = Arriving { moves, granted: false, arrived: BTreeSet::new(), faces: BTreeMap::new() };
         self.arriving.insert(migration, arriving);
-        self.set(Timer::Arriving(migration), self.config.retry_ms, actions);
+        self.set(Timer::Arriving(migration), self.config.calm_ms, actions);
     }
 
     pub(super) fn room(&mut self, migration: MigrationId, granted: bool, actions: &mut Vec<Action>) {
@@ -118,6 +118,8 @@ impl Host {
             self.tell(Node::Host(source), Body::Loaded { migration }, actions);
         }
         self.tell(Node::Coordinator, Body::Loaded { migration }, actions);
+        // Guests stand still now.
+        self.set(Timer::Arriving(migration), self.config.retry_ms, actions);
     }
 
     /// [`Plant::ResumeBeforeCommit`]: tells peers to go on although nothing is decided.
@@ -137,8 +139,8 @@ impl Host {
             self.tell_loaded(migration, actions);
         } else {
             self.tell(Node::Coordinator, Body::Outcome { migration }, actions);
+            self.set(Timer::Arriving(migration), self.config.calm_ms, actions);
         }
-        self.set(Timer::Arriving(migration), self.config.retry_ms, actions);
     }
 
     /// Runs what has come, if everything has. What it runs then.

@@ -89,7 +89,7 @@ impl Host {
                 }
                 let left = moves.iter().map(|moved| moved.vm).collect();
                 self.leaving.insert(migration, Leaving { moves, phase: Phase::Copying(left) });
-                self.set(Timer::Leaving(migration), self.config.retry_ms, actions);
+                self.set(Timer::Leaving(migration), self.config.calm_ms, actions);
                 return;
             }
         };
@@ -102,6 +102,8 @@ impl Host {
             && left.is_empty()
         {
             self.tell(Node::Coordinator, Body::Converged { migration }, actions);
+            // The guest's last copy gets older: this one is said again soon.
+            self.set(Timer::Leaving(migration), self.config.retry_ms, actions);
         }
     }
 
@@ -207,8 +209,10 @@ impl Host {
 
     pub(super) fn repeat_leaving(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
         let Some(leaving) = self.leaving.get(&migration) else { return };
+        let mut after_ms = self.config.retry_ms;
         match &leaving.phase {
             Phase::Copying(left) => {
+                after_ms = self.config.calm_ms;
                 let body =
                     if left.is_empty() { Body::Converged { migration } } else { Body::Outcome { migration } };
                 self.tell(Node::Coordinator, body, actions);
@@ -226,7 +230,7 @@ impl Host {
             Phase::Handing(_) => self.hand_over(migration, actions),
             Phase::Yielded => self.tell(Node::Coordinator, Body::Yield { migration }, actions),
         }
-        self.set(Timer::Leaving(migration), self.config.retry_ms, actions);
+        self.set(Timer::Leaving(migration), after_ms, actions);
     }
 
     pub(super) fn switch_is_late(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {

@@ -75,6 +75,17 @@ pub enum Pending {
     Deadline(u32, coordinator::Timer, u32),
 }
 
+impl Pending {
+    /// Timers that differ in nothing but how long they take are one.
+    pub(super) fn without_time(self) -> Self {
+        match self {
+            Self::Timer(host, incarnation, timer, _) => Self::Timer(host, incarnation, timer, 0),
+            Self::Deadline(start, timer, _) => Self::Deadline(start, timer, 0),
+            other => other,
+        }
+    }
+}
+
 /// A host.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Machine {

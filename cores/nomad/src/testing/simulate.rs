@@ -91,6 +91,8 @@ struct Run {
     now: u64,
     count: u64,
     queue: BinaryHeap<Reverse<(u64, u64, Pending)>>,
+    /// Of each timer the one that was set last: it replaces those before it.
+    latest: BTreeMap<Pending, u64>,
     out: Vec<Pending>,
     /// Parts of a thousand messages.
     losses: u32,
@@ -112,6 +114,7 @@ impl Run {
             now: 0,
             count: 0,
             queue: BinaryHeap::new(),
+            latest: BTreeMap::new(),
             out,
             losses: 0,
             repeats: 0,
@@ -155,6 +158,9 @@ impl Run {
 
     fn push(&mut self, after: u64, pending: Pending) {
         self.count += 1;
+        if matches!(pending, Pending::Timer(..) | Pending::Deadline(..)) {
+            self.latest.insert(pending.clone().without_time(), self.count);
+        }
         self.queue.push(Reverse((self.now + after, self.count, pending)));
     }
 
@@ -167,8 +173,15 @@ impl Run {
                 return false;
             }
         }
-        let Some(Reverse((at, _, pending))) = self.queue.pop() else { return false };
+        let Some(Reverse((at, number, pending))) = self.queue.pop() else { return false };
         self.now = at;
+        if matches!(pending, Pending::Timer(..) | Pending::Deadline(..)) {
+            let timer = pending.clone().without_time();
+            if self.latest.get(&timer) != Some(&number) {
+                return true;
+            }
+            self.latest.remove(&timer);
+        }
         self.report.events += 1;
         self.report.steps += u64::from(
             !matches!(pending, Pending::Data { .. } | Pending::Done { .. }) && self.cluster.matters(&pending),

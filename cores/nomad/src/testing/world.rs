@@ -110,7 +110,8 @@ impl World {
     }
 
     fn take_in(&mut self, out: Vec<Pending>) {
-        self.under_way.extend(out);
+        // Anything may take any time here, timers too.
+        self.under_way.extend(out.into_iter().map(Pending::without_time));
         let cluster = &self.cluster;
         self.under_way.retain(|pending| cluster.matters(pending));
         self.under_way.sort_unstable();

@@ -98,13 +98,16 @@ pub(super) struct Control {
     state: Mutex<State>,
     changed: Condvar,
     attention: AtomicBool,
+    /// It is to take a machine check.
+    check: AtomicBool,
     page: RunPage,
 }
 
 impl Control {
     pub(super) fn new(page: RunPage) -> Self {
         let state = State { want: Want::Pause, parked: false, ended: false, gone: false, command: None };
-        Self { state: Mutex::new(state), changed: Condvar::new(), attention: AtomicBool::new(false), page }
+        let no = || AtomicBool::new(false);
+        Self { state: Mutex::new(state), changed: Condvar::new(), attention: no(), check: no(), page }
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, State> {
@@ -133,6 +136,22 @@ impl Control {
     /// Makes it come out and look, without a new wish.
     pub(super) fn nudge(&self) {
         self.call_attention(self.lock());
+    }
+
+    /// As [`Control::nudge`], and then it takes a machine check.
+    pub(super) fn owe_check(&self) {
+        self.check.store(true, Ordering::Release);
+        self.nudge();
+    }
+
+    /// Whether it is to take a machine check: one that was parked when it was asked to has forgotten the nudge.
+    pub(super) fn owes_check(&self) -> bool {
+        self.check.load(Ordering::Acquire)
+    }
+
+    /// The same, and then not any more.
+    pub(super) fn take_check(&self) -> bool {
+        self.check.swap(false, Ordering::AcqRel)
     }
 
     fn call_attention(&self, state: MutexGuard<'_, State>) {

@@ -176,6 +176,15 @@ impl VcpuManager {
         Ok(())
     }
 
+    /// The first vCPU takes a machine check before its next instruction, once it runs: a device refused what some vCPU wrote late
+    /// ([`crate::late`]), and nobody knows any more which. Doesn't wait for it.
+    pub fn machine_check(&self) -> Result<(), VcpuError> {
+        let member = self.members.first().ok_or(VcpuError::Absent(0))?;
+        member.control.owe_check();
+        member.kick();
+        Ok(())
+    }
+
     fn member(&self, vcpu: u32) -> Result<&Member, VcpuError> {
         self.members.iter().find(|member| member.id == vcpu).ok_or(VcpuError::Absent(vcpu))
     }
@@ -213,6 +222,8 @@ impl VcpuManager {
             thread.vcpu().start(&power_on, &start, false)
         })??;
         member.control.lock().ended = false;
+        // What was meant for the state before.
+        member.control.take_check();
         Ok(())
     }
 

@@ -120,9 +120,10 @@ impl VcpuThread {
             handler.before_run(self.id, self);
         }
         loop {
-            if self.control.attention() || machine_check::is_wanted() {
+            if self.control.attention() || machine_check::is_wanted() || self.control.owes_check() {
                 let mut left = self.complete();
-                if machine_check::take() && matches!(left, Left::Attention) {
+                let owed = self.control.take_check();
+                if (machine_check::take() || owed) && matches!(left, Left::Attention) {
                     left = self.machine_check();
                 }
                 self.drain();

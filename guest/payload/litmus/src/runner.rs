@@ -73,6 +73,8 @@ const MOST_OUTCOMES: usize = 256;
 #[derive(Debug, Clone, Copy)]
 pub struct Bench {
     instances: usize,
+    /// Bytes from an instance to the next, where each has a line of its own or locations share none.
+    step: usize,
     /// Bytes between the memory of two locations that don't share pages.
     array: usize,
     locations: Shared<AtomicU64>,
@@ -87,6 +89,8 @@ pub struct Bench {
 const HISTOGRAM: usize = (2 + MOST_OUTCOMES * ENTRY).next_multiple_of(PAGE / 8);
 /// Bytes of a cache line.
 const LINE: usize = 64;
+/// Bytes of a location: the widest access.
+const WIDEST: usize = 8;
 
 impl Bench {
     /// For rounds of `instances` of tests whose locations lie across pages (`crossing`), which takes a page for each, or don't.
@@ -96,9 +100,12 @@ impl Bench {
     pub fn new(heap: &mut Heap, team: &Team<'_>, instances: usize, crossing: bool) -> Result<Self, Refused> {
         // A page more, as the last location across pages ends there.
         let array = if crossing { (instances + 1) * PAGE } else { (instances * LINE).next_multiple_of(PAGE) };
+        // Nodes pass on pages, whatever lines are in them: the more instances a page has, the fewer are passed on for each.
+        let step = if several(team) { WIDEST } else { LINE };
         let behind = clock::behind(team, heap.array(clock::WORDS)?);
         Ok(Self {
             instances,
+            step,
             array,
             locations: heap.array(MOST_LOCATIONS * array / 8)?,
             registers: heap.array(instances * MOST_OBSERVED * MOST_THREADS)?,
@@ -112,9 +119,13 @@ impl Bench {
     fn address(&self, record: &Record, instance: usize, location: usize) -> *mut u8 {
         let array = location * self.array;
         let offset = match record.placement {
-            Placement::Line => instance * LINE + location * 8,
-            Placement::Page => (instance * MOST_LOCATIONS + location) * LINE,
-            Placement::Pages => array + instance * LINE,
+            Placement::Line => instance * self.step.max(MOST_LOCATIONS * WIDEST) + location * WIDEST,
+            Placement::Page => {
+                // A page's quarters are the locations'.
+                let (quarter, within) = (PAGE / MOST_LOCATIONS, instance * self.step);
+                within / quarter * PAGE + location * quarter + within % quarter
+            }
+            Placement::Pages => array + instance * self.step,
             Placement::Cross => array + (instance + 1) * PAGE - record.width as usize / 2,
         };
         self.locations.address().cast::<u8>().wrapping_add(offset)
@@ -150,7 +161,6 @@ impl Bench {
         if team.leads() {
             self.meeting.atomics()[0].store(0, Ordering::Relaxed);
         }
-        let several = team.node_of(0) != team.node_of(team.count() - 1);
         let mut random = Random::new(team.index() as u64);
         let mut met_before = 0;
         let mut apart_rounds = 0;
@@ -160,7 +170,7 @@ impl Bench {
             }
             team.wait_patiently();
             if team.leads() {
-                let begin = team.nanoseconds() + if several { FAR_LEAD } else { LEAD };
+                let begin = team.nanoseconds() + if several(team) { FAR_LEAD } else { LEAD };
                 self.meeting.atomics()[1].store(begin, Ordering::Release);
             }
             team.wait_patiently();
@@ -260,6 +270,11 @@ impl Bench {
         }
         add(histogram, &values, 1);
     }
+}
+
+/// Whether a team is on several nodes.
+fn several(team: &Team<'_>) -> bool {
+    team.node_of(0) != team.node_of(team.count() - 1)
 }
 
 /// Adds to the count of an outcome.

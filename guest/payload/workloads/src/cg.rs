@@ -55,6 +55,12 @@ impl Vectors {
     }
 }
 
+/// A part of nothing is nothing: with a residual of zero there is nothing left to go towards. The NAS benchmark, too, runs as many iterations as it is told to, whatever is left to do (25,
+/// few enough to leave something): so does this, and keeps the solution.
+fn ratio(part: f64, whole: f64) -> f64 {
+    if whole == 0.0 { 0.0 } else { part / whole }
+}
+
 /// Solves for a vector of ones; the squared length of the residual at the end.
 fn solve(team: &Team<'_>, matrix: &Matrix<'_>, vectors: &Vectors, sums: &mut Sums, iterations: u64) -> f64 {
     let n = matrix.n;
@@ -89,7 +95,7 @@ fn solve(team: &Team<'_>, matrix: &Matrix<'_>, vectors: &Vectors, sums: &mut Sum
             let (p, q) = unsafe { (direction.read(range.clone()), image.read(range)) };
             p.iter().zip(q).map(|(p, q)| p * q).sum()
         });
-        let step = length / product;
+        let step = ratio(length, product);
         {
             // SAFETY: own ranges.
             let (p, q) = unsafe { (direction.read(mine.clone()), image.read(mine.clone())) };
@@ -101,7 +107,7 @@ fn solve(team: &Team<'_>, matrix: &Matrix<'_>, vectors: &Vectors, sums: &mut Sum
             }
         }
         let before = core::mem::replace(&mut length, sums.add(team, n, square));
-        let factor = length / before;
+        let factor = ratio(length, before);
         {
             // SAFETY: own ranges; others have read the direction before the first sum's barrier.
             let (p, r) = unsafe { (direction.write(mine.clone()), residual.read(mine.clone())) };
@@ -193,5 +199,12 @@ mod tests {
         assert!(outcomes.windows(2).all(|two| two[0].get("checksum") == two[1].get("checksum")));
         let Some(Figure::Real(residual)) = outcomes[0].get("residual") else { panic!("no residual") };
         assert!(residual < 1e-6, "{residual}");
+    }
+
+    /// Iterations after the residual has become nothing change nothing: the solution stays, and is no division of nothing by nothing.
+    #[test]
+    fn nothing_is_left_to_do_after_the_solution() {
+        let outcomes = right(run, NAMES, &["n=300", "band=2", "iterations=400"]);
+        assert_eq!(outcomes[0].get("residual"), Some(Figure::Real(0.0)));
     }
 }

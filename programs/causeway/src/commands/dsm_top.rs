@@ -84,9 +84,10 @@ pub fn top(args: &DsmTopArgs, json: bool) -> anyhow::Result<()> {
 /// That the program was brought together, where a node's report says so.
 fn gathered(report: &Value) -> Option<String> {
     let vcpus = report["gathered"]["vcpus"].as_u64().filter(|_| report["node"] == 0)?;
-    let share = report["gathered"]["waited_permille"].as_u64().unwrap_or(0) / 10;
+    let percent = |name: &str| report["gathered"][name].as_u64().unwrap_or(0) / 10;
+    let (waited, spun) = (percent("waited_permille"), percent("spun_permille"));
     Some(format!(
-        "All runs on node 0: vCPUs waited for other nodes' pages {share} % of their time, so {vcpus} of them were moved. What follows was before that."
+        "All runs on node 0: vCPUs waited for other nodes' pages {waited} % of their time and span {spun} %, so {vcpus} of them were moved. What follows was before that."
     ))
 }
 
@@ -173,9 +174,9 @@ mod tests {
 
     #[test]
     fn a_program_that_was_brought_together_is_told_once() {
-        let moved = |node: u64| serde_json::json!({ "node": node, "gathered": { "vcpus": 3, "waited_permille": 617 } });
+        let moved = |node: u64| serde_json::json!({ "node": node, "gathered": { "vcpus": 3, "waited_permille": 617, "spun_permille": 208 } });
         let told = gathered(&moved(0)).unwrap();
-        assert!(told.contains("61 %") && told.contains("3 of them"), "{told}");
+        assert!(told.contains("61 %") && told.contains("span 20 %") && told.contains("3 of them"), "{told}");
         assert_eq!(gathered(&moved(1)), None);
         assert_eq!(gathered(&serde_json::json!({ "node": 0, "gathered": null })), None);
     }

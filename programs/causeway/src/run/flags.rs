@@ -128,7 +128,7 @@ pub fn vsock(text: &str) -> Result<written::Vsock, String> {
 
 /// `--nic vpio:0000:03:00.0,policy=stop`, `--nic virtual:rtl8139,tap=tap0`.
 pub fn nic(text: &str) -> Result<written::Nic, String> {
-    const KNOWN: &[&str] = &["tap", "mac", "policy", "allow"];
+    const KNOWN: &[&str] = &["tap", "mac", "policy", "allow", "violations"];
     const BEGIN: &str = "begin with vpio:ADDRESS, passthrough:ADDRESS or virtual:CARD";
     let mut options = Options::parse(text)?;
     let mode = options.first(KNOWN).ok_or(BEGIN)?;
@@ -141,6 +141,7 @@ pub fn nic(text: &str) -> Result<written::Nic, String> {
     }
     nic.tap = options.value("tap")?.map(str::to_owned);
     nic.mac = options.parsed("mac")?;
+    nic.violations = options.value("violations")?.map(Into::into);
     let named =
         |key: &str, value: &str, error| format!("{key}={} is not known; {error}", value.escape_debug());
     nic.policy = match options.value("policy")? {
@@ -265,7 +266,9 @@ mod tests {
             (Some("rdma0"), "s0", Some(5))
         );
         assert_eq!((served.tap.as_deref(), served.host.unwrap().to_str()), (Some("tap1"), Some("/h")));
-        let card = nic("vpio:0000:03:00.0,policy=stop,allow=promiscuous+loopback").unwrap();
+        let card =
+            nic("vpio:0000:03:00.0,policy=stop,allow=promiscuous+loopback,violations=/x/refused").unwrap();
+        assert_eq!(card.violations.unwrap().to_str(), Some("/x/refused"));
         assert_eq!((card.vpio.as_deref(), card.policy), (Some("0000:03:00.0"), Some(NicPolicy::Stop)));
         assert_eq!(card.allow, Some(vec![NicPermission::Promiscuous, NicPermission::Loopback]));
         assert_eq!(nic("passthrough:0000:04:00.0").unwrap().passthrough.as_deref(), Some("0000:04:00.0"));

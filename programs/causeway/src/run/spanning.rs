@@ -21,6 +21,14 @@ use crate::{failure, output};
 
 /// How long nodes that were started here may take to end after node 0.
 const PATIENCE: Duration = Duration::from_secs(2);
+
+/// Whether a signal has stopped a process: it can't end by itself then.
+fn is_stopped(process: u32) -> bool {
+    // proc(5): pid (name) state …; a name may have anything in it.
+    std::fs::read_to_string(format!("/proc/{process}/stat"))
+        .is_ok_and(|text| text.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T')))
+}
+
 /// What the command line says about nodes.
 #[derive(Debug)]
 pub struct Span {
@@ -251,7 +259,8 @@ impl Others {
     fn end(&mut self) {
         let deadline = Instant::now() + PATIENCE;
         for child in &mut self.children {
-            while matches!(child.try_wait(), Ok(None)) && Instant::now() < deadline {
+            while matches!(child.try_wait(), Ok(None)) && Instant::now() < deadline && !is_stopped(child.id())
+            {
                 std::thread::sleep(Duration::from_millis(5));
             }
             // Fails when it has ended, as it should have.
@@ -270,5 +279,26 @@ impl Others {
 impl Drop for Others {
     fn drop(&mut self) {
         self.end();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stopped_process_is_told_from_one_that_runs() {
+        let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
+        let process = rustix::process::Pid::from_child(&child);
+        assert!(!is_stopped(child.id()));
+        rustix::process::kill_process(process, rustix::process::Signal::STOP).unwrap();
+        let since = Instant::now();
+        while !is_stopped(child.id()) && since.elapsed() < Duration::from_secs(10) {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        assert!(is_stopped(child.id()));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(!is_stopped(child.id()));
     }
 }

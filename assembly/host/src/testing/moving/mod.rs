@@ -110,6 +110,8 @@ pub struct Cluster {
     answers: VecDeque<(usize, Event)>,
     timers: BinaryHeap<Reverse<(u64, u64)>>,
     timed: HashMap<u64, Timed>,
+    /// Of each timer the one that was set last: it replaces those before it.
+    latest: HashMap<Timed, u64>,
     next_timer: u64,
     started: Instant,
     /// What happened.
@@ -137,6 +139,7 @@ pub struct PeerPause {
     pub mover_ns: u64,
 }
 
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Timed {
     Host(usize, nomad::Timer),
     Coordinator(coordinator::Timer),
@@ -179,6 +182,7 @@ impl Cluster {
             answers: VecDeque::new(),
             timers: BinaryHeap::new(),
             timed: HashMap::new(),
+            latest: HashMap::new(),
             next_timer: 0,
             started: Instant::now(),
             moves: Moves::default(),
@@ -339,6 +343,9 @@ impl Cluster {
     fn timer(&mut self, after_ms: u64, what: Timed) {
         self.next_timer += 1;
         self.timers.push(Reverse((self.now() + after_ms * 1_000_000, self.next_timer)));
+        if let Some(before) = self.latest.insert(what, self.next_timer) {
+            self.timed.remove(&before);
+        }
         self.timed.insert(self.next_timer, what);
     }
 
@@ -436,7 +443,11 @@ impl Cluster {
                 break;
             }
             self.timers.pop();
-            match self.timed.remove(&number) {
+            let timed = self.timed.remove(&number);
+            if let Some(timed) = &timed {
+                self.latest.remove(timed);
+            }
+            match timed {
                 Some(Timed::Host(index, timer)) if self.machines[index].nomad.awaits(timer) => {
                     self.event(index, Event::Timer(timer));
                 }

@@ -43,7 +43,8 @@ pub(in crate::dsm) struct Plan {
 pub(in crate::dsm) fn serve(member: &Member, steps: &Receiver<(u8, Step)>, plan: Plan) {
     if member.engine.me == 0 {
         let Plan { nodes, first, every } = plan;
-        Coordinator { member, steps, nodes, every, number: first, said: false, stays: false }.work();
+        let began = Instant::now();
+        Coordinator { member, steps, nodes, began, every, number: first, said: false, stays: false }.work();
     } else {
         follow(member, steps);
     }
@@ -104,6 +105,8 @@ pub(in crate::dsm) struct Coordinator<'a> {
     pub(in crate::dsm) member: &'a Member,
     pub(in crate::dsm) steps: &'a Receiver<(u8, Step)>,
     pub(in crate::dsm) nodes: u8,
+    /// When vCPUs began to run.
+    pub(in crate::dsm) began: Instant,
     every: Option<Duration>,
     /// Of the next cut.
     pub(in crate::dsm) number: u64,
@@ -361,8 +364,9 @@ mod tests {
             roster: Roster::of_nobody(),
         };
         let (member, steps) = (&member, &steps);
+        let began = Instant::now();
         let mut coordinator =
-            Coordinator { member, steps, nodes: 2, every: None, number: 1, said: false, stays: false };
+            Coordinator { member, steps, nodes: 2, began, every: None, number: 1, said: false, stays: false };
         engine.fail("for this test".to_owned());
         assert_eq!(coordinator.bring_together(), Ok(()));
         engine.links().for_each(Link::close);

@@ -16,7 +16,8 @@ const GIVING: Duration = Duration::from_secs(10);
 const MOVING: Duration = Duration::from_secs(600);
 
 impl Coordinator<'_> {
-    /// Brings all vCPUs and all memory here. Whatever comes of it, all nodes are to be told to go on, unless the VM has ended.
+    /// Brings all vCPUs and all memory here. Whatever comes of it, all nodes are to be told to go on, unless the VM has ended: after `Move` a node that went on might
+    /// run what runs here, too.
     pub(in crate::dsm) fn gather(&self) -> Result<Gathered, Abandoned> {
         let begin = Instant::now();
         let member = self.member;
@@ -72,8 +73,10 @@ impl Coordinator<'_> {
             pages += taken;
         }
         let vcpus = u32::try_from(arrivals.len()).unwrap_or(u32::MAX);
-        let took_ns = u64::try_from(begin.elapsed().as_nanos()).unwrap_or(u64::MAX);
-        let gathered = Gathered { found: self.found(), took_ns, pages, vcpus };
+        let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        let after_ns = nanoseconds(begin.saturating_duration_since(self.began));
+        let gathered =
+            Gathered { found: self.found(), after_ns, took_ns: nanoseconds(begin.elapsed()), pages, vcpus };
         member.take_over(arrivals, gathered).map_err(Abandoned::Because)?;
         Ok(gathered)
     }

@@ -21,15 +21,19 @@
 //! | module | holds |
 //! |---|---|
 //! | `policy` | when: from numbers alone |
+//! | `looks` | these numbers: what vCPUs spend their time with |
+//! | `spinning` | whether code only waits |
 //! | `turns` | who runs where processors are fewer than vCPUs |
 //! | `pages` | pages as bytes on a link |
 //! | `coordinator` | node 0: the order of all this |
 //! | `member` | what a node does when it is told to |
 
 mod coordinator;
+mod looks;
 mod member;
 mod pages;
 mod policy;
+mod spinning;
 mod turns;
 
 use std::collections::BTreeMap;
@@ -37,15 +41,17 @@ use std::sync::MutexGuard;
 use std::sync::atomic::Ordering;
 
 use dsm::Page;
-use machine::scheduling::thread_time;
 use machine::vcpu::GuestRegisters;
 use serde_json::{Value, json};
 
 use super::checkpoint::OWN_PAGES;
 use super::engine::{Core, Engine, now};
 use super::link::Control;
+pub(super) use looks::Look;
+use looks::is_spinning;
 pub(super) use member::processors;
-pub(super) use policy::{Found, Waited, Watch};
+use policy::Decision;
+pub(super) use policy::{Found, Told, Watch};
 pub(super) use turns::Turns;
 
 /// Where a VM's vCPUs and memory are.
@@ -65,6 +71,8 @@ pub(super) enum Gathering {
 pub(super) struct Gathered {
     /// Why.
     pub(super) found: Found,
+    /// How long the program had run when that was seen, nanoseconds.
+    pub(super) after_ns: u64,
     /// How long all vCPUs stood still, nanoseconds.
     pub(super) took_ns: u64,
     /// Pages that were moved.
@@ -83,8 +91,10 @@ impl Gathering {
             Self::Over(gathered) => json!({
                 "vcpus": gathered.vcpus,
                 "pages": gathered.pages,
+                "after_ns": gathered.after_ns,
                 "stood_still_ns": gathered.took_ns,
-                "waited_permille": gathered.found.share,
+                "waited_permille": gathered.found.permille(gathered.found.waited),
+                "spun_permille": gathered.found.permille(gathered.found.spun),
                 "done_permille_of_a_vcpu": gathered.found.done,
             }),
             Self::No | Self::Taking { .. } => Value::Null,
@@ -92,55 +102,29 @@ impl Gathering {
     }
 }
 
-impl Core {
-    /// How long vCPUs of this node have waited by now for pages that were here before, and how long they have run, or waited for others.
-    fn waits(&mut self) -> Waited {
-        let at = now();
-        let living = |index: usize| self.vcpus.get(index).is_some_and(|slot| !slot.ended);
-        let threads = self.threads.iter().filter(|(_, index)| living(**index));
-        // A thread that has just ended has run nothing more.
-        let ran: u64 = threads.map(|(thread, _)| thread_time(*thread).unwrap_or(0)).sum();
-        let (mut waited, mut first) = (self.counts.waited, self.counts.waited_first);
-        for slot in self.vcpus.iter().filter(|slot| !slot.ended) {
-            match slot.fault {
-                Some(fault) if fault.again => waited += at.saturating_sub(fault.at),
-                Some(fault) => first += at.saturating_sub(fault.at),
-                None if slot.operating || slot.trap.is_some() => waited += at.saturating_sub(slot.trapped_at),
-                None => {}
-            }
-        }
-        // Waits that came to nothing (the page was taken again before the vCPU ran) are counted while they last only.
-        let told = &mut self.told;
-        (told.0, told.1) = (told.0.max(waited), told.1.max(first.saturating_add(ran)));
-        let (waited, ran) = *told;
-        let running = self.vcpus.iter().filter(|slot| !slot.ended).count();
-        Waited { at, ran, waited, vcpus: u32::try_from(running).unwrap_or(u32::MAX) }
-    }
-}
-
 impl Engine {
-    /// Tells node 0 how long vCPUs have waited.
-    pub(super) fn tell_waits(&self) {
+    /// Tells node 0 what vCPUs have spent their time with.
+    pub(super) fn tell_time(&self) {
         if !self.gathers {
             return;
         }
-        let waits = match &mut *self.lock() {
-            Some(core) if !core.gathering.is_over() && !core.standing => core.waits(),
+        let told = match &mut *self.lock() {
+            Some(core) if !core.gathering.is_over() && !core.standing => core.spent(),
             _ => return,
         };
         if self.me == 0 {
-            self.waited(0, waits);
+            self.told(0, told);
         } else {
-            self.send_control(0, &Control::Waited(waits));
+            self.send_control(0, &Control::Told(told));
         }
     }
 
-    /// On node 0: a node has told how long its vCPUs have waited.
-    pub(super) fn waited(&self, node: u8, waits: Waited) {
+    /// On node 0: a node has told what its vCPUs have spent their time with.
+    pub(super) fn told(&self, node: u8, told: Told) {
         if let Some(core) = &mut *self.lock()
             && !core.standing
             && let Some(watch) = &mut core.watch
-            && watch.told(node, waits)
+            && watch.told(node, told) == Decision::Gather
         {
             self.gather_now.store(true, Ordering::Relaxed);
         }
@@ -184,7 +168,7 @@ impl Engine {
             && !core.holding
         {
             if turns.is_called(index) {
-                let spins = self.registers(registers).is_some_and(|found| spins(core, found.rip));
+                let spins = self.registers(registers).is_some_and(|found| is_spinning(core, found.rip));
                 let next = core.turns.as_mut().and_then(|turns| turns.looked(index, spins, now()));
                 if let Some(next) = next {
                     self.notify(next);
@@ -210,17 +194,6 @@ impl Engine {
         }
         next
     }
-}
-
-/// Whether the code at an address waits in a loop, as far as can be seen: there is a `pause` nearby. Who is wrongly taken for it loses a turn.
-fn spins(core: &Core, rip: u64) -> bool {
-    const NEAR: usize = 24;
-    let size = dsm::wire::PAGE_SIZE as u64;
-    let mut bytes = [0; 2 * NEAR];
-    let offset = usize::try_from(rip % size).ok().map(|offset| offset.saturating_sub(NEAR));
-    let len = offset.and_then(|offset| core.pages.code(rip / size, offset, &mut bytes));
-    let seen = bytes.get(..len.unwrap_or(0)).unwrap_or_default();
-    seen.windows(2).any(|two| two == [0xf3, 0x90])
 }
 
 /// All shared pages that a machine with so many pages has.

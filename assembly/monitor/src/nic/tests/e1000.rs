@@ -51,6 +51,7 @@ impl Machine {
             monitor: Box::new(monitor),
             guest,
             stop: None,
+            traces: None,
             masked: false,
             aside: None,
             guest_master: false,

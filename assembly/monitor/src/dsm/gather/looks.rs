@@ -1,0 +1,247 @@
+//! What vCPUs spend their time with, for [`super::policy`]: the time that they run is asked of the host, and whether they spin is looked at now and then.
+//!
+//! Who waits for a page is known to the protocol. Who runs is brought out of the guest for a moment; where it is then says what it has done since the look before:
+//! it has worked, or spun ([`super::spinning`]). Looks are rare while a node's vCPUs only work, as each costs an exit, and come more often as soon as there is something to see.
+
+use machine::scheduling::thread_time;
+use machine::vcpu::GuestRegisters;
+
+use super::policy::Told;
+use super::spinning::{LONGEST, spins};
+use crate::dsm::engine::{Core, Engine, now};
+
+/// Pause between two looks at a vCPU of a node whose vCPUs only work, and of others, nanoseconds.
+const SELDOM: u64 = 50_000_000;
+const OFTEN: u64 = 8_000_000;
+/// Longest time that crossing into the guest and out of it is taken to need, nanoseconds.
+const MOST: u64 = 60_000;
+/// Looks are rare where less than one part in so many of the time is spun or waited.
+const LITTLE: u64 = 20;
+
+/// Looks at one vCPU.
+#[derive(Debug, Clone, Copy, Default)]
+pub(in crate::dsm) struct Look {
+    /// When the next one is due, nanoseconds; 0 before the first.
+    due: u64,
+    /// It has been called out for one.
+    called: bool,
+    /// Its thread, by the number that gettid gives; `None` before the first.
+    thread: Option<u32>,
+    /// How long that had run when it was last asked, nanoseconds.
+    ran: u64,
+    /// It span at the last look.
+    spun: bool,
+    /// What its thread runs now is none of the program's.
+    held: Held,
+    /// What its thread has run since that was so, nanoseconds.
+    free: u64,
+}
+
+/// Why a vCPU isn't in the guest, as far as it matters to whom its thread's time is counted.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Held {
+    /// It is in the guest, or could be.
+    #[default]
+    No,
+    /// It waits for a page, which is counted by the clock: what its thread runs meanwhile, to have its registers read, is part of it.
+    Page,
+    /// One of its instructions is carried out for it: its thread runs, and the program gets nothing of that.
+    Trap,
+}
+
+impl Look {
+    /// It has come to wait for a page, which says what it does.
+    pub(in crate::dsm) fn give_up(&mut self) {
+        self.called = false;
+    }
+
+    /// Whether it is to be looked at before it runs on.
+    pub(in crate::dsm) fn is_called(&self) -> bool {
+        self.called
+    }
+
+    /// How long its thread has run since it was last asked, when it has run so long in all.
+    fn since(&mut self, thread: u32, ran: u64) -> u64 {
+        let known = self.thread.replace(thread) == Some(thread);
+        let before = std::mem::replace(&mut self.ran, ran);
+        if known { ran.saturating_sub(before) } else { 0 }
+    }
+}
+
+impl Core {
+    /// Counts what a vCPU's thread has run since it was last asked: for what it did at the last look. How much of it was run in the guest, or on the way.
+    fn count_run(&mut self, index: usize, thread: u32) -> u64 {
+        let Some(slot) = self.vcpus.get_mut(index) else { return 0 };
+        // One that has just ended has run nothing more.
+        let Ok(ran) = thread_time(thread) else { return 0 };
+        let since = slot.look.since(thread, ran);
+        let counted = match slot.look.held {
+            Held::Page => return 0,
+            Held::Trap => {
+                self.counts.waited = self.counts.waited.saturating_add(since);
+                return 0;
+            }
+            Held::No if slot.look.spun => &mut self.counts.spun,
+            Held::No => &mut self.counts.ran,
+        };
+        *counted = counted.saturating_add(since);
+        slot.look.free = slot.look.free.saturating_add(since);
+        since
+    }
+
+    /// A vCPU's thread does something else from here on.
+    fn turn(&mut self, index: usize, held: Held) {
+        let Some(slot) = self.vcpus.get(index) else { return };
+        // Unknown where nobody looks.
+        let Some(thread) = slot.look.thread else { return };
+        self.count_run(index, thread);
+        if let Some(slot) = self.vcpus.get_mut(index) {
+            slot.look.held = held;
+            slot.look.free = 0;
+        }
+    }
+
+    /// The vCPU of this thread has come to wait for a page, which was here before (`again`). What it took to leave the guest, and to enter it before that, is part of the wait.
+    pub(in crate::dsm) fn page_is_missed(&mut self, index: usize, thread: u32, again: bool) {
+        let since = self.count_run(index, thread);
+        let Some(look) = self.vcpus.get(index).map(|slot| slot.look) else { return };
+        if again && look.free > 0 {
+            let least = self.counts.crossing.map_or(look.free, |known| known.min(look.free));
+            self.counts.crossing = Some(least);
+            // Not more than is new: the rest has been told already.
+            let crossing = least.min(MOST).min(since);
+            let counted = if look.spun { &mut self.counts.spun } else { &mut self.counts.ran };
+            *counted = counted.saturating_sub(crossing);
+            self.counts.waited = self.counts.waited.saturating_add(crossing);
+        }
+        self.turn(index, Held::Page);
+    }
+
+    /// The page is here.
+    pub(in crate::dsm) fn page_is_here(&mut self, index: usize) {
+        self.turn(index, Held::No);
+    }
+
+    /// The page is here, but the instruction has to be carried out for the vCPU.
+    pub(in crate::dsm) fn trap_begins(&mut self, index: usize) {
+        self.turn(index, Held::Trap);
+    }
+
+    /// It has been, or can't be.
+    pub(in crate::dsm) fn trap_ends(&mut self, index: usize) {
+        self.turn(index, Held::No);
+    }
+
+    /// What this node's vCPUs have spent their time with by now.
+    pub(super) fn spent(&mut self) -> Told {
+        let at = now();
+        let threads: Vec<_> = self.threads.iter().map(|(thread, index)| (*thread, *index)).collect();
+        for (thread, index) in threads {
+            if self.vcpus.get(index).is_some_and(|slot| !slot.ended) {
+                self.count_run(index, thread);
+            }
+        }
+        let (mut waited, mut first) = (self.counts.waited, self.counts.waited_first);
+        for slot in self.vcpus.iter().filter(|slot| !slot.ended) {
+            match slot.fault {
+                Some(fault) if fault.again => waited += at.saturating_sub(fault.at),
+                Some(fault) => first += at.saturating_sub(fault.at),
+                None => waited += slot.operating_since.map_or(0, |since| at.saturating_sub(since)),
+            }
+        }
+        let vcpus = self.vcpus.iter().filter(|slot| !slot.ended).count();
+        let before = self.told;
+        self.told = Told {
+            at,
+            ran: self.counts.ran,
+            spun: self.counts.spun,
+            // Waits that came to nothing (the page was taken again before the vCPU ran) are counted while they last only.
+            waited: before.waited.max(waited),
+            first: before.first.max(first),
+            vcpus: u32::try_from(vcpus).unwrap_or(u32::MAX),
+        };
+        let idle = (self.told.spun - before.spun).saturating_add(self.told.waited - before.waited);
+        self.look_often = idle.saturating_mul(LITTLE) >= self.told.ran - before.ran;
+        self.told
+    }
+}
+
+impl Engine {
+    /// Calls those vCPUs out that are to be looked at. Returns when to come again, nanoseconds.
+    pub(in crate::dsm) fn look_at_vcpus(&self, core: &mut Core) -> u64 {
+        if !self.gathers || core.standing || core.stopping {
+            return u64::MAX;
+        }
+        let time = now();
+        let mut next = u64::MAX;
+        for index in 0..core.vcpus.len() {
+            let often = core.look_often;
+            let Some(slot) = core.vcpus.get_mut(index) else { continue };
+            // One that was called and hasn't come has no processor: what it has run meanwhile is little.
+            if slot.ended || slot.look.called {
+                continue;
+            }
+            let pause = if often || slot.look.spun { OFTEN } else { SELDOM };
+            // Not in step with what the program does: three to five quarters of it.
+            let after = time.saturating_add(pause / 4 * 3).saturating_add(time % (pause / 2));
+            if slot.look.due > time {
+                slot.look.due = slot.look.due.min(time.saturating_add(pause / 4 * 5));
+                next = next.min(slot.look.due);
+                continue;
+            }
+            slot.look.due = after;
+            next = next.min(after);
+            // What it does is known without a look.
+            let waits = slot.fault.is_some() || slot.trap.is_some() || slot.operating;
+            if !waits && !slot.outside {
+                slot.look.called = true;
+                self.summon(core, index);
+            }
+        }
+        next
+    }
+
+    /// A vCPU was called out to be looked at, and is outside. On its own thread.
+    pub(in crate::dsm) fn looked_at(&self, core: &mut Core, index: usize, registers: &dyn GuestRegisters) {
+        if let Some(slot) = core.vcpus.get_mut(index) {
+            slot.look.called = false;
+        }
+        let thread = rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs();
+        let Some(found) = self.registers(registers) else { return };
+        let spins = is_spinning(core, found.rip);
+        if let Some(slot) = core.vcpus.get_mut(index) {
+            slot.look.spun = spins;
+        }
+        core.count_run(index, thread);
+        // The next look may be earlier than the faults thread knows: it had left this vCPU out.
+        self.poke();
+    }
+}
+
+/// Whether the code at an address only waits, as far as can be seen. Who is wrongly taken for it after all has come together loses a turn.
+pub(super) fn is_spinning(core: &Core, rip: u64) -> bool {
+    let size = dsm::wire::PAGE_SIZE as u64;
+    let mut bytes = [0; 2 * LONGEST];
+    let start = rip.saturating_sub(LONGEST as u64);
+    let offset = usize::try_from(start % size).unwrap_or(0);
+    let Some(len) = core.pages.code(start / size, offset, &mut bytes) else { return false };
+    let more = match bytes.get_mut(len..) {
+        Some(rest) if !rest.is_empty() => core.pages.code(start / size + 1, 0, rest).unwrap_or(0),
+        _ => 0,
+    };
+    spins(bytes.get(..len + more).unwrap_or_default(), start, rip)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Look;
+
+    /// What a thread had run before it was first looked at is nobody's, and what it runs between two looks counts once.
+    #[test]
+    fn time_between_looks_counts_once() {
+        let mut look = Look::default();
+        let counted = [(7, 1_000), (7, 1_700), (7, 1_700), (8, 90_000), (8, 90_050)];
+        let counted = counted.map(|(thread, ran)| look.since(thread, ran));
+        assert_eq!(counted, [0, 700, 0, 0, 50]);
+    }
+}

@@ -1,0 +1,226 @@
+//! When a program doesn't pay on several nodes: a decision from numbers alone.
+//!
+//! Every node tells, some times per second, what its vCPUs have spent their time with: running ([`Told::ran`]), spinning ([`Told::spun`]: running, but only to see
+//! whether somebody else has come), waiting for pages that they had had before and for trapped stores ([`Told::waited`]), or for pages that they never had
+//! ([`Told::first`]: over some day, so taken for work). Time in which the host had them do none of these doesn't count: that is no matter of the program's; an interval
+//! lasts the longer the less is known of it.
+//!
+//! Of each interval, in vCPUs, with a node's shares times its vCPUs, summed over nodes:
+//!
+//! ```text
+//! done = ran + first                                            what gets done here
+//! back = min(waited + spun, waited * vcpus)                     what would be done besides if nobody waited: one that waits keeps all others spinning, at the most
+//! alone = min(vcpus of node 0, done + back)                     what would be done on node 0
+//! ```
+//!
+//! What is lost to `0.9 * alone` is added up, and what is gained over `0.9 * vcpus of node 0` taken off, to nothing at the least. As much as moving may cost, some
+//! 0.15 s of each of node 0's vCPUs, decides: what a move costs has been lost by then, so a wrong one costs about twice what was needed, and a program that
+//! loses nearly all is brought together after 0.2 s, one that loses little after as much longer. Where nobody waits for pages nothing is lost,
+//! however much is spun: a move would change nothing.
+
+/// Length of an interval, nanoseconds, at the least.
+const INTERVAL: u64 = 20_000_000;
+/// An interval lasts so long at the most, nanoseconds, and counts for as long at the most: nodes that stood still for a checkpoint have told nothing for as long.
+const LONGEST: u64 = 200_000_000;
+/// Until then it lasts until each node has accounted for one part in so many of its vCPUs' time: from a moment in which the host gave them next to nothing, nothing follows.
+const KNOWN: u64 = 4;
+/// Loss that decides, for each of node 0's vCPUs, in nanoseconds of a vCPU.
+const ENOUGH: i128 = 150_000_000;
+/// In thousandths: what of node 0's work alone has to be done for nothing to be lost. Moving isn't worth the rest.
+const LOW: i128 = 900;
+const WHOLE: i128 = 1_000;
+
+/// What a node's vCPUs have spent their time with so far, all together. All but `vcpus` only grow.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(in crate::dsm) struct Told {
+    /// When, nanoseconds of the node's own clock.
+    pub(in crate::dsm) at: u64,
+    /// Nanoseconds that they have had a processor, without those of `spun`.
+    pub(in crate::dsm) ran: u64,
+    /// Nanoseconds that they have had a processor to spin.
+    pub(in crate::dsm) spun: u64,
+    /// Nanoseconds that they have waited for pages that they had had before, and for trapped stores.
+    pub(in crate::dsm) waited: u64,
+    /// Nanoseconds that they have waited for pages that they had never had.
+    pub(in crate::dsm) first: u64,
+    /// vCPUs that haven't ended.
+    pub(in crate::dsm) vcpus: u32,
+}
+
+impl Told {
+    /// As it goes over a link: time, ran, spun, waited, first, vCPUs; 8 bytes each, little-endian.
+    pub(in crate::dsm) fn to_bytes(self) -> [u8; 48] {
+        let mut bytes = [0; 48];
+        let words = [self.at, self.ran, self.spun, self.waited, self.first, self.vcpus.into()];
+        for (into, word) in bytes.chunks_exact_mut(8).zip(words) {
+            into.copy_from_slice(&word.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// `None` when it isn't that.
+    pub(in crate::dsm) fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let (words, []) = bytes.as_chunks::<8>() else { return None };
+        let [at, ran, spun, waited, first, vcpus] =
+            <[[u8; 8]; 6]>::try_from(words).ok()?.map(u64::from_le_bytes);
+        Some(Self { at, ran, spun, waited, first, vcpus: u32::try_from(vcpus).ok()? })
+    }
+
+    /// Whether it is known what a good part of the time up to another moment was spent with.
+    fn accounts_for(&self, after: &Self) -> bool {
+        let all = |told: &Self| -> u128 {
+            [told.ran, told.spun, told.waited, told.first].into_iter().map(u128::from).sum()
+        };
+        let whole = u128::from(after.at - self.at) * u128::from(after.vcpus);
+        (all(after) - all(self)) * u128::from(KNOWN) >= whole
+    }
+
+    /// Whether this may be what a node tells some time after the other.
+    fn follows(&self, before: &Self) -> bool {
+        let pairs = [
+            (self.at, before.at),
+            (self.ran, before.ran),
+            (self.spun, before.spun),
+            (self.waited, before.waited),
+            (self.first, before.first),
+        ];
+        self.vcpus == before.vcpus && pairs.iter().all(|(now, then)| now >= then)
+    }
+}
+
+/// What is to be done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(in crate::dsm) enum Decision {
+    /// The program stays where it is.
+    Stay,
+    /// It is to be brought together on node 0.
+    Gather,
+}
+
+/// Watches all nodes of a VM. On node 0.
+#[derive(Debug, Clone)]
+pub(in crate::dsm) struct Watch {
+    /// Per node: at the beginning of the interval, and the latest.
+    nodes: Vec<Option<(Told, Told)>>,
+    /// What has been lost, nanoseconds of a vCPU in millionths.
+    lost: i128,
+    /// What was found in the interval before, for people.
+    last: Found,
+}
+
+/// What an interval has shown, in thousandths of a vCPU, of all nodes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(in crate::dsm) struct Found {
+    /// What gets done.
+    pub(in crate::dsm) done: u64,
+    /// What of it are waits for first pages.
+    pub(in crate::dsm) first: u64,
+    /// What waits for pages that were there before.
+    pub(in crate::dsm) waited: u64,
+    /// What spins.
+    pub(in crate::dsm) spun: u64,
+    /// vCPUs, whole ones.
+    pub(in crate::dsm) vcpus: u64,
+}
+
+impl Found {
+    /// A part as a share of all vCPUs, in thousandths.
+    pub(in crate::dsm) fn permille(&self, part: u64) -> u64 {
+        part.checked_div(self.vcpus).unwrap_or(0)
+    }
+
+    /// Adds what a node has spent its time with between two moments.
+    fn add(&mut self, before: &Told, after: &Told) {
+        // Differences of numbers of 64 bits, times a number of 32 bits and a thousand: 106 bits.
+        let [ran, spun, waited, first] = [
+            after.ran - before.ran,
+            after.spun - before.spun,
+            after.waited - before.waited,
+            after.first - before.first,
+        ]
+        .map(u128::from);
+        let all = ran + spun + waited + first;
+        let vcpus = u128::from(after.vcpus);
+        self.vcpus += u64::from(after.vcpus);
+        let share = |part: u128| {
+            let share = (part * vcpus * 1_000).checked_div(all).unwrap_or(0);
+            u64::try_from(share).unwrap_or(u64::MAX)
+        };
+        // Who had no processor, and waits for nothing, would work.
+        self.done += if all == 0 { u64::from(after.vcpus) * 1_000 } else { share(ran + first) };
+        self.first += share(first);
+        self.waited += share(waited);
+        self.spun += share(spun);
+    }
+
+    /// What is lost, and, below zero, gained, in millionths of a vCPU, against `own` vCPUs alone.
+    fn loss(&self, own: u32) -> i128 {
+        let [done, first, waited, spun] = [self.done, self.first, self.waited, self.spun].map(i128::from);
+        let back = (waited + spun).min(waited * i128::from(self.vcpus));
+        let own = i128::from(own) * WHOLE;
+        let alone = own.min(done + back);
+        let lost = alone * LOW - done * WHOLE;
+        if lost > 0 {
+            return lost;
+        }
+        // First pages are no gain.
+        (own * LOW - (done - first) * WHOLE).min(0)
+    }
+}
+
+impl Watch {
+    pub(in crate::dsm) fn new(nodes: u8) -> Self {
+        Self { nodes: vec![None; usize::from(nodes)], lost: 0, last: Found::default() }
+    }
+
+    /// What the last interval has shown.
+    pub(in crate::dsm) fn last(&self) -> Found {
+        self.last
+    }
+
+    /// A node has told what its vCPUs have spent their time with.
+    pub(in crate::dsm) fn told(&mut self, node: u8, told: Told) -> Decision {
+        let Some(known) = self.nodes.get_mut(usize::from(node)) else { return Decision::Stay };
+        match known {
+            Some((_, last)) if told.follows(last) => *last = told,
+            // A clock that goes back, or waits that shrink, are nobody's; and who has other vCPUs begins anew.
+            _ => *known = Some((told, told)),
+        }
+        let Some((found, time)) = self.found() else { return Decision::Stay };
+        let own = self.nodes.first().and_then(|known| *known).map_or(0, |(_, last)| last.vcpus);
+        for (first, last) in self.nodes.iter_mut().flatten() {
+            *first = *last;
+        }
+        self.judge(found, own, time)
+    }
+
+    /// What has been found and how long the interval was, nanoseconds, when all nodes have told enough.
+    fn found(&self) -> Option<(Found, u64)> {
+        let mut found = Found::default();
+        let mut time = LONGEST;
+        for known in &self.nodes {
+            let (first, last) = (*known)?;
+            let its = last.at - first.at;
+            if its < INTERVAL || (its < LONGEST && !first.accounts_for(&last)) {
+                return None;
+            }
+            time = time.min(its);
+            found.add(&first, &last);
+        }
+        Some((found, time))
+    }
+
+    fn judge(&mut self, found: Found, own: u32, time: u64) -> Decision {
+        self.last = found;
+        // Nobody to bring it to, or nothing to bring together.
+        if own == 0 || u64::from(own) == found.vcpus {
+            self.lost = 0;
+            return Decision::Stay;
+        }
+        self.lost = (self.lost + found.loss(own) * i128::from(time)).max(0);
+        if self.lost >= ENOUGH * WHOLE * WHOLE * i128::from(own) { Decision::Gather } else { Decision::Stay }
+    }
+}
+
+#[cfg(test)]
+mod tests;
