@@ -5,12 +5,18 @@
 mod events;
 pub mod nodes;
 
+use std::path::Path;
+use std::time::Duration;
+
 use serde_json::{Value, json};
 
 use crate::conditions::Conditions;
 use crate::figures::{Better, Figure, Figures, Pairs, Report};
 use crate::programs::Programs;
-use nodes::{Coherence, Ran, run as run_nodes};
+use nodes::{Coherence, Late, Ran, run as run_nodes, run_within};
+
+/// How long a program may take where ways of keeping memory the same are compared: a hundred times what it takes on one node.
+const COMPARED: Duration = Duration::from_secs(100);
 
 /// A program, its name, its arguments, those for a quick look, and the speed-up that two nodes should give.
 struct Job {
@@ -70,6 +76,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     for job in JOBS {
         let arguments = if quick { job.quick } else { job.arguments };
         let path = programs.path(job.program);
+        eprintln!("bench: dsm: {}", job.what);
         let mut last = None;
         let pairs = Pairs::take(
             if quick { 1 } else { 3 },
@@ -91,11 +98,12 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
             (!quick).then_some(job.aim),
         ))?;
         for coherence in Coherence::ALL {
-            let ran = match (coherence, &last) {
-                (Coherence::SingleWriter, Some(ran)) if ran.gathered().is_null() => ran.clone(),
-                _ => run_nodes(&cpus, coherence, false, &path, arguments)?,
-            };
-            compared.push(comparison(job.what, coherence, &ran)?);
+            compared.push(match (coherence, &last) {
+                (Coherence::SingleWriter, Some(ran)) if ran.gathered().is_null() => {
+                    comparison(job.what, coherence, ran)?
+                }
+                _ => compare(job.what, coherence, &cpus, &path, arguments)?,
+            });
         }
     }
     for (program, what, arguments) in [
@@ -104,10 +112,10 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
         ("false-sharing", "false sharing, 2000 stores each", &["times=2000", "pace=20K"]),
     ] {
         for coherence in Coherence::ALL {
-            let ran = run_nodes(&cpus, coherence, false, &programs.path(program), arguments)?;
-            compared.push(comparison(what, coherence, &ran)?);
+            compared.push(compare(what, coherence, &cpus, &programs.path(program), arguments)?);
         }
     }
+    eprintln!("bench: dsm: single events");
     let events = events::all(&programs, &cpus, quick)?;
     println!("{}", events::table(&events));
     println!("{}", comparison_table(&compared));
@@ -121,6 +129,23 @@ fn speed(ran: &Ran) -> anyhow::Result<f64> {
     #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
     let nanoseconds = ran.number("ns")? as f64;
     Ok(1e9 / nanoseconds)
+}
+
+/// Runs a program with its pages kept in one way, and never brought together; what that came to.
+fn compare(
+    what: &str,
+    coherence: Coherence,
+    cpus: &[usize],
+    program: &Path,
+    arguments: &[&str],
+) -> anyhow::Result<Value> {
+    match run_within(COMPARED, cpus, coherence, false, program, arguments) {
+        Ok(ran) => comparison(what, coherence, &ran),
+        Err(error) if error.is::<Late>() => Ok(
+            json!({ "program": what, "coherence": coherence.name(), "not_ended_after_s": COMPARED.as_secs() }),
+        ),
+        Err(error) => Err(error),
+    }
 }
 
 /// What a way of keeping memory the same came to in one program.
@@ -140,10 +165,14 @@ fn comparison_table(compared: &[Value]) -> String {
     );
     for row in compared {
         let number = |name: &str| row[name].as_u64().unwrap_or(0);
+        let [program, coherence] =
+            ["program", "coherence"].map(|name| row[name].as_str().unwrap_or_default());
+        if let Some(after) = row["not_ended_after_s"].as_u64() {
+            text.push_str(&format!("| {program} | {coherence} | not ended after {after} s | | | | | |\n"));
+            continue;
+        }
         text.push_str(&format!(
-            "| {} | {} | {} | {} | {} | {} | {} | {} |\n",
-            row["program"].as_str().unwrap_or_default(),
-            row["coherence"].as_str().unwrap_or_default(),
+            "| {program} | {coherence} | {} | {} | {} | {} | {} | {} |\n",
             number("ns") / 1_000_000,
             number("stalls"),
             number("stalled_ns") / 1_000_000,

@@ -17,7 +17,15 @@ use crate::peers;
 /// RAM of the VM.
 const MEMORY: u64 = 1 << 30;
 /// Longest that a run may take.
-const PATIENCE: Duration = Duration::from_secs(300);
+pub(super) const PATIENCE: Duration = Duration::from_secs(300);
+
+/// A run took longer than it may: that of a way of keeping memory the same that a program doesn't suit.
+#[derive(Debug, thiserror::Error)]
+#[error("A run on {nodes} nodes has not ended after {} s", after.as_secs())]
+pub(super) struct Late {
+    nodes: usize,
+    after: Duration,
+}
 /// How this program is told to be a node.
 pub const AS_NODE: &str = "--dsm-node";
 
@@ -164,8 +172,23 @@ pub fn be(task: &str) -> anyhow::Result<()> {
 /// Runs a program on as many nodes as CPUs are named, one vCPU each. `gather`: one that doesn't pay is brought together on the first.
 ///
 /// # Errors
-/// When it can't be run, or its result is wrong.
+/// When it can't be run, its result is wrong, or it takes longer than [`PATIENCE`].
 pub fn run(
+    cpus: &[usize],
+    coherence: Coherence,
+    gather: bool,
+    program: &Path,
+    arguments: &[&str],
+) -> anyhow::Result<Ran> {
+    run_within(PATIENCE, cpus, coherence, gather, program, arguments)
+}
+
+/// As [`run`], with another patience.
+///
+/// # Errors
+/// As [`run`]; [`Late`] when it takes longer.
+pub(super) fn run_within(
+    patience: Duration,
     cpus: &[usize],
     coherence: Coherence,
     gather: bool,
@@ -195,7 +218,7 @@ pub fn run(
         command.arg(AS_NODE).arg(serde_json::to_string(&task)?).stdin(Stdio::null()).stdout(Stdio::piped());
         nodes.0.push(command.spawn().context("A node can't be started")?);
     }
-    let output = nodes.output()?;
+    let output = nodes.output(patience)?;
     let name = program.file_name().unwrap_or_default().display().to_string();
     let said: Value = serde_json::from_str(&output)
         .with_context(|| format!("{name} on {} nodes ended with: {output}", cpus.len()))?;
@@ -213,11 +236,11 @@ struct Nodes(Vec<Child>);
 
 impl Nodes {
     /// Waits for all. What node 0 printed, which is less than a pipe holds.
-    fn output(&mut self) -> anyhow::Result<String> {
-        let deadline = Instant::now() + PATIENCE;
+    fn output(&mut self, patience: Duration) -> anyhow::Result<String> {
+        let deadline = Instant::now() + patience;
         while self.0.iter_mut().any(|child| matches!(child.try_wait(), Ok(None))) {
             if Instant::now() > deadline {
-                bail!("A run on {} nodes has not ended after {} s", self.0.len(), PATIENCE.as_secs());
+                return Err(Late { nodes: self.0.len(), after: patience }.into());
             }
             std::thread::sleep(Duration::from_millis(10));
         }
