@@ -524,8 +524,14 @@ fn boot_with(
         let more = layout.nic.replace("{n}", &number.to_string());
         spec.extra.push(format!("--rdma name={NIC},segment=s0{more}"));
     }
-    spec.extra.extend(incoming.map(|address| format!("--incoming {address}")));
-    Guest::start(host, &spec, Vmm::Causeway)
+    match incoming {
+        None => Guest::start(host, &spec, Vmm::Causeway),
+        // It brings what it was booted from.
+        Some(address) => {
+            spec.extra.push(format!("--incoming {address}"));
+            Guest::start_with(host, &spec, Vmm::Causeway, &format!("/lab/{RDMA_KERNEL}/initrd"))
+        }
+    }
 }
 
 /// Waits for a guest to take commands, and loads its device.
@@ -562,8 +568,14 @@ fn up<'a>(lab: &'a Lab, layout: &Layout, device: Device, number: usize, guest: G
 pub fn start_daemon(host: &Host, arguments: &str) -> Result<Session> {
     let log =
         std::env::var("LAB_DAEMON_LOG").map(|filter| format!("--log-level {filter}")).unwrap_or_default();
-    let daemon = host
-        .spawn("causeway host", &format!("exec causeway {log} host --socket {DAEMON_SOCKET} --doorbell-window {DOORBELL_WINDOW_MS} {arguments}"))?;
+    let window = match arguments.contains("--doorbell-window") {
+        true => String::new(),
+        false => format!("--doorbell-window {DOORBELL_WINDOW_MS}"),
+    };
+    let daemon = host.spawn(
+        "causeway host",
+        &format!("exec causeway {log} host --socket {DAEMON_SOCKET} {window} {arguments}"),
+    )?;
     for _ in 0..100 {
         if let Some(code) = daemon.try_wait() {
             bail!("`causeway host` ended with status {code}: {}", daemon.err.tail(10));

@@ -5,6 +5,7 @@ use crate::channel::Session;
 use crate::guest::Guest;
 use crate::host::Host;
 use crate::lab::Lab;
+use crate::transcript::Waited;
 use anyhow::{Context, Result, bail};
 use std::time::Duration;
 
@@ -32,15 +33,13 @@ pub fn await_guest(
     }
     let there: &Host = lab.host(host)?;
     let next = boot_with(lab, &layout, Device::Pvrdma, coming.cpus, coming.number + 1, Some(address))?;
-    let name = coming.member.name;
-    // Asking the monitor starts a program, which takes an emulated host most of a second: it is asked once it listens.
-    let port: u16 = address.rsplit(':').next().unwrap_or_default().parse().context("Where it waits")?;
-    let waits = format!(
-        "for i in $(seq 1200); do grep -q ':{port:04X} .* 0A ' /proc/net/tcp && break; sleep 0.1; done; \
-         for i in $(seq 400); do causeway inspect {name} summary | grep -q incoming && exit 0; sleep 0.3; done; exit 1"
-    );
-    if there.run(&waits, patience)?.code != 0 {
-        bail!("The monitor on {} doesn't wait for VM {name}: {}", there.name(), next.session.err.tail(8));
+    // It says whether the cluster knows of it once it listens; asking it would start a program, which takes an emulated host most of a second.
+    match next.session.err.wait_for("where the VM is waited for", 0, patience) {
+        Waited::Line(..) => {}
+        Waited::Ended | Waited::Timeout => {
+            let name = coming.member.name;
+            bail!("The monitor on {} doesn't wait for VM {name}: {}", there.name(), next.session.err.tail(8));
+        }
     }
     Ok(next)
 }
