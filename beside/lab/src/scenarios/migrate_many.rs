@@ -67,6 +67,16 @@ pub(super) const QUARTER: &str = "mkdir -p /sys/fs/cgroup && { mountpoint -q /sy
      echo +cpu > /sys/fs/cgroup/cgroup.subtree_control && mkdir -p /sys/fs/cgroup/work && echo '25000 100000' > /sys/fs/cgroup/work/cpu.max";
 const IN_QUARTER: &str = "echo 0 > /sys/fs/cgroup/work/cgroup.procs; exec ";
 
+/// Messages that perftest has sent in each of the intervals of which it printed a line.
+fn messages(said: &str) -> Vec<u64> {
+    let length = LENGTH.to_string();
+    let sent = |line: &str| {
+        let mut words = line.split_whitespace();
+        if words.next()? == length { words.next()?.parse().ok() } else { None }
+    };
+    said.lines().filter_map(sent).collect()
+}
+
 /// Lines of figures that the client has printed.
 fn lines(m: &Member<'_>) -> Result<u64> {
     lines_of(m, "work")
@@ -233,6 +243,11 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     talk::go_on(&pair)?;
     for m in [&pair.a, &pair.b] {
         let (failed, said) = perftest_ends(m, "work")?;
+        if m.name == pair.a.name {
+            let sent = messages(&said);
+            report.figure("perftest_lines", sent.len() as u64);
+            report.figure("perftest_messages", sent.iter().sum::<u64>());
+        }
         errors += u32::from(failed);
         report.check(!failed, format!("perftest in guest {}: {said}", m.name));
         errors += talk::complaints(m, report)?;
@@ -266,6 +281,15 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// As perftest prints them, between its other lines.
+    #[test]
+    fn perftests_messages_are_counted() {
+        let said = " #bytes     #iterations    BW peak[MB/sec]    BW average[MB/sec]   MsgRate[Mpps]\n 4096           1024             0.00               1.33   \t\t     0.000341\n\
+            4096 bytes\n 4096           77             0.00               0.10   \t\t     0.000026\n";
+        assert_eq!(messages(said), [1024, 77]);
+        assert!(messages("").is_empty());
+    }
 
     /// Both samples are of moves to the same host, with as many moves between them as can be.
     #[test]
