@@ -13,7 +13,7 @@ use dsm::{Access, Event, Mode, Operation, Page, Vcpu, wire};
 use machine::vcpu::GuestRegisters;
 use machine::x86::kvm_regs;
 
-use super::ahead::Stream;
+use super::ahead::Streams;
 use super::engine::{Core, Engine, now};
 use super::gather::Look;
 use super::instruction;
@@ -67,8 +67,8 @@ pub(super) struct Slot {
     pub(super) outside: bool,
     /// It runs no more.
     pub(super) ended: bool,
-    /// Whether it goes on from page to page.
-    pub(super) stream: Stream,
+    /// Where it goes on from page to page.
+    pub(super) streams: Streams,
     /// Looks at what it does.
     pub(super) look: Look,
 }
