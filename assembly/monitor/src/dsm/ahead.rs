@@ -1,11 +1,10 @@
 //! Fetches pages that follow before they are asked for.
 //!
-//! A vCPU that faults on one page after the other waits for each. When it has done so a few times, in one of several places that it goes on from in turns (rows of a matrix and
-//! its vectors, say), pages that follow are asked for, or the right to write them where copies are here, in the name of
+//! A vCPU that faults on one page after the other waits for each. When it has done so a few times, pages that follow are asked for in the name of
 //! helpers, which the protocol takes for vCPUs of this node: their instructions retire as soon as their pages come. So messages, ages and holds are those
 //! of ordinary faults, and a page that comes too early, or in vain, is given away like any other.
 
-use dsm::{Event, Fault, Page, Vcpu};
+use dsm::{Access, Event, Fault, Page, Vcpu};
 
 use super::engine::{Core, Engine};
 
@@ -15,37 +14,10 @@ pub(super) const HELPERS: u16 = 16;
 const RUN: u32 = 3;
 /// Pages fetched ahead at first; doubled at every fault that finds them used.
 const FIRST: u64 = 2;
-/// Places that a vCPU may go on from in turns. A fault looks at all of them, which takes nanoseconds where it takes tens of microseconds.
-const STREAMS: usize = 64;
 
-/// The faults of one vCPU of late, by the places that they go on from.
-#[derive(Debug, Default)]
-pub(super) struct Streams {
-    /// The one that went on last is the last.
-    known: Vec<Stream>,
-}
-
-impl Streams {
-    /// How many pages to fetch behind the one that faults now.
-    pub(super) fn fault(&mut self, page: Page, write: bool) -> u64 {
-        let mut stream = match self.known.iter().rposition(|stream| stream.goes_on(page, write)) {
-            Some(at) => self.known.remove(at),
-            None => {
-                if self.known.len() >= STREAMS {
-                    self.known.remove(0);
-                }
-                Stream::default()
-            }
-        };
-        let ahead = stream.fault(page, write);
-        self.known.push(stream);
-        ahead
-    }
-}
-
-/// Faults that go on from page to page.
+/// The faults of one vCPU of late.
 #[derive(Debug, Clone, Copy, Default)]
-struct Stream {
+pub(super) struct Stream {
     /// Where the next one goes on.
     next: Page,
     write: bool,
@@ -55,14 +27,11 @@ struct Stream {
 }
 
 impl Stream {
-    /// Whether a fault there is one more of them. What was fetched may have gone again.
-    fn goes_on(&self, page: Page, write: bool) -> bool {
-        self.run > 0 && write == self.write && page <= self.next && page + self.ahead >= self.next
-    }
-
-    /// See [`Streams::fault`].
-    fn fault(&mut self, page: Page, write: bool) -> u64 {
-        self.run = self.run.saturating_add(1);
+    /// How many pages to fetch behind the one that faults now.
+    pub(super) fn fault(&mut self, page: Page, write: bool) -> u64 {
+        // What was fetched may have gone again.
+        let goes_on = write == self.write && page <= self.next && page + self.ahead >= self.next;
+        self.run = if goes_on { self.run.saturating_add(1) } else { 1 };
         self.ahead = match self.run {
             run if run < RUN => 0,
             RUN => FIRST,
@@ -100,7 +69,7 @@ impl Engine {
         let fault = if write { Fault::Write } else { Fault::Read };
         let end = core.node.config().pages.min(page + 1 + count);
         for page in page + 1..end {
-            if Self::allows(core, page, fault) || core.helpers.busy.contains(&Some(page)) {
+            if core.node.access(page) != Access::None || core.helpers.busy.contains(&Some(page)) {
                 continue;
             }
             let Some(helper) = core.helpers.busy.iter().position(Option::is_none) else { return };
@@ -120,42 +89,22 @@ mod tests {
     /// Pages are fetched ahead of a vCPU that goes on from page to page, more and more, and not of one that jumps.
     #[test]
     fn streams_are_found_and_jumps_are_not() {
-        let mut streams = Streams::default();
+        let mut stream = Stream::default();
         let mut page = 100;
         let mut fetched = Vec::new();
         for _ in 0..8 {
-            let ahead = streams.fault(page, false);
+            let ahead = stream.fault(page, false);
             fetched.push(ahead);
             page += 1 + ahead;
         }
         assert_eq!(fetched, [0, 0, 2, 4, 8, 16, 16, 16]);
         // It comes back to a page that had gone again: still the same stream.
-        assert_eq!(streams.fault(page - 5, false), 16);
+        assert_eq!(stream.fault(page - 5, false), 16);
         // Another kind, another place, backwards.
-        assert_eq!(streams.fault(page - 4, true), 0);
-        assert_eq!(streams.fault(5000, true), 0);
-        assert_eq!(streams.fault(4999, true), 0);
-        assert_eq!(streams.fault(4998, true), 0);
-        assert_eq!(streams.fault(4997, true), 0);
-    }
-
-    /// Who goes on in several places in turns has a stream in each, up to a number of places; those that went on longest ago are forgotten.
-    #[test]
-    fn a_vcpu_has_many_streams() {
-        let place = |stream: usize| 10_000 * (stream as Page + 1);
-        let turns = |streams: &mut Streams, count: usize| -> Vec<u64> {
-            let at = |turn: Page| (0..count).map(move |stream| place(stream) + turn);
-            (0..3).flat_map(at).map(|page| streams.fault(page, false)).collect()
-        };
-        let mut streams = Streams::default();
-        let all = turns(&mut streams, STREAMS);
-        assert!(all[..2 * STREAMS].iter().all(|ahead| *ahead == 0));
-        assert!(all[2 * STREAMS..].iter().all(|ahead| *ahead == FIRST));
-        // Another one takes the place of the first, which begins anew.
-        assert_eq!(streams.fault(1, false), 0);
-        assert_eq!(streams.fault(place(0) + 3 + FIRST, false), 0);
-        assert_eq!(streams.fault(place(STREAMS - 1) + 3 + FIRST, false), 2 * FIRST);
-        let one_more = turns(&mut Streams::default(), STREAMS + 1);
-        assert!(one_more.iter().all(|ahead| *ahead == 0));
+        assert_eq!(stream.fault(page - 4, true), 0);
+        assert_eq!(stream.fault(5000, true), 0);
+        assert_eq!(stream.fault(4999, true), 0);
+        assert_eq!(stream.fault(4998, true), 0);
+        assert_eq!(stream.fault(4997, true), 0);
     }
 }

@@ -207,7 +207,7 @@ impl Engine {
         }
         let Some(slot) = core.vcpus.get_mut(index) else { return };
         core.hot.fault(told.page, told.offset, told.write);
-        let ahead = slot.streams.fault(told.page, told.write);
+        let ahead = slot.stream.fault(told.page, told.write);
         slot.fault = Some(Pending { page: told.page, write: told.write, upgrade, again, at: now() });
         slot.examined = false;
         slot.look.give_up();

@@ -13,7 +13,7 @@ use dsm::{Access, Event, Mode, Operation, Page, Vcpu, wire};
 use machine::vcpu::GuestRegisters;
 use machine::x86::kvm_regs;
 
-use super::ahead::Streams;
+use super::ahead::Stream;
 use super::engine::{Core, Engine, now};
 use super::gather::Look;
 use super::instruction;
@@ -67,8 +67,8 @@ pub(super) struct Slot {
     pub(super) outside: bool,
     /// It runs no more.
     pub(super) ended: bool,
-    /// Where it goes on from page to page.
-    pub(super) streams: Streams,
+    /// Whether it goes on from page to page.
+    pub(super) stream: Stream,
     /// Looks at what it does.
     pub(super) look: Look,
 }
