@@ -57,14 +57,6 @@ const JOBS: &[Job] = &[
         quick: &["n=128K", "rounds=2"],
         aim: 1.1,
     },
-    // Nothing is asked of it but that it isn't worth leaving.
-    Job {
-        program: "search",
-        what: "breadth-first search, 2^20 vertices, 32 roots",
-        arguments: &["scale=20", "roots=32"],
-        quick: &["scale=12"],
-        aim: 0.9,
-    },
 ];
 
 /// Measures; see [`super::Group::run`].
