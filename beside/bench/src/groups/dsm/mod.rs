@@ -15,7 +15,7 @@ use crate::figures::{Better, Figure, Figures, Pairs, Report};
 use crate::programs::Programs;
 use nodes::{Coherence, Late, Ran, run as run_nodes, run_within};
 
-/// How long a program may take where ways of keeping memory the same are compared: a hundred times what it takes on one node.
+/// How long a program may take where it is kept in a way that doesn't suit it, for comparison; the one that users get has to end, as anywhere.
 const COMPARED: Duration = Duration::from_secs(100);
 
 /// A program, its name, its arguments, those for a quick look, and the speed-up that two nodes should give.
