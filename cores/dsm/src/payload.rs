@@ -73,15 +73,25 @@ fn difference(base: &[u8], content: &[u8]) -> Option<Vec<(u16, Vec<u8>)>> {
         return None;
     }
     let mut runs: Vec<(usize, usize)> = Vec::new();
-    for at in (0..content.len()).filter(|at| base[*at] != content[*at]) {
-        match runs.last_mut() {
-            Some((_, end)) if at - *end < GAP => *end = at + 1,
-            _ => runs.push((at, at + 1)),
+    // What the runs take in a message, but for the last one, which may grow.
+    let mut taken = 0;
+    for (word, (old, new)) in base.chunks(8).zip(content.chunks(8)).enumerate() {
+        if old == new {
+            continue;
         }
-    }
-    let bytes: usize = runs.iter().map(|(start, end)| 4 + end - start).sum();
-    if bytes * 2 >= content.len() {
-        return None;
+        for at in (word * 8..).take(new.len()).filter(|at| base[*at] != content[*at]) {
+            match runs.last_mut() {
+                Some((_, end)) if at - *end < GAP => *end = at + 1,
+                last => {
+                    taken += last.map_or(0, |(start, end)| 4 + *end - *start);
+                    runs.push((at, at + 1));
+                }
+            }
+        }
+        let last = runs.last().map_or(0, |(start, end)| 4 + end - start);
+        if (taken + last) * 2 >= content.len() {
+            return None;
+        }
     }
     runs.into_iter()
         .map(|(start, end)| Some((u16::try_from(start).ok()?, content[start..end].to_vec())))

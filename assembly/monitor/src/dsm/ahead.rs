@@ -1,23 +1,108 @@
-//! Fetches pages that follow before they are asked for.
+//! Fetches pages before they are asked for.
 //!
-//! A vCPU that faults on one page after the other waits for each. When it has done so a few times, pages that follow are asked for in the name of
-//! helpers, which the protocol takes for vCPUs of this node: their instructions retire as soon as their pages come. So messages, ages and holds are those
-//! of ordinary faults, and a page that comes too early, or in vain, is given away like any other.
+//! Two things say which pages a vCPU will want. When it has gone on from page to page a few times, in one of several places that it goes on from in turns (rows of a
+//! matrix and its vectors, say), pages that follow are fetched ([`Streams`]). And pages of a region that it asked for in one round are fetched together when the next round
+//! begins, in whatever order it wants them ([`Rounds`]): what one host writes and another reads, again and again, travels together.
+//!
+//! Pages, or the right to write them where copies are here, are asked for in the name of helpers, which the protocol takes for vCPUs of this node: their instructions
+//! retire as soon as their pages come. So messages, ages and holds are those of ordinary faults, and a page that comes too early, or in vain, is given away like
+//! any other.
+//!
+//! Source: the second after *Spatial Memory Streaming* (Somogyi and others, ISCA 2006), there for cache lines.
 
-use dsm::{Access, Event, Fault, Page, Vcpu};
+use std::collections::HashMap;
+use std::ops::Range;
 
-use super::engine::{Core, Engine};
+use dsm::{Event, Fault, Page, Vcpu};
+
+use super::engine::{Core, Engine, now};
 
 /// Helpers of a node: pages that are fetched ahead at the same time.
-pub(super) const HELPERS: u16 = 16;
-/// Faults in a row before pages are fetched ahead.
+pub(super) const HELPERS: u16 = 128;
+/// A page that is taken so soon after it was fetched ahead was fetched in vain, nanoseconds.
+pub(super) const SOON: u64 = 1_000_000;
+/// Faults in a row before pages are fetched ahead of a stream.
 const RUN: u32 = 3;
-/// Pages fetched ahead at first; doubled at every fault that finds them used.
+/// Pages fetched ahead of a stream at first; doubled at every fault that finds them used.
 const FIRST: u64 = 2;
+/// Pages fetched ahead of a stream at most. What is fetched in vain beyond its end costs its owner a fault each.
+const MOST: u64 = 32;
+/// Places that a vCPU may go on from in turns. A fault looks at all of them, which takes nanoseconds where it takes tens of microseconds.
+const STREAMS: usize = 64;
+/// Pages of a region.
+const REGION: u64 = 64;
+/// So many pages of a region in one round, or four in a row, are taken for what the next one will want; others have to come twice.
+const DENSE: u32 = 32;
+/// Of pages that are known one in so many is left out each time, to see whether it is still wanted; one of the region where so many were.
+const OFTEN: u64 = 4;
+const SURE: u32 = 8;
 
-/// The faults of one vCPU of late.
+/// What is known of which pages a vCPU will want.
+#[derive(Debug, Default)]
+pub(super) struct Foresight {
+    streams: Streams,
+    read: Rounds,
+    written: Rounds,
+}
+
+impl Foresight {
+    /// A page faults now: which pages will be wanted, and which others of late were, as is known now.
+    pub(super) fn fault(&mut self, page: Page, write: bool) -> Foreseen {
+        let (used, ahead) = self.streams.fault(page, write);
+        let rounds = if write { &mut self.written } else { &mut self.read };
+        used.clone().for_each(|page| rounds.asked(page));
+        let known = rounds.fault(page);
+        Foreseen { used, known, ahead }
+    }
+
+    /// A page was fetched in vain.
+    fn doubt(&mut self, page: Page) {
+        self.read.doubt(page);
+        self.written.doubt(page);
+    }
+}
+
+/// See [`Foresight::fault`].
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(super) struct Foreseen {
+    /// Pages that were fetched ahead and used.
+    pub(super) used: Range<Page>,
+    /// Pages that were wanted together with this one before.
+    known: Vec<Page>,
+    /// Pages behind it that may follow.
+    ahead: Range<Page>,
+}
+
+/// The faults of one vCPU of late, by the places that they go on from.
+#[derive(Debug, Default)]
+struct Streams {
+    /// The one that went on last is the last.
+    known: Vec<Stream>,
+}
+
+impl Streams {
+    /// Pages that were fetched ahead and that the one which faults now shows to be used, and those to fetch behind it.
+    fn fault(&mut self, page: Page, write: bool) -> (Range<Page>, Range<Page>) {
+        let mut stream = match self.known.iter().rposition(|stream| stream.goes_on(page, write)) {
+            Some(at) => self.known.remove(at),
+            None => {
+                if self.known.len() >= STREAMS {
+                    self.known.remove(0);
+                }
+                Stream::default()
+            }
+        };
+        let begin = if stream.run == 0 { page } else { stream.next.saturating_sub(stream.ahead).min(page) };
+        let used = begin..page;
+        let ahead = stream.fault(page, write);
+        self.known.push(stream);
+        (used, page + 1..page + 1 + ahead)
+    }
+}
+
+/// Faults that go on from page to page.
 #[derive(Debug, Clone, Copy, Default)]
-pub(super) struct Stream {
+struct Stream {
     /// Where the next one goes on.
     next: Page,
     write: bool,
@@ -27,58 +112,182 @@ pub(super) struct Stream {
 }
 
 impl Stream {
-    /// How many pages to fetch behind the one that faults now.
-    pub(super) fn fault(&mut self, page: Page, write: bool) -> u64 {
-        // What was fetched may have gone again.
-        let goes_on = write == self.write && page <= self.next && page + self.ahead >= self.next;
-        self.run = if goes_on { self.run.saturating_add(1) } else { 1 };
+    /// Whether a fault there is one more of them. What was fetched may have gone again.
+    fn goes_on(&self, page: Page, write: bool) -> bool {
+        self.run > 0 && write == self.write && page <= self.next && page + self.ahead >= self.next
+    }
+
+    /// See [`Streams::fault`].
+    fn fault(&mut self, page: Page, write: bool) -> u64 {
+        self.run = self.run.saturating_add(1);
         self.ahead = match self.run {
             run if run < RUN => 0,
             RUN => FIRST,
-            _ => (self.ahead * 2).clamp(FIRST, HELPERS.into()),
+            _ => (self.ahead * 2).clamp(FIRST, MOST),
         };
         (self.next, self.write) = (page + 1 + self.ahead, write);
         self.ahead
     }
 }
 
+/// Which pages a vCPU has asked for together, to read or to write, by regions. A round of a region ends when a page is asked for a second time, as it was taken away meanwhile: who
+/// asks for pages at random soon comes to that, and a round is short then.
+#[derive(Debug, Default)]
+struct Rounds(HashMap<u64, Region>);
+
+/// A bit for each page.
+#[derive(Debug, Clone, Copy, Default)]
+struct Region {
+    /// Asked for in this round, by the vCPU.
+    asked: u64,
+    /// Fetched for it when the round began.
+    fetched: u64,
+    /// Some that are known but were left out, to see whether they are still wanted.
+    left_out: u64,
+    /// How many of those were, one after the other.
+    sure: u32,
+    /// Wanted in the round before.
+    before: u64,
+    /// What is fetched when the next round begins.
+    known: u64,
+    /// Rounds so far.
+    rounds: u32,
+}
+
+fn place(page: Page) -> (u64, u64) {
+    (page / REGION, 1 << (page % REGION))
+}
+
+/// Those that are one of four in a row, at the least.
+fn rows(pages: u64) -> u64 {
+    let first = pages & (pages >> 1) & (pages >> 2) & (pages >> 3);
+    first | (first << 1) | (first << 2) | (first << 3)
+}
+
+impl Rounds {
+    /// A page was asked for, or used.
+    fn asked(&mut self, page: Page) {
+        let (region, bit) = place(page);
+        self.0.entry(region).or_default().asked |= bit;
+    }
+
+    /// A page is asked for: the others that are to be fetched with it.
+    fn fault(&mut self, page: Page) -> Vec<Page> {
+        let (number, bit) = place(page);
+        let region = self.0.entry(number).or_default();
+        if (region.asked | region.fetched) & bit == 0 {
+            region.asked |= bit;
+            return Vec::new();
+        }
+        let wanted = region.asked | region.fetched;
+        let dense = wanted.count_ones() >= DENSE;
+        let missed = (region.left_out & region.asked).count_ones();
+        region.sure = match region.left_out & !region.asked {
+            // Asked for, not fetched: so many show what a program is like.
+            _ if region.asked.count_ones() >= DENSE || rows(region.asked) != 0 => SURE,
+            0 => (region.sure + missed).min(SURE),
+            unwanted if unwanted.count_ones() > missed => 0,
+            _ => region.sure / 2,
+        };
+        let confirmed = if dense { wanted } else { rows(wanted) | (wanted & region.before) };
+        region.known = (region.known & !region.left_out) | confirmed;
+        region.before = wanted;
+        region.rounds = region.rounds.wrapping_add(1);
+        let one_in = if region.sure >= SURE { REGION } else { OFTEN };
+        let left_out = (0..REGION).step_by(one_in as usize).fold(0, |bits, at| bits | 1_u64 << at);
+        region.left_out = region.known & !bit & left_out.rotate_left(region.rounds);
+        region.fetched = region.known & !bit & !region.left_out;
+        region.asked = bit;
+        let fetched = region.fetched;
+        (0..REGION).filter(|at| fetched & (1 << at) != 0).map(|at| number * REGION + at).collect()
+    }
+
+    /// A page was fetched in vain: it has to come twice again.
+    fn doubt(&mut self, page: Page) {
+        let (region, bit) = place(page);
+        if let Some(region) = self.0.get_mut(&region) {
+            for bits in [&mut region.known, &mut region.fetched, &mut region.before] {
+                *bits &= !bit;
+            }
+        }
+    }
+}
+
 /// Who helps.
 #[derive(Debug, Default)]
 pub(super) struct Helpers {
-    /// The page that each waits for.
-    busy: [Option<Page>; HELPERS as usize],
+    /// The page that each waits for, and the helper of each page.
+    busy: HashMap<u16, Page>,
+    pages: HashMap<Page, u16>,
+}
+
+impl Helpers {
+    /// Whether a page is under way.
+    fn fetch(&self, page: Page) -> bool {
+        self.pages.contains_key(&page)
+    }
+
+    /// One that has nothing to do gets a page to wait for.
+    fn begin(&mut self, page: Page) -> Option<u16> {
+        let helper = (0..HELPERS).find(|helper| !self.busy.contains_key(helper))?;
+        self.busy.insert(helper, page);
+        self.pages.insert(page, helper);
+        Some(helper)
+    }
+
+    fn end(&mut self, helper: u16) -> Option<Page> {
+        let page = self.busy.remove(&helper)?;
+        self.pages.remove(&page);
+        Some(page)
+    }
 }
 
 impl Engine {
     /// The protocol's number of a helper: behind those of vCPUs.
-    pub(super) fn helper(core: &Core, vcpu: Vcpu) -> Option<usize> {
-        usize::from(vcpu).checked_sub(core.vcpus.len())
+    pub(super) fn helper(core: &Core, vcpu: Vcpu) -> Option<u16> {
+        usize::from(vcpu).checked_sub(core.vcpus.len()).and_then(|helper| u16::try_from(helper).ok())
     }
 
     /// A helper's page has come, or others want it: it isn't needed by an instruction.
-    pub(super) fn helped(core: &mut Core, helper: usize) {
-        if let Some(page) = core.helpers.busy.get_mut(helper).and_then(Option::take) {
+    pub(super) fn helped(core: &mut Core, helper: u16) {
+        if let Some(page) = core.helpers.end(helper) {
             core.counts.ahead += 1;
+            core.pages.ahead.insert(page, now());
             // A vCPU may have begun to wait for it meanwhile.
             core.pages.wake(page);
         }
     }
 
-    /// Asks for `count` pages behind one.
-    pub(super) fn fetch_ahead(&self, core: &mut Core, page: Page, count: u64, write: bool) {
-        let fault = if write { Fault::Write } else { Fault::Read };
-        let end = core.node.config().pages.min(page + 1 + count);
-        for page in page + 1..end {
-            if core.node.access(page) != Access::None || core.helpers.busy.contains(&Some(page)) {
-                continue;
-            }
-            let Some(helper) = core.helpers.busy.iter().position(Option::is_none) else { return };
-            let Ok(vcpu) = Vcpu::try_from(core.vcpus.len() + helper) else { return };
-            if let Some(place) = core.helpers.busy.get_mut(helper) {
-                *place = Some(page);
-            }
-            self.step(core, Event::Fault { vcpu, page, fault });
+    /// Asks for pages that will be wanted.
+    pub(super) fn fetch_ahead(&self, core: &mut Core, foreseen: Foreseen, write: bool) {
+        for page in std::mem::take(&mut core.pages.in_vain) {
+            core.counts.in_vain += 1;
+            core.vcpus.iter_mut().for_each(|slot| slot.foresight.doubt(page));
         }
+        for page in foreseen.used {
+            core.pages.is_asked_for(page, write);
+        }
+        for page in foreseen.known {
+            self.fetch(core, page, write);
+        }
+        for page in foreseen.ahead {
+            // What vCPUs here have never done to a page that they know isn't foreseen from its neighbours: it is where another vCPU's part begins.
+            if core.pages.may_be_wanted(page, write) {
+                self.fetch(core, page, write);
+            }
+        }
+    }
+
+    fn fetch(&self, core: &mut Core, page: Page, write: bool) {
+        let fault = if write { Fault::Write } else { Fault::Read };
+        // Stores to a page that is kept by updates are carried out where the page is: there is nothing to fetch.
+        let there = Self::allows(core, page, fault) || core.node.mode(page).is_update();
+        if there || page >= core.node.config().pages || core.helpers.fetch(page) {
+            return;
+        }
+        let Some(helper) = core.helpers.begin(page) else { return };
+        let Ok(vcpu) = Vcpu::try_from(core.vcpus.len() + usize::from(helper)) else { return };
+        self.step(core, Event::Fault { vcpu, page, fault });
     }
 }
 
@@ -86,25 +295,153 @@ impl Engine {
 mod tests {
     use super::*;
 
+    /// How many pages are fetched ahead of one that faults.
+    fn ahead(streams: &mut Streams, page: Page, write: bool) -> u64 {
+        let (_, ahead) = streams.fault(page, write);
+        assert_eq!(ahead.start, page + 1);
+        ahead.end - ahead.start
+    }
+
     /// Pages are fetched ahead of a vCPU that goes on from page to page, more and more, and not of one that jumps.
     #[test]
     fn streams_are_found_and_jumps_are_not() {
-        let mut stream = Stream::default();
+        let mut streams = Streams::default();
         let mut page = 100;
         let mut fetched = Vec::new();
         for _ in 0..8 {
-            let ahead = stream.fault(page, false);
+            let ahead = ahead(&mut streams, page, false);
             fetched.push(ahead);
             page += 1 + ahead;
         }
-        assert_eq!(fetched, [0, 0, 2, 4, 8, 16, 16, 16]);
+        assert_eq!(fetched, [0, 0, 2, 4, 8, 16, 32, 32]);
         // It comes back to a page that had gone again: still the same stream.
-        assert_eq!(stream.fault(page - 5, false), 16);
+        assert_eq!(ahead(&mut streams, page - 5, false), 32);
         // Another kind, another place, backwards.
-        assert_eq!(stream.fault(page - 4, true), 0);
-        assert_eq!(stream.fault(5000, true), 0);
-        assert_eq!(stream.fault(4999, true), 0);
-        assert_eq!(stream.fault(4998, true), 0);
-        assert_eq!(stream.fault(4997, true), 0);
+        assert_eq!(ahead(&mut streams, page - 4, true), 0);
+        assert_eq!(ahead(&mut streams, 5000, true), 0);
+        assert_eq!(ahead(&mut streams, 4999, true), 0);
+        assert_eq!(ahead(&mut streams, 4998, true), 0);
+        assert_eq!(ahead(&mut streams, 4997, true), 0);
+    }
+
+    /// What was fetched ahead counts as used when the vCPU comes to what lies behind it, and only then.
+    #[test]
+    fn what_a_stream_has_used_is_known_at_its_next_fault() {
+        let mut streams = Streams::default();
+        for page in [10, 11] {
+            assert!(streams.fault(page, false).0.is_empty());
+        }
+        assert_eq!(streams.fault(12, false), (12..12, 13..15));
+        assert_eq!(streams.fault(15, false), (13..15, 16..20));
+        assert_eq!(streams.fault(18, false), (16..18, 19..27));
+        assert!(streams.fault(500, false).0.is_empty());
+    }
+
+    /// Who goes on in several places in turns has a stream in each, up to a number of places; those that went on longest ago are forgotten.
+    #[test]
+    fn a_vcpu_has_many_streams() {
+        let place = |stream: usize| 10_000 * (stream as Page + 1);
+        let turns = |streams: &mut Streams, count: usize| -> Vec<u64> {
+            let at = |turn: Page| (0..count).map(move |stream| place(stream) + turn);
+            (0..3).flat_map(at).map(|page| ahead(streams, page, false)).collect()
+        };
+        let mut streams = Streams::default();
+        let all = turns(&mut streams, STREAMS);
+        assert!(all[..2 * STREAMS].iter().all(|ahead| *ahead == 0));
+        assert!(all[2 * STREAMS..].iter().all(|ahead| *ahead == FIRST));
+        // Another one takes the place of the first, which begins anew.
+        assert_eq!(ahead(&mut streams, 1, false), 0);
+        assert_eq!(ahead(&mut streams, place(0) + 3 + FIRST, false), 0);
+        assert_eq!(ahead(&mut streams, place(STREAMS - 1) + 3 + FIRST, false), 2 * FIRST);
+        let one_more = turns(&mut Streams::default(), STREAMS + 1);
+        assert!(one_more.iter().all(|ahead| *ahead == 0));
+    }
+
+    /// How often a vCPU faults that wants these pages, in a round in which it has none at first, and what is fetched for it.
+    fn round(rounds: &mut Rounds, pages: impl Iterator<Item = Page>) -> (usize, usize) {
+        let (mut here, mut faults) = (std::collections::HashSet::new(), 0);
+        let mut fetched = 0;
+        for page in pages {
+            if !here.contains(&page) {
+                let more = rounds.fault(page);
+                fetched += more.len();
+                here.extend(more);
+                here.insert(page);
+                faults += 1;
+            }
+        }
+        (faults, fetched)
+    }
+
+    /// Pages that come again are asked for one by one the first time, and by regions from then on, but for one that is left out each time; in whatever order they come.
+    #[test]
+    fn what_is_done_again_is_foreseen() {
+        let mut rounds = Rounds::default();
+        assert_eq!(round(&mut rounds, 128..384), (256, 0));
+        for turn in 0..200 {
+            let pages = (0..256).map(|at| 128 + (at * 77 + turn * 31) % 256);
+            let (faults, fetched) = round(&mut rounds, pages);
+            assert!(faults <= 8 && fetched >= 248, "{turn}: {faults} {fetched}");
+        }
+    }
+
+    /// Few pages of a region have to come twice before they are fetched.
+    #[test]
+    fn a_few_pages_are_confirmed_first() {
+        let mut rounds = Rounds::default();
+        let all: Vec<_> = (0..64).map(|_| round(&mut rounds, [7, 9, 30].into_iter())).collect();
+        assert_eq!(all[..2], [(3, 0), (3, 0)]);
+        assert!(all[2..16].iter().map(|round| round.0).sum::<usize>() < 2 * 14, "{all:?}");
+        assert!(all[32..].iter().map(|round| round.0).sum::<usize>() <= 34, "{all:?}");
+        // One of them isn't wanted any more: that shows when it is left out.
+        let later: Vec<_> = (0..64).map(|_| round(&mut rounds, [7, 9].into_iter()).1).collect();
+        assert_eq!(later.last(), Some(&1));
+    }
+
+    /// Pages in a row are fetched from the second time on.
+    #[test]
+    fn a_row_is_known_at_once() {
+        assert_eq!(rows(0b1110_0111_1011_1110), 0b0111_1011_1110);
+        assert_eq!((rows(0b1110_0111_0101), rows(u64::MAX), rows(15 << 60)), (0, u64::MAX, 15 << 60));
+        let mut rounds = Rounds::default();
+        let all: Vec<_> = (0..3).map(|_| round(&mut rounds, 70..78)).collect();
+        assert_eq!(all, [(8, 0), (1, 7), (1, 7)]);
+    }
+
+    /// Of pages that are wanted at random next to none are fetched that aren't wanted soon.
+    #[test]
+    fn at_random_little_is_foreseen() {
+        let mut rounds = Rounds::default();
+        let mut random = 1_u64;
+        let (mut fetched, faults) = (0, 100_000);
+        for _ in 0..faults {
+            random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            fetched += rounds.fault(random >> 54).len();
+        }
+        assert!(fetched < faults / 2, "{fetched}");
+    }
+
+    /// A page that was fetched in vain has to come twice again.
+    #[test]
+    fn what_was_in_vain_is_forgotten() {
+        let mut rounds = Rounds::default();
+        for _ in 0..33 {
+            round(&mut rounds, [7, 9, 30].into_iter());
+        }
+        rounds.doubt(9);
+        let all: Vec<_> = (0..3).map(|_| round(&mut rounds, [7, 9, 30].into_iter())).collect();
+        assert_eq!(all, [(2, 1), (2, 1), (1, 2)]);
+    }
+
+    /// Each page has one helper, and each helper one page.
+    #[test]
+    fn helpers_are_few_and_come_back() {
+        let mut helpers = Helpers::default();
+        let all: Vec<_> = (0..u64::from(HELPERS)).map(|page| helpers.begin(page).unwrap()).collect();
+        assert!(helpers.begin(9999).is_none() && helpers.fetch(3) && !helpers.fetch(9999));
+        assert_eq!(helpers.end(all[3]), Some(3));
+        assert_eq!(helpers.end(all[3]), None);
+        assert!(!helpers.fetch(3));
+        assert_eq!(helpers.begin(9999), Some(all[3]));
     }
 }

@@ -1,6 +1,5 @@
 //! The lock around the protocol of this node, and what its actions do.
 
-use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io::{self, Write};
 use std::os::fd::OwnedFd;
@@ -9,9 +8,8 @@ use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
-use dsm::trace::{Entry, Recorder};
-use dsm::{Access, Action, Event, Fault, Message, Node, Page, Pages, wire};
-use machine::memory::shared::{PageRights, SharedRam};
+use dsm::{Access, Action, Event, Fault, Message, Node, NodeSet, Page, wire};
+use machine::memory::shared::SharedRam;
 use machine::memory::{GuestMemorySpace, RamRegion};
 use machine::slots::DirtyPages;
 use machine::vcpu::VcpuManager;
@@ -24,6 +22,7 @@ use super::checkpoint::Step;
 use super::gather::{Gathering, Told, Turns, Watch};
 use super::hot::HotPages;
 use super::link::{Control, Link};
+use super::pages::LivePages;
 use super::report::{Phase, Stalls};
 use super::spanning::Trouble;
 use super::vcpus::Slot;
@@ -58,92 +57,6 @@ impl Machine {
     }
 }
 
-/// The protocol's view of guest memory.
-pub(super) struct LivePages {
-    pub(super) ram: Arc<SharedRam>,
-    rights: Vec<PageRights>,
-    /// Pages that were taken from the guest here, wholly or for writing: a fault there is no first fetch.
-    lost: Vec<bool>,
-    /// The host refused a change: the VM can't go on.
-    pub(super) refused: Option<String>,
-    /// What is recorded for the simulator, where that is wanted. In a cell as reading is recorded, too.
-    recorder: Option<RefCell<Recorder>>,
-}
-
-fn rights(access: Access) -> PageRights {
-    match access {
-        Access::None => PageRights::None,
-        Access::Read => PageRights::Read,
-        Access::Write => PageRights::Write,
-    }
-}
-
-impl LivePages {
-    fn note(&mut self, what: &str, page: Page, result: io::Result<()>) {
-        if let Err(error) = result {
-            self.refused.get_or_insert_with(|| format!("Page {page:#x} could not be {what}: {error}"));
-        }
-    }
-
-    /// Copies code; how many bytes there were to the end of the page.
-    pub(super) fn code(&self, page: Page, offset: usize, into: &mut [u8]) -> Option<usize> {
-        self.ram.read_at(page, offset, into).ok()
-    }
-
-    /// What was recorded.
-    pub(super) fn recorded(&mut self) -> Vec<Entry> {
-        self.recorder.take().map(|recorder| recorder.into_inner().finish()).unwrap_or_default()
-    }
-
-    /// Whether a page was here, and was taken.
-    pub(super) fn was_lost(&self, page: Page) -> bool {
-        usize::try_from(page).ok().and_then(|page| self.lost.get(page)).copied().unwrap_or(false)
-    }
-
-    pub(super) fn wake(&mut self, page: Page) {
-        let result = self.ram.wake(page);
-        self.note("given back to those who wait for it", page, result);
-    }
-}
-
-impl Pages for LivePages {
-    fn size(&self) -> usize {
-        wire::PAGE_SIZE
-    }
-
-    fn read(&self, page: Page, into: &mut Vec<u8>) {
-        let before = into.len();
-        // Not shared: no correct node asks for it. What it gets is zero.
-        if self.ram.read(page, into).is_err() {
-            into.resize(before + wire::PAGE_SIZE, 0);
-        }
-        if let (Some(recorder), Some(content)) = (&self.recorder, into.get(before..)) {
-            recorder.borrow_mut().read(page, content);
-        }
-    }
-
-    fn write(&mut self, page: Page, offset: usize, bytes: &[u8]) {
-        if let Some(recorder) = &mut self.recorder {
-            recorder.get_mut().write(page, wire::PAGE_SIZE, offset, bytes);
-        }
-        let result = self.ram.write(page, offset, bytes);
-        self.note("written", page, result);
-    }
-
-    fn protect(&mut self, page: Page, access: Access) {
-        let to = rights(access);
-        let known = usize::try_from(page).ok().and_then(|page| self.rights.get_mut(page));
-        let from = known.map_or(PageRights::None, |known| std::mem::replace(known, to));
-        if to < from
-            && let Some(lost) = usize::try_from(page).ok().and_then(|page| self.lost.get_mut(page))
-        {
-            *lost = true;
-        }
-        let result = self.ram.set(page, from, to);
-        self.note("protected", page, result);
-    }
-}
-
 /// What this node counts beside the protocol's own counters.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Counts {
@@ -162,6 +75,8 @@ pub(super) struct Counts {
     pub(super) not_emulated: u64,
     /// Pages fetched before they were asked for.
     pub(super) ahead: u64,
+    /// Those of them that were taken at once.
+    pub(super) in_vain: u64,
     /// Nanoseconds that vCPUs have waited for pages which they had had before, and for trapped stores.
     pub(super) waited: u64,
     /// The same for pages that they had never had.
@@ -171,6 +86,21 @@ pub(super) struct Counts {
     pub(super) spun: u64,
     /// The least that a vCPU's thread has run from one fault to the next, nanoseconds: what it takes to cross into the guest and out of it, and hardly more.
     pub(super) crossing: Option<u64>,
+}
+
+/// Messages that wait for others to leave with them: several events are taken in a row, under one lock.
+#[derive(Debug, Default)]
+pub(super) struct Outbox {
+    holds: bool,
+    /// Nodes to which some are put off.
+    to: NodeSet,
+}
+
+impl Outbox {
+    /// From here on, until [`Engine::send_held`].
+    pub(super) fn hold(&mut self) {
+        self.holds = true;
+    }
 }
 
 /// Everything behind the lock.
@@ -207,6 +137,7 @@ pub(super) struct Core {
     pub(super) advised: BTreeSet<Page>,
     actions: Vec<Action>,
     bytes: Vec<u8>,
+    pub(super) outbox: Outbox,
     /// The deadline that the faults thread knows of.
     pub(super) armed: Option<u64>,
 }
@@ -304,13 +235,7 @@ impl Engine {
     pub(super) fn begin(&self, node: Node, machine: Machine, pages: usize, record: bool) {
         let core = Core {
             node,
-            pages: LivePages {
-                ram: Arc::clone(&machine.ram),
-                rights: vec![PageRights::None; pages],
-                lost: vec![false; pages],
-                refused: None,
-                recorder: record.then(RefCell::default),
-            },
+            pages: LivePages::new(Arc::clone(&machine.ram), pages, record),
             vcpus: machine.ids.iter().map(|_| Slot::default()).collect(),
             threads: HashMap::new(),
             counts: Counts::default(),
@@ -331,6 +256,7 @@ impl Engine {
             advised: BTreeSet::new(),
             actions: Vec::new(),
             bytes: Vec::new(),
+            outbox: Outbox::default(),
             armed: None,
         };
         // Called once.
@@ -565,8 +491,21 @@ impl Engine {
         let bytes = u64::try_from(core.bytes.len()).unwrap_or(0);
         let count = core.counts.sent.entry(message.body.name()).or_default();
         *count = (count.0 + 1, count.1 + bytes);
-        if self.link(message.to.0).is_some_and(|link| link.send(&core.bytes)) {
+        let Some(link) = self.link(message.to.0) else { return };
+        if core.outbox.holds {
+            core.outbox.to = core.outbox.to.with(NodeSet::one(message.to));
+            link.put_off(&core.bytes);
+        } else if link.send(&core.bytes) {
             self.poke();
+        }
+    }
+
+    /// What was put off since [`Outbox::hold`] leaves, as few writes.
+    pub(super) fn send_held(&self, core: &mut Core) {
+        for node in std::mem::take(&mut core.outbox).to.iter() {
+            if self.link(node.0).is_some_and(Link::flush) {
+                self.poke();
+            }
         }
     }
 

@@ -22,6 +22,8 @@ use super::gather::Told;
 /// First byte of a control frame. No version of the protocol has this number.
 const MARK: u8 = 0xc5;
 const HEADER: usize = 8;
+/// Bytes that are taken from a socket at once, at most: some pages.
+const MANY: usize = 1 << 16;
 /// Most bytes of a control frame's body.
 const MAX_BODY: usize = 1 << 20;
 /// Who may wait does so when so many bytes are queued: a vCPU that writes to a console that its node doesn't write away, and a node that hands its
@@ -283,36 +285,91 @@ impl Link {
         self.drained.notify_all();
     }
 
-    /// Waits for the next frame.
-    pub(super) fn receive(&self, buffer: &mut Vec<u8>) -> io::Result<Frame> {
-        let mut stream = &self.stream;
-        buffer.resize(HEADER, 0);
-        stream.read_exact(buffer)?;
+    /// Queues without sending: whoever calls it calls [`Link::flush`] soon.
+    pub(super) fn put_off(&self, bytes: &[u8]) {
+        let mut queue = self.queue();
+        if !self.closed.load(Ordering::Relaxed) {
+            queue.extend_from_slice(bytes);
+        }
+    }
+
+    /// Waits for the next frame, and appends it and those that have come with it.
+    pub(super) fn receive(&self, incoming: &mut Incoming, frames: &mut Vec<Frame>) -> io::Result<()> {
+        while frames.is_empty() {
+            while let Some(frame) = incoming.next(self.peer).transpose() {
+                match frame {
+                    Ok(frame) => frames.push(frame),
+                    // Those before it are good; it is found again afterwards.
+                    Err(_) if !frames.is_empty() => return Ok(()),
+                    Err(error) => return Err(error),
+                }
+            }
+            if frames.is_empty() {
+                incoming.fill(&self.stream)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Bytes that have come over a link and aren't frames yet.
+#[derive(Debug, Default)]
+pub(super) struct Incoming {
+    bytes: Vec<u8>,
+    /// Where the first that isn't used lies, and the end.
+    start: usize,
+    end: usize,
+}
+
+impl Incoming {
+    /// Waits for more, at least one byte.
+    fn fill(&mut self, mut stream: &Stream) -> io::Result<()> {
+        self.bytes.copy_within(self.start..self.end, 0);
+        (self.start, self.end) = (0, self.end - self.start);
+        // What waits may be the beginning of the longest frame there is.
+        let wanted = self.end.saturating_mul(2).max(MANY);
+        if self.bytes.len() < wanted {
+            self.bytes.resize(wanted, 0);
+        }
+        loop {
+            match stream.read(self.bytes.get_mut(self.end..).unwrap_or_default()) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(count) => {
+                    self.end += count;
+                    return Ok(());
+                }
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// The next frame, if it is here as a whole. An error stays where it is.
+    fn next(&mut self, peer: u8) -> io::Result<Option<Frame>> {
         let wrong = |text: String| io::Error::new(io::ErrorKind::InvalidData, text);
-        if buffer[0] == MARK {
-            let kind = buffer[1];
-            let len = u32::from_le_bytes([buffer[4], buffer[5], buffer[6], buffer[7]]);
-            let len = usize::try_from(len).ok().filter(|len| *len <= MAX_BODY);
+        let here = self.bytes.get(self.start..self.end).unwrap_or_default();
+        let &[mark, kind, _, _, a, b, c, d, ..] = here else { return Ok(None) };
+        if mark == MARK {
+            let len = usize::try_from(u32::from_le_bytes([a, b, c, d])).ok().filter(|len| *len <= MAX_BODY);
             let len = len.ok_or_else(|| {
                 wrong(format!("a control frame says that it is longer than {MAX_BODY} bytes"))
             })?;
-            let mut body = vec![0; len];
-            stream.read_exact(&mut body)?;
-            let control = Control::parse(kind, body);
-            return control.map(Frame::Control).ok_or_else(|| {
+            let Some(body) = here.get(HEADER..HEADER + len) else { return Ok(None) };
+            let control = Control::parse(kind, body.to_vec()).ok_or_else(|| {
                 wrong(format!("a control frame has kind {kind} with {len} bytes, which isn't known"))
-            });
+            })?;
+            self.start += HEADER + len;
+            return Ok(Some(Frame::Control(control)));
         }
-        buffer.resize(wire::HEADER, 0);
-        stream.read_exact(&mut buffer[HEADER..])?;
-        let len = wire::message_len(buffer).map_err(|error| wrong(error.to_string()))?;
-        buffer.resize(len, 0);
-        stream.read_exact(&mut buffer[wire::HEADER..])?;
-        let message = wire::parse(buffer).map_err(|error| wrong(error.to_string()))?;
-        if message.from.0 != self.peer {
+        let Some(header) = here.get(..wire::HEADER) else { return Ok(None) };
+        let len = wire::message_len(header).map_err(|error| wrong(error.to_string()))?;
+        let Some(bytes) = here.get(..len) else { return Ok(None) };
+        let message = wire::parse(bytes).map_err(|error| wrong(error.to_string()))?;
+        if message.from.0 != peer {
             return Err(wrong(format!("it sent a message in the name of node {}", message.from.0)));
         }
-        Ok(Frame::Message(message))
+        self.start += len;
+        Ok(Some(Frame::Message(message)))
     }
 }
 
@@ -325,10 +382,34 @@ mod tests {
         (Link::new(1, "a".into(), Stream::Unix(a)), Link::new(0, "b".into(), Stream::Unix(b)))
     }
 
-    fn control(link: &Link) -> Control {
-        match link.receive(&mut Vec::new()).unwrap() {
-            Frame::Control(control) => control,
-            Frame::Message(message) => panic!("{message:?}"),
+    /// What comes over a link, frame by frame.
+    struct Reader<'a> {
+        link: &'a Link,
+        incoming: Incoming,
+        frames: std::collections::VecDeque<Frame>,
+    }
+
+    fn reader(link: &Link) -> Reader<'_> {
+        Reader { link, incoming: Incoming::default(), frames: Default::default() }
+    }
+
+    impl Reader<'_> {
+        fn frame(&mut self) -> io::Result<Frame> {
+            loop {
+                if let Some(frame) = self.frames.pop_front() {
+                    return Ok(frame);
+                }
+                let mut frames = Vec::new();
+                self.link.receive(&mut self.incoming, &mut frames)?;
+                self.frames.extend(frames);
+            }
+        }
+
+        fn control(&mut self) -> Control {
+            match self.frame().unwrap() {
+                Frame::Control(control) => control,
+                Frame::Message(message) => panic!("{message:?}"),
+            }
         }
     }
 
@@ -358,8 +439,9 @@ mod tests {
         for one in &all {
             assert!(!a.send_control(one));
         }
+        let mut b = reader(&b);
         for one in &all {
-            assert_eq!(&control(&b), one);
+            assert_eq!(&b.control(), one);
         }
     }
 
@@ -373,15 +455,16 @@ mod tests {
             queued = a.send_control(&text(n));
         }
         assert!(queued && a.has_queue());
-        let reader = std::thread::spawn(move || {
+        let reads = std::thread::spawn(move || {
+            let mut b = reader(&b);
             for n in 0..2000 {
-                assert_eq!(control(&b), text(n));
+                assert_eq!(b.control(), text(n));
             }
         });
         while a.flush() {
             std::thread::yield_now();
         }
-        reader.join().unwrap();
+        reads.join().unwrap();
     }
 
     /// Whoever has seen an open link with a full queue, and is about to wait, is waited for by who closes it: nobody else would wake him.
@@ -411,13 +494,56 @@ mod tests {
         ] {
             let (a, b) = pair();
             a.send(&bytes);
-            let error = b.receive(&mut Vec::new()).unwrap_err();
+            let error = reader(&b).frame().unwrap_err();
             assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
         }
         let (a, b) = pair();
         a.close();
-        assert_eq!(b.receive(&mut Vec::new()).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+        assert_eq!(reader(&b).frame().unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
         assert!(!a.send(b"into the void"));
+    }
+
+    /// What is put off leaves with the next flush, whole and in order; frames that come in pieces, and several in one piece, are the same ones.
+    #[test]
+    fn frames_come_whole_however_they_are_cut() {
+        let (a, b) = pair();
+        let all = [Control::Exit(7), Control::Console(vec![3; 100_000]), Control::Heartbeat, Control::Ask];
+        let bytes: Vec<u8> = all.iter().flat_map(Control::encode).collect();
+        for piece in [1, 7, 8, 9, 4096, 70_000, bytes.len()] {
+            let mut b = reader(&b);
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    for some in bytes.chunks(if piece < 100 { piece * 97 } else { piece }) {
+                        a.put_off(some);
+                        while a.flush() {
+                            std::thread::yield_now();
+                        }
+                    }
+                });
+                for one in &all {
+                    assert_eq!(&b.control(), one, "pieces of {piece}");
+                }
+            });
+        }
+        a.put_off(&Control::Ask.encode());
+        assert!(a.has_queue());
+        // Nothing overtakes it.
+        a.send_control(&Control::Heartbeat);
+        assert!(!a.flush());
+        let mut b = reader(&b);
+        assert_eq!([b.control(), b.control()], [Control::Ask, Control::Heartbeat]);
+    }
+
+    /// Frames before one that no node sends are taken.
+    #[test]
+    fn what_came_before_a_wrong_frame_counts() {
+        let (a, b) = pair();
+        a.put_off(&Control::Ask.encode());
+        a.put_off(&[9; 64]);
+        a.flush();
+        let mut b = reader(&b);
+        assert_eq!(b.control(), Control::Ask);
+        assert_eq!(b.frame().unwrap_err().kind(), io::ErrorKind::InvalidData);
     }
 
     #[test]
@@ -433,6 +559,6 @@ mod tests {
         };
         wire::encode(&message, &mut bytes);
         a.send(&bytes);
-        assert!(b.receive(&mut Vec::new()).unwrap_err().to_string().contains("in the name of node 2"));
+        assert!(reader(&b).frame().unwrap_err().to_string().contains("in the name of node 2"));
     }
 }

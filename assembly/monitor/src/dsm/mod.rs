@@ -16,6 +16,7 @@
 //! |---|---|
 //! | `address`, `join`, `link` | where nodes are; the handshake; a connection, its frames and their counts |
 //! | `engine` | the lock, and who calls the protocol when |
+//! | `pages` | the protocol's view of guest memory |
 //! | `vcpus` | what a vCPU waits for; whether its instruction has retired |
 //! | `ahead` | pages fetched before they are asked for |
 //! | `instruction` | stores and atomics, decoded to be carried out for the vCPU |
@@ -36,6 +37,7 @@ mod hot;
 mod instruction;
 mod join;
 mod link;
+mod pages;
 mod report;
 mod service;
 mod spanning;

@@ -114,6 +114,7 @@ fn counted(now: &(Counters, Counts), before: Option<&(Counters, Counts)>) -> Val
         "unproven": counts.unproven - old.unproven,
         "emulated": counts.emulated - old.emulated,
         "fetched_ahead": counts.ahead - old.ahead,
+        "fetched_in_vain": counts.in_vain - old.in_vain,
         "not_emulated": counts.not_emulated - old.not_emulated,
         "waited_again_ns": counts.waited - old.waited,
         "waited_first_ns": counts.waited_first - old.waited_first,

@@ -9,13 +9,14 @@ use std::time::Instant;
 
 use dsm::{Event, Fault, Mode, Vcpu};
 use machine::memory::shared::PageFault;
+use machine::scheduling::{Rank, run_before_others};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::Timespec;
 
 use super::DsmError;
 use super::engine::{Core, Engine, Outcome, now};
-use super::link::{Control, Frame, Link};
-use super::vcpus::Pending;
+use super::link::{Control, Frame, Incoming, Link};
+use super::vcpus::{MOST_GRANTED, Pending};
 
 /// Pause between two heartbeats on each link, nanoseconds.
 const BEAT: u64 = 50_000_000;
@@ -37,7 +38,7 @@ pub(super) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>, DsmErro
         let mine = Arc::clone(engine);
         let thread = std::thread::Builder::new().name(format!("dsm-link{index}"));
         let body = move || {
-            be_quick();
+            be_quick(Rank::Early);
             if let Some(Some(link)) = mine.links.get(index) {
                 mine.read_link(link);
             }
@@ -47,7 +48,8 @@ pub(super) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>, DsmErro
     let mine = Arc::clone(engine);
     let thread = std::thread::Builder::new().name("dsm-faults".to_owned());
     let body = move || {
-        be_quick();
+        // Links never sleep while their peers have always more to say: heartbeats, and faults, have to go on beside them.
+        be_quick(Rank::First);
         mine.serve();
     };
     threads.push(thread.spawn(body).map_err(failed)?);
@@ -55,8 +57,10 @@ pub(super) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>, DsmErro
 }
 
 /// vCPUs that spin take the processor from these threads for whole time slices otherwise: milliseconds for each message.
-fn be_quick() {
-    if let Err(error) = machine::scheduling::run_before_others() {
+fn be_quick(rank: Rank) {
+    let done = run_before_others(rank);
+    // Who may not have the higher rank may have the lower one.
+    if let Err(error) = done.or_else(|_| run_before_others(Rank::Early)) {
         tracing::info!(%error, "Threads that serve shared memory have ordinary priority: faults take longer while CPUs are busy; give CAP_SYS_NICE to change that");
     }
     // Nothing else that they do needs any.
@@ -100,9 +104,11 @@ impl Engine {
             if !faults.is_empty()
                 && let Some(core) = &mut *self.lock()
             {
+                core.outbox.hold();
                 for fault in faults.drain(..) {
                     self.on_fault(core, fault);
                 }
+                self.send_held(core);
             }
         }
     }
@@ -205,9 +211,14 @@ impl Engine {
         if self.trouble.mixed_modes && told.page % 2 == 1 && core.advised.insert(told.page) {
             self.step(core, Event::Advise { page: told.page, mode: Mode::Update });
         }
+        if core.vcpus.get(index).is_some_and(|slot| slot.granted.len() >= MOST_GRANTED) {
+            // Pages that are here at once are granted without a look.
+            self.retired(core, index);
+        }
         let Some(slot) = core.vcpus.get_mut(index) else { return };
+        core.pages.is_asked_for(told.page, told.write);
         core.hot.fault(told.page, told.offset, told.write);
-        let ahead = slot.stream.fault(told.page, told.write);
+        let foreseen = slot.foresight.fault(told.page, told.write);
         slot.fault = Some(Pending { page: told.page, write: told.write, upgrade, again, at: now() });
         slot.examined = false;
         slot.look.give_up();
@@ -216,7 +227,7 @@ impl Engine {
         }
         let Ok(vcpu) = Vcpu::try_from(index) else { return };
         self.step(core, Event::Fault { vcpu, page: told.page, fault });
-        self.fetch_ahead(core, told.page, ahead, told.write);
+        self.fetch_ahead(core, foreseen, told.write);
         if core.vcpus.get(index).is_some_and(|slot| slot.fault.is_some() && !slot.examined) {
             self.summon(core, index);
         }
@@ -230,32 +241,47 @@ impl Engine {
                     scope.spawn(move || {
                         for (arrived, frame) in frames {
                             std::thread::sleep(time.saturating_sub(arrived.elapsed()));
-                            self.on_frame(link, frame);
+                            self.on_frames(link, &mut vec![frame]);
                         }
                     });
                     // Fails when the other thread has ended, which it does after this one.
-                    self.read_frames(link, |frame| drop(late.send((Instant::now(), frame))));
+                    self.read_frames(link, |frames| {
+                        frames.drain(..).for_each(|frame| drop(late.send((Instant::now(), frame))));
+                    });
                     drop(late);
                 });
             }
-            _ => self.read_frames(link, |frame| self.on_frame(link, frame)),
+            _ => self.read_frames(link, |frames| self.on_frames(link, frames)),
         }
     }
 
-    fn on_frame(&self, link: &Link, frame: Frame) {
-        match frame {
-            Frame::Message(message) => self.on_message(link, message),
-            Frame::Control(control) => self.on_control(link, control),
+    /// What has come together: answers to it leave together.
+    fn on_frames(&self, link: &Link, frames: &mut Vec<Frame>) {
+        let mut frames = frames.drain(..).peekable();
+        while let Some(frame) = frames.next() {
+            match frame {
+                Frame::Message(message) => {
+                    let more = std::iter::from_fn(|| {
+                        match frames.next_if(|frame| matches!(frame, Frame::Message(_))) {
+                            Some(Frame::Message(message)) => Some(message),
+                            _ => None,
+                        }
+                    });
+                    self.on_messages(link, std::iter::once(message).chain(more));
+                }
+                Frame::Control(control) => self.on_control(link, control),
+            }
         }
     }
 
-    fn read_frames(&self, link: &Link, mut each: impl FnMut(Frame)) {
-        let mut buffer = Vec::new();
+    fn read_frames(&self, link: &Link, mut each: impl FnMut(&mut Vec<Frame>)) {
+        let mut incoming = Incoming::default();
+        let mut frames = Vec::new();
         loop {
-            match link.receive(&mut buffer) {
-                Ok(frame) => {
+            match link.receive(&mut incoming, &mut frames) {
+                Ok(()) => {
                     link.heard.store(now(), Ordering::Relaxed);
-                    each(frame);
+                    each(&mut frames);
                 }
                 Err(error) => {
                     self.link_ended(link, &error);
@@ -285,21 +311,35 @@ impl Engine {
         self.tell_news();
     }
 
-    fn on_message(&self, link: &Link, message: dsm::Message) {
-        let what = message.body.name();
+    fn on_messages(&self, link: &Link, messages: impl Iterator<Item = dsm::Message>) {
+        let mut refused = None;
         let mut locked = self.lock();
-        let taken = match &mut *locked {
-            // Sent by a node that didn't know it yet.
-            Some(core) if core.gathering.is_over() => true,
-            Some(core) if message.to.0 == self.me => {
-                let before = core.node.counters().refused;
-                self.step(core, Event::Message(message));
-                core.node.counters().refused == before
+        if let Some(core) = &mut *locked {
+            core.outbox.hold();
+        }
+        for message in messages {
+            let what = message.body.name();
+            let taken = match &mut *locked {
+                // Sent by a node that didn't know it yet.
+                Some(core) if core.gathering.is_over() => true,
+                Some(core) if message.to.0 == self.me => {
+                    let before = core.node.counters().refused;
+                    self.step(core, Event::Message(message));
+                    core.node.counters().refused == before
+                }
+                _ => false,
+            };
+            if !taken {
+                refused.get_or_insert(what);
             }
-            _ => false,
-        };
+        }
+        if let Some(core) = &mut *locked {
+            self.send_held(core);
+        }
         drop(locked);
-        if !taken && self.outcome().is_none() {
+        if let Some(what) = refused
+            && self.outcome().is_none()
+        {
             self.fail(format!(
                 "Node {} sent a message ({what}) over the link {} that no correct node sends now",
                 link.peer, link.address

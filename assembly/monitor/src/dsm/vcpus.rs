@@ -13,7 +13,7 @@ use dsm::{Access, Event, Mode, Operation, Page, Vcpu, wire};
 use machine::vcpu::GuestRegisters;
 use machine::x86::kvm_regs;
 
-use super::ahead::Stream;
+use super::ahead::Foresight;
 use super::engine::{Core, Engine, now};
 use super::gather::Look;
 use super::instruction;
@@ -23,6 +23,10 @@ use super::instruction;
 const LOOKS: u32 = 2;
 /// Pause of a vCPU whose page is to be kept in another mode.
 const PAUSE: Duration = Duration::from_micros(500);
+/// More pages than an instruction can need: the most have those that gather or scatter, 16 elements on two pages each, and two pages of code (Intel, Software Developer's
+/// Manual, volume 2). A vCPU that was granted more has retired some; which, isn't known without a look at its registers, so all grants are given up, once for
+/// an instruction at the most, as those that it needs again are fewer.
+pub(super) const MOST_GRANTED: usize = 40;
 /// Bytes of the longest instruction.
 const LONGEST: usize = 15;
 
@@ -67,8 +71,8 @@ pub(super) struct Slot {
     pub(super) outside: bool,
     /// It runs no more.
     pub(super) ended: bool,
-    /// Whether it goes on from page to page.
-    pub(super) stream: Stream,
+    /// Which pages it will want.
+    pub(super) foresight: Foresight,
     /// Looks at what it does.
     pub(super) look: Look,
 }
@@ -156,7 +160,8 @@ impl Engine {
         self.retired(core, index);
     }
 
-    fn retired(&self, core: &mut Core, index: usize) {
+    /// Nothing that it was granted is held for it any more.
+    pub(super) fn retired(&self, core: &mut Core, index: usize) {
         if let Some(slot) = core.vcpus.get_mut(index) {
             slot.granted.clear();
         }

@@ -63,10 +63,11 @@ impl Node {
     fn changed<P: Pages>(&mut self, page: Page, payload: &Payload, cx: &mut Context<'_, P>) -> u16 {
         let local = self.local(page);
         let (before, kept) = (local.changed, local.kept);
+        let learns = self.config.policy.adapt || self.config.policy.migratory;
         let bytes = match payload {
             Payload::Same => return before,
             Payload::Difference(runs) => runs.iter().map(|(_, bytes)| bytes.len()).sum(),
-            Payload::Zero | Payload::Raw(_) if !kept || !self.config.policy.adapt => return UNKNOWN_CHANGE,
+            Payload::Zero | Payload::Raw(_) if !kept || !learns => return UNKNOWN_CHANGE,
             Payload::Zero | Payload::Raw(_) => {
                 let mut old = Vec::new();
                 cx.pages.read(page, &mut old);
@@ -98,6 +99,7 @@ impl Node {
         }
         let local = self.local(page);
         local.mode = grant.mode;
+        local.version = grant.version;
         local.unread = (0, 0);
         local.convert_next = false;
         local.kept = false;

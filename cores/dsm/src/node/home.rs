@@ -42,8 +42,9 @@ impl Node {
         }
         request.as_update = false;
         if !request.convert {
-            request.intent = self.intent(page, &request);
+            let intent = self.intent(page, &request);
             self.observe(page, &request, cx);
+            request.intent = intent;
         }
         let home = self.home(page);
         let owner = home.owner;
@@ -80,7 +81,7 @@ impl Node {
         }
     }
 
-    /// Learns from a request; may wish for updates.
+    /// Learns from a request, as it was made; may wish for updates.
     fn observe<P: Pages>(&mut self, page: Page, request: &Request, cx: &mut Context<'_, P>) {
         let policy = self.config.policy;
         if !policy.adapt && !policy.migratory {
@@ -91,6 +92,12 @@ impl Node {
         match seen.last {
             Some((node, true)) if !reads && node == request.requester => {
                 seen.migrations = (seen.migrations + 1).min(MIGRATIONS);
+            }
+            // Nothing had been changed when it last came to this reader, though whoever had it before could write it: they only read.
+            _ if reads && seen.migrations >= MIGRATIONS => {
+                if request.changed == 0 {
+                    seen.migrations = 0;
+                }
             }
             // Two readers in a row: not one that takes turns.
             Some((node, true)) if reads && node != request.requester => seen.migrations = 0,

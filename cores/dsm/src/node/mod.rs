@@ -63,6 +63,8 @@ struct State {
     twins: VecDeque<(Page, u64, Vec<u8>)>,
     /// When to look after pages whose hold ends.
     alarms: BTreeSet<(u64, Page)>,
+    /// It goes on from a saved node: memory of pages that it doesn't own may be anything.
+    restored: bool,
     /// Only with [`Plant::ApplyTwice`]: the update before.
     again: Option<(Page, Change)>,
 }
@@ -93,7 +95,7 @@ struct Context<'a, P> {
 }
 
 impl Node {
-    /// A node whose pages nobody has touched. Each is owned by its home, and zero.
+    /// A node whose pages nobody has touched. Each is owned by its home, and its content, be it zero or a program, is the same on all nodes.
     ///
     /// # Errors
     /// See [`Config::check`].
@@ -127,6 +129,7 @@ impl Node {
             token_at: NodeId(0),
             twins: VecDeque::new(),
             alarms: BTreeSet::new(),
+            restored: false,
             again: None,
         };
         Ok(Self { config, counters: Counters::default(), state })
@@ -243,7 +246,8 @@ impl Node {
 
     fn local(&mut self, page: Page) -> &mut Local {
         let owner = self.config.home(page) == self.config.me;
-        self.state.pages.entry(page).or_insert_with(|| Local::new(owner))
+        let kept = owner || !self.state.restored;
+        self.state.pages.entry(page).or_insert_with(|| Local { kept, ..Local::new(owner) })
     }
 
     fn vcpu(&mut self, vcpu: Vcpu) -> Option<&mut VcpuState> {

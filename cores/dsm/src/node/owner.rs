@@ -260,7 +260,8 @@ impl Node {
         let grant = Grant {
             intent: Intent::Read,
             mode: local.mode,
-            version: 0,
+            // Who gets the token goes on counting from there when the mode ends: else a version would name two contents.
+            version: local.version,
             copies: NodeSet::EMPTY,
             payload: Payload::shortest(&content, None),
             counters: if weak { local.counters.clone() } else { Vec::new() },

@@ -102,6 +102,7 @@ impl Node {
             return Err(RestoreError::Version { found: saved.version });
         }
         let mut node = Self::new(config)?;
+        node.state.restored = true;
         let me = config.me;
         let wrong = |page| RestoreError::Page { node: me.0, page };
         ascends(saved.owned.iter().copied()).map_err(wrong)?;

@@ -219,11 +219,13 @@ impl SharedRam {
     /// Appends the content of a page.
     pub fn read(&self, page: u64, into: &mut Vec<u8>) -> io::Result<()> {
         let (_, alias) = self.addresses(page)?;
-        into.reserve(PAGE);
-        for at in (0..PAGE).step_by(8) {
+        let begin = into.len();
+        into.resize(begin + PAGE, 0);
+        let words = into.get_mut(begin..).unwrap_or_default().chunks_exact_mut(8);
+        for (at, bytes) in (0..PAGE).step_by(8).zip(words) {
             // SAFETY: an aligned word inside a page of the monitor's mapping, which lives as long as `self`.
             let word = unsafe { AtomicU64::from_ptr((alias + at) as *mut u64) }.load(Ordering::Relaxed);
-            into.extend_from_slice(&word.to_ne_bytes());
+            bytes.copy_from_slice(&word.to_ne_bytes());
         }
         Ok(())
     }
@@ -244,6 +246,17 @@ impl SharedRam {
         let (_, alias) = self.addresses(page)?;
         let mut at = offset;
         let mut rest = bytes.get(..bytes.len().min(PAGE.saturating_sub(offset))).unwrap_or_default();
+        if at.is_multiple_of(8) {
+            // Nearly always a whole page.
+            let (words, tail) = rest.as_chunks::<8>();
+            for word in words {
+                // SAFETY: an aligned word inside the page, whose mapping lives as long as `self`.
+                unsafe { AtomicU64::from_ptr((alias + at) as *mut u64) }
+                    .store(u64::from_ne_bytes(*word), Ordering::Release);
+                at += 8;
+            }
+            rest = tail;
+        }
         while !rest.is_empty() {
             // The widest aligned group that both address and length allow.
             let width =

@@ -1,7 +1,7 @@
 //! Conjugate gradients with a sparse, symmetric, positive definite matrix: each vCPU has some rows, every iteration needs the whole direction
-//! vector and two sums over all.
+//! vector and two sums over all. The first iteration is done twice, and not timed the first time, as in the NAS benchmark: it is the one that fetches the matrix.
 //!
-//! Source: Hestenes and Stiefel, *Methods of Conjugate Gradients for Solving Linear Systems* (1952).
+//! Source: Hestenes and Stiefel, *Methods of Conjugate Gradients for Solving Linear Systems* (1952); NPB 3, kernel CG: what is timed.
 
 #![allow(unsafe_code)] // Parts of shared arrays.
 
@@ -161,12 +161,16 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     let matrix = Matrix { n, offsets: &offsets[..band], entries, diagonal };
 
     let mut length = 0.0;
+    let first_ns = team.time(|| {
+        solve(team, &matrix, &vectors, &mut sums, 1);
+    });
     let nanoseconds = team.measure(|| length = solve(team, &matrix, &vectors, &mut sums, iterations));
     let outcome = Outcome::new("iteration", iterations, nanoseconds);
     if !team.leads() {
         return Ok(outcome);
     }
     let mut serial = 0.0;
+    solve(&team.alone(), &matrix, &reference, &mut lone_sums, 1);
     let serial_ns =
         team.time(|| serial = solve(&team.alone(), &matrix, &reference, &mut lone_sums, iterations));
     // SAFETY: all have ended.
@@ -180,6 +184,7 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     let carried = libm::sqrt(length);
     Ok(outcome
         .verified(same && length.to_bits() == serial.to_bits() && worst <= carried + 1e-9)
+        .figure("first_ns", Figure::Count(first_ns))
         .figure("serial_ns", Figure::Count(serial_ns))
         .figure("n", Figure::Count(n as u64))
         .figure("residual", Figure::Real(carried))

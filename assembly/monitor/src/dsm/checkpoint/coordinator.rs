@@ -338,7 +338,7 @@ mod tests {
     use super::*;
     use crate::dsm::Trouble;
     use crate::dsm::engine::Engine;
-    use crate::dsm::link::{Frame, Link, Stream};
+    use crate::dsm::link::{Frame, Incoming, Link, Stream};
     use crate::payload::Roster;
 
     fn counted(sent: u64, received: u64, idle: bool, token: bool) -> Counted {
@@ -371,9 +371,12 @@ mod tests {
         assert_eq!(coordinator.bring_together(), Ok(()));
         engine.links().for_each(Link::close);
         let there = link(0, there);
-        let mut told = Vec::new();
-        while let Ok(Frame::Control(control)) = there.receive(&mut Vec::new()) {
-            told.push(control);
+        let (mut incoming, mut frames, mut told) = (Incoming::default(), Vec::new(), Vec::new());
+        while there.receive(&mut incoming, &mut frames).is_ok() {
+            told.extend(frames.drain(..).filter_map(|frame| match frame {
+                Frame::Control(control) => Some(control),
+                Frame::Message(_) => None,
+            }));
         }
         let expected = [Control::Failed("for this test".to_owned()), Control::Checkpoint(Step::Hold(1))];
         assert_eq!(told, expected);
