@@ -44,7 +44,8 @@ impl Summary {
     }
 }
 
-fn median(sorted: &[f64]) -> f64 {
+/// The median of values in ascending order; not a number without any.
+pub fn median(sorted: &[f64]) -> f64 {
     let upper = sorted.len() / 2;
     let lower = if sorted.len().is_multiple_of(2) { upper.saturating_sub(1) } else { upper };
     match (sorted.get(lower), sorted.get(upper)) {

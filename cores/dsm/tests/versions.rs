@@ -1,12 +1,20 @@
 //! Versions name contents: whatever modes pages go through, wherever the token goes and whoever keeps which old content, a reader reads what was last written.
 
+#![allow(clippy::unwrap_used)] // Helpers of tests.
+
 use std::collections::VecDeque;
 
-use dsm::{Access, Action, Config, Event, Fault, Message, Mode, Node, NodeId, Operation, Page, Pages, Policy};
+use dsm::{
+    Access, Action, Config, Event, Fault, Message, Mode, Node, NodeId, Operation, Page, Pages, Policy,
+};
 use proptest::prelude::*;
 
 const PAGES: u64 = 3;
 const SIZE: usize = 64;
+
+fn at(page: Page) -> usize {
+    usize::try_from(page).unwrap()
+}
 
 /// One host's memory.
 struct Memory {
@@ -19,13 +27,13 @@ impl Pages for Memory {
         SIZE
     }
     fn read(&self, page: Page, into: &mut Vec<u8>) {
-        into.extend_from_slice(&self.contents[page as usize]);
+        into.extend_from_slice(&self.contents[at(page)]);
     }
     fn write(&mut self, page: Page, offset: usize, bytes: &[u8]) {
-        self.contents[page as usize][offset..offset + bytes.len()].copy_from_slice(bytes);
+        self.contents[at(page)][offset..offset + bytes.len()].copy_from_slice(bytes);
     }
     fn protect(&mut self, page: Page, access: Access) {
-        self.access[page as usize] = access;
+        self.access[at(page)] = access;
     }
 }
 
@@ -45,8 +53,8 @@ impl Machine {
         let node = |me| Node::new(Config { pages: PAGES, ..Config::new(me, nodes, policy) }).unwrap();
         let memory = |_| Memory {
             // The same everywhere, and not zero: a program, say.
-            contents: vec![vec![200; SIZE]; PAGES as usize],
-            access: vec![Access::None; PAGES as usize],
+            contents: vec![vec![200; SIZE]; at(PAGES)],
+            access: vec![Access::None; at(PAGES)],
         };
         Self {
             nodes: (0..nodes).map(node).collect(),
@@ -81,7 +89,8 @@ impl Machine {
                 self.step(message.to.index(), Event::Message(message));
                 continue;
             }
-            let due = (0..self.nodes.len()).filter_map(|node| Some((self.nodes[node].deadline()?, node))).min();
+            let due =
+                (0..self.nodes.len()).filter_map(|node| Some((self.nodes[node].deadline()?, node))).min();
             let Some((at, node)) = due else { return };
             self.now = self.now.max(at);
             self.step(node, Event::Timer);
@@ -97,17 +106,17 @@ impl Machine {
     }
 
     fn read(&mut self, node: usize, page: Page) -> Vec<u8> {
-        if self.memories[node].access[page as usize] < Access::Read {
+        if self.memories[node].access[at(page)] < Access::Read {
             self.fault(node, page, Fault::Read);
         }
-        let content = self.memories[node].contents[page as usize].clone();
+        let content = self.memories[node].contents[at(page)].clone();
         self.step(node, Event::Retired { vcpu: 0 });
         self.settle();
         content
     }
 
     fn write(&mut self, node: usize, page: Page, offset: u16, bytes: &[u8]) {
-        if self.memories[node].access[page as usize] < Access::Write {
+        if self.memories[node].access[at(page)] < Access::Write {
             self.fault(node, page, Fault::Write);
             if self.trapped {
                 self.resumed = false;
@@ -139,7 +148,7 @@ fn step(nodes: u8) -> impl Strategy<Value = Step> {
     let bytes = proptest::collection::vec(any::<u8>(), 1..=8);
     prop_oneof![
         3 => (node(), 0..PAGES).prop_map(|(node, page)| Step::Read(node, page)),
-        3 => (node(), 0..PAGES, 0..56_u16, bytes).prop_map(|(node, page, at, bytes)| Step::Write(node, page, at, bytes)),
+        3 => (node(), 0..PAGES, 0..56_u16, bytes).prop_map(|(node, page, offset, bytes)| Step::Write(node, page, offset, bytes)),
         2 => (0..PAGES, any::<bool>()).prop_map(|(page, update)| {
             Step::Advise(page, if update { Mode::Update } else { Mode::Invalidate })
         }),
@@ -150,15 +159,15 @@ fn step(nodes: u8) -> impl Strategy<Value = Step> {
 
 fn run(nodes: u8, policy: Policy, steps: Vec<Step>) -> Result<(), TestCaseError> {
     let mut machine = Machine::new(nodes, policy);
-    let mut right = vec![vec![200_u8; SIZE]; PAGES as usize];
+    let mut right = vec![vec![200_u8; SIZE]; at(PAGES)];
     for step in steps {
         match step {
             Step::Read(node, page) => {
-                prop_assert_eq!(&machine.read(node, page), &right[page as usize], "{} reads {}", node, page);
+                prop_assert_eq!(&machine.read(node, page), &right[at(page)], "{} reads {}", node, page);
             }
-            Step::Write(node, page, at, bytes) => {
-                machine.write(node, page, at, &bytes);
-                right[page as usize][usize::from(at)..][..bytes.len()].copy_from_slice(&bytes);
+            Step::Write(node, page, offset, bytes) => {
+                machine.write(node, page, offset, &bytes);
+                right[at(page)][usize::from(offset)..][..bytes.len()].copy_from_slice(&bytes);
             }
             Step::Advise(page, mode) => machine.step(0, Event::Advise { page, mode }),
             Step::Token(node, to) => machine.step(node, Event::MoveToken { to: NodeId(to) }),
@@ -168,7 +177,7 @@ fn run(nodes: u8, policy: Policy, steps: Vec<Step>) -> Result<(), TestCaseError>
     }
     for page in 0..PAGES {
         for node in 0..usize::from(nodes) {
-            prop_assert_eq!(&machine.read(node, page), &right[page as usize], "{} reads {}", node, page);
+            prop_assert_eq!(&machine.read(node, page), &right[at(page)], "{} reads {}", node, page);
         }
     }
     Ok(())

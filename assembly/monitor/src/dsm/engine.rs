@@ -19,7 +19,7 @@ use rustix::time::{ClockId, clock_gettime};
 use super::DsmError;
 use super::ahead::Helpers;
 use super::checkpoint::Step;
-use super::gather::{Gathering, Told, Turns, Watch};
+use super::gather::{Gathering, Taken, Turns, Watch};
 use super::hot::HotPages;
 use super::link::{Control, Link};
 use super::pages::LivePages;
@@ -66,6 +66,9 @@ pub(super) struct Counts {
     pub(super) stalls: Stalls,
     /// Faults of pages that were there when the fault was read.
     pub(super) late: u64,
+    /// Faults on pages that were here before, and on others.
+    pub(super) missed_again: u64,
+    pub(super) missed_first: u64,
     /// vCPUs brought out of the guest to have their registers read.
     pub(super) kicks: u64,
     /// Instructions that were taken for retired though their registers hadn't changed over several looks.
@@ -81,6 +84,8 @@ pub(super) struct Counts {
     pub(super) waited: u64,
     /// The same for pages that they had never had.
     pub(super) waited_first: u64,
+    /// What threads that serve memory have taken from vCPUs, nanoseconds; where that is looked at.
+    pub(super) taken: u64,
     /// Nanoseconds that they have had a processor, up to the last look at each, and of these apart those in which they span; where that is looked at.
     pub(super) ran: u64,
     pub(super) spun: u64,
@@ -126,8 +131,8 @@ pub(super) struct Core {
     pub(super) gathering: Gathering,
     /// After all has come together where processors are few: who runs when.
     pub(super) turns: Option<Turns>,
-    /// What node 0 was last told.
-    pub(super) told: Told,
+    /// What threads that serve memory take from vCPUs.
+    pub(super) served: Taken,
     /// This node's vCPUs wait or spin, so that looks at them are worth what they cost.
     pub(super) look_often: bool,
     /// vCPUs to be kicked again, and when.
@@ -167,7 +172,9 @@ pub(super) struct Engine {
     pub(super) console_bytes: AtomicU64,
     /// What other nodes say about checkpoints goes here.
     pub(super) steps: SyncSender<(u8, Step)>,
-    /// The threads of the service shall end.
+    /// Threads that serve memory, by the numbers that gettid gives.
+    servants: Mutex<Vec<u32>>,
+    /// They shall end.
     pub(super) quit: AtomicBool,
     /// Programs that don't pay are brought together on node 0.
     pub(super) gathers: bool,
@@ -224,6 +231,7 @@ impl Engine {
             console: Mutex::new(None),
             console_bytes: AtomicU64::new(0),
             steps,
+            servants: Mutex::default(),
             quit: AtomicBool::new(false),
             gathers,
             gather_now: AtomicBool::new(false),
@@ -249,7 +257,7 @@ impl Engine {
                 .then(|| Watch::new(u8::try_from(self.links.len()).unwrap_or(u8::MAX))),
             gathering: Gathering::default(),
             turns: None,
-            told: Told::default(),
+            served: Taken::default(),
             look_often: false,
             rekick: Vec::new(),
             helpers: Helpers::default(),
@@ -266,6 +274,10 @@ impl Engine {
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Option<Core>> {
         self.core.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn servants(&self) -> MutexGuard<'_, Vec<u32>> {
+        self.servants.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn console(&self) -> MutexGuard<'_, Option<Box<dyn Write + Send>>> {

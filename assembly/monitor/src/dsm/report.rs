@@ -118,6 +118,7 @@ fn counted(now: &(Counters, Counts), before: Option<&(Counters, Counts)>) -> Val
         "not_emulated": counts.not_emulated - old.not_emulated,
         "waited_again_ns": counts.waited - old.waited,
         "waited_first_ns": counts.waited_first - old.waited_first,
+        "taken_ns": counts.taken - old.taken,
         "ran_ns": counts.ran - old.ran,
         "spun_ns": counts.spun - old.spun,
         "crossing_ns": counts.crossing,

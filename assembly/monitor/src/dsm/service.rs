@@ -38,7 +38,7 @@ pub(super) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>, DsmErro
         let mine = Arc::clone(engine);
         let thread = std::thread::Builder::new().name(format!("dsm-link{index}"));
         let body = move || {
-            be_quick(Rank::Early);
+            mine.serves(Rank::Early);
             if let Some(Some(link)) = mine.links.get(index) {
                 mine.read_link(link);
             }
@@ -49,25 +49,26 @@ pub(super) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>, DsmErro
     let thread = std::thread::Builder::new().name("dsm-faults".to_owned());
     let body = move || {
         // Links never sleep while their peers have always more to say: heartbeats, and faults, have to go on beside them.
-        be_quick(Rank::First);
+        mine.serves(Rank::First);
         mine.serve();
     };
     threads.push(thread.spawn(body).map_err(failed)?);
     Ok(threads)
 }
 
-/// vCPUs that spin take the processor from these threads for whole time slices otherwise: milliseconds for each message.
-fn be_quick(rank: Rank) {
-    let done = run_before_others(rank);
-    // Who may not have the higher rank may have the lower one.
-    if let Err(error) = done.or_else(|_| run_before_others(Rank::Early)) {
-        tracing::info!(%error, "Threads that serve shared memory have ordinary priority: faults take longer while CPUs are busy; give CAP_SYS_NICE to change that");
-    }
-    // Nothing else that they do needs any.
-    crate::sandbox::privileges_used();
-}
-
 impl Engine {
+    /// The calling thread serves memory. vCPUs that spin take the processor from it for whole time slices otherwise: milliseconds for each message.
+    fn serves(&self, rank: Rank) {
+        self.servants().push(rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs());
+        let done = run_before_others(rank);
+        // Who may not have the higher rank may have the lower one.
+        if let Err(error) = done.or_else(|_| run_before_others(Rank::Early)) {
+            tracing::info!(%error, "Threads that serve shared memory have ordinary priority: faults take longer while CPUs are busy; give CAP_SYS_NICE to change that");
+        }
+        // Nothing else that they do needs any.
+        crate::sandbox::privileges_used();
+    }
+
     fn serve(&self) {
         let mut next_beat = now();
         let mut next_telling = next_beat;
@@ -203,6 +204,8 @@ impl Engine {
         }
         let upgrade = Self::allows(core, told.page, Fault::Read);
         let again = core.pages.was_lost(told.page);
+        let missed = if again { &mut core.counts.missed_again } else { &mut core.counts.missed_first };
+        *missed += 1;
         let Some(slot) = core.vcpus.get_mut(index) else { return };
         let known = slot.fault.is_some_and(|old| old.page == told.page && old.write == told.write);
         if known || slot.trap.is_some() || slot.operating || core.stopping {

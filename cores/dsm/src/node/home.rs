@@ -94,11 +94,8 @@ impl Node {
                 seen.migrations = (seen.migrations + 1).min(MIGRATIONS);
             }
             // Nothing had been changed when it last came to this reader, though whoever had it before could write it: they only read.
-            _ if reads && seen.migrations >= MIGRATIONS => {
-                if request.changed == 0 {
-                    seen.migrations = 0;
-                }
-            }
+            _ if reads && seen.migrations >= MIGRATIONS && request.changed == 0 => seen.migrations = 0,
+            _ if reads && seen.migrations >= MIGRATIONS => {}
             // Two readers in a row: not one that takes turns.
             Some((node, true)) if reads && node != request.requester => seen.migrations = 0,
             _ => {}

@@ -68,6 +68,40 @@ impl Look {
     }
 }
 
+/// What threads that serve memory take from vCPUs.
+#[derive(Debug, Clone, Copy, Default)]
+pub(in crate::dsm) struct Taken {
+    /// What vCPUs had spent their time with when that was last asked.
+    told: Told,
+    /// How long the threads had run then, nanoseconds.
+    ran: u64,
+    /// Faults by then: on pages that were here before, and on others.
+    faults: (u64, u64),
+    /// What they had taken by then.
+    taken: u64,
+}
+
+impl Taken {
+    /// What they have taken from vCPUs by now, nanoseconds: as long as they have run, where vCPUs did nothing that is known of for as long. A program that isn't spread has no such threads: so
+    /// it is waited for pages, too. With processors to spare vCPUs run, or wait, all the time, and nothing is taken. As for waits, first pages don't count: the part of the faults that they are is
+    /// taken off.
+    fn taken(&mut self, told: &Told, ran: u64, faults: (u64, u64)) -> u64 {
+        let before = std::mem::replace(&mut self.told, *told);
+        let ran_before = std::mem::replace(&mut self.ran, ran);
+        let faults_before = std::mem::replace(&mut self.faults, faults);
+        let again = u128::from(faults.0 - faults_before.0);
+        let all = again + u128::from(faults.1 - faults_before.1);
+        if before.vcpus == told.vcpus {
+            let whole = (told.at - before.at).saturating_mul(told.vcpus.into());
+            let unknown = whole.saturating_sub(told.known() - before.known());
+            let taken = u128::from(unknown.min(ran.saturating_sub(ran_before)));
+            let counted = (taken * again).checked_div(all).unwrap_or(0);
+            self.taken = self.taken.saturating_add(u64::try_from(counted).unwrap_or(0));
+        }
+        self.taken
+    }
+}
+
 impl Core {
     /// Counts what a vCPU's thread has run since it was last asked: for what it did at the last look. How much of it was run in the guest, or on the way.
     fn count_run(&mut self, index: usize, thread: u32) -> u64 {
@@ -132,8 +166,8 @@ impl Core {
         self.turn(index, Held::No);
     }
 
-    /// What this node's vCPUs have spent their time with by now.
-    pub(super) fn spent(&mut self) -> Told {
+    /// What this node's vCPUs have spent their time with by now. `servants`: threads that serve memory.
+    pub(super) fn spent(&mut self, servants: &[u32]) -> Told {
         let at = now();
         let threads: Vec<_> = self.threads.iter().map(|(thread, index)| (*thread, *index)).collect();
         for (thread, index) in threads {
@@ -150,8 +184,8 @@ impl Core {
             }
         }
         let vcpus = self.vcpus.iter().filter(|slot| !slot.ended).count();
-        let before = self.told;
-        self.told = Told {
+        let before = self.served.told;
+        let told = Told {
             at,
             ran: self.counts.ran,
             spun: self.counts.spun,
@@ -160,9 +194,13 @@ impl Core {
             first: before.first.max(first),
             vcpus: u32::try_from(vcpus).unwrap_or(u32::MAX),
         };
-        let idle = (self.told.spun - before.spun).saturating_add(self.told.waited - before.waited);
-        self.look_often = idle.saturating_mul(LITTLE) >= self.told.ran - before.ran;
-        self.told
+        // Those that have just ended have taken nothing more.
+        let served = servants.iter().filter_map(|thread| thread_time(*thread).ok()).sum();
+        let again = self.counts.missed_again.saturating_add(self.counts.emulated);
+        self.counts.taken = self.served.taken(&told, served, (again, self.counts.missed_first));
+        let idle = (told.spun - before.spun).saturating_add(told.waited - before.waited);
+        self.look_often = idle.saturating_mul(LITTLE) >= told.ran - before.ran;
+        Told { waited: told.waited.saturating_add(self.counts.taken), ..told }
     }
 }
 
@@ -234,7 +272,8 @@ pub(super) fn is_spinning(core: &Core, rip: u64) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::Look;
+    use super::{Look, Taken};
+    use crate::dsm::gather::policy::Told;
 
     /// What a thread had run before it was first looked at is nobody's, and what it runs between two looks counts once.
     #[test]
@@ -243,5 +282,22 @@ mod tests {
         let counted = [(7, 1_000), (7, 1_700), (7, 1_700), (8, 90_000), (8, 90_050)];
         let counted = counted.map(|(thread, ran)| look.since(thread, ran));
         assert_eq!(counted, [0, 700, 0, 0, 50]);
+    }
+
+    /// Threads that serve memory take what they run while vCPUs do nothing, and no more than that.
+    #[test]
+    fn what_is_taken_is_what_nobody_else_has_had() {
+        let mut served = Taken::default();
+        let told = |at, ran, waited| Told { at, ran, waited, vcpus: 2, ..Told::default() };
+        // The first says what was before.
+        assert_eq!(served.taken(&told(1_000, 500, 0), 300, (0, 5)), 0);
+        // Of 2,000 nanoseconds of two vCPUs 1,500 are known.
+        assert_eq!(served.taken(&told(2_000, 1_500, 500), 700, (1, 5)), 400);
+        assert_eq!(served.taken(&told(3_000, 3_000, 500), 2_000, (2, 5)), 900);
+        // All is known: on processors of their own.
+        assert_eq!(served.taken(&told(4_000, 4_900, 600), 9_000, (3, 5)), 900);
+        // One fault of four was on a page that had been here; none at all.
+        assert_eq!(served.taken(&told(5_000, 4_900, 600), 9_800, (4, 8)), 1_100);
+        assert_eq!(served.taken(&told(6_000, 4_900, 600), 10_800, (4, 8)), 1_100);
     }
 }

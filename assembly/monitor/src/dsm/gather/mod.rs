@@ -47,8 +47,8 @@ use serde_json::{Value, json};
 use super::checkpoint::OWN_PAGES;
 use super::engine::{Core, Engine, now};
 use super::link::Control;
-pub(super) use looks::Look;
 use looks::is_spinning;
+pub(super) use looks::{Look, Taken};
 pub(super) use member::processors;
 use policy::Decision;
 pub(super) use policy::{Found, Told, Watch};
@@ -108,8 +108,9 @@ impl Engine {
         if !self.gathers {
             return;
         }
+        let servants = self.servants().clone();
         let told = match &mut *self.lock() {
-            Some(core) if !core.gathering.is_over() && !core.standing => core.spent(),
+            Some(core) if !core.gathering.is_over() && !core.standing => core.spent(&servants),
             _ => return,
         };
         if self.me == 0 {

@@ -11,7 +11,7 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use crate::conditions::Conditions;
-use crate::figures::{Better, Figure, Figures, Pairs, Report};
+use crate::figures::{Better, Figure, Figures, Pairs, Report, median};
 use crate::programs::Programs;
 use nodes::{Coherence, Late, Ran, run as run_nodes, run_within};
 
@@ -81,6 +81,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     let programs = Programs::build()?;
     let mut figures = Figures::of("dsm");
     let mut compared = Vec::new();
+    let mut bounds = Vec::new();
     for job in JOBS {
         let arguments = if quick { job.quick } else { job.arguments };
         let path = programs.path(job.program);
@@ -105,6 +106,10 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
             &pairs,
             (!quick).then_some(job.aim),
         ))?;
+        bounds.push(json!({
+            "program": job.what,
+            "two_at_once_by_one": at_once(if quick { 1 } else { 3 }, &cpus, &path, arguments, &pairs)?,
+        }));
         for coherence in Coherence::ALL {
             compared.push(match (coherence, &last) {
                 (Coherence::SingleWriter, Some(ran)) if ran.gathered().is_null() => {
@@ -127,8 +132,9 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     let events = events::all(&programs, &cpus, quick)?;
     println!("{}", events::table(&events));
     println!("{}", comparison_table(&compared));
+    println!("{}", bounds_table(&bounds));
     conditions.finish();
-    let details = json!({ "comparison": compared, "events": events });
+    let details = json!({ "comparison": compared, "events": events, "bounds": bounds });
     Ok(Report { group: "dsm", skipped: None, conditions, figures: figures.all, details })
 }
 
@@ -137,6 +143,46 @@ fn speed(ran: &Ran) -> anyhow::Result<f64> {
     #[expect(clippy::cast_precision_loss, reason = "far below 2^53")]
     let nanoseconds = ran.number("ns")? as f64;
     Ok(1e9 / nanoseconds)
+}
+
+/// What this machine allows: how often two VMs of one node, at the same time and each with the whole program, are as fast together as one of them alone. They share caches, memory and
+/// what else the processors share, and nothing more. The median of some runs, by that of the pairs.
+fn at_once(
+    count: usize,
+    cpus: &[usize],
+    program: &Path,
+    arguments: &[&str],
+    pairs: &Pairs,
+) -> anyhow::Result<f64> {
+    let mut alone: Vec<f64> = pairs.pairs.iter().map(|(_, one)| *one).collect();
+    let mut both = Vec::new();
+    for _ in 0..count {
+        let run =
+            |cpu: usize| run_nodes(&cpus[cpu..=cpu], Coherence::SingleWriter, false, program, arguments);
+        let speeds = std::thread::scope(|scope| {
+            let other = scope.spawn(|| speed(&run(1)?));
+            let first = run(0).and_then(|ran| speed(&ran));
+            let other = other.join().map_err(|_| anyhow::anyhow!("A thread that measures panicked"))?;
+            anyhow::Ok(first? + other?)
+        })?;
+        both.push(speeds);
+    }
+    alone.sort_unstable_by(f64::total_cmp);
+    both.sort_unstable_by(f64::total_cmp);
+    Ok(median(&both) / median(&alone))
+}
+
+/// [`at_once`] of all programs, as a table.
+fn bounds_table(bounds: &[Value]) -> String {
+    let mut text = String::from("| program | two at once, each by itself, by one alone |\n|---|---|\n");
+    for row in bounds {
+        let program = row["program"].as_str().unwrap_or_default();
+        text.push_str(&format!(
+            "| {program} | {:.2} |\n",
+            row["two_at_once_by_one"].as_f64().unwrap_or(f64::NAN)
+        ));
+    }
+    text
 }
 
 /// Runs a program with its pages kept in one way, and never brought together; what that came to.

@@ -1,7 +1,7 @@
 //! When a program doesn't pay on several nodes: a decision from numbers alone.
 //!
 //! Every node tells, some times per second, what its vCPUs have spent their time with: running ([`Told::ran`]), spinning ([`Told::spun`]: running, but only to see
-//! whether somebody else has come), waiting for pages that they had had before and for trapped stores ([`Told::waited`]), or for pages that they never had
+//! whether somebody else has come), waiting for pages that they had had before, for trapped stores, or for a processor that serves memory instead ([`Told::waited`]), or for pages that they never had
 //! ([`Told::first`]: over some day, so taken for work). Time in which the host had them do none of these doesn't count: that is no matter of the program's; an interval
 //! lasts the longer the less is known of it.
 //!
@@ -39,7 +39,7 @@ pub(in crate::dsm) struct Told {
     pub(in crate::dsm) ran: u64,
     /// Nanoseconds that they have had a processor to spin.
     pub(in crate::dsm) spun: u64,
-    /// Nanoseconds that they have waited for pages that they had had before, and for trapped stores.
+    /// Nanoseconds that they have waited for pages that they had had before, for trapped stores, and for a processor that served memory.
     pub(in crate::dsm) waited: u64,
     /// Nanoseconds that they have waited for pages that they had never had.
     pub(in crate::dsm) first: u64,
@@ -64,6 +64,11 @@ impl Told {
         let [at, ran, spun, waited, first, vcpus] =
             <[[u8; 8]; 6]>::try_from(words).ok()?.map(u64::from_le_bytes);
         Some(Self { at, ran, spun, waited, first, vcpus: u32::try_from(vcpus).ok()? })
+    }
+
+    /// Time of which it is known what it was spent with.
+    pub(in crate::dsm) fn known(&self) -> u64 {
+        [self.ran, self.spun, self.waited, self.first].into_iter().fold(0, u64::saturating_add)
     }
 
     /// Whether it is known what a good part of the time up to another moment was spent with.
