@@ -1,9 +1,13 @@
 //! Register values and states of one device, moved by the transitions of its description. The monitor's model and the reference
 //! emulation are both built on it.
 
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
+
 use crate::describe::{
     Class, Device, Effect, Event, Expr, Reg, Register, State, Transition, Values, WindowId,
 };
+use crate::index::Index;
 
 /// One access of the guest to a BAR.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -44,10 +48,26 @@ pub fn truncated(value: u32, bytes: u8) -> u32 {
 }
 
 /// Register values and states.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone)]
 pub struct Graph {
     pub(crate) values: Vec<u32>,
     pub(crate) states: Vec<u8>,
+    index: Arc<Index>,
+}
+
+impl PartialEq for Graph {
+    fn eq(&self, other: &Self) -> bool {
+        self.values == other.values && self.states == other.states
+    }
+}
+
+impl Eq for Graph {}
+
+impl Hash for Graph {
+    fn hash<H: Hasher>(&self, hasher: &mut H) {
+        self.values.hash(hasher);
+        self.states.hash(hasher);
+    }
 }
 
 /// What an expression sees of an access: bytes, offset, and the value that is written.
@@ -117,6 +137,7 @@ impl Graph {
         Self {
             values: device.registers.iter().map(|register| register.reset).collect(),
             states: vec![0; device.components.len()],
+            index: Arc::new(Index::new(device)),
         }
     }
 
@@ -170,11 +191,16 @@ impl Graph {
     /// The register that an access of `remaining` bytes at `offset` means first.
     pub fn piece(&self, device: &Device, offset: u32, remaining: u8, write: bool) -> Piece {
         let bank = self.bank(device);
-        let found = device.numbered().find(|(_, register)| {
-            let direction = if write { register.write } else { register.read };
-            direction.is_some() && register.is_at(offset, bank)
-        });
-        let Some((reg, register)) = found else { return Piece { reg: None, offset, skip: 0, bytes: 1 } };
+        let found = match self.index.places(offset, write) {
+            Some(places) => places.iter().copied().find(|reg| device.register(*reg).is_at(offset, bank)),
+            None => device.numbered().find_map(|(reg, register)| {
+                let direction = if write { register.write } else { register.read };
+                (direction.is_some() && register.is_at(offset, bank)).then_some(reg)
+            }),
+        };
+        let Some((reg, register)) = found.map(|reg| (reg, device.register(reg))) else {
+            return Piece { reg: None, offset, skip: 0, bytes: 1 };
+        };
         if register.span > u32::from(register.width) {
             return Piece { reg: Some(reg), offset, skip: 0, bytes: remaining };
         }
@@ -196,17 +222,17 @@ impl Graph {
         access: Given,
     ) -> Vec<&'static Transition> {
         let view = View { graph: self, overlay, access, bases: &no_base };
-        device
-            .transitions
-            .iter()
-            .filter(|transition| match (transition.event, event) {
-                (Event::Cause(these), Event::Cause(those)) => these & those != 0,
-                (one, other) => one == other,
-            })
-            .filter(|transition| {
-                Device::holds(transition.states, &self.states) && transition.given.holds(&view)
-            })
-            .collect()
+        let fires = |transition: &&'static Transition| {
+            Device::holds(transition.states, &self.states) && transition.given.holds(&view)
+        };
+        if let Some(candidates) = self.index.transitions(event) {
+            return candidates.iter().copied().filter(fires).collect();
+        }
+        let meant = |transition: &&'static Transition| match (transition.event, event) {
+            (Event::Cause(these), Event::Cause(those)) => these & those != 0,
+            (one, other) => one == other,
+        };
+        device.transitions.iter().filter(meant).filter(fires).collect()
     }
 
     /// Performs the effects of transitions; those that concern others than the graph go to `other`.

@@ -22,6 +22,7 @@ pub mod devices;
 pub mod grammar;
 pub mod grants;
 pub mod graph;
+mod index;
 pub mod model;
 pub mod page;
 pub mod physical;

@@ -267,21 +267,18 @@ impl Model {
         for (id, window) in standing {
             self.stand(id, window, grants);
         }
-        let windows = &mut self.windows;
-        let bases: Vec<u64> =
-            windows.iter().map(|window| window.map_or(0, |window| window.device_base)).collect();
+        let windows = &self.windows;
+        let base = |id: WindowId| windows[id.index()].map_or(0, |window| window.device_base);
         let mut forgotten = Vec::new();
-        self.graph.perform(self.device, &firing, access, &|id| bases[id.index()], &mut |effect, view| {
-            match effect {
-                Effect::Device(reg, expr) => {
-                    let value = expr.value(view) & u64::from(self.device.register(*reg).mask());
-                    writes.before.push((*reg, u32::try_from(value).unwrap_or(u32::MAX)));
-                }
-                Effect::Forget(window) => forgotten.push(*window),
-                Effect::Reset => writes.reset = true,
-                Effect::Look(reg) => writes.looks.push(*reg),
-                _ => {}
+        self.graph.perform(self.device, &firing, access, &base, &mut |effect, view| match effect {
+            Effect::Device(reg, expr) => {
+                let value = expr.value(view) & u64::from(self.device.register(*reg).mask());
+                writes.before.push((*reg, u32::try_from(value).unwrap_or(u32::MAX)));
             }
+            Effect::Forget(window) => forgotten.push(*window),
+            Effect::Reset => writes.reset = true,
+            Effect::Look(reg) => writes.looks.push(*reg),
+            _ => {}
         });
         for id in forgotten {
             self.forget(id, grants);

@@ -22,14 +22,14 @@ const GAP: usize = 8;
 impl Payload {
     /// The shortest form of `content` for a receiver that has `base`, if that is known here.
     #[must_use]
-    pub fn shortest(content: &[u8], base: Option<&[u8]>) -> Self {
+    pub fn shortest(content: Vec<u8>, base: Option<&[u8]>) -> Self {
         if content.iter().all(|byte| *byte == 0) {
             return Self::Zero;
         }
-        if let Some(runs) = base.and_then(|base| difference(base, content)) {
-            return Self::Difference(runs);
+        match base.and_then(|base| difference(base, &content)) {
+            Some(runs) => Self::Difference(runs),
+            None => Self::Raw(content),
         }
-        Self::Raw(content.to_vec())
     }
 
     /// Bytes that it takes in a message.
@@ -72,6 +72,10 @@ fn difference(base: &[u8], content: &[u8]) -> Option<Vec<(u16, Vec<u8>)>> {
     if base.len() != content.len() {
         return None;
     }
+    // Pages that change as a whole are many, and counting is quick.
+    if changed_bytes(base, content) * 2 >= content.len() {
+        return None;
+    }
     let mut runs: Vec<(usize, usize)> = Vec::new();
     // What the runs take in a message, but for the last one, which may grow.
     let mut taken = 0;
@@ -101,5 +105,7 @@ fn difference(base: &[u8], content: &[u8]) -> Option<Vec<(u16, Vec<u8>)>> {
 /// How many bytes differ.
 #[must_use]
 pub fn changed_bytes(a: &[u8], b: &[u8]) -> usize {
-    a.iter().zip(b).filter(|(a, b)| a != b).count()
+    // Few enough to be counted in a byte each, which processors do for many at a time.
+    let some = |(a, b): (&[u8], &[u8])| a.iter().zip(b).map(|(a, b)| u8::from(a != b)).sum::<u8>();
+    a.chunks(128).zip(b.chunks(128)).map(|both| usize::from(some(both))).sum()
 }

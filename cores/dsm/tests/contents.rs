@@ -41,7 +41,7 @@ proptest! {
             let end = (at + len).min(PAGE_SIZE);
             content[at..end].fill(byte);
         }
-        let payload = Payload::shortest(&content, known.then_some(base.as_slice()));
+        let payload = Payload::shortest(content.clone(), known.then_some(base.as_slice()));
         let zero = content.iter().all(|byte| *byte == 0);
         prop_assert_eq!(payload == Payload::Zero, zero);
         prop_assert!(payload.wire_len() <= PAGE_SIZE);

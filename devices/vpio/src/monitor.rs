@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use device_models::Access;
 use device_models::describe::{BusMaster, Device, Reg, Returns, Store};
 use device_models::graph::{Piece, truncated};
-use device_models::model::{Model, Reads, Refusal};
+use device_models::model::{Granted, Model, Reads, Refusal};
 use device_models::physical::{DeviceError, PhysicalDevice};
 use thiserror::Error;
 
@@ -86,6 +86,8 @@ pub struct Monitor<P> {
     pub(crate) harvested: bool,
     pub(crate) current_at_start: u32,
     pub(crate) scratch: Option<Box<dyn Scratch + Send>>,
+    /// Windows before a request, while it is treated.
+    before: Vec<Option<Granted>>,
 }
 
 impl<P: PhysicalDevice> Monitor<P> {
@@ -102,6 +104,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             harvested: false,
             current_at_start: 0,
             scratch: None,
+            before: Vec::new(),
         }
     }
 
@@ -238,7 +241,10 @@ impl<P: PhysicalDevice> Monitor<P> {
         piece: Piece,
         value: u32,
     ) -> Result<Option<Answer>, MonitorError> {
-        let before = self.guests[at].model.windows().to_vec();
+        // Lent, so that a request needs no memory of its own.
+        let mut before = std::mem::take(&mut self.before);
+        before.clear();
+        before.extend_from_slice(self.guests[at].model.windows());
         let result = self.vet(at, |model, vetter| model.write(piece, value, vetter))?;
         let guest = &mut self.guests[at];
         let writes = match result {
@@ -254,6 +260,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         if guest.model.windows() != before {
             self.note_card_windows(at, &before);
         }
+        self.before = before;
         let through = writes.forward.is_some() || !writes.before.is_empty();
         for (reg, value) in writes.before {
             self.put(at, reg, value)?;

@@ -259,9 +259,8 @@ impl Engine {
     pub(super) fn helped(core: &mut Core, helper: u16) {
         if let Some(page) = core.helpers.end(helper) {
             core.counts.ahead += 1;
+            // A vCPU that has begun to wait for it meanwhile is let go by the protocol, or, if that isn't known yet, when its fault is read.
             core.pages.ahead.insert(page, now());
-            // A vCPU may have begun to wait for it meanwhile.
-            core.pages.wake(page);
         }
     }
 

@@ -140,7 +140,7 @@ impl Node {
             return Payload::Raw(content);
         }
         let twin = self.state.twins.iter().find(|(kept, version, _)| *kept == page && Some(*version) == held);
-        let payload = Payload::shortest(&content, twin.map(|twin| twin.2.as_slice()));
+        let payload = Payload::shortest(content, twin.map(|twin| twin.2.as_slice()));
         match payload {
             Payload::Zero => self.counters.zero += 1,
             Payload::Difference(_) => self.counters.differences += 1,
@@ -263,7 +263,7 @@ impl Node {
             // Who gets the token goes on counting from there when the mode ends: else a version would name two contents.
             version: local.version,
             copies: NodeSet::EMPTY,
-            payload: Payload::shortest(&content, None),
+            payload: Payload::shortest(content, None),
             counters: if weak { local.counters.clone() } else { Vec::new() },
         };
         self.send_stamped(to, page, stamp, Body::Grant(grant), cx);

@@ -84,7 +84,7 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     let mine = chunks.start * CHUNK..chunks.end * CHUNK;
     let me = team.index();
     let own = me * stride..me * stride + range;
-    let mut round = || {
+    let round = || {
         {
             // SAFETY: own keys, and own counts, which others read between the barriers below only.
             let (keys, counts) = unsafe { (keys.read(mine.clone()), counts.write(own.clone())) };
@@ -121,7 +121,7 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
         }
         team.wait();
     };
-    let first_ns = team.time(&mut round);
+    let first_ns = team.time(round);
     let nanoseconds = team.measure(|| (0..rounds).for_each(|_| round()));
     let outcome = Outcome::new("key", rounds * n as u64, nanoseconds);
     if !team.leads() {
