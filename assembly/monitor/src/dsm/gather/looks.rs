@@ -89,11 +89,11 @@ impl Taken {
         let before = std::mem::replace(&mut self.told, *told);
         let ran_before = std::mem::replace(&mut self.ran, ran);
         let faults_before = std::mem::replace(&mut self.faults, faults);
-        let again = u128::from(faults.0 - faults_before.0);
-        let all = again + u128::from(faults.1 - faults_before.1);
+        let again = u128::from(faults.0.saturating_sub(faults_before.0));
+        let all = again + u128::from(faults.1.saturating_sub(faults_before.1));
         if before.vcpus == told.vcpus {
-            let whole = (told.at - before.at).saturating_mul(told.vcpus.into());
-            let unknown = whole.saturating_sub(told.known() - before.known());
+            let whole = told.at.saturating_sub(before.at).saturating_mul(told.vcpus.into());
+            let unknown = whole.saturating_sub(told.known().saturating_sub(before.known()));
             let taken = u128::from(unknown.min(ran.saturating_sub(ran_before)));
             let counted = (taken * again).checked_div(all).unwrap_or(0);
             self.taken = self.taken.saturating_add(u64::try_from(counted).unwrap_or(0));
