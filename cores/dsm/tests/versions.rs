@@ -196,3 +196,27 @@ proptest! {
         run(4, policy, steps)?;
     }
 }
+
+/// Who reads a page and then writes it, in turns, gets it to write at once; two that go on to read only have a copy each soon, and take it from each other no more.
+#[test]
+fn readers_do_not_take_a_page_from_each_other_for_ever() {
+    let policy = Policy { migratory: true, hold_ns: 0, adapt: false, ..Policy::OURS };
+    let mut machine = Machine::new(3, policy);
+    for turn in 0..10_u8 {
+        for node in [1, 2] {
+            machine.read(node, 0);
+            machine.write(node, 0, 0, &[turn, 7]);
+        }
+    }
+    machine.read(1, 0);
+    assert_eq!(machine.memories[1].access[0], Access::Write, "it goes from writer to writer");
+    let misses = |machine: &Machine| -> u64 { machine.nodes.iter().map(|node| node.counters().misses).sum() };
+    let before = misses(&machine);
+    for _ in 0..20 {
+        assert_eq!(machine.read(2, 0)[..2], [9, 7]);
+        assert_eq!(machine.read(1, 0)[..2], [9, 7]);
+    }
+    let missed = misses(&machine) - before;
+    assert!(missed <= 6, "{missed} of 40 reads asked for the page");
+    assert!([1, 2].iter().all(|node| machine.memories[*node].access[0] == Access::Read));
+}

@@ -507,16 +507,23 @@ mod tests {
     #[test]
     fn frames_come_whole_however_they_are_cut() {
         let (a, b) = pair();
-        let all = [Control::Exit(7), Control::Console(vec![3; 100_000]), Control::Heartbeat, Control::Ask];
-        let bytes: Vec<u8> = all.iter().flat_map(Control::encode).collect();
-        for piece in [1, 7, 8, 9, 4096, 70_000, bytes.len()] {
+        // The longest is more than is taken at once.
+        for (piece, len) in
+            [(1, 40), (7, 40), (8, 40), (9, 40), (4096, 100_000), (70_000, 100_000), (1 << 20, 100_000)]
+        {
+            let all = [Control::Exit(7), Control::Console(vec![3; len]), Control::Heartbeat, Control::Ask];
+            let bytes: Vec<u8> = all.iter().flat_map(Control::encode).collect();
             let mut b = reader(&b);
             std::thread::scope(|scope| {
                 scope.spawn(|| {
-                    for some in bytes.chunks(if piece < 100 { piece * 97 } else { piece }) {
+                    for some in bytes.chunks(piece) {
                         a.put_off(some);
                         while a.flush() {
                             std::thread::yield_now();
+                        }
+                        if piece < HEADER + 2 {
+                            // So that it is taken alone.
+                            std::thread::sleep(Duration::from_millis(1));
                         }
                     }
                 });
