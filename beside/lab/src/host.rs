@@ -5,6 +5,7 @@ use crate::guest::shows_work;
 use crate::image::Images;
 use crate::progress;
 use crate::qemu::{Emulator, nic_table};
+use crate::second_delivery;
 use crate::topology::HostSpec;
 use crate::transcript::Transcript;
 use anyhow::{Context, Result, bail};
@@ -313,6 +314,12 @@ impl Host {
         let text = fs::read(self.dir.join("console")).ok()?;
         let text = String::from_utf8_lossy(&text);
         text.lines().find(|line| says_its_cpu_stood_still(line)).map(|line| line.trim().to_owned())
+    }
+
+    /// What the kernel of a guest said that died of an interrupt which the emulator delivered twice, if one did.
+    pub fn second_delivery(&self) -> Option<String> {
+        let consoles = self.consoles.lock().ok()?;
+        consoles.iter().find_map(|console| second_delivery::found(console.lines_from(0).into_iter()))
     }
 
     /// What one of our programs said at its own failure, which no emulator is to blame for: a panic, or a system call that its sandbox refused.

@@ -33,6 +33,7 @@ pub mod recipe;
 pub mod records;
 pub mod scenario;
 pub mod scenarios;
+mod second_delivery;
 mod shell;
 pub mod topology;
 pub mod traffic;

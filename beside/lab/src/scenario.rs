@@ -136,7 +136,8 @@ const ATTEMPTS: u32 = 3;
 /// Runs a scenario to its end: figures on stdout, everything else on stderr.
 ///
 /// When a host's emulator dies or hangs, or a host doesn't come up, or a guest that stands still goes on as soon as its vCPU threads get a
-/// signal that does nothing ([`Host::wakes_by_signal`]), or a host's kernel says that its CPU stood still ([`Host::stood_still`]), what was seen
+/// signal that does nothing ([`Host::wakes_by_signal`]), or a host's kernel says that its CPU stood still ([`Host::stood_still`]), or a guest died of an
+/// interrupt that came twice ([`Host::second_delivery`]), what was seen
 /// says nothing about the monitor: the scenario begins again on fresh hosts, and the figure `emulator_failures` says how often that happened.
 /// Nothing else is tried again: not what has found something wrong, nor a program of ours that panicked or was ended by its sandbox.
 pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
@@ -177,6 +178,8 @@ pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
                 )
             } else if let Some(line) = lab.hosts().iter().find_map(Host::stood_still) {
                 Some(format!("a CPU of a host stood still ({line})"))
+            } else if let Some(line) = lab.hosts().iter().find_map(Host::second_delivery) {
+                Some(format!("a guest got an injected interrupt twice (its kernel's double fault: {line})"))
             } else if !lab.hosts().iter().all(Host::answers) {
                 Some("a host died under the scenario".to_owned())
             } else {

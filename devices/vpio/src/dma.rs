@@ -81,7 +81,7 @@ impl Mappings {
     }
 
     /// Maps all of the guest's memory. The first time no engine of the device runs that needs memory, so pages may go for a moment.
-    fn add_all<P: PhysicalDevice>(
+    pub(crate) fn add_all<P: PhysicalDevice>(
         &mut self,
         physical: &mut P,
         memory: &[(u64, u64, bool)],
@@ -106,7 +106,7 @@ impl Mappings {
         Ok(())
     }
 
-    fn remove_all<P: PhysicalDevice>(&mut self, physical: &mut P) -> Result<(), DeviceError> {
+    pub(crate) fn remove_all<P: PhysicalDevice>(&mut self, physical: &mut P) -> Result<(), DeviceError> {
         self.whole_users = self.whole_users.saturating_sub(1);
         if self.whole_users == 0 {
             while let Some(mapping) = self.whole.pop() {

@@ -21,6 +21,8 @@ pub const RING: u64 = 0x1_1000;
 pub const FRAME: u64 = 0x2000;
 /// Reads until a frame must have been sent.
 const PATIENCE: u32 = 1000;
+/// The same for a frame that may not be its turn: it would be on the wire for 5 µs, and a read takes a µs at least.
+const FIND: u32 = 200;
 /// Smallest and largest frame.
 const SIZES: (u32, u32) = (60, 1512);
 
@@ -127,6 +129,42 @@ impl<P: PhysicalDevice> Monitor<P> {
             value: distance,
             times: 1,
         })
+    }
+
+    /// Finds out which descriptor the device sends next: a frame in any other waits for its turn. They go to the device itself, whose receiver is off.
+    /// It is left to be reset.
+    pub(crate) fn find_next(&mut self, at: usize) -> Result<(), MonitorError> {
+        let Some(pointers) = &self.device.context.pointers else { return Ok(()) };
+        let Some(scratch) = self.scratch.as_mut() else { return Ok(()) };
+        let base = u32::try_from(scratch.device_base().saturating_add(RING)).unwrap_or(u32::MAX);
+        scratch.write(RING, &[0xFF; SIZES.0 as usize]);
+        let receiver = self.device.register(pointers.config.0).name;
+        let (enable, sends) = (pointers.enable.0, pointers.enable.1 & !pointers.receives);
+        self.scratch_mapping(true)?;
+        self.set_bus_master(true)?;
+        self.put(at, enable, sends)?;
+        self.put(at, pointers.config.1, pointers.loopback)?;
+        let mut found = None;
+        for (number, &(address, command)) in (0u32..).zip(pointers.descriptors) {
+            self.put(at, address, base)?;
+            self.put(at, command, SIZES.0)?;
+            for _ in 0..FIND {
+                if self.get(at, command)? & pointers.sent != 0 {
+                    found = Some(number);
+                    break;
+                }
+            }
+            if found.is_some() {
+                break;
+            }
+        }
+        self.put(at, enable, 0)?;
+        self.set_bus_master(false)?;
+        self.scratch_mapping(false)?;
+        let stuck = MonitorError::Stuck { register: receiver, mask: 0, value: 0, times: FIND };
+        let next = found.ok_or(stuck)?;
+        self.guests[at].model.latch(pointers.next, next);
+        Ok(())
     }
 
     /// The pointers can't be moved: the guest's ring starts anew, and its driver is told.

@@ -19,6 +19,7 @@
 //! | [`switch`] | hand-off of the device |
 //! | [`fast_forward`] | ring pointers that can't be written |
 //! | [`exchange`] | another device of the same kind in the place of one |
+//! | [`open`] | the device without its model, for a guest that is trusted with it |
 //! | [`pad`] | scratch memory where the device is an emulation |
 //! | [`sharing`] | a card whose receiver feeds all guests, while they take turns with the rest |
 //! | [`shown`] | registers that a guest reads without anybody seeing it |
@@ -38,6 +39,7 @@ pub mod exchange;
 pub mod fast_forward;
 pub mod guest;
 pub mod monitor;
+pub mod open;
 pub mod pad;
 pub mod plan;
 pub mod remote;
@@ -52,6 +54,7 @@ pub use counters::Counters;
 pub use dma::{MemoryMap, Slot, Slots};
 pub use guest::{FailurePolicy, GuestConfig, GuestId};
 pub use monitor::{Answer, Monitor, MonitorError};
+pub use open::Passed;
 pub use scheduler::Scheduler;
 pub use switch::Switched;
 pub use violation::Violation;

@@ -86,6 +86,10 @@ pub struct Monitor<P> {
     pub(crate) harvested: bool,
     pub(crate) current_at_start: u32,
     pub(crate) scratch: Option<Box<dyn Scratch + Send>>,
+    /// The resident guest drives the device without its model.
+    pub(crate) open: bool,
+    /// What a guest that has it so did, and its model doesn't allow.
+    pub(crate) broken: Option<Refusal>,
     /// Windows before a request, while it is treated.
     before: Vec<Option<Granted>>,
 }
@@ -104,6 +108,8 @@ impl<P: PhysicalDevice> Monitor<P> {
             harvested: false,
             current_at_start: 0,
             scratch: None,
+            open: false,
+            broken: None,
             before: Vec::new(),
         }
     }
@@ -170,7 +176,7 @@ impl<P: PhysicalDevice> Monitor<P> {
     /// Level of a guest's interrupt line.
     pub fn line(&self, guest: GuestId) -> bool {
         let guest = &self.guests[guest.0];
-        !guest.stopped && guest.model.line()
+        !self.open && !guest.stopped && guest.model.line()
     }
 
     /// A guest accesses a BAR.
@@ -425,7 +431,7 @@ impl<P: PhysicalDevice> Monitor<P> {
 
     /// Takes the device's causes to the resident guest's virtual status and acknowledges them, if that doesn't disturb the device now.
     pub(crate) fn harvest(&mut self) -> Result<(), MonitorError> {
-        let Some(at) = self.resident else { return Ok(()) };
+        let Some(at) = self.resident.filter(|_| !self.open) else { return Ok(()) };
         self.harvest_due = false;
         let interrupts = &self.device.interrupts;
         let status = self.device.register(interrupts.status);

@@ -45,7 +45,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             if !self.settle()? && !force {
                 return Ok(Switched::Busy);
             }
-            self.take_out(from)?;
+            self.take_out(from, false)?;
         }
         if self.guests[to.0].stopped {
             return Ok(Switched::Refused);
@@ -61,7 +61,7 @@ impl<P: PhysicalDevice> Monitor<P> {
     /// # Errors
     /// As [`Self::switch`].
     pub fn release(&mut self) -> Result<(), MonitorError> {
-        self.resident.map_or(Ok(()), |from| self.take_out(from))
+        self.resident.map_or(Ok(()), |from| self.take_out(from, false))
     }
 
     /// Takes what the device has finished; whether the guest that has it is at a reusable point now.
@@ -100,11 +100,15 @@ impl<P: PhysicalDevice> Monitor<P> {
         if resident { self.bring_in(id.0) } else { Ok(()) }
     }
 
-    fn take_out(&mut self, from: usize) -> Result<(), MonitorError> {
+    /// With `learned` the model came to know the device by what it holds, which doesn't tell where it is in its descriptors.
+    pub(crate) fn take_out(&mut self, from: usize, learned: bool) -> Result<(), MonitorError> {
         self.run(from, self.device.context.freeze)?;
         let reusable = self.guests[from].model.is_reusable();
         if reusable {
             self.run(from, self.device.context.save)?;
+            if learned {
+                self.find_next(from)?;
+            }
         }
         self.set_bus_master(false)?;
         self.vet(from, |model, vetter| model.forget_all(vetter))?;
@@ -129,6 +133,9 @@ impl<P: PhysicalDevice> Monitor<P> {
         self.run(to, self.device.context.restore)?;
         if self.resident == Some(to) {
             self.set_bus_master(true)?;
+            if self.open {
+                self.run(to, self.device.context.open)?;
+            }
         }
         self.harvested = false;
         self.guests[to].card.rings.clear();
@@ -144,7 +151,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         Ok(())
     }
 
-    fn run(&mut self, at: usize, steps: &'static [Step]) -> Result<(), MonitorError> {
+    pub(crate) fn run(&mut self, at: usize, steps: &'static [Step]) -> Result<(), MonitorError> {
         for step in steps {
             if self.resident != Some(at) {
                 // A window of this guest can't be granted: it doesn't get the device.
@@ -167,6 +174,8 @@ impl<P: PhysicalDevice> Monitor<P> {
                     }
                 }
                 Step::Read(reg) => self.remember(at, reg)?,
+                Step::Learn(reg) => self.learn(at, reg)?,
+                Step::LearnTable(table) => self.learn_table(at, table)?,
                 Step::Await(reg, mask, value, times) => self.await_bits(at, reg, mask, value, times)?,
                 Step::Enter(state) => self.guests[at].model.enter(state),
                 Step::FastForward => self.fast_forward(at)?,

@@ -9,6 +9,7 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use device_models::describe::Device;
 use device_models::physical::{DeviceError, Mapping, PhysicalDevice, poke};
@@ -129,6 +130,8 @@ pub struct Vfio {
     keep: Option<Box<dyn Any + Send>>,
     interrupt: EventFd,
     signalled: bool,
+    /// INTx goes somewhere.
+    connected: AtomicBool,
     /// Bus mastering as the guest and as the monitor want it.
     guest_master: bool,
     monitor_master: bool,
@@ -183,6 +186,7 @@ impl Vfio {
             keep: None,
             interrupt,
             signalled: false,
+            connected: AtomicBool::new(false),
             guest_master: false,
             monitor_master: false,
         };
@@ -212,6 +216,7 @@ impl Vfio {
     /// VFIO refuses.
     pub fn enable_interrupt(&self) -> Result<(), OpenError> {
         let refused = |source| OpenError::Vfio { address: self.address.clone(), what: "signal INTx", source };
+        self.disconnect()?;
         self.device.enable_irq(VFIO_PCI_INTX_IRQ_INDEX, vec![&self.interrupt]).map_err(refused)
     }
 
@@ -229,8 +234,19 @@ impl Vfio {
         let (trigger, resample) = (event(trigger)?, event(resample)?);
         let refused =
             |source| OpenError::Vfio { address: self.address.clone(), what: "connect INTx to KVM", source };
+        self.disconnect()?;
         self.device.enable_irq(VFIO_PCI_INTX_IRQ_INDEX, vec![&trigger]).map_err(refused)?;
         self.device.set_irq_resample_fd(VFIO_PCI_INTX_IRQ_INDEX, vec![&resample]).map_err(refused)
+    }
+
+    /// Takes INTx from where it goes, to send it elsewhere: a line that is up is told there at once.
+    fn disconnect(&self) -> Result<(), OpenError> {
+        if !self.connected.swap(true, Ordering::SeqCst) {
+            return Ok(());
+        }
+        let refused =
+            |source| OpenError::Vfio { address: self.address.clone(), what: "disconnect INTx", source };
+        self.device.disable_irq(VFIO_PCI_INTX_IRQ_INDEX).map_err(refused)
     }
 
     /// A copy of the eventfd of the line.

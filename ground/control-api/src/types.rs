@@ -37,14 +37,16 @@ impl fmt::Display for VmState {
     }
 }
 
-/// What is behind a commodity NIC in mode `vpio`.
+/// What is behind a commodity NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "kebab-case")]
 pub enum NicBehind {
-    /// A card of the host.
+    /// A card of the host, under its model.
     Card,
     /// The card's emulation, with a tap.
     Emulation,
+    /// The card without its model: mode `passthrough`.
+    Passthrough,
 }
 
 impl fmt::Display for NicBehind {
@@ -52,6 +54,7 @@ impl fmt::Display for NicBehind {
         f.pad(match self {
             Self::Card => "card",
             Self::Emulation => "emulation",
+            Self::Passthrough => "passthrough",
         })
     }
 }

@@ -101,10 +101,12 @@ pub struct NicArgs {
 /// What is behind a NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Behind {
-    /// A card of the host.
+    /// A card of the host, under its model.
     Card,
     /// The card's emulation.
     Emulation,
+    /// The card without its model: the guest has all of it, and it reaches all of the guest's memory.
+    Passthrough,
 }
 
 /// `causeway inspect`.

@@ -1,11 +1,12 @@
 //! What stands behind a model: a card of the host, or its emulation with a tap. A guest can be taken from one to the other.
 
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd as _, OwnedFd};
 
 use device_models::physical::{DeviceError, Mapping, PhysicalDevice};
 use device_models::reference::Card;
-use vpio::vfio::Vfio;
+use machine::interrupt::LevelLine;
+use vpio::vfio::{OpenError, Vfio};
 
 use super::wire::{Frames, Wire};
 
@@ -19,6 +20,10 @@ pub(super) trait HostCard: PhysicalDevice {
     fn signalled(&mut self);
     /// The causes have been taken.
     fn unmask(&mut self) -> Result<(), DeviceError>;
+    /// The line is told by [`Self::interrupt_fd`].
+    fn tell_interrupt(&self) -> Result<(), OpenError>;
+    /// The line goes to the guest without this process.
+    fn pass_interrupt(&self, line: &LevelLine) -> Result<(), OpenError>;
 }
 
 impl HostCard for Vfio {
@@ -36,6 +41,14 @@ impl HostCard for Vfio {
 
     fn unmask(&mut self) -> Result<(), DeviceError> {
         Self::unmask(self)
+    }
+
+    fn tell_interrupt(&self) -> Result<(), OpenError> {
+        self.enable_interrupt()
+    }
+
+    fn pass_interrupt(&self, line: &LevelLine) -> Result<(), OpenError> {
+        self.connect_interrupt(line.trigger.as_fd(), line.resample.as_fd())
     }
 }
 

@@ -1,12 +1,12 @@
-//! What is behind a NIC: an emulated card with a tap, a card of the host under its model, or a card of the host by itself.
+//! What is behind a NIC: an emulated card with a tap, or a card of the host, under its model or by itself.
 
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use device_models::describe::Device;
 use device_models::physical::DeviceError;
 use device_models::{Access, PhysicalDevice, reference};
-use machine::interrupt::{InterruptController, LevelLine};
+use machine::interrupt::InterruptController;
 use machine::memory::GuestRam;
 use pci::function::{BarMapping, Doorbell, LateWrites};
 use serde_json::{Value, json};
@@ -16,12 +16,12 @@ use vpio::fast_forward::Scratch;
 use vpio::pad::{Inlet, Pad};
 use vpio::plan::Zone;
 use vpio::vfio::{Ram, Vfio};
-use vpio::{FailurePolicy, GuestConfig, Monitor, MonitorError, Slot, Slots};
+use vpio::{FailurePolicy, GuestConfig, Monitor, MonitorError, Passed, Slot, Slots};
 
 use super::behind::{Behind, Emulation};
 use super::bus::RamBus;
 use super::guarded::{ChangeError, Guarded, Watch};
-use super::mapped::{Mapped, free_pages, mapped};
+use super::mapped::{free_pages, mapped};
 use super::page::RegisterPage;
 use super::traces::Traces;
 use super::wire::{Wire, counted};
@@ -42,16 +42,8 @@ pub(super) struct Engine {
 
 enum Mode {
     Virtual(Box<Emulation>),
+    /// A card of the host. In mode `passthrough` its model waits, for when the guest is taken under it.
     Guarded(Box<Guarded<Vfio>>),
-    Passthrough(Passthrough),
-}
-
-struct Passthrough {
-    card: Box<Vfio>,
-    mapped: Vec<Mapped>,
-    /// Ties the card's line to the guest's as long as it is open: KVM and VFIO hold the eventfds' counters, not their files, and let go
-    /// of a file that is closed.
-    line: Option<LevelLine>,
 }
 
 /// What happened.
@@ -95,10 +87,13 @@ impl Engine {
             }
             (NicMode::Passthrough { .. }, Back::Card(mut card, None)) => {
                 card.set_ram(pieces(ram), Box::new(ram.memory()));
-                card.map_all()?;
-                card.set_bus_master(true)?;
-                let mapped = mapped(&card)?;
-                (card.description(), Mode::Passthrough(Passthrough { card, mapped, line: None }))
+                let rules = Rules { policy: NicPolicy::DeviceError, allow: &[], stop };
+                let device = card.description();
+                let mut guarded = guarded(&wish.name, *card, None, rules, ram)?;
+                if guarded.monitor.open()? != Passed::Done {
+                    return Err(NicError::machine("passthrough", "its card isn't as after a reset"));
+                }
+                (device, Mode::Guarded(Box::new(guarded)))
             }
             (NicMode::Virtual { .. } | NicMode::Passthrough { .. }, Back::Card(..)) | (_, Back::Wire(_)) => {
                 return Err(NicError::machine("back end", "it is another mode's"));
@@ -128,7 +123,6 @@ impl Engine {
         match &self.mode {
             Mode::Virtual(emulation) => Ok(vec![emulation.wire.queue.try_clone().map_err(failed)?]),
             Mode::Guarded(guarded) => guarded.sources().map_err(failed),
-            Mode::Passthrough(_) => Ok(Vec::new()),
         }
     }
 
@@ -136,23 +130,52 @@ impl Engine {
     pub(super) fn active(&self) -> usize {
         match &self.mode {
             Mode::Guarded(guarded) => usize::from(guarded.monitor.physical_ref().is_emulation()),
-            Mode::Virtual(_) | Mode::Passthrough(_) => 0,
+            Mode::Virtual(_) => 0,
         }
     }
 
-    /// Changes what is behind the NIC while its guest runs.
+    /// Changes what is behind the NIC while its guest runs: to its card under the model, or to the emulation.
     pub(super) fn change(&mut self, emulation: bool) -> Result<(), ChangeError> {
         let name = self.name.clone();
-        let one = |reason| Err(ChangeError::One { name: name.clone(), reason });
         match &mut self.mode {
-            Mode::Guarded(guarded) => guarded.change(&name, emulation).inspect_err(|error| {
-                // What is half done can't be used.
-                self.failed |= matches!(error, ChangeError::Failed { .. });
-            }),
+            Mode::Guarded(guarded) => {
+                let result = guarded.change(&name, emulation);
+                self.note(&result);
+                result
+            }
             Mode::Virtual(_) if emulation => Ok(()),
-            Mode::Virtual(_) => one("it is emulated, and was started without a card"),
-            Mode::Passthrough(_) => one("its card is passed through, and nobody knows what the card holds"),
+            Mode::Virtual(_) => Err(self.no_card()),
         }
+    }
+
+    fn no_card(&self) -> ChangeError {
+        ChangeError::One { name: self.name.clone(), reason: "it is emulated, and was started without a card" }
+    }
+
+    /// Whether the guest has its card without the model.
+    pub(super) fn is_open(&self) -> bool {
+        matches!(&self.mode, Mode::Guarded(guarded) if guarded.monitor.is_open())
+    }
+
+    /// Gives the guest its card without the model, or takes it under the model again; `false` where that can't be now.
+    pub(super) fn pass(&mut self, open: bool) -> Result<bool, ChangeError> {
+        let name = self.name.clone();
+        let Mode::Guarded(guarded) = &mut self.mode else { return Err(self.no_card()) };
+        let result = if open { guarded.open(&name) } else { guarded.close(&name) };
+        self.note(&result);
+        result
+    }
+
+    /// Has every access come here for a moment. What is mapped changes with it.
+    pub(super) fn set_bare(&mut self, bare: bool) {
+        if let Mode::Guarded(guarded) = &mut self.mode {
+            guarded.bare = bare;
+        }
+    }
+
+    /// What is half done can't be used.
+    fn note<T>(&mut self, result: &Result<T, ChangeError>) {
+        self.failed |= matches!(result, Err(ChangeError::Failed { .. } | ChangeError::Interrupt { .. }));
     }
 
     /// Has the card's interrupts delivered.
@@ -160,19 +183,13 @@ impl Engine {
         match &mut self.mode {
             Mode::Virtual(_) => Ok(()),
             Mode::Guarded(guarded) => {
-                if let Some(card) = guarded.monitor.physical().card() {
-                    card.enable_interrupt()?;
-                }
-                // A line that was up before (an e1000 reports its link) may never be signalled: its causes are taken now.
-                guarded.readable().map_err(|error| NicError::machine("pending interrupt", error))
-            }
-            Mode::Passthrough(passed) => {
                 let line = controller
                     .level_eventfds(gsi)
                     .map_err(|error| NicError::machine("interrupt line", error))?;
-                passed.card.connect_interrupt(line.trigger.as_fd(), line.resample.as_fd())?;
-                passed.line = Some(line);
-                Ok(())
+                guarded.line = Some(line);
+                guarded.connect(&self.name).map_err(|error| NicError::machine("interrupt line", error))?;
+                // A line that was up before (an e1000 reports its link) may never be signalled: its causes are taken now.
+                guarded.readable().map_err(|error| NicError::machine("pending interrupt", error))
             }
         }
     }
@@ -211,7 +228,6 @@ impl Engine {
                 }
                 Ok(value)
             }
-            Mode::Passthrough(Passthrough { card, .. }) => Ok(direct(card.as_mut(), access)?),
         }
     }
 
@@ -229,7 +245,6 @@ impl Engine {
                     self.fail(&error);
                 }
             }
-            Mode::Passthrough(_) => {}
         }
         self.counters.interrupt_nanoseconds += nanoseconds(begin);
     }
@@ -302,7 +317,6 @@ impl Engine {
         match &mut self.mode {
             Mode::Virtual(card) => card.card.interrupt().unwrap_or(false),
             Mode::Guarded(guarded) => guarded.monitor.line(guarded.guest),
-            Mode::Passthrough(_) => false,
         }
     }
 
@@ -311,9 +325,6 @@ impl Engine {
         let result = match &mut self.mode {
             Mode::Virtual(card) => card.set_guest_bus_master(on).map_err(MonitorError::from),
             Mode::Guarded(guarded) => guarded.set_guest_bus_master(on),
-            Mode::Passthrough(Passthrough { card, .. }) => {
-                card.set_guest_bus_master(on).map_err(MonitorError::from)
-            }
         };
         if let Err(error) = result {
             telemetry::guest_warn!(self.log, device = %self.name, %error, "Bus mastering can't be switched");
@@ -329,11 +340,6 @@ impl Engine {
                 Ok(card.card.reset()?)
             }
             Mode::Guarded(guarded) => guarded.reset(),
-            Mode::Passthrough(Passthrough { card, .. }) => {
-                card.set_guest_bus_master(false)?;
-                card.reset()?;
-                Ok(card.set_bus_master(true)?)
-            }
         }
     }
 
@@ -345,7 +351,6 @@ impl Engine {
         match &mut self.mode {
             Mode::Virtual(_) => Ok(()),
             Mode::Guarded(guarded) => guarded.quiesce(),
-            Mode::Passthrough(Passthrough { card, .. }) => Ok(card.set_bus_master(false)?),
         }
     }
 
@@ -357,7 +362,6 @@ impl Engine {
         match &mut self.mode {
             Mode::Virtual(_) => Ok(()),
             Mode::Guarded(guarded) => guarded.unquiesce(),
-            Mode::Passthrough(Passthrough { card, .. }) => Ok(card.set_bus_master(true)?),
         }
     }
 
@@ -383,35 +387,48 @@ impl Engine {
         }
     }
 
+    /// The page, where the guest reads it now.
+    fn shown_page(&self) -> Option<&RegisterPage> {
+        match &self.mode {
+            Mode::Guarded(guarded) if !guarded.bare && !guarded.monitor.is_open() => guarded.page.as_ref(),
+            _ => None,
+        }
+    }
+
     /// Writes that are only told of.
     pub(super) fn doorbells(&self) -> Vec<Doorbell> {
-        self.page().map(RegisterPage::doorbells).unwrap_or_default()
+        self.shown_page().map(RegisterPage::doorbells).unwrap_or_default()
     }
 
     /// Parts of BARs that the guest accesses without this process.
     pub(super) fn mappings(&self) -> Vec<BarMapping> {
         match &self.mode {
             Mode::Virtual(_) => Vec::new(),
+            Mode::Guarded(guarded) if guarded.bare => Vec::new(),
+            Mode::Guarded(guarded) if guarded.monitor.is_open() => {
+                guarded.whole.iter().map(|mapped| mapped.mapping(false)).collect()
+            }
             Mode::Guarded(guarded) => {
-                let shown = guarded.page.as_ref().filter(|_| !guarded.watch.taken);
+                let shown = self.shown_page().filter(|_| !guarded.watch.taken);
                 let mut mappings = shown.map(RegisterPage::mappings).unwrap_or_default();
                 if !guarded.monitor.physical_ref().is_emulation() {
                     mappings.extend(guarded.free_pages.iter().map(|page| page.mapping(true)));
                 }
                 mappings
             }
-            Mode::Passthrough(passed) => passed.mapped.iter().map(|mapped| mapped.mapping(false)).collect(),
         }
     }
 
     /// Whether the NIC has a thread that looks at late writes soon after an access, and there is need for it.
     pub(super) fn is_watched(&self) -> bool {
-        self.device.registers.iter().any(|register| register.starts)
-            && !matches!(self.mode, Mode::Passthrough(_))
+        self.device.registers.iter().any(|register| register.starts) && !self.is_open()
     }
 
     /// Writes that may wait, where accesses come to this process.
     pub(super) fn late_writes(&self) -> Vec<LateWrites> {
+        if matches!(&self.mode, Mode::Guarded(guarded) if guarded.bare) {
+            return Vec::new();
+        }
         let mapped = self.mappings();
         let late = |Zone { bar, offset, length }| LateWrites { bar, offset, len: length };
         let zones = vpio::plan::late(self.device, self.is_watched()).into_iter();
@@ -437,9 +454,6 @@ impl Engine {
                 "counters": counted(&card.frames),
             }),
             Mode::Guarded(guarded) => inspect_guarded(self.device, guarded),
-            Mode::Passthrough(Passthrough { card, .. }) => {
-                json!({ "mode": "passthrough", "card": card.address() })
-            }
         };
         if let Value::Object(more) = more {
             object.extend(more);
@@ -474,7 +488,7 @@ fn guarded(
         None => None,
         Some(wire) => Some(emulated(device, address, wire, ram)?),
     };
-    let free_pages = free_pages(device, &card)?;
+    let (whole, free_pages) = (mapped(&card)?, free_pages(device, &card)?);
     let mut monitor = Monitor::new(device, Behind::Card(Box::new(card)));
     if let Some(scratch) = scratch {
         monitor.set_scratch(scratch);
@@ -515,6 +529,9 @@ fn guarded(
         page,
         watch: Watch::default(),
         free_pages,
+        whole,
+        line: None,
+        bare: false,
     };
     guarded.show()?;
     Ok(guarded)
@@ -561,6 +578,10 @@ fn inspect_guarded(device: &'static Device, guarded: &Guarded<Vfio>) -> Value {
             ("emulation", None, Some((&emulation.wire.name, counted(&emulation.frames))))
         }
     };
+    if monitor.is_open() {
+        let passed = guarded.changes;
+        return json!({ "mode": "passthrough", "card": card, "changes": passed, "pinned_bytes": mapped });
+    }
     json!({
         "mode": "vpio",
         "behind": behind,

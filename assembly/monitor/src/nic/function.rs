@@ -3,6 +3,9 @@
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use control_api::types::NicBehind;
 
 use device_models::Access;
 use device_models::describe::{Bar, Device};
@@ -19,7 +22,7 @@ use serde_json::json;
 
 use super::NicError;
 use super::engine::Engine;
-use super::guarded::ChangeError;
+use super::guarded::{ChangeError, REUSABLE};
 use super::look::Look;
 use super::thread::{Next, Sources, Thread, Woken};
 use crate::vm::ThreadHook;
@@ -200,24 +203,71 @@ impl NicFunction {
     }
 
     /// As [`super::NicHandle::change`].
-    pub(super) fn change(self: &Arc<Self>, emulation: bool) -> Result<(), ChangeError> {
+    pub(super) fn change(self: &Arc<Self>, behind: NicBehind) -> Result<(), ChangeError> {
         // In its thread: the one that asks may do nothing with cards.
-        let Some(thread) = self.thread.get() else { return self.change_here(emulation) };
+        let Some(thread) = self.thread.get() else { return self.change_here(behind) };
         let its = Arc::clone(self);
         let silent = || ChangeError::Silent { name: self.name.clone() };
-        thread.call(move || its.change_here(emulation)).ok_or_else(silent)?
+        thread.call(move || its.change_here(behind)).ok_or_else(silent)?
     }
 
-    fn change_here(&self, emulation: bool) -> Result<(), ChangeError> {
+    fn change_here(&self, behind: NicBehind) -> Result<(), ChangeError> {
+        match behind {
+            NicBehind::Passthrough => {
+                // Its card first, where it is behind the emulation.
+                if !lock(&self.engine).is_open() {
+                    self.change_under_model(false)?;
+                    self.pass(true)?;
+                }
+                Ok(())
+            }
+            NicBehind::Card | NicBehind::Emulation => {
+                if lock(&self.engine).is_open() {
+                    self.pass(false)?;
+                }
+                self.change_under_model(behind == NicBehind::Emulation)
+            }
+        }
+    }
+
+    fn change_under_model(&self, emulation: bool) -> Result<(), ChangeError> {
         let mut engine = lock(&self.engine);
         let result = engine.change(emulation);
+        self.changed(engine);
+        result
+    }
+
+    /// To `passthrough`, or back under the model.
+    fn pass(&self, open: bool) -> Result<(), ChangeError> {
+        // From here on every access comes by the engine: none is made past it while it changes sides, and none waits.
+        lock(&self.engine).set_bare(true);
+        self.refresh();
+        let begin = Instant::now();
+        let result = loop {
+            match lock(&self.engine).pass(open) {
+                Ok(true) => break Ok(()),
+                Ok(false) if begin.elapsed() >= REUSABLE => {
+                    break Err(ChangeError::Busy { name: self.name.clone() });
+                }
+                // The guest goes on meanwhile: it is what ends this.
+                Ok(false) => std::thread::sleep(Duration::from_micros(200)),
+                Err(error) => break Err(error),
+            }
+        };
+        let mut engine = lock(&self.engine);
+        engine.set_bare(false);
+        self.changed(engine);
+        result
+    }
+
+    /// Something else is behind the NIC.
+    fn changed(&self, mut engine: MutexGuard<'_, Engine>) {
         self.drive(&mut engine);
         if let Some(thread) = self.thread.get() {
             thread.activate(engine.active());
         }
         drop(engine);
         self.refresh();
-        result
     }
 
     /// The wire follows the engine, whose lock is held so that levels come in order.

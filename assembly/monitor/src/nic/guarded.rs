@@ -5,8 +5,12 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use device_models::Access;
+use device_models::model::Refusal;
+use device_models::physical::PhysicalDevice as _;
+use machine::interrupt::LevelLine;
 use vpio::exchange::Aside;
-use vpio::{Answer, GuestId, Monitor, MonitorError, Switched};
+use vpio::vfio::OpenError;
+use vpio::{Answer, GuestId, Monitor, MonitorError, Passed, Switched};
 
 use super::StopSink;
 use super::behind::{Behind, HostCard};
@@ -23,7 +27,7 @@ const RETURNS: u32 = 4;
 /// After which time late writes are looked at where nothing brings them: at first, and at last.
 const LOOKS: (Duration, Duration) = (Duration::from_millis(1), Duration::from_secs(1));
 /// How long a change of what is behind the NIC waits for a point at which the card can be taken from its guest.
-const REUSABLE: Duration = Duration::from_secs(1);
+pub(super) const REUSABLE: Duration = Duration::from_secs(1);
 
 /// See the module.
 pub(super) struct Guarded<C> {
@@ -47,6 +51,13 @@ pub(super) struct Guarded<C> {
     pub watch: Watch,
     /// Pages of the card that the guest may read without its model.
     pub free_pages: Vec<Mapped>,
+    /// What the guest has of the card's BARs while it drives it without its model.
+    pub whole: Vec<Mapped>,
+    /// The guest's line, where the card's goes then. It is open as long as this: KVM and VFIO hold the eventfds' counters, not their files, and let
+    /// go of a file that is closed.
+    pub line: Option<LevelLine>,
+    /// Nothing is mapped, told or late for a moment: every access comes here.
+    pub bare: bool,
 }
 
 /// A guest's page is taken away while an interrupt of its doesn't end: it may read until no cause is left, which only a read that is seen can
@@ -92,6 +103,23 @@ pub enum ChangeError {
         /// Which.
         name: String,
     },
+    /// It does with its card what the model doesn't allow.
+    #[error("NIC {name} stays passed through: {refusal}")]
+    NotAllowed {
+        /// Which.
+        name: String,
+        /// What.
+        refusal: Refusal,
+    },
+    /// The card's interrupt can't be sent elsewhere.
+    #[error("The interrupt of NIC {name} can't be connected")]
+    Interrupt {
+        /// Which.
+        name: String,
+        /// Why.
+        #[source]
+        source: OpenError,
+    },
     /// Its thread.
     #[error("The thread of NIC {name} doesn't answer; see the monitor's log")]
     Silent {
@@ -112,6 +140,9 @@ pub enum ChangeError {
 impl<C: HostCard> Guarded<C> {
     /// The guest accesses a BAR. A read's value.
     pub fn access(&mut self, access: Access) -> Result<u32, MonitorError> {
+        if self.monitor.is_open() {
+            return self.monitor.watched(self.guest, access);
+        }
         if !self.is_prompt() {
             self.take_told()?;
         }
@@ -127,7 +158,7 @@ impl<C: HostCard> Guarded<C> {
     /// Writes that were only told of happen now, before what came after them. They change nothing that could be refused. Where they are prompt
     /// only those happen that were collected before late writes were taken: what they must not overtake waits there.
     fn take_told(&mut self) -> Result<(), MonitorError> {
-        let Some(page) = &self.page else { return Ok(()) };
+        let Some(page) = self.page.as_ref().filter(|_| !self.monitor.is_open()) else { return Ok(()) };
         if page.prompt().is_empty() {
             for access in page.take_told() {
                 self.monitor.access(self.guest, access)?;
@@ -166,6 +197,9 @@ impl<C: HostCard> Guarded<C> {
 
     /// Watches over the page, after anything that its thread does. Whether mappings have changed.
     pub fn watch(&mut self, now: Instant) -> bool {
+        if self.monitor.is_open() {
+            return false;
+        }
         let watch = &mut self.watch;
         let endless = watch.since.is_some_and(|since| now.saturating_duration_since(since) >= ENDLESS);
         let take = self.page.is_some()
@@ -181,7 +215,7 @@ impl<C: HostCard> Guarded<C> {
     /// When late writes are looked at again, with nothing that brings them: while the guest has an interrupt, or causes that it doesn't want to
     /// hear of now. A driver that only polls fills its ring again by late writes.
     pub fn again(&mut self, idle: bool) -> Option<Duration> {
-        if self.page.is_none() || !self.monitor.clears_by_reads() {
+        if self.page.is_none() || self.monitor.is_open() || !self.monitor.clears_by_reads() {
             return None;
         }
         let (first, last) = LOOKS;
@@ -193,6 +227,7 @@ impl<C: HostCard> Guarded<C> {
     /// Brings the guest's page up to date.
     pub fn show(&mut self) -> Result<(), MonitorError> {
         match &self.page {
+            _ if self.monitor.is_open() => Ok(()),
             Some(page) => self.monitor.show(self.guest, &mut |shown| page.put(shown)),
             None => Ok(()),
         }
@@ -207,6 +242,9 @@ impl<C: HostCard> Guarded<C> {
 
     /// The guest's line was lowered: whoever raises it again has to know what the guest was told of.
     pub fn lowered(&mut self) -> Result<(), MonitorError> {
+        if self.monitor.is_open() {
+            return Ok(());
+        }
         if self.watch.since.take().is_some() && !self.watch.taken {
             self.watch.in_a_row = 0;
         }
@@ -217,7 +255,7 @@ impl<C: HostCard> Guarded<C> {
 
     /// Whether causes were taken that the guest may not have read: late writes are taken once more then, and [`Self::seen`] is called.
     pub fn has_unseen(&self) -> bool {
-        self.monitor.has_unseen(self.guest)
+        !self.monitor.is_open() && self.monitor.has_unseen(self.guest)
     }
 
     /// See [`vpio::shown`].
@@ -284,6 +322,9 @@ impl<C: HostCard> Guarded<C> {
 
     /// The card's line has been told of, or frames have come for the emulation.
     pub fn readable(&mut self) -> Result<(), MonitorError> {
+        if self.monitor.is_open() {
+            return Ok(());
+        }
         match self.monitor.physical() {
             Behind::Card(card) => card.signalled(),
             Behind::Emulation(emulation) => emulation.feed(),
@@ -302,12 +343,18 @@ impl<C: HostCard> Guarded<C> {
 
     /// Takes the card from the guest, whose vCPUs stand.
     pub fn quiesce(&mut self) -> Result<(), MonitorError> {
+        if self.monitor.is_open() {
+            return Ok(self.monitor.physical().set_bus_master(false)?);
+        }
         self.settle(SETTLE)?;
         self.monitor.release()
     }
 
     /// Gives it back.
     pub fn unquiesce(&mut self) -> Result<(), MonitorError> {
+        if self.monitor.is_open() {
+            return Ok(self.monitor.physical().set_bus_master(true)?);
+        }
         self.monitor.switch(self.guest, false)?;
         // A handler that runs has its time from here on: in the pause its guest didn't run.
         self.watch.since = self.watch.since.map(|_| Instant::now());
@@ -342,6 +389,53 @@ impl<C: HostCard> Guarded<C> {
         Ok(true)
     }
 
+    /// Gives the guest its card without the model, if it is at a point at which that can be: `false` otherwise.
+    pub fn open(&mut self, name: &str) -> Result<bool, ChangeError> {
+        let failed = |source: MonitorError| ChangeError::Failed { name: name.to_owned(), source };
+        self.collect_told();
+        self.take_told().map_err(failed)?;
+        match self.monitor.open().map_err(failed)? {
+            Passed::Done => {}
+            Passed::Busy => return Ok(false),
+            Passed::Refused(_) | Passed::Stopped => {
+                return Err(ChangeError::Stopped { name: name.to_owned() });
+            }
+        }
+        (self.watch, self.masked) = (Watch { times: self.watch.times, ..Watch::default() }, false);
+        self.changes += 1;
+        self.connect(name)?;
+        Ok(true)
+    }
+
+    /// Takes the guest's card under its model again: `false` where that can't be now.
+    pub fn close(&mut self, name: &str) -> Result<bool, ChangeError> {
+        let failed = |source: MonitorError| ChangeError::Failed { name: name.to_owned(), source };
+        match self.monitor.close().map_err(failed)? {
+            Passed::Done => {}
+            Passed::Busy => return Ok(false),
+            Passed::Refused(refusal) => {
+                return Err(ChangeError::NotAllowed { name: name.to_owned(), refusal });
+            }
+            Passed::Stopped => return Err(ChangeError::Stopped { name: name.to_owned() }),
+        }
+        self.changes += 1;
+        self.connect(name)?;
+        self.readable().map_err(failed)?;
+        Ok(true)
+    }
+
+    /// Sends the card's interrupt to whom it concerns.
+    pub fn connect(&mut self, name: &str) -> Result<(), ChangeError> {
+        let open = self.monitor.is_open();
+        let line = self.line.as_ref().filter(|_| open);
+        let Some(card) = self.monitor.physical().card() else { return Ok(()) };
+        let connected = match line {
+            Some(line) => card.pass_interrupt(line),
+            None => card.tell_interrupt(),
+        };
+        connected.map_err(|source| ChangeError::Interrupt { name: name.to_owned(), source })
+    }
+
     /// Takes the guest to the emulation, or to the card. It sees nothing of it but lost frames: those that are on their way. Nothing where it is
     /// there already.
     pub fn change(&mut self, name: &str, emulation: bool) -> Result<(), ChangeError> {
@@ -367,8 +461,7 @@ impl<C: HostCard> Guarded<C> {
         if let Some(left) = &mut self.aside {
             // What is left behind receives nothing more, and holds its line down.
             left.physical().set_guest_bus_master(false).map_err(|error| failed(error.into()))?;
-            device_models::physical::PhysicalDevice::reset(left.physical())
-                .map_err(|error| failed(error.into()))?;
+            left.physical().reset().map_err(|error| failed(error.into()))?;
         }
         self.changes += 1;
         let switched = self.monitor.switch(self.guest, false).map_err(failed)?;

@@ -25,7 +25,7 @@
 //! | [`bus`] | guest memory as a bus master of this process sees it |
 //!
 //! A NIC in mode vpio with a tap beside its card can be taken from card to emulation while its guest runs ([`NicHandle::change`]): the monitor
-//! keeps the guest's context, which is the same for both.
+//! keeps the guest's context, which is the same for both. A card of the host goes from vpio to passthrough and back likewise (`vpio::open`).
 //!
 //! What runs without its guest being paused: a card's DMA and interrupts. `quiesce` takes a card from the guest (its context is saved),
 //! `unquiesce` gives it back.
@@ -44,6 +44,7 @@ mod wire;
 
 use std::sync::Arc;
 
+use control_api::types::NicBehind;
 use machine::interrupt::InterruptController;
 use machine::memory::GuestRam;
 use pci::config::InterruptPin;
@@ -227,13 +228,13 @@ impl NicHandle {
         PciFunction::name(&*self.0)
     }
 
-    /// Takes the guest to the emulation (`true`) or to the card, while it runs, at a point at which the card can be taken. Frames on their way
-    /// are lost. The guest's accesses wait meanwhile, for a second at the most.
+    /// Takes the guest to the emulation, to its card under the model, or to its card without, while it runs, at a point at which the card can be taken.
+    /// Frames on their way are lost. The guest's accesses wait meanwhile, for a second at the most.
     ///
     /// # Errors
-    /// When there is nothing else behind the NIC, the guest never lets go of it, or card or tap fails.
-    pub fn change(&self, emulation: bool) -> Result<(), ChangeError> {
-        self.0.change(emulation)
+    /// When there is nothing else behind the NIC, the guest never lets go of it or does what the model doesn't allow, or card or tap fails.
+    pub fn change(&self, behind: NicBehind) -> Result<(), ChangeError> {
+        self.0.change(behind)
     }
 }
 

@@ -11,11 +11,13 @@ use device_models::Access;
 use device_models::devices::rtl8139::RTL8139;
 use device_models::physical::{DeviceError, Mapping, PhysicalDevice};
 use device_models::reference::rtl8139::Rtl8139;
+use machine::interrupt::LevelLine;
 use machine::memory::{Bytes as _, GuestAddress, GuestAddressSpace as _, GuestRam, RamLayout, RamOptions};
 use pci::function::PciFunction;
 use pci::testing::FakeLine;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use vpio::pad::{Inlet, Pad};
+use vpio::vfio::OpenError;
 use vpio::{FailurePolicy, GuestConfig, Monitor, Slot, Slots};
 
 use super::Back;
@@ -277,6 +279,12 @@ impl<C: PhysicalDevice + Send> HostCard for Plugged<C> {
     fn unmask(&mut self) -> Result<(), DeviceError> {
         Ok(())
     }
+    fn tell_interrupt(&self) -> Result<(), OpenError> {
+        Ok(())
+    }
+    fn pass_interrupt(&self, _line: &LevelLine) -> Result<(), OpenError> {
+        Ok(())
+    }
 }
 
 /// A guest with a card of the host, and with the emulation aside where there is a wire for it.
@@ -317,6 +325,9 @@ fn guarded(
         page: None,
         watch: Watch::default(),
         free_pages: Vec::new(),
+        whole: Vec::new(),
+        line: None,
+        bare: false,
     }
 }
 

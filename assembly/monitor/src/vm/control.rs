@@ -120,8 +120,8 @@ impl VmControl for Control {
                 reason: format!("This VM has no commodity NIC {nic}; {has}"),
             });
         };
-        found.change(behind == NicBehind::Emulation).map_err(|error| match error {
-            ChangeError::Failed { .. } => {
+        found.change(behind).map_err(|error| match error {
+            ChangeError::Failed { .. } | ChangeError::Interrupt { .. } => {
                 ControlError::Failed { what: "change its NIC", source: Box::new(error) }
             }
             ChangeError::One { .. } => {

@@ -161,14 +161,19 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             Err(e) => {
                 progress!("{what}: FAILED: {e:#}");
                 let still = host.stood_still();
-                let lost = host.answers() && (still.is_some() || host.wakes_by_signal());
+                let twice = host.second_delivery();
+                let lost = host.answers() && (still.is_some() || twice.is_some() || host.wakes_by_signal());
                 eprint!("{}", host.tails());
                 if let Some(line) = still {
                     bail!("{line}");
                 }
                 if lost && lost_wakeups < MOST_LOST_WAKEUPS {
                     lost_wakeups += 1;
-                    progress!("EMULATOR FAILURE: a wake-up of a vCPU was lost; this boot is done again");
+                    let why = match twice {
+                        Some(line) => format!("an injected interrupt came twice ({line})"),
+                        None => "a wake-up of a vCPU was lost".to_owned(),
+                    };
+                    progress!("EMULATOR FAILURE: {why}; this boot is done again");
                     host.looked_at();
                     todo.push_front((n, run));
                     continue;

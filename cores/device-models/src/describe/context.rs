@@ -32,6 +32,10 @@ pub enum Step {
     RestoreMemory,
     /// Re-checks every window of the incoming guest that the device will use, against that guest's memory.
     Recheck,
+    /// Reads a register of the device: the model takes the value as if the guest had written it, checks included.
+    Learn(Reg),
+    /// The same for the words of a table that aren't zero.
+    LearnTable(Reg),
 }
 
 /// A run of pages of card memory that is saved.
@@ -100,6 +104,8 @@ pub struct Pointers {
     pub accept: (u32, u32),
     /// The register that starts receiver and transmitter, and its value for both.
     pub enable: (Reg, u32),
+    /// The part of it that starts the receiver.
+    pub receives: u32,
     /// Bytes that the ring needs beyond a frame, and to what the sum is rounded.
     pub overhead: (u32, u32),
     /// Status bit that makes the driver start its ring anew, when the pointers can't be moved.
@@ -117,6 +123,11 @@ pub struct Context {
     pub save: &'static [Step],
     /// Brings the device to the context's state, DMA enables last.
     pub restore: &'static [Step],
+    /// After `restore`, for a guest that drives the device without its model: the guest's own interrupt mask.
+    pub open: &'static [Step],
+    /// Brings a new model to what such a guest has made of the device. Nothing, where no access comes past the monitor, which keeps the model up to
+    /// date meanwhile.
+    pub learn: &'static [Step],
     /// Memory on the card.
     pub memory: Option<Memory>,
     /// Ring pointers.

@@ -274,6 +274,9 @@ const TRANSITIONS: &[Transition] = &[
 macro_rules! put {
     ($($reg:expr),*) => { &[$(Step::Write($reg, Expr::Reg($reg))),*] };
 }
+macro_rules! learn {
+    ($($reg:expr),*) => { &[$(Step::Learn($reg)),*] };
+}
 
 const CONTEXT: Context = Context {
     settle: &[Step::Harvest, Step::Read(TDH)],
@@ -309,6 +312,16 @@ const CONTEXT: Context = Context {
         Step::Write(IMS, Expr::Const(PHYSICAL_MASK as u64)),
         // Last: from here on the device reads and writes memory.
         Step::All(put!(RCTL, TCTL)),
+    ],
+    open: &[Step::Write(IMC, Expr::Const(u32::MAX as u64)), Step::Write(IMS, Expr::Reg(IMS))],
+    learn: &[
+        Step::LearnTable(MTA),
+        Step::LearnTable(RA),
+        Step::LearnTable(VFTA),
+        Step::All(learn!(RAL0, RAH0, CTRL, CTRL_EXT, FCAL, FCAH, FCT, FCTTV, VET, ITR, TIPG, AIT, PBA)),
+        Step::All(learn!(FCRTL, FCRTH, RXCSUM, RDTR, RADV, RXDCTL, TIDV, TADV, TXDCTL, IMS)),
+        Step::All(learn!(RDBAL, RDBAH, RDLEN, RDH, RDT, TDBAL, TDBAH, TDLEN, TDH, TDT)),
+        Step::All(learn!(RCTL, TCTL)),
     ],
     memory: None,
     pointers: None,

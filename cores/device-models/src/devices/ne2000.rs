@@ -376,6 +376,10 @@ const CONTEXT: Context = Context {
             &[Step::Write(CR, Expr::Sum(&[CR_KEPT, Expr::Const(0x20)]))],
         ),
     ],
+    // In the bank that the guest has: the monitor reaches the mask and comes back with the guest's next access of another.
+    open: put!(IMR),
+    // All of it is ports, and cards differ in what can be read back.
+    learn: &[],
     memory: Some(Memory {
         from: MEMORY,
         to: MEMORY_END,

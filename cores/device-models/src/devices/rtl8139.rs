@@ -295,6 +295,12 @@ const TRANSITIONS: &[Transition] = &[
 macro_rules! put {
     ($($reg:expr),*) => { &[$(Step::Write($reg, Expr::Reg($reg))),*] };
 }
+macro_rules! learn {
+    ($($reg:expr),*) => { &[$(Step::Learn($reg)),*] };
+}
+macro_rules! sent {
+    ($($reg:expr),*) => { &[$(Step::Await($reg, OWN, OWN, 2_000)),*] };
+}
 
 const CONTEXT: Context = Context {
     // Only what is being sent: of a frame from before the last hand-off the device knows nothing any more.
@@ -337,6 +343,13 @@ const CONTEXT: Context = Context {
         Step::Write(TCR, Expr::Reg(TCR)),
         Step::Write(CR, Expr::And(&Expr::Reg(CR), (TE | RE) as u64)),
     ],
+    open: put!(IMR),
+    learn: &[
+        Step::All(sent!(TSD0, TSD1, TSD2, TSD3)),
+        Step::All(learn!(IDR0, IDR4, MAR0, MAR4, TSAD0, TSAD1, TSAD2, TSAD3, RBSTART, CAPR, MULINT, TCR)),
+        // The ring's size before its start.
+        Step::All(learn!(RCR, CR, IMR)),
+    ],
     memory: None,
     pointers: Some(Pointers {
         position: CBR,
@@ -350,6 +363,7 @@ const CONTEXT: Context = Context {
         loopback: LOOPBACK | 0x0300_0600,
         accept: (AB, AAP | APM),
         enable: (CR, TE | RE),
+        receives: RE,
         overhead: (8, 4),
         restart: RXOVW,
     }),

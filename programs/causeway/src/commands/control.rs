@@ -23,12 +23,17 @@ pub fn nic(args: &NicArgs, json: bool) -> anyhow::Result<()> {
     let behind = match args.behind {
         Behind::Card => NicBehind::Card,
         Behind::Emulation => NicBehind::Emulation,
+        Behind::Passthrough => NicBehind::Passthrough,
     };
     let (name, client) = super::select(&args.target)?;
     let done = client.change_nic(&args.nic, behind)?;
     if json {
         output::print_json(&done)
     } else {
-        output::print(&format!("{} of {name} has its {behind} behind it\n", args.nic))
+        let text = match behind {
+            NicBehind::Card | NicBehind::Emulation => format!("has its {behind} behind it"),
+            NicBehind::Passthrough => "has its card passed through".to_owned(),
+        };
+        output::print(&format!("{} of {name} {text}\n", args.nic))
     }
 }

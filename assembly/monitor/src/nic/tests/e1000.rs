@@ -59,6 +59,9 @@ impl Machine {
             page,
             watch: Watch::default(),
             free_pages: Vec::new(),
+            whole: Vec::new(),
+            line: None,
+            bare: false,
         };
         guarded.show().unwrap();
         Self { guarded, opens }
