@@ -1,7 +1,8 @@
-//! A card of this host that is bound to `vfio-pci`, behind an IOMMU (Linux, `Documentation/driver-api/vfio.rst`; legacy groups).
+//! A card of this host that is bound to `vfio-pci`, behind an IOMMU (Linux, `Documentation/driver-api/vfio.rst`): by iommufd where the kernel has
+//! that, by a legacy container and the card's group where it hasn't.
 //!
 //! Registers are read and written through the device's file, INTx comes by an eventfd: VFIO masks the line when it signals, and
-//! [`Vfio::unmask`] opens it again. The container's mappings are all that the card reaches.
+//! [`Vfio::unmask`] opens it again. The address space's mappings are all that the card reaches.
 #![allow(unsafe_code)] // Mapping for DMA, and descriptors that are handed to the crate's own eventfd type.
 
 use std::any::Any;
@@ -15,7 +16,8 @@ use device_models::describe::Device;
 use device_models::physical::{DeviceError, Mapping, PhysicalDevice, poke};
 use thiserror::Error;
 use vfio_bindings::bindings::vfio::{VFIO_PCI_CONFIG_REGION_INDEX, VFIO_PCI_INTX_IRQ_INDEX};
-use vfio_ioctls::{VfioContainer, VfioDevice, VfioError, VfioOps};
+use iommufd_ioctls::IommuFd;
+use vfio_ioctls::{VfioContainer, VfioDevice, VfioError, VfioIommufd, VfioOps};
 use vmm_sys_util::eventfd::EventFd;
 
 use crate::fast_forward::{FRAME, RING, Scratch};
@@ -116,13 +118,39 @@ pub enum OpenError {
     },
 }
 
+/// How the kernel gives a card to a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// Its own device file, bound to an address space of `/dev/iommu`.
+    Iommufd,
+    /// Its group, in a container.
+    Group,
+}
+
+impl Way {
+    /// The newer one, where the kernel has it for this card.
+    fn of(device: &Path) -> Self {
+        let has = Path::new("/dev/iommu").exists() && device.join("vfio-dev").is_dir();
+        if has { Self::Iommufd } else { Self::Group }
+    }
+
+    /// As `causeway inspect` has it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Iommufd => "iommufd",
+            Self::Group => "group",
+        }
+    }
+}
+
 /// An opened card. Dropping it takes all its mappings back.
 pub struct Vfio {
     address: String,
     description: &'static Device,
     // Before the container and the memory: it goes first.
     device: VfioDevice,
-    container: Arc<VfioContainer>,
+    space: Arc<dyn VfioOps>,
+    by: Way,
     ram: Vec<Ram>,
     /// Memory of the monitor's own that may be mapped for the device.
     scratch: Option<Ram>,
@@ -169,18 +197,29 @@ impl Vfio {
             return Err(OpenError::Unknown { address: address.to_owned(), vendor, device, known });
         };
         let refused = |what| move |source| OpenError::Vfio { address: address.to_owned(), what, source };
-        let container =
-            Arc::new(VfioContainer::new(None).map_err(refused("make a container (/dev/vfio/vfio)"))?);
-        let vfio = VfioDevice::new(&path, Arc::clone(&container) as Arc<dyn VfioOps>, true).map_err(
-            refused("open the device's group (are other devices of the group bound to vfio-pci too?)"),
-        )?;
+        let by = Way::of(&path);
+        let space: Arc<dyn VfioOps> = match by {
+            Way::Iommufd => {
+                let made = IommuFd::new().map_err(VfioError::NewVfioIommufd);
+                let made = made.and_then(|iommufd| VfioIommufd::new(Arc::new(iommufd), None, None));
+                Arc::new(made.map_err(refused("make an address space (/dev/iommu)"))?)
+            }
+            Way::Group => {
+                Arc::new(VfioContainer::new(None).map_err(refused("make a container (/dev/vfio/vfio)"))?)
+            }
+        };
+        let vfio = VfioDevice::new(&path, Arc::clone(&space), true).map_err(refused(match by {
+            Way::Iommufd => "bind the device to an address space (/dev/vfio/devices)",
+            Way::Group => "open the device's group (are other devices of the group bound to vfio-pci too?)",
+        }))?;
         let interrupt = EventFd::new(vmm_sys_util::eventfd::EFD_NONBLOCK)
             .map_err(|source| OpenError::Event { address: address.to_owned(), source })?;
         let mut opened = Self {
             address: address.to_owned(),
             description,
             device: vfio,
-            container,
+            space,
+            by,
             ram: Vec::new(),
             scratch: None,
             keep: None,
@@ -197,6 +236,11 @@ impl Vfio {
     /// Its PCI address.
     pub fn address(&self) -> &str {
         &self.address
+    }
+
+    /// How the kernel gives it to this process.
+    pub const fn way(&self) -> Way {
+        self.by
     }
 
     /// What it is.
@@ -347,10 +391,10 @@ impl Vfio {
     fn map_host(&mut self, device_base: u64, host: usize, length: u64) -> Result<(), DeviceError> {
         let size = usize::try_from(length).map_err(|_| self.failed(0, 0, "a mapping is too large"))?;
         let at = std::ptr::with_exposed_provenance_mut::<u8>(host);
-        // SAFETY: the memory is the guest's or the monitor's scratch; both stay mapped longer than the container (`keep`, and
+        // SAFETY: the memory is the guest's or the monitor's scratch; both stay mapped longer than the address space (`keep`, and
         // `MappedScratch` is held by the monitor that holds this), and are accessed through volatile or atomic copies and raw
         // system calls only.
-        let mapped = unsafe { self.container.vfio_dma_map(device_base, size, at) };
+        let mapped = unsafe { self.space.vfio_dma_map(device_base, size, at) };
         mapped.map_err(|error| {
             let why = format!("{length:#x} bytes at {device_base:#x} can't be mapped for it: {error} (is RLIMIT_MEMLOCK large enough?)");
             self.failed(0, 0, &why)
@@ -454,7 +498,7 @@ impl PhysicalDevice for Vfio {
     fn unmap(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
         let size =
             usize::try_from(mapping.length).map_err(|_| self.failed(0, 0, "a mapping is too large"))?;
-        self.container.vfio_dma_unmap(mapping.device_base, size).map_err(|error| {
+        self.space.vfio_dma_unmap(mapping.device_base, size).map_err(|error| {
             self.failed(0, 0, &format!("{:#x} can't be unmapped: {error}", mapping.device_base))
         })
     }

@@ -166,10 +166,11 @@ impl Engine {
         result
     }
 
-    /// Has every access come here for a moment. What is mapped changes with it.
-    pub(super) fn set_bare(&mut self, bare: bool) {
-        if let Mode::Guarded(guarded) = &mut self.mode {
-            guarded.bare = bare;
+    /// Has every access come here for a moment. Whether that is new: what is mapped changes with it.
+    pub(super) fn set_bare(&mut self, bare: bool) -> bool {
+        match &mut self.mode {
+            Mode::Guarded(guarded) => std::mem::replace(&mut guarded.bare, bare) != bare,
+            Mode::Virtual(_) => false,
         }
     }
 

@@ -204,60 +204,80 @@ impl NicFunction {
 
     /// As [`super::NicHandle::change`].
     pub(super) fn change(self: &Arc<Self>, behind: NicBehind) -> Result<(), ChangeError> {
-        // In its thread: the one that asks may do nothing with cards.
-        let Some(thread) = self.thread.get() else { return self.change_here(behind) };
-        let its = Arc::clone(self);
-        let silent = || ChangeError::Silent { name: self.name.clone() };
-        thread.call(move || its.change_here(behind)).ok_or_else(silent)?
+        let begin = Instant::now();
+        loop {
+            let done = self.in_thread(move |its| its.step_to(behind))?;
+            if done {
+                return Ok(());
+            }
+            if begin.elapsed() >= REUSABLE {
+                self.in_thread(|its| Ok(its.end_bare()))?;
+                return Err(ChangeError::Busy { name: self.name.clone() });
+            }
+            // Guest and thread go on meanwhile: they are what ends this.
+            std::thread::sleep(Duration::from_micros(300));
+        }
     }
 
-    fn change_here(&self, behind: NicBehind) -> Result<(), ChangeError> {
+    /// Does something in the thread: the one that asks may do nothing with cards.
+    fn in_thread<R: Send + 'static>(
+        self: &Arc<Self>,
+        what: impl FnOnce(&Self) -> Result<R, ChangeError> + Send + 'static,
+    ) -> Result<R, ChangeError> {
+        let Some(thread) = self.thread.get() else { return what(self) };
+        let its = Arc::clone(self);
+        let silent = || ChangeError::Silent { name: self.name.clone() };
+        thread.call(move || what(&its)).ok_or_else(silent)?
+    }
+
+    /// A step of a change; whether that was the last one.
+    fn step_to(&self, behind: NicBehind) -> Result<bool, ChangeError> {
+        let open = lock(&self.engine).is_open();
         match behind {
+            NicBehind::Passthrough if open => Ok(true),
             NicBehind::Passthrough => {
                 // Its card first, where it is behind the emulation.
-                if !lock(&self.engine).is_open() {
-                    self.change_under_model(false)?;
-                    self.pass(true)?;
-                }
-                Ok(())
+                self.change_under_model(false)?;
+                self.pass(true)
             }
             NicBehind::Card | NicBehind::Emulation => {
-                if lock(&self.engine).is_open() {
-                    self.pass(false)?;
+                if open && !self.pass(false)? {
+                    return Ok(false);
                 }
-                self.change_under_model(behind == NicBehind::Emulation)
+                self.change_under_model(behind == NicBehind::Emulation)?;
+                Ok(true)
             }
         }
     }
 
     fn change_under_model(&self, emulation: bool) -> Result<(), ChangeError> {
         let mut engine = lock(&self.engine);
+        let before = engine.active();
         let result = engine.change(emulation);
-        self.changed(engine);
+        if engine.active() != before || result.is_err() {
+            self.changed(engine);
+        }
         result
     }
 
-    /// To `passthrough`, or back under the model.
-    fn pass(&self, open: bool) -> Result<(), ChangeError> {
+    /// To `passthrough`, or back under the model; `false` where that can't be now.
+    fn pass(&self, open: bool) -> Result<bool, ChangeError> {
         // From here on every access comes by the engine: none is made past it while it changes sides, and none waits.
-        lock(&self.engine).set_bare(true);
-        self.refresh();
-        let begin = Instant::now();
-        let result = loop {
-            match lock(&self.engine).pass(open) {
-                Ok(true) => break Ok(()),
-                Ok(false) if begin.elapsed() >= REUSABLE => {
-                    break Err(ChangeError::Busy { name: self.name.clone() });
-                }
-                // The guest goes on meanwhile: it is what ends this.
-                Ok(false) => std::thread::sleep(Duration::from_micros(200)),
-                Err(error) => break Err(error),
-            }
-        };
+        if lock(&self.engine).set_bare(true) {
+            self.refresh();
+        }
+        let passed = lock(&self.engine).pass(open);
+        match passed {
+            Ok(false) => self.drive(&mut lock(&self.engine)),
+            Ok(true) | Err(_) => self.end_bare(),
+        }
+        passed
+    }
+
+    fn end_bare(&self) {
         let mut engine = lock(&self.engine);
         engine.set_bare(false);
         self.changed(engine);
-        result
     }
 
     /// Something else is behind the NIC.
