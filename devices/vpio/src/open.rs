@@ -10,8 +10,8 @@
 //! them, checks included: a guest that does what its model doesn't allow stays without it. A device of which no access comes past the monitor
 //! is watched instead, since not every such device lets its registers be read back.
 //!
-//! Both need a moment in which nothing is handed over that isn't sent. [`Monitor::open`] needs one in which the guest has been told of all causes as well: they are in
-//! the model, and no device lets its status be set.
+//! Both need a moment in which nothing is handed over that isn't sent. Causes that the guest hasn't been told of are in the model: they are set in the device where it
+//! has a register for that (e1000); with others [`Monitor::open`] waits until there are none.
 
 use device_models::Access;
 use device_models::describe::{BusMaster, Reg};
@@ -64,8 +64,9 @@ impl<P: PhysicalDevice> Monitor<P> {
             return Ok(Passed::Stopped);
         }
         let reusable = self.settle()?;
-        let untold = self.guests[at].model.graph().value(self.device.interrupts.status);
-        if !reusable || self.harvest_due || untold & self.device.interrupts.line != 0 {
+        let interrupts = &self.device.interrupts;
+        let untold = self.guests[at].model.graph().value(interrupts.status) & interrupts.line;
+        if !reusable || self.harvest_due || untold != 0 && interrupts.set.is_none() {
             return Ok(Passed::Busy);
         }
         self.take_out(at, false)?;
@@ -81,6 +82,9 @@ impl<P: PhysicalDevice> Monitor<P> {
             self.open = false;
             self.mappings.remove_all(&mut self.physical)?;
             return Ok(Passed::Stopped);
+        }
+        if let Some(set) = interrupts.set.filter(|_| untold != 0) {
+            self.put(at, set, untold)?;
         }
         Ok(Passed::Done)
     }

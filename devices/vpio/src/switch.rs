@@ -131,11 +131,8 @@ impl<P: PhysicalDevice> Monitor<P> {
     pub(crate) fn bring_in(&mut self, to: usize) -> Result<(), MonitorError> {
         self.harvest_due = false;
         self.run(to, self.device.context.restore)?;
-        if self.resident == Some(to) {
-            self.set_bus_master(true)?;
-            if self.open {
-                self.run(to, self.device.context.open)?;
-            }
+        if self.open {
+            self.run(to, self.device.context.open)?;
         }
         self.harvested = false;
         self.guests[to].card.rings.clear();
@@ -195,6 +192,9 @@ impl<P: PhysicalDevice> Monitor<P> {
                         self.guests[at].stopped = true;
                         self.physical.reset()?;
                         self.resident = None;
+                    } else {
+                        // Before its engines run: one that receives without it takes a descriptor that it can't read, and goes past it.
+                        self.set_bus_master(true)?;
                     }
                 }
             }

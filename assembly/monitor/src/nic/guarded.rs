@@ -323,6 +323,10 @@ impl<C: HostCard> Guarded<C> {
     /// The card's line has been told of, or frames have come for the emulation.
     pub fn readable(&mut self) -> Result<(), MonitorError> {
         if self.monitor.is_open() {
+            // Told before the line went to the guest: it is taken, or the thread would come again and again.
+            if let Some(card) = self.monitor.physical().card() {
+                card.signalled();
+            }
             return Ok(());
         }
         match self.monitor.physical() {

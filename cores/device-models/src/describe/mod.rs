@@ -139,6 +139,8 @@ pub struct Interrupts {
     pub derived: u32,
     /// Value of the device's own mask while a guest holds it.
     pub physical_mask: u32,
+    /// The register by which causes are set, where the device has one.
+    pub set: Option<Reg>,
     /// Registers that say more about causes, and about which (status bits): remembered whenever one of these is taken, and answered
     /// from there.
     pub latched: &'static [(Reg, u32)],

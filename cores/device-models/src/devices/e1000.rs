@@ -363,6 +363,7 @@ pub static E1000: Device = Device {
         line: 0x1_FFFF,
         derived: 0,
         physical_mask: PHYSICAL_MASK,
+        set: Some(ICS),
         latched: &[],
         // None that a driver recovers from by itself.
         error: None,

@@ -448,6 +448,7 @@ pub static NE2000: Device = Device {
         line: 0x7F,
         derived: RDC | RST,
         physical_mask: PHYSICAL_MASK,
+        set: None,
         latched: &[(TSR, PTX | TXE), (NCR, PTX | TXE), (RSR, PRX | RXE)],
         error: Some(TXE),
     },

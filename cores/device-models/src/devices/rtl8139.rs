@@ -399,6 +399,7 @@ pub static RTL8139: Device = Device {
         line: 0xE07F,
         derived: 0,
         physical_mask: PHYSICAL_MASK,
+        set: None,
         latched: &[],
         error: Some(TER),
     },
