@@ -47,6 +47,18 @@ impl<P: PhysicalDevice> Monitor<P> {
         self.device.context.learn.is_empty()
     }
 
+    /// The device's line goes to the guest now, which may have been up before: it falls and rises, since an interrupt controller that was asked in between may
+    /// wait for that (QEMU's does).
+    ///
+    /// # Errors
+    /// The device can't be reached.
+    pub fn connected(&mut self) -> Result<(), MonitorError> {
+        match self.resident.filter(|_| self.open) {
+            Some(at) => self.run(at, self.device.context.open),
+            None => Ok(()),
+        }
+    }
+
     fn reaches_memory(&self) -> bool {
         self.device.pci.bus_master == BusMaster::WhileValidated
     }

@@ -437,7 +437,9 @@ impl<C: HostCard> Guarded<C> {
             Some(line) => card.pass_interrupt(line),
             None => card.tell_interrupt(),
         };
-        connected.map_err(|source| ChangeError::Interrupt { name: name.to_owned(), source })
+        connected.map_err(|source| ChangeError::Interrupt { name: name.to_owned(), source })?;
+        let failed = |source| ChangeError::Failed { name: name.to_owned(), source };
+        self.monitor.connected().map_err(failed)
     }
 
     /// Takes the guest to the emulation, or to the card. It sees nothing of it but lost frames: those that are on their way. Nothing where it is

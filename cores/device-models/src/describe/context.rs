@@ -123,7 +123,8 @@ pub struct Context {
     pub save: &'static [Step],
     /// Brings the device to the context's state, DMA enables last.
     pub restore: &'static [Step],
-    /// After `restore`, for a guest that drives the device without its model: the guest's own interrupt mask.
+    /// After `restore`, for a guest that drives the device without its model: the guest's own interrupt mask, closed before it is opened: a line that is
+    /// up falls and rises.
     pub open: &'static [Step],
     /// Brings a new model to what such a guest has made of the device. Nothing, where no access comes past the monitor, which keeps the model up to
     /// date meanwhile.

@@ -377,7 +377,7 @@ const CONTEXT: Context = Context {
         ),
     ],
     // In the bank that the guest has: the monitor reaches the mask and comes back with the guest's next access of another.
-    open: put!(IMR),
+    open: &[Step::Write(IMR, Expr::Const(0)), Step::Write(IMR, Expr::Reg(IMR))],
     // All of it is ports, and cards differ in what can be read back.
     learn: &[],
     memory: Some(Memory {

@@ -343,7 +343,7 @@ const CONTEXT: Context = Context {
         Step::Write(TCR, Expr::Reg(TCR)),
         Step::Write(CR, Expr::And(&Expr::Reg(CR), (TE | RE) as u64)),
     ],
-    open: put!(IMR),
+    open: &[Step::Write(IMR, Expr::Const(0)), Step::Write(IMR, Expr::Reg(IMR))],
     learn: &[
         Step::All(sent!(TSD0, TSD1, TSD2, TSD3)),
         Step::All(learn!(IDR0, IDR4, MAR0, MAR4, TSAD0, TSAD1, TSAD2, TSAD3, RBSTART, CAPR, MULINT, TCR)),
