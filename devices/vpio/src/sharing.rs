@@ -18,6 +18,9 @@
 //! | `e1000` | in the owner's memory | by DMA out of the holder's memory; the holder's descriptors are read once, checked and put into a ring of the owner's |
 //! | `ne2000` | on the card | each guest's on-card memory is the emulation's; a frame is copied to the card when it is sent |
 //!
+//! A card without an IOMMU reaches whatever its descriptors name, so it takes them from the owner only: an e1000's rings are the owner's in any case,
+//! and the holder's frames get the addresses that its [`MemoryMap`] gives ([`SharedCard::add_seat_of`]). Nothing is mapped then.
+//!
 //! A frame of a guest for another one's address goes onto the wire and to that guest: no wire brings it back. Nothing of a frame that isn't
 //! a guest's reaches its memory, and the virtual receiver writes only where the monitor has mapped a validated window.
 
@@ -38,6 +41,7 @@ use serde::Serialize;
 
 use self::counted::Counted;
 use self::kind::{Kind, Look, Next, Side};
+use crate::dma::MemoryMap;
 use crate::fast_forward::{RING, Scratch};
 use crate::pad::{Inlet, Pad};
 
@@ -86,9 +90,10 @@ pub struct Fed {
 }
 
 /// One guest's side.
-#[derive(Debug)]
 struct Seat {
     address: [u8; 6],
+    /// Where its memory is for a card without an IOMMU.
+    map: Option<Box<dyn MemoryMap + Send>>,
     /// What its receiver takes, while another guest has the card.
     parked: Option<Filter>,
     queue: VecDeque<Vec<u8>>,
@@ -135,8 +140,15 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O>
     /// Starts the receiver of a card, which is what `device` describes, with a ring in `own`. No guest has a seat yet.
     ///
     /// # Errors
-    /// The card can't be reached, or nobody knows how to share it.
+    /// The card can't be reached, or nobody knows how to share it: of those that reach memory only the e1000 without an IOMMU.
     pub fn new(device: &'static Device, card: P, own: O) -> Result<Self, DeviceError> {
+        if device.pci.bus_master != BusMaster::Never && device.name != "e1000" && !card.has_iommu() {
+            let why = format!(
+                "an {} without an IOMMU can't be shared: share an e1000 or NE2000, or use a host with an IOMMU",
+                device.title
+            );
+            return Err(DeviceError { bar: 0, offset: 0, why });
+        }
         let pad = Pad::new();
         let inlet = Inlet::new(None, pad.clone());
         let kind: Box<dyn Kind<B> + Send> = match device.name {
@@ -184,10 +196,21 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O>
         (self.card.mapped, self.card.peak)
     }
 
-    /// A seat for a guest with this address: the next number, from 0 on.
+    /// A seat for a guest with this address: the next number, from 0 on. Behind an IOMMU, or at a card that reaches no memory.
     pub fn add_seat(&mut self, address: [u8; 6]) {
+        self.push_seat(address, None);
+    }
+
+    /// The same at any card. Without an IOMMU the card reads the guest's frames where [`MemoryMap::dma`] says that they are, so that memory stays
+    /// there, pinned, and the guest's, until the guest has lost the card.
+    pub fn add_seat_of(&mut self, address: [u8; 6], map: Box<dyn MemoryMap + Send>) {
+        self.push_seat(address, Some(map));
+    }
+
+    fn push_seat(&mut self, address: [u8; 6], map: Option<Box<dyn MemoryMap + Send>>) {
         self.seats.push(Seat {
             address,
+            map,
             parked: None,
             queue: VecDeque::new(),
             full: false,
@@ -435,6 +458,7 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> PhysicalDevice for 
         self.kind.front().set_bus_master(on)
     }
 
+    /// Whatever the card has: what the monitor maps is kept by the emulated receiver, and for frames to send by the kind.
     fn has_iommu(&self) -> bool {
         true
     }

@@ -5,6 +5,7 @@ use device_models::physical::{DeviceError, Mapping, PhysicalDevice, poke};
 use device_models::reference::Filter;
 
 use super::{OwnRing, Seat};
+use crate::dma::MemoryMap;
 
 /// What a kind of card sees of everything else while it works.
 pub(super) struct Side<'a> {
@@ -36,6 +37,20 @@ impl Side<'_> {
     pub fn reset(&mut self) -> Result<(), DeviceError> {
         self.card.reset()?;
         poke(self.device, self.card, self.device.reset)
+    }
+
+    /// Where the holder's memory is for a card without an IOMMU.
+    ///
+    /// # Errors
+    /// Nobody has said it.
+    pub fn map(&self, holder: usize) -> Result<&dyn MemoryMap, DeviceError> {
+        let seat = self.seats.get(holder);
+        seat.and_then(|seat| seat.map.as_deref()).map(|map| map as &dyn MemoryMap).ok_or_else(|| {
+            let why = format!(
+                "it has no IOMMU, and nobody has said where the memory of the guest in seat {holder} is: add the seat with its memory map"
+            );
+            DeviceError { bar: self.device.bar(), offset: 0, why }
+        })
     }
 
     /// Whether another guest may take a frame of the holder to this address.
