@@ -358,6 +358,16 @@ mod tests {
         }
     }
 
+    /// What the map has and the monitor hasn't granted isn't found, behind granted memory either.
+    #[test]
+    fn without_an_iommu_all_of_a_frame_must_be_granted() {
+        let mut places = Places::default();
+        let (base, length) = REGIONS[0];
+        places.grant(Mapping { device_base: base, guest_base: base, length, writable: true });
+        let found = |address, length| places.translate(&Scattered, address, length, 128).is_some();
+        assert!(found(length - 0x10, 0x10) && !found(length - 0x10, 0x11) && !found(length, 1));
+    }
+
     #[test]
     fn a_guest_has_no_more_mapped_than_it_may() {
         let (mut places, mut card) = (Places::default(), Maps::default());

@@ -8,7 +8,7 @@ use device_models::devices::{e1000::E1000, ne2000::NE2000, rtl8139::RTL8139};
 use device_models::physical::{Bus, DeviceError, Mapping, PhysicalDevice};
 use device_models::reference::{Card, card};
 use vpio::sharing::{SharedCard, own_bytes};
-use vpio::{FailurePolicy, GuestId, MemoryMap as _, Monitor, Slot, Slots, Switched};
+use vpio::{FailurePolicy, GuestConfig, GuestId, MemoryMap, Monitor, Slot, Slots, Switched};
 
 use super::memory::{OnBus, SCRATCH, Shared, at, memory, pages, slots};
 use super::nic::Driver;
@@ -46,6 +46,18 @@ pub fn scattered(number: u8) -> Slots {
         slot.device_base = at(number) + place * 8 * PAGE;
     }
     Slots(slots)
+}
+
+/// Scattered memory that its owner calls one region: what is contiguous for the guest needn't be for the card.
+struct OneRegion(Slots);
+
+impl MemoryMap for OneRegion {
+    fn dma(&self, base: u64, length: u64, direction: Direction) -> Option<u64> {
+        self.0.dma(base, length, direction)
+    }
+    fn all(&self) -> Vec<(u64, u64, bool)> {
+        vec![(self.0.0[0].guest_base, self.0.0.iter().map(|slot| slot.length).sum(), true)]
+    }
 }
 
 /// What the card reaches: what is mapped through its IOMMU, or all there is.
@@ -253,6 +265,11 @@ impl Table {
             slots
         };
         let slots = [0, 1].map(|number| if iommu { same(number) } else { scattered(number) });
+        // One guest's regions are its slots, the other's is all of its memory.
+        let map = |number: u8| -> Box<dyn MemoryMap + Send> {
+            let slots = slots[usize::from(number)].clone();
+            if number == 0 { Box::new(slots) } else { Box::new(OneRegion(slots)) }
+        };
         let bus = Reach { ram: ram.clone(), maps: iommu.then(Arc::default), own };
         let made = card(device, STATION, bus.clone(), iommu && device.name != "ne2000").unwrap();
         let mut behind =
@@ -267,13 +284,14 @@ impl Table {
             if iommu {
                 front.add_seat(address(number));
             } else {
-                front.add_seat_of(address(number), Box::new(slots[usize::from(number)].clone()));
+                front.add_seat_of(address(number), map(number));
             }
         }
         let mut monitor = Monitor::new(device, front);
         monitor.set_scratch(Box::new(pad));
         for number in 0..2u8 {
-            monitor.add(config(number, policy, &[], slots[usize::from(number)].clone()));
+            let slots = slots[usize::from(number)].clone();
+            monitor.add(GuestConfig { memory: map(number), ..config(number, policy, &[], slots) });
         }
         let idle = Driver::Ne2000(super::ne2000::Driver::default(), false);
         let mut table = Self { device, monitor, ram, drivers: [idle.clone(), idle], slots, own };
