@@ -223,7 +223,7 @@ impl<P: PhysicalDevice> Grants for Vetter<'_, P> {
     }
 
     /// Behind an IOMMU all that devices may use of the guest's memory, for writing where that is allowed. Without one nothing keeps the device
-    /// there: the descriptors would have to be copied.
+    /// there: it takes its rings from somebody else then, who copies the descriptors that it checked (`crate::sharing`).
     fn grant_all(&mut self, _: Direction) -> Result<(), Denied> {
         let verdict = if self.physical.has_iommu() {
             self.mappings.add_all(self.physical, &self.memory.all()).map_err(|error| {
@@ -233,7 +233,8 @@ impl<P: PhysicalDevice> Grants for Vetter<'_, P> {
             })
         } else {
             Err(Denied(
-                "can't be kept in the guest's memory without an IOMMU: the device takes addresses out of it"
+                "can't be kept in the guest's memory without an IOMMU: the device takes addresses out of it; use it as a shared \
+                 card (vpio::sharing), whose rings are its owner's, for one guest too"
                     .to_owned(),
             ))
         };

@@ -18,10 +18,15 @@
 //! | `e1000` | in the owner's memory | by DMA out of the holder's memory; the holder's descriptors are read once, checked and put into a ring of the owner's |
 //! | `ne2000` | on the card | each guest's on-card memory is the emulation's; a frame is copied to the card when it is sent |
 //!
+//! A card without an IOMMU reaches whatever its descriptors name, so it takes them from the owner only: an e1000's rings are the owner's in any case,
+//! and the holder's frames get the addresses that its [`MemoryMap`] gives ([`SharedCard::add_seat_of`]). Nothing is mapped then.
+//!
 //! A frame of a guest for another one's address goes onto the wire and to that guest: no wire brings it back. Nothing of a frame that isn't
 //! a guest's reaches its memory, and the virtual receiver writes only where the monitor has mapped a validated window.
 
+mod counted;
 mod e1000;
+mod kind;
 mod ne2000;
 mod places;
 mod rtl8139;
@@ -30,10 +35,13 @@ use std::collections::VecDeque;
 
 use device_models::describe::{BusMaster, Device};
 use device_models::devices;
-use device_models::physical::{Bus, DeviceError, Mapping, PhysicalDevice, poke};
+use device_models::physical::{Bus, DeviceError, Mapping, PhysicalDevice};
 use device_models::reference::{Filter, SHORTEST};
 use serde::Serialize;
 
+use self::counted::Counted;
+use self::kind::{Kind, Look, Next, Side};
+use crate::dma::MemoryMap;
 use crate::fast_forward::{RING, Scratch};
 use crate::pad::{Inlet, Pad};
 
@@ -82,9 +90,10 @@ pub struct Fed {
 }
 
 /// One guest's side.
-#[derive(Debug)]
 struct Seat {
     address: [u8; 6],
+    /// Where its memory is for a card without an IOMMU.
+    map: Option<Box<dyn MemoryMap + Send>>,
     /// What its receiver takes, while another guest has the card.
     parked: Option<Filter>,
     queue: VecDeque<Vec<u8>>,
@@ -112,167 +121,6 @@ pub struct Totals {
     pub resets: u64,
 }
 
-/// What a kind of card sees of everything else while it works.
-struct Side<'a> {
-    device: &'static Device,
-    card: &'a mut dyn PhysicalDevice,
-    own: &'a mut dyn OwnRing,
-    /// The card may use the holder's memory.
-    masters: bool,
-    seats: &'a [Seat],
-    holder: Option<usize>,
-    /// Frames of the holder that another guest takes.
-    copies: Vec<Vec<u8>>,
-    /// Frames of the holder that the card got, and that it didn't.
-    handed: u64,
-    refused: u64,
-    resets: u64,
-}
-
-impl Side<'_> {
-    fn get(&mut self, offset: u32, bytes: u8) -> Result<u32, DeviceError> {
-        self.card.read(self.device.bar(), offset, bytes)
-    }
-
-    fn put(&mut self, offset: u32, bytes: u8, value: u32) -> Result<(), DeviceError> {
-        self.card.write(self.device.bar(), offset, bytes, value)
-    }
-
-    /// Resets the card, by whatever way there is.
-    fn reset(&mut self) -> Result<(), DeviceError> {
-        self.card.reset()?;
-        poke(self.device, self.card, self.device.reset)
-    }
-
-    /// Whether another guest may take a frame of the holder to this address.
-    fn wants(&self, to: [u8; 6]) -> bool {
-        let another = |(number, seat): (usize, &Seat)| self.holder != Some(number) && seat.address == to;
-        self.seats.len() > 1 && (to[0] & 1 == 1 || self.seats.iter().enumerate().any(another))
-    }
-}
-
-/// What the card said.
-#[derive(Debug, Clone, Copy, Default)]
-struct Look {
-    /// Frames that came in were lost.
-    overrun: bool,
-    /// Causes that concern all guests.
-    all: u32,
-    /// There is more to do at once.
-    more: bool,
-}
-
-/// What is next in the owner's ring.
-#[derive(Debug)]
-enum Next {
-    Frame(Vec<u8>),
-    Nothing,
-    /// The ring can't be followed any more.
-    Garbled,
-}
-
-/// What differs from one kind of card to another.
-trait Kind<B> {
-    /// The emulation behind which the holder's registers are.
-    fn front(&mut self) -> &mut dyn PhysicalDevice;
-    /// What the emulation reaches from here on.
-    fn set_memory(&mut self, memory: Option<B>);
-    /// What the holder's receiver takes.
-    fn filter(&self) -> Filter;
-    /// Whether the holder's ring has room for a frame.
-    fn has_room(&self, length: usize) -> bool;
-    /// Puts a frame into the holder's ring. Whether it did.
-    fn receive(&mut self, frame: &[u8]) -> bool;
-    /// Causes of an interrupt for the holder.
-    fn raise(&mut self, causes: u32);
-    /// Resets the card, with what it has, and starts its receiver.
-    fn start(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError>;
-    /// Takes the card's causes, and what it has sent.
-    fn look(&mut self, side: &mut Side<'_>) -> Result<Look, DeviceError>;
-    /// The next frame that came in.
-    fn next(&mut self, side: &mut Side<'_>) -> Result<Next, DeviceError>;
-    /// Waits until the card has nothing of the holder's any more, so reads nothing of its memory. False: it doesn't come to an end.
-    fn drain(&mut self, side: &mut Side<'_>) -> Result<bool, DeviceError>;
-    /// The holder's device is reset.
-    fn reset(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError>;
-    /// The card may use the holder's memory from here on.
-    fn may_master(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError>;
-    fn read(&mut self, side: &mut Side<'_>, offset: u32, bytes: u8) -> Result<u32, DeviceError>;
-    fn write(&mut self, side: &mut Side<'_>, offset: u32, bytes: u8, value: u32) -> Result<(), DeviceError>;
-    /// A window of the holder's memory may be used.
-    fn map(&mut self, side: &mut Side<'_>, mapping: Mapping) -> Result<(), DeviceError>;
-    fn unmap(&mut self, side: &mut Side<'_>, mapping: Mapping) -> Result<(), DeviceError>;
-    /// As [`PhysicalDevice::keeps_memory`]: it is part of what is hidden.
-    fn keeps_memory(&self) -> bool {
-        false
-    }
-    /// What no register shows of the guest that has lost the card.
-    fn hidden(&mut self) -> Vec<u8> {
-        Vec::new()
-    }
-    /// The same, of the guest that gets it. Its device is reset next.
-    fn set_hidden(&mut self, _: Vec<u8>) {}
-    /// What stays mapped for the guest of a seat while others have the card is unmapped.
-    fn forget_memory(&mut self, _: &mut Side<'_>, _: usize) -> Result<(), DeviceError> {
-        Ok(())
-    }
-    /// As [`Self::drain`]; a card that doesn't come to an end is reset.
-    fn empty(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError> {
-        if !self.drain(side)? {
-            side.resets += 1;
-            self.start(side)?;
-        }
-        Ok(())
-    }
-}
-
-/// The memory that is mapped for a card, counted.
-#[derive(Debug)]
-struct Counted<P> {
-    card: P,
-    mapped: u64,
-    peak: u64,
-}
-
-impl<P: PhysicalDevice> PhysicalDevice for Counted<P> {
-    fn read(&mut self, bar: u8, offset: u32, bytes: u8) -> Result<u32, DeviceError> {
-        self.card.read(bar, offset, bytes)
-    }
-
-    fn write(&mut self, bar: u8, offset: u32, bytes: u8, value: u32) -> Result<(), DeviceError> {
-        self.card.write(bar, offset, bytes, value)
-    }
-
-    fn interrupt(&mut self) -> Result<bool, DeviceError> {
-        self.card.interrupt()
-    }
-
-    fn reset(&mut self) -> Result<(), DeviceError> {
-        self.card.reset()
-    }
-
-    fn set_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
-        self.card.set_bus_master(on)
-    }
-
-    fn has_iommu(&self) -> bool {
-        self.card.has_iommu()
-    }
-
-    fn map(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
-        self.card.map(mapping)?;
-        self.mapped = self.mapped.saturating_add(mapping.length);
-        self.peak = self.peak.max(self.mapped);
-        Ok(())
-    }
-
-    fn unmap(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
-        self.card.unmap(mapping)?;
-        self.mapped = self.mapped.saturating_sub(mapping.length);
-        Ok(())
-    }
-}
-
 /// The card, its owner's side and the holder's. See the module.
 pub struct SharedCard<P, B, O> {
     device: &'static Device,
@@ -292,8 +140,15 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O>
     /// Starts the receiver of a card, which is what `device` describes, with a ring in `own`. No guest has a seat yet.
     ///
     /// # Errors
-    /// The card can't be reached, or nobody knows how to share it.
+    /// The card can't be reached, or nobody knows how to share it: of those that reach memory only the e1000 without an IOMMU.
     pub fn new(device: &'static Device, card: P, own: O) -> Result<Self, DeviceError> {
+        if device.pci.bus_master != BusMaster::Never && device.name != "e1000" && !card.has_iommu() {
+            let why = format!(
+                "an {} without an IOMMU can't be shared: share an e1000 or NE2000, or use a host with an IOMMU",
+                device.title
+            );
+            return Err(DeviceError { bar: 0, offset: 0, why });
+        }
         let pad = Pad::new();
         let inlet = Inlet::new(None, pad.clone());
         let kind: Box<dyn Kind<B> + Send> = match device.name {
@@ -341,10 +196,21 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O>
         (self.card.mapped, self.card.peak)
     }
 
-    /// A seat for a guest with this address: the next number, from 0 on.
+    /// A seat for a guest with this address: the next number, from 0 on. Behind an IOMMU, or at a card that reaches no memory.
     pub fn add_seat(&mut self, address: [u8; 6]) {
+        self.push_seat(address, None);
+    }
+
+    /// The same at any card. Without an IOMMU the card reads the guest's frames where [`MemoryMap::dma`] says that they are, so that memory stays
+    /// there, pinned, and the guest's, until the guest has lost the card.
+    pub fn add_seat_of(&mut self, address: [u8; 6], map: Box<dyn MemoryMap + Send>) {
+        self.push_seat(address, Some(map));
+    }
+
+    fn push_seat(&mut self, address: [u8; 6], map: Option<Box<dyn MemoryMap + Send>>) {
         self.seats.push(Seat {
             address,
+            map,
             parked: None,
             queue: VecDeque::new(),
             full: false,
@@ -592,6 +458,7 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> PhysicalDevice for 
         self.kind.front().set_bus_master(on)
     }
 
+    /// Whatever the card has: what the monitor maps is kept by the emulated receiver, and for frames to send by the kind.
     fn has_iommu(&self) -> bool {
         true
     }

@@ -4,219 +4,21 @@
 
 mod support;
 
-use std::sync::{Arc, Mutex};
-
-use device_models::describe::Device;
 use device_models::devices::e1000::E1000;
 use device_models::devices::ne2000::NE2000;
-use device_models::devices::rtl8139::RTL8139;
-use device_models::physical::{Bus, DeviceError, Mapping, PhysicalDevice};
-use device_models::reference::{Card, card};
-use support::memory::{OnBus, SCRATCH, Shared, memory, slots};
-use support::nic::{CARDS, Driver};
-use support::{Guest, Numbers, Timed, address, config, frame};
-use vpio::sharing::{OwnRing, SharedCard, own_bytes};
-use vpio::{FailurePolicy, GuestId, Monitor, Switched};
-
-const STATION: [u8; 6] = [0x00, 0xE0, 0x4C, 1, 2, 3];
-const OUTSIDE: [u8; 6] = [0x52, 0x54, 0, 0, 0, 0x99];
-
-/// What the card reaches through its IOMMU.
-#[derive(Clone)]
-struct Iommu {
-    ram: Shared,
-    maps: Arc<Mutex<Vec<Mapping>>>,
-}
-
-impl Iommu {
-    /// The reference card asks for mapped addresses only.
-    fn place(&self, address: u64) -> u64 {
-        let maps = self.maps.lock().unwrap();
-        let of = maps.iter().find(|map| (map.device_base..map.device_base + map.length).contains(&address));
-        let of = of.expect("it is mapped");
-        address - of.device_base + of.guest_base
-    }
-}
-
-impl Bus for Iommu {
-    fn read(&mut self, address: u64, into: &mut [u8]) {
-        for (at, byte) in (address..).zip(into) {
-            let place = self.place(at);
-            Bus::read(&mut self.ram, place, std::slice::from_mut(byte));
-        }
-    }
-    fn write(&mut self, address: u64, data: &[u8]) {
-        for (at, byte) in (address..).zip(data) {
-            let place = self.place(at);
-            Bus::write(&mut self.ram, place, std::slice::from_ref(byte));
-        }
-    }
-}
-
-/// A reference card behind its IOMMU.
-struct Behind {
-    card: Box<dyn Card + Send>,
-    bus: Iommu,
-}
-
-impl PhysicalDevice for Behind {
-    fn read(&mut self, bar: u8, offset: u32, size: u8) -> Result<u32, DeviceError> {
-        self.card.read(bar, offset, size)
-    }
-    fn write(&mut self, bar: u8, offset: u32, size: u8, value: u32) -> Result<(), DeviceError> {
-        self.card.write(bar, offset, size, value)
-    }
-    fn interrupt(&mut self) -> Result<bool, DeviceError> {
-        self.card.interrupt()
-    }
-    fn reset(&mut self) -> Result<(), DeviceError> {
-        self.card.reset()
-    }
-    fn set_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
-        self.card.set_bus_master(on)
-    }
-    fn has_iommu(&self) -> bool {
-        true
-    }
-    fn map(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
-        self.bus.maps.lock().unwrap().push(mapping);
-        self.card.map(mapping)
-    }
-    fn unmap(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
-        self.bus.maps.lock().unwrap().retain(|known| *known != mapping);
-        self.card.unmap(mapping)
-    }
-}
-
-type Front = SharedCard<Behind, Shared, Shared>;
-
-impl OwnRing for Shared {
-    fn read(&mut self, offset: u64, into: &mut [u8]) {
-        into.copy_from_slice(&self.load(SCRATCH + offset, into.len()));
-    }
-}
-
-impl Timed for Front {
-    fn tick(&mut self) {
-        self.card().card.tick();
-    }
-}
-
-impl OnBus for Front {
-    fn bus(&mut self) -> &mut Shared {
-        &mut self.card().bus.ram
-    }
-}
-
-struct Table {
-    device: &'static Device,
-    monitor: Monitor<Front>,
-    ram: Shared,
-    drivers: [Driver; 2],
-}
-
-impl Table {
-    /// A card, two guests with their drivers running; the last of them has it.
-    fn new(device: &'static Device) -> Self {
-        let own = own_bytes(device).unwrap();
-        let ram = Shared::new(vec![SCRATCH..SCRATCH + own, memory(0), memory(1)]);
-        let bus = Iommu { ram: ram.clone(), maps: Arc::default() };
-        let mut card =
-            Behind { card: card(device, STATION, bus.clone(), device.name != "ne2000").unwrap(), bus };
-        if own > 0 {
-            let all = Mapping { device_base: SCRATCH, guest_base: SCRATCH, length: own, writable: true };
-            card.map(all).unwrap();
-        }
-        let mut front = SharedCard::new(device, card, ram.clone()).unwrap();
-        let pad = front.pad();
-        for number in 0..2 {
-            front.add_seat(address(number));
-        }
-        let mut monitor = Monitor::new(device, front);
-        monitor.set_scratch(Box::new(pad));
-        for number in 0..2 {
-            monitor.add(config(number, FailurePolicy::DeviceError, &[], slots(number)));
-        }
-        let mut drivers = Vec::new();
-        for number in 0..2 {
-            turn(&mut monitor, &ram, number);
-            let mut guest = Guest::new(&mut monitor, GuestId(number.into()));
-            let mut driver = Driver::probe(device, &mut guest, number);
-            assert_eq!(driver.address(), address(number), "its own, {}", device.name);
-            driver.start(&mut guest);
-            drivers.push(driver);
-        }
-        Self { device, monitor, ram, drivers: drivers.try_into().unwrap() }
-    }
-
-    fn turn(&mut self, to: u8) {
-        turn(&mut self.monitor, &self.ram, to);
-    }
-
-    fn look(&mut self) {
-        look(&mut self.monitor);
-    }
-
-    fn arrive(&mut self, frame: &[u8]) {
-        assert!(self.monitor.physical().card().card.receive(frame), "{}: {}", self.device.name, frame.len());
-    }
-
-    fn wire(&mut self) -> Vec<Vec<u8>> {
-        self.monitor.physical().card().card.take_sent()
-    }
-
-    fn send(&mut self, number: u8, frame: &[u8]) {
-        let mut guest = Guest::new(&mut self.monitor, GuestId(number.into()));
-        self.drivers[usize::from(number)].send(&mut guest, frame);
-    }
-
-    fn interrupt(&mut self, number: u8) -> (Vec<Vec<u8>>, u32, bool) {
-        let mut guest = Guest::new(&mut self.monitor, GuestId(number.into()));
-        self.drivers[usize::from(number)].interrupt(&mut guest)
-    }
-
-    fn refused(&self) -> u64 {
-        [0, 1].iter().map(|&number| self.monitor.counters(GuestId(number)).refused).sum()
-    }
-
-    /// Nothing but the card's own memory and what guests were granted was reached, or tried.
-    fn was_good(&mut self) {
-        let (_, outside) = self.ram.log();
-        assert_eq!((outside, self.monitor.physical().card().card.blocked()), (0, 0), "{}", self.device.name);
-    }
-
-    fn mapped(&mut self) -> usize {
-        let own = usize::from(own_bytes(self.device) != Some(0));
-        self.monitor.physical().card().bus.maps.lock().unwrap().len() - own
-    }
-}
-
-/// Takes what the card has finished.
-fn look(monitor: &mut Monitor<Front>) {
-    monitor.physical().tick();
-    while monitor.physical().poll().unwrap() {}
-    monitor.physical().feed();
-    monitor.interrupt().unwrap();
-}
-
-/// The card goes to this guest.
-fn turn(monitor: &mut Monitor<Front>, ram: &Shared, to: u8) {
-    look(monitor);
-    assert!(monitor.settle().unwrap(), "the holder is reusable");
-    monitor.physical().park();
-    monitor.release().unwrap();
-    monitor.physical().seat(Some((to.into(), ram.clone(), true)));
-    assert_eq!(monitor.switch(GuestId(to.into()), false).unwrap(), Switched::Done);
-    monitor.physical().feed();
-    monitor.interrupt().unwrap();
-}
+use support::memory::{SCRATCH, memory};
+use support::nic::Driver;
+use support::shared::{MASTERS, OUTSIDE, SHARED, Table};
+use support::{Guest, Numbers, address, frame};
+use vpio::{GuestId, Switched};
 
 /// Frames arrive while the other guest has the card, in the midst of a hand-off, and while rings wrap: each guest gets its own, whole and in
 /// order, and nobody else's; what is sent is on the wire; the card is never reset; it touches nothing but its ring and granted memory.
 #[test]
 fn frames_come_whoever_has_the_card() {
-    for device in CARDS {
-        let mut table = Table::new(device);
+    for which in SHARED {
+        let mut table = Table::new(which);
+        let device = which.0;
         let (mut expected, mut got) = ([Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
         let mut mark = 0u8;
         for round in 0..120 {
@@ -263,8 +65,9 @@ fn frames_come_whoever_has_the_card() {
 /// Any order of frames from the wire, frames sent, looks, hand-offs and interrupts: nothing is lost, doubled, torn or out of order.
 #[test]
 fn any_order_of_events_loses_nothing() {
-    for (device, seed) in CARDS.into_iter().flat_map(|device| (1..=12).map(move |seed| (device, seed))) {
-        let mut table = Table::new(device);
+    for (which, seed) in SHARED.into_iter().flat_map(|which| (1..=12).map(move |seed| (which, seed))) {
+        let mut table = Table::new(which);
+        let device = which.0;
         let mut numbers = Numbers(0x9E37_79B9_7F4A_7C15 ^ seed);
         let (mut expected, mut got) = ([Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
         let (mut out, mut wire, mut holder, mut waiting) = (Vec::new(), Vec::new(), 1u8, 0);
@@ -334,8 +137,8 @@ fn any_order_of_events_loses_nothing() {
 /// A frame for another guest reaches it and the wire; one for a group reaches all but its sender.
 #[test]
 fn guests_hear_each_other() {
-    for device in CARDS {
-        let mut table = Table::new(device);
+    for which in SHARED {
+        let mut table = Table::new(which);
         let (to_one, to_all) = (frame(address(1), 7, 200), frame([0xFF; 6], 8, 90));
         table.turn(0);
         for out in [&to_one, &to_all] {
@@ -354,8 +157,9 @@ fn guests_hear_each_other() {
 /// What became of a frame is told to a driver that looks only after several hand-offs.
 #[test]
 fn a_sent_frame_is_reported_however_late_the_driver_looks() {
-    for device in CARDS {
-        let mut table = Table::new(device);
+    for which in SHARED {
+        let mut table = Table::new(which);
+        let device = which.0;
         table.send(1, &frame(OUTSIDE, 2, 60));
         for to in [0, 1, 0, 1, 0, 1] {
             table.turn(to);
@@ -367,14 +171,14 @@ fn a_sent_frame_is_reported_however_late_the_driver_looks() {
 /// A guest that may not master the bus has neither frames read from its memory nor any written there.
 #[test]
 fn a_guest_without_bus_mastering_has_no_dma() {
-    for device in [&RTL8139, &E1000] {
-        let mut table = Table::new(device);
+    for which in MASTERS {
+        let mut table = Table::new(which);
         table.monitor.physical().set_guest_bus_master(false).unwrap();
-        let before = table.ram.load(memory(1).start, 0x10_0000);
+        let before = table.bytes(1);
         let into = frame(address(1), 1, 500);
         table.arrive(&into);
         table.look();
-        assert!(table.ram.load(memory(1).start, 0x10_0000) == before, "nothing is written");
+        assert!(table.bytes(1) == before, "nothing is written");
         table.send(1, &frame(OUTSIDE, 2, 60));
         table.look();
         assert!(table.wire().is_empty());
@@ -388,8 +192,9 @@ fn a_guest_without_bus_mastering_has_no_dma() {
 /// other guest goes on.
 #[test]
 fn a_card_can_be_taken() {
-    for device in [&RTL8139, &E1000] {
-        let mut table = Table::new(device);
+    for which in MASTERS {
+        let mut table = Table::new(which);
+        let device = which.0;
         // Handed over where the card may not read: it stays with the guest for good.
         table.monitor.physical().set_guest_bus_master(false).unwrap();
         table.send(1, &frame(OUTSIDE, 2, 60));
@@ -397,8 +202,8 @@ fn a_card_can_be_taken() {
         assert!(!table.monitor.settle().unwrap());
         table.monitor.physical().park();
         table.monitor.release().unwrap();
-        let ram = table.ram.clone();
-        table.monitor.physical().seat(Some((0, ram, true)));
+        let view = table.view(0);
+        table.monitor.physical().seat(Some((0, view, true)));
         assert_eq!(table.monitor.switch(GuestId(0), false).unwrap(), Switched::Done);
         let out = frame(OUTSIDE, 3, 80);
         table.send(0, &out);
@@ -415,8 +220,9 @@ fn a_card_can_be_taken() {
 /// A ring that is full doesn't ask for the card again and again: only its guest makes room.
 #[test]
 fn a_full_ring_asks_for_nothing() {
-    for device in CARDS {
-        let mut table = Table::new(device);
+    for which in SHARED {
+        let mut table = Table::new(which);
+        let device = which.0;
         let mut expected = Vec::new();
         for mark in 0..100 {
             let into = frame(address(0), mark, 1000);
@@ -443,7 +249,6 @@ fn a_full_ring_asks_for_nothing() {
 /// frames otherwise. On the wire are a whole frame's segments with the guest's own headers.
 #[test]
 fn contexts_are_each_guests_own() {
-    let mut table = Table::new(&E1000);
     let cut = |mark: u8| {
         let mut frame = frame(OUTSIDE, mark, 54 + 2000);
         frame[12..14].copy_from_slice(&[8, 0]);
@@ -463,20 +268,23 @@ fn contexts_are_each_guests_own() {
         table.look();
         lengths(table.wire())
     };
-    assert_eq!(with(&mut table, 1, 1000, true), [1054, 1054]);
-    table.turn(0);
-    assert_eq!(with(&mut table, 0, 500, true), [554; 4]);
-    table.turn(1);
-    assert_eq!(with(&mut table, 1, 0, false), [1054, 1054], "its own, not the other's");
-    table.turn(0);
-    assert_eq!(with(&mut table, 0, 0, false), [554; 4]);
-    table.was_good();
+    for iommu in [true, false] {
+        let mut table = Table::new((&E1000, iommu));
+        assert_eq!(with(&mut table, 1, 1000, true), [1054, 1054]);
+        table.turn(0);
+        assert_eq!(with(&mut table, 0, 500, true), [554; 4]);
+        table.turn(1);
+        assert_eq!(with(&mut table, 1, 0, false), [1054, 1054], "its own, not the other's");
+        table.turn(0);
+        assert_eq!(with(&mut table, 0, 0, false), [554; 4]);
+        table.was_good();
+    }
 }
 
 /// What stays mapped of an e1000's guests is a part of their memory, and none of it after its guest is gone.
 #[test]
 fn memory_is_mapped_by_need_and_forgotten() {
-    let mut table = Table::new(&E1000);
+    let mut table = Table::new((&E1000, true));
     for number in [0, 1] {
         table.turn(number);
         table.send(number, &frame(OUTSIDE, number, 100));
@@ -495,28 +303,30 @@ fn memory_is_mapped_by_need_and_forgotten() {
 /// Descriptors that name memory which isn't the guest's: the card doesn't get them, the guest's others go on.
 #[test]
 fn frames_outside_of_the_guests_memory_are_not_sent() {
-    let mut table = Table::new(&E1000);
-    let mut guest = Guest::new(&mut table.monitor, GuestId(1));
-    let Driver::E1000(driver, _) = &mut table.drivers[1] else { unreachable!() };
-    for (address, length) in
-        [(memory(0).start, 60), (memory(1).end - 10, 60), (u64::MAX - 5, 60), (SCRATCH, 9)]
-    {
-        driver.send_at(&mut guest, address, length);
+    for iommu in [true, false] {
+        let mut table = Table::new((&E1000, iommu));
+        let mut guest = Guest::new(&mut table.monitor, GuestId(1));
+        let Driver::E1000(driver, _) = &mut table.drivers[1] else { unreachable!() };
+        for (address, length) in
+            [(memory(0).start, 60), (memory(1).end - 10, 60), (u64::MAX - 5, 60), (SCRATCH, 9)]
+        {
+            driver.send_at(&mut guest, address, length);
+        }
+        let out = frame(OUTSIDE, 4, 70);
+        driver.send(&mut guest, &out);
+        table.look();
+        assert_eq!(table.wire(), vec![out]);
+        assert_eq!(table.interrupt(1).1, 5, "all are done");
+        assert_eq!(table.monitor.physical_ref().fed(1).refused, 4);
+        table.turn(0);
+        table.was_good();
     }
-    let out = frame(OUTSIDE, 4, 70);
-    driver.send(&mut guest, &out);
-    table.look();
-    assert_eq!(table.wire(), vec![out]);
-    assert_eq!(table.interrupt(1).1, 5, "all are done");
-    assert_eq!(table.monitor.physical_ref().fed(1).refused, 4);
-    table.turn(0);
-    table.was_good();
 }
 
 /// An NE2000 that is taken from its guest leaves nothing of it for the next.
 #[test]
 fn card_memory_is_zeroed_between_guests() {
-    let mut table = Table::new(&NE2000);
+    let mut table = Table::new((&NE2000, true));
     let secret = frame(OUTSIDE, 0xA5, 1000);
     // Sent, so written to the guest's on-card memory; and received.
     table.send(1, &secret);
@@ -525,8 +335,8 @@ fn card_memory_is_zeroed_between_guests() {
     assert!(!table.monitor.settle().unwrap());
     table.monitor.physical().park();
     table.monitor.release().unwrap();
-    let ram = table.ram.clone();
-    table.monitor.physical().seat(Some((0, ram, true)));
+    let view = table.view(0);
+    table.monitor.physical().seat(Some((0, view, true)));
     assert_eq!(table.monitor.switch(GuestId(0), true).unwrap(), Switched::Done);
     use support::Ports as _;
     let mut guest = Guest::new(&mut table.monitor, GuestId(0));

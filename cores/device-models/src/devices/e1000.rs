@@ -1,8 +1,8 @@
 //! e1000, as the 82540EM: rings of descriptors in memory (spec nics, section 3; Intel's manual of the PCI/PCI-X family).
 //!
 //! What the device reads and writes is named by descriptors that the guest can change at any time, so only an IOMMU keeps it in the guest's
-//! memory ([`Space::Guest`]): the rings are validated as windows, the buffers are all of that memory. Without an IOMMU the rings would have to be
-//! copied; that isn't described, and the receiver and the transmitter don't start.
+//! memory ([`Space::Guest`]): the rings are validated as windows, the buffers are all of that memory. Without an IOMMU the
+//! receiver and the transmitter don't start, since the rings would have to be copied: `vpio::sharing` does that, behind this description.
 //!
 //! Not in the context: what the last context descriptor said, which no register shows (Linux writes one before each frame that needs it;
 //! a driver that doesn't would have to be handed over with the head at one), and statistics.

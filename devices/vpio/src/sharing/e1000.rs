@@ -1,5 +1,6 @@
 //! A shared e1000: the holder's descriptors are read once, checked, and put into a transmit ring of the owner's, with the frames where they are in
-//! the holder's memory. So the card's rings are the owner's for good, and a hand-off costs no access of it.
+//! the holder's memory. So the card's rings are the owner's for good, and a hand-off costs no access of it. Nor does the card need an IOMMU: no guest can write
+//! what it takes addresses from.
 //!
 //! ```text
 //! holder's ring ─▶ descriptor, read once ─▶ address checked and moved ─▶ owner's ring ─▶ card ─▶ reads the frame
@@ -254,7 +255,11 @@ impl<B: Bus> Shared<B> {
         let pieces = match side.holder {
             Some(holder) if length > 0 => {
                 let length = u64::try_from(length).unwrap_or(u64::MAX);
-                self.places.find(side.card, holder, address, length)?
+                if side.card.has_iommu() {
+                    self.places.find(side.card, holder, address, length)?
+                } else {
+                    self.places.translate(side.map(holder)?, address, length, MOST)
+                }
             }
             // The card skips it, wherever it is.
             _ => Some(vec![(side.own.device_base(), 0)]),
@@ -404,6 +409,8 @@ impl<B: Bus> Kind<B> for Shared<B> {
     }
 
     fn start(&mut self, side: &mut Side<'_>) -> Result<(), DeviceError> {
+        // First: if it can't be reset, it still reads nothing of what it was handed.
+        side.card.set_bus_master(false)?;
         side.reset()?;
         (self.read, self.back, self.done, self.free) = (0, 0, 0, 0);
         self.on_card = [None; 2];

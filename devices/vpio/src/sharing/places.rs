@@ -2,10 +2,15 @@
 //!
 //! Each guest has addresses of its own there, so that what one needs can stay mapped while others have the card: mapping is what a hand-off would
 //! cost. Memory is mapped by the chunk, when a frame lies there, for as long as the guest's memory stays the same.
+//!
+//! A card without an IOMMU has no such addresses: a frame is where the guest's memory map says, piece by piece, and nothing is mapped.
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use device_models::describe::Direction;
 use device_models::physical::{DeviceError, Mapping, PhysicalDevice};
+
+use crate::dma::{MemoryMap, PAGE};
 
 /// Bytes that are mapped at a time, and how many such chunks of a guest at most: VFIO keeps 65,535 mappings for a process.
 const CHUNK: u64 = 2 << 20;
@@ -92,6 +97,43 @@ impl Places {
             at += bytes;
         }
         Ok(Some(pieces))
+    }
+
+    /// Where `length` bytes of the holder's memory are for a card without an IOMMU, by at most `most` pieces. `None`: not all of it is granted,
+    /// or it is in more pieces, or the map gives no address.
+    pub fn translate(
+        &self,
+        map: &dyn MemoryMap,
+        address: u64,
+        length: u64,
+        most: usize,
+    ) -> Option<Vec<(u64, u64)>> {
+        let end = address.checked_add(length)?;
+        let (mut at, mut pieces) = (address, Vec::<(u64, u64)>::new());
+        while at < end {
+            let covers =
+                |granted: &&Mapping| granted.guest_base <= at && at - granted.guest_base < granted.length;
+            let granted = self.granted.iter().find(covers)?;
+            let limit = end.min(granted.guest_base.saturating_add(granted.length));
+            // All of it where that is contiguous for the card, else page by page: within a page it always is.
+            let bytes = limit - at;
+            let (place, bytes) = match map.dma(at, bytes, Direction::DeviceReads) {
+                Some(place) => (place, bytes),
+                None => {
+                    let bytes = bytes.min(PAGE - at % PAGE);
+                    (map.dma(at, bytes, Direction::DeviceReads)?, bytes)
+                }
+            };
+            place.checked_add(bytes)?;
+            let full = pieces.len() == most;
+            match pieces.last_mut() {
+                Some((first, before)) if *first + *before == place => *before += bytes,
+                _ if full => return None,
+                _ => pieces.push((place, bytes)),
+            }
+            at += bytes;
+        }
+        Some(pieces)
     }
 
     /// Whether a guest has nearly as much mapped as it may.
@@ -247,6 +289,85 @@ mod tests {
             }
             (0..3).for_each(|seat| places.forget(&mut card, seat).unwrap());
             prop_assert!(card.0.is_empty(), "nothing stays mapped");
+        }
+    }
+
+    /// The same regions for a card without an IOMMU: the first by pages that lie anywhere, some side by side, the others in one piece each, the last
+    /// for reading only.
+    struct Scattered;
+
+    impl Scattered {
+        fn byte(at: u64) -> Option<u64> {
+            match at {
+                0..0x30_0000 => {
+                    // Pages by pairs, the pairs in the opposite order.
+                    let (pair, within) = (at / 0x2000, at % 0x2000);
+                    Some(0x9000_0000 - pair * 0x3000 + within)
+                }
+                0x30_0000..0x30_1000 => Some(at + 0x7000_0000),
+                0x1_0000_0000..0x1_0500_0000 => Some(at + 0x5_0000_0000),
+                _ => None,
+            }
+        }
+    }
+
+    impl MemoryMap for Scattered {
+        fn dma(&self, base: u64, length: u64, direction: Direction) -> Option<u64> {
+            let (first, last) = (Self::byte(base)?, Self::byte(base.checked_add(length - 1)?)?);
+            let usable = base < 1 << 32 || direction == Direction::DeviceReads;
+            // What lies apart is further apart, or the other way round.
+            (usable && first.checked_add(length - 1) == Some(last)).then_some(first)
+        }
+        fn all(&self) -> Vec<(u64, u64, bool)> {
+            REGIONS.iter().map(|&(base, length)| (base, length, base < 1 << 32)).collect()
+        }
+    }
+
+    proptest! {
+        /// Without an IOMMU: what is found is all of it, in order, where the map has it, in no more pieces than asked for and no two that could be one;
+        /// what isn't all the guest's, or wasn't granted, isn't found; nothing is mapped.
+        #[test]
+        fn bytes_are_translated_where_the_map_has_them(
+            address in prop_oneof![0u64..0x40_0000, 0xFFFF_0000u64..0x1_0600_0000, Just(u64::MAX - 3)],
+            length in prop_oneof![1u64..0x4000, 1u64..0x10_0000],
+            most in 1usize..200,
+        ) {
+            let mut places = Places::default();
+            prop_assert_eq!(places.translate(&Scattered, address, length, most), None, "nothing is granted");
+            give(&mut places, true);
+            let all = (address..address.saturating_add(length)).step_by(0x800).chain([address.saturating_add(length - 1)]).all(|at| {
+                Scattered::byte(at).is_some()
+            });
+            let found = places.translate(&Scattered, address, length, most);
+            if let Some(pieces) = &found {
+                prop_assert!(all && pieces.len() <= most);
+                let mut at = address;
+                for (number, &(place, bytes)) in pieces.iter().enumerate() {
+                    for within in (0..bytes).step_by(0x333).chain([bytes - 1]) {
+                        prop_assert_eq!(Scattered::byte(at + within), Some(place + within));
+                    }
+                    at += bytes;
+                    prop_assert!(pieces.get(number + 1).is_none_or(|&(next, _)| next != place + bytes));
+                }
+                prop_assert_eq!(at, address + length);
+            } else if all {
+                prop_assert!(places.translate(&Scattered, address, length, usize::MAX).unwrap().len() > most);
+            }
+            give(&mut places, false);
+            prop_assert_eq!(places.translate(&Scattered, address, length, most), None, "it was taken back");
+        }
+    }
+
+    /// What the map has and the monitor hasn't granted isn't found, behind granted memory either.
+    #[test]
+    fn without_an_iommu_all_of_a_frame_must_be_granted() {
+        let mut places = Places::default();
+        // Of what is behind them the second is contiguous with it for the card.
+        for (base, length) in [REGIONS[0], (REGIONS[2].0, 0x3000)] {
+            places.grant(Mapping { device_base: base, guest_base: base, length, writable: true });
+            let end = base + length;
+            let found = |address, length| places.translate(&Scattered, address, length, 128).is_some();
+            assert!(found(end - 0x10, 0x10) && !found(end - 0x10, 0x11) && !found(end, 1), "{base:x}");
         }
     }
 

@@ -173,6 +173,38 @@ impl Driver {
         self.w(ports, 0x3818, self.next % RING);
     }
 
+    /// Sends what lies in several places by a legacy descriptor each.
+    pub fn send_pieces(&mut self, ports: &mut dyn Memory, pieces: &[(u64, u16)]) {
+        for (number, (address, length)) in (1..).zip(pieces) {
+            let mut descriptor = [0; 16];
+            descriptor[..8].copy_from_slice(&address.to_le_bytes());
+            descriptor[8..10].copy_from_slice(&length.to_le_bytes());
+            // The last ends the frame and reports.
+            descriptor[11] = if number == pieces.len() { SEND } else { 0x02 };
+            self.post(ports, &descriptor);
+        }
+        self.w(ports, 0x3818, self.next % RING);
+    }
+
+    /// Has the card cut what lies at an address, `length` bytes in one piece; of these `headers` go before each segment.
+    pub fn send_cut_at(
+        &mut self,
+        ports: &mut dyn Memory,
+        (address, length): (u64, u32),
+        headers: u8,
+        segment: u16,
+    ) {
+        let mut context = [14, 24, 33, 0, 34, 50, 0, 0, 0, 0, 0, 0x27, 0, headers, 0, 0];
+        context[14..].copy_from_slice(&segment.to_le_bytes());
+        self.post(ports, &context);
+        let mut descriptor = [0; 16];
+        descriptor[..8].copy_from_slice(&address.to_le_bytes());
+        descriptor[8..12].copy_from_slice(&(length | 1 << 20).to_le_bytes());
+        (descriptor[11], descriptor[13]) = (0x2F, 3);
+        self.post(ports, &descriptor);
+        self.w(ports, 0x3818, self.next % RING);
+    }
+
     fn post(&mut self, ports: &mut dyn Memory, descriptor: &[u8; 16]) {
         ports.store(self.memory + TX_RING + u64::from(self.next % RING) * 16, descriptor);
         self.next += 1;

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex};
 use device_models::PhysicalDevice;
 use device_models::physical::Bus;
 use vpio::fast_forward::{FRAME, RING, Scratch};
+use vpio::sharing::OwnRing;
 use vpio::{Monitor, Slot, Slots};
 
 use super::{Bare, Guest, Ports, Timed};
@@ -83,6 +84,16 @@ impl Shared {
     pub fn store(&self, address: u64, data: &[u8]) {
         self.0.lock().unwrap().store(address, data);
     }
+    /// Where the device may go from here on.
+    pub fn allow(&self, allowed: Vec<Range<u64>>) {
+        self.0.lock().unwrap().allowed = allowed;
+    }
+    /// The device went where it may not.
+    pub fn stray(&self, bytes: u64) {
+        let mut ram = self.0.lock().unwrap();
+        ram.touched += bytes;
+        ram.outside += bytes;
+    }
     /// Bytes that the device touched, and those of them outside of what it may.
     pub fn log(&self) -> (u64, u64) {
         let ram = self.0.lock().unwrap();
@@ -112,6 +123,12 @@ impl Scratch for Shared {
     }
 }
 
+impl OwnRing for Shared {
+    fn read(&mut self, offset: u64, into: &mut [u8]) {
+        into.copy_from_slice(&self.load(SCRATCH + offset, into.len()));
+    }
+}
+
 /// What of the scratch memory the device may touch.
 pub fn scratch() -> Range<u64> {
     SCRATCH..SCRATCH + RING + FRAME
@@ -120,6 +137,10 @@ pub fn scratch() -> Range<u64> {
 /// A card on the shared memory.
 pub trait OnBus {
     fn bus(&mut self) -> &mut Shared;
+    /// Where a guest's page is on the bus, if it isn't where [`on_bus`] has it otherwise.
+    fn place(&mut self, _number: u8, _address: u64) -> Option<u64> {
+        None
+    }
 }
 
 /// A driver's view of its own memory.
@@ -128,19 +149,43 @@ pub trait Memory: Ports {
     fn store(&mut self, address: u64, data: &[u8]);
 }
 
+/// A range by pages: neighbours of a guest's may lie apart on the bus.
+pub fn pages(address: u64, length: usize) -> Vec<(u64, usize)> {
+    let (mut at, mut left, mut pages) = (address, length, Vec::new());
+    while left > 0 {
+        let now = left.min(usize::try_from(0x1000 - at % 0x1000).unwrap());
+        pages.push((at, now));
+        at += u64::try_from(now).unwrap();
+        left -= now;
+    }
+    pages
+}
+
 /// Where a guest's address is on the bus.
 pub fn on_bus(monitor: &mut Monitor<impl PhysicalDevice + OnBus>, number: u8, address: u64) -> u64 {
+    if let Some(place) = monitor.physical().place(number, address) {
+        return place;
+    }
     if monitor.physical().has_iommu() { address } else { address - memory(number).start + at(number) }
 }
 
 impl<P: PhysicalDevice + Timed + OnBus> Memory for Guest<'_, P> {
     fn load(&mut self, address: u64, length: usize) -> Vec<u8> {
-        let address = on_bus(self.monitor, u8::try_from(self.id.0).unwrap(), address);
-        self.monitor.physical().bus().load(address, length)
+        let (number, mut bytes) = (u8::try_from(self.id.0).unwrap(), Vec::new());
+        for (at, length) in pages(address, length) {
+            let place = on_bus(self.monitor, number, at);
+            bytes.extend(self.monitor.physical().bus().load(place, length));
+        }
+        bytes
     }
     fn store(&mut self, address: u64, data: &[u8]) {
-        let address = on_bus(self.monitor, u8::try_from(self.id.0).unwrap(), address);
-        self.monitor.physical().bus().store(address, data);
+        let (number, mut data) = (u8::try_from(self.id.0).unwrap(), data);
+        for (at, length) in pages(address, data.len()) {
+            let place = on_bus(self.monitor, number, at);
+            let (now, rest) = data.split_at(length);
+            self.monitor.physical().bus().store(place, now);
+            data = rest;
+        }
     }
 }
 

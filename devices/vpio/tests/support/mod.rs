@@ -2,10 +2,12 @@
 #![allow(dead_code, reason = "each test file uses a part")]
 
 pub mod e1000;
+pub mod e1000_attacks;
 pub mod memory;
 pub mod ne2000;
 pub mod nic;
 pub mod rtl8139;
+pub mod shared;
 
 use device_models::Access;
 use device_models::describe::Permission;
