@@ -171,7 +171,9 @@ fn steps_text(device: &Device, step: &Step, out: &mut String, depth: usize) -> s
         Step::RestoreMemory => writeln!(out, "restore memory of the card, scrub the rest"),
         Step::Recheck => writeln!(out, "validate all windows in use anew"),
         Step::Learn(reg) => writeln!(out, "take {} as if the guest had written it", name(reg)),
-        Step::LearnTable(reg) => writeln!(out, "take the words of {} as if the guest had written them", name(reg)),
+        Step::LearnTable(reg) => {
+            writeln!(out, "take the words of {} as if the guest had written them", name(reg))
+        }
         Step::All(steps) => {
             writeln!(out, "in order")?;
             steps.iter().try_for_each(|step| steps_text(device, step, out, depth + 1))

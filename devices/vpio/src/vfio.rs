@@ -1,5 +1,5 @@
-//! A card of this host that is bound to `vfio-pci`, behind an IOMMU (Linux, `Documentation/driver-api/vfio.rst`): by iommufd where the kernel has
-//! that, by a legacy container and the card's group where it hasn't.
+//! A card of this host that is bound to `vfio-pci`, behind an IOMMU (Linux, `Documentation/driver-api/vfio.rst`): by a container and the card's group, and
+//! by iommufd where the kernel has no containers.
 //!
 //! Registers are read and written through the device's file, INTx comes by an eventfd: VFIO masks the line when it signals, and
 //! [`Vfio::unmask`] opens it again. The address space's mappings are all that the card reaches.
@@ -14,9 +14,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use device_models::describe::Device;
 use device_models::physical::{DeviceError, Mapping, PhysicalDevice, poke};
+use iommufd_ioctls::IommuFd;
 use thiserror::Error;
 use vfio_bindings::bindings::vfio::{VFIO_PCI_CONFIG_REGION_INDEX, VFIO_PCI_INTX_IRQ_INDEX};
-use iommufd_ioctls::IommuFd;
 use vfio_ioctls::{VfioContainer, VfioDevice, VfioError, VfioIommufd, VfioOps};
 use vmm_sys_util::eventfd::EventFd;
 
@@ -128,10 +128,14 @@ pub enum Way {
 }
 
 impl Way {
-    /// The newer one, where the kernel has it for this card.
     fn of(device: &Path) -> Self {
-        let has = Path::new("/dev/iommu").exists() && device.join("vfio-dev").is_dir();
-        if has { Self::Iommufd } else { Self::Group }
+        let is = |path: &str| Path::new(path).exists();
+        Self::choose(is("/dev/vfio/vfio"), is("/dev/iommu") && device.join("vfio-dev").is_dir())
+    }
+
+    /// The group where the kernel has containers, since iommufd could not be tried on any kernel of Debian's; iommufd where it hasn't.
+    const fn choose(containers: bool, iommufd: bool) -> Self {
+        if iommufd && !containers { Self::Iommufd } else { Self::Group }
     }
 
     /// As `causeway inspect` has it.
@@ -326,23 +330,6 @@ impl Vfio {
     pub fn set_guest_bus_master(&mut self, on: bool) -> Result<(), DeviceError> {
         self.guest_master = on;
         self.write_command()
-    }
-
-    /// Maps all of the guest's memory: for a guest whose requests nobody vets.
-    ///
-    /// # Errors
-    /// The memory can't be mapped or pinned.
-    pub fn map_all(&mut self) -> Result<(), DeviceError> {
-        for ram in self.ram.clone() {
-            let whole = Mapping {
-                device_base: ram.guest_base,
-                guest_base: ram.guest_base,
-                length: ram.length,
-                writable: true,
-            };
-            self.map(whole)?;
-        }
-        Ok(())
     }
 
     /// A BAR as part of the device's file ([`AsFd`]), where VFIO lets it be mapped: offset and bytes, whole pages.
@@ -554,5 +541,19 @@ impl OwnRing for MappedScratch {
                 *byte = unsafe { base.add(self.skip + offset + at).read_volatile() };
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Way;
+
+    /// Containers come first; a kernel with neither is told of by what fails then, the container's device.
+    #[test]
+    fn iommufd_is_for_kernels_without_containers() {
+        let ways =
+            [(true, true), (true, false), (false, false), (false, true)].map(|(c, i)| Way::choose(c, i));
+        assert_eq!(ways, [Way::Group, Way::Group, Way::Group, Way::Iommufd]);
+        assert_eq!((Way::Group.name(), Way::Iommufd.name()), ("group", "iommufd"));
     }
 }

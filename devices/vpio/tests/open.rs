@@ -214,7 +214,12 @@ fn the_card_reaches_what_its_side_may() {
         let (mut table, _driver) = started(device, 1);
         table.numbers = None;
         for _ in 0..3 {
-            assert!(pages.contains(&table.monitor.mapped().0), "{}: {:?}", device.name, table.monitor.mapped());
+            assert!(
+                pages.contains(&table.monitor.mapped().0),
+                "{}: {:?}",
+                device.name,
+                table.monitor.mapped()
+            );
             table.change();
             assert!(table.monitor.is_open() && table.monitor.mapped().0 == all);
             assert!(!table.monitor.line(GUEST), "its line is the card's own");

@@ -573,21 +573,22 @@ fn inspect_guarded(device: &'static Device, guarded: &Guarded<Vfio>) -> Value {
     let violations: Vec<String> =
         monitor.violations(guest).iter().map(|violation| violation.refusal.to_string()).collect();
     let (mapped, peak) = monitor.mapped();
-    let (behind, card, frames) = match monitor.physical_ref() {
-        Behind::Card(card) => ("card", Some(card.address()), None),
+    let (behind, card, way, frames) = match monitor.physical_ref() {
+        Behind::Card(card) => ("card", Some(card.address()), Some(card.way().name()), None),
         Behind::Emulation(emulation) => {
-            ("emulation", None, Some((&emulation.wire.name, counted(&emulation.frames))))
+            ("emulation", None, None, Some((&emulation.wire.name, counted(&emulation.frames))))
         }
     };
     if monitor.is_open() {
-        let passed = guarded.changes;
-        return json!({ "mode": "passthrough", "card": card, "changes": passed, "pinned_bytes": mapped });
+        let changes = guarded.changes;
+        return json!({ "mode": "passthrough", "card": card, "by": way, "changes": changes, "pinned_bytes": mapped });
     }
     json!({
         "mode": "vpio",
         "behind": behind,
         "changes": guarded.changes,
         "card": card,
+        "by": way,
         "tap": frames.as_ref().map(|(tap, _)| tap),
         "counters": frames.as_ref().map(|(_, counters)| counters),
         "states": device_models::model::states_text(device, model.graph().states()),
