@@ -89,7 +89,7 @@ pub struct Monitor<P> {
     /// The resident guest drives the device without its model.
     pub(crate) open: bool,
     /// What a guest that has it so did, and its model doesn't allow.
-    pub(crate) broken: Option<Refusal>,
+    pub(crate) broken: Option<Box<Refusal>>,
     /// Windows before a request, while it is treated.
     before: Vec<Option<Granted>>,
 }

@@ -116,7 +116,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             self.run(at, self.device.context.learn)?;
         }
         if let Some(refusal) = self.broken.clone() {
-            return Ok(Passed::Refused(refusal));
+            return Ok(Passed::Refused(*refusal));
         }
         if !self.settle()? {
             return Ok(Passed::Busy);
@@ -176,7 +176,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         match self.vet(at, |model, vetter| model.write(piece, value, vetter))? {
             Ok(writes) if writes.reset => self.broken = None,
             Ok(_) => {}
-            Err(refusal) => self.broken = Some(refusal),
+            Err(refusal) => self.broken = Some(Box::new(refusal)),
         }
         self.note_card_windows(at, &before);
         let guest = &mut self.guests[at];
@@ -219,7 +219,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             return Ok(());
         }
         if let Err(refusal) = self.vet(at, |model, vetter| model.write(piece, value, vetter))? {
-            self.broken = Some(refusal);
+            self.broken = Some(Box::new(refusal));
         }
         Ok(())
     }

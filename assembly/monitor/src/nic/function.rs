@@ -211,7 +211,10 @@ impl NicFunction {
                 return Ok(());
             }
             if begin.elapsed() >= REUSABLE {
-                self.in_thread(|its| Ok(its.end_bare()))?;
+                self.in_thread(|its| {
+                    its.end_bare();
+                    Ok(())
+                })?;
                 return Err(ChangeError::Busy { name: self.name.clone() });
             }
             // Guest and thread go on meanwhile: they are what ends this.
