@@ -2,7 +2,7 @@
 //! the monitor's: the sizes add up to the position in the receive ring, the number of frames to the next transmit descriptor
 //! (spec nics 2.6).
 
-use device_models::describe::{Pointers, Values};
+use device_models::describe::Pointers;
 use device_models::physical::PhysicalDevice;
 
 use crate::monitor::{Monitor, MonitorError};
@@ -76,13 +76,9 @@ impl<P: PhysicalDevice> Monitor<P> {
         };
         let base = u32::try_from(scratch.device_base()).unwrap_or(u32::MAX);
         let mut frame = vec![0; usize::try_from(SIZES.1).unwrap_or(0)];
-        if config & pointers.accept.0 != 0 {
-            frame[..6].fill(0xFF);
-        } else {
-            for (byte, &reg) in frame.iter_mut().zip(self.device.identity) {
-                *byte = u8::try_from(graph.register(reg) & 0xFF).unwrap_or(0);
-            }
-        }
+        // To an address that nobody on the wire sends to, if it can be: what comes from there moves the pointer as well.
+        let to = if config & pointers.accept.1 != 0 { pointers.station } else { [0xFF; 6] };
+        frame[..6].copy_from_slice(&to);
         scratch.write(RING, &frame);
         self.scratch_mapping(true)?;
         self.set_bus_master(true)?;
@@ -103,6 +99,8 @@ impl<P: PhysicalDevice> Monitor<P> {
                 }
             }
             if !sent {
+                self.set_bus_master(false)?;
+                self.scratch_mapping(false)?;
                 return Err(MonitorError::Stuck {
                     register: self.device.register(command).name,
                     mask: pointers.sent,

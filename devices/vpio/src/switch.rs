@@ -9,6 +9,9 @@ use device_models::physical::PhysicalDevice;
 use crate::guest::GuestId;
 use crate::monitor::{Monitor, MonitorError};
 
+/// How often a device is restored again that isn't as it should be.
+const AGAIN: u32 = 3;
+
 /// How a hand-off ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Switched {
@@ -130,7 +133,15 @@ impl<P: PhysicalDevice> Monitor<P> {
     /// Brings the device to the guest's context.
     pub(crate) fn bring_in(&mut self, to: usize) -> Result<(), MonitorError> {
         self.harvest_due = false;
-        self.run(to, self.device.context.restore)?;
+        // It begins with a reset. Ring pointers can be moved by a frame of the wire's as well, a broadcast.
+        let mut restored = self.run(to, self.device.context.restore);
+        for _ in 0..AGAIN {
+            if !matches!(restored, Err(MonitorError::Stuck { .. })) {
+                break;
+            }
+            restored = self.run(to, self.device.context.restore);
+        }
+        restored?;
         if self.open {
             self.run(to, self.device.context.open)?;
         }

@@ -102,6 +102,8 @@ pub struct Pointers {
     pub loopback: u32,
     /// Bits of the receive configuration: accept broadcasts; accept the station address.
     pub accept: (u32, u32),
+    /// The station address that the device has meanwhile.
+    pub station: [u8; 6],
     /// The register that starts receiver and transmitter, and its value for both.
     pub enable: (Reg, u32),
     /// The part of it that starts the receiver.

@@ -257,7 +257,6 @@ const TRANSITIONS: &[Transition] = &[
     on(Event::Write(CR)).given(Cond::Clear(CR, RE)).then(&[Effect::Enter(RE_OFF)]),
     on(Event::Write(RCR)).states(&[RE_ON]).checks(&[Check::Window(RING)]).then(&[Effect::Device(RBSTART, Expr::DeviceBase(RING))])
         .about("the ring may have grown"),
-    on(Event::Write(RCR)).then(&[Effect::Store(NEXT, Expr::Const(0))]).about("sets both pointers back (seen in QEMU's model)"),
     on(Event::Write(RCR)).given(Cond::Set(RCR, AAP)).checks(&[Check::Allowed(Permission::Promiscuous)]),
     on(Event::Write(TCR)).given(Cond::Set(TCR, LOOPBACK)).checks(&[Check::Allowed(Permission::Loopback)]),
     // Linux's 8139too acknowledges ROK after each frame, and looks no further after 64 of them: what is in the ring then is told by the next
@@ -302,6 +301,9 @@ macro_rules! sent {
     ($($reg:expr),*) => { &[$(Step::Await($reg, OWN, OWN, 2_000)),*] };
 }
 
+/// An address of no card, locally administered: the card has it while it sends to itself.
+const NOBODY: [u8; 6] = [0x02, 0xCA, 0x05, 0xE0, 0x39, 0x81];
+
 const CONTEXT: Context = Context {
     // Only what is being sent: of a frame from before the last hand-off the device knows nothing any more.
     settle: &[
@@ -325,12 +327,18 @@ const CONTEXT: Context = Context {
     restore: &[
         Step::Reset,
         Step::Write(EECR, Expr::Const(0xC0)),
-        Step::Write(IDR0, Expr::If(&Cond::Is(IDR0, u32::MAX, 0), &MAC_LOW, &Expr::Reg(IDR0))),
-        Step::Write(IDR4, Expr::If(&Cond::Is(IDR4, u32::MAX, 0), &MAC_HIGH, &Expr::Reg(IDR4))),
-        Step::Write(EECR, Expr::Const(0)),
+        // Others' frames for the guest stay away until its ring is where they go.
+        Step::Write(
+            IDR0,
+            Expr::Const(u32::from_le_bytes([NOBODY[0], NOBODY[1], NOBODY[2], NOBODY[3]]) as u64),
+        ),
+        Step::Write(IDR4, Expr::Const(u32::from_le_bytes([NOBODY[4], NOBODY[5], 0, 0]) as u64)),
         Step::FastForward,
         Step::Recheck,
         Step::Write(RBSTART, Expr::DeviceBase(RING)),
+        Step::Write(IDR0, Expr::If(&Cond::Is(IDR0, u32::MAX, 0), &MAC_LOW, &Expr::Reg(IDR0))),
+        Step::Write(IDR4, Expr::If(&Cond::Is(IDR4, u32::MAX, 0), &MAC_HIGH, &Expr::Reg(IDR4))),
+        Step::Write(EECR, Expr::Const(0)),
         Step::If(Cond::In(WIN0_WORST), &[Step::Write(TSAD0, Expr::DeviceBase(FRAME0))]),
         Step::If(Cond::In(WIN1_WORST), &[Step::Write(TSAD1, Expr::DeviceBase(FRAME1))]),
         Step::If(Cond::In(WIN2_WORST), &[Step::Write(TSAD2, Expr::DeviceBase(FRAME2))]),
@@ -362,6 +370,7 @@ const CONTEXT: Context = Context {
         config: (RCR, TCR),
         loopback: LOOPBACK | 0x0300_0600,
         accept: (AB, AAP | APM),
+        station: NOBODY,
         enable: (CR, TE | RE),
         receives: RE,
         overhead: (8, 4),
