@@ -9,7 +9,7 @@ use device_models::devices::rtl8139::RTL8139;
 use device_models::reference::rtl8139::Rtl8139;
 use support::memory::{MEMORY, Shared, at, memory, scratch, slots};
 use support::rtl8139::{Card, Driver};
-use support::{Guest, Numbers, address, config, frame, switch};
+use support::{Guest, Numbers, Ports as _, address, config, frame, switch};
 use vpio::{FailurePolicy, GuestId, Monitor};
 
 const CARD: [u8; 6] = [0x00, 0xE0, 0x4C, 1, 2, 3];
@@ -173,5 +173,31 @@ fn a_switched_run_looks_like_an_unswitched_one() {
             assert_eq!(alone.1, shared.1);
             assert_eq!(alone.2, shared.2);
         }
+    }
+}
+
+/// A driver that changes what it receives, as for another multicast group, goes on with its next descriptor, on the card that it has and on one that it gets back: the receiver's
+/// configuration is none of the transmitter's.
+#[test]
+fn the_next_descriptor_outlives_the_receive_configuration() {
+    for iommu in [false, true] {
+        let (mut monitor, a, b) = (monitor(2, iommu), GuestId(0), GuestId(1));
+        switch(&mut monitor, a);
+        let mut driver = Driver::probe(&mut Guest::new(&mut monitor, a), 0);
+        driver.start(&mut Guest::new(&mut monitor, a));
+        for mark in 0..12u8 {
+            Guest::new(&mut monitor, a).write(0x44, 4, if mark % 2 == 0 { 0xF78E } else { 0xF78A });
+            if mark % 3 == 2 {
+                switch(&mut monitor, b);
+                switch(&mut monitor, a);
+            }
+            let out = frame([0xFF; 6], mark, 100);
+            driver.send(&mut Guest::new(&mut monitor, a), &out);
+            monitor.interrupt().unwrap();
+            let (_, sent, error) = driver.interrupt(&mut Guest::new(&mut monitor, a));
+            assert_eq!((sent, error), (1, false), "frame {mark}");
+            assert_eq!(monitor.physical().take_sent(), vec![out], "frame {mark}");
+        }
+        assert_eq!(monitor.counters(a).refused, 0, "{:?}", monitor.violations(a));
     }
 }

@@ -202,8 +202,8 @@ impl<B: Bus> Rtl8139<B> {
             Given { size: u32::from(bytes), written: value, ..Given::default() },
         );
         if reg == RCR {
+            // The receiver's; as QEMU's card does.
             self.position = 0;
-            self.next = 0;
         } else if reg == MPC {
             self.graph.set(MPC, 0);
         }
