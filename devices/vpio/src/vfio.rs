@@ -133,7 +133,7 @@ impl Way {
         Self::choose(is("/dev/vfio/vfio"), is("/dev/iommu") && device.join("vfio-dev").is_dir())
     }
 
-    /// The group where the kernel has containers, since iommufd could not be tried on any kernel of Debian's; iommufd where it hasn't.
+    /// The group where the kernel has containers, which is what tests run; iommufd where it hasn't, since no kernel of Debian's has that.
     const fn choose(containers: bool, iommufd: bool) -> Self {
         if iommufd && !containers { Self::Iommufd } else { Self::Group }
     }
