@@ -176,10 +176,9 @@ fn a_switched_run_looks_like_an_unswitched_one() {
     }
 }
 
-/// A driver that changes what it receives, as for another multicast group, goes on with its next descriptor, on the card that it has and on one that it gets back: the receiver's
-/// configuration is none of the transmitter's.
+/// A driver that changes what it receives, as for another multicast group, goes on with its next descriptor and in its ring, on the card that it has and on one that it gets back.
 #[test]
-fn the_next_descriptor_outlives_the_receive_configuration() {
+fn descriptors_and_ring_outlive_another_filter() {
     for iommu in [false, true] {
         let (mut monitor, a, b) = (monitor(2, iommu), GuestId(0), GuestId(1));
         switch(&mut monitor, a);
@@ -193,9 +192,11 @@ fn the_next_descriptor_outlives_the_receive_configuration() {
             }
             let out = frame([0xFF; 6], mark, 100);
             driver.send(&mut Guest::new(&mut monitor, a), &out);
+            let into = frame(address(0), mark, 200);
+            assert!(monitor.physical().receive(&into));
             monitor.interrupt().unwrap();
-            let (_, sent, error) = driver.interrupt(&mut Guest::new(&mut monitor, a));
-            assert_eq!((sent, error), (1, false), "frame {mark}");
+            let (frames, sent, error) = driver.interrupt(&mut Guest::new(&mut monitor, a));
+            assert_eq!((frames, sent, error), (vec![into], 1, false), "frame {mark}");
             assert_eq!(monitor.physical().take_sent(), vec![out], "frame {mark}");
         }
         assert_eq!(monitor.counters(a).refused, 0, "{:?}", monitor.violations(a));

@@ -194,15 +194,17 @@ impl<B: Bus> Rtl8139<B> {
             self.clear();
             return;
         }
-        let stored = register.stored(self.value(reg), value & register.mask());
+        let before = self.value(reg);
+        let stored = register.stored(before, value & register.mask());
         self.graph.happen(
             &RTL8139,
             Event::Write(reg),
             Some((reg, stored)),
             Given { size: u32::from(bytes), written: value, ..Given::default() },
         );
-        if reg == RCR {
-            // The receiver's; as QEMU's card does.
+        // The ring begins anew with its receiver (8139too relies on that) and with another size; another filter is no reason (it relies on that, too).
+        let begins = reg == CR && stored & !before & RE != 0;
+        if begins || reg == RCR && (stored ^ before) & 0x1800 != 0 {
             self.position = 0;
         } else if reg == MPC {
             self.graph.set(MPC, 0);
