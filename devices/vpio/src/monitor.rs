@@ -368,14 +368,16 @@ impl<P: PhysicalDevice> Monitor<P> {
                 let mask = truncated(u32::MAX, piece.bytes) << shift;
                 *kept = *kept & !mask | value << shift & mask;
             }
-            let whole = if piece.is_whole(self.device.register(reg)) {
-                value
-            } else {
-                guest.model.graph().value(reg)
-            };
-            guest.model.wrote_device(reg, whole);
+            self.wrote(at, reg, piece, value);
         }
         Ok(())
+    }
+
+    /// The device has got a guest's write of a register, or of a part of one.
+    pub(crate) fn wrote(&mut self, at: usize, reg: Reg, piece: Piece, value: u32) {
+        let model = &mut self.guests[at].model;
+        let whole = if piece.is_whole(self.device.register(reg)) { value } else { model.graph().value(reg) };
+        model.wrote_device(reg, whole);
     }
 
     /// Brings the device to the guest's bank, if the register is in banks and the monitor has left the guest's.

@@ -17,7 +17,7 @@ use device_models::Access;
 use device_models::describe::{BusMaster, Reg};
 use device_models::graph::{Piece, truncated};
 use device_models::model::{Model, Reads, Refusal};
-use device_models::physical::PhysicalDevice;
+use device_models::physical::{DeviceError, PhysicalDevice};
 
 use crate::guest::GuestId;
 use crate::monitor::{Monitor, MonitorError};
@@ -32,6 +32,8 @@ pub enum Passed {
     Busy,
     /// What the guest does with the device is not allowed by its model. Nothing has changed.
     Refused(Refusal),
+    /// The guest's memory can't be mapped. It has the device as before.
+    NotMapped(DeviceError),
     /// The guest has no device: its policy has stopped it.
     Stopped,
 }
@@ -66,7 +68,7 @@ impl<P: PhysicalDevice> Monitor<P> {
     /// Gives the guest that has the device all of it: its memory is mapped, its interrupts are its own.
     ///
     /// # Errors
-    /// The device can't be reached, or the guest's memory can't be mapped.
+    /// The device can't be reached.
     pub fn open(&mut self) -> Result<Passed, MonitorError> {
         let Some(at) = self.resident else { return Ok(Passed::Stopped) };
         if self.open {
@@ -89,7 +91,9 @@ impl<P: PhysicalDevice> Monitor<P> {
         self.resident = Some(at);
         self.broken = None;
         self.bring_in(at)?;
-        mapped?;
+        if let Err(error) = mapped {
+            return Ok(Passed::NotMapped(error));
+        }
         if self.resident.is_none() {
             self.open = false;
             self.mappings.remove_all(&mut self.physical)?;
@@ -122,8 +126,10 @@ impl<P: PhysicalDevice> Monitor<P> {
             return Ok(Passed::Busy);
         }
         self.open = false;
-        self.take_out(at, true)?;
+        let taken = self.take_out(at, true);
+        // Whatever came of that: under its model a card reaches windows only.
         self.mappings.remove_all(&mut self.physical)?;
+        taken?;
         Ok(match self.switch(GuestId(at), false)? {
             Switched::Done => Passed::Done,
             Switched::Busy | Switched::Refused => Passed::Stopped,
@@ -179,14 +185,8 @@ impl<P: PhysicalDevice> Monitor<P> {
             Err(refusal) => self.broken = Some(Box::new(refusal)),
         }
         self.note_card_windows(at, &before);
-        let guest = &mut self.guests[at];
         if let Some(reg) = piece.reg {
-            let whole = if piece.is_whole(self.device.register(reg)) {
-                value
-            } else {
-                guest.model.graph().value(reg)
-            };
-            guest.model.wrote_device(reg, whole);
+            self.wrote(at, reg, piece, value);
         }
         Ok(())
     }

@@ -33,8 +33,8 @@ struct Table {
     busy: u32,
 }
 
-/// A reference card of any kind.
-struct Held(Boxed);
+/// A reference card of any kind, and the bytes of a mapping that its IOMMU refuses.
+struct Held(Boxed, Option<u64>);
 
 impl PhysicalDevice for Held {
     fn read(&mut self, bar: u8, offset: u32, size: u8) -> Result<u32, device_models::physical::DeviceError> {
@@ -65,6 +65,10 @@ impl PhysicalDevice for Held {
         &mut self,
         mapping: device_models::physical::Mapping,
     ) -> Result<(), device_models::physical::DeviceError> {
+        if self.1.is_some_and(|most| mapping.length > most) {
+            let why = "too much of it is pinned".to_owned();
+            return Err(device_models::physical::DeviceError { bar: 0, offset: 0, why });
+        }
         self.0.map(mapping)
     }
     fn unmap(
@@ -83,7 +87,7 @@ impl Table {
             "e1000" => Box::new(E1000Card::new(CARD, ram.clone(), true)),
             _ => Box::new(Ne2000::new(CARD)),
         };
-        let mut monitor = Monitor::new(device, Held(card));
+        let mut monitor = Monitor::new(device, Held(card, None));
         if device.context.pointers.is_some() {
             monitor.set_scratch(Box::new(ram.clone()));
         }
@@ -277,4 +281,26 @@ fn what_the_model_does_not_allow_keeps_it_away() {
         table.tick();
         assert_eq!(driver.interrupt(&mut table).1, 1, "{}", device.name);
     }
+}
+
+/// Memory that can't be mapped leaves the guest where it was, with its frames and under its model.
+#[test]
+fn memory_that_can_not_be_mapped_leaves_the_model() {
+    let (mut table, mut driver) = started(&RTL8139, 1);
+    table.numbers = None;
+    table.monitor.physical().1 = Some(0x2_0000);
+    let before = table.monitor.mapped().0;
+    match table.monitor.open().unwrap() {
+        Passed::NotMapped(error) => assert!(error.to_string().contains("pinned"), "{error}"),
+        other => panic!("{other:?}"),
+    }
+    assert!(!table.monitor.is_open() && table.monitor.mapped().0 == before);
+    driver.send(&mut table, &frame([0xFF; 6], 7, 100));
+    assert!(table.monitor.physical().0.receive(&frame(address(0), 8, 100)));
+    table.tick();
+    let (frames, sent, error) = driver.interrupt(&mut table);
+    assert_eq!((frames.len(), sent, error), (1, 1, false));
+    table.monitor.physical().1 = None;
+    table.change();
+    assert!(table.monitor.is_open(), "and can be tried again");
 }

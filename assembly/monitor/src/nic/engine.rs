@@ -533,6 +533,7 @@ fn guarded(
         whole,
         line: None,
         bare: false,
+        paused: false,
     };
     guarded.show()?;
     Ok(guarded)

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use device_models::Access;
 use device_models::model::Refusal;
-use device_models::physical::PhysicalDevice as _;
+use device_models::physical::{DeviceError, PhysicalDevice as _};
 use machine::interrupt::LevelLine;
 use vpio::exchange::Aside;
 use vpio::vfio::OpenError;
@@ -58,6 +58,8 @@ pub(super) struct Guarded<C> {
     pub line: Option<LevelLine>,
     /// Nothing is mapped, told or late for a moment: every access comes here.
     pub bare: bool,
+    /// The machine is paused: nothing changes, or a card would run meanwhile.
+    pub paused: bool,
 }
 
 /// A guest's page is taken away while an interrupt of its doesn't end: it may read until no cause is left, which only a read that is seen can
@@ -110,6 +112,15 @@ pub enum ChangeError {
         name: String,
         /// What.
         refusal: Refusal,
+    },
+    /// The card can't have all of the guest's memory.
+    #[error("NIC {name} stays under its model: the guest's memory can't be mapped for its card")]
+    NotMapped {
+        /// Which.
+        name: String,
+        /// Why.
+        #[source]
+        source: DeviceError,
     },
     /// The card's interrupt can't be sent elsewhere.
     #[error("The interrupt of NIC {name} can't be connected")]
@@ -347,6 +358,7 @@ impl<C: HostCard> Guarded<C> {
 
     /// Takes the card from the guest, whose vCPUs stand.
     pub fn quiesce(&mut self) -> Result<(), MonitorError> {
+        self.paused = true;
         if self.monitor.is_open() {
             return Ok(self.monitor.physical().set_bus_master(false)?);
         }
@@ -356,6 +368,7 @@ impl<C: HostCard> Guarded<C> {
 
     /// Gives it back.
     pub fn unquiesce(&mut self) -> Result<(), MonitorError> {
+        self.paused = false;
         if self.monitor.is_open() {
             return Ok(self.monitor.physical().set_bus_master(true)?);
         }
@@ -395,12 +408,20 @@ impl<C: HostCard> Guarded<C> {
 
     /// Gives the guest its card without the model, if it is at a point at which that can be: `false` otherwise.
     pub fn open(&mut self, name: &str) -> Result<bool, ChangeError> {
+        if self.paused {
+            return Ok(false);
+        }
         let failed = |source: MonitorError| ChangeError::Failed { name: name.to_owned(), source };
         self.collect_told();
         self.take_told().map_err(failed)?;
         match self.monitor.open().map_err(failed)? {
             Passed::Done => {}
             Passed::Busy => return Ok(false),
+            Passed::NotMapped(source) => {
+                self.connect(name)?;
+                self.readable().map_err(failed)?;
+                return Err(ChangeError::NotMapped { name: name.to_owned(), source });
+            }
             Passed::Refused(_) | Passed::Stopped => {
                 return Err(ChangeError::Stopped { name: name.to_owned() });
             }
@@ -413,6 +434,9 @@ impl<C: HostCard> Guarded<C> {
 
     /// Takes the guest's card under its model again: `false` where that can't be now.
     pub fn close(&mut self, name: &str) -> Result<bool, ChangeError> {
+        if self.paused {
+            return Ok(false);
+        }
         let failed = |source: MonitorError| ChangeError::Failed { name: name.to_owned(), source };
         match self.monitor.close().map_err(failed)? {
             Passed::Done => {}
@@ -420,7 +444,9 @@ impl<C: HostCard> Guarded<C> {
             Passed::Refused(refusal) => {
                 return Err(ChangeError::NotAllowed { name: name.to_owned(), refusal });
             }
-            Passed::Stopped => return Err(ChangeError::Stopped { name: name.to_owned() }),
+            Passed::NotMapped(_) | Passed::Stopped => {
+                return Err(ChangeError::Stopped { name: name.to_owned() });
+            }
         }
         self.changes += 1;
         self.connect(name)?;
@@ -449,6 +475,9 @@ impl<C: HostCard> Guarded<C> {
             return Ok(());
         }
         let failed = |source: MonitorError| ChangeError::Failed { name: name.to_owned(), source };
+        if self.paused {
+            return Err(ChangeError::Busy { name: name.to_owned() });
+        }
         if self.aside.is_none() {
             let reason = "it was started without a tap beside its card";
             return Err(ChangeError::One { name: name.to_owned(), reason });

@@ -328,6 +328,7 @@ fn guarded(
         whole: Vec::new(),
         line: None,
         bare: false,
+        paused: false,
     }
 }
 

@@ -353,6 +353,8 @@ const CONTEXT: Context = Context {
     ],
     open: &[Step::Write(IMR, Expr::Const(0)), Step::Write(IMR, Expr::Reg(IMR))],
     learn: &[
+        // A driver whose interface is down may have stopped it; the model never lets it.
+        Step::Write(HLTCLK, Expr::Const(b'R' as u64)),
         Step::All(sent!(TSD0, TSD1, TSD2, TSD3)),
         Step::All(learn!(IDR0, IDR4, MAR0, MAR4, TSAD0, TSAD1, TSAD2, TSAD3, RBSTART, CAPR, MULINT, TCR)),
         // The ring's size before its start.

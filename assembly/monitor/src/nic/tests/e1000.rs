@@ -62,6 +62,7 @@ impl Machine {
             whole: Vec::new(),
             line: None,
             bare: false,
+            paused: false,
         };
         guarded.show().unwrap();
         Self { guarded, opens }
