@@ -36,8 +36,8 @@ pub enum Event {
         /// What it does.
         operation: Operation,
     },
-    /// The instruction that faulted has retired. To be told at the latest when [`Action::Kick`] asks, or with the next fault of
-    /// another instruction; soon after that fault will do, where it takes time to learn which instruction it is.
+    /// The instruction that faulted has retired. To be told at the latest when [`Action::Kick`] asks, which it also does while the virtual CPU
+    /// waits for another page: that may be a later instruction's. Until it is told, later instructions count as part of this one.
     Retired {
         /// Which virtual CPU.
         vcpu: Vcpu,

@@ -9,6 +9,8 @@ use serde_json::{Value, json};
 const TOLD: usize = 24;
 /// Places in a page, and instructions, that are remembered: the first ones that were seen.
 const PLACES: usize = 4;
+/// Of the faults on a page one in so many has its instruction looked at, the first among them: it costs an exit of the vCPU, and another fault.
+const SAMPLED: u64 = 16;
 
 /// A page that was waited for.
 #[derive(Debug, Default)]
@@ -43,6 +45,11 @@ impl HotPages {
             hot.reads += 1;
         }
         count(&mut hot.offsets, offset);
+    }
+
+    /// Whether it is worth to look which instruction has just faulted here.
+    pub(super) fn asks_for_instruction(&self, page: Page) -> bool {
+        self.0.get(&page).is_some_and(|hot| (hot.reads + hot.writes) % SAMPLED == 1)
     }
 
     /// The instruction of a fault is known.

@@ -16,13 +16,13 @@ use iced_x86::{
 };
 use machine::x86::kvm_regs;
 
-const CF: u64 = 1;
-const PF: u64 = 1 << 2;
+pub(super) const CF: u64 = 1;
+pub(super) const PF: u64 = 1 << 2;
 const AF: u64 = 1 << 4;
-const ZF: u64 = 1 << 6;
-const SF: u64 = 1 << 7;
+pub(super) const ZF: u64 = 1 << 6;
+pub(super) const SF: u64 = 1 << 7;
 const DF: u64 = 1 << 10;
-const OF: u64 = 1 << 11;
+pub(super) const OF: u64 = 1 << 11;
 const ARITHMETIC: u64 = CF | PF | AF | ZF | SF | OF;
 
 /// A decoded instruction: what it does to memory, and what to registers once the value before is known.
@@ -305,16 +305,16 @@ impl Trapped {
     }
 }
 
-fn bits(width: usize) -> u64 {
+pub(super) fn bits(width: usize) -> u64 {
     if width >= 8 { u64::MAX } else { (1 << (8 * width)) - 1 }
 }
 
-fn set_flags(regs: &mut kvm_regs, flags: u64) {
+pub(super) fn set_flags(regs: &mut kvm_regs, flags: u64) {
     regs.rflags = regs.rflags & !ARITHMETIC | flags;
 }
 
 /// Zero, sign and parity.
-fn result_flags(result: u64, width: usize) -> u64 {
+pub(super) fn result_flags(result: u64, width: usize) -> u64 {
     let mut flags = 0;
     if result == 0 {
         flags |= ZF;
@@ -328,7 +328,7 @@ fn result_flags(result: u64, width: usize) -> u64 {
     flags
 }
 
-fn added(a: u64, b: u64, carry: u64, width: usize) -> u64 {
+pub(super) fn added(a: u64, b: u64, carry: u64, width: usize) -> u64 {
     let full = u128::from(a) + u128::from(b) + u128::from(carry);
     let result = a.wrapping_add(b).wrapping_add(carry) & bits(width);
     let mut flags = result_flags(result, width);
@@ -341,7 +341,7 @@ fn added(a: u64, b: u64, carry: u64, width: usize) -> u64 {
     flags | (a ^ b ^ result) & AF
 }
 
-fn subtracted(a: u64, b: u64, borrow: u64, width: usize) -> u64 {
+pub(super) fn subtracted(a: u64, b: u64, borrow: u64, width: usize) -> u64 {
     let result = a.wrapping_sub(b).wrapping_sub(borrow) & bits(width);
     let mut flags = result_flags(result, width);
     if u128::from(a) < u128::from(b) + u128::from(borrow) {
@@ -354,7 +354,7 @@ fn subtracted(a: u64, b: u64, borrow: u64, width: usize) -> u64 {
 }
 
 /// The second operand: a register or a constant, sign-extended.
-fn source(instruction: &Instruction, regs: &kvm_regs) -> Option<u64> {
+pub(super) fn source(instruction: &Instruction, regs: &kvm_regs) -> Option<u64> {
     match instruction.op1_kind() {
         OpKind::Register => read(instruction.op1_register(), regs),
         kind if is_immediate(kind) => Some(instruction.immediate(1)),
@@ -362,7 +362,7 @@ fn source(instruction: &Instruction, regs: &kvm_regs) -> Option<u64> {
     }
 }
 
-fn is_immediate(kind: OpKind) -> bool {
+pub(super) fn is_immediate(kind: OpKind) -> bool {
     matches!(
         kind,
         OpKind::Immediate8
@@ -404,7 +404,7 @@ fn whole(register: Register, regs: &mut kvm_regs) -> Option<&mut u64> {
 }
 
 /// The value of a general register, zero-extended.
-fn read(register: Register, regs: &kvm_regs) -> Option<u64> {
+pub(super) fn read(register: Register, regs: &kvm_regs) -> Option<u64> {
     let mut copy = *regs;
     let value = *whole(register, &mut copy)?;
     let value = if is_high_byte(register) { value >> 8 } else { value };
@@ -412,7 +412,7 @@ fn read(register: Register, regs: &kvm_regs) -> Option<u64> {
 }
 
 /// Writes a general register as instructions do: 32 bits clear the upper half, fewer leave the rest.
-fn write(register: Register, value: u64, regs: &mut kvm_regs) {
+pub(super) fn write(register: Register, value: u64, regs: &mut kvm_regs) {
     let Some(whole) = whole(register, regs) else { return };
     let shift = if is_high_byte(register) { 8 } else { 0 };
     let size = register.size();

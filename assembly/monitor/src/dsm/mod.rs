@@ -18,8 +18,9 @@
 //! | `engine` | the lock, and who calls the protocol when |
 //! | `pages` | the protocol's view of guest memory |
 //! | `vcpus` | what a vCPU waits for; whether its instruction has retired |
-//! | `ahead` | pages fetched before they are asked for |
+//! | `ahead`, `follow` | pages fetched before they are asked for; which fault comes soon after which |
 //! | `instruction` | stores and atomics, decoded to be carried out for the vCPU |
+//! | `window` | what follows a trapped store, up to the next one |
 //! | `service` | the faults thread: faults, time, heartbeats; the link threads |
 //! | `checkpoint` | all nodes saved at one cut, and restored |
 //! | `gather` | a program that doesn't pay on several nodes is brought together on node 0 |
@@ -32,6 +33,7 @@ mod address;
 mod ahead;
 mod checkpoint;
 mod engine;
+mod follow;
 mod gather;
 mod hot;
 mod instruction;
@@ -43,6 +45,7 @@ mod service;
 mod spanning;
 mod top;
 mod vcpus;
+mod window;
 
 use ::dsm::Policy;
 

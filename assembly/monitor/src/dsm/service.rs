@@ -231,7 +231,9 @@ impl Engine {
         let Ok(vcpu) = Vcpu::try_from(index) else { return };
         self.step(core, Event::Fault { vcpu, page: told.page, fault });
         self.fetch_ahead(core, foreseen, told.write);
-        if core.vcpus.get(index).is_some_and(|slot| slot.fault.is_some() && !slot.examined) {
+        // What it was granted before is asked for when others want it; until then it may sleep where it is, which is the shortest way back.
+        let waits = core.vcpus.get(index).is_some_and(|slot| slot.fault.is_some() && !slot.examined);
+        if waits && core.hot.asks_for_instruction(told.page) {
             self.summon(core, index);
         }
     }

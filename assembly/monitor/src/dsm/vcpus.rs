@@ -16,11 +16,13 @@ use machine::x86::kvm_regs;
 use super::ahead::Foresight;
 use super::engine::{Core, Engine, now};
 use super::gather::Look;
-use super::instruction;
+use super::{instruction, window};
 
 /// Looks at unchanged registers after which an instruction counts as retired all the same. A loop that waits for a value comes back to
 /// the same registers, though it retires instructions all the time.
 const LOOKS: u32 = 2;
+/// Pause before the second look, where nothing was known of its registers before, nanoseconds: enough for it to get back into the guest.
+const FIRST_PAUSE: u64 = 25_000;
 /// Pause of a vCPU whose page is to be kept in another mode.
 const PAUSE: Duration = Duration::from_micros(500);
 /// More pages than an instruction can need: the most have those that gather or scatter, 16 elements on two pages each, and two pages of code (Intel, Software Developer's
@@ -136,7 +138,9 @@ impl Engine {
             core.hot.instruction(fault.page, found.rip);
         }
         tracing::trace!(at = now(), node = self.me, index, rip = found.rip, ?needs, "examine");
-        if needs != Needs::Nothing && (needs == Needs::None || before != Some(found)) {
+        // Without an earlier look it may be the instruction that it was granted them for.
+        let moved = before.is_some_and(|before| before != found);
+        if needs == Needs::None || needs == Needs::Some && moved {
             self.retired(core, index);
         }
     }
@@ -151,8 +155,10 @@ impl Engine {
         tracing::trace!(at = now(), node = self.me, index, rip = found.rip, ?needs, moved, "look");
         if !moved && slot.looks < LOOKS {
             slot.looks += 1;
+            // The first look only says where it is.
             let hold = core.node.config().policy.hold_ns.max(10_000);
-            core.rekick.push((now().saturating_add(hold), index));
+            let pause = if before.is_none() { hold.min(FIRST_PAUSE) } else { hold };
+            core.rekick.push((now().saturating_add(pause), index));
             self.poke();
             return;
         }
@@ -164,6 +170,8 @@ impl Engine {
     pub(super) fn retired(&self, core: &mut Core, index: usize) {
         if let Some(slot) = core.vcpus.get_mut(index) {
             slot.granted.clear();
+            // Whoever asked is answered.
+            slot.kick = false;
         }
         if let Ok(vcpu) = Vcpu::try_from(index) {
             self.step(core, Event::Retired { vcpu });
@@ -224,11 +232,50 @@ impl Engine {
             self.step(core, Event::Advise { page, mode: Mode::Invalidate });
             return self.wait_a_little(locked, index);
         };
-        let Some(slot) = core.vcpus.get_mut(index) else { return locked };
+        let Some(mut since) = core.vcpus.get(index).map(|slot| slot.trapped_at) else { return locked };
+        let (mut trapped, begun) = (trapped, since);
+        for behind in 0.. {
+            let (back, old) = self.operate(locked, index, vcpu, &trapped);
+            locked = back;
+            let (Some(old), Some(core)) = (old, &mut *locked) else { break };
+            trapped.finish(old, &mut found);
+            let done = now();
+            core.counts.emulated += 1;
+            core.hot.trapped(trapped.page, done.saturating_sub(std::mem::replace(&mut since, done)));
+            if behind == window::STORES || core.stopping || core.holding {
+                break;
+            }
+            let Some((registers, next)) = window::next_store(core, &found) else { break };
+            core.hot.instruction(next.page, registers.rip);
+            (found, trapped) = (registers, next);
+        }
+        // Nothing was done when the page's mode has changed meanwhile, or the VM ends.
+        if since != begun
+            && let Some(core) = &mut *locked
+        {
+            core.counts.stalls.count_trapped(since.saturating_sub(begun));
+            if let Err(error) = registers.set(&found) {
+                self.fail(format!("A vCPU's registers can't be written: {error}"));
+            }
+        }
+        locked
+    }
+
+    /// Has an instruction carried out; gives what was in memory before it, or nothing if it has to be run by the vCPU itself.
+    fn operate<'a>(
+        &self,
+        mut locked: Locked<'a>,
+        index: usize,
+        vcpu: Vcpu,
+        trapped: &instruction::Trapped,
+    ) -> (Locked<'a>, Option<u64>) {
+        let Some(core) = &mut *locked else { return (locked, None) };
+        let Some(slot) = core.vcpus.get_mut(index) else { return (locked, None) };
         slot.operating = true;
         slot.operating_since = None;
         slot.completed = None;
-        self.step(core, Event::Operate { vcpu, page, operation: trapped.operation.clone() });
+        let operation = trapped.operation.clone();
+        self.step(core, Event::Operate { vcpu, page: trapped.page, operation });
         if let Some(slot) = core.vcpus.get_mut(index)
             && slot.operating
         {
@@ -241,23 +288,14 @@ impl Engine {
                 // The next look begins anew.
                 slot.snapshot = None;
                 slot.granted.clear();
-                let since = slot.trapped_at;
-                trapped.finish(old, &mut found);
-                if let Err(error) = registers.set(&found) {
-                    self.fail(format!("A vCPU's registers can't be written: {error}"));
-                }
-                core.counts.emulated += 1;
-                let waited = now().saturating_sub(since);
-                core.counts.stalls.count_trapped(waited);
-                core.hot.trapped(page, waited);
-                break;
+                return (locked, Some(old));
             }
             if !slot.operating || core.stopping {
                 break;
             }
             locked = self.wait(locked, index);
         }
-        locked
+        (locked, None)
     }
 
     /// Leaves others the time to change a page's mode.
@@ -293,7 +331,7 @@ fn needs(core: &Core, index: usize, regs: &kvm_regs) -> Needs {
 }
 
 /// The bytes at a code address, as far as their pages can be read here now; `None` when the first can't.
-fn code(core: &Core, rip: u64) -> Option<Vec<u8>> {
+pub(super) fn code(core: &Core, rip: u64) -> Option<Vec<u8>> {
     let mut bytes = vec![0; LONGEST];
     let size = wire::PAGE_SIZE as u64;
     let offset = usize::try_from(rip % size).ok()?;

@@ -261,19 +261,17 @@ impl Node {
         let mut held = false;
         for hold in concerned {
             let Some(state) = self.vcpu(hold.vcpu) else { continue };
-            if state.waiting.is_some() {
-                if priority < hold.priority && plant != Plant::NeverYield {
-                    state.held.retain(|held| *held != page);
-                    self.local(page).holds.retain(|other| other.vcpu != hold.vcpu);
-                    self.counters.wounded += 1;
-                    cx.actions.push(Action::Wounded { vcpu: hold.vcpu, page });
-                } else {
-                    held = true;
-                }
+            let waits = state.waiting.is_some();
+            if waits && priority < hold.priority && plant != Plant::NeverYield {
+                state.held.retain(|held| *held != page);
+                self.local(page).holds.retain(|other| other.vcpu != hold.vcpu);
+                self.counters.wounded += 1;
+                cx.actions.push(Action::Wounded { vcpu: hold.vcpu, page });
                 continue;
             }
             held = true;
-            if hold.until > cx.now {
+            // The instruction that waits may be a later one, of which nobody has told yet, so that this page may go: it is asked at once.
+            if !waits && hold.until > cx.now {
                 self.state.alarms.insert((hold.until, page));
             } else if !state.kicked && !state.operating {
                 state.kicked = true;

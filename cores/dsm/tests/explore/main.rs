@@ -11,8 +11,8 @@ use dsm::testing::litmus::{Litmus, Outcome, classics, var};
 use dsm::testing::world::{Budget, Setup};
 use model::explore;
 use scenarios::{
-    classic, crowd, crowd_of_copies, fences_with_copies, policies, probing, setup, turns, two_pages,
-    two_pages_and_stores,
+    classic, crowd, crowd_of_copies, fences_with_copies, policies, probing, setup, told_late, turns,
+    two_pages, two_pages_and_stores,
 };
 
 const NOTHING: Budget = Budget { discards: 0, modes: 0, tokens: 0, restarts: 0 };
@@ -83,6 +83,26 @@ fn classics_hold_when_copies_are_looked_after() {
         for litmus in classics(var(0, 0), var(1, 0)) {
             holds(probing(litmus, updates, Budget { tokens: 1, ..NOTHING }), 20_000);
         }
+    }
+}
+
+/// The same when nodes hear of a retired instruction only when they ask for it, so that a virtual CPU may wait for a page while pages of
+/// instructions before are still held for it.
+#[test]
+fn classics_hold_when_nodes_have_to_ask_what_has_retired() {
+    for updates in [&[][..], &[0], &[0, 1]] {
+        for litmus in classics(var(0, 0), var(1, 0)) {
+            holds(told_late(litmus, updates, NOTHING), 20_000);
+        }
+        for litmus in [two_pages(), two_pages_and_stores(), turns(), crowd_of_copies(), crowd()] {
+            holds(told_late(litmus, updates, NOTHING), 30_000);
+        }
+    }
+    for (litmus, updates) in
+        [(turns(), &[][..]), (two_pages_and_stores(), &[]), (classic("WRC", false), &[0])]
+    {
+        let longest = ends::longest_run(&told_late(litmus, updates, NOTHING));
+        assert!(longest.is_some_and(|longest| longest < 200), "{longest:?}");
     }
 }
 

@@ -31,6 +31,8 @@ pub fn setup(litmus: Litmus, updates: &[u8], budget: Budget) -> Setup {
         policy: POLICY,
         plant: Plant::None,
         buffered: true,
+        told_late: false,
+        straight: false,
         updates: updates.to_vec(),
         budget,
     }
@@ -40,6 +42,11 @@ pub fn setup(litmus: Litmus, updates: &[u8], budget: Budget) -> Setup {
 pub fn probing(litmus: Litmus, updates: &[u8], budget: Budget) -> Setup {
     let plain = setup(litmus, updates, budget);
     Setup { policy: Policy { probe_updates: 1, ..POLICY }, ..plain }
+}
+
+/// The same with nodes that hear of a retired instruction only when they ask, and with stores that are carried out without a fault.
+pub fn told_late(litmus: Litmus, updates: &[u8], budget: Budget) -> Setup {
+    Setup { told_late: true, straight: true, ..setup(litmus, updates, budget) }
 }
 
 /// A classic by its name.
@@ -178,6 +185,17 @@ pub fn all() -> Vec<Scenario> {
                 litmus.name
             );
             list.push(Scenario { name, setup: probing(litmus, updates, Budget { tokens: 2, ..NOTHING }) });
+        }
+    }
+    for (what, budget) in [("", NOTHING), (", two modes change and the token moves", budgets[4].1)] {
+        for updates in [&[][..], &[0], &[0, 1]] {
+            let tests = classics(var(0, 0), var(1, 0)).into_iter();
+            for litmus in
+                tests.chain([two_pages_and_stores(), fences_with_copies(), turns(), crowd_of_copies()])
+            {
+                let name = format!("{}, updates {updates:?}, nodes ask what has retired{what}", litmus.name);
+                list.push(Scenario { name, setup: told_late(litmus, updates, budget) });
+            }
         }
     }
     for (what, policy) in policies() {

@@ -37,6 +37,10 @@ pub struct Setup {
     pub plant: Plant,
     /// Virtual CPUs have store buffers.
     pub buffered: bool,
+    /// Nodes are told that an instruction has retired only when they ask: not with the next fault.
+    pub told_late: bool,
+    /// Stores to pages that are kept by updates are carried out without a fault, as by a monitor that goes on decoding behind a trapped one.
+    pub straight: bool,
     /// Pages that are kept by updates from the start.
     pub updates: Vec<u8>,
     /// What else may happen, at any time, so many times each.
@@ -263,8 +267,17 @@ impl World {
     fn run(&mut self, setup: &Setup, cpu: usize) {
         let Some(instruction) = setup.litmus.programs[cpu].get(self.cpus[cpu].at).copied() else { return };
         let (node, vcpu) = place(setup, cpu);
-        let trapped = match self.cpus[cpu].doing {
-            Doing::Trapped(page) => Some(page),
+        let trapped = match (self.cpus[cpu].doing, instruction) {
+            (Doing::Trapped(page), _) => Some(page),
+            (Doing::Running, Instruction::Store(var, _) | Instruction::Add(var, _)) if setup.straight => {
+                let page = usize::from(var.page);
+                let kept = self.nodes[node].mode(page as Page).is_update();
+                (kept && self.memories[node].access[page] == Access::Read).then(|| {
+                    // It is out of the guest: its stores before are done.
+                    self.memories[node].drain(vcpu);
+                    var.page
+                })
+            }
             _ => None,
         };
         let readable = |var: Var| self.memories[node].access[usize::from(var.page)] >= Access::Read;
@@ -311,7 +324,7 @@ impl World {
             // An exit from the guest is behind all its stores.
             self.memories[node].drain(vcpu);
             self.cpus[cpu].doing = Doing::Stopped(var.page, fault);
-            if std::mem::take(&mut self.cpus[cpu].unreported) {
+            if !setup.told_late && std::mem::take(&mut self.cpus[cpu].unreported) {
                 self.feed(setup, node, Event::Retired { vcpu: vcpu_id(vcpu) }, 0);
             }
             let event = Event::Fault { vcpu: vcpu_id(vcpu), page: var.page.into(), fault };
@@ -410,7 +423,8 @@ impl World {
                 }
                 Action::Kick { vcpu } => {
                     let cpu = cpu_at(setup, node, vcpu);
-                    if self.cpus[cpu].unreported {
+                    // With pages of the present instruction it can only say so when that has retired, too: it gives up all at once.
+                    if self.cpus[cpu].unreported && self.cpus[cpu].held.is_empty() {
                         report.push(cpu);
                     } else {
                         self.cpus[cpu].kicked = true;
