@@ -30,7 +30,7 @@ const PAUSE: Duration = Duration::from_micros(500);
 /// an instruction at the most, as those that it needs again are fewer.
 pub(super) const MOST_GRANTED: usize = 40;
 /// Bytes of the longest instruction.
-const LONGEST: usize = 15;
+pub(super) const LONGEST: usize = 15;
 
 /// A fault that is being served.
 #[derive(Debug, Clone, Copy)]
@@ -218,7 +218,7 @@ impl Engine {
     ) -> Locked<'a> {
         let Some(mut found) = self.registers(registers) else { return locked };
         let Some(core) = &mut *locked else { return locked };
-        let (Ok(vcpu), Some(bytes)) = (Vcpu::try_from(index), code(core, found.rip)) else {
+        let (Ok(vcpu), Some(bytes)) = (Vcpu::try_from(index), code(core, found.rip, LONGEST)) else {
             // Its code has been taken away: it faults there first, and then here again.
             return locked;
         };
@@ -323,16 +323,16 @@ fn needs(core: &Core, index: usize, regs: &kvm_regs) -> Needs {
     if granted.is_empty() {
         return Needs::Nothing;
     }
-    let pages = code(core, regs.rip).and_then(|bytes| instruction::touched(&bytes, regs));
+    let pages = code(core, regs.rip, LONGEST).and_then(|bytes| instruction::touched(&bytes, regs));
     match pages {
         Some(pages) if !pages.iter().any(|page| granted.contains(page)) => Needs::None,
         _ => Needs::Some,
     }
 }
 
-/// The bytes at a code address, as far as their pages can be read here now; `None` when the first can't.
-pub(super) fn code(core: &Core, rip: u64) -> Option<Vec<u8>> {
-    let mut bytes = vec![0; LONGEST];
+/// So many bytes at a code address, as far as their pages can be read here now; `None` when the first can't.
+pub(super) fn code(core: &Core, rip: u64, most: usize) -> Option<Vec<u8>> {
+    let mut bytes = vec![0; most];
     let size = wire::PAGE_SIZE as u64;
     let offset = usize::try_from(rip % size).ok()?;
     let readable = |page| core.node.access(page) >= Access::Read;
@@ -341,7 +341,7 @@ pub(super) fn code(core: &Core, rip: u64) -> Option<Vec<u8>> {
         return None;
     }
     let mut len = core.pages.code(page, offset, &mut bytes)?;
-    if len < LONGEST && readable(page + 1) {
+    if len < most && readable(page + 1) {
         len += core.pages.code(page + 1, 0, bytes.get_mut(len..)?)?;
     }
     bytes.truncate(len);

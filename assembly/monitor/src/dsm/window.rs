@@ -15,27 +15,41 @@ use super::instruction::{
     self, CF, OF, PF, SF, Trapped, ZF, added, bits, is_immediate, read, result_flags, set_flags, source,
     subtracted, write,
 };
-use super::vcpus::code;
+use super::vcpus::{LONGEST, code};
 
 /// Stores that are carried out behind a trapped instruction at most. Who has the token has done so many in the time in which others do one: more would let it
 /// run away from them.
 pub(super) const STORES: usize = 2;
 /// Instructions that are looked at for one.
 const STEPS: usize = 12;
+/// Bytes of code that are fetched at once.
+const FETCHED: usize = 64;
 
 /// The next store, and registers before it, if the vCPU comes to one soon, to a page that is kept by updates here. Atomic instructions end it: each of these is for all vCPUs to
 /// compete for.
 pub(super) fn next_store(core: &Core, regs: &kvm_regs) -> Option<(kvm_regs, Trapped)> {
     let mut regs = *regs;
+    let (mut start, mut here) = (0, Vec::new());
     for _ in 0..STEPS {
-        let bytes = code(core, regs.rip)?;
-        if let Some(trapped) = instruction::decode(&bytes, &regs) {
+        let fetched = |start: u64, here: &Vec<u8>| {
+            let at = usize::try_from(regs.rip.checked_sub(start)?).ok()?;
+            (here.len().checked_sub(at)? >= LONGEST).then_some(at)
+        };
+        let at = match fetched(start, &here) {
+            Some(at) => at,
+            None => {
+                (start, here) = (regs.rip, code(core, regs.rip, FETCHED)?);
+                0
+            }
+        };
+        let bytes = here.get(at..)?;
+        if let Some(trapped) = instruction::decode(bytes, &regs) {
             let page = trapped.page;
             let kept = core.node.mode(page).is_update() && core.node.access(page) == Access::Read;
             let plain = matches!(trapped.operation, Operation::Store { .. });
             return (kept && plain).then_some((regs, trapped));
         }
-        compute(&bytes, &mut regs)?;
+        compute(bytes, &mut regs)?;
     }
     None
 }
