@@ -73,6 +73,8 @@ pub(super) struct Counts {
     pub(super) kicks: u64,
     /// Instructions that were taken for retired though their registers hadn't changed over several looks.
     pub(super) unproven: u64,
+    /// Instructions that were carried out for a vCPU so that pages which they were granted could be given away.
+    pub(super) stepped: u64,
     /// Trapped instructions that were carried out, and those that aren't known, so that their page was invalidated.
     pub(super) emulated: u64,
     pub(super) not_emulated: u64,

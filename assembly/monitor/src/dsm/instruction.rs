@@ -21,7 +21,7 @@ pub(super) const PF: u64 = 1 << 2;
 const AF: u64 = 1 << 4;
 pub(super) const ZF: u64 = 1 << 6;
 pub(super) const SF: u64 = 1 << 7;
-const DF: u64 = 1 << 10;
+pub(super) const DF: u64 = 1 << 10;
 pub(super) const OF: u64 = 1 << 11;
 const ARITHMETIC: u64 = CF | PF | AF | ZF | SF | OF;
 

@@ -20,7 +20,7 @@
 //! | `vcpus` | what a vCPU waits for; whether its instruction has retired |
 //! | `ahead`, `follow` | pages fetched before they are asked for; which fault comes soon after which |
 //! | `instruction` | stores and atomics, decoded to be carried out for the vCPU |
-//! | `window` | what follows a trapped store, up to the next one |
+//! | `compute`, `window` | instructions that compute and load; what follows a trapped store, up to the next one |
 //! | `service` | the faults thread: faults, time, heartbeats; the link threads |
 //! | `checkpoint` | all nodes saved at one cut, and restored |
 //! | `gather` | a program that doesn't pay on several nodes is brought together on node 0 |
@@ -32,6 +32,7 @@
 mod address;
 mod ahead;
 mod checkpoint;
+mod compute;
 mod engine;
 mod follow;
 mod gather;

@@ -112,6 +112,7 @@ fn counted(now: &(Counters, Counts), before: Option<&(Counters, Counts)>) -> Val
         "late_faults": counts.late - old.late,
         "kicks": counts.kicks - old.kicks,
         "unproven": counts.unproven - old.unproven,
+        "stepped": counts.stepped - old.stepped,
         "emulated": counts.emulated - old.emulated,
         "fetched_ahead": counts.ahead - old.ahead,
         "fetched_in_vain": counts.in_vain - old.in_vain,

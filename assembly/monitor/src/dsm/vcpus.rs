@@ -18,9 +18,9 @@ use super::engine::{Core, Engine, now};
 use super::gather::Look;
 use super::{instruction, window};
 
-/// Looks at unchanged registers after which an instruction counts as retired all the same. A loop that waits for a value comes back to
-/// the same registers, though it retires instructions all the time.
-const LOOKS: u32 = 2;
+/// Looks at unchanged registers after which an instruction counts as retired all the same, where it isn't one that can be carried out here. A loop that waits for a value
+/// comes back to the same registers, though it retires instructions all the time; a locked access across a page's end takes the processor milliseconds.
+const LOOKS: u32 = 40;
 /// Pause before the second look, where nothing was known of its registers before, nanoseconds: enough for it to get back into the guest.
 const FIRST_PAUSE: u64 = 25_000;
 /// Pause of a vCPU whose page is to be kept in another mode.
@@ -153,6 +153,15 @@ impl Engine {
         let before = slot.snapshot.replace(found);
         let moved = needs == Needs::None || before.is_some_and(|before| before != found);
         tracing::trace!(at = now(), node = self.me, index, rip = found.rip, ?needs, moved, "look");
+        if !moved && let Some(after) = window::step_over(core, &found) {
+            core.counts.stepped += 1;
+            if let Err(error) = registers.set(&after) {
+                self.fail(format!("A vCPU's registers can't be written: {error}"));
+            }
+            self.retired(core, index);
+            return;
+        }
+        let Some(slot) = core.vcpus.get_mut(index) else { return };
         if !moved && slot.looks < LOOKS {
             slot.looks += 1;
             // The first look only says where it is.

@@ -1,20 +1,17 @@
+//! Instructions that are carried out for a vCPU beside those that trap: behind one of these, and where a page is to be given away that one was granted for.
+//!
 //! What a vCPU does behind a trapped instruction, as far as it only computes: so that the next store to a page that is kept by updates is carried out without
 //! going back into the guest for it, which costs an exit and a fault each.
 //!
 //! Source: *window emulation* of the project's specification of shared memory, section 5. Each store is still an update of its own, and
 //! done before the next begins: to the guest it is as if it had trapped.
 
-use dsm::{Access, Operation};
-use iced_x86::{
-    ConditionCode, Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind, Register,
-};
+use dsm::{Access, Operation, wire};
 use machine::x86::kvm_regs;
 
+use super::compute::{self, compute};
 use super::engine::Core;
-use super::instruction::{
-    self, CF, OF, PF, SF, Trapped, ZF, added, bits, is_immediate, read, result_flags, set_flags, source,
-    subtracted, write,
-};
+use super::instruction::{self, Trapped};
 use super::vcpus::{LONGEST, code};
 
 /// Stores that are carried out behind a trapped instruction at most. Who has the token has done so many in the time in which others do one: more would let it
@@ -49,123 +46,57 @@ pub(super) fn next_store(core: &Core, regs: &kvm_regs) -> Option<(kvm_regs, Trap
             let plain = matches!(trapped.operation, Operation::Store { .. });
             return (kept && plain).then_some((regs, trapped));
         }
-        compute(bytes, &mut regs)?;
+        // Loads end it: what they find is for the vCPU to say when it is there.
+        compute(bytes, &mut regs, &mut |_, _| None)?;
     }
     None
 }
 
-/// Carries out an instruction of general registers and constants only, or a branch. `None`, and nothing done, where it isn't known.
-fn compute(bytes: &[u8], regs: &mut kvm_regs) -> Option<()> {
-    let instruction = Decoder::with_ip(64, bytes, regs.rip, DecoderOptions::NONE).decode();
-    let mut next = instruction.next_ip();
-    match instruction.mnemonic() {
-        Mnemonic::Nop | Mnemonic::Endbr64 => {}
-        Mnemonic::Lea => {
-            let address = instruction.virtual_address(1, 0, |register, _, _| match register {
-                // Its base isn't added.
-                Register::DS | Register::ES | Register::SS | Register::CS | Register::FS | Register::GS => {
-                    Some(0)
+/// Carries out the instruction that a vCPU is at, with pages that are here, so that it has retired for certain: registers behind it. Nothing, and nothing done, where it isn't known, or
+/// needs a page that isn't here, or isn't aligned, so that the processor itself has to do it as one. The vCPU must be outside the guest.
+///
+/// Its siblings on this node may use the same words meanwhile: each load, store and read-modify-write is one for them, too.
+pub(super) fn step_over(core: &Core, regs: &kvm_regs) -> Option<kvm_regs> {
+    let bytes = code(core, regs.rip, LONGEST)?;
+    let (ram, size) = (&core.pages.ram, wire::PAGE_SIZE as u64);
+    let mut after = *regs;
+    if let Some(trapped) = instruction::decode(&bytes, regs) {
+        let page = trapped.page;
+        if core.node.access(page) != Access::Write {
+            return None;
+        }
+        let old = match &trapped.operation {
+            Operation::Store { offset, bytes, .. } => {
+                let at = usize::from(*offset);
+                if !matches!(bytes.len(), 1 | 2 | 4 | 8) || !at.is_multiple_of(bytes.len()) {
+                    return None;
                 }
-                other => read(other, regs),
-            })?;
-            let to = instruction.op0_register();
-            write(to, address & bits(to.size()), regs);
-        }
-        _ if instruction.flow_control() == FlowControl::ConditionalBranch => {
-            if instruction.op0_kind() != OpKind::NearBranch64 {
-                return None;
+                ram.write(page, at, bytes).ok()?;
+                0
             }
-            if holds(instruction.condition_code(), regs.rflags)? {
-                next = instruction.near_branch_target();
+            Operation::Atomic { offset, width, kind, operand, expected } => {
+                let mut change = |old| kind.apply(old, *operand, *expected);
+                ram.update(page, (*offset).into(), (*width).into(), &mut change).ok()?
             }
-        }
-        Mnemonic::Jmp if instruction.op0_kind() == OpKind::NearBranch64 => {
-            next = instruction.near_branch_target()
-        }
-        _ => of_registers(&instruction, regs)?,
+        };
+        trapped.finish(old, &mut after);
+        return Some(after);
     }
-    regs.rip = next;
-    Some(())
+    let mut load = |address: u64, width: usize| {
+        let page = address / size;
+        let here = core.node.access(page) >= Access::Read;
+        let offset = usize::try_from(address % size).ok()?;
+        if here { ram.load(page, offset, width).ok() } else { None }
+    };
+    if let Some(moved) = compute::moves(&bytes, regs) {
+        let value = load(moved.from, moved.width)?;
+        let (page, at) = (moved.to / size, usize::try_from(moved.to % size).ok()?);
+        if core.node.access(page) != Access::Write || !at.is_multiple_of(moved.width) {
+            return None;
+        }
+        ram.write(page, at, value.to_le_bytes().get(..moved.width)?).ok()?;
+        return Some(moved.after);
+    }
+    compute(&bytes, &mut after, &mut load)?;
+    Some(after)
 }
-
-/// Whether a condition holds; `None` for conditions of counters.
-fn holds(condition: ConditionCode, flags: u64) -> Option<bool> {
-    let is = |flag: u64| flags & flag != 0;
-    let less = is(SF) != is(OF);
-    Some(match condition {
-        ConditionCode::o => is(OF),
-        ConditionCode::no => !is(OF),
-        ConditionCode::b => is(CF),
-        ConditionCode::ae => !is(CF),
-        ConditionCode::e => is(ZF),
-        ConditionCode::ne => !is(ZF),
-        ConditionCode::be => is(CF) || is(ZF),
-        ConditionCode::a => !is(CF) && !is(ZF),
-        ConditionCode::s => is(SF),
-        ConditionCode::ns => !is(SF),
-        ConditionCode::p => is(PF),
-        ConditionCode::np => !is(PF),
-        ConditionCode::l => less,
-        ConditionCode::ge => !less,
-        ConditionCode::le => less || is(ZF),
-        ConditionCode::g => !less && !is(ZF),
-        ConditionCode::None => return None,
-    })
-}
-
-/// An instruction whose first operand is a general register, and whose second one, if any, is one or a constant.
-fn of_registers(instruction: &Instruction, regs: &mut kvm_regs) -> Option<()> {
-    if instruction.op0_kind() != OpKind::Register || instruction.has_lock_prefix() {
-        return None;
-    }
-    let to = instruction.op0_register();
-    let old = read(to, regs)?;
-    let width = to.size();
-    let unary = matches!(instruction.mnemonic(), Mnemonic::Inc | Mnemonic::Dec);
-    let plain = instruction.op_count() == 2
-        && (instruction.op1_kind() == OpKind::Register || is_immediate(instruction.op1_kind()));
-    if !unary && !plain {
-        return None;
-    }
-    let value = if unary { 1 } else { source(instruction, regs)? };
-    let low = value & bits(width);
-    let kept = regs.rflags & CF;
-    match instruction.mnemonic() {
-        // Zero-extended by what reads a register.
-        Mnemonic::Mov | Mnemonic::Movzx => write(to, low, regs),
-        Mnemonic::Add => {
-            write(to, old.wrapping_add(low), regs);
-            set_flags(regs, added(old, low, 0, width));
-        }
-        Mnemonic::Sub => {
-            write(to, old.wrapping_sub(low), regs);
-            set_flags(regs, subtracted(old, low, 0, width));
-        }
-        Mnemonic::Cmp => set_flags(regs, subtracted(old, low, 0, width)),
-        Mnemonic::And => logic(old & low, Some(to), width, regs),
-        Mnemonic::Or => logic(old | low, Some(to), width, regs),
-        Mnemonic::Xor => logic(old ^ low, Some(to), width, regs),
-        Mnemonic::Test => logic(old & low, None, width, regs),
-        Mnemonic::Inc => {
-            write(to, old.wrapping_add(1), regs);
-            set_flags(regs, added(old, 1, 0, width) & !CF | kept);
-        }
-        Mnemonic::Dec => {
-            write(to, old.wrapping_sub(1), regs);
-            set_flags(regs, subtracted(old, 1, 0, width) & !CF | kept);
-        }
-        _ => return None,
-    }
-    Some(())
-}
-
-fn logic(result: u64, to: Option<Register>, width: usize, regs: &mut kvm_regs) {
-    if let Some(to) = to {
-        write(to, result, regs);
-    }
-    set_flags(regs, result_flags(result, width));
-}
-
-#[cfg(test)]
-#[path = "window_tests.rs"]
-mod tests;

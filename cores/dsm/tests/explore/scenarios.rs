@@ -158,6 +158,17 @@ pub fn all() -> Vec<Scenario> {
             }
         }
     }
+    for (what, budget) in [("", NOTHING), (", two modes change and the token moves", budgets[4].1)] {
+        for updates in [&[][..], &[0], &[0, 1]] {
+            let tests = classics(var(0, 0), var(1, 0)).into_iter();
+            for litmus in
+                tests.chain([two_pages_and_stores(), fences_with_copies(), turns(), crowd_of_copies()])
+            {
+                let name = format!("{}, updates {updates:?}, nodes ask what has retired{what}", litmus.name);
+                list.push(Scenario { name, setup: told_late(litmus, updates, budget) });
+            }
+        }
+    }
     for (what, budget) in budgets {
         for updates in [&[][..], &[0], &[1], &[0, 1]] {
             for same_page in [false, true] {
@@ -185,17 +196,6 @@ pub fn all() -> Vec<Scenario> {
                 litmus.name
             );
             list.push(Scenario { name, setup: probing(litmus, updates, Budget { tokens: 2, ..NOTHING }) });
-        }
-    }
-    for (what, budget) in [("", NOTHING), (", two modes change and the token moves", budgets[4].1)] {
-        for updates in [&[][..], &[0], &[0, 1]] {
-            let tests = classics(var(0, 0), var(1, 0)).into_iter();
-            for litmus in
-                tests.chain([two_pages_and_stores(), fences_with_copies(), turns(), crowd_of_copies()])
-            {
-                let name = format!("{}, updates {updates:?}, nodes ask what has retired{what}", litmus.name);
-                list.push(Scenario { name, setup: told_late(litmus, updates, budget) });
-            }
         }
     }
     for (what, policy) in policies() {

@@ -281,6 +281,67 @@ impl SharedRam {
         Ok(())
     }
 
+    /// Where an aligned word of 1, 2, 4 or 8 bytes lies in our mapping.
+    fn word(&self, page: u64, offset: usize, width: usize) -> io::Result<usize> {
+        if !matches!(width, 1 | 2 | 4 | 8) || !offset.is_multiple_of(width) || offset >= PAGE {
+            let text = format!("there is no word of {width} bytes at {offset:#x} of a page");
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+        }
+        Ok(self.addresses(page)?.1 + offset)
+    }
+
+    /// Loads an aligned word of 1, 2, 4 or 8 bytes, as one.
+    ///
+    /// # Errors
+    /// For other words, and for pages that aren't shared.
+    pub fn load(&self, page: u64, offset: usize, width: usize) -> io::Result<u64> {
+        let at = self.word(page, offset, width)?;
+        // SAFETY: aligned for the width and inside the page, whose mapping lives as long as `self`; the guest may change it meanwhile.
+        Ok(unsafe {
+            match width {
+                1 => AtomicU8::from_ptr(at as *mut u8).load(Ordering::SeqCst).into(),
+                2 => AtomicU16::from_ptr(at as *mut u16).load(Ordering::SeqCst).into(),
+                4 => AtomicU32::from_ptr(at as *mut u32).load(Ordering::SeqCst).into(),
+                _ => AtomicU64::from_ptr(at as *mut u64).load(Ordering::SeqCst),
+            }
+        })
+    }
+
+    /// Replaces an aligned word of 1, 2, 4 or 8 bytes by what `change` makes of it, as one, or leaves it where that makes nothing. Returns the value before. What doesn't fit into the word is cut off.
+    ///
+    /// # Errors
+    /// As [`SharedRam::load`].
+    pub fn update(
+        &self,
+        page: u64,
+        offset: usize,
+        width: usize,
+        change: &mut dyn FnMut(u64) -> Option<u64>,
+    ) -> io::Result<u64> {
+        let at = self.word(page, offset, width)?;
+        macro_rules! update {
+            ($atomic:ty, $word:ty) => {{
+                // SAFETY: as in `load`.
+                let word = unsafe { <$atomic>::from_ptr(at as *mut $word) };
+                #[expect(clippy::cast_possible_truncation, reason = "what doesn't fit is cut off")]
+                let changed = word.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |old| {
+                    change(u64::from(old)).map(|new| new as $word)
+                });
+                u64::from(changed.unwrap_or_else(|old| old))
+            }};
+        }
+        Ok(match width {
+            1 => update!(AtomicU8, u8),
+            2 => update!(AtomicU16, u16),
+            4 => update!(AtomicU32, u32),
+            _ => {
+                // SAFETY: as in `load`.
+                let word = unsafe { AtomicU64::from_ptr(at as *mut u64) };
+                word.fetch_update(Ordering::SeqCst, Ordering::SeqCst, change).unwrap_or_else(|old| old)
+            }
+        })
+    }
+
     /// Where a page lies in the guest's mapping and in ours.
     fn addresses(&self, page: u64) -> io::Result<(usize, usize)> {
         let found = self.pieces.iter().find_map(|piece| {
@@ -384,6 +445,38 @@ mod tests {
         assert_eq!(waits.join().unwrap(), 0);
         assert!(shared.set(0x1ff, PageRights::None, PageRights::Read).is_err(), "below what is shared");
         assert!(shared.wake(0x400).is_err(), "beyond the end");
+    }
+
+    /// Words of each width are loaded, changed, and left alone as one; what isn't aligned, or no word, is refused.
+    #[test]
+    fn words_are_loaded_and_changed_as_one() {
+        let Some((_ram, shared)) = shared() else { return };
+        let page = 0x202;
+        shared.write(page, 8, &0x1122_3344_5566_7788_u64.to_le_bytes()).unwrap();
+        for (offset, width, value) in
+            [(8, 1, 0x88), (9, 1, 0x77), (10, 2, 0x5566), (12, 4, 0x1122_3344), (8, 8, 0x1122_3344_5566_7788)]
+        {
+            assert_eq!(shared.load(page, offset, width).unwrap(), value);
+            assert_eq!(shared.update(page, offset, width, &mut |_| None).unwrap(), value);
+        }
+        assert_eq!(shared.update(page, 8, 1, &mut |old| Some(old + 0x1_00ff)).unwrap(), 0x88);
+        assert_eq!(shared.load(page, 8, 8).unwrap(), 0x1122_3344_5566_7787, "neighbours stay as they are");
+        for (offset, width) in [(9, 2), (12, 8), (8, 3), (8, 16), (PAGE, 1), (0, 0)] {
+            assert!(shared.load(page, offset, width).is_err());
+            assert!(shared.update(page, offset, width, &mut Some).is_err());
+        }
+        assert!(shared.load(0x400, 0, 8).is_err());
+        // Several threads that add lose nothing.
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..10_000 {
+                        shared.update(page, 64, 4, &mut |old| Some(old + 1)).unwrap();
+                    }
+                });
+            }
+        });
+        assert_eq!(shared.load(page, 64, 8).unwrap(), 40_000);
     }
 
     #[test]

@@ -1,5 +1,5 @@
-//! Each instruction is run by this processor and carried out by us, with the same registers; both must agree.
-#![allow(unsafe_code)] // Runs single instructions that use registers only.
+//! Each instruction is run by this processor and carried out by us, with the same registers and memory; both must agree.
+#![allow(unsafe_code)] // Runs single instructions that use registers and load from one word.
 
 use super::*;
 use proptest::prelude::*;
@@ -7,22 +7,25 @@ use proptest::prelude::*;
 const ARITHMETIC: u64 = CF | PF | ZF | SF | OF;
 const AF: u64 = 1 << 4;
 const RIP: u64 = 0x20_1000;
+const AT: u64 = 0x70_0000;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct State {
     rax: u64,
     rcx: u64,
     rdx: u64,
+    /// What lies where rdi points.
+    word: u64,
     flags: u64,
 }
 
-/// Runs it on the processor. `rdx` becomes whether a branch was taken, where the bytes are one that goes five bytes on.
+/// Runs it on the processor.
 macro_rules! native {
     ($($byte:literal),+) => {
         |state: State| -> State {
-            let State { mut rax, mut rcx, mut rdx, flags } = state;
+            let State { mut rax, mut rcx, mut rdx, word, flags } = state;
             let mut flags = flags | 2;
-            // SAFETY: the bytes are one instruction of rax, rcx and rdx, or a branch over the next one.
+            // SAFETY: the bytes are one instruction of rax, rcx and rdx that loads from `word` at the most.
             unsafe {
                 std::arch::asm!(
                     "push {flags}",
@@ -34,9 +37,10 @@ macro_rules! native {
                     inout("rax") rax,
                     inout("rcx") rcx,
                     inout("rdx") rdx,
+                    in("rdi") &raw const word,
                 );
             }
-            State { rax, rcx, rdx, flags: flags & ARITHMETIC }
+            State { rax, rcx, rdx, word, flags: flags & ARITHMETIC }
         }
     };
 }
@@ -46,13 +50,18 @@ fn ours(bytes: &[u8], state: State) -> State {
         rax: state.rax,
         rcx: state.rcx,
         rdx: state.rdx,
+        rdi: AT,
         rflags: state.flags | 2,
         rip: RIP,
         ..kvm_regs::default()
     };
-    compute(bytes, &mut regs).unwrap_or_else(|| panic!("{bytes:x?} isn't known"));
+    let mut load = |address: u64, width: usize| {
+        let shift = 8 * u32::try_from(address.checked_sub(AT)?).ok()?;
+        Some(state.word.checked_shr(shift)? & bits(width))
+    };
+    compute(bytes, &mut regs, &mut load).unwrap_or_else(|| panic!("{bytes:x?} isn't known"));
     assert_eq!(regs.rip, RIP + bytes.len() as u64);
-    State { rax: regs.rax, rcx: regs.rcx, rdx: regs.rdx, flags: regs.rflags & ARITHMETIC }
+    State { rax: regs.rax, rcx: regs.rcx, rdx: regs.rdx, word: state.word, flags: regs.rflags & ARITHMETIC }
 }
 
 macro_rules! check {
@@ -81,10 +90,11 @@ fn value() -> impl Strategy<Value = u64> {
 }
 
 fn states() -> impl Strategy<Value = State> {
-    (value(), value(), value(), any::<u64>()).prop_map(|(rax, rcx, rdx, flags)| State {
+    (value(), value(), value(), value(), any::<u64>()).prop_map(|(rax, rcx, rdx, word, flags)| State {
         rax,
         rcx,
         rdx,
+        word,
         flags: flags & (ARITHMETIC | AF),
     })
 }
@@ -111,16 +121,30 @@ proptest! {
         );
     }
 
+    /// The same with a second operand in memory, and for cmp and test with a first one.
+    #[test]
+    fn loads_do_what_the_processor_does(state in states()) {
+        check!(state,
+            [0x48, 0x8b, 0x07], [0x8b, 0x07], [0x66, 0x8b, 0x47, 0x02], [0x8a, 0x67, 0x01], // mov rax, [rdi]; eax; ax, [rdi+2]; ah, [rdi+1]
+            [0x0f, 0xb6, 0x07], [0x0f, 0xb7, 0x4f, 0x04], // movzx eax, byte [rdi]; ecx, word [rdi+4]
+            [0x48, 0x03, 0x07], [0x03, 0x47, 0x04], [0x48, 0x2b, 0x07], [0x2a, 0x0f], // add, sub
+            [0x48, 0x3b, 0x07], [0x3a, 0x07], [0x48, 0x39, 0x07], [0x39, 0x0f], [0x38, 0x27], // cmp, both ways
+            [0x83, 0x3f, 0x01], [0x48, 0x83, 0x3f, 0xff], [0x80, 0x3f, 0x00], [0x66, 0x83, 0x7f, 0x02, 0x80], // cmp with constants
+            [0x48, 0x85, 0x07], [0xf6, 0x07, 0x81], [0xf7, 0x47, 0x04, 0x00, 0x00, 0x00, 0x80], // test
+            [0x48, 0x23, 0x07], [0x0b, 0x07], [0x33, 0x0f], // and, or, xor
+        );
+    }
+
     /// Each condition of a branch is what the processor's `setcc` of the same condition says.
     #[test]
     fn branches_are_taken_as_by_the_processor(flags in any::<u64>()) {
-        let state = State { rax: 0, rcx: 0, rdx: 0, flags: flags & (ARITHMETIC | AF) };
+        let state = State { rax: 0, rcx: 0, rdx: 0, word: 0, flags: flags & (ARITHMETIC | AF) };
         macro_rules! taken {
             ($($code:literal $jump:literal),+ $(,)?) => {
                 $(
                     let expected = native!(0x0f, $code, 0xc0)(state).rax == 1;
                     let mut regs = kvm_regs { rflags: state.flags | 2, rip: RIP, ..kvm_regs::default() };
-                    prop_assert!(compute(&[$jump, 0x10], &mut regs).is_some());
+                    prop_assert!(compute(&[$jump, 0x10], &mut regs, &mut |_, _| None).is_some());
                     prop_assert_eq!(regs.rip, RIP + 2 + if expected { 0x10 } else { 0 }, "{:x}", $jump);
                 )+
             };
@@ -136,19 +160,19 @@ proptest! {
     fn what_is_not_known_is_left_alone(bytes in proptest::collection::vec(any::<u8>(), 1..16), state in states()) {
         let before = kvm_regs { rax: state.rax, rcx: state.rcx, rflags: state.flags | 2, rip: RIP, ..kvm_regs::default() };
         let mut regs = before;
-        if compute(&bytes, &mut regs).is_none() {
+        if compute(&bytes, &mut regs, &mut |_, width| Some(state.word & bits(width))).is_none() {
             prop_assert_eq!(regs, before);
         }
     }
 }
 
-/// Loads, stores, fences, locked and privileged instructions, calls and branches by counters or registers end it.
+/// Stores, other segments, fences, locked and privileged instructions, calls and branches by counters or registers end it.
 #[test]
 fn what_needs_more_than_registers_is_not_carried_out() {
     let none: [&[u8]; 12] = [
-        &[0x48, 0x8b, 0x07],       // mov rax, [rdi]
-        &[0x48, 0x03, 0x07],       // add rax, [rdi]
-        &[0x48, 0x39, 0x07],       // cmp [rdi], rax
+        &[0x48, 0x89, 0x07],       // mov [rdi], rax
+        &[0x48, 0x01, 0x07],       // add [rdi], rax
+        &[0x64, 0x48, 0x8b, 0x07], // mov rax, fs:[rdi]
         &[0x0f, 0xae, 0xf0],       // mfence
         &[0xf3, 0x90],             // pause
         &[0x48, 0x87, 0xc8],       // xchg rax, rcx
@@ -161,6 +185,23 @@ fn what_needs_more_than_registers_is_not_carried_out() {
     ];
     for bytes in none {
         let mut regs = kvm_regs { rip: RIP, ..kvm_regs::default() };
-        assert_eq!(compute(bytes, &mut regs), None, "{bytes:x?}");
+        assert_eq!(compute(bytes, &mut regs, &mut |_, _| Some(1)), None, "{bytes:x?}");
+    }
+}
+
+/// A `movs` says where from, where to and how many bytes, and goes on in the direction of the flag; repeated ones are left to the processor.
+#[test]
+fn moves_go_on_in_their_direction() {
+    let regs = kvm_regs { rsi: 0x1000, rdi: 0x2000, rip: RIP, ..kvm_regs::default() };
+    for (bytes, width) in [(&[0xa4][..], 1), (&[0x66, 0xa5], 2), (&[0xa5], 4), (&[0x48, 0xa5], 8)] {
+        for (rflags, by) in [(2, width as u64), (2 | DF, (width as u64).wrapping_neg())] {
+            let moved = moves(bytes, &kvm_regs { rflags, ..regs }).unwrap();
+            assert_eq!((moved.from, moved.to, moved.width), (0x1000, 0x2000, width));
+            let (rsi, rdi) = (0x1000_u64.wrapping_add(by), 0x2000_u64.wrapping_add(by));
+            assert_eq!(moved.after, kvm_regs { rsi, rdi, rflags, rip: RIP + bytes.len() as u64, ..regs });
+        }
+    }
+    for other in [&[0xf3, 0x48, 0xa5][..], &[0xa6], &[0x64, 0xa4], &[0x67, 0xa4], &[0xf2, 0x0f, 0x10, 0x07]] {
+        assert_eq!(moves(other, &regs), None, "{other:x?}");
     }
 }
