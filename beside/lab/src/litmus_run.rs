@@ -31,7 +31,7 @@ pub struct Options {
     pub interval: Option<u64>,
     /// Instances of a round; by default 4096, which is also the most where accesses cross a boundary, and 256 where locked ones do.
     pub round: Option<u64>,
-    /// Only tests whose names contain one of these; empty: all.
+    /// Only tests whose names contain one of these, or, for one that is a whole name, that test; empty: all.
     pub only: Vec<String>,
     /// Further arguments for `causeway run`.
     pub run_arguments: Vec<String>,
@@ -39,10 +39,18 @@ pub struct Options {
 
 impl Options {
     fn chosen<'a>(&self, tests: &'a [Test]) -> Result<Vec<Variant<'a>>> {
+        let all: Vec<_> = tests.iter().flat_map(corpus::variants).collect();
+        // A whole name means that one, and not those that end with it.
+        let named: Vec<bool> =
+            self.only.iter().map(|part| all.iter().any(|variant| variant.name() == *part)).collect();
         let wanted = |variant: &Variant<'_>| {
-            self.only.is_empty() || self.only.iter().any(|part| variant.name().contains(part.as_str()))
+            let name = variant.name();
+            let is = |(part, named): (&String, &bool)| {
+                if *named { name == *part } else { name.contains(part.as_str()) }
+            };
+            self.only.is_empty() || self.only.iter().zip(&named).any(is)
         };
-        let chosen: Vec<_> = tests.iter().flat_map(corpus::variants).filter(wanted).collect();
+        let chosen: Vec<_> = all.into_iter().filter(wanted).collect();
         if chosen.is_empty() {
             bail!(
                 "No litmus test has {} in its name; `lab dsm-litmus --list` names them",
@@ -460,7 +468,9 @@ mod tests {
                 .to_string()
                 .contains("0 iterations")
         );
-        assert_eq!(options("SB (pages)").chosen(&corpus::all().unwrap()).unwrap().len(), 3);
+        let found = |only: &str| options(only).chosen(&corpus::all().unwrap()).unwrap().len();
+        assert_eq!(found("SB (pages)"), 1);
+        assert_eq!(found("SB (pages"), 3);
         // `true` prints no help, so it has no --nodes.
         let error = check_nodes("/bin/true".as_ref(), 2).unwrap_err().to_string();
         assert!(error.contains("can't run a VM on 2 nodes"), "{error}");

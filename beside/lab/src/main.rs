@@ -178,7 +178,7 @@ enum Verb {
         /// Runs of a test in a round
         #[arg(long)]
         round: Option<u64>,
-        /// Only tests whose names (with their placements, as in `SB (pages)`) contain this; may be given again.
+        /// Only tests whose names (with their placements, as in `SB (pages)`) contain this, or are this; may be given again.
         #[arg(long = "only")]
         only: Vec<String>,
         /// Name the tests, with what the model says of them, and run nothing.
