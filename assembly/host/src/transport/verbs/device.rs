@@ -11,13 +11,14 @@ use std::sync::Arc;
 use dma::Alias;
 use hca::attributes::Access;
 use hca::work::{SgeList, Status};
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
-
-use super::abi::{
+use ibverbs::Verbs;
+use ibverbs::abi::{
     self, AhAttr, AsyncEvent, Atomic, Channel, Context, Cq, HostSge, Mr, Pd, Qp, QpAttr, QpCap, QpInitAttr,
     Rdma, RecvWr, SendWr, Target, Wc, event, mask, opcode, send, state,
 };
-use super::library::{Absent, Found, Verbs};
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+
+use super::library::{Absent, Found};
 use super::rnic::{
     HostCompletion, HostEvent, HostMr, HostPd, HostQp, HostRequest, Operation, Receiving, Registered, Rnic,
     RnicError, RnicInfo, Sending,
@@ -64,12 +65,7 @@ fn refused(what: &'static str) -> RnicError {
 
 /// What a call that returns 0 or an error number came to.
 fn done(what: &'static str, result: c_int) -> Result<(), RnicError> {
-    match result {
-        0 => Ok(()),
-        // Some providers return it negated, or -1 with errno.
-        -1 => Err(refused(what)),
-        code => Err(RnicError::Refused { what, source: io::Error::from_raw_os_error(code.abs()) }),
-    }
+    ibverbs::outcome(result).map_err(|source| RnicError::Refused { what, source })
 }
 
 fn status(status: u32) -> Status {
@@ -98,8 +94,8 @@ fn elements(sges: &SgeList) -> Vec<HostSge> {
 impl Device {
     /// Opens what was found. The process's credentials must not change any more: the kernel refuses requests then.
     pub fn open(found: &Found) -> Result<Self, Absent> {
-        let library = Arc::clone(&found.library);
-        let context = found.open()?;
+        let library = Arc::clone(found.port.library());
+        let context = found.port.open()?;
         let failed = || Absent::Open {
             device: found.info().device.clone(),
             why: format!("no completion queue: {}", io::Error::last_os_error()),
@@ -111,7 +107,7 @@ impl Device {
             context,
             channel,
             info: found.info().clone(),
-            gid_index: found.gid_index,
+            gid_index: found.port.info().gid_index,
             next: 0,
             pds: HashMap::new(),
             mrs: HashMap::new(),

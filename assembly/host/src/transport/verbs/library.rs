@@ -1,25 +1,9 @@
-//! libibverbs, loaded at run time: a host without it runs the daemon all the same.
-//!
-//! Which of the library's functions exist is known here, and how they are called; what is done with them is in `device`.
+//! Whether this host's RDMA device can carry guests' connections: libibverbs, and a device with an address and room enough.
 
-#![allow(unsafe_code)] // Calls a C library.
-
-use std::ffi::{CStr, c_int, c_void};
-use std::path::PathBuf;
-use std::sync::Arc;
-
-use hca::names::Gid;
-
-use super::abi::{
-    AsyncEvent, Channel, Context, Cq, Device, DeviceAttr, GID_ROCE_V2, GidEntry, Mr, PORT_ACTIVE, Pd,
-    PortAttr, Qp, QpAttr, QpInitAttr,
-};
 use super::rnic::RnicInfo;
 
-/// Its name, with the only version there has been.
-const LIBRARY: &str = "libibverbs.so.1";
 /// Scatter-gather elements that a guest's request may have.
-const SGES: i32 = 16;
+const SGES: u32 = 16;
 /// Requests that a queue pair of the device gets at most.
 const SENDS: u32 = 128;
 /// Receives that it gets at most.
@@ -57,7 +41,7 @@ pub enum Absent {
         /// Which.
         device: String,
         /// What it takes.
-        sges: i32,
+        sges: u32,
     },
     /// It can't be opened.
     #[error("The RDMA device {device} can't be opened ({why}); may this process use /dev/infiniband?")]
@@ -69,220 +53,24 @@ pub enum Absent {
     },
 }
 
-macro_rules! library {
-    ($($name:ident $symbol:literal: fn($($argument:ty),*) $(-> $result:ty)?;)*) => {
-        /// The functions.
-        pub(super) struct Functions {
-            $(pub $name: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
+impl From<ibverbs::Absent> for Absent {
+    fn from(absent: ibverbs::Absent) -> Self {
+        match absent {
+            ibverbs::Absent::Library(why) => Self::Library(why),
+            ibverbs::Absent::Function(name) => Self::Function(name),
+            ibverbs::Absent::NoDevice => Self::NoDevice,
+            ibverbs::Absent::NoAddress { address, devices } => Self::NoAddress { address, devices },
+            ibverbs::Absent::Open { device, why } => Self::Open { device, why },
         }
-
-        impl Functions {
-            fn load(library: &libloading::Library) -> Result<Self, Absent> {
-                Ok(Self {
-                    $($name: {
-                        // SAFETY: the type is the function's in <infiniband/verbs.h>; the library outlives the pointer, see `Verbs`.
-                        let symbol = unsafe { library.get::<unsafe extern "C" fn($($argument),*) $(-> $result)?>(concat!($symbol, "\0").as_bytes()) };
-                        *symbol.map_err(|_| Absent::Function($symbol))?
-                    },)*
-                })
-            }
-        }
-    };
-}
-
-library! {
-    get_device_list "ibv_get_device_list": fn(*mut c_int) -> *mut *mut Device;
-    open_device "ibv_open_device": fn(*mut Device) -> *mut Context;
-    close_device "ibv_close_device": fn(*mut Context) -> c_int;
-    query_device "ibv_query_device": fn(*mut Context, *mut DeviceAttr) -> c_int;
-    query_port "ibv_query_port": fn(*mut Context, u8, *mut PortAttr) -> c_int;
-    query_gid_ex "_ibv_query_gid_ex": fn(*mut Context, u32, u32, *mut GidEntry, u32, usize) -> c_int;
-    alloc_pd "ibv_alloc_pd": fn(*mut Context) -> *mut Pd;
-    dealloc_pd "ibv_dealloc_pd": fn(*mut Pd) -> c_int;
-    reg_mr_iova "ibv_reg_mr_iova": fn(*mut Pd, *mut c_void, usize, u64, c_int) -> *mut Mr;
-    dereg_mr "ibv_dereg_mr": fn(*mut Mr) -> c_int;
-    create_comp_channel "ibv_create_comp_channel": fn(*mut Context) -> *mut Channel;
-    destroy_comp_channel "ibv_destroy_comp_channel": fn(*mut Channel) -> c_int;
-    create_cq "ibv_create_cq": fn(*mut Context, c_int, *mut c_void, *mut Channel, c_int) -> *mut Cq;
-    destroy_cq "ibv_destroy_cq": fn(*mut Cq) -> c_int;
-    get_cq_event "ibv_get_cq_event": fn(*mut Channel, *mut *mut Cq, *mut *mut c_void) -> c_int;
-    ack_cq_events "ibv_ack_cq_events": fn(*mut Cq, u32);
-    create_qp "ibv_create_qp": fn(*mut Pd, *mut QpInitAttr) -> *mut Qp;
-    modify_qp "ibv_modify_qp": fn(*mut Qp, *mut QpAttr, c_int) -> c_int;
-    destroy_qp "ibv_destroy_qp": fn(*mut Qp) -> c_int;
-    get_async_event "ibv_get_async_event": fn(*mut Context, *mut AsyncEvent) -> c_int;
-    ack_async_event "ibv_ack_async_event": fn(*mut AsyncEvent);
-}
-
-/// The library. Its drivers are loaded, and stay.
-pub(super) struct Verbs {
-    pub functions: Functions,
-    devices: Vec<*mut Device>,
-    // After the functions, which are in it.
-    _library: libloading::Library,
-}
-
-// SAFETY: the library may be called from any thread; the list of devices is never freed nor changed.
-unsafe impl Send for Verbs {}
-// SAFETY: as above.
-unsafe impl Sync for Verbs {}
-
-impl std::fmt::Debug for Verbs {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        formatter.debug_struct("Verbs").field("devices", &self.devices.len()).finish_non_exhaustive()
     }
-}
-
-impl Verbs {
-    /// Loads it, with the drivers of the host's devices.
-    pub fn load() -> Result<Arc<Self>, Absent> {
-        // SAFETY: the library's initialisers are those of rdma-core; they do nothing that depends on this program.
-        let library = unsafe { libloading::Library::new(LIBRARY) };
-        let library = library.map_err(|error| Absent::Library(error.to_string()))?;
-        let functions = Functions::load(&library)?;
-        let mut count = 0;
-        // SAFETY: it takes a place for the number and gives a list that is freed by another call, which never comes.
-        let list = unsafe { (functions.get_device_list)(&raw mut count) };
-        let mut devices = Vec::new();
-        for index in 0..usize::try_from(count).unwrap_or(0) {
-            if list.is_null() {
-                break;
-            }
-            // SAFETY: the list has `count` elements.
-            devices.push(unsafe { *list.add(index) });
-        }
-        Ok(Arc::new(Self { functions, devices, _library: library }))
-    }
-
-    /// Finds the port that has an address of RoCE version 2.
-    pub fn find(self: &Arc<Self>, address: std::net::IpAddr) -> Result<Found, Absent> {
-        if self.devices.is_empty() {
-            return Err(Absent::NoDevice);
-        }
-        let wanted = match address {
-            std::net::IpAddr::V4(address) => address.to_ipv6_mapped().octets(),
-            std::net::IpAddr::V6(address) => address.octets(),
-        };
-        let mut seen = Vec::new();
-        for &device in &self.devices {
-            let (name, node) = names(device);
-            let context = match self.open(device, &name) {
-                Ok(context) => context,
-                Err(error) => {
-                    seen.push(format!("{name} ({error})"));
-                    continue;
-                }
-            };
-            let looked = self.look(context, &name, &wanted, &mut seen);
-            // SAFETY: opened above, and nothing was made of it.
-            unsafe { (self.functions.close_device)(context) };
-            if let Some((info, gid_index)) = looked? {
-                let node = PathBuf::from("/dev/infiniband").join(node);
-                return Ok(Found { library: Arc::clone(self), device, gid_index, node, info });
-            }
-        }
-        Err(Absent::NoAddress { address, devices: seen.join(", ") })
-    }
-
-    fn open(&self, device: *mut Device, name: &str) -> Result<*mut Context, Absent> {
-        // SAFETY: a device of the library's list.
-        let context = unsafe { (self.functions.open_device)(device) };
-        if context.is_null() {
-            let why = std::io::Error::last_os_error().to_string();
-            return Err(Absent::Open { device: name.to_owned(), why });
-        }
-        Ok(context)
-    }
-
-    /// Looks for an address at all ports of a device.
-    fn look(
-        &self,
-        context: *mut Context,
-        name: &str,
-        wanted: &[u8; 16],
-        seen: &mut Vec<String>,
-    ) -> Result<Option<(RnicInfo, u8)>, Absent> {
-        // SAFETY: plain numbers.
-        let mut device: DeviceAttr = unsafe { std::mem::zeroed() };
-        // SAFETY: an open context, and room for more than the library writes.
-        if unsafe { (self.functions.query_device)(context, &raw mut device) } != 0 {
-            seen.push(format!("{name} (doesn't answer)"));
-            return Ok(None);
-        }
-        for number in 1..=device.phys_port_cnt {
-            // SAFETY: plain numbers.
-            let mut port: PortAttr = unsafe { std::mem::zeroed() };
-            // SAFETY: as above.
-            if unsafe { (self.functions.query_port)(context, number, &raw mut port) } != 0 {
-                continue;
-            }
-            if port.state != PORT_ACTIVE {
-                seen.push(format!("{name} port {number} (not active)"));
-                continue;
-            }
-            for index in 0..u8::try_from(port.gid_tbl_len).unwrap_or(u8::MAX) {
-                let mut entry = GidEntry::default();
-                let size = std::mem::size_of::<GidEntry>();
-                // SAFETY: as above; the size says how much may be written.
-                let got = unsafe {
-                    (self.functions.query_gid_ex)(
-                        context,
-                        u32::from(number),
-                        u32::from(index),
-                        &raw mut entry,
-                        0,
-                        size,
-                    )
-                };
-                if got != 0 || entry.gid_type != GID_ROCE_V2 {
-                    continue;
-                }
-                if entry.gid.0 != *wanted {
-                    seen.push(format!("{name} port {number} at {:?}", Gid(entry.gid.0)));
-                    continue;
-                }
-                if device.max_sge < SGES {
-                    return Err(Absent::Elements { device: name.to_owned(), sges: device.max_sge });
-                }
-                let most = u32::try_from(device.max_qp_wr).unwrap_or(0);
-                let reads = |most: c_int| u8::try_from(most.clamp(0, 255)).unwrap_or(0);
-                let info = RnicInfo {
-                    device: name.to_owned(),
-                    port: number,
-                    address: (*wanted).into(),
-                    mtu: u8::try_from(port.active_mtu.clamp(1, 5)).unwrap_or(1),
-                    sends: SENDS.min(most),
-                    receives: RECEIVES.min(most),
-                    reads: reads(device.max_qp_init_rd_atom),
-                    served_reads: reads(device.max_qp_rd_atom),
-                };
-                return Ok(Some((info, index)));
-            }
-        }
-        Ok(None)
-    }
-}
-
-/// Its names: as a device, and as a file.
-fn names(device: *mut Device) -> (String, String) {
-    // SAFETY: a device of the library's list, which is never freed; both names end with a NUL within their arrays.
-    let (name, node) =
-        unsafe { (CStr::from_ptr((*device).name.as_ptr()), CStr::from_ptr((*device).dev_name.as_ptr())) };
-    (name.to_string_lossy().into_owned(), node.to_string_lossy().into_owned())
 }
 
 /// A device that will do. It isn't open yet: the kernel wants it opened with the credentials that it is used with.
 #[derive(Debug)]
 pub struct Found {
-    pub(super) library: Arc<Verbs>,
-    device: *mut Device,
-    pub(super) gid_index: u8,
-    node: PathBuf,
+    pub(super) port: ibverbs::Found,
     info: RnicInfo,
 }
-
-// SAFETY: the pointer is one of the library's list, which is never freed nor changed.
-unsafe impl Send for Found {}
 
 impl Found {
     /// Looks for a device of this host with an address. The library and its drivers are loaded by that: before a sandbox.
@@ -290,7 +78,22 @@ impl Found {
     /// # Errors
     /// Why the host can't offer the transport.
     pub fn look(address: std::net::IpAddr) -> Result<Self, Absent> {
-        Verbs::load()?.find(address)
+        let port = ibverbs::Found::look(address)?;
+        let found = port.info();
+        if found.elements < SGES {
+            return Err(Absent::Elements { device: found.device.clone(), sges: found.elements });
+        }
+        let info = RnicInfo {
+            device: found.device.clone(),
+            port: found.port,
+            address: found.address,
+            mtu: found.mtu,
+            sends: SENDS.min(found.requests),
+            receives: RECEIVES.min(found.requests),
+            reads: found.reads,
+            served_reads: found.served_reads,
+        };
+        Ok(Self { port, info })
     }
 
     /// What was found.
@@ -302,11 +105,7 @@ impl Found {
     /// The device's file.
     #[must_use]
     pub fn node(&self) -> &std::path::Path {
-        &self.node
-    }
-
-    pub(super) fn open(&self) -> Result<*mut Context, Absent> {
-        self.library.open(self.device, &self.info.device)
+        self.port.node()
     }
 }
 
@@ -315,36 +114,23 @@ impl Found {
 /// # Errors
 /// Why it can't.
 pub fn devices() -> Result<Vec<String>, Absent> {
-    let library = Verbs::load()?;
-    if library.devices.is_empty() {
-        return Err(Absent::NoDevice);
-    }
-    Ok(library.devices.iter().map(|device| names(*device).0).collect())
+    Ok(ibverbs::devices()?)
 }
 
 #[cfg(test)]
-#[allow(clippy::unwrap_used, clippy::print_stderr)] // For tests only.
 mod tests {
     use super::*;
 
-    /// With the library here all functions are found in it, and a host without a device says so; without it the sentence says what to
-    /// install.
+    /// The daemon's own advice is in its sentences, whatever the library's crate says to others.
     #[test]
-    fn a_host_says_what_it_lacks() {
+    fn what_is_absent_is_told_with_the_daemon_s_advice() {
         let address = std::net::IpAddr::from([203, 0, 113, 77]);
-        let error = match Found::look(address) {
-            Ok(found) => panic!("a documentation address is no host's: {found:?}"),
-            Err(error) => error,
-        };
-        let text = error.to_string();
-        match error {
-            Absent::Library(_) => {
-                eprintln!("SKIPPED: libibverbs isn't installed here: its functions are NOT checked");
-                assert!(text.contains("install"));
-            }
-            Absent::NoDevice => assert!(text.contains("rdma link add"), "{text}"),
-            Absent::NoAddress { .. } => assert!(text.contains("203.0.113.77"), "{text}"),
-            other => panic!("{other}"),
+        for (absent, advice) in [
+            (ibverbs::Absent::NoAddress { address, devices: "rxe0".to_owned() }, "--fabric-address"),
+            (ibverbs::Absent::Function("ibv_x"), "transport verbs needs"),
+        ] {
+            let text = Absent::from(absent).to_string();
+            assert!(text.contains(advice), "{text}");
         }
     }
 }

@@ -15,7 +15,7 @@
 //!
 //! | module | holds |
 //! |---|---|
-//! | `rnic` | what a device must do; `device`, `library`, `abi`: libibverbs |
+//! | `rnic` | what a device must do; `device`, `library`: libibverbs (crate `ibverbs`) |
 //! | `numbers` | keys, both ways |
 //! | `control` | what daemons tell each other |
 //! | `link` | a connection |
@@ -23,7 +23,6 @@
 //! | `requests`, `messages` | what the guest posts; what daemons say |
 //! | `moving` | what becomes of connections when a VM moves |
 
-mod abi;
 mod announced;
 mod control;
 mod device;

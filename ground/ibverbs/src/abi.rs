@@ -1,28 +1,28 @@
-//! The parts of libibverbs' binary interface that are used here (`<infiniband/verbs.h>`), as they have been since its version 1.1: the
+//! The parts of libibverbs' binary interface that are used (`<infiniband/verbs.h>`), as they have been since its version 1.1: the
 //! library keeps them by versioned symbols. A test has the C compiler confirm sizes and offsets where the header is there.
 
-#![allow(dead_code)] // Layouts are whole, whatever of them is used.
+#![allow(missing_docs)] // Names are those of the header, without its prefixes.
 
 use std::ffi::{c_char, c_int, c_uint, c_void};
 
 /// `IBV_SYSFS_NAME_MAX`.
-pub(super) const NAME: usize = 64;
+pub const NAME: usize = 64;
 /// `IBV_QPT_RC`.
-pub(super) const QPT_RC: u32 = 2;
+pub const QPT_RC: u32 = 2;
 /// `IBV_GID_TYPE_ROCE_V2` of `enum ibv_gid_type`.
-pub(super) const GID_ROCE_V2: u32 = 2;
+pub const GID_ROCE_V2: u32 = 2;
 /// `IBV_PORT_ACTIVE`.
-pub(super) const PORT_ACTIVE: u32 = 4;
+pub const PORT_ACTIVE: u32 = 4;
 
 /// `enum ibv_qp_state`.
-pub(super) mod state {
+pub mod state {
     pub const INIT: u32 = 1;
     pub const RTR: u32 = 2;
     pub const RTS: u32 = 3;
 }
 
 /// `enum ibv_qp_attr_mask`.
-pub(super) mod mask {
+pub mod mask {
     pub const STATE: i32 = 1 << 0;
     pub const ACCESS_FLAGS: i32 = 1 << 3;
     pub const PKEY_INDEX: i32 = 1 << 4;
@@ -41,7 +41,7 @@ pub(super) mod mask {
 }
 
 /// `enum ibv_wr_opcode`.
-pub(super) mod opcode {
+pub mod opcode {
     pub const WRITE: u32 = 0;
     pub const WRITE_WITH_IMM: u32 = 1;
     pub const SEND: u32 = 2;
@@ -52,26 +52,35 @@ pub(super) mod opcode {
 }
 
 /// `enum ibv_send_flags`.
-pub(super) mod send {
+pub mod send {
     pub const FENCE: u32 = 1 << 0;
     pub const SIGNALED: u32 = 1 << 1;
     pub const SOLICITED: u32 = 1 << 2;
+    pub const INLINE: u32 = 1 << 3;
 }
 
+/// `IBV_ACCESS_LOCAL_WRITE` of `enum ibv_access_flags`.
+pub const ACCESS_LOCAL_WRITE: i32 = 1;
+/// `IBV_WC_WR_FLUSH_ERR` of `enum ibv_wc_status`, whose 0 is success.
+pub const WC_FLUSHED: u32 = 5;
+/// `IBV_WC_RETRY_EXC_ERR`.
+pub const WC_RETRY_EXCEEDED: u32 = 12;
+/// `IBV_WC_RNR_RETRY_EXC_ERR`.
+pub const WC_RNR_RETRY_EXCEEDED: u32 = 13;
 /// `IBV_WC_RECV_RDMA_WITH_IMM`.
-pub(super) const WC_RECV_WRITE_IMM: u32 = 129;
+pub const WC_RECV_WRITE_IMM: u32 = 129;
 /// `IBV_WC_WITH_IMM`.
-pub(super) const WC_WITH_IMM: u32 = 2;
+pub const WC_WITH_IMM: u32 = 2;
 
 /// `enum ibv_event_type`.
-pub(super) mod event {
+pub mod event {
     pub const QP_FATAL: u32 = 1;
     pub const QP_REQ_ERR: u32 = 2;
     pub const QP_ACCESS_ERR: u32 = 3;
 }
 
 #[repr(C)]
-pub(super) struct Device {
+pub struct Device {
     pub ops: [usize; 2],
     pub node_type: u32,
     pub transport_type: u32,
@@ -81,7 +90,7 @@ pub(super) struct Device {
 }
 
 #[repr(C)]
-pub(super) struct ContextOps {
+pub struct ContextOps {
     pub before: [usize; 11],
     pub poll_cq: Option<unsafe extern "C" fn(*mut Cq, c_int, *mut Wc) -> c_int>,
     pub req_notify_cq: Option<unsafe extern "C" fn(*mut Cq, c_int) -> c_int>,
@@ -92,7 +101,7 @@ pub(super) struct ContextOps {
 }
 
 #[repr(C)]
-pub(super) struct Context {
+pub struct Context {
     pub device: *mut Device,
     pub ops: ContextOps,
     pub cmd_fd: c_int,
@@ -100,13 +109,13 @@ pub(super) struct Context {
 }
 
 #[repr(C)]
-pub(super) struct Pd {
+pub struct Pd {
     pub context: *mut Context,
     pub handle: u32,
 }
 
 #[repr(C)]
-pub(super) struct Mr {
+pub struct Mr {
     pub context: *mut Context,
     pub pd: *mut Pd,
     pub addr: *mut c_void,
@@ -117,19 +126,19 @@ pub(super) struct Mr {
 }
 
 #[repr(C)]
-pub(super) struct Channel {
+pub struct Channel {
     pub context: *mut Context,
     pub fd: c_int,
 }
 
 #[repr(C)]
-pub(super) struct Cq {
+pub struct Cq {
     pub context: *mut Context,
 }
 
 /// The library's own; only what comes first is named.
 #[repr(C)]
-pub(super) struct Qp {
+pub struct Qp {
     pub context: *mut Context,
     pub qp_context: *mut c_void,
     pub pd: *mut Pd,
@@ -142,14 +151,14 @@ pub(super) struct Qp {
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub(super) struct HostSge {
+pub struct HostSge {
     pub addr: u64,
     pub length: u32,
     pub lkey: u32,
 }
 
 #[repr(C)]
-pub(super) struct RecvWr {
+pub struct RecvWr {
     pub wr_id: u64,
     pub next: *mut RecvWr,
     pub sg_list: *mut HostSge,
@@ -157,7 +166,7 @@ pub(super) struct RecvWr {
 }
 
 #[repr(C)]
-pub(super) struct SendWr {
+pub struct SendWr {
     pub wr_id: u64,
     pub next: *mut SendWr,
     pub sg_list: *mut HostSge,
@@ -174,21 +183,21 @@ pub(super) struct SendWr {
 /// The union of where a request goes.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(super) union Target {
+pub union Target {
     pub rdma: Rdma,
     pub atomic: Atomic,
 }
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(super) struct Rdma {
+pub struct Rdma {
     pub remote_addr: u64,
     pub rkey: u32,
 }
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub(super) struct Atomic {
+pub struct Atomic {
     pub remote_addr: u64,
     pub compare_add: u64,
     pub swap: u64,
@@ -197,7 +206,7 @@ pub(super) struct Atomic {
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub(super) struct Wc {
+pub struct Wc {
     pub wr_id: u64,
     pub status: u32,
     pub opcode: u32,
@@ -215,7 +224,7 @@ pub(super) struct Wc {
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub(super) struct QpCap {
+pub struct QpCap {
     pub max_send_wr: u32,
     pub max_recv_wr: u32,
     pub max_send_sge: u32,
@@ -224,7 +233,7 @@ pub(super) struct QpCap {
 }
 
 #[repr(C)]
-pub(super) struct QpInitAttr {
+pub struct QpInitAttr {
     pub qp_context: *mut c_void,
     pub send_cq: *mut Cq,
     pub recv_cq: *mut Cq,
@@ -237,11 +246,11 @@ pub(super) struct QpInitAttr {
 /// `union ibv_gid`, whose other member holds words of 64 bits.
 #[repr(C, align(8))]
 #[derive(Clone, Copy, Default)]
-pub(super) struct RawGid(pub [u8; 16]);
+pub struct RawGid(pub [u8; 16]);
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub(super) struct AhAttr {
+pub struct AhAttr {
     pub dgid: RawGid,
     pub flow_label: u32,
     pub sgid_index: u8,
@@ -258,7 +267,7 @@ pub(super) struct AhAttr {
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub(super) struct QpAttr {
+pub struct QpAttr {
     pub qp_state: u32,
     pub cur_qp_state: u32,
     pub path_mtu: u32,
@@ -288,7 +297,7 @@ pub(super) struct QpAttr {
 }
 
 #[repr(C)]
-pub(super) struct AsyncEvent {
+pub struct AsyncEvent {
     /// What it is about, a pointer for most types.
     pub element: *mut c_void,
     pub event_type: u32,
@@ -296,7 +305,7 @@ pub(super) struct AsyncEvent {
 
 #[repr(C)]
 #[derive(Clone, Copy, Default)]
-pub(super) struct GidEntry {
+pub struct GidEntry {
     pub gid: RawGid,
     pub gid_index: u32,
     pub port_num: u32,
@@ -307,7 +316,7 @@ pub(super) struct GidEntry {
 /// With room for what newer libraries add.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(super) struct PortAttr {
+pub struct PortAttr {
     pub state: u32,
     pub max_mtu: u32,
     pub active_mtu: u32,
@@ -318,7 +327,7 @@ pub(super) struct PortAttr {
 /// With room for what newer libraries add.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(super) struct DeviceAttr {
+pub struct DeviceAttr {
     pub fw_ver: [u8; 64],
     pub guids: [u64; 2],
     pub max_mr_size: u64,
@@ -452,6 +461,11 @@ mod tests {
             ("IBV_SEND_FENCE", unsigned(send::FENCE)),
             ("IBV_SEND_SIGNALED", unsigned(send::SIGNALED)),
             ("IBV_SEND_SOLICITED", unsigned(send::SOLICITED)),
+            ("IBV_SEND_INLINE", unsigned(send::INLINE)),
+            ("IBV_ACCESS_LOCAL_WRITE", number(ACCESS_LOCAL_WRITE)),
+            ("IBV_WC_WR_FLUSH_ERR", unsigned(WC_FLUSHED)),
+            ("IBV_WC_RETRY_EXC_ERR", unsigned(WC_RETRY_EXCEEDED)),
+            ("IBV_WC_RNR_RETRY_EXC_ERR", unsigned(WC_RNR_RETRY_EXCEEDED)),
             ("IBV_WC_RECV_RDMA_WITH_IMM", unsigned(WC_RECV_WRITE_IMM)),
             ("IBV_WC_WITH_IMM", unsigned(WC_WITH_IMM)),
             ("IBV_EVENT_QP_FATAL", unsigned(event::QP_FATAL)),
