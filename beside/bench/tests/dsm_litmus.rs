@@ -69,6 +69,7 @@ fn run(file: &[u8], trouble: Trouble, arguments: &[&str]) -> String {
             let settings = NodeSettings {
                 node,
                 addresses: addresses.clone(),
+                device: None,
                 policy: policy(),
                 record: false,
                 checkpoints: None,

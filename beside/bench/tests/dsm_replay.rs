@@ -24,6 +24,7 @@ fn record(programs: &Programs, program: &str, policy: Policy, arguments: &[&str]
             let settings = NodeSettings {
                 node,
                 addresses,
+                device: None,
                 policy,
                 record: true,
                 checkpoints: None,

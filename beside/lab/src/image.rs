@@ -39,8 +39,11 @@ impl Images {
         if !todo.is_empty() {
             tools()?;
             let apt = Apt::new(&images.dir.join("apt"))?;
-            progress!("images: package lists");
-            apt.update(false)?;
+            // This one is made of what others were made of.
+            if todo != [Artifact::Newer] {
+                progress!("images: package lists");
+                apt.update(false)?;
+            }
             for artifact in todo {
                 images
                     .build(artifact, &apt)
@@ -81,6 +84,7 @@ impl Images {
             Artifact::Qemu => self.qemu()?,
             Artifact::Kernels => self.kernels(apt)?,
             Artifact::Host => self.host(apt, work.path())?,
+            Artifact::Newer => self.newer()?,
             Artifact::Guest => self.guest(apt, work.path())?,
             Artifact::Rdma => self.rdma(apt, work.path())?,
             Artifact::Neighbours => self.neighbours(apt, work.path())?,
@@ -101,14 +105,14 @@ impl Images {
         self.dir.join("kernels").join(name)
     }
 
-    /// The hosts' kernel.
-    pub fn host_kernel(&self) -> PathBuf {
-        self.kernel(recipe::KERNELS[0].name).join("vmlinux")
+    /// The hosts' kernel, the usual or a newer one.
+    pub fn host_kernel(&self, newer: bool) -> PathBuf {
+        self.kernel(if newer { recipe::NEWER_KERNEL } else { recipe::KERNELS[0].name }).join("vmlinux")
     }
 
-    /// The hosts' initramfs.
-    pub fn host_initrd(&self) -> PathBuf {
-        self.dir.join("host.initrd")
+    /// The hosts' initramfs, for the usual kernel or a newer one.
+    pub fn host_initrd(&self, newer: bool) -> PathBuf {
+        self.dir.join(if newer { "newer.initrd" } else { "host.initrd" })
     }
 
     /// The hosts' root disk.
@@ -192,10 +196,34 @@ impl Images {
         ext4(&root, &self.host_root(), "labhost", 25)?;
         let order = Modules::scan(&modules)?.in_order(recipe::HOST_INITRD_MODULES)?;
         let initrd = initrd(&root, recipe::HOST_INITRD_INIT, &order)?;
-        // In one step: another lab may be about to boot from the old one.
-        let part = self.host_initrd().with_extension("part");
-        fs::write(&part, initrd).context("Can't write the hosts' initramfs")?;
-        fs::rename(&part, self.host_initrd()).context("Can't put the hosts' initramfs in place")
+        put(&self.host_initrd(false), &initrd)
+    }
+
+    /// The hosts' initramfs, and behind it, which takes precedence, what is otherwise with a newer kernel. That kernel's modules travel in it: the hosts' root disk
+    /// has only those of the usual one.
+    fn newer(&self) -> Result<()> {
+        let folder = self.kernel(recipe::NEWER_KERNEL).join("modules");
+        let modules = Modules::scan(&folder)?;
+        let mut more = Archive::new();
+        let after = [recipe::NEWER_INIT, recipe::NEWER_INIT_BEFORE].concat();
+        let init = recipe::HOST_INITRD_INIT.replace(recipe::NEWER_INIT_BEFORE, &after);
+        more.file("init", 0o755, init.as_bytes());
+        let first = modules.in_order(recipe::HOST_INITRD_MODULES)?;
+        for (name, path) in &first {
+            more.file(&format!("modules/{name}.ko"), 0o644, &fs::read(path)?);
+        }
+        let order: String = first.iter().map(|(name, _)| format!("{name}\n")).collect();
+        more.file("modules/order", 0o644, order.as_bytes());
+        for (name, path) in modules.in_order(recipe::NEWER_MODULES)? {
+            more.file(&format!("newer/kernel/{name}.ko"), 0o644, &fs::read(path)?);
+        }
+        for list in ["modules.order", "modules.builtin", "modules.builtin.modinfo"] {
+            more.file(&format!("newer/{list}"), 0o644, &fs::read(folder.join(list))?);
+        }
+        let mut bytes = fs::read(self.host_initrd(false)).context("Can't read the hosts' initramfs")?;
+        bytes.resize(bytes.len().next_multiple_of(4), 0);
+        bytes.extend(more.finish());
+        put(&self.host_initrd(true), &bytes)
     }
 
     fn guest(&self, apt: &Apt, work: &Path) -> Result<()> {
@@ -223,6 +251,13 @@ impl Images {
         ext4(&root, &disk.join("root.img"), "labguest", 25)?;
         ext4(&disk, &self.guest_disk(), "labdisk", 10)
     }
+}
+
+/// Writes an initramfs, in one step: another lab may be about to boot from the old one.
+fn put(path: &Path, bytes: &[u8]) -> Result<()> {
+    let part = path.with_extension("part");
+    fs::write(&part, bytes).context("Can't write the hosts' initramfs")?;
+    fs::rename(&part, path).context("Can't put the hosts' initramfs in place")
 }
 
 /// Programs that building needs; all said at once.

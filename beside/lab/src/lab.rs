@@ -28,8 +28,8 @@ const HOLD: &str = "cd /share/hold; while [ ! -e end ]; do for f in *.sh; do [ -
 
 /// A host with one CPU changes between its threads every millisecond instead of every 4 ms: guests and the engine poll, and what one of them
 /// waits for is done by another.
-const TAKE_TURNS_QUICKLY: &str = "cd /sys/kernel/debug/sched && echo HRTICK >features && echo 1000000 >min_granularity_ns && \
-     echo 3000000 >latency_ns && echo 1000000 >wakeup_granularity_ns";
+const TAKE_TURNS_QUICKLY: &str = "cd /sys/kernel/debug/sched && echo HRTICK >features && if [ -e base_slice_ns ]; then echo 1000000 >base_slice_ns; else \
+     echo 1000000 >min_granularity_ns && echo 3000000 >latency_ns && echo 1000000 >wakeup_granularity_ns; fi";
 
 /// Removes the folders of labs that were killed.
 fn sweep() {

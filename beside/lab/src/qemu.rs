@@ -147,8 +147,8 @@ impl Emulator {
         add("-no-reboot", String::new());
         add("-serial", format!("file:{d}/console"));
         add("-qmp", format!("unix:{d}/qmp,server=on,wait=off"));
-        add("-kernel", images.host_kernel().display().to_string());
-        add("-initrd", images.host_initrd().display().to_string());
+        add("-kernel", images.host_kernel(host.newer).display().to_string());
+        add("-initrd", images.host_initrd(host.newer).display().to_string());
         let mut words = vec![
             "console=ttyS0".to_owned(),
             "quiet".into(),

@@ -384,6 +384,30 @@ pub const HOST_MODULES_LEFT_OUT: &[&str] = &[
     "net/sctp",
 ];
 
+/// The kernel of hosts that ask for a newer one ([`crate::topology::HostSpec::newer`]).
+pub const NEWER_KERNEL: &str = "6.12-generic";
+
+/// The modules that such a host has, and what they need.
+pub const NEWER_MODULES: &[&str] = &[
+    "9p",
+    "9pnet_virtio",
+    "virtio_console",
+    "kvm-amd",
+    "virtio_net",
+    "tun",
+    "rdma_rxe",
+    "ib_uverbs",
+    // rxe asks for it by what it computes, which no dependency shows.
+    "crc32_generic",
+    "sch_netem",
+];
+
+/// What the first program of such a host does more, once the root is there: the root has the other kernel's modules only.
+pub const NEWER_INIT: &str =
+    "d=/new/usr/lib/modules/$(uname -r)\nmkdir -p $d\ncp -r /newer/* $d/\nchroot /new depmod $(uname -r)\n";
+/// Before this line of [`HOST_INITRD_INIT`].
+pub const NEWER_INIT_BEFORE: &str = "umount /proc\n";
+
 /// PID 1 of a host's initramfs.
 pub const HOST_INITRD_INIT: &str = include_str!("../assets/host-initrd-init.sh");
 /// PID 1 of a host.
@@ -416,6 +440,8 @@ pub enum Artifact {
     Kernels,
     /// A host's root disk and initramfs.
     Host,
+    /// The initramfs of hosts with a newer kernel.
+    Newer,
     /// The disk with everything guests boot from.
     Guest,
     /// The root disk of guests that do RDMA.
@@ -428,10 +454,11 @@ pub enum Artifact {
 
 impl Artifact {
     /// All of them, in build order.
-    pub const ALL: [Artifact; 7] = [
+    pub const ALL: [Artifact; 8] = [
         Artifact::Qemu,
         Artifact::Kernels,
         Artifact::Host,
+        Artifact::Newer,
         Artifact::Guest,
         Artifact::Rdma,
         Artifact::Neighbours,
@@ -446,6 +473,7 @@ impl Artifact {
             Artifact::Qemu => "qemu",
             Artifact::Kernels => "kernels",
             Artifact::Host => "host",
+            Artifact::Newer => "newer",
             Artifact::Guest => "guest",
             Artifact::Rdma => "rdma",
             Artifact::Neighbours => "neighbours",
@@ -471,6 +499,12 @@ impl Artifact {
                 parts.extend(HOST_INITRD_MODULES);
                 parts.extend(HOST_MODULES_LEFT_OUT);
                 parts.extend([HOST_INITRD_INIT, HOST_INIT]);
+            }
+            Artifact::Newer => {
+                parts.extend(kernels);
+                parts.extend(HOST_INITRD_MODULES);
+                parts.extend(NEWER_MODULES);
+                parts.extend([NEWER_KERNEL, HOST_INITRD_INIT, NEWER_INIT, NEWER_INIT_BEFORE]);
             }
             Artifact::Guest => {
                 parts.extend(GUEST_PACKAGES);
@@ -518,6 +552,12 @@ mod tests {
         assert_ne!(hash(["a"]), hash(["a", ""]));
         assert_eq!(hash(["fio", "iperf3"]), hash(["fio", "iperf3"]));
         assert_ne!(hash(["fio", "iperf3"]), hash(["iperf3", "fio"]));
+    }
+
+    #[test]
+    fn a_newer_host_has_a_place_for_its_modules() {
+        assert_eq!(HOST_INITRD_INIT.matches(NEWER_INIT_BEFORE).count(), 1);
+        assert!(KERNELS.iter().any(|kernel| kernel.name == NEWER_KERNEL));
     }
 
     #[test]

@@ -33,6 +33,8 @@ pub struct HostSpec {
     pub appliance: bool,
     /// Whether its guests load the modules for neighbours.
     pub neighbours: bool,
+    /// Whether it boots a newer kernel than hosts usually do.
+    pub newer: bool,
     /// More arguments for QEMU: devices, IOMMUs, drives.
     pub qemu: Vec<String>,
     /// More words for its kernel's command line; `kvm_amd.npt=0` sets a KVM option.
@@ -50,6 +52,7 @@ impl HostSpec {
             rdma: false,
             appliance: false,
             neighbours: false,
+            newer: false,
             qemu: Vec::new(),
             kernel: Vec::new(),
         }
@@ -82,6 +85,13 @@ impl HostSpec {
     /// Has the modules for neighbours built, for its guests' kernels.
     pub fn neighbours(mut self) -> Self {
         self.neighbours = true;
+        self
+    }
+
+    /// Boots it with a newer kernel ([`crate::recipe::NEWER_KERNEL`]), and few modules: for what the usual one can't do, such as nodes of a VM that spans
+    /// hosts, which need userfaultfd as it is since Linux 6.4.
+    pub fn newer(mut self) -> Self {
+        self.newer = true;
         self
     }
 
@@ -173,7 +183,8 @@ impl Topology {
         let rdma = self.hosts.iter().any(|h| h.rdma).then_some(Artifact::Rdma);
         let neighbours = self.hosts.iter().any(|h| h.neighbours).then_some(Artifact::Neighbours);
         let appliance = self.hosts.iter().any(|h| h.appliance).then_some(Artifact::Appliance);
-        Artifact::USUAL.into_iter().chain(rdma).chain(neighbours).chain(appliance).collect()
+        let newer = self.hosts.iter().any(|h| h.newer).then_some(Artifact::Newer);
+        Artifact::USUAL.into_iter().chain(newer).chain(rdma).chain(neighbours).chain(appliance).collect()
     }
 
     /// Says what is wrong with it, if anything.

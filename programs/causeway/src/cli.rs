@@ -350,7 +350,7 @@ pub struct RunArgs {
     /// Which node of a VM this is, from 0 on; with --peers
     #[arg(long, value_name = "NODE", requires = "peers")]
     pub node: Option<u8>,
-    /// Where all nodes of the VM listen, in order: unix:PATH or tcp:HOST:PORT, separated by commas
+    /// Where all nodes of the VM listen, in order: unix:PATH, tcp:HOST:PORT or rdma:HOST:PORT, separated by commas
     #[arg(long, value_name = "ADDRESS,...", value_delimiter = ',', requires = "node")]
     pub peers: Vec<NodeAddress>,
     /// How nodes keep memory the same: by moving pages only, or also by sending updates of pages that many use  [default: update]

@@ -4,18 +4,20 @@ use std::fmt;
 use std::path::PathBuf;
 use std::str::FromStr;
 
-/// Where a node listens: `unix:PATH` or `tcp:HOST:PORT`.
+/// Where a node listens: `unix:PATH`, `tcp:HOST:PORT` or `rdma:HOST:PORT`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NodeAddress {
     /// A Unix socket of this host.
     Unix(PathBuf),
     /// Host and port.
     Tcp(String),
+    /// Host and port of the TCP connection; frames go by the RDMA device that has the host's address.
+    Rdma(String),
 }
 
 /// Text that is no address of a node.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("\"{0}\" is no address of a node; write unix:PATH or tcp:HOST:PORT")]
+#[error("\"{0}\" is no address of a node; write unix:PATH, tcp:HOST:PORT or rdma:HOST:PORT")]
 pub struct AddressError(String);
 
 impl FromStr for NodeAddress {
@@ -26,10 +28,14 @@ impl FromStr for NodeAddress {
         match text.split_once(':') {
             // 107 bytes fit into a socket's address.
             Some(("unix", path)) if (1..108).contains(&path.len()) => Ok(Self::Unix(path.into())),
-            Some(("tcp", place)) => {
+            Some((kind @ ("tcp" | "rdma"), place)) => {
                 let (host, port) = place.rsplit_once(':').ok_or_else(wrong)?;
                 let port_known = port.parse::<u16>().is_ok_and(|port| port != 0);
-                if host.is_empty() || !port_known { Err(wrong()) } else { Ok(Self::Tcp(place.to_owned())) }
+                match kind {
+                    _ if host.is_empty() || !port_known => Err(wrong()),
+                    "tcp" => Ok(Self::Tcp(place.to_owned())),
+                    _ => Ok(Self::Rdma(place.to_owned())),
+                }
             }
             _ => Err(wrong()),
         }
@@ -41,6 +47,7 @@ impl fmt::Display for NodeAddress {
         match self {
             Self::Unix(path) => write!(formatter, "unix:{}", path.display()),
             Self::Tcp(place) => write!(formatter, "tcp:{place}"),
+            Self::Rdma(place) => write!(formatter, "rdma:{place}"),
         }
     }
 }
@@ -51,13 +58,24 @@ mod tests {
 
     #[test]
     fn addresses_are_read_as_they_are_written_and_nothing_else_is() {
-        for text in ["unix:/run/a b", "tcp:10.0.0.1:7000", "tcp:[fe80::1]:1"] {
+        for text in ["unix:/run/a b", "tcp:10.0.0.1:7000", "tcp:[fe80::1]:1", "rdma:10.0.0.1:7000"] {
             assert_eq!(text.parse::<NodeAddress>().unwrap().to_string(), text);
         }
         let long = format!("unix:/{}", "x".repeat(107));
-        for text in
-            ["", "unix:", "tcp:", "tcp:host", "tcp::7000", "tcp:host:0", "tcp:host:70000", "udp:h:1", &long]
-        {
+        for text in [
+            "",
+            "unix:",
+            "tcp:",
+            "tcp:host",
+            "tcp::7000",
+            "tcp:host:0",
+            "tcp:host:70000",
+            "udp:h:1",
+            "rdma:",
+            "rdma:host",
+            "rdma:host:0",
+            &long,
+        ] {
             assert!(text.parse::<NodeAddress>().is_err(), "{text}");
         }
     }

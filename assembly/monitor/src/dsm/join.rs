@@ -4,10 +4,12 @@ use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream, ToSocketAddrs as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::link::{Link, Stream};
-use super::{DsmError, NodeAddress};
+use super::link::{Link, Stream, Way};
+use super::rdma::{self, Device};
+use super::{DsmError, NoDevice, NodeAddress, RdmaDevice};
 
 /// How long the last node may come after the first.
 const PATIENCE: Duration = Duration::from_secs(15);
@@ -18,6 +20,8 @@ const GREETING: Duration = Duration::from_secs(2);
 /// Connections that may be silent at one time. Whoever comes then takes the place of the oldest.
 const STRANGERS: usize = 64;
 const MAGIC: &[u8; 8] = b"CWNODES1";
+/// Where the link is to go by RDMA: whoever means another kind of link is told so.
+const MAGIC_RDMA: &[u8; 8] = b"CWNODER1";
 
 /// What both sides of a link say first. All fields but `node` must be the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -26,6 +30,8 @@ pub(super) struct Hello {
     pub(super) nodes: u8,
     /// Of program, arguments, memory, vCPUs and policy. Against mistakes, not against attacks.
     pub(super) digest: u64,
+    /// Links go by RDMA; the same on all nodes.
+    pub(super) rdma: bool,
 }
 
 const LEN: usize = 18;
@@ -33,7 +39,7 @@ const LEN: usize = 18;
 impl Hello {
     fn to_bytes(self) -> [u8; LEN] {
         let mut bytes = [0; LEN];
-        bytes[..8].copy_from_slice(MAGIC);
+        bytes[..8].copy_from_slice(if self.rdma { MAGIC_RDMA } else { MAGIC });
         bytes[8] = self.node;
         bytes[9] = self.nodes;
         bytes[10..].copy_from_slice(&self.digest.to_le_bytes());
@@ -43,7 +49,8 @@ impl Hello {
     fn parse(bytes: [u8; LEN]) -> Option<Self> {
         let (magic, rest) = bytes.split_at(8);
         let digest = u64::from_le_bytes(rest.get(2..)?.try_into().ok()?);
-        (magic == MAGIC).then_some(Self { node: rest[0], nodes: rest[1], digest })
+        let rdma = magic == MAGIC_RDMA;
+        (rdma || magic == MAGIC).then_some(Self { node: rest[0], nodes: rest[1], digest, rdma })
     }
 
     /// Whether `other`, who should be node `expected`, or any that is still missing, can be in the same VM.
@@ -51,6 +58,12 @@ impl Hello {
         let Some(other) = other else {
             return Err("what answers there is no node of a VM; look at the address".to_owned());
         };
+        if other.rdma != self.rdma {
+            let (there, here) = if self.rdma { ("tcp", "rdma") } else { ("rdma", "tcp") };
+            return Err(format!(
+                "its links go by {there}, this one's by {here}; give all nodes the same --peers"
+            ));
+        }
         if other.nodes != self.nodes {
             return Err(format!(
                 "it is of a VM of {} nodes, this one has {}; start all with the same --nodes or --peers",
@@ -83,7 +96,7 @@ impl Listener {
     fn open(address: &NodeAddress) -> std::io::Result<Self> {
         let listener = match address {
             NodeAddress::Unix(path) => Self::Unix(UnixListener::bind(path)?),
-            NodeAddress::Tcp(place) => Self::Tcp(TcpListener::bind(place)?),
+            NodeAddress::Tcp(place) | NodeAddress::Rdma(place) => Self::Tcp(TcpListener::bind(place)?),
         };
         match &listener {
             Self::Unix(listener) => listener.set_nonblocking(true)?,
@@ -146,7 +159,7 @@ impl Greeting {
 fn connect(address: &NodeAddress, deadline: Instant) -> std::io::Result<Stream> {
     Ok(match address {
         NodeAddress::Unix(path) => Stream::Unix(UnixStream::connect(path)?),
-        NodeAddress::Tcp(place) => {
+        NodeAddress::Tcp(place) | NodeAddress::Rdma(place) => {
             let mut last = std::io::Error::new(std::io::ErrorKind::NotFound, "the name has no address");
             for one in place.to_socket_addrs()? {
                 let left = deadline.saturating_duration_since(Instant::now()).max(PAUSE);
@@ -182,8 +195,73 @@ fn greet(stream: &Stream, hello: &Hello) -> std::io::Result<Option<Hello>> {
     Ok(Hello::parse(answer))
 }
 
-/// Connects to all other nodes. `addresses` has one of each node, in order. The links, by node; `None` for this one.
-pub(super) fn join(hello: Hello, addresses: &[NodeAddress]) -> Result<Vec<Option<Link>>, DsmError> {
+/// The device that this node's links go by, where they go by RDMA: all of them, or none.
+pub(super) fn device_of(
+    node: u8,
+    addresses: &[NodeAddress],
+    found: Option<&RdmaDevice>,
+) -> Result<Option<Arc<Device>>, DsmError> {
+    let place = |address: &NodeAddress| match address {
+        NodeAddress::Rdma(place) => Some(place.clone()),
+        _ => None,
+    };
+    let places: Vec<String> = addresses.iter().filter_map(place).collect();
+    if places.is_empty() {
+        return Ok(None);
+    }
+    let Some(own) = places.get(usize::from(node)).filter(|_| places.len() == addresses.len()) else {
+        return Err(DsmError::Settings(
+            "some nodes are at rdma:HOST:PORT and some are not; give all nodes such an address, or none"
+                .to_owned(),
+        ));
+    };
+    let failed = |source: NoDevice| DsmError::Rdma { node, address: format!("rdma:{own}"), source };
+    let own = rdma::address_of(own).map_err(failed)?.ip();
+    let device = match found {
+        Some(found) => Device::open(found),
+        None => RdmaDevice::look(own).and_then(|found| Device::open(&found)),
+    };
+    let device = device.map_err(|absent| failed(absent.into()))?;
+    if device.is_at(own) {
+        Ok(Some(device))
+    } else {
+        Err(DsmError::Settings(format!(
+            "the RDMA device that was found isn't the one with the address {own}"
+        )))
+    }
+}
+
+/// Makes a link of a connection whose both ends have said who they are.
+fn link(peer: u8, place: &NodeAddress, stream: Stream, device: Option<&Arc<Device>>) -> Result<Link, String> {
+    let way = match (place, stream, device) {
+        (NodeAddress::Rdma(place), Stream::Tcp(stream), Some(device)) => {
+            let expected = rdma::address_of(place).map_err(|error| error.to_string())?.ip();
+            let expected = match expected {
+                std::net::IpAddr::V4(address) => address.to_ipv6_mapped(),
+                std::net::IpAddr::V6(address) => address,
+            };
+            let timed = |stream: &TcpStream, timeout| {
+                stream.set_read_timeout(timeout).and_then(|()| stream.set_write_timeout(timeout))
+            };
+            let gone = |error: std::io::Error| format!("its connection is gone: {error}");
+            timed(&stream, Some(GREETING)).map_err(gone)?;
+            let watched = stream.try_clone().map_err(gone)?;
+            let pair = rdma::connect(device, stream, expected)?;
+            timed(&watched, None).map_err(gone)?;
+            Way::Pair(Box::new(pair))
+        }
+        (_, stream, _) => Way::Socket(stream),
+    };
+    Ok(Link::new(peer, place.to_string(), way))
+}
+
+/// Connects to all other nodes. `addresses` has one of each node, in order; `device` is what links go by, where they go by RDMA. The links, by node; `None` for
+/// this one.
+pub(super) fn join(
+    hello: Hello,
+    addresses: &[NodeAddress],
+    device: Option<&Arc<Device>>,
+) -> Result<Vec<Option<Link>>, DsmError> {
     let me = usize::from(hello.node);
     let address = |node: usize| addresses.get(node).map(ToString::to_string).unwrap_or_default();
     let failed = |peer: usize, problem: String| DsmError::Join {
@@ -217,8 +295,10 @@ pub(super) fn join(hello: Hello, addresses: &[NodeAddress]) -> Result<Vec<Option
         let other =
             greet(&stream, &hello).map_err(|error| failed(peer, format!("it doesn't answer: {error}")))?;
         hello.accepts(other, |node| usize::from(node) == peer).map_err(|problem| failed(peer, problem))?;
+        let made = link(u8::try_from(peer).unwrap_or(u8::MAX), place, stream, device);
+        let made = made.map_err(|problem| failed(peer, problem))?;
         if let Some(link) = links.get_mut(peer) {
-            *link = Some(Link::new(u8::try_from(peer).unwrap_or(u8::MAX), address(peer), stream));
+            *link = Some(made);
         }
     }
     let missing = |links: &[Option<Link>]| {
@@ -267,8 +347,11 @@ pub(super) fn join(hello: Hello, addresses: &[NodeAddress]) -> Result<Vec<Option
             let stream = greeting.stream();
             let stream = stream
                 .map_err(|error| failed(usize::from(peer), format!("its connection is gone: {error}")))?;
+            let Some(place) = addresses.get(usize::from(peer)) else { continue };
+            let made = link(peer, place, stream, device);
+            let made = made.map_err(|problem| failed(usize::from(peer), problem))?;
             if let Some(link) = links.get_mut(usize::from(peer)) {
-                *link = Some(Link::new(peer, address(usize::from(peer)), stream));
+                *link = Some(made);
             }
         }
     }
@@ -296,7 +379,9 @@ mod tests {
         let threads: Vec<_> = [2, 0, 3, 1]
             .map(|node| {
                 let all = all.clone();
-                std::thread::spawn(move || join(Hello { node, nodes: 4, digest: 5 }, &all).unwrap())
+                std::thread::spawn(move || {
+                    join(Hello { node, nodes: 4, digest: 5, rdma: false }, &all, None).unwrap()
+                })
             })
             .into();
         for (thread, me) in threads.into_iter().zip([2, 0, 3, 1]) {
@@ -305,6 +390,28 @@ mod tests {
             assert_eq!(peers, (0..4).map(|node| (node != me).then_some(node)).collect::<Vec<_>>());
         }
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "no sockets are left");
+    }
+
+    /// All links go by RDMA or none; without a device there is one sentence with address and advice. (A documentation address is no host's.)
+    #[test]
+    fn links_by_rdma_need_a_device_and_all_nodes() {
+        let at =
+            |texts: &[&str]| -> Vec<NodeAddress> { texts.iter().map(|text| text.parse().unwrap()).collect() };
+        assert!(device_of(0, &at(&["tcp:a:1", "unix:/b"]), None).unwrap().is_none());
+        for mixed in
+            [&["rdma:203.0.113.1:7000", "tcp:203.0.113.2:7000"], &["unix:/a", "rdma:203.0.113.2:7000"]]
+        {
+            let error = device_of(0, &at(mixed), None).unwrap_err().to_string();
+            assert!(error.contains("all nodes"), "{error}");
+        }
+        let absent =
+            device_of(0, &at(&["rdma:203.0.113.1:7000", "rdma:203.0.113.2:7000"]), None).unwrap_err();
+        let text = super::super::spanning::chain(&absent);
+        assert!(text.contains("rdma:203.0.113.1:7000") && text.contains("Node 0"), "{text}");
+        assert!(
+            ["install", "rdma link add", "Name one"].iter().any(|advice| text.contains(advice)),
+            "{text}"
+        );
     }
 
     /// Connects to a node that is about to listen.
@@ -322,7 +429,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let all = addresses(&folder, 2);
         let listening = all.clone();
-        let first = std::thread::spawn(move || join(Hello { node: 0, nodes: 2, digest: 5 }, &listening));
+        let first = std::thread::spawn(move || {
+            join(Hello { node: 0, nodes: 2, digest: 5, rdma: false }, &listening, None)
+        });
         // One that says nothing, one that goes at once, one that speaks something else, and one that stops in the middle.
         let silent = visit(&all[0]);
         drop(visit(&all[0]));
@@ -331,7 +440,7 @@ mod tests {
         let slow = visit(&all[0]);
         write(&slow, &MAGIC[..4]).unwrap();
         let began = Instant::now();
-        let second = join(Hello { node: 1, nodes: 2, digest: 5 }, &all).unwrap();
+        let second = join(Hello { node: 1, nodes: 2, digest: 5, rdma: false }, &all, None).unwrap();
         assert!(second[0].is_some());
         assert!(first.join().unwrap().unwrap()[1].is_some());
         // Far less than the silent one may take.
@@ -344,9 +453,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let all = addresses(&folder, 2);
         let listening = all.clone();
-        let first = std::thread::spawn(move || join(Hello { node: 0, nodes: 2, digest: 5 }, &listening));
+        let first = std::thread::spawn(move || {
+            join(Hello { node: 0, nodes: 2, digest: 5, rdma: false }, &listening, None)
+        });
         let strangers: Vec<_> = (0..2 * STRANGERS).map(|_| visit(&all[0])).collect();
-        join(Hello { node: 1, nodes: 2, digest: 5 }, &all).unwrap();
+        join(Hello { node: 1, nodes: 2, digest: 5, rdma: false }, &all, None).unwrap();
         assert!(first.join().unwrap().unwrap()[1].is_some());
         drop(strangers);
     }
@@ -354,14 +465,17 @@ mod tests {
     #[test]
     fn a_node_of_another_program_or_another_number_of_nodes_is_refused_by_name() {
         for (other, expected) in [
-            (Hello { node: 1, nodes: 2, digest: 6 }, "another program"),
-            (Hello { node: 1, nodes: 3, digest: 5 }, "a VM of 3 nodes"),
-            (Hello { node: 0, nodes: 2, digest: 5 }, "says that it is node 0"),
+            (Hello { node: 1, nodes: 2, digest: 6, rdma: false }, "another program"),
+            (Hello { node: 1, nodes: 3, digest: 5, rdma: false }, "a VM of 3 nodes"),
+            (Hello { node: 0, nodes: 2, digest: 5, rdma: false }, "says that it is node 0"),
+            (Hello { node: 1, nodes: 2, digest: 5, rdma: true }, "go by rdma, this one's by tcp"),
         ] {
             let folder = tempfile::tempdir().unwrap();
             let all = addresses(&folder, 2);
             let listening = all.clone();
-            let first = std::thread::spawn(move || join(Hello { node: 0, nodes: 2, digest: 5 }, &listening));
+            let first = std::thread::spawn(move || {
+                join(Hello { node: 0, nodes: 2, digest: 5, rdma: false }, &listening, None)
+            });
             let stream = visit(&all[0]);
             write(&stream, &other.to_bytes()).unwrap();
             let error = first.join().unwrap().map(drop).unwrap_err().to_string();

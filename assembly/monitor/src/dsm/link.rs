@@ -1,6 +1,6 @@
-//! A connection to another node: frames, a queue for what it doesn't take at once, and counts.
+//! A link to another node, over a socket or a queue pair: frames, and a queue for what that doesn't take at once.
 //!
-//! On the stream follow one another messages of the protocol ([`dsm::wire`], whose first byte is its version) and control frames:
+//! Of the bytes follow one another messages of the protocol ([`dsm::wire`], whose first byte is its version) and control frames:
 //! ```text
 //!  0 mark (0xc5)   1 kind   2 zero (2)   4 length of what follows the header (4)   8 body
 //! ```
@@ -11,13 +11,14 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use dsm::wire;
 use rustix::net::SendFlags;
 
 use super::checkpoint::Step;
 use super::gather::Told;
+use super::rdma::Pair;
 
 /// First byte of a control frame. No version of the protocol has this number.
 const MARK: u8 = 0xc5;
@@ -182,13 +183,24 @@ impl Read for &Stream {
     }
 }
 
+/// What carries a link's bytes.
+pub(super) enum Way {
+    /// A socket. What it doesn't take at once is offered again when it says that it takes more.
+    Socket(Stream),
+    /// A queue pair. What it doesn't take at once is offered again by the link's reader, who is woken by what makes room.
+    Pair(Box<Pair>),
+}
+
+/// How long a link that is closed waits until what was sent has reached the peer's RDMA device. (A socket's bytes are the kernel's to deliver.)
+const LAST_BYTES: Duration = Duration::from_millis(200);
+
 /// A link to another node. Thread-safe; one thread reads it.
 pub(super) struct Link {
     pub(super) peer: u8,
     /// For messages to people.
     pub(super) address: String,
-    stream: Stream,
-    /// Bytes that the socket hasn't taken, oldest first.
+    way: Way,
+    /// Bytes that haven't been taken, oldest first.
     queue: Mutex<Vec<u8>>,
     drained: Condvar,
     closed: AtomicBool,
@@ -199,11 +211,11 @@ pub(super) struct Link {
 }
 
 impl Link {
-    pub(super) fn new(peer: u8, address: String, stream: Stream) -> Self {
+    pub(super) fn new(peer: u8, address: String, way: Way) -> Self {
         Self {
             peer,
             address,
-            stream,
+            way,
             queue: Mutex::default(),
             drained: Condvar::new(),
             closed: AtomicBool::new(false),
@@ -212,16 +224,25 @@ impl Link {
         }
     }
 
-    pub(super) fn stream(&self) -> &Stream {
-        &self.stream
+    /// Its socket, where bytes that weren't taken wait for that to take more.
+    pub(super) fn socket(&self) -> Option<&Stream> {
+        match &self.way {
+            Way::Socket(stream) => Some(stream),
+            Way::Pair(_) => None,
+        }
+    }
+
+    /// Whether it goes by an RDMA device, which serves only threads with the credentials that it was opened with.
+    pub(super) fn is_rdma(&self) -> bool {
+        matches!(self.way, Way::Pair(_))
     }
 
     fn queue(&self) -> MutexGuard<'_, Vec<u8>> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends, or queues what isn't taken at once. True when there is something in the queue now. Never waits; what goes to a broken
-    /// link is dropped, as the link's reader will notice.
+    /// Sends, or queues what isn't taken at once. True when there is something in the queue now that waits for the socket. Never waits; what goes to a
+    /// broken link is dropped, as the link's reader will notice.
     pub(super) fn send(&self, bytes: &[u8]) -> bool {
         let mut queue = self.queue();
         if self.closed.load(Ordering::Relaxed) {
@@ -229,7 +250,7 @@ impl Link {
         }
         let taken = if queue.is_empty() { self.offer(bytes) } else { 0 };
         queue.extend_from_slice(&bytes[taken..]);
-        !queue.is_empty()
+        !queue.is_empty() && !self.is_rdma()
     }
 
     pub(super) fn send_control(&self, control: &Control) -> bool {
@@ -247,10 +268,14 @@ impl Link {
     }
 
     fn offer(&self, bytes: &[u8]) -> usize {
+        let stream = match &self.way {
+            Way::Socket(stream) => stream,
+            Way::Pair(pair) => return pair.offer(bytes),
+        };
         let mut taken = 0;
         while taken < bytes.len() {
             let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
-            match rustix::net::send(self.stream.as_fd(), &bytes[taken..], flags) {
+            match rustix::net::send(stream.as_fd(), &bytes[taken..], flags) {
                 Ok(count) => taken += count,
                 Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN) => break,
@@ -261,27 +286,40 @@ impl Link {
         taken
     }
 
-    /// Sends what is queued as far as it is taken. True when there is something left.
+    /// Sends what is queued as far as it is taken. True when there is something left that waits for the socket.
     pub(super) fn flush(&self) -> bool {
         let mut queue = self.queue();
         let taken = self.offer(&queue);
         queue.drain(..taken);
         self.drained.notify_all();
-        !queue.is_empty()
+        !queue.is_empty() && !self.is_rdma()
     }
 
     pub(super) fn has_queue(&self) -> bool {
         !self.queue().is_empty()
     }
 
-    /// Ends it, for both sides.
+    /// Ends it, for both sides. By RDMA, waits a little until what was sent has arrived, unless it is broken. Not under the engine's lock.
     pub(super) fn close(&self) {
+        if let Way::Pair(pair) = &self.way {
+            let until = Instant::now() + LAST_BYTES;
+            while !self.closed.load(Ordering::Relaxed)
+                && (self.has_queue() || !pair.is_done())
+                && Instant::now() < until
+            {
+                self.flush();
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
         {
             // Under the lock: nobody is between a look and a wait.
             let _queue = self.queue();
             self.closed.store(true, Ordering::Relaxed);
         }
-        self.stream.shutdown();
+        match &self.way {
+            Way::Socket(stream) => stream.shutdown(),
+            Way::Pair(pair) => pair.shutdown(),
+        }
         self.drained.notify_all();
     }
 
@@ -290,6 +328,22 @@ impl Link {
         let mut queue = self.queue();
         if !self.closed.load(Ordering::Relaxed) {
             queue.extend_from_slice(bytes);
+        }
+    }
+
+    /// Waits for bytes.
+    fn read(&self, free: &mut [u8]) -> io::Result<usize> {
+        match &self.way {
+            Way::Socket(stream) => (&mut &*stream).read(free),
+            Way::Pair(pair) => loop {
+                let count = pair.read(free)?;
+                if self.has_queue() {
+                    self.flush();
+                }
+                if count > 0 {
+                    return Ok(count);
+                }
+            },
         }
     }
 
@@ -305,7 +359,7 @@ impl Link {
                 }
             }
             if frames.is_empty() {
-                incoming.fill(&self.stream)?;
+                incoming.fill(|free| self.read(free))?;
             }
         }
         Ok(())
@@ -323,7 +377,7 @@ pub(super) struct Incoming {
 
 impl Incoming {
     /// Waits for more, at least one byte.
-    fn fill(&mut self, mut stream: &Stream) -> io::Result<()> {
+    fn fill(&mut self, mut read: impl FnMut(&mut [u8]) -> io::Result<usize>) -> io::Result<()> {
         self.bytes.copy_within(self.start..self.end, 0);
         (self.start, self.end) = (0, self.end - self.start);
         // What waits may be the beginning of the longest frame there is.
@@ -332,7 +386,7 @@ impl Incoming {
             self.bytes.resize(wanted, 0);
         }
         loop {
-            match stream.read(self.bytes.get_mut(self.end..).unwrap_or_default()) {
+            match read(self.bytes.get_mut(self.end..).unwrap_or_default()) {
                 Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
                 Ok(count) => {
                     self.end += count;
@@ -379,7 +433,8 @@ mod tests {
 
     fn pair() -> (Link, Link) {
         let (a, b) = UnixStream::pair().unwrap();
-        (Link::new(1, "a".into(), Stream::Unix(a)), Link::new(0, "b".into(), Stream::Unix(b)))
+        let link = |peer, stream| Link::new(peer, "there".into(), Way::Socket(Stream::Unix(stream)));
+        (link(1, a), link(0, b))
     }
 
     /// What comes over a link, frame by frame.

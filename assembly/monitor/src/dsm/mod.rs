@@ -15,6 +15,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `address`, `join`, `link` | where nodes are; the handshake; a connection, its frames and their counts |
+//! | `rdma` | links by the host's RDMA device |
 //! | `engine` | the lock, and who calls the protocol when |
 //! | `pages` | the protocol's view of guest memory |
 //! | `vcpus` | what a vCPU waits for; whether its instruction has retired |
@@ -41,6 +42,7 @@ mod instruction;
 mod join;
 mod link;
 mod pages;
+mod rdma;
 mod report;
 mod service;
 mod spanning;
@@ -52,6 +54,8 @@ use ::dsm::Policy;
 
 pub use address::{AddressError, NodeAddress};
 pub use checkpoint::{CheckpointError, Checkpoints};
+pub use ibverbs::{Absent as NoRdma, Found as RdmaDevice, devices as rdma_devices};
+pub use rdma::NoDevice;
 pub use spanning::{Ended, NodeSettings, SpanningVm, Trouble};
 
 /// A policy with the times that suit a monitor. Costs of this kind of machine decide: leaving the guest takes 25 µs, a trapped store some 300, a page
@@ -99,6 +103,17 @@ pub enum DsmError {
         /// Why.
         #[source]
         source: std::io::Error,
+    },
+    /// This node's links are to go by RDMA, and can't.
+    #[error("Node {node} can't have its links by RDMA, which {address} asks for")]
+    Rdma {
+        /// This node.
+        node: u8,
+        /// Its address.
+        address: String,
+        /// Why, and what to do.
+        #[source]
+        source: NoDevice,
     },
     /// The host refused a thread or descriptor.
     #[error("The host refused {what}")]

@@ -65,8 +65,10 @@ impl Engine {
         if let Err(error) = done.or_else(|_| run_before_others(Rank::Early)) {
             tracing::info!(%error, "Threads that serve shared memory have ordinary priority: faults take longer while CPUs are busy; give CAP_SYS_NICE to change that");
         }
-        // Nothing else that they do needs any.
-        crate::sandbox::privileges_used();
+        // Nothing else that they do needs any. By RDMA they have had none since the device was opened.
+        if !self.links().any(Link::is_rdma) {
+            crate::sandbox::privileges_used();
+        }
     }
 
     fn serve(&self) {
@@ -157,11 +159,12 @@ impl Engine {
 
     /// Sleeps until a time, a poke, faults, or until a link takes more.
     fn sleep(&self, until: u64, faults: &mut Vec<PageFault>) -> io::Result<()> {
-        let queued: Vec<&Link> = self.links().filter(|link| link.has_queue()).collect();
+        let queued: Vec<_> = self.links().filter_map(|link| Some((link, link.socket()?))).collect();
+        let queued: Vec<_> = queued.into_iter().filter(|(link, _)| link.has_queue()).collect();
         let ram = self.machine.get().map(|machine| &machine.ram);
         let mut fds = vec![PollFd::new(&self.wake, PollFlags::IN)];
         fds.extend(ram.iter().map(|ram| PollFd::from_borrowed_fd(ram.fd(), PollFlags::IN)));
-        fds.extend(queued.iter().map(|link| PollFd::from_borrowed_fd(link.stream().as_fd(), PollFlags::OUT)));
+        fds.extend(queued.iter().map(|(_, socket)| PollFd::from_borrowed_fd(socket.as_fd(), PollFlags::OUT)));
         let left = until.saturating_sub(now());
         let timeout = Timespec {
             tv_sec: i64::try_from(left / 1_000_000_000).unwrap_or(i64::MAX),
@@ -174,7 +177,7 @@ impl Engine {
         drop(fds);
         // Empty: nobody has poked.
         let _ = rustix::io::read(&self.wake, &mut [0; 8]);
-        for link in queued {
+        for (link, _) in queued {
             link.flush();
         }
         match ram {

@@ -20,9 +20,9 @@ use super::ahead::HELPERS;
 use super::checkpoint::{self, Checkpoints, List, Listed, Member, Plan, Restored, Step};
 use super::engine::{Engine, Machine, Outcome};
 use super::gather::{Gathered, Gathering, Turns, processors};
-use super::join::{Hello, join};
+use super::join::{Hello, device_of, join};
 use super::link::Control;
-use super::{CheckpointError, DsmError, NodeAddress, service, top};
+use super::{CheckpointError, DsmError, NodeAddress, RdmaDevice, service, top};
 use crate::payload::{PayloadBuilder, PayloadError, PayloadVm, Whole, vcpus_of};
 
 /// How long node 0 waits for the reports of the others at the end, and they for node 0's end.
@@ -39,6 +39,9 @@ pub struct NodeSettings {
     pub node: u8,
     /// Where each node listens, in order, this one included: 2 to 64.
     pub addresses: Vec<NodeAddress>,
+    /// The RDMA device with this node's address, where links go by RDMA and it was looked for before a sandbox; otherwise it is looked for then. The process's
+    /// credentials, and those of its threads, must not change any more.
+    pub device: Option<RdmaDevice>,
     /// How pages are kept the same; the same on all nodes.
     pub policy: Policy,
     /// Record what the simulator can be driven with: [`Ended::trace`]. Costs memory for every event.
@@ -204,9 +207,10 @@ impl SpanningVm {
         (nodes, vcpus, memory, format!("{:?}", settings.policy)).hash(&mut hasher);
         let identity = hasher.finish();
         (settings.checkpoints.is_some(), settings.restart.is_some(), settings.gather).hash(&mut hasher);
-        let hello = Hello { node: settings.node, nodes, digest: hasher.finish() };
+        let device = device_of(settings.node, &settings.addresses, settings.device.as_ref())?;
+        let hello = Hello { node: settings.node, nodes, digest: hasher.finish(), rdma: device.is_some() };
         let (last, first) = Self::checkpoints_of(settings, identity, nodes)?;
-        let links = join(hello, &settings.addresses)?;
+        let links = join(hello, &settings.addresses, device.as_ref())?;
         let (sender, steps) = sync_channel(MOST_STEPS);
         let engine =
             Arc::new(Engine::new(settings.node, links, local, settings.gather, settings.trouble, sender)?);

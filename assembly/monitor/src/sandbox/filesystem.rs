@@ -91,7 +91,8 @@ impl Filesystem {
 
     /// For a node of a VM that spans several.
     pub(super) fn of_node(places: &NodePlaces) -> Self {
-        let devices = ["/dev/kvm"].map(PathBuf::from).into_iter().filter(|path| path.exists()).collect();
+        let kvm = ["/dev/kvm"].map(PathBuf::from).into_iter().filter(|path| path.exists());
+        let devices = kvm.chain(places.rdma.clone()).collect();
         Self {
             own: BTreeSet::new(),
             connected: BTreeSet::new(),

@@ -34,7 +34,7 @@ use seccomp::Program;
 
 pub use confinement::trap::REFUSED_EXIT_CODE;
 pub use filesystem::landlock_abi;
-pub use node::{NodePlaces, privileges_used};
+pub use node::{NodePlaces, privileges_used, raise_limits_for_rdma};
 
 /// The kinds of threads of the monitor, by what they may do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
@@ -162,13 +162,14 @@ impl Sandbox {
     /// reports.
     pub fn prepare(description: &VmDescription) -> Result<Self, SandboxError> {
         let filesystem = filesystem::Filesystem::prepare(description);
-        Self::of(description, &ThreadKind::ALL, filesystem, CapabilitySet::empty())
+        Self::of(description, &ThreadKind::ALL, filesystem, CapabilitySet::empty(), false)
     }
 
     /// As [`Sandbox::prepare`], for a node of a VM that spans several: of its threads all are [`ThreadKind::Node`].
     pub fn prepare_node(description: &VmDescription, places: &NodePlaces) -> Result<Self, SandboxError> {
         let filesystem = filesystem::Filesystem::of_node(places);
-        Self::of(description, &[ThreadKind::Node], filesystem, CapabilitySet::SYS_NICE)
+        let kept = if places.rdma.is_some() { CapabilitySet::empty() } else { CapabilitySet::SYS_NICE };
+        Self::of(description, &[ThreadKind::Node], filesystem, kept, places.rdma.is_some())
     }
 
     fn of(
@@ -176,6 +177,7 @@ impl Sandbox {
         kinds: &[ThreadKind],
         filesystem: filesystem::Filesystem,
         kept: CapabilitySet,
+        rdma: bool,
     ) -> Result<Self, SandboxError> {
         let mode = description.sandbox;
         // Asked for once, and remembered: how rustix finds it out isn't allowed later.
@@ -184,7 +186,7 @@ impl Sandbox {
         if mode != SandboxMode::Off {
             allocator::use_one_arena();
             for &kind in kinds {
-                programs.insert(kind, Arc::new(seccomp::thread_program(kind, description)?));
+                programs.insert(kind, Arc::new(seccomp::thread_program(kind, description, rdma)?));
             }
         }
         let observer = match mode {

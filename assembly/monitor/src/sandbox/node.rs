@@ -3,6 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, CapabilitySets};
 
 /// Where a node reaches out of its sandbox.
@@ -18,9 +19,34 @@ pub struct NodePlaces {
     pub listens: BTreeSet<u16>,
     /// TCP ports to which it connects.
     pub connects: BTreeSet<u16>,
+    /// The file of the RDMA device that its links go by. A node that has one keeps no capability: the kernel serves only threads with the credentials that opened
+    /// it, so none may drop any later.
+    pub rdma: Option<PathBuf>,
     /// It has started other nodes, which it ends where they don't end by themselves.
     pub has_children: bool,
 }
+
+/// Prepares this process for links by RDMA, while it has its privileges: memory may be pinned, and threads that serve shared memory may run before others without a capability.
+/// Where a limit can't be raised things go on with what there is, and whoever needs more says so.
+pub fn raise_limits_for_rdma() {
+    for (limit, wanted) in [
+        (Resource::Memlock, Rlimit { current: None, maximum: None }),
+        // Of SCHED_FIFO; see `machine::scheduling`.
+        (Resource::Rtprio, Rlimit { current: Some(FIRST), maximum: Some(FIRST) }),
+    ] {
+        let now = getrlimit(limit);
+        let enough =
+            |have: Option<u64>| have.is_none_or(|have| wanted.current.is_some_and(|wanted| have >= wanted));
+        if !enough(now.current)
+            && let Err(error) = setrlimit(limit, wanted)
+        {
+            tracing::info!(%error, ?limit, "A limit stays as it is");
+        }
+    }
+}
+
+/// Highest real-time priority that a node's threads have.
+const FIRST: u64 = machine::scheduling::Rank::First as u64;
 
 /// A node's thread has done what it needed CAP_SYS_NICE for: it drops what capabilities it has. Threads that it makes from now on have none.
 pub fn privileges_used() {

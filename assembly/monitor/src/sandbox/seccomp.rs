@@ -46,6 +46,9 @@ const IOCTLS: &[(u64, u64)] = &[
     (u64::MAX, 0x127f),
 ];
 
+/// `RDMA_VERBS_IOCTL` of rdma/rdma_user_ioctl.h, all of its commands: only for a node whose links go by an RDMA device.
+const RDMA: (u64, u64) = (u64::MAX, 0xc018_1b01);
+
 /// prctl operations: names of threads, no new privileges (comes with each filter), names of allocator mappings.
 const PRCTLS: &[libc::c_int] =
     &[libc::PR_SET_NAME, libc::PR_GET_NAME, libc::PR_SET_NO_NEW_PRIVS, libc::PR_SET_VMA];
@@ -128,8 +131,12 @@ fn tcp() -> Result<Vec<SeccompRule>, BackendError> {
         .collect()
 }
 
-/// The filter of a kind of thread: what is listed passes; the rest traps, or is reported in log mode.
-pub(super) fn thread_program(kind: ThreadKind, vm: &VmDescription) -> Result<Program, SandboxError> {
+/// The filter of a kind of thread, which uses an RDMA device or doesn't: what is listed passes; the rest traps, or is reported in log mode.
+pub(super) fn thread_program(
+    kind: ThreadKind,
+    vm: &VmDescription,
+    rdma: bool,
+) -> Result<Program, SandboxError> {
     let refusal = match vm.sandbox {
         SandboxMode::Log => STAND_IN,
         SandboxMode::On | SandboxMode::Off => SeccompAction::Trap,
@@ -143,6 +150,9 @@ pub(super) fn thread_program(kind: ThreadKind, vm: &VmDescription) -> Result<Pro
         rules.entry(libc::SYS_ioctl).or_insert(restore_terminal()?);
         if kind == ThreadKind::Node {
             rules.entry(libc::SYS_socket).or_default().extend(tcp()?);
+        }
+        if rdma {
+            rules.entry(libc::SYS_ioctl).or_default().push(compare(1, RDMA.0, RDMA.1)?);
         }
         let filter = SeccompFilter::new(rules, refusal.clone(), SeccompAction::Allow, TargetArch::x86_64)?;
         BpfProgram::try_from(filter)

@@ -68,6 +68,25 @@ fn ordinary_work() {
     *lock.lock().unwrap() += 1;
 }
 
+/// A thread of a node asks an RDMA device for something (standard input, which is none), and has no capability if it has one.
+fn node(rdma: Option<std::path::PathBuf>) {
+    let has_device = rdma.is_some();
+    let places = super::NodePlaces { rdma, ..super::NodePlaces::default() };
+    let sandbox = Sandbox::prepare_node(&describe("kernel = \"k\""), &places).unwrap();
+    let thread = std::thread::Builder::new().name("confined".to_owned()).spawn(move || {
+        sandbox.enter_process().unwrap();
+        if has_device {
+            let held = rustix::thread::capabilities(None).unwrap();
+            assert!(held.effective.is_empty() && held.permitted.is_empty());
+        }
+        sandbox.thread_filter(ThreadKind::Node).apply().unwrap();
+        // SAFETY: the request isn't known to what standard input is.
+        unsafe { libc::ioctl(0, 0xc018_1b01, std::ptr::null_mut::<libc::c_void>()) };
+        eprintln!("survived");
+    });
+    thread.unwrap().join().unwrap();
+}
+
 /// Not a test by itself: the body of the child process. Does nothing when run as an ordinary test.
 #[test]
 fn case() {
@@ -194,6 +213,8 @@ fn case() {
             assert!(!client.socket().exists());
             eprintln!("survived");
         }
+        "rdma" => node(Some("/dev/null".into())),
+        "rdma-without" => node(None),
         "off" => confined(SandboxMode::Off, ThreadKind::Vcpu, open),
         other => panic!("no case {other}"),
     }
@@ -205,7 +226,7 @@ fn stderr(output: &Output) -> String {
 
 #[test]
 fn ordinary_work_and_making_threads_are_allowed() {
-    for case in ["work", "spawn", "narrow", "api", "signals", "off"] {
+    for case in ["work", "spawn", "narrow", "api", "signals", "rdma", "off"] {
         let output = run(case);
         assert!(output.status.success() && stderr(&output).contains("survived"), "{case}: {output:?}");
     }
@@ -218,6 +239,7 @@ fn what_is_refused_ends_the_process_and_is_named() {
         ("exec-anywhere", "execve (59)"),
         ("exec-memory", "mmap (9)"),
         ("tiocsti", "ioctl (16)"),
+        ("rdma-without", "ioctl (16)"),
         ("other-terminal-request", "ioctl (16)"),
         ("fork", "clone (56)"),
         ("network", "socket (41)"),

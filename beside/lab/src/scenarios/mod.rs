@@ -7,6 +7,7 @@ mod boot;
 mod compare;
 mod demo;
 mod driver_faults;
+mod dsm_rdma;
 mod fio;
 mod host;
 mod migrate;
@@ -61,6 +62,7 @@ pub const ALL: &[Scenario] = &[
     net::SCENARIO,
     compare::SCENARIO,
     demo::SCENARIO,
+    dsm_rdma::SCENARIO,
     host::SCENARIO,
     migrate::SCENARIO,
     migrate_hosts::SCENARIO,

@@ -13,7 +13,33 @@ const TRIED: (u64, u64) = (4 << 20, 2 << 20);
 /// Looks at this host, and tries to share some memory.
 pub fn examine(files: &Files) -> Vec<Finding> {
     let back_end = Host::open().map_or(BackEnd::Unknown, |host| host.capabilities().back_end);
-    vec![shared_memory(), page_walks(back_end, files), huge(files), merging(files), balancing(files)]
+    vec![
+        shared_memory(),
+        page_walks(back_end, files),
+        huge(files),
+        merging(files),
+        balancing(files),
+        rdma(monitor::dsm::rdma_devices()),
+    ]
+}
+
+/// Whether links between nodes could go by RDMA; which address a device needs is only known there.
+fn rdma(devices: Result<Vec<String>, monitor::dsm::NoRdma>) -> Finding {
+    const NAME: &str = "links by RDMA";
+    match devices {
+        Ok(devices) => Finding::ok(
+            NAME,
+            format!(
+                "possible with {} where it has the node's address (--peers rdma:HOST:PORT)",
+                devices.join(", ")
+            ),
+        ),
+        Err(absent) => Finding::limited(
+            NAME,
+            format!("not possible: {absent}"),
+            "nodes of several hosts can be linked by tcp:HOST:PORT instead",
+        ),
+    }
 }
 
 fn shared_memory() -> Finding {
@@ -148,6 +174,15 @@ mod tests {
             assert!(finding.found.contains(found), "{finding:?}");
             assert_eq!(finding.remedy.is_none(), status == Status::Ok, "{finding:?}");
         }
+    }
+
+    /// Links by RDMA are possible, or it is said why not and what else there is.
+    #[test]
+    fn a_host_without_an_rdma_device_is_told_of_tcp() {
+        assert_eq!(rdma(Ok(vec!["rxe0".to_owned()])).status, Status::Ok);
+        let finding = rdma(Err(monitor::dsm::NoRdma::NoDevice));
+        assert_eq!(finding.status, Status::Limited);
+        assert!(finding.found.contains("rdma link add") && finding.remedy.unwrap().contains("tcp:"));
     }
 
     #[test]

@@ -11,9 +11,9 @@ use control_api::discovery;
 use dsm::Policy;
 use machine::memory::shared::SharedRam;
 use monitor::description::{HugePages, Payload, SandboxMode, VmDescription};
-use monitor::dsm::{Checkpoints, NodeAddress, NodeSettings, SpanningVm, Trouble};
+use monitor::dsm::{Checkpoints, NodeAddress, NodeSettings, RdmaDevice, SpanningVm, Trouble};
 use monitor::payload::process_status;
-use monitor::sandbox::{NodePlaces, Sandbox, ThreadKind, privileges_used};
+use monitor::sandbox::{NodePlaces, Sandbox, ThreadKind, privileges_used, raise_limits_for_rdma};
 
 use super::payload;
 use crate::cli::{Coherence, Gather, RunArgs};
@@ -129,6 +129,7 @@ pub fn run(
     let settings = NodeSettings {
         node,
         addresses,
+        device: None,
         policy: span.policy(),
         record: false,
         checkpoints: span.checkpoints.clone(),
@@ -138,10 +139,11 @@ pub fn run(
     };
     let builder = builder.userfault(SharedRam::userfault()?);
     let settings = confine(description, settings, others.folder.is_some())?;
-    let confined = description.sandbox == SandboxMode::On;
-    let builder = if confined { builder.on_thread_start(privileges_used) } else { builder };
+    // By RDMA none are left: see `NodePlaces::rdma`.
+    let privileged = description.sandbox == SandboxMode::On && settings.device.is_none();
+    let builder = if privileged { builder.on_thread_start(privileges_used) } else { builder };
     let mut vm = SpanningVm::join(builder, &settings)?;
-    if confined {
+    if privileged {
         privileges_used();
     }
     if node == 0 {
@@ -181,21 +183,34 @@ fn confine(
     }
     for (node, address) in settings.addresses.iter_mut().enumerate() {
         let own = node == usize::from(settings.node);
+        let rdma = matches!(address, NodeAddress::Rdma(_));
         match address {
             NodeAddress::Unix(socket) => {
                 let folder = socket.parent().filter(|folder| !folder.as_os_str().is_empty());
                 places.sockets.insert(folder.map_or_else(|| PathBuf::from("."), PathBuf::from));
             }
             NodeAddress::Tcp(_) if description.sandbox == SandboxMode::Off => {}
-            NodeAddress::Tcp(place) => {
+            NodeAddress::Tcp(place) | NodeAddress::Rdma(place) => {
                 // In the sandbox no names can be looked up: it is done once, and the first address counts.
                 let found = place
                     .to_socket_addrs()
-                    .with_context(|| format!("--peers: tcp:{place} can't be looked up"))?;
+                    .with_context(|| format!("--peers: {place} can't be looked up"))?;
                 let first = found.into_iter().next();
-                let first = first.ok_or_else(|| anyhow!("--peers: tcp:{place} has no address"))?;
+                let first = first.ok_or_else(|| anyhow!("--peers: {place} has no address"))?;
                 if own { &mut places.listens } else { &mut places.connects }.insert(first.port());
                 *place = first.to_string();
+                if rdma && own {
+                    // The sandbox lets no library be loaded either.
+                    let found = RdmaDevice::look(first.ip());
+                    let found = found.with_context(|| {
+                        format!(
+                            "--peers: this node, {node}, can't have its links by RDMA as rdma:{first} asks"
+                        )
+                    })?;
+                    places.rdma = Some(found.node().to_owned());
+                    settings.device = Some(found);
+                    raise_limits_for_rdma();
+                }
             }
         }
     }

@@ -338,7 +338,7 @@ mod tests {
     use super::*;
     use crate::dsm::Trouble;
     use crate::dsm::engine::Engine;
-    use crate::dsm::link::{Frame, Incoming, Link, Stream};
+    use crate::dsm::link::{Frame, Incoming, Link, Stream, Way};
     use crate::payload::Roster;
 
     fn counted(sent: u64, received: u64, idle: bool, token: bool) -> Counted {
@@ -349,7 +349,7 @@ mod tests {
     #[test]
     fn nobody_goes_on_after_the_vm_has_ended() {
         let (here, there) = std::os::unix::net::UnixStream::pair().unwrap();
-        let link = |peer, stream| Link::new(peer, "a".into(), Stream::Unix(stream));
+        let link = |peer, stream| Link::new(peer, "a".into(), Way::Socket(Stream::Unix(stream)));
         let (sender, steps) = std::sync::mpsc::sync_channel(1);
         let links = vec![None, Some(link(1, here))];
         let engine = Arc::new(Engine::new(0, links, 1, true, Trouble::default(), sender).unwrap());

@@ -145,6 +145,7 @@ pub fn be(task: &str) -> anyhow::Result<()> {
         let settings = NodeSettings {
             node: task.node,
             addresses,
+            device: None,
             policy,
             record: false,
             checkpoints: None,
