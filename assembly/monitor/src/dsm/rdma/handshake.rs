@@ -12,7 +12,8 @@ use std::sync::Arc;
 
 use super::device::Device;
 use super::flow::{FEWEST, HEADER, Shape};
-use super::pair::{Pair, Unconnected};
+use super::pair::Pair;
+use super::queue_pair::Unconnected;
 
 const MAGIC: &[u8; 8] = b"CWPAIR01";
 /// Bytes of an offer.

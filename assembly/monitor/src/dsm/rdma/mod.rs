@@ -15,12 +15,14 @@
 //! |---|---|
 //! | `flow` | what is sent when: cutting, credits. Neither devices nor threads |
 //! | `handshake` | what both sides say before |
-//! | `device`, `pair` | the device, opened; a queue pair, its buffers, who waits for it |
+//! | `device`, `queue_pair` | the device, opened; a queue pair, its completions and buffers |
+//! | `pair` | who sends, who waits for it, what ends it |
 
 mod device;
 mod flow;
 mod handshake;
 mod pair;
+mod queue_pair;
 
 pub use device::NoDevice;
 pub(super) use device::{Device, address_of};
