@@ -37,7 +37,7 @@ const PATIENCE: Duration = Duration::from_secs(240);
 /// How long a dead or cut-off node may go untold. A second is what is promised; the rest is the emulated hosts' and the lab's.
 const TOLD: Duration = Duration::from_secs(4);
 /// TCP segments of the handshake and the end, both ways: what may be more is the host's own.
-const FEW_SEGMENTS: u64 = 60;
+const FEW_SEGMENTS: u64 = 40;
 
 /// Programs with their arguments; small, as each page takes milliseconds here.
 const PROGRAMS: &[(&str, &str)] = &[
@@ -45,7 +45,11 @@ const PROGRAMS: &[(&str, &str)] = &[
     ("producer-consumer", "messages=100"),
     ("locks", "times=50"),
     ("jacobi", "n=256 steps=10"),
+    // Pages in a row: they come in bursts.
+    ("pages", "kind=read pages=500 words=512"),
 ];
+/// A program that is brought together on node 0, to which node 1 hands its memory over.
+const GATHERED: (&str, &str) = ("storm", "kind=add ms=3000");
 
 /// A part of the scenario.
 type Part = fn(&Lab, &mut Report) -> Result<()>;
@@ -73,8 +77,9 @@ fn peers(kind: &str, nodes: usize) -> String {
 /// The command of a node.
 fn command(node: usize, peers: &str, program: &str, arguments: &str, flags: &str) -> String {
     // On one node the link would matter no more.
+    let gather = if program == GATHERED.0 { "auto" } else { "never" };
     format!(
-        "exec causeway {flags} --log-level warn run --name dsm{node} --node {node} --peers {peers} --gather never --payload /share/bin/{program} -- {arguments}"
+        "exec causeway {flags} --log-level warn run --name dsm{node} --node {node} --peers {peers} --gather {gather} --payload /share/bin/{program} -- {arguments}"
     )
 }
 
@@ -125,12 +130,21 @@ struct Nodes {
 }
 
 impl Nodes {
-    /// By their commands.
+    /// By their commands, one after the other: a node that listens isn't knocked at in vain, which would be TCP segments as well.
     fn start(lab: &Lab, commands: &[String]) -> Result<Self> {
-        let start = |(node, command): (usize, &String)| {
-            lab.host(NODES[node].0)?.spawn(&format!("node {node}"), command)
-        };
-        Ok(Self { sessions: commands.iter().enumerate().map(start).collect::<Result<_>>()? })
+        let mut sessions = Vec::new();
+        for (node, command) in commands.iter().enumerate() {
+            let (host, port) = NODES[node];
+            sessions.push(lab.host(host)?.spawn(&format!("node {node}"), command)?);
+            // Whom others connect to; one that refuses to start is told by its end.
+            if node + 1 < commands.len() {
+                let listens = format!(
+                    "i=0; until ss -Hltn 'sport = :{port}' | grep -q . || [ $i -ge 100 ]; do i=$((i+1)); sleep 0.05; done"
+                );
+                lab.host(host)?.sh(&listens)?;
+            }
+        }
+        Ok(Self { sessions })
     }
 
     /// What all said.
@@ -198,6 +212,7 @@ fn run_program(lab: &Lab, kind: &str, nodes: usize, program: &str, arguments: &s
         "tcp_segments": moved(|look| look.1),
         "not_ready": moved(|look| look.2.not_ready),
         "recovered": recovered,
+        "gathered": tree["nodes"]["0"]["gathered"],
         "seconds": begun.elapsed().as_secs(),
     }))
 }
@@ -260,24 +275,44 @@ fn three(lab: &Lab, report: &mut Report) -> Result<()> {
     Ok(())
 }
 
+/// A program is brought together on node 0.
+fn gathered(lab: &Lab, report: &mut Report) -> Result<()> {
+    let (program, arguments) = GATHERED;
+    let figures = run_program(lab, "rdma", 2, program, arguments)?;
+    progress!("passed  gathered: {figures}");
+    report.check(
+        figures["gathered"]["pages"].is_u64(),
+        format!("{program} should be brought together: {figures}"),
+    );
+    let refused = both(&figures, "not_ready");
+    report.check(refused == [0, 0], format!("{program}: messages found no receive buffer: {refused:?}"));
+    report.figure("gathered", figures);
+    Ok(())
+}
+
 /// Packets are lost, both ways: the devices send them again.
 fn losses(lab: &Lab, report: &mut Report) -> Result<()> {
     for host in lab.hosts() {
-        host.sh("modprobe sch_netem; tc qdisc replace dev x0 root netem limit 10000 loss 2%")?;
+        host.sh("modprobe sch_netem; tc qdisc replace dev x0 root netem limit 10000 loss 1%")?;
     }
-    let result = run_program(lab, "rdma", 2, "jacobi", "n=256 steps=10");
+    let results =
+        [("jacobi", "n=256 steps=10"), ("producer-consumer", "messages=100")].map(|(program, arguments)| {
+            run_program(lab, "rdma", 2, program, arguments)
+                .with_context(|| format!("{program} while 1 % of the packets are lost"))
+        });
     let mut lost = Vec::new();
     for host in lab.hosts() {
         let shown = host.sh("tc -s qdisc show dev x0; tc qdisc del dev x0 root")?;
         let after = shown.split("dropped ").nth(1).unwrap_or_default();
         lost.push(after.split(',').next().unwrap_or_default().parse::<u64>().unwrap_or(0));
     }
-    let figures = result.context("jacobi while 2 % of the packets are lost")?;
-    progress!("passed  losses: {lost:?} packets lost: {figures}");
-    let recovered = figures["recovered"].as_object().is_some_and(|all| !all.is_empty());
+    let [jacobi, producer] = results;
+    let figures = [jacobi?, producer?];
+    progress!("passed  losses: {lost:?} packets lost: {figures:?}");
+    let recovered = |figures: &Value| figures["recovered"].as_object().is_some_and(|all| !all.is_empty());
     report.check(
-        lost.iter().sum::<u64>() > 0 && recovered,
-        format!("the link should lose packets, and the devices send them again: {lost:?}, {figures}"),
+        lost.iter().sum::<u64>() > 0 && figures.iter().any(recovered),
+        format!("the link should lose packets, and the devices send them again: {lost:?}, {figures:?}"),
     );
     report.figure("losses", json!({ "lost": lost, "figures": figures }));
     Ok(())
@@ -401,7 +436,8 @@ fn refusals(lab: &Lab, report: &mut Report) -> Result<()> {
 fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let folder = paths::payload_programs()?;
     for host in lab.hosts() {
-        PROGRAMS.iter().try_for_each(|(program, _)| host.install(&folder.join(program)))?;
+        let programs = PROGRAMS.iter().chain([&GATHERED]);
+        programs.map(|(program, _)| folder.join(program)).try_for_each(|file| host.install(&file))?;
     }
     // With what was installed before.
     lab.install_causeway_in_memory()?;
@@ -410,8 +446,9 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         rxe_on(host, "x0", address(number))?;
     }
     programs(lab, options, report)?;
-    let parts: [(&str, Part); 6] = [
+    let parts: [(&str, Part); 7] = [
         ("three", three),
+        ("gathered", gathered),
         ("losses", losses),
         ("refusals", refusals),
         ("killed", killed),
