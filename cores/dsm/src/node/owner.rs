@@ -91,14 +91,14 @@ impl Node {
                 WantKind::Convert => want.needed.is_some(),
                 WantKind::Remote => false,
             });
-            let Some(request) = local.queue.front() else { return };
             if !local.owner || busy || local.reverting {
                 return;
             }
-            if request.as_update && !local.mode.is_update() && local.want.is_some() {
-                // It waits until this node keeps the page by updates.
-                return;
-            }
+            // Some wait until this node keeps the page by updates. What makes it so may have come behind them: one that was sent when an earlier update mode ended, say.
+            let waits =
+                |queued: &Request| queued.as_update && !local.mode.is_update() && local.want.is_some();
+            let Some(at) = local.queue.iter().position(|queued| !waits(queued)) else { return };
+            let Some(request) = local.queue.get(at) else { return };
             let oldest = local.queue.iter().map(|queued| queued.priority).min();
             let oldest = oldest.unwrap_or(request.priority);
             let (update, request) = (local.mode.is_update(), request.clone());
@@ -106,7 +106,7 @@ impl Node {
             if !update && self.held_against(page, takes_reads, oldest, cx) {
                 return;
             }
-            self.local(page).queue.pop_front();
+            self.local(page).queue.remove(at);
             match (update, request.as_update) {
                 (true, _) => {
                     if request.atomic {

@@ -269,7 +269,10 @@ impl World {
         let (node, vcpu) = place(setup, cpu);
         let trapped = match (self.cpus[cpu].doing, instruction) {
             (Doing::Trapped(page), _) => Some(page),
-            (Doing::Running, Instruction::Store(var, _) | Instruction::Add(var, _)) if setup.straight => {
+            // Once: when the mode has changed meanwhile, it goes back into the guest, and faults there.
+            (Doing::Running, Instruction::Store(var, _) | Instruction::Add(var, _))
+                if setup.straight && self.cpus[cpu].grants == 0 =>
+            {
                 let page = usize::from(var.page);
                 let kept = self.nodes[node].mode(page as Page).is_update();
                 (kept && self.memories[node].access[page] == Access::Read).then(|| {
@@ -423,12 +426,7 @@ impl World {
                 }
                 Action::Kick { vcpu } => {
                     let cpu = cpu_at(setup, node, vcpu);
-                    // With pages of the present instruction it can only say so when that has retired, too: it gives up all at once.
-                    if self.cpus[cpu].unreported && self.cpus[cpu].held.is_empty() {
-                        report.push(cpu);
-                    } else {
-                        self.cpus[cpu].kicked = true;
-                    }
+                    report.push(cpu);
                 }
                 Action::Wounded { vcpu, page } => {
                     let cpu = cpu_at(setup, node, vcpu);
@@ -449,7 +447,13 @@ impl World {
             }
         }
         for cpu in report {
-            self.report(setup, cpu);
+            // With pages of the present instruction, which may have come with the question, it can only say so when that has retired, too: all are given up at
+            // once.
+            if self.cpus[cpu].unreported && self.cpus[cpu].held.is_empty() {
+                self.report(setup, cpu);
+            } else {
+                self.cpus[cpu].kicked = true;
+            }
         }
     }
 
