@@ -26,11 +26,11 @@ const SENDS: Shape = Shape { count: 128, size: 4096 };
 pub(super) const RECEIVES: Shape = Shape { count: 128, size: 4096 };
 /// Messages so short are copied into the request itself, where the device can: it needn't read them from memory then.
 const INLINE: u32 = 128;
-/// A message that isn't acknowledged within so long is sent again: 4.096 µs times 2 to this power, 34 ms. Less than from one heartbeat to the next: rdma_rxe begins to
-/// wait anew when something else happens on the connection, and would never come to an end otherwise. Losses in a row are made good before the link's silence is told.
-const TIMEOUT: u8 = 13;
-/// This often, the most there is: after 0.27 s a device may give up, but for rdma_rxe, to which 7 is without end; there the link's silence is told.
-const RETRIES: u8 = 7;
+/// A message that isn't acknowledged within so long is sent again: 4.096 µs times 2 to this power, 134 ms. (What follows it tells of most losses sooner.)
+const TIMEOUT: u8 = 15;
+/// This often, so that 0.94 s are over when the device gives up: the silence of its link has been told by then. 7 is without end to rdma_rxe, and with that nodes whose
+/// link was cut were seen to take a minute or two to end.
+const RETRIES: u8 = 6;
 /// How often a message is sent again when there is no receive buffer for it, which credits don't let happen; and the code for 0.01 ms.
 const RETRIES_NOT_READY: u8 = 3;
 const PAUSE_NOT_READY: u8 = 1;
