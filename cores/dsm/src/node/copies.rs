@@ -88,8 +88,15 @@ impl Node {
             self.counters.refused += 1;
             return;
         }
-        if local.mode.is_update() && local.want.is_none() && local.leaving.is_none() {
-            // An old request was served after the copy had come with the token. The copy has had all updates.
+        // A copy that goes ahead of the token answers no request: one that is under way is answered later, and until then no other is sent. With two of them it couldn't be told
+        // which an answer is for.
+        let answers = grant.intent != Intent::ReadOwn;
+        if local.mode.is_update() && local.leaving.is_none() {
+            // The request is served after the copy had come ahead of the token. The copy has had all updates.
+            if answers {
+                local.want = None;
+            }
+            self.go(page, cx);
             return;
         }
         self.set(page, Mode::Invalidate, Access::None, cx);
@@ -103,7 +110,9 @@ impl Node {
         local.unread = (0, 0);
         local.convert_next = false;
         local.kept = false;
-        local.want = None;
+        if answers {
+            local.want = None;
+        }
         local.hurry = None;
         local.leaving = None;
         local.counters.clone_from(&grant.counters);
@@ -254,7 +263,7 @@ impl Node {
         let same = token.last.get(node.index()).is_some_and(|last| *last <= seq);
         let local = self.local(page);
         // While the update mode ends, every copy has to answer.
-        let leaves = same && local.owner && local.mode.is_update() && local.want.is_none();
+        let leaves = same && local.owner && local.mode.is_update() && !local.is_changing();
         if leaves {
             local.copies = local.copies.without(NodeSet::one(node));
         }

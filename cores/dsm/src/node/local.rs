@@ -96,10 +96,15 @@ impl Local {
         }
     }
 
+    /// Whether more is under way than a request that is still to be answered, though the page has come.
+    pub fn is_changing(&self) -> bool {
+        self.want.as_ref().is_some_and(|want| want.kind != WantKind::Remote)
+    }
+
     /// Whether stores are to be trapped.
     pub fn traps(&self) -> bool {
         // A copy that is about to go traps nothing more: its instruction waits for the page as it will be.
-        self.is_replica() && self.invalidation.is_none() && !self.reverting && self.want.is_none()
+        self.is_replica() && self.invalidation.is_none() && !self.reverting && !self.is_changing()
     }
 }
 

@@ -29,7 +29,8 @@ impl Node {
             return;
         }
         self.counters.received += 1;
-        if message.is_stream() {
+        // The question what somebody waits for never waits itself, also where old hints lead it back to who asks, behind what waits for the answer.
+        if message.is_stream() || matches!(message.body, Body::Sync { .. }) {
             if self.config.plant == Plant::ForgetEarly
                 && message.stamp.need > self.state.proven
                 && matches!(message.body, Body::Update { .. })
@@ -72,7 +73,9 @@ impl Node {
     }
 
     fn next_of_stream(&mut self) -> Option<Message> {
-        let ready = |message: &Message| message.stamp.need <= self.state.proven;
+        let ready = |message: &Message| {
+            message.stamp.need <= self.state.proven || matches!(message.body, Body::Sync { .. })
+        };
         let index = self.state.early.iter().position(ready)?;
         Some(self.state.early.remove(index))
     }

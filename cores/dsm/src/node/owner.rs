@@ -31,8 +31,11 @@ impl Node {
         if request.as_update {
             let updating = (local.owner && local.mode.is_update())
                 || matches!(kind, Some(WantKind::Convert | WantKind::Revert));
-            if request.requester == me && kind != Some(WantKind::Remote) {
+            if request.requester == me && (updating || kind != Some(WantKind::Remote)) {
                 // The page came with the token, before the own request came back.
+                if kind == Some(WantKind::Remote) {
+                    local.want = None;
+                }
                 self.go(page, cx);
             } else if !holds_token {
                 self.forward_to_token(page, Body::Request(request), cx);
@@ -64,6 +67,10 @@ impl Node {
 
     /// The home knows, or will know, better where this belongs.
     fn back_to_home<P: Pages>(&mut self, page: Page, mut request: Request, cx: &mut Context<'_, P>) {
+        if request.as_update {
+            // A copy with updates may have come to the requester meanwhile, and gone again: what it has kept isn't known.
+            request.held = None;
+        }
         let home = self.config.home(page);
         if home == self.config.me {
             let known = self.state.homes.get(&page).map_or(Mode::Invalidate, |home| home.mode);
@@ -112,7 +119,7 @@ impl Node {
                     if request.atomic {
                         self.local(page).mode = Mode::SingleWriter;
                     }
-                    self.give_copy_with_updates(page, request.requester, cx);
+                    self.give_copy_with_updates(page, request.requester, Intent::Read, cx);
                 }
                 (false, true) => self.back_to_home(page, request, cx),
                 (false, false) if request.requester == me => self.convert_own(page, cx),
@@ -241,10 +248,13 @@ impl Node {
 
     /// The holder of the token gives a copy that gets updates. The copy has a place in the order of updates, so that whatever comes
     /// later for this node, from whoever holds the token then, is acted on after it.
+    ///
+    /// It answers a request with [`Intent::Read`]; with [`Intent::ReadOwn`] it goes ahead of the token.
     pub(super) fn give_copy_with_updates<P: Pages>(
         &mut self,
         page: Page,
         to: NodeId,
+        intent: Intent,
         cx: &mut Context<'_, P>,
     ) {
         let seq = self.state.seen.saturating_add(1);
@@ -258,7 +268,7 @@ impl Node {
         let local = self.local(page);
         local.copies = local.copies.with(NodeSet::one(to));
         let grant = Grant {
-            intent: Intent::Read,
+            intent,
             mode: local.mode,
             // Who gets the token goes on counting from there when the mode ends: else a version would name two contents.
             version: local.version,

@@ -91,7 +91,7 @@ impl Node {
         let me = self.config.me;
         let window = self.config.policy.update_window.max(1);
         let local = self.local(page);
-        if !local.owner || !local.mode.is_update() || local.want.is_some() || local.reverting {
+        if !local.owner || !local.mode.is_update() || local.is_changing() || local.reverting {
             self.send(requester, page, Body::Refuse { vcpu }, cx);
             return None;
         }
@@ -399,7 +399,7 @@ impl Node {
         // Who has the token has a copy of every page that is kept by updates. The link keeps these before the token.
         for page in &pages {
             if !self.local(*page).copies.has(to) {
-                self.give_copy_with_updates(*page, to, cx);
+                self.give_copy_with_updates(*page, to, Intent::ReadOwn, cx);
             }
         }
         let both = NodeSet::one(to);
