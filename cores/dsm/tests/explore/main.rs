@@ -106,6 +106,20 @@ fn classics_hold_when_nodes_have_to_ask_what_has_retired() {
     }
 }
 
+/// What the protocol once got wrong, within as many states: a request that the token's coming had answered was answered again after the mode had ended; and the question for the last update came back to who had asked,
+/// and waited there behind what waited for the answer.
+#[test]
+fn tokens_that_overtake_requests_and_questions_do_no_harm() {
+    let budget = Budget { modes: 2, tokens: 1, ..NOTHING };
+    for updates in [&[0, 1][..], &[1], &[0]] {
+        holds(setup(fences_with_copies(), updates, budget), 40_000);
+        holds(told_late(fences_with_copies(), updates, budget), 40_000);
+    }
+    for name in ["SB", "MP", "WRC"] {
+        holds(probing(classic(name, false), &[0], Budget { tokens: 2, ..NOTHING }), 40_000);
+    }
+}
+
 /// The same with each of the other policies that change what nodes say to each other.
 #[test]
 fn other_policies_hold() {
