@@ -253,9 +253,10 @@ impl Verbs {
 
 /// Its names: as a device, and as a file.
 fn names(device: *mut Device) -> (String, String) {
-    // SAFETY: a device of the library's list, which is never freed; both names end with a NUL within their arrays.
-    let (name, node) =
-        unsafe { (CStr::from_ptr((*device).name.as_ptr()), CStr::from_ptr((*device).dev_name.as_ptr())) };
+    // SAFETY: a device of the library's list, which is never freed; its name ends with a NUL within its array.
+    let name = unsafe { CStr::from_ptr((*device).name.as_ptr()) };
+    // SAFETY: as above.
+    let node = unsafe { CStr::from_ptr((*device).dev_name.as_ptr()) };
     (name.to_string_lossy().into_owned(), node.to_string_lossy().into_owned())
 }
 

@@ -247,12 +247,13 @@ impl Engine {
             return self.wait_a_little(locked, index);
         };
         let Some(mut since) = core.vcpus.get(index).map(|slot| slot.trapped_at) else { return locked };
-        let (mut trapped, begun) = (trapped, since);
+        let (mut trapped, begun, mut retired) = (trapped, since, false);
         for behind in 0.. {
             let (back, old) = self.operate(locked, index, vcpu, &trapped);
             locked = back;
             let (Some(old), Some(core)) = (old, &mut *locked) else { break };
             trapped.finish(old, &mut found);
+            retired = true;
             let done = now();
             core.counts.emulated += 1;
             core.hot.trapped(trapped.page, done.saturating_sub(std::mem::replace(&mut since, done)));
@@ -264,9 +265,7 @@ impl Engine {
             (found, trapped) = (registers, next);
         }
         // Nothing was done when the page's mode has changed meanwhile, or the VM ends.
-        if since != begun
-            && let Some(core) = &mut *locked
-        {
+        if retired && let Some(core) = &mut *locked {
             core.counts.stalls.count_trapped(since.saturating_sub(begun));
             if let Err(error) = registers.set(&found) {
                 self.fail(format!("A vCPU's registers can't be written: {error}"));

@@ -109,9 +109,9 @@ impl Objects {
         let memory = unsafe { mmap_anonymous(null_mut(), MEMORY, protection, flags) };
         all.memory = memory.map_err(|error| all.refused("have buffers", error.into()))?;
         let start = u64::try_from(all.memory.expose_provenance()).unwrap_or(0);
+        let (register, access) = (functions.reg_mr_iova, abi::ACCESS_LOCAL_WRITE);
         // SAFETY: memory that stays mapped until it is deregistered.
-        let mr =
-            unsafe { (functions.reg_mr_iova)(all.pd, all.memory, MEMORY, start, abi::ACCESS_LOCAL_WRITE) };
+        let mr = unsafe { register(all.pd, all.memory, MEMORY, start, access) };
         all.mr = all.made("register buffers", mr)?;
         // SAFETY: as above.
         let channel = unsafe { (functions.create_comp_channel)(context) };
