@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use crate::event::{Action, Event};
-use crate::names::{Page, Vcpu};
+use crate::names::{NodeId, Page, Vcpu};
 
 /// One thing that happened at a node.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,6 +21,18 @@ pub enum Entry {
         at: u64,
         /// Which.
         vcpu: Vcpu,
+    },
+    /// A message of another node came. What it said isn't kept: the other node, told the same, sends the same.
+    Arrived {
+        /// When, nanoseconds.
+        at: u64,
+        /// Whose.
+        from: NodeId,
+    },
+    /// The time of a deadline had come.
+    Timer {
+        /// When, nanoseconds.
+        at: u64,
     },
     /// When the protocol read a page, the guest had changed these bytes since it was last read or written.
     Content {
@@ -44,9 +56,11 @@ pub struct Recorder {
 impl Recorder {
     /// An event that the node is about to be told.
     pub fn event(&mut self, at: u64, event: &Event) {
-        if !matches!(event, Event::Message(_) | Event::Timer) {
-            self.entries.push(Entry::Event { at, event: event.clone() });
-        }
+        self.entries.push(match event {
+            Event::Message(message) => Entry::Arrived { at, from: message.from },
+            Event::Timer => Entry::Timer { at },
+            _ => Entry::Event { at, event: event.clone() },
+        });
     }
 
     /// What the node wants done.
@@ -96,6 +110,7 @@ impl Recorder {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::message::{Body, Message, Stamp};
 
     /// Only what the guest has changed is recorded, in runs, with the reading that found it.
     #[test]
@@ -109,8 +124,21 @@ mod tests {
         recorder.write(3, 16, 0, &[5; 2]);
         content[..2].copy_from_slice(&[5; 2]);
         recorder.read(3, &content);
-        recorder.event(1, &Event::Timer);
         let changes = vec![(2, vec![7, 8]), (9, vec![1])];
         assert_eq!(recorder.finish(), [Entry::Content { page: 3, reading: 2, changes }]);
+    }
+
+    /// Of what a node is told, only what others said isn't kept.
+    #[test]
+    fn all_that_a_node_is_told_is_recorded_and_no_message() {
+        let mut recorder = Recorder::default();
+        let (from, to) = (NodeId(1), NodeId(0));
+        let message = Message { from, to, stamp: Stamp::default(), page: 3, body: Body::InvalidateAck };
+        recorder.event(1, &Event::Retired { vcpu: 2 });
+        recorder.event(2, &Event::Message(message));
+        recorder.event(3, &Event::Timer);
+        let event = Event::Retired { vcpu: 2 };
+        let told = [Entry::Event { at: 1, event }, Entry::Arrived { at: 2, from }, Entry::Timer { at: 3 }];
+        assert_eq!(recorder.finish(), told);
     }
 }

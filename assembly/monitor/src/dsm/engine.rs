@@ -403,12 +403,13 @@ impl Engine {
         let mut next = Some(event);
         let mut more = Vec::new();
         while let Some(event) = next.take() {
-            tracing::trace!(at = now(), node = self.me, ?event);
+            let time = now();
+            tracing::trace!(at = time, node = self.me, ?event);
             if let Some(recorder) = &mut core.pages.recorder {
-                recorder.get_mut().event(now(), &event);
+                recorder.get_mut().event(time, &event);
             }
             let mut actions = std::mem::take(&mut core.actions);
-            core.node.step(event, now(), &mut core.pages, &mut actions);
+            core.node.step(event, time, &mut core.pages, &mut actions);
             for action in actions.drain(..) {
                 self.perform(core, action, &mut more);
             }

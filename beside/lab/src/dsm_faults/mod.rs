@@ -141,6 +141,8 @@ fn without_times(console: &[u8]) -> String {
 #[derive(Debug, Default)]
 struct Tally {
     faults: u32,
+    /// Not counted as faults: the program ended with the right result while it was done.
+    ended_first: u32,
     hangs: u32,
     undiagnosed: u32,
     late: u32,
@@ -199,11 +201,12 @@ pub fn run(options: &Options) -> Result<()> {
             .trial(trial, nodes, fault, (program, arguments), unix)
             .with_context(|| format!("Trial {trial}: {fault:?} of {nodes} nodes with {program}"))?;
     }
-    let Tally { faults, hangs, undiagnosed, late, left, different, longest, kinds, wrong } = scenario.tally;
+    let Tally { faults, ended_first, hangs, undiagnosed, late, left, different, longest, kinds, wrong } =
+        scenario.tally;
     println!(
         "{}",
         json!({
-            "scenario": "dsm-faults", "seed": options.seed, "first": options.first, "faults": faults, "hangs": hangs, "undiagnosed": undiagnosed, "late": late,
+            "scenario": "dsm-faults", "seed": options.seed, "first": options.first, "faults": faults, "ended_first": ended_first, "hangs": hangs, "undiagnosed": undiagnosed, "late": late,
             "processes_left": left, "different_results": different, "longest_diagnosis_ms": longest.as_millis(),
             "kinds": kinds, "ok": wrong.is_empty(),
         })
@@ -311,7 +314,10 @@ impl Scenario<'_> {
                 window /= 2;
                 continue;
             }
-            self.disturb(&mut vm, &name, fault)?;
+            if !self.disturb(&mut vm, &name, fault, &expected)? {
+                window /= 2;
+                continue;
+            }
             let console = vm.console();
             drop(vm);
             let list: Value =
@@ -335,8 +341,9 @@ impl Scenario<'_> {
         bail!("The program always ended before the fault came");
     }
 
-    /// Does it, and looks at what the nodes make of it.
-    fn disturb(&mut self, vm: &mut Vm, name: &str, fault: Fault) -> Result<()> {
+    /// Does it, and looks at what the nodes make of it. False when the program was quicker, all the same: a link takes milliseconds to cut, and
+    /// whoever has ended with the right result within the time for a diagnosis needs none.
+    fn disturb(&mut self, vm: &mut Vm, name: &str, fault: Fault, expected: &Ending) -> Result<bool> {
         let since = Instant::now();
         match fault {
             Fault::Kill(node) => vm.signal(node, Signal::KILL)?,
@@ -348,6 +355,7 @@ impl Scenario<'_> {
             _ => None,
         };
         let mut left = vm.await_end(|node| Some(node) != stopped, END);
+        let ended_in_time = left.is_empty() && since.elapsed() <= LIMIT;
         if let Some(node) = stopped {
             // It can only end when it runs.
             vm.signal(node, Signal::CONT)?;
@@ -359,7 +367,13 @@ impl Scenario<'_> {
         let said = vm.said();
         let diagnosis =
             said.iter().filter(|(node, _, text)| fault.is_named_by(*node, text)).map(|(_, at, _)| *at).min();
+        let ending = Ending { status: vm.status(), console: without_times(&vm.console()) };
         let tally = &mut self.tally;
+        if diagnosis.is_none() && ended_in_time && left.is_empty() && ending == *expected {
+            tally.ended_first += 1;
+            progress!("{name}: the program ended first");
+            return Ok(false);
+        }
         tally.faults += 1;
         *tally.kinds.entry(fault.name()).or_default() += 1;
         let took = diagnosis.map(|at| at.saturating_duration_since(since));
@@ -385,7 +399,7 @@ impl Scenario<'_> {
             tally.wrong.push(format!("{name}: nodes {left:?} were left: {}", others()));
         }
         progress!("{name}: told after {} ms", took.map_or(0, |took| took.as_millis()));
-        Ok(())
+        Ok(true)
     }
 }
 

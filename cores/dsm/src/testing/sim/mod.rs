@@ -6,6 +6,7 @@
 pub mod costs;
 pub mod programs;
 pub mod replay;
+pub mod retrace;
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, HashMap, VecDeque};

@@ -36,8 +36,20 @@ pub struct Replayed {
     pub refused: u64,
 }
 
+impl Replayed {
+    /// A message is sent.
+    pub(super) fn count(&mut self, message: &Message) {
+        let bytes = wire::encoded_len(message) as u64;
+        self.messages += 1;
+        self.bytes += bytes;
+        let kind = self.kinds.entry(message.body.name()).or_default();
+        *kind = (kind.0 + 1, kind.1 + bytes);
+    }
+}
+
+/// A node's memory, which changes as the live guest changed it.
 #[derive(Default)]
-struct Memory {
+pub(super) struct Memory {
     content: HashMap<Page, Box<[u8; PAGE_SIZE]>>,
     /// How often each page was read.
     readings: HashMap<Page, u64>,
@@ -46,9 +58,14 @@ struct Memory {
 }
 
 /// Offsets and what lies there.
-type Changes = Vec<(u16, Vec<u8>)>;
+pub(super) type Changes = Vec<(u16, Vec<u8>)>;
 
 impl Memory {
+    /// What the guest will have changed at a reading. In the order of readings.
+    pub(super) fn will_change(&mut self, page: Page, reading: u64, changes: Changes) {
+        self.changes.entry(page).or_default().push_back((reading, changes));
+    }
+
     fn page(&mut self, page: Page) -> &mut [u8; PAGE_SIZE] {
         self.content.entry(page).or_insert_with(|| Box::new([0; PAGE_SIZE]))
     }
@@ -61,7 +78,7 @@ impl Memory {
 }
 
 /// Reading needs to change what is known of the guest's stores.
-struct Shared<'a>(&'a RefCell<Memory>);
+pub(super) struct Shared<'a>(pub(super) &'a RefCell<Memory>);
 
 impl Pages for Shared<'_> {
     fn size(&self) -> usize {
@@ -174,7 +191,7 @@ pub fn replay(nodes: Vec<(Config, Vec<Entry>)>, latency_ns: u64) -> Result<Repla
 fn time(entry: &Entry) -> Option<u64> {
     match entry {
         Entry::Event { at, .. } | Entry::Go { at, .. } => Some(*at),
-        Entry::Content { .. } => None,
+        Entry::Content { .. } | Entry::Arrived { .. } | Entry::Timer { .. } => None,
     }
 }
 
@@ -188,9 +205,9 @@ fn host(config: Config, entries: Vec<Entry>, first: u64) -> Result<Host, ConfigE
             Entry::Go { vcpu, .. } => {
                 awaited.remove(&vcpu);
             }
-            Entry::Content { page, reading, changes } => {
-                memory.changes.entry(page).or_default().push_back((reading, changes));
-            }
+            Entry::Content { page, reading, changes } => memory.will_change(page, reading, changes),
+            // Links and deadlines are this machine's own.
+            Entry::Arrived { .. } | Entry::Timer { .. } => {}
             Entry::Event { at, event } => {
                 let vcpu = match &event {
                     Event::Fault { vcpu, .. } | Event::Operate { vcpu, .. } | Event::Retired { vcpu } => {
@@ -402,11 +419,7 @@ impl Machine {
     }
 
     fn send(&mut self, message: Message, now: u64) {
-        let bytes = wire::encoded_len(&message) as u64;
-        self.result.messages += 1;
-        self.result.bytes += bytes;
-        let kind = self.result.kinds.entry(message.body.name()).or_default();
-        *kind = (kind.0 + 1, kind.1 + bytes);
+        self.result.count(&message);
         let (to, id) = (message.to.index(), self.order);
         self.flying.insert(id, message);
         self.push(now + self.latency_ns, Happening::Arrive(to, id));

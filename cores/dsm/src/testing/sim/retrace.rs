@@ -1,0 +1,126 @@
+//! The simulator, driven by what live nodes recorded, in the order in which each of them was told: [`super::replay`] has links and deadlines of its own, and
+//! so may take another way where it matters who was first; here each node is told at the recorded time what it was told then. Only who sent a message is
+//! recorded, not what it said: messages are those of the simulated nodes.
+
+use std::cell::RefCell;
+use std::collections::{BTreeMap, VecDeque};
+
+use super::replay::{Memory, Replayed, Shared};
+use crate::config::{Config, ConfigError};
+use crate::event::{Action, Event};
+use crate::message::Message;
+use crate::names::NodeId;
+use crate::node::Node;
+use crate::trace::Entry;
+
+/// What a node is told.
+#[derive(Debug)]
+enum Told {
+    By(Event),
+    /// The next message of another node.
+    Message(NodeId),
+}
+
+struct Host {
+    me: NodeId,
+    node: Node,
+    memory: RefCell<Memory>,
+    /// When, nanoseconds, and what.
+    script: VecDeque<(u64, Told)>,
+}
+
+/// Messages under way, by sender and receiver.
+type Links = BTreeMap<(NodeId, NodeId), VecDeque<Message>>;
+
+/// Runs what nodes recorded, one trace for each.
+///
+/// [`Replayed::skipped`] counts messages that came to a live node and are never sent to the simulated one.
+///
+/// # Errors
+/// See [`Config::check`].
+pub fn retrace(nodes: Vec<(Config, Vec<Entry>)>) -> Result<Replayed, ConfigError> {
+    let mut hosts = nodes
+        .into_iter()
+        .map(|(config, entries)| Host::new(config, entries))
+        .collect::<Result<Vec<_>, _>>()?;
+    let (mut links, mut result) = (Links::new(), Replayed::default());
+    loop {
+        let before = result.done;
+        for host in &mut hosts {
+            host.go_on(&mut links, &mut result);
+        }
+        if result.done > before {
+            continue;
+        }
+        // Everyone waits for what doesn't come, or has done all.
+        let Some(host) = hosts.iter_mut().find(|host| !host.script.is_empty()) else { break };
+        host.script.pop_front();
+        result.skipped += 1;
+    }
+    result.refused = hosts.iter().map(|host| host.node.counters().refused).sum();
+    Ok(result)
+}
+
+impl Host {
+    fn new(config: Config, entries: Vec<Entry>) -> Result<Self, ConfigError> {
+        let (mut memory, mut script) = (Memory::default(), VecDeque::new());
+        for entry in entries {
+            match entry {
+                Entry::Event { at, event } => script.push_back((at, Told::By(event))),
+                Entry::Timer { at } => script.push_back((at, Told::By(Event::Timer))),
+                Entry::Arrived { at, from } => script.push_back((at, Told::Message(from))),
+                Entry::Content { page, reading, changes } => memory.will_change(page, reading, changes),
+                // What the simulated node says.
+                Entry::Go { .. } => {}
+            }
+        }
+        Ok(Self { me: config.me, node: Node::new(config)?, memory: RefCell::new(memory), script })
+    }
+
+    /// Is told what it was told, up to the first message that hasn't been sent.
+    fn go_on(&mut self, links: &mut Links, result: &mut Replayed) {
+        while let Some((at, told)) = self.script.pop_front() {
+            let event = match told {
+                Told::By(event) => event,
+                Told::Message(from) => match links.get_mut(&(from, self.me)).and_then(VecDeque::pop_front) {
+                    Some(message) => Event::Message(message),
+                    None => return self.script.push_front((at, Told::Message(from))),
+                },
+            };
+            result.done += 1;
+            let mut actions = Vec::new();
+            self.node.step(event, at, &mut Shared(&self.memory), &mut actions);
+            for action in actions {
+                // The rest is answered by what is recorded.
+                if let Action::Send(message) = action {
+                    result.count(&message);
+                    links.entry((message.from, message.to)).or_default().push_back(message);
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Policy;
+    use crate::event::Fault;
+
+    /// What was told in another order than it can have been is found, and ends.
+    #[test]
+    fn a_message_that_nobody_sends_is_counted_and_the_rest_goes_on() {
+        // Page 1 is of node 1.
+        let config = |me| Config::new(me, 2, Policy::IVY);
+        let fault = Event::Fault { vcpu: 0, page: 1, fault: Fault::Read };
+        let asks = vec![
+            Entry::Arrived { at: 1, from: NodeId(1) },
+            Entry::Event { at: 2, event: fault },
+            Entry::Arrived { at: 4, from: NodeId(1) },
+        ];
+        let answers = vec![Entry::Arrived { at: 3, from: NodeId(0) }];
+        let found = retrace(vec![(config(0), asks), (config(1), answers)]).unwrap();
+        assert_eq!((found.done, found.skipped, found.refused), (3, 1, 0));
+        assert_eq!(found.kinds.keys().copied().collect::<Vec<_>>(), ["grant", "request"]);
+    }
+}
