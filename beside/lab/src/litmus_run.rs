@@ -154,34 +154,42 @@ fn split_lock_iterations(iterations: u64) -> u64 {
     (iterations / 1000).max(1)
 }
 
+/// What one test came to, in all of its runs.
+#[derive(Debug, Default)]
+struct Sum {
+    slow: bool,
+    /// Whether weak outcomes can come, and did.
+    weak: (bool, bool),
+    /// The same of outcomes that only threads on different nodes that run at the same time have.
+    interleaved: (bool, bool),
+}
+
 /// What all tests together came to.
 #[derive(Debug, Default)]
 struct Tally {
-    tests: u32,
-    slow: u32,
+    tests: BTreeMap<String, Sum>,
     forbidden: u64,
-    weak_seen: u32,
-    weak_possible: u32,
-    /// Tests of which outcomes came that only threads on different nodes that run at the same time have; those that could.
-    interleaved_seen: u32,
-    interleaved_possible: u32,
     /// Whether store buffering ran, and whether its weak outcome came.
     buffering: (bool, bool),
     broken: Vec<String>,
 }
 
 impl Tally {
+    /// How many tests are such.
+    fn count(&self, such: impl Fn(&Sum) -> bool) -> usize {
+        self.tests.values().filter(|sum| such(sum)).count()
+    }
+
+    /// A test has run. It may run more than once.
     fn add(&mut self, variant: &Variant<'_>, line: &Line, slow: bool) {
         let verdict = judge(variant, &line.outcomes);
-        self.tests += 1;
-        self.slow += u32::from(slow);
         self.forbidden += verdict.forbidden;
-        self.weak_possible += u32::from(verdict.weak_possible > 0);
-        self.weak_seen += u32::from(verdict.weak > 0);
-        if line.apart > 0 && verdict.interleaved_possible > 0 {
-            self.interleaved_possible += 1;
-            self.interleaved_seen += u32::from(verdict.interleaved > 0);
-        }
+        let sum = self.tests.entry(variant.name()).or_default();
+        sum.slow |= slow;
+        sum.weak.0 |= verdict.weak_possible > 0;
+        sum.weak.1 |= verdict.weak > 0;
+        sum.interleaved.0 |= line.apart > 0 && verdict.interleaved_possible > 0;
+        sum.interleaved.1 |= verdict.interleaved > 0;
         if ["SB", "SB64", "wide-SB"].contains(&variant.test.name.as_str()) && line.apart < line.iterations {
             self.buffering = (true, self.buffering.1 || verdict.weak > 0);
         }
@@ -209,12 +217,31 @@ impl Tally {
 }
 
 /// How a file is run.
+#[derive(Debug, Clone, Copy)]
 struct Plan<'a> {
     vcpus: u32,
     iterations: u64,
     meeting: &'a str,
     round: u64,
+    interval: Option<u64>,
 }
+
+impl Plan<'_> {
+    /// The same with few runs that are far apart, for nodes that meet by the clock. Close ones take longer than their interval, so that threads run them one after the other, as fast as
+    /// pages come: the outcome of one in some ten thousand is neither thread's alone. Far apart, each begins when its time has come, and that of one in six to ten is.
+    fn spaced(self) -> Self {
+        Self {
+            iterations: self.iterations.min(SPACED_RUNS),
+            round: self.round.min(256),
+            interval: Some(SPACED),
+            ..self
+        }
+    }
+}
+
+/// Runs far apart of each test, and nanoseconds from one to the next: several times what a page takes from one node to another and back.
+const SPACED_RUNS: u64 = 1024;
+const SPACED: u64 = 1_500_000;
 
 /// Names the tests and says what the model allows.
 ///
@@ -261,6 +288,7 @@ pub fn run(options: &Options) -> Result<()> {
         groups.entry((variant.test.threads.len(), Kind::of(variant))).or_default().push(*variant);
     }
     let mut tally = Tally::default();
+    let mut spaced_iterations = 0;
     for ((threads, kind), variants) in groups {
         let slow = kind == Kind::SplitLocks;
         let file = folder.path().join(format!("litmus-{threads}-{kind:?}"));
@@ -286,50 +314,58 @@ pub fn run(options: &Options) -> Result<()> {
                 Kind::Across => options.round.unwrap_or(4096).min(4096),
                 Kind::SplitLocks => options.round.unwrap_or(256).min(256),
             },
+            interval: options.interval,
         };
-        let mut left = variants.clone();
-        execute(&causeway, &file, &plan, options, |line| {
-            let here = left.iter().position(|variant| {
-                line.test == variant.test.name && line.placement == variant.placement.name()
-            });
-            let variant =
-                left.remove(here.with_context(|| format!("Nobody asked for the test {}", line.test))?);
-            let counted: u64 = line.outcomes.iter().map(|(_, count, _)| count).sum();
-            if line.lost > 0
-                || line.iterations < iterations
-                || counted != line.iterations
-                || line.nodes != options.nodes
-            {
-                bail!(
-                    "{} ran {} times on {} nodes, and {counted} outcomes were counted",
-                    variant.name(),
-                    line.iterations,
-                    line.nodes
-                );
+        // Whoever chooses an interval gets that one.
+        let spaced = (options.nodes > 1 && plan.meeting == "clock" && options.interval.is_none())
+            .then(|| plan.spaced());
+        spaced_iterations = spaced_iterations.max(spaced.map_or(0, |plan| plan.iterations));
+        for plan in [Some(plan), spaced].into_iter().flatten() {
+            let mut left = variants.clone();
+            execute(&causeway, &file, &plan, options, |line| {
+                let here = left.iter().position(|variant| {
+                    line.test == variant.test.name && line.placement == variant.placement.name()
+                });
+                let variant =
+                    left.remove(here.with_context(|| format!("Nobody asked for the test {}", line.test))?);
+                let counted: u64 = line.outcomes.iter().map(|(_, count, _)| count).sum();
+                if line.lost > 0
+                    || line.iterations < plan.iterations
+                    || counted != line.iterations
+                    || line.nodes != options.nodes
+                {
+                    bail!(
+                        "{} ran {} times on {} nodes, and {counted} outcomes were counted",
+                        variant.name(),
+                        line.iterations,
+                        line.nodes
+                    );
+                }
+                tally.add(&variant, &line, slow);
+                Ok(())
+            })?;
+            if let Some(variant) = left.first() {
+                bail!("The program ended before it ran {}", variant.name());
             }
-            tally.add(&variant, &line, slow);
-            Ok(())
-        })?;
-        if let Some(variant) = left.first() {
-            bail!("The program ended before it ran {}", variant.name());
         }
     }
-    let Tally { tests, slow, forbidden, weak_seen, weak_possible, buffering, broken, .. } = tally;
-    let Tally { interleaved_seen, interleaved_possible, .. } = tally;
+    let (interleaved_seen, interleaved_possible) =
+        (tally.count(|sum| sum.interleaved.1), tally.count(|sum| sum.interleaved.0));
     println!(
         "{}",
         json!({
-            "scenario": "dsm-litmus", "nodes": options.nodes, "tests": tests, "iterations": options.iterations,
-            "split_lock_tests": slow, "split_lock_iterations": split_lock_iterations(options.iterations),
-            "forbidden": forbidden, "weak_seen": weak_seen, "weak_possible": weak_possible,
-            "interleaved_seen": interleaved_seen, "interleaved_possible": interleaved_possible, "ok": broken.is_empty(),
+            "scenario": "dsm-litmus", "nodes": options.nodes, "tests": tally.tests.len(), "iterations": options.iterations,
+            "spaced_iterations": spaced_iterations,
+            "split_lock_tests": tally.count(|sum| sum.slow), "split_lock_iterations": split_lock_iterations(options.iterations),
+            "forbidden": tally.forbidden, "weak_seen": tally.count(|sum| sum.weak.1), "weak_possible": tally.count(|sum| sum.weak.0),
+            "interleaved_seen": interleaved_seen, "interleaved_possible": interleaved_possible, "ok": tally.broken.is_empty(),
         })
     );
-    if !broken.is_empty() {
-        bail!("x86-TSO forbids what was seen: {}", broken.join(", "));
+    if !tally.broken.is_empty() {
+        bail!("x86-TSO forbids what was seen: {}", tally.broken.join(", "));
     }
     // They come from the processor's own store queues, which threads on one node show: their absence would mean that these never met.
-    if buffering == (true, false) && options.iterations >= 100_000 && processors > 1 {
+    if tally.buffering == (true, false) && options.iterations >= 100_000 && processors > 1 {
         bail!(
             "Store buffering never showed its weak outcome, which every x86 processor has: the threads don't run at the same time"
         );
@@ -384,7 +420,7 @@ fn execute(
     command.args(&options.run_arguments).arg("--payload").arg(file);
     command.arg(format!("iterations={}", plan.iterations));
     command.args([format!("meeting={}", plan.meeting), format!("round={}", plan.round)]);
-    command.args(options.interval.map(|interval| format!("interval={interval}")));
+    command.args(plan.interval.map(|interval| format!("interval={interval}")));
     let mut child = command
         .stdin(Stdio::null())
         .stderr(Stdio::inherit())
@@ -445,6 +481,31 @@ mod tests {
         assert_eq!(judged("wide-CoRR", Placement::Line, &torn).forbidden, 3);
         let verdict = judged("wide-CoRR", Placement::Cross, &torn);
         assert_eq!((verdict.forbidden, verdict.weak), (0, 3));
+    }
+
+    /// A test that runs twice is one test, and what is seen in either run is seen.
+    #[test]
+    fn runs_of_a_test_count_together() {
+        let tests = corpus::all().unwrap();
+        let test = tests.iter().find(|test| test.name == "SB").unwrap();
+        let variant = Variant { test, placement: Placement::Pages };
+        let mut tally = Tally::default();
+        let line = |outcomes| Line {
+            test: "SB".into(),
+            placement: "pages".into(),
+            nodes: 2,
+            iterations: 9,
+            apart: 4,
+            lost: 0,
+            ns: 1,
+            outcomes,
+        };
+        tally.add(&variant, &line(vec![(vec![0, 1, 1, 1], 9, true)]), false);
+        assert_eq!((tally.count(|sum| sum.interleaved.0), tally.count(|sum| sum.interleaved.1)), (1, 0));
+        tally.add(&variant, &line(vec![(vec![1, 1, 1, 1], 2, true), (vec![0, 0, 1, 1], 7, false)]), false);
+        assert_eq!((tally.count(|sum| sum.interleaved.0), tally.count(|sum| sum.interleaved.1)), (1, 1));
+        assert_eq!((tally.count(|sum| sum.weak.0), tally.count(|sum| sum.weak.1)), (1, 1));
+        assert_eq!((tally.tests.len(), tally.buffering, tally.broken.len()), (1, (true, true), 0));
     }
 
     #[test]
