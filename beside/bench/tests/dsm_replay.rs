@@ -45,11 +45,11 @@ const FEW: u64 = 2;
 
 /// Recordings at most of a program whose replay skips faults: on a busy machine its order is another than the nodes' was, and what isn't a fault in that order cost
 /// the live nodes something that the simulator can't count. A replay that skips nothing is judged at once.
-const RECORDINGS: u32 = 5;
+const RECORDINGS: u32 = 12;
 
 /// Told all that the live nodes were told, in the order in which each was told, the simulated nodes send as many messages and bytes, none more or less: each program,
 /// with pages moved only and with updates. With links and deadlines of their own they agree within 2 %, or two messages, where it doesn't matter who was first: for misses
-/// and upgrades. What the other programs come to then is shown: their pages are kept by updates from moments on that depend on who ran when.
+/// and upgrades, and, with pages moved only, for Jacobi and streams. What others come to then is shown: who gets a lock, and from when on pages are kept by updates, depends on who ran when.
 #[test]
 fn the_simulator_counts_what_live_nodes_count() {
     let name = "the_simulator_counts_what_live_nodes_count";
@@ -91,7 +91,8 @@ fn the_simulator_counts_what_live_nodes_count() {
                 );
                 eprintln!("{name}: {what}, recording {recording}: {counts}");
                 let far = |at: usize, few: u64| live[at].abs_diff(simulated[at]) > (live[at] / 50).max(few);
-                if program != "pages" || !(far(0, FEW) || far(1, FEW * 4096)) {
+                let by_chance = program == "locks" || how == "update" && program != "pages";
+                if by_chance || !(far(0, FEW) || far(1, FEW * 4096)) {
                     break;
                 }
                 if found.skipped == 0 || recording == RECORDINGS {
