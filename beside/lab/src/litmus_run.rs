@@ -228,7 +228,7 @@ struct Plan<'a> {
 
 impl Plan<'_> {
     /// The same with few runs that are far apart, for nodes that meet by the clock. Close ones take longer than their interval, so that threads run them one after the other, as fast as
-    /// pages come: the outcome of one in some ten thousand is neither thread's alone. Far apart, each begins when its time has come, and that of one in six to ten is.
+    /// pages come: the outcome of one in some ten thousand is neither thread's alone. Far apart, each begins when its time has come, and that of one in five is.
     fn spaced(self) -> Self {
         Self {
             iterations: self.iterations.min(SPACED_RUNS),

@@ -141,7 +141,7 @@ fn without_times(console: &[u8]) -> String {
 #[derive(Debug, Default)]
 struct Tally {
     faults: u32,
-    /// Not counted as faults: the program ended with the right result while it was done.
+    /// Not counted as faults: the program ended with the right result while a link was cut.
     ended_first: u32,
     hangs: u32,
     undiagnosed: u32,
@@ -342,7 +342,7 @@ impl Scenario<'_> {
         Ok(())
     }
 
-    /// Does it, and looks at what the nodes make of it. False when the program was quicker, all the same: a link takes milliseconds to cut, and
+    /// Does it, and looks at what the nodes make of it. False when a link was cut and the program was quicker, all the same: that takes milliseconds, and
     /// whoever has ended with the right result within the time for a diagnosis needs none.
     fn disturb(&mut self, vm: &mut Vm, name: &str, fault: Fault, expected: &Ending) -> Result<bool> {
         let since = Instant::now();
@@ -370,7 +370,9 @@ impl Scenario<'_> {
             said.iter().filter(|(node, _, text)| fault.is_named_by(*node, text)).map(|(_, at, _)| *at).min();
         let ending = Ending { status: vm.status(), console: without_times(&vm.console()) };
         let tally = &mut self.tally;
-        if diagnosis.is_none() && ended_in_time && left.is_empty() && ending == *expected {
+        // Who was killed or stopped is missed at once, or is waited for.
+        let cut = matches!(fault, Fault::Cut(_));
+        if cut && diagnosis.is_none() && ended_in_time && left.is_empty() && ending == *expected {
             tally.ended_first += 1;
             progress!("{name}: the program ended first");
             return Ok(false);
