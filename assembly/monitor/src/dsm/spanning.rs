@@ -129,6 +129,9 @@ impl Whole for Seat {
     fn before_run(&self, index: u32, registers: &dyn GuestRegisters) {
         self.engine.before_run(self.local(index), registers);
     }
+    fn gives_way(&self, index: u32) -> bool {
+        self.engine.gives_way(self.local(index))
+    }
     fn ended(&self, index: u32, parked: bool) {
         self.engine.vcpu_ended(self.local(index), parked);
     }

@@ -10,7 +10,7 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// How long [`PORT_PAUSE`] gives the processor away, at least: the host adds its timer's slack.
+/// How long [`PORT_PAUSE`] gives the processor away where no other vCPU is known to need it, at least: the host adds its timer's slack.
 const PAUSE: Duration = Duration::from_micros(50);
 
 /// Serves the ports from [`payload_abi::PORT_HOST`] on, for library users. Called on vCPU threads, several at
@@ -64,7 +64,10 @@ impl VcpuExitHandler for Control {
             PORT_PARK => self.tell(Message::Park),
             PORT_EXCEPTION => self.tell(Message::Exception(vcpu)),
             PORT_PAUSE => {
-                std::thread::sleep(PAUSE);
+                let whole = self.local.whole.as_ref();
+                if !whole.is_some_and(|whole| whole.gives_way(self.local.index(vcpu))) {
+                    std::thread::sleep(PAUSE);
+                }
                 return ExitAction::Handled;
             }
             PORT_PHASE if self.local.whole.is_some() => {

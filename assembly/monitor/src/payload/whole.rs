@@ -15,6 +15,8 @@ pub trait Whole: Send + Sync {
     fn takes_over(&self) -> bool;
     /// vCPU `index` (of the whole VM) is about to run; see [`machine::vcpu::VcpuExitHandler::before_run`].
     fn before_run(&self, index: u32, registers: &dyn GuestRegisters);
+    /// vCPU `index` waits for others and says so. Whether another one has its processor from now on, until it may go on.
+    fn gives_way(&self, index: u32) -> bool;
     /// vCPU `index` has ended, by its own wish or by an exception, and runs no more. `parked`: the others go on.
     fn ended(&self, index: u32, parked: bool);
     /// What the program measures begins, or has ended.

@@ -81,7 +81,7 @@ impl Search {
         for vertex in team.part(graph.vertices()) {
             parents[vertex].store(NONE, Ordering::Relaxed);
         }
-        team.wait();
+        team.wait_patiently();
         let mut now = 0;
         let count_of = |vcpu: usize, level: usize| &counts[vcpu * PER_PAGE + level];
         count_of(team.index(), now).store(u64::from(team.leads()), Ordering::Relaxed);
@@ -89,7 +89,7 @@ impl Search {
             parents[root as usize].store(root + 1, Ordering::Relaxed);
             self.found[now].atomics()[0].store(root, Ordering::Relaxed);
         }
-        team.wait();
+        team.wait_patiently();
         let mut levels = 0;
         loop {
             let length = |vcpu| usize::try_from(count_of(vcpu, now).load(Ordering::Acquire)).unwrap_or(0);
@@ -124,7 +124,7 @@ impl Search {
             }
             let found = place - team.index() * self.stride;
             count_of(team.index(), 1 - now).store(found as u64, Ordering::Release);
-            team.wait();
+            team.wait_patiently();
             now = 1 - now;
         }
     }
@@ -183,7 +183,7 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
         let (starts, targets) = unsafe { (starts.write(0..vertices + 1), targets.write(0..2 * edges)) };
         build(seed, scale, edges, starts, targets);
     }
-    team.wait();
+    team.wait_patiently();
     // SAFETY: nobody writes them any more.
     let (starts, targets) = unsafe { (starts.read(0..vertices + 1), targets.read(0..2 * edges)) };
     let graph = Graph { starts, targets };
@@ -204,7 +204,7 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
             // The measured part is one phase for the machine below: the first search, which finds nothing in place.
             nanoseconds += team.measure(|| depth = search.run(team, &graph, root));
         } else {
-            team.wait();
+            team.wait_patiently();
             let begun = team.nanoseconds();
             depth = search.run(team, &graph, root).max(depth);
             nanoseconds += team.nanoseconds().saturating_sub(begun);
@@ -217,7 +217,7 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
             let reached = (0_u32..).zip(&*depths).filter(|(_, depth)| **depth > 0);
             visited += reached.map(|(vertex, _)| graph.neighbours(vertex).len() as u64).sum::<u64>();
         }
-        team.wait();
+        team.wait_patiently();
     }
     Ok(Outcome::new("edge", visited, nanoseconds)
         .verified(right)

@@ -143,7 +143,9 @@ impl Coordinator<'_> {
 
     fn bring_together(&mut self) -> Result<(), String> {
         self.stays = true;
-        match self.gather() {
+        let moved = self.gather();
+        let gathered = moved.is_ok();
+        match moved {
             Ok(gathered) => {
                 self.tell(&Step::Gathered);
                 tracing::info!(
@@ -160,7 +162,11 @@ impl Coordinator<'_> {
             ),
         }
         self.tell(&Step::Go(None));
-        self.member.go(None)
+        self.member.go(None)?;
+        if gathered {
+            self.member.populate();
+        }
+        Ok(())
     }
 
     fn checkpoint(&mut self) -> Result<(), String> {

@@ -185,6 +185,19 @@ impl Engine {
         }
     }
 
+    /// A vCPU waits for others and says so. Whether another one has its turn now; if not, nobody waits for one.
+    pub(super) fn gives_way(&self, index: usize) -> bool {
+        let mut locked = self.lock();
+        let Some(core) = &mut *locked else { return false };
+        let Some(next) = core.turns.as_mut().and_then(|turns| turns.gave_way(index, now())) else {
+            return false;
+        };
+        self.notify(next);
+        // It is asked whether it may run when it is called out of the guest only.
+        self.summon(core, index);
+        true
+    }
+
     /// Calls those out whose turn may be over. Returns when to come again.
     pub(super) fn look_at_turns(&self, core: &mut Core) -> u64 {
         let Some(turns) = &mut core.turns else { return u64::MAX };
