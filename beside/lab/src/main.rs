@@ -187,6 +187,9 @@ enum Verb {
         /// Further arguments for `causeway run`, such as `--coherence=invalidate`; may be given again.
         #[arg(long = "run-argument", allow_hyphen_values = true)]
         run_arguments: Vec<String>,
+        /// Keep each test's result in this file as soon as it is there, and don't run those again whose results, of the same monitor and under the same conditions, are there
+        #[arg(long)]
+        results: Option<PathBuf>,
     },
     /// Kill, stop and cut off nodes of payload VMs on this machine's KVM at random moments, and restart them from checkpoints.
     DsmFaults {
@@ -344,6 +347,7 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
             only,
             list,
             run_arguments,
+            results,
         }) => {
             let options = lab::litmus_run::Options {
                 nodes,
@@ -354,6 +358,7 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
                 round,
                 only,
                 run_arguments,
+                results,
             };
             if list { lab::litmus_run::list(&options) } else { lab::litmus_run::run(&options) }
                 .map(|()| ExitCode::SUCCESS)

@@ -3,16 +3,19 @@
 //! Runs natively, without emulated hosts: the monitor starts a payload VM per number of threads, the program `litmus` prints all outcomes of every test, and
 //! the model of the crate `litmus` says which of them x86-TSO allows.
 
+mod kept;
+
 use crate::{paths, progress};
 use anyhow::{Context, Result, bail};
+use kept::{Conditions, Kept};
 use litmus::model::{Order, Outcome, outcomes};
 use litmus::{Instruction, Test, Variant, corpus, fill};
 use payload_litmus::table::Placement;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{BufRead, BufReader, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 /// What to run.
@@ -35,6 +38,8 @@ pub struct Options {
     pub only: Vec<String>,
     /// Further arguments for `causeway run`.
     pub run_arguments: Vec<String>,
+    /// Where each test's result is kept as soon as it is there; those that are there aren't run again.
+    pub results: Option<PathBuf>,
 }
 
 impl Options {
@@ -62,7 +67,7 @@ impl Options {
 }
 
 /// A line of the program `litmus`.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 struct Line {
     test: String,
     placement: String,
@@ -74,6 +79,12 @@ struct Line {
     ns: u64,
     /// Values, how often, and whether every thread was on a node of its own.
     outcomes: Vec<(Vec<u64>, u64, bool)>,
+}
+
+impl Line {
+    fn is_of(&self, variant: &Variant<'_>) -> bool {
+        self.test == variant.test.name && self.placement == variant.placement.name()
+    }
 }
 
 /// What a test's outcomes are worth.
@@ -227,6 +238,20 @@ struct Plan<'a> {
 }
 
 impl Plan<'_> {
+    /// What its results are kept with.
+    fn conditions(&self, files: u64, options: &Options) -> Conditions {
+        Conditions {
+            files,
+            nodes: options.nodes,
+            vcpus: self.vcpus,
+            iterations: self.iterations,
+            meeting: self.meeting.to_owned(),
+            round: self.round,
+            interval: self.interval,
+            run_arguments: options.run_arguments.clone(),
+        }
+    }
+
     /// The same with few runs that are far apart, for nodes that meet by the clock. Close ones take longer than their interval, so that threads run them one after the other, as fast as
     /// pages come: the outcome of one in some ten thousand is neither thread's alone. Far apart, each begins when its time has come, and that of one in five is.
     fn spaced(self) -> Self {
@@ -282,6 +307,18 @@ pub fn run(options: &Options) -> Result<()> {
     let chosen = options.chosen(&tests)?;
     let processors = std::thread::available_parallelism().map_or(1, usize::from);
     let folder = tempfile::tempdir().context("Can't make a folder for the litmus programs")?;
+    let mut kept = options.results.as_deref().map(Kept::open).transpose()?;
+    let files = match &kept {
+        Some(_) => {
+            let monitor = std::fs::read(&causeway);
+            let monitor = monitor.with_context(|| format!("Can't read {}", causeway.display()))?;
+            kept::of(&[&monitor, &program])
+        }
+        None => 0,
+    };
+    if let Some(others) = kept.as_ref().map(|kept| kept.of_others(files)).filter(|others| *others > 0) {
+        progress!("{others} results of another monitor, or of another litmus program, aren't used");
+    }
 
     let mut groups: BTreeMap<(usize, Kind), Vec<Variant<'_>>> = BTreeMap::new();
     for variant in &chosen {
@@ -289,11 +326,9 @@ pub fn run(options: &Options) -> Result<()> {
     }
     let mut tally = Tally::default();
     let mut spaced_iterations = 0;
+    let file = folder.path().join("litmus");
     for ((threads, kind), variants) in groups {
         let slow = kind == Kind::SplitLocks;
-        let file = folder.path().join(format!("litmus-{threads}-{kind:?}"));
-        std::fs::write(&file, fill(&program, &variants)?)
-            .with_context(|| format!("Can't write {}", file.display()))?;
         let iterations = if slow { split_lock_iterations(options.iterations) } else { options.iterations };
         let wide = u32::try_from(threads).unwrap_or(u32::MAX);
         let plan = Plan {
@@ -321,28 +356,30 @@ pub fn run(options: &Options) -> Result<()> {
             .then(|| plan.spaced());
         spaced_iterations = spaced_iterations.max(spaced.map_or(0, |plan| plan.iterations));
         for plan in [Some(plan), spaced].into_iter().flatten() {
-            let mut left = variants.clone();
+            let conditions = plan.conditions(files, options);
+            let mut left = Vec::new();
+            for variant in &variants {
+                match kept.as_ref().and_then(|kept| kept.line(&conditions, variant)) {
+                    Some(line) => tally.add(variant, line, slow),
+                    None => left.push(*variant),
+                }
+            }
+            if left.len() < variants.len() {
+                let known = variants.len() - left.len();
+                progress!("{known} of {} tests weren't run: their results were kept", variants.len());
+            }
+            if left.is_empty() {
+                continue;
+            }
+            std::fs::write(&file, fill(&program, &left)?)
+                .with_context(|| format!("Can't write {}", file.display()))?;
             execute(&causeway, &file, &plan, options, |line| {
-                let here = left.iter().position(|variant| {
-                    line.test == variant.test.name && line.placement == variant.placement.name()
-                });
+                let here = left.iter().position(|variant| line.is_of(variant));
                 let variant =
                     left.remove(here.with_context(|| format!("Nobody asked for the test {}", line.test))?);
-                let counted: u64 = line.outcomes.iter().map(|(_, count, _)| count).sum();
-                if line.lost > 0
-                    || line.iterations < plan.iterations
-                    || counted != line.iterations
-                    || line.nodes != options.nodes
-                {
-                    bail!(
-                        "{} ran {} times on {} nodes, and {counted} outcomes were counted",
-                        variant.name(),
-                        line.iterations,
-                        line.nodes
-                    );
-                }
+                check(&variant, &line, &plan, options)?;
                 tally.add(&variant, &line, slow);
-                Ok(())
+                kept.as_mut().map_or(Ok(()), |kept| kept.add(&conditions, &line))
             })?;
             if let Some(variant) = left.first() {
                 bail!("The program ended before it ran {}", variant.name());
@@ -374,6 +411,24 @@ pub fn run(options: &Options) -> Result<()> {
     {
         bail!(
             "No test showed that its threads on different nodes ran at the same time: all outcomes are those of one thread after the other"
+        );
+    }
+    Ok(())
+}
+
+/// Refuses a line that doesn't account for all runs that were asked for.
+fn check(variant: &Variant<'_>, line: &Line, plan: &Plan<'_>, options: &Options) -> Result<()> {
+    let counted: u64 = line.outcomes.iter().map(|(_, count, _)| count).sum();
+    if line.lost > 0
+        || line.iterations < plan.iterations
+        || counted != line.iterations
+        || line.nodes != options.nodes
+    {
+        bail!(
+            "{} ran {} times on {} nodes, and {counted} outcomes were counted",
+            variant.name(),
+            line.iterations,
+            line.nodes
         );
     }
     Ok(())
@@ -411,7 +466,9 @@ fn execute(
     options: &Options,
     mut each: impl FnMut(Line) -> Result<()>,
 ) -> Result<()> {
-    let mut command = Command::new(causeway);
+    // The nodes end with the lab, even when that is killed: setpriv asks the kernel for that.
+    let mut command = Command::new("setpriv");
+    command.args(["--pdeathsig", "TERM", "--"]).arg(causeway);
     command.args(["run", "--memory", "128M", "--cpus", &plan.vcpus.to_string()]);
     if options.nodes > 1 {
         // Tests are about what nodes do to each other, whether that pays or not.
@@ -519,6 +576,7 @@ mod tests {
             round: None,
             only: vec![only.into()],
             run_arguments: Vec::new(),
+            results: None,
         };
         assert!(
             options("nonsense").chosen(&corpus::all().unwrap()).unwrap_err().to_string().contains("--list")

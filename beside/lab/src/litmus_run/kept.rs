@@ -1,0 +1,201 @@
+//! What litmus tests came to, kept in a file line by line, so that a run of hours that was ended goes on where it was.
+
+use super::Line;
+use anyhow::{Context, Result, bail};
+use litmus::Variant;
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+use std::fs::{File, OpenOptions};
+use std::hash::{DefaultHasher, Hasher};
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+/// Under what a test ran. What came of it under others isn't used.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Conditions {
+    /// Of the monitor and the program, by [`of`].
+    pub(super) files: u64,
+    pub(super) nodes: u32,
+    pub(super) vcpus: u32,
+    pub(super) iterations: u64,
+    pub(super) meeting: String,
+    pub(super) round: u64,
+    pub(super) interval: Option<u64>,
+    pub(super) run_arguments: Vec<String>,
+}
+
+/// A number that differs, most likely, where files do.
+pub(super) fn of(files: &[&[u8]]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    for file in files {
+        hasher.write(file);
+        hasher.write_usize(file.len());
+    }
+    hasher.finish()
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+struct Entry {
+    conditions: Conditions,
+    line: Line,
+}
+
+/// The file.
+#[derive(Debug)]
+pub(super) struct Kept {
+    path: PathBuf,
+    file: File,
+    known: Vec<Entry>,
+}
+
+impl Kept {
+    /// Opens it, or makes it, for this process alone. A line that was cut off, as by a full disk, is taken away.
+    pub(super) fn open(path: &Path) -> Result<Self> {
+        let shown = path.display();
+        let file = OpenOptions::new().read(true).append(true).create(true).open(path);
+        let mut file =
+            file.with_context(|| format!("The results of litmus tests can't be kept in {shown}"))?;
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(Errno::WOULDBLOCK) => {
+                bail!(
+                    "Another process keeps results of litmus tests in {shown}; name another file, or wait for it"
+                )
+            }
+            Err(error) => return Err(error).with_context(|| format!("{shown} can't be locked")),
+        }
+        let mut text = Vec::new();
+        file.read_to_end(&mut text).with_context(|| format!("{shown} can't be read"))?;
+        let whole = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
+        let mut known = Vec::new();
+        let lines = text.get(..whole).unwrap_or_default().split_inclusive(|byte| *byte == b'\n');
+        for (number, line) in (1..).zip(lines) {
+            known.push(serde_json::from_slice(line).with_context(|| {
+                format!(
+                    "Line {number} of {shown} isn't a result of `lab dsm-litmus`; name a file of its own for them"
+                )
+            })?);
+        }
+        if whole < text.len() {
+            // Appended behind a broken line the next result would be lost, too.
+            file.set_len(whole as u64).with_context(|| format!("{shown} can't be written"))?;
+        }
+        file.seek(SeekFrom::End(0)).with_context(|| format!("{shown} can't be written"))?;
+        Ok(Self { path: path.to_owned(), file, known })
+    }
+
+    /// What a test came to under these conditions.
+    pub(super) fn line(&self, conditions: &Conditions, variant: &Variant<'_>) -> Option<&Line> {
+        let is = |entry: &&Entry| entry.line.is_of(variant) && entry.conditions == *conditions;
+        self.known.iter().find(is).map(|entry| &entry.line)
+    }
+
+    /// How many there are that others files' monitors or programs gave.
+    pub(super) fn of_others(&self, files: u64) -> usize {
+        self.known.iter().filter(|entry| entry.conditions.files != files).count()
+    }
+
+    /// Keeps what a test has come to.
+    pub(super) fn add(&mut self, conditions: &Conditions, line: &Line) -> Result<()> {
+        let entry = Entry { conditions: conditions.clone(), line: line.clone() };
+        let mut text = serde_json::to_vec(&entry)?;
+        text.push(b'\n');
+        self.file
+            .write_all(&text)
+            .with_context(|| format!("A result can't be kept in {}", self.path.display()))?;
+        self.known.push(entry);
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use litmus::corpus;
+    use payload_litmus::table::Placement;
+
+    fn conditions() -> Conditions {
+        Conditions {
+            files: of(&[b"monitor", b"program"]),
+            nodes: 2,
+            vcpus: 3,
+            iterations: 9,
+            meeting: "clock".into(),
+            round: 256,
+            interval: None,
+            run_arguments: vec!["--coherence=invalidate".into()],
+        }
+    }
+
+    fn line(test: &str) -> Line {
+        Line {
+            test: test.into(),
+            placement: "pages".into(),
+            nodes: 2,
+            iterations: 9,
+            apart: 4,
+            lost: 0,
+            ns: 1,
+            outcomes: vec![(vec![0, 1], 9, true)],
+        }
+    }
+
+    /// What is kept is found under the same conditions only, and by who comes later; one at a time has the file.
+    #[test]
+    fn results_are_found_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("results");
+        let tests = corpus::all().unwrap();
+        let test = |name: &str| tests.iter().find(|test| test.name == name).unwrap();
+        let sb = Variant { test: test("SB"), placement: Placement::Pages };
+        let mut kept = Kept::open(&path).unwrap();
+        assert!(kept.line(&conditions(), &sb).is_none());
+        kept.add(&conditions(), &line("SB")).unwrap();
+        assert!(kept.line(&conditions(), &sb).is_some());
+        let error = Kept::open(&path).unwrap_err().to_string();
+        assert!(error.contains("Another process"), "{error}");
+        drop(kept);
+
+        let mut kept = Kept::open(&path).unwrap();
+        assert_eq!(kept.line(&conditions(), &sb).unwrap().outcomes, line("SB").outcomes);
+        assert_eq!((kept.of_others(conditions().files), kept.of_others(1)), (0, 1));
+        for others in [
+            Conditions { files: 1, ..conditions() },
+            Conditions { iterations: 10, ..conditions() },
+            Conditions { interval: Some(1), ..conditions() },
+            Conditions { run_arguments: Vec::new(), ..conditions() },
+        ] {
+            assert!(kept.line(&others, &sb).is_none(), "{others:?}");
+        }
+        for variant in [
+            Variant { test: test("SB"), placement: Placement::Page },
+            Variant { test: test("MP"), placement: Placement::Pages },
+        ] {
+            assert!(kept.line(&conditions(), &variant).is_none());
+        }
+        kept.add(&conditions(), &line("MP")).unwrap();
+    }
+
+    /// A line that was cut off is run again, and those before and after it are kept; a file of something else is left as it is.
+    #[test]
+    fn broken_files_lose_no_result() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("results");
+        Kept::open(&path).unwrap().add(&conditions(), &line("SB")).unwrap();
+        let whole = std::fs::read(&path).unwrap();
+        std::fs::write(&path, [&whole, &whole[..whole.len() / 2]].concat()).unwrap();
+        let mut kept = Kept::open(&path).unwrap();
+        assert_eq!(kept.known.len(), 1);
+        kept.add(&conditions(), &line("MP")).unwrap();
+        drop(kept);
+        assert_eq!(Kept::open(&path).unwrap().known.len(), 2);
+
+        std::fs::write(&path, "a letter\nto somebody").unwrap();
+        let error = Kept::open(&path).unwrap_err().to_string();
+        assert!(error.starts_with("Line 1 of ") && error.contains("isn't a result"), "{error}");
+        assert_eq!(std::fs::read(&path).unwrap(), b"a letter\nto somebody");
+        let error = Kept::open(&folder.path().join("none/results")).unwrap_err().to_string();
+        assert!(error.contains("can't be kept in"), "{error}");
+    }
+}
