@@ -121,6 +121,22 @@ fn who_spins_most_of_the_time_comes_together() {
     assert_eq!(report["nodes"]["0"]["gathered"]["vcpus"], 1, "{report:#}");
 }
 
+/// Who says that it waits, while another vCPU builds a graph alone, has spun and not worked, though no look would find it in a loop with a `pause`.
+#[test]
+fn who_says_that_it_waits_has_spun() {
+    let Some(programs) = programs("who_says_that_it_waits_has_spun") else { return };
+    let runtime = tempfile::tempdir().unwrap();
+    let arguments = ["scale=18", "degree=16", "roots=1"];
+    let command =
+        causeway(runtime.path(), &programs.join("search"), &["--nodes", "2", "--json"], &arguments).output();
+    let (line, report) = said(&command.unwrap());
+    assert_eq!(line["verified"], true, "{line}");
+    let nodes = &report["nodes"];
+    let [ran, spun] = ["ran_ns", "spun_ns"].map(|name| nodes["1"][name].as_u64().unwrap());
+    println!("node 1 ran {ran} ns and span {spun} ns");
+    assert!(spun > ran, "{report:#}");
+}
+
 /// A node that is lost at any moment around the one at which all comes together, killed or standing still, ends the VM, which names it and its link; nothing hangs.
 #[test]
 fn a_node_lost_while_all_comes_together_is_told() {

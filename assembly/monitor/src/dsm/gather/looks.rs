@@ -166,6 +166,14 @@ impl Core {
         self.turn(index, Held::No);
     }
 
+    /// A vCPU says that it waits for others. On its own thread. What it runs until the next look is spun.
+    pub(super) fn says_that_it_waits(&mut self, index: usize) {
+        self.count_run(index, rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs());
+        if let Some(slot) = self.vcpus.get_mut(index) {
+            slot.look.spun = true;
+        }
+    }
+
     /// What this node's vCPUs have spent their time with by now. `servants`: threads that serve memory.
     pub(super) fn spent(&mut self, servants: &[u32]) -> Told {
         let at = now();

@@ -189,6 +189,9 @@ impl Engine {
     pub(super) fn gives_way(&self, index: usize) -> bool {
         let mut locked = self.lock();
         let Some(core) = &mut *locked else { return false };
+        if !core.gathering.is_over() {
+            core.says_that_it_waits(index);
+        }
         let Some(next) = core.turns.as_mut().and_then(|turns| turns.gave_way(index, now())) else {
             return false;
         };
