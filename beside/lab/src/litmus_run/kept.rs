@@ -91,7 +91,7 @@ impl Kept {
         self.known.iter().find(is).map(|entry| &entry.line)
     }
 
-    /// How many there are that others files' monitors or programs gave.
+    /// How many results came of another monitor, or of another program, than these files.
     pub(super) fn of_others(&self, files: u64) -> usize {
         self.known.iter().filter(|entry| entry.conditions.files != files).count()
     }
