@@ -35,6 +35,9 @@ pub(super) fn of(files: &[&[u8]]) -> u64 {
     hasher.finish()
 }
 
+/// How each line begins, so that one that was cut off is told from what somebody else has written.
+const BEGIN: &[u8] = b"{\"conditions\":{\"files\":";
+
 #[derive(Debug, Serialize, Deserialize)]
 struct Entry {
     conditions: Conditions,
@@ -54,8 +57,7 @@ impl Kept {
     pub(super) fn open(path: &Path) -> Result<Self> {
         let shown = path.display();
         let file = OpenOptions::new().read(true).append(true).create(true).open(path);
-        let mut file =
-            file.with_context(|| format!("The results of litmus tests can't be kept in {shown}"))?;
+        let file = file.with_context(|| format!("The results of litmus tests can't be kept in {shown}"))?;
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(Errno::WOULDBLOCK) => {
@@ -65,24 +67,28 @@ impl Kept {
             }
             Err(error) => return Err(error).with_context(|| format!("{shown} can't be locked")),
         }
+        let mut kept = Self { path: path.to_owned(), file, known: Vec::new() };
         let mut text = Vec::new();
-        file.read_to_end(&mut text).with_context(|| format!("{shown} can't be read"))?;
+        kept.file.read_to_end(&mut text).with_context(|| format!("{shown} can't be read"))?;
         let whole = text.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1);
-        let mut known = Vec::new();
         let lines = text.get(..whole).unwrap_or_default().split_inclusive(|byte| *byte == b'\n');
         for (number, line) in (1..).zip(lines) {
-            known.push(serde_json::from_slice(line).with_context(|| {
+            kept.known.push(serde_json::from_slice(line).with_context(|| {
                 format!(
                     "Line {number} of {shown} isn't a result of `lab dsm-litmus`; name a file of its own for them"
                 )
             })?);
         }
-        if whole < text.len() {
-            // Appended behind a broken line the next result would be lost, too.
-            file.set_len(whole as u64).with_context(|| format!("{shown} can't be written"))?;
+        let rest = text.get(whole..).unwrap_or_default();
+        if !(rest.starts_with(BEGIN) || BEGIN.starts_with(rest)) {
+            bail!("The end of {shown} isn't a result of `lab dsm-litmus`; name a file of its own for them");
         }
-        file.seek(SeekFrom::End(0)).with_context(|| format!("{shown} can't be written"))?;
-        Ok(Self { path: path.to_owned(), file, known })
+        if !rest.is_empty() {
+            // Appended behind a broken line the next result would be lost, too.
+            kept.file.set_len(whole as u64).with_context(|| format!("{shown} can't be written"))?;
+        }
+        kept.file.seek(SeekFrom::End(0)).with_context(|| format!("{shown} can't be written"))?;
+        Ok(kept)
     }
 
     /// What a test came to under these conditions.
@@ -109,6 +115,14 @@ impl Kept {
     }
 }
 
+impl Drop for Kept {
+    /// Closing the file isn't enough: a process that another thread is just starting has it, too, until it runs its program.
+    fn drop(&mut self) {
+        // What fails here fails for a lock that ends with the process.
+        let _ = flock(&self.file, FlockOperation::Unlock);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -129,16 +143,7 @@ mod tests {
     }
 
     fn line(test: &str) -> Line {
-        Line {
-            test: test.into(),
-            placement: "pages".into(),
-            nodes: 2,
-            iterations: 9,
-            apart: 4,
-            lost: 0,
-            ns: 1,
-            outcomes: vec![(vec![0, 1], 9, true)],
-        }
+        super::super::tests::line(test, vec![(vec![0, 1], 9, true)])
     }
 
     /// What is kept is found under the same conditions only, and by who comes later; one at a time has the file.
@@ -191,10 +196,23 @@ mod tests {
         drop(kept);
         assert_eq!(Kept::open(&path).unwrap().known.len(), 2);
 
-        std::fs::write(&path, "a letter\nto somebody").unwrap();
-        let error = Kept::open(&path).unwrap_err().to_string();
-        assert!(error.starts_with("Line 1 of ") && error.contains("isn't a result"), "{error}");
-        assert_eq!(std::fs::read(&path).unwrap(), b"a letter\nto somebody");
+        for (length, lines) in
+            [(1, 0), (BEGIN.len() - 1, 0), (BEGIN.len() + 1, 0), (whole.len() - 1, 0), (whole.len(), 1)]
+        {
+            std::fs::write(&path, &whole[..length]).unwrap();
+            assert_eq!(Kept::open(&path).unwrap().known.len(), lines, "{length} bytes");
+            assert_eq!(std::fs::read(&path).unwrap().len(), lines * whole.len());
+        }
+        for (others, begins) in [
+            ("a letter\nto somebody", "Line 1 of "),
+            ("{\"a\": 1}", "The end of "),
+            ("to nobody", "The end of "),
+        ] {
+            std::fs::write(&path, others).unwrap();
+            let error = Kept::open(&path).unwrap_err().to_string();
+            assert!(error.starts_with(begins) && error.contains("isn't a result"), "{error}");
+            assert_eq!(std::fs::read(&path).unwrap(), others.as_bytes());
+        }
         let error = Kept::open(&folder.path().join("none/results")).unwrap_err().to_string();
         assert!(error.contains("can't be kept in"), "{error}");
     }

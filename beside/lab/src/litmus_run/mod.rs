@@ -194,7 +194,7 @@ impl Tally {
     /// A test has run. It may run more than once.
     fn add(&mut self, variant: &Variant<'_>, line: &Line, slow: bool) {
         let verdict = judge(variant, &line.outcomes);
-        self.forbidden += verdict.forbidden;
+        self.forbidden = self.forbidden.saturating_add(verdict.forbidden);
         let sum = self.tests.entry(variant.name()).or_default();
         sum.slow |= slow;
         sum.weak.0 |= verdict.weak_possible > 0;
@@ -360,7 +360,11 @@ pub fn run(options: &Options) -> Result<()> {
             let mut left = Vec::new();
             for variant in &variants {
                 match kept.as_ref().and_then(|kept| kept.line(&conditions, variant)) {
-                    Some(line) => tally.add(variant, line, slow),
+                    Some(line) => {
+                        check(variant, line, &plan, options)
+                            .context("A result that was kept can't be used")?;
+                        tally.add(variant, line, slow);
+                    }
                     None => left.push(*variant),
                 }
             }
@@ -418,7 +422,7 @@ pub fn run(options: &Options) -> Result<()> {
 
 /// Refuses a line that doesn't account for all runs that were asked for.
 fn check(variant: &Variant<'_>, line: &Line, plan: &Plan<'_>, options: &Options) -> Result<()> {
-    let counted: u64 = line.outcomes.iter().map(|(_, count, _)| count).sum();
+    let counted = line.outcomes.iter().fold(0_u64, |all, (_, count, _)| all.saturating_add(*count));
     if line.lost > 0
         || line.iterations < plan.iterations
         || counted != line.iterations
@@ -478,12 +482,15 @@ fn execute(
     command.arg(format!("iterations={}", plan.iterations));
     command.args([format!("meeting={}", plan.meeting), format!("round={}", plan.round)]);
     command.args(plan.interval.map(|interval| format!("interval={interval}")));
-    let mut child = command
-        .stdin(Stdio::null())
-        .stderr(Stdio::inherit())
-        .stdout(Stdio::piped())
-        .spawn()
-        .with_context(|| format!("{} can't be started", causeway.display()))?;
+    let mut child =
+        command.stdin(Stdio::null()).stderr(Stdio::inherit()).stdout(Stdio::piped()).spawn().with_context(
+            || {
+                format!(
+                    "setpriv (Debian's util-linux), which is to start {}, can't be started",
+                    causeway.display()
+                )
+            },
+        )?;
     let output = child.stdout.take().context("The monitor's output can't be read")?;
     let result = BufReader::new(output).lines().try_for_each(|line| {
         let line = line.context("The monitor's output can't be read")?;
@@ -504,6 +511,20 @@ fn execute(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Nine runs of a test on pages of their own.
+    pub(super) fn line(test: &str, outcomes: Vec<(Vec<u64>, u64, bool)>) -> Line {
+        Line {
+            test: test.into(),
+            placement: "pages".into(),
+            nodes: 2,
+            iterations: 9,
+            apart: 4,
+            lost: 0,
+            ns: 1,
+            outcomes,
+        }
+    }
 
     /// A planted forbidden outcome is found, a weak one is told from a strong one.
     #[test]
@@ -547,16 +568,7 @@ mod tests {
         let test = tests.iter().find(|test| test.name == "SB").unwrap();
         let variant = Variant { test, placement: Placement::Pages };
         let mut tally = Tally::default();
-        let line = |outcomes| Line {
-            test: "SB".into(),
-            placement: "pages".into(),
-            nodes: 2,
-            iterations: 9,
-            apart: 4,
-            lost: 0,
-            ns: 1,
-            outcomes,
-        };
+        let line = |outcomes| line("SB", outcomes);
         tally.add(&variant, &line(vec![(vec![0, 1, 1, 1], 9, true)]), false);
         assert_eq!((tally.count(|sum| sum.interleaved.0), tally.count(|sum| sum.interleaved.1)), (1, 0));
         tally.add(&variant, &line(vec![(vec![1, 1, 1, 1], 2, true), (vec![0, 0, 1, 1], 7, false)]), false);

@@ -223,7 +223,7 @@ impl SharedRam {
         }
     }
 
-    /// After [`SharedRam::release`]: maps all pages that there are for the guest at once, which takes tenths of a microsecond each; vCPUs may run meanwhile. Until
+    /// After [`SharedRam::release`]: maps all pages that there are for the guest at once, which takes a microsecond each; vCPUs may run meanwhile. Until
     /// then each has to be asked for by the vCPU that touches it. How many pages.
     ///
     /// # Errors
