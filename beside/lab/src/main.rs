@@ -166,6 +166,9 @@ enum Verb {
         /// How often each test runs.
         #[arg(long, default_value_t = 1_000_000)]
         iterations: u64,
+        /// How often tests with locked accesses across pages run, which some hosts hold up for milliseconds each [default: a thousandth of --iterations]
+        #[arg(long)]
+        split_lock_iterations: Option<u64>,
         /// vCPUs of all nodes together [default: one per thread, and with several nodes one more than nodes at least]
         #[arg(long)]
         cpus: Option<u32>,
@@ -340,6 +343,7 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
         Some(Verb::DsmLitmus {
             nodes,
             iterations,
+            split_lock_iterations,
             cpus,
             meeting,
             interval,
@@ -352,6 +356,7 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
             let options = lab::litmus_run::Options {
                 nodes,
                 iterations,
+                split_lock_iterations,
                 cpus,
                 meeting,
                 interval,

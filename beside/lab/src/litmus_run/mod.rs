@@ -25,6 +25,9 @@ pub struct Options {
     pub nodes: u32,
     /// How often each test runs.
     pub iterations: u64,
+    /// How often tests with locked accesses across pages run; by default a thousandth of the others' number, as kernels and processors may hold
+    /// whoever does that up for milliseconds each.
+    pub split_lock_iterations: Option<u64>,
     /// vCPUs of all nodes; by default one per thread, and with several nodes one more than nodes at least: then two threads share a node
     /// in some rounds, and are on different ones in others.
     pub cpus: Option<u32>,
@@ -43,6 +46,13 @@ pub struct Options {
 }
 
 impl Options {
+    fn iterations_of(&self, kind: Kind) -> u64 {
+        match kind {
+            Kind::SplitLocks => self.split_lock_iterations.unwrap_or((self.iterations / 1000).max(1)),
+            Kind::Within | Kind::Across => self.iterations,
+        }
+    }
+
     fn chosen<'a>(&self, tests: &'a [Test]) -> Result<Vec<Variant<'a>>> {
         let all: Vec<_> = tests.iter().flat_map(corpus::variants).collect();
         // A whole name means that one, and not those that end with it.
@@ -137,7 +147,7 @@ enum Kind {
     Within,
     /// Locations across pages, which take much memory.
     Across,
-    /// The same with locked accesses. Kernels and processors hold whoever does that up on purpose, for milliseconds each, so such tests run fewer times.
+    /// The same with locked accesses. Kernels and processors may hold whoever does that up on purpose, for milliseconds each, so such tests run fewer times if nobody says otherwise.
     SplitLocks,
 }
 
@@ -158,11 +168,6 @@ impl Kind {
             _ => Self::Within,
         }
     }
-}
-
-/// How often tests with locked accesses across pages run.
-fn split_lock_iterations(iterations: u64) -> u64 {
-    (iterations / 1000).max(1)
 }
 
 /// What one test came to, in all of its runs.
@@ -294,7 +299,7 @@ pub fn list(options: &Options) -> Result<()> {
 /// # Errors
 /// As said, and when the monitor or the program can't be had.
 pub fn run(options: &Options) -> Result<()> {
-    if options.iterations == 0 {
+    if options.iterations == 0 || options.split_lock_iterations == Some(0) {
         bail!("0 iterations would show nothing");
     }
     let causeway = paths::causeway()?;
@@ -329,7 +334,7 @@ pub fn run(options: &Options) -> Result<()> {
     let file = folder.path().join("litmus");
     for ((threads, kind), variants) in groups {
         let slow = kind == Kind::SplitLocks;
-        let iterations = if slow { split_lock_iterations(options.iterations) } else { options.iterations };
+        let iterations = options.iterations_of(kind);
         let wide = u32::try_from(threads).unwrap_or(u32::MAX);
         let plan = Plan {
             vcpus: options.cpus.unwrap_or(if options.nodes == 1 {
@@ -397,7 +402,7 @@ pub fn run(options: &Options) -> Result<()> {
         json!({
             "scenario": "dsm-litmus", "nodes": options.nodes, "tests": tally.tests.len(), "iterations": options.iterations,
             "spaced_iterations": spaced_iterations,
-            "split_lock_tests": tally.count(|sum| sum.slow), "split_lock_iterations": split_lock_iterations(options.iterations),
+            "split_lock_tests": tally.count(|sum| sum.slow), "split_lock_iterations": options.iterations_of(Kind::SplitLocks),
             "forbidden": tally.forbidden, "weak_seen": tally.count(|sum| sum.weak.1), "weak_possible": tally.count(|sum| sum.weak.0),
             "interleaved_seen": interleaved_seen, "interleaved_possible": interleaved_possible, "ok": tally.broken.is_empty(),
         })
@@ -582,6 +587,7 @@ mod tests {
         let options = |only: &str| Options {
             nodes: 1,
             iterations: 1,
+            split_lock_iterations: None,
             cpus: None,
             interval: None,
             meeting: None,
@@ -593,12 +599,17 @@ mod tests {
         assert!(
             options("nonsense").chosen(&corpus::all().unwrap()).unwrap_err().to_string().contains("--list")
         );
-        assert!(
-            run(&Options { iterations: 0, ..options("SB") })
-                .unwrap_err()
-                .to_string()
-                .contains("0 iterations")
-        );
+        let none = Options { iterations: 0, ..options("SB") };
+        let none_split = Options { split_lock_iterations: Some(0), ..options("SB") };
+        for options in [none, none_split] {
+            assert!(run(&options).unwrap_err().to_string().contains("0 iterations"));
+        }
+        // A thousandth, but one at the least, if nobody says otherwise.
+        let split = |iterations, split_lock_iterations| {
+            let options = Options { iterations, split_lock_iterations, ..options("SB") };
+            (options.iterations_of(Kind::SplitLocks), options.iterations_of(Kind::Across))
+        };
+        assert_eq!([split(9_000, None), split(9, None), split(9, Some(70))], [(9, 9_000), (1, 9), (70, 9)]);
         let found = |only: &str| options(only).chosen(&corpus::all().unwrap()).unwrap().len();
         assert_eq!(found("SB (pages)"), 1);
         assert_eq!(found("SB (pages"), 3);
