@@ -145,7 +145,7 @@ pub(super) struct Core {
     actions: Vec<Action>,
     bytes: Vec<u8>,
     pub(super) outbox: Outbox,
-    /// The deadline that the faults thread knows of.
+    /// When the faults thread comes for a deadline of the protocol, or, after all has come together, for a turn.
     pub(super) armed: Option<u64>,
 }
 
@@ -369,6 +369,13 @@ impl Engine {
         }
         self.tell_news();
         self.poke();
+        self.call_cuts();
+    }
+
+    /// Makes the thread for checkpoints and moves look around.
+    pub(super) fn call_cuts(&self) {
+        // Full: it looks anyway.
+        let _ = self.steps.try_send((self.me, Step::Look));
     }
 
     /// Wakes those who wait for what other nodes say.

@@ -84,6 +84,9 @@ pub(super) enum Step {
     Moved(u64, Result<u64, String>),
     /// From node 0: all is here, and runs here.
     Gathered,
+    /// From this node's own threads, and never sent: look around, the VM has ended or is to be brought together.
+    #[serde(skip)]
+    Look,
 }
 
 /// Why a node isn't saved.

@@ -152,6 +152,7 @@ impl Member {
             }
             core.rekick.clear();
             core.turns = Turns::new(processors(), core.vcpus.len());
+            core.armed = None;
         }
         machine.ram.release();
         let count = u32::try_from(arrivals.len()).unwrap_or(u32::MAX);
