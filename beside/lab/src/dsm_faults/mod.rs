@@ -342,8 +342,9 @@ impl Scenario<'_> {
         Ok(())
     }
 
-    /// Does it, and looks at what the nodes make of it. False when a link was cut and the program was quicker, all the same: that takes milliseconds, and
-    /// whoever has ended with the right result within the time for a diagnosis needs none.
+    /// Does it, and looks at what the nodes make of it. False when a link was cut or a node killed and the program was quicker, all the same: a cut takes
+    /// milliseconds, and so does a node that has told the others of the program's end. Where the whole console has come out and all that live have ended
+    /// with the right code, within the time for a diagnosis, none is needed.
     fn disturb(&mut self, vm: &mut Vm, name: &str, fault: Fault, expected: &Ending) -> Result<bool> {
         let since = Instant::now();
         match fault {
@@ -368,11 +369,17 @@ impl Scenario<'_> {
         let said = vm.said();
         let diagnosis =
             said.iter().filter(|(node, _, text)| fault.is_named_by(*node, text)).map(|(_, at, _)| *at).min();
-        let ending = Ending { status: vm.status(), console: without_times(&vm.console()) };
+        let statuses = vm.statuses();
+        let killed = match fault {
+            Fault::Kill(node) => Some(node),
+            _ => None,
+        };
+        let whole = without_times(&vm.console()) == expected.console;
+        let mut living = (0u8..).zip(&statuses).filter(|(node, _)| Some(*node) != killed);
+        let rightly = whole && living.all(|(_, status)| *status == expected.status);
         let tally = &mut self.tally;
-        // Who was killed or stopped is missed at once, or is waited for.
-        let cut = matches!(fault, Fault::Cut(_));
-        if cut && diagnosis.is_none() && ended_in_time && left.is_empty() && ending == *expected {
+        // Who was stopped is waited for.
+        if stopped.is_none() && diagnosis.is_none() && ended_in_time && left.is_empty() && rightly {
             tally.ended_first += 1;
             progress!("{name}: the program ended first");
             return Ok(false);
@@ -386,7 +393,7 @@ impl Scenario<'_> {
         match took {
             None => {
                 tally.undiagnosed += 1;
-                tally.wrong.push(format!("{name}: nobody named node and link: {}", others()));
+                tally.wrong.push(format!("{name}: nobody named node and link; nodes ended with {statuses:?}, the console is {}whole: {}", if whole { "" } else { "not " }, others()));
             }
             Some(took) => {
                 tally.longest = tally.longest.max(took);

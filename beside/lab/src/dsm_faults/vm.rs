@@ -138,6 +138,12 @@ impl Vm {
             .and_then(|status| status.code())
     }
 
+    /// The exit codes of all nodes; none for those that were killed, or run still.
+    pub fn statuses(&mut self) -> Vec<Option<i32>> {
+        let code = |node: &mut Node| node.child.try_wait().ok().flatten().and_then(|status| status.code());
+        self.nodes.iter_mut().map(code).collect()
+    }
+
     /// What nodes have said, with when. Of a node that has ended, all of it.
     pub fn said(&mut self) -> Vec<(u8, Instant, String)> {
         let mut all = Vec::new();
