@@ -127,8 +127,10 @@ impl Engine {
             && let Some(watch) = &mut core.watch
             && watch.told(node, told) == Decision::Gather
         {
-            self.gather_now.store(true, Ordering::Relaxed);
-            self.call_cuts();
+            // Once: it is told again and again until it is done.
+            if !self.gather_now.swap(true, Ordering::Relaxed) {
+                self.call_cuts();
+            }
         }
     }
 
