@@ -59,7 +59,7 @@ pub use rdma::NoDevice;
 pub use spanning::{Ended, NodeSettings, SpanningVm, Trouble};
 
 /// A policy with the times that suit a monitor. Costs of this kind of machine decide: leaving the guest takes 25 µs, a trapped store some 100 (500 on a
-/// busy machine, three times that when policies were first chosen), a page some 300. A page is kept by updates when it would spend a sixth of the time on
+/// busy machine; it was 300 when policies were first chosen), a page some 300. A page is kept by updates when it would spend a sixth of the time on
 /// the way, which was reckoned with 800, and no more when its stores take half of it.
 #[must_use]
 pub fn tuned(policy: Policy) -> Policy {

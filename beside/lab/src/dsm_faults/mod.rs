@@ -342,9 +342,9 @@ impl Scenario<'_> {
         Ok(())
     }
 
-    /// Does it, and looks at what the nodes make of it. False when a link was cut or a node killed and the program was quicker, all the same: a cut takes
-    /// milliseconds, and so does a node that has told the others of the program's end. Where the whole console has come out and all that live have ended
-    /// with the right code, within the time for a diagnosis, none is needed.
+    /// Does it, and looks at what the nodes make of it. False when a link was cut, or node 0 killed, and the program was quicker, all the same: a cut takes
+    /// milliseconds, and so does the end of node 0 when it has told the others of the program's. Where the whole console has come out (of a killed node 0: before it
+    /// was) and all that live have ended with the right code, within the time for a diagnosis, none is needed.
     fn disturb(&mut self, vm: &mut Vm, name: &str, fault: Fault, expected: &Ending) -> Result<bool> {
         let since = Instant::now();
         match fault {
@@ -370,16 +370,16 @@ impl Scenario<'_> {
         let diagnosis =
             said.iter().filter(|(node, _, text)| fault.is_named_by(*node, text)).map(|(_, at, _)| *at).min();
         let statuses = vm.statuses();
-        let killed = match fault {
-            Fault::Kill(node) => Some(node),
-            _ => None,
-        };
         let whole = without_times(&vm.console()) == expected.console;
-        let mut living = (0u8..).zip(&statuses).filter(|(node, _)| Some(*node) != killed);
-        let rightly = whole && living.all(|(_, status)| *status == expected.status);
+        // Any other node that was killed or stopped is missed at once, or is waited for.
+        let living = match fault {
+            Fault::Cut(_) => Some(statuses.as_slice()),
+            Fault::Kill(0) => statuses.get(1..),
+            Fault::Kill(_) | Fault::Stop(_) => None,
+        };
+        let rightly = whole && living.is_some_and(|all| all.iter().all(|one| *one == expected.status));
         let tally = &mut self.tally;
-        // Who was stopped is waited for.
-        if stopped.is_none() && diagnosis.is_none() && ended_in_time && left.is_empty() && rightly {
+        if diagnosis.is_none() && ended_in_time && left.is_empty() && rightly {
             tally.ended_first += 1;
             progress!("{name}: the program ended first");
             return Ok(false);
