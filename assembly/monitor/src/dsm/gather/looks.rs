@@ -15,8 +15,8 @@ const SELDOM: u64 = 50_000_000;
 const OFTEN: u64 = 8_000_000;
 /// Longest time that crossing into the guest and out of it is taken to need, nanoseconds.
 const MOST: u64 = 60_000;
-/// Looks are rare where less than one part in so many of the time is spun or waited.
-const LITTLE: u64 = 20;
+/// Looks are rare where less than one part in so many of the time is spun or waited: far from what would have a program brought together. Each costs two wakes and an exit.
+const LITTLE: u64 = 10;
 
 /// Looks at one vCPU.
 #[derive(Debug, Clone, Copy, Default)]
@@ -223,11 +223,11 @@ impl Engine {
         for index in 0..core.vcpus.len() {
             let often = core.look_often;
             let Some(slot) = core.vcpus.get_mut(index) else { continue };
-            // One that was called and hasn't come has no processor: what it has run meanwhile is little.
-            if slot.ended || slot.look.called {
+            if slot.ended {
                 continue;
             }
-            let pause = if often || slot.look.spun { OFTEN } else { SELDOM };
+            // The same whatever it was found to do: what is found stands for the time until the next look.
+            let pause = if often { OFTEN } else { SELDOM };
             // Not in step with what the program does: three to five quarters of it.
             let after = time.saturating_add(pause / 4 * 3).saturating_add(time % (pause / 2));
             if slot.look.due > time {
@@ -237,9 +237,9 @@ impl Engine {
             }
             slot.look.due = after;
             next = next.min(after);
-            // What it does is known without a look.
+            // What it does is known without a look. One that was called and hasn't come has no processor: what it has run meanwhile is little.
             let waits = slot.fault.is_some() || slot.trap.is_some() || slot.operating;
-            if !waits && !slot.outside {
+            if !waits && !slot.outside && !slot.look.called {
                 slot.look.called = true;
                 self.summon(core, index);
             }
@@ -259,8 +259,6 @@ impl Engine {
             slot.look.spun = spins;
         }
         core.count_run(index, thread);
-        // The next look may be earlier than the faults thread knows: it had left this vCPU out.
-        self.poke();
     }
 }
 

@@ -2,20 +2,21 @@
 //!
 //! Every node tells, some times per second, what its vCPUs have spent their time with: running ([`Told::ran`]), spinning ([`Told::spun`]: running, but only to see
 //! whether somebody else has come), waiting for pages that they had had before, for trapped stores, or for a processor that serves memory instead ([`Told::waited`]), or for pages that they never had
-//! ([`Told::first`]: over some day, so taken for work). Time in which the host had them do none of these doesn't count: that is no matter of the program's; an interval
-//! lasts the longer the less is known of it.
+//! ([`Told::first`]). Time in which the host had them do none of these doesn't count: that is no matter of the program's; an interval lasts the longer the less is known of it. Nor do waits for
+//! first pages: they are over some day, and how the program does then is seen from the rest of the time.
 //!
-//! Of each interval, in vCPUs, with a node's shares times its vCPUs, summed over nodes:
+//! Of each interval, in vCPUs, with a node's shares of the time that counts times its vCPUs, summed over nodes:
 //!
 //! ```text
-//! done = ran + first                                            what gets done here
+//! done = ran                                                    what gets done here
 //! back = min(waited + spun, waited * vcpus)                     what would be done besides if nobody waited: one that waits keeps all others spinning, at the most
 //! alone = min(vcpus of node 0, done + back)                     what would be done on node 0
 //! ```
 //!
-//! What is lost to `0.9 * alone` is added up, and what is gained over `0.9 * vcpus of node 0` taken off, to nothing at the least. As much as moving may cost, some
-//! 0.15 s of each of node 0's vCPUs, decides: what a move costs has been lost by then, so a wrong one costs about twice what was needed, and a program that
-//! loses nearly all is brought together after 0.2 s, one that loses little after as much longer. Where nobody waits for pages nothing is lost,
+//! What is lost to `0.9 * alone`, for as much of the interval as counts on each node, is added up, and what is gained over `0.9 * vcpus of node 0` taken off, to nothing at the least. As much as
+//! moving costs, some 0.1 s of each of node 0's vCPUs, decides: what a move costs has been lost by then, so a wrong one costs about twice what was needed, and a program that
+//! loses nearly all is brought together after an eighth of a second, one that loses little after as much longer. What a program has gained before, clearly more than node 0 alone
+//! would do, it may lose again, up to 0.2 s: one that exchanges much at the end of each of its steps pays, though it loses for a moment. Where nobody waits for pages nothing is lost,
 //! however much is spun: a move would change nothing.
 
 /// Length of an interval, nanoseconds, at the least.
@@ -25,10 +26,15 @@ const LONGEST: u64 = 200_000_000;
 /// Until then it lasts until each node has accounted for one part in so many of its vCPUs' time: from a moment in which the host gave them next to nothing, nothing follows.
 const KNOWN: u64 = 4;
 /// Loss that decides, for each of node 0's vCPUs, in nanoseconds of a vCPU.
-const ENOUGH: i128 = 150_000_000;
+const ENOUGH: i128 = 100_000_000;
+/// Gain that later losses are set against, for each of node 0's vCPUs, in nanoseconds of a vCPU, at the most: a program that stops paying is still brought together.
+const CREDIT: i128 = 200_000_000;
 /// In thousandths: what of node 0's work alone has to be done for nothing to be lost. Moving isn't worth the rest.
 const LOW: i128 = 900;
+/// The same from which a gain is kept: not from parts in which one vCPU works and the others wait for it.
+const HIGH: i128 = 1_100;
 const WHOLE: i128 = 1_000;
+const WHOLES: i128 = WHOLE * WHOLE * WHOLE;
 
 /// What a node's vCPUs have spent their time with so far, all together. All but `vcpus` only grow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -107,25 +113,33 @@ pub(in crate::dsm) enum Decision {
 pub(in crate::dsm) struct Watch {
     /// Per node: at the beginning of the interval, and the latest.
     nodes: Vec<Option<(Told, Told)>>,
-    /// What has been lost, nanoseconds of a vCPU in millionths.
+    /// What has been lost, nanoseconds of a vCPU in billionths. Below zero: what may be.
     lost: i128,
     /// What was found in the interval before, for people.
     last: Found,
 }
 
 /// What an interval has shown, in thousandths of a vCPU, of all nodes.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(in crate::dsm) struct Found {
-    /// What gets done.
+    /// Of the time that isn't waited for first pages: what gets done,
     pub(in crate::dsm) done: u64,
-    /// What of it are waits for first pages.
-    pub(in crate::dsm) first: u64,
-    /// What waits for pages that were there before.
+    /// what waits for pages that were there before,
     pub(in crate::dsm) waited: u64,
-    /// What spins.
+    /// and what spins.
     pub(in crate::dsm) spun: u64,
     /// vCPUs, whole ones.
     pub(in crate::dsm) vcpus: u64,
+    /// What gets done, of all time.
+    gets: u64,
+    /// How much of its time a node didn't wait for first pages: of the node that did so longest, in thousandths.
+    counts: u64,
+}
+
+impl Default for Found {
+    fn default() -> Self {
+        Self { done: 0, waited: 0, spun: 0, vcpus: 0, gets: 0, counts: 1_000 }
+    }
 }
 
 impl Found {
@@ -144,32 +158,38 @@ impl Found {
             after.first - before.first,
         ]
         .map(u128::from);
-        let all = ran + spun + waited + first;
         let vcpus = u128::from(after.vcpus);
         self.vcpus += u64::from(after.vcpus);
-        let share = |part: u128| {
-            let share = (part * vcpus * 1_000).checked_div(all).unwrap_or(0);
-            u64::try_from(share).unwrap_or(u64::MAX)
-        };
-        // Who had no processor, and waits for nothing, would work.
-        self.done += if all == 0 { u64::from(after.vcpus) * 1_000 } else { share(ran + first) };
-        self.first += share(first);
-        self.waited += share(waited);
-        self.spun += share(spun);
+        let counts = ran + spun + waited;
+        if counts == 0 {
+            // Who had no processor, and waits for nothing, would work; so would who waits for first pages only.
+            self.done += u64::from(after.vcpus) * 1_000;
+            if first > 0 {
+                self.counts = 0;
+            } else {
+                self.gets += u64::from(after.vcpus) * 1_000;
+            }
+            return;
+        }
+        let share = |part: u128, all: u128| u64::try_from(part * 1_000 / all).unwrap_or(u64::MAX);
+        self.done += share(ran * vcpus, counts);
+        self.waited += share(waited * vcpus, counts);
+        self.spun += share(spun * vcpus, counts);
+        self.gets += share(ran * vcpus, counts + first);
+        self.counts = self.counts.min(share(counts, counts + first));
     }
 
-    /// What is lost, and, below zero, gained, in millionths of a vCPU, against `own` vCPUs alone.
+    /// What is lost to what `own` vCPUs alone would do, in billionths of a vCPU.
     fn loss(&self, own: u32) -> i128 {
-        let [done, first, waited, spun] = [self.done, self.first, self.waited, self.spun].map(i128::from);
+        let [done, waited, spun] = [self.done, self.waited, self.spun].map(i128::from);
         let back = (waited + spun).min(waited * i128::from(self.vcpus));
-        let own = i128::from(own) * WHOLE;
-        let alone = own.min(done + back);
-        let lost = alone * LOW - done * WHOLE;
-        if lost > 0 {
-            return lost;
-        }
-        // First pages are no gain.
-        (own * LOW - (done - first) * WHOLE).min(0)
+        let alone = (i128::from(own) * WHOLE).min(done + back);
+        (alone * LOW - done * WHOLE).max(0) * i128::from(self.counts)
+    }
+
+    /// What is gained over so many thousandths of what `own` vCPUs alone can do, in billionths of a vCPU.
+    fn gain(&self, own: u32, over: i128) -> i128 {
+        (i128::from(self.gets) * WHOLE - i128::from(own) * WHOLE * over).max(0) * WHOLE
     }
 }
 
@@ -222,8 +242,14 @@ impl Watch {
             self.lost = 0;
             return Decision::Stay;
         }
-        self.lost = (self.lost + found.loss(own) * i128::from(time)).max(0);
-        if self.lost >= ENOUGH * WHOLE * WHOLE * i128::from(own) { Decision::Gather } else { Decision::Stay }
+        let time = i128::from(time);
+        self.lost += found.loss(own) * time;
+        if self.lost > 0 {
+            self.lost = (self.lost - found.gain(own, LOW) * time).max(0);
+        } else {
+            self.lost = (self.lost - found.gain(own, HIGH) * time).max(-CREDIT * WHOLES * i128::from(own));
+        }
+        if self.lost >= ENOUGH * WHOLES * i128::from(own) { Decision::Gather } else { Decision::Stay }
     }
 }
 

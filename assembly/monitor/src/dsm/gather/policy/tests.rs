@@ -84,14 +84,14 @@ fn programs_that_pay_stay() {
 #[test]
 fn programs_that_lose_come_together_the_sooner_the_more_they_lose() {
     for (loses, within) in [
-        (&[life(1000, 0, 0), life(1000, 0, 0)][..], 175..=225),
-        (&[life(900, 0, 0), life(900, 0, 0)], 200..=250),
-        (&[life(150, 750, 0), life(150, 750, 0)], 250..=350),
-        (&[life(500, 450, 0), life(450, 500, 0)], 175..=225),
-        (&[life(700, 0, 0), life(600, 0, 0)], 700..=800),
-        (&[life(600, 0, 0), life(600, 0, 0)], 1400..=1600),
-        (&[life(800, 100, 0); 4], 250..=350),
-        (&[life(0, 900, 0), life(900, 0, 0)], 175..=225),
+        (&[life(1000, 0, 0), life(1000, 0, 0)][..], 125..=150),
+        (&[life(900, 0, 0), life(900, 0, 0)], 150..=175),
+        (&[life(150, 750, 0), life(150, 750, 0)], 200..=225),
+        (&[life(500, 450, 0), life(450, 500, 0)], 125..=150),
+        (&[life(700, 0, 0), life(600, 0, 0)], 500..=550),
+        (&[life(600, 0, 0), life(600, 0, 0)], 1000..=1075),
+        (&[life(800, 100, 0); 4], 200..=225),
+        (&[life(0, 900, 0), life(900, 0, 0)], 150..=175),
     ] {
         let at = decided(loses);
         assert!(at.is_some_and(|at| within.contains(&at)), "{loses:?}: {at:?}");
@@ -102,7 +102,39 @@ fn programs_that_lose_come_together_the_sooner_the_more_they_lose() {
 #[test]
 fn spinning_is_told_from_work() {
     assert_eq!(decided(&[life(150, 0, 0); 2]), None);
-    assert!(decided(&[life(150, 800, 0); 2]).is_some_and(|at| at <= 350));
+    assert!(decided(&[life(150, 800, 0); 2]).is_some_and(|at| at <= 225));
+}
+
+/// Waits for first pages are neither work nor loss: what a program does in the rest of the time decides, and takes the longer the less of it there is; where one node does nothing else,
+/// nothing is decided.
+#[test]
+fn first_pages_say_nothing() {
+    assert_eq!(decided(&[life(180, 0, 520); 2]), None, "works twice as long as it waits again");
+    assert_eq!(decided(&[life(900, 0, 0); 2]), Some(150));
+    assert!(decided(&[life(450, 0, 500); 2]).is_some_and(|at| (275..=325).contains(&at)));
+    assert!(decided(&[life(90, 0, 900); 2]).is_some_and(|at| (1400..=1600).contains(&at)));
+    assert_eq!(decided(&[life(0, 0, 1000), life(900, 0, 0)]), None);
+    // What it would gain if it went on like this isn't gained yet.
+    let mut nodes = Nodes::new(&[1, 1]);
+    assert!((0..100).all(|_| nodes.beat(&[life(0, 0, 450); 2]) == Decision::Stay));
+    assert_eq!(nodes.watch.lost, 0);
+}
+
+/// A program may lose what it has gained: one that exchanges much for a moment stays, however often. Only clear gains count, and they are spent in the end.
+#[test]
+fn what_was_gained_may_be_lost() {
+    let [pays, loses, serial] =
+        [[life(0, 0, 0); 2], [life(1000, 0, 0); 2], [life(0, 30, 0), life(0, 960, 0)]];
+    let mut nodes = Nodes::new(&[1, 1]);
+    for _ in 0..20 {
+        assert_eq!((0..40).find(|_| nodes.beat(&pays) == Decision::Gather), None);
+        assert_eq!((0..12).find(|_| nodes.beat(&loses) == Decision::Gather), None);
+    }
+    assert_eq!((0..40).find(|_| nodes.beat(&pays) == Decision::Gather), None);
+    assert_eq!(nodes.decided(&loses), Some(350));
+    let mut nodes = Nodes::new(&[1, 1]);
+    assert!((0..100).all(|_| nodes.beat(&serial) == Decision::Stay));
+    assert_eq!(nodes.decided(&loses), Some(125), "one works, the other waits for it");
 }
 
 /// Bad phases that lose less than good ones gain decide nothing; a long one does.
@@ -113,7 +145,7 @@ fn phases_that_pay_take_back_what_others_have_lost() {
         assert_eq!((0..5).find(|_| nodes.beat(&[life(900, 0, 0); 2]) == Decision::Gather), None);
         assert_eq!((0..5).find(|_| nodes.beat(&[life(0, 0, 0); 2]) == Decision::Gather), None);
     }
-    assert!(nodes.decided(&[life(900, 0, 0); 2]).is_some_and(|at| at <= 300));
+    assert!(nodes.decided(&[life(900, 0, 0); 2]).is_some_and(|at| at <= 475));
 }
 
 /// Nothing is decided without news of all nodes, where node 0 runs nothing, or where the others run nothing; nor while all stand still.
@@ -249,11 +281,11 @@ proptest! {
         for beat in beats {
             let decision = nodes.beat(&beat.map(|(life, _)| Life { waits: 0, ..life }));
             prop_assert_eq!(decision, Decision::Stay);
-            prop_assert_eq!(nodes.watch.lost, 0);
+            prop_assert!(nodes.watch.lost <= 0);
         }
     }
 
-    /// Who loses is brought together in bounded time, whatever went before: the loss has to come to 0.15 s of each of node 0's vCPUs, and nothing is owed from before.
+    /// Who loses is brought together in bounded time, whatever went before: the loss has to come to 0.1 s of each of node 0's vCPUs, and 0.2 s more at the most if as much was gained.
     #[test]
     fn what_loses_is_decided_in_bounded_time(beats in any_beats(), vcpus in [1..5_u32, 1..5_u32, 1..5_u32]) {
         let mut nodes = Nodes::new(&vcpus);
@@ -264,6 +296,6 @@ proptest! {
         let all: u32 = vcpus.iter().sum();
         let work = 1000 * u64::from(vcpus[0]) / u64::from(all) / 2;
         let at = nodes.decided(&[life(1000 - work, 0, 0); 3]);
-        prop_assert!(at.is_some_and(|at| at <= 450), "{:?}", at);
+        prop_assert!(at.is_some_and(|at| at <= 800), "{:?}", at);
     }
 }
