@@ -14,7 +14,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use dsm::{Event, Fault, Page, Vcpu};
+use dsm::{Event, Fault, Node, Page, Vcpu};
 
 use super::engine::{Core, Engine, now};
 use super::follow::{Follow, Want};
@@ -52,19 +52,23 @@ pub(super) struct Foresight {
 }
 
 impl Foresight {
-    /// A page faults now: which pages will be wanted, and which others of late were, as is known now.
-    pub(super) fn fault(&mut self, page: Page, write: bool) -> Foreseen {
+    /// A page faults now: which pages will be wanted, and which others of late were, as is known now. `there`: whether there is nothing to fetch.
+    pub(super) fn fault(&mut self, page: Page, write: bool, there: impl Fn(Want) -> bool) -> Foreseen {
         let (used, ahead) = self.streams.fault(page, write);
         let rounds = if write { &mut self.written } else { &mut self.read };
         used.clone().for_each(|page| rounds.asked(page));
-        let mut known: Vec<Want> = rounds.fault(page).into_iter().map(|page| (page, write)).collect();
+        let known = rounds.fault(page, |page| there((page, write)));
+        let mut known: Vec<Want> = known.into_iter().map(|page| (page, write)).collect();
         let (read, written) = (&self.read, &self.written);
         let batch = |(page, write)| if write { written } else { read }.known(page) >= BATCH;
         if let Some((first, write)) = self.follow.fault((page, write), now(), batch) {
             let rounds = if write { &mut self.written } else { &mut self.read };
-            let others = rounds.fault(first);
+            let others = rounds.fault(first, |page| there((page, write)));
             known.extend(std::iter::once(first).chain(others).map(|page| (page, write)));
         }
+        let rounds = if write { &self.written } else { &self.read };
+        // A page that is left out has to show by itself whether it is wanted.
+        let ahead = ahead.filter(|page| !rounds.is_left_out(*page)).collect();
         Foreseen { used, known, ahead }
     }
 
@@ -83,7 +87,7 @@ pub(super) struct Foreseen {
     /// Pages that were wanted together with this one before, or soon after it.
     known: Vec<Want>,
     /// Pages behind it that may follow.
-    ahead: Range<Page>,
+    ahead: Vec<Page>,
 }
 
 /// The faults of one vCPU of late, by the places that they go on from.
@@ -159,20 +163,35 @@ struct Region {
     left_out: u64,
     /// How many of those were, one after the other.
     sure: u32,
-    /// Fetched in vain, as it seems: to be left out in the next round.
+    /// Fetched in vain, as it seems: to be left out in the next round, the first of each row of them.
     suspect: u64,
+    /// Those of which the first ones were left out when the round began.
+    tried: u64,
     /// Left out, and asked for: they aren't suspected any more.
     proven: u64,
     /// Wanted in the round before.
     before: u64,
-    /// What is fetched when the next round begins.
+    /// What is fetched when the next round begins, as far as it isn't there.
     known: u64,
+    /// Of these, what was there when the round began: nobody else has wanted it.
+    idle: u64,
     /// Rounds so far.
     rounds: u32,
 }
 
 fn place(page: Page) -> (u64, u64) {
     (page / REGION, 1 << (page % REGION))
+}
+
+/// Some pages of a region, with the bit of each.
+fn pages(region: u64, bits: u64) -> impl Iterator<Item = (Page, u64)> {
+    let all = (0..REGION).map(|at| (at, 1 << at)).filter(move |(_, bit)| bits & bit != 0);
+    all.map(move |(at, bit)| (region * REGION + at, bit))
+}
+
+/// Those that lie in a row with one of these.
+fn row_of(pages: u64, some: u64) -> u64 {
+    (0..REGION).fold(some & pages, |row, _| row | ((row << 1 | row >> 1) & pages))
 }
 
 /// Those that are one of four in a row, at the least.
@@ -188,22 +207,32 @@ impl Rounds {
         self.0.entry(region).or_default().asked |= bit;
     }
 
+    /// Whether a page that is known wasn't fetched when the round began, and hasn't been asked for since.
+    fn is_left_out(&self, page: Page) -> bool {
+        let (region, bit) = place(page);
+        self.0.get(&region).is_some_and(|region| region.left_out & !region.asked & bit != 0)
+    }
+
     /// How many pages of its region are known to be wanted together.
     fn known(&self, page: Page) -> u32 {
         self.0.get(&place(page).0).map_or(0, |region| region.known.count_ones())
     }
 
-    /// A page is asked for: the others that are to be fetched with it.
-    fn fault(&mut self, page: Page) -> Vec<Page> {
+    /// A page is asked for: the others that are to be fetched with it. `there`: which others needn't be. One that is there for two rounds isn't known to be wanted any more: of a region that
+    /// is filled first and then shared in part, only that part goes on being asked for.
+    fn fault(&mut self, page: Page, there: impl Fn(Page) -> bool) -> Vec<Page> {
         let (number, bit) = place(page);
         let region = self.0.entry(number).or_default();
-        if (region.asked | region.fetched) & bit == 0 {
+        if (region.asked | region.fetched | region.idle) & bit == 0 {
             region.asked |= bit;
             return Vec::new();
         }
         let wanted = region.asked | region.fetched;
         let dense = wanted.count_ones() >= DENSE;
-        region.proven |= region.left_out & region.asked;
+        // What shows of one shows of its row.
+        let tried = region.left_out & region.tried;
+        region.proven |= (region.left_out & region.asked) | row_of(region.tried, tried & region.asked);
+        let in_vain = row_of(region.tried, tried & !region.asked) & !region.asked;
         let missed = (region.left_out & region.asked).count_ones();
         region.sure = match region.left_out & !region.asked {
             // Asked for, not fetched: so many show what a program is like.
@@ -214,7 +243,11 @@ impl Rounds {
             _ => region.sure / 2,
         };
         let confirmed = if dense { wanted } else { rows(wanted) | (wanted & region.before) };
-        region.known = (region.known & !region.left_out) | confirmed;
+        let known = ((region.known & !region.left_out) | confirmed) & !in_vain;
+        let here =
+            pages(number, known & !bit).filter(|(page, _)| there(*page)).fold(0, |all, (_, bit)| all | bit);
+        region.known = known & !(here & region.idle);
+        region.idle = here & region.known;
         region.before = wanted;
         region.rounds = region.rounds.wrapping_add(1);
         let one_in = if region.sure >= SURE { REGION } else { OFTEN };
@@ -222,12 +255,13 @@ impl Rounds {
             (0..REGION).filter(|at| at.is_multiple_of(one_in)).fold(0, |bits, at| bits | 1_u64 << at);
         // In steps that take neighbours far apart: a few pages in a row aren't tried in as many rounds in a row.
         let turn = region.rounds.wrapping_mul(27) % 64;
-        region.left_out = region.known & !bit & (left_out.rotate_left(turn) | region.suspect);
+        let gone = region.known & !bit & !here;
+        region.tried = gone & region.suspect & !region.proven;
         region.suspect = 0;
-        region.fetched = region.known & !bit & !region.left_out;
+        region.left_out = gone & (left_out.rotate_left(turn) | region.tried & !(region.tried << 1));
+        region.fetched = gone & !region.left_out;
         region.asked = bit;
-        let fetched = region.fetched;
-        (0..REGION).filter(|at| fetched & (1 << at) != 0).map(|at| number * REGION + at).collect()
+        pages(number, region.fetched).map(|(page, _)| page).collect()
     }
 
     /// A page was taken soon after it was fetched. Who reads a page once and then lets others write it, who wait for that, has it taken as soon as who has never
@@ -269,6 +303,12 @@ impl Helpers {
     }
 }
 
+/// Whether there is nothing to fetch. Stores to a page that is kept by updates are carried out where the page is.
+pub(super) fn is_there(node: &Node, (page, write): Want) -> bool {
+    let fault = if write { Fault::Write } else { Fault::Read };
+    Engine::allows(node, page, fault) || node.mode(page).is_update()
+}
+
 impl Engine {
     /// The protocol's number of a helper: behind those of vCPUs.
     pub(super) fn helper(core: &Core, vcpu: Vcpu) -> Option<u16> {
@@ -305,12 +345,11 @@ impl Engine {
     }
 
     fn fetch(&self, core: &mut Core, page: Page, write: bool) {
-        let fault = if write { Fault::Write } else { Fault::Read };
-        // Stores to a page that is kept by updates are carried out where the page is: there is nothing to fetch.
-        let there = Self::allows(core, page, fault) || core.node.mode(page).is_update();
-        if there || page >= core.node.config().pages || core.helpers.fetch(page) {
+        if is_there(&core.node, (page, write)) || page >= core.node.config().pages || core.helpers.fetch(page)
+        {
             return;
         }
+        let fault = if write { Fault::Write } else { Fault::Read };
         let Some(helper) = core.helpers.begin(page) else { return };
         let Ok(vcpu) = Vcpu::try_from(core.vcpus.len() + usize::from(helper)) else { return };
         self.step(core, Event::Fault { vcpu, page, fault });
@@ -389,7 +428,7 @@ mod tests {
         let mut fetched = 0;
         for page in pages {
             if !here.contains(&page) {
-                let more = rounds.fault(page);
+                let more = rounds.fault(page, |page| here.contains(&page));
                 fetched += more.len();
                 here.extend(more);
                 here.insert(page);
@@ -434,6 +473,37 @@ mod tests {
         assert_eq!(all, [(8, 0), (1, 7), (1, 7)]);
     }
 
+    /// Of a region that a vCPU fills first, and of which others take some pages again and again, these are fetched with the first of them from then on: that the others aren't asked for says
+    /// nothing about them.
+    #[test]
+    fn what_stays_here_is_no_reason_for_doubt() {
+        let mut rounds = Rounds::default();
+        assert_eq!(round(&mut rounds, 64..128), (64, 0));
+        let shared = 105..113;
+        for turn in 0..64 {
+            let mut taken: Vec<Page> = shared.clone().collect();
+            let (mut faults, mut fetched) = (0, 0);
+            for page in shared.clone() {
+                if taken.contains(&page) {
+                    let more = rounds.fault(page, |page| !taken.contains(&page));
+                    fetched += more.len();
+                    taken.retain(|gone| *gone != page && !more.contains(gone));
+                    faults += 1;
+                }
+            }
+            assert_eq!(faults + fetched, 8);
+            assert!(faults <= 2, "{turn}: {faults}");
+        }
+        assert_eq!(rounds.0[&1].known, 0xff << (105 - 64), "the others are forgotten");
+        // Its first page is here still when others are taken a second time, soon: the next round begins with the first again.
+        for first in [105, 106, 105, 105] {
+            let fetched = rounds.fault(first, |page| page == 105 && first != 105);
+            assert!(fetched.len() + 2 >= shared.clone().count(), "{first}: {fetched:?}");
+        }
+        // One that others take later has to show first.
+        assert!(!rounds.fault(105, |page| page != 80).contains(&80));
+    }
+
     /// Of pages that are wanted at random next to none are fetched that aren't wanted soon.
     #[test]
     fn at_random_little_is_foreseen() {
@@ -442,7 +512,7 @@ mod tests {
         let (mut fetched, faults) = (0, 100_000);
         for _ in 0..faults {
             random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            fetched += rounds.fault(random >> 54).len();
+            fetched += rounds.fault(random >> 54, |_| false).len();
         }
         assert!(fetched < faults / 2, "{fetched}");
     }
@@ -465,8 +535,45 @@ mod tests {
         }
         rounds.doubt(73);
         for _ in 0..40 {
-            assert!(!rounds.fault(70).contains(&73));
+            assert!(!rounds.fault(70, |_| false).contains(&73));
         }
+    }
+
+    /// What a stream would fetch isn't, where that is left out by a round.
+    #[test]
+    fn streams_leave_out_what_rounds_do() {
+        let mut foresight = Foresight::default();
+        let bits = |pages: Range<Page>| pages.map(place).fold(0, |all, (_, bit)| all | bit);
+        let begun = Region { known: bits(70..78), left_out: bits(73..74), ..Region::default() };
+        foresight.written.0.insert(1, begun);
+        let ahead: Vec<_> = (70..73).map(|page| foresight.fault(page, true, |_| false).ahead).collect();
+        assert_eq!(ahead, [vec![], vec![], vec![74]]);
+        // It has shown.
+        assert_eq!(foresight.fault(73, true, |_| false).ahead, [74, 75, 76, 77]);
+    }
+
+    /// Of a row whose pages all are taken soon after they were fetched one is left out, and shows it of all.
+    #[test]
+    fn a_row_is_tried_by_one_of_its_pages() {
+        assert_eq!(row_of(0b1101_1100_1110, 0b0100_0010_0010), 0b1100_0000_1110);
+        let mut rounds = Rounds::default();
+        for _ in 0..3 {
+            round(&mut rounds, 70..78);
+        }
+        let mut faults = 0;
+        for _ in 0..8 {
+            (71..78).for_each(|page| rounds.doubt(page));
+            faults += round(&mut rounds, 70..78).0;
+        }
+        assert!((8 + 1..=8 + 3).contains(&faults), "one tried, and now and then one left out: {faults}");
+        // Now they aren't wanted any more.
+        let mut rounds = Rounds::default();
+        for _ in 0..3 {
+            round(&mut rounds, 70..78);
+        }
+        (71..78).for_each(|page| rounds.doubt(page));
+        assert_eq!(rounds.fault(70, |_| false).len(), 6);
+        assert!(rounds.fault(70, |_| false).is_empty());
     }
 
     /// Each page has one helper, and each helper one page.

@@ -554,8 +554,8 @@ impl Engine {
     }
 
     /// Whether a page allows what a vCPU wants.
-    pub(super) fn allows(core: &Core, page: Page, fault: Fault) -> bool {
-        match core.node.access(page) {
+    pub(super) fn allows(node: &Node, page: Page, fault: Fault) -> bool {
+        match node.access(page) {
             Access::None => false,
             Access::Read => fault == Fault::Read,
             Access::Write => true,

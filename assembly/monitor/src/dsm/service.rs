@@ -14,6 +14,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::Timespec;
 
 use super::DsmError;
+use super::ahead::is_there;
 use super::engine::{Core, Engine, Outcome, now};
 use super::link::{Control, Frame, Incoming, Link};
 use super::vcpus::{MOST_GRANTED, Pending};
@@ -204,13 +205,13 @@ impl Engine {
             return;
         };
         let fault = if told.write { Fault::Write } else { Fault::Read };
-        if Self::allows(core, told.page, fault) {
+        if Self::allows(&core.node, told.page, fault) {
             // It has come while the fault was on its way.
             core.counts.late += 1;
             core.pages.wake(told.page);
             return;
         }
-        let upgrade = Self::allows(core, told.page, Fault::Read);
+        let upgrade = Self::allows(&core.node, told.page, Fault::Read);
         let again = core.pages.was_lost(told.page);
         let missed = if again { &mut core.counts.missed_again } else { &mut core.counts.missed_first };
         *missed += 1;
@@ -226,10 +227,11 @@ impl Engine {
             // Pages that are here at once are granted without a look.
             self.retired(core, index);
         }
-        let Some(slot) = core.vcpus.get_mut(index) else { return };
         core.pages.is_asked_for(told.page, told.write);
         core.hot.fault(told.page, told.offset, told.write);
-        let foreseen = slot.foresight.fault(told.page, told.write);
+        let Core { vcpus, node, .. } = core;
+        let Some(slot) = vcpus.get_mut(index) else { return };
+        let foreseen = slot.foresight.fault(told.page, told.write, |want| is_there(node, want));
         slot.fault = Some(Pending { page: told.page, write: told.write, upgrade, again, at: now() });
         slot.examined = false;
         slot.look.give_up();

@@ -264,6 +264,9 @@ impl Engine {
             core.hot.instruction(next.page, registers.rip);
             (found, trapped) = (registers, next);
         }
+        if let Some(core) = &mut *locked {
+            self.send_held(core);
+        }
         // Nothing was done when the page's mode has changed meanwhile, or the VM ends.
         if retired && let Some(core) = &mut *locked {
             core.counts.stalls.count_trapped(since.saturating_sub(begun));
@@ -288,7 +291,12 @@ impl Engine {
         slot.operating_since = None;
         slot.completed = None;
         let operation = trapped.operation.clone();
+        // What others are told of several stores in a row goes together, unless it has to be waited for: each message that comes alone costs them a wake.
+        core.outbox.hold();
         self.step(core, Event::Operate { vcpu, page: trapped.page, operation });
+        if core.vcpus.get(index).is_some_and(|slot| slot.operating) {
+            self.send_held(core);
+        }
         if let Some(slot) = core.vcpus.get_mut(index)
             && slot.operating
         {
