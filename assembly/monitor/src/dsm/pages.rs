@@ -88,6 +88,22 @@ impl LivePages {
         new || self.asked.get(index).is_some_and(|asked| asked[usize::from(write)])
     }
 
+    /// All pages are this host's own from here on, and there for the guest.
+    pub(super) fn release(&mut self) {
+        let known = |page| usize::try_from(page).ok().and_then(|page| self.rights.get(page));
+        let released = self.ram.release_around(|page| known(page).copied().unwrap_or(PageRights::None));
+        if let Err(error) = released {
+            tracing::debug!(%error, "What the guest has in use could not be left as it is: all of it is mapped anew");
+            self.ram.release();
+        }
+    }
+
+    /// After [`LivePages::release`]: a vCPU has asked for a page.
+    pub(super) fn give(&mut self, page: Page) {
+        let result = self.ram.give(page);
+        self.note("given", page, result);
+    }
+
     pub(super) fn wake(&mut self, page: Page) {
         let result = self.ram.wake(page);
         self.note("given back to those who wait for it", page, result);

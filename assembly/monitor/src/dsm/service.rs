@@ -193,6 +193,13 @@ impl Engine {
     }
 
     fn on_fault(&self, core: &mut Core, told: PageFault) {
+        if core.gathering.is_over() {
+            core.pages.give(told.page);
+            if let Some(text) = core.pages.refused.take() {
+                self.fail(text);
+            }
+            return;
+        }
         if core.standing {
             // The vCPU has left the guest meanwhile, and faults again when it runs.
             return;

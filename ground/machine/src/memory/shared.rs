@@ -20,14 +20,14 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 
-use rustix::fs::{SeekFrom, seek};
-use rustix::io::Errno;
 use rustix::mm::Advice;
 use vm_memory::MmapRegion;
 
 use super::userfault::{CONTINUE_DONTWAKE, CONTINUE_WP, Range, Userfault, UserfaultError, feature, register};
 use super::{AtomicBitmap, GuestRam};
 use crate::slots::{HostMapping, SlotError};
+
+mod release;
 
 /// Bytes of a page.
 pub const PAGE: usize = 4096;
@@ -213,44 +213,6 @@ impl SharedRam {
         self.uffd.wake(Range { start: guest as u64, len: PAGE_64 })
     }
 
-    /// Ends it: all that wait go on, and there will be no faults. What the guest sees from here on is this host's own memory.
-    pub fn release(&self) {
-        for piece in &self.pieces {
-            let range = Range { start: piece.guest.as_ptr().addr() as u64, len: piece.guest.len() };
-            if let Err(error) = self.uffd.unregister(range) {
-                tracing::error!(%error, start = piece.start, "Shared RAM could not be released");
-            }
-        }
-    }
-
-    /// After [`SharedRam::release`]: maps all pages that there are for the guest at once, which takes a microsecond each; vCPUs may run meanwhile. Until
-    /// then each has to be asked for by the vCPU that touches it. How many pages.
-    ///
-    /// # Errors
-    /// When the host refuses (Linux older than 5.14, say); pages come one by one, then.
-    pub fn populate(&self) -> io::Result<u64> {
-        let mut populated = 0;
-        for piece in &self.pieces {
-            let end = piece.offset + piece.guest.len();
-            let mut at = piece.offset;
-            while at < end {
-                let begin = match seek(&*piece.file, SeekFrom::Data(at)) {
-                    Ok(begin) if begin < end => begin,
-                    // Nothing there, or in another piece.
-                    Ok(_) | Err(Errno::NXIO) => break,
-                    Err(error) => return Err(error.into()),
-                };
-                at = seek(&*piece.file, SeekFrom::Hole(begin))?.clamp(begin + 1, end);
-                let address = piece.guest.as_ptr().addr() as u64 + (begin - piece.offset);
-                let len = usize::try_from(at - begin).map_err(io::Error::other)?;
-                // SAFETY: part of the guest's mapping, whose pages get no other content by it.
-                unsafe { rustix::mm::madvise(address as *mut _, len, Advice::LinuxPopulateWrite) }?;
-                populated += len.div_ceil(PAGE) as u64;
-            }
-        }
-        Ok(populated)
-    }
-
     /// Appends the content of a page.
     pub fn read(&self, page: u64, into: &mut Vec<u8>) -> io::Result<()> {
         let (_, alias) = self.addresses(page)?;
@@ -396,8 +358,13 @@ mod tests {
     use crate::memory::{RamLayout, RamOptions};
 
     /// `None` where this machine gives no userfaultfd.
-    fn shared() -> Option<(GuestRam, SharedRam)> {
-        let ram = GuestRam::allocate(&RamLayout::new(&[4 << 20]).unwrap(), &RamOptions::default()).unwrap();
+    pub(super) fn shared() -> Option<(GuestRam, SharedRam)> {
+        shared_of(4 << 20)
+    }
+
+    /// So many bytes, of which the first 2 MiB aren't shared.
+    pub(super) fn shared_of(bytes: u64) -> Option<(GuestRam, SharedRam)> {
+        let ram = GuestRam::allocate(&RamLayout::new(&[bytes]).unwrap(), &RamOptions::default()).unwrap();
         match SharedRam::new(&ram, 2 << 20) {
             Ok(shared) => Some((ram, shared)),
             Err(SharedRamError::Userfault(UserfaultError::Open(error))) => {
@@ -408,7 +375,7 @@ mod tests {
         }
     }
 
-    fn touch(shared: &SharedRam, page: u64, write: bool) -> std::thread::JoinHandle<u8> {
+    pub(super) fn touch(shared: &SharedRam, page: u64, write: bool) -> std::thread::JoinHandle<u8> {
         let guest = shared.addresses(page).unwrap().0;
         std::thread::spawn(move || {
             // SAFETY: a byte of the guest's mapping, which the test keeps.
@@ -417,7 +384,7 @@ mod tests {
         })
     }
 
-    fn next(shared: &SharedRam) -> PageFault {
+    pub(super) fn next(shared: &SharedRam) -> PageFault {
         let mut faults = Vec::new();
         while faults.is_empty() {
             let mut fds =
@@ -427,34 +394,6 @@ mod tests {
         }
         assert_eq!(faults.len(), 1, "{faults:?}");
         faults[0]
-    }
-
-    /// What is there is mapped, with what it holds, whatever the guest might do with it before; what isn't there stays so.
-    #[test]
-    fn memory_that_is_there_is_mapped_at_once() {
-        let Some((ram, shared)) = shared() else { return };
-        let there = [0x200, 0x2a3, 0x2a4, 0x2a5, 0x3ff];
-        for (value, page) in (1..).zip(there) {
-            shared.write(page, 0, &[value]).unwrap();
-        }
-        shared.set(0x2a4, PageRights::None, PageRights::Read).unwrap();
-        shared.set(0x2a5, PageRights::None, PageRights::Write).unwrap();
-        shared.release();
-        assert_eq!(shared.populate().unwrap(), 5);
-        let mapped = |page: u64| {
-            let begin = shared.addresses(page).unwrap().0;
-            let line = std::fs::read_to_string("/proc/self/smaps").unwrap();
-            let mut lines = line.lines().skip_while(|line| !line.starts_with(&format!("{begin:x}-")));
-            let rss = lines.find_map(|line| line.strip_prefix("Rss:"));
-            rss.and_then(|rss| rss.split_whitespace().next()?.parse::<u64>().ok()).unwrap()
-        };
-        assert_eq!(mapped(0x200), 5 * 4, "KiB of the guest's mapping, which begins there");
-        for (value, page) in (1..).zip(there) {
-            assert_eq!(touch(&shared, page, true).join().unwrap(), value);
-        }
-        let present: u64 = ram.present().unwrap().iter().map(|pages| pages.count()).sum();
-        assert_eq!(present, 5, "no page has come");
-        assert_eq!(touch(&shared, 0x300, true).join().unwrap(), 0, "one that comes later is zero");
     }
 
     /// Each kind of access to a page in each state is told once, with page and kind, and goes on when its page has the rights; what

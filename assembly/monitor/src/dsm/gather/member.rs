@@ -153,8 +153,8 @@ impl Member {
             core.rekick.clear();
             core.turns = Turns::new(processors(), core.vcpus.len());
             core.armed = None;
+            core.pages.release();
         }
-        machine.ram.release();
         let count = u32::try_from(arrivals.len()).unwrap_or(u32::MAX);
         for Arrival { index, mut state } in arrivals {
             let place = usize::try_from(index).unwrap_or(usize::MAX);
@@ -175,8 +175,7 @@ impl Member {
         Ok(())
     }
 
-    /// On node 0, when all goes on there: what vCPUs will touch is mapped for them. Each would ask for page after page otherwise, as the host took all pages from them when
-    /// it was told not to watch these any more: 15,000 times in a quarter of a second were seen.
+    /// On node 0, when all goes on there: what vCPUs will touch is mapped for them. Each would ask for page after page otherwise.
     pub(in crate::dsm) fn populate(&self) {
         let Ok(machine) = self.machine() else { return };
         match machine.ram.populate() {
