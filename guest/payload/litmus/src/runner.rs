@@ -219,7 +219,7 @@ impl Bench {
         let of = |rounds| rounds * self.instances as u64;
         Outcomes {
             bench: *self,
-            team: *team,
+            team: team.clone(),
             record: *record,
             iterations: of(rounds),
             apart: of(apart_rounds),

@@ -1,6 +1,7 @@
 //! Who takes part.
 
 use crate::Barrier;
+use core::cell::Cell;
 use core::ops::Range;
 use core::sync::atomic::{AtomicU32, Ordering};
 
@@ -18,9 +19,13 @@ pub trait Machine: Sync {
 
 /// Looks at a barrier before the processor is given away: as long as that takes.
 const PATIENCE: u32 = 2_000;
+/// The same after a wait in which another one had the processor meanwhile, which it will have in the next one, too.
+const LITTLE_PATIENCE: u32 = 50;
+/// A processor that was given away for longer was taken by another one, nanoseconds.
+const LONG: u64 = 150_000;
 
 /// One vCPU's view of all that run the program with it.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub struct Team<'a> {
     index: usize,
     count: usize,
@@ -29,6 +34,8 @@ pub struct Team<'a> {
     /// One more than the node of each vCPU; 0 while it hasn't said so.
     nodes: &'a [AtomicU32],
     machine: &'a dyn Machine,
+    /// Looks before the processor is given away.
+    patience: Cell<u32>,
 }
 
 impl<'a> Team<'a> {
@@ -49,7 +56,8 @@ impl<'a> Team<'a> {
             panic!("vCPU {index} of {count} can't join a team with places for {}", nodes.len())
         };
         place.store(node + 1, Ordering::Release);
-        let team = Self { index, count, barrier: Some(barrier), nodes, machine };
+        let team =
+            Self { index, count, barrier: Some(barrier), nodes, machine, patience: Cell::new(PATIENCE) };
         team.wait();
         team
     }
@@ -57,7 +65,7 @@ impl<'a> Team<'a> {
     /// A team of one, for computing serially what others are compared with.
     #[must_use]
     pub fn alone(&self) -> Self {
-        Self { index: 0, count: 1, barrier: None, nodes: self.nodes, machine: self.machine }
+        Self { index: 0, count: 1, barrier: None, ..self.clone() }
     }
 
     /// This vCPU, from 0.
@@ -90,8 +98,18 @@ impl<'a> Team<'a> {
     /// The same where vCPUs may outnumber processors: who has waited for long gives its processor to others.
     pub fn wait_patiently(&self) {
         let Some(barrier) = self.barrier else { return };
-        let mut looks = 0;
-        barrier.wait_with(u32::try_from(self.count).unwrap_or(u32::MAX), || self.idle(&mut looks));
+        let (mut looks, mut gave_way) = (0_u32, false);
+        barrier.wait_with(u32::try_from(self.count).unwrap_or(u32::MAX), || {
+            looks = looks.saturating_add(1);
+            if looks < self.patience.get() {
+                core::hint::spin_loop();
+            } else {
+                let begun = self.machine.nanoseconds();
+                self.machine.pause();
+                gave_way |= self.machine.nanoseconds().saturating_sub(begun) > LONG;
+            }
+        });
+        self.patience.set(if gave_way { LITTLE_PATIENCE } else { PATIENCE });
     }
 
     /// One look at something that hasn't come yet, of so many: gives the processor away after many.
@@ -156,10 +174,11 @@ impl core::fmt::Debug for Team<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::{Machine, Team};
+    use super::{LITTLE_PATIENCE, LONG, Machine, PATIENCE, Team};
     use crate::Barrier;
+    use std::cell::Cell;
     use std::sync::Mutex;
-    use std::sync::atomic::AtomicU32;
+    use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
     struct Still(Mutex<Vec<bool>>);
     impl Machine for Still {
@@ -195,5 +214,49 @@ mod tests {
             }
         });
         assert_eq!(*machine.0.lock().unwrap(), [true, false]);
+    }
+
+    /// Who has given its processor away, and had it taken, does so after few looks the next time, until nobody takes it any more.
+    #[test]
+    fn patience_is_short_where_others_take_the_processor() {
+        /// Its clock goes on by `pause` with each pause; the other one comes to the barrier in the third.
+        struct Taken<'a> {
+            barrier: &'a Barrier,
+            time: AtomicU64,
+            pause: AtomicU64,
+            pauses: AtomicU32,
+        }
+        impl Machine for Taken<'_> {
+            fn nanoseconds(&self) -> u64 {
+                self.time.load(Ordering::Relaxed)
+            }
+            fn phase(&self, _begins: bool) {}
+            fn pause(&self) {
+                self.time.fetch_add(self.pause.load(Ordering::Relaxed), Ordering::Relaxed);
+                if self.pauses.fetch_add(1, Ordering::Relaxed) % 3 == 2 {
+                    self.barrier.wait(2);
+                }
+            }
+        }
+        let (barrier, nodes) = (Barrier::new(), <[AtomicU32; 2]>::default());
+        let machine = Taken {
+            barrier: &barrier,
+            time: AtomicU64::new(0),
+            pause: AtomicU64::new(LONG),
+            pauses: AtomicU32::new(0),
+        };
+        let patience = Cell::new(PATIENCE);
+        let team =
+            Team { index: 0, count: 2, barrier: Some(&barrier), nodes: &nodes, machine: &machine, patience };
+        let after_wait_with_pauses_of = |time| {
+            machine.pause.store(time, Ordering::Relaxed);
+            team.wait_patiently();
+            team.patience.get()
+        };
+        assert_eq!(after_wait_with_pauses_of(LONG), PATIENCE);
+        assert_eq!(after_wait_with_pauses_of(LONG + 1), LITTLE_PATIENCE);
+        assert_eq!(after_wait_with_pauses_of(LONG + 1), LITTLE_PATIENCE);
+        assert_eq!(after_wait_with_pauses_of(LONG), PATIENCE);
+        assert_eq!(machine.pauses.load(Ordering::Relaxed), 4 * 3);
     }
 }
