@@ -117,12 +117,17 @@ fn bytes_that_no_node_sends_are_refused_and_a_closed_link_is_the_end() {
         vec![9; 64],
         vec![MARK, 11, 0, 0, 1, 0, 0, 0, 0xff],
         vec![MARK, 12, 0, 0, 1, 0, 0, 0, 1],
+        // What this node's own threads say to the one for checkpoints, in CBOR.
+        [&[MARK, 11, 0, 0, 5, 0, 0, 0, 0x64][..], b"Look"].concat(),
     ] {
         let (a, b) = pair();
         a.send(&bytes);
         let error = reader(&b).frame().unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
     }
+    let (a, b) = pair();
+    a.send(&[&[MARK, 11, 0, 0, 9, 0, 0, 0, 0x68][..], b"Gathered"].concat());
+    assert!(reader(&b).frame().is_ok(), "one of those that others say");
     let (a, b) = pair();
     a.close();
     assert_eq!(reader(&b).frame().unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
