@@ -91,7 +91,13 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     if !std::path::Path::new("/dev/userfaultfd").exists() {
         return Ok(super::skipped("dsm", "there is no /dev/userfaultfd".to_owned(), conditions));
     }
-    conditions.scheduling = "each node on a CPU of its own; its threads for memory before ordinary ones";
+    let awake = crate::peers::keep_awake();
+    conditions.scheduling = match awake {
+        Some(_) => {
+            "each node on a CPU of its own that doesn't idle; its threads for memory before ordinary ones"
+        }
+        None => "each node on a CPU of its own, which may idle; its threads for memory before ordinary ones",
+    };
     let programs = Programs::build()?;
     let mut figures = Figures::of("dsm");
     let mut compared = Vec::new();
@@ -155,6 +161,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     println!("{}", events::table(&events));
     println!("{}", comparison_table(&compared));
     println!("{}", bounds_table(&bounds));
+    drop(awake);
     conditions.finish();
     let details = json!({ "comparison": compared, "events": events, "bounds": bounds });
     Ok(Report { group: "dsm", skipped: None, conditions, figures: figures.all, details })
