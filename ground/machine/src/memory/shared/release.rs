@@ -213,7 +213,7 @@ mod tests {
     #[test]
     fn what_is_in_use_stays_mapped() {
         use PageRights::{None, Read, Write};
-        // Two blocks, and half of one.
+        // Two blocks.
         let Some((ram, shared)) = shared_of(6 << 20) else { return };
         let there = [0x301, 0x302, 0x303, 0x3a0, 0x3a1, 0x3ff, 0x400, 0x5ff];
         for (value, page) in (1..).zip(there) {
