@@ -21,7 +21,7 @@ use super::vcpus::{MOST_GRANTED, Pending};
 
 /// Pause between two heartbeats on each link, nanoseconds.
 const BEAT: u64 = 50_000_000;
-/// Pause between two tellings of what vCPUs spend their time with, nanoseconds.
+/// Pause between two tellings of what vCPUs spend their time with, nanoseconds; where that is little but work it is told with heartbeats.
 const TELL: u64 = 25_000_000;
 /// What is due within so many nanoseconds is done at once.
 const TOGETHER: u64 = 5_000_000;
@@ -77,7 +77,7 @@ impl Engine {
     fn serve(&self) {
         let mut next_beat = now();
         // Never, where nobody is told or nothing is to be told any more.
-        let mut next_telling = if self.gathers { next_beat } else { u64::MAX };
+        let (mut told, mut next_telling) = (0, if self.gathers { next_beat } else { u64::MAX });
         let mut stopping_since = None;
         let mut released = false;
         let mut faults = Vec::new();
@@ -90,11 +90,15 @@ impl Engine {
             }
             if due >= next_telling {
                 self.tell_time();
-                next_telling = now() + TELL;
+                told = now();
+                next_telling = told + BEAT;
             }
             let mut until = next_beat.min(next_telling);
             if let Some(core) = &mut *self.lock() {
-                until = until.min(self.on_time(core));
+                if next_telling != u64::MAX && core.has_much_to_tell(TELL) {
+                    next_telling = told + TELL;
+                }
+                until = until.min(next_telling).min(self.on_time(core));
                 if core.gathering.is_over() {
                     next_telling = u64::MAX;
                 }

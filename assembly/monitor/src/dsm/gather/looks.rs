@@ -15,8 +15,8 @@ const SELDOM: u64 = 50_000_000;
 const OFTEN: u64 = 8_000_000;
 /// Longest time that crossing into the guest and out of it is taken to need, nanoseconds.
 const MOST: u64 = 60_000;
-/// Looks are rare where less than one part in so many of the time is spun or waited: far from what would have a program brought together. Each costs two wakes and an exit.
-const LITTLE: u64 = 10;
+/// Looks, and tellings, are rare where less than one part in so many of the time is spun or waited: far from what would have a program brought together. A look costs two wakes and an exit.
+const LITTLE: u64 = 4;
 
 /// Looks at one vCPU.
 #[derive(Debug, Clone, Copy, Default)]
@@ -172,6 +172,12 @@ impl Core {
         if let Some(slot) = self.vcpus.get_mut(index) {
             slot.look.spun = true;
         }
+    }
+
+    /// Whether there is more to tell than work, as far as it is known: much was waited or spun before the last telling, or has been waited since, for a part of so many nanoseconds.
+    pub(in crate::dsm) fn has_much_to_tell(&self, time: u64) -> bool {
+        let since = self.counts.waited.saturating_sub(self.served.told.waited);
+        self.look_often || since.saturating_mul(LITTLE) >= time
     }
 
     /// What this node's vCPUs have spent their time with by now. `servants`: threads that serve memory.

@@ -18,6 +18,9 @@ use nodes::{Coherence, Late, Ran, run as run_nodes, run_within};
 /// How long a program may take where it is kept in a way that doesn't suit it, for comparison; the one that users get has to end, as anywhere.
 const COMPARED: Duration = Duration::from_secs(100);
 
+/// Pairs of runs of each program. A run differs from the next by up to a tenth on a machine whose memory has other users, too: with three a median moves by half of that.
+const PAIRS: usize = 5;
+
 /// A program, its name, its arguments, those for a quick look, and the speed-up that two nodes should give.
 struct Job {
     program: &'static str,
@@ -108,7 +111,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
         eprintln!("bench: dsm: {}", job.what);
         let mut last = None;
         let pairs = Pairs::take(
-            if quick { 1 } else { 3 },
+            if quick { 1 } else { PAIRS },
             || {
                 let ran = run_nodes(&cpus, Coherence::SingleWriter, true, &path, arguments)?;
                 let speed = speed(&ran)?;

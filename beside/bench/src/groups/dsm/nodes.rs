@@ -9,6 +9,9 @@ use anyhow::{Context, bail};
 use dsm::Policy;
 use monitor::dsm::{NodeAddress, NodeSettings, SpanningVm, Trouble, tuned};
 use monitor::payload::{PayloadVm, process_status};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::retry_on_intr;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
@@ -236,14 +239,17 @@ pub(super) fn run_within(
 struct Nodes(Vec<Child>);
 
 impl Nodes {
-    /// Waits for all. What node 0 printed, which is less than a pipe holds.
+    /// Waits for all. What node 0 printed, which is less than a pipe holds. (Sleeps until they end: to look now and then would take time from what is measured.)
     fn output(&mut self, patience: Duration) -> anyhow::Result<String> {
         let deadline = Instant::now() + patience;
-        while self.0.iter_mut().any(|child| matches!(child.try_wait(), Ok(None))) {
-            if Instant::now() > deadline {
+        for child in &self.0 {
+            let ended = pidfd_open(Pid::from_child(child), PidfdFlags::empty())
+                .context("The end of a node can't be waited for")?;
+            let mut polled = [PollFd::new(&ended, PollFlags::IN)];
+            let left = || Timespec::try_from(deadline.saturating_duration_since(Instant::now()));
+            if retry_on_intr(|| poll(&mut polled, left().ok().as_ref()))? == 0 {
                 return Err(Late { nodes: self.0.len(), after: patience }.into());
             }
-            std::thread::sleep(Duration::from_millis(10));
         }
         let first =
             self.0.first_mut().and_then(|child| child.stdout.take()).context("Node 0 has no output")?;

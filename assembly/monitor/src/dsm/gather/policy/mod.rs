@@ -14,9 +14,9 @@
 //! ```
 //!
 //! What is lost to `0.9 * alone`, for as much of the interval as counts on each node, is added up, and what is gained over `0.9 * vcpus of node 0` taken off, to nothing at the least. As much as
-//! moving costs, some 0.1 s of each of node 0's vCPUs, decides: what a move costs has been lost by then, so a wrong one costs about twice what was needed, and a program that
-//! loses nearly all is brought together after an eighth of a second, one that loses little after as much longer. What a program has gained before, clearly more than node 0 alone
-//! would do, it may lose again, up to 0.2 s: one that exchanges much at the end of each of its steps pays, though it loses for a moment. Where nobody waits for pages nothing is lost,
+//! moving costs, some 50 ms of each of node 0's vCPUs (10 ms of standing still, page tables and caches), decides: what a move costs has been lost by then, so a wrong one costs about twice what
+//! was needed, and a program that loses nearly all is brought together within a tenth of a second, one that loses little after as much longer. What a program has gained before, clearly more than
+//! node 0 alone would do, it may lose again, up to 0.25 s: one that exchanges much at the end of each of its steps pays, though it loses for a moment. Where nobody waits for pages nothing is lost,
 //! however much is spun: a move would change nothing.
 
 /// Length of an interval, nanoseconds, at the least.
@@ -26,9 +26,9 @@ const LONGEST: u64 = 200_000_000;
 /// Until then it lasts until each node has accounted for one part in so many of its vCPUs' time: from a moment in which the host gave them next to nothing, nothing follows.
 const KNOWN: u64 = 4;
 /// Loss that decides, for each of node 0's vCPUs, in nanoseconds of a vCPU.
-const ENOUGH: i128 = 100_000_000;
+const ENOUGH: i128 = 50_000_000;
 /// Gain that later losses are set against, for each of node 0's vCPUs, in nanoseconds of a vCPU, at the most: a program that stops paying is still brought together.
-const CREDIT: i128 = 200_000_000;
+const CREDIT: i128 = 250_000_000;
 /// In thousandths: what of node 0's work alone has to be done for nothing to be lost. Moving isn't worth the rest.
 const LOW: i128 = 900;
 /// The same from which a gain is kept: not from parts in which one vCPU works and the others wait for it.
