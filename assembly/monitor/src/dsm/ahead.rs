@@ -32,7 +32,7 @@ const MOST: u64 = 32;
 /// Places that a vCPU may go on from in turns. A fault looks at all of them, which takes nanoseconds where it takes tens of microseconds.
 const STREAMS: usize = 64;
 /// Pages of a region.
-pub(super) const REGION: u64 = 64;
+const REGION: u64 = 64;
 /// So many pages of a region in one round, or four in a row, are taken for what the next one will want; others have to come twice.
 const DENSE: u32 = 32;
 /// Of pages that are known one in so many is left out each time, to see whether it is still wanted; one of the region where so many were.
@@ -57,13 +57,11 @@ impl Foresight {
         let (used, ahead) = self.streams.fault(page, write);
         let rounds = if write { &mut self.written } else { &mut self.read };
         used.clone().for_each(|page| rounds.asked(page));
-        let tried = rounds.is_left_out(page);
         let known = rounds.fault(page, |page| there((page, write)));
         let mut known: Vec<Want> = known.into_iter().map(|page| (page, write)).collect();
         let (read, written) = (&self.read, &self.written);
         let batch = |(page, write)| if write { written } else { read }.known(page) >= BATCH;
-        // One that was left out of a batch is part of that batch, and not what follows it.
-        if !tried && let Some((first, write)) = self.follow.fault((page, write), now(), batch) {
+        if let Some((first, write)) = self.follow.fault((page, write), now(), batch) {
             let rounds = if write { &mut self.written } else { &mut self.read };
             let others = rounds.fault(first, |page| there((page, write)));
             known.extend(std::iter::once(first).chain(others).map(|page| (page, write)));

@@ -7,15 +7,12 @@ use std::collections::HashMap;
 
 use dsm::Page;
 
-use super::ahead::REGION;
-
 /// Two faults that are further apart have nothing to do with each other, nanoseconds.
 const NEAR: u64 = 2_000_000;
 /// So many times a fault has to follow another before that is relied on.
 const SURE: u8 = 2;
-/// Of those that are relied on one in so many is left out, to see whether it still comes. Each time that it does there are twice as many to the next, up to [`DOUBLINGS`] times.
-const TRIED: u16 = 8;
-const DOUBLINGS: u8 = 3;
+/// Of those that are relied on one in so many is left out, to see whether it still comes.
+const TRIED: u8 = 8;
 /// Faults that are remembered at most; then all are forgotten.
 const MOST: usize = 4096;
 
@@ -27,18 +24,7 @@ pub(super) type Want = (Page, bool);
 struct Next {
     want: Want,
     seen: u8,
-    /// How often it was asked for since it was left out.
-    turn: u16,
-    /// It was left out the last time.
-    left_out: bool,
-    /// How often it came when it had been left out.
-    tried: u8,
-}
-
-impl Next {
-    const fn new(want: Want, seen: u8) -> Self {
-        Self { want, seen, turn: 0, left_out: false, tried: 0 }
-    }
+    turn: u8,
 }
 
 /// The faults of one vCPU.
@@ -49,39 +35,29 @@ pub(super) struct Follow {
     last: Option<(Want, u64)>,
 }
 
-/// Pages that are fetched together as it is ([`super::ahead`]).
-fn region((page, write): Want) -> Want {
-    (page / REGION, write)
-}
-
 impl Follow {
-    /// A fault comes now. What follows it, if that is known and `worth` asking for ahead. One of the region of the last fault is no other place to go on to.
+    /// A fault comes now. What follows it, if that is known and `worth` asking for ahead.
     pub(super) fn fault(&mut self, want: Want, now: u64, worth: impl FnOnce(Want) -> bool) -> Option<Want> {
-        let near = self.last.filter(|(_, at)| now.saturating_sub(*at) <= NEAR).map(|(before, _)| before);
-        if near.is_some_and(|before| before != want && region(before) == region(want)) {
-            return None;
-        }
-        self.last = Some((want, now));
-        if let Some(before) = near.filter(|before| *before != want) {
+        if let Some((before, at)) = self.last.replace((want, now))
+            && now.saturating_sub(at) <= NEAR
+            && before != want
+        {
             if self.after.len() >= MOST {
                 self.after.clear();
             }
-            let next = self.after.entry(before).or_insert(Next::new(want, 0));
+            let next = self.after.entry(before).or_insert(Next { want, seen: 0, turn: 0 });
             if next.want == want {
-                let proven = std::mem::take(&mut next.left_out);
-                next.tried = (next.tried + u8::from(proven)).min(DOUBLINGS);
                 next.seen = next.seen.saturating_add(1).min(SURE);
             } else {
-                *next = Next::new(want, 1);
+                *next = Next { want, seen: 1, turn: 0 };
             }
         }
         let next = self.after.get_mut(&want).filter(|next| next.seen >= SURE)?;
-        next.turn = (next.turn + 1) % (TRIED << next.tried);
+        next.turn = (next.turn + 1) % TRIED;
         let found = next.want;
         if next.turn == 0 {
             // It has to show again: one that doesn't is replaced by what comes instead, or isn't asked for again.
             next.seen = SURE - 1;
-            next.left_out = true;
             return None;
         }
         if !worth(found) {
@@ -98,7 +74,7 @@ mod tests {
 
     const A: Want = (1, true);
     const B: Want = (20, false);
-    const C: Want = (300, false);
+    const C: Want = (30, false);
 
     /// What a vCPU that faults on these, but for those that were asked for ahead, has asked for ahead.
     fn round(follow: &mut Follow, at: u64, wants: &[Want]) -> Vec<Want> {
@@ -112,31 +88,14 @@ mod tests {
         ahead
     }
 
-    /// What followed twice is asked for with what it follows, but for one time in eight, then in 16, 32, and 64.
+    /// What followed twice is asked for with what it follows, but for one time in eight, and so is what follows that one.
     #[test]
     fn what_follows_is_asked_for_ahead() {
         let mut follow = Follow::default();
-        let all: Vec<_> = (1..300).map(|turn| round(&mut follow, turn * 10_000_000, &[A, B])).collect();
-        let not = all.iter().zip(0..).filter(|(ahead, _)| ahead.is_empty()).map(|(_, turn)| turn);
-        let tried = [8, 16, 32, 64, 64, 64].iter().scan(1, |at, turns| {
-            *at += turns;
-            Some(*at)
-        });
-        assert_eq!(not.collect::<Vec<usize>>(), [0, 1].into_iter().chain(tried).collect::<Vec<_>>());
-        assert!(all.iter().all(|ahead| ahead.is_empty() || *ahead == [B]));
-    }
-
-    /// However long it was relied on, it is forgotten when it is left out once and doesn't come.
-    #[test]
-    fn what_was_long_relied_on_is_forgotten_too() {
-        let mut follow = Follow::default();
-        for turn in 1..300 {
-            round(&mut follow, turn * 10_000_000, &[A, B]);
-        }
-        let most = usize::from(TRIED << DOUBLINGS);
-        let all: Vec<_> = (300..600).map(|turn| round(&mut follow, turn * 10_000_000, &[A])).collect();
-        assert!(all[..most].iter().filter(|ahead| !ahead.is_empty()).count() < most);
-        assert!(all[most..].iter().all(Vec::is_empty));
+        let all: Vec<_> = (1..80).map(|turn| round(&mut follow, turn * 10_000_000, &[A, B])).collect();
+        assert_eq!(all[..2], [vec![], vec![]]);
+        let ahead = all.iter().filter(|ahead| **ahead == [B]).count();
+        assert!((60..=75).contains(&ahead), "{ahead}");
     }
 
     /// What doesn't come any more is asked for a few times more only; what comes instead takes its place.
@@ -151,23 +110,6 @@ mod tests {
         assert!(all[10..].iter().all(Vec::is_empty));
         let all: Vec<_> = (40..80).map(|turn| round(&mut follow, turn * 10_000_000, &[A, C])).collect();
         assert!(all[2..].iter().filter(|ahead| **ahead == [C]).count() > 30, "{all:?}");
-    }
-
-    /// A page of the same region that is asked for by itself now and then isn't taken for what follows.
-    #[test]
-    fn what_belongs_to_a_fault_does_not_follow_it() {
-        let mut follow = Follow::default();
-        let beside = (A.0 + 5, A.1);
-        for turn in 1..6 {
-            assert_eq!(round(&mut follow, turn * 10_000_000, &[A, beside]), []);
-        }
-        let all: Vec<_> =
-            (6..15).map(|turn| round(&mut follow, turn * 10_000_000, &[A, beside, B])).collect();
-        assert!(all[2..].iter().filter(|ahead| **ahead == [B]).count() >= 6, "{all:?}");
-        // To read what was written is another matter.
-        let read = (A.0, false);
-        let all: Vec<_> = (15..25).map(|turn| round(&mut follow, turn * 10_000_000, &[A, read])).collect();
-        assert!(all[3..].iter().any(|ahead| *ahead == [read]), "{all:?}");
     }
 
     /// Faults that are far apart, and pages that aren't worth it, aren't asked for ahead.
