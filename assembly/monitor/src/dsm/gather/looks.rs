@@ -82,6 +82,11 @@ pub(in crate::dsm) struct Taken {
 }
 
 impl Taken {
+    /// Whether much of so many nanoseconds was waited since that was last asked, when so much has been in all.
+    fn is_much(&self, waited: u64, of: u64) -> bool {
+        waited.saturating_sub(self.told.waited).saturating_mul(LITTLE) >= of
+    }
+
     /// What they have taken from vCPUs by now, nanoseconds: as long as they have run, where vCPUs did nothing that is known of for as long. A program that isn't spread has no such threads: so
     /// it is waited for pages, too. With processors to spare vCPUs run, or wait, all the time, and nothing is taken. As for waits, first pages don't count: the part of the faults that they are is
     /// taken off.
@@ -174,10 +179,9 @@ impl Core {
         }
     }
 
-    /// Whether there is more to tell than work, as far as it is known: much was waited or spun before the last telling, or has been waited since, for a part of so many nanoseconds.
-    pub(in crate::dsm) fn has_much_to_tell(&self, time: u64) -> bool {
-        let since = self.counts.waited.saturating_sub(self.served.told.waited);
-        self.look_often || since.saturating_mul(LITTLE) >= time
+    /// Whether there is more to tell than work: much was waited or spun before the last telling, or has been waited since then, of a telling's pause of so many nanoseconds.
+    pub(in crate::dsm) fn has_much_to_tell(&self, pause: u64) -> bool {
+        self.look_often || self.served.is_much(self.counts.waited, pause)
     }
 
     /// What this node's vCPUs have spent their time with by now. `servants`: threads that serve memory.
@@ -294,6 +298,16 @@ mod tests {
         let counted = [(7, 1_000), (7, 1_700), (7, 1_700), (8, 90_000), (8, 90_050)];
         let counted = counted.map(|(thread, ran)| look.since(thread, ran));
         assert_eq!(counted, [0, 700, 0, 0, 50]);
+    }
+
+    /// A quarter of the time between two tellings has to be waited since the last one for the next to come early; what was told before doesn't count.
+    #[test]
+    fn little_waiting_is_told_later() {
+        let mut served = Taken::default();
+        assert!(!served.is_much(24, 100) && served.is_much(25, 100) && served.is_much(u64::MAX, 100));
+        served.taken(&Told { at: 1_000, waited: 500, vcpus: 1, ..Told::default() }, 0, (0, 0));
+        let much = [0, 500, 524, 525].map(|waited| served.is_much(waited, 100));
+        assert_eq!(much, [false, false, false, true]);
     }
 
     /// Threads that serve memory take what they run while vCPUs do nothing, and no more than that.

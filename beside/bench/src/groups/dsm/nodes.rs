@@ -10,7 +10,7 @@ use dsm::Policy;
 use monitor::dsm::{NodeAddress, NodeSettings, SpanningVm, Trouble, tuned};
 use monitor::payload::{PayloadVm, process_status};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::io::retry_on_intr;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -246,8 +246,12 @@ impl Nodes {
             let ended = pidfd_open(Pid::from_child(child), PidfdFlags::empty())
                 .context("The end of a node can't be waited for")?;
             let mut polled = [PollFd::new(&ended, PollFlags::IN)];
-            let left = || Timespec::try_from(deadline.saturating_duration_since(Instant::now()));
-            if retry_on_intr(|| poll(&mut polled, left().ok().as_ref()))? == 0 {
+            let left = || {
+                let left = deadline.saturating_duration_since(Instant::now());
+                Timespec::try_from(left).map_err(|_| Errno::OVERFLOW)
+            };
+            let ended = retry_on_intr(|| poll(&mut polled, Some(&left()?)));
+            if ended.context("The end of a node can't be waited for")? == 0 {
                 return Err(Late { nodes: self.0.len(), after: patience }.into());
             }
         }
