@@ -14,7 +14,9 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use dsm::wire;
-use rustix::net::SendFlags;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags};
 
 use super::checkpoint::Step;
 use super::gather::Told;
@@ -277,8 +279,8 @@ impl Link {
             let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
             match rustix::net::send(stream.as_fd(), &bytes[taken..], flags) {
                 Ok(count) => taken += count,
-                Err(rustix::io::Errno::INTR) => {}
-                Err(rustix::io::Errno::AGAIN) => break,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => break,
                 // Broken: the reader says so.
                 Err(_) => return bytes.len(),
             }
@@ -289,9 +291,12 @@ impl Link {
     /// Sends what is queued as far as it is taken. True when there is something left that waits for the socket.
     pub(super) fn flush(&self) -> bool {
         let mut queue = self.queue();
+        let long = queue.len() > LONG_QUEUE;
         let taken = self.offer(&queue);
         queue.drain(..taken);
-        self.drained.notify_all();
+        if long {
+            self.drained.notify_all();
+        }
         !queue.is_empty() && !self.is_rdma()
     }
 
@@ -334,7 +339,18 @@ impl Link {
     /// Waits for bytes.
     fn read(&self, free: &mut [u8]) -> io::Result<usize> {
         match &self.way {
-            Way::Socket(stream) => (&mut &*stream).read(free),
+            // Not in `recv`: who sleeps there is woken each time the peer takes something that was sent, too, and a wake costs the vCPU beside it dearly.
+            Way::Socket(stream) => loop {
+                match rustix::net::recv(stream.as_fd(), &mut *free, RecvFlags::DONTWAIT) {
+                    Ok((count, _)) => return Ok(count),
+                    Err(Errno::INTR) => {}
+                    Err(Errno::AGAIN) => match poll(&mut [PollFd::new(stream, PollFlags::IN)], None) {
+                        Ok(_) | Err(Errno::INTR) => {}
+                        Err(error) => return Err(error.into()),
+                    },
+                    Err(error) => return Err(error.into()),
+                }
+            },
             Way::Pair(pair) => loop {
                 let count = pair.read(free)?;
                 if self.has_queue() {

@@ -5,11 +5,15 @@
 //! of them through its MMU notifier:
 //!
 //! ```text
-//!            UFFDIO_CONTINUE (write-protected)        UFFDIO_WRITEPROTECT off
-//!      None ──────────────────────────────────▶ Read ────────────────────────▶ Write
-//!       ▲ ──────────────── UFFDIO_CONTINUE ────────────────────────────────────▶ │
-//!       └────────── MADV_DONTNEED ──────────────┴─◀── UFFDIO_WRITEPROTECT on ────┘
+//!            UFFDIO_CONTINUE (write-protected)        MADV_DONTNEED and UFFDIO_CONTINUE
+//!      None ──────────────────────────────────▶ Read ──────────────────────────────────▶ Write
+//!       ▲ ──────────────── UFFDIO_CONTINUE ──────────────────────────────────────────────▶ │
+//!       └────────── MADV_DONTNEED ──────────────┴─◀────────── UFFDIO_WRITEPROTECT on ──────┘
 //! ```
+//!
+//! A page from which write protection is taken (`UFFDIO_WRITEPROTECT` off) may be written, but its entry in the host's page table doesn't say so before
+//! somebody writes. KVM maps it for reading only at first, which costs the guest a second fault, and never along with its neighbours, as it does
+//! with eight pages in a row that are writable. So such a page is mapped anew. (Measured, conjugate gradients: 3 faults per page and step, 17 µs each.)
 //!
 //! Source: spec dsm, section 4; Linux's admin-guide/mm/userfaultfd.
 #![allow(unsafe_code)] // madvise, and accesses to memory that the guest changes at the same time.
@@ -190,7 +194,11 @@ impl SharedRam {
                 unsafe { rustix::mm::madvise(guest as *mut _, PAGE, Advice::LinuxDontNeed) }
                     .map_err(Into::into)
             }
-            (PageRights::None, _) => {
+            (PageRights::None | PageRights::Read, _) => {
+                if from == PageRights::Read {
+                    // SAFETY: as above.
+                    unsafe { rustix::mm::madvise(guest as *mut _, PAGE, Advice::LinuxDontNeed) }?;
+                }
                 // There must be a page to map.
                 // SAFETY: a byte of the monitor's mapping, which lives as long as `self`; the guest may change it meanwhile.
                 unsafe { AtomicU8::from_ptr(alias as *mut u8) }.load(Ordering::Relaxed);
@@ -202,7 +210,6 @@ impl SharedRam {
                     result => result,
                 }
             }
-            (PageRights::Read, PageRights::Write) => self.uffd.write_protect(range, false),
             (PageRights::Write, PageRights::Read) => self.uffd.write_protect(range, true),
         }
     }
