@@ -20,7 +20,7 @@ use super::engine::{Core, Engine, now};
 use super::follow::{Follow, Want};
 
 /// Helpers of a node: pages that are fetched ahead at the same time.
-pub(super) const HELPERS: u16 = 128;
+pub(super) const HELPERS: u16 = u128::BITS as u16;
 /// A page that is taken so soon after it was fetched ahead may have been fetched in vain, nanoseconds.
 pub(super) const SOON: u64 = 1_000_000;
 /// Faults in a row before pages are fetched ahead of a stream.
@@ -277,8 +277,10 @@ impl Rounds {
 /// Who helps.
 #[derive(Debug, Default)]
 pub(super) struct Helpers {
-    /// The page that each waits for, and the helper of each page.
-    busy: HashMap<u16, Page>,
+    /// A bit for each that has something to do.
+    busy: u128,
+    /// The page that each waits for, where it has, and the helper of each page.
+    waits: Vec<Page>,
     pages: HashMap<Page, u16>,
 }
 
@@ -290,14 +292,22 @@ impl Helpers {
 
     /// One that has nothing to do gets a page to wait for.
     fn begin(&mut self, page: Page) -> Option<u16> {
-        let helper = (0..HELPERS).find(|helper| !self.busy.contains_key(helper))?;
-        self.busy.insert(helper, page);
+        let helper = (!self.busy).trailing_zeros();
+        if helper >= u32::from(HELPERS) {
+            return None;
+        }
+        self.busy |= 1 << helper;
+        self.waits.resize(usize::from(HELPERS), 0);
+        let helper = u16::try_from(helper).ok()?;
+        *self.waits.get_mut(usize::from(helper))? = page;
         self.pages.insert(page, helper);
         Some(helper)
     }
 
     fn end(&mut self, helper: u16) -> Option<Page> {
-        let page = self.busy.remove(&helper)?;
+        let bit = 1_u128.checked_shl(helper.into()).filter(|bit| self.busy & bit != 0)?;
+        self.busy &= !bit;
+        let page = *self.waits.get(usize::from(helper))?;
         self.pages.remove(&page);
         Some(page)
     }

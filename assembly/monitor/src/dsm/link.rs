@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 use dsm::wire;
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
+use rustix::net::sockopt::set_socket_send_buffer_size;
 use rustix::net::{RecvFlags, SendFlags};
 
 use super::checkpoint::Step;
@@ -27,6 +28,8 @@ const MARK: u8 = 0xc5;
 const HEADER: usize = 8;
 /// Bytes that are taken from a socket at once, at most: some pages.
 const MANY: usize = 1 << 16;
+/// Bytes that a Unix socket is asked to hold: what a vCPU may have asked for at one time.
+const ROOM: usize = 1 << 20;
 /// Most bytes of a control frame's body.
 const MAX_BODY: usize = 1 << 20;
 /// Who may wait does so when so many bytes are queued: a vCPU that writes to a console that its node doesn't write away, and a node that hands its
@@ -214,6 +217,12 @@ pub(super) struct Link {
 
 impl Link {
     pub(super) fn new(peer: u8, address: String, way: Way) -> Self {
+        // A socket that is full has to be watched, and written again. Linux gives what `wmem_max` allows; with less it takes longer. (TCP's buffers grow by themselves.)
+        if let Way::Socket(Stream::Unix(stream)) = &way
+            && let Err(error) = set_socket_send_buffer_size(stream, ROOM)
+        {
+            tracing::debug!(%error, "A link's socket keeps its room");
+        }
         Self {
             peer,
             address,

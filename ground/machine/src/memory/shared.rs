@@ -223,14 +223,13 @@ impl SharedRam {
     /// Appends the content of a page.
     pub fn read(&self, page: u64, into: &mut Vec<u8>) -> io::Result<()> {
         let (_, alias) = self.addresses(page)?;
-        let begin = into.len();
-        into.resize(begin + PAGE, 0);
-        let words = into.get_mut(begin..).unwrap_or_default().chunks_exact_mut(8);
-        for (at, bytes) in (0..PAGE).step_by(8).zip(words) {
-            // SAFETY: an aligned word inside a page of the monitor's mapping, which lives as long as `self`.
-            let word = unsafe { AtomicU64::from_ptr((alias + at) as *mut u64) }.load(Ordering::Relaxed);
-            bytes.copy_from_slice(&word.to_ne_bytes());
+        // SAFETY: the words of a page of the monitor's mapping, which lives as long as `self`. The guest may change them meanwhile, which atomics allow.
+        let words = unsafe { std::slice::from_raw_parts(alias as *const AtomicU64, PAGE / 8) };
+        let mut content = [[0; 8]; PAGE / 8];
+        for (to, word) in content.iter_mut().zip(words) {
+            *to = word.load(Ordering::Relaxed).to_ne_bytes();
         }
+        into.extend_from_slice(content.as_flattened());
         Ok(())
     }
 
