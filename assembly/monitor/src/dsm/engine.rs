@@ -423,6 +423,9 @@ impl Engine {
             core.actions = actions;
             next = more.pop();
         }
+        if !core.outbox.holds {
+            core.pages.carry_out();
+        }
         if let Some(text) = core.pages.refused.take() {
             self.fail(text);
         }
@@ -524,6 +527,10 @@ impl Engine {
 
     /// What was put off since [`Outbox::hold`] leaves, as few writes.
     pub(super) fn send_held(&self, core: &mut Core) {
+        core.pages.carry_out();
+        if let Some(text) = core.pages.refused.take() {
+            self.fail(text);
+        }
         for node in std::mem::take(&mut core.outbox).to.iter() {
             if self.link(node.0).is_some_and(Link::flush) {
                 self.poke();

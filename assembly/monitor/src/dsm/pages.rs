@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::io;
+use std::ops::Range;
 use std::sync::Arc;
 
 use dsm::trace::{Entry, Recorder};
@@ -13,9 +14,19 @@ use super::ahead::SOON;
 use super::engine::now;
 
 /// The protocol's view of guest memory.
+///
+/// What it says of pages one by one is done with pages in a row together, at [`LivePages::carry_out`], before messages leave and the lock is given back. Two things can wait so
+/// long: that vCPUs may do more with a page, as nobody has been told that they may, and that a copy goes which they only read, as nobody has been told that it has gone.
 pub(super) struct LivePages {
     pub(super) ram: Arc<SharedRam>,
+    /// What the protocol has said.
     rights: Vec<PageRights>,
+    /// What is so.
+    real: Vec<PageRights>,
+    /// Pages for which these may differ.
+    changed: Vec<Page>,
+    /// Pages that others are about to be given copies of, in order. Where one becomes read-only, those beside it do so with it.
+    wanted: Vec<Page>,
     /// Pages that were taken from the guest here, wholly or for writing: a fault there is no first fetch.
     lost: Vec<bool>,
     /// Whether vCPUs here have asked for pages to read, and to write.
@@ -44,6 +55,9 @@ impl LivePages {
         Self {
             ram,
             rights: vec![PageRights::None; pages],
+            real: vec![PageRights::None; pages],
+            changed: Vec::new(),
+            wanted: Vec::new(),
             lost: vec![false; pages],
             asked: vec![[false; 2]; pages],
             ahead: HashMap::new(),
@@ -88,8 +102,81 @@ impl LivePages {
         new || self.asked.get(index).is_some_and(|asked| asked[usize::from(write)])
     }
 
+    fn real(&self, page: Page) -> PageRights {
+        usize::try_from(page).ok().and_then(|page| self.real.get(page)).copied().unwrap_or(PageRights::None)
+    }
+
+    fn said(&self, page: Page) -> PageRights {
+        usize::try_from(page).ok().and_then(|page| self.rights.get(page)).copied().unwrap_or(PageRights::None)
+    }
+
+    /// Others are about to be given copies of these pages, as far as they ask for any now.
+    pub(super) fn are_wanted(&mut self, pages: impl Iterator<Item = Page>) {
+        self.wanted.clear();
+        self.wanted.extend(pages);
+        self.wanted.sort_unstable();
+        self.wanted.dedup();
+    }
+
+    /// Does what has been said and not been done yet.
+    pub(super) fn carry_out(&mut self) {
+        if self.changed.is_empty() {
+            return;
+        }
+        let mut changed = std::mem::take(&mut self.changed);
+        changed.sort_unstable();
+        let mut run = 0..0;
+        for page in changed.drain(..) {
+            let (from, to) = (self.real(page), self.said(page));
+            let goes_on = run.end == page && (self.real(run.start), self.said(run.start)) == (from, to);
+            if from == to || goes_on {
+                run.end += u64::from(from != to);
+                continue;
+            }
+            self.change(std::mem::replace(&mut run, page..page + 1));
+        }
+        self.change(run);
+        // Its room is used again.
+        self.changed = changed;
+    }
+
+    /// Does what has been said of pages in a row that all have the same rights, and shall have the same.
+    fn change(&mut self, pages: Range<Page>) {
+        self.set(pages.clone(), self.real(pages.start), self.said(pages.start));
+    }
+
+    fn set(&mut self, pages: Range<Page>, from: PageRights, to: PageRights) {
+        if pages.is_empty() || from == to {
+            return;
+        }
+        let result = self.ram.set_all(pages.clone(), from, to);
+        self.note("protected", pages.start, result);
+        let places = usize::try_from(pages.start).ok().zip(usize::try_from(pages.end).ok());
+        if let Some(real) = places.and_then(|(start, end)| self.real.get_mut(start..end)) {
+            real.fill(to);
+        }
+    }
+
+    /// A page is to be read-only now; so are those beside it that are wanted, too. (Should one of these not be given away after all, it is made writable again when the rest is carried out.)
+    fn close(&mut self, page: Page) {
+        let closes =
+            |other: &Page| self.real(*other) == PageRights::Write && self.said(*other) == PageRights::Write;
+        let mut run = page..page + 1;
+        if let Ok(at) = self.wanted.binary_search(&page) {
+            let (before, after) = self.wanted.split_at(at);
+            let behind =
+                after.iter().skip(1).zip(run.end..).take_while(|(one, next)| *one == next && closes(one));
+            run.end += behind.count() as u64;
+            let ahead = before.iter().rev().zip((0..page).rev());
+            run.start -= ahead.take_while(|(one, next)| *one == next && closes(one)).count() as u64;
+        }
+        self.changed.extend(run.clone().filter(|other| *other != page));
+        self.set(run, PageRights::Write, PageRights::Read);
+    }
+
     /// All pages are this host's own from here on, and there for the guest.
     pub(super) fn release(&mut self) {
+        self.carry_out();
         let known = |page| usize::try_from(page).ok().and_then(|page| self.rights.get(page));
         let released = self.ram.release_around(|page| known(page).copied().unwrap_or(PageRights::None));
         if let Err(error) = released {
@@ -105,6 +192,7 @@ impl LivePages {
     }
 
     pub(super) fn wake(&mut self, page: Page) {
+        self.carry_out();
         let result = self.ram.wake(page);
         self.note("given back to those who wait for it", page, result);
     }
@@ -130,6 +218,10 @@ impl Pages for LivePages {
         if let Some(recorder) = &mut self.recorder {
             recorder.get_mut().write(page, wire::PAGE_SIZE, offset, bytes);
         }
+        if self.real(page) > self.said(page) {
+            // Nobody sees a page change that is to be gone.
+            self.carry_out();
+        }
         let result = self.ram.write(page, offset, bytes);
         self.note("written", page, result);
     }
@@ -148,7 +240,16 @@ impl Pages for LivePages {
                 self.in_vain.push(page);
             }
         }
-        let result = self.ram.set(page, from, to);
-        self.note("protected", page, result);
+        let real = self.real(page);
+        match (real, to) {
+            // What is written here goes to nobody any more, and what is given away doesn't change meanwhile.
+            (PageRights::Write, PageRights::Read) => self.close(page),
+            (PageRights::Write, PageRights::None) => self.set(page..page + 1, real, to),
+            _ => self.changed.push(page),
+        }
     }
 }
+
+#[cfg(test)]
+#[path = "pages_tests.rs"]
+mod tests;

@@ -7,7 +7,8 @@ use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
-use dsm::{Event, Fault, Mode, Vcpu};
+use dsm::message::Intent;
+use dsm::{Body, Event, Fault, Mode, Vcpu};
 use machine::memory::shared::PageFault;
 use machine::scheduling::{Rank, run_before_others};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -293,7 +294,8 @@ impl Engine {
                             _ => None,
                         }
                     });
-                    self.on_messages(link, std::iter::once(message).chain(more));
+                    let messages = std::iter::once(message).chain(more).collect();
+                    self.on_messages(link, messages);
                 }
                 Frame::Control(control) => self.on_control(link, control),
             }
@@ -337,11 +339,16 @@ impl Engine {
         self.tell_news();
     }
 
-    fn on_messages(&self, link: &Link, messages: impl Iterator<Item = dsm::Message>) {
+    fn on_messages(&self, link: &Link, messages: Vec<dsm::Message>) {
         let mut refused = None;
         let mut locked = self.lock();
         if let Some(core) = &mut *locked {
             core.outbox.hold();
+            // Most are given at once.
+            let copies = messages.iter().filter(
+                |message| matches!(&message.body, Body::Request(request) if request.intent != Intent::Write),
+            );
+            core.pages.are_wanted(copies.map(|message| message.page));
         }
         for message in messages {
             let what = message.body.name();

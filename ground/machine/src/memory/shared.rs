@@ -20,6 +20,7 @@
 
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
@@ -27,7 +28,9 @@ use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering};
 use rustix::mm::Advice;
 use vm_memory::MmapRegion;
 
-use super::userfault::{CONTINUE_DONTWAKE, CONTINUE_WP, Range, Userfault, UserfaultError, feature, register};
+use super::userfault::{
+    CONTINUE_DONTWAKE, CONTINUE_WP, Range as Watched, Userfault, UserfaultError, feature, register,
+};
 use super::{AtomicBitmap, GuestRam};
 use crate::slots::{HostMapping, SlotError};
 
@@ -147,7 +150,7 @@ impl SharedRam {
             for address in [at, guest.as_ptr().addr()] {
                 super::userfault::no_huge_pages(address, len).map_err(refused("kept from huge pages"))?;
             }
-            let range = Range { start: guest.as_ptr().addr() as u64, len };
+            let range = Watched { start: guest.as_ptr().addr() as u64, len };
             let modes = register::MISSING | register::WP | register::MINOR;
             uffd.register(range, modes).map_err(refused("watched for faults"))?;
             let (file, offset) = (Arc::clone(&region.file), region.file_offset + skip);
@@ -182,42 +185,81 @@ impl SharedRam {
     }
 
     /// Changes what the guest may do with a page. Threads that wait for it stay so until [`SharedRam::wake`].
+    ///
+    /// # Errors
+    /// For a page that isn't shared, and when the host refuses.
     pub fn set(&self, page: u64, from: PageRights, to: PageRights) -> io::Result<()> {
-        let (guest, alias) = self.addresses(page)?;
-        let range = Range { start: guest as u64, len: PAGE_64 };
+        self.set_all(page..page.saturating_add(1), from, to)
+    }
+
+    /// The same for pages that follow one another and all have the same rights so far, with as few calls as for one.
+    ///
+    /// # Errors
+    /// As [`SharedRam::set`]. Some of the pages may be changed then.
+    pub fn set_all(&self, pages: Range<u64>, from: PageRights, to: PageRights) -> io::Result<()> {
+        if from == to {
+            return Ok(());
+        }
+        let mut rest = pages;
+        while !rest.is_empty() {
+            let (guest, alias, most) = self.piece_of(rest.start)?;
+            let count = most.min(rest.end - rest.start);
+            self.set_some(guest, alias, count, from, to)?;
+            rest.start += count;
+        }
+        Ok(())
+    }
+
+    /// The same for pages of one piece, by where the first lies in the guest's mapping and in ours.
+    fn set_some(
+        &self,
+        guest: usize,
+        alias: usize,
+        count: u64,
+        from: PageRights,
+        to: PageRights,
+    ) -> io::Result<()> {
+        let range = Watched { start: guest as u64, len: count * PAGE_64 };
+        let bytes = usize::try_from(range.len).map_err(|_| io::ErrorKind::InvalidInput)?;
         match (from, to) {
-            (PageRights::None, PageRights::None)
-            | (PageRights::Read, PageRights::Read)
-            | (PageRights::Write, PageRights::Write) => Ok(()),
-            (_, PageRights::None) => {
-                // SAFETY: a page of the guest's mapping, which is shared: its content stays in the file.
-                unsafe { rustix::mm::madvise(guest as *mut _, PAGE, Advice::LinuxDontNeed) }
-                    .map_err(Into::into)
-            }
-            (PageRights::None | PageRights::Read, _) => {
-                if from == PageRights::Read {
-                    // SAFETY: as above.
-                    unsafe { rustix::mm::madvise(guest as *mut _, PAGE, Advice::LinuxDontNeed) }?;
-                }
-                // There must be a page to map.
-                // SAFETY: a byte of the monitor's mapping, which lives as long as `self`; the guest may change it meanwhile.
-                unsafe { AtomicU8::from_ptr(alias as *mut u8) }.load(Ordering::Relaxed);
-                let wp = if to == PageRights::Read { CONTINUE_WP } else { 0 };
-                match self.uffd.map_existing(range, wp | CONTINUE_DONTWAKE) {
-                    Err(error) if error.raw_os_error() == Some(libc::EEXIST) => {
-                        self.uffd.write_protect(range, to == PageRights::Read)
+            (PageRights::Write, PageRights::Read) => return self.uffd.write_protect(range, true),
+            (PageRights::None, _) => {}
+            // Taken away, or mapped anew.
+            // SAFETY: pages of the guest's mapping, which is shared: their content stays in the file.
+            _ => unsafe { rustix::mm::madvise(guest as *mut _, bytes, Advice::LinuxDontNeed) }?,
+        }
+        if to == PageRights::None {
+            return Ok(());
+        }
+        for page in (alias..alias + bytes).step_by(PAGE) {
+            // There must be a page to map.
+            // SAFETY: a byte of the monitor's mapping, which lives as long as `self`; the guest may change it meanwhile.
+            unsafe { AtomicU8::from_ptr(page as *mut u8) }.load(Ordering::Relaxed);
+        }
+        let wp = if to == PageRights::Read { CONTINUE_WP } else { 0 };
+        let map = |range| self.uffd.map_existing(range, wp | CONTINUE_DONTWAKE);
+        let is_there = |error: &io::Error| error.raw_os_error() == Some(libc::EEXIST);
+        match map(range) {
+            Err(error) if is_there(&error) => {
+                for page in (0..count).map(|page| range.start + page * PAGE_64) {
+                    let one = Watched { start: page, len: PAGE_64 };
+                    match map(one) {
+                        Err(error) if is_there(&error) => {
+                            self.uffd.write_protect(one, to == PageRights::Read)?;
+                        }
+                        result => result?,
                     }
-                    result => result,
                 }
+                Ok(())
             }
-            (PageRights::Write, PageRights::Read) => self.uffd.write_protect(range, true),
+            result => result,
         }
     }
 
     /// Lets threads that wait for a page try again.
     pub fn wake(&self, page: u64) -> io::Result<()> {
         let (guest, _) = self.addresses(page)?;
-        self.uffd.wake(Range { start: guest as u64, len: PAGE_64 })
+        self.uffd.wake(Watched { start: guest as u64, len: PAGE_64 })
     }
 
     /// Appends the content of a page.
@@ -347,10 +389,16 @@ impl SharedRam {
 
     /// Where a page lies in the guest's mapping and in ours.
     fn addresses(&self, page: u64) -> io::Result<(usize, usize)> {
+        self.piece_of(page).map(|(guest, alias, _)| (guest, alias))
+    }
+
+    /// The same, and how many pages there are from it on that follow one another in both.
+    fn piece_of(&self, page: u64) -> io::Result<(usize, usize, u64)> {
         let found = self.pieces.iter().find_map(|piece| {
             let offset = page.checked_mul(PAGE_64)?.checked_sub(piece.start)?;
-            let offset = usize::try_from(offset).ok().filter(|_| offset < piece.guest.len())?;
-            Some((piece.guest.as_ptr().addr() + offset, piece.at + offset))
+            let left = piece.guest.len().checked_sub(offset).filter(|left| *left > 0)?;
+            let offset = usize::try_from(offset).ok()?;
+            Some((piece.guest.as_ptr().addr() + offset, piece.at + offset, left.div_ceil(PAGE_64)))
         });
         found.ok_or_else(|| {
             io::Error::new(io::ErrorKind::InvalidInput, format!("page {page:#x} is not shared"))
@@ -453,6 +501,62 @@ mod tests {
         assert_eq!(waits.join().unwrap(), 0);
         assert!(shared.set(0x1ff, PageRights::None, PageRights::Read).is_err(), "below what is shared");
         assert!(shared.wake(0x400).is_err(), "beyond the end");
+    }
+
+    /// Minor faults of the calling thread so far.
+    fn minor_faults() -> i64 {
+        let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
+        // SAFETY: the structure that the call fills, which is all zero otherwise.
+        let usage = unsafe {
+            assert_eq!(libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr()), 0);
+            usage.assume_init()
+        };
+        usage.ru_minflt
+    }
+
+    /// Pages in a row get rights together, also where one of them is there already; and those that may be written are writable in the host's page table at once, which is what KVM
+    /// maps its neighbours by: writing them is no fault, not even one of the host's own.
+    #[test]
+    fn pages_in_a_row_change_together() {
+        use PageRights::{None, Read, Write};
+        let Some((_ram, shared)) = shared() else { return };
+        let all = 0x210..0x218;
+        let write = |page| {
+            let guest = shared.addresses(page).unwrap().0;
+            // SAFETY: a byte of the guest's mapping, which the test keeps.
+            unsafe { AtomicU8::from_ptr(guest as *mut u8) }.fetch_add(1, Ordering::SeqCst)
+        };
+        let faults = |pages: Range<u64>| {
+            let before = minor_faults();
+            pages.for_each(|page| _ = write(page));
+            minor_faults() - before
+        };
+        shared.set_all(all.clone(), None, Write).unwrap();
+        assert_eq!(faults(all.clone()), 0);
+        shared.set_all(all.clone(), Write, Read).unwrap();
+        shared.set_all(all.clone(), Read, Write).unwrap();
+        assert_eq!(faults(all.clone()), 0, "mapped anew, they are writable");
+        shared.set_all(all.clone(), Write, Read).unwrap();
+        for page in all.clone() {
+            let writer = touch(&shared, page, true);
+            let fault = next(&shared);
+            assert_eq!((fault.page, fault.write), (page, true));
+            shared.set(page, Read, Write).unwrap();
+            shared.wake(page).unwrap();
+            assert_eq!(writer.join().unwrap(), 2);
+        }
+        shared.set_all(all.clone(), Write, None).unwrap();
+        shared.set(0x213, None, Read).unwrap();
+        shared.set_all(all.clone(), None, Write).unwrap();
+        all.clone().for_each(|page| assert_eq!(write(page), 3));
+        // Beyond the end.
+        assert!(shared.set_all(0x3ff..0x401, None, Write).is_err());
+        shared.set_all(all.clone(), Write, None).unwrap();
+        let reader = touch(&shared, all.end - 1, false);
+        assert_eq!(next(&shared).page, all.end - 1);
+        shared.set_all(all.end - 1..all.end, None, Read).unwrap();
+        shared.wake(all.end - 1).unwrap();
+        assert_eq!(reader.join().unwrap(), 4);
     }
 
     /// Words of each width are loaded, changed, and left alone as one; what isn't aligned, or no word, is refused.

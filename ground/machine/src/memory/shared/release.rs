@@ -107,17 +107,7 @@ impl SharedRam {
         while let Some(present) = piece.next_present(&rest)? {
             rest.start = present.end;
             for (run, known) in runs(present, &rights) {
-                match known {
-                    PageRights::Write => {}
-                    PageRights::Read => self.uffd.write_protect(piece.range(&run), false)?,
-                    PageRights::None => match self.uffd.map_existing(piece.range(&run), 0) {
-                        Ok(()) => {}
-                        // One by one, where one of them is there already.
-                        Err(_) => {
-                            run.clone().try_for_each(|page| self.set(page, known, PageRights::Write))?
-                        }
-                    },
-                }
+                self.set_all(run, known, PageRights::Write)?;
             }
         }
         self.uffd.wake(piece.range(pages))

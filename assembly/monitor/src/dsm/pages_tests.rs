@@ -1,0 +1,115 @@
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use machine::memory::shared::{SharedRam, SharedRamError};
+use machine::memory::{GuestRam, RamLayout, RamOptions, UserfaultError};
+
+use super::*;
+
+/// Pages of RAM, and the first that is shared.
+const PAGES: u64 = 1024;
+const FIRST: u64 = 512;
+
+/// `None` where this machine gives no userfaultfd.
+fn live() -> Option<(GuestRam, LivePages)> {
+    let layout = RamLayout::new(&[PAGES * 4096]).unwrap();
+    let ram = GuestRam::allocate(&layout, &RamOptions::default()).unwrap();
+    match SharedRam::new(&ram, FIRST * 4096) {
+        Ok(shared) => {
+            let pages = LivePages::new(Arc::new(shared), usize::try_from(PAGES).unwrap(), false);
+            Some((ram, pages))
+        }
+        Err(SharedRamError::Userfault(UserfaultError::Open(error))) => {
+            eprintln!("Skipped: no userfaultfd here: {error}");
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// What the host's page table lets the guest do: `pagemap` tells which pages are there (bit 63) and which are write-protected by userfaultfd (bit 57).
+fn so(pages: &LivePages, page: Page) -> PageRights {
+    let (start, mapping) = pages.ram.mappings().next().unwrap();
+    let address = mapping.as_ptr().addr() as u64 + page * 4096 - start;
+    let mut entry = [0; 8];
+    File::open("/proc/self/pagemap").unwrap().read_exact_at(&mut entry, address / 4096 * 8).unwrap();
+    let entry = u64::from_le_bytes(entry);
+    match (entry >> 63 & 1, entry >> 57 & 1) {
+        (0, _) => PageRights::None,
+        (_, 1) => PageRights::Read,
+        _ => PageRights::Write,
+    }
+}
+
+/// Whatever the protocol says in whatever order: nothing may be written that it doesn't let be written, at no time; what is read doesn't change afterwards but by who reads it; and when all
+/// is carried out, everything is as it said.
+#[test]
+fn rights_are_never_more_to_write_and_come_to_what_was_said() {
+    let Some((_ram, mut pages)) = live() else { return };
+    let mut random = 1_u64;
+    let mut below = |most: u64| {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (random >> 33) % most
+    };
+    let some = FIRST + 30..FIRST + 50;
+    for turn in 0..4000_u32 {
+        let page = some.start + below(20);
+        match below(16) {
+            0 => {
+                pages.carry_out();
+                for page in some.clone() {
+                    assert_eq!(so(&pages, page), pages.said(page), "page {page:#x}, turn {turn}");
+                }
+            }
+            1 => pages.are_wanted(some.clone().filter(|_| below(4) > 0)),
+            2 => pages.wake(page),
+            3 => {
+                pages.write(page, 8, &turn.to_le_bytes());
+                assert!(so(&pages, page) <= pages.said(page), "what is to be gone isn't seen to change");
+            }
+            4 => {
+                let mut content = Vec::new();
+                pages.read(page, &mut content);
+                assert_eq!(content.len(), 4096);
+            }
+            what => {
+                let to = [Access::None, Access::Read, Access::Write][usize::try_from(what % 3).unwrap()];
+                // Several in a row, as they come in batches.
+                for page in page..(page + 1 + below(6)).min(some.end) {
+                    pages.protect(page, to);
+                }
+            }
+        }
+        for page in some.clone() {
+            let writable = so(&pages, page) == PageRights::Write;
+            assert!(!writable || pages.said(page) == PageRights::Write, "page {page:#x}, turn {turn}");
+        }
+        assert_eq!(pages.refused, None);
+    }
+}
+
+/// Pages that others want copies of become read-only together, and one of them that isn't given away is writable again afterwards.
+#[test]
+fn wanted_pages_are_closed_together() {
+    let Some((_ram, mut pages)) = live() else { return };
+    let all = FIRST..FIRST + 8;
+    all.clone().for_each(|page| pages.protect(page, Access::Write));
+    assert!(all.clone().all(|page| so(&pages, page) == PageRights::None), "not before it is carried out");
+    pages.carry_out();
+    assert!(all.clone().all(|page| so(&pages, page) == PageRights::Write));
+    let wanted = || (FIRST + 1..FIRST + 4).chain(FIRST + 5..FIRST + 7);
+    pages.are_wanted(wanted());
+    pages.protect(FIRST + 2, Access::Read);
+    let closed = |pages: &LivePages| -> Vec<Page> {
+        all.clone().filter(|page| so(pages, *page) == PageRights::Read).map(|page| page - FIRST).collect()
+    };
+    assert_eq!(closed(&pages), [1, 2, 3]);
+    pages.protect(FIRST + 1, Access::Read);
+    pages.carry_out();
+    assert_eq!(closed(&pages), [1, 2], "the third wasn't given away");
+    assert!(all.clone().all(|page| so(&pages, page) == pages.said(page)));
+    // One that nobody wants goes alone.
+    pages.are_wanted(std::iter::empty());
+    pages.protect(FIRST + 6, Access::Read);
+    assert_eq!(closed(&pages), [1, 2, 6]);
+}
