@@ -20,7 +20,7 @@ use super::engine::{Core, Engine, now};
 use super::follow::{Follow, Want};
 
 /// Helpers of a node: pages that are fetched ahead at the same time.
-pub(super) const HELPERS: u16 = u128::BITS as u16;
+pub(super) const HELPERS: u16 = 128;
 /// A page that is taken so soon after it was fetched ahead may have been fetched in vain, nanoseconds.
 pub(super) const SOON: u64 = 1_000_000;
 /// Faults in a row before pages are fetched ahead of a stream.
