@@ -41,8 +41,8 @@ fn so(pages: &LivePages, page: Page) -> PageRights {
     }
 }
 
-/// Whatever the protocol says in whatever order: nothing may be written that it doesn't let be written, at no time; what is read doesn't change afterwards but by who reads it; and when all
-/// is carried out, everything is as it said.
+/// Whatever the protocol says in whatever order: nothing may be written that it doesn't let be written, at no time; who writes a page that is to be gone has it gone first; and when all is
+/// carried out, everything is as it said.
 #[test]
 fn rights_are_never_more_to_write_and_come_to_what_was_said() {
     let Some((_ram, mut pages)) = live() else { return };
