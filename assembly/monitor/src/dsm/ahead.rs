@@ -18,19 +18,14 @@ use dsm::{Event, Fault, Node, Page, Vcpu};
 
 use super::engine::{Core, Engine, now};
 use super::follow::{Follow, Want};
+use super::streams::Streams;
 
 /// Helpers of a node: pages that are fetched ahead at the same time.
 pub(super) const HELPERS: u16 = 128;
 /// A page that is taken so soon after it was fetched ahead may have been fetched in vain, nanoseconds.
 pub(super) const SOON: u64 = 1_000_000;
-/// Faults in a row before pages are fetched ahead of a stream.
-const RUN: u32 = 3;
-/// Pages fetched ahead of a stream at first; doubled at every fault that finds them used.
-const FIRST: u64 = 2;
-/// Pages fetched ahead of a stream at most. What is fetched in vain beyond its end costs its owner a fault each.
-const MOST: u64 = 32;
-/// Places that a vCPU may go on from in turns. A fault looks at all of them, which takes nanoseconds where it takes tens of microseconds.
-const STREAMS: usize = 64;
+/// Pages that are asked for at once ahead of a stream. Those behind are asked for when the first of these has come: a vCPU uses pages while others are under way.
+const PART: usize = 32;
 /// Pages of a region.
 const REGION: u64 = 64;
 /// So many pages of a region in one round, or four in a row, are taken for what the next one will want; others have to come twice.
@@ -88,63 +83,6 @@ pub(super) struct Foreseen {
     known: Vec<Want>,
     /// Pages behind it that may follow.
     ahead: Vec<Page>,
-}
-
-/// The faults of one vCPU of late, by the places that they go on from.
-#[derive(Debug, Default)]
-struct Streams {
-    /// The one that went on last is the last.
-    known: Vec<Stream>,
-}
-
-impl Streams {
-    /// Pages that were fetched ahead and that the one which faults now shows to be used, and those to fetch behind it.
-    fn fault(&mut self, page: Page, write: bool) -> (Range<Page>, Range<Page>) {
-        let mut stream = match self.known.iter().rposition(|stream| stream.goes_on(page, write)) {
-            Some(at) => self.known.remove(at),
-            None => {
-                if self.known.len() >= STREAMS {
-                    self.known.remove(0);
-                }
-                Stream::default()
-            }
-        };
-        let begin = if stream.run == 0 { page } else { stream.next.saturating_sub(stream.ahead).min(page) };
-        let used = begin..page;
-        let ahead = stream.fault(page, write);
-        self.known.push(stream);
-        (used, page + 1..page + 1 + ahead)
-    }
-}
-
-/// Faults that go on from page to page.
-#[derive(Debug, Clone, Copy, Default)]
-struct Stream {
-    /// Where the next one goes on.
-    next: Page,
-    write: bool,
-    run: u32,
-    /// Pages fetched at the last one.
-    ahead: u64,
-}
-
-impl Stream {
-    /// Whether a fault there is one more of them. What was fetched may have gone again.
-    fn goes_on(&self, page: Page, write: bool) -> bool {
-        self.run > 0 && write == self.write && page <= self.next && page + self.ahead >= self.next
-    }
-
-    /// See [`Streams::fault`].
-    fn fault(&mut self, page: Page, write: bool) -> u64 {
-        self.run = self.run.saturating_add(1);
-        self.ahead = match self.run {
-            run if run < RUN => 0,
-            RUN => FIRST,
-            _ => (self.ahead * 2).clamp(FIRST, MOST),
-        };
-        (self.next, self.write) = (page + 1 + self.ahead, write);
-        self.ahead
-    }
 }
 
 /// Which pages a vCPU has asked for together, to read or to write, by regions. A round of a region ends when a page is asked for a second time, as it was taken away meanwhile: who
@@ -282,6 +220,10 @@ pub(super) struct Helpers {
     /// The page that each waits for, where it has, and the helper of each page.
     waits: Vec<Page>,
     pages: HashMap<Page, u16>,
+    /// What is to be asked for when a page that is under way has come.
+    behind: HashMap<Page, Vec<Want>>,
+    /// What is to be asked for now.
+    next: Vec<Vec<Want>>,
 }
 
 impl Helpers {
@@ -309,6 +251,7 @@ impl Helpers {
         self.busy &= !bit;
         let page = *self.waits.get(usize::from(helper))?;
         self.pages.remove(&page);
+        self.next.extend(self.behind.remove(&page));
         Some(page)
     }
 }
@@ -346,11 +289,36 @@ impl Engine {
         for (page, write) in foreseen.known {
             self.fetch(core, page, write);
         }
-        for page in foreseen.ahead {
-            // What vCPUs here have never done to a page that they know isn't foreseen from its neighbours: it is where another vCPU's part begins.
-            if core.pages.may_be_wanted(page, write) {
-                self.fetch(core, page, write);
+        // What vCPUs here have never done to a page that they know isn't foreseen from its neighbours: it is where another vCPU's part begins.
+        let ahead = foreseen.ahead.into_iter().filter(|page| core.pages.may_be_wanted(*page, write));
+        let ahead = ahead.map(|page| (page, write)).collect();
+        self.fetch_in_parts(core, ahead);
+    }
+
+    /// Asks for pages that are to follow what has come now.
+    pub(super) fn fetch_next(&self, core: &mut Core) {
+        while let Some(wants) = core.helpers.next.pop() {
+            if !core.stopping && !core.holding && !core.standing {
+                self.fetch_in_parts(core, wants);
             }
+        }
+    }
+
+    /// Asks for the first of these, and for the others when these come.
+    fn fetch_in_parts(&self, core: &mut Core, mut wants: Vec<Want>) {
+        wants.retain(|want| !is_there(&core.node, *want) && !core.helpers.fetch(want.0));
+        while !wants.is_empty() {
+            let behind = wants.split_off(wants.len().min(PART));
+            for (page, write) in &wants {
+                self.fetch(core, *page, *write);
+            }
+            if let Some((page, _)) = wants.iter().find(|(page, _)| core.helpers.fetch(*page)) {
+                if !behind.is_empty() {
+                    core.helpers.behind.insert(*page, behind);
+                }
+                return;
+            }
+            wants = behind;
         }
     }
 
@@ -370,66 +338,21 @@ impl Engine {
 mod tests {
     use super::*;
 
-    /// How many pages are fetched ahead of one that faults.
-    fn ahead(streams: &mut Streams, page: Page, write: bool) -> u64 {
-        let (_, ahead) = streams.fault(page, write);
-        assert_eq!(ahead.start, page + 1);
-        ahead.end - ahead.start
-    }
-
-    /// Pages are fetched ahead of a vCPU that goes on from page to page, more and more, and not of one that jumps.
+    /// What lies behind a page that is under way is to be asked for when that comes, once; what lies behind others stays.
     #[test]
-    fn streams_are_found_and_jumps_are_not() {
-        let mut streams = Streams::default();
-        let mut page = 100;
-        let mut fetched = Vec::new();
-        for _ in 0..8 {
-            let ahead = ahead(&mut streams, page, false);
-            fetched.push(ahead);
-            page += 1 + ahead;
-        }
-        assert_eq!(fetched, [0, 0, 2, 4, 8, 16, 32, 32]);
-        // It comes back to a page that had gone again: still the same stream.
-        assert_eq!(ahead(&mut streams, page - 5, false), 32);
-        // Another kind, another place, backwards.
-        assert_eq!(ahead(&mut streams, page - 4, true), 0);
-        assert_eq!(ahead(&mut streams, 5000, true), 0);
-        assert_eq!(ahead(&mut streams, 4999, true), 0);
-        assert_eq!(ahead(&mut streams, 4998, true), 0);
-        assert_eq!(ahead(&mut streams, 4997, true), 0);
-    }
-
-    /// What was fetched ahead counts as used when the vCPU comes to what lies behind it, and only then.
-    #[test]
-    fn what_a_stream_has_used_is_known_at_its_next_fault() {
-        let mut streams = Streams::default();
-        for page in [10, 11] {
-            assert!(streams.fault(page, false).0.is_empty());
-        }
-        assert_eq!(streams.fault(12, false), (12..12, 13..15));
-        assert_eq!(streams.fault(15, false), (13..15, 16..20));
-        assert_eq!(streams.fault(18, false), (16..18, 19..27));
-        assert!(streams.fault(500, false).0.is_empty());
-    }
-
-    /// Who goes on in several places in turns has a stream in each, up to a number of places; those that went on longest ago are forgotten.
-    #[test]
-    fn a_vcpu_has_many_streams() {
-        let place = |stream: usize| 10_000 * (stream as Page + 1);
-        let turns = |streams: &mut Streams, count: usize| -> Vec<u64> {
-            let at = |turn: Page| (0..count).map(move |stream| place(stream) + turn);
-            (0..3).flat_map(at).map(|page| ahead(streams, page, false)).collect()
-        };
-        let mut streams = Streams::default();
-        let all = turns(&mut streams, STREAMS);
-        assert!(all[..2 * STREAMS].iter().all(|ahead| *ahead == 0));
-        assert!(all[2 * STREAMS..].iter().all(|ahead| *ahead == FIRST));
-        // Another one takes the place of the first, which begins anew.
-        assert_eq!(ahead(&mut streams, 1, false), 0);
-        assert_eq!(ahead(&mut streams, place(0) + 3 + FIRST, false), 0);
-        assert_eq!(ahead(&mut streams, place(STREAMS - 1) + 3 + FIRST, false), 2 * FIRST);
-        let one_more = turns(&mut Streams::default(), STREAMS + 1);
-        assert!(one_more.iter().all(|ahead| *ahead == 0));
+    fn what_lies_behind_a_page_is_next_when_it_has_come() {
+        let mut helpers = Helpers::default();
+        let [one, other] = [7, 9].map(|page| helpers.begin(page).unwrap());
+        helpers.behind.insert(7, vec![(8, false)]);
+        helpers.behind.insert(9, vec![(10, true)]);
+        assert_eq!(helpers.end(one), Some(7));
+        assert_eq!(std::mem::take(&mut helpers.next), [vec![(8, false)]]);
+        assert_eq!(helpers.end(one), None);
+        assert_eq!(helpers.begin(7), Some(one));
+        assert_eq!(helpers.end(one), Some(7));
+        assert!(helpers.next.is_empty());
+        assert_eq!(helpers.end(other), Some(9));
+        assert_eq!(helpers.next, [vec![(10, true)]]);
     }
 
     /// How often a vCPU faults that wants these pages, in a round in which it has none at first, and what is fetched for it.
@@ -559,7 +482,8 @@ mod tests {
         let ahead: Vec<_> = (70..73).map(|page| foresight.fault(page, true, |_| false).ahead).collect();
         assert_eq!(ahead, [vec![], vec![], vec![74]]);
         // It has shown.
-        assert_eq!(foresight.fault(73, true, |_| false).ahead, [74, 75, 76, 77]);
+        assert_eq!(foresight.fault(73, true, |_| false).ahead, [74]);
+        assert_eq!(foresight.fault(75, true, |_| false).ahead, [76, 77, 78, 79]);
     }
 
     /// Of a row whose pages all are taken soon after they were fetched one is left out, and shows it of all.

@@ -423,6 +423,7 @@ impl Engine {
             core.actions = actions;
             next = more.pop();
         }
+        self.fetch_next(core);
         if !core.outbox.holds {
             core.pages.carry_out();
         }

@@ -46,6 +46,7 @@ mod rdma;
 mod report;
 mod service;
 mod spanning;
+mod streams;
 mod top;
 mod vcpus;
 mod window;
