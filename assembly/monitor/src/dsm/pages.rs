@@ -13,6 +13,9 @@ use machine::memory::shared::{PageRights, SharedRam};
 use super::ahead::SOON;
 use super::engine::now;
 
+/// Pages that are given at once after the release, at most.
+const MOST_GIVEN: u64 = 64;
+
 /// The protocol's view of guest memory.
 ///
 /// What it says of pages one by one is done with pages in a row together, at [`LivePages::carry_out`], before messages leave and the lock is given back. Two things can wait so
@@ -35,6 +38,8 @@ pub(super) struct LivePages {
     pub(super) ahead: HashMap<Page, u64>,
     /// Those of them that were taken soon after that.
     pub(super) in_vain: Vec<Page>,
+    /// After the release: behind the page that was given last, and how many were with it.
+    given: (Page, u64),
     /// The host refused a change: the VM can't go on.
     pub(super) refused: Option<String>,
     /// What is recorded for the simulator, where that is wanted. In a cell as reading is recorded, too.
@@ -62,6 +67,7 @@ impl LivePages {
             asked: vec![[false; 2]; pages],
             ahead: HashMap::new(),
             in_vain: Vec::new(),
+            given: (0, 0),
             refused: None,
             recorder: record.then(RefCell::default),
         }
@@ -185,10 +191,14 @@ impl LivePages {
         }
     }
 
-    /// After [`LivePages::release`]: a vCPU has asked for a page.
+    /// After [`LivePages::release`]: a vCPU has asked for a page. Who goes on from page to page is given more and more of those behind them, never more than it has asked for or used before.
     pub(super) fn give(&mut self, page: Page) {
-        let result = self.ram.give(page);
-        self.note("given", page, result);
+        let (next, count) = self.given;
+        let count = if page == next { (count * 2).min(MOST_GIVEN) } else { 1 };
+        match self.ram.give(page, count) {
+            Ok(count) => self.given = (page + count, count),
+            Err(error) => self.note("given", page, Err(error)),
+        }
     }
 
     pub(super) fn wake(&mut self, page: Page) {

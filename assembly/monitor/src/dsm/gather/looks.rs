@@ -140,18 +140,20 @@ impl Core {
         }
     }
 
-    /// The vCPU of this thread has come to wait for a page, which was here before (`again`). What it took to leave the guest, and to enter it before that, is part of the wait.
+    /// The vCPU of this thread has come to wait for a page, which was here before (`again`), or never was. What it took to leave the guest, and to enter it before that, is part of the wait.
     pub(in crate::dsm) fn page_is_missed(&mut self, index: usize, thread: u32, again: bool) {
         let since = self.count_run(index, thread);
         let Some(look) = self.vcpus.get(index).map(|slot| slot.look) else { return };
-        if again && look.free > 0 {
-            let least = self.counts.crossing.map_or(look.free, |known| known.min(look.free));
-            self.counts.crossing = Some(least);
+        let counts = &mut self.counts;
+        if look.free > 0 {
+            let least = counts.crossing.map_or(look.free, |known| known.min(look.free));
+            counts.crossing = Some(least);
             // Not more than is new: the rest has been told already.
             let crossing = least.min(MOST).min(since);
-            let counted = if look.spun { &mut self.counts.spun } else { &mut self.counts.ran };
+            let counted = if look.spun { &mut counts.spun } else { &mut counts.ran };
             *counted = counted.saturating_sub(crossing);
-            self.counts.waited = self.counts.waited.saturating_add(crossing);
+            let waited = if again { &mut counts.waited } else { &mut counts.waited_first };
+            *waited = waited.saturating_add(crossing);
         }
         self.turn(index, Held::Page);
     }

@@ -3,8 +3,8 @@
 //! Programs for several processors spin when they wait: left to the host, a vCPU that spins keeps the one that it waits for from the processor for whole time
 //! slices. So as many run as there are processors, the rest waits outside the guest. Who runs is looked at now and then; who spins, or has had its turn,
 //! goes behind the others. Looks come often after one that found a vCPU spinning, and seldom after turns that were used. Who says by itself that it waits
-//! isn't looked at before its turn is over, and has longer ones, as it gives them away when it has nothing to do. So has who works while all that wait for a
-//! turn only waited in their last ones. Each turn costs some 0.2 ms, half of it for caches that have gone cold.
+//! is seldom looked at, and has longer turns, as it gives them away when it has nothing to do: as long as it isn't found spinning twice in a row. So does who has not waited yet while all
+//! others say so, and who works while all that wait for a turn only waited in their last ones. Each turn costs some 0.2 ms, half of it for caches that have gone cold.
 
 use std::collections::VecDeque;
 
@@ -17,6 +17,10 @@ const TURN: u64 = 6_000_000;
 const IDLE: u64 = 1_000_000;
 /// How often turns are doubled at the most: for who says when it waits, and while the others only wait.
 const DOUBLINGS: u32 = 2;
+/// Time to the first look at who says when it waits, nanoseconds: a program may wait in two ways.
+const POLITE: u64 = 2 * TURN;
+/// Who was found spinning so often since it last said that it waits is taken for one that doesn't say so.
+const SILENT: u32 = 2;
 
 /// A vCPU that runs.
 #[derive(Debug, Clone, Copy)]
@@ -37,8 +41,9 @@ pub(in crate::dsm) struct Turns {
     waiting: VecDeque<usize>,
     /// Time to the first look of the next turn, by vCPU.
     first: Vec<u64>,
-    /// Whether the last that was known of a vCPU's waiting is that it said so.
-    tells: Vec<bool>,
+    /// Whether a vCPU has ever said that it waits, and how often it was found spinning since then.
+    said: Vec<bool>,
+    silent: Vec<u32>,
     /// How many turns in a row a vCPU has only waited.
     idle: Vec<u32>,
 }
@@ -52,7 +57,8 @@ impl Turns {
             running: Vec::new(),
             waiting: VecDeque::new(),
             first: vec![SOONEST; vcpus],
-            tells: vec![false; vcpus],
+            said: vec![false; vcpus],
+            silent: vec![0; vcpus],
             idle: vec![0; vcpus],
         })
     }
@@ -82,13 +88,17 @@ impl Turns {
         TURN << idle.min().unwrap_or(0).min(DOUBLINGS)
     }
 
+    /// Whether a vCPU says when it waits, as far as is known; of who hasn't waited yet the others show it, which run the same program.
     fn tells(&self, vcpu: usize) -> bool {
-        self.tells.get(vcpu).is_some_and(|tells| *tells)
+        let said = |vcpu: usize| self.said.get(vcpu) == Some(&true);
+        let loud = |vcpu: usize| self.silent.get(vcpu).is_some_and(|times| *times < SILENT);
+        let others =
+            || !self.waiting.is_empty() && self.waiting.iter().all(|other| said(*other) && loud(*other));
+        loud(vcpu) && (said(vcpu) || others())
     }
 
     fn begin(&mut self, vcpu: usize, now: u64) {
-        let first =
-            if self.tells(vcpu) { self.turn(vcpu) } else { self.first.get(vcpu).copied().unwrap_or(SOONEST) };
+        let first = if self.tells(vcpu) { POLITE } else { self.first.get(vcpu).copied().unwrap_or(SOONEST) };
         self.running.push(Running {
             vcpu,
             since: now,
@@ -124,12 +134,14 @@ impl Turns {
     /// A vCPU has been looked at. If its turn is over: who runs in its place.
     pub(in crate::dsm) fn looked(&mut self, vcpu: usize, spins: bool, now: u64) -> Option<usize> {
         let place = self.running.iter().position(|running| running.vcpu == vcpu)?;
-        let turn = self.turn(vcpu);
+        let (turn, tells) = (self.turn(vcpu), self.tells(vcpu));
         let running = self.running.get_mut(place)?;
         running.called = false;
-        let over = now.saturating_sub(running.since) >= turn;
+        let ran = now.saturating_sub(running.since);
+        let over = ran >= turn;
         if self.waiting.is_empty() || !(spins || over) {
-            let after = running.look.1.saturating_mul(2).min(LATEST);
+            let latest = if tells { turn.saturating_sub(ran).max(LATEST) } else { LATEST };
+            let after = running.look.1.saturating_mul(2).min(latest);
             running.look = (now.saturating_add(after), after);
             return None;
         }
@@ -137,17 +149,16 @@ impl Turns {
         if let Some(first) = self.first.get_mut(vcpu) {
             *first = if spins { (after / 2).max(SOONEST) } else { LATEST };
         }
-        // It may wait elsewhere without a word.
-        if let Some(tells) = self.tells.get_mut(vcpu).filter(|_| spins) {
-            *tells = false;
+        if let Some(silent) = self.silent.get_mut(vcpu).filter(|_| spins) {
+            *silent = silent.saturating_add(1);
         }
         self.goes_behind(place, vcpu, spins, now)
     }
 
     /// A vCPU says that it waits. Who runs in its place, if anybody waits for a turn.
     pub(in crate::dsm) fn gave_way(&mut self, vcpu: usize, now: u64) -> Option<usize> {
-        if let Some(tells) = self.tells.get_mut(vcpu) {
-            *tells = true;
+        if let (Some(said), Some(silent)) = (self.said.get_mut(vcpu), self.silent.get_mut(vcpu)) {
+            (*said, *silent) = (true, 0);
         }
         let place = self.running.iter().position(|running| running.vcpu == vcpu)?;
         if self.waiting.is_empty() { None } else { self.goes_behind(place, vcpu, true, now) }
@@ -211,9 +222,9 @@ mod tests {
         assert_eq!(turns.next_look(), began + LATEST);
     }
 
-    /// Who says that it waits goes behind the others at once, and has its next turns without being looked at; until it is seen to wait without saying so.
+    /// Who says that it waits goes behind the others at once, and is seldom looked at in its next turns; until it is seen twice to wait without saying so.
     #[test]
-    fn who_says_that_it_waits_is_not_looked_at() {
+    fn who_says_that_it_waits_is_seldom_looked_at() {
         let (mut turns, work) = (Turns::new(1, 2).unwrap(), 2 * IDLE);
         assert!(turns.may_run(0, 0));
         assert_eq!(turns.gave_way(0, work), None, "nobody waits");
@@ -224,26 +235,59 @@ mod tests {
         assert!(!turns.may_run(0, now) && turns.may_run(1, now));
         // Both have said so once.
         let long = TURN << DOUBLINGS;
-        assert_eq!(turns.next_look(), now + long);
+        assert_eq!(turns.next_look(), now + POLITE);
         now += work;
         assert_eq!(turns.gave_way(1, now), Some(0));
-        assert_eq!(turns.next_look(), now + long);
+        // Few looks in a turn, the last of them at its end.
+        let began = now;
+        let mut looks = Vec::new();
+        loop {
+            now = turns.next_look();
+            looks.push(now - began);
+            assert_eq!(turns.due(now), [0]);
+            if turns.looked(0, false, now) == Some(1) {
+                break;
+            }
+        }
+        assert_eq!(looks, [POLITE, long]);
         // A called one that gives way isn't called any more.
-        now += long;
-        assert_eq!(turns.due(now), [0]);
-        assert_eq!(turns.gave_way(0, now), Some(1));
-        assert!(!turns.is_called(0));
-        now += long;
+        now += POLITE;
         assert_eq!(turns.due(now), [1]);
-        assert_eq!(turns.looked(1, true, now), Some(0));
-        now += long - 1;
-        assert_eq!(turns.looked(0, false, now), None, "its turn isn't over");
-        now += 1;
-        assert_eq!(turns.looked(0, false, now), Some(1), "its turn is over");
-        assert_eq!(turns.next_look(), now + LATEST / 2, "it span at its last turn's end");
-        now += TURN;
-        assert_eq!(turns.looked(1, false, now), Some(0), "who waits without a word has a short one");
-        assert_eq!(turns.next_look(), now + long, "it has told last");
+        assert_eq!(turns.gave_way(1, now), Some(0));
+        assert!(!turns.is_called(1));
+        // Found spinning once, it may say so the next time; twice, it doesn't.
+        for (look, turn) in [(POLITE, long), (POLITE, TURN), (SOONEST, TURN)] {
+            assert!(turns.next_look() >= now + look);
+            now += look;
+            assert_eq!(turns.looked(0, true, now), Some(1));
+            now += long - 1;
+            assert_eq!(turns.looked(1, false, now), None, "its turn isn't over");
+            now += 1;
+            assert_eq!(turns.looked(1, false, now), Some(0), "its turn is over");
+            assert_eq!(turns.turn(0), turn, "after {look}");
+        }
+        assert_eq!(turns.gave_way(0, now), Some(1));
+        assert_eq!(turns.turn(0), long, "it has told last");
+    }
+
+    /// Who hasn't waited yet is taken for one that says when it does, if all others do, until it is found not to.
+    #[test]
+    fn others_show_what_who_has_not_waited_will_do() {
+        let mut turns = Turns::new(1, 3).unwrap();
+        assert!(turns.may_run(0, 0) && !turns.may_run(1, 0) && !turns.may_run(2, 0));
+        let mut now = 2 * TURN;
+        assert_eq!(turns.looked(0, false, now), Some(1));
+        assert_eq!(turns.gave_way(1, now), Some(2));
+        assert!(!turns.tells(0) && !turns.tells(2), "not all of the others");
+        assert_eq!(turns.gave_way(2, now), Some(0));
+        assert_eq!(turns.next_look(), now + POLITE);
+        for tells in [true, false] {
+            now += POLITE;
+            assert_eq!(turns.looked(0, true, now), Some(1));
+            assert_eq!(turns.gave_way(1, now), Some(2));
+            assert_eq!(turns.gave_way(2, now), Some(0));
+            assert_eq!(turns.tells(0), tells);
+        }
     }
 
     /// Turns grow up to four times their length while the others only wait, and are short again as soon as one of these has had something to do.
@@ -256,7 +300,7 @@ mod tests {
         for long in [2, 4, 4] {
             for (vcpu, next) in [(1, 2), (2, 0)] {
                 now += IDLE / 2;
-                assert_eq!(turns.gave_way(vcpu, now), Some(next));
+                assert_eq!(turns.looked(vcpu, true, now), Some(next));
             }
             now += long * TURN - 1;
             assert_eq!(turns.looked(0, false, now), None, "{long} turns aren't over");
@@ -264,8 +308,8 @@ mod tests {
             assert_eq!(turns.looked(0, false, now), Some(1));
         }
         now += IDLE + 1;
-        assert_eq!(turns.gave_way(1, now), Some(2));
-        assert_eq!(turns.gave_way(2, now), Some(0));
+        assert_eq!(turns.looked(1, true, now), Some(2));
+        assert_eq!(turns.looked(2, true, now), Some(0));
         now += TURN;
         assert_eq!(turns.looked(0, false, now), Some(1), "one of the two has worked");
     }

@@ -113,13 +113,17 @@ impl SharedRam {
         self.uffd.wake(piece.range(pages))
     }
 
-    /// After [`SharedRam::release_around`]: gives the guest a page to read and write, and lets threads that wait for it try again.
+    /// After [`SharedRam::release_around`]: gives the guest a page to read and write, and up to `count` in all from it on, as far as they are watched with it. Lets threads that wait
+    /// for them try again. How many those were. Each takes memory of the host, whether the guest comes to it or not.
     ///
     /// # Errors
     /// When the host refuses, or the page isn't shared.
-    pub fn give(&self, page: u64) -> io::Result<()> {
-        self.set(page, PageRights::None, PageRights::Write)?;
-        self.wake(page)
+    pub fn give(&self, page: u64, count: u64) -> io::Result<u64> {
+        let (guest, _, most) = self.piece_of(page)?;
+        let count = count.min(BLOCK - page % BLOCK).min(most).max(1);
+        self.set_all(page..page + count, PageRights::None, PageRights::Write)?;
+        self.uffd.wake(Range { start: guest as u64, len: count * PAGE_64 })?;
+        Ok(count)
     }
 
     /// Afterwards: maps all pages that there are for the guest at once, which takes a microsecond each; vCPUs may run meanwhile. Until
@@ -228,22 +232,32 @@ mod tests {
         no_fault_is_told(&shared);
         let later = touch(&shared, 0x304, true);
         assert_eq!(next(&shared).page, 0x304);
-        shared.give(0x304).unwrap();
+        assert_eq!(shared.give(0x304, 1).unwrap(), 1);
         assert_eq!(later.join().unwrap(), 0);
         assert_eq!(touch(&shared, 0x304, true).join().unwrap(), 1);
+        // With those behind it, of which some are there already, up to the end of what is watched.
+        let later = touch(&shared, 0x39e, true);
+        assert_eq!(next(&shared).page, 0x39e);
+        assert_eq!(shared.give(0x39e, 1000).unwrap(), 0x400 - 0x39e);
+        assert_eq!(later.join().unwrap(), 0);
+        for (page, value) in [(0x39f, 0), (0x3a0, 5), (0x3a1, 6), (0x3fe, 0), (0x3ff, 7)] {
+            assert_eq!(touch(&shared, page, false).join().unwrap(), value, "{page:#x}");
+            no_fault_is_told(&shared);
+        }
         // The host takes a page away.
         let address = shared.addresses(0x301).unwrap().0;
         // SAFETY: a page of the guest's mapping, which is shared: its content stays in the file.
         unsafe { rustix::mm::madvise(address as *mut _, PAGE, Advice::LinuxDontNeed) }.unwrap();
         let later = touch(&shared, 0x301, false);
         assert_eq!(next(&shared).page, 0x301);
-        shared.give(0x301).unwrap();
+        shared.give(0x301, 1).unwrap();
         assert_eq!(later.join().unwrap(), 2, "what was written before");
-        assert_eq!(shared.populate().unwrap(), 10);
+        let all = 10 + (0x400 - 0x39e) - 3;
+        assert_eq!(shared.populate().unwrap(), all);
         no_fault_is_told(&shared);
-        assert_eq!(mapped(&shared), 10 * 4);
+        assert_eq!(mapped(&shared), all * 4);
         let present: u64 = ram.present().unwrap().iter().map(|pages| pages.count()).sum();
-        assert_eq!(present, 10);
+        assert_eq!(present, all);
         // Who waits when all of it ends goes on.
         let waits = touch(&shared, 0x305, true);
         std::thread::sleep(Duration::from_millis(20));
