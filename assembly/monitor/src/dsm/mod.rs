@@ -19,7 +19,7 @@
 //! | `engine` | the lock, and who calls the protocol when |
 //! | `pages` | the protocol's view of guest memory |
 //! | `vcpus` | what a vCPU waits for; whether its instruction has retired |
-//! | `ahead`, `follow` | pages fetched before they are asked for; which fault comes soon after which |
+//! | `ahead`, `streams`, `follow` | pages fetched before they are asked for; where a vCPU goes on from page to page; which fault comes soon after which |
 //! | `instruction` | stores and atomics, decoded to be carried out for the vCPU |
 //! | `compute`, `window` | instructions that compute and load; what follows a trapped store, up to the next one |
 //! | `service` | the faults thread: faults, time, heartbeats; the link threads |

@@ -191,7 +191,7 @@ impl LivePages {
         }
     }
 
-    /// After [`LivePages::release`]: a vCPU has asked for a page. Who goes on from page to page is given more and more of those behind them, never more than it has asked for or used before.
+    /// After [`LivePages::release`]: a vCPU has asked for a page. Who goes on behind what was given last is given twice as many as then, up to [`MOST_GIVEN`].
     pub(super) fn give(&mut self, page: Page) {
         let (next, count) = self.given;
         let count = if page == next { (count * 2).min(MOST_GIVEN) } else { 1 };

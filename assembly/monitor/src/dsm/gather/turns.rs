@@ -41,8 +41,9 @@ pub(in crate::dsm) struct Turns {
     waiting: VecDeque<usize>,
     /// Time to the first look of the next turn, by vCPU.
     first: Vec<u64>,
-    /// Whether a vCPU has ever said that it waits, and how often it was found spinning since then.
+    /// Whether a vCPU has ever said that it waits.
     said: Vec<bool>,
+    /// How often it was found spinning since it last did.
     silent: Vec<u32>,
     /// How many turns in a row a vCPU has only waited.
     idle: Vec<u32>,
