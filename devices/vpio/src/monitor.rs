@@ -62,6 +62,8 @@ pub(crate) struct Guest {
     pub card: CardMemory,
     /// Words of tables that the guest wrote since its device was reset, by register and offset.
     pub tables: BTreeMap<(Reg, u32), u32>,
+    /// What it has asked of registers that aren't done at once, and has not seen done.
+    pub asked: BTreeMap<Reg, u32>,
     pub counters: Counters,
     pub recorder: Recorder,
     pub violations: Vec<Violation>,
@@ -124,6 +126,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             model,
             card: CardMemory::default(),
             tables: BTreeMap::new(),
+            asked: BTreeMap::new(),
             counters: Counters::default(),
             violations: Vec::new(),
             stopped: false,
@@ -280,6 +283,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         }
         if writes.reset {
             self.guests[at].tables.clear();
+            self.guests[at].asked.clear();
             self.guests[at].resets += 1;
             self.bring_in(at)?;
         }
@@ -293,6 +297,7 @@ impl<P: PhysicalDevice> Monitor<P> {
                 self.guests[at].counters.virtual_requests += 1;
                 if reset {
                     self.guests[at].tables.clear();
+                    self.guests[at].asked.clear();
                     self.guests[at].resets += 1;
                     self.bring_in(at)?;
                 }
@@ -307,6 +312,7 @@ impl<P: PhysicalDevice> Monitor<P> {
                 guest.recorder.returned(raw);
                 let shown = guest.model.returned(piece, raw);
                 guest.counters.disbelieved += u64::from(shown.disbelief.is_some());
+                self.has_seen(at, piece, shown.value);
                 Ok(shown.value)
             }
         }
@@ -378,6 +384,20 @@ impl<P: PhysicalDevice> Monitor<P> {
         let model = &mut self.guests[at].model;
         let whole = if piece.is_whole(self.device.register(reg)) { value } else { model.graph().value(reg) };
         model.wrote_device(reg, whole);
+        if self.device.polled.settles.iter().any(|(settles, _)| *settles == reg) {
+            self.guests[at].asked.insert(reg, whole);
+        }
+    }
+
+    /// A guest has read a register: one that wasn't done at once may be.
+    pub(crate) fn has_seen(&mut self, at: usize, piece: Piece, value: u32) {
+        let settles = self.device.polled.settles.iter().find(|(reg, _)| piece.reg == Some(*reg));
+        if let Some((reg, done)) = settles
+            && piece.is_whole(self.device.register(*reg))
+            && value & done != 0
+        {
+            self.guests[at].asked.remove(reg);
+        }
     }
 
     /// Brings the device to the guest's bank, if the register is in banks and the monitor has left the guest's.

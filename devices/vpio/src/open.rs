@@ -170,7 +170,9 @@ impl<P: PhysicalDevice> Monitor<P> {
             None => {
                 let raw = self.physical.read(access.bar, access.offset, access.size)?;
                 for (piece, skip) in asked {
-                    self.guests[id.0].model.returned(piece, truncated(raw >> (8 * skip), piece.bytes));
+                    let value = truncated(raw >> (8 * skip), piece.bytes);
+                    self.guests[id.0].model.returned(piece, value);
+                    self.has_seen(id.0, piece, value);
                 }
                 Ok(raw)
             }

@@ -56,6 +56,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         self.resident = Some(to.0);
         self.guests[to.0].counters.switches += 1;
         self.bring_in(to.0)?;
+        self.ask_again(to.0)?;
         Ok(if self.resident.is_some() { Switched::Done } else { Switched::Refused })
     }
 
@@ -95,6 +96,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         guest.model = Model::new(self.device, guest.config.address);
         guest.card = CardMemory::default();
         guest.tables.clear();
+        guest.asked.clear();
         guest.stopped = false;
         if let Some(page) = &mut guest.page {
             page.forget();
@@ -121,6 +123,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             let address = guest.config.address;
             guest.model = Model::new(self.device, address);
             guest.tables.clear();
+            guest.asked.clear();
             // Nothing of the guest's may be left on the card for what comes after it.
             let card = std::mem::take(&mut guest.card);
             self.dirty.extend(card.written.iter().chain(&card.rings));
@@ -155,6 +158,17 @@ impl<P: PhysicalDevice> Monitor<P> {
         guest.recorder.restart(&guest.model);
         if let Some(page) = &mut guest.page {
             page.restored();
+        }
+        Ok(())
+    }
+
+    /// What the guest had asked of the device and still waits for is asked again: a register that isn't done at once says so no more after a hand-off.
+    fn ask_again(&mut self, at: usize) -> Result<(), MonitorError> {
+        if self.resident != Some(at) {
+            return Ok(());
+        }
+        for (reg, value) in self.guests[at].asked.clone() {
+            self.put(at, reg, value)?;
         }
         Ok(())
     }

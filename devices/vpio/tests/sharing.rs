@@ -9,7 +9,7 @@ use device_models::devices::ne2000::NE2000;
 use support::memory::{SCRATCH, memory};
 use support::nic::Driver;
 use support::shared::{MASTERS, OUTSIDE, SHARED, Table};
-use support::{Guest, Numbers, address, frame};
+use support::{Guest, Numbers, Ports as _, address, frame};
 use vpio::{GuestId, Switched};
 
 /// Frames arrive while the other guest has the card, in the midst of a hand-off, and while rings wrap: each guest gets its own, whole and in
@@ -165,6 +165,37 @@ fn a_sent_frame_is_reported_however_late_the_driver_looks() {
             table.turn(to);
         }
         assert_eq!(table.interrupt(1).1, 1, "{}", device.name);
+    }
+}
+
+/// A driver that has asked the PHY for a register, and waits for its answer, gets it after any number of hand-offs; and is asked nothing again when it has it.
+#[test]
+fn the_phy_answers_whoever_has_the_card() {
+    const MDIC: u32 = 0x20;
+    let of_phy = |register: u32| 1 << 27 | 1 << 21 | register << 16;
+    for which in SHARED.into_iter().filter(|which| which.0.name == E1000.name) {
+        let mut table = Table::new(which);
+        let read = |table: &mut Table| Guest::new(&mut table.monitor, GuestId(1)).read(MDIC, 4);
+        for hand_offs in 0..3 {
+            for (register, expected) in [(2, 0x0141), (3, 0x0C20)] {
+                Guest::new(&mut table.monitor, GuestId(1)).write(MDIC, 4, of_phy(register));
+                for _ in 0..hand_offs {
+                    table.turn(0);
+                    // The other one's are its own.
+                    Guest::new(&mut table.monitor, GuestId(0)).write(MDIC, 4, of_phy(1));
+                    table.turn(1);
+                }
+                let answer = read(&mut table);
+                assert!(
+                    answer >> 28 == 1 && answer & 0xFFF0 == expected & 0xFFF0,
+                    "{answer:X} after {hand_offs}"
+                );
+            }
+        }
+        table.turn(0);
+        table.turn(1);
+        assert_eq!(read(&mut table) & 0xF000_FFFF, 0, "nobody asks for it any more");
+        table.was_good();
     }
 }
 

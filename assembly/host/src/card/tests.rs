@@ -271,7 +271,7 @@ fn drive(
     device: &Device,
     folder: &std::path::Path,
     seat: u8,
-    ready: &std::sync::Barrier,
+    ready: &Ready,
     end: &AtomicBool,
     taken: &AtomicU32,
 ) -> (Vec<Vec<u8>>, u32) {
@@ -281,9 +281,13 @@ fn drive(
     driver.start(&mut guest);
     ready.wait();
     let (mut frames, mut handed, mut sent, mut due) = (Vec::new(), 0, 0, Instant::now());
-    let mut quiet = 0;
+    let (mut quiet, mut ended) = (0, None);
     while quiet < 50 {
         let ending = end.load(Ordering::SeqCst);
+        if ending {
+            let since = ended.get_or_insert_with(Instant::now).elapsed();
+            assert!(since < LONGEST, "guest {seat}: {sent} of {handed} frames were reported as sent");
+        }
         quiet = if ending && handed == sent { quiet + 1 } else { 0 };
         if !ending && due <= Instant::now() && driver.has_room() {
             let to = if handed % 4 == 3 { address(1 - seat) } else { OUTSIDE };
@@ -306,6 +310,24 @@ fn drive(
     (frames, sent)
 }
 
+/// Longest time that anything takes that takes moments.
+const LONGEST: Duration = Duration::from_secs(60);
+
+/// Both guests and the wire begin at once. One that fails before has the others fail, where a barrier would have them wait for ever.
+#[derive(Default)]
+struct Ready(AtomicU32);
+
+impl Ready {
+    fn wait(&self) {
+        let begin = Instant::now();
+        self.0.fetch_add(1, Ordering::SeqCst);
+        while self.0.load(Ordering::SeqCst) < 3 {
+            assert!(begin.elapsed() < LONGEST, "not all have begun");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
 /// Ends the guests, whatever happens to the test.
 struct End<'a>(&'a AtomicBool);
 
@@ -320,7 +342,7 @@ impl Drop for End<'_> {
 /// is under way (`under_way` frames for each) fits the card's ring and the queues. The rate is printed: it is the machine's.
 fn take_turns(device: &'static Device, handoffs_wanted: u64, under_way: u32) {
     let (_daemon, desk, folder) = daemon(device);
-    let (ready, end) = (std::sync::Barrier::new(3), AtomicBool::new(false));
+    let (ready, end) = (Ready::default(), AtomicBool::new(false));
     let taken = [AtomicU32::new(0), AtomicU32::new(0)];
     let (mut wire, mut injected) = (Vec::new(), 0u32);
     let results = std::thread::scope(|scope| {

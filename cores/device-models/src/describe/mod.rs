@@ -163,7 +163,8 @@ pub struct Polled {
     pub masks: &'static [u32],
     /// Where such a value opens the mask: it is looked at without delay, since causes may wait for it.
     pub prompt: bool,
-    /// Registers that are done some time after they were written, and the bit that says so.
+    /// Registers that are done some time after they were written, and the bit that says so. Who has not seen it when the device goes to another guest has the last value written
+    /// again when it comes back, so twice must do no harm.
     pub settles: &'static [(Reg, u32)],
     /// The status is cleared by a read, which nobody sees in a page: the register whose write, of ones to clear bits of the mask, follows that
     /// read in drivers. Frames of causes in `causes` are looked for after it.
