@@ -3,8 +3,9 @@
 //! Programs for several processors spin when they wait: left to the host, a vCPU that spins keeps the one that it waits for from the processor for whole time
 //! slices. So as many run as there are processors, the rest waits outside the guest. Who runs is looked at now and then; who spins, or has had its turn,
 //! goes behind the others. Looks come often after one that found a vCPU spinning, and seldom after turns that were used. Who says by itself that it waits
-//! is seldom looked at, and has longer turns, as it gives them away when it has nothing to do: as long as it isn't found spinning twice in a row. So does who has not waited yet while all
-//! others say so, and who works while all that wait for a turn only waited in their last ones. Each turn costs some 0.2 ms, half of it for caches that have gone cold.
+//! has longer turns, as it gives them away when it has nothing to do: as long as it isn't found spinning twice in a row. It is looked at the later in its turns the more often it has said so, and soon again
+//! after it was found spinning, as a program may wait in two ways. So does who has not waited yet while all others say so. Who works while all that wait for a turn only waited in their last ones has longer turns as
+//! well. Each turn costs some 0.2 ms, half of it for caches that have gone cold, and each look half of that.
 
 use std::collections::VecDeque;
 
@@ -15,9 +16,11 @@ const LATEST: u64 = 1_600_000;
 const TURN: u64 = 6_000_000;
 /// A turn in which a vCPU has only waited is no longer than this, nanoseconds.
 const IDLE: u64 = 1_000_000;
-/// How often turns are doubled at the most: for who says when it waits, and while the others only wait.
+/// How often turns are doubled at the most while the others only wait.
 const DOUBLINGS: u32 = 2;
-/// Time to the first look at who says when it waits, nanoseconds: a program may wait in two ways.
+/// Turn of who says when it waits, nanoseconds.
+const LONG: u64 = 8 * TURN;
+/// Time to the first look at who says when it waits, nanoseconds, in its first turn.
 const POLITE: u64 = 2 * TURN;
 /// Who was found spinning so often since it last said that it waits is taken for one that doesn't say so.
 const SILENT: u32 = 2;
@@ -45,6 +48,8 @@ pub(in crate::dsm) struct Turns {
     said: Vec<bool>,
     /// How often it was found spinning since it last did.
     silent: Vec<u32>,
+    /// Time to the first look of its next turn if it says when it waits.
+    polite: Vec<u64>,
     /// How many turns in a row a vCPU has only waited.
     idle: Vec<u32>,
 }
@@ -60,6 +65,7 @@ impl Turns {
             first: vec![SOONEST; vcpus],
             said: vec![false; vcpus],
             silent: vec![0; vcpus],
+            polite: vec![POLITE; vcpus],
             idle: vec![0; vcpus],
         })
     }
@@ -83,7 +89,7 @@ impl Turns {
     /// How long a turn of this vCPU is now.
     fn turn(&self, vcpu: usize) -> u64 {
         if self.tells(vcpu) {
-            return TURN << DOUBLINGS;
+            return LONG;
         }
         let idle = self.waiting.iter().map(|vcpu| self.idle.get(*vcpu).copied().unwrap_or(0));
         TURN << idle.min().unwrap_or(0).min(DOUBLINGS)
@@ -99,7 +105,8 @@ impl Turns {
     }
 
     fn begin(&mut self, vcpu: usize, now: u64) {
-        let first = if self.tells(vcpu) { POLITE } else { self.first.get(vcpu).copied().unwrap_or(SOONEST) };
+        let first = if self.tells(vcpu) { &self.polite } else { &self.first };
+        let first = first.get(vcpu).copied().unwrap_or(SOONEST);
         self.running.push(Running {
             vcpu,
             since: now,
@@ -150,8 +157,10 @@ impl Turns {
         if let Some(first) = self.first.get_mut(vcpu) {
             *first = if spins { (after / 2).max(SOONEST) } else { LATEST };
         }
-        if let Some(silent) = self.silent.get_mut(vcpu).filter(|_| spins) {
-            *silent = silent.saturating_add(1);
+        if let (Some(silent), Some(polite)) = (self.silent.get_mut(vcpu), self.polite.get_mut(vcpu))
+            && spins
+        {
+            (*silent, *polite) = (silent.saturating_add(1), LATEST);
         }
         self.goes_behind(place, vcpu, spins, now)
     }
@@ -162,7 +171,13 @@ impl Turns {
             (*said, *silent) = (true, 0);
         }
         let place = self.running.iter().position(|running| running.vcpu == vcpu)?;
-        if self.waiting.is_empty() { None } else { self.goes_behind(place, vcpu, true, now) }
+        if self.waiting.is_empty() {
+            return None;
+        }
+        if let Some(polite) = self.polite.get_mut(vcpu) {
+            *polite = polite.saturating_mul(2).min(LONG);
+        }
+        self.goes_behind(place, vcpu, true, now)
     }
 
     fn goes_behind(&mut self, place: usize, vcpu: usize, waits: bool, now: u64) -> Option<usize> {
@@ -234,41 +249,65 @@ mod tests {
         let mut now = 2 * work;
         assert_eq!(turns.gave_way(0, now), Some(1));
         assert!(!turns.may_run(0, now) && turns.may_run(1, now));
-        // Both have said so once.
-        let long = TURN << DOUBLINGS;
+        // The others show what it will do.
         assert_eq!(turns.next_look(), now + POLITE);
         now += work;
         assert_eq!(turns.gave_way(1, now), Some(0));
-        // Few looks in a turn, the last of them at its end.
-        let began = now;
-        let mut looks = Vec::new();
-        loop {
-            now = turns.next_look();
-            looks.push(now - began);
-            assert_eq!(turns.due(now), [0]);
-            if turns.looked(0, false, now) == Some(1) {
-                break;
+        // Few looks in a turn, the last of them at its end; the later the more often it has said so.
+        for expected in [vec![2 * POLITE, LONG], vec![LONG]] {
+            let began = now;
+            let mut looks = Vec::new();
+            loop {
+                now = turns.next_look();
+                looks.push(now - began);
+                assert_eq!(turns.due(now), [0]);
+                if turns.looked(0, false, now) == Some(1) {
+                    break;
+                }
+            }
+            assert_eq!(looks, expected);
+            for (who, next) in [(1, 0), (0, 1), (1, 0)] {
+                now += work;
+                assert_eq!(turns.gave_way(who, now), Some(next));
             }
         }
-        assert_eq!(looks, [POLITE, long]);
         // A called one that gives way isn't called any more.
-        now += POLITE;
-        assert_eq!(turns.due(now), [1]);
+        now += LONG;
+        assert_eq!(turns.due(now), [0]);
+        assert_eq!(turns.gave_way(0, now), Some(1));
+        assert!(!turns.is_called(0));
         assert_eq!(turns.gave_way(1, now), Some(0));
-        assert!(!turns.is_called(1));
-        // Found spinning once, it may say so the next time; twice, it doesn't.
-        for (look, turn) in [(POLITE, long), (POLITE, TURN), (SOONEST, TURN)] {
+        // Found spinning once, it may say so the next time, and is looked at soon; twice, it doesn't.
+        for (look, turn) in [(LONG, LONG), (LATEST, TURN), (SOONEST, TURN)] {
             assert!(turns.next_look() >= now + look);
             now += look;
             assert_eq!(turns.looked(0, true, now), Some(1));
-            now += long - 1;
+            now += LONG - 1;
             assert_eq!(turns.looked(1, false, now), None, "its turn isn't over");
             now += 1;
             assert_eq!(turns.looked(1, false, now), Some(0), "its turn is over");
             assert_eq!(turns.turn(0), turn, "after {look}");
         }
         assert_eq!(turns.gave_way(0, now), Some(1));
-        assert_eq!(turns.turn(0), long, "it has told last");
+        assert_eq!(turns.turn(0), LONG, "it has told last");
+    }
+
+    /// A program that waits in two ways is looked at as soon as one that doesn't say when it waits, within a factor of two.
+    #[test]
+    fn who_says_so_only_at_times_is_looked_at_soon() {
+        let mut turns = Turns::new(1, 2).unwrap();
+        assert!(turns.may_run(0, 0) && !turns.may_run(1, 0));
+        let mut now = 0;
+        for round in 0..10 {
+            now += SOONEST;
+            assert_eq!(turns.gave_way(0, now), Some(1));
+            assert_eq!(turns.gave_way(1, now), Some(0));
+            let look = turns.next_look() - now;
+            assert!(look <= if round == 0 { 2 * POLITE } else { 2 * LATEST }, "{look} in round {round}");
+            now += look;
+            assert_eq!(turns.looked(0, true, now), Some(1));
+            assert_eq!(turns.gave_way(1, now), Some(0));
+        }
     }
 
     /// Who hasn't waited yet is taken for one that says when it does, if all others do, until it is found not to.
@@ -283,7 +322,7 @@ mod tests {
         assert_eq!(turns.gave_way(2, now), Some(0));
         assert_eq!(turns.next_look(), now + POLITE);
         for tells in [true, false] {
-            now += POLITE;
+            now = turns.next_look();
             assert_eq!(turns.looked(0, true, now), Some(1));
             assert_eq!(turns.gave_way(1, now), Some(2));
             assert_eq!(turns.gave_way(2, now), Some(0));
