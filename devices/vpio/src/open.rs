@@ -116,6 +116,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             let guest = &mut self.guests[at];
             guest.model = Model::new(self.device, guest.config.address);
             guest.tables.clear();
+            guest.asked.clear();
             self.broken = None;
             self.run(at, self.device.context.learn)?;
         }

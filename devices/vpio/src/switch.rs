@@ -56,7 +56,6 @@ impl<P: PhysicalDevice> Monitor<P> {
         self.resident = Some(to.0);
         self.guests[to.0].counters.switches += 1;
         self.bring_in(to.0)?;
-        self.ask_again(to.0)?;
         Ok(if self.resident.is_some() { Switched::Done } else { Switched::Refused })
     }
 
@@ -159,10 +158,10 @@ impl<P: PhysicalDevice> Monitor<P> {
         if let Some(page) = &mut guest.page {
             page.restored();
         }
-        Ok(())
+        self.ask_again(to)
     }
 
-    /// What the guest had asked of the device and still waits for is asked again: a register that isn't done at once says so no more after a hand-off.
+    /// What the guest had asked of the device and still waits for is asked again: a register that isn't done at once says so no more after a reset.
     fn ask_again(&mut self, at: usize) -> Result<(), MonitorError> {
         if self.resident != Some(at) {
             return Ok(());
