@@ -375,6 +375,10 @@ impl<P: PhysicalDevice> Monitor<P> {
                 *kept = *kept & !mask | value << shift & mask;
             }
             self.wrote(at, reg, piece, value);
+            if self.device.polled.settles.iter().any(|(settles, _)| *settles == reg) {
+                let guest = &mut self.guests[at];
+                guest.asked.insert(reg, guest.model.physical_value(reg));
+            }
         }
         Ok(())
     }
@@ -384,13 +388,10 @@ impl<P: PhysicalDevice> Monitor<P> {
         let model = &mut self.guests[at].model;
         let whole = if piece.is_whole(self.device.register(reg)) { value } else { model.graph().value(reg) };
         model.wrote_device(reg, whole);
-        if self.device.polled.settles.iter().any(|(settles, _)| *settles == reg) {
-            self.guests[at].asked.insert(reg, whole);
-        }
     }
 
     /// A guest has read a register: one that wasn't done at once may be.
-    pub(crate) fn has_seen(&mut self, at: usize, piece: Piece, value: u32) {
+    fn has_seen(&mut self, at: usize, piece: Piece, value: u32) {
         let settles = self.device.polled.settles.iter().find(|(reg, _)| piece.reg == Some(*reg));
         if let Some((reg, done)) = settles
             && piece.is_whole(self.device.register(*reg))

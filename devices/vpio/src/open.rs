@@ -171,9 +171,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             None => {
                 let raw = self.physical.read(access.bar, access.offset, access.size)?;
                 for (piece, skip) in asked {
-                    let value = truncated(raw >> (8 * skip), piece.bytes);
-                    self.guests[id.0].model.returned(piece, value);
-                    self.has_seen(id.0, piece, value);
+                    self.guests[id.0].model.returned(piece, truncated(raw >> (8 * skip), piece.bytes));
                 }
                 Ok(raw)
             }
