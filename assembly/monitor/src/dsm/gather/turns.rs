@@ -292,7 +292,7 @@ mod tests {
         assert_eq!(turns.turn(0), LONG, "it has told last");
     }
 
-    /// A program that waits in two ways is looked at as soon as one that doesn't say when it waits, within a factor of two.
+    /// A program that waits in two ways is looked at nearly as soon as one that works and doesn't say when it waits: after twice that time at the most.
     #[test]
     fn who_says_so_only_at_times_is_looked_at_soon() {
         let mut turns = Turns::new(1, 2).unwrap();
