@@ -15,6 +15,7 @@
 use crate::clock;
 use crate::table::{Placement, Record};
 use crate::{MOST_LOCATIONS, MOST_OBSERVED, MOST_THREADS};
+use core::arch::asm;
 use core::fmt;
 use core::hint::{black_box, spin_loop};
 use core::sync::atomic::{AtomicU64, Ordering};
@@ -79,6 +80,8 @@ pub struct Bench {
     array: usize,
     locations: Shared<AtomicU64>,
     registers: Shared<AtomicU64>,
+    /// Each vCPU's, while it runs; nobody else uses them, so no node needs their pages but its own.
+    own_registers: Shared<AtomicU64>,
     histograms: Shared<AtomicU64>,
     meeting: Shared<AtomicU64>,
     /// By how many nanoseconds this vCPU's clock is behind vCPU 0's.
@@ -109,6 +112,7 @@ impl Bench {
             array,
             locations: heap.array(MOST_LOCATIONS * array / 8)?,
             registers: heap.array(instances * MOST_OBSERVED * MOST_THREADS)?,
+            own_registers: heap.array(Self::own(instances) * team.count())?,
             histograms: heap.array(HISTOGRAM * 2 * team.count())?,
             meeting: heap.array(2)?,
             behind,
@@ -131,7 +135,23 @@ impl Bench {
         self.locations.address().cast::<u8>().wrapping_add(offset)
     }
 
-    /// Where a thread's registers of an instance go. Only those that it shows have room.
+    /// Words of one vCPU's registers, in whole pages.
+    const fn own(instances: usize) -> usize {
+        (instances * MOST_OBSERVED).next_multiple_of(PAGE / 8)
+    }
+
+    /// Hands the registers of a thread that a vCPU ran to who counts outcomes. (Locations aren't set up so: a page that is kept by updates would
+    /// not be when threads run, and an order that fails there wouldn't be seen.)
+    fn show(&self, vcpu: usize, record: &Record, thread: usize) {
+        let shown = record.thread.get(thread).map_or(0, |thread| thread.observed as usize);
+        let own =
+            self.own_registers.address().cast::<u8>().wrapping_add(vcpu * Self::own(self.instances) * 8);
+        let to = self.registers(record, thread, 0).cast::<u8>();
+        // SAFETY: both have room for this thread's registers of all instances; nobody else uses them until all have met.
+        unsafe { copy(own, to, self.instances * shown * 8) };
+    }
+
+    /// Where a thread's registers of an instance are counted. Only those that it shows have room.
     fn registers(&self, record: &Record, thread: usize, instance: usize) -> *mut [u64; MOST_OBSERVED] {
         let shown = record.thread.get(thread).map_or(0, |thread| thread.observed as usize);
         let words = thread * self.instances * MOST_OBSERVED + instance * shown;
@@ -181,12 +201,14 @@ impl Bench {
             if thread < threads
                 && let Some(code) = test.code.get(thread).copied().flatten()
             {
+                let shown = record.thread.get(thread).map_or(0, |thread| thread.observed as usize);
+                let own = self.own_registers.address().wrapping_add(team.index() * Self::own(self.instances));
                 for instance in 0..self.instances {
                     let mut addresses = [0; MOST_LOCATIONS];
                     for (location, address) in addresses.iter_mut().enumerate() {
                         *address = self.address(record, instance, location).expose_provenance() as u64;
                     }
-                    let registers = self.registers(record, thread, instance);
+                    let registers = own.wrapping_add(instance * shown).cast();
                     if meeting.each(round) {
                         met_before += threads as u64;
                         self.meet(met_before);
@@ -204,6 +226,7 @@ impl Bench {
                     // SAFETY: promised by the caller; the addresses lie in the bench's memory.
                     unsafe { code(&raw const addresses, registers) };
                 }
+                self.show(team.index(), record, thread);
             } else if meeting.each(round) {
                 met_before += (threads * self.instances) as u64;
             }
@@ -275,6 +298,24 @@ impl Bench {
 /// Whether a team is on several nodes.
 fn several(team: &Team<'_>) -> bool {
     team.node_of(0) != team.node_of(team.count() - 1)
+}
+
+/// Copies with a string instruction. Where nodes keep a page by updates, its monitor would have to carry out each plain store; this one it
+/// doesn't, and has the page come.
+///
+/// # Safety
+/// The bytes may be read and written, and don't overlap.
+unsafe fn copy(from: *const u8, to: *mut u8, bytes: usize) {
+    // SAFETY: promised by the caller; the direction flag is clear, as everywhere.
+    unsafe {
+        asm!(
+            "rep movsb",
+            inout("rcx") bytes => _,
+            inout("rsi") from => _,
+            inout("rdi") to => _,
+            options(nostack, preserves_flags),
+        );
+    };
 }
 
 /// Adds to the count of an outcome.
