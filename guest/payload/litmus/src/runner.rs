@@ -112,7 +112,7 @@ impl Bench {
             array,
             locations: heap.array(MOST_LOCATIONS * array / 8)?,
             registers: heap.array(instances * MOST_OBSERVED * MOST_THREADS)?,
-            own_registers: heap.array(Self::own(instances) * team.count())?,
+            own_registers: heap.array(own_words(instances) * team.count())?,
             histograms: heap.array(HISTOGRAM * 2 * team.count())?,
             meeting: heap.array(2)?,
             behind,
@@ -135,26 +135,23 @@ impl Bench {
         self.locations.address().cast::<u8>().wrapping_add(offset)
     }
 
-    /// Words of one vCPU's registers, in whole pages.
-    const fn own(instances: usize) -> usize {
-        (instances * MOST_OBSERVED).next_multiple_of(PAGE / 8)
+    /// Where a vCPU's own registers of all instances begin.
+    fn own_registers(&self, vcpu: usize) -> *mut u64 {
+        self.own_registers.address().cast::<u64>().wrapping_add(vcpu * own_words(self.instances))
     }
 
     /// Hands the registers of a thread that a vCPU ran to who counts outcomes. (Locations aren't set up so: a page that is kept by updates would
     /// not be when threads run, and an order that fails there wouldn't be seen.)
     fn show(&self, vcpu: usize, record: &Record, thread: usize) {
-        let shown = record.thread.get(thread).map_or(0, |thread| thread.observed as usize);
-        let own =
-            self.own_registers.address().cast::<u8>().wrapping_add(vcpu * Self::own(self.instances) * 8);
         let to = self.registers(record, thread, 0).cast::<u8>();
+        let bytes = self.instances * shown(record, thread) * 8;
         // SAFETY: both have room for this thread's registers of all instances; nobody else uses them until all have met.
-        unsafe { copy(own, to, self.instances * shown * 8) };
+        unsafe { copy(self.own_registers(vcpu).cast(), to, bytes) };
     }
 
     /// Where a thread's registers of an instance are counted. Only those that it shows have room.
     fn registers(&self, record: &Record, thread: usize, instance: usize) -> *mut [u64; MOST_OBSERVED] {
-        let shown = record.thread.get(thread).map_or(0, |thread| thread.observed as usize);
-        let words = thread * self.instances * MOST_OBSERVED + instance * shown;
+        let words = thread * self.instances * MOST_OBSERVED + instance * shown(record, thread);
         self.registers.address().cast::<u64>().wrapping_add(words).cast()
     }
 
@@ -201,8 +198,7 @@ impl Bench {
             if thread < threads
                 && let Some(code) = test.code.get(thread).copied().flatten()
             {
-                let shown = record.thread.get(thread).map_or(0, |thread| thread.observed as usize);
-                let own = self.own_registers.address().wrapping_add(team.index() * Self::own(self.instances));
+                let (own, shown) = (self.own_registers(team.index()), shown(record, thread));
                 for instance in 0..self.instances {
                     let mut addresses = [0; MOST_LOCATIONS];
                     for (location, address) in addresses.iter_mut().enumerate() {
@@ -298,6 +294,16 @@ impl Bench {
 /// Whether a team is on several nodes.
 fn several(team: &Team<'_>) -> bool {
     team.node_of(0) != team.node_of(team.count() - 1)
+}
+
+/// How many registers a thread shows.
+fn shown(record: &Record, thread: usize) -> usize {
+    record.thread.get(thread).map_or(0, |thread| thread.observed as usize)
+}
+
+/// Words of one vCPU's own registers, in whole pages.
+const fn own_words(instances: usize) -> usize {
+    (instances * MOST_OBSERVED).next_multiple_of(PAGE / 8)
 }
 
 /// Copies with a string instruction. Where nodes keep a page by updates, its monitor would have to carry out each plain store; this one it
