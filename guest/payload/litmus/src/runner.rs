@@ -18,6 +18,7 @@ use crate::{MOST_LOCATIONS, MOST_OBSERVED, MOST_THREADS};
 use core::arch::asm;
 use core::fmt;
 use core::hint::{black_box, spin_loop};
+use core::ops::Range;
 use core::sync::atomic::{AtomicU64, Ordering};
 use payload_spmd::{Heap, PAGE, Random, Refused, Shared, Team};
 
@@ -182,9 +183,7 @@ impl Bench {
         let mut met_before = 0;
         let mut apart_rounds = 0;
         for round in 0..rounds {
-            for instance in team.part(self.instances) {
-                self.set_up(record, instance);
-            }
+            self.set_up(record, team.part(self.instances));
             team.wait_patiently();
             if team.leads() {
                 let begin = team.nanoseconds() + if several(team) { FAR_LEAD } else { LEAD };
@@ -260,10 +259,29 @@ impl Bench {
         (0..threads).all(|thread| (0..thread).all(|other| node(thread) != node(other)))
     }
 
-    fn set_up(&self, record: &Record, instance: usize) {
+    /// Gives the locations of these instances their values.
+    fn set_up(&self, record: &Record, part: Range<usize>) {
         for (location, value) in record.initial.iter().enumerate().take(record.locations as usize) {
-            // SAFETY: inside the locations; nobody else uses this instance now.
-            unsafe { self.address(record, instance, location).cast::<u64>().write_unaligned(*value) };
+            let mut first = part.start;
+            while first < part.end {
+                let count = self.evenly(record, first).min(part.end - first);
+                let start = self.address(record, first, location);
+                let step = self.address(record, first + 1, location).addr().wrapping_sub(start.addr());
+                // SAFETY: inside the locations; nobody else uses these instances now.
+                unsafe { store_each(start, step, count, *value) };
+                first += count;
+            }
+        }
+    }
+
+    /// How many instances from this one on lie at the same distance from each other.
+    fn evenly(&self, record: &Record, first: usize) -> usize {
+        match record.placement {
+            Placement::Page => {
+                let quarter = PAGE / MOST_LOCATIONS / self.step;
+                quarter - first % quarter
+            }
+            Placement::Line | Placement::Pages | Placement::Cross => usize::MAX,
         }
     }
 
@@ -304,6 +322,34 @@ fn shown(record: &Record, thread: usize) -> usize {
 /// Words of one vCPU's own registers, in whole pages.
 const fn own_words(instances: usize) -> usize {
     (instances * MOST_OBSERVED).next_multiple_of(PAGE / 8)
+}
+
+/// Stores a value at so many places, each `step` bytes behind the one before.
+///
+/// In a loop that loads nothing: where nodes keep a page by updates, a monitor may carry out the next stores together with one that traps, each
+/// as an update of its own, as long as it needs registers only. In a compiler's loop each would trap.
+///
+/// # Safety
+/// Eight bytes at each place may be written, and nobody else uses them.
+unsafe fn store_each(start: *mut u8, step: usize, count: usize, value: u64) {
+    // SAFETY: promised by the caller.
+    unsafe {
+        asm!(
+            "test {count}, {count}",
+            "jz 3f",
+            "2:",
+            "mov qword ptr [{place}], {value}",
+            "add {place}, {step}",
+            "dec {count}",
+            "jnz 2b",
+            "3:",
+            place = inout(reg) start => _,
+            step = in(reg) step,
+            count = inout(reg) count => _,
+            value = in(reg) value,
+            options(nostack),
+        );
+    };
 }
 
 /// Copies with a string instruction. Where nodes keep a page by updates, its monitor would have to carry out each plain store; this one it
