@@ -294,7 +294,12 @@ impl Guest {
             }
             Waited::Timeout => {
                 self.session.suspect();
-                bail!("Guest {} didn't say {what:?} within {:.0} s", self.spec.name, timeout.as_secs_f64())
+                bail!(
+                    "Guest {} didn't say {what:?} within {:.0} s; {}",
+                    self.spec.name,
+                    timeout.as_secs_f64(),
+                    self.session.out.last_words()
+                )
             }
         }
     }

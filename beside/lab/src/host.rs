@@ -239,6 +239,11 @@ impl Host {
         self.channel.looked_at();
     }
 
+    /// Whether a guest was started on it.
+    pub fn has_guests(&self) -> bool {
+        self.consoles.lock().is_ok_and(|consoles| consoles.iter().any(|c| c.name().starts_with("guest ")))
+    }
+
     /// Forgets the consoles of what has ended.
     pub fn forget_consoles(&self) {
         if let Ok(mut consoles) = self.consoles.lock() {

@@ -161,8 +161,10 @@ impl Lab {
         Ok(())
     }
 
-    /// The tails of all consoles.
+    /// The tails of all consoles; hosts with guests come last, since the end of a long output is what is kept of it.
     pub fn tails(&self) -> String {
-        self.hosts.iter().map(Host::tails).collect()
+        let mut hosts: Vec<&Host> = self.hosts.iter().collect();
+        hosts.sort_by_key(|host| host.has_guests());
+        hosts.into_iter().map(Host::tails).collect()
     }
 }

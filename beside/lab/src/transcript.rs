@@ -78,6 +78,21 @@ impl Transcript {
         (!inside.ended).then(|| self.start.elapsed().saturating_sub(last))
     }
 
+    /// In a few words, what came last and how long ago: what stands still and what is slow look alike without it.
+    pub fn last_words(&self) -> String {
+        let inside = self.lock();
+        let partial = String::from_utf8_lossy(&inside.partial);
+        match inside.lines.last() {
+            // When an unfinished line came isn't known.
+            _ if !partial.trim().is_empty() => format!("it stopped within the line {:?}", partial.trim()),
+            Some((when, line)) => {
+                let ago = self.start.elapsed().saturating_sub(*when).as_secs_f64();
+                format!("its last line came {ago:.0} s before: {:?}", line.trim())
+            }
+            None => "it had said nothing at all".to_owned(),
+        }
+    }
+
     /// How many lines there are: a position to wait from.
     pub fn position(&self) -> usize {
         let inside = self.lock();
@@ -155,6 +170,17 @@ mod tests {
         t.end();
         assert_eq!(t.wait_for("never", 0, Duration::from_secs(9)), Waited::Ended);
         assert!(t.tail(5).contains("LAB-L2 init 1.5"));
+    }
+
+    #[test]
+    fn what_came_last_is_told() {
+        let t = Transcript::new("x");
+        assert!(t.last_words().contains("nothing"));
+        t.push(b"LAB-L2 init 1.5\r\n");
+        let words = t.last_words();
+        assert!(words.contains("0 s before") && words.contains("\"LAB-L2 init 1.5\""), "{words}");
+        t.push(b"[    2.0] half a l");
+        assert!(t.last_words().contains("half a l"));
     }
 
     #[test]
