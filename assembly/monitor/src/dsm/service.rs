@@ -20,14 +20,15 @@ use super::engine::{Core, Engine, Outcome, now};
 use super::link::{Control, Frame, Incoming, Link};
 use super::vcpus::{MOST_GRANTED, Pending};
 
-/// Pause between two heartbeats on each link, nanoseconds.
-const BEAT: u64 = 50_000_000;
+/// Longest pause between two heartbeats on each link, nanoseconds, and shortest. They are not in step with what the program does, as vCPUs that little but work are looked at then.
+const BEAT: u64 = 100_000_000;
+const SOONEST_BEAT: u64 = 75_000_000;
 /// Pause between two tellings of what vCPUs spend their time with, nanoseconds; where that is little but work it is told with heartbeats.
 const TELL: u64 = 25_000_000;
-/// What is due within so many nanoseconds is done at once.
-const TOGETHER: u64 = 5_000_000;
-/// Silence of a link after which its node counts as lost, nanoseconds.
-const SILENCE: u64 = 850_000_000;
+/// A heartbeat that is due within so many nanoseconds of a telling leaves with it: each wake costs the vCPU beside this thread some 100 µs, and so it does at the other end.
+const TOGETHER: u64 = 50_000_000;
+/// Silence of a link after which its node counts as lost, nanoseconds: seen when it has lasted so long, not at the next heartbeat.
+const SILENCE: u64 = 900_000_000;
 /// How long vCPUs that are stopped may go on waiting for pages, nanoseconds: inside KVM some waits can't be broken off.
 const LAST_WAIT: u64 = 200_000_000;
 
@@ -83,23 +84,24 @@ impl Engine {
         let mut released = false;
         let mut faults = Vec::new();
         while !self.quit.load(Ordering::Relaxed) {
-            // What is due soon is done with what is due: each wake costs the vCPU beside this thread some 100 µs.
-            let due = if now() >= next_beat.min(next_telling) { now() + TOGETHER } else { 0 };
-            if due >= next_beat {
-                self.beat();
-                next_beat = now() + BEAT;
+            let time = now();
+            let tells = time >= next_telling;
+            let beats = time >= next_beat || (tells && time + TOGETHER >= next_beat);
+            let heard = tells && self.tell_time();
+            if beats {
+                self.beat(heard);
+                next_beat = time + SOONEST_BEAT + time % (BEAT - SOONEST_BEAT);
             }
-            if due >= next_telling {
-                self.tell_time();
-                told = now();
-                next_telling = told + BEAT;
+            if tells {
+                (told, next_telling) = (time, next_beat);
             }
-            let mut until = next_beat.min(next_telling);
+            let silence = self.look_for_silence();
+            let mut until = u64::MAX;
             if let Some(core) = &mut *self.lock() {
                 if next_telling != u64::MAX && core.has_much_to_tell(TELL) {
-                    next_telling = told + TELL;
+                    next_telling = next_telling.min(told + TELL);
                 }
-                until = until.min(next_telling).min(self.on_time(core));
+                until = self.on_time(core, tells);
                 if core.gathering.is_over() {
                     next_telling = u64::MAX;
                 }
@@ -111,6 +113,7 @@ impl Engine {
                     }
                 }
             }
+            let until = until.min(next_beat).min(next_telling).min(silence);
             if let Err(error) = self.sleep(until, &mut faults) {
                 self.fail(format!("Node {} can't wait for faults of its guest: {error}", self.me));
                 return;
@@ -127,12 +130,22 @@ impl Engine {
         }
     }
 
-    /// Sends heartbeats, and looks whose have stopped.
-    fn beat(&self) {
-        for link in self.links() {
+    /// Sends heartbeats. `told`: node 0 has just been told something.
+    fn beat(&self, told: bool) {
+        for link in self.links().filter(|link| !(told && link.peer == 0)) {
             link.send_control(&Control::Heartbeat);
-            let silent = now().saturating_sub(link.heard.load(Ordering::Relaxed));
-            if silent > SILENCE && !link.busy.load(Ordering::Relaxed) && self.outcome().is_none() {
+        }
+    }
+
+    /// Looks who hasn't been heard from. Returns when to come again.
+    fn look_for_silence(&self) -> u64 {
+        let mut next = u64::MAX;
+        for link in self.links() {
+            let heard = link.heard.load(Ordering::Relaxed);
+            let silent = now().saturating_sub(heard);
+            if silent <= SILENCE {
+                next = next.min(heard.saturating_add(SILENCE + 1));
+            } else if !link.busy.load(Ordering::Relaxed) && self.outcome().is_none() {
                 self.fail(format!(
                     "Node {} has not been heard from for {} ms over the link {}: its host is down, cut off, or stopped",
                     link.peer,
@@ -141,10 +154,11 @@ impl Engine {
                 ));
             }
         }
+        next
     }
 
-    /// What is due. Returns when to come again.
-    fn on_time(&self, core: &mut Core) -> u64 {
+    /// What is due. `told`: what vCPUs spend their time with has just been told. Returns when to come again.
+    fn on_time(&self, core: &mut Core, told: bool) -> u64 {
         let time = now();
         if core.gathering.is_over() {
             return self.look_at_turns(core);
@@ -162,7 +176,7 @@ impl Engine {
                 self.summon(core, vcpu);
             }
         }
-        let look = self.look_at_vcpus(core);
+        let look = self.look_at_vcpus(core, told);
         core.armed = core.node.deadline();
         let rekick = core.rekick.iter().map(|(at, _)| *at).min();
         core.armed.into_iter().chain(rekick).min().unwrap_or(u64::MAX).min(look)

@@ -190,6 +190,8 @@ impl SpanningVm {
                 settings.node
             )));
         }
+        // What is known of pages grows while they are asked for.
+        crate::sandbox::use_one_arena();
         let here = vcpus_of(settings.node.into(), wide, vcpus);
         // Node 0 has those of others, too, to take them over.
         let local =

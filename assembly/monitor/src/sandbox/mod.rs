@@ -29,6 +29,7 @@ use rustix::thread::CapabilitySet;
 use serde::Serialize;
 
 use crate::description::{SandboxMode, VmDescription};
+pub(crate) use allocator::use_one_arena;
 use observer::Observer;
 use seccomp::Program;
 
@@ -184,7 +185,7 @@ impl Sandbox {
         let _ = rustix::param::page_size();
         let mut programs = BTreeMap::new();
         if mode != SandboxMode::Off {
-            allocator::use_one_arena();
+            use_one_arena();
             for &kind in kinds {
                 programs.insert(kind, Arc::new(seccomp::thread_program(kind, description, rdma)?));
             }

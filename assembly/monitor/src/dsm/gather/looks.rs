@@ -10,8 +10,7 @@ use super::policy::Told;
 use super::spinning::{LONGEST, spins};
 use crate::dsm::engine::{Core, Engine, now};
 
-/// Pause between two looks at a vCPU of a node whose vCPUs only work, and of others, nanoseconds.
-const SELDOM: u64 = 50_000_000;
+/// Pause between two looks at a vCPU, nanoseconds. Those of a node whose vCPUs little but work are looked at with its tellings, which are rare then.
 const OFTEN: u64 = 8_000_000;
 /// Longest time that crossing into the guest and out of it is taken to need, nanoseconds.
 const MOST: u64 = 60_000;
@@ -225,8 +224,8 @@ impl Core {
 }
 
 impl Engine {
-    /// Calls those vCPUs out that are to be looked at. Returns when to come again, nanoseconds.
-    pub(in crate::dsm) fn look_at_vcpus(&self, core: &mut Core) -> u64 {
+    /// Calls those vCPUs out that are to be looked at. `told`: what they spend their time with has just been told. Returns when to come again, nanoseconds.
+    pub(in crate::dsm) fn look_at_vcpus(&self, core: &mut Core, told: bool) -> u64 {
         if !self.gathers || core.standing || core.stopping {
             return u64::MAX;
         }
@@ -239,16 +238,18 @@ impl Engine {
                 continue;
             }
             // The same whatever it was found to do: what is found stands for the time until the next look.
-            let pause = if often { OFTEN } else { SELDOM };
-            // Not in step with what the program does: three to five quarters of it.
-            let after = time.saturating_add(pause / 4 * 3).saturating_add(time % (pause / 2));
-            if slot.look.due > time {
-                slot.look.due = slot.look.due.min(time.saturating_add(pause / 4 * 5));
+            if often && slot.look.due > time {
                 next = next.min(slot.look.due);
                 continue;
             }
-            slot.look.due = after;
-            next = next.min(after);
+            if !often && !told && slot.look.due > 0 {
+                continue;
+            }
+            // Not in step with what the program does: three to five quarters of a pause. (Nor are tellings.)
+            slot.look.due = time.saturating_add(OFTEN / 4 * 3).saturating_add(time % (OFTEN / 2));
+            if often {
+                next = next.min(slot.look.due);
+            }
             // What it does is known without a look. One that was called and hasn't come has no processor: what it has run meanwhile is little.
             let waits = slot.fault.is_some() || slot.trap.is_some() || slot.operating;
             if !waits && !slot.outside && !slot.look.called {

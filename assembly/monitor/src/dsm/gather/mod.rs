@@ -103,21 +103,22 @@ impl Gathering {
 }
 
 impl Engine {
-    /// Tells node 0 what vCPUs have spent their time with.
-    pub(super) fn tell_time(&self) {
+    /// Tells node 0 what vCPUs have spent their time with. Whether something was sent to it.
+    pub(super) fn tell_time(&self) -> bool {
         if !self.gathers {
-            return;
+            return false;
         }
         let servants = self.servants().clone();
         let told = match &mut *self.lock() {
             Some(core) if !core.gathering.is_over() && !core.standing => core.spent(&servants),
-            _ => return,
+            _ => return false,
         };
         if self.me == 0 {
             self.told(0, told);
         } else {
             self.send_control(0, &Control::Told(told));
         }
+        self.me != 0
     }
 
     /// On node 0: a node has told what its vCPUs have spent their time with.

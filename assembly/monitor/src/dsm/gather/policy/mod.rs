@@ -13,9 +13,10 @@
 //! alone = min(vcpus of node 0, done + back)                     what would be done on node 0
 //! ```
 //!
-//! What is lost to `0.9 * alone`, for as much of the interval as counts on each node, is added up, and what is gained over `0.9 * vcpus of node 0` taken off, to nothing at the least. As much as
-//! moving costs, some 50 ms of each of node 0's vCPUs (10 ms of standing still, page tables and caches), decides: what a move costs has been lost by then, so a wrong one costs about twice what
-//! was needed, and a program that loses nearly all is brought together within a tenth of a second, one that loses little after as much longer. What a program has gained before, clearly more than
+//! What is lost to `0.9 * alone`, for as much of the interval as counts on each node, is added up, and what is gained over `0.9 * vcpus of node 0` taken off, to nothing at the least. Half of what
+//! moving costs, which is some 50 ms of each of node 0's vCPUs (10 ms of standing still, page tables and caches), decides: a wrong move costs about three times what was needed, but programs that pay
+//! stay far from it (those of the benchmarks lose 3 ms at the most), while those that don't would lose the rest each time. One that loses nearly all is brought together within 50 ms, one that loses
+//! little after as much longer. What a program has gained before, clearly more than
 //! node 0 alone would do, it may lose again, up to 0.25 s: one that exchanges much at the end of each of its steps pays, though it loses for a moment. Where nobody waits for pages nothing is lost,
 //! however much is spun: a move would change nothing.
 
@@ -26,7 +27,7 @@ const LONGEST: u64 = 200_000_000;
 /// Until then it lasts until each node has accounted for one part in so many of its vCPUs' time: from a moment in which the host gave them next to nothing, nothing follows.
 const KNOWN: u64 = 4;
 /// Loss that decides, for each of node 0's vCPUs, in nanoseconds of a vCPU.
-const ENOUGH: i128 = 50_000_000;
+const ENOUGH: i128 = 25_000_000;
 /// Gain that later losses are set against, for each of node 0's vCPUs, in nanoseconds of a vCPU, at the most: a program that stops paying is still brought together.
 const CREDIT: i128 = 250_000_000;
 /// In thousandths: what of node 0's work alone has to be done for nothing to be lost. Moving isn't worth the rest.
