@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use dsm::message::Intent;
 use dsm::{Body, Event, Fault, Mode, Vcpu};
@@ -59,6 +59,17 @@ pub(super) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>, DsmErro
     };
     threads.push(thread.spawn(body).map_err(failed)?);
     Ok(threads)
+}
+
+/// How long nothing has come over a link.
+pub(super) fn silence(link: &Link) -> Duration {
+    Duration::from_nanos(now().saturating_sub(link.heard.load(Ordering::Relaxed)))
+}
+
+/// How long it may go on being silent before its node counts as lost.
+pub(super) fn until_lost(link: &Link) -> Duration {
+    let lost = Duration::from_nanos(SILENCE);
+    if link.busy.load(Ordering::Relaxed) { lost } else { lost.saturating_sub(silence(link)) }
 }
 
 impl Engine {

@@ -18,15 +18,16 @@ use serde_json::Value;
 
 use super::ahead::HELPERS;
 use super::checkpoint::{self, Checkpoints, List, Listed, Member, Plan, Restored, Step};
-use super::engine::{Engine, Machine, Outcome};
+use super::engine::{Engine, Gathered as GatheredNews, Machine, Outcome};
 use super::gather::{Gathered, Gathering, Turns, processors};
 use super::join::{Hello, device_of, join};
-use super::link::Control;
+use super::link::{Control, Link};
 use super::{CheckpointError, DsmError, NodeAddress, RdmaDevice, service, top};
 use crate::payload::{PayloadBuilder, PayloadError, PayloadVm, Whole, vcpus_of};
 
-/// How long node 0 waits for the reports of the others at the end, and they for node 0's end.
+/// How long node 0 waits at the end for the reports of others that are heard from, and they for its end: it may wait for one of them.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+const LONGEST_END: Duration = Duration::from_secs(3);
 /// How often a node that waits for others looks whether the VM has ended.
 const LOOK: Duration = Duration::from_millis(100);
 /// What other nodes may have said about checkpoints that hasn't been looked at. Correct ones send one thing at a time.
@@ -461,7 +462,8 @@ impl SpanningVm {
         let engine = &self.engine;
         // After a failure nobody asks for counts, and whoever is cut off would be waited for in vain.
         let patience = match engine.outcome() {
-            Some(Outcome::Exit(_)) => LAST_WORDS,
+            Some(Outcome::Exit(_)) if engine.me == 0 => LAST_WORDS,
+            Some(Outcome::Exit(_)) => LONGEST_END,
             _ => Duration::ZERO,
         };
         let until = Instant::now() + patience;
@@ -470,22 +472,46 @@ impl SpanningVm {
         }
         let mut gathered = engine.gathered();
         loop {
-            let done = if engine.me == 0 {
-                (1..self.nodes)
-                    .all(|node| gathered.reports.contains_key(&node) || gathered.gone.contains(&node))
-            } else {
-                gathered.gone.contains(&0)
-            };
-            let left = until.saturating_duration_since(Instant::now());
-            if done || left.is_zero() {
+            let awaited: Vec<&Link> = engine.links().filter(|link| self.awaits(link, &gathered)).collect();
+            // Whoever is silent was lost with the program's end, or before; that is told as early as at any other time.
+            let silent = awaited.iter().map(|link| service::until_lost(link)).max().unwrap_or_default();
+            let left = until.saturating_duration_since(Instant::now()).min(silent);
+            if left.is_zero() {
                 break;
             }
             gathered = engine.await_news(gathered, left);
+        }
+        if let Some(Outcome::Exit(code)) = engine.outcome() {
+            self.miss(code, &gathered);
         }
         let parse = |(node, bytes): (&u8, &Vec<u8>)| Some((*node, serde_json::from_slice(bytes).ok()?));
         let mut reports: BTreeMap<u8, Value> = gathered.reports.iter().filter_map(parse).collect();
         reports.insert(engine.me, own);
         reports
+    }
+
+    /// Whether something has still to come over a link before this node may end.
+    fn awaits(&self, link: &Link, gathered: &GatheredNews) -> bool {
+        let needed =
+            if self.engine.me == 0 { !gathered.reports.contains_key(&link.peer) } else { link.peer == 0 };
+        needed && !gathered.gone.contains(&link.peer)
+    }
+
+    /// Says whom the end of the program hasn't been seen to reach. What it came to counts all the same.
+    fn miss(&self, code: u32, gathered: &GatheredNews) {
+        for link in self.engine.links() {
+            let (peer, address) = (link.peer, &link.address);
+            if self.awaits(link, gathered) {
+                tracing::warn!(
+                    "The program has ended with {code}, but node {peer} has not ended with it and was last heard from {} ms ago over the link {address}: its host is down, cut off, stopped or very slow, and its monitor may have to be ended by hand",
+                    service::silence(link).as_millis()
+                );
+            } else if self.engine.me == 0 && !gathered.reports.contains_key(&peer) {
+                tracing::warn!(
+                    "The program has ended with {code}, but the link {address} to node {peer} was closed before it said what it counted: its monitor has died or was ended"
+                );
+            }
+        }
     }
 }
 

@@ -141,7 +141,7 @@ fn without_times(console: &[u8]) -> String {
 #[derive(Debug, Default)]
 struct Tally {
     faults: u32,
-    /// Not counted as faults: the program ended with the right result while a link was cut.
+    /// Not counted as faults: the program ended with the right result before them, or while a link was cut.
     ended_first: u32,
     hangs: u32,
     undiagnosed: u32,
@@ -342,10 +342,11 @@ impl Scenario<'_> {
         Ok(())
     }
 
-    /// Does it, and looks at what the nodes make of it. False when a link was cut, or node 0 killed, and the program was quicker, all the same: a cut takes
-    /// milliseconds, and so does the end of node 0 when it has told the others of the program's. Where the whole console has come out (of a killed node 0: before it
-    /// was) and all that live have ended with the right code, within the time for a diagnosis, none is needed.
+    /// Does it, and looks at what the nodes make of it. False when the program was quicker, all the same: a cut takes milliseconds, and so does the end of nodes when
+    /// the program has ended. Where the whole console had come out before (of a cut: comes out) and all that live have ended with the right code, within the time for
+    /// a diagnosis, none is needed.
     fn disturb(&mut self, vm: &mut Vm, name: &str, fault: Fault, expected: &Ending) -> Result<bool> {
+        let had_said_all = without_times(&vm.console()) == expected.console;
         let since = Instant::now();
         match fault {
             Fault::Kill(node) => vm.signal(node, Signal::KILL)?,
@@ -371,13 +372,10 @@ impl Scenario<'_> {
             said.iter().filter(|(node, _, text)| fault.is_named_by(*node, text)).map(|(_, at, _)| *at).min();
         let statuses = vm.statuses();
         let whole = without_times(&vm.console()) == expected.console;
-        // Any other node that was killed or stopped is missed at once, or is waited for.
-        let living = match fault {
-            Fault::Cut(_) => Some(statuses.as_slice()),
-            Fault::Kill(0) => statuses.get(1..),
-            Fault::Kill(_) | Fault::Stop(_) => None,
-        };
-        let rightly = whole && living.is_some_and(|all| all.iter().all(|one| *one == expected.status));
+        let before = had_said_all || !matches!(fault, Fault::Kill(1..) | Fault::Stop(_));
+        let killed = |node: usize| matches!(fault, Fault::Kill(dead) if usize::from(dead) == node);
+        let mut living = statuses.iter().enumerate().filter(|(node, _)| !killed(*node));
+        let rightly = whole && before && living.all(|(_, one)| *one == expected.status);
         let tally = &mut self.tally;
         if diagnosis.is_none() && ended_in_time && left.is_empty() && rightly {
             tally.ended_first += 1;

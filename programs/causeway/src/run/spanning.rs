@@ -14,6 +14,7 @@ use monitor::description::{HugePages, Payload, SandboxMode, VmDescription};
 use monitor::dsm::{Checkpoints, NodeAddress, NodeSettings, RdmaDevice, SpanningVm, Trouble};
 use monitor::payload::process_status;
 use monitor::sandbox::{NodePlaces, Sandbox, ThreadKind, privileges_used, raise_limits_for_rdma};
+use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
 
 use super::payload;
 use crate::cli::{Coherence, Gather, RunArgs};
@@ -22,11 +23,11 @@ use crate::{failure, output};
 /// How long nodes that were started here may take to end after node 0.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Whether a signal has stopped a process: it can't end by itself then.
-fn is_stopped(process: u32) -> bool {
-    // proc(5): pid (name) state …; a name may have anything in it.
-    std::fs::read_to_string(format!("/proc/{process}/stat"))
-        .is_ok_and(|text| text.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T')))
+/// Whether a signal has stopped a child: it can't end by itself then. Needs no `/proc`, which the sandbox doesn't have.
+fn is_stopped(child: &Child) -> bool {
+    let which = WaitId::Pid(Pid::from_child(child));
+    let how = WaitIdOptions::STOPPED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+    matches!(waitid(which, how), Ok(Some(status)) if status.stopped())
 }
 
 /// What the command line says about nodes.
@@ -274,8 +275,7 @@ impl Others {
     fn end(&mut self) {
         let deadline = Instant::now() + PATIENCE;
         for child in &mut self.children {
-            while matches!(child.try_wait(), Ok(None)) && Instant::now() < deadline && !is_stopped(child.id())
-            {
+            while matches!(child.try_wait(), Ok(None)) && Instant::now() < deadline && !is_stopped(child) {
                 std::thread::sleep(Duration::from_millis(5));
             }
             // Fails when it has ended, as it should have.
@@ -305,15 +305,15 @@ mod tests {
     fn a_stopped_process_is_told_from_one_that_runs() {
         let mut child = std::process::Command::new("sleep").arg("60").spawn().unwrap();
         let process = rustix::process::Pid::from_child(&child);
-        assert!(!is_stopped(child.id()));
+        assert!(!is_stopped(&child));
         rustix::process::kill_process(process, rustix::process::Signal::STOP).unwrap();
         let since = Instant::now();
-        while !is_stopped(child.id()) && since.elapsed() < Duration::from_secs(10) {
+        while !is_stopped(&child) && since.elapsed() < Duration::from_secs(10) {
             std::thread::sleep(Duration::from_millis(1));
         }
-        assert!(is_stopped(child.id()));
+        assert!(is_stopped(&child));
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(!is_stopped(child.id()));
+        assert!(!is_stopped(&child));
     }
 }

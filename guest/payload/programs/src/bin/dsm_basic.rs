@@ -2,7 +2,8 @@
 //!
 //! `counter`: every vCPU adds to one word; `message`: vCPU 0 writes a page and then a flag, the others read the flag and then the page;
 //! `sharing`: every vCPU counts in a word of its own, all in one page; `turns`: vCPUs write a page one after the other; `private`: every
-//! vCPU fills pages that nobody else uses. `endless` says when all vCPUs run, and counts for ever; it isn't among `all`. Ends with 0
+//! vCPU fills pages that nobody else uses. `endless` says when all vCPUs run, and counts for ever; in `alone` vCPU 0 says the same, and ends by itself after as many
+//! milliseconds as there are rounds; they aren't among `all`. Ends with 0
 //! when all was as it should be.
 
 #![no_std]
@@ -45,6 +46,9 @@ fn main(vcpu: Vcpu) -> u32 {
     if pattern == "endless" {
         endless(&vcpu);
     }
+    if pattern == "alone" {
+        return alone(&vcpu, rounds);
+    }
     for (name, run) in patterns.iter().filter(|(name, _)| pattern == "all" || pattern == *name) {
         let begin = ticks();
         BARRIER.0.wait(vcpu.count());
@@ -74,6 +78,19 @@ fn endless(vcpu: &Vcpu) -> ! {
         COUNTER.0.fetch_add(1, Ordering::AcqRel);
         SHARED.0[index(vcpu)].fetch_add(1, Ordering::Relaxed);
     }
+}
+
+/// Memory that others have is needed no more, once it has been said.
+fn alone(vcpu: &Vcpu, milliseconds: u64) -> u32 {
+    BARRIER.0.wait(vcpu.count());
+    if vcpu.index() == 0 {
+        println!("all run");
+        let begin = ticks();
+        while vcpu.nanoseconds(ticks() - begin) < milliseconds as f64 * 1e6 {
+            spin_loop();
+        }
+    }
+    0
 }
 
 fn counter(vcpu: &Vcpu, rounds: u64) {
