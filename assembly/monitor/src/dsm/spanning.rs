@@ -25,8 +25,9 @@ use super::link::{Control, Link};
 use super::{CheckpointError, DsmError, NodeAddress, RdmaDevice, service, top};
 use crate::payload::{PayloadBuilder, PayloadError, PayloadVm, Whole, vcpus_of};
 
-/// How long node 0 waits at the end for the reports of others that are heard from, and they for its end: it may wait for one of them.
+/// How long node 0 waits at the end for the reports of others that are heard from.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+/// How long the others wait for the end of node 0, which may wait for one of them, while it is heard from.
 const LONGEST_END: Duration = Duration::from_secs(3);
 /// How often a node that waits for others looks whether the VM has ended.
 const LOOK: Duration = Duration::from_millis(100);
