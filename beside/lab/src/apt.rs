@@ -216,15 +216,19 @@ impl Apt {
         self.archive(&resolved.file())
     }
 
+    /// The first package whose name begins with `prefix` and that a version of `name`, newest first, depends on.
+    pub fn dependency(&self, name: &str, prefix: &str) -> Result<String> {
+        let text = String::from_utf8_lossy(&self.run("apt-cache", &["show", name])?).into_owned();
+        dependency(&text, prefix)
+            .with_context(|| format!("No version of {name} depends on a package {prefix}…"))
+    }
+
     /// The newest kernel package that `meta` depends on and whose name begins with `prefix`, downloaded.
     pub fn kernel(&self, meta: &str, prefix: &str) -> Result<PathBuf> {
         let find = || -> Result<PathBuf> {
-            let text = String::from_utf8_lossy(&self.run("apt-cache", &["show", meta])?).into_owned();
-            let name = dependency(&text, prefix).with_context(|| {
-                format!(
-                    "No version of {meta} depends on a kernel called {prefix}…; are the backports reachable?"
-                )
-            })?;
+            let name = self
+                .dependency(meta, prefix)
+                .with_context(|| format!("Can't find a kernel {prefix}…; are the backports reachable?"))?;
             self.download(&name, None)
         };
         find().or_else(|_| self.update(true).and_then(|()| find()))
@@ -237,7 +241,7 @@ pub fn version_of(package: &Path) -> Option<String> {
     Some(name.split('_').nth(1)?.replace("%3a", ":"))
 }
 
-/// The first kernel package named in the `Depends` lines of a meta package's versions.
+/// The first package named in the `Depends` lines of a package's versions that begins with `prefix`.
 fn dependency(text: &str, prefix: &str) -> Option<String> {
     text.lines()
         .filter_map(|l| l.strip_prefix("Depends:"))
@@ -343,5 +347,7 @@ mod tests {
             "Depends: linux-image-6.12.95+deb12-amd64 (= 6)\n\nDepends: linux-image-6.1.0-56-amd64 (= 6.1)\n";
         assert_eq!(dependency(text, "linux-image-6.1.").unwrap(), "linux-image-6.1.0-56-amd64");
         assert_eq!(dependency(text, "linux-image-7."), None);
+        let headers = "Depends: linux-headers-6.1.0-56-common (= 6.1.192-2), linux-kbuild-6.1 (>= 6.1.192-2), linux-compiler-gcc-12-x86\n";
+        assert_eq!(dependency(headers, "linux-kbuild-").unwrap(), "linux-kbuild-6.1");
     }
 }

@@ -25,10 +25,10 @@ pub(crate) fn root(apt: &Apt, root: &Path, release: &str, packages: &[&str], sou
     let fetch = |name: &str| -> Result<PathBuf> { apt.download(name, Some(&version)).with_context(gone) };
     apt::unpack_one(&headers, root, &[])?;
     apt::unpack_one(&fetch(&format!("linux-headers-{abi}-common"))?, root, &[])?;
-    // Named by the series in Debian 12, and by the release in its backports.
-    let kbuild =
-        fetch(&format!("linux-kbuild-{major}.{minor}")).or_else(|_| fetch(&format!("linux-kbuild-{abi}")))?;
-    apt::unpack_one(&kbuild, root, &[])?;
+    // The headers say what it is called, and take newer ones than they are: of a series the archive keeps only the newest, for days before there
+    // is a signed kernel of that version.
+    let kbuild = apt.dependency(&format!("linux-headers-{release}"), "linux-kbuild-").with_context(gone)?;
+    apt::unpack_one(&apt.download(&kbuild, None).with_context(gone)?, root, &[])?;
     if source {
         apt::unpack_one(&fetch(&format!("linux-source-{major}.{minor}"))?, root, &[])?;
     }
