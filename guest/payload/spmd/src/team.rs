@@ -135,21 +135,21 @@ impl<'a> Team<'a> {
         start..start + each + usize::from(vcpu < more)
     }
 
-    /// Runs the measured part: all begin together, and vCPU 0's clock says how many nanoseconds it took until all had ended.
+    /// Runs the measured part: all begin together, and vCPU 0's clock says how many nanoseconds it took until all had ended. Who waits for others does so patiently.
     pub fn measure(&self, part: impl FnOnce()) -> u64 {
-        self.wait();
+        self.wait_patiently();
         if self.leads() {
             self.machine.phase(true);
         }
-        self.wait();
+        self.wait_patiently();
         let begun = self.machine.nanoseconds();
         part();
-        self.wait();
+        self.wait_patiently();
         let ended = self.machine.nanoseconds();
         if self.leads() {
             self.machine.phase(false);
         }
-        self.wait();
+        self.wait_patiently();
         ended.saturating_sub(begun)
     }
 

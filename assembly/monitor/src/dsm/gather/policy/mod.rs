@@ -13,10 +13,10 @@
 //! alone = min(vcpus of node 0, done + back)                     what would be done on node 0
 //! ```
 //!
-//! What is lost to `0.9 * alone`, for as much of the interval as counts on each node, is added up, and what is gained over `0.9 * vcpus of node 0` taken off, to nothing at the least. Half of what
-//! moving costs, which is some 50 ms of each of node 0's vCPUs (10 ms of standing still, page tables and caches), decides: a wrong move costs about three times what was needed, but programs that pay
-//! stay far from it (those of the benchmarks lose 3 ms at the most), while those that don't would lose the rest each time. One that loses nearly all is brought together within 50 ms, one that loses
-//! little after as much longer. What a program has gained before, clearly more than
+//! What is lost to `0.9 * alone`, for as much of the interval as counts on each node, is added up, and what is gained over `0.9 * vcpus of node 0` taken off, to nothing at the least. A third of what
+//! moving costs, which is some 50 ms of each of node 0's vCPUs (10 ms of standing still, page tables and caches), decides, or half of it where all of it comes from one interval: a wrong move costs about
+//! four times what was needed, but programs that pay stay far from it (those of the benchmarks lose 3 ms at the most), while those that don't would lose the rest each time. One that loses nearly all is
+//! brought together within 50 ms, one that loses little after as much longer. What a program has gained before, clearly more than
 //! node 0 alone would do, it may lose again, up to 0.25 s: one that exchanges much at the end of each of its steps pays, though it loses for a moment. Where nobody waits for pages nothing is lost,
 //! however much is spun: a move would change nothing.
 
@@ -26,8 +26,10 @@ const INTERVAL: u64 = 20_000_000;
 const LONGEST: u64 = 200_000_000;
 /// Until then it lasts until each node has accounted for one part in so many of its vCPUs' time: from a moment in which the host gave them next to nothing, nothing follows.
 const KNOWN: u64 = 4;
-/// Loss that decides, for each of node 0's vCPUs, in nanoseconds of a vCPU.
-const ENOUGH: i128 = 25_000_000;
+/// Loss that decides, for each of node 0's vCPUs, in nanoseconds of a vCPU, when it comes from more than one interval.
+const ENOUGH: i128 = 15_000_000;
+/// The same for a single interval: a program may begin with one that is all exchange.
+const SUDDEN: i128 = 25_000_000;
 /// Gain that later losses are set against, for each of node 0's vCPUs, in nanoseconds of a vCPU, at the most: a program that stops paying is still brought together.
 const CREDIT: i128 = 250_000_000;
 /// In thousandths: what of node 0's work alone has to be done for nothing to be lost. Moving isn't worth the rest.
@@ -243,14 +245,15 @@ impl Watch {
             self.lost = 0;
             return Decision::Stay;
         }
-        let time = i128::from(time);
+        let (time, before) = (i128::from(time), self.lost);
         self.lost += found.loss(own) * time;
         if self.lost > 0 {
             self.lost = (self.lost - found.gain(own, LOW) * time).max(0);
         } else {
             self.lost = (self.lost - found.gain(own, HIGH) * time).max(-CREDIT * WHOLES * i128::from(own));
         }
-        if self.lost >= ENOUGH * WHOLES * i128::from(own) { Decision::Gather } else { Decision::Stay }
+        let enough = if before > 0 { ENOUGH } else { SUDDEN };
+        if self.lost >= enough * WHOLES * i128::from(own) { Decision::Gather } else { Decision::Stay }
     }
 }
 

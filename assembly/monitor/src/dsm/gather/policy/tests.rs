@@ -88,14 +88,31 @@ fn programs_that_lose_come_together_the_sooner_the_more_they_lose() {
         (&[life(900, 0, 0), life(900, 0, 0)], 50..=75),
         (&[life(150, 750, 0), life(150, 750, 0)], 50..=75),
         (&[life(500, 450, 0), life(450, 500, 0)], 25..=50),
-        (&[life(700, 0, 0), life(600, 0, 0)], 125..=150),
-        (&[life(600, 0, 0), life(600, 0, 0)], 250..=275),
+        (&[life(700, 0, 0), life(600, 0, 0)], 75..=100),
+        (&[life(600, 0, 0), life(600, 0, 0)], 150..=175),
         (&[life(800, 100, 0); 4], 50..=75),
         (&[life(0, 900, 0), life(900, 0, 0)], 50..=75),
     ] {
         let at = decided(loses);
         assert!(at.is_some_and(|at| within.contains(&at)), "{loses:?}: {at:?}");
     }
+}
+
+/// One interval that is all exchange decides nothing, as a program may begin with it; a second one does, and so does a single one that lasts longer.
+#[test]
+fn a_program_may_begin_with_an_exchange() {
+    let [all, half, none] = [life(1000, 0, 0), life(550, 0, 0), life(0, 0, 0)].map(|life| [life; 2]);
+    let mut nodes = Nodes::new(&[1, 1]);
+    assert_eq!(nodes.beat(&all), Decision::Stay);
+    assert!((0..40).all(|_| nodes.beat(&none) == Decision::Stay));
+    let mut nodes = Nodes::new(&[1, 1]);
+    assert_eq!([all, half].map(|lives| nodes.beat(&lives)), [Decision::Stay, Decision::Gather]);
+    let mut nodes = Nodes::new(&[1, 1]);
+    for told in &mut nodes.told {
+        told.at += 2 * BEAT;
+        told.waited += 2 * BEAT;
+    }
+    assert_eq!(nodes.tell(), Decision::Gather);
 }
 
 /// Who spins doesn't work: with the same waits a program that spins otherwise is brought together, and one that works otherwise isn't.
@@ -111,8 +128,8 @@ fn spinning_is_told_from_work() {
 fn first_pages_say_nothing() {
     assert_eq!(decided(&[life(180, 0, 520); 2]), None, "works twice as long as it waits again");
     assert_eq!(decided(&[life(900, 0, 0); 2]), Some(50));
-    assert!(decided(&[life(450, 0, 500); 2]).is_some_and(|at| (75..=100).contains(&at)));
-    assert!(decided(&[life(90, 0, 900); 2]).is_some_and(|at| (350..=400).contains(&at)));
+    assert!(decided(&[life(450, 0, 500); 2]).is_some_and(|at| (50..=75).contains(&at)));
+    assert!(decided(&[life(90, 0, 900); 2]).is_some_and(|at| (200..=250).contains(&at)));
     assert_eq!(decided(&[life(0, 0, 1000), life(900, 0, 0)]), None);
     // What it would gain if it went on like this isn't gained yet.
     let mut nodes = Nodes::new(&[1, 1]);
@@ -290,7 +307,7 @@ proptest! {
         }
     }
 
-    /// Who loses is brought together in bounded time, whatever went before: the loss has to come to 25 ms of each of node 0's vCPUs, and 0.25 s more at the most if as much was gained.
+    /// Who loses is brought together in bounded time, whatever went before: the loss has to come to 15 to 25 ms of each of node 0's vCPUs, and 0.25 s more at the most if as much was gained.
     #[test]
     fn what_loses_is_decided_in_bounded_time(beats in any_beats(), vcpus in [1..5_u32, 1..5_u32, 1..5_u32]) {
         let mut nodes = Nodes::new(&vcpus);
