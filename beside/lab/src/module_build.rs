@@ -25,8 +25,8 @@ pub(crate) fn root(apt: &Apt, root: &Path, release: &str, packages: &[&str], sou
     let fetch = |name: &str| -> Result<PathBuf> { apt.download(name, Some(&version)).with_context(gone) };
     apt::unpack_one(&headers, root, &[])?;
     apt::unpack_one(&fetch(&format!("linux-headers-{abi}-common"))?, root, &[])?;
-    // The headers say what it is called, and take newer ones than they are: of a series the archive keeps only the newest, for days before there
-    // is a signed kernel of that version.
+    // The headers say what it is called, and take newer ones than they are: of a series the archive keeps only the newest, and that comes before
+    // the signed kernel of its version.
     let kbuild = apt.dependency(&format!("linux-headers-{release}"), "linux-kbuild-").with_context(gone)?;
     apt::unpack_one(&apt.download(&kbuild, None).with_context(gone)?, root, &[])?;
     if source {
