@@ -258,5 +258,8 @@ mod tests {
         assert_eq!(after_wait_with_pauses_of(LONG + 1), LITTLE_PATIENCE);
         assert_eq!(after_wait_with_pauses_of(LONG), PATIENCE);
         assert_eq!(machine.pauses.load(Ordering::Relaxed), 4 * 3);
+        // The four barriers of the measured part give way, too (and would never be passed here if they didn't).
+        team.measure(|| ());
+        assert_eq!(machine.pauses.load(Ordering::Relaxed), 8 * 3);
     }
 }
