@@ -94,6 +94,7 @@ impl Engine {
                 return;
             }
             core.threads.insert(thread, index);
+            core.goes_on(index);
         }
         set_outside(&mut locked, index, true);
         while let Some(core) = &mut *locked

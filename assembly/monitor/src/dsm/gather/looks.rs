@@ -2,6 +2,7 @@
 //!
 //! Who waits for a page is known to the protocol. Who runs is brought out of the guest for a moment; where it is then says what it has done since the look before:
 //! it has worked, or spun ([`super::spinning`]). Looks are rare while a node's vCPUs only work, as each costs an exit, and come more often as soon as there is something to see.
+//! Who says that it waits for others, which it does again and again until they have come, spins for as long as it gives its processor away, and works when it goes on.
 
 use machine::scheduling::thread_time;
 use machine::vcpu::GuestRegisters;
@@ -14,6 +15,8 @@ use crate::dsm::engine::{Core, Engine, now};
 const OFTEN: u64 = 8_000_000;
 /// Longest time that crossing into the guest and out of it is taken to need, nanoseconds.
 const MOST: u64 = 60_000;
+/// Longest time that giving the processor away once is taken to last, nanoseconds: what is more, the host had it do nothing.
+const AWAY: u64 = 1_000_000;
 /// Looks, and tellings, are rare where less than one part in so many of the time is spun or waited: far from what would have a program brought together. A look costs two wakes and an exit.
 const LITTLE: u64 = 4;
 
@@ -28,8 +31,10 @@ pub(in crate::dsm) struct Look {
     thread: Option<u32>,
     /// How long that had run when it was last asked, nanoseconds.
     ran: u64,
-    /// It span at the last look.
+    /// It span at the last look, and hasn't said since that it waits.
     spun: bool,
+    /// Since when it gives its processor away, as it has said that it waits for others, nanoseconds.
+    gives_way_since: Option<u64>,
     /// What its thread runs now is none of the program's.
     held: Held,
     /// What its thread has run since that was so, nanoseconds.
@@ -64,6 +69,21 @@ impl Look {
         let known = self.thread.replace(thread) == Some(thread);
         let before = std::mem::replace(&mut self.ran, ran);
         if known { ran.saturating_sub(before) } else { 0 }
+    }
+
+    /// It gives its processor away at a moment, and so much that it has run before has just been counted. How much of that was counted as work and was part of waiting, nanoseconds.
+    fn gives_way(&mut self, at: u64, counted: u64) -> u64 {
+        self.gives_way_since = Some(at);
+        if self.spun { 0 } else { counted.min(MOST) }
+    }
+
+    /// It goes on at a moment, if it has given its processor away; its thread has run so long by then. How long it has waited for others, nanoseconds.
+    fn goes_on(&mut self, at: u64, thread: u32, ran: u64) -> u64 {
+        let Some(since) = self.gives_way_since.take() else { return 0 };
+        // What it took to give the processor away is part of it.
+        self.since(thread, ran);
+        self.spun = false;
+        at.saturating_sub(since).min(AWAY)
     }
 }
 
@@ -172,12 +192,24 @@ impl Core {
         self.turn(index, Held::No);
     }
 
-    /// A vCPU says that it waits for others. On its own thread. What it runs until the next look is spun.
+    /// A vCPU says that it waits for others, and gives its processor away until [`Core::goes_on`]. On its own thread. What it took to leave the guest, and to enter it before that, is part of the wait.
     pub(super) fn says_that_it_waits(&mut self, index: usize) {
-        self.count_run(index, rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs());
-        if let Some(slot) = self.vcpus.get_mut(index) {
-            slot.look.spun = true;
+        let since = self.count_run(index, this_thread());
+        let Some(slot) = self.vcpus.get_mut(index) else { return };
+        let crossing = slot.look.gives_way(now(), since);
+        self.counts.ran = self.counts.ran.saturating_sub(crossing);
+        self.counts.spun = self.counts.spun.saturating_add(crossing);
+    }
+
+    /// A vCPU is about to go on, which has given its processor away, or hasn't. On its own thread.
+    pub(in crate::dsm) fn goes_on(&mut self, index: usize) {
+        let Some(slot) = self.vcpus.get_mut(index) else { return };
+        if slot.look.gives_way_since.is_none() {
+            return;
         }
+        let thread = this_thread();
+        let ran = thread_time(thread).unwrap_or(slot.look.ran);
+        self.counts.spun = self.counts.spun.saturating_add(slot.look.goes_on(now(), thread, ran));
     }
 
     /// Whether there is more to tell than work: much was waited or spun before the last telling, or has been waited since then, of a telling's pause of so many nanoseconds.
@@ -265,7 +297,7 @@ impl Engine {
         if let Some(slot) = core.vcpus.get_mut(index) {
             slot.look.called = false;
         }
-        let thread = rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs();
+        let thread = this_thread();
         let Some(found) = self.registers(registers) else { return };
         let spins = is_spinning(core, found.rip);
         if let Some(slot) = core.vcpus.get_mut(index) {
@@ -273,6 +305,11 @@ impl Engine {
         }
         core.count_run(index, thread);
     }
+}
+
+/// The calling thread, by the number that the host knows it by.
+fn this_thread() -> u32 {
+    rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()
 }
 
 /// Whether the code at an address only waits, as far as can be seen. Who is wrongly taken for it after all has come together loses a turn.
@@ -291,7 +328,7 @@ pub(super) fn is_spinning(core: &Core, rip: u64) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::{Look, Taken};
+    use super::{AWAY, Look, MOST, Taken};
     use crate::dsm::gather::policy::Told;
 
     /// What a thread had run before it was first looked at is nobody's, and what it runs between two looks counts once.
@@ -301,6 +338,25 @@ mod tests {
         let counted = [(7, 1_000), (7, 1_700), (7, 1_700), (8, 90_000), (8, 90_050)];
         let counted = counted.map(|(thread, ran)| look.since(thread, ran));
         assert_eq!(counted, [0, 700, 0, 0, 50]);
+    }
+
+    /// Who gives its processor away waits for as long as that lasts, whatever its thread does meanwhile, and not for what it runs after it.
+    #[test]
+    fn who_goes_on_works() {
+        let mut look = Look::default();
+        look.since(7, 1_000);
+        assert_eq!(look.goes_on(90_000, 7, 1_500), 0, "it hasn't given anything away");
+        look.since(7, 2_000);
+        look.spun = true;
+        assert_eq!(look.gives_way(10_000, 500), 0, "that was counted as spinning");
+        assert_eq!(look.goes_on(90_000, 7, 2_300), 80_000);
+        assert!(!look.spun);
+        assert_eq!(look.since(7, 2_900), 600);
+        assert_eq!(look.goes_on(99_000, 7, 3_000), 0, "once");
+        assert_eq!(look.since(7, 3_100), 200);
+        assert_eq!(look.gives_way(10_000, 100), 100, "it said so again at once");
+        assert_eq!(look.gives_way(10_000, 80_000_000), MOST, "it had worked before");
+        assert_eq!(look.goes_on(3_000_000_000, 7, 3_200), AWAY, "it stood still for a checkpoint");
     }
 
     /// A quarter of the time between two tellings has to be waited since the last one for the next to come early; what was told before doesn't count.
