@@ -28,7 +28,7 @@ const LONGEST: u64 = 200_000_000;
 const KNOWN: u64 = 4;
 /// Loss that decides, for each of node 0's vCPUs, in nanoseconds of a vCPU, when it comes from more than one interval.
 const ENOUGH: i128 = 15_000_000;
-/// The same for a single interval: a program may begin with one that is all exchange.
+/// The same for a single interval, of which what they were found to spin counts as work: a program may begin with one that is all exchange, and what is seen at one moment may stand for a tenth of a second.
 const SUDDEN: i128 = 25_000_000;
 /// Gain that later losses are set against, for each of node 0's vCPUs, in nanoseconds of a vCPU, at the most: a program that stops paying is still brought together.
 const CREDIT: i128 = 250_000_000;
@@ -190,6 +190,11 @@ impl Found {
         (alone * LOW - done * WHOLE).max(0) * i128::from(self.counts)
     }
 
+    /// The same if who was found to spin had worked: how long they wait is known, what they do otherwise was seen at some moments.
+    fn certain_loss(&self, own: u32) -> i128 {
+        Self { done: self.done.saturating_add(self.spun), spun: 0, ..*self }.loss(own)
+    }
+
     /// What is gained over so many thousandths of what `own` vCPUs alone can do, in billionths of a vCPU.
     fn gain(&self, own: u32, over: i128) -> i128 {
         (i128::from(self.gets) * WHOLE - i128::from(own) * WHOLE * over).max(0) * WHOLE
@@ -252,8 +257,12 @@ impl Watch {
         } else {
             self.lost = (self.lost - found.gain(own, HIGH) * time).max(-CREDIT * WHOLES * i128::from(own));
         }
-        let enough = if before > 0 { ENOUGH } else { SUDDEN };
-        if self.lost >= enough * WHOLES * i128::from(own) { Decision::Gather } else { Decision::Stay }
+        let (counts, enough) = match before {
+            1.. => (self.lost, ENOUGH),
+            // A moment at which all happened to spin decides nothing by itself: it has them looked at more often.
+            _ => (self.lost.min(before + found.certain_loss(own) * time), SUDDEN),
+        };
+        if counts >= enough * WHOLES * i128::from(own) { Decision::Gather } else { Decision::Stay }
     }
 }
 

@@ -115,6 +115,29 @@ fn a_program_may_begin_with_an_exchange() {
     assert_eq!(nodes.tell(), Decision::Gather);
 }
 
+/// One long interval of a program that little but works, at whose only look all happened to be at a barrier, decides nothing; a second one does.
+#[test]
+fn one_moment_of_spinning_decides_nothing() {
+    let long = |nodes: &mut Nodes| {
+        for told in &mut nodes.told {
+            told.at += 4 * BEAT;
+            told.spun += BEAT * 36 / 10;
+            told.waited += BEAT * 4 / 10;
+        }
+        nodes.tell()
+    };
+    let [exchange, none] = [life(150, 800, 0), life(0, 0, 0)].map(|life| [life; 2]);
+    let mut nodes = Nodes::new(&[1, 1]);
+    assert_eq!(long(&mut nodes), Decision::Stay);
+    assert!(nodes.watch.lost >= SUDDEN * WHOLES);
+    assert!((0..40).all(|_| nodes.beat(&none) == Decision::Stay));
+    assert!(nodes.watch.lost < 0);
+    let mut nodes = Nodes::new(&[1, 1]);
+    assert_eq!([long(&mut nodes), nodes.beat(&exchange)], [Decision::Stay, Decision::Gather]);
+    let mut nodes = Nodes::new(&[1, 1]);
+    assert_eq!([long(&mut nodes), long(&mut nodes)], [Decision::Stay, Decision::Gather]);
+}
+
 /// Who spins doesn't work: with the same waits a program that spins otherwise is brought together, and one that works otherwise isn't.
 #[test]
 fn spinning_is_told_from_work() {
