@@ -201,6 +201,11 @@ pub(super) struct Gathered {
     pub(super) gone: BTreeSet<u8>,
 }
 
+/// The calling thread, by the number that the host knows it by.
+pub(super) fn this_thread() -> u32 {
+    rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()
+}
+
 /// Nanoseconds of the host's monotonic clock, which all nodes of a host share.
 pub(super) fn now() -> u64 {
     let time = clock_gettime(ClockId::Monotonic);

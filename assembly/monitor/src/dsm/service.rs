@@ -16,7 +16,7 @@ use rustix::time::Timespec;
 
 use super::DsmError;
 use super::ahead::is_there;
-use super::engine::{Core, Engine, Outcome, now};
+use super::engine::{Core, Engine, Outcome, now, this_thread};
 use super::link::{Control, Frame, Incoming, Link};
 use super::vcpus::{MOST_GRANTED, Pending};
 
@@ -75,7 +75,7 @@ pub(super) fn until_lost(link: &Link) -> Duration {
 impl Engine {
     /// The calling thread serves memory. vCPUs that spin take the processor from it for whole time slices otherwise: milliseconds for each message.
     fn serves(&self, rank: Rank) {
-        self.servants().push(rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs());
+        self.servants().push(this_thread());
         let done = run_before_others(rank);
         // Who may not have the higher rank may have the lower one.
         if let Err(error) = done.or_else(|_| run_before_others(Rank::Early)) {

@@ -14,7 +14,7 @@ use machine::vcpu::GuestRegisters;
 use machine::x86::kvm_regs;
 
 use super::ahead::Foresight;
-use super::engine::{Core, Engine, now};
+use super::engine::{Core, Engine, now, this_thread};
 use super::gather::Look;
 use super::{instruction, window};
 
@@ -85,7 +85,7 @@ type Locked<'a> = MutexGuard<'a, Option<Core>>;
 impl Engine {
     /// See [`machine::vcpu::VcpuExitHandler::before_run`]; `index` is that of the protocol.
     pub(super) fn before_run(&self, index: usize, registers: &dyn GuestRegisters) {
-        let thread = rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs();
+        let thread = this_thread();
         let mut locked = self.lock();
         if let Some(core) = &mut *locked {
             if core.gathering.is_over() {

@@ -9,7 +9,7 @@ use machine::vcpu::GuestRegisters;
 
 use super::policy::Told;
 use super::spinning::{LONGEST, spins};
-use crate::dsm::engine::{Core, Engine, now};
+use crate::dsm::engine::{Core, Engine, now, this_thread};
 
 /// Pause between two looks at a vCPU, nanoseconds. Those of a node whose vCPUs little but work are looked at with its tellings, which are rare then.
 const OFTEN: u64 = 8_000_000;
@@ -305,11 +305,6 @@ impl Engine {
         }
         core.count_run(index, thread);
     }
-}
-
-/// The calling thread, by the number that the host knows it by.
-fn this_thread() -> u32 {
-    rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs()
 }
 
 /// Whether the code at an address only waits, as far as can be seen. Who is wrongly taken for it after all has come together loses a turn.
