@@ -2,7 +2,7 @@
 
 use anyhow::Context;
 use serde::Serialize;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Which way is good.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -103,15 +103,27 @@ impl Pairs {
     /// real-time threads that take more than 95 % of a second.
     pub fn take(
         count: usize,
+        ours: impl FnMut() -> anyhow::Result<f64>,
+        peer: impl FnMut() -> anyhow::Result<f64>,
+    ) -> anyhow::Result<Self> {
+        Self::take_for(count, Duration::ZERO, ours, peer)
+    }
+
+    /// As [`Pairs::take`], and goes on until `time` has passed: what disturbs a machine for some seconds, as others on its host do, is to
+    /// be a part of what is measured, and not all of it.
+    pub fn take_for(
+        least: usize,
+        time: Duration,
         mut ours: impl FnMut() -> anyhow::Result<f64>,
         mut peer: impl FnMut() -> anyhow::Result<f64>,
     ) -> anyhow::Result<Self> {
         ours()?;
         peer()?;
-        let mut pairs = Vec::with_capacity(count);
-        for turn in 0..count {
+        let mut pairs = Vec::with_capacity(least);
+        let all_began = Instant::now();
+        while pairs.len() < least || all_began.elapsed() < time {
             let began = Instant::now();
-            pairs.push(if turn % 2 == 0 {
+            pairs.push(if pairs.len().is_multiple_of(2) {
                 let first = ours()?;
                 (first, peer()?)
             } else {
@@ -275,6 +287,7 @@ fn short(number: f64) -> String {
 mod tests {
     use super::{Better, Figure, Pairs, Summary, table};
     use proptest::prelude::*;
+    use std::time::{Duration, Instant};
 
     #[test]
     fn medians_of_odd_and_even_counts() {
@@ -301,6 +314,20 @@ mod tests {
         .unwrap();
         assert_eq!(*order.borrow(), "opoppoop");
         assert_eq!(pairs.pairs, [(1.0, 2.0); 3]);
+    }
+
+    /// Pairs go on until their time is over, and there are as many as were asked for however long one takes.
+    #[test]
+    fn pairs_last_as_long_as_they_are_to() {
+        let sample = || {
+            std::thread::sleep(Duration::from_millis(1));
+            Ok(1.0)
+        };
+        let began = Instant::now();
+        let many = Pairs::take_for(2, Duration::from_millis(50), sample, sample).unwrap();
+        assert!(began.elapsed() >= Duration::from_millis(50) && many.pairs.len() >= 2);
+        let few = Pairs::take_for(3, Duration::from_nanos(1), sample, sample).unwrap();
+        assert_eq!(few.pairs.len(), 3);
     }
 
     #[test]

@@ -18,8 +18,10 @@ use nodes::{Coherence, Late, Ran, run as run_nodes, run_within};
 /// How long a program may take where it is kept in a way that doesn't suit it, for comparison; the one that users get has to end, as anywhere.
 const COMPARED: Duration = Duration::from_secs(100);
 
-/// Pairs of runs of each program. A run differs from the next by up to a tenth on a machine whose memory has other users, too: with three a median moves by half of that.
+/// Pairs of runs of each program, at least. A run differs from the next by up to a tenth on a machine whose memory has other users, too: with three a median moves by half of that.
 const PAIRS: usize = 5;
+/// How long pairs are taken of each program, at least. Five of EP are over in a few seconds, in which the host of this machine may have had something else to do all the time.
+const PAIRS_TIME: Duration = Duration::from_secs(60);
 
 /// A program, its name, its arguments, those for a quick look, and the speed-up that two nodes should give.
 struct Job {
@@ -110,8 +112,10 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
         let path = programs.path(job.program);
         eprintln!("bench: dsm: {}", job.what);
         let mut last = None;
-        let pairs = Pairs::take(
-            if quick { 1 } else { PAIRS },
+        let (least, time) = if quick { (1, Duration::ZERO) } else { (PAIRS, PAIRS_TIME) };
+        let pairs = Pairs::take_for(
+            least,
+            time,
             || {
                 let ran = run_nodes(&cpus, Coherence::SingleWriter, true, &path, arguments)?;
                 let speed = speed(&ran)?;
