@@ -44,13 +44,23 @@ fn text(file: &File) -> String {
         let _ = writeln!(text, "[[host]]\nname = \"h{}\"\naddress = \"10.0.0.{address}:{port}\"", name % 8);
     }
     for vm in file.vms.iter().take(8) {
-        let _ = writeln!(text, "[[vm]]\nname = \"v{}\"\nid = {}\nhost = \"h{}\"", vm.name % 10, vm.id % 10, vm.host % 8);
+        let _ = writeln!(
+            text,
+            "[[vm]]\nname = \"v{}\"\nid = {}\nhost = \"h{}\"",
+            vm.name % 10,
+            vm.id % 10,
+            vm.host % 8
+        );
         let pins = ["", "local", "fabric", "wire", "verbs", "pigeon"];
         if let Some(pin) = pins.get(usize::from(vm.pin % 8)).filter(|pin| !pin.is_empty()) {
             let _ = writeln!(text, "transport = \"{pin}\"");
         }
         for (segment, address, mac) in vm.nics.iter().take(3) {
-            let _ = writeln!(text, "[[vm.nic]]\nsegment = \"s{}\"\naddresses = [\"192.168.0.{address}\"]", segment % 3);
+            let _ = writeln!(
+                text,
+                "[[vm.nic]]\nsegment = \"s{}\"\naddresses = [\"192.168.0.{address}\"]",
+                segment % 3
+            );
             if mac % 2 == 0 {
                 let _ = writeln!(text, "mac = \"52:54:00:00:00:{mac:02x}\"");
             }

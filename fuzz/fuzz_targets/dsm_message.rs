@@ -18,15 +18,32 @@ const STEPS: usize = 60;
 #[derive(Debug, Arbitrary)]
 enum Step {
     /// A message: kind, header near what is in use, bytes behind it.
-    Message { kind: u8, from: u8, page: u8, seq: u8, need: u8, bytes: Vec<u8> },
+    Message {
+        kind: u8,
+        from: u8,
+        page: u8,
+        seq: u8,
+        need: u8,
+        bytes: Vec<u8>,
+    },
     /// Bytes.
     Raw(Vec<u8>),
     /// The node's own guest.
-    Fault { vcpu: u8, page: u8, kind: u8 },
-    Retired { vcpu: u8 },
+    Fault {
+        vcpu: u8,
+        page: u8,
+        kind: u8,
+    },
+    Retired {
+        vcpu: u8,
+    },
     Timer,
-    Discard { page: u8 },
-    MoveToken { to: u8 },
+    Discard {
+        page: u8,
+    },
+    MoveToken {
+        to: u8,
+    },
 }
 
 #[derive(Default)]

@@ -120,7 +120,11 @@ fuzz_target!(|steps: Vec<Step>| {
                     if packet != before {
                         let came = network.sent.iter().filter(|sent| sent.2).count();
                         network.deliver(side, 0, &packet);
-                        assert_eq!(came, network.sent.iter().filter(|sent| sent.2).count(), "nothing changed opens");
+                        assert_eq!(
+                            came,
+                            network.sent.iter().filter(|sent| sent.2).count(),
+                            "nothing changed opens"
+                        );
                     }
                 }
             }

@@ -110,8 +110,11 @@ fn disk() -> Block {
     let file = rustix::fs::memfd_create("disk", rustix::fs::MemfdFlags::CLOEXEC).expect("memfds are there");
     let file = std::fs::File::from(file);
     file.set_len(DISK).expect("it is small");
-    let config =
-        BlockConfig { claim: false, engine: EngineChoice::Synchronous, ..BlockConfig::new("disk0", "(memory)") };
+    let config = BlockConfig {
+        claim: false,
+        engine: EngineChoice::Synchronous,
+        ..BlockConfig::new("disk0", "(memory)")
+    };
     Block::from_file(file, config).expect("it is a disk")
 }
 

@@ -32,13 +32,15 @@ struct Input {
     pokes: Vec<Poke>,
 }
 
+// One value per execution.
+#[allow(clippy::large_enum_variant)]
 #[derive(Debug, arbitrary::Arbitrary)]
 enum Work {
     Data {
         receive: RingShape,
         transmit: RingShape,
         posted: Vec<(Option<Address>, Vec<Buffer>)>,
-        sent: Vec<Sent>,
+        sent: Vec<GuestFrame>,
         incoming: Vec<Incoming>,
         answers: Vec<Answer>,
         steps: Vec<Step>,
@@ -52,7 +54,7 @@ enum Work {
 
 /// A frame of the guest's.
 #[derive(Debug, arbitrary::Arbitrary)]
-struct Sent {
+struct GuestFrame {
     header: [u8; HEADER_LEN],
     header_at: Address,
     rest: Vec<Buffer>,

@@ -10,8 +10,8 @@ use libfuzzer_sys::fuzz_target;
 use roce::datagram::Datagram;
 use roce::frame::{Addresses, Frame, Template};
 use roce::{
-    Arrival, Atomic, Batch, Config, Connection, Event, Kind, Memory, NoReceive, Packet, Received, Refusal, Remote, Request,
-    Status,
+    Arrival, Atomic, Batch, Config, Connection, Event, Kind, Memory, NoReceive, Packet, Received, Refusal,
+    Remote, Request, Status, Unmoved,
 };
 
 const STEPS: usize = 40;
@@ -19,17 +19,39 @@ const STEPS: usize = 40;
 #[derive(Debug, Arbitrary)]
 enum Step {
     /// A packet: opcode, flags, PSN near the expected one, bytes behind the BTH.
-    Packet { opcode: u8, flags: u8, ack: bool, psn: u8, far: bool, bytes: Vec<u8> },
+    Packet {
+        opcode: u8,
+        flags: u8,
+        ack: bool,
+        psn: u8,
+        far: bool,
+        bytes: Vec<u8>,
+    },
     /// Bytes.
-    Raw { bytes: Vec<u8> },
+    Raw {
+        bytes: Vec<u8>,
+    },
     /// A frame: right headers around bytes, with a byte changed.
-    Frame { bytes: Vec<u8>, ipv6: bool, vlan: bool, at: u8, mask: u8 },
+    Frame {
+        bytes: Vec<u8>,
+        ipv6: bool,
+        vlan: bool,
+        at: u8,
+        mask: u8,
+    },
     /// The own program posts.
-    Post { kind: u8, length: u16 },
+    Post {
+        kind: u8,
+        length: u16,
+    },
     /// A receive appears.
-    Receive { length: u16 },
+    Receive {
+        length: u16,
+    },
     Transmit,
-    Pass { microseconds: u16 },
+    Pass {
+        microseconds: u16,
+    },
 }
 
 #[derive(Default)]
@@ -41,11 +63,11 @@ struct Owner {
 }
 
 impl Memory for Owner {
-    fn gather(&mut self, _: u64, _: u64, into: &mut [u8]) -> Result<(), Status> {
+    fn gather(&mut self, _: u64, _: u64, into: &mut [u8]) -> Result<(), Unmoved> {
         into.fill(0x11);
         Ok(())
     }
-    fn place(&mut self, _: u64, offset: u64, data: &[u8]) -> Result<(), Status> {
+    fn place(&mut self, _: u64, offset: u64, data: &[u8]) -> Result<(), Unmoved> {
         assert!(offset + data.len() as u64 <= 1 << 16, "not beyond a request");
         Ok(())
     }
@@ -63,7 +85,7 @@ impl Memory for Owner {
         self.in_use = Some(length);
         Ok(length)
     }
-    fn place_receive(&mut self, offset: u64, data: &[u8]) -> Result<(), Status> {
+    fn place_receive(&mut self, offset: u64, data: &[u8]) -> Result<(), Unmoved> {
         let length = self.in_use.expect("a receive in use");
         assert!(offset + data.len() as u64 <= length, "within the receive");
         Ok(())
@@ -112,7 +134,13 @@ fn parse(bytes: &[u8]) {
 }
 
 fn frame(bytes: &[u8], ipv6: bool, vlan: bool, at: u8, mask: u8) {
-    let ip = |last: u16| if ipv6 { std::net::IpAddr::from([0xFD00, 0, 0, 0, 0, 0, 0, last]) } else { [10, 0, 0, last as u8].into() };
+    let ip = |last: u16| {
+        if ipv6 {
+            std::net::IpAddr::from([0xFD00, 0, 0, 0, 0, 0, 0, last])
+        } else {
+            [10, 0, 0, last as u8].into()
+        }
+    };
     let addresses = Addresses {
         source_mac: [2; 6],
         destination_mac: [4; 6],
@@ -158,7 +186,12 @@ fuzz_target!(|steps: Vec<Step>| {
                 packet.extend_from_slice(&psn.to_be_bytes()[1..]);
                 packet.extend_from_slice(&bytes);
                 parse(&packet);
-                connection.receive(now, &packet, Arrival { congested: ack && far }, &mut memory);
+                connection.receive(
+                    now,
+                    &packet,
+                    Arrival { congested: ack && far, ..Arrival::default() },
+                    &mut memory,
+                );
             }
             Step::Raw { bytes } => {
                 parse(&bytes);

@@ -48,10 +48,20 @@ impl Bus for Guarded {
 }
 
 fn slots(number: u64) -> Slots {
-    Slots(vec![Slot { guest_base: MEMORY, length: MEMORY, device_base: (2 + number) * MEMORY, writable: true }])
+    Slots(vec![Slot {
+        guest_base: MEMORY,
+        length: MEMORY,
+        device_base: (2 + number) * MEMORY,
+        writable: true,
+    }])
 }
 
-fn run<P: PhysicalDevice>(device: &'static Device, card: P, choices: &mut Bytes<'_>, mut outside: impl FnMut(&mut P, u32)) {
+fn run<P: PhysicalDevice>(
+    device: &'static Device,
+    card: P,
+    choices: &mut Bytes<'_>,
+    mut outside: impl FnMut(&mut P, u32),
+) {
     let mut monitor = Monitor::new(device, card);
     for number in 0..2u8 {
         monitor.add(GuestConfig {
@@ -113,10 +123,15 @@ fuzz_target!(|bytes: &[u8]| {
         });
     } else {
         // Without memory of its own for frames to itself the monitor starts the guests' rings anew.
-        run(&rtl8139::RTL8139, Rtl8139::new([2; 6], Guarded, false), &mut choices, |card, choice| match choice & 3 {
-            1 => card.tick(),
-            2 | 3 => drop(card.receive(&vec![0xFF; 14 + choice as usize % 1501])),
-            _ => {}
-        });
+        run(
+            &rtl8139::RTL8139,
+            Rtl8139::new([2; 6], Guarded, false),
+            &mut choices,
+            |card, choice| match choice & 3 {
+                1 => card.tick(),
+                2 | 3 => drop(card.receive(&vec![0xFF; 14 + choice as usize % 1501])),
+                _ => {}
+            },
+        );
     }
 });

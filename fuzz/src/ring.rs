@@ -232,7 +232,7 @@ impl<'a> Driver<'a> {
             available = available.wrapping_add(1);
         }
         // Most jumps are too far for any queue: let small ones be likely.
-        let jump = if shape.jump < 0x8000 { 0 } else { shape.jump - 0x8000 };
+        let jump = shape.jump.saturating_sub(0x8000);
         available = available.wrapping_add(jump);
         self.guest.put(self.available.wrapping_add(2), &available.to_le_bytes());
         let event = self.available.wrapping_add(4 + 2 * u64::from(size));

@@ -373,7 +373,10 @@ impl Drop for OwnTap {
 fn a_sandboxed_daemon_connects_a_segment_with_a_tap() {
     let tap = OwnTap(format!("cwt{}", std::process::id()));
     if !tap.ip("add") {
-        eprintln!("skipped: making a tap needs root, /dev/net/tun and the program ip");
+        facilities::missing(
+            facilities::Facility::Tun,
+            "making a tap needs root, /dev/net/tun and the program ip",
+        );
         return;
     }
     let folder = tempfile::tempdir().unwrap();

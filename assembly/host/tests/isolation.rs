@@ -61,7 +61,7 @@ fn join(path: &Path, vm: &str, peer: &str, uid: u32, readers: Readers) -> (Socke
 /// Has an attacker of user `uid` become the neighbour of a VM of this process, and do its worst.
 fn attacked(readers: Readers, uid: u32, with_process: bool) {
     if !rustix::process::geteuid().is_root() {
-        eprintln!("isolation: skipped: only root can start a process of another user");
+        facilities::missing(facilities::Facility::Root, "only root can start a process of another user");
         return;
     }
     let directory = tempfile::tempdir().unwrap();

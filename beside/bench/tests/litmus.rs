@@ -29,7 +29,7 @@ impl Write for Output {
 /// The program, or `None` without KVM.
 fn program(test: &str) -> Option<Vec<u8>> {
     if !std::path::Path::new("/dev/kvm").exists() {
-        eprintln!("{test}: SKIPPED: there is no /dev/kvm");
+        facilities::missing(facilities::Facility::Kvm, format!("{test} needs /dev/kvm"));
         return None;
     }
     Some(std::fs::read(Programs::build().unwrap().path("litmus")).unwrap())
@@ -99,14 +99,17 @@ fn nothing_forbidden_is_seen() {
 }
 
 /// The runner makes threads meet: the processor's store queues show. And it would notice a broken fence: with the fences left out of the code, what comes out is
-/// not what the model allows for the test with fences.
+/// not what the model allows for the test with fences. Two vCPUs have to run at the same time for it, which a shared machine doesn't promise.
 #[test]
+#[ignore = "depends on two vCPUs running at the same time; run by hand with --ignored"]
 fn weak_outcomes_are_seen_and_missing_fences_are_found() {
     let test = "weak_outcomes_are_seen_and_missing_fences_are_found";
     let Some(program) = program(test) else { return };
     if std::thread::available_parallelism().map_or(1, usize::from) < 2 {
-        eprintln!("{test}: SKIPPED: two threads never run at the same time on one processor");
-        return;
+        return facilities::missing(
+            facilities::Facility::TwoProcessors,
+            "threads never run at the same time",
+        );
     }
     let whole = named("SB+mfences");
     let mut broken = whole.clone();

@@ -9,9 +9,11 @@ use payload_loops::rings::Role;
 fn messages_between_two_vms_arrive_and_none_leaves_the_guests() {
     let cpus: Vec<usize> =
         core_affinity::get_core_ids().unwrap_or_default().iter().map(|core| core.id).take(2).collect();
-    let (true, &[first, second]) = (std::path::Path::new("/dev/kvm").exists(), cpus.as_slice()) else {
-        eprintln!("skipped: no /dev/kvm, or not two CPUs");
-        return;
+    if !std::path::Path::new("/dev/kvm").exists() {
+        return facilities::missing(facilities::Facility::Kvm, "there is no /dev/kvm");
+    }
+    let &[first, second] = cpus.as_slice() else {
+        return facilities::missing(facilities::Facility::TwoProcessors, format!("{cpus:?} are not two"));
     };
     let programs = Programs::build().unwrap();
     let mut bed = Bed::start(&programs.path("measure"), [first, second]).unwrap();

@@ -15,7 +15,7 @@ const PATIENCE: Duration = Duration::from_secs(300);
 fn programs(test: &str) -> Option<&'static Programs> {
     static PROGRAMS: OnceLock<Programs> = OnceLock::new();
     if !std::path::Path::new("/dev/kvm").exists() {
-        eprintln!("{test}: SKIPPED: there is no /dev/kvm");
+        facilities::missing(facilities::Facility::Kvm, format!("{test} needs /dev/kvm"));
         return None;
     }
     Some(PROGRAMS.get_or_init(|| Programs::build().unwrap()))

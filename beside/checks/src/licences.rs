@@ -4,10 +4,12 @@ use spdx::{Expression, LicenseReq};
 
 use crate::metadata::Metadata;
 
-const ALLOWED: [&str; 11] = [
+const ALLOWED: [&str; 12] = [
     "Apache-2.0",
     "MIT",
     "MIT-0",
+    // LLVM's libFuzzer, in fuzz targets only.
+    "NCSA",
     "BSD-2-Clause",
     "BSD-3-Clause",
     "ISC",

@@ -32,7 +32,10 @@ fn qemu(test: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
     let found = std::env::split_paths(&path).map(|folder| folder.join(QEMU)).find(|file| file.exists());
     if found.is_none() {
-        eprintln!("skipped: no {QEMU} (test {test}); `apt-get install qemu-system-x86` installs it");
+        facilities::missing(
+            facilities::Facility::QemuSystem,
+            format!("{test} needs Debian's package qemu-system-x86"),
+        );
     }
     found
 }

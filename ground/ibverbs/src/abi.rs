@@ -493,7 +493,7 @@ mod tests {
         std::fs::write(&file, program).unwrap();
         let compiler = Command::new("cc").args(["-std=c11", "-fsyntax-only"]).arg(&file).output();
         let Ok(result) = compiler else {
-            eprintln!("SKIPPED: no C compiler `cc` here: layouts of libibverbs are NOT checked");
+            facilities::missing(facilities::Facility::Cc, "layouts of libibverbs are not checked");
             return;
         };
         assert!(result.status.success(), "{}", String::from_utf8_lossy(&result.stderr));

@@ -362,7 +362,7 @@ mod tests {
         let text = error.to_string();
         match error {
             Absent::Library(_) => {
-                eprintln!("SKIPPED: libibverbs isn't installed here: its functions are NOT checked");
+                facilities::missing(facilities::Facility::Libibverbs, "its functions are not checked");
                 assert!(text.contains("install"));
             }
             Absent::NoDevice => assert!(text.contains("rdma link add"), "{text}"),

@@ -14,9 +14,13 @@ use serde_json::Value;
 /// The payload programs, built; `None` where no payload VM can span nodes.
 fn programs(test: &str) -> Option<&'static Path> {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-    if !Path::new("/dev/kvm").exists() || !Path::new("/dev/userfaultfd").exists() {
-        eprintln!("{test}: skipped: no /dev/kvm, or no /dev/userfaultfd");
-        return None;
+    for (device, facility) in
+        [("/dev/kvm", facilities::Facility::Kvm), ("/dev/userfaultfd", facilities::Facility::Userfaultfd)]
+    {
+        if !Path::new(device).exists() {
+            facilities::missing(facility, format!("{test} needs {device}"));
+            return None;
+        }
     }
     Some(FOLDER.get_or_init(|| {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap().to_owned();
@@ -457,9 +461,7 @@ fn broken_foreign_and_missing_checkpoints_are_told() {
 fn a_full_disk_is_told_and_the_vm_goes_on() {
     let Some(programs) = programs("a_full_disk_is_told_and_the_vm_goes_on") else { return };
     if !rustix::process::geteuid().is_root() {
-        eprintln!(
-            "a_full_disk_is_told_and_the_vm_goes_on: skipped: a small file system can only be mounted by root"
-        );
+        facilities::missing(facilities::Facility::Root, "only root can mount a small file system");
         return;
     }
     let runtime = runtime();

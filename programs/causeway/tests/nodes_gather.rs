@@ -12,9 +12,13 @@ use serde_json::Value;
 /// The payload programs, built; `None` where no payload VM can span nodes.
 fn programs(test: &str) -> Option<&'static Path> {
     static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-    if !Path::new("/dev/kvm").exists() || !Path::new("/dev/userfaultfd").exists() {
-        eprintln!("{test}: skipped: no /dev/kvm, or no /dev/userfaultfd");
-        return None;
+    for (device, facility) in
+        [("/dev/kvm", facilities::Facility::Kvm), ("/dev/userfaultfd", facilities::Facility::Userfaultfd)]
+    {
+        if !Path::new(device).exists() {
+            facilities::missing(facility, format!("{test} needs {device}"));
+            return None;
+        }
     }
     Some(FOLDER.get_or_init(|| {
         let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap().to_owned();

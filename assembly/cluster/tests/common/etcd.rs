@@ -24,7 +24,7 @@ pub struct Members {
 pub fn is_installed(test: &str) -> bool {
     let found = Command::new("etcd").arg("--version").stdout(Stdio::null()).status().is_ok();
     if !found {
-        eprintln!("skipped: no etcd (test {test}); `apt-get install etcd-server` installs it");
+        facilities::missing(facilities::Facility::Etcd, format!("{test} needs Debian's package etcd-server"));
     }
     found
 }

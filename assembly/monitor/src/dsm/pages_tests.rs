@@ -20,7 +20,7 @@ fn live() -> Option<(GuestRam, LivePages)> {
             Some((ram, pages))
         }
         Err(SharedRamError::Userfault(UserfaultError::Open(error))) => {
-            eprintln!("Skipped: no userfaultfd here: {error}");
+            facilities::missing(facilities::Facility::Userfaultfd, error);
             None
         }
         Err(error) => panic!("{error}"),

@@ -133,9 +133,9 @@ mod tests {
     /// A peer whose signal KVM refuses isn't mapped at all; the doorbells of others aren't touched by it.
     #[test]
     fn a_peer_whose_signal_is_no_eventfd_is_not_mapped() {
-        let Ok(host) = Host::open() else {
-            eprintln!("a_peer_whose_signal_is_no_eventfd: skipped: no /dev/kvm");
-            return;
+        let host = match Host::open() {
+            Ok(host) => host,
+            Err(error) => return facilities::missing(facilities::Facility::Kvm, error),
         };
         let vm = host.create_vm().unwrap();
         let own = GuestRam::allocate(&RamLayout::new(&[2 << 20]).unwrap(), &RamOptions::default()).unwrap();

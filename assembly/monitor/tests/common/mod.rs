@@ -103,7 +103,7 @@ pub fn registry(directory: &Path, heartbeat: Heartbeat) -> Neighbours {
 pub fn has_kvm(test: &str) -> bool {
     let there = Path::new("/dev/kvm").exists();
     if !there {
-        eprintln!("{test}: skipped: no /dev/kvm");
+        facilities::missing(facilities::Facility::Kvm, format!("{test} needs /dev/kvm"));
     }
     there
 }

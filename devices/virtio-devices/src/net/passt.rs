@@ -383,7 +383,7 @@ mod tests {
         let passt = match Passt::start("net0", Some(1400)) {
             Ok(passt) => passt,
             Err(NetError::PasstMissing) => {
-                eprintln!("skipped: passt is not installed");
+                facilities::missing(facilities::Facility::Passt, "the program is not installed");
                 return;
             }
             Err(error) => panic!("{error}"),

@@ -81,7 +81,7 @@ const FROM: [u8; 6] = [2, 0, 0, 0, 0, 1];
 fn the_kernel_makes_of_our_packets_what_the_reference_makes() {
     let ran = in_namespace(|| {
         if !std::path::Path::new("/dev/net/tun").exists() {
-            eprintln!("SKIPPED: no /dev/net/tun");
+            facilities::missing(facilities::Facility::Tun, "there is no /dev/net/tun");
             return;
         }
         ip("link add br0 type bridge");
@@ -132,6 +132,6 @@ fn the_kernel_makes_of_our_packets_what_the_reference_makes() {
         }
     });
     if !ran {
-        eprintln!("SKIPPED: this user may not make a network namespace");
+        facilities::missing(facilities::Facility::Root, "this user may not make a network namespace");
     }
 }

@@ -220,7 +220,7 @@ mod tests {
         match Userfault::for_arriving_ram() {
             Ok(uffd) => Some(uffd),
             Err(UserfaultError::Open(error)) => {
-                eprintln!("Skipped: no userfaultfd here: {error}");
+                facilities::missing(facilities::Facility::Userfaultfd, error);
                 None
             }
             Err(error) => panic!("{error}"),

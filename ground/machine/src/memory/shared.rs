@@ -422,7 +422,7 @@ mod tests {
         match SharedRam::new(&ram, 2 << 20) {
             Ok(shared) => Some((ram, shared)),
             Err(SharedRamError::Userfault(UserfaultError::Open(error))) => {
-                eprintln!("Skipped: no userfaultfd here: {error}");
+                facilities::missing(facilities::Facility::Userfaultfd, error);
                 None
             }
             Err(error) => panic!("{error}"),

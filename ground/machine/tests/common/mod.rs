@@ -2,7 +2,6 @@
 //! end of KVM, PVM included.
 #![allow(dead_code)] // Each test file uses its part.
 
-use std::io::Write;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
@@ -27,8 +26,7 @@ pub const PORT_STOP: u8 = 0xf4;
 /// KVM, or a loud word that the test was skipped.
 pub fn host() -> Option<Host> {
     if !std::path::Path::new("/dev/kvm").exists() {
-        // Past the capture of the test harness.
-        let _ = writeln!(std::io::stderr(), "skipped: no /dev/kvm");
+        facilities::missing(facilities::Facility::Kvm, "there is no /dev/kvm");
         return None;
     }
     Some(Host::open().unwrap())

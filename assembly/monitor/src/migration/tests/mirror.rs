@@ -366,7 +366,10 @@ fn small_file_system(bytes: u64) -> Option<(Child, PathBuf)> {
 fn a_full_disk_at_the_destination_is_said() {
     let bytes = 8 << 20;
     let Some((mut child, path)) = small_file_system(bytes) else {
-        eprintln!("Skipped: no mount namespaces here");
+        facilities::missing(
+            facilities::Facility::Root,
+            "no mount namespace with a small file system could be made",
+        );
         return;
     };
     let disks = Disks::new(bytes, bytes);

@@ -114,7 +114,7 @@ fn qemu_respects_the_lock() {
         std::process::Command::new("qemu-img").args(["resize", "-f", "raw"]).arg(&path).arg("+1M").output()
     };
     let Ok(locked) = grow() else {
-        eprintln!("skipped: no qemu-img");
+        facilities::missing(facilities::Facility::QemuImg, "QEMU's locks are not checked");
         return;
     };
     let text = String::from_utf8_lossy(&locked.stderr).into_owned();
@@ -193,7 +193,7 @@ fn images_of_qemu_img_are_read() {
         match made {
             Ok(status) => assert!(status.success()),
             Err(error) => {
-                eprintln!("skipped: no qemu-img ({error})");
+                facilities::missing(facilities::Facility::QemuImg, error);
                 return;
             }
         }

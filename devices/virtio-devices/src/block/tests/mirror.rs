@@ -191,7 +191,7 @@ fn a_disk_is_copied_while_its_driver_writes() {
         let config = BlockConfig { engine, direct, ..BlockConfig::new("disk0", &path) };
         let mut block = match Block::open(config) {
             Err(error @ BlockError::Direct { .. }) => {
-                eprintln!("skipped: {error}");
+                facilities::missing(facilities::Facility::DirectIo, error);
                 continue;
             }
             other => other.unwrap(),
@@ -297,7 +297,7 @@ fn an_image_is_no_disk_until_it_is_filled() {
         }
         assert!(arriving().take_over().is_err(), "a monitor that waits for a VM whose disk isn't filled");
     } else {
-        eprintln!("skipped in part: the file system has no extended attributes");
+        facilities::missing(facilities::Facility::Xattr, "an incomplete disk is not marked");
     }
 
     let mut block = arriving();

@@ -125,7 +125,7 @@ fn with_engine(engine: EngineChoice) -> Option<Block> {
     match Block::from_file(image(SECTORS * 512), config) {
         Ok(block) => Some(block),
         Err(error @ crate::block::BlockError::NoUring { .. }) => {
-            eprintln!("skipped: {error}");
+            facilities::missing(facilities::Facility::IoUring, error);
             None
         }
         Err(error) => panic!("{error}"),
@@ -157,7 +157,7 @@ proptest! {
         config.direct = direct;
         match Block::open(config) {
             Ok(block) => run(&steps, block),
-            Err(error @ crate::block::BlockError::Direct { .. }) => eprintln!("skipped: {error}"),
+            Err(error @ crate::block::BlockError::Direct { .. }) => facilities::missing(facilities::Facility::DirectIo, error),
             Err(error) => panic!("{error}"),
         }
     }

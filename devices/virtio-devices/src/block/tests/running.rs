@@ -16,7 +16,7 @@ fn engines() -> Vec<EngineChoice> {
     match Block::from_file(image(MIB), config) {
         Ok(_) => vec![EngineChoice::Uring, EngineChoice::Synchronous],
         Err(error) => {
-            eprintln!("skipped for io_uring: {error}");
+            facilities::missing(facilities::Facility::IoUring, error);
             vec![EngineChoice::Synchronous]
         }
     }

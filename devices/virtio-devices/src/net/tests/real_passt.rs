@@ -40,7 +40,7 @@ fn a_guest_gets_an_address_from_passt() {
     let net = match Net::open(config) {
         Ok(net) => net,
         Err(error @ (NetError::PasstMissing | NetError::PasstEnded { .. })) => {
-            eprintln!("SKIPPED: {error}");
+            facilities::missing(facilities::Facility::Passt, error);
             return;
         }
         Err(error) => panic!("{error}"),

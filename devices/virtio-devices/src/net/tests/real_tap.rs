@@ -20,11 +20,14 @@ fn in_own_namespace(test: impl FnOnce() + Send + 'static) {
         // SAFETY: a network namespace of the thread's own shares no memory or descriptors differently.
         let moved = unsafe { unshare_unsafe(UnshareFlags::NEWNET) };
         if let Err(error) = moved {
-            eprintln!("SKIPPED: a network namespace needs root ({error})");
+            facilities::missing(
+                facilities::Facility::Root,
+                format!("a network namespace needs root: {error}"),
+            );
             return;
         }
         if !std::path::Path::new("/dev/net/tun").exists() {
-            eprintln!("SKIPPED: no /dev/net/tun");
+            facilities::missing(facilities::Facility::Tun, "there is no /dev/net/tun");
             return;
         }
         test();

@@ -1,0 +1,137 @@
+//! Facilities of the machine that tests need: KVM, root, programs of other packages.
+//!
+//! A test that lacks one calls [`missing`] and returns. On a developer's machine that prints a line; where the facility is
+//! required, the test fails. `make test` requires every facility that `tools/setup` installs, so a forgotten package or a
+//! changed machine turns CI red instead of leaving tests out.
+
+use std::fmt::Display;
+use std::io::Write as _;
+
+/// Names the required facilities, separated by commas or white space; `all` stands for every one.
+pub const REQUIRED: &str = "CAUSEWAY_REQUIRED_FACILITIES";
+
+/// Something that a test needs of the machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Facility {
+    /// A C compiler, `cc`.
+    Cc,
+    /// `O_DIRECT` on the file system of temporary files.
+    DirectIo,
+    /// etcd, the cluster service's store.
+    Etcd,
+    /// io_uring, for block devices.
+    IoUring,
+    /// `/dev/kvm`.
+    Kvm,
+    /// Landlock in the kernel.
+    Landlock,
+    /// libibverbs, the host's RDMA library.
+    Libibverbs,
+    /// passt, user-mode networking.
+    Passt,
+    /// `qemu-img`, for disk images and their locks.
+    QemuImg,
+    /// `qemu-system-x86_64`, which serves emulated devices to tests.
+    QemuSystem,
+    /// The rights of root: mounts, namespaces, other users' processes.
+    Root,
+    /// A second processor.
+    TwoProcessors,
+    /// tun and tap devices.
+    Tun,
+    /// userfaultfd, for pages that arrive later.
+    Userfaultfd,
+    /// Extended attributes on the file system of temporary files.
+    Xattr,
+}
+
+impl Facility {
+    /// Every facility.
+    pub const ALL: [Facility; 15] = [
+        Facility::Cc,
+        Facility::DirectIo,
+        Facility::Etcd,
+        Facility::IoUring,
+        Facility::Kvm,
+        Facility::Landlock,
+        Facility::Libibverbs,
+        Facility::Passt,
+        Facility::QemuImg,
+        Facility::QemuSystem,
+        Facility::Root,
+        Facility::TwoProcessors,
+        Facility::Tun,
+        Facility::Userfaultfd,
+        Facility::Xattr,
+    ];
+
+    /// The name that [`REQUIRED`] takes.
+    pub fn name(self) -> &'static str {
+        match self {
+            Facility::Cc => "cc",
+            Facility::DirectIo => "direct-io",
+            Facility::Etcd => "etcd",
+            Facility::IoUring => "io-uring",
+            Facility::Kvm => "kvm",
+            Facility::Landlock => "landlock",
+            Facility::Libibverbs => "libibverbs",
+            Facility::Passt => "passt",
+            Facility::QemuImg => "qemu-img",
+            Facility::QemuSystem => "qemu-system",
+            Facility::Root => "root",
+            Facility::TwoProcessors => "two-processors",
+            Facility::Tun => "tun",
+            Facility::Userfaultfd => "userfaultfd",
+            Facility::Xattr => "xattr",
+        }
+    }
+}
+
+/// Whether `list` names the facility.
+///
+/// # Panics
+/// When `list` has a name that is no facility's: a misspelled requirement requires nothing.
+fn requires(list: &str, facility: Facility) -> bool {
+    let names: Vec<&str> =
+        list.split([',', ' ', '\n', '\t']).map(str::trim).filter(|name| !name.is_empty()).collect();
+    for name in &names {
+        assert!(
+            *name == "all" || Facility::ALL.iter().any(|known| known.name() == *name),
+            "{REQUIRED} names '{name}', which is no facility; there are all, {}",
+            Facility::ALL.map(Facility::name).join(", ")
+        );
+    }
+    names.iter().any(|name| *name == "all" || *name == facility.name())
+}
+
+/// Says that the calling test can't run, past the capture of the test harness.
+///
+/// # Panics
+/// When [`REQUIRED`] names the facility.
+pub fn missing(facility: Facility, why: impl Display) {
+    let name = facility.name();
+    let required = std::env::var(REQUIRED).unwrap_or_default();
+    assert!(!requires(&required, facility), "{name} is required here ({REQUIRED}) and missing: {why}");
+    let thread = std::thread::current();
+    let test = thread.name().unwrap_or("a test");
+    // Standard error that is closed leaves nobody to tell.
+    let _ = writeln!(std::io::stderr(), "{test}: SKIPPED: no {name}: {why}");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_names_facilities() {
+        assert!(requires("kvm, root", Facility::Kvm) && requires("kvm root", Facility::Root));
+        assert!(!requires("kvm,root", Facility::Etcd) && !requires("", Facility::Kvm));
+        assert!(Facility::ALL.iter().all(|facility| requires("all", *facility)));
+    }
+
+    #[test]
+    #[should_panic(expected = "names 'kvn', which is no facility")]
+    fn a_misspelled_name_is_no_requirement() {
+        requires("kvn", Facility::Kvm);
+    }
+}
