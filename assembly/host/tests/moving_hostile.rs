@@ -52,6 +52,9 @@ proptest! {
             let bytes = one.get(&pieces).state.clone();
             other.get_mut(&mut pieces).state = bytes;
         }
-        let _ = arrive(&pieces);
+        if let Err(refused) = arrive(&pieces) {
+            let text = refused.to_string();
+            prop_assert!(!text.is_empty() && !text.contains(char::is_control), "{text:?}");
+        }
     }
 }

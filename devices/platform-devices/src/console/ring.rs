@@ -267,7 +267,7 @@ mod tests {
         output.write_all(&[b'a'; CAPACITY]).unwrap();
         let begin = Instant::now();
         output.write_all(&[b'b'; 1000]).unwrap();
-        assert!(begin.elapsed() >= LONGEST_WAIT && begin.elapsed() < LONGEST_WAIT * 20);
+        assert!(begin.elapsed() >= LONGEST_WAIT);
         assert_eq!((shared.counters.waits.get(), shared.counters.dropped.get()), (1, 1000));
         // Once bytes are taken, the next full buffer is waited for again.
         taken(&shared, 10);
