@@ -132,7 +132,14 @@ impl EtcdConfig {
 
 #[cfg(test)]
 mod tests {
-    use super::{EtcdConfig, EtcdTls};
+    use super::{EtcdConfig, EtcdError, EtcdTls};
+
+    /// Said by programs that are built without the feature; CI builds with it.
+    #[test]
+    fn a_program_without_etcd_says_how_to_build_one_with_it() {
+        let said = EtcdError::NotBuilt.to_string();
+        assert!(said.contains("built without etcd") && said.contains("--features etcd"), "{said}");
+    }
 
     #[test]
     fn addresses_are_checked() {

@@ -24,7 +24,7 @@ pub fn binaries() -> PathBuf {
     target().join("lab-bin")
 }
 
-/// The monitor that the lab runs: `CAUSEWAY_BIN`, or the newest of the profiles `lab` and `release`.
+/// The monitor that the lab runs: `CAUSEWAY_BIN`, or the newest of the profiles `ci` and `release`.
 pub fn causeway() -> Result<PathBuf> {
     if let Some(path) = std::env::var_os("CAUSEWAY_BIN") {
         let path = PathBuf::from(path);
@@ -33,12 +33,12 @@ pub fn causeway() -> Result<PathBuf> {
         }
         return Ok(path);
     }
-    ["lab", "release"]
+    ["ci", "release"]
         .iter()
         .map(|profile| target().join(profile).join("causeway"))
         .filter(|p| p.is_file())
         .max_by_key(|p| p.metadata().and_then(|m| m.modified()).ok())
-        .context("There is no causeway binary yet: build it with `cargo build --profile lab -p causeway`, or name one in CAUSEWAY_BIN")
+        .context("There is no causeway binary yet: build it with `cargo build --profile ci -p causeway`, or name one in CAUSEWAY_BIN")
 }
 
 /// Builds the payload programs; the folder that they are in.
@@ -71,9 +71,9 @@ pub fn agent() -> Result<PathBuf> {
     if let Some(path) = std::env::var_os("LAB_AGENT") {
         return Ok(path.into());
     }
-    ["lab", "release", "debug"]
+    ["ci", "release", "debug"]
         .iter()
         .map(|profile| target().join(profile).join("lab"))
         .find(|p| p.is_file())
-        .context("Lab tests need the lab's program inside the hosts: build it with `cargo build --profile lab -p lab`")
+        .context("Lab tests need the lab's program inside the hosts: build it with `cargo build --profile ci -p lab`")
 }

@@ -1,5 +1,5 @@
 //! What a request and a completion cost in the rings. Ignored by default: figures mean something in an optimised build on a quiet
-//! machine only (`cargo test --profile lab -p pvrdma --test speed -- --ignored --nocapture`).
+//! machine only (`cargo test --release -p pvrdma --test speed -- --ignored --nocapture`).
 
 #![allow(clippy::unwrap_used)] // Helpers of tests fail as tests do.
 

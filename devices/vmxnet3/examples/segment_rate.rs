@@ -1,7 +1,7 @@
 //! How fast frames go from one device to another in a segment, on one thread, over memory as the daemon maps it. The cost
 //! of the driver models on both sides is measured apart and taken off: what is left is the segment's.
 //!
-//! `cargo run --profile lab -p vmxnet3 --example segment_rate`
+//! `cargo run --release -p vmxnet3 --example segment_rate`
 
 use std::time::{Duration, Instant};
 

@@ -445,7 +445,7 @@ proptest! {
 }
 
 /// Not a test of time: prints what sealing and opening cost on one core. Optimised builds only mean something:
-/// `cargo test --profile lab -p host --lib cost_of_sealing -- --ignored --nocapture`.
+/// `cargo test --release -p host --lib cost_of_sealing -- --ignored --nocapture`.
 #[test]
 #[ignore = "prints figures"]
 fn cost_of_sealing() {

@@ -275,7 +275,7 @@ mod tests {
         }
     }
 
-    /// What translating a request's keys costs: `cargo test --profile lab -p host --lib cost_of_translation -- --ignored --nocapture`
+    /// What translating a request's keys costs: `cargo test --release -p host --lib cost_of_translation -- --ignored --nocapture`
     #[test]
     #[ignore = "a measurement"]
     fn cost_of_translation() {
