@@ -2,6 +2,7 @@
 
 use crate::protocol::{Kind, LONGEST, Start, receive, send};
 use crate::transcript::{Transcript, Waited};
+use crate::unfinished::Unfinished;
 use anyhow::{Context, Result, bail};
 use std::collections::HashMap;
 use std::os::unix::net::UnixStream;
@@ -184,7 +185,8 @@ impl Channel {
 
     fn send(&self, session: u32, kind: Kind, data: &[u8]) -> Result<()> {
         let mut writer = self.inside.writer.lock().unwrap_or_else(PoisonError::into_inner);
-        send(&mut *writer, session, kind, data).context("The channel to the host is closed")
+        send(&mut *writer, session, kind, data)
+            .map_err(|e| Unfinished::host_gone(format!("The channel to the host is closed: {e:#}")).into())
     }
 
     fn wait<T>(&self, timeout: Duration, mut ready: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
@@ -280,12 +282,14 @@ impl Session {
         let id = self.id;
         let got = self.channel.wait(timeout, |s| {
             let code = s.sessions.get(&id).and_then(|e| e.code.clone());
-            code.or_else(|| s.closed.then(|| Err("the host ended while it ran".to_owned())))
+            code.map(Some).or_else(|| s.closed.then_some(None))
         });
+        let script = first_line(&self.script);
         match got {
             None => Ok(None),
-            Some(Ok(code)) => Ok(Some(code)),
-            Some(Err(e)) => bail!("{:?} can't be run: {e}", first_line(&self.script)),
+            Some(Some(Ok(code))) => Ok(Some(code)),
+            Some(Some(Err(e))) => bail!("{script:?} can't be run: {e}"),
+            Some(None) => Err(Unfinished::host_gone(format!("The host ended while {script:?} ran")).into()),
         }
     }
 
@@ -293,13 +297,14 @@ impl Session {
     pub fn output(&self, timeout: Duration) -> Result<Output> {
         let Some(code) = self.wait(timeout)? else {
             let _ = self.kill();
-            bail!(
+            let text = format!(
                 "{:?} didn't end within {:.0} s; it wrote:\n{}{}",
                 first_line(&self.script),
                 timeout.as_secs_f64(),
                 self.out.tail(20),
                 self.err.tail(10)
             );
+            return Err(Unfinished::expired(timeout, text).into());
         };
         let bytes = self
             .channel

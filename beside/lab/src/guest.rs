@@ -4,6 +4,7 @@ use crate::channel::Session;
 use crate::cpio;
 use crate::host::Host;
 use crate::transcript::Waited;
+use crate::unfinished::Unfinished;
 use anyhow::{Context, Result, bail};
 use std::fs;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -285,7 +286,8 @@ impl Guest {
         match self.session.wait_for(what, from, timeout) {
             Waited::Line(line, when) => Ok((line, when)),
             Waited::Ended => {
-                let code = self.session.try_wait();
+                // An error when the host is gone: the monitor has no exit status then.
+                let code = self.session.wait(Duration::ZERO)?;
                 bail!(
                     "Guest {} ended with status {code:?} before it said {what:?}; its monitor said: {}",
                     self.spec.name,
@@ -294,12 +296,13 @@ impl Guest {
             }
             Waited::Timeout => {
                 self.session.suspect();
-                bail!(
+                let text = format!(
                     "Guest {} didn't say {what:?} within {:.0} s; {}",
                     self.spec.name,
                     timeout.as_secs_f64(),
                     self.session.out.last_words()
-                )
+                );
+                Err(Unfinished::expired(timeout, text).into())
             }
         }
     }
@@ -321,11 +324,12 @@ impl Guest {
             ),
             None => {
                 self.session.suspect();
-                bail!(
+                let text = format!(
                     "The monitor of guest {} didn't end within {:.0} s",
                     self.spec.name,
                     timeout.as_secs_f64()
-                )
+                );
+                Err(Unfinished::expired(timeout, text).into())
             }
         }
     }

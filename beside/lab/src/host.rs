@@ -1,18 +1,20 @@
 //! One running host: its emulator, its console, its command channel and its share.
 
 use crate::channel::{Channel, Output, Session, Sink};
+use crate::console_follower::ConsoleFollower;
+use crate::emulator_faults::HostState;
 use crate::guest::shows_work;
 use crate::image::Images;
-use crate::progress;
 use crate::qemu::{Emulator, nic_table};
-use crate::second_delivery;
 use crate::topology::HostSpec;
 use crate::transcript::Transcript;
+use crate::{own_faults, progress};
 use anyhow::{Context, Result, bail};
 use std::fs::{self, File};
 use std::io::Read;
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
@@ -22,7 +24,9 @@ pub struct Host {
     dir: PathBuf,
     child: Mutex<Child>,
     channel: Channel,
+    console: ConsoleFollower,
     consoles: Mutex<Vec<Transcript>>,
+    own_fault: Mutex<Option<String>>,
     booted: Duration,
     started: Instant,
 }
@@ -37,24 +41,6 @@ pub struct Booting {
 
 /// How long a host may take to boot: a few seconds when the machine is idle, a minute when it's crowded.
 const BOOT: Duration = Duration::from_secs(180);
-
-/// What an emulated host's kernel says when one of its CPUs lost its timer or didn't get to run for tens of seconds.
-///
-/// No program can take a CPU from the kernel that long, so it is the emulator's doing. QEMU before 10.2 loses interrupts of a host at the
-/// moment in which its KVM enters or leaves a guest (STABILITY.md).
-fn says_its_cpu_stood_still(line: &str) -> bool {
-    line.contains("watchdog: BUG: soft lockup")
-        || line.contains("Possible timer handling issue")
-        || line.contains("detected stalls on CPUs")
-        || line.contains("self-detected stall on CPU")
-}
-
-/// A Rust program's panic, or the line of a sandbox that ended its process.
-fn is_own_failure(line: &str) -> bool {
-    line.contains("' panicked at ")
-        || line.contains(") panicked at ")
-        || line.contains("the sandbox refused the system call")
-}
 
 fn console_tail(dir: &Path, lines: usize) -> String {
     let mut text = Vec::new();
@@ -132,7 +118,8 @@ impl Booting {
             }
             if self.start.elapsed() > BOOT {
                 let text = explain(&self, &format!("didn't take commands within {} s", BOOT.as_secs()));
-                return Err(NeverUp(text.to_string()).into());
+                let console = console_tail(&self.dir, usize::MAX);
+                return Err(NeverUp::new(&text.to_string(), &console).into());
             }
             hello = channel.wait_hello(Duration::from_millis(500));
         }
@@ -142,23 +129,40 @@ impl Booting {
         let child = std::mem::replace(&mut self.child, child);
         Ok(Host {
             name: self.name.clone(),
+            console: ConsoleFollower::start(&spare.join("console")),
             dir: spare,
             child: Mutex::new(child),
             channel,
             consoles: Mutex::default(),
+            own_fault: Mutex::default(),
             booted,
             started: self.start,
         })
     }
 }
 
-/// An emulated host ran and didn't come up: a fault of the emulator, unless it happens each time.
+/// An emulated host ran and didn't come up.
 #[derive(Debug)]
-pub struct NeverUp(String);
+pub struct NeverUp {
+    text: String,
+    console: String,
+}
+
+impl NeverUp {
+    /// With the host's whole console.
+    pub fn new(text: &str, console: &str) -> Self {
+        NeverUp { text: text.to_owned(), console: console.to_owned() }
+    }
+
+    /// The host's console.
+    pub fn console(&self) -> &str {
+        &self.console
+    }
+}
 
 impl std::fmt::Display for NeverUp {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(&self.0)
+        f.write_str(&self.text)
     }
 }
 
@@ -208,7 +212,10 @@ impl Host {
 
     /// Runs a shell script to its end.
     pub fn run(&self, script: &str, timeout: Duration) -> Result<Output> {
-        self.channel.start(&self.name, script, None, None)?.output(timeout).map_err(|e| self.hung(e))
+        let session = self.channel.start(&self.name, script, None, None)?;
+        let output = session.output(timeout).map_err(|e| self.hung(e));
+        self.note_own_fault(own_faults::found(&session.err.text()));
+        output
     }
 
     /// Runs a shell script that must succeed, and returns what it printed.
@@ -244,8 +251,9 @@ impl Host {
         self.consoles.lock().is_ok_and(|consoles| consoles.iter().any(|c| c.name().starts_with("guest ")))
     }
 
-    /// Forgets the consoles of what has ended.
+    /// Forgets the consoles of what has ended, but no fault of ours that they show.
     pub fn forget_consoles(&self) {
+        self.note_own_fault(self.own_fault());
         if let Ok(mut consoles) = self.consoles.lock() {
             consoles.clear();
         }
@@ -253,8 +261,11 @@ impl Host {
 
     /// How the emulator ended, when it has: a host that resets ends it too.
     fn emulator_ended(&self) -> Option<String> {
-        let mut child = self.child.lock().ok()?;
-        child.try_wait().ok()?.map(|s| s.to_string())
+        self.emulator_status().map(|status| status.to_string())
+    }
+
+    fn emulator_status(&self) -> Option<ExitStatus> {
+        self.child.lock().ok()?.try_wait().ok()?
     }
 
     /// Whether the host still answers. When it doesn't, what hangs is the emulator or the host's kernel, not what runs on it.
@@ -271,8 +282,8 @@ impl Host {
     }
 
     /// Whether a guest of Causeway that has been silent for long goes on once its vCPU threads get a signal that does nothing but end
-    /// their KVM_RUN, which they begin again. No interrupt is raised, no state is touched. A guest that goes on then had all it needed, and
-    /// its thread had not been woken: that is between KVM in the emulated host and the emulator, whatever the monitor did.
+    /// their KVM_RUN, which they begin again. No interrupt is raised, no state is touched. A guest that goes on then had not been woken: by the
+    /// emulator, by KVM in the emulated host, or by the monitor. It is a diagnosis and excuses nothing.
     ///
     /// Only guests with a vCPU that waits inside of KVM are asked, and what a guest says of standing still is not going on.
     pub fn wakes_by_signal(&self) -> bool {
@@ -314,24 +325,38 @@ impl Host {
         false
     }
 
-    /// What the host's own kernel said of a CPU of its that stood still, if it did: the emulation failed then, whatever hung.
-    pub fn stood_still(&self) -> Option<String> {
-        let text = fs::read(self.dir.join("console")).ok()?;
-        let text = String::from_utf8_lossy(&text);
-        text.lines().find(|line| says_its_cpu_stood_still(line)).map(|line| line.trim().to_owned())
+    /// What shows whose fault the failure of a step is that began at a time.
+    pub fn state(&self, step_began: Instant) -> HostState {
+        let consoles = self.consoles.lock().map(|consoles| consoles.clone()).unwrap_or_default();
+        let guests = consoles.iter().filter(|c| c.name().starts_with("guest "));
+        let lines = self.console.lines();
+        HostState {
+            name: self.name.clone(),
+            answers: self.answers(),
+            emulator_killed: self.emulator_status().is_some_and(|status| status.signal() == Some(9)),
+            own_fault: self.own_fault(),
+            console: lines.map(|lines| lines.lines_from(0)).unwrap_or_default(),
+            console_in_step: lines.map(|lines| lines.lines_since(step_began)).unwrap_or_default(),
+            guests_in_step: guests.map(|console| console.lines_since(step_began)).collect(),
+        }
     }
 
-    /// What the kernel of a guest said that died of an interrupt which the emulator delivered twice, if one did.
-    pub fn second_delivery(&self) -> Option<String> {
+    /// The first line that shows that a program of ours failed by itself, or that the host's memory was used up.
+    pub fn own_fault(&self) -> Option<String> {
+        if let Ok(Some(line)) = self.own_fault.lock().as_deref() {
+            return Some(line.clone());
+        }
+        let host = self.console.lines().map(|lines| lines.lines_from(0)).unwrap_or_default();
         let consoles = self.consoles.lock().ok()?;
-        consoles.iter().find_map(|console| second_delivery::found(console.lines_from(0).into_iter()))
+        let mut lines = host.into_iter().chain(consoles.iter().flat_map(|console| console.lines_from(0)));
+        lines.find(|line| own_faults::is_own(line))
     }
 
-    /// What one of our programs said at its own failure, which no emulator is to blame for: a panic, or a system call that its sandbox refused.
-    pub fn own_failure(&self) -> Option<String> {
-        let consoles = self.consoles.lock().ok()?;
-        let mut lines = consoles.iter().flat_map(|console| console.lines_from(0));
-        lines.find(|line| is_own_failure(line))
+    /// Keeps a fault of ours that a text shows.
+    fn note_own_fault(&self, line: Option<String>) {
+        if let (Some(line), Ok(mut kept)) = (line, self.own_fault.lock()) {
+            kept.get_or_insert(line);
+        }
     }
 
     /// Adds who is to blame to the error of something that took too long.
@@ -418,36 +443,5 @@ impl Host {
             std::thread::sleep(Duration::from_millis(100));
         }
         bail!("Host {} didn't power off within 10 s", self.name)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::{is_own_failure, says_its_cpu_stood_still};
-
-    #[test]
-    fn failures_of_our_programs_are_told() {
-        assert!(is_own_failure("thread 'engine' panicked at assembly/host/src/lib.rs:1:2:"));
-        assert!(is_own_failure("thread 'engine' (618) panicked at assembly/host/src/lib.rs:1:2:"));
-        assert!(is_own_failure(
-            "causeway: the sandbox refused the system call ioctl (16) in thread \"control\"; the"
-        ));
-        assert!(!is_own_failure(
-            "[  330.127375] watchdog: BUG: soft lockup - CPU#1 stuck for 26s! [ibv_ud_pingpong:275]"
-        ));
-    }
-
-    #[test]
-    fn a_host_whose_kernel_missed_its_timer_is_told_from_one_that_is_quiet() {
-        let lines = [
-            "[ 1033.162274] watchdog: BUG: soft lockup - CPU#0 stuck for 134s! [vcpu0:618]",
-            "[   21.1] rcu: \tPossible timer handling issue on cpu=1 timer-softirq=10",
-            "[   21.1] rcu: INFO: rcu_preempt detected stalls on CPUs/tasks:",
-            "[   21.1] rcu: INFO: rcu_preempt self-detected stall on CPU",
-        ];
-        assert!(lines.iter().all(|line| says_its_cpu_stood_still(line)));
-        assert!(!says_its_cpu_stood_still(
-            "[  870.073961] kvm [609]: vcpu0, guest rIP: 0xffffffffa669d458 Unhandled WRMSR(0xc0010007) = 0xffff"
-        ));
     }
 }

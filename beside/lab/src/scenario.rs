@@ -1,12 +1,14 @@
 //! What a scenario is: a name, a line of description, a topology, and a function whose figures are the last line.
 
+use crate::emulator_faults::{self, EmulatorFault, Excuses, HostState, hosts_can_be_damaged};
 use crate::guest::Vmm;
-use crate::host::{Host, NeverUp};
+use crate::host::Host;
 use crate::lab::Lab;
 use crate::qemu::Emulator;
 use crate::rdma::Device;
 use crate::recipe::KERNELS;
 use crate::topology::Topology;
+use crate::unfinished::Unfinished;
 use crate::{progress, scenarios};
 use anyhow::{Result, anyhow, bail};
 use serde_json::{Map, Value};
@@ -77,9 +79,15 @@ impl Options {
 pub struct Report {
     figures: Map<String, Value>,
     broken: Vec<String>,
+    excuses: Excuses,
 }
 
 impl Report {
+    /// Excuses a fault of the emulator, unless something has failed already or the run has had its number of excuses.
+    pub fn excuse(&mut self, scenario: &str, fault: EmulatorFault, line: &str) -> bool {
+        self.broken.is_empty() && self.excuses.excuse(scenario, fault, line)
+    }
+
     /// Sets a figure.
     pub fn figure(&mut self, name: &str, value: impl Into<Value>) {
         self.figures.insert(name.to_owned(), value.into());
@@ -130,83 +138,93 @@ pub fn find(name: &str) -> Result<&'static Scenario> {
     })
 }
 
-/// How often a scenario may be begun: again only when the emulation failed.
-const ATTEMPTS: u32 = 3;
-
 /// Runs a scenario to its end: figures on stdout, everything else on stderr.
 ///
-/// When a host's emulator dies or hangs, or a host doesn't come up, or a guest that stands still goes on as soon as its vCPU threads get a
-/// signal that does nothing ([`Host::wakes_by_signal`]), or a host's kernel says that its CPU stood still ([`Host::stood_still`]), or a guest died of an
-/// interrupt that came twice ([`Host::second_delivery`]), what was seen
-/// says nothing about the monitor: the scenario begins again on fresh hosts, and the figure `emulator_failures` says how often that happened.
-/// Nothing else is tried again: not what has found something wrong, nor a program of ours that panicked or was ended by its sandbox.
+/// A scenario begins again, on fresh hosts, only after a fault of the emulator that [`emulator_faults`] excuses. The figures `excused_faults` and
+/// `excused_by_kind` count them. Everything else that goes wrong fails the scenario.
 pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
     options.check()?;
     progress!("{}: {}", scenario.name, scenario.about);
-    let mut emulator_failures = 0;
     let emulator = Emulator::chosen()?;
-    loop {
-        let topology = (scenario.topology)(options);
-        let lab = match Lab::boot_with(&topology, &emulator) {
-            Ok(lab) => lab,
-            Err(e) if e.is::<NeverUp>() && emulator_failures + 1 < ATTEMPTS => {
-                emulator_failures += 1;
-                progress!("EMULATOR FAILURE {emulator_failures}: {e:#}");
+    let mut excuses = Excuses::from_environment();
+    let (mut report, result) = loop {
+        let mut report = Report { excuses, ..Report::default() };
+        let result = match attempt(scenario, options, &emulator, &mut report) {
+            Attempt::Ended(result) => result,
+            Attempt::Excused => {
+                excuses = report.excuses;
                 continue;
             }
-            Err(e) => return Err(e),
         };
-        let mut report = Report::default();
-        let result = (scenario.run)(&lab, options, &mut report);
-        if let Err(e) = &result {
-            progress!("{} failed: {e:#}", scenario.name);
-            let lost_wakeup = lab.hosts().iter().any(|host| host.answers() && host.wakes_by_signal());
-            eprint!("{}", lab.tails());
-            lab.hold()?;
-            let own = lab.hosts().iter().find_map(Host::own_failure);
-            // What was found before counts, whatever came after it.
-            let found = own.is_some() || !report.broken.is_empty();
-            if let Some(line) = own {
-                report.check(false, format!("a program of Causeway failed by itself: {line}"));
-            }
-            let why = if found {
-                None
-            } else if lost_wakeup {
-                Some(
-                    "a wake-up of a vCPU was lost between the emulator and the emulated host's KVM"
-                        .to_owned(),
-                )
-            } else if let Some(line) = lab.hosts().iter().find_map(Host::stood_still) {
-                Some(format!("a CPU of a host stood still ({line})"))
-            } else if let Some(line) = lab.hosts().iter().find_map(Host::second_delivery) {
-                Some(format!("a guest got an injected interrupt twice (its kernel's double fault: {line})"))
-            } else if !lab.hosts().iter().all(Host::answers) {
-                Some("a host died under the scenario".to_owned())
-            } else {
-                None
-            };
-            if let Some(why) = why {
-                emulator_failures += 1;
-                progress!(
-                    "EMULATOR FAILURE {emulator_failures}: {why}; that is no verdict about the monitor"
-                );
-                if emulator_failures < ATTEMPTS {
-                    continue;
-                }
-            }
-        }
-        report.figure("scenario", scenario.name);
-        report.figure("emulator", lab.emulator());
-        report.figure("emulator_failures", emulator_failures);
-        report.figure("ok", result.is_ok() && report.broken.is_empty());
-        drop(lab);
-        println!("{}", report.line());
-        result?;
-        if !report.broken.is_empty() {
-            bail!("{}: {}", scenario.name, report.broken.join("; "));
-        }
-        return Ok(());
+        break (report, result);
+    };
+    report.figure("scenario", scenario.name);
+    report.figure("excused_faults", report.excuses.total());
+    report.figure("excused_by_kind", report.excuses.by_kind());
+    report.figure("ok", result.is_ok() && report.broken.is_empty());
+    println!("{}", report.line());
+    result?;
+    if !report.broken.is_empty() {
+        bail!("{}: {}", scenario.name, report.broken.join("; "));
     }
+    Ok(())
+}
+
+enum Attempt {
+    /// The scenario came to its end or failed.
+    Ended(Result<()>),
+    /// A fault of the emulator was excused.
+    Excused,
+}
+
+/// One attempt, on hosts of its own.
+fn attempt(scenario: &Scenario, options: &Options, emulator: &Emulator, report: &mut Report) -> Attempt {
+    let topology = (scenario.topology)(options);
+    let lab = match Lab::boot_with(&topology, emulator) {
+        Ok(lab) => lab,
+        Err(error) => {
+            return match emulator_faults::found_in_boot(&error) {
+                Some((fault, line)) if report.excuse(scenario.name, fault, &line) => {
+                    progress!("{error:#}");
+                    Attempt::Excused
+                }
+                _ => Attempt::Ended(Err(error)),
+            };
+        }
+    };
+    report.figure("emulator", lab.emulator());
+    let result = (scenario.run)(&lab, options, report);
+    let fault = match &result {
+        Ok(()) => None,
+        Err(error) => {
+            progress!("{} failed: {error:#}", scenario.name);
+            // Before anything else: what is done to look at the hosts isn't part of the failed step.
+            let states = states_at(&lab, error);
+            let fault = emulator_faults::found(error, &states, hosts_can_be_damaged(&topology));
+            for host in lab.hosts().iter().filter(|host| host.answers()) {
+                host.wakes_by_signal();
+            }
+            eprint!("{}", lab.tails());
+            if let Err(error) = lab.hold() {
+                progress!("The hosts can't be held: {error:#}");
+            }
+            fault
+        }
+    };
+    // A program that failed by itself counts, whatever the scenario came to.
+    for line in lab.hosts().iter().filter_map(Host::own_fault) {
+        report.check(false, format!("a program of Causeway failed by itself: {line}"));
+    }
+    match fault {
+        Some((fault, line)) if report.excuse(scenario.name, fault, &line) => Attempt::Excused,
+        _ => Attempt::Ended(result),
+    }
+}
+
+/// The states of all hosts after a step failed with an error. Errors of steps that came to an end have no time, and are never excused.
+fn states_at(lab: &Lab, error: &anyhow::Error) -> Vec<HostState> {
+    let Some(unfinished) = error.downcast_ref::<Unfinished>() else { return Vec::new() };
+    lab.hosts().iter().map(|host| host.state(unfinished.began())).collect()
 }
 
 #[cfg(test)]
@@ -221,6 +239,15 @@ mod tests {
         let line = r.line();
         assert!(!line.contains('\n'));
         assert_eq!(serde_json::from_str::<Value>(&line).unwrap()["boots"], 3);
+    }
+
+    /// What was found before a fault of the emulator counts.
+    #[test]
+    fn nothing_is_excused_after_a_failed_check() {
+        let mut report = Report::default();
+        report.check(false, "5 bytes differ");
+        assert!(!report.excuse("net", EmulatorFault::HostSilent, "x"));
+        assert!(Report::default().excuse("net", EmulatorFault::HostSilent, "x"));
     }
 
     #[test]

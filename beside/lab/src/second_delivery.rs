@@ -69,12 +69,9 @@ pub fn found(lines: impl Iterator<Item = String>) -> Option<String> {
     None
 }
 
+/// Such an oops; QEMU's own monitor gets the same when the second delivery is forced.
 #[cfg(test)]
-mod tests {
-    use super::found;
-
-    /// The oops of CI's run of 26 November 2026; QEMU's own monitor gets the same when the second delivery is forced.
-    const SEEN: &str = "\
+pub(crate) const SEEN: &str = "\
 [   41.206300] RIP: 0010:error_entry+0x10/0x130
 [   41.206320] Code: 85 0e fd ff ff 0f 01 f8 e9 06 fd ff ff 66 66 2e 0f 1f 84 00 00 00 00 00
 [   41.206332] RSP: 0000:fffffe0000002000 EFLAGS: 00000083
@@ -82,6 +79,10 @@ mod tests {
 [   41.206374] FS:  00007fe3bac0a7c0(0000) GS:ffff88801e600000(0000) knlGS:ffff88801e600000
 [   41.206381] CS:  0010 DS: 0000 ES: 0000 CR0: 0000000080050033
 [   41.206386] CR2: fffffe0000001ff8 CR3: 000000001f12e000 CR4: 0000000000710ef0";
+
+#[cfg(test)]
+mod tests {
+    use super::{SEEN, found};
 
     fn says(text: &str) -> bool {
         found(text.lines().map(str::to_owned)).is_some()

@@ -106,6 +106,12 @@ impl Transcript {
         inside.lines.iter().skip(first).map(|line| line.1.clone()).collect()
     }
 
+    /// The lines that came at or after a time.
+    pub fn lines_since(&self, time: Instant) -> Vec<String> {
+        let from = time.saturating_duration_since(self.start);
+        self.lock().lines.iter().filter(|line| line.0 >= from).map(|line| line.1.clone()).collect()
+    }
+
     /// Waits for a line, at or after `from`, that contains `what`. An unfinished last line doesn't count yet.
     pub fn wait_for(&self, what: &str, from: usize, timeout: Duration) -> Waited {
         let until = Instant::now() + timeout;
@@ -181,6 +187,17 @@ mod tests {
         assert!(words.contains("0 s before") && words.contains("\"LAB-L2 init 1.5\""), "{words}");
         t.push(b"[    2.0] half a l");
         assert!(t.last_words().contains("half a l"));
+    }
+
+    #[test]
+    fn lines_before_a_time_are_left_out() {
+        let t = Transcript::new("x");
+        t.push(b"before\n");
+        std::thread::sleep(Duration::from_millis(2));
+        let time = Instant::now();
+        t.push(b"after\n");
+        assert_eq!(t.lines_since(time), ["after"]);
+        assert_eq!(t.lines_since(t.start), ["before", "after"]);
     }
 
     #[test]

@@ -1,0 +1,191 @@
+//! The complete list of what a failed scenario may blame on the emulator. STABILITY.md has the evidence for each.
+//!
+//! A fault is excused only if all of these hold:
+//! - The error is an [`Unfinished`]: a timeout expired or a host went away. A wrong answer is never excused.
+//! - No program of ours failed by itself ([`own_faults`]), and no check of the scenario failed before.
+//! - The fault's signature came while the failed step ran.
+//! - No other fault was excused in this run of the scenario ([`MAX_EXCUSES_PER_RUN`]).
+
+use crate::host::NeverUp;
+use crate::own_faults;
+use crate::topology::Topology;
+use crate::unfinished::Unfinished;
+use crate::{progress, second_delivery};
+use serde_json::{Map, Value, json};
+use std::fs::OpenOptions;
+use std::io::Write as _;
+use std::path::PathBuf;
+
+/// A run with more of them fails.
+pub const MAX_EXCUSES_PER_RUN: usize = 1;
+
+/// Names a file to which each excuse is appended as a line of JSON.
+pub const EXCUSES_FILE_VARIABLE: &str = "LAB_EXCUSES";
+
+/// A fault of the emulator.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum EmulatorFault {
+    /// An emulated host took no command within its boot timeout. No program of ours ran in it yet.
+    HostNeverUp,
+    /// The emulator died, or a host stopped to answer, and the host's kernel reported nothing.
+    HostSilent,
+    /// A host's kernel reported that one of its CPUs got no timer interrupt for tens of seconds.
+    HostCpuStall,
+    /// A guest's kernel died of an interrupt that the emulator delivered twice.
+    SecondDelivery,
+}
+
+impl EmulatorFault {
+    const ALL: [Self; 4] = [Self::HostNeverUp, Self::HostSilent, Self::HostCpuStall, Self::SecondDelivery];
+
+    /// Its name in figures.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::HostNeverUp => "host_never_up",
+            Self::HostSilent => "host_silent",
+            Self::HostCpuStall => "host_cpu_stall",
+            Self::SecondDelivery => "second_delivery",
+        }
+    }
+}
+
+/// What is known of a host after a step has failed.
+#[derive(Debug, Clone)]
+pub struct HostState {
+    /// Its name.
+    pub name: String,
+    /// Whether it takes commands.
+    pub answers: bool,
+    /// Whether its emulator was ended by SIGKILL, as this machine's own out-of-memory killer does.
+    pub emulator_killed: bool,
+    /// A line that shows a fault of one of our programs, or of the host's memory.
+    pub own_fault: Option<String>,
+    /// The lines of its console since it came up.
+    pub console: Vec<String>,
+    /// Those that came while the failed step ran.
+    pub console_in_step: Vec<String>,
+    /// The lines that each guest's console got while the failed step ran.
+    pub guests_in_step: Vec<Vec<String>>,
+}
+
+/// Whether a fault of ours can damage a host's memory: a real card of the host's is in use, and what it reaches by DMA is under test.
+pub fn hosts_can_be_damaged(topology: &Topology) -> bool {
+    topology.hosts.iter().any(|host| !host.qemu.is_empty())
+}
+
+/// The signature of [`EmulatorFault::HostCpuStall`].
+///
+/// No thread of a program keeps the watchdog or the timer softirq from a CPU for so long, whatever its scheduling class. An RCU stall is not in the
+/// list: a `SCHED_FIFO` thread of ours may starve the RCU threads.
+fn cpu_stall(console: &[String]) -> Option<String> {
+    let signs = ["watchdog: BUG: soft lockup - CPU#", "Possible timer handling issue on cpu="];
+    console
+        .iter()
+        .find(|line| signs.iter().any(|sign| line.contains(sign)))
+        .map(|line| line.trim().to_owned())
+}
+
+/// A report of a kernel that its own state is damaged, or that its memory is used up.
+fn kernel_died(line: &str) -> bool {
+    let signs = ["Kernel panic", "BUG:", "Oops", "general protection fault", "double fault", "corrupted"];
+    own_faults::is_own(line) || !line.contains("soft lockup") && signs.iter().any(|sign| line.contains(sign))
+}
+
+/// The signature of [`EmulatorFault::HostSilent`].
+fn silent(host: &HostState) -> bool {
+    !host.answers && !host.emulator_killed && !host.console.iter().any(|line| kernel_died(line))
+}
+
+/// The fault of the emulator that made a step fail, and what shows it. `None`: the failure counts.
+pub fn found(
+    error: &anyhow::Error,
+    hosts: &[HostState],
+    hosts_can_be_damaged: bool,
+) -> Option<(EmulatorFault, String)> {
+    error.downcast_ref::<Unfinished>()?;
+    if own_faults::found(&format!("{error:#}")).is_some() || hosts.iter().any(|host| host.own_fault.is_some())
+    {
+        return None;
+    }
+    if !hosts_can_be_damaged {
+        // A host that died of a stall is one fault.
+        if let Some(line) = hosts.iter().find_map(|host| cpu_stall(&host.console_in_step)) {
+            return Some((EmulatorFault::HostCpuStall, line));
+        }
+        if let Some(host) = hosts.iter().find(|host| silent(host)) {
+            let line = format!("host {} doesn't answer, and its kernel reported nothing", host.name);
+            return Some((EmulatorFault::HostSilent, line));
+        }
+    }
+    // A guest's registers show it, so a card that reaches the host's memory doesn't matter.
+    if hosts.iter().all(|host| host.answers) {
+        let mut guests = hosts.iter().flat_map(|host| &host.guests_in_step);
+        let line = guests.find_map(|lines| second_delivery::found(lines.iter().cloned()))?;
+        return Some((EmulatorFault::SecondDelivery, line));
+    }
+    None
+}
+
+/// As [`found`], for an error of booting hosts.
+pub fn found_in_boot(error: &anyhow::Error) -> Option<(EmulatorFault, String)> {
+    let host = error.downcast_ref::<NeverUp>()?;
+    if host.console().lines().any(kernel_died) {
+        return None;
+    }
+    let line = host.console().lines().last().unwrap_or("its console is empty").trim().to_owned();
+    Some((EmulatorFault::HostNeverUp, line))
+}
+
+/// The excused faults of one run of a scenario.
+#[derive(Debug, Default)]
+pub struct Excuses {
+    faults: Vec<EmulatorFault>,
+    file: Option<PathBuf>,
+}
+
+impl Excuses {
+    /// None so far; each is appended to the file that [`EXCUSES_FILE_VARIABLE`] names.
+    pub fn from_environment() -> Self {
+        Excuses { faults: Vec::new(), file: std::env::var_os(EXCUSES_FILE_VARIABLE).map(PathBuf::from) }
+    }
+
+    /// Excuses a fault, unless the run has had its number of them.
+    pub fn excuse(&mut self, scenario: &str, fault: EmulatorFault, line: &str) -> bool {
+        if self.faults.len() >= MAX_EXCUSES_PER_RUN {
+            progress!("NOT EXCUSED, the run had its {MAX_EXCUSES_PER_RUN}: {} ({line})", fault.name());
+            return false;
+        }
+        // An excuse that the caller can't count isn't one.
+        if let Err(error) = self.append(scenario, fault, line) {
+            progress!(
+                "NOT EXCUSED: {} ({line}): the file of excuses can't be written: {error}",
+                fault.name()
+            );
+            return false;
+        }
+        self.faults.push(fault);
+        progress!("EMULATOR FAULT, excused: {} ({line}); it is no verdict about the monitor", fault.name());
+        true
+    }
+
+    fn append(&self, scenario: &str, fault: EmulatorFault, line: &str) -> std::io::Result<()> {
+        let Some(path) = &self.file else { return Ok(()) };
+        let entry = json!({"scenario": scenario, "fault": fault.name(), "line": line}).to_string() + "\n";
+        OpenOptions::new().create(true).append(true).open(path)?.write_all(entry.as_bytes())
+    }
+
+    /// How many there are.
+    pub fn total(&self) -> usize {
+        self.faults.len()
+    }
+
+    /// How many there are of each kind.
+    pub fn by_kind(&self) -> Value {
+        let count = |kind: EmulatorFault| self.faults.iter().filter(|fault| **fault == kind).count();
+        let kinds = EmulatorFault::ALL.into_iter();
+        kinds.map(|kind| (kind.name().to_owned(), count(kind).into())).collect::<Map<_, _>>().into()
+    }
+}
+
+#[cfg(test)]
+mod tests;
