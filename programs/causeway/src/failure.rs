@@ -88,6 +88,19 @@ pub fn install_panic_hook() {
     }));
 }
 
+/// Panics in a thread with the name that an environment variable has. The tests of those who look for panics in what the program prints need one.
+/// Builds without debug assertions, which all releases are, don't have it.
+#[cfg(debug_assertions)]
+pub fn panic_for_tests() {
+    let Some(name) = std::env::var_os("CAUSEWAY_TEST_PANIC") else { return };
+    let name = name.to_string_lossy().into_owned();
+    let thread = std::thread::Builder::new().name(name).spawn(|| panic!("a test asks for it"));
+    // The hook ends the process.
+    if let Ok(thread) = thread {
+        let _ = thread.join();
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::sentence;

@@ -15,6 +15,8 @@ use clap::Parser as _;
 
 fn main() -> ExitCode {
     failure::install_panic_hook();
+    #[cfg(debug_assertions)]
+    failure::panic_for_tests();
     let cli = match cli::Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => return failure::usage(&error),
