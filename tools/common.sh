@@ -9,8 +9,13 @@ cargo_ci() { # cargo's verb, arguments…
     shift
     driver=$(command -v clippy-driver) ||
         { echo "${0##*/}: clippy-driver is missing; run 'rustup component add clippy'." >&2; return 1; }
-    CLIPPY_ARGS='-D__CLIPPY_HACKERY__warnings__CLIPPY_HACKERY__' \
-        "${limit[@]}" cargo --config "build.rustc-workspace-wrapper='$driver'" "$verb" --locked --profile ci "$@"
+    set -- env CLIPPY_ARGS=-D__CLIPPY_HACKERY__warnings__CLIPPY_HACKERY__ "${limit[@]}" \
+        cargo --config "build.rustc-workspace-wrapper='$driver'" "$verb" --locked --profile ci "$@"
+    # In a subshell of its own cargo takes the subshell's process, so that ending that process ends cargo.
+    if [ "${replace_shell:-no}" = yes ]; then
+        exec "$@"
+    fi
+    "$@"
 }
 
 # Every crate, test, example and fuzz target. The cluster service is built with etcd, since another selection of features would build most
@@ -21,7 +26,7 @@ everything=(--workspace --all-targets --features causeway/etcd)
 build_with_progress() { # who says it, file of output, crates in all, command that builds…
     local who=$1 log=$2 all=$3 running status=0 began=$SECONDS
     shift 3
-    "$@" >"$log" 2>&1 &
+    (replace_shell=yes && "$@") >"$log" 2>&1 &
     running=$!
     while kill -0 "$running" 2>/dev/null; do
         sleep 1

@@ -282,7 +282,7 @@ impl Host {
     }
 
     /// Whether a guest of Causeway that has been silent for long goes on once its vCPU threads get a signal that does nothing but end
-    /// their KVM_RUN, which they begin again. No interrupt is raised, no state is touched. A guest that goes on then had not been woken: by the
+    /// their KVM_RUN, which they begin again. No interrupt is raised, no state is touched. A guest that continues then had not been woken: by the
     /// emulator, by KVM in the emulated host, or by the monitor. It is a diagnosis and excuses nothing.
     ///
     /// Only guests with a vCPU that waits inside of KVM are asked, and what a guest says of standing still is not going on.

@@ -88,8 +88,8 @@ pub fn install_panic_hook() {
     }));
 }
 
-/// Panics in a thread with the name that an environment variable has. The tests of those who look for panics in what the program prints need one.
-/// Builds without debug assertions, which all releases are, don't have it.
+/// Panics in a thread that `CAUSEWAY_TEST_PANIC` names, so that tests see what the program prints then. Absent from builds without debug
+/// assertions, as releases are.
 #[cfg(debug_assertions)]
 pub fn panic_for_tests() {
     let Some(name) = std::env::var_os("CAUSEWAY_TEST_PANIC") else { return };
