@@ -3,8 +3,12 @@
 
 use host::testing::moving::Cluster;
 
+/// How long a turn takes in the tests' time, nanoseconds: about what it takes here with optimization.
+const TURN_NS: u64 = 20_000;
+
 fn check(hosts: usize, vms: u32, seed: u64, operations: u64, every_ns: u64) {
     let mut cluster = Cluster::new(hosts, vms, seed);
+    cluster.simulate_time(TURN_NS);
     let verdict =
         cluster.run_until(operations, every_ns, |_, _| {}).unwrap_or_else(|wrong| panic!("{wrong}"));
     let pairs = u64::from(vms) * u64::from(vms - 1);
@@ -24,6 +28,7 @@ fn check(hosts: usize, vms: u32, seed: u64, operations: u64, every_ns: u64) {
 /// the device of the host where it is then. Each operation happens once and in order.
 fn check_by_verbs(hosts: usize, vms: u32, seed: u64, operations: u64) {
     let mut cluster = Cluster::by_verbs(hosts, vms, seed);
+    cluster.simulate_time(TURN_NS);
     let verdict =
         cluster.run_until(operations, 3_000_000, |_, _| {}).unwrap_or_else(|wrong| panic!("{wrong}"));
     assert_eq!(verdict.operations, u64::from(vms) * u64::from(vms - 1) * operations);
@@ -65,6 +70,7 @@ fn three_vms_on_three_hosts_move_alone_and_in_groups() {
 /// cancelled or changes places, each operation happens once and in order, no queue pair fails, and nothing is sent from where a VM doesn't run.
 fn check_outside(hosts: usize, vms: u32, seed: u64, loss_percent: u64, operations: u64) {
     let mut cluster = Cluster::with_outside(hosts, vms, seed, loss_percent);
+    cluster.simulate_time(TURN_NS);
     let verdict =
         cluster.run_until(operations, 5_000_000, |_, _| {}).unwrap_or_else(|wrong| panic!("{wrong}"));
     let directions = u64::from(vms) * u64::from(vms - 1) + 2 * u64::from(vms);

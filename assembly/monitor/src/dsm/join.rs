@@ -439,12 +439,9 @@ mod tests {
         write(&other, b"GET / HTTP/1.1\r\n\r\n").unwrap();
         let slow = visit(&all[0]);
         write(&slow, &MAGIC[..4]).unwrap();
-        let began = Instant::now();
         let second = join(Hello { node: 1, nodes: 2, digest: 5, rdma: false }, &all, None).unwrap();
         assert!(second[0].is_some());
         assert!(first.join().unwrap().unwrap()[1].is_some());
-        // Far less than the silent one may take.
-        assert!(began.elapsed() < GREETING, "{:?}", began.elapsed());
         drop((silent, slow));
     }
 

@@ -113,7 +113,7 @@ pub struct Cluster {
     /// Of each timer the one that was set last: it replaces those before it.
     latest: HashMap<Timed, u64>,
     next_timer: u64,
-    started: Instant,
+    clock: Clock,
     /// What happened.
     pub moves: Moves,
     running: Option<(MigrationId, u64)>,
@@ -137,6 +137,15 @@ pub struct PeerPause {
     pub held_ns: u64,
     /// How long the other VM stood still, nanoseconds.
     pub mover_ns: u64,
+}
+
+/// Where hosts, timers and pauses have their time from.
+#[derive(Debug, Clone, Copy)]
+enum Clock {
+    /// Since then.
+    Real(Instant),
+    /// Each turn takes `turn_ns`.
+    Simulated { now_ns: u64, turn_ns: u64 },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -184,7 +193,7 @@ impl Cluster {
             timed: HashMap::new(),
             latest: HashMap::new(),
             next_timer: 0,
-            started: Instant::now(),
+            clock: Clock::Real(Instant::now()),
             moves: Moves::default(),
             running: None,
             dice: seed | 1,
@@ -321,8 +330,17 @@ impl Cluster {
         self.deliver();
     }
 
+    /// From now on a turn takes `turn_ns` nanoseconds, whatever the machine needs for it: what moves when, and how often, depends on the seed
+    /// alone.
+    pub fn simulate_time(&mut self, turn_ns: u64) {
+        self.clock = Clock::Simulated { now_ns: self.now(), turn_ns };
+    }
+
     fn now(&self) -> u64 {
-        u64::try_from(self.started.elapsed().as_nanos()).unwrap() + 1
+        match self.clock {
+            Clock::Real(started) => u64::try_from(started.elapsed().as_nanos()).unwrap() + 1,
+            Clock::Simulated { now_ns, .. } => now_ns,
+        }
     }
 
     fn roll(&mut self, sides: u64) -> u64 {
@@ -409,6 +427,9 @@ impl Cluster {
 
     /// A turn of everything.
     fn turn(&mut self, most: u64) {
+        if let Clock::Simulated { now_ns, turn_ns } = &mut self.clock {
+            *now_ns += *turn_ns;
+        }
         for index in 0..self.machines.len() {
             let now = self.now();
             let machine = &mut self.machines[index];
