@@ -1,6 +1,7 @@
 //! What a daemon costs that has nothing to do.
 #![allow(clippy::unwrap_used)] // A test that can't go on has failed.
 
+#[path = "it/common/mod.rs"]
 mod common;
 
 use std::time::{Duration, Instant};

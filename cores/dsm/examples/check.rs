@@ -4,9 +4,9 @@
 //!
 //! Progress goes to stderr, one line of JSON to stdout. Exit status 1 when something is wrong; with a plant, when nothing is.
 
-#[path = "../tests/explore/model.rs"]
+#[path = "../tests/it/explore/model.rs"]
 mod model;
-#[path = "../tests/explore/scenarios.rs"]
+#[path = "../tests/it/explore/scenarios.rs"]
 mod scenarios;
 
 use std::process::ExitCode;

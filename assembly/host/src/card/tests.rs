@@ -22,7 +22,7 @@ use vpio::sharing::{OwnRing, own_bytes};
 use super::desk::{Card, Desk};
 use super::{CardDaemon, CardError, Guest, Settings, Wish, wishes};
 
-#[path = "../../../../devices/vpio/tests/support/mod.rs"]
+#[path = "../../../../devices/vpio/tests/it/support/mod.rs"]
 mod support;
 
 use support::Ports;

@@ -1,5 +1,5 @@
 //! Requests that a card's model refuses, made by a guest's root beside the driver that runs the card: what `lab inject` does, in a guest. The driver isn't
-//! told, and the card isn't prepared. They are those of `devices/vpio/tests/recovery.rs`, as a guest has them whose memory ends at [`TARGET`].
+//! told, and the card isn't prepared. They are those of `devices/vpio/tests/it/recovery.rs`, as a guest has them whose memory ends at [`TARGET`].
 
 use anyhow::{Context, Result, bail};
 

@@ -1,0 +1,15 @@
+//! Integration tests of `host`: one program, since each is linked with everything.
+#![allow(clippy::unwrap_used)] // A test that can't go on has failed.
+
+mod bad_link;
+mod cluster;
+mod common;
+mod end_to_end;
+mod migrate;
+mod migrate_group;
+mod migrate_lost;
+mod migrate_pace;
+mod moving;
+mod moving_hostile;
+mod several;
+mod waiting;

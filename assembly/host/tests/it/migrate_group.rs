@@ -1,0 +1,199 @@
+//! VMs that move together, all or none: to one host, apart, and to each other's places, while they add to each other's words without pause.
+
+use crate::common;
+
+use std::cell::Cell;
+
+use common::adding::{Adder, check, pair};
+use common::cluster::{Cluster, transport, wait_to_know};
+use common::moving::{Move, arrived_together, begin_together, refused_together, together};
+use common::vm::Vm;
+use common::wait_until;
+use control_api::host::proto::move_vm_reply::State;
+use control_api::host::proto::move_vm_request::Step;
+use host::Daemon;
+
+/// Both work for a while.
+fn work(vms: [&Vm; 2], adders: &mut [Adder; 2]) {
+    let before = [adders[0].done, adders[1].done];
+    wait_until("operations of both", || {
+        for (vm, adder) in vms.into_iter().zip(adders.iter_mut()) {
+            adder.work(vm, 8);
+        }
+        adders.iter().zip(before).all(|(adder, before)| adder.done > before + 40)
+    });
+}
+
+/// Requests of both that are under way end, and the counts are exact.
+fn finish(vms: [&Vm; 2], adders: &mut [Adder; 2]) {
+    wait_until("the operations of both to end", || {
+        for (vm, adder) in vms.into_iter().zip(adders.iter_mut()) {
+            adder.take(vm);
+        }
+        adders.iter().all(|adder| adder.done == adder.posted)
+    });
+    check(vms[0], &adders[0], vms[1], &adders[1]);
+}
+
+/// Both on their way to their hosts, copied, and at work.
+fn set_out<'a>(
+    vms: (&'a mut Vm, &'a mut Vm),
+    daemons: &[Daemon],
+    from: [usize; 2],
+    to: [usize; 2],
+    adders: &mut [Adder; 2],
+) -> [Move<'a>; 2] {
+    let socket = |at: usize| daemons[at].socket();
+    let mut moves = [
+        Move::prepare(vms.0, socket(from[0]), socket(to[0])),
+        Move::prepare(vms.1, socket(from[1]), socket(to[1])),
+    ];
+    let hosts = to.map(|to| format!("h{}", to + 1));
+    begin_together(&moves, &[&hosts[0], &hosts[1]]);
+    for _ in 0..2 {
+        work([&*moves[0].vm, &*moves[1].vm], adders);
+        moves.iter_mut().for_each(Move::round);
+    }
+    work([&*moves[0].vm, &*moves[1].vm], adders);
+    moves
+}
+
+/// Stopped, and all of both at the destinations. Posts in between, so that much is under way.
+fn stop(moves: &mut [Move<'_>; 2], adders: &mut [Adder; 2]) {
+    assert_eq!(together(moves, false, &Step::Converged(true)), [State::Stop; 2]);
+    for (one, adder) in moves.iter().zip(adders.iter_mut()) {
+        adder.work(one.vm, 8);
+    }
+    moves.iter_mut().for_each(Move::stop);
+}
+
+/// Two connected VMs: from two hosts to a third one (from the network to RAM), from there apart, twice to each other's places (both ends of the
+/// connection change hosts at once), and along a chain: one to where the other leaves. One migration each; numbers, keys, order and counts are kept.
+#[test]
+fn connected_vms_move_together_and_change_places() {
+    let cluster = Cluster::new();
+    let daemons = [cluster.daemon(1), cluster.daemon(2), cluster.daemon(3)];
+    let (mut a, mut b) = pair(&cluster, &daemons[0], &daemons[1]);
+    wait_to_know(&cluster, &[&daemons[2]]);
+    let mut adders = [Adder::new(&b), Adder::new(&a)];
+    let names = |vm: &Vm| (vm.endpoint.qp.0, vm.endpoint.qp.1, vm.endpoint.buffer.rkey);
+    let before = [names(&a), names(&b)];
+    let mut at = [0, 1];
+    for (number, to) in (1_u64..).zip([[2, 2], [0, 1], [1, 0], [0, 1], [2, 0], [0, 1]]) {
+        let mut moves = set_out((&mut a, &mut b), &daemons, at, to, &mut adders);
+        let migrations = cluster.state().migrations;
+        assert_eq!((migrations.len(), migrations[0].moves.len()), (1, 2), "one migration of two VMs");
+        stop(&mut moves, &mut adders);
+        assert_eq!(arrived_together(&moves), (vec![State::Runs; 2], vec![State::Moved; 2]), "move {number}");
+        moves.into_iter().for_each(Move::land);
+        at = to;
+        for (name, to) in ["a", "b"].into_iter().zip(to) {
+            let vm = cluster.wait_for(name, u32::try_from(to + 1).unwrap());
+            assert_eq!(vm.epoch, number + 1);
+        }
+        work([&a, &b], &mut adders);
+        finish([&a, &b], &mut adders);
+        let expected = if to[0] == to[1] { "local" } else { "fabric" };
+        assert_eq!(transport(&daemons[to[0]], &a, "a"), expected, "after move {number}");
+        assert_eq!(transport(&daemons[to[1]], &b, "b"), expected, "after move {number}");
+        wait_until("the end of the migration", || cluster.state().migrations.is_empty());
+    }
+    assert_eq!([names(&a), names(&b)], before);
+    assert!(a.guest.events().is_empty() && b.guest.events().is_empty(), "no queue pair has failed");
+}
+
+/// One member's monitor gives up, while memory is copied and when all stand still: nobody moves, all go on; and they move the next time.
+#[test]
+fn when_one_gives_up_nobody_moves() {
+    let cluster = Cluster::new();
+    let daemons = [cluster.daemon(1), cluster.daemon(2), cluster.daemon(3)];
+    let (mut a, mut b) = pair(&cluster, &daemons[0], &daemons[1]);
+    wait_to_know(&cluster, &[&daemons[2]]);
+    let mut adders = [Adder::new(&b), Adder::new(&a)];
+    for stopped in [false, true] {
+        let mut moves = set_out((&mut a, &mut b), &daemons, [0, 1], [1, 2], &mut adders);
+        if stopped {
+            stop(&mut moves, &mut adders);
+        }
+        let [one, two] = moves;
+        assert_eq!(two.give_up(), State::Stays);
+        // The other one's monitor, whose own VM was well, hears of it.
+        let one = [one];
+        assert_eq!(together(&one, false, &Step::Wait(true)), [State::Stays]);
+        one.into_iter().for_each(Move::stay);
+        work([&a, &b], &mut adders);
+        finish([&a, &b], &mut adders);
+        wait_until("the end of the migration", || cluster.state().migrations.is_empty());
+        assert_eq!((cluster.wait_for("a", 1).epoch, cluster.wait_for("b", 2).epoch), (1, 1));
+    }
+    let mut moves = set_out((&mut a, &mut b), &daemons, [0, 1], [1, 2], &mut adders);
+    stop(&mut moves, &mut adders);
+    assert_eq!(arrived_together(&moves), (vec![State::Runs; 2], vec![State::Moved; 2]));
+    moves.into_iter().for_each(Move::land);
+    work([&a, &b], &mut adders);
+    finish([&a, &b], &mut adders);
+}
+
+/// The daemon of one destination dies when all stand still and before the decision: the other VM, whose destination is well, doesn't move either.
+#[test]
+fn a_destination_that_dies_keeps_all_where_they_were() {
+    let cluster = Cluster::new();
+    let mut daemons = vec![cluster.daemon(1), cluster.daemon(2), cluster.daemon(3)];
+    let (mut a, mut b) = pair(&cluster, &daemons[0], &daemons[1]);
+    wait_to_know(&cluster, &[&daemons[2]]);
+    let mut adders = [Adder::new(&b), Adder::new(&a)];
+    let mut moves = set_out((&mut a, &mut b), &daemons, [0, 1], [1, 2], &mut adders);
+    stop(&mut moves, &mut adders);
+    drop(daemons.pop());
+    wait_until("both to stay", || together(&moves, false, &Step::Wait(true)) == [State::Stays; 2]);
+    moves.into_iter().for_each(Move::stay);
+    work([&a, &b], &mut adders);
+    finish([&a, &b], &mut adders);
+    assert_eq!((cluster.wait_for("a", 1).epoch, cluster.wait_for("b", 2).epoch), (1, 1));
+}
+
+/// A member for which nobody waits, one that never asks, one that isn't known and one that is there: each is a sentence, and nothing stops.
+#[test]
+fn a_group_that_cannot_move_is_refused_with_a_sentence() {
+    let cluster = Cluster::new();
+    let daemons = [cluster.daemon(1), cluster.daemon(2), cluster.daemon(3)];
+    let (mut a, mut b) = pair(&cluster, &daemons[0], &daemons[1]);
+    wait_to_know(&cluster, &[&daemons[2]]);
+    let mut adders = [Adder::new(&b), Adder::new(&a)];
+    let client = |at: usize| control_api::host::HostClient::new(daemons[at].socket());
+    let attempt = Cell::new(1 << 40);
+    let wish = |host: &str, vms: &[&str]| {
+        let vms = vms.iter().map(|vm| (*vm).to_owned()).collect();
+        attempt.set(attempt.get() + 1);
+        let attempt = attempt.get();
+        Step::BeginTogether(control_api::host::proto::BeginTogether { host: host.to_owned(), vms, attempt })
+    };
+    let refused = |step: Step| client(0).move_vm("a", step).unwrap_err().to_string();
+    let text = refused(wish("h2", &["a", "nobody"]));
+    assert!(text.contains("The cluster has no VM nobody"), "{text}");
+    let text = refused(wish("h1", &["a", "b"]));
+    assert!(text.contains("VM a can't move to host h1: it runs there"), "{text}");
+    let text = refused(wish("h2", &["b"]));
+    assert!(text.contains("each named once"), "{text}");
+    // The other one never asks: it is said who is waited for.
+    let reply = client(0).move_vm("a", wish("h3", &["a", "b"])).unwrap();
+    assert_eq!(State::try_from(reply.state).unwrap(), State::Pending);
+    assert!(reply.reason.contains("waits for VM b"), "{}", reply.reason);
+    assert!(cluster.state().migrations.is_empty(), "nothing has begun");
+    let reply = client(0).move_vm("a", Step::Broken(true)).unwrap();
+    assert_eq!(State::try_from(reply.state).unwrap(), State::Stays);
+    // From here on it is none that has asked: the other one alone makes no group.
+    let moves = [
+        Move::prepare(&mut a, daemons[0].socket(), daemons[2].socket()),
+        // A monitor waits for it, on another host than the one that is named.
+        Move::prepare(&mut b, daemons[1].socket(), daemons[2].socket()),
+    ];
+    for text in refused_together(&moves, &["h3", "h1"]) {
+        assert!(text.contains("room") || text.contains("Stays"), "{text}");
+    }
+    drop(moves);
+    wait_until("the end of the migration", || cluster.state().migrations.is_empty());
+    work([&a, &b], &mut adders);
+    finish([&a, &b], &mut adders);
+    assert_eq!((cluster.wait_for("a", 1).epoch, cluster.wait_for("b", 2).epoch), (1, 1));
+}

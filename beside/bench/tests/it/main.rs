@@ -1,0 +1,9 @@
+//! Integration tests of `bench`: one program, since each is linked with everything.
+#![allow(clippy::unwrap_used)] // A test that can't go on has failed.
+
+mod dsm_litmus;
+mod dsm_replay;
+mod litmus;
+mod neighbours;
+mod payload;
+mod spmd;

@@ -1,0 +1,15 @@
+//! Integration tests of `hca`: one program, since each is linked with everything.
+#![allow(clippy::unwrap_used)] // A test that can't go on has failed.
+
+mod common;
+mod connected;
+mod datagrams;
+mod elsewhere;
+mod hostile;
+mod inbound;
+mod late;
+mod many;
+mod model;
+mod moving;
+mod notifications;
+mod objects;

@@ -1,0 +1,8 @@
+//! Integration tests of `machine`: one program, since each is linked with everything.
+#![allow(clippy::unwrap_used)] // A test that can't go on has failed.
+
+mod common;
+mod late;
+mod slots;
+mod state;
+mod vcpu;

@@ -1,0 +1,7 @@
+//! Integration tests of `causeway`: one program, since each is linked with everything.
+#![allow(clippy::unwrap_used)] // A test that can't go on has failed.
+
+mod cli;
+mod nodes;
+mod nodes_gather;
+mod own_faults;

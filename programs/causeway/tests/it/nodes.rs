@@ -1,0 +1,482 @@
+//! VMs that span several monitors on this machine, and what becomes of them when one is lost. Needs /dev/kvm and userfaultfd; without,
+//! each test says so loudly and passes.
+
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::OnceLock;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+/// The payload programs, built; `None` where no payload VM can span nodes.
+fn programs(test: &str) -> Option<&'static Path> {
+    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
+    for (device, facility) in
+        [("/dev/kvm", facilities::Facility::Kvm), ("/dev/userfaultfd", facilities::Facility::Userfaultfd)]
+    {
+        if !Path::new(device).exists() {
+            facilities::missing(facility, format!("{test} needs {device}"));
+            return None;
+        }
+    }
+    Some(FOLDER.get_or_init(|| {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap().to_owned();
+        let target = root.join("target/payload");
+        let status = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+            .args(["build", "--quiet", "--release", "--locked", "-p", "payload-programs", "--manifest-path"])
+            .arg(root.join("guest/payload/Cargo.toml"))
+            .arg("--target-dir")
+            .arg(&target)
+            .env_remove("RUSTFLAGS")
+            .env_remove("CARGO_ENCODED_RUSTFLAGS")
+            .env_remove("CARGO_BUILD_TARGET")
+            .status();
+        assert!(status.unwrap().success(), "the payload programs could not be built");
+        target.join("release")
+    }))
+}
+
+/// A folder for sockets, which every test has for itself.
+fn runtime() -> tempfile::TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+fn causeway(runtime: &Path, program: &Path, flags: &[&str], arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_causeway"));
+    command.env("XDG_RUNTIME_DIR", runtime);
+    if !flags.contains(&"--log-level") {
+        command.args(["--log-level", "error"]);
+    }
+    command.args(["run", "--payload"]).arg(program).args(flags);
+    // What is tested is what nodes do to each other, whether that pays or not.
+    if !flags.contains(&"--gather") && flags.iter().any(|flag| ["--nodes", "--peers"].contains(flag)) {
+        command.args(["--gather", "never"]);
+    }
+    command.arg("--").args(arguments);
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+fn text(output: &Output) -> String {
+    let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    format!("{}\n{out}\n{err}", output.status)
+}
+
+/// Counters, messages, false sharing, pages written in turns and private pages are right, in both ways of keeping memory the same, on
+/// two and three nodes, with one and two vCPUs each.
+#[test]
+fn programs_that_check_what_they_read_find_nothing_wrong() {
+    let test = "programs_that_check_what_they_read_find_nothing_wrong";
+    let Some(programs) = programs(test) else { return };
+    for (nodes, cpus) in [("2", "2"), ("2", "4"), ("3", "4")] {
+        for coherence in ["invalidate", "update"] {
+            let runtime = runtime();
+            let flags = ["--nodes", nodes, "--cpus", cpus, "--coherence", coherence];
+            let mut command = causeway(runtime.path(), &programs.join("dsm_basic"), &flags, &["all", "50"]);
+            let output = command.output().unwrap();
+            let text = text(&output);
+            assert!(output.status.success(), "{nodes} nodes, {cpus} vCPUs, {coherence}: {text}");
+            for pattern in ["counter", "message", "sharing", "turns", "private"] {
+                assert!(text.contains(&format!("{pattern}: 50 rounds")), "{text}");
+            }
+            let left: Vec<_> = std::fs::read_dir(runtime.path().join("causeway")).unwrap().collect();
+            assert!(left.is_empty(), "{left:?}");
+        }
+    }
+}
+
+/// All vCPUs at one word, or with instructions that need two pages each: whatever a page was granted for has retired before the page goes, as is shown by registers that differ, or by the
+/// instruction being carried out by the monitor. Nothing is lost, and nobody stands still.
+#[test]
+fn every_grant_lets_an_instruction_retire() {
+    let Some(programs) = programs("every_grant_lets_an_instruction_retire") else { return };
+    for kind in ["kind=store", "kind=add", "kind=move"] {
+        let runtime = runtime();
+        let flags = ["--nodes", "2", "--cpus", "2", "--gather", "never", "--json"];
+        let output =
+            causeway(runtime.path(), &programs.join("storm"), &flags, &[kind, "ms=800"]).output().unwrap();
+        assert!(output.status.success(), "{kind}: {}", text(&output));
+        let out = String::from_utf8(output.stdout).unwrap();
+        let mut values = serde_json::Deserializer::from_str(&out).into_iter::<Value>();
+        let (line, report) = (values.next().unwrap().unwrap(), values.next().unwrap().unwrap());
+        assert_eq!(line["verified"], true, "{line}");
+        assert!(line["slowest"].as_u64().unwrap() > 0, "{line}");
+        let sum = |key: &str| -> u64 {
+            report["nodes"].as_object().unwrap().values().map(|node| node[key].as_u64().unwrap()).sum()
+        };
+        // Where a move needs both pages, and a vCPU has no processor for long, one may be given up all the same.
+        let most = if kind == "kind=move" { sum("kicks") / 50 } else { 0 };
+        assert!(sum("unproven") <= most, "{kind}: {report:#}");
+        // Of a word that is kept by updates nothing is taken away.
+        assert!(kind == "kind=add" || sum("stepped") > 0, "{kind}: {report:#}");
+    }
+}
+
+/// The exit code is the program's, whichever node's vCPU gives it; every vCPU's console comes out of node 0, and JSON has the counts of
+/// both nodes, which agree with each other.
+#[test]
+fn console_exit_code_and_counts_come_from_all_nodes() {
+    let Some(programs) = programs("console_exit_code_and_counts_come_from_all_nodes") else { return };
+    let runtime = runtime();
+    let flags = ["--nodes", "2", "--json"];
+    let output = causeway(runtime.path(), &programs.join("hello"), &flags, &["exit=42"]).output().unwrap();
+    assert_eq!(output.status.code(), Some(42), "{}", text(&output));
+    let out = String::from_utf8(output.stdout).unwrap();
+    for vcpu in 0..2 {
+        assert!(out.contains(&format!("Hello from vCPU {vcpu} of 2\n")), "{out}");
+    }
+    let json = &out[out.find('{').unwrap()..];
+    let report: Value = serde_json::from_str(json).unwrap();
+    assert_eq!(report["code"], 42);
+    let count = |node: &str, key: &str| report["nodes"][node]["protocol"][key].as_u64().unwrap();
+    assert!(count("1", "misses") > 0, "node 1 has fetched the program: {report:#}");
+    for (from, to) in [("0", "1"), ("1", "0")] {
+        let (sent, received) = (count(from, "sent"), count(to, "received"));
+        // What is under way when the program ends isn't received any more.
+        assert!(received <= sent && sent <= received + 8, "{from} to {to}: {sent}, {received}");
+        assert_eq!(count(from, "refused"), 0);
+    }
+}
+
+/// Nodes that are started one by one find each other over TCP, and node 0's output and exit code are the VM's; a node of another
+/// program is refused by name.
+#[test]
+fn nodes_that_are_started_apart_meet_over_tcp() {
+    let Some(programs) = programs("nodes_that_are_started_apart_meet_over_tcp") else { return };
+    let port = |listener: std::net::TcpListener| listener.local_addr().unwrap().port();
+    let port = || port(std::net::TcpListener::bind("127.0.0.1:0").unwrap());
+    let start = |runtime: &Path, node: &str, peers: &str, arguments: &[&str]| {
+        let flags = ["--node", node, "--peers", peers];
+        causeway(runtime, &programs.join("dsm_basic"), &flags, arguments).spawn().unwrap()
+    };
+    let runtime = runtime();
+    let peers = format!("tcp:127.0.0.1:{},tcp:127.0.0.1:{}", port(), port());
+    let other = start(runtime.path(), "1", &peers, &["turns", "20"]);
+    let first = start(runtime.path(), "0", &peers, &["turns", "20"]).wait_with_output().unwrap();
+    let other = other.wait_with_output().unwrap();
+    assert!(first.status.success() && other.status.success(), "{} {}", text(&first), text(&other));
+    assert!(text(&first).contains("turns: 20 rounds"), "{}", text(&first));
+    assert!(other.stdout.is_empty(), "{}", text(&other));
+
+    let other = start(runtime.path(), "1", &peers, &["turns", "21"]);
+    let first = start(runtime.path(), "0", &peers, &["turns", "20"]).wait_with_output().unwrap();
+    let other = other.wait_with_output().unwrap();
+    for (output, peer) in [(first, "Node 1"), (other, "Node 0")] {
+        assert!(!output.status.success());
+        let said = text(&output);
+        assert!(said.contains(peer) && said.contains("another program or other settings"), "{said}");
+    }
+}
+
+/// While a VM runs, its hottest pages are told with nodes and offsets, as text and as JSON.
+#[test]
+fn the_hottest_pages_are_told_while_it_runs() {
+    let Some(programs) = programs("the_hottest_pages_are_told_while_it_runs") else { return };
+    let runtime = runtime();
+    let flags = ["--nodes", "2", "--name", "hot"];
+    let (mut child, _) = endless_with(runtime.path(), programs, &flags, 2);
+    std::thread::sleep(Duration::from_millis(300));
+    let top = |flags: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_causeway"));
+        command.env("XDG_RUNTIME_DIR", runtime.path()).args(flags).args(["dsm", "top", "hot"]);
+        command.output().unwrap()
+    };
+    let (table, json) = (top(&[]), top(&["--json"]));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert!(table.status.success() && text(&table).contains("KEPT BY"), "{}", text(&table));
+    let report: Value = serde_json::from_slice(&json.stdout).unwrap_or_else(|_| panic!("{}", text(&json)));
+    let hottest = &report["pages"][0];
+    assert!(hottest["waited_ms"].as_f64().unwrap() > 0.0, "{report:#}");
+    assert!(hottest["nodes"].get("0").is_some() && hottest["nodes"].get("1").is_some(), "{report:#}");
+    assert!(!top(&[]).status.success(), "nobody answers after the end");
+}
+
+/// Processes that a process has started.
+fn children(pid: u32) -> Vec<Pid> {
+    let path = format!("/proc/{pid}/task/{pid}/children");
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    text.split_whitespace().filter_map(|word| Pid::from_raw(word.parse().ok()?)).collect()
+}
+
+fn exists(pid: Pid) -> bool {
+    // A zombie doesn't count.
+    std::fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()))
+        .is_ok_and(|stat| !stat.rsplit(')').next().unwrap_or_default().trim().starts_with('Z'))
+}
+
+/// All threads of all nodes are confined: a filter, no capability, none to be gained.
+#[test]
+fn nodes_run_in_the_sandbox() {
+    let Some(programs) = programs("nodes_run_in_the_sandbox") else { return };
+    let runtime = runtime();
+    let (mut child, _) = endless(runtime.path(), programs, "2");
+    let first = Pid::from_child(&child);
+    let nodes: Vec<Pid> = std::iter::once(first).chain(children(child.id())).collect();
+    let mut seen = Vec::new();
+    for node in &nodes {
+        for task in std::fs::read_dir(format!("/proc/{}/task", node.as_raw_nonzero())).unwrap() {
+            // Threads may end meanwhile.
+            let text = std::fs::read_to_string(task.unwrap().path().join("status")).unwrap_or_default();
+            let of = |key: &str| {
+                text.lines().find_map(|line| line.strip_prefix(key)).map(|of| of.trim().to_owned())
+            };
+            let state = ["Seccomp:", "NoNewPrivs:", "CapEff:", "CapPrm:"].map(of);
+            seen.push((of("Name:"), state));
+        }
+    }
+    child.kill().unwrap();
+    child.wait().unwrap();
+    assert_eq!(nodes.len(), 2);
+    assert!(seen.len() >= 8, "{seen:?}");
+    let confined = ["2", "1", "0000000000000000", "0000000000000000"].map(|word| Some(word.to_owned()));
+    for (name, state) in seen {
+        assert!(state[0].is_none() || state == confined, "{name:?}: {state:?}");
+    }
+}
+
+/// Starts a VM that never ends by itself, and waits until it runs on all nodes.
+fn endless(runtime: &Path, programs: &Path, nodes: &str) -> (Child, Vec<Pid>) {
+    endless_with(runtime, programs, &["--nodes", nodes], nodes.parse().unwrap())
+}
+
+fn endless_with(runtime: &Path, programs: &Path, flags: &[&str], nodes: usize) -> (Child, Vec<Pid>) {
+    running(runtime, programs, flags, nodes, ["endless", "1"])
+}
+
+/// Starts exercises that say when they run on all nodes, and waits for that.
+fn running(
+    runtime: &Path,
+    programs: &Path,
+    flags: &[&str],
+    nodes: usize,
+    arguments: [&str; 2],
+) -> (Child, Vec<Pid>) {
+    let program = programs.join("dsm_basic");
+    let mut child = causeway(runtime, &program, flags, &arguments).spawn().unwrap();
+    let mut seen = Vec::new();
+    let stdout = child.stdout.as_mut().unwrap();
+    let mut byte = [0];
+    while !String::from_utf8_lossy(&seen).contains("all run") {
+        assert_eq!(stdout.read(&mut byte).unwrap(), 1, "it ended early: {}", String::from_utf8_lossy(&seen));
+        seen.push(byte[0]);
+    }
+    let others = children(child.id());
+    assert_eq!(others.len(), nodes - 1);
+    (child, others)
+}
+
+/// Waits for the end of what is left, and gives the time that it took and what it said.
+fn diagnosis(mut child: Child, since: Instant) -> (Duration, String) {
+    let mut said = String::new();
+    child.stderr.as_mut().unwrap().read_to_string(&mut said).unwrap();
+    let status = child.wait().unwrap();
+    assert!(!status.success());
+    (since.elapsed(), said)
+}
+
+/// After so long something hangs. How fast nodes notice a loss is not for a test on a shared machine to judge.
+const HANGS: Duration = Duration::from_secs(60);
+
+fn gone(pids: &[Pid]) {
+    let deadline = Instant::now() + HANGS;
+    while pids.iter().any(|pid| exists(*pid)) {
+        assert!(Instant::now() < deadline, "processes are left: {pids:?}");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
+
+/// Killing a node at random moments, 20 times: the rest ends, and says which node it was over which link.
+#[test]
+fn a_killed_node_ends_the_vm_with_a_diagnosis() {
+    let Some(programs) = programs("a_killed_node_ends_the_vm_with_a_diagnosis") else { return };
+    let mut longest = Duration::ZERO;
+    for round in 0..20u64 {
+        let runtime = runtime();
+        let (child, others) = endless(runtime.path(), programs, "2");
+        std::thread::sleep(Duration::from_micros(round * 3_777 % 50_000));
+        let since = Instant::now();
+        kill_process(others[0], Signal::KILL).unwrap();
+        let (took, said) = diagnosis(child, since);
+        assert!(said.contains("node 1") && said.contains("link unix:"), "round {round}: {said}");
+        gone(&others);
+        longest = longest.max(took);
+    }
+    println!("the longest of 20 took {longest:?}");
+}
+
+/// Killing node 0 ends the others, which nobody watches then.
+#[test]
+fn nodes_end_when_the_first_is_killed() {
+    let Some(programs) = programs("nodes_end_when_the_first_is_killed") else { return };
+    let runtime = runtime();
+    let (mut child, others) = endless(runtime.path(), programs, "3");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    gone(&others);
+}
+
+/// A node that stands still is taken for lost: the rest says so, and it is ended.
+#[test]
+fn a_silent_node_ends_the_vm_with_a_diagnosis() {
+    let Some(programs) = programs("a_silent_node_ends_the_vm_with_a_diagnosis") else { return };
+    let runtime = runtime();
+    let (child, others) = endless(runtime.path(), programs, "2");
+    kill_process(others[0], Signal::STOP).unwrap();
+    let mut child = child;
+    let mut said = String::new();
+    // The stopped process has the other end of stderr, too: it is read when that is gone.
+    child.stderr.as_mut().unwrap().read_to_string(&mut said).unwrap();
+    child.wait().unwrap();
+    assert!(said.contains("Node 1 has not been heard from") && said.contains("link unix:"), "{said}");
+    gone(&others);
+}
+
+/// A program that needs a silent node no more comes to its end, which is told of: what it came to counts, and nobody waits for ever.
+#[test]
+fn a_program_ends_though_a_node_is_silent() {
+    let Some(programs) = programs("a_program_ends_though_a_node_is_silent") else { return };
+    let runtime = runtime();
+    let flags = ["--nodes", "2", "--log-level", "warn"];
+    let (mut child, others) = running(runtime.path(), programs, &flags, 2, ["alone", "300"]);
+    let since = Instant::now();
+    kill_process(others[0], Signal::STOP).unwrap();
+    let mut said = String::new();
+    child.stderr.as_mut().unwrap().read_to_string(&mut said).unwrap();
+    let status = child.wait().unwrap();
+    let took = since.elapsed();
+    assert!(status.success(), "{status}: {said}");
+    let told = ["The program has ended with 0, but node 1 ", " the link unix:"];
+    assert!(told.iter().all(|part| said.contains(part)), "{said}");
+    // Silence that began before the end counts from its own beginning: the last heartbeat, up to 100 ms before the signal.
+    assert!(took >= Duration::from_millis(750), "{took:?}: {said}");
+    gone(&others);
+}
+
+/// Waits for a file.
+fn appears(path: &Path) {
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while !path.exists() {
+        assert!(Instant::now() < deadline, "{} doesn't appear", path.display());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// A result without times.
+fn result(output: &[u8]) -> Value {
+    let mut result: Value = serde_json::from_slice(output).unwrap_or_else(|_| {
+        panic!("no result: {}", String::from_utf8_lossy(output));
+    });
+    let fields = result.as_object_mut().unwrap();
+    fields.retain(|name, _| name != "ns" && name != "serial_ns");
+    result
+}
+
+const JACOBI: [&str; 2] = ["n=128", "steps=400"];
+
+/// Kills node `lost` of a VM that writes checkpoints, some time after the first one.
+fn kill_after_checkpoints(runtime: &Path, programs: &Path, lost: usize, after: Duration) -> PathBuf {
+    let folder = runtime.join("checkpoints");
+    let place = folder.to_str().unwrap();
+    let flags = ["--nodes", "2", "--checkpoint", place, "--checkpoint-every", "0.05"];
+    let mut child = causeway(runtime, &programs.join("jacobi"), &flags, &JACOBI).spawn().unwrap();
+    appears(&folder.join("checkpoint.json"));
+    std::thread::sleep(after);
+    if lost == 0 {
+        child.kill().unwrap();
+    } else if let Some(other) = children(child.id()).get(lost - 1) {
+        kill_process(*other, Signal::KILL).unwrap();
+    }
+    let others = children(child.id());
+    child.wait().unwrap();
+    gone(&others);
+    folder
+}
+
+/// A VM that lost a node goes on from its last checkpoint and comes to the result of an undisturbed run, whichever node it was and when.
+#[test]
+fn a_restart_from_the_last_checkpoint_comes_to_the_same_result() {
+    let Some(programs) = programs("a_restart_from_the_last_checkpoint_comes_to_the_same_result") else {
+        return;
+    };
+    let quiet = runtime();
+    let flags = ["--nodes", "2"];
+    let output = causeway(quiet.path(), &programs.join("jacobi"), &flags, &JACOBI).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+    let expected = result(&output.stdout);
+    for (lost, after) in [(1, 0), (0, 0), (1, 150), (0, 300)] {
+        let runtime = runtime();
+        let folder = kill_after_checkpoints(runtime.path(), programs, lost, Duration::from_millis(after));
+        // And goes on writing them.
+        let place = folder.to_str().unwrap();
+        let flags = ["--nodes", "2", "--restart", place, "--checkpoint", place, "--checkpoint-every", "0.05"];
+        let output = causeway(runtime.path(), &programs.join("jacobi"), &flags, &JACOBI).output().unwrap();
+        assert!(output.status.success(), "node {lost} after {after} ms: {}", text(&output));
+        assert_eq!(result(&output.stdout), expected, "node {lost} after {after} ms");
+    }
+}
+
+/// What can't be gone on from, or written, is told in one sentence, and nothing is left running.
+#[test]
+fn broken_foreign_and_missing_checkpoints_are_told() {
+    let Some(programs) = programs("broken_foreign_and_missing_checkpoints_are_told") else { return };
+    let runtime = runtime();
+    let folder = kill_after_checkpoints(runtime.path(), programs, 1, Duration::ZERO);
+    let place = folder.to_str().unwrap();
+    let restart = |program: &str, flags: &[&str], arguments: &[&str]| {
+        let flags = [&["--restart", place][..], flags].concat();
+        let output = causeway(runtime.path(), &programs.join(program), &flags, arguments).output().unwrap();
+        assert!(!output.status.success(), "{}", text(&output));
+        text(&output)
+    };
+    let said = restart("jacobi", &["--nodes", "3"], &JACOBI);
+    assert!(said.contains("it had 2 nodes, this one has 3; give --nodes 2"), "{said}");
+    let said = restart("jacobi", &["--nodes", "2"], &["n=128", "steps=401"]);
+    assert!(said.contains("another program or with other settings"), "{said}");
+    let said = restart("jacobi", &[], &JACOBI);
+    assert!(said.contains("--restart") && said.contains("--nodes"), "{said}");
+    // Node 1's file, which node 1 reads.
+    let file = std::fs::read_dir(&folder).unwrap().map(|entry| entry.unwrap().path());
+    let file =
+        file.filter(|path| path.to_str().unwrap().contains("node-1-") && path.extension().unwrap() == "ckpt");
+    let file = file.max().unwrap();
+    let mut bytes = std::fs::read(&file).unwrap();
+    bytes[1000] ^= 0x40;
+    std::fs::write(&file, &bytes).unwrap();
+    let said = restart("jacobi", &["--nodes", "2"], &JACOBI);
+    assert!(said.contains("is damaged: its sum is") && said.contains("node-1-"), "{said}");
+    std::fs::remove_file(folder.join("checkpoint.json")).unwrap();
+    let said = restart("jacobi", &["--nodes", "2"], &JACOBI);
+    assert!(said.contains("There is no checkpoint in"), "{said}");
+}
+
+/// A folder without room costs the VM nothing: it says so once, keeps the checkpoint that it has, and comes to its result.
+#[test]
+fn a_full_disk_is_told_and_the_vm_goes_on() {
+    let Some(programs) = programs("a_full_disk_is_told_and_the_vm_goes_on") else { return };
+    if !rustix::process::geteuid().is_root() {
+        facilities::missing(facilities::Facility::Root, "only root can mount a small file system");
+        return;
+    }
+    let runtime = runtime();
+    let folder = runtime.path().join("small");
+    std::fs::create_dir(&folder).unwrap();
+    let place = folder.to_str().unwrap();
+    // In a mount namespace of its own, which ends with it. A page of room.
+    let script = format!("mount -t tmpfs -o size=4k none {place} && exec \"$@\"");
+    let flags = ["--nodes", "2", "--checkpoint", place, "--checkpoint-every", "0.05"];
+    let inner = causeway(runtime.path(), &programs.join("jacobi"), &flags, &JACOBI);
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "sh", "-c", &script, "sh"]).arg(inner.get_program());
+    let words: Vec<_> =
+        inner.get_args().map(|word| if word == "error" { "warn".as_ref() } else { word }).collect();
+    command.args(words).env("XDG_RUNTIME_DIR", runtime.path());
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{}", text(&output));
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert_eq!(said.matches("No checkpoint could be written; the VM goes on").count(), 1, "{said}");
+    assert!(said.contains(".ckpt could not be written") && said.contains("No space left"), "{said}");
+    assert!(result(&output.stdout)["verified"] == true, "{}", text(&output));
+}
