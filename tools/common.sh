@@ -3,13 +3,12 @@
 
 # Cargo with the profile of CI. Workspace crates are compiled by clippy's driver, so that lints come with the build instead of after
 # a second one.
-limit=() # what cargo runs under, such as timeout with its options
 cargo_ci() { # cargo's verb, arguments…
     local verb=$1 driver
     shift
     driver=$(command -v clippy-driver) ||
         { echo "${0##*/}: clippy-driver is missing; run 'rustup component add clippy'." >&2; return 1; }
-    set -- env CLIPPY_ARGS=-D__CLIPPY_HACKERY__warnings__CLIPPY_HACKERY__ "${limit[@]}" \
+    set -- env CLIPPY_ARGS=-D__CLIPPY_HACKERY__warnings__CLIPPY_HACKERY__ \
         cargo --config "build.rustc-workspace-wrapper='$driver'" "$verb" --locked --profile ci "$@"
     # In a subshell of its own cargo takes the subshell's process, so that ending that process ends cargo.
     if [ "${replace_shell:-no}" = yes ]; then
