@@ -76,6 +76,7 @@ impl Booting {
             crate::native::arguments(&mut command, images, spec, dir)?;
         } else {
             emulator.run_by(images, &mut command);
+            emulator.set_walks(images, spec, &mut command)?;
             command.args(emulator.arguments(images, spec, index, dir, links));
         }
         let log = File::create(dir.join("qemu.log"))?;

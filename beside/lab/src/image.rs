@@ -4,6 +4,7 @@
 use crate::apt::{self, Apt};
 use crate::command::output;
 use crate::cpio::Archive;
+use crate::heartbeat::Heartbeat;
 use crate::kernel::{self, Modules};
 use crate::recipe::{self, Artifact};
 use crate::{paths, progress};
@@ -58,14 +59,18 @@ impl Images {
     }
 
     fn outdated(&self, wanted: &[Artifact]) -> Vec<Artifact> {
-        let good = |a: &Artifact| fs::read_to_string(self.stamp(*a)).is_ok_and(|s| s.trim() == a.recipe());
+        let good = |a: &Artifact| match a {
+            Artifact::EditedQemu => self.edited_qemu().is_some(),
+            _ => fs::read_to_string(self.stamp(*a)).is_ok_and(|s| s.trim() == a.recipe()),
+        };
         let mut stale = false;
         Artifact::ALL
             .into_iter()
             .filter(|a| wanted.contains(a))
             .filter(|a| {
                 // Hosts and guests are made from the kernels.
-                let build = !good(a) || (stale && !matches!(a, Artifact::Qemu | Artifact::Kernels));
+                let build = !good(a)
+                    || (stale && !matches!(a, Artifact::Qemu | Artifact::EditedQemu | Artifact::Kernels));
                 stale |= build && *a == Artifact::Kernels;
                 build
             })
@@ -79,9 +84,15 @@ impl Images {
             fs::remove_file(&stamp)?;
         }
         progress!("images: building {}", artifact.name());
+        let heartbeat = Heartbeat::start(format!("images: building {}", artifact.name()));
         let work = tempfile::Builder::new().prefix("build-").tempdir_in(&self.dir)?;
         match artifact {
             Artifact::Qemu => self.qemu()?,
+            // Kept elsewhere, without a stamp; without it, hosts run in Debian's QEMU.
+            Artifact::EditedQemu => {
+                self.build_edited_qemu(work.path(), &heartbeat);
+                return Ok(());
+            }
             Artifact::Kernels => self.kernels(apt)?,
             Artifact::Host => self.host(apt, work.path())?,
             Artifact::Newer => self.newer()?,

@@ -79,6 +79,9 @@ enum Verb {
         #[arg(long, default_value_t = 10)]
         wait: u64,
     },
+    /// Count write faults at page tables of a guest (inside a host).
+    #[command(hide = true)]
+    WalksProbe,
     /// Attack a card by DMA, or use it as an honest driver does (inside a guest or a host).
     #[command(hide = true)]
     Attack {
@@ -310,6 +313,7 @@ fn real_main(cli: Cli) -> Result<ExitCode> {
         Some(Verb::Images) => {
             lab::image::Images::ready(&lab::recipe::Artifact::ALL).map(|_| ExitCode::SUCCESS)
         }
+        Some(Verb::WalksProbe) => lab::walks_probe::run().map(|()| ExitCode::SUCCESS),
         Some(Verb::ModuleLint) => lab::neighbours_image::lint().map(|()| ExitCode::SUCCESS),
         Some(Verb::In { guest, script, wait }) => {
             lab::guest_channel::run(&guest, script.as_deref(), Duration::from_secs(wait)).map(status)

@@ -51,10 +51,16 @@ pub(crate) fn root(apt: &Apt, root: &Path, release: &str, packages: &[&str], sou
 
 /// Runs `/build/build.sh RELEASE` in it.
 pub(crate) fn run(root: &Path, release: &str) -> Result<()> {
+    output(&mut command(root, release)).map(drop)
+}
+
+/// The command that runs `/build/build.sh ARGUMENT` in the root.
+pub(crate) fn command(root: &Path, argument: &str) -> Command {
     // /dev/null and /proc are all that the compiler and kbuild want of the outside.
     let script = "mount --rbind /dev \"$1/dev\" && mount --rbind /proc \"$1/proc\" && exec chroot \"$1\" /bin/sh /build/build.sh \"$2\"";
     let mut command = Command::new("unshare");
     command.args(["--map-root-user", "--mount", "nice", "sh", "-c", script, "sh"]);
     command.env_clear().env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin").env("LC_ALL", "C");
-    output(command.arg(root).arg(release)).map(drop)
+    command.arg(root).arg(argument);
+    command
 }

@@ -19,6 +19,15 @@ pub fn cache() -> PathBuf {
     std::env::var_os("LAB_CACHE").map_or_else(|| target().join("lab-cache"), PathBuf::from)
 }
 
+/// Where the built QEMU and its source are kept, for all work trees of a user: `LAB_QEMU_CACHE`, or `causeway/qemu` in the user's cache.
+pub fn qemu_cache() -> PathBuf {
+    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    set("LAB_QEMU_CACHE")
+        .or_else(|| set("XDG_CACHE_HOME").map(|dir| dir.join("causeway/qemu")))
+        .or_else(|| set("HOME").map(|dir| dir.join(".cache/causeway/qemu")))
+        .unwrap_or_else(|| cache().join("qemu-built"))
+}
+
 /// The folder whose files every host gets in `/share/bin`: `target/lab-bin`.
 pub fn binaries() -> PathBuf {
     target().join("lab-bin")

@@ -1,7 +1,7 @@
 //! The emulator: which QEMU, with what settings, and the command line of a host. STABILITY.md has the evidence.
 
 use crate::image::Images;
-use crate::topology::{HostSpec, mac};
+use crate::topology::{HostSpec, Walks, mac};
 use anyhow::{Result, bail};
 use std::path::Path;
 use std::process::Command;
@@ -84,7 +84,23 @@ impl Emulator {
         command.arg(root.join("usr/lib64/ld-linux-x86-64.so.2"));
         let path = format!("{0}:{0}/pulseaudio", libraries.display());
         command.args(["--argv0", "qemu-system-x86_64", "--library-path", &path]);
-        command.arg(root.join("usr/bin/qemu-system-x86_64"));
+        command.arg(images.edited_qemu().unwrap_or_else(|| root.join("usr/bin/qemu-system-x86_64")));
+    }
+
+    /// Chooses how the host's nested page walks reach a guest's page tables.
+    pub fn set_walks(&self, images: &Images, host: &HostSpec, command: &mut Command) -> Result<()> {
+        if host.walks == Walks::Read && !(self.newer && images.edited_qemu().is_some()) {
+            bail!(
+                "Host {} needs page walks that only read, which QEMU has with the lab's edits alone: run `lab images`, which says why it can't build that",
+                host.name
+            );
+        }
+        let walks = match host.walks {
+            Walks::Read => "read",
+            Walks::Write => "write",
+        };
+        command.env("CAUSEWAY_LAB_WALKS", walks);
+        Ok(())
     }
 
     /// One line that says what is used.
@@ -99,8 +115,9 @@ impl Emulator {
             .output()
             .map(|o| String::from_utf8_lossy(&o.stdout).lines().next().unwrap_or("?").to_owned());
         format!(
-            "{}, TCG with {}, -cpu {}, npt={}",
+            "{}{}, TCG with {}, -cpu {}, npt={}",
             version.unwrap_or_else(|e| format!("QEMU that doesn't run ({e})")),
+            if self.newer { format!(" ({})", images.qemu_origin()) } else { String::new() },
             match self.threads {
                 Threads::Single => "one thread",
                 Threads::Multi => "a thread per CPU",

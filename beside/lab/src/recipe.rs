@@ -434,8 +434,10 @@ pub fn hash<'a>(parts: impl IntoIterator<Item = &'a str>) -> String {
 /// One thing that is built once and kept until its recipe changes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Artifact {
-    /// QEMU from the backports.
+    /// Debian's QEMU of a later release, unpacked.
     Qemu,
+    /// QEMU built from source with the lab's edits, which needs the former's libraries and data ([`crate::qemu_build`]).
+    EditedQemu,
     /// Kernels, unpacked.
     Kernels,
     /// A host's root disk and initramfs.
@@ -454,8 +456,9 @@ pub enum Artifact {
 
 impl Artifact {
     /// All of them, in build order.
-    pub const ALL: [Artifact; 8] = [
+    pub const ALL: [Artifact; 9] = [
         Artifact::Qemu,
+        Artifact::EditedQemu,
         Artifact::Kernels,
         Artifact::Host,
         Artifact::Newer,
@@ -471,6 +474,7 @@ impl Artifact {
     pub fn name(self) -> &'static str {
         match self {
             Artifact::Qemu => "qemu",
+            Artifact::EditedQemu => "edited-qemu",
             Artifact::Kernels => "kernels",
             Artifact::Host => "host",
             Artifact::Newer => "newer",
@@ -491,6 +495,13 @@ impl Artifact {
             Artifact::Qemu => {
                 parts.push(QEMU_RELEASE);
                 parts.extend(QEMU_PACKAGES);
+            }
+            Artifact::EditedQemu => {
+                parts.push(QEMU_RELEASE);
+                // One by one, since all of them are borrowed for longer than the others.
+                for part in crate::qemu_build::recipe() {
+                    parts.push(part);
+                }
             }
             Artifact::Kernels => parts.extend(kernels),
             Artifact::Host => {

@@ -16,6 +16,15 @@ pub struct Nic {
     pub link: Option<(usize, usize)>,
 }
 
+/// How a nested page walk of the host's CPUs accesses a guest's page tables.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Walks {
+    /// By loads; by a store only where an accessed or dirty bit must be set, as Intel's with EPT's own bits off.
+    Read,
+    /// Always by stores, as AMD's.
+    Write,
+}
+
 /// One emulated host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HostSpec {
@@ -35,6 +44,8 @@ pub struct HostSpec {
     pub neighbours: bool,
     /// Whether it boots a newer kernel than hosts usually do.
     pub newer: bool,
+    /// How nested page walks access page tables.
+    pub walks: Walks,
     /// More arguments for QEMU: devices, IOMMUs, drives.
     pub qemu: Vec<String>,
     /// More words for its kernel's command line; `kvm_amd.npt=0` sets a KVM option.
@@ -53,6 +64,7 @@ impl HostSpec {
             appliance: false,
             neighbours: false,
             newer: false,
+            walks: Walks::Write,
             qemu: Vec::new(),
             kernel: Vec::new(),
         }
@@ -92,6 +104,12 @@ impl HostSpec {
     /// hosts, which need userfaultfd as it is since Linux 6.4.
     pub fn newer(mut self) -> Self {
         self.newer = true;
+        self
+    }
+
+    /// Sets how nested page walks access page tables.
+    pub fn walks(mut self, walks: Walks) -> Self {
+        self.walks = walks;
         self
     }
 
@@ -184,7 +202,15 @@ impl Topology {
         let neighbours = self.hosts.iter().any(|h| h.neighbours).then_some(Artifact::Neighbours);
         let appliance = self.hosts.iter().any(|h| h.appliance).then_some(Artifact::Appliance);
         let newer = self.hosts.iter().any(|h| h.newer).then_some(Artifact::Newer);
-        Artifact::USUAL.into_iter().chain(newer).chain(rdma).chain(neighbours).chain(appliance).collect()
+        let edited = self.hosts.iter().any(|h| h.walks == Walks::Read).then_some(Artifact::EditedQemu);
+        Artifact::USUAL
+            .into_iter()
+            .chain(edited)
+            .chain(newer)
+            .chain(rdma)
+            .chain(neighbours)
+            .chain(appliance)
+            .collect()
     }
 
     /// Says what is wrong with it, if anything.

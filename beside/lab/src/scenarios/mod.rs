@@ -52,6 +52,7 @@ mod vpio_handoff;
 mod vpio_nics;
 mod vpio_recovery;
 mod wakeups;
+mod walks;
 
 use crate::scenario::Scenario;
 
@@ -98,4 +99,5 @@ pub const ALL: &[Scenario] = &[
     vpio_attacks::SCENARIO,
     vpio_recovery::SCENARIO,
     wakeups::SCENARIO,
+    walks::SCENARIO,
 ];

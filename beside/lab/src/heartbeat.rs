@@ -1,0 +1,52 @@
+//! A line every ten seconds while something long goes on that says nothing by itself.
+
+use crate::progress;
+use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Time between lines.
+const INTERVAL: Duration = Duration::from_secs(10);
+
+/// Says what goes on, until it is dropped.
+#[derive(Debug)]
+pub struct Heartbeat {
+    step: Arc<Mutex<String>>,
+    end: Option<Sender<()>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Heartbeat {
+    /// Begins to say `what` with the seconds that it has taken.
+    pub fn start(what: String) -> Self {
+        let (end, ended) = channel();
+        let begin = Instant::now();
+        let step = Arc::new(Mutex::new(String::new()));
+        let said = Arc::clone(&step);
+        let thread = std::thread::spawn(move || {
+            while ended.recv_timeout(INTERVAL) == Err(RecvTimeoutError::Timeout) {
+                let step = said.lock().map(|step| step.clone()).unwrap_or_default();
+                progress!("{what}: {step}{:.0} s", begin.elapsed().as_secs_f64());
+            }
+        });
+        Heartbeat { step, end: Some(end), thread: Some(thread) }
+    }
+
+    /// Sets what its lines say of how far it is.
+    pub fn step(&self, step: &str) {
+        if let Ok(mut said) = self.step.lock() {
+            *said = format!("{step}, ");
+        }
+    }
+}
+
+impl Drop for Heartbeat {
+    fn drop(&mut self) {
+        self.end = None;
+        if let Some(thread) = self.thread.take() {
+            // It only prints.
+            let _ = thread.join();
+        }
+    }
+}
