@@ -37,6 +37,7 @@ pub mod rdma;
 mod rdma_image;
 pub mod recipe;
 pub mod records;
+mod run_record;
 pub mod scenario;
 pub mod scenarios;
 mod second_delivery;

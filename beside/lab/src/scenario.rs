@@ -9,9 +9,10 @@ use crate::rdma::Device;
 use crate::recipe::KERNELS;
 use crate::topology::Topology;
 use crate::unfinished::Unfinished;
-use crate::{progress, scenarios};
+use crate::{progress, run_record, scenarios};
 use anyhow::{Result, anyhow, bail};
 use serde_json::{Map, Value};
+use std::time::Instant;
 
 /// What the command line may say about a scenario.
 #[derive(Debug, Clone, Default)]
@@ -144,6 +145,7 @@ pub fn find(name: &str) -> Result<&'static Scenario> {
 /// `excused_by_kind` count them. Everything else that goes wrong fails the scenario.
 pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
     options.check()?;
+    let began = Instant::now();
     progress!("{}: {}", scenario.name, scenario.about);
     let emulator = Emulator::chosen()?;
     let mut excuses = Excuses::from_environment();
@@ -163,6 +165,7 @@ pub fn run(scenario: &Scenario, options: &Options) -> Result<()> {
     report.figure("excused_by_kind", report.excuses.by_kind());
     report.figure("ok", result.is_ok() && report.broken.is_empty());
     println!("{}", report.line());
+    run_record::keep(&Value::Object(report.figures.clone()), began.elapsed())?;
     result?;
     if !report.broken.is_empty() {
         bail!("{}: {}", scenario.name, report.broken.join("; "));
