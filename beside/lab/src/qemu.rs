@@ -157,7 +157,7 @@ impl Emulator {
         add("-machine", if iommu { "q35,kernel-irqchip=split".into() } else { "q35".into() });
         add("-accel", format!("tcg,thread={},tb-size=512", if multi { "multi" } else { "single" }));
         add("-cpu", self.cpu.clone());
-        // One thread that takes turns on several CPUs hangs guests within seconds (STABILITY.md, run e1).
+        // One thread that takes turns on several CPUs hangs guests within seconds (STABILITY.md).
         add("-smp", if multi { host.cpus } else { 1 }.to_string());
         add("-m", format!("{}M", host.memory_mib));
         add("-display", "none".into());

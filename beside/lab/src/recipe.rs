@@ -160,8 +160,7 @@ pub const MODULE_BUILD_PACKAGES: &[&str] =
 /// What checks their sources, besides.
 pub const MODULE_CHECK_PACKAGES: &[&str] = &["perl", "sparse", "tar", "xz-utils"];
 
-/// The release of Debian whose backports have the newer QEMU: 10.0.2. It brings its C library along, so any release's runs here; that of
-/// trixie-backports, 11.1.3, failed in `net` (STABILITY.md).
+/// The release of Debian whose backports have the newer QEMU. It brings its C library along, so any release's runs here.
 pub const QEMU_RELEASE: &str = "trixie";
 
 /// The newer QEMU that is unpacked beside the system's.
