@@ -43,5 +43,5 @@ build_with_progress() { # who says it, file of output, crates in all, command th
 
 # How many crates a build of these packages has.
 crates_of() { # arguments of cargo tree…
-    cargo tree --locked --prefix none --edges normal,build "$@" 2>/dev/null | awk '{print $1, $2}' | sort -u | wc -l
+    cargo tree --locked --prefix none "$@" 2>/dev/null | awk '{print $1, $2}' | sort -u | wc -l
 }

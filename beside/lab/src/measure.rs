@@ -12,6 +12,7 @@ struct Mapping {
     size_kib: u64,
     rss_kib: u64,
     pss_kib: u64,
+    anonymous_kib: u64,
 }
 
 fn mappings(smaps: &str) -> Vec<Mapping> {
@@ -28,6 +29,7 @@ fn mappings(smaps: &str) -> Vec<Mapping> {
                 "Size:" => m.size_kib = value,
                 "Rss:" => m.rss_kib = value,
                 "Pss:" => m.pss_kib = value,
+                "Anonymous:" => m.anonymous_kib = value,
                 _ => {}
             }
         }
@@ -41,14 +43,17 @@ fn is_ram(m: &Mapping, ram_kib: u64) -> bool {
     nameless && m.size_kib * 2 >= ram_kib
 }
 
-/// Memory of a process beyond its guest's RAM: (resident, proportional) in KiB.
-fn beyond(smaps: &str, ram_kib: u64) -> Result<(u64, u64)> {
+/// Memory of a process beyond its guest's RAM in KiB: resident, proportional, and of the latter unchanged pages of files, which are the program's
+/// and its libraries'.
+fn beyond(smaps: &str, ram_kib: u64) -> Result<(u64, u64, u64)> {
     let all = mappings(smaps);
     if !all.iter().any(|m| is_ram(m, ram_kib)) {
         bail!("No mapping of the process looks like {} MiB of guest RAM", ram_kib >> 10);
     }
     let rest: Vec<&Mapping> = all.iter().filter(|m| !is_ram(m, ram_kib)).collect();
-    Ok((rest.iter().map(|m| m.rss_kib).sum(), rest.iter().map(|m| m.pss_kib).sum()))
+    let file = |m: &&&Mapping| m.path.starts_with('/') && !m.path.starts_with("/memfd:");
+    let unchanged = rest.iter().filter(file).map(|m| m.pss_kib.saturating_sub(m.anonymous_kib)).sum();
+    Ok((rest.iter().map(|m| m.rss_kib).sum(), rest.iter().map(|m| m.pss_kib).sum(), unchanged))
 }
 
 /// Processor time of a process.
@@ -72,12 +77,12 @@ pub fn ticks(stat: &str) -> Option<Ticks> {
     Some(Ticks { all: time(14)? + time(15)?, guest: time(43)? })
 }
 
-/// Prints `CPU all guest` in milliseconds, `RSS kib PSS kib` and `EXIT name count` for each of KVM's counters of the VM of a process.
+/// Prints `CPU all guest` in milliseconds, `RSS kib PSS kib FILES kib` and `EXIT name count` for each of KVM's counters of the VM of a process.
 pub fn print(pid: u32, ram_mib: u64) -> Result<()> {
     let path = format!("/proc/{pid}/smaps");
     let smaps = fs::read_to_string(&path).with_context(|| format!("Can't read {path}"))?;
-    let (rss, pss) = beyond(&smaps, ram_mib << 10)?;
-    println!("RSS {rss}\nPSS {pss}");
+    let (rss, pss, files) = beyond(&smaps, ram_mib << 10)?;
+    println!("RSS {rss}\nPSS {pss}\nFILES {files}");
     let path = format!("/proc/{pid}/stat");
     let stat = fs::read_to_string(&path).with_context(|| format!("Can't read {path}"))?;
     let used = ticks(&stat).with_context(|| format!("{path} has no times"))?;
@@ -102,6 +107,8 @@ pub struct Measured {
     pub rss_kib: u64,
     /// The same, shared pages counted in parts.
     pub pss_kib: u64,
+    /// Of the latter, unchanged pages of the program's file and its libraries', KiB.
+    pub files_kib: u64,
     /// Milliseconds that the monitor's process used, without those of its guest.
     pub own_ms: u64,
     /// KVM's counters for the VM, those above zero.
@@ -117,6 +124,7 @@ impl Measured {
             match words.as_slice() {
                 ["RSS", n] => m.rss_kib = n.parse().unwrap_or(0),
                 ["PSS", n] => m.pss_kib = n.parse().unwrap_or(0),
+                ["FILES", n] => m.files_kib = n.parse().unwrap_or(0),
                 ["CPU", all, guest] => {
                     let ms = |text: &str| text.parse::<u64>().unwrap_or(0);
                     m.own_ms = ms(all).saturating_sub(ms(guest));
@@ -143,21 +151,24 @@ impl Measured {
 mod tests {
     use super::*;
 
-    const SMAPS: &str = "55d0-55e0 r-xp 00000000 fe:00 12 /usr/bin/x y\nSize:   100 kB\nRss:  90 kB\nPss:  45 kB\n\
+    const SMAPS: &str = "55d0-55e0 r-xp 00000000 fe:00 12 /usr/bin/x y\nSize:   100 kB\nRss:  90 kB\nPss:  45 kB\nAnonymous: 15 kB\n\
         7f00-7f80 rw-s 00000000 00:01 5 /memfd:ram (deleted)\nSize: 524288 kB\nRss: 300000 kB\nPss: 300000 kB\n\
         7fa0-7fb0 rw-p 00000000 00:00 0\nSize: 2000 kB\nRss: 10 kB\nPss: 10 kB\nVmFlags: rd wr\n";
 
     #[test]
     fn guest_ram_is_left_out() {
-        assert_eq!(beyond(SMAPS, 512 << 10).unwrap(), (100, 55));
+        assert_eq!(beyond(SMAPS, 512 << 10).unwrap(), (100, 55, 30));
         assert!(beyond("", 512 << 10).is_err());
         assert_eq!(mappings(SMAPS)[0].path, "/usr/bin/x y");
     }
 
     #[test]
     fn the_printed_form_is_read() {
-        let m = Measured::parse("RSS 10\nPSS 5\nCPU 90 70\nEXIT exits 77\nEXIT nmi 0\nnoise\n");
-        assert_eq!((m.rss_kib, m.pss_kib, m.counter("exits"), m.counters.len()), (10, 5, 77, 1));
+        let m = Measured::parse("RSS 10\nPSS 5\nFILES 2\nCPU 90 70\nEXIT exits 77\nEXIT nmi 0\nnoise\n");
+        assert_eq!(
+            (m.rss_kib, m.pss_kib, m.files_kib, m.counter("exits"), m.counters.len()),
+            (10, 5, 2, 77, 1)
+        );
         assert_eq!(m.own_ms, 20);
     }
 
