@@ -8,9 +8,9 @@
 
 use crate::host::NeverUp;
 use crate::own_faults;
+use crate::progress;
 use crate::topology::Topology;
 use crate::unfinished::Unfinished;
-use crate::{progress, second_delivery};
 use serde_json::{Map, Value, json};
 use std::fs::OpenOptions;
 use std::io::Write as _;
@@ -31,12 +31,10 @@ pub enum EmulatorFault {
     HostSilent,
     /// A host's kernel reported that one of its CPUs got no timer interrupt for tens of seconds.
     HostCpuStall,
-    /// A guest's kernel died of an interrupt that the emulator delivered twice.
-    SecondDelivery,
 }
 
 impl EmulatorFault {
-    const ALL: [Self; 4] = [Self::HostNeverUp, Self::HostSilent, Self::HostCpuStall, Self::SecondDelivery];
+    const ALL: [Self; 3] = [Self::HostNeverUp, Self::HostSilent, Self::HostCpuStall];
 
     /// Its name in figures.
     pub fn name(self) -> &'static str {
@@ -44,7 +42,6 @@ impl EmulatorFault {
             Self::HostNeverUp => "host_never_up",
             Self::HostSilent => "host_silent",
             Self::HostCpuStall => "host_cpu_stall",
-            Self::SecondDelivery => "second_delivery",
         }
     }
 }
@@ -64,8 +61,6 @@ pub struct HostState {
     pub console: Vec<String>,
     /// Those that came while the failed step ran.
     pub console_in_step: Vec<String>,
-    /// The lines that each guest's console got while the failed step ran.
-    pub guests_in_step: Vec<Vec<String>>,
 }
 
 /// Whether a fault of ours can damage a host's memory: a real card of the host's is in use, and what it reaches by DMA is under test.
@@ -107,23 +102,16 @@ pub fn found(
     {
         return None;
     }
-    if !hosts_can_be_damaged {
-        // A host that died of a stall is one fault.
-        if let Some(line) = hosts.iter().find_map(|host| cpu_stall(&host.console_in_step)) {
-            return Some((EmulatorFault::HostCpuStall, line));
-        }
-        if let Some(host) = hosts.iter().find(|host| silent(host)) {
-            let line = format!("host {} doesn't answer, and its kernel reported nothing", host.name);
-            return Some((EmulatorFault::HostSilent, line));
-        }
+    if hosts_can_be_damaged {
+        return None;
     }
-    // A guest's registers show it, so a card that reaches the host's memory doesn't matter.
-    if hosts.iter().all(|host| host.answers) {
-        let mut guests = hosts.iter().flat_map(|host| &host.guests_in_step);
-        let line = guests.find_map(|lines| second_delivery::found(lines.iter().cloned()))?;
-        return Some((EmulatorFault::SecondDelivery, line));
+    // A host that died of a stall is one fault.
+    if let Some(line) = hosts.iter().find_map(|host| cpu_stall(&host.console_in_step)) {
+        return Some((EmulatorFault::HostCpuStall, line));
     }
-    None
+    let host = hosts.iter().find(|host| silent(host))?;
+    let line = format!("host {} doesn't answer, and its kernel reported nothing", host.name);
+    Some((EmulatorFault::HostSilent, line))
 }
 
 /// As [`found`], for an error of booting hosts.

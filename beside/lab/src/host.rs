@@ -328,8 +328,6 @@ impl Host {
 
     /// What shows whose fault the failure of a step is that began at a time.
     pub fn state(&self, step_began: Instant) -> HostState {
-        let consoles = self.consoles.lock().map(|consoles| consoles.clone()).unwrap_or_default();
-        let guests = consoles.iter().filter(|c| c.name().starts_with("guest "));
         let lines = self.console.lines();
         HostState {
             name: self.name.clone(),
@@ -338,7 +336,6 @@ impl Host {
             own_fault: self.own_fault(),
             console: lines.map(|lines| lines.lines_from(0)).unwrap_or_default(),
             console_in_step: lines.map(|lines| lines.lines_since(step_began)).unwrap_or_default(),
-            guests_in_step: guests.map(|console| console.lines_since(step_began)).collect(),
         }
     }
 

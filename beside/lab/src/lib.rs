@@ -40,7 +40,6 @@ pub mod records;
 mod run_record;
 pub mod scenario;
 pub mod scenarios;
-mod second_delivery;
 mod shell;
 pub mod topology;
 pub mod traffic;

@@ -12,7 +12,6 @@ fn host() -> HostState {
         own_fault: None,
         console: Vec::new(),
         console_in_step: Vec::new(),
-        guests_in_step: Vec::new(),
     }
 }
 
@@ -26,10 +25,6 @@ fn stalled() -> HostState {
 
 fn dead() -> HostState {
     HostState { answers: false, ..host() }
-}
-
-fn twice() -> HostState {
-    HostState { guests_in_step: vec![Vec::new(), lines(second_delivery::SEEN)], ..host() }
 }
 
 fn expired() -> anyhow::Error {
@@ -92,7 +87,6 @@ fn a_dead_host_that_may_have_died_of_ours_is_not_excused() {
 fn a_host_that_a_card_may_have_damaged_is_not_excused() {
     assert!(found(&expired(), &[dead()], true).is_none());
     assert!(found(&expired(), &[stalled()], true).is_none());
-    assert_eq!(found(&expired(), &[twice()], true).unwrap().0, EmulatorFault::SecondDelivery);
     let topology = |name: &str| {
         let scenario = crate::scenario::find(name).unwrap();
         (scenario.topology)(&crate::scenario::Options::default())
@@ -126,30 +120,12 @@ fn a_stall_before_the_step_and_other_complaints_are_not_excused() {
     }
 }
 
-/// A stall in a guest's console is the guest's.
-#[test]
-fn a_stall_of_a_guest_is_not_excused() {
-    assert_eq!(kind(&expired(), &[HostState { guests_in_step: vec![lines(STALL)], ..host() }]), None);
-}
-
-#[test]
-fn a_second_delivery_within_the_step_is_excused() {
-    assert_eq!(kind(&expired(), &[twice()]), Some(EmulatorFault::SecondDelivery));
-}
-
-#[test]
-fn another_panic_of_a_guest_is_not_excused() {
-    let other = second_delivery::SEEN.replace("error_entry", "e1000_clean");
-    let host = HostState { guests_in_step: vec![lines(&other)], ..host() };
-    assert_eq!(kind(&expired(), &[host]), None);
-}
-
 #[test]
 fn wrong_data_is_never_excused() {
     let wrong = anyhow!("md finds 8 sectors whose parity is wrong");
     let status = anyhow!("The command ended with status 101");
     for error in [wrong, status] {
-        for host in [stalled(), dead(), twice()] {
+        for host in [stalled(), dead()] {
             assert_eq!(kind(&error, &[host]), None, "{error}");
         }
     }
@@ -169,9 +145,9 @@ fn one_fault_is_excused_per_run() {
     let mut excuses = Excuses::default();
     assert_eq!(excuses.by_kind()["host_silent"], 0);
     assert!(excuses.excuse("net", EmulatorFault::HostSilent, "x"));
-    assert!(!excuses.excuse("net", EmulatorFault::SecondDelivery, "x"));
+    assert!(!excuses.excuse("net", EmulatorFault::HostCpuStall, "x"));
     assert_eq!((excuses.total(), excuses.by_kind()["host_silent"].clone()), (1, 1.into()));
-    assert_eq!(excuses.by_kind()["second_delivery"], 0);
+    assert_eq!(excuses.by_kind()["host_cpu_stall"], 0);
 }
 
 #[test]
