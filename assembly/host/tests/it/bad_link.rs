@@ -154,8 +154,8 @@ fn additions_over_a_bad_link_are_done_exactly_once() {
     for (number, (machine, daemon)) in (1..).zip(machines.iter().zip(&daemons)) {
         let monitor = machine.connect(daemon.socket(), true);
         let mut guest = Guest::new(machine);
-        // 134 ms, and 537 where another process has to route; a counter of 7 is the most there is.
-        (guest.timeout, guest.retries) = (if matches!(link, Link::Relay(_)) { 15 } else { 17 }, 7);
+        // 268 ms, and 537 where another process has to route; a counter of 7 is the most there is.
+        (guest.timeout, guest.retries) = (if matches!(link, Link::Relay(_)) { 16 } else { 17 }, 7);
         guest.probe(&monitor, gid(number));
         let made = endpoints(&mut guest, &monitor, contexts);
         sides.push((monitor, guest, made));

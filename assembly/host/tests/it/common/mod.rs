@@ -26,9 +26,9 @@ pub fn start(config: DaemonConfig) -> Daemon {
     std::thread::spawn(move || Daemon::start(&config).unwrap()).join().unwrap()
 }
 
-/// Waits up to ten seconds.
+/// Waits up to a minute: what takes longer hangs, also on a machine that has much to do.
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(10);
+    let deadline = Instant::now() + Duration::from_secs(60);
     while !condition() {
         assert!(Instant::now() < deadline, "waited in vain for {what}");
         std::thread::sleep(Duration::from_millis(1));
