@@ -50,6 +50,11 @@ pub fn causeway() -> Result<PathBuf> {
         .context("There is no causeway binary yet: build it with `cargo build --profile ci -p causeway`, or name one in CAUSEWAY_BIN")
 }
 
+/// Whether a program of ours was built with the profile `ci`, which leaves most of it unoptimized.
+pub fn is_built_for_ci(program: &Path) -> bool {
+    program.parent().and_then(Path::file_name).is_some_and(|folder| folder == "ci")
+}
+
 /// Builds the payload programs; the folder that they are in.
 pub fn payload_programs() -> Result<PathBuf> {
     let root = workspace();

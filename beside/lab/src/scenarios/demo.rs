@@ -5,9 +5,9 @@ use super::net::{guest_up, tap};
 use crate::guest::{Guest, GuestSpec, Vmm};
 use crate::lab::Lab;
 use crate::measure::Measured;
-use crate::progress;
 use crate::scenario::{Options, Report, Scenario};
 use crate::topology::Topology;
+use crate::{paths, progress};
 use anyhow::{Context, Result};
 use serde_json::json;
 use std::time::Duration;
@@ -21,8 +21,10 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-/// What a monitor takes beyond guest RAM and its program, MiB.
-const MOST_MIB: u64 = 8;
+/// Memory that a monitor may take beyond guest RAM, MiB.
+const MAX_MIB_BEYOND_RAM: u64 = 15;
+/// The same without its program's file.
+const MAX_MIB_BEYOND_RAM_AND_PROGRAM: u64 = 8;
 const PATIENCE: Duration = Duration::from_secs(120);
 
 fn script() -> String {
@@ -78,15 +80,21 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     report.figure("init_s", init.as_secs_f64());
     report.figure("user_space_s", user.as_secs_f64());
     report.figure("kvm_counters", json!(measured.counters));
-    report.figure("beyond_ram_mib_pss", measured.pss_kib / 1024);
-    // How much of a program's file is resident depends on how it was optimized, and CI's isn't: `qemu-compare` has the whole sum, of a release.
-    let mib = measured.pss_kib.saturating_sub(measured.files_kib) / 1024;
-    report.figure("beyond_ram_and_program_mib_pss", mib);
+    let all = measured.pss_kib / 1024;
+    let unshared = measured.pss_kib.saturating_sub(measured.files_kib) / 1024;
+    report.figure("beyond_ram_mib_pss", all);
+    report.figure("beyond_ram_and_program_mib_pss", unshared);
     if vmm == Vmm::Causeway {
-        let most = MOST_MIB;
+        let most = MAX_MIB_BEYOND_RAM_AND_PROGRAM;
         report.check(
-            mib < most,
-            format!("the monitor takes {mib} MiB beyond guest RAM and its program; under {most} are right"),
+            unshared < most,
+            format!("the monitor takes {unshared} MiB beyond guest RAM and its program; the limit is {most}"),
+        );
+        // How much of a program's file is resident depends on how it was optimized, and CI's isn't.
+        let most = MAX_MIB_BEYOND_RAM;
+        report.check(
+            all < most || paths::is_built_for_ci(&paths::causeway()?),
+            format!("the monitor takes {all} MiB beyond guest RAM; under {most} are promised"),
         );
     }
     report.check(status == 0, format!("the guest's script ended with status {status}"));

@@ -5,3 +5,4 @@ mod cli;
 mod nodes;
 mod nodes_gather;
 mod own_faults;
+mod payload_programs;

@@ -1,40 +1,12 @@
 //! Programs that don't pay on several nodes are brought together on node 0, and come to the same result. Needs /dev/kvm and userfaultfd; without, each test says so
 //! loudly and passes.
 
-use std::path::{Path, PathBuf};
+use crate::payload_programs::programs;
+use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
-use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
-
-/// The payload programs, built; `None` where no payload VM can span nodes.
-fn programs(test: &str) -> Option<&'static Path> {
-    static FOLDER: OnceLock<PathBuf> = OnceLock::new();
-    for (device, facility) in
-        [("/dev/kvm", facilities::Facility::Kvm), ("/dev/userfaultfd", facilities::Facility::Userfaultfd)]
-    {
-        if !Path::new(device).exists() {
-            facilities::missing(facility, format!("{test} needs {device}"));
-            return None;
-        }
-    }
-    Some(FOLDER.get_or_init(|| {
-        let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap().to_owned();
-        let target = root.join("target/payload");
-        let status = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
-            .args(["build", "--quiet", "--release", "--locked", "-p", "payload-programs", "--manifest-path"])
-            .arg(root.join("guest/payload/Cargo.toml"))
-            .arg("--target-dir")
-            .arg(&target)
-            .env_remove("RUSTFLAGS")
-            .env_remove("CARGO_ENCODED_RUSTFLAGS")
-            .env_remove("CARGO_BUILD_TARGET")
-            .status();
-        assert!(status.unwrap().success(), "the payload programs could not be built");
-        target.join("release")
-    }))
-}
 
 fn causeway(runtime: &Path, program: &Path, flags: &[&str], arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_causeway"));
