@@ -1,7 +1,7 @@
 //! Litmus tests in a VM of three nodes, with a slow path between two of them, and with a fault in the protocol that only shows there. Needs /dev/kvm and
 //! userfaultfd; without them each test says so loudly and passes. The nodes are threads of this process, with a monitor each.
 
-use bench::programs::Programs;
+use crate::programs::{Output, programs};
 use dsm::{Plant, Policy};
 use litmus::model::{Order, Outcome, outcomes};
 use litmus::{Test, Variant, corpus, fill};
@@ -9,8 +9,6 @@ use monitor::dsm::{NodeAddress, NodeSettings, SpanningVm, Trouble};
 use monitor::payload::PayloadVm;
 use payload_litmus::table::Placement;
 use serde_json::Value;
-use std::io::Write;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 /// Nodes, with a vCPU each. Node 0 gives updates their places: its policy keeps the token there.
@@ -18,30 +16,13 @@ const NODES: u8 = 3;
 /// How much later messages come on the slow path. A node that reads after its update waits that long for the page, if another has written it before.
 const SLOW: Duration = Duration::from_millis(2);
 
-#[derive(Clone, Default)]
-struct Output(Arc<Mutex<Vec<u8>>>);
-
-impl Write for Output {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
 /// The program, or `None` where no VM can span nodes.
 fn program(test: &str) -> Option<Vec<u8>> {
-    for (needed, facility) in
-        [("/dev/kvm", facilities::Facility::Kvm), ("/dev/userfaultfd", facilities::Facility::Userfaultfd)]
-    {
-        if !std::path::Path::new(needed).exists() {
-            facilities::missing(facility, format!("{test} needs {needed}"));
-            return None;
-        }
+    if !std::path::Path::new("/dev/userfaultfd").exists() {
+        facilities::missing(facilities::Facility::Userfaultfd, format!("{test} needs /dev/userfaultfd"));
+        return None;
     }
-    Some(std::fs::read(Programs::build().unwrap().path("litmus")).unwrap())
+    programs(test).map(|programs| std::fs::read(programs.path("litmus")).unwrap())
 }
 
 /// Modes stay as they are put: odd pages by updates, the others by invalidation.
@@ -84,7 +65,7 @@ fn run(file: &[u8], trouble: Trouble, arguments: &[&str]) -> String {
             });
         }
     });
-    String::from_utf8(output.0.lock().unwrap().clone()).unwrap()
+    output.text()
 }
 
 /// Outcomes that x86-TSO forbids, how often they came, and how often the test ran with threads on different nodes.

@@ -1,37 +1,18 @@
 //! Litmus tests in a real VM of one node. Needs /dev/kvm; without it each test says so loudly and passes. The whole corpus runs with `lab dsm-litmus`.
 
-use bench::programs::Programs;
+use crate::programs::{Output, programs};
 use litmus::model::{Order, Outcome, outcomes};
 use litmus::{Instruction, Test, Variant, corpus, fill};
 use monitor::payload::PayloadVm;
 use payload_litmus::table::Placement;
 use serde_json::Value;
-use std::io::Write;
-use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 const PATIENCE: Duration = Duration::from_secs(300);
 
-#[derive(Clone, Default)]
-struct Output(Arc<Mutex<Vec<u8>>>);
-
-impl Write for Output {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
 /// The program, or `None` without KVM.
 fn program(test: &str) -> Option<Vec<u8>> {
-    if !std::path::Path::new("/dev/kvm").exists() {
-        facilities::missing(facilities::Facility::Kvm, format!("{test} needs /dev/kvm"));
-        return None;
-    }
-    Some(std::fs::read(Programs::build().unwrap().path("litmus")).unwrap())
+    programs(test).map(|programs| std::fs::read(programs.path("litmus")).unwrap())
 }
 
 fn named(name: &str) -> Test {
@@ -45,7 +26,7 @@ fn run(file: Vec<u8>, vcpus: u32, arguments: &[&str]) -> (u32, Vec<String>) {
     let mut vm = builder.arguments(arguments.iter().copied()).console(output.clone()).build().unwrap();
     vm.start().unwrap();
     let code = vm.wait_for(PATIENCE).unwrap();
-    let text = String::from_utf8(output.0.lock().unwrap().clone()).unwrap();
+    let text = output.text();
     (code.unwrap_or_else(|| panic!("It still runs: {text}")), text.lines().map(str::to_owned).collect())
 }
 

@@ -6,4 +6,5 @@ mod dsm_replay;
 mod litmus;
 mod neighbours;
 mod payload;
+mod programs;
 mod spmd;

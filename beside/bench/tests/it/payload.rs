@@ -1,41 +1,10 @@
 //! Payload programs in real VMs. Needs /dev/kvm; without it each test says so loudly and passes.
 
-use bench::programs::Programs;
+use crate::programs::{Output, programs};
 use monitor::payload::{PayloadBuilder, PayloadError, PayloadVm};
-use std::io::Write;
-use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// The programs, or `None` without KVM.
-fn programs(test: &str) -> Option<&'static Programs> {
-    static PROGRAMS: OnceLock<Programs> = OnceLock::new();
-    if !std::path::Path::new("/dev/kvm").exists() {
-        facilities::missing(facilities::Facility::Kvm, format!("{test} needs /dev/kvm"));
-        return None;
-    }
-    Some(PROGRAMS.get_or_init(|| Programs::build().unwrap()))
-}
-
-#[derive(Clone, Default)]
-struct Output(Arc<Mutex<Vec<u8>>>);
-
-impl Write for Output {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
-impl Output {
-    fn text(&self) -> String {
-        String::from_utf8(self.0.lock().unwrap().clone()).unwrap()
-    }
-}
 
 fn run(builder: PayloadBuilder) -> (Result<u32, PayloadError>, String) {
     let output = Output::default();

@@ -1,37 +1,13 @@
 //! The SPMD workloads as payloads in real VMs of one node, with 1, 2 and 4 vCPUs. Needs /dev/kvm; without it each test says so loudly and passes.
 
+use crate::programs::{Output, programs};
 use bench::programs::Programs;
 use monitor::payload::PayloadVm;
 use serde_json::Value;
-use std::io::Write;
-use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 /// vCPUs that outnumber the processors wait for each other by whole time slices.
 const PATIENCE: Duration = Duration::from_secs(300);
-
-/// The programs, or `None` without KVM.
-fn programs(test: &str) -> Option<&'static Programs> {
-    static PROGRAMS: OnceLock<Programs> = OnceLock::new();
-    if !std::path::Path::new("/dev/kvm").exists() {
-        facilities::missing(facilities::Facility::Kvm, format!("{test} needs /dev/kvm"));
-        return None;
-    }
-    Some(PROGRAMS.get_or_init(|| Programs::build().unwrap()))
-}
-
-#[derive(Clone, Default)]
-struct Output(Arc<Mutex<Vec<u8>>>);
-
-impl Write for Output {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        self.0.lock().unwrap().extend_from_slice(bytes);
-        Ok(bytes.len())
-    }
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
 
 /// Exit code and output of a program on so many vCPUs.
 fn run(programs: &Programs, name: &str, vcpus: u32, arguments: &[&str]) -> (u32, String) {
@@ -41,7 +17,7 @@ fn run(programs: &Programs, name: &str, vcpus: u32, arguments: &[&str]) -> (u32,
         builder.vcpus(vcpus).arguments(arguments.iter().copied()).console(output.clone()).build().unwrap();
     vm.start().unwrap();
     let code = vm.wait_for(PATIENCE).unwrap();
-    let text = String::from_utf8(output.0.lock().unwrap().clone()).unwrap();
+    let text = output.text();
     (code.unwrap_or_else(|| panic!("{name} still runs after {PATIENCE:?}: {text}")), text)
 }
 
