@@ -362,7 +362,10 @@ impl Host {
         if self.answers() {
             error
         } else {
-            error.context(format!("Host {} doesn't answer any more: the EMULATOR (or the emulated host's kernel) hangs, which says nothing about the monitor", self.name))
+            error.context(format!(
+                "Host {} doesn't answer any more: its emulator or its kernel hangs, or something wrote into the kernel's memory",
+                self.name
+            ))
         }
     }
 
