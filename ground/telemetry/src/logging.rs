@@ -59,7 +59,11 @@ pub fn init(options: &LogOptions) -> Result<(), LogError> {
         (None, Err(_)) => (String::new(), "RUST_LOG"),
     };
     let filter = parse(&text).map_err(|problem| LogError::Filter { filter: text, origin, problem })?;
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    // A line that can't be written (a full disk, a closed pipe) is lost. Saying so on the same standard error would panic.
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .log_internal_errors(false);
     let result = if options.json {
         builder.json().flatten_event(true).try_init()
     } else {

@@ -346,6 +346,44 @@ proptest! {
     }
 }
 
+/// Log lines that can't be written, on a full disk or into a pipe that nobody reads any more, end nothing.
+#[test]
+fn a_log_that_cannot_be_written_ends_nothing() {
+    use std::io::{BufRead as _, BufReader};
+    let (reader, closed) = std::io::pipe().unwrap();
+    drop(reader);
+    let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+    for (standard_error, format) in [(Stdio::from(full), "text"), (Stdio::from(closed), "json")] {
+        let runtime = tempfile::tempdir().unwrap();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_causeway"));
+        if format == "json" {
+            command.arg("--log-json");
+        }
+        let mut service = command
+            .args(["--json", "--log-level", "trace"])
+            .args(["cluster", "serve", "--listen", "127.0.0.1:0", "--state", "c.redb"])
+            .current_dir(runtime.path())
+            .env_remove("RUST_LOG")
+            .stdout(Stdio::piped())
+            .stderr(standard_error)
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(service.stdout.take().unwrap()).lines().map_while(Result::ok);
+        let line = lines.find(|line| line.contains("listen")).unwrap();
+        let address = line.split('"').nth(3).unwrap().to_owned();
+        let output = causeway(runtime.path(), &["--json", "cluster", "status", "--cluster", &address]);
+        assert!(output.status.success(), "{format}: {}", text(&output.stderr));
+        assert_eq!(service.try_wait().unwrap(), None, "{format}: it ended");
+        rustix::process::kill_process(
+            rustix::process::Pid::from_child(&service),
+            rustix::process::Signal::TERM,
+        )
+        .unwrap();
+        let status = service.wait().unwrap();
+        assert!(status.success(), "{format}: {status}");
+    }
+}
+
 /// The service as a process of its own, asked by the program: what it shows, and that it goes on with its file after SIGKILL.
 #[test]
 fn the_cluster_service_serves_and_is_asked() {
