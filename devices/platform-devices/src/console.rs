@@ -11,6 +11,7 @@
 //! what is dropped is counted.
 
 mod endpoint;
+mod log_file;
 mod ring;
 pub mod terminal;
 mod worker;
@@ -33,10 +34,14 @@ pub(crate) use worker::{Accepted, InputSink};
 pub const SYSCALLS: &[i64] = &[
     libc::SYS_accept4,
     libc::SYS_close,
+    libc::SYS_fstat,
+    libc::SYS_ftruncate,
     libc::SYS_futex,
     libc::SYS_ioctl,
     libc::SYS_poll,
     libc::SYS_ppoll,
+    libc::SYS_pread64,
+    libc::SYS_pwrite64,
     libc::SYS_read,
     libc::SYS_sendto,
     libc::SYS_unlink,
@@ -60,10 +65,13 @@ pub enum ConsoleBackend {
         /// Symbolic link to create; a symbolic link that is there is replaced.
         link: Option<PathBuf>,
     },
-    /// Output to a file, truncated first; no input.
+    /// Output is appended to a file; no input.
     File {
         /// Path.
         path: PathBuf,
+        /// Most bytes of a regular file. When output would exceed them, the content is moved to the path with `.1`, in place of what was moved there
+        /// before, and the file begins anew.
+        limit_bytes: u64,
     },
     /// A Unix stream socket on which this process listens; one client at a time, others wait.
     Socket {
@@ -121,7 +129,9 @@ impl Console {
         let (kind, full, endpoint) = match backend {
             ConsoleBackend::Stdio => ("stdio", Full::WaitThenDrop, Some(Endpoint::stdio()?)),
             ConsoleBackend::Pty { link } => ("pty", Full::Drop, Some(Endpoint::pty(link.as_deref())?)),
-            ConsoleBackend::File { path } => ("file", Full::WaitThenDrop, Some(Endpoint::file(path)?)),
+            ConsoleBackend::File { path, limit_bytes } => {
+                ("file", Full::WaitThenDrop, Some(Endpoint::file(path, *limit_bytes)?))
+            }
             ConsoleBackend::Socket { path } => ("socket", Full::Drop, Some(Endpoint::socket(path)?)),
             ConsoleBackend::Null => ("null", Full::Discard, None),
         };

@@ -404,6 +404,9 @@ pub struct RunArgs {
     /// Serial console: stdio, pty, file:PATH, socket:PATH or null  [default: stdio]
     #[arg(long, value_name = "WHERE")]
     pub console: Option<String>,
+    /// With --console file:PATH: size at which PATH becomes PATH.1 and begins anew, 64K to 1T  [default: 64M]
+    #[arg(long, value_name = "SIZE")]
+    pub console_limit: Option<ByteSize>,
     /// API socket  [default: NAME.sock in $XDG_RUNTIME_DIR/causeway or /run/causeway]
     #[arg(long, value_name = "PATH")]
     pub api_socket: Option<PathBuf>,

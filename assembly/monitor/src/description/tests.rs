@@ -18,6 +18,7 @@ cmdline = "console=ttyS0 root=/dev/vda"
 protocol = "pvh"
 rng = false
 console = "file:out/console.log"
+console_limit = "1M"
 api_socket = "/run/causeway/web-1.sock"
 sandbox = "log"
 on_reboot = "stop"
@@ -90,6 +91,7 @@ fn every_key_arrives_and_relative_paths_start_at_the_file() {
     assert_eq!(vm.net[1].backend, NetBackend::User);
     assert_eq!(vm.net[2].backend, NetBackend::Fd(7));
     assert_eq!(vm.console, Console::File("dir/out/console.log".into()));
+    assert_eq!(vm.console_limit_bytes, 1 << 20);
     assert_eq!(vm.vsock, Some(Vsock { cid: 3, socket: "dir/vsock.sock".into() }));
     assert_eq!((vm.sandbox, vm.on_reboot, vm.rng), (SandboxMode::Log, OnReboot::Stop, false));
 }
@@ -236,6 +238,14 @@ const WRONG: &[(&str, &str)] = &[
     ("kernel = \"k\"\n[vsock]\ncid = 2\nsocket = \"s\"", "line 3, vsock.cid: 2 is not a guest's context id"),
     ("kernel = \"k\"\n[vsock]\ncid = 3", "line 2, vsock: Missing key `socket`"),
     ("kernel = \"k\"\nconsole = \"tty\"", "line 2, console: \"tty\" is not known; allowed are stdio"),
+    (
+        "kernel = \"k\"\nconsole = \"file:c\"\nconsole_limit = \"1K\"",
+        "line 3, console_limit: 1K is not possible; allowed are 64K to 1T",
+    ),
+    (
+        "kernel = \"k\"\nconsole_limit = \"1M\"",
+        "line 2, console_limit: only a guest with a kernel and console",
+    ),
     ("kernel = \"k\"\nconsole = \"file:\"", "line 2, console: the path is empty"),
     ("kernel = \"k\"\nsandbox = true", "line 2, sandbox: "),
     ("kernel = \"k\"\nsandbox = \"maybe\"", "line 2, sandbox: Unknown value `maybe`; allowed: `on`, `log`"),

@@ -25,6 +25,9 @@ const LONGEST_SERIAL: usize = 20;
 /// PCI Express slots that devices of one kind can fill.
 pub(super) const MOST_DEVICES: usize = 26;
 const MOST_QUEUES: u64 = 32;
+const DEFAULT_CONSOLE_LIMIT_BYTES: u64 = 64 << 20;
+/// Below, a file holds less than a kernel's boot messages; above, the file has no limit in effect.
+const CONSOLE_LIMIT_RANGE_BYTES: std::ops::RangeInclusive<u64> = 64 << 10..=1 << 40;
 /// IFNAMSIZ without the NUL.
 const LONGEST_INTERFACE: usize = 15;
 /// sun_path without the NUL.
@@ -37,6 +40,7 @@ pub fn validate(vm: &written::Vm) -> Result<VmDescription, Invalid> {
     let cpus = cpus(vm)?;
     let (memory, numa) = memory(vm, cpus, hugepages)?;
     let console = console(vm.console.as_deref())?;
+    let console_limit_bytes = console_limit(vm, &console)?;
     let net = vm.net.iter().flatten().enumerate();
     let net = net.map(|(index, net)| network(&name, index, net)).collect::<Result<Vec<_>, _>>()?;
     unique(&net, "mac", "net", |net| Some(net.mac.to_string()))?;
@@ -80,6 +84,7 @@ pub fn validate(vm: &written::Vm) -> Result<VmDescription, Invalid> {
         vfio_user,
         neighbour,
         console,
+        console_limit_bytes,
         api_socket,
     })
 }
@@ -535,4 +540,17 @@ fn console(console: Option<&str>) -> Result<Console, Invalid> {
             ),
         )),
     }
+}
+
+fn console_limit(vm: &written::Vm, console: &Console) -> Result<u64, Invalid> {
+    let Some(limit) = vm.console_limit else { return Ok(DEFAULT_CONSOLE_LIMIT_BYTES) };
+    let key = Key::root("console_limit");
+    if !matches!((console, &vm.payload), (Console::File(_), None)) {
+        let problem = "only a guest with a kernel and console = \"file:PATH\" has a limit; leave it out";
+        return Err(Invalid::new(key, problem));
+    }
+    if !CONSOLE_LIMIT_RANGE_BYTES.contains(&limit.0) {
+        return Err(Invalid::new(key, format!("{limit} is not possible; allowed are 64K to 1T")));
+    }
+    Ok(limit.0)
 }

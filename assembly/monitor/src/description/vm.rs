@@ -40,6 +40,8 @@ pub struct VmDescription {
     pub vsock: Option<Vsock>,
     /// Where the serial console goes.
     pub console: Console,
+    /// Most bytes of a console's file, 64 KiB to 1 TiB.
+    pub console_limit_bytes: u64,
     /// Path of the API socket; `None`: the program chooses (`NAME.sock` in the runtime directory).
     pub api_socket: Option<PathBuf>,
     /// Confinement of the monitor process.

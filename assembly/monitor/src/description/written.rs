@@ -53,6 +53,8 @@ pub struct Vm {
     pub vsock: Option<Vsock>,
     /// `stdio`, `pty`, `file:PATH`, `socket:PATH` or `null`.
     pub console: Option<String>,
+    /// Size at which a console's file begins anew. Default 64M.
+    pub console_limit: Option<ByteSize>,
     /// Path of the API socket.
     pub api_socket: Option<PathBuf>,
     /// `on`, `log` or `off`.

@@ -64,7 +64,10 @@ impl OpenedDevices {
             description::Console::Null => None,
             description::Console::Stdio => Some(ConsoleBackend::Stdio),
             description::Console::Pty => Some(ConsoleBackend::Pty { link: None }),
-            description::Console::File(path) => Some(ConsoleBackend::File { path: path.clone() }),
+            description::Console::File(path) => Some(ConsoleBackend::File {
+                path: path.clone(),
+                limit_bytes: description.console_limit_bytes,
+            }),
             description::Console::Socket(path) => Some(ConsoleBackend::Socket { path: path.clone() }),
         };
         let console = Console::open(&console.unwrap_or(ConsoleBackend::Null), Arc::clone(&sink))?;

@@ -1,6 +1,5 @@
 //! Opening back ends, and cleaning up what they leave in the file system.
 
-use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt;
@@ -13,6 +12,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::pty::OpenptFlags;
 use rustix::termios::{OptionalActions, isatty, tcgetattr, tcsetattr};
 
+use super::log_file::LogFile;
 use super::{ConsoleError, terminal};
 
 /// An open back end. Dropping it closes it, restores the terminal, and removes its link or socket.
@@ -33,7 +33,7 @@ pub(super) enum Kind {
         master: OwnedFd,
         _slave: OwnedFd,
     },
-    File(File),
+    File(LogFile),
     /// A listening socket and its client.
     Socket {
         listener: OwnedFd,
@@ -97,10 +97,8 @@ impl Endpoint {
         Ok(Self { kind: Kind::Pty { master, _slave: slave }, path: Some(path), _remove: remove })
     }
 
-    pub(super) fn file(path: &Path) -> Result<Self, ConsoleError> {
-        let file = File::create(path).map_err(|source| {
-            ConsoleError::host(format!("create the file {} for its output", path.display()), source)
-        })?;
+    pub(super) fn file(path: &Path, limit_bytes: u64) -> Result<Self, ConsoleError> {
+        let file = LogFile::open(path, limit_bytes)?;
         Ok(Self { kind: Kind::File(file), path: Some(path.to_owned()), _remove: None })
     }
 
@@ -207,6 +205,7 @@ impl Kind {
         let written = match self {
             // A client that is gone is an error, not a signal.
             Self::Socket { .. } => rustix::net::send(fd, part, rustix::net::SendFlags::NOSIGNAL),
+            Self::File(file) => return file.write(part),
             _ => rustix::io::write(fd, part),
         };
         Ok(written?)

@@ -74,6 +74,10 @@ fn temporary(name: &str) -> PathBuf {
     std::env::temp_dir().join(format!("causeway-serial-{}-{number}-{name}", std::process::id()))
 }
 
+fn file(path: &Path) -> ConsoleBackend {
+    ConsoleBackend::File { path: path.to_owned(), limit_bytes: 1 << 30 }
+}
+
 /// A client whose reads fail after a while: a test fails rather than hang.
 fn connect(path: &Path) -> UnixStream {
     let stream = UnixStream::connect(path).unwrap();
@@ -90,7 +94,7 @@ fn read_exactly(stream: &mut impl Read, count: usize) -> Vec<u8> {
 #[test]
 fn output_ends_up_in_the_file_in_order_and_complete() {
     let path = temporary("out");
-    let port = port(&ConsoleBackend::File { path: path.clone() });
+    let port = port(&file(&path));
     let text: Vec<u8> = (0..200_000u32).map(|n| b"0123456789abcdef\n"[n as usize % 17]).collect();
     port.print(&text);
     assert!(port.serial.console().flush(LONG));
@@ -103,10 +107,73 @@ fn output_ends_up_in_the_file_in_order_and_complete() {
     std::fs::remove_file(path).unwrap();
 }
 
+/// A restart keeps the old log, and a log that another program cuts (copytruncate) has no hole in front of what follows.
+#[test]
+fn a_console_file_is_appended_to() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("console.log");
+    drop(port(&file(&path)));
+    std::fs::write(&path, "first run\n").unwrap();
+    let port = port(&file(&path));
+    port.print(b"second run\n");
+    assert!(port.serial.console().flush(LONG));
+    assert_eq!(std::fs::read(&path).unwrap(), b"first run\nsecond run\n");
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(0).unwrap();
+    port.print(b"after the cut\n");
+    assert!(port.serial.console().flush(LONG));
+    assert_eq!(std::fs::read(&path).unwrap(), b"after the cut\n");
+}
+
+/// Neither file exceeds the limit, and both together end with all that was printed last.
+#[test]
+fn a_console_file_at_its_limit_becomes_the_older_file() {
+    let directory = tempfile::tempdir().unwrap();
+    let (path, link) = (directory.path().join("console.log"), directory.path().join("link"));
+    std::os::unix::fs::symlink(&path, &link).unwrap();
+    let older = directory.path().join("console.log.1");
+    let backend = ConsoleBackend::File { path: link, limit_bytes: 10_000 };
+    let port = port(&backend);
+    let text: Vec<u8> = (0..35_000u32).map(|n| b"0123456789abcdef\n"[n as usize % 17]).collect();
+    let mut rotated = false;
+    for part in text.chunks(500) {
+        port.print(part);
+        assert!(port.serial.console().flush(LONG));
+        let (old, new) = (std::fs::read(&older).unwrap(), std::fs::read(&path).unwrap());
+        assert!(old.len() <= 10_000 && new.len() <= 10_000, "{} {}", old.len(), new.len());
+        rotated |= !old.is_empty();
+    }
+    let both = [std::fs::read(&older).unwrap(), std::fs::read(&path).unwrap()].concat();
+    assert!(rotated && both.len() > 10_000);
+    assert!(text.ends_with(&both));
+    assert_eq!(port.serial.inspect()["console"]["dropped_bytes"], 0);
+}
+
+/// A file that is longer than its limit from the start is kept whole; what is no file has no limit, and no older file.
+#[test]
+fn console_files_of_other_lengths_and_kinds_are_kept() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("console.log");
+    let older = directory.path().join("console.log.1");
+    std::fs::write(&path, [b'x'; 300]).unwrap();
+    let limited = |path: &Path| ConsoleBackend::File { path: path.to_owned(), limit_bytes: 200 };
+    let first = port(&limited(&path));
+    first.print(b"new");
+    drop(first);
+    assert_eq!(std::fs::read(&older).unwrap(), [b'x'; 300]);
+    assert_eq!(std::fs::read(&path).unwrap(), b"new");
+
+    std::fs::remove_file(&older).unwrap();
+    std::fs::create_dir(&older).unwrap();
+    let error = Console::open(&limited(&path), Arc::new(|_| {})).err().unwrap().to_string();
+    assert!(error.contains("console.log.1: older output is to be moved there"), "{error}");
+    drop(port(&limited(Path::new("/dev/null"))));
+    assert!(!Path::new("/dev/null.1").exists());
+}
+
 #[test]
 fn dropping_the_port_writes_what_is_buffered() {
     let path = temporary("last");
-    let port = port(&ConsoleBackend::File { path: path.clone() });
+    let port = port(&file(&path));
     port.print(b"Kernel panic - not syncing\r\n");
     drop(port);
     assert_eq!(std::fs::read(&path).unwrap(), b"Kernel panic - not syncing\r\n");
