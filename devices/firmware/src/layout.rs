@@ -9,6 +9,8 @@
 //! 0x1_0000_0000  RAM above 4 GiB, then the 64-bit PCI window
 //! ```
 
+use machine::x86::HIGHEST_APIC_ID;
+
 use crate::map::{AddressRange, RamRange};
 
 /// One page.
@@ -24,8 +26,6 @@ pub const LOW_RAM_END: u64 = 3 * GIB;
 pub const HIGH_RAM_START: u64 = 4 * GIB;
 /// Smallest RAM a machine can have.
 pub const MINIMUM_RAM: u64 = 16 * MIB;
-/// Most CPUs: APIC ids 0 to 253; 255 is the xAPIC broadcast id and the I/O APIC has id 254.
-pub const MAXIMUM_CPUS: u32 = 254;
 
 /// Global descriptor table: two unused entries, code, data, task state.
 pub const GDT: u64 = 0x500;
@@ -77,6 +77,7 @@ pub const PCI_MEMORY64_ALIGNMENT: u64 = 64 * GIB;
 pub const IO_APIC: u64 = 0xfec0_0000;
 /// I/O APIC id.
 pub const IO_APIC_ID: u8 = 0xfe;
+const _: () = assert!(IO_APIC_ID as u32 > HIGHEST_APIC_ID);
 /// Local APICs.
 pub const LOCAL_APIC: u64 = 0xfee0_0000;
 /// Page for `KVM_SET_IDENTITY_MAP_ADDR`.

@@ -155,9 +155,18 @@ const WRONG: &[(&str, &str)] = &[
         "line 2, memory: Invalid type: integer `1024`, expected a size with its unit",
     ),
     ("kernel = \"k\"\nmemory = \"1GB\"", "line 2, memory: \"1GB\" is not a size: units are"),
-    ("kernel = \"k\"\nmemory = \"1M\"", "line 2, memory: 1M is not possible; allowed are 2M to 16T"),
+    ("kernel = \"k\"\nmemory = \"1M\"", "line 2, memory: 1M is not possible; allowed are 16M to 16T"),
+    ("kernel = \"k\"\nmemory = \"15M\"", "line 2, memory: 15M is not possible; allowed are 16M to 16T"),
+    (
+        "kernel = \"k\"\ncpus = { sockets = 2, cores = 127 }",
+        "line 2, cpus: 2 sockets of 127 cores are not possible: each socket takes 128 APIC ids",
+    ),
+    (
+        "kernel = \"k\"\ncpus = { sockets = 84, cores = 3 }",
+        "line 2, cpus: 84 sockets of 3 cores are not possible",
+    ),
     ("kernel = \"k\"\nmemory = \"17T\"", "line 2, memory: 17T is not possible"),
-    ("kernel = \"k\"\nmemory = \"3000001B\"", "line 2, memory: 3000001B is not a whole number of 4K pages"),
+    ("kernel = \"k\"\nmemory = \"30000001B\"", "line 2, memory: 30000001B is not a whole number of 4K pages"),
     (
         "kernel = \"k\"\nmemory = \"1537M\"\nhugepages = \"1G\"",
         "line 2, memory: 1537M is not a whole number of 1G",
@@ -262,6 +271,41 @@ fn an_image_that_can_only_be_read_is_never_attached_for_writing() {
         let error = check(&format!("kernel = \"k\"\n[[disks]]\n{disk}")).unwrap_err();
         assert!(error.contains("disks[0].format: a qcow2 image can only be read"), "{error}");
     }
+}
+
+/// Every pair of sockets and cores that is accepted has a topology, and firmware can describe it.
+#[test]
+fn accepted_vcpus_have_apic_ids_that_firmware_can_describe() {
+    use machine::x86::CpuTopology;
+    let mut refused = 0;
+    for sockets in 1..=254_u32 {
+        for cores in 1..=254 / sockets {
+            let text = format!("kernel = \"k\"\ncpus = {{ sockets = {sockets}, cores = {cores} }}");
+            let Ok(vm) = check(&text) else {
+                refused += 1;
+                continue;
+            };
+            assert_eq!((u32::from(vm.cpus.sockets), u32::from(vm.cpus.cores)), (sockets, cores));
+            let topology = CpuTopology::packages(&vec![cores; sockets as usize]).unwrap();
+            let last = topology.apic_id(topology.vcpus() - 1);
+            assert!(last < u32::from(firmware::layout::IO_APIC_ID), "{sockets} x {cores}");
+        }
+    }
+    assert!(refused > 0);
+}
+
+/// As many devices as there are slots, of whatever kinds, and not one more.
+#[test]
+fn devices_of_all_kinds_fit_the_bus_together() {
+    let with = |disks: usize, nets: usize| {
+        let disks: String = (0..disks).map(|n| format!("[[disks]]\npath = \"d{n}\"\n")).collect();
+        let nets: String = (0..nets).map(|n| format!("[[net]]\ntap = \"t{n}\"\n")).collect();
+        check(&format!("kernel = \"k\"\n{disks}{nets}"))
+    };
+    // One slot is the random-number device's.
+    with(26, 4).unwrap();
+    let error = with(26, 5).unwrap_err();
+    assert!(error.contains("disks: disks, net, nic, rdma") && error.contains("32 devices"), "{error}");
 }
 
 #[test]

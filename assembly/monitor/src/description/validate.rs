@@ -2,18 +2,19 @@
 
 use std::path::Path;
 
+use firmware::layout::MINIMUM_RAM;
+use machine::x86::{CpuTopology, HIGHEST_APIC_ID, MOST_VCPUS, TopologyError};
+
 use super::vm::{
     Console, Cpus, Disk, DiskFormat, Guest, HugePages, LinuxBoot, Memory, Net, NetBackend, NumaNode, Payload,
     VmDescription, Vsock,
 };
 use super::{BootProtocol, ByteSize, CpuList, Invalid, Key, MacAddress, OnReboot, SandboxMode, written};
 
-/// Most vCPUs: APIC ids are 8 bits wide in the MADT, 255 is broadcast, and the IOAPIC takes one.
-const MOST_CPUS: u64 = 254;
 /// Most RAM: 16 TiB.
 const MOST_MEMORY: u64 = 16 << 40;
-/// Least RAM: what page tables, boot data and a small payload need.
-const LEAST_MEMORY: u64 = 2 << 20;
+/// Least RAM of a payload: what page tables, boot data and a small program need. A kernel needs [`MINIMUM_RAM`].
+const LEAST_PAYLOAD_MEMORY: u64 = 2 << 20;
 const DEFAULT_MEMORY: u64 = 512 << 20;
 /// Most NUMA nodes, as many as the SLIT is worth filling for.
 const MOST_NODES: usize = 64;
@@ -22,7 +23,9 @@ const LONGEST_CMDLINE: usize = 2047;
 const LONGEST_NAME: usize = 64;
 /// virtio 1.2, 5.2.6.1: VIRTIO_BLK_ID_BYTES.
 const LONGEST_SERIAL: usize = 20;
-/// PCI Express slots that devices of one kind can fill.
+/// PCI slots beside the host bridge; every device has one.
+const PCI_SLOTS: usize = 31;
+/// PCI slots that devices of one kind can fill.
 pub(super) const MOST_DEVICES: usize = 26;
 const MOST_QUEUES: u64 = 32;
 const DEFAULT_CONSOLE_LIMIT_BYTES: u64 = 64 << 20;
@@ -61,6 +64,12 @@ pub fn validate(vm: &written::Vm) -> Result<VmDescription, Invalid> {
     let (rdma, vfio_user) = super::served::validate(vm, &name)?;
     let neighbour = super::neighbour::validate(vm, &name)?;
     super::neighbour::check_network(&net, neighbour.as_ref())?;
+    // The neighbourhood is either a device of its own or one of `net`.
+    let own_neighbour = neighbour.is_some() && !net.iter().any(|net| net.backend == NetBackend::Neighbours);
+    // A payload has no drivers.
+    let rng = vm.rng.unwrap_or(vm.payload.is_none());
+    let single = [rng, vm.vsock.is_some(), own_neighbour].into_iter().filter(|present| *present).count();
+    fit_slots(&[disks.len(), net.len(), nics.len(), rdma.len(), vfio_user.len(), single])?;
     let api_socket = vm.api_socket.clone();
     if let Some(path) = &api_socket {
         socket_path(&Key::root("api_socket"), path)?;
@@ -69,8 +78,7 @@ pub fn validate(vm: &written::Vm) -> Result<VmDescription, Invalid> {
         pinning: pinning(vm.pin.as_deref(), cpus)?,
         guest: guest(vm)?,
         vsock: vm.vsock.as_ref().map(vsock).transpose()?,
-        // A payload has no drivers.
-        rng: vm.rng.unwrap_or(vm.payload.is_none()),
+        rng,
         sandbox: vm.sandbox.unwrap_or(SandboxMode::On),
         on_reboot: vm.on_reboot.unwrap_or(OnReboot::Restart),
         name,
@@ -99,6 +107,18 @@ pub(super) fn at_most(key: &str, count: usize, most: usize) -> Result<(), Invali
             Key::root(key).item(most),
             format!("{count} are too many; at most {most} fit"),
         ));
+    }
+    Ok(())
+}
+
+/// Devices of all kinds have one bus.
+fn fit_slots(counts: &[usize]) -> Result<(), Invalid> {
+    let count: usize = counts.iter().sum();
+    if count > PCI_SLOTS {
+        let problem = format!(
+            "disks, net, nic, rdma, vfio-user, vsock, rng and neighbour are {count} devices together, and {PCI_SLOTS} fit; leave some out"
+        );
+        return Err(Invalid::new(Key::root("disks"), problem));
     }
     Ok(())
 }
@@ -144,10 +164,10 @@ fn cpus(vm: &written::Vm) -> Result<Cpus, Invalid> {
             (1, std::cmp::max(named, 1))
         }
     };
-    let count = sockets.checked_mul(cores).filter(|count| (1..=MOST_CPUS).contains(count));
+    let count = sockets.checked_mul(cores).filter(|count| (1..=u64::from(MOST_VCPUS)).contains(count));
     let fit = |number: u64| u8::try_from(number).ok();
     match (count, fit(sockets), fit(cores)) {
-        (Some(_), Some(sockets), Some(cores)) => Ok(Cpus { sockets, cores }),
+        (Some(_), Some(sockets), Some(cores)) => topology(Cpus { sockets, cores }),
         _ if sockets == 1 => {
             Err(Invalid::new(key, format!("{cores} vCPUs are not possible; allowed are 1 to 254")))
         }
@@ -155,6 +175,24 @@ fn cpus(vm: &written::Vm) -> Result<Cpus, Invalid> {
             key,
             format!("{sockets} sockets of {cores} cores are not possible; their product is 1 to 254"),
         )),
+    }
+}
+
+/// APIC ids of a socket begin at a multiple of a power of two, so that not every product of 254 has enough of them.
+fn topology(cpus: Cpus) -> Result<Cpus, Invalid> {
+    match CpuTopology::packages(&vec![u32::from(cpus.cores); usize::from(cpus.sockets)]) {
+        Ok(_) => Ok(cpus),
+        Err(TopologyError::ApicIds { highest, .. }) => Err(Invalid::new(
+            Key::root("cpus"),
+            format!(
+                "{} sockets of {} cores are not possible: each socket takes {} APIC ids, so the last vCPU would have id {highest}, and \
+                 {HIGHEST_APIC_ID} is the highest; choose fewer sockets, or a power of two as cores",
+                cpus.sockets,
+                cpus.cores,
+                u32::from(cpus.cores).next_power_of_two()
+            ),
+        )),
+        Err(other) => Err(Invalid::new(Key::root("cpus"), other.to_string())),
     }
 }
 
@@ -201,10 +239,11 @@ fn memory(vm: &written::Vm, cpus: Cpus, hugepages: HugePages) -> Result<(Memory,
         None => sum,
     };
     let written = if vm.memory.is_none() && !nodes.is_empty() { &numa_key } else { &key };
-    if !(LEAST_MEMORY..=MOST_MEMORY).contains(&size) {
+    let least = if vm.payload.is_some() { LEAST_PAYLOAD_MEMORY } else { MINIMUM_RAM };
+    if !(least..=MOST_MEMORY).contains(&size) {
         return Err(Invalid::new(
             written.clone(),
-            format!("{} is not possible; allowed are 2M to 16T", ByteSize(size)),
+            format!("{} is not possible; allowed are {} to 16T", ByteSize(size), ByteSize(least)),
         ));
     }
     let page = hugepages.page_size();

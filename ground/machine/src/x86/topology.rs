@@ -1,9 +1,9 @@
 //! Which cores a guest sees, and their APIC ids.
 
-/// Most vCPUs of a VM: APIC ids are 8 bits wide, and 255 means all.
+/// Most vCPUs of a VM: APIC ids are 8 bits wide, 255 means all, and the I/O APIC has 254.
 pub const MOST_VCPUS: u32 = 254;
-/// The highest APIC id.
-pub const HIGHEST_APIC_ID: u32 = 254;
+/// The highest APIC id of a vCPU.
+pub const HIGHEST_APIC_ID: u32 = MOST_VCPUS - 1;
 
 /// Which cores the guest sees: packages (sockets) of cores, one thread per core.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -22,7 +22,8 @@ pub enum TopologyError {
     Empty(usize),
     /// APIC ids run out.
     #[error(
-        "{packages} CPU packages with up to {cores} cores need APIC ids up to {highest}, but 254 is the highest; use fewer packages or more equal ones"
+        "{packages} CPU packages with up to {cores} cores need APIC ids up to {highest}, but {most} is the highest; use fewer packages or more equal ones",
+        most = HIGHEST_APIC_ID
     )]
     ApicIds {
         /// Packages.
@@ -136,6 +137,11 @@ mod tests {
             CpuTopology::packages(&[u32::MAX, u32::MAX]),
             Err(TopologyError::Count(2 * u64::from(u32::MAX)))
         );
+        assert!(matches!(
+            CpuTopology::packages(&[127, 127]),
+            Err(TopologyError::ApicIds { highest: 254, .. })
+        ));
+        assert!(CpuTopology::packages(&[126, 126]).is_ok());
         assert!(CpuTopology::flat(254).is_ok());
         assert!(CpuTopology::packages(&[1; 254]).is_ok());
     }

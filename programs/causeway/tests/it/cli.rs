@@ -55,13 +55,17 @@ const WRONG: &[(&[&str], &str)] = &[
     (&["run", "--kernel", "k", "--cpus", "0"], "--cpus: 0 vCPUs are not possible; allowed are 1 to 254"),
     (&["run", "--kernel", "k", "--cpus", "255"], "--cpus: 255 vCPUs are not possible"),
     (
+        &["run", "--kernel", "k", "--cpus", "sockets=2,cores=127"],
+        "--cpus: 2 sockets of 127 cores are not possible: each socket takes 128 APIC ids",
+    ),
+    (
         &["run", "--kernel", "k", "--cpus", "two"],
         "Invalid value 'two' for '--cpus <CPUS>': write a number of vCPUs",
     ),
     (&["run", "--kernel", "k", "--cpus", "99999999999999999999"], "Invalid value"),
     (&["run", "--kernel", "k", "--memory", "1"], "\"1\" is not a size: the unit is missing"),
     (&["run", "--kernel", "k", "--memory", "1GB"], "\"1GB\" is not a size: units are"),
-    (&["run", "--kernel", "k", "--memory", "1M"], "--memory: 1M is not possible; allowed are 2M to 16T"),
+    (&["run", "--kernel", "k", "--memory", "1M"], "--memory: 1M is not possible; allowed are 16M to 16T"),
     (&["run", "--kernel", "k", "--memory", "99999999999T"], "it doesn't fit into 64 bits"),
     (&["run", "--kernel", "k", "--hugepages", "4M"], "--hugepages: x86-64 has no huge pages of 4M"),
     (&["run", "--kernel", "k", "--disk", ""], "for '--disk <DISK>'"),
