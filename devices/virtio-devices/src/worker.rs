@@ -6,16 +6,15 @@
 //! stop  ── signals, joins, hands the state back, whatever happened
 //! ```
 
-use std::any::Any;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
+use telemetry::containment::{self, contain};
 
 use crate::device::VirtioInterrupt;
 
@@ -237,13 +236,12 @@ impl<S: Send + 'static> Worker<S> {
         let thread_name: String = name.chars().filter(|c| *c != '\0').collect();
         let thread = std::thread::Builder::new().name(thread_name).spawn(move || {
             let mut state = state;
-            let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| body(&mut state, &poller)));
+            let outcome = contain(|| body(&mut state, &poller));
             match outcome {
                 Ok(Ok(())) => {}
                 Ok(Err(reason)) => interrupt.failed(&reason),
                 Err(panic) => {
-                    interrupt
-                        .failed(&format!("its thread panicked ({}); this is a bug", panic_text(&*panic)));
+                    interrupt.failed(&format!("its thread panicked ({panic}); this is a bug"));
                 }
             }
             state
@@ -268,7 +266,7 @@ impl<S: Send + 'static> Worker<S> {
         match thread.join() {
             Ok(state) => Some(state),
             Err(panic) => {
-                tracing::error!("Worker {} panicked at its end: {}", self.name, panic_text(&*panic));
+                tracing::error!("Worker {} panicked at its end: {}", self.name, containment::text(&*panic));
                 None
             }
         }
@@ -282,14 +280,6 @@ impl<S> Drop for Worker<S> {
             let _ = thread.join();
         }
     }
-}
-
-fn panic_text(panic: &(dyn Any + Send)) -> &str {
-    panic
-        .downcast_ref::<&str>()
-        .copied()
-        .or_else(|| panic.downcast_ref::<String>().map(String::as_str))
-        .unwrap_or("no text")
 }
 
 #[cfg(test)]
@@ -306,6 +296,7 @@ mod tests {
     fn a_panic_fails_the_device_and_the_state_comes_back() {
         let (mock, interrupt) = interrupt();
         let worker = Worker::spawn("test", interrupt, vec![1], |state: &mut Vec<i32>, _| {
+            assert!(containment::is_contained(), "the program's panic hook would end the process");
             state.push(2);
             panic!("on purpose");
         })

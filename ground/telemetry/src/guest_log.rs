@@ -1,4 +1,4 @@
-//! Log lines that a guest can trigger are rate-limited, so that no guest fills the host's disk.
+//! Log lines that a guest or a peer can trigger are rate-limited, so that neither fills the host's disk.
 
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -72,6 +72,12 @@ macro_rules! guest_warn {
 #[macro_export]
 macro_rules! guest_info {
     ($log:expr, $($arg:tt)+) => { $crate::guest_line!(info, $log, $($arg)+) };
+}
+
+/// As [`guest_warn!`], for what ends a device or a connection: a `tracing::error!`.
+#[macro_export]
+macro_rules! guest_error {
+    ($log:expr, $($arg:tt)+) => { $crate::guest_line!(error, $log, $($arg)+) };
 }
 
 /// A line of a level that the [`GuestLog`] admits; see [`guest_warn!`].

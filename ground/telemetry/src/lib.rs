@@ -1,5 +1,6 @@
-//! Counters, rate-limited logging of what guests trigger, tracing set-up.
+//! Counters, rate-limited logging of what guests trigger, tracing set-up, panics that end a device only.
 
+pub mod containment;
 pub mod counter;
 pub mod guest_log;
 pub mod logging;

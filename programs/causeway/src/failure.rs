@@ -4,6 +4,8 @@ use std::io::Write as _;
 use std::process::ExitCode;
 
 use clap::error::ErrorKind;
+use telemetry::guest_log::GuestLog;
+use telemetry::{containment, guest_error};
 
 /// Exit status of every failure.
 const FAILED: u8 = 1;
@@ -64,19 +66,24 @@ fn print_error(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }
 
-/// A panic is a bug of ours: says so, where, and ends the whole process. A monitor of which a thread is missing
-/// would only hang.
+/// A panic is a bug of ours: says so, where, and ends the whole process, since a monitor of which a thread is missing would only hang. What
+/// runs in [`containment::contain`] ends by itself instead: its caller stops the device.
 pub fn install_panic_hook() {
-    std::panic::set_hook(Box::new(|info| {
-        let payload = info.payload();
-        let what = match (payload.downcast_ref::<&str>(), payload.downcast_ref::<String>()) {
-            (Some(text), _) => text,
-            (None, Some(text)) => text.as_str(),
-            (None, None) => "no message",
-        };
+    // A guest can start a device that panics again and again.
+    let contained_log = GuestLog::new();
+    std::panic::set_hook(Box::new(move |info| {
+        let what = containment::text(info.payload());
         let place = info.location().map(|at| format!("{}:{}", at.file(), at.line())).unwrap_or_default();
         let thread = std::thread::current();
         let name = thread.name().unwrap_or("unnamed");
+        if containment::is_contained() {
+            let version = env!("CARGO_PKG_VERSION");
+            guest_error!(
+                contained_log,
+                "This is a bug of causeway {version}: thread {name} panicked at {place}: {what}; what it served ends, the rest goes on"
+            );
+            return;
+        }
         print_error(&format!(
             "causeway: This is a bug of causeway {}: thread {name} panicked at {place}: {what}",
             env!("CARGO_PKG_VERSION")

@@ -33,9 +33,8 @@ impl DeviceThreadMaker {
             filter.apply_or_end();
             for (job, done) in queue {
                 // A device that panics while it starts is reported by whoever waits for its answer.
-                if std::panic::catch_unwind(std::panic::AssertUnwindSafe(job)).is_err() {
-                    tracing::error!("A device panicked while it started; this is a bug");
-                }
+                // The program's panic hook has told of it.
+                let _ = telemetry::containment::contain(job);
                 let _ = done.send(());
             }
         })?;

@@ -12,7 +12,7 @@ static HANDLERS: Once = Once::new();
 
 /// Puts standard input into raw mode: keys go to the guest one by one, Ctrl-C included. Output
 /// processing stays on, so that log lines on the same terminal still begin at its left edge. From now
-/// on a panic or an orderly exit of the process restores the terminal, and [`restore`] does.
+/// on a panic that ends the process or an orderly exit of the process restores the terminal, and [`restore`] does.
 pub(super) fn make_raw() -> io::Result<()> {
     let stdin = rustix::stdio::stdin();
     let mut original = ORIGINAL.lock().unwrap_or_else(PoisonError::into_inner);
@@ -29,7 +29,10 @@ pub(super) fn make_raw() -> io::Result<()> {
     HANDLERS.call_once(|| {
         let next = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
-            restore();
+            // The guest still has the terminal when a device of its own panics.
+            if !telemetry::containment::is_contained() {
+                restore();
+            }
             next(info);
         }));
         // SAFETY: `at_exit` is a plain function that neither unwinds nor runs after this process.

@@ -5,13 +5,13 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
-use std::panic::AssertUnwindSafe;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use imago::qcow2::Qcow2;
 use imago::{DenyImplicitOpenGate, FormatAccess, FormatDriverBuilder, StorageOpenOptions};
 use rustix::fs::{FallocateFlags, OFlags};
+use telemetry::containment::contain;
 
 use super::device::{BlockConfig, ImageFormat};
 use super::error::BlockError;
@@ -153,7 +153,7 @@ impl Image {
             return Err(BlockError::Direct { path, reason: "it is in qcow2 format" });
         }
         // The image may come from anywhere: what the library can't cope with must not end the process.
-        let opened = std::panic::catch_unwind(AssertUnwindSafe(|| {
+        let opened = contain(|| {
             let storage = imago::file::File::from_open_file(file, StorageOpenOptions::new().filename(&path))?;
             // Nothing that the header names is opened: a guest that can write a header into a raw image
             // could otherwise read any file of this user. The check below refuses such images.
@@ -161,8 +161,8 @@ impl Image {
                 .backing(None)
                 .data_file(None)
                 .open(DenyImplicitOpenGate::default())
-        }))
-        .unwrap_or_else(|_| Err(io::Error::other("the qcow2 library panicked")));
+        })
+        .unwrap_or_else(|panic| Err(io::Error::other(format!("the qcow2 library panicked: {panic}"))));
         let qcow2 = match opened {
             Ok(qcow2) => qcow2,
             Err(source) => return Err(BlockError::Qcow2Damaged { path, source }),

@@ -6,3 +6,4 @@ mod nodes;
 mod nodes_gather;
 mod own_faults;
 mod payload_programs;
+mod small_guests;
