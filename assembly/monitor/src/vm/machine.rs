@@ -377,6 +377,15 @@ impl Machine {
         Ok(())
     }
 
+    /// Keeps the vCPUs of a guest from running until [`Machine::reset`], which is to come soon.
+    pub fn hold_vcpus(&self) -> Result<(), Error> {
+        let state = self.state();
+        if *state == VmState::Running {
+            self.vcpus.pause()?;
+        }
+        Ok(())
+    }
+
     /// Puts everything back to power-on state, loads the kernel again and runs it.
     pub fn reset(&self) -> Result<(), Error> {
         let mut state = self.state();

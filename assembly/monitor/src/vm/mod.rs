@@ -19,6 +19,7 @@ mod machine;
 mod metrics;
 mod moving;
 mod placer;
+mod reset_backoff;
 mod served;
 mod threads;
 mod vcpus;
@@ -26,11 +27,13 @@ mod vcpus;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ::machine::memory::Userfault;
 use ::machine::vcpu::VcpuEvent;
 use platform_devices::MachineEvent;
+use telemetry::guest_log::GuestLog;
+use telemetry::{guest_info, guest_warn};
 
 pub use error::Error;
 pub use incoming::Incoming;
@@ -41,6 +44,7 @@ use self::event::{Event, Events};
 use self::incoming::{Arrived, LateMemory, ServedDevices, Switch, Waiting};
 use self::machine::{Chassis, Machine, Opened};
 use self::moving::MovingMachine;
+use self::reset_backoff::ResetBackoff;
 use crate::api::ApiListener;
 use crate::description::{OnReboot, VmDescription};
 use crate::migration::connection::Stop;
@@ -165,6 +169,8 @@ fn raise_descriptor_limit() {
 
 /// Acts on events until one of them ends the VM.
 fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Error> {
+    let mut backoff = ResetBackoff::new(Instant::now());
+    let log = GuestLog::new();
     loop {
         // `machine` holds a sender, so the channel can't close.
         let Ok(event) = events.recv() else { return Ok(Outcome::Stopped) };
@@ -192,31 +198,64 @@ fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Er
                 tracing::info!(?event, "the guest rebooted");
                 return Ok(Outcome::Reboot);
             }
-            Event::Reset
-            | Event::Machine(MachineEvent::Reset(_))
-            | Event::Vcpu(VcpuEvent::Shutdown { .. }) => {
+            Event::Reset => {
+                tracing::info!("the API resets the machine");
+                if let Some(outcome) = reset(machine, events, Duration::ZERO)? {
+                    return Ok(outcome);
+                }
+                backoff.restarted(Instant::now());
+            }
+            Event::Machine(MachineEvent::Reset(_)) | Event::Vcpu(VcpuEvent::Shutdown { .. }) => {
+                let delay = backoff.delay(Instant::now());
+                let delay_ms = u64::try_from(delay.as_millis()).unwrap_or(u64::MAX);
                 if let Event::Vcpu(VcpuEvent::Shutdown { vcpu, .. }) = &event {
                     // No guest does that in order to reboot when it has ACPI, and its registers are gone.
-                    tracing::warn!(vcpu, "a triple fault of a vCPU resets the machine");
+                    guest_warn!(log, vcpu, delay_ms, "a triple fault of a vCPU resets the machine");
                 } else {
-                    tracing::info!(?event, "resetting the machine");
+                    guest_info!(log, ?event, delay_ms, "resetting the machine");
                 }
-                machine.reset()?;
-                // Requests of the guest that was: each of its vCPUs may have asked.
-                while let Ok(stale) = events.try_recv() {
-                    match stale {
-                        Event::Stop | Event::Machine(MachineEvent::ConsoleQuit) | Event::Signal(_) => {
-                            return Ok(Outcome::Stopped);
-                        }
-                        Event::Moved => return Ok(Outcome::Moved),
-                        Event::Lost(error) => return Err(Error::Lost(error)),
-                        Event::Refused(device, what) => return Err(Error::Refused { device, what }),
-                        other => tracing::debug!(?other, "dropped with the reset"),
-                    }
+                if let Some(outcome) = reset(machine, events, delay)? {
+                    return Ok(outcome);
                 }
+                backoff.restarted(Instant::now());
             }
             Event::Vcpu(event) => return Err(Error::GuestFailed(describe(&event))),
             Event::Refused(device, what) => return Err(Error::Refused { device, what }),
+        }
+    }
+}
+
+/// Resets the machine after `delay`, in which its vCPUs don't run. The outcome, where something ended the VM meanwhile.
+fn reset(
+    machine: &Machine,
+    events: &mpsc::Receiver<Event>,
+    delay: Duration,
+) -> Result<Option<Outcome>, Error> {
+    if !delay.is_zero() {
+        machine.hold_vcpus()?;
+        if let Some(outcome) = drop_events(events, delay)? {
+            return Ok(Some(outcome));
+        }
+    }
+    machine.reset()?;
+    // Requests of the guest that was: each of its vCPUs may have asked.
+    drop_events(events, Duration::ZERO)
+}
+
+/// Drops, for that long, what concerns a guest that is being reset. Ends early when the VM ends, or when the API asks for a reset.
+fn drop_events(events: &mpsc::Receiver<Event>, wait: Duration) -> Result<Option<Outcome>, Error> {
+    let until = Instant::now() + wait;
+    loop {
+        match events.recv_timeout(until.saturating_duration_since(Instant::now())) {
+            Err(_) => return Ok(None),
+            Ok(Event::Reset) if !wait.is_zero() => return Ok(None),
+            Ok(Event::Stop | Event::Machine(MachineEvent::ConsoleQuit) | Event::Signal(_)) => {
+                return Ok(Some(Outcome::Stopped));
+            }
+            Ok(Event::Moved) => return Ok(Some(Outcome::Moved)),
+            Ok(Event::Lost(error)) => return Err(Error::Lost(error)),
+            Ok(Event::Refused(device, what)) => return Err(Error::Refused { device, what }),
+            Ok(other) => tracing::debug!(?other, "dropped with the reset"),
         }
     }
 }

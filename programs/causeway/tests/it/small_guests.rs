@@ -155,6 +155,32 @@ fn end(mut vm: Child) -> (ExitStatus, String) {
     (vm.wait().unwrap(), log)
 }
 
+/// A guest that resets at once is started again ever more seldom, and a signal ends the VM while it waits for that.
+#[test]
+fn a_guest_that_resets_at_once_is_held_back() {
+    if !has_kvm() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    // SAFETY: the labels are data of this program.
+    let guest = kernel(directory.path(), unsafe { code(&resets_at_once, &resets_at_once_end) });
+    let mut vm = run(directory.path(), &["--console", "null", "--kernel"]).arg(guest).spawn().unwrap();
+    let mut log = BufReader::new(vm.stderr.take().unwrap());
+    let mut delays = Vec::new();
+    while delays.len() < 4 {
+        let mut line = String::new();
+        assert_ne!(log.read_line(&mut line).unwrap(), 0, "the VM has ended");
+        if line.contains("resetting the machine") {
+            let (_, delay) = line.split_once("delay_ms=").unwrap_or_else(|| panic!("no delay in {line}"));
+            delays.push(delay.split_whitespace().next().unwrap().parse::<u64>().unwrap());
+        }
+    }
+    assert_eq!(delays, [100, 200, 400, 800]);
+    vm.stderr = Some(log.into_inner());
+    let (status, log) = end(vm);
+    assert!(status.success(), "{status}: {log}");
+}
+
 /// A library that panics over a hostile image is a sentence about that image, and not the end of the program by a panic.
 #[test]
 fn an_image_that_makes_its_library_panic_is_refused() {
