@@ -1,12 +1,13 @@
 //! The gRPC service: checks what comes in, asks the registry, puts answers into messages.
 
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::Instant;
 
 use control_api::cluster::proto;
 use control_api::cluster::proto::cluster_service_server::ClusterService;
 use nomad::{Epoch, Incarnation, MigrationId, Node, VmId};
+use telemetry::guest_log::GuestLog;
 use tonic::codegen::tokio_stream::Stream;
 use tonic::codegen::tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
@@ -364,7 +365,8 @@ impl ClusterService for Service {
                     Node::Host(_) => keeper.pass_on(&message, now),
                 });
                 if let Err(status) = passed.await {
-                    tracing::warn!("A message of {host} is refused: {}", status.message());
+                    static LOG: LazyLock<GuestLog> = LazyLock::new(GuestLog::new);
+                    telemetry::guest_warn!(LOG, "A message of {host} is refused: {}", status.message());
                 }
             }
         });

@@ -5,6 +5,7 @@ pub mod counter;
 pub mod guest_log;
 pub mod logging;
 pub mod metrics;
+pub mod testing;
 
 pub use counter::Counter;
 

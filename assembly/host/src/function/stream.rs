@@ -1,8 +1,10 @@
 //! A function's state on its way out or in, whatever function it is.
 
 use std::io;
+use std::sync::LazyLock;
 
 use rustix::io::Errno;
+use telemetry::guest_log::GuestLog;
 use vfio_user_protocol::migration::DeviceState;
 
 use crate::migration::stream::{Reader, Record, StreamError, put};
@@ -78,6 +80,7 @@ pub(super) fn failed(
     what: &str,
     error: &(dyn std::error::Error + 'static),
 ) -> io::Error {
-    tracing::warn!(vm, nic, error, "An RDMA NIC can't {what}");
+    static LOG: LazyLock<GuestLog> = LazyLock::new(GuestLog::new);
+    telemetry::guest_warn!(LOG, vm, nic, error, "An RDMA NIC can't {what}");
     Errno::INVAL.into()
 }

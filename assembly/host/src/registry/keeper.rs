@@ -38,7 +38,7 @@ impl Registry {
 
     fn write(&self) {
         if let Err(error) = self.remembered.flush() {
-            tracing::warn!(%error, "What this daemon knows of its NICs can't be written; after a restart drivers are not told");
+            telemetry::guest_warn!(self.log, %error, "What this daemon knows of its NICs can't be written; after a restart drivers are not told");
         }
     }
 
@@ -53,7 +53,7 @@ impl Registry {
         drop(state.nics.remove(key));
         forget_limits(&mut state, &key.vm);
         drop(state);
-        tracing::info!(vm = key.vm, nic = key.name, "NIC released: its monitor has gone");
+        telemetry::guest_info!(self.log, vm = key.vm, nic = key.name, "NIC released: its monitor has gone");
     }
 
     /// When the next NIC is to go to which nobody has connected.
@@ -78,7 +78,12 @@ impl Registry {
         }
         drop(state);
         for key in gone {
-            tracing::info!(vm = key.vm, nic = key.name, "NIC released: nobody connected to it");
+            telemetry::guest_info!(
+                self.log,
+                vm = key.vm,
+                nic = key.name,
+                "NIC released: nobody connected to it"
+            );
         }
     }
 }

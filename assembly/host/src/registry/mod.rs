@@ -17,6 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use hca::limits::Limits;
+use telemetry::guest_log::GuestLog;
 use vfio_user_protocol::device::{Device, Peer};
 use vmxnet3::{MacAddress, Vmxnet3Config};
 
@@ -122,6 +123,8 @@ pub struct Registry {
     segments: Segments,
     remembered: Arc<Remembered>,
     events: Sender<Event>,
+    /// Monitors come and go as their users want; what is logged of that has a limit.
+    log: GuestLog,
     state: Mutex<State>,
 }
 
@@ -150,6 +153,7 @@ impl Registry {
             segments: Segments::default(),
             remembered: Arc::new(remembered),
             events,
+            log: GuestLog::new(),
             state: Mutex::default(),
         };
         (Arc::new(registry), inbox)
@@ -233,7 +237,8 @@ impl Registry {
         drop(state);
         // Its time to be connected runs.
         shared.tell(Event::Changed);
-        tracing::info!(
+        telemetry::guest_info!(
+            self.log,
             vm = spec.key.vm,
             nic = spec.key.name,
             segment = spec.segment,
@@ -332,7 +337,7 @@ impl Registry {
         drop(state);
         // Its threads may take a moment to end.
         drop(nic);
-        tracing::info!(vm = key.vm, nic = key.name, "NIC detached");
+        telemetry::guest_info!(self.log, vm = key.vm, nic = key.name, "NIC detached");
         Ok(())
     }
 
@@ -376,7 +381,7 @@ impl Registry {
         for device in &devices {
             device.set_limits(limits);
         }
-        tracing::info!(vm, ?limits, "limits changed");
+        telemetry::guest_info!(self.log, vm, ?limits, "limits changed");
         Ok(devices.len())
     }
 
@@ -422,5 +427,43 @@ impl Registry {
 fn forget_limits(state: &mut State, vm: &str) {
     if !state.nics.keys().any(|key| key.vm == vm) {
         state.limits.remove(vm);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::{EngineSetup, EngineThread};
+
+    /// A user can make and remove a NIC as often as it wants, and fills no log with it.
+    #[test]
+    fn what_users_make_the_registry_log_has_a_limit() {
+        const NICS: usize = 400;
+        let folder = tempfile::tempdir().unwrap();
+        let engine = EngineThread::start(EngineSetup::default(), None).unwrap();
+        let remembered = Remembered::load(folder.path());
+        let (registry, _events) =
+            Registry::new(folder.path(), Access::default(), engine.handle(), remembered);
+        let uid = rustix::process::geteuid().as_raw();
+        let peer = Peer { uid, gid: rustix::process::getegid().as_raw(), pid: 1 };
+        let key = NicKey { vm: "a".to_owned(), name: "rdma0".to_owned() };
+        let spec = NicSpec {
+            key: key.clone(),
+            mac: None,
+            segment: "s0".to_owned(),
+            tap: None,
+            mtu: None,
+            incoming: false,
+        };
+        let lines = telemetry::testing::lines_of(|| {
+            for _ in 0..NICS {
+                registry.attach(&peer, &spec).unwrap();
+                registry.detach(&peer, &key).unwrap();
+            }
+        });
+        let told = lines.iter().filter(|line| line.contains("NIC attached") || line.contains("NIC detached"));
+        let told = told.count();
+        // A burst, and then one a second.
+        assert!((10..NICS).contains(&told), "{told} lines for {NICS} NICs");
     }
 }

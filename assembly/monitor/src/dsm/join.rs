@@ -4,8 +4,10 @@ use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream, ToSocketAddrs as _};
 use std::os::fd::AsFd as _;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
+
+use telemetry::guest_log::GuestLog;
 
 use super::link::{Link, Stream, Way};
 use super::rdma::{self, Device};
@@ -182,7 +184,8 @@ fn write(stream: &Stream, bytes: &[u8]) -> std::io::Result<()> {
 
 /// Says so: whoever can't start a VM wants to know who came in its place.
 fn stranger(problem: &str) {
-    tracing::warn!("A connection to this node's address is dropped: {problem}");
+    static LOG: LazyLock<GuestLog> = LazyLock::new(GuestLog::new);
+    telemetry::guest_warn!(LOG, "A connection to this node's address is dropped: {problem}");
 }
 
 /// Says who this is, and hears who the other is.

@@ -11,6 +11,7 @@ use machine::memory::{GuestAddressSpace, GuestMemoryBackend, GuestMemoryRegion, 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, acceptfrom_with};
+use telemetry::guest_log::GuestLog;
 use virtio_devices::block::DiskContent;
 
 use super::connection::{Connection, Stop};
@@ -67,18 +68,24 @@ pub fn gather(
     key: Option<&ClusterKey>,
     stop: &Stop,
 ) -> Result<Streams, MigrationError> {
+    // Whoever reaches the port can connect as often as it wants.
+    let log = GuestLog::new();
     let mut found: Vec<(Hello, Stream)> = Vec::new();
     let (mut first_came, mut from) = (Instant::now(), String::new());
     let version = loop {
         if !found.is_empty() && first_came.elapsed() > GREETING {
-            tracing::warn!("A source of a migration didn't open all its streams; it is sent away");
+            telemetry::guest_warn!(
+                log,
+                "A source of a migration didn't open all its streams; it is sent away"
+            );
             found.clear();
         }
         let Some((fd, address)) = accept(listener, stop)? else { continue };
         let (hello, spoken, stream) = match greet(fd, key, stop) {
             Ok(greeted) => greeted,
             Err(error) => {
-                tracing::warn!(
+                telemetry::guest_warn!(
+                    log,
                     error = line(&error),
                     "A connection to the migration port is no stream of a VM"
                 );
@@ -89,7 +96,7 @@ pub fn gather(
             .first()
             .is_none_or(|(first, _)| hello.migration == first.migration && hello.streams == first.streams);
         if !fits || found.iter().any(|(other, _)| other.stream == hello.stream) {
-            tracing::warn!("A stream of another migration was sent away");
+            telemetry::guest_warn!(log, "A stream of another migration was sent away");
             continue;
         }
         if found.is_empty() {

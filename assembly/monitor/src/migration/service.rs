@@ -6,7 +6,7 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use control_api::migration::{
@@ -15,6 +15,7 @@ use control_api::migration::{
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with};
+use telemetry::guest_log::GuestLog;
 
 use super::connection::Stop;
 use super::error::{MigrationError, line};
@@ -117,7 +118,12 @@ fn accept(listener: &OwnedFd, user: u32, machine: &Arc<dyn Movable>, watch: &Arc
     };
     let peer = rustix::net::sockopt::socket_peercred(&fd)?.uid;
     if peer.as_raw() != user && !peer.is_root() {
-        tracing::warn!(user = peer.as_raw(), "A user who may not move this VM asked for it; refused");
+        static LOG: LazyLock<GuestLog> = LazyLock::new(GuestLog::new);
+        telemetry::guest_warn!(
+            LOG,
+            user = peer.as_raw(),
+            "A user who may not move this VM asked for it; refused"
+        );
         return Ok(());
     }
     let client = Packets::over(fd);

@@ -19,6 +19,7 @@ use pci::function::{
 use pci::interrupt::{InterruptError, IntxLine};
 use pci::intx::IntxPin;
 use serde_json::json;
+use telemetry::guest_log::GuestLog;
 
 use super::NicError;
 use super::engine::Engine;
@@ -47,6 +48,8 @@ pub(super) struct NicFunction {
     refresh: OnceLock<Refresh>,
     /// Wakes the thread soon after an access, where what the guest writes late may start something.
     look: OnceLock<Look>,
+    /// Guests make lines rise and fall.
+    log: GuestLog,
 }
 
 /// Has the bus follow what is mapped. Called without any lock.
@@ -103,6 +106,7 @@ impl NicFunction {
             thread: OnceLock::new(),
             refresh: OnceLock::new(),
             look: OnceLock::new(),
+            log: GuestLog::new(),
         }))
     }
 
@@ -296,7 +300,7 @@ impl NicFunction {
     /// The wire follows the engine, whose lock is held so that levels come in order.
     fn drive(&self, engine: &mut Engine) {
         if let Err(error) = self.pin.set_pending(engine.line()) {
-            tracing::warn!(device = %self.name, %error, "An interrupt line can't be driven");
+            telemetry::guest_warn!(self.log, device = %self.name, %error, "An interrupt line can't be driven");
         }
         if self.level.get().is_some_and(|(_, wire)| wire.1.swap(false, Ordering::SeqCst)) {
             engine.raised();
@@ -305,7 +309,7 @@ impl NicFunction {
 
     fn follow(&self, config: &ConfigSpace) {
         if let Err(error) = self.pin.follow(config) {
-            tracing::warn!(device = %self.name, %error, "An interrupt line can't be driven");
+            telemetry::guest_warn!(self.log, device = %self.name, %error, "An interrupt line can't be driven");
         }
         lock(&self.engine).set_bus_master(config.bus_master());
     }
@@ -414,7 +418,7 @@ impl PciFunction for NicFunction {
 
     fn attach_intx(&self, line: Arc<dyn IntxLine>) {
         if let Err(error) = self.pin.attach(line) {
-            tracing::warn!(device = %self.name, %error, "An interrupt line can't be driven");
+            telemetry::guest_warn!(self.log, device = %self.name, %error, "An interrupt line can't be driven");
         }
     }
 

@@ -12,7 +12,8 @@ use pci::function::{
 use pci::interrupt::{IntxLine, Msi};
 use pci::msix::{Msix, SavedMsix};
 use serde_json::json;
-use telemetry::{Counter, guest_warn};
+use telemetry::guest_log::GuestLog;
+use telemetry::{Counter, guest_error, guest_warn};
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 
 use super::error::TransportError;
@@ -38,6 +39,8 @@ pub struct VirtioPciFunction {
     state: Mutex<State>,
     /// Notifications that came as exits rather than through an ioeventfd.
     exits: Counter,
+    /// A driver can start and reset a device that doesn't start as often as it wants.
+    log: GuestLog,
     /// Where devices are activated; the calling thread before it is set.
     threads: OnceLock<Arc<dyn DeviceThreads>>,
 }
@@ -215,6 +218,7 @@ impl VirtioPciFunction {
                 restored: false,
             }),
             exits: Counter::new(),
+            log: GuestLog::new(),
             threads: OnceLock::new(),
         })
     }
@@ -262,7 +266,12 @@ impl VirtioPciFunction {
         state.running = true;
         let threads = self.threads.get().map(|threads| &**threads);
         if let Err(error) = threads::activate(threads, &state.device, activation) {
-            tracing::error!(error = &error as &dyn std::error::Error, "Device {} did not start", self.name);
+            guest_error!(
+                self.log,
+                error = &error as &dyn std::error::Error,
+                "Device {} did not start",
+                self.name
+            );
             self.interrupts.failed(&chain(&error));
             self.stop(state);
             return;
@@ -295,7 +304,8 @@ impl VirtioPciFunction {
                 }
             }
             Err(error) => {
-                tracing::error!(
+                guest_error!(
+                    self.log,
                     error = &error as &dyn std::error::Error,
                     "Device {} did not stop",
                     self.name

@@ -20,6 +20,8 @@ struct Echo {
     config: [u8; 8],
     features: u64,
     workers: Vec<Worker<(Ring, GuestMemorySpace)>>,
+    /// It doesn't start.
+    broken: bool,
     served: Arc<AtomicU64>,
     interrupt: Arc<Mutex<Option<Arc<dyn VirtioInterrupt>>>>,
 }
@@ -31,6 +33,7 @@ impl Echo {
             config: *b"virtio!!",
             features: RINGS,
             workers: Vec::new(),
+            broken: false,
             served: Arc::default(),
             interrupt: Arc::default(),
         }
@@ -90,6 +93,10 @@ impl VirtioDevice for Echo {
         }
     }
     fn activate(&mut self, activation: Activation) -> Result<(), DeviceError> {
+        if self.broken {
+            let source = std::io::Error::other("it is broken");
+            return Err(DeviceError::Host { name: "echo0".to_owned(), what: "start".to_owned(), source });
+        }
         *self.interrupt.lock().unwrap() = Some(Arc::clone(&activation.interrupt));
         for active in activation.queues {
             let (interrupt, served) = (Arc::clone(&activation.interrupt), Arc::clone(&self.served));
@@ -162,6 +169,28 @@ fn wait(what: &str, mut condition: impl FnMut() -> bool) {
     while !condition() {
         assert!(start.elapsed().as_secs() < 10, "{what} did not happen");
         std::thread::sleep(std::time::Duration::from_micros(100));
+    }
+}
+
+/// A driver can reset and start a device that doesn't start as often as it wants, and fills no log with it.
+#[test]
+fn what_a_driver_makes_a_device_log_has_a_limit() {
+    const STARTS: usize = 2000;
+    let space = memory(&[(0, 1 << 20)]);
+    let echo = Echo { broken: true, ..Echo::new(&[16]) };
+    let msi = FakeMsi::new();
+    let function = VirtioPciFunction::new(Box::new(echo), space.clone(), &*msi).unwrap();
+    let driver = PciDriver::new(function, msi);
+    let queue = MockDriver::new(&space, 0, 16, 0x1_0000, RINGS);
+    let lines = telemetry::testing::lines_of(|| {
+        for _ in 0..STARTS {
+            assert!(!driver.start(RINGS, &[&queue]));
+        }
+    });
+    let told = |text: &str| lines.iter().filter(|line| line.contains(text)).count();
+    for text in ["did not start", "has failed and needs a reset"] {
+        // A burst, and then one a second.
+        assert!((10..STARTS / 2).contains(&told(text)), "{text}: {} lines", told(text));
     }
 }
 

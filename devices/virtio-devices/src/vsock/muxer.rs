@@ -300,7 +300,10 @@ impl Muxer {
                 (_, None) => watch.remove(socket),
             };
             if let Err(error) = result {
-                tracing::warn!("A vsock connection was reset: its socket can't be watched: {error}");
+                telemetry::guest_warn!(
+                    self.log,
+                    "A vsock connection was reset: its socket can't be watched: {error}"
+                );
                 return self.end(watch, token);
             }
             connection.watched = wanted;
@@ -444,7 +447,11 @@ impl Muxer {
                     continue;
                 }
                 Err(error) => {
-                    tracing::warn!("{} can't accept connections: {error}", self.listener.path().display());
+                    telemetry::guest_warn!(
+                        self.log,
+                        "{} can't accept connections: {error}",
+                        self.listener.path().display()
+                    );
                     let again = now + LISTENER_PAUSE;
                     self.listen_again = Some(again);
                     self.deadlines.insert((again, LISTENER_TOKEN));
@@ -490,7 +497,10 @@ impl Muxer {
         };
         if self.connections.len() >= CONNECTIONS_MAX {
             self.counters.refused.increment();
-            tracing::warn!("A connection to vsock port {port} was refused: {CONNECTIONS_MAX} are open");
+            telemetry::guest_warn!(
+                self.log,
+                "A connection to vsock port {port} was refused: {CONNECTIONS_MAX} are open"
+            );
             return;
         }
         let key = self.free_key(port);

@@ -2,12 +2,14 @@
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io;
+use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use neighbour::channel::{Message, Part, PostError};
 use neighbour::layout::MOST_PARTS;
 use neighbour::views::STATUS_UNREACHABLE;
 use neighbour::window::Window;
+use telemetry::guest_log::GuestLog;
 use virtio_devices::net::backend::{Received, Sent};
 use virtio_devices::net::header::{FRAME_MAX, FRAME_MIN, NEEDS_CSUM, VnetHeader};
 use virtio_devices::net::{FrameSink, FrameSource, QUEUE_SIZE};
@@ -458,7 +460,14 @@ fn give_back(peer: &mut Peer, id: u32, status: u32) {
 
 fn break_off(peer: &mut Peer, violation: &(dyn std::error::Error + 'static), counts: &mut Counts) {
     if !peer.ended {
-        tracing::warn!(vm = peer.vm, error = violation, "A neighbour broke the rules; its connection ends");
+        // A neighbour may come back and do it again.
+        static LOG: LazyLock<GuestLog> = LazyLock::new(GuestLog::new);
+        telemetry::guest_warn!(
+            LOG,
+            vm = peer.vm,
+            error = violation,
+            "A neighbour broke the rules; its connection ends"
+        );
         peer.ended = true;
         counts.broken += 1;
     }

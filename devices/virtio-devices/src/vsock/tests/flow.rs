@@ -171,6 +171,29 @@ fn as_many_connections_as_allowed_and_each_gets_its_turn() {
     }
 }
 
+/// Programs of the host that find no room are told so, and fill no log.
+#[test]
+fn what_refused_programs_make_the_muxer_log_has_a_limit() {
+    const PROGRAMS: usize = 500;
+    let mut bench = Bench::new();
+    let server = bench.serve(1);
+    let mut programs = Vec::new();
+    for guest in 0..u32::try_from(CONNECTIONS_MAX).unwrap() {
+        bench.packet(from_guest(guest, 1, Op::REQUEST), &[]);
+        assert_eq!(bench.pop().unwrap().0.op, Op::RESPONSE);
+        programs.push(server.accept().unwrap().0);
+    }
+    let lines = telemetry::testing::lines_of(|| {
+        for _ in 0..PROGRAMS {
+            let program = bench.connect("CONNECT 5\n");
+            bench.expect_nothing();
+            drop(program);
+        }
+    });
+    let refused = lines.iter().filter(|line| line.contains("vsock port 5 was refused")).count();
+    assert!((10..PROGRAMS / 2).contains(&refused), "{refused} lines");
+}
+
 #[test]
 fn silent_programs_are_bounded_and_the_next_ones_wait() {
     let mut bench = Bench::new();
