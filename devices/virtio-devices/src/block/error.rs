@@ -78,8 +78,16 @@ pub enum BlockError {
         /// Name of the other file, as the header has it.
         other: String,
     },
-    /// Damaged or unsupported qcow2.
-    #[error("Disk image {} is damaged or uses a feature of qcow2 that is not supported; check it: qemu-img check {}", .path.display(), .path.display())]
+    /// qcow2 with a feature that changes what is read.
+    #[error("Disk image {} uses a feature of qcow2 that is not supported ({feature}); make it a raw image: qemu-img convert -O raw {} disk.raw", .path.display(), .path.display())]
+    Qcow2Feature {
+        /// The image.
+        path: PathBuf,
+        /// Which, in words.
+        feature: String,
+    },
+    /// Damaged qcow2.
+    #[error("Disk image {} is damaged; check it: qemu-img check {}", .path.display(), .path.display())]
     Qcow2Damaged {
         /// The image.
         path: PathBuf,

@@ -16,6 +16,7 @@ use telemetry::containment::contain;
 use super::device::{BlockConfig, ImageFormat};
 use super::error::BlockError;
 use super::mirror::Completeness;
+use super::qcow2;
 use super::request::SECTOR;
 
 /// What requests are served from.
@@ -151,6 +152,9 @@ impl Image {
         }
         if config.direct {
             return Err(BlockError::Direct { path, reason: "it is in qcow2 format" });
+        }
+        if let Some(feature) = qcow2::unsupported(&file) {
+            return Err(BlockError::Qcow2Feature { path, feature });
         }
         // The image may come from anywhere: what the library can't cope with must not end the process.
         let opened = contain(|| {

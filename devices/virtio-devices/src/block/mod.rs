@@ -12,6 +12,7 @@ mod disk;
 mod error;
 mod image;
 mod mirror;
+mod qcow2;
 pub mod request;
 mod sync;
 mod task;

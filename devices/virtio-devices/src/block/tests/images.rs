@@ -206,6 +206,70 @@ fn images_of_qemu_img_are_read() {
     }
 }
 
+/// An image as qemu-img makes it with these options; `None` without qemu-img.
+fn qemu_image(path: &Path, options: &[&str]) -> Option<()> {
+    let made = std::process::Command::new("qemu-img")
+        .args(["create", "-q", "-f", "qcow2"])
+        .args(options)
+        .arg(path)
+        .arg("4M")
+        .output();
+    match made {
+        Ok(output) => {
+            assert!(output.status.success(), "{options:?}: {}", String::from_utf8_lossy(&output.stderr));
+            Some(())
+        }
+        Err(error) => {
+            facilities::missing(facilities::Facility::QemuImg, error);
+            None
+        }
+    }
+}
+
+/// A guest must never get what it can't tell from its data: ciphertext, or clusters that mean something else.
+#[test]
+fn images_with_features_that_are_not_understood_are_refused_by_name() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.qcow2");
+    let secret = ["--object", "secret,id=s,data=geheim"];
+    let with_secret = |options: &'static str| vec![secret[0], secret[1], "-o", options];
+    for (options, feature) in [
+        (with_secret("encrypt.format=luks,encrypt.key-secret=s,encrypt.iter-time=10"), "LUKS encryption"),
+        (with_secret("encrypt.format=aes,encrypt.key-secret=s"), "AES encryption"),
+        (with_secret("compat=0.10,encrypt.format=aes,encrypt.key-secret=s"), "AES encryption"),
+        (vec!["-o", "compression_type=zstd"], "Zstandard compression"),
+        (vec!["-o", "extended_l2=on"], "extended L2 entries"),
+    ] {
+        let Some(()) = qemu_image(&path, &options) else { return };
+        let mut config = BlockConfig::new("disk0", &path);
+        config.read_only = true;
+        let error = refused(config);
+        assert!(matches!(&error, BlockError::Qcow2Feature { .. }), "{options:?}: {error}");
+        assert!(error.to_string().contains(&format!("({feature})")), "{error}");
+    }
+}
+
+/// What a reader may ignore by the format's rules is no reason to refuse an image.
+#[test]
+fn bitmaps_snapshots_and_lazy_counts_of_qemu_img_are_no_obstacle() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.qcow2");
+    let Some(()) = qemu_image(&path, &["-o", "lazy_refcounts=on"]) else { return };
+    for change in [&["bitmap", "--add"][..], &["snapshot", "-c", "first"]] {
+        let mut command = std::process::Command::new("qemu-img");
+        command.args(change).arg(&path);
+        if change[0] == "bitmap" {
+            command.arg("b0");
+        }
+        let output = command.output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    }
+    let mut config = BlockConfig::new("disk0", &path);
+    config.read_only = true;
+    let block = Block::open(config).unwrap();
+    assert_eq!(Bench::new(&block).read(0, 4096), (OK, vec![0; 4096]));
+}
+
 /// A guest that writes a qcow2 header into its raw disk can't make the next start read another file.
 #[test]
 fn files_that_a_header_names_are_never_opened() {
