@@ -380,7 +380,7 @@ pub struct RunArgs {
     /// Back RAM by reserved huge pages: 2M or 1G
     #[arg(long, value_name = "SIZE")]
     pub hugepages: Option<ByteSize>,
-    /// Disk: FILE[,readonly][,serial=S][,queues=N][,direct][,format=raw|qcow2|auto]; may be given several times
+    /// Disk: FILE[,readonly][,serial=S][,queues=N][,direct][,logical_block_size=512|4096][,format=raw|qcow2|auto]; may be given several times
     #[arg(long, value_name = "DISK", value_parser = flags::disk)]
     pub disk: Vec<written::Disk>,
     /// Network: tap:NAME, fd:N, user or neighbours (of [neighbour]), then [,mac=M][,queues=N][,mtu=N]; may be given several times

@@ -39,6 +39,7 @@ path = "root.raw"
 serial = "root"
 queues = 4
 direct = true
+logical_block_size = 4096
 
 [[disks]]
 path = "data.qcow2"
@@ -86,6 +87,7 @@ fn every_key_arrives_and_relative_paths_start_at_the_file() {
     assert_eq!(boot.initrd, [PathBuf::from("dir/base.cpio"), PathBuf::from("/abs/extra.cpio")]);
     assert_eq!(boot.protocol, BootProtocol::Pvh);
     assert_eq!((vm.disks[0].format, vm.disks[0].queues), (DiskFormat::Raw, 4));
+    assert_eq!((vm.disks[0].direct, vm.disks[0].logical_block_size), (true, Some(4096)));
     assert_eq!((vm.disks[1].format, vm.disks[1].readonly), (DiskFormat::Qcow2, true));
     assert_eq!(vm.net[0].backend, NetBackend::Tap("tap0".into()));
     assert_eq!(vm.net[1].backend, NetBackend::User);
@@ -218,6 +220,10 @@ const WRONG: &[(&str, &str)] = &[
         "line 4, disks[0].serial: \"\\t\" is not printable",
     ),
     ("kernel = \"k\"\n[[disks]]\npath = \"d\"\nqueues = 33", "line 4, disks[0].queues: 33 queues"),
+    (
+        "kernel = \"k\"\n[[disks]]\npath = \"d\"\nlogical_block_size = 1024",
+        "line 4, disks[0].logical_block_size: blocks of 1024 bytes are not possible; allowed are 512 and 4096",
+    ),
     (
         "kernel = \"k\"\n[[disks]]\npath = \"d\"\nformat = \"vmdk\"",
         "line 4, disks[0].format: Unknown value `vmdk`",

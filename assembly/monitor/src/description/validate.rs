@@ -451,7 +451,15 @@ fn disk(index: usize, disk: &written::Disk) -> Result<Disk, Invalid> {
         serial: disk.serial.clone(),
         queues: queues(&key.below("queues"), disk.queues)?,
         direct: disk.direct,
+        logical_block_size: disk.logical_block_size.map(|bytes| block_size(&key, bytes)).transpose()?,
         format,
+    })
+}
+
+fn block_size(disk: &Key, bytes: u64) -> Result<u32, Invalid> {
+    u32::try_from(bytes).ok().filter(|bytes| matches!(bytes, 512 | 4096)).ok_or_else(|| {
+        let problem = format!("blocks of {bytes} bytes are not possible; allowed are 512 and 4096");
+        Invalid::new(disk.below("logical_block_size"), problem)
     })
 }
 

@@ -171,6 +171,8 @@ pub struct Disk {
     pub queues: u16,
     /// Whether to go around the host's page cache (`O_DIRECT`).
     pub direct: bool,
+    /// Bytes of the smallest block that the guest uses, 512 or 4096; `None`: 512, or a block device's own.
+    pub logical_block_size: Option<u32>,
     /// Image format.
     pub format: DiskFormat,
 }

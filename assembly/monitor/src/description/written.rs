@@ -154,6 +154,8 @@ pub struct Disk {
     /// Around the page cache. Default false.
     #[serde(default)]
     pub direct: bool,
+    /// Bytes: 512 or 4096. Default 512, or a block device's own.
+    pub logical_block_size: Option<u64>,
     /// Default `auto`.
     #[serde(default)]
     pub format: DiskFormat,

@@ -356,6 +356,7 @@ fn open_disk(name: &str, disk: &description::Disk, claim: bool) -> Result<Block,
         serial: disk.serial.clone(),
         queues: disk.queues,
         direct: disk.direct,
+        logical_block_size: disk.logical_block_size,
         claim,
         ..BlockConfig::new(name, disk.path.clone())
     };

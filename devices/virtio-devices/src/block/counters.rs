@@ -22,6 +22,8 @@ pub struct BlockCounters {
     pub discards: Counter,
     /// Write-zeroes requests completed without an error.
     pub write_zeroes: Counter,
+    /// Parts of requests that went around the page cache by way of a bounce buffer, as they were not aligned.
+    pub bounced: Counter,
     /// Requests completed with an error, the driver's mistakes included.
     pub errors: Counter,
     in_flight: AtomicU64,
@@ -50,6 +52,7 @@ impl BlockCounters {
             "flushes": self.flushes.get(),
             "discards": self.discards.get(),
             "write_zeroes": self.write_zeroes.get(),
+            "bounced": self.bounced.get(),
             "in_flight": self.in_flight(),
             "errors": self.errors.get(),
         })

@@ -33,6 +33,8 @@ use crate::worker::{Worker, signal};
 pub const QUEUE_SIZE: u16 = 256;
 /// Most queues.
 pub const MAX_QUEUES: u16 = 64;
+/// Bytes that a logical block can have.
+const LOGICAL_BLOCK_SIZES: [u32; 2] = [512, 4096];
 /// Data buffers in one request: a chain of the queue's size, less header and status.
 const SEG_MAX: u32 = QUEUE_SIZE as u32 - 2;
 /// Bytes of one data buffer.
@@ -77,8 +79,10 @@ pub struct BlockConfig {
     pub serial: Option<String>,
     /// Queues, each with a thread: 1 to [`MAX_QUEUES`]. One per vCPU is a good choice.
     pub queues: u16,
-    /// Go around the host's page cache where requests are aligned for it.
+    /// Go around the host's page cache. The guest sees no difference.
     pub direct: bool,
+    /// Bytes of the smallest block that the guest is to use: 512 or 4096. Default: 512, or a block device's own.
+    pub logical_block_size: Option<u32>,
     /// Format of the image.
     pub format: ImageFormat,
     /// Who does the I/O.
@@ -98,6 +102,7 @@ impl BlockConfig {
             serial: None,
             queues: 1,
             direct: false,
+            logical_block_size: None,
             format: ImageFormat::Auto,
             engine: EngineChoice::Auto,
             claim: true,
@@ -129,6 +134,9 @@ struct SavedBlock {
     serial: [u8; ID_BYTES],
     queues: u16,
     writeback: bool,
+    /// Bytes of a logical block; not in states of programs before.
+    #[serde(default)]
+    block_size: Option<u32>,
 }
 
 impl Block {
@@ -170,6 +178,12 @@ impl Block {
         }
         if state.serial != self.disk.serial {
             return Err("the serial number differs".to_owned());
+        }
+        let block_size = self.disk.image.block_size;
+        if let Some(had) = state.block_size.filter(|had| *had != block_size) {
+            return Err(format!(
+                "the disk had logical blocks of {had} bytes, now it has {block_size}; set logical_block_size"
+            ));
         }
         self.writeback = state.writeback;
         Ok(self)
@@ -217,6 +231,18 @@ impl Block {
         DiskContent::new(Arc::clone(&self.disk))
     }
 
+    /// As [`Block::open`], for a disk that needs at least this alignment where it goes around the page cache.
+    #[cfg(test)]
+    pub(super) fn open_with_alignment(config: BlockConfig, alignment: usize) -> Result<Self, BlockError> {
+        let serial = check(&config)?;
+        let mut image = Image::open(&config)?;
+        if let Backend::Raw { direct: Some(direct), .. } = &mut image.backend {
+            direct.memory_alignment = direct.memory_alignment.max(alignment);
+            direct.offset_alignment = direct.offset_alignment.max(alignment as u64);
+        }
+        Self::with_image(config, serial, image)
+    }
+
     /// A queue of this disk without a thread, for tests and fuzzing: the caller calls [`BlockQueue::serve`]. The
     /// engine is the synchronous one.
     pub fn queue(&self, ring: Ring, memory: machine::memory::GuestMemorySpace) -> BlockQueue {
@@ -256,12 +282,13 @@ impl Block {
         if disk.limits.discard {
             put(36, &MAX_DISCARD_SECTORS.to_le_bytes());
             put(40, &MAX_RANGES.to_le_bytes());
-            put(44, &(disk.image.physical_block / 512).to_le_bytes());
+            let unit = disk.image.device_discard.and_then(|bytes| u32::try_from(bytes).ok()).unwrap_or(512);
+            put(44, &(disk.image.physical_block.max(unit) / 512).to_le_bytes());
         }
         if disk.limits.write_zeroes {
             put(48, &MAX_ZERO_SECTORS.to_le_bytes());
             put(52, &MAX_RANGES.to_le_bytes());
-            put(56, &[u8::from(disk.limits.discard)]);
+            put(56, &[u8::from(disk.image.can_punch)]);
         }
         space
     }
@@ -273,6 +300,11 @@ const WRITEBACK: u64 = 32;
 fn check(config: &BlockConfig) -> Result<[u8; ID_BYTES], BlockError> {
     if config.queues == 0 || config.queues > MAX_QUEUES {
         return Err(BlockError::Queues { name: config.name.clone(), queues: config.queues, max: MAX_QUEUES });
+    }
+    if let Some(bytes) = config.logical_block_size
+        && !LOGICAL_BLOCK_SIZES.contains(&bytes)
+    {
+        return Err(BlockError::BlockSize { name: config.name.clone(), bytes });
     }
     let mut serial = [0u8; ID_BYTES];
     match &config.serial {
@@ -452,6 +484,7 @@ impl VirtioDevice for Block {
             serial: self.disk.serial,
             queues: self.queues,
             writeback: self.writeback,
+            block_size: Some(self.disk.image.block_size),
         };
         let state = saved::encode(&state).map_err(|error| self.host("serialise its state", error))?;
         Ok(SavedDevice { version: SAVED_VERSION, state })

@@ -1,6 +1,7 @@
 //! A disk as its queues share it: the image, its rules, its counters.
 
 use std::fs::File;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use telemetry::guest_log::GuestLog;
@@ -8,6 +9,8 @@ use telemetry::guest_warn;
 
 use super::chunks::Written;
 use super::counters::BlockCounters;
+use super::direct::Direct;
+use super::gate::Gate;
 use super::image::{Backend, Image};
 use super::request::{ID_BYTES, Limits, SECTOR};
 
@@ -21,6 +24,8 @@ pub struct Disk {
     pub(super) counters: BlockCounters,
     /// What the guest writes while its content is copied elsewhere.
     pub(super) written: Written,
+    /// Who writes what around the page cache.
+    pub(super) gate: Arc<Gate>,
     /// What the guest causes is logged through this.
     pub(super) log: GuestLog,
     /// Every write is durable before it completes: the driver can't flush, or has asked for it.
@@ -36,7 +41,7 @@ impl Disk {
         let limits = Limits {
             capacity: image.size / SECTOR,
             read_only: image.read_only,
-            discard: image.can_punch,
+            discard: image.can_punch || image.device_discard.is_some(),
             write_zeroes: !image.read_only,
         };
         Self {
@@ -46,6 +51,7 @@ impl Disk {
             image,
             counters: BlockCounters::default(),
             written: Written::default(),
+            gate: Arc::default(),
             log: GuestLog::new(),
             write_through: AtomicBool::new(false),
             flush_wanted: AtomicBool::new(false),
@@ -55,6 +61,14 @@ impl Disk {
 
     pub(super) fn backend(&self) -> &Backend {
         &self.image.backend
+    }
+
+    /// The image as it is used around the page cache, where that was asked for.
+    pub(super) fn direct(&self) -> Option<&Direct> {
+        match self.backend() {
+            Backend::Raw { direct, .. } => direct.as_ref(),
+            Backend::Qcow2(_) => None,
+        }
     }
 
     pub(super) fn write_through(&self) -> bool {

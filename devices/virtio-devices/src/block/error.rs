@@ -40,15 +40,23 @@ pub enum BlockError {
         /// What it is.
         kind: &'static str,
     },
-    /// Size isn't usable.
-    #[error("Disk image {} is {size} bytes long, but a disk is made of {unit}-byte blocks and has at least one; extend it: truncate -s %{unit} {}", .path.display(), .path.display())]
-    Size {
+    /// Not a block.
+    #[error("Disk image {} is {size} bytes long, but a disk has at least one block of {unit} bytes; extend it: truncate -s 10G {}", .path.display(), .path.display())]
+    Empty {
         /// The image.
         path: PathBuf,
         /// Its size in bytes.
         size: u64,
         /// Bytes of a block.
-        unit: u32,
+        unit: u64,
+    },
+    /// Logical block size.
+    #[error("Disk {name} can't have logical blocks of {bytes} bytes; give 512 or 4096")]
+    BlockSize {
+        /// Device name.
+        name: String,
+        /// As given.
+        bytes: u32,
     },
     /// Somebody else uses it.
     #[error("Disk image {} is in use by another virtual machine{}; stop that one, or attach the image read-only to both", .path.display(), .pid.map(|pid| format!(" (process {pid})")).unwrap_or_default())]

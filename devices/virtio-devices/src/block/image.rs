@@ -1,5 +1,5 @@
 //! Opening a disk image: what it is, whether it may be used, what it can do.
-#![allow(unsafe_code)] // OFD locks and statx with alignment fields have no safe wrapper here.
+#![allow(unsafe_code)] // OFD locks have no safe wrapper here.
 
 use std::fs::File;
 use std::io;
@@ -14,10 +14,10 @@ use rustix::fs::{FallocateFlags, OFlags};
 use telemetry::containment::contain;
 
 use super::device::{BlockConfig, ImageFormat};
+use super::direct::Direct;
 use super::error::BlockError;
 use super::mirror::Completeness;
 use super::qcow2;
-use super::request::SECTOR;
 
 /// What requests are served from.
 pub(super) enum Backend {
@@ -32,28 +32,25 @@ pub(super) enum Backend {
     Qcow2(Box<FormatAccess<imago::file::File>>),
 }
 
-/// The same image opened with `O_DIRECT`. Requests that don't keep its alignment go through the page cache.
-pub(super) struct Direct {
-    pub file: File,
-    /// Alignment of buffers in bytes.
-    pub memory: usize,
-    /// Alignment of offsets and lengths in bytes.
-    pub offset: u64,
-}
-
 /// An open image and what it can do.
 pub(super) struct Image {
     pub path: PathBuf,
     pub backend: Backend,
-    /// Bytes.
+    /// Bytes that the guest sees, whole blocks.
     pub size: u64,
+    /// Bytes that the image had as it was opened. What lies behind them reads as zeroes until the guest writes it.
+    pub content_bytes: u64,
+    /// Where the zeroes behind the content of a raw image come from; `None` where it ends with a whole block.
+    pub padding: Option<File>,
     pub read_only: bool,
     /// Smallest unit the guest should use, bytes.
     pub block_size: u32,
     /// Unit that is cheap to write, bytes.
     pub physical_block: u32,
-    /// Space can be given back.
+    /// Space can be given back so that it reads as zeroes (fallocate).
     pub can_punch: bool,
+    /// The device has a discard of its own (BLKDISCARD), in units of so many bytes.
+    pub device_discard: Option<u64>,
     /// It is a block device.
     pub device: bool,
     /// Whether a migration has left it half filled.
@@ -107,8 +104,19 @@ impl Image {
             _ => {}
         }
 
-        let device = kind.is_block_device();
-        let size = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0))
+        Self::raw(file, &metadata, config, completeness, locked)
+    }
+
+    fn raw(
+        file: File,
+        metadata: &std::fs::Metadata,
+        config: &BlockConfig,
+        completeness: Completeness,
+        locked: bool,
+    ) -> Result<Self, BlockError> {
+        let path = config.path.clone();
+        let device = metadata.file_type().is_block_device();
+        let content_bytes = rustix::fs::seek(&file, rustix::fs::SeekFrom::End(0))
             .map_err(|error| host(&path, "measured")(error.into()))?;
         let (logical, physical) = if device {
             let get = |result: Result<u32, rustix::io::Errno>| {
@@ -121,28 +129,34 @@ impl Image {
         } else {
             (512, u32::try_from(metadata.blksize()).unwrap_or(4096).clamp(512, 1 << 16))
         };
-        let direct = if config.direct { Some(open_direct(&file, &path, config.read_only)?) } else { None };
-        let block_size = match &direct {
-            Some(direct) => logical.max(u32::try_from(direct.offset).unwrap_or(4096)),
-            None => logical,
+        let direct = if config.direct { Some(Direct::open(&file, &path, config.read_only)?) } else { None };
+        // What the guest sees doesn't depend on how the host does its I/O.
+        let block_size = config.logical_block_size.unwrap_or(logical);
+        let size = disk_bytes(&path, content_bytes, block_size, device)?;
+        let padding = if size > content_bytes {
+            Some(File::open("/dev/zero").map_err(host(&path, "padded with zeroes from /dev/zero"))?)
+        } else {
+            None
         };
-        if size == 0 || !size.is_multiple_of(u64::from(block_size)) {
-            return Err(BlockError::Size { path, size, unit: block_size });
-        }
-        let can_punch = !config.read_only
-            && if device { device_can_zero(&metadata) } else { file_can_punch(&file, size) };
+        let writable = !config.read_only;
+        let operations = if device { DeviceOperations::of(metadata) } else { DeviceOperations::default() };
+        let can_punch =
+            writable && if device { operations.write_zeroes } else { file_can_punch(&file, size) };
         Ok(Self {
             path,
             backend: Backend::Raw { file, direct },
             size,
+            content_bytes,
+            padding,
             read_only: config.read_only,
             block_size,
             physical_block: physical.max(block_size),
             can_punch,
+            device_discard: (writable && operations.discard).then(|| u64::from(logical)),
             device,
             completeness,
             locked: locked.into(),
-            claimed: claimed.into(),
+            claimed: (config.claim || config.read_only).into(),
         })
     }
 
@@ -182,18 +196,20 @@ impl Image {
             });
         }
         let access = FormatAccess::new(qcow2);
-        let size = access.size();
-        if size == 0 || !size.is_multiple_of(SECTOR) {
-            return Err(BlockError::Size { path, size, unit: 512 });
-        }
+        let content_bytes = access.size();
+        let block_size = config.logical_block_size.unwrap_or(512);
+        let size = disk_bytes(&path, content_bytes, block_size, false)?;
         Ok(Self {
             path,
             backend: Backend::Qcow2(Box::new(access)),
             size,
+            content_bytes,
+            padding: None,
             read_only: true,
-            block_size: 512,
+            block_size,
             physical_block: 4096,
             can_punch: false,
+            device_discard: None,
             device: false,
             completeness: Completeness::default(),
             locked: locked.into(),
@@ -233,6 +249,41 @@ impl Image {
         })?;
         self.locked.store(locked, Ordering::Release);
         Ok(locked)
+    }
+
+    /// Reads bytes of the disk: zeroes where they lie behind the image's content.
+    pub(super) fn read(&self, offset: u64, into: &mut [u8]) -> io::Result<()> {
+        let content = usize::try_from(self.content_bytes.saturating_sub(offset)).unwrap_or(usize::MAX);
+        match &self.backend {
+            // Around the page cache as the guest does, where both fit: a copy shall not push out what the host has cached.
+            Backend::Raw { direct: Some(direct), .. } if direct.takes_buffer(into, offset) => {
+                self.read_padded(&direct.file, offset, into)
+            }
+            Backend::Raw { file, .. } => self.read_padded(file, offset, into),
+            Backend::Qcow2(image) => {
+                let (data, padding) = into.split_at_mut(content.min(into.len()));
+                padding.fill(0);
+                if data.is_empty() { Ok(()) } else { image.read(data, offset) }
+            }
+        }
+    }
+
+    fn read_padded(&self, file: &File, offset: u64, into: &mut [u8]) -> io::Result<()> {
+        let mut done = 0;
+        while done < into.len() {
+            let at = offset + done as u64;
+            match file.read_at(&mut into[done..], at) {
+                Ok(0) if at >= self.content_bytes => {
+                    into[done..].fill(0);
+                    return Ok(());
+                }
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(count) => done += count,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     /// Makes what was written durable.
@@ -285,50 +336,59 @@ fn open_file(path: &Path, read_only: bool) -> Result<File, BlockError> {
     })
 }
 
-/// Opens the same file once more, around the page cache.
-fn open_direct(file: &File, path: &Path, read_only: bool) -> Result<Direct, BlockError> {
-    let refuse = |reason| BlockError::Direct { path: path.to_owned(), reason };
-    // SAFETY: an all-zero statx is a valid value of that plain C struct.
-    let mut statx: libc::statx = unsafe { std::mem::zeroed() };
-    // SAFETY: the descriptor is open, the path is an empty C string, `statx` is valid for writes.
-    let result = unsafe {
-        libc::statx(file.as_raw_fd(), c"".as_ptr(), libc::AT_EMPTY_PATH, libc::STATX_DIOALIGN, &raw mut statx)
-    };
-    if result != 0 || statx.stx_mask & libc::STATX_DIOALIGN == 0 {
-        return Err(refuse("this kernel doesn't tell its alignment"));
-    }
-    if statx.stx_dio_offset_align == 0 {
-        return Err(refuse("the file system can't"));
-    }
-    let link = format!("/proc/self/fd/{}", file.as_raw_fd());
-    let direct = File::options()
-        .read(true)
-        .write(!read_only)
-        .custom_flags(libc::O_DIRECT | libc::O_CLOEXEC)
-        .open(link)
-        .map_err(host(path, "opened with O_DIRECT"))?;
-    Ok(Direct {
-        file: direct,
-        memory: usize::try_from(statx.stx_dio_mem_align).unwrap_or(4096).max(1),
-        offset: u64::from(statx.stx_dio_offset_align).max(SECTOR),
-    })
-}
-
 /// Whether the file system can punch holes: tried behind the end, where there is nothing to lose.
 fn file_can_punch(file: &File, size: u64) -> bool {
     let behind = size.next_multiple_of(4096);
     rustix::fs::fallocate(file, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, behind, 4096).is_ok()
 }
 
-/// Whether a block device has an operation that zeroes and gives back space.
-fn device_can_zero(metadata: &std::fs::Metadata) -> bool {
-    let device = metadata.rdev();
-    let base = format!("/sys/dev/block/{}:{}", libc::major(device), libc::minor(device));
-    // A partition has its queue one level up.
-    ["queue", "../queue"].iter().any(|queue| {
-        std::fs::read_to_string(format!("{base}/{queue}/write_zeroes_max_bytes"))
-            .is_ok_and(|text| text.trim().parse::<u64>().is_ok_and(|bytes| bytes > 0))
-    })
+/// Bytes of a disk over so many bytes of an image: whole blocks. As QEMU does, a file is padded; a device can't grow, so that a rest is left
+/// out.
+fn disk_bytes(path: &Path, content: u64, block: u32, device: bool) -> Result<u64, BlockError> {
+    let block = u64::from(block);
+    let size = match device {
+        true => content / block * block,
+        false => content.checked_next_multiple_of(block).unwrap_or(content / block * block),
+    };
+    if size == 0 {
+        return Err(BlockError::Empty { path: path.to_owned(), size: content, unit: block });
+    }
+    if size != content {
+        tracing::warn!(
+            "Disk image {} is {content} bytes long, which is no whole number of {block}-byte blocks; the guest sees {size} bytes{}",
+            path.display(),
+            if device { "" } else { ", and reads zeroes behind the image's end" }
+        );
+    }
+    Ok(size)
+}
+
+/// Operations of a block device beside reads and writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct DeviceOperations {
+    /// Gives back space, whatever it reads as afterwards.
+    discard: bool,
+    /// Zeroes, and gives back space where it can.
+    write_zeroes: bool,
+}
+
+impl DeviceOperations {
+    fn of(metadata: &std::fs::Metadata) -> Self {
+        let device = metadata.rdev();
+        let base = format!("/sys/dev/block/{}:{}", libc::major(device), libc::minor(device));
+        // A partition has its queue one level up.
+        let queues = ["queue", "../queue"].map(|queue| Path::new(&base).join(queue));
+        queues.iter().find(|queue| queue.exists()).map_or_else(Self::default, |queue| Self::of_queue(queue))
+    }
+
+    /// By the limits that the kernel shows in a folder; a limit of 0 means that there is no such operation.
+    fn of_queue(queue: &Path) -> Self {
+        let has = |limit: &str| {
+            std::fs::read_to_string(queue.join(limit))
+                .is_ok_and(|text| text.trim().parse::<u64>().is_ok_and(|bytes| bytes > 0))
+        };
+        Self { discard: has("discard_max_bytes"), write_zeroes: has("write_zeroes_max_bytes") }
+    }
 }
 
 /// Keeps other monitors out, by the byte-range protocol that QEMU follows as well: a shared lock on byte
@@ -402,5 +462,24 @@ impl Backend {
             Self::Raw { file, .. } => Some(file),
             Self::Qcow2(_) => None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::DeviceOperations;
+
+    /// A device may have a discard without zeroing, and the other way round.
+    #[test]
+    fn a_devices_operations_are_told_apart() {
+        let folder = tempfile::tempdir().unwrap();
+        for (discard, zero) in [("0", "0"), ("4294966784", "0"), ("0", "1048576"), ("512", "512")] {
+            std::fs::write(folder.path().join("discard_max_bytes"), format!("{discard}\n")).unwrap();
+            std::fs::write(folder.path().join("write_zeroes_max_bytes"), format!("{zero}\n")).unwrap();
+            let expected = DeviceOperations { discard: discard != "0", write_zeroes: zero != "0" };
+            assert_eq!(DeviceOperations::of_queue(folder.path()), expected);
+        }
+        let nothing = tempfile::tempdir().unwrap();
+        assert_eq!(DeviceOperations::of_queue(nothing.path()), DeviceOperations::default());
     }
 }

@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use super::chunks::{CHUNK, Chunks};
 use super::disk::Disk;
 use super::error::BlockError;
-use super::image::{Backend, Image, host};
+use super::image::{Image, host};
 
 /// The mark of an image that isn't whole.
 const MARK: &std::ffi::CStr = c"user.causeway.incomplete";
@@ -163,19 +163,7 @@ impl DiskContent {
     /// # Errors
     /// When the host can't read them.
     pub fn read(&self, offset: u64, into: &mut [u8]) -> Result<(), BlockError> {
-        let failed = host(self.path(), "read");
-        match &self.image().backend {
-            // Around the page cache as the guest does, where both fit: a copy shall not push out what the host has cached.
-            Backend::Raw { direct: Some(direct), .. }
-                if into.as_ptr().addr().is_multiple_of(direct.memory)
-                    && offset.is_multiple_of(direct.offset)
-                    && (into.len() as u64).is_multiple_of(direct.offset) =>
-            {
-                direct.file.read_exact_at(into, offset).map_err(failed)
-            }
-            Backend::Raw { file, .. } => file.read_exact_at(into, offset).map_err(failed),
-            Backend::Qcow2(image) => image.read(into, offset).map_err(failed),
-        }
+        self.image().read(offset, into).map_err(host(self.path(), "read"))
     }
 
     // Before a guest comes to it.

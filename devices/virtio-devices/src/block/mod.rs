@@ -8,8 +8,10 @@
 mod chunks;
 mod counters;
 mod device;
+mod direct;
 mod disk;
 mod error;
+mod gate;
 mod image;
 mod mirror;
 mod qcow2;

@@ -5,33 +5,45 @@
 use machine::memory::GuestMemory;
 use telemetry::guest_warn;
 
+use super::direct::{AlignedBuffer, BUFFER_BYTES, Direct, Piece};
 use super::disk::Disk;
 use super::image::Backend;
 use super::request::Status;
-use super::task::{Op, Task};
+use super::task::{Op, Task, Transfer};
 use crate::queue;
 
 /// Bytes that are copied at once from a qcow2 image.
 const BOUNCE: usize = 256 << 10;
 
-/// State of the engine: a buffer for images that can't read into guest memory.
+/// `_IO(0x12, 119)` of linux/fs.h.
+const BLKDISCARD: libc::Ioctl = 0x1277;
+
+/// State of the engine: buffers for what can't be moved between image and guest memory as it is.
 #[derive(Default)]
 pub(super) struct Synchronous {
+    /// For images that aren't raw.
     bounce: Vec<u8>,
+    /// For requests around the page cache that aren't aligned.
+    aligned: Option<AlignedBuffer>,
 }
 
 impl Synchronous {
     /// Serves a request to its end.
     pub(super) fn run(&mut self, task: &mut Task, memory: &GuestMemory, disk: &Disk) -> Status {
         loop {
-            let result = match (task.op(disk), disk.backend()) {
-                (Some(op), _) => perform(op),
-                (None, Backend::Qcow2(image)) => match task.pending_read() {
-                    Some((offset, left)) => self.read_qcow2(task, image, offset, left, memory, disk),
-                    // Read-only: no other step exists.
-                    None => Err(libc::EIO),
+            let result = match (task.transfer(), disk.backend()) {
+                (Some(transfer), Backend::Raw { file, direct: Some(direct) }) => {
+                    self.transfer(task, transfer, (direct, file), memory, disk)
+                }
+                _ => match (task.op(disk), disk.backend()) {
+                    (Some(op), _) => perform(op),
+                    (None, Backend::Qcow2(_)) => match task.pending_read() {
+                        Some((offset, left)) => self.read_qcow2(task, offset, left, memory, disk),
+                        // Read-only: no other step exists.
+                        None => Err(libc::EIO),
+                    },
+                    (None, Backend::Raw { .. }) => Ok(0),
                 },
-                (None, Backend::Raw { .. }) => Ok(0),
             };
             if let Some(status) = task.advance(disk, result) {
                 return status;
@@ -42,7 +54,6 @@ impl Synchronous {
     fn read_qcow2(
         &mut self,
         task: &Task,
-        image: &imago::FormatAccess<imago::file::File>,
         offset: u64,
         left: u64,
         memory: &GuestMemory,
@@ -51,7 +62,7 @@ impl Synchronous {
         self.bounce.resize(BOUNCE, 0);
         let len = usize::try_from(left).unwrap_or(usize::MAX).min(BOUNCE);
         let buffer = &mut self.bounce[..len];
-        image.read(&mut *buffer, offset).map_err(|error| {
+        disk.image.read(offset, buffer).map_err(|error| {
             guest_warn!(disk.log, "Disk {}: reading {len} bytes at {offset}: {error}", disk.name);
             error
                 .raw_os_error()
@@ -63,10 +74,37 @@ impl Synchronous {
             .map_err(|_| libc::EFAULT)?;
         Ok(len)
     }
+
+    /// Moves the next part of a request by way of the aligned buffer.
+    fn transfer(
+        &mut self,
+        task: &Task,
+        transfer: Transfer,
+        (direct, file): (&Direct, &std::fs::File),
+        memory: &GuestMemory,
+        disk: &Disk,
+    ) -> Result<usize, i32> {
+        let alignment = direct.memory_alignment;
+        let buffer = self.aligned.get_or_insert_with(|| AlignedBuffer::new(BUFFER_BYTES, alignment)).bytes();
+        let piece = Piece::new(direct, transfer.offset, transfer.len);
+        // What was checked as RAM when the chain was popped can only have gone by a change of the memory map.
+        let gone = |_| std::io::Error::from_raw_os_error(libc::EFAULT);
+        let moved = match transfer.write {
+            None => piece.read(direct, buffer).and_then(|bytes| {
+                queue::write(memory, task.incoming(), transfer.done, bytes).map_err(gone)?;
+                Ok(bytes.len())
+            }),
+            Some(durable) => piece.write(direct, file, durable, buffer, |bytes| {
+                queue::read(memory, task.outgoing(), transfer.done, bytes).map_err(gone)
+            }),
+        };
+        disk.counters.bounced.increment();
+        moved.map_err(|error| error.raw_os_error().unwrap_or(libc::EIO))
+    }
 }
 
 /// Makes one system call.
-fn perform(op: Op) -> Result<usize, i32> {
+pub(super) fn perform(op: Op) -> Result<usize, i32> {
     let off = |offset: u64| i64::try_from(offset).map_err(|_| libc::EFBIG);
     let count = |count: u32| i32::try_from(count).map_err(|_| libc::EINVAL);
     let result = match op {
@@ -91,6 +129,11 @@ fn perform(op: Op) -> Result<usize, i32> {
         Op::Fallocate { fd, mode, offset, len } => {
             // SAFETY: `fd` is open; no memory is passed.
             unsafe { libc::fallocate(fd, mode, off(offset)?, off(len)?) as isize }
+        }
+        Op::Discard { fd, offset, len } => {
+            let range = [offset, len];
+            // SAFETY: `fd` is open; the request reads two 64-bit numbers, which live until the return.
+            unsafe { libc::ioctl(fd, BLKDISCARD, range.as_ptr()) as isize }
         }
     };
     usize::try_from(result).map_err(|_| std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO))

@@ -13,10 +13,13 @@ use machine::memory::{GuestAddress, GuestMemory};
 use telemetry::guest_warn;
 
 use super::disk::Disk;
-use super::image::{Backend, Direct};
+use super::gate::{Claim, Ticket};
+use super::image::Backend;
 use super::request::{ID_BYTES, Operation, Range, Request, Status};
 use crate::queue::{self, GuestIoVecs, RingError, Segment, mark_written, total_len};
 
+/// Bytes of a page of the page cache.
+const PAGE_BYTES: u64 = 4096;
 /// Most entries the kernel takes in one vectored request (`UIO_MAXIOV`).
 const MAX_VECS: usize = 1024;
 /// What is written where a file system can't zero a range.
@@ -55,6 +58,25 @@ pub(super) enum Op {
         offset: u64,
         len: u64,
     },
+    /// BLKDISCARD of a block device. io_uring has none on older kernels.
+    Discard {
+        fd: RawFd,
+        offset: u64,
+        len: u64,
+    },
+}
+
+/// What is left of a request that needs a bounce buffer.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Transfer {
+    /// First byte of the disk.
+    pub offset: u64,
+    /// Bytes.
+    pub len: u64,
+    /// Where that is among the guest's buffers, in bytes.
+    pub done: u64,
+    /// `None`: a read. A write is durable before it completes, or not.
+    pub write: Option<bool>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -62,11 +84,19 @@ enum Step {
     Read {
         offset: u64,
     },
+    /// Read zeroes behind the image's content.
+    Pad {
+        offset: u64,
+    },
     Write {
         offset: u64,
         durable: bool,
     },
     Sync,
+    /// Give space back by the device's own discard; may fail silently.
+    Discard {
+        range: Range,
+    },
     /// Give space back; may fail silently unless `zeroing`.
     Punch {
         range: Range,
@@ -99,8 +129,16 @@ pub(super) struct Task {
     kind: Kind,
     /// First byte of the disk and bytes, for the log.
     place: (u64, u64),
+    /// Bytes from the first to the last byte that the request is about: begin and end.
+    hull: (u64, u64),
     /// Guest buffers that are written.
     incoming: Vec<Segment>,
+    /// Guest buffers that a write with a bounce buffer comes from.
+    outgoing: Vec<Segment>,
+    /// Goes around the page cache and isn't aligned for that.
+    bounced: bool,
+    /// Keeps read-modify-writes of the same blocks away, or others from one.
+    ticket: Option<Ticket>,
     /// Guest memory of a read or write that is still to be moved.
     vecs: Option<GuestIoVecs>,
     /// Remaining steps, the next one last.
@@ -130,7 +168,11 @@ impl Task {
             status: request.status,
             kind: Kind::Other,
             place: (0, 0),
+            hull: (0, 0),
             incoming: Vec::new(),
+            outgoing: Vec::new(),
+            bounced: false,
+            ticket: None,
             vecs: None,
             steps: Vec::new(),
             retries: 0,
@@ -143,7 +185,7 @@ impl Task {
                 task.place = (offset, total_len(&data));
                 if task.place.1 > 0 {
                     if matches!(disk.backend(), Backend::Raw { .. }) {
-                        task.vecs = Some(GuestIoVecs::new(memory, &data)?);
+                        task.set_vecs(GuestIoVecs::new(memory, &data)?, disk);
                     }
                     task.steps.push(Step::Read { offset });
                 }
@@ -153,9 +195,10 @@ impl Task {
                 task.kind = Kind::Write;
                 task.place = (offset, total_len(&data));
                 if task.place.1 > 0 {
-                    task.vecs = Some(GuestIoVecs::new(memory, &data)?);
+                    task.set_vecs(GuestIoVecs::new(memory, &data)?, disk);
                     task.steps.push(Step::Write { offset, durable: disk.write_through() });
                 }
+                task.outgoing = data;
             }
             Operation::Flush => {
                 task.kind = Kind::Flush;
@@ -166,11 +209,18 @@ impl Task {
             }
             Operation::Discard(ranges) => {
                 task.kind = Kind::Discard;
-                task.set_ranges(ranges, disk, |range| Step::Punch { range, zeroing: false });
+                let ranges = match disk.image.device_discard {
+                    Some(unit) => whole_units(ranges, unit),
+                    None => ranges,
+                };
+                task.set_ranges(ranges, disk, |range| match disk.image.device_discard {
+                    Some(_) => Step::Discard { range },
+                    None => Step::Punch { range, zeroing: false },
+                });
             }
             Operation::WriteZeroes(ranges) => {
                 task.kind = Kind::WriteZeroes;
-                let punch = disk.limits.discard;
+                let punch = disk.image.can_punch;
                 let write = disk.zeroes_by_writing();
                 task.set_ranges(ranges, disk, |range| match range.unmap && punch {
                     true => Step::Punch { range, zeroing: true },
@@ -195,15 +245,62 @@ impl Task {
         if task.steps.is_empty() { done(task, Status::Ok) } else { Ok(Start::Running(task)) }
     }
 
+    fn set_vecs(&mut self, vecs: GuestIoVecs, disk: &Disk) {
+        let (offset, len) = self.place;
+        self.hull = (offset, offset + len);
+        self.bounced = disk.direct().is_some_and(|direct| !direct.takes(vecs.as_slice(), offset));
+        self.vecs = Some(vecs);
+    }
+
     fn set_ranges(&mut self, ranges: Vec<Range>, disk: &Disk, step: impl Fn(Range) -> Step) {
         self.place = (
             ranges.first().map_or(0, |range| range.start),
             ranges.iter().map(|range| range.len).fold(0, u64::saturating_add),
         );
-        if disk.write_through() && !ranges.is_empty() {
+        let ends = ranges.iter().map(|range| range.start + range.len);
+        self.hull = (ranges.iter().map(|range| range.start).min().unwrap_or(0), ends.max().unwrap_or(0));
+        // Zeroes are written through the page cache; no page of them may be written back later over what goes around it.
+        let cached = self.kind == Kind::WriteZeroes && disk.direct().is_some() && disk.zeroes_by_writing();
+        if (disk.write_through() || cached) && !ranges.is_empty() {
             self.steps.push(Step::Sync);
         }
         self.steps.extend(ranges.into_iter().rev().map(step));
+    }
+
+    /// What the request needs for itself in [`Disk::gate`] while it is served, where the disk goes around the page cache.
+    pub(super) fn claim(&self, disk: &Disk) -> Option<Claim> {
+        let direct = disk.direct()?;
+        let exclusive = match self.kind {
+            Kind::Write => self.bounced,
+            Kind::Discard => false,
+            Kind::WriteZeroes => disk.zeroes_by_writing(),
+            Kind::Read | Kind::Flush | Kind::Other => return None,
+        };
+        let (begin, end) = direct.blocks(self.hull.0, self.hull.1 - self.hull.0);
+        // What goes through the page cache touches whole pages.
+        let page = if exclusive { PAGE_BYTES } else { 1 };
+        Some(Claim { begin: begin / page * page, end: end.next_multiple_of(page), exclusive })
+    }
+
+    /// Takes what [`Task::claim`] asked for, until the request is at its end.
+    pub(super) fn hold(&mut self, ticket: Ticket) {
+        self.ticket = Some(ticket);
+    }
+
+    /// Whether the request needs a bounce buffer.
+    pub(super) fn is_bounced(&self) -> bool {
+        self.bounced
+    }
+
+    /// The next part of a request that needs a bounce buffer; `None` for others, and for steps that need none.
+    pub(super) fn transfer(&self) -> Option<Transfer> {
+        let (offset, write) = match *self.steps.last()? {
+            Step::Read { offset } => (offset, None),
+            Step::Write { offset, durable } => (offset, Some(durable)),
+            _ => return None,
+        };
+        let done = offset - self.place.0;
+        self.bounced.then_some(Transfer { offset, len: self.place.1 - done, done, write })
     }
 
     /// The next system call on a raw image; `None` when the image isn't one.
@@ -214,7 +311,8 @@ impl Task {
             let vecs = self.vecs.as_ref().map_or(&[][..], GuestIoVecs::as_slice);
             let vecs = &vecs[..vecs.len().min(MAX_VECS)];
             let fd = match direct {
-                Some(direct) if aligned(vecs, offset, direct) => direct.file.as_raw_fd(),
+                // What is left after a short read or write may not be aligned any more.
+                Some(direct) if direct.takes(vecs, offset) => direct.file.as_raw_fd(),
                 _ => fd,
             };
             (fd, vecs.as_ptr(), u32::try_from(vecs.len()).unwrap_or(0))
@@ -230,7 +328,12 @@ impl Task {
                 let (fd, vecs, count) = vectored(offset);
                 Op::Writev { fd, vecs, count, offset, durable }
             }
+            Step::Pad { .. } => {
+                let (_, vecs, count) = vectored(0);
+                Op::Readv { fd: disk.image.padding.as_ref()?.as_raw_fd(), vecs, count, offset: 0 }
+            }
             Step::Sync => Op::DataSync { fd },
+            Step::Discard { range } => Op::Discard { fd, offset: range.start, len: range.len },
             Step::Punch { range, .. } => {
                 Op::Fallocate { fd, mode: punch, offset: range.start, len: range.len }
             }
@@ -252,6 +355,11 @@ impl Task {
         &self.incoming
     }
 
+    /// Where the data of a write is.
+    pub(super) fn outgoing(&self) -> &[Segment] {
+        &self.outgoing
+    }
+
     /// First byte of the disk that the request is about.
     pub(super) fn first_byte(&self) -> u64 {
         self.place.0
@@ -259,14 +367,25 @@ impl Task {
 
     /// Takes the result of the last [`Task::op`]: bytes or zero, or an errno. `None`: there is more to do.
     pub(super) fn advance(&mut self, disk: &Disk, result: Result<usize, i32>) -> Option<Status> {
+        let status = self.after(disk, result);
+        if status.is_some() {
+            self.ticket = None;
+        }
+        status
+    }
+
+    fn after(&mut self, disk: &Disk, result: Result<usize, i32>) -> Option<Status> {
         let Some(step) = self.steps.last().copied() else { return Some(Status::Ok) };
         // Also what failed may have changed a part.
         match step {
             Step::Write { offset, .. } => disk.written.note(offset, self.place.0 + self.place.1 - offset),
-            Step::Punch { range, .. } | Step::Zero { range } | Step::Overwrite { range, .. } => {
+            Step::Punch { range, .. }
+            | Step::Discard { range }
+            | Step::Zero { range }
+            | Step::Overwrite { range, .. } => {
                 disk.written.note(range.start, range.len);
             }
-            Step::Read { .. } | Step::Sync => {}
+            Step::Read { .. } | Step::Pad { .. } | Step::Sync => {}
         }
         let moved = match result {
             Ok(moved) => moved,
@@ -274,17 +393,26 @@ impl Task {
                 self.retries += 1;
                 return None;
             }
-            Err(libc::EOPNOTSUPP) if matches!(step, Step::Punch { .. } | Step::Zero { .. }) => {
-                return self.without_fallocate(disk, step);
+            // EINVAL: not at this place, as of a device with a unit of its own.
+            Err(errno @ (libc::EOPNOTSUPP | libc::EINVAL))
+                if matches!(step, Step::Punch { .. } | Step::Zero { .. } | Step::Discard { .. }) =>
+            {
+                return self.without_fallocate(disk, step, errno);
             }
             Err(errno) => return Some(self.failed(disk, errno)),
         };
         self.retries = 0;
         match step {
-            Step::Read { offset } | Step::Write { offset, .. } => {
+            Step::Read { offset } | Step::Pad { offset } | Step::Write { offset, .. } => {
                 let end = self.place.0 + self.place.1;
                 let moved = u64::try_from(moved).unwrap_or(u64::MAX).min(end - offset);
                 if moved == 0 {
+                    if matches!(step, Step::Read { .. })
+                        && disk.image.padding.is_some()
+                        && offset >= disk.image.content_bytes
+                    {
+                        return self.replace(Step::Pad { offset });
+                    }
                     // The image became shorter behind our back.
                     return Some(self.failed(disk, libc::EIO));
                 }
@@ -295,6 +423,7 @@ impl Task {
                     let offset = offset + moved;
                     let rest = match step {
                         Step::Write { durable, .. } => Step::Write { offset, durable },
+                        Step::Pad { .. } => Step::Pad { offset },
                         _ => Step::Read { offset },
                     };
                     return self.replace(rest);
@@ -309,7 +438,7 @@ impl Task {
                     return self.replace(Step::Overwrite { range, done });
                 }
             }
-            Step::Sync | Step::Punch { .. } | Step::Zero { .. } => {}
+            Step::Sync | Step::Punch { .. } | Step::Discard { .. } | Step::Zero { .. } => {}
         }
         self.next()
     }
@@ -325,11 +454,13 @@ impl Task {
         self.steps.is_empty().then_some(Status::Ok)
     }
 
-    fn without_fallocate(&mut self, disk: &Disk, step: Step) -> Option<Status> {
+    fn without_fallocate(&mut self, disk: &Disk, step: Step, errno: i32) -> Option<Status> {
         match step {
             Step::Punch { range, zeroing: true } => self.replace(Step::Zero { range }),
             Step::Zero { range } => {
-                disk.zero_by_writing();
+                if errno == libc::EOPNOTSUPP {
+                    disk.zero_by_writing();
+                }
                 self.replace(Step::Overwrite { range, done: 0 })
             }
             // A discard is a hint.
@@ -388,10 +519,12 @@ fn overwrite(fd: RawFd, range: Range, done: u64) -> Op {
     Op::WriteStatic { fd, data: &ZEROES[..left.min(ZEROES.len())], offset: range.start + done }
 }
 
-fn aligned(vecs: &[libc::iovec], offset: u64, direct: &Direct) -> bool {
-    let unit = usize::try_from(direct.offset).unwrap_or(usize::MAX);
-    offset.is_multiple_of(direct.offset)
-        && vecs
-            .iter()
-            .all(|vec| vec.iov_base.addr().is_multiple_of(direct.memory) && vec.iov_len.is_multiple_of(unit))
+/// The whole units in each range; a device refuses a discard of others.
+fn whole_units(ranges: Vec<Range>, unit: u64) -> Vec<Range> {
+    let whole = |range: Range| {
+        let start = range.start.next_multiple_of(unit);
+        let end = (range.start + range.len) / unit * unit;
+        (start < end).then(|| Range { start, len: end - start, ..range })
+    };
+    ranges.into_iter().filter_map(whole).collect()
 }

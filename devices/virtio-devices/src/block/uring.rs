@@ -9,6 +9,7 @@ use io_uring::{IoUring, Probe, opcode, squeue, types};
 
 use super::disk::Disk;
 use super::request::Status;
+use super::sync;
 use super::task::{Op, Task};
 
 /// Kernel threads that may serve one ring where the file system can't do I/O asynchronously.
@@ -69,7 +70,13 @@ impl Uring {
     }
 
     /// Queues the next system call of a task; [`Uring::flush`] hands it to the kernel.
-    pub(super) fn start(&mut self, task: Box<Task>, disk: &Disk) -> io::Result<()> {
+    /// A task that was at its end without one goes to `done`.
+    pub(super) fn start(
+        &mut self,
+        task: Box<Task>,
+        disk: &Disk,
+        done: &mut Vec<(Box<Task>, Status)>,
+    ) -> io::Result<()> {
         let slot = match self.free.pop() {
             Some(slot) => slot,
             None => {
@@ -77,10 +84,31 @@ impl Uring {
                 self.tasks.len() - 1
             }
         };
+        self.go_on(task, slot, disk, done)
+    }
+
+    /// Queues the next call of a task that has `slot`. Calls that io_uring doesn't have are made here.
+    fn go_on(
+        &mut self,
+        mut task: Box<Task>,
+        slot: usize,
+        disk: &Disk,
+        done: &mut Vec<(Box<Task>, Status)>,
+    ) -> io::Result<()> {
+        while let Some(op @ Op::Discard { .. }) = task.op(disk) {
+            if let Some(status) = task.advance(disk, sync::perform(op)) {
+                self.free.push(slot);
+                done.push((task, status));
+                return Ok(());
+            }
+        }
         let pushed = self.push(&task, slot, disk);
         match pushed {
             Ok(()) => self.tasks[slot] = Some(task),
-            Err(_) => self.free.push(slot),
+            Err(_) => {
+                self.free.push(slot);
+                done.push((task, Status::IoError));
+            }
         }
         pushed
     }
@@ -143,13 +171,8 @@ impl Uring {
         }
         let mut outcome = Ok(());
         for (slot, task) in again {
-            match self.push(&task, slot, disk) {
-                Ok(()) => self.tasks[slot] = Some(task),
-                Err(error) => {
-                    self.free.push(slot);
-                    outcome = Err(error);
-                    done.push((task, Status::IoError));
-                }
+            if let Err(error) = self.go_on(task, slot, disk, done) {
+                outcome = Err(error);
             }
         }
         outcome
@@ -195,5 +218,7 @@ fn entry(op: Op) -> squeue::Entry {
         Op::Fallocate { fd, mode, offset, len } => {
             opcode::Fallocate::new(types::Fd(fd), len).offset(offset).mode(mode).build()
         }
+        // Made by `Uring::go_on`.
+        Op::Discard { .. } => opcode::Nop::new().build(),
     }
 }

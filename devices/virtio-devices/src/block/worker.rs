@@ -26,12 +26,15 @@ pub const SYSCALLS: &[i64] = &[
     libc::SYS_io_uring_enter,
     libc::SYS_io_uring_setup,
     libc::SYS_io_uring_register,
-    // sync.rs
+    // sync.rs; block devices are discarded by ioctl.
     libc::SYS_preadv2,
     libc::SYS_pwritev2,
     libc::SYS_pwrite64,
     libc::SYS_fdatasync,
     libc::SYS_fallocate,
+    libc::SYS_ioctl,
+    // direct.rs: how long the file is.
+    libc::SYS_fstat,
     // The qcow2 library.
     libc::SYS_preadv,
     libc::SYS_pread64,
@@ -53,6 +56,8 @@ pub(super) enum Engine {
 pub struct BlockQueue {
     // Dropped first: it waits for the kernel, which uses the disk's files.
     pub(super) engine: Engine,
+    /// For requests that need a bounce buffer, whatever the engine.
+    bouncing: Synchronous,
     ring: Ring,
     disk: Arc<Disk>,
     space: GuestMemorySpace,
@@ -61,7 +66,7 @@ pub struct BlockQueue {
 
 impl BlockQueue {
     pub(super) fn new(ring: Ring, disk: Arc<Disk>, space: GuestMemorySpace, engine: Engine) -> Self {
-        Self { engine, ring, disk, space, done: Vec::new() }
+        Self { engine, bouncing: Synchronous::default(), ring, disk, space, done: Vec::new() }
     }
 
     /// Takes the queue apart. Requests that the kernel still works on are waited for; after an error they
@@ -107,13 +112,7 @@ impl BlockQueue {
                 let request = Request::parse(&chain, &memory, &self.disk.limits).map_err(text)?;
                 match Task::start(request, &memory, &self.disk).map_err(text)? {
                     Start::Done(task, status) => self.done.push((task, status)),
-                    Start::Running(mut task) => match &mut self.engine {
-                        Engine::Uring(uring) => uring.start(task, &self.disk).map_err(text)?,
-                        Engine::Synchronous(engine) => {
-                            let status = engine.run(&mut task, &memory, &self.disk);
-                            self.done.push((task, status));
-                        }
-                    },
+                    Start::Running(task) => self.start(task, &memory, interrupt)?,
                 }
             }
             progress |= self.collect(&memory, interrupt)?;
@@ -121,6 +120,36 @@ impl BlockQueue {
                 return Ok(());
             }
         }
+    }
+
+    /// Begins to serve a request, once nothing that goes around the page cache is in its way.
+    fn start(
+        &mut self,
+        mut task: Box<Task>,
+        memory: &Arc<GuestMemory>,
+        interrupt: &dyn VirtioInterrupt,
+    ) -> Result<(), String> {
+        if let Some(claim) = task.claim(&self.disk) {
+            let ticket = match self.disk.gate.try_enter(claim) {
+                Some(ticket) => ticket,
+                None => {
+                    // Another queue may wait for what this one has in flight.
+                    self.finish(interrupt)?;
+                    self.disk.gate.enter(claim)
+                }
+            };
+            task.hold(ticket);
+        }
+        let synchronous = match &mut self.engine {
+            Engine::Uring(uring) if !task.is_bounced() => {
+                return uring.start(task, &self.disk, &mut self.done).map_err(text);
+            }
+            Engine::Uring(_) => &mut self.bouncing,
+            Engine::Synchronous(engine) => engine,
+        };
+        let status = synchronous.run(&mut task, memory, &self.disk);
+        self.done.push((task, status));
+        Ok(())
     }
 
     /// Waits for what is in flight and answers it; takes nothing new.
@@ -178,12 +207,25 @@ fn text(error: impl std::fmt::Display) -> String {
     error.to_string()
 }
 
+/// A queue whose thread ends, for whatever reason, with nothing in flight: other queues may wait for that.
+struct Settling<'a>(&'a mut BlockQueue);
+
+impl Drop for Settling<'_> {
+    fn drop(&mut self) {
+        let memory = self.0.space.memory().into_inner();
+        // A failure is told when the queue is taken apart.
+        let _ = self.0.drain(&memory);
+    }
+}
+
 /// The thread: serves the queue until it is stopped.
 pub(super) fn run(
     queue: &mut BlockQueue,
     interrupt: &dyn VirtioInterrupt,
     poller: &Poller,
 ) -> Result<(), String> {
+    let settling = Settling(queue);
+    let queue = &mut *settling.0;
     poller.add(queue.ring.kick(), KICK, Interest::READ).map_err(text)?;
     if let Engine::Uring(uring) = &queue.engine {
         poller.add(uring.fd(), RING, Interest::READ).map_err(text)?;

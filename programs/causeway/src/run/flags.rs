@@ -54,7 +54,8 @@ pub fn cpus(text: &str) -> Result<written::Cpus, String> {
 
 /// `--disk root.raw,readonly,serial=S`.
 pub fn disk(text: &str) -> Result<written::Disk, String> {
-    const KNOWN: &[&str] = &["path", "readonly", "serial", "queues", "direct", "format"];
+    const KNOWN: &[&str] =
+        &["path", "readonly", "serial", "queues", "direct", "logical_block_size", "format"];
     let mut options = Options::parse(text)?;
     let path = match options.first(KNOWN) {
         Some(path) => path,
@@ -78,6 +79,7 @@ pub fn disk(text: &str) -> Result<written::Disk, String> {
         serial: options.value("serial")?.map(str::to_owned),
         queues: options.parsed("queues")?,
         direct: options.switch("direct")?,
+        logical_block_size: options.parsed("logical_block_size")?,
         format,
     };
     options.finish(KNOWN)?;
@@ -251,6 +253,7 @@ mod tests {
             (root.path.to_str(), root.readonly, root.serial.as_deref()),
             (Some("root.raw"), true, Some("S"))
         );
+        assert_eq!(disk("a,logical_block_size=4096").unwrap().logical_block_size, Some(4096));
         assert_eq!(disk("path=a=b,queues=4").unwrap().path.to_str(), Some("a=b"));
         assert_eq!(disk("readonly,path=x").unwrap().path.to_str(), Some("x"));
         let tap = net("tap:tap0,mac=02:00:00:00:00:01,queues=2,mtu=9000").unwrap();

@@ -30,8 +30,7 @@ fn what_is_no_disk_is_refused_with_a_sentence() {
     assert!(matches!(open("missing"), BlockError::Missing { .. }));
     assert!(matches!(open("."), BlockError::WrongKind { kind: "directory", .. }));
     assert!(matches!(open("pipe"), BlockError::WrongKind { kind: "pipe or socket", .. }));
-    assert!(matches!(open("odd"), BlockError::Size { size: 1000, unit: 512, .. }));
-    assert!(matches!(open("empty"), BlockError::Size { size: 0, .. }));
+    assert!(matches!(open("empty"), BlockError::Empty { size: 0, unit: 512, .. }));
     assert!(matches!(open("odd/below"), BlockError::Host { .. }));
     let mut config = BlockConfig::new("disk0", "/dev/null");
     config.read_only = true;
@@ -50,6 +49,10 @@ fn wishes_that_cannot_be_are_refused() {
     };
     assert!(matches!(refused(config(|c| c.queues = 0)), BlockError::Queues { .. }));
     assert!(matches!(refused(config(|c| c.queues = 65)), BlockError::Queues { .. }));
+    assert!(matches!(
+        refused(config(|c| c.logical_block_size = Some(1024))),
+        BlockError::BlockSize { bytes: 1024, .. }
+    ));
     for serial in ["", "123456789012345678901", "tab\t", "ünï"] {
         let mut config = config(|_| {});
         config.serial = Some(serial.to_owned());
@@ -318,6 +321,53 @@ fn damaged_qcow2_images_are_survived() {
     }
 }
 
+/// An image whose last block is cut is padded with zeroes, as QEMU does it; the guest can write there.
+#[test]
+fn an_image_that_ends_in_a_block_is_padded() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.raw");
+    for (block_size, capacity) in [(512u32, 3u64), (4096, 8)] {
+        std::fs::write(&path, [7; 1200]).unwrap();
+        let open = |read_only| {
+            let mut config = BlockConfig::new("disk0", &path);
+            config.read_only = read_only;
+            config.logical_block_size = Some(block_size);
+            Block::open(config).unwrap()
+        };
+        let bytes = capacity as usize * 512;
+        let mut expected = vec![7; 1200];
+        expected.resize(bytes, 0);
+        let block = open(true);
+        assert_eq!(block.inspect()["bytes"], capacity * 512);
+        assert_eq!(Bench::new(&block).read(0, bytes), (OK, expected.clone()));
+        assert_eq!(Bench::new(&block).read(2, 512), (OK, expected[1024..1536].to_vec()));
+        let mut copy = vec![1; bytes];
+        block.content().read(0, &mut copy).unwrap();
+        assert_eq!(copy, expected);
+        drop(block);
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), 1200, "opening changes nothing");
+
+        let block = open(false);
+        let mut bench = Bench::new(&block);
+        assert_eq!(bench.write(2, &[9; 512]), OK);
+        expected[1024..1536].fill(9);
+        assert_eq!(bench.read(0, bytes), (OK, expected));
+    }
+}
+
+/// The same with qcow2, whose header may hold any size.
+#[test]
+fn a_qcow2_image_that_ends_in_a_block_is_padded() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.qcow2");
+    qcow2(&path, MIB + 700, &[], false);
+    let mut config = BlockConfig::new("disk0", &path);
+    config.read_only = true;
+    let block = Block::open(config).unwrap();
+    assert_eq!(block.inspect()["bytes"], MIB + 1024);
+    assert_eq!(Bench::new(&block).read(MIB / 512, 1024), (OK, vec![0; 1024]));
+}
+
 #[test]
 fn a_saved_disk_is_restored_over_the_same_image_only() {
     let directory = tempfile::tempdir().unwrap();
@@ -331,6 +381,10 @@ fn a_saved_disk_is_restored_over_the_same_image_only() {
     let mut more = config.clone();
     more.queues = 2;
     assert!(matches!(Block::restore(more, &saved), Err(BlockError::Restore { .. })));
+    let mut larger_blocks = config.clone();
+    larger_blocks.logical_block_size = Some(4096);
+    let error = Block::restore(larger_blocks, &saved).err().unwrap().to_string();
+    assert!(error.contains("logical blocks of 512 bytes, now it has 4096"), "{error}");
     file(&path, 2 * MIB);
     let error = Block::restore(config, &saved).err().unwrap().to_string();
     assert!(error.contains("2048 sectors"), "{error}");

@@ -2,6 +2,7 @@
 //! of images.
 #![allow(clippy::cast_possible_truncation)] // Small numbers of the tests' own.
 
+mod direct;
 mod images;
 mod mirror;
 mod model;

@@ -147,6 +147,24 @@ proptest! {
         run(&steps, with_engine(EngineChoice::Synchronous).unwrap());
     }
 
+    /// Around the page cache of storage with large blocks: requests of sectors, and of unaligned buffers, go by way of a bounce buffer.
+    #[test]
+    fn a_disk_is_a_vector_of_bytes_around_the_page_cache(
+        steps in prop::collection::vec(step(), 1..40), uring in any::<bool>(), alignment in prop_oneof![Just(512), Just(4096), Just(65_536)], odd in 0..3u64,
+    ) {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk.raw");
+        std::fs::File::create(&path).unwrap().set_len(SECTORS * 512 - odd * 100).unwrap();
+        let mut config = BlockConfig::new("disk0", &path);
+        config.direct = true;
+        config.engine = if uring { EngineChoice::Auto } else { EngineChoice::Synchronous };
+        match Block::open_with_alignment(config, alignment) {
+            Ok(block) => run(&steps, block),
+            Err(error @ crate::block::BlockError::Direct { .. }) => facilities::missing(facilities::Facility::DirectIo, error),
+            Err(error) => panic!("{error}"),
+        }
+    }
+
     /// A file on disk: zero ranges by the file system, and `O_DIRECT` where it has it, mixed with unaligned buffers.
     #[test]
     fn a_disk_is_a_vector_of_bytes_on_a_file_system(steps in prop::collection::vec(step(), 1..40), direct in any::<bool>()) {

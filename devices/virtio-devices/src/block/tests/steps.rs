@@ -129,6 +129,43 @@ fn without_unmap_space_is_not_given_back() {
     assert_eq!(mode & libc::FALLOC_FL_PUNCH_HOLE, 0);
 }
 
+/// A device that discards but can't zero offers discard all the same, in whole units, and zeroes by writing.
+#[test]
+fn a_device_that_only_discards_is_given_space_back() {
+    let config = BlockConfig::new("disk0", "(memory)");
+    let mut image = Image::from_file(image(MIB), &config).unwrap();
+    (image.can_punch, image.device_discard) = (false, Some(4096));
+    let disk = Disk::new("disk0", [0; 20], image);
+    let memory = memory(&[(0, 4 << 20)]).memory().into_inner();
+    assert!(disk.limits.discard);
+    let ranges = vec![range(512, 8192), range(0, 4096), range(512, 512)];
+    let mut task = start(Operation::Discard(ranges), &disk, &memory);
+    for (expected, end) in [((4096, 4096), None), ((0, 4096), Some(Status::Ok))] {
+        let Some(Op::Discard { offset, len, .. }) = task.op(&disk) else { panic!() };
+        assert_eq!((offset, len), expected);
+        assert_eq!(task.advance(&disk, Ok(0)), end);
+    }
+    let mut task = start(Operation::Discard(vec![range(0, 4096)]), &disk, &memory);
+    assert_eq!(task.advance(&disk, Err(libc::EOPNOTSUPP)), Some(Status::Ok), "a discard is a hint");
+    let unmap = Range { unmap: true, ..range(0, 4096) };
+    let task = start(Operation::WriteZeroes(vec![unmap]), &disk, &memory);
+    let Some(Op::Fallocate { mode, .. }) = task.op(&disk) else { panic!() };
+    assert_ne!(mode & libc::FALLOC_FL_ZERO_RANGE, 0, "what is discarded may read as anything");
+}
+
+/// A device refuses ranges that aren't whole units of its own: zeroes are written there, and elsewhere it is asked again.
+#[test]
+fn a_range_that_a_device_refuses_is_zeroed_by_writing() {
+    let (disk, memory) = fixture(false);
+    let mut task = start(Operation::WriteZeroes(vec![range(512, 512)]), &disk, &memory);
+    assert!(matches!(task.op(&disk), Some(Op::Fallocate { .. })));
+    assert_eq!(task.advance(&disk, Err(libc::EINVAL)), None);
+    assert!(matches!(task.op(&disk), Some(Op::WriteStatic { .. })));
+    assert_eq!(task.advance(&disk, Ok(512)), Some(Status::Ok));
+    let task = start(Operation::WriteZeroes(vec![range(0, 4096)]), &disk, &memory);
+    assert!(matches!(task.op(&disk), Some(Op::Fallocate { .. })));
+}
+
 #[test]
 fn limits_follow_the_image() {
     let (disk, _) = fixture(false);
