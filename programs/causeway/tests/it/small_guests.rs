@@ -5,9 +5,12 @@ use std::io::{BufRead as _, BufReader, Read as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
+/// What takes longer hangs.
+const HANG_LIMIT: Duration = Duration::from_secs(60);
 /// Where a guest is loaded and begins.
 const LOAD_ADDRESS: u32 = 0x10_0000;
 /// Where it lies in its file.
@@ -24,6 +27,13 @@ std::arch::global_asm!(
     "1: hlt",
     "jmp 1b",
     "resets_at_once_end:",
+    // Prints the letter x for ever.
+    "prints_much:",
+    "mov $0x3f8, %dx",
+    "mov $0x78, %al",
+    "1: out %al, %dx",
+    "jmp 1b",
+    "prints_much_end:",
     // Starts the virtio device in slot 1 with its first queue, by the window in its configuration space, and prints N when the device needs a
     // reset.
     "starts_a_device:",
@@ -81,6 +91,8 @@ std::arch::global_asm!(
 unsafe extern "C" {
     static resets_at_once: u8;
     static resets_at_once_end: u8;
+    static prints_much: u8;
+    static prints_much_end: u8;
     static starts_a_device: u8;
     static starts_a_device_end: u8;
 }
@@ -179,6 +191,35 @@ fn a_guest_that_resets_at_once_is_held_back() {
     vm.stderr = Some(log.into_inner());
     let (status, log) = end(vm);
     assert!(status.success(), "{status}: {log}");
+}
+
+/// In the sandbox, too, a console's file begins anew at its limit, and the older file has what was in it.
+#[test]
+fn a_console_file_begins_anew_in_the_sandbox() {
+    if !has_kvm() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    // SAFETY: the labels are data of this program.
+    let guest = kernel(directory.path(), unsafe { code(&prints_much, &prints_much_end) });
+    let mut vm =
+        run(directory.path(), &["--console", "file:console.log", "--console-limit", "64K", "--kernel"])
+            .arg(guest)
+            .spawn()
+            .unwrap();
+    let read = |name: &str| std::fs::read(directory.path().join(name)).unwrap_or_default();
+    let begin = Instant::now();
+    while read("console.log.1").is_empty() {
+        assert!(begin.elapsed() < HANG_LIMIT, "{} bytes", read("console.log").len());
+        assert_eq!(vm.try_wait().unwrap(), None);
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let (status, log) = end(vm);
+    assert!(status.success(), "{status}: {log}");
+    for content in [read("console.log.1"), read("console.log")] {
+        assert!(!content.is_empty() && content.len() <= 64 << 10, "{} bytes", content.len());
+        assert!(content.iter().all(|byte| *byte == b'x'));
+    }
 }
 
 /// A library that panics over a hostile image is a sentence about that image, and not the end of the program by a panic.
