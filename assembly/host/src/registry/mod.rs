@@ -438,7 +438,7 @@ mod tests {
     /// A user can make and remove a NIC as often as it wants, and fills no log with it.
     #[test]
     fn what_users_make_the_registry_log_has_a_limit() {
-        const NICS: usize = 400;
+        const NICS: u64 = 100;
         let folder = tempfile::tempdir().unwrap();
         let engine = EngineThread::start(EngineSetup::default(), None).unwrap();
         let remembered = Remembered::load(folder.path());
@@ -455,6 +455,7 @@ mod tests {
             mtu: None,
             incoming: false,
         };
+        let begin = Instant::now();
         let lines = telemetry::testing::lines_of(|| {
             for _ in 0..NICS {
                 registry.attach(&peer, &spec).unwrap();
@@ -462,8 +463,9 @@ mod tests {
             }
         });
         let told = lines.iter().filter(|line| line.contains("NIC attached") || line.contains("NIC detached"));
-        let told = told.count();
+        let told = told.count() as u64;
         // A burst, and then one a second.
-        assert!((10..NICS).contains(&told), "{told} lines for {NICS} NICs");
+        let most = 11 + begin.elapsed().as_secs();
+        assert!((10..=most).contains(&told), "{told} lines for {NICS} NICs");
     }
 }
