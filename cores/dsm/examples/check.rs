@@ -45,6 +45,7 @@ enum Planted {
     NeverYield,
     ForgetEarly,
     ForgetOwners,
+    HostClockAges,
 }
 
 impl Planted {
@@ -57,6 +58,7 @@ impl Planted {
             Self::NeverYield => Plant::NeverYield,
             Self::ForgetEarly => Plant::ForgetEarly,
             Self::ForgetOwners => Plant::ForgetOwners,
+            Self::HostClockAges => Plant::HostClockAges,
         }
     }
 }

@@ -138,6 +138,8 @@ pub enum Plant {
     ForgetEarly,
     /// A saved node doesn't say which of its pages other nodes own.
     ForgetOwners,
+    /// Ages of instructions are times of the host's clock.
+    HostClockAges,
 }
 
 /// Why a configuration can't be used.

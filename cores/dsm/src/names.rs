@@ -120,13 +120,25 @@ impl Mode {
 
 /// Age of an instruction: the smaller, the older. Of two instructions that want each other's pages the older one wins.
 ///
-/// It is taken at the first fault of an instruction and kept until it retires, so that every instruction is the oldest some day.
+/// It is taken at the first fault of an instruction and kept until it retires. Times are those of a logical clock (L. Lamport, *Time, clocks, and the
+/// ordering of events in a distributed system*, 1978): one more than the latest that the node has given or seen. So an instruction that
+/// begins after its node has seen another one's age is younger than that, whatever the hosts' clocks say, and every instruction is the
+/// oldest some day.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Priority {
-    /// Nanoseconds of the clock of the node.
+    /// Logical time, up to [`Self::MAX_TIME`], or [`Self::NO_INSTRUCTION`].
     pub time: u64,
     /// The node.
     pub node: NodeId,
     /// Its virtual CPU.
     pub vcpu: Vcpu,
+}
+
+impl Priority {
+    /// The time of what no instruction waits for: it is younger than every instruction.
+    pub const NO_INSTRUCTION: u64 = u64::MAX;
+
+    /// The latest time that an instruction may have. Clocks count instructions, so that correct ones never come near; one that a peer
+    /// sets close to the end of its numbers would make all ages the same.
+    pub const MAX_TIME: u64 = u64::MAX >> 1;
 }

@@ -316,6 +316,9 @@ impl<'a> Reader<'a> {
     }
     fn priority(&mut self) -> Result<Priority, WireError> {
         let time = self.u64()?;
+        if time > Priority::MAX_TIME && time != Priority::NO_INSTRUCTION {
+            return Err(field("age", time));
+        }
         let vcpu = self.vcpu()?;
         Ok(Priority { time, node: self.node()?, vcpu })
     }

@@ -16,12 +16,14 @@ use crate::pages::Pages;
 impl Node {
     /// A virtual CPU faulted.
     pub(super) fn fault<P: Pages>(&mut self, vcpu: Vcpu, page: Page, fault: Fault, cx: &mut Context<'_, P>) {
-        let me = self.config.me;
         let Some(state) = self.vcpu(vcpu).filter(|state| !state.operating) else {
             self.counters.refused += 1;
             return;
         };
-        state.priority.get_or_insert(Priority { time: cx.now, node: me, vcpu });
+        if state.priority.is_none() {
+            self.begin_instruction(vcpu, cx.now);
+        }
+        let Some(state) = self.vcpu(vcpu) else { return };
         if let Some(other) = state.waiting.replace(page)
             && other != page
         {
@@ -45,6 +47,29 @@ impl Node {
         for page in held {
             self.serve(page, cx);
             self.try_invalidate(page, cx);
+        }
+    }
+
+    /// An instruction has its first fault: it is younger than all that this node has given an age to, or has seen the age of.
+    pub(super) fn begin_instruction(&mut self, vcpu: Vcpu, now: u64) {
+        let node = self.config.me;
+        self.state.latest_age = self.state.latest_age.saturating_add(1);
+        let time = if self.config.plant == Plant::HostClockAges { now } else { self.state.latest_age };
+        if let Some(state) = self.vcpu(vcpu) {
+            state.priority = Some(Priority { time, node, vcpu });
+        }
+    }
+
+    /// A message has come with the age of an instruction.
+    pub(super) fn see_age(&mut self, body: &Body) {
+        let priority = match body {
+            Body::Request(Request { priority, .. })
+            | Body::Invalidate { priority, .. }
+            | Body::Hurry { priority } => priority,
+            _ => return,
+        };
+        if priority.time <= Priority::MAX_TIME {
+            self.state.latest_age = self.state.latest_age.max(priority.time);
         }
     }
 
@@ -221,15 +246,18 @@ impl Node {
 
     /// An instruction has retired.
     pub(super) fn retired<P: Pages>(&mut self, vcpu: Vcpu, cx: &mut Context<'_, P>) {
-        let node = self.config.me;
         let Some(state) = self.vcpu(vcpu) else {
             self.counters.refused += 1;
             return;
         };
-        // What waits already is the next instruction: it begins with an age of its own.
-        state.priority = state.waiting.map(|_| Priority { time: cx.now, node, vcpu });
+        state.priority = None;
         state.kicked = false;
-        for page in std::mem::take(&mut state.held) {
+        let held = std::mem::take(&mut state.held);
+        // What waits already is the next instruction: it begins with an age of its own.
+        if state.waiting.is_some() {
+            self.begin_instruction(vcpu, cx.now);
+        }
+        for page in held {
             self.local(page).holds.retain(|hold| hold.vcpu != vcpu);
             self.try_invalidate(page, cx);
             self.serve(page, cx);

@@ -39,6 +39,8 @@ struct State {
     pages: BTreeMap<Page, Local>,
     homes: BTreeMap<Page, Home>,
     vcpus: Vec<VcpuState>,
+    /// The latest logical time of an instruction that began here or whose age came in a message ([`crate::names::Priority`]).
+    latest_age: u64,
     /// All updates addressed to this node up to here have been applied.
     proven: Seq,
     /// The latest update that this node knows of.
@@ -116,6 +118,7 @@ impl Node {
             pages: BTreeMap::new(),
             homes: BTreeMap::new(),
             vcpus: vec![VcpuState::default(); usize::from(config.vcpus)],
+            latest_age: 0,
             proven: 0,
             seen: 0,
             blocked: vec![VecDeque::new(); nodes],
@@ -133,6 +136,11 @@ impl Node {
             again: None,
         };
         Ok(Self { config, counters: Counters::default(), state })
+    }
+
+    /// Begins with instructions that are this young, as if it had run for long. For explorations.
+    pub(crate) fn age(&mut self, latest_age: u64) {
+        self.state.latest_age = latest_age;
     }
 
     /// Takes an event and says what is to be done. `now` is in nanoseconds of any clock that never goes back.
@@ -157,7 +165,10 @@ impl Node {
             Event::Fault { vcpu, page, fault } => self.fault(vcpu, page, fault, &mut cx),
             Event::Operate { vcpu, page, operation } => self.operate(vcpu, page, operation, &mut cx),
             Event::Retired { vcpu } => self.retired(vcpu, &mut cx),
-            Event::Message(message) => self.receive(message),
+            Event::Message(message) => {
+                self.see_age(&message.body);
+                self.receive(message);
+            }
             Event::Timer => self.timer(&mut cx),
             Event::Discard { page } => self.discard(page, &mut cx),
             Event::Advise { page, mode } => {

@@ -30,7 +30,10 @@ impl Node {
             self.counters.refused += 1;
             return;
         }
-        state.priority.get_or_insert(Priority { time: cx.now, node: me, vcpu });
+        if state.priority.is_none() {
+            self.begin_instruction(vcpu, cx.now);
+        }
+        let Some(state) = self.vcpu(vcpu) else { return };
         cx.recheck.extend(&state.held);
         if !self.local(page).traps() {
             // The mode has changed meanwhile: the instruction faults, and gets what it needs then.
@@ -304,7 +307,7 @@ impl Node {
             return;
         }
         // Nobody waits for this: it is younger than every instruction.
-        let priority = Priority { time: u64::MAX, node: self.config.me, vcpu: 0 };
+        let priority = Priority { time: Priority::NO_INSTRUCTION, node: self.config.me, vcpu: 0 };
         let request = Request {
             requester: self.config.me,
             intent: Intent::Write,
@@ -349,7 +352,7 @@ impl Node {
     }
 
     fn begin_revert<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
-        let priority = Priority { time: u64::MAX, node: self.config.me, vcpu: 0 };
+        let priority = Priority { time: Priority::NO_INSTRUCTION, node: self.config.me, vcpu: 0 };
         let local = self.local(page);
         if !local.owner || !local.mode.is_update() || local.want.is_some() {
             return;

@@ -11,8 +11,8 @@ use dsm::testing::litmus::{Litmus, Outcome, classics, var};
 use dsm::testing::world::{Budget, Setup};
 use model::explore;
 use scenarios::{
-    classic, crowd, crowd_of_copies, fences_with_copies, policies, probing, setup, told_late, turns,
-    two_pages, two_pages_and_stores,
+    classic, crowd, crowd_of_copies, fences_with_copies, one_among_many, policies, probing, setup, skewed,
+    told_late, turns, two_pages, two_pages_and_stores,
 };
 
 const NOTHING: Budget = Budget { discards: 0, modes: 0, tokens: 0, restarts: 0 };
@@ -142,6 +142,17 @@ fn instructions_with_two_pages_end() {
     }
 }
 
+/// The same on hosts whose clocks differ, and that have run for times that differ: no instruction loses its pages again and again, as
+/// what begins after its age is known is younger.
+#[test]
+fn instructions_with_two_pages_end_on_the_host_that_is_up_longest() {
+    for updates in [&[][..], &[0], &[0, 1]] {
+        for litmus in [one_among_many(), two_pages(), two_pages_and_stores(), crowd_of_copies(), crowd()] {
+            holds(skewed(litmus, updates, NOTHING), 30_000);
+        }
+    }
+}
+
 /// What x86 allows and a stronger model doesn't is really seen: the store buffers of the model work.
 #[test]
 fn a_weak_outcome_that_x86_allows_is_seen() {
@@ -182,13 +193,17 @@ fn every_run_ends() {
 }
 
 fn finds(plant: Plant, litmus: Litmus, updates: &[u8], budget: Budget, what: &str) {
-    let planted = Setup { plant, ..setup(litmus.clone(), updates, budget) };
+    finds_in(plant, &setup(litmus, updates, budget), what);
+}
+
+fn finds_in(plant: Plant, sound: &Setup, what: &str) {
+    let planted = Setup { plant, ..sound.clone() };
     let found = explore(planted, None, 2_000_000, 1);
     let (text, way) =
         found.fault.unwrap_or_else(|| panic!("{plant:?} isn't found in {} states", found.states));
     println!("{plant:?} is found after {} states, {} steps: {text}", found.states, way.len());
     assert!(text.contains(what), "{plant:?} shows as: {text}");
-    let sound = explore(setup(litmus, updates, budget), None, 2_000_000, 1);
+    let sound = explore(sound.clone(), None, 2_000_000, 1);
     assert!(sound.fault.is_none(), "without it: {:#?}", sound.fault);
 }
 
@@ -216,6 +231,12 @@ fn answers_that_nobody_waits_for_are_found() {
 #[test]
 fn a_circle_of_waits_is_found() {
     finds(Plant::NeverYield, two_pages(), &[], NOTHING, "nothing stands still");
+}
+
+/// With ages by the hosts' clocks, what begins later on a host that started later is older, again and again.
+#[test]
+fn ages_by_the_hosts_clocks_are_found() {
+    finds_in(Plant::HostClockAges, &skewed(one_among_many(), &[], NOTHING), "lost pages 3 times");
 }
 
 #[test]

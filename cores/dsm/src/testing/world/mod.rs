@@ -19,6 +19,9 @@ use memory::Memory;
 pub const SIZE: usize = 2;
 /// Pages that a world has.
 pub const PAGES: usize = 2;
+/// How often one virtual CPU may take pages from an instruction of another: by the instruction that it was in when its node saw the
+/// other's age, and by the one before.
+pub const WOUNDS_BY_EACH: usize = 2;
 /// More grants than this for one instruction mean that it isn't getting on.
 pub const MOST_GRANTS: u8 = 12;
 
@@ -45,6 +48,8 @@ pub struct Setup {
     pub updates: Vec<u8>,
     /// What else may happen, at any time, so many times each.
     pub budget: Budget,
+    /// How far each node is ahead of the others, by its clock and by the ages that it has given; those not named aren't.
+    pub ahead: Vec<u64>,
 }
 
 /// Things that may happen at any time.
@@ -79,6 +84,8 @@ struct Cpu {
     /// Pages granted to the present instruction, and whether to write.
     held: Vec<(u8, bool)>,
     grants: u8,
+    /// How often older instructions took pages from the present one.
+    wounds: usize,
     /// An instruction has retired that the node hasn't been told of.
     unreported: bool,
     kicked: bool,
@@ -130,7 +137,10 @@ impl World {
         let node = |me: u8| {
             let vcpus = u16::try_from(vcpus(me.into()).max(1)).expect("few");
             let config = Config::new(me, setup.nodes, setup.policy);
-            Node::new(Config { vcpus, plant: setup.plant, ..config }).expect("a configuration")
+            let mut node =
+                Node::new(Config { vcpus, plant: setup.plant, ..config }).expect("a configuration");
+            node.age(ahead(setup, me.into()));
+            node
         };
         let memory = |node: usize| Memory {
             content: [[0; SIZE]; PAGES],
@@ -144,6 +154,7 @@ impl World {
             doing: Doing::Running,
             held: Vec::new(),
             grants: 0,
+            wounds: 0,
             unreported: false,
             kicked: false,
         };
@@ -380,7 +391,7 @@ impl World {
         state.doing = Doing::Running;
         state.held.clear();
         state.unreported |= state.grants > 0;
-        state.grants = 0;
+        (state.grants, state.wounds) = (0, 0);
         // A node is told when it asks, or with the next fault.
         if std::mem::take(&mut state.kicked) {
             self.report(setup, cpu);
@@ -395,6 +406,7 @@ impl World {
 
     /// Gives an event to a node, and does what it says.
     fn feed(&mut self, setup: &Setup, node: usize, event: Event, now: u64) {
+        let now = now.saturating_add(ahead(setup, node));
         let mut actions = Vec::new();
         let refused = self.nodes[node].counters().refused;
         self.nodes[node].step(event, now, &mut self.memories[node], &mut actions);
@@ -431,6 +443,13 @@ impl World {
                 Action::Wounded { vcpu, page } => {
                     let cpu = cpu_at(setup, node, vcpu);
                     self.cpus[cpu].held.retain(|(held, _)| Page::from(*held) != page);
+                    self.cpus[cpu].wounds += 1;
+                    let (wounds, others) = (self.cpus[cpu].wounds, self.cpus.len() - 1);
+                    if wounds > WOUNDS_BY_EACH * others {
+                        self.fail(format!(
+                            "vCPU {cpu} lost pages {wounds} times in one instruction to {others} others"
+                        ));
+                    }
                 }
             }
         }
@@ -593,6 +612,10 @@ fn setup_allows(setup: &Setup, outcome: &Outcome) -> bool {
         }
         known.as_ref().is_some_and(|(.., allowed)| allowed.contains(outcome))
     })
+}
+
+fn ahead(setup: &Setup, node: usize) -> u64 {
+    setup.ahead.get(node).copied().unwrap_or(0)
 }
 
 fn vcpu_id(vcpu: usize) -> Vcpu {

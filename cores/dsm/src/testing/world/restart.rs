@@ -46,7 +46,7 @@ impl World {
         for cpu in &mut self.cpus {
             cpu.doing = Doing::Running;
             cpu.held.clear();
-            (cpu.grants, cpu.unreported, cpu.kicked) = (0, false, false);
+            (cpu.grants, cpu.wounds, cpu.unreported, cpu.kicked) = (0, 0, false, false);
         }
     }
 }

@@ -35,7 +35,13 @@ pub fn setup(litmus: Litmus, updates: &[u8], budget: Budget) -> Setup {
         straight: false,
         updates: updates.to_vec(),
         budget,
+        ahead: Vec::new(),
     }
+}
+
+/// The same on hosts that have been up, and have run instructions, for times that differ: the first for the longest.
+pub fn skewed(litmus: Litmus, updates: &[u8], budget: Budget) -> Setup {
+    Setup { ahead: vec![2_000, 1_000, 0], ..setup(litmus, updates, budget) }
 }
 
 /// The same with copies that are closed after every update, and given up after the next.
@@ -107,6 +113,13 @@ pub fn two_pages_and_stores() -> Litmus {
     use Instruction::{Copy, Store};
     let (x, y) = (var(0, 0), var(1, 0));
     named("copies and stores", &[&[Store(x, 1), Copy(x, y)], &[Store(y, 2), Copy(y, x)], &[Store(x, 3)]])
+}
+
+/// One instruction with two pages among many of another node.
+pub fn one_among_many() -> Litmus {
+    use Instruction::Copy;
+    let (x, y) = (var(0, 0), var(1, 0));
+    named("one copy among many", &[&[Copy(x, y)], &[Copy(y, x); 6]])
 }
 
 /// Two virtual CPUs on each of three nodes, all at two pages.

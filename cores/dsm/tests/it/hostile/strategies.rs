@@ -19,7 +19,8 @@ fn intent() -> impl Strategy<Value = Intent> {
 }
 
 fn priority() -> impl Strategy<Value = Priority> {
-    (any::<u64>(), node(), 0u16..1024).prop_map(|(time, node, vcpu)| Priority { time, node, vcpu })
+    let time = prop_oneof![0..=Priority::MAX_TIME, Just(Priority::NO_INSTRUCTION)];
+    (time, node(), 0u16..1024).prop_map(|(time, node, vcpu)| Priority { time, node, vcpu })
 }
 
 fn change() -> impl Strategy<Value = Change> {

@@ -66,6 +66,27 @@ fn another_version_is_named() {
     assert!(WireError::Version(2).to_string().contains("same release on all nodes"));
 }
 
+/// An age near the end of its numbers would make those of all later instructions the same.
+#[test]
+fn ages_that_no_correct_node_gives_are_refused() {
+    let message = |time| {
+        let priority = Priority { time, node: NodeId(0), vcpu: 0 };
+        let body = Body::Hurry { priority };
+        let mut bytes = Vec::new();
+        encode(
+            &Message { from: NodeId(0), to: NodeId(1), stamp: Stamp::default(), page: 7, body },
+            &mut bytes,
+        );
+        parse(&bytes)
+    };
+    for time in [0, 1, Priority::MAX_TIME, Priority::NO_INSTRUCTION] {
+        assert!(message(time).is_ok());
+    }
+    for time in [Priority::MAX_TIME + 1, Priority::NO_INSTRUCTION - 1] {
+        assert_eq!(message(time), Err(WireError::Field { field: "age", value: time }));
+    }
+}
+
 /// Sizes that the design counts with: an update of eight bytes, a request, an invalidation and its answer.
 #[test]
 fn small_messages_are_small() {
