@@ -15,6 +15,7 @@
 //! | module | holds |
 //! |---|---|
 //! | `address`, `join`, `link` | where nodes are; the handshake; a connection, its frames and their counts |
+//! | `identity` | what makes nodes and checkpoints parts of one VM |
 //! | `rdma` | links by the host's RDMA device |
 //! | `engine` | the lock, and who calls the protocol when |
 //! | `pages` | the protocol's view of guest memory |
@@ -38,6 +39,7 @@ mod engine;
 mod follow;
 mod gather;
 mod hot;
+mod identity;
 mod instruction;
 mod join;
 mod link;

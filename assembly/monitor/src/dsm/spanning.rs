@@ -1,7 +1,6 @@
 //! One node of a VM that spans monitors, from its settings to its end.
 
 use std::collections::BTreeMap;
-use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,6 +19,7 @@ use super::ahead::HELPERS;
 use super::checkpoint::{self, Checkpoints, List, Listed, Member, Plan, Restored, Step};
 use super::engine::{Engine, Gathered as GatheredNews, Machine, Outcome};
 use super::gather::{Gathered, Gathering, Turns, processors};
+use super::identity::{Identified, compatibility};
 use super::join::{Hello, device_of, join};
 use super::link::{Control, Link};
 use super::{CheckpointError, DsmError, NodeAddress, RdmaDevice, service, top};
@@ -184,7 +184,7 @@ impl SpanningVm {
     /// VM's settings, the same on all nodes; of its console only node 0's is used. Nothing runs yet.
     pub fn join(builder: PayloadBuilder, settings: &NodeSettings) -> Result<Self, DsmError> {
         let nodes = u8::try_from(settings.addresses.len()).unwrap_or(u8::MAX);
-        let (vcpus, memory) = builder.shape();
+        let vcpus = builder.definition().vcpus;
         let wide = u32::from(nodes);
         if !(2..=64).contains(&nodes) || settings.node >= nodes || vcpus < wide {
             return Err(DsmError::Settings(format!(
@@ -209,13 +209,16 @@ impl SpanningVm {
             plant: settings.trouble.plant,
         };
         config.check()?;
-        let mut hasher = DefaultHasher::new();
-        builder.identify(&mut hasher);
-        (nodes, vcpus, memory, format!("{:?}", settings.policy)).hash(&mut hasher);
-        let identity = hasher.finish();
-        (settings.checkpoints.is_some(), settings.restart.is_some(), settings.gather).hash(&mut hasher);
+        let identified = Identified { definition: builder.definition(), nodes, policy: settings.policy };
+        let identity = identified.identity();
+        let digest = compatibility(
+            identity,
+            settings.checkpoints.is_some(),
+            settings.restart.is_some(),
+            settings.gather,
+        );
         let device = device_of(settings.node, &settings.addresses, settings.device.as_ref())?;
-        let hello = Hello { node: settings.node, nodes, digest: hasher.finish(), rdma: device.is_some() };
+        let hello = Hello { node: settings.node, nodes, digest, rdma: device.is_some() };
         let (last, first) = Self::checkpoints_of(settings, identity, nodes)?;
         let links = join(hello, &settings.addresses, device.as_ref())?;
         let (sender, steps) = sync_channel(MOST_STEPS);

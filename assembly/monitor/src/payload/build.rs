@@ -54,6 +54,20 @@ pub struct PayloadBuilder {
     userfault: Option<Userfault>,
 }
 
+/// What makes two builders make the same VM.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Definition<'a> {
+    /// The program's bytes.
+    pub(crate) program: &'a [u8],
+    pub(crate) arguments: &'a [String],
+    pub(crate) stack_bytes: u64,
+    pub(crate) doorbells: u32,
+    /// Version of what the program is told at its start.
+    pub(crate) abi: u32,
+    pub(crate) vcpus: u32,
+    pub(crate) memory_bytes: u64,
+}
+
 impl PayloadBuilder {
     pub(super) fn new(name: &str, program: Vec<u8>) -> Self {
         Self {
@@ -199,11 +213,6 @@ impl PayloadBuilder {
         self
     }
 
-    /// vCPUs and bytes of RAM.
-    pub(crate) fn shape(&self) -> (u32, u64) {
-        (self.vcpus, self.memory)
-    }
-
     /// The end of the highest RAM.
     pub(crate) fn highest_address(&self) -> u64 {
         match self.memory.checked_sub(LOW_RAM_END) {
@@ -212,10 +221,17 @@ impl PayloadBuilder {
         }
     }
 
-    /// Feeds what all nodes of a VM must have the same.
-    pub(crate) fn identify(&self, hasher: &mut impl std::hash::Hasher) {
-        use std::hash::Hash as _;
-        (&self.program, &self.arguments, self.stack_size, self.doorbells, VERSION).hash(hasher);
+    /// What all nodes of a VM must have the same.
+    pub(crate) fn definition(&self) -> Definition<'_> {
+        Definition {
+            program: &self.program,
+            arguments: &self.arguments,
+            stack_bytes: self.stack_size,
+            doorbells: self.doorbells,
+            abi: VERSION,
+            vcpus: self.vcpus,
+            memory_bytes: self.memory,
+        }
     }
 
     /// Gives it another console, and returns the one that it had.

@@ -19,6 +19,7 @@ mod report;
 mod vm;
 mod whole;
 
+pub(crate) use build::Definition;
 pub use build::PayloadBuilder;
 pub use elf::ElfError;
 pub use layout::{ADDRESS_LIMIT, MAX_VCPUS, TooLarge};

@@ -6,8 +6,8 @@ use litmus::Variant;
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
 use std::fs::{File, OpenOptions};
-use std::hash::{DefaultHasher, Hasher};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
@@ -25,14 +25,14 @@ pub(super) struct Conditions {
     pub(super) run_arguments: Vec<String>,
 }
 
-/// A number that differs, most likely, where files do.
+/// A number that differs, most likely, where files do: 8 bytes of a SHA-256 over theirs. It is kept, so it is the same from every build.
 pub(super) fn of(files: &[&[u8]]) -> u64 {
-    let mut hasher = DefaultHasher::new();
+    let mut hash = Sha256::new();
     for file in files {
-        hasher.write(file);
-        hasher.write_usize(file.len());
+        hash.update(Sha256::digest(file));
     }
-    hasher.finish()
+    let digest: [u8; 32] = hash.finalize().into();
+    digest.first_chunk().copied().map_or(0, u64::from_le_bytes)
 }
 
 /// How each line begins, so that one that was cut off is told from what somebody else has written.
@@ -144,6 +144,15 @@ mod tests {
 
     fn line(test: &str) -> Line {
         super::super::tests::line(test, vec![(vec![0, 1], 9, true)])
+    }
+
+    /// Kept files have this number: another build finds them again.
+    #[test]
+    fn files_have_the_same_number_from_every_build() {
+        let number = of(&[b"monitor", b"program"]);
+        assert_eq!(number, 0xdea2_bd85_37a4_dbc2, "{number:#018x}");
+        assert_ne!(of(&[b"monitorp", b"rogram"]), number);
+        assert_ne!(of(&[b"program", b"monitor"]), number);
     }
 
     /// What is kept is found under the same conditions only, and by who comes later; one at a time has the file.

@@ -21,12 +21,10 @@ use serde::{Deserialize, Serialize};
 use super::CheckpointError;
 
 const MAGIC: &[u8; 8] = b"CWNODECK";
-/// Version of a node's file. Since 2 its head says whether all is on node 0; before, it never was.
-const FILE_VERSION: u32 = 2;
-/// The oldest version that is read.
-const OLDEST_VERSION: u32 = 1;
-/// Version of the list.
-const LIST_VERSION: u32 = 1;
+/// Version of a node's file. Before 3 the identity was another one from each compiler, and can't be compared.
+const FILE_VERSION: u32 = 3;
+/// Version of the list. Before 2 the identity was another one from each compiler, as in the files.
+const LIST_VERSION: u32 = 2;
 /// Most bytes of a head. That of 64 GiB of guest memory in pages that all moved has some 100 MiB.
 const MAX_HEAD: u32 = 1 << 28;
 /// Most bytes of a list.
@@ -42,7 +40,6 @@ pub(in crate::dsm) struct Head {
     pub(in crate::dsm) number: u64,
     pub(in crate::dsm) protocol: SavedNode,
     /// All vCPUs and all memory are on node 0, which has used what `protocol` says that it owns.
-    #[serde(default)]
     pub(in crate::dsm) gathered: bool,
     /// vCPUs of this node, in order; none for each that had parked.
     pub(in crate::dsm) vcpus: Vec<Option<SavedVcpu>>,
@@ -204,7 +201,7 @@ pub(in crate::dsm) fn read(
     if magic != MAGIC {
         return Err(damaged("it is no checkpoint of a node".to_owned()));
     }
-    if !(OLDEST_VERSION..=FILE_VERSION).contains(&word(0)) {
+    if word(0) != FILE_VERSION {
         return Err(CheckpointError::Version { path: path.clone(), found: word(0), known: FILE_VERSION });
     }
     let len = word(4);
@@ -396,18 +393,21 @@ mod tests {
     }
 
     #[test]
-    fn a_file_of_a_newer_program_is_refused_by_its_version() {
+    fn a_file_of_an_older_or_newer_program_is_refused_by_its_version() {
         let folder = tempfile::tempdir().unwrap();
         let mut listed = written(folder.path(), 4);
         let path = path_of(folder.path(), &listed);
         let mut bytes = fs::read(&path).unwrap();
-        bytes[8] = 3;
-        let end = bytes.len() - 4;
-        listed.crc32 = crc32fast::hash(&bytes[..end]);
-        bytes[end..].copy_from_slice(&listed.crc32.to_le_bytes());
-        fs::write(&path, &bytes).unwrap();
-        let error = read_back(folder.path(), &listed).map(drop).unwrap_err();
-        assert!(matches!(error, CheckpointError::Version { found: 3, .. }), "{error}");
+        for version in [2, 4] {
+            bytes[8] = version;
+            let end = bytes.len() - 4;
+            listed.crc32 = crc32fast::hash(&bytes[..end]);
+            bytes[end..].copy_from_slice(&listed.crc32.to_le_bytes());
+            fs::write(&path, &bytes).unwrap();
+            let error = read_back(folder.path(), &listed).map(drop).unwrap_err();
+            let CheckpointError::Version { found, known, .. } = error else { panic!("{error}") };
+            assert_eq!((found, known), (version.into(), FILE_VERSION));
+        }
     }
 
     #[test]
@@ -435,8 +435,11 @@ mod tests {
             let error = List::read(folder.path()).unwrap_err();
             assert!(matches!(error, CheckpointError::Damaged { .. }), "{error}");
         }
-        fs::write(&path, text.replace("\"version\": 1", "\"version\": 9")).unwrap();
-        assert!(matches!(List::read(folder.path()), Err(CheckpointError::Version { found: 9, .. })));
+        for version in [1, 9] {
+            fs::write(&path, text.replace("\"version\": 2", &format!("\"version\": {version}"))).unwrap();
+            let error = List::read(folder.path()).unwrap_err();
+            assert!(matches!(error, CheckpointError::Version { found, .. } if found == version), "{error}");
+        }
     }
 
     #[test]

@@ -128,7 +128,9 @@ pub enum CheckpointError {
         reason: String,
     },
     /// Another program's.
-    #[error("The checkpoint file {path} has version {found}; this program reads version {known}")]
+    #[error(
+        "The checkpoint file {path} has version {found}; this program reads version {known}: go on with the program that wrote it, or run the VM from its start"
+    )]
     Version {
         /// Which.
         path: PathBuf,
