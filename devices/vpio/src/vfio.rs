@@ -233,7 +233,10 @@ impl Vfio {
             guest_master: false,
             monitor_master: false,
         };
-        opened.reset().map_err(|source| OpenError::Device { address: address.to_owned(), source })?;
+        let failed = |source| OpenError::Device { address: address.to_owned(), source };
+        opened.reset().map_err(failed)?;
+        // Whoever had it before may have left something that a reset doesn't end.
+        poke(description, &mut opened, description.power_on).map_err(failed)?;
         Ok(opened)
     }
 

@@ -250,6 +250,8 @@ pub enum Poke {
     Read(u32, u8),
     /// Reads so many bytes at an offset until the bits of the mask have the value, at most 10,000 times.
     Await(u32, u8, u32, u32),
+    /// Reads so many bytes at an offset, so many times: as long as that takes on the bus.
+    Hold(u32, u8, u32),
 }
 
 /// Where a device that was just reset tells the Ethernet address that it was made with.
@@ -282,6 +284,8 @@ pub struct Device {
     pub bars: &'static [Bar],
     /// A reset by the device's own registers, for a function that can't be reset from outside.
     pub reset: &'static [Poke],
+    /// What a reset leaves as the last driver had it, as after power-on: for a card that was just reset and goes to another VM. May take a while.
+    pub power_on: &'static [Poke],
     /// Where the device tells its own address.
     pub station: Station,
     /// Registers.

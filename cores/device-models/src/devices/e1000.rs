@@ -15,6 +15,8 @@ use crate::describe::{
 
 /// CTRL: reset.
 pub const RST: u32 = 1 << 26;
+/// CTRL: reset of the PHY, for as long as it is set.
+pub const PHY_RST: u32 = 1 << 31;
 /// RCTL, TCTL: on.
 pub const EN: u32 = 0x02;
 /// RCTL: all unicast frames.
@@ -31,7 +33,7 @@ table! { REGISTERS: Register => Reg {
     STATUS = wide("STATUS", 0x8).reads(Class::Free);
     EECD = wide("EECD", 0x10).class(Class::Virtual, Class::Virtual).store(Store::Plain(0x77)).about("EEPROM, bit by bit");
     EERD = wide("EERD", 0x14).class(Class::Deny, Class::Deny);
-    CTRL_EXT = wide("CTRL_EXT", 0x18);
+    CTRL_EXT = wide("CTRL_EXT", 0x18).class(Class::Free, Class::Check);
     MDIC = wide("MDIC", 0x20).class(Class::Free, Class::Check).about("PHY");
     FCAL = wide("FCAL", 0x28); FCAH = wide("FCAH", 0x2C); FCT = wide("FCT", 0x30); VET = wide("VET", 0x38);
     ICR = wide("ICR", 0xC0).class(Class::Virtual, Class::Virtual).store(Store::ClearOnes(u32::MAX)).about("interrupt causes, a read clears");
@@ -204,8 +206,32 @@ const NOT_A_GROUP: Cond = Cond::All(&[
     Cond::Not(&Cond::Equal(Expr::Written, Expr::Const(0))),
     Cond::Equal(Expr::And(&Expr::Written, 1), Expr::Const(0)),
 ]);
-/// An operation that writes register 0 of the PHY with its power-down bit.
-const PHY_OFF: Cond = Cond::Is(MDIC, 0x0C1F_0800, 0x0400_0800);
+/// MDIC: the operation. A read; a write of a register, with these bits of its value set, all of them.
+const PHY_OPERATION: u32 = 0x0C00_0000;
+const PHY_READS: Cond = Cond::Is(MDIC, PHY_OPERATION, 0x0800_0000);
+const PHY_WRITES: Cond = Cond::Is(MDIC, PHY_OPERATION, PHY_WRITE);
+const PHY_WRITE: u32 = 0x0400_0000;
+/// MDIC: the one PHY.
+const PHY_ADDRESS: u32 = 1 << 21;
+const fn phy_gets(register: u32, bits: u32) -> Cond {
+    Cond::Is(MDIC, PHY_OPERATION | 0x1F << 16 | bits, PHY_WRITE | register << 16 | bits)
+}
+const PHY_CONTROL: Cond = phy_gets(0, 0);
+const PHY_ADVERTISES: Cond = phy_gets(4, 0);
+const PHY_GIGABIT: Cond = phy_gets(9, 0);
+const PHY_MARVELL: Cond = phy_gets(16, 0);
+const PHY_MARVELL_MORE: Cond = phy_gets(20, 0);
+/// Registers of the PHY that drivers set the link up by: control, advertisement, 1000BASE-T control, and two of Marvell's own.
+const PHY_LINK: Cond = Cond::Any(&[PHY_CONTROL, PHY_ADVERTISES, PHY_GIGABIT, PHY_MARVELL, PHY_MARVELL_MORE]);
+/// Bits of the PHY's control register: power down, isolate, loopback. Of Marvell's register 20: loopback of the line.
+const PHY_POWER_DOWN: Cond = phy_gets(0, 0x0800);
+const PHY_ISOLATES: Cond = phy_gets(0, 0x0400);
+const PHY_LOOPBACK: Cond = phy_gets(0, 0x4000);
+const PHY_LINE_LOOPBACK: Cond = phy_gets(20, 0x4000);
+/// Bits of the PHY's 1000BASE-T control register: what patterns it sends.
+const PHY_TEST: u32 = 0xE000;
+/// CTRL_EXT: directions of pins, check of the speed, reset from the EEPROM (which gives the card its own address), bypass of the speed, kind of link.
+const CTRL_EXT_OFF: u32 = 0x00C0_BF00;
 
 #[rustfmt::skip] // A table: a row is a line.
 const TRANSITIONS: &[Transition] = &[
@@ -241,7 +267,15 @@ const TRANSITIONS: &[Transition] = &[
     on(Event::Write(ICS)).then(&[Effect::Store(ICR, Expr::Sum(&[Expr::Without(&Expr::Reg(ICR), &Expr::Written), Expr::Written]))]),
     on(Event::Write(IMC)).then(&[Effect::Store(IMS, Expr::Without(&Expr::Reg(IMS), &Expr::Written))]),
     // The PHY stays on, and the address is the guest's own.
-    on(Event::Write(MDIC)).given(PHY_OFF).checks(&[Check::Refuse("the PHY stays on")]),
+    on(Event::Write(MDIC)).given(Cond::Not(&Cond::Any(&[PHY_READS, PHY_WRITES]))).checks(&[Check::Refuse("it reads or writes a register of the PHY")]),
+    on(Event::Write(MDIC)).given(Cond::All(&[PHY_WRITES, Cond::Not(&PHY_LINK)]))
+        .checks(&[Check::Refuse("of the PHY's registers only 0, 4, 9, 16 and 20 may be written")]),
+    on(Event::Write(MDIC)).given(Cond::Any(&[PHY_POWER_DOWN, PHY_ISOLATES])).checks(&[Check::Refuse("the PHY stays on")]),
+    on(Event::Write(MDIC)).given(Cond::Any(&[PHY_LOOPBACK, PHY_LINE_LOOPBACK]))
+        .checks(&[Check::Allowed(Permission::Loopback)]),
+    on(Event::Write(MDIC)).given(Cond::All(&[PHY_GIGABIT, Cond::Set(MDIC, PHY_TEST)])).checks(&[Check::Refuse("the PHY sends no test patterns")]),
+    on(Event::Write(CTRL_EXT)).given(Cond::Set(CTRL_EXT, CTRL_EXT_OFF))
+        .checks(&[Check::Refuse("pins, speed and kind of link are the card's, and it isn't reset from its EEPROM")]),
     on(Event::Write(RAL0)).given(Cond::Not(&Cond::Equal(Expr::Reg(RAL0), MAC_LOW))).checks(&[Check::Allowed(Permission::AnyAddress)]),
     on(Event::Write(RAH0)).given(Cond::Not(&Cond::Equal(Expr::And(&Expr::Reg(RAH0), 0xFFFF), MAC_HIGH)))
         .checks(&[Check::Allowed(Permission::AnyAddress)]),
@@ -346,6 +380,19 @@ pub static E1000: Device = Device {
     bars: &[Bar::Memory(0x2_0000), Bar::Hidden],
     reset: &[
         Poke::Write(0xD8, 4, u32::MAX),
+        Poke::Write(0x0, 4, RST),
+        Poke::Await(0x0, 4, RST, 0),
+        Poke::Write(0xD8, 4, u32::MAX),
+    ],
+    power_on: &[
+        // The PHY has a reset of its own, which is held for 10 ms: no read over the bus takes less than a microsecond.
+        Poke::Write(0x0, 4, PHY_RST),
+        Poke::Hold(0x8, 4, 10_000),
+        Poke::Write(0x0, 4, 0),
+        Poke::Hold(0x8, 4, 10_000),
+        // And by its registers, for one that knows no other: its own reset, with a new negotiation.
+        Poke::Write(0x20, 4, PHY_WRITE | PHY_ADDRESS | 0x9140),
+        Poke::Await(0x20, 4, 1 << 28, 1 << 28),
         Poke::Write(0x0, 4, RST),
         Poke::Await(0x0, 4, RST, 0),
         Poke::Write(0xD8, 4, u32::MAX),

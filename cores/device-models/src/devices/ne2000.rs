@@ -421,6 +421,7 @@ pub static NE2000: Device = Device {
         Poke::Write(0x0F, 1, 0),
     ],
     // The PROM, a byte per word: stopped, word mode, 32 bytes from 0.
+    power_on: &[],
     station: Station {
         before: &[
             Poke::Write(0x00, 1, 0x21),

@@ -397,6 +397,7 @@ pub static RTL8139: Device = Device {
     },
     bars: &[Bar::Ports(256), Bar::Memory(256)],
     reset: &[Poke::Write(0x37, 1, RST), Poke::Await(0x37, 1, RST, 0), Poke::Write(0x3C, 2, 0)],
+    power_on: &[],
     station: Station { before: &[], offset: 0, stride: 1, width: 1, after: &[] },
     registers: REGISTERS,
     bank: None,

@@ -500,6 +500,8 @@ impl<B: Bus> Kind<B> for Shared<B> {
         self.frame = Frame::default();
         self.pending.clear();
         self.front.reset()?;
+        // Each guest's is virtual, and nothing of it goes to another.
+        self.front.reset_phy();
         self.contexts = std::mem::take(&mut self.restored);
         self.fresh = [false; 2];
         for context in self.contexts.iter().flatten() {

@@ -3,6 +3,7 @@
 use crate::support;
 
 use device_models::Access;
+use device_models::describe::Permission;
 use device_models::devices::e1000::E1000;
 use device_models::reference::e1000::E1000Card;
 use support::e1000::{Card, Driver};
@@ -66,6 +67,57 @@ fn a_driver_sends_and_receives() {
     let (touched, outside) = card.bus().log();
     assert_eq!((outside, card.blocked()), (0, 0));
     assert!(touched > 100_000);
+}
+
+/// What a guest may do with the PHY: what drivers do to set the link up, and to loop frames back with the permission only, whichever register does that. And the
+/// card isn't reset from its own EEPROM, nor its pins turned.
+#[test]
+fn the_phy_is_the_guests_for_its_link_only() {
+    let write = |register: u32, value: u32| (0x20, 1 << 26 | 1 << 21 | register << 16 | value);
+    let loops = [write(0, 0x4140), write(20, 0x4CE0)];
+    let fine = [
+        (0x20, 1 << 27 | 1 << 21 | 17 << 16),
+        write(0, 0x9140),
+        write(0, 0x1340),
+        write(4, 0x0DE1),
+        write(9, 0x0E00),
+        write(16, 0x0068),
+        write(20, 0x0CE0),
+        (0x18, 1 << 17),
+    ];
+    let refused = [
+        write(0, 0x1940),
+        write(0, 0x1540),
+        write(9, 0x2E00),
+        write(1, 0x0001),
+        write(18, 0x0001),
+        write(29, 0x0003),
+        write(30, 0xFFFF),
+        (0x20, 1 << 21 | 0x4140),
+        (0x20, 3 << 26 | 1 << 21),
+        (0x18, 1 << 13),
+        (0x18, 1 << 23),
+        (0x18, 1 << 8),
+    ];
+    for permissions in [&[][..], &[Permission::Loopback]] {
+        let mut monitor = Monitor::new(&E1000, E1000Card::new(CARD, Shared::new(vec![memory(0)]), true));
+        let id = monitor.add(config(0, FailurePolicy::Ignore, permissions, slots(0)));
+        switch(&mut monitor, id);
+        let mut refuses = |(offset, value): (u32, u32)| {
+            let before = monitor.counters(id).refused;
+            monitor.access(id, Access { bar: 0, offset, size: 4, write: Some(value) }).unwrap();
+            monitor.counters(id).refused > before
+        };
+        for (offset, value) in fine {
+            assert!(!refuses((offset, value)), "{offset:X} {value:X}");
+        }
+        for (offset, value) in refused {
+            assert!(refuses((offset, value)), "{offset:X} {value:X}");
+        }
+        for (offset, value) in loops {
+            assert_eq!(refuses((offset, value)), permissions.is_empty(), "{offset:X} {value:X}");
+        }
+    }
 }
 
 /// Segmentation under the monitor sends what a bare card sends.

@@ -16,7 +16,7 @@ pub use transmit::{Parsed, parse, reports};
 use super::port::Port;
 use crate::describe::{Class, Event, Reg};
 use crate::devices::e1000::{
-    CTRL, E1000, EECD, ICR, MAC0, MDIC, MTA, RA, RAH0, RAL0, RST, STATISTICS, STATUS, TCTL, VFTA,
+    CTRL, E1000, EECD, ICR, MAC0, MDIC, MTA, PHY_RST, RA, RAH0, RAL0, RST, STATISTICS, STATUS, TCTL, VFTA,
 };
 use crate::graph::{Given, Graph, Piece, truncated};
 use crate::physical::{Bus, DeviceError, Mapping, PhysicalDevice};
@@ -135,6 +135,7 @@ impl<B: Bus> E1000Card<B> {
             sent: Vec::new(),
         };
         card.clear();
+        card.reset_phy();
         card
     }
 
@@ -201,11 +202,15 @@ impl<B: Bus> E1000Card<B> {
         self.graph.set(RAH0, u32::from_le_bytes([mac[4], mac[5], 0, 0]) | ADDRESS_VALID);
         self.graph.set(STATUS, LINK_UP);
         self.tables = Tables::EMPTY;
+        self.offload = Offload::default();
+    }
+
+    /// The PHY as after power-on. A reset of the card leaves it alone, as the card's does.
+    pub fn reset_phy(&mut self) {
         self.phy = [0; 32];
         for (register, value) in PHY {
             self.phy[size(register)] = value;
         }
-        self.offload = Offload::default();
     }
 
     fn cause(&mut self, causes: u32) {
@@ -257,6 +262,9 @@ impl<B: Bus> E1000Card<B> {
         if reg == CTRL && value & RST != 0 {
             self.clear();
             return;
+        }
+        if reg == CTRL && value & PHY_RST != 0 {
+            self.reset_phy();
         }
         let stored = register.stored(self.value(reg), value);
         let given = Given { size: u32::from(piece.bytes), offset: piece.offset, written: value };
