@@ -57,16 +57,19 @@ pub struct Writes {
     pub decided: bool,
     /// The write was dropped: class `Deny`.
     pub denied: bool,
-    /// The guest reset its device: the device must be brought to the model's state anew.
+    /// The guest reset its device: the device must be reset, and brought to the model's state anew. Its windows stay granted until
+    /// [`Model::recheck`] or [`Model::forget_all`], which come after the device's reset.
     pub reset: bool,
     /// Registers that the monitor reads afterwards, and tells the model by [`Model::returned`].
     pub looks: Vec<Reg>,
+    /// Windows that the device doesn't use once it has got the writes: they are given back then, and not before, by [`Model::give_back`].
+    pub released: Vec<(WindowId, Granted)>,
 }
 
 /// What a guest's read leads to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reads {
-    /// The model has the answer. The flag: the guest reset its device by it.
+    /// The model has the answer. The flag: the guest reset its device by it, as [`Writes::reset`] has it.
     Answer(u32, bool),
     /// The device has it: read it, then ask [`Model::returned`].
     Ask,
@@ -258,14 +261,14 @@ impl Model {
                 }
             }
             for (id, window) in granted {
-                if let Some(before) = self.windows[id.index()].replace(window) {
-                    self.release(id, before, grants);
-                }
+                let before = self.windows[id.index()].replace(window);
+                writes.released.extend(before.map(|before| (id, before)));
             }
         }
         self.graph.set(reg, stored);
         for (id, window) in standing {
-            self.stand(id, window, grants);
+            let before = self.stand(id, window);
+            writes.released.extend(before.map(|before| (id, before)));
         }
         let windows = &self.windows;
         let base = |id: WindowId| windows[id.index()].map_or(0, |window| window.device_base);
@@ -281,17 +284,24 @@ impl Model {
             _ => {}
         });
         for id in forgotten {
-            self.forget(id, grants);
+            let before = self.windows[id.index()].take();
+            writes.released.extend(before.map(|before| (id, before)));
         }
         if writes.reset {
-            self.forget_all(grants);
             writes.forward = None;
         }
         Ok(writes)
     }
 
+    /// Gives back windows that a write has left unused: after the device has got that write.
+    pub fn give_back(&self, released: &[(WindowId, Granted)], grants: &mut dyn Grants) {
+        for &(id, window) in released {
+            self.release(id, window, grants);
+        }
+    }
+
     /// The guest reads a register, or a part of one.
-    pub fn read(&mut self, piece: Piece, grants: &mut dyn Grants) -> Reads {
+    pub fn read(&mut self, piece: Piece) -> Reads {
         let Some(reg) = piece.reg else { return Reads::Answer(0, false) };
         let register = self.device.register(reg);
         let firing = self.graph.firing(self.device, Event::Read(reg), None, Given::size(piece.bytes));
@@ -305,9 +315,6 @@ impl Model {
                 _ => {}
             }
         });
-        if reset {
-            self.forget_all(grants);
-        }
         let known = match (register.read, register.returns) {
             _ if answer.is_some() => answer,
             (Some(Class::Deny) | None, _) => Some(register.reset),
@@ -415,14 +422,12 @@ impl Model {
         self
     }
 
-    /// A check in advance ended so.
-    fn stand(&mut self, id: WindowId, window: Option<Granted>, grants: &mut dyn Grants) {
-        let Some(standing) = &self.device.windows[id.index()].standing else { return };
+    /// A check in advance ended so. The window that it takes the place of.
+    fn stand(&mut self, id: WindowId, window: Option<Granted>) -> Option<Granted> {
+        let standing = self.device.windows[id.index()].standing.as_ref()?;
         let state = if window.is_some() { standing.granted } else { standing.each };
         self.graph.enter(state);
-        if let Some(before) = std::mem::replace(&mut self.windows[id.index()], window) {
-            self.release(id, before, grants);
-        }
+        std::mem::replace(&mut self.windows[id.index()], window)
     }
 
     /// The model enters a state, by a step of the device's context.
@@ -438,7 +443,7 @@ impl Model {
         self.raise(pointers.restart);
     }
 
-    /// Validates anew every window that the device will use with the guest's registers.
+    /// Validates anew every window that the device will use with the guest's registers. The device was reset, and uses none.
     ///
     /// # Errors
     /// A window can't be granted any more.
@@ -449,7 +454,8 @@ impl Model {
                 && (self.graph.is(standing.granted) || self.graph.is(standing.each))
             {
                 let granted = check_standing(window, &self.graph, grants);
-                self.stand(id, granted, grants);
+                // All were forgotten.
+                self.stand(id, granted);
             }
             if !window.active.holds(&self.graph) {
                 continue;
@@ -462,7 +468,7 @@ impl Model {
         Ok(())
     }
 
-    /// The guest gives the device up: nothing stays granted.
+    /// The guest gives the device up: nothing stays granted. The device was stopped, and uses no window.
     pub fn forget_all(&mut self, grants: &mut dyn Grants) {
         for id in (0u8..).map(WindowId).take(self.windows.len()) {
             self.forget(id, grants);

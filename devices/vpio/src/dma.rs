@@ -59,6 +59,15 @@ impl MemoryMap for Slots {
     }
 }
 
+/// Why memory isn't mapped for the device.
+#[derive(Debug)]
+pub(crate) enum Unmapped {
+    /// This memory can't be: what was mapped before is mapped, and nothing else. It concerns the guest that asked, and nobody else.
+    Refused(DeviceError),
+    /// What was mapped before can't be restored: the device has to be reset.
+    Failed(DeviceError),
+}
+
 /// What the device reaches through the IOMMU for the resident guest: pages, how many windows use each, how many of these are written; or all of
 /// the guest's memory.
 #[derive(Debug, Default)]
@@ -85,18 +94,17 @@ impl Mappings {
         &mut self,
         physical: &mut P,
         memory: &[(u64, u64, bool)],
-    ) -> Result<(), DeviceError> {
+    ) -> Result<(), Unmapped> {
         if self.whole_users == 0 {
-            self.each_page(physical, P::unmap)?;
+            self.unmap_pages(physical).map_err(Unmapped::Failed)?;
             for &(base, length, writable) in memory {
                 let mapping = Mapping { device_base: base, guest_base: base, length, writable };
                 if let Err(error) = physical.map(mapping) {
                     // As it was: what was mapped goes, pages come back.
-                    while let Some(mapped) = self.whole.pop() {
-                        physical.unmap(mapped)?;
-                    }
-                    self.each_page(physical, P::map)?;
-                    return Err(error);
+                    self.unmap_whole(physical)
+                        .and_then(|()| self.map_pages(physical))
+                        .map_err(Unmapped::Failed)?;
+                    return Err(Unmapped::Refused(error));
                 }
                 self.whole.push(mapping);
             }
@@ -109,22 +117,52 @@ impl Mappings {
     pub(crate) fn remove_all<P: PhysicalDevice>(&mut self, physical: &mut P) -> Result<(), DeviceError> {
         self.whole_users = self.whole_users.saturating_sub(1);
         if self.whole_users == 0 {
-            while let Some(mapping) = self.whole.pop() {
-                physical.unmap(mapping)?;
-            }
-            self.each_page(physical, P::map)?;
+            self.unmap_whole(physical)?;
+            self.map_pages(physical)?;
         }
         Ok(())
     }
 
-    fn each_page<P: PhysicalDevice>(
-        &self,
-        physical: &mut P,
-        act: impl Fn(&mut P, Mapping) -> Result<(), DeviceError>,
-    ) -> Result<(), DeviceError> {
-        self.pages
-            .iter()
-            .try_for_each(|(&page, &(_, writers))| act(physical, Self::mapping(page, writers > 0)))
+    fn unmap_whole<P: PhysicalDevice>(&mut self, physical: &mut P) -> Result<(), DeviceError> {
+        while let Some(mapping) = self.whole.last() {
+            physical.unmap(*mapping)?;
+            self.whole.pop();
+        }
+        Ok(())
+    }
+
+    /// Nothing is mapped any more, whoever used it. The device was reset.
+    pub(crate) fn clear<P: PhysicalDevice>(&mut self, physical: &mut P) -> Result<(), DeviceError> {
+        if self.whole.is_empty() {
+            while let Some((&page, &(_, writers))) = self.pages.first_key_value() {
+                physical.unmap(Self::mapping(page, writers > 0))?;
+                self.pages.pop_first();
+            }
+        }
+        self.unmap_whole(physical)?;
+        self.pages.clear();
+        self.whole_users = 0;
+        Ok(())
+    }
+
+    /// Maps all pages that are counted. Those that aren't mapped after an error aren't counted any more.
+    fn map_pages<P: PhysicalDevice>(&mut self, physical: &mut P) -> Result<(), DeviceError> {
+        let failed = self.pages.iter().find_map(|(&page, &(_, writers))| {
+            physical.map(Self::mapping(page, writers > 0)).err().map(|error| (page, error))
+        });
+        let Some((page, error)) = failed else { return Ok(()) };
+        self.pages.split_off(&page);
+        Err(error)
+    }
+
+    /// Unmaps all pages, which are still counted. After an error only those are that are still mapped.
+    fn unmap_pages<P: PhysicalDevice>(&mut self, physical: &mut P) -> Result<(), DeviceError> {
+        let failed = self.pages.iter().find_map(|(&page, &(_, writers))| {
+            physical.unmap(Self::mapping(page, writers > 0)).err().map(|error| (page, error))
+        });
+        let Some((page, error)) = failed else { return Ok(()) };
+        self.pages = self.pages.split_off(&page);
+        Err(error)
     }
 
     fn pages_of(base: u64, length: u64) -> std::ops::RangeInclusive<u64> {
@@ -141,20 +179,47 @@ impl Mappings {
         base: u64,
         length: u64,
         writes: bool,
-    ) -> Result<(), DeviceError> {
-        for page in Self::pages_of(base, length) {
-            let (users, writers) = self.pages.get(&page).copied().unwrap_or((0, 0));
-            if self.whole_users > 0 {
-                // It is mapped.
-            } else if users == 0 {
-                physical.map(Self::mapping(page, writes))?;
-            } else if writes && writers == 0 {
-                physical.unmap(Self::mapping(page, false))?;
-                physical.map(Self::mapping(page, true))?;
+    ) -> Result<(), Unmapped> {
+        let pages = Self::pages_of(base, length);
+        for page in pages.clone() {
+            match self.add_page(physical, page, writes) {
+                Err(Unmapped::Refused(error)) => {
+                    // As it was.
+                    for added in *pages.start()..page {
+                        self.remove_page(physical, added, writes).map_err(Unmapped::Failed)?;
+                    }
+                    return Err(Unmapped::Refused(error));
+                }
+                added => added?,
             }
-            self.pages.insert(page, (users + 1, writers + u32::from(writes)));
         }
         self.peak = self.peak.max(self.bytes());
+        Ok(())
+    }
+
+    fn add_page<P: PhysicalDevice>(
+        &mut self,
+        physical: &mut P,
+        page: u64,
+        writes: bool,
+    ) -> Result<(), Unmapped> {
+        let (users, writers) = self.pages.get(&page).copied().unwrap_or((0, 0));
+        if self.whole_users > 0 {
+            // It is mapped.
+        } else if users == 0 {
+            physical.map(Self::mapping(page, writes)).map_err(Unmapped::Refused)?;
+        } else if writes && writers == 0 {
+            physical.unmap(Self::mapping(page, false)).map_err(Unmapped::Failed)?;
+            if let Err(error) = physical.map(Self::mapping(page, true)) {
+                if let Err(lost) = physical.map(Self::mapping(page, false)) {
+                    // It isn't mapped any more.
+                    self.pages.remove(&page);
+                    return Err(Unmapped::Failed(lost));
+                }
+                return Err(Unmapped::Refused(error));
+            }
+        }
+        self.pages.insert(page, (users + 1, writers + u32::from(writes)));
         Ok(())
     }
 
@@ -165,23 +230,34 @@ impl Mappings {
         length: u64,
         writes: bool,
     ) -> Result<(), DeviceError> {
-        for page in Self::pages_of(base, length) {
-            let Some((users, writers)) = self.pages.get(&page).copied() else { continue };
-            let single = self.whole_users == 0;
-            if users <= 1 {
-                self.pages.remove(&page);
-                if single {
-                    physical.unmap(Self::mapping(page, writers > 0))?;
-                }
-                continue;
+        Self::pages_of(base, length).try_for_each(|page| self.remove_page(physical, page, writes))
+    }
+
+    fn remove_page<P: PhysicalDevice>(
+        &mut self,
+        physical: &mut P,
+        page: u64,
+        writes: bool,
+    ) -> Result<(), DeviceError> {
+        let Some((users, writers)) = self.pages.get(&page).copied() else { return Ok(()) };
+        let single = self.whole_users == 0;
+        if users <= 1 {
+            if single {
+                physical.unmap(Self::mapping(page, writers > 0))?;
             }
-            let left = writers.saturating_sub(u32::from(writes));
-            if single && writers > 0 && left == 0 {
-                physical.unmap(Self::mapping(page, true))?;
-                physical.map(Self::mapping(page, false))?;
-            }
-            self.pages.insert(page, (users - 1, left));
+            self.pages.remove(&page);
+            return Ok(());
         }
+        let left = writers.saturating_sub(u32::from(writes));
+        if single && writers > 0 && left == 0 {
+            physical.unmap(Self::mapping(page, true))?;
+            if let Err(lost) = physical.map(Self::mapping(page, false)) {
+                // It isn't mapped any more.
+                self.pages.remove(&page);
+                return Err(lost);
+            }
+        }
+        self.pages.insert(page, (users - 1, left));
         Ok(())
     }
 }
@@ -193,7 +269,7 @@ pub(crate) struct Vetter<'a, P> {
     pub memory: &'a dyn MemoryMap,
     pub permissions: &'a [Permission],
     pub recorder: &'a mut Recorder,
-    /// The device failed while it was mapped for.
+    /// The device failed while memory was mapped for it, or unmapped. Memory that can't be mapped is no failure: it is denied.
     pub failure: Option<DeviceError>,
 }
 
@@ -206,12 +282,21 @@ impl<P: PhysicalDevice> Vetter<'_, P> {
             return Ok(address);
         }
         let writes = direction == Direction::DeviceWrites;
-        self.mappings.add(self.physical, base, length, writes).map_err(|error| {
-            let text = error.to_string();
-            self.failure = Some(error);
-            Denied(format!("can't be mapped for the device: {text}"))
-        })?;
-        Ok(base)
+        match self.mappings.add(self.physical, base, length, writes) {
+            Ok(()) => Ok(base),
+            Err(unmapped) => Err(self.denied(unmapped)),
+        }
+    }
+
+    fn denied(&mut self, unmapped: Unmapped) -> Denied {
+        let error = match unmapped {
+            Unmapped::Refused(error) => error,
+            Unmapped::Failed(error) => {
+                self.failure = Some(error.clone());
+                error
+            }
+        };
+        Denied(format!("can't be mapped for the device: {error}"))
     }
 }
 
@@ -226,11 +311,7 @@ impl<P: PhysicalDevice> Grants for Vetter<'_, P> {
     /// there: it takes its rings from somebody else then, who copies the descriptors that it checked (`crate::sharing`).
     fn grant_all(&mut self, _: Direction) -> Result<(), Denied> {
         let verdict = if self.physical.has_iommu() {
-            self.mappings.add_all(self.physical, &self.memory.all()).map_err(|error| {
-                let text = error.to_string();
-                self.failure = Some(error);
-                Denied(format!("can't be mapped for the device: {text}"))
-            })
+            self.mappings.add_all(self.physical, &self.memory.all()).map_err(|unmapped| self.denied(unmapped))
         } else {
             Err(Denied(
                 "can't be kept in the guest's memory without an IOMMU: the device takes addresses out of it; use it as a shared \

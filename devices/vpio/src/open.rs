@@ -19,6 +19,7 @@ use device_models::graph::{Piece, truncated};
 use device_models::model::{Model, Reads, Refusal};
 use device_models::physical::{DeviceError, PhysicalDevice};
 
+use crate::dma::Unmapped;
 use crate::guest::GuestId;
 use crate::monitor::{Monitor, MonitorError};
 use crate::switch::Switched;
@@ -86,7 +87,11 @@ impl<P: PhysicalDevice> Monitor<P> {
         self.take_out(at, false)?;
         // A card that does no DMA needs none of it.
         let memory = if self.reaches_memory() { self.guests[at].config.memory.all() } else { Vec::new() };
-        let mapped = self.mappings.add_all(&mut self.physical, &memory);
+        let mapped = match self.mappings.add_all(&mut self.physical, &memory) {
+            Ok(()) => Ok(()),
+            Err(Unmapped::Refused(error)) => Err(error),
+            Err(Unmapped::Failed(error)) => return Err(error.into()),
+        };
         self.open = mapped.is_ok();
         self.resident = Some(at);
         self.broken = None;
@@ -153,10 +158,13 @@ impl<P: PhysicalDevice> Monitor<P> {
             let piece = model.graph().piece(self.device, offset, access.size - done, access.write.is_some());
             match access.write {
                 Some(value) => self.watch_write(id.0, piece, truncated(value >> (8 * done), piece.bytes))?,
-                None => match self.vet(id.0, |model, vetter| model.read(piece, vetter))? {
+                None => match self.guests[id.0].model.read(piece) {
                     Reads::Ask => asked.push((piece, done)),
-                    // The reset port: what was done before is over.
-                    Reads::Answer(_, true) => self.broken = None,
+                    // The reset port: what was done before is over. What is watched has its windows on the card.
+                    Reads::Answer(_, true) => {
+                        self.broken = None;
+                        self.vet(id.0, |model, vetter| model.forget_all(vetter))?;
+                    }
                     Reads::Answer(_, false) => {}
                 },
             }
@@ -180,7 +188,17 @@ impl<P: PhysicalDevice> Monitor<P> {
 
     fn watch_write(&mut self, at: usize, piece: Piece, value: u32) -> Result<(), MonitorError> {
         let before = self.guests[at].model.windows().to_vec();
-        match self.vet(at, |model, vetter| model.write(piece, value, vetter))? {
+        let written = self.vet(at, |model, vetter| {
+            let written = model.write(piece, value, vetter);
+            // What is watched has its windows on the card: there is nothing to unmap.
+            match &written {
+                Ok(writes) if writes.reset => model.forget_all(vetter),
+                Ok(writes) => model.give_back(&writes.released, vetter),
+                Err(_) => {}
+            }
+            written
+        })?;
+        match written {
             Ok(writes) if writes.reset => self.broken = None,
             Ok(_) => {}
             Err(refusal) => self.broken = Some(Box::new(refusal)),
@@ -219,7 +237,11 @@ impl<P: PhysicalDevice> Monitor<P> {
         if self.broken.is_some() {
             return Ok(());
         }
-        if let Err(refusal) = self.vet(at, |model, vetter| model.write(piece, value, vetter))? {
+        let learned = self.vet(at, |model, vetter| {
+            // The device has the value already.
+            model.write(piece, value, vetter).map(|writes| model.give_back(&writes.released, vetter))
+        })?;
+        if let Err(refusal) = learned {
             self.broken = Some(Box::new(refusal));
         }
         Ok(())

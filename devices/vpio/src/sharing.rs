@@ -85,7 +85,7 @@ pub struct Fed {
     pub dropped: u64,
     /// Handed to the card.
     pub sent: u64,
-    /// Not handed to the card: they lie outside of the guest's memory, or have more pieces than a card takes.
+    /// Not handed to the card: they lie outside of the guest's memory or where it can't be mapped, or have more pieces than a card takes.
     pub refused: u64,
 }
 
@@ -270,6 +270,16 @@ impl<P: PhysicalDevice, B: Bus + Send + 'static, O: OwnRing> SharedCard<P, B, O>
             seat.hidden.clear();
             (seat.full, seat.owed) = (false, 0);
         }
+    }
+
+    /// The card has failed, or may have: it is reset, with what it has, and its receiver starts anew. What it had of the holder's is told as sent.
+    /// The monitor's `recover` comes next.
+    ///
+    /// # Errors
+    /// The card can't be reached.
+    pub fn restart(&mut self) -> Result<(), DeviceError> {
+        self.totals.resets += 1;
+        self.with(|kind, side| kind.start(side))
     }
 
     /// Nothing of the memory of a seat's guest is mapped any more after this. It doesn't hold the card.

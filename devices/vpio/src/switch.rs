@@ -83,14 +83,8 @@ impl<P: PhysicalDevice> Monitor<P> {
     /// As [`Self::switch`].
     pub fn power_on(&mut self, id: GuestId) -> Result<(), MonitorError> {
         let resident = self.resident == Some(id.0);
-        if resident {
-            self.set_bus_master(false)?;
-            self.vet(id.0, |model, vetter| model.forget_all(vetter))?;
-            self.physical.reset()?;
-            // Nothing of the guest's may be left for what comes after it.
-            let card = &self.guests[id.0].card;
-            self.dirty.extend(card.written.iter().chain(&card.rings));
-        }
+        // The guest begins anew whatever the device does.
+        let stopped = if resident { self.stop(id.0) } else { Ok(()) };
         let guest = &mut self.guests[id.0];
         guest.model = Model::new(self.device, guest.config.address);
         guest.card = CardMemory::default();
@@ -101,7 +95,58 @@ impl<P: PhysicalDevice> Monitor<P> {
             page.forget();
         }
         guest.recorder.restart(&guest.model);
+        stopped?;
         if resident { self.bring_in(id.0) } else { Ok(()) }
+    }
+
+    /// Resets the device of the guest that has it, whose machine is reset. Its windows are given back then.
+    fn stop(&mut self, at: usize) -> Result<(), MonitorError> {
+        // Nothing of the guest's may be left for what comes after it.
+        let card = &self.guests[at].card;
+        self.dirty.extend(card.written.iter().chain(&card.rings));
+        self.set_bus_master(false)?;
+        self.physical.reset()?;
+        self.vet(at, |model, vetter| model.forget_all(vetter))
+    }
+
+    /// The device has failed, or may have: the guest that has it loses it, as by a hand-off that was forced. Its driver sees the device's
+    /// error status, where it has one. [`Self::recover`] comes next, before anybody gets the device.
+    pub fn abandon(&mut self) {
+        self.harvest_due = false;
+        self.open = false;
+        self.broken = None;
+        if let Some(from) = self.resident.take() {
+            self.forget_progress(from);
+            let guest = &mut self.guests[from];
+            if let Some(page) = &mut guest.page {
+                page.forget();
+            }
+            guest.recorder.restart(&guest.model);
+        }
+    }
+
+    /// A device that was abandoned is reset, and nothing stays mapped for it.
+    ///
+    /// # Errors
+    /// The device can't be reached. This may be tried again.
+    pub fn recover(&mut self) -> Result<(), MonitorError> {
+        // Whether or not it hears this: the reset says so again.
+        let quiet = self.set_bus_master(false);
+        self.physical.reset()?;
+        quiet?;
+        Ok(self.mappings.clear(&mut self.physical)?)
+    }
+
+    /// A guest's device isn't as it left it any more: it begins anew.
+    fn forget_progress(&mut self, at: usize) {
+        let guest = &mut self.guests[at];
+        guest.model = Model::new(self.device, guest.config.address);
+        guest.tables.clear();
+        guest.asked.clear();
+        // Nothing of the guest's may be left on the card for what comes after it.
+        let card = std::mem::take(&mut guest.card);
+        self.dirty.extend(card.written.iter().chain(&card.rings));
+        guest.model.raise(self.device.interrupts.error.unwrap_or(0));
     }
 
     /// With `learned` the model came to know the device by what it holds, which doesn't tell where it is in its descriptors.
@@ -115,18 +160,13 @@ impl<P: PhysicalDevice> Monitor<P> {
             }
         }
         self.set_bus_master(false)?;
-        self.vet(from, |model, vetter| model.forget_all(vetter))?;
         if !reusable {
             self.physical.reset()?;
-            let guest = &mut self.guests[from];
-            let address = guest.config.address;
-            guest.model = Model::new(self.device, address);
-            guest.tables.clear();
-            guest.asked.clear();
-            // Nothing of the guest's may be left on the card for what comes after it.
-            let card = std::mem::take(&mut guest.card);
-            self.dirty.extend(card.written.iter().chain(&card.rings));
-            guest.model.raise(self.device.interrupts.error.unwrap_or(0));
+        }
+        // Only now: its engines are idle or reset.
+        self.vet(from, |model, vetter| model.forget_all(vetter))?;
+        if !reusable {
+            self.forget_progress(from);
         }
         self.resident = None;
         Ok(())
@@ -215,6 +255,8 @@ impl<P: PhysicalDevice> Monitor<P> {
                         self.fail(at, refusal);
                         self.guests[at].stopped = true;
                         self.physical.reset()?;
+                        // Windows that were granted before that one.
+                        self.vet(at, |model, vetter| model.forget_all(vetter))?;
                         self.resident = None;
                     } else {
                         // Before its engines run: one that receives without it takes a descriptor that it can't read, and goes past it.

@@ -261,15 +261,15 @@ fn replay_access(
             access.write.is_some(),
         );
         match access.write {
-            Some(value) => {
-                if let Err(refusal) = model.write(piece, truncated(value >> (8 * done), piece.bytes), grants)
-                {
+            Some(value) => match model.write(piece, truncated(value >> (8 * done), piece.bytes), grants) {
+                Ok(writes) => model.give_back(&writes.released, grants),
+                Err(refusal) => {
                     refusals.push(refusal);
                     return;
                 }
-            }
+            },
             None => {
-                if model.read(piece, grants) == Reads::Ask
+                if model.read(piece) == Reads::Ask
                     && let Some(Told::Returned(raw)) = grants.told.get(grants.at)
                 {
                     grants.at += 1;

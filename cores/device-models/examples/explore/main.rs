@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 use device_models::devices;
-use space::explore;
+use space::{Order, explore};
 
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
@@ -35,7 +35,7 @@ fn main() -> ExitCode {
         devices::ALL.iter().filter(|device| words.is_empty() || words.iter().any(|word| word == device.name))
     {
         let began = Instant::now();
-        let report = explore(device);
+        let report = explore(device, Order::DeviceFirst);
         println!(
             "{}: {} states, {} steps of {} kinds, depth {}, {:.1} s",
             device.name,

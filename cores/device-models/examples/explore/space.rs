@@ -19,27 +19,102 @@ const GUEST: std::ops::Range<u64> = 0x10_0000..0x20_0000;
 /// Where it lies for the device.
 const OFFSET: u64 = 0x4000_0000;
 
-/// What a guest without permissions was granted.
-struct Guest;
+/// What a guest without permissions was granted, as an IOMMU has it, and the device as it is in the moment in which something is given back.
+struct Guest {
+    device: &'static Device,
+    registers: Vec<u32>,
+    states: Vec<u8>,
+    /// Windows in the host's memory, and grants of all of the guest's.
+    windows: Vec<Granted>,
+    whole: u32,
+    /// A window was given back that the device could use.
+    torn: bool,
+}
+
+impl Guest {
+    fn of(device: &'static Device, world: &World) -> Self {
+        let (mut windows, mut whole) = (Vec::new(), 0);
+        for (window, granted) in device.windows.iter().zip(world.model.windows()) {
+            match (window.space, granted) {
+                (Place::Host { .. }, Some(granted)) => windows.push(*granted),
+                (Place::Guest, Some(_)) => whole += 1,
+                _ => {}
+            }
+        }
+        let registers = world.registers.clone();
+        Self { device, registers, states: world.states().to_vec(), windows, whole, torn: world.torn }
+    }
+
+    /// The device has got what was written.
+    fn sees(&mut self, world: &World) {
+        self.registers.clone_from(&world.registers);
+        self.states = world.states().to_vec();
+    }
+
+    /// Whether the device can use a window with its registers that is granted no more.
+    fn look(&mut self) {
+        let values = At { registers: &self.registers, states: &self.states };
+        let in_use = self.device.windows.iter().filter(|window| window.active.holds(&values));
+        self.torn |= in_use.into_iter().any(|window| {
+            let (base, length) = (window.base.value(&values), window.length.value(&values));
+            let covers = |granted: &Granted| {
+                base >= granted.device_base && base + length <= granted.device_base + granted.length
+            };
+            match window.space {
+                Place::Card { .. } => false,
+                Place::Guest => self.whole == 0,
+                Place::Host { .. } => length > 0 && !self.windows.iter().any(covers),
+            }
+        });
+    }
+}
+
+/// Registers and states at some moment.
+struct At<'a> {
+    registers: &'a [u32],
+    states: &'a [u8],
+}
+
+impl Values for At<'_> {
+    fn register(&self, reg: Reg) -> u32 {
+        self.registers[reg.index()]
+    }
+    fn states(&self) -> &[u8] {
+        self.states
+    }
+}
 
 impl Grants for Guest {
     fn grant(&mut self, base: u64, length: u64, _: Direction) -> Result<u64, Denied> {
         let end = base.checked_add(length).ok_or_else(|| Denied("wraps".to_owned()))?;
         if base >= GUEST.start && end <= GUEST.end {
+            self.windows.push(Granted { base, length, device_base: base + OFFSET });
             Ok(base + OFFSET)
         } else {
             Err(Denied("isn't the guest's memory".to_owned()))
         }
     }
     fn grant_all(&mut self, _: Direction) -> Result<(), Denied> {
+        self.whole += 1;
         Ok(())
     }
-    fn release_all(&mut self) {}
-    fn release(&mut self, _: Granted, _: Direction) {}
+    fn release_all(&mut self) {
+        self.whole = self.whole.saturating_sub(1);
+        self.look();
+    }
+    fn release(&mut self, window: Granted, _: Direction) {
+        if let Some(at) = self.windows.iter().position(|known| *known == window) {
+            self.windows.swap_remove(at);
+        }
+        self.look();
+    }
     fn allows(&self, _: Permission) -> bool {
         false
     }
 }
+
+/// The property that [`Order`] is about.
+pub const GRANTED: &str = "a window in use is still granted";
 
 /// A request of the guest, or something that the device does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -62,6 +137,8 @@ pub struct World {
     model: Model,
     registers: Vec<u32>,
     latched: u32,
+    /// A window was given back that the device could use.
+    torn: bool,
 }
 
 impl Values for World {
@@ -81,6 +158,16 @@ struct Space {
     own: Vec<Request>,
     /// Windows that some state uses.
     used: AtomicU64,
+    order: Order,
+}
+
+/// When windows are given back that a request leaves unused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    /// When the device has got what the request leads to: as the monitor does it.
+    DeviceFirst,
+    /// Before. For controls.
+    WindowsFirst,
 }
 
 /// What an exploration found.
@@ -101,12 +188,12 @@ pub struct Report {
 }
 
 /// Explores a device, slice by slice.
-pub fn explore(device: &'static Device) -> Report {
+pub fn explore(device: &'static Device, order: Order) -> Report {
     let mut used = 0;
     let mut all =
         Report { states: 0, steps: 0, depth: 0, requests: 0, unused: Vec::new(), findings: Vec::new() };
     for left in device.slices {
-        let one = Space::new(device, left).explore(&mut used);
+        let one = Space::new(device, left, order).explore(&mut used);
         all.states += one.states;
         all.steps += one.steps;
         all.depth = all.depth.max(one.depth);
@@ -123,7 +210,7 @@ pub fn explore(device: &'static Device) -> Report {
 
 impl Space {
     /// The space of `device` with some registers left as they are after reset.
-    fn new(device: &'static Device, left: &[Reg]) -> Self {
+    fn new(device: &'static Device, left: &[Reg], order: Order) -> Self {
         let (mut requests, mut own) = (Vec::new(), vec![Request::Harvest]);
         for (reg, register) in device.numbered().filter(|(reg, _)| !left.contains(reg)) {
             if let (Some(_), Some(class)) = (register.offset, register.write) {
@@ -149,7 +236,7 @@ impl Space {
         }
         own.extend(reads(device.context.settle).into_iter().map(Request::Look));
         requests.dedup();
-        Self { device, requests, own, used: AtomicU64::new(0) }
+        Self { device, requests, own, used: AtomicU64::new(0), order }
     }
 
     /// Explores all of it. Windows that were used are added to `used`.
@@ -181,6 +268,8 @@ impl Space {
     fn step(&self, before: &World, request: Request) -> Option<World> {
         let mut world = before.clone();
         let device = self.device;
+        let mut guest = Guest::of(device, before);
+        let device_first = self.order == Order::DeviceFirst;
         let piece = |reg: Reg, bytes| Piece {
             reg: Some(reg),
             offset: device.register(reg).offset.unwrap_or(0),
@@ -189,24 +278,31 @@ impl Space {
         };
         match request {
             Request::Write(reg, value, bytes) => {
-                let Ok(writes) = world.model.write(piece(reg, bytes), value, &mut Guest) else {
+                let Ok(writes) = world.model.write(piece(reg, bytes), value, &mut guest) else {
                     return Some(world);
                 };
+                if !device_first {
+                    world.model.give_back(&writes.released, &mut guest);
+                }
                 for (reg, value) in writes.before.into_iter().chain(writes.forward.map(|value| (reg, value)))
                 {
                     world.model.wrote_device(reg, value);
                     let held = &mut world.registers[reg.index()];
                     *held = device.register(reg).held(*held, value);
                 }
+                guest.sees(&world);
+                if device_first {
+                    world.model.give_back(&writes.released, &mut guest);
+                }
                 for reg in writes.looks {
                     self.show(&mut world, reg, device.register(reg).width);
                 }
                 if writes.reset {
-                    self.reset(&mut world);
+                    self.reset(&mut world, &mut guest);
                 }
             }
-            Request::Read(reg, bytes) => match world.model.read(piece(reg, bytes), &mut Guest) {
-                Reads::Answer(_, true) => self.reset(&mut world),
+            Request::Read(reg, bytes) => match world.model.read(piece(reg, bytes)) {
+                Reads::Answer(_, true) => self.reset(&mut world, &mut guest),
                 Reads::Answer(_, false) => {}
                 Reads::Ask => self.show(&mut world, reg, bytes),
             },
@@ -250,6 +346,7 @@ impl Space {
                 }
             }
         }
+        world.torn = guest.torn;
         world.model = world.model.abstracted();
         for (held, register) in world.registers.iter_mut().zip(device.registers) {
             *held = register.abstracted(*held);
@@ -263,10 +360,19 @@ impl Space {
         world.model.returned(piece, world.registers[reg.index()]);
     }
 
-    fn reset(&self, world: &mut World) {
+    /// The guest has reset its device.
+    fn reset(&self, world: &mut World, guest: &mut Guest) {
+        if self.order == Order::WindowsFirst {
+            guest.registers.clone_from(&world.registers);
+            world.model.forget_all(guest);
+        }
         world.model.device_was_reset();
         world.latched = 0;
         world.registers = self.device.registers.iter().map(|register| register.reset).collect();
+        guest.sees(world);
+        // No window is active after a reset.
+        let checked = world.model.recheck(guest);
+        debug_assert!(checked.is_ok(), "{checked:?}");
     }
 
     fn has_bank(&self, world: &World, reg: Reg) -> bool {
@@ -336,7 +442,12 @@ impl stateright::Model for Space {
 
     fn init_states(&self) -> Vec<World> {
         let registers = self.device.registers.iter().map(|register| register.reset).collect();
-        vec![World { model: Model::new(self.device, [0; 6]).abstracted(), registers, latched: 0 }]
+        vec![World {
+            model: Model::new(self.device, [0; 6]).abstracted(),
+            registers,
+            latched: 0,
+            torn: false,
+        }]
     }
 
     fn actions(&self, state: &World, actions: &mut Vec<Request>) {
@@ -356,6 +467,7 @@ impl stateright::Model for Space {
             Property::always("the device uses granted windows only", |space: &Self, world: &World| {
                 space.is_guarded(world)
             }),
+            Property::always(GRANTED, |_, world: &World| !world.torn),
             Property::always(
                 "the device becomes reusable without the guest",
                 |space: &Self, world: &World| space.ends(world),

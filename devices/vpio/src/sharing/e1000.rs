@@ -256,7 +256,7 @@ impl<B: Bus> Shared<B> {
             Some(holder) if length > 0 => {
                 let length = u64::try_from(length).unwrap_or(u64::MAX);
                 if side.card.has_iommu() {
-                    self.places.find(side.card, holder, address, length)?
+                    self.places.find(side.card, holder, address, length)
                 } else {
                     self.places.translate(side.map(holder)?, address, length, MOST)
                 }

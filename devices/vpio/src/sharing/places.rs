@@ -61,24 +61,21 @@ impl Places {
     }
 
     /// Where `length` bytes of the holder's memory are for the card, piece by piece; what isn't mapped for it is. `None`: not all of it is
-    /// granted.
-    ///
-    /// # Errors
-    /// It can't be mapped.
+    /// granted, or it can't be mapped: memory that devices may only read, or more than the host lets this process lock.
     pub fn find(
         &mut self,
         card: &mut dyn PhysicalDevice,
         holder: usize,
         address: u64,
         length: u64,
-    ) -> Result<Option<Vec<(u64, u64)>>, DeviceError> {
-        let Some(end) = address.checked_add(length) else { return Ok(None) };
+    ) -> Option<Vec<(u64, u64)>> {
+        let end = address.checked_add(length)?;
         let (mut at, mut pieces) = (address, Vec::new());
         while at < end {
             let covers =
                 |granted: &&Mapping| granted.guest_base <= at && at - granted.guest_base < granted.length;
-            let Some(granted) = self.granted.iter().find(covers).copied() else { return Ok(None) };
-            let Some(area) = self.area(holder, &granted) else { return Ok(None) };
+            let granted = self.granted.iter().find(covers).copied()?;
+            let area = self.area(holder, &granted)?;
             let within = at - granted.guest_base;
             let bytes = (end - at).min(granted.length - within);
             for chunk in within / CHUNK..=(within + bytes - 1) / CHUNK {
@@ -88,15 +85,16 @@ impl Places {
                 }
                 if areas.iter().map(|area| area.chunks.len()).sum::<usize>() >= MOST {
                     // Nothing can be unmapped now: the card may have frames there.
-                    return Ok(None);
+                    return None;
                 }
-                card.map(areas[area].mapping(chunk))?;
+                // The frame is refused, and counted: the card itself is well.
+                card.map(areas[area].mapping(chunk)).ok()?;
                 areas[area].chunks.insert(chunk);
             }
             pieces.push((self.seats.get(&holder).map_or(0, |areas| areas[area].base) + within, bytes));
             at += bytes;
         }
-        Ok(Some(pieces))
+        Some(pieces)
     }
 
     /// Where `length` bytes of the holder's memory are for a card without an IOMMU, by at most `most` pieces. `None`: not all of it is granted,
@@ -148,11 +146,15 @@ impl Places {
     /// # Errors
     /// The card can't be reached.
     pub fn forget(&mut self, card: &mut dyn PhysicalDevice, seat: usize) -> Result<(), DeviceError> {
-        for area in self.seats.remove(&seat).unwrap_or_default() {
-            for &chunk in &area.chunks {
+        let areas = self.seats.entry(seat).or_default();
+        for area in areas {
+            while let Some(&chunk) = area.chunks.first() {
                 card.unmap(area.mapping(chunk))?;
+                // Only now: what can't be unmapped is tried again.
+                area.chunks.pop_first();
             }
         }
+        self.seats.remove(&seat);
         Ok(())
     }
 
@@ -260,14 +262,14 @@ mod tests {
             let (mut places, mut card) = (Places::default(), Maps::default());
             let mut owners: Vec<(u64, u64, usize)> = Vec::new();
             for (seat, address, length, goes) in asks {
-                prop_assert_eq!(places.find(&mut card, seat, address, length).unwrap(), None, "nothing is granted");
+                prop_assert_eq!(places.find(&mut card, seat, address, length), None, "nothing is granted");
                 give(&mut places, true);
                 let inside = |at: u64| REGIONS.iter().any(|(base, length)| (*base..base + length).contains(&at));
                 // Regions end at whole pages.
                 let all = address.checked_add(length).is_some_and(|end| {
                     inside(address) && inside(end - 1) && (address..end).step_by(0x1000).all(inside)
                 });
-                let found = places.find(&mut card, seat, address, length).unwrap();
+                let found = places.find(&mut card, seat, address, length);
                 prop_assert_eq!(found.is_some(), all, "{:#x} {:#x}", address, length);
                 let mut at = address;
                 for (place, bytes) in found.into_iter().flatten() {
@@ -377,7 +379,7 @@ mod tests {
         let all = Mapping { device_base: 0, guest_base: 0, length: 8 << 30, writable: true };
         places.grant(all);
         let found = |places: &mut Places, card: &mut Maps, chunk: usize| {
-            places.find(card, 0, u64::try_from(chunk).unwrap() * CHUNK, 64).unwrap().is_some()
+            places.find(card, 0, u64::try_from(chunk).unwrap() * CHUNK, 64).is_some()
         };
         assert!((0..MOST).all(|chunk| found(&mut places, &mut card, chunk)));
         assert!(places.is_full(0) && !found(&mut places, &mut card, MOST) && card.0.len() == MOST);

@@ -18,3 +18,4 @@ mod sharing;
 mod sharing_no_iommu;
 mod sharing_remote;
 mod support;
+mod unmapping;
