@@ -14,6 +14,7 @@ use crate::cluster::{ClusterConfig, ClusterDirectory, ClusterThread, JoinError};
 use crate::engine::{EngineError, EngineSetup, EngineThread};
 use crate::hardening;
 use crate::listener::{ListenError, Place, SocketFile, listen};
+use crate::metrics_server::bind_metrics;
 use crate::migration::manager::MoverThread;
 use crate::neighbours::{Neighbours, NeighboursConfig};
 use crate::registry::Registry;
@@ -173,9 +174,7 @@ impl Daemon {
         };
         let metrics_tcp = config
             .metrics
-            .map(|address| {
-                server::bind_metrics(address).map_err(|source| DaemonError::Metrics { address, source })
-            })
+            .map(|address| bind_metrics(address).map_err(|source| DaemonError::Metrics { address, source }))
             .transpose()?;
         // What is opened outside is open; threads have it from here.
         if config.sandbox {

@@ -37,6 +37,7 @@ mod hw_counters;
 pub mod identity;
 mod inspect;
 pub mod listener;
+mod metrics_server;
 pub mod migration;
 pub mod neighbours;
 pub mod registry;

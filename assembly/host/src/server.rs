@@ -1,8 +1,7 @@
 //! The control thread: gRPC on the daemon's socket, metrics over HTTP. The only asynchronous code here.
 
-use std::convert::Infallible;
 use std::io;
-use std::net::{SocketAddr, TcpListener as StdTcpListener};
+use std::net::TcpListener as StdTcpListener;
 use std::os::unix::net::UnixListener as StdUnixListener;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -10,11 +9,6 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use control_api::host::proto::host_service_server::HostServiceServer;
-use http_body_util::Full;
-use hyper::body::Bytes;
-use hyper::service::service_fn;
-use hyper::{Method, Request, Response, StatusCode, header};
-use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
@@ -24,6 +18,7 @@ use vfio_user_protocol::device::Peer;
 
 use crate::cluster::ClusterDirectory;
 use crate::inspect;
+use crate::metrics_server::{Readers, no_more};
 use crate::neighbours::Neighbours;
 use crate::registry::Registry;
 use crate::service::Service;
@@ -32,12 +27,8 @@ use crate::service::Service;
 const CONNECTIONS: usize = 64;
 /// Connections of those who may not, and are only told so.
 const STRANGERS: usize = 8;
-/// Connections that ask for metrics.
-const READERS: usize = 16;
 /// No connection to the service lasts longer.
 const LONGEST_CONNECTION: Duration = Duration::from_secs(120);
-/// No connection for metrics lasts longer.
-const LONGEST_READ: Duration = Duration::from_secs(10);
 /// Largest request, bytes.
 const LARGEST_REQUEST: usize = 64 << 10;
 
@@ -99,10 +90,11 @@ pub(crate) async fn serve(
     let service = UnixListener::from_std(sockets.service)?;
     let metrics = UnixListener::from_std(sockets.metrics)?;
     let tcp = sockets.metrics_tcp.map(TcpListener::from_std).transpose()?;
-    let readers = Arc::new(Semaphore::new(READERS));
-    tokio::spawn(serve_metrics_unix(metrics, Arc::clone(&registry), Arc::clone(&readers)));
+    let of = Arc::clone(&registry);
+    let readers = Readers::new(move || inspect::metrics(&of));
+    tokio::spawn(readers.clone().serve_unix(metrics));
     if let Some(tcp) = tcp {
-        tokio::spawn(serve_metrics_tcp(tcp, Arc::clone(&registry), readers));
+        tokio::spawn(readers.serve_tcp(tcp));
     }
     let (callers, incoming) = tokio::sync::mpsc::channel(1);
     tokio::spawn(accept(service, Arc::clone(&registry), callers));
@@ -147,86 +139,4 @@ async fn accept(
             return;
         }
     }
-}
-
-/// Out of descriptors or memory: others may give some back.
-async fn no_more(error: &io::Error) {
-    tracing::warn!(%error, "A connection can't be accepted");
-    tokio::time::sleep(Duration::from_millis(100)).await;
-}
-
-async fn serve_metrics_unix(listener: UnixListener, registry: Arc<Registry>, readers: Arc<Semaphore>) {
-    loop {
-        let Ok(permit) = Arc::clone(&readers).acquire_owned().await else { return };
-        match listener.accept().await {
-            Ok((stream, _)) => {
-                let allowed = stream.peer_cred().is_ok_and(|credentials| {
-                    let peer = Peer { uid: credentials.uid(), gid: credentials.gid(), pid: 0 };
-                    crate::access::is_administrator(peer.uid)
-                });
-                tokio::spawn(answer(stream, Arc::clone(&registry), allowed, permit));
-            }
-            Err(error) => no_more(&error).await,
-        }
-    }
-}
-
-async fn serve_metrics_tcp(listener: TcpListener, registry: Arc<Registry>, readers: Arc<Semaphore>) {
-    loop {
-        let Ok(permit) = Arc::clone(&readers).acquire_owned().await else { return };
-        match listener.accept().await {
-            Ok((stream, _)) => drop(tokio::spawn(answer(stream, Arc::clone(&registry), true, permit))),
-            Err(error) => no_more(&error).await,
-        }
-    }
-}
-
-/// One connection for metrics.
-async fn answer(
-    stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
-    registry: Arc<Registry>,
-    allowed: bool,
-    _permit: OwnedSemaphorePermit,
-) {
-    let service = service_fn(move |request: Request<hyper::body::Incoming>| {
-        let registry = Arc::clone(&registry);
-        async move { Ok::<_, Infallible>(respond(&request, &registry, allowed)) }
-    });
-    let connection = hyper::server::conn::http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(Duration::from_secs(5))
-        .max_buf_size(16 << 10)
-        .keep_alive(false)
-        .serve_connection(TokioIo::new(stream), service);
-    // What a reader does wrong is its own affair.
-    let _ = tokio::time::timeout(LONGEST_READ, connection).await;
-}
-
-fn respond(
-    request: &Request<hyper::body::Incoming>,
-    registry: &Registry,
-    allowed: bool,
-) -> Response<Full<Bytes>> {
-    let (status, kind, text) = if !allowed {
-        let text = "Only root and the daemon's own user may read its metrics\n".to_owned();
-        (StatusCode::FORBIDDEN, "text/plain", text)
-    } else if request.method() != Method::GET || request.uri().path() != "/metrics" {
-        (StatusCode::NOT_FOUND, "text/plain", "There is GET /metrics and nothing else\n".to_owned())
-    } else {
-        match inspect::metrics(registry) {
-            Ok(text) => (StatusCode::OK, telemetry::metrics::CONTENT_TYPE, text),
-            Err(error) => (StatusCode::INTERNAL_SERVER_ERROR, "text/plain", format!("{error}\n")),
-        }
-    };
-    let mut response = Response::new(Full::new(Bytes::from(text)));
-    *response.status_mut() = status;
-    response.headers_mut().insert(header::CONTENT_TYPE, header::HeaderValue::from_static(kind));
-    response
-}
-
-/// Listens for readers of metrics.
-pub(crate) fn bind_metrics(address: SocketAddr) -> io::Result<StdTcpListener> {
-    let listener = StdTcpListener::bind(address)?;
-    listener.set_nonblocking(true)?;
-    Ok(listener)
 }

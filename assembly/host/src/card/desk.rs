@@ -3,6 +3,9 @@
 //! One lock holds the monitor, so the card. A guest's access that needs the card, which another guest has, waits in its connection's thread until
 //! it is this guest's turn; whoever finds that a hand-off is due carries it out.
 
+mod metrics;
+mod recovery;
+
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -65,7 +68,12 @@ struct State<P, O> {
     owed: Option<(usize, u64)>,
     /// The holder can't give the card up since then.
     busy: Option<u64>,
+    /// Why the card can't be used at present. It is reset until it can be.
     failed: Option<String>,
+    /// When it was last reset after a failure.
+    reset_at: Option<Instant>,
+    /// Times that it failed.
+    failures: u64,
     handoffs: u64,
     forced: u64,
     longest_handoff: u64,
@@ -135,6 +143,8 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
             owed: None,
             busy: None,
             failed: None,
+            reset_at: None,
+            failures: 0,
             handoffs: 0,
             forced: 0,
             longest_handoff: 0,
@@ -170,13 +180,16 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
 
     /// It has gone: the card forgets it and its memory.
     pub fn disconnect(&self, seat: usize) {
-        self.change(seat, |state| {
+        let failed = self.change(seat, |state| {
             state.turn_out(seat)?;
             state.monitor.physical().forget_memory(seat)?;
             state.monitor.physical().vacate(seat);
             state.power_on(seat)
         });
         let mut state = self.lock();
+        if failed {
+            state.begin_anew(seat);
+        }
         if let Some(place) = state.places.get_mut(seat) {
             place.table.set(MappedMemory::default());
             place.irq.disconnect();
@@ -186,22 +199,26 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
 
     /// Its machine is reset.
     pub fn reset(&self, seat: usize) {
-        self.change(seat, |state| {
+        let failed = self.change(seat, |state| {
             state.turn_out(seat)?;
             state.monitor.physical().vacate(seat);
             state.power_on(seat)
         });
+        if failed {
+            self.lock().begin_anew(seat);
+        }
     }
 
     /// Its memory is another from now on. Nobody uses the old one when this returns.
     pub fn set_memory(&self, seat: usize, memory: MappedMemory) {
         self.change(seat, |state| {
-            state.turn_out(seat)?;
-            state.monitor.physical().forget_memory(seat)?;
+            let out = state.turn_out(seat);
+            let forgotten = out.and_then(|()| Ok(state.monitor.physical().forget_memory(seat)?));
+            // A card that fails is reset before anybody has it again, and nothing is mapped for it then.
             if let Some(place) = state.places.get_mut(seat) {
                 place.table.set(memory);
             }
-            Ok(())
+            forgotten
         });
     }
 
@@ -241,10 +258,12 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
         state.lines();
     }
 
-    fn change(&self, seat: usize, act: impl FnOnce(&mut State<P, O>) -> Result<(), MonitorError>) {
+    /// Does something for a guest. Whether the card failed, so that it may not be done.
+    fn change(&self, seat: usize, act: impl FnOnce(&mut State<P, O>) -> Result<(), MonitorError>) -> bool {
         let mut state = self.lock();
-        if let Err(error) = act(&mut state).and_then(|()| state.after()) {
-            state.fail(&error);
+        let result = act(&mut state).and_then(|()| state.after());
+        if let Err(error) = &result {
+            state.fail(error);
         }
         if state.owed.is_some_and(|(owed, _)| owed == seat) {
             state.owed = None;
@@ -252,6 +271,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
         drop(state);
         self.changed.notify_all();
         self.wake();
+        result.is_err()
     }
 
     /// A guest accesses a BAR, within what the device has there. A read's value; ones when its device is gone or stopped.
@@ -277,7 +297,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
                     state.scheduler.demand(GuestId(seat));
                     if let Err(error) = state.advance(self.now()) {
                         state.fail(&error);
-                        continue;
+                        break u32::MAX;
                     }
                     if state.monitor.resident() == Some(GuestId(seat)) {
                         continue;
@@ -292,7 +312,11 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
                     let woken = self.changed.wait_timeout(state, LOOK);
                     state = woken.unwrap_or_else(PoisonError::into_inner).0;
                 }
-                Err(error) => state.fail(&error),
+                Err(error) => {
+                    // Not again: what the guest did may be why.
+                    state.fail(&error);
+                    break u32::MAX;
+                }
             }
         };
         if state.owed.is_some_and(|(owed, _)| owed == seat) {
@@ -303,8 +327,14 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
             place.asks = false;
             place.longest_wait = place.longest_wait.max(begin.elapsed());
         }
-        if let Err(error) = state.after() {
+        if state.failed.is_none()
+            && let Err(error) = state.after()
+        {
             state.fail(&error);
+        }
+        if state.failed.is_some() {
+            // Its thread resets it.
+            self.wake();
         }
         let others = state.scheduler.due().is_some();
         drop(state);
@@ -350,7 +380,10 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
             let mut state = self.lock();
             failed = state.failed.is_some();
             if failed {
-                timeout = None;
+                timeout = state.try_again();
+                failed = state.failed.is_some();
+                drop(state);
+                self.changed.notify_all();
                 continue;
             }
             let now = self.now();
@@ -365,7 +398,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
                 }
                 Err(error) => {
                     state.fail(&error);
-                    None
+                    Some(Duration::ZERO)
                 }
             };
             drop(state);
@@ -386,6 +419,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
         json!({
             "device": self.device.name,
             "failed": state.failed,
+            "failures": state.failures,
             "holder": state.monitor.resident().and_then(|id| state.places.get(id.0)).map(|place| place.name.clone()),
             "handoffs": state.handoffs,
             "forced": state.forced,
@@ -428,14 +462,6 @@ impl<P: Card, O: OwnRing> State<P, O> {
             "longest_wait_microseconds": u64::try_from(place.longest_wait.as_micros()).unwrap_or(u64::MAX),
             "violations": violations,
         })
-    }
-
-    fn fail(&mut self, error: &MonitorError) {
-        tracing::error!(
-            error = error as &dyn std::error::Error,
-            "The card failed; its guests read ones from now on"
-        );
-        self.failed = Some(error.to_string());
     }
 
     fn tell_stopped(&mut self, seat: usize) {

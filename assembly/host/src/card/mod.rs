@@ -31,6 +31,7 @@ use device_models::describe::{BusMaster, Device as Description};
 use device_models::physical::{DeviceError, PhysicalDevice as _, station_address};
 use dma::MappedMemory;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use tokio::sync::oneshot;
 use vfio_user_protocol::device::Device;
 use vfio_user_protocol::server::{Server, ServerError};
 use vpio::MonitorError;
@@ -47,10 +48,13 @@ use crate::function::interrupts::signal;
 use crate::hardening;
 use crate::identity::{BadName, check_name, is_unicast, mac_of, mac_text};
 use crate::listener::{ListenError, SocketFile, listen};
+use crate::metrics_server::Readers;
 use crate::sandbox::{self, SandboxError};
 
 /// The socket that tells the state.
 pub const STATE: &str = "state";
+/// The socket that serves metrics, by HTTP.
+pub const METRICS: &str = "metrics";
 
 /// A guest that may come.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -153,9 +157,12 @@ pub enum CardError {
         /// Which.
         address: String,
     },
-    /// A guest is called as the daemon's own socket.
-    #[error("A guest can't be called {STATE}: that is the daemon's own socket")]
-    Reserved,
+    /// A guest is called as one of the daemon's own sockets.
+    #[error("A guest can't be called {name}: that is the daemon's own socket")]
+    Reserved {
+        /// How it is called.
+        name: String,
+    },
     /// The sockets.
     #[error(transparent)]
     Listen(#[from] ListenError),
@@ -214,8 +221,8 @@ fn wishes(card: &str, guests: &[Guest]) -> Result<Vec<Wish>, CardError> {
     for guest in guests {
         let name = guest.name.clone();
         check_name("guest", &name)?;
-        if name == STATE {
-            return Err(CardError::Reserved);
+        if name == STATE || name == METRICS {
+            return Err(CardError::Reserved { name });
         }
         let address = guest.address.unwrap_or_else(|| mac_of(&name, card));
         if !is_unicast(address) {
@@ -255,6 +262,8 @@ impl Card for Vfio {
 pub struct CardDaemon {
     folder: PathBuf,
     stop: Arc<OwnedFd>,
+    /// Ends the thread for metrics when it is dropped.
+    readers: Option<oneshot::Sender<()>>,
     threads: Vec<JoinHandle<()>>,
     _files: Vec<SocketFile>,
 }
@@ -325,6 +334,7 @@ impl CardDaemon {
         let mut daemon = Self {
             folder: folder.to_owned(),
             stop: Arc::clone(&stop),
+            readers: None,
             threads: Vec::new(),
             _files: Vec::new(),
         };
@@ -351,7 +361,37 @@ impl CardDaemon {
         daemon._files.push(file);
         let its = Arc::clone(desk);
         daemon.spawn(STATE, move || tell(&listener, &stop, || its.inspect()))?;
+        daemon.serve_metrics(desk)?;
         Ok(daemon)
+    }
+
+    fn serve_metrics<P: Card, O: OwnRing + Send + 'static>(
+        &mut self,
+        desk: &Arc<Desk<P, O>>,
+    ) -> Result<(), CardError> {
+        let (listener, file) = listen(&self.folder.join(METRICS))?.into_parts();
+        self._files.push(file);
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .map_err(|source| CardError::start("runtime", source))?;
+        let listener = {
+            let _inside = runtime.enter();
+            tokio::net::UnixListener::from_std(listener)
+                .map_err(|source| CardError::start("socket for metrics", source))?
+        };
+        let (sender, ends) = oneshot::channel();
+        self.readers = Some(sender);
+        let its = Arc::clone(desk);
+        self.spawn(METRICS, move || {
+            runtime.block_on(async {
+                tokio::select! {
+                    () = Readers::new(move || its.metrics()).serve_unix(listener) => {}
+                    // An error: its sender is gone.
+                    _ = ends => {}
+                }
+            });
+        })
     }
 
     fn spawn(&mut self, name: &str, act: impl FnOnce() + Send + 'static) -> Result<(), CardError> {
@@ -372,6 +412,7 @@ impl Drop for CardDaemon {
     fn drop(&mut self) {
         use std::os::fd::AsFd as _;
         signal(self.stop.as_fd());
+        self.readers = None;
         for thread in self.threads.drain(..) {
             if thread.join().is_err() {
                 tracing::error!("A thread of a shared card panicked; this is a bug");

@@ -99,6 +99,10 @@ struct TestCard {
     bus: HostBus,
     interrupt: OwnedFd,
     masked: bool,
+    /// Nothing can be mapped, as memory that may only be read can't be by VFIO.
+    maps_nothing: bool,
+    /// Accesses that fail from now on.
+    failures: u32,
 }
 
 impl TestCard {
@@ -113,7 +117,9 @@ impl TestCard {
         }
         let interrupt = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).unwrap();
         let copy = interrupt.try_clone().unwrap();
-        (Self { card, bus: bus.clone(), interrupt, masked: false }, bus, copy)
+        let card =
+            Self { card, bus: bus.clone(), interrupt, masked: false, maps_nothing: false, failures: 0 };
+        (card, bus, copy)
     }
 
     /// A frame from the wire.
@@ -128,6 +134,12 @@ impl TestCard {
         self.bus.0.lock().unwrap().mapped.len()
     }
 
+    fn reached(&mut self, offset: u32) -> Result<(), DeviceError> {
+        let Some(left) = self.failures.checked_sub(1) else { return Ok(()) };
+        self.failures = left;
+        Err(DeviceError { bar: 0, offset, why: "it is gone for a moment".to_owned() })
+    }
+
     fn check(&mut self) {
         if !self.masked && self.card.interrupt().unwrap() {
             self.masked = true;
@@ -138,9 +150,11 @@ impl TestCard {
 
 impl PhysicalDevice for TestCard {
     fn read(&mut self, bar: u8, offset: u32, size: u8) -> Result<u32, DeviceError> {
+        self.reached(offset)?;
         self.card.read(bar, offset, size)
     }
     fn write(&mut self, bar: u8, offset: u32, size: u8, value: u32) -> Result<(), DeviceError> {
+        self.reached(offset)?;
         self.card.write(bar, offset, size, value)?;
         self.card.tick();
         self.check();
@@ -159,6 +173,10 @@ impl PhysicalDevice for TestCard {
         true
     }
     fn map(&mut self, mapping: Mapping) -> Result<(), DeviceError> {
+        if self.maps_nothing {
+            let why = format!("{:#x} can't be mapped for it", mapping.guest_base);
+            return Err(DeviceError { bar: 0, offset: 0, why });
+        }
         let reach = &mut *self.bus.0.lock().unwrap();
         reach.mapped.push((mapping, reach.given.clone()));
         self.card.map(mapping)
@@ -462,6 +480,100 @@ fn dies(device: &'static Device) {
     }
 }
 
+/// A guest whose memory can't be mapped for the card is refused what it asks for; the card and the other guest go on.
+#[test]
+fn memory_that_cannot_be_mapped_is_refused_to_its_guest_alone() {
+    for device in [&RTL8139, &E1000] {
+        let (_daemon, desk, folder) = daemon(device);
+        let mut first = Member::connect(device, folder.path(), "guest0");
+        let mut driver = Driver::probe(device, &mut first, 0);
+        driver.start(&mut first);
+        desk.with_card(|card| card.maps_nothing = true);
+        if device.name == "rtl8139" {
+            // Its driver's buffers are mapped when it starts: a frame elsewhere.
+            first.write(0x20, 4, 0x30_0000);
+            first.write(0x10, 4, 0x0008_0064);
+        } else {
+            driver.send(&mut first, &frame(OUTSIDE, address(0), 1));
+        }
+        desk.with_card(|card| card.maps_nothing = false);
+        let tree = desk.inspect();
+        assert_eq!((&tree["failed"], &tree["failures"]), (&serde_json::Value::Null, &0.into()), "{tree}");
+        assert!(desk.with_card(|card| card.card.take_sent()).is_empty(), "the frame isn't sent");
+        let guest = &tree["guests"]["guest0"];
+        let refused =
+            guest["frames"]["refused"].as_u64().unwrap() + guest["decisions"]["refused"].as_u64().unwrap();
+        assert_eq!(refused, 1, "{tree}");
+        serves(device, &desk, folder.path());
+    }
+}
+
+/// The other guest starts its driver, and gets and sends a frame.
+fn serves(device: &Device, desk: &TestDesk, folder: &std::path::Path) {
+    let mut second = Member::connect(device, folder, "guest1");
+    let mut driver = Driver::probe(device, &mut second, 0);
+    driver.start(&mut second);
+    let (into, out) = (frame(address(1), OUTSIDE, 7), frame(OUTSIDE, address(1), 8));
+    desk.with_card(|card| assert!(card.receive(&into)));
+    driver.send(&mut second, &out);
+    let (begin, mut came) = (Instant::now(), Vec::new());
+    while came.is_empty() || !driver.has_room() {
+        assert!(begin.elapsed() < LONGEST, "{}", desk.inspect());
+        if second.interrupted(Duration::from_millis(1)) {
+            came.extend(driver.interrupt(&mut second).0);
+            second.unmask();
+        }
+    }
+    assert_eq!(came, [into]);
+    assert!(desk.with_card(|card| card.card.take_sent()).contains(&out));
+}
+
+/// A card that fails in the midst of a guest's work is reset: nothing of the guest stays mapped, and both guests use it again, the first with its driver
+/// started anew. One that can't be reset at once is when it can be.
+#[test]
+fn a_card_that_fails_is_reset_and_serves_its_guests_again() {
+    for device in CARDS {
+        for failures in [1, 3] {
+            let (_daemon, desk, folder) = daemon(device);
+            let mut first = Member::connect(device, folder.path(), "guest0");
+            let mut driver = Driver::probe(device, &mut first, 0);
+            driver.start(&mut first);
+            driver.send(&mut first, &frame(OUTSIDE, address(0), 1));
+            desk.with_card(|card| card.failures = failures);
+            // The card's thread or the next access comes upon it.
+            let begin = Instant::now();
+            let tree = loop {
+                let tree = desk.inspect();
+                if tree["failures"] != 0 && tree["failed"].is_null() {
+                    break tree;
+                }
+                assert!(begin.elapsed() < LONGEST, "{tree}");
+                std::thread::sleep(Duration::from_millis(1));
+            };
+            assert_eq!(tree["holder"], serde_json::Value::Null, "{tree}");
+            assert_eq!(desk.with_card(|card| (card.failures, card.mapped())), (0, 0), "{}", device.name);
+            serves(device, &desk, folder.path());
+            let mut driver = Driver::probe(device, &mut first, 0);
+            driver.start(&mut first);
+            driver.send(&mut first, &frame(OUTSIDE, address(0), 2));
+            assert!(metrics(folder.path()).contains("causeway_card_failed{device="), "it is told");
+            let counted = format!("causeway_card_failures_total{{device=\"{}\"}} ", device.name);
+            assert!(metrics(folder.path()).contains(&counted), "{}", metrics(folder.path()));
+        }
+    }
+}
+
+/// What a reader of metrics gets.
+fn metrics(folder: &std::path::Path) -> String {
+    use std::io::{Read as _, Write as _};
+    let mut stream = std::os::unix::net::UnixStream::connect(folder.join(super::METRICS)).unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nHost: card\r\n\r\n").unwrap();
+    let mut text = String::new();
+    stream.read_to_string(&mut text).unwrap();
+    assert!(text.starts_with("HTTP/1.1 200"), "{text}");
+    text
+}
+
 /// Names and addresses are each guest's own.
 #[test]
 fn guests_that_cannot_be_told_apart_are_refused() {
@@ -472,7 +584,9 @@ fn guests_that_cannot_be_told_apart_are_refused() {
     assert!(matches!(of(&[guest("a", None), guest("a", None)]), Err(CardError::Twice { what: "name", .. })));
     assert!(matches!(of(&[guest("a", mac), guest("b", mac)]), Err(CardError::Twice { what: "address", .. })));
     assert!(matches!(of(&[guest("a", Some([1; 6]))]), Err(CardError::Address { .. })));
-    assert!(matches!(of(&[guest("state", None)]), Err(CardError::Reserved)));
+    for name in ["state", "metrics"] {
+        assert!(matches!(of(&[guest(name, None)]), Err(CardError::Reserved { .. })));
+    }
     assert!(matches!(of(&[guest("../a", None)]), Err(CardError::Name(_))));
     let two = of(&[guest("a", None), guest("b", mac)]).unwrap();
     assert_ne!(two[0].address, two[1].address);
