@@ -8,5 +8,6 @@ pub mod neighbour;
 pub mod nic;
 pub mod payload;
 pub mod sandbox;
+mod sealing;
 pub mod vfio_user;
 pub mod vm;

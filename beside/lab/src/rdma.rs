@@ -528,7 +528,7 @@ fn boot_with(
         None => Guest::start(host, &spec, Vmm::Causeway),
         // It brings what it was booted from.
         Some(address) => {
-            spec.extra.push(format!("--incoming {address}"));
+            spec.extra.push(format!("--insecure --incoming {address}"));
             Guest::start_with(host, &spec, Vmm::Causeway, &format!("/lab/{RDMA_KERNEL}/initrd"))
         }
     }

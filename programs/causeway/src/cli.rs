@@ -160,6 +160,9 @@ pub struct HostArgs {
     /// Encrypt and authenticate packets between hosts with the key in this file, the same on all hosts (`causeway key` makes one)
     #[arg(long, value_name = "FILE", requires = "places")]
     pub cluster_key: Option<PathBuf>,
+    /// Speak with other hosts without a key: whoever reaches --fabric-address can read and write what guests have registered for others
+    #[arg(long, requires = "fabric_address")]
+    pub insecure: bool,
     /// Offer transport verbs to VMs that the directory pins to it: their connections are carried by this host's RDMA device that has the
     /// address of --fabric-address (docs/rdma-hosts.md)
     #[arg(long, requires = "directory")]
@@ -353,6 +356,12 @@ pub struct RunArgs {
     /// Where all nodes of the VM listen, in order: unix:PATH, tcp:HOST:PORT or rdma:HOST:PORT, separated by commas
     #[arg(long, value_name = "ADDRESS,...", value_delimiter = ',', requires = "node")]
     pub peers: Vec<NodeAddress>,
+    /// With --peers: encrypt and authenticate links with the cluster key in this file, the same on all nodes (`causeway key FILE` makes one)
+    #[arg(long, value_name = "FILE", requires = "peers")]
+    pub cluster_key: Option<PathBuf>,
+    /// Let --peers and --incoming speak with other hosts without a key: whoever reaches them can read and change the guest's memory
+    #[arg(long)]
+    pub insecure: bool,
     /// How nodes keep memory the same: by moving pages only, or also by sending updates of pages that many use  [default: update]
     #[arg(long, value_name = "HOW")]
     pub coherence: Option<Coherence>,

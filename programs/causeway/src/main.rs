@@ -5,6 +5,7 @@
 mod cli;
 mod commands;
 mod doctor;
+mod exposure;
 mod failure;
 mod output;
 mod run;

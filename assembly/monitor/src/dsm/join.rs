@@ -7,11 +7,15 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, LazyLock};
 use std::time::{Duration, Instant};
 
+use cluster_key::ClusterKey;
 use telemetry::guest_log::GuestLog;
 
 use super::link::{Link, Stream, Way};
 use super::rdma::{self, Device};
 use super::{DsmError, NoDevice, NodeAddress, RdmaDevice};
+use crate::sealing::{
+    HANDSHAKE_BYTES, Handshake, Mismatch, Opening, Purpose, RECORD_OVERHEAD_BYTES, Sealing,
+};
 
 /// How long the last node may come after the first.
 const PATIENCE: Duration = Duration::from_secs(15);
@@ -24,6 +28,13 @@ const STRANGERS: usize = 64;
 const MAGIC: &[u8; 8] = b"CWNODES1";
 /// Where the link is to go by RDMA: whoever means another kind of link is told so.
 const MAGIC_RDMA: &[u8; 8] = b"CWNODER1";
+
+/// What sealed links are for. A plain link begins with another magic.
+pub(super) const NODES: Purpose = Purpose { magic: *b"CWnd", version: 1, prologue: b"causeway nodes 1" };
+/// What to do about nodes of which only some have a key, or another one.
+const SAME_KEY: &str = "give all nodes the same --cluster-key, or none of them one";
+
+type Sealed = (Sealing, Opening);
 
 /// What both sides of a link say first. All fields but `node` must be the same.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -119,42 +130,153 @@ impl Listener {
 /// A connection that has come, and has not yet said all of who it is. Anybody can reach a node's address, so none of them is waited for.
 struct Greeting {
     stream: Stream,
-    heard: [u8; LEN],
-    len: usize,
+    heard: Vec<u8>,
+    stage: Stage,
     until: Instant,
 }
 
+/// What a connection says next.
+enum Stage {
+    /// Who it is.
+    Plain,
+    /// Its part of the handshake: it has to have the key before it hears anything.
+    Shakes(Box<Handshake>),
+    /// Who it is, sealed.
+    Sealed(Box<Sealed>),
+}
+
+impl Stage {
+    /// Bytes that it takes.
+    fn bytes(&self) -> usize {
+        match self {
+            Self::Plain => LEN,
+            Self::Shakes(_) => HANDSHAKE_BYTES,
+            Self::Sealed(_) => LEN + RECORD_OVERHEAD_BYTES,
+        }
+    }
+}
+
 impl Greeting {
-    fn begin(stream: Stream, hello: &Hello) -> std::io::Result<Self> {
+    fn begin(stream: Stream, hello: &Hello, key: Option<&ClusterKey>) -> std::io::Result<Self> {
         rustix::io::ioctl_fionbio(stream.as_fd(), true)?;
-        write(&stream, &hello.to_bytes())?;
-        Ok(Self { stream, heard: [0; LEN], len: 0, until: Instant::now() + GREETING })
+        let stage = match key {
+            None => {
+                write(&stream, &hello.to_bytes())?;
+                Stage::Plain
+            }
+            Some(key) => {
+                let failed = |error: snow::Error| std::io::Error::other(error.to_string());
+                Stage::Shakes(Box::new(Handshake::responder(NODES, key).map_err(failed)?))
+            }
+        };
+        Ok(Self { stream, heard: Vec::new(), stage, until: Instant::now() + GREETING })
     }
 
     /// Who it is, once it has said so; an error when that won't happen any more, or it is no node.
-    fn look(&mut self) -> Result<Option<Hello>, String> {
-        while let Some(rest) = self.heard.get_mut(self.len..).filter(|rest| !rest.is_empty()) {
-            match (&mut &self.stream).read(rest) {
+    fn look(&mut self, hello: &Hello) -> Result<Option<Hello>, String> {
+        loop {
+            if !self.hear()? {
+                return Ok(None);
+            }
+            let heard = std::mem::take(&mut self.heard);
+            match std::mem::replace(&mut self.stage, Stage::Plain) {
+                Stage::Plain => return identify(&heard).map(Some),
+                Stage::Shakes(handshake) => self.stage = self.answer(*handshake, &heard, hello)?,
+                Stage::Sealed(mut sealed) => {
+                    let other = opened_hello(&mut sealed.1, &mut heard.as_slice())
+                        .map_err(|error| error.to_string())?;
+                    self.stage = Stage::Sealed(sealed);
+                    return identify(&other).map(Some);
+                }
+            }
+        }
+    }
+
+    /// Whether all has come that it says next.
+    fn hear(&mut self) -> Result<bool, String> {
+        let wanted = self.stage.bytes();
+        while self.heard.len() < wanted {
+            let mut part = [0; HANDSHAKE_BYTES];
+            let free = wanted - self.heard.len();
+            match (&mut &self.stream).read(&mut part[..free]) {
                 Ok(0) => return Err("it closed the connection".to_owned()),
-                Ok(read) => self.len += read,
+                Ok(read) => {
+                    self.heard.extend_from_slice(&part[..read]);
+                    self.look_at_magic()?;
+                }
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
                     let late = Instant::now() >= self.until;
-                    return if late { Err("it doesn't say who it is".to_owned()) } else { Ok(None) };
+                    return if late { Err("it doesn't say who it is".to_owned()) } else { Ok(false) };
                 }
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error.to_string()),
             }
         }
-        Hello::parse(self.heard).map(Some).ok_or_else(|| "it is no node of a VM".to_owned())
+        Ok(true)
     }
 
-    /// The connection as its link needs it.
-    fn stream(self) -> std::io::Result<Stream> {
+    /// What begins otherwise than a handshake may be shorter: its end isn't waited for.
+    fn look_at_magic(&self) -> Result<(), String> {
+        let magic = self.heard.first_chunk::<4>();
+        match (&self.stage, magic) {
+            (Stage::Shakes(_), Some(magic)) if *magic != NODES.magic => Err(mismatch(Mismatch::Foreign)),
+            _ => Ok(()),
+        }
+    }
+
+    /// It has the key, or is sent away without a word.
+    fn answer(&self, mut handshake: Handshake, heard: &[u8], hello: &Hello) -> Result<Stage, String> {
+        let bytes: &[u8; HANDSHAKE_BYTES] = heard.try_into().map_err(|_| "it says too little".to_owned())?;
+        handshake.take(bytes).map_err(mismatch)?;
+        let failed = |error: snow::Error| format!("its link can't be encrypted: {error}");
+        let answer = handshake.put().map_err(failed)?;
+        let mut sealed = handshake.finish().map_err(failed)?;
+        let mut bytes = answer.to_vec();
+        sealed.0.write(&hello.to_bytes(), &mut bytes).map_err(|error| error.to_string())?;
+        write(&self.stream, &bytes).map_err(|error| error.to_string())?;
+        Ok(Stage::Sealed(Box::new(sealed)))
+    }
+
+    /// The connection as its link needs it, and what seals it.
+    fn into_parts(self) -> std::io::Result<(Stream, Option<Sealed>)> {
         rustix::io::ioctl_fionbio(self.stream.as_fd(), false)?;
         // Its settings are those of a link.
         self.stream.set_timeout(None)?;
-        Ok(self.stream)
+        let sealed = if let Stage::Sealed(sealed) = self.stage { Some(*sealed) } else { None };
+        Ok((self.stream, sealed))
     }
+}
+
+fn identify(heard: &[u8]) -> Result<Hello, String> {
+    if heard.starts_with(&NODES.magic) {
+        return Err(format!("it encrypts its links, and this node doesn't; {SAME_KEY}"));
+    }
+    let hello = heard.try_into().ok().and_then(Hello::parse);
+    hello.ok_or_else(|| "it is no node of a VM".to_owned())
+}
+
+fn mismatch(mismatch: Mismatch) -> String {
+    match mismatch {
+        Mismatch::Foreign => format!("it doesn't encrypt its links, or is no node of a VM; {SAME_KEY}"),
+        Mismatch::Version(version) => format!(
+            "it encrypts by version {version}, this one by {}; use the same release on all nodes",
+            NODES.version
+        ),
+        Mismatch::Key => format!("it has another key; {SAME_KEY}"),
+    }
+}
+
+/// What the other side says of itself, in one record.
+fn opened_hello(opening: &mut Opening, from: &mut impl std::io::Read) -> std::io::Result<[u8; LEN]> {
+    let mut bytes = [0; LEN];
+    let mut filled = 0;
+    while let Some(rest) = bytes.get_mut(filled..).filter(|rest| !rest.is_empty()) {
+        match opening.read(rest, from)? {
+            0 => return Err(std::io::ErrorKind::UnexpectedEof.into()),
+            count => filled += count,
+        }
+    }
+    Ok(bytes)
 }
 
 /// Connects, or gives up at `deadline`: a host that drops what comes would hold Linux up for two minutes.
@@ -188,14 +310,46 @@ fn stranger(problem: &str) {
     telemetry::guest_warn!(LOG, "A connection to this node's address is dropped: {problem}");
 }
 
-/// Says who this is, and hears who the other is.
-fn greet(stream: &Stream, hello: &Hello) -> std::io::Result<Option<Hello>> {
-    stream.set_timeout(Some(GREETING))?;
-    write(stream, &hello.to_bytes())?;
-    let mut answer = [0; LEN];
-    (&mut &*stream).read_exact(&mut answer)?;
-    stream.set_timeout(None)?;
-    Ok(Hello::parse(answer))
+/// Says who this is, and hears who the other is; what seals the link, where this node has a key.
+fn greet(
+    stream: &Stream,
+    hello: &Hello,
+    key: Option<&ClusterKey>,
+) -> Result<(Option<Hello>, Option<Sealed>), String> {
+    let silent = |error: std::io::Error| match key {
+        Some(_) => format!("it doesn't answer: {error}; does it have another key, or none? {SAME_KEY}"),
+        None => format!("it doesn't answer: {error}; does it have a key? {SAME_KEY}"),
+    };
+    stream.set_timeout(Some(GREETING)).map_err(silent)?;
+    let other = match key {
+        None => {
+            write(stream, &hello.to_bytes()).map_err(silent)?;
+            let mut answer = [0; LEN];
+            (&mut &*stream).read_exact(&mut answer).map_err(silent)?;
+            (Hello::parse(answer), None)
+        }
+        Some(key) => {
+            let failed = |error: snow::Error| format!("its link can't be encrypted: {error}");
+            let mut handshake = Handshake::initiator(NODES, key).map_err(failed)?;
+            write(stream, &handshake.put().map_err(failed)?).map_err(silent)?;
+            let mut answer = [0; HANDSHAKE_BYTES];
+            let (magic, rest) = answer.split_at_mut(NODES.magic.len());
+            (&mut &*stream).read_exact(magic).map_err(silent)?;
+            // A node without a key says who it is, which is shorter.
+            if *magic == NODES.magic {
+                (&mut &*stream).read_exact(rest).map_err(silent)?;
+            }
+            handshake.take(&answer).map_err(mismatch)?;
+            let (mut sealing, mut opening) = handshake.finish().map_err(failed)?;
+            let mut bytes = Vec::new();
+            sealing.write(&hello.to_bytes(), &mut bytes).map_err(silent)?;
+            write(stream, &bytes).map_err(silent)?;
+            let other = opened_hello(&mut opening, &mut &*stream).map_err(silent)?;
+            (Hello::parse(other), Some((sealing, opening)))
+        }
+    };
+    stream.set_timeout(None).map_err(silent)?;
+    Ok(other)
 }
 
 /// The device that this node's links go by, where they go by RDMA: all of them, or none.
@@ -235,7 +389,12 @@ pub(super) fn device_of(
 }
 
 /// Makes a link of a connection whose both ends have said who they are.
-fn link(peer: u8, place: &NodeAddress, stream: Stream, device: Option<&Arc<Device>>) -> Result<Link, String> {
+fn link(
+    peer: u8,
+    place: &NodeAddress,
+    (stream, sealed): (Stream, Option<Sealed>),
+    device: Option<&Arc<Device>>,
+) -> Result<Link, String> {
     let way = match (place, stream, device) {
         (NodeAddress::Rdma(place), Stream::Tcp(stream), Some(device)) => {
             let expected = rdma::address_of(place).map_err(|error| error.to_string())?.ip();
@@ -255,15 +414,16 @@ fn link(peer: u8, place: &NodeAddress, stream: Stream, device: Option<&Arc<Devic
         }
         (_, stream, _) => Way::Socket(stream),
     };
-    Ok(Link::new(peer, place.to_string(), way))
+    Ok(Link::new(peer, place.to_string(), way, sealed))
 }
 
-/// Connects to all other nodes. `addresses` has one of each node, in order; `device` is what links go by, where they go by RDMA. The links, by node; `None` for
-/// this one.
+/// Connects to all other nodes. `addresses` has one of each node, in order; `device` is what links go by, where they go by RDMA. With `key` links are sealed,
+/// and who hasn't the same key is a stranger. The links, by node; `None` for this one.
 pub(super) fn join(
     hello: Hello,
     addresses: &[NodeAddress],
     device: Option<&Arc<Device>>,
+    key: Option<&ClusterKey>,
 ) -> Result<Vec<Option<Link>>, DsmError> {
     let me = usize::from(hello.node);
     let address = |node: usize| addresses.get(node).map(ToString::to_string).unwrap_or_default();
@@ -295,10 +455,9 @@ pub(super) fn join(
                 }
             }
         };
-        let other =
-            greet(&stream, &hello).map_err(|error| failed(peer, format!("it doesn't answer: {error}")))?;
+        let (other, sealed) = greet(&stream, &hello, key).map_err(|problem| failed(peer, problem))?;
         hello.accepts(other, |node| usize::from(node) == peer).map_err(|problem| failed(peer, problem))?;
-        let made = link(u8::try_from(peer).unwrap_or(u8::MAX), place, stream, device);
+        let made = link(u8::try_from(peer).unwrap_or(u8::MAX), place, (stream, sealed), device);
         let made = made.map_err(|problem| failed(peer, problem))?;
         if let Some(link) = links.get_mut(peer) {
             *link = Some(made);
@@ -315,7 +474,7 @@ pub(super) fn join(
             return Err(failed(next, problem));
         }
         match listener.accept() {
-            Ok(stream) => match Greeting::begin(stream, &hello) {
+            Ok(stream) => match Greeting::begin(stream, &hello, key) {
                 Ok(greeting) => {
                     if greetings.len() == STRANGERS {
                         greetings.remove(0);
@@ -332,7 +491,7 @@ pub(super) fn join(
             Err(error) => return Err(failed(next, format!("its connection can't be taken: {error}"))),
         }
         for mut greeting in std::mem::take(&mut greetings) {
-            let other = match greeting.look() {
+            let other = match greeting.look(&hello) {
                 Ok(Some(other)) => other,
                 Ok(None) => {
                     greetings.push(greeting);
@@ -347,11 +506,11 @@ pub(super) fn join(
                 usize::from(node) > me && links.get(usize::from(node)).is_some_and(Option::is_none)
             };
             let peer = hello.accepts(Some(other), free).map_err(|problem| failed(next, problem))?;
-            let stream = greeting.stream();
-            let stream = stream
+            let parts = greeting.into_parts();
+            let parts = parts
                 .map_err(|error| failed(usize::from(peer), format!("its connection is gone: {error}")))?;
             let Some(place) = addresses.get(usize::from(peer)) else { continue };
-            let made = link(peer, place, stream, device);
+            let made = link(peer, place, parts, device);
             let made = made.map_err(|problem| failed(usize::from(peer), problem))?;
             if let Some(link) = links.get_mut(usize::from(peer)) {
                 *link = Some(made);
@@ -368,118 +527,4 @@ pub(super) fn join(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn addresses(folder: &tempfile::TempDir, nodes: u8) -> Vec<NodeAddress> {
-        (0..nodes).map(|node| NodeAddress::Unix(folder.path().join(node.to_string()))).collect()
-    }
-
-    #[test]
-    fn four_nodes_find_each_other_in_whatever_order_they_come() {
-        let folder = tempfile::tempdir().unwrap();
-        let all = addresses(&folder, 4);
-        let threads: Vec<_> = [2, 0, 3, 1]
-            .map(|node| {
-                let all = all.clone();
-                std::thread::spawn(move || {
-                    join(Hello { node, nodes: 4, digest: 5, rdma: false }, &all, None).unwrap()
-                })
-            })
-            .into();
-        for (thread, me) in threads.into_iter().zip([2, 0, 3, 1]) {
-            let links = thread.join().unwrap();
-            let peers: Vec<_> = links.iter().map(|link| link.as_ref().map(|link| link.peer)).collect();
-            assert_eq!(peers, (0..4).map(|node| (node != me).then_some(node)).collect::<Vec<_>>());
-        }
-        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0, "no sockets are left");
-    }
-
-    /// All links go by RDMA or none; without a device there is one sentence with address and advice. (A documentation address is no host's.)
-    #[test]
-    fn links_by_rdma_need_a_device_and_all_nodes() {
-        let at =
-            |texts: &[&str]| -> Vec<NodeAddress> { texts.iter().map(|text| text.parse().unwrap()).collect() };
-        assert!(device_of(0, &at(&["tcp:a:1", "unix:/b"]), None).unwrap().is_none());
-        for mixed in
-            [&["rdma:203.0.113.1:7000", "tcp:203.0.113.2:7000"], &["unix:/a", "rdma:203.0.113.2:7000"]]
-        {
-            let error = device_of(0, &at(mixed), None).unwrap_err().to_string();
-            assert!(error.contains("all nodes"), "{error}");
-        }
-        let absent =
-            device_of(0, &at(&["rdma:203.0.113.1:7000", "rdma:203.0.113.2:7000"]), None).unwrap_err();
-        let text = super::super::spanning::chain(&absent);
-        assert!(text.contains("rdma:203.0.113.1:7000") && text.contains("Node 0"), "{text}");
-        assert!(
-            ["install", "rdma link add", "Name one"].iter().any(|advice| text.contains(advice)),
-            "{text}"
-        );
-    }
-
-    /// Connects to a node that is about to listen.
-    fn visit(place: &NodeAddress) -> Stream {
-        loop {
-            if let Ok(stream) = connect(place, Instant::now() + PATIENCE) {
-                return stream;
-            }
-            std::thread::sleep(PAUSE);
-        }
-    }
-
-    #[test]
-    fn strangers_at_a_nodes_address_are_dropped_and_hold_nobody_up() {
-        let folder = tempfile::tempdir().unwrap();
-        let all = addresses(&folder, 2);
-        let listening = all.clone();
-        let first = std::thread::spawn(move || {
-            join(Hello { node: 0, nodes: 2, digest: 5, rdma: false }, &listening, None)
-        });
-        // One that says nothing, one that goes at once, one that speaks something else, and one that stops in the middle.
-        let silent = visit(&all[0]);
-        drop(visit(&all[0]));
-        let other = visit(&all[0]);
-        write(&other, b"GET / HTTP/1.1\r\n\r\n").unwrap();
-        let slow = visit(&all[0]);
-        write(&slow, &MAGIC[..4]).unwrap();
-        let second = join(Hello { node: 1, nodes: 2, digest: 5, rdma: false }, &all, None).unwrap();
-        assert!(second[0].is_some());
-        assert!(first.join().unwrap().unwrap()[1].is_some());
-        drop((silent, slow));
-    }
-
-    #[test]
-    fn more_strangers_than_there_is_room_for_do_not_keep_a_node_out() {
-        let folder = tempfile::tempdir().unwrap();
-        let all = addresses(&folder, 2);
-        let listening = all.clone();
-        let first = std::thread::spawn(move || {
-            join(Hello { node: 0, nodes: 2, digest: 5, rdma: false }, &listening, None)
-        });
-        let strangers: Vec<_> = (0..2 * STRANGERS).map(|_| visit(&all[0])).collect();
-        join(Hello { node: 1, nodes: 2, digest: 5, rdma: false }, &all, None).unwrap();
-        assert!(first.join().unwrap().unwrap()[1].is_some());
-        drop(strangers);
-    }
-
-    #[test]
-    fn a_node_of_another_program_or_another_number_of_nodes_is_refused_by_name() {
-        for (other, expected) in [
-            (Hello { node: 1, nodes: 2, digest: 6, rdma: false }, "another program"),
-            (Hello { node: 1, nodes: 3, digest: 5, rdma: false }, "a VM of 3 nodes"),
-            (Hello { node: 0, nodes: 2, digest: 5, rdma: false }, "says that it is node 0"),
-            (Hello { node: 1, nodes: 2, digest: 5, rdma: true }, "go by rdma, this one's by tcp"),
-        ] {
-            let folder = tempfile::tempdir().unwrap();
-            let all = addresses(&folder, 2);
-            let listening = all.clone();
-            let first = std::thread::spawn(move || {
-                join(Hello { node: 0, nodes: 2, digest: 5, rdma: false }, &listening, None)
-            });
-            let stream = visit(&all[0]);
-            write(&stream, &other.to_bytes()).unwrap();
-            let error = first.join().unwrap().map(drop).unwrap_err().to_string();
-            assert!(error.contains(expected) && error.contains("Node 1"), "{error}");
-        }
-    }
-}
+mod tests;

@@ -4,7 +4,9 @@
 //! ```text
 //!  0 mark (0xc5)   1 kind   2 zero (2)   4 length of what follows the header (4)   8 body
 //! ```
+//! Where nodes have a cluster key these bytes are in the records of [`crate::sealing`], by whatever way they go.
 
+use std::collections::VecDeque;
 use std::io::{self, Read};
 use std::net::TcpStream;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -22,6 +24,7 @@ use rustix::net::{RecvFlags, SendFlags};
 use super::checkpoint::Step;
 use super::gather::Told;
 use super::rdma::Pair;
+use crate::sealing::{Opening, Sealing};
 
 /// First byte of a control frame. No version of the protocol has this number.
 const MARK: u8 = 0xc5;
@@ -35,6 +38,9 @@ const MAX_BODY: usize = 1 << 20;
 /// Who may wait does so when so many bytes are queued: a vCPU that writes to a console that its node doesn't write away, and a node that hands its
 /// memory over.
 const LONG_QUEUE: usize = 1 << 20;
+/// Most bytes that wait for a peer to take them. More than correct nodes ever have on the way at once: each of 254 vCPUs asks for 128 pages ahead. A peer
+/// that takes nothing is lost to its silence long before; one that talks, and takes nothing, is to this.
+const LINK_SEND_QUEUE_BYTES: usize = 256 << 20;
 
 /// What nodes tell each other beside the protocol.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -205,31 +211,76 @@ pub(super) struct Link {
     /// For messages to people.
     pub(super) address: String,
     way: Way,
-    /// Bytes that haven't been taken, oldest first.
-    queue: Mutex<Vec<u8>>,
+    queue: Mutex<Outgoing>,
+    /// Where links are sealed: what opens what comes. Its reader's alone.
+    opened: Mutex<Option<Opened>>,
     drained: Condvar,
     closed: AtomicBool,
+    /// It was closed because the peer doesn't take what it is sent.
+    overflowed: AtomicBool,
+    /// [`LINK_SEND_QUEUE_BYTES`]; less in tests.
+    capacity: usize,
     /// When something last came, nanoseconds of the engine's clock.
     pub(super) heard: AtomicU64,
     /// Its reader is writing to a console: silence isn't the peer's.
     pub(super) busy: AtomicBool,
 }
 
+/// What is to be sent.
+#[derive(Default)]
+struct Outgoing {
+    /// Bytes that haven't been taken, oldest first, as the peer gets them.
+    bytes: Vec<u8>,
+    sealing: Option<Sealing>,
+}
+
+/// What comes over a sealed link.
+struct Opened {
+    opening: Opening,
+    /// Bytes that have come and weren't opened.
+    ahead: VecDeque<u8>,
+    room: Vec<u8>,
+}
+
+/// A link's bytes as they come, a good many at a time.
+struct Ahead<'a> {
+    link: &'a Link,
+    bytes: &'a mut VecDeque<u8>,
+    room: &'a mut Vec<u8>,
+}
+
+impl Read for Ahead<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        if self.bytes.is_empty() {
+            self.room.resize(MANY, 0);
+            let count = self.link.read_way(self.room)?;
+            self.bytes.extend(&self.room[..count]);
+        }
+        self.bytes.read(into)
+    }
+}
+
 impl Link {
-    pub(super) fn new(peer: u8, address: String, way: Way) -> Self {
+    /// With `sealed` both directions are encrypted and authenticated.
+    pub(super) fn new(peer: u8, address: String, way: Way, sealed: Option<(Sealing, Opening)>) -> Self {
         // A socket that is full has to be watched, and written again. Linux gives what `wmem_max` allows; with less it takes longer. (TCP's buffers grow by themselves.)
         if let Way::Socket(Stream::Unix(stream)) = &way
             && let Err(error) = set_socket_send_buffer_size(stream, ROOM)
         {
             tracing::debug!(%error, "A link's socket keeps its room");
         }
+        let (sealing, opening) = sealed.unzip();
+        let opened = opening.map(|opening| Opened { opening, ahead: VecDeque::new(), room: Vec::new() });
         Self {
             peer,
             address,
             way,
-            queue: Mutex::default(),
+            queue: Mutex::new(Outgoing { bytes: Vec::new(), sealing }),
+            opened: Mutex::new(opened),
             drained: Condvar::new(),
             closed: AtomicBool::new(false),
+            overflowed: AtomicBool::new(false),
+            capacity: LINK_SEND_QUEUE_BYTES,
             heard: AtomicU64::new(0),
             busy: AtomicBool::new(false),
         }
@@ -248,7 +299,12 @@ impl Link {
         matches!(self.way, Way::Pair(_))
     }
 
-    fn queue(&self) -> MutexGuard<'_, Vec<u8>> {
+    /// Whether it was closed because so many bytes wait for the peer to take them: their number.
+    pub(super) fn overflow(&self) -> Option<usize> {
+        self.overflowed.load(Ordering::Relaxed).then_some(self.capacity)
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Outgoing> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -259,9 +315,48 @@ impl Link {
         if self.closed.load(Ordering::Relaxed) {
             return false;
         }
-        let taken = if queue.is_empty() { self.offer(bytes) } else { 0 };
-        queue.extend_from_slice(&bytes[taken..]);
-        !queue.is_empty() && !self.is_rdma()
+        let idle = queue.bytes.is_empty();
+        let taken = if idle && queue.sealing.is_none() { self.offer(bytes) } else { 0 };
+        self.append(&mut queue, &bytes[taken..]);
+        if idle && queue.sealing.is_some() {
+            let taken = self.offer(&queue.bytes);
+            queue.bytes.drain(..taken);
+        }
+        !queue.bytes.is_empty() && !self.is_rdma()
+    }
+
+    /// Puts bytes behind those that wait. Where those are too many the link ends: its reader says so.
+    fn append(&self, queue: &mut Outgoing, bytes: &[u8]) {
+        let Outgoing { bytes: waiting, sealing } = queue;
+        let mut fits = waiting.len().saturating_add(bytes.len()) <= self.capacity;
+        match sealing {
+            None if fits => waiting.extend_from_slice(bytes),
+            Some(sealing) if fits => {
+                let mut rest = bytes;
+                while fits && !rest.is_empty() {
+                    match sealing.write(rest, waiting) {
+                        Ok(count) => rest = rest.get(count..).unwrap_or_default(),
+                        // What can't be sealed isn't sent in another way.
+                        Err(_) => fits = false,
+                    }
+                }
+            }
+            _ => {}
+        }
+        if !fits {
+            waiting.clear();
+            self.overflowed.store(true, Ordering::Relaxed);
+            self.closed.store(true, Ordering::Relaxed);
+            self.shut_down();
+            self.drained.notify_all();
+        }
+    }
+
+    fn shut_down(&self) {
+        match &self.way {
+            Way::Socket(stream) => stream.shutdown(),
+            Way::Pair(pair) => pair.shutdown(),
+        }
     }
 
     pub(super) fn send_control(&self, control: &Control) -> bool {
@@ -271,7 +366,7 @@ impl Link {
     /// The same, but waits while very many bytes are queued.
     pub(super) fn send_patiently(&self, control: &Control) -> bool {
         let mut queue = self.queue();
-        while queue.len() > LONG_QUEUE && !self.closed.load(Ordering::Relaxed) {
+        while queue.bytes.len() > LONG_QUEUE && !self.closed.load(Ordering::Relaxed) {
             queue = self.drained.wait(queue).unwrap_or_else(PoisonError::into_inner);
         }
         drop(queue);
@@ -300,17 +395,17 @@ impl Link {
     /// Sends what is queued as far as it is taken. True when there is something left that waits for the socket.
     pub(super) fn flush(&self) -> bool {
         let mut queue = self.queue();
-        let long = queue.len() > LONG_QUEUE;
-        let taken = self.offer(&queue);
-        queue.drain(..taken);
+        let long = queue.bytes.len() > LONG_QUEUE;
+        let taken = self.offer(&queue.bytes);
+        queue.bytes.drain(..taken);
         if long {
             self.drained.notify_all();
         }
-        !queue.is_empty() && !self.is_rdma()
+        !queue.bytes.is_empty() && !self.is_rdma()
     }
 
     pub(super) fn has_queue(&self) -> bool {
-        !self.queue().is_empty()
+        !self.queue().bytes.is_empty()
     }
 
     /// Ends it, for both sides. By RDMA, waits a little until what was sent has arrived, unless it is broken. Not under the engine's lock.
@@ -330,10 +425,7 @@ impl Link {
             let _queue = self.queue();
             self.closed.store(true, Ordering::Relaxed);
         }
-        match &self.way {
-            Way::Socket(stream) => stream.shutdown(),
-            Way::Pair(pair) => pair.shutdown(),
-        }
+        self.shut_down();
         self.drained.notify_all();
     }
 
@@ -341,12 +433,22 @@ impl Link {
     pub(super) fn put_off(&self, bytes: &[u8]) {
         let mut queue = self.queue();
         if !self.closed.load(Ordering::Relaxed) {
-            queue.extend_from_slice(bytes);
+            self.append(&mut queue, bytes);
         }
     }
 
-    /// Waits for bytes.
+    /// Waits for bytes of frames.
     fn read(&self, free: &mut [u8]) -> io::Result<usize> {
+        let mut opened = self.opened.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(Opened { opening, ahead, room }) = &mut *opened else {
+            drop(opened);
+            return self.read_way(free);
+        };
+        opening.read(free, &mut Ahead { link: self, bytes: ahead, room })
+    }
+
+    /// Waits for bytes as they come.
+    fn read_way(&self, free: &mut [u8]) -> io::Result<usize> {
         match &self.way {
             // Not in `recv`: who sleeps there is woken each time the peer takes something that was sent, too, and a wake costs the vCPU beside it dearly.
             Way::Socket(stream) => loop {

@@ -1,11 +1,95 @@
 //! Frames over a pair of sockets.
 
+use cluster_key::ClusterKey;
+
+use super::super::join::NODES;
 use super::*;
+use crate::sealing::Handshake;
 
 fn pair() -> (Link, Link) {
+    linked(None)
+}
+
+/// The same, sealed with a key.
+fn sealed_pair() -> (Link, Link) {
+    let key = ClusterKey::new(std::array::from_fn(|at| u8::try_from(at).unwrap())).unwrap();
+    let mut initiator = Handshake::initiator(NODES, &key).unwrap();
+    let mut responder = Handshake::responder(NODES, &key).unwrap();
+    responder.take(&initiator.put().unwrap()).unwrap();
+    initiator.take(&responder.put().unwrap()).unwrap();
+    linked(Some((initiator.finish().unwrap(), responder.finish().unwrap())))
+}
+
+type Sealed = (Sealing, Opening);
+
+fn linked(sealed: Option<(Sealed, Sealed)>) -> (Link, Link) {
     let (a, b) = UnixStream::pair().unwrap();
-    let link = |peer, stream| Link::new(peer, "there".into(), Way::Socket(Stream::Unix(stream)));
-    (link(1, a), link(0, b))
+    let link =
+        |peer, stream, sealed| Link::new(peer, "there".into(), Way::Socket(Stream::Unix(stream)), sealed);
+    let (one, other) = sealed.unzip();
+    (link(1, a, one), link(0, b, other))
+}
+
+/// Sealed frames arrive as others do, whatever the socket takes at once; none of their bytes is to be seen on the way.
+#[test]
+fn sealed_frames_arrive_whole_and_in_order() {
+    let (a, b) = sealed_pair();
+    let text = |n: u32| Control::Console(n.to_le_bytes().repeat(1000));
+    let mut queued = false;
+    for n in 0..1000 {
+        queued |= a.send_control(&text(n));
+    }
+    assert!(queued, "the socket takes all");
+    a.put_off(&Control::Exit(7).encode());
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while a.flush() {
+                std::thread::yield_now();
+            }
+        });
+        let mut b = reader(&b);
+        for n in 0..1000 {
+            assert_eq!(b.control(), text(n));
+        }
+        assert_eq!(b.control(), Control::Exit(7));
+    });
+    let (a, b) = sealed_pair();
+    a.send_control(&Control::Console(b"to be read by nobody else".to_vec()));
+    let mut wire = [0; 1000];
+    let count = b.read_way(&mut wire).unwrap();
+    assert!(!wire[..count].windows(8).any(|some| some == b"to be re"));
+}
+
+/// Bytes that the peer hasn't sealed end the link.
+#[test]
+fn bytes_that_nobody_has_sealed_are_refused() {
+    let (a, b) = sealed_pair();
+    // As long as the record that its first bytes announce.
+    a.offer(&Control::Console(vec![0; 4000]).encode());
+    let error = reader(&b).frame().unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{error}");
+}
+
+/// A peer that takes nothing is given up when more waits for it than a link holds, and what waits is forgotten.
+#[test]
+fn what_waits_for_a_peer_is_bounded() {
+    for (mut a, b) in [pair(), sealed_pair()] {
+        a.capacity = 1 << 20;
+        let text = Control::Console(vec![7; 1 << 16]);
+        for _ in 0..1000 {
+            a.send_control(&text);
+            assert!(a.queue().bytes.len() <= a.capacity + (1 << 17));
+        }
+        assert_eq!(a.overflow(), Some(1 << 20));
+        assert!(!a.has_queue());
+        let mut b = reader(&b);
+        let end = loop {
+            if let Err(error) = b.frame() {
+                break error;
+            }
+        };
+        assert_eq!(end.kind(), io::ErrorKind::UnexpectedEof, "{end}");
+    }
 }
 
 /// What comes over a link, frame by frame.

@@ -348,7 +348,12 @@ impl Engine {
         self.gathered().gone.insert(link.peer);
         if self.outcome().is_none() {
             let (peer, address) = (link.peer, &link.address);
-            self.fail(match error.kind() {
+            let overflow = link.overflow().map(|bytes| {
+                format!(
+                    "Node {peer} doesn't take what it is sent over the link {address}: more than {bytes} bytes wait for it"
+                )
+            });
+            self.fail(overflow.unwrap_or_else(|| match error.kind() {
                 io::ErrorKind::InvalidData => {
                     format!(
                         "Node {peer} sent bytes over the link {address} that no correct node sends: {error}"
@@ -358,7 +363,7 @@ impl Engine {
                     format!("The link {address} to node {peer} was closed: its monitor has died or was ended")
                 }
                 _ => format!("The link {address} to node {peer} is broken: {error}"),
-            });
+            }));
         }
         link.close();
         self.tell_news();

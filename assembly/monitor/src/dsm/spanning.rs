@@ -9,6 +9,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use cluster_key::ClusterKey;
 use dsm::trace::Entry;
 use dsm::{Config, Node, NodeId, Plant, Policy, wire};
 use machine::exits::ExitSnapshot;
@@ -44,6 +45,9 @@ pub struct NodeSettings {
     /// The RDMA device with this node's address, where links go by RDMA and it was looked for before a sandbox; otherwise it is looked for then. The process's
     /// credentials, and those of its threads, must not change any more.
     pub device: Option<RdmaDevice>,
+    /// Encrypts and authenticates links; the same on all nodes. Without one whoever reaches a node's address can take another node's place, and read and
+    /// change the guest's memory on the way.
+    pub key: Option<ClusterKey>,
     /// How pages are kept the same; the same on all nodes.
     pub policy: Policy,
     /// Record what the simulator can be driven with: [`Ended::trace`]. Costs memory for every event.
@@ -220,7 +224,7 @@ impl SpanningVm {
         let device = device_of(settings.node, &settings.addresses, settings.device.as_ref())?;
         let hello = Hello { node: settings.node, nodes, digest, rdma: device.is_some() };
         let (last, first) = Self::checkpoints_of(settings, identity, nodes)?;
-        let links = join(hello, &settings.addresses, device.as_ref())?;
+        let links = join(hello, &settings.addresses, device.as_ref(), settings.key.as_ref())?;
         let (sender, steps) = sync_channel(MOST_STEPS);
         let engine =
             Arc::new(Engine::new(settings.node, links, local, settings.gather, settings.trouble, sender)?);

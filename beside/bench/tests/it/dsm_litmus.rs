@@ -52,6 +52,7 @@ fn run(file: &[u8], trouble: Trouble, arguments: &[&str]) -> String {
                 node,
                 addresses: addresses.clone(),
                 device: None,
+                key: None,
                 policy: policy(),
                 record: false,
                 checkpoints: None,

@@ -25,6 +25,7 @@ fn record(programs: &Programs, program: &str, policy: Policy, arguments: &[&str]
                 node,
                 addresses,
                 device: None,
+                key: None,
                 policy,
                 record: true,
                 checkpoints: None,

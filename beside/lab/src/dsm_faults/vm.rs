@@ -76,7 +76,15 @@ impl Vm {
                 "--sandbox",
                 "off",
             ]);
-            command.args(["--name", "faults", "--node", &node.to_string(), "--peers", &peers.join(",")]);
+            command.args([
+                "--name",
+                "faults",
+                "--node",
+                &node.to_string(),
+                "--peers",
+                &peers.join(","),
+                "--insecure",
+            ]);
             // On one node links would matter no more.
             command.args(["--gather", "never"]);
             command.args(&plan.flags).arg("--payload").arg(&plan.program).arg("--").args(plan.arguments);

@@ -79,7 +79,7 @@ fn command(node: usize, peers: &str, program: &str, arguments: &str, flags: &str
     // On one node the link would matter no more.
     let gather = if program == GATHERED.0 { "auto" } else { "never" };
     format!(
-        "exec causeway {flags} --log-level warn run --name dsm{node} --node {node} --peers {peers} --gather {gather} --payload /share/bin/{program} -- {arguments}"
+        "exec causeway {flags} --log-level warn run --name dsm{node} --node {node} --peers {peers} --insecure --gather {gather} --payload /share/bin/{program} -- {arguments}"
     )
 }
 

@@ -74,7 +74,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         let mut waits = spec(kernel);
         // Every other way there and back is encrypted.
         let encrypted = number % 4 >= 2;
-        let waits_with = if encrypted { format!(" --incoming-key {KEY}") } else { String::new() };
+        let waits_with = if encrypted { format!(" --incoming-key {KEY}") } else { " --insecure".to_owned() };
         waits.extra.push(format!("--incoming {address}{waits_with}"));
         let next = Guest::start(to, &waits, Vmm::Causeway)?;
         let listens = "for i in $(seq 300); do causeway inspect moved summary | grep -q incoming && exit 0; sleep 0.3; done; exit 1";

@@ -64,7 +64,7 @@ fn plain() -> bool {
 const HOSTS: [usize; 3] = [0, 1, 0];
 
 pub(super) fn layout() -> Layout {
-    let key = if plain() { String::new() } else { format!(" --cluster-key {KEY}") };
+    let key = if plain() { " --insecure".to_owned() } else { format!(" --cluster-key {KEY}") };
     let daemon =
         |host: usize| format!("--directory {DIRECTORY} --fabric-address 10.77.0.{}:{PORT}{key}", host + 1);
     Layout {

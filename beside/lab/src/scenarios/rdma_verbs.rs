@@ -49,8 +49,9 @@ pub(super) fn topology(_: &Options) -> Topology {
 }
 
 fn layout() -> Layout {
-    let daemon =
-        |host: usize| format!("--directory {DIRECTORY} --fabric-address 10.77.2.{}:{PORT} --verbs", host + 1);
+    let daemon = |host: usize| {
+        format!("--directory {DIRECTORY} --fabric-address 10.77.2.{}:{PORT} --insecure --verbs", host + 1)
+    };
     Layout {
         hosts: vec![0, 1],
         mtu: 1500,

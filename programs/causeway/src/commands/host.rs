@@ -12,6 +12,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 use crate::cli::HostArgs;
+use crate::exposure::{self, Exposed};
 use crate::output;
 
 /// Runs the daemon until a signal ends it.
@@ -66,6 +67,15 @@ fn fabric(args: &HostArgs) -> anyhow::Result<Option<FabricConfig>> {
         }
         _ => return Ok(None),
     };
+    if let Some(address) = args.fabric_address {
+        let exposed = Exposed {
+            flag: "--fabric-address",
+            address: &address.to_string(),
+            key_flag: "--cluster-key",
+            risk: "whoever can send packets there can read and write what guests have registered for others",
+        };
+        exposure::check(exposed, [address.ip()], args.cluster_key.is_some(), args.insecure)?;
+    }
     // The command line asks for both or none.
     Ok(args.fabric_address.map(|address| FabricConfig {
         directory,

@@ -14,12 +14,22 @@ use monitor::description::Guest;
 use monitor::vm::Incoming;
 
 use crate::cli::RunArgs;
+use crate::exposure::{self, Exposed};
 
 /// Runs a VM in the foreground.
 pub fn run(mut args: RunArgs, json: bool) -> anyhow::Result<ExitCode> {
     let span = spanning::Span::take(&mut args)?;
     let key = args.incoming_key.take().as_deref().map(ClusterKey::load).transpose()?;
     let incoming = args.incoming.take().map(|address| Incoming { address, key });
+    if let Some(Incoming { address, key }) = &incoming {
+        let exposed = Exposed {
+            flag: "--incoming",
+            address: &address.to_string(),
+            key_flag: "--incoming-key",
+            risk: "whoever reaches it can send a VM in place of yours, and whoever is on the way can read and change its memory",
+        };
+        exposure::check(exposed, [address.ip()], key.is_some(), args.insecure)?;
+    }
     let description = describe::describe(args)?;
     match (&description.guest, span) {
         (Guest::Linux(_), _) => vm::run(description, incoming, json),

@@ -7,6 +7,7 @@ use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, anyhow, bail};
+use cluster_key::ClusterKey;
 use control_api::discovery;
 use dsm::Policy;
 use machine::memory::shared::SharedRam;
@@ -18,6 +19,7 @@ use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
 
 use super::payload;
 use crate::cli::{Coherence, Gather, RunArgs};
+use crate::exposure::{self, Exposed};
 use crate::{failure, output};
 
 /// How long nodes that were started here may take to end after node 0.
@@ -36,6 +38,7 @@ pub struct Span {
     nodes: u8,
     /// This node and where all are; `None`: all are started here.
     place: Option<(u8, Vec<NodeAddress>)>,
+    key: Option<ClusterKey>,
     coherence: Coherence,
     gather: Gather,
     checkpoints: Option<Checkpoints>,
@@ -95,12 +98,16 @@ impl Span {
             }
             _ => bail!("--node and --peers belong together: which node this is, and where all are"),
         };
+        let key = args.cluster_key.take().as_deref().map(ClusterKey::load).transpose()?;
+        if let (Some((_, addresses)), None) = (&place, &key) {
+            check_exposure(addresses, args.insecure)?;
+        }
         if args.cpus.is_none() {
             args.cpus = Some(monitor::description::written::Cpus::Count(nodes.into()));
         }
         let coherence = coherence.unwrap_or(Coherence::Update);
         let gather = gather.unwrap_or(Gather::Auto);
-        Ok(Some(Self { nodes, place, coherence, gather, checkpoints, restart }))
+        Ok(Some(Self { nodes, place, key, coherence, gather, checkpoints, restart }))
     }
 
     fn policy(&self) -> Policy {
@@ -131,6 +138,7 @@ pub fn run(
         node,
         addresses,
         device: None,
+        key: span.key.clone(),
         policy: span.policy(),
         record: false,
         checkpoints: span.checkpoints.clone(),
@@ -168,6 +176,23 @@ pub fn run(
         }))?;
     }
     Ok(ExitCode::from(process_status(code)))
+}
+
+/// Links without a key stay on this host, or the user accepts that they don't.
+fn check_exposure(addresses: &[NodeAddress], insecure: bool) -> anyhow::Result<()> {
+    for address in addresses {
+        let (NodeAddress::Tcp(place) | NodeAddress::Rdma(place)) = address else { continue };
+        let found =
+            place.to_socket_addrs().with_context(|| format!("--peers: {place} can't be looked up"))?;
+        let exposed = Exposed {
+            flag: "--peers",
+            address: &address.to_string(),
+            key_flag: "--cluster-key",
+            risk: "whoever reaches it can take a node's place, and whoever is on the way can read and change the guest's memory",
+        };
+        exposure::check(exposed, found.map(|found| found.ip()), false, insecure)?;
+    }
+    Ok(())
 }
 
 /// Puts this node into its sandbox. What it needs from here on are its sockets, KVM and the folders of checkpoints.

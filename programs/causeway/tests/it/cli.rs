@@ -155,6 +155,22 @@ const WRONG: &[(&[&str], &str)] = &[
         "cannot be used with",
     ),
     (&["host", "--fabric-address", "127.0.0.1:4792"], "--directory <PATH>|--cluster <HOST:PORT>"),
+    // What other hosts reach has a key, or its user accepts that it hasn't.
+    (&["run", "--kernel", "k", "--incoming", "192.0.2.7:7000"], "give --incoming-key FILE"),
+    (&["run", "--kernel", "k", "--incoming", "0.0.0.0:7000"], "accept that with --insecure"),
+    (
+        &["run", "--payload", "p", "--node", "0", "--peers", "tcp:127.0.0.1:1,tcp:192.0.2.7:2"],
+        "tcp:192.0.2.7:2 is reached from other hosts",
+    ),
+    (&["run", "--kernel", "k", "--cluster-key", "f"], "--peers"),
+    (
+        &["run", "--payload", "p", "--node", "0", "--peers", "unix:a,unix:b", "--cluster-key", "nowhere"],
+        "The cluster key nowhere can't be read",
+    ),
+    (
+        &["host", "--socket", "h/h.sock", "--directory", "d", "--fabric-address", "192.0.2.7:4792"],
+        "give --cluster-key FILE",
+    ),
     (
         &[
             "host",

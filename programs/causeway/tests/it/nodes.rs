@@ -112,19 +112,59 @@ fn console_exit_code_and_counts_come_from_all_nodes() {
     }
 }
 
+/// Addresses for two nodes.
+fn two_over_tcp() -> String {
+    let port = |listener: std::net::TcpListener| listener.local_addr().unwrap().port();
+    let port = || port(std::net::TcpListener::bind("127.0.0.1:0").unwrap());
+    format!("tcp:127.0.0.1:{},tcp:127.0.0.1:{}", port(), port())
+}
+
+/// Nodes with the same key meet and run over sealed links; one with another key, or without, takes no node's place and is told what to do.
+#[test]
+fn nodes_with_a_key_meet_and_others_stay_outside() {
+    let Some(programs) = programs("nodes_with_a_key_meet_and_others_stay_outside") else { return };
+    let runtime = runtime();
+    let key = |name: &str| {
+        let file = runtime.path().join(name);
+        let made = Command::new(env!("CARGO_BIN_EXE_causeway")).arg("key").arg(&file).output().unwrap();
+        assert!(made.status.success(), "{}", text(&made));
+        file.to_str().unwrap().to_owned()
+    };
+    let (ours, theirs) = (key("ours"), key("theirs"));
+    let start = |node: &str, peers: &str, key: Option<&str>| {
+        let mut flags = vec!["--node", node, "--peers", peers];
+        flags.extend(key.map(|key| ["--cluster-key", key]).into_iter().flatten());
+        causeway(runtime.path(), &programs.join("dsm_basic"), &flags, &["turns", "20"]).spawn().unwrap()
+    };
+    for stranger in [None, Some(theirs.as_str())] {
+        let peers = two_over_tcp();
+        let first = start("0", &peers, Some(&ours));
+        let outside = start("1", &peers, stranger).wait_with_output().unwrap();
+        assert!(!outside.status.success());
+        let said = text(&outside);
+        assert!(
+            said.contains("Node 0 at tcp:127.0.0.1") && said.contains("the same --cluster-key"),
+            "{said}"
+        );
+        // Its place is free for the node that has the key.
+        let other = start("1", &peers, Some(&ours));
+        let (first, other) = (first.wait_with_output().unwrap(), other.wait_with_output().unwrap());
+        assert!(first.status.success() && other.status.success(), "{} {}", text(&first), text(&other));
+        assert!(text(&first).contains("turns: 20 rounds"), "{}", text(&first));
+    }
+}
+
 /// Nodes that are started one by one find each other over TCP, and node 0's output and exit code are the VM's; a node of another
 /// program is refused by name.
 #[test]
 fn nodes_that_are_started_apart_meet_over_tcp() {
     let Some(programs) = programs("nodes_that_are_started_apart_meet_over_tcp") else { return };
-    let port = |listener: std::net::TcpListener| listener.local_addr().unwrap().port();
-    let port = || port(std::net::TcpListener::bind("127.0.0.1:0").unwrap());
     let start = |runtime: &Path, node: &str, peers: &str, arguments: &[&str]| {
         let flags = ["--node", node, "--peers", peers];
         causeway(runtime, &programs.join("dsm_basic"), &flags, arguments).spawn().unwrap()
     };
     let runtime = runtime();
-    let peers = format!("tcp:127.0.0.1:{},tcp:127.0.0.1:{}", port(), port());
+    let peers = two_over_tcp();
     let other = start(runtime.path(), "1", &peers, &["turns", "20"]);
     let first = start(runtime.path(), "0", &peers, &["turns", "20"]).wait_with_output().unwrap();
     let other = other.wait_with_output().unwrap();

@@ -359,7 +359,7 @@ mod tests {
     #[test]
     fn nobody_goes_on_after_the_vm_has_ended() {
         let (here, there) = std::os::unix::net::UnixStream::pair().unwrap();
-        let link = |peer, stream| Link::new(peer, "a".into(), Way::Socket(Stream::Unix(stream)));
+        let link = |peer, stream| Link::new(peer, "a".into(), Way::Socket(Stream::Unix(stream)), None);
         let (sender, steps) = std::sync::mpsc::sync_channel(1);
         let links = vec![None, Some(link(1, here))];
         let engine = Arc::new(Engine::new(0, links, 1, true, Trouble::default(), sender).unwrap());

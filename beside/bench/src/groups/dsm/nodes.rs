@@ -149,6 +149,7 @@ pub fn be(task: &str) -> anyhow::Result<()> {
             node: task.node,
             addresses,
             device: None,
+            key: None,
             policy,
             record: false,
             checkpoints: None,

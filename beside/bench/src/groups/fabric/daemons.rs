@@ -112,6 +112,8 @@ impl Daemons {
             command.args(["--fabric-address", &format!("{address}:{}", setup.port)]);
             if setup.encrypted {
                 command.arg("--cluster-key").arg(&key);
+            } else {
+                command.arg("--insecure");
             }
             Side::start(Process::start("causeway host", &mut command)?, &socket, host, cpu)
         };
