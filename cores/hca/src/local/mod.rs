@@ -15,14 +15,15 @@ mod management;
 mod one_sided;
 pub(crate) mod receive;
 
+use std::cmp::Ordering;
 use std::ops::Range;
 
-use dma::Dma;
 use dma::access::CopyFault;
+use dma::{Dma, DmaFault};
 
 use crate::attributes::{Access, QpKind, QpState};
 use crate::engine::{Engine, PSN_MASK};
-use crate::memory::Forbidden;
+use crate::memory::{Forbidden, Piece};
 use crate::objects::{ObjectRef, Path, Progress, QpRef};
 use crate::provider::{Provider, SendQueue};
 use crate::saved::Kind;
@@ -66,6 +67,12 @@ impl Step {
 pub(crate) fn total(sges: &[Sge]) -> u64 {
     // At most 16 elements of 32 bits.
     sges.iter().map(|sge| u64::from(sge.length)).sum()
+}
+
+/// What a fault says of a gathered list: where it begins, and all of its bytes.
+fn whole(pieces: &[Piece]) -> DmaFault {
+    let address = pieces.first().map_or(0, |piece| piece.address);
+    DmaFault { address, len: pieces.iter().fold(0, |sum, piece| sum.saturating_add(piece.len)) }
 }
 
 /// A length that was checked to be that of a message.
@@ -256,28 +263,33 @@ impl<P: Provider> Engine<P> {
     }
 
     /// Copies what was gathered: source to target, exactly once.
+    ///
+    /// # Errors
+    /// When the memory of either side is at fault, its device is gone, or it is shorter than the other: then the request must not succeed, and
+    /// no byte has moved in the last two cases.
     #[inline]
     fn copy(&self, from: u32, to: u32) -> Result<(), CopyFault> {
-        let (Some(from), Some(to)) = (self.device(from), self.device(to)) else { return Ok(()) };
         let (sources, targets) = self.pieces();
-        if let ([source], [target]) = (sources, targets) {
-            return from.memory.copy_to(
-                source.address,
-                &to.memory,
-                target.address,
-                source.len.min(target.len),
-            );
+        let from = self.device(from).ok_or(CopyFault::Source(whole(sources)))?;
+        let to = self.device(to).ok_or(CopyFault::Destination(whole(targets)))?;
+        if let ([source], [target]) = (sources, targets)
+            && source.len == target.len
+        {
+            return from.memory.copy_to(source.address, &to.memory, target.address, source.len);
+        }
+        match whole(sources).len.cmp(&whole(targets).len) {
+            Ordering::Less => return Err(CopyFault::Source(whole(sources))),
+            Ordering::Greater => return Err(CopyFault::Destination(whole(targets))),
+            Ordering::Equal => {}
         }
         let mut targets = targets.iter().copied();
-        let Some(mut target) = targets.next() else { return Ok(()) };
+        let mut target = Piece { address: 0, len: 0 };
         for source in sources {
             let mut source = *source;
             while source.len > 0 {
                 if target.len == 0 {
-                    match targets.next() {
-                        Some(next) => target = next,
-                        None => return Ok(()),
-                    }
+                    // Both sides have the same number of bytes.
+                    target = targets.next().ok_or(CopyFault::Destination(whole(self.pieces().1)))?;
                     continue;
                 }
                 let len = source.len.min(target.len);
@@ -368,3 +380,6 @@ impl<P: Provider> Engine<P> {
         Step::Failed(status)
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -163,7 +163,9 @@ impl<P: Provider> Engine<P> {
         if self.awaits_memory(at, false, Some(peer.device), Some(at.device)) {
             return Step::NotHere;
         }
-        let word = self.pieces().0.first().map_or(0, |piece| piece.address);
+        let Some(word) = self.pieces().0.first().map(|piece| piece.address) else {
+            return self.refuse(at, peer, Status::RemoteOperation, Some(AsyncEvent::QpFatal));
+        };
         let Some(device) = self.device(peer.device) else { return Step::NoPeer };
         let before = match request.operation {
             Operation::CompareSwap { compare, swap, .. } => {

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use dma::Dma;
+use dma::{Dma, DmaFault};
 
 use crate::attributes::{Access, QpKind, QpState};
 use crate::engine::{Engine, completed};
@@ -175,7 +175,7 @@ impl<P: Provider> Engine<P> {
             device.memory.read(piece.address, now).map_err(|_| Status::LocalProtection)?;
             rest = later;
         }
-        Ok(())
+        if rest.is_empty() { Ok(()) } else { Err(Status::LocalProtection.into()) }
     }
 
     /// Places bytes of a READ's answer, or an atomic's 8 bytes (as the guest has words, little-endian), from `offset` on.
@@ -319,17 +319,27 @@ impl<P: Provider> Engine<P> {
     }
 
     /// Writes bytes to the gathered target of a device.
-    pub(crate) fn write_target(&self, device: u32, from: &[u8]) -> Result<(), dma::DmaFault> {
-        let Some(device) = self.device(device).filter(|device| device.enabled) else { return Ok(()) };
+    ///
+    /// # Errors
+    /// When the device is gone, or its memory is, or the target is too short for them.
+    pub(crate) fn write_target(&self, device: u32, from: &[u8]) -> Result<(), DmaFault> {
+        let targets = self.pieces().1;
+        let gone =
+            || DmaFault { address: targets.first().map_or(0, |piece| piece.address), len: length_of(from) };
+        let device = self.device(device).filter(|device| device.enabled).ok_or_else(gone)?;
         let mut rest = from;
-        for piece in self.pieces().1 {
+        for piece in targets {
             let len = usize::try_from(piece.len).unwrap_or(usize::MAX).min(rest.len());
             let (now, later) = rest.split_at(len);
             device.memory.write(piece.address, now)?;
             rest = later;
         }
-        Ok(())
+        if rest.is_empty() { Ok(()) } else { Err(gone()) }
     }
+}
+
+fn length_of(bytes: &[u8]) -> u64 {
+    u64::try_from(bytes.len()).unwrap_or(u64::MAX)
 }
 
 /// The part of a message that begins at `offset`.

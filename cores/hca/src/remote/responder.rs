@@ -294,6 +294,7 @@ impl<P: Provider> Engine<P> {
             sound &= device.memory.read(piece.address, now).is_ok();
             rest = later;
         }
+        sound &= rest.is_empty();
         if !sound {
             return Err(self.refused(at, Refusal::Operational, Some(AsyncEvent::QpFatal)));
         }
@@ -324,7 +325,9 @@ impl<P: Provider> Engine<P> {
         if self.awaits_memory(at, true, Some(at.device), None) {
             return Err(Refusal::NotHere);
         }
-        let word = self.pieces().0.first().map_or(0, |piece| piece.address);
+        let Some(word) = self.pieces().0.first().map(|piece| piece.address) else {
+            return Err(self.refused(at, Refusal::Operational, Some(AsyncEvent::QpFatal)));
+        };
         let device = self.device(at.device).ok_or(Refusal::Gone)?;
         let before = match operation {
             AtomicOperation::CompareSwap { compare, swap } => {
