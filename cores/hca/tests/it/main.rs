@@ -13,3 +13,5 @@ mod model;
 mod moving;
 mod notifications;
 mod objects;
+mod rules;
+mod unanswered;
