@@ -39,7 +39,8 @@ pub mod work;
 pub use counters::{DeviceCounters, QpCounters, QpReport};
 pub use engine::{
     DeviceConfig, DeviceReport, Engine, EngineConfig, MrInfo, MrInit, ObjectCounts, Progress, QpInfo, QpInit,
-    SrqAttributes, SrqInit,
+    SrqAttributes, SrqInit, Teardown,
 };
 pub use error::VerbsError;
 pub use limits::{Capabilities, Limits};
+pub use memory::{MrPages, NotAPage};

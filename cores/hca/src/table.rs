@@ -91,6 +91,11 @@ impl<T> Table<T> {
         Some(object)
     }
 
+    /// Handles are below it.
+    pub fn end(&self) -> u32 {
+        u32::try_from(self.slots.len()).unwrap_or(u32::MAX)
+    }
+
     pub fn iter(&self) -> impl Iterator<Item = (u32, &T)> {
         (0u32..).zip(&self.slots).filter_map(|(handle, slot)| Some((handle, slot.as_ref()?)))
     }

@@ -1,13 +1,15 @@
 //! Verbs that create and change objects, queue pairs' states excepted.
 
+use std::collections::BTreeSet;
+
 use crate::attributes::{Access, AddressVector, QpAttributes, QpKind, QpState};
 use crate::counters::QpCounters;
 use crate::error::VerbsError;
-use crate::memory::{Extent, Kind as RegionKind, Region};
+use crate::memory::{Extent, Kind as RegionKind, MrPages, NotAPage, Region};
 use crate::names::{
     ContextHandle, CqHandle, DeviceId, GSI, Gid, MrHandle, PdHandle, QpHandle, Qpn, SrqHandle,
 };
-use crate::objects::{Context, Cq, Device, NOT_NOTIFIED, ObjectRef, Path, Pd, Qp, Srq, Wait};
+use crate::objects::{Context, Cq, Device, NOT_NOTIFIED, ObjectRef, Path, Pd, Qp, Srq, Wait, WaitList};
 use crate::provider::{Provider, ReceiveQueue};
 
 use crate::saved::Kind;
@@ -69,26 +71,41 @@ impl<P: Provider> Engine<P> {
         pd: PdHandle,
         init: MrInit,
     ) -> Result<MrInfo, VerbsError> {
+        let mut pages = MrPages::new(init.start);
+        init.pages
+            .iter()
+            .try_for_each(|page| pages.push(*page))
+            .map_err(|NotAPage(page)| VerbsError::invalid("A page of a memory region", page))?;
+        self.register_mr_pages(device, pd, (init.start, init.length), init.access, pages)
+    }
+
+    /// As [`Engine::register_mr`], of `length` bytes from `start` on, with pages that were collected before.
+    pub fn register_mr_pages(
+        &mut self,
+        device: DeviceId,
+        pd: PdHandle,
+        (start, length): (u64, u64),
+        access: u32,
+        pages: MrPages,
+    ) -> Result<MrInfo, VerbsError> {
         let found = self.of(device)?;
-        let first = init.start % 4096;
-        if init.length == 0 || init.length > found.capabilities.max_mr_size {
-            return Err(VerbsError::invalid("The length of a memory region", init.length));
+        let first = start % 4096;
+        if length == 0 || length > found.capabilities.max_mr_size {
+            return Err(VerbsError::invalid("The length of a memory region", length));
         }
         // Both are far below 2^64: the length is at most max_mr_size, the offset below a page.
-        if init.pages.len() as u64 != (first + init.length).div_ceil(4096) {
+        if pages.count() != (first + length).div_ceil(4096) {
             return Err(VerbsError::invalid(
                 "The number of pages of a memory region of that length",
-                init.pages.len() as u64,
+                pages.count(),
             ));
         }
-        let access = Access::from_bits_truncate(init.access);
-        let start = if access.contains(Access::ZERO_BASED) { 0 } else { init.start };
-        start
-            .checked_add(init.length)
-            .ok_or(VerbsError::invalid("The start of a memory region", init.start))?;
-        let extent = Extent::from_pages(first, &init.pages)
-            .ok_or(VerbsError::invalid("A page of a memory region", init.pages[0]))?;
-        let bytes = found.registered_bytes.saturating_add(init.length);
+        let access = Access::from_bits_truncate(access);
+        let start = if access.contains(Access::ZERO_BASED) { 0 } else { start };
+        start.checked_add(length).ok_or(VerbsError::invalid("The start of a memory region", start))?;
+        let none = VerbsError::invalid("The number of pages of a memory region of that length", 0_u32);
+        let extent = pages.into_extent().ok_or(none)?;
+        let bytes = found.registered_bytes.saturating_add(length);
         if bytes > found.limits.registered_bytes {
             return Err(VerbsError::OutOfResources {
                 what: "registered bytes",
@@ -102,7 +119,7 @@ impl<P: Provider> Engine<P> {
             valid: true,
             kind: RegionKind::User,
             start,
-            length: init.length,
+            length,
             exported: false,
             extent,
         };
@@ -196,7 +213,7 @@ impl<P: Provider> Engine<P> {
             notified_at: NOT_NOTIFIED,
             unpublished: false,
             notifying: false,
-            users: Vec::new(),
+            users: BTreeSet::new(),
         };
         let handle = found.cqs.insert(cq).ok_or(full("completion queues", found.capabilities.max_cq))?;
         owner.owned += 1;
@@ -231,8 +248,8 @@ impl<P: Provider> Engine<P> {
             max_wr: init.max_wr,
             max_sge: init.max_sge,
             limit: init.limit,
-            users: Vec::new(),
-            waiters: std::collections::VecDeque::new(),
+            users: BTreeSet::new(),
+            waiters: WaitList::default(),
         };
         let handle =
             found.srqs.insert(srq).ok_or(full("shared receive queues", found.capabilities.max_srq))?;
@@ -326,6 +343,8 @@ impl<P: Provider> Engine<P> {
                 pd: init.pd.0,
                 path: Path::Unreachable,
                 path_at: 0,
+                path_version: 0,
+                version: 0,
                 was_local: false,
                 send_cq,
                 receive_cq,
@@ -339,6 +358,7 @@ impl<P: Provider> Engine<P> {
                 handle: QpHandle(handle),
                 qpn,
                 context,
+                context_index: 0,
                 incarnation: 0,
                 attributes: power_on_attributes(),
                 source_gid: Gid([0; 16]),
@@ -356,16 +376,14 @@ impl<P: Provider> Engine<P> {
         if let Some(pd) = found.pds.get_mut(init.pd.0) {
             pd.owned += 1;
         }
-        if let Some(context) = found.contexts.get_mut(context) {
-            context.qps.push(handle);
-        }
+        found.add_to_context(context, handle);
         for cq in [send_cq, receive_cq] {
             if let Some(cq) = found.cqs.get_mut(cq.handle) {
-                cq.users.push(handle);
+                cq.users.insert(handle);
             }
         }
         if let Some(srq) = srq.and_then(|srq| found.srqs.get_mut(srq.handle)) {
-            srq.users.push(handle);
+            srq.users.insert(handle);
         }
         let qpn = found.qps.get(handle).map_or(Qpn(0), |qp| qp.qpn);
         Ok(QpInfo { handle: QpHandle(handle), qpn })

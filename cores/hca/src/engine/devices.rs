@@ -79,6 +79,7 @@ impl<P: Provider> Engine<P> {
         new.inbound = old.inbound.take();
         new.late = old.late.take();
         new.memory_waits = old.memory_waits;
+        new.port_mtu = old.port_mtu;
         std::mem::swap(&mut new.marks, &mut old.marks);
         let old = std::mem::replace(old, new);
         self.active_qps -= u32::try_from(old.active.len()).unwrap_or(0);
@@ -94,8 +95,10 @@ impl<P: Provider> Engine<P> {
                 self.timers.remove(&(deadline, Timer::Qp(at)));
             }
             self.stop_awaiting(at, qp.awaits);
+            self.leave_lists(at, qp.wait);
+            self.leave_late(at, true);
         }
-        self.timers.retain(|(_, timer)| *timer != Timer::Device(device.0));
+        self.stop_device_timer(Timer::Device(device.0));
         self.events.retain(|(of, _)| *of != device.0);
         self.set_arm_exact(device, old.exact);
         self.topology += 1;
@@ -114,6 +117,19 @@ impl<P: Provider> Engine<P> {
             found.set_limits(limits);
             self.release_throttled(device.0, usize::MAX);
         }
+    }
+
+    /// The active MTU of a device's port, bytes: a longer datagram isn't sent.
+    pub fn set_port_mtu(&mut self, device: DeviceId, bytes: u32) {
+        if let Some(found) = self.device_mut(device.0) {
+            found.port_mtu = bytes;
+        }
+    }
+
+    /// The active MTU of a device's port, bytes.
+    #[must_use]
+    pub fn port_mtu(&self, device: DeviceId) -> Option<u32> {
+        self.device(device.0).map(|found| found.port_mtu)
     }
 
     /// Allows or forbids access to guest memory. What is due waits until it is allowed again; peers see no answer.

@@ -23,6 +23,7 @@ impl<P: Provider> Engine<P> {
         let Some(qp) = device.qps.get_mut(at.handle) else { return };
         let never_started = qp.state == QpState::Reset;
         qp.state = QpState::Error;
+        qp.changed();
         device.quiet.forget(at.handle);
         device.marks.touch(Kind::QueuePair, at.handle);
         let waiter = qp.waiter.take();
@@ -33,7 +34,6 @@ impl<P: Provider> Engine<P> {
         if shared && let Some(elsewhere) = &mut qp.elsewhere {
             taken.extend(std::iter::from_fn(|| elsewhere.pop_receive()));
         }
-        self.topology += 1;
         self.wait(at, Wait::None, None);
         if let Some(stashed) = stashed {
             self.complete_receive_error(at, stashed.wr_id, Status::Flushed);
@@ -58,7 +58,7 @@ impl<P: Provider> Engine<P> {
             (QpKind::Rc, _) => self.enter_error(at),
             (QpKind::Uc | QpKind::Ud | QpKind::Gsi, _) => {
                 qp.state = QpState::SendQueueError;
-                self.topology += 1;
+                qp.changed();
                 self.activate(at);
             }
         }

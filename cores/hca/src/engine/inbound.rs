@@ -5,11 +5,9 @@
 //! asks [`Engine::is_written_too_fast`] at each packet. Nothing is refused or lost, and no queue pair notices but by the time that it takes.
 //! Datagrams, and what a VM's own READs bring it, are neither counted nor held back.
 
-use std::collections::VecDeque;
-
 use crate::limits::Bucket;
 use crate::names::DeviceId;
-use crate::objects::{Path, QpRef, Wait};
+use crate::objects::{Path, QpRef, Wait, WaitList};
 use crate::provider::{Provider, SendQueue};
 
 use super::{Engine, Timer};
@@ -21,7 +19,7 @@ pub(crate) struct Inbound {
     bytes: u64,
     budget: Bucket,
     /// Requesters of this engine that wait, in the order in which they came. The device has a timer while there are any.
-    waiting: VecDeque<QpRef>,
+    waiting: WaitList,
 }
 
 impl<P: Provider> Engine<P> {
@@ -91,9 +89,9 @@ impl<P: Provider> Engine<P> {
         }
         self.wait(at, Wait::Budget, None);
         if let Some(inbound) = self.device_mut(peer.device).and_then(|found| found.inbound.as_mut()) {
-            inbound.waiting.push_back(at);
+            inbound.waiting.push(at);
             if inbound.waiting.len() == 1 {
-                self.timers.insert((until, Timer::Inbound(peer.device)));
+                self.start_device_timer(Timer::Inbound(peer.device), until);
             }
         }
         true
@@ -105,14 +103,11 @@ impl<P: Provider> Engine<P> {
         let until = if all { None } else { self.inbound_blocked_until(device) };
         let now = self.now;
         let Some(inbound) = self.device_mut(device).and_then(|found| found.inbound.as_mut()) else { return };
-        let count = if until.is_some() { 0 } else { most.min(inbound.waiting.len()) };
-        let released: Vec<QpRef> = inbound.waiting.drain(..count).collect();
-        let more = !inbound.waiting.is_empty();
-        if all {
-            self.timers.retain(|(_, timer)| *timer != Timer::Inbound(device));
-        }
-        if more {
-            self.timers.insert((until.unwrap_or(now + 1), Timer::Inbound(device)));
+        let released = inbound.waiting.take(if until.is_some() { 0 } else { most });
+        if inbound.waiting.is_empty() {
+            self.stop_device_timer(Timer::Inbound(device));
+        } else {
+            self.start_device_timer(Timer::Inbound(device), until.unwrap_or(now + 1));
         }
         for at in released {
             // It may have ended its wait for another reason.
@@ -123,21 +118,19 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Takes send queues that don't wait any more out of the lists where they did; gives their handles.
-    pub(super) fn leave_inbound(&mut self, whose: impl Fn(QpRef) -> bool) -> Vec<u32> {
-        let mut left = Vec::new();
+    /// Takes a send queue that doesn't wait any more out of the list where it did.
+    pub(super) fn leave_inbound(&mut self, at: QpRef) {
         if self.inbound_watched == 0 {
-            return left;
+            return;
         }
         for inbound in self.devices.iter_mut().flatten().filter_map(|found| found.inbound.as_mut()) {
-            inbound.waiting.retain(|&at| {
-                let leaves = whose(at);
-                if leaves {
-                    left.push(at.handle);
-                }
-                !leaves
-            });
+            inbound.waiting.remove(at);
         }
-        left
+    }
+
+    /// As [`Engine::leave_inbound`], for all of a device; gives their handles.
+    pub(super) fn device_leaves_inbound(&mut self, device: u32) -> Vec<u32> {
+        let watched = self.devices.iter_mut().flatten().filter_map(|found| found.inbound.as_mut());
+        watched.flat_map(|inbound| inbound.waiting.take_device(device)).map(|at| at.handle).collect()
     }
 }

@@ -39,7 +39,7 @@ impl<P: Provider> Engine<P> {
             return;
         }
         let before = std::mem::replace(&mut found.late, late.then(Box::default));
-        self.timers.retain(|(_, timer)| *timer != Timer::Late(device.0));
+        self.stop_device_timer(Timer::Late(device.0));
         self.late_devices = self.devices.iter().flatten().filter(|device| device.late.is_some()).count();
         for (at, remote) in before.into_iter().flat_map(|late| late.waiting.into_keys()) {
             self.end_memory_wait(at, remote);
@@ -73,11 +73,12 @@ impl<P: Provider> Engine<P> {
             !pieces.is_empty()
         });
         let (waits, complete) = (!late.waiting.is_empty(), !memory.is_late());
-        self.timers.retain(|(_, timer)| *timer != Timer::Late(device.0));
         if complete {
             self.set_late(device, false);
         } else if waits {
-            self.timers.insert((self.now.saturating_add(LOOK_EVERY), Timer::Late(device.0)));
+            self.start_device_timer(Timer::Late(device.0), self.now.saturating_add(LOOK_EVERY));
+        } else {
+            self.stop_device_timer(Timer::Late(device.0));
         }
         for (at, remote) in here {
             self.end_memory_wait(at, remote);
@@ -130,7 +131,7 @@ impl<P: Provider> Engine<P> {
         let first = late.waiting.is_empty();
         late.waiting.insert((at, remote), missing);
         if first {
-            self.timers.insert((now.saturating_add(LOOK_EVERY), Timer::Late(device)));
+            self.start_device_timer(Timer::Late(device), now.saturating_add(LOOK_EVERY));
         }
         if let Some(found) = self.device_mut(device) {
             found.memory_waits += 1;
@@ -138,15 +139,22 @@ impl<P: Provider> Engine<P> {
         true
     }
 
-    /// Takes send queues that don't wait any more out of the lists where they did; gives their handles.
-    pub(super) fn leave_late(&mut self, whose: impl Fn(QpRef) -> bool) -> Vec<u32> {
-        let mut left = Vec::new();
+    /// Takes a send queue that doesn't wait any more, or its transport (`remote`), out of the lists where it did.
+    pub(super) fn leave_late(&mut self, at: QpRef, remote: bool) {
         if self.late_devices == 0 {
-            return left;
+            return;
         }
         for late in self.devices.iter_mut().flatten().filter_map(|found| found.late.as_mut()) {
+            late.waiting.remove(&(at, remote));
+        }
+    }
+
+    /// As [`Engine::leave_late`], for all send queues of a device; gives their handles.
+    pub(super) fn device_leaves_late(&mut self, device: u32) -> Vec<u32> {
+        let mut left = Vec::new();
+        for late in self.devices.iter_mut().flatten().filter_map(|found| found.late.as_mut()) {
             late.waiting.retain(|&(at, remote), _| {
-                let leaves = !remote && whose(at);
+                let leaves = !remote && at.device == device;
                 if leaves {
                     left.push(at.handle);
                 }
@@ -154,6 +162,12 @@ impl<P: Provider> Engine<P> {
             });
         }
         left
+    }
+
+    /// How many send queues and transports' messages wait for memory of a device's guest.
+    #[must_use]
+    pub fn waiting_for_memory(&self, device: DeviceId) -> usize {
+        self.device(device.0).and_then(|found| found.late.as_ref()).map_or(0, |late| late.waiting.len())
     }
 
     /// Memory of a device's guest that has to be here before the device goes on, as addresses and lengths: its objects' rings, and where results of

@@ -29,6 +29,7 @@ mod query;
 mod restore;
 mod save;
 mod scan;
+mod teardown;
 mod timers;
 mod transitions;
 
@@ -53,6 +54,7 @@ pub(crate) use late::Late;
 pub(crate) use modify::PSN_MASK;
 pub use query::{DeviceReport, ObjectCounts};
 pub use save::{SavedCq, SavedQp, SavedSrq};
+pub use teardown::Teardown;
 
 /// How an engine works.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -205,7 +207,7 @@ pub struct Progress {
 }
 
 /// What a timer is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 enum Timer {
     /// A queue pair's wait is over.
     Qp(QpRef),
@@ -240,14 +242,18 @@ pub struct Engine<P: Provider> {
     gids: HashMap<(SegmentId, Gid), u32>,
     /// Source of stamps.
     stamps: u64,
-    /// Changes whenever a path between two queue pairs may have come or gone.
+    /// Changes whenever addresses, devices or ways between them come or go.
     topology: u64,
+    /// How often a queue pair's path was looked up.
+    path_lookups: u64,
     /// Devices with active queue pairs. Turns go round robin over devices, and within one over its queue pairs, so that a VM with
     /// many takes no more than one with few.
     active: VecDeque<u32>,
     /// Queue pairs on all devices' active lists.
     active_qps: u32,
     timers: BTreeSet<(u64, Timer)>,
+    /// When those timers run out of which a device has at most one of each kind.
+    device_timers: HashMap<Timer, u64>,
     scans: VecDeque<Scan>,
     /// Nanoseconds of which scans have a share that they haven't used.
     scan_time: u64,
@@ -302,9 +308,11 @@ impl<P: Provider> Engine<P> {
             gids: HashMap::new(),
             stamps: 0,
             topology: 1,
+            path_lookups: 0,
             active: VecDeque::new(),
             active_qps: 0,
             timers: BTreeSet::new(),
+            device_timers: HashMap::new(),
             scans: VecDeque::new(),
             scan_time: 0,
             idle: true,
@@ -387,6 +395,17 @@ impl<P: Provider> Engine<P> {
     #[must_use]
     pub fn topology(&self) -> u64 {
         self.topology
+    }
+
+    /// How often the path of a connected queue pair was looked up since the engine began: once per connection and change of addresses or ways,
+    /// and of either end's state or attributes.
+    #[must_use]
+    pub fn path_lookups(&self) -> u64 {
+        self.path_lookups
+    }
+
+    pub(crate) fn count_path_lookup(&mut self) {
+        self.path_lookups += 1;
     }
 
     /// Paths may have come or gone.

@@ -122,7 +122,7 @@ impl<P: Provider> Engine<P> {
         if let Some(source) = source_gid {
             qp.source_gid = source;
         }
-        self.topology += 1;
+        qp.changed();
     }
 
     fn change_state(&mut self, at: QpRef, from: QpState, to: QpState) {
@@ -143,6 +143,7 @@ impl<P: Provider> Engine<P> {
             _ => {
                 if let Some(qp) = self.qp_mut(at) {
                     qp.state = to;
+                    qp.changed();
                     if to == QpState::ReadyToSend {
                         qp.attributes.sqd_notify = false;
                     }
@@ -188,10 +189,10 @@ impl<P: Provider> Engine<P> {
         qp.path = Path::Unreachable;
         qp.was_local = false;
         qp.source_gid = Gid([0; 16]);
+        qp.changed();
         let waiter = qp.waiter.take();
         let awaits = qp.awaits.take();
         self.stop_awaiting(at, awaits);
-        self.topology += 1;
         if let Some(waiter) = waiter {
             self.wake(waiter);
         }

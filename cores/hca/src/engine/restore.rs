@@ -1,11 +1,14 @@
 //! A device made of saved objects. It is dormant meanwhile: no turns, no addresses, nobody reaches it. Objects may come again, newer; so
 //! what comes last, when the source has stopped, is little, and so is the work that is left ([`Engine::start`]).
 
+use std::collections::BTreeSet;
+
 use crate::attributes::{Access, QpKind};
 use crate::memory::{Kind as RegionKind, Region};
 use crate::names::{DeviceId, GSI, QpHandle, Qpn, SrqHandle};
 use crate::objects::{
-    Context, Cq, CqRef, Current, Device, GidEntry, NOT_NOTIFIED, ObjectRef, Path, Pd, Progress, Qp, Srq, Wait,
+    Context, Cq, CqRef, Current, Device, GidEntry, NOT_NOTIFIED, ObjectRef, Path, Pd, Progress, Qp, Srq,
+    Wait, WaitList,
 };
 use crate::provider::{CompletionQueue, Provider, ReceiveQueue, SendQueue};
 use crate::remote::Elsewhere;
@@ -232,7 +235,7 @@ impl<P: Provider> Engine<P> {
         if saved.pushed >= unlikely || saved.solicited > saved.pushed {
             return Err(wrong("count"));
         }
-        let mut users = Vec::new();
+        let mut users = BTreeSet::new();
         match found.cqs.remove(handle) {
             Some(old) if old.stamp == saved.stamp && old.context == saved.context => users = old.users,
             old => {
@@ -287,7 +290,7 @@ impl<P: Provider> Engine<P> {
         if found.pds.get(saved.pd).is_none_or(|pd| pd.context != saved.context) {
             return Err(wrong("protection domain"));
         }
-        let mut users = Vec::new();
+        let mut users = BTreeSet::new();
         match found.srqs.remove(handle) {
             Some(old) if old.stamp == saved.stamp && old.pd == saved.pd => users = old.users,
             old => {
@@ -312,7 +315,7 @@ impl<P: Provider> Engine<P> {
             max_sge: saved.max_sge,
             limit: saved.limit,
             users,
-            waiters: std::collections::VecDeque::new(),
+            waiters: WaitList::default(),
         };
         let placed = if handle == 0 { None } else { found.srqs.place(handle, srq) };
         placed.ok_or(wrong("handle"))
@@ -394,7 +397,7 @@ impl<P: Provider> Engine<P> {
         if taken.len() > 0 {
             elsewhere.get_or_insert_default().returned = taken.collect();
         }
-        let qp = Qp::<P> {
+        let mut qp = Qp::<P> {
             stamp: saved.stamp,
             state: saved.state,
             kind: saved.kind,
@@ -405,6 +408,8 @@ impl<P: Provider> Engine<P> {
             pd: saved.pd,
             path: if saved.carried { Path::Elsewhere } else { Path::Unreachable },
             path_at: 0,
+            path_version: 0,
+            version: 0,
             was_local: false,
             send_cq: reference(saved.send_cq),
             receive_cq: reference(saved.receive_cq),
@@ -428,6 +433,7 @@ impl<P: Provider> Engine<P> {
             handle: QpHandle(handle),
             qpn: Qpn(saved.qpn.0),
             context: saved.context,
+            context_index: 0,
             incarnation: saved.incarnation,
             attributes,
             source_gid: saved.source_gid,
@@ -438,6 +444,7 @@ impl<P: Provider> Engine<P> {
         };
         if same {
             if let Some(old) = found.qps.get_mut(handle) {
+                qp.context_index = old.context_index;
                 **old = qp;
             }
             return Ok(());
@@ -450,18 +457,16 @@ impl<P: Provider> Engine<P> {
         if let Some(pd) = found.pds.get_mut(saved.pd) {
             pd.owned += 1;
         }
-        if let Some(context) = found.contexts.get_mut(saved.context) {
-            context.qps.push(handle);
-        }
+        found.add_to_context(saved.context, handle);
         for cq in [send_cq, receive_cq] {
             if let Some(cq) = found.cqs.get_mut(cq.handle).filter(|found| found.stamp == cq.stamp) {
-                cq.users.push(handle);
+                cq.users.insert(handle);
             }
         }
         if let Some(srq) =
             srq.and_then(|srq| found.srqs.get_mut(srq.handle).filter(|found| found.stamp == srq.stamp))
         {
-            srq.users.push(handle);
+            srq.users.insert(handle);
         }
         Ok(())
     }

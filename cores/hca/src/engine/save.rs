@@ -87,7 +87,7 @@ impl<P: Provider> Engine<P> {
         }
         let mut stopped: Vec<u32> = found.active.drain(..).map(|at| at.handle).collect();
         let active = u32::try_from(stopped.len()).unwrap_or(0);
-        stopped.extend(found.throttled.drain(..).map(|at| at.handle));
+        stopped.extend(found.throttled.take(usize::MAX).into_iter().map(|at| at.handle));
         found.enabled = false;
         let (segment, gids) = (found.segment, found.gids.clone());
         self.active_qps -= active;
@@ -102,9 +102,9 @@ impl<P: Provider> Engine<P> {
                 Timer::Device(_) | Timer::Inbound(_) | Timer::Late(_) => None,
             })
             .collect();
-        self.timers.retain(|(_, timer)| *timer != Timer::Device(index));
-        stopped.extend(self.leave_inbound(|waiting| waiting.device == index));
-        stopped.extend(self.leave_late(|waiting| waiting.device == index));
+        self.stop_device_timer(Timer::Device(index));
+        stopped.extend(self.device_leaves_inbound(index));
+        stopped.extend(self.device_leaves_late(index));
         // They find that it is held.
         self.release_inbound(index, usize::MAX);
         self.topology_changed();

@@ -105,7 +105,7 @@ impl<P: Provider> Engine<P> {
         if let Some(srq) = self.device_mut(device).and_then(|device| device.srqs.get_mut(shared.handle))
             && srq.stamp == shared.stamp
         {
-            srq.waiters.retain(|waiter| *waiter != at);
+            srq.waiters.remove(at);
         }
     }
 
@@ -127,16 +127,34 @@ impl<P: Provider> Engine<P> {
         if let Some(deadline) = deadline {
             self.timers.remove(&(deadline, Timer::Qp(at)));
         }
-        if wait == Wait::Budget {
-            self.leave_inbound(|waiting| waiting == at);
+        self.leave_lists(at, wait);
+    }
+
+    /// Takes a queue pair out of the lists of what it waits for.
+    pub(super) fn leave_lists(&mut self, at: QpRef, wait: Wait) {
+        match wait {
+            Wait::Budget => self.leave_inbound(at),
+            Wait::Memory => self.leave_late(at, false),
+            Wait::Rate => {
+                if let Some(device) = self.device_mut(at.device) {
+                    device.throttled.remove(at);
+                }
+            }
+            Wait::None | Wait::Receive | Wait::Peer | Wait::Outstanding | Wait::Held => {}
         }
-        if wait == Wait::Memory {
-            self.leave_late(|waiting| waiting == at);
-        }
-        if wait == Wait::Rate
-            && let Some(device) = self.device_mut(at.device)
-        {
-            device.throttled.retain(|waiting| *waiting != at);
+    }
+
+    /// Starts a device's timer, in place of the one of its kind that runs.
+    pub(super) fn start_device_timer(&mut self, timer: Timer, deadline: u64) {
+        self.stop_device_timer(timer);
+        self.device_timers.insert(timer, deadline);
+        self.timers.insert((deadline, timer));
+    }
+
+    /// Stops a device's timer, if it runs.
+    pub(super) fn stop_device_timer(&mut self, timer: Timer) {
+        if let Some(deadline) = self.device_timers.remove(&timer) {
+            self.timers.remove(&(deadline, timer));
         }
     }
 
@@ -156,6 +174,9 @@ impl<P: Provider> Engine<P> {
                 break;
             }
             self.timers.pop_first();
+            if !matches!(timer, Timer::Qp(_)) {
+                self.device_timers.remove(&timer);
+            }
             worked = true;
             match timer {
                 Timer::Device(device) => self.release_throttled(device, RELEASED_AT_ONCE),
@@ -191,9 +212,9 @@ impl<P: Provider> Engine<P> {
         let Some(device) = self.device_mut(at.device) else { return };
         device.counters.throttled += 1;
         let first = device.throttled.is_empty();
-        device.throttled.push_back(at);
+        device.throttled.push(at);
         if first {
-            self.timers.insert((until, Timer::Device(at.device)));
+            self.start_device_timer(Timer::Device(at.device), until);
         }
     }
 
@@ -202,12 +223,11 @@ impl<P: Provider> Engine<P> {
         let now = self.now;
         let Some(found) = self.device_mut(device) else { return };
         let until = found.throttled_until(now);
-        let count = if until.is_some() { 0 } else { most.min(found.throttled.len()) };
-        let released: Vec<QpRef> = found.throttled.drain(..count).collect();
-        let more = !found.throttled.is_empty();
-        self.timers.retain(|(_, timer)| !(most == usize::MAX && *timer == Timer::Device(device)));
-        if more {
-            self.timers.insert((until.unwrap_or(now + 1), Timer::Device(device)));
+        let released = found.throttled.take(if until.is_some() { 0 } else { most });
+        if found.throttled.is_empty() {
+            self.stop_device_timer(Timer::Device(device));
+        } else {
+            self.start_device_timer(Timer::Device(device), until.unwrap_or(now + 1));
         }
         for at in released {
             if let Some(qp) = self.qp_mut(at).filter(|qp| qp.wait == Wait::Rate) {
@@ -258,8 +278,7 @@ impl<P: Provider> Engine<P> {
             return;
         }
         let available = srq.ring.available(&found.memory) as usize;
-        let woken: Vec<QpRef> = srq.waiters.drain(..available.min(srq.waiters.len())).collect();
-        for waiter in woken {
+        for waiter in srq.waiters.take(available) {
             if let Some(qp) = self.qp_mut(waiter) {
                 qp.awaits = None;
             }

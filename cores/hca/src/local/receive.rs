@@ -125,7 +125,7 @@ impl<P: Provider> Engine<P> {
         let Some(srq) = device.srqs.get_mut(shared.handle).filter(|srq| srq.stamp == shared.stamp) else {
             return;
         };
-        srq.waiters.push_back(at);
+        srq.waiters.push(at);
         if let Some(qp) = self.qp_mut(at) {
             qp.awaits = Some((responder.device, shared));
         }

@@ -8,6 +8,7 @@ mod region;
 use std::ops::Range;
 
 pub(crate) use region::{Extent, Kind, Region};
+pub use region::{MrPages, NotAPage};
 
 use crate::attributes::Access;
 use crate::table::Table;

@@ -62,30 +62,77 @@ impl Extent {
         }
     }
 
-    /// From a page list; `first` is the offset into the first page. Neighbours that are contiguous are joined. `None` when a
-    /// page is not aligned or wraps around.
+    /// From a page list; `first` is the offset into the first page. `None` when a page is not aligned or wraps around.
     pub fn from_pages(first: u64, pages: &[u64]) -> Option<Self> {
-        let mut runs: Vec<Run> = Vec::new();
-        let mut expected = None;
-        for (index, &page) in (0u64..).zip(pages) {
-            if page % PAGE != 0 {
-                return None;
-            }
-            if expected != Some(page) {
-                // The first run starts inside of its page, all others at a page's begin.
-                let run = if index == 0 {
-                    Run { offset: 0, address: page + first }
-                } else {
-                    Run { offset: index * PAGE - first, address: page }
-                };
-                runs.push(run);
-            }
-            expected = Some(page.checked_add(PAGE)?);
+        let mut list = MrPages::new(first);
+        pages.iter().try_for_each(|page| list.push(*page).ok())?;
+        list.into_extent()
+    }
+
+    /// How many pieces it is in.
+    pub fn runs(&self) -> usize {
+        match self {
+            Self::Identity | Self::Single(_) => 1,
+            Self::Runs(runs) => runs.len(),
         }
-        match runs.as_slice() {
+    }
+}
+
+/// The pages of a region to register, added one by one: a long list can be read in slices. Neighbours that are contiguous are joined.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MrPages {
+    /// Offset into the first page.
+    first: u64,
+    runs: Vec<Run>,
+    count: u64,
+    /// Where the next page would be contiguous with the last.
+    expected: Option<u64>,
+}
+
+/// A page that isn't one: its address isn't aligned to 4 KiB, or wraps around.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("{0:#x} is not the address of a page of 4 KiB")]
+pub struct NotAPage(pub u64);
+
+impl MrPages {
+    /// No pages yet, of a region that begins at `start`.
+    #[must_use]
+    pub fn new(start: u64) -> Self {
+        Self { first: start % PAGE, runs: Vec::new(), count: 0, expected: None }
+    }
+
+    /// How many there are.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.count
+    }
+
+    /// Adds a page by its guest address.
+    ///
+    /// # Errors
+    /// When it can't be one.
+    pub fn push(&mut self, page: u64) -> Result<(), NotAPage> {
+        let end = page.checked_add(PAGE).filter(|_| page.is_multiple_of(PAGE)).ok_or(NotAPage(page))?;
+        if self.expected != Some(page) {
+            // The first run starts inside of its page, all others at a page's begin.
+            let run = if self.count == 0 {
+                Run { offset: 0, address: page + self.first }
+            } else {
+                Run { offset: self.count * PAGE - self.first, address: page }
+            };
+            self.runs.push(run);
+        }
+        self.expected = Some(end);
+        self.count += 1;
+        Ok(())
+    }
+
+    /// Where the bytes are; `None` without pages.
+    pub(crate) fn into_extent(self) -> Option<Extent> {
+        match self.runs.as_slice() {
             [] => None,
-            [run] => Some(Self::Single(run.address)),
-            _ => Some(Self::Runs(runs.into())),
+            [run] => Some(Extent::Single(run.address)),
+            _ => Some(Extent::Runs(self.runs.into())),
         }
     }
 }

@@ -1,5 +1,7 @@
 //! A completion queue.
 
+use std::collections::BTreeSet;
+
 use crate::work::Arm;
 
 /// [`Cq::notified_at`] before any notification.
@@ -30,6 +32,6 @@ pub(crate) struct Cq<R> {
     pub unpublished: bool,
     /// A notification waits for room in the sink.
     pub notifying: bool,
-    /// Queue pairs that complete here, once per use.
-    pub users: Vec<u32>,
+    /// Queue pairs that complete here.
+    pub users: BTreeSet<u32>,
 }

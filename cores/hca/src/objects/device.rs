@@ -1,6 +1,6 @@
 //! A device: one HCA of one VM, with all that it owns.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeSet, VecDeque};
 
 use crate::counters::DeviceCounters;
 use crate::engine::{Inbound, Late};
@@ -10,7 +10,7 @@ use crate::names::{Gid, SegmentId};
 use crate::provider::Provider;
 use crate::table::Table;
 
-use super::{Cq, Marks, Qp, QpRef, QuietTable};
+use super::{Cq, Marks, Qp, QpRef, QuietTable, WaitList};
 
 /// A user process's context, or the guest kernel's (0).
 #[derive(Debug, Default)]
@@ -51,9 +51,9 @@ pub(crate) struct Srq<R> {
     /// Below so many requests the event is due, once; 0 is unarmed.
     pub limit: u32,
     /// Queue pairs attached.
-    pub users: Vec<u32>,
+    pub users: BTreeSet<u32>,
     /// Requesters that wait for a receive here.
-    pub waiters: VecDeque<QpRef>,
+    pub waiters: WaitList,
 }
 
 /// A GID table entry.
@@ -73,6 +73,8 @@ pub(crate) struct Device<P: Provider> {
     /// Other devices here are reached as if they were elsewhere, and reach this one so.
     pub detour: bool,
     pub capabilities: Capabilities,
+    /// Bytes that a datagram carries at most: the port's active MTU.
+    pub port_mtu: u32,
     pub limits: Limits,
     pub exact: bool,
     pub contexts: Table<Context>,
@@ -106,7 +108,7 @@ pub(crate) struct Device<P: Provider> {
     /// It is among the devices that get turns.
     pub scheduled: bool,
     /// Queue pairs that wait for the rate limit.
-    pub throttled: VecDeque<QpRef>,
+    pub throttled: WaitList,
     pub counters: DeviceCounters,
 }
 
@@ -125,6 +127,7 @@ impl<P: Provider> Device<P> {
             enabled: true,
             detour: false,
             capabilities,
+            port_mtu: capabilities.port_mtu,
             limits,
             exact: false,
             contexts: Table::new(capabilities.max_contexts),
@@ -148,7 +151,7 @@ impl<P: Provider> Device<P> {
             memory_waits: 0,
             active: VecDeque::new(),
             scheduled: false,
-            throttled: VecDeque::new(),
+            throttled: WaitList::default(),
             counters: DeviceCounters::default(),
         };
         device.contexts.set_zero(Context::default());
@@ -160,6 +163,30 @@ impl<P: Provider> Device<P> {
         self.limits = limits;
         self.messages.set_rate(limits.messages_per_second);
         self.bytes.set_rate(limits.bytes_per_second);
+    }
+
+    /// Lists a queue pair of the table with its context.
+    pub fn add_to_context(&mut self, context: u32, handle: u32) {
+        let (Some(context), Some(qp)) = (self.contexts.get_mut(context), self.qps.get_mut(handle)) else {
+            return;
+        };
+        qp.context_index = u32::try_from(context.qps.len()).unwrap_or(u32::MAX);
+        context.qps.push(handle);
+    }
+
+    /// Takes a queue pair that has left the table out of its context's list, whose last one gets its position.
+    pub fn remove_from_context(&mut self, context: u32, gone: &Qp<P>) {
+        let Some(context) = self.contexts.get_mut(context) else { return };
+        let index = gone.context_index as usize;
+        if context.qps.get(index) != Some(&gone.handle.0) {
+            return;
+        }
+        context.qps.swap_remove(index);
+        if let Some(moved) = context.qps.get(index).and_then(|moved| self.qps.get_mut(*moved)) {
+            moved.context_index = gone.context_index;
+        }
+        // A scan under way goes by position, which has just changed.
+        context.scan_again |= context.scanning;
     }
 
     /// An object of a protection domain is gone.

@@ -5,12 +5,14 @@ mod device;
 mod marks;
 mod qp;
 mod quiet;
+mod wait_list;
 
 pub(crate) use cq::{Cq, NOT_NOTIFIED};
 pub(crate) use device::{Context, Device, GidEntry, Pd, Srq};
 pub(crate) use marks::Marks;
 pub(crate) use qp::{Current, Path, Progress, Qp, Wait};
 pub(crate) use quiet::QuietTable;
+pub(crate) use wait_list::WaitList;
 
 /// An object of a device. Handles are reused, stamps are not, so a reference to what is gone leads nowhere.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -20,7 +22,7 @@ pub(crate) struct ObjectRef {
 }
 
 /// A queue pair of any device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct QpRef {
     pub device: u32,
     pub handle: u32,

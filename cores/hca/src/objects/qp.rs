@@ -81,8 +81,12 @@ pub(crate) struct Qp<P: Provider> {
     pub wait: Wait,
     pub pd: u32,
     pub path: Path,
-    /// Engine's topology at which `path` was found; any change asks for another look.
+    /// Engine's topology at which `path` was found; any change asks for another look. 0 asks for one in any case.
     pub path_at: u64,
+    /// The peer's [`Qp::version`] when a local `path` was found.
+    pub path_version: u64,
+    /// Grows with each change of state or attributes that decides whom this queue pair answers.
+    pub version: u64,
     /// Since it left RESET it has had a peer of this engine, or was one's.
     pub was_local: bool,
     pub send_cq: ObjectRef,
@@ -102,6 +106,8 @@ pub(crate) struct Qp<P: Provider> {
     pub qpn: Qpn,
     /// The context of its protection domain.
     pub context: u32,
+    /// Its index in [`super::Context::qps`].
+    pub context_index: u32,
     /// Times that it left RESET.
     pub incarnation: u32,
     pub attributes: QpAttributes,
@@ -127,6 +133,12 @@ impl<P: Provider> Qp<P> {
                 | QpState::SendQueueDrained
                 | QpState::SendQueueError
         )
+    }
+
+    /// What decides whom it faces or answers has changed: its own path is looked up anew, and those of its peers.
+    pub fn changed(&mut self) {
+        self.version += 1;
+        self.path_at = 0;
     }
 
     /// Bytes per packet on its path.

@@ -369,23 +369,34 @@ impl<P: Provider> Engine<P> {
         entries.map(|entry| (entry.gid, entry.mac))
     }
 
-    /// The path of a queue pair, looked up anew when something has changed that could matter.
+    /// The path of a queue pair, looked up anew when addresses or ways have changed, or one of both ends. A change of other queue pairs costs nothing.
     #[inline]
     pub(crate) fn path(&mut self, at: QpRef) -> Path {
         let topology = self.topology();
         let Some(qp) = self.qp(at) else { return Path::Unreachable };
-        if qp.path_at == topology || qp.path == Path::Elsewhere {
+        let known = match qp.path {
+            Path::Elsewhere => true,
+            Path::Local(peer) => {
+                qp.path_at == topology && self.qp(peer).is_some_and(|peer| peer.version == qp.path_version)
+            }
+            // Who answers may have come up since.
+            Path::Unreachable => false,
+        };
+        if known {
             return qp.path;
         }
+        self.count_path_lookup();
         let mut path = self.find_path(at);
         let moved = path == Path::Elsewhere
             && self.device(at.device).zip(self.qp(at)).is_some_and(|(device, qp)| {
                 self.moved.contains(&(device.segment, qp.attributes.address.dgid))
             });
+        let mut path_version = 0;
         if let Path::Local(peer) = path
             && let Some(peer) = self.qp_mut(peer)
         {
             peer.was_local = true;
+            path_version = peer.version;
         }
         if let Some(qp) = self.qp_mut(at) {
             qp.was_local |= matches!(path, Path::Local(_));
@@ -395,6 +406,7 @@ impl<P: Provider> Engine<P> {
             qp.was_local &= !moved;
             qp.path = path;
             qp.path_at = topology;
+            qp.path_version = path_version;
         }
         path
     }

@@ -219,6 +219,33 @@ fn nobody_waits_but_who_needs_the_page() {
     assert!(!both.world.engine.is_late(right.device));
 }
 
+/// A queue pair that is destroyed or reset while it waits for a page waits no more: nothing of it is left in the list.
+#[test]
+fn who_is_destroyed_waits_no_more() {
+    let mut both = Both::new(QpKind::Rc);
+    let (left, right) = (both.left.clone(), both.right.clone());
+    let (second, _) = both.world.connect(&left, &right, QpKind::Rc);
+    let mut late = Arriving::begin(&mut both.world, &right, 2..4);
+    both.post(1, Step::Write { from: 0, to: 2 * PAGE + 5, length: 10 });
+    let (own, other) = (both.mrs.0.lkey, both.mrs.1.rkey);
+    both.world.send(&second, requests::write(7, 3 * PAGE + 5, other, &[sge(0, 10, own)]));
+    both.world.settle();
+    assert_eq!(both.world.engine.waiting_for_memory(right.device), 2);
+    let first = both.qps.0.clone();
+    both.world.engine.destroy_qp(left.device, first.qp.handle).unwrap();
+    assert_eq!(both.world.engine.waiting_for_memory(right.device), 1);
+    let mut reset = World::<HeapMemory>::attributes(right.gid, second.qp.qpn);
+    reset.state = QpState::Reset;
+    let mask = hca::attributes::QpAttributeMask::empty();
+    both.world.modify(left.device, second.qp.handle, mask, &reset).unwrap();
+    assert_eq!(both.world.engine.waiting_for_memory(right.device), 0);
+    for page in [2, 3] {
+        late.come(&mut both.world, page * PAGE);
+    }
+    both.world.settle();
+    assert!(first.completions.drain().is_empty() && second.completions.drain().is_empty());
+}
+
 /// Whoever waits for memory of a guest that vanishes is told as of any peer that does.
 #[test]
 fn a_guest_that_vanishes_leaves_nobody_waiting() {

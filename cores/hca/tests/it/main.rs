@@ -13,5 +13,7 @@ mod model;
 mod moving;
 mod notifications;
 mod objects;
+mod paths;
 mod rules;
+mod teardown;
 mod unanswered;
