@@ -54,6 +54,12 @@ counters! {
         req_cqe_error,
         /// Send completions flushed.
         req_cqe_flush_error,
+        /// Datagrams that weren't sent since they are longer than the port's MTU. Not carried along when a VM moves.
+        #[serde(skip)]
+        req_local_length_error,
+        /// Requests that asked for inline data, which their queue pair has no room for. Not carried along when a VM moves.
+        #[serde(skip)]
+        req_inline_refused,
         /// Receive completions with an error.
         resp_cqe_error,
         /// Receive completions flushed.

@@ -172,6 +172,11 @@ pub enum Malformed {
     /// More elements than the queue was created with.
     #[error("The request has {0} scatter-gather elements, more than the queue takes")]
     SgeCount(u32),
+    /// More inline data than the queue has room for: its elements were to be copied when it was posted, which nobody did.
+    #[error(
+        "The request has {0} bytes of inline data, more than the queue takes; post it without the inline flag"
+    )]
+    Inline(u64),
     /// Another field has a value that it can't have.
     #[error("The request has an invalid {0}")]
     Field(&'static str),

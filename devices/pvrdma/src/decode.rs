@@ -29,6 +29,9 @@ pub(crate) struct SendRules {
 /// Pages of a fast registration that the driver allocates at most.
 pub(crate) const MAX_FAST_REGISTER_PAGES: u32 = 128;
 
+/// Bytes of inline data that a request can have, whatever its queue pair was created with: `max_inline_data` of CREATE_QP's response.
+pub(crate) const INLINE_CAPACITY: u64 = 0;
+
 /// Bytes of every send slot, read at once; three elements lie in them.
 const SEND_READ: usize = 128;
 /// Elements in those bytes.
@@ -66,7 +69,7 @@ pub(crate) fn read_send(memory: &impl Dma, address: u64, rules: SendRules) -> Fe
     let Ok(sges) = read_elements(memory, address + SEND_READ as u64, count as usize, sges) else {
         return Fetched::Broken;
     };
-    match operation(memory, header, rules) {
+    match operation(memory, header, rules).and_then(|operation| refuse_inline(operation, header, &sges)) {
         Ok(operation) => {
             let flags = header.flags.get();
             Fetched::Request(SendRequest {
@@ -80,6 +83,19 @@ pub(crate) fn read_send(memory: &impl Dma, address: u64, rules: SendRules) -> Fe
         }
         Err(reason) => Fetched::Malformed { wr_id, reason },
     }
+}
+
+/// Refuses a request with more inline data than there is room for: its poster may overwrite at once what the elements name, so what is there now
+/// may not be what it meant. Only SEND and RDMA WRITE have inline data (ibv_post_send(3)); others ignore the flag.
+#[inline]
+fn refuse_inline(operation: Operation, header: &SendHeader, sges: &[Sge]) -> Result<Operation, Malformed> {
+    if header.flags.get() & send_flags::INLINE == 0
+        || !matches!(operation, Operation::Send { .. } | Operation::Write { .. })
+    {
+        return Ok(operation);
+    }
+    let length = sges.iter().map(|sge| u64::from(sge.length)).sum();
+    if length > INLINE_CAPACITY { Err(Malformed::Inline(length)) } else { Ok(operation) }
 }
 
 /// The first elements from the copy, the rest, if any, from `rest` on.
@@ -149,10 +165,9 @@ fn datagram(header: &SendHeader) -> Result<Datagram, Malformed> {
     if port_pd >> 24 != 1 {
         return Err(Malformed::Field("port number"));
     }
-    let qpn = operands.qpn.get();
-    if qpn >= 1 << 24 {
-        return Err(Malformed::Field("destination queue pair number"));
-    }
+    // A packet has room for 24 bits (IBTA 9.2.5). What lies above is left out, as by hardware: such a datagram goes to whoever has that number, as
+    // a rule nobody.
+    let qpn = operands.qpn.get() & 0x00FF_FFFF;
     Ok(Datagram {
         qpn: Qpn(qpn),
         qkey: operands.qkey.get(),

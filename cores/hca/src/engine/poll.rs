@@ -6,7 +6,7 @@ use crate::attributes::QpState;
 use crate::objects::{Current, Path, Progress as Done, QpRef, Wait};
 use crate::provider::{Fetched, Provider, SendQueue, Sink};
 use crate::saved::Kind;
-use crate::work::{AsyncEvent, CompletedOperation, Status};
+use crate::work::{AsyncEvent, CompletedOperation, Malformed, Status};
 
 use super::failure::completed;
 use super::timers::{ack_timeout_ns, rnr_timer_ns};
@@ -225,8 +225,9 @@ impl<P: Provider> Engine<P> {
                         break;
                     }
                 }
-                Fetched::Malformed { wr_id, .. } => {
+                Fetched::Malformed { wr_id, reason } => {
                     turn.requests += 1;
+                    device.counters.req_inline_refused += u64::from(matches!(reason, Malformed::Inline(_)));
                     let status = Status::LocalQpOperation;
                     self.complete_send(at, wr_id, CompletedOperation::Send, status, 0, true);
                     self.fail_sender(at);

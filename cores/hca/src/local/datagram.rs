@@ -33,7 +33,7 @@ impl<P: Provider> Engine<P> {
         let length = total(&request.sges);
         let Some(device) = self.device(at.device) else { return Step::Failed(Status::General) };
         let Some(qp) = self.qp(at) else { return Step::Failed(Status::General) };
-        let port_mtu = u64::from(device.capabilities.port_mtu);
+        let port_mtu = u64::from(device.port_mtu);
         let source_qpn = if qp.kind == QpKind::Gsi { GSI } else { qp.qpn };
         // IBTA 10.2.5: a Q_Key with bit 31 stands for the queue pair's own.
         let qkey = if to.qkey & (1 << 31) != 0 { qp.attributes.qkey } else { to.qkey };
@@ -43,14 +43,18 @@ impl<P: Provider> Engine<P> {
             return Step::Failed(Status::LocalQpOperation);
         }
         let Some(source_gid) = source_gid else { return Step::Failed(Status::LocalQpOperation) };
+        if length > port_mtu {
+            // IBTA C10-93.1.1: nothing of it may be sent. Whoever sends it is told, as by hardware.
+            if let Some(device) = self.device_mut(at.device) {
+                device.counters.req_local_length_error += 1;
+            }
+            return Step::Failed(Status::LocalLength);
+        }
         if self.gather_source(at, &request.sges, length, 0..length).is_err() {
             return Step::Failed(Status::LocalProtection);
         }
         if self.awaits_memory(at, false, Some(at.device), None) {
             return Step::NotHere;
-        }
-        if length > port_mtu {
-            return Step::DONE;
         }
         self.charge(at, length);
         if let Some(device) = self.device_mut(at.device) {

@@ -53,14 +53,32 @@ fn what_does_not_fit_the_receiver_is_dropped_and_costs_it_nothing() {
     assert!(statuses(&pair.left).iter().all(|(_, status)| *status == Status::Success));
 }
 
+/// IBTA C10-93.1.1: nothing of it is sent. The sender is told, whatever its memory is; the MTU is the port's active one.
 #[test]
 fn a_datagram_longer_than_the_ports_mtu_goes_nowhere() {
+    for mtu in [1024, 4096] {
+        let mut pair = Pair::new(QpKind::Ud);
+        pair.world.engine.set_port_mtu(pair.a.device, mtu);
+        pair.receive(2, &[(0x2000, 8192)]);
+        pair.send(to_right(&pair, QKEY, mtu));
+        assert_eq!(statuses(&pair.left), [(1, Status::Success)]);
+        pair.receive(3, &[(0x2000, 8192)]);
+        pair.send(to_right(&pair, QKEY, mtu + 1));
+        assert_eq!(statuses(&pair.left), [(1, Status::LocalLength)]);
+        assert_eq!(pair.world.state(&pair.left), QpState::SendQueueError);
+        let counters = pair.world.engine.counters(pair.a.device);
+        assert_eq!((counters.req_local_length_error, counters.port_xmit_packets), (1, 1));
+        let lengths: Vec<_> = pair.right.completions.drain().iter().map(|done| done.byte_len).collect();
+        assert_eq!(lengths, [40 + mtu]);
+    }
+}
+
+#[test]
+fn the_ports_mtu_outlives_a_reset() {
     let mut pair = Pair::new(QpKind::Ud);
-    pair.receive(2, &[(0x2000, 8192)]);
-    pair.send(to_right(&pair, QKEY, 4097));
-    pair.send(to_right(&pair, QKEY, 4096));
-    assert_eq!(statuses(&pair.left).len(), 2);
-    assert_eq!(pair.right.completions.drain().iter().map(|c| c.byte_len).collect::<Vec<_>>(), [4136]);
+    pair.world.engine.set_port_mtu(pair.a.device, 256);
+    pair.world.engine.reset_device(pair.a.device);
+    assert_eq!(pair.world.engine.port_mtu(pair.a.device), Some(256));
 }
 
 #[test]

@@ -174,7 +174,8 @@ pub mod send_flags {
     pub const SIGNALED: u32 = 2;
     /// Solicited event at the receiver.
     pub const SOLICITED: u32 = 4;
-    /// Passed through by the provider, which never inlines: ignored.
+    /// The data is to be copied when the request is posted. The provider passes the flag through and copies nothing, so a request with data is
+    /// refused: queue pairs have no room for inline data.
     pub const INLINE: u32 = 8;
 }
 
