@@ -112,7 +112,6 @@ impl<P: Provider> Engine<P> {
             self.timers.remove(&(deadline, Timer::Qp(at)));
         }
         self.leave_lists(at, gone.wait);
-        self.leave_late(at, true);
         self.stop_awaiting(at, gone.awaits);
         self.events.retain(|(of, event)| *of != device.0 || qp_of(event) != Some(qp));
         if let Some(waiter) = gone.waiter {

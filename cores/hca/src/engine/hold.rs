@@ -40,8 +40,7 @@ impl<P: Provider> Engine<P> {
     /// Queue pairs of a device send to an address again.
     pub fn open(&mut self, device: DeviceId, peer: Gid) {
         self.held.remove(&(device.0, peer));
-        let parked = std::mem::take(&mut self.parked);
-        for at in parked {
+        for at in self.parked.take(usize::MAX) {
             if self.qp(at).is_none_or(|qp| qp.wait != Wait::Held) {
                 continue;
             }
@@ -52,6 +51,12 @@ impl<P: Provider> Engine<P> {
                 self.activate(at);
             }
         }
+    }
+
+    /// How many queue pairs wait since they face a held address.
+    #[must_use]
+    pub fn parked(&self) -> usize {
+        self.parked.len()
     }
 
     /// Whether a queue pair's peer is held.

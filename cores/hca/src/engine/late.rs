@@ -140,7 +140,7 @@ impl<P: Provider> Engine<P> {
     }
 
     /// Takes a send queue that doesn't wait any more, or its transport (`remote`), out of the lists where it did.
-    pub(super) fn leave_late(&mut self, at: QpRef, remote: bool) {
+    pub(crate) fn leave_late(&mut self, at: QpRef, remote: bool) {
         if self.late_devices == 0 {
             return;
         }

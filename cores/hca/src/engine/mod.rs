@@ -41,7 +41,7 @@ use crate::memory::Piece;
 use crate::names::{
     ContextHandle, CqHandle, DeviceId, Gid, MrHandle, PdHandle, QpHandle, Qpn, SegmentId, SrqHandle,
 };
-use crate::objects::{CqRef, Device, Qp, QpRef};
+use crate::objects::{CqRef, Device, Qp, QpRef, WaitList};
 use crate::provider::Provider;
 use crate::remote::Action;
 use crate::work::AsyncEvent;
@@ -283,7 +283,7 @@ pub struct Engine<P: Provider> {
     /// Devices and addresses that they don't send to for now.
     held: HashSet<(u32, Gid)>,
     /// Queue pairs that found themselves held.
-    parked: Vec<QpRef>,
+    parked: WaitList,
     /// Devices of which somebody wants to know what peers write into their guests' memory.
     inbound_watched: usize,
     /// Devices whose guests' memory is still to come.
@@ -328,7 +328,7 @@ impl<P: Provider> Engine<P> {
             failed_cqs: Vec::new(),
             uplinks: HashSet::new(),
             held: HashSet::new(),
-            parked: Vec::new(),
+            parked: WaitList::default(),
             inbound_watched: 0,
             late_devices: 0,
             moved: HashSet::new(),

@@ -119,13 +119,7 @@ impl<P: Provider> Engine<P> {
                 self.wake(at);
             }
         }
-        self.parked.retain(|at| {
-            let own = at.device == index;
-            if own {
-                stopped.push(at.handle);
-            }
-            !own
-        });
+        stopped.extend(self.parked.take_device(index).into_iter().map(|at| at.handle));
         stopped.sort_unstable();
         stopped.dedup();
         for &handle in &stopped {

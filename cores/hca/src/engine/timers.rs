@@ -140,7 +140,10 @@ impl<P: Provider> Engine<P> {
                     device.throttled.remove(at);
                 }
             }
-            Wait::None | Wait::Receive | Wait::Peer | Wait::Outstanding | Wait::Held => {}
+            Wait::Held => {
+                self.parked.remove(at);
+            }
+            Wait::None | Wait::Receive | Wait::Peer | Wait::Outstanding => {}
         }
     }
 

@@ -437,6 +437,7 @@ impl<P: Provider> Engine<P> {
 
     /// The connection is over for the transport. To be called while the queue pair is still there.
     pub(crate) fn close_elsewhere(&mut self, at: QpRef) {
+        self.leave_late(at, true);
         if self.qp(at).is_some_and(|qp| qp.path == Path::Elsewhere)
             && let Some(qp) = self.qp_id(at)
         {

@@ -72,3 +72,26 @@ fn an_unreliable_requester_finds_a_peer_that_comes_up_later() {
     assert_eq!(write(&mut pair, 2), [(2, Status::Success)]);
     assert_eq!(pair.right_bytes(0, 8), [5; 8]);
 }
+
+/// A queue pair that is destroyed or reset while its peer is held is forgotten: it isn't in the list of those that wait.
+#[test]
+fn a_held_queue_pair_that_goes_is_forgotten() {
+    for destroyed in [true, false] {
+        let mut pair = Pair::new(QpKind::Rc);
+        pair.world.engine.hold(pair.a.device, pair.b.gid);
+        assert_eq!(write(&mut pair, 1), []);
+        assert_eq!(pair.world.engine.parked(), 1);
+        let left = pair.left.clone();
+        if destroyed {
+            pair.world.engine.destroy_qp(left.device, left.qp.handle).unwrap();
+        } else {
+            let mut reset = World::<HeapMemory>::attributes(pair.b.gid, pair.right.qp.qpn);
+            reset.state = QpState::Reset;
+            pair.world.modify(left.device, left.qp.handle, Mask::empty(), &reset).unwrap();
+        }
+        assert_eq!(pair.world.engine.parked(), 0, "destroyed: {destroyed}");
+        pair.world.engine.open(pair.a.device, pair.b.gid);
+        pair.world.settle();
+        assert_eq!(statuses(&left), []);
+    }
+}
