@@ -29,22 +29,72 @@ pub enum PageListError {
     ),
 }
 
-/// Copies the first `count` page addresses of the directory at `directory`; each is aligned, and memory of the guest's at present.
-pub fn read_page_list(memory: &impl Dma, directory: u64, count: u32) -> Result<Box<[u64]>, PageListError> {
-    if count == 0 || count > MAX_PAGES {
-        return Err(PageListError::Count(count));
+/// The first pages that a directory names, read table by table.
+#[derive(Debug)]
+pub struct PageList {
+    /// The tables that aren't read yet, the last first.
+    tables: Vec<u64>,
+    /// Pages that aren't read yet.
+    left: u32,
+}
+
+impl PageList {
+    /// Copies the directory at `directory`, as far as `count` pages need it.
+    ///
+    /// # Errors
+    /// When a directory can't have so many pages, or it isn't one.
+    pub fn open(memory: &impl Dma, directory: u64, count: u32) -> Result<Self, PageListError> {
+        if count == 0 || count > MAX_PAGES {
+            return Err(PageListError::Count(count));
+        }
+        let mut copy = [0u8; PAGE_SIZE];
+        let tables = read_entries(memory, directory, count.div_ceil(ENTRIES), &mut copy)?;
+        let mut tables = tables.collect::<Result<Vec<u64>, _>>()?;
+        tables.reverse();
+        Ok(Self { tables, left: count })
     }
-    let mut pages = Vec::with_capacity(count as usize);
-    let tables = count.div_ceil(ENTRIES);
-    let mut table_addresses = [0u8; PAGE_SIZE];
-    let mut entries = [0u8; PAGE_SIZE];
-    for table in read_entries(memory, directory, tables, &mut table_addresses)? {
-        let left = count - u32::try_from(pages.len()).unwrap_or(count);
-        for page in read_entries(memory, table?, left.min(ENTRIES), &mut entries)? {
+
+    /// Whether all pages were read.
+    #[must_use]
+    pub fn is_read(&self) -> bool {
+        self.left == 0
+    }
+
+    /// Copies the next table, and hands its page addresses to `each`: up to 512, each aligned, and memory of the guest's at present. A table that can't
+    /// be read is the next one still.
+    ///
+    /// # Errors
+    /// When the table isn't one, or `each` fails.
+    pub fn read_table(
+        &mut self,
+        memory: &impl Dma,
+        mut each: impl FnMut(u64) -> Result<(), PageListError>,
+    ) -> Result<(), PageListError> {
+        let Some(&table) = self.tables.last() else { return Ok(()) };
+        let count = self.left.min(ENTRIES);
+        let mut copy = [0u8; PAGE_SIZE];
+        let entries = read_entries(memory, table, count, &mut copy)?;
+        self.tables.pop();
+        self.left -= count;
+        for page in entries {
             let page = page?;
             memory.check(page, PAGE)?;
-            pages.push(page);
+            each(page)?;
         }
+        Ok(())
+    }
+}
+
+/// Copies the first `count` page addresses of the directory at `directory`; each is aligned, and memory of the guest's at present. For lists whose
+/// length is bounded otherwise: a long one is read in slices ([`PageList`]).
+pub fn read_page_list(memory: &impl Dma, directory: u64, count: u32) -> Result<Box<[u64]>, PageListError> {
+    let mut list = PageList::open(memory, directory, count)?;
+    let mut pages = Vec::with_capacity(count as usize);
+    while !list.is_read() {
+        list.read_table(memory, |page| {
+            pages.push(page);
+            Ok(())
+        })?;
     }
     Ok(pages.into())
 }

@@ -159,7 +159,7 @@ pub struct Device {
     pub bus_master: bool,
     /// MTU of the Ethernet function.
     pub mtu: u32,
-    /// Its link.
+    /// Its link, which is always up: no function has a link that goes down.
     pub link_up: bool,
     /// DSR_LOW.
     pub region_low: u32,

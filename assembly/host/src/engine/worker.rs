@@ -41,6 +41,8 @@ pub enum Written {
     Done(Option<u64>),
     /// It needs memory that is still to come, and nothing was done.
     Postponed,
+    /// A part of it is done. The write is to be made again at once; others are served in between.
+    Unfinished,
 }
 
 /// What the thread owns.
@@ -64,6 +66,8 @@ pub struct Worker {
     busy_window: u64,
     pub(super) counters: LoopCounters,
     stopping: bool,
+    /// A slice of a long command was done: others are served before the next one.
+    slice_done: bool,
     /// To other hosts.
     pub(super) transports: Option<Transports>,
 }
@@ -98,6 +102,7 @@ impl Worker {
             busy_window: u64::try_from(setup.busy_window.as_nanos()).unwrap_or(u64::MAX),
             counters: LoopCounters::default(),
             stopping: false,
+            slice_done: false,
             transports,
         }
     }
@@ -184,6 +189,9 @@ impl Worker {
                 Ok(Message::Job(job)) => {
                     self.counters.calls += 1;
                     job(self);
+                    if std::mem::take(&mut self.slice_done) {
+                        return true;
+                    }
                 }
                 Ok(Message::Doorbell { device, offset, value }) => {
                     self.counters.trapped_doorbells += 1;
@@ -375,7 +383,7 @@ impl Worker {
     }
 
     /// Writes a register of BAR 1; what it asks for is done when this returns. Says where a driver's shared region is
-    /// now, if there is a driver; or that the write is to be made again, when memory has come that it needs.
+    /// now, if there is a driver; or that the write is to be made again: when memory has come that it needs, or at once.
     pub fn register_write(&mut self, id: DeviceId, offset: u64, value: u32) -> Written {
         let now = self.now();
         if let Some(transports) = &mut self.transports {
@@ -386,8 +394,13 @@ impl Worker {
         if device.is_postponed() {
             return Written::Postponed;
         }
+        let unfinished = device.is_unfinished();
         served.load.worked(now);
         self.settle(now);
+        if unfinished {
+            self.slice_done = true;
+            return Written::Unfinished;
+        }
         Written::Done(self.shared_region(id))
     }
 

@@ -207,6 +207,8 @@ impl RdmaFunction {
         let region = loop {
             match self.with(move |worker, device| worker.register_write(device, offset, value))? {
                 Written::Done(region) => break region,
+                // The engine has served others meanwhile.
+                Written::Unfinished => {}
                 Written::Postponed if began.elapsed() > POSTPONED => return Err(Errno::TIMEDOUT.into()),
                 // Its vCPU waits, as it would for the page itself.
                 Written::Postponed => std::thread::sleep(LOOK_EVERY),

@@ -150,3 +150,23 @@ pub(super) fn encode(attributes: &QpAttributes, draining: bool, record: &QpRecor
         alternate_address: none,
     }
 }
+
+/// What headers of RoCEv2 take of an Ethernet MTU at most, as Linux reckons (`iboe_get_mtu`): GRH 40, UDP 8, BTH 12, XRC 4,
+/// atomic 28, ICRC 4.
+const HEADERS_BYTES: u32 = 96;
+
+/// The largest path MTU code whose packets fit an Ethernet MTU of so many bytes.
+pub(super) fn active_mtu(mtu: u32) -> u32 {
+    match mtu.saturating_sub(HEADERS_BYTES) {
+        4096.. => 5,
+        2048.. => 4,
+        1024.. => 3,
+        512.. => 2,
+        _ => 1,
+    }
+}
+
+/// Bytes that a path MTU code stands for.
+pub(super) fn mtu_bytes(code: u32) -> u32 {
+    128 << code.clamp(1, 5)
+}

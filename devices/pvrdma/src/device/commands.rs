@@ -4,11 +4,12 @@ use dma::Dma;
 use dma::access::read_array;
 use hca::Engine;
 use hca::names::{ContextHandle, CqHandle, Gid, MrHandle, PdHandle, QpHandle, SrqHandle};
+use zerocopy::little_endian::U64;
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, transmute};
 
 use super::create::KERNEL;
-use super::doorbells::LivePage;
 use super::error::{CommandError, REFUSED};
+use super::slices::{AfterTeardown, Unfinished, Work};
 use super::{Device, Interrupts, Phase, attributes, events};
 use crate::abi::attributes::{Port, port_state};
 use crate::abi::commands::{
@@ -26,9 +27,6 @@ type Result<T> = std::result::Result<T, CommandError>;
 
 /// The one P_Key that RoCE has.
 const DEFAULT_PKEY: u16 = 0xFFFF;
-/// What headers of RoCEv2 take of an Ethernet MTU at most, as Linux reckons (`iboe_get_mtu`): GRH 40, UDP 8, BTH 12, XRC 4,
-/// atomic 28, ICRC 4.
-const HEADERS: u32 = 96;
 
 /// The copy of a command slot. Each part is taken out of it at most once.
 struct Command {
@@ -51,21 +49,35 @@ const _: () = assert!(size_of::<ModifyQp>() + HEADER_SIZE == COMMAND_SIZE);
 const _: () = assert!(size_of::<QueryQpResponse>() + HEADER_SIZE == RESPONSE_SIZE);
 
 /// What a command that went well leaves behind.
-enum Answer {
+pub(super) enum Answer {
     /// No response; the driver doesn't wait.
     Silent,
+    /// None yet: there is more to do.
+    Unfinished(Work),
     /// A response, with the error code that only MODIFY_QP has.
     Response { error: u8, body: [u8; RESPONSE_SIZE - HEADER_SIZE] },
 }
 
-fn answer(response: &(impl IntoBytes + Immutable)) -> Answer {
+pub(super) fn answer(response: &(impl IntoBytes + Immutable)) -> Answer {
     let mut body = [0; RESPONSE_SIZE - HEADER_SIZE];
     let bytes = response.as_bytes();
     body[..bytes.len()].copy_from_slice(bytes);
     Answer::Response { error: 0, body }
 }
 
-fn handle(value: u32) -> Answer {
+/// What has become of a command.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Executed {
+    /// It is done.
+    Done {
+        /// A response was written.
+        responded: bool,
+    },
+    /// A part of it is done.
+    Unfinished,
+}
+
+pub(super) fn handle(value: u32) -> Answer {
     answer(&Handle { handle: value.into() })
 }
 
@@ -78,15 +90,22 @@ impl<M: Dma + Clone + 'static> Device<M> {
         interrupts: &impl Interrupts,
     ) {
         let absences = self.memory.absences();
-        let executed = self.execute(engine, value);
+        let executed = match self.unfinished.take() {
+            Some(unfinished) => self.resume(engine, unfinished),
+            None => self.execute(engine, value),
+        };
         if executed.is_err() && self.memory.absences() != absences {
-            // A command that fails for want of memory has done nothing.
+            // What needs memory that isn't here has done nothing, or goes on where it is.
             self.postponed = true;
+            return;
+        }
+        if matches!(executed, Ok(Executed::Unfinished)) {
             return;
         }
         self.counters.commands += 1;
         match executed {
-            Ok(responded) => {
+            Ok(Executed::Unfinished) => {}
+            Ok(Executed::Done { responded }) => {
                 self.error = 0;
                 if responded {
                     self.cause = CAUSE_RESPONSE;
@@ -110,12 +129,12 @@ impl<M: Dma + Clone + 'static> Device<M> {
         }
     }
 
-    /// Whether a response was written. Errors name the command, where it could be read.
+    /// Executes the command in the slot, or its first slice. Errors name the command, where it could be read.
     fn execute(
         &mut self,
         engine: &mut Engine<Pvrdma<M>>,
         value: u32,
-    ) -> std::result::Result<bool, (Option<u32>, CommandError)> {
+    ) -> std::result::Result<Executed, (Option<u32>, CommandError)> {
         let unread = |error| (None, error);
         if value != 0 {
             return Err(unread(CommandError::invalid("The request register", value)));
@@ -135,19 +154,61 @@ impl<M: Dma + Clone + 'static> Device<M> {
             .check(region.response_slot, RESPONSE_SIZE as u64)
             .map_err(|_| (Some(code), CommandError::Slot))?;
         let done = self.dispatch(engine, code, &command).map_err(|error| (Some(code), error))?;
-        let Answer::Response { error, body } = done else { return Ok(false) };
-        let mut response = [0; RESPONSE_SIZE];
-        let (head, tail) = response.split_at_mut(HEADER_SIZE);
+        match done {
+            Answer::Unfinished(work) => {
+                self.resume(engine, Unfinished { code, response: header.response, work })
+            }
+            done => self.respond(code, header.response, &done),
+        }
+    }
+
+    /// Goes on with a command that has begun.
+    fn resume(
+        &mut self,
+        engine: &mut Engine<Pvrdma<M>>,
+        mut unfinished: Unfinished,
+    ) -> std::result::Result<Executed, (Option<u32>, CommandError)> {
+        let code = unfinished.code;
+        if !self.bus_master {
+            return Err((Some(code), CommandError::Slot));
+        }
+        let absences = self.memory.absences();
+        match self.slice(engine, &mut unfinished.work) {
+            Ok(None) => {
+                self.unfinished = Some(unfinished);
+                Ok(Executed::Unfinished)
+            }
+            Ok(Some(done)) => self.respond(code, unfinished.response, &done),
+            Err(error) => {
+                if self.memory.absences() != absences {
+                    self.unfinished = Some(unfinished);
+                }
+                Err((Some(code), error))
+            }
+        }
+    }
+
+    /// Writes the response of a command that is done, where it has one.
+    fn respond(
+        &self,
+        code: u32,
+        response: U64,
+        done: &Answer,
+    ) -> std::result::Result<Executed, (Option<u32>, CommandError)> {
+        let Answer::Response { error, body } = done else { return Ok(Executed::Done { responded: false }) };
+        let region = self.region.ok_or((Some(code), CommandError::NotActive))?;
+        let mut bytes = [0; RESPONSE_SIZE];
+        let (head, tail) = bytes.split_at_mut(HEADER_SIZE);
         let header = ResponseHeader {
-            response: header.response,
+            response,
             acknowledge: (ACKNOWLEDGE | code).into(),
-            error,
+            error: *error,
             reserved: [0; 3],
         };
         head.copy_from_slice(header.as_bytes());
-        tail.copy_from_slice(&body);
-        self.memory.write(region.response_slot, &response).map_err(|_| (Some(code), CommandError::Slot))?;
-        Ok(true)
+        tail.copy_from_slice(body);
+        self.memory.write(region.response_slot, &bytes).map_err(|_| (Some(code), CommandError::Slot))?;
+        Ok(Executed::Done { responded: true })
     }
 
     fn dispatch(&mut self, engine: &mut Engine<Pvrdma<M>>, code: u32, command: &Command) -> Result<Answer> {
@@ -164,12 +225,10 @@ impl<M: Dma + Clone + 'static> Device<M> {
             }
             number::DESTROY_PD => {
                 let pd = given()?;
-                engine.destroy_pd(id, PdHandle(pd))?;
-                self.pds.remove(&pd);
-                self.forget_qps(|record| record.pd == pd);
-                Ok(Answer::Silent)
+                let teardown = engine.begin_destroy_pd(id, PdHandle(pd))?;
+                Ok(Answer::Unfinished(Work::Teardown(teardown, AfterTeardown::Pd(pd))))
             }
-            number::CREATE_MR => Ok(answer(&self.create_mr(engine, &command.body()?)?)),
+            number::CREATE_MR => self.create_mr(engine, &command.body()?),
             number::DESTROY_MR => {
                 engine.deregister_mr(id, MrHandle(given()?))?;
                 Ok(Answer::Silent)
@@ -193,8 +252,12 @@ impl<M: Dma + Clone + 'static> Device<M> {
             }
             number::CREATE_UC => self.create_context(engine, &command.body()?),
             number::DESTROY_UC => {
-                self.destroy_context(engine, ContextHandle(given()?))?;
-                Ok(Answer::Silent)
+                let context = ContextHandle(given()?);
+                if context == KERNEL {
+                    return Err(CommandError::invalid("The context", context.0));
+                }
+                let teardown = engine.begin_destroy_context(id, context)?;
+                Ok(Answer::Unfinished(Work::Teardown(teardown, AfterTeardown::Context(context))))
             }
             number::CREATE_BIND => {
                 let body: CreateBind = command.body()?;
@@ -244,13 +307,11 @@ impl<M: Dma + Clone + 'static> Device<M> {
         if query.port != 1 {
             return Err(CommandError::invalid("The port", query.port));
         }
-        let (state, physical_state) =
-            if self.link_up { (port_state::ACTIVE, 5) } else { (port_state::DOWN, 3) };
         Ok(answer(&PortResponse {
             port: Port {
-                state: state.into(),
+                state: port_state::ACTIVE.into(),
                 max_mtu: 5.into(),
-                active_mtu: active_mtu(self.mtu).into(),
+                active_mtu: attributes::active_mtu(self.mtu).into(),
                 // Must be the capabilities' number: the driver's table has that many entries.
                 gid_table_len: self.config.capabilities.gid_table_len.into(),
                 flags: 0.into(),
@@ -267,7 +328,8 @@ impl<M: Dma + Clone + 'static> Device<M> {
                 init_type_reply: 0,
                 active_width: 2,
                 active_speed: 32,
-                physical_state,
+                // Link up.
+                physical_state: 5,
                 reserved: [0; 2],
             },
         }))
@@ -281,28 +343,14 @@ impl<M: Dma + Clone + 'static> Device<M> {
             .ok_or_else(|| CommandError::invalid("The page frame of a UAR page", pfn))?;
         // The driver gave up a context whose creation was interrupted, and uses its page again (section 6.3).
         if let Some(leaked) = self.pages.iter().find(|live| live.page == page).copied() {
-            self.destroy_context(engine, leaked.context)?;
+            if leaked.context == KERNEL {
+                return Err(CommandError::invalid("The page frame of a UAR page", pfn));
+            }
+            let teardown = engine.begin_destroy_context(self.id, leaked.context)?;
+            let after = AfterTeardown::Recreate(leaked.context, page);
+            return Ok(Answer::Unfinished(Work::Teardown(teardown, after)));
         }
-        let context = engine.create_context(self.id)?;
-        self.pages.push(LivePage { page, context });
-        Ok(handle(context.0))
-    }
-
-    fn destroy_context(&mut self, engine: &mut Engine<Pvrdma<M>>, context: ContextHandle) -> Result<()> {
-        if context == KERNEL {
-            return Err(CommandError::invalid("The context", context.0));
-        }
-        engine.destroy_context(self.id, context)?;
-        self.pages.retain(|live| live.context != context);
-        self.pds.retain(|_, of| *of != context);
-        self.forget_qps(|record| record.context == context);
-        Ok(())
-    }
-
-    fn forget_qps(&mut self, gone: impl Fn(&super::QpRecord) -> bool) {
-        self.qps.retain(|_, record| !gone(record));
-        let qps = &self.qps;
-        self.events.forget(|kind, object| events::about_qp(kind) && !qps.contains_key(&object));
+        self.open_context(engine, page)
     }
 
     /// The only command that answers failure in its response.
@@ -342,16 +390,4 @@ fn query_pkey(query: &QueryPort) -> Result<Answer> {
         return Err(CommandError::invalid("The index of a P_Key", query.index));
     }
     Ok(answer(&PkeyResponse { pkey: DEFAULT_PKEY.into() }))
-}
-
-/// The largest path MTU code whose packets fit the Ethernet MTU.
-fn active_mtu(mtu: u32) -> u32 {
-    let room = mtu.saturating_sub(HEADERS);
-    match room {
-        4096.. => 5,
-        2048.. => 4,
-        1024.. => 3,
-        512.. => 2,
-        _ => 1,
-    }
 }

@@ -4,9 +4,11 @@
 use dma::Dma;
 use hca::attributes::QpKind;
 use hca::names::{ContextHandle, CqHandle, PdHandle, SrqHandle};
-use hca::{Engine, MrInfo, MrInit, QpInit, SrqInit};
+use hca::{Engine, MrInfo, MrPages, QpInit, SrqInit};
 
+use super::commands::{Answer, answer};
 use super::error::CommandError;
+use super::slices::{Registration, Work};
 use super::{Device, QpRecord};
 use crate::abi::PAGE;
 use crate::abi::commands::{
@@ -14,8 +16,8 @@ use crate::abi::commands::{
 };
 use crate::abi::work::{receive_slot, send_slot};
 use crate::completion_queue::PvrdmaCompletionQueue;
-use crate::decode::SendRules;
-use crate::page_list::{MAX_PAGES, read_page_list};
+use crate::decode::{INLINE_CAPACITY, SendRules};
+use crate::page_list::{MAX_PAGES, PageList, read_page_list};
 use crate::provider::Pvrdma;
 use crate::receive_queue::PvrdmaReceiveQueue;
 use crate::ring::{RingError, RingMemory, pages_needed};
@@ -35,11 +37,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
         self.pds.get(&pd).copied().ok_or_else(|| CommandError::invalid("The protection domain", pd))
     }
 
-    pub(super) fn create_mr(
-        &mut self,
-        engine: &mut Engine<Pvrdma<M>>,
-        command: &CreateMr,
-    ) -> Result<MrResponse> {
+    pub(super) fn create_mr(&mut self, engine: &mut Engine<Pvrdma<M>>, command: &CreateMr) -> Result<Answer> {
         let pd = PdHandle(command.pd.get());
         let context = self.context_of_pd(pd.0)?;
         let access = command.access.get();
@@ -59,8 +57,10 @@ impl<M: Dma + Clone + 'static> Device<M> {
                     .ok_or_else(|| {
                         CommandError::invalid("The number of pages of a memory region", command.pages.get())
                     })?;
-                let pages = read_page_list(&self.memory, command.directory.get(), needed)?;
-                engine.register_mr(self.id, pd, MrInit { start, length, access, pages })?
+                let list = PageList::open(&self.memory, command.directory.get(), needed)?;
+                let pages = MrPages::new(start);
+                let registration = Registration { pd, start, length, access, list, pages };
+                return Ok(Answer::Unfinished(Work::Registration(Box::new(registration))));
             }
             // Regions over all of memory, and such as work requests describe, are the kernel's.
             mr_kind::DMA if context == KERNEL => engine.register_dma_mr(self.id, pd, access)?,
@@ -69,7 +69,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
             }
             kind => return Err(CommandError::invalid("The kind of a memory region", kind)),
         };
-        Ok(MrResponse { handle: handle.0.into(), lkey: lkey.into(), rkey: rkey.into() })
+        Ok(answer(&MrResponse { handle: handle.0.into(), lkey: lkey.into(), rkey: rkey.into() }))
     }
 
     pub(super) fn create_cq(
@@ -179,7 +179,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
             max_receive_wr: command.max_receive_wr,
             max_send_sge: command.max_send_sge,
             max_receive_sge: command.max_receive_sge,
-            max_inline_data: 0.into(),
+            max_inline_data: u32::try_from(INLINE_CAPACITY).unwrap_or(0).into(),
         })
     }
 

@@ -20,6 +20,7 @@ mod events;
 mod report;
 mod save;
 mod shared_region;
+mod slices;
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -44,6 +45,8 @@ use crate::provider::Pvrdma;
 use doorbells::{DoorbellMode, LivePage};
 use events::Events;
 use shared_region::SharedRegion;
+use slices::Unfinished;
+pub use slices::{PAGE_TABLES_PER_SLICE, TEARDOWN_STEPS_PER_SLICE};
 
 /// Where interrupts go.
 pub trait Interrupts {
@@ -82,8 +85,8 @@ pub struct Device<M: Dma + Clone + 'static> {
     config: Config,
     memory: M,
     bus_master: bool,
+    /// MTU of the paired Ethernet function, bytes; decides the active path MTU that the port reports.
     mtu: u32,
-    link_up: bool,
     phase: Phase,
     region_low: u32,
     region_address: Option<u64>,
@@ -107,6 +110,8 @@ pub struct Device<M: Dma + Clone + 'static> {
     log: GuestLog,
     /// A register was written whose effect needs memory that is still to come: nothing was done.
     postponed: bool,
+    /// A command that goes on in slices.
+    unfinished: Option<Unfinished>,
 }
 
 impl<M: Dma + Clone + 'static> std::fmt::Debug for Device<M> {
@@ -127,6 +132,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
         let id = engine.add_device(config.for_engine(), memory.clone())?;
         engine.set_enabled(id, false);
         engine.set_arm_exact(id, config.doorbells == DoorbellMode::Trapped);
+        engine.set_port_mtu(id, attributes::mtu_bytes(attributes::active_mtu(config.mtu)));
         Ok(Self::powered_on(id, config, memory))
     }
 
@@ -140,7 +146,6 @@ impl<M: Dma + Clone + 'static> Device<M> {
             config,
             memory,
             bus_master: false,
-            link_up: true,
             phase: Phase::Silent,
             region_low: 0,
             region_address: None,
@@ -158,6 +163,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
             counters: Counters::default(),
             log: GuestLog::new(),
             postponed: false,
+            unfinished: None,
         }
     }
 
@@ -211,16 +217,6 @@ impl<M: Dma + Clone + 'static> Device<M> {
         engine.set_limits(self.id, limits);
     }
 
-    /// MTU of the paired Ethernet function, bytes; decides the active path MTU that the port reports.
-    pub fn set_mtu(&mut self, mtu: u32) {
-        self.mtu = mtu;
-    }
-
-    /// Link of the paired Ethernet function. The guest's driver raises the port events itself.
-    pub fn set_link(&mut self, up: bool) {
-        self.link_up = up;
-    }
-
     /// Function or platform reset: as power-on, except for bus mastering, which configuration space decides.
     pub fn reset(&mut self, engine: &mut Engine<Pvrdma<M>>) {
         self.forget(engine);
@@ -241,6 +237,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
         self.pages.clear();
         self.pds.clear();
         self.qps.clear();
+        self.unfinished = None;
         self.phase = Phase::Silent;
     }
 
@@ -258,7 +255,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
     }
 
     /// A 32-bit write to BAR1 at `offset`. When it returns, whatever it asked for is done: a destroyed object's memory is no longer
-    /// touched, a response is written.
+    /// touched, a response is written. Unless [`Device::is_unfinished`], or [`Device::is_postponed`]: the write is to be made again then.
     pub fn register_write(
         &mut self,
         engine: &mut Engine<Pvrdma<M>>,

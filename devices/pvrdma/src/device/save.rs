@@ -5,6 +5,7 @@ use hca::Engine;
 use hca::names::ContextHandle;
 use hca::saved::{InvalidState, Kind, Name};
 
+use super::attributes::{active_mtu, mtu_bytes};
 use super::doorbells::{DoorbellMode, LivePage};
 use super::events::{EventRing, MAX_WAITING};
 use super::shared_region::SharedRegion;
@@ -42,7 +43,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
             phase: self.phase,
             bus_master: self.bus_master,
             mtu: self.mtu,
-            link_up: self.link_up,
+            link_up: true,
             region_low: self.region_low,
             region_address: self.region_address,
             region: self.region.map(|region| saved::SharedRegion {
@@ -155,6 +156,9 @@ impl<M: Dma + Clone + 'static> Device<M> {
         if works != region.is_some() || works != rings.is_some() {
             return Err(wrong("phase"));
         }
+        if !saved.link_up {
+            return Err(wrong("link"));
+        }
         if saved.waiting.len() > MAX_WAITING {
             return Err(wrong("number of waiting events"));
         }
@@ -165,7 +169,6 @@ impl<M: Dma + Clone + 'static> Device<M> {
         self.phase = saved.phase;
         self.bus_master = saved.bus_master;
         self.mtu = saved.mtu;
-        self.link_up = saved.link_up;
         self.region_low = saved.region_low;
         self.region_address = saved.region_address;
         self.region = region;
@@ -191,6 +194,7 @@ impl<M: Dma + Clone + 'static> Device<M> {
             engine.set_enabled(self.id, false);
         }
         self.events.enabled = self.bus_master;
+        engine.set_port_mtu(self.id, mtu_bytes(active_mtu(self.mtu)));
         self.next_look = 0;
         self.next_polls = 0;
         Ok(())

@@ -173,14 +173,19 @@ impl<M: Dma + Clone + 'static> Guest<M> {
 
     /// Puts a command into the slot and writes REQUEST. Register ERR.
     pub fn request(&mut self, host: &mut Host<M>, code: u32, body: &[u8]) -> u32 {
+        self.place(code, body);
+        host.write(self.id, registers::REQUEST, 0);
+        host.read(self.id, registers::ERROR)
+    }
+
+    /// Puts a command into the slot that nobody executes yet.
+    pub fn place(&self, code: u32, body: &[u8]) {
         // Bytes past the structure are stack garbage.
         let mut slot = [0xA5; 184];
         let header = CommandHeader { response: 0.into(), command: code.into(), reserved: 0.into() };
         slot[..16].copy_from_slice(header.as_bytes());
         slot[16..16 + body.len()].copy_from_slice(body);
         self.memory.write(self.command_slot, &slot).unwrap();
-        host.write(self.id, registers::REQUEST, 0);
-        host.read(self.id, registers::ERROR)
     }
 
     /// A command with a response; `Err` has register ERR, or 1000 and the response's error byte.

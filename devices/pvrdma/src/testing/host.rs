@@ -84,8 +84,14 @@ impl<M: Dma + Clone + 'static> Host<M> {
 
     /// A register write of the guest.
     pub fn write(&mut self, id: DeviceId, offset: u64, value: u32) {
+        while self.write_slice(id, offset, value) {}
+    }
+
+    /// A slice of a register write of the guest; whether there is more to do.
+    pub fn write_slice(&mut self, id: DeviceId, offset: u64, value: u32) -> bool {
         let device = self.devices.get_mut(id).unwrap();
         device.register_write(&mut self.engine, offset, value, &self.lines[&id]);
+        device.is_unfinished()
     }
 
     /// A register read of the guest.

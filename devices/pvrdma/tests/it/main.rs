@@ -4,4 +4,6 @@
 mod end_to_end;
 mod hostile;
 mod loom;
+mod rules;
+mod slices;
 mod support;
