@@ -13,12 +13,13 @@
 //! Nothing here blocks.
 #![allow(unsafe_code)] // Maps the bitmap, which both processes change by atomic operations.
 
+use std::io::IoSlice;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
-use rustix::io::Errno;
+use rustix::io::{Errno, ReadWriteFlags};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 
 use crate::mapped::MapError;
@@ -304,7 +305,7 @@ impl Arriving {
     }
 
     fn say(&self, start: u64, count: u64) {
-        let said = rustix::io::write(&*self.wishes, &wish(self.address + start * PAGE, count));
+        let said = write_without_waiting(&self.wishes, &wish(self.address + start * PAGE, count));
         if said != Ok(8) {
             // The pipe is full: whoever waits looks again after a while, and asks again.
             for page in start..start + count {
@@ -314,5 +315,16 @@ impl Arriving {
                 }
             }
         }
+    }
+}
+
+/// Writes to a pipe; fails where it is full, even if whoever shares it has made it blocking.
+fn write_without_waiting(pipe: &OwnedFd, bytes: &[u8]) -> Result<usize, Errno> {
+    // From where the file stands: a pipe has no positions.
+    let position = u64::MAX;
+    match rustix::io::pwritev2(pipe, &[IoSlice::new(bytes)], position, ReadWriteFlags::NOWAIT) {
+        // Before Linux 6.5 pipes can't be asked so: there it is the pipe's own flag that counts.
+        Err(Errno::OPNOTSUPP) => rustix::io::write(pipe, bytes),
+        written => written,
     }
 }

@@ -22,7 +22,8 @@ use vpio::{Answer, GuestConfig, GuestId, Monitor, MonitorError, Scheduler, Switc
 
 use super::memory::{GuestBus, Table};
 use super::{Settings, Wish};
-use crate::function::interrupts::{EventFds, signal};
+use crate::function::descriptors::signal;
+use crate::function::interrupts::EventFds;
 
 /// How often a waiting access looks whether it is its turn.
 const LOOK: Duration = Duration::from_millis(1);

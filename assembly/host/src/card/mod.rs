@@ -44,7 +44,7 @@ use guest::GuestSide;
 pub use vpio::FailurePolicy;
 
 use crate::access::may_use;
-use crate::function::interrupts::signal;
+use crate::function::descriptors::signal;
 use crate::hardening;
 use crate::identity::{BadName, check_name, is_unicast, mac_of, mac_text};
 use crate::listener::{ListenError, SocketFile, listen};

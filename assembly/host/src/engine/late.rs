@@ -6,6 +6,7 @@ use dma::MappedMemory;
 use hca::names::DeviceId;
 
 use super::worker::Worker;
+use crate::function::descriptors::drain;
 
 /// Memory of a device's guest that is still to come.
 #[derive(Debug)]
@@ -25,7 +26,8 @@ impl LateDevice {
 }
 
 impl Worker {
-    /// Memory of a device's guest is still to come, as its table knows; `arrivals` is an eventfd that counts up when pages have come.
+    /// Memory of a device's guest is still to come, as its table knows; `arrivals` is an eventfd that counts up when pages have come, which was
+    /// checked to be one.
     pub fn set_late(&mut self, id: DeviceId, memory: MappedMemory, arrivals: OwnedFd) {
         self.engine.set_late(id, true);
         self.late.insert(id, LateDevice { seen: memory.arrivals(), memory, arrivals });
@@ -64,8 +66,7 @@ impl Worker {
     /// After a sleep: arrivals that woke the thread are as good as seen, since what counts is in memory.
     pub(super) fn hush_arrivals(&self) {
         for device in self.late.values() {
-            // Fails when nothing came.
-            let _ = rustix::io::read(device.fd(), &mut [0_u8; 8]);
+            drain(device.fd());
         }
     }
 }

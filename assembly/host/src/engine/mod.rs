@@ -53,7 +53,7 @@ use crossbeam_channel::{Receiver, Sender, bounded};
 use hca::names::DeviceId;
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::function::interrupts::signal;
+use crate::function::descriptors::signal;
 use crate::transport::Transports;
 
 pub use report::{DeviceView, EngineView, LoopCounters};

@@ -1,13 +1,15 @@
 //! A client's eventfds, and signalling them.
 
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::Errno;
+use telemetry::guest_log::GuestLog;
 use vfio_user_protocol::device::SetInterrupts;
+
+use super::descriptors::{Expected, accept, signal};
 
 /// The eventfds of one kind of interrupts. Thread-safe; signalling neither waits nor fails.
 #[derive(Debug)]
@@ -15,6 +17,7 @@ pub struct EventFds {
     fds: Mutex<Vec<Option<OwnedFd>>>,
     raised: AtomicU64,
     missed: AtomicU64,
+    log: GuestLog,
 }
 
 impl EventFds {
@@ -25,6 +28,7 @@ impl EventFds {
             fds: Mutex::new((0..count).map(|_| None).collect()),
             raised: AtomicU64::new(0),
             missed: AtomicU64::new(0),
+            log: GuestLog::new(),
         }
     }
 
@@ -46,9 +50,16 @@ impl EventFds {
         let start = usize::try_from(start).map_err(|_| Errno::INVAL)?;
         match change {
             SetInterrupts::Eventfds(new) => {
-                for fd in new.iter().flatten() {
-                    make_harmless(fd)?;
-                }
+                let take = |fd| accept(fd, Expected::EventFd, "an interrupt");
+                let new: Result<Vec<_>, _> = new.into_iter().map(|fd| fd.map(take).transpose()).collect();
+                let new = new.map_err(|error| {
+                    telemetry::guest_warn!(
+                        self.log,
+                        error = &error as &dyn std::error::Error,
+                        "A client's interrupts can't be connected"
+                    );
+                    io::Error::from(Errno::INVAL)
+                })?;
                 let mut fds = self.fds();
                 let end = start.checked_add(new.len()).ok_or(Errno::INVAL)?;
                 let places = fds.get_mut(start..end).ok_or(Errno::INVAL)?;
@@ -95,42 +106,6 @@ impl EventFds {
     pub fn counts(&self) -> (u64, u64) {
         (self.raised.load(Ordering::Relaxed), self.missed.load(Ordering::Relaxed))
     }
-}
-
-/// Adds one to an eventfd. A counter that is full has been signalled already.
-pub(crate) fn signal(fd: BorrowedFd<'_>) -> bool {
-    loop {
-        match rustix::io::write(fd, &1_u64.to_ne_bytes()) {
-            Ok(_) | Err(Errno::AGAIN) => return true,
-            Err(Errno::INTR) => {}
-            Err(error) => {
-                tracing::debug!(%error, "an eventfd can't be signalled");
-                return false;
-            }
-        }
-    }
-}
-
-/// Whether a descriptor that came from elsewhere is an eventfd. The kernel alone names what has no place in a file system; a file's
-/// name begins with a slash.
-///
-/// # Errors
-/// When there is no `/proc`.
-pub(crate) fn is_eventfd(fd: BorrowedFd<'_>) -> io::Result<bool> {
-    use std::os::fd::AsRawFd as _;
-    let link = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
-    Ok(link.as_os_str().as_encoded_bytes().starts_with(b"anon_inode:[eventfd]"))
-}
-
-/// A client's descriptor may be anything. What isn't an eventfd (a pipe, a file on a stuck file system) could make the
-/// writer wait; an eventfd whose counter is full could as well, unless it is non-blocking.
-fn make_harmless(fd: &OwnedFd) -> io::Result<()> {
-    if !is_eventfd(fd.as_fd())? {
-        return Err(Errno::INVAL.into());
-    }
-    let flags = fcntl_getfl(fd)?;
-    fcntl_setfl(fd, flags | OFlags::NONBLOCK)?;
-    Ok(())
 }
 
 #[cfg(test)]

@@ -11,6 +11,8 @@ use rustix::io::Errno;
 use telemetry::guest_log::GuestLog;
 use vfio_user_protocol::device::DmaMapping;
 
+use super::descriptors::{Expected, accept};
+
 /// Most ranges of a client. A guest has two for each of at most 64 NUMA nodes; without a bound one client could use up the
 /// mappings that the kernel allows this process, and make every access of the engine a long search.
 const MOST_RANGES: usize = 128;
@@ -132,10 +134,10 @@ impl ClientMemory {
         self.table().take_dirty(address, size).ok_or_else(|| Errno::INVAL.into())
     }
 
-    /// Part of the client's memory is still to come: from here on only what is there is touched.
+    /// Part of the client's memory is still to come: from here on only what is there is touched. `wishes` has to be the end of a pipe.
     ///
     /// # Errors
-    /// When a range isn't one, its bitmap can't be mapped, or the kernel refuses.
+    /// When `wishes` is anything else, a range isn't one, its bitmap can't be mapped, or the kernel refuses.
     pub fn set_late(
         &self,
         ranges: &[(u64, u64, u64)],
@@ -143,10 +145,7 @@ impl ClientMemory {
         wishes: OwnedFd,
     ) -> io::Result<MappedMemory> {
         let table = self.table();
-        // A full pipe must not stop whoever asks.
-        let flags = rustix::fs::fcntl_getfl(&wishes)?;
-        rustix::fs::fcntl_setfl(&wishes, flags | rustix::fs::OFlags::NONBLOCK)?;
-        let wishes = Arc::new(wishes);
+        let wishes = Arc::new(self.accept(wishes, Expected::PipeToWrite, "requests for pages")?);
         for &(address, size, offset) in ranges {
             let late = Bitmap::map(bitmap, offset, size)
                 .and_then(|bitmap| table.set_late((address, size), bitmap, Arc::clone(&wishes)));
@@ -160,6 +159,26 @@ impl ClientMemory {
             })?;
         }
         Ok(table)
+    }
+
+    /// Takes a descriptor that the client passes with its memory.
+    ///
+    /// # Errors
+    /// When it isn't what it has to be.
+    pub(crate) fn accept(
+        &self,
+        fd: OwnedFd,
+        expected: Expected,
+        purpose: &'static str,
+    ) -> io::Result<OwnedFd> {
+        accept(fd, expected, purpose).map_err(|error| {
+            telemetry::guest_warn!(
+                self.log,
+                error = &error as &dyn std::error::Error,
+                "A client's memory that is still to come can't be waited for"
+            );
+            Errno::INVAL.into()
+        })
     }
 
     /// Forgets everything; the caller has taken the table from its users.

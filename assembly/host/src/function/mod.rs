@@ -1,6 +1,7 @@
 //! The PCI side of a function, whatever device it is: configuration space, interrupts, guest memory; and the two
 //! functions of a NIC as vfio-user devices.
 
+pub(crate) mod descriptors;
 pub mod ethernet;
 pub mod header;
 pub mod interrupts;

@@ -12,7 +12,7 @@ use neighbour::window::{Geometry, WindowError};
 use neighbour_protocol::{Piece, Socket};
 use rustix::fs::{FileType, OFlags, SealFlags};
 
-use crate::function::interrupts::is_eventfd;
+use crate::function::descriptors::is_eventfd;
 use crate::identity::{BadName, check_name};
 
 /// Files of one member's RAM, at most: one per NUMA node.

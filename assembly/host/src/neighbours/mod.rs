@@ -26,7 +26,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use serde_json::Value;
 
 use crate::access::Access;
-use crate::function::interrupts::signal;
+use crate::function::descriptors::signal;
 use crate::listener::LONGEST_PATH;
 
 /// Start of the first window: with 16 windows of 32 GiB all lie below 1 TiB, which processors with 40 address bits reach.

@@ -13,8 +13,8 @@ use vfio_user_protocol::server::{Server, ServerError};
 
 use super::{NicInfo, NicKey, RegistryError};
 use crate::function::NicShared;
+use crate::function::descriptors::signal;
 use crate::function::ethernet::EthernetFunction;
-use crate::function::interrupts::signal;
 use crate::function::rdma::RdmaFunction;
 use crate::listener::{SocketFile, listen};
 use crate::segments::{Network, Uplink};

@@ -5,6 +5,7 @@ mod bad_link;
 mod cluster;
 mod common;
 mod end_to_end;
+mod late_hostile;
 mod migrate;
 mod migrate_group;
 mod migrate_lost;

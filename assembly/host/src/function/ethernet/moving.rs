@@ -9,6 +9,7 @@ use vfio_user_protocol::migration::{DeviceState, LateMemory, Migration};
 use vmxnet3::saved::SavedVmxnet3;
 
 use super::{EthernetFunction, Vectors, rules};
+use crate::function::descriptors::Expected;
 use crate::function::memory::await_memory;
 use crate::function::stream::{Stream, failed};
 use crate::migration::stream::{Record, StreamError};
@@ -165,7 +166,8 @@ impl Migration for EthernetFunction {
         if self.stream().state != DeviceState::Resuming {
             return Err(Errno::INVAL.into());
         }
-        // Frames whose buffers aren't there are dropped, so that nobody has to hear of arrivals.
+        // Frames whose buffers aren't there are dropped, so that nobody has to hear of arrivals. What can't be one is refused all the same.
+        self.memory.accept(late.arrivals, Expected::EventFd, "pages that have come")?;
         self.memory.set_late(&late.ranges, &late.bitmap, late.wishes).map(drop)
     }
 

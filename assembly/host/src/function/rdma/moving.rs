@@ -11,6 +11,7 @@ use vfio_user_protocol::migration::{DeviceState, LateMemory, Migration};
 
 use super::RdmaFunction;
 use crate::engine::{DeviceSetup, EngineGone, Worker};
+use crate::function::descriptors::Expected;
 use crate::function::memory::await_memory;
 use crate::function::stream::{Stream, failed};
 use crate::migration::MigrationError;
@@ -291,8 +292,9 @@ impl Migration for RdmaFunction {
             );
             return Err(Errno::OPNOTSUPP.into());
         }
+        let arrivals = self.memory.accept(late.arrivals, Expected::EventFd, "pages that have come")?;
         let table = self.memory.set_late(&late.ranges, &late.bitmap, late.wishes)?;
-        self.with(move |worker, device| worker.set_late(device, table, late.arrivals))
+        self.with(move |worker, device| worker.set_late(device, table, arrivals))
     }
 
     fn take_dirty(&self, address: u64, size: u64) -> io::Result<Vec<u64>> {

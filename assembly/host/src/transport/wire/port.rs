@@ -18,7 +18,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use telemetry::Counter;
 use vmxnet3::Companion;
 
-use crate::function::interrupts::signal;
+use crate::function::descriptors::signal;
 
 /// Bytes of packets that may wait for the engine.
 const INBOX: usize = 2 << 20;

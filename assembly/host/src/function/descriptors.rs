@@ -1,0 +1,188 @@
+//! Descriptors that clients pass. A client's descriptor may be anything, and threads that serve all VMs of the host use some of them: one that
+//! isn't what it is said to be could stop such a thread for ever. So each goes through [`accept`].
+//!
+//! The client shares the open file with this process, and can make it blocking again at any time. So [`drain`], and the writes of requests for pages
+//! ([`dma::arriving`]), ask the kernel not to wait, each time. The kernel can't be asked so when an eventfd is written ([`signal`]).
+
+use std::io::IoSliceMut;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use rustix::io::{Errno, ReadWriteFlags};
+
+/// What a descriptor has to be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Expected {
+    /// An eventfd.
+    EventFd,
+    /// The end of an anonymous pipe that can be written.
+    PipeToWrite,
+}
+
+impl Expected {
+    /// How the kernel names it.
+    const fn prefix(self) -> &'static str {
+        match self {
+            Self::EventFd => "anon_inode:[eventfd]",
+            Self::PipeToWrite => "pipe:[",
+        }
+    }
+
+    /// For people.
+    const fn name(self) -> &'static str {
+        match self {
+            Self::EventFd => "an eventfd",
+            Self::PipeToWrite => "the end of a pipe to write to",
+        }
+    }
+}
+
+/// A descriptor that can't be used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum BadDescriptor {
+    /// It is something else.
+    #[error("The descriptor for {purpose} is {found:?}; it must be {}", expected.name())]
+    Other {
+        /// What it is for.
+        purpose: &'static str,
+        /// What it has to be.
+        expected: Expected,
+        /// How the kernel names it.
+        found: String,
+    },
+    /// The pipe's end can only be read.
+    #[error("The descriptor for {purpose} can only be read; it must be the end of a pipe to write to")]
+    ReadOnly {
+        /// What it is for.
+        purpose: &'static str,
+    },
+    /// It can't be looked at.
+    #[error("The descriptor for {purpose} can't be looked at; is /proc there?")]
+    Unseen {
+        /// What it is for.
+        purpose: &'static str,
+        /// Why.
+        #[source]
+        source: std::io::Error,
+    },
+}
+
+/// Takes a client's descriptor if it is what it has to be, and makes it non-blocking. Doesn't wait, whatever it is.
+///
+/// # Errors
+/// When it is anything else, or there is no `/proc`.
+pub(crate) fn accept(
+    fd: OwnedFd,
+    expected: Expected,
+    purpose: &'static str,
+) -> Result<OwnedFd, BadDescriptor> {
+    let unseen = |source| BadDescriptor::Unseen { purpose, source };
+    let found = kernel_name(fd.as_fd()).map_err(unseen)?;
+    if !found.starts_with(expected.prefix()) {
+        return Err(BadDescriptor::Other { purpose, expected, found });
+    }
+    let flags = fcntl_getfl(&fd).map_err(|error| unseen(error.into()))?;
+    if expected == Expected::PipeToWrite && flags & OFlags::ACCMODE == OFlags::RDONLY {
+        return Err(BadDescriptor::ReadOnly { purpose });
+    }
+    fcntl_setfl(&fd, flags | OFlags::NONBLOCK).map_err(|error| unseen(error.into()))?;
+    Ok(fd)
+}
+
+/// How the kernel names what a descriptor stands for. What has no place in a file system has a name that begins with its kind; a file's name begins
+/// with a slash.
+fn kernel_name(fd: BorrowedFd<'_>) -> std::io::Result<String> {
+    use std::os::fd::AsRawFd as _;
+    let link = std::fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()))?;
+    Ok(link.to_string_lossy().into_owned())
+}
+
+/// Whether a descriptor that came from elsewhere is an eventfd.
+///
+/// # Errors
+/// When there is no `/proc`.
+pub(crate) fn is_eventfd(fd: BorrowedFd<'_>) -> std::io::Result<bool> {
+    Ok(kernel_name(fd)?.starts_with(Expected::EventFd.prefix()))
+}
+
+/// Adds one to an eventfd. A counter that is full has been signalled already.
+pub(crate) fn signal(fd: BorrowedFd<'_>) -> bool {
+    loop {
+        match rustix::io::write(fd, &1_u64.to_ne_bytes()) {
+            Ok(_) | Err(Errno::AGAIN) => return true,
+            Err(Errno::INTR) => {}
+            Err(error) => {
+                tracing::debug!(%error, "an eventfd can't be signalled");
+                return false;
+            }
+        }
+    }
+}
+
+/// Takes what an eventfd has counted, if anything. Doesn't wait, even if its client has made it blocking.
+pub(crate) fn drain(fd: BorrowedFd<'_>) {
+    let mut count = [0; 8];
+    // From where the file stands: an eventfd has no positions.
+    let position = u64::MAX;
+    let read = rustix::io::preadv2(fd, &mut [IoSliceMut::new(&mut count)], position, ReadWriteFlags::NOWAIT);
+    if read == Err(Errno::OPNOTSUPP) {
+        // Before Linux 5.8; `accept` has made it non-blocking.
+        let _ = rustix::io::read(fd, &mut count);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write as _;
+
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use super::*;
+
+    fn count(fd: &OwnedFd) -> Option<u64> {
+        let mut value = [0; 8];
+        rustix::io::read(fd, &mut value).ok().map(|_| u64::from_ne_bytes(value))
+    }
+
+    #[test]
+    fn only_what_is_expected_is_taken_and_it_is_non_blocking_then() {
+        let events = || eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let taken = accept(events(), Expected::EventFd, "a test").unwrap();
+        assert!(fcntl_getfl(&taken).unwrap().contains(OFlags::NONBLOCK));
+        let pipe = || rustix::pipe::pipe().unwrap();
+        let taken = accept(pipe().1, Expected::PipeToWrite, "a test").unwrap();
+        assert!(fcntl_getfl(&taken).unwrap().contains(OFlags::NONBLOCK));
+        let file = || -> OwnedFd {
+            let mut file = tempfile::tempfile().unwrap();
+            file.write_all(b"anon_inode:[eventfd]").unwrap();
+            file.into()
+        };
+        let socket = || OwnedFd::from(std::os::unix::net::UnixDatagram::unbound().unwrap());
+        for (fd, expected) in [
+            (pipe().0, Expected::EventFd),
+            (pipe().1, Expected::EventFd),
+            (file(), Expected::EventFd),
+            (socket(), Expected::EventFd),
+            (events(), Expected::PipeToWrite),
+            (pipe().0, Expected::PipeToWrite),
+            (file(), Expected::PipeToWrite),
+            (socket(), Expected::PipeToWrite),
+        ] {
+            let text = accept(fd, expected, "pages that have come").unwrap_err().to_string();
+            assert!(text.contains("pages that have come") && text.contains("must be"), "{text}");
+        }
+    }
+
+    #[test]
+    fn draining_waits_for_nobody_whatever_the_client_has_made_of_it() {
+        let fd = accept(eventfd(3, EventfdFlags::CLOEXEC).unwrap(), Expected::EventFd, "a test").unwrap();
+        let clients = fd.try_clone().unwrap();
+        let flags = fcntl_getfl(&clients).unwrap();
+        fcntl_setfl(&clients, flags - OFlags::NONBLOCK).unwrap();
+        // Where it waits, the test doesn't end.
+        drain(fd.as_fd());
+        drain(fd.as_fd());
+        fcntl_setfl(&clients, flags).unwrap();
+        assert_eq!(count(&fd), None);
+    }
+}

@@ -1,0 +1,89 @@
+//! A client's word on memory that is still to come, from a client that means to stop the engine's thread, which serves all VMs of the host.
+
+use crate::common;
+
+use std::io::Write as _;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use common::adding::pair;
+use common::cluster::{Cluster, guest, wait_to_know};
+use common::moving::Move;
+use dma::arriving::bitmap_size;
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{
+    MemfdFlags, OFlags, SealFlags, fcntl_add_seals, fcntl_getfl, fcntl_setfl, ftruncate, memfd_create,
+};
+use rustix::pipe::pipe;
+
+/// Longer than anything takes that doesn't hang.
+const HANGS: Duration = Duration::from_secs(60);
+
+fn bitmap(size: u64) -> OwnedFd {
+    let file = memfd_create("late", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+    ftruncate(&file, bitmap_size(size)).unwrap();
+    fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW).unwrap();
+    file
+}
+
+fn make_blocking(fd: BorrowedFd<'_>) {
+    let flags = fcntl_getfl(fd).unwrap();
+    fcntl_setfl(fd, flags - OFlags::NONBLOCK).unwrap();
+}
+
+/// What isn't an eventfd, or the end of a pipe to write to, is refused. An eventfd that is made blocking afterwards stops nobody: another VM of
+/// the host goes on.
+#[test]
+fn descriptors_of_one_vm_stop_no_other() {
+    let cluster = Cluster::new();
+    let daemons = [cluster.daemon(1), cluster.daemon(2)];
+    let (mut a, _b) = pair(&cluster, &daemons[0], &daemons[1]);
+    wait_to_know(&cluster, &[&daemons[1]]);
+    let victim = guest(&daemons[1], "victim", 9);
+    let on_its_way = Move::begin(&mut a, daemons[0].socket(), daemons[1].socket(), "h2");
+    let size = on_its_way.machine.size;
+    let file = bitmap(size);
+    let event = || eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    let plain = || -> OwnedFd {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&[0; 64]).unwrap();
+        file.into()
+    };
+    let clients = [&on_its_way.monitor.ethernet, &*on_its_way.monitor.rdma];
+    let say = |index: usize, wishes: &OwnedFd, arrivals: &OwnedFd| {
+        clients[index].late_memory(&[(0, size, 0)], file.as_fd(), wishes.as_fd(), arrivals.as_fd())
+    };
+    let (asked, wishes) = pipe().unwrap();
+    // They block their reader, as they come.
+    let (silent, _other) = pipe().unwrap();
+    for index in [0, 1] {
+        for arrivals in [silent.try_clone().unwrap(), plain()] {
+            assert!(say(index, &wishes, &arrivals).is_err(), "function {index}");
+        }
+        for wishes in [event(), plain(), asked.try_clone().unwrap()] {
+            assert!(say(index, &wishes, &event()).is_err(), "function {index}");
+        }
+    }
+    let arrivals = event();
+    assert!(say(1, &wishes, &arrivals).unwrap());
+    make_blocking(arrivals.as_fd());
+    make_blocking(wishes.as_fd());
+    // Each answer of the engine wakes it, and puts it to sleep again.
+    let (answered, answers) = channel();
+    let asking = std::thread::spawn(move || {
+        for _ in 0..20 {
+            std::thread::sleep(Duration::from_millis(20));
+            let version = victim.monitor.read(pvrdma::abi::registers::VERSION);
+            if answered.send(version).is_err() {
+                break;
+            }
+        }
+        victim
+    });
+    for number in 0..20 {
+        let version = answers.recv_timeout(HANGS);
+        assert_eq!(version, Ok(pvrdma::abi::registers::INTERFACE_VERSION), "answer {number}");
+    }
+    drop(asking.join().unwrap());
+}
