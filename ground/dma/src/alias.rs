@@ -149,7 +149,7 @@ impl Alias {
     pub fn read(&self, offset: usize, into: &mut [u8]) -> bool {
         let Some(from) = self.at(offset, into.len()) else { return false };
         // SAFETY: `len` mapped bytes; the guest may write meanwhile, so they are any mixture.
-        unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), into.len()) };
+        unsafe { crate::mapped::copy_out(from, into.as_mut_ptr(), into.len()) };
         true
     }
 

@@ -88,8 +88,9 @@ pub struct MemoryRegion {
     late: Late,
 }
 
-// SAFETY: the mapping is shared memory that lives as long as the region; all accesses through it are volatile copies or
-// atomics, which tolerate any concurrent access.
+// SAFETY: the mapping is shared memory that lives as long as the region. No reference into it exists, so nothing is assumed to stay as it is:
+// words are reached atomically, what a caller looks at is copied out by loads that the compiler can neither repeat nor leave out
+// (`copy_out`), and bulk copies (`write`, `zero`, `copy_to`) move bytes that nothing here looks at, whatever mixture they are.
 unsafe impl Send for MemoryRegion {}
 // SAFETY: as above.
 unsafe impl Sync for MemoryRegion {}
@@ -367,7 +368,7 @@ impl Dma for MappedMemory {
         self.pieces(address, into.len() as u64, false, |pointer, len| {
             // SAFETY: the piece is `len` mapped bytes, `into` has room for it; the guest may write meanwhile, so
             // the bytes are any mixture, which all callers expect.
-            unsafe { std::ptr::copy_nonoverlapping(pointer, into.as_mut_ptr().add(done), len) };
+            unsafe { copy_out(pointer, into.as_mut_ptr().add(done), len) };
             done += len;
         })
     }
@@ -376,7 +377,7 @@ impl Dma for MappedMemory {
     fn write(&self, address: u64, from: &[u8]) -> Result<(), DmaFault> {
         let mut done = 0;
         self.pieces(address, from.len() as u64, true, |pointer, len| {
-            // SAFETY: as in `read`, the other way round.
+            // SAFETY: as in `read`, the other way round: `from` is this process's own, and nothing reads the copy.
             unsafe { std::ptr::copy_nonoverlapping(from.as_ptr().add(done), pointer, len) };
             done += len;
         })
@@ -433,7 +434,7 @@ impl Dma for MappedMemory {
             let mut done = 0;
             let piece = to.pieces(at, len as u64, true, |target, len| {
                 // SAFETY: both are `len` mapped bytes; they may be the same guest's memory, hence a copy that allows
-                // overlap.
+                // overlap. Nothing here looks at the bytes, so a source that changes meanwhile is copied as any mixture.
                 unsafe { std::ptr::copy(source.add(done), target, len) };
                 done += len;
             });
@@ -509,6 +510,45 @@ impl Dma for MappedMemory {
             }
         }
     }
+}
+
+/// From so many bytes on a string copy is faster than a load per word.
+const STRING_COPY_BYTES: usize = 512;
+/// Bytes of a word.
+const WORD: usize = size_of::<u64>();
+
+/// Copies bytes out of memory that others change meanwhile. Each byte is loaded exactly once: what is checked in the copy is what was there at one
+/// time, and isn't loaded again later. A plain copy wouldn't promise that, since the compiler may take memory for unchanged.
+///
+/// # Safety
+/// `from` must be mapped for `len` bytes, `to` be writable for as many, and nobody else's.
+#[inline]
+pub(crate) unsafe fn copy_out(from: *const u8, to: *mut u8, len: usize) {
+    if len >= STRING_COPY_BYTES {
+        // SAFETY: the caller's ranges. The compiler doesn't see these loads, so it can't repeat them. The direction flag is clear (ABI).
+        unsafe {
+            asm!(
+                "rep movsb",
+                inout("rcx") len => _,
+                inout("rsi") from => _,
+                inout("rdi") to => _,
+                options(nostack, preserves_flags),
+            );
+        }
+        return;
+    }
+    let byte = |at: usize| {
+        // SAFETY: `at` is below `len`.
+        unsafe { to.add(at).write(from.add(at).read_volatile()) };
+    };
+    let head = from.align_offset(WORD).min(len);
+    (0..head).for_each(byte);
+    let words = head + (len - head) / WORD * WORD;
+    for at in (head..words).step_by(WORD) {
+        // SAFETY: a whole word below `len`, aligned at the source.
+        unsafe { to.add(at).cast::<u64>().write_unaligned(from.add(at).cast::<u64>().read_volatile()) };
+    }
+    (words..len).for_each(byte);
 }
 
 /// Asks the CPU to have an object of the host in its cache soon. A hint without effect on memory.

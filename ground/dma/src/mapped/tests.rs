@@ -332,3 +332,46 @@ mod late {
         assert!(memory.set_late((0, PAGE), Bitmap::map(&file, 0, PAGE).unwrap(), Arc::new(to)).is_err());
     }
 }
+
+/// All lengths around those where the way of copying changes, from and to all places within a word.
+#[test]
+fn what_is_copied_out_is_what_is_there() {
+    let lengths = (0..40).chain(STRING_COPY_BYTES - 9..STRING_COPY_BYTES + 9).chain([4096]);
+    let source: Vec<u8> = (0..5000_usize).map(|at| u8::try_from(at * 7 % 251).unwrap()).collect();
+    for len in lengths {
+        for (from, to) in (0..WORD).flat_map(|from| (0..WORD).map(move |to| (from, to))) {
+            let mut copy = vec![0xEE; to + len + WORD];
+            // SAFETY: both ranges lie within their vectors.
+            unsafe { copy_out(source.as_ptr().add(from), copy.as_mut_ptr().add(to), len) };
+            assert_eq!(copy[to..to + len], source[from..from + len], "{len} bytes from {from} to {to}");
+            assert!(
+                copy[..to].iter().chain(&copy[to + len..]).all(|byte| *byte == 0xEE),
+                "beside {len} bytes"
+            );
+        }
+    }
+}
+
+/// An aligned word that changes meanwhile is read whole: it is loaded once, not in parts and not again.
+#[test]
+fn a_word_that_changes_meanwhile_is_read_whole() {
+    let memory = memory();
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut value = 0_u64;
+            while !stop.load(Ordering::Relaxed) {
+                let next = !value;
+                memory.compare_exchange_u64(0x1040, value, next).unwrap();
+                value = next;
+            }
+        });
+        for _ in 0..100_000 {
+            let mut bytes = [0; 24];
+            memory.read(0x1038, &mut bytes).unwrap();
+            let word = u64::from_ne_bytes(std::array::from_fn(|at| bytes[8 + at]));
+            assert!(word == 0 || word == u64::MAX, "{word:#x}");
+        }
+        stop.store(true, Ordering::Relaxed);
+    });
+}
