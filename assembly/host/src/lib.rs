@@ -22,7 +22,7 @@
 //! | [`card`] | one card for several VMs: a daemon of its own (`causeway card`) |
 //! | [`access`], [`identity`] | who may; names and addresses |
 //! | [`listener`], [`remembered`] | sockets; what outlives the daemon |
-//! | [`migration`] | a VM's HCA as it moves (no daemon drives it yet) |
+//! | [`migration`] | a VM's HCA as it moves, and the thread that drives migrations with the cluster service and other daemons |
 //! | [`sandbox`] | what the daemon may do |
 //! | `service`, `server`, `inspect`, `hw_counters` | gRPC, metrics, the live tree |
 

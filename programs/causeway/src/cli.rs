@@ -163,9 +163,9 @@ pub struct HostArgs {
     /// Speak with other hosts without a key: whoever reaches --fabric-address can read and write what guests have registered for others
     #[arg(long, requires = "fabric_address")]
     pub insecure: bool,
-    /// Offer transport verbs to VMs that the directory pins to it: their connections are carried by this host's RDMA device that has the
-    /// address of --fabric-address (docs/rdma-hosts.md)
-    #[arg(long, requires = "directory")]
+    /// Offer transport verbs to VMs that the directory or the cluster service pins to it: their connections are carried by this host's RDMA device
+    /// that has the address of --fabric-address (docs/rdma-hosts.md)
+    #[arg(long, requires = "places")]
     pub verbs: bool,
     /// Run without seccomp, Landlock and dropped capabilities
     #[arg(long)]
@@ -440,6 +440,24 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         super::Cli::command().debug_assert();
+    }
+
+    /// `--verbs` needs to know where VMs are, from the file or from the service.
+    #[test]
+    fn verbs_are_offered_with_a_file_or_a_service() {
+        use clap::Parser as _;
+        let of = |line: &str| {
+            let words = ["causeway", "host", "--verbs"]
+                .into_iter()
+                .chain(line.split(' ').filter(|word| !word.is_empty()));
+            match super::Cli::try_parse_from(words).map(|cli| cli.command) {
+                Ok(super::Command::Host(args)) => Some(args.verbs),
+                _ => None,
+            }
+        };
+        assert_eq!(of("--directory hosts.toml --fabric-address 10.0.0.1:4792"), Some(true));
+        assert_eq!(of("--cluster 10.0.0.9:4793 --name h1 --fabric-address 10.0.0.1:4792"), Some(true));
+        assert_eq!(of(""), None);
     }
 
     /// `--mirror` names disks, or none: all of them, wherever it stands.
