@@ -5,7 +5,6 @@ pub mod counter;
 pub mod guest_log;
 pub mod logging;
 pub mod metrics;
-pub mod testing;
 
 pub use counter::Counter;
 

@@ -456,7 +456,7 @@ mod tests {
             incoming: false,
         };
         let begin = Instant::now();
-        let lines = telemetry::testing::lines_of(|| {
+        let lines = log_capture::lines_of(|| {
             for _ in 0..NICS {
                 registry.attach(&peer, &spec).unwrap();
                 registry.detach(&peer, &key).unwrap();

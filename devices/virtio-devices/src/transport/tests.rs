@@ -182,7 +182,7 @@ fn what_a_driver_makes_a_device_log_has_a_limit() {
     let function = VirtioPciFunction::new(Box::new(echo), space.clone(), &*msi).unwrap();
     let driver = PciDriver::new(function, msi);
     let queue = MockDriver::new(&space, 0, 16, 0x1_0000, RINGS);
-    let lines = telemetry::testing::lines_of(|| {
+    let lines = log_capture::lines_of(|| {
         for _ in 0..STARTS {
             assert!(!driver.start(RINGS, &[&queue]));
         }

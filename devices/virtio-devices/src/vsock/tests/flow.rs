@@ -183,7 +183,7 @@ fn what_refused_programs_make_the_muxer_log_has_a_limit() {
         assert_eq!(bench.pop().unwrap().0.op, Op::RESPONSE);
         programs.push(server.accept().unwrap().0);
     }
-    let lines = telemetry::testing::lines_of(|| {
+    let lines = log_capture::lines_of(|| {
         for _ in 0..PROGRAMS {
             let program = bench.connect("CONNECT 5\n");
             bench.expect_nothing();

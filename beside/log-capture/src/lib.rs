@@ -1,4 +1,4 @@
-//! What a piece of code logs, for tests.
+//! Captures the log lines of a piece of code, for tests.
 #![allow(clippy::unwrap_used, clippy::missing_panics_doc)] // Test support: a failure ends the test.
 
 use std::io;
