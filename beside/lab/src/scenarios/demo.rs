@@ -3,6 +3,7 @@
 
 use super::net::{guest_up, tap};
 use crate::guest::{Guest, GuestSpec, Vmm};
+use crate::heartbeat::Heartbeat;
 use crate::lab::Lab;
 use crate::measure::Measured;
 use crate::scenario::{Options, Report, Scenario};
@@ -58,7 +59,9 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let (_, init) = guest.expect("LAB-L2 init", PATIENCE)?;
     progress!("demo: from exec to the guest's first program: {:.2} s (emulated host)", init.as_secs_f64());
     let (_, user) = guest.expect("LAB-L2 script", PATIENCE)?;
+    let heartbeat = Heartbeat::start("demo: the guest runs fio and iperf3".to_owned());
     guest.expect("DEMO done", PATIENCE)?;
+    drop(heartbeat);
     for (_, line) in guest.session.out.find("DEMO ") {
         progress!("demo: guest: {}", line.trim_start_matches("DEMO ").trim());
     }
