@@ -556,7 +556,10 @@ fn a_card_that_fails_is_reset_and_serves_its_guests_again() {
             let mut driver = Driver::probe(device, &mut first, 0);
             driver.start(&mut first);
             driver.send(&mut first, &frame(OUTSIDE, address(0), 2));
-            assert!(metrics(folder.path()).contains("causeway_card_failed{device="), "it is told");
+            assert!(
+                metrics(folder.path()).contains("causeway_card_failed{device="),
+                "the metrics have no such gauge"
+            );
             let counted = format!("causeway_card_failures_total{{device=\"{}\"}} ", device.name);
             assert!(metrics(folder.path()).contains(&counted), "{}", metrics(folder.path()));
         }

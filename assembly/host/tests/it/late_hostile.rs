@@ -32,8 +32,8 @@ fn make_blocking(fd: BorrowedFd<'_>) {
     fcntl_setfl(fd, flags - OFlags::NONBLOCK).unwrap();
 }
 
-/// What isn't an eventfd, or the end of a pipe to write to, is refused. An eventfd that is made blocking afterwards stops nobody: another VM of
-/// the host goes on.
+/// What isn't an eventfd, or the end of a pipe to write to, is refused. The daemon serves another VM of the host even after the
+/// client has made its eventfd blocking.
 #[test]
 fn descriptors_of_one_vm_stop_no_other() {
     let cluster = Cluster::new();

@@ -13,7 +13,7 @@ use crate::payload::Definition;
 /// Version of [`Record`] and of how it is hashed.
 const VERSION: u32 = 1;
 
-/// What is the same on all nodes of a VM, and in a checkpoint and the VM that goes on from it.
+/// What all nodes of a VM have in common, and a checkpoint with the VM that resumes from it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Identified<'a> {
     pub(super) definition: Definition<'a>,
@@ -169,7 +169,8 @@ mod tests {
         Identified { definition, nodes: 2, policy: Policy::IVY }
     }
 
-    /// These numbers are in files on disk; they are what SHA-256 over a CBOR encoder of its own gives for the same records. Whoever has to change one raises the versions of identity, list and node file.
+    /// Files on disk have these numbers. An independent CBOR encoder and SHA-256 give the same ones for the same records. A change of one
+    /// raises the versions of identity, list and node file.
     #[test]
     fn an_identity_is_the_same_from_every_build() {
         let arguments = ["a".to_owned(), "bc".to_owned()];

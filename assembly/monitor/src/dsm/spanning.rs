@@ -45,8 +45,8 @@ pub struct NodeSettings {
     /// The RDMA device with this node's address, where links go by RDMA and it was looked for before a sandbox; otherwise it is looked for then. The process's
     /// credentials, and those of its threads, must not change any more.
     pub device: Option<RdmaDevice>,
-    /// Encrypts and authenticates links; the same on all nodes. Without one whoever reaches a node's address can take another node's place, and read and
-    /// change the guest's memory on the way.
+    /// Encrypts and authenticates links; the same on all nodes. Without a key any host that reaches a node's address can impersonate another node, and
+    /// a host on the path can read and change the guest's memory.
     pub key: Option<ClusterKey>,
     /// How pages are kept the same; the same on all nodes.
     pub policy: Policy,

@@ -68,7 +68,7 @@ pub fn gather(
     key: Option<&ClusterKey>,
     stop: &Stop,
 ) -> Result<Streams, MigrationError> {
-    // Whoever reaches the port can connect as often as it wants.
+    // Any host that reaches the port can cause these lines, without limit on its side.
     let log = GuestLog::new();
     let mut found: Vec<(Hello, Stream)> = Vec::new();
     let (mut first_came, mut from) = (Instant::now(), String::new());

@@ -62,7 +62,7 @@ pub(crate) struct Definition<'a> {
     pub(crate) arguments: &'a [String],
     pub(crate) stack_bytes: u64,
     pub(crate) doorbells: u32,
-    /// Version of what the program is told at its start.
+    /// Version of the payload ABI.
     pub(crate) abi: u32,
     pub(crate) vcpus: u32,
     pub(crate) memory_bytes: u64,

@@ -44,7 +44,7 @@ impl<P: Provider> Engine<P> {
         }
         let Some(source_gid) = source_gid else { return Step::Failed(Status::LocalQpOperation) };
         if length > port_mtu {
-            // IBTA C10-93.1.1: nothing of it may be sent. Whoever sends it is told, as by hardware.
+            // IBTA C10-93.1.1 forbids to send any of it. The error completion is what hardware does.
             if let Some(device) = self.device_mut(at.device) {
                 device.counters.req_local_length_error += 1;
             }

@@ -53,7 +53,8 @@ fn what_does_not_fit_the_receiver_is_dropped_and_costs_it_nothing() {
     assert!(statuses(&pair.left).iter().all(|(_, status)| *status == Status::Success));
 }
 
-/// IBTA C10-93.1.1: nothing of it is sent. The sender is told, whatever its memory is; the MTU is the port's active one.
+/// IBTA C10-93.1.1: nothing of it is sent, and its work request completes with an error, whatever the key of its memory. The limit is the
+/// port's active MTU.
 #[test]
 fn a_datagram_longer_than_the_ports_mtu_goes_nowhere() {
     for mtu in [1024, 4096] {

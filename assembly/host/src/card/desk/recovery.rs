@@ -1,4 +1,4 @@
-//! A card that has failed: it is reset, and goes on.
+//! Recovery of a shared card that failed: its reset, and the state in which guests find it.
 
 use std::time::{Duration, Instant};
 
@@ -12,8 +12,8 @@ use super::{Card, State};
 const RESET_INTERVAL: Duration = Duration::from_millis(500);
 
 impl<P: Card, O: OwnRing> State<P, O> {
-    /// The card failed: it is reset, and goes on. Once it was reset it may fail again only after [`RESET_INTERVAL`]; until then its guests
-    /// read ones.
+    /// Resets a card that failed. After a second failure within [`RESET_INTERVAL`] the reset waits for the end of that interval; until then
+    /// reads of all guests return ones.
     pub(super) fn fail(&mut self, error: &MonitorError) {
         self.failures += 1;
         if self.failed.is_some() {
