@@ -184,6 +184,7 @@ impl Host {
         let config = VcpuConfig {
             id: 0,
             cpuid: guest_cpuid(self, &topology, 0)?,
+            tells_tsc_frequency: false,
             start: VcpuStart::Registers(Box::new(registers())),
             pin_to: Vec::new(),
         };

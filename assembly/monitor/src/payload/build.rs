@@ -327,6 +327,7 @@ impl PayloadBuilder {
             configs.push(VcpuConfig {
                 id: topology.apic_id(index),
                 cpuid,
+                tells_tsc_frequency: false,
                 start: VcpuStart::Registers(Box::new(registers)),
                 // CPUs of another node's host need not be there.
                 pin_to: self

@@ -235,6 +235,7 @@ impl Chassis {
             configs.push(VcpuConfig {
                 id: self.topology.apic_id(index),
                 cpuid: guest_cpuid(&self.host, &self.topology, index)?,
+                tells_tsc_frequency: true,
                 start,
                 pin_to,
             });

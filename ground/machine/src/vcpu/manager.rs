@@ -20,7 +20,7 @@ use crate::exits::{ExitSnapshot, RangeNames, VcpuExits};
 use crate::state::SavedVcpu;
 use crate::stats::{KernelStats, StatsReader};
 use crate::vm::{Vm, errno};
-use crate::x86::{kvm_regs, kvm_sregs};
+use crate::x86::{kvm_regs, kvm_sregs, with_tsc_frequency};
 
 /// How long a device handler may keep a vCPU from pausing.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -365,7 +365,16 @@ fn create(
     // Before the power-on state is taken, so that a later reset finds these leaves in it.
     let cpuid = match &config.start {
         VcpuStart::Restored(saved) => Cow::Owned(registers::cpuid_of(saved)?),
-        _ => Cow::Borrowed(&config.cpuid),
+        // An unstable TSC of the host has no frequency.
+        _ => match fd.get_tsc_khz() {
+            Ok(khz) if config.tells_tsc_frequency && khz > 0 => {
+                Cow::Owned(with_tsc_frequency(&config.cpuid, khz).ok_or_else(|| VcpuError::BadConfig {
+                    vcpu: id,
+                    reason: "there are too many CPUID leaves".into(),
+                })?)
+            }
+            _ => Cow::Borrowed(&config.cpuid),
+        },
     };
     fd.set_cpuid2(&cpuid).map_err(refused("set CPUID of"))?;
     let vcpu = Vcpu { id, fd: &fd, vm };

@@ -42,6 +42,9 @@ pub struct VcpuConfig {
     pub id: u32,
     /// Its CPUID leaves ([`crate::x86::guest_cpuid`]). Ignored for [`VcpuStart::Restored`], which brings its own.
     pub cpuid: CpuId,
+    /// Whether further leaves tell the guest the frequency of its time-stamp counter, for those that don't read KVM's clock. Not where vCPUs of several hosts are
+    /// compared by their leaves: each host's frequency is a little different.
+    pub tells_tsc_frequency: bool,
     /// How it begins.
     pub start: VcpuStart,
     /// Host CPUs its thread may run on; empty for all.

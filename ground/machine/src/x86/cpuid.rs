@@ -11,7 +11,7 @@ const LEAF_FEATURES: u32 = 1;
 const LEAF_CACHES_INTEL: u32 = 4;
 const LEAF_TOPOLOGY: u32 = 0xb;
 const LEAF_TOPOLOGY_V2: u32 = 0x1f;
-const LEAF_HYPERVISOR: u32 = 0x4000_0000;
+pub(super) const LEAF_HYPERVISOR: u32 = 0x4000_0000;
 const LEAF_KVM_FEATURES: u32 = 0x4000_0001;
 const LEAF_EXTENDED_FEATURES: u32 = 0x8000_0001;
 const LEAF_SIZES: u32 = 0x8000_0008;
@@ -110,7 +110,8 @@ fn adjust(
     leaves
 }
 
-fn is_amd(leaf: &kvm_cpuid_entry2) -> bool {
+/// Whether leaf 0 names AMD or Hygon.
+pub(super) fn is_amd(leaf: &kvm_cpuid_entry2) -> bool {
     let mut vendor = [0; 12];
     for (part, register) in vendor.chunks_exact_mut(4).zip([leaf.ebx, leaf.edx, leaf.ecx]) {
         part.copy_from_slice(&register.to_le_bytes());

@@ -3,8 +3,10 @@
 mod cpuid;
 pub(crate) mod mtrr;
 mod topology;
+mod tsc_frequency;
 
 pub use cpuid::guest_cpuid;
+pub(crate) use tsc_frequency::with_tsc_frequency;
 pub use topology::{CpuTopology, HIGHEST_APIC_ID, MOST_VCPUS, TopologyError};
 
 pub use kvm_bindings::{

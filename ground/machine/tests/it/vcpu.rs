@@ -80,6 +80,18 @@ fn hlt_without_interrupt_controllers_is_an_event() {
     );
 }
 
+/// By the leaves that KVM was given: under PVM the processor answers CPUID itself, with the host's.
+#[test]
+fn a_guest_finds_the_frequency_of_its_time_stamp_counter() {
+    let Some(host) = host() else { return };
+    let guest = Guest::new(host, 1);
+    let saved = guest.vcpus.save().unwrap().remove(0);
+    let Some(khz) = saved.tsc_khz else { return println!("this host's TSC has no frequency") };
+    let leaf = |function| *saved.cpuid.iter().find(|leaf| leaf.function == function).unwrap();
+    assert_eq!((leaf(0x4000_0010).eax, leaf(0x4000_0010).ebx), (khz, 1_000_000), "TSC and APIC timer, kHz");
+    assert!(leaf(0x4000_0000).eax >= 0x4000_0010);
+}
+
 #[test]
 fn a_triple_fault_is_an_event_and_the_vcpu_can_be_reset() {
     let Some(host) = host() else { return };

@@ -96,6 +96,7 @@ pub fn config(host: &Host, vcpus: u32, index: u32, start: VcpuStart) -> VcpuConf
     VcpuConfig {
         id: topology.apic_id(index),
         cpuid: guest_cpuid(host, &topology, index).unwrap(),
+        tells_tsc_frequency: true,
         start,
         pin_to: Vec::new(),
     }
