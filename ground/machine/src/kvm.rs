@@ -30,7 +30,8 @@ pub enum HostError {
     },
     /// Not allowed.
     #[error(
-        "{path} may not be opened by user {uid}: it belongs to user {owner}, group {group} ({group_name}) with mode {mode:03o}; add the user to that group"
+        "{path} may not be opened by user {uid}: it belongs to user {owner}, group {group} ({group_name}) with mode {mode:03o}; {}",
+        if mode & 0o60 == 0o60 { "add the user to that group" } else { "give that group access (chmod g+rw) and add the user to it" }
     )]
     NoPermission {
         /// Path tried.

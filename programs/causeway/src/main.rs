@@ -7,6 +7,7 @@ mod commands;
 mod doctor;
 mod exposure;
 mod failure;
+mod open_files;
 mod output;
 mod run;
 
@@ -22,6 +23,7 @@ fn main() -> ExitCode {
         Ok(cli) => cli,
         Err(error) => return failure::usage(&error),
     };
+    open_files::raise_limit();
     let json = cli.json;
     let log = telemetry::logging::LogOptions { filter: cli.log_level.clone(), json: cli.log_json };
     let result = telemetry::logging::init(&log).map_err(anyhow::Error::new).and_then(|()| commands::run(cli));

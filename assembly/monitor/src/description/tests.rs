@@ -135,7 +135,7 @@ fn the_content_of_an_image_never_decides_its_format() {
     let image = tempfile::NamedTempFile::with_suffix(".raw").unwrap();
     std::fs::write(image.path(), b"QFI\xfb\0\0\0\x03").unwrap();
     let vm = valid(&format!("kernel = \"k\"\n[[disks]]\npath = {:?}", image.path()));
-    assert_eq!(vm.disks[0].format, DiskFormat::Raw);
+    assert_eq!(vm.disks[0].format, DiskFormat::Auto);
 }
 
 /// Text, and what its error must say.

@@ -439,7 +439,7 @@ fn disk(index: usize, disk: &written::Disk) -> Result<Disk, Invalid> {
         written::DiskFormat::Auto if disk.path.extension().is_some_and(|name| name == "qcow2") => {
             DiskFormat::Qcow2
         }
-        written::DiskFormat::Auto => DiskFormat::Raw,
+        written::DiskFormat::Auto => DiskFormat::Auto,
     };
     if format == DiskFormat::Qcow2 && !disk.readonly {
         let problem = "a qcow2 image can only be read; make the disk readonly, or convert the image to raw";

@@ -181,6 +181,8 @@ pub struct Disk {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DiskFormat {
+    /// Nobody said, and the file's name doesn't: raw, refused if it begins like an image of another format.
+    Auto,
     /// The file's bytes are the disk's.
     Raw,
     /// QCOW2.

@@ -165,8 +165,8 @@ pub struct Disk {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DiskFormat {
-    /// By the file's name: `.qcow2` is QCOW2, everything else raw. The content is never asked, because a guest
-    /// with a raw disk can write a QCOW2 header that names any file of the host as its backing file.
+    /// By the file's name: `.qcow2` is QCOW2, everything else raw. What the image begins with never makes it QCOW2, because a guest with a raw disk can write such
+    /// a header, but an image that begins like one of another format is refused.
     #[default]
     Auto,
     /// Raw.

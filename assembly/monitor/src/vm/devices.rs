@@ -349,6 +349,7 @@ fn restore(
 fn open_disk(name: &str, disk: &description::Disk, claim: bool) -> Result<Block, Error> {
     let config = BlockConfig {
         format: match disk.format {
+            DiskFormat::Auto => ImageFormat::Auto,
             DiskFormat::Raw => ImageFormat::Raw,
             DiskFormat::Qcow2 => ImageFormat::Qcow2,
         },

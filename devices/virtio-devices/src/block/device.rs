@@ -44,8 +44,8 @@ const SAVED_VERSION: u32 = 1;
 /// How the bytes of an image are to be understood.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ImageFormat {
-    /// By the first bytes: qcow2, else raw. Files that a qcow2 image refers to are never opened, so a guest
-    /// that writes a qcow2 header to a raw disk gains nothing.
+    /// Nobody said: raw, but an image that begins like one of another format is refused, unless its VM runs elsewhere meanwhile. What it begins with never makes
+    /// it qcow2: a guest can write such a header to its raw disk.
     #[default]
     Auto,
     /// Byte for byte, whatever they look like.

@@ -1,7 +1,7 @@
 //! Why a disk can't be attached.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// A disk image can't be used as asked. Never caused by the guest.
 #[derive(Debug, thiserror::Error)]
@@ -77,6 +77,14 @@ pub enum BlockError {
     NotQcow2 {
         /// The image.
         path: PathBuf,
+    },
+    /// Begins like an image of another format, and nobody said that it is raw.
+    #[error("Disk image {} begins like one in {format} format and would be used as a raw one; {}, or give the format raw if its bytes are the disk's", .path.display(), remedy(.path, .format))]
+    FormatNotStated {
+        /// The image.
+        path: PathBuf,
+        /// The format's name.
+        format: &'static str,
     },
     /// qcow2 that refers to other files.
     #[error("Disk image {} needs another file ({other}), which is not opened for safety; make it one file: qemu-img convert -O raw {} disk.raw", .path.display(), .path.display())]
@@ -159,4 +167,14 @@ pub enum BlockError {
         #[source]
         source: io::Error,
     },
+}
+
+/// What to do with an image whose format wasn't given.
+fn remedy(path: &Path, format: &str) -> String {
+    let convert = format!("convert it (qemu-img convert -O raw {} disk.raw)", path.display());
+    if format == "qcow2" {
+        format!("give the format qcow2 and attach it read-only, {convert}")
+    } else {
+        convert
+    }
 }

@@ -16,6 +16,7 @@ use telemetry::containment::contain;
 use super::device::{BlockConfig, ImageFormat};
 use super::direct::Direct;
 use super::error::BlockError;
+use super::format;
 use super::mirror::Completeness;
 use super::qcow2;
 
@@ -94,16 +95,17 @@ impl Image {
         if config.claim {
             completeness.check(&path)?;
         }
-        let mut magic = [0u8; 4];
-        let is_qcow2 = file.read_exact_at(&mut magic, 0).is_ok() && magic == *b"QFI\xfb";
         match config.format {
-            ImageFormat::Qcow2 if !is_qcow2 => return Err(BlockError::NotQcow2 { path }),
-            ImageFormat::Qcow2 | ImageFormat::Auto if is_qcow2 => {
-                return Self::qcow2(file, path, config, locked);
+            ImageFormat::Qcow2 if !format::is_qcow2(&file) => return Err(BlockError::NotQcow2 { path }),
+            ImageFormat::Qcow2 => return Self::qcow2(file, path, config, locked),
+            // The guest of a VM that comes from elsewhere has begun with it, whatever it has written since.
+            ImageFormat::Auto if config.claim => {
+                if let Some(format) = format::recognized(&file) {
+                    return Err(BlockError::FormatNotStated { path, format });
+                }
             }
-            _ => {}
+            ImageFormat::Auto | ImageFormat::Raw => {}
         }
-
         Self::raw(file, &metadata, config, completeness, locked)
     }
 

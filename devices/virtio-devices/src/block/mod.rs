@@ -11,6 +11,7 @@ mod device;
 mod direct;
 mod disk;
 mod error;
+mod format;
 mod gate;
 mod image;
 mod mirror;

@@ -6,8 +6,8 @@ mod topology;
 mod tsc_frequency;
 
 pub use cpuid::guest_cpuid;
-pub(crate) use tsc_frequency::with_tsc_frequency;
 pub use topology::{CpuTopology, HIGHEST_APIC_ID, MOST_VCPUS, TopologyError};
+pub(crate) use tsc_frequency::with_tsc_frequency;
 
 pub use kvm_bindings::{
     CpuId, kvm_cpuid_entry2, kvm_debugregs, kvm_dtable, kvm_fpu, kvm_irqchip, kvm_lapic_state, kvm_mp_state,

@@ -193,6 +193,23 @@ fn a_guest_that_resets_at_once_is_held_back() {
     assert!(status.success(), "{status}: {log}");
 }
 
+/// What starts a VM may have set a low soft limit of open files; the hard one counts.
+#[test]
+fn a_low_soft_limit_of_open_files_is_raised() {
+    if !has_kvm() {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    // SAFETY: the labels are data of this program.
+    let guest = kernel(directory.path(), unsafe { code(&resets_at_once, &resets_at_once_end) });
+    let vm = run(directory.path(), &["--console", "null", "--on-reboot", "stop", "--kernel"]);
+    let mut limited = Command::new("prlimit");
+    limited.arg("--nofile=16:4096").arg(vm.get_program()).args(vm.get_args()).arg(guest);
+    limited.current_dir(directory.path()).env("XDG_RUNTIME_DIR", directory.path()).stdin(Stdio::null());
+    let output = limited.output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
 /// In the sandbox, too, a console's file begins anew at its limit, and the older file has what was in it.
 #[test]
 fn a_console_file_begins_anew_in_the_sandbox() {

@@ -149,15 +149,20 @@ fn qcow2(path: &Path, size: u64, data: &[u8], backing: bool) {
     }
 }
 
+/// To read a qcow2 image.
+fn qcow2_config(path: &Path) -> BlockConfig {
+    BlockConfig { read_only: true, format: ImageFormat::Qcow2, ..BlockConfig::new("disk0", path) }
+}
+
 #[test]
 fn qcow2_is_read_and_never_written() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk.qcow2");
     let data: Vec<u8> = (0..200_000u32 / 512 * 512).map(|i| (i % 253) as u8).collect();
     qcow2(&path, 64 * MIB, &data, false);
-    assert!(matches!(refused(BlockConfig::new("disk0", &path)), BlockError::Qcow2Writable { .. }));
-    let mut config = BlockConfig::new("disk0", &path);
-    config.read_only = true;
+    let writable = BlockConfig { read_only: false, ..qcow2_config(&path) };
+    assert!(matches!(refused(writable), BlockError::Qcow2Writable { .. }));
+    let mut config = qcow2_config(&path);
     let block = Block::open(config.clone()).unwrap();
     assert_eq!(block.inspect()["format"], "qcow2");
     assert_eq!(block.inspect()["bytes"], 64 * MIB);
@@ -200,8 +205,7 @@ fn images_of_qemu_img_are_read() {
                 return;
             }
         }
-        let mut config = BlockConfig::new("disk0", &qcow2);
-        config.read_only = true;
+        let config = qcow2_config(&qcow2);
         let block = Block::open(config).unwrap();
         let mut bench = Bench::new(&block);
         assert_eq!(bench.read(MIB / 512, data.len()), (OK, data.clone()), "{options:?}");
@@ -244,12 +248,41 @@ fn images_with_features_that_are_not_understood_are_refused_by_name() {
         (vec!["-o", "extended_l2=on"], "extended L2 entries"),
     ] {
         let Some(()) = qemu_image(&path, &options) else { return };
-        let mut config = BlockConfig::new("disk0", &path);
-        config.read_only = true;
+        let config = qcow2_config(&path);
         let error = refused(config);
         assert!(matches!(&error, BlockError::Qcow2Feature { .. }), "{options:?}: {error}");
         assert!(error.to_string().contains(&format!("({feature})")), "{error}");
     }
+}
+
+/// Images of other formats aren't given to the guest as if their headers were its data; with `raw` they are.
+#[test]
+fn images_of_formats_that_are_not_read_are_refused_by_name() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("disk.img");
+    for (format, name) in [
+        ("vmdk", "VMDK"),
+        ("vhdx", "VHDX"),
+        ("vpc", "VHD"),
+        ("vdi", "VDI"),
+        ("qed", "QED"),
+        ("parallels", "Parallels"),
+        ("qcow2", "qcow2"),
+    ] {
+        let Some(()) = qemu_image(&path, &["-f", format]) else { return };
+        let error = refused(BlockConfig::new("disk0", &path));
+        assert!(matches!(&error, BlockError::FormatNotStated { .. }), "{format}: {error}");
+        assert!(error.to_string().contains(&format!("begins like one in {name} format")), "{error}");
+        let mut config = BlockConfig::new("disk0", &path);
+        config.format = ImageFormat::Raw;
+        Block::open(config).unwrap();
+    }
+    let descriptor = b"# Disk DescriptorFile\nversion=1\n";
+    std::fs::write(&path, [&descriptor[..], &[0; 512]].concat()).unwrap();
+    assert!(matches!(
+        refused(BlockConfig::new("disk0", &path)),
+        BlockError::FormatNotStated { format: "VMDK", .. }
+    ));
 }
 
 /// What a reader may ignore by the format's rules is no reason to refuse an image.
@@ -267,8 +300,7 @@ fn bitmaps_snapshots_and_lazy_counts_of_qemu_img_are_no_obstacle() {
         let output = command.output().unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     }
-    let mut config = BlockConfig::new("disk0", &path);
-    config.read_only = true;
+    let config = qcow2_config(&path);
     let block = Block::open(config).unwrap();
     assert_eq!(Bench::new(&block).read(0, 4096), (OK, vec![0; 4096]));
 }
@@ -279,8 +311,7 @@ fn files_that_a_header_names_are_never_opened() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk.qcow2");
     qcow2(&path, 4 * MIB, &[], true);
-    let mut config = BlockConfig::new("disk0", &path);
-    config.read_only = true;
+    let config = qcow2_config(&path);
     let error = refused(config);
     assert!(matches!(&error, BlockError::Qcow2References { other, .. } if other == "/etc/passwd"), "{error}");
 }
@@ -309,8 +340,7 @@ fn damaged_qcow2_images_are_survived() {
             }
         }
         std::fs::write(&damaged, &bytes).unwrap();
-        let mut config = BlockConfig::new("disk0", &damaged);
-        config.read_only = true;
+        let config = qcow2_config(&damaged);
         if let Ok(block) = Block::open(config) {
             let mut bench = Bench::new(&block);
             for sector in [0, 2048, 4000] {
@@ -361,8 +391,7 @@ fn a_qcow2_image_that_ends_in_a_block_is_padded() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("disk.qcow2");
     qcow2(&path, MIB + 700, &[], false);
-    let mut config = BlockConfig::new("disk0", &path);
-    config.read_only = true;
+    let config = qcow2_config(&path);
     let block = Block::open(config).unwrap();
     assert_eq!(block.inspect()["bytes"], MIB + 1024);
     assert_eq!(Bench::new(&block).read(MIB / 512, 1024), (OK, vec![0; 1024]));

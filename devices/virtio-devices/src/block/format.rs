@@ -1,0 +1,45 @@
+//! What format a disk image is in, by what it begins with.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+/// Signature, where it begins, and the format's name. Sources: the probes of QEMU 10.2's `block/*.c`.
+const FORMATS: [(&[u8], usize, &str); 11] = [
+    (b"QFI\xfb", 0, QCOW2),
+    (b"KDMV", 0, "VMDK"),
+    (b"COWD", 0, "VMDK"),
+    (b"# Disk DescriptorFile", 0, "VMDK"),
+    (b"vhdxfile", 0, "VHDX"),
+    // A fixed-size VHD has it at its end only, and is otherwise raw.
+    (b"conectix", 0, "VHD"),
+    (&[0x7f, 0x10, 0xda, 0xbe], 64, "VDI"),
+    (b"QED\0", 0, "QED"),
+    (b"WithoutFreeSpace", 0, "Parallels"),
+    (b"WithouFreSpacExt", 0, "Parallels"),
+    (b"Bochs Virtual HD Image", 0, "Bochs"),
+];
+const QCOW2: &str = "qcow2";
+/// Enough for each signature.
+const HEAD_BYTES: usize = 68;
+
+/// The name of the format whose images begin like this file, if one does. A file that can't be read has none, and fails later with its error.
+pub(super) fn recognized(file: &File) -> Option<&'static str> {
+    let mut head = [0; HEAD_BYTES];
+    let mut len = 0;
+    while let Some(rest) = head.get_mut(len..).filter(|rest| !rest.is_empty()) {
+        match file.read_at(rest, len as u64) {
+            Ok(0) => break,
+            Ok(count) => len += count,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(_) => break,
+        }
+    }
+    let head = head.get(..len).unwrap_or_default();
+    let is = |signature: &[u8], at| head.get(at..).is_some_and(|head| head.starts_with(signature));
+    FORMATS.iter().find(|(signature, at, _)| is(signature, *at)).map(|(_, _, name)| *name)
+}
+
+/// Whether `file` begins like a qcow2 image.
+pub(super) fn is_qcow2(file: &File) -> bool {
+    recognized(file) == Some(QCOW2)
+}
