@@ -1,26 +1,26 @@
 //! Pages of guest memory that are still to come from another host, while devices use the rest (post-copy).
 //!
 //! Whoever has the memory mapped by itself would find a page that is missing zero, and leave it there for the guest. So what is there is told by a
-//! bitmap that the monitor, which gets the pages, shares with this process; missing pages are asked for by a pipe.
+//! bitmap that the monitor, which gets the pages, shares with this process; missing pages are asked for by a Unix socket.
 //!
 //! ```text
 //! monitor                                     this process
 //!   places a page, sets its bit ─ bitmap ─────▶ an access to a page whose bit isn't set fails, and is made again later
-//!   fetches it sooner           ◀──── pipe ──── asks for the page
+//!   fetches it sooner           ◀─── socket ─── asks for the page
 //!   counts one up               ─ bitmap ─────▶ whoever waits looks again
 //!                               ◀─ bitmap ───── a page that was written as a whole: its bit is set here
 //! ```
 //! Nothing here blocks.
 #![allow(unsafe_code)] // Maps the bitmap, which both processes change by atomic operations.
 
-use std::io::IoSlice;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
-use rustix::io::{Errno, ReadWriteFlags};
+use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+use rustix::net::SendFlags;
 
 use crate::mapped::MapError;
 
@@ -305,9 +305,9 @@ impl Arriving {
     }
 
     fn say(&self, start: u64, count: u64) {
-        let said = write_without_waiting(&self.wishes, &wish(self.address + start * PAGE, count));
+        let said = send_without_waiting(&self.wishes, &wish(self.address + start * PAGE, count));
         if said != Ok(8) {
-            // The pipe is full: whoever waits looks again after a while, and asks again.
+            // The socket is full: whoever waits looks again after a while, and asks again.
             for page in start..start + count {
                 let word = usize::try_from(page / 64).ok().and_then(|index| self.asked.get(index));
                 if let Some(word) = word {
@@ -318,13 +318,7 @@ impl Arriving {
     }
 }
 
-/// Writes to a pipe; fails where it is full, even if whoever shares it has made it blocking.
-fn write_without_waiting(pipe: &OwnedFd, bytes: &[u8]) -> Result<usize, Errno> {
-    // From where the file stands: a pipe has no positions.
-    let position = u64::MAX;
-    match rustix::io::pwritev2(pipe, &[IoSlice::new(bytes)], position, ReadWriteFlags::NOWAIT) {
-        // Before Linux 6.5 pipes can't be asked so: there it is the pipe's own flag that counts.
-        Err(Errno::OPNOTSUPP) => rustix::io::write(pipe, bytes),
-        written => written,
-    }
+/// Sends to a stream of Unix sockets; fails where it is full, even if whoever shares it has made it blocking.
+fn send_without_waiting(socket: &OwnedFd, bytes: &[u8]) -> Result<usize, Errno> {
+    rustix::net::send(socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)
 }

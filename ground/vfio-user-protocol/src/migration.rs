@@ -51,7 +51,7 @@ pub struct LateMemory {
     pub ranges: Vec<(u64, u64, u64)>,
     /// Which pages are there; what its bits are is the client's and the device's to know.
     pub bitmap: OwnedFd,
-    /// A pipe by which pages are asked for.
+    /// A Unix socket (stream) by which pages are asked for.
     pub wishes: OwnedFd,
     /// An eventfd that counts up when pages have come that were asked for.
     pub arrivals: OwnedFd,

@@ -288,7 +288,7 @@ pub(crate) struct HoldBack {
     pub percent: u32,
 }
 
-/// Feature LATE_MEMORY; ranges follow, and three descriptors: the bitmap, a pipe for wishes, an eventfd for arrivals.
+/// Feature LATE_MEMORY; ranges follow, and three descriptors: the bitmap, a Unix socket (stream) for wishes, an eventfd for arrivals.
 #[derive(Debug, Clone, Copy, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct LateStart {

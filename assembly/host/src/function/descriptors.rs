@@ -2,21 +2,23 @@
 //! isn't what it is said to be could stop such a thread for ever. So each goes through [`accept`].
 //!
 //! The client shares the open file with this process, and can make it blocking again at any time. So [`drain`], and the writes of requests for pages
-//! ([`dma::arriving`]), ask the kernel not to wait, each time. The kernel can't be asked so when an eventfd is written ([`signal`]).
+//! ([`dma::arriving`]), ask the kernel not to wait, each time; clients' eventfds are signalled by [`super::eventfd_signals`].
 
 use std::io::IoSliceMut;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
 use rustix::io::{Errno, ReadWriteFlags};
+use rustix::net::sockopt::{socket_domain, socket_type};
+use rustix::net::{AddressFamily, SocketType};
 
 /// What a descriptor has to be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Expected {
     /// An eventfd.
     EventFd,
-    /// The end of an anonymous pipe that can be written.
-    PipeToWrite,
+    /// A stream of Unix sockets, connected. (What is sent by sockets of other families might mean something to the kernel, with this process's rights.)
+    UnixStream,
 }
 
 impl Expected {
@@ -24,7 +26,7 @@ impl Expected {
     const fn prefix(self) -> &'static str {
         match self {
             Self::EventFd => "anon_inode:[eventfd]",
-            Self::PipeToWrite => "pipe:[",
+            Self::UnixStream => "socket:[",
         }
     }
 
@@ -32,7 +34,7 @@ impl Expected {
     const fn name(self) -> &'static str {
         match self {
             Self::EventFd => "an eventfd",
-            Self::PipeToWrite => "the end of a pipe to write to",
+            Self::UnixStream => "one end of a stream of Unix sockets",
         }
     }
 }
@@ -50,9 +52,9 @@ pub(crate) enum BadDescriptor {
         /// How the kernel names it.
         found: String,
     },
-    /// The pipe's end can only be read.
-    #[error("The descriptor for {purpose} can only be read; it must be the end of a pipe to write to")]
-    ReadOnly {
+    /// A socket of another kind.
+    #[error("The descriptor for {purpose} is a socket of another kind; it must be {}", Expected::UnixStream.name())]
+    OtherSocket {
         /// What it is for.
         purpose: &'static str,
     },
@@ -82,8 +84,12 @@ pub(crate) fn accept(
         return Err(BadDescriptor::Other { purpose, expected, found });
     }
     let flags = fcntl_getfl(&fd).map_err(|error| unseen(error.into()))?;
-    if expected == Expected::PipeToWrite && flags & OFlags::ACCMODE == OFlags::RDONLY {
-        return Err(BadDescriptor::ReadOnly { purpose });
+    if expected == Expected::UnixStream {
+        let domain = socket_domain(&fd).map_err(|error| unseen(error.into()))?;
+        let kind = socket_type(&fd).map_err(|error| unseen(error.into()))?;
+        if (domain, kind) != (AddressFamily::UNIX, SocketType::STREAM) {
+            return Err(BadDescriptor::OtherSocket { purpose });
+        }
     }
     fcntl_setfl(&fd, flags | OFlags::NONBLOCK).map_err(|error| unseen(error.into()))?;
     Ok(fd)
@@ -105,7 +111,7 @@ pub(crate) fn is_eventfd(fd: BorrowedFd<'_>) -> std::io::Result<bool> {
     Ok(kernel_name(fd)?.starts_with(Expected::EventFd.prefix()))
 }
 
-/// Adds one to an eventfd. A counter that is full has been signalled already.
+/// Adds one to an eventfd of this process's own. A counter that is full has been signalled already.
 pub(crate) fn signal(fd: BorrowedFd<'_>) -> bool {
     loop {
         match rustix::io::write(fd, &1_u64.to_ne_bytes()) {
@@ -150,7 +156,8 @@ mod tests {
         let taken = accept(events(), Expected::EventFd, "a test").unwrap();
         assert!(fcntl_getfl(&taken).unwrap().contains(OFlags::NONBLOCK));
         let pipe = || rustix::pipe::pipe().unwrap();
-        let taken = accept(pipe().1, Expected::PipeToWrite, "a test").unwrap();
+        let stream = || OwnedFd::from(std::os::unix::net::UnixStream::pair().unwrap().0);
+        let taken = accept(stream(), Expected::UnixStream, "a test").unwrap();
         assert!(fcntl_getfl(&taken).unwrap().contains(OFlags::NONBLOCK));
         let file = || -> OwnedFd {
             let mut file = tempfile::tempfile().unwrap();
@@ -158,15 +165,18 @@ mod tests {
             file.into()
         };
         let socket = || OwnedFd::from(std::os::unix::net::UnixDatagram::unbound().unwrap());
+        let tcp = || OwnedFd::from(std::net::TcpListener::bind("127.0.0.1:0").unwrap());
         for (fd, expected) in [
             (pipe().0, Expected::EventFd),
             (pipe().1, Expected::EventFd),
             (file(), Expected::EventFd),
             (socket(), Expected::EventFd),
-            (events(), Expected::PipeToWrite),
-            (pipe().0, Expected::PipeToWrite),
-            (file(), Expected::PipeToWrite),
-            (socket(), Expected::PipeToWrite),
+            (stream(), Expected::EventFd),
+            (events(), Expected::UnixStream),
+            (pipe().1, Expected::UnixStream),
+            (file(), Expected::UnixStream),
+            (socket(), Expected::UnixStream),
+            (tcp(), Expected::UnixStream),
         ] {
             let text = accept(fd, expected, "pages that have come").unwrap_err().to_string();
             assert!(text.contains("pages that have come") && text.contains("must be"), "{text}");

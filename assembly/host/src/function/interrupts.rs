@@ -3,18 +3,46 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
 use telemetry::guest_log::GuestLog;
 use vfio_user_protocol::device::SetInterrupts;
 
-use super::descriptors::{Expected, accept, signal};
+use super::descriptors::{BadDescriptor, Expected, accept};
+use super::eventfd_signals::EventfdSignals;
+
+/// A client's eventfd, and who signals it: a client may make it blocking and its counter full.
+#[derive(Debug)]
+struct Connected {
+    fd: OwnedFd,
+    signals: Arc<EventfdSignals>,
+}
+
+impl Connected {
+    fn new(fd: OwnedFd) -> Result<Self, NotConnected> {
+        Ok(Self {
+            fd: accept(fd, Expected::EventFd, "an interrupt")?,
+            signals: EventfdSignals::of_this_process().map_err(NotConnected::Signals)?,
+        })
+    }
+}
+
+/// Why a client's eventfd isn't used.
+#[derive(Debug, thiserror::Error)]
+enum NotConnected {
+    #[error(transparent)]
+    Descriptor(#[from] BadDescriptor),
+    #[error(
+        "Eventfds can't be signalled without Linux's asynchronous I/O; raise /proc/sys/fs/aio-max-nr, or use a kernel with CONFIG_AIO"
+    )]
+    Signals(#[source] io::Error),
+}
 
 /// The eventfds of one kind of interrupts. Thread-safe; signalling neither waits nor fails.
 #[derive(Debug)]
 pub struct EventFds {
-    fds: Mutex<Vec<Option<OwnedFd>>>,
+    fds: Mutex<Vec<Option<Connected>>>,
     raised: AtomicU64,
     missed: AtomicU64,
     log: GuestLog,
@@ -32,7 +60,7 @@ impl EventFds {
         }
     }
 
-    fn fds(&self) -> MutexGuard<'_, Vec<Option<OwnedFd>>> {
+    fn fds(&self) -> MutexGuard<'_, Vec<Option<Connected>>> {
         self.fds.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -50,8 +78,8 @@ impl EventFds {
         let start = usize::try_from(start).map_err(|_| Errno::INVAL)?;
         match change {
             SetInterrupts::Eventfds(new) => {
-                let take = |fd| accept(fd, Expected::EventFd, "an interrupt");
-                let new: Result<Vec<_>, _> = new.into_iter().map(|fd| fd.map(take).transpose()).collect();
+                let new: Result<Vec<_>, _> =
+                    new.into_iter().map(|fd| fd.map(Connected::new).transpose()).collect();
                 let new = new.map_err(|error| {
                     telemetry::guest_warn!(
                         self.log,
@@ -92,12 +120,17 @@ impl EventFds {
     /// Signals an interrupt; one that nobody listens to is counted and forgotten.
     pub fn raise(&self, number: usize) {
         let fds = self.fds();
-        let Some(Some(fd)) = fds.get(number) else {
+        let Some(Some(connected)) = fds.get(number) else {
             self.missed.fetch_add(1, Ordering::Relaxed);
             return;
         };
-        if signal(fd.as_fd()) {
-            self.raised.fetch_add(1, Ordering::Relaxed);
+        match connected.signals.signal(connected.fd.as_fd()) {
+            Ok(()) => {
+                self.raised.fetch_add(1, Ordering::Relaxed);
+            }
+            Err(error) => {
+                telemetry::guest_warn!(self.log, %error, "A client's interrupt can't be signalled");
+            }
         }
     }
 
@@ -122,7 +155,6 @@ mod tests {
     #[test]
     fn raising_signals_the_right_eventfd_and_nobody_waits_for_a_full_one() {
         let fds = EventFds::new(3);
-        // A client makes it blocking.
         let ours = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         fds.change(1, SetInterrupts::Eventfds(vec![Some(ours.try_clone().unwrap()), None])).unwrap();
         fds.raise(0);
@@ -130,6 +162,9 @@ mod tests {
         fds.raise(7);
         assert_eq!((count(&ours), fds.counts()), (1, (1, 2)));
         rustix::io::write(&ours, &(u64::MAX - 1).to_ne_bytes()).unwrap();
+        // The client makes it blocking again; where that counts, the test doesn't end.
+        let flags = rustix::fs::fcntl_getfl(&ours).unwrap();
+        rustix::fs::fcntl_setfl(&ours, flags - rustix::fs::OFlags::NONBLOCK).unwrap();
         fds.raise(1);
         fds.change(0, SetInterrupts::Disable).unwrap();
         assert!(!fds.is_connected(1));

@@ -134,7 +134,7 @@ impl ClientMemory {
         self.table().take_dirty(address, size).ok_or_else(|| Errno::INVAL.into())
     }
 
-    /// Part of the client's memory is still to come: from here on only what is there is touched. `wishes` has to be the end of a pipe.
+    /// Part of the client's memory is still to come: from here on only what is there is touched. `wishes` has to be one end of a stream of Unix sockets.
     ///
     /// # Errors
     /// When `wishes` is anything else, a range isn't one, its bitmap can't be mapped, or the kernel refuses.
@@ -145,7 +145,7 @@ impl ClientMemory {
         wishes: OwnedFd,
     ) -> io::Result<MappedMemory> {
         let table = self.table();
-        let wishes = Arc::new(self.accept(wishes, Expected::PipeToWrite, "requests for pages")?);
+        let wishes = Arc::new(self.accept(wishes, Expected::UnixStream, "requests for pages")?);
         for &(address, size, offset) in ranges {
             let late = Bitmap::map(bitmap, offset, size)
                 .and_then(|bitmap| table.set_late((address, size), bitmap, Arc::clone(&wishes)));

@@ -3,6 +3,7 @@
 
 pub(crate) mod descriptors;
 pub mod ethernet;
+mod eventfd_signals;
 pub mod header;
 pub mod interrupts;
 pub mod memory;

@@ -61,6 +61,11 @@ const EVENTS: &[i64] = &[
     libc::SYS_epoll_wait,
     libc::SYS_epoll_pwait,
     libc::SYS_eventfd2,
+    // Clients' eventfds are signalled by asynchronous I/O, see `function::eventfd_signals`.
+    libc::SYS_io_setup,
+    libc::SYS_io_submit,
+    libc::SYS_io_getevents,
+    libc::SYS_io_destroy,
 ];
 
 /// Sockets: the service and metrics, vfio-user with descriptors, UDP between hosts. New ones are Unix sockets only, and TCP where the daemon has a

@@ -4,6 +4,7 @@ use crate::common;
 
 use std::io::Write as _;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
@@ -32,7 +33,7 @@ fn make_blocking(fd: BorrowedFd<'_>) {
     fcntl_setfl(fd, flags - OFlags::NONBLOCK).unwrap();
 }
 
-/// What isn't an eventfd, or the end of a pipe to write to, is refused. The daemon serves another VM of the host even after the
+/// What isn't an eventfd, or one end of a stream of Unix sockets, is refused. The daemon serves another VM of the host even after the
 /// client has made its eventfd blocking.
 #[test]
 fn descriptors_of_one_vm_stop_no_other() {
@@ -54,14 +55,17 @@ fn descriptors_of_one_vm_stop_no_other() {
     let say = |index: usize, wishes: &OwnedFd, arrivals: &OwnedFd| {
         clients[index].late_memory(&[(0, size, 0)], file.as_fd(), wishes.as_fd(), arrivals.as_fd())
     };
-    let (asked, wishes) = pipe().unwrap();
+    let (_asked, wishes) = UnixStream::pair().unwrap();
+    let wishes = OwnedFd::from(wishes);
+    let datagrams = || OwnedFd::from(std::os::unix::net::UnixDatagram::unbound().unwrap());
+    let tcp = || OwnedFd::from(std::net::TcpListener::bind("127.0.0.1:0").unwrap());
     // They block their reader, as they come.
     let (silent, _other) = pipe().unwrap();
     for index in [0, 1] {
         for arrivals in [silent.try_clone().unwrap(), plain()] {
             assert!(say(index, &wishes, &arrivals).is_err(), "function {index}");
         }
-        for wishes in [event(), plain(), asked.try_clone().unwrap()] {
+        for wishes in [event(), plain(), silent.try_clone().unwrap(), datagrams(), tcp()] {
             assert!(say(index, &wishes, &event()).is_err(), "function {index}");
         }
     }

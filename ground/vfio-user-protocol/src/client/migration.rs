@@ -198,7 +198,7 @@ impl Client {
     }
 
     /// Tells the device that part of the guest's memory is still to come: of mapped ranges (address, bytes, where the range's bitmap begins in the
-    /// file) only pages that the bitmap names are there. `wishes` is the end of a pipe to write to, `arrivals` an eventfd. Whether it can do without.
+    /// file) only pages that the bitmap names are there. `wishes` is one end of a pair of Unix sockets (stream), `arrivals` an eventfd. Whether it can do without.
     ///
     /// # Errors
     /// When the connection is lost, or the server refuses for another reason than that it can't.

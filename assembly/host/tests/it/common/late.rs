@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -11,7 +12,6 @@ use dma::arriving::{Bitmap, bitmap_size, wished};
 use dma::{Dma, MappedMemory};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
-use rustix::pipe::{PipeFlags, pipe_with};
 use vfio_user_protocol::client::Client;
 
 const PAGE: u64 = 4096;
@@ -29,7 +29,9 @@ impl LateRam {
         ftruncate(&file, bitmap_size(size)).unwrap();
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW).unwrap();
         let bitmap = Bitmap::map(&file, 0, size).unwrap();
-        let (wishes, wisher) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).unwrap();
+        let (wishes, wisher) = UnixStream::pair().unwrap();
+        wishes.set_nonblocking(true).unwrap();
+        let (wishes, wisher) = (OwnedFd::from(wishes), OwnedFd::from(wisher));
         // For the guest, whose CPU waits for pages.
         let own = Arc::new(wisher.try_clone().unwrap());
         ram.set_late((0, size), Bitmap::map(&file, 0, size).unwrap(), own).unwrap();

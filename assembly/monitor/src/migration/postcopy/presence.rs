@@ -13,7 +13,7 @@ use machine::slots::DirtyPages;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use rustix::io::Errno;
-use rustix::pipe::{PipeFlags, pipe_with};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 /// Bytes of a page as addresses count them.
 const STEP: u64 = 4096;
@@ -86,8 +86,9 @@ impl Presence {
             all.push(Range { address, size, offset, bitmap: Bitmap::map(&file, offset, size)? });
             offset += bitmap_size(size);
         }
-        let (wishes, wisher) =
-            pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK).map_err(refused("given a pipe"))?;
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let (wishes, wisher) = socketpair(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+            .map_err(refused("given a pair of sockets"))?;
         let arrivals = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(refused("given an eventfd"))?;
         Ok(Self {
@@ -112,7 +113,7 @@ impl Presence {
         }
     }
 
-    /// Tells the daemon, by `tell`, which gets the ranges (address, bytes, where the bitmap begins), the file with bitmaps, the pipe and the
+    /// Tells the daemon, by `tell`, which gets the ranges (address, bytes, where the bitmap begins), the file with bitmaps, the socket and the
     /// eventfd.
     pub fn tell<E>(
         &self,
@@ -136,7 +137,7 @@ impl Presence {
     /// Takes the pages that the daemon wants, as guest-physical addresses of pages of RAM that aren't here.
     ///
     /// # Errors
-    /// When the pipe fails.
+    /// When the socket fails.
     pub fn wishes(&self, into: &mut Vec<u64>) -> io::Result<()> {
         let mut bytes = [0; 4096];
         loop {
