@@ -86,7 +86,7 @@ fn every_key_arrives_and_relative_paths_start_at_the_file() {
     assert_eq!(boot.kernel, PathBuf::from("dir/vmlinuz"));
     assert_eq!(boot.initrd, [PathBuf::from("dir/base.cpio"), PathBuf::from("/abs/extra.cpio")]);
     assert_eq!(boot.protocol, BootProtocol::Pvh);
-    assert_eq!((vm.disks[0].format, vm.disks[0].queues), (DiskFormat::Raw, 4));
+    assert_eq!((vm.disks[0].format, vm.disks[0].queues), (DiskFormat::Auto, 4));
     assert_eq!((vm.disks[0].direct, vm.disks[0].logical_block_size), (true, Some(4096)));
     assert_eq!((vm.disks[1].format, vm.disks[1].readonly), (DiskFormat::Qcow2, true));
     assert_eq!(vm.net[0].backend, NetBackend::Tap("tap0".into()));
