@@ -2,6 +2,7 @@
 
 pub mod cluster;
 mod migrate;
+pub mod neighbourhood;
 
 use std::ffi::OsString;
 use std::net::SocketAddr;
@@ -170,9 +171,9 @@ pub struct HostArgs {
     /// Run without seccomp, Landlock and dropped capabilities
     #[arg(long)]
     pub no_sandbox: bool,
-    /// Neighbours that show no sign of life for this long are taken for dead, milliseconds; more on hosts whose VMs often stand still
-    #[arg(long, value_name = "MS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(300..=60_000))]
-    pub neighbour_patience: u64,
+    /// Neighbourhoods.
+    #[command(flatten)]
+    pub neighbourhoods: neighbourhood::NeighbourhoodArgs,
     /// A guest that rings 32 doorbells within this time is busy: its doorbells become memory, milliseconds; more on hosts that are slow to
     /// exit, as emulated ones are
     #[arg(long, value_name = "MS", default_value_t = 40, value_parser = clap::value_parser!(u64).range(1..=10_000))]

@@ -21,7 +21,7 @@ use std::time::Duration;
 
 pub use neighbour::heartbeat::Heartbeat;
 use neighbour::layout::Layout;
-use neighbour::window::Geometry;
+pub use neighbour::window::{Geometry, WindowError};
 use rustix::event::{EventfdFlags, eventfd};
 use serde_json::Value;
 

@@ -6,7 +6,6 @@ use anyhow::Context as _;
 use host::access::Access;
 use host::cluster::ClusterConfig;
 use host::engine::EngineSetup;
-use host::neighbours::{Heartbeat, NeighboursConfig};
 use host::{Daemon, DaemonConfig, DirectorySource, FabricConfig};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -25,13 +24,7 @@ pub fn host(args: &HostArgs, json: bool) -> anyhow::Result<()> {
         metrics: args.metrics,
         sandbox: !args.no_sandbox,
         fabric: fabric(args)?,
-        neighbours: NeighboursConfig {
-            heartbeat: Heartbeat {
-                patience: Duration::from_millis(args.neighbour_patience),
-                ..Heartbeat::DEFAULT
-            },
-            ..NeighboursConfig::default()
-        },
+        neighbours: args.neighbourhoods.config()?,
         engine: EngineSetup {
             cpu: args.engine_cpu,
             busy_window: Duration::from_millis(args.doorbell_window),
