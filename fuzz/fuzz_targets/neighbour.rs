@@ -199,7 +199,7 @@ fn run(input: &Input) {
     }
 
     let mut device = Device::new(geometry, layout, 100);
-    assert!(device.offer(theirs, EPOCH, "neighbour"));
+    assert!(device.offer(theirs, EPOCH, "neighbour", [2, 0, 0, 0, 0, 1]));
     for (write, offset, value) in input.accesses.iter().take(256) {
         if *write {
             if let Some(Effect::Release { slot, epoch }) =

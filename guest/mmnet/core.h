@@ -3,6 +3,7 @@
 #ifndef CW_NEIGH_CORE_H
 #define CW_NEIGH_CORE_H
 
+#include <linux/if_ether.h>
 #include <linux/kref.h>
 #include <linux/list.h>
 #include <linux/memremap.h>
@@ -119,7 +120,9 @@ struct neigh {
 	struct neigh_dev *dev;		/* NULL once it has gone */
 	struct device *parent;		/* holds a reference */
 	u32 slot;
-	char name[CW_NB_PEER_STRIDE - CW_NB_PEER_NAME + 1];
+	char name[CW_NB_PEER_NAME_SIZE + 1];
+	void __iomem *kept_block;	/* its registers, when the device has gone and pages are still out */
+	u8 mac[ETH_ALEN];		/* of this VM's device to it */
 	char irq_name[24];
 	int irq;
 	void __iomem *doorbell;
@@ -171,6 +174,7 @@ extern struct wait_queue_head neigh_released;
 extern unsigned int neigh_spin_us;
 
 /* core_link.c */
+void neigh_read_name(struct neigh *nb);	/* and address, from the block of registers; neigh_mutex held */
 void neigh_look(struct neigh *nb);		/* follows the block of registers; neigh_mutex held */
 void neigh_end(struct neigh *nb, const char *why);	/* neigh_mutex held */
 void neigh_work(struct work_struct *work);

@@ -22,6 +22,17 @@ static void __iomem *block(struct neigh *nb)
 	return nb->dev->regs + CW_NB_PEERS + nb->slot * CW_NB_PEER_STRIDE;
 }
 
+void neigh_read_name(struct neigh *nb)
+{
+	u64 mac = readq(block(nb) + CW_NB_PEER_MAC);
+	int i;
+
+	for (i = 0; i < CW_NB_PEER_NAME_SIZE; i += 4)
+		put_unaligned_le32(readl(block(nb) + CW_NB_PEER_NAME + i), nb->name + i);
+	for (i = 0; i < ETH_ALEN; i++)
+		nb->mac[i] = mac >> 8 * i;
+}
+
 static struct neigh_link *link_of(struct neigh *nb)
 {
 	return rcu_dereference_protected(nb->link, lockdep_is_held(&neigh_mutex));
@@ -129,7 +140,7 @@ static int prepare(struct neigh *nb, u32 epoch)
 	struct neigh_dev *dev = nb->dev;
 	struct neigh_link *link;
 	const char *what;
-	int ret, i;
+	int ret;
 
 	nb->latest = epoch;
 	link = kzalloc(sizeof(*link), GFP_KERNEL);
@@ -146,8 +157,7 @@ static int prepare(struct neigh *nb, u32 epoch)
 	ret = read_extents(nb, link);
 	if (ret)
 		goto failed;
-	for (i = 0; i < CW_NB_PEER_STRIDE - CW_NB_PEER_NAME; i += 4)
-		put_unaligned_le32(readl(block(nb) + CW_NB_PEER_NAME + i), nb->name + i);
+	neigh_read_name(nb);
 	what = "its segment can't be mapped";
 	link->segment = memremap(dev->segments + nb->slot * dev->segment_stride, CW_NB_SEGMENT_SIZE(dev->entries),
 				 MEMREMAP_WB);
@@ -281,6 +291,17 @@ void neigh_end(struct neigh *nb, const char *why)
 	neigh_link_put(link);
 }
 
+/* The device has no driver, or another one; the function is still there unless it was taken from the bus. */
+static void release_kept(struct neigh *nb, u32 epoch)
+{
+	if (!nb->kept_block)
+		return;
+	if (device_is_registered(nb->parent))
+		writel(epoch, nb->kept_block + CW_NB_PEER_RELEASE);
+	iounmap(nb->kept_block);
+	nb->kept_block = NULL;
+}
+
 /* Nobody uses the link any more: unmaps, and tells the registry. */
 static void release(struct neigh *nb, struct neigh_link *link)
 {
@@ -300,6 +321,8 @@ static void release(struct neigh *nb, struct neigh_link *link)
 	nb->state = NEIGH_WAITING;
 	if (nb->dev)
 		writel(link->epoch, block(nb) + CW_NB_PEER_RELEASE);
+	else
+		release_kept(nb, link->epoch);
 	kfree_rcu(link, rcu);
 	wake_up_all(&neigh_released);
 	kref_put(&nb->ref, neigh_free);
@@ -368,17 +391,29 @@ void neigh_retry_release(struct work_struct *work)
 
 /*
  * The device goes. A window whose pages are still out stays, without the device and with the module, until they have come
- * back. False when the module goes as well: then that must be waited for.
+ * back: the monitor is asked to keep it, and told by release() then. False when that can't be, as when the module goes as
+ * well: then the pages must be waited for.
  */
 bool neigh_detach(struct neigh *nb)
 {
+	struct pci_dev *pdev = nb->dev->pdev;
 	struct neigh_link *link = link_of(nb);
 
-	if (link && !link->pinned) {
-		dev_warn(nb->parent, "neighbour %u (%s): pages of it are still in use\n", nb->slot, nb->name);
-		if (!try_module_get(THIS_MODULE))
+	if (link) {
+		dev_warn(nb->parent, "neighbour %u (%s): pages of it are still in use; its window stays until they are back\n",
+			 nb->slot, nb->name);
+		if (!nb->kept_block)
+			nb->kept_block = ioremap(pci_resource_start(pdev, CW_NB_BAR_REGISTERS) + CW_NB_PEERS +
+						 nb->slot * CW_NB_PEER_STRIDE, CW_NB_PEER_STRIDE);
+		if (!nb->kept_block)
 			return false;
+		if (!link->pinned && !try_module_get(THIS_MODULE)) {
+			iounmap(nb->kept_block);
+			nb->kept_block = NULL;
+			return false;
+		}
 		link->pinned = true;
+		writel(link->epoch, nb->kept_block + CW_NB_PEER_KEEP);
 	}
 	nb->dev = NULL;
 	WRITE_ONCE(nb->doorbell, NULL);

@@ -162,6 +162,12 @@ const char *neigh_name(const struct neigh *nb)
 }
 EXPORT_SYMBOL_GPL(neigh_name);
 
+const u8 *neigh_mac(const struct neigh *nb)
+{
+	return nb->mac;
+}
+EXPORT_SYMBOL_GPL(neigh_mac);
+
 struct device *neigh_device(struct neigh *nb)
 {
 	return nb->parent;
@@ -219,9 +225,7 @@ static struct neigh *neigh_new(struct neigh_dev *dev, u32 slot)
 	nb->slot = slot;
 	nb->own_start = dev->base + dev->own * dev->stride;
 	nb->doorbell = dev->regs + CW_NB_DOORBELLS + slot * CW_NB_DOORBELL_STRIDE;
-	for (i = 0; i < CW_NB_PEER_STRIDE - CW_NB_PEER_NAME; i += 4)
-		put_unaligned_le32(readl(dev->regs + CW_NB_PEERS + slot * CW_NB_PEER_STRIDE + CW_NB_PEER_NAME + i),
-				   nb->name + i);
+	neigh_read_name(nb);
 	spin_lock_init(&nb->tx_lock);
 	INIT_WORK(&nb->work, neigh_work);
 	INIT_DELAYED_WORK(&nb->retry_release, neigh_retry_release);

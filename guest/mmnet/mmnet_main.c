@@ -19,6 +19,7 @@
 #include <linux/io.h>
 #include <linux/module.h>
 #include <linux/netdevice.h>
+#include <linux/rtnetlink.h>
 #include <linux/skbuff.h>
 #include <linux/slab.h>
 
@@ -467,12 +468,29 @@ static void mmnet_setup(struct net_device *dev)
 	dev->max_mtu = ETH_MAX_MTU;
 	dev->hw_features = NETIF_F_SG | NETIF_F_HW_CSUM | NETIF_F_HIGHDMA;
 	dev->features = dev->hw_features;
+	dev->priv_flags |= IFF_LIVE_ADDR_CHANGE;
 	dev->vlan_features = dev->features;
+}
+
+/* Another VM may have the slot now: the address is the one to it, unless somebody has set another. */
+static void mmnet_follow_mac(struct mmnet *mm)
+{
+	struct net_device *dev = mm->dev;
+	struct sockaddr address = { .sa_family = dev->type };
+
+	rtnl_lock();
+	if (dev->addr_assign_type == NET_ADDR_PERM && !ether_addr_equal(dev->dev_addr, neigh_mac(mm->neigh))) {
+		ether_addr_copy(address.sa_data, neigh_mac(mm->neigh));
+		if (dev_set_mac_address(dev, &address, NULL))
+			netdev_warn(dev, "its address %pM can't become %pM\n", dev->dev_addr, neigh_mac(mm->neigh));
+		else
+			dev->addr_assign_type = NET_ADDR_PERM;
+	}
+	rtnl_unlock();
 }
 
 static void *mmnet_add(struct neigh *nb)
 {
-	u8 address[ETH_ALEN] = { 0x02, 'C', 'W', 0, neigh_own_slot(nb), neigh_slot(nb) };
 	struct net_device *dev;
 	struct mmnet *mm;
 	int ret;
@@ -486,7 +504,7 @@ static void *mmnet_add(struct neigh *nb)
 	mm->by_reference = true;
 	mm->copybreak = MMNET_COPYBREAK;
 	dev->dev_port = neigh_slot(nb);
-	eth_hw_addr_set(dev, address);
+	eth_hw_addr_set(dev, neigh_mac(nb));
 	SET_NETDEV_DEV(dev, neigh_device(nb));
 	dev->tstats = netdev_alloc_pcpu_stats(struct pcpu_sw_netstats);
 	if (!dev->tstats) {
@@ -518,6 +536,7 @@ static void mmnet_live(struct neigh *nb, void *priv)
 
 	WRITE_ONCE(mm->copy_foreign, false);
 	dev_set_alias(mm->dev, neigh_name(nb), strlen(neigh_name(nb)));
+	mmnet_follow_mac(mm);
 	netif_carrier_on(mm->dev);
 	if (netif_running(mm->dev))
 		netif_wake_queue(mm->dev);

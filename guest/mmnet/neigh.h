@@ -186,11 +186,13 @@ void neigh_give_up(struct neigh *neigh, const char *why);
 /* The slot in whose window a global address lies; all ones when it is in none. */
 u32 neigh_slot_of(const struct neigh *neigh, u64 address);
 
-/* About a neighbour. The name is the VM's, up to 32 bytes; it may change with the next link. */
+/* About a neighbour. The name is the VM's, whole; it may change with the next link. */
 void *neigh_priv(struct neigh *neigh, const struct neigh_user *user);
 u32 neigh_slot(const struct neigh *neigh);
 u32 neigh_own_slot(const struct neigh *neigh);
 const char *neigh_name(const struct neigh *neigh);
+/* The Ethernet address that a device to it has: made of names, so that no other VM's is the same. It changes with the name. */
+const u8 *neigh_mac(const struct neigh *neigh);
 struct device *neigh_device(struct neigh *neigh);
 /* Entries of a ring: messages outstanding at most, and parts not yet taken. */
 u32 neigh_entries(const struct neigh *neigh);

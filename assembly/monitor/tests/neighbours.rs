@@ -14,7 +14,7 @@ use host::{Daemon, DaemonConfig};
 use machine::memory::{
     Bytes, GuestAddress, GuestAddressSpace, GuestRam, RamLayout, RamOptions, Readers, is_writable,
 };
-use monitor::description::{Neighbour, NeighbourPeer};
+use monitor::description::{MacAddress, Neighbour, NeighbourPeer};
 use monitor::neighbour::OpenedNeighbour;
 use monitor::sandbox::{Sandbox, ThreadKind};
 use monitor::vfio_user::{DmaRange, Nic, NicConnector, OpenedFunction, VfioUserError, VfioUserFunction};
@@ -65,6 +65,66 @@ fn two_vms_see_each_other_and_a_third_sees_nothing() {
 
     assert!(!c.sees(slot_a) && !c.sees(slot_b) && !a.sees(c.slot()) && !b.sees(c.slot()));
     assert_eq!((c.function.mappings().len(), c.function.doorbells().len()), (1, 0));
+}
+
+/// Names that differ in their last byte only are whole in the registers of both; the address of a device follows from group and names.
+#[test]
+fn registers_show_whole_names_and_addresses_made_of_them() {
+    if !has_kvm("registers_show_whole_names") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let _registry = registry(directory.path(), patient());
+    let long = |last: &str| "n".repeat(reg::PEER_NAME_SIZE - 1) + last;
+    let (name_b, name_c) = (long("b"), long("c"));
+    let a = Machine::start(directory.path(), "a", &[&name_b, &name_c]);
+    let b = Machine::start(directory.path(), &name_b, &["a"]);
+    let c = Machine::start(directory.path(), &name_c, &["a"]);
+    for (peer, name) in [(&b, &name_b), (&c, &name_c)] {
+        let slot = peer.slot();
+        a.wait_for(slot, reg::PEER_OFFERED);
+        let bytes = |from: u64, size: u64| -> Vec<u8> {
+            (0..size / 4).flat_map(|word| a.peer(slot, from + 4 * word).to_le_bytes()).collect()
+        };
+        assert_eq!(bytes(reg::PEER_NAME, reg::PEER_NAME_SIZE as u64), name.as_bytes());
+        let mac = MacAddress::to_neighbour("nas", "a", name).octets();
+        assert_eq!(bytes(reg::PEER_MAC, 8), [&mac[..], &[0, 0]].concat());
+    }
+}
+
+/// A driver goes while pages of a window are still referred to, and another comes: the window stays what it was, though the peer ends
+/// meanwhile, until its release is written; then the peer's next connection is shown.
+#[test]
+fn a_window_that_is_kept_outlives_driver_and_peer() {
+    if !has_kvm("a_window_that_is_kept") {
+        return;
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let _registry = registry(directory.path(), patient());
+    let a = Machine::start(directory.path(), "a", &["b"]);
+    let b = Machine::start(directory.path(), "b", &["a"]);
+    let slot = b.slot();
+    a.write(reg::DRIVER, 1);
+    let epoch = a.wait_for(slot, reg::PEER_OFFERED);
+    b.ram.memory().memory().write_obj(0x1234_5678_u32, GuestAddress(0x3000)).unwrap();
+    let read = || {
+        let seen = a.ram.memory().memory();
+        seen.read_obj::<u32>(GuestAddress(Machine::window(slot) + 0x3000)).ok()
+    };
+    a.write(reg::PEERS + u64::from(slot) * reg::PEER_STRIDE + reg::PEER_KEEP, epoch);
+    a.write(reg::DRIVER, 0);
+    a.write(reg::DRIVER, 1);
+    drop(b);
+    let b = Machine::start(directory.path(), "b", &["a"]);
+    assert_eq!(b.slot(), slot);
+    wait_until("a hears that b has gone", || a.function.inspect()["ends"] == 1);
+    // The new b waits until the old window has gone.
+    assert!(a.sees(slot));
+    assert_eq!((a.peer(slot, reg::PEER_STATE), read()), (reg::PEER_NONE, Some(0x1234_5678)));
+    assert_eq!(b.peer(a.slot(), reg::PEER_STATE), reg::PEER_NONE);
+    a.release(slot, epoch);
+    assert!(a.wait_for(slot, reg::PEER_OFFERED) > epoch);
+    assert_eq!(read(), Some(0));
 }
 
 /// The sandbox of a VM with neighbours.

@@ -8,10 +8,13 @@ use crate::registers as reg;
 use crate::registry::Reason;
 use crate::window::{Geometry, PAGE, Window};
 
+/// End of what a block has.
+const PEER_END: u64 = reg::PEER_MAC + 8;
+
 /// A guest's write that somebody must act on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Effect {
-    /// A driver is there (true), or goes.
+    /// A driver is there (true), or goes: what [`Device::unkept`] says is to be taken away.
     Driver(bool),
     /// What is mapped of this peer is no longer used: take it away, and tell the registry.
     Release {
@@ -27,11 +30,14 @@ pub enum Effect {
 struct Peer {
     epoch: u32,
     window: Window,
-    name: [u8; 32],
+    name: [u8; reg::PEER_NAME_SIZE],
+    mac: [u8; 6],
     gone: Option<u32>,
     /// The guest has let go of it, and it is about to be taken away. Its block is empty from then on, so that a driver that is loaded anew
     /// meanwhile doesn't take up a connection whose rings the last one used.
     released: bool,
+    /// The driver has gone, or goes, and pages of the window are still referred to: it stays until its epoch is released.
+    kept: bool,
 }
 
 /// The registers of one VM's function.
@@ -109,16 +115,16 @@ impl Device {
         self.own = Some(slot);
     }
 
-    /// Window and segment of a peer are mapped. False, and nothing changes, when the slot is in use or doesn't exist.
+    /// Window and segment of a peer are mapped; `mac` is the Ethernet address of this VM's device to it. False, and nothing changes,
+    /// when the slot is in use or doesn't exist, or the name has more than [`reg::PEER_NAME_SIZE`] bytes.
     #[must_use]
-    pub fn offer(&mut self, window: Window, epoch: u32, vm: &str) -> bool {
+    pub fn offer(&mut self, window: Window, epoch: u32, vm: &str, mac: [u8; 6]) -> bool {
         let slot = window.slot();
         let Some(place @ None) = self.place(slot) else { return false };
-        let mut name = [0; 32];
-        for (to, from) in name.iter_mut().zip(vm.bytes()) {
-            *to = from;
-        }
-        *place = Some(Peer { epoch, window, name, gone: None, released: false });
+        let mut name = [0; reg::PEER_NAME_SIZE];
+        let Some(bytes) = name.get_mut(..vm.len()) else { return false };
+        bytes.copy_from_slice(vm.as_bytes());
+        *place = Some(Peer { epoch, window, name, mac, gone: None, released: false, kept: false });
         self.changed |= 1_u64.checked_shl(slot).unwrap_or(0);
         true
     }
@@ -157,6 +163,18 @@ impl Device {
         (0..)
             .zip(&self.peers)
             .filter_map(|(slot, peer): (u32, _)| peer.as_ref().map(|peer| (slot, peer.epoch)))
+    }
+
+    /// What a driver that goes has not asked to keep: slot and epoch.
+    pub fn unkept(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
+        self.views().filter(|(slot, epoch)| !self.is_kept(*slot, *epoch))
+    }
+
+    /// Whether this connection's window is kept until its pages have come back, with a driver or without.
+    #[must_use]
+    pub fn is_kept(&self, slot: u32, epoch: u32) -> bool {
+        let peer = usize::try_from(slot).ok().and_then(|slot| self.peers.get(slot)?.as_ref());
+        peer.is_some_and(|peer| peer.epoch == epoch && peer.kept)
     }
 
     /// Forgets a peer: it was released, or the machine is reset.
@@ -280,10 +298,14 @@ impl Device {
                 let (start, size) = peer.window.extents().get(index).copied().unwrap_or_default();
                 half(if at % 16 < 8 { start } else { size })
             }
-            reg::PEER_NAME.. => {
+            reg::PEER_NAME..reg::PEER_MAC => {
                 let from = usize::try_from(at - reg::PEER_NAME).unwrap_or(usize::MAX);
                 let bytes = peer.name.get(from..from.saturating_add(4)).and_then(|four| four.try_into().ok());
                 bytes.map_or(0, u32::from_le_bytes)
+            }
+            reg::PEER_MAC..PEER_END => {
+                let [a, b, c, d, e, f] = peer.mac;
+                half(u64::from_le_bytes([a, b, c, d, e, f, 0, 0]))
             }
             _ => 0,
         }
@@ -304,11 +326,20 @@ impl Device {
         let (slot, at) = (within / reg::PEER_STRIDE, within % reg::PEER_STRIDE);
         let slot = u32::try_from(slot).ok()?;
         let peer = self.place(slot)?.as_mut()?;
-        if at != reg::PEER_RELEASE || peer.epoch != value {
+        if peer.epoch != value {
             return None;
         }
-        peer.released = true;
-        Some(Effect::Release { slot, epoch: value })
+        match at {
+            reg::PEER_RELEASE => {
+                peer.released = true;
+                Some(Effect::Release { slot, epoch: value })
+            }
+            reg::PEER_KEEP => {
+                (peer.released, peer.kept) = (true, true);
+                None
+            }
+            _ => None,
+        }
     }
 }
 
@@ -330,6 +361,8 @@ const _: () = assert!(PAGE >= 8);
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    const MAC: [u8; 6] = [2, 3, 4, 5, 6, 7];
 
     fn device() -> Device {
         Device::new(Geometry::new(1 << 32, 1 << 32, 5).unwrap(), Layout::new(64).unwrap(), 100)
@@ -355,7 +388,7 @@ mod tests {
         assert_eq!(read64(&mut device, reg::BASE), 1 << 32);
         assert_eq!(device.write(reg::DRIVER, &1u32.to_le_bytes()), Some(Effect::Driver(true)));
         let window = device.geometry.window(3, &[(0, 4096), (1 << 31, 8192)]).unwrap();
-        assert!(device.offer(window, 9, "files") && !device.offer(window, 10, "again"));
+        assert!(device.offer(window, 9, "files", MAC) && !device.offer(window, 10, "again", MAC));
         assert_eq!(read64(&mut device, reg::CHANGED), 8);
         assert_eq!(read64(&mut device, reg::CHANGED), 0);
         let block = reg::PEERS + 3 * reg::PEER_STRIDE;
@@ -382,7 +415,7 @@ mod tests {
         assert!(on(&mut device, 1).is_some());
         for slot in [2, 3] {
             let window = device.geometry.window(slot, &[(0, 4096)]).unwrap();
-            assert!(device.offer(window, 7, "x"));
+            assert!(device.offer(window, 7, "x", MAC));
         }
         let released = device.write(block(2) + reg::PEER_RELEASE, &7u32.to_le_bytes());
         assert_eq!(released, Some(Effect::Release { slot: 2, epoch: 7 }));
@@ -397,8 +430,50 @@ mod tests {
         assert_eq!(device.views().count(), 2);
         device.forget(3, 7);
         let window = device.geometry.window(3, &[(0, 4096)]).unwrap();
-        assert!(device.offer(window, 8, "x"));
+        assert!(device.offer(window, 8, "x", MAC));
         assert_eq!(read(&mut device, block(3) + reg::PEER_EPOCH), 8);
+    }
+
+    /// Names that differ in their last byte only are told apart: mmblk's access lists go by them.
+    #[test]
+    fn a_name_is_shown_whole_or_not_at_all() {
+        let mut device = device();
+        for (slot, last) in [(2, "a"), (3, "b")] {
+            let name = "n".repeat(reg::PEER_NAME_SIZE - 1) + last;
+            let window = device.geometry.window(slot, &[(0, 4096)]).unwrap();
+            assert!(device.offer(window, 7, &name, MAC));
+            let block = reg::PEERS + u64::from(slot) * reg::PEER_STRIDE;
+            let shown: Vec<u8> = (0..reg::PEER_NAME_SIZE as u64 / 8)
+                .flat_map(|word| read64(&mut device, block + reg::PEER_NAME + 8 * word).to_le_bytes())
+                .collect();
+            assert_eq!(String::from_utf8(shown).unwrap(), name);
+            assert_eq!(read64(&mut device, block + reg::PEER_MAC).to_le_bytes(), [2, 3, 4, 5, 6, 7, 0, 0]);
+        }
+        let window = device.geometry.window(4, &[(0, 4096)]).unwrap();
+        assert!(!device.offer(window, 7, &"n".repeat(reg::PEER_NAME_SIZE + 1), MAC));
+    }
+
+    /// A driver goes while pages of one window are referred to: that window isn't among what is taken away, no later driver sees it,
+    /// and its release is asked for when it is written.
+    #[test]
+    fn a_window_that_is_kept_is_released_by_its_epoch_only() {
+        let mut device = device();
+        let block = |slot| reg::PEERS + slot * reg::PEER_STRIDE;
+        device.write(reg::DRIVER, &1u32.to_le_bytes());
+        for slot in [2, 3] {
+            let window = device.geometry.window(slot, &[(0, 4096)]).unwrap();
+            assert!(device.offer(window, 7, "x", MAC));
+        }
+        assert_eq!(device.write(block(2) + reg::PEER_KEEP, &6u32.to_le_bytes()), None);
+        assert!(!device.is_kept(2, 7));
+        assert_eq!(device.write(block(2) + reg::PEER_KEEP, &7u32.to_le_bytes()), None);
+        assert_eq!(device.write(reg::DRIVER, &0u32.to_le_bytes()), Some(Effect::Driver(false)));
+        assert_eq!(device.unkept().collect::<Vec<_>>(), [(3, 7)]);
+        device.forget(3, 7);
+        device.write(reg::DRIVER, &1u32.to_le_bytes());
+        assert_eq!(read(&mut device, block(2) + reg::PEER_STATE), reg::PEER_NONE);
+        let effect = device.write(block(2) + reg::PEER_RELEASE, &7u32.to_le_bytes());
+        assert_eq!(effect, Some(Effect::Release { slot: 2, epoch: 7 }));
     }
 
     #[test]
@@ -427,11 +502,11 @@ mod tests {
         /// Any access of any width at any offset is answered, and only what is mapped can be released.
         #[test]
         fn any_access_is_answered(
-            accesses in prop::collection::vec((any::<bool>(), 0u64..0x5000, 0usize..10, any::<u32>()), 0..100),
+            accesses in prop::collection::vec((any::<bool>(), 0u64..0x9000, 0usize..10, any::<u32>()), 0..100),
         ) {
             let mut device = device();
             let window = device.geometry.window(2, &[(0, 4096)]).unwrap();
-            prop_assert!(device.offer(window, 77, "x"));
+            prop_assert!(device.offer(window, 77, "x", MAC));
             for (write, offset, width, value) in accesses {
                 if write {
                     let bytes = u64::from(value).to_le_bytes();

@@ -1,4 +1,4 @@
-//! The PCI function through which a guest takes part: identity, BARs, registers, vectors. Version 1.
+//! The PCI function through which a guest takes part: identity, BARs, registers, vectors. Version 2.
 //!
 //! | BAR | holds |
 //! |---|---|
@@ -17,14 +17,14 @@ pub const VENDOR: u16 = 0x1af4;
 /// [`MAGIC`] first.
 pub const DEVICE: u16 = 0x10f5;
 /// Revision, raised with [`VERSION`].
-pub const REVISION: u8 = 1;
+pub const REVISION: u8 = 2;
 /// Subsystem vendor and subsystem.
 pub const SUBSYSTEM: (u16, u16) = (0x1af4, 0x4357);
 
 /// BAR of registers and doorbells.
 pub const BAR_REGISTERS: u8 = 0;
 /// Its size in bytes.
-pub const BAR_REGISTERS_SIZE: u64 = 0x4000;
+pub const BAR_REGISTERS_SIZE: u64 = 0x8000;
 /// BAR of segments.
 pub const BAR_SEGMENTS: u8 = 2;
 /// BAR of the MSI-X table and pending bits.
@@ -33,7 +33,7 @@ pub const BAR_MSIX: u8 = 4;
 /// `CWNB` in memory order; 32 bits.
 pub const MAGIC: u32 = u32::from_le_bytes(*b"CWNB");
 /// Version of this interface.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// [`MAGIC`]; 32 bits, read-only, as all where nothing else is said.
 pub const REGISTER_MAGIC: u64 = 0x00;
@@ -53,7 +53,7 @@ pub const ENTRIES: u64 = 0x20;
 pub const SEGMENT_STRIDE: u64 = 0x24;
 /// How often a driver counts up the first word of its status page, milliseconds.
 pub const HEARTBEAT_MS: u64 = 0x28;
-/// Write 1: a driver is here, and counts. Write 0: it goes; all connections are given up.
+/// Write 1: a driver is here, and counts. Write 0: it goes; all connections are given up, but for those of [`PEER_KEEP`].
 pub const DRIVER: u64 = 0x2c;
 /// One bit per slot whose block has changed; reading clears it; 64 bits.
 pub const CHANGED: u64 = 0x30;
@@ -61,9 +61,9 @@ pub const CHANGED: u64 = 0x30;
 pub const DISCARDED: u64 = 0x38;
 
 /// Block of slot 0.
-pub const PEERS: u64 = 0x400;
+pub const PEERS: u64 = 0x4000;
 /// Bytes between blocks.
-pub const PEER_STRIDE: u64 = 0x80;
+pub const PEER_STRIDE: u64 = 0x100;
 /// In a block: [`PEER_NONE`], [`PEER_OFFERED`] or [`PEER_GONE`].
 pub const PEER_STATE: u64 = 0x00;
 /// In a block: the epoch.
@@ -76,10 +76,17 @@ pub const PEER_EXTENTS: u64 = 0x10;
 pub const PEER_RELEASE: u64 = 0x14;
 /// In a block: why it is gone, see [`reason`].
 pub const PEER_REASON: u64 = 0x18;
+/// In a block: write the epoch before [`DRIVER`] gets 0 when pages of the window are still referred to. Window and segment stay mapped
+/// without a driver, and the block shows nobody, until the epoch is written to [`PEER_RELEASE`].
+pub const PEER_KEEP: u64 = 0x1c;
 /// In a block: pieces of RAM, offset in the window and bytes, 64 bits each.
 pub const PEER_EXTENT: u64 = 0x20;
-/// In a block: the first 32 bytes of the VM's name, filled up with zeros.
+/// In a block: the VM's name, whole, filled up with zeros.
 pub const PEER_NAME: u64 = 0x60;
+/// Bytes of [`PEER_NAME`]: the longest name that a VM may have.
+pub const PEER_NAME_SIZE: usize = 64;
+/// In a block: the Ethernet address of this VM's device to that peer, 6 bytes in the order of transmission and 2 of zero.
+pub const PEER_MAC: u64 = 0xa0;
 
 /// Whom this VM and the peer in slot 0 have in common, a bit per slot: members whom both may read, so that each may name their
 /// memory to the other ([`crate::views`]); 64 bits.
@@ -122,8 +129,12 @@ pub const fn vectors(slots: u32) -> u32 {
 }
 
 const _: () = {
-    assert!(PEERS + PEER_STRIDE * MAX_SLOTS as u64 <= COMMON);
+    assert!(PEERS + PEER_STRIDE * MAX_SLOTS as u64 <= BAR_REGISTERS_SIZE);
     assert!(COMMON + COMMON_STRIDE * MAX_SLOTS as u64 <= DOORBELLS);
-    assert!(DOORBELLS + DOORBELL_STRIDE * MAX_SLOTS as u64 <= BAR_REGISTERS_SIZE);
-    assert!(PEER_EXTENT + 16 * MAX_EXTENTS as u64 <= PEER_NAME && PEER_NAME + 32 <= PEER_STRIDE);
+    assert!(DOORBELLS + DOORBELL_STRIDE * MAX_SLOTS as u64 <= PEERS);
+    assert!(
+        PEER_EXTENT + 16 * MAX_EXTENTS as u64 <= PEER_NAME
+            && PEER_NAME + PEER_NAME_SIZE as u64 <= PEER_MAC
+            && PEER_MAC + 8 <= PEER_STRIDE
+    );
 };

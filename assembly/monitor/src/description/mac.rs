@@ -22,6 +22,18 @@ impl MacAddress {
         Self([0x02, hash[0] ^ hash[5], hash[1] ^ hash[6], hash[2] ^ hash[7], hash[3], hash[4]])
     }
 
+    /// The address of `vm`'s device to its neighbour `peer` in `group`: locally administered, unicast, the same each time. The FNV-1a hash
+    /// of 64 bits of the three names, a zero byte behind each, folded by `hash ^ hash >> 29`; its low 48 bits, the lowest byte first, of
+    /// which the first byte says unicast and local. docs/neighbours.md specifies it.
+    pub fn to_neighbour(group: &str, vm: &str, peer: &str) -> Self {
+        let bytes = [group, vm, peer].into_iter().flat_map(|name| name.bytes().chain([0]));
+        let hash = bytes.fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        });
+        let [a, b, c, d, e, f, ..] = (hash ^ hash >> 29).to_le_bytes();
+        Self([a & 0xfc | 0x02, b, c, d, e, f])
+    }
+
     /// Its six bytes in the order of transmission.
     pub fn octets(self) -> [u8; 6] {
         self.0
@@ -82,6 +94,9 @@ impl<'de> Deserialize<'de> for MacAddress {
 mod tests {
     use super::MacAddress;
 
+    /// What docs/neighbours.md has as its example.
+    const FILES_TO_DISKS: &str = "96:bb:98:4f:e0:74";
+
     #[test]
     fn only_six_pairs_of_digits_are_an_address() {
         assert_eq!("02:aB:00:00:00:ff".parse(), Ok(MacAddress([2, 0xab, 0, 0, 0, 0xff])));
@@ -104,6 +119,29 @@ mod tests {
         assert_ne!(first, MacAddress::derived("web", 1));
         assert_ne!(first, MacAddress::derived("wea", 0));
         assert!(first.is_unicast() && first.0[0] & 2 != 0);
+    }
+
+    /// Two appliances on one LAN have the same slots, and the same names of VMs too: the group tells them apart.
+    #[test]
+    fn addresses_to_neighbours_differ_by_group_vm_and_peer() {
+        let first = MacAddress::to_neighbour("nas", "files", "disks");
+        assert_eq!(first.to_string(), FILES_TO_DISKS);
+        assert!(first.is_unicast() && first.0[0] & 3 == 2);
+        let others = [
+            ("nas2", "files", "disks"),
+            ("nas", "disks", "files"),
+            ("nas", "files", "raid"),
+            ("nasf", "iles", "disks"),
+            ("nas", "filesd", "isks"),
+        ];
+        let mut all: Vec<MacAddress> =
+            others.map(|(group, vm, peer)| MacAddress::to_neighbour(group, vm, peer)).to_vec();
+        all.extend((0..1000).map(|vm| MacAddress::to_neighbour("nas", &format!("vm{vm}"), "files")));
+        all.push(first);
+        let count = all.len();
+        all.sort_unstable_by_key(|mac| mac.0);
+        all.dedup();
+        assert_eq!(all.len(), count);
     }
 
     proptest::proptest! {

@@ -27,6 +27,7 @@ use super::thread::{Counters, End, Member, Registry, Thread};
 use super::views::{Offer, View, Views};
 use super::windows::Windows;
 use super::{NeighbourError, OpenedNeighbour, lock};
+use crate::description::MacAddress;
 use crate::vm::ThreadHook;
 
 /// The function's name.
@@ -37,7 +38,7 @@ const NAME: &str = "neighbour0";
 pub(super) struct Asked {
     /// Slots and epochs to release.
     pub release: std::collections::BTreeSet<(u32, u32)>,
-    /// The driver has gone: release all.
+    /// The machine was reset: release all.
     pub release_all: bool,
 }
 
@@ -55,6 +56,9 @@ pub(super) struct Inner {
     wake: OwnedFd,
     counters: Counters,
     log: GuestLog,
+    /// This VM's name and its neighbourhood's, which its devices' addresses are made of.
+    vm_name: String,
+    group: String,
     status: Arc<OwnedFd>,
     beat: Arc<HostMapping>,
     refresh: OnceLock<Box<dyn Fn() + Send + Sync>>,
@@ -110,7 +114,10 @@ impl Member for Inner {
 
     fn show(&self, slot: u32, epoch: u32) -> bool {
         let mapped = lock(&self.views).0.get(&slot).map(|view| (view.window, view.vm.clone()));
-        let shown = mapped.is_some_and(|(window, name)| lock(&self.device).offer(window, epoch, &name));
+        let shown = mapped.is_some_and(|(window, name)| {
+            let mac = MacAddress::to_neighbour(&self.group, &self.vm_name, &name).octets();
+            lock(&self.device).offer(window, epoch, &name, mac)
+        });
         if shown {
             self.notify();
         }
@@ -125,11 +132,11 @@ impl Member for Inner {
     }
 
     fn gone(&self, slot: u32, epoch: u32, reason: u32) -> End {
-        let (told, driver) = {
+        let (told, driver, kept) = {
             let mut device = lock(&self.device);
-            (device.gone(slot, epoch, reason), device.driver())
+            (device.gone(slot, epoch, reason), device.driver(), device.is_kept(slot, epoch))
         };
-        match (told, driver) {
+        match (told, driver || kept) {
             (false, _) => End::Unknown,
             (true, false) => End::Unused,
             (true, true) => {
@@ -223,6 +230,7 @@ impl NeighbourFunction {
         let (status, beat) = status_page(lock(&device).segment_place(0).1)?;
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|error| NeighbourError::monitor("make an eventfd", std::io::Error::from(error)))?;
+        let (vm_name, group) = (opened.vm.clone(), opened.wish.group.clone());
         let geometry = terms.geometry;
         let windows = Windows {
             name: NAME.to_owned(),
@@ -245,6 +253,8 @@ impl NeighbourFunction {
             wake,
             counters: Counters::default(),
             log: GuestLog::new(),
+            vm_name,
+            group,
             status,
             beat,
             refresh: OnceLock::new(),
@@ -357,7 +367,10 @@ impl PciFunction for NeighbourFunction {
                     asked.release.insert((slot, epoch));
                 });
             }
-            Some(Effect::Driver(false)) => self.inner.ask(|asked| asked.release_all = true),
+            Some(Effect::Driver(false)) => {
+                let left: Vec<(u32, u32)> = lock(&self.inner.device).unkept().collect();
+                self.inner.ask(|asked| asked.release.extend(left));
+            }
             Some(Effect::Driver(true)) | None => {}
         }
     }

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use machine::memory::{GuestMemorySpace, show_window, take_window};
 use machine::slots::{HostMapping, SlotId};
 use machine::vm::{IoEvent, IoSpace, Vm};
+use neighbour::registers::PEER_NAME_SIZE;
 use neighbour::window::{Geometry, Window};
 use neighbour_protocol::Piece;
 
@@ -55,6 +56,13 @@ impl View {
         offer: Offer,
     ) -> Result<Self, Box<dyn std::error::Error + Send + Sync>> {
         let Offer { slot, epoch, vm: name, ram, mut fds } = offer;
+        if name.len() > PEER_NAME_SIZE {
+            let problem = format!(
+                "the name {name:?} has {} bytes, and a register {PEER_NAME_SIZE}; give the VM a shorter one",
+                name.len()
+            );
+            return Err(problem.into());
+        }
         let (Some(signal), Some(segment)) = (fds.pop(), fds.pop()) else {
             return Err("descriptors are missing".into());
         };

@@ -206,7 +206,7 @@ impl Driver {
     }
 
     fn name(&self, slot: u32) -> String {
-        let bytes: Vec<u8> = (0..8)
+        let bytes: Vec<u8> = (0..reg::PEER_NAME_SIZE as u64 / 4)
             .flat_map(|word| self.machine.peer(slot, reg::PEER_NAME + 4 * word).to_le_bytes())
             .collect();
         String::from_utf8_lossy(&bytes).trim_end_matches('\0').to_owned()
