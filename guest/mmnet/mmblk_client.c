@@ -124,7 +124,7 @@ static void mmblk_ask_done(struct mmblk_post *post, u32 status)
 	struct mmblk_dev *dev = ask->dev;
 	unsigned long flags;
 
-	if (ask->attach.magic && ask->attach.version) {
+	if (ask->kind == MMBLK_ATTACH) {
 		spin_lock_irqsave(&dev->answer_lock, flags);
 		dev->asking = false;
 		if (status && status != NEIGH_DEAD && status != dev->last_refusal) {
@@ -152,6 +152,7 @@ static int mmblk_ask(struct mmblk_dev *dev, struct mmblk_ask *ask, u8 kind, u32 
 
 	ask->post.done = mmblk_ask_done;
 	ask->dev = dev;
+	ask->kind = kind;
 	mmblk_users_get(&dev->users);
 	error = neigh_post(dev->peer->neigh, &mmblk_client_user, &part, 1,
 			   NEIGH_KIND(NEIGH_PROTO_BLK_REQUEST, kind), note, &ask->post);

@@ -37,6 +37,7 @@ struct mmblk_terms {
 struct mmblk_ask {
 	struct mmblk_post post;
 	struct mmblk_dev *dev;
+	u8 kind;			/* MMBLK_ATTACH or MMBLK_DETACH: which of the two this is */
 	union {
 		struct mmblk_attach attach;
 		struct mmblk_detach detach;
@@ -46,7 +47,7 @@ struct mmblk_ask {
 struct mmblk_dev {
 	struct config_group group;
 	struct mutex lock;		/* the configuration, which changes only while it isn't enabled */
-	char peer_name[CW_NB_PEER_STRIDE - CW_NB_PEER_NAME + 1];
+	char peer_name[CW_NB_PEER_NAME_SIZE + 1];
 	char export[MMBLK_NAME];
 	u32 queues, depth, wait_ms, timeout_ms;
 	bool enabled;

@@ -34,6 +34,7 @@ struct mmblk_control {
 	u32 id;
 	u32 note;
 	u32 epoch;
+	bool attaches;			/* it is an ATTACH; else a DETACH, of the session in note */
 	struct mmblk_attach attach;
 };
 
@@ -135,7 +136,7 @@ void mmblk_sessions_end(struct mmblk_export *export)
 static struct mmblk_export *mmblk_export_find(const struct mmblk_speer *peer, const u8 *name)
 {
 	struct mmblk_export *export;
-	char who[CW_NB_PEER_STRIDE - CW_NB_PEER_NAME + 3];
+	char who[CW_NB_PEER_NAME_SIZE + 3];
 
 	snprintf(who, sizeof(who), " %s ", neigh_name(peer->neigh));
 	list_for_each_entry(export, &mmblk_exports, node)
@@ -265,7 +266,7 @@ static void mmblk_control_work(struct work_struct *work)
 	mutex_lock(&mmblk_server_mutex);
 	/* Of the connection that there is, or is its end just being told? */
 	if (peer->live && neigh_epoch(peer->neigh) == control->epoch) {
-		if (control->attach.magic) {
+		if (control->attaches) {
 			status = mmblk_attach(control);
 		} else {
 			session = xa_load(&peer->sessions, control->note);
@@ -293,8 +294,6 @@ static u32 mmblk_receive_control(struct mmblk_speer *peer, const struct neigh_ms
 		return MMBLK_BUSY;
 	if (attach) {
 		neigh_copy_from(msg, 0, &control->attach, sizeof(control->attach));
-		if (!control->attach.magic)
-			goto wrong;
 	} else {
 		neigh_copy_from(msg, 0, &detach, sizeof(detach));
 		if (le32_to_cpu(detach.magic) != MMBLK_MAGIC || le32_to_cpu(detach.session) != msg->note)
@@ -305,6 +304,7 @@ static u32 mmblk_receive_control(struct mmblk_speer *peer, const struct neigh_ms
 	control->link = msg->link;
 	control->id = msg->id;
 	control->note = msg->note;
+	control->attaches = attach;
 	control->epoch = neigh_epoch(peer->neigh);
 	INIT_WORK(&control->work, mmblk_control_work);
 	queue_work(mmblk_wq, &control->work);
