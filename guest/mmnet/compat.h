@@ -3,6 +3,7 @@
 #ifndef CW_NEIGH_COMPAT_H
 #define CW_NEIGH_COMPAT_H
 
+#include <linux/fs.h>
 #include <linux/netdevice.h>
 #include <linux/slab.h>
 #include <linux/version.h>
@@ -12,6 +13,21 @@
 #else
 #include <asm/unaligned.h>
 #endif
+
+/* vfs_iter_write() itself keeps the file system from being frozen meanwhile, and its caller must not. */
+#define COMPAT_ITER_WRITE_STARTS	(KERNEL_VERSION(6, 8, 0) <= LINUX_VERSION_CODE)
+
+static inline ssize_t compat_iter_write(struct file *file, struct iov_iter *iter, loff_t *at, rwf_t flags)
+{
+	ssize_t done;
+
+	if (!COMPAT_ITER_WRITE_STARTS)
+		file_start_write(file);
+	done = vfs_iter_write(file, iter, at, flags);
+	if (!COMPAT_ITER_WRITE_STARTS)
+		file_end_write(file);
+	return done;
+}
 
 /* A device that only carries a NAPI. */
 static inline struct net_device *compat_dummy_netdev(void)

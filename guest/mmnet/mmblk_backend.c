@@ -11,6 +11,7 @@
 #include <linux/module.h>
 #include <linux/uio.h>
 
+#include "compat.h"
 #include "mmblk_server.h"
 
 /* Order of the largest pages that a read tries to get: fewer parts in a message. */
@@ -248,13 +249,10 @@ static int mmblk_file_io(struct mmblk_req *req, struct bio_vec *vectors, unsigne
 
 	iov_iter_bvec(&iter, write ? WRITE : READ, vectors, count, req->bytes);
 	while (iov_iter_count(&iter)) {
-		if (write) {
-			file_start_write(file);
-			done = vfs_iter_write(file, &iter, &at, req->flags & MMBLK_F_FUA ? RWF_DSYNC : 0);
-			file_end_write(file);
-		} else {
+		if (write)
+			done = compat_iter_write(file, &iter, &at, req->flags & MMBLK_F_FUA ? RWF_DSYNC : 0);
+		else
 			done = vfs_iter_read(file, &iter, &at, 0);
-		}
 		if (done < 0)
 			return done;
 		if (!done)

@@ -39,6 +39,24 @@ no_wait() { echo 0 > $C/devices/$1/wait_ms; echo 0 > $C/exports/$1/enable; becom
 read_only() { serve ro /dev/ram0 self 1 && attach ro && ! write_one ro && dd if=$(disk ro) of=/dev/null bs=1M count=4; }
 denied() { serve no /dev/ram1 other || return 1; attach no; is $C/devices/no/state seeking; }
 file() { truncate -s 32M /tmp/f && serve f /tmp/f && attach f && verify f; }
+# A write to a file holds off a freeze of its file system once: twice would be for ever, if the freeze began in between. Then that system is frozen
+# and thawed again and again while writes are under way; each must come back.
+frozen() { mke2fs -q -F /dev/ram1 && mkdir -p /tmp/m && mount /dev/ram1 /tmp/m && truncate -s 16M /tmp/m/f && serve z /tmp/m/f && attach z || return 1
+	d=$(disk z); echo ext4_file_write_iter > $P/probe && dd if=/dev/zero of=$d bs=64k count=16 oflag=direct; r=$?; echo none > $P/probe
+	[ $r = 0 ] && is $P/holds_least 1 && is $P/holds_most 1 || return 1
+	: > /tmp/writes
+	while [ -e /tmp/writes ]; do fio --name=w --filename=$d --rw=randwrite --bs=4k --size=8M --direct=1 --ioengine=libaio --iodepth=16; done > /tmp/job 2>&1 & job=$!
+	k=0; while [ $k -lt 20 ]; do k=$((k+1)); within_a_minute fsfreeze -f /tmp/m && within_a_minute fsfreeze -u /tmp/m || { echo "freeze $k hangs"; r=1; break; }; done
+	rm /tmp/writes; [ $r = 0 ] || return 1
+	wait $job && rmdir $C/devices/z $C/exports/z && umount /tmp/m; }
+within_a_minute() { "$@" & p=$!; t=0; while kill -0 $p 2>/dev/null; do t=$((t+1)); [ $t -gt 600 ] && return 1; [ $t -lt 20 ] || sleep 0.1; done; wait $p; }
+detached() { truncate -s 8M /tmp/g && serve g /tmp/g && attach g && echo 2 > $P/refuse && rmdir $C/devices/g; r=$?; echo 0 > $P/refuse; rmdir $C/exports/g || return 1
+	[ $r = 0 ] && ! dmesg | grep 'refuses to serve g:'; }
+# Two names of 64 bytes that differ in the last one only.
+names() { long=$(printf %063d 0 | tr 0 n); truncate -s 8M /tmp/g; printf %s ${long}a > $P/name; named; r=$?; printf self > $P/name; return $r; }
+named() { serve g /tmp/g ${long}b && mkdir $C/devices/g && echo ${long}a > $C/devices/g/peer && echo g > $C/devices/g/export && echo 1 > $C/devices/g/enable || return 1
+	i=0; until dmesg | grep 'refuses to serve g: no export of that name for this VM'; do i=$((i+1)); [ $i -gt 150 ] && return 1; sleep 0.1; done
+	is $C/devices/g/state seeking && echo 0 > $C/exports/g/enable && echo ${long}a > $C/exports/g/clients && echo 1 > $C/exports/g/enable && becomes $C/devices/g/state live; }
 apart() { for d in $C/devices/* $C/exports/*; do rmdir $d || return 1; done; rmmod mmblk && rmmod neigh_loop; }
 silent() { ! dmesg | grep -A25 -e BUG: -e Oops -e WARNING: -e 'Call Trace' -e 'blocked for more' -e refcount_t; }
 
@@ -58,6 +76,9 @@ check "the link dies six times under load" dies v
 check "the export goes under load, and is back" away v
 check "without a wait requests fail until it is back" no_wait v
 check "a file" file
+check "a file system under a file is frozen and thawed" frozen
+check "a DETACH that is refused is no ATTACH" detached
+check "names of 64 bytes are told apart" names
 check "a read-only export" read_only
 check "an export for others" denied
 check "everything can be taken apart" apart

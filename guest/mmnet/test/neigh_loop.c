@@ -7,10 +7,16 @@
  *	kill		write milliseconds: the link ends, as when the peer dies, and a new one begins after that time
  *	unreachable	1: requests with more than one part of data come back with NEIGH_UNREACHABLE
  *	most		messages that each user may have outstanding
+ *	refuse		requests of mmblk of this kind come back with the status MMBLK_BUSY; 0: none
+ *	probe		write the name of a file system's write_iter: at each call of it how often a freeze of the file system is held off
+ *			(sb_start_write) is kept in holds_least and holds_most; "none" ends it
+ *	name		the neighbour's, for a device that seeks it from then on
  */
 #include <linux/delay.h>
+#include <linux/fs.h>
 #include <linux/interrupt.h>
 #include <linux/io.h>
+#include <linux/kprobes.h>
 #include <linux/mm.h>
 #include <linux/module.h>
 #include <linux/refcount.h>
@@ -18,6 +24,7 @@
 #include <linux/wait.h>
 #include <linux/workqueue.h>
 
+#include "mmblk_wire.h"
 #include "neigh.h"
 
 #define LOOP_IDS 4096
@@ -59,9 +66,65 @@ static uint most = 512;
 module_param(most, uint, 0644);
 static bool unreachable;
 module_param(unreachable, bool, 0644);
+static uint refuse;
+module_param(refuse, uint, 0644);
+static char loop_name[80] = "self";
+module_param_string(name, loop_name, sizeof(loop_name), 0644);
+
+static uint holds_least;
+module_param(holds_least, uint, 0444);
+static uint holds_most;
+module_param(holds_most, uint, 0444);
+static char probe_symbol[64];
+static struct kprobe probe;
 
 static void end_link(void);
 static void begin_link(void);
+
+/* write_iter(iocb, ...) is called. Only one write is under way, or the count would be of several. */
+static int probe_hit(struct kprobe *of, struct pt_regs *regs)
+{
+	struct kiocb *iocb = (struct kiocb *)regs_get_kernel_argument(regs, 0);
+	struct super_block *sb = file_inode(iocb->ki_filp)->i_sb;
+	uint holds = 0;
+	int cpu;
+
+	for_each_possible_cpu(cpu)
+		holds += *per_cpu_ptr(sb->s_writers.rw_sem[SB_FREEZE_WRITE - 1].read_count, cpu);
+	holds_least = min(holds_least, holds);
+	holds_most = max(holds_most, holds);
+	return 0;
+}
+
+static void probe_end(void)
+{
+	if (probe_symbol[0])
+		unregister_kprobe(&probe);
+	probe_symbol[0] = 0;
+}
+
+static int probe_set(const char *text, const struct kernel_param *param)
+{
+	char name[sizeof(probe_symbol)];
+	int ret;
+
+	if (strscpy(name, text, sizeof(name)) < 0)
+		return -EINVAL;
+	probe_end();
+	if (!strcmp(strim(name), "none"))
+		return 0;
+	holds_least = UINT_MAX;
+	holds_most = 0;
+	probe = (struct kprobe) { .symbol_name = probe_symbol, .pre_handler = probe_hit };
+	strscpy(probe_symbol, strim(name), sizeof(probe_symbol));
+	ret = register_kprobe(&probe);
+	if (ret)
+		probe_symbol[0] = 0;
+	return ret;
+}
+
+static const struct kernel_param_ops probe_ops = { .set = probe_set };
+module_param_cb(probe, &probe_ops, NULL, 0200);
 
 int neigh_post(struct neigh *nb, const struct neigh_user *user, const struct neigh_part *parts, unsigned int count, u16 kind,
 	       u32 note, void *cookie)
@@ -158,6 +221,8 @@ static void hand_out(struct neigh *nb, struct loop_item *item)
 
 	if (!user || !nb->at[protocol].live)
 		neigh_complete_quietly(&nb->link, item->msg.id, NEIGH_NOBODY);
+	else if (protocol == NEIGH_PROTO_BLK_REQUEST && NEIGH_KIND_OWN(item->msg.kind) == READ_ONCE(refuse))
+		neigh_complete_quietly(&nb->link, item->msg.id, MMBLK_BUSY);
 	else if (READ_ONCE(unreachable) && protocol == NEIGH_PROTO_BLK_REQUEST && item->msg.count > 2)
 		neigh_complete_quietly(&nb->link, item->msg.id, NEIGH_UNREACHABLE);
 	else
@@ -403,7 +468,7 @@ EXPORT_SYMBOL_GPL(neigh_slot_of);
 
 const char *neigh_name(const struct neigh *nb)
 {
-	return "self";
+	return loop_name;
 }
 EXPORT_SYMBOL_GPL(neigh_name);
 
@@ -425,6 +490,7 @@ static int __init loop_init(void)
 
 static void __exit loop_exit(void)
 {
+	probe_end();
 	flush_work(&give_up);
 	end_link();
 	tasklet_kill(&loop.poll);
