@@ -4,10 +4,13 @@
  *
  *	kind	NEIGH_PROTO_NET << 8 | flags
  *	flags	MMNET_NEEDS_CHECKSUM: note is where the checksum starts (high 16 bits) and where it goes from there (low)
+ *		MMNET_CHECKED: the sender has verified the first checksum; not with MMNET_NEEDS_CHECKSUM
+ *		neither: nobody has verified it, and the receiver does
  *	parts	the frame from its Ethernet header on
  *
- * There are no checksums between neighbours: what the sender left to the hardware stays undone; the receiver's stack believes it,
- * and it is made up for when the frame leaves through a device that isn't a neighbour's.
+ * No checksum is made for what the sender's own stack sends: it stays undone, the receiver's stack believes it, and it is made up for when
+ * the frame leaves through a device that isn't a neighbour's. What the sender only passes on, from a bridge say, has a checksum that
+ * may be wrong: the receiver's stack looks at it, unless the sender's device has.
  *
  * Receiving: headers (the first part when it is small, 128 bytes else) and small frames are copied, the rest isn't. A frame is
  * copied as a whole when its pages can't be referred to (see neigh_frags()): the more so when its readers are slow, so that the
@@ -26,7 +29,8 @@
 #include "mmnet.h"
 
 #define MMNET_NEEDS_CHECKSUM	0x01
-#define MMNET_FLAGS		MMNET_NEEDS_CHECKSUM
+#define MMNET_CHECKED		0x02
+#define MMNET_FLAGS		(MMNET_NEEDS_CHECKSUM | MMNET_CHECKED)
 
 /* Multiple of 16 below what an IP packet can have. */
 #define MMNET_MTU		65520
@@ -178,7 +182,8 @@ static void mmnet_receive(struct neigh *nb, void *priv, const struct neigh_msg *
 	struct sk_buff *skb;
 	bool kept;
 
-	if (msg->bytes < ETH_HLEN || msg->bytes > ETH_MAX_MTU + VLAN_ETH_HLEN || flags & ~MMNET_FLAGS) {
+	if (msg->bytes < ETH_HLEN || msg->bytes > ETH_MAX_MTU + VLAN_ETH_HLEN || flags & ~MMNET_FLAGS ||
+	    flags == MMNET_FLAGS) {
 		count(mm, RX_BAD, 1);
 		neigh_complete_quietly(msg->link, msg->id, NEIGH_MALFORMED);
 		return;
@@ -196,8 +201,8 @@ static void mmnet_receive(struct neigh *nb, void *priv, const struct neigh_msg *
 		dev_core_stats_rx_dropped_inc(mm->dev);
 		return;
 	}
-	/* Only memory was between us. */
-	skb->ip_summed = CHECKSUM_UNNECESSARY;
+	if (flags & MMNET_CHECKED)
+		skb->ip_summed = CHECKSUM_UNNECESSARY;
 	if (flags & MMNET_NEEDS_CHECKSUM && !skb_partial_csum_set(skb, msg->note >> 16, msg->note & 0xffff)) {
 		count(mm, RX_BAD, 1);
 		kfree_skb(skb);
@@ -262,6 +267,8 @@ static netdev_tx_t mmnet_xmit(struct sk_buff *skb, struct net_device *dev)
 	if (skb->ip_summed == CHECKSUM_PARTIAL) {
 		flags |= MMNET_NEEDS_CHECKSUM;
 		note = (u32)skb_checksum_start_offset(skb) << 16 | skb->csum_offset;
+	} else if (skb->ip_summed == CHECKSUM_UNNECESSARY) {
+		flags |= MMNET_CHECKED;
 	}
 	skb_tx_timestamp(skb);
 	/* What it holds may be held for long. */

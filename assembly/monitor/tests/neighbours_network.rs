@@ -23,7 +23,9 @@ use neighbour::words::Words;
 use neighbour_protocol::{FromDaemon, FromMonitor, Permitted, Piece, Socket};
 use rustix::event::EventfdFlags;
 use virtio_devices::device::VirtioDevice;
-use virtio_devices::net::header::{FEATURE_CSUM, FEATURE_GUEST_CSUM, HEADER_LEN, NEEDS_CSUM, VnetHeader};
+use virtio_devices::net::header::{
+    DATA_VALID, FEATURE_CSUM, FEATURE_GUEST_CSUM, HEADER_LEN, NEEDS_CSUM, VnetHeader,
+};
 use virtio_devices::net::{MacAddress, Net};
 use virtio_devices::testing::{self, MockDriver, MockInterrupt};
 
@@ -396,6 +398,29 @@ impl Hand {
 
     fn signal(&self) {
         rustix::io::write(&self.signal, &1_u64.to_ne_bytes()).unwrap();
+    }
+}
+
+/// A guest verifies the checksum of a frame unless the wire says that its sender has, and the guest negotiated to hear that.
+#[test]
+fn only_a_frame_whose_checksum_was_verified_is_said_to_be_right() {
+    let directory = tempfile::tempdir().unwrap();
+    let _registry = registry(directory.path(), patient());
+    for (name, features, verified) in [("a", FEATURE_GUEST_CSUM | MERGEABLE, DATA_VALID), ("b", MERGEABLE, 0)]
+    {
+        let hand_name = format!("hand-of-{name}");
+        let mut guest = Guest::start(directory.path(), name, &[&hand_name], features);
+        guest.post(2, 2048);
+        let hand = Hand::join(directory.path(), &hand_name, name);
+        guest.wait_for(&hand_name);
+        let mut sender = hand.sender();
+        let mut taken = 0;
+        for (kind, flags) in [(0x0100, 0), (0x0102, verified)] {
+            let part = Part { address: hand.own.start(), length: 60 };
+            sender.post(hand.words(), &[part], kind, 0).unwrap();
+            hand.signal();
+            assert_eq!(guest.take(2048, &mut taken).0.flags, flags, "{kind:#x} to {name}");
+        }
     }
 }
 

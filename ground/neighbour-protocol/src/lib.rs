@@ -13,7 +13,7 @@
 //!    │─── Release: slot, epoch ────────────────────────▶│  the guest has let go of it
 //! ```
 //!
-//! Version 2 (1 had no `Common`). A daemon that has another version says so in its `Hello`, and neither goes on.
+//! Version 3: 1 had no `Common`; members of 2 took every frame for one whose checksum is right, and don't know the kind that says so. A daemon that has another version says so in its `Hello`, and neither goes on.
 //!
 //! Descriptors of `Join`: the files that [`Piece::file`] counts, then one eventfd per slot: what a peer in that slot signals.
 //! Descriptors of `Connect`: the files, the segment, and the eventfd that signals the peer.
@@ -25,7 +25,7 @@ use serde::{Deserialize, Serialize};
 pub use socket::{Caller, LARGEST_MESSAGE, Listener, MOST_FDS, Received, Socket, SocketError};
 
 /// Version of the messages.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// The socket's name in the daemon's folder.
 pub const SOCKET_NAME: &str = "neighbours";
 

@@ -52,7 +52,7 @@ struct Fake {
 impl Fake {
     fn connect(bed: &Bed) -> Self {
         let socket = Socket::connect(&bed.path).unwrap();
-        let (FromDaemon::Hello { slots, version: 2, .. }, _) = socket.wait(PATIENCE).unwrap() else {
+        let (FromDaemon::Hello { slots, version: 3, .. }, _) = socket.wait(PATIENCE).unwrap() else {
             panic!("hello comes first")
         };
         let signals = (0..slots).map(|_| eventfd(0, EventfdFlags::CLOEXEC).unwrap()).collect();

@@ -26,7 +26,8 @@ const fn byte(constant: u32) -> u8 {
 
 /// Flag: the checksum is still to be made.
 pub const NEEDS_CSUM: u8 = byte(b::VIRTIO_NET_HDR_F_NEEDS_CSUM);
-const DATA_VALID: u8 = byte(b::VIRTIO_NET_HDR_F_DATA_VALID);
+/// Flag of a received frame: its first checksum has been verified. Without this and [`NEEDS_CSUM`] the guest verifies it.
+pub const DATA_VALID: u8 = byte(b::VIRTIO_NET_HDR_F_DATA_VALID);
 const GSO_NONE: u8 = byte(b::VIRTIO_NET_HDR_GSO_NONE);
 const GSO_TCPV4: u8 = byte(b::VIRTIO_NET_HDR_GSO_TCPV4);
 const GSO_UDP: u8 = byte(b::VIRTIO_NET_HDR_GSO_UDP);

@@ -11,15 +11,17 @@ use neighbour::views::STATUS_UNREACHABLE;
 use neighbour::window::Window;
 use telemetry::guest_log::GuestLog;
 use virtio_devices::net::backend::{Received, Sent};
-use virtio_devices::net::header::{FRAME_MAX, FRAME_MIN, NEEDS_CSUM, VnetHeader};
+use virtio_devices::net::header::{DATA_VALID, FRAME_MAX, FRAME_MIN, NEEDS_CSUM, VnetHeader};
 use virtio_devices::net::{FrameSink, FrameSource, QUEUE_SIZE};
 
 use super::peer::Peer;
 
-/// Kind of a message that is a frame (`NEIGH_PROTO_NET` of `guest/mmnet`).
+/// Kind of a message that is a frame (`NEIGH_PROTO_NET` of `guest/mmnet`) whose checksums, if any, nobody has verified.
 const FRAME: u16 = 0x0100;
 /// One whose checksum is still to be made: the note says where it begins (high 16 bits), and where it goes from there (low).
 const FRAME_OPEN: u16 = 0x0101;
+/// One whose first checksum the sender has verified. Only mmnet sends it: a virtio-net driver can't say so.
+const FRAME_CHECKED: u16 = 0x0102;
 /// Completions: the frame was taken; nobody is there for this kind; it can't be a frame.
 const TAKEN: u32 = 0;
 const NOBODY: u32 = 0xffff_0002;
@@ -359,9 +361,9 @@ impl Switch {
             let length = message.parts().iter().map(|part| u64::from(part.length)).sum::<u64>();
             let length = usize::try_from(length).unwrap_or(usize::MAX);
             let refused = match message.kind {
-                FRAME | FRAME_OPEN if message.unreachable() => Some(STATUS_UNREACHABLE),
-                FRAME | FRAME_OPEN if (FRAME_MIN..=FRAME_MAX).contains(&length) => None,
-                FRAME | FRAME_OPEN => Some(MALFORMED),
+                FRAME | FRAME_OPEN | FRAME_CHECKED if message.unreachable() => Some(STATUS_UNREACHABLE),
+                FRAME | FRAME_OPEN | FRAME_CHECKED if (FRAME_MIN..=FRAME_MAX).contains(&length) => None,
+                FRAME | FRAME_OPEN | FRAME_CHECKED => Some(MALFORMED),
                 _ => Some(NOBODY),
             };
             match refused {
@@ -415,8 +417,10 @@ impl Switch {
 
     /// The offload header, or the checksum made for a guest that wants it made. `None` when it can't be.
     fn finish(&self, message: &Message, length: usize, sink: &mut FrameSink<'_>) -> Option<VnetHeader> {
-        if message.kind != FRAME_OPEN {
-            return Some(VnetHeader::default());
+        match message.kind {
+            FRAME_OPEN => {}
+            FRAME_CHECKED => return Some(VnetHeader { flags: DATA_VALID, ..VnetHeader::default() }),
+            _ => return Some(VnetHeader::default()),
         }
         let [b0, b1, b2, b3] = message.note.to_be_bytes();
         let (start, offset) = (u16::from_be_bytes([b0, b1]), u16::from_be_bytes([b2, b3]));
