@@ -32,6 +32,7 @@ mod neighbours_block;
 mod neighbours_disk;
 mod neighbours_end;
 mod neighbours_faults;
+mod neighbours_integrity;
 mod neighbours_member;
 mod neighbours_selftest;
 mod neighbours_table;

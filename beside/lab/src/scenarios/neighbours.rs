@@ -19,6 +19,7 @@ use crate::recipe::Artifact;
 use crate::scenario::{Options, Report, Scenario};
 use crate::scenarios::neighbours_disk::{self, FILES};
 use crate::scenarios::neighbours_end::{end_daemon, kernel_is_content};
+use crate::scenarios::neighbours_integrity as integrity;
 use crate::scenarios::neighbours_member::{Counts, Member, counter};
 use crate::scenarios::neighbours_table;
 use crate::scenarios::neighbours_tools::{
@@ -90,7 +91,11 @@ fn boot<'a>(host: &'a Host, options: &Options, kernel: &str, number: usize) -> R
         // NBD's programs.
         .disk("/dev/vdd", true);
     let images = Images::ready(&[Artifact::Kernels])?;
-    for (module, path) in Modules::scan(&images.kernel(kernel).join("modules"))?.in_order(&["configfs"])? {
+    let modules = Modules::scan(&images.kernel(kernel).join("modules"))?;
+    let bridge = modules.in_order(&integrity::MODULES)?;
+    let order: Vec<&str> = bridge.iter().map(|(module, _)| module.as_str()).collect();
+    spec = spec.file(integrity::MODULE_ORDER, order.join(" ").into_bytes());
+    for (module, path) in modules.in_order(&["configfs"])?.into_iter().chain(bridge) {
         spec = spec.file(&format!("{module}.ko"), std::fs::read(path)?);
     }
     spec.extra.push(format!("--vsock cid={},socket={}", number + 2, guest_channel::socket(name)));
@@ -219,13 +224,16 @@ fn reload(pair: &Pair<'_>) -> Found {
     Ok(json!({"reloads": 2}))
 }
 
+/// Waits in guest b, whose driver was bound, until its device to a is there with a carrier.
+fn connected() -> String {
+    load(2).split_once("mmnet.ko; ").map_or_else(String::new, |(_, rest)| rest.to_owned())
+}
+
 /// The device is taken from its driver, and given back.
 fn unbind(pair: &Pair<'_>) -> Found {
     let script = "set -e; cd /sys/bus/pci/drivers/cw_neigh; d=$(basename $(ls -d 0000:*)); echo $d > unbind; [ ! -e /sys/class/net/mm0 ]; echo $d > bind";
     pair.b.sh(script)?;
-    let again = load(2);
-    let wait = again.split_once("mmnet.ko; ").map_or("", |(_, rest)| rest);
-    pair.b.sh(&format!("set -e; {wait}"))?;
+    pair.b.sh(&format!("set -e; {}", connected()))?;
     pair.ping()?;
     Ok(json!({"unbinds": 1}))
 }
@@ -311,7 +319,13 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         neighbours_disk::compare(&p.a, &p.b, [&Net::Virtio.address(2), &Net::Mmnet.address(2)], seconds)
     })?;
     part(&mut pair, "slow-reader", &|p| slow_reader(p))?;
+    part(&mut pair, "checksums", &|p| {
+        integrity::checksums(&p.a, &p.b).and_then(|found| p.ping().map(|()| found))
+    })?;
     part(&mut pair, "unbind", &|p| unbind(p))?;
+    part(&mut pair, "unbind-held", &|p| {
+        integrity::unbind_held(&p.a, &p.b, &connected()).and_then(|found| p.ping().map(|()| found))
+    })?;
     part(&mut pair, "reload", &|p| reload(p))?;
     // What runs under `part` has its own lifetime of the pair: the killed guest is replaced here.
     if options.wants("kill") {
