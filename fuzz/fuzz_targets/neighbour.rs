@@ -11,7 +11,7 @@ use arbitrary::Arbitrary;
 use libfuzzer_sys::fuzz_target;
 use neighbour::channel::{Message, Part, PostError, Receiver, Sender};
 use neighbour::device::{Device, Effect};
-use neighbour::layout::{FEATURE_INLINE, Header, Layout, Side};
+use neighbour::layout::{Header, Layout, Side};
 use neighbour::ring::stamp;
 use neighbour::window::Geometry;
 
@@ -56,9 +56,6 @@ enum Step {
     Post {
         parts: u8,
     },
-    Inline {
-        length: u8,
-    },
     Receive,
     Complete,
     Collect,
@@ -89,7 +86,6 @@ fn run(input: &Input) {
     let receiver = |epoch| Receiver::new(words, &layout, epoch, Side::First, theirs);
     let mut sending = sender(EPOCH).expect("enough room");
     let mut receiving = receiver(EPOCH).expect("enough room");
-    sending.learn(FEATURE_INLINE);
     let mut message = Message::default();
     let mut held = Vec::new();
     let mut outstanding = 0_u32;
@@ -127,19 +123,9 @@ fn run(input: &Input) {
                     Err(_) => {}
                 }
             }
-            Step::Inline { length } => {
-                match sending.post_inline(words, &[7; 256][..usize::from(length)], 1, 2) {
-                    Ok(id) => {
-                        assert!(id < ENTRIES && sending.is_outstanding(id) && (1..=32).contains(&length));
-                        outstanding += 1;
-                    }
-                    Err(PostError::Inline { .. }) => assert!(length == 0 || length > 32),
-                    Err(_) => {}
-                }
-            }
             Step::Receive => match receiving.receive(words, &mut message) {
                 Ok(true) => {
-                    assert!(message.parts().is_empty() != message.data().is_empty() && message.id < ENTRIES);
+                    assert!(message.parts().is_empty() == message.unreachable() && message.id < ENTRIES);
                     for part in message.parts() {
                         let at = part.address.checked_sub(theirs.start()).expect("in the window");
                         let end = at + u64::from(part.length);

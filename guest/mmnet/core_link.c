@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * The life of a connection (devices/neighbour/src/connection.rs): offered, live, ended, released, and again.
+ * The life of a connection: offered, live, ended, released, and again.
  *
  *	block says OFFERED	window and segment are mapped, rings made, the own ready word written
  *	the peer's ready word	live: users may post, the poll runs

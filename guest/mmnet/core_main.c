@@ -138,23 +138,11 @@ void neigh_unregister_user(struct neigh_user *user)
 }
 EXPORT_SYMBOL_GPL(neigh_unregister_user);
 
-void *neigh_priv(struct neigh *nb, const struct neigh_user *user)
-{
-	return nb->attached[user->protocol].priv;
-}
-EXPORT_SYMBOL_GPL(neigh_priv);
-
 u32 neigh_slot(const struct neigh *nb)
 {
 	return nb->slot;
 }
 EXPORT_SYMBOL_GPL(neigh_slot);
-
-u32 neigh_own_slot(const struct neigh *nb)
-{
-	return nb->dev->own;
-}
-EXPORT_SYMBOL_GPL(neigh_own_slot);
 
 const char *neigh_name(const struct neigh *nb)
 {
@@ -173,12 +161,6 @@ struct device *neigh_device(struct neigh *nb)
 	return nb->parent;
 }
 EXPORT_SYMBOL_GPL(neigh_device);
-
-u32 neigh_entries(const struct neigh *nb)
-{
-	return nb->dev->entries;
-}
-EXPORT_SYMBOL_GPL(neigh_entries);
 
 u32 neigh_epoch(const struct neigh *nb)
 {

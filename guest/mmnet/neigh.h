@@ -85,7 +85,7 @@ struct neigh_msg {
 struct neigh_user;
 
 struct neigh_user_ops {
-	/* A neighbour, known from now on. Returns what neigh_priv() gives later, or an ERR_PTR: it isn't called for it then. */
+	/* A neighbour, known from now on. Returns what the other operations get, or an ERR_PTR: it isn't called for it then. */
 	void *(*add)(struct neigh *neigh);
 	/* The neighbour or the user goes; dead() was called if live() had been. */
 	void (*remove)(struct neigh *neigh, void *priv);
@@ -187,15 +187,11 @@ void neigh_give_up(struct neigh *neigh, const char *why);
 u32 neigh_slot_of(const struct neigh *neigh, u64 address);
 
 /* About a neighbour. The name is the VM's, whole; it may change with the next link. */
-void *neigh_priv(struct neigh *neigh, const struct neigh_user *user);
 u32 neigh_slot(const struct neigh *neigh);
-u32 neigh_own_slot(const struct neigh *neigh);
 const char *neigh_name(const struct neigh *neigh);
 /* The Ethernet address that a device to it has: made of names, so that no other VM's is the same. It changes with the name. */
 const u8 *neigh_mac(const struct neigh *neigh);
 struct device *neigh_device(struct neigh *neigh);
-/* Entries of a ring: messages outstanding at most, and parts not yet taken. */
-u32 neigh_entries(const struct neigh *neigh);
 /* Epoch of the link, 0 when there is none. */
 u32 neigh_epoch(const struct neigh *neigh);
 /* The poll that calls receive(), for napi_gro_receive(). */

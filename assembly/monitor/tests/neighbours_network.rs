@@ -11,6 +11,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use common::{PATIENCE, patient, registry, wait_until};
+use host::neighbours::NeighboursConfig;
 use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestRam, RamLayout, RamOptions, Readers};
 use machine::slots::HostMapping;
 use monitor::description::{Neighbour, NeighbourPeer};
@@ -422,6 +423,33 @@ fn only_a_frame_whose_checksum_was_verified_is_said_to_be_right() {
             assert_eq!(guest.take(2048, &mut taken).0.flags, flags, "{kind:#x} to {name}");
         }
     }
+}
+
+/// A frame whose parts lie in a third member's memory, which only mmnet's guests can read, goes back to its sender, who sends a copy. The
+/// connection stays: the sender may name what it may read.
+#[test]
+fn a_frame_in_a_third_members_memory_goes_back_and_ends_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let _registry = registry(directory.path(), patient());
+    let mut a = Guest::start(directory.path(), "a", &["x"], FEATURE_GUEST_CSUM | MERGEABLE);
+    a.post(2, 2048);
+    let hand = Hand::join(directory.path(), "x", "a");
+    a.wait_for("x");
+    let third = NeighboursConfig::default().geometry.window(9, &[(0, RAM)]).unwrap();
+    let ids = vec![0; hand.layout.entries() as usize];
+    let mut sender = Sender::new(hand.words(), &hand.layout, hand.epoch, hand.side, third, ids).unwrap();
+    for _ in 0..2 {
+        let part = Part { address: third.start(), length: 60 };
+        let id = sender.post(hand.words(), &[part], 0x0100, 0).unwrap();
+        hand.signal();
+        let mut got = None;
+        wait_until("an answer", || {
+            got = sender.completion(hand.words()).unwrap();
+            got.is_some()
+        });
+        assert_eq!(got.map(|got| (got.id, got.status)), Some((id, 0xffff_0003)));
+    }
+    assert_eq!(a.counter("receive_packets"), 0);
 }
 
 /// What isn't a frame goes back with a word about it and reaches no guest; a message that breaks the ring's rules ends the connection with

@@ -72,8 +72,6 @@ typedef uint64_t __le64;
 #define CW_NB_VERSION 0x1ULL
 #define CW_NB_READY 0x100ULL
 #define CW_NB_READY_STRIDE 0x80ULL
-#define CW_NB_FEATURES 0x8ULL
-#define CW_NB_FEATURE_INLINE 0x1ULL
 #define CW_NB_DIRECTIONS 0x1000ULL
 #define CW_NB_TAKEN 0x0ULL
 #define CW_NB_RECEIVER_SLEEPS 0x80ULL
@@ -83,8 +81,6 @@ typedef uint64_t __le64;
 #define CW_NB_MOST_ENTRIES 0x4000ULL
 #define CW_NB_MOST_PARTS 0x20ULL
 #define CW_NB_FLAG_MORE 0x1ULL
-#define CW_NB_FLAG_INLINE 0x2ULL
-#define CW_NB_MOST_INLINE 0x20ULL
 #define CW_NB_STATUS_UNREACHABLE 0xffff0003ULL
 
 struct cw_nb_header {

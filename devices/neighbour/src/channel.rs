@@ -13,16 +13,11 @@
 //! |---|---|---|
 //! | word 0 | | global address |
 //! | word 1 | 0-31 | length, not 0 |
-//! | | 32-47 | flags: [`FLAG_MORE`] or [`FLAG_INLINE`]; the others are 0 |
+//! | | 32-47 | flags: [`FLAG_MORE`]; the others are 0 |
 //! | | 48-63 | kind: the users' own, taken from the first entry of a message |
 //! | word 2 | 0-31 | id: below the number of entries; the same in all entries of a message |
 //! | | 32-63 | note: the users' own, taken from the first entry |
 //! | word 3 | | stamp |
-//!
-//! A small message may carry its data itself: **inline**, if the receiver has said that it understands it
-//! ([`FEATURE_INLINE`]). Its first entry has [`FLAG_INLINE`] alone, word 0 holds the first 8 bytes, and the length is 1 to
-//! [`MOST_INLINE`]. As many entries follow as the other bytes need, 24 in each, in words 0 to 2. So the receiver waits for one line, or two
-//! that lie side by side, and not for the entry first and then for what it names. It copies the data out, and gives the id back as any other.
 //!
 //! | completion entry | bits | |
 //! |---|---|---|
@@ -33,17 +28,17 @@
 //! The word "taken" has the number of message entries taken (low 32 bits, wrapping) and the epoch (high).
 
 pub use crate::faults::{PostError, Violation};
-use crate::layout::{
-    FEATURE_INLINE, FLAG_INLINE, FLAG_MORE, Layout, LayoutError, MOST_INLINE, MOST_PARTS, Side, halves,
-};
+use crate::layout::{FLAG_MORE, Layout, LayoutError, MOST_PARTS, Side, halves};
 use crate::ring::{Consumer, Producer};
-use crate::views::{Names, Owner};
 use crate::window::Window;
 use crate::words::Words;
 
 /// Words of a message entry and of a completion entry.
 const MESSAGE: usize = 4;
 const COMPLETION: usize = 2;
+/// Completion status of a message whose parts lie in a window that its receiver doesn't have: the one status that isn't the
+/// users' own.
+pub const STATUS_UNREACHABLE: u32 = 0xffff_0003;
 /// Mark of an id that is outstanding, in a sender's table.
 const OUTSTANDING: u32 = u32::MAX;
 /// End of the list of free ids.
@@ -58,18 +53,7 @@ pub struct Part {
     pub length: u32,
 }
 
-/// Words of an inline message's data.
-const INLINE_WORDS: usize = MOST_INLINE / 8;
-/// Words of data in an entry after the first.
-const INLINE_EACH: usize = MESSAGE - 1;
-
-/// Entries of an inline message of `length` bytes.
-const fn inline_entries(length: usize) -> usize {
-    1 + length.saturating_sub(8).div_ceil(8 * INLINE_EACH)
-}
-
-/// A received message: every part lies in the sender's window, or in that of a third whom the sender may name
-/// ([`crate::views`]).
+/// A received message: every part lies in the sender's window, or the message is [`Message::unreachable`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Message {
     /// For [`Receiver::complete`].
@@ -80,50 +64,24 @@ pub struct Message {
     pub note: u32,
     parts: [Part; MOST_PARTS],
     count: usize,
-    data: [u8; MOST_INLINE],
-    length: usize,
-    owners: u64,
     unreachable: bool,
 }
 
 impl Default for Message {
     fn default() -> Self {
-        Self {
-            id: 0,
-            kind: 0,
-            note: 0,
-            parts: [Part::default(); MOST_PARTS],
-            count: 0,
-            data: [0; MOST_INLINE],
-            length: 0,
-            owners: 0,
-            unreachable: false,
-        }
+        Self { id: 0, kind: 0, note: 0, parts: [Part::default(); MOST_PARTS], count: 0, unreachable: false }
     }
 }
 
 impl Message {
-    /// Its parts, at least one; none when it is inline or [`Message::unreachable`].
+    /// Its parts, at least one; none when it is [`Message::unreachable`].
     #[must_use]
     pub fn parts(&self) -> &[Part] {
         self.parts.get(..self.count).unwrap_or_default()
     }
 
-    /// A copy of its data when it is inline; else nothing.
-    #[must_use]
-    #[inline]
-    pub fn data(&self) -> &[u8] {
-        self.data.get(..self.length).unwrap_or_default()
-    }
-
-    /// Whose memory its parts lie in: a bit per slot.
-    #[must_use]
-    pub const fn owners(&self) -> u64 {
-        self.owners
-    }
-
-    /// Some part lies in the window of a third that isn't mapped here: it is to be completed with
-    /// [`crate::views::STATUS_UNREACHABLE`].
+    /// Some part lies in the window of a third member, which isn't mapped here. That breaks no rule, as the sender may read it: the
+    /// message is to be completed with [`STATUS_UNREACHABLE`], and the sender may send a copy.
     #[must_use]
     pub const fn unreachable(&self) -> bool {
         self.unreachable
@@ -153,8 +111,6 @@ pub struct Sender<T> {
     ids: T,
     free: u32,
     outstanding: u32,
-    /// Whether the peer understands inline messages.
-    inline: bool,
 }
 
 impl<T: AsRef<[u32]> + AsMut<[u32]>> Sender<T> {
@@ -191,7 +147,6 @@ impl<T: AsRef<[u32]> + AsMut<[u32]>> Sender<T> {
             ids,
             free: 0,
             outstanding: 0,
-            inline: false,
         })
     }
 
@@ -220,29 +175,12 @@ impl<T: AsRef<[u32]> + AsMut<[u32]>> Sender<T> {
         kind: u16,
         note: u32,
     ) -> Result<u32, PostError> {
-        let own = self.own;
-        self.post_by(words, &own, parts, kind, note)
-    }
-
-    /// The same along a pipeline: `names` says what may be named ([`crate::views::Views::to`]).
-    ///
-    /// # Errors
-    /// As [`Sender::post`].
-    #[inline]
-    pub fn post_by(
-        &mut self,
-        words: &(impl Words + ?Sized),
-        names: &impl Names,
-        parts: &[Part],
-        kind: u16,
-        note: u32,
-    ) -> Result<u32, PostError> {
         let bad = PostError::Parts { count: parts.len() };
         let count = u32::try_from(parts.len()).map_err(|_| bad)?;
         if count == 0 || parts.len() > MOST_PARTS || count > self.entries {
             return Err(bad);
         }
-        if let Some(part) = parts.iter().find(|part| !matches!(names.owner(**part), Owner::Slot(_))) {
+        if let Some(part) = parts.iter().find(|part| self.own.local(part.address, part.length).is_none()) {
             return Err(PostError::Outside(*part));
         }
         let id = self.reserve(words, count)?;
@@ -255,55 +193,6 @@ impl<T: AsRef<[u32]> + AsMut<[u32]>> Sender<T> {
                 u64::from(note) << 32 | u64::from(id),
                 0,
             ]
-        });
-        Ok(id)
-    }
-
-    /// What the peer understands: its word ([`Layout::features`]), read once it is ready.
-    pub const fn learn(&mut self, features: u64) {
-        self.inline = features & FEATURE_INLINE != 0;
-    }
-
-    /// Sends 1 to [`MOST_INLINE`] bytes in the ring itself; they are the caller's again at once. The id comes back, as that of any
-    /// message. Call [`Sender::must_signal`] after one or several.
-    ///
-    /// # Errors
-    /// When there is no room, they are too many, the peer doesn't understand it, or broke the rules.
-    #[inline]
-    pub fn post_inline(
-        &mut self,
-        words: &(impl Words + ?Sized),
-        data: &[u8],
-        kind: u16,
-        note: u32,
-    ) -> Result<u32, PostError> {
-        let bad = PostError::Inline { length: data.len() };
-        if data.is_empty() || data.len() > MOST_INLINE || !self.inline {
-            return Err(bad);
-        }
-        // At most 2, and a ring has 8 at least.
-        let count = u32::try_from(inline_entries(data.len())).map_err(|_| bad)?;
-        let length = u32::try_from(data.len()).map_err(|_| bad)?;
-        let id = self.reserve(words, count)?;
-        let mut content = [0; INLINE_WORDS];
-        for (word, bytes) in content.iter_mut().zip(data.chunks(8)) {
-            let mut whole = [0; 8];
-            whole.iter_mut().zip(bytes).for_each(|(to, from)| *to = *from);
-            *word = u64::from_le_bytes(whole);
-        }
-        let [first, rest @ ..] = content;
-        let (rest, _) = rest.as_chunks::<INLINE_EACH>();
-        self.messages.write(words, count, |at| match at.checked_sub(1) {
-            None => [
-                first,
-                u64::from(kind) << 48 | u64::from(FLAG_INLINE) << 32 | u64::from(length),
-                u64::from(note) << 32 | u64::from(id),
-                0,
-            ],
-            Some(at) => {
-                let [a, b, c] = rest.get(at as usize).copied().unwrap_or_default();
-                [a, b, c, 0]
-            }
         });
         Ok(id)
     }
@@ -425,22 +314,6 @@ impl Receiver {
         words: &(impl Words + ?Sized),
         message: &mut Message,
     ) -> Result<bool, Violation> {
-        let theirs = self.theirs;
-        self.receive_by(words, &theirs, message)
-    }
-
-    /// The same along a pipeline: `names` says what the sender may name. Use [`crate::views::Views::receive`], which also holds
-    /// what is named.
-    ///
-    /// # Errors
-    /// As [`Receiver::receive`].
-    #[inline]
-    pub fn receive_by(
-        &mut self,
-        words: &(impl Words + ?Sized),
-        names: &impl Names,
-        message: &mut Message,
-    ) -> Result<bool, Violation> {
         let Some(first) = self.messages.peek(words, 0) else {
             // Before it is waited: the sender may need the room.
             self.tell(words);
@@ -452,14 +325,9 @@ impl Receiver {
         }
         let kind = (first[1] >> 48) as u16;
         (message.id, message.kind, message.note) = (id, kind, note);
-        if halves(first[1]).1 & 0xffff == u32::from(FLAG_INLINE) {
-            let count = self.take_inline(words, &first, message)?;
-            self.took(words, count);
-            return Ok(true);
-        }
         let mut entry = first;
         let mut count = 0_u32;
-        let (mut owners, mut unreachable) = (0_u64, false);
+        let mut unreachable = false;
         loop {
             let (length, above) = halves(entry[1]);
             #[expect(clippy::cast_possible_truncation, reason = "the low half of 32 bits")]
@@ -471,10 +339,11 @@ impl Receiver {
             if halves(entry[2]).0 != id {
                 return Err(Violation::Id(halves(entry[2]).0));
             }
-            match names.owner(part) {
-                Owner::Slot(slot) => owners |= 1_u64.checked_shl(slot).unwrap_or(0),
-                Owner::Unreachable => unreachable = true,
-                Owner::Nobody => return Err(Violation::Outside(part)),
+            if self.theirs.local(part.address, part.length).is_none() {
+                if !self.theirs.could_be_of_another(part.address, part.length) {
+                    return Err(Violation::Outside(part));
+                }
+                unreachable = true;
             }
             let Some(place) = message.parts.get_mut(count as usize) else { return Err(Violation::TooLong) };
             *place = part;
@@ -489,44 +358,9 @@ impl Receiver {
             entry = self.messages.peek(words, count).ok_or(Violation::Torn)?;
         }
         message.count = if unreachable { 0 } else { count as usize };
-        message.owners = if unreachable { 0 } else { owners };
         message.unreachable = unreachable;
-        message.length = 0;
         self.took(words, count);
         Ok(true)
-    }
-
-    /// Copies the data of an inline message that begins with `first`: how many entries it has.
-    #[inline]
-    fn take_inline(
-        &self,
-        words: &(impl Words + ?Sized),
-        first: &[u64; MESSAGE],
-        message: &mut Message,
-    ) -> Result<u32, Violation> {
-        let (length, _) = halves(first[1]);
-        let bytes = usize::try_from(length).ok().filter(|bytes| (1..=MOST_INLINE).contains(bytes));
-        let bytes = bytes.ok_or(Violation::Inline(length))?;
-        let (places, _) = message.data.as_chunks_mut::<8>();
-        let mut places = places.iter_mut();
-        let mut put = |word: u64| {
-            if let Some(place) = places.next() {
-                *place = word.to_le_bytes();
-            }
-        };
-        put(first[0]);
-        // At most 2, and a ring has 8 at least.
-        let count = u32::try_from(inline_entries(bytes)).map_err(|_| Violation::TooLong)?;
-        for ahead in 1..count {
-            // The first became valid last.
-            let [data @ .., _] = self.messages.peek(words, ahead).ok_or(Violation::Torn)?;
-            data.into_iter().for_each(&mut put);
-        }
-        message.count = 0;
-        message.owners = 0;
-        message.unreachable = false;
-        message.length = bytes;
-        Ok(count)
     }
 
     fn took(&mut self, words: &(impl Words + ?Sized), count: u32) {

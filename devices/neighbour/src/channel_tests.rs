@@ -114,51 +114,31 @@ fn every_way_to_break_a_message_is_found() {
         }
     };
     assert_eq!(broken(&more), Violation::TooLong);
-    let inline = |length: u64| move |pair: &Pair| pair.poke(0, 1, 2 << 32 | length);
-    assert_eq!(broken(&inline(0)), Violation::Inline(0));
-    assert_eq!(broken(&inline(33)), Violation::Inline(33));
-    assert_eq!(broken(&inline(u64::from(u32::MAX))), Violation::Inline(u32::MAX));
-    // Its second entry isn't there.
-    let torn = |pair: &Pair| {
-        pair.poke(0, 1, 2 << 32 | 32);
-        pair.poke(1, 3, 0);
-    };
-    assert_eq!(broken(&torn), Violation::Torn);
+    assert_eq!(broken(&|pair| pair.poke(0, 1, 2 << 32 | 8)), Violation::Flags(2));
     assert_eq!(broken(&|pair| pair.poke(0, 1, 3 << 32 | 8)), Violation::Flags(3));
 }
 
+/// A sender may name what it may read itself; this receiver can't, and says so. What crosses windows is nobody's.
 #[test]
-fn small_messages_travel_in_the_ring_to_those_who_understand_it() {
+fn parts_in_a_third_members_window_are_unreachable_and_no_violation() {
     let pair = Pair::new(8);
-    let (mut sender, mut receiver) = (pair.sender(3), pair.receiver(3));
     let words = &pair.words[..];
+    let (mut sender, mut receiver) = (pair.sender(1), pair.receiver(1));
     let mut message = Message::default();
-    let bytes: Vec<u8> = (1..=33).collect();
-    assert_eq!(sender.post_inline(words, &bytes[..8], 0, 0), Err(PostError::Inline { length: 8 }));
-    sender.learn(crate::layout::FEATURE_INLINE);
-    for length in [0, 33] {
-        assert_eq!(sender.post_inline(words, &bytes[..length], 0, 0), Err(PostError::Inline { length }));
-    }
-    for length in 1..=32 {
-        let id = sender.post_inline(words, &bytes[..length], 7, 99).unwrap();
-        assert_eq!(receiver.receive(words, &mut message), Ok(true));
-        assert_eq!((message.data(), message.id, message.kind, message.note), (&bytes[..length], id, 7, 99));
-        assert_eq!(message.parts(), []);
-        receiver.complete(words, id, 0);
-        assert_eq!(sender.completion(words), Ok(Some(Completion { id, status: 0 })));
-        // The next one that isn't has no data.
-        let id = sender.post(words, &[pair.part(0, 1)], 0, 0).unwrap();
-        assert_eq!(receiver.receive(words, &mut message), Ok(true));
-        assert_eq!((message.data(), message.parts().len()), (&[][..], 1));
-        receiver.complete(words, id, 0);
-        sender.completion(words).unwrap();
-    }
-    assert_eq!(receiver.receive(words, &mut message), Ok(false));
-    // 32 bytes take two entries.
-    for _ in 0..4 {
-        sender.post_inline(words, &bytes[..32], 0, 0).unwrap();
-    }
-    assert_eq!(sender.post_inline(words, &bytes[..1], 0, 0), Err(PostError::Full));
+    let third = 3 * STRIDE;
+    sender.post(words, &[pair.part(0, 8), pair.part(8, 8)], 7, 9).unwrap();
+    pair.poke(1, 0, third);
+    assert_eq!(receiver.receive(words, &mut message), Ok(true));
+    assert_eq!((message.unreachable(), message.parts(), message.kind), (true, &[][..], 7));
+    receiver.complete(words, message.id, STATUS_UNREACHABLE);
+    assert_eq!(sender.completion(words).unwrap().map(|got| got.status), Some(STATUS_UNREACHABLE));
+    sender.post(words, &[pair.part(0, 8)], 0, 0).unwrap();
+    assert_eq!(receiver.receive(words, &mut message), Ok(true));
+    assert!(!message.unreachable() && message.parts() == [pair.part(0, 8)]);
+    sender.post(words, &[pair.part(0, 8)], 0, 0).unwrap();
+    pair.poke(3, 0, third + STRIDE - 4);
+    let across = Part { address: third + STRIDE - 4, length: 8 };
+    assert_eq!(receiver.receive(words, &mut message), Err(Violation::Outside(across)));
 }
 
 #[test]
@@ -221,7 +201,6 @@ fn a_sleeper_is_signalled_once_and_an_awake_peer_never() {
 #[derive(Debug, Clone)]
 enum Step {
     Post(usize),
-    Inline(usize),
     Receive,
     Complete(prop::sample::Index),
     Collect,
@@ -230,7 +209,6 @@ enum Step {
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         2 => (1usize..9).prop_map(Step::Post),
-        1 => (1usize..=32).prop_map(Step::Inline),
         3 => Just(Step::Receive),
         2 => any::<prop::sample::Index>().prop_map(Step::Complete),
         2 => Just(Step::Collect),
@@ -252,8 +230,7 @@ proptest! {
         receiver.messages.advance(start);
         receiver.completions.begin_at(start);
         (sender.taken, receiver.told) = (start, start);
-        sender.learn(crate::layout::FEATURE_INLINE);
-        let mut sent: VecDeque<(u32, Vec<Part>, Vec<u8>, u32)> = VecDeque::new();
+        let mut sent: VecDeque<(u32, Vec<Part>, u32)> = VecDeque::new();
         let mut held: Vec<u32> = Vec::new();
         let mut returned: VecDeque<u32> = VecDeque::new();
         let mut note = 0;
@@ -265,7 +242,7 @@ proptest! {
                     note += 1;
                     match sender.post(words, &parts, 1, note) {
                         Ok(id) => {
-                            sent.push_back((id, parts, Vec::new(), note));
+                            sent.push_back((id, parts, note));
                             in_ring += count;
                             outstanding += 1;
                             prop_assert!(in_ring <= entries);
@@ -278,32 +255,14 @@ proptest! {
                         Err(other) => prop_assert!(false, "{other}"),
                     }
                 }
-                Step::Inline(length) => {
-                    note += 1;
-                    let data: Vec<u8> =
-                        (0..length).map(|at| u8::try_from((at + note as usize) % 251).unwrap()).collect();
-                    let count = inline_entries(length);
-                    match sender.post_inline(words, &data, 1, note) {
-                        Ok(id) => {
-                            sent.push_back((id, Vec::new(), data, note));
-                            in_ring += count;
-                            outstanding += 1;
-                            prop_assert!(in_ring <= entries);
-                        }
-                        Err(PostError::Full) => {
-                            prop_assert!(in_ring + count + entries / 4 > entries || outstanding == entries);
-                        }
-                        Err(other) => prop_assert!(false, "{other}"),
-                    }
-                }
                 Step::Receive => {
                     let mut message = Message::default();
                     let got = receiver.receive(words, &mut message).unwrap();
                     prop_assert_eq!(got, !sent.is_empty());
-                    if let Some((id, parts, data, note)) = sent.pop_front() {
+                    if let Some((id, parts, note)) = sent.pop_front() {
                         prop_assert_eq!((message.id, message.note), (id, note));
-                        prop_assert_eq!((message.parts(), message.data()), (&parts[..], &data[..]));
-                        in_ring -= if data.is_empty() { parts.len() } else { inline_entries(data.len()) };
+                        prop_assert_eq!(message.parts(), &parts[..]);
+                        in_ring -= parts.len();
                         held.push(id);
                     }
                 }
@@ -352,7 +311,7 @@ proptest! {
                 prop_assert_eq!(sender.outstanding(), before - 1);
             }
             if receiver.receive(words, &mut message) == Ok(true) {
-                prop_assert!(message.parts().is_empty() != message.data().is_empty() && message.id < 8);
+                prop_assert!(message.parts().is_empty() == message.unreachable() && message.id < 8);
                 for part in message.parts() {
                     prop_assert!(pair.windows[0].local(part.address, part.length).is_some());
                 }

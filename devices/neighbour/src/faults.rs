@@ -3,7 +3,7 @@
 use core::fmt;
 
 use crate::channel::Part;
-use crate::layout::{MOST_INLINE, MOST_PARTS};
+use crate::layout::MOST_PARTS;
 
 /// A message can't be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,13 +15,8 @@ pub enum PostError {
         /// As given.
         count: usize,
     },
-    /// A part is not in the own window, nor in one that the receiver has as well.
+    /// A part is not in the own window.
     Outside(Part),
-    /// No bytes, or more than [`MOST_INLINE`], or the peer doesn't understand inline messages.
-    Inline {
-        /// As given.
-        length: usize,
-    },
     /// The peer broke the rules.
     Broken(Violation),
 }
@@ -37,16 +32,8 @@ impl fmt::Display for PostError {
                 )
             }
             Self::Outside(part) => {
-                write!(
-                    f,
-                    "{:#x} bytes at {:#x} are not in this VM's own window, nor in one that the receiver has as well",
-                    part.length, part.address
-                )
+                write!(f, "{:#x} bytes at {:#x} are not in this VM's own window", part.length, part.address)
             }
-            Self::Inline { length } => write!(
-                f,
-                "{length} bytes can't be sent in the ring itself; 1 to {MOST_INLINE} can, to a neighbour that understands it"
-            ),
             Self::Broken(violation) => write!(f, "{violation}"),
         }
     }
@@ -57,7 +44,7 @@ impl core::error::Error for PostError {}
 /// What a peer did that it must not. The connection ends with it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Violation {
-    /// A part of a message isn't RAM of its sender, nor of anybody whom it could name.
+    /// A part of a message isn't RAM of its sender, nor in another member's window.
     Outside(Part),
     /// Flags that this version doesn't have.
     Flags(u16),
@@ -67,8 +54,6 @@ pub enum Violation {
     Torn,
     /// An id that can't be, or differs within a message.
     Id(u32),
-    /// An inline message without data, or with more than [`MOST_INLINE`] bytes.
-    Inline(u32),
     /// A completion of what isn't outstanding.
     NotOutstanding(u32),
     /// The peer says that it took entries which were never sent, or fewer than before.
@@ -96,7 +81,6 @@ impl fmt::Display for Violation {
             Self::TooLong => write!(f, "The neighbour sent a message with more than {MOST_PARTS} parts"),
             Self::Torn => write!(f, "The neighbour sent a message without its later parts"),
             Self::Id(id) => write!(f, "The neighbour sent a message with the impossible id {id}"),
-            Self::Inline(length) => write!(f, "The neighbour sent {length} bytes in the ring itself"),
             Self::NotOutstanding(id) => {
                 write!(f, "The neighbour completed message {id}, which is not outstanding")
             }

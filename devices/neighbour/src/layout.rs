@@ -45,11 +45,6 @@ pub const HEADER_SIZE: usize = 48;
 pub const READY: usize = 256;
 /// Bytes between ready words.
 pub const READY_STRIDE: usize = 128;
-/// From a ready word to the word that says what its side understands beyond the first drivers: [`FEATURE_INLINE`] and bits that are
-/// not given yet. Written before the ready word; 0 by a driver that doesn't know it.
-pub const FEATURES: usize = 8;
-/// Feature: messages with [`FLAG_INLINE`] may be sent to this side.
-pub const FEATURE_INLINE: u64 = 1;
 /// Offset of direction 0.
 pub const DIRECTIONS: usize = 4096;
 /// Within a direction: message entries taken so far.
@@ -72,11 +67,6 @@ pub const MOST_ENTRIES: u32 = 1 << 14;
 pub const MOST_PARTS: usize = 32;
 /// Message entry flag: the next entry belongs to the same message.
 pub const FLAG_MORE: u16 = 1;
-/// Message entry flag: the message's data lie in its entries themselves, see [`crate::channel`].
-pub const FLAG_INLINE: u16 = 2;
-/// Bytes of an inline message, at most: two entries, which are one cache line. Four entries, two lines, were tried, and no faster than
-/// data in place.
-pub const MOST_INLINE: usize = 32;
 
 const WORD: usize = 8;
 const PAGE_BYTES: usize = 4096;
@@ -283,12 +273,6 @@ impl Layout {
     #[must_use]
     pub const fn ready(side: Side) -> usize {
         (READY + side.index() * READY_STRIDE) / WORD
-    }
-
-    /// The word in which `side` says what it understands.
-    #[must_use]
-    pub const fn features(side: Side) -> usize {
-        Self::ready(side) + FEATURES / WORD
     }
 
     /// Whether `words` are enough.

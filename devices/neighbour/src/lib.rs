@@ -21,8 +21,6 @@
 //! | [`words`] | shared memory as 64-bit words |
 //! | [`ring`] | one ring: stamps, arming |
 //! | [`channel`] | [`Sender`](channel::Sender) and [`Receiver`](channel::Receiver): lists of buffers, and their way back |
-//! | [`views`] | whose addresses a message may name, and how long their memory is kept |
-//! | [`connection`] | the life of a connection: epochs, death, coming back |
 //! | [`heartbeat`] | who is alive, with time as an input |
 //! | [`registry`] | a neighbourhood: members, slots, permission per pair |
 //! | [`pause`] | how soon a pair is connected again |
@@ -37,7 +35,6 @@
 extern crate alloc;
 
 pub mod channel;
-pub mod connection;
 #[cfg(feature = "alloc")]
 pub mod device;
 mod faults;
@@ -49,6 +46,5 @@ pub mod registers;
 #[cfg(feature = "alloc")]
 pub mod registry;
 pub mod ring;
-pub mod views;
 pub mod window;
 pub mod words;

@@ -93,8 +93,6 @@ fn header() -> String {
             ("VERSION", l::VERSION.into()),
             ("READY", l::READY as u64),
             ("READY_STRIDE", l::READY_STRIDE as u64),
-            ("FEATURES", l::FEATURES as u64),
-            ("FEATURE_INLINE", l::FEATURE_INLINE),
             ("DIRECTIONS", l::DIRECTIONS as u64),
             ("TAKEN", l::TAKEN as u64),
             ("RECEIVER_SLEEPS", l::RECEIVER_SLEEPS as u64),
@@ -104,9 +102,7 @@ fn header() -> String {
             ("MOST_ENTRIES", l::MOST_ENTRIES.into()),
             ("MOST_PARTS", l::MOST_PARTS as u64),
             ("FLAG_MORE", l::FLAG_MORE.into()),
-            ("FLAG_INLINE", l::FLAG_INLINE.into()),
-            ("MOST_INLINE", l::MOST_INLINE as u64),
-            ("STATUS_UNREACHABLE", neighbour::views::STATUS_UNREACHABLE.into()),
+            ("STATUS_UNREACHABLE", neighbour::channel::STATUS_UNREACHABLE.into()),
         ],
     );
     text.push_str(

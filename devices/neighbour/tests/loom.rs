@@ -100,9 +100,9 @@ fn a_list_is_seen_whole() {
     });
 }
 
-/// An inline message's data are in its entries: whoever sees the first sees those of the second, whatever the ring held before.
+/// Whoever sees the first entry of a list sees the second, whatever the ring held in the round before.
 #[test]
-fn data_in_the_ring_are_seen_whole() {
+fn a_list_over_an_earlier_round_is_seen_whole() {
     loom::model(|| {
         let shared = Arc::new(Memory::new());
         let mut producer = Producer::<2>::new(PLACE, EPOCH);

@@ -12,13 +12,13 @@ use std::time::{Duration, Instant};
 use machine::memory::{Bytes, GuestAddress, GuestAddressSpace};
 use machine::slots::HostMapping;
 use neighbour::channel::{Message, Part, Receiver, Sender};
-use neighbour::connection::{Action, Connection, Event};
 use neighbour::layout::{FLAG_MORE, Header, Layout, MOST_PARTS, Side};
 use neighbour::registers as reg;
 use neighbour::window::{Geometry, Window};
 use neighbour::words::Words;
 use pci::function::PciFunction;
 
+use super::connection::{Action, Connection, Event};
 use super::{Machine, RAM};
 
 /// Buffers per peer, each a page; they begin here, 16 pages for each slot.

@@ -1,6 +1,7 @@
 //! A machine of KVM without vCPUs, whose guest is a test, under a real registry.
 #![allow(clippy::unwrap_used, dead_code, unreachable_pub, missing_docs)] // Helpers of several tests, of which none uses all.
 
+pub mod connection;
 pub mod member;
 
 use std::os::fd::BorrowedFd;

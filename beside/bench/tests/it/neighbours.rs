@@ -24,9 +24,6 @@ fn messages_between_two_vms_arrive_and_none_leaves_the_guests() {
         ([Role::Receive, Role::Send], 3000, 64),
         ([Role::Send, Role::Receive], 100, 64 << 10),
         ([Role::Ping, Role::Pong], 50, 64),
-        ([Role::SendInline, Role::ReceiveInline], 3000, 32),
-        ([Role::SendInline, Role::ReceiveInline], 3000, 16),
-        ([Role::PingInline, Role::PongInline], 50, 32),
         ([Role::CopyIn, Role::CopyOut], 3000, 64),
         ([Role::CopyIn, Role::CopyOut], 100, 64 << 10),
     ] {

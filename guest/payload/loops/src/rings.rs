@@ -5,7 +5,7 @@ use core::arch::asm;
 use core::sync::atomic::{AtomicU64, Ordering};
 
 use neighbour::channel::{Message, Part, PostError, Receiver, Sender};
-use neighbour::layout::{FEATURE_INLINE, Layout, MOST_INLINE, Side};
+use neighbour::layout::{Layout, Side};
 use neighbour::window::{Geometry, Window};
 
 use crate::copy::{self, Variant};
@@ -89,34 +89,11 @@ pub enum Role {
     CopyOut,
     /// Reads the peer's buffers without any message: as fast as this processor can.
     Read,
-    /// As [`Role::Send`], with the data in the ring; 8 to 32 bytes, and so in those below.
-    SendInline,
-    /// As [`Role::Receive`], likewise.
-    ReceiveInline,
-    /// As [`Role::Ping`], likewise.
-    PingInline,
-    /// As [`Role::Pong`], likewise.
-    PongInline,
 }
 
 impl Role {
-    const ALL: [Self; 11] = [
-        Self::Send,
-        Self::Receive,
-        Self::Ping,
-        Self::Pong,
-        Self::CopyIn,
-        Self::CopyOut,
-        Self::Read,
-        Self::SendInline,
-        Self::ReceiveInline,
-        Self::PingInline,
-        Self::PongInline,
-    ];
-
-    const fn is_inline(self) -> bool {
-        matches!(self, Self::SendInline | Self::ReceiveInline | Self::PingInline | Self::PongInline)
-    }
+    const ALL: [Self; 7] =
+        [Self::Send, Self::Receive, Self::Ping, Self::Pong, Self::CopyIn, Self::CopyOut, Self::Read];
 
     /// As it lies in a job.
     pub fn number(self) -> u64 {
@@ -140,8 +117,6 @@ struct Ends<'a> {
     /// Ids that are to be given back.
     held: [u32; HELD],
     holds: usize,
-    /// Data are in the ring.
-    inline: bool,
 }
 
 /// Plays `role` for `messages` messages of `length` bytes (a multiple of 64) and returns the ticks it took ([`FAILED`], [`STUCK`]).
@@ -153,19 +128,14 @@ pub unsafe fn run(bed: u64, role: Role, messages: u64, length: u64) -> u64 {
     let bed = unsafe { at::<Bed>(bed).read() };
     // SAFETY: likewise for what it names.
     let Some(mut ends) = (unsafe { ends(bed) }) else { return FAILED };
-    if role.is_inline() {
-        // Both sides run this program.
-        ends.sender.learn(FEATURE_INLINE);
-        ends.inline = true;
-    }
     let started = crate::tsc::start();
     // SAFETY: likewise.
     let result = unsafe {
         match role {
-            Role::Send | Role::SendInline => ends.send(messages, length),
-            Role::Receive | Role::ReceiveInline => ends.receive(messages, length),
-            Role::Ping | Role::PingInline => ends.ping(messages, length),
-            Role::Pong | Role::PongInline => ends.pong(messages, length),
+            Role::Send => ends.send(messages, length),
+            Role::Receive => ends.receive(messages, length),
+            Role::Ping => ends.ping(messages, length),
+            Role::Pong => ends.pong(messages, length),
             Role::CopyIn => ends.copy_in(messages, length),
             Role::CopyOut => ends.copy_out(messages, length),
             Role::Read => ends.read(messages, length),
@@ -204,7 +174,6 @@ unsafe fn ends<'a>(bed: Bed) -> Option<Ends<'a>> {
         message: Message::default(),
         held: [0; HELD],
         holds: 0,
-        inline: false,
     })
 }
 
@@ -218,9 +187,6 @@ impl Ends<'_> {
     /// # Safety
     /// As for [`run`].
     unsafe fn post(&mut self, number: u64, length: u64) -> Result<bool, u64> {
-        if self.inline {
-            return self.post_inline(number, length);
-        }
         let buffer = self.buffer(number, length);
         // SAFETY: within the buffer, which is this side's until it is posted.
         unsafe {
@@ -236,19 +202,6 @@ impl Ends<'_> {
         }
     }
 
-    /// Posts bytes with the number at both ends, in the ring itself.
-    fn post_inline(&mut self, number: u64, length: u64) -> Result<bool, u64> {
-        let mut data = [0; MOST_INLINE];
-        let data = usize::try_from(length).ok().and_then(|length| data.get_mut(..length)).ok_or(FAILED)?;
-        *data.first_chunk_mut().ok_or(FAILED)? = number.to_le_bytes();
-        *data.last_chunk_mut().ok_or(FAILED)? = number.to_le_bytes();
-        match self.sender.post_inline(self.words, data, 0, 0) {
-            Ok(_) => Ok(true),
-            Err(PostError::Full) => Ok(false),
-            Err(_) => Err(FAILED),
-        }
-    }
-
     /// Takes a message and reads it in place: its id, which is to be given back, or `None` when there is none.
     ///
     /// # Safety
@@ -256,12 +209,6 @@ impl Ends<'_> {
     unsafe fn take(&mut self, number: u64, length: u64) -> Result<Option<u32>, u64> {
         if !self.receiver.receive(self.words, &mut self.message).map_err(|_| FAILED)? {
             return Ok(None);
-        }
-        if self.inline {
-            let data = self.message.data();
-            let ends = [data.first_chunk(), data.last_chunk()];
-            let whole = data.len() as u64 == length && ends == [Some(&number.to_le_bytes()); 2];
-            return if whole { Ok(Some(self.message.id)) } else { Err(FAILED) };
         }
         let [part] = self.message.parts() else { return Err(FAILED) };
         if u64::from(part.length) != length {

@@ -5,9 +5,8 @@ use std::io;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-use neighbour::channel::{Message, Part, PostError};
+use neighbour::channel::{Message, Part, PostError, STATUS_UNREACHABLE};
 use neighbour::layout::MOST_PARTS;
-use neighbour::views::STATUS_UNREACHABLE;
 use neighbour::window::Window;
 use telemetry::guest_log::GuestLog;
 use virtio_devices::net::backend::{Received, Sent};

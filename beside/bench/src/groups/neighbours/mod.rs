@@ -23,8 +23,6 @@ use crate::programs::Programs;
 
 const LARGE: u64 = 64 << 10;
 const SMALL: u64 = 64;
-/// As much as the ring itself carries.
-const TINY: u64 = 32;
 const LARGE_MESSAGES: u64 = 4_000;
 const SMALL_MESSAGES: u64 = 400_000;
 const ROUNDS: u64 = 20_000;
@@ -109,29 +107,31 @@ impl Session {
         self.figures.add(Figure::new("copies_64KiB", what, "GB/s", Better::Higher, peer, &copies, Some(3.0)))
     }
 
-    /// One message at a time, there and back: of 64 bytes, read in place, and of 32 in the ring.
+    /// One message at a time, there and back, of 64 bytes, read in place.
     fn latency(&mut self) -> anyhow::Result<()> {
         let khz = self.khz;
         let one_way = |ticks| nanoseconds(khz, ticks, 2 * ROUNDS);
         let bed = std::cell::RefCell::new(&mut self.bed);
-        let inline = [Role::PingInline, Role::PongInline];
-        for (name, what, roles, length, aim) in [
-            ("latency_64B", IN_PLACE, ROUND, SMALL, Some(2.0)),
-            ("latency_32B_inline", "one-way latency of 32 bytes, in the ring", inline, TINY, None),
-        ] {
-            let pairs = Pairs::take(
-                self.samples,
-                || Ok(one_way(bed.borrow_mut().play(roles, ROUNDS, length)?)),
-                || {
-                    let mut bed = bed.borrow_mut();
-                    let address = bed.word()?;
-                    let job = |side| Job::PingPong { address, side, rounds: ROUNDS };
-                    Ok(one_way(bed.run([job(Side::First), job(Side::Second)])?))
-                },
-            )?;
-            let peer = "a cache line between the same two VMs";
-            self.figures.add(Figure::new(name, what, "ns", Better::Lower, peer, &pairs, aim))?;
-        }
+        let pairs = Pairs::take(
+            self.samples,
+            || Ok(one_way(bed.borrow_mut().play(ROUND, ROUNDS, SMALL)?)),
+            || {
+                let mut bed = bed.borrow_mut();
+                let address = bed.word()?;
+                let job = |side| Job::PingPong { address, side, rounds: ROUNDS };
+                Ok(one_way(bed.run([job(Side::First), job(Side::Second)])?))
+            },
+        )?;
+        let peer = "a cache line between the same two VMs";
+        self.figures.add(Figure::new(
+            "latency_64B",
+            IN_PLACE,
+            "ns",
+            Better::Lower,
+            peer,
+            &pairs,
+            Some(2.0),
+        ))?;
         Ok(())
     }
 
@@ -141,19 +141,14 @@ impl Session {
         let rate = |ticks| 1e3 / nanoseconds(khz, ticks, SMALL_MESSAGES);
         let bed = std::cell::RefCell::new(&mut self.bed);
         let in_place = "messages of 64 bytes, read in place, 256 outstanding (aim 20)";
-        let inline = [Role::SendInline, Role::ReceiveInline];
-        for (name, what, roles, length) in [
-            ("rate_64B", in_place, [Role::Send, Role::Receive], SMALL),
-            ("rate_32B_inline", "messages of 32 bytes, in the ring", inline, TINY),
-        ] {
-            let pairs = Pairs::take(
-                self.samples,
-                || Ok(rate(bed.borrow_mut().play(roles, SMALL_MESSAGES, length)?)),
-                || Ok(rate(bed.borrow_mut().play([Role::CopyIn, Role::CopyOut], SMALL_MESSAGES, SMALL)?)),
-            )?;
-            let peer = "a ring through which they are copied in and out (rep movsb), in the same VMs";
-            self.figures.add(Figure::new(name, what, "M/s", Better::Higher, peer, &pairs, None))?;
-        }
+        let roles = [Role::Send, Role::Receive];
+        let pairs = Pairs::take(
+            self.samples,
+            || Ok(rate(bed.borrow_mut().play(roles, SMALL_MESSAGES, SMALL)?)),
+            || Ok(rate(bed.borrow_mut().play([Role::CopyIn, Role::CopyOut], SMALL_MESSAGES, SMALL)?)),
+        )?;
+        let peer = "a ring through which they are copied in and out (rep movsb), in the same VMs";
+        self.figures.add(Figure::new("rate_64B", in_place, "M/s", Better::Higher, peer, &pairs, None))?;
         Ok(())
     }
 

@@ -26,7 +26,7 @@ pub enum Event {
     PeerReady(u64),
     /// The registry says that the connection of this epoch is over: the peer died, hangs, or left.
     Gone(u32),
-    /// The peer broke the rules ([`crate::channel::Violation`]), or the segment's header is wrong.
+    /// The peer broke the rules ([`neighbour::channel::Violation`]), or the segment's header is wrong.
     Violation,
     /// The driver holds nothing of the dead connection any more: no buffer of the peer's, no work outstanding.
     LetGo,
@@ -140,85 +140,5 @@ impl Connection {
     fn end(&mut self, epoch: u32) -> Option<Action> {
         self.state = State::Dead(epoch);
         Some(Action::Fail(epoch))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    #[test]
-    fn a_peer_that_dies_and_comes_back() {
-        let mut connection = Connection::new();
-        assert_eq!(connection.on(Event::Offer(3)), [Some(Action::Prepare(3)), None]);
-        assert_eq!(connection.on(Event::PeerReady(2)), [None, None]);
-        assert_eq!(connection.on(Event::PeerReady(3)), [Some(Action::Begin(3)), None]);
-        assert_eq!(connection.live(), Some(3));
-        assert_eq!(connection.on(Event::Gone(3)), [Some(Action::Fail(3)), None]);
-        assert_eq!(connection.live(), None);
-        // The offer comes while buffers of the dead peer are still in use.
-        assert_eq!(connection.on(Event::Offer(4)), [None, None]);
-        assert_eq!(connection.on(Event::LetGo), [Some(Action::Release(3)), Some(Action::Prepare(4))]);
-        assert_eq!(connection.on(Event::PeerReady(4)), [Some(Action::Begin(4)), None]);
-    }
-
-    #[test]
-    fn an_old_offer_is_not_taken_up() {
-        let mut connection = Connection::new();
-        let _ = connection.on(Event::Offer(3));
-        let _ = connection.on(Event::Violation);
-        let _ = connection.on(Event::LetGo);
-        for old in 0..=3 {
-            assert_eq!(connection.on(Event::Offer(old)), [None, None]);
-        }
-        assert_eq!(connection.on(Event::Offer(4)), [Some(Action::Prepare(4)), None]);
-    }
-
-    fn event() -> impl Strategy<Value = Event> {
-        prop_oneof![
-            (0u32..12).prop_map(Event::Offer),
-            (0u64..12).prop_map(Event::PeerReady),
-            any::<u64>().prop_map(Event::PeerReady),
-            (0u32..12).prop_map(Event::Gone),
-            Just(Event::Violation),
-            Just(Event::LetGo),
-        ]
-    }
-
-    proptest! {
-        /// Whatever happens in whatever order: each epoch is prepared at most once, epochs rise, one begins only between being
-        /// prepared and failing, and each that was prepared is failed before it is released, once, and released before the next.
-        #[test]
-        fn epochs_rise_and_each_ends_once(events in prop::collection::vec(event(), 0..60)) {
-            let mut connection = Connection::new();
-            let mut prepared = 0;
-            // 0: released, 1: prepared, 2: live, 3: failed
-            let mut stage = 0;
-            for event in events {
-                for action in connection.on(event).into_iter().flatten() {
-                    match action {
-                        Action::Prepare(epoch) => {
-                            prop_assert!(epoch > prepared && stage == 0);
-                            (prepared, stage) = (epoch, 1);
-                        }
-                        Action::Begin(epoch) => {
-                            prop_assert!(epoch == prepared && stage == 1);
-                            prop_assert_eq!(event, Event::PeerReady(u64::from(epoch)));
-                            stage = 2;
-                        }
-                        Action::Fail(epoch) => {
-                            prop_assert!(epoch == prepared && (stage == 1 || stage == 2));
-                            stage = 3;
-                        }
-                        Action::Release(epoch) => {
-                            prop_assert!(epoch == prepared && stage == 3);
-                            stage = 0;
-                        }
-                    }
-                }
-                prop_assert_eq!(connection.live().is_some(), stage == 2);
-            }
-        }
     }
 }
