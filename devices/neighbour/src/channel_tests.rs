@@ -118,27 +118,32 @@ fn every_way_to_break_a_message_is_found() {
     assert_eq!(broken(&|pair| pair.poke(0, 1, 3 << 32 | 8)), Violation::Flags(3));
 }
 
-/// A sender may name what it may read itself; this receiver can't, and says so. What crosses windows is nobody's.
+/// A sender may name what it may read itself: a third member's memory, or the receiver's own, which it got from there. This receiver reads
+/// neither through a window, and says so. What crosses windows, or isn't RAM in the sender's, is nobody's.
 #[test]
-fn parts_in_a_third_members_window_are_unreachable_and_no_violation() {
+fn parts_in_other_members_windows_are_unreachable_and_no_violation() {
     let pair = Pair::new(8);
     let words = &pair.words[..];
     let (mut sender, mut receiver) = (pair.sender(1), pair.receiver(1));
     let mut message = Message::default();
     let third = 3 * STRIDE;
-    sender.post(words, &[pair.part(0, 8), pair.part(8, 8)], 7, 9).unwrap();
-    pair.poke(1, 0, third);
-    assert_eq!(receiver.receive(words, &mut message), Ok(true));
-    assert_eq!((message.unreachable(), message.parts(), message.kind), (true, &[][..], 7));
-    receiver.complete(words, message.id, STATUS_UNREACHABLE);
-    assert_eq!(sender.completion(words).unwrap().map(|got| got.status), Some(STATUS_UNREACHABLE));
+    for (address, entry) in [(third, 1), (pair.windows[1].start(), 3)] {
+        sender.post(words, &[pair.part(0, 8), pair.part(8, 8)], 7, 9).unwrap();
+        pair.poke(entry, 0, address);
+        assert_eq!(receiver.receive(words, &mut message), Ok(true));
+        assert_eq!((message.unreachable(), message.parts(), message.kind), (true, &[][..], 7));
+        receiver.complete(words, message.id, STATUS_UNREACHABLE);
+        assert_eq!(sender.completion(words).unwrap().map(|got| got.status), Some(STATUS_UNREACHABLE));
+    }
     sender.post(words, &[pair.part(0, 8)], 0, 0).unwrap();
     assert_eq!(receiver.receive(words, &mut message), Ok(true));
     assert!(!message.unreachable() && message.parts() == [pair.part(0, 8)]);
     sender.post(words, &[pair.part(0, 8)], 0, 0).unwrap();
-    pair.poke(3, 0, third + STRIDE - 4);
-    let across = Part { address: third + STRIDE - 4, length: 8 };
-    assert_eq!(receiver.receive(words, &mut message), Err(Violation::Outside(across)));
+    for address in [third + STRIDE - 4, pair.windows[0].start() + RAM] {
+        pair.poke(5, 0, address);
+        let outside = Part { address, length: 8 };
+        assert_eq!(receiver.receive(words, &mut message), Err(Violation::Outside(outside)));
+    }
 }
 
 #[test]

@@ -141,7 +141,7 @@ static void fill(const struct fault_pair *pair)
 
 static int wild(struct fault_pair *pair, u32 number)
 {
-	u64 own = pair->base + pair->own * pair->stride, theirs = pair->base + pair->slot * pair->stride;
+	u64 own = pair->base + pair->own * pair->stride;
 	/* Among the last ids, which a driver hands out last. */
 	u32 id = pair->entries - 1;
 
@@ -149,8 +149,8 @@ static int wild(struct fault_pair *pair, u32 number)
 	case 0: /* nobody's memory */
 		post(pair, 0x1000, 4096, 0, id, 1);
 		break;
-	case 1: /* the receiver's own */
-		post(pair, theirs + 0x100000, 4096, 0, id, 1);
+	case 1: /* in the own window, where no RAM is */
+		post(pair, own + pair->stride - 4096, 4096, 0, id, 1);
 		break;
 	case 2: /* a length that leaves the window */
 		post(pair, own + 0x100000, U32_MAX, 0, id, 1);

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use machine::memory::{Bytes, GuestAddress, GuestAddressSpace};
 use machine::slots::HostMapping;
-use neighbour::channel::{Message, Part, Receiver, Sender};
+use neighbour::channel::{Message, Part, Receiver, STATUS_UNREACHABLE, Sender};
 use neighbour::layout::{FLAG_MORE, Header, Layout, MOST_PARTS, Side};
 use neighbour::registers as reg;
 use neighbour::window::{Geometry, Window};
@@ -240,6 +240,9 @@ impl Driver {
         let mut message = Message::default();
         for _ in 0..16 {
             match link.receiver.receive(words, &mut message) {
+                Ok(true) if message.unreachable() => {
+                    link.receiver.complete(words, message.id, STATUS_UNREACHABLE);
+                }
                 Ok(true) => {
                     let right = message.parts().iter().all(|part| {
                         let end = part.address + u64::from(part.length) - 8;
@@ -321,10 +324,9 @@ impl Driver {
     /// Writes into the rings towards a peer what the rules forbid; false when there is no connection.
     pub fn wild(&mut self, peer: &str, number: u64) -> bool {
         let slot = self.slot_of(peer);
-        let theirs = slot.map(|slot| self.window(slot));
         let own = self.window(self.own);
         let link = slot.and_then(|slot| self.peers.get_mut(&slot)).and_then(|peer| peer.link.as_mut());
-        let (Some(link), Some(theirs)) = (link, theirs) else { return false };
+        let Some(link) = link else { return false };
         link.broke = true;
         let words = link.segment.words();
         let epoch = words.load(neighbour::layout::HEADER_EPOCH / 8);
@@ -360,7 +362,7 @@ impl Driver {
         };
         match number % 11 {
             0 => post(0, [0x1000, page, id]),
-            1 => post(0, [theirs.start() + BUFFERS, page, id]),
+            1 => post(0, [own.start() + RAM, page, id]),
             2 => post(0, [mine, u64::from(u32::MAX), id]),
             3 => post(0, [u64::MAX - 100, page, id]),
             4 => post(0, [mine, 0, id]),
