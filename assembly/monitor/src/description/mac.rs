@@ -11,7 +11,7 @@ pub struct MacAddress(pub [u8; 6]);
 
 impl MacAddress {
     /// A locally administered unicast address made from a VM's name and a device number: the same each time the VM
-    /// starts, so that the guest's network set-up keeps fitting.
+    /// starts, so that the guest's network set-up keeps fitting. It is the same on every host, so that a VM that moves keeps it.
     pub fn derived(vm: &str, device: usize) -> Self {
         // FNV-1a; spreads names well enough, and a clash is settled by writing `mac`.
         let bytes = vm.bytes().chain([b'/']).chain(device.to_le_bytes());
