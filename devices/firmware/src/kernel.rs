@@ -27,7 +27,7 @@ use linux_loader::loader::bootparam::setup_header;
 use machine::memory::{Bytes, GuestAddress, GuestMemory};
 
 use crate::image::Image;
-use crate::map::{AddressRange, RamRange};
+use crate::ranges::{AddressRange, RamRange};
 use crate::registers::BootRegisters;
 
 /// How control is handed to the kernel.

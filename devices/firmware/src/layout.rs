@@ -11,7 +11,7 @@
 
 use machine::x86::HIGHEST_APIC_ID;
 
-use crate::map::{AddressRange, RamRange};
+use crate::ranges::{AddressRange, RamRange};
 
 /// One page.
 pub const PAGE_SIZE: u64 = 0x1000;

@@ -17,6 +17,7 @@ pub mod image;
 pub mod kernel;
 pub mod layout;
 pub mod map;
+mod ranges;
 pub mod registers;
 mod reset_vector;
 

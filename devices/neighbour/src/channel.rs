@@ -29,6 +29,7 @@
 
 pub use crate::faults::{PostError, Violation};
 use crate::layout::{FLAG_MORE, Layout, LayoutError, MOST_PARTS, Side, halves};
+pub use crate::part::Part;
 use crate::ring::{Consumer, Producer};
 use crate::window::Window;
 use crate::words::Words;
@@ -43,15 +44,6 @@ pub const STATUS_UNREACHABLE: u32 = 0xffff_0003;
 const OUTSTANDING: u32 = u32::MAX;
 /// End of the list of free ids.
 const END: u32 = u32::MAX - 1;
-
-/// A buffer, or a part of one: global address and length in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Part {
-    /// Global address.
-    pub address: u64,
-    /// Bytes, not 0.
-    pub length: u32,
-}
 
 /// A received message: every part lies in the sender's window, or the message is [`Message::unreachable`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

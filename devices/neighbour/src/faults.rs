@@ -2,8 +2,8 @@
 
 use core::fmt;
 
-use crate::channel::Part;
 use crate::layout::MOST_PARTS;
+use crate::part::Part;
 
 /// A message can't be sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

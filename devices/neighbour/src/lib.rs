@@ -40,8 +40,11 @@ pub mod device;
 mod faults;
 pub mod heartbeat;
 pub mod layout;
+mod part;
 #[cfg(feature = "alloc")]
 pub mod pause;
+#[cfg(feature = "alloc")]
+mod permit;
 pub mod registers;
 #[cfg(feature = "alloc")]
 pub mod registry;

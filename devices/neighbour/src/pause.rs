@@ -15,7 +15,7 @@
 use alloc::collections::BTreeMap;
 use core::time::Duration;
 
-use crate::registry::Permit;
+use crate::permit::Permit;
 
 /// Least time between the beginnings of two connections of a pair.
 pub const FIRST: Duration = Duration::from_millis(50);

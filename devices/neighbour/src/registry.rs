@@ -19,16 +19,8 @@ use core::time::Duration;
 
 use crate::heartbeat::{Heartbeat, Verdict, Watch};
 use crate::pause::Pauses;
+pub use crate::permit::Permit;
 use crate::window::Geometry;
-
-/// Who may see a member, and is seen by it: a VM by name, of a user.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Permit {
-    /// The peer's VM.
-    pub vm: String,
-    /// Whose monitor runs it.
-    pub uid: u32,
-}
 
 /// Somebody who wants to join.
 #[derive(Debug, Clone, PartialEq, Eq)]

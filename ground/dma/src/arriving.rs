@@ -22,7 +22,7 @@ use rustix::io::Errno;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use rustix::net::SendFlags;
 
-use crate::mapped::MapError;
+use crate::map_error::MapError;
 
 /// x86-64 base page, bytes.
 const PAGE: u64 = 4096;

@@ -16,9 +16,11 @@ pub mod alias;
 pub mod arriving;
 mod dirty;
 pub mod heap;
+mod map_error;
 pub mod mapped;
 
 pub use access::{Dma, DmaFault};
 pub use alias::{Alias, AliasError};
 pub use heap::HeapMemory;
-pub use mapped::{MapError, MappedMemory, MemoryRegion, prefetch_object};
+pub use map_error::MapError;
+pub use mapped::{MappedMemory, MemoryRegion, prefetch_object};

@@ -15,65 +15,12 @@ use crate::access::{CopyFault, Dma, DmaFault};
 use crate::alias::{Alias, AliasError};
 use crate::arriving::{Bitmap, Late};
 use crate::dirty::DirtyLog;
+use crate::map_error::MapError;
 
 /// x86-64 cache line, bytes.
 const LINE: usize = 64;
 /// x86-64 base page, bytes.
 const PAGE: u64 = 4096;
-
-/// Why a range of guest memory can't be mapped.
-#[derive(Debug, thiserror::Error)]
-pub enum MapError {
-    /// The range is empty, unaligned, or wraps around.
-    #[error("Guest memory at {address:#x} with {size:#x} bytes is not a range of whole pages")]
-    Shape {
-        /// Guest address.
-        address: u64,
-        /// Size in bytes.
-        size: u64,
-    },
-    /// It overlaps a range that is mapped already.
-    #[error(
-        "Guest memory at {address:#x} with {size:#x} bytes overlaps what is mapped at {other:#x}; unmap that first"
-    )]
-    Overlap {
-        /// Guest address.
-        address: u64,
-        /// Size in bytes.
-        size: u64,
-        /// Guest address of the range in the way.
-        other: u64,
-    },
-    /// The file could shrink under us, which would kill this process by SIGBUS.
-    #[error(
-        "The memory file for {address:#x} is not sealed against shrinking; guest RAM must be a memfd with F_SEAL_SHRINK"
-    )]
-    NotSealed {
-        /// Guest address.
-        address: u64,
-    },
-    /// The file is shorter than the range.
-    #[error("The memory file for {address:#x} has {len:#x} bytes, the range needs {needed:#x}")]
-    TooShort {
-        /// Guest address.
-        address: u64,
-        /// File length.
-        len: u64,
-        /// Bytes needed.
-        needed: u64,
-    },
-    /// The kernel refused.
-    #[error("Guest memory at {address:#x} with {size:#x} bytes can't be mapped")]
-    Kernel {
-        /// Guest address.
-        address: u64,
-        /// Size in bytes.
-        size: u64,
-        /// Why.
-        #[source]
-        source: rustix::io::Errno,
-    },
-}
 
 /// One mapped range; unmapped when the last table that holds it goes.
 #[derive(Debug)]

@@ -22,7 +22,7 @@ use kvm_bindings::{KVM_COALESCED_MMIO_PAGE_OFFSET, kvm_coalesced_mmio, kvm_coale
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::bus::AddressSpace;
-use crate::vm::IoSpace;
+use crate::io_event::IoSpace;
 
 const PAGE: usize = 4096;
 /// Bytes in front of the entries: the indices.

@@ -17,6 +17,7 @@
 pub mod bus;
 pub mod exits;
 pub mod interrupt;
+mod io_event;
 pub mod irqchip;
 pub mod kvm;
 pub mod late;

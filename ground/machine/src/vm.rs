@@ -1,7 +1,7 @@
 //! One VM: what belongs to neither memory, interrupts nor vCPUs.
 
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -11,6 +11,7 @@ use kvm_bindings::{
 };
 use kvm_ioctls::{Cap, Kvm, VmFd};
 
+pub use crate::io_event::{IoEvent, IoSpace};
 use crate::late::{LateWrites, LateZone};
 use crate::slots::Slots;
 use crate::state::{CLOCK_STATE_VERSION, SavedClock};
@@ -73,63 +74,6 @@ impl VmError {
 /// kvm-ioctls' errors as `io::Error`.
 pub(crate) fn errno(error: kvm_ioctls::Error) -> io::Error {
     io::Error::from_raw_os_error(error.errno())
-}
-
-/// Which address space an ioeventfd listens in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum IoSpace {
-    /// I/O ports.
-    Port,
-    /// Guest-physical memory.
-    Memory,
-}
-
-impl IoSpace {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Port => "port",
-            Self::Memory => "memory",
-        }
-    }
-}
-
-/// A guest write that only signals an eventfd, without leaving the kernel.
-#[derive(Debug, Clone)]
-pub struct IoEvent {
-    /// Address space.
-    pub space: IoSpace,
-    /// Port or guest-physical address.
-    pub address: u64,
-    /// Width of the writes that signal: 1, 2, 4 or 8, or 0 for any (the address alone decides).
-    pub width: u8,
-    /// Only this value signals, where given; needs a width.
-    pub datamatch: Option<u64>,
-    /// The eventfd.
-    pub fd: Arc<OwnedFd>,
-}
-
-impl IoEvent {
-    fn check(&self) -> Result<(), &'static str> {
-        if !matches!(self.width, 0 | 1 | 2 | 4 | 8) {
-            return Err("widths are 0 (any), 1, 2, 4 and 8 bytes");
-        }
-        match (self.width, self.datamatch) {
-            (0, Some(_)) => return Err("a value to match needs a width"),
-            (width @ 1..8, Some(value)) if value >> (width * 8) != 0 => {
-                return Err("the value to match is wider than the writes");
-            }
-            _ => {}
-        }
-        if self.space == IoSpace::Port && self.width == 8 {
-            return Err("port writes have at most 4 bytes");
-        }
-        let last = self.address.checked_add(u64::from(self.width.max(1)) - 1);
-        match (self.space, last) {
-            (_, None) => Err("it ends beyond the address space"),
-            (IoSpace::Port, Some(last)) if last > 0xffff => Err("it ends beyond the address space"),
-            _ => Ok(()),
-        }
-    }
 }
 
 /// One VM. Thread-safe.

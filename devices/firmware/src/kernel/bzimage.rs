@@ -6,7 +6,7 @@ use machine::memory::ByteValued;
 use super::{BootProtocol, KernelError, KernelFormat, Plan, Segment};
 use crate::image::Image;
 use crate::layout;
-use crate::map::AddressRange;
+use crate::ranges::AddressRange;
 
 /// Offset of the setup header in the file and in `boot_params`.
 pub(super) const HEADER_OFFSET: usize = 0x1f1;

@@ -6,7 +6,7 @@ use zerocopy::{FromBytes, Immutable, KnownLayout};
 use super::{BootProtocol, KernelError, KernelFormat, Plan, Segment, read_header};
 use crate::image::Image;
 use crate::layout;
-use crate::map::AddressRange;
+use crate::ranges::AddressRange;
 
 /// First bytes of every ELF file.
 pub(super) const MAGIC: [u8; 4] = *b"\x7fELF";

@@ -7,7 +7,7 @@ use machine::memory::{ByteValued, GuestMemory};
 use super::memory_map::memory_map;
 use super::{KernelError, Plan};
 use crate::layout::{self, PAGE_SIZE};
-use crate::map::AddressRange;
+use crate::ranges::AddressRange;
 use crate::registers::{self, BootRegisters};
 
 /// `type_of_loader`: no registered boot loader.

@@ -1,7 +1,7 @@
 //! The memory map that kernels are given: e820 for the Linux protocol, the same numbers for PVH.
 
 use crate::layout;
-use crate::map::AddressRange;
+use crate::ranges::AddressRange;
 
 /// Kind of an entry; the values are those of e820 and of PVH (ACPI 6.5, 15).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

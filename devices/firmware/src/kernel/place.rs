@@ -5,7 +5,7 @@ use machine::memory::{GuestAddress, GuestMemory, GuestMemoryBackend};
 use super::{KernelError, Plan};
 use crate::image::Image;
 use crate::layout;
-use crate::map::{AddressRange, RamRange};
+use crate::ranges::{AddressRange, RamRange};
 
 /// RAM as plain ranges, neighbours merged; checked against the memory that is there.
 pub(super) fn checked_ram(memory: &GuestMemory, ram: &[RamRange]) -> Result<Vec<AddressRange>, KernelError> {

@@ -10,7 +10,7 @@ use super::KernelError;
 use super::linux::write_gdt;
 use super::memory_map::memory_map;
 use crate::layout;
-use crate::map::AddressRange;
+use crate::ranges::AddressRange;
 use crate::registers::{self, BootRegisters};
 
 /// Version of `hvm_start_info` that has the memory map.

@@ -10,7 +10,7 @@ use machine::memory::{Bytes, GuestAddress, GuestMemory};
 use super::{BootFiles, BootProtocol, Contents, KernelError, KernelFormat, LoadedKernel, load};
 use crate::image::{Image, ImageBytes};
 use crate::layout::{self, MIB};
-use crate::map::{AddressRange, RamRange};
+use crate::ranges::{AddressRange, RamRange};
 
 const RSDP: u64 = layout::ACPI_TABLES;
 const RAM: u64 = 64 * MIB;
