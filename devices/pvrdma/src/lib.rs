@@ -28,11 +28,13 @@
 
 pub mod abi;
 pub mod completion_queue;
+mod counters;
 mod decode;
 pub mod device;
 pub mod devices;
 pub mod model;
 pub mod page_list;
+mod phase;
 mod provider;
 pub mod receive_queue;
 pub mod ring;

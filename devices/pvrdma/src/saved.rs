@@ -4,8 +4,9 @@
 use hca::attributes::QpKind;
 use serde::{Deserialize, Serialize};
 
+use crate::counters::Counters;
 use crate::decode::SendRules;
-use crate::device::{Counters, Phase};
+use crate::phase::Phase;
 use crate::ring::{RingError, RingMemory};
 
 /// A ring: its pages as numbers, each as the distance from the one before, which is small.

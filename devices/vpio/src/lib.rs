@@ -33,6 +33,7 @@
 //! Sans-KVM and without threads or clocks: whoever owns a monitor calls it from one thread at a time, and gives it the time. Facts and
 //! aims: specs nics and vpio. The idea: *Investigating Virtual Passthrough I/O on Commodity Devices* (2009).
 
+mod card_memory;
 pub mod counters;
 pub mod dma;
 pub mod exchange;
@@ -44,6 +45,7 @@ pub mod pad;
 pub mod plan;
 pub mod remote;
 pub mod scheduler;
+mod scratch;
 pub mod sharing;
 pub mod shown;
 pub mod switch;

@@ -9,11 +9,11 @@ use device_models::model::{Granted, Model, Reads, Refusal};
 use device_models::physical::{DeviceError, PhysicalDevice};
 use thiserror::Error;
 
+use crate::card_memory::CardMemory;
 use crate::counters::Counters;
 use crate::dma::{Mappings, Vetter};
-use crate::fast_forward::Scratch;
 use crate::guest::{FailurePolicy, GuestConfig, GuestId};
-use crate::switch::CardMemory;
+use crate::scratch::Scratch;
 use crate::violation::{Recorder, Violation};
 
 /// Times that the interrupt status is read until it stays clear.

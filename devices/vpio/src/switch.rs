@@ -1,11 +1,12 @@
 //! Hand-off of the device from one guest to another: freeze, save, reset, restore, as the description's context says.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 use device_models::describe::{Cond, Direction, Memory, Pages, Reg, Space, Step};
 use device_models::model::{Granted, Model};
 use device_models::physical::PhysicalDevice;
 
+use crate::card_memory::CardMemory;
 use crate::guest::GuestId;
 use crate::monitor::{Monitor, MonitorError};
 
@@ -21,17 +22,6 @@ pub enum Switched {
     Busy,
     /// A window of the incoming guest can't be granted any more: its policy was applied, and nobody has the device.
     Refused,
-}
-
-/// What of a guest lies in memory on the card.
-#[derive(Debug, Default)]
-pub(crate) struct CardMemory {
-    /// Pages that it wrote, as far as they aren't all of its receive ring.
-    written: BTreeSet<u32>,
-    /// Pages of receive rings that were granted since it got the device.
-    rings: BTreeSet<u32>,
-    /// Contents, while the device is with another guest.
-    saved: BTreeMap<u32, Vec<u32>>,
 }
 
 impl<P: PhysicalDevice> Monitor<P> {

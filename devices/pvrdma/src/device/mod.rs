@@ -36,11 +36,13 @@ use telemetry::guest_log::GuestLog;
 
 pub use config::{Config, ConfigError};
 pub use error::{CommandError, FatalError};
-pub use report::{Counters, DeviceReport};
+pub use report::DeviceReport;
 pub use shared_region::RegionError;
 
 use crate::abi::pci::{VECTOR_ASYNC, VECTOR_COMPLETION};
 use crate::abi::registers::{self, control};
+pub use crate::counters::Counters;
+pub use crate::phase::Phase;
 use crate::provider::Pvrdma;
 use doorbells::{DoorbellMode, LivePage};
 use events::Events;
@@ -52,19 +54,6 @@ pub use slices::{PAGE_TABLES_PER_SLICE, TEARDOWN_STEPS_PER_SLICE};
 pub trait Interrupts {
     /// Raises an MSI-X vector (see [`crate::abi::pci`]).
     fn raise(&self, vector: u16);
-}
-
-/// How far the guest's driver has come.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub enum Phase {
-    /// No driver; nothing of the guest's memory is touched.
-    Silent,
-    /// The shared region is known and capabilities are in it.
-    Described,
-    /// Commands are taken.
-    Active,
-    /// The guest was told that the device failed; commands are refused until it describes a new region.
-    Failed,
 }
 
 /// What is remembered of a queue pair besides what the engine holds.

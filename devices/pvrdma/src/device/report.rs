@@ -2,28 +2,7 @@
 
 use dma::Dma;
 
-use super::{Device, Phase};
-
-/// What happened since the device was made.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Counters {
-    /// Commands taken.
-    pub commands: u64,
-    /// Commands that failed.
-    pub failed_commands: u64,
-    /// Doorbell values seen, in either mode.
-    pub doorbells: u64,
-    /// Interrupts of vectors 0, 1 and 2.
-    pub interrupts: [u64; 3],
-}
-
-impl Counters {
-    pub(super) fn count_interrupt(&mut self, vector: u16) {
-        if let Some(count) = self.interrupts.get_mut(usize::from(vector)) {
-            *count += 1;
-        }
-    }
-}
+use super::{Counters, Device, Phase};
 
 /// A device's state, for `inspect`.
 #[derive(Debug, Clone, serde::Serialize)]
