@@ -143,7 +143,7 @@ pub struct HostArgs {
     /// Serve metrics at this address by HTTP, to everybody who reaches it  [default: the socket `metrics` in the folder only]
     #[arg(long, value_name = "ADDRESS:PORT")]
     pub metrics: Option<SocketAddr>,
-    /// RDMA to other hosts: a file that says which hosts there are, which VMs they run, and their addresses (docs/rdma-hosts.md)
+    /// RDMA to other hosts: a file that says which hosts there are, which VMs they run, and their addresses (docs/how-to/rdma-between-hosts.md)
     #[arg(long, value_name = "PATH", requires = "fabric_address", group = "places")]
     pub directory: Option<PathBuf>,
     /// RDMA to other hosts: the cluster service that knows where VMs are, in place of a file (docs/cluster.md); its instances with commas between them
@@ -165,7 +165,7 @@ pub struct HostArgs {
     #[arg(long, requires = "fabric_address")]
     pub insecure: bool,
     /// Offer transport verbs to VMs that the directory or the cluster service pins to it: their connections are carried by this host's RDMA device
-    /// that has the address of --fabric-address (docs/rdma-hosts.md)
+    /// that has the address of --fabric-address (docs/how-to/rdma-between-hosts.md)
     #[arg(long, requires = "places")]
     pub verbs: bool,
     /// Run without seccomp, Landlock and dropped capabilities

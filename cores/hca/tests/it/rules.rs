@@ -1,4 +1,4 @@
-//! Points where hardware differs, and what was decided: docs/rdma.md lists them.
+//! Points where hardware differs, and what was decided: docs/reference/rdma.md lists them.
 
 use crate::common;
 
