@@ -49,7 +49,7 @@ pub enum Command {
     Resume(Target),
     /// Press a VM's reset button
     Reset(Target),
-    /// Take a VM's commodity NIC from its card to the card's emulation, or back, while the guest runs (docs/vpio.md)
+    /// Take a VM's commodity NIC from its card to the card's emulation, or back, while the guest runs (docs/reference/vpio.md)
     Nic(NicArgs),
     /// Move a running VM to another monitor, which waits for it with `causeway run --incoming`
     Migrate(MigrateArgs),
@@ -59,7 +59,7 @@ pub enum Command {
     Stop(StopArgs),
     /// Run this host's daemon in the foreground: it serves RDMA NICs to VMs
     Host(HostArgs),
-    /// Share one card of this host between VMs, in the foreground: their guests take turns with it, each with its own driver (docs/vpio.md)
+    /// Share one card of this host between VMs, in the foreground: their guests take turns with it, each with its own driver (docs/reference/vpio.md)
     Card(CardArgs),
     /// Change what a VM may use of this host's RDMA: quotas and rates, at once (root and the daemon's user only)
     Limits(LimitsArgs),

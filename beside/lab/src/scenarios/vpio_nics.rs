@@ -38,7 +38,7 @@ pub(super) struct Card {
     kib: u64,
     /// Bytes that the guest lets its peer send ahead: they fit the card's ring. A wire of 10 or 100 Mbit/s does the same; the emulated one has no
     /// speed, its cards hold back frames that don't fit, and Linux's 8139too then never learns of those in its ring when a poll of it ended at
-    /// its 64 frames (docs/vpio.md).
+    /// its 64 frames (docs/design/vpio.md).
     window: u32,
 }
 

@@ -1,5 +1,5 @@
 //! Linux's own drivers on cards under their models, and beside them a root who asks the cards for what the models refuse: by each policy the driver goes on, or its
-//! guest is stopped, as docs/vpio.md has it. The traces of what was refused are replayed here, without guest and card.
+//! guest is stopped, as docs/reference/vpio.md has it. The traces of what was refused are replayed here, without guest and card.
 //!
 //! ```text
 //!   guest: 8139too, e1000, ne2k-pci ──▶ registers ──▶ model ──▶ card ── wire ── e1000 10.82.0.1  host

@@ -1,5 +1,5 @@
 //! After each violation, injected beside a driver that runs, the driver goes on by what it does about an error of its card anyway, or the guest is stopped, as its
-//! policy says (docs/vpio.md). Its card sends nothing of the violation's, and each can be replayed.
+//! policy says (docs/reference/vpio.md). Its card sends nothing of the violation's, and each can be replayed.
 
 use crate::support;
 
