@@ -1,4 +1,4 @@
-//! The complete list of what a failed scenario may blame on the emulator. STABILITY.md has the evidence for each.
+//! The complete list of what a failed scenario may blame on the emulator. docs/design/lab.md has the conditions.
 //!
 //! A fault is excused only if all of these hold:
 //! - The error is an [`Unfinished`]: a timeout expired or a host went away. A wrong answer is never excused.

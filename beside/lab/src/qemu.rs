@@ -1,4 +1,4 @@
-//! The emulator: which QEMU, with what settings, and the command line of a host. STABILITY.md has the evidence.
+//! The emulator: which QEMU, with what settings, and the command line of a host. docs/design/lab.md has the reasons.
 
 use crate::image::Images;
 use crate::topology::{HostSpec, Walks, mac};
@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use std::path::Path;
 use std::process::Command;
 
-/// The threads that emulate a host's CPUs (STABILITY.md).
+/// The threads that emulate a host's CPUs (docs/design/lab.md).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Threads {
     /// One, for a host that gets one CPU: the setting under which no guest was lost.
@@ -157,7 +157,7 @@ impl Emulator {
         add("-machine", if iommu { "q35,kernel-irqchip=split".into() } else { "q35".into() });
         add("-accel", format!("tcg,thread={},tb-size=512", if multi { "multi" } else { "single" }));
         add("-cpu", self.cpu.clone());
-        // One thread that takes turns on several CPUs hangs guests within seconds (STABILITY.md).
+        // One thread that takes turns on several CPUs hangs guests within seconds (docs/design/lab.md).
         add("-smp", if multi { host.cpus } else { 1 }.to_string());
         add("-m", format!("{}M", host.memory_mib));
         add("-display", "none".into());
