@@ -100,7 +100,7 @@ fn every_key_arrives_and_relative_paths_start_at_the_file() {
 
 #[test]
 fn the_manuals_example_is_valid_and_uses_every_key_of_the_file() {
-    let manual = include_str!("../../../../docs/vm-description.md");
+    let manual = include_str!("../../../../docs/reference/vm-description.md");
     let example = manual.split("```toml\n").nth(1).and_then(|rest| rest.split("```").next()).unwrap();
     check(example).unwrap();
     for key in
