@@ -65,7 +65,7 @@ pub enum Command {
     Limits(LimitsArgs),
     /// Write a new cluster key for `causeway host --cluster-key` to a file that isn't there yet
     Key(KeyArgs),
-    /// Run the cluster service, or ask it: where VMs are, who is connected to whom (docs/cluster.md)
+    /// Run the cluster service, or ask it: where VMs are, who is connected to whom (docs/how-to/run-the-cluster-service.md)
     #[command(subcommand)]
     Cluster(cluster::ClusterCommand),
     /// Look at the memory that nodes of a VM share
@@ -146,7 +146,7 @@ pub struct HostArgs {
     /// RDMA to other hosts: a file that says which hosts there are, which VMs they run, and their addresses (docs/how-to/rdma-between-hosts.md)
     #[arg(long, value_name = "PATH", requires = "fabric_address", group = "places")]
     pub directory: Option<PathBuf>,
-    /// RDMA to other hosts: the cluster service that knows where VMs are, in place of a file (docs/cluster.md); its instances with commas between them
+    /// RDMA to other hosts: the cluster service that knows where VMs are, in place of a file (docs/how-to/run-the-cluster-service.md); its instances with commas between them
     #[arg(long, value_name = "HOST:PORT", requires_all = ["fabric_address", "name"], group = "places")]
     pub cluster: Option<String>,
     /// This host's name in the cluster

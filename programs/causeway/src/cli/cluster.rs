@@ -63,7 +63,7 @@ impl KeysArgs {
 #[derive(Debug, Args, Clone)]
 pub struct EtcdArgs {
     /// Keep the state in etcd, as one of several instances of which one leads: members of etcd with commas between them, as http://HOST:PORT or
-    /// https://HOST:PORT (docs/cluster.md)
+    /// https://HOST:PORT (docs/how-to/run-the-cluster-service.md)
     #[arg(long, value_name = "URL,URL", conflicts_with = "state")]
     pub etcd: Option<String>,
     /// What its keys begin with; the same for all instances of a cluster, another for each cluster
