@@ -1,4 +1,4 @@
-//! The layer rule: a crate depends on crates of lower rows only (docs/architecture.md has the table).
+//! The layer rule: a crate depends on crates of lower rows only (docs/design/architecture.md has the table).
 //! The row of a crate is the folder it lies in, so the rule can be seen in the tree.
 
 use crate::metadata::{Metadata, Package};
