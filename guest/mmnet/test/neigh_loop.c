@@ -5,7 +5,7 @@
  * calls and their contexts are those of neigh.h. Parameters break things, while it runs:
  *
  *	kill		write milliseconds: the link ends, as when the peer dies, and a new one begins after that time
- *	unreachable	1: requests with more than one part of data come back with NEIGH_UNREACHABLE
+ *	unreachable	1: pages of programs are as if another's, and requests that name one come back with NEIGH_UNREACHABLE
  *	most		messages that each user may have outstanding
  *	refuse		requests of mmblk of this kind come back with the status MMBLK_BUSY; 0: none
  *	probe		write the name of a file system's write_iter: at each call of it how often a freeze of the file system is held off
@@ -214,6 +214,22 @@ void neigh_complete(struct neigh_link *link, u32 id, u32 status)
 }
 EXPORT_SYMBOL_GPL(neigh_complete);
 
+/* A program's memory, however its pages lie: neither what a module copied it to, nor a page of a file. */
+static bool is_anothers(const struct page *page)
+{
+	return READ_ONCE(unreachable) && PageAnon((struct page *)page);
+}
+
+static bool names_anothers(const struct neigh_msg *msg)
+{
+	unsigned int i;
+
+	for (i = 0; i < msg->count; i++)
+		if (is_anothers(pfn_to_page(PHYS_PFN(msg->parts[i].address))))
+			return true;
+	return false;
+}
+
 static void hand_out(struct neigh *nb, struct loop_item *item)
 {
 	u8 protocol = item->msg.kind >> 8;
@@ -223,7 +239,7 @@ static void hand_out(struct neigh *nb, struct loop_item *item)
 		neigh_complete_quietly(&nb->link, item->msg.id, NEIGH_NOBODY);
 	else if (protocol == NEIGH_PROTO_BLK_REQUEST && NEIGH_KIND_OWN(item->msg.kind) == READ_ONCE(refuse))
 		neigh_complete_quietly(&nb->link, item->msg.id, MMBLK_BUSY);
-	else if (READ_ONCE(unreachable) && protocol == NEIGH_PROTO_BLK_REQUEST && item->msg.count > 2)
+	else if (protocol == NEIGH_PROTO_BLK_REQUEST && names_anothers(&item->msg))
 		neigh_complete_quietly(&nb->link, item->msg.id, NEIGH_UNREACHABLE);
 	else
 		user->ops->receive(nb, nb->at[protocol].priv, &item->msg);
@@ -447,10 +463,9 @@ u64 neigh_global_virt(struct neigh *nb, const void *memory)
 }
 EXPORT_SYMBOL_GPL(neigh_global_virt);
 
-/* As if every page were another's: so that what can't be reached is copied, and counted. */
 bool neigh_page_is_window(const struct page *page)
 {
-	return READ_ONCE(unreachable);
+	return is_anothers(page);
 }
 EXPORT_SYMBOL_GPL(neigh_page_is_window);
 
