@@ -190,9 +190,9 @@ void neigh_free(struct kref *ref);
 int neigh_window_map(struct neigh_link *link);
 void neigh_window_unmap(struct neigh_link *link);
 bool neigh_window_idle(struct neigh_link *link);
-bool neigh_window_has(const struct neigh_link *link, u64 address, u32 length);
 
 /* core_third.c */
+bool neigh_window_has(const struct neigh_link *link, u64 address, u32 length);
 void neigh_read_common(struct neigh *nb);
 bool neigh_in_common(const struct neigh *nb, u32 slot);
 

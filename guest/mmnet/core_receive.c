@@ -28,6 +28,9 @@ static int find_window(struct neigh *nb, struct neigh_link *link, struct neigh_r
 	slot = (part->address - dev->base) / dev->stride;
 	if (slot >= dev->slots || slot == nb->slot)
 		return -EPROTO;
+	/* What reaches into the next window is nobody's memory. */
+	if (part->length > dev->stride - ((part->address - dev->base) & (dev->stride - 1)))
+		return -EPROTO;
 	/* Passed on back to where it came from: there is no window of the own memory. */
 	if (slot == dev->own || !neigh_in_common(nb, slot))
 		return -ENXIO;

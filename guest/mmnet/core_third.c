@@ -11,6 +11,21 @@
 
 #include "core.h"
 
+/* Whether all of it is RAM of the window's owner; can't overflow. */
+bool neigh_window_has(const struct neigh_link *link, u64 address, u32 length)
+{
+	unsigned int i;
+
+	for (i = 0; i < link->extents; i++) {
+		const struct range *extent = &link->extent[i];
+
+		if (length && address >= extent->start && address <= extent->end &&
+		    length - 1 <= extent->end - address)
+			return true;
+	}
+	return false;
+}
+
 /* Read anew whenever the function says that something has changed. neigh_mutex is held. */
 void neigh_read_common(struct neigh *nb)
 {

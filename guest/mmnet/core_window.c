@@ -208,21 +208,6 @@ u64 neigh_global_virt(struct neigh *neigh, const void *memory)
 }
 EXPORT_SYMBOL_GPL(neigh_global_virt);
 
-/* Whether all of it is RAM of the window's owner; can't overflow. */
-bool neigh_window_has(const struct neigh_link *link, u64 address, u32 length)
-{
-	unsigned int i;
-
-	for (i = 0; i < link->extents; i++) {
-		const struct range *extent = &link->extent[i];
-
-		if (length && address >= extent->start && address <= extent->end &&
-		    length - 1 <= extent->end - address)
-			return true;
-	}
-	return false;
-}
-
 /* Gives the window struct pages. Pieces that come to lie in the same 2 MiB are mapped as one. */
 int neigh_window_map(struct neigh_link *link)
 {
