@@ -10,6 +10,9 @@
 /* Whether a device is a neighbour's. */
 bool mmnet_is(const struct net_device *dev);
 
+/* Whether IPsec may decrypt packets of a namespace: in place, where they lie. */
+bool mmnet_transforms(const struct net *net);
+
 int mmnet_leave_init(void);
 void mmnet_leave_exit(void);
 

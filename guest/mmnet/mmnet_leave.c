@@ -6,6 +6,11 @@
  *
  * Not seen here: what packet sockets, XDP, or traffic control redirect by themselves. For those: ethtool --set-priv-flags mmN
  * rx-by-reference off.
+ *
+ * And packets that IPsec may decrypt. Until 2026 (Linux commit f4c50a4034e6) ESP decrypted an skb's pages in place though they were marked
+ * SKBFL_SHARED_FRAG, and nothing comes of stores to a window: what went up the stack was still encrypted. Where the device's own namespace has
+ * states of xfrm, frames are copied as they come (mmnet_main.c), since GRO hands them to ESP as well. In other namespaces, which a device upon
+ * this one may be in, they are copied at the last hook before the protocol.
  */
 #include <linux/netdevice.h>
 #include <linux/netfilter.h>
@@ -31,20 +36,50 @@ static bool refers_to_window(const struct sk_buff *skb)
 	return false;
 }
 
+/* Gives it pages of its own. */
+static int own_pages(struct sk_buff *skb)
+{
+	/* What GRO has joined in a list can't be copied in pieces. */
+	return skb_has_frag_list(skb) ? skb_linearize(skb) : skb_copy_ubufs(skb, GFP_ATOMIC);
+}
+
+bool mmnet_transforms(const struct net *net)
+{
+#ifdef CONFIG_XFRM
+	return READ_ONCE(net->xfrm.state_num);
+#else
+	return false;
+#endif
+}
+
+static unsigned int mmnet_arrives(void *priv, struct sk_buff *skb, const struct nf_hook_state *state)
+{
+	if (!skb_is_nonlinear(skb) || !mmnet_transforms(state->net) || !refers_to_window(skb))
+		return NF_ACCEPT;
+	return own_pages(skb) ? NF_DROP : NF_ACCEPT;
+}
+
 static unsigned int mmnet_leaves(void *priv, struct sk_buff *skb, const struct nf_hook_state *state)
 {
 	const struct net_device *out = state->out;
-	int ret;
 
 	if (!skb_is_nonlinear(skb) || !out || out->flags & IFF_LOOPBACK || mmnet_is(out) || !refers_to_window(skb))
 		return NF_ACCEPT;
-	/* What GRO has joined in a list can't be copied in pieces. */
-	ret = skb_has_frag_list(skb) ? skb_linearize(skb) : skb_copy_ubufs(skb, GFP_ATOMIC);
-	return ret ? NF_DROP : NF_ACCEPT;
+	return own_pages(skb) ? NF_DROP : NF_ACCEPT;
 }
 
 static const struct nf_hook_ops mmnet_hooks[] = {
 	{
+		.hook = mmnet_arrives,
+		.pf = NFPROTO_IPV4,
+		.hooknum = NF_INET_LOCAL_IN,
+		.priority = NF_IP_PRI_LAST,
+	}, {
+		.hook = mmnet_arrives,
+		.pf = NFPROTO_IPV6,
+		.hooknum = NF_INET_LOCAL_IN,
+		.priority = NF_IP6_PRI_LAST,
+	}, {
 		.hook = mmnet_leaves,
 		.pf = NFPROTO_IPV4,
 		.hooknum = NF_INET_POST_ROUTING,

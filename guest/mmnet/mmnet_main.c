@@ -14,7 +14,7 @@
  *
  * Receiving: headers (the first part when it is small, 128 bytes else) and small frames are copied, the rest isn't. A frame is
  * copied as a whole when its pages can't be referred to (see neigh_frags()): the more so when its readers are slow, so that the
- * sender gets its memory back. The sender keeps an skb until its message has come back.
+ * sender gets its memory back; and when IPsec may write to it (mmnet_leave.c). The sender keeps an skb until its message has come back.
  */
 #include <linux/etherdevice.h>
 #include <linux/ethtool.h>
@@ -39,7 +39,7 @@
 
 enum mmnet_stat {
 	RX_FRAMES, RX_BY_REFERENCE, RX_BYTES_BY_REFERENCE, RX_COPIED_SMALL, RX_COPIED_HELD, RX_COPIED_PAGES, RX_COPIED_BUSY,
-	RX_COPIED_ASKED, RX_BYTES_COPIED, RX_BAD, RX_NO_MEMORY, RX_DOWN, TX_FRAMES, TX_BYTES_BY_REFERENCE, TX_BYTES_COPIED,
+	RX_COPIED_ASKED, RX_COPIED_XFRM, RX_BYTES_COPIED, RX_BAD, RX_NO_MEMORY, RX_DOWN, TX_FRAMES, TX_BYTES_BY_REFERENCE, TX_BYTES_COPIED,
 	TX_RETURNED, TX_LOST, TX_UNREACHABLE, TX_FULL, MMNET_STATS,
 };
 
@@ -52,6 +52,7 @@ static const char mmnet_stat_names[][ETH_GSTRING_LEN] = {
 	[RX_COPIED_PAGES] = "rx_copied_pages",			/* in too many pieces */
 	[RX_COPIED_BUSY] = "rx_copied_busy",			/* a page was just coming back */
 	[RX_COPIED_ASKED] = "rx_copied_asked",			/* rx-by-reference is off */
+	[RX_COPIED_XFRM] = "rx_copied_xfrm",			/* IPsec might decrypt them in place */
 	[RX_BYTES_COPIED] = "rx_bytes_copied",			/* headers included */
 	[RX_BAD] = "rx_bad",
 	[RX_NO_MEMORY] = "rx_no_memory",
@@ -136,7 +137,7 @@ static enum mmnet_stat why_copied(int error)
 static struct sk_buff *mmnet_skb(struct mmnet *mm, const struct neigh_msg *msg, bool *kept)
 {
 	bool small = msg->bytes <= READ_ONCE(mm->copybreak);
-	bool by_reference = READ_ONCE(mm->by_reference);
+	bool asked = !READ_ONCE(mm->by_reference), transforms = mmnet_transforms(dev_net(mm->dev));
 	u32 head = MMNET_HEADERS;
 	struct sk_buff *skb;
 	int error;
@@ -148,7 +149,7 @@ static struct sk_buff *mmnet_skb(struct mmnet *mm, const struct neigh_msg *msg, 
 		head = msg->parts[0].length;
 	head = min_t(u64, head, msg->bytes);
 
-	if (small || by_reference) {
+	if (small || !(asked || transforms)) {
 		skb = netdev_alloc_skb_ip_align(mm->dev, head);
 		if (!skb || !neigh_copy_from(msg, 0, skb_put(skb, head), head)) {
 			kfree_skb(skb);
@@ -170,7 +171,7 @@ static struct sk_buff *mmnet_skb(struct mmnet *mm, const struct neigh_msg *msg, 
 		kfree_skb(skb);
 		count(mm, why_copied(error), 1);
 	} else {
-		count(mm, RX_COPIED_ASKED, 1);
+		count(mm, asked ? RX_COPIED_ASKED : RX_COPIED_XFRM, 1);
 	}
 	return mmnet_copy(mm, msg, head);
 }

@@ -31,6 +31,7 @@ mod neighbours_appliance;
 mod neighbours_block;
 mod neighbours_disk;
 mod neighbours_end;
+mod neighbours_esp;
 mod neighbours_faults;
 mod neighbours_integrity;
 mod neighbours_member;

@@ -19,6 +19,7 @@ use crate::recipe::Artifact;
 use crate::scenario::{Options, Report, Scenario};
 use crate::scenarios::neighbours_disk::{self, FILES};
 use crate::scenarios::neighbours_end::{end_daemon, kernel_is_content};
+use crate::scenarios::neighbours_esp as esp;
 use crate::scenarios::neighbours_integrity as integrity;
 use crate::scenarios::neighbours_member::{Counts, Member, counter};
 use crate::scenarios::neighbours_table;
@@ -29,6 +30,7 @@ use crate::topology::{HostSpec, Topology};
 use crate::{progress, recipe};
 use anyhow::{Context, Result, bail};
 use serde_json::{Map, Value, json};
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 /// The scenario.
@@ -92,10 +94,16 @@ fn boot<'a>(host: &'a Host, options: &Options, kernel: &str, number: usize) -> R
         .disk("/dev/vdd", true);
     let images = Images::ready(&[Artifact::Kernels])?;
     let modules = Modules::scan(&images.kernel(kernel).join("modules"))?;
-    let bridge = modules.in_order(&integrity::MODULES)?;
-    let order: Vec<&str> = bridge.iter().map(|(module, _)| module.as_str()).collect();
-    spec = spec.file(integrity::MODULE_ORDER, order.join(" ").into_bytes());
-    for (module, path) in modules.in_order(&["configfs"])?.into_iter().chain(bridge) {
+    let mut files: BTreeMap<_, _> = modules.in_order(&["configfs"])?.into_iter().collect();
+    for (file, wanted) in
+        [(integrity::MODULE_ORDER, &integrity::MODULES[..]), (esp::MODULE_ORDER, &esp::MODULES[..])]
+    {
+        let needed = modules.in_order(wanted)?;
+        let order: Vec<&str> = needed.iter().map(|(module, _)| module.as_str()).collect();
+        spec = spec.file(file, order.join(" ").into_bytes());
+        files.extend(needed);
+    }
+    for (module, path) in files {
         spec = spec.file(&format!("{module}.ko"), std::fs::read(path)?);
     }
     spec.extra.push(format!("--vsock cid={},socket={}", number + 2, guest_channel::socket(name)));
@@ -322,6 +330,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     part(&mut pair, "checksums", &|p| {
         integrity::checksums(&p.a, &p.b).and_then(|found| p.ping().map(|()| found))
     })?;
+    part(&mut pair, "esp", &|p| esp::esp(&p.a, &p.b).and_then(|found| p.ping().map(|()| found)))?;
     part(&mut pair, "unbind", &|p| unbind(p))?;
     part(&mut pair, "unbind-held", &|p| {
         integrity::unbind_held(&p.a, &p.b, &connected()).and_then(|found| p.ping().map(|()| found))

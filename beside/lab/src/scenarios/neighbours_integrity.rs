@@ -19,6 +19,13 @@ const HELD_BYTES: u64 = 48 << 10;
 /// Who sends the frame that comes from outside; nobody has this address.
 const OUTSIDER: Ipv4Addr = Ipv4Addr::new(10, 81, 0, 9);
 
+/// Loads the modules that a file names, but for those that are loaded.
+pub(super) fn load_modules(order: &str) -> String {
+    format!(
+        "for m in $(cat /lab/{order}); do grep -q \"^$(echo $m | tr - _) \" /proc/modules || insmod /lab/$m.ko; done"
+    )
+}
+
 /// What TCP of a guest has counted of a kind.
 fn tcp_count(member: &Member<'_>, name: &str) -> Result<u64> {
     let text = member.sh("grep ^Tcp: /proc/net/snmp")?;
@@ -72,9 +79,10 @@ pub(super) fn checksums(a: &Member<'_>, b: &Member<'_>) -> Found {
         bail!("both ends of the pair have the address {peer:?}");
     }
     a.sh(&format!(
-        "set -e; for m in $(cat /lab/{MODULE_ORDER}); do grep -q \"^$(echo $m | tr - _) \" /proc/modules || insmod /lab/$m.ko; done\n\
+        "set -e; {}\n\
          ip link add v0 type veth peer name v1; ip link add br9 type bridge; ip link set v1 master br9; ip link set mm0 master br9\n\
-         for d in v0 v1 br9; do ip link set $d up; done"
+         for d in v0 v1 br9; do ip link set $d up; done",
+        load_modules(MODULE_ORDER)
     ))?;
     let mut dropped = 0;
     for error in [0x0101, 0] {

@@ -6,6 +6,7 @@ use crate::host::Host;
 use crate::rdma::{self, Runs};
 use crate::scenarios::rdma_exits::Counters;
 use anyhow::{Context, Result};
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -53,6 +54,14 @@ impl Member<'_> {
     /// Exits of any kind, as KVM counts them.
     pub(super) fn exits(&self) -> Result<u64> {
         Ok(Counters::parse(&self.host.sh(&format!("causeway inspect {} exits --json", self.name))?)?.all)
+    }
+
+    /// Stores into windows that were discarded so far.
+    pub(super) fn discarded_stores(&self) -> Result<u64> {
+        let text = self.host.sh(&format!("causeway inspect {} --json", self.name))?;
+        let tree: Value = serde_json::from_str(&text).with_context(|| format!("no JSON: {text:?}"))?;
+        find(&tree, "discarded_stores")
+            .with_context(|| format!("{} counts no discarded stores: {text}", self.name))
     }
 
     /// mmnet's statistics.
@@ -106,6 +115,17 @@ fn parse(text: &str, between: &str) -> Counts {
             Some((name.to_owned(), number.trim().parse().ok()?))
         })
         .collect()
+}
+
+/// The first number of that name in a tree.
+pub(super) fn find(tree: &Value, name: &str) -> Option<u64> {
+    match tree {
+        Value::Object(map) => {
+            map.get(name).and_then(Value::as_u64).or_else(|| map.values().find_map(|value| find(value, name)))
+        }
+        Value::Array(list) => list.iter().find_map(|value| find(value, name)),
+        _ => None,
+    }
 }
 
 /// A counter that must be there.

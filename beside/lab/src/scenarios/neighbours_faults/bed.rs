@@ -14,6 +14,7 @@ use crate::progress;
 use crate::rdma::{self, DAEMON_SOCKET};
 use crate::recipe::{self, Artifact};
 use crate::scenario::Options;
+use crate::scenarios::neighbours_member::find;
 use crate::traffic::Done;
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
@@ -391,16 +392,6 @@ fn slots(tree: &Value) -> Option<[u64; 3]> {
 }
 
 /// The first number of that name in a tree.
-fn find(tree: &Value, name: &str) -> Option<u64> {
-    match tree {
-        Value::Object(map) => {
-            map.get(name).and_then(Value::as_u64).or_else(|| map.values().find_map(|value| find(value, name)))
-        }
-        Value::Array(list) => list.iter().find_map(|value| find(value, name)),
-        _ => None,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
