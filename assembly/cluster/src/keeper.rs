@@ -180,7 +180,8 @@ impl Keeper {
             if self.log.len() >= LOG {
                 self.log.pop_front();
             }
-            if !(event.hosts.is_empty() && event.vms.is_empty() && event.gone.is_empty()) {
+            let empty = event.hosts.is_empty() && event.vms.is_empty();
+            if !(empty && event.gone.is_empty() && event.gone_hosts.is_empty()) {
                 self.shown = event.revision;
                 let before = self.watchers.len();
                 self.watchers.retain(|watcher| watcher.try_send(Ok(event.clone())).is_ok());
@@ -213,13 +214,21 @@ impl Keeper {
                 None => gone.push(vm.0),
             }
         }
+        let (mut hosts, mut gone_hosts) = (Vec::new(), Vec::new());
+        for host in &event.hosts {
+            match messages::host(&self.registry, *host) {
+                Some(host) => hosts.push(host),
+                None => gone_hosts.push(host.0),
+            }
+        }
         proto::WatchEvent {
             instance: self.instance,
             revision: event.revision,
             whole: false,
-            hosts: event.hosts.iter().filter_map(|host| messages::host(&self.registry, *host)).collect(),
+            hosts,
             vms,
             gone,
+            gone_hosts,
         }
     }
 
@@ -233,6 +242,7 @@ impl Keeper {
             hosts: state.hosts,
             vms: state.vms,
             gone: Vec::new(),
+            gone_hosts: Vec::new(),
         }
     }
 

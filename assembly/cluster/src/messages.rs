@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::net::SocketAddr;
 
 use control_api::cluster::proto;
-use nomad::coordinator::{Decision, Stage};
+use nomad::coordinator::{Decision, MayRun, Stage};
 use nomad::{HostId, Incarnation, VmId};
 
 use crate::refusal::Refusal;
@@ -47,7 +47,7 @@ pub(crate) fn nics(nics: Vec<proto::Nic>) -> Result<Vec<Nic>, Refusal> {
 }
 
 pub(crate) fn host(registry: &Registry, host: HostId) -> Option<proto::Host> {
-    let about = registry.state().hosts.get(&host)?;
+    let about = registry.state().hosts.get(&host).filter(|about| !about.is_forgotten())?;
     let incarnation = registry.state().ledger.hosts.get(&host).copied().unwrap_or_default();
     Some(proto::Host {
         id: host.0,
@@ -87,6 +87,19 @@ pub(crate) fn settings(registry: &Registry) -> proto::Settings {
             .map(|(vm, transport)| proto::Pin { vm: vm.clone(), transport: transport.clone() })
             .collect(),
     }
+}
+
+pub(crate) fn claimed(state: &State, name: &str, claimed: MayRun) -> proto::ClaimVmReply {
+    use proto::claim_vm_reply::Answer;
+    let (answer, epoch, host) = match claimed {
+        MayRun::Undecided(_) => (Answer::Undecided, 0, String::new()),
+        MayRun::Here(epoch) => (Answer::Here, epoch.0, String::new()),
+        MayRun::Lost => (Answer::Lost, 0, String::new()),
+        MayRun::Elsewhere(owner) => (Answer::Elsewhere, owner.epoch.0, state.host_name(owner.host)),
+        MayRun::Ended => (Answer::Elsewhere, 0, String::new()),
+    };
+    let vm = state.vm(name).map_or(0, |(vm, _)| vm.0);
+    proto::ClaimVmReply { answer: answer.into(), epoch, host, vm }
 }
 
 fn stage(stage: Option<Stage>) -> &'static str {
@@ -137,6 +150,7 @@ pub(crate) fn state(registry: &Registry) -> proto::State {
                     None => "",
                 }
                 .to_owned(),
+                owed: stored.owed.iter().flat_map(|owed| owed.keys()).map(|host| host.0).collect(),
             })
             .collect(),
         ..proto::State::default()

@@ -64,7 +64,9 @@ impl Refusal {
             Refused::There(one, at) => {
                 Self::Conflict(format!("VM {} can't move to host {}: it runs there", vm(*one), host(*at)))
             }
-            Refused::NoSuchVm(_) | Refused::NoSuchHost(..) => Self::Missing(refused.to_string()),
+            Refused::NoSuchVm(_) | Refused::NoSuchHost(..) | Refused::UnknownHost(_) => {
+                Self::Missing(refused.to_string())
+            }
             Refused::Number(_) | Refused::Twice(_) | Refused::Itself(_) => Self::Invalid(refused.to_string()),
         }
     }

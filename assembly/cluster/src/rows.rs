@@ -12,6 +12,7 @@
 //! | `vm-names/ID` | [`AboutVm`] |
 //! | `links/ID-ID` | nothing |
 //! | `migrations/ID` | 0 undecided, 1 committed, 2 given up; VM, from, to, epoch of each move |
+//! | `owed/ID-ID` | of a migration and a host: the host's start, which hasn't said that it has done what was decided |
 //! | `groups/NAME` | VMs |
 //!
 //! IDs are 8 (hosts, VMs) or 16 hexadecimal digits.
@@ -26,8 +27,8 @@ use serde::de::DeserializeOwned;
 use crate::state::{AboutHost, AboutVm, Change, Settings, State};
 use crate::store::StoreError;
 
-/// Version of the rows.
-pub const VERSION: u64 = 1;
+/// Version of the rows. Rows of version 1, which has no `owed`, are read as well.
+pub const VERSION: u64 = 2;
 /// Key of the row that every transaction writes.
 pub const HEAD: &str = "head";
 /// Key of the version.
@@ -52,6 +53,8 @@ pub enum Row {
     Link(VmId, VmId),
     /// A migration.
     Migration(MigrationId),
+    /// A host that a migration's decision is kept for.
+    Owed(MigrationId, HostId),
     /// A group.
     Group(String),
 }
@@ -84,6 +87,9 @@ pub fn all(state: &State) -> BTreeSet<Row> {
     rows.extend(state.vms.keys().copied().map(Row::VmName));
     rows.extend(ledger.links.iter().map(|(a, b)| Row::Link(*a, *b)));
     rows.extend(ledger.migrations.keys().copied().map(Row::Migration));
+    for (migration, stored) in &ledger.migrations {
+        rows.extend(stored.owed.iter().flat_map(|owed| owed.keys()).map(|host| Row::Owed(*migration, *host)));
+    }
     rows.extend(state.groups.keys().cloned().map(Row::Group));
     rows
 }
@@ -108,6 +114,15 @@ fn touch_ledger(record: &Record, before: &State, rows: &mut BTreeSet<Row>) {
             rows.insert(Row::Migration(*migration));
             let moves = before.ledger.migrations.get(migration).into_iter().flat_map(|stored| &stored.moves);
             rows.extend(moves.map(|moved| Row::Vm(moved.vm)));
+        }
+        Record::Released { migration, owed, lost } => {
+            rows.extend(owed.iter().map(|(host, _)| Row::Owed(*migration, *host)));
+            rows.extend(lost.iter().copied().map(Row::Vm));
+        }
+        Record::Paid { migration, host, lost } => {
+            rows.insert(Row::Owed(*migration, *host));
+            rows.insert(Row::Migration(*migration));
+            rows.extend(lost.iter().copied().map(Row::Vm));
         }
         Record::Finished { migration, lost } => {
             rows.insert(Row::Migration(*migration));
@@ -134,7 +149,7 @@ fn decode<T: DeserializeOwned>(key: &str, value: &[u8]) -> Result<T, StoreError>
 /// When it is another version's.
 pub fn check_format(value: &[u8]) -> Result<(), StoreError> {
     match decode(FORMAT, value)? {
-        VERSION => Ok(()),
+        1 | VERSION => Ok(()),
         other => Err(StoreError::EtcdVersion(other)),
     }
 }
@@ -163,6 +178,7 @@ impl Row {
             Self::VmName(VmId(id)) => format!("vm-names/{id:08x}"),
             Self::Link(VmId(a), VmId(b)) => format!("links/{a:08x}-{b:08x}"),
             Self::Migration(MigrationId(id)) => format!("migrations/{id:016x}"),
+            Self::Owed(MigrationId(id), HostId(host)) => format!("owed/{id:016x}-{host:08x}"),
             Self::Group(name) => format!("groups/{name}"),
         }
     }
@@ -207,6 +223,14 @@ impl Row {
                 }
                 None => return Ok(None),
             },
+            Self::Owed(migration, host) => {
+                let owed =
+                    ledger.migrations.get(migration).and_then(|stored| stored.owed.as_ref()?.get(host));
+                match owed {
+                    Some(incarnation) => encode(&incarnation.0)?,
+                    None => return Ok(None),
+                }
+            }
             Self::Group(name) => match state.groups.get(name) {
                 Some(vms) => encode(&vms.iter().map(|vm| vm.0).collect::<Vec<_>>())?,
                 None => return Ok(None),
@@ -271,7 +295,19 @@ pub fn read(key: &str, value: &[u8], state: &mut State) -> Result<(), StoreError
                 epoch: Epoch(epoch),
             };
             let moves = moves.into_iter().map(moved).collect();
-            ledger.migrations.insert(MigrationId(id), Stored { moves, decision });
+            ledger.migrations.insert(MigrationId(id), Stored { decision, ..Stored::begun(moves) });
+        }
+        // Behind its migration, as keys are in order.
+        Some(("owed", pair)) => {
+            let (id, host) = pair.split_once('-').ok_or_else(unknown)?;
+            let id = u64::from_str_radix(id, 16).map_err(|_| unknown())?;
+            let decided =
+                ledger.migrations.get_mut(&MigrationId(id)).filter(|stored| stored.decision.is_some());
+            let stored = decided.ok_or_else(unknown)?;
+            stored
+                .owed
+                .get_or_insert_default()
+                .insert(HostId(number(host)?), Incarnation(decode(key, value)?));
         }
         Some(("groups", name)) => {
             let vms: Vec<u32> = decode(key, value)?;
@@ -292,7 +328,7 @@ mod tests {
         /// Whatever lies under the prefix is read or refused.
         #[test]
         fn foreign_rows_are_refused_in_a_sentence(
-            key in "(head|settings|version|(hosts|host-names|vms|vm-names|links|migrations|groups)/[0-9a-fG+-]{0,18})",
+            key in "(head|settings|version|(hosts|host-names|vms|vm-names|links|migrations|owed|groups)/[0-9a-fG+-]{0,18})",
             value in proptest::collection::vec(any::<u8>(), 0..40),
         ) {
             if let Err(error) = read(&key, &value, &mut State::default()) {

@@ -154,6 +154,31 @@ impl ClusterService for Service {
         Ok(Response::new(proto::EndVmReply {}))
     }
 
+    async fn forget_host(
+        &self,
+        request: Request<proto::ForgetHostRequest>,
+    ) -> Result<Response<proto::ForgetHostReply>, Status> {
+        let name = request.into_inner().name;
+        let lost = self.ask(move |keeper, now| keeper.registry.forget_host(&name, now)).await?;
+        Ok(Response::new(proto::ForgetHostReply { lost }))
+    }
+
+    async fn claim_vm(
+        &self,
+        request: Request<proto::ClaimVmRequest>,
+    ) -> Result<Response<proto::ClaimVmReply>, Status> {
+        let request = request.into_inner();
+        let reply = self
+            .ask(move |keeper, now| {
+                let speaker = messages::speaker(request.speaker)?;
+                let epoch = Epoch(request.epoch);
+                let claimed = keeper.registry.claim_vm(speaker, &request.vm, epoch, request.keeps, now)?;
+                Ok(messages::claimed(keeper.registry.state(), &request.vm, claimed))
+            })
+            .await?;
+        Ok(Response::new(reply))
+    }
+
     async fn report_links(
         &self,
         request: Request<proto::ReportLinksRequest>,

@@ -46,8 +46,22 @@ impl Settings {
 pub struct AboutHost {
     /// Its name.
     pub name: String,
-    /// Where its daemon takes packets.
+    /// Where its daemon takes packets; port 0: nowhere, since the cluster has been told to forget it.
     pub address: SocketAddr,
+}
+
+impl AboutHost {
+    /// What is left of a host that is gone for good: its name, so that its number stays its own should it come back.
+    #[must_use]
+    pub fn forgotten(name: &str) -> Self {
+        Self { name: name.to_owned(), address: SocketAddr::from(([0, 0, 0, 0], 0)) }
+    }
+
+    /// Whether the cluster has been told to forget it.
+    #[must_use]
+    pub fn is_forgotten(&self) -> bool {
+        self.address.port() == 0
+    }
 }
 
 /// A NIC of a VM.
@@ -182,7 +196,9 @@ pub fn touched(changes: &[Change], state: &State) -> (BTreeSet<HostId>, BTreeSet
                     let moved = state.ledger.migrations.get(migration).into_iter();
                     vms.extend(moved.flat_map(|stored| &stored.moves).map(|moved| moved.vm));
                 }
-                Record::Finished { lost, .. } => vms.extend(lost.iter().copied()),
+                Record::Released { lost, .. } | Record::Paid { lost, .. } | Record::Finished { lost, .. } => {
+                    vms.extend(lost.iter().copied())
+                }
                 Record::Linked { .. }
                 | Record::Unlinked { .. }
                 | Record::Begun { .. }

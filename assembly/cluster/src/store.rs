@@ -11,6 +11,7 @@
 //! | `links` | lower VM, higher VM | nothing |
 //! | `migrations` | migration | 0 undecided, 1 committed, 2 given up |
 //! | `moves` | migration, place in the list | VM, from, to, epoch |
+//! | `owed` | migration, host | the host's start, which hasn't said that it has done what was decided; of migrations whose VMs are free |
 //! | `last` | "migration", "vm", "revision" | the last migration's and VM's numbers; the transactions so far |
 //! | `settings` | "mtu", "sockets" | what is the same on all hosts |
 //! | `host_names` | host | [`AboutHost`], postcard |
@@ -29,8 +30,10 @@ use serde::{Serialize, de::DeserializeOwned};
 
 use crate::state::{AboutHost, AboutVm, Change, Settings, State};
 
-/// Version of the tables.
-pub const VERSION: u64 = 2;
+/// Version of the tables. A database of version 2, which has no `owed`, becomes one of this version when it is opened.
+pub const VERSION: u64 = 3;
+/// The oldest version that is read.
+const OLDEST_VERSION: u64 = 2;
 
 const FORMAT: TableDefinition<'_, &str, u64> = TableDefinition::new("format");
 const HOSTS: TableDefinition<'_, u32, u64> = TableDefinition::new("hosts");
@@ -38,6 +41,7 @@ const VMS: TableDefinition<'_, u32, (u32, u64, bool)> = TableDefinition::new("vm
 const LINKS: TableDefinition<'_, (u32, u32), ()> = TableDefinition::new("links");
 const MIGRATIONS: TableDefinition<'_, u64, u8> = TableDefinition::new("migrations");
 const MOVES: TableDefinition<'_, (u64, u32), (u32, u32, u32, u64)> = TableDefinition::new("moves");
+const OWED: TableDefinition<'_, (u64, u32), u64> = TableDefinition::new("owed");
 const LAST: TableDefinition<'_, &str, u64> = TableDefinition::new("last");
 const SETTINGS: TableDefinition<'_, &str, u64> = TableDefinition::new("settings");
 const HOST_NAMES: TableDefinition<'_, u32, &[u8]> = TableDefinition::new("host_names");
@@ -62,7 +66,7 @@ pub enum StoreError {
     },
     /// Another version.
     #[error(
-        "The cluster's database has version {0}, this program knows {VERSION}: run the release that made it"
+        "The cluster's database has version {0}, this program knows {OLDEST_VERSION} to {VERSION}: run the release that made it"
     )]
     Version(u64),
     /// Reading or writing failed.
@@ -138,12 +142,13 @@ impl RedbStore {
         let version = {
             let mut format = transaction.open_table(FORMAT).map_err(written)?;
             let known = format.get("version").map_err(read)?.map(|version| version.value());
-            if known.is_none() {
+            let known = known.unwrap_or(VERSION);
+            if (OLDEST_VERSION..=VERSION).contains(&known) {
                 format.insert("version", VERSION).map_err(written)?;
             }
-            known.unwrap_or(VERSION)
+            known
         };
-        if version != VERSION {
+        if !(OLDEST_VERSION..=VERSION).contains(&version) {
             return Err(StoreError::Version(version));
         }
         // Tables exist from the beginning, so that reading needs no special case.
@@ -152,6 +157,7 @@ impl RedbStore {
         transaction.open_table(LINKS).map_err(written)?;
         transaction.open_table(MIGRATIONS).map_err(written)?;
         transaction.open_table(MOVES).map_err(written)?;
+        transaction.open_table(OWED).map_err(written)?;
         transaction.open_table(LAST).map_err(written)?;
         transaction.open_table(SETTINGS).map_err(written)?;
         transaction.open_table(HOST_NAMES).map_err(written)?;
@@ -296,13 +302,32 @@ fn put(transaction: &WriteTransaction, record: &Record, after: &Ledger) -> Resul
             let known = after.migrations.contains_key(migration);
             if known { put_decision(transaction, *migration, Some(ABORTED)) } else { Ok(()) }
         }
+        Record::Released { migration, owed, lost } => {
+            let mut table = transaction.open_table(OWED).map_err(written)?;
+            for (host, incarnation) in owed {
+                table.insert((migration.0, host.0), incarnation.0).map_err(written)?;
+            }
+            put_vms(transaction, lost.iter().copied(), after)
+        }
+        Record::Paid { migration, host, lost } => {
+            let mut table = transaction.open_table(OWED).map_err(written)?;
+            table.remove((migration.0, host.0)).map_err(written)?;
+            if !after.migrations.contains_key(migration) {
+                end_migration(transaction, *migration)?;
+            }
+            put_vms(transaction, lost.iter().copied(), after)
+        }
         Record::Finished { migration, lost } => {
-            let mut moves = transaction.open_table(MOVES).map_err(written)?;
-            moves.retain(|(of, _), _| of != migration.0).map_err(written)?;
-            put_decision(transaction, *migration, None)?;
+            end_migration(transaction, *migration)?;
             put_vms(transaction, lost.iter().copied(), after)
         }
     }
+}
+
+fn end_migration(transaction: &WriteTransaction, migration: MigrationId) -> Result<(), StoreError> {
+    let mut moves = transaction.open_table(MOVES).map_err(written)?;
+    moves.retain(|(of, _), _| of != migration.0).map_err(written)?;
+    put_decision(transaction, migration, None)
 }
 
 fn put_vms(
@@ -394,7 +419,8 @@ fn load_ledger(database: &Database) -> Result<Ledger, StoreError> {
             ABORTED => Some(Decision::Aborted),
             other => return Err(StoreError::Damaged(format!("a migration has the decision {other}"))),
         };
-        ledger.migrations.insert(MigrationId(migration.value()), Stored { moves: Vec::new(), decision });
+        let stored = Stored { decision, ..Stored::begun(Vec::new()) };
+        ledger.migrations.insert(MigrationId(migration.value()), stored);
     }
     for row in transaction.open_table(MOVES).map_err(read)?.iter().map_err(read)? {
         let (key, moved) = row.map_err(read)?;
@@ -407,7 +433,23 @@ fn load_ledger(database: &Database) -> Result<Ledger, StoreError> {
         let moved = Move { vm: VmId(vm), from: HostId(from), to: HostId(to), epoch: Epoch(epoch) };
         stored.moves.push(moved);
     }
+    for row in transaction.open_table(OWED).map_err(read)?.iter().map_err(read)? {
+        let (key, incarnation) = row.map_err(read)?;
+        let (migration, host) = key.value();
+        let stored =
+            ledger.migrations.get_mut(&MigrationId(migration)).filter(|stored| stored.decision.is_some());
+        let stored = stored.ok_or_else(|| {
+            StoreError::Damaged(format!(
+                "host {host} is to hear of migration {migration}, which isn't decided"
+            ))
+        })?;
+        let owed = stored.owed.get_or_insert_default();
+        owed.insert(HostId(host), Incarnation(incarnation.value()));
+    }
     let last = transaction.open_table(LAST).map_err(read)?.get("migration").map_err(read)?;
     ledger.last = MigrationId(last.map_or(0, |last| last.value()));
     Ok(ledger)
 }
+
+#[cfg(test)]
+mod tests;

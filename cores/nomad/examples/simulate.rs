@@ -35,6 +35,11 @@ enum Planted {
     DecisionNotWritten,
     StopBeforeHeld,
     DecideTwice,
+    TellForEver,
+    VoteTakenBack,
+    ForgottenIsGivenUp,
+    ResumeInDoubt,
+    RenumberTakesVotesBack,
 }
 
 fn main() -> ExitCode {
@@ -49,6 +54,11 @@ fn main() -> ExitCode {
         Some(Planted::DecisionNotWritten) => Plant::DecisionNotWritten,
         Some(Planted::StopBeforeHeld) => Plant::StopBeforeHeld,
         Some(Planted::DecideTwice) => Plant::DecideTwice,
+        Some(Planted::TellForEver) => Plant::TellForEver,
+        Some(Planted::VoteTakenBack) => Plant::VoteTakenBack,
+        Some(Planted::ForgottenIsGivenUp) => Plant::ForgottenIsGivenUp,
+        Some(Planted::ResumeInDoubt) => Plant::ResumeInDoubt,
+        Some(Planted::RenumberTakesVotesBack) => Plant::RenumberTakesVotesBack,
     };
     let start = Instant::now();
     let mut total = Report::default();
@@ -82,6 +92,8 @@ fn main() -> ExitCode {
         "kills": total.kills,
         "coordinator_kills": total.coordinator_kills,
         "partitions": total.partitions,
+        "deaths": total.deaths,
+        "renumbers": total.renumbers,
         "lost_messages": total.lost,
         "repeated_messages": total.repeated,
         "operations": total.operations,

@@ -23,6 +23,8 @@ pub struct Config {
     pub reserve_ms: u32,
     /// The coordinator gives up a migration whose sources haven't converged.
     pub copy_ms: u32,
+    /// A host that hasn't said in this time that it has done what was decided isn't waited for any longer: the VMs are free, and it is told when it is back.
+    pub settle_ms: u32,
     /// How many hosts a host passes a message on to; 0: whoever has something to say says it to each host.
     pub fan: u8,
     /// Announcements that a peer host doesn't answer before the owner leaves it to the peer to ask.
@@ -36,9 +38,10 @@ impl Default for Config {
         Self {
             retry_ms: 20,
             calm_ms: 250,
-            switch_ms: 150,
+            switch_ms: 2_000,
             reserve_ms: 2_000,
             copy_ms: 300_000,
+            settle_ms: 10_000,
             fan: 4,
             announcements: 50,
             plant: Plant::None,
@@ -68,4 +71,14 @@ pub enum Plant {
     StopBeforeHeld,
     /// The coordinator takes a decision anew when it is asked again.
     DecideTwice,
+    /// The coordinator waits without a limit for every host to do what was decided.
+    TellForEver,
+    /// A destination's monitor that has voted ends itself when nothing is heard for a while.
+    VoteTakenBack,
+    /// A daemon that knows nothing of a migration, since it was started again, says that it was given up.
+    ForgottenIsGivenUp,
+    /// A source's monitor that doesn't know how its migration ended lets its guest go on when its user says so, and asks nobody.
+    ResumeInDoubt,
+    /// A living daemon that the service takes for one that was started again takes its votes back.
+    RenumberTakesVotesBack,
 }

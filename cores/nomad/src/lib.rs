@@ -10,6 +10,7 @@
 //! | [`message`], [`wire`] | messages, and as bytes |
 //! | [`host`] | a host: source, destination, and host of peers |
 //! | [`coordinator`] | the cluster's service: who may run a VM, and what is decided of a migration |
+//! | [`monitor`] | what a VM's monitor makes of its daemon's answers: when its guest may run |
 //! | [`event`] | what goes in and out of a host |
 //! | [`fan`] | one message to many hosts |
 //! | [`objects`] | state of an HCA that is copied while it is used |
@@ -25,6 +26,7 @@ pub mod event;
 pub mod fan;
 pub mod host;
 pub mod message;
+pub mod monitor;
 pub mod names;
 pub mod objects;
 pub mod testing;

@@ -479,6 +479,15 @@ impl Service {
         self.ask("GetState", async |client| client.get_state(proto::GetStateRequest {}).await)
     }
 
+    /// Has the cluster forget a host that is gone for good; blocks. Names of the VMs that are lost with it.
+    ///
+    /// # Errors
+    /// As [`Service::ask`]; the service refuses while the host is heard of.
+    pub fn forget(&self, host: &str) -> Result<Vec<String>, ClusterError> {
+        let request = proto::ForgetHostRequest { name: host.to_owned() };
+        Ok(self.ask("ForgetHost", async |client| client.forget_host(request).await)?.lost)
+    }
+
     /// Waits for an answer as long as one may take.
     ///
     /// # Errors

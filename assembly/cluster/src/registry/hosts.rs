@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use control_api::names::check_name;
 use nomad::coordinator::Event as CoordinatorEvent;
-use nomad::{Body, HostId, Incarnation, Message, Node};
+use nomad::{Body, HostId, Incarnation, Message, Node, VmId};
 
 use super::{MAX_HOSTS, MAX_WAITING, Registry, Speaker};
 use crate::refusal::Refusal;
@@ -91,6 +91,44 @@ impl Registry {
         Ok(Speaker { host, incarnation })
     }
 
+    /// A host is gone for good, as its user says. Its VMs are lost, and may be started elsewhere; migrations end without it. Should it come back, it is told how those were
+    /// decided. Returns the names of the VMs that are lost by it.
+    ///
+    /// # Errors
+    /// When there is no such host, or it is heard of.
+    pub fn forget_host(&mut self, name: &str, now: Instant) -> Result<Vec<String>, Refusal> {
+        self.heal(now)?;
+        let Some((host, _)) = self.state().host(name).filter(|(_, about)| !about.is_forgotten()) else {
+            let shown: String = name.chars().take(64).collect();
+            return Err(Refusal::Missing(format!(
+                "The cluster has no host {}. See 'causeway cluster hosts'",
+                shown.escape_debug()
+            )));
+        };
+        if self.is_heard(host) {
+            return Err(Refusal::Conflict(format!(
+                "Host {name} can't be forgotten: it was heard of in the last {} s, so its VMs may run. End its daemon and its VMs, and try again then",
+                self.lease.as_secs().max(1)
+            )));
+        }
+        let alive = |state: &crate::state::State| -> Vec<VmId> {
+            let owned = state.ledger.vms.iter().filter(|(_, owner)| owner.host == host && owner.alive);
+            owned.map(|(vm, _)| *vm).collect()
+        };
+        let before = alive(self.state());
+        let mut actions = Vec::new();
+        let forgotten = self.coordinator.forget(host, &mut actions);
+        forgotten.map_err(|refused| Refusal::of(&refused, self.state()))?;
+        self.commit(vec![Change::Host(host, AboutHost::forgotten(name))], actions, now)?;
+        self.reported.remove(&host);
+        self.silent.remove(&host);
+        let after = alive(self.state());
+        let lost = before.iter().filter(|vm| !after.contains(vm)).map(|vm| self.state().vm_name(*vm));
+        let lost: Vec<String> = lost.collect();
+        tracing::warn!(host = name, ?lost, "A host is forgotten, as its user says");
+        Ok(lost)
+    }
+
     /// A host is alive.
     ///
     /// # Errors
@@ -134,7 +172,8 @@ impl Registry {
     /// When none does, or there is no such host.
     pub fn find_waiting(&self, vm: &str, host: &str) -> Result<SocketAddr, Refusal> {
         let Some((id, _)) = self.state().host(host) else {
-            let names: Vec<&str> = self.state().hosts.values().map(|about| about.name.as_str()).collect();
+            let known = self.state().hosts.values().filter(|about| !about.is_forgotten());
+            let names: Vec<&str> = known.map(|about| about.name.as_str()).collect();
             return Err(Refusal::Missing(format!(
                 "The cluster has no host {host}; its hosts are: {}",
                 names.join(", ")

@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use nomad::coordinator::Event as CoordinatorEvent;
-use nomad::{HostId, Message, MigrationId, Node, VmId};
+use nomad::coordinator::{Event as CoordinatorEvent, MayRun};
+use nomad::{Epoch, HostId, Message, MigrationId, Node, VmId};
 
 use super::{Registry, Speaker};
 use crate::refusal::Refusal;
@@ -108,6 +108,30 @@ impl Registry {
         self.coordinator.cancel(migration, &mut actions);
         self.commit(Vec::new(), actions, now)?;
         Ok(())
+    }
+
+    /// Whether a VM may run on the speaker's host, for a monitor whose daemon knows nothing of how its migration ended. `epoch`: the one in which it ran there, or was to
+    /// run there. `keeps`: the host still has the VM; where it was counted as lost with its daemon, it is the host's again, in a new epoch.
+    ///
+    /// # Errors
+    /// When the host isn't registered, or was started again since.
+    pub fn claim_vm(
+        &mut self,
+        speaker: Speaker,
+        name: &str,
+        epoch: Epoch,
+        keeps: bool,
+        now: Instant,
+    ) -> Result<MayRun, Refusal> {
+        self.check(speaker, now)?;
+        let Some((vm, _)) = self.state().vm(name) else { return Ok(MayRun::Ended) };
+        if !keeps {
+            return Ok(self.coordinator.may_run(vm, speaker.host, epoch));
+        }
+        let mut actions = Vec::new();
+        let claimed = self.coordinator.claim(vm, speaker.host, epoch, &mut actions);
+        self.commit(Vec::new(), actions, now)?;
+        Ok(claimed)
     }
 
     /// A host's message of the migration protocol.

@@ -15,7 +15,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
-use nomad::coordinator::{Action, Event as CoordinatorEvent, Stage, Timer};
+use nomad::coordinator::{Action, Checkpoint, Event as CoordinatorEvent, Stage, Timer};
 use nomad::{Coordinator, HostId, Incarnation, Message, VmId};
 
 use crate::refusal::Refusal;
@@ -66,6 +66,8 @@ pub struct Registry {
     coordinator: Coordinator,
     /// The coordinator's state isn't the store's: a transaction has failed.
     wounded: bool,
+    /// What the coordinator knew besides its ledger when a transaction succeeded last; `None`: it hasn't begun.
+    checkpoint: Option<Checkpoint>,
     lease: Duration,
     /// Transports by VMs' names.
     pins: BTreeMap<String, String>,
@@ -122,6 +124,7 @@ impl Registry {
             leases: store.state().hosts.keys().map(|host| (*host, now + lease)).collect(),
             store,
             wounded: true,
+            checkpoint: None,
             lease,
             pins: BTreeMap::new(),
             silent: BTreeSet::new(),
@@ -280,6 +283,7 @@ impl Registry {
             vms.extend(before.1);
             self.events.push(Event { revision: self.state().revision, hosts, vms });
         }
+        self.checkpoint = Some(self.coordinator.checkpoint());
         for action in actions {
             match action {
                 Action::Write(_) => {}
@@ -306,16 +310,22 @@ impl Registry {
         self.times.switch_ms
     }
 
-    /// After a transaction has failed: the coordinator begins anew with what is written, as it does after a restart.
+    /// At first the coordinator begins with what is written. After a transaction has failed it goes back to what it knew before that; migrations go on.
     fn heal(&mut self, now: Instant) -> Result<(), StoreError> {
         if !self.wounded {
             return Ok(());
         }
-        self.coordinator = Coordinator::new(self.times, self.state().ledger.clone());
+        let ledger = self.state().ledger.clone();
         self.timers.clear();
         self.latest.clear();
         let mut actions = Vec::new();
-        self.coordinator.step(CoordinatorEvent::Start, &mut actions);
+        match self.checkpoint.clone() {
+            Some(checkpoint) => self.coordinator.roll_back(checkpoint, ledger, &mut actions),
+            None => {
+                self.coordinator = Coordinator::new(self.times, ledger);
+                self.coordinator.step(CoordinatorEvent::Start, &mut actions);
+            }
+        }
         self.commit(Vec::new(), actions, now)?;
         self.wounded = false;
         Ok(())

@@ -1,5 +1,8 @@
 //! The registry's clock: a service that stands still, and hosts that do.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use super::*;
 use crate::RedbStore;
 
@@ -9,20 +12,56 @@ struct World {
     registry: Registry,
     hosts: [Speaker; 2],
     began: Instant,
-    _folder: tempfile::TempDir,
+    folder: tempfile::TempDir,
+    /// The next write fails.
+    fails: Arc<AtomicBool>,
+}
+
+/// A database whose disk refuses a write now and then.
+#[derive(Debug)]
+struct Flaky {
+    store: RedbStore,
+    fails: Arc<AtomicBool>,
+}
+
+impl Store for Flaky {
+    fn state(&self) -> &State {
+        self.store.state()
+    }
+
+    fn write(&mut self, changes: &[Change]) -> Result<(), StoreError> {
+        if self.fails.swap(false, Ordering::SeqCst) {
+            return Err(StoreError::Damaged("a test's disk is full".to_owned()));
+        }
+        self.store.write(changes)
+    }
 }
 
 impl World {
     fn new() -> Self {
+        let fails = Arc::new(AtomicBool::new(false));
         let folder = tempfile::tempdir().unwrap();
         let store = RedbStore::open(&folder.path().join("cluster.redb")).unwrap();
+        let store = Flaky { store, fails: Arc::clone(&fails) };
         let began = Instant::now();
         let mut registry = Registry::new(Box::new(store), LEASE, Duration::from_secs(2), began).unwrap();
         let hosts = ["h1", "h2"].map(|name| {
             let address = format!("127.0.0.{}:4792", &name[1..]).parse().unwrap();
             registry.register_host(name, address, Incarnation(0), began).unwrap()
         });
-        Self { registry, hosts, began, _folder: folder }
+        Self { registry, hosts, began, folder, fails }
+    }
+
+    /// The service is started again on the same database.
+    fn restart(&mut self, at_ms: u64) {
+        let now = self.began + Duration::from_millis(at_ms);
+        let path = self.folder.path().join("other.redb");
+        // The file is locked as long as the first one lives.
+        let store = RedbStore::open(&path).unwrap();
+        let registry = Registry::new(Box::new(store), LEASE, Duration::from_secs(2), now).unwrap();
+        drop(std::mem::replace(&mut self.registry, registry));
+        let store = RedbStore::open(&self.folder.path().join("cluster.redb")).unwrap();
+        self.registry = Registry::new(Box::new(store), LEASE, Duration::from_secs(2), now).unwrap();
     }
 
     fn tick(&mut self, at_ms: u64) {
@@ -101,4 +140,204 @@ fn what_is_not_answered_is_said_again_once_and_seldom_while_memory_is_copied() {
     world.registry.message(reserved, at(now)).unwrap();
     assert_eq!(world.registry.take_messages().len(), 1, "the source shall copy");
     assert_eq!(said(&mut world, now, now + 4 * calm + 1), 4, "and is told again");
+}
+
+/// What a host says of a migration.
+fn says(world: &mut World, host: usize, body: nomad::Body, at_ms: u64) {
+    let Speaker { host, incarnation } = world.hosts[host];
+    let message = Message { from: nomad::Node::Host(host), incarnation, to: nomad::Node::Coordinator, body };
+    world.registry.message(message, world.began + Duration::from_millis(at_ms)).unwrap();
+}
+
+/// VM a moves from the first host to the second; the commit is written at 100 ms.
+fn committed(world: &mut World) -> nomad::MigrationId {
+    let began = world.began;
+    world.registry.register_vm(world.hosts[0], "a", nomad::Epoch(0), Vec::new(), began).unwrap();
+    let wish = [("a".to_owned(), "h2".to_owned())];
+    let migration = world.registry.migrate(&wish, &|_| true, began).unwrap();
+    says(world, 1, nomad::Body::Reserved { migration }, 10);
+    says(world, 0, nomad::Body::Converged { migration }, 20);
+    says(world, 1, nomad::Body::Loaded { migration }, 90);
+    says(world, 0, nomad::Body::Yield { migration }, 100);
+    world.registry.take_messages();
+    migration
+}
+
+/// The decisions that are told to a host now.
+fn told(world: &mut World, host: usize) -> Vec<nomad::Body> {
+    let to = nomad::Node::Host(world.hosts[host].host);
+    let all = world.registry.take_messages().into_iter().filter(|message| message.to == to);
+    let decision =
+        |body: &nomad::Body| matches!(body, nomad::Body::Commit { .. } | nomad::Body::Abort { .. });
+    all.map(|message| message.body).filter(decision).collect()
+}
+
+/// A source that falls silent for good after its vote: its VM may move on and end all the same, and the decision is kept, also by a service that is started again, and told
+/// to it when it is back.
+#[test]
+fn a_decided_migration_ends_without_a_host_that_is_silent() {
+    let mut world = World::new();
+    let migration = committed(&mut world);
+    says(&mut world, 1, nomad::Body::Settled { migration, lost: Vec::new() }, 150);
+    let settle_ms = u64::from(nomad::Config::default().settle_ms);
+    for ms in (200..=settle_ms + 200).step_by(100) {
+        world.beat(1, ms);
+        world.tick(ms);
+    }
+    let vm = world.registry.state().vm("a").unwrap().0;
+    assert_eq!(world.registry.state().ledger.migration_of(vm), None, "it is free");
+    let owed = world.registry.state().ledger.migrations[&migration].owed.clone().unwrap();
+    assert_eq!(owed.keys().copied().collect::<Vec<_>>(), [world.hosts[0].host]);
+    let wish = [("a".to_owned(), "h1".to_owned())];
+    let now = world.began + Duration::from_millis(settle_ms + 300);
+    let refused = world.registry.migrate(&wish, &|_| true, now).unwrap_err().to_string();
+    assert!(refused.contains("isn't heard of"), "{refused}");
+    world.restart(settle_ms + 400);
+    world.registry.take_messages();
+    says(&mut world, 0, nomad::Body::Hello, settle_ms + 500);
+    let told = told(&mut world, 0);
+    assert!(matches!(&told[..], [nomad::Body::Commit { migration: of, .. }] if *of == migration), "{told:?}");
+    says(&mut world, 0, nomad::Body::Settled { migration, lost: Vec::new() }, settle_ms + 600);
+    assert!(world.registry.state().ledger.migrations.is_empty());
+    let now = world.began + Duration::from_millis(settle_ms + 700);
+    world.registry.end_vm(world.hosts[1], vm, nomad::Epoch(2), now).unwrap();
+}
+
+/// A destination that is gone for good with the VM that was committed to it: when its user has the cluster forget it, the VM may be started elsewhere, in a new epoch. Should it
+/// come back, it is told that the VM isn't its own; its old start says nothing that counts.
+#[test]
+fn a_host_is_forgotten_and_its_vms_are_started_elsewhere() {
+    let mut world = World::new();
+    let migration = committed(&mut world);
+    says(&mut world, 0, nomad::Body::Settled { migration, lost: Vec::new() }, 150);
+    let at = |ms: u64, world: &World| world.began + Duration::from_millis(ms);
+    let now = at(200, &world);
+    let refused = world.registry.forget_host("h2", now).unwrap_err().to_string();
+    assert!(refused.contains("it was heard of in the last 6 s"), "{refused}");
+    assert!(world.registry.forget_host("h9", now).unwrap_err().to_string().contains("no host h9"));
+    let settle_ms = u64::from(nomad::Config::default().settle_ms);
+    for ms in (200..=settle_ms + 200).step_by(100) {
+        world.beat(0, ms);
+        world.tick(ms);
+    }
+    let now = at(settle_ms + 300, &world);
+    assert_eq!(world.registry.forget_host("h2", now).unwrap(), ["a"]);
+    assert!(world.registry.forget_host("h2", now).is_err(), "it is forgotten");
+    assert!(crate::messages::host(&world.registry, world.hosts[1].host).is_none(), "nobody is shown it");
+    let registered =
+        world.registry.register_vm(world.hosts[0], "a", nomad::Epoch(0), Vec::new(), now).unwrap();
+    assert_eq!(registered.epoch, nomad::Epoch(3));
+    let old = world.registry.heartbeat(world.hosts[1], now).unwrap_err().to_string();
+    assert!(old.contains("was started again since"), "{old}");
+    let address = "127.0.0.2:4792".parse().unwrap();
+    let back = world.registry.register_host("h2", address, Incarnation(0), now).unwrap();
+    assert_eq!(back.host, world.hosts[1].host, "its number stays its own");
+    world.hosts[1] = back;
+    world.registry.take_messages();
+    says(&mut world, 1, nomad::Body::Loaded { migration }, settle_ms + 400);
+    let told = told(&mut world, 1);
+    assert!(matches!(&told[..], [nomad::Body::Commit { places, .. }] if places.is_empty()), "{told:?}");
+}
+
+/// A monitor whose daemon knows nothing any more asks whether its VM may run: not before that is decided, not where it has moved, and in a new epoch where it was counted as lost.
+#[test]
+fn a_vm_is_claimed_by_the_host_that_may_run_it() {
+    use nomad::coordinator::MayRun;
+
+    let mut world = World::new();
+    let began = world.began;
+    let [source, destination] = world.hosts;
+    world.registry.register_vm(source, "a", nomad::Epoch(0), Vec::new(), began).unwrap();
+    let claim = |world: &mut World, of: Speaker, epoch: u64, keeps: bool| {
+        world.registry.claim_vm(of, "a", nomad::Epoch(epoch), keeps, began).unwrap()
+    };
+    let wish = [("a".to_owned(), "h2".to_owned())];
+    let migration = world.registry.migrate(&wish, &|_| true, began).unwrap();
+    assert_eq!(claim(&mut world, source, 1, true), MayRun::Undecided(migration));
+    assert_eq!(claim(&mut world, destination, 2, false), MayRun::Undecided(migration));
+    says(&mut world, 1, nomad::Body::Reserved { migration }, 10);
+    says(&mut world, 0, nomad::Body::Converged { migration }, 20);
+    says(&mut world, 1, nomad::Body::Loaded { migration }, 90);
+    says(&mut world, 0, nomad::Body::Yield { migration }, 100);
+    assert!(
+        matches!(claim(&mut world, source, 1, true), MayRun::Elsewhere(owner) if owner.host == destination.host)
+    );
+    assert_eq!(claim(&mut world, destination, 2, false), MayRun::Here(nomad::Epoch(2)));
+    // Its daemon is started again, and hasn't it.
+    let address = "127.0.0.2:4792".parse().unwrap();
+    world.hosts[1] = world.registry.register_host("h2", address, Incarnation(0), began).unwrap();
+    let destination = world.hosts[1];
+    says(&mut world, 0, nomad::Body::Settled { migration, lost: Vec::new() }, 150);
+    says(&mut world, 1, nomad::Body::Settled { migration, lost: vec![nomad::VmId(1)] }, 160);
+    assert_eq!(claim(&mut world, destination, 2, false), MayRun::Lost);
+    assert_eq!(
+        claim(&mut world, destination, 2, true),
+        MayRun::Here(nomad::Epoch(3)),
+        "before others start it"
+    );
+    let refused = world.registry.register_vm(source, "a", nomad::Epoch(0), Vec::new(), began).unwrap_err();
+    assert!(refused.to_string().contains("it runs on host h2"), "{refused}");
+}
+
+/// A write that fails costs whoever asked for it an error, at any point of a migration, and the migration nothing.
+#[test]
+fn a_failed_write_gives_no_migration_up() {
+    type Step = fn(&mut World, nomad::MigrationId) -> (usize, nomad::Body);
+    let steps: [Step; 4] = [
+        |_, migration| (1, nomad::Body::Reserved { migration }),
+        |_, migration| (0, nomad::Body::Converged { migration }),
+        |_, migration| (1, nomad::Body::Loaded { migration }),
+        |_, migration| (0, nomad::Body::Yield { migration }),
+    ];
+    for fails_before in 0..=steps.len() {
+        let mut world = World::new();
+        let began = world.began;
+        world.registry.register_vm(world.hosts[0], "a", nomad::Epoch(0), Vec::new(), began).unwrap();
+        let wish = [("a".to_owned(), "h2".to_owned())];
+        let migration = world.registry.migrate(&wish, &|_| true, began).unwrap();
+        for (at, step) in steps.iter().enumerate() {
+            if at == fails_before {
+                world.fails.store(true, Ordering::SeqCst);
+                let other =
+                    world.registry.register_vm(world.hosts[1], "b", nomad::Epoch(0), Vec::new(), began);
+                assert!(other.unwrap_err().to_string().contains("a test's disk is full"));
+            }
+            let (host, body) = step(&mut world, migration);
+            says(&mut world, host, body, 10);
+        }
+        if fails_before == steps.len() {
+            world.fails.store(true, Ordering::SeqCst);
+            let other = world.registry.register_vm(world.hosts[1], "b", nomad::Epoch(0), Vec::new(), began);
+            assert!(other.is_err());
+        }
+        let decision = world.registry.state().ledger.migrations[&migration].decision;
+        assert_eq!(decision, Some(nomad::coordinator::Decision::Committed), "before step {fails_before}");
+        world.registry.take_messages();
+        world.tick(u64::from(nomad::Config::default().retry_ms) + 20);
+        assert_eq!(told(&mut world, 0).len(), 1, "hosts are told, and told again");
+    }
+}
+
+/// The commit itself can't be written: nobody is told of one, and it is written when a vote is said again.
+#[test]
+fn a_commit_that_can_not_be_written_is_written_later() {
+    let mut world = World::new();
+    let began = world.began;
+    world.registry.register_vm(world.hosts[0], "a", nomad::Epoch(0), Vec::new(), began).unwrap();
+    let wish = [("a".to_owned(), "h2".to_owned())];
+    let migration = world.registry.migrate(&wish, &|_| true, began).unwrap();
+    says(&mut world, 1, nomad::Body::Reserved { migration }, 10);
+    says(&mut world, 0, nomad::Body::Converged { migration }, 20);
+    says(&mut world, 1, nomad::Body::Loaded { migration }, 90);
+    world.registry.take_messages();
+    world.fails.store(true, Ordering::SeqCst);
+    let Speaker { host, incarnation } = world.hosts[0];
+    let body = nomad::Body::Yield { migration };
+    let vote = Message { from: nomad::Node::Host(host), incarnation, to: nomad::Node::Coordinator, body };
+    assert!(world.registry.message(vote.clone(), began).is_err());
+    assert!(told(&mut world, 0).is_empty() && told(&mut world, 1).is_empty());
+    world.registry.message(vote, began).unwrap();
+    let decision = world.registry.state().ledger.migrations[&migration].decision;
+    assert_eq!(decision, Some(nomad::coordinator::Decision::Committed));
+    assert_eq!(told(&mut world, 0).len(), 1);
 }

@@ -63,6 +63,10 @@ impl Registry {
             let refused = nomad::coordinator::Refused::Alive(vm, speaker.host, owner.host);
             return Err(Refusal::of(&refused, self.state()));
         }
+        if let Some(migration) = self.state().ledger.migration_of(vm).filter(|_| epoch == Epoch(0)) {
+            // Its daemon was started again after its vote: whether the VM is still this host's isn't decided, or hasn't been said.
+            return Err(Refusal::of(&nomad::coordinator::Refused::Busy(vm, migration), self.state()));
+        }
         let (nics, refused) = self.free_of_others(vm, nics);
         if nics != before.nics {
             let about = AboutVm { name: name.to_owned(), nics };

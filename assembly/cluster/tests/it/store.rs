@@ -32,7 +32,7 @@ fn what_is_written_is_read() {
             assert_eq!(store.state(), &after(&changes[..=count]));
         }
     }
-    assert_eq!(kinds.len(), 9, "not all kinds of records came up");
+    assert_eq!(kinds.len(), 11, "not all kinds of records came up");
     assert_eq!(others.len(), 6, "not all kinds of changes came up");
 }
 

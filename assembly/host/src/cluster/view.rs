@@ -166,6 +166,9 @@ impl View {
         for vm in event.gone {
             self.contents.vms.remove(&vm);
         }
+        for host in event.gone_hosts {
+            self.contents.hosts.remove(&host);
+        }
         self.place = (event.instance, event.revision);
     }
 
@@ -250,7 +253,15 @@ mod tests {
     }
 
     fn event(revision: u64, vms: Vec<proto::Vm>, gone: Vec<u32>) -> proto::WatchEvent {
-        proto::WatchEvent { instance: 7, revision, whole: false, hosts: Vec::new(), vms, gone }
+        proto::WatchEvent {
+            instance: 7,
+            revision,
+            whole: false,
+            hosts: Vec::new(),
+            vms,
+            gone,
+            gone_hosts: Vec::new(),
+        }
     }
 
     fn view() -> View {

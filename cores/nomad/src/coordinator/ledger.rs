@@ -34,6 +34,23 @@ pub struct Stored {
     pub moves: Vec<Move>,
     /// How it was decided.
     pub decision: Option<Decision>,
+    /// `Some`: its VMs are free again, and these starts of these hosts haven't been heard to have done what was decided. The decision is kept until each of
+    /// them has. `None`: all hosts that take part are waited for.
+    pub owed: Option<BTreeMap<HostId, Incarnation>>,
+}
+
+impl Stored {
+    /// A migration that begins.
+    #[must_use]
+    pub fn begun(moves: Vec<Move>) -> Self {
+        Self { moves, decision: None, owed: None }
+    }
+
+    /// Whether it binds its VMs: none of them may move, end or be started meanwhile.
+    #[must_use]
+    pub fn binds(&self) -> bool {
+        self.owed.is_none()
+    }
 }
 
 /// A change.
@@ -93,6 +110,24 @@ pub enum Record {
         /// Which migration.
         migration: MigrationId,
     },
+    /// Hosts haven't said in time that they have done what was decided: the VMs are free, and the decision is kept for these hosts.
+    Released {
+        /// Which migration.
+        migration: MigrationId,
+        /// The hosts, and their last known starts.
+        owed: Vec<(HostId, Incarnation)>,
+        /// VMs that their owner doesn't have.
+        lost: Vec<VmId>,
+    },
+    /// One of these hosts has done it. The last one ends the migration.
+    Paid {
+        /// Which migration.
+        migration: MigrationId,
+        /// The host.
+        host: HostId,
+        /// VMs that it should have, and doesn't.
+        lost: Vec<VmId>,
+    },
     /// All hosts have done what was decided.
     Finished {
         /// Which migration.
@@ -140,7 +175,7 @@ impl Ledger {
             }
             Record::Begun { migration, moves } => {
                 self.last = self.last.max(*migration);
-                self.migrations.insert(*migration, Stored { moves: moves.clone(), decision: None });
+                self.migrations.insert(*migration, Stored::begun(moves.clone()));
             }
             Record::Committed { migration } => {
                 let Some(stored) = self.migrations.get_mut(migration) else { return };
@@ -154,6 +189,22 @@ impl Ledger {
                 if let Some(stored) = self.migrations.get_mut(migration) {
                     stored.decision = Some(Decision::Aborted);
                 }
+            }
+            Record::Released { migration, owed, lost } => {
+                if let Some(stored) = self.migrations.get_mut(migration) {
+                    stored.owed = Some(owed.iter().copied().collect());
+                }
+                self.lose(lost);
+            }
+            Record::Paid { migration, host, lost } => {
+                if let Some(owed) = self.migrations.get_mut(migration).and_then(|stored| stored.owed.as_mut())
+                {
+                    owed.remove(host);
+                    if owed.is_empty() {
+                        self.migrations.remove(migration);
+                    }
+                }
+                self.lose(lost);
             }
             Record::Finished { migration, lost } => {
                 self.migrations.remove(migration);
@@ -180,10 +231,10 @@ impl Ledger {
         self.links.iter().filter_map(other)
     }
 
-    /// The undecided or unfinished migration that a VM is part of.
+    /// The migration that binds a VM: an undecided one, or one of which hosts are waited for.
     #[must_use]
     pub fn migration_of(&self, vm: VmId) -> Option<MigrationId> {
-        let has = |stored: &Stored| stored.moves.iter().any(|moved| moved.vm == vm);
+        let has = |stored: &Stored| stored.binds() && stored.moves.iter().any(|moved| moved.vm == vm);
         self.migrations.iter().find(|(_, stored)| has(stored)).map(|(migration, _)| *migration)
     }
 

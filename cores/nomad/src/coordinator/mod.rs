@@ -2,13 +2,19 @@
 //!
 //! ```text
 //! Reserving ─all destinations─▶ Copying ─all sources─▶ Switching ─all votes─▶ COMMIT ─all hosts─▶ finished
-//!     │                            │                       │                              ▲
-//!     └──── failure, restart, deadline, cancel ────────────┴──────▶ ABORT ────all hosts───┘
+//!     │                            │                       │                    │         ▲  ▲
+//!     └──── failure, restart, deadline, cancel ────────────┴──────▶ ABORT ──────┼─all hosts┘  │ all hosts
+//!                                                                     └deadline─┴─▶ released ─┘
 //! ```
+//! A migration that is decided ends: hosts that don't say in time that they have done what was decided ([`Config::settle_ms`]) keep nobody. Its VMs are free, and
+//! the decision is kept for each of these hosts until it says so. It is told when it asks, when it says hello, and once in each such time.
+//!
 //! Decisions are in the [`Ledger`], written before they are told. Everything else is in memory: a coordinator that begins with a ledger
 //! gives up what isn't decided there, and goes on to tell what is.
 
 mod ledger;
+mod owed;
+mod rollback;
 mod verbs;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -18,6 +24,8 @@ use crate::message::{Body, Message, Reason};
 use crate::names::{HostId, Incarnation, MigrationId, Move, Node, Place, VmId};
 
 pub use ledger::{Decision, Ledger, Owner, Record, Stored};
+pub use owed::MayRun;
+pub use rollback::Checkpoint;
 pub use verbs::Refused;
 
 /// What the coordinator is told.
@@ -141,10 +149,9 @@ impl Coordinator {
     #[must_use]
     pub fn awaits(&self, timer: Timer) -> bool {
         match timer {
-            Timer::Retry(migration) => self.progress.contains_key(&migration),
+            Timer::Retry(migration) => self.progress.contains_key(&migration) || self.is_owed(migration),
             Timer::Deadline(migration, stage) => {
-                stage != Stage::Telling
-                    && self.progress.get(&migration).is_some_and(|progress| progress.stage == stage)
+                self.progress.get(&migration).is_some_and(|progress| progress.stage == stage)
             }
         }
     }
@@ -161,13 +168,17 @@ impl Coordinator {
     }
 
     fn start(&mut self, actions: &mut Vec<Action>) {
-        let migrations: Vec<_> =
-            self.ledger.migrations.iter().map(|(migration, stored)| (*migration, stored.decision)).collect();
+        let bind = self.ledger.migrations.iter().filter(|(_, stored)| stored.binds());
+        let migrations: Vec<_> = bind.map(|(migration, stored)| (*migration, stored.decision)).collect();
         for (migration, decision) in migrations {
             if decision.is_none() {
                 self.write(Record::Aborted { migration }, actions);
             }
             self.tell_decision(migration, actions);
+        }
+        let owed = self.ledger.migrations.keys().filter(|migration| self.is_owed(**migration));
+        for migration in owed.copied().collect::<Vec<_>>() {
+            self.remind(migration, actions);
         }
     }
 
@@ -177,7 +188,10 @@ impl Coordinator {
             return;
         }
         match message.body {
-            Body::Hello => self.send(host, Body::Welcome, actions),
+            Body::Hello => {
+                self.send(host, Body::Welcome, actions);
+                self.tell_owed(host, actions);
+            }
             Body::Reserved { migration }
             | Body::Converged { migration }
             | Body::Loaded { migration }
@@ -214,6 +228,7 @@ impl Coordinator {
             .flat_map(|stored| &stored.moves)
             .filter(|moved| moved.from == host)
             .map(|moved| moved.vm)
+            .chain(self.unanswered(host))
             .collect();
         let owned = self.ledger.vms.iter().filter(|(_, owner)| owner.host == host && owner.alive);
         let lost = owned.map(|(vm, _)| *vm).filter(|vm| !spared.contains(vm)).collect();
@@ -249,19 +264,10 @@ impl Coordinator {
             // All have answered, or it never was: whoever asks has promised nothing that counts.
             None => Body::Abort { migration, places: Vec::new() },
             Some(Stored { decision: None, .. }) => return true,
-            Some(stored) => Self::decision_body(migration, stored),
+            Some(stored) => self.decision_body(host, migration, stored),
         };
         self.send(host, body, actions);
         false
-    }
-
-    fn decision_body(migration: MigrationId, stored: &Stored) -> Body {
-        match stored.decision {
-            Some(Decision::Committed) => {
-                Body::Commit { migration, places: Ledger::places(stored, Decision::Committed) }
-            }
-            _ => Body::Abort { migration, places: Ledger::places(stored, Decision::Aborted) },
-        }
     }
 
     /// A host has come to a point of an undecided migration.
@@ -326,11 +332,9 @@ impl Coordinator {
             Stage::Reserving => self.config.reserve_ms,
             Stage::Copying => self.config.copy_ms,
             Stage::Switching => self.config.switch_ms.saturating_mul(2),
-            Stage::Telling => 0,
+            Stage::Telling => self.config.settle_ms,
         };
-        if stage != Stage::Telling {
-            actions.push(Action::Timer { timer: Timer::Deadline(migration, stage), after_ms });
-        }
+        actions.push(Action::Timer { timer: Timer::Deadline(migration, stage), after_ms });
         self.say(migration, actions);
     }
 
@@ -348,7 +352,7 @@ impl Coordinator {
                 Stage::Reserving => Body::Reserve { migration, moves: part(&|moved| moved.to) },
                 Stage::Copying => Body::Begin { migration, moves: part(&|moved| moved.from) },
                 Stage::Switching => Body::Switch { migration },
-                Stage::Telling => Self::decision_body(migration, &stored),
+                Stage::Telling => self.decision_body(host, migration, &stored),
             };
             self.send(host, body, actions);
         }
@@ -404,24 +408,6 @@ impl Coordinator {
         self.enter(migration, actions);
     }
 
-    fn settled(&mut self, host: HostId, migration: MigrationId, lost: &[VmId], actions: &mut Vec<Action>) {
-        let Some(progress) = self.progress.get_mut(&migration) else { return };
-        let Some(stored) = self.ledger.migrations.get(&migration) else { return };
-        let Some(decision) = stored.decision else { return };
-        if progress.stage != Stage::Telling || !progress.waiting.remove(&host) {
-            return;
-        }
-        // A host can only lose what it should have.
-        let places = Ledger::places(stored, decision);
-        let should = |vm: &VmId| places.iter().any(|place| place.vm == *vm && place.host == host);
-        progress.lost.extend(lost.iter().copied().filter(should));
-        if progress.waiting.is_empty() {
-            let lost = progress.lost.iter().copied().collect();
-            self.progress.remove(&migration);
-            self.write(Record::Finished { migration, lost }, actions);
-        }
-    }
-
     fn locate(&mut self, host: HostId, vm: VmId, actions: &mut Vec<Action>) {
         let body = match self.ledger.vms.get(&vm) {
             Some(owner) if owner.alive => {
@@ -435,7 +421,9 @@ impl Coordinator {
 
     fn timer(&mut self, timer: Timer, actions: &mut Vec<Action>) {
         match timer {
+            Timer::Retry(migration) if self.is_owed(migration) => self.remind(migration, actions),
             Timer::Retry(migration) => self.say(migration, actions),
+            Timer::Deadline(migration, Stage::Telling) => self.release(migration, actions),
             Timer::Deadline(migration, _) => self.give_up(migration, Reason::Late, actions),
         }
     }

@@ -23,6 +23,9 @@ pub enum Refused {
     /// No such host.
     #[error("{0} can't move to {1}: no such host has reported. See 'causeway cluster hosts'")]
     NoSuchHost(VmId, HostId),
+    /// Nobody has heard of that host.
+    #[error("{0} can't be forgotten: no such host has reported. See 'causeway cluster hosts'")]
+    UnknownHost(HostId),
     /// It, or a peer, moves already.
     #[error(
         "{0} can't move now: {1} isn't over, and moves it or one of its peers. Wait for it, or cancel it"

@@ -26,7 +26,7 @@ impl Arriving {
         self.faces.values().flatten().any(|place| place.vm == vm)
     }
 
-    fn is_loaded(&self) -> bool {
+    pub fn is_loaded(&self) -> bool {
         self.granted
             && self
                 .moves
@@ -156,16 +156,23 @@ impl Host {
             actions.push(Action::Release { migration });
             return None;
         }
-        let mut landed = Vec::new();
+        let (mut landed, mut others) = (Vec::new(), false);
         for (vm, faces) in arriving.faces {
             let epoch =
                 places.iter().find(|place| place.vm == vm && place.host == self.id).map(|place| place.epoch);
-            let Some(epoch) = epoch else { continue };
+            let Some(epoch) = epoch else {
+                // It was lost meanwhile, as others see it, and may have been started elsewhere.
+                others = true;
+                continue;
+            };
             self.learn(&faces);
             let faces = faces.iter().map(|place| (place.vm, false)).collect();
             self.vms.insert(vm, Vm { epoch, after: migration, switching: None, faces });
             actions.push(Action::Run { vm, epoch });
             landed.push((vm, epoch));
+        }
+        if others {
+            actions.push(Action::Release { migration });
         }
         Some(landed)
     }

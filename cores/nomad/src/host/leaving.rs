@@ -9,11 +9,12 @@
 use std::collections::BTreeSet;
 
 use super::Host;
+use super::running::SLOWER;
 use crate::config::{Config, MAX_MIGRATIONS, MAX_MOVES, Plant};
 use crate::event::{Action, Timer};
 use crate::fan::split;
 use crate::message::{Body, Reason};
-use crate::names::{HostId, MigrationId, Move, Node, Place, VmId};
+use crate::names::{Epoch, HostId, MigrationId, Move, Node, Place, VmId};
 
 /// VMs that leave this host in a migration.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -32,8 +33,8 @@ enum Phase {
     Stopping(BTreeSet<VmId>),
     /// Destinations that haven't everything.
     Handing(BTreeSet<HostId>),
-    /// The source has voted: it is for the coordinator to say how this ends.
-    Yielded,
+    /// The source has voted: it is for the coordinator to say how this ends. It is asked so many times before it is asked less often.
+    Yielded(u8),
 }
 
 impl Leaving {
@@ -44,13 +45,21 @@ impl Leaving {
     pub fn has_deadline(&self, config: &Config) -> bool {
         match self.phase {
             Phase::Copying(_) => false,
-            Phase::Yielded => config.plant == Plant::RunAfterYield,
+            Phase::Yielded(_) => config.plant == Plant::RunAfterYield,
             _ => true,
         }
     }
 
     fn vms(&self) -> Vec<VmId> {
         self.moves.iter().map(|moved| moved.vm).collect()
+    }
+
+    pub fn brings(&self, vm: VmId) -> bool {
+        self.moves.iter().any(|moved| moved.vm == vm)
+    }
+
+    pub fn has_voted(&self) -> bool {
+        matches!(self.phase, Phase::Yielded(_))
     }
 }
 
@@ -202,14 +211,20 @@ impl Host {
         let Some(leaving) = self.leaving.get_mut(&migration) else { return };
         let Phase::Handing(left) = &mut leaving.phase else { return };
         if left.remove(&from) && left.is_empty() {
-            leaving.phase = Phase::Yielded;
+            leaving.phase = Phase::Yielded(0);
             self.tell(Node::Coordinator, Body::Yield { migration }, actions);
         }
     }
 
     pub(super) fn repeat_leaving(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
-        let Some(leaving) = self.leaving.get(&migration) else { return };
         let mut after_ms = self.config.retry_ms;
+        if let Some(Leaving { phase: Phase::Yielded(tries), .. }) = self.leaving.get_mut(&migration) {
+            // An outage may last: who stands still for it needn't keep the others busy.
+            let slow = *tries >= self.config.announcements;
+            *tries = tries.saturating_add(u8::from(!slow));
+            after_ms = after_ms.saturating_mul(if slow { SLOWER } else { 1 });
+        }
+        let Some(leaving) = self.leaving.get(&migration) else { return };
         match &leaving.phase {
             Phase::Copying(left) => {
                 after_ms = self.config.calm_ms;
@@ -228,7 +243,7 @@ impl Host {
             }
             Phase::Stopping(_) => return,
             Phase::Handing(_) => self.hand_over(migration, actions),
-            Phase::Yielded => self.tell(Node::Coordinator, Body::Yield { migration }, actions),
+            Phase::Yielded(_) => self.tell(Node::Coordinator, Body::Yield { migration }, actions),
         }
         self.set(Timer::Leaving(migration), after_ms, actions);
     }
@@ -242,8 +257,53 @@ impl Host {
         self.give_up(migration, reason, actions);
     }
 
+    /// It was given up, as the coordinator says, which names those VMs that are this host's. After a vote no other runs on: it was lost meanwhile, as others see it, and
+    /// may have been started elsewhere.
+    pub(super) fn leave_aborted(
+        &mut self,
+        migration: MigrationId,
+        places: &[Place],
+        actions: &mut Vec<Action>,
+    ) {
+        let Some(leaving) = self.leaving.get(&migration) else { return };
+        let named = |moved: &Move| places.iter().any(|place| place.vm == moved.vm && place.host == self.id);
+        let others: Vec<Move> = leaving.moves.iter().filter(|moved| !named(moved)).copied().collect();
+        if !leaving.has_voted() || others.is_empty() {
+            return self.run_on(migration, actions);
+        }
+        let phase = leaving.phase.clone();
+        if others.len() < leaving.moves.len() {
+            if let Some(leaving) = self.leaving.get_mut(&migration) {
+                leaving.moves.retain(|moved| !others.contains(moved));
+            }
+            self.run_on(migration, actions);
+        }
+        self.leaving.insert(migration, Leaving { moves: others, phase });
+    }
+
+    /// A VM that stands still after a vote is this host's again, in a new epoch: what it was voted for is over, for it.
+    pub(super) fn reclaimed(&mut self, vm: VmId, epoch: Epoch, actions: &mut Vec<Action>) {
+        let of = self.leaving.iter().find(|(_, leaving)| leaving.brings(vm)).map(|(migration, _)| *migration);
+        if let Some(migration) = of
+            && let Some(leaving) = self.leaving.get_mut(&migration)
+        {
+            leaving.moves.retain(|moved| moved.vm != vm);
+            if leaving.moves.is_empty() {
+                self.leaving.remove(&migration);
+            }
+        }
+        let Some(found) = self.vms.get_mut(&vm) else { return };
+        found.epoch = epoch;
+        found.after = found.after.max(of.unwrap_or_default());
+        let after = found.after;
+        if found.switching.take().is_some() {
+            actions.push(Action::Run { vm, epoch });
+            self.announce(after, &[(vm, epoch)], actions);
+        }
+    }
+
     pub(super) fn stream_broke(&mut self, migration: MigrationId, actions: &mut Vec<Action>) {
-        let voted = self.leaving.get(&migration).is_some_and(|leaving| leaving.phase == Phase::Yielded);
+        let voted = self.leaving.get(&migration).is_some_and(Leaving::has_voted);
         if self.leaving.contains_key(&migration) && !voted {
             self.give_up(migration, Reason::Stream, actions);
         } else if self.arriving.contains_key(&migration) {

@@ -16,7 +16,7 @@ mod running;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-use crate::config::Config;
+use crate::config::{Config, Plant};
 use crate::event::{Action, Event, Timer};
 use crate::fan::Spread;
 use crate::message::{Body, Message};
@@ -93,8 +93,19 @@ impl Host {
     /// Takes an event in; what is to be done is appended.
     pub fn step(&mut self, event: Event, actions: &mut Vec<Action>) {
         match event {
-            Event::Start => self.greet(actions),
+            Event::Start => {
+                self.greet(actions);
+                for migration in self.leaving.keys() {
+                    self.set(Timer::Leaving(*migration), self.config.retry_ms, actions);
+                }
+                for migration in self.arriving.keys() {
+                    self.set(Timer::Arriving(*migration), self.config.retry_ms, actions);
+                }
+            }
             Event::Message(message) => self.message(message, actions),
+            Event::Started { vm, epoch } if self.vms.get(&vm).is_some_and(|found| found.epoch < epoch) => {
+                self.reclaimed(vm, epoch, actions);
+            }
             Event::Started { vm, epoch } => {
                 let faces = BTreeMap::new();
                 self.vms.entry(vm).or_insert(Vm { epoch, after: MigrationId(0), switching: None, faces });
@@ -159,6 +170,12 @@ impl Host {
         self.vms.iter().map(|(vm, found)| (*vm, found.epoch))
     }
 
+    /// The epoch of a VM of this host.
+    #[must_use]
+    pub fn epoch(&self, vm: VmId) -> Option<Epoch> {
+        self.vms.get(&vm).map(|found| found.epoch)
+    }
+
     /// VMs that queue pairs of a VM of this host face.
     #[must_use]
     pub fn faces(&self, vm: VmId) -> BTreeSet<VmId> {
@@ -179,6 +196,28 @@ impl Host {
     #[must_use]
     pub fn has_voted(&self, vm: VmId) -> bool {
         self.arriving.values().any(|arriving| arriving.has_voted(vm))
+    }
+
+    /// Whether this host, as a source, has voted for a migration that is to take a VM away, and waits for the decision.
+    #[must_use]
+    pub fn has_yielded(&self, vm: VmId) -> bool {
+        self.leaving.values().any(|leaving| leaving.has_voted() && leaving.brings(vm))
+    }
+
+    /// The coordinator takes this host for another start of it, although it is the same. Votes stay given: VMs that it has voted for stay as they are until it is heard
+    /// how that was decided. All else is as after a start; the caller lets go of it. [`Event::Start`] is to follow.
+    pub fn renumber(&mut self, id: HostId, incarnation: Incarnation) {
+        let mut new = Self::new(id, incarnation, self.config);
+        std::mem::swap(self, &mut new);
+        if self.config.plant == Plant::RenumberTakesVotesBack {
+            return;
+        }
+        self.leaving = new.leaving.into_iter().filter(|(_, leaving)| leaving.has_voted()).collect();
+        self.arriving = new.arriving.into_iter().filter(|(_, arriving)| arriving.is_loaded()).collect();
+        let stays = |vm: &VmId| self.leaving.values().any(|leaving| leaving.brings(*vm));
+        self.vms = new.vms.into_iter().filter(|(vm, _)| stays(vm)).collect();
+        self.known = new.known;
+        self.forget_strangers();
     }
 
     fn timer(&mut self, timer: Timer, actions: &mut Vec<Action>) {
@@ -268,7 +307,7 @@ impl Host {
         if self.arriving.remove(&migration).is_some() {
             actions.push(Action::Release { migration });
         }
-        self.run_on(migration, actions);
+        self.leave_aborted(migration, places, actions);
         self.forget_strangers();
         self.settle(migration, places, actions);
     }

@@ -9,7 +9,7 @@ use crate::message::Body;
 use crate::names::{Epoch, HostId, MigrationId, Node, Place, VmId};
 
 /// How much more seldom an announcement is repeated after [`crate::Config::announcements`].
-const SLOWER: u32 = 32;
+pub(super) const SLOWER: u32 = 32;
 
 /// VMs that run here since a migration has ended, and peer hosts that haven't answered.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -59,12 +59,27 @@ impl Host {
         }
         let slow = announcing.tries >= self.config.announcements;
         announcing.tries = announcing.tries.saturating_add(u8::from(!slow));
+        if slow {
+            // A host that never answers may be gone, and its VMs with it: the coordinator knows.
+            let waiting = announcing.waiting.clone();
+            for peer in self.peers_on(&waiting, &names) {
+                self.tell(Node::Coordinator, Body::Where { vm: peer }, actions);
+            }
+        }
+        let Some(announcing) = self.announcing.get(&after) else { return };
         for host in announcing.waiting.clone() {
             let body = Body::Running { after, origin: self.id, vms: vms.clone(), fan: Vec::new() };
             self.tell(Node::Host(host), body, actions);
         }
         let pause = self.config.retry_ms.saturating_mul(if slow { SLOWER } else { 1 });
         self.set(Timer::Announce(after), pause, actions);
+    }
+
+    /// Peers of these VMs that were last known on one of these hosts.
+    fn peers_on(&self, hosts: &BTreeSet<HostId>, vms: &[VmId]) -> BTreeSet<VmId> {
+        let peers = vms.iter().filter_map(|vm| self.vms.get(vm)).flat_map(|vm| vm.faces.keys());
+        let there = |peer: &&VmId| self.known.get(peer).is_some_and(|known| hosts.contains(&known.host));
+        peers.filter(there).copied().collect()
     }
 
     /// Peers at these hosts go on.

@@ -1,6 +1,10 @@
 //! What must hold, after each step and in the end.
 
+use std::collections::BTreeMap;
+
 use super::cluster::{Cluster, Pending};
+use super::monitors::Part;
+use crate::coordinator::Stored;
 use crate::names::{HostId, VmId};
 
 impl Cluster {
@@ -14,6 +18,30 @@ impl Cluster {
     }
 
     fn wrong(&self) -> Option<String> {
+        self.wrong_guest().or_else(|| self.wrong_device())
+    }
+
+    /// One guest: whatever its devices do, a VM's vCPUs run in one monitor, and on the host and in the epoch that is written.
+    fn wrong_guest(&self) -> Option<String> {
+        let mut runs: BTreeMap<VmId, HostId> = BTreeMap::new();
+        for (host, machine) in &self.machines {
+            for (vm, monitor) in machine.monitors.iter().filter(|(_, monitor)| monitor.guest) {
+                if let Some(other) = runs.insert(*vm, *host) {
+                    return Some(format!("the guest of {vm} runs on {other} and on {host}"));
+                }
+                let owner = self.disk.vms.get(vm)?;
+                if monitor.part == Part::Runs && (owner.host, owner.epoch) != (*host, monitor.epoch) {
+                    return Some(format!(
+                        "the guest of {vm} runs on {host} in epoch {}; its owner is {} in epoch {}",
+                        monitor.epoch.0, owner.host, owner.epoch.0
+                    ));
+                }
+            }
+        }
+        None
+    }
+
+    fn wrong_device(&self) -> Option<String> {
         // One owner: a VM runs on the host, and in the epoch, that is written.
         for (host, machine) in &self.machines {
             for (vm, instance) in machine.engine.instances.iter().filter(|(_, instance)| instance.running) {
@@ -54,13 +82,21 @@ impl Cluster {
     pub fn is_lost(&self, vm: VmId) -> bool {
         self.disk.vms.get(&vm).is_none_or(|owner| {
             self.machines.get(&owner.host).is_none_or(|machine| !machine.engine.instances.contains_key(&vm))
+                || !self.is_monitored(owner.host, vm)
         })
+    }
+
+    /// Whether a migration's decision is only kept for hosts that don't return.
+    #[must_use]
+    pub fn is_over(&self, stored: &Stored) -> bool {
+        stored.owed.as_ref().is_some_and(|owed| owed.keys().all(|host| self.dead.contains(host)))
     }
 
     /// Nothing goes on.
     #[must_use]
     pub fn is_quiet(&self) -> bool {
-        self.disk.migrations.is_empty()
+        self.disk.migrations.values().all(|stored| self.is_over(stored))
+            && self.curious().is_empty()
             && self.coordinator.ledger() == &self.disk
             && self
                 .machines
@@ -93,6 +129,8 @@ impl Cluster {
             if let Some(verdict) = &self.verdict {
                 return Err(verdict.clone());
             }
+            self.all_ask(false, &mut out);
+            queue.extend(out.drain(..));
             self.sends(|data| queue.push_back(data));
             timers.retain(|timer| self.matters(timer));
             timers.sort_unstable();
@@ -101,6 +139,12 @@ impl Cluster {
                 return self.ended_well();
             }
             idle += 1;
+            if idle == 40 {
+                // By now those that live need nobody who doesn't; what faces VMs of the others waits for its user.
+                self.is_free()?;
+                self.forget_dead(&mut out);
+                queue.extend(out.drain(..));
+            }
             let late = idle % 4 == 0;
             let is_deadline = |timer: &Pending| match timer {
                 Pending::Timer(_, _, timer, _) => timer.is_deadline(),
@@ -130,15 +174,29 @@ impl Cluster {
         format!("it doesn't end: {:?}, {busy:?}", self.disk.migrations)
     }
 
+    /// No VM is kept by a migration that waits for a host that doesn't return.
+    ///
+    /// # Errors
+    /// Which one is.
+    pub(super) fn is_free(&self) -> Result<(), String> {
+        let kept = self.disk.vms.keys().find_map(|vm| Some((vm, self.disk.migration_of(*vm)?)));
+        kept.map_or(Ok(()), |(vm, migration)| Err(format!("{vm} is kept by {migration}, which doesn't end")))
+    }
+
     /// What is wrong when nothing goes on any more.
     pub(super) fn ended_well(&self) -> Result<(), String> {
+        self.is_free()?;
+        if let Some((host, vm)) = self.in_doubt().into_iter().chain(self.voted()).next() {
+            return Err(format!("the monitor of {vm} on {host} never hears how its migration ended"));
+        }
         for (vm, owner) in &self.disk.vms {
             let at = self.where_runs(*vm);
             let lost = self.is_lost(*vm);
             if !lost && at != Some(owner.host) {
                 return Err(format!("{vm} doesn't run in the end, although {} has it", owner.host));
             }
-            if lost && owner.alive {
+            let orphan = self.monitor(owner.host, *vm).is_some_and(|monitor| monitor.part == Part::Orphan);
+            if lost && owner.alive && !orphan && !self.dead.contains(&owner.host) {
                 return Err(format!("{vm} is lost, and the coordinator doesn't know"));
             }
             let copies = self.machines.values().filter(|machine| machine.engine.instances.contains_key(vm));
@@ -146,7 +204,8 @@ impl Cluster {
                 return Err(format!("a copy of {vm} is left behind"));
             }
         }
-        for (vm, peer) in self.flows.keys().filter(|(vm, peer)| !self.is_lost(*vm) && !self.is_lost(*peer)) {
+        let gone = |vm: &VmId| self.is_lost(*vm) || self.broken.contains(vm);
+        for (vm, peer) in self.flows.keys().filter(|(vm, peer)| !gone(vm) && !gone(peer)) {
             let Some(machine) = self.where_runs(*vm).and_then(|host| self.machines.get(&host)) else {
                 continue;
             };

@@ -3,18 +3,20 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::engine::{Engine, Flow, Instance, State};
-use crate::config::Config;
+use super::monitors::{Monitor, Part};
+use crate::config::{Config, Plant};
 use crate::coordinator::{self, Coordinator, Decision, Ledger};
 use crate::event::{Action, Event, Timer};
 use crate::host::Host;
-use crate::message::Message;
-use crate::names::{Epoch, HostId, Incarnation, MigrationId, Node, Place, VmId};
+use crate::message::{Body, Message};
+use crate::monitor::Answer;
+use crate::names::{Epoch, HostId, Incarnation, MigrationId, Move, Node, Place, VmId};
 
 /// What a host's engine or monitor is asked for, and hasn't done.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Work {
-    /// To make room.
-    Room(MigrationId),
+    /// To say whether there is room.
+    Room(MigrationId, bool),
     /// To copy until little is left.
     Copy(MigrationId, VmId),
     /// To hold queue pairs that face a VM.
@@ -69,6 +71,8 @@ pub enum Pending {
         /// Where the one who asked was.
         to: HostId,
     },
+    /// The service hears nothing any more of a host that doesn't return.
+    Silence(HostId),
     /// A host's timer, of one of its starts.
     Timer(HostId, Incarnation, Timer, u32),
     /// The coordinator's timer, of one of its starts.
@@ -91,8 +95,10 @@ impl Pending {
 pub struct Machine {
     /// The state machine.
     pub host: Host,
-    /// What it drives.
+    /// What it drives; lost with the daemon, as `host` is.
     pub engine: Engine,
+    /// Monitors of VMs, which outlive the daemon.
+    pub monitors: BTreeMap<VmId, Monitor>,
 }
 
 /// How many migrations ended how.
@@ -109,8 +115,10 @@ pub struct Ends {
 pub struct Cluster {
     /// Times and plants.
     pub config: Config,
-    /// Hosts.
+    /// Hosts. One that doesn't return isn't here.
     pub machines: BTreeMap<HostId, Machine>,
+    /// Those that don't return.
+    pub dead: BTreeSet<HostId>,
     /// The coordinator.
     pub coordinator: Coordinator,
     /// What it has written.
@@ -123,6 +131,8 @@ pub struct Cluster {
     pub flows: BTreeMap<(VmId, VmId), Flow>,
     /// VMs that may be lost: their owner was killed, or a destination that had voted.
     pub excused: BTreeSet<VmId>,
+    /// VMs that were counted as lost, and are their hosts' again: nobody else's queue pairs face them any more.
+    pub broken: BTreeSet<VmId>,
     /// Operations that found nobody.
     pub unheard: u32,
     /// Ends of migrations.
@@ -138,19 +148,22 @@ impl Cluster {
         let mut cluster = Self {
             config,
             machines: BTreeMap::new(),
+            dead: BTreeSet::new(),
             coordinator: Coordinator::new(config, Ledger::default()),
             disk: Ledger::default(),
             starts: 0,
             operations,
             flows: BTreeMap::new(),
             excused: BTreeSet::new(),
+            broken: BTreeSet::new(),
             unheard: 0,
             ends: Ends::default(),
             verdict: None,
         };
         for id in (1..=hosts).map(HostId) {
             let host = Host::new(id, Incarnation(1), config);
-            cluster.machines.insert(id, Machine { host, engine: Engine::default() });
+            let (engine, monitors) = (Engine::default(), BTreeMap::new());
+            cluster.machines.insert(id, Machine { host, engine, monitors });
             cluster.host(id, Event::Start, out);
         }
         cluster
@@ -165,6 +178,7 @@ impl Cluster {
                 let instance = Instance { state: State::default(), running: true, epoch };
                 if let Some(machine) = self.machines.get_mut(&host) {
                     machine.engine.instances.insert(vm, instance);
+                    machine.monitors.insert(vm, Monitor { guest: true, epoch, part: Part::Runs });
                 }
                 self.host(host, Event::Started { vm, epoch }, out);
             }
@@ -207,7 +221,7 @@ impl Cluster {
         self.carry_out(actions, out);
     }
 
-    /// A host is killed, and starts again with nothing.
+    /// A host's daemon is killed, and starts again with nothing. Its monitors live.
     pub fn kill(&mut self, id: HostId, out: &mut Vec<Pending>) {
         let Some(machine) = self.machines.get_mut(&id) else { return };
         let owned = self.disk.vms.iter().filter(|(_, owner)| owner.host == id).map(|(vm, _)| *vm);
@@ -215,15 +229,84 @@ impl Cluster {
         let voted = self.disk.vms.keys().filter(|vm| machine.host.has_voted(**vm));
         self.excused.extend(voted);
         let incarnation = Incarnation(machine.host.incarnation().0 + 1);
-        *machine = Machine { host: Host::new(id, incarnation, self.config), engine: Engine::default() };
+        machine.host = Host::new(id, incarnation, self.config);
+        machine.engine = Engine::default();
+        machine.monitors.values_mut().for_each(Monitor::lose_devices);
         self.host(id, Event::Start, out);
     }
 
-    /// The coordinator is killed, and starts again with what it has written.
+    /// A host fails with all that is on it, and never returns.
+    pub fn die(&mut self, id: HostId, out: &mut Vec<Pending>) {
+        let Some(machine) = self.machines.remove(&id) else { return };
+        let owned = self.disk.vms.iter().filter(|(_, owner)| owner.host == id).map(|(vm, _)| *vm);
+        self.excused.extend(owned);
+        let voted = self.disk.vms.keys().filter(|vm| machine.host.has_voted(**vm));
+        self.excused.extend(voted);
+        self.dead.insert(id);
+        out.push(Pending::Silence(id));
+    }
+
+    /// Its user has the cluster forget hosts that don't return.
+    pub fn forget_dead(&mut self, out: &mut Vec<Pending>) {
+        for host in self.dead.clone() {
+            let mut actions = Vec::new();
+            if let Err(refused) = self.coordinator.forget(host, &mut actions) {
+                self.fail(format!("{refused}"));
+            }
+            self.carry_out(actions, out);
+        }
+    }
+
+    /// The service takes a living daemon for one that was started again: somebody has registered its host, and isn't there. VMs that it hasn't voted for are counted as
+    /// those of a daemon that was killed.
+    pub fn renumber(&mut self, id: HostId, out: &mut Vec<Pending>) {
+        let Some(machine) = self.machines.get_mut(&id) else { return };
+        let believes = self.config.plant == Plant::RenumberTakesVotesBack;
+        let host = &machine.host;
+        let bound = |vm: &VmId| host.has_yielded(*vm) || host.has_voted(*vm);
+        let owned = self.disk.vms.iter().filter(|(vm, owner)| owner.host == id && !bound(vm));
+        self.excused.extend(owned.map(|(vm, _)| *vm));
+        let Engine { phases, instances, rooms, .. } = &mut machine.engine;
+        for (vm, monitor) in &mut machine.monitors {
+            if bound(vm) && !believes {
+                continue;
+            }
+            instances.remove(vm);
+            match (monitor.part, phases.get_mut(vm)) {
+                // What is decided, and not heard by the monitor, stays said.
+                (Part::Stopped(_) | Part::Voted(_), Some(said)) if said.0 == Answer::Pending => {
+                    *said = (Answer::Stays, monitor.epoch);
+                }
+                (Part::Stopped(_) | Part::Voted(_), _) => {}
+                _ => monitor.lose_devices(),
+            }
+        }
+        rooms.retain(|_, vms| !vms.is_empty() && vms.iter().all(|vm| instances.contains_key(vm)));
+        let kept: BTreeSet<VmId> = instances.keys().copied().collect();
+        machine.engine.open.retain(|(vm, _), _| kept.contains(vm));
+        machine.engine.holding.clear();
+        machine.engine.stopping.clear();
+        let incarnation = Incarnation(host.incarnation().0 + 1);
+        machine.host.renumber(id, incarnation);
+        self.host(id, Event::Start, out);
+    }
+
+    /// The coordinator is killed, and starts again with what it has written. Hosts say hello to the new one, as to any new stream.
     pub fn kill_coordinator(&mut self, out: &mut Vec<Pending>) {
         self.starts += 1;
         self.coordinator = Coordinator::new(self.config, self.disk.clone());
         self.coordinator(coordinator::Event::Start, out);
+        for (host, machine) in &self.machines {
+            let (from, to) = (Node::Host(*host), Node::Coordinator);
+            let incarnation = machine.host.incarnation();
+            out.push(Pending::Message(Message { from, incarnation, to, body: Body::Hello }));
+        }
+    }
+
+    /// Whether something under way is lost with the service: what hosts have sent, to it or by it to each other.
+    #[must_use]
+    pub fn passes_by_service(pending: &Pending) -> bool {
+        matches!(pending, Pending::Message(Message { from: Node::Host(_), .. }))
     }
 
     /// Whether something under way still means anything.
@@ -233,7 +316,14 @@ impl Cluster {
             Pending::Timer(host, incarnation, timer, _) => self.machines.get(host).is_some_and(|machine| {
                 machine.host.incarnation() == *incarnation && machine.host.awaits(*timer)
             }),
-            Pending::Deadline(starts, timer, _) => self.starts == *starts && self.coordinator.awaits(*timer),
+            Pending::Deadline(starts, timer, _) => {
+                // What is kept for those that don't return is said to nobody.
+                let dead = |migration| {
+                    self.disk.migrations.get(migration).is_some_and(|stored| self.is_over(stored))
+                };
+                let said = !matches!(timer, coordinator::Timer::Retry(migration) if dead(migration));
+                self.starts == *starts && self.coordinator.awaits(*timer) && said
+            }
             Pending::Work(host, incarnation, work) => self.machines.get(host).is_some_and(|machine| {
                 machine.host.incarnation() == *incarnation
                     && match work {
@@ -256,8 +346,18 @@ impl Cluster {
         match pending {
             Pending::Message(message) => match message.to {
                 Node::Coordinator => self.coordinator(coordinator::Event::Message(message), out),
-                Node::Host(host) => self.host(host, Event::Message(message), out),
+                Node::Host(host) => {
+                    // The service passes messages of hosts on, if it takes the sender for the one that it is.
+                    let passes = match message.from {
+                        Node::Host(from) => self.disk.hosts.get(&from) == Some(&message.incarnation),
+                        Node::Coordinator => true,
+                    };
+                    if passes {
+                        self.host(host, Event::Message(message), out);
+                    }
+                }
             },
+            Pending::Silence(host) => self.coordinator(coordinator::Event::Silent { host }, out),
             Pending::Work(host, _, work) => self.work(host, work, out),
             Pending::Stream { migration, vm, from, to, state } => {
                 self.stream(migration, vm, from, to, state, out);
@@ -294,8 +394,11 @@ impl Cluster {
                 let Some(instance) = machine.engine.instances.get(vm).filter(|vm| vm.running) else {
                     continue;
                 };
+                if !machine.monitors.get(vm).is_some_and(|monitor| monitor.guest) {
+                    continue;
+                }
                 // Towards a VM that is gone they are sent again until the queue pair fails, which isn't modelled.
-                if self.is_lost(*peer) {
+                if self.is_lost(*peer) || self.broken.contains(vm) || self.broken.contains(peer) {
                     continue;
                 }
                 let completed = instance.state.completed.get(peer).copied().unwrap_or(0);
@@ -311,17 +414,34 @@ impl Cluster {
         self.verdict.get_or_insert(text);
     }
 
+    /// Whether a monitor can wait for each of these VMs: none of them has one on this host.
+    fn make_room(&mut self, host: HostId, migration: MigrationId, moves: &[Move]) -> bool {
+        let free = moves.iter().all(|moved| !self.is_monitored(host, moved.vm));
+        let Some(machine) = self.machines.get_mut(&host).filter(|_| free) else { return false };
+        for Move { vm, epoch, .. } in moves {
+            let part = Part::Awaits(migration);
+            machine.monitors.insert(*vm, Monitor { guest: false, epoch: *epoch, part });
+            machine.engine.phases.insert(*vm, (Answer::Pending, *epoch));
+        }
+        machine.engine.rooms.insert(migration, BTreeSet::new());
+        true
+    }
+
     fn work(&mut self, host: HostId, work: Work, out: &mut Vec<Pending>) {
         let Some(machine) = self.machines.get_mut(&host) else { return };
         let event = match work {
-            Work::Room(migration) => Event::Room { migration, granted: true },
+            Work::Room(migration, granted) => Event::Room { migration, granted },
             Work::Copy(migration, vm) => Event::Converged { migration, vm },
             Work::Hold(migration, vm) => {
                 machine.engine.hold(migration, vm);
                 Event::Held { migration, vm }
             }
             Work::Stop(migration, vm) => {
-                machine.engine.stop(migration, vm);
+                if machine.engine.stop(migration, vm)
+                    && let Some(monitor) = machine.monitors.get_mut(&vm)
+                {
+                    (monitor.guest, monitor.part) = (false, Part::Stopped(migration));
+                }
                 Event::Stopped { migration, vm }
             }
             Work::Break(migration) => Event::StreamBroke { migration },
@@ -343,6 +463,13 @@ impl Cluster {
             self.lose(Pending::Stream { migration, vm, from, to, state }, out);
             return;
         };
+        match machine.monitors.get_mut(&vm) {
+            Some(monitor) if monitor.part == Part::Awaits(migration) => monitor.part = Part::Voted(migration),
+            _ => {
+                self.lose(Pending::Stream { migration, vm, from, to, state }, out);
+                return;
+            }
+        }
         room.insert(vm);
         let instance = Instance { state, running: false, epoch: Epoch(0) };
         if machine.engine.instances.insert(vm, instance).is_some() {
@@ -412,16 +539,28 @@ impl Cluster {
         let mut work = |work| out.push(Pending::Work(id, incarnation, work));
         match action {
             Action::Send(message) => out.push(Pending::Message(message)),
-            Action::Reserve { migration, .. } => {
-                engine.rooms.insert(migration, BTreeSet::new());
-                work(Work::Room(migration));
+            Action::Reserve { migration, moves } => {
+                let granted = self.make_room(id, migration, &moves);
+                out.push(Pending::Work(id, incarnation, Work::Room(migration, granted)));
             }
             Action::Release { migration } => {
                 for vm in engine.rooms.remove(&migration).into_iter().flatten() {
                     engine.instances.remove(&vm);
                 }
+                for (vm, monitor) in &mut machine.monitors {
+                    match monitor.part {
+                        Part::Awaits(of) if of == migration => monitor.lose_devices(),
+                        Part::Voted(of) if of == migration => {
+                            engine.phases.insert(*vm, (Answer::Stays, monitor.epoch));
+                        }
+                        _ => {}
+                    }
+                }
             }
-            Action::Copy { migration, vm, .. } => work(Work::Copy(migration, vm)),
+            Action::Copy { migration, vm, .. } => {
+                engine.phases.insert(vm, (Answer::Pending, Epoch(0)));
+                work(Work::Copy(migration, vm));
+            }
             Action::EndCopy { .. } => {}
             Action::Hold { migration, vm } => {
                 engine.holding.retain(|(_, other)| *other != vm);
@@ -448,7 +587,9 @@ impl Cluster {
             }
             Action::Run { vm, epoch } => {
                 engine.stopping.retain(|(_, other)| *other != vm);
-                engine.rooms.retain(|_, vms| !vms.contains(&vm));
+                engine.rooms.retain(|_, vms| !vms.remove(&vm) || !vms.is_empty());
+                let came = matches!(machine.monitors.get(&vm), Some(Monitor { part: Part::Voted(_), .. }));
+                engine.phases.insert(vm, (if came { Answer::Runs } else { Answer::Stays }, epoch));
                 match engine.instances.get_mut(&vm) {
                     Some(instance) => (instance.running, instance.epoch) = (true, epoch),
                     None => self.fail(format!("{id} runs {vm}, whose state it doesn't have")),
@@ -456,6 +597,7 @@ impl Cluster {
             }
             Action::Discard { vm } => {
                 engine.instances.remove(&vm);
+                engine.phases.insert(vm, (Answer::Moved, Epoch(0)));
                 engine.open.retain(|(own, _), _| *own != vm);
                 engine.stopping.retain(|(_, other)| *other != vm);
             }
@@ -469,7 +611,7 @@ impl Cluster {
         self.carry_out(actions, out);
     }
 
-    fn carry_out(&mut self, actions: Vec<coordinator::Action>, out: &mut Vec<Pending>) {
+    pub(super) fn carry_out(&mut self, actions: Vec<coordinator::Action>, out: &mut Vec<Pending>) {
         for action in actions {
             match action {
                 coordinator::Action::Write(record) => self.disk.apply(&record),

@@ -1,8 +1,9 @@
-//! What a host's HCA and monitors do, reduced to counters: operations have numbers per pair of VMs, as packets have PSNs, and both
-//! ends' positions are part of a VM's state and move with it.
+//! What a host's HCA does, reduced to counters: operations have numbers per pair of VMs, as packets have PSNs, and both ends' positions are part of a VM's state and
+//! move with it. It is the daemon's, and lost with it.
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use crate::monitor::Answer;
 use crate::names::{Epoch, HostId, MigrationId, VmId};
 
 /// What moves with a VM.
@@ -19,13 +20,13 @@ pub struct State {
 pub struct Instance {
     /// Its memory and queue pairs.
     pub state: State,
-    /// Its virtual CPUs and queue pairs work.
+    /// Its queue pairs work.
     pub running: bool,
     /// In this epoch.
     pub epoch: Epoch,
 }
 
-/// A host's engine and monitors.
+/// A host's engine, and what its daemon tells monitors.
 #[derive(Debug, Clone, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Engine {
     /// VMs, stopped ones included.
@@ -38,6 +39,8 @@ pub struct Engine {
     pub stopping: BTreeSet<(MigrationId, VmId)>,
     /// Room for migrations, and what has come.
     pub rooms: BTreeMap<MigrationId, BTreeSet<VmId>>,
+    /// What monitors are told of their VMs' last migrations, and the epoch in which a VM runs here.
+    pub phases: BTreeMap<VmId, (Answer, Epoch)>,
 }
 
 impl Engine {

@@ -11,10 +11,16 @@ use super::dice::Dice;
 use crate::config::{Config, Plant};
 use crate::names::{HostId, MigrationId, Node, VmId};
 
-/// Until when there are faults.
+/// Until when there are faults, where a switch-over may take [`QUICK_SWITCH_MS`].
 const FAULTS_END: u64 = 400_000;
-/// When all must have ended.
+/// For how long all may take to end, once the faults have ended.
 const ALL_ENDS: u64 = 60_000_000;
+/// In half of the random runs a switch-over may take so long, so that there are many, and in the others as long as in the product.
+const QUICK_SWITCH_MS: u32 = 150;
+/// A user, and a monitor with a fault, wait so long.
+const PATIENCE: u64 = 60_000_000;
+/// The service gives a host up that it hasn't heard of for so long.
+const LEASE: u64 = 6_000_000;
 /// An operation that isn't answered is sent again.
 const AGAIN: u64 = 4_000;
 
@@ -23,8 +29,26 @@ const AGAIN: u64 = 4_000;
 pub enum Harm {
     /// It is killed, and is back after 50 ms, having lost all but what it has written.
     Kill,
-    /// Nothing reaches it, and nothing of it reaches others, for 400 ms.
+    /// Nothing reaches it, and nothing of it reaches others, for 5 s: longer than a switch-over may take, and its decision.
     Partition,
+    /// As [`Harm::Partition`], for 90 s: longer than anybody's patience.
+    Outage,
+    /// A host that fails with its monitors, and never returns.
+    Death,
+    /// A living daemon that the service takes for one that was started again.
+    Renumber,
+}
+
+impl Harm {
+    /// For how long its messages are lost, microseconds.
+    fn lasts(self) -> u64 {
+        match self {
+            Self::Kill => 50_000,
+            Self::Partition => 5_000_000,
+            Self::Outage => 90_000_000,
+            Self::Death | Self::Renumber => 0,
+        }
+    }
 }
 
 /// One fault at one step.
@@ -55,6 +79,10 @@ pub struct Report {
     pub coordinator_kills: u64,
     /// Nodes cut off.
     pub partitions: u64,
+    /// Hosts that never returned.
+    pub deaths: u64,
+    /// Living daemons that counted as started again.
+    pub renumbers: u64,
     /// Messages lost.
     pub lost: u64,
     /// Messages delivered twice.
@@ -77,6 +105,8 @@ impl Report {
         self.kills += other.kills;
         self.coordinator_kills += other.coordinator_kills;
         self.partitions += other.partitions;
+        self.deaths += other.deaths;
+        self.renumbers += other.renumbers;
         self.lost += other.lost;
         self.repeated += other.repeated;
         self.operations += other.operations;
@@ -101,6 +131,8 @@ struct Run {
     /// Nodes that are cut off, until when.
     cut: BTreeMap<Node, u64>,
     sent: BTreeMap<(VmId, VmId), u64>,
+    /// Since when monitors have heard nothing.
+    unheard: BTreeMap<(HostId, VmId), u64>,
     report: Report,
     given_up_at: Option<u64>,
     aborted: u32,
@@ -121,6 +153,7 @@ impl Run {
             delays: 0,
             cut: BTreeMap::new(),
             sent: BTreeMap::new(),
+            unheard: BTreeMap::new(),
             report: Report::default(),
             given_up_at: None,
             aborted: 0,
@@ -143,6 +176,7 @@ impl Run {
                 Pending::Stream { .. } => between(100, 3_000),
                 Pending::Work(_, _, Work::Copy(..)) => between(500, 10_000),
                 Pending::Work(..) => between(1, 300),
+                Pending::Silence(_) => LEASE,
                 Pending::Timer(.., after_ms) | Pending::Deadline(.., after_ms) => {
                     u64::from(*after_ms) * 1_000
                 }
@@ -194,7 +228,10 @@ impl Run {
             Pending::Done { to, .. } => Some((Node::Host(*to), Node::Host(*to))),
             _ => None,
         };
-        let lost = ends.is_some_and(|(from, to)| from != to && (self.is_cut(from) || self.is_cut(to)))
+        // Whatever hosts say goes by the service.
+        let away = matches!(pending, Pending::Message(_)) && self.is_cut(Node::Coordinator);
+        let lost = ends
+            .is_some_and(|(from, to)| from != to && (away || self.is_cut(from) || self.is_cut(to)))
             || ends.is_some() && self.dice.chance(self.losses);
         if lost {
             self.report.lost += 1;
@@ -207,8 +244,29 @@ impl Run {
         true
     }
 
+    /// Monitors that have heard nothing for a minute: users of those in doubt let them go on, where that is allowed.
+    fn lose_patience(&mut self) {
+        let (doubt, voted) = (self.cluster.in_doubt(), self.cluster.voted());
+        self.unheard.retain(|one, _| doubt.contains(one) || voted.contains(one));
+        let now = self.now;
+        for one in &doubt {
+            if now - *self.unheard.entry(*one).or_insert(now) > PATIENCE {
+                self.cluster.resume(one.0, one.1);
+            }
+        }
+        for one in voted {
+            let since = *self.unheard.entry(one).or_insert(now);
+            if now - since > PATIENCE && self.cluster.config.plant == Plant::VoteTakenBack {
+                self.cluster.lose_patience(one.0, one.1, &mut self.out);
+            }
+        }
+    }
+
     /// Sends operations that may be sent, and those again that weren't answered.
     fn send(&mut self) {
+        let away = self.is_cut(Node::Coordinator);
+        self.cluster.all_ask(away, &mut self.out);
+        self.lose_patience();
         let mut ready = Vec::new();
         self.cluster.sends(|data| ready.push(data));
         for data in ready {
@@ -253,9 +311,19 @@ impl Run {
     fn harm(&mut self, node: Node, harm: Harm, for_how_long: u64) {
         self.cut_off(node, for_how_long);
         match (harm, node) {
-            (Harm::Partition, _) => self.report.partitions += 1,
+            (Harm::Partition | Harm::Outage, _) => self.report.partitions += 1,
+            (Harm::Death | Harm::Renumber, Node::Coordinator) => {}
+            (Harm::Death, Node::Host(host)) => {
+                self.report.deaths += 1;
+                self.cluster.die(host, &mut self.out);
+            }
+            (Harm::Renumber, Node::Host(host)) => {
+                self.report.renumbers += 1;
+                self.cluster.renumber(host, &mut self.out);
+            }
             (Harm::Kill, Node::Coordinator) => {
                 self.report.coordinator_kills += 1;
+                self.queue.retain(|Reverse((.., pending))| !Cluster::passes_by_service(pending));
                 self.cluster.kill_coordinator(&mut self.out);
             }
             (Harm::Kill, Node::Host(host)) => {
@@ -272,6 +340,7 @@ impl Run {
         (self.losses, self.repeats, self.delays) = (0, 0, 0);
         self.cut.clear();
         let mut next = self.now;
+        let (end, mut forgotten) = (self.now + ALL_ENDS, false);
         loop {
             next += 1_000;
             while self.step(next) {}
@@ -285,7 +354,14 @@ impl Run {
             if all_sent && self.cluster.is_quiet() && still() {
                 break;
             }
-            if self.now > ALL_ENDS {
+            if self.now > end - ALL_ENDS / 2 && !forgotten {
+                // What faces VMs of hosts that don't return waits for its user; nobody else waits for anything any more.
+                forgotten = true;
+                self.cluster.is_free()?;
+                self.cluster.forget_dead(&mut self.out);
+                self.schedule();
+            }
+            if self.now > end {
                 return Err(self.cluster.stuck());
             }
         }
@@ -303,6 +379,16 @@ fn config(plant: Plant, fan: u8) -> Config {
     Config { plant, fan, copy_ms: 1_000, reserve_ms: 300, ..Config::default() }
 }
 
+/// As [`config`], and by how much longer than otherwise all takes.
+fn config_of(seed: u64, plant: Plant, fan: u8) -> (Config, u64) {
+    let real = config(plant, fan);
+    if seed.is_multiple_of(2) {
+        (Config { switch_ms: QUICK_SWITCH_MS, settle_ms: 750, ..real }, 1)
+    } else {
+        (real, u64::from(real.switch_ms / QUICK_SWITCH_MS))
+    }
+}
+
 /// A run with random faults.
 ///
 /// # Errors
@@ -313,7 +399,8 @@ pub fn run(seed: u64, plant: Plant) -> Result<Report, String> {
     let vms = dice.between(2, 8);
     let fan = [0, 1, 2, 4][dice.below(4) as usize];
     let mut out = Vec::new();
-    let cluster = Cluster::new(hosts, 40, config(plant, fan), &mut out);
+    let (config, scale) = config_of(seed, plant, fan);
+    let cluster = Cluster::new(hosts, 40, config, &mut out);
     let mut run = Run::new(dice, cluster, out);
     run.schedule();
     // All hosts are known before the first VM.
@@ -336,9 +423,9 @@ pub fn run(seed: u64, plant: Plant) -> Result<Report, String> {
     run.repeats = [0, 0, 10, 100][run.dice.below(4) as usize];
     run.delays = [0, 0, 10, 100][run.dice.below(4) as usize];
     let harms = [0, 0, 1, 1, 2, 4][run.dice.below(6) as usize];
-    let (mut migrate_at, mut harm_at) = (run.now, run.now + u64::from(run.dice.between(1, 60_000)));
+    let (mut migrate_at, mut harm_at) = (run.now, run.now + scale * u64::from(run.dice.between(1, 60_000)));
     let (mut harms_left, mut cancel) = (harms, None::<(u64, MigrationId)>);
-    while run.now < FAULTS_END {
+    while run.now < scale * FAULTS_END {
         let next = run.now + 500;
         while run.step(next) {}
         if let Some(verdict) = &run.cluster.verdict {
@@ -349,7 +436,7 @@ pub fn run(seed: u64, plant: Plant) -> Result<Report, String> {
             let moves = wishes(&mut run.dice, &names, &run.cluster, hosts);
             let begun = run.cluster.migrate(&moves, &mut run.out);
             run.schedule();
-            migrate_at = run.now + u64::from(run.dice.between(1_000, 60_000));
+            migrate_at = run.now + scale * u64::from(run.dice.between(1_000, 60_000));
             if let Some(migration) = begun.filter(|_| run.dice.chance(80)) {
                 cancel = Some((run.now + u64::from(run.dice.between(1, 12_000)), migration));
             }
@@ -367,10 +454,15 @@ pub fn run(seed: u64, plant: Plant) -> Result<Report, String> {
                 0 => Node::Coordinator,
                 _ => Node::Host(HostId(run.dice.between(1, hosts))),
             };
-            let harm = if run.dice.chance(500) { Harm::Kill } else { Harm::Partition };
-            let for_how_long = u64::from(run.dice.between(100, 300_000));
-            run.harm(node, harm, for_how_long);
-            harm_at = run.now + u64::from(run.dice.between(1, 60_000));
+            let harm = match run.dice.below(20) {
+                0 => Harm::Death,
+                1 | 2 => Harm::Renumber,
+                3..=10 => Harm::Kill,
+                _ => Harm::Partition,
+            };
+            let for_how_long = scale * u64::from(run.dice.between(100, 300_000));
+            run.harm(node, harm, if harm.lasts() == 0 { 0 } else { for_how_long });
+            harm_at = run.now + scale * u64::from(run.dice.between(1, 60_000));
         }
     }
     run.end()
@@ -435,14 +527,15 @@ pub fn run_with(scene: Scene, blow: Option<Blow>, plant: Plant) -> Result<Report
     run.schedule();
     let start = run.report.steps;
     let mut blow = blow;
-    while run.now < FAULTS_END {
-        let next = run.now + 200;
+    let mut faults_end = FAULTS_END;
+    while run.now < faults_end {
+        let next = run.now + if run.now < FAULTS_END { 200 } else { 5_000 };
         while run.step(next) {
             if let Some(Blow { node, harm, step }) = blow
                 && run.report.steps - start >= step
             {
-                let for_how_long = if harm == Harm::Kill { 50_000 } else { 400_000 };
-                run.harm(node, harm, for_how_long);
+                run.harm(node, harm, harm.lasts());
+                faults_end = faults_end.max(run.now + harm.lasts());
                 blow = None;
             }
         }

@@ -3,7 +3,7 @@
 use std::hash::{Hash, Hasher};
 
 use super::cluster::{Cluster, Pending};
-use crate::config::Config;
+use crate::config::{Config, Plant};
 use crate::names::{HostId, MigrationId, VmId};
 
 /// How many faults may happen in one run.
@@ -17,6 +17,12 @@ pub struct Budget {
     pub kills: u8,
     /// The coordinator killed.
     pub coordinator_kills: u8,
+    /// Hosts that fail and never return.
+    pub deaths: u8,
+    /// Living daemons that the service takes for ones that were started again.
+    pub renumbers: u8,
+    /// Guests in doubt that their users let go on.
+    pub resumes: u8,
     /// Timers that run out although what they wait for is still under way.
     pub timers: u8,
     /// Migrations cancelled.
@@ -65,6 +71,16 @@ pub enum Step {
     Kill(HostId),
     /// The coordinator is killed.
     KillCoordinator,
+    /// A host fails, and never returns.
+    Die(HostId),
+    /// The service takes a living daemon for one that was started again.
+    Renumber(HostId),
+    /// A monitor hears how its migration ended.
+    Hear(HostId, VmId),
+    /// The user of a monitor in doubt lets its guest go on.
+    Resume(HostId, VmId),
+    /// A monitor that has voted waits no longer.
+    LosePatience(HostId, VmId),
     /// The migration is cancelled.
     Cancel(MigrationId),
     /// The next one is asked for.
@@ -151,7 +167,7 @@ impl World {
                         steps.push(Step::Repeat(pending.clone()));
                     }
                 }
-                Pending::Data { .. } | Pending::Done { .. } => {}
+                Pending::Data { .. } | Pending::Done { .. } | Pending::Silence(_) => {}
             }
             steps.push(Step::Deliver(pending.clone()));
         }
@@ -163,6 +179,19 @@ impl World {
                     steps.push(Step::Send(data));
                 }
             });
+        }
+        steps.extend(self.cluster.curious().into_iter().map(|(host, vm)| Step::Hear(host, vm)));
+        if self.budget.resumes > 0 {
+            steps.extend(self.cluster.in_doubt().into_iter().map(|(host, vm)| Step::Resume(host, vm)));
+        }
+        if self.budget.timers > 0 && self.cluster.config.plant == Plant::VoteTakenBack {
+            steps.extend(self.cluster.voted().into_iter().map(|(host, vm)| Step::LosePatience(host, vm)));
+        }
+        if self.budget.deaths > 0 {
+            steps.extend(self.cluster.machines.keys().map(|host| Step::Die(*host)));
+        }
+        if self.budget.renumbers > 0 {
+            steps.extend(self.cluster.machines.keys().map(|host| Step::Renumber(*host)));
         }
         if self.budget.kills > 0 {
             steps.extend(self.cluster.machines.keys().map(|host| Step::Kill(*host)));
@@ -212,7 +241,25 @@ impl World {
             }
             Step::KillCoordinator => {
                 next.budget.coordinator_kills -= 1;
+                next.under_way.retain(|pending| !Cluster::passes_by_service(pending));
                 next.cluster.kill_coordinator(&mut out);
+            }
+            Step::Die(host) => {
+                next.budget.deaths -= 1;
+                next.cluster.die(host, &mut out);
+            }
+            Step::Renumber(host) => {
+                next.budget.renumbers -= 1;
+                next.cluster.renumber(host, &mut out);
+            }
+            Step::Hear(host, vm) => next.cluster.hear(host, vm, &mut out),
+            Step::Resume(host, vm) => {
+                next.budget.resumes -= 1;
+                next.cluster.resume(host, vm);
+            }
+            Step::LosePatience(host, vm) => {
+                next.budget.timers -= 1;
+                next.cluster.lose_patience(host, vm, &mut out);
             }
             Step::Cancel(migration) => {
                 next.budget.cancels -= 1;

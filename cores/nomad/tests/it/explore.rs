@@ -95,3 +95,31 @@ fn a_decision_that_is_not_written_is_found() {
 fn a_second_decision_is_found() {
     finds(Plant::DecideTwice, one_peer(), Budget { cancels: 1, ..NOTHING }, "VM 1");
 }
+
+/// A decided migration keeps its VMs while a host that takes part doesn't return.
+#[test]
+fn a_coordinator_that_waits_for_ever_is_found() {
+    finds(Plant::TellForEver, one_peer(), Budget { deaths: 1, ..NOTHING }, "is kept by");
+}
+
+/// The commit is written, and on its way.
+#[test]
+fn a_destination_that_takes_its_vote_back_is_found() {
+    finds(Plant::VoteTakenBack, one_peer(), Budget { timers: 1, ..NOTHING }, "is lost, although");
+}
+
+/// The source's daemon was started again after its vote, and its monitor asks it.
+#[test]
+fn a_daemon_that_knows_nothing_and_says_so_as_if_it_did_is_found() {
+    finds(Plant::ForgottenIsGivenUp, one_peer(), Budget { kills: 1, ..NOTHING }, "the guest of VM 1 runs on");
+}
+
+#[test]
+fn a_guest_that_goes_on_in_doubt_is_found() {
+    finds(Plant::ResumeInDoubt, one_peer(), Budget { resumes: 1, ..NOTHING }, "the guest of VM 1 runs on");
+}
+
+#[test]
+fn a_living_daemon_that_takes_its_votes_back_is_found() {
+    finds(Plant::RenumberTakesVotesBack, one_peer(), Budget { renumbers: 1, ..NOTHING }, "VM 1");
+}

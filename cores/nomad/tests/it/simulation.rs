@@ -16,6 +16,7 @@ fn a_few_hundred_seeds_are_clean() {
     // They were not clean for want of anything happening.
     assert!(total.committed > 400 && total.aborted > 200, "{total:?}");
     assert!(total.kills > 50 && total.coordinator_kills > 20 && total.partitions > 50, "{total:?}");
+    assert!(total.deaths > 10 && total.renumbers > 20, "{total:?}");
     assert!(total.lost > 1000 && total.repeated > 100 && total.operations > 10_000, "{total:?}");
 }
 
@@ -29,6 +30,10 @@ fn a_run_is_a_function_of_its_seed() {
 /// Steps at which faults happen. No calm migration here has more.
 const STEPS: u64 = 120;
 
+fn nodes() -> impl Iterator<Item = Node> {
+    (1..=4).map(|host| Node::Host(HostId(host))).chain([Node::Coordinator])
+}
+
 /// Each participant is killed, and cut off, after each event of a migration of one VM, of a group, and of two that change places: all
 /// holds, and when the migration is given up, all queue pairs between living VMs are open again within 200 ms of that decision.
 #[test]
@@ -38,8 +43,7 @@ fn one_fault_at_every_step() {
         let calm = run_with(scene, None, Plant::None).unwrap();
         assert_eq!((calm.committed, calm.aborted, calm.vms_lost), (1, 0, 0), "{scene:?}");
         assert!((20..STEPS).contains(&calm.steps), "{scene:?}: {} steps", calm.steps);
-        let nodes = (1..=4).map(|host| Node::Host(HostId(host))).chain([Node::Coordinator]);
-        for node in nodes {
+        for node in nodes() {
             for harm in [Harm::Kill, Harm::Partition] {
                 for step in 0..STEPS {
                     let report = run_with(scene, Some(Blow { node, harm, step }), Plant::None)
@@ -61,15 +65,48 @@ fn one_fault_at_every_step() {
     assert!(committed > 500 && aborted > 300, "{runs} runs, {committed} moved, {aborted} stayed");
 }
 
+/// Each host fails for good, and each daemon counts as started again, after each event: one owner, and nobody waits for ever for a host that doesn't return.
+#[test]
+fn one_host_that_never_returns_or_gets_another_number_at_every_step() {
+    let (mut runs, mut committed, mut aborted) = (0, 0, 0);
+    for scene in [Scene::One, Scene::Group, Scene::Swap] {
+        for node in nodes().filter(|node| *node != Node::Coordinator) {
+            for harm in [Harm::Death, Harm::Renumber] {
+                for step in 0..STEPS {
+                    let report = run_with(scene, Some(Blow { node, harm, step }), Plant::None)
+                        .unwrap_or_else(|what| panic!("{scene:?}, {harm:?} of {node:?} at {step}: {what}"));
+                    runs += 1;
+                    committed += report.committed;
+                    aborted += report.aborted;
+                }
+            }
+        }
+    }
+    assert!(committed > 300 && aborted > 100, "{runs} runs, {committed} moved, {aborted} stayed");
+}
+
+/// The service is away for longer than anybody's patience, or a host is cut off for as long, from each event on: nothing is lost, and one monitor runs each guest.
+#[test]
+fn an_outage_outlasts_every_patience() {
+    for node in nodes() {
+        for step in (0..STEPS).step_by(2) {
+            let blow = Blow { node, harm: Harm::Outage, step };
+            let report = run_with(Scene::One, Some(blow), Plant::None)
+                .unwrap_or_else(|what| panic!("{node:?} at {step}: {what}"));
+            assert_eq!((report.vms_lost, report.committed + report.aborted), (0, 1), "{node:?} at {step}");
+        }
+    }
+}
+
 /// By random faults, or by one that cuts off one node at one step.
 fn is_found(plant: Plant) {
     let by_seed =
         || (0..300).find_map(|seed| run(seed, plant).err().map(|what| format!("seed {seed}: {what}")));
     let by_step = || {
-        let nodes = (1..=4).map(|host| Node::Host(HostId(host))).chain([Node::Coordinator]);
-        let harms = [Harm::Partition, Harm::Kill];
-        let mut blows = nodes
-            .flat_map(|node| harms.map(|harm| (node, harm)))
+        let harms = [Harm::Partition, Harm::Kill, Harm::Death, Harm::Renumber, Harm::Outage];
+        let mut blows = harms
+            .into_iter()
+            .flat_map(|harm| nodes().map(move |node| (node, harm)))
             .flat_map(|(node, harm)| (0..STEPS).map(move |step| Blow { node, harm, step }));
         blows.find_map(|blow| {
             run_with(Scene::One, Some(blow), plant).err().map(|what| format!("{blow:?}: {what}"))
@@ -90,6 +127,11 @@ fn planted_faults_are_found() {
         Plant::DecisionNotWritten,
         Plant::StopBeforeHeld,
         Plant::DecideTwice,
+        Plant::TellForEver,
+        Plant::VoteTakenBack,
+        Plant::ForgottenIsGivenUp,
+        Plant::ResumeInDoubt,
+        Plant::RenumberTakesVotesBack,
     ] {
         is_found(plant);
     }

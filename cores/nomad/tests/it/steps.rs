@@ -118,3 +118,50 @@ fn a_newer_epoch_elsewhere_ends_a_vm_here() {
     let newer = says(&mut one, Node::Coordinator, commit(5));
     assert!(newer.contains(&Action::Discard { vm: VmId(1) }));
 }
+
+/// A source that has voted, with VM 1 on its way to host 2.
+fn yielded() -> Host {
+    let mut one = host(1, 0);
+    step(&mut one, Event::Started { vm: VmId(1), epoch: Epoch(1) });
+    let moves = vec![Move { vm: VmId(1), from: HostId(1), to: HostId(2), epoch: Epoch(2) }];
+    says(&mut one, Node::Coordinator, Body::Begin { migration: ONE, moves });
+    step(&mut one, Event::Converged { migration: ONE, vm: VmId(1) });
+    says(&mut one, Node::Coordinator, Body::Switch { migration: ONE });
+    step(&mut one, Event::Stopped { migration: ONE, vm: VmId(1) });
+    says(&mut one, Node::Host(HostId(2)), Body::Loaded { migration: ONE });
+    assert!(one.has_yielded(VmId(1)));
+    one
+}
+
+/// The service takes a living daemon for one that was started again: its vote stays given, it asks how that was decided, and runs the VM on only when it hears that.
+#[test]
+fn a_vote_outlives_another_number() {
+    let mut one = yielded();
+    one.renumber(HostId(1), Incarnation(2));
+    let begins = step(&mut one, Event::Start);
+    assert!(one.has_yielded(VmId(1)) && !begins.iter().any(|action| matches!(action, Action::Run { .. })));
+    let asks = sent(&step(&mut one, Event::Timer(nomad::Timer::Leaving(ONE))));
+    assert_eq!(asks, [(Node::Coordinator, Body::Yield { migration: ONE })]);
+    let stays = Body::Abort { migration: ONE, places: vec![place(1, 1, 1)] };
+    assert!(says(&mut one, Node::Coordinator, stays).contains(&Action::Run { vm: VmId(1), epoch: Epoch(1) }));
+    let mut moves = yielded();
+    moves.renumber(HostId(1), Incarnation(2));
+    let gone = Body::Commit { migration: ONE, places: vec![place(1, 2, 2)] };
+    assert!(says(&mut moves, Node::Coordinator, gone).contains(&Action::Discard { vm: VmId(1) }));
+}
+
+/// A migration that was given up, as the coordinator says, which doesn't name the VM as this host's: it was lost meanwhile, as others see it, and may run elsewhere. It goes on
+/// in a new epoch only.
+#[test]
+fn an_abort_that_names_no_vm_runs_none_after_a_vote() {
+    let mut one = yielded();
+    let says_nothing = Body::Abort { migration: ONE, places: Vec::new() };
+    let actions = says(&mut one, Node::Coordinator, says_nothing);
+    assert!(!actions.iter().any(|action| matches!(action, Action::Run { .. })), "{actions:?}");
+    assert!(one.has_yielded(VmId(1)));
+    let again = step(&mut one, Event::Started { vm: VmId(1), epoch: Epoch(1) });
+    assert!(again.is_empty(), "it says what is known: {again:?}");
+    let claimed = step(&mut one, Event::Started { vm: VmId(1), epoch: Epoch(2) });
+    assert!(claimed.contains(&Action::Run { vm: VmId(1), epoch: Epoch(2) }), "{claimed:?}");
+    assert!(!one.has_yielded(VmId(1)) && one.is_quiet());
+}

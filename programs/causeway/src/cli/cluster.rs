@@ -24,6 +24,19 @@ pub enum ClusterCommand {
     Hosts(AskArgs),
     /// Show the VMs: where they run, in which epoch, with which addresses
     Vms(AskArgs),
+    /// Say that a host is gone for good: its VMs are lost and may be started elsewhere, and what waits for it goes on. Refused while it is heard of
+    Forget(ForgetArgs),
+}
+
+/// `causeway cluster forget`.
+#[derive(Debug, Args)]
+pub struct ForgetArgs {
+    /// Name of the host. Its VMs must not run any more: nothing here can stop them
+    #[arg(value_name = "HOST")]
+    pub host: String,
+    /// The service.
+    #[command(flatten)]
+    pub ask: AskArgs,
 }
 
 /// Files for mutual TLS.

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
-use crate::cli::cluster::{AskArgs, ClusterCommand, ServeArgs};
+use crate::cli::cluster::{AskArgs, ClusterCommand, ForgetArgs, ServeArgs};
 use crate::output;
 
 /// Does what the command line says.
@@ -22,6 +22,7 @@ pub fn cluster(command: &ClusterCommand, json: bool) -> anyhow::Result<()> {
         ClusterCommand::Status(args) => show_status(args, json),
         ClusterCommand::Hosts(args) => show(args, json, |state| json!(hosts_json(state)), hosts),
         ClusterCommand::Vms(args) => show(args, json, |state| json!(vms_json(state)), vms),
+        ClusterCommand::Forget(args) => forget(args, json),
     }
 }
 
@@ -52,6 +53,19 @@ fn serve(args: &ServeArgs, json: bool) -> anyhow::Result<()> {
     }
     drop(server);
     Ok(())
+}
+
+/// Has the cluster forget a host.
+fn forget(args: &ForgetArgs, as_json: bool) -> anyhow::Result<()> {
+    let lost = args.ask.keys.service(&args.ask.cluster)?.forget(&args.host)?;
+    if as_json {
+        return output::print_json(&json!({ "host": args.host, "lost": lost }));
+    }
+    let vms = match lost.len() {
+        0 => "it had no VM".to_owned(),
+        _ => format!("lost, and free to be started elsewhere: {}", lost.join(", ")),
+    };
+    output::print(&format!("Host {} is forgotten; {vms}\n", args.host))
 }
 
 fn show(
@@ -206,7 +220,14 @@ fn migration_json(migration: &Migration, names: &Names) -> Value {
             })
         })
         .collect();
-    json!({ "id": migration.id, "stage": migration.stage, "decision": migration.decision, "moves": moves })
+    let owed: Vec<String> = migration.owed.iter().map(|host| names.host(*host)).collect();
+    json!({
+        "id": migration.id,
+        "stage": migration.stage,
+        "decision": migration.decision,
+        "moves": moves,
+        "kept_for": owed,
+    })
 }
 
 fn status_json(state: &State) -> Value {

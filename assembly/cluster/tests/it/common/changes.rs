@@ -2,7 +2,7 @@
 #![allow(dead_code, clippy::unwrap_used, clippy::missing_panics_doc)] // Tests' other half; each uses its part.
 
 use cluster::state::{AboutHost, AboutVm, Change, Nic, Settings, State};
-use nomad::coordinator::{Action, Coordinator, Event, Ledger, Record};
+use nomad::coordinator::{Action, Coordinator, Event, Ledger, Record, Stage, Timer};
 use nomad::testing::dice::Dice;
 use nomad::{Body, Config, HostId, Incarnation, Message, MigrationId, Node, Reason, VmId};
 
@@ -44,6 +44,11 @@ fn records(seed: u64, count: usize) -> Vec<Record> {
                 }
             }
             5 => coordinator.cancel(migration, &mut actions),
+            6 => {
+                let late = Event::Timer(Timer::Deadline(migration, Stage::Telling));
+                coordinator.step(late, &mut actions);
+            }
+            7 if dice.chance(100) => drop(coordinator.forget(host, &mut actions)),
             _ => {
                 // Mostly those that take part.
                 if let Some(moved) =
@@ -64,7 +69,8 @@ fn records(seed: u64, count: usize) -> Vec<Record> {
                     _ => Body::Hello,
                 };
                 let start = &mut starts[host.0 as usize];
-                *start += u64::from(dice.chance(10));
+                let known = coordinator.ledger().hosts.get(&host).map_or(0, |known| known.0);
+                *start = known.max(*start) + u64::from(dice.chance(10));
                 let incarnation = Incarnation(*start);
                 let message = Message { from: Node::Host(host), incarnation, to: Node::Coordinator, body };
                 coordinator.step(Event::Message(message), &mut actions);

@@ -12,6 +12,9 @@ pub const NOTHING: Budget = Budget {
     repeats: 0,
     kills: 0,
     coordinator_kills: 0,
+    deaths: 0,
+    renumbers: 0,
+    resumes: 0,
     timers: 0,
     cancels: 0,
     more: 0,
@@ -92,6 +95,13 @@ pub fn budgets() -> Vec<(&'static str, Budget)> {
         ("two kills", Budget { kills: 2, ..NOTHING }),
         ("a kill of the coordinator", Budget { coordinator_kills: 1, timers: 1, ..NOTHING }),
         ("kills of a host and the coordinator", Budget { kills: 1, coordinator_kills: 1, ..NOTHING }),
+        ("a host that never returns", Budget { deaths: 1, timers: 1, ..NOTHING }),
+        (
+            "a host that never returns, and a kill of the coordinator",
+            Budget { deaths: 1, coordinator_kills: 1, ..NOTHING },
+        ),
+        ("a living daemon that counts as started again", Budget { renumbers: 1, timers: 1, ..NOTHING }),
+        ("a kill and a guest in doubt that is to go on", Budget { kills: 1, resumes: 1, ..NOTHING }),
         ("two timers", Budget { timers: 2, sends: 1, ..NOTHING }),
         ("a cancel", Budget { cancels: 1, more: 1, sends: 1, ..NOTHING }),
     ]

@@ -1,0 +1,213 @@
+//! VMs' monitors: they run guests, outlive their host's daemon, and believe what [`crate::monitor`] lets them believe.
+
+use super::cluster::{Cluster, Pending};
+use crate::config::Plant;
+use crate::coordinator::MayRun;
+use crate::event::Event;
+use crate::monitor::{Answer, Claimed, Next, Side, after_claim, next};
+use crate::names::{Epoch, HostId, MigrationId, VmId};
+
+/// A VM's monitor on a host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Monitor {
+    /// Its vCPUs run.
+    pub guest: bool,
+    /// The epoch in which they do, or would.
+    pub epoch: Epoch,
+    /// What it is at.
+    pub part: Part,
+}
+
+/// What a monitor is at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Part {
+    /// Its guest runs, and its devices work.
+    Runs,
+    /// Its guest runs; what served its devices has lost them.
+    Orphan,
+    /// It has stopped its guest for a migration, and asks how that ends.
+    Stopped(MigrationId),
+    /// It takes memory in.
+    Awaits(MigrationId),
+    /// It has said that all is there, and asks how that ends.
+    Voted(MigrationId),
+    /// It has ended.
+    Ended,
+}
+
+impl Monitor {
+    /// What served its devices has lost them: a guest that runs goes on without, memory that comes can't be used. A decision is waited for all the same.
+    pub fn lose_devices(&mut self) {
+        match self.part {
+            Part::Runs => self.part = Part::Orphan,
+            Part::Awaits(_) => self.part = Part::Ended,
+            Part::Orphan | Part::Stopped(_) | Part::Voted(_) | Part::Ended => {}
+        }
+    }
+
+    fn side(&self) -> Option<Side> {
+        match self.part {
+            Part::Stopped(_) => Some(Side::Source),
+            Part::Voted(_) => Some(Side::Destination),
+            _ => None,
+        }
+    }
+}
+
+impl Cluster {
+    /// A VM's monitor on a host.
+    #[must_use]
+    pub fn monitor(&self, host: HostId, vm: VmId) -> Option<&Monitor> {
+        self.machines.get(&host)?.monitors.get(&vm)
+    }
+
+    /// Whether a host has a monitor for a VM that hasn't ended.
+    #[must_use]
+    pub fn is_monitored(&self, host: HostId, vm: VmId) -> bool {
+        self.monitor(host, vm).is_some_and(|monitor| monitor.part != Part::Ended)
+    }
+
+    /// Monitors that wait for a decision, and their sides.
+    fn waiting(&self) -> impl Iterator<Item = (HostId, VmId, Side)> {
+        self.machines.iter().flat_map(|(host, machine)| {
+            let side = |(vm, monitor): (&VmId, &Monitor)| Some((*host, *vm, monitor.side()?));
+            machine.monitors.iter().filter_map(side)
+        })
+    }
+
+    /// Those that would learn something if they asked now.
+    #[must_use]
+    pub fn curious(&self) -> Vec<(HostId, VmId)> {
+        let learns = |(host, vm, side): &(HostId, VmId, Side)| {
+            self.is_reclaimable(*host, *vm)
+                || self.answer(*host, *vm, *side).is_some_and(|(next, _)| next != Next::AskAgain)
+        };
+        self.waiting().filter(learns).map(|(host, vm, _)| (host, vm)).collect()
+    }
+
+    /// Monitors of sources that don't know how their migrations end.
+    #[must_use]
+    pub fn in_doubt(&self) -> Vec<(HostId, VmId)> {
+        let source = |(host, vm, side): (HostId, VmId, Side)| (side == Side::Source).then_some((host, vm));
+        self.waiting().filter_map(source).collect()
+    }
+
+    /// Monitors of destinations that have voted.
+    #[must_use]
+    pub fn voted(&self) -> Vec<(HostId, VmId)> {
+        let there =
+            |(host, vm, side): (HostId, VmId, Side)| (side == Side::Destination).then_some((host, vm));
+        self.waiting().filter_map(there).collect()
+    }
+
+    /// Whether a source's monitor, of whose migration its daemon hears nothing, finds that its VM was counted as lost: then it is the host's again.
+    fn is_reclaimable(&self, host: HostId, vm: VmId) -> bool {
+        let Some(machine) = self.machines.get(&host) else { return false };
+        let pending = machine.engine.phases.get(&vm).is_some_and(|(said, _)| *said == Answer::Pending);
+        let monitor = machine.monitors.get(&vm).filter(|monitor| monitor.side() == Some(Side::Source));
+        pending
+            && monitor
+                .is_some_and(|monitor| self.coordinator.may_run(vm, host, monitor.epoch) == MayRun::Lost)
+    }
+
+    /// What a monitor does if it asks now, and the epoch in which its guest runs then.
+    fn answer(&self, host: HostId, vm: VmId, side: Side) -> Option<(Next, Epoch)> {
+        let machine = self.machines.get(&host)?;
+        let monitor = machine.monitors.get(&vm)?;
+        let (said, epoch) = machine.engine.phases.get(&vm).copied().unwrap_or((
+            match self.config.plant {
+                Plant::ForgottenIsGivenUp => Answer::Stays,
+                _ => Answer::Forgotten,
+            },
+            monitor.epoch,
+        ));
+        match next(side, said) {
+            Next::AskTheService => {
+                Some((after_claim(side, self.claimed(host, vm, monitor.epoch)), monitor.epoch))
+            }
+            decided => Some((decided, epoch)),
+        }
+    }
+
+    fn claimed(&self, host: HostId, vm: VmId, epoch: Epoch) -> Claimed {
+        match self.coordinator.may_run(vm, host, epoch) {
+            MayRun::Undecided(_) => Claimed::Unknown,
+            // A daemon registers it anew then; what becomes of it isn't modelled further.
+            MayRun::Here(_) | MayRun::Lost => Claimed::Here,
+            MayRun::Elsewhere(_) | MayRun::Ended => Claimed::Elsewhere,
+        }
+    }
+
+    /// A monitor asks how its migration ended.
+    pub fn hear(&mut self, host: HostId, vm: VmId, out: &mut Vec<Pending>) {
+        if self.is_reclaimable(host, vm) {
+            return self.reclaim(host, vm, out);
+        }
+        let Some(side) = self.monitor(host, vm).and_then(Monitor::side) else { return };
+        let Some((next, epoch)) = self.answer(host, vm, side) else { return };
+        match (next, side) {
+            (Next::AskAgain | Next::AskTheService, _) => {}
+            (Next::Runs, _) | (Next::GivenUp, Side::Source) => self.guest_runs(host, vm, epoch),
+            (Next::GivenUp | Next::Moved | Next::Lost, _) => self.end_monitor(host, vm),
+        }
+    }
+
+    fn reclaim(&mut self, host: HostId, vm: VmId, out: &mut Vec<Pending>) {
+        let Some(epoch) = self.monitor(host, vm).map(|monitor| monitor.epoch) else { return };
+        let mut actions = Vec::new();
+        let claimed = self.coordinator.claim(vm, host, epoch, &mut actions);
+        self.carry_out(actions, out);
+        if let MayRun::Here(epoch) = claimed {
+            self.broken.insert(vm);
+            self.host(host, Event::Started { vm, epoch }, out);
+        }
+        self.check();
+    }
+
+    /// The user of a source's monitor that is in doubt wants its guest to go on.
+    pub fn resume(&mut self, host: HostId, vm: VmId) {
+        let Some(monitor) = self.monitor(host, vm).copied() else { return };
+        let allowed = self.config.plant == Plant::ResumeInDoubt
+            || after_claim(Side::Source, self.claimed(host, vm, monitor.epoch)) == Next::GivenUp;
+        if monitor.side() == Some(Side::Source) && allowed {
+            self.guest_runs(host, vm, monitor.epoch);
+        }
+    }
+
+    /// [`Plant::VoteTakenBack`]: a destination's monitor has heard nothing for too long, and ends; its NICs go with it.
+    pub fn lose_patience(&mut self, host: HostId, vm: VmId, out: &mut Vec<Pending>) {
+        let Some(Part::Voted(migration)) = self.monitor(host, vm).map(|monitor| monitor.part) else { return };
+        self.end_monitor(host, vm);
+        if let Some(machine) = self.machines.get_mut(&host) {
+            machine.engine.instances.remove(&vm);
+        }
+        self.host(host, Event::StreamBroke { migration }, out);
+    }
+
+    fn guest_runs(&mut self, host: HostId, vm: VmId, epoch: Epoch) {
+        let Some(machine) = self.machines.get_mut(&host) else { return };
+        let part = if machine.engine.instances.contains_key(&vm) { Part::Runs } else { Part::Orphan };
+        machine.monitors.insert(vm, Monitor { guest: true, epoch, part });
+        self.check();
+    }
+
+    fn end_monitor(&mut self, host: HostId, vm: VmId) {
+        let monitors = self.machines.get_mut(&host).map(|machine| &mut machine.monitors);
+        if let Some(monitor) = monitors.and_then(|monitors| monitors.get_mut(&vm)) {
+            *monitor = Monitor { guest: false, epoch: Epoch(0), part: Part::Ended };
+        }
+        self.check();
+    }
+
+    /// Every monitor that would learn something asks. `away`: the service can't be asked now.
+    pub fn all_ask(&mut self, away: bool, out: &mut Vec<Pending>) {
+        for (host, vm) in self.curious() {
+            let knows = self.machines.get(&host).is_some_and(|machine| {
+                machine.engine.phases.get(&vm).is_some_and(|(said, _)| *said != Answer::Pending)
+            });
+            if knows || !away {
+                self.hear(host, vm, out);
+            }
+        }
+    }
+}
