@@ -120,9 +120,9 @@ impl Client {
         self.json(Method::PUT, "/v1/pause")
     }
 
-    /// Lets a paused VM go on.
-    pub fn resume(&self) -> Result<Done, ClientError> {
-        self.json(Method::PUT, "/v1/resume")
+    /// Lets a paused VM go on; one in doubt, which may run elsewhere, only with `force`.
+    pub fn resume(&self, force: bool) -> Result<Done, ClientError> {
+        self.json(Method::PUT, &format!("/v1/resume?force={force}"))
     }
 
     /// Changes what is behind a commodity NIC.
@@ -143,9 +143,9 @@ impl Client {
         self.json(Method::PUT, "/v1/power-button")
     }
 
-    /// Presses the reset button.
-    pub fn reset(&self) -> Result<Done, ClientError> {
-        self.json(Method::PUT, "/v1/reset")
+    /// Presses the reset button; of a VM in doubt only with `force`.
+    pub fn reset(&self, force: bool) -> Result<Done, ClientError> {
+        self.json(Method::PUT, &format!("/v1/reset?force={force}"))
     }
 
     /// Ends the VM at once.

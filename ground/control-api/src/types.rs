@@ -20,6 +20,8 @@ pub enum VmState {
     Paused,
     /// It stands still, and another monitor takes it over.
     HandingOver,
+    /// It stands still since it isn't known how its migration was decided: it may run at the other side, or be to run here.
+    InDoubt,
     /// It is ending.
     Stopping,
 }
@@ -32,6 +34,7 @@ impl fmt::Display for VmState {
             Self::Running => "running",
             Self::Paused => "paused",
             Self::HandingOver => "handing-over",
+            Self::InDoubt => "in-doubt",
             Self::Stopping => "stopping",
         })
     }

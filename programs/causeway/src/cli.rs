@@ -46,9 +46,9 @@ pub enum Command {
     /// Stop a VM's vCPUs and devices until `resume`
     Pause(Target),
     /// Let a paused VM go on
-    Resume(Target),
+    Resume(ForcedTarget),
     /// Press a VM's reset button
-    Reset(Target),
+    Reset(ForcedTarget),
     /// Take a VM's commodity NIC from its card to the card's emulation, or back, while the guest runs (docs/reference/vpio.md)
     Nic(NicArgs),
     /// Move a running VM to another monitor, which waits for it with `causeway run --incoming`
@@ -73,6 +73,17 @@ pub enum Command {
     Dsm(DsmCommand),
     /// Say what this host can do, what is missing and how to get it
     Doctor,
+}
+
+/// Which VM, and whether it is risked that it runs twice.
+#[derive(Debug, Args)]
+pub struct ForcedTarget {
+    /// Which.
+    #[command(flatten)]
+    pub target: Target,
+    /// Of a VM in doubt (`causeway list`): run it here although it may run at the other side of its migration. Only when it certainly doesn't: two of it write the same disks
+    #[arg(long)]
+    pub force: bool,
 }
 
 /// Which VM.

@@ -212,6 +212,12 @@ impl ClusterDirectory {
         &self.config.service
     }
 
+    /// Which start of which host the service takes this daemon for.
+    pub(crate) fn speaker(&self) -> proto::Speaker {
+        let host = self.view.load().contents.own;
+        proto::Speaker { host, incarnation: self.incarnation.load(Ordering::SeqCst) }
+    }
+
     /// This host's name.
     #[must_use]
     pub fn host_name(&self) -> &str {

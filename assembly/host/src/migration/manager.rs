@@ -12,7 +12,9 @@
 
 mod draining;
 mod inbox;
+mod joining;
 mod phases;
+mod reasons;
 
 use std::collections::{BTreeSet, BinaryHeap, HashMap, VecDeque};
 use std::sync::Arc;
@@ -21,9 +23,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{RecvTimeoutError, Sender, unbounded};
 use hca::names::Gid;
-use nomad::{
-    Action, Body, Epoch, Event, HostId, Incarnation, Message, MigrationId, Node, Place, Timer, VmId,
-};
+use nomad::{Action, Body, Epoch, Event, HostId, Incarnation, Message, MigrationId, Place, Timer, VmId};
 
 use crate::cluster::{ClusterDirectory, Hold};
 use crate::engine::{EngineHandle, Worker};
@@ -34,6 +34,7 @@ use crate::transport;
 
 use draining::{Drain, Draining};
 use inbox::Inbox;
+use reasons::Reasons;
 
 pub use phases::{Phase, Phases};
 
@@ -144,7 +145,7 @@ impl MoverThread {
                 due: HashMap::new(),
                 leaving: HashMap::new(),
                 arriving: HashMap::new(),
-                reason: HashMap::new(),
+                reasons: Reasons::default(),
                 held: HashMap::new(),
                 held_since: HashMap::new(),
                 draining: Draining::default(),
@@ -190,7 +191,7 @@ struct Mover {
     leaving: HashMap<VmId, MigrationId>,
     arriving: HashMap<VmId, MigrationId>,
     /// Why migrations were given up, as far as this host has had to do with it.
-    reason: HashMap<MigrationId, String>,
+    reasons: Reasons,
     /// Addresses of VMs whose peers here were held last.
     held: HashMap<VmId, Vec<Gid>>,
     /// Since when they have been, and for which migration, while they are.
@@ -245,32 +246,6 @@ impl Mover {
         }
     }
 
-    fn joined(&mut self, host: HostId, incarnation: Incarnation, switch_ms: u32) {
-        self.switch_ms = switch_ms;
-        let same =
-            self.nomad.as_ref().is_some_and(|nomad| (nomad.id(), nomad.incarnation()) == (host, incarnation));
-        if same {
-            // The stream's first message says whose it is; the state machine has said what it had to say.
-            let from = Node::Host(host);
-            self.send(&Message { from, incarnation, to: Node::Coordinator, body: Body::Hello });
-            return;
-        }
-        // Started again, as the service sees it: what was promised before is void.
-        self.draining = Draining::default();
-        let (leaving, arriving) = (std::mem::take(&mut self.leaving), std::mem::take(&mut self.arriving));
-        for vm in leaving.into_keys() {
-            self.stay(vm, "the cluster service takes this host for one that was started again");
-        }
-        for vm in arriving.into_keys() {
-            self.release(vm);
-        }
-        let config = nomad::Config { switch_ms: switch_ms.max(1), ..nomad::Config::default() };
-        self.nomad = Some(nomad::Host::new(host, incarnation, config));
-        self.timers.clear();
-        self.due.clear();
-        self.step(Event::Start);
-    }
-
     /// Steps the state machine, and does what it asks for.
     fn step(&mut self, event: Event) {
         let mut events = VecDeque::from([event]);
@@ -286,7 +261,7 @@ impl Mover {
 
     fn send(&mut self, message: &Message) {
         if let Body::Failed { migration, reason } = &message.body {
-            self.reason.insert(*migration, reason.to_string());
+            self.reasons.note(*migration, reason.to_string());
         }
         // What can't be sent now is said again.
         self.directory.send(message);
@@ -392,6 +367,12 @@ impl Mover {
         }
     }
 
+    fn set_epoch(&self, vm: VmId, epoch: Epoch) {
+        if let Some(name) = self.name(vm) {
+            self.phases.set_epoch(&name, epoch.0);
+        }
+    }
+
     fn act(&mut self, action: Action) -> Vec<Event> {
         match action {
             Action::Send(message) => self.send(&message),
@@ -402,6 +383,9 @@ impl Mover {
             }
             Action::Reserve { migration, moves } => {
                 let granted = moves.iter().all(|moved| self.reserve(migration, moved.vm));
+                for moved in moves.iter().filter(|_| granted) {
+                    self.set_epoch(moved.vm, moved.epoch);
+                }
                 if !granted {
                     moves.iter().for_each(|moved| self.release(moved.vm));
                 }
@@ -417,6 +401,10 @@ impl Mover {
                 let wanted = self.phase(vm) == Phase::Begun;
                 self.leaving.insert(vm, migration);
                 self.nics(vm).iter().for_each(|(shared, _)| shared.set_locked(true));
+                // Before its monitor hears that it may be copied.
+                if let Some(epoch) = self.nomad.as_ref().and_then(|nomad| nomad.epoch(vm)) {
+                    self.set_epoch(vm, epoch);
+                }
                 self.set(vm, Phase::Copying(migration.0));
                 if !wanted {
                     return vec![Event::StreamBroke { migration }];
@@ -485,7 +473,7 @@ impl Mover {
 
     fn why(&self, migration: MigrationId) -> String {
         let reason = self.draining.why(migration).map(ToOwned::to_owned);
-        let reason = reason.or_else(|| self.reason.get(&migration).cloned());
+        let reason = reason.or_else(|| self.reasons.of(migration).map(ToOwned::to_owned));
         reason.unwrap_or_else(|| "it was cancelled, or another host that takes part gave it up".to_owned())
     }
 

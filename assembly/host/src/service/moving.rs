@@ -2,10 +2,11 @@
 
 use std::time::{Duration, Instant};
 
+use control_api::cluster::proto::claim_vm_reply::Answer as Claim;
 use control_api::cluster::{ClusterError, proto as cluster_proto};
 use control_api::host::proto::move_vm_reply::State;
 use control_api::host::proto::move_vm_request::Step;
-use control_api::host::proto::{BeginTogether, MoveVmReply, PeerHold};
+use control_api::host::proto::{BeginTogether, ClaimVm, MoveVmReply, PeerHold};
 use tonic::Status;
 
 use crate::cluster::ClusterDirectory;
@@ -32,7 +33,8 @@ pub(super) async fn step(
     let none =
         || Status::unavailable("This daemon doesn't take part in migrations: it is starting or ending");
     let mover = cluster.mover().ok_or_else(none)?;
-    let ended = |phase: &Phase| phase.is_end();
+    // One that was started again since knows nothing, and never will.
+    let ended = |phase: &Phase| phase.is_end() || *phase == Phase::Idle;
     let phase = match step {
         Step::Begin(host) => return begin(cluster, registry, mover, vm, host).await,
         Step::BeginTogether(wish) => return begin_together(cluster, registry, mover, vm, wish).await,
@@ -55,8 +57,9 @@ pub(super) async fn step(
         Step::Wait(_) => wait(mover, vm, ended).await,
         Step::Look(_) => mover.phases().get(vm),
         Step::Peers(_) => return Ok(peers(cluster, mover, vm).await),
+        Step::Claim(asked) => return Ok(claim(cluster, mover, vm, asked).await),
     };
-    Ok(reply(phase))
+    Ok(MoveVmReply { epoch: mover.phases().epoch(vm), ..reply(phase) })
 }
 
 async fn wait(mover: &MoverHandle, vm: &str, wanted: impl Fn(&Phase) -> bool) -> Phase {
@@ -66,7 +69,7 @@ async fn wait(mover: &MoverHandle, vm: &str, wanted: impl Fn(&Phase) -> bool) ->
 
 fn reply(phase: Phase) -> MoveVmReply {
     let (state, reason) = match phase {
-        Phase::Idle => (State::Stays, "no migration of it is under way".to_owned()),
+        Phase::Idle => (State::Unknown, "this host's daemon knows of no migration of it".to_owned()),
         Phase::Begun | Phase::Handing | Phase::Awaited(_) => (State::Pending, String::new()),
         Phase::Copying(_) => (State::Copy, String::new()),
         Phase::Stop => (State::Stop, String::new()),
@@ -75,7 +78,45 @@ fn reply(phase: Phase) -> MoveVmReply {
         Phase::Stays(reason) => (State::Stays, reason),
         Phase::Failed => (State::Failed, String::new()),
     };
-    MoveVmReply { state: state.into(), reason, peers: Vec::new() }
+    MoveVmReply { state: state.into(), reason, ..MoveVmReply::default() }
+}
+
+/// A monitor has heard nothing of how its migration ended: what the service knows, where this daemon doesn't know better.
+async fn claim(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str, asked: ClaimVm) -> MoveVmReply {
+    let phase = mover.phases().get(vm);
+    if phase.is_end() {
+        return reply(phase);
+    }
+    let pending = |reason: String| MoveVmReply { reason, ..reply(Phase::Begun) };
+    let ClaimVm { epoch, keeps } = asked;
+    let request =
+        cluster_proto::ClaimVmRequest { speaker: Some(cluster.speaker()), vm: vm.to_owned(), epoch, keeps };
+    let service = cluster.service();
+    let answer = async {
+        let mut client = service.connect().await?;
+        service.within("ClaimVm", client.claim_vm(request)).await
+    };
+    let answer = match answer.await {
+        Ok(answer) => answer,
+        Err(error) => return pending(format!("the cluster service can't be asked ({error})")),
+    };
+    match answer.answer() {
+        Claim::Undecided => pending("the cluster service hasn't decided".to_owned()),
+        Claim::Here if phase != Phase::Idle => {
+            // The migration thread hears of it, and has its devices go on: then this daemon says so.
+            mover.started(answer.vm, answer.epoch);
+            pending("it is this host's, and goes on as soon as its devices do".to_owned())
+        }
+        Claim::Here => MoveVmReply { epoch: answer.epoch, ..reply(Phase::Runs) },
+        Claim::Lost => reply(Phase::Failed),
+        Claim::Elsewhere => {
+            let reason = match answer.host.as_str() {
+                "" => "the cluster has no such VM any more".to_owned(),
+                host => format!("host {host} has it, in epoch {}", answer.epoch),
+            };
+            MoveVmReply { reason, ..reply(Phase::Moved) }
+        }
+    }
 }
 
 /// How long hosts of a VM's peers have held what faces it, as they have told the service: all of them, or those that have within [`REPORTS`].
@@ -181,7 +222,7 @@ async fn begin_together(
         // Once another one has made the group complete, this host hears of it from the coordinator, whatever became of an answer of the service's.
         let phase = mover.phases().get(vm);
         if phase != Phase::Begun {
-            return Ok(reply(phase));
+            return Ok(MoveVmReply { epoch: mover.phases().epoch(vm), ..reply(phase) });
         }
         let reason = match ask(cluster, &request).await {
             Ok(reply) if reply.migration != 0 => {
@@ -197,7 +238,7 @@ async fn begin_together(
             Err(error) => format!("waits for the cluster service: {error}"),
         };
         if Instant::now() > until {
-            return Ok(MoveVmReply { state: State::Pending.into(), reason, peers: Vec::new() });
+            return Ok(MoveVmReply { state: State::Pending.into(), reason, ..MoveVmReply::default() });
         }
         tokio::time::sleep(AGAIN).await;
     }
@@ -220,7 +261,7 @@ async fn begun(
             "VM {vm} can't move: {no_room}; does a monitor wait there (`causeway run --incoming`)?"
         )));
     }
-    Ok(reply(phase))
+    Ok(MoveVmReply { epoch: mover.phases().epoch(vm), ..reply(phase) })
 }
 
 fn refusal(vm: &str, error: ClusterError) -> Status {

@@ -7,6 +7,7 @@ mod common;
 mod end_to_end;
 mod late_hostile;
 mod migrate;
+mod migrate_doubt;
 mod migrate_group;
 mod migrate_lost;
 mod migrate_pace;

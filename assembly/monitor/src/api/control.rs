@@ -12,16 +12,16 @@ pub trait VmControl: Send + Sync {
     fn inspect(&self) -> serde_json::Value;
     /// Stops vCPUs and devices until [`VmControl::resume`]. Pausing a paused VM changes nothing.
     fn pause(&self) -> Result<(), ControlError>;
-    /// Lets a paused VM go on. Resuming a running VM changes nothing.
-    fn resume(&self) -> Result<(), ControlError>;
+    /// Lets a paused VM go on. Resuming a running VM changes nothing. One in doubt goes on only if that is `forced`: it may run elsewhere.
+    fn resume(&self, forced: bool) -> Result<(), ControlError>;
     /// Takes the guest of a commodity NIC from its card to the emulation, or back, while it runs. Changing nothing changes nothing.
     fn change_nic(&self, nic: &str, behind: NicBehind) -> Result<(), ControlError>;
     /// Cancels the migration that is under way; returns before the guest goes on.
     fn cancel_migration(&self) -> Result<(), ControlError>;
     /// Presses the ACPI power button; what happens is up to the guest.
     fn power_button(&self) -> Result<(), ControlError>;
-    /// Resets the machine at once, as the reset button does.
-    fn reset(&self) -> Result<(), ControlError>;
+    /// Resets the machine at once, as the reset button does; one in doubt only if that is `forced`.
+    fn reset(&self, forced: bool) -> Result<(), ControlError>;
     /// Asks the monitor to end the VM at once. Returns before it has ended, so that the answer gets out.
     fn stop(&self) -> Result<(), ControlError>;
     /// Exits so far.

@@ -106,15 +106,39 @@ pub(super) async fn pause(State(vm): State<Vm>) -> Result<Json<Done>, Refusal> {
     Ok(done(&*vm, "pause"))
 }
 
+/// Whether what is risky is wanted all the same.
+#[derive(Debug, Deserialize, IntoParams)]
+#[into_params(parameter_in = Query)]
+#[serde(deny_unknown_fields)]
+pub(super) struct ForceQuery {
+    /// Of a VM in doubt: it runs here although it may run elsewhere. Default: false.
+    #[serde(default)]
+    force: bool,
+}
+
+fn forced(query: Result<Query<ForceQuery>, QueryRejection>) -> Result<bool, Refusal> {
+    let Query(query) = query.map_err(|error| Refusal::new(StatusCode::BAD_REQUEST, error.body_text()))?;
+    Ok(query.force)
+}
+
 /// Lets a paused VM go on.
 #[utoipa::path(
     put,
     path = "/v1/resume",
     operation_id = "resume",
-    responses((status = 200, body = Done), (status = 409, body = Problem), (status = 500, body = Problem))
+    params(ForceQuery),
+    responses(
+        (status = 200, body = Done),
+        (status = 400, body = Problem),
+        (status = 409, body = Problem),
+        (status = 500, body = Problem)
+    )
 )]
-pub(super) async fn resume(State(vm): State<Vm>) -> Result<Json<Done>, Refusal> {
-    vm.resume()?;
+pub(super) async fn resume(
+    State(vm): State<Vm>,
+    query: Result<Query<ForceQuery>, QueryRejection>,
+) -> Result<Json<Done>, Refusal> {
+    vm.resume(forced(query)?)?;
     Ok(done(&*vm, "resume"))
 }
 
@@ -185,15 +209,20 @@ pub(super) async fn power_button(State(vm): State<Vm>) -> Result<Json<Done>, Ref
     put,
     path = "/v1/reset",
     operation_id = "reset",
+    params(ForceQuery),
     responses(
         (status = 200, body = Done),
+        (status = 400, body = Problem),
         (status = 409, body = Problem),
         (status = 500, body = Problem),
         (status = 501, body = Problem)
     )
 )]
-pub(super) async fn reset(State(vm): State<Vm>) -> Result<Json<Done>, Refusal> {
-    vm.reset()?;
+pub(super) async fn reset(
+    State(vm): State<Vm>,
+    query: Result<Query<ForceQuery>, QueryRejection>,
+) -> Result<Json<Done>, Refusal> {
+    vm.reset(forced(query)?)?;
     Ok(done(&*vm, "reset"))
 }
 

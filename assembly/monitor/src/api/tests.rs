@@ -47,7 +47,7 @@ impl VmControl for Fake {
     fn pause(&self) -> Result<(), ControlError> {
         self.go("pause", VmState::Running, VmState::Paused)
     }
-    fn resume(&self) -> Result<(), ControlError> {
+    fn resume(&self, _forced: bool) -> Result<(), ControlError> {
         self.go("resume", VmState::Paused, VmState::Running)
     }
     fn change_nic(&self, nic: &str, behind: NicBehind) -> Result<(), ControlError> {
@@ -62,7 +62,7 @@ impl VmControl for Fake {
     fn power_button(&self) -> Result<(), ControlError> {
         Err(ControlError::Unsupported { what: "take a power button", reason: "it is a fake".into() })
     }
-    fn reset(&self) -> Result<(), ControlError> {
+    fn reset(&self, _forced: bool) -> Result<(), ControlError> {
         let source = std::io::Error::other("no wires").into();
         Err(ControlError::Failed { what: "reset", source })
     }
@@ -105,11 +105,11 @@ fn every_request_reaches_the_vm_and_its_answer_the_client() {
     assert_eq!((status, text.as_str()), (404, "disks has no \"disk1\"; it has disk0"));
     assert_eq!(client.pause().unwrap().state, VmState::Paused);
     assert_eq!(client.pause().unwrap().state, VmState::Paused);
-    assert_eq!(client.resume().unwrap().state, VmState::Running);
+    assert_eq!(client.resume(true).unwrap().state, VmState::Running);
     assert_eq!(client.change_nic("nic 0", NicBehind::Emulation).unwrap().state, VmState::Running);
     assert_eq!(refusal(client.change_nic("a/b", NicBehind::Card)), (409, "no a/b with card".to_owned()));
     assert_eq!(refusal(client.power_button()).0, 501);
-    assert_eq!(refusal(client.reset()), (500, "The VM failed to reset; no wires".to_owned()));
+    assert_eq!(refusal(client.reset(false)), (500, "The VM failed to reset; no wires".to_owned()));
     assert_eq!(client.exits().unwrap().total, 3);
     assert!(client.metrics().unwrap().contains("kvm_exits_total{vm=\"fake\",cause=\"mmio\"} 3\n"));
     assert_eq!(client.stop().unwrap().state, VmState::Stopping);

@@ -132,6 +132,11 @@ pub enum MigrationError {
         #[source]
         source: Box<MigrationError>,
     },
+    /// The user didn't wait for the decision.
+    #[error(
+        "The VM was ended, or let go on, before it was known how its migration was decided: it may run at its other host, and if it was decided to run here it is lost"
+    )]
+    NotAwaited,
     /// The user cancelled.
     #[error("The migration was cancelled")]
     Cancelled,
@@ -158,7 +163,7 @@ pub enum MigrationError {
     },
     /// The destination was told to run the VM, and nothing was heard of it since.
     #[error(
-        "The destination was told to run the VM and hasn't said that it does; the VM stands still here. See whether it runs there: if so, end it here with `causeway stop --force`, else let it go on here with `causeway resume`"
+        "The destination was told to run the VM and hasn't said that it does; the VM stands still here. See whether it runs there: if so, end it here with `causeway stop --force`, else let it go on here with `causeway resume --force`"
     )]
     InDoubt(#[source] Box<MigrationError>),
 }

@@ -13,25 +13,28 @@
 //!   │                           │                                                   │◀─ arrived ─│
 //!   │◀── moved, or stays ───────│◀─────── the decision ────────────────────────────▶│─ runs ────▶│ runs the guest
 //! ```
-//! The decision is the coordinator's (docs/migration.md): neither monitor runs the guest before it hears of it. A daemon that can't be asked
-//! leaves it standing still, as in doubt.
+//! The decision is the coordinator's (docs/migration.md): neither monitor runs the guest before it hears of it, or takes silence for one ([`nomad::monitor`]). Where nothing is
+//! heard for [`DOUBT_AFTER`] the VM is in doubt; it is asked for all the same, until it is known.
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use control_api::host::proto::move_vm_reply::State;
 use control_api::host::proto::move_vm_request::Step;
-use control_api::host::proto::{BeginTogether, PeerHold};
+use control_api::host::proto::{BeginTogether, ClaimVm, MoveVmReply, PeerHold};
 use control_api::host::{HostClient, HostError};
 use control_api::migration::PeerPause;
+use nomad::monitor::{Answer, Claimed, Next, Side, after_claim, next};
 
 use super::connection::Stop;
 use super::error::{MigrationError, line};
 use super::source::milliseconds;
 
-/// A daemon that doesn't answer is asked again for so long, once the guest stands still.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// A VM whose migration's end isn't known is shown as in doubt when nothing was heard for so long.
+pub const DOUBT_AFTER: Duration = Duration::from_secs(60);
+/// A daemon is told for so long that a migration is over whose guest has never stopped.
+const WITHDRAWAL_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long the other VMs that are to move together are waited for, before anything begins. Less than the destination waits for a word.
 const GATHERING: Duration = Duration::from_secs(45);
 /// How long a VM that moves by itself may have to wait until it is to be stopped.
@@ -52,13 +55,26 @@ pub enum Verdict {
 }
 
 /// How a daemon answers.
-type Answer = dyn Fn(&Step) -> Result<(State, String), HostError> + Send + Sync;
+type Asked = dyn Fn(&Step) -> Result<MoveVmReply, HostError> + Send + Sync;
+
+/// What happens while a decision is waited for.
+pub struct Waits<'a> {
+    /// It takes so long that the VM is in doubt; why nothing is known. Called once.
+    pub doubtful: &'a dyn Fn(&str),
+    /// It isn't to be waited for any longer: the user has ended the VM, or let it go on.
+    pub is_over: &'a dyn Fn() -> bool,
+}
 
 /// The daemon that serves a VM's devices. Calls block.
 pub struct Daemon {
     client: HostClient,
     vm: String,
-    answer: Box<Answer>,
+    answer: Box<Asked>,
+    /// The epoch in which the VM runs on this host, or is to run here, as the daemon said last; 0: it hasn't.
+    epoch: AtomicU64,
+    doubt_after: Duration,
+    /// Between two questions where the first was answered at once.
+    again: Duration,
 }
 
 impl std::fmt::Debug for Daemon {
@@ -81,23 +97,31 @@ impl Daemon {
     pub fn new(socket: PathBuf, vm: String) -> Self {
         let client = HostClient::new(socket);
         let (asked, name) = (client.clone(), vm.clone());
-        let answer = move |step: &Step| {
-            let reply = asked.move_vm(&name, step.clone())?;
-            Ok((State::try_from(reply.state).unwrap_or(State::Pending), reply.reason))
-        };
-        Self { client, vm, answer: Box::new(answer) }
+        let answer = move |step: &Step| asked.move_vm(&name, step.clone());
+        let (epoch, doubt_after, again) = (AtomicU64::new(0), DOUBT_AFTER, AGAIN);
+        Self { client, vm, answer: Box::new(answer), epoch, doubt_after, again }
     }
 
-    /// One that answers as a test has it.
+    /// One that answers as a test has it; what isn't known at once is in doubt.
     #[cfg(test)]
     pub fn answering(
         answer: impl Fn(&Step) -> Result<(State, String), HostError> + Send + Sync + 'static,
     ) -> Self {
-        Self { client: HostClient::new("nowhere"), vm: String::new(), answer: Box::new(answer) }
+        let answer = move |step: &Step| {
+            let (state, reason) = answer(step)?;
+            Ok(MoveVmReply { state: state.into(), reason, epoch: 3, ..MoveVmReply::default() })
+        };
+        let (client, vm, epoch) = (HostClient::new("nowhere"), String::new(), AtomicU64::new(0));
+        let (doubt_after, again) = (Duration::ZERO, Duration::ZERO);
+        Self { client, vm, answer: Box::new(answer), epoch, doubt_after, again }
     }
 
     fn say(&self, step: &Step) -> Result<(State, String), HostError> {
-        (self.answer)(step)
+        let reply = (self.answer)(step)?;
+        if reply.epoch != 0 {
+            self.epoch.store(reply.epoch, Ordering::SeqCst);
+        }
+        Ok((State::try_from(reply.state).unwrap_or(State::Pending), reply.reason))
     }
 
     /// This host's name in its cluster.
@@ -184,7 +208,7 @@ impl Daemon {
                 continue;
             }
             // An error says nothing here: whatever is asked next meets it as well.
-            if let Ok((State::Stays, reason)) = self.say(&Step::Look(true)) {
+            if let Ok((State::Stays | State::Unknown, reason)) = self.say(&Step::Look(true)) {
                 return stop.give_up(reason);
             }
             next = Instant::now() + LOOK_EVERY;
@@ -198,7 +222,7 @@ impl Daemon {
     pub fn may_stop(&self) -> Result<bool, MigrationError> {
         match self.say(&Step::Converged(true)).map_err(refused)? {
             (State::Stop, _) => Ok(true),
-            (State::Stays, reason) => Err(MigrationError::GivenUp(reason)),
+            (State::Stays | State::Unknown, reason) => Err(MigrationError::GivenUp(reason)),
             (State::Copy | State::Pending, _) => Ok(false),
             (other, _) => Err(odd(other)),
         }
@@ -212,28 +236,60 @@ impl Daemon {
         self.say(&Step::Stopped(true)).map(drop).map_err(refused)
     }
 
-    /// All of the VM is here: waits for the decision.
+    /// Before all of the VM is here: which VM comes, so that its decision can be asked for however the daemon fares.
     ///
     /// # Errors
-    /// When the daemon can't be asked: it isn't known.
-    pub fn arrived(&self) -> Result<Verdict, MigrationError> {
-        self.decided(&Step::Arrived(true))
+    /// When the daemon can't be asked, or the VM doesn't come any more.
+    pub fn look(&self) -> Result<(), MigrationError> {
+        match self.say(&Step::Look(true)).map_err(refused)? {
+            (State::Stays | State::Unknown, reason) => Err(MigrationError::GivenUp(reason)),
+            _ => Ok(()),
+        }
     }
 
-    /// The rest has been sent: waits for the decision.
+    /// All of the VM is here: waits for the decision, for as long as it takes.
+    ///
+    /// # Errors
+    /// When the VM's devices are lost, or `waits` says that it is over.
+    pub fn arrived(&self, waits: &Waits<'_>) -> Result<Verdict, MigrationError> {
+        self.decided(Side::Destination, Step::Arrived(true), waits)
+    }
+
+    /// The rest has been sent: waits for the decision, for as long as it takes.
     ///
     /// # Errors
     /// As [`Daemon::arrived`].
-    pub fn outcome(&self) -> Result<Verdict, MigrationError> {
-        self.decided(&Step::Wait(true))
+    pub fn outcome(&self, waits: &Waits<'_>) -> Result<Verdict, MigrationError> {
+        self.decided(Side::Source, Step::Wait(true), waits)
     }
 
-    /// This side can't go on. How it ended all the same: the decision may have been taken.
+    /// This side can't go on, and its guest stands still. How it ended all the same: the decision may have been taken.
     ///
     /// # Errors
     /// As [`Daemon::arrived`].
-    pub fn give_up(&self) -> Result<Verdict, MigrationError> {
-        self.decided(&Step::Broken(true))
+    pub fn give_up(&self, waits: &Waits<'_>) -> Result<Verdict, MigrationError> {
+        self.decided(Side::Source, Step::Broken(true), waits)
+    }
+
+    /// This side can't go on, and its guest has never stopped: nothing can have been decided.
+    ///
+    /// # Errors
+    /// When the daemon can't be told.
+    pub fn withdraw(&self) -> Result<(), MigrationError> {
+        let until = Instant::now() + WITHDRAWAL_TIMEOUT;
+        let mut step = Step::Broken(true);
+        loop {
+            match self.say(&step) {
+                Ok((State::Stays | State::Unknown | State::Runs | State::Moved | State::Failed, _)) => {
+                    return Ok(());
+                }
+                Ok(_) if Instant::now() < until => step = Step::Wait(true),
+                Ok((state, _)) => return Err(odd(state)),
+                Err(error @ HostError::Refused { .. }) => return Err(refused(error)),
+                Err(error) if Instant::now() >= until => return Err(refused(error)),
+                Err(_) => std::thread::sleep(self.again),
+            }
+        }
     }
 
     /// The VM has moved: how long its peers were held, by their hosts. Without an answer nothing is known; it has moved all the same.
@@ -255,33 +311,76 @@ impl Daemon {
         reply.peers.into_iter().map(pause).collect()
     }
 
-    fn decided(&self, first: &Step) -> Result<Verdict, MigrationError> {
-        let until = Instant::now() + PATIENCE;
-        let mut step = first.clone();
+    fn decided(&self, side: Side, first: Step, waits: &Waits<'_>) -> Result<Verdict, MigrationError> {
+        let began = Instant::now();
+        let (mut step, mut in_doubt) = (first, false);
         loop {
-            match self.say(&step) {
-                Ok((State::Runs, _)) => return Ok(Verdict::RunsHere),
-                Ok((State::Moved, _)) => return Ok(Verdict::RunsThere),
-                Ok((State::Stays, reason)) => return Ok(Verdict::GivenUp(reason)),
-                Ok((State::Failed, _)) => {
+            if (waits.is_over)() {
+                return Err(MigrationError::NotAwaited);
+            }
+            let (answer, mut reason) = self.answer(&step);
+            let mut what = next(side, answer);
+            // A source's daemon that lives may have been counted as gone, and its VM as lost: then nobody tells it.
+            if what == Next::AskTheService || what == Next::AskAgain && in_doubt && side == Side::Source {
+                let claimed = self.claim(side);
+                (what, reason) = (after_claim(side, claimed.0), claimed.1);
+            }
+            match what {
+                Next::Runs => return Ok(Verdict::RunsHere),
+                Next::Moved => return Ok(Verdict::RunsThere),
+                Next::GivenUp => return Ok(Verdict::GivenUp(reason)),
+                Next::Lost => {
                     let text = "the VM's RDMA NICs don't work at the destination; its daemon's log says why";
                     return Err(MigrationError::Protocol(text.to_owned()));
                 }
-                Ok(_) if Instant::now() < until => {}
-                Ok((state, _)) => return Err(odd(state)),
-                Err(error @ HostError::Refused { .. }) => return Err(refused(error)),
-                Err(error) if Instant::now() >= until => return Err(refused(error)),
-                Err(error) => {
-                    tracing::warn!(
-                        error = line(&error),
-                        "The host's daemon doesn't say how the migration ended; it is asked again"
-                    );
-                    std::thread::sleep(AGAIN);
-                }
+                Next::AskAgain | Next::AskTheService => {}
             }
-            if matches!(step, Step::Broken(_)) {
+            if !in_doubt && began.elapsed() >= self.doubt_after {
+                in_doubt = true;
+                tracing::warn!(
+                    reason,
+                    "It isn't known how the migration ended; the VM stands still, and it is asked again"
+                );
+                (waits.doubtful)(&reason);
+            }
+            if answer != Answer::Pending {
+                std::thread::sleep(self.again);
+            }
+            if matches!(step, Step::Broken(_)) && answer != Answer::Silent {
                 step = Step::Wait(true);
             }
         }
+    }
+
+    /// What the daemon says, and why.
+    fn answer(&self, step: &Step) -> (Answer, String) {
+        match self.say(step) {
+            Ok((state, reason)) => {
+                let answer = match state {
+                    State::Runs => Answer::Runs,
+                    State::Moved => Answer::Moved,
+                    State::Stays => Answer::Stays,
+                    State::Failed => Answer::Failed,
+                    State::Unknown => Answer::Forgotten,
+                    State::Pending | State::Copy | State::Stop => Answer::Pending,
+                };
+                let none = || "its daemon hasn't heard of a decision".to_owned();
+                (answer, if reason.is_empty() && answer == Answer::Pending { none() } else { reason })
+            }
+            // One that has just been started again doesn't know the VM's NICs yet.
+            Err(error) => (Answer::Silent, line(&error)),
+        }
+    }
+
+    /// What the cluster service says by the daemon.
+    fn claim(&self, side: Side) -> (Claimed, String) {
+        let (epoch, keeps) = (self.epoch.load(Ordering::SeqCst), side == Side::Source);
+        let (answer, reason) = self.answer(&Step::Claim(ClaimVm { epoch, keeps }));
+        let claimed = match answer {
+            Answer::Runs | Answer::Stays | Answer::Failed => Claimed::Here,
+            Answer::Moved => Claimed::Elsewhere,
+            Answer::Pending | Answer::Forgotten | Answer::Silent => Claimed::Unknown,
+        };
+        (claimed, reason)
     }
 }

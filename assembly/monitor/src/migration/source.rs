@@ -66,8 +66,10 @@ pub trait Departing: Sync {
     fn read_devices(&self) -> Result<Vec<Vec<u8>>, MigrationError>;
     /// Its disks.
     fn disks(&self) -> &[DiskContent];
-    /// It is not known whether the guest runs at the destination: it stands still here until its user says so.
+    /// It is not known whether the guest runs at the destination: it stands still here, as in doubt.
     fn stay_in_doubt(&self);
+    /// Whether the guest stands still for its migration, in doubt or not: its user may have let it go on.
+    fn stands(&self) -> bool;
 }
 
 /// One stream of this side.
@@ -150,7 +152,7 @@ pub fn migrate(
     }
     match departure.copy() {
         Ok(stopped) => departure.commit(stopped),
-        Err((error, stopped)) => Err(departure.undo(error, stopped)),
+        Err((error, stopped)) => departure.undo(error, stopped),
     }
 }
 

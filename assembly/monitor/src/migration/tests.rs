@@ -64,6 +64,8 @@ struct StandIn {
     /// 0 runs here, 1 stands still, 2 stands still in doubt.
     life: AtomicU32,
     stops: AtomicU32,
+    /// How often it came to be in doubt.
+    doubts: AtomicU32,
     logging: AtomicU32,
     /// A destination holds its disks.
     held_there: AtomicBool,
@@ -92,6 +94,7 @@ impl StandIn {
             peers_write_below: u8::MAX,
             life: AtomicU32::new(0),
             stops: AtomicU32::new(0),
+            doubts: AtomicU32::new(0),
             logging: AtomicU32::new(0),
             held_there: AtomicBool::new(false),
             daemon: None,
@@ -183,7 +186,11 @@ impl Departing for StandIn {
         &self.disks
     }
     fn stay_in_doubt(&self) {
+        self.doubts.fetch_add(1, Ordering::SeqCst);
         self.life.store(2, Ordering::SeqCst);
+    }
+    fn stands(&self) -> bool {
+        self.life.load(Ordering::SeqCst) != 0
     }
 }
 

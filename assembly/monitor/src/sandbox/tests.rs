@@ -211,7 +211,7 @@ fn case() {
             let client = control_api::Client::new(serving.recv().unwrap());
             client.summary().unwrap();
             client.pause().unwrap();
-            assert!(client.reset().is_err() && client.inspect(Some("nothing")).is_err());
+            assert!(client.reset(false).is_err() && client.inspect(Some("nothing")).is_err());
             client.metrics().unwrap();
             client.openapi().unwrap();
             client.stop().unwrap();

@@ -39,6 +39,30 @@ impl Control {
         Self { machine, sandbox, migration, fetching }
     }
 
+    /// Whether the VM isn't in doubt, or its user answers for its not running elsewhere.
+    fn certain(&self, command: &str, forced: bool) -> Result<(), ControlError> {
+        if *self.machine.state() != VmState::InDoubt {
+            return Ok(());
+        }
+        if forced {
+            tracing::warn!(
+                "A VM in doubt runs here by its user's word: if it runs at its destination as well, both write its disks"
+            );
+            return Ok(());
+        }
+        let why = self.migration.progress().and_then(|progress| progress.problem).unwrap_or_default();
+        let asked = if self.machine.description.rdma.is_empty() {
+            "Nobody can be asked: look at the destination"
+        } else {
+            "The cluster service is asked all the time, and the VM goes on by itself, or ends, as soon as it is known"
+        };
+        Err(ControlError::NotNow {
+            reason: format!(
+                "The VM is in doubt: it may run at the destination of its migration. {asked}. If it certainly doesn't run there, `causeway {command} --force` runs it here; if it does, two of it write the same disks. {why}"
+            ),
+        })
+    }
+
     fn require(&self, what: &'static str, allowed: &[VmState]) -> Result<(), ControlError> {
         let state = *self.machine.state();
         if allowed.contains(&state) { Ok(()) } else { Err(ControlError::WrongState { state, what }) }
@@ -102,8 +126,9 @@ impl VmControl for Control {
         self.machine.pause().map_err(failed("pause"))
     }
 
-    fn resume(&self) -> Result<(), ControlError> {
-        self.require("be resumed", &[VmState::Running, VmState::Paused])?;
+    fn resume(&self, forced: bool) -> Result<(), ControlError> {
+        self.certain("resume", forced)?;
+        self.require("be resumed", &[VmState::Running, VmState::Paused, VmState::InDoubt])?;
         self.machine.resume().map_err(failed("resume"))
     }
 
@@ -143,9 +168,10 @@ impl VmControl for Control {
         })
     }
 
-    fn reset(&self) -> Result<(), ControlError> {
-        self.require("be reset", &[VmState::Running, VmState::Paused])?;
-        self.machine.events.send(Event::Reset);
+    fn reset(&self, forced: bool) -> Result<(), ControlError> {
+        self.certain("reset", forced)?;
+        self.require("be reset", &[VmState::Running, VmState::Paused, VmState::InDoubt])?;
+        self.machine.events.send(Event::Reset { forced });
         Ok(())
     }
 

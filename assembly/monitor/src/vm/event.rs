@@ -19,8 +19,11 @@ pub enum Event {
     Refused(String, String),
     /// A device's policy is a machine check, for a request that came late.
     MachineCheck,
-    /// The API asks for a reset.
-    Reset,
+    /// The API asks for a reset; `forced`: of a VM in doubt as well.
+    Reset {
+        /// Its user answers for its not running elsewhere.
+        forced: bool,
+    },
     /// The API asks to end the VM.
     Stop,
     /// The VM runs elsewhere now.

@@ -8,7 +8,7 @@
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc};
 use std::time::Instant;
 
 use cluster_key::ClusterKey;
@@ -24,6 +24,7 @@ use virtio_devices::block::DiskContent;
 
 use super::error::Error;
 use super::event::{Event, Events};
+use super::is_ended;
 use super::machine::{Chassis, Machine};
 use crate::api::{ControlError, VmControl};
 use crate::description::{HugePages, VmDescription};
@@ -33,7 +34,7 @@ use crate::migration::error::{MigrationError, line};
 use crate::migration::postcopy::departing::DAEMON;
 use crate::migration::postcopy::fetching::{Fetching, Rest};
 use crate::migration::postcopy::presence::{Presence, PresenceError};
-use crate::migration::served::{Daemon, Verdict};
+use crate::migration::served::{Daemon, Verdict, Waits};
 use crate::migration::shape::{self, Shape};
 use crate::migration::state::SavedMachine;
 use crate::sandbox::{Sandbox, ThreadFilter};
@@ -319,11 +320,15 @@ fn arrive(
 
 /// Restores the machine and runs its guest, when the source says so. On an error the guest is at the source.
 ///
+/// With a daemon the decision is waited for, for as long as it takes, or until one of `events` ends the monitor; `doubt` says so.
+///
 /// With memory that is still to come: returned, too, and to be ended with the VM.
 pub fn land(
     chassis: Chassis,
     arrived: Arrived,
     sandbox: &Sandbox,
+    events: &mpsc::Receiver<Event>,
+    doubt: &Doubt,
 ) -> Result<(Arc<Machine>, Option<Fetching>), Error> {
     let began = Instant::now();
     let Arrived { mut landing, saved, devices, fetching } = arrived;
@@ -339,7 +344,7 @@ pub fn land(
     let restored = began.elapsed();
     let decided = match &devices.daemon {
         None => landing.ready(),
-        Some(daemon) => decide(&mut landing, &devices, daemon),
+        Some(daemon) => decide(&mut landing, &devices, daemon, events, doubt),
     };
     if let Err(error) = decided {
         fetching.iter().for_each(Fetching::abandon);
@@ -373,10 +378,19 @@ pub fn land(
     Ok((machine, fetching))
 }
 
-/// All is here: who runs the guest is the coordinator's to say.
-fn decide(landing: &mut Landing, devices: &ServedDevices, daemon: &Daemon) -> Result<(), MigrationError> {
-    let ended =
-        devices.functions.iter().try_for_each(|function| function.end().map_err(server(function.name())));
+/// All is here: who runs the guest is the coordinator's to say. From its vote on this side doesn't give up.
+fn decide(
+    landing: &mut Landing,
+    devices: &ServedDevices,
+    daemon: &Daemon,
+    events: &mpsc::Receiver<Event>,
+    doubt: &Doubt,
+) -> Result<(), MigrationError> {
+    let ended = devices
+        .functions
+        .iter()
+        .try_for_each(|function| function.end().map_err(server(function.name())))
+        .and_then(|()| daemon.look());
     if let Err(error) = ended {
         landing.refuse(&line(&error));
         return Err(error);
@@ -385,10 +399,26 @@ fn decide(landing: &mut Landing, devices: &ServedDevices, daemon: &Daemon) -> Re
     if let Err(error) = landing.restored() {
         tracing::warn!(error = line(&error), "The source doesn't hear that its VM is here");
     }
-    match daemon.arrived()? {
+    let doubtful = |reason: &str| doubt.set(reason);
+    let waits = Waits { doubtful: &doubtful, is_over: &|| is_ended(events) };
+    match daemon.arrived(&waits)? {
         Verdict::RunsHere => Ok(()),
         Verdict::GivenUp(reason) => Err(MigrationError::GivenUp(reason)),
         Verdict::RunsThere => Err(MigrationError::GivenUp("it runs on another host".to_owned())),
+    }
+}
+
+/// Why it isn't known whether the VM that has come runs here, if it isn't for a while. Thread-safe.
+#[derive(Debug, Default)]
+pub struct Doubt(Mutex<Option<String>>);
+
+impl Doubt {
+    fn set(&self, reason: &str) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(reason.to_owned());
+    }
+
+    fn get(&self) -> Option<String> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
@@ -421,8 +451,8 @@ impl VmControl for Switch {
     fn pause(&self) -> Result<(), ControlError> {
         self.now().pause()
     }
-    fn resume(&self) -> Result<(), ControlError> {
-        self.now().resume()
+    fn resume(&self, forced: bool) -> Result<(), ControlError> {
+        self.now().resume(forced)
     }
     fn change_nic(&self, nic: &str, behind: NicBehind) -> Result<(), ControlError> {
         self.now().change_nic(nic, behind)
@@ -433,8 +463,8 @@ impl VmControl for Switch {
     fn power_button(&self) -> Result<(), ControlError> {
         self.now().power_button()
     }
-    fn reset(&self) -> Result<(), ControlError> {
-        self.now().reset()
+    fn reset(&self, forced: bool) -> Result<(), ControlError> {
+        self.now().reset(forced)
     }
     fn stop(&self) -> Result<(), ControlError> {
         self.now().stop()
@@ -453,11 +483,18 @@ pub struct Waiting {
     description: VmDescription,
     started: Instant,
     events: Events,
+    doubt: Arc<Doubt>,
 }
 
 impl Waiting {
     /// For the chassis that waits.
-    pub fn new(chassis: &Chassis, guest: String, events: Events, started: Instant) -> Self {
+    pub fn new(
+        chassis: &Chassis,
+        guest: String,
+        events: Events,
+        started: Instant,
+        doubt: Arc<Doubt>,
+    ) -> Self {
         let description = chassis.description().clone();
         let summary = VmSummary {
             name: description.name.clone(),
@@ -470,7 +507,7 @@ impl Waiting {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             rdma_nics: u32::try_from(description.rdma.len()).unwrap_or(u32::MAX),
         };
-        Self { summary, description, started, events }
+        Self { summary, description, started, events, doubt }
     }
 
     fn not_here(what: &'static str) -> ControlError {
@@ -480,15 +517,17 @@ impl Waiting {
 
 impl VmControl for Waiting {
     fn summary(&self) -> VmSummary {
-        VmSummary { uptime_seconds: self.started.elapsed().as_secs_f64(), ..self.summary.clone() }
+        // All of it is here, and it isn't known whether it runs here.
+        let state = if self.doubt.get().is_some() { VmState::InDoubt } else { VmState::Incoming };
+        VmSummary { uptime_seconds: self.started.elapsed().as_secs_f64(), state, ..self.summary.clone() }
     }
     fn inspect(&self) -> Value {
-        json!({ "summary": self.summary(), "description": self.description })
+        json!({ "summary": self.summary(), "description": self.description, "doubt": self.doubt.get() })
     }
     fn pause(&self) -> Result<(), ControlError> {
         Err(Self::not_here("be paused"))
     }
-    fn resume(&self) -> Result<(), ControlError> {
+    fn resume(&self, _forced: bool) -> Result<(), ControlError> {
         Err(Self::not_here("be resumed"))
     }
     fn change_nic(&self, _nic: &str, _behind: NicBehind) -> Result<(), ControlError> {
@@ -500,7 +539,7 @@ impl VmControl for Waiting {
     fn power_button(&self) -> Result<(), ControlError> {
         Err(Self::not_here("take its power button"))
     }
-    fn reset(&self) -> Result<(), ControlError> {
+    fn reset(&self, _forced: bool) -> Result<(), ControlError> {
         Err(Self::not_here("be reset"))
     }
     fn stop(&self) -> Result<(), ControlError> {

@@ -355,10 +355,10 @@ impl Machine {
         Ok(())
     }
 
-    /// Devices first, then vCPUs.
+    /// Devices first, then vCPUs. Of a VM in doubt it is for the caller to know that it may run here.
     pub fn resume(&self) -> Result<(), Error> {
         let mut state = self.state();
-        if *state == VmState::Paused {
+        if matches!(*state, VmState::Paused | VmState::InDoubt) {
             // They are elsewhere after a migration whose end isn't known, or here again.
             self.take_disks()?;
             for (_, function) in self.root.functions() {
@@ -387,15 +387,15 @@ impl Machine {
         Ok(())
     }
 
-    /// Puts everything back to power-on state, loads the kernel again and runs it.
-    pub fn reset(&self) -> Result<(), Error> {
+    /// Puts everything back to power-on state, loads the kernel again and runs it. One that is being handed over isn't reset, and one in doubt only if that is `forced`.
+    pub fn reset(&self, forced: bool) -> Result<(), Error> {
         let mut state = self.state();
-        if *state == VmState::HandingOver {
+        if *state == VmState::HandingOver || *state == VmState::InDoubt && !forced {
             tracing::warn!("a reset was dropped: the VM is being handed over to another monitor");
             return Ok(());
         }
         self.vcpus.pause()?;
-        if *state == VmState::Paused {
+        if matches!(*state, VmState::Paused | VmState::InDoubt) {
             self.take_disks()?;
             for (_, function) in self.root.functions() {
                 function.unquiesce()?;
@@ -419,7 +419,7 @@ impl Machine {
     /// Ends vCPUs and devices. What devices have acknowledged is on the disks' files before this returns.
     pub fn end(&self) -> Result<(), Error> {
         let mut state = self.state();
-        let devices_stand = matches!(*state, VmState::Paused | VmState::HandingOver);
+        let devices_stand = matches!(*state, VmState::Paused | VmState::HandingOver | VmState::InDoubt);
         *state = VmState::Stopping;
         self.vcpus.stop()?;
         if !devices_stand {

@@ -41,7 +41,7 @@ pub use threads::ThreadHook;
 
 use self::control::Control;
 use self::event::{Event, Events};
-use self::incoming::{Arrived, LateMemory, ServedDevices, Switch, Waiting};
+use self::incoming::{Arrived, Doubt, LateMemory, ServedDevices, Switch, Waiting};
 use self::machine::{Chassis, Machine, Opened};
 use self::moving::MovingMachine;
 use self::reset_backoff::ResetBackoff;
@@ -106,7 +106,8 @@ pub fn run(
         }
         Some((source, uffd)) => {
             let stop = Stop::default();
-            let waiting = Waiting::new(&chassis, guest, events.clone(), started);
+            let doubt = Arc::new(Doubt::default());
+            let waiting = Waiting::new(&chassis, guest, events.clone(), started, Arc::clone(&doubt));
             let control = Arc::new(Switch::new(waiting));
             let server = listener.serve(Arc::clone(&control) as _, prepare)?;
             let (shape, memory) = (chassis.shape().clone(), chassis.ram().memory());
@@ -116,7 +117,7 @@ pub fn run(
             let devices = ServedDevices::new(chassis.arriving()?, chassis.disks(), daemon, late);
             incoming::await_vm(source, shape, memory, devices, events.clone(), stop, filter)?;
             let Some(arrived) = wait_for_vm(&receiver)? else { return Ok(Outcome::Stopped) };
-            let (machine, fetching) = incoming::land(chassis, arrived, &sandbox)?;
+            let (machine, fetching) = incoming::land(chassis, arrived, &sandbox, &receiver, &doubt)?;
             let arrived = Arc::clone(&machine);
             control.set(Arc::new(Control::new(arrived, confinement, Arc::clone(&watch), fetching.clone())));
             (machine, server, fetching)
@@ -140,6 +141,13 @@ pub fn run(
     let outcome = result?;
     ended?;
     Ok(outcome)
+}
+
+/// Whether this monitor is to end, while it waits for something else than events.
+fn is_ended(events: &mpsc::Receiver<Event>) -> bool {
+    events.try_iter().any(|event| {
+        matches!(event, Event::Stop | Event::Signal(_) | Event::Machine(MachineEvent::ConsoleQuit))
+    })
 }
 
 /// Waits until a VM has come; `None` when this monitor is ended before.
@@ -198,9 +206,9 @@ fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Er
                 tracing::info!(?event, "the guest rebooted");
                 return Ok(Outcome::Reboot);
             }
-            Event::Reset => {
-                tracing::info!("the API resets the machine");
-                if let Some(outcome) = reset(machine, events, Duration::ZERO)? {
+            Event::Reset { forced } => {
+                tracing::info!(forced, "the API resets the machine");
+                if let Some(outcome) = reset(machine, events, Duration::ZERO, forced)? {
                     return Ok(outcome);
                 }
                 backoff.restarted(Instant::now());
@@ -214,7 +222,7 @@ fn wait(machine: &Machine, events: &mpsc::Receiver<Event>) -> Result<Outcome, Er
                 } else {
                     guest_info!(log, ?event, delay_ms, "resetting the machine");
                 }
-                if let Some(outcome) = reset(machine, events, delay)? {
+                if let Some(outcome) = reset(machine, events, delay, false)? {
                     return Ok(outcome);
                 }
                 backoff.restarted(Instant::now());
@@ -230,6 +238,7 @@ fn reset(
     machine: &Machine,
     events: &mpsc::Receiver<Event>,
     delay: Duration,
+    forced: bool,
 ) -> Result<Option<Outcome>, Error> {
     if !delay.is_zero() {
         machine.hold_vcpus()?;
@@ -237,7 +246,7 @@ fn reset(
             return Ok(Some(outcome));
         }
     }
-    machine.reset()?;
+    machine.reset(forced)?;
     // Requests of the guest that was: each of its vCPUs may have asked.
     drop_events(events, Duration::ZERO)
 }
@@ -248,7 +257,7 @@ fn drop_events(events: &mpsc::Receiver<Event>, wait: Duration) -> Result<Option<
     loop {
         match events.recv_timeout(until.saturating_duration_since(Instant::now())) {
             Err(_) => return Ok(None),
-            Ok(Event::Reset) if !wait.is_zero() => return Ok(None),
+            Ok(Event::Reset { .. }) if !wait.is_zero() => return Ok(None),
             Ok(Event::Stop | Event::Machine(MachineEvent::ConsoleQuit) | Event::Signal(_)) => {
                 return Ok(Some(Outcome::Stopped));
             }

@@ -88,11 +88,14 @@ impl MovingMachine {
 
     fn take_back(&self) -> Result<(), Error> {
         let machine = &self.machine;
-        if *machine.state() != VmState::HandingOver {
+        if !self.stands() {
             return Ok(());
         }
         for function in &machine.devices.served {
-            function.set_device_state(DeviceState::Running)?;
+            if let Err(error) = function.set_device_state(DeviceState::Running) {
+                // Its server has gone, and its state with it: the guest goes on without, as whenever that happens, until it is back.
+                tracing::warn!(error = line(&error), "A device doesn't go on with the VM");
+            }
         }
         let until = Instant::now() + LETTING_GO;
         while let Err(error) = machine.take_disks() {
@@ -278,8 +281,12 @@ impl Departing for MovingMachine {
     fn stay_in_doubt(&self) {
         let mut state = self.machine.state();
         if *state == VmState::HandingOver {
-            *state = VmState::Paused;
+            *state = VmState::InDoubt;
         }
+    }
+
+    fn stands(&self) -> bool {
+        matches!(*self.machine.state(), VmState::HandingOver | VmState::InDoubt)
     }
 }
 

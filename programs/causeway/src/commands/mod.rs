@@ -19,7 +19,7 @@ use std::process::ExitCode;
 use control_api::client::Client;
 use control_api::discovery;
 
-use crate::cli::{Cli, Command, DsmCommand, Target};
+use crate::cli::{Cli, Command, DsmCommand, ForcedTarget, Target};
 
 /// Does what the command line says.
 pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
@@ -29,8 +29,12 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::List => list::list(json)?,
         Command::Inspect(args) => inspect::inspect(args, json)?,
         Command::Pause(target) => control::control(&target, json, "paused", Client::pause)?,
-        Command::Resume(target) => control::control(&target, json, "running again", Client::resume)?,
-        Command::Reset(target) => control::control(&target, json, "reset", Client::reset)?,
+        Command::Resume(ForcedTarget { target, force }) => {
+            control::control(&target, json, "running again", |client| client.resume(force))?;
+        }
+        Command::Reset(ForcedTarget { target, force }) => {
+            control::control(&target, json, "reset", |client| client.reset(force))?;
+        }
         Command::Nic(args) => control::nic(&args, json)?,
         Command::Migrate(args) => return migrate::migrate(&args, json),
         Command::Drain(args) => return migrate_group::drain(&args, json),

@@ -50,6 +50,8 @@ struct Last {
     attempt: Option<u64>,
     /// Of one that leaves: the migration's number, and the hosts of its peers.
     peers: Option<(u64, BTreeSet<String>)>,
+    /// The epoch in which it runs here, or is to run here; 0: not known.
+    epoch: u64,
 }
 
 /// The phases of all VMs. Thread-safe.
@@ -90,6 +92,19 @@ impl Phases {
         }
     }
 
+    /// The epoch in which a VM runs here, or is to run here, if its migration is decided so.
+    pub fn set_epoch(&self, vm: &str, epoch: u64) {
+        let mut all = self.all();
+        make_room(&mut all, vm);
+        all.entry(vm.to_owned()).or_default().epoch = epoch;
+    }
+
+    /// That epoch; 0: not known.
+    #[must_use]
+    pub fn epoch(&self, vm: &str) -> u64 {
+        self.all().get(vm).map_or(0, |last| last.epoch)
+    }
+
     /// Who held what faced a VM when it left: the migration's number, and hosts.
     #[must_use]
     pub fn peers(&self, vm: &str) -> Option<(u64, BTreeSet<String>)> {
@@ -107,7 +122,7 @@ impl Phases {
         }
         let free = last.phase == Phase::Idle || last.phase.is_end();
         if free {
-            *last = Last { phase: Phase::Begun, attempt, peers: None };
+            *last = Last { phase: Phase::Begun, attempt, ..Last::default() };
             drop(all);
             self.changed();
         }

@@ -1,52 +1,31 @@
 //! How a migration ends at the source: committed, in doubt, or given up with the guest going on here.
 
-use std::time::Instant;
+use std::cell::Cell;
+use std::time::{Duration, Instant};
 
-use control_api::migration::{MigrationPhase, MigrationTimeline};
+use control_api::migration::{MigrationPhase, MigrationTimeline, PostCopyTimeline};
 
 use super::{Departure, LAST_WORDS, Stopped, milliseconds};
 use crate::migration::error::{MigrationError, line};
 use crate::migration::frame::Kind;
 use crate::migration::message;
 use crate::migration::postcopy::departing::PostCopy;
-use crate::migration::served::Verdict;
+use crate::migration::served::{DOUBT_AFTER, Daemon, Verdict, Waits};
 
 impl Departure<'_> {
     /// The destination is ready: tells it to run the guest.
     pub(super) fn commit(mut self, stopped: Instant) -> Result<MigrationTimeline, MigrationError> {
         if !self.watch.commit() {
-            return Err(self.undo(MigrationError::Cancelled, Some(stopped)));
+            return self.undo(MigrationError::Cancelled, Some(stopped));
         }
         let committing = Instant::now();
         self.watch.update(|progress| progress.phase = MigrationPhase::Committing);
-        if let Some(daemon) = self.machine.daemon() {
-            // Whatever this side hears of the destination: the coordinator decides.
-            match daemon.outcome() {
-                Ok(Verdict::RunsThere) => {
-                    let timeline = match self.post_copy.take() {
-                        None => Ok(self.committed(committing, stopped)),
-                        Some(post_copy) => self.serve(&post_copy, None, committing, stopped),
-                    };
-                    return timeline.map(|timeline| MigrationTimeline { peers: daemon.peers(), ..timeline });
-                }
-                Ok(Verdict::RunsHere) => {
-                    return Err(self.undo(MigrationError::GivenUp("it runs here".to_owned()), Some(stopped)));
-                }
-                Ok(Verdict::GivenUp(reason)) => {
-                    return Err(self.undo(MigrationError::GivenUp(reason), Some(stopped)));
-                }
-                Err(error) => {
-                    return match self.post_copy.take() {
-                        None => Err(self.doubt(error)),
-                        // A destination that has all pages has run the guest.
-                        Some(post_copy) => self.serve(&post_copy, Some(error), committing, stopped),
-                    };
-                }
-            }
+        if self.machine.daemon().is_some() {
+            return self.commit_by_daemon(committing, stopped);
         }
         if let Err(error) = self.control().and_then(|control| control.send(Kind::Go, &[])) {
             // A frame that wasn't taken whole can't be understood by the destination.
-            return Err(self.undo(error, Some(stopped)));
+            return self.undo(error, Some(stopped));
         }
         let running = self.answer(Kind::Running);
         match (running, self.post_copy.take()) {
@@ -54,6 +33,89 @@ impl Departure<'_> {
             (Err(error), None) => Err(self.doubt(error)),
             (running, Some(post_copy)) => self.serve(&post_copy, running.err(), committing, stopped),
         }
+    }
+
+    /// Whatever this side hears of the destination: the coordinator decides.
+    fn commit_by_daemon(
+        mut self,
+        committing: Instant,
+        stopped: Instant,
+    ) -> Result<MigrationTimeline, MigrationError> {
+        // A destination that has all pages has run the guest: it says so itself, if the daemon doesn't.
+        let patience = self.post_copy.is_some().then_some(DOUBT_AFTER);
+        match self.decision(Daemon::outcome, patience) {
+            Ok(Verdict::RunsThere) => self.moved(committing, stopped),
+            Ok(Verdict::RunsHere) => {
+                self.undo(MigrationError::GivenUp("it runs here".to_owned()), Some(stopped))
+            }
+            Ok(Verdict::GivenUp(reason)) => self.undo(MigrationError::GivenUp(reason), Some(stopped)),
+            Err(error) => match self.post_copy.take() {
+                None => Err(self.doubt(error)),
+                Some(post_copy) => match post_copy.serve(self.watch, self.timeline.bytes) {
+                    Ok(served) => Ok(self.served(served, committing, stopped)),
+                    Err(_) => match self.decision(Daemon::outcome, None) {
+                        Ok(Verdict::GivenUp(reason)) => {
+                            self.undo(MigrationError::GivenUp(reason), Some(stopped))
+                        }
+                        Ok(_) => Err(self.doubt(error)),
+                        Err(error) => Err(self.doubt(error)),
+                    },
+                },
+            },
+        }
+    }
+
+    /// Has the daemon say how it was decided, for as long as it takes, or for so long. When that isn't known for a while the VM is shown as in doubt.
+    fn decision(
+        &self,
+        ask: impl Fn(&Daemon, &Waits<'_>) -> Result<Verdict, MigrationError>,
+        patience: Option<Duration>,
+    ) -> Result<Verdict, MigrationError> {
+        let none = || MigrationError::Protocol("nothing: there is no daemon".to_owned());
+        let (machine, watch) = (self.machine, self.watch);
+        let (began, in_doubt) = (Instant::now(), Cell::new(false));
+        let doubtful = |reason: &str| {
+            in_doubt.set(true);
+            machine.stay_in_doubt();
+            watch.update(|progress| {
+                progress.phase = MigrationPhase::InDoubt;
+                progress.problem = Some(format!(
+                    "It isn't known how the migration was decided: {reason}. The VM stands still here until it is; see `causeway cluster vms`"
+                ));
+            });
+        };
+        // Its user can let it go on then.
+        let gone_on = || in_doubt.get() && !machine.stands();
+        let is_over = || gone_on() || patience.is_some_and(|patience| began.elapsed() > patience);
+        ask(machine.daemon().ok_or_else(none)?, &Waits { doubtful: &doubtful, is_over: &is_over })
+    }
+
+    /// The guest runs at the destination.
+    fn moved(mut self, committing: Instant, stopped: Instant) -> Result<MigrationTimeline, MigrationError> {
+        let machine = self.machine;
+        let timeline = match self.post_copy.take() {
+            None => Ok(self.committed(committing, stopped)),
+            Some(post_copy) => self.serve(&post_copy, None, committing, stopped),
+        };
+        let peers = |timeline| MigrationTimeline {
+            peers: machine.daemon().map(Daemon::peers).unwrap_or_default(),
+            ..timeline
+        };
+        timeline.map(peers)
+    }
+
+    fn served(
+        mut self,
+        post_copy: PostCopyTimeline,
+        committing: Instant,
+        stopped: Instant,
+    ) -> MigrationTimeline {
+        self.timeline.commit_ms = milliseconds(committing.elapsed());
+        self.timeline.pause_ms = milliseconds(stopped.elapsed());
+        self.timeline.total_ms = milliseconds(self.began.elapsed());
+        self.timeline.bytes += post_copy.bytes;
+        self.timeline.post_copy = Some(post_copy);
+        self.timeline
     }
 
     /// Serves pages to the end. Where the destination's word that the guest runs was missed, its word that it has all pages says so, too.
@@ -96,25 +158,37 @@ impl Departure<'_> {
         self.timeline
     }
 
-    /// The guest goes on here; returns why.
-    pub(super) fn undo(&mut self, error: MigrationError, stopped: Stopped) -> MigrationError {
+    /// The guest goes on here; returns why. Or it has moved after all: this side has failed when that was decided.
+    pub(super) fn undo(
+        mut self,
+        error: MigrationError,
+        stopped: Stopped,
+    ) -> Result<MigrationTimeline, MigrationError> {
+        let late = self.post_copy.is_some();
         let error = self.give_up(error);
-        if let Some(daemon) = self.machine.daemon().filter(|_| self.begun) {
-            // It may have been decided already, or be known to be given up.
-            match daemon.give_up() {
-                Ok(Verdict::GivenUp(_) | Verdict::RunsHere) => {}
-                Ok(Verdict::RunsThere) => {
-                    return self.doubt(MigrationError::GivenUp(
-                        "this side, but the cluster service had decided".to_owned(),
-                    ));
+        let daemon = self.machine.daemon().filter(|_| self.begun);
+        match (daemon, stopped) {
+            (None, _) => {}
+            (Some(daemon), None) => {
+                if let Err(unknown) = daemon.withdraw() {
+                    tracing::warn!(
+                        error = line(&unknown),
+                        "The host's daemon can't be told that the migration is over"
+                    );
                 }
-                Err(unknown) if stopped.is_some() => return self.doubt(unknown),
-                Err(unknown) => tracing::warn!(
-                    error = line(&unknown),
-                    "The host's daemon can't be told that the migration is over"
-                ),
             }
+            // It may have been decided already, or be known to be given up.
+            (Some(_), Some(stopped)) => match self.decision(Daemon::give_up, None) {
+                Ok(Verdict::GivenUp(_) | Verdict::RunsHere) => {}
+                Ok(Verdict::RunsThere) if late => return Err(self.doubt(error)),
+                Ok(Verdict::RunsThere) => return self.moved(Instant::now(), stopped),
+                Err(unknown) => return Err(self.doubt(unknown)),
+            },
         }
+        Err(self.go_on(error, stopped))
+    }
+
+    fn go_on(&mut self, error: MigrationError, stopped: Stopped) -> MigrationError {
         let gone_on = stopped.map_or(Ok(()), |_| self.machine.go_on());
         // It costs the guest time.
         self.machine.stop_logging();

@@ -4,10 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicUsize;
 
 use control_api::host::HostError;
-use control_api::host::proto::BeginTogether;
 use control_api::host::proto::move_vm_reply::State;
 use control_api::host::proto::move_vm_request::Step;
+use control_api::host::proto::{BeginTogether, ClaimVm};
 
+use super::super::served::{Verdict, Waits};
 use super::*;
 
 /// What a daemon was told, and what it answers, one after the other; the last answer stays.
@@ -105,7 +106,7 @@ fn the_daemon_s_word_ends_the_source() {
         Ok((State::Moved, "")),
     ]);
     here.unwrap();
-    assert_eq!(machine.life.load(Ordering::SeqCst), 1, "it stands still here");
+    assert_ne!(machine.life.load(Ordering::SeqCst), 0, "it stands still here");
     let expected = [
         Step::Begin("h2".to_owned()),
         Step::Converged(true),
@@ -247,19 +248,101 @@ fn what_is_given_up_after_the_stop_lets_the_guest_go_on() {
     assert_eq!((machine.life.load(Ordering::SeqCst), machine.logging.load(Ordering::SeqCst)), (0, 0));
 }
 
-/// A daemon that can't say how it ended: the guest stands still, in doubt. So it does when the streams break and it had been decided.
+/// A daemon that can't say how it ended, for however long: the guest stands still, in doubt, and the daemon is asked until it can.
 #[test]
-fn a_guest_whose_fate_is_unknown_stands_still() {
-    let (here, machine, _, _) =
-        go(vec![Ok((State::Copy, "")), Ok((State::Stop, "")), Ok((State::Stop, "")), Err("no such VM")]);
-    assert!(matches!(here, Err(MigrationError::InDoubt(_))));
-    assert_eq!(machine.life.load(Ordering::SeqCst), 2);
-    let (here, machine, _, _) = go(vec![
+fn a_guest_whose_fate_is_unknown_stands_still_until_it_is_known() {
+    let ask = |last: &[Result<(State, &'static str), &'static str>]| {
+        let mut answers = vec![Ok((State::Copy, "")), Ok((State::Stop, "")), Ok((State::Stop, ""))];
+        // The daemon is away, has been started again, and asks a service that is away.
+        for _ in 0..50 {
+            answers.extend([Err("no such VM"), Ok((State::Pending, "the cluster service can't be asked"))]);
+            answers.extend([Ok((State::Unknown, "")), Ok((State::Pending, "it hasn't decided"))]);
+        }
+        answers.extend_from_slice(last);
+        go(answers)
+    };
+    let (here, machine, _, steps) = ask(&[Ok((State::Moved, ""))]);
+    here.unwrap();
+    assert_eq!(machine.life.load(Ordering::SeqCst), 2, "it was in doubt, and has never run here since");
+    assert_eq!(machine.doubts.load(Ordering::SeqCst), 1);
+    let claims = steps.iter().filter(|step| matches!(step, Step::Claim(ClaimVm { epoch: 3, keeps: true })));
+    assert!(claims.count() >= 90, "the service is asked in the epoch that the daemon said");
+    let (here, machine, ..) = ask(&[Ok((State::Stays, "it took too long"))]);
+    assert!(here.unwrap_err().to_string().contains("it took too long"));
+    assert_eq!((machine.life.load(Ordering::SeqCst), machine.doubts.load(Ordering::SeqCst)), (0, 1));
+}
+
+/// A daemon that was started again knows of no migration: that is no decision. The service says that the VM has moved, or that it is still this host's.
+#[test]
+fn a_daemon_that_was_started_again_decides_nothing() {
+    let stopped = vec![Ok((State::Copy, "")), Ok((State::Stop, "")), Ok((State::Stop, ""))];
+    let forgotten = |claimed| {
+        let unknown = Ok((State::Unknown, "this host's daemon knows of no migration of it"));
+        [stopped.clone(), vec![unknown, Ok(claimed)]].concat()
+    };
+    let (here, machine, _, steps) = go(forgotten((State::Moved, "host h2 has it, in epoch 4")));
+    here.unwrap();
+    assert_eq!(machine.life.load(Ordering::SeqCst), 1, "it stands still here");
+    assert_eq!(steps.last(), Some(&Step::Claim(ClaimVm { epoch: 3, keeps: true })));
+    let (here, machine, ..) = go(forgotten((State::Runs, "")));
+    assert!(matches!(here, Err(MigrationError::GivenUp(_))));
+    assert_eq!(machine.life.load(Ordering::SeqCst), 0, "it goes on here");
+}
+
+/// This side fails after the stop, and it had been decided: the VM has moved.
+#[test]
+fn a_source_that_fails_after_the_decision_has_moved() {
+    let (here, machine, ..) = go(vec![
         Ok((State::Copy, "")),
         Ok((State::Stop, "")),
         Err("the daemon was started again"),
         Ok((State::Moved, "")),
     ]);
-    assert!(matches!(here, Err(MigrationError::InDoubt(_))));
-    assert_eq!(machine.life.load(Ordering::SeqCst), 2);
+    here.unwrap();
+    assert_eq!(machine.life.load(Ordering::SeqCst), 1, "it stands still here");
+}
+
+/// Its user lets a guest in doubt go on: it isn't asked any longer how that ended.
+#[test]
+fn a_guest_in_doubt_that_is_let_go_on_is_left_alone() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let (counted, life) = (Arc::clone(&asked), Arc::new(AtomicU32::new(1)));
+    let daemon = Daemon::answering(move |_: &Step| {
+        counted.fetch_add(1, Ordering::SeqCst);
+        Ok((State::Pending, String::new()))
+    });
+    let (doubt, stands) = (Arc::clone(&life), Arc::clone(&life));
+    let doubtful = move |_: &str| doubt.store(0, Ordering::SeqCst);
+    let is_over = move || stands.load(Ordering::SeqCst) == 0;
+    let verdict = daemon.outcome(&Waits { doubtful: &doubtful, is_over: &is_over });
+    assert!(matches!(verdict, Err(MigrationError::NotAwaited)), "{verdict:?}");
+    assert!(asked.load(Ordering::SeqCst) <= 2);
+}
+
+/// A destination that has voted waits for the decision, however long nothing is heard, and runs the guest when it is heard. It doesn't believe a daemon that was started again,
+/// and asks the service, which tells it that it was given up, or that the VM is this host's, whose devices are lost.
+#[test]
+fn a_vote_is_not_taken_back() {
+    let arrived = |answers: Answers| {
+        let (daemon, heard) = daemon(answers);
+        let doubts = AtomicU32::new(0);
+        let doubtful = |_: &str| {
+            doubts.fetch_add(1, Ordering::SeqCst);
+        };
+        daemon.look().unwrap();
+        let verdict = daemon.arrived(&Waits { doubtful: &doubtful, is_over: &|| false });
+        (verdict, doubts.into_inner(), heard.lock().unwrap().clone())
+    };
+    let silence = |last: &[Result<(State, &'static str), &'static str>]| {
+        let away = [Ok((State::Pending, "")), Err("nobody answers")];
+        [std::iter::repeat_n(away, 100).flatten().collect(), last.to_vec()].concat()
+    };
+    let (verdict, doubts, _) = arrived(silence(&[Ok((State::Runs, ""))]));
+    assert_eq!((verdict.unwrap(), doubts), (Verdict::RunsHere, 1));
+    let forgotten = |claimed| silence(&[Ok((State::Unknown, "")), Ok(claimed)]);
+    let (verdict, _, steps) = arrived(forgotten((State::Moved, "host h1 has it, in epoch 2")));
+    assert_eq!(verdict.unwrap(), Verdict::GivenUp("host h1 has it, in epoch 2".to_owned()));
+    assert_eq!(steps.last(), Some(&Step::Claim(ClaimVm { epoch: 3, keeps: false })));
+    let (verdict, ..) = arrived(forgotten((State::Runs, "")));
+    assert!(verdict.unwrap_err().to_string().contains("RDMA NICs don't work"));
 }

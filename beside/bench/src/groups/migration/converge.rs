@@ -29,7 +29,7 @@ use monitor::migration::MigrationError;
 use monitor::migration::connection::Stop;
 use monitor::migration::destination::{Devices, Streams};
 use monitor::migration::progress::Watch;
-use monitor::migration::served::{Daemon, Verdict};
+use monitor::migration::served::{Daemon, Verdict, Waits};
 use monitor::migration::shape::Shape;
 use monitor::migration::source::{Departing, migrate};
 use serde::Serialize;
@@ -209,6 +209,10 @@ impl Departing for Mover {
         &[]
     }
     fn stay_in_doubt(&self) {}
+
+    fn stands(&self) -> bool {
+        true
+    }
 }
 
 /// Its devices where it comes to.
@@ -262,7 +266,8 @@ fn arrive(
     }
     landing.restored()?;
     let daemon = Daemon::new(socket.to_owned(), "a".to_owned());
-    match daemon.arrived()? {
+    let doubtful = |why: &str| eprintln!("The migration's end isn't known: {why}");
+    match daemon.arrived(&Waits { doubtful: &doubtful, is_over: &|| false })? {
         Verdict::RunsHere => {}
         other => bail!("The VM was to run at its destination: {other:?}"),
     }
