@@ -304,7 +304,8 @@ fn put(transaction: &WriteTransaction, record: &Record, after: &Ledger) -> Resul
         }
         Record::Released { migration, owed, lost } => {
             let mut table = transaction.open_table(OWED).map_err(written)?;
-            for (host, incarnation) in owed {
+            let known = after.migrations.get(migration).is_some_and(|stored| !stored.binds());
+            for (host, incarnation) in owed.iter().filter(|_| known) {
                 table.insert((migration.0, host.0), incarnation.0).map_err(written)?;
             }
             put_vms(transaction, lost.iter().copied(), after)

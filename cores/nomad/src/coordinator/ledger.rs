@@ -191,7 +191,9 @@ impl Ledger {
                 }
             }
             Record::Released { migration, owed, lost } => {
-                if let Some(stored) = self.migrations.get_mut(migration) {
+                // Nothing is owed of what isn't decided.
+                let decided = |stored: &&mut Stored| stored.decision.is_some();
+                if let Some(stored) = self.migrations.get_mut(migration).filter(decided) {
                     stored.owed = Some(owed.iter().copied().collect());
                 }
                 self.lose(lost);
