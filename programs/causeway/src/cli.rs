@@ -326,15 +326,6 @@ impl Coherence {
     }
 }
 
-/// What becomes of a program that doesn't pay on several nodes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-pub enum Gather {
-    /// It is brought together on node 0
-    Auto,
-    /// It stays where it is
-    Never,
-}
-
 /// `causeway run`.
 #[derive(Debug, Args, Default)]
 pub struct RunArgs {
@@ -377,9 +368,6 @@ pub struct RunArgs {
     /// How nodes keep memory the same: by moving pages only, or also by sending updates of pages that many use  [default: update]
     #[arg(long, value_name = "HOW")]
     pub coherence: Option<Coherence>,
-    /// Whether a program whose vCPUs wait for other nodes more than these are worth is brought together on node 0  [default: auto]
-    #[arg(long, value_name = "WHEN")]
-    pub gather: Option<Gather>,
     /// A folder in which to keep the last checkpoint of a VM of several nodes, on each node's host
     #[arg(long, value_name = "FOLDER")]
     pub checkpoint: Option<PathBuf>,

@@ -9,9 +9,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use dsm::{Access, Action, Event, Fault, Message, Node, NodeSet, Page, wire};
+use machine::memory::GuestMemorySpace;
 use machine::memory::shared::SharedRam;
-use machine::memory::{GuestMemorySpace, RamRegion};
-use machine::slots::DirtyPages;
 use machine::vcpu::VcpuManager;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::time::{ClockId, clock_gettime};
@@ -19,7 +18,6 @@ use rustix::time::{ClockId, clock_gettime};
 use super::DsmError;
 use super::ahead::Helpers;
 use super::checkpoint::Step;
-use super::gather::{Gathering, Taken, Turns, Watch};
 use super::hot::HotPages;
 use super::link::{Control, Link};
 use super::pages::LivePages;
@@ -46,15 +44,6 @@ pub(super) struct Machine {
     pub(super) stopper: Stopper,
     /// All of its memory, by the monitor's own mapping.
     pub(super) memory: GuestMemorySpace,
-    /// The same in pieces, to see which pages there are.
-    pub(super) regions: Vec<RamRegion>,
-}
-
-impl Machine {
-    /// The pages that have memory behind them, in order of address.
-    pub(super) fn present(&self) -> io::Result<Vec<DirtyPages>> {
-        machine::memory::present(&self.regions)
-    }
 }
 
 /// What this node counts beside the protocol's own counters.
@@ -66,9 +55,6 @@ pub(super) struct Counts {
     pub(super) stalls: Stalls,
     /// Faults of pages that were there when the fault was read.
     pub(super) late: u64,
-    /// Faults on pages that were here before, and on others.
-    pub(super) missed_again: u64,
-    pub(super) missed_first: u64,
     /// vCPUs brought out of the guest to have their registers read.
     pub(super) kicks: u64,
     /// Instructions that were taken for retired though their registers hadn't changed over several looks.
@@ -82,17 +68,10 @@ pub(super) struct Counts {
     pub(super) ahead: u64,
     /// Those of them that were taken at once.
     pub(super) in_vain: u64,
-    /// Nanoseconds that vCPUs have waited for pages which they had had before, and for trapped stores.
-    pub(super) waited: u64,
-    /// The same for pages that they had never had.
-    pub(super) waited_first: u64,
-    /// What threads that serve memory have taken from vCPUs, nanoseconds; where that is looked at.
-    pub(super) taken: u64,
-    /// Nanoseconds that they have had a processor, up to the last look at each, and of these apart those in which they span; where that is looked at.
-    pub(super) ran: u64,
-    pub(super) spun: u64,
-    /// The least that a vCPU's thread has run from one fault to the next, nanoseconds: what it takes to cross into the guest and out of it, and hardly more.
-    pub(super) crossing: Option<u64>,
+    /// Nanoseconds that vCPUs have waited for pages which this node had had before, and for trapped stores.
+    pub(super) waited_again_ns: u64,
+    /// Nanoseconds that vCPUs have waited for pages which this node had never had.
+    pub(super) waited_first_ns: u64,
 }
 
 /// Messages that wait for others to leave with them: several events are taken in a row, under one lock.
@@ -127,16 +106,6 @@ pub(super) struct Core {
     pub(super) standing: bool,
     /// A vCPU has ended the VM.
     pub(super) ending: bool,
-    /// On node 0, where programs that don't pay are brought together: who sees that.
-    pub(super) watch: Option<Watch>,
-    /// All vCPUs and all memory are on node 0, or are on the way there.
-    pub(super) gathering: Gathering,
-    /// After all has come together where processors are few: who runs when.
-    pub(super) turns: Option<Turns>,
-    /// What threads that serve memory take from vCPUs.
-    pub(super) served: Taken,
-    /// This node's vCPUs wait or spin, so that looks at them are worth what they cost.
-    pub(super) look_often: bool,
     /// vCPUs to be kicked again, and when.
     pub(super) rekick: Vec<(u64, usize)>,
     pub(super) helpers: Helpers,
@@ -145,7 +114,7 @@ pub(super) struct Core {
     actions: Vec<Action>,
     bytes: Vec<u8>,
     pub(super) outbox: Outbox,
-    /// When the faults thread comes for a deadline of the protocol, or, after all has come together, for a turn.
+    /// When the faults thread comes for a deadline of the protocol.
     pub(super) armed: Option<u64>,
 }
 
@@ -167,28 +136,22 @@ pub(super) struct Engine {
     pub(super) on_failure: OnceLock<Tell>,
     /// Told when the outcome is known, and when reports and `Parked` arrive.
     pub(super) news: Condvar,
-    gathered: Mutex<Gathered>,
+    peer_states: Mutex<PeerStates>,
     /// On node 0: where the guest's console goes.
     console: Mutex<Option<Box<dyn Write + Send>>>,
     /// Bytes that have gone there.
     pub(super) console_bytes: AtomicU64,
     /// What other nodes say about checkpoints goes here.
     pub(super) steps: SyncSender<(u8, Step)>,
-    /// Threads that serve memory, by the numbers that gettid gives.
-    servants: Mutex<Vec<u32>>,
-    /// They shall end.
+    /// The service threads shall end.
     pub(super) quit: AtomicBool,
-    /// Programs that don't pay are brought together on node 0.
-    pub(super) gathers: bool,
-    /// On node 0: this one doesn't.
-    pub(super) gather_now: AtomicBool,
     /// What tests put in.
     pub(super) trouble: Trouble,
 }
 
-/// What other nodes have said, and who is gone.
+/// What other nodes have reported, and which of them are gone.
 #[derive(Debug, Default)]
-pub(super) struct Gathered {
+pub(super) struct PeerStates {
     /// What nodes counted.
     pub(super) reports: BTreeMap<u8, Vec<u8>>,
     /// What nodes have counted so far, of those that were asked and have answered.
@@ -218,7 +181,6 @@ impl Engine {
         me: u8,
         links: Vec<Option<Link>>,
         vcpus: usize,
-        gathers: bool,
         trouble: Trouble,
         steps: SyncSender<(u8, Step)>,
     ) -> Result<Self, DsmError> {
@@ -234,14 +196,11 @@ impl Engine {
             outcome: Mutex::new(None),
             on_failure: OnceLock::new(),
             news: Condvar::new(),
-            gathered: Mutex::default(),
+            peer_states: Mutex::default(),
             console: Mutex::new(None),
             console_bytes: AtomicU64::new(0),
             steps,
-            servants: Mutex::default(),
             quit: AtomicBool::new(false),
-            gathers,
-            gather_now: AtomicBool::new(false),
             trouble,
         })
     }
@@ -260,12 +219,6 @@ impl Engine {
             holding: false,
             standing: false,
             ending: false,
-            watch: (self.gathers && self.me == 0)
-                .then(|| Watch::new(u8::try_from(self.links.len()).unwrap_or(u8::MAX))),
-            gathering: Gathering::default(),
-            turns: None,
-            served: Taken::default(),
-            look_often: false,
             rekick: Vec::new(),
             helpers: Helpers::default(),
             advised: BTreeSet::new(),
@@ -281,10 +234,6 @@ impl Engine {
 
     pub(super) fn lock(&self) -> MutexGuard<'_, Option<Core>> {
         self.core.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn servants(&self) -> MutexGuard<'_, Vec<u32>> {
-        self.servants.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn console(&self) -> MutexGuard<'_, Option<Box<dyn Write + Send>>> {
@@ -308,17 +257,17 @@ impl Engine {
         Ok(self.console_bytes.load(Ordering::Relaxed))
     }
 
-    pub(super) fn gathered(&self) -> MutexGuard<'_, Gathered> {
-        self.gathered.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn peer_states(&self) -> MutexGuard<'_, PeerStates> {
+        self.peer_states.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for news about what other nodes said, at most so long.
     pub(super) fn await_news<'a>(
         &self,
-        gathered: MutexGuard<'a, Gathered>,
+        states: MutexGuard<'a, PeerStates>,
         timeout: Duration,
-    ) -> MutexGuard<'a, Gathered> {
-        self.news.wait_timeout(gathered, timeout).unwrap_or_else(PoisonError::into_inner).0
+    ) -> MutexGuard<'a, PeerStates> {
+        self.news.wait_timeout(states, timeout).unwrap_or_else(PoisonError::into_inner).0
     }
 
     pub(super) fn links(&self) -> impl Iterator<Item = &Link> {
@@ -374,11 +323,11 @@ impl Engine {
         }
         self.tell_news();
         self.poke();
-        self.call_cuts();
+        self.wake_checkpoints();
     }
 
-    /// Makes the thread for checkpoints and moves look around.
-    pub(super) fn call_cuts(&self) {
+    /// Makes the thread for checkpoints look around.
+    fn wake_checkpoints(&self) {
         // Full: it looks anyway.
         let _ = self.steps.try_send((self.me, Step::Look));
     }
@@ -386,7 +335,7 @@ impl Engine {
     /// Wakes those who wait for what other nodes say.
     pub(super) fn tell_news(&self) {
         // Under the lock: nobody is between a look and a wait.
-        let _gathered = self.gathered();
+        let _states = self.peer_states();
         self.news.notify_all();
     }
 
@@ -408,10 +357,6 @@ impl Engine {
 
     /// Gives the protocol an event, and does what it says.
     pub(super) fn step(&self, core: &mut Core, event: Event) {
-        if core.gathering.is_over() {
-            // All memory is on one node: nothing is kept the same any more.
-            return;
-        }
         let mut next = Some(event);
         let mut more = Vec::new();
         while let Some(event) = next.take() {
@@ -472,7 +417,6 @@ impl Engine {
                     if !slot.granted.contains(&fault.page) {
                         slot.granted.push(fault.page);
                     }
-                    core.page_is_here(index);
                     core.pages.wake(fault.page);
                 }
                 self.notify(index);
@@ -485,7 +429,6 @@ impl Engine {
                     slot.trapped_at = fault.at;
                     core.counts.count_wait(&fault, now());
                 }
-                core.trap_begins(index);
                 self.summon(core, index);
             }
             Action::Completed { vcpu, old } => {
@@ -495,7 +438,7 @@ impl Engine {
                     slot.operating = false;
                     // Not until its thread runs again: when that is depends on the host.
                     if let Some(since) = slot.operating_since.take() {
-                        core.counts.waited += now().saturating_sub(since);
+                        core.counts.waited_again_ns += now().saturating_sub(since);
                     }
                 }
                 self.notify(index);

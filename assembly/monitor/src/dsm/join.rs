@@ -85,7 +85,7 @@ impl Hello {
         }
         if other.digest != self.digest {
             return Err(
-                "it runs another program or other settings; start all nodes with the same program, arguments, --cpus, --memory, --coherence, --gather, and all or none with --checkpoint and --restart"
+                "it runs another program or other settings; start all nodes with the same program, arguments, --cpus, --memory, --coherence, and all or none with --checkpoint and --restart"
                     .to_owned(),
             );
         }

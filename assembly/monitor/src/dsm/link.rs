@@ -22,7 +22,6 @@ use rustix::net::sockopt::set_socket_send_buffer_size;
 use rustix::net::{RecvFlags, SendFlags};
 
 use super::checkpoint::Step;
-use super::gather::Told;
 use super::rdma::Pair;
 use crate::sealing::{Opening, Sealing};
 
@@ -35,8 +34,7 @@ const MANY: usize = 1 << 16;
 const ROOM: usize = 1 << 20;
 /// Most bytes of a control frame's body.
 const MAX_BODY: usize = 1 << 20;
-/// Who may wait does so when so many bytes are queued: a vCPU that writes to a console that its node doesn't write away, and a node that hands its
-/// memory over.
+/// A vCPU that writes to its console waits when so many bytes are queued.
 const LONG_QUEUE: usize = 1 << 20;
 /// Most bytes that wait for a peer to take them. More than correct nodes ever have on the way at once: each of 254 vCPUs asks for 128 pages ahead. A peer
 /// that takes nothing is lost to its silence long before; one that talks, and takes nothing, is to this.
@@ -65,12 +63,8 @@ pub(super) enum Control {
     Ask,
     /// What the sender has counted so far, as JSON.
     Answer(Vec<u8>),
-    /// About checkpoints, and moves of vCPUs.
+    /// About checkpoints.
     Checkpoint(Step),
-    /// What the sender's vCPUs have spent their time with; to node 0.
-    Told(Told),
-    /// Pages that the sender hands over, for [`super::gather::pages`]; to node 0.
-    Pages(Vec<u8>),
 }
 
 impl Control {
@@ -87,21 +81,14 @@ impl Control {
             Self::Ask => 9,
             Self::Answer(_) => 10,
             Self::Checkpoint(_) => 11,
-            Self::Told(_) => 12,
-            Self::Pages(_) => 13,
         }
     }
 
     fn encode(&self) -> Vec<u8> {
         let mut step = Vec::new();
-        let told;
         let body: &[u8] = match self {
             Self::Heartbeat | Self::Parked | Self::Start | Self::Ask => &[],
-            Self::Console(bytes) | Self::Report(bytes) | Self::Answer(bytes) | Self::Pages(bytes) => bytes,
-            Self::Told(numbers) => {
-                told = numbers.to_bytes();
-                &told
-            }
+            Self::Console(bytes) | Self::Report(bytes) | Self::Answer(bytes) => bytes,
             Self::Phase(begins) => &[u8::from(*begins)],
             Self::Failed(text) => text.as_bytes(),
             Self::Exit(code) => &code.to_le_bytes(),
@@ -131,8 +118,6 @@ impl Control {
             (9, 0) => Self::Ask,
             (10, _) => Self::Answer(body),
             (11, _) => Self::Checkpoint(ciborium::from_reader(body.as_slice()).ok()?),
-            (12, _) => Self::Told(Told::from_bytes(&body)?),
-            (13, _) => Self::Pages(body),
             _ => return None,
         })
     }

@@ -25,7 +25,6 @@
 //! | `compute`, `window` | instructions that compute and load; what follows a trapped store, up to the next one |
 //! | `service` | the faults thread: faults, time, heartbeats; the link threads |
 //! | `checkpoint` | all nodes saved at one cut, and restored |
-//! | `gather` | a program that doesn't pay on several nodes is brought together on node 0 |
 //! | `report`, `hot`, `top` | counters of a node and its hottest pages, as JSON; and for whoever asks while it runs |
 //! | `spanning` | a node from its settings to its end |
 //!
@@ -37,7 +36,6 @@ mod checkpoint;
 mod compute;
 mod engine;
 mod follow;
-mod gather;
 mod hot;
 mod identity;
 mod instruction;

@@ -13,9 +13,6 @@ use machine::memory::shared::{PageRights, SharedRam};
 use super::ahead::SOON;
 use super::engine::now;
 
-/// Pages that are given at once after the release, at most.
-const MOST_GIVEN: u64 = 64;
-
 /// The protocol's view of guest memory.
 ///
 /// What it says of pages one by one is done with pages in a row together, at [`LivePages::carry_out`], before messages leave and the lock is given back. Two things can wait so
@@ -38,8 +35,6 @@ pub(super) struct LivePages {
     pub(super) ahead: HashMap<Page, u64>,
     /// Those of them that were taken soon after that.
     pub(super) in_vain: Vec<Page>,
-    /// After the release: behind the page that was given last, and how many were with it.
-    given: (Page, u64),
     /// The host refused a change: the VM can't go on.
     pub(super) refused: Option<String>,
     /// What is recorded for the simulator, where that is wanted. In a cell as reading is recorded, too.
@@ -67,7 +62,6 @@ impl LivePages {
             asked: vec![[false; 2]; pages],
             ahead: HashMap::new(),
             in_vain: Vec::new(),
-            given: (0, 0),
             refused: None,
             recorder: record.then(RefCell::default),
         }
@@ -178,27 +172,6 @@ impl LivePages {
         }
         self.changed.extend(run.clone().filter(|other| *other != page));
         self.set(run, PageRights::Write, PageRights::Read);
-    }
-
-    /// All pages are this host's own from here on, and there for the guest.
-    pub(super) fn release(&mut self) {
-        self.carry_out();
-        let known = |page| usize::try_from(page).ok().and_then(|page| self.rights.get(page));
-        let released = self.ram.release_around(|page| known(page).copied().unwrap_or(PageRights::None));
-        if let Err(error) = released {
-            tracing::debug!(%error, "What the guest has in use could not be left as it is: all of it is mapped anew");
-            self.ram.release();
-        }
-    }
-
-    /// After [`LivePages::release`]: a vCPU has asked for a page. Who goes on behind what was given last is given twice as many as then, up to [`MOST_GIVEN`].
-    pub(super) fn give(&mut self, page: Page) {
-        let (next, count) = self.given;
-        let count = if page == next { (count * 2).min(MOST_GIVEN) } else { 1 };
-        match self.ram.give(page, count) {
-            Ok(count) => self.given = (page + count, count),
-            Err(error) => self.note("given", page, Err(error)),
-        }
     }
 
     pub(super) fn wake(&mut self, page: Page) {

@@ -73,7 +73,7 @@ impl Counts {
     /// A vCPU has waited for a page.
     pub(super) fn count_wait(&mut self, fault: &Pending, now: u64) {
         let waited = now.saturating_sub(fault.at);
-        let counted = if fault.again { &mut self.waited } else { &mut self.waited_first };
+        let counted = if fault.again { &mut self.waited_again_ns } else { &mut self.waited_first_ns };
         *counted = counted.saturating_add(waited);
     }
 }
@@ -117,12 +117,8 @@ fn counted(now: &(Counters, Counts), before: Option<&(Counters, Counts)>) -> Val
         "fetched_ahead": counts.ahead - old.ahead,
         "fetched_in_vain": counts.in_vain - old.in_vain,
         "not_emulated": counts.not_emulated - old.not_emulated,
-        "waited_again_ns": counts.waited - old.waited,
-        "waited_first_ns": counts.waited_first - old.waited_first,
-        "taken_ns": counts.taken - old.taken,
-        "ran_ns": counts.ran - old.ran,
-        "spun_ns": counts.spun - old.spun,
-        "crossing_ns": counts.crossing,
+        "waited_again_ns": counts.waited_again_ns - old.waited_again_ns,
+        "waited_first_ns": counts.waited_first_ns - old.waited_first_ns,
         "protocol": counters,
     })
 }
@@ -153,7 +149,6 @@ impl Core {
                 fields.insert("measured".to_owned(), counted(end, Some(begin)));
             }
             fields.insert("hot".to_owned(), self.hot.to_json(&self.node));
-            fields.insert("gathered".to_owned(), self.gathering.to_json());
         }
         report
     }

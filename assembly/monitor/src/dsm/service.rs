@@ -16,21 +16,16 @@ use rustix::time::Timespec;
 
 use super::DsmError;
 use super::ahead::is_there;
-use super::engine::{Core, Engine, Outcome, now, this_thread};
+use super::engine::{Core, Engine, Outcome, now};
 use super::link::{Control, Frame, Incoming, Link};
 use super::vcpus::{MOST_GRANTED, Pending};
 
-/// Longest pause between two heartbeats on each link, nanoseconds, and shortest. They are not in step with what the program does, as vCPUs that little but work are looked at then.
-const BEAT: u64 = 100_000_000;
-const SOONEST_BEAT: u64 = 75_000_000;
-/// Pause between two tellings of what vCPUs spend their time with, nanoseconds; where that is little but work it is told with heartbeats.
-const TELL: u64 = 25_000_000;
-/// A heartbeat that is due within so many nanoseconds of a telling leaves with it: each wake costs the vCPU beside this thread some 100 µs, and so it does at the other end.
-const TOGETHER: u64 = 50_000_000;
-/// Silence of a link after which its node counts as lost, nanoseconds: seen when it has lasted so long, not at the next heartbeat.
-const SILENCE: u64 = 900_000_000;
-/// How long vCPUs that are stopped may go on waiting for pages, nanoseconds: inside KVM some waits can't be broken off.
-const LAST_WAIT: u64 = 200_000_000;
+/// Interval of the heartbeats on each link. Each one wakes a thread on either side, which costs the vCPU beside it some 100 µs.
+const HEARTBEAT_INTERVAL_NS: u64 = 100_000_000;
+/// Silence of a link after which its node counts as lost: detected when it has lasted so long, not at the next heartbeat.
+const LINK_SILENCE_TIMEOUT_NS: u64 = 900_000_000;
+/// How long vCPUs that are stopped may still wait for pages before shared RAM is released: inside KVM some waits can't be canceled.
+const STOPPED_PAGE_WAIT_TIMEOUT_NS: u64 = 200_000_000;
 
 /// Starts them. They end after [`Engine::quit`].
 pub(super) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>, DsmError> {
@@ -43,7 +38,7 @@ pub(super) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>, DsmErro
         let mine = Arc::clone(engine);
         let thread = std::thread::Builder::new().name(format!("dsm-link{index}"));
         let body = move || {
-            mine.serves(Rank::Early);
+            mine.prioritize(Rank::Early);
             if let Some(Some(link)) = mine.links.get(index) {
                 mine.read_link(link);
             }
@@ -54,7 +49,7 @@ pub(super) fn start(engine: &Arc<Engine>) -> Result<Vec<JoinHandle<()>>, DsmErro
     let thread = std::thread::Builder::new().name("dsm-faults".to_owned());
     let body = move || {
         // Links never sleep while their peers have always more to say: heartbeats, and faults, have to go on beside them.
-        mine.serves(Rank::First);
+        mine.prioritize(Rank::First);
         mine.serve();
     };
     threads.push(thread.spawn(body).map_err(failed)?);
@@ -68,14 +63,13 @@ pub(super) fn silence(link: &Link) -> Duration {
 
 /// How long it may go on being silent before its node counts as lost.
 pub(super) fn until_lost(link: &Link) -> Duration {
-    let lost = Duration::from_nanos(SILENCE);
+    let lost = Duration::from_nanos(LINK_SILENCE_TIMEOUT_NS);
     if link.busy.load(Ordering::Relaxed) { lost } else { lost.saturating_sub(silence(link)) }
 }
 
 impl Engine {
-    /// The calling thread serves memory. vCPUs that spin take the processor from it for whole time slices otherwise: milliseconds for each message.
-    fn serves(&self, rank: Rank) {
-        self.servants().push(this_thread());
+    /// Raises the priority of the calling thread, a service thread. vCPUs that spin take the processor from it for whole time slices otherwise: milliseconds for each message.
+    fn prioritize(&self, rank: Rank) {
         let done = run_before_others(rank);
         // Who may not have the higher rank may have the lower one.
         if let Err(error) = done.or_else(|_| run_before_others(Rank::Early)) {
@@ -89,42 +83,28 @@ impl Engine {
 
     fn serve(&self) {
         let mut next_beat = now();
-        // Never, where nobody is told or nothing is to be told any more.
-        let (mut told, mut next_telling) = (0, if self.gathers { next_beat } else { u64::MAX });
         let mut stopping_since = None;
         let mut released = false;
         let mut faults = Vec::new();
         while !self.quit.load(Ordering::Relaxed) {
             let time = now();
-            let tells = time >= next_telling;
-            let beats = time >= next_beat || (tells && time + TOGETHER >= next_beat);
-            let heard = tells && self.tell_time();
-            if beats {
-                self.beat(heard);
-                next_beat = time + SOONEST_BEAT + time % (BEAT - SOONEST_BEAT);
-            }
-            if tells {
-                (told, next_telling) = (time, next_beat);
+            if time >= next_beat {
+                self.beat();
+                next_beat = time + HEARTBEAT_INTERVAL_NS;
             }
             let silence = self.look_for_silence();
             let mut until = u64::MAX;
             if let Some(core) = &mut *self.lock() {
-                if next_telling != u64::MAX && core.has_much_to_tell(TELL) {
-                    next_telling = next_telling.min(told + TELL);
-                }
-                until = self.on_time(core, tells);
-                if core.gathering.is_over() {
-                    next_telling = u64::MAX;
-                }
+                until = self.on_time(core);
                 if core.stopping && self.outcome().is_some() && !released {
                     let since = *stopping_since.get_or_insert_with(now);
-                    released = now().saturating_sub(since) > LAST_WAIT;
+                    released = now().saturating_sub(since) > STOPPED_PAGE_WAIT_TIMEOUT_NS;
                     if released && let Some(machine) = self.machine.get() {
                         machine.ram.release();
                     }
                 }
             }
-            let until = until.min(next_beat).min(next_telling).min(silence);
+            let until = until.min(next_beat).min(silence);
             if let Err(error) = self.sleep(until, &mut faults) {
                 self.fail(format!("Node {} can't wait for faults of its guest: {error}", self.me));
                 return;
@@ -141,9 +121,9 @@ impl Engine {
         }
     }
 
-    /// Sends heartbeats. `told`: node 0 has just been told something.
-    fn beat(&self, told: bool) {
-        for link in self.links().filter(|link| !(told && link.peer == 0)) {
+    /// Sends heartbeats.
+    fn beat(&self) {
+        for link in self.links() {
             link.send_control(&Control::Heartbeat);
         }
     }
@@ -154,8 +134,8 @@ impl Engine {
         for link in self.links() {
             let heard = link.heard.load(Ordering::Relaxed);
             let silent = now().saturating_sub(heard);
-            if silent <= SILENCE {
-                next = next.min(heard.saturating_add(SILENCE + 1));
+            if silent <= LINK_SILENCE_TIMEOUT_NS {
+                next = next.min(heard.saturating_add(LINK_SILENCE_TIMEOUT_NS + 1));
             } else if !link.busy.load(Ordering::Relaxed) && self.outcome().is_none() {
                 self.fail(format!(
                     "Node {} has not been heard from for {} ms over the link {}: its host is down, cut off, or stopped",
@@ -168,12 +148,9 @@ impl Engine {
         next
     }
 
-    /// What is due. `told`: what vCPUs spend their time with has just been told. Returns when to come again.
-    fn on_time(&self, core: &mut Core, told: bool) -> u64 {
+    /// Does what is due: the protocol's deadline, kicks that were postponed. Returns when to come again, nanoseconds.
+    fn on_time(&self, core: &mut Core) -> u64 {
         let time = now();
-        if core.gathering.is_over() {
-            return self.look_at_turns(core);
-        }
         if core.node.deadline().is_some_and(|at| at <= time) {
             self.step(core, Event::Timer);
         }
@@ -187,10 +164,9 @@ impl Engine {
                 self.summon(core, vcpu);
             }
         }
-        let look = self.look_at_vcpus(core, told);
         core.armed = core.node.deadline();
         let rekick = core.rekick.iter().map(|(at, _)| *at).min();
-        core.armed.into_iter().chain(rekick).min().unwrap_or(u64::MAX).min(look)
+        core.armed.into_iter().chain(rekick).min().unwrap_or(u64::MAX)
     }
 
     /// Sleeps until a time, a poke, faults, or until a link takes more.
@@ -222,65 +198,52 @@ impl Engine {
         }
     }
 
-    fn on_fault(&self, core: &mut Core, told: PageFault) {
-        if core.gathering.is_over() {
-            core.pages.give(told.page);
-            if let Some(text) = core.pages.refused.take() {
-                self.fail(text);
-            }
-            return;
-        }
+    fn on_fault(&self, core: &mut Core, event: PageFault) {
         if core.standing {
             // The vCPU has left the guest meanwhile, and faults again when it runs.
             return;
         }
-        let Some(index) = core.threads.get(&told.thread).copied() else {
+        let Some(index) = core.threads.get(&event.thread).copied() else {
             self.fail(format!(
                 "Thread {}, which is no vCPU, touched page {:#x} of the guest's own mapping: a fault of the monitor",
-                told.thread, told.page
+                event.thread, event.page
             ));
             return;
         };
-        let fault = if told.write { Fault::Write } else { Fault::Read };
-        if Self::allows(&core.node, told.page, fault) {
+        let fault = if event.write { Fault::Write } else { Fault::Read };
+        if Self::allows(&core.node, event.page, fault) {
             // It has come while the fault was on its way.
             core.counts.late += 1;
-            core.pages.wake(told.page);
+            core.pages.wake(event.page);
             return;
         }
-        let upgrade = Self::allows(&core.node, told.page, Fault::Read);
-        let again = core.pages.was_lost(told.page);
-        let missed = if again { &mut core.counts.missed_again } else { &mut core.counts.missed_first };
-        *missed += 1;
+        let upgrade = Self::allows(&core.node, event.page, Fault::Read);
+        let again = core.pages.was_lost(event.page);
         let Some(slot) = core.vcpus.get_mut(index) else { return };
-        let known = slot.fault.is_some_and(|old| old.page == told.page && old.write == told.write);
+        let known = slot.fault.is_some_and(|old| old.page == event.page && old.write == event.write);
         if known || slot.trap.is_some() || slot.operating || core.stopping {
             return;
         }
-        if self.trouble.mixed_modes && told.page % 2 == 1 && core.advised.insert(told.page) {
-            self.step(core, Event::Advise { page: told.page, mode: Mode::Update });
+        if self.trouble.mixed_modes && event.page % 2 == 1 && core.advised.insert(event.page) {
+            self.step(core, Event::Advise { page: event.page, mode: Mode::Update });
         }
         if core.vcpus.get(index).is_some_and(|slot| slot.granted.len() >= MOST_GRANTED) {
             // Pages that are here at once are granted without a look.
             self.retired(core, index);
         }
-        core.pages.is_asked_for(told.page, told.write);
-        core.hot.fault(told.page, told.offset, told.write);
+        core.pages.is_asked_for(event.page, event.write);
+        core.hot.fault(event.page, event.offset, event.write);
         let Core { vcpus, node, .. } = core;
         let Some(slot) = vcpus.get_mut(index) else { return };
-        let foreseen = slot.foresight.fault(told.page, told.write, |want| is_there(node, want));
-        slot.fault = Some(Pending { page: told.page, write: told.write, upgrade, again, at: now() });
+        let foreseen = slot.foresight.fault(event.page, event.write, |want| is_there(node, want));
+        slot.fault = Some(Pending { page: event.page, write: event.write, upgrade, again, at: now() });
         slot.examined = false;
-        slot.look.give_up();
-        if self.gathers {
-            core.page_is_missed(index, told.thread, again);
-        }
         let Ok(vcpu) = Vcpu::try_from(index) else { return };
-        self.step(core, Event::Fault { vcpu, page: told.page, fault });
-        self.fetch_ahead(core, foreseen, told.write);
+        self.step(core, Event::Fault { vcpu, page: event.page, fault });
+        self.fetch_ahead(core, foreseen, event.write);
         // What it was granted before is asked for when others want it; until then it may sleep where it is, which is the shortest way back.
         let waits = core.vcpus.get(index).is_some_and(|slot| slot.fault.is_some() && !slot.examined);
-        if waits && core.hot.asks_for_instruction(told.page) {
+        if waits && core.hot.asks_for_instruction(event.page) {
             self.summon(core, index);
         }
     }
@@ -345,7 +308,7 @@ impl Engine {
     }
 
     fn link_ended(&self, link: &Link, error: &io::Error) {
-        self.gathered().gone.insert(link.peer);
+        self.peer_states().gone.insert(link.peer);
         if self.outcome().is_none() {
             let (peer, address) = (link.peer, &link.address);
             let overflow = link.overflow().map(|bytes| {
@@ -383,8 +346,6 @@ impl Engine {
         for message in messages {
             let what = message.body.name();
             let taken = match &mut *locked {
-                // Sent by a node that didn't know it yet.
-                Some(core) if core.gathering.is_over() => true,
                 Some(core) if message.to.0 == self.me => {
                     let before = core.node.counters().refused;
                     self.step(core, Event::Message(message));
@@ -425,26 +386,13 @@ impl Engine {
             }
             Control::Exit(code) => self.end(Outcome::Exit(code)),
             Control::Failed(text) => self.end(Outcome::Failed { text, here: false }),
-            Control::Parked => drop(self.gathered().parked.insert(link.peer)),
-            Control::Report(report) => drop(self.gathered().reports.insert(link.peer, report)),
-            Control::Start => drop(self.gathered().ready.insert(link.peer)),
-            Control::Answer(answer) => drop(self.gathered().answers.insert(link.peer, answer)),
+            Control::Parked => drop(self.peer_states().parked.insert(link.peer)),
+            Control::Report(report) => drop(self.peer_states().reports.insert(link.peer, report)),
+            Control::Start => drop(self.peer_states().ready.insert(link.peer)),
+            Control::Answer(answer) => drop(self.peer_states().answers.insert(link.peer, answer)),
             Control::Ask => {
                 let answer = self.lock().as_ref().map(|core| core.report(self.me)).unwrap_or_default();
                 self.send_control(link.peer, &Control::Answer(answer.to_string().into_bytes()));
-                return;
-            }
-            Control::Told(told) => {
-                self.told(link.peer, told);
-                return;
-            }
-            Control::Pages(pages) => {
-                if let Err(reason) = self.take_pages(link.peer, &pages) {
-                    self.fail(format!(
-                        "Node {} handed over memory over the link {} as no correct node does: {reason}",
-                        link.peer, link.address
-                    ));
-                }
                 return;
             }
             Control::Checkpoint(step) => {

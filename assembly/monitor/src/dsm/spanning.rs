@@ -18,8 +18,7 @@ use serde_json::Value;
 
 use super::ahead::HELPERS;
 use super::checkpoint::{self, Checkpoints, List, Listed, Member, Plan, Restored, Step};
-use super::engine::{Engine, Gathered as GatheredNews, Machine, Outcome};
-use super::gather::{Gathered, Gathering, Turns, processors};
+use super::engine::{Engine, Machine, Outcome, PeerStates};
 use super::identity::{Identified, compatibility};
 use super::join::{Hello, device_of, join};
 use super::link::{Control, Link};
@@ -56,8 +55,6 @@ pub struct NodeSettings {
     pub checkpoints: Option<Checkpoints>,
     /// Go on from the last checkpoint in this folder, instead of starting the program.
     pub restart: Option<PathBuf>,
-    /// Bring a program that doesn't pay on several nodes together on node 0; the same on all nodes.
-    pub gather: bool,
     /// What is put in on purpose, for tests; nothing by default.
     pub trouble: Trouble,
 }
@@ -99,11 +96,11 @@ pub struct SpanningVm {
     vcpus: u32,
     config: Config,
     top: Option<top::Served>,
-    cuts: Option<Cuts>,
+    checkpointing: Option<Checkpointing>,
 }
 
-/// What it takes to write checkpoints and to move vCPUs.
-struct Cuts {
+/// What the thread for checkpoints works with.
+struct Checkpointing {
     member: Member,
     steps: Receiver<(u8, Step)>,
     plan: Plan,
@@ -129,14 +126,8 @@ impl Whole for Seat {
     fn nodes(&self) -> u32 {
         self.nodes
     }
-    fn takes_over(&self) -> bool {
-        self.engine.me == 0
-    }
     fn before_run(&self, index: u32, registers: &dyn GuestRegisters) {
         self.engine.before_run(self.local(index), registers);
-    }
-    fn gives_way(&self, index: u32) -> bool {
-        self.engine.gives_way(self.local(index))
     }
     fn ended(&self, index: u32, parked: bool) {
         self.engine.vcpu_ended(self.local(index), parked);
@@ -199,14 +190,11 @@ impl SpanningVm {
         // What is known of pages grows while they are asked for.
         crate::sandbox::use_one_arena();
         let here = vcpus_of(settings.node.into(), wide, vcpus);
-        // Node 0 has those of others, too, to take them over.
-        let local =
-            if settings.node == 0 { usize::try_from(vcpus).unwrap_or(usize::MAX) } else { here.len() };
         let pages = builder.highest_address().div_ceil(wire::PAGE_SIZE as u64);
         let config = Config {
             me: NodeId(settings.node),
             nodes,
-            vcpus: u16::try_from(local).unwrap_or(u16::MAX).saturating_add(HELPERS),
+            vcpus: u16::try_from(here.len()).unwrap_or(u16::MAX).saturating_add(HELPERS),
             stride: pages.div_ceil(nodes.into()),
             pages,
             policy: settings.policy,
@@ -215,19 +203,13 @@ impl SpanningVm {
         config.check()?;
         let identified = Identified { definition: builder.definition(), nodes, policy: settings.policy };
         let identity = identified.identity();
-        let digest = compatibility(
-            identity,
-            settings.checkpoints.is_some(),
-            settings.restart.is_some(),
-            settings.gather,
-        );
+        let digest = compatibility(identity, settings.checkpoints.is_some(), settings.restart.is_some());
         let device = device_of(settings.node, &settings.addresses, settings.device.as_ref())?;
         let hello = Hello { node: settings.node, nodes, digest, rdma: device.is_some() };
         let (last, first) = Self::checkpoints_of(settings, identity, nodes)?;
         let links = join(hello, &settings.addresses, device.as_ref(), settings.key.as_ref())?;
         let (sender, steps) = sync_channel(MOST_STEPS);
-        let engine =
-            Arc::new(Engine::new(settings.node, links, local, settings.gather, settings.trouble, sender)?);
+        let engine = Arc::new(Engine::new(settings.node, links, here.len(), settings.trouble, sender)?);
         let threads = service::start(&engine)?;
         let seat = Seat { engine: Arc::clone(&engine), nodes: wide, first: here.start };
         let (builder, console) = if settings.node == 0 {
@@ -247,14 +229,11 @@ impl SpanningVm {
         };
         let node = match &settings.restart {
             None => Node::new(config)
-                .map(|node| {
-                    let ended = (0..local).map(|place| place >= here.len()).collect();
-                    Restored { node, ended, gathered: false }
-                })
+                .map(|node| Restored { node, ended: vec![false; here.len()] })
                 .map_err(DsmError::from),
             Some(folder) => Self::restore(&vm, &engine, config, identity, folder, last.as_ref(), &steps),
         };
-        let Restored { node, ended, gathered } = match node {
+        let Restored { node, ended } = match node {
             Ok(node) => node,
             Err(error) => {
                 // Said once: by who has found it.
@@ -271,7 +250,6 @@ impl SpanningVm {
                 ids: ids.iter().map(|(id, _)| *id).collect(),
                 stopper: vm.stopper(),
                 memory: vm.memory(),
-                regions: vm.ram_regions().to_vec(),
             };
             engine.begin(node, machine, usize::try_from(pages).unwrap_or(0), settings.record);
         }
@@ -279,26 +257,12 @@ impl SpanningVm {
             for (slot, ended) in core.vcpus.iter_mut().zip(ended) {
                 slot.ended = ended;
             }
-            if gathered {
-                core.gathering = Gathering::Over(Gathered::default());
-                core.turns = (settings.node == 0).then(|| Turns::new(processors(), local)).flatten();
-                core.pages.ram.release();
-            }
         }
-        let member = Member {
-            engine: Arc::clone(&engine),
-            folder: settings.checkpoints.as_ref().map(|checkpoints| checkpoints.folder.clone()),
-            identity,
-            vcpus,
-            first: here.start,
-            own: vm.own_vcpus(),
-            spare: vm.spare().to_vec(),
-            roster: vm.roster(),
-        };
-        let every = settings.checkpoints.as_ref().map(|checkpoints| checkpoints.every);
-        let wanted = every.is_some() || settings.gather;
-        let cuts = wanted.then_some(Cuts { member, steps, plan: Plan { nodes, first, every } });
-        Ok(Self { vm, engine, threads, nodes, vcpus, config, top: None, cuts })
+        let checkpointing = settings.checkpoints.as_ref().map(|checkpoints| {
+            let member = Member { engine: Arc::clone(&engine), folder: checkpoints.folder.clone(), identity };
+            Checkpointing { member, steps, plan: Plan { nodes, first, every: checkpoints.every } }
+        });
+        Ok(Self { vm, engine, threads, nodes, vcpus, config, top: None, checkpointing })
     }
 
     /// On node 0, before anything is begun: the checkpoint to go on from, if one is asked for, and the number of the next one.
@@ -393,8 +357,8 @@ impl SpanningVm {
         self.await_all();
         let ended = if self.engine.outcome().is_none() {
             self.vm.start()?;
-            if let Some(cuts) = self.cuts.take() {
-                self.threads.push(make_cuts(cuts)?);
+            if let Some(checkpointing) = self.checkpointing.take() {
+                self.threads.push(start_checkpoints(checkpointing)?);
             }
             self.vm.wait()
         } else {
@@ -411,7 +375,7 @@ impl SpanningVm {
             Some(core) => (core.report(self.engine.me), core.pages.recorded()),
             None => (Value::Null, Vec::new()),
         };
-        let reports = self.gather(report);
+        let reports = self.collect_reports(report);
         let (outcome, found_here) = match self.engine.outcome() {
             Some(Outcome::Exit(code)) => (Ok(code), true),
             Some(Outcome::Failed { text, here }) => (Err(text), here),
@@ -433,12 +397,12 @@ impl SpanningVm {
             engine.send_control(0, &Control::Start);
         }
         let needed = if engine.me == 0 { usize::from(self.nodes) - 1 } else { 1 };
-        let mut gathered = engine.gathered();
+        let mut states = engine.peer_states();
         // A node that never comes is lost to its heartbeats, which ends the VM.
-        while gathered.ready.len() < needed && engine.outcome().is_none() {
-            gathered = engine.await_news(gathered, Duration::from_secs(1));
+        while states.ready.len() < needed && engine.outcome().is_none() {
+            states = engine.await_news(states, Duration::from_secs(1));
         }
-        drop(gathered);
+        drop(states);
         if engine.me == 0 {
             for node in 1..self.nodes {
                 engine.send_control(node, &Control::Start);
@@ -450,23 +414,23 @@ impl SpanningVm {
     fn await_end(&self) {
         let engine = &self.engine;
         engine.send_control(0, &Control::Parked);
-        let mut gathered = engine.gathered();
+        let mut states = engine.peer_states();
         if engine.me == 0 {
-            gathered.parked.insert(0);
+            states.parked.insert(0);
         }
         while engine.outcome().is_none() {
-            if engine.me == 0 && gathered.parked.len() == usize::from(self.nodes) {
-                drop(gathered);
+            if engine.me == 0 && states.parked.len() == usize::from(self.nodes) {
+                drop(states);
                 engine.fail(PayloadError::AllParked { vcpus: self.vcpus }.to_string());
                 return;
             }
-            gathered = engine.await_news(gathered, Duration::from_secs(1));
+            states = engine.await_news(states, Duration::from_secs(1));
         }
     }
 
     /// Node 0 collects what the others counted; the others send it and wait until node 0 has all, as what it hasn't
     /// been told comes over their links.
-    fn gather(&self, own: Value) -> BTreeMap<u8, Value> {
+    fn collect_reports(&self, own: Value) -> BTreeMap<u8, Value> {
         let engine = &self.engine;
         // After a failure nobody asks for counts, and whoever is cut off would be waited for in vain.
         let patience = match engine.outcome() {
@@ -478,43 +442,43 @@ impl SpanningVm {
         if engine.me != 0 {
             engine.send_control(0, &Control::Report(own.to_string().into_bytes()));
         }
-        let mut gathered = engine.gathered();
+        let mut states = engine.peer_states();
         loop {
-            let awaited: Vec<&Link> = engine.links().filter(|link| self.awaits(link, &gathered)).collect();
+            let awaited: Vec<&Link> = engine.links().filter(|link| self.awaits(link, &states)).collect();
             // Whoever is silent was lost with the program's end, or before; that is told as early as at any other time.
             let silent = awaited.iter().map(|link| service::until_lost(link)).max().unwrap_or_default();
             let left = until.saturating_duration_since(Instant::now()).min(silent);
             if left.is_zero() {
                 break;
             }
-            gathered = engine.await_news(gathered, left);
+            states = engine.await_news(states, left);
         }
         if let Some(Outcome::Exit(code)) = engine.outcome() {
-            self.miss(code, &gathered);
+            self.miss(code, &states);
         }
         let parse = |(node, bytes): (&u8, &Vec<u8>)| Some((*node, serde_json::from_slice(bytes).ok()?));
-        let mut reports: BTreeMap<u8, Value> = gathered.reports.iter().filter_map(parse).collect();
+        let mut reports: BTreeMap<u8, Value> = states.reports.iter().filter_map(parse).collect();
         reports.insert(engine.me, own);
         reports
     }
 
     /// Whether something has still to come over a link before this node may end.
-    fn awaits(&self, link: &Link, gathered: &GatheredNews) -> bool {
+    fn awaits(&self, link: &Link, states: &PeerStates) -> bool {
         let needed =
-            if self.engine.me == 0 { !gathered.reports.contains_key(&link.peer) } else { link.peer == 0 };
-        needed && !gathered.gone.contains(&link.peer)
+            if self.engine.me == 0 { !states.reports.contains_key(&link.peer) } else { link.peer == 0 };
+        needed && !states.gone.contains(&link.peer)
     }
 
     /// Says whom the end of the program hasn't been seen to reach. What it came to counts all the same.
-    fn miss(&self, code: u32, gathered: &GatheredNews) {
+    fn miss(&self, code: u32, states: &PeerStates) {
         for link in self.engine.links() {
             let (peer, address) = (link.peer, &link.address);
-            if self.awaits(link, gathered) {
+            if self.awaits(link, states) {
                 tracing::warn!(
                     "The program has ended with {code}, but node {peer} has not ended with it and was last heard from {} ms ago over the link {address}: its host is down, cut off, stopped or very slow, and its monitor may have to be ended by hand",
                     service::silence(link).as_millis()
                 );
-            } else if self.engine.me == 0 && !gathered.reports.contains_key(&peer) {
+            } else if self.engine.me == 0 && !states.reports.contains_key(&peer) {
                 tracing::warn!(
                     "The program has ended with {code}, but the link {address} to node {peer} was closed before it said what it counted: its monitor has died or was ended"
                 );
@@ -523,11 +487,11 @@ impl SpanningVm {
     }
 }
 
-/// Starts the thread for checkpoints and moves. It ends after the VM has.
-fn make_cuts(cuts: Cuts) -> Result<JoinHandle<()>, DsmError> {
+/// Starts the thread for checkpoints. It ends after the VM has.
+fn start_checkpoints(work: Checkpointing) -> Result<JoinHandle<()>, DsmError> {
     let thread = std::thread::Builder::new().name("dsm-checkpoint".to_owned());
     thread
-        .spawn(move || checkpoint::serve(&cuts.member, &cuts.steps, cuts.plan))
+        .spawn(move || checkpoint::serve(&work.member, &work.steps, work.plan))
         .map_err(|source| DsmError::Host { what: "a thread", source })
 }
 

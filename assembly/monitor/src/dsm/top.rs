@@ -59,22 +59,22 @@ impl Drop for Served {
 fn answer(engine: &Engine, mut stream: UnixStream) -> io::Result<()> {
     stream.set_write_timeout(Some(PATIENCE))?;
     let until = Instant::now() + PATIENCE;
-    engine.gathered().answers.clear();
+    engine.peer_states().answers.clear();
     let peers: Vec<u8> = engine.links().map(|link| link.peer).collect();
     for peer in &peers {
         engine.send_control(*peer, &Control::Ask);
     }
     let own = engine.lock().as_ref().map(|core| core.report(engine.me)).unwrap_or_default();
-    let mut gathered = engine.gathered();
-    while !peers.iter().all(|peer| gathered.answers.contains_key(peer)) {
+    let mut states = engine.peer_states();
+    while !peers.iter().all(|peer| states.answers.contains_key(peer)) {
         let left = until.saturating_duration_since(Instant::now());
         if left.is_zero() {
             break;
         }
-        gathered = engine.await_news(gathered, left);
+        states = engine.await_news(states, left);
     }
-    let parsed = gathered.answers.values().filter_map(|answer| serde_json::from_slice(answer).ok());
+    let parsed = states.answers.values().filter_map(|answer| serde_json::from_slice(answer).ok());
     let all: Vec<Value> = std::iter::once(own).chain(parsed).collect();
-    drop(gathered);
+    drop(states);
     stream.write_all(Value::Array(all).to_string().as_bytes())
 }

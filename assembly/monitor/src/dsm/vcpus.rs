@@ -15,7 +15,6 @@ use machine::x86::kvm_regs;
 
 use super::ahead::Foresight;
 use super::engine::{Core, Engine, now, this_thread};
-use super::gather::Look;
 use super::{instruction, window};
 
 /// Looks at unchanged registers after which an instruction counts as retired all the same, where it isn't one that can be carried out here. A loop that waits for a value
@@ -76,8 +75,6 @@ pub(super) struct Slot {
     pub(super) ended: bool,
     /// Which pages it will want.
     pub(super) foresight: Foresight,
-    /// Looks at what it does.
-    pub(super) look: Look,
 }
 
 type Locked<'a> = MutexGuard<'a, Option<Core>>;
@@ -85,16 +82,9 @@ type Locked<'a> = MutexGuard<'a, Option<Core>>;
 impl Engine {
     /// See [`machine::vcpu::VcpuExitHandler::before_run`]; `index` is that of the protocol.
     pub(super) fn before_run(&self, index: usize, registers: &dyn GuestRegisters) {
-        let thread = this_thread();
         let mut locked = self.lock();
         if let Some(core) = &mut *locked {
-            if core.gathering.is_over() {
-                // Its memory is ordinary memory.
-                self.await_turn(locked, index, registers);
-                return;
-            }
-            core.threads.insert(thread, index);
-            core.goes_on(index);
+            core.threads.insert(this_thread(), index);
         }
         set_outside(&mut locked, index, true);
         while let Some(core) = &mut *locked
@@ -103,9 +93,6 @@ impl Engine {
         {
             if let Some(page) = slot.trap.take() {
                 locked = self.carry_out(locked, index, page, registers);
-                if let Some(core) = &mut *locked {
-                    core.trap_ends(index);
-                }
             } else if slot.fault.is_some() {
                 if std::mem::replace(&mut slot.examined, true) {
                     locked = self.wait(locked, index);
@@ -114,8 +101,6 @@ impl Engine {
                 }
             } else if std::mem::take(&mut slot.kick) {
                 self.look(core, index, registers);
-            } else if slot.look.is_called() {
-                self.looked_at(core, index, registers);
             } else {
                 break;
             }
@@ -123,7 +108,7 @@ impl Engine {
         set_outside(&mut locked, index, false);
     }
 
-    pub(super) fn wait<'a>(&self, locked: Locked<'a>, index: usize) -> Locked<'a> {
+    fn wait<'a>(&self, locked: Locked<'a>, index: usize) -> Locked<'a> {
         match self.changed.get(index) {
             Some(changed) => changed.wait(locked).unwrap_or_else(PoisonError::into_inner),
             None => locked,
@@ -193,7 +178,7 @@ impl Engine {
         }
     }
 
-    pub(super) fn registers(&self, registers: &dyn GuestRegisters) -> Option<kvm_regs> {
+    fn registers(&self, registers: &dyn GuestRegisters) -> Option<kvm_regs> {
         match registers.get() {
             Ok(found) => Some(found),
             Err(error) => {
@@ -211,9 +196,6 @@ impl Engine {
             && core.vcpus.get(index).is_some()
         {
             core.ending |= !parked;
-            if let Some(next) = core.turns.as_mut().and_then(|turns| turns.left(index, now())) {
-                self.notify(next);
-            }
             if let Some(slot) = core.vcpus.get_mut(index) {
                 slot.ended = true;
                 slot.kick = false;

@@ -313,15 +313,12 @@ impl PayloadBuilder {
 
         let topology = CpuTopology::flat(self.vcpus)?;
         let place = Place::of(self.whole.as_deref(), self.vcpus);
-        // Its own first: node 0, which may take over those of others, has the first ones.
-        let made = if place.takes_over { 0..self.vcpus } else { place.vcpus.clone() };
         let local = Local {
-            vcpus: made.clone().map(|index| (topology.apic_id(index), index)).collect(),
-            own: place.vcpus.end - place.vcpus.start,
+            vcpus: place.vcpus.clone().map(|index| (topology.apic_id(index), index)).collect(),
             whole: self.whole,
         };
         let mut configs = Vec::new();
-        for index in made.clone() {
+        for index in place.vcpus.clone() {
             let cpuid = guest_cpuid(&host, &topology, index)?;
             let registers = start_registers(&layout, index, program.entry, Features::of(&cpuid));
             configs.push(VcpuConfig {
@@ -330,12 +327,7 @@ impl PayloadBuilder {
                 tells_tsc_frequency: false,
                 start: VcpuStart::Registers(Box::new(registers)),
                 // CPUs of another node's host need not be there.
-                pin_to: self
-                    .pin
-                    .get(to_usize(index))
-                    .filter(|_| place.vcpus.contains(&index))
-                    .cloned()
-                    .unwrap_or_default(),
+                pin_to: self.pin.get(to_usize(index)).cloned().unwrap_or_default(),
             });
         }
         let features: Vec<Features> = configs.iter().map(|config| Features::of(&config.cpuid)).collect();
@@ -357,7 +349,7 @@ impl PayloadBuilder {
         // Extended control registers can only be set as part of a whole state, so each vCPU is taken as it was
         // made, completed and put back. That also gives the TSC frequency.
         let mut tsc_khz = 0;
-        for ((index, mut saved), features) in made.zip(manager.save()?).zip(features) {
+        for ((index, mut saved), features) in place.vcpus.clone().zip(manager.save()?).zip(features) {
             if features.xcr0 != 0 {
                 let mut xcrs = kvm_xcrs { nr_xcrs: 1, ..kvm_xcrs::default() };
                 xcrs.xcrs[0].value = features.xcr0; // register 0, as all is zero
@@ -370,13 +362,6 @@ impl PayloadBuilder {
             saved.regs.rsp = stack.address;
             saved.regs.rdi = boot_info;
             manager.set_state(topology.apic_id(index), VcpuStart::Restored(Box::new(saved)))?;
-        }
-        let mut spare = Vec::new();
-        let others =
-            if place.takes_over { manager.save()?.split_off(to_usize(local.own)) } else { Vec::new() };
-        for vcpu in others {
-            manager.set_ended(vcpu.id)?;
-            spare.push(vcpu.cpuid);
         }
         // Of all vCPUs, also of other nodes': shared memory is the same everywhere before anything runs.
         for index in 0..self.vcpus {
@@ -419,7 +404,6 @@ impl PayloadBuilder {
             console,
             messages,
             sender,
-            spare,
         };
         Ok(PayloadVm::new(parts))
     }
@@ -511,16 +495,12 @@ struct Place {
     nodes: u32,
     total: u32,
     vcpus: std::ops::Range<u32>,
-    /// It makes the vCPUs of all nodes.
-    takes_over: bool,
 }
 
 impl Place {
     fn of(whole: Option<&dyn Whole>, total: u32) -> Self {
         let (node, nodes) = whole.map_or((0, 1), |whole| (whole.node(), whole.nodes().max(1)));
-        // The vCPUs made are its own and those that follow.
-        let takes_over = node == 0 && whole.is_some_and(Whole::takes_over);
-        Self { nodes, total, vcpus: vcpus_of(node, nodes, total), takes_over }
+        Self { nodes, total, vcpus: vcpus_of(node, nodes, total) }
     }
 
     /// The node of a vCPU.

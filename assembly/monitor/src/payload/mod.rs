@@ -25,7 +25,6 @@ pub use elf::ElfError;
 pub use layout::{ADDRESS_LIMIT, MAX_VCPUS, TooLarge};
 pub use ports::HostPorts;
 pub use report::ExceptionReport;
-pub(crate) use vm::Roster;
 pub use vm::{PayloadVm, Stopper, process_status};
 pub use whole::{Whole, vcpus_of};
 

@@ -10,8 +10,8 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// How long [`PORT_PAUSE`] gives the processor away where no other vCPU is known to need it, at least: the host adds its timer's slack.
-const PAUSE: Duration = Duration::from_micros(50);
+/// How long a vCPU that writes to [`PORT_PAUSE`] yields its processor, at least: the host adds its timer's slack.
+const YIELD_TIME: Duration = Duration::from_micros(50);
 
 /// Serves the ports from [`payload_abi::PORT_HOST`] on, for library users. Called on vCPU threads, several at
 /// once.
@@ -32,8 +32,6 @@ pub(super) enum Message {
     Exit(u32),
     /// A vCPU ended itself.
     Park,
-    /// So many vCPUs of other nodes have come to this process.
-    Joined(u32),
     /// A vCPU is in an exception stub.
     Exception(u32),
     /// The console can't be written.
@@ -64,10 +62,7 @@ impl VcpuExitHandler for Control {
             PORT_PARK => self.tell(Message::Park),
             PORT_EXCEPTION => self.tell(Message::Exception(vcpu)),
             PORT_PAUSE => {
-                let whole = self.local.whole.as_ref();
-                if !whole.is_some_and(|whole| whole.gives_way(self.local.index(vcpu))) {
-                    std::thread::sleep(PAUSE);
-                }
+                std::thread::sleep(YIELD_TIME);
                 return ExitAction::Handled;
             }
             PORT_PHASE if self.local.whole.is_some() => {
@@ -186,7 +181,7 @@ mod tests {
     #[test]
     fn control_ports_stop_the_vcpu_and_say_why_and_others_pass() {
         let (sender, messages) = mpsc::channel();
-        let local = Local { vcpus: vec![(3, 3)], own: 1, whole: None };
+        let local = Local { vcpus: vec![(3, 3)], whole: None };
         let control = Control { messages: Mutex::new(sender), local };
         assert_eq!(control.port_out(3, payload_abi::PORT_EXIT, &[7, 0, 0, 0]), ExitAction::Stop);
         assert_eq!(control.port_out(3, payload_abi::PORT_PARK, &[0]), ExitAction::Stop);

@@ -8,12 +8,11 @@ use super::report::ExceptionReport;
 use super::whole::Local;
 use machine::exits::ExitSnapshot;
 use machine::memory::shared::SharedRam;
-use machine::memory::{GuestAddressSpace, GuestMemorySpace, GuestRam, RamRegion};
+use machine::memory::{GuestAddressSpace, GuestMemorySpace, GuestRam};
 use machine::state::SavedVcpu;
 use machine::stats::KernelStats;
 use machine::vcpu::{VcpuEvent, VcpuManager, VcpuStart};
 use machine::vm::Vm;
-use machine::x86::kvm_cpuid_entry2;
 use payload_abi::Region;
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -34,8 +33,6 @@ pub(super) struct Parts {
     pub(super) console: Arc<Console>,
     pub(super) messages: Receiver<Message>,
     pub(super) sender: Sender<Message>,
-    /// CPUID leaves of the vCPUs that this process has made for other nodes.
-    pub(super) spare: Vec<Vec<kvm_cpuid_entry2>>,
 }
 
 /// Ends a payload VM from another thread.
@@ -50,36 +47,11 @@ impl Stopper {
     }
 }
 
-/// Tells [`PayloadVm::wait`] that vCPUs have moved from node to node.
-#[derive(Debug, Clone)]
-pub(crate) struct Roster(Sender<Message>);
-
-impl Roster {
-    /// One that nobody waits for.
-    #[cfg(test)]
-    pub(crate) fn of_nobody() -> Self {
-        Self(std::sync::mpsc::channel().0)
-    }
-
-    /// So many vCPUs of other nodes run here from now on. To be called before they do.
-    pub(crate) fn came(&self, vcpus: u32) {
-        // Fails when nobody waits any more.
-        let _ = self.0.send(Message::Joined(vcpus));
-    }
-
-    /// A vCPU of this node runs elsewhere: here it is as if it had parked.
-    pub(crate) fn left(&self) {
-        // As above.
-        let _ = self.0.send(Message::Park);
-    }
-}
-
 /// A payload VM. Dropping it stops its vCPUs; a [`super::HostPorts`] that blocks must have been told before.
 pub struct PayloadVm {
     parts: Parts,
-    parked: u32,
-    /// vCPUs that run here, or have.
-    vcpus: u32,
+    /// vCPUs of this process that have parked.
+    parked: usize,
 }
 
 impl PayloadVm {
@@ -94,8 +66,7 @@ impl PayloadVm {
     }
 
     pub(super) fn new(parts: Parts) -> Self {
-        let vcpus = parts.local.own;
-        Self { parts, parked: 0, vcpus }
+        Self { parts, parked: 0 }
     }
 
     /// Lets the vCPUs run.
@@ -148,14 +119,11 @@ impl PayloadVm {
             Message::Exit(code) => Ok(code),
             Message::Park => {
                 self.parked += 1;
-                if self.parked < self.vcpus {
+                let vcpus = self.parts.local.vcpus.len();
+                if self.parked < vcpus {
                     return None;
                 }
-                Err(PayloadError::AllParked { vcpus: self.vcpus })
-            }
-            Message::Joined(vcpus) => {
-                self.vcpus += vcpus;
-                return None;
+                Err(PayloadError::AllParked { vcpus: u32::try_from(vcpus).unwrap_or(u32::MAX) })
             }
             Message::Exception(vcpu) | Message::Event(VcpuEvent::Shutdown { vcpu, .. }) => {
                 Err(self.report(vcpu).unwrap_or_else(|error| error))
@@ -199,38 +167,17 @@ impl PayloadVm {
         Stopper(self.parts.sender.clone())
     }
 
-    /// RAM in pieces.
-    pub(crate) fn ram_regions(&self) -> &[RamRegion] {
-        self.parts.ram.regions()
-    }
-
-    /// For those who move vCPUs from node to node.
-    pub(crate) fn roster(&self) -> Roster {
-        Roster(self.parts.sender.clone())
-    }
-
-    /// CPUID leaves of the vCPUs that this process has made for other nodes, in order.
-    pub(crate) fn spare(&self) -> &[Vec<kvm_cpuid_entry2>] {
-        &self.parts.spare
-    }
-
-    /// How many of [`PayloadVm::vcpus`], the first ones, are this node's own.
-    pub(crate) fn own_vcpus(&self) -> usize {
-        usize::try_from(self.parts.local.own).unwrap_or(usize::MAX)
-    }
-
-    /// Puts the vCPUs where saved ones were, before [`PayloadVm::start`]: one for each of this process, or for each of its own, `None` for those
-    /// that had parked. The time-stamp counter goes on as it is.
+    /// Restores the vCPUs from saved ones, before [`PayloadVm::start`]: one for each of this process, in order, `None` for each that had
+    /// parked. The time-stamp counter keeps its value.
+    ///
+    /// # Errors
+    /// When KVM refuses a state.
     pub fn restore(&self, saved: Vec<Option<SavedVcpu>>) -> Result<(), PayloadError> {
-        for (place, ((id, _), saved)) in self.parts.local.vcpus.iter().zip(saved).enumerate() {
-            let own = place < self.own_vcpus();
+        for ((id, _), saved) in self.parts.local.vcpus.iter().zip(saved) {
             if let Some(mut saved) = saved {
                 saved.forget_time();
                 self.parts.manager.set_state(*id, VcpuStart::Restored(Box::new(saved)))?;
-                if !own {
-                    self.roster().came(1);
-                }
-            } else if own {
+            } else {
                 self.parts.manager.set_ended(*id)?;
                 // `wait` counts it. Fails only when nobody waits, which we do.
                 let _ = self.parts.sender.send(Message::Park);

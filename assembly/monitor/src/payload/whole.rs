@@ -10,13 +10,8 @@ pub trait Whole: Send + Sync {
     fn node(&self) -> u32;
     /// How many there are.
     fn nodes(&self) -> u32;
-    /// Whether this node makes the vCPUs of all nodes: those of others have ended at first, and may be given a state to go on from later
-    /// ([`super::Roster`]).
-    fn takes_over(&self) -> bool;
     /// vCPU `index` (of the whole VM) is about to run; see [`machine::vcpu::VcpuExitHandler::before_run`].
     fn before_run(&self, index: u32, registers: &dyn GuestRegisters);
-    /// vCPU `index` waits for others and says so. Whether another one has its processor from now on, until it may go on.
-    fn gives_way(&self, index: u32) -> bool;
     /// vCPU `index` has ended, by its own wish or by an exception, and runs no more. `parked`: the others go on.
     fn ended(&self, index: u32, parked: bool);
     /// What the program measures begins, or has ended.
@@ -39,8 +34,6 @@ pub fn vcpus_of(node: u32, nodes: u32, total: u32) -> Range<u32> {
 pub(super) struct Local {
     /// Ids and indices in the whole VM.
     pub(super) vcpus: Vec<(u32, u32)>,
-    /// How many of them, the first ones, are this node's own.
-    pub(super) own: u32,
     pub(super) whole: Option<Arc<dyn Whole>>,
 }
 

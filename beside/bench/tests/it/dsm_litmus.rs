@@ -57,7 +57,6 @@ fn run(file: &[u8], trouble: Trouble, arguments: &[&str]) -> String {
                 record: false,
                 checkpoints: None,
                 restart: None,
-                gather: false,
                 trouble,
             };
             scope.spawn(move || {

@@ -30,7 +30,6 @@ fn record(programs: &Programs, program: &str, policy: Policy, arguments: &[&str]
                 record: true,
                 checkpoints: None,
                 restart: None,
-                gather: false,
                 trouble: Trouble::default(),
             };
             scope.spawn(move || SpanningVm::join(builder, &settings).unwrap().run().unwrap())

@@ -85,8 +85,6 @@ impl Vm {
                 &peers.join(","),
                 "--insecure",
             ]);
-            // On one node links would matter no more.
-            command.args(["--gather", "never"]);
             command.args(&plan.flags).arg("--payload").arg(&plan.program).arg("--").args(plan.arguments);
             let stdout = if node == 0 { Stdio::piped() } else { Stdio::null() };
             command.stdin(Stdio::null()).stdout(stdout).stderr(Stdio::piped());

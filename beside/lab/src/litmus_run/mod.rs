@@ -480,8 +480,7 @@ fn execute(
     command.args(["--pdeathsig", "TERM", "--"]).arg(causeway);
     command.args(["run", "--memory", "128M", "--cpus", &plan.vcpus.to_string()]);
     if options.nodes > 1 {
-        // Tests are about what nodes do to each other, whether that pays or not.
-        command.args(["--nodes", &options.nodes.to_string(), "--gather", "never"]);
+        command.args(["--nodes", &options.nodes.to_string()]);
     }
     command.args(&options.run_arguments).arg("--payload").arg(file);
     command.arg(format!("iterations={}", plan.iterations));

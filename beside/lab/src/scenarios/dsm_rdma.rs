@@ -48,8 +48,6 @@ const PROGRAMS: &[(&str, &str)] = &[
     // Pages in a row: they come in bursts.
     ("pages", "kind=read pages=500 words=512"),
 ];
-/// A program that is brought together on node 0, to which node 1 hands its memory over.
-const GATHERED: (&str, &str) = ("storm", "kind=add ms=3000");
 
 /// A part of the scenario.
 type Part = fn(&Lab, &mut Report) -> Result<()>;
@@ -76,10 +74,8 @@ fn peers(kind: &str, nodes: usize) -> String {
 
 /// The command of a node.
 fn command(node: usize, peers: &str, program: &str, arguments: &str, flags: &str) -> String {
-    // On one node the link would matter no more.
-    let gather = if program == GATHERED.0 { "auto" } else { "never" };
     format!(
-        "exec causeway {flags} --log-level warn run --name dsm{node} --node {node} --peers {peers} --insecure --gather {gather} --payload /share/bin/{program} -- {arguments}"
+        "exec causeway {flags} --log-level warn run --name dsm{node} --node {node} --peers {peers} --insecure --payload /share/bin/{program} -- {arguments}"
     )
 }
 
@@ -212,7 +208,6 @@ fn run_program(lab: &Lab, kind: &str, nodes: usize, program: &str, arguments: &s
         "tcp_segments": moved(|look| look.1),
         "not_ready": moved(|look| look.2.not_ready),
         "recovered": recovered,
-        "gathered": tree["nodes"]["0"]["gathered"],
         "seconds": begun.elapsed().as_secs(),
     }))
 }
@@ -272,21 +267,6 @@ fn three(lab: &Lab, report: &mut Report) -> Result<()> {
         all.insert(program.to_owned(), figures);
     }
     report.figure("three_nodes", all);
-    Ok(())
-}
-
-/// A program is brought together on node 0.
-fn gathered(lab: &Lab, report: &mut Report) -> Result<()> {
-    let (program, arguments) = GATHERED;
-    let figures = run_program(lab, "rdma", 2, program, arguments)?;
-    progress!("passed  gathered: {figures}");
-    report.check(
-        figures["gathered"]["pages"].is_u64(),
-        format!("{program} should be brought together: {figures}"),
-    );
-    let refused = both(&figures, "not_ready");
-    report.check(refused == [0, 0], format!("{program}: messages found no receive buffer: {refused:?}"));
-    report.figure("gathered", figures);
     Ok(())
 }
 
@@ -436,8 +416,7 @@ fn refusals(lab: &Lab, report: &mut Report) -> Result<()> {
 fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let folder = paths::payload_programs()?;
     for host in lab.hosts() {
-        let programs = PROGRAMS.iter().chain([&GATHERED]);
-        programs.map(|(program, _)| folder.join(program)).try_for_each(|file| host.install(&file))?;
+        PROGRAMS.iter().try_for_each(|(program, _)| host.install(&folder.join(program)))?;
     }
     // With what was installed before.
     lab.install_causeway_in_memory()?;
@@ -446,9 +425,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         rxe_on(host, "x0", address(number))?;
     }
     programs(lab, options, report)?;
-    let parts: [(&str, Part); 7] = [
+    let parts: [(&str, Part); 6] = [
         ("three", three),
-        ("gathered", gathered),
         ("losses", losses),
         ("refusals", refusals),
         ("killed", killed),

@@ -24,8 +24,8 @@ pub const PORT_PARK: u16 = 0xf6;
 /// vCPU 0 writes 1 here when the measured part of an SPMD program begins and 0 when it has ended. For a monitor that
 /// counts; unserved it does nothing.
 pub const PORT_PHASE: u16 = 0xf7;
-/// Any write gives this vCPU's processor to another vCPU that needs it, or else to other threads of the host for a moment, some
-/// 100 µs. For whoever waits where vCPUs outnumber processors; a monitor that doesn't know it does nothing.
+/// Yield hint: any write yields this vCPU's processor to other threads of the host for a moment, some 100 µs. For programs that
+/// wait where vCPUs outnumber processors; a monitor that doesn't know the port does nothing.
 pub const PORT_PAUSE: u16 = 0xf8;
 /// First of 16 ports that a library user of the monitor may serve; unserved they read as all ones.
 pub const PORT_HOST: u16 = 0x100;

@@ -49,8 +49,7 @@ pub fn top(args: &DsmTopArgs, json: bool) -> anyhow::Result<()> {
     if json {
         return output::print_json(&serde_json::json!({ "pages": rows, "nodes": reports }));
     }
-    let mut lines: Vec<String> = reports.iter().filter_map(gathered).collect();
-    lines.push(format!(
+    let mut lines = vec![format!(
         "{:>12}  {:13} {:>5} {:>8} {:>8} {:>8} {:>10}  {}",
         "ADDRESS",
         "KEPT BY",
@@ -60,7 +59,7 @@ pub fn top(args: &DsmTopArgs, json: bool) -> anyhow::Result<()> {
         "TRAPPED",
         "WAITED ms",
         "NODE:OFFSETS, INSTRUCTIONS, ADVICE"
-    ));
+    )];
     for row in &rows {
         let owner = row.owner.map_or_else(|| "-".to_owned(), |owner| owner.to_string());
         lines.push(format!(
@@ -79,16 +78,6 @@ pub fn top(args: &DsmTopArgs, json: bool) -> anyhow::Result<()> {
         }
     }
     output::print(&lines.join("\n"))
-}
-
-/// That the program was brought together, where a node's report says so.
-fn gathered(report: &Value) -> Option<String> {
-    let vcpus = report["gathered"]["vcpus"].as_u64().filter(|_| report["node"] == 0)?;
-    let percent = |name: &str| report["gathered"][name].as_u64().unwrap_or(0) / 10;
-    let (waited, spun) = (percent("waited_permille"), percent("spun_permille"));
-    Some(format!(
-        "All runs on node 0: vCPUs waited for other nodes' pages {waited} % of their time and span {spun} %, so {vcpus} of them were moved. What follows was before that."
-    ))
 }
 
 fn places(row: &Row) -> String {
@@ -170,15 +159,6 @@ mod tests {
             "page": page, "mode": "invalidate", "owner": owner, "reads": 10, "writes": writes, "trapped": 0,
             "waited_ns": writes * 1_000_000, "offsets": [[offset, 3]], "instructions": [[0x20_0000 + offset, 3]],
         })
-    }
-
-    #[test]
-    fn a_program_that_was_brought_together_is_told_once() {
-        let moved = |node: u64| serde_json::json!({ "node": node, "gathered": { "vcpus": 3, "waited_permille": 617, "spun_permille": 208 } });
-        let told = gathered(&moved(0)).unwrap();
-        assert!(told.contains("61 %") && told.contains("span 20 %") && told.contains("3 of them"), "{told}");
-        assert_eq!(gathered(&moved(1)), None);
-        assert_eq!(gathered(&serde_json::json!({ "node": 0, "gathered": null })), None);
     }
 
     /// Nodes' counts are added up per page, the costliest first; false sharing is told from turns.

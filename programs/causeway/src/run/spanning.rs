@@ -18,7 +18,7 @@ use monitor::sandbox::{NodePlaces, Sandbox, ThreadKind, privileges_used, raise_l
 use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
 
 use super::payload;
-use crate::cli::{Coherence, Gather, RunArgs};
+use crate::cli::{Coherence, RunArgs};
 use crate::exposure::{self, Exposed};
 use crate::{failure, output};
 
@@ -40,7 +40,6 @@ pub struct Span {
     place: Option<(u8, Vec<NodeAddress>)>,
     key: Option<ClusterKey>,
     coherence: Coherence,
-    gather: Gather,
     checkpoints: Option<Checkpoints>,
     restart: Option<PathBuf>,
 }
@@ -66,12 +65,10 @@ impl Span {
         let nodes = args.nodes.take().unwrap_or(named.max(1));
         let node = args.node.take();
         let coherence = args.coherence.take();
-        let gather = args.gather.take();
         let (checkpoints, restart) = (checkpoints(args)?, args.restart.take());
         if nodes == 1 && peers.is_empty() && node.is_none() {
             for (given, flag) in [
                 (coherence.is_some(), "--coherence"),
-                (gather.is_some(), "--gather"),
                 (checkpoints.is_some(), "--checkpoint"),
                 (restart.is_some(), "--restart"),
             ] {
@@ -106,8 +103,7 @@ impl Span {
             args.cpus = Some(monitor::description::written::Cpus::Count(nodes.into()));
         }
         let coherence = coherence.unwrap_or(Coherence::Update);
-        let gather = gather.unwrap_or(Gather::Auto);
-        Ok(Some(Self { nodes, place, key, coherence, gather, checkpoints, restart }))
+        Ok(Some(Self { nodes, place, key, coherence, checkpoints, restart }))
     }
 
     fn policy(&self) -> Policy {
@@ -143,7 +139,6 @@ pub fn run(
         record: false,
         checkpoints: span.checkpoints.clone(),
         restart: span.restart.clone(),
-        gather: span.gather == Gather::Auto,
         trouble: Trouble::default(),
     };
     let builder = builder.userfault(SharedRam::userfault()?);

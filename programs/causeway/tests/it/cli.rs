@@ -47,6 +47,7 @@ const WRONG: &[(&[&str], &str)] = &[
         &["run", "--cpu", "2", "--kernel", "k"],
         "Unexpected argument '--cpu' found; a similar argument exists: '--cpus'",
     ),
+    (&["run", "--payload", "p", "--nodes", "2", "--gather", "never"], "Unexpected argument '--gather' found"),
     (&["run"], "--kernel: there is nothing to run"),
     (&["run", "missing.toml"], "VM description missing.toml can't be read\n  because: No such file"),
     (&["run", "a.toml", "b.toml"], "\"b.toml\" is too many"),

@@ -3,7 +3,7 @@
 
 mod cli;
 mod nodes;
-mod nodes_gather;
+mod nodes_contended;
 mod own_faults;
 mod payload_programs;
 mod small_guests;

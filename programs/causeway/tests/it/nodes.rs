@@ -11,27 +11,22 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 /// A folder for sockets, which every test has for itself.
-fn runtime() -> tempfile::TempDir {
+pub(crate) fn runtime() -> tempfile::TempDir {
     tempfile::tempdir().unwrap()
 }
 
-fn causeway(runtime: &Path, program: &Path, flags: &[&str], arguments: &[&str]) -> Command {
+pub(crate) fn causeway(runtime: &Path, program: &Path, flags: &[&str], arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_causeway"));
     command.env("XDG_RUNTIME_DIR", runtime);
     if !flags.contains(&"--log-level") {
         command.args(["--log-level", "error"]);
     }
-    command.args(["run", "--payload"]).arg(program).args(flags);
-    // What is tested is what nodes do to each other, whether that pays or not.
-    if !flags.contains(&"--gather") && flags.iter().any(|flag| ["--nodes", "--peers"].contains(flag)) {
-        command.args(["--gather", "never"]);
-    }
-    command.arg("--").args(arguments);
+    command.args(["run", "--payload"]).arg(program).args(flags).arg("--").args(arguments);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command
 }
 
-fn text(output: &Output) -> String {
+pub(crate) fn text(output: &Output) -> String {
     let (out, err) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     format!("{}\n{out}\n{err}", output.status)
 }
@@ -66,7 +61,7 @@ fn every_grant_lets_an_instruction_retire() {
     let Some(programs) = programs("every_grant_lets_an_instruction_retire") else { return };
     for kind in ["kind=store", "kind=add", "kind=move"] {
         let runtime = runtime();
-        let flags = ["--nodes", "2", "--cpus", "2", "--gather", "never", "--json"];
+        let flags = ["--nodes", "2", "--cpus", "2", "--json"];
         let output =
             causeway(runtime.path(), &programs.join("storm"), &flags, &[kind, "ms=800"]).output().unwrap();
         assert!(output.status.success(), "{kind}: {}", text(&output));
@@ -207,7 +202,7 @@ fn the_hottest_pages_are_told_while_it_runs() {
 }
 
 /// Processes that a process has started.
-fn children(pid: u32) -> Vec<Pid> {
+pub(crate) fn children(pid: u32) -> Vec<Pid> {
     let path = format!("/proc/{pid}/task/{pid}/children");
     let text = std::fs::read_to_string(path).unwrap_or_default();
     text.split_whitespace().filter_map(|word| Pid::from_raw(word.parse().ok()?)).collect()
@@ -290,9 +285,9 @@ fn diagnosis(mut child: Child, since: Instant) -> (Duration, String) {
 }
 
 /// After so long something hangs. How fast nodes notice a loss is not for a test on a shared machine to judge.
-const HANG_TIMEOUT: Duration = Duration::from_secs(60);
+pub(crate) const HANG_TIMEOUT: Duration = Duration::from_secs(60);
 
-fn gone(pids: &[Pid]) {
+pub(crate) fn gone(pids: &[Pid]) {
     let deadline = Instant::now() + HANG_TIMEOUT;
     while pids.iter().any(|pid| exists(*pid)) {
         assert!(Instant::now() < deadline, "processes are left: {pids:?}");
@@ -382,7 +377,7 @@ fn a_program_ends_though_a_node_is_silent() {
 }
 
 /// Waits for a file.
-fn appears(path: &Path) {
+pub(crate) fn appears(path: &Path) {
     let deadline = Instant::now() + Duration::from_secs(30);
     while !path.exists() {
         assert!(Instant::now() < deadline, "{} doesn't appear", path.display());

@@ -1,7 +1,6 @@
-//! The thread for cuts: on node 0 it makes checkpoints and brings programs together, elsewhere it does what node 0 says.
+//! The thread for checkpoints: on node 0 it makes them, elsewhere it does what node 0 requests.
 
 use std::collections::BTreeMap;
-use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -18,12 +17,12 @@ const WRITING: Duration = Duration::from_secs(600);
 /// Pause between two rounds of counts.
 const PAUSE: Duration = Duration::from_millis(1);
 /// How often to look whether the VM has ended, while something is under way.
-pub(in crate::dsm) const LOOK: Duration = Duration::from_millis(20);
+const LOOK: Duration = Duration::from_millis(20);
 /// The same while nothing is. Who has news says [`Step::Look`]: each time that this thread wakes, the vCPU beside it loses some 100 µs to cold caches.
 const IDLE: Duration = Duration::from_millis(500);
 
-/// Why there is no new checkpoint, or why vCPUs stay where they are.
-pub(in crate::dsm) enum Abandoned {
+/// Why there is no new checkpoint.
+enum Abandoned {
     /// The VM ends.
     Ending,
     /// The VM goes on, with the one before.
@@ -37,16 +36,15 @@ pub(in crate::dsm) struct Plan {
     pub(in crate::dsm) nodes: u8,
     /// Number of the first checkpoint.
     pub(in crate::dsm) first: u64,
-    /// Pause between checkpoints; without, none are made.
-    pub(in crate::dsm) every: Option<Duration>,
+    /// Pause between two checkpoints.
+    pub(in crate::dsm) every: Duration,
 }
 
-/// Makes checkpoints and brings programs together until the VM ends, or does what node 0 says. Runs on a thread of its own.
+/// Makes checkpoints until the VM ends, or does what node 0 requests. Runs on a thread of its own.
 pub(in crate::dsm) fn serve(member: &Member, steps: &Receiver<(u8, Step)>, plan: Plan) {
     if member.engine.me == 0 {
         let Plan { nodes, first, every } = plan;
-        let began = Instant::now();
-        Coordinator { member, steps, nodes, began, every, number: first, said: false, stays: false }.work();
+        Coordinator { member, steps, nodes, every, number: first, said: false }.work();
     } else {
         follow(member, steps);
     }
@@ -72,28 +70,13 @@ fn follow(member: &Member, steps: &Receiver<(u8, Step)>) {
             Step::Hold(number) => Step::Still(number, member.hold()),
             Step::Count(round) => Step::Counted(round, member.count()),
             Step::Save { number, token } => Step::Saved(number, member.save(number, token)),
-            Step::Give(number) => Step::Given(number, member.give(number)),
-            Step::Move { number, token } => Step::Moved(number, member.hand_over(token)),
-            Step::Gathered => {
-                if let Err(error) = member.gathered() {
-                    engine.fail(format!("Node {} can't give its vCPUs away: {error}", engine.me));
-                }
-                continue;
-            }
             Step::Go(complete) => {
                 if let Err(error) = member.go(complete) {
                     engine.fail(format!("Node {} can't go on after a checkpoint: {error}", engine.me));
                 }
                 continue;
             }
-            Step::Still(..)
-            | Step::Counted(..)
-            | Step::Saved(..)
-            | Step::Vcpu { .. }
-            | Step::Given(..)
-            | Step::Moved(..)
-            | Step::Look
-            | Step::Restore(_) => {
+            Step::Still(..) | Step::Counted(..) | Step::Saved(..) | Step::Look | Step::Restore(_) => {
                 engine.fail(
                     "Node 0 sent a message about checkpoints that it doesn't send while the VM runs"
                         .to_owned(),
@@ -105,72 +88,27 @@ fn follow(member: &Member, steps: &Receiver<(u8, Step)>) {
     }
 }
 
-pub(in crate::dsm) struct Coordinator<'a> {
-    pub(in crate::dsm) member: &'a Member,
-    pub(in crate::dsm) steps: &'a Receiver<(u8, Step)>,
-    pub(in crate::dsm) nodes: u8,
-    /// When vCPUs began to run.
-    pub(in crate::dsm) began: Instant,
-    every: Option<Duration>,
-    /// Of the next cut.
-    pub(in crate::dsm) number: u64,
+struct Coordinator<'a> {
+    member: &'a Member,
+    steps: &'a Receiver<(u8, Step)>,
+    nodes: u8,
+    /// Pause between two checkpoints.
+    every: Duration,
+    /// Of the next checkpoint.
+    number: u64,
     /// That there is no new checkpoint has been said.
     said: bool,
-    /// The program can't be brought together, or has been.
-    stays: bool,
-}
-
-/// What is due.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Due {
-    Checkpoint,
-    Gather,
-    /// The VM has ended.
-    Nothing,
 }
 
 impl Coordinator<'_> {
     fn work(&mut self) {
-        loop {
-            let worked = match self.rest() {
-                Due::Checkpoint => self.checkpoint(),
-                Due::Gather => self.bring_together(),
-                Due::Nothing => return,
-            };
-            if let Err(error) = worked {
-                self.member.engine.fail(format!("Node 0 can't go on after it stood still: {error}"));
+        while self.await_due() {
+            if let Err(error) = self.checkpoint() {
+                self.member.engine.fail(format!("Node 0 can't go on after a checkpoint: {error}"));
                 return;
             }
             self.number += 1;
         }
-    }
-
-    fn bring_together(&mut self) -> Result<(), String> {
-        self.stays = true;
-        let moved = self.gather();
-        let gathered = moved.is_ok();
-        match moved {
-            Ok(gathered) => {
-                self.tell(&Step::Gathered);
-                tracing::info!(
-                    milliseconds = gathered.took_ns / 1_000_000,
-                    pages = gathered.pages,
-                    "The program's vCPUs waited more than several nodes are worth, so it was brought together on node 0"
-                );
-            }
-            // Nobody goes on: some vCPUs may be here and there.
-            Err(_) if self.member.engine.outcome().is_some() => return Ok(()),
-            Err(Abandoned::Ending) => {}
-            Err(Abandoned::Because(reason)) => tracing::warn!(
-                "The program's vCPUs wait more than several nodes are worth, but it can't be brought together on node 0: {reason}"
-            ),
-        }
-        self.tell(&Step::Go(None));
-        self.member.go(None)?;
-        if gathered {
-            self.member.populate();
-        }
-        Ok(())
     }
 
     fn checkpoint(&mut self) -> Result<(), String> {
@@ -195,33 +133,30 @@ impl Coordinator<'_> {
         Ok(())
     }
 
-    /// Waits until something is due.
-    fn rest(&self) -> Due {
-        let until = self.every.map(|every| Instant::now() + every);
+    /// Waits until the next checkpoint is due; false: the VM has ended.
+    fn await_due(&self) -> bool {
+        let begin = Instant::now();
         while self.member.engine.outcome().is_none() {
-            if !self.stays && self.member.engine.gather_now.load(Ordering::Relaxed) {
-                return Due::Gather;
-            }
-            let left = until.map_or(IDLE, |until| until.saturating_duration_since(Instant::now()));
+            let left = self.every.saturating_sub(begin.elapsed());
             if left.is_zero() {
-                return Due::Checkpoint;
+                return true;
             }
-            // What comes is an answer to one that was given up, or a call to look.
+            // What comes is an answer to a checkpoint that was given up, or a call to look.
             if matches!(self.steps.recv_timeout(left.min(IDLE)), Err(RecvTimeoutError::Disconnected)) {
-                return Due::Nothing;
+                return false;
             }
         }
-        Due::Nothing
+        false
     }
 
-    pub(in crate::dsm) fn tell(&self, step: &Step) {
+    fn tell(&self, step: &Step) {
         for node in 1..self.nodes {
             self.member.engine.send_control(node, &Control::Checkpoint(step.clone()));
         }
     }
 
     /// Collects what `take` finds in an answer of each other node.
-    pub(in crate::dsm) fn collect<T>(
+    fn collect<T>(
         &self,
         patience: Duration,
         what: &str,
@@ -249,7 +184,7 @@ impl Coordinator<'_> {
     }
 
     /// Brings all nodes to a stop, with nothing under way. Whatever comes of it, all are to be told to go on. Returns who has the token.
-    pub(in crate::dsm) fn stand_still(&self) -> Result<u8, Abandoned> {
+    fn stand_still(&self) -> Result<u8, Abandoned> {
         let member = self.member;
         let number = self.number;
         self.tell(&Step::Hold(number));
@@ -270,7 +205,6 @@ impl Coordinator<'_> {
         let begin = Instant::now();
         let member = self.member;
         let number = self.number;
-        let folder = member.folder.as_deref().ok_or(Abandoned::Ending)?;
         let token = self.stand_still()?;
         // All that other nodes' vCPUs have written has come before their counts.
         let console_bytes = member.engine.flush_console().map_err(|error| {
@@ -297,7 +231,7 @@ impl Coordinator<'_> {
             }
         }
         let list = List::new(member.identity, number, console_bytes, listed);
-        list.write(folder).map_err(|error| Abandoned::Because(chain(&error)))?;
+        list.write(&member.folder).map_err(|error| Abandoned::Because(chain(&error)))?;
         Ok(begin.elapsed())
     }
 
@@ -348,48 +282,25 @@ mod tests {
     use super::*;
     use crate::dsm::Trouble;
     use crate::dsm::engine::Engine;
-    use crate::dsm::link::{Frame, Incoming, Link, Stream, Way};
-    use crate::payload::Roster;
 
     fn counted(sent: u64, received: u64, idle: bool, token: bool) -> Counted {
         Counted { sent, received, idle, token }
     }
 
-    /// When the VM ends while a program is brought together, no node is told to go on: after it has given its vCPUs away it would run them a second time.
+    /// A checkpoint is due after its pause, the longest one included, and none when the VM has ended.
     #[test]
-    fn nobody_goes_on_after_the_vm_has_ended() {
-        let (here, there) = std::os::unix::net::UnixStream::pair().unwrap();
-        let link = |peer, stream| Link::new(peer, "a".into(), Way::Socket(Stream::Unix(stream)), None);
+    fn a_checkpoint_is_due_until_the_vm_ends() {
         let (sender, steps) = std::sync::mpsc::sync_channel(1);
-        let links = vec![None, Some(link(1, here))];
-        let engine = Arc::new(Engine::new(0, links, 1, true, Trouble::default(), sender).unwrap());
-        let member = Member {
-            engine: Arc::clone(&engine),
-            folder: None,
-            identity: 0,
-            vcpus: 2,
-            first: 0,
-            own: 1,
-            spare: Vec::new(),
-            roster: Roster::of_nobody(),
-        };
-        let (member, steps) = (&member, &steps);
-        let began = Instant::now();
-        let mut coordinator =
-            Coordinator { member, steps, nodes: 2, began, every: None, number: 1, said: false, stays: false };
-        engine.fail("for this test".to_owned());
-        assert_eq!(coordinator.bring_together(), Ok(()));
-        engine.links().for_each(Link::close);
-        let there = link(0, there);
-        let (mut incoming, mut frames, mut told) = (Incoming::default(), Vec::new(), Vec::new());
-        while there.receive(&mut incoming, &mut frames).is_ok() {
-            told.extend(frames.drain(..).filter_map(|frame| match frame {
-                Frame::Control(control) => Some(control),
-                Frame::Message(_) => None,
-            }));
-        }
-        let expected = [Control::Failed("for this test".to_owned()), Control::Checkpoint(Step::Hold(1))];
-        assert_eq!(told, expected);
+        let engine = Arc::new(Engine::new(0, vec![None, None], 1, Trouble::default(), sender).unwrap());
+        let member = Member { engine: Arc::clone(&engine), folder: "unused".into(), identity: 0 };
+        let of =
+            |every| Coordinator { member: &member, steps: &steps, nodes: 2, every, number: 1, said: false };
+        assert!(of(Duration::ZERO).await_due() && of(Duration::from_millis(1)).await_due());
+        std::thread::scope(|scope| {
+            scope.spawn(|| engine.fail("for this test".to_owned()));
+            assert!(!of(Duration::MAX).await_due());
+        });
+        assert!(!of(Duration::ZERO).await_due());
     }
 
     /// Only two equal rounds, of idle nodes, with as many received as sent, and with somebody who has the token.

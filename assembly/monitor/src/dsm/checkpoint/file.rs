@@ -21,10 +21,11 @@ use serde::{Deserialize, Serialize};
 use super::CheckpointError;
 
 const MAGIC: &[u8; 8] = b"CWNODECK";
-/// Version of a node's file. Before 3 the identity was another one from each compiler, and can't be compared.
-const FILE_VERSION: u32 = 3;
-/// Version of the list. Before 2 the identity was another one from each compiler, as in the files.
-const LIST_VERSION: u32 = 2;
+/// Version of a node's file. Before 3 the identity was another one from each compiler, and can't be compared. 3 had a head that could
+/// say that all vCPUs and all memory are in node 0's file.
+const FILE_VERSION: u32 = 4;
+/// Version of the list, raised with that of the files that it names: older ones are refused before nodes meet.
+const LIST_VERSION: u32 = 3;
 /// Most bytes of a head. That of 64 GiB of guest memory in pages that all moved has some 100 MiB.
 const MAX_HEAD: u32 = 1 << 28;
 /// Most bytes of a list.
@@ -39,8 +40,6 @@ pub(in crate::dsm) struct Head {
     pub(in crate::dsm) node: u8,
     pub(in crate::dsm) number: u64,
     pub(in crate::dsm) protocol: SavedNode,
-    /// All vCPUs and all memory are on node 0, which has used what `protocol` says that it owns.
-    pub(in crate::dsm) gathered: bool,
     /// vCPUs of this node, in order; none for each that had parked.
     pub(in crate::dsm) vcpus: Vec<Option<SavedVcpu>>,
     /// How many pages follow.
@@ -334,7 +333,7 @@ mod tests {
 
     fn head(number: u64, pages: u64) -> Head {
         let protocol = SavedNode { version: 1, owned: vec![7, 9], elsewhere: vec![(3, 1)] };
-        Head { identity: 5, node: 1, number, protocol, gathered: false, vcpus: vec![None, None], pages }
+        Head { identity: 5, node: 1, number, protocol, vcpus: vec![None, None], pages }
     }
 
     fn content(page: u64) -> Vec<u8> {
@@ -398,7 +397,7 @@ mod tests {
         let mut listed = written(folder.path(), 4);
         let path = path_of(folder.path(), &listed);
         let mut bytes = fs::read(&path).unwrap();
-        for version in [2, 4] {
+        for version in [2, 3, 5] {
             bytes[8] = version;
             let end = bytes.len() - 4;
             listed.crc32 = crc32fast::hash(&bytes[..end]);
@@ -435,8 +434,8 @@ mod tests {
             let error = List::read(folder.path()).unwrap_err();
             assert!(matches!(error, CheckpointError::Damaged { .. }), "{error}");
         }
-        for version in [1, 9] {
-            fs::write(&path, text.replace("\"version\": 2", &format!("\"version\": {version}"))).unwrap();
+        for version in [1, 2, 9] {
+            fs::write(&path, text.replace("\"version\": 3", &format!("\"version\": {version}"))).unwrap();
             let error = List::read(folder.path()).unwrap_err();
             assert!(matches!(error, CheckpointError::Version { found, .. } if found == version), "{error}");
         }

@@ -3,12 +3,10 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use dsm::node::saved::NODE_STATE_VERSION;
 use dsm::{Config, Event, Node, NodeId, SavedNode, Vcpu, wire};
 use machine::memory::{Bytes as _, GuestAddress, GuestAddressSpace as _};
 use machine::state::SavedVcpu;
 use machine::vcpu::VcpuError;
-use machine::x86::kvm_cpuid_entry2;
 use payload_abi::LOWEST_LOAD_ADDRESS;
 use serde::{Deserialize, Serialize};
 
@@ -16,11 +14,11 @@ use super::file::{self, Head, Listed};
 use super::{CheckpointError, Refused};
 use crate::dsm::engine::{Core, Engine, Machine};
 use crate::dsm::spanning::chain;
-use crate::payload::{PayloadVm, Roster};
+use crate::payload::PayloadVm;
 
 const PAGE: u64 = wire::PAGE_SIZE as u64;
 /// Pages that every node has for itself, below those that are shared.
-pub(in crate::dsm) const OWN_PAGES: u64 = LOWEST_LOAD_ADDRESS / PAGE;
+const OWN_PAGES: u64 = LOWEST_LOAD_ADDRESS / PAGE;
 
 /// What a node has sent and received at a moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -34,27 +32,17 @@ pub(in crate::dsm) struct Counted {
     pub(in crate::dsm) token: bool,
 }
 
-/// One node, as those who make checkpoints and move vCPUs see it.
+/// One node, as the thread for checkpoints sees it.
 pub(in crate::dsm) struct Member {
     pub(in crate::dsm) engine: Arc<Engine>,
-    /// Where checkpoints go, if any are made.
-    pub(in crate::dsm) folder: Option<PathBuf>,
+    /// Where checkpoints go.
+    pub(in crate::dsm) folder: PathBuf,
     /// Of the VM's program and settings.
     pub(in crate::dsm) identity: u64,
-    /// vCPUs of the whole VM.
-    pub(in crate::dsm) vcpus: u32,
-    /// The first of this node's own vCPUs, in the whole VM.
-    pub(in crate::dsm) first: u32,
-    /// How many of its vCPUs, the first ones, are its own.
-    pub(in crate::dsm) own: usize,
-    /// CPUID leaves of those that were made for other nodes.
-    pub(in crate::dsm) spare: Vec<Vec<kvm_cpuid_entry2>>,
-    /// Who waits for the VM's end is told of vCPUs that move.
-    pub(in crate::dsm) roster: Roster,
 }
 
 impl Member {
-    pub(in crate::dsm) fn machine(&self) -> Result<&Machine, String> {
+    fn machine(&self) -> Result<&Machine, String> {
         self.engine.machine.get().ok_or_else(|| "its part of the VM isn't there yet".to_owned())
     }
 
@@ -64,8 +52,6 @@ impl Member {
         if let Some(core) = &mut *self.engine.lock() {
             core.holding = true;
             self.engine.give_up_holds(core);
-            // Those that wait for their turn.
-            (0..core.vcpus.len()).for_each(|index| self.engine.notify(index));
         }
         match machine.manager.pause() {
             Ok(()) => {}
@@ -98,8 +84,8 @@ impl Member {
         }
     }
 
-    /// States of the vCPUs that this process has made, `None` for each that has ended or is another node's.
-    pub(in crate::dsm) fn living(&self) -> Result<Vec<Option<SavedVcpu>>, Refused> {
+    /// States of this node's vCPUs, `None` for each that has ended.
+    fn living(&self) -> Result<Vec<Option<SavedVcpu>>, Refused> {
         let because = Refused::Because;
         let machine = self.machine().map_err(because)?;
         let vcpus = match machine.manager.save_living() {
@@ -117,46 +103,25 @@ impl Member {
         Ok(vcpus)
     }
 
-    /// Who owns what, as far as this node is concerned, and whether that is: all is on node 0.
-    fn protocol(&self, token: u8) -> Result<(SavedNode, bool), Refused> {
-        let because = Refused::Because;
-        let machine = self.machine().map_err(because)?;
-        {
-            let locked = self.engine.lock();
-            let Some(core) = &*locked else { return Err(Refused::Ending) };
-            if !core.gathering.is_over() {
-                let saved = core.node.save(NodeId(token)).map_err(|error| because(error.to_string()))?;
-                return Ok((saved, false));
-            }
-        }
-        let mut owned = Vec::new();
-        if self.engine.me == 0 {
-            // The guest uses it without telling, so what there is counts.
-            for some in machine.present().map_err(|error| because(error.to_string()))? {
-                owned.extend(some.pages().map(|address| address / PAGE).filter(|page| *page >= OWN_PAGES));
-            }
-        }
-        Ok((SavedNode { version: NODE_STATE_VERSION, owned, elsewhere: Vec::new() }, true))
+    /// Who owns what, as far as this node is concerned.
+    fn protocol(&self, token: u8) -> Result<SavedNode, Refused> {
+        let locked = self.engine.lock();
+        let Some(core) = &*locked else { return Err(Refused::Ending) };
+        core.node.save(NodeId(token)).map_err(|error| Refused::Because(error.to_string()))
     }
 
     /// Writes this node's file.
     pub(in crate::dsm) fn save(&self, number: u64, token: u8) -> Result<Listed, Refused> {
         let because = Refused::Because;
         let machine = self.machine().map_err(because)?;
-        let folder =
-            self.folder.as_deref().ok_or_else(|| because("it has no folder for checkpoints".to_owned()))?;
-        let mut vcpus = self.living()?;
-        let (saved, gathered) = self.protocol(token)?;
-        if !gathered {
-            vcpus.truncate(self.own);
-        }
+        let vcpus = self.living()?;
+        let saved = self.protocol(token)?;
         let pages: Vec<u64> = (0..OWN_PAGES).chain(saved.owned.iter().copied()).collect();
         let head = Head {
             identity: self.identity,
             node: self.engine.me,
             number,
             protocol: saved,
-            gathered,
             vcpus,
             pages: u64::try_from(pages.len()).unwrap_or(u64::MAX),
         };
@@ -165,15 +130,15 @@ impl Member {
             into.resize(wire::PAGE_SIZE, 0);
             memory.read_slice(into, GuestAddress(page.saturating_mul(PAGE))).map_err(std::io::Error::other)
         };
-        let listed =
-            file::make_folder(folder).and_then(|()| file::write(folder, &head, pages.into_iter(), read));
+        let listed = file::make_folder(&self.folder)
+            .and_then(|()| file::write(&self.folder, &head, pages.into_iter(), read));
         listed.map_err(|error| because(chain(&error)))
     }
 
     /// Lets the vCPUs run again. `complete` is the number of the checkpoint that is the last one now.
     pub(in crate::dsm) fn go(&self, complete: Option<u64>) -> Result<(), String> {
-        if let (Some(number), Some(folder)) = (complete, &self.folder) {
-            file::remove_others(folder, self.engine.me, number);
+        if let Some(number) = complete {
+            file::remove_others(&self.folder, self.engine.me, number);
         }
         if let Some(core) = &mut *self.engine.lock() {
             (core.holding, core.standing) = (false, false);
@@ -210,10 +175,8 @@ impl Engine {
 pub(in crate::dsm) struct Restored {
     /// The protocol.
     pub(in crate::dsm) node: Node,
-    /// Which of the vCPUs that this process has made have ended, or are another node's.
+    /// Which of this node's vCPUs have ended.
     pub(in crate::dsm) ended: Vec<bool>,
-    /// All is on node 0, and the protocol has nothing to do.
-    pub(in crate::dsm) gathered: bool,
 }
 
 /// Brings a node that hasn't run to where a saved one was: memory, vCPUs and protocol.
@@ -241,24 +204,15 @@ pub(in crate::dsm) fn restore(
         path: path.clone(),
         source,
     };
-    let made = vm.vcpus().1.len();
-    let vcpus = if head.gathered { made } else { vm.own_vcpus() };
+    let vcpus = vm.vcpus().1.len();
     if head.vcpus.len() != vcpus {
         let reason = format!("it has {} vCPUs of a node with {vcpus}", head.vcpus.len());
         return Err(CheckpointError::Damaged { path, reason });
     }
-    let gathered = head.gathered;
-    // Of a program that was brought together nobody asks who owns what.
-    let known = if gathered { SavedNode { owned: Vec::new(), ..head.protocol } } else { head.protocol };
-    let node = node(config, &known).map_err(state)?;
-    let mut ended: Vec<bool> = head.vcpus.iter().map(Option::is_none).collect();
-    ended.resize(made, true);
+    let node = Node::restore(config, &head.protocol).map_err(|error| state(Box::new(error)))?;
+    let ended = head.vcpus.iter().map(Option::is_none).collect();
     vm.restore(head.vcpus).map_err(|error| state(Box::new(error)))?;
-    Ok(Restored { node, ended, gathered })
-}
-
-fn node(config: Config, saved: &SavedNode) -> Result<Node, Box<dyn std::error::Error + Send + Sync>> {
-    Ok(Node::restore(config, saved)?)
+    Ok(Restored { node, ended })
 }
 
 /// In what a VM differs from that of a checkpoint.

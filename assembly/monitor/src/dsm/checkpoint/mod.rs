@@ -30,9 +30,9 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-pub(super) use coordinator::{Abandoned, Coordinator, LOOK, Plan, serve};
+pub(super) use coordinator::{Plan, serve};
 pub(super) use file::{List, Listed, make_folder};
-pub(super) use member::{Counted, Member, OWN_PAGES, Restored, another_program, restore};
+pub(super) use member::{Counted, Member, Restored, another_program, restore};
 
 /// Where checkpoints are written to, and how often.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -53,7 +53,7 @@ impl Checkpoints {
     }
 }
 
-/// What nodes tell each other about checkpoints, and about programs that are brought together ([`super::gather`]).
+/// What nodes tell each other about checkpoints.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum Step {
     /// From node 0: stand still, for the checkpoint of this number.
@@ -72,19 +72,7 @@ pub(super) enum Step {
     Go(Option<u64>),
     /// From node 0, before anything runs: go on from this file.
     Restore(Listed),
-    /// From node 0, while all stand still: what are your vCPUs?
-    Give(u64),
-    /// To node 0: a vCPU, by its index in the whole VM, and its state in CBOR.
-    Vcpu { number: u64, index: u32, state: Vec<u8> },
-    /// To node 0: those were all, so many; or why they can't be told.
-    Given(u64, Result<u32, Refused>),
-    /// From node 0: hand over the pages that you own; the node with the token.
-    Move { number: u64, token: u8 },
-    /// To node 0: it is done, so many; or why it can't.
-    Moved(u64, Result<u64, String>),
-    /// From node 0: all is here, and runs here.
-    Gathered,
-    /// From this node's own threads, and never sent: look around, the VM has ended or is to be brought together.
+    /// From this node's own threads, and never sent: look around, the VM has ended.
     #[serde(skip)]
     Look,
 }

@@ -107,7 +107,7 @@ pub(super) fn all(programs: &Programs, cpus: &[usize], quick: bool) -> anyhow::R
     for event in EVENTS.iter().take(if quick { 4 } else { EVENTS.len() }) {
         let places: Vec<usize> = cpus.iter().copied().cycle().take(event.nodes).collect();
         for coherence in [Coherence::Invalidate, Coherence::SingleWriter] {
-            let ran = run(&places, coherence, false, &programs.path(event.program), event.arguments)?;
+            let ran = run(&places, coherence, &programs.path(event.program), event.arguments)?;
             let count = ran.number("events")?;
             let (loads, load_ns) = ran.stalls(&["read"]);
             let (stores, store_ns) = ran.stalls(&["write", "upgrade", "trapped"]);

@@ -71,7 +71,6 @@ struct Task {
     node: u8,
     addresses: Vec<String>,
     coherence: Coherence,
-    gather: bool,
     program: PathBuf,
     arguments: Vec<String>,
     cpu: usize,
@@ -97,11 +96,6 @@ impl Ran {
     /// The sum over nodes of what they counted under a path such as `/messages`.
     pub fn sum(&self, path: &str) -> u64 {
         self.nodes.iter().filter_map(|node| node.pointer(path)?.as_u64()).sum()
-    }
-
-    /// Whether the program was brought together on node 0, and what that came to; null when it wasn't.
-    pub fn gathered(&self) -> Value {
-        self.nodes.first().map(|node| node["gathered"].clone()).unwrap_or_default()
     }
 
     /// Waits, and their length in nanoseconds, of these kinds.
@@ -154,16 +148,11 @@ pub fn be(task: &str) -> anyhow::Result<()> {
             record: false,
             checkpoints: None,
             restart: None,
-            gather: task.gather,
             trouble: Trouble::default(),
         };
         let ended = SpanningVm::join(builder, &settings)?.run()?;
         let code = ended.outcome.map_err(anyhow::Error::msg)?;
-        let measured = ended.reports.into_values().map(|mut report| {
-            let mut measured = report["measured"].take();
-            measured["gathered"] = report["gathered"].take();
-            measured
-        });
+        let measured = ended.reports.into_values().map(|mut report| report["measured"].take());
         (code, measured.collect())
     };
     if task.node == 0 {
@@ -174,18 +163,12 @@ pub fn be(task: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Runs a program on as many nodes as CPUs are named, one vCPU each. `gather`: one that doesn't pay is brought together on the first.
+/// Runs a program on as many nodes as CPUs are named, one vCPU each.
 ///
 /// # Errors
 /// When it can't be run, its result is wrong, or it takes longer than [`PATIENCE`].
-pub fn run(
-    cpus: &[usize],
-    coherence: Coherence,
-    gather: bool,
-    program: &Path,
-    arguments: &[&str],
-) -> anyhow::Result<Ran> {
-    run_within(PATIENCE, cpus, coherence, gather, program, arguments)
+pub fn run(cpus: &[usize], coherence: Coherence, program: &Path, arguments: &[&str]) -> anyhow::Result<Ran> {
+    run_within(PATIENCE, cpus, coherence, program, arguments)
 }
 
 /// As [`run`], with another patience.
@@ -196,7 +179,6 @@ pub(super) fn run_within(
     patience: Duration,
     cpus: &[usize],
     coherence: Coherence,
-    gather: bool,
     program: &Path,
     arguments: &[&str],
 ) -> anyhow::Result<Ran> {
@@ -214,7 +196,6 @@ pub(super) fn run_within(
             node: u8::try_from(node)?,
             addresses: addresses.clone(),
             coherence,
-            gather,
             program: program.to_owned(),
             arguments: arguments.iter().map(|&argument| argument.to_owned()).collect(),
             cpu: *cpu,
