@@ -25,11 +25,14 @@ const PAUSE: Duration = Duration::from_millis(10);
 const GREETING: Duration = Duration::from_secs(2);
 /// Connections that may be silent at one time. Whoever comes then takes the place of the oldest.
 const STRANGERS: usize = 64;
-const MAGIC: &[u8; 8] = b"CWNODES1";
-/// Where the link is to go by RDMA: whoever means another kind of link is told so.
-const MAGIC_RDMA: &[u8; 8] = b"CWNODER1";
+const MAGIC: &[u8; 7] = b"CWNODES";
+/// Where the link is to go by RDMA: a node that has another kind of link is refused by that.
+const MAGIC_RDMA: &[u8; 7] = b"CWNODER";
+/// Version of the greeting and of the control frames that follow it, the byte behind the magic.
+const GREETING_VERSION: u8 = b'2';
 
-/// What sealed links are for. A plain link begins with another magic.
+/// What sealed links are for. A plain link begins with another magic. What is sealed begins with the greeting, whose version counts
+/// for all that follows.
 pub(super) const NODES: Purpose = Purpose { magic: *b"CWnd", version: 1, prologue: b"causeway nodes 1" };
 /// What to do about nodes of which only some have a key, or another one.
 const SAME_KEY: &str = "give all nodes the same --cluster-key, or none of them one";
@@ -49,28 +52,47 @@ pub(super) struct Hello {
 
 const LEN: usize = 18;
 
+/// What a peer says first. Of another version than [`GREETING_VERSION`] nothing else counts.
+#[derive(Debug, Clone, Copy)]
+struct PeerHello {
+    version: u8,
+    hello: Hello,
+}
+
+impl PeerHello {
+    /// `None` when it isn't a node's greeting of any version.
+    fn parse(bytes: [u8; LEN]) -> Option<Self> {
+        let (magic, rest) = bytes.split_first_chunk::<7>()?;
+        let rdma = magic == MAGIC_RDMA;
+        let &[version, node, nodes, ref digest @ ..] = rest else { return None };
+        let digest = u64::from_le_bytes(digest.try_into().ok()?);
+        (rdma || magic == MAGIC).then_some(Self { version, hello: Hello { node, nodes, digest, rdma } })
+    }
+}
+
 impl Hello {
     fn to_bytes(self) -> [u8; LEN] {
         let mut bytes = [0; LEN];
-        bytes[..8].copy_from_slice(if self.rdma { MAGIC_RDMA } else { MAGIC });
+        bytes[..7].copy_from_slice(if self.rdma { MAGIC_RDMA } else { MAGIC });
+        bytes[7] = GREETING_VERSION;
         bytes[8] = self.node;
         bytes[9] = self.nodes;
         bytes[10..].copy_from_slice(&self.digest.to_le_bytes());
         bytes
     }
 
-    fn parse(bytes: [u8; LEN]) -> Option<Self> {
-        let (magic, rest) = bytes.split_at(8);
-        let digest = u64::from_le_bytes(rest.get(2..)?.try_into().ok()?);
-        let rdma = magic == MAGIC_RDMA;
-        (rdma || magic == MAGIC).then_some(Self { node: rest[0], nodes: rest[1], digest, rdma })
-    }
-
     /// Whether `other`, who should be node `expected`, or any that is still missing, can be in the same VM.
-    fn accepts(&self, other: Option<Self>, expected: impl Fn(u8) -> bool) -> Result<u8, String> {
-        let Some(other) = other else {
+    fn accepts(&self, other: Option<PeerHello>, expected: impl Fn(u8) -> bool) -> Result<u8, String> {
+        let Some(PeerHello { version, hello: other }) = other else {
             return Err("what answers there is no node of a VM; look at the address".to_owned());
         };
+        if version != GREETING_VERSION {
+            return Err(format!(
+                "it speaks version {} of the nodes' protocol, this one version {}; use the same release on all nodes",
+                version.escape_ascii(),
+                GREETING_VERSION.escape_ascii()
+            ));
+        }
         if other.rdma != self.rdma {
             let (there, here) = if self.rdma { ("tcp", "rdma") } else { ("rdma", "tcp") };
             return Err(format!(
@@ -173,7 +195,7 @@ impl Greeting {
     }
 
     /// Who it is, once it has said so; an error when that won't happen any more, or it is no node.
-    fn look(&mut self, hello: &Hello) -> Result<Option<Hello>, String> {
+    fn look(&mut self, hello: &Hello) -> Result<Option<PeerHello>, String> {
         loop {
             if !self.hear()? {
                 return Ok(None);
@@ -247,11 +269,11 @@ impl Greeting {
     }
 }
 
-fn identify(heard: &[u8]) -> Result<Hello, String> {
+fn identify(heard: &[u8]) -> Result<PeerHello, String> {
     if heard.starts_with(&NODES.magic) {
         return Err(format!("it encrypts its links, and this node doesn't; {SAME_KEY}"));
     }
-    let hello = heard.try_into().ok().and_then(Hello::parse);
+    let hello = heard.try_into().ok().and_then(PeerHello::parse);
     hello.ok_or_else(|| "it is no node of a VM".to_owned())
 }
 
@@ -315,7 +337,7 @@ fn greet(
     stream: &Stream,
     hello: &Hello,
     key: Option<&ClusterKey>,
-) -> Result<(Option<Hello>, Option<Sealed>), String> {
+) -> Result<(Option<PeerHello>, Option<Sealed>), String> {
     let silent = |error: std::io::Error| match key {
         Some(_) => format!("it doesn't answer: {error}; does it have another key, or none? {SAME_KEY}"),
         None => format!("it doesn't answer: {error}; does it have a key? {SAME_KEY}"),
@@ -326,7 +348,7 @@ fn greet(
             write(stream, &hello.to_bytes()).map_err(silent)?;
             let mut answer = [0; LEN];
             (&mut &*stream).read_exact(&mut answer).map_err(silent)?;
-            (Hello::parse(answer), None)
+            (PeerHello::parse(answer), None)
         }
         Some(key) => {
             let failed = |error: snow::Error| format!("its link can't be encrypted: {error}");
@@ -345,7 +367,7 @@ fn greet(
             sealing.write(&hello.to_bytes(), &mut bytes).map_err(silent)?;
             write(stream, &bytes).map_err(silent)?;
             let other = opened_hello(&mut opening, &mut &*stream).map_err(silent)?;
-            (Hello::parse(other), Some((sealing, opening)))
+            (PeerHello::parse(other), Some((sealing, opening)))
         }
     };
     stream.set_timeout(None).map_err(silent)?;

@@ -171,3 +171,68 @@ fn a_node_of_another_program_or_another_number_of_nodes_is_refused_by_name() {
         assert!(error.contains(expected) && error.contains("Node 1"), "{error}");
     }
 }
+
+/// The first bytes of every link. A change of one raises the greeting's version.
+#[test]
+fn a_greeting_has_the_same_bytes_in_every_build() {
+    let hello = Hello { node: 1, nodes: 3, digest: 0x0807_0605_0403_0201, rdma: false };
+    assert_eq!(&hello.to_bytes(), b"CWNODES2\x01\x03\x01\x02\x03\x04\x05\x06\x07\x08");
+    assert_eq!(&Hello { rdma: true, ..hello }.to_bytes()[..8], b"CWNODER2");
+}
+
+/// A node of another release is refused by its version on either side, whatever else it says, over plain links and sealed ones.
+#[test]
+fn a_node_of_another_release_is_refused_by_its_version() {
+    let hello = |node| Hello { node, nodes: 2, digest: 5, rdma: false };
+    for (kind, version, named) in
+        [(MAGIC, b'1', "version 1 of"), (MAGIC_RDMA, b'3', "version 3 of"), (MAGIC, 0, r"version \x00 of")]
+    {
+        let mut other = hello(1).to_bytes();
+        other[..7].copy_from_slice(kind);
+        other[7] = version;
+        let refused = |error: String| {
+            assert!(error.contains(named) && error.contains("this one version 2"), "{error}");
+            assert!(error.contains("the same release on all nodes"), "{error}");
+        };
+        for key in [None, Some(key(1))] {
+            // The one that waits.
+            let folder = tempfile::tempdir().unwrap();
+            let all = addresses(&folder, 2);
+            let (listening, theirs) = (all.clone(), key.clone());
+            let first = std::thread::spawn(move || join(hello(0), &listening, None, theirs.as_ref()));
+            let stream = visit(&all[0]);
+            say(&stream, &other, key.as_ref());
+            let error = first.join().unwrap().map(drop).unwrap_err().to_string();
+            assert!(error.contains("Node 1"), "{error}");
+            refused(error);
+        }
+        // The one that connects.
+        let folder = tempfile::tempdir().unwrap();
+        let all = addresses(&folder, 2);
+        let listener = Listener::open(&all[0]).unwrap();
+        let second = std::thread::spawn(move || join(hello(1), &all, None, None));
+        let stream = loop {
+            match listener.accept() {
+                Ok(stream) => break stream,
+                Err(_) => std::thread::sleep(PAUSE),
+            }
+        };
+        write(&stream, &other).unwrap();
+        let error = second.join().unwrap().map(drop).unwrap_err().to_string();
+        assert!(error.contains("Node 0"), "{error}");
+        refused(error);
+    }
+}
+
+/// Says this as a node with such a key does.
+fn say(stream: &Stream, hello: &[u8; LEN], key: Option<&ClusterKey>) {
+    let Some(key) = key else { return write(stream, hello).unwrap() };
+    let mut handshake = Handshake::initiator(NODES, key).unwrap();
+    write(stream, &handshake.put().unwrap()).unwrap();
+    let mut answer = [0; HANDSHAKE_BYTES];
+    (&mut &*stream).read_exact(&mut answer).unwrap();
+    handshake.take(&answer).unwrap();
+    let mut bytes = Vec::new();
+    handshake.finish().unwrap().0.write(hello, &mut bytes).unwrap();
+    write(stream, &bytes).unwrap();
+}
