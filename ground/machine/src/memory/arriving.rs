@@ -20,7 +20,7 @@ use std::os::fd::BorrowedFd;
 use rustix::mm::Advice;
 
 use super::RamRegion;
-use super::present::present;
+use super::present::present_in;
 use super::userfault::{Range, Userfault, no_huge_pages, register};
 use crate::slots::{DirtyPages, PAGE};
 
@@ -105,9 +105,8 @@ impl ArrivingRam {
         missing: &[DirtyPages],
     ) -> Result<Self, ArrivingRamError> {
         let left_over = |region: &RamRegion| -> Result<Vec<u64>, ArrivingRamError> {
-            let there = present(std::slice::from_ref(region)).map_err(refused(region, "looked at"))?;
-            let pages = there.iter().flat_map(|set| set.pages().collect::<Vec<_>>());
-            Ok(pages.filter(|page| missing.iter().any(|set| has(set, *page))).collect())
+            let there = present_in(region).map_err(refused(region, "looked at"))?;
+            Ok(there.pages().filter(|page| missing.iter().any(|set| has(set, *page))).collect())
         };
         for region in &regions {
             let mut pages = left_over(region)?.into_iter().peekable();

@@ -9,7 +9,6 @@ mod userfault;
 mod windows;
 
 pub use layout::{HIGH_RAM_START, LOW_RAM_END, RamLayout, RamRange};
-pub use present::present;
 pub use ram::{GuestRam, HostNuma, NumaMode, PageSize, RamOptions, RamRegion, Readers};
 pub use userfault::{Userfault, UserfaultError};
 pub use windows::{WindowError, is_writable, show_window, take_window};

@@ -8,15 +8,11 @@ use rustix::io::Errno;
 use super::{GuestRam, RamRegion};
 use crate::slots::{DirtyPages, PAGE};
 
-/// Pages of regions that have memory behind them, one set per region; see [`GuestRam::present`].
+/// Pages of a region that have memory behind them; see [`GuestRam::present`].
 ///
 /// # Errors
 /// When the host can't tell.
-pub fn present(regions: &[RamRegion]) -> io::Result<Vec<DirtyPages>> {
-    regions.iter().map(present_in).collect()
-}
-
-fn present_in(region: &RamRegion) -> io::Result<DirtyPages> {
+pub(super) fn present_in(region: &RamRegion) -> io::Result<DirtyPages> {
     let pages = region.range.size / PAGE;
     let words = usize::try_from(pages.div_ceil(64)).map_err(io::Error::other)?;
     let mut bitmap = vec![0u64; words];
@@ -48,7 +44,7 @@ impl GuestRam {
     /// # Errors
     /// When the host can't tell.
     pub fn present(&self) -> io::Result<Vec<DirtyPages>> {
-        present(self.regions())
+        self.regions().iter().map(present_in).collect()
     }
 }
 

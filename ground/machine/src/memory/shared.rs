@@ -18,7 +18,6 @@
 //! Source: spec dsm, section 4; Linux's admin-guide/mm/userfaultfd.
 #![allow(unsafe_code)] // madvise, and accesses to memory that the guest changes at the same time.
 
-use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -33,8 +32,6 @@ use super::userfault::{
 };
 use super::{AtomicBitmap, GuestRam};
 use crate::slots::{HostMapping, SlotError};
-
-mod release;
 
 /// Bytes of a page.
 pub const PAGE: usize = 4096;
@@ -95,9 +92,6 @@ struct Piece {
     /// Keeps `at` mapped.
     _alias: Arc<MmapRegion<AtomicBitmap>>,
     at: usize,
-    /// What is mapped, and from where on.
-    file: Arc<File>,
-    offset: u64,
 }
 
 /// RAM whose pages come and go. Thread-safe; who changes the rights of one page from several threads must put these changes in an order.
@@ -153,8 +147,7 @@ impl SharedRam {
             let range = Watched { start: guest.as_ptr().addr() as u64, len };
             let modes = register::MISSING | register::WP | register::MINOR;
             uffd.register(range, modes).map_err(refused("watched for faults"))?;
-            let (file, offset) = (Arc::clone(&region.file), region.file_offset + skip);
-            pieces.push(Piece { start, guest, _alias: alias, at, file, offset });
+            pieces.push(Piece { start, guest, _alias: alias, at });
         }
         Ok(Self { uffd, pieces })
     }
@@ -182,6 +175,17 @@ impl SharedRam {
             into.push(PageFault { page, offset, write: fault.write, thread: fault.thread });
         }
         Ok(())
+    }
+
+    /// Stops watching all of it: threads that wait go on, and there will be no faults. The guest may use every page from here on,
+    /// with what it holds on this host. A piece that the host refuses to release is logged.
+    pub fn release(&self) {
+        for piece in &self.pieces {
+            let range = Watched { start: piece.guest.as_ptr().addr() as u64, len: piece.guest.len() };
+            if let Err(error) = self.uffd.unregister(range) {
+                tracing::error!(%error, start = piece.start, "Shared RAM could not be released");
+            }
+        }
     }
 
     /// Changes what the guest may do with a page. Threads that wait for it stay so until [`SharedRam::wake`].
@@ -411,14 +415,9 @@ mod tests {
     use super::*;
     use crate::memory::{RamLayout, RamOptions};
 
-    /// `None` where this machine gives no userfaultfd.
-    pub(super) fn shared() -> Option<(GuestRam, SharedRam)> {
-        shared_of(4 << 20)
-    }
-
-    /// So many bytes, of which the first 2 MiB aren't shared.
-    pub(super) fn shared_of(bytes: u64) -> Option<(GuestRam, SharedRam)> {
-        let ram = GuestRam::allocate(&RamLayout::new(&[bytes]).unwrap(), &RamOptions::default()).unwrap();
+    /// 4 MiB, of which the upper half is shared; `None` where this machine gives no userfaultfd.
+    fn shared() -> Option<(GuestRam, SharedRam)> {
+        let ram = GuestRam::allocate(&RamLayout::new(&[4 << 20]).unwrap(), &RamOptions::default()).unwrap();
         match SharedRam::new(&ram, 2 << 20) {
             Ok(shared) => Some((ram, shared)),
             Err(SharedRamError::Userfault(UserfaultError::Open(error))) => {
@@ -429,7 +428,7 @@ mod tests {
         }
     }
 
-    pub(super) fn touch(shared: &SharedRam, page: u64, write: bool) -> std::thread::JoinHandle<u8> {
+    fn touch(shared: &SharedRam, page: u64, write: bool) -> std::thread::JoinHandle<u8> {
         let guest = shared.addresses(page).unwrap().0;
         std::thread::spawn(move || {
             // SAFETY: a byte of the guest's mapping, which the test keeps.
@@ -438,7 +437,7 @@ mod tests {
         })
     }
 
-    pub(super) fn next(shared: &SharedRam) -> PageFault {
+    fn next(shared: &SharedRam) -> PageFault {
         let mut faults = Vec::new();
         while faults.is_empty() {
             let mut fds =
