@@ -1,0 +1,132 @@
+//! Saved state: types of their own, apart from those at run time.
+//!
+//! Version rule: a field more or less is another [`VERSION`], and others are refused with one sentence. States may come from anywhere: restoring
+//! checks every value, so that what is restored could have come about by itself.
+
+use serde::{Deserialize, Serialize};
+
+use crate::topology::ConfigError;
+use crate::vectors::VectorSet;
+
+/// Version of these types.
+pub const VERSION: u32 = 1;
+
+/// Controllers of one node.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedControllers {
+    /// Version of this structure.
+    pub version: u32,
+    /// Local APICs, ascending by id.
+    pub local: Vec<SavedLocalApic>,
+    /// The IOAPIC, where it is on this node.
+    pub io_apic: Option<SavedIoApic>,
+}
+
+/// A local APIC. Registers hold what reads of their MSRs return.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedLocalApic {
+    /// Its id.
+    pub id: u32,
+    /// TPR.
+    pub task_priority: u8,
+    /// SVR.
+    pub spurious: u32,
+    /// ICR.
+    pub command: u64,
+    /// IRR.
+    pub requested: VectorSet,
+    /// ISR.
+    pub in_service: VectorSet,
+    /// TMR.
+    pub trigger: VectorSet,
+    /// Timer, thermal sensor, performance counters, LINT0, LINT1, error.
+    pub lvt: [u32; 6],
+    /// ESR.
+    pub error_status: u32,
+    /// Errors found since ESR was last written.
+    pub errors_found: u32,
+    /// Initial count.
+    pub initial_count: u32,
+    /// Divide configuration.
+    pub divide_configuration: u32,
+    /// Nanoseconds until the count reaches 0; `None` while it stands at 0.
+    pub timer_remaining_ns: Option<u64>,
+    /// Lines of LINT0 and LINT1.
+    pub lint_asserted: [bool; 2],
+    /// INIT was received, and the vCPU hasn't been reset.
+    pub init_latched: bool,
+    /// A start-up IPI was received, and the vCPU hasn't begun.
+    pub startup_latched: Option<u8>,
+    /// An NMI was received, and the vCPU hasn't been given it.
+    pub nmi_latched: bool,
+    /// An external interrupt was received, and the vCPU hasn't been given it.
+    pub external_latched: bool,
+    /// The vCPU waits for a start-up IPI.
+    pub waits_for_startup: bool,
+}
+
+/// An IOAPIC.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SavedIoApic {
+    /// Identification.
+    pub id: u8,
+    /// Index register.
+    pub select: u8,
+    /// Redirection entries.
+    pub entries: [u64; 24],
+    /// Lines that devices assert, a bit per pin.
+    pub asserted: u32,
+    /// Lines that are asserted until the end of their interrupt is reported, a bit per pin.
+    pub until_end: u32,
+}
+
+/// Saved state can't be restored.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum RestoreError {
+    /// Another program's.
+    #[error(
+        "Saved interrupt controllers have version {found}, but this program reads version {VERSION}: restore them with the program that saved them"
+    )]
+    Version {
+        /// Version found.
+        found: u32,
+    },
+    /// The VM isn't the one that was saved.
+    #[error(
+        "Saved interrupt controllers are for APIC ids {found:x?}, but this node has {expected:x?}: use the VM's own description"
+    )]
+    ApicIds {
+        /// Ids found.
+        found: Vec<u32>,
+        /// Ids of this node.
+        expected: Vec<u32>,
+    },
+    /// The VM isn't the one that was saved.
+    #[error(
+        "Saved interrupt controllers and this node differ in having the IOAPIC: use the VM's own description"
+    )]
+    IoApicLocation,
+    /// No APIC was ever in this state.
+    #[error(
+        "Saved local APIC {apic_id:#x} has {what} {value:#x}, which can't be: the saved state is damaged"
+    )]
+    LocalApic {
+        /// Which one.
+        apic_id: u32,
+        /// Which field.
+        what: &'static str,
+        /// Its value.
+        value: u64,
+    },
+    /// No IOAPIC was ever in this state.
+    #[error("Saved IOAPIC has {what} {value:#x}, which can't be: the saved state is damaged")]
+    IoApic {
+        /// Which field.
+        what: &'static str,
+        /// Its value.
+        value: u64,
+    },
+    /// The description itself.
+    #[error("Interrupt controllers can't be restored as described")]
+    Config(#[source] ConfigError),
+}
