@@ -1,6 +1,7 @@
 //! Integration tests of `machine`: one program, since each is linked with everything.
 #![allow(clippy::unwrap_used)] // A test that can't go on has failed.
 
+mod apic_peer;
 mod common;
 mod late;
 mod slots;
