@@ -122,7 +122,7 @@ impl Client {
 
     /// Lets a paused VM go on; one in doubt, which may run elsewhere, only with `force`.
     pub fn resume(&self, force: bool) -> Result<Done, ClientError> {
-        self.json(Method::PUT, &format!("/v1/resume?force={force}"))
+        self.json(Method::PUT, if force { "/v1/resume?force=true" } else { "/v1/resume" })
     }
 
     /// Changes what is behind a commodity NIC.
@@ -145,7 +145,7 @@ impl Client {
 
     /// Presses the reset button; of a VM in doubt only with `force`.
     pub fn reset(&self, force: bool) -> Result<Done, ClientError> {
-        self.json(Method::PUT, &format!("/v1/reset?force={force}"))
+        self.json(Method::PUT, if force { "/v1/reset?force=true" } else { "/v1/reset" })
     }
 
     /// Ends the VM at once.
