@@ -1,4 +1,4 @@
-//! A line every ten seconds while something long goes on that says nothing by itself.
+//! A line every five seconds while something long goes on that says nothing by itself. Whatever came before may be some seconds old when it begins, and ten may pass at the most.
 
 use crate::progress;
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// Time between lines.
-const INTERVAL: Duration = Duration::from_secs(10);
+const INTERVAL: Duration = Duration::from_secs(5);
 
 /// Says what goes on, until it is dropped.
 #[derive(Debug)]
