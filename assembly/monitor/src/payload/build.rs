@@ -332,8 +332,8 @@ impl PayloadBuilder {
         }
         let features: Vec<Features> = configs.iter().map(|config| Features::of(&config.cpuid)).collect();
         let options = VcpuOptions {
-            ports,
-            memory: mmio,
+            ports: Arc::clone(&ports),
+            memory: Arc::clone(&mmio),
             names,
             on_event: on_event(sender.clone()),
             exit_handler: Some(Arc::new(Control {
@@ -394,6 +394,8 @@ impl PayloadBuilder {
         drop(memory);
         let parts = super::vm::Parts {
             vm,
+            ports,
+            mmio,
             ram,
             shared,
             manager: Arc::new(manager),

@@ -6,9 +6,10 @@ use super::layout::Layout;
 use super::ports::{Console, Message};
 use super::report::ExceptionReport;
 use super::whole::Local;
+use machine::bus::AddressSpace;
 use machine::exits::ExitSnapshot;
 use machine::memory::shared::SharedRam;
-use machine::memory::{GuestAddressSpace, GuestMemorySpace, GuestRam};
+use machine::memory::{GuestAddressSpace, GuestMemorySpace, GuestRam, RamRegion};
 use machine::state::SavedVcpu;
 use machine::stats::KernelStats;
 use machine::vcpu::{VcpuEvent, VcpuManager, VcpuStart};
@@ -23,6 +24,8 @@ use std::time::{Duration, Instant};
 
 pub(super) struct Parts {
     pub(super) vm: Arc<Vm>,
+    pub(super) ports: Arc<AddressSpace>,
+    pub(super) mmio: Arc<AddressSpace>,
     pub(super) ram: GuestRam,
     pub(super) shared: Option<Arc<SharedRam>>,
     pub(super) manager: Arc<VcpuManager>,
@@ -167,6 +170,11 @@ impl PayloadVm {
         Stopper(self.parts.sender.clone())
     }
 
+    /// RAM in pieces, each with its memfd: what a device server gets.
+    pub fn ram_regions(&self) -> &[RamRegion] {
+        self.parts.ram.regions()
+    }
+
     /// Restores the vCPUs from saved ones, before [`PayloadVm::start`]: one for each of this process, in order, `None` for each that had
     /// parked. The time-stamp counter keeps its value.
     ///
@@ -261,6 +269,12 @@ impl PayloadVm {
     /// The VM, for memslots and ioeventfds of a benchmark's own.
     pub fn vm(&self) -> &Arc<Vm> {
         &self.parts.vm
+    }
+
+    /// The buses that vCPUs' accesses go to, I/O ports and memory: for PCI functions that are placed in [`PayloadVm::room`]
+    /// by a [`crate::vm::MachinePlacer`].
+    pub fn buses(&self) -> (&Arc<AddressSpace>, &Arc<AddressSpace>) {
+        (&self.parts.ports, &self.parts.mmio)
     }
 }
 

@@ -37,6 +37,7 @@ use telemetry::{guest_info, guest_warn};
 
 pub use error::Error;
 pub use incoming::Incoming;
+pub use placer::MachinePlacer;
 pub use threads::ThreadHook;
 
 use self::control::Control;
