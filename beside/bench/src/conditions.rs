@@ -10,6 +10,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 pub struct Conditions {
     /// Seconds since 1970 at the start.
     pub unix_time: u64,
+    /// What was run: the program's name and its arguments.
+    pub command: String,
     /// The commit measured, with `+` when the work tree differs from it.
     pub commit: String,
     /// CPU model.
@@ -51,6 +53,7 @@ impl Conditions {
         };
         Self {
             unix_time: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs()),
+            command: command(),
             commit: commit(),
             cpu: field("model name"),
             cpus: std::thread::available_parallelism().map_or(0, usize::from),
@@ -116,6 +119,15 @@ fn times() -> Option<(u64, u64)> {
         text.lines().next()?.split_whitespace().skip(1).map_while(|field| field.parse().ok()).collect();
     // Guest time (fields 8 and 9) is part of user time.
     Some((*fields.get(7)?, fields.iter().take(8).sum()))
+}
+
+fn command() -> String {
+    let mut words = std::env::args();
+    let program = words.next().unwrap_or_default();
+    let name = std::path::Path::new(&program)
+        .file_name()
+        .map_or(program.clone(), |name| name.to_string_lossy().into_owned());
+    std::iter::once(name).chain(words).collect::<Vec<_>>().join(" ")
 }
 
 fn commit() -> String {

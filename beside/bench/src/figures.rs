@@ -23,6 +23,10 @@ pub struct Summary {
     pub minimum: f64,
     /// The largest.
     pub maximum: f64,
+    /// The one that 5 of 100 are at most (nearest rank).
+    pub p5: f64,
+    /// The one that 95 of 100 are at most.
+    pub p95: f64,
     /// How many.
     pub samples: usize,
 }
@@ -39,9 +43,17 @@ impl Summary {
             median: median(&sorted),
             minimum: *sorted.first()?,
             maximum: *sorted.last()?,
+            p5: percentile(&sorted, 5)?,
+            p95: percentile(&sorted, 95)?,
             samples: sorted.len(),
         })
     }
+}
+
+/// The value in ascending order that so many of 100 are at most, by nearest rank.
+fn percentile(sorted: &[f64], hundredths: usize) -> Option<f64> {
+    let rank = (sorted.len() * hundredths).div_ceil(100).max(1);
+    sorted.get(rank - 1).copied()
 }
 
 /// The median of values in ascending order; not a number without any.
@@ -133,6 +145,45 @@ impl Pairs {
             std::thread::sleep(began.elapsed() / 10);
         }
         Ok(Self { pairs })
+    }
+}
+
+/// Samples of several ways to do the same, taken in turns.
+#[derive(Debug, Clone, Default)]
+pub struct Turns {
+    /// Those of each turn, in the order of the ways.
+    turns: Vec<Vec<f64>>,
+}
+
+impl Turns {
+    /// Takes `count` turns, after one that isn't counted; another way begins each time. Rests as [`Pairs::take`] does.
+    ///
+    /// # Errors
+    /// The first that a way has.
+    pub fn take(count: usize, ways: &mut [&mut dyn FnMut() -> anyhow::Result<f64>]) -> anyhow::Result<Self> {
+        let mut turns = Vec::with_capacity(count);
+        for number in 0..=count {
+            let began = Instant::now();
+            let mut turn = vec![f64::NAN; ways.len()];
+            for step in 0..ways.len() {
+                let way = (step + number) % ways.len();
+                if let (Some(sample), Some(take)) = (turn.get_mut(way), ways.get_mut(way)) {
+                    *sample = take()?;
+                }
+            }
+            if number > 0 {
+                turns.push(turn);
+            }
+            std::thread::sleep(began.elapsed() / 10);
+        }
+        Ok(Self { turns })
+    }
+
+    /// The samples of one way beside those of another; without any where there is no such way.
+    #[must_use]
+    pub fn pairs(&self, ours: usize, peer: usize) -> Pairs {
+        let pair = |turn: &Vec<f64>| Some((*turn.get(ours)?, *turn.get(peer)?));
+        Pairs { pairs: self.turns.iter().filter_map(pair).collect() }
     }
 }
 
@@ -275,7 +326,7 @@ pub fn table(figures: &[Figure]) -> String {
 }
 
 /// Three significant digits.
-fn short(number: f64) -> String {
+pub(crate) fn short(number: f64) -> String {
     match number.abs() {
         0.0..10.0 => format!("{number:.2}"),
         10.0..100.0 => format!("{number:.1}"),
@@ -285,7 +336,7 @@ fn short(number: f64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::{Better, Figure, Pairs, Summary, table};
+    use super::{Better, Figure, Pairs, Summary, Turns, table};
     use proptest::prelude::*;
     use std::time::{Duration, Instant};
 
@@ -314,6 +365,34 @@ mod tests {
         .unwrap();
         assert_eq!(*order.borrow(), "opoppoop");
         assert_eq!(pairs.pairs, [(1.0, 2.0); 3]);
+    }
+
+    #[test]
+    fn ways_take_turns_and_keep_their_samples_together() {
+        let order = std::cell::RefCell::new(String::new());
+        let way = |name: char, sample: f64| {
+            let order = &order;
+            move || {
+                order.borrow_mut().push(name);
+                Ok(sample)
+            }
+        };
+        let (mut a, mut b, mut c) = (way('a', 1.0), way('b', 2.0), way('c', 3.0));
+        let turns = Turns::take(2, &mut [&mut a, &mut b, &mut c]).unwrap();
+        assert_eq!(*order.borrow(), "abcbcacab");
+        assert_eq!(turns.pairs(2, 0).pairs, [(3.0, 1.0); 2]);
+        assert!(turns.pairs(0, 3).pairs.is_empty());
+        let mut fails = || anyhow::bail!("no");
+        assert!(Turns::take(1, &mut [&mut fails]).is_err());
+    }
+
+    #[test]
+    fn percentiles_are_samples_of_the_nearest_rank() {
+        let samples: Vec<f64> = (1..=101).map(f64::from).collect();
+        let summary = Summary::of(&samples).unwrap();
+        assert_eq!((summary.p5, summary.median, summary.p95), (6.0, 51.0, 96.0));
+        let one = Summary::of(&[7.0]).unwrap();
+        assert_eq!((one.p5, one.p95), (7.0, 7.0));
     }
 
     /// Pairs go on until their time is over, and there are as many as were asked for however long one takes.

@@ -1,9 +1,10 @@
-//! `make bench`: runs groups of benchmarks, prints them, and leaves `target/bench/<group>.json`.
+//! `make bench`: runs groups of benchmarks, prints them, and leaves `target/bench/<group>.json`; with `--record` also what documents quote.
 
-use anyhow::{Context, bail};
+use anyhow::bail;
 use bench::figures::table;
 use bench::groups::{ALL, Group};
-use bench::programs::results;
+use bench::programs::{documents, results};
+use bench::results::{write_json, write_table};
 use clap::Parser;
 use std::process::ExitCode;
 
@@ -18,6 +19,9 @@ struct Options {
     /// Few samples: to see that it works, not for figures. Writes no file.
     #[arg(long)]
     quick: bool,
+    /// Also write docs/results/<group>.json and, made from it, <group>.md: what documents quote.
+    #[arg(long, conflicts_with = "quick")]
+    record: bool,
     /// Fail when a figure misses its aim.
     #[arg(long)]
     check: bool,
@@ -67,14 +71,11 @@ fn run(options: &Options) -> anyhow::Result<bool> {
         }
         all_met &= report.figures.iter().all(|figure| figure.aim_met != Some(false));
         if !options.quick {
-            let folder = results();
-            let path = folder.join(format!("{}.json", group.name));
-            let text =
-                serde_json::to_string_pretty(&report).context("The figures could not be turned into JSON")?;
-            std::fs::create_dir_all(&folder)
-                .and_then(|()| std::fs::write(&path, text + "\n"))
-                .with_context(|| format!("{} could not be written", path.display()))?;
-            println!("Written: {}", path.display());
+            println!("Written: {}", write_json(&report, &results())?.display());
+        }
+        if options.record {
+            write_json(&report, &documents())?;
+            println!("Written: {}", write_table(&report, &documents())?.display());
         }
     }
     if !all_met {

@@ -8,6 +8,8 @@ use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestMemorySpace, 
 use machine::slots::HostMapping;
 use machine::vm::IoEvent;
 use monitor::payload::{HostPorts, PayloadVm};
+use monitor::vfio_user::DmaRange;
+use monitor::vm::MachinePlacer;
 use payload_loops::job::{JOB_SIZE, Job};
 use std::fs::File;
 use std::os::fd::OwnedFd;
@@ -191,6 +193,23 @@ impl MeasuringVm {
         found.with_context(|| format!("{length} bytes at {address:#x} don't lie in the measuring VM's RAM"))
     }
 
+    /// All of its RAM, as device servers get it.
+    pub fn ram(&self) -> Vec<DmaRange> {
+        let range = |region: &machine::memory::RamRegion| DmaRange {
+            file: Arc::clone(&region.file),
+            offset: region.file_offset,
+            address: region.range.start,
+            size: region.range.size,
+        };
+        self.vm.ram_regions().iter().map(range).collect()
+    }
+
+    /// What places BARs of PCI functions in its address space: those that the program is to reach in the room.
+    pub fn placer(&self) -> MachinePlacer {
+        let (ports, memory) = self.vm.buses();
+        MachinePlacer::new(Arc::clone(self.vm.vm()), Arc::clone(ports), Arc::clone(memory))
+    }
+
     /// Where the read-only window lies in the guest.
     pub fn window(&self) -> u64 {
         self.vm.window().start
@@ -254,8 +273,17 @@ impl MeasuringVm {
 
     /// Lets each of the first vCPUs run one job, all at once, and returns the ticks each took.
     pub fn run(&mut self, jobs: &[Job]) -> anyhow::Result<Vec<u64>> {
+        self.run_while(jobs, || Ok(()))
+    }
+
+    /// The same as long as `check`, which is called now and then, has no error. After one the jobs may run on.
+    pub fn run_while(
+        &mut self,
+        jobs: &[Job],
+        mut check: impl FnMut() -> anyhow::Result<()>,
+    ) -> anyhow::Result<Vec<u64>> {
         for index in 0..jobs.len() {
-            self.await_vcpu(index)?;
+            self.await_vcpu(index, &mut check)?;
         }
         let pages: Vec<u64> =
             (0..).take(jobs.len()).map(|index: u64| self.job_pages + index * PAGE).collect();
@@ -267,15 +295,20 @@ impl MeasuringVm {
         }
         let mut ticks = Vec::with_capacity(jobs.len());
         for (index, page) in pages.iter().enumerate() {
-            self.await_vcpu(index)?;
+            self.await_vcpu(index, &mut check)?;
             ticks.push(self.memory.memory().read_obj::<u64>(GuestAddress(page + JOB_SIZE as u64))?);
         }
         Ok(ticks)
     }
 
-    fn await_vcpu(&mut self, index: usize) -> anyhow::Result<()> {
+    fn await_vcpu(
+        &mut self,
+        index: usize,
+        check: &mut impl FnMut() -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
         let deadline = Instant::now() + PATIENCE;
         while !self.desks.await_vcpu(index) {
+            check()?;
             if let Some(code) = self.vm.wait_for(Duration::ZERO).context("The measuring VM ended early")? {
                 bail!("The program 'measure' ended early with exit code {code}");
             }

@@ -1,4 +1,4 @@
-//! Builds the payload programs, which are a workspace of their own.
+//! Builds the programs that are measured: payload programs, which are a workspace of their own, and `causeway`.
 
 use anyhow::{Context, bail};
 use std::path::{Path, PathBuf};
@@ -15,8 +15,42 @@ pub fn results() -> PathBuf {
     target().join("bench")
 }
 
+/// Where results go that documents quote.
+pub fn documents() -> PathBuf {
+    repository().join("docs/results")
+}
+
 fn target() -> PathBuf {
     repository().join("target")
+}
+
+/// The program `causeway`, built as this one was.
+pub fn causeway() -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe().context("Where this program lies can't be found out")?;
+    let folder = own.parent().context("This program lies in no folder")?;
+    // Tests lie a folder deeper.
+    let folder = if folder.ends_with("deps") { folder.parent().unwrap_or(folder) } else { folder };
+    let profile = match folder.file_name().and_then(|name| name.to_str()) {
+        Some("debug") | None => "dev",
+        Some(profile) => profile,
+    };
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let output = Command::new(&cargo)
+        .args(["build", "--quiet", "--locked", "-p", "causeway", "--profile", profile])
+        .current_dir(repository())
+        .output()
+        .with_context(|| format!("{} could not be started to build causeway", cargo.display()))?;
+    if !output.status.success() {
+        bail!("causeway could not be built:\n{}", String::from_utf8_lossy(&output.stderr).trim_end());
+    }
+    Ok(folder.join("causeway"))
+}
+
+/// The program as it lies beside this one, which may be a test; built when it isn't there.
+pub fn causeway_beside() -> anyhow::Result<PathBuf> {
+    let own = std::env::current_exe().context("Where this program lies can't be found out")?;
+    let mut beside = own.ancestors().skip(1).take(2).map(|folder| folder.join("causeway"));
+    beside.find(|path| path.is_file()).map_or_else(causeway, Ok)
 }
 
 /// The payload programs, built.

@@ -7,4 +7,5 @@ mod litmus;
 mod neighbours;
 mod payload;
 mod programs;
+mod rdma;
 mod spmd;

@@ -2,7 +2,7 @@
 //! in this process (`host::testing`): vfio-user, a driver on guest RAM, and programs that post and poll there.
 
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -12,8 +12,9 @@ use host::testing::driver::{Endpoint, Guest};
 use host::testing::monitor::{Machine, Monitor};
 
 use super::Bandwidth;
+use crate::host_daemon::{self, HostDaemon};
 use crate::outside::link::{ADDRESSES, Link};
-use crate::outside::process::{self, Process};
+use crate::outside::process;
 use crate::outside::tcp::per_gib;
 use crate::peers::pin;
 
@@ -39,7 +40,7 @@ pub struct Setup {
 }
 
 struct Side {
-    daemon: Process,
+    daemon: HostDaemon,
     monitor: Monitor,
     guest: Guest,
     endpoint: Endpoint,
@@ -61,33 +62,10 @@ fn gid(last: u8) -> [u8; 16] {
     gid
 }
 
-/// The program, built as this one was.
-pub fn causeway() -> anyhow::Result<PathBuf> {
-    let own = std::env::current_exe().context("Where this program lies can't be found out")?;
-    let folder = own.parent().context("This program lies in no folder")?;
-    let profile = match folder.file_name().and_then(|name| name.to_str()) {
-        Some("debug") | None => "dev",
-        Some(profile) => profile,
-    };
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let output = Command::new(&cargo)
-        .args(["build", "--quiet", "--locked", "-p", "causeway", "--profile", profile])
-        .current_dir(crate::programs::repository())
-        .output()
-        .with_context(|| format!("{} could not be started to build causeway", cargo.display()))?;
-    if !output.status.success() {
-        bail!("causeway could not be built:\n{}", String::from_utf8_lossy(&output.stderr).trim_end());
-    }
-    Ok(folder.join("causeway"))
-}
-
 impl Daemons {
     /// Starts and connects them.
     pub fn start(program: &Path, link: &Link, setup: Setup) -> anyhow::Result<Self> {
-        let folder = tempfile::Builder::new()
-            .prefix("causeway-bench-")
-            .tempdir()
-            .context("A folder for sockets could not be made")?;
+        let folder = host_daemon::folder()?;
         let at = |name: &str| folder.path().join(name);
         let mut text = format!("mtu = {}\n", setup.mtu);
         for (number, address) in (1..).zip(ADDRESSES) {
@@ -105,17 +83,18 @@ impl Daemons {
             bail!("'causeway key' failed: {}", String::from_utf8_lossy(&made.stderr).trim_end());
         }
         let start = |host: usize, address: std::net::Ipv4Addr, cpu: usize| -> anyhow::Result<Side> {
-            let socket = at(&format!("h{host}/host.sock"));
-            let mut command = link.on(host, program);
-            command.args(["host", "--engine-cpu", &cpu.to_string()]).arg("--socket").arg(&socket);
-            command.arg("--directory").arg(&directory);
-            command.args(["--fabric-address", &format!("{address}:{}", setup.port)]);
+            let path = |path: &Path| path.display().to_string();
+            let mut options = ["--engine-cpu", &cpu.to_string(), "--directory", &path(&directory)]
+                .map(str::to_owned)
+                .to_vec();
+            options.extend(["--fabric-address".to_owned(), format!("{address}:{}", setup.port)]);
             if setup.encrypted {
-                command.arg("--cluster-key").arg(&key);
+                options.extend(["--cluster-key".to_owned(), path(&key)]);
             } else {
-                command.arg("--insecure");
+                options.push("--insecure".to_owned());
             }
-            Side::start(Process::start("causeway host", &mut command)?, &socket, host, cpu)
+            let socket = at(&format!("h{host}/host.sock"));
+            Side::start(HostDaemon::start(link.on(host, program), &socket, &options)?, host, cpu)
         };
         let a = start(0, ADDRESSES[0], setup.cpus[0])?;
         let b = start(1, ADDRESSES[1], setup.cpus[1])?;
@@ -199,22 +178,12 @@ fn pattern(seed: u8, offset: u32) -> [u8; PAGE as usize] {
 }
 
 impl Side {
-    fn start(mut daemon: Process, socket: &Path, host: usize, cpu: usize) -> anyhow::Result<Self> {
-        let deadline = Instant::now() + PATIENCE;
-        while !socket.exists() {
-            if daemon.has_ended() {
-                bail!("'causeway host' ended at once; run it by hand to see what it says");
-            }
-            if Instant::now() > deadline {
-                bail!("'causeway host' made no socket {}", socket.display());
-            }
-            std::thread::sleep(Duration::from_millis(2));
-        }
+    fn start(daemon: HostDaemon, host: usize, cpu: usize) -> anyhow::Result<Self> {
         let last = u8::try_from(host + 1).unwrap_or(u8::MAX);
         let ram = u64::from(MESSAGE) * u64::from(OUTSTANDING) + (4 << 20);
         let machine = Machine::with_ram(&format!("vm{last}"), "s0", ram);
         // Doorbells are memory while there is work, and trap otherwise: as in a VM.
-        let monitor = machine.connect(socket, true);
+        let monitor = machine.connect(daemon.socket(), true);
         let mut guest = Guest::new(&machine);
         // 268 ms: nothing is lost on this link, and a program may be without its CPU for a while.
         guest.timeout = 16;

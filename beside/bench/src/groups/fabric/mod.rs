@@ -44,7 +44,7 @@ pub fn run(quick: bool) -> anyhow::Result<Report> {
     if !missing.is_empty() {
         return skip(format!("peers are missing: install {}", missing.join(", ")), conditions);
     }
-    let program = daemons::causeway()?;
+    let program = crate::programs::causeway()?;
     // Not at real-time priority: peers that poll at it keep the kernel's own network threads, for which they wait, from running.
     conditions.scheduling = "ordinary, both sides";
     let mut figures = Vec::new();
