@@ -9,12 +9,14 @@
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::OnceLock;
 
 use rustix::fs::{MemfdFlags, memfd_create};
 
 /// Signals that may be sent before their results, which say nothing, are taken from the kernel.
 const RESULTS: usize = 128;
+/// Submissions of one signal where the context is full of results. Each takes them all first, so the second one succeeds unless other threads fill it meanwhile.
+const MAX_SUBMISSIONS: u32 = 1_000;
 /// `IOCB_CMD_PREAD`.
 const READ: u16 = 0;
 /// `IOCB_FLAG_RESFD`.
@@ -57,19 +59,20 @@ pub(super) struct EventfdSignals {
 }
 
 impl EventfdSignals {
-    /// The process's, made when the first client's eventfd comes. It lasts as long as somebody has it.
+    /// The process's, made when the first client's eventfd comes.
     ///
     /// # Errors
     /// When the kernel has no asynchronous I/O, or no context is left (`/proc/sys/fs/aio-max-nr`).
-    pub(super) fn of_this_process() -> io::Result<Arc<Self>> {
-        static SHARED: Mutex<Option<Arc<EventfdSignals>>> = Mutex::new(None);
-        let mut shared = SHARED.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(signals) = &*shared {
-            return Ok(Arc::clone(signals));
+    pub(super) fn of_this_process() -> io::Result<&'static Self> {
+        static SHARED: OnceLock<EventfdSignals> = OnceLock::new();
+        match SHARED.get() {
+            Some(signals) => Ok(signals),
+            // Of two threads that make one, the second's is dropped.
+            None => {
+                let signals = Self::new()?;
+                Ok(SHARED.get_or_init(|| signals))
+            }
         }
-        let signals = Arc::new(Self::new()?);
-        *shared = Some(Arc::clone(&signals));
-        Ok(signals)
     }
 
     fn new() -> io::Result<Self> {
@@ -83,7 +86,7 @@ impl EventfdSignals {
     /// Adds one to an eventfd; one whose counter is full stays full. Doesn't wait.
     ///
     /// # Errors
-    /// When it is no eventfd.
+    /// When it is no eventfd, or there was no room in [`MAX_SUBMISSIONS`] submissions.
     pub(super) fn signal(&self, fd: BorrowedFd<'_>) -> io::Result<()> {
         let number = |fd: i32| u32::try_from(fd).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));
         let operation = Operation {
@@ -94,7 +97,7 @@ impl EventfdSignals {
             ..Operation::default()
         };
         let operations = [&raw const operation];
-        loop {
+        for _ in 0..MAX_SUBMISSIONS {
             // SAFETY: the kernel reads one pointer and the operation that it points to, and copies both. The operation reads no bytes, so no buffer is written.
             let result =
                 unsafe { libc::syscall(libc::SYS_io_submit, self.context, 1_usize, operations.as_ptr()) };
@@ -109,6 +112,7 @@ impl EventfdSignals {
                 _ => return Err(error),
             }
         }
+        Err(io::Error::from_raw_os_error(libc::EAGAIN))
     }
 
     /// Makes room. All operations end as they are submitted, so there are results where the context is full, or another thread has just taken them.

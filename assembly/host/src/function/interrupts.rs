@@ -3,7 +3,7 @@
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::io::Errno;
 use telemetry::guest_log::GuestLog;
@@ -16,7 +16,7 @@ use super::eventfd_signals::EventfdSignals;
 #[derive(Debug)]
 struct Connected {
     fd: OwnedFd,
-    signals: Arc<EventfdSignals>,
+    signals: &'static EventfdSignals,
 }
 
 impl Connected {
