@@ -24,17 +24,8 @@ const HEAD_BYTES: usize = 68;
 
 /// The name of the format whose images begin like this file, if one does. A file that can't be read has none, and fails later with its error.
 pub(super) fn recognized(file: &File) -> Option<&'static str> {
-    let mut head = [0; HEAD_BYTES];
-    let mut len = 0;
-    while let Some(rest) = head.get_mut(len..).filter(|rest| !rest.is_empty()) {
-        match file.read_at(rest, len as u64) {
-            Ok(0) => break,
-            Ok(count) => len += count,
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(_) => break,
-        }
-    }
-    let head = head.get(..len).unwrap_or_default();
+    let mut buffer = [0; HEAD_BYTES];
+    let head = read_head(file, &mut buffer);
     let is = |signature: &[u8], at| head.get(at..).is_some_and(|head| head.starts_with(signature));
     FORMATS.iter().find(|(signature, at, _)| is(signature, *at)).map(|(_, _, name)| *name)
 }
@@ -42,4 +33,18 @@ pub(super) fn recognized(file: &File) -> Option<&'static str> {
 /// Whether `file` begins like a qcow2 image.
 pub(super) fn is_qcow2(file: &File) -> bool {
     recognized(file) == Some(QCOW2)
+}
+
+/// Reads the beginning of a file into `buffer`, as much of it as there is and can be read.
+pub(super) fn read_head<'a>(file: &File, buffer: &'a mut [u8]) -> &'a [u8] {
+    let mut len = 0;
+    while let Some(rest) = buffer.get_mut(len..).filter(|rest| !rest.is_empty()) {
+        match file.read_at(rest, len as u64) {
+            Ok(0) => break,
+            Ok(count) => len += count,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(_) => break,
+        }
+    }
+    buffer.get(..len).unwrap_or_default()
 }

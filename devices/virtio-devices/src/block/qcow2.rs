@@ -5,7 +5,8 @@
 //! bitmaps and header extensions.
 
 use std::fs::File;
-use std::os::unix::fs::FileExt;
+
+use super::format::read_head;
 
 /// Header of version 2: everything up to and with `snapshots_offset`.
 const VERSION_2_BYTES: usize = 72;
@@ -20,17 +21,7 @@ const COMPRESSION_TYPE: u32 = 3;
 
 /// The feature for which the image can't be read, in words, if there is one. What is no header at all is the library's to refuse.
 pub(super) fn unsupported(file: &File) -> Option<String> {
-    let mut header = [0; LONGEST_BYTES];
-    let mut len = 0;
-    while let Some(rest) = header.get_mut(len..).filter(|rest| !rest.is_empty()) {
-        match file.read_at(rest, len as u64) {
-            Ok(0) => break,
-            Ok(count) => len += count,
-            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-            Err(_) => break,
-        }
-    }
-    unsupported_in(&header[..len])
+    unsupported_in(read_head(file, &mut [0; LONGEST_BYTES]))
 }
 
 fn unsupported_in(header: &[u8]) -> Option<String> {
