@@ -88,7 +88,7 @@ async fn claim(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str, asked:
         return reply(phase);
     }
     let pending = |reason: String| MoveVmReply { reason, ..reply(Phase::Begun) };
-    let ClaimVm { epoch, keeps } = asked;
+    let (epoch, keeps) = (asked.epoch, asked.keeps);
     let request =
         cluster_proto::ClaimVmRequest { speaker: Some(cluster.speaker()), vm: vm.to_owned(), epoch, keeps };
     let service = cluster.service();
@@ -109,14 +109,30 @@ async fn claim(cluster: &ClusterDirectory, mover: &MoverHandle, vm: &str, asked:
         }
         Claim::Here => MoveVmReply { epoch: answer.epoch, ..reply(Phase::Runs) },
         Claim::Lost => reply(Phase::Failed),
-        Claim::Elsewhere => {
-            let reason = match answer.host.as_str() {
-                "" => "the cluster has no such VM any more".to_owned(),
-                host => format!("host {host} has it, in epoch {}", answer.epoch),
-            };
-            MoveVmReply { reason, ..reply(Phase::Moved) }
-        }
+        Claim::Elsewhere => elsewhere(&asked, &answer.host, answer.epoch),
     }
+}
+
+/// The service says that another host has the VM in an epoch, or, without a host, that it knows no such VM. A service that has lost its database, or has an old
+/// copy of it, says so of a VM that nobody else has: then the last copy of it waits for its user.
+fn elsewhere(asked: &ClaimVm, host: &str, epoch: u64) -> MoveVmReply {
+    let is_forgotten = host.is_empty() || asked.keeps && epoch < asked.epoch;
+    if !is_forgotten {
+        return MoveVmReply {
+            reason: format!("host {host} has it, in epoch {epoch}"),
+            ..reply(Phase::Moved)
+        };
+    }
+    let knows = match host {
+        "" => "no such VM".to_owned(),
+        host => {
+            format!("host {host} as its owner in epoch {epoch}, and it ran here in epoch {}", asked.epoch)
+        }
+    };
+    let reason = format!(
+        "the cluster service knows {knows}: the VM has ended elsewhere, or the service's database was lost"
+    );
+    MoveVmReply { reason, ..reply(Phase::Begun) }
 }
 
 /// How long hosts of a VM's peers have held what faces it, as they have told the service: all of them, or those that have within [`REPORTS`].
@@ -307,5 +323,22 @@ async fn give_up(cluster: &ClusterDirectory, vm: &str, request: cluster_proto::C
     if let Err(error) = asked.await {
         // It is over already, or the service is away: then this host has given it up, or will be told.
         tracing::debug!(%error, vm, "A migration can't be cancelled at the service");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What a monitor does with the answer, it can't take back: a source ends when its VM has moved, a destination when it hasn't.
+    #[test]
+    fn a_service_that_has_forgotten_a_vm_ends_no_copy_of_it() {
+        let state = |keeps, epoch, host, known| elsewhere(&ClaimVm { epoch, keeps }, host, known).state();
+        assert_eq!(state(true, 3, "h2", 4), State::Moved);
+        // A migration that was given up: its source has the VM in the epoch before.
+        assert_eq!(state(false, 4, "h1", 3), State::Moved);
+        for (keeps, epoch, host, known) in [(true, 3, "h2", 2), (true, 3, "", 0), (false, 4, "", 0)] {
+            assert_eq!(state(keeps, epoch, host, known), State::Pending, "{keeps} {epoch} {host} {known}");
+        }
     }
 }
