@@ -391,7 +391,10 @@ impl Machine {
     pub fn reset(&self, forced: bool) -> Result<(), Error> {
         let mut state = self.state();
         if *state == VmState::HandingOver || *state == VmState::InDoubt && !forced {
-            tracing::warn!("a reset was dropped: the VM is being handed over to another monitor");
+            tracing::warn!(
+                state = ?*state,
+                "A reset was dropped: the VM is being handed over, or it isn't known whether it runs elsewhere"
+            );
             return Ok(());
         }
         self.vcpus.pause()?;
