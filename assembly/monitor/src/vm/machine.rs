@@ -388,14 +388,21 @@ impl Machine {
     }
 
     /// Puts everything back to power-on state, loads the kernel again and runs it. One that is being handed over isn't reset, and one in doubt only if that is `forced`.
-    pub fn reset(&self, forced: bool) -> Result<(), Error> {
+    ///
+    /// `before_start` is called with all vCPUs paused in their new state: what they asked for until then is of the guest that was, what
+    /// they ask for afterwards is of the new one. With an answer from it, the machine stays paused, and that is the answer.
+    pub fn reset<T>(
+        &self,
+        forced: bool,
+        before_start: impl FnOnce() -> Result<Option<T>, Error>,
+    ) -> Result<Option<T>, Error> {
         let mut state = self.state();
         if *state == VmState::HandingOver || *state == VmState::InDoubt && !forced {
             tracing::warn!(
                 state = ?*state,
                 "A reset was dropped: the VM is being handed over, or it isn't known whether it runs elsewhere"
             );
-            return Ok(());
+            return Ok(None);
         }
         self.vcpus.pause()?;
         if matches!(*state, VmState::Paused | VmState::InDoubt) {
@@ -414,9 +421,12 @@ impl Machine {
             let start = if index == 0 { registers.clone() } else { VcpuStart::WaitForSipi };
             self.vcpus.set_state(self.topology.apic_id(index), start)?;
         }
-        self.vcpus.resume()?;
         *state = VmState::Running;
-        Ok(())
+        if let Some(answer) = before_start()? {
+            return Ok(Some(answer));
+        }
+        self.vcpus.resume()?;
+        Ok(None)
     }
 
     /// Ends vCPUs and devices. What devices have acknowledged is on the disks' files before this returns.

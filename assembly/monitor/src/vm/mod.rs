@@ -247,9 +247,8 @@ fn reset(
             return Ok(Some(outcome));
         }
     }
-    machine.reset(forced)?;
-    // Requests of the guest that was: each of its vCPUs may have asked.
-    drop_events(events, Duration::ZERO)
+    // Requests of the guest that was: each of its vCPUs may have asked. The new one may ask for the next reset with its first instruction.
+    machine.reset(forced, || drop_events(events, Duration::ZERO))
 }
 
 /// Drops, for that long, what concerns a guest that is being reset. Ends early when the VM ends, or when the API asks for a reset.

@@ -143,10 +143,11 @@ fn has_kvm() -> bool {
     there
 }
 
-/// `causeway run` in a directory of its own.
+/// `causeway run` in a directory of its own. `timeout` passes signals on, and ends what hangs.
 fn run(directory: &Path, arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_causeway"));
+    let mut command = Command::new("timeout");
     command
+        .args(["--signal=KILL", &HANG_LIMIT.as_secs().to_string(), env!("CARGO_BIN_EXE_causeway")])
         .args(["--log-level", "info", "run", "--name", "small", "--memory", "64M", "--rng=off"])
         .args(arguments)
         .current_dir(directory)
