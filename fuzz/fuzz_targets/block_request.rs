@@ -19,7 +19,7 @@ use virtio_devices::queue::Ring;
 /// 64 sectors.
 const DISK_BYTES: u64 = 64 * 512;
 /// Looks at the stop flag per execution: rings that overlap can feed themselves for ever.
-const PATIENCE: u32 = 100;
+const STOP_FLAG_READS: u32 = 100;
 const READ_ONLY_BYTE: u8 = 0x5A;
 
 #[derive(Debug, arbitrary::Arbitrary)]
@@ -185,7 +185,7 @@ fn run(disks: &Disks, input: &Input) {
     let looks = Cell::new(0);
     let stopping = || {
         looks.set(looks.get() + 1);
-        looks.get() > PATIENCE
+        looks.get() > STOP_FLAG_READS
     };
     let served = queue.serve(&Silent, &stopping);
     drop(queue.finish(&Silent));

@@ -15,7 +15,7 @@ const VERSION: u32 = 1;
 /// A longer file isn't ours.
 const LONGEST_FILE: u64 = 16 << 20;
 /// NICs that are remembered at most: those attached never come near, and names of VMs that are long gone pile up.
-const MOST: usize = 10_000;
+const MAX_REMEMBERED_NICS: usize = 10_000;
 
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Contents {
@@ -86,7 +86,7 @@ impl Remembered {
         let mut state = self.state();
         match shared_region {
             Some(shared_region) => {
-                if state.nics.len() >= MOST
+                if state.nics.len() >= MAX_REMEMBERED_NICS
                     && let Some(first) = state.nics.keys().next().cloned()
                 {
                     state.nics.remove(&first);

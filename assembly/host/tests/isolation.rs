@@ -21,7 +21,7 @@ use neighbour_protocol::{FromDaemon, FromMonitor, Permitted, Piece, Socket};
 use rustix::event::{EventfdFlags, eventfd};
 
 const SIZE: u64 = 2 << 20;
-const PATIENCE: Duration = Duration::from_secs(60);
+const HANG_LIMIT: Duration = Duration::from_secs(60);
 const PATTERN: u8 = 0x5A;
 /// Nobody's number on every Linux.
 const ATTACKER: u32 = 65_534;
@@ -37,7 +37,7 @@ fn page() -> usize {
 /// Joins; keeps the RAM.
 fn join(path: &Path, vm: &str, peer: &str, uid: u32, readers: Readers) -> (Socket, GuestRam) {
     let socket = Socket::connect(path).unwrap();
-    let (FromDaemon::Hello { slots, .. }, _) = socket.wait(PATIENCE).unwrap() else { panic!("no hello") };
+    let (FromDaemon::Hello { slots, .. }, _) = socket.wait(HANG_LIMIT).unwrap() else { panic!("no hello") };
     let options = RamOptions { name: vm.to_owned(), readers, ..RamOptions::default() };
     let ram = GuestRam::allocate(&RamLayout::new(&[SIZE]).unwrap(), &options).unwrap();
     let signals: Vec<OwnedFd> = (0..slots).map(|_| eventfd(0, EventfdFlags::CLOEXEC).unwrap()).collect();
@@ -53,7 +53,7 @@ fn join(path: &Path, vm: &str, peer: &str, uid: u32, readers: Readers) -> (Socke
     let mut fds = vec![file.as_fd()];
     fds.extend(signals.iter().map(AsFd::as_fd));
     socket.send(&join, &fds).unwrap();
-    let (answer, _) = socket.wait::<FromDaemon>(PATIENCE).unwrap();
+    let (answer, _) = socket.wait::<FromDaemon>(HANG_LIMIT).unwrap();
     assert!(matches!(answer, FromDaemon::Joined { .. }), "{answer:?}");
     (socket, ram)
 }
@@ -67,7 +67,7 @@ fn attacked(readers: Readers, uid: u32, with_process: bool) {
     let directory = tempfile::tempdir().unwrap();
     std::fs::set_permissions(directory.path(), PermissionsExt::from_mode(0o755)).unwrap();
     let path = directory.path().join("neighbours");
-    let heartbeat = Heartbeat { patience: PATIENCE, ..Heartbeat::DEFAULT };
+    let heartbeat = Heartbeat { patience: HANG_LIMIT, ..Heartbeat::DEFAULT };
     let config = NeighboursConfig { heartbeat, ..NeighboursConfig::default() };
     let access = Access { uids: vec![uid], ..Access::default() };
     let _registry = Neighbours::start(&path, access, config).unwrap();
@@ -134,7 +134,7 @@ fn attacker() {
     let victim_uid = std::env::var(VICTIM_UID).unwrap().parse().unwrap();
     println!("CONTROL {}", control().join(", "));
     let (socket, _ram) = join(Path::new(&path), "attacker", "victim", victim_uid, Readers::Anybody);
-    let (message, fds) = socket.wait::<FromDaemon>(PATIENCE).unwrap();
+    let (message, fds) = socket.wait::<FromDaemon>(HANG_LIMIT).unwrap();
     assert!(matches!(message, FromDaemon::Connect { .. }), "{message:?}");
     assert_eq!(fds.len(), 3);
     let mut attack = Attack::default();

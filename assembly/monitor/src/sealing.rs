@@ -30,7 +30,7 @@ pub(crate) const HANDSHAKE_BYTES: usize = HEAD + MESSAGE;
 /// Bytes of a record beside those that it seals.
 pub(crate) const RECORD_OVERHEAD_BYTES: usize = 2 + TAG;
 /// Most bytes that a record seals.
-const MOST: usize = u16::MAX as usize - TAG;
+const MAX_RECORD_PLAINTEXT_BYTES: usize = u16::MAX as usize - TAG;
 /// Records under one key: 64 GiB, far below what AES-GCM stands.
 const REKEY_AFTER: u64 = 1 << 20;
 
@@ -177,7 +177,7 @@ pub(crate) struct Sealing {
 impl Sealing {
     /// Sends the first bytes, at most as many as a record has; how many.
     pub(crate) fn write(&mut self, from: &[u8], to: &mut impl Write) -> io::Result<usize> {
-        let part = from.get(..MOST).unwrap_or(from);
+        let part = from.get(..MAX_RECORD_PLAINTEXT_BYTES).unwrap_or(from);
         if part.is_empty() {
             return Ok(0);
         }

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::{Machine, PATIENCE, RAM, has_kvm, held, patient, registry, wait_until};
+use common::{HANG_LIMIT, Machine, RAM, has_kvm, held, patient, registry, wait_until};
 use control_api::host::NicRequest;
 use host::{Daemon, DaemonConfig};
 use machine::memory::{
@@ -191,7 +191,7 @@ fn both_sides_work_in_their_sandboxes() {
     // What is shown follows at the end of the thread's round, after the members were told.
     let begun = Instant::now();
     while first.neighbours().inspect()["nas"].as_array().is_none_or(|members| members.len() != 2) {
-        assert!(begun.elapsed() < PATIENCE, "{}", first.neighbours().inspect());
+        assert!(begun.elapsed() < HANG_LIMIT, "{}", first.neighbours().inspect());
         std::thread::sleep(Duration::from_millis(1));
     }
     drop(first);

@@ -24,7 +24,7 @@ const NAME: &str = "CAUSEWAY_TEST_NAME";
 const COUNT: &str = "CAUSEWAY_FAULTS";
 const NAMES: [&str; 3] = ["a", "b", "c"];
 /// What the registry waits for a member's count: long for a busy machine, since a member that is held up is not a fault.
-const PATIENCE: Duration = Duration::from_secs(5);
+const COUNT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Whatever doesn't go on after this long hangs.
 const HANG: Duration = Duration::from_secs(90);
 /// Buffers that each direction must have brought over after a fault.
@@ -207,7 +207,7 @@ impl Bed {
                 self.daemon = Process::start("daemon", self.directory.path(), "");
             }
             Kind::Freeze => {
-                let time = PATIENCE + Duration::from_secs(1);
+                let time = COUNT_TIMEOUT + Duration::from_secs(1);
                 if number % 4 < 2 {
                     // The monitor stands still, and with it all of the VM.
                     self.members[victim].signal(Signal::STOP);
@@ -394,7 +394,7 @@ fn say(text: &str) {
 fn daemon() {
     let mut config = DaemonConfig::new(directory().join("host.sock"));
     config.sandbox = true;
-    config.neighbours.heartbeat = Heartbeat { patience: PATIENCE, ..Heartbeat::DEFAULT };
+    config.neighbours.heartbeat = Heartbeat { patience: COUNT_TIMEOUT, ..Heartbeat::DEFAULT };
     // Only its own threads are confined: the one that starts it ends.
     let _daemon = std::thread::spawn(move || Daemon::start(&config).unwrap()).join().unwrap();
     say("ready");

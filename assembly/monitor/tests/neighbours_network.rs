@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
-use common::{PATIENCE, patient, registry, wait_until};
+use common::{HANG_LIMIT, patient, registry, wait_until};
 use host::neighbours::NeighboursConfig;
 use machine::memory::{Bytes, GuestAddress, GuestAddressSpace, GuestRam, RamLayout, RamOptions, Readers};
 use machine::slots::HostMapping;
@@ -251,7 +251,7 @@ fn a_receiver_without_buffers_holds_up_nobody_else() {
         assert_eq!(a.take(2048, &mut of_a).1, hello);
     }
     let mut held = 0;
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + HANG_LIMIT;
     while a.counter("transmit_drop") < 20 {
         assert!(Instant::now() < deadline, "frames for a receiver without buffers are waited for");
         let frame = a.frame(b.mac, 100, 0);
@@ -350,7 +350,7 @@ impl Hand {
     /// Joins as `name`, and is connected with `peer`.
     fn join(directory: &Path, name: &str, peer: &str) -> Self {
         let socket = Socket::connect(&directory.join("host.d/neighbours")).unwrap();
-        let (FromDaemon::Hello { base, stride, slots, entries, .. }, _) = socket.wait(PATIENCE).unwrap()
+        let (FromDaemon::Hello { base, stride, slots, entries, .. }, _) = socket.wait(HANG_LIMIT).unwrap()
         else {
             panic!("hello comes first")
         };
@@ -370,8 +370,10 @@ impl Hand {
         let file = ram.regions()[0].read_only.as_ref().unwrap();
         let fds: Vec<_> = std::iter::once(file.as_fd()).chain(signals.iter().map(AsFd::as_fd)).collect();
         socket.send(&join, &fds).unwrap();
-        let (FromDaemon::Joined { slot: own }, _) = socket.wait(PATIENCE).unwrap() else { panic!("refused") };
-        let (FromDaemon::Connect { slot, epoch, .. }, mut fds) = socket.wait(PATIENCE).unwrap() else {
+        let (FromDaemon::Joined { slot: own }, _) = socket.wait(HANG_LIMIT).unwrap() else {
+            panic!("refused")
+        };
+        let (FromDaemon::Connect { slot, epoch, .. }, mut fds) = socket.wait(HANG_LIMIT).unwrap() else {
             panic!("not connected")
         };
         let (signal, segment) = (fds.pop().unwrap(), fds.pop().unwrap());

@@ -18,7 +18,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Longest that any measurement may take, and the guest may need to ask for work, on a machine that does much else.
-const PATIENCE: Duration = Duration::from_secs(300);
+const MEASUREMENT_TIMEOUT: Duration = Duration::from_secs(300);
 /// How often it is looked whether the program still runs, meanwhile.
 const GLANCE: Duration = Duration::from_millis(200);
 const PAGE: u64 = 4096;
@@ -306,14 +306,14 @@ impl MeasuringVm {
         index: usize,
         check: &mut impl FnMut() -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + MEASUREMENT_TIMEOUT;
         while !self.desks.await_vcpu(index) {
             check()?;
             if let Some(code) = self.vm.wait_for(Duration::ZERO).context("The measuring VM ended early")? {
                 bail!("The program 'measure' ended early with exit code {code}");
             }
             if Instant::now() > deadline {
-                bail!("vCPU {index} of the measuring VM didn't finish within {PATIENCE:?}");
+                bail!("vCPU {index} of the measuring VM didn't finish within {MEASUREMENT_TIMEOUT:?}");
             }
         }
         Ok(())
@@ -327,10 +327,10 @@ impl MeasuringVm {
     /// Ends the program and waits for its exit code.
     pub fn finish(mut self) -> anyhow::Result<()> {
         self.desks.close();
-        match self.vm.wait_for(PATIENCE)? {
+        match self.vm.wait_for(MEASUREMENT_TIMEOUT)? {
             Some(0) => Ok(()),
             Some(code) => bail!("The program 'measure' ended with exit code {code}"),
-            None => bail!("The program 'measure' didn't end within {PATIENCE:?}"),
+            None => bail!("The program 'measure' didn't end within {MEASUREMENT_TIMEOUT:?}"),
         }
     }
 }

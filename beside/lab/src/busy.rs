@@ -10,7 +10,7 @@ type Ticks = BTreeMap<String, u64>;
 /// A clock's ticks in a second, as /proc counts them.
 const PER_SECOND: f64 = 100.0;
 /// Threads that are told.
-const MOST: usize = 14;
+const MAX_SHOWN_THREADS: usize = 14;
 
 const LOOK: &str = "cat /proc/stat | head -n 1; cat /proc/[0-9]*/task/[0-9]*/stat 2>/dev/null; true";
 
@@ -60,8 +60,10 @@ impl Look {
         let mut all: Vec<(u64, String)> = self.0.iter().map(spent).filter(|(ticks, _)| *ticks > 0).collect();
         all.sort_unstable_by(|a, b| b.cmp(a));
         #[expect(clippy::cast_precision_loss, reason = "a figure for people")]
-        let said =
-            all.iter().take(MOST).map(|(ticks, name)| format!("{name} {:.2}", *ticks as f64 / PER_SECOND));
+        let said = all
+            .iter()
+            .take(MAX_SHOWN_THREADS)
+            .map(|(ticks, name)| format!("{name} {:.2}", *ticks as f64 / PER_SECOND));
         said.collect::<Vec<_>>().join("; ")
     }
 }

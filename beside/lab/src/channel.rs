@@ -1,6 +1,6 @@
 //! The lab's side of the command channel into a host: sessions over one socket.
 
-use crate::protocol::{Kind, LONGEST, Start, receive, send};
+use crate::protocol::{Kind, MAX_PAYLOAD_BYTES, Start, receive, send};
 use crate::transcript::{Transcript, Waited};
 use crate::unfinished::Unfinished;
 use anyhow::{Context, Result, bail};
@@ -227,7 +227,7 @@ impl Channel {
         let ends = Ends { out: out.clone(), err: err.clone(), bytes: Vec::new(), sink, code: None };
         self.lock().sessions.insert(id, ends);
         let start = serde_json::to_vec(&Start { script: script.to_owned(), terminal })?;
-        if start.len() > LONGEST {
+        if start.len() > MAX_PAYLOAD_BYTES {
             bail!("A script of {} bytes is too long for the channel; put it on the share", start.len());
         }
         self.send(id, Kind::Start, &start)?;

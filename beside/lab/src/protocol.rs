@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use std::io::{Read, Write};
 
 /// The longest payload of a frame.
-pub const LONGEST: usize = 1 << 20;
+pub const MAX_PAYLOAD_BYTES: usize = 1 << 20;
 
 /// What a frame is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,7 +94,7 @@ pub fn receive(from: &mut impl Read) -> Result<Frame> {
     let Some(kind) = Kind::from(kind) else {
         bail!("The channel carries a frame of kind {kind}: the two ends have lost each other")
     };
-    if length > LONGEST {
+    if length > MAX_PAYLOAD_BYTES {
         bail!("The channel announces a frame of {length} bytes: the two ends have lost each other");
     }
     let mut data = vec![0; length];

@@ -76,7 +76,7 @@ pub trait PhysicalDevice {
 }
 
 /// Reads of one register until a device must have done what it was told.
-const PATIENCE: u32 = 10_000;
+const MAX_DRAIN_READS: u32 = 10_000;
 
 /// Pokes a device's registers in order.
 ///
@@ -101,8 +101,9 @@ pub fn poke(
                 let mut reads = 0;
                 while physical.read(bar, offset, size)? & mask != value {
                     reads += 1;
-                    if reads == PATIENCE {
-                        let why = format!("its bits {mask:X}h didn't become {value:X}h in {PATIENCE} reads");
+                    if reads == MAX_DRAIN_READS {
+                        let why =
+                            format!("its bits {mask:X}h didn't become {value:X}h in {MAX_DRAIN_READS} reads");
                         return Err(DeviceError { bar, offset, why });
                     }
                 }

@@ -5,7 +5,7 @@
 //! ```text
 //!  connection     gap since the one before       next not before
 //!  first          -                              + FIRST
-//!  later          under STEADY                   + twice the last pause, LONGEST at most
+//!  later          under STEADY                   + twice the last pause, MAX_PAUSE at most
 //!  later          STEADY or more                 + FIRST
 //! ```
 //!
@@ -20,12 +20,12 @@ use crate::permit::Permit;
 /// Least time between the beginnings of two connections of a pair.
 pub const FIRST: Duration = Duration::from_millis(50);
 /// The pause doubles up to this.
-pub const LONGEST: Duration = Duration::from_secs(5);
-/// After this long without a new connection, what was before is forgotten. More than [`LONGEST`], or waiting would be enough.
+pub const MAX_PAUSE: Duration = Duration::from_secs(5);
+/// After this long without a new connection, what was before is forgotten. More than [`MAX_PAUSE`], or waiting would be enough.
 pub const STEADY: Duration = Duration::from_secs(10);
 /// Pairs that are remembered: twice what the largest neighbourhood has at once. Of more, the oldest is forgotten: members who
 /// come and go under ever new names pay for that with a join each.
-const MOST: usize = 4096;
+const MAX_REMEMBERED_PAIRS: usize = 4096;
 
 /// Two VMs, the lesser first. Not slots: one who leaves and comes back is remembered.
 type Names = [Permit; 2];
@@ -57,9 +57,9 @@ impl Pauses {
         let pause = match self.0.get(&key) {
             None => FIRST,
             Some(last) if now.saturating_sub(last.at) < last.pause => return false,
-            Some(last) => (last.pause * 2).min(LONGEST),
+            Some(last) => (last.pause * 2).min(MAX_PAUSE),
         };
-        if self.0.len() >= MOST && !self.0.contains_key(&key) {
+        if self.0.len() >= MAX_REMEMBERED_PAIRS && !self.0.contains_key(&key) {
             let oldest = self.0.iter().min_by_key(|(_, last)| last.at).map(|(key, _)| key.clone());
             if let Some(oldest) = oldest {
                 self.0.remove(&oldest);
@@ -70,7 +70,7 @@ impl Pauses {
     }
 }
 
-const _: () = assert!(STEADY.as_nanos() > LONGEST.as_nanos() && LONGEST.as_nanos() > FIRST.as_nanos());
+const _: () = assert!(STEADY.as_nanos() > MAX_PAUSE.as_nanos() && MAX_PAUSE.as_nanos() > FIRST.as_nanos());
 
 #[cfg(test)]
 mod tests {
@@ -104,14 +104,14 @@ mod tests {
     #[test]
     fn many_names_take_no_more_than_bounded_memory() {
         let mut pauses = Pauses::new();
-        for name in 0..2 * MOST {
+        for name in 0..2 * MAX_REMEMBERED_PAIRS {
             assert!(pauses.admit(Duration::from_micros(name as u64), vm(name), vm(name + 1)));
         }
-        assert_eq!(pauses.0.len(), MOST);
+        assert_eq!(pauses.0.len(), MAX_REMEMBERED_PAIRS);
     }
 
     proptest! {
-        /// Whenever it is asked: no more connections in any minute than 7 quick ones, and one each LONGEST, per forgetting;
+        /// Whenever it is asked: no more connections in any minute than 7 quick ones, and one each MAX_PAUSE, per forgetting;
         /// and a pair isn't kept waiting by others.
         #[test]
         fn connections_are_bounded_by_time(asks in prop::collection::vec((0u64..3000, 0usize..3), 1..400)) {
@@ -122,8 +122,8 @@ mod tests {
                 now += Duration::from_millis(ms);
                 let wait = begun[pair].last().map(|last| now - *last);
                 let admitted = pauses.admit(now, vm(pair), vm(pair + 1));
-                if wait.is_none_or(|wait| wait >= LONGEST) {
-                    prop_assert!(admitted, "nobody waits longer than LONGEST");
+                if wait.is_none_or(|wait| wait >= MAX_PAUSE) {
+                    prop_assert!(admitted, "nobody waits longer than MAX_PAUSE");
                 }
                 if admitted {
                     prop_assert!(wait.is_none_or(|wait| wait >= FIRST));

@@ -9,7 +9,7 @@ use crate::monitor::{Monitor, MonitorError};
 pub use crate::scratch::{FRAME, RING, Scratch};
 
 /// Reads until a frame must have been sent.
-const PATIENCE: u32 = 1000;
+const MAX_SEND_READS: u32 = 1000;
 /// The same for a frame that may not be its turn: it would be on the wire for 5 µs, and a read takes a µs at least.
 const FIND: u32 = 200;
 /// Smallest and largest frame.
@@ -81,7 +81,7 @@ impl<P: PhysicalDevice> Monitor<P> {
             self.put(at, address, base.saturating_add(u32::try_from(RING).unwrap_or(0)))?;
             self.put(at, command, *size)?;
             let mut sent = false;
-            for _ in 0..PATIENCE {
+            for _ in 0..MAX_SEND_READS {
                 sent = self.get(at, command)? & pointers.sent != 0;
                 if sent {
                     break;
@@ -94,7 +94,7 @@ impl<P: PhysicalDevice> Monitor<P> {
                     register: self.device.register(command).name,
                     mask: pointers.sent,
                     value: pointers.sent,
-                    times: PATIENCE,
+                    times: MAX_SEND_READS,
                 });
             }
             position = (position + (size + pointers.overhead.0).next_multiple_of(pointers.overhead.1)) % ring;

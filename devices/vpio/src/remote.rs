@@ -40,7 +40,7 @@ const HEAD: usize = 16;
 const PLACES: usize = 8;
 const MOST_PIECES: usize = PLACES - 1;
 /// An answer takes so long at most.
-const PATIENCE: Duration = Duration::from_secs(10);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 /// The machine of the process is reset once after its start, which takes what was written before; so long nothing may change.
 const SETTLED: Duration = Duration::from_millis(1000);
 /// Configuration space.
@@ -144,8 +144,8 @@ impl Remote {
         };
         let (ours, its) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
             .map_err(|error| failed(error.into()))?;
-        sockopt::set_socket_timeout(&ours, sockopt::Timeout::Recv, Some(PATIENCE))
-            .and_then(|()| sockopt::set_socket_timeout(&ours, sockopt::Timeout::Send, Some(PATIENCE)))
+        sockopt::set_socket_timeout(&ours, sockopt::Timeout::Recv, Some(ANSWER_TIMEOUT))
+            .and_then(|()| sockopt::set_socket_timeout(&ours, sockopt::Timeout::Send, Some(ANSWER_TIMEOUT)))
             .map_err(|error| failed(error.into()))?;
         let mac = address.map(|byte| format!("{byte:02x}")).join(":");
         let process = Command::new(program)
@@ -241,7 +241,7 @@ impl Remote {
         while since.elapsed() < SETTLED {
             std::thread::sleep(Duration::from_millis(20));
             if !self.is_placed()? {
-                if began.elapsed() > PATIENCE {
+                if began.elapsed() > ANSWER_TIMEOUT {
                     return Err(self.failed(
                         0,
                         0,
@@ -317,7 +317,9 @@ impl Remote {
                 Ok((0, _)) => return Err("it has ended".to_owned()),
                 Ok((more, _)) => got += more,
                 Err(rustix::io::Errno::INTR) => {}
-                Err(rustix::io::Errno::AGAIN) => return Err(format!("it hasn't answered for {PATIENCE:?}")),
+                Err(rustix::io::Errno::AGAIN) => {
+                    return Err(format!("it hasn't answered for {ANSWER_TIMEOUT:?}"));
+                }
                 Err(error) => return Err(format!("its answer can't be read: {error}")),
             }
         }

@@ -50,7 +50,7 @@ const QUEUE: usize = 512;
 /// Frames that are taken out of the owner's ring at a time.
 const BATCH: usize = 64;
 /// Looks at the card until what it has must have been sent.
-const PATIENCE: u32 = 10_000;
+const MAX_CARD_READS: u32 = 10_000;
 
 /// The owner's memory for the card: at least [`own_bytes`].
 pub trait OwnRing: Scratch {

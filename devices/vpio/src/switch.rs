@@ -11,7 +11,7 @@ use crate::guest::GuestId;
 use crate::monitor::{Monitor, MonitorError};
 
 /// How often a device is restored again that isn't as it should be.
-const AGAIN: u32 = 3;
+const MAX_RESTORES: u32 = 3;
 
 /// How a hand-off ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -167,7 +167,7 @@ impl<P: PhysicalDevice> Monitor<P> {
         self.harvest_due = false;
         // It begins with a reset. Ring pointers can be moved by a frame of the wire's as well, a broadcast.
         let mut restored = self.run(to, self.device.context.restore);
-        for _ in 0..AGAIN {
+        for _ in 0..MAX_RESTORES {
             if !matches!(restored, Err(MonitorError::Stuck { .. })) {
                 break;
             }

@@ -27,7 +27,7 @@ pub mod proto {
 /// How long a connection, and then an answer, may take, where hosts' leases aren't longer.
 pub const TIMEOUT: Duration = Duration::from_secs(5);
 /// How long they may take at most.
-const LONGEST: Duration = Duration::from_secs(60);
+const MAX_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long an instance may take to say whether it leads; those that don't answer are passed over.
 const PROBE: Duration = Duration::from_secs(2);
 /// Metadata of an answer of an instance that doesn't lead: the address of the one that does, or nothing.
@@ -243,7 +243,7 @@ impl Service {
     /// How long a connection, and then an answer, may take.
     #[must_use]
     pub fn patience(&self) -> Duration {
-        Duration::from_millis(self.patience.load(Ordering::Relaxed)).clamp(TIMEOUT, LONGEST)
+        Duration::from_millis(self.patience.load(Ordering::Relaxed)).clamp(TIMEOUT, MAX_TIMEOUT)
     }
 
     /// The service has said how long a host may be silent: it may take nearly as long for an answer from now on. Whoever gives hosts more time, on

@@ -28,7 +28,7 @@ use crate::function::interrupts::EventFds;
 /// How often a waiting access looks whether it is its turn.
 const LOOK: Duration = Duration::from_millis(1);
 /// An access that waits longer is answered with ones: the guest's monitor would take this process for dead soon after.
-const PATIENCE: Duration = Duration::from_secs(4);
+const ACCESS_TIMEOUT: Duration = Duration::from_secs(4);
 
 /// A card that can be shared.
 pub trait Card: PhysicalDevice + Send + 'static {
@@ -303,7 +303,7 @@ impl<P: Card, O: OwnRing + Send + 'static> Desk<P, O> {
                     if state.monitor.resident() == Some(GuestId(seat)) {
                         continue;
                     }
-                    if begin.elapsed() > PATIENCE {
+                    if begin.elapsed() > ACCESS_TIMEOUT {
                         tracing::warn!(
                             guest = state.places[seat].name,
                             "A guest waited too long for the card"

@@ -304,7 +304,7 @@ fn drive(
         let ending = end.load(Ordering::SeqCst);
         if ending {
             let since = ended.get_or_insert_with(Instant::now).elapsed();
-            assert!(since < LONGEST, "guest {seat}: {sent} of {handed} frames were reported as sent");
+            assert!(since < HANG_LIMIT, "guest {seat}: {sent} of {handed} frames were reported as sent");
         }
         quiet = if ending && handed == sent { quiet + 1 } else { 0 };
         if !ending && due <= Instant::now() && driver.has_room() {
@@ -329,7 +329,7 @@ fn drive(
 }
 
 /// Longest time that anything takes that takes moments.
-const LONGEST: Duration = Duration::from_secs(60);
+const HANG_LIMIT: Duration = Duration::from_secs(60);
 
 /// Both guests and the wire begin at once. One that fails before has the others fail, where a barrier would have them wait for ever.
 #[derive(Default)]
@@ -340,7 +340,7 @@ impl Ready {
         let begin = Instant::now();
         self.0.fetch_add(1, Ordering::SeqCst);
         while self.0.load(Ordering::SeqCst) < 3 {
-            assert!(begin.elapsed() < LONGEST, "not all have begun");
+            assert!(begin.elapsed() < HANG_LIMIT, "not all have begun");
             std::thread::sleep(Duration::from_millis(1));
         }
     }
@@ -518,7 +518,7 @@ fn serves(device: &Device, desk: &TestDesk, folder: &std::path::Path) {
     driver.send(&mut second, &out);
     let (begin, mut came) = (Instant::now(), Vec::new());
     while came.is_empty() || !driver.has_room() {
-        assert!(begin.elapsed() < LONGEST, "{}", desk.inspect());
+        assert!(begin.elapsed() < HANG_LIMIT, "{}", desk.inspect());
         if second.interrupted(Duration::from_millis(1)) {
             came.extend(driver.interrupt(&mut second).0);
             second.unmask();
@@ -547,7 +547,7 @@ fn a_card_that_fails_is_reset_and_serves_its_guests_again() {
                 if tree["failures"] != 0 && tree["failed"].is_null() {
                     break tree;
                 }
-                assert!(begin.elapsed() < LONGEST, "{tree}");
+                assert!(begin.elapsed() < HANG_LIMIT, "{tree}");
                 std::thread::sleep(Duration::from_millis(1));
             };
             assert_eq!(tree["holder"], serde_json::Value::Null, "{tree}");

@@ -17,7 +17,7 @@
 use vfio_user_protocol::doorbell_mode::DoorbellMode;
 
 /// How long a client may take to answer before the daemon stops waiting for it busily, nanoseconds.
-const PATIENCE: u64 = 1_000_000_000;
+const BUSY_WAIT_NS: u64 = 1_000_000_000;
 /// How long the daemon waits before it asks again for what the client could not do, nanoseconds; doubled each time.
 const FIRST_RETRY: u64 = 100_000_000;
 const LAST_RETRY: u64 = 30_000_000_000;
@@ -139,7 +139,7 @@ impl Handshake {
 
     /// Whether the client is taking its time, so that busy waiting for it is no use.
     pub fn is_late(&self, now: u64) -> bool {
-        self.pending.is_some_and(|pending| now.saturating_sub(pending.since) > PATIENCE)
+        self.pending.is_some_and(|pending| now.saturating_sub(pending.since) > BUSY_WAIT_NS)
     }
 
     /// For `inspect`.

@@ -1,7 +1,7 @@
 //! How fast peers may write into the memory of a VM that is being copied elsewhere.
 
 /// Peers may always write so many bytes per second: what is held back goes on, and a measurement at a quiet moment doesn't stop them.
-const LEAST: u64 = 1 << 20;
+const MIN_PEER_BYTES_PER_S: u64 = 1 << 20;
 
 /// What peers write into a device's memory while its VM is copied.
 #[derive(Debug, Clone, Copy)]
@@ -29,7 +29,7 @@ impl Pace {
             return None;
         }
         let left = u128::from(self.fastest) * u128::from(100 - percent.min(99)) / 100;
-        Some(u64::try_from(left).unwrap_or(u64::MAX).max(LEAST))
+        Some(u64::try_from(left).unwrap_or(u64::MAX).max(MIN_PEER_BYTES_PER_S))
     }
 }
 
@@ -54,6 +54,6 @@ mod tests {
     #[test]
     fn something_may_always_be_written() {
         let mut pace = Pace::begin(0);
-        assert_eq!(pace.hold_back(1_000_000_000, 2 << 20, 99), Some(LEAST));
+        assert_eq!(pace.hold_back(1_000_000_000, 2 << 20, 99), Some(MIN_PEER_BYTES_PER_S));
     }
 }

@@ -18,7 +18,7 @@ use super::descriptors::{Expected, accept};
 const MOST_RANGES: usize = 128;
 
 /// How long memory may take to come that a device can't go on without.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PAGE_TIMEOUT: Duration = Duration::from_secs(60);
 /// How often is looked whether it is there.
 const LOOK_EVERY: Duration = Duration::from_micros(200);
 
@@ -33,7 +33,7 @@ pub fn await_memory(table: &MappedMemory, mut ranges: Vec<(u64, u64)>) -> io::Re
         if ranges.is_empty() {
             return Ok(());
         }
-        if began.elapsed() > PATIENCE {
+        if began.elapsed() > PAGE_TIMEOUT {
             return Err(Errno::TIMEDOUT.into());
         }
         std::thread::sleep(LOOK_EVERY);

@@ -13,7 +13,7 @@ use neighbour_protocol::{FromDaemon, FromMonitor, Permitted, Piece, Socket, Sock
 
 use super::*;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const HANG_LIMIT: Duration = Duration::from_secs(20);
 const SIZE: u64 = 2 << 20;
 
 struct Bed {
@@ -52,7 +52,7 @@ struct Fake {
 impl Fake {
     fn connect(bed: &Bed) -> Self {
         let socket = Socket::connect(&bed.path).unwrap();
-        let (FromDaemon::Hello { slots, version: 3, .. }, _) = socket.wait(PATIENCE).unwrap() else {
+        let (FromDaemon::Hello { slots, version: 3, .. }, _) = socket.wait(HANG_LIMIT).unwrap() else {
             panic!("hello comes first")
         };
         let signals = (0..slots).map(|_| eventfd(0, EventfdFlags::CLOEXEC).unwrap()).collect();
@@ -96,7 +96,7 @@ impl Fake {
     }
 
     fn next(&self) -> FromDaemon {
-        self.socket.wait(PATIENCE).unwrap().0
+        self.socket.wait(HANG_LIMIT).unwrap().0
     }
 
     /// The next connection: slot, epoch, RAM file, segment, signal. Whom the two have in common follows it.
@@ -107,7 +107,7 @@ impl Fake {
     }
 
     fn connected_with(&self) -> ((u32, u32, File, File, OwnedFd), u64) {
-        let (message, fds) = self.socket.wait::<FromDaemon>(PATIENCE).unwrap();
+        let (message, fds) = self.socket.wait::<FromDaemon>(HANG_LIMIT).unwrap();
         let FromDaemon::Connect { slot, epoch, .. } = message else { panic!("{message:?}") };
         let [ram, segment, signal] = <[OwnedFd; 3]>::try_from(fds).unwrap();
         let FromDaemon::Common { slot: same, slots } = self.next() else {
@@ -177,7 +177,7 @@ fn a_peer_sees_memory_that_it_cannot_write() {
     // What is shown follows at the end of the thread's round, after the members were told.
     let begun = Instant::now();
     while bed.neighbours.inspect()["nas"][0]["epoch_by_peer"]["b"] != epoch {
-        assert!(begun.elapsed() < PATIENCE, "{}", bed.neighbours.inspect());
+        assert!(begun.elapsed() < HANG_LIMIT, "{}", bed.neighbours.inspect());
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -252,7 +252,7 @@ fn unsealed_memory_is_for_other_users_only() {
     }
     let begun = Instant::now();
     while bed.neighbours.inspect()["nas"][0]["memory"] != "other users only" {
-        assert!(begun.elapsed() < PATIENCE, "{}", bed.neighbours.inspect());
+        assert!(begun.elapsed() < HANG_LIMIT, "{}", bed.neighbours.inspect());
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -381,7 +381,7 @@ fn a_peer_is_told_that_a_member_hangs() {
             if let Some((message, _)) = a.socket.receive::<FromDaemon>().unwrap() {
                 break message;
             }
-            assert!(stopped.elapsed() < PATIENCE, "never told");
+            assert!(stopped.elapsed() < HANG_LIMIT, "never told");
             count += 1;
             std::thread::sleep(Duration::from_millis(20));
         };
@@ -400,7 +400,7 @@ fn who_connects_and_does_not_join_is_told_so_and_hung_up_on() {
     let late = Fake::connect(&bed);
     let FromDaemon::Refused { reason } = late.next() else { panic!("it was to be refused") };
     assert!(reason.contains("joins within 0.3 s"), "{reason}");
-    assert!(matches!(late.socket.wait::<FromDaemon>(PATIENCE), Err(SocketError::Closed)));
+    assert!(matches!(late.socket.wait::<FromDaemon>(HANG_LIMIT), Err(SocketError::Closed)));
 }
 
 #[test]
@@ -416,5 +416,5 @@ fn a_member_that_says_nonsense_is_hung_up_on_and_the_others_are_not() {
     assert!(a.is_silent());
     rustix::io::write(&b.socket, b"nonsense").unwrap();
     assert_eq!(a.next(), FromDaemon::Gone { slot: slot_b, epoch, reason: reason::LEFT });
-    assert!(matches!(b.socket.wait::<FromDaemon>(PATIENCE), Err(SocketError::Closed)));
+    assert!(matches!(b.socket.wait::<FromDaemon>(HANG_LIMIT), Err(SocketError::Closed)));
 }

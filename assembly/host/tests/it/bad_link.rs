@@ -29,7 +29,7 @@ const TROUBLES: Troubles = Troubles {
 const QUEUE_PAIRS: usize = 60;
 const DEPTH: u64 = 4;
 /// Nothing may stand still for so long.
-const PATIENCE: Duration = Duration::from_secs(60);
+const HANG_LIMIT: Duration = Duration::from_secs(60);
 
 fn gid(last: u8) -> [u8; 16] {
     let mut gid = [0; 16];
@@ -229,7 +229,7 @@ fn additions_over_a_bad_link_are_done_exactly_once() {
         if worked {
             progress = Instant::now();
         } else {
-            assert!(progress.elapsed() < PATIENCE, "nothing completes: {totals:?} of {share} each");
+            assert!(progress.elapsed() < HANG_LIMIT, "nothing completes: {totals:?} of {share} each");
             std::thread::yield_now();
         }
         let total = totals.iter().sum::<u64>();

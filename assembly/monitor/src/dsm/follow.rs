@@ -14,7 +14,7 @@ const SURE: u8 = 2;
 /// Of those that are relied on one in so many is left out, to see whether it still comes.
 const TRIED: u8 = 8;
 /// Faults that are remembered at most; then all are forgotten.
-const MOST: usize = 4096;
+const MAX_REMEMBERED_FAULTS: usize = 4096;
 
 /// A page and whether it is written.
 pub(super) type Want = (Page, bool);
@@ -42,7 +42,7 @@ impl Follow {
             && now.saturating_sub(at) <= NEAR
             && before != want
         {
-            if self.after.len() >= MOST {
+            if self.after.len() >= MAX_REMEMBERED_FAULTS {
                 self.after.clear();
             }
             let next = self.after.entry(before).or_insert(Next { want, seen: 0, turn: 0 });
@@ -131,9 +131,9 @@ mod tests {
     #[test]
     fn memory_is_bounded() {
         let mut follow = Follow::default();
-        for page in 0..3 * MOST as Page {
+        for page in 0..3 * MAX_REMEMBERED_FAULTS as Page {
             follow.fault((page, false), page, |_| true);
         }
-        assert!(follow.after.len() <= MOST);
+        assert!(follow.after.len() <= MAX_REMEMBERED_FAULTS);
     }
 }

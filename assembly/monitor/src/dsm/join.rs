@@ -18,7 +18,7 @@ use crate::sealing::{
 };
 
 /// How long the last node may come after the first.
-const PATIENCE: Duration = Duration::from_secs(15);
+const LAST_NODE_TIMEOUT: Duration = Duration::from_secs(15);
 /// Pause between two attempts.
 const PAUSE: Duration = Duration::from_millis(10);
 /// How long the other side of a connection may take to say who it is.
@@ -462,14 +462,14 @@ pub(super) fn join(
     let listener = awaits.then(|| Listener::open(own)).transpose();
     let listener =
         listener.map_err(|source| DsmError::Listen { node: hello.node, address: address(me), source })?;
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + LAST_NODE_TIMEOUT;
     for (peer, place) in addresses.iter().enumerate().take(me) {
         let stream = loop {
             match connect(place, deadline) {
                 Ok(stream) => break stream,
                 Err(_) if Instant::now() < deadline => std::thread::sleep(PAUSE),
                 Err(error) => {
-                    let seconds = PATIENCE.as_secs();
+                    let seconds = LAST_NODE_TIMEOUT.as_secs();
                     return Err(failed(
                         peer,
                         format!("nobody listens there for {seconds} s ({error}); start it"),
@@ -492,7 +492,7 @@ pub(super) fn join(
     while let (Some(listener), Some(next)) = (&listener, missing(&links)) {
         // Looked at in each round: strangers that come without end must not keep it from ending.
         if Instant::now() >= deadline {
-            let problem = format!("it hasn't come within {} s; start it", PATIENCE.as_secs());
+            let problem = format!("it hasn't come within {} s; start it", LAST_NODE_TIMEOUT.as_secs());
             return Err(failed(next, problem));
         }
         match listener.accept() {

@@ -9,7 +9,7 @@ const RUN: u32 = 3;
 /// Pages fetched ahead of a stream at first; doubled at every fault right behind them.
 const FIRST: u64 = 2;
 /// Pages fetched ahead of a stream at most. What is fetched in vain beyond its end costs its owner a fault each.
-const MOST: u64 = 128;
+const MAX_PREFETCH_PAGES: u64 = 128;
 /// Places that a vCPU may go on from in turns. A fault looks at all of them, which takes nanoseconds where it takes tens of microseconds.
 const STREAMS: usize = 64;
 
@@ -67,7 +67,7 @@ impl Stream {
         self.ahead = match self.run {
             run if run < RUN => 0,
             RUN => FIRST,
-            _ => (self.ahead * 2).clamp(FIRST, MOST),
+            _ => (self.ahead * 2).clamp(FIRST, MAX_PREFETCH_PAGES),
         };
         (self.next, self.write) = (page + 1 + self.ahead, write);
         self.ahead

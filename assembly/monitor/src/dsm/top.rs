@@ -14,7 +14,7 @@ use super::engine::Engine;
 use super::link::Control;
 
 /// How long nodes may take to answer, and whoever asks to read.
-const PATIENCE: Duration = Duration::from_millis(500);
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// A socket that is served until this is dropped.
 pub(super) struct Served {
@@ -57,8 +57,8 @@ impl Drop for Served {
 }
 
 fn answer(engine: &Engine, mut stream: UnixStream) -> io::Result<()> {
-    stream.set_write_timeout(Some(PATIENCE))?;
-    let until = Instant::now() + PATIENCE;
+    stream.set_write_timeout(Some(ANSWER_TIMEOUT))?;
+    let until = Instant::now() + ANSWER_TIMEOUT;
     engine.peer_states().answers.clear();
     let peers: Vec<u8> = engine.links().map(|link| link.peer).collect();
     for peer in &peers {

@@ -30,7 +30,7 @@ const PAUSE: Duration = Duration::from_micros(500);
 /// an instruction at the most, as those that it needs again are fewer.
 pub(super) const MOST_GRANTED: usize = 40;
 /// Bytes of the longest instruction.
-pub(super) const LONGEST: usize = 15;
+pub(super) const MAX_INSTRUCTION_BYTES: usize = 15;
 
 /// A fault that is being served.
 #[derive(Debug, Clone, Copy)]
@@ -215,7 +215,8 @@ impl Engine {
     ) -> Locked<'a> {
         let Some(mut found) = self.registers(registers) else { return locked };
         let Some(core) = &mut *locked else { return locked };
-        let (Ok(vcpu), Some(bytes)) = (Vcpu::try_from(index), code(core, found.rip, LONGEST)) else {
+        let (Ok(vcpu), Some(bytes)) = (Vcpu::try_from(index), code(core, found.rip, MAX_INSTRUCTION_BYTES))
+        else {
             // Its code has been taken away: it faults there first, and then here again.
             return locked;
         };
@@ -327,7 +328,8 @@ fn needs(core: &Core, index: usize, regs: &kvm_regs) -> Needs {
     if granted.is_empty() {
         return Needs::Nothing;
     }
-    let pages = code(core, regs.rip, LONGEST).and_then(|bytes| instruction::touched(&bytes, regs));
+    let pages =
+        code(core, regs.rip, MAX_INSTRUCTION_BYTES).and_then(|bytes| instruction::touched(&bytes, regs));
     match pages {
         Some(pages) if !pages.iter().any(|page| granted.contains(page)) => Needs::None,
         _ => Needs::Some,

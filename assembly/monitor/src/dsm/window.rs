@@ -12,7 +12,7 @@ use machine::x86::kvm_regs;
 use super::compute::{self, compute};
 use super::engine::Core;
 use super::instruction::{self, Trapped};
-use super::vcpus::{LONGEST, code};
+use super::vcpus::{MAX_INSTRUCTION_BYTES, code};
 
 /// Stores that are carried out behind a trapped instruction at most. Who has the token has done so many in the time in which others do one: more would let it
 /// run away from them.
@@ -30,7 +30,7 @@ pub(super) fn next_store(core: &Core, regs: &kvm_regs) -> Option<(kvm_regs, Trap
     for _ in 0..STEPS {
         let fetched = |start: u64, here: &Vec<u8>| {
             let at = usize::try_from(regs.rip.checked_sub(start)?).ok()?;
-            (here.len().checked_sub(at)? >= LONGEST).then_some(at)
+            (here.len().checked_sub(at)? >= MAX_INSTRUCTION_BYTES).then_some(at)
         };
         let at = match fetched(start, &here) {
             Some(at) => at,
@@ -57,7 +57,7 @@ pub(super) fn next_store(core: &Core, regs: &kvm_regs) -> Option<(kvm_regs, Trap
 ///
 /// Its siblings on this node may use the same words meanwhile: each load, store and read-modify-write is one for them, too.
 pub(super) fn step_over(core: &Core, regs: &kvm_regs) -> Option<kvm_regs> {
-    let bytes = code(core, regs.rip, LONGEST)?;
+    let bytes = code(core, regs.rip, MAX_INSTRUCTION_BYTES)?;
     let (ram, size) = (&core.pages.ram, wire::PAGE_SIZE as u64);
     let mut after = *regs;
     if let Some(trapped) = instruction::decode(&bytes, regs) {

@@ -12,7 +12,7 @@ use super::NeighbourError;
 use crate::description::Neighbour;
 
 /// How long a daemon may take for its first words.
-const PATIENCE: Duration = Duration::from_secs(5);
+const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// What the registry says of all its neighbourhoods.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,7 +104,7 @@ pub(super) fn connect(path: &Path) -> Result<(Socket, Terms), NeighbourError> {
         source,
     };
     let socket = Socket::connect(path).map_err(|error| registry(error.into()))?;
-    let (hello, _) = socket.wait::<FromDaemon>(PATIENCE).map_err(|error| registry(error.into()))?;
+    let (hello, _) = socket.wait::<FromDaemon>(GREETING_TIMEOUT).map_err(|error| registry(error.into()))?;
     match hello {
         FromDaemon::Hello { version, base, stride, slots, entries, heartbeat_ms } => {
             if version != VERSION {

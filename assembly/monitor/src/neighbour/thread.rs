@@ -28,7 +28,7 @@ use crate::vm::ThreadHook;
 const FIRST_BACKOFF: Duration = Duration::from_millis(50);
 const LONGEST_BACKOFF: Duration = Duration::from_secs(2);
 /// How long the daemon may take to answer a `Join`.
-const PATIENCE: Duration = Duration::from_secs(5);
+const JOIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// Messages at once, before the guest has its turn.
 const BATCH: usize = 16;
 
@@ -165,7 +165,7 @@ impl Registry {
             sent.map_err(|error| failed(error.into()))?;
         }
         // A registry that has hung up has said why, unless it has ended.
-        match socket.wait::<FromDaemon>(PATIENCE).map_err(|error| failed(error.into()))?.0 {
+        match socket.wait::<FromDaemon>(JOIN_TIMEOUT).map_err(|error| failed(error.into()))?.0 {
             FromDaemon::Joined { slot } if slot < self.terms.geometry.slots() => {
                 self.slot = slot;
                 inner.joined(slot);

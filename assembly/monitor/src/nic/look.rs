@@ -4,7 +4,7 @@
 //! that ring.
 //!
 //! A guest may need longer for its next write: where it has one processor with that thread, each look takes it away from its guest. So looks that find
-//! nothing go on, each after twice the time up to [`LATEST`], until nothing has happened for [`LOOKS`] of them, some 10 s: longer than drivers wait for an
+//! nothing go on, each after twice the time up to [`MAX_POLL_INTERVAL`], until nothing has happened for [`LOOKS`] of them, some 10 s: longer than drivers wait for an
 //! interrupt before they reset their card. A guest that does nothing costs nothing then.
 
 use std::io;
@@ -20,7 +20,7 @@ use rustix::time::{
 /// that sends, on slow machines.
 const AFTER: Duration = Duration::from_micros(200);
 /// Between looks that found nothing, at most.
-const LATEST: Duration = Duration::from_millis(100);
+const MAX_POLL_INTERVAL: Duration = Duration::from_millis(100);
 /// Looks in a row that find nothing.
 const LOOKS: u32 = 110;
 /// None is due.
@@ -31,7 +31,7 @@ fn after(empty: u32) -> Duration {
     2_u32
         .checked_pow(empty)
         .and_then(|times| AFTER.checked_mul(times))
-        .map_or(LATEST, |time| time.min(LATEST))
+        .map_or(MAX_POLL_INTERVAL, |time| time.min(MAX_POLL_INTERVAL))
 }
 
 /// The timer, and how many looks before the one that is due found nothing.

@@ -9,7 +9,7 @@ use virtio_devices::net::tap::Tap;
 /// Bytes of the header in front of each frame of a tap.
 const HEADER: usize = virtio_devices::net::header::HEADER_LEN;
 /// The longest frame with a VLAN tag, without CRC.
-const LONGEST: usize = 1518;
+const MAX_FRAME_BYTES: usize = 1518;
 /// Frames that are taken from a tap before the lock is given up.
 const BATCH: usize = 16;
 
@@ -50,7 +50,7 @@ impl Wire {
 
     /// Sends a frame; false when the tap takes none now.
     fn send(&self, frame: &[u8]) -> bool {
-        if frame.len() > LONGEST {
+        if frame.len() > MAX_FRAME_BYTES {
             return false;
         }
         let mut whole = vec![0; HEADER];
@@ -68,7 +68,7 @@ impl Wire {
             if frame.len() < reference::SHORTEST {
                 frame.resize(reference::SHORTEST, 0);
             }
-            if frame.len() <= LONGEST && card.receive(&frame) {
+            if frame.len() <= MAX_FRAME_BYTES && card.receive(&frame) {
                 frames.received += 1;
                 frames.received_bytes += u64::try_from(frame.len()).unwrap_or(0);
             } else {

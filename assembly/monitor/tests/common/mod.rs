@@ -29,7 +29,7 @@ use pci::function::PciFunction;
 use pci::interrupt::{InterruptError, Msi, MsiMessage, MsiVector};
 
 pub const RAM: u64 = 4 << 20;
-pub const PATIENCE: Duration = Duration::from_secs(120);
+pub const HANG_LIMIT: Duration = Duration::from_secs(120);
 
 /// Vectors of a machine's controller; kept, so that a test can look at their eventfds.
 pub struct Vectors {
@@ -122,7 +122,7 @@ pub fn held(name: &str) -> (usize, usize) {
 }
 
 pub fn wait_until(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + HANG_LIMIT;
     while !done() {
         assert!(Instant::now() < deadline, "never happened: {what}");
         std::thread::sleep(Duration::from_millis(5));

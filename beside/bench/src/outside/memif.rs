@@ -18,7 +18,7 @@ pub const PROGRAM: (&str, &str, &str) = ("dpdk-testpmd", "--version", "dpdk-dev 
 const SECONDS: [u64; 2] = [5, 20];
 const COUNTED: usize = 3;
 /// Longest that it may take to end.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PEER_END_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Packets per second that the receiver takes, of `size` bytes (64 to 2,048).
 ///
@@ -46,7 +46,7 @@ fn run(cpus: [usize; 2], size: u32, seconds: u64) -> anyhow::Result<(String, Str
     let mut receiver = start(cpus[1], &socket, "server", &["--forward-mode=rxonly"])?;
     // Its socket is there a moment later.
     let began = std::time::Instant::now();
-    while !socket.exists() && began.elapsed() < PATIENCE && !receiver.has_ended() {
+    while !socket.exists() && began.elapsed() < PEER_END_TIMEOUT && !receiver.has_ended() {
         std::thread::sleep(Duration::from_millis(20));
     }
     let packets = format!("--txpkts={size}");
@@ -54,10 +54,10 @@ fn run(cpus: [usize; 2], size: u32, seconds: u64) -> anyhow::Result<(String, Str
     std::thread::sleep(Duration::from_secs(seconds));
     receiver.interrupt()?;
     let text = receiver.output()?;
-    receiver.finish(PATIENCE)?;
+    receiver.finish(PEER_END_TIMEOUT)?;
     sender.interrupt()?;
     let sent = sender.output()?;
-    sender.finish(PATIENCE)?;
+    sender.finish(PEER_END_TIMEOUT)?;
     Ok((text, sent))
 }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail};
 
 /// Longest that a peer may take.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PEER_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Runs a server, then its client until it ends well. The client's output, and processor time of both. `ends_itself`: the server does,
 /// after one client.
@@ -27,10 +27,10 @@ pub fn serve(
         std::thread::sleep(Duration::from_millis(50));
         let mut client = Process::start(name, &mut client())?;
         let text = client.output()?;
-        let (fine, used) = client.finish(PATIENCE)?;
+        let (fine, used) = client.finish(PEER_TIMEOUT)?;
         // iperf3 ends well even when it only has an error to report.
         if fine && !text.contains("\"error\"") {
-            let patience = if ends_itself { PATIENCE } else { Duration::ZERO };
+            let patience = if ends_itself { PEER_TIMEOUT } else { Duration::ZERO };
             let (_, by_server) = server.finish(patience)?;
             return Ok((text, used + by_server));
         }

@@ -8,7 +8,7 @@ use payload_litmus::table::Placement;
 use serde_json::Value;
 use std::time::Duration;
 
-const PATIENCE: Duration = Duration::from_secs(300);
+const HANG_LIMIT: Duration = Duration::from_secs(300);
 
 /// The program, or `None` without KVM.
 fn program(test: &str) -> Option<Vec<u8>> {
@@ -25,7 +25,7 @@ fn run(file: Vec<u8>, vcpus: u32, arguments: &[&str]) -> (u32, Vec<String>) {
     let builder = PayloadVm::builder("litmus", file).vcpus(vcpus).memory(64 << 20);
     let mut vm = builder.arguments(arguments.iter().copied()).console(output.clone()).build().unwrap();
     vm.start().unwrap();
-    let code = vm.wait_for(PATIENCE).unwrap();
+    let code = vm.wait_for(HANG_LIMIT).unwrap();
     let text = output.text();
     (code.unwrap_or_else(|| panic!("It still runs: {text}")), text.lines().map(str::to_owned).collect())
 }

@@ -4,15 +4,15 @@ use crate::programs::{Output, programs};
 use monitor::payload::{PayloadBuilder, PayloadError, PayloadVm};
 use std::time::Duration;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const HANG_LIMIT: Duration = Duration::from_secs(60);
 
 fn run(builder: PayloadBuilder) -> (Result<u32, PayloadError>, String) {
     let output = Output::default();
     let result = builder.console(output.clone()).build().and_then(|mut vm| {
         vm.start()?;
-        Ok(vm.wait_for(PATIENCE)?.unwrap_or_else(|| {
+        Ok(vm.wait_for(HANG_LIMIT)?.unwrap_or_else(|| {
             let (exits, stats) = (vm.exits(), vm.kernel_stats());
-            panic!("it still runs after {PATIENCE:?}: printed {:?}, {exits:?}, {stats:?}", output.text())
+            panic!("it still runs after {HANG_LIMIT:?}: printed {:?}, {exits:?}, {stats:?}", output.text())
         }))
     });
     (result, output.text())
@@ -93,7 +93,7 @@ fn doorbells_stay_in_the_kernel_and_other_exits_are_counted() {
     let builder = PayloadVm::from_file(&programs.path("doorbell")).unwrap();
     let mut vm = builder.arguments(["50"]).console(Output::default()).build().unwrap();
     vm.start().unwrap();
-    assert_eq!(vm.wait_for(PATIENCE).unwrap(), Some(0));
+    assert_eq!(vm.wait_for(HANG_LIMIT).unwrap(), Some(0));
     let mut count = [0; 8];
     rustix::io::read(vm.doorbell(0).unwrap(), &mut count).unwrap();
     assert_eq!(u64::from_ne_bytes(count), 50);
@@ -137,7 +137,7 @@ fn many_vcpus_and_stopping() {
     vm.start().unwrap();
     assert_eq!(vm.wait_for(Duration::from_millis(100)).unwrap(), None);
     vm.stop().unwrap();
-    assert!(vm.wait_for(PATIENCE).is_err());
+    assert!(vm.wait_for(HANG_LIMIT).is_err());
 }
 
 /// What is wrong with settings and files is said in one sentence, with or without KVM.

@@ -7,7 +7,7 @@ use serde_json::Value;
 use std::time::Duration;
 
 /// vCPUs that outnumber the processors wait for each other by whole time slices.
-const PATIENCE: Duration = Duration::from_secs(300);
+const HANG_LIMIT: Duration = Duration::from_secs(300);
 
 /// Exit code and output of a program on so many vCPUs.
 fn run(programs: &Programs, name: &str, vcpus: u32, arguments: &[&str]) -> (u32, String) {
@@ -16,9 +16,9 @@ fn run(programs: &Programs, name: &str, vcpus: u32, arguments: &[&str]) -> (u32,
     let mut vm =
         builder.vcpus(vcpus).arguments(arguments.iter().copied()).console(output.clone()).build().unwrap();
     vm.start().unwrap();
-    let code = vm.wait_for(PATIENCE).unwrap();
+    let code = vm.wait_for(HANG_LIMIT).unwrap();
     let text = output.text();
-    (code.unwrap_or_else(|| panic!("{name} still runs after {PATIENCE:?}: {text}")), text)
+    (code.unwrap_or_else(|| panic!("{name} still runs after {HANG_LIMIT:?}: {text}")), text)
 }
 
 /// The line of a run that has to be right.

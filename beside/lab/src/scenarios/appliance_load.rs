@@ -10,7 +10,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::{Value, json};
 use std::time::Duration;
 
-const PATIENCE: Duration = Duration::from_secs(1800);
+const LOAD_TIMEOUT: Duration = Duration::from_secs(1800);
 /// Small writes that wait for each other.
 const SMALL: u64 = 64;
 
@@ -82,7 +82,7 @@ fn costs<T>(guests: &Guests<'_>, stack: Stack, what: impl FnOnce() -> Result<T>)
 fn fio(guests: &Guests<'_>, more: &str) -> Result<fio::Job> {
     let output = guests.client.run(
         &format!("fio --name=v --direct=1 --ioengine=libaio --verify=crc32c --verify_fatal=1 --eta=never --output-format=json {more}"),
-        PATIENCE,
+        LOAD_TIMEOUT,
     )?;
     fio::job(&output.stdout).with_context(|| format!("{} {}", output.stdout.trim(), output.stderr.trim()))
 }
@@ -96,7 +96,7 @@ fn mount(guests: &Guests<'_>, stack: Stack) -> Result<()> {
                  timeout 120 mount -t nfs4 -o vers=4.2,proto=tcp,sec=sys,hard {address}:/ /mnt",
                 address = stack.address()
             ),
-            PATIENCE,
+            LOAD_TIMEOUT,
         )?
         .success()
         .with_context(|| format!("The client can't mount the file system of {}", stack.name()))
@@ -104,7 +104,7 @@ fn mount(guests: &Guests<'_>, stack: Stack) -> Result<()> {
 }
 
 fn unmount(guests: &Guests<'_>) -> Result<()> {
-    guests.client.run("umount /mnt", PATIENCE)?.success().map(drop)
+    guests.client.run("umount /mnt", LOAD_TIMEOUT)?.success().map(drop)
 }
 
 /// Writes in large pieces, read back and verified from the disks.
@@ -150,7 +150,7 @@ fn small(guests: &Guests<'_>, stack: Stack, done: &mut Done) -> Result<()> {
 fn tree(guests: &Guests<'_>, stack: Stack, done: &mut Done) -> Result<()> {
     let home = guests.client.run(
         &format!("set -e; mkdir -p /tmp/home; [ -e /tmp/home/mm ] || tar xf {TREE} -C /tmp/home; cd /tmp/home; find . -type f | wc -l; find . -type f -print0 | xargs -0 cat | wc -c"),
-        PATIENCE,
+        LOAD_TIMEOUT,
     )?.success()?;
     let numbers: Vec<u64> = home.split_whitespace().filter_map(|w| w.parse().ok()).collect();
     let [files, bytes] = numbers[..] else { bail!("The tree's size is {home:?}") };
@@ -160,7 +160,7 @@ fn tree(guests: &Guests<'_>, stack: Stack, done: &mut Done) -> Result<()> {
             .client
             .run(
                 &format!("set -e; {clock}; mkdir /mnt/tree; tar xf {TREE} -C /mnt/tree --no-same-owner; sync -f /mnt; {clock}"),
-                PATIENCE,
+                LOAD_TIMEOUT,
             )?
             .success()
     })?;
@@ -169,9 +169,10 @@ fn tree(guests: &Guests<'_>, stack: Stack, done: &mut Done) -> Result<()> {
     unmount(guests)?;
     drop_caches(guests, stack)?;
     mount(guests, stack)?;
-    let compared = guests
-        .client
-        .run("diff -r /tmp/home /mnt/tree > /tmp/diff 2>&1; s=$?; head -n 20 /tmp/diff; exit $s", PATIENCE)?;
+    let compared = guests.client.run(
+        "diff -r /tmp/home /mnt/tree > /tmp/diff 2>&1; s=$?; head -n 20 /tmp/diff; exit $s",
+        LOAD_TIMEOUT,
+    )?;
     if compared.code != 0 {
         progress!("  the tree differs: {}{}", compared.stdout, compared.stderr);
         done.mismatches += u64::try_from(compared.stdout.lines().count().max(1))?;

@@ -19,7 +19,7 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-const PATIENCE: Duration = Duration::from_secs(150);
+const GUEST_TIMEOUT: Duration = Duration::from_secs(150);
 
 /// Two disks: one for the records, one for fio, in a real file system on the host's scratch disk.
 fn prepare(host: &Host) -> Result<()> {
@@ -61,7 +61,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         let run = u64::from(n);
         host.forget_consoles();
         let g = Guest::start(host, &guest(run, kernel)?, vmm)?;
-        g.expect(&format!("ACK {run} "), PATIENCE)?;
+        g.expect(&format!("ACK {run} "), GUEST_TIMEOUT)?;
         seed ^= seed << 13;
         seed ^= seed >> 7;
         seed ^= seed << 17;
@@ -70,11 +70,11 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
             bail!("The monitor ended by itself with status {code} before it could be killed");
         }
         g.session.kill()?;
-        g.session.wait(PATIENCE)?.context("The monitor outlived SIGKILL by minutes")?;
+        g.session.wait(GUEST_TIMEOUT)?.context("The monitor outlived SIGKILL by minutes")?;
         let last =
             records::last_ack(&g.session.out.text(), run).context("No acknowledgement on the console")?;
         let check =
-            host.run(&format!("/share/.lab/lab records-check /disks/records {run} {last}"), PATIENCE)?;
+            host.run(&format!("/share/.lab/lab records-check /disks/records {run} {last}"), GUEST_TIMEOUT)?;
         let missing: u64 = check
             .stdout
             .split_whitespace()
@@ -98,5 +98,5 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let status = g.script_status(Duration::from_secs(240))?;
     report.figure("fio_verify_status", status);
     report.check(status == 0, format!("fio's verification ended with status {status}"));
-    g.ended(PATIENCE)
+    g.ended(GUEST_TIMEOUT)
 }

@@ -20,7 +20,7 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-const PATIENCE: Duration = Duration::from_secs(150);
+const GUEST_TIMEOUT: Duration = Duration::from_secs(150);
 
 /// How a guest's life ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,28 +50,28 @@ fn one(host: &Host, vmm: Vmm, kernel: &str, cpus: u32, bzimage: bool, end: End) 
     let mut spec = GuestSpec::new("boot", kernel, cpus).root().cmdline([word]);
     spec.bzimage = bzimage;
     let guest = Guest::start(host, &spec, vmm)?;
-    let (_, init) = guest.expect("LAB-L2 init", PATIENCE)?;
-    let (line, _) = guest.expect("LAB-L2 user space", PATIENCE)?;
+    let (_, init) = guest.expect("LAB-L2 init", GUEST_TIMEOUT)?;
+    let (line, _) = guest.expect("LAB-L2 user space", GUEST_TIMEOUT)?;
     if !line.contains(&format!("cpus {cpus} ")) {
         bail!("The guest should have {cpus} vCPUs and says {line:?}");
     }
-    guest.expect("LAB-L2 exit 0", PATIENCE)?;
+    guest.expect("LAB-L2 exit 0", GUEST_TIMEOUT)?;
     match end {
-        End::PowerOff => guest.ended(PATIENCE)?,
+        End::PowerOff => guest.ended(GUEST_TIMEOUT)?,
         End::Reboot => {
             // A monitor restarts its guest in place; the second init proves it. QEMU is told not to differ.
             let from = guest.session.out.position();
-            guest.expect_from("LAB-L2 init", from, PATIENCE)?;
-            guest.expect_from("LAB-L2 user space", from, PATIENCE)?;
+            guest.expect_from("LAB-L2 init", from, GUEST_TIMEOUT)?;
+            guest.expect_from("LAB-L2 user space", from, GUEST_TIMEOUT)?;
             guest.session.signal(15)?;
-            if guest.session.wait(PATIENCE)?.is_none() {
+            if guest.session.wait(GUEST_TIMEOUT)?.is_none() {
                 bail!("The monitor didn't end after SIGTERM");
             }
         }
         End::Button => {
             press(host, &guest)?;
-            guest.expect("LAB-L2 power button", PATIENCE)?;
-            guest.ended(PATIENCE)?;
+            guest.expect("LAB-L2 power button", GUEST_TIMEOUT)?;
+            guest.ended(GUEST_TIMEOUT)?;
         }
     }
     let trouble = guest.trouble();

@@ -20,7 +20,7 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-const PATIENCE: Duration = Duration::from_secs(200);
+const GUEST_TIMEOUT: Duration = Duration::from_secs(200);
 
 /// The emulator keeps translated code for every page that guest or host code ran from. Writing to such a page throws its
 /// translations away first, which takes ten times as long as the write. So the memory that one guest leaves makes the
@@ -59,14 +59,14 @@ fn boot(host: &Host, vmm: Vmm, kernel: &str, cpus: u32) -> Result<Boot> {
     host.sh(CALM)?;
     let before = host.processor_time()?;
     let guest = Guest::start(host, &spec, vmm)?;
-    let (_, init) = guest.expect("LAB-L2 init", PATIENCE)?;
+    let (_, init) = guest.expect("LAB-L2 init", GUEST_TIMEOUT)?;
     let work = host.processor_time()?.saturating_sub(before);
-    let (_, user) = guest.expect("LAB-L2 exit 0", PATIENCE)?;
+    let (_, user) = guest.expect("LAB-L2 exit 0", GUEST_TIMEOUT)?;
     std::thread::sleep(Duration::from_millis(500));
     let pid = pid_of(host, vmm)?;
     let measured = Measured::parse(&host.sh(&format!("/share/.lab/lab measure {pid} {}", spec.memory_mib))?);
     guest.session.kill()?;
-    guest.session.wait(PATIENCE)?;
+    guest.session.wait(GUEST_TIMEOUT)?;
     Ok(Boot { init: init.as_secs_f64(), work: work.as_secs_f64(), user: user.as_secs_f64(), measured })
 }
 

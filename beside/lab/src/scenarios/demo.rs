@@ -26,7 +26,7 @@ pub const SCENARIO: Scenario = Scenario {
 const MAX_MIB_BEYOND_RAM: u64 = 15;
 /// The same without its program's file.
 const MAX_MIB_BEYOND_RAM_AND_PROGRAM: u64 = 8;
-const PATIENCE: Duration = Duration::from_secs(120);
+const GUEST_TIMEOUT: Duration = Duration::from_secs(120);
 
 fn script() -> String {
     let mut s = guest_up("10.78.0");
@@ -56,11 +56,11 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         GuestSpec::new("demo", kernel, 2).root().disk("/disks/demo", false).tap("tap0").script(&script());
     progress!("demo: {}", spec.command(vmm, "…"));
     let guest = Guest::start(host, &spec, vmm)?;
-    let (_, init) = guest.expect("LAB-L2 init", PATIENCE)?;
+    let (_, init) = guest.expect("LAB-L2 init", GUEST_TIMEOUT)?;
     progress!("demo: from exec to the guest's first program: {:.2} s (emulated host)", init.as_secs_f64());
-    let (_, user) = guest.expect("LAB-L2 script", PATIENCE)?;
+    let (_, user) = guest.expect("LAB-L2 script", GUEST_TIMEOUT)?;
     let heartbeat = Heartbeat::start("demo: the guest runs fio and iperf3".to_owned());
-    guest.expect("DEMO done", PATIENCE)?;
+    guest.expect("DEMO done", GUEST_TIMEOUT)?;
     drop(heartbeat);
     for (_, line) in guest.session.out.find("DEMO ") {
         progress!("demo: guest: {}", line.trim_start_matches("DEMO ").trim());
@@ -78,8 +78,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         exits_by_cause(lab, report)?;
     }
     guest.session.input(b"\n")?;
-    let status = guest.script_status(PATIENCE)?;
-    guest.ended(PATIENCE)?;
+    let status = guest.script_status(GUEST_TIMEOUT)?;
+    guest.ended(GUEST_TIMEOUT)?;
     report.figure("init_s", init.as_secs_f64());
     report.figure("user_space_s", user.as_secs_f64());
     report.figure("kvm_counters", json!(measured.counters));

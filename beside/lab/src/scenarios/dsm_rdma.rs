@@ -33,7 +33,7 @@ pub const SCENARIO: Scenario = Scenario {
 /// Where nodes listen: node 2, where there is one, beside node 0.
 const NODES: [(usize, u16); 3] = [(0, 7000), (1, 7000), (0, 7001)];
 /// Emulated processors: a program that takes a second elsewhere takes up to a minute.
-const PATIENCE: Duration = Duration::from_secs(240);
+const RUN_TIMEOUT: Duration = Duration::from_secs(240);
 /// How long a dead or cut-off node may go untold. A second is what is promised; the rest is the emulated hosts' and the lab's.
 const TOLD: Duration = Duration::from_secs(4);
 /// TCP segments of the handshake and the end, both ways: what may be more is the host's own.
@@ -145,7 +145,7 @@ impl Nodes {
 
     /// What all said.
     fn end(&self) -> Result<Vec<Output>> {
-        self.sessions.iter().map(|session| session.output(PATIENCE)).collect()
+        self.sessions.iter().map(|session| session.output(RUN_TIMEOUT)).collect()
     }
 }
 
@@ -303,7 +303,7 @@ fn endless(lab: &Lab) -> Result<Nodes> {
     let peers = peers("rdma", 2);
     let commands = [0, 1].map(|node| command(node, &peers, "dsm_basic", "endless 1", ""));
     let nodes = Nodes::start(lab, &commands)?;
-    match nodes.sessions[0].wait_for("all run", 0, PATIENCE) {
+    match nodes.sessions[0].wait_for("all run", 0, RUN_TIMEOUT) {
         Waited::Line(..) => Ok(nodes),
         other => bail!("the endless program doesn't run: {other:?}; {}", nodes.sessions[0].err.text()),
     }
@@ -343,7 +343,7 @@ fn killed(lab: &Lab, report: &mut Report) -> Result<()> {
     let link = place("rdma", 1);
     let (said, after) = told(&nodes.sessions[0], since, &["node 1", &link, "its monitor has died"])?;
     progress!("passed  killed: after {after} ms: {said}");
-    let code = nodes.sessions[0].wait(PATIENCE)?;
+    let code = nodes.sessions[0].wait(RUN_TIMEOUT)?;
     report.check(code == Some(1), format!("node 0 ended with status {code:?} after node 1 was killed"));
     report.figure("killed", json!({ "told_ms": u64::try_from(after)?, "said": said }));
     Ok(())
@@ -359,7 +359,7 @@ fn stopped(lab: &Lab, report: &mut Report) -> Result<()> {
     let (said, after) = result?;
     progress!("passed  stopped: after {after} ms: {said}");
     for (node, session) in nodes.sessions.iter().enumerate() {
-        let code = session.wait(PATIENCE)?;
+        let code = session.wait(RUN_TIMEOUT)?;
         report.check(
             code == Some(1),
             format!("node {node} ended with status {code:?} after node 1 was stopped"),
@@ -381,7 +381,7 @@ fn cut(lab: &Lab, report: &mut Report) -> Result<()> {
         all.push(json!({ "node": node, "told_ms": u64::try_from(after)?, "said": said }));
     }
     for (node, session) in nodes.sessions.iter().enumerate() {
-        let code = session.wait(PATIENCE)?;
+        let code = session.wait(RUN_TIMEOUT)?;
         report
             .check(code == Some(1), format!("node {node} ended with status {code:?} after the link was cut"));
     }
@@ -394,7 +394,7 @@ fn cut(lab: &Lab, report: &mut Report) -> Result<()> {
 fn refusals(lab: &Lab, report: &mut Report) -> Result<()> {
     let host = lab.host(0)?;
     let elsewhere = "rdma:10.77.9.9:7000,rdma:10.77.9.8:7000";
-    let output = host.run(&command(0, elsewhere, "dsm_basic", "all 1", ""), PATIENCE)?;
+    let output = host.run(&command(0, elsewhere, "dsm_basic", "all 1", ""), RUN_TIMEOUT)?;
     let fine =
         output.code != 0 && ["10.77.9.9", "RoCE", "rxe0"].iter().all(|part| output.stderr.contains(part));
     report.check(fine, format!("no device has 10.77.9.9; node 0 said {:?}", output.stderr.trim()));

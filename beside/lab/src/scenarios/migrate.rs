@@ -20,7 +20,7 @@ pub const SCENARIO: Scenario = Scenario {
     prompt: None,
 };
 
-pub(super) const PATIENCE: Duration = Duration::from_secs(180);
+pub(super) const STEP_TIMEOUT: Duration = Duration::from_secs(180);
 pub(super) const NET: &str = "10.78.0";
 /// The disk's part of a step: what was written is read back, around the guest's page cache.
 const VERIFY: &str = r#"place=$((n % 400))
@@ -78,7 +78,7 @@ fn waiting(host: &Host, kernel: &str, number: u32, memory: u32) -> Result<Guest>
         "for i in $(seq 300); do ss -Hltn 'sport = :{}' | grep -q . && causeway inspect place{number} summary | grep -q incoming && exit 0; sleep 0.3; done; exit 1",
         port(number)
     );
-    if host.run(&listens, PATIENCE)?.code != 0 {
+    if host.run(&listens, STEP_TIMEOUT)?.code != 0 {
         bail!("The monitor place{number} doesn't wait for a VM: {}", guest.session.err.tail(5));
     }
     Ok(guest)
@@ -136,7 +136,7 @@ pub(super) fn works_on(host: &Host, guest: &Guest, more: u64) -> Result<()> {
         from + more,
         from + more
     );
-    if host.run(&script, PATIENCE)?.code != 0 {
+    if host.run(&script, STEP_TIMEOUT)?.code != 0 {
         bail!(
             "Guest {} doesn't go on after step {from}: console {:?}, monitor {:?}",
             guest.spec.name,
@@ -170,17 +170,17 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let mut errors = 0;
 
     let mut guest = Guest::start(host, &spec("place0", kernel, 0), Vmm::Causeway)?;
-    guest.expect("WORK 2 ", PATIENCE)?;
+    guest.expect("WORK 2 ", STEP_TIMEOUT)?;
     let ping = host.spawn("ping", &format!("exec ping -n -i 0.5 {NET}.2"))?;
 
     // A monitor of another shape refuses, and the guest isn't disturbed.
     let other = waiting(host, kernel, 1, 256)?;
-    let refused = host.run(&migrate(0, 1), PATIENCE)?;
+    let refused = host.run(&migrate(0, 1), STEP_TIMEOUT)?;
     report.check(
         refused.code != 0 && refused.stderr.contains("its memory is"),
         format!("a destination with other memory was to refuse; it said {:?}", refused.stderr),
     );
-    other.session.wait(PATIENCE)?.context("A destination that refused didn't end")?;
+    other.session.wait(STEP_TIMEOUT)?.context("A destination that refused didn't end")?;
     works_on(host, &guest, 2)?;
 
     // A destination that dies while memory comes: the guest goes on where it is.
@@ -192,9 +192,9 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
              kill -9 $(causeway --json inspect place1 summary/pid); wait; cat /tmp/doomed.code",
             migrate(0, 1)
         ),
-        PATIENCE,
+        STEP_TIMEOUT,
     )?;
-    doomed.session.wait(PATIENCE)?.context("A killed monitor didn't end")?;
+    doomed.session.wait(STEP_TIMEOUT)?.context("A killed monitor didn't end")?;
     report.check(
         killed.stdout.trim() == "1" && state(host, 0)? == "running",
         format!("the guest of a killed destination was to go on: {killed:?}, {}", state(host, 0)?),
@@ -210,9 +210,9 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
              causeway migrate place0 --cancel; wait; cat /tmp/cancelled.code /tmp/cancelled",
             migrate(0, 1).replace(" --downtime 3000", "")
         ),
-        PATIENCE,
+        STEP_TIMEOUT,
     )?;
-    idle.session.wait(PATIENCE)?.context("The destination of a cancelled migration didn't end")?;
+    idle.session.wait(STEP_TIMEOUT)?.context("The destination of a cancelled migration didn't end")?;
     report.check(
         cancelled.stdout.contains("\n1\n") && cancelled.stdout.contains("The migration was cancelled"),
         format!("a migration was to be cancelled: {cancelled:?}"),
@@ -222,7 +222,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let (mut bytes, mut rounds, mut pause) = (0, 0, 0f64);
     for number in 0..moves {
         let next = waiting(host, kernel, number + 1, 384)?;
-        let output = host.run(&migrate(number, number + 1), PATIENCE)?;
+        let output = host.run(&migrate(number, number + 1), STEP_TIMEOUT)?;
         if output.code != 0 {
             bail!(
                 "Move {} failed: {}; source {:?}, destination {:?}",
@@ -235,7 +235,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         let timeline: Value = serde_json::from_str(output.stdout.trim())
             .with_context(|| format!("The timeline is {:?}", output.stdout))?;
         // The source ends by itself, with success.
-        guest.ended(PATIENCE)?;
+        guest.ended(STEP_TIMEOUT)?;
         errors += guest.trouble().len();
         guest = next;
         works_on(host, &guest, 3)?;
@@ -260,11 +260,11 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
 
     // The guest ends by itself when the port is open.
     let _end = host.spawn("end", "exec socat -u TCP-LISTEN:7002,reuseaddr,fork OPEN:/dev/null,append")?;
-    let status = guest.script_status(PATIENCE)?;
-    guest.ended(PATIENCE)?;
+    let status = guest.script_status(STEP_TIMEOUT)?;
+    guest.ended(STEP_TIMEOUT)?;
     errors += guest.trouble().len();
     ping.signal(2)?;
-    ping.wait(PATIENCE)?;
+    ping.wait(STEP_TIMEOUT)?;
     let steps = steps(&host.sh("cat /tmp/steps")?);
     let wrong = steps.last().map_or(1, |step| step.wrong);
     let broken = breaks(&steps);

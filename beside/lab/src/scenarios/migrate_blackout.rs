@@ -4,7 +4,7 @@
 //! The host pings the guest every 20 ms all the time. The blackout of a move is the longest time between two answers from the beginning of the move until the guest runs at
 //! its destination; the longest time between two answers while nothing moves stands beside it. Times of an emulated host are no performance: only side by side do they say anything.
 
-use super::migrate::{NET, PATIENCE, prepare};
+use super::migrate::{NET, STEP_TIMEOUT, prepare};
 use crate::guest::{Guest, GuestSpec, Vmm};
 use crate::host::Host;
 use crate::lab::Lab;
@@ -106,7 +106,7 @@ struct Outcome {
 fn moves(lab: &Lab, vmm: Vmm, kernel: &str, moves: u32, report: &mut Report) -> Result<Outcome> {
     let host = lab.host(0)?;
     let mut guest = Guest::start(host, &spec(vmm, kernel, 0), vmm)?;
-    guest.expect("WORKS", PATIENCE * 2)?;
+    guest.expect("WORKS", STEP_TIMEOUT * 2)?;
     let ping = host.start(&format!("exec ping -n -D -i 0.02 {NET}.2"), None, None)?;
     let begun = now(host)?;
     std::thread::sleep(Duration::from_secs(QUIET));
@@ -119,7 +119,7 @@ fn moves(lab: &Lab, vmm: Vmm, kernel: &str, moves: u32, report: &mut Report) -> 
             "for i in $(seq 300); do ss -Hltn 'sport = :{}' | grep -q . && exit 0; sleep 0.3; done; exit 1",
             port(place)
         );
-        if host.run(&listens, PATIENCE)?.code != 0 {
+        if host.run(&listens, STEP_TIMEOUT)?.code != 0 {
             bail!("{} doesn't wait for a VM: {}", vmm.name(), next.session.err.tail(6));
         }
         let command = match vmm {
@@ -133,7 +133,7 @@ fn moves(lab: &Lab, vmm: Vmm, kernel: &str, moves: u32, report: &mut Report) -> 
             ),
         };
         let from = now(host)?;
-        let output = host.run(&command, PATIENCE * 2)?;
+        let output = host.run(&command, STEP_TIMEOUT * 2)?;
         if output.code != 0 {
             bail!(
                 "Move {place} by {} failed: {} {}; source {}, destination {}",
@@ -149,20 +149,20 @@ fn moves(lab: &Lab, vmm: Vmm, kernel: &str, moves: u32, report: &mut Report) -> 
             .with_context(|| format!("What moved it said {:?}", output.stdout))?;
         let pause = [&told["pause_ms"], &told["downtime"]].into_iter().find_map(Value::as_f64);
         said.push(pause.context("Whatever moved it doesn't say how long the pause was")?.round());
-        guest.ended(PATIENCE)?;
+        guest.ended(STEP_TIMEOUT)?;
         guest = next;
         progress!("{}: move {place}/{moves}, it says a pause of {:?} ms", vmm.name(), said.last());
         std::thread::sleep(Duration::from_secs(3));
     }
     std::thread::sleep(Duration::from_secs(2));
     ping.signal(2)?;
-    ping.wait(PATIENCE)?;
+    ping.wait(STEP_TIMEOUT)?;
     let answers = answers(&ping.out.text());
     let broken = guest.session.out.find("BROKEN");
     report.check(broken.is_empty(), format!("under {} a program in the guest ended: {broken:?}", vmm.name()));
     report.check(guest.trouble().is_empty(), format!("under {}: {:?}", vmm.name(), guest.trouble()));
     guest.session.kill()?;
-    guest.session.wait(PATIENCE)?;
+    guest.session.wait(STEP_TIMEOUT)?;
     let mut gaps = Vec::new();
     for (number, span) in spans.into_iter().enumerate() {
         gaps.push(

@@ -5,7 +5,7 @@
 //!  host h1: guest b ── ib_write_bw, from RAM to RAM ──▶ guest a ═══ 100 Mbit/s ═══▶ host h2
 //! ```
 
-use super::migrate_talk::{self as talk, PATIENCE, works};
+use super::migrate_talk::{self as talk, STEP_TIMEOUT, works};
 use super::rdma_fabric;
 use crate::channel::Output;
 use crate::guest::Guest;
@@ -54,7 +54,10 @@ fn rates(m: &Member<'_>) -> Result<Vec<f64>> {
 
 fn migrate(pair: &Pair<'_>, how: &str) -> Result<Output> {
     let from = pair.a.host();
-    from.run(&format!("causeway --json migrate a --to {ADDRESS} --downtime 500 --streams 2 {how}"), PATIENCE)
+    from.run(
+        &format!("causeway --json migrate a --to {ADDRESS} --downtime 500 --streams 2 {how}"),
+        STEP_TIMEOUT,
+    )
 }
 
 fn mean(rates: &[f64]) -> f64 {
@@ -81,18 +84,18 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     progress!("{free:?} MB/s unhindered (emulated: says nothing but beside what follows)");
 
     // Nobody is held back.
-    let next: Guest = pair.await_guest(0, 1, ADDRESS, PATIENCE)?;
+    let next: Guest = pair.await_guest(0, 1, ADDRESS, STEP_TIMEOUT)?;
     let refused = migrate(&pair, "--max-throttle 0 --timeout 60")?;
     report.check(
         refused.code != 0 && refused.stderr.contains("Memory changed too fast"),
         format!("without holding peers back it ended with {}: {}", refused.code, refused.stderr),
     );
-    let left = next.session.wait(PATIENCE)?;
+    let left = next.session.wait(STEP_TIMEOUT)?;
     report.check(left.is_some_and(|code| code != 0), format!("the monitor that waited ended with {left:?}"));
     report.check(works(&pair.b)? && works(&pair.a)?, "perftest ended with the migration that was given up");
 
     let before = rates(&pair.b)?.len();
-    let next: Guest = pair.await_guest(0, 1, ADDRESS, PATIENCE)?;
+    let next: Guest = pair.await_guest(0, 1, ADDRESS, STEP_TIMEOUT)?;
     let output = migrate(&pair, "--max-throttle 99 --timeout 300")?;
     if output.code != 0 {
         bail!(
@@ -105,7 +108,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let held = rates(&pair.b)?.split_off(before);
     let timeline: Value = serde_json::from_str(output.stdout.trim())
         .with_context(|| format!("The timeline is {:?}", output.stdout))?;
-    pair.moved(0, next, 1)?.ended(PATIENCE)?;
+    pair.moved(0, next, 1)?.ended(STEP_TIMEOUT)?;
     lab.host(0)?.sh("tc qdisc del dev x0 root")?;
     let after = rates(&pair.b)?.len();
     std::thread::sleep(Duration::from_secs(20));

@@ -9,7 +9,7 @@
 //! Keys are those that the programs told each other at the beginning, and go on to use. The program's connections wait 17 s for an answer, more than any pause here: a crowded machine's emulated hosts stand still for seconds.
 
 use super::migrate_rdma;
-use super::migrate_talk::{self as talk, PATIENCE};
+use super::migrate_talk::{self as talk, STEP_TIMEOUT};
 use super::rdma_fabric;
 use crate::lab::Lab;
 use crate::progress;
@@ -114,7 +114,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let mut sums: BTreeMap<&str, u64> =
         ["operations", "lost", "repeated", "reordered", "corrupt"].map(|name| (name, 0)).into();
     for m in [&pair.a, &pair.b] {
-        let (code, said) = talk::ended(m, PATIENCE)?;
+        let (code, said) = talk::ended(m, STEP_TIMEOUT)?;
         let found = numbers(&said, "EXACT");
         errors += u32::from(code != 0);
         report.check(code == 0 && found.is_some(), format!("guest {}: status {code}: {said}", m.name));

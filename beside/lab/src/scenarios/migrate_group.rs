@@ -10,7 +10,7 @@
 //! ```
 //! The network of the guests is that of `rdma-fabric`. With `--only verbs` their connections are carried by rxe devices on the hosts' bridges br1.
 
-use super::migrate_talk::{self as talk, Names, PATIENCE};
+use super::migrate_talk::{self as talk, Names, STEP_TIMEOUT};
 use super::rdma_verbs;
 use crate::guest::Guest;
 use crate::lab::Lab;
@@ -116,7 +116,7 @@ fn carry_out(lab: &Lab, pair: &mut Pair<'_>, at: [usize; 2], step: Step) -> Resu
     let next: Vec<(usize, Guest)> = moving
         .iter()
         .map(|guest| {
-            let (host, patience) = (step.to[*guest], PATIENCE);
+            let (host, patience) = (step.to[*guest], STEP_TIMEOUT);
             Ok((*guest, pair.await_guest(*guest, host, &address(*guest, host), patience)?))
         })
         .collect::<Result<_>>()?;
@@ -138,7 +138,7 @@ fn carry_out(lab: &Lab, pair: &mut Pair<'_>, at: [usize; 2], step: Step) -> Resu
     }
     for (guest, new) in next {
         let before = pair.moved(guest, new, step.to[guest])?;
-        before.ended(PATIENCE)?;
+        before.ended(STEP_TIMEOUT)?;
     }
     Ok(moving.len())
 }

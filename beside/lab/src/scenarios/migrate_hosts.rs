@@ -1,7 +1,7 @@
 //! A guest moves between two hosts, there and back, while it works: its network goes with it. The disk that it has is read-only and the same on both
 //! hosts; a disk that it writes is in the scenario `migrate`.
 
-use super::migrate::{NET, PATIENCE, breaks, script, steps, works_on};
+use super::migrate::{NET, STEP_TIMEOUT, breaks, script, steps, works_on};
 use crate::guest::{Guest, GuestSpec, Vmm};
 use crate::host::Host;
 use crate::lab::Lab;
@@ -65,7 +65,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let mut errors = 0;
 
     let mut guest = Guest::start(home, &spec(kernel), Vmm::Causeway)?;
-    guest.expect("WORK 2 ", PATIENCE)?;
+    guest.expect("WORK 2 ", STEP_TIMEOUT)?;
     let ping = home.spawn("ping", &format!("exec ping -n -i 0.5 {NET}.2"))?;
     let mut bytes = 0;
     for number in 0..usize::try_from(moves)? {
@@ -78,7 +78,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         waits.extra.push(format!("--incoming {address}{waits_with}"));
         let next = Guest::start(to, &waits, Vmm::Causeway)?;
         let listens = "for i in $(seq 300); do causeway inspect moved summary | grep -q incoming && exit 0; sleep 0.3; done; exit 1";
-        if to.run(listens, PATIENCE)?.code != 0 {
+        if to.run(listens, STEP_TIMEOUT)?.code != 0 {
             bail!("The monitor on {} doesn't wait for a VM: {}", to.name(), next.session.err.tail(5));
         }
         // The way back is said as an operator empties a host: this VM is the only one there.
@@ -87,7 +87,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         let which = if emptied { "drain" } else { "migrate moved" };
         let output = from.run(
             &format!("causeway --json {which} --to {address} --downtime 2000 --streams 4{with}"),
-            PATIENCE,
+            STEP_TIMEOUT,
         )?;
         if output.code != 0 {
             bail!(
@@ -104,7 +104,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         if timeline["bytes"].as_u64().is_none() {
             bail!("Move {} has no timeline: {said}", number + 1);
         }
-        guest.ended(PATIENCE)?;
+        guest.ended(STEP_TIMEOUT)?;
         errors += guest.trouble().len();
         guest = next;
         works_on(home, &guest, 3)?;
@@ -121,11 +121,11 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     }
 
     let _end = home.spawn("end", "exec socat -u TCP-LISTEN:7002,reuseaddr,fork OPEN:/dev/null,append")?;
-    let status = guest.script_status(PATIENCE)?;
-    guest.ended(PATIENCE)?;
+    let status = guest.script_status(STEP_TIMEOUT)?;
+    guest.ended(STEP_TIMEOUT)?;
     errors += guest.trouble().len();
     ping.signal(2)?;
-    ping.wait(PATIENCE)?;
+    ping.wait(STEP_TIMEOUT)?;
     let steps = steps(&home.sh("cat /tmp/steps")?);
     let wrong = steps.last().map_or(1, |step| step.wrong);
     let broken = breaks(&steps);

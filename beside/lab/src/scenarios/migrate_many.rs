@@ -149,7 +149,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         if found.len() >= QUEUE_PAIRS && lines(&pair.a)? > 0 {
             break (found, by);
         }
-        if began.elapsed() > talk::PATIENCE {
+        if began.elapsed() > talk::STEP_TIMEOUT {
             bail!("perftest doesn't begin: {found:?}, {}", pair.a.sh("cat /run/work.out")?);
         }
         std::thread::sleep(Duration::from_secs(2));

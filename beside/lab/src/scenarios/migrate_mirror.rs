@@ -1,7 +1,7 @@
 //! A guest moves between two hosts that share no storage, there and back, while it writes, zeroes and discards its disk: the disk goes with it. What
 //! it knows of the disk by checksum holds after each move, and at the end the image where it ended is the disk that it saw, byte for byte.
 
-use super::migrate::{NET, PATIENCE, breaks, steps, works_on};
+use super::migrate::{NET, STEP_TIMEOUT, breaks, steps, works_on};
 use crate::guest::{Guest, GuestSpec, Vmm};
 use crate::host::Host;
 use crate::lab::Lab;
@@ -94,7 +94,7 @@ fn waiting(host: &Host, number: usize, kernel: &str, image: &str, with: &str) ->
     spec.extra.push(format!("--insecure --incoming {}{with}", address(number)));
     let next = Guest::start(host, &spec, Vmm::Causeway)?;
     let listens = "for i in $(seq 300); do causeway inspect moved summary | grep -q incoming && exit 0; sleep 0.3; done; exit 1";
-    if host.run(listens, PATIENCE)?.code != 0 {
+    if host.run(listens, STEP_TIMEOUT)?.code != 0 {
         bail!("The monitor on {} doesn't wait for a VM: {}", host.name(), next.session.err.tail(5));
     }
     Ok(next)
@@ -115,17 +115,17 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         home.spawn("steps", "exec socat -u TCP-LISTEN:7001,reuseaddr OPEN:/tmp/steps,creat,append")?;
     let mut errors = 0;
     let mut guest = Guest::start(home, &spec(kernel, IMAGE), Vmm::Causeway)?;
-    guest.expect("WORK 6 ", PATIENCE)?;
+    guest.expect("WORK 6 ", STEP_TIMEOUT)?;
 
     // No room there: said, and the guest goes on.
     let full = waiting(hosts[1], 1, kernel, "/small/data", "")?;
     let refused =
-        home.run(&format!("causeway migrate moved --to {} --mirror --streams 3", address(1)), PATIENCE)?;
+        home.run(&format!("causeway migrate moved --to {} --mirror --streams 3", address(1)), STEP_TIMEOUT)?;
     report.check(
         refused.code != 0 && refused.stderr.contains("No space left on device"),
         format!("a destination without room was to say so; it said {:?}", refused.stderr),
     );
-    full.session.wait(PATIENCE)?.context("A destination without room didn't end")?;
+    full.session.wait(STEP_TIMEOUT)?.context("A destination without room didn't end")?;
     works_on(home, &guest, 2)?;
 
     // Cancelled on the way: the guest goes on, and the other image isn't taken for a disk.
@@ -137,15 +137,15 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
              causeway --json inspect moved migration/disk_bytes_left; causeway migrate moved --cancel; wait; cat /tmp/cancelled.code /tmp/cancelled",
             address(1)
         ),
-        PATIENCE,
+        STEP_TIMEOUT,
     )?;
     report.check(
         cancelled.stdout.contains("\n1\n") && cancelled.stdout.contains("The migration was cancelled"),
         format!("a migration was to be cancelled: {cancelled:?}"),
     );
-    idle.session.wait(PATIENCE)?.context("The destination of a cancelled migration didn't end")?;
+    idle.session.wait(STEP_TIMEOUT)?.context("The destination of a cancelled migration didn't end")?;
     let half = Guest::start(hosts[1], &spec(kernel, IMAGE), Vmm::Causeway)?;
-    let status = half.session.wait(PATIENCE)?.context("A monitor with half a disk didn't end")?;
+    let status = half.session.wait(STEP_TIMEOUT)?.context("A monitor with half a disk didn't end")?;
     report.check(
         status != 0 && half.session.err.text().contains("is incomplete"),
         format!("half a disk was to be refused: status {status}, {:?}", half.session.err.tail(5)),
@@ -165,7 +165,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
                 "causeway --json migrate moved --to {} --downtime 2000 --streams 3 --mirror{with}",
                 address((number + 1) % 2)
             ),
-            PATIENCE,
+            STEP_TIMEOUT,
         )?;
         if output.code != 0 {
             bail!(
@@ -178,7 +178,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         }
         let timeline: Value = serde_json::from_str(output.stdout.trim())
             .with_context(|| format!("The timeline is {:?}", output.stdout))?;
-        guest.ended(PATIENCE)?;
+        guest.ended(STEP_TIMEOUT)?;
         errors += guest.trouble().len();
         guest = next;
         works_on(home, &guest, 5)?;
@@ -203,8 +203,8 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     }
 
     let _end = home.spawn("end", "exec socat -u TCP-LISTEN:7002,reuseaddr,fork OPEN:/dev/null,append")?;
-    let status = guest.script_status(PATIENCE)?;
-    guest.ended(PATIENCE)?;
+    let status = guest.script_status(STEP_TIMEOUT)?;
+    guest.ended(STEP_TIMEOUT)?;
     errors += guest.trouble().len();
     let console = guest.session.out.text();
     let seen = console.lines().find_map(|line| Some(line.split_once("DISK ")?.1.trim().to_owned()));

@@ -14,7 +14,7 @@
 //! With `--only verbs` rxe devices on the hosts' bridges br1 carry the connections (those of the MPI job have shared receive queues, UCX's).
 
 use super::migrate_programs::{Programs, Wanted, all_at_once};
-use super::migrate_talk::{self as talk, Names, PATIENCE};
+use super::migrate_talk::{self as talk, Names, STEP_TIMEOUT};
 use super::rdma_verbs;
 use crate::guest::Guest;
 use crate::lab::Lab;
@@ -111,7 +111,7 @@ impl Guests<'_, '_> {
             .iter()
             .map(|guest| {
                 let host = to[*guest];
-                Ok((*guest, self.pair.await_guest(*guest, host, &address(*guest, host), PATIENCE)?))
+                Ok((*guest, self.pair.await_guest(*guest, host, &address(*guest, host), STEP_TIMEOUT)?))
             })
             .collect::<Result<_>>()?;
         let answers = talk::at_once(lab, &said).with_context(|| {
@@ -130,7 +130,7 @@ impl Guests<'_, '_> {
             bail!("The group hasn't moved, and the command succeeded: {odd}");
         }
         for (guest, new) in next {
-            self.pair.moved(guest, new, to[guest])?.ended(PATIENCE)?;
+            self.pair.moved(guest, new, to[guest])?.ended(STEP_TIMEOUT)?;
         }
         self.at = to;
         Ok(moving.len())

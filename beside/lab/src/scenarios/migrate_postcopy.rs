@@ -1,7 +1,7 @@
 //! A guest that changes memory faster than the link takes it moves between two hosts by post-copy: it runs at the destination before its memory is
 //! there. At the end its source is killed while pages are still there, which must be reported for what it is.
 
-use super::migrate::{NET, PATIENCE, breaks, script, steps, works_on};
+use super::migrate::{NET, STEP_TIMEOUT, breaks, script, steps, works_on};
 use crate::guest::{Guest, GuestSpec, Vmm};
 use crate::host::Host;
 use crate::lab::Lab;
@@ -59,7 +59,7 @@ fn waiting(host: &Host, number: usize, kernel: &str) -> Result<Guest> {
     spec.extra.push(format!("--insecure --incoming {}", address(number)));
     let next = Guest::start(host, &spec, Vmm::Causeway)?;
     let listens = "for i in $(seq 300); do causeway inspect moved summary | grep -q incoming && exit 0; sleep 0.3; done; exit 1";
-    if host.run(listens, PATIENCE)?.code != 0 {
+    if host.run(listens, STEP_TIMEOUT)?.code != 0 {
         bail!("The monitor on {} doesn't wait for a VM: {}", host.name(), next.session.err.tail(5));
     }
     Ok(next)
@@ -82,7 +82,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let mut errors = 0;
 
     let mut guest = Guest::start(home, &spec(kernel), Vmm::Causeway)?;
-    guest.expect("WORK 2 ", PATIENCE)?;
+    guest.expect("WORK 2 ", STEP_TIMEOUT)?;
     let (mut missing, mut asked, mut faults, mut bytes, mut rounds) = (0, 0, 0, 0, 0);
     for number in 0..moves {
         let (from, to) = (number % 2, (number + 1) % 2);
@@ -91,7 +91,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         let how =
             if number % 2 == 0 { "--post-copy" } else { "--post-copy-after 2 --downtime 0 --streams 4" };
         let command = format!("causeway --json migrate moved --to {} {how}", address(to));
-        let output = hosts[from].run(&command, PATIENCE)?;
+        let output = hosts[from].run(&command, STEP_TIMEOUT)?;
         if output.code != 0 {
             bail!(
                 "Move {} failed: {}; source {:?}, destination {:?}",
@@ -103,7 +103,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         }
         let timeline: Value = serde_json::from_str(output.stdout.trim())
             .with_context(|| format!("The timeline is {:?}", output.stdout))?;
-        guest.ended(PATIENCE)?;
+        guest.ended(STEP_TIMEOUT)?;
         errors += guest.trouble().len();
         guest = next;
         works_on(home, &guest, 3)?;
@@ -159,13 +159,14 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
              kill -9 $(causeway --json inspect moved summary/pid); wait; cat /tmp/doomed.code",
             address(to)
         ),
-        PATIENCE,
+        STEP_TIMEOUT,
     )?;
     report.check(
         killed.stdout.contains("post-copy") && killed.stderr.contains("of its memory are still here"),
         format!("the source was to be killed in post-copy, and to refuse its end before: {killed:?}"),
     );
-    let status = doomed.session.wait(PATIENCE)?.context("The destination of a killed source didn't end")?;
+    let status =
+        doomed.session.wait(STEP_TIMEOUT)?.context("The destination of a killed source didn't end")?;
     let said = doomed.session.err.text();
     report.check(
         status == 1 && said.contains("was lost in post-copy while") && said.contains("10.77.0."),

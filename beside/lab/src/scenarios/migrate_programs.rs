@@ -2,7 +2,7 @@
 //! migrations, and what it says in the end has to be right.
 
 use super::migrate_many as many;
-use super::migrate_talk::{self as talk, PATIENCE};
+use super::migrate_talk::{self as talk, STEP_TIMEOUT};
 use super::rdma_tools::{RSH, TCP};
 use crate::progress;
 use crate::rdma::{Member, NIC, Pair};
@@ -263,7 +263,7 @@ impl Program {
 
     /// Waits until it has done something since the last time.
     fn goes_on(&mut self, pair: &Pair<'_>) -> Result<()> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + STEP_TIMEOUT;
         let due = self.done + self.step();
         loop {
             none_panicked(pair)?;
@@ -309,7 +309,7 @@ impl Program {
     /// What is wrong with how it ended, once it has.
     fn wrong(&self, pair: &Pair<'_>) -> Result<Option<String>> {
         let [server, client] = self.ends(pair)?;
-        let until = Instant::now() + PATIENCE * 2;
+        let until = Instant::now() + STEP_TIMEOUT * 2;
         while talk::works_as(client, &self.name)? && Instant::now() < until {
             // The peer of a guest that has started again may wait without end.
             none_panicked(pair)?;
@@ -319,7 +319,7 @@ impl Program {
         let right = match self.kind {
             Kind::Job => code == 0 && said.contains("mismatches=0"),
             _ => {
-                let (other, more) = talk::ended_as(server, &self.name, PATIENCE)?;
+                let (other, more) = talk::ended_as(server, &self.name, STEP_TIMEOUT)?;
                 let texts = [&said, &more];
                 let bad = |text: &&String| text.contains("invalid data") || text.contains("Failed");
                 code == 0 && other == 0 && !texts.iter().any(bad)

@@ -9,7 +9,7 @@
 //! ```
 //! The network of the guests is that of `rdma-fabric`.
 
-use super::migrate_talk::{self as talk, PATIENCE};
+use super::migrate_talk::{self as talk, STEP_TIMEOUT};
 use super::rdma_fabric;
 use crate::guest::Guest;
 use crate::lab::Lab;
@@ -52,7 +52,7 @@ fn address(host: usize) -> String {
 
 /// The monitor that waits on a host for the first guest.
 pub(super) fn awaited(pair: &Pair<'_>, to: usize) -> Result<Guest> {
-    pair.await_guest(0, to, &address(to), PATIENCE)
+    pair.await_guest(0, to, &address(to), STEP_TIMEOUT)
 }
 
 /// As [`step`], to where a monitor waits.
@@ -60,7 +60,7 @@ pub(super) fn go(lab: &Lab, pair: &mut Pair<'_>, next: Guest, to: usize, how: &s
     let from = lab.host(1 - to)?;
     let place = if by_name(to) { host_name(to) } else { address(to) };
     let command = format!("causeway --json migrate a --to {place} {how}");
-    let output = from.run(&command, PATIENCE)?;
+    let output = from.run(&command, STEP_TIMEOUT)?;
     if output.code != 0 {
         bail!(
             "It failed: {}; source {:?}, destination {:?}, daemons {:?}",
@@ -73,7 +73,7 @@ pub(super) fn go(lab: &Lab, pair: &mut Pair<'_>, next: Guest, to: usize, how: &s
     let timeline = serde_json::from_str(output.stdout.trim())
         .with_context(|| format!("The timeline is {:?}", output.stdout))?;
     let before = pair.moved(0, next, to)?;
-    before.ended(PATIENCE)?;
+    before.ended(STEP_TIMEOUT)?;
     Ok(timeline)
 }
 
@@ -90,7 +90,7 @@ fn host_name(host: usize) -> String {
 /// Whether a host by whose name nobody waits for the guest, and a name that no host has, are refused, each with what is wrong.
 fn refused(lab: &Lab, report: &mut Report) -> Result<()> {
     for (name, word) in [(host_name(1), "waits"), ("h9".to_owned(), "h9")] {
-        let output = lab.host(0)?.run(&format!("causeway migrate a --to {name} {BEFORE}"), PATIENCE)?;
+        let output = lab.host(0)?.run(&format!("causeway migrate a --to {name} {BEFORE}"), STEP_TIMEOUT)?;
         let told = output.code != 0 && output.stderr.contains(word);
         report.check(
             told,

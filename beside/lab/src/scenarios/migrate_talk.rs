@@ -21,7 +21,7 @@ pub(super) fn listens_at(host: usize) -> String {
     format!("10.77.0.{}:4793", host + 1)
 }
 /// For what an emulated host does: a move, a boot, the end of a program.
-pub(super) const PATIENCE: Duration = Duration::from_secs(400);
+pub(super) const STEP_TIMEOUT: Duration = Duration::from_secs(400);
 /// How long the programs are to go on per move, seconds: an emulated host copies memory slowly.
 const PER_MOVE: u32 = 120;
 /// Messages of the run that says how fast they are here.
@@ -86,7 +86,7 @@ pub(super) fn service_kept(lab: &Lab, number: usize, kept: &str) -> Result<Sessi
     let service = host.spawn("causeway cluster", &command)?;
     let listens =
         "for i in $(seq 200); do ss -Hltn 'sport = :4793' | grep -q . && exit 0; sleep 0.2; done; exit 1";
-    if host.run(listens, PATIENCE)?.code != 0 {
+    if host.run(listens, STEP_TIMEOUT)?.code != 0 {
         bail!("The cluster service doesn't listen: {}", service.err.tail(5));
     }
     Ok(service)
@@ -237,12 +237,12 @@ pub(super) fn lasting(server: &Member<'_>, client: &Member<'_>, seconds: u32) ->
     detach(server, &pingpong(server, TRIAL, None))?;
     listens(server)?;
     detach(client, &pingpong(client, TRIAL, Some(&server.tcp)))?;
-    let said = ended(client, PATIENCE)?;
+    let said = ended(client, STEP_TIMEOUT)?;
     if said.0 != 0 {
         // The server of one that gave up waits without end.
         bail!("The program in guest {} doesn't work before anything moves: {said:?}", client.name);
     }
-    let trial = [said, ended(server, PATIENCE)?];
+    let trial = [said, ended(server, STEP_TIMEOUT)?];
     let [(0, said), (0, _)] = &trial else {
         bail!("The programs don't work before anything moves: {trial:?}");
     };
@@ -277,7 +277,7 @@ pub(super) fn end(pair: &Pair<'_>, report: &mut Report) -> Result<u32> {
     let goes_on = works(&pair.a)?;
     report.check(goes_on, "the programs had ended before the last move was over: they say less");
     let mut errors = 0;
-    let results = [ended(&pair.a, PATIENCE * 2)?, ended(&pair.b, PATIENCE * 2)?];
+    let results = [ended(&pair.a, STEP_TIMEOUT * 2)?, ended(&pair.b, STEP_TIMEOUT * 2)?];
     for (code, said) in &results {
         let right = *code == 0 && !said.contains("invalid data") && !said.contains("Failed");
         errors += u32::from(!right);
@@ -332,7 +332,7 @@ pub(super) fn at_once(lab: &Lab, commands: &[(usize, String)]) -> Result<Vec<Val
             .iter()
             .map(|(host, command)| {
                 scope.spawn(move || {
-                    let output = lab.host(*host)?.run(command, PATIENCE)?;
+                    let output = lab.host(*host)?.run(command, STEP_TIMEOUT)?;
                     if output.code != 0 {
                         bail!("{command:?} on h{}: {}", host + 1, output.stderr);
                     }

@@ -10,7 +10,7 @@
 //! An emulated host's pause is seconds long, and says nothing. The programs' queue pairs wait 15 s for an answer (perftest's `-u 19`): what the peer endures is
 //! its own affair, and its limit (docs/migration.md).
 
-use super::migrate_talk::{self as talk, PATIENCE};
+use super::migrate_talk::{self as talk, STEP_TIMEOUT};
 use super::rdma_fabric;
 use crate::channel::Session;
 use crate::guest::Guest;
@@ -79,7 +79,7 @@ fn start(h3: &Host, peer: &Port, guest: &Member<'_>, count: u32) -> Result<Sessi
     let server = h3.spawn("ib_send_lat", &format!("exec {}", command(peer, count, None)))?;
     let listens =
         "for i in $(seq 200); do ss -Hltn 'sport = :18515' | grep -q . && exit 0; sleep 0.2; done; exit 1";
-    if h3.run(listens, PATIENCE)?.code != 0 {
+    if h3.run(listens, STEP_TIMEOUT)?.code != 0 {
         bail!("perftest doesn't listen on h3: {}", server.err.tail(5));
     }
     talk::detach(guest, &command(&guest.port, count, Some("10.79.0.9")))?;
@@ -104,12 +104,12 @@ fn step<'a>(
     let address = format!("10.77.0.{}:{PORT}", to + 1);
     let from = lab.host(1 - to)?;
     let coming = Coming { member: guest, number: 0, cpus };
-    let next: Guest = rdma::await_guest(lab, layout, &coming, (to, &address), PATIENCE)?;
+    let next: Guest = rdma::await_guest(lab, layout, &coming, (to, &address), STEP_TIMEOUT)?;
     if !talk::works(guest)? {
         bail!("perftest had ended before the move began: {}", guest.sh("cat /run/work.out")?);
     }
     let command = format!("causeway --json migrate a --to {address} --downtime 3000 --streams 2");
-    let output = from.run(&command, PATIENCE)?;
+    let output = from.run(&command, STEP_TIMEOUT)?;
     if output.code != 0 {
         bail!(
             "It failed: {}; source {:?}, destination {:?}, daemons {:?}",
@@ -121,7 +121,7 @@ fn step<'a>(
     }
     let timeline = serde_json::from_str(output.stdout.trim())
         .with_context(|| format!("The timeline is {:?}", output.stdout))?;
-    guest.moved(next, lab.host(to)?).ended(PATIENCE)?;
+    guest.moved(next, lab.host(to)?).ended(STEP_TIMEOUT)?;
     Ok(timeline)
 }
 
@@ -142,7 +142,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     guest.sh(&format!("ping -q -c 2 -w 20 10.79.0.9 && ping -q -c 2 -w 20 {}", peer.address))?;
 
     let server = start(h3, &peer, &guest, TRIAL)?;
-    let trial = end(&server, &guest, PATIENCE)?;
+    let trial = end(&server, &guest, STEP_TIMEOUT)?;
     let [(0, said), (0, _)] = &trial else {
         bail!("perftest doesn't work before anything moves: {trial:?}");
     };
@@ -179,7 +179,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     }
     let goes_on = talk::works(&guest)?;
     report.check(goes_on, "perftest had ended before the last move was over: it says less");
-    for (code, said) in end(&server, &guest, PATIENCE * 2)? {
+    for (code, said) in end(&server, &guest, STEP_TIMEOUT * 2)? {
         let right = code == 0 && !said.contains("ailed") && !said.contains("rror");
         errors += u32::from(!right);
         report.check(right, format!("perftest ended with status {code}: {said}"));

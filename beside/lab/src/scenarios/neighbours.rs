@@ -24,7 +24,7 @@ use crate::scenarios::neighbours_integrity as integrity;
 use crate::scenarios::neighbours_member::{Counts, Member, counter};
 use crate::scenarios::neighbours_table;
 use crate::scenarios::neighbours_tools::{
-    Found, MIB, NAMES, Net, PATIENCE, number, requests, throughput, transfer,
+    Found, MIB, NAMES, Net, TOOL_TIMEOUT, number, requests, throughput, transfer,
 };
 use crate::topology::{HostSpec, Topology};
 use crate::{progress, recipe};
@@ -143,7 +143,7 @@ impl<'a> Pair<'a> {
         // Each waits for the other.
         let first = self.a.start(&load(1))?;
         self.b.sh(&load(2))?;
-        match first.wait(PATIENCE)? {
+        match first.wait(TOOL_TIMEOUT)? {
             Some(0) => Ok(()),
             code => bail!("Loading the modules in guest a ended with {code:?}: {}", first.err.tail(8)),
         }

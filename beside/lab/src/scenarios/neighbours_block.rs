@@ -38,7 +38,7 @@ pub const SCENARIO: Scenario = Scenario {
 /// RAM of each guest in MiB.
 const MEMORY_MIB: u32 = 448;
 const BOOT: Duration = Duration::from_secs(300);
-const PATIENCE: Duration = Duration::from_secs(300);
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(300);
 /// What the daemon waits for a guest's count: an emulated host beside other work may stand still for seconds. A monitor that is killed is
 /// noticed at once all the same.
 const PATIENCE_MS: u32 = 20_000;
@@ -219,7 +219,7 @@ fn export_away(trio: &Trio<'_>) -> Found {
     trio.files.until("d0", "waiting", Duration::from_secs(20))?;
     trio.disks.sh(&format!("echo 1 > {CONFIG}/exports/d0/enable"))?;
     let back = trio.files.until("d0", "live", Duration::from_secs(20))?;
-    let output = job.output(PATIENCE)?.success()?;
+    let output = job.output(COMMAND_TIMEOUT)?.success()?;
     let Job { written, read, .. } = fio::job(&output)?;
     Ok(json!({"bytes_verified": read, "written": written, "seconds_until_back": back}))
 }
@@ -239,12 +239,13 @@ fn server_dies<'a>(trio: &mut Trio<'a>, options: &Options) -> Found {
     trio.disks.guest.expect("takes commands", BOOT)?;
     trio.disks.serve("d0", "/dev/vdb", "files")?;
     trio.files.until("d0", "live", Duration::from_secs(60))?;
-    let Job { read: verified, .. } = fio::job(&job.output(PATIENCE)?.success()?)?;
+    let Job { read: verified, .. } = fio::job(&job.output(COMMAND_TIMEOUT)?.success()?)?;
 
     trio.files.sh(&format!("echo 0 > {CONFIG}/devices/d0/wait_ms"))?;
     trio.disks.guest.session.kill()?;
     trio.files.until("d0", "failed", Duration::from_secs(20))?;
-    let refused = trio.files.run("dd if=/dev/zero of=/dev/mmblk0 bs=64k count=1 oflag=direct", PATIENCE)?;
+    let refused =
+        trio.files.run("dd if=/dev/zero of=/dev/mmblk0 bs=64k count=1 oflag=direct", COMMAND_TIMEOUT)?;
     if refused.code == 0 {
         bail!("a write to a server that is dead succeeded");
     }

@@ -16,7 +16,7 @@ const DISK_MIB: u64 = 64;
 const BULK_MIB: u64 = 24;
 /// Requests of 4 KiB of each job that has one at a time.
 const REQUESTS: u64 = 600;
-const PATIENCE: Duration = Duration::from_secs(900);
+const FIO_TIMEOUT: Duration = Duration::from_secs(900);
 /// Where the second root disk is, with NBD's programs and module.
 const TOOLS: &str = "/run/tools";
 
@@ -163,7 +163,7 @@ fn job(a: &Member<'_>, b: &Member<'_>, disk: &str, way: Way, task: &Task, second
                 "fio --name=x --filename={disk} {} --runtime={seconds} --direct=1 --ioengine=libaio --eta=never --output-format=json",
                 task.arguments
             ),
-            PATIENCE,
+            FIO_TIMEOUT,
         )?
         .success()
         .with_context(|| format!("{} over {}", task.name, way.name()))?;
@@ -190,7 +190,7 @@ fn verify(a: &Member<'_>, disk: &str) -> Result<u64> {
                 "fio --name=v --filename={disk} --rw=randwrite --bsrange=4k-128k --size=2M --verify=crc32c --verify_fatal=1 --direct=1 --ioengine=libaio \
                  --iodepth=8 --fsync=64 --eta=never --output-format=json"
             ),
-            PATIENCE,
+            FIO_TIMEOUT,
         )?
         .success()?;
     let Job { written, read, .. } = fio::job(&text)?;

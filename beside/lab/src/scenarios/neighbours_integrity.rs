@@ -3,7 +3,7 @@
 
 use crate::rdma::Runs as _;
 use crate::scenarios::neighbours_member::{Member, counter};
-use crate::scenarios::neighbours_tools::{Found, PATIENCE};
+use crate::scenarios::neighbours_tools::{Found, TOOL_TIMEOUT};
 use anyhow::{Context, Result, bail};
 use serde_json::json;
 use std::fmt::Write as _;
@@ -139,7 +139,7 @@ pub(super) fn unbind_held(a: &Member<'_>, b: &Member<'_>, wait: &str) -> Found {
         "set -e; cd /sys/bus/pci/drivers/cw_neigh; d=$(basename $(ls -d 0000:*)); echo $d > unbind; [ ! -e /sys/class/net/mm0 ]; echo $d > bind; echo $d",
     )?;
     b.sh("touch /tmp/go")?;
-    reader.wait(PATIENCE)?;
+    reader.wait(TOOL_TIMEOUT)?;
     let read = b.sh("cat /tmp/sum")?;
     if read.trim() != sent.trim() {
         bail!(

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 /// For a command that [`Member::sh`] runs: on a machine that others keep busy it takes minutes.
-const PATIENCE: Duration = Duration::from_secs(1200);
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(1200);
 
 /// mmblk's directory in configfs.
 pub(super) const CONFIG: &str = "/sys/kernel/config/mmblk";
@@ -46,7 +46,7 @@ impl Member<'_> {
 
     /// Runs a script that must succeed; what it printed.
     pub(super) fn sh(&self, script: &str) -> Result<String> {
-        self.run(script, PATIENCE)?.success().with_context(|| {
+        self.run(script, COMMAND_TIMEOUT)?.success().with_context(|| {
             format!("{:?} failed in guest {}", script.trim().lines().next().unwrap_or_default(), self.name)
         })
     }

@@ -24,7 +24,7 @@ pub const SCENARIO: Scenario = Scenario {
 
 /// RAM of the guest in MiB: two RAM disks and files of a tmpfs lie in it.
 const MEMORY_MIB: u32 = 512;
-const PATIENCE: Duration = Duration::from_secs(900);
+const SELFTEST_TIMEOUT: Duration = Duration::from_secs(900);
 const TEST: &str = "guest/mmnet/test/mmblk-selftest.sh";
 
 /// What a line of TAP says: whether a check holds, and its number and name.
@@ -64,7 +64,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
         spec = spec.file(&format!("{module}.ko"), fs::read(path)?);
     }
     let guest = Guest::start(host, &spec, Vmm::Causeway)?;
-    let status = guest.script_status(PATIENCE)?;
+    let status = guest.script_status(SELFTEST_TIMEOUT)?;
     let lines = guest.session.out.lines_from(0);
     let (mut passed, mut failed) = (0, 0);
     for (number, line) in lines.iter().enumerate() {

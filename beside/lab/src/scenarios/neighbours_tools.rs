@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 use std::time::Duration;
 
 /// On a machine that others keep busy a tool takes minutes.
-pub(super) const PATIENCE: Duration = Duration::from_secs(480);
+pub(super) const TOOL_TIMEOUT: Duration = Duration::from_secs(480);
 /// MiB of each transfer whose checksum is taken.
 pub(super) const MIB: u64 = 32;
 /// Bytes of a request, and of its response.
@@ -67,7 +67,7 @@ pub(super) fn transfer(net: Net, from: &Member<'_>, to: &Member<'_>) -> Result<(
         bytes = MIB << 20,
         address = net.address(number(to))
     );
-    let (got, sent) = rdma::both((to, from), server, true, &listens(7001), &client, PATIENCE)?;
+    let (got, sent) = rdma::both((to, from), server, true, &listens(7001), &client, TOOL_TIMEOUT)?;
     let sum = |o: &Output| -> Result<String> {
         let line = o.stdout.lines().find_map(|l| l.strip_prefix("SUM ")?.split_whitespace().next());
         line.map(str::to_owned).with_context(|| format!("no checksum: {:?} {:?}", o.stdout, o.stderr))
@@ -92,7 +92,7 @@ pub(super) fn throughput((a, b): (&Member<'_>, &Member<'_>), nets: [Net; 2], sec
             let client = format!("iperf3 -J -t {seconds} {reverse} -c {}", net.address(2));
             let before = exits(a, b)?;
             let (_, client) =
-                rdma::both((b, a), "iperf3 -s -1 > /dev/null", true, &listens(5201), &client, PATIENCE)?;
+                rdma::both((b, a), "iperf3 -s -1 > /dev/null", true, &listens(5201), &client, TOOL_TIMEOUT)?;
             let exits = exits(a, b)? - before;
             let bytes = iperf_bytes(&client.stdout)
                 .with_context(|| format!("iperf3 ended with {}: {}", client.code, client.stderr))?;
@@ -126,7 +126,7 @@ pub(super) fn requests((a, b): (&Member<'_>, &Member<'_>), nets: [Net; 2], count
         let client = fio(&format!("--rw=write --hostname={}", net.address(2)));
         let before = exits(a, b)?;
         let server = fio("--rw=read --listen");
-        let (_, client) = rdma::both((b, a), &server, true, &listens(8888), &client, PATIENCE)?;
+        let (_, client) = rdma::both((b, a), &server, true, &listens(8888), &client, TOOL_TIMEOUT)?;
         let exits = exits(a, b)? - before;
         let (done, micros) = fio_transactions(&client.stdout)
             .with_context(|| format!("fio ended with {}: {}", client.code, client.stderr))?;

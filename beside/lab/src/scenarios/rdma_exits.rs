@@ -34,7 +34,7 @@ const SETTLING: Duration = Duration::from_secs(3);
 /// Beyond that it is measured in any case.
 const LONGEST_SETTLING: Duration = Duration::from_secs(60);
 const KINDS: [&str; 3] = ["send", "write", "read"];
-const PATIENCE: Duration = Duration::from_secs(1800);
+const PROGRAM_TIMEOUT: Duration = Duration::from_secs(1800);
 
 /// A guest's counters at one time.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -216,7 +216,7 @@ fn whole(line: &str, name: &str) -> Result<u64> {
 }
 
 fn wait(session: &Session, what: &str, side: &str) -> Result<String> {
-    match session.wait_for(what, 0, PATIENCE) {
+    match session.wait_for(what, 0, PROGRAM_TIMEOUT) {
         Waited::Line(line, _) => Ok(line),
         Waited::Ended => bail!(
             "rdma-loop ended on the {side} before it said {what:?}: {}{}",
@@ -224,7 +224,7 @@ fn wait(session: &Session, what: &str, side: &str) -> Result<String> {
             session.err.tail(4)
         ),
         Waited::Timeout => {
-            bail!("rdma-loop on the {side} didn't say {what:?} within {} s", PATIENCE.as_secs())
+            bail!("rdma-loop on the {side} didn't say {what:?} within {} s", PROGRAM_TIMEOUT.as_secs())
         }
     }
 }

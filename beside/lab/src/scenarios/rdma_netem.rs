@@ -35,7 +35,7 @@ const LINKS: &[(&str, &str, u32)] = &[
 const SILENCE: &str = "silence";
 /// Increments under each of them, unless `--count` says otherwise.
 const INCREMENTS: u32 = 5000;
-const PATIENCE: Duration = Duration::from_secs(600);
+const PROGRAM_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Makes the link do what netem is told, both ways; `None`: nothing any more.
 fn link(lab: &Lab, netem: Option<&str>) -> Result<()> {
@@ -61,7 +61,7 @@ fn both(pair: &Pair<'_>, name: &str, port: u16, more: &str) -> Result<Output> {
     let client = format!("{} {}", program(name, &pair.a, more), pair.b.tcp);
     let server = program(name, &pair.b, more);
     let (at_server, at_client) =
-        rdma::both((&pair.b, &pair.a), &server, true, &listening, &client, PATIENCE)?;
+        rdma::both((&pair.b, &pair.a), &server, true, &listening, &client, PROGRAM_TIMEOUT)?;
     if (at_server.code, at_client.code) != (0, 0) {
         progress!(
             "  client: {}{}\n  server: {}{}",

@@ -24,7 +24,7 @@ pub const SCENARIO: Scenario = Scenario {
 /// Seconds for one test.
 pub(super) const LIMIT: u64 = 90;
 /// For all of them.
-const PATIENCE: Duration = Duration::from_secs(45 * 60);
+const SUITE_TIMEOUT: Duration = Duration::from_secs(45 * 60);
 
 /// What PVRDMA's interface lacks: words of a test's name or of the reason for its skip, and what is lacking. A skip that rxe
 /// doesn't have and that isn't named here fails the scenario.
@@ -102,7 +102,7 @@ fn test(member: &Member<'_>, port: &Port, only: &[String]) -> Result<Outcomes> {
         port.gid,
         words.join(" ")
     );
-    let output = member.run(&script, PATIENCE)?;
+    let output = member.run(&script, SUITE_TIMEOUT)?;
     if !output.stdout.contains("PYVERBS-END") {
         bail!(
             "rdma-core's tests on {} didn't come to their end (status {}): {}\n{}",

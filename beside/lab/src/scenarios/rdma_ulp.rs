@@ -21,7 +21,7 @@ pub const SCENARIO: Scenario = Scenario {
 
 /// MiB of each fio job and of each file whose checksum is taken.
 const MIB: u32 = 32;
-const PATIENCE: Duration = Duration::from_secs(600);
+const PROGRAM_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// What was verified by one consumer.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -44,7 +44,7 @@ fn fio(pair: &Pair<'_>, target: &str, engine: &str) -> Result<Verified> {
          --direct=1 --verify=crc32c --do_verify=1 --verify_fatal=0 --verify_dump=0 --output-format=json --output=/tmp/fio.json >/tmp/fio.err 2>&1\n\
          s=$?; cat /tmp/fio.json; [ $s = 0 ] || tail -n 5 /tmp/fio.err >&2; exit $s"
     );
-    let output = pair.a.run(&script, PATIENCE)?;
+    let output = pair.a.run(&script, PROGRAM_TIMEOUT)?;
     let verified = fio_result(&output.stdout).with_context(|| {
         format!("fio on {target} ended with status {}: {}", output.code, output.stderr.trim())
     })?;
@@ -97,11 +97,14 @@ fn nvme(pair: &Pair<'_>) -> Result<Verified> {
     let here = pair.a.run(
         &format!("dd if=/dev/urandom of=/tmp/w bs=1M count={MIB} status=none && dd if=/tmp/w of=/dev/nvme0n1 bs=1M oflag=direct conv=fsync status=none && echo SUM $(sha256sum < /tmp/w); rm -f /tmp/w; \
                   echo AGAIN $(dd if=/dev/nvme0n1 bs=1M count={MIB} iflag=direct status=none | sha256sum)"),
-        PATIENCE,
+        PROGRAM_TIMEOUT,
     )?.success()?;
     let there = pair
         .b
-        .run(&format!("echo SUM $(dd if=/dev/ram0 bs=1M count={MIB} status=none | sha256sum)"), PATIENCE)?
+        .run(
+            &format!("echo SUM $(dd if=/dev/ram0 bs=1M count={MIB} status=none | sha256sum)"),
+            PROGRAM_TIMEOUT,
+        )?
         .success()?;
     for (side, sum) in [("target", said(&there, "SUM ")?), ("initiator", said(&here, "AGAIN ")?)] {
         let same = said(&here, "SUM ")? == sum;
@@ -141,9 +144,9 @@ fn nfs(pair: &Pair<'_>) -> Result<Verified> {
     let here = pair.a.run(
         &format!("set -e; dd if=/dev/urandom of=/tmp/w bs=1M count={MIB} status=none; rm -f /mnt/fio; cp /tmp/w /mnt/w; sync; echo SUM $(sha256sum < /tmp/w); rm /tmp/w\n\
                   umount /mnt; {mount}; echo AGAIN $(sha256sum < /mnt/w)"),
-        PATIENCE,
+        PROGRAM_TIMEOUT,
     )?.success()?;
-    let there = pair.b.run("echo SUM $(sha256sum < /srv/w)", PATIENCE)?.success()?;
+    let there = pair.b.run("echo SUM $(sha256sum < /srv/w)", PROGRAM_TIMEOUT)?.success()?;
     for (side, sum) in [("server", said(&there, "SUM ")?), ("client", said(&here, "AGAIN ")?)] {
         let same = said(&here, "SUM ")? == sum;
         progress!("NFS over RDMA: checksum at the {side} {}", if same { "agrees" } else { "DIFFERS" });

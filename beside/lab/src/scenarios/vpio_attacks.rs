@@ -44,7 +44,7 @@ const NAME: &str = "attacker";
 /// The cards.
 const ATTACKED: [&str; 2] = ["rtl8139", "e1000"];
 const BOOT: Duration = Duration::from_secs(600);
-const PATIENCE: Duration = Duration::from_secs(300);
+const ATTACK_TIMEOUT: Duration = Duration::from_secs(300);
 /// What the target holds where it isn't zeros, and the frames that the peer sends.
 const SECRET: &[u8; 16] = b"CWsecret-of-host";
 const PEER: &[u8; 16] = b"CWsent-by-a-peer";
@@ -150,7 +150,7 @@ impl<'a> Bench<'a> {
             "{attack} & p=$!; sleep 1; while kill -0 $p 2>/dev/null; do socat -u -b{PAYLOAD} FILE:/tmp/n/frames UDP-DATAGRAM:10.82.0.255:9,broadcast; sleep 0.5; done; wait $p"
         );
         self.host
-            .run(&script, PATIENCE)?
+            .run(&script, ATTACK_TIMEOUT)?
             .success()
             .with_context(|| format!("`lab attack {arguments}` failed"))?;
         std::thread::sleep(Duration::from_millis(500));
@@ -221,7 +221,7 @@ fn listen(host: &Host, card: &Card, on: &vpio_nics::Card) -> Result<crate::chann
         &format!("exec tcpdump -Z root -i p-{0} -Q in -U --immediate-mode -s 12000 -B 8192 -w /share/wire-{0}.pcap", card.name),
     )?;
     let waited = session.err.clone();
-    let until = std::time::Instant::now() + PATIENCE;
+    let until = std::time::Instant::now() + ATTACK_TIMEOUT;
     while !waited.tail(4).contains("listening on") {
         if session.try_wait().is_some() || std::time::Instant::now() > until {
             bail!("tcpdump doesn't listen: {}", waited.tail(4));
@@ -271,8 +271,8 @@ fn checked(host: &Host, card: &'static Card, on: &vpio_nics::Card, kernel: &str)
         rdma::quoted(&format!("/lab/agent attack {} {number} --bar {} --hold 100", card.name, card.bars[0]));
     // The guest doesn't live to answer.
     let session = host.spawn("attack", &format!("exec /share/.lab/lab in --wait 60 {NAME} {attack}"))?;
-    guest.expect("Machine Check Exception: 4 Bank 7: b200000000000e0b", PATIENCE)?;
-    guest.expect("Kernel panic - not syncing: Fatal", PATIENCE)?;
+    guest.expect("Machine Check Exception: 4 Bank 7: b200000000000e0b", ATTACK_TIMEOUT)?;
+    guest.expect("Kernel panic - not syncing: Fatal", ATTACK_TIMEOUT)?;
     session.kill()?;
     host.sh(&format!("causeway stop {NAME} --force"))?;
     guest.ended(Duration::from_secs(60))?;

@@ -72,7 +72,7 @@ const GROUPS: u32 = 10;
 pub(super) const BOOT: Duration = Duration::from_secs(600);
 /// Seconds that a transfer may take.
 const BULK: u32 = 240;
-pub(super) const PATIENCE: Duration = Duration::from_secs(600);
+pub(super) const COMMAND_TIMEOUT: Duration = Duration::from_secs(600);
 
 impl Card {
     pub(super) fn address(&self) -> String {
@@ -160,7 +160,7 @@ impl Member<'_> {
         let quoted = rdma::quoted(&format!("export PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/root; {script}"));
         let first = script.lines().next().unwrap_or_default();
         self.host
-            .run(&format!("exec /share/.lab/lab in --wait 60 {NAME} {quoted}"), PATIENCE)?
+            .run(&format!("exec /share/.lab/lab in --wait 60 {NAME} {quoted}"), COMMAND_TIMEOUT)?
             .success()
             .with_context(|| format!("{first:?} failed in the guest"))
     }
@@ -343,7 +343,7 @@ pub(super) fn transfer(member: &Member<'_>, kib: u64) -> Result<()> {
     let sent = member.run(&format!(
         "head -c {bytes} /dev/urandom > /tmp/w && echo SUM $(sha256sum < /tmp/w) && timeout {BULK} socat -u FILE:/tmp/w TCP:{HOST_SIDE}:7001,retry=20,interval=0.2"
     ))?;
-    if server.wait(PATIENCE)? != Some(0) {
+    if server.wait(COMMAND_TIMEOUT)? != Some(0) {
         bail!("The host's side of a transfer failed: {}", server.err.tail(4));
     }
     let got = host.sh("echo SUM $(sha256sum < /tmp/n/up)")?;
@@ -358,7 +358,7 @@ pub(super) fn transfer(member: &Member<'_>, kib: u64) -> Result<()> {
         "timeout {BULK} socat -u TCP:{HOST_SIDE}:7002,rcvbuf={},retry=20,interval=0.2 CREATE:/tmp/w && echo SUM $(sha256sum < /tmp/w); rm /tmp/w",
         member.card.window
     ))?;
-    server.wait(PATIENCE)?;
+    server.wait(COMMAND_TIMEOUT)?;
     let sent = host.sh(&format!("echo SUM $(head -c {bytes} /tmp/n/down | sha256sum)"))?;
     if sum(&sent).is_none() || sum(&sent) != sum(&got) {
         bail!("{bytes} bytes to the guest arrived changed: {sent:?} became {got:?}");
@@ -389,7 +389,7 @@ fn keystrokes(member: &Member<'_>) -> Result<()> {
     if !text.contains(&format!("typed {KEYS}")) {
         bail!("Keystrokes got lost: {text:?}");
     }
-    server.wait(PATIENCE).map(drop)
+    server.wait(COMMAND_TIMEOUT).map(drop)
 }
 
 fn table(member: &Member<'_>) -> Result<Value> {
@@ -473,7 +473,7 @@ fn changes(member: &Member<'_>) -> Result<Value> {
         lost += u64::from(PINGS).saturating_sub(u64::try_from(answered)?);
     }
     member.run("touch /tmp/over")?;
-    if stream.wait(PATIENCE)? != Some(0) {
+    if stream.wait(COMMAND_TIMEOUT)? != Some(0) {
         bail!("The stream broke: {}", stream.err.tail(4));
     }
     let text = member.run(
@@ -485,7 +485,7 @@ fn changes(member: &Member<'_>) -> Result<Value> {
     if pieces < u64::from(CHANGES) / 4 {
         bail!("The stream stood still: {pieces} pieces in {CHANGES} changes");
     }
-    echo.wait(PATIENCE)?;
+    echo.wait(COMMAND_TIMEOUT)?;
     progress!(
         "    {} changed {CHANGES} times: {pieces} pieces of 64 KiB compared, {lost} pings lost",
         member.card.name
@@ -556,7 +556,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
                     eprint!("{}", host.tails());
                     lab.hold()?;
                     failed.push(format!("{name}: {error:#}"));
-                    host.run(&format!("causeway stop {NAME} --force"), PATIENCE)?;
+                    host.run(&format!("causeway stop {NAME} --force"), COMMAND_TIMEOUT)?;
                     std::thread::sleep(Duration::from_secs(2));
                 }
             }

@@ -12,7 +12,7 @@ use std::time::Duration;
 use anyhow::{Context, Result, bail, ensure};
 use vpio::violation::{decides_as_before, read};
 
-use super::vpio_nics::{self, BOOT, CARDS, HOST_SIDE, Member, NAME, PATIENCE, READY};
+use super::vpio_nics::{self, BOOT, CARDS, COMMAND_TIMEOUT, HOST_SIDE, Member, NAME, READY};
 use crate::channel::Session;
 use crate::dma_attack::beside::{Card, Violation};
 use crate::host::Host;
@@ -247,7 +247,7 @@ fn in_the_midst(
     let (before, waited) = (refused(member)?, timeouts(member)?);
     let session = part.inject_beside(number, bar)?;
     vpio_nics::transfer(member, LARGE).context("an exchange in whose midst something is refused")?;
-    ensure!(session.wait(PATIENCE)? == Some(0), "`lab inject` failed: {}", session.err.tail(4));
+    ensure!(session.wait(COMMAND_TIMEOUT)? == Some(0), "`lab inject` failed: {}", session.err.tail(4));
     check_refused(member, &before, violation, true)?;
     let how = recovery(member, waited)?;
     progress!("    {}: {}, BAR {bar}, in the midst of an exchange: {how}", part.name(), violation.name);
@@ -292,7 +292,7 @@ fn dies_of_it(part: &Part<'_>, tally: &mut Tally) -> Result<()> {
         let said =
             |what, patience| member.guest.expect_from(what, from, patience).with_context(|| violation.name);
         said(MACHINE_CHECK, Duration::from_secs(60))?;
-        said("Kernel panic - not syncing: Fatal", PATIENCE)?;
+        said("Kernel panic - not syncing: Fatal", COMMAND_TIMEOUT)?;
         session.kill()?;
         tally.stopped += 1;
         said(READY, BOOT)?;
@@ -391,7 +391,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
                 eprint!("{}", host.tails());
                 lab.hold()?;
                 tally.undocumented.push(format!("{}: {error:#}", part.name()));
-                host.run(&format!("causeway stop {NAME} --force"), PATIENCE)?;
+                host.run(&format!("causeway stop {NAME} --force"), COMMAND_TIMEOUT)?;
                 std::thread::sleep(Duration::from_secs(2));
             }
             host.forget_consoles();

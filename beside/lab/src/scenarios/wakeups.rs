@@ -19,7 +19,7 @@ pub const SCENARIO: Scenario = Scenario {
 };
 
 /// A guest that says nothing for so long stands still.
-const PATIENCE: Duration = Duration::from_secs(120);
+const SILENCE_LIMIT: Duration = Duration::from_secs(120);
 
 /// Timers that run out on both CPUs, pipes across CPUs, short processes; a line per round.
 const SCRIPT: &str = "for i in 1 2; do (while :; do sleep 0.02; done) & done\n\
@@ -43,7 +43,7 @@ fn run(lab: &Lab, options: &Options, report: &mut Report) -> Result<()> {
     let mut still = 0;
     'all: while begin.elapsed() < length {
         for (guest, rounds) in guests.iter().zip(&mut rounds) {
-            if let Err(error) = guest.expect(&format!("WAKEUPS round {}", *rounds + 1), PATIENCE) {
+            if let Err(error) = guest.expect(&format!("WAKEUPS round {}", *rounds + 1), SILENCE_LIMIT) {
                 progress!("after {:.0} s: {error:#}", begin.elapsed().as_secs_f64());
                 report.figure("goes_on_after_a_signal", host.wakes_by_signal());
                 eprint!("{}", host.tails());

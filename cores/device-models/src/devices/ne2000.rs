@@ -43,7 +43,7 @@ pub const MEMORY: u32 = 0x4000;
 /// Byte after it.
 pub const MEMORY_END: u32 = 0x8000;
 /// The longest frame, without CRC.
-pub const LONGEST: u64 = 1518;
+pub const MAX_FRAME_BYTES: u64 = 1518;
 
 table! { REGISTERS: Register => Reg {
     CR = register("CR", 0x0).class(Class::Free, Class::Dma).reset(0x21).store(Store::Sticky(TXP)).returns(Returns::Bits(TXP)).becomes(TXP, 0, PTX).late_watched()
@@ -273,7 +273,7 @@ const TRANSITIONS: &[Transition] = &[
     on(Event::Write(CR)).states(&[STOPPED]).given(Cond::All(&[Cond::Clear(CR, STP), Cond::Not(&OWN_ADDRESS)]))
         .checks(&[Check::Allowed(Permission::AnyAddress)]).about("Linux writes zeroes while it looks for the card; it listens when it starts"),
     on(Event::Write(CR)).states(&[TX_IDLE]).given(Cond::Set(CR, TXP)).checks(&[
-        Check::Rule("1 <= TBCR <= 1518", Cond::All(&[Cond::Less(Expr::Const(0), TBCR), Cond::AtMost(TBCR, Expr::Const(LONGEST))])),
+        Check::Rule("1 <= TBCR <= 1518", Cond::All(&[Cond::Less(Expr::Const(0), TBCR), Cond::AtMost(TBCR, Expr::Const(MAX_FRAME_BYTES))])),
         Check::Window(FRAME),
     ]).then(&[Effect::Enter(TX_BUSY)]),
     on(Event::Write(CR)).states(&[TX_IDLE]).given(Cond::All(&[Cond::Set(CR, TXP), Cond::Set(TCR, 0x06)]))

@@ -22,7 +22,7 @@ use device_models::reference::Filter;
 use device_models::reference::e1000::{E1000Card, Parsed, parse, reports};
 
 use super::places::Places;
-use super::{Kind, Look, Next, PATIENCE, Side};
+use super::{Kind, Look, MAX_CARD_READS, Next, Side};
 use crate::pad::Inlet;
 
 /// Descriptors of each of the owner's rings.
@@ -64,9 +64,9 @@ const DELAYED: u8 = 0x80 | 0x10;
 const PUT_TAG: u8 = 0x40;
 /// Descriptors that are looked at before anything else happens, and those of one frame at most.
 const WALK: u32 = 256;
-const MOST: usize = 128;
+const MAX_FRAME_DESCRIPTORS: usize = 128;
 /// Bytes of a frame that other guests may get, before it is cut: 64 KiB and headers.
-const LONGEST: usize = 0x1_0100;
+const MAX_FRAME_BYTES: usize = 0x1_0100;
 /// Descriptors of which the holder waits to be told, and copies that are made for others at a time, both about.
 const REPORTS: usize = 512;
 const COPIES: usize = 512;
@@ -164,7 +164,7 @@ impl<B: Bus> Shared<B> {
         self.sends(side)
             && self.next != self.front.value(TDT) & 0xFFFF
             && self.pending.len() < REPORTS
-            && usize::try_from(room).unwrap_or(0) >= MOST + self.contexts.len()
+            && usize::try_from(room).unwrap_or(0) >= MAX_FRAME_DESCRIPTORS + self.contexts.len()
     }
 
     /// Takes the holder's next descriptors.
@@ -244,7 +244,7 @@ impl<B: Bus> Shared<B> {
             return Ok(());
         }
         self.frame.bytes = self.frame.bytes.saturating_add(length);
-        if self.frame.copied && self.frame.bytes > LONGEST {
+        if self.frame.copied && self.frame.bytes > MAX_FRAME_BYTES {
             // Nobody makes one: it isn't put together.
             self.front.forget_frame();
             self.frame.copied = false;
@@ -258,13 +258,15 @@ impl<B: Bus> Shared<B> {
                 if side.card.has_iommu() {
                     self.places.find(side.card, holder, address, length)
                 } else {
-                    self.places.translate(side.map(holder)?, address, length, MOST)
+                    self.places.translate(side.map(holder)?, address, length, MAX_FRAME_DESCRIPTORS)
                 }
             }
             // The card skips it, wherever it is.
             _ => Some(vec![(side.own.device_base(), 0)]),
         };
-        let Some(pieces) = pieces.filter(|pieces| self.frame.descriptors.len() + pieces.len() <= MOST) else {
+        let Some(pieces) =
+            pieces.filter(|pieces| self.frame.descriptors.len() + pieces.len() <= MAX_FRAME_DESCRIPTORS)
+        else {
             self.frame.refused = true;
             return Ok(());
         };
@@ -357,14 +359,14 @@ impl<B: Bus> Shared<B> {
             return Ok(());
         }
         side.put(at(MDIC), 4, PHY_READ | register << 16)?;
-        for _ in 0..PATIENCE {
+        for _ in 0..MAX_CARD_READS {
             let value = side.get(at(MDIC), 4)?;
             if value & PHY_DONE != 0 {
                 self.front.set_phy(register, u16::try_from(value & 0xFFFF).unwrap_or(0));
                 return Ok(());
             }
         }
-        let why = format!("its PHY didn't answer for register {register} in {PATIENCE} reads");
+        let why = format!("its PHY didn't answer for register {register} in {MAX_CARD_READS} reads");
         Err(DeviceError { bar: E1000.bar(), offset: at(MDIC), why })
     }
 
@@ -485,7 +487,7 @@ impl<B: Bus> Kind<B> for Shared<B> {
     }
 
     fn drain(&mut self, side: &mut Side<'_>) -> Result<bool, DeviceError> {
-        for _ in 0..PATIENCE {
+        for _ in 0..MAX_CARD_READS {
             self.complete(side);
             if self.done == self.free {
                 return Ok(true);

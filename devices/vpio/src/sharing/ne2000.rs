@@ -14,7 +14,7 @@ use device_models::physical::{Bus, DeviceError, Mapping, PhysicalDevice};
 use device_models::reference::ne2000::Ne2000;
 use device_models::reference::{Filter, SHORTEST};
 
-use super::{Kind, Look, Next, PATIENCE, Side};
+use super::{Kind, Look, MAX_CARD_READS, Next, Side};
 
 /// Pages of the card: the frame to send, then the ring.
 const FRAME: u32 = 0x40;
@@ -22,7 +22,7 @@ const START: u32 = 0x46;
 const STOP: u32 = 0x80;
 const PAGE: u32 = 256;
 /// The longest frame without its CRC, with a VLAN tag: it fits the six pages.
-const LONGEST: usize = 1518;
+const MAX_FRAME_BYTES: usize = 1518;
 /// CR: stopped; running, no remote transfer; the other bank; remote read; remote write; send.
 const HALT: u32 = 0x21;
 const RUN: u32 = 0x22;
@@ -78,7 +78,7 @@ impl Shared {
 
     /// The holder has started a frame: the card gets it.
     fn transmit(&mut self, side: &mut Side<'_>, frame: Vec<u8>) -> Result<(), DeviceError> {
-        let length @ 1..=LONGEST = frame.len() else {
+        let length @ 1..=MAX_FRAME_BYTES = frame.len() else {
             side.refused += 1;
             self.front.finish(ABORTED, 0, TXE);
             return Ok(());
@@ -167,12 +167,13 @@ fn store(side: &mut Side<'_>, frame: &[u8]) -> Result<(), DeviceError> {
         word[..chunk.len()].copy_from_slice(chunk);
         side.put(at(DATA), 4, u32::from_le_bytes(word))?;
     }
-    for _ in 0..PATIENCE {
+    for _ in 0..MAX_CARD_READS {
         if side.get(at(ISR), 1)? & RDC != 0 {
             return end(side);
         }
     }
-    let why = format!("a transfer of {} bytes to its memory didn't end in {PATIENCE} reads", frame.len());
+    let why =
+        format!("a transfer of {} bytes to its memory didn't end in {MAX_CARD_READS} reads", frame.len());
     Err(DeviceError { bar: NE2000.bar(), offset: at(DATA), why })
 }
 
@@ -258,7 +259,7 @@ impl<B: Bus> Kind<B> for Shared {
         let next = u32::from(header[1]);
         let length = usize::from(u16::from_le_bytes([header[2], header[3]]));
         // With its CRC.
-        let sane = u32::from(header[0]) & PRX != 0 && (18..=LONGEST + 4).contains(&length);
+        let sane = u32::from(header[0]) & PRX != 0 && (18..=MAX_FRAME_BYTES + 4).contains(&length);
         if !sane || next == self.next || [next, current].iter().any(|page| !(START..STOP).contains(page)) {
             return Ok(Next::Garbled);
         }
@@ -269,7 +270,7 @@ impl<B: Bus> Kind<B> for Shared {
     }
 
     fn drain(&mut self, side: &mut Side<'_>) -> Result<bool, DeviceError> {
-        for _ in 0..PATIENCE {
+        for _ in 0..MAX_CARD_READS {
             self.collect(side)?;
             if !self.sending {
                 return Ok(true);

@@ -14,7 +14,7 @@ use crate::dma::{MemoryMap, PAGE};
 
 /// Bytes that are mapped at a time, and how many such chunks of a guest at most: VFIO keeps 65,535 mappings for a process.
 const CHUNK: u64 = 2 << 20;
-const MOST: usize = 2048;
+const MAX_GUEST_CHUNKS: usize = 2048;
 /// Addresses for guests: above the owner's, below what the smallest IOMMUs have (39 bits).
 const FROM: u64 = 1 << 32;
 const TO: u64 = 1 << 39;
@@ -83,7 +83,7 @@ impl Places {
                 if areas[area].chunks.contains(&chunk) {
                     continue;
                 }
-                if areas.iter().map(|area| area.chunks.len()).sum::<usize>() >= MOST {
+                if areas.iter().map(|area| area.chunks.len()).sum::<usize>() >= MAX_GUEST_CHUNKS {
                     // Nothing can be unmapped now: the card may have frames there.
                     return None;
                 }
@@ -138,7 +138,7 @@ impl Places {
     pub fn is_full(&self, seat: usize) -> bool {
         let chunks = |areas: &Vec<Area>| areas.iter().map(|area| area.chunks.len()).sum::<usize>();
         // Descriptors that are looked at before anything else happens, two chunks each.
-        self.seats.get(&seat).is_some_and(|areas| chunks(areas) + 512 >= MOST)
+        self.seats.get(&seat).is_some_and(|areas| chunks(areas) + 512 >= MAX_GUEST_CHUNKS)
     }
 
     /// Unmaps what is mapped of a guest's memory. The card has nothing of the guest's.
@@ -381,9 +381,13 @@ mod tests {
         let found = |places: &mut Places, card: &mut Maps, chunk: usize| {
             places.find(card, 0, u64::try_from(chunk).unwrap() * CHUNK, 64).is_some()
         };
-        assert!((0..MOST).all(|chunk| found(&mut places, &mut card, chunk)));
-        assert!(places.is_full(0) && !found(&mut places, &mut card, MOST) && card.0.len() == MOST);
+        assert!((0..MAX_GUEST_CHUNKS).all(|chunk| found(&mut places, &mut card, chunk)));
+        assert!(
+            places.is_full(0)
+                && !found(&mut places, &mut card, MAX_GUEST_CHUNKS)
+                && card.0.len() == MAX_GUEST_CHUNKS
+        );
         places.forget(&mut card, 0).unwrap();
-        assert!(!places.is_full(0) && found(&mut places, &mut card, MOST) && card.0.len() == 1);
+        assert!(!places.is_full(0) && found(&mut places, &mut card, MAX_GUEST_CHUNKS) && card.0.len() == 1);
     }
 }

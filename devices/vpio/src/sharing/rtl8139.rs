@@ -11,7 +11,7 @@ use device_models::physical::{Bus, DeviceError, Mapping, PhysicalDevice};
 use device_models::reference::rtl8139::Rtl8139;
 use device_models::reference::{Filter, SHORTEST};
 
-use super::{Kind, Look, Next, PATIENCE, Side};
+use super::{Kind, Look, MAX_CARD_READS, Next, Side};
 use crate::pad::{Inlet, in_pad};
 
 /// Bytes of the owner's ring, and RCR for it: all frames, a frame at the end goes on behind it, 32 KiB, long bursts.
@@ -185,7 +185,7 @@ impl<B: Bus> Kind<B> for Shared<B> {
     }
 
     fn drain(&mut self, side: &mut Side<'_>) -> Result<bool, DeviceError> {
-        for _ in 0..PATIENCE {
+        for _ in 0..MAX_CARD_READS {
             self.collect(side)?;
             if self.pending.is_empty() {
                 return Ok(true);

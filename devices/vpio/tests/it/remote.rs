@@ -19,7 +19,7 @@ use vpio::{Answer, FailurePolicy, GuestConfig, GuestId, Monitor, Slot, Slots, Sw
 
 const QEMU: &str = "qemu-system-x86_64";
 const CARD: [u8; 6] = [0x52, 0x54, 0, 0x12, 0x34, 0x56];
-const PATIENCE: Duration = Duration::from_secs(20);
+const HANG_LIMIT: Duration = Duration::from_secs(20);
 
 /// QEMU, where it is installed.
 fn qemu(test: &str) -> Option<PathBuf> {
@@ -46,7 +46,7 @@ const GUEST: GuestId = GuestId(0);
 /// A card on a wire of its own.
 fn card(qemu: &Path, device: &'static Device) -> (Remote, UdpSocket) {
     let wire = UdpSocket::bind("127.0.0.1:0").unwrap();
-    wire.set_read_timeout(Some(PATIENCE)).unwrap();
+    wire.set_read_timeout(Some(HANG_LIMIT)).unwrap();
     let (ours, its) = (wire.local_addr().unwrap(), UdpSocket::bind("127.0.0.1:0").unwrap());
     let its_address = its.local_addr().unwrap();
     drop(its);
@@ -109,7 +109,7 @@ impl Memory for Lab {
 impl Lab {
     /// Waits for the card's line, and takes its causes as the thread of a NIC does. Whether the guest's line is up.
     fn interrupted(&mut self) -> bool {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + HANG_LIMIT;
         while !self.monitor.physical().interrupt().unwrap() {
             assert!(Instant::now() < until, "no interrupt comes");
             std::thread::sleep(Duration::from_millis(1));
@@ -156,7 +156,7 @@ fn an_rtl8139_of_qemu_sends_and_receives() {
         assert_eq!(lab.sent(), out);
         lab.wire.send(&frame(address(0), mark, length)).unwrap();
         let (mut frames, mut done) = (Vec::new(), 0);
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + HANG_LIMIT;
         while frames.is_empty() || done == 0 {
             assert!(Instant::now() < until, "{frames:?}, {done} sent");
             lab.look();
@@ -184,7 +184,7 @@ fn an_e1000_of_qemu_sends_and_receives() {
         assert_eq!(lab.sent(), out);
         lab.wire.send(&frame([0xFF; 6], mark, length)).unwrap();
         let (mut frames, mut done) = (Vec::new(), 0);
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + HANG_LIMIT;
         while frames.is_empty() || done == 0 {
             assert!(Instant::now() < until, "{frames:?}, {done} sent");
             lab.look();
@@ -209,7 +209,7 @@ fn an_ne2000_of_qemu_sends_and_receives() {
         assert_eq!(lab.sent()[..length], out);
         lab.wire.send(&frame([0xFF; 6], mark, length)).unwrap();
         let (mut frames, mut done) = (Vec::new(), false);
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + HANG_LIMIT;
         while frames.is_empty() || !done {
             assert!(Instant::now() < until, "{frames:?}, {done}");
             lab.look();

@@ -24,7 +24,7 @@ use vpio::{Answer, FailurePolicy, GuestId, Monitor, Switched};
 const QEMU: &str = "qemu-system-x86_64";
 const STATION: [u8; 6] = [0x52, 0x54, 0, 0x12, 0x34, 0x56];
 const OUTSIDE: [u8; 6] = [0x52, 0x54, 0, 0, 0, 0x99];
-const PATIENCE: Duration = Duration::from_secs(20);
+const HANG_LIMIT: Duration = Duration::from_secs(20);
 
 fn qemu(test: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH")?;
@@ -82,7 +82,7 @@ struct Table {
 impl Table {
     fn new(qemu: &std::path::Path, device: &'static Device) -> Self {
         let wire = UdpSocket::bind("127.0.0.1:0").unwrap();
-        wire.set_read_timeout(Some(PATIENCE)).unwrap();
+        wire.set_read_timeout(Some(HANG_LIMIT)).unwrap();
         let (ours, its) = (wire.local_addr().unwrap(), UdpSocket::bind("127.0.0.1:0").unwrap());
         let its_address = its.local_addr().unwrap();
         drop(its);
@@ -128,7 +128,7 @@ impl Table {
         if self.monitor.resident() == Some(id) {
             return;
         }
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + HANG_LIMIT;
         loop {
             while self.monitor.physical().poll().unwrap() {}
             self.monitor.interrupt().unwrap();
@@ -211,7 +211,7 @@ fn share(test: &str, device: &'static Device) {
         if to != OUTSIDE {
             expected[usize::from(1 - number)].push(out);
         }
-        let (mut done, until) = (0, Instant::now() + PATIENCE);
+        let (mut done, until) = (0, Instant::now() + HANG_LIMIT);
         while done == 0 || [0, 1].iter().any(|&at| got[at].len() < expected[at].len()) {
             assert!(
                 Instant::now() < until,

@@ -16,7 +16,7 @@ pub const FAILED: u64 = u64::MAX;
 pub const STUCK: u64 = u64::MAX - 1;
 
 /// Polls without progress after which [`run`] gives up: a minute or more, for machines that do much else.
-const PATIENCE: u64 = 20_000_000_000;
+const MAX_IDLE_POLLS: u64 = 20_000_000_000;
 /// Messages that are answered before their buffers are given back.
 const HELD: usize = 16;
 /// Bytes before the data of a slot of the copying ring.
@@ -416,7 +416,7 @@ fn waited(idle: &mut u64, progress: bool) -> Result<(), u64> {
         return Ok(());
     }
     *idle += 1;
-    if *idle > PATIENCE { Err(STUCK) } else { Ok(()) }
+    if *idle > MAX_IDLE_POLLS { Err(STUCK) } else { Ok(()) }
 }
 
 /// Loads `length` bytes (a multiple of 64), 16 at a time, and does nothing with them.

@@ -10,7 +10,7 @@ pub const FAILED: u64 = u64::MAX;
 pub const STUCK: u64 = u64::MAX - 1;
 
 /// Polls without a completion after which [`run`] gives up: about ten seconds.
-const PATIENCE: u64 = 2_000_000_000;
+const MAX_EMPTY_POLLS: u64 = 2_000_000_000;
 /// Doorbell flag: a send was posted.
 const SEND: u32 = 1 << 30;
 /// Doorbell flag: a poll found nothing.
@@ -99,7 +99,7 @@ pub unsafe fn run(queues: u64, count: u64, completions: u64, operations: u64, wi
             if tail == head {
                 write_volatile(cq_doorbell, POLL | cq.handle);
                 idle += 1;
-                if idle > PATIENCE {
+                if idle > MAX_EMPTY_POLLS {
                     return STUCK;
                 }
                 core::hint::spin_loop();

@@ -3,7 +3,7 @@
 use core::fmt;
 
 /// Most figures of a program's own.
-const MOST: usize = 12;
+const MAX_FIGURES: usize = 12;
 
 /// A figure of a program's own.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -42,13 +42,13 @@ pub struct Outcome {
     pub events: u64,
     /// How long the measured part took, by vCPU 0's clock.
     pub nanoseconds: u64,
-    figures: [Option<(&'static str, Figure)>; MOST],
+    figures: [Option<(&'static str, Figure)>; MAX_FIGURES],
 }
 
 impl Outcome {
     /// `events` times `event` in `nanoseconds`, not verified yet.
     pub fn new(event: &'static str, events: u64, nanoseconds: u64) -> Self {
-        Self { verified: false, event, events, nanoseconds, figures: [None; MOST] }
+        Self { verified: false, event, events, nanoseconds, figures: [None; MAX_FIGURES] }
     }
 
     /// With whether it is right.

@@ -4,7 +4,7 @@ use core::fmt;
 use core::ops::RangeInclusive;
 
 /// Most arguments.
-const MOST: usize = 16;
+const MAX_ARGUMENTS: usize = 16;
 
 /// Why a program doesn't begin.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -103,7 +103,7 @@ impl fmt::Display for Refused {
 /// A program's arguments, all of which have names that it knows.
 #[derive(Debug, Clone, Copy)]
 pub struct Settings {
-    given: [(&'static str, &'static str); MOST],
+    given: [(&'static str, &'static str); MAX_ARGUMENTS],
     count: usize,
 }
 
@@ -116,14 +116,14 @@ impl Settings {
         arguments: impl IntoIterator<Item = &'static str>,
         names: &'static [&'static str],
     ) -> Result<Self, Refused> {
-        let mut this = Self { given: [("", ""); MOST], count: 0 };
+        let mut this = Self { given: [("", ""); MAX_ARGUMENTS], count: 0 };
         for text in arguments {
             let (name, value) = text.split_once('=').unwrap_or((text, ""));
             if value.is_empty() || !names.contains(&name) {
                 return Err(Refused::Argument { text, names });
             }
             let Some(slot) = this.given.get_mut(this.count) else {
-                return Err(Refused::TooMany { most: MOST });
+                return Err(Refused::TooMany { most: MAX_ARGUMENTS });
             };
             *slot = (name, value);
             this.count += 1;

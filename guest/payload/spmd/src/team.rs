@@ -18,7 +18,7 @@ pub trait Machine: Sync {
 }
 
 /// Looks at a barrier before the processor is given away: as long as that takes.
-const PATIENCE: u32 = 2_000;
+const MAX_BARRIER_POLLS: u32 = 2_000;
 /// The same after a wait in which another one had the processor meanwhile, which it will have in the next one, too.
 const LITTLE_PATIENCE: u32 = 50;
 /// A processor that was given away for longer was taken by another one, nanoseconds.
@@ -56,8 +56,14 @@ impl<'a> Team<'a> {
             panic!("vCPU {index} of {count} can't join a team with places for {}", nodes.len())
         };
         place.store(node + 1, Ordering::Release);
-        let team =
-            Self { index, count, barrier: Some(barrier), nodes, machine, patience: Cell::new(PATIENCE) };
+        let team = Self {
+            index,
+            count,
+            barrier: Some(barrier),
+            nodes,
+            machine,
+            patience: Cell::new(MAX_BARRIER_POLLS),
+        };
         team.wait();
         team
     }
@@ -109,13 +115,13 @@ impl<'a> Team<'a> {
                 gave_way |= self.machine.nanoseconds().saturating_sub(begun) > LONG;
             }
         });
-        self.patience.set(if gave_way { LITTLE_PATIENCE } else { PATIENCE });
+        self.patience.set(if gave_way { LITTLE_PATIENCE } else { MAX_BARRIER_POLLS });
     }
 
     /// One look at something that hasn't come yet, of so many: gives the processor away after many.
     pub fn idle(&self, looks: &mut u32) {
         *looks = looks.saturating_add(1);
-        if *looks >= PATIENCE {
+        if *looks >= MAX_BARRIER_POLLS {
             self.machine.pause();
         } else {
             core::hint::spin_loop();
@@ -174,7 +180,7 @@ impl core::fmt::Debug for Team<'_> {
 
 #[cfg(test)]
 mod tests {
-    use super::{LITTLE_PATIENCE, LONG, Machine, PATIENCE, Team};
+    use super::{LITTLE_PATIENCE, LONG, MAX_BARRIER_POLLS, Machine, Team};
     use crate::Barrier;
     use std::cell::Cell;
     use std::sync::Mutex;
@@ -245,7 +251,7 @@ mod tests {
             pause: AtomicU64::new(LONG),
             pauses: AtomicU32::new(0),
         };
-        let patience = Cell::new(PATIENCE);
+        let patience = Cell::new(MAX_BARRIER_POLLS);
         let team =
             Team { index: 0, count: 2, barrier: Some(&barrier), nodes: &nodes, machine: &machine, patience };
         let after_wait_with_pauses_of = |time| {
@@ -253,10 +259,10 @@ mod tests {
             team.wait_patiently();
             team.patience.get()
         };
-        assert_eq!(after_wait_with_pauses_of(LONG), PATIENCE);
+        assert_eq!(after_wait_with_pauses_of(LONG), MAX_BARRIER_POLLS);
         assert_eq!(after_wait_with_pauses_of(LONG + 1), LITTLE_PATIENCE);
         assert_eq!(after_wait_with_pauses_of(LONG + 1), LITTLE_PATIENCE);
-        assert_eq!(after_wait_with_pauses_of(LONG), PATIENCE);
+        assert_eq!(after_wait_with_pauses_of(LONG), MAX_BARRIER_POLLS);
         assert_eq!(machine.pauses.load(Ordering::Relaxed), 4 * 3);
         // The four barriers of the measured part give way, too (and would never be passed here if they didn't).
         team.measure(|| ());

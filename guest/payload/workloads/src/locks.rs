@@ -14,11 +14,12 @@ pub const NAMES: &[&str] = &["kind", "times", "inside", "outside", "data", "turn
 const PER_PAGE: usize = 512;
 
 /// vCPUs that can queue.
-const MOST: usize = 64;
+const MAX_QUEUED_VCPUS: usize = 64;
 
 static TICKET: OwnPage<TicketLock> = OwnPage(TicketLock::new());
 static QUEUE: OwnPage<QueueLock> = OwnPage(QueueLock::new());
-static PLACES: [OwnPage<QueuePlace>; MOST] = [const { OwnPage(QueuePlace::new()) }; MOST];
+static PLACES: [OwnPage<QueuePlace>; MAX_QUEUED_VCPUS] =
+    [const { OwnPage(QueuePlace::new()) }; MAX_QUEUED_VCPUS];
 
 /// Runs it. The locks are the program's, so there is one run at a time.
 ///
@@ -39,8 +40,13 @@ pub fn run(team: &Team<'_>, heap: &mut Heap, settings: &Settings) -> Result<Outc
     }
     let inside = settings.number("inside", 0, 0..=1 << 32)?;
     let outside = settings.number("outside", 0, 0..=1 << 32)?;
-    if team.count() > MOST {
-        return Err(Refused::Vcpus { what: "The lock's queue", least: 1, most: MOST, count: team.count() });
+    if team.count() > MAX_QUEUED_VCPUS {
+        return Err(Refused::Vcpus {
+            what: "The lock's queue",
+            least: 1,
+            most: MAX_QUEUED_VCPUS,
+            count: team.count(),
+        });
     }
     // The counter, who is inside, and who was last, on a page that the lock isn't on.
     let counters = heap.array::<AtomicU64>(3)?;

@@ -14,7 +14,7 @@ use crate::output;
 use crate::run::spanning::top_socket;
 
 /// How long a VM may take to answer.
-const PATIENCE: Duration = Duration::from_secs(3);
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(3);
 
 /// A page that vCPUs wait for, over all nodes.
 #[derive(Debug, Default, Serialize)]
@@ -39,7 +39,7 @@ pub fn top(args: &DsmTopArgs, json: bool) -> anyhow::Result<()> {
     let mut stream = UnixStream::connect(&socket).with_context(|| {
         format!("The VM {} has no node 0 here that can be asked at {}", args.name, socket.display())
     })?;
-    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_read_timeout(Some(ANSWER_TIMEOUT))?;
     let mut text = String::new();
     stream.read_to_string(&mut text).with_context(|| format!("The VM {} doesn't answer", args.name))?;
     let reports: Vec<Value> = serde_json::from_str(&text).with_context(|| {

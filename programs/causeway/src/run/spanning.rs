@@ -23,7 +23,7 @@ use crate::exposure::{self, Exposed};
 use crate::{failure, output};
 
 /// How long nodes that were started here may take to end after node 0.
-const PATIENCE: Duration = Duration::from_secs(2);
+const NODES_END_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Whether a signal has stopped a child: it can't end by itself then. Needs no `/proc`, which the sandbox doesn't have.
 fn is_stopped(child: &Child) -> bool {
@@ -293,7 +293,7 @@ impl Others {
 
     /// Waits for them, as long as that is reasonable.
     fn end(&mut self) {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + NODES_END_TIMEOUT;
         for child in &mut self.children {
             while matches!(child.try_wait(), Ok(None)) && Instant::now() < deadline && !is_stopped(child) {
                 std::thread::sleep(Duration::from_millis(5));

@@ -13,12 +13,12 @@
 //! harm.
 
 /// Messages under way that a peer may have announced: more than any queue pair has requests.
-const MOST: u32 = 1 << 16;
+const MAX_ANNOUNCED_MESSAGES: u32 = 1 << 16;
 
 /// How far `to` is ahead of `from`; `None`: it is behind, or further than there can be messages.
 fn ahead(from: u32, to: u32) -> Option<u32> {
     let distance = to.wrapping_sub(from);
-    (distance <= MOST).then_some(distance)
+    (distance <= MAX_ANNOUNCED_MESSAGES).then_some(distance)
 }
 
 /// The end that sends.

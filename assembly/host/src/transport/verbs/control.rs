@@ -23,7 +23,7 @@
 /// Bytes before the body.
 const HEAD: usize = 20;
 /// Most bytes of a message.
-pub(in crate::transport) const MOST: usize = HEAD + 36;
+pub(in crate::transport) const MAX_MESSAGE_BYTES: usize = HEAD + 36;
 
 /// Why a daemon doesn't take a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -116,7 +116,7 @@ const SHARED: u8 = 4;
 
 impl Message {
     pub fn encode(&self) -> Vec<u8> {
-        let mut body = Vec::with_capacity(MOST);
+        let mut body = Vec::with_capacity(MAX_MESSAGE_BYTES);
         let mut flags = 0;
         let kind = match self.body {
             Body::Hello(hello) => {
@@ -283,7 +283,7 @@ mod tests {
         ) {
             let message = Message { own, peer, from, to, body };
             let mut bytes = message.encode();
-            prop_assert!(bytes.len() <= MOST);
+            prop_assert!(bytes.len() <= MAX_MESSAGE_BYTES);
             prop_assert_eq!(Message::decode(&bytes), Some(message));
             for len in 0..bytes.len() {
                 prop_assert_eq!(Message::decode(&bytes[..len]), None);

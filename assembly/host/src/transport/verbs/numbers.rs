@@ -76,7 +76,7 @@ pub(super) enum PeerKey {
     None,
 }
 
-/// Real keys of a connection's peer, by virtual key. A guest may name as many as it likes; no more than [`MOST`] are remembered.
+/// Real keys of a connection's peer, by virtual key. A guest may name as many as it likes; no more than [`MAX_REMEMBERED_KEYS`] are remembered.
 #[derive(Debug, Default)]
 pub(super) struct PeerKeys {
     keys: HashMap<u32, PeerKey>,
@@ -85,7 +85,7 @@ pub(super) struct PeerKeys {
 }
 
 /// Keys remembered per connection.
-const MOST: usize = 65_536;
+const MAX_REMEMBERED_KEYS: usize = 65_536;
 
 impl PeerKeys {
     #[inline]
@@ -95,7 +95,7 @@ impl PeerKeys {
 
     /// The peer's daemon is asked: the question's number.
     pub fn ask(&mut self, key: u32) -> u32 {
-        if self.keys.len() >= MOST {
+        if self.keys.len() >= MAX_REMEMBERED_KEYS {
             self.keys.clear();
         }
         self.serial = self.serial.wrapping_add(1);

@@ -11,7 +11,7 @@ use crate::dsm::link::Control;
 use crate::dsm::spanning::chain;
 
 /// How long one part of a checkpoint may take before it is given up: vCPUs leave the guest, messages arrive.
-const PATIENCE: Duration = Duration::from_secs(10);
+const PHASE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The same for writing files, which may be large.
 const WRITING: Duration = Duration::from_secs(600);
 /// Pause between two rounds of counts.
@@ -189,7 +189,7 @@ impl Coordinator<'_> {
         let number = self.number;
         self.tell(&Step::Hold(number));
         let own = member.hold();
-        let mut still = self.collect(PATIENCE, "brought its vCPUs to a stop", |step| match step {
+        let mut still = self.collect(PHASE_TIMEOUT, "brought its vCPUs to a stop", |step| match step {
             Step::Still(of, answer) if of == number => Some(answer),
             _ => None,
         })?;
@@ -237,12 +237,12 @@ impl Coordinator<'_> {
 
     /// Waits until nothing is under way. Returns who has the token.
     fn await_quiet(&self) -> Result<u8, Abandoned> {
-        let until = Instant::now() + PATIENCE;
+        let until = Instant::now() + PHASE_TIMEOUT;
         let mut before: Option<Vec<Counted>> = None;
         for round in 0.. {
             self.tell(&Step::Count(round));
             let own = self.member.count();
-            let mut counts = self.collect(PATIENCE, "told what it has sent", |step| match step {
+            let mut counts = self.collect(PHASE_TIMEOUT, "told what it has sent", |step| match step {
                 Step::Counted(of, counted) if of == round => Some(counted),
                 _ => None,
             })?;
@@ -254,8 +254,10 @@ impl Coordinator<'_> {
             if Instant::now() >= until {
                 let busy = counts.iter().position(|counted| !counted.idle);
                 return Err(Abandoned::Because(match busy {
-                    Some(node) => format!("node {node} still waits for pages after {} s", PATIENCE.as_secs()),
-                    None => format!("messages are still under way after {} s", PATIENCE.as_secs()),
+                    Some(node) => {
+                        format!("node {node} still waits for pages after {} s", PHASE_TIMEOUT.as_secs())
+                    }
+                    None => format!("messages are still under way after {} s", PHASE_TIMEOUT.as_secs()),
                 }));
             }
             before = Some(counts);

@@ -45,7 +45,7 @@ fn links_by_rdma_need_a_device_and_all_nodes() {
 /// Connects to a node that is about to listen.
 fn visit(place: &NodeAddress) -> Stream {
     loop {
-        if let Ok(stream) = connect(place, Instant::now() + PATIENCE) {
+        if let Ok(stream) = connect(place, Instant::now() + LAST_NODE_TIMEOUT) {
             return stream;
         }
         std::thread::sleep(PAUSE);

@@ -21,7 +21,7 @@ const LEN: usize = 40;
 /// The queue pair takes what comes.
 const READY: u8 = b'r';
 /// Most receive buffers that a peer may have, and most bytes of one: no more is counted on.
-const MOST: Shape = Shape { count: 4096, size: 1 << 20 };
+const MAX_PEER_RECEIVES: Shape = Shape { count: 4096, size: 1 << 20 };
 /// Fewest bytes of a receive buffer.
 const SMALLEST: u32 = 64;
 /// Numbers of queue pairs, and PSNs, have 24 bits.
@@ -70,8 +70,8 @@ impl Offer {
         let right = (1..=BITS_24).contains(&offer.number)
             && offer.psn <= BITS_24
             && (1..=5).contains(&offer.mtu)
-            && (FEWEST..=MOST.count).contains(&receives.count)
-            && (SMALLEST..=MOST.size).contains(&receives.size)
+            && (FEWEST..=MAX_PEER_RECEIVES.count).contains(&receives.count)
+            && (SMALLEST..=MAX_PEER_RECEIVES.size).contains(&receives.size)
             && bytes[39] == 0;
         if !right {
             return Err(format!("its queue pair can't be: {offer:?}"));

@@ -29,7 +29,7 @@ const MALFORMED: u32 = 0xffff_0004;
 /// Addresses that are remembered; more are found by sending to all.
 const MOST_ADDRESSES: usize = 4096;
 /// A peer that has given nothing back for so long is not waited for: what is for it is dropped, as by a switch whose port is full.
-const PATIENCE: Duration = Duration::from_millis(100);
+const PEER_STALL_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// Messages of one peer that aren't frames and are refused at once; then others, and the device's end, have their turn.
 const MOST_REFUSED: usize = 64;
@@ -276,7 +276,7 @@ impl Switch {
         let mut readers = 0;
         for slot in targets {
             let Some(peer) = self.peers.get_mut(&slot) else { continue };
-            let slow = peer.sender.outstanding() > 0 && peer.gave_back.elapsed() > PATIENCE;
+            let slow = peer.sender.outstanding() > 0 && peer.gave_back.elapsed() > PEER_STALL_TIMEOUT;
             let (words, sender, _) = peer.rings();
             let full = sender.outstanding() >= share.max(1);
             let posted =

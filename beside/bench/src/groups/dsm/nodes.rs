@@ -20,7 +20,7 @@ use crate::peers;
 /// RAM of the VM.
 const MEMORY: u64 = 1 << 30;
 /// Longest that a run may take.
-pub(super) const PATIENCE: Duration = Duration::from_secs(300);
+pub(super) const RUN_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// A run took longer than it may: that of a way of keeping memory the same that a program doesn't suit.
 #[derive(Debug, thiserror::Error)]
@@ -166,9 +166,9 @@ pub fn be(task: &str) -> anyhow::Result<()> {
 /// Runs a program on as many nodes as CPUs are named, one vCPU each.
 ///
 /// # Errors
-/// When it can't be run, its result is wrong, or it takes longer than [`PATIENCE`].
+/// When it can't be run, its result is wrong, or it takes longer than [`RUN_TIMEOUT`].
 pub fn run(cpus: &[usize], coherence: Coherence, program: &Path, arguments: &[&str]) -> anyhow::Result<Ran> {
-    run_within(PATIENCE, cpus, coherence, program, arguments)
+    run_within(RUN_TIMEOUT, cpus, coherence, program, arguments)
 }
 
 /// As [`run`], with another patience.

@@ -24,7 +24,7 @@ const MESSAGE: u32 = 1 << 20;
 const OUTSTANDING: u32 = 8;
 const PAGE: u32 = 4096;
 /// Longest that anything may take.
-const PATIENCE: Duration = Duration::from_secs(30);
+const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What the daemons are started with.
 #[derive(Debug, Clone, Copy)]
@@ -234,8 +234,8 @@ impl Side {
             if done == posted {
                 return Ok(done);
             }
-            if last.elapsed() > PATIENCE {
-                bail!("No write completed within {PATIENCE:?}, {} are outstanding", posted - done);
+            if last.elapsed() > STEP_TIMEOUT {
+                bail!("No write completed within {STEP_TIMEOUT:?}, {} are outstanding", posted - done);
             }
             // The daemon has this CPU, too.
             std::thread::yield_now();
@@ -253,7 +253,7 @@ impl Side {
             let mut patience = 0_u32;
             while self.guest.word(&self.endpoint.buffer, (PAGE + 4).into()) != round {
                 patience += 1;
-                if patience.is_multiple_of(1024) && began.elapsed() > PATIENCE {
+                if patience.is_multiple_of(1024) && began.elapsed() > STEP_TIMEOUT {
                     bail!("Nothing came in round {round} of {rounds}");
                 }
                 std::thread::yield_now();
@@ -271,7 +271,7 @@ impl Side {
         let took = began.elapsed();
         while done < posted {
             done += u64::from(self.take()?.is_some());
-            if began.elapsed() > 2 * PATIENCE {
+            if began.elapsed() > 2 * STEP_TIMEOUT {
                 bail!("{} writes of the last rounds did not complete", posted - done);
             }
             std::thread::yield_now();

@@ -51,7 +51,7 @@ const PART: f64 = 0.25;
 const FASTEST_LINK: f64 = 100e6;
 /// How much a link may make up for.
 const BURST: Duration = Duration::from_millis(5);
-const PATIENCE: Duration = Duration::from_secs(30);
+const STEP_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// One move.
 #[derive(Debug, Clone, Serialize)]
@@ -87,7 +87,7 @@ fn gid(last: u8) -> [u8; 16] {
 }
 
 fn wait(what: &str, mut holds: impl FnMut() -> anyhow::Result<bool>) -> anyhow::Result<()> {
-    let until = Instant::now() + PATIENCE;
+    let until = Instant::now() + STEP_TIMEOUT;
     while !holds()? {
         ensure!(Instant::now() < until, "waited in vain for {what}");
         std::thread::sleep(Duration::from_millis(2));

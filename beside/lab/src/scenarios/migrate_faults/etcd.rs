@@ -14,7 +14,7 @@ const HOST: usize = 2;
 /// This machine's, for the host.
 const PROGRAM: &str = "/usr/bin/etcd";
 /// Until a member listens.
-const PATIENCE: Duration = Duration::from_secs(300);
+const LISTEN_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// etcd.
 pub(super) struct Etcd {
@@ -50,7 +50,7 @@ fn await_member(host: &Host, number: usize, member: &Session) -> Result<()> {
     let listens = format!(
         "for i in $(seq 400); do ss -Hltn 'sport = :{port}' | grep -q . && exit 0; sleep 0.2; done; exit 1"
     );
-    if host.run(&listens, PATIENCE)?.code != 0 {
+    if host.run(&listens, LISTEN_TIMEOUT)?.code != 0 {
         bail!("Member {number} of etcd doesn't listen: {}{}", member.out.tail(5), member.err.tail(5));
     }
     Ok(())
@@ -96,7 +96,7 @@ impl Etcd {
         let leads = format!(
             "for i in $(seq 300); do timeout 10 causeway cluster hosts --cluster {address} --json > /dev/null 2>&1 && exit 0; sleep 0.5; done; exit 1"
         );
-        if lab.host(HOST)?.run(&leads, PATIENCE)?.code != 0 {
+        if lab.host(HOST)?.run(&leads, LISTEN_TIMEOUT)?.code != 0 {
             bail!("The service doesn't lead: {}", service.err.tail(8));
         }
         Ok(())

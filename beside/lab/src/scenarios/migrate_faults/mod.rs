@@ -19,7 +19,7 @@ mod plan;
 use self::etcd::{Etcd, MEMBERS};
 use self::plan::{Beats, Dice, Ending, Fault, How, Step, Who, faults, faults_with_etcd};
 use super::migrate_mpi::{H2, H3};
-use super::migrate_talk::{self as talk, PATIENCE};
+use super::migrate_talk::{self as talk, STEP_TIMEOUT};
 use crate::channel::Session;
 use crate::guest::Guest;
 use crate::lab::Lab;
@@ -178,7 +178,7 @@ impl World<'_> {
     fn states(&self) -> Result<[Option<String>; 2]> {
         let of = |host: usize| -> Result<Option<String>> {
             let output =
-                self.lab.host(host)?.run("timeout 10 causeway inspect a summary --json", PATIENCE)?;
+                self.lab.host(host)?.run("timeout 10 causeway inspect a summary --json", STEP_TIMEOUT)?;
             let state = serde_json::from_str::<serde_json::Value>(output.stdout.trim())
                 .ok()
                 .and_then(|summary| summary["state"].as_str().map(str::to_owned));
@@ -237,7 +237,7 @@ impl World<'_> {
             }
             Who::SourceMonitor | Who::DestinationMonitor => return Ok(()),
         };
-        self.pair.daemons()[daemon].wait(PATIENCE)?;
+        self.pair.daemons()[daemon].wait(STEP_TIMEOUT)?;
         self.pair.restart_daemon(daemon).map(drop)
     }
 
@@ -288,7 +288,7 @@ impl World<'_> {
     fn trial(&mut self, fault: Option<Fault>) -> Result<bool> {
         let (from, to) = (self.at, 1 - self.at);
         let address = format!("10.77.0.{}:{PORT}", to + 1);
-        let next = self.pair.await_guest(0, to, &address, PATIENCE)?;
+        let next = self.pair.await_guest(0, to, &address, STEP_TIMEOUT)?;
         let position = self.pair.daemons()[from].err.position();
         let command = self.lab.host(from)?.start(
             &format!(
@@ -301,7 +301,7 @@ impl World<'_> {
         if let Some(fault) = fault {
             let log = self.pair.daemons()[from].err.clone();
             if let Some(said) = fault.step.said() {
-                let until = Instant::now() + PATIENCE;
+                let until = Instant::now() + STEP_TIMEOUT;
                 loop {
                     if let Waited::Line(..) = log.wait_for(said, position, Duration::from_secs(5)) {
                         break;
@@ -338,7 +338,7 @@ impl World<'_> {
             std::thread::sleep(Duration::from_secs(2));
             self.mend(fault)?;
         }
-        let code = command.wait(PATIENCE)?;
+        let code = command.wait(STEP_TIMEOUT)?;
         if code.is_none() {
             self.error(format!("{fault:?} at {at:?}: the command doesn't end"));
             command.kill()?;
@@ -403,7 +403,7 @@ impl World<'_> {
         if anew {
             let session = &self.pair.a.guest.session;
             session.kill()?;
-            session.wait(PATIENCE)?;
+            session.wait(STEP_TIMEOUT)?;
             self.pair.reboot(0, from).context("Guest a")?;
             self.at = from;
             self.live()?;
@@ -411,7 +411,7 @@ impl World<'_> {
         if peer {
             let session = &self.pair.b.guest.session;
             session.kill()?;
-            session.wait(PATIENCE)?;
+            session.wait(STEP_TIMEOUT)?;
             self.pair.reboot(1, 2).context("Guest b")?;
         }
         if anew || peer {

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 /// For one command: on a machine that others keep busy even a short one takes long.
-const PATIENCE: Duration = Duration::from_secs(300);
+const COMMAND_TIMEOUT: Duration = Duration::from_secs(300);
 /// What the shell says when a command is over, before its number and its status.
 const OVER: &str = "RESIDENT-OVER";
 
@@ -43,14 +43,19 @@ impl Resident {
             format!("( {script}\n) </dev/null; s=$?; printf '\\n{OVER} %s %s\\n' {number} $s\n").as_bytes(),
         )?;
         let first = || script.trim().lines().next().unwrap_or_default().to_owned();
-        let line = match self.shell.wait_for(&mark, from, PATIENCE) {
+        let line = match self.shell.wait_for(&mark, from, COMMAND_TIMEOUT) {
             Waited::Line(line, _) => line,
             Waited::Ended => {
                 bail!("The shell in guest {} ended at {:?}: {}", self.name, first(), self.shell.err.tail(8))
             }
             Waited::Timeout => {
                 self.guest.session.suspect();
-                bail!("{:?} in guest {} did not end within {} s", first(), self.name, PATIENCE.as_secs())
+                bail!(
+                    "{:?} in guest {} did not end within {} s",
+                    first(),
+                    self.name,
+                    COMMAND_TIMEOUT.as_secs()
+                )
             }
         };
         let status: i32 = line

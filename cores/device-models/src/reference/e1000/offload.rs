@@ -1,7 +1,7 @@
 //! Checksums and segmentation, as a context descriptor asks for them (manual of the PCI/PCI-X family, 3.3.6 and 3.3.7).
 
 /// Bytes that a frame under construction may have: 64 KiB to be cut, and its headers.
-const LONGEST: usize = 0x1_0000 + 0x100;
+const MAX_SEGMENTED_FRAME_BYTES: usize = 0x1_0000 + 0x100;
 /// Command bits of a context: TCP rather than UDP, IPv4 rather than IPv6.
 const TCP: u8 = 1;
 const IPV4: u8 = 2;
@@ -90,7 +90,7 @@ impl Offload {
     /// More of a frame. The wishes of its first piece count.
     pub fn push(&mut self, piece: &[u8], wishes: Wishes) {
         self.wishes.get_or_insert(wishes);
-        let room = LONGEST.saturating_sub(self.frame.len());
+        let room = MAX_SEGMENTED_FRAME_BYTES.saturating_sub(self.frame.len());
         self.frame.extend_from_slice(&piece[..piece.len().min(room)]);
     }
 

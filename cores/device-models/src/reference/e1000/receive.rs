@@ -13,7 +13,7 @@ const BAM: u32 = 1 << 15;
 const BSEX: u32 = 1 << 25;
 const SECRC: u32 = 1 << 26;
 /// The longest frame without LPE, with its CRC.
-const LONGEST: usize = 1522;
+const MAX_SHORT_FRAME_BYTES: usize = 1522;
 /// Status of a descriptor: done, end of the frame, checksums weren't looked at.
 const DONE: u8 = 0x01;
 const END: u8 = 0x02;
@@ -120,6 +120,6 @@ impl<B: Bus> E1000Card<B> {
     }
 
     fn is_too_long(&self, stored: usize) -> bool {
-        stored > LONGEST && self.value(RCTL) & LPE == 0
+        stored > MAX_SHORT_FRAME_BYTES && self.value(RCTL) & LPE == 0
     }
 }

@@ -182,7 +182,7 @@ struct Machine {
 }
 
 /// Most happenings of one run: more mean that it doesn't end.
-const MOST: u64 = 200_000_000;
+const MAX_RUN_EVENTS: u64 = 200_000_000;
 
 /// Runs it.
 ///
@@ -242,7 +242,7 @@ impl Machine {
         while let Some(Reverse((time, _, what))) = self.queue.pop() {
             now = time;
             count += 1;
-            if count > MOST {
+            if count > MAX_RUN_EVENTS {
                 self.report.fault = Some("the run doesn't end".to_owned());
                 break;
             }
