@@ -23,7 +23,7 @@
 //!
 //! Facts: spec dsm. Pages: Li and Hudak, *Memory Coherence in Shared Virtual Memory Systems* (1989), fixed distributed managers;
 //! updates: Attiya and Welch, *Sequential Consistency versus Linearizability* (1994), the fast-read algorithm.
-//! How it works and why it is right: docs/dsm.md.
+//! How it works and why it is right: docs/design/dsm.md.
 
 pub mod config;
 pub mod counters;

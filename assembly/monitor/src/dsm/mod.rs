@@ -28,7 +28,7 @@
 //! | `report`, `hot`, `top` | counters of a node and its hottest pages, as JSON; and for whoever asks while it runs |
 //! | `spanning` | a node from its settings to its end |
 //!
-//! A node that is dead, cut off or faulty ends the VM everywhere: half of its memory is gone. See docs/dsm.md.
+//! A node that is dead, cut off or faulty ends the VM everywhere: half of its memory is gone. See docs/design/dsm.md.
 
 mod address;
 mod ahead;
