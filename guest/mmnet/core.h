@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 */
-/* The neighbours' core: what its files share. neigh.h is what its users see, ../../docs/neighbours.md the protocol. */
+/* The neighbours' core: what its files share. neigh.h is what its users see, ../../docs/reference/neighbours.md the protocol. */
 #ifndef CW_NEIGH_CORE_H
 #define CW_NEIGH_CORE_H
 

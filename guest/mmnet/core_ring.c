@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
  * Rings and the poll. The protocol is that of the crate `neighbour` (devices/neighbour/src/channel.rs and ring.rs);
- * docs/neighbours.md has its tables.
+ * docs/reference/neighbours.md has its tables.
  *
  * All that the peer writes is read once, into private memory, and checked there; what breaks the rules ends the link, with a
  * sentence in the kernel's log. Barriers are the virt_ ones: the other side is another VM, whatever this kernel has been built for.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: GPL-2.0
 /*
- * Pipelines: whose memory a message may name besides its sender's own (docs/neighbours-block.md).
+ * Pipelines: whose memory a message may name besides its sender's own (docs/design/neighbours.md).
  *
  * A VM may name what it may read itself: the registry tells each of a pair whom they have in common, and a third VM's address
  * is taken only when the third is one of these and its window is mapped here. The message keeps that window, too, until it is

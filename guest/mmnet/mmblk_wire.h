@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0 */
 /*
- * What client and server of mmblk say to each other; explained in docs/neighbours-block.md. Version 1. All numbers are
+ * What client and server of mmblk say to each other; explained in docs/reference/neighbours.md. Version 1. All numbers are
  * little-endian. What is reserved is 0, and refused otherwise, so that it can get a meaning later.
  *
  * The first part of every message is one of the structures below, as long as it is, in the sender's memory. It is copied once and

@@ -1,4 +1,4 @@
-//! The metadata segment of a pair: memory that both VMs write. `docs/neighbours.md` and `include/causeway_neighbour.h` tell
+//! The metadata segment of a pair: memory that both VMs write. `docs/reference/neighbours.md` and `include/causeway_neighbour.h` tell
 //! the same for C; a test keeps the header the same as this.
 //!
 //! ```text

@@ -89,7 +89,7 @@ pub const PEER_NAME_SIZE: usize = 64;
 pub const PEER_MAC: u64 = 0xa0;
 
 /// Whom this VM and the peer in slot 0 have in common, a bit per slot: members whom both may read, so that each may name their
-/// memory to the other (docs/neighbours-block.md); 64 bits.
+/// memory to the other (docs/design/neighbours.md); 64 bits.
 pub const COMMON: u64 = 0x2400;
 /// Bytes from one slot's to the next.
 pub const COMMON_STRIDE: u64 = 8;

@@ -86,7 +86,7 @@ pub enum Action {
         reason: Reason,
     },
     /// Tell member `to` whom it and `peer` have in common: others who permit both, and are permitted by both. Either of the two
-    /// may name their memory to the other (docs/neighbours-block.md). Told for each connection, and again when it changes.
+    /// may name their memory to the other (docs/design/neighbours.md). Told for each connection, and again when it changes.
     Common {
         /// Whom to tell.
         to: u32,

@@ -24,7 +24,7 @@ impl MacAddress {
 
     /// The address of `vm`'s device to its neighbour `peer` in `group`: locally administered, unicast, the same each time. The FNV-1a hash
     /// of 64 bits of the three names, a zero byte behind each, folded by `hash ^ hash >> 29`; its low 48 bits, the lowest byte first, of
-    /// which the first byte says unicast and local. docs/neighbours.md specifies it.
+    /// which the first byte says unicast and local. docs/reference/neighbours.md specifies it.
     pub fn to_neighbour(group: &str, vm: &str, peer: &str) -> Self {
         let bytes = [group, vm, peer].into_iter().flat_map(|name| name.bytes().chain([0]));
         let hash = bytes.fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
@@ -94,7 +94,7 @@ impl<'de> Deserialize<'de> for MacAddress {
 mod tests {
     use super::MacAddress;
 
-    /// What docs/neighbours.md has as its example.
+    /// What docs/reference/neighbours.md has as its example.
     const FILES_TO_DISKS: &str = "96:bb:98:4f:e0:74";
 
     #[test]
