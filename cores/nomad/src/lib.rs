@@ -18,7 +18,7 @@
 //! | [`testing`] | a cluster in memory for the model checker and the simulator |
 //!
 //! Published as *Nomad: Migrating OS-bypass Networks in Virtual Machines* (2006), figures 8 and 9. How it works and why it is right:
-//! docs/migration.md.
+//! docs/design/migration.md.
 
 pub mod config;
 pub mod coordinator;

@@ -13,7 +13,7 @@
 //!   │                           │                                                   │◀─ arrived ─│
 //!   │◀── moved, or stays ───────│◀─────── the decision ────────────────────────────▶│─ runs ────▶│ runs the guest
 //! ```
-//! The decision is the coordinator's (docs/migration.md): neither monitor runs the guest before it hears of it, or takes silence for one ([`nomad::monitor`]). Where nothing is
+//! The decision is the coordinator's (docs/design/migration.md): neither monitor runs the guest before it hears of it, or takes silence for one ([`nomad::monitor`]). Where nothing is
 //! heard for [`DOUBT_AFTER`] the VM is in doubt; it is asked for all the same, until it is known.
 
 use std::path::PathBuf;

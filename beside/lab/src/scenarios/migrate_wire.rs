@@ -8,7 +8,7 @@
 //!  virtio-net:      br0 ── x1 ═══ link ═══ x1 ── br0 ── x3 ═══════ link ═══════ x3 10.79.0.9
 //! ```
 //! An emulated host's pause is seconds long, and says nothing. The programs' queue pairs wait 15 s for an answer (perftest's `-u 19`): what the peer endures is
-//! its own affair, and its limit (docs/migration.md).
+//! its own affair, and its limit (docs/design/migration.md).
 
 use super::migrate_talk::{self as talk, STEP_TIMEOUT};
 use super::rdma_fabric;
