@@ -51,6 +51,10 @@ pub struct PagingState {
     pub pdptes: Option<[u64; 4]>,
     /// Bits of a physical address that the guest's CPUID reports (leaf 0x8000_0008), at most 52. Entries with higher bits raise a fault.
     pub physical_bits: u32,
+    /// Whether the guest's CPUID reports pages of 1 GiB (leaf 0x8000_0001, EDX bit 26). Elsewhere their size bit is reserved.
+    pub has_1g_pages: bool,
+    /// Whether the guest's processor is AMD's or Hygon's, which reserve bit 8 of the upper levels' entries.
+    pub is_amd: bool,
 }
 
 /// Default size of operands and addresses of a code segment.

@@ -18,6 +18,7 @@ const USER: u64 = 1 << 2;
 const ACCESSED: u64 = 1 << 5;
 const DIRTY: u64 = 1 << 6;
 const LARGE: u64 = 1 << 7;
+const GLOBAL: u64 = 1 << 8;
 const NO_EXECUTE: u64 = 1 << 63;
 /// Address bits of an entry of 64 bits.
 const ADDRESS: u64 = 0x000f_ffff_ffff_f000;
@@ -297,8 +298,11 @@ fn has_reserved_bits(
             reserved |= (size.bytes() - 1) & ADDRESS & !(1 << 12)
         }
         // There are no pages of 256 TiB and 512 GiB.
-        None if shift >= 39 => reserved |= LARGE,
+        None if shift >= 39 => reserved |= if state.is_amd { LARGE | GLOBAL } else { LARGE },
         _ => {}
+    }
+    if page_size == Some(PageSize::Size1G) && !state.has_1g_pages {
+        reserved |= LARGE;
     }
     entry & reserved != 0
 }

@@ -19,8 +19,13 @@ const LINEAR: u64 = 0xffff_8880_1234_5678;
 const PHYSICAL: u64 = 0x7654_3000;
 
 pub fn state(kind: Kind, memory: &Memory, root: u64) -> PagingState {
-    let protected =
-        PagingState { cr0: CR0_PE | CR0_PG | CR0_WP, cr3: root, physical_bits: 46, ..PagingState::default() };
+    let protected = PagingState {
+        cr0: CR0_PE | CR0_PG | CR0_WP,
+        cr3: root,
+        physical_bits: 46,
+        has_1g_pages: true,
+        ..PagingState::default()
+    };
     match kind {
         Kind::Two => PagingState { cr4: CR4_PSE, ..protected },
         Kind::Pae => {
@@ -154,6 +159,19 @@ fn reserved_bits_fault() {
     let (mut memory, state) = one(ALL, ALL);
     *memory.entries.get_mut(&entry(state.cr3, 39)).unwrap() |= 1 << 7;
     assert_eq!(error_code(&memory, &state, Access::Read), 0b1001);
+}
+
+#[test]
+fn reserved_bits_follow_the_processor() {
+    let mut memory = Memory::default();
+    let root = memory.root();
+    memory
+        .map(Kind::Four, root, (LINEAR, 0x4000_0000), PageSize::Size1G, (ALL | 1 << 8, ALL))
+        .expect("nothing is mapped yet");
+    let state = state(Kind::Four, &memory, root);
+    assert!(physical(&memory, &state, Access::Read).is_ok());
+    assert_eq!(error_code(&memory, &PagingState { has_1g_pages: false, ..state }, Access::Read), 0b1001);
+    assert_eq!(error_code(&memory, &PagingState { is_amd: true, ..state }, Access::Read), 0b1001);
 }
 
 #[test]

@@ -75,10 +75,11 @@ proptest! {
         pdptes in any::<Option<[u64; 4]>>(),
         cpl in 0u8..4,
         physical_bits in any::<u32>(),
+        (has_1g_pages, is_amd) in any::<(bool, bool)>(),
         address in any::<u64>(),
     ) {
         let [cr0, cr3, cr4, efer, rflags] = registers;
-        let state = PagingState { cr0, cr3, cr4, efer, rflags, cpl, pdptes, physical_bits };
+        let state = PagingState { cr0, cr3, cr4, efer, rflags, cpl, pdptes, physical_bits, has_1g_pages, is_amd };
         let reads = std::cell::Cell::new(0);
         let by_hash: BTreeMap<u64, u64> = entries;
         let tables = |at: GuestPhysical, width: EntryWidth| {

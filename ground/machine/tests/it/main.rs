@@ -3,6 +3,7 @@
 
 mod apic_peer;
 mod common;
+mod guest_paging;
 mod late;
 mod slots;
 mod state;
