@@ -1,8 +1,8 @@
-//! Explores the protocol: every order of events of small machines, and of larger ones as far as the number of states allows.
+//! Explores the protocol with the model checker: every order of events of small machines, and of larger ones up to a limit of states.
 //!
 //! `cargo run --release -p dsm --example check -- --states N [--threads N] [--plant NAME] [--each N]`
 //!
-//! Progress goes to stderr, one line of JSON to stdout. Exit status 1 when something is wrong; with a plant, when nothing is.
+//! Progress goes to stderr, one line of JSON to stdout. Exit status 1: a check failed, or, with `--plant`, no check found the injected bug.
 
 #[path = "../tests/it/explore/model.rs"]
 mod model;

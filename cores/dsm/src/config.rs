@@ -1,4 +1,4 @@
-//! What all nodes must agree on, and how a node decides.
+//! Configuration that all nodes share, and the policy by which a node decides.
 
 use thiserror::Error;
 
@@ -9,77 +9,79 @@ use crate::names::{MAX_NODES, MAX_VCPUS, NodeId, Page};
 pub struct Config {
     /// This node.
     pub me: NodeId,
-    /// How many nodes there are: 1 to [`MAX_NODES`]. Node 0 begins with the token.
+    /// Number of nodes of the VM, 1 to [`MAX_NODES`]. Node 0 starts as the sequencer.
     pub nodes: u8,
-    /// Virtual CPUs of this node.
+    /// vCPUs of this node, 1 to [`MAX_VCPUS`].
     pub vcpus: u16,
-    /// Pages per home: pages 0 to `stride - 1` have node 0 as their home, the next `stride` node 1, and so on, again and again.
-    /// In a guest with NUMA nodes: the pages of one NUMA node.
+    /// Consecutive pages per home: node 0 is the home of pages 0 to `stride - 1`, node 1 of the next `stride` pages. After the last node
+    /// the pattern repeats. In a guest with NUMA nodes, one NUMA node has `stride` pages.
     pub stride: u64,
-    /// Pages of guest memory; numbers from here on are refused.
+    /// Pages of guest memory. The node refuses events and messages with a page number of `pages` or more.
     pub pages: u64,
-    /// How it decides. The same on all nodes.
+    /// The policy. All nodes must have the same one.
     pub policy: Policy,
-    /// A fault that is put in on purpose, for tests.
+    /// A bug to inject, for tests.
     pub plant: Plant,
 }
 
-/// How updates are ordered.
+/// Consistency model of write-update pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Order {
-    /// One order for all: x86-TSO.
+    /// One total order of all updates: x86-TSO.
     Sequenced,
-    /// The scheme of the vNUMA paper: stores retire at once, are sent to all, counted per writer, and merged as they arrive.
+    /// The scheme of the vNUMA paper. A store retires at once and goes to all nodes. Receivers count stores per writer and merge them on
+    /// arrival.
     /// **Weak: fences of an x86 guest don't hold.** For the simulator only.
     PerWriter,
 }
 
-/// How a node decides.
+/// Thresholds and switches by which a node decides.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Policy {
-    /// How updates are ordered.
+    /// Consistency model of write-update pages.
     pub order: Order,
-    /// Homes change modes of pages by what they see.
+    /// Homes request a change of a page's mode by its statistics.
     pub adapt: bool,
-    /// Pages that see atomic instructions may be kept by updates, too, with the holder of the token as their single writer. Without, whoever
-    /// decodes an atomic instruction on a page with updates advises to invalidate it.
+    /// Pages with atomic instructions may be write-update; the sequencer is then their single writer. Without, the component that decodes
+    /// an atomic instruction on a write-update page advises write-invalidate.
     pub atomics: bool,
-    /// A reader that always writes next gets the page to write at once: then moving the ownership pays.
+    /// A home grants a page for writing to a reader that always writes next. This moves ownership once instead of a read and an upgrade.
     pub migratory: bool,
-    /// Reads always move the ownership, as in GiantVM.
+    /// Every read moves the ownership, as in GiantVM.
     pub read_moves_ownership: bool,
-    /// The new owner invalidates copies one after the other, as in GiantVM.
+    /// The new owner invalidates one copy after the other, as in GiantVM.
     pub serial_invalidation: bool,
-    /// Transfers of a page in one window that make its home think of updates.
+    /// Requests for a page in one window from which on its home considers write-update.
     pub transfers: u32,
-    /// Length of that window, nanoseconds.
+    /// Length of the window for counts, ns.
     pub window_ns: u64,
-    /// Most bytes that change between two transfers of such a page.
+    /// Limit of changed bytes up to which a request counts as small. At least half of the requests must be small for write-update.
     pub changed_bytes: u16,
-    /// Operations on a page in one window that end its update mode: a trapped store costs more than it saves.
+    /// Operations on a page in one window above which the sequencer ends write-update: trapped stores then cost more than transfers.
     pub storm: u32,
-    /// Operations on a page per change of the operating node, in one window, that end its update mode: nodes take turns then, and a
-    /// page per turn is cheaper. The price of a transfer in traps.
+    /// Operations per change of the operating node, in one window, above which the sequencer ends write-update. Nodes then take turns, and
+    /// one transfer per turn is cheaper. The value is the cost of a transfer in trapped stores.
     pub turn: u32,
-    /// How long a page keeps its mode after a change, nanoseconds.
+    /// Shortest time between two changes of a page's mode, ns.
     pub cooldown_ns: u64,
-    /// By how many operations a node has to be ahead of all others to get the token; 0: the token stays.
+    /// Operations by which a node must lead all others to become the sequencer. 0: the sequencer doesn't move.
     pub token_votes: u32,
-    /// Updates after which a node looks whether its copy is still read: it closes the copy, which goes on getting updates, opens it
-    /// again at the next fault, and gives it up after as many more without one. Doubled whenever the copy was read. 0: never.
+    /// Updates after which a node closes its copy of a write-update page, to learn whether the guest still reads it. A closed copy still
+    /// gets updates. The next fault opens it again and doubles this number; after as many updates without a fault the node leaves. 0:
+    /// never.
     pub probe_updates: u32,
-    /// Updates that a node may be behind before the sequencer waits for it.
+    /// Updates that a node may be behind before the sequencer stalls operations for it.
     pub update_window: u64,
-    /// How long a granted page stays before the node is asked to finish the instruction, nanoseconds.
+    /// Time that a grant protects a page before the node kicks the vCPU to finish its instruction, ns.
     pub hold_ns: u64,
-    /// Old contents that a node keeps, to send differences; 0: none.
+    /// Twins (old contents of pages) that a node keeps to compute differences. 0: none.
     pub twins: usize,
-    /// Versions name contents: no data are sent to a node that has them.
+    /// Versions name contents: a node that already has the owner's version gets no data.
     pub versions: bool,
 }
 
 impl Policy {
-    /// Plain Ivy with fixed managers: invalidation only, ownership moves on writes.
+    /// Plain Ivy with fixed managers: write-invalidate only, ownership moves on writes.
     pub const IVY: Self = Self {
         order: Order::Sequenced,
         adapt: false,
@@ -101,14 +103,14 @@ impl Policy {
         versions: true,
     };
 
-    /// All that this crate has, for x86 guests.
+    /// All optimizations of this crate, for x86 guests.
     pub const OURS: Self =
         Self { adapt: true, migratory: true, token_votes: 8, probe_updates: 16, twins: 256, ..Self::IVY };
 
-    /// After the paper: Ivy, updates sent to all without waiting, single-writer updates for atomics.
+    /// After the vNUMA paper: Ivy, stores sent to all without waiting, single-writer pages for atomics.
     pub const VNUMA_2009: Self = Self { order: Order::PerWriter, adapt: true, ..Self::IVY };
 
-    /// After GiantVM: ownership moves on reads too, invalidations one by one, whole pages always.
+    /// After GiantVM: reads move ownership too, invalidations one by one, always whole pages.
     pub const GIANTVM_2026: Self = Self {
         read_moves_ownership: true,
         serial_invalidation: true,
@@ -118,70 +120,70 @@ impl Policy {
     };
 }
 
-/// A fault that is put in on purpose. What checks the protocol must find each.
+/// A bug that tests inject. The model checker or the simulator must find each.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Plant {
     /// None.
     #[default]
     None,
-    /// Answers to invalidations carry no stamp.
+    /// `InvalidateAck` carries no time stamp.
     DropAckStamp,
     /// An update is applied again after the next one.
     ApplyTwice,
-    /// Pages are given away before the instruction that they were granted for has retired.
+    /// A node releases a page before the instruction that it was granted for has retired.
     ReleaseEarly,
-    /// A writer doesn't wait for the answers of those who have copies.
+    /// A writer doesn't wait for `InvalidateAck`.
     SkipAcks,
-    /// Nobody yields to an older instruction.
+    /// No instruction yields to an older one.
     NeverYield,
-    /// Updates that arrive before their page does are forgotten.
+    /// A node drops updates that arrive before their predecessor.
     ForgetEarly,
-    /// A saved node doesn't say which of its pages other nodes own.
+    /// A saved node omits the pages of which it is the home and another node is the owner.
     ForgetOwners,
-    /// Ages of instructions are times of the host's clock.
+    /// Ages of instructions are times of the host's clock instead of the logical clock.
     HostClockAges,
 }
 
 /// Why a configuration can't be used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum ConfigError {
-    /// Number of nodes.
+    /// The number of nodes is out of range.
     #[error("A machine of {0} nodes can't be made: 1 to 64 are possible")]
     Nodes(u8),
-    /// The node is none of them.
+    /// The node's number is out of range.
     #[error("Node {node} is not one of {nodes} nodes, which are numbered from 0")]
     Me {
-        /// The node.
+        /// The node's number.
         node: u8,
-        /// How many there are.
+        /// Number of nodes.
         nodes: u8,
     },
-    /// Number of virtual CPUs.
+    /// The number of vCPUs is out of range.
     #[error("A node with {0} vCPUs can't be made: 1 to 1024 are possible")]
     Vcpus(u16),
-    /// No pages per home.
+    /// `stride` is 0.
     #[error("Homes of 0 pages can't be made: give the number of pages that each node is the home of")]
     Stride,
 }
 
 impl Config {
-    /// Node `me` of `nodes`, with one virtual CPU, in a guest of 4 GiB.
+    /// Node `me` of `nodes`, with one vCPU, a stride of one page, and a guest of 2^20 pages.
     #[must_use]
     pub fn new(me: u8, nodes: u8, policy: Policy) -> Self {
         Self { me: NodeId(me), nodes, vcpus: 1, stride: 1, pages: 1 << 20, policy, plant: Plant::None }
     }
 
-    /// The home of a page.
+    /// The node that is the home of `page`.
     #[must_use]
     pub fn home(&self, page: Page) -> NodeId {
         let home = (page / self.stride.max(1)) % u64::from(self.nodes.max(1));
         NodeId(u8::try_from(home).unwrap_or(0))
     }
 
-    /// Checks it.
+    /// Checks all ranges.
     ///
     /// # Errors
-    /// The first value that can't be used.
+    /// Returns the first value that is out of range.
     pub fn check(&self) -> Result<(), ConfigError> {
         if self.nodes == 0 || self.nodes > MAX_NODES {
             return Err(ConfigError::Nodes(self.nodes));

@@ -1,22 +1,22 @@
-//! What a node counts.
+//! Counters of a node.
 
 use crate::message::Body;
 
 macro_rules! counters {
     ($($(#[$doc:meta])* $name:ident),* $(,)?) => {
-        /// Counters of one node. They only grow.
+        /// Counters of one node since its start. They only grow.
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
         pub struct Counters {
             $($(#[$doc])* pub $name: u64,)*
         }
 
         impl Counters {
-            /// Names and values.
+            /// Names and values, in the order of the fields.
             pub fn list(&self) -> impl Iterator<Item = (&'static str, u64)> {
                 [$((stringify!($name), self.$name)),*].into_iter()
             }
 
-            /// Adds those of another node.
+            /// Adds the counters of another node.
             pub fn add(&mut self, other: &Self) {
                 $(self.$name += other.$name;)*
             }
@@ -25,61 +25,61 @@ macro_rules! counters {
 }
 
 counters! {
-    /// Faults to read.
+    /// Read faults.
     read_faults,
-    /// Faults to write, atomic ones too.
+    /// Write faults, atomic instructions included.
     write_faults,
-    /// Requests for a page of another node.
+    /// Requests that this node sent for a page.
     misses,
-    /// Virtual CPUs that went on.
+    /// vCPUs that this node resumed.
     resumed,
-    /// Instructions that had to be decoded.
+    /// Instructions that the monitor had to decode.
     traps,
-    /// Stores and atomics carried out as operations.
+    /// Trapped stores and atomics that this node executed as operations.
     operations,
-    /// Operations that got a place in the order of updates here.
+    /// Operations that this node, as the sequencer, gave a place in the total order.
     sequenced,
-    /// Operations that waited for a slow node.
+    /// Operations that the sequencer stalled because a node was `update_window` updates behind.
     stalled,
     /// Updates that arrived.
     updated,
-    /// Copies given up for a writer.
+    /// Copies that this node invalidated for a writer.
     invalidated,
-    /// Pages sent as 'all zero'.
+    /// Pages granted as all zero.
     zero,
-    /// Pages not sent, since the receiver had them.
+    /// Pages granted without data, since the receiver had the version.
     same,
-    /// Pages sent as a difference.
+    /// Pages granted as a difference.
     differences,
-    /// Pages sent whole.
+    /// Pages granted with their whole content.
     raw,
-    /// Virtual CPUs told to finish an instruction.
+    /// vCPUs that this node kicked to make them finish an instruction.
     kicks,
-    /// Pages taken from a younger instruction.
+    /// Pages that an older instruction took from a younger one (wound-wait).
     wounded,
-    /// Times that nodes were told of an older instruction.
+    /// `Hurry` messages that this node sent about an older instruction.
     hurries,
-    /// Requests sent back to the home.
+    /// Requests that this node returned to the home.
     bounced,
-    /// Questions for the last update.
+    /// `Sync` requests for the last update.
     asked,
-    /// Pages that became kept by updates here.
+    /// Pages that became write-update at this node, the sequencer.
     conversions,
-    /// Pages that ceased to be.
+    /// Pages whose write-update mode ended at this node.
     reversions,
-    /// Update modes ended by too many stores.
+    /// Write-update modes that ended because of too many stores.
     storms,
-    /// Copies given up because nobody read them.
+    /// Copies of write-update pages that this node left because the guest didn't read them.
     left,
-    /// Times that the token left.
+    /// Times that this node sent the sequencer's role to another node.
     tokens,
-    /// Messages sent to other nodes.
+    /// Messages that this node sent.
     sent,
-    /// Pages granted to other nodes.
+    /// Pages that this node granted to others.
     grants,
-    /// Messages from other nodes.
+    /// Messages that arrived.
     received,
-    /// Messages and events that no correct node or owner makes.
+    /// Messages and events that no correct node or monitor sends.
     refused,
 }
 

@@ -1,103 +1,105 @@
-//! What goes into a node and what comes out.
+//! Events that enter a node and actions that leave it.
 
 use crate::message::Message;
 use crate::names::{Mode, NodeId, Page, Vcpu};
 use crate::operation::Operation;
 
-/// What an instruction wanted when it faulted.
+/// Access that an instruction needed when it faulted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Fault {
-    /// To load.
+    /// A load.
     Read,
-    /// To store.
+    /// A store.
     Write,
-    /// To read and write as one.
+    /// An atomic read-modify-write.
     Atomic,
 }
 
-/// What happens to a node.
+/// An event for a node.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Event {
-    /// A virtual CPU can't go on: its instruction needs more of a page than it has.
+    /// A vCPU stopped: its instruction needs more rights to the page than it has.
     Fault {
-        /// Which.
+        /// The vCPU that stopped.
         vcpu: Vcpu,
         /// The page.
         page: Page,
-        /// What for.
+        /// The access that it needs.
         fault: Fault,
     },
-    /// The instruction that was trapped (see [`Action::Trap`]) does this to the page.
+    /// The operation of a trapped instruction (see [`Action::Trap`]).
     Operate {
-        /// Which virtual CPU.
+        /// The vCPU of the instruction.
         vcpu: Vcpu,
         /// The page.
         page: Page,
-        /// What it does.
+        /// The decoded store or atomic.
         operation: Operation,
     },
-    /// The instruction that faulted has retired. To be told at the latest when [`Action::Kick`] asks, which it also does while the virtual CPU
-    /// waits for another page: that may be a later instruction's. Until it is told, later instructions count as part of this one.
+    /// The instruction that faulted has retired. The monitor must report this at the latest when [`Action::Kick`] asks for it. A node also
+    /// kicks a vCPU that waits for another page, since that fault may be a later instruction's. Until the report, the node counts later
+    /// instructions as part of this one.
     Retired {
-        /// Which virtual CPU.
+        /// The vCPU of the instruction.
         vcpu: Vcpu,
     },
-    /// A message arrives. Messages of one sender must arrive in the order they were sent, each once.
+    /// A message arrives. Messages of one sender must arrive once each, in the order in which they were sent.
     Message(Message),
-    /// The time of [`crate::Node::deadline`] has come.
+    /// The time of [`crate::Node::deadline`] has passed.
     Timer,
-    /// The page is not needed here for now.
+    /// The node may drop its copy of the page.
     Discard {
         /// The page.
         page: Page,
     },
-    /// The page should be kept in another mode: code and page tables must be [`Mode::Invalidate`].
+    /// Requests another mode for the page. Pages of code and page tables must be [`Mode::Invalidate`].
     Advise {
         /// The page.
         page: Page,
-        /// The mode.
+        /// The requested mode.
         mode: Mode,
     },
-    /// The token should go to another node. Nothing happens unless this node has it and can part with it now.
+    /// Requests that the sequencer's role moves. A node ignores it unless it is the sequencer and nothing binds the role to it now.
     MoveToken {
-        /// To which.
+        /// The new sequencer.
         to: NodeId,
     },
 }
 
-/// What is to be done, in this order.
+/// An action that a node requests. The monitor performs actions in their order.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Send it.
+    /// Sends the message.
     Send(Message),
-    /// The virtual CPU can go on: its instruction is to be carried out (again).
+    /// Resumes the vCPU, which executes its instruction (again).
     Resume {
-        /// Which.
+        /// The vCPU to resume.
         vcpu: Vcpu,
     },
-    /// The virtual CPU stays stopped; its instruction is to be decoded and given back as [`Event::Operate`].
+    /// Keeps the vCPU stopped. The monitor decodes its instruction and answers with [`Event::Operate`].
     Trap {
-        /// Which.
+        /// The vCPU that is trapped.
         vcpu: Vcpu,
-        /// The page that it writes to.
+        /// The page that the instruction writes to.
         page: Page,
     },
-    /// An operation is done, which retires its instruction: step over it. `old` is the value before.
+    /// An operation is complete, and its instruction retires: the monitor advances the vCPU past it.
     Completed {
-        /// Which virtual CPU.
+        /// The vCPU of the instruction.
         vcpu: Vcpu,
         /// The value before an atomic.
         old: u64,
     },
-    /// Others wait for what this virtual CPU was granted: make it retire its instruction, by running or by emulating it, and tell
-    /// [`Event::Retired`].
+    /// Other nodes wait for a page that this vCPU was granted. The monitor makes the vCPU retire its instruction, by running or emulating
+    /// it, and
+    /// reports [`Event::Retired`].
     Kick {
-        /// Which.
+        /// The vCPU to kick.
         vcpu: Vcpu,
     },
-    /// A page that was granted to this virtual CPU goes to an older instruction; its own will fault again.
+    /// A page that this vCPU was granted goes to an older instruction (wound-wait). The vCPU's instruction will fault again.
     Wounded {
-        /// Which.
+        /// The vCPU that loses the page.
         vcpu: Vcpu,
         /// The page.
         page: Page,

@@ -1,7 +1,7 @@
-//! Distributed shared memory without I/O: one guest memory for several hosts, in which a guest sees x86-TSO.
+//! Distributed shared memory, sans-IO: one guest memory on several nodes, in which the guest sees x86-TSO.
 //!
-//! Faults, messages and the time come in; messages and what virtual CPUs may do come out. The same code runs in a monitor, under a
-//! model checker and in a simulator of 64 nodes.
+//! Inputs are faults, messages and the time; outputs are messages and actions for vCPUs. A monitor, a model checker and a simulator of 64
+//! nodes run the same code.
 //!
 //! ```text
 //! Fault, Operate, Retired ─▶ ┌──────┐ ─▶ Resume, Trap, Completed, Kick      virtual CPUs
@@ -9,21 +9,21 @@
 //! Timer ───────────────────▶ └──────┘ ─▶ Pages: protect, read, write        guest memory
 //! ```
 //!
-//! | module | holds |
+//! | module | contents |
 //! |---|---|
 //! | [`node`] | the protocol: home, owner, copies, sequencer |
-//! | [`message`], [`wire`] | messages, and as bytes |
-//! | [`event`] | what goes in and comes out |
-//! | [`operation`] | stores and atomics on pages that are kept by updates |
+//! | [`message`], [`wire`] | messages and their encoding |
+//! | [`event`] | events that enter a node, actions that leave it |
+//! | [`operation`] | stores and atomics on write-update pages |
 //! | [`payload`] | contents of pages in messages |
-//! | [`pages`] | what is asked of guest memory |
+//! | [`pages`] | the interface to guest memory |
 //! | [`config`] | policies: ours, plain Ivy, and those of two published systems |
 //! | [`counters`], [`names`] | counters; nodes, sets, modes, ages |
 //! | [`testing`] | the model checker's world, the TSO reference, the simulator |
 //!
-//! Facts: spec dsm. Pages: Li and Hudak, *Memory Coherence in Shared Virtual Memory Systems* (1989), fixed distributed managers;
-//! updates: Attiya and Welch, *Sequential Consistency versus Linearizability* (1994), the fast-read algorithm.
-//! How it works and why it is right: docs/design/dsm.md.
+//! Write-invalidate pages follow Li and Hudak, *Memory Coherence in Shared Virtual Memory Systems* (1989), with fixed distributed managers.
+//! Write-update pages follow Attiya and Welch, *Sequential Consistency versus Linearizability* (1994), the fast-read algorithm.
+//! Design and correctness: docs/design/dsm.md.
 
 pub mod config;
 pub mod counters;

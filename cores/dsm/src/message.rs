@@ -1,212 +1,215 @@
-//! What nodes say to each other.
+//! Messages between nodes.
 //!
 //! ```text
 //! read miss     reader ─Request─▶ home ─Request─▶ owner ─Grant─▶ reader
 //! write miss    writer ─Request─▶ home ─Request─▶ owner ─Grant─▶ writer
 //!                                                 owner ─Invalidate─▶ every copy ─InvalidateAck─▶ writer
 //! upgrade       owner ─Invalidate─▶ every copy ─InvalidateAck─▶ owner
-//! store         writer ─Operate─▶ holder of the token ─Update─▶ every copy, the writer among them
+//! store         writer ─Operate─▶ sequencer ─Update─▶ every copy, the writer among them
 //! ```
 //!
-//! Links keep the order of messages and lose none (a connection of a stream protocol).
+//! Links keep the order of messages and lose none.
 
 use crate::names::{Mode, NodeId, NodeSet, Page, Priority, Vcpu};
 use crate::operation::{Change, Operation};
 use crate::payload::Payload;
 
-/// Place of an update in the one order of all updates; the first is 1.
+/// Place of an update in the total order of all updates. The first is 1.
 pub type Seq = u64;
 
-/// What a message says about updates that came before it. Every message has one (spec dsm, section 5, the stamp rule).
+/// The causal dependency of a message: updates that come before it. Every message has one ("Memory order" in docs/design/dsm.md).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Stamp {
-    /// The latest update that the sender knows of, by itself or by messages that it acted on.
+    /// The latest update that the sender knows, from its own state or from messages that it acted on.
     pub seq: Seq,
-    /// The receiver must have applied all updates up to this one that are addressed to it. The same as `seq` unless the sender
-    /// holds the token, and so knows which update was the last one for this receiver.
+    /// The receiver must have applied all updates addressed to it up to this one. It equals `seq` unless the sender is the sequencer, which
+    /// knows the last update for each receiver.
     pub need: Seq,
 }
 
 /// One message.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Message {
-    /// Who sends it.
+    /// The sender.
     pub from: NodeId,
-    /// Who gets it.
+    /// The receiver.
     pub to: NodeId,
-    /// What came before it.
+    /// The causal dependency.
     pub stamp: Stamp,
-    /// The page that it is about; 0 when it is about none.
+    /// The page that the message concerns; 0 if it concerns none.
     pub page: Page,
-    /// What it says.
+    /// The content.
     pub body: Body,
 }
 
-/// What a message says.
+/// Kind and content of a message.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Body {
-    /// A node wants a page; to its home, which passes it on to the owner.
+    /// Requests a page. The home forwards it to the owner.
     Request(Request),
-    /// The owner gives it.
+    /// The owner grants the page.
     Grant(Grant),
-    /// The copy has to go; the answer goes to `writer`.
+    /// Tells the receiver to drop its copy and to answer `writer`.
     Invalidate {
-        /// Who waits for the answer.
+        /// The node that waits for `InvalidateAck`.
         writer: NodeId,
-        /// Age of the instruction that wants to write.
+        /// Age of the instruction that requests to write.
         priority: Priority,
-        /// It is a copy that updates are sent to.
+        /// The copy is one of a write-update page.
         updated: bool,
     },
-    /// The copy is gone.
+    /// The copy is dropped.
     InvalidateAck,
-    /// An older instruction waits behind a younger one; to the home, which tells all nodes.
+    /// An older instruction waits behind a younger one. The home forwards this to all nodes.
     Hurry {
-        /// Its age.
+        /// Age of the older instruction.
         priority: Priority,
     },
-    /// An operation for the holder of the token.
+    /// An operation for the sequencer.
     Operate {
-        /// Whose operation it is.
+        /// The node that issued the operation.
         requester: NodeId,
-        /// Which of its virtual CPUs waits.
+        /// The vCPU that waits for it there.
         vcpu: Vcpu,
-        /// What is to be done.
+        /// The store or atomic.
         operation: Operation,
     },
-    /// A sequenced update; its own place is the `seq` of the stamp, the one before it for this receiver is `need`.
+    /// A sequenced update. The stamp's `seq` is its place, `need` the update before it for this receiver.
     Update {
-        /// What changes.
+        /// The bytes to write.
         change: Change,
-        /// For the node whose operation it was: the virtual CPU, and the value before.
+        /// For the node that issued the operation: its vCPU, and the value before.
         done: Option<(Vcpu, u64)>,
     },
-    /// An operation that changed nothing is done.
+    /// An operation that changed nothing is complete.
     Done {
-        /// Which virtual CPU waits.
+        /// The vCPU that waits.
         vcpu: Vcpu,
         /// The value before.
         old: u64,
     },
-    /// The page isn't kept by updates any more; the instruction has to be carried out again.
+    /// The page isn't write-update any more: the vCPU must execute the instruction again.
     Refuse {
-        /// Which virtual CPU waits.
+        /// The vCPU that waits.
         vcpu: Vcpu,
     },
-    /// Asks the holder of the token for a [`Body::Tick`].
+    /// Requests a [`Body::Tick`] from the sequencer.
     Sync {
-        /// Who asks.
+        /// The node to answer.
         requester: NodeId,
     },
-    /// Says nothing but its stamp: what was the last update for this receiver.
+    /// Carries only its stamp: the last update for this receiver.
     Tick,
-    /// A node has applied so many more updates. For the window of the sequencer.
+    /// Reports applied updates, for the sequencer's window.
     Applied {
-        /// Who.
+        /// The node that applied them.
         node: NodeId,
-        /// How many since it last said so.
+        /// Updates applied since its previous report.
         count: u64,
     },
-    /// A node gives up its copy of a page that is kept by updates.
+    /// A node requests to leave: it drops its copy of a write-update page.
     Leave {
-        /// Who.
+        /// The node that leaves.
         node: NodeId,
-        /// It has applied all updates addressed to it up to this one. If a later one is addressed to it, the copy has been renewed,
-        /// perhaps, and stays.
+        /// The node has applied all updates addressed to it up to this one. If a later one was addressed to it, the copy may be a newer
+        /// one, and the
+        /// sequencer refuses.
         seq: Seq,
     },
-    /// The answer.
+    /// The sequencer's answer to `Leave`.
     Left {
-        /// From the question.
+        /// The `seq` of the `Leave`.
         seq: Seq,
-        /// It goes on getting updates of that page.
+        /// The sequencer refuses: the node still gets updates of the page.
         stays: bool,
     },
-    /// A wish for another mode; to the home, which passes it on to the holder of the token.
+    /// Requests another mode. The home forwards it to the sequencer.
     Advise {
-        /// The mode.
+        /// The requested mode.
         mode: Mode,
     },
-    /// The holder of the token ended the update mode and owns the page; to the home.
+    /// The sequencer ended write-update and owns the page. To the home.
     Reverted,
-    /// The home knows.
+    /// The home has recorded `Reverted`.
     RevertedAck,
-    /// The right to sequence, and what goes with it.
+    /// The sequencer's role and its state.
     Token(Token),
-    /// A store of the paper's own scheme, applied when it arrives. Not for x86 guests.
+    /// A store in the scheme of the vNUMA paper, applied on arrival. Not for x86 guests.
     Weak {
-        /// How many stores to this page its writer has sent.
+        /// Number of stores to this page that its writer has sent.
         counter: u64,
-        /// What changes.
+        /// The bytes to write.
         change: Change,
     },
 }
 
-/// What a node wants.
+/// Rights that a request asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Intent {
     /// To read.
     Read,
-    /// To read and become the owner; the old owner keeps a copy.
+    /// To read and become the owner. The old owner keeps a copy.
     ReadOwn,
     /// To write.
     Write,
 }
 
-/// A node wants a page.
+/// A request for a page.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Request {
-    /// Who.
+    /// The node that requests the page.
     pub requester: NodeId,
-    /// What for.
+    /// The requested rights.
     pub intent: Intent,
     /// Age of the instruction.
     pub priority: Priority,
-    /// Version of the content that it has kept.
+    /// Version of the content that the requester has kept.
     pub held: Option<u64>,
-    /// The home took the page for one that is kept by updates.
+    /// The home forwarded it as a request for a write-update page.
     pub as_update: bool,
-    /// The holder of the token wants it, to keep it by updates from then on.
+    /// The sequencer requests the page to make it write-update.
     pub convert: bool,
     /// The instruction is atomic.
     pub atomic: bool,
-    /// How many bytes had changed when the page last came to this node; [`UNKNOWN_CHANGE`] when it doesn't know.
+    /// Bytes that had changed when the page last arrived at the requester; [`UNKNOWN_CHANGE`] if it doesn't know.
     pub changed: u16,
 }
 
-/// The number of changed bytes is not known.
+/// Value of [`Request::changed`] when the number of changed bytes is unknown.
 pub const UNKNOWN_CHANGE: u16 = u16::MAX;
 
-/// The owner gives a page.
+/// A page from its owner.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Grant {
-    /// To read, to own, to write.
+    /// The granted rights.
     pub intent: Intent,
-    /// How it is kept from now on. In an update mode, the content has all updates up to the `seq` of the stamp.
+    /// Mode of the page from now on. In a write-update mode, the content has all updates up to the stamp's `seq`.
     pub mode: Mode,
     /// Version of the content.
     pub version: u64,
-    /// To write: who has copies, and answers an invalidation. To own: who has copies from now on. Else empty.
+    /// With [`Intent::Write`]: nodes with copies, which answer an invalidation. With [`Intent::ReadOwn`]: nodes with copies from now on.
+    /// Else
+    /// empty.
     pub copies: NodeSet,
     /// The content.
     pub payload: Payload,
-    /// Stores of each node that the content has, in the paper's scheme; else empty.
+    /// In the scheme of the vNUMA paper, the stores of each node that the content has; else empty.
     pub counters: Vec<u64>,
 }
 
-/// The right to sequence updates.
+/// The sequencer's role and its state.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Token {
-    /// For each node the last update that was addressed to it.
+    /// For each node, the last update addressed to it.
     pub last: Vec<Seq>,
-    /// For each node how many updates it hasn't said to have applied.
+    /// For each node, the updates that it hasn't reported as applied.
     pub unacked: Vec<u64>,
-    /// All pages that are kept by updates, their modes, and who has copies.
+    /// All write-update pages with their modes and copysets.
     pub pages: Vec<(Page, Mode, NodeSet)>,
 }
 
 impl Body {
-    /// What kind of message it is, in a word.
+    /// Name of the kind of message, for counters and logs.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self {
@@ -234,8 +237,8 @@ impl Body {
 }
 
 impl Message {
-    /// Whether it belongs to the stream of updates: `need` puts these in order, whoever sends them, and they never wait behind
-    /// other messages.
+    /// Whether the message belongs to the stream of updates. `need` orders these messages for any sender, and they never wait behind other
+    /// messages.
     #[must_use]
     pub fn is_stream(&self) -> bool {
         match &self.body {

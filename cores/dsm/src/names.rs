@@ -1,9 +1,9 @@
-//! Names of nodes, pages and virtual CPUs, and what a node may do with a page.
+//! Names of nodes, pages and vCPUs, and rights to pages.
 
-/// Most nodes that one machine may have: a set of nodes is one 64-bit word.
+/// Limit of nodes per VM: a set of nodes is one 64-bit word.
 pub const MAX_NODES: u8 = 64;
 
-/// Most virtual CPUs that one node may have.
+/// Limit of vCPUs per node.
 pub const MAX_VCPUS: u16 = 1024;
 
 /// Number of a node, below [`MAX_NODES`].
@@ -21,7 +21,7 @@ impl NodeId {
 /// A guest frame number: the guest-physical address divided by the page size.
 pub type Page = u64;
 
-/// Number of a virtual CPU inside its node.
+/// Number of a vCPU within its node.
 pub type Vcpu = u16;
 
 /// A set of nodes.
@@ -29,7 +29,7 @@ pub type Vcpu = u16;
 pub struct NodeSet(pub u64);
 
 impl NodeSet {
-    /// No node.
+    /// The empty set.
     pub const EMPTY: Self = Self(0);
 
     /// The set of one node.
@@ -44,101 +44,101 @@ impl NodeSet {
         Self(1u64.checked_shl(u32::from(count)).map_or(u64::MAX, |bit| bit - 1))
     }
 
-    /// Whether the node is in it.
+    /// Whether the set has the node.
     #[must_use]
     pub fn has(self, node: NodeId) -> bool {
         self.0 & Self::one(node).0 != 0
     }
 
-    /// Both sets.
+    /// The union.
     #[must_use]
     pub fn with(self, other: Self) -> Self {
         Self(self.0 | other.0)
     }
 
-    /// This set without another.
+    /// The difference: this set without the nodes of `other`.
     #[must_use]
     pub fn without(self, other: Self) -> Self {
         Self(self.0 & !other.0)
     }
 
-    /// Whether every node of it is in another.
+    /// Whether the set is a subset of `other`.
     #[must_use]
     pub fn is_within(self, other: Self) -> bool {
         self.without(other).is_empty()
     }
 
-    /// Whether it has no node.
+    /// Whether the set is empty.
     #[must_use]
     pub fn is_empty(self) -> bool {
         self.0 == 0
     }
 
-    /// How many nodes it has.
+    /// Number of nodes in the set.
     #[must_use]
     pub fn len(self) -> u32 {
         self.0.count_ones()
     }
 
-    /// Its nodes, lowest first.
+    /// Nodes of the set, lowest first.
     pub fn iter(self) -> impl Iterator<Item = NodeId> {
         (0..MAX_NODES).map(NodeId).filter(move |node| self.has(*node))
     }
 }
 
-/// What the guest's mapping of a page allows.
+/// Rights of the guest's mapping of a page.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Access {
     /// Every access faults.
     #[default]
     None,
-    /// Loads don't fault.
+    /// Loads don't fault; stores do.
     Read,
-    /// Nothing faults.
+    /// No access faults.
     Write,
 }
 
-/// How a page is kept the same everywhere.
+/// Coherence protocol of a page.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Mode {
-    /// One node may write and no other may read, or any may read (Ivy).
+    /// Write-invalidate (Ivy): one node may write and no other may read, or any may read.
     #[default]
     Invalidate,
-    /// Nodes have copies; stores of any node are sequenced and sent to them.
+    /// Write-update: nodes have copies, and the sequencer sends stores of any node to them.
     Update,
-    /// The same for a page that sees atomic instructions: they are carried out by one writer, the holder of the sequencer's token.
+    /// Write-update for a page with atomic instructions: the sequencer executes them as the page's single writer.
     SingleWriter,
 }
 
 impl Mode {
-    /// Whether copies are kept and updates sent to them.
+    /// Whether the mode is a write-update mode.
     #[must_use]
     pub fn is_update(self) -> bool {
         self != Self::Invalidate
     }
 }
 
-/// Age of an instruction: the smaller, the older. Of two instructions that want each other's pages the older one wins.
+/// Wound-wait priority: the age of an instruction. The smaller is the older, and of two instructions that conflict the older one wins.
 ///
-/// It is taken at the first fault of an instruction and kept until it retires. Times are those of a logical clock (L. Lamport, *Time, clocks, and the
-/// ordering of events in a distributed system*, 1978): one more than the latest that the node has given or seen. So an instruction that
-/// begins after its node has seen another one's age is younger than that, whatever the hosts' clocks say, and every instruction is the
-/// oldest some day.
+/// A node assigns the age at an instruction's first fault, and keeps it until the instruction retires. Ages are times of a logical clock
+/// (L. Lamport, *Time, clocks, and the ordering of events in a distributed system*, 1978): one more than the latest age that the node has
+/// assigned or received. So an instruction that begins after its node has received another one's age is younger, for any clocks of the
+/// hosts. Every instruction becomes the oldest at some time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Priority {
     /// Logical time, up to [`Self::MAX_TIME`], or [`Self::NO_INSTRUCTION`].
     pub time: u64,
     /// The node.
     pub node: NodeId,
-    /// Its virtual CPU.
+    /// The vCPU within the node.
     pub vcpu: Vcpu,
 }
 
 impl Priority {
-    /// The time of what no instruction waits for: it is younger than every instruction.
+    /// Time of a request that no instruction waits for. It is younger than every instruction.
     pub const NO_INSTRUCTION: u64 = u64::MAX;
 
-    /// The latest time that an instruction may have. Clocks count instructions, so that correct ones never come near; one that a peer
-    /// sets close to the end of its numbers would make all ages the same.
+    /// The latest time that an instruction may have. Clocks count instructions, so a correct node never reaches it. A peer that sent a time
+    /// near the end of the range would make all later ages equal.
     pub const MAX_TIME: u64 = u64::MAX >> 1;
 }

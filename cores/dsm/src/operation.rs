@@ -1,31 +1,31 @@
-//! Stores and atomic instructions on pages that are kept by updates.
+//! Stores and atomic instructions on write-update pages.
 
-/// Most bytes of one store.
+/// Limit of bytes in one store.
 pub const MAX_STORE: usize = 64;
 
-/// What a trapped instruction does to memory.
+/// Effect of a trapped instruction on memory.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Operation {
-    /// Writes the bytes whose bit is set in the mask (bit 0: the first byte).
+    /// Writes the bytes whose mask bit is set. Bit 0 is the first byte.
     Store {
-        /// Where in the page.
+        /// Offset in the page.
         offset: u16,
         /// 1 to [`MAX_STORE`] bytes.
         bytes: Vec<u8>,
-        /// Which of them are written.
+        /// Mask of the bytes that are written.
         mask: u64,
     },
-    /// Reads, computes and writes as one.
+    /// An atomic read-modify-write.
     Atomic {
-        /// Where in the page.
+        /// Offset in the page.
         offset: u16,
-        /// 1, 2, 4 or 8 bytes, little-endian.
+        /// Bytes: 1, 2, 4 or 8. Values are little-endian.
         width: u8,
-        /// What is computed.
+        /// The computation.
         kind: Atomic,
-        /// The operand; for a compare-exchange the new value.
+        /// The operand; the new value of a compare-exchange.
         operand: u64,
-        /// What a compare-exchange expects.
+        /// The value that a compare-exchange expects.
         expected: u64,
     },
 }
@@ -35,7 +35,7 @@ pub enum Operation {
 pub enum Atomic {
     /// `xchg`.
     Exchange,
-    /// `lock xadd`, `add`, `inc`; `sub`, `dec`, `neg` are built from it and from a compare-exchange.
+    /// `lock xadd`, `add`, `inc`. The decoder builds `sub`, `dec` and `neg` from this and from a compare-exchange.
     Add,
     /// `lock and`, `btr`.
     And,
@@ -52,7 +52,7 @@ impl Atomic {
     pub const ALL: [Self; 6] =
         [Self::Exchange, Self::Add, Self::And, Self::Or, Self::Xor, Self::CompareExchange];
 
-    /// The value after it, or nothing when a comparison fails.
+    /// The value after the operation; none if a comparison fails.
     #[must_use]
     pub fn apply(self, old: u64, operand: u64, expected: u64) -> Option<u64> {
         match self {
@@ -66,10 +66,10 @@ impl Atomic {
     }
 }
 
-/// What became of an operation.
+/// Result of an operation.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Effect {
-    /// What is to be written: offset, bytes, mask. Nothing after a comparison that failed.
+    /// Bytes to write; none after a failed comparison.
     pub change: Option<Change>,
     /// The value before an atomic, little-endian in the low bytes; 0 for a store.
     pub old: u64,
@@ -78,16 +78,16 @@ pub struct Effect {
 /// Bytes that change in a page.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Change {
-    /// Where in the page.
+    /// Offset in the page.
     pub offset: u16,
     /// 1 to [`MAX_STORE`] bytes.
     pub bytes: Vec<u8>,
-    /// Which of them are written.
+    /// Mask of the bytes that are written.
     pub mask: u64,
 }
 
 impl Change {
-    /// Runs of bytes to write: offset in the page and the bytes.
+    /// Runs of bytes to write: offset in the page, and the bytes.
     pub fn runs(&self) -> impl Iterator<Item = (usize, &[u8])> {
         let mut at = 0;
         std::iter::from_fn(move || {
@@ -111,19 +111,19 @@ pub fn full_mask(len: usize) -> u64 {
 }
 
 impl Operation {
-    /// A store of whole bytes.
+    /// A store of all `bytes`.
     #[must_use]
     pub fn store(offset: u16, bytes: &[u8]) -> Self {
         Self::Store { offset, bytes: bytes.to_vec(), mask: full_mask(bytes.len()) }
     }
 
-    /// Whether it needs the value that is there.
+    /// Whether the operation is an atomic and needs the present value.
     #[must_use]
     pub fn is_atomic(&self) -> bool {
         matches!(self, Self::Atomic { .. })
     }
 
-    /// Whether it lies inside a page of `size` bytes and its lengths are among those allowed.
+    /// Whether the operation lies inside a page of `size` bytes and has allowed lengths.
     #[must_use]
     pub fn is_valid(&self, size: usize) -> bool {
         match self {
@@ -136,7 +136,7 @@ impl Operation {
         }
     }
 
-    /// What it does to the content of a page. The operation must be valid for it.
+    /// The effect on the content of a page. The operation must be valid for a page of that size ([`Self::is_valid`]).
     #[must_use]
     pub fn effect(&self, content: &[u8]) -> Effect {
         match self {

@@ -1,4 +1,4 @@
-//! How the content of a page travels: not at all, as a difference, or whole.
+//! The content of a page in a message: nothing, a difference, or all bytes.
 
 use crate::names::Page;
 use crate::pages::Pages;
@@ -8,19 +8,19 @@ use crate::pages::Pages;
 pub enum Payload {
     /// All bytes are zero.
     Zero,
-    /// What the receiver has kept, under the version that it named.
+    /// The content that the receiver has kept under the version that it named.
     Same,
-    /// What the receiver has kept, with these runs of bytes (offset, bytes) written over it.
+    /// The content that the receiver has kept, overwritten with these runs (offset, bytes).
     Difference(Vec<(u16, Vec<u8>)>),
     /// All bytes.
     Raw(Vec<u8>),
 }
 
-/// Equal bytes between two runs that are not worth a new run (the header of a run is four bytes).
+/// Equal bytes that end a run: fewer are cheaper to send than the four bytes of a new run's header.
 const GAP: usize = 8;
 
 impl Payload {
-    /// The shortest form of `content` for a receiver that has `base`, if that is known here.
+    /// The shortest form of `content`. `base` is the content that the receiver has, if it is known here.
     #[must_use]
     pub fn shortest(content: Vec<u8>, base: Option<&[u8]>) -> Self {
         if is_zero(&content) {
@@ -32,7 +32,7 @@ impl Payload {
         }
     }
 
-    /// Bytes that it takes in a message.
+    /// Bytes of the encoded payload.
     #[must_use]
     pub fn wire_len(&self) -> usize {
         match self {
@@ -42,7 +42,7 @@ impl Payload {
         }
     }
 
-    /// Writes it into a page; false, with nothing written, when it doesn't fit into one.
+    /// Writes the payload into a page. Returns false, with nothing written, if it doesn't fit.
     pub fn install(&self, page: Page, pages: &mut impl Pages) -> bool {
         let size = pages.size();
         match self {
@@ -67,22 +67,22 @@ impl Payload {
     }
 }
 
-/// Whether all bytes are zero. By groups, which processors look at as one, and no further than the first that isn't.
+/// Whether all bytes are zero. Compares groups of 64 bytes, for vector instructions, and stops at the first that isn't zero.
 fn is_zero(content: &[u8]) -> bool {
     content.chunks(64).all(|group| group.iter().fold(0, |any, byte| any | byte) == 0)
 }
 
-/// Runs that turn `base` into `content`, unless they take half of the page or more.
+/// Runs that turn `base` into `content`; none if at least half of the page changed or the lengths differ.
 fn difference(base: &[u8], content: &[u8]) -> Option<Vec<(u16, Vec<u8>)>> {
     if base.len() != content.len() {
         return None;
     }
-    // Pages that change as a whole are many, and counting is quick.
+    // Many pages change as a whole, and counting is fast.
     if changed_bytes(base, content) * 2 >= content.len() {
         return None;
     }
     let mut runs: Vec<(usize, usize)> = Vec::new();
-    // What the runs take in a message, but for the last one, which may grow.
+    // Encoded bytes of the runs, without the last one, which may grow.
     let mut taken = 0;
     for (word, (old, new)) in base.chunks(8).zip(content.chunks(8)).enumerate() {
         if old == new {
@@ -107,10 +107,10 @@ fn difference(base: &[u8], content: &[u8]) -> Option<Vec<(u16, Vec<u8>)>> {
         .collect()
 }
 
-/// How many bytes differ.
+/// Number of bytes that differ.
 #[must_use]
 pub fn changed_bytes(a: &[u8], b: &[u8]) -> usize {
-    // Few enough to be counted in a byte each, which processors do for many at a time.
+    // At most 128 differences fit in a byte, which lets the compiler use vector instructions.
     let some = |(a, b): (&[u8], &[u8])| a.iter().zip(b).map(|(a, b)| u8::from(a != b)).sum::<u8>();
     a.chunks(128).zip(b.chunks(128)).map(|both| usize::from(some(both))).sum()
 }

@@ -1,60 +1,60 @@
-//! What a live node was told by its own side, recorded so that the simulator can be driven with it.
+//! Recording of a live node's local inputs, for the simulator to replay.
 
 use std::collections::HashMap;
 
 use crate::event::{Action, Event};
 use crate::names::{NodeId, Page, Vcpu};
 
-/// One thing that happened at a node.
+/// An event at a node.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Entry {
-    /// A virtual CPU did this; never [`Event::Message`] or [`Event::Timer`].
+    /// A vCPU's event. Never [`Event::Message`] or [`Event::Timer`].
     Event {
-        /// When, nanoseconds.
+        /// When, ns.
         at: u64,
-        /// What.
+        /// The event.
         event: Event,
     },
-    /// The protocol let a virtual CPU go on, or had its instruction decoded.
+    /// The node resumed a vCPU, trapped its instruction, or completed its operation.
     Go {
-        /// When, nanoseconds.
+        /// When, ns.
         at: u64,
-        /// Which.
+        /// The vCPU.
         vcpu: Vcpu,
     },
-    /// A message of another node came. What it said isn't kept: the other node, told the same, sends the same.
+    /// A message of another node arrived. Its content isn't recorded: the replayed sender generates the same one from the same inputs.
     Arrived {
-        /// When, nanoseconds.
+        /// When, ns.
         at: u64,
-        /// Whose.
+        /// The sender.
         from: NodeId,
     },
-    /// The time of a deadline had come.
+    /// A timer expired.
     Timer {
-        /// When, nanoseconds.
+        /// When, ns.
         at: u64,
     },
-    /// When the protocol read a page, the guest had changed these bytes since it was last read or written.
+    /// The guest's changes to a page between the protocol's last access to it and a read.
     Content {
         /// The page.
         page: Page,
-        /// Which reading of this page at this node it was, from 1.
+        /// Number of the read, among this node's reads of this page, from 1.
         reading: u64,
-        /// Offsets and what lies there.
+        /// Offsets and bytes.
         changes: Vec<(u16, Vec<u8>)>,
     },
 }
 
-/// Records one node. Costs a page of memory for each page that is ever sent or received.
+/// Records one node. It keeps a copy of each page that the protocol reads or writes.
 #[derive(Debug, Default)]
 pub struct Recorder {
     entries: Vec<Entry>,
-    /// Contents as the protocol knows them, and how often each was read.
+    /// Contents as the protocol knows them, and the number of reads.
     known: HashMap<Page, (Vec<u8>, u64)>,
 }
 
 impl Recorder {
-    /// An event that the node is about to be told.
+    /// Records an event before the node processes it.
     pub fn event(&mut self, at: u64, event: &Event) {
         self.entries.push(match event {
             Event::Message(message) => Entry::Arrived { at, from: message.from },
@@ -63,14 +63,14 @@ impl Recorder {
         });
     }
 
-    /// What the node wants done.
+    /// Records an action of the node.
     pub fn action(&mut self, at: u64, action: &Action) {
         if let Action::Resume { vcpu } | Action::Trap { vcpu, .. } | Action::Completed { vcpu, .. } = action {
             self.entries.push(Entry::Go { at, vcpu: *vcpu });
         }
     }
 
-    /// The protocol reads a page, and finds this.
+    /// Records a read of a page by the protocol, with the content that it found.
     pub fn read(&mut self, page: Page, content: &[u8]) {
         let (known, reading) = self.known.entry(page).or_insert_with(|| (vec![0; content.len()], 0));
         *reading += 1;
@@ -92,7 +92,7 @@ impl Recorder {
         }
     }
 
-    /// The protocol writes into a page.
+    /// Records a write to a page by the protocol.
     pub fn write(&mut self, page: Page, size: usize, offset: usize, bytes: &[u8]) {
         let (known, _) = self.known.entry(page).or_insert_with(|| (vec![0; size], 0));
         if let Some(into) = known.get_mut(offset..offset + bytes.len()) {
@@ -100,7 +100,7 @@ impl Recorder {
         }
     }
 
-    /// What was recorded, in order.
+    /// The recording, in order.
     #[must_use]
     pub fn finish(self) -> Vec<Entry> {
         self.entries
@@ -112,7 +112,7 @@ mod tests {
     use super::*;
     use crate::message::{Body, Message, Stamp};
 
-    /// Only what the guest has changed is recorded, in runs, with the reading that found it.
+    /// Only the guest's changes are recorded, in runs, with the read that found them.
     #[test]
     fn changes_between_readings_are_recorded_and_the_protocols_own_are_not() {
         let mut recorder = Recorder::default();
@@ -128,7 +128,7 @@ mod tests {
         assert_eq!(recorder.finish(), [Entry::Content { page: 3, reading: 2, changes }]);
     }
 
-    /// Of what a node is told, only what others said isn't kept.
+    /// All inputs of a node are recorded but the contents of messages.
     #[test]
     fn all_that_a_node_is_told_is_recorded_and_no_message() {
         let mut recorder = Recorder::default();

@@ -1,11 +1,11 @@
-//! Messages as bytes.
+//! The encoding of messages.
 //!
 //! ```text
 //!  0 version (1)   1 kind   2 from   3 to   4 length of what follows the header (4)
 //!  8 page (8)     16 seq (8)               24 need (8)                  32 body
 //! ```
-//! Little-endian. A receiver refuses versions that it doesn't know. A peer is not trusted to be well-behaved: every length is
-//! checked before it is used, nothing is allocated that the message itself doesn't bring.
+//! Little-endian. A receiver refuses unknown versions. Peers aren't trusted: every length is checked before use, and the parser allocates
+//! no more than the message itself contains.
 
 use thiserror::Error;
 
@@ -18,35 +18,35 @@ use crate::payload::Payload;
 pub const VERSION: u8 = 1;
 /// Bytes of the header.
 pub const HEADER: usize = 32;
-/// Bytes of a page. Only pages of this size travel.
+/// Bytes of a page. Messages carry only pages of this size.
 pub const PAGE_SIZE: usize = 4096;
-/// Most pages that a token may bring: a bound on what is kept by updates at one time.
+/// Limit of pages in a `Token`, and so of write-update pages at one time.
 pub const MAX_UPDATE_PAGES: usize = 4096;
-/// Most bytes of a message: a token with all its pages.
+/// Limit of a message, bytes: a `Token` with all its pages.
 pub const MAX_MESSAGE: usize = HEADER + 5 + MAX_NODES as usize * 16 + MAX_UPDATE_PAGES * 17;
 
-/// Why bytes aren't a message.
+/// Why bytes aren't a valid message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum WireError {
-    /// Fewer bytes than the header says, or than a header has.
+    /// Fewer bytes than the header announces, or than a header has.
     #[error(
         "A message of {got} bytes ends early: {needed} are needed. The connection is broken or the peer is faulty"
     )]
     Short {
-        /// Bytes that there are.
+        /// Bytes present.
         got: usize,
-        /// Bytes that are needed.
+        /// Bytes needed.
         needed: usize,
     },
-    /// More bytes than the body has.
+    /// Bytes after the end of the body.
     #[error("A message has {0} bytes behind its end. The peer is faulty")]
     Long(usize),
-    /// Another version.
+    /// An unknown version of the format.
     #[error(
         "A message is in version {0} of the format, this node knows version 1 only: run the same release on all nodes"
     )]
     Version(u8),
-    /// A field has a value that it can't have.
+    /// A field has an invalid value.
     #[error(
         "The field '{field}' of a message has the value {value}, which it can't have. The peer is faulty"
     )]
@@ -75,7 +75,7 @@ impl Writer<'_> {
     fn u64(&mut self, value: u64) {
         self.0.extend_from_slice(&value.to_le_bytes());
     }
-    /// Lengths are bounded by what the core makes; a longer one would be refused by the receiver.
+    /// Writes a length. The core makes none above the limit; a receiver would refuse it.
     fn length(&mut self, value: usize) {
         self.u16(u16::try_from(value).unwrap_or(u16::MAX));
     }
@@ -142,7 +142,7 @@ const fn kind_code(body: &Body) -> u8 {
     }
 }
 
-/// Appends a message to `out`.
+/// Appends an encoded message to `out`.
 pub fn encode(message: &Message, out: &mut Vec<u8>) {
     let start = out.len();
     let mut writer = Writer(out);
@@ -159,11 +159,11 @@ pub fn encode(message: &Message, out: &mut Vec<u8>) {
     out[start + 4..start + 8].copy_from_slice(&len.to_le_bytes());
 }
 
-/// Bytes that a message takes.
+/// Bytes of the encoded message.
 #[must_use]
 pub fn encoded_len(message: &Message) -> usize {
     if let Body::Grant(grant) = &message.body {
-        // Without copying the page.
+        // Doesn't copy the page.
         return HEADER + 20 + grant.counters.len() * 8 + grant.payload.wire_len();
     }
     let mut out = Vec::new();
@@ -353,12 +353,11 @@ fn below<T: PartialOrd + Copy + Into<u64>>(name: &'static str, value: T, limit: 
     if value < limit { Ok(value) } else { Err(field(name, value)) }
 }
 
-/// Length of the message that begins with these bytes, header and all. For reading from a stream: call it with at least
-/// [`HEADER`] bytes, then read so many.
+/// Length of the message whose header is `header`, header included. For streams: pass at least [`HEADER`] bytes, then read up to that
+/// length.
 ///
 /// # Errors
-/// [`WireError::Short`] with fewer bytes than a header has, [`WireError::Version`], and [`WireError::Field`] for a length above
-/// [`MAX_MESSAGE`].
+/// [`WireError::Short`] for fewer bytes than a header, [`WireError::Version`], and [`WireError::Field`] for a length above [`MAX_MESSAGE`].
 pub fn message_len(header: &[u8]) -> Result<usize, WireError> {
     let mut reader = Reader { bytes: header, at: 0 };
     let version = reader.u8()?;
@@ -374,10 +373,10 @@ pub fn message_len(header: &[u8]) -> Result<usize, WireError> {
     }
 }
 
-/// Reads one whole message.
+/// Parses one whole message.
 ///
 /// # Errors
-/// Anything that [`encode`] doesn't write is refused.
+/// Returns an error for anything that [`encode`] doesn't write.
 pub fn parse(bytes: &[u8]) -> Result<Message, WireError> {
     let len = message_len(bytes)?;
     if bytes.len() > len {

@@ -2,7 +2,7 @@
 //!
 //! `cargo run --release -p dsm --example simulate -- --nodes 64 --preset ours|ivy|vnuma-2009|giantvm-2026 [--rtt-us N] [--seed N]`
 //!
-//! A table per preset goes to stderr, one line of JSON to stdout. Exit status 1 when a run went wrong.
+//! A table per preset goes to stderr, one line of JSON to stdout. Exit status 1: a run failed.
 
 mod plot;
 

@@ -4,11 +4,11 @@ use std::fmt::Write;
 
 /// One bar.
 pub struct Bar {
-    /// The group that it belongs to.
+    /// The label of the bar's group.
     pub group: String,
-    /// What it stands for.
+    /// The name of the series, which selects the color.
     pub series: String,
-    /// Its value; 0 is drawn as nothing.
+    /// The height, in the chart's unit. A bar of 0 isn't drawn.
     pub value: f64,
 }
 
@@ -19,7 +19,7 @@ const BAR: f64 = 14.0;
 const GAP: f64 = 14.0;
 const COLOURS: [&str; 6] = ["#1b6ca8", "#e07b39", "#5a9367", "#9b5094", "#666666", "#b5a000"];
 
-/// Draws bars under a title. Bars of a group must follow each other.
+/// Draws `bars` as an SVG document under `title`. Bars of one group must be consecutive.
 pub fn bars(title: &str, bars: &[Bar]) -> String {
     let mut series: Vec<&str> = Vec::new();
     for bar in bars {

@@ -1,4 +1,4 @@
-//! Copies: how they come, and how they go.
+//! Copies of pages: how they arrive, and how they are dropped.
 
 use super::local::{Invalidation, WantKind};
 use super::{Context, Node};
@@ -33,7 +33,7 @@ impl Node {
             return;
         }
         let changed = self.changed(page, &grant.payload, cx);
-        // Readable bytes are never replaced. Who has a copy has the version; an owner that sends it all the same wastes it.
+        // Readable bytes are never replaced: a node with a copy already has the version. An owner that sends the data wastes it.
         let local = self.local(page);
         if !(local.kept && local.version == grant.version) {
             self.set(page, Mode::Invalidate, Access::None, cx);
@@ -59,7 +59,7 @@ impl Node {
         self.finish_want(page, cx);
     }
 
-    /// How many bytes a page that comes changes here; only known when older content was kept.
+    /// Bytes that an arriving page changes here; [`UNKNOWN_CHANGE`] unless older content was kept.
     fn changed<P: Pages>(&mut self, page: Page, payload: &Payload, cx: &mut Context<'_, P>) -> u16 {
         let local = self.local(page);
         let (before, kept) = (local.changed, local.kept);
@@ -80,7 +80,7 @@ impl Node {
         u16::try_from(bytes).unwrap_or(UNKNOWN_CHANGE)
     }
 
-    /// A copy that gets updates arrives, asked for or pushed ahead of the token.
+    /// A copy of a write-update page arrives: the answer to a request, or a copy that the sequencer sends ahead of the token.
     fn granted_with_updates<P: Pages>(&mut self, page: Page, grant: &Grant, cx: &mut Context<'_, P>) {
         let local = self.local(page);
         let other = local.want.as_ref().is_some_and(|want| want.kind != WantKind::Remote);
@@ -88,11 +88,11 @@ impl Node {
             self.counters.refused += 1;
             return;
         }
-        // A copy that goes ahead of the token answers no request: one that is under way is answered later, and until then no other is sent. With two of them it couldn't be told
-        // which an answer is for.
+        // A copy that goes ahead of the token answers no request. A request in flight is answered later, and until then this node sends no
+        // other: with two requests in flight it couldn't match the answers.
         let answers = grant.intent != Intent::ReadOwn;
         if local.mode.is_update() && local.leaving.is_none() {
-            // The request is served after the copy had come ahead of the token. The copy has had all updates.
+            // The sequencer served the request after the copy had arrived ahead of the token. The copy has had all updates.
             if answers {
                 local.want = None;
             }
@@ -123,7 +123,7 @@ impl Node {
         self.state.incoming.insert(page);
     }
 
-    /// Such a copy becomes readable.
+    /// A write-update copy becomes readable.
     pub(super) fn open<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
         let mode = self.local(page).mode;
         if mode.is_update() && self.local(page).access == Access::None {
@@ -133,7 +133,7 @@ impl Node {
         self.try_invalidate(page, cx);
     }
 
-    /// Ends a wait, if all that it needs is there.
+    /// Completes the pending request once the grant and all `InvalidateAck` have arrived.
     pub(super) fn finish_want<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
         let skip = self.config.plant == Plant::SkipAcks;
         let local = self.local(page);
@@ -165,7 +165,7 @@ impl Node {
         }
     }
 
-    /// A node that had a copy says that it is gone.
+    /// A node has dropped its copy.
     pub(super) fn invalidated<P: Pages>(&mut self, from: NodeId, page: Page, cx: &mut Context<'_, P>) {
         let serial = self.config.policy.serial_invalidation;
         let Some(want) = &mut self.local(page).want else {
@@ -180,7 +180,7 @@ impl Node {
         self.finish_want(page, cx);
     }
 
-    /// A copy has to go.
+    /// A writer invalidates the copy of this node.
     pub(super) fn invalidate<P: Pages>(
         &mut self,
         page: Page,
@@ -196,7 +196,7 @@ impl Node {
         self.try_invalidate(page, cx);
     }
 
-    /// Gives up a copy that has to go, unless an instruction must retire first.
+    /// Drops a copy that a writer has invalidated, unless an instruction must retire first.
     pub(super) fn try_invalidate<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
         let Some(invalidation) = self.state.pages.get(&page).and_then(|local| local.invalidation.clone())
         else {
@@ -219,7 +219,7 @@ impl Node {
         self.go(page, cx);
     }
 
-    /// The page is not needed here.
+    /// Drops the copy if nothing needs it.
     pub(super) fn discard<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
         let Some(local) = self.state.pages.get_mut(&page) else { return };
         let busy = local.owner
@@ -238,15 +238,15 @@ impl Node {
         }
     }
 
-    /// Asks the holder of the token for no more updates of a page. Until it agrees, the copy goes on getting updates: the token may
-    /// come meanwhile, with the duty to have them.
+    /// Sends `Leave`: the sequencer shall send no more updates of the page. Until it agrees, the copy still gets updates, since the token,
+    /// which requires them, may arrive meanwhile.
     pub(super) fn ask_to_leave<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
         let (node, seq) = (self.config.me, self.state.proven);
         self.local(page).leaving = Some(seq);
         self.send(self.state.token_at, page, Body::Leave { node, seq }, cx);
     }
 
-    /// A node wants to give up its copy of a page that is kept by updates.
+    /// A node requests to leave a write-update page.
     pub(super) fn leave<P: Pages>(&mut self, page: Page, node: NodeId, seq: Seq, cx: &mut Context<'_, P>) {
         if node.0 >= self.config.nodes {
             self.counters.refused += 1;
@@ -259,10 +259,10 @@ impl Node {
         if node == self.config.me {
             return;
         }
-        // Copies and the token have places in the order like updates: with none after `seq`, the copy is still the same one.
+        // Copies and the token have places in the order, like updates. If none was sent after `seq`, the copy is still the same one.
         let same = token.last.get(node.index()).is_some_and(|last| *last <= seq);
         let local = self.local(page);
-        // While the update mode ends, every copy has to answer.
+        // While write-update ends, every copy has to answer.
         let leaves = same && local.owner && local.mode.is_update() && !local.is_changing();
         if leaves {
             local.copies = local.copies.without(NodeSet::one(node));
@@ -270,7 +270,7 @@ impl Node {
         self.send(node, page, Body::Left { seq, stays: !leaves }, cx);
     }
 
-    /// The answer to the wish to give up a copy.
+    /// The sequencer's answer to `Leave`.
     pub(super) fn left<P: Pages>(&mut self, page: Page, seq: Seq, stays: bool, cx: &mut Context<'_, P>) {
         let local = self.local(page);
         if local.leaving != Some(seq) || local.owner {

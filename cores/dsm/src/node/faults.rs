@@ -1,9 +1,8 @@
-//! Faults of this node's own virtual CPUs, and the promise that a granted page stays until an instruction has retired.
+//! Faults of this node's vCPUs, and the guarantee that a granted page stays until an instruction has retired.
 //!
-//! A grant puts a *hold* on the page for each virtual CPU that waited. While there is a hold, requests that would take the page wait.
-//! An instruction that needs several pages may hold one and wait for another; then, and only then, an older instruction takes the
-//! page from it (wound-wait). Ages are kept until an instruction retires, so the oldest instruction of the machine never loses a page,
-//! and there is no circle of waits.
+//! A grant puts a *hold* on the page for each vCPU that waited. Requests that would revoke the page wait while there is a hold. An
+//! instruction that needs several pages may hold one and wait for another. Then, and only then, an older instruction takes the page from it
+//! (wound-wait). Ages are kept until an instruction retires, so the oldest instruction of the VM never loses a page. Waits have no cycle.
 
 use super::local::{Hold, Local, Want, WantKind};
 use super::{Context, Node};
@@ -34,7 +33,7 @@ impl Node {
             Fault::Write | Fault::Atomic => self.counters.write_faults += 1,
         }
         let local = self.local(page);
-        // Whoever wants more of a page than it was granted begins again with it: else it would wait for itself.
+        // A vCPU that needs more rights than it was granted starts over with the page: with its hold it would wait for itself.
         local.holds.retain(|hold| hold.vcpu != vcpu);
         local.waiting.retain(|(waiting, _)| *waiting != vcpu);
         local.waiting.push((vcpu, fault));
@@ -42,7 +41,7 @@ impl Node {
         self.go(page, cx);
         self.serve(page, cx);
         self.try_invalidate(page, cx);
-        // It may hold pages that older instructions wait for, and now waits itself.
+        // The vCPU may hold pages that older instructions wait for, and it now waits itself.
         let held = self.vcpu(vcpu).map(|state| state.held.clone()).unwrap_or_default();
         for page in held {
             self.serve(page, cx);
@@ -50,7 +49,7 @@ impl Node {
         }
     }
 
-    /// An instruction has its first fault: it is younger than all that this node has given an age to, or has seen the age of.
+    /// Assigns an age at an instruction's first fault: younger than all ages that this node has assigned or received.
     pub(super) fn begin_instruction(&mut self, vcpu: Vcpu, now: u64) {
         let node = self.config.me;
         self.state.latest_age = self.state.latest_age.saturating_add(1);
@@ -60,7 +59,7 @@ impl Node {
         }
     }
 
-    /// A message has come with the age of an instruction.
+    /// Advances the logical clock to the age in a message.
     pub(super) fn see_age(&mut self, body: &Body) {
         let priority = match body {
             Body::Request(Request { priority, .. })
@@ -73,7 +72,7 @@ impl Node {
         }
     }
 
-    /// Lets virtual CPUs go on that the page's rights allow to, and asks for more for the others.
+    /// Resumes waiting vCPUs that the page's rights satisfy, and requests more rights for the others.
     pub(super) fn go<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
         loop {
             let local = self.local(page);
@@ -90,7 +89,7 @@ impl Node {
             }
             let local = self.local(page);
             if local.is_closed() && local.want.is_none() && local.invalidation.is_none() {
-                // It is here, and is read after all.
+                // The guest still reads the closed copy: it opens without a message.
                 local.unread = (0, local.unread.1.saturating_mul(2));
                 self.state.incoming.insert(page);
                 return;
@@ -133,7 +132,7 @@ impl Node {
         cx.actions.push(Action::Resume { vcpu });
     }
 
-    /// Asks for what waiting virtual CPUs need. True when the page's rights have changed at once.
+    /// Requests the rights that waiting vCPUs need. Returns true if the page's rights changed at once.
     fn ask_for<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) -> bool {
         let priorities = self.priorities(page);
         let me = self.config.me;
@@ -154,7 +153,7 @@ impl Node {
         let local = self.local(page);
         if local.owner {
             if local.mode.is_update() || local.reverting {
-                // A copy of its own that is being opened; or the home has to know of the new mode first.
+                // A copy of this node is being opened, or the home must learn of the new mode first.
                 return false;
             }
             if local.copies.is_empty() {
@@ -192,21 +191,21 @@ impl Node {
         false
     }
 
-    /// Ages of those that wait for a page here.
+    /// Ages of the instructions that wait for a page here.
     fn priorities(&self, page: Page) -> Vec<Priority> {
         let waiting = self.state.pages.get(&page).map(|local| local.waiting.as_slice()).unwrap_or_default();
         let state = |vcpu: &Vcpu| self.state.vcpus.get(usize::from(*vcpu));
         waiting.iter().filter_map(|(vcpu, _)| state(vcpu)?.priority).collect()
     }
 
-    /// An older instruction joins those that wait already: those who hold the page have to know.
+    /// An older instruction joins the waiting ones: nodes that hold the page must learn of it.
     fn hurry_own<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
         if let Some(oldest) = self.priorities(page).into_iter().min() {
             self.hurry_behind(page, oldest, cx);
         }
     }
 
-    /// Tells all nodes that an instruction older than the one that asked waits for the page.
+    /// Sends `Hurry`: an instruction older than the one of the pending request waits for the page.
     pub(super) fn hurry_behind<P: Pages>(&mut self, page: Page, priority: Priority, cx: &mut Context<'_, P>) {
         let Some(want) = &mut self.local(page).want else { return };
         if priority < want.priority && want.hurried.is_none_or(|hurried| priority < hurried) {
@@ -216,7 +215,7 @@ impl Node {
         }
     }
 
-    /// The page may be written from now on, in a new version.
+    /// Makes the page writable, as a new version.
     pub(super) fn make_writable<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
         self.keep_twin(page, cx);
         let local = self.local(page);
@@ -231,7 +230,7 @@ impl Node {
         let most = self.config.policy.twins;
         let local = self.local(page);
         let version = local.version;
-        // A page that nobody else has had can't be asked for with a version.
+        // A page that no other node has had can't be requested with a version.
         if most == 0 || !local.kept || version == 0 {
             return;
         }
@@ -253,7 +252,7 @@ impl Node {
         state.priority = None;
         state.kicked = false;
         let held = std::mem::take(&mut state.held);
-        // What waits already is the next instruction: it begins with an age of its own.
+        // A fault that already waits belongs to the next instruction, which begins with an age of its own.
         if state.waiting.is_some() {
             self.begin_instruction(vcpu, cx.now);
         }
@@ -265,8 +264,9 @@ impl Node {
         }
     }
 
-    /// Whether holds forbid to take a page for an instruction of this age. Younger ones that wait for another page lose it; the
-    /// others are told to finish.
+    /// Whether holds protect the page from an instruction of this age. A younger instruction that waits for another page loses its hold;
+    /// the
+    /// node kicks the others.
     pub(super) fn held_against<P: Pages>(
         &mut self,
         page: Page,
@@ -298,7 +298,8 @@ impl Node {
                 continue;
             }
             held = true;
-            // The instruction that waits may be a later one, of which nobody has told yet, so that this page may go: it is asked at once.
+            // The fault that waits may belong to a later instruction whose predecessor retired without a report. Then the page may go: the
+            // node asks at once.
             if !waits && hold.until > cx.now {
                 self.state.alarms.insert((hold.until, page));
             } else if !state.kicked && !state.operating {
@@ -310,7 +311,7 @@ impl Node {
         held
     }
 
-    /// Time has passed.
+    /// The timer expired: retries requests and invalidations whose hold has ended.
     pub(super) fn timer<P: Pages>(&mut self, cx: &mut Context<'_, P>) {
         while let Some((at, page)) = self.state.alarms.first().copied()
             && at <= cx.now
@@ -321,7 +322,7 @@ impl Node {
         }
     }
 
-    /// An older instruction waits for a page that this node may hold up.
+    /// An older instruction waits for a page that this node may hold.
     pub(super) fn hurry<P: Pages>(&mut self, page: Page, priority: Priority, cx: &mut Context<'_, P>) {
         if self.config.home(page) == self.config.me {
             let others = NodeSet::first(self.config.nodes).without(NodeSet::one(self.config.me));

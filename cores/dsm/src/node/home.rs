@@ -1,7 +1,7 @@
-//! The home of a page: it knows the owner, puts requests for the ownership in an order, and decides what the page is like.
+//! The home of a page: it knows the owner, serializes requests for ownership, and decides the page's mode.
 //!
-//! It passes a request on to the owner and, when the request takes the ownership, names the requester as the owner at once. So requests
-//! form a chain, each behind the one that the home saw before, and no node has to tell the home when it is done.
+//! The home forwards a request to the owner. If the request takes the ownership, the home names the requester as the owner at once. So
+//! requests form a chain, each behind the one that the home forwarded before, and no node reports completion to the home.
 
 use super::local::{Home, Seen};
 use super::{Context, Node};
@@ -9,7 +9,7 @@ use crate::message::{Body, Intent, Request, UNKNOWN_CHANGE};
 use crate::names::{Mode, NodeId, NodeSet, Page};
 use crate::pages::Pages;
 
-/// How often a reader must have been the next writer before it gets pages to write at once.
+/// Times that a reader must have been the next writer before it gets a page for writing at once.
 const MIGRATIONS: u8 = 2;
 
 impl Node {
@@ -58,14 +58,14 @@ impl Node {
         if owner == me {
             self.owner_request(page, request, cx);
         } else if owner == request.requester && !request.convert {
-            // No correct node asks for what it owns.
+            // No correct node requests a page that it owns.
             self.counters.refused += 1;
         } else {
             self.send(owner, page, Body::Request(request), cx);
         }
     }
 
-    /// What a request is to bring: a reader may get more than it asked for.
+    /// The rights to grant: a reader may get more than it requested.
     fn intent(&mut self, page: Page, request: &Request) -> Intent {
         if request.intent == Intent::Write {
             return Intent::Write;
@@ -81,7 +81,7 @@ impl Node {
         }
     }
 
-    /// Learns from a request, as it was made; may wish for updates.
+    /// Counts a request as it arrived, and requests write-update when the policy's thresholds are met.
     fn observe<P: Pages>(&mut self, page: Page, request: &Request, cx: &mut Context<'_, P>) {
         let policy = self.config.policy;
         if !policy.adapt && !policy.migratory {
@@ -93,10 +93,11 @@ impl Node {
             Some((node, true)) if !reads && node == request.requester => {
                 seen.migrations = (seen.migrations + 1).min(MIGRATIONS);
             }
-            // Nothing had been changed when it last came to this reader, though whoever had it before could write it: they only read.
+            // Nothing had changed when the page last arrived at this reader, though the node before it had the right to write: both only
+            // read.
             _ if reads && seen.migrations >= MIGRATIONS && request.changed == 0 => seen.migrations = 0,
             _ if reads && seen.migrations >= MIGRATIONS => {}
-            // Two readers in a row: not one that takes turns.
+            // Two readers in a row: the page isn't migratory.
             Some((node, true)) if reads && node != request.requester => seen.migrations = 0,
             _ => {}
         }
@@ -112,13 +113,13 @@ impl Node {
         }
         seen.window.1 += 1;
         seen.nodes = seen.nodes.with(NodeSet::one(request.requester));
-        // What isn't known is not small.
+        // An unknown number isn't small.
         seen.small += u32::from(request.changed <= policy.changed_bytes && request.changed != UNKNOWN_CHANGE);
         seen.atomic |= request.atomic;
         let settled =
             seen.changed_at.is_none_or(|changed| cx.now.saturating_sub(changed) >= policy.cooldown_ns);
         let small = seen.small * 2 >= seen.window.1;
-        // Two nodes at least: with the home among them, which may use its own page without a request.
+        // This implies two nodes at least. One of them may be the home, which uses its own page without a request.
         let fit = if policy.atomics { small || seen.atomic } else { small && !seen.atomic };
         let wanted = seen.window.1 >= policy.transfers && settled && fit;
         if wanted {
@@ -127,7 +128,7 @@ impl Node {
         }
     }
 
-    /// The holder of the token has ended the update mode, and owns the page.
+    /// The sequencer has ended write-update and owns the page.
     pub(super) fn home_reverted<P: Pages>(&mut self, from: NodeId, page: Page, cx: &mut Context<'_, P>) {
         let me = self.config.me;
         if self.config.home(page) != me || !self.home(page).mode.is_update() {

@@ -1,4 +1,4 @@
-//! What a node knows of one page, and of its virtual CPUs.
+//! State of one page and of the vCPUs at a node.
 
 use std::collections::VecDeque;
 
@@ -6,48 +6,48 @@ use crate::event::Fault;
 use crate::message::{Intent, Request, Seq, UNKNOWN_CHANGE};
 use crate::names::{Access, Mode, NodeId, NodeSet, Page, Priority, Vcpu};
 
-/// A page at one node.
+/// State of one page at a node.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Local {
     pub mode: Mode,
     pub access: Access,
-    /// This node gives the page to others, and knows who has copies. In an update mode: the holder of the token.
+    /// This node answers requests for the page and knows its copyset. In a write-update mode, the sequencer does.
     pub owner: bool,
-    /// Version of the content: grows with every time that a node gets the page to write.
+    /// Version of the content. It grows with every grant to write.
     pub version: u64,
-    /// Memory holds the content of that version, whatever the access.
+    /// Memory has the content of that version, whatever `access` is.
     pub kept: bool,
-    /// At the owner: the other nodes that may have a copy.
+    /// At the owner, the copyset: other nodes that may have a copy.
     pub copies: NodeSet,
-    /// What has been asked for.
+    /// The pending request.
     pub want: Option<Want>,
-    /// Virtual CPUs that the page was granted to, and whose instruction hasn't retired as far as is known.
+    /// vCPUs that the page was granted to and whose instruction hasn't been reported as retired.
     pub holds: Vec<Hold>,
-    /// Virtual CPUs that wait for the page.
+    /// vCPUs that wait for the page.
     pub waiting: Vec<(Vcpu, Fault)>,
-    /// Requests that the owner, or the owner to be, hasn't served.
+    /// Requests that this owner, or owner to be, hasn't served.
     pub queue: VecDeque<Request>,
-    /// An invalidation that waits for a hold.
+    /// An invalidation that waits for a hold to end.
     pub invalidation: Option<Invalidation>,
-    /// The oldest instruction that is known to wait for this page somewhere behind us.
+    /// Age of the oldest instruction that is known to wait for this page at any node behind this one.
     pub hurry: Option<Priority>,
-    /// Updates since the copy was last seen to be read, and after how many to look next.
+    /// Updates since the copy was last known to be read, and the number after which the node closes or leaves it.
     pub unread: (u32, u32),
-    /// To be kept by updates once what is under way is here.
+    /// The page becomes write-update once the pending request completes.
     pub convert_next: bool,
-    /// The copy is to be given up, which the holder of the token hasn't confirmed: the `seq` of the question.
+    /// This node sent `Leave`, which the sequencer hasn't answered: the `seq` of that message.
     pub leaving: Option<Seq>,
-    /// The update mode was ended, which the home hasn't confirmed.
+    /// The sequencer ended write-update, which the home hasn't acknowledged.
     pub reverting: bool,
-    /// Bytes that changed when the page last came here.
+    /// Bytes that changed when the page last arrived here, or [`UNKNOWN_CHANGE`].
     pub changed: u16,
-    /// Operations in this window of time, and when it began.
+    /// Operations in this window, and its start, ns.
     pub operations: (u32, u64),
-    /// Changes of the operating node in it, and that node.
+    /// Changes of the operating node in this window, and the last such node.
     pub turns: (u32, NodeId),
-    /// Stores of each node that the content has, in the paper's scheme.
+    /// In the scheme of the vNUMA paper: stores of each node that the content has.
     pub counters: Vec<u64>,
-    /// Stores that came before the page did, in the paper's scheme.
+    /// In the scheme of the vNUMA paper: stores that arrived before the page.
     pub early: Vec<(NodeId, u64, crate::operation::Change)>,
 }
 
@@ -78,7 +78,7 @@ impl Local {
         }
     }
 
-    /// A copy that gets updates and that the guest may not read at present, to see whether it wants to.
+    /// A write-update copy that the guest may not read for now, to learn whether it still does.
     pub fn is_closed(&self) -> bool {
         self.mode.is_update() && self.access == Access::None && self.leaving.is_none() && !self.owner
     }
@@ -88,7 +88,7 @@ impl Local {
         self.mode.is_update() && self.access >= Access::Read
     }
 
-    /// Whether a fault of this kind is answered by the rights that there are.
+    /// Whether the present rights satisfy a fault.
     pub fn satisfies(&self, fault: Fault) -> bool {
         match fault {
             Fault::Read => self.access >= Access::Read,
@@ -96,53 +96,53 @@ impl Local {
         }
     }
 
-    /// Whether more is under way than a request that is still to be answered, though the page has come.
+    /// Whether the page waits for more than the answer to a request that its arrival has made obsolete.
     pub fn is_changing(&self) -> bool {
         self.want.as_ref().is_some_and(|want| want.kind != WantKind::Remote)
     }
 
-    /// Whether stores are to be trapped.
+    /// Whether stores of the guest trap.
     pub fn traps(&self) -> bool {
-        // A copy that is about to go traps nothing more: its instruction waits for the page as it will be.
+        // Stores to a copy that is about to go don't trap: their instructions wait for the page in its new state.
         self.is_replica() && self.invalidation.is_none() && !self.reverting && !self.is_changing()
     }
 }
 
-/// What a node waits for.
+/// The pending request of a node for a page.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Want {
     pub kind: WantKind,
     pub intent: Intent,
     pub priority: Priority,
-    /// Whose answers are needed; unknown until the grant is there.
+    /// Nodes whose `InvalidateAck` it needs; unknown until the grant arrives.
     pub needed: Option<NodeSet>,
     pub acked: NodeSet,
-    /// From the grant: its intent, and who has copies.
+    /// From the grant: its intent, and the nodes that have copies.
     pub granted: Option<(Intent, NodeSet)>,
-    /// The age that all nodes were told of.
+    /// The age that `Hurry` announced for it.
     pub hurried: Option<Priority>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum WantKind {
-    /// Asked for at the home.
+    /// A request to the home.
     Remote,
-    /// The owner invalidates copies.
+    /// The owner invalidates copies to write.
     Upgrade,
-    /// The holder of the token asked at the home, to keep the page by updates.
+    /// The sequencer requests the page to make it write-update.
     Convert,
-    /// The holder of the token invalidates copies, to end that.
+    /// The sequencer invalidates copies to end write-update.
     Revert,
 }
 
-/// A page was granted to a virtual CPU.
+/// The protection of a page that was granted to a vCPU.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Hold {
     pub vcpu: Vcpu,
     pub priority: Priority,
-    /// To write.
+    /// Whether it was granted to write.
     pub write: bool,
-    /// When the virtual CPU may be kicked.
+    /// Time from which on the node may kick the vCPU, ns.
     pub until: u64,
 }
 
@@ -152,39 +152,39 @@ pub(super) struct Invalidation {
     pub priority: Priority,
 }
 
-/// A virtual CPU.
+/// State of a vCPU.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub(super) struct VcpuState {
     /// Age of its instruction, from the first fault to retirement.
     pub priority: Option<Priority>,
     /// The page that it waits for.
     pub waiting: Option<Page>,
-    /// Pages that it was granted since.
+    /// Pages granted to that instruction.
     pub held: Vec<Page>,
-    /// It has been kicked.
+    /// The node has kicked the vCPU for this instruction.
     pub kicked: bool,
-    /// Its operation is under way.
+    /// Its operation is in flight.
     pub operating: bool,
 }
 
-/// What the holder of the token knows.
+/// State of the sequencer.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Sequencer {
-    /// For each node the last update addressed to it.
+    /// For each node, the last update addressed to it.
     pub last: Vec<Seq>,
-    /// For each node how many updates it hasn't said to have applied.
+    /// For each node, the updates that it hasn't reported as applied.
     pub unacked: Vec<u64>,
     /// Operations that wait until nodes have caught up.
     pub stalled: VecDeque<Stalled>,
-    /// The node that operates most, by a majority vote, and how far it is ahead.
+    /// Candidate for the role, by a majority vote over operations, and its lead.
     pub candidate: (NodeId, u32),
-    /// Operations since the last one of the holder itself.
+    /// Operations since the last one of the sequencer's own vCPUs.
     pub foreign: u32,
-    /// When the token came.
+    /// When the role arrived, ns.
     pub since: u64,
-    /// Pages that are kept by updates.
+    /// All write-update pages.
     pub pages: std::collections::BTreeSet<Page>,
-    /// Pages for which something is under way that the token must not leave behind.
+    /// Pages with a pending change of mode. The role can't move while there are any.
     pub busy: u32,
 }
 
@@ -196,31 +196,31 @@ pub(super) struct Stalled {
     pub operation: crate::operation::Operation,
 }
 
-/// A page at its home.
+/// State of a page at its home.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Home {
-    /// Who owns it, or will when all that was passed on is done.
+    /// The owner, once all forwarded requests are served.
     pub owner: NodeId,
     pub mode: Mode,
-    /// What was seen of it.
+    /// Statistics for adaptation.
     pub seen: Seen,
 }
 
-/// What a home has seen of a page.
+/// Statistics of a page at its home.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub(super) struct Seen {
-    /// When the window began, and transfers in it.
+    /// Start of the window, ns, and requests in it.
     pub window: (u64, u32),
-    /// Nodes that asked for it in this window.
+    /// Nodes that requested the page in this window.
     pub nodes: NodeSet,
-    /// Requests in this window that told of few changed bytes.
+    /// Requests in this window that reported few changed bytes ([`crate::config::Policy::changed_bytes`]).
     pub small: u32,
-    /// Whether an atomic instruction wanted it in this window.
+    /// Whether an atomic instruction needed the page in this window.
     pub atomic: bool,
-    /// When the mode last changed.
+    /// Time of the last change of mode, ns.
     pub changed_at: Option<u64>,
-    /// The last request: who, and whether to read.
+    /// Node of the last request, and whether it was to read.
     pub last: Option<(NodeId, bool)>,
-    /// How often a node that read was the next to write.
+    /// How often the next writer was the last reader.
     pub migrations: u8,
 }

@@ -1,4 +1,4 @@
-//! One node: its copies, the pages it owns, the pages it is the home of, and, if it holds the token, the order of updates.
+//! One node: its copies, the pages that it owns or is the home of, and the sequencer's role if it has it.
 
 mod copies;
 mod faults;
@@ -24,7 +24,7 @@ use local::{Home, Local, Sequencer, VcpuState};
 
 /// State of the protocol at one node.
 ///
-/// It never blocks: every wait is state. Its size is bounded by the guest's pages, virtual CPUs and nodes, and by
+/// The node never blocks: every wait is state. Its size is bounded by the guest's pages, vCPUs and nodes, and by
 /// [`crate::config::Policy::update_window`].
 #[derive(Debug, Clone)]
 pub struct Node {
@@ -33,41 +33,41 @@ pub struct Node {
     state: State,
 }
 
-/// What decides how a node goes on.
+/// State that determines how a node acts. The model checker compares it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct State {
     pages: BTreeMap<Page, Local>,
     homes: BTreeMap<Page, Home>,
     vcpus: Vec<VcpuState>,
-    /// The latest logical time of an instruction that began here or whose age came in a message ([`crate::names::Priority`]).
+    /// The latest age that this node has assigned or received ([`crate::names::Priority`]).
     latest_age: u64,
-    /// All updates addressed to this node up to here have been applied.
+    /// This node has applied all updates addressed to it up to this one.
     proven: Seq,
-    /// The latest update that this node knows of.
+    /// The latest update that this node knows.
     seen: Seq,
-    /// Messages of each node that can't be acted on yet.
+    /// Messages of each node that wait for a causal dependency.
     blocked: Vec<VecDeque<Message>>,
-    /// Messages of the stream that came before their predecessor.
+    /// Messages of the stream that arrived before their predecessor.
     early: Vec<Message>,
-    /// How far the sequencer was last asked for, and when to ask next.
+    /// The update that the last `Sync` was for, and when to send the next.
     asked: Seq,
     ask_at: Option<u64>,
-    /// Updates applied since the sequencer was told.
+    /// Updates applied since the last `Applied`.
     since_applied: u64,
-    /// Copies that the guest can read and that get updates.
+    /// Number of write-update copies that the guest can read.
     replicas: u32,
-    /// Pages whose content has come to be kept by updates, but not all updates that are known of have been applied.
+    /// Write-update pages that have arrived and aren't readable yet, since known updates are missing.
     incoming: BTreeSet<Page>,
     token: Option<Sequencer>,
-    /// Who has the token, as far as is known.
+    /// The sequencer, as far as this node knows.
     token_at: NodeId,
-    /// Contents as they were when pages were last granted to be written here: page, version, bytes.
+    /// Twins, contents at the time of a grant to write: page, version, bytes.
     twins: VecDeque<(Page, u64, Vec<u8>)>,
-    /// When to look after pages whose hold ends.
+    /// Times at which holds end, ns, and their pages.
     alarms: BTreeSet<(u64, Page)>,
-    /// It goes on from a saved node: memory of pages that it doesn't own may be anything.
+    /// The node was restored: memory of pages that it doesn't own is undefined.
     restored: bool,
-    /// Only with [`Plant::ApplyTwice`]: the update before.
+    /// With [`Plant::ApplyTwice`] only: the previous update.
     again: Option<(Page, Change)>,
 }
 
@@ -85,19 +85,19 @@ impl Hash for Node {
     }
 }
 
-/// What a step works with.
+/// Inputs and outputs of one step.
 struct Context<'a, P> {
     now: u64,
     pages: &'a mut P,
     actions: &'a mut Vec<Action>,
     /// Messages of this node to itself.
     own: VecDeque<Message>,
-    /// Pages held by virtual CPUs that have ceased to wait: who wants these may now ask for an end.
+    /// Pages held by vCPUs that no longer wait. Nodes that wait for these pages may now have the vCPUs kicked.
     recheck: Vec<Page>,
 }
 
 impl Node {
-    /// A node whose pages nobody has touched. Each is owned by its home, and its content, be it zero or a program, is the same on all nodes.
+    /// A node whose pages no guest has touched. Each page is owned by its home and has the same content on all nodes: zeros or a program.
     ///
     /// # Errors
     /// See [`Config::check`].
@@ -138,15 +138,14 @@ impl Node {
         Ok(Self { config, counters: Counters::default(), state })
     }
 
-    /// Begins with instructions that are this young, as if it had run for long. For explorations.
+    /// Sets the logical clock, as if the node had run for long. For the model checker.
     pub(crate) fn age(&mut self, latest_age: u64) {
         self.state.latest_age = latest_age;
     }
 
-    /// Takes an event and says what is to be done. `now` is in nanoseconds of any clock that never goes back.
+    /// Processes an event and appends the resulting actions. `now` is in ns, of any clock that never goes back.
     ///
-    /// Events that can't be (a virtual CPU that doesn't exist, a message that no correct node sends) change nothing but
-    /// [`Counters::refused`].
+    /// Invalid events (an unknown vCPU, a message that no correct node sends) change nothing but [`Counters::refused`].
     pub fn step<P: Pages>(&mut self, event: Event, now: u64, pages: &mut P, actions: &mut Vec<Action>) {
         let mut cx = Context { now, pages, actions, own: VecDeque::new(), recheck: Vec::new() };
         let named = match &event {
@@ -181,32 +180,32 @@ impl Node {
         self.settle(&mut cx);
     }
 
-    /// When [`Event::Timer`] is due, if it is.
+    /// When the caller must pass [`Event::Timer`], ns; none if no timer runs.
     #[must_use]
     pub fn deadline(&self) -> Option<u64> {
         let alarm = self.state.alarms.first().map(|(at, _)| *at);
         [alarm, self.state.ask_at].into_iter().flatten().min()
     }
 
-    /// Its configuration.
+    /// The configuration.
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.config
     }
 
-    /// What it has counted.
+    /// The counters since the start.
     #[must_use]
     pub fn counters(&self) -> &Counters {
         &self.counters
     }
 
-    /// What the guest may do with a page here.
+    /// Rights of the guest to a page at this node.
     #[must_use]
     pub fn access(&self, page: Page) -> Access {
         self.state.pages.get(&page).map_or(Access::None, |local| local.access)
     }
 
-    /// How a page is kept, as far as this node knows.
+    /// Mode of a page, as far as this node knows.
     #[must_use]
     pub fn mode(&self, page: Page) -> Mode {
         self.state.pages.get(&page).map_or(Mode::Invalidate, |local| local.mode)
@@ -218,25 +217,25 @@ impl Node {
         self.state.pages.get(&page).map_or(self.config.home(page) == self.config.me, |local| local.owner)
     }
 
-    /// At the owner: which other nodes may have copies.
+    /// At the owner, the copyset: other nodes that may have copies.
     #[must_use]
     pub fn copies(&self, page: Page) -> NodeSet {
         self.state.pages.get(&page).map_or(NodeSet::EMPTY, |local| local.copies)
     }
 
-    /// Whether this node holds the token.
+    /// Whether this node is the sequencer.
     #[must_use]
     pub fn has_token(&self) -> bool {
         self.state.token.is_some()
     }
 
-    /// All updates addressed to this node up to this one have been applied.
+    /// The update up to which this node has applied all that are addressed to it.
     #[must_use]
     pub fn proven(&self) -> Seq {
         self.state.proven
     }
 
-    /// Whether it waits for nothing: no page under way, no message held back, nobody in a queue.
+    /// Whether the node waits for nothing: no page requested, no message blocked, no request queued.
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.state.early.is_empty()
@@ -250,7 +249,7 @@ impl Node {
                 .all(|local| local.want.is_none() && local.queue.is_empty() && local.invalidation.is_none())
     }
 
-    /// Updates of a page that have arrived and not been applied, oldest first.
+    /// Updates of a page that have arrived and aren't applied yet, oldest first.
     pub fn held_back(&self, page: Page) -> impl Iterator<Item = &Message> {
         self.state.early.iter().filter(move |message| message.page == page)
     }
@@ -265,7 +264,7 @@ impl Node {
         self.state.vcpus.get_mut(usize::from(vcpu))
     }
 
-    /// Sets mode and rights, and counts copies that get updates.
+    /// Sets mode and rights, and counts readable write-update copies.
     fn set<P: Pages>(&mut self, page: Page, mode: Mode, access: Access, cx: &mut Context<'_, P>) {
         let local = self.local(page);
         let before = local.is_replica();
@@ -308,7 +307,7 @@ impl Node {
         }
     }
 
-    /// Acts on a message whose stamp has been seen to.
+    /// Acts on a message whose causal dependency is satisfied.
     fn act<P: Pages>(&mut self, message: Message, cx: &mut Context<'_, P>) {
         let Message { from, page, stamp, body, .. } = message;
         match body {

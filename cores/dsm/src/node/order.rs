@@ -1,9 +1,9 @@
-//! The order of updates as receivers see it, and the rule of stamps.
+//! The total order of updates at receivers, and causal dependencies.
 //!
-//! Two numbers: `proven` (all updates up to here that are addressed to this node have been applied) and `seen` (the latest update
-//! this node knows of, which it stamps its own messages with). A message is acted on only once `proven` has reached its `need`:
-//! what the sender had applied, or knew of, is then visible here too. A node without a readable copy that gets updates may act at
-//! once; when it gets such a copy, the copy becomes readable only after `proven` has reached `seen`.
+//! A node keeps two numbers. `proven`: it has applied all updates addressed to it up to here. `seen`: the latest update that it knows,
+//! which stamps its messages. A node acts on a message only when `proven` has reached the message's `need`, so all that the sender had
+//! applied or known is visible here. A node without a readable write-update copy may act at once. When it gets such a copy, the copy
+//! becomes readable only after `proven` has reached `seen`.
 
 use super::{Context, Node};
 use crate::config::Plant;
@@ -11,14 +11,14 @@ use crate::message::{Body, Message};
 use crate::names::NodeId;
 use crate::pages::Pages;
 
-/// How long to wait for updates that are likely to be under way before the sequencer is asked, as a part of the hold time.
+/// Time before a node sends `Sync` for updates that are probably in flight: `hold_ns / ASK_DIVISOR`.
 const ASK_DIVISOR: u64 = 2;
 
-/// Messages of one kind that may wait for updates. Correct nodes have a few per virtual CPU under way.
+/// Limit of each queue of messages that wait for updates. Correct nodes have a few per vCPU in flight.
 const MOST_HELD_BACK: usize = 1 << 16;
 
 impl Node {
-    /// Takes a message from the network.
+    /// Accepts a message from the network, and queues it by its kind.
     pub(super) fn receive(&mut self, message: Message) {
         let plausible = message.to == self.config.me
             && message.from != self.config.me
@@ -29,7 +29,8 @@ impl Node {
             return;
         }
         self.counters.received += 1;
-        // The question what somebody waits for never waits itself, also where old hints lead it back to who asks, behind what waits for the answer.
+        // `Sync` never waits. An outdated `token_at` may lead it back to its requester, where it would wait behind messages that wait for
+        // its answer.
         if message.is_stream() || matches!(message.body, Body::Sync { .. }) {
             if self.config.plant == Plant::ForgetEarly
                 && message.stamp.need > self.state.proven
@@ -43,7 +44,7 @@ impl Node {
                 return;
             }
             self.state.early.push(message);
-            // Messages of one sender are in order; this keeps states equal that differ only in the order of arrival.
+            // Messages of one sender are in order. Sorting makes states equal that differ only in the order of arrival.
             self.state.early.sort_by_key(|message| (message.stamp.need, message.stamp.seq));
             return;
         }
@@ -53,7 +54,7 @@ impl Node {
         }
     }
 
-    /// Acts on all that can be acted on.
+    /// Acts on everything whose dependencies are satisfied.
     pub(super) fn settle<P: Pages>(&mut self, cx: &mut Context<'_, P>) {
         loop {
             if let Some(message) = cx.own.pop_front() {
@@ -98,7 +99,7 @@ impl Node {
         self.act(message, cx);
     }
 
-    /// Copies that have arrived become readable once all updates that this node knows of have been applied.
+    /// Makes arrived copies readable once all updates that this node knows have been applied.
     fn open_incoming<P: Pages>(&mut self, cx: &mut Context<'_, P>) -> bool {
         if self.state.proven < self.state.seen {
             return false;
@@ -108,7 +109,7 @@ impl Node {
         true
     }
 
-    /// The update that something here waits for.
+    /// The latest update that a message or copy here waits for.
     fn awaited(&self) -> Option<u64> {
         let heads = self.state.blocked.iter().filter_map(|queue| queue.front());
         let blocked = heads.map(|message| message.stamp.need).filter(|need| *need > self.state.proven);
@@ -116,7 +117,7 @@ impl Node {
         blocked.chain(incoming).max()
     }
 
-    /// Asks the holder of the token what was the last update for this node, when that isn't known and something waits for it.
+    /// Sends `Sync` if something waits for an update, and this node doesn't know the last update that was addressed to it.
     fn ask<P: Pages>(&mut self, cx: &mut Context<'_, P>) {
         let asked = self.state.asked;
         let awaited = if self.state.token.is_some() { None } else { self.awaited() };
@@ -135,7 +136,7 @@ impl Node {
         }
     }
 
-    /// A node asks for the last update that was addressed to it.
+    /// A node requests the last update that was addressed to it.
     pub(super) fn sync<P: Pages>(&mut self, requester: NodeId, cx: &mut Context<'_, P>) {
         if requester.0 >= self.config.nodes {
             self.counters.refused += 1;
@@ -146,10 +147,10 @@ impl Node {
         }
     }
 
-    /// Passes something on to the holder of the token.
+    /// Forwards a message to the sequencer.
     pub(super) fn forward_to_token<P: Pages>(&mut self, page: u64, body: Body, cx: &mut Context<'_, P>) {
         if self.state.token_at == self.config.me {
-            // Only a peer that invents tokens gets us here.
+            // Only a peer that invents tokens causes this.
             self.counters.refused += 1;
             return;
         }

@@ -1,4 +1,4 @@
-//! The owner of a page: it serves requests, in the order in which the home passed them on.
+//! The owner of a page: it serves requests in the order in which the home forwarded them.
 
 use std::collections::VecDeque;
 
@@ -22,7 +22,7 @@ impl Node {
         }
     }
 
-    /// A request arrives that the home has passed on.
+    /// A request arrives that the home has forwarded.
     pub(super) fn owner_request<P: Pages>(&mut self, page: Page, request: Request, cx: &mut Context<'_, P>) {
         let me = self.config.me;
         let holds_token = self.state.token.is_some();
@@ -32,7 +32,7 @@ impl Node {
             let updating = (local.owner && local.mode.is_update())
                 || matches!(kind, Some(WantKind::Convert | WantKind::Revert));
             if request.requester == me && (updating || kind != Some(WantKind::Remote)) {
-                // The page came with the token, before the own request came back.
+                // The page arrived with the token before this node's own request returned.
                 if kind == Some(WantKind::Remote) {
                     local.want = None;
                 }
@@ -56,7 +56,7 @@ impl Node {
     fn enqueue<P: Pages>(&mut self, page: Page, request: Request, cx: &mut Context<'_, P>) {
         let priority = request.priority;
         let local = self.local(page);
-        // A node has one request for a page at a time: this bounds the queue.
+        // A node has one request per page in flight, which bounds the queue.
         local.queue.retain(|queued| queued.requester != request.requester);
         local.queue.push_back(request);
         self.serve(page, cx);
@@ -65,10 +65,10 @@ impl Node {
         }
     }
 
-    /// The home knows, or will know, better where this belongs.
+    /// Returns a request to the home, which knows, or will know, the right node.
     fn back_to_home<P: Pages>(&mut self, page: Page, mut request: Request, cx: &mut Context<'_, P>) {
         if request.as_update {
-            // A copy with updates may have come to the requester meanwhile, and gone again: what it has kept isn't known.
+            // The requester may have got and dropped a write-update copy meanwhile, so the version that it kept is unknown.
             request.held = None;
         }
         let home = self.config.home(page);
@@ -78,7 +78,7 @@ impl Node {
                 request.as_update = false;
                 self.home_request(page, request, cx);
             } else {
-                // The home sent it here itself: no order of messages of correct nodes leads to this.
+                // The home sent the request here itself. Correct nodes never cause this.
                 self.counters.refused += 1;
             }
             return;
@@ -88,7 +88,7 @@ impl Node {
         self.send(home, page, Body::Request(request), cx);
     }
 
-    /// Serves all requests that can be.
+    /// Serves all requests that can be served now.
     pub(super) fn serve<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
         let me = self.config.me;
         loop {
@@ -101,7 +101,8 @@ impl Node {
             if !local.owner || busy || local.reverting {
                 return;
             }
-            // Some wait until this node keeps the page by updates. What makes it so may have come behind them: one that was sent when an earlier update mode ended, say.
+            // Some requests wait until this node makes the page write-update. The request that does so may be queued behind them, for
+            // example one from the time when an earlier write-update mode ended.
             let waits =
                 |queued: &Request| queued.as_update && !local.mode.is_update() && local.want.is_some();
             let Some(at) = local.queue.iter().position(|queued| !waits(queued)) else { return };
@@ -132,7 +133,7 @@ impl Node {
         }
     }
 
-    /// The content in the shortest form for a requester that has kept a version. The page must be readable only, at most.
+    /// The shortest payload for a requester that has kept version `held`. The guest must not have the right to write the page.
     fn payload<P: Pages>(&mut self, page: Page, held: Option<u64>, cx: &mut Context<'_, P>) -> Payload {
         let versions = self.config.policy.versions;
         let local = self.local(page);
@@ -171,7 +172,7 @@ impl Node {
     }
 
     fn give_copy<P: Pages>(&mut self, page: Page, request: &Request, cx: &mut Context<'_, P>) {
-        // First the rights, then the content: a store may be on its way.
+        // Rights first, then the content: a vCPU may be storing.
         let access = self.local(page).access.min(Access::Read);
         self.set(page, Mode::Invalidate, access, cx);
         let payload = self.payload(page, request.held, cx);
@@ -216,8 +217,8 @@ impl Node {
         }
     }
 
-    /// After the ownership has gone. Nothing that the home passes on to an owner comes behind what takes the ownership, so no such
-    /// request is left; those that wait for this node to keep the page by updates go on waiting.
+    /// Handles the queue after the ownership has moved. The home forwards no request to an owner behind the one that takes the ownership,
+    /// so no such request is left. Requests that wait for this node to make the page write-update stay.
     fn part_with_queue<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
         let local = self.local(page);
         local.hurry = None;
@@ -229,7 +230,7 @@ impl Node {
         }
     }
 
-    /// Sends invalidations; the answers go to `writer`.
+    /// Invalidates copies. The nodes answer `writer`.
     pub(super) fn invalidate_copies<P: Pages>(
         &mut self,
         page: Page,
@@ -246,10 +247,10 @@ impl Node {
         }
     }
 
-    /// The holder of the token gives a copy that gets updates. The copy has a place in the order of updates, so that whatever comes
-    /// later for this node, from whoever holds the token then, is acted on after it.
+    /// As the sequencer, grants a write-update copy. The copy has a place in the total order: the receiver acts on later messages of any
+    /// sequencer after it.
     ///
-    /// It answers a request with [`Intent::Read`]; with [`Intent::ReadOwn`] it goes ahead of the token.
+    /// [`Intent::Read`] answers a request; [`Intent::ReadOwn`] goes ahead of the token.
     pub(super) fn give_copy_with_updates<P: Pages>(
         &mut self,
         page: Page,
@@ -270,7 +271,7 @@ impl Node {
         let grant = Grant {
             intent,
             mode: local.mode,
-            // Who gets the token goes on counting from there when the mode ends: else a version would name two contents.
+            // The next sequencer continues counting from this version when write-update ends: else a version would name two contents.
             version: local.version,
             copies: NodeSet::EMPTY,
             payload: Payload::shortest(content, None),
@@ -280,8 +281,8 @@ impl Node {
         self.forget_hurry(page);
     }
 
-    /// The own request to keep a page by updates has come back from the home, because this node owned the page already: all
-    /// copies go first.
+    /// This node's own request to make a page write-update returns from the home, because this node owned the page already: it first
+    /// invalidates all copies.
     fn convert_own<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
         let local = self.local(page);
         let copies = local.copies;

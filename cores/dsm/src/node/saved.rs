@@ -1,7 +1,7 @@
-//! What of a node outlives it: enough to go on from a moment at which nothing was under way.
+//! State of a node that outlives it, saved at a moment at which nothing was in flight.
 //!
-//! Copies, versions, updates and what homes have learned aren't saved: after a restart only owners have their pages, all are invalidated ones,
-//! and node 0 has the token. So a saved node says who owns what, and nothing else of the protocol; contents are saved by whoever keeps them.
+//! Copies, versions, updates and statistics aren't saved. After a restart only owners have content, all pages are write-invalidate, and
+//! node 0 is the sequencer. So a saved node names only the owners of pages. The caller saves their contents.
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -14,48 +14,48 @@ use crate::names::{Mode, NodeId, Page};
 /// Version of [`SavedNode`] that this program writes.
 pub const NODE_STATE_VERSION: u32 = 1;
 
-/// Who owns what, as far as one node is concerned. Of all other pages the home is the owner, and nobody has used them.
+/// Owners of pages, as one node knows them. All other pages are unused, and their home is the owner.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedNode {
     /// [`NODE_STATE_VERSION`] of the writer.
     pub version: u32,
-    /// Pages that this node has used and owns, ascending. Whoever saves the node saves their contents.
+    /// Pages that this node has used and owns, ascending. The caller saves their contents.
     pub owned: Vec<Page>,
-    /// Pages whose home this node is and that another node owns, ascending, and that node.
+    /// Pages of which this node is the home and another node is the owner, ascending, with the owner.
     pub elsewhere: Vec<(Page, u8)>,
 }
 
-/// A node can't be saved now.
+/// Why a node can't be saved.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum SaveError {
-    /// Something is under way.
+    /// Pages or messages are in flight, or `token` names the wrong node.
     #[error("The node waits for pages or messages; it can be saved when nothing is under way between nodes")]
     Busy,
-    /// Copies may differ for good.
+    /// Under [`Order::PerWriter`] copies of a page may differ forever.
     #[error("Under the paper's order of stores copies of a page may differ, so there is no state to save")]
     Weak,
 }
 
-/// A saved node is none of this machine.
+/// Why a saved node can't be restored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 pub enum RestoreError {
-    /// Another program's.
+    /// The state has another version.
     #[error("Saved state of a node has version {found}; this program restores version {NODE_STATE_VERSION}")]
     Version {
-        /// Its version.
+        /// The version that it has.
         found: u32,
     },
-    /// The configuration is none.
+    /// The configuration is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// It says something that can't be.
+    /// A list isn't ascending, or names a page or node that the configuration doesn't have.
     #[error(
         "Saved state of node {node} is damaged: it lists page {page:#x} twice, of a node or machine that isn't this one, or out of order"
     )]
     Page {
-        /// Which node.
+        /// The node that is restored.
         node: u8,
-        /// Which page.
+        /// The first such page.
         page: Page,
     },
 }
@@ -68,11 +68,11 @@ fn ascends(pages: impl Iterator<Item = Page> + Clone) -> Result<(), Page> {
 }
 
 impl Node {
-    /// Saves it, at a moment at which no message is under way between any nodes, and all of them are idle ([`Node::is_idle`]). `token`
-    /// is the node that has the token, which the others may not know.
+    /// Saves the node. No message may be in flight between any nodes, and all of them must be idle ([`Node::is_idle`]). `token` is the
+    /// sequencer, which the other nodes may not know.
     ///
     /// # Errors
-    /// When this node isn't idle, or its policy has no consistent state.
+    /// Fails if this node isn't idle, if `token` is wrong about it, or if its policy has no consistent state.
     pub fn save(&self, token: NodeId) -> Result<SavedNode, SaveError> {
         if self.config.policy.order == Order::PerWriter {
             return Err(SaveError::Weak);
@@ -82,7 +82,7 @@ impl Node {
         }
         let owned = self.state.pages.iter().filter(|(_, local)| local.owner).map(|(page, _)| *page);
         let owners = self.state.homes.iter().map(|(page, home)| {
-            // The home learns of the owner of a page with updates when that mode ends.
+            // The home learns the owner of a write-update page only when that mode ends. Until then the sequencer owns it.
             let owner = if home.mode.is_update() { token } else { home.owner };
             (*page, owner.0)
         });
@@ -92,11 +92,11 @@ impl Node {
         Ok(SavedNode { version: NODE_STATE_VERSION, owned: owned.collect(), elsewhere })
     }
 
-    /// A node that goes on from a saved one. All nodes of a machine must be restored from the same moment. The guest has no rights to any
-    /// page; memory must have the contents of [`SavedNode::owned`].
+    /// Creates a node from a saved one. All nodes of a VM must be restored from the same moment. The guest has no rights to any page.
+    /// Memory must have the contents of [`SavedNode::owned`].
     ///
     /// # Errors
-    /// When the saved node can't be one of a machine of this configuration.
+    /// Fails if the version or the configuration doesn't fit, or if the lists can't belong to this node.
     pub fn restore(config: Config, saved: &SavedNode) -> Result<Self, RestoreError> {
         if saved.version != NODE_STATE_VERSION {
             return Err(RestoreError::Version { found: saved.version });
@@ -121,14 +121,14 @@ impl Node {
             if page >= config.pages || node.state.pages.contains_key(&page) {
                 return Err(wrong(page));
             }
-            // A version of its own: what is granted from now on is told from what was never touched.
+            // A version above 0, which stands for the content before any access: grants from now on must carry data.
             let local = Local { version: 1, ..Local::new(true) };
             node.state.pages.insert(page, local);
         }
         Ok(node)
     }
 
-    /// At a page's home: the owner that it knows of.
+    /// At the page's home: the owner that it knows. Other nodes return themselves.
     #[must_use]
     pub fn owner_of(&self, page: Page) -> NodeId {
         self.state.homes.get(&page).map_or(self.config.me, |home| home.owner)

@@ -1,5 +1,5 @@
-//! Updates: operations go to the holder of the token, which carries them out, gives each its place in the one order of all updates
-//! and sends what changed to every copy. An instruction retires when that order has reached its own node.
+//! Write-update pages. Operations go to the sequencer. It executes each, gives it a place in the total order of updates, and sends the
+//! change to every copy. An instruction retires when its own node has applied the order up to there.
 
 use super::local::{Sequencer, Stalled, Want, WantKind};
 use super::{Context, Node};
@@ -12,7 +12,7 @@ use crate::pages::Pages;
 use crate::wire::MAX_UPDATE_PAGES;
 
 impl Node {
-    /// A trapped instruction of this node was decoded.
+    /// The monitor has decoded a trapped instruction of this node.
     pub(super) fn operate<P: Pages>(
         &mut self,
         vcpu: Vcpu,
@@ -36,7 +36,7 @@ impl Node {
         let Some(state) = self.vcpu(vcpu) else { return };
         cx.recheck.extend(&state.held);
         if !self.local(page).traps() {
-            // The mode has changed meanwhile: the instruction faults, and gets what it needs then.
+            // The mode has changed meanwhile: the instruction faults again and then gets the rights that it needs.
             cx.actions.push(Action::Resume { vcpu });
             return;
         }
@@ -54,7 +54,7 @@ impl Node {
         self.send(to, page, body, cx);
     }
 
-    /// An operation arrives at the holder of the token, or at who had it.
+    /// An operation arrives at the sequencer, or at an earlier one, which forwards it.
     pub(super) fn sequence_or_forward<P: Pages>(
         &mut self,
         requester: NodeId,
@@ -72,7 +72,7 @@ impl Node {
             self.counters.refused += 1;
             return;
         }
-        // A virtual CPU has one operation at a time: this bounds those that wait.
+        // A vCPU has one operation at a time, which bounds the queue.
         token.stalled.retain(|other| (other.requester, other.vcpu) != (requester, vcpu));
         let stalled = Stalled { requester, vcpu, page, operation };
         if token.stalled.is_empty() {
@@ -88,7 +88,7 @@ impl Node {
         self.after_operation(requester, page, cx);
     }
 
-    /// Carries an operation out, unless a copy is too far behind: then it is given back.
+    /// Executes an operation. Returns it unexecuted if a copy is too far behind.
     fn sequence<P: Pages>(&mut self, stalled: Stalled, cx: &mut Context<'_, P>) -> Option<Stalled> {
         let Stalled { requester, vcpu, page, ref operation } = stalled;
         let me = self.config.me;
@@ -136,7 +136,7 @@ impl Node {
         None
     }
 
-    /// What an operation tells about the page and about who should have the token.
+    /// Updates the statistics after an operation: ends write-update or moves the sequencer's role by the policy's thresholds.
     fn after_operation<P: Pages>(&mut self, requester: NodeId, page: Page, cx: &mut Context<'_, P>) {
         let policy = self.config.policy;
         if policy.adapt {
@@ -167,7 +167,7 @@ impl Node {
             *votes -= 1;
         }
         token.foreign = if requester == self.config.me { 0 } else { token.foreign.saturating_add(1) };
-        // To the node that operates more than all others, or, when the holder does nothing itself, to any that does.
+        // The role goes to the node that leads all others, or, if the sequencer operates no more itself, to the next node that does.
         let (candidate, votes) = token.candidate;
         if candidate != self.config.me && votes >= policy.token_votes {
             self.move_token(candidate, cx);
@@ -176,7 +176,7 @@ impl Node {
         }
     }
 
-    /// An update arrives, after all before it.
+    /// An update arrives, after its predecessor.
     pub(super) fn updated<P: Pages>(
         &mut self,
         page: Page,
@@ -187,8 +187,8 @@ impl Node {
     ) {
         self.counters.updated += 1;
         let local = self.local(page);
-        // Without a copy, or after it was given up, there is nothing to do. A page under way needs no care: its own place in the
-        // order is before all updates that it lacks, and after all that it has.
+        // Without a copy, or after leaving, there is nothing to write. A page in flight is safe: its own place in the order is after all
+        // updates that it contains, and before all that it lacks.
         let has = local.mode.is_update() && !local.owner;
         if has && usize::from(change.offset) + change.bytes.len() <= cx.pages.size() {
             for (offset, bytes) in change.runs() {
@@ -214,7 +214,7 @@ impl Node {
         }
     }
 
-    /// Closes a copy that gets updates and may not be read any more, and gives it up if it isn't.
+    /// Closes a copy that the guest may not read any more. If no fault opens it, leaves.
     fn count_unread<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
         let first = self.config.policy.probe_updates;
         let local = self.local(page);
@@ -237,7 +237,7 @@ impl Node {
         }
     }
 
-    /// An operation of this node is done.
+    /// An operation of this node is complete.
     pub(super) fn completed<P: Pages>(&mut self, vcpu: Vcpu, old: u64, cx: &mut Context<'_, P>) {
         let Some(state) = self.vcpu(vcpu).filter(|state| state.operating) else {
             self.counters.refused += 1;
@@ -248,7 +248,7 @@ impl Node {
         self.retired(vcpu, cx);
     }
 
-    /// The page of an operation isn't kept by updates any more.
+    /// The page of an operation isn't write-update any more.
     pub(super) fn refused_operation<P: Pages>(&mut self, vcpu: Vcpu, _page: Page, cx: &mut Context<'_, P>) {
         let Some(state) = self.vcpu(vcpu).filter(|state| state.operating) else {
             self.counters.refused += 1;
@@ -259,7 +259,7 @@ impl Node {
         cx.actions.push(Action::Resume { vcpu });
     }
 
-    /// A node has caught up.
+    /// A node reports applied updates: stalled operations may continue.
     pub(super) fn applied<P: Pages>(&mut self, node: NodeId, count: u64, cx: &mut Context<'_, P>) {
         let Some(token) = &mut self.state.token else {
             self.forward_to_token(0, Body::Applied { node, count }, cx);
@@ -280,7 +280,7 @@ impl Node {
         }
     }
 
-    /// A wish for another mode, at the home or at the holder of the token.
+    /// Another mode is requested, at the home or at the sequencer.
     pub(super) fn advise<P: Pages>(&mut self, page: Page, mode: Mode, cx: &mut Context<'_, P>) {
         if self.state.token.is_none() {
             let home = self.config.home(page) == self.config.me;
@@ -302,11 +302,11 @@ impl Node {
             return;
         }
         if let Some(want) = &local.want {
-            // Its own virtual CPUs want the page, which may be what the home has counted.
+            // The sequencer's own vCPUs already requested the page, perhaps in the requests that the home counted.
             local.convert_next = want.kind == WantKind::Remote;
             return;
         }
-        // Nobody waits for this: it is younger than every instruction.
+        // No instruction waits for this request, so it is younger than all of them.
         let priority = Priority { time: Priority::NO_INSTRUCTION, node: self.config.me, vcpu: 0 };
         let request = Request {
             requester: self.config.me,
@@ -332,7 +332,7 @@ impl Node {
         }
     }
 
-    /// All others have given the page up: it is kept by updates from now on.
+    /// All other nodes have dropped the page: it is write-update from now on.
     pub(super) fn begin_updates<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
         let nodes = usize::from(self.config.nodes);
         if let Some(token) = &mut self.state.token {
@@ -347,7 +347,7 @@ impl Node {
         local.copies = NodeSet::EMPTY;
         local.operations = (0, cx.now);
         local.counters = vec![0; nodes];
-        // Stores that were granted are trapped from now on, which is progress as well.
+        // Stores that were granted now trap, which also is progress for their instructions.
         self.set(page, Mode::Update, Access::Read, cx);
     }
 
@@ -364,7 +364,7 @@ impl Node {
         self.finish_want(page, cx);
     }
 
-    /// No copy gets updates any more.
+    /// All nodes have dropped their write-update copies: ends the mode.
     pub(super) fn end_updates<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
         if let Some(token) = &mut self.state.token {
             token.pages.remove(&page);
@@ -377,7 +377,7 @@ impl Node {
         self.send(self.config.home(page), page, Body::Reverted, cx);
     }
 
-    /// The home knows of the end of the update mode.
+    /// The home has recorded the end of write-update.
     pub(super) fn reverted_ack<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
         if !std::mem::take(&mut self.local(page).reverting) {
             self.counters.refused += 1;
@@ -390,7 +390,8 @@ impl Node {
         self.serve(page, cx);
     }
 
-    /// Gives the token to another node, if this one has it and nothing is under way that must not be left behind.
+    /// Moves the sequencer's role to another node, if this one has it and no change of mode or stalled operation binds it. Returns whether
+    /// it moved.
     pub(super) fn move_token<P: Pages>(&mut self, to: NodeId, cx: &mut Context<'_, P>) -> bool {
         let me = self.config.me;
         let Some(token) = &self.state.token else { return false };
@@ -399,7 +400,7 @@ impl Node {
             return false;
         }
         let pages: Vec<Page> = token.pages.iter().copied().collect();
-        // Who has the token has a copy of every page that is kept by updates. The link keeps these before the token.
+        // The sequencer has a copy of every write-update page. The link delivers these copies before the token.
         for page in &pages {
             if !self.local(*page).copies.has(to) {
                 self.give_copy_with_updates(*page, to, Intent::ReadOwn, cx);
@@ -414,7 +415,7 @@ impl Node {
         });
         let pages: Vec<_> = list.collect();
         let Some(token) = self.state.token.take() else { return false };
-        // A place of its own in the order: what this node wanted before it had the token is known by it to be old.
+        // The token has a place of its own in the order. By it this node later recognizes its own requests of before as old.
         let seq = self.state.seen.saturating_add(1);
         (self.state.seen, self.state.proven) = (seq, seq);
         let need = token.last.get(to.index()).copied().unwrap_or(seq);
@@ -431,7 +432,7 @@ impl Node {
         true
     }
 
-    /// The token arrives.
+    /// The token arrives: this node becomes the sequencer.
     pub(super) fn take_token<P: Pages>(&mut self, from: NodeId, token: Token, cx: &mut Context<'_, P>) {
         let nodes = usize::from(self.config.nodes);
         if self.state.token.is_some() || token.last.len() != nodes || token.unacked.len() != nodes {
@@ -444,7 +445,7 @@ impl Node {
         self.state.seen = self.state.seen.max(self.state.proven);
         self.state.proven = self.state.seen;
         let Token { mut last, mut unacked, pages } = token;
-        // The one who had it has applied all.
+        // The previous sequencer has applied all updates.
         for (values, value) in [(&mut last, self.state.seen), (&mut unacked, 0)] {
             for node in [me, from] {
                 if let Some(entry) = values.get_mut(node.index()) {

@@ -1,8 +1,8 @@
-//! The paper's own scheme for stores, for comparison in the simulator: **weak, not for x86 guests**.
+//! The scheme for stores of the vNUMA paper, for comparison in the simulator: **weak, not for x86 guests**.
 //!
-//! A store is carried out here at once, retires, and goes to all nodes, with the number of stores that this node has made to the page.
-//! A page that travels says how many stores of each node it has; the receiver adds those that it lacks as they arrived. Fences don't
-//! order such stores: store buffering with fences in between shows the outcome that x86 forbids.
+//! A store executes at its node and retires at once. It goes to all nodes with the number of stores that its node has made to the page. A
+//! page in a message says how many stores of each node it contains. The receiver adds the missing ones that arrived early. Fences don't
+//! order such stores: store buffering with fences shows the outcome that x86 forbids.
 //!
 //! Source: vNUMA (USENIX ATC 2009), sections 3.3 (batched, broadcast stores) and 3.4 (incremental merge).
 
@@ -13,11 +13,11 @@ use crate::names::{NodeId, NodeSet, Page, Vcpu};
 use crate::operation::{Change, Operation};
 use crate::pages::Pages;
 
-/// Stores that are kept for a page under way; more are refused, as no correct peers send so many within a transfer.
+/// Limit of stores kept for a page in flight. More are refused: correct peers don't send so many within a transfer.
 const MOST_EARLY: usize = 4096;
 
 impl Node {
-    /// Carries a store out here and tells the others.
+    /// Executes a store here and sends it to all other nodes.
     pub(super) fn operate_weakly<P: Pages>(
         &mut self,
         vcpu: Vcpu,
@@ -75,7 +75,7 @@ impl Node {
         }
     }
 
-    /// The page has arrived: adds the stores that it lacks.
+    /// The page has arrived: adds the early stores that it lacks.
     pub(super) fn merge_early<P: Pages>(&mut self, page: Page, cx: &mut Context<'_, P>) {
         let nodes = usize::from(self.config.nodes);
         let local = self.local(page);

@@ -1,6 +1,6 @@
 //! Random numbers from a seed.
 
-/// An endless sequence (splitmix64): every seed gives a good one, neighbouring seeds too.
+/// An endless sequence (splitmix64). Seeds that differ by one give independent sequences.
 #[derive(Debug, Clone)]
 pub struct Dice(u64);
 
@@ -20,12 +20,12 @@ impl Dice {
         z ^ (z >> 31)
     }
 
-    /// A number below `limit`; 0 when that is 0.
+    /// A number below `limit`; 0 if `limit` is 0.
     pub fn below(&mut self, limit: u64) -> u64 {
         if limit == 0 { 0 } else { self.bits() % limit }
     }
 
-    /// About `mean`, between half of it and one and a half.
+    /// A number between 0.5 and 1.5 times `mean`.
     pub fn around(&mut self, mean: u64) -> u64 {
         mean / 2 + self.below(mean + 1)
     }

@@ -1,13 +1,13 @@
-//! Small programs for several virtual CPUs, and which of their outcomes x86-TSO allows.
+//! Litmus tests, and their outcomes that x86-TSO allows.
 
 use std::collections::{BTreeSet, HashSet};
 
 /// A byte of shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Var {
-    /// Its page.
+    /// The page.
     pub page: u8,
-    /// Its place in the page.
+    /// Offset in the page.
     pub offset: u8,
 }
 
@@ -18,27 +18,27 @@ pub enum Instruction {
     Load(Var),
     /// Stores a constant.
     Store(Var, u8),
-    /// Waits until all stores before it are in memory.
+    /// Waits until all earlier stores are in memory.
     Fence,
-    /// Adds as one, and puts the value before into the next register.
+    /// Adds atomically, and loads the value before into the next register.
     Add(Var, u8),
-    /// Loads from the first and stores to the second: one instruction that needs two pages (`movs`).
+    /// Loads from the first and stores to the second variable, as one instruction that needs two pages (`movs`).
     Copy(Var, Var),
 }
 
-/// A program per virtual CPU.
+/// A litmus test: one program per vCPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Litmus {
-    /// What it is called in the literature, or what it is for.
+    /// Its name in the literature, or its purpose.
     pub name: &'static str,
-    /// The programs.
+    /// One program per vCPU.
     pub programs: Vec<Vec<Instruction>>,
 }
 
-/// Registers of all virtual CPUs at the end, in the order in which they were loaded.
+/// Registers of all vCPUs at the end, in the order of their loads.
 pub type Outcome = Vec<Vec<u8>>;
 
-/// One machine with one memory.
+/// A machine with one memory.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Machine {
     memory: Vec<(Var, u8)>,
@@ -49,7 +49,7 @@ struct Machine {
 struct Cpu {
     at: usize,
     registers: Vec<u8>,
-    /// A copy that has loaded and not stored.
+    /// The value that a copy has loaded and not yet stored.
     between: Option<u8>,
     buffer: Vec<(Var, u8)>,
 }
@@ -80,7 +80,7 @@ impl Machine {
         }
     }
 
-    /// Carries an instruction out, if it may be now.
+    /// Executes an instruction. Returns false if it has to wait.
     fn run(&mut self, cpu: usize, instruction: Instruction, buffered: bool) -> bool {
         match instruction {
             Instruction::Load(var) => {
@@ -109,8 +109,7 @@ impl Machine {
 }
 
 impl Litmus {
-    /// All outcomes that one machine with one memory has: with `buffered`, x86-TSO (each virtual CPU has a queue of its own stores);
-    /// without, sequential consistency.
+    /// All outcomes of a machine with one memory. With `buffered`, vCPUs have store buffers: x86-TSO. Without: sequential consistency.
     ///
     /// Source: Sewell and others, *x86-TSO: A Rigorous and Usable Programmer's Model* (2010), the abstract machine.
     #[must_use]
@@ -144,13 +143,13 @@ impl Litmus {
     }
 }
 
-/// The variable at a place of a page.
+/// The variable at an offset of a page.
 #[must_use]
 pub const fn var(page: u8, offset: u8) -> Var {
     Var { page, offset }
 }
 
-/// The usual tests. Each takes its two variables, so that they may share a page or not.
+/// Classic litmus tests. Each uses the two variables, which may be in one page or in two.
 #[must_use]
 pub fn classics(x: Var, y: Var) -> Vec<Litmus> {
     use Instruction::{Add, Fence, Load, Store};
@@ -180,7 +179,7 @@ mod tests {
         classics(var(0, 0), var(1, 0)).into_iter().find(|test| test.name == name).unwrap()
     }
 
-    /// The reference itself is right about the outcomes that tell x86-TSO from stronger and weaker models.
+    /// The reference agrees with the published verdicts that separate x86-TSO from stronger and weaker models.
     #[test]
     fn the_reference_allows_what_x86_allows() {
         let weak = vec![vec![0], vec![0]];

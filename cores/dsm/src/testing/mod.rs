@@ -1,4 +1,4 @@
-//! What checks the protocol: litmus tests with a reference of x86-TSO, a world for a model checker, a simulator.
+//! Test tools for the protocol: litmus tests with a reference of x86-TSO, the model checker's world, a simulator.
 
 pub mod dice;
 pub mod litmus;

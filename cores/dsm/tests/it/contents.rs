@@ -1,4 +1,4 @@
-//! Contents of pages: what travels in place of a page gives that page, and stores change exactly their bytes.
+//! Contents of pages: each form of payload reproduces its page, and stores change exactly their bytes.
 
 use dsm::operation::{Change, full_mask};
 use dsm::wire::PAGE_SIZE;
@@ -29,7 +29,7 @@ fn page() -> impl Strategy<Value = Vec<u8>> {
 }
 
 proptest! {
-    /// Whatever the form, the receiver has the content afterwards; a difference is used only where it is short.
+    /// The receiver has the content afterwards, for every form. A difference is used only where it is short.
     #[test]
     fn any_form_gives_the_content(
         base in page(),
@@ -53,7 +53,7 @@ proptest! {
         prop_assert!(receiver.0 == content);
     }
 
-    /// Runs cover the bytes of the mask and no others: stores of two writers to different bytes both stay, in either order.
+    /// Runs cover exactly the bytes of the mask: stores of two writers to different bytes both stay, in either order.
     #[test]
     fn masked_stores_merge(offset in 0u16..4000, bytes in proptest::collection::vec(any::<u8>(), 1..=64), mask in any::<u64>()) {
         let all = full_mask(bytes.len());
@@ -77,7 +77,7 @@ proptest! {
         prop_assert_eq!(results[0].iter().filter(|byte| **byte != 7).count() <= bytes.len(), true);
     }
 
-    /// Atomics compute as the machine's own do.
+    /// Atomics compute the same results as the host's CPU.
     #[test]
     fn atomics_compute_as_the_machine_does(old in any::<u64>(), operand in any::<u64>(), equal in any::<bool>(), wide in any::<bool>()) {
         use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::SeqCst};

@@ -1,4 +1,4 @@
-//! Every order of events of small machines: `step` is explored by stateright, with the invariants of `dsm::testing::world`.
+//! Every order of events of small machines: stateright explores `step` and checks the invariants of `dsm::testing::world`.
 //!
 //! The long run is `cargo run --release -p dsm --example check`.
 
@@ -25,7 +25,7 @@ fn holds(setup: Setup, most: usize) -> usize {
     found.states
 }
 
-/// All states of every usual litmus test: invariants, TSO, no standstill; pages invalidated, updated, and one of each.
+/// All states of every classic litmus test keep the invariants and TSO, and no state is stuck. With each choice of write-update pages.
 #[test]
 fn classics_hold() {
     let mut states = 0;
@@ -39,7 +39,7 @@ fn classics_hold() {
     assert!(states > 50_000, "{states} states are fewer than there were");
 }
 
-/// The same while modes change, the token moves and pages are discarded.
+/// The same while modes change, the sequencer's role moves and pages are discarded.
 #[test]
 fn classics_hold_when_disturbed() {
     let budgets = [
@@ -57,8 +57,8 @@ fn classics_hold_when_disturbed() {
     }
 }
 
-/// The same when all nodes are saved and restored at any moment at which nothing is under way: programs go on with the contents that owners
-/// had, and outcomes are still those of x86-TSO.
+/// The same with a restart at any moment at which nothing is in flight. Programs continue with the owners' contents, and outcomes are still
+/// those of x86-TSO.
 #[test]
 fn classics_hold_over_a_restart() {
     let budgets = [
@@ -76,7 +76,7 @@ fn classics_hold_over_a_restart() {
     }
 }
 
-/// The same when nodes close copies to see whether they are read, and give them up.
+/// The same with nodes that close copies to learn whether they are read, and leave.
 #[test]
 fn classics_hold_when_copies_are_looked_after() {
     for updates in [&[0][..], &[0, 1]] {
@@ -86,8 +86,9 @@ fn classics_hold_when_copies_are_looked_after() {
     }
 }
 
-/// The same when nodes hear of a retired instruction only when they ask for it, so that a virtual CPU may wait for a page while pages of
-/// instructions before are still held for it.
+/// The same when the monitor reports a retired instruction only on request. A vCPU may then wait for a page while the node still holds
+/// pages
+/// for its earlier instructions.
 #[test]
 fn classics_hold_when_nodes_have_to_ask_what_has_retired() {
     for updates in [&[][..], &[0], &[0, 1]] {
@@ -106,8 +107,8 @@ fn classics_hold_when_nodes_have_to_ask_what_has_retired() {
     }
 }
 
-/// What the protocol once got wrong, within as many states: a request that the token's coming had answered was answered again after the mode had ended; and the question for the last update came back to who had asked,
-/// and waited there behind what waited for the answer.
+/// Regressions, in as many states as each needed. A request that the token's arrival had answered was answered again after write-update had
+/// ended. `Sync` returned to its requester, and waited there behind messages that waited for its answer.
 #[test]
 fn tokens_that_overtake_requests_and_questions_do_no_harm() {
     let budget = Budget { modes: 2, tokens: 1, ..NOTHING };
@@ -120,7 +121,7 @@ fn tokens_that_overtake_requests_and_questions_do_no_harm() {
     }
 }
 
-/// The same with each of the other policies that change what nodes say to each other.
+/// The same with each other policy that changes which messages nodes send.
 #[test]
 fn other_policies_hold() {
     for (_, policy) in policies() {
@@ -132,7 +133,7 @@ fn other_policies_hold() {
     }
 }
 
-/// Instructions that need two pages end, whatever the order: older ones take pages from younger ones that wait.
+/// Instructions that need two pages retire in every order: older ones take pages from younger ones that wait.
 #[test]
 fn instructions_with_two_pages_end() {
     for updates in [&[][..], &[0], &[0, 1]] {
@@ -142,8 +143,8 @@ fn instructions_with_two_pages_end() {
     }
 }
 
-/// The same on hosts whose clocks differ, and that have run for times that differ: no instruction loses its pages again and again, as
-/// what begins after its age is known is younger.
+/// The same on hosts whose clocks and uptimes differ. No instruction loses its pages repeatedly, since an instruction that begins after
+/// its age is known is younger.
 #[test]
 fn instructions_with_two_pages_end_on_the_host_that_is_up_longest() {
     for updates in [&[][..], &[0], &[0, 1]] {
@@ -153,17 +154,17 @@ fn instructions_with_two_pages_end_on_the_host_that_is_up_longest() {
     }
 }
 
-/// What x86 allows and a stronger model doesn't is really seen: the store buffers of the model work.
+/// An outcome that x86 allows and a stronger model forbids occurs: the store buffers of the model work.
 #[test]
 fn a_weak_outcome_that_x86_allows_is_seen() {
     let weak: Outcome = vec![vec![0], vec![0]];
-    // Both on one node: between nodes the faults empty the store buffers.
+    // Both vCPUs on one node: between nodes the faults drain the store buffers.
     let one_node = |litmus| Setup { places: vec![1, 1], ..setup(litmus, &[], NOTHING) };
     let found = explore(one_node(classic("SB", false)), Some(weak.clone()), usize::MAX, 1);
     assert!(found.fault.is_none() && found.complete && found.seen);
     let found = explore(one_node(classic("SB+mfences", false)), Some(weak.clone()), usize::MAX, 1);
     assert!(found.fault.is_none() && found.complete && !found.seen);
-    // Which is why a live run shows it on nodes with several virtual CPUs only.
+    // So a live run shows the outcome only on nodes with several vCPUs.
     for updates in [&[][..], &[0], &[0, 1]] {
         let apart = Setup { places: vec![1, 2], ..setup(classic("SB", false), updates, NOTHING) };
         let found = explore(apart, Some(weak.clone()), usize::MAX, 1);
@@ -171,7 +172,7 @@ fn a_weak_outcome_that_x86_allows_is_seen() {
     }
 }
 
-/// No order of events goes round: every fault is answered within a bounded number of steps of the whole machine, whoever is slow.
+/// No run has a cycle: every fault is answered within a bounded number of steps of the whole machine, in every schedule.
 #[test]
 fn every_run_ends() {
     let machines = [
@@ -207,7 +208,7 @@ fn finds_in(plant: Plant, sound: &Setup, what: &str) {
     assert!(sound.fault.is_none(), "without it: {:#?}", sound.fault);
 }
 
-/// Without the stamp on answers to invalidations, a fence between an updated and an invalidated page doesn't order them.
+/// Without the stamp on `InvalidateAck`, fences don't order a write-update page and a write-invalidate page.
 #[test]
 fn a_dropped_stamp_is_found() {
     finds(Plant::DropAckStamp, fences_with_copies(), &[0], NOTHING, "forbidden");
@@ -233,7 +234,8 @@ fn a_circle_of_waits_is_found() {
     finds(Plant::NeverYield, two_pages(), &[], NOTHING, "nothing stands still");
 }
 
-/// With ages by the hosts' clocks, what begins later on a host that started later is older, again and again.
+/// With ages by the hosts' clocks, an instruction on the host whose clock leads loses its pages repeatedly: later ones of the other host
+/// are older.
 #[test]
 fn ages_by_the_hosts_clocks_are_found() {
     finds_in(Plant::HostClockAges, &skewed(one_among_many(), &[], NOTHING), "lost pages 3 times");
@@ -250,7 +252,7 @@ fn a_forgotten_update_is_found() {
     );
 }
 
-/// Nodes that are saved without what homes know of owners come back with pages that two nodes own.
+/// Without the owners that homes know, two nodes own a page after a restart.
 #[test]
 fn a_saved_node_without_owners_is_found() {
     finds(

@@ -1,4 +1,4 @@
-//! What peers may send: bytes, and messages that no correct node sends.
+//! Hostile peers: arbitrary bytes, and messages that no correct node sends.
 
 mod node;
 mod strategies;

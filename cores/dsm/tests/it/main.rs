@@ -1,4 +1,4 @@
-//! Integration tests of `dsm`: one program, since each is linked with everything.
+//! Integration tests of `dsm`, in one binary, since each is linked with the whole crate.
 #![allow(clippy::unwrap_used)] // A test that can't go on has failed.
 
 mod contents;

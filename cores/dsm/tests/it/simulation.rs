@@ -1,4 +1,4 @@
-//! Counts of messages and bytes per event, in the simulator: what the design aims at, from a seed.
+//! Messages and bytes per event in the simulator, compared with the design's goals. Reproducible by seed.
 
 use dsm::testing::sim::costs::Preset;
 use dsm::testing::sim::programs::Pattern;
@@ -12,7 +12,7 @@ fn simulate(preset: Preset, pattern: Pattern, nodes: u8) -> Report {
     report
 }
 
-/// Every pattern ends under every preset with what programs expect to read, and the same seed gives the same run.
+/// Every pattern ends under every preset, with all values as programs expect. The same seed gives the same run.
 #[test]
 fn patterns_end_and_repeat() {
     for preset in [Preset::OURS, Preset::IVY, Preset::VNUMA_2009, Preset::GIANTVM_2026] {
@@ -23,8 +23,8 @@ fn patterns_end_and_repeat() {
     }
 }
 
-/// Many nodes, of which most wait: copies are closed, given up and fetched again while the token moves. (A wish to give up a copy that
-/// was overtaken by the token once made a node miss updates.)
+/// Many nodes, most of which wait: copies are closed, left and fetched again while the sequencer's role moves. (Regression: a node missed
+/// updates when the token overtook its `Leave`.)
 #[test]
 fn many_nodes_end() {
     for (pattern, nodes, rounds) in [
@@ -43,7 +43,7 @@ fn many_nodes_end() {
     }
 }
 
-/// A read miss takes three messages when home, owner and reader differ, two when the home reads.
+/// A read miss takes three messages if home, owner and reader differ, two if the home reads.
 #[test]
 fn a_read_miss_takes_three_messages() {
     for nodes in [3, 8] {
@@ -65,7 +65,7 @@ fn a_producer_sends_one_message() {
     }
 }
 
-/// A contended lock between two nodes goes over with at most four messages and 512 bytes, and no page.
+/// A hand-off of a contended lock between two nodes takes at most four messages and 512 bytes, and moves no page.
 #[test]
 fn a_lock_goes_over_with_four_messages() {
     for nodes in [2, 3] {

@@ -1,4 +1,4 @@
-//! Versions name contents: whatever modes pages go through, wherever the token goes and whoever keeps which old content, a reader reads what was last written.
+//! Versions name contents: through changes of modes, moves of the sequencer and kept old contents, a reader loads the last stored values.
 
 use std::collections::VecDeque;
 
@@ -14,7 +14,7 @@ fn at(page: Page) -> usize {
     usize::try_from(page).unwrap()
 }
 
-/// One host's memory.
+/// Memory of one host.
 struct Memory {
     contents: Vec<Vec<u8>>,
     access: Vec<Access>,
@@ -35,13 +35,13 @@ impl Pages for Memory {
     }
 }
 
-/// Nodes of one virtual CPU each, one instruction at a time; messages arrive in the order in which they were sent.
+/// Nodes with one vCPU each, one instruction at a time. Messages arrive in the order in which they were sent.
 struct Machine {
     nodes: Vec<Node>,
     memories: Vec<Memory>,
     messages: VecDeque<Message>,
     now: u64,
-    /// What has come of the instruction.
+    /// Results of the present instruction.
     resumed: bool,
     trapped: bool,
 }
@@ -50,7 +50,7 @@ impl Machine {
     fn new(nodes: u8, policy: Policy) -> Self {
         let node = |me| Node::new(Config { pages: PAGES, ..Config::new(me, nodes, policy) }).unwrap();
         let memory = |_| Memory {
-            // The same everywhere, and not zero: a program, say.
+            // The same on all nodes and not zero, like a program.
             contents: vec![vec![200; SIZE]; at(PAGES)],
             access: vec![Access::None; at(PAGES)],
         };
@@ -80,7 +80,7 @@ impl Machine {
         }
     }
 
-    /// All that is under way arrives, and all that is due happens.
+    /// Delivers all messages in flight, and runs timers that are due.
     fn settle(&mut self) {
         for _ in 0..1000 {
             if let Some(message) = self.messages.pop_front() {
@@ -195,7 +195,8 @@ proptest! {
     }
 }
 
-/// Who reads a page and then writes it, in turns, gets it to write at once; two that go on to read only have a copy each soon, and take it from each other no more.
+/// Nodes that take turns to read and write a page get it for writing at once. Two nodes that from then on only read soon have a copy each,
+/// and don't take the page from each other any more.
 #[test]
 fn readers_do_not_take_a_page_from_each_other_for_ever() {
     let policy = Policy { migratory: true, hold_ns: 0, adapt: false, ..Policy::OURS };

@@ -1,7 +1,7 @@
-//! A discrete-event simulator of 1 to 64 nodes that run the protocol: real messages, real contents of pages, simulated time.
+//! A discrete-event simulator of 1 to 64 nodes that run the protocol, with real messages and contents, and simulated time.
 //!
-//! Time is in whole nanoseconds; the same seed gives the same run. A virtual CPU runs a [`Program`]; a host has one thread for the
-//! protocol and one link. What a guest reads is what the protocol has brought there: programs check it.
+//! Time is in whole ns, and the same seed gives the same run. Each host has one vCPU, which runs a [`Program`], one protocol thread and one
+//! link. Programs load from the contents that the protocol has delivered, and check them.
 
 pub mod costs;
 pub mod programs;
@@ -23,54 +23,54 @@ use crate::wire::PAGE_SIZE;
 use costs::{Costs, Preset};
 use programs::{Op, Pattern, Program};
 
-/// What to run.
+/// Parameters of a run.
 #[derive(Debug, Clone, Copy)]
 pub struct Run {
     /// Policy and costs.
     pub preset: Preset,
-    /// The pattern.
+    /// The pattern of sharing.
     pub pattern: Pattern,
-    /// How many nodes, with one virtual CPU each.
+    /// Number of nodes, with one vCPU each.
     pub nodes: u8,
     /// Rounds of each program.
     pub rounds: u64,
-    /// Rounds before anything is counted, while modes are being found.
+    /// Rounds that aren't counted, in which pages find their modes.
     pub warm_up: u64,
-    /// Pace of a program, nanoseconds.
+    /// Time of a round of a program, ns.
     pub pace_ns: u64,
-    /// Of the random numbers.
+    /// Seed of the random numbers.
     pub seed: u64,
 }
 
-/// What came out of it, after the warm-up.
+/// Results of a run, without the warm-up.
 #[derive(Debug, Clone, Default)]
 pub struct Report {
     /// Events that the pattern counts.
     pub events: u64,
     /// Messages between nodes.
     pub messages: u64,
-    /// Their bytes.
+    /// Bytes of these messages.
     pub bytes: u64,
-    /// Messages and bytes of each kind.
+    /// Messages and bytes by kind.
     pub kinds: BTreeMap<&'static str, (u64, u64)>,
-    /// Grants that carried a page as a whole.
+    /// Grants with the whole content of a page.
     pub pages_moved: u64,
-    /// Loads that had to wait, and for how long, nanoseconds.
+    /// Loads that stalled, and the sum of their stalls, ns.
     pub load_stalls: (u64, u64),
-    /// Stores and atomics that had to wait, and for how long, nanoseconds.
+    /// Stores and atomics that stalled, and the sum of their stalls, ns.
     pub store_stalls: (u64, u64),
     /// Loads that waited for another node.
     pub remote_loads: u64,
-    /// Simulated time, nanoseconds.
+    /// Simulated time, ns.
     pub time_ns: u64,
-    /// Counters of all nodes, from the start.
+    /// Sum of all nodes' counters, warm-up included.
     pub counters: Counters,
-    /// What programs, or the machine, found to be wrong.
+    /// The first failure that a program or the simulator found.
     pub fault: Option<String>,
 }
 
 impl Report {
-    /// A number per event.
+    /// `value` per event of the pattern; 0 without events.
     #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "for people to read")]
     pub fn per_event(&self, value: u64) -> f64 {
@@ -82,7 +82,7 @@ impl Report {
 struct Memory {
     content: HashMap<Page, Box<[u8; PAGE_SIZE]>>,
     access: HashMap<Page, Access>,
-    /// A page that is waited for, and whether it has been touched.
+    /// The page whose next change ends a wait, and whether it changed.
     watched: Option<Page>,
     touched: bool,
 }
@@ -134,18 +134,18 @@ struct Host {
     memory: Memory,
     program: Program,
     doing: Doing,
-    /// What it is at, and since when it has waited.
+    /// The present operation, and since when it stalls, ns.
     op: Op,
     since: Option<u64>,
     remote: bool,
     last: u64,
-    /// Grants since the last instruction that the node was told of.
+    /// A granted instruction has retired that the node doesn't know of.
     unreported: bool,
     granted: bool,
     kicked: bool,
     busy_until: u64,
     link_free: u64,
-    /// The timer that is set.
+    /// When the timer expires, ns.
     timer: Option<u64>,
     events: u64,
     inbox: VecDeque<(Event, usize)>,
@@ -153,19 +153,19 @@ struct Host {
 
 #[derive(Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Happening {
-    /// A virtual CPU goes on.
+    /// A vCPU continues.
     Go(usize),
-    /// It has reached the protocol with its fault.
+    /// A vCPU's fault has reached the protocol.
     Faulted(usize, Fault),
-    /// It has been decoded.
+    /// A trapped instruction is decoded.
     Decoded(usize),
     /// A message arrives.
     Arrive(usize, u64),
-    /// The protocol's thread is free.
+    /// The protocol's thread handles its next event.
     Handle(usize),
-    /// A virtual CPU has left the guest.
+    /// A vCPU has left the guest.
     Kicked(usize),
-    /// A timer.
+    /// A timer expires.
     Timer(usize),
 }
 
@@ -181,10 +181,10 @@ struct Machine {
     started: u64,
 }
 
-/// Most happenings of one run: more mean that it doesn't end.
+/// Limit of simulated events per run. More mean that the run doesn't end.
 const MAX_RUN_EVENTS: u64 = 200_000_000;
 
-/// Runs it.
+/// Simulates a run.
 ///
 /// # Errors
 /// See [`Config::check`].
@@ -293,7 +293,7 @@ impl Machine {
         }
     }
 
-    /// Hands an event to the protocol's thread of a host.
+    /// Queues an event for the protocol's thread of a host.
     fn enqueue(&mut self, host: usize, event: Event, bytes: usize, now: u64) {
         let at = self.hosts[host].busy_until.max(now) + self.costs.handling_ns(bytes);
         self.hosts[host].busy_until = at;
@@ -359,7 +359,7 @@ impl Machine {
         self.at(depart + self.costs.latency_ns, Happening::Arrive(to, id));
     }
 
-    /// A virtual CPU carries out what it can.
+    /// A vCPU executes its operation, if its rights allow it.
     fn go(&mut self, index: usize, now: u64) {
         let host = &mut self.hosts[index];
         if host.doing == Doing::Ended {
@@ -387,7 +387,7 @@ impl Machine {
             Op::Wait(page, offset, least) => {
                 host.last = host.memory.word(page, offset);
                 if host.last < least {
-                    // It goes round: its loads retire, and give something else only when the page is touched.
+                    // The vCPU spins. Its loads retire, and return another value only when the page changes.
                     (host.memory.watched, host.memory.touched) = (Some(page), false);
                     host.doing = Doing::Waiting;
                     self.account(index, now);
@@ -407,7 +407,7 @@ impl Machine {
         self.retire(index, now);
     }
 
-    /// Counts how long an instruction that has retired had waited, and tells the node if it asked.
+    /// Counts the stall of a retired instruction, and reports the instruction if the node has asked.
     fn account(&mut self, index: usize, now: u64) {
         let counting = self.counting;
         let host = &mut self.hosts[index];
@@ -429,7 +429,7 @@ impl Machine {
         }
     }
 
-    /// An instruction has retired; the next one is begun.
+    /// Retires the instruction and starts the next one.
     fn retire(&mut self, index: usize, now: u64) {
         self.account(index, now);
         let counting = self.counting;
@@ -451,7 +451,7 @@ impl Machine {
             }
             Op::End => {
                 host.doing = Doing::Ended;
-                // It may hold what others wait for.
+                // The vCPU may hold pages that other nodes wait for.
                 self.enqueue(index, Event::Retired { vcpu: 0 }, 0, now);
                 return;
             }

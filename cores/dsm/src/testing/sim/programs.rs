@@ -1,48 +1,48 @@
-//! What guests do: generators of the patterns that decide how well shared memory over a network works.
+//! Guest programs: generators of the sharing patterns that decide how well shared memory over a network performs.
 
 use crate::names::Page;
 use crate::testing::dice::Dice;
 
-/// One thing that a virtual CPU does.
+/// One operation of a vCPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Op {
     /// Loads eight bytes.
     Load(Page, u16),
-    /// Loads eight bytes again and again, until they are at least so much.
+    /// Loads eight bytes repeatedly until their value is at least the given one.
     Wait(Page, u16, u64),
     /// Stores eight bytes.
     Store(Page, u16, u64),
-    /// Adds to eight bytes, as one.
+    /// Adds to eight bytes, atomically.
     Add(Page, u16, u64),
-    /// Computes for so long, nanoseconds.
+    /// Computes for a time, ns.
     Compute(u64),
-    /// Something that is counted has happened.
+    /// Counts one event of the pattern.
     Event,
-    /// Ends.
+    /// Ends the program.
     End,
 }
 
-/// A pattern.
+/// A pattern of sharing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Pattern {
-    /// One node writes a page, then `sharers` others read it; an event is one reader's look.
+    /// One node writes a page, then all others read it. An event is one read.
     ReadMiss,
-    /// One node stores a counter now and then, one looks at it now and then; an event is a store.
+    /// One node stores to a counter at intervals, another loads it at intervals. An event is a store.
     ProducerConsumer,
-    /// All nodes take the same ticket lock; an event is one hand-off.
+    /// All nodes contend for one ticket lock. An event is a hand-off.
     Lock,
-    /// Every node stores to a word of its own in the same page; an event is a store.
+    /// Every node stores to its own word of one page. An event is a store.
     FalseSharing,
-    /// Nodes take turns in changing a page: read, then write; an event is a turn.
+    /// Nodes take turns to read and then write a page. An event is a turn.
     Migratory,
-    /// Every node computes, and looks at its neighbours' edges after each step, with a barrier; an event is a step.
+    /// Every node computes, reads its neighbors' edges after each step, and meets the others at a barrier. An event is a step.
     Jacobi,
-    /// Every node uses pages of its own; an event is a store.
+    /// Every node uses only its own pages. An event is a store.
     Private,
 }
 
 impl Pattern {
-    /// All.
+    /// All patterns.
     pub const ALL: [Self; 7] = [
         Self::ReadMiss,
         Self::ProducerConsumer,
@@ -53,7 +53,7 @@ impl Pattern {
         Self::Private,
     ];
 
-    /// Its name.
+    /// The name on the command line and in reports.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -68,9 +68,9 @@ impl Pattern {
     }
 }
 
-/// The page that all share; its home is node 0.
+/// The page of locks, counters and barriers. Its home is node 0.
 const SHARED: Page = 0;
-/// The page behind the lock and the barrier.
+/// The page of the migratory pattern.
 const DATA: Page = 64;
 
 /// The program of one virtual CPU.
@@ -79,19 +79,19 @@ pub struct Program {
     pattern: Pattern,
     me: u64,
     nodes: u64,
-    /// How many rounds it goes.
+    /// Number of rounds to run.
     rounds: u64,
     round: u64,
     state: u8,
     ticket: u64,
     pace_ns: u64,
     dice: Dice,
-    /// What it has found to be wrong.
+    /// The first failure that the program found.
     pub fault: Option<String>,
 }
 
 impl Program {
-    /// The program of a node's virtual CPU.
+    /// The program of one node's vCPU.
     #[must_use]
     pub fn new(pattern: Pattern, me: u8, nodes: u8, rounds: u64, pace_ns: u64, seed: u64) -> Self {
         let dice = Dice::new(seed.wrapping_mul(1000).wrapping_add(me.into()));
@@ -109,7 +109,7 @@ impl Program {
         }
     }
 
-    /// What it does next. `last` is what the last load, or addition, found.
+    /// The next operation. `last` is the value that the last load or addition returned.
     pub fn next(&mut self, last: u64) -> Op {
         if self.state == 0 && self.round >= self.rounds {
             return Op::End;
@@ -139,12 +139,12 @@ impl Program {
         u16::try_from(self.me * 8 + 1024).unwrap_or(0)
     }
 
-    /// Node 1 writes a whole page's worth of lines; the others look, half a round later.
+    /// Node 1 writes all cache lines of a page. The others read half a round later.
     fn read_miss(&mut self, last: u64) -> Op {
         let half = self.pace_ns / 2;
         match (self.me == 1 || self.nodes == 1, self.state) {
             (true, 0) => self.go(1, Op::Compute(half)),
-            // All of the page changes: not a case for updates.
+            // The whole page changes, so write-update doesn't pay.
             (true, state @ 1..64) => {
                 let value = self.dice.bits() | 1;
                 self.go(state + 1, Op::Store(SHARED, u16::from(state) * 64 - 64, value))
@@ -187,14 +187,14 @@ impl Program {
                     self.fault.get_or_insert(format!("a counter went from {} back to {last}", self.ticket));
                 }
                 self.ticket = last;
-                // It looks as long as there is something new to come.
+                // The consumer reads until the producer's last value.
                 self.round = if last >= self.rounds { self.rounds } else { 0 };
                 self.go(0, Op::Compute(0))
             }
         }
     }
 
-    /// A ticket lock: 64 holds the next ticket, 128 the one that is served; what it guards lies beside it.
+    /// A ticket lock: offset 64 has the next ticket, 128 the ticket that is served. Only the served ticket itself is checked inside.
     fn lock(&mut self, last: u64) -> Op {
         match self.state {
             0 => {
@@ -235,7 +235,7 @@ impl Program {
         }
     }
 
-    /// Waits for its turn by the clock: node after node, read, then write.
+    /// Waits for its turn by time; nodes take turns to read, then write.
     fn migratory(&mut self, last: u64) -> Op {
         let turn = self.pace_ns;
         match self.state {
@@ -247,7 +247,7 @@ impl Program {
                 let lap = turn * self.nodes;
                 self.go(1, Op::Compute(lap))
             }
-            // Many words change, so that it isn't a page for updates.
+            // Many words change, so write-update doesn't pay.
             1 => self.go(2, Op::Load(DATA, 0)),
             2 => {
                 self.ticket = last;
@@ -262,7 +262,7 @@ impl Program {
         }
     }
 
-    /// Own page: `128 + me`. Barrier: a counter in the shared page.
+    /// A node's own page is `128 + me`. The barrier is a counter in the shared page.
     fn jacobi(&mut self) -> Op {
         let edge = 128 + self.me;
         match self.state {

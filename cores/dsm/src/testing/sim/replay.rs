@@ -1,9 +1,9 @@
-//! The simulator, driven by what live nodes recorded: each virtual CPU does what it did, when it did it, or as soon as it can where the simulated
-//! machine is slower than the live one was. With links that are faster than those were, adaptation so sees the same times.
+//! The simulator, driven by recordings of live nodes. Each vCPU does what it did, when it did it. It does so later where the simulated
+//! machine is slower than the live one. With links that are faster, adaptation so sees the same times.
 //!
-//! A fault that was recorded on a page which the simulated node may still use waits until the page is taken away, as it was then: a
-//! loop that reads a flag is not in the trace, only its faults. One that was recorded while the node waited for that page anyway, for another
-//! virtual CPU, doesn't: with faster links that page is there already, and nothing was asked for it then either.
+//! A recorded fault on a page to which the simulated node still has the rights waits until the page is revoked, as it was then. (A loop
+//! that reads a flag isn't in the trace, only its faults.) A fault that joined a pending request for the page doesn't wait. With faster
+//! links the page is already there, and the live node sent no request for it either.
 
 use std::cell::RefCell;
 use std::cmp::Reverse;
@@ -19,25 +19,25 @@ use crate::pages::Pages;
 use crate::trace::Entry;
 use crate::wire::{self, PAGE_SIZE};
 
-/// What came out.
+/// Results of a replay.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Replayed {
     /// Messages between nodes.
     pub messages: u64,
-    /// Their bytes.
+    /// Bytes of these messages.
     pub bytes: u64,
-    /// Messages and bytes of each kind.
+    /// Messages and bytes by kind.
     pub kinds: BTreeMap<&'static str, (u64, u64)>,
-    /// Recorded events that took place.
+    /// Recorded events that were replayed.
     pub done: u64,
-    /// Recorded events that could not, since the simulated machine had gone another way.
+    /// Recorded events that couldn't be replayed, since the simulated machine took another course.
     pub skipped: u64,
-    /// What no correct node does.
+    /// Events and messages that nodes refused.
     pub refused: u64,
 }
 
 impl Replayed {
-    /// A message is sent.
+    /// Counts a sent message.
     pub(super) fn count(&mut self, message: &Message) {
         let bytes = wire::encoded_len(message) as u64;
         self.messages += 1;
@@ -47,21 +47,21 @@ impl Replayed {
     }
 }
 
-/// A node's memory, which changes as the live guest changed it.
+/// Memory of a node, which changes as the live guest changed it.
 #[derive(Default)]
 pub(super) struct Memory {
     content: HashMap<Page, Box<[u8; PAGE_SIZE]>>,
-    /// How often each page was read.
+    /// Number of reads of each page by the protocol.
     readings: HashMap<Page, u64>,
-    /// What the guest had changed at a reading.
+    /// Changes by the guest, with the number of the read that found them.
     changes: HashMap<Page, VecDeque<(u64, Changes)>>,
 }
 
-/// Offsets and what lies there.
+/// Offsets and bytes.
 pub(super) type Changes = Vec<(u16, Vec<u8>)>;
 
 impl Memory {
-    /// What the guest will have changed at a reading. In the order of readings.
+    /// Adds changes that the guest makes before a read. Calls for a page must come in the order of reads.
     pub(super) fn will_change(&mut self, page: Page, reading: u64, changes: Changes) {
         self.changes.entry(page).or_default().push_back((reading, changes));
     }
@@ -77,7 +77,7 @@ impl Memory {
     }
 }
 
-/// Reading needs to change what is known of the guest's stores.
+/// Memory for a node. A read applies the guest's stores, so it needs interior mutability.
 pub(super) struct Shared<'a>(pub(super) &'a RefCell<Memory>);
 
 impl Pages for Shared<'_> {
@@ -109,32 +109,32 @@ impl Pages for Shared<'_> {
     fn protect(&mut self, _: Page, _: Access) {}
 }
 
-/// Something that a virtual CPU does.
+/// A recorded event of a vCPU.
 struct Item {
-    /// When it was done, nanoseconds.
+    /// When the live vCPU did it, ns.
     time: u64,
     event: Event,
-    /// A fault on a page that the node was already waiting for, for another virtual CPU: nothing was asked for it.
+    /// A fault that joined a pending request of the node for the page, so that the live node sent no request for it.
     joined: bool,
 }
 
-/// What a virtual CPU is at.
+/// State of a vCPU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum At {
-    /// Its next item has a time.
+    /// The next item has a time.
     Timed,
-    /// It waits to be let go on.
+    /// The vCPU is stopped until the node resumes it.
     Waiting,
-    /// Its next item waits until a page is gone.
+    /// The next item waits until the page is revoked.
     UntilGone(Page, Fault),
-    /// It has none left.
+    /// No items are left.
     Ended,
 }
 
 struct Cpu {
     items: VecDeque<Item>,
     at: At,
-    /// The page at which its instruction is trapped.
+    /// The page at which the vCPU's instruction is trapped.
     trapped: Option<Page>,
 }
 
@@ -161,7 +161,7 @@ struct Machine {
     result: Replayed,
 }
 
-/// Runs what nodes recorded, one trace for each, over links that take `latency_ns`.
+/// Replays the traces of all nodes, one for each, over links with a latency of `latency_ns`.
 ///
 /// # Errors
 /// See [`Config::check`].
@@ -195,7 +195,7 @@ fn time(entry: &Entry) -> Option<u64> {
     }
 }
 
-/// A node with what its virtual CPUs are to do. Times begin at `first`.
+/// A node with the items of its vCPUs. Times are relative to `first`.
 fn host(config: Config, entries: Vec<Entry>, first: u64) -> Result<Host, ConfigError> {
     let mut memory = Memory::default();
     let mut cpus: BTreeMap<Vcpu, Cpu> = BTreeMap::new();
@@ -206,14 +206,14 @@ fn host(config: Config, entries: Vec<Entry>, first: u64) -> Result<Host, ConfigE
                 awaited.remove(&vcpu);
             }
             Entry::Content { page, reading, changes } => memory.will_change(page, reading, changes),
-            // Links and deadlines are this machine's own.
+            // The replay has links and deadlines of its own.
             Entry::Arrived { .. } | Entry::Timer { .. } => {}
             Entry::Event { at, event } => {
                 let vcpu = match &event {
                     Event::Fault { vcpu, .. } | Event::Operate { vcpu, .. } | Event::Retired { vcpu } => {
                         *vcpu
                     }
-                    // Wishes: from whoever is first.
+                    // Requests of the monitor aren't of one vCPU: the first one replays them.
                     _ => 0,
                 };
                 let mut joined = false;
@@ -239,7 +239,7 @@ impl Machine {
         self.queue.push(Reverse((time, self.order, what)));
     }
 
-    /// The next item of a virtual CPU gets its time.
+    /// Sets the time of a vCPU's next item.
     fn schedule(&mut self, host: usize, vcpu: Vcpu, now: u64) {
         let Some(cpu) = self.hosts[host].cpus.get_mut(&vcpu) else { return };
         let Some(item) = cpu.items.front() else {
@@ -255,7 +255,7 @@ impl Machine {
         let mut now = 0;
         loop {
             let Some(Reverse((time, _, what))) = self.queue.pop() else {
-                // Everyone waits for what doesn't come: the machine has gone another way than the live one.
+                // All vCPUs wait for events that don't happen: the machine took another course than the live one.
                 if self.skip_one(now) {
                     continue;
                 }
@@ -280,13 +280,13 @@ impl Machine {
         self.result.refused = self.hosts.iter().map(|host| host.node.counters().refused).sum();
     }
 
-    /// Gives one item up. False when there is none.
+    /// Drops one item. Returns false if there is none.
     fn skip_one(&mut self, now: u64) -> bool {
         for index in 0..self.hosts.len() {
             let cpus = &mut self.hosts[index].cpus;
             let found = cpus.iter_mut().find(|(_, cpu)| cpu.at != At::Ended);
             if let Some((&vcpu, cpu)) = found {
-                // One that waits to be let go on has no item under way: what it waits for is given up.
+                // A vCPU that waits for `Resume` has no item in progress: it stops waiting instead.
                 if cpu.at != At::Waiting {
                     cpu.items.pop_front();
                 }
@@ -303,7 +303,7 @@ impl Machine {
         access == Access::Write || (access == Access::Read && fault == Fault::Read)
     }
 
-    /// A virtual CPU does its next item, if it can.
+    /// A vCPU replays its next item, if it can.
     fn next(&mut self, host: usize, vcpu: Vcpu, now: u64) {
         let Some(cpu) = self.hosts[host].cpus.get_mut(&vcpu) else { return };
         if cpu.at != At::Timed {
@@ -315,7 +315,7 @@ impl Machine {
                 let (page, fault) = (*page, *fault);
                 if self.allows(host, page, fault) {
                     if joined {
-                        // Live, the page was still on its way; here it came sooner.
+                        // The live vCPU waited for the page in flight; here the page arrived earlier.
                         self.result.done += 1;
                         self.pop(host, vcpu);
                         self.schedule(host, vcpu, now);
@@ -326,7 +326,7 @@ impl Machine {
                 }
             }
             Some(Event::Operate { page, .. }) if cpu.trapped != Some(*page) => {
-                // It wasn't trapped here: the instruction ran by itself.
+                // The instruction wasn't trapped here: it ran in the guest.
                 self.result.skipped += 1;
                 self.pop(host, vcpu);
                 self.schedule(host, vcpu, now);
@@ -356,10 +356,10 @@ impl Machine {
         }
     }
 
-    /// An instruction is trapped: what was recorded comes at its time. Where nothing was, an operation that changes nothing comes at once.
+    /// An instruction is trapped. A recorded operation follows at its time. Without one, an operation that changes nothing follows at once.
     fn trap(&mut self, host: usize, vcpu: Vcpu, page: Page, now: u64) -> Option<Event> {
         let cpu = self.hosts[host].cpus.get_mut(&vcpu)?;
-        // An instruction before it may have been told to have retired.
+        // `Retired` of an earlier instruction may come before the operation.
         let recorded = cpu
             .items
             .iter()

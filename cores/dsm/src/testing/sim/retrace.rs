@@ -1,6 +1,6 @@
-//! The simulator, driven by what live nodes recorded, in the order in which each of them was told: [`super::replay`] has links and deadlines of its own, and
-//! so may take another way where it matters who was first; here each node is told at the recorded time what it was told then. Only who sent a message is
-//! recorded, not what it said: messages are those of the simulated nodes.
+//! The simulator, driven by recordings of live nodes, each in its recorded order. [`super::replay`] has links and deadlines of its own, and
+//! may take another course where the order of arrival matters. Here each simulated node gets its live node's events at the recorded times.
+//! A recording names the senders of messages, not the contents: messages are those of the simulated nodes.
 
 use std::cell::RefCell;
 use std::collections::{BTreeMap, VecDeque};
@@ -13,11 +13,11 @@ use crate::names::NodeId;
 use crate::node::Node;
 use crate::trace::Entry;
 
-/// What a node is told.
+/// An input of a node.
 #[derive(Debug)]
 enum Told {
     By(Event),
-    /// The next message of another node.
+    /// The next message of that node.
     Message(NodeId),
 }
 
@@ -25,16 +25,16 @@ struct Host {
     me: NodeId,
     node: Node,
     memory: RefCell<Memory>,
-    /// When, nanoseconds, and what.
+    /// Times, ns, and inputs.
     script: VecDeque<(u64, Told)>,
 }
 
-/// Messages under way, by sender and receiver.
+/// Messages in flight, by sender and receiver.
 type Links = BTreeMap<(NodeId, NodeId), VecDeque<Message>>;
 
-/// Runs what nodes recorded, one trace for each.
+/// Replays the traces of all nodes, one for each, in their recorded order.
 ///
-/// [`Replayed::skipped`] counts messages that came to a live node and are never sent to the simulated one.
+/// [`Replayed::skipped`] counts messages that a live node received and no simulated node sends.
 ///
 /// # Errors
 /// See [`Config::check`].
@@ -52,7 +52,7 @@ pub fn retrace(nodes: Vec<(Config, Vec<Entry>)>) -> Result<Replayed, ConfigError
         if result.done > before {
             continue;
         }
-        // Everyone waits for what doesn't come, or has done all.
+        // All nodes wait for messages that aren't sent, or have finished.
         let Some(host) = hosts.iter_mut().find(|host| !host.script.is_empty()) else { break };
         host.script.pop_front();
         result.skipped += 1;
@@ -70,14 +70,14 @@ impl Host {
                 Entry::Timer { at } => script.push_back((at, Told::By(Event::Timer))),
                 Entry::Arrived { at, from } => script.push_back((at, Told::Message(from))),
                 Entry::Content { page, reading, changes } => memory.will_change(page, reading, changes),
-                // What the simulated node says.
+                // The simulated node produces these itself.
                 Entry::Go { .. } => {}
             }
         }
         Ok(Self { me: config.me, node: Node::new(config)?, memory: RefCell::new(memory), script })
     }
 
-    /// Is told what it was told, up to the first message that hasn't been sent.
+    /// Feeds the recorded inputs, up to the first message that hasn't been sent yet.
     fn go_on(&mut self, links: &mut Links, result: &mut Replayed) {
         while let Some((at, told)) = self.script.pop_front() {
             let event = match told {
@@ -91,7 +91,7 @@ impl Host {
             let mut actions = Vec::new();
             self.node.step(event, at, &mut Shared(&self.memory), &mut actions);
             for action in actions {
-                // The rest is answered by what is recorded.
+                // The recording contains the answers to all other actions.
                 if let Action::Send(message) = action {
                     result.count(&message);
                     links.entry((message.from, message.to)).or_default().push_back(message);
@@ -107,10 +107,10 @@ mod tests {
     use crate::config::Policy;
     use crate::event::Fault;
 
-    /// What was told in another order than it can have been is found, and ends.
+    /// A recording in an impossible order is detected, and the replay ends.
     #[test]
     fn a_message_that_nobody_sends_is_counted_and_the_rest_goes_on() {
-        // Page 1 is of node 1.
+        // The home of page 1 is node 1.
         let config = |me| Config::new(me, 2, Policy::IVY);
         let fault = Event::Fault { vcpu: 0, page: 1, fault: Fault::Read };
         let asks = vec![

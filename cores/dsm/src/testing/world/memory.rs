@@ -1,4 +1,4 @@
-//! Guest memory of a node of the world.
+//! Guest memory of a node in the model checker's world.
 
 use std::collections::VecDeque;
 
@@ -7,13 +7,13 @@ use crate::names::{Access, Page};
 use crate::pages::Pages;
 use crate::testing::litmus::Var;
 
-/// Guest memory of one node, with the store buffers of its virtual CPUs.
+/// Guest memory of one node, with the store buffers of its vCPUs.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Memory {
     pub content: [[u8; SIZE]; PAGES],
     pub access: [Access; PAGES],
     pub buffers: Vec<VecDeque<(Var, u8)>>,
-    /// Pages whose rights were lowered in this step, and to what.
+    /// Pages whose rights were lowered in this step, with the new rights.
     pub lowered: Vec<(Page, Access)>,
 }
 
@@ -49,7 +49,7 @@ impl Pages for Memory {
 
     fn protect(&mut self, page: Page, access: Access) {
         if access < self.access[index(page)] {
-            // The interrupt that makes other processors forget a translation drains their store buffers.
+            // The interrupt that invalidates a translation on other CPUs drains their store buffers.
             for vcpu in 0..self.buffers.len() {
                 self.drain(vcpu);
             }

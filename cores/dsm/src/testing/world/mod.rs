@@ -1,4 +1,4 @@
-//! A whole machine small enough to look at every order of its events: nodes, links, guest memories, virtual CPUs with store buffers.
+//! A whole machine, small enough to explore every order of its events: nodes, links, guest memories, vCPUs with store buffers.
 
 mod memory;
 mod restart;
@@ -15,64 +15,64 @@ use crate::operation::{Atomic, Change, Operation};
 use crate::testing::litmus::{Instruction, Litmus, Outcome, Var};
 use memory::Memory;
 
-/// Bytes of a page here.
+/// Bytes of a page in the world.
 pub const SIZE: usize = 2;
-/// Pages that a world has.
+/// Pages of the world.
 pub const PAGES: usize = 2;
-/// How often one virtual CPU may take pages from an instruction of another: by the instruction that it was in when its node saw the
-/// other's age, and by the one before.
+/// Times that one vCPU may take pages from an instruction of another: with the instruction that was running when its node received the
+/// other's age, and with the one before.
 pub const WOUNDS_BY_EACH: usize = 2;
-/// More grants than this for one instruction mean that it isn't getting on.
+/// Grants for one instruction above which it makes no progress.
 pub const MOST_GRANTS: u8 = 12;
 
-/// What a world is like.
+/// Parameters of a world.
 #[derive(Debug, Clone)]
 pub struct Setup {
-    /// The programs.
+    /// One program per vCPU.
     pub litmus: Litmus,
-    /// For each program the node that it runs on.
+    /// The node of each program.
     pub places: Vec<u8>,
-    /// Nodes.
+    /// Number of nodes.
     pub nodes: u8,
-    /// Policy of all.
+    /// The policy of all nodes.
     pub policy: Policy,
-    /// A planted fault.
+    /// The injected bug.
     pub plant: Plant,
     /// Virtual CPUs have store buffers.
     pub buffered: bool,
-    /// Nodes are told that an instruction has retired only when they ask: not with the next fault.
+    /// The monitor reports a retired instruction only when a node kicks its vCPU, not with the vCPU's next fault.
     pub told_late: bool,
-    /// Stores to pages that are kept by updates are carried out without a fault, as by a monitor that goes on decoding behind a trapped one.
+    /// Stores to write-update pages are emulated without a fault, as by a monitor that decodes further instructions after a trapped one.
     pub straight: bool,
-    /// Pages that are kept by updates from the start.
+    /// Pages that are write-update from the start.
     pub updates: Vec<u8>,
-    /// What else may happen, at any time, so many times each.
+    /// How often each external event may happen.
     pub budget: Budget,
-    /// How far each node is ahead of the others, by its clock and by the ages that it has given; those not named aren't.
+    /// Lead of each node over the others, by its clock and its ages; 0 for nodes that aren't listed.
     pub ahead: Vec<u64>,
 }
 
-/// Things that may happen at any time.
+/// Limits of external events, which may happen at any time.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 pub struct Budget {
     /// A node discards a page.
     pub discards: u8,
-    /// A page changes its mode.
+    /// A page's mode changes.
     pub modes: u8,
-    /// The token moves.
+    /// The sequencer's role moves.
     pub tokens: u8,
-    /// All nodes are saved at a moment at which nothing is under way, and restored.
+    /// All nodes are saved, while nothing is in flight, and restored.
     pub restarts: u8,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Doing {
     Running,
-    /// Faulted, waits.
+    /// Faulted and waiting.
     Stopped(u8, Fault),
-    /// Trapped, not decoded.
+    /// Trapped and not decoded.
     Trapped(u8),
-    /// Its operation is under way.
+    /// Its operation is in flight.
     Operating,
 }
 
@@ -84,52 +84,52 @@ struct Cpu {
     /// Pages granted to the present instruction, and whether to write.
     held: Vec<(u8, bool)>,
     grants: u8,
-    /// How often older instructions took pages from the present one.
+    /// Times that older instructions took pages from the present one.
     wounds: usize,
-    /// An instruction has retired that the node hasn't been told of.
+    /// An instruction has retired that the node doesn't know of.
     unreported: bool,
     kicked: bool,
 }
 
-/// A state of everything.
+/// A state of the whole machine.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct World {
     nodes: Vec<Node>,
     memories: Vec<Memory>,
     cpus: Vec<Cpu>,
-    /// From each node to each node.
+    /// Messages from each node to each node.
     links: Vec<VecDeque<Message>>,
     budget: Budget,
-    /// What went wrong.
+    /// The first failure.
     pub verdict: Option<String>,
 }
 
-/// What may happen next.
+/// An event that may happen next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// A virtual CPU goes on.
+    /// A vCPU continues.
     Run(usize),
-    /// Its oldest store reaches memory.
+    /// A vCPU's oldest store reaches memory.
     Drain(usize),
     /// The next message of a link arrives.
     Deliver(usize),
     /// A node discards a page.
     Discard(usize, u8),
-    /// A page is to change its mode.
+    /// Another mode is requested for a page.
     Advise(u8, Mode),
-    /// The token is to go to a node.
+    /// The sequencer's role shall move to a node.
     MoveToken(u8),
-    /// A node's timer ends.
+    /// A node's timer expires.
     Timer(usize),
     /// All nodes are saved and restored.
     Restart,
 }
 
 impl World {
-    /// The start.
+    /// The initial state.
     ///
     /// # Panics
-    /// When the setup isn't one: it is written by the tests themselves.
+    /// If the setup is invalid. Only tests write setups.
     #[must_use]
     pub fn new(setup: &Setup) -> Self {
         let nodes = usize::from(setup.nodes);
@@ -175,7 +175,7 @@ impl World {
         world
     }
 
-    /// All that may happen next.
+    /// Adds all events that may happen next to `steps`.
     pub fn steps(&self, setup: &Setup, steps: &mut Vec<Step>) {
         if self.verdict.is_some() {
             return;
@@ -200,7 +200,7 @@ impl World {
                 steps.push(Step::Timer(node));
             }
         }
-        // What comes from outside comes while there is something to disturb.
+        // External events only happen while programs run that they can disturb.
         let open = self.cpus.iter().zip(&setup.litmus.programs).any(|(cpu, program)| cpu.at < program.len());
         if !open {
             return;
@@ -223,7 +223,7 @@ impl World {
         }
     }
 
-    /// The world after a step; nothing if that changes nothing.
+    /// The world after a step; none if the step changes nothing.
     #[must_use]
     pub fn after(&self, setup: &Setup, step: Step) -> Option<Self> {
         let mut world = self.clone();
@@ -274,20 +274,20 @@ impl World {
         Some(world)
     }
 
-    /// A virtual CPU tries its next instruction.
+    /// A vCPU tries its next instruction.
     fn run(&mut self, setup: &Setup, cpu: usize) {
         let Some(instruction) = setup.litmus.programs[cpu].get(self.cpus[cpu].at).copied() else { return };
         let (node, vcpu) = place(setup, cpu);
         let trapped = match (self.cpus[cpu].doing, instruction) {
             (Doing::Trapped(page), _) => Some(page),
-            // Once: when the mode has changed meanwhile, it goes back into the guest, and faults there.
+            // Once per instruction: if the mode changes meanwhile, the vCPU enters the guest again and faults there.
             (Doing::Running, Instruction::Store(var, _) | Instruction::Add(var, _))
                 if setup.straight && self.cpus[cpu].grants == 0 =>
             {
                 let page = usize::from(var.page);
                 let kept = self.nodes[node].mode(page as Page).is_update();
                 (kept && self.memories[node].access[page] == Access::Read).then(|| {
-                    // It is out of the guest: its stores before are done.
+                    // The vCPU has left the guest, so its store buffer is empty.
                     self.memories[node].drain(vcpu);
                     var.page
                 })
@@ -296,7 +296,7 @@ impl World {
         };
         let readable = |var: Var| self.memories[node].access[usize::from(var.page)] >= Access::Read;
         let writable = |var: Var| self.memories[node].access[usize::from(var.page)] == Access::Write;
-        // What the instruction lacks; a trapped one doesn't need the right to write, only what it loads from.
+        // The right that the instruction lacks. A trapped one needs no right to write, only the right to load its source.
         let lacks = match instruction {
             Instruction::Load(var) => {
                 (!self.forwards(node, vcpu, var) && !readable(var)).then_some((var, Fault::Read))
@@ -335,7 +335,7 @@ impl World {
             return;
         }
         if let Some((var, fault)) = lacks {
-            // An exit from the guest is behind all its stores.
+            // An exit from the guest drains the store buffer.
             self.memories[node].drain(vcpu);
             self.cpus[cpu].doing = Doing::Stopped(var.page, fault);
             if !setup.told_late && std::mem::take(&mut self.cpus[cpu].unreported) {
@@ -392,7 +392,7 @@ impl World {
         state.held.clear();
         state.unreported |= state.grants > 0;
         (state.grants, state.wounds) = (0, 0);
-        // A node is told when it asks, or with the next fault.
+        // The monitor reports to a node when it kicks, or with the next fault.
         if std::mem::take(&mut state.kicked) {
             self.report(setup, cpu);
         }
@@ -404,7 +404,7 @@ impl World {
         self.feed(setup, node, Event::Retired { vcpu: vcpu_id(vcpu) }, 0);
     }
 
-    /// Gives an event to a node, and does what it says.
+    /// Passes an event to a node, and performs its actions.
     fn feed(&mut self, setup: &Setup, node: usize, event: Event, now: u64) {
         let now = now.saturating_add(ahead(setup, node));
         let mut actions = Vec::new();
@@ -466,8 +466,8 @@ impl World {
             }
         }
         for cpu in report {
-            // With pages of the present instruction, which may have come with the question, it can only say so when that has retired, too: all are given up at
-            // once.
+            // Pages of the present instruction may have arrived together with the kick. Then the monitor can report only when that
+            // instruction has retired, too, since a report releases all pages.
             if self.cpus[cpu].unreported && self.cpus[cpu].held.is_empty() {
                 self.report(setup, cpu);
             } else {
@@ -496,7 +496,7 @@ impl World {
         self.verdict.get_or_insert(what);
     }
 
-    /// Looks at what must hold at all times.
+    /// Checks the invariants.
     fn check(&mut self, setup: &Setup) {
         for page in 0..PAGES {
             let access: Vec<Access> = self.memories.iter().map(|memory| memory.access[page]).collect();
@@ -515,7 +515,7 @@ impl World {
         }
     }
 
-    /// Copies without updates are equal; copies with updates are, after the updates under way, what the sequencer has.
+    /// Checks: write-invalidate copies are equal, and a write-update copy with its updates in flight equals the sequencer's.
     fn check_copies(&mut self, page: usize, access: &[Access]) {
         let name = page as Page;
         let plain = |node: &usize| access[*node] >= Access::Read && !self.nodes[*node].mode(name).is_update();
@@ -558,7 +558,7 @@ impl World {
         }
     }
 
-    /// Whether all programs have ended and nothing is under way.
+    /// Whether all programs have ended and nothing is in flight.
     #[must_use]
     pub fn is_done(&self, setup: &Setup) -> bool {
         let ended =
@@ -569,7 +569,7 @@ impl World {
             && self.memories.iter().all(|memory| memory.buffers.iter().all(VecDeque::is_empty))
     }
 
-    /// Whether nothing more can happen before the end.
+    /// Whether the machine can't progress although it hasn't ended.
     #[must_use]
     pub fn is_stuck(&self, setup: &Setup) -> bool {
         if self.verdict.is_some() || self.is_done(setup) {
@@ -577,19 +577,19 @@ impl World {
         }
         let mut steps = Vec::new();
         self.steps(setup, &mut steps);
-        // Discards and the like come from outside: a machine must get on without them.
+        // External events don't count: a machine must progress without them.
         let own =
             |step: &Step| matches!(step, Step::Run(_) | Step::Drain(_) | Step::Deliver(_) | Step::Timer(_));
         !steps.iter().any(own)
     }
 
-    /// Registers of all virtual CPUs.
+    /// Registers of all vCPUs.
     #[must_use]
     pub fn outcome(&self) -> Outcome {
         self.cpus.iter().map(|cpu| cpu.registers.clone()).collect()
     }
 
-    /// The most messages in one link.
+    /// Number of messages in the longest link.
     #[must_use]
     pub fn longest_link(&self) -> usize {
         self.links.iter().map(VecDeque::len).max().unwrap_or(0)
@@ -597,7 +597,7 @@ impl World {
 }
 
 fn setup_allows(setup: &Setup, outcome: &Outcome) -> bool {
-    // Computed once for a program: worlds are many.
+    // Computed once per program, since there are many worlds.
     thread_local! {
         static KNOWN: std::cell::RefCell<Option<(Litmus, bool, std::collections::BTreeSet<Outcome>)>> =
             const { std::cell::RefCell::new(None) };
@@ -622,7 +622,7 @@ fn vcpu_id(vcpu: usize) -> Vcpu {
     Vcpu::try_from(vcpu).unwrap_or(Vcpu::MAX)
 }
 
-/// Node of a virtual CPU, and its number there.
+/// The node of a vCPU, and its number there.
 fn place(setup: &Setup, cpu: usize) -> (usize, usize) {
     let node = setup.places[cpu];
     (node.into(), setup.places[..cpu].iter().filter(|place| **place == node).count())

@@ -1,4 +1,4 @@
-//! A world that is saved and restored.
+//! Saving and restoring a world.
 
 use super::{Doing, PAGES, SIZE, World};
 use crate::names::{Access, NodeId, Page};
@@ -6,18 +6,18 @@ use crate::node::Node;
 use std::collections::VecDeque;
 
 impl World {
-    /// Whether nothing is under way between nodes.
+    /// Whether nothing is in flight between nodes.
     pub(super) fn is_quiet(&self) -> bool {
         self.links.iter().all(VecDeque::is_empty) && self.nodes.iter().all(Node::is_idle)
     }
 
-    /// Saves all nodes, and goes on with restored ones that have nothing but the contents of their own pages.
+    /// Saves all nodes, and replaces them by restored ones whose memory has only the contents of the pages that they own.
     pub(super) fn restart(&mut self) {
         let holder = self.nodes.iter().position(Node::has_token).unwrap_or(usize::MAX);
         let token = NodeId(u8::try_from(holder).unwrap_or(u8::MAX));
         let mut owners = [0; PAGES];
         for (node, memory) in self.nodes.iter_mut().zip(&mut self.memories) {
-            // Leaving the guest drains store buffers.
+            // An exit from the guest drains the store buffer.
             (0..memory.buffers.len()).for_each(|vcpu| memory.drain(vcpu));
             memory.access = [Access::None; PAGES];
             let restored = node
@@ -35,7 +35,7 @@ impl World {
                 if node.is_owner(page as Page) {
                     *owners += 1;
                 } else {
-                    // It isn't in what was saved.
+                    // The saved state doesn't contain this page.
                     *content = [0xee; SIZE];
                 }
             }

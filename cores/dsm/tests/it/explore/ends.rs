@@ -1,16 +1,16 @@
-//! Whether every run of a machine ends, and after how many steps at the latest.
+//! Whether every run of a machine ends, and the length of the longest.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use dsm::testing::world::{Setup, World};
 
-/// What is known of a state.
+/// Result for a state.
 #[derive(Clone, Copy)]
 enum Known {
-    /// It is on the way to where we are: meeting it again is a circle.
+    /// The state is on the current path: reaching it again is a cycle.
     Open,
-    /// All runs from it end, after so many steps at the latest.
+    /// All runs from it end after at most this number of steps.
     Ends(usize),
 }
 
@@ -34,7 +34,7 @@ fn place(setup: &Setup, world: &World) -> Place {
     Place { name: name(world), next, longest: 0 }
 }
 
-/// The length of the longest run; nothing if a run can go round in a circle.
+/// Steps of the longest run; none if a run has a cycle.
 pub fn longest_run(setup: &Setup) -> Option<usize> {
     let start = World::new(setup);
     let mut known = HashMap::from([(name(&start), Known::Open)]);

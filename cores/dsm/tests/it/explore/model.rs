@@ -1,4 +1,4 @@
-//! A world as stateright sees it. Shared with examples/check.rs.
+//! A world as a model of stateright. Shared with examples/check.rs.
 
 #![allow(dead_code, reason = "the test and the example use parts of it")]
 
@@ -6,7 +6,7 @@ use dsm::testing::litmus::Outcome;
 use dsm::testing::world::{Setup, Step, World};
 use stateright::{Checker, HasDiscoveries, Model, Property};
 
-/// A world, what may happen in it, and an outcome to look for.
+/// A world with its setup, and an outcome to search for.
 struct Machine {
     setup: Setup,
     expect: Option<Outcome>,
@@ -49,23 +49,23 @@ impl Model for Machine {
     }
 }
 
-/// What an exploration found.
+/// Result of an exploration.
 pub struct Found {
     /// Distinct states.
     pub states: usize,
     /// Transitions.
     pub transitions: usize,
-    /// Longest run.
+    /// Steps of the longest run.
     pub depth: usize,
-    /// Whether these were all.
+    /// Whether all states were explored.
     pub complete: bool,
-    /// Whether the expected outcome was seen.
+    /// Whether the expected outcome occurred.
     pub seen: bool,
-    /// What is wrong, and the way there.
+    /// The first failure, and the steps that lead to it.
     pub fault: Option<(String, Vec<String>)>,
 }
 
-/// Explores until all states are known, a fault is found, or so many transitions were made.
+/// Explores until all states are known, a check fails, or the number of transitions is reached.
 pub fn explore(setup: Setup, expect: Option<Outcome>, transitions: usize, threads: usize) -> Found {
     let checker = Machine { setup, expect }
         .checker()

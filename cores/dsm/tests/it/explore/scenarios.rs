@@ -1,4 +1,4 @@
-//! Which machines are explored. Shared with examples/check.rs.
+//! The machines that are explored. Shared with examples/check.rs.
 
 #![allow(dead_code, reason = "the test and the example use parts of it")]
 
@@ -6,14 +6,14 @@ use dsm::testing::litmus::{Instruction, Litmus, classics, var};
 use dsm::testing::world::{Budget, Setup};
 use dsm::{Plant, Policy};
 
-/// Without waiting: a model checker knows no time.
+/// Without holds: the model checker has no time.
 pub const POLICY: Policy = Policy { hold_ns: 0, ..Policy::IVY };
 
-/// One machine.
+/// One machine to explore.
 pub struct Scenario {
-    /// What is in it.
+    /// Name for reports.
     pub name: String,
-    /// How it is made.
+    /// Parameters of the world.
     pub setup: Setup,
 }
 
@@ -21,7 +21,7 @@ fn spread(programs: usize, nodes: u8) -> Vec<u8> {
     (0..programs).map(|program| u8::try_from(program % usize::from(nodes)).unwrap_or(0)).collect()
 }
 
-/// A litmus test on three nodes, a program each, with these pages kept by updates.
+/// A litmus test on three nodes with one program each; `updates` lists the write-update pages.
 pub fn setup(litmus: Litmus, updates: &[u8], budget: Budget) -> Setup {
     let places = spread(litmus.programs.len(), 3);
     Setup {
@@ -39,23 +39,23 @@ pub fn setup(litmus: Litmus, updates: &[u8], budget: Budget) -> Setup {
     }
 }
 
-/// The same on hosts that have been up, and have run instructions, for times that differ: the first for the longest.
+/// The same on hosts whose clocks and ages differ; the first leads.
 pub fn skewed(litmus: Litmus, updates: &[u8], budget: Budget) -> Setup {
     Setup { ahead: vec![2_000, 1_000, 0], ..setup(litmus, updates, budget) }
 }
 
-/// The same with copies that are closed after every update, and given up after the next.
+/// The same with copies that nodes close after every update, and leave after the next.
 pub fn probing(litmus: Litmus, updates: &[u8], budget: Budget) -> Setup {
     let plain = setup(litmus, updates, budget);
     Setup { policy: Policy { probe_updates: 1, ..POLICY }, ..plain }
 }
 
-/// The same with nodes that hear of a retired instruction only when they ask, and with stores that are carried out without a fault.
+/// The same with reports of retired instructions on request only, and with stores that are emulated without a fault.
 pub fn told_late(litmus: Litmus, updates: &[u8], budget: Budget) -> Setup {
     Setup { told_late: true, straight: true, ..setup(litmus, updates, budget) }
 }
 
-/// A classic by its name.
+/// A classic litmus test by its name.
 pub fn classic(name: &str, same_page: bool) -> Litmus {
     let y = if same_page { var(0, 1) } else { var(1, 0) };
     classics(var(0, 0), y)
@@ -68,8 +68,8 @@ fn named(name: &'static str, programs: &[&[Instruction]]) -> Litmus {
     Litmus { name, programs: programs.iter().map(|program| program.to_vec()).collect() }
 }
 
-/// Store buffering with fences, by nodes that have copies from the start, and none of them the sequencer: an answer to an invalidation
-/// may overtake an update.
+/// Store buffering with fences on two nodes that have copies from the start, neither of them the sequencer: an `InvalidateAck` may overtake
+/// an update.
 pub fn fences_with_copies() -> Litmus {
     use Instruction::{Fence, Load, Store};
     let (x, y) = (var(0, 0), var(1, 0));
@@ -79,7 +79,7 @@ pub fn fences_with_copies() -> Litmus {
     )
 }
 
-/// Nodes that take turns in reading and then writing: readers get the page to write at once after a while.
+/// Nodes that take turns to read and then write: a migratory page, which readers soon get for writing at once.
 pub fn turns() -> Litmus {
     use Instruction::{Load, Store};
     let x = var(0, 0);
@@ -89,7 +89,7 @@ pub fn turns() -> Litmus {
     )
 }
 
-/// The same policy but for one thing.
+/// Policies that differ from [`POLICY`] in one respect.
 pub fn policies() -> [(&'static str, Policy); 3] {
     [
         ("a window of one update", Policy { update_window: 1, ..POLICY }),
@@ -108,21 +108,21 @@ pub fn two_pages() -> Litmus {
     named("copies both ways", &[&[Copy(x, y)], &[Copy(y, x)], &[Copy(x, y)]])
 }
 
-/// The same with stores in between.
+/// The same with stores between.
 pub fn two_pages_and_stores() -> Litmus {
     use Instruction::{Copy, Store};
     let (x, y) = (var(0, 0), var(1, 0));
     named("copies and stores", &[&[Store(x, 1), Copy(x, y)], &[Store(y, 2), Copy(y, x)], &[Store(x, 3)]])
 }
 
-/// One instruction with two pages among many of another node.
+/// One instruction with two pages against many of another node.
 pub fn one_among_many() -> Litmus {
     use Instruction::Copy;
     let (x, y) = (var(0, 0), var(1, 0));
     named("one copy among many", &[&[Copy(x, y)], &[Copy(y, x); 6]])
 }
 
-/// Two virtual CPUs on each of three nodes, all at two pages.
+/// Two vCPUs on each of three nodes, all using two pages.
 pub fn crowd() -> Litmus {
     use Instruction::{Add, Load, Store};
     let (x, y) = (var(0, 0), var(1, 0));
@@ -139,7 +139,7 @@ pub fn crowd() -> Litmus {
     )
 }
 
-/// Two virtual CPUs on each of three nodes with instructions that need two pages.
+/// Two vCPUs on each of three nodes with instructions that need two pages.
 pub fn crowd_of_copies() -> Litmus {
     use Instruction::{Copy, Load, Store};
     let (x, y) = (var(0, 0), var(1, 0));
@@ -151,7 +151,7 @@ pub fn crowd_of_copies() -> Litmus {
 
 const NOTHING: Budget = Budget { discards: 0, modes: 0, tokens: 0, restarts: 0 };
 
-/// All that a run of the checker looks at: first machines that are too large to be finished, then many small ones.
+/// All machines that the checker explores: first those too large to complete, then many small ones.
 pub fn all() -> Vec<Scenario> {
     let mut list = Vec::new();
     let budgets = [

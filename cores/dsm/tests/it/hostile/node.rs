@@ -1,4 +1,4 @@
-//! A node among peers that say anything.
+//! A node among hostile peers.
 
 use std::collections::HashMap;
 
@@ -13,7 +13,7 @@ use super::strategies::{body, operation};
 
 const PAGES: u64 = 3;
 
-/// Memory that insists on being used within its bounds.
+/// Memory that fails the test when it is used outside its bounds.
 #[derive(Default)]
 struct Memory(HashMap<Page, Vec<u8>>);
 
@@ -50,7 +50,7 @@ enum Step {
 
 fn step() -> impl Strategy<Value = Step> {
     let page = || 0..PAGES + 1;
-    // Numbers near those that are in use, and any.
+    // Numbers near those in use, and arbitrary ones.
     let seq = || prop_oneof![4 => 0u64..6, 1 => any::<u64>()];
     prop_oneof![
         8 => (0u8..5, seq(), seq(), page(), body()).prop_map(|(from, a, b, page, body)| Step::Message(from, a, b, page, body)),
@@ -67,8 +67,8 @@ fn step() -> impl Strategy<Value = Step> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
-    /// Nothing that peers say makes a node panic, touch memory outside the guest, or answer without end; what it sends is right in
-    /// form.
+    /// No message of peers makes a node panic, access memory outside the guest, or answer endlessly. All that the node sends is
+    /// well-formed.
     #[test]
     fn a_node_survives_any_peers(me in 0u8..4, weak in any::<bool>(), steps in proptest::collection::vec(step(), 1..120)) {
         let policy = Policy { hold_ns: 100, update_window: 2, ..if weak { Policy::VNUMA_2009 } else { Policy::OURS } };

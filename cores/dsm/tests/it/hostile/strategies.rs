@@ -1,4 +1,4 @@
-//! Any message.
+//! Strategies for arbitrary messages.
 
 use dsm::message::{Body, Grant, Intent, Message, Request, Stamp, Token};
 use dsm::operation::{Atomic, Change, Operation, full_mask};
@@ -82,7 +82,7 @@ fn token() -> impl Strategy<Value = Body> {
         .prop_map(|(last, unacked, pages)| Body::Token(Token { last, unacked, pages }))
 }
 
-/// Anything that a message can say.
+/// Any body of a message.
 pub fn body() -> impl Strategy<Value = Body> {
     let grant = (
         intent(),
@@ -126,7 +126,7 @@ pub fn body() -> impl Strategy<Value = Body> {
     ]
 }
 
-/// Any message that can be written.
+/// Any message that can be encoded.
 pub fn message() -> impl Strategy<Value = Message> {
     (node(), node(), any::<u64>(), any::<u64>(), any::<u64>(), body()).prop_map(
         |(from, to, a, b, page, body)| Message {

@@ -1,4 +1,4 @@
-//! Messages as bytes: what is written is read again, what isn't written by us is refused, nothing panics.
+//! The encoding: encoded messages parse to the same messages, anything else is refused, and nothing panics.
 
 use dsm::message::{Body, Intent, Message, Request, Stamp, UNKNOWN_CHANGE};
 use dsm::operation::Change;
@@ -11,7 +11,7 @@ use super::strategies::message;
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(600))]
 
-    /// Every message comes back as it was, and is as long as was said.
+    /// Every message survives encoding and parsing, and has the announced length.
     #[test]
     fn messages_come_back(message in message()) {
         let mut bytes = Vec::new();
@@ -22,7 +22,7 @@ proptest! {
         prop_assert_eq!(parse(&bytes), Ok(message));
     }
 
-    /// A changed byte or a cut gives an error or a message that is written as those bytes again: nothing is read in two ways.
+    /// A changed byte or a cut gives an error, or a message that encodes to exactly those bytes: no message has two encodings.
     #[test]
     fn changed_messages_are_refused_or_are_others(message in message(), at in any::<usize>(), mask in 1u8.., cut in any::<usize>()) {
         let mut bytes = Vec::new();
@@ -37,7 +37,7 @@ proptest! {
         }
     }
 
-    /// Any bytes.
+    /// Arbitrary bytes are refused, or parse to a message that encodes to the same bytes.
     #[test]
     fn any_bytes_are_refused_or_read(bytes in proptest::collection::vec(any::<u8>(), 0..200), kind in 0u8..21) {
         let mut framed = vec![1, kind, 0, 1];
@@ -54,7 +54,7 @@ proptest! {
     }
 }
 
-/// Another version is named as such, so that an operator knows what to do.
+/// The error names an unknown version, so that an operator knows what to do.
 #[test]
 fn another_version_is_named() {
     let message =
@@ -66,7 +66,7 @@ fn another_version_is_named() {
     assert!(WireError::Version(2).to_string().contains("same release on all nodes"));
 }
 
-/// An age near the end of its numbers would make those of all later instructions the same.
+/// An age near the end of the range is refused: all later ages would be equal.
 #[test]
 fn ages_that_no_correct_node_gives_are_refused() {
     let message = |time| {
@@ -87,7 +87,7 @@ fn ages_that_no_correct_node_gives_are_refused() {
     }
 }
 
-/// Sizes that the design counts with: an update of eight bytes, a request, an invalidation and its answer.
+/// Sizes that the design assumes: an update of eight bytes, a request, an invalidation and its answer.
 #[test]
 fn small_messages_are_small() {
     let len = |body| {
